@@ -1,0 +1,52 @@
+# Everything here sets itself up in $(VENV), once; see `make help`.
+JAX ?=
+VENV ?= .venv$(if $(JAX),-jax$(JAX))
+REFERENCE ?= .venv-reference
+REFERENCE_PYTHON ?=
+WORKDIR ?= runs/quickstart
+ARGS ?=
+
+BIN := $(VENV)/bin
+SETUP := JAX='$(JAX)' sh launch/environment.sh '$(VENV)' constraints.txt
+# Nothing of the environment that make was called in; the packages' bytecode is written at their first import.
+unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV PYTHONDONTWRITEBYTECODE
+
+.DEFAULT_GOAL := help
+.PHONY: help quickstart setup test slow parity lint types reference clean
+
+help: ## this list
+	@echo 'make TARGET [ARGS=...] [JAX=0.11.2] [PYTHON=/path/to/python3.13]'
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-12s%s\n", $$1, $$2 }' Makefile
+
+quickstart: ## set up, then watch a small model learn to add (WORKDIR=runs/quickstart; run again to go on)
+	@$(SETUP) gguf
+	$(BIN)/python -m sprl.main --config=configs/quickstart.py --workdir='$(WORKDIR)' $(ARGS)
+
+setup: ## the virtual environment of the tests, without running anything
+	@$(SETUP) gguf,test
+
+test: setup ## the default test suite (ARGS='-k name' and so on go to pytest)
+	$(BIN)/python -m pytest $(ARGS)
+
+slow: setup ## the tests that take minutes
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+parity: setup reference ## the comparison with transformers
+	SPRL_REFERENCE_PYTHON='$(abspath $(REFERENCE))/bin/python' $(BIN)/python -m pytest tests/parity -m '' $(ARGS)
+
+lint: ## ruff, its formatting check, and shellcheck
+	@$(SETUP) gguf,test,lint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/shellcheck .ci/run launch/*.sh tests/end_to_end/*.sh
+
+types: ## pyright
+	@$(SETUP) gguf,test,lint
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+reference: ## the environment of the peers (PyTorch, transformers, TRL; Python 3.11)
+	@PYTHON='$(REFERENCE_PYTHON)' sh launch/environment.sh '$(REFERENCE)' benchmarks/peers/requirements.txt '' 11 11
+
+clean: ## remove the environments and caches; runs/ stays
+	rm -rf .venv .venv-jax* '$(REFERENCE)' build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

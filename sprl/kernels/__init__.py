@@ -1,0 +1,1 @@
+"""Attention, compaction, block-scaled matmul, log-probs: each file one operation with its jnp reference."""

@@ -1,0 +1,1 @@
+"""Meshes and the rules that shard by logical axis name."""

@@ -1,0 +1,47 @@
+"""The device mesh, and the rules that lay weights over it by the names of their axes."""
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from sprl import settings
+from sprl.settings import SettingsError
+
+# Logical axis of a weight -> mesh axis. A weight axis that the mesh axis does not divide stays whole.
+RULES = {'embed': 'fsdp', 'heads': 'tensor', 'kv_heads': 'tensor', 'mlp': 'tensor', 'vocab': 'tensor'}
+
+
+def make_mesh(mesh: settings.Mesh, devices=None) -> Mesh:
+  """The mesh of the settings over all devices.
+
+  Raises SettingsError where the axes do not multiply up to the number of devices.
+  """
+  devices = np.array(jax.devices() if devices is None else devices)
+  sizes = {'data': mesh.data, 'fsdp': mesh.fsdp, 'tensor': mesh.tensor}
+  free = [name for name, size in sizes.items() if size == -1]
+  fixed = int(np.prod([size for size in sizes.values() if size != -1]))
+  if len(free) == 1 and fixed > 0 and devices.size % fixed == 0:
+    sizes[free[0]] = devices.size // fixed
+  if int(np.prod(list(sizes.values()))) != devices.size or min(sizes.values()) < 1:
+    raise SettingsError(
+      f'config.mesh = {sizes}: expected axes that multiply up to {devices.size} devices, one of them -1 at most'
+    )
+  return Mesh(devices.reshape(tuple(sizes.values())), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def param_shardings(mesh: Mesh, axes, shapes):
+  """A NamedSharding for each weight: `axes` is a tree of tuples of logical names, `shapes` the tree of its shapes."""
+
+  def sharding(shape, names):
+    rules = [RULES.get(name) for name in names]
+    return NamedSharding(
+      mesh, P(*[rule if rule and size % mesh.shape[rule] == 0 else None for rule, size in zip(rules, shape.shape)])
+    )
+
+  return jax.tree.map(sharding, shapes, axes)
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+  """The same on every device."""
+  return NamedSharding(mesh, P())

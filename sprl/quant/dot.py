@@ -1,0 +1,31 @@
+"""The one matrix product of the house: `dot(x, w)`, and what its weight may be."""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+
+@jax.custom_vjp
+def dot(x: Float[Array, '*B M'], w: Float[Array, 'M N']) -> Float[Array, '*B N']:
+  """x @ w in x's dtype; w may be held in a wider one (float32 master weights under bfloat16 activations).
+
+  The gradient of w is one product over all leading dims, summed in float32 and returned in w's own dtype. Written out because
+  autodiff would emit a transposed product, for which XLA's CPU backend has no fast bfloat16 path, and would round the
+  gradient of a float32 weight to bfloat16 on the way.
+  """
+  return jnp.matmul(x, w.astype(x.dtype))
+
+
+def _forward(x, w):
+  return dot(x, w), (x, w)
+
+
+def _backward(saved, g):
+  x, w = saved
+  dx = jax.lax.dot_general(g, w.astype(x.dtype), (((g.ndim - 1,), (1,)), ((), ())))
+  rows = tuple(range(x.ndim - 1))
+  dw = jax.lax.dot_general(x, g, ((rows, rows), ((), ())), preferred_element_type=jnp.float32)
+  return dx, dw.astype(w.dtype)
+
+
+dot.defvjp(_forward, _backward)

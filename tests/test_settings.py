@@ -1,0 +1,161 @@
+"""Settings: what resolves, what is refused, and that each refusal names its key."""
+
+import dataclasses
+import json
+
+import pytest
+
+from sprl.settings import Run, Sampling, SettingsError, default_config, resolve, to_dict
+
+
+def config(**changes):
+  """The defaults with a model, and `section__key=value` changed."""
+  made = default_config().to_dict()
+  made['model']['path'] = 'some/model'
+  for key, value in changes.items():
+    section, _, name = key.rpartition('__')
+    (made[section] if section else made)[name] = value
+  return made
+
+
+def refusal(**changes):
+  with pytest.raises(SettingsError) as error:
+    resolve(config(**changes))
+  return str(error.value)
+
+
+# --- values become settings ------------------------------------------------------------------------------------------
+
+
+def test_the_defaults_need_a_model_and_nothing_else():
+  run = resolve(config())
+  assert run == dataclasses.replace(Run(), model=dataclasses.replace(Run().model, path='some/model'))
+  with pytest.raises(SettingsError, match=r"config\.model\.path = '': expected a Hugging Face folder"):
+    resolve(default_config())
+
+
+def test_a_config_dict_as_the_command_line_leaves_it():
+  given = default_config()
+  given.model.path, given.sampling.temperature, given.steps = 'some/model', 0.5, 7
+  run = resolve(given)
+  assert (run.sampling.temperature, run.steps) == (0.5, 7)
+
+
+def test_sections_may_be_left_out():
+  assert resolve({'model': {'path': 'x'}, 'sampling': {'max_tokens': 3}}).sampling == Sampling(max_tokens=3)
+
+
+def test_an_int_is_taken_for_a_float_and_a_list_for_a_tuple():
+  run = resolve(config(sampling__temperature=2, sampling__stop=['a', 'b'], sampling__prompt_buckets=[16, 256]))
+  assert run.sampling.temperature == 2.0
+  assert isinstance(run.sampling.temperature, float)
+  assert run.sampling.stop == ('a', 'b')
+  assert run.sampling.prompt_buckets == (16, 256)
+
+
+def test_none_where_a_setting_may_be_none():
+  assert resolve(config(task__system=None)).task.system is None
+  assert resolve(config(task__system='be brief')).task.system == 'be brief'
+
+
+@pytest.mark.parametrize(
+  ('change', 'words'),
+  [
+    ({'temperature': 1.0}, ('config.temperature', 'no such setting', 'sampling')),
+    ({'sampling__temprature': 1.0}, ('config.sampling.temprature', 'no such setting', 'temperature')),
+    ({'steps': 1.5}, ('config.steps = 1.5', 'expected int', 'float')),
+    ({'steps': '10'}, ("config.steps = '10'", 'expected int')),
+    ({'steps': True}, ('config.steps = True', 'expected int', 'bool')),
+    ({'export': 1}, ('config.export = 1', 'expected bool')),
+    ({'sampling__temperature': True}, ('config.sampling.temperature = True', 'expected float')),
+    ({'sampling__temperature': None}, ('config.sampling.temperature = None', 'expected float')),
+    ({'sampling__stop': 'ab'}, ("config.sampling.stop = 'ab'", 'list of str')),
+    ({'sampling__stop': ['a', 1]}, ('config.sampling.stop[1] = 1', 'expected str')),
+    ({'sampling__prompt_buckets': [32.0]}, ('config.sampling.prompt_buckets[0] = 32.0', 'expected int')),
+    ({'sampling': 3}, ('config.sampling = 3', 'section')),
+    ({'loss__variant': 'pppo'}, ("config.loss.variant = 'pppo'", "'ppo'", "'gspo'")),
+    ({'model__dtype': 'float16'}, ("config.model.dtype = 'float16'", "'bfloat16'")),
+    ({'task__args': [1]}, ('config.task.args = [1]', 'dictionary')),
+    ({'task__system': 5}, ('config.task.system = 5', 'expected str')),
+  ],
+)
+def test_unknown_keys_and_wrong_types_are_refused_by_name(change, words):
+  message = refusal(**change)
+  assert all(word in message for word in words), message
+
+
+# --- config.json -----------------------------------------------------------------------------------------------------
+
+CHANGED = config(
+  steps=7,
+  sampling__stop=('\n', 'x'),
+  sampling__prompt_buckets=(64, 256),
+  task__kind='reasoning_gym',
+  task__name='chain_sum',
+  task__args={'min_terms': 2, 'choices': [1, 2], 'nested': {'a': None}},
+  correction__reject=('token_k1',),
+  correction__reject_bounds=('0.5_2.0',),
+  optimizer__learning_rate=1,
+)
+
+
+@pytest.mark.parametrize('given', [config(), CHANGED])
+def test_config_json_reads_back_to_an_equal_run(given):
+  run = resolve(given)
+  assert resolve(to_dict(run)) == run
+  assert resolve(json.loads(json.dumps(to_dict(run)))) == run
+
+
+# --- values out of range ---------------------------------------------------------------------------------------------
+
+OUT_OF_RANGE = [
+  ('steps', -1), ('rollout.prompts', 0), ('rollout.group', 0), ('sampling.temperature', -0.1), ('sampling.temperature', 0.0),
+  ('sampling.top_k', -1), ('sampling.top_p', 0.0), ('sampling.top_p', 1.1), ('sampling.min_p', 1.0), ('sampling.min_p', -0.1),
+  ('sampling.max_tokens', 0), ('sampling.max_prompt', 0), ('sampling.rows', -1), ('sampling.chunk', 0),
+  ('sampling.temperature', float('nan')), ('packing.row_tokens', -1), ('packing.rows', 0), ('packing.score_chunk', 0),
+  ('optimizer.learning_rate', -1e-6), ('optimizer.minibatches', 0), ('optimizer.epochs', 0), ('optimizer.warmup_steps', -1),
+  ('optimizer.clip_norm', -1.0), ('optimizer.max_bad_steps', 0), ('optimizer.weight_decay', -0.1), ('optimizer.b1', 1.0),
+  ('optimizer.b2', -0.1), ('optimizer.final_fraction', 1.5), ('eval.every', -1), ('eval.problems', 0), ('eval.samples', 0),
+  ('eval.temperature', -1.0), ('eval.top_p', 0.0), ('eval.max_tokens', -1), ('checkpoint.every', -1),
+  ('checkpoint.keep_last', 0), ('checkpoint.keep_best', -1), ('log.samples_every', -1), ('log.samples', 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(('key', 'value'), OUT_OF_RANGE)
+def test_values_out_of_range_are_refused_by_name(key, value):
+  message = refusal(**{key.replace('.', '__'): value})
+  assert message.startswith(f'config.{key} = '), message
+  assert 'expected' in message
+
+
+@pytest.mark.parametrize(
+  ('key', 'value'),
+  [('steps', 0), ('sampling.top_p', 1.0), ('sampling.rows', 0), ('eval.every', 0), ('optimizer.clip_norm', 0.0),
+   ('optimizer.final_fraction', 1.0), ('optimizer.b1', 0.0), ('checkpoint.keep_best', 0), ('eval.temperature', 0.0)],
+)  # fmt: skip
+def test_the_edges_of_the_ranges_are_accepted(key, value):
+  resolve(config(**{key.replace('.', '__'): value}))
+
+
+# --- impossible combinations -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('buckets', [(256, 64), (64, 64, 256), (0, 256), (64, 128), (64, 300)])
+def test_prompt_buckets_ascend_to_the_longest_prompt(buckets):
+  message = refusal(sampling__prompt_buckets=buckets)
+  assert message.startswith('config.sampling.prompt_buckets = ')
+  assert 'max_prompt = 256' in message
+
+
+def test_greedy_evaluation_takes_one_sample():
+  message = refusal(eval__samples=4)
+  assert message.startswith('config.eval.samples = 4')
+  assert 'config.eval.temperature' in message
+  resolve(config(eval__samples=4, eval__temperature=0.6))
+
+
+def test_minibatches_divide_the_prompts():
+  message = refusal(optimizer__minibatches=3)
+  assert message.startswith('config.optimizer.minibatches = 3')
+  assert 'config.rollout.prompts = 16' in message
+  resolve(config(optimizer__minibatches=4))
