@@ -1,0 +1,1 @@
+"""The policy network; it asks a memory for attention and knows nothing of caches."""

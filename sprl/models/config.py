@@ -1,0 +1,209 @@
+"""The shape of a model, read from a Hugging Face config.json; what the network cannot do right is refused by name.
+
+One network covers three families: Llama, Qwen2 and Qwen2.5 (biases on q, k and v), Qwen3 dense (norms on q and k). Their
+config.json files share their keys. Files of transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`) are read.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from sprl.models.rope import Rope
+
+ARCHITECTURES = {'llama': 'LlamaForCausalLM', 'qwen2': 'Qwen2ForCausalLM', 'qwen3': 'Qwen3ForCausalLM'}
+
+# Keys that change the computation, with the only value that this network computes.
+_ONLY = {
+  'hidden_act': 'silu',
+  'attention_bias': False,
+  'mlp_bias': False,
+  'use_sliding_window': False,
+  'quantization_config': None,
+  'partial_rotary_factor': 1.0,
+}
+_ROPE_KEYS = {
+  'factor': 'factor',
+  'original_max_position_embeddings': 'original_positions',
+  'low_freq_factor': 'low_freq_factor',
+  'high_freq_factor': 'high_freq_factor',
+  'beta_fast': 'beta_fast',
+  'beta_slow': 'beta_slow',
+  'truncate': 'truncate',
+  'attention_factor': 'attention_factor',
+  'mscale': 'mscale',
+  'mscale_all_dim': 'mscale_all_dim',
+}
+_ROPE_REQUIRED = {
+  'default': (),
+  'linear': ('factor',),
+  'llama3': ('factor', 'low_freq_factor', 'high_freq_factor'),
+  'yarn': ('factor',),
+}
+
+
+class ConfigError(ValueError):
+  """A config.json that this network cannot honour; the message names its key, its value and what is accepted."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+  """A decoder's sizes and variants. Hashable, so that it can be static under jit; `raw` takes no part in equality."""
+
+  family: Literal['llama', 'qwen2', 'qwen3']
+  vocab_size: int  # V
+  hidden_size: int  # E
+  intermediate_size: int  # F
+  num_layers: int  # L
+  num_heads: int  # H
+  num_kv_heads: int  # K
+  head_dim: int  # D, not always E/H
+  rms_norm_eps: float
+  tie_embeddings: bool  # the head is the transposed embedding
+  qkv_bias: bool
+  qk_norm: bool  # RMS norm over each head of q and k, before the rotation
+  rope: Rope
+  max_positions: int
+  eos_token_ids: tuple[int, ...]
+  bos_token_id: int | None
+  pad_token_id: int | None
+  raw: Mapping[str, Any] = field(compare=False, repr=False)  # config.json as read, for the export
+
+  @classmethod
+  def from_json(cls, raw: Mapping[str, Any]) -> 'ModelConfig':
+    """The config that config.json's dictionary describes.
+
+    Raises ConfigError: unknown architecture or rope type, a missing or impossible size, a feature that is not computed.
+    """
+    family = _family(raw)
+    for key, accepted in _ONLY.items():
+      if raw.get(key, accepted) not in (accepted, None):
+        raise ConfigError(f'config.json: {key} = {raw[key]!r} is not supported; accepted: {json.dumps(accepted)}')
+    if sliding := set(raw.get('layer_types') or ()) - {'full_attention'}:
+      raise ConfigError(f"config.json: layer_types has {sorted(sliding)}; accepted: 'full_attention' on every layer")
+
+    hidden_size, num_heads = _size(raw, 'hidden_size'), _size(raw, 'num_attention_heads')
+    if raw.get('head_dim') is None and family != 'qwen3' and hidden_size % num_heads:
+      raise ConfigError(f'config.json: hidden_size = {hidden_size} is no multiple of num_attention_heads = {num_heads}')
+    config = cls(
+      family=family,
+      vocab_size=_size(raw, 'vocab_size'),
+      hidden_size=hidden_size,
+      intermediate_size=_size(raw, 'intermediate_size'),
+      num_layers=_size(raw, 'num_hidden_layers'),
+      num_heads=num_heads,
+      num_kv_heads=_size(raw, 'num_key_value_heads', num_heads),
+      head_dim=_size(raw, 'head_dim', 128 if family == 'qwen3' else hidden_size // num_heads),
+      rms_norm_eps=float(raw.get('rms_norm_eps', 1e-6)),
+      tie_embeddings=bool(raw.get('tie_word_embeddings', False)),
+      qkv_bias=family == 'qwen2',
+      qk_norm=family == 'qwen3',
+      rope=_rope(raw),
+      max_positions=_size(raw, 'max_position_embeddings'),
+      eos_token_ids=as_ids(raw.get('eos_token_id')),
+      bos_token_id=raw.get('bos_token_id'),
+      pad_token_id=raw.get('pad_token_id'),
+      raw=dict(raw),
+    )
+    if num_heads % config.num_kv_heads:
+      raise ConfigError(
+        f'config.json: num_key_value_heads = {config.num_kv_heads}; accepted: a divisor of num_attention_heads = {num_heads}'
+      )
+    if config.head_dim % 2:
+      raise ConfigError(f'config.json: head_dim = {config.head_dim}; accepted: an even number, which rotary embeddings need')
+    return config
+
+  @classmethod
+  def read(cls, folder: str | Path) -> 'ModelConfig':
+    """The config of a Hugging Face folder. Raises ConfigError, also where the file is missing or is not JSON."""
+    path = Path(folder) / 'config.json'
+    try:
+      raw = json.loads(path.read_text(encoding='utf-8'))
+    except FileNotFoundError:
+      raise ConfigError(f'{path}: no such file; a Hugging Face model folder has a config.json') from None
+    except ValueError as error:
+      raise ConfigError(f'{path}: not JSON ({error})') from None
+    if not isinstance(raw, dict):
+      raise ConfigError(f'{path}: not a JSON object')
+    return cls.from_json(raw)
+
+
+def tiny(family: Literal['llama', 'qwen2', 'qwen3'], **changes: Any) -> ModelConfig:
+  """A small config of a family for tests; `changes` are config.json keys (`tiny('llama', num_hidden_layers=3)`)."""
+  raw = {
+    'architectures': [ARCHITECTURES[family]],
+    'model_type': family,
+    'vocab_size': 259,  # as `sprl.io.tokenizer.write_tiny`: 3 specials and 256 bytes
+    'hidden_size': 64,
+    'intermediate_size': 96,
+    'num_hidden_layers': 2,
+    'num_attention_heads': 4,
+    'num_key_value_heads': 2,
+    'head_dim': 24 if family == 'qwen3' else 16,
+    'hidden_act': 'silu',
+    'rms_norm_eps': 1e-6,
+    'rope_theta': 10_000.0,
+    'rope_scaling': None,
+    'max_position_embeddings': 512,
+    'tie_word_embeddings': family == 'qwen2',
+    'bos_token_id': 1,
+    'eos_token_id': 2,
+    'pad_token_id': 0,
+  }
+  if unknown := set(changes) - set(raw) - set(_ONLY) - {'rope_parameters', 'layer_types'}:
+    raise ConfigError(f'tiny: {sorted(unknown)} are no keys of config.json; accepted: {sorted(raw)}')
+  return ModelConfig.from_json(raw | changes)
+
+
+def as_ids(value: int | list[int] | None) -> tuple[int, ...]:
+  """The token ids of a field that Hugging Face files hold as nothing, one number or a list."""
+  return () if value is None else (value,) if isinstance(value, int) else tuple(value)
+
+
+def _family(raw: Mapping[str, Any]) -> Literal['llama', 'qwen2', 'qwen3']:
+  family = raw.get('model_type')
+  if family not in ARCHITECTURES:
+    raise ConfigError(f'config.json: model_type = {family!r} is not supported; accepted: {", ".join(ARCHITECTURES)}')
+  architectures = raw.get('architectures') or [ARCHITECTURES[family]]
+  if architectures != [ARCHITECTURES[family]]:
+    raise ConfigError(f'config.json: architectures = {architectures} is not supported; accepted: [{ARCHITECTURES[family]!r}]')
+  return family
+
+
+def _size(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
+  value = raw.get(key)
+  value = default if value is None else value
+  if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+    raise ConfigError(f'config.json: {key} = {value!r}; accepted: a positive integer')
+  return value
+
+
+def _rope(raw: Mapping[str, Any]) -> Rope:
+  """The rotary settings: transformers 5's `rope_parameters`, or `rope_theta` and `rope_scaling` before it."""
+  section = 'rope_parameters' if raw.get('rope_parameters') else 'rope_scaling'
+  given = dict(raw.get(section) or {})
+  kind = given.pop('rope_type', None) or given.get('type') or 'default'
+  given.pop('type', None)
+  if kind not in _ROPE_REQUIRED:
+    raise ConfigError(f'config.json: {section}.rope_type = {kind!r} is not supported; accepted: {", ".join(_ROPE_REQUIRED)}')
+  theta = given.pop('rope_theta', None) or raw.get('rope_theta') or 10_000.0
+  if given.pop('partial_rotary_factor', None) not in (None, 1.0):
+    raise ConfigError(f'config.json: {section}.partial_rotary_factor is not supported; accepted: 1.0')
+  if unknown := sorted(set(given) - set(_ROPE_KEYS)):
+    raise ConfigError(f'config.json: {section}.{unknown[0]} is not supported; accepted: {", ".join(_ROPE_KEYS)}')
+
+  if kind in ('llama3', 'yarn'):
+    # A top-level value wins, then the section's own, then the model's length: the order of transformers.
+    length = raw.get('original_max_position_embeddings') or given.get('original_max_position_embeddings')
+    given['original_max_position_embeddings'] = length or _size(raw, 'max_position_embeddings')
+  if kind == 'yarn' and 'factor' in given and given['factor'] is None:
+    given['factor'] = _size(raw, 'max_position_embeddings') / given['original_max_position_embeddings']
+  for key in _ROPE_REQUIRED[kind]:
+    if given.get(key) is None:
+      raise ConfigError(f'config.json: {section}.{key} is missing; rope_type {kind!r} needs it')
+  kinds = {f.name: f.type for f in dataclasses.fields(Rope)}
+  named = {_ROPE_KEYS[key]: value for key, value in given.items() if value is not None}
+  values: dict[str, Any] = {name: v if kinds[name] in (bool, int) else float(v) for name, v in named.items()}
+  return Rope(kind, float(theta), **values)

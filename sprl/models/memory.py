@@ -1,0 +1,57 @@
+"""What the network attends to. It is asked through one call, `out, memory = memory.attend(layer, q, k, v)`.
+
+The learner's memory is the packed row itself (CausalMemory); the sampler's is its KV cache. Compression, storage formats and
+paging are a memory's own business: the network does not know of them.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from sprl.kernels.attention import attention
+
+
+@runtime_checkable
+class Memory(Protocol):
+  """Takes in the new tokens' rotated keys and values, and answers their queries."""
+
+  def attend(
+    self, layer: int, q: Float[Array, 'B T H D'], k: Float[Array, 'B T K D'], v: Float[Array, 'B T K D']
+  ) -> tuple[Float[Array, 'B T H D'], 'Memory']:
+    """The queries' outputs, and the memory with the new keys and values in it."""
+    ...
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class CausalMemory:
+  """A packed row as its own memory: a token sees earlier tokens of its segment and of the segment that it continues.
+
+  Worked example, a prompt `ab` with two completions `cd` and `e`, then padding:
+
+      tokens    a b c d e .
+      segments  1 1 2 2 3 0      0 is padding, which nobody sees
+      prefixes  0 0 1 1 1 0      segments 2 and 3 continue segment 1
+      d sees a b c d;  e sees a b e
+  """
+
+  allowed: Bool[Array, 'B T T']
+
+  @classmethod
+  def of(cls, segments: Int[Array, 'B T'], prefixes: Int[Array, 'B T'] | None = None) -> 'CausalMemory':
+    """The memory of packed rows."""
+    key, query = segments[:, None, :], segments[:, :, None]
+    allowed = key == query
+    if prefixes is not None:
+      allowed |= key == prefixes[:, :, None]
+    T = segments.shape[1]
+    return cls(allowed & (key != 0) & jnp.tril(jnp.ones((T, T), bool)))
+
+  def attend(
+    self, layer: int, q: Float[Array, 'B T H D'], k: Float[Array, 'B T K D'], v: Float[Array, 'B T K D']
+  ) -> tuple[Float[Array, 'B T H D'], 'CausalMemory']:
+    """Attention within the row; nothing is remembered between calls."""
+    return attention(q, k, v, self.allowed), self

@@ -1,0 +1,96 @@
+"""Rotary position embedding: the four variants that a config.json may name, as `transformers` computes them.
+
+A head of width D is D/2 planes; plane i holds the coordinates i and i + D/2 (the half-split convention), and turns by
+`position * inv_freq[i]`. The variants differ in `inv_freq` alone, and YaRN in a scale on the turned vectors:
+
+  default  inv_freq[i] = theta ** (-2i / D)                                                  RoFormer, arXiv 2104.09864
+  linear   every frequency divided by `factor`                                               arXiv 2306.15595
+  llama3   low frequencies divided by `factor`, high ones kept, a smooth step between         Llama 3.1
+  yarn     the same idea with bounds counted in turns over the original context, and a scale  arXiv 2309.00071
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+
+@dataclass(frozen=True)
+class Rope:
+  """The rotary settings of a model; config.json's names in the comments where they differ."""
+
+  kind: Literal['default', 'linear', 'llama3', 'yarn'] = 'default'  # rope_type
+  theta: float = 10_000.0  # rope_theta
+  factor: float = 1.0  # how many times longer than the original context
+  original_positions: int = 0  # original_max_position_embeddings, llama3 and yarn
+  low_freq_factor: float = 1.0  # llama3: planes with fewer turns than this over the original context are slowed
+  high_freq_factor: float = 4.0  # llama3: planes with more turns than this are kept
+  beta_fast: float = 32.0  # yarn: the same two bounds
+  beta_slow: float = 1.0
+  truncate: bool = True  # yarn: round the bounds outwards to whole planes
+  attention_factor: float | None = None  # yarn: the scale itself; None: from factor and the two below
+  mscale: float = 0.0  # yarn: 0 where config.json has none
+  mscale_all_dim: float = 0.0
+
+
+def frequencies(rope: Rope, head_dim: int) -> tuple[Float[np.ndarray, ' P'], float]:
+  """The angle per position of each of the P = D/2 planes (float32), and the scale of cosine and sine."""
+  # float32 step by step, as the checkpoints were trained, rather than rounded once from float64.
+  inv_freq = np.float32(1) / np.float32(rope.theta) ** (np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim))
+  match rope.kind:
+    case 'default':
+      return inv_freq, 1.0
+    case 'linear':
+      return inv_freq / np.float32(rope.factor), 1.0
+    case 'llama3':
+      return _llama3(rope, inv_freq), 1.0
+    case 'yarn':
+      kept = 1 - _ramp(*_yarn_bounds(rope, head_dim), head_dim // 2)
+      return inv_freq / np.float32(rope.factor) * (1 - kept) + inv_freq * kept, _yarn_scale(rope)
+
+
+def rotate(x: Float[Array, 'B T N D'], positions: Int[Array, 'B T'], rope: Rope) -> Float[Array, 'B T N D']:
+  """Every head of `x` turned to its token's position; computed in float32, returned in x's dtype."""
+  inv_freq, scale = frequencies(rope, x.shape[-1])
+  angle = positions[..., None].astype(jnp.float32) * inv_freq  # [B, T, D/2]
+  cos, sin = (scale * f(angle)[:, :, None, :] for f in (jnp.cos, jnp.sin))
+  first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+  return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def _llama3(rope: Rope, inv_freq: np.ndarray) -> np.ndarray:
+  turns = rope.original_positions * inv_freq / np.float32(2 * math.pi)  # of each plane, over the original context
+  smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+  kept = np.clip(smooth, 0, 1).astype(np.float32)
+  return (1 - kept) * inv_freq / np.float32(rope.factor) + kept * inv_freq
+
+
+def _yarn_bounds(rope: Rope, head_dim: int) -> tuple[float, float]:
+  """The planes that make beta_fast and beta_slow turns over the original context: those before the first are kept."""
+
+  def plane(turns):
+    return head_dim * math.log(rope.original_positions / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+  low, high = plane(rope.beta_fast), plane(rope.beta_slow)
+  if rope.truncate:
+    low, high = float(math.floor(low)), float(math.ceil(high))
+  return max(low, 0.0), min(high, head_dim - 1.0)
+
+
+def _ramp(low: float, high: float, planes: int) -> np.ndarray:
+  width = high - low or 0.001  # bounds that coincide: a step
+  return np.clip((np.arange(planes, dtype=np.float32) - np.float32(low)) / np.float32(width), 0, 1)
+
+
+def _yarn_scale(rope: Rope) -> float:
+  def magnitude(mscale: float) -> float:
+    return 0.1 * mscale * math.log(rope.factor) + 1.0 if rope.factor > 1 else 1.0
+
+  if rope.attention_factor is not None:
+    return rope.attention_factor
+  if rope.mscale and rope.mscale_all_dim:
+    return magnitude(rope.mscale) / magnitude(rope.mscale_all_dim)
+  return magnitude(1.0)

@@ -1,0 +1,181 @@
+"""The policy network: one decoder for Llama, Qwen2/2.5 and Qwen3, told apart by ModelConfig alone.
+
+Every weight is described once, where its module is made: shape and logical axes. `abstract_params` and the sharding rules
+follow from that description; values come from a checkpoint or from `init_params`. Split once at start:
+
+    graphdef = transformer.graph(config)                      # the network without weights
+    params   = ...                                            # nested dict of arrays, see `abstract_params`
+    hidden, memory = transformer.forward(graphdef, params, tokens, positions, memory)
+"""
+
+from functools import cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from sprl.models.config import ModelConfig
+from sprl.models.memory import Memory
+from sprl.models.rope import rotate
+from sprl.quant.dot import dot
+
+Params = dict[str, Any]  # nested dict of arrays
+
+
+def _weight(axes: tuple[str | None, ...], *shape: int) -> nnx.Param:
+  return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), axes=axes)
+
+
+class Linear(nnx.Module):
+  """x @ kernel (+ bias)."""
+
+  def __init__(self, axes: tuple[str, str], inputs: int, outputs: int, bias: bool = False):
+    self.kernel = _weight(axes, inputs, outputs)
+    self.bias = _weight(axes[1:], outputs) if bias else None
+
+  def __call__(self, x: Float[Array, '*B M']) -> Float[Array, '*B N']:
+    """[..., inputs] -> [..., outputs]."""
+    y = dot(x, self.kernel.get_value())
+    return y if self.bias is None else y + self.bias.get_value().astype(y.dtype)
+
+
+class RMSNorm(nnx.Module):
+  """x / rms(x) * scale over the last axis, computed in float32."""
+
+  def __init__(self, axis: str, width: int, eps: float):
+    self.scale = _weight((axis,), width)
+    self.eps = eps
+
+  def __call__(self, x: Float[Array, '*B M']) -> Float[Array, '*B M']:
+    """Same shape and dtype as x."""
+    wide = x.astype(jnp.float32)
+    normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+    return (normed * self.scale.get_value().astype(jnp.float32)).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+  """Projections, rotary positions, and a question to the memory."""
+
+  def __init__(self, config: ModelConfig):
+    E, H, K, D = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
+    self.q = Linear(('embed', 'heads'), E, H * D, config.qkv_bias)
+    self.k = Linear(('embed', 'kv_heads'), E, K * D, config.qkv_bias)
+    self.v = Linear(('embed', 'kv_heads'), E, K * D, config.qkv_bias)
+    self.o = Linear(('heads', 'embed'), H * D, E)
+    self.q_norm = RMSNorm('head_dim', D, config.rms_norm_eps) if config.qk_norm else None
+    self.k_norm = RMSNorm('head_dim', D, config.rms_norm_eps) if config.qk_norm else None
+    self.head_dim, self.rope = D, config.rope
+
+  def __call__(self, layer: int, x: Float[Array, 'B T E'], positions: Int[Array, 'B T'], memory: Memory):
+    """[B, T, E] -> [B, T, E], and the memory that has seen these tokens."""
+    heads = (*x.shape[:2], -1, self.head_dim)
+    q, k, v = self.q(x).reshape(heads), self.k(x).reshape(heads), self.v(x).reshape(heads)
+    if self.q_norm is not None and self.k_norm is not None:
+      q, k = self.q_norm(q), self.k_norm(k)
+    q, k = rotate(q, positions, self.rope), rotate(k, positions, self.rope)
+    out, memory = memory.attend(layer, q, k, v)
+    return self.o(out.reshape(*x.shape[:2], -1)), memory
+
+
+class MLP(nnx.Module):
+  """down(silu(gate(x)) * up(x))."""
+
+  def __init__(self, config: ModelConfig):
+    E, F = config.hidden_size, config.intermediate_size
+    self.gate = Linear(('embed', 'mlp'), E, F)
+    self.up = Linear(('embed', 'mlp'), E, F)
+    self.down = Linear(('mlp', 'embed'), F, E)
+
+  def __call__(self, x: Float[Array, 'B T E']) -> Float[Array, 'B T E']:
+    """Same shape."""
+    return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+
+
+class Layer(nnx.Module):
+  """Attention and MLP, each on a normalised input and added to the stream."""
+
+  def __init__(self, config: ModelConfig):
+    self.attention_norm = RMSNorm('embed', config.hidden_size, config.rms_norm_eps)
+    self.attention = Attention(config)
+    self.mlp_norm = RMSNorm('embed', config.hidden_size, config.rms_norm_eps)
+    self.mlp = MLP(config)
+
+  def __call__(self, layer: int, x: Float[Array, 'B T E'], positions: Int[Array, 'B T'], memory: Memory):
+    """[B, T, E] -> [B, T, E], and the memory."""
+    with jax.named_scope('attention'):
+      out, memory = self.attention(layer, self.attention_norm(x), positions, memory)
+      x = x + out
+    with jax.named_scope('mlp'):
+      return x + self.mlp(self.mlp_norm(x)), memory
+
+
+class Decoder(nnx.Module):
+  """Tokens to hidden states. The head is applied by whoever needs logits: `head_weight`, `sprl.kernels.linear_logprob`."""
+
+  def __init__(self, config: ModelConfig):
+    V, E = config.vocab_size, config.hidden_size
+    self.embed = _weight(('vocab', 'embed'), V, E)
+    self.layers = nnx.List([Layer(config) for _ in range(config.num_layers)])
+    self.norm = RMSNorm('embed', E, config.rms_norm_eps)
+    self.head = None if config.tie_embeddings else Linear(('embed', 'vocab'), E, V)
+
+  def __call__(self, tokens, positions, memory, dtype, remat: bool):
+    """[B, T] ids -> [B, T, E] normalised hidden states, and the memory."""
+    x = jnp.take(self.embed.get_value(), tokens, axis=0).astype(dtype)
+    for i, layer in enumerate(self.layers):
+      with jax.named_scope(f'layer{i}'):
+        block = jax.checkpoint(partial(layer, i)) if remat else partial(layer, i)
+        x, memory = block(x, positions, memory)
+    return self.norm(x), memory
+
+
+@cache
+def graph(config: ModelConfig) -> nnx.GraphDef:
+  """The network without its weights, hashable, for closing over in jitted functions."""
+  return nnx.split(Decoder(config))[0]
+
+
+def abstract_params(config: ModelConfig, dtype=jnp.float32) -> Params:
+  """The weights' shapes as a nested dict of ShapeDtypeStruct; linear kernels are [in, out], the embedding is [V, E]."""
+  pure = nnx.to_pure_dict(nnx.split(Decoder(config))[1])
+  return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, dtype), pure)
+
+
+def logical_axes(config: ModelConfig) -> Params:
+  """The name of each axis of each weight, in the same tree; a leaf is a tuple of names."""
+  state = nnx.split(Decoder(config))[1]
+  return nnx.to_pure_dict(jax.tree.map(lambda p: p.replace(p.axes), state, is_leaf=lambda p: isinstance(p, nnx.Param)))
+
+
+def init_params(config: ModelConfig, key: Array, dtype=jnp.float32, scale: float = 0.02) -> Params:
+  """Random weights: matrices normal(0, scale), norms 1, biases 0. For tests and for models trained from scratch."""
+  leaves, tree = jax.tree_util.tree_flatten_with_path(abstract_params(config, dtype))
+  keys = jax.random.split(key, len(leaves))
+
+  def init(path, leaf, key):
+    name = path[-1].key
+    if name in ('scale', 'bias'):
+      return jnp.full(leaf.shape, float(name == 'scale'), dtype)
+    return (scale * jax.random.normal(key, leaf.shape)).astype(dtype)
+
+  return jax.tree_util.tree_unflatten(tree, [init(p, leaf, k) for (p, leaf), k in zip(leaves, keys)])
+
+
+def forward(
+  graphdef: nnx.GraphDef,
+  params: Params,
+  tokens: Int[Array, 'B T'],
+  positions: Int[Array, 'B T'],
+  memory: Memory,
+  dtype=jnp.float32,
+  remat: bool = False,
+) -> tuple[Float[Array, 'B T E'], Any]:
+  """Normalised hidden states in `dtype`, and the memory after these tokens. `remat` recomputes layers in the backward pass."""
+  return nnx.merge(graphdef, params)(tokens, positions, memory, dtype, remat)
+
+
+def head_weight(params: Params) -> Float[Array, 'V E']:
+  """The output matrix, one row a token: the embedding itself where they are tied."""
+  return params['head']['kernel'].T if 'head' in params else params['embed']

@@ -1,0 +1,1 @@
+"""Advantages, corrections, losses, diagnostics: pure functions of arrays."""

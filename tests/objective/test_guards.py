@@ -1,0 +1,53 @@
+import math
+
+from sprl.objective.guards import sentinels, warnings
+
+HEALTHY = {
+  'rollout_corr/probs_diff_mean': 0.001,
+  'rollout_corr/kl': 0.002,
+  'rollout_corr/rollout_is_mean': 1.0,
+  'rollout_corr/rollout_is_eff_sample_size': 0.9,
+  'rollout_corr/rollout_is_std': 0.1,
+  'rollout_corr/chi2_token': 0.01,
+  'sparse/agreement_p05': 0.95,
+  'reward': 0.5,
+}
+
+
+def test_a_healthy_step_gives_no_reason_to_stop_or_warn():
+  assert sentinels(HEALTHY, 1) == []
+  assert warnings(HEALTHY) == {}
+
+
+def test_a_metric_that_is_not_finite_stops_the_run_and_is_named():
+  for bad in (math.nan, math.inf):
+    (reason,) = sentinels(HEALTHY | {'rollout_corr/probs_diff_mean': bad})
+    assert 'rollout_corr/probs_diff_mean' in reason
+  assert sentinels(HEALTHY | {'reward': math.nan}) == []  # not a matter of log-probs
+
+
+def test_a_kl_spike_stops_the_run():
+  assert sentinels(HEALTHY | {'rollout_corr/kl': 0.99}) == []
+  for spike in (1.01, -1.01):
+    (reason,) = sentinels(HEALTHY | {'rollout_corr/kl': spike})
+    assert 'rollout_corr/kl' in reason
+
+
+def test_two_steps_of_answers_that_never_end_stop_the_run():
+  assert sentinels(HEALTHY, 1) == []
+  assert 'length limit' in sentinels(HEALTHY, 2)[0]
+
+
+def test_each_health_gate_warns_by_name():
+  unwell = {
+    'rollout_corr/rollout_is_mean': 2.1,
+    'rollout_corr/rollout_is_eff_sample_size': 0.29,
+    'rollout_corr/rollout_is_std': 1.1,
+    'rollout_corr/kl': -0.11,
+    'rollout_corr/chi2_token': 1.1,
+    'rollout_corr/token_mult_prob_error': 1.06,
+    'sparse/agreement_p05': 0.85,
+  }
+  said = warnings(HEALTHY | unwell)
+  assert list(said) == list(unwell)
+  assert all(sentence.startswith(f'{name} = ') for name, sentence in said.items())
