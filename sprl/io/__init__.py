@@ -1,0 +1,1 @@
+"""Everything that crosses to disk: weights, tokenizer, checkpoints, metrics, pictures."""

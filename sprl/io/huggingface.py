@@ -1,0 +1,297 @@
+"""Weights in and out of Hugging Face folders (safetensors, one file or shards with an index).
+
+One table, `tensors(config)`, says which tensor of a checkpoint is which leaf of the params tree; loading, exporting and the
+GGUF conversion all read it. Linear kernels are [out, in] in files and [in, out] here.
+
+Loading checks every file's header against the table before anything is put on a device, then reads slices: each device is
+handed the part it holds, one tensor at a time. Exporting goes through the tensors the same way and writes a draft folder,
+which takes its name when it is whole.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import DTypeLike
+from safetensors import SafetensorError, safe_open
+
+from sprl.models.config import ARCHITECTURES, ModelConfig
+
+Params = dict[Any, Any]  # nested dict of arrays
+Keys = tuple[str | int, ...]  # to a leaf: ('layers', 0, 'mlp', 'up', 'kernel')
+
+_DTYPES = {'F32': 'float32', 'F16': 'float16', 'BF16': 'bfloat16'}  # safetensors' names: numpy's
+_TOKENIZER_FILES = (
+  'tokenizer.json',
+  'tokenizer_config.json',
+  'special_tokens_map.json',
+  'added_tokens.json',
+  'vocab.json',
+  'merges.txt',
+  'tokenizer.model',
+  'chat_template.jinja',
+  'generation_config.json',
+)
+
+
+class WeightsError(ValueError):
+  """Weights that are not those of the config, or not whole; the message names the file or tensor."""
+
+
+class Tensor(NamedTuple):
+  """A tensor of a checkpoint: its name and shape in the file, and whether the leaf is its transpose."""
+
+  name: str
+  shape: tuple[int, ...]
+  transpose: bool
+
+
+def tensors(config: ModelConfig) -> dict[Keys, Tensor]:
+  """The checkpoint's tensor for every leaf of the params tree, in the order in which they are computed with."""
+  V, E, F, D = config.vocab_size, config.hidden_size, config.intermediate_size, config.head_dim
+  outputs = {'q': config.num_heads * D, 'k': config.num_kv_heads * D, 'v': config.num_kv_heads * D}
+  table: dict[Keys, Tensor] = {('embed',): Tensor('model.embed_tokens.weight', (V, E), False)}
+  for i in range(config.num_layers):
+    layer, name = ('layers', i), f'model.layers.{i}'
+    table[*layer, 'attention_norm', 'scale'] = Tensor(f'{name}.input_layernorm.weight', (E,), False)
+    for part, width in outputs.items():
+      table[*layer, 'attention', part, 'kernel'] = Tensor(f'{name}.self_attn.{part}_proj.weight', (width, E), True)
+      if config.qkv_bias:
+        table[*layer, 'attention', part, 'bias'] = Tensor(f'{name}.self_attn.{part}_proj.bias', (width,), False)
+      if config.qk_norm and part != 'v':
+        table[*layer, 'attention', f'{part}_norm', 'scale'] = Tensor(f'{name}.self_attn.{part}_norm.weight', (D,), False)
+    table[*layer, 'attention', 'o', 'kernel'] = Tensor(f'{name}.self_attn.o_proj.weight', (E, outputs['q']), True)
+    table[*layer, 'mlp_norm', 'scale'] = Tensor(f'{name}.post_attention_layernorm.weight', (E,), False)
+    for part, shape in {'gate': (F, E), 'up': (F, E), 'down': (E, F)}.items():
+      table[*layer, 'mlp', part, 'kernel'] = Tensor(f'{name}.mlp.{part}_proj.weight', shape, True)
+  table['norm', 'scale'] = Tensor('model.norm.weight', (E,), False)
+  if not config.tie_embeddings:
+    table['head', 'kernel'] = Tensor('lm_head.weight', (V, E), True)
+  return table
+
+
+# --- in --------------------------------------------------------------------------------------------------------------
+
+
+def load_params(
+  folder: str | Path, config: ModelConfig, shardings: Params | None = None, dtype: DTypeLike = jnp.float32
+) -> Params:
+  """The params tree of a checkpoint, every leaf made where `shardings` (same tree; None: the first device) puts it.
+
+  On the host there is one tensor's slices at a time. Raises WeightsError before any device work: see `check_weights`.
+  """
+  where = check_weights(folder, config)
+  params: Params = {}
+  with ExitStack() as stack:
+    files = {path: stack.enter_context(safe_open(path, 'numpy')) for path in set(where.values())}
+    for path, tensor in tensors(config).items():
+      stored = files[where[tensor.name]].get_slice(tensor.name)
+
+      def read(index, stored=stored, transpose=tensor.transpose):
+        part = stored[index[::-1]].T if transpose else stored[index]
+        return np.ascontiguousarray(part, dtype=dtype)
+
+      sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0]) if shardings is None else get(shardings, path)
+      shape = tensor.shape[::-1] if tensor.transpose else tensor.shape
+      _set(params, path, jax.make_array_from_callback(shape, sharding, read))
+  return params
+
+
+def check_weights(folder: str | Path, config: ModelConfig) -> dict[str, Path]:
+  """The file that holds each of the checkpoint's tensors, by name; reads headers only.
+
+  Raises WeightsError: only pickle files, missing files, files cut short, tensors missing, unknown, of a wrong shape or of a
+  type that is not float32, float16 or bfloat16. A tied checkpoint may repeat its embedding as `lm_head.weight`.
+  """
+  folder = Path(folder)
+  expected = {tensor.name: tensor.shape for tensor in tensors(config).values()}
+  found: dict[str, tuple[Path, tuple[int, ...], str]] = {}
+  for path in _weight_files(folder):
+    try:
+      with safe_open(path, 'numpy') as file:
+        for name in file.keys():  # noqa: SIM118  (a safetensors handle, not a dict)
+          if name in found:
+            raise WeightsError(f'{path}: holds {name}, and so does {found[name][0].name}')
+          stored = file.get_slice(name)
+          found[name] = (path, tuple(stored.get_shape()), stored.get_dtype())
+    except (SafetensorError, OSError) as error:
+      raise WeightsError(f'{path}: not a whole safetensors file ({error}); was its copy or download cut short?') from None
+
+  if missing := [name for name in expected if name not in found]:
+    raise WeightsError(f'{folder}: {_some(missing)} missing from the weights that config.json ({config.family}) describes')
+  known = {*expected, *(['lm_head.weight'] if config.tie_embeddings else [])}
+  extra = [name for name in found if name not in known and not name.endswith('.rotary_emb.inv_freq')]
+  if extra:
+    raise WeightsError(
+      f'{folder}: {_some(extra)} in the weights, but not in the model that config.json ({config.family}) describes'
+    )
+  for name, shape in expected.items():
+    path, stored_shape, dtype = found[name]
+    if stored_shape != shape:
+      raise WeightsError(f'{path}: {name} has shape {stored_shape}; config.json ({config.family}) makes it {shape}')
+    if dtype not in _DTYPES:
+      raise WeightsError(f'{path}: {name} is stored as {dtype}; accepted: {", ".join(_DTYPES)}')
+  return {name: found[name][0] for name in expected}
+
+
+def _weight_files(folder: Path) -> list[Path]:
+  """The safetensors files of a folder, in the order in which transformers looks for them."""
+  single, index = folder / 'model.safetensors', folder / 'model.safetensors.index.json'
+  if single.is_file():
+    return [single]
+  if index.is_file():
+    try:
+      names = sorted(set(json.loads(index.read_text(encoding='utf-8'))['weight_map'].values()))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+      raise WeightsError(f'{index}: not a safetensors index ({error!r})') from None
+    for name in names:
+      if name != Path(name).name or not (folder / name).is_file():
+        raise WeightsError(f'{index}: names {name!r}, which is no file of this folder')
+    return [folder / name for name in names]
+  if pickles := sorted(p.name for p in folder.glob('*') if p.suffix in ('.bin', '.pt', '.pth', '.ckpt', '.pkl')):
+    raise WeightsError(
+      f'{folder}: weights only as pickle ({_some(pickles)}), which can run code when read; accepted: safetensors'
+    )
+  raise WeightsError(f'{folder}: no model.safetensors and no model.safetensors.index.json')
+
+
+# --- out -------------------------------------------------------------------------------------------------------------
+
+
+def export_folder(
+  folder: str | Path,
+  params: Params,
+  config: ModelConfig,
+  tokenizer_source: str | Path | None = None,
+  max_shard_bytes: int = 5_000_000_000,
+  dtype: DTypeLike = jnp.bfloat16,
+) -> None:
+  """Writes a folder that transformers loads: weights, config, generation config, and the files of a source's tokenizer.
+
+  The folder appears whole or not at all; an earlier export of the same name is replaced. On the host there is one tensor at
+  a time. Raises WeightsError where something that is not a model folder has that name.
+  """
+
+  def weights():
+    for path, tensor in tensors(config).items():
+      leaf = get(params, path)
+      yield tensor, (lambda leaf=leaf: np.asarray(leaf.astype(dtype)))
+
+  write_folder(folder, config, weights(), jnp.dtype(dtype).name, tokenizer_source, max_shard_bytes)
+
+
+def write_folder(
+  folder: str | Path,
+  config: ModelConfig,
+  weights: Iterable[tuple[Tensor, Callable[[], np.ndarray]]],
+  dtype: str,
+  tokenizer_source: str | Path | None,
+  max_shard_bytes: int = 5_000_000_000,
+) -> None:
+  """`export_folder` for weights that are made when they are asked for, in the params tree's orientation."""
+  folder = Path(folder)
+  if folder.exists() and not (folder / 'config.json').is_file() and (not folder.is_dir() or any(folder.iterdir())):
+    raise WeightsError(f'{folder}: exists and is not a model folder; accepted: a new name, or an earlier export to replace')
+  draft, old = folder.with_name(folder.name + '.tmp'), folder.with_name(folder.name + '.old')
+  for leftover in (draft, old):
+    shutil.rmtree(leftover, ignore_errors=True)
+  draft.mkdir(parents=True)
+
+  _write_weights(draft, list(weights), dtype, max_shard_bytes)
+  raw = {key: value for key, value in config.raw.items() if key not in ('dtype', 'torch_dtype')}
+  raw |= {'architectures': [ARCHITECTURES[config.family]], 'torch_dtype' if 'torch_dtype' in config.raw else 'dtype': dtype}
+  write_json(draft / 'config.json', raw)
+  ids = {'bos_token_id': config.bos_token_id, 'eos_token_id': list(config.eos_token_ids), 'pad_token_id': config.pad_token_id}
+  write_json(draft / 'generation_config.json', {key: value for key, value in ids.items() if value not in (None, [])})
+  for name in _TOKENIZER_FILES if tokenizer_source is not None else ():
+    source = Path(tokenizer_source or '') / name
+    if source.is_file():
+      shutil.copyfile(source, draft / name)
+
+  if folder.exists():
+    os.replace(folder, old)  # a folder that is not empty cannot be replaced in one step
+  os.replace(draft, folder)
+  shutil.rmtree(old, ignore_errors=True)
+
+
+def _write_weights(
+  folder: Path, weights: list[tuple[Tensor, Callable[[], np.ndarray]]], dtype: str, max_shard_bytes: int
+) -> None:
+  def size(tensor):
+    return int(np.prod(tensor.shape)) * jnp.dtype(dtype).itemsize
+
+  shards, room = [[]], max_shard_bytes
+  for tensor, make in weights:
+    if shards[-1] and size(tensor) > room:
+      shards.append([])
+      room = max_shard_bytes
+    shards[-1].append((tensor, make))
+    room -= size(tensor)
+  if len(shards) == 1:
+    return _write_safetensors(folder / 'model.safetensors', shards[0], dtype)
+  names = [f'model-{i + 1:05d}-of-{len(shards):05d}.safetensors' for i in range(len(shards))]
+  for name, shard in zip(names, shards):
+    _write_safetensors(folder / name, shard, dtype)
+  weight_map = {tensor.name: name for name, shard in zip(names, shards) for tensor, _ in shard}
+  total = sum(size(tensor) for tensor, _ in weights)
+  write_json(folder / 'model.safetensors.index.json', {'metadata': {'total_size': total}, 'weight_map': weight_map})
+
+
+def _write_safetensors(path: Path, shard: list[tuple[Tensor, Callable[[], np.ndarray]]], dtype: str) -> None:
+  """One file, tensor by tensor (the library's own writer wants them all at once).
+
+  The format: the header's length as 8 bytes little-endian, the header (JSON: type, shape and byte range of each tensor, padded
+  with spaces to a multiple of 8), the tensors' bytes.
+  """
+  header: dict[str, Any] = {'__metadata__': {'format': 'pt'}}
+  end = 0
+  code = next(code for code, name in _DTYPES.items() if name == dtype)
+  for tensor, _ in shard:
+    begin, end = end, end + int(np.prod(tensor.shape)) * jnp.dtype(dtype).itemsize
+    header[tensor.name] = {'dtype': code, 'shape': list(tensor.shape), 'data_offsets': [begin, end]}
+  text = json.dumps(header).encode()
+  text += b' ' * (-len(text) % 8)
+  with open(path, 'wb') as file:
+    file.write(len(text).to_bytes(8, 'little') + text)
+    for tensor, make in shard:
+      array = make()
+      array = np.ascontiguousarray(array.T if tensor.transpose else array, dtype=dtype)
+      if array.shape != tensor.shape:
+        raise WeightsError(f'{tensor.name} would be written with shape {array.shape}; config.json makes it {tensor.shape}')
+      file.write(array.view(np.uint8).data)
+    file.flush()
+    os.fsync(file.fileno())
+
+
+# --- the params tree -------------------------------------------------------------------------------------------------
+
+
+def get(params: Mapping[Any, Any], path: Keys) -> Any:
+  """The leaf at `path`."""
+  node: Any = params
+  for key in path:
+    node = node[key]
+  return node
+
+
+def write_json(path: Path, value: Any) -> None:
+  """Indented, and with characters as they are."""
+  path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + '\n', encoding='utf-8')
+
+
+def _set(params: Params, path: Keys, leaf: Any) -> None:
+  for key in path[:-1]:
+    params = params.setdefault(key, {})
+  params[path[-1]] = leaf
+
+
+def _some(names: list[str]) -> str:
+  """The first few of many names."""
+  return ', '.join(names[:5]) + (f' and {len(names) - 5} more' if len(names) > 5 else '')

@@ -1,0 +1,42 @@
+"""What a run shows while it works: one line a step."""
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+
+
+class Progress:
+  """Prints one line a step, with the time left at the pace of the last ten steps.
+
+  The median is taken, so that compilation, evaluation and checkpoints in single steps do not sway it.
+  """
+
+  def __init__(self, steps: int, clock: Callable[[], float] = time.monotonic, show: Callable[[str], None] = print):
+    self._steps, self._clock, self._show = steps, clock, show
+    self._durations: deque[float] = deque(maxlen=10)
+    self._before = clock()
+
+  def step(self, step: int, reward: float, tokens_per_second: float) -> None:
+    """Shows that `step` is done."""
+    now = self._clock()
+    self._durations.append(now - self._before)
+    self._before = now
+    left = statistics.median(self._durations) * (self._steps - step)
+    self._show(progress_line(step, self._steps, reward, tokens_per_second, left))
+
+
+def progress_line(step: int, steps: int, reward: float, tokens_per_second: float, seconds_left: float) -> str:
+  """`step  12/100  reward 0.531   1,234 tokens/s  3m 20s left`."""
+  count = f'{step:{len(str(steps))}d}/{steps}'
+  return f'step {count}  reward {reward:6.3f}  {tokens_per_second:8,.0f} tokens/s  {format_duration(seconds_left)} left'
+
+
+def format_duration(seconds: float) -> str:
+  """`45s`, `3m 20s`, `2h 05m`."""
+  seconds = max(0, round(seconds))
+  if seconds < 60:
+    return f'{seconds}s'
+  if seconds < 3600:
+    return f'{seconds // 60}m {seconds % 60:02d}s'
+  return f'{seconds // 3600}h {seconds % 3600 // 60:02d}m'

@@ -1,0 +1,1 @@
+"""The KV-cache sampler: weights as served, drawing, prefill, decode."""

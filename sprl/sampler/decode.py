@@ -1,0 +1,150 @@
+"""The sampler's jitted functions: prefill prompts, admit them to rows, decode a chunk of steps.
+
+A row is one sequence being generated. Its state never leaves the device between chunks:
+
+    prompts = prefill(served, tokens, lengths)            # [P, bucket] distinct prompts, each read once
+    state   = admit(served, state, prompts, ...)          # rows start as copies of a prompt's cache, first token drawn
+    state   = decode(served, state)                       # up to `chunk` tokens a row; stops early when all are done
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from sprl.cache.kv_cache import KVCache
+from sprl.models import transformer
+from sprl.models.config import ModelConfig
+from sprl.sampler.draw import draw, uniforms
+from sprl.sampler.served import Served
+from sprl.settings import Sampling
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Rows:
+  """The rows being decoded. A row's newest token is drawn and recorded, but not yet in its cache."""
+
+  cache: KVCache
+  seed: Array  # random key of the run
+  uid: Int[Array, ' B']
+  limit: Int[Array, ' B']  # completion tokens allowed
+  count: Int[Array, ' B']  # completion tokens drawn
+  done: Bool[Array, ' B']
+  tokens: Int[Array, 'B C']
+  logp: Float[Array, 'B C']  # of the distribution drawn from
+  kept: Int[Array, 'B C']  # slots attended, the query's own included
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Prompts:
+  """Prefilled prompts: their cache, and the hidden state that predicts their first completion token."""
+
+  cache: KVCache
+  hidden: Float[Array, 'P E']
+
+
+def empty_rows(config: ModelConfig, rows: int, slots: int, max_tokens: int, seed: Array, dtype) -> Rows:
+  """Rows with nothing to do: all done."""
+  ints = jnp.zeros(rows, jnp.int32)
+  return Rows(
+    cache=KVCache.empty(config.num_layers, rows, config.num_kv_heads, slots, config.head_dim, dtype),
+    seed=seed,
+    uid=ints,
+    limit=ints + 0,
+    count=ints + 0,
+    done=jnp.ones(rows, bool),
+    tokens=jnp.zeros((rows, max_tokens), jnp.int32),
+    logp=jnp.zeros((rows, max_tokens)),
+    kept=jnp.zeros((rows, max_tokens), jnp.int32),
+  )
+
+
+@partial(jax.jit, static_argnames=('graphdef', 'config'))
+def prefill(
+  graphdef: nnx.GraphDef, config: ModelConfig, served: Served, tokens: Int[Array, 'P T'], lengths: Int[Array, ' P']
+) -> Prompts:
+  """Right-padded prompts through the network once. Padding is written beyond each length, where nothing looks."""
+  P, T = tokens.shape
+  dtype = served.head.dtype
+  cache = KVCache.empty(config.num_layers, P, config.num_kv_heads, T, config.head_dim, dtype)
+  positions = jnp.broadcast_to(jnp.arange(T), (P, T))
+  hidden, cache = transformer.forward(graphdef, served.params, tokens, positions, cache, dtype)
+  last = jnp.take_along_axis(hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
+  return Prompts(cache.advance(lengths), last)
+
+
+@partial(jax.jit, static_argnames=('sampling', 'stop_ids'), donate_argnames='rows')
+def admit(
+  served: Served,
+  rows: Rows,
+  prompts: Prompts,
+  parent: Int[Array, ' B'],
+  uid: Int[Array, ' B'],
+  limit: Int[Array, ' B'],
+  sampling: Sampling,
+  stop_ids: tuple[int, ...],
+) -> Rows:
+  """Row b starts request uid[b] on prompt parent[b], its first token drawn; rows with parent -1 go on as they are."""
+  new = parent >= 0
+  parent = jnp.maximum(parent, 0)
+  rows = dataclasses.replace(
+    rows,
+    cache=rows.cache.fork(prompts.cache, parent, new),
+    uid=jnp.where(new, uid, rows.uid),
+    limit=jnp.where(new, limit, rows.limit),
+    count=jnp.where(new, 0, rows.count),
+    done=jnp.where(new, limit <= 0, rows.done),
+  )
+  return _draw_into(rows, served, prompts.hidden[parent], new & ~rows.done, rows.cache.length, sampling, stop_ids)
+
+
+@partial(jax.jit, static_argnames=('graphdef', 'sampling', 'stop_ids', 'steps'), donate_argnames='rows')
+def decode(graphdef: nnx.GraphDef, served: Served, rows: Rows, sampling: Sampling, stop_ids: tuple[int, ...], steps: int) -> Rows:
+  """Up to `steps` more tokens for every row that is not done."""
+
+  def unfinished(carry):
+    step, rows = carry
+    return (step < steps) & ~jnp.all(rows.done)
+
+  def advance(carry):
+    step, rows = carry
+    active = ~rows.done
+    newest = jnp.take_along_axis(rows.tokens, jnp.maximum(rows.count - 1, 0)[:, None], axis=1)
+    hidden, cache = transformer.forward(
+      graphdef, served.params, newest, rows.cache.length[:, None], rows.cache, served.head.dtype
+    )
+    rows = dataclasses.replace(rows, cache=cache.advance(active.astype(jnp.int32)))
+    return step + 1, _draw_into(rows, served, hidden[:, 0], active, rows.cache.length, sampling, stop_ids)
+
+  return jax.lax.while_loop(unfinished, advance, (0, rows))[1]
+
+
+def _draw_into(rows, served, hidden, active, attended, sampling, stop_ids):
+  """Draw one token for the active rows and record it: it ends the row if it is a stop id or the last one allowed."""
+  with jax.named_scope('draw'):
+    logits = jnp.matmul(hidden, served.head, preferred_element_type=jnp.float32)
+    token, logp = draw(logits, uniforms(rows.seed, rows.uid, rows.count), sampling)
+  row = jnp.arange(token.shape[0])
+  column = jnp.where(active, rows.count, rows.tokens.shape[1])  # out of bounds: dropped
+  count = rows.count + active
+  ended = jnp.isin(token, jnp.array(stop_ids, jnp.int32)) if stop_ids else jnp.zeros_like(active)
+  return dataclasses.replace(
+    rows,
+    count=count,
+    done=rows.done | (active & (ended | (count >= rows.limit))),
+    tokens=rows.tokens.at[row, column].set(token, mode='drop'),
+    logp=rows.logp.at[row, column].set(logp, mode='drop'),
+    kept=rows.kept.at[row, column].set(attended, mode='drop'),
+  )
+
+
+@partial(jax.jit, donate_argnames='rows')
+def release(rows: Rows, which: Bool[Array, ' B']) -> Rows:
+  """The rows with those of `which` ended."""
+  return dataclasses.replace(rows, done=rows.done | which)

@@ -1,0 +1,203 @@
+"""What a completion is worth: functions of (prompt, completion, answer), and how a task names the one it wants.
+
+`math`     the last box, else the text or the last expression in it, equals the answer in mathematics (math-verify)
+`gsm8k`    what follows the last `####`, else the last box, else the last number, has the answer's value
+`numeric`  the final answer's last number has the answer's value
+`exact`    the whole completion is the answer, space around it aside
+
+A reasoning-gym task asks its data set's own scorer, which gives part of a mark to a text that merely contains the answer
+(0.05 for `The answer is 7` where 7 is right). So the scorer sees the final answer only, and nothing less than full marks
+is a reward. The final answer is the last `<answer>` tag, else the last box, else the whole text; where the answer is a number,
+the last number in it.
+"""
+
+import ast
+import functools
+import importlib.machinery
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from sprl.settings import GRADERS, SettingsError, Task, grader_file
+
+Grader = Callable[[str, str, str, Mapping[str, Any]], Any]  # (prompt, completion, answer, a Problem's extra)
+
+
+@dataclass(frozen=True)
+class GraderSpec:
+  """A grader by name, for another process to load."""
+
+  label: str  # as people call it, in messages
+  kind: str  # math, gsm8k, numeric, exact, reasoning_gym, file
+  name: str = ''  # reasoning_gym: the data set; file: the function
+  path: str = ''  # file: absolute
+  args: Mapping[str, Any] = field(default_factory=dict)  # reasoning_gym: the data set's
+
+
+# --- from a task to its grader ---------------------------------------------------------------------------------------
+
+
+def resolve(task: Task) -> GraderSpec:
+  """The task's grader, found but not loaded: a user's file is read and not run, which is the grading processes' work.
+
+  Raises SettingsError: unknown grader; a file that is missing, is no Python, or does not name the function.
+  """
+  if task.grader == 'auto':
+    if task.kind == 'reasoning_gym':
+      return GraderSpec(f'auto ({task.name})', 'reasoning_gym', task.name, args=task.args)
+    return GraderSpec('auto', 'gsm8k' if task.kind == 'gsm8k' else 'math')
+  if task.grader in GRADERS:
+    return GraderSpec(task.grader, task.grader)
+  if (found := grader_file(task.grader)) is None:
+    raise SettingsError(f'config.task.grader = {task.grader!r}: expected one of {", ".join(GRADERS)}, or `file.py:function`')
+  path, function = Path(found[0]).expanduser().absolute(), found[1]
+  if not path.is_file():
+    raise SettingsError(f'config.task.grader = {task.grader!r}: {path}: no such file')
+  try:
+    names = _names(ast.parse(path.read_bytes()))
+  except (SyntaxError, ValueError) as error:
+    raise SettingsError(f'config.task.grader = {task.grader!r}: {path} is not Python: {error}') from error
+  if function not in names and '*' not in names:
+    raise SettingsError(f'config.task.grader = {task.grader!r}: {path} has no {function}; it has {", ".join(sorted(names))}')
+  return GraderSpec(task.grader, 'file', function, str(path))
+
+
+def _names(module: ast.Module) -> set[str]:
+  """What the statements of a module define, assign or import; '*' of an import is among them."""
+  found = set()
+  for node in ast.walk(module):
+    match node:
+      case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
+        found.add(name)
+      case ast.alias(name=name, asname=other):
+        found.add(other or name)
+  return found
+
+
+def load(spec: GraderSpec) -> Grader:
+  """The grader itself, ready to be called. Raises whatever a user's file raises, and TypeError where it cannot be called so."""
+  match spec.kind:
+    case 'reasoning_gym':
+      return _reasoning_gym(spec)
+    case 'file':
+      function = _from_file(spec)
+    case _:
+      function = {'math': math, 'gsm8k': gsm8k, 'numeric': numeric, 'exact': exact}[spec.kind]
+      function(
+        '', r'\boxed{\frac{1}{2}}', '0.5'
+      )  # what is slow the first time (sympy, grammars) is not on the first sample's clock
+  return lambda prompt, completion, answer, extra: function(prompt, completion, answer)
+
+
+def _from_file(spec: GraderSpec) -> Callable[[str, str, str], float]:
+  path = Path(spec.path)
+  sys.path.append(str(path.parent))  # it may import its neighbours; last, so that they shadow nothing
+  loader = importlib.machinery.SourceFileLoader('user_grader', str(path))
+  module = importlib.util.module_from_spec(importlib.machinery.ModuleSpec('user_grader', loader, origin=str(path)))
+  sys.modules['user_grader'] = module
+  loader.exec_module(module)
+  function = getattr(module, spec.name)
+  inspect.signature(function).bind('prompt', 'completion', 'answer')
+  return function
+
+
+def _reasoning_gym(spec: GraderSpec) -> Grader:
+  from sprl.tasks import reasoning
+
+  scorer = reasoning.generator(spec.name, spec.args, seed=0, size=1).score_answer
+
+  def grade(prompt: str, completion: str, answer: str, extra: Mapping[str, Any]) -> float:
+    return float(scorer(final_answer(completion, answer), extra['entry']) >= 1)
+
+  return grade
+
+
+# --- graders ---------------------------------------------------------------------------------------------------------
+
+
+def math(prompt: str, completion: str, answer: str) -> float:
+  """1 if the last box is mathematically the answer; without a box, if the text or the last expression in it is."""
+  return float(_same_mathematics(last_boxed(completion), completion, answer))
+
+
+def gsm8k(prompt: str, completion: str, answer: str) -> float:
+  """1 if the final number is the answer's; what stands after `####` or in a box may also be an expression of that value."""
+  _, mark, after = completion.rpartition('####')
+  text = after.strip().partition('\n')[0] if mark else last_boxed(completion) or last_number(completion) or ''
+  if number(text) is not None and number(answer) is not None:
+    return float(number(text) == number(answer))
+  return float(_same_mathematics(None if mark else text, text, answer))
+
+
+def numeric(prompt: str, completion: str, answer: str) -> float:
+  """1 if the last number of the final answer has the answer's value. Raises ValueError where the answer is no number."""
+  wanted = number(answer)
+  if wanted is None:
+    raise ValueError(f'answer = {answer!r}: the numeric grader expects a number')
+  return float(number(final_answer(completion, answer)) == wanted)
+
+
+def exact(prompt: str, completion: str, answer: str) -> float:
+  """1 if the completion is the answer, space around both aside."""
+  return float(completion.strip() == answer.strip())
+
+
+def _same_mathematics(boxed: str | None, text: str, answer: str) -> bool:
+  """Whether math-verify finds `boxed` equal to the answer; or else `text`, read whole if it is no prose, or its last expression.
+
+  Its own time limits are off: they are alarms, which some computations outlive; the grading pool kills instead.
+  """
+  import math_verify
+
+  parse = functools.partial(math_verify.parse, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+  readings = [rf'\boxed{{{boxed}}}'] if boxed else [text] if _PROSE.search(text) else [rf'\boxed{{{text.strip()}}}', text]
+  wanted = parse(rf'\boxed{{{last_boxed(answer) or answer.strip().strip("$")}}}')
+  return any(math_verify.verify(wanted, parse(reading), timeout_seconds=None) for reading in readings)
+
+
+# --- reading a completion --------------------------------------------------------------------------------------------
+
+# A minus after a digit, letter or closing bracket subtracts; elsewhere it is the number's sign: `5-7` ends in 7, `= -2` in -2.
+_NUMBER = re.compile(
+  r'(?:(?<![A-Za-z0-9_.)\]}])(?P<sign>[-+])|(?<![A-Za-z0-9_.]))[$€£]?'
+  r'(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)(?P<exponent>[eE][-+]?[0-9]{1,3}(?![0-9]))?%?'
+)
+_TAG = re.compile(r'<answer>(.*?)</answer>', re.DOTALL)
+_PROSE = re.compile(r'[A-Za-z]{2,}\s+[A-Za-z]{2,}|\n')  # two words, or two lines
+
+
+def final_answer(completion: str, answer: str) -> str:
+  """The last <answer> tag, else the last box, else the whole text; if `answer` is a number, its last number ('' if none)."""
+  tags = _TAG.findall(completion)
+  text = tags[-1] if tags else last_boxed(completion) or completion
+  return (last_number(text) or '') if number(answer) is not None else text.strip()
+
+
+def last_boxed(text: str) -> str | None:
+  r"""What the last whole `\boxed{...}` holds, braces within it balanced; None if there is none."""
+  start = len(text)
+  while (start := text.rfind(r'\boxed{', 0, start)) >= 0:
+    depth = 0
+    for end in range(start + len(r'\boxed'), len(text)):
+      depth += (text[end] == '{') - (text[end] == '}')
+      if depth == 0:
+        return text[start + len(r'\boxed{') : end].strip()
+  return None
+
+
+def last_number(text: str) -> str | None:
+  """The last number in the text, as it is written there but for thousands commas, currency and percent signs."""
+  *_, last = [None, *_NUMBER.finditer(text.replace('\u2212', '-'))]
+  return last and (last['sign'] or '') + last['digits'].replace(',', '') + (last['exponent'] or '')
+
+
+def number(text: str) -> Decimal | None:
+  """The value of a text that is one number and no more (`18`, `-1,000.0`, `$18.`, `50%` as 50); None of any other."""
+  text = text.strip().removesuffix('.').replace('\u2212', '-')
+  return Decimal(last_number(text) or '') if _NUMBER.fullmatch(text) else None

@@ -1,0 +1,79 @@
+"""GSM8K (Cobbe et al. 2021, arXiv 2110.14168): 7,473 training and 1,319 test problems of grade-school mathematics.
+
+From the Hugging Face hub, or a local folder of train.jsonl and test.jsonl with the fields `question` and `answer`, whose last
+line is `#### ` and the final number.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from sprl.settings import SettingsError, Task
+from sprl.tasks import jsonl
+
+_HUB = 'openai/gsm8k'
+_HUB_NAME = re.compile(r'[\w.-]+/[\w.-]+')
+_LOCAL = 'a local folder that holds train.jsonl and test.jsonl (lines of `question` and `answer`, ending in `#### N`)'
+
+
+def rows(task: Task, split: str) -> list[dict[str, Any]]:
+  """The problems of a split, each {id, prompt, answer, extra}: `answer` the number after `####`, `extra` the worked solution.
+
+  task.path names a folder or a hub data set; '' is openai/gsm8k.
+
+  Raises SettingsError: neither can be had, a split is missing, or a problem without its fields or final answer.
+  """
+  name = task.path or _HUB
+  folder = Path(name).expanduser()
+  if not folder.is_dir():
+    folder = _download(name)
+  found = [_row(where, f'gsm8k/{split}/{i}', line) for i, (where, line) in enumerate(_lines(name, folder, split))]
+  if not found:
+    raise SettingsError(f'config.task.path = {name!r}: its {split} split is empty')
+  return found
+
+
+def _download(name: str) -> Path:
+  """The hub data set's files in the hub's cache."""
+  if not _HUB_NAME.fullmatch(name):
+    raise SettingsError(f'config.task.path = {name!r}: no such folder; expected {_LOCAL}, or a hub name such as {_HUB}')
+  try:
+    from huggingface_hub import snapshot_download
+
+    patterns = ['*.jsonl', 'main/*.parquet']
+    return Path(snapshot_download(name, repo_type='dataset', allow_patterns=patterns))
+  except Exception as error:  # the hub's client raises errors of several libraries
+    raise SettingsError(
+      f'config.task.path = {name!r}: no such folder, and it cannot be had from the Hugging Face hub '
+      f'({type(error).__name__}: {error}); without the hub, name {_LOCAL}'
+    ) from error
+
+
+def _lines(name: str, folder: Path, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
+  """Every line of a split and where it stands: split.jsonl, or the hub's main/split-*.parquet."""
+  path = folder / f'{split}.jsonl'
+  if path.is_file():
+    yield from ((f'{path}:{number}', line) for number, line in jsonl.lines(path))
+    return
+  tables = sorted(folder.glob(f'main/{split}-*.parquet'))
+  if not tables:
+    raise SettingsError(f'config.task.path = {name!r}: {folder} has neither {path.name} nor main/{split}-*.parquet')
+  try:
+    import pyarrow.parquet as parquet  # pyright: ignore[reportMissingImports]
+  except ImportError as error:
+    raise SettingsError(
+      f'config.task.path = {name!r}: its parquet files need the package pyarrow (pip install pyarrow); without it, name {_LOCAL}'
+    ) from error
+  for table in tables:
+    yield from ((f'{table}:{i}', line) for i, line in enumerate(parquet.read_table(table).to_pylist()))
+
+
+def _row(where: str, name: str, line: dict[str, Any]) -> dict[str, Any]:
+  question, solution = line.get('question'), line.get('answer')
+  if not isinstance(question, str) or not isinstance(solution, str):
+    raise SettingsError(f'{where}: expected the texts `question` and `answer`, got the keys {", ".join(line) or "(none)"}')
+  _, mark, final = solution.rpartition('####')
+  if not mark or not final.strip():
+    raise SettingsError(f'{where}: answer ends in {solution[-40:]!r}: expected a last line `#### N`')
+  return {'id': name, 'prompt': question, 'answer': final.strip(), 'extra': {'solution': solution}}

@@ -1,0 +1,74 @@
+"""A user's own problems: a JSONL file, one problem a line.
+
+{"prompt": "What is 2 + 3?", "answer": "5"}
+{"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 3?"}], "answer": 5}
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from sprl.settings import SettingsError, Task
+
+_ROLES = ('system', 'user', 'assistant')
+
+
+def rows(task: Task, split: str) -> list[dict[str, Any]]:
+  """The problems of task.path (train) or task.eval_path (test), each {id, prompt or messages, answer}.
+
+  Raises SettingsError: no such file, no problem in it, or a malformed line, by file and line number.
+  """
+  key, name = ('config.task.path', task.path) if split == 'train' else ('config.task.eval_path', task.eval_path)
+  path = Path(name).expanduser()
+  if not name or not path.is_file():
+    raise SettingsError(f'{key} = {name!r}: no such file; expected a JSONL file of `prompt` or `messages`, and `answer`')
+  found = [_row(f'{path}:{number}', line, task.chat) for number, line in lines(path)]
+  if not found:
+    raise SettingsError(f'{key} = {name!r}: the file holds no problem')
+  return found
+
+
+def lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+  """The objects of a JSONL file with their line numbers, from 1; blank lines are skipped.
+
+  Raises SettingsError naming file and line where it is no JSON object in UTF-8.
+  """
+  with open(path, 'rb') as file:
+    for number, line in enumerate(file, 1):
+      if not line.strip():
+        continue
+      try:
+        value = json.loads(line.decode('utf-8-sig'))
+      except ValueError as error:
+        raise SettingsError(f'{path}:{number}: not JSON in UTF-8: {error}') from error
+      if not isinstance(value, dict):
+        raise SettingsError(f'{path}:{number}: expected a JSON object, got {type(value).__name__}')
+      yield number, value
+
+
+def _row(where: str, line: Mapping[str, Any], chat: bool) -> dict[str, Any]:
+  if ('prompt' in line) == ('messages' in line):
+    raise SettingsError(f'{where}: expected either `prompt` or `messages`, got the keys {", ".join(line) or "(none)"}')
+  answer = line.get('answer')
+  if not isinstance(answer, str | int | float) or isinstance(answer, bool):
+    raise SettingsError(f'{where}: answer = {answer!r}: expected text or a number')
+  row = {'id': where, 'answer': str(answer)}
+  if 'prompt' in line:
+    if not isinstance(line['prompt'], str):
+      raise SettingsError(f'{where}: prompt = {line["prompt"]!r}: expected text')
+    return {**row, 'prompt': line['prompt']}
+  if not chat:
+    raise SettingsError(f'{where}: `messages` need a chat template; expected `prompt` under config.task.chat = False')
+  _check_messages(where, line['messages'])
+  return {**row, 'messages': line['messages']}
+
+
+def _check_messages(where: str, messages: Any) -> None:
+  if not isinstance(messages, list) or not messages:
+    raise SettingsError(f'{where}: messages = {messages!r}: expected a list of messages')
+  for i, message in enumerate(messages):
+    if not isinstance(message, dict) or not isinstance(message.get('content'), str) or message.get('role') not in _ROLES:
+      raise SettingsError(f'{where}: messages[{i}] = {message!r}: expected a role of {", ".join(_ROLES)}, and content in text')
+  if messages[-1]['role'] != 'user':
+    raise SettingsError(f'{where}: messages end with the role {messages[-1]["role"]!r}: expected user, whom the model answers')

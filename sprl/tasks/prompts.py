@@ -1,0 +1,46 @@
+"""The prompts of a run in the order they are asked: shuffled anew each epoch, dealt to the processes, without end.
+
+The order is a grain pipeline of index arithmetic, so that position n is known without visiting the n before it: no iterator to
+replay, no thread to wait for, and a state of one number.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+import grain
+
+from sprl.tasks.problems import Problem
+
+
+class PromptStream:
+  """An endless stream of problems.
+
+  Each epoch is a new permutation that depends on `seed` and the epoch only. Of it, process i of n takes the places i, i + n, ...:
+  together they see every problem once an epoch.
+
+  Raises ValueError where there are fewer problems than processes.
+  """
+
+  def __init__(self, problems: Sequence[Problem], seed: int, process_index: int = 0, process_count: int = 1):
+    if len(problems) < process_count:
+      raise ValueError(f'{len(problems)} problems cannot be dealt to {process_count} processes: expected one for each at least')
+    order = grain.MapDataset.source(problems).seed(seed).shuffle()[process_index::process_count].repeat()
+    self._order = cast(Sequence[Problem], order)
+    self._made_of = {'problems': len(problems), 'seed': seed, 'process_index': process_index, 'process_count': process_count}
+    self._position = 0
+
+  def next(self, n: int) -> list[Problem]:
+    """The next n problems of this process."""
+    start, self._position = self._position, self._position + n
+    return [self._order[i] for i in range(start, self._position)]
+
+  def state(self) -> dict[str, Any]:
+    """Where the stream stands, for JSON: `restore` of an equal stream continues at the exact next problem."""
+    return {**self._made_of, 'position': self._position}
+
+  def restore(self, state: Mapping[str, Any]) -> None:
+    """Continues where `state` stood. Raises ValueError where it is another stream's."""
+    for name, value in self._made_of.items():
+      if state[name] != value:
+        raise ValueError(f'the saved prompt stream has {name} = {state[name]}, this one {value}: its place means nothing here')
+    self._position = state['position']

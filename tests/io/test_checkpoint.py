@@ -1,0 +1,338 @@
+"""Checkpoints: exact, whole or absent, and honest about damage."""
+
+import logging
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from sprl.io.checkpoint import CheckpointError, Checkpoints
+from sprl.settings import SettingsError
+
+# --- helpers ---------------------------------------------------------------------------------------------------------
+
+
+def abstract_of(arrays):
+  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays)
+
+
+def assert_same_bits(actual, expected):
+  assert jax.tree.structure(actual) == jax.tree.structure(expected)
+  for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected)):
+    assert a.dtype == e.dtype
+    assert a.shape == e.shape
+    assert np.asarray(a).tobytes() == np.asarray(e).tobytes()
+
+
+def tiny(step: int):
+  return {'w': jnp.arange(6, dtype=jnp.float32).reshape(2, 3) + step, 'n': jnp.int32(step)}
+
+
+def saved(folder: Path, *steps: int, scores=None, keep_last=5, keep_best=0) -> Checkpoints:
+  checkpoints = Checkpoints(folder, keep_last, keep_best)
+  for step in steps:
+    checkpoints.save(step, tiny(step), {'step': step}, (scores or {}).get(step))
+  checkpoints.wait()
+  return checkpoints
+
+
+@pytest.fixture
+def folder(tmp_path):
+  return tmp_path / 'checkpoints'
+
+
+# --- round trip ------------------------------------------------------------------------------------------------------
+
+
+def test_every_dtype_and_container_comes_back_bit_for_bit(folder):
+  bits = np.random.default_rng(0).integers(0, 2**32, (3, 4), dtype=np.uint32)
+  bits[0, :3] = [0x7FC00001, 0xFF800000, 0x80000000]  # a NaN with payload, -inf, -0.0
+  params = {'layers': {0: {'kernel/x.y': jnp.asarray(bits.view(np.float32))}, 11: [jnp.ones((2,), jnp.bfloat16) / 3, None]}}
+  optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3, mu_dtype=jnp.bfloat16))
+  state = optimizer.init({'a': jnp.ones((4,)), 'b': {2: jnp.zeros((2, 2))}})
+  arrays = {'params': params, 'optimizer': state, 'ints': (jnp.int32(-7), jnp.asarray(bits)), 'flags': jnp.array([True, False])}
+  checkpoints = Checkpoints(folder, 1, 0)
+  checkpoints.save(3, arrays, {'prompts': {'next': 12}, 'note': 'é', 'rate': 0.1}, 0.25)
+  restored = checkpoints.restore(abstract_of(arrays))
+  checkpoints.close()
+  assert restored is not None
+  assert_same_bits(restored.arrays, arrays)
+  assert restored.arrays['params']['layers'].keys() == {0, 11}
+  assert type(restored.arrays['optimizer']) is type(state)
+  assert (restored.step, restored.extra, restored.score) == (3, {'prompts': {'next': 12}, 'note': 'é', 'rate': 0.1}, 0.25)
+
+
+def test_an_empty_folder_restores_nothing(folder):
+  checkpoints = Checkpoints(folder, 1, 0)
+  assert checkpoints.restore(abstract_of(tiny(0))) is None
+  assert checkpoints.steps() == []
+  assert checkpoints.latest() is None
+
+
+def test_arrays_may_be_donated_as_soon_as_save_returns(folder):
+  update = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 - 1, tree), donate_argnums=0)
+  expected = [np.arange(2_000_000, dtype=np.float32) + i for i in range(6)]
+  control = [jnp.array(x) for x in expected]
+  places = {x.unsafe_buffer_pointer() for x in control}
+  assert {x.unsafe_buffer_pointer() for x in jax.block_until_ready(update(control))} == places  # donated buffers are overwritten
+  arrays = [jnp.array(x) for x in expected]
+  checkpoints = Checkpoints(folder, 1, 0)
+  checkpoints.save(1, arrays, {})
+  changed = jax.block_until_ready(update(arrays))
+  restored = checkpoints.restore(abstract_of(changed))
+  assert restored is not None
+  assert_same_bits(restored.arrays, [jnp.array(x) for x in expected])
+
+
+def test_partial_restore_reads_the_arrays_it_names(folder):
+  checkpoints = saved(folder, 4)
+  restored = checkpoints.restore({'w': jax.ShapeDtypeStruct((2, 3), jnp.float32)}, partial=True)
+  assert restored is not None
+  assert_same_bits(restored.arrays, {'w': tiny(4)['w']})
+
+
+@pytest.mark.skipif(jax.device_count() < 2, reason='needs two devices')
+def test_restored_onto_another_sharding(folder):
+  mesh = jax.make_mesh((2,), ('fsdp',), devices=jax.devices()[:2])
+  sharding = jax.NamedSharding(mesh, jax.P('fsdp'))
+  checkpoints = saved(folder, 4)
+  abstract = abstract_of(tiny(4)) | {'w': jax.ShapeDtypeStruct((2, 3), jnp.float32, sharding=sharding)}
+  restored = checkpoints.restore(abstract)
+  assert restored is not None
+  assert restored.arrays['w'].sharding == sharding
+  assert_same_bits(restored.arrays, tiny(4))
+
+
+# --- other models ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  ('change', 'message'),
+  [
+    ({'w': jax.ShapeDtypeStruct((3, 2), jnp.float32)}, r"\['w'\] is float32\[2,3\], expected float32\[3,2\]"),
+    ({'w': jax.ShapeDtypeStruct((2, 3), jnp.bfloat16)}, r"\['w'\] is float32\[2,3\], expected bfloat16\[2,3\]"),
+    ({'mu': {0: jax.ShapeDtypeStruct((), jnp.int32)}}, r"\['mu'\]\[0\] is missing, expected int32\[\]"),
+  ],
+)
+def test_another_models_checkpoint_is_refused_naming_the_first_difference(folder, change, message):
+  checkpoints = saved(folder, 1, 2)
+  with pytest.raises(CheckpointError, match='step_000002 was written by another model or optimizer setting: ' + message):
+    checkpoints.restore(abstract_of(tiny(0)) | change)
+
+
+def test_arrays_that_are_not_asked_for_are_a_difference_unless_partial(folder):
+  checkpoints = saved(folder, 1)
+  with pytest.raises(CheckpointError, match=r"\['w'\] is float32\[2,3\], expected nothing there"):
+    checkpoints.restore({'n': jax.ShapeDtypeStruct((), jnp.int32)})
+
+
+# --- what is kept ----------------------------------------------------------------------------------------------------
+
+
+def test_keeps_the_last_and_the_best(folder):
+  checkpoints = saved(folder, 1, 2, 3, 4, 5, 6, scores={1: 0.1, 2: 0.9, 3: 0.8, 4: 0.2}, keep_last=2, keep_best=1)
+  assert checkpoints.steps() == [2, 5, 6]
+  assert checkpoints.latest() == 6
+  assert sorted(os.listdir(folder)) == ['step_000002', 'step_000005', 'step_000006']
+
+
+def test_equal_scores_keep_the_later_and_non_finite_scores_are_none(folder):
+  checkpoints = saved(folder, 1, 2, 3, 4, scores={1: 0.5, 2: 0.5, 3: float('nan'), 4: 0.1}, keep_last=1, keep_best=1)
+  assert checkpoints.steps() == [2, 4]
+
+
+def test_a_named_step_is_restored_and_its_abandoned_future_deleted(folder):
+  checkpoints = saved(folder, 10, 20, 30)
+  restored = checkpoints.restore(abstract_of(tiny(0)), step=10)
+  assert restored is not None
+  assert_same_bits(restored.arrays, tiny(10))
+  checkpoints.save(20, tiny(7), {})
+  restored = checkpoints.restore(abstract_of(tiny(0)))
+  assert restored is not None
+  assert checkpoints.steps() == [10, 20]
+  assert_same_bits(restored.arrays, tiny(7))
+
+
+def test_the_step_just_restored_is_not_written_again(folder):
+  saved(folder, 10).close()
+  checkpoints = Checkpoints(folder, 1, 0)
+  checkpoints.restore(abstract_of(tiny(0)))
+  before = (folder / 'step_000010' / 'record.json').stat()
+  checkpoints.save(10, tiny(10), {})
+  checkpoints.wait()
+  assert (folder / 'step_000010' / 'record.json').stat() == before
+
+
+def test_a_missing_step_is_refused_naming_those_there_are(folder):
+  with pytest.raises(CheckpointError, match=r'no checkpoint of step 7; it has \[1, 2\]'):
+    saved(folder, 1, 2).restore(abstract_of(tiny(0)), step=7)
+
+
+@pytest.mark.parametrize(('last', 'best', 'key'), [(0, 1, 'keep_last = 0'), (1, -1, 'keep_best = -1')])
+def test_impossible_settings_are_refused_by_key(folder, last, best, key):
+  with pytest.raises(SettingsError, match=f'config.checkpoint.{key}: expected'):
+    Checkpoints(folder, last, best)
+
+
+def test_a_failed_write_is_raised_by_wait_and_can_be_tried_again(folder, monkeypatch):
+  checkpoints = Checkpoints(folder, 1, 0)
+  with monkeypatch.context() as patch:
+    patch.setattr('sprl.io.files.write_text', lambda *_: (_ for _ in ()).throw(OSError('disk full')))
+    checkpoints.save(1, tiny(1), {})
+    with pytest.raises(OSError, match='disk full'):
+      checkpoints.wait()
+  assert checkpoints.steps() == []
+  checkpoints.save(1, tiny(1), {})
+  checkpoints.wait()
+  assert sorted(os.listdir(folder)) == ['step_000001']
+
+
+# --- damage ----------------------------------------------------------------------------------------------------------
+
+
+def truncate(path: Path):
+  os.truncate(path, path.stat().st_size // 2)
+
+
+def flip_a_byte(path: Path):
+  data = bytearray(path.read_bytes())
+  data[len(data) // 2] ^= 0x10
+  path.write_bytes(data)
+
+
+@pytest.mark.parametrize('harm', [truncate, flip_a_byte, os.remove], ids=['truncated', 'flipped', 'deleted'])
+def test_any_damaged_file_is_named_and_the_checkpoint_before_it_used(folder, harm, caplog):
+  checkpoints = saved(folder, 1, 2)
+  newest, spare = folder / 'step_000002', folder / 'spare'
+  shutil.copytree(newest, spare)
+  names = [str(path.relative_to(spare)) for path in sorted(spare.rglob('*')) if path.is_file() and path.stat().st_size > 0]
+  assert len(names) > 5
+  for name in names:
+    harm(newest / name)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+      restored = checkpoints.restore(abstract_of(tiny(0)))
+    assert restored is not None
+    assert restored.step == 1
+    assert_same_bits(restored.arrays, tiny(1))
+    assert 'step_000002' in caplog.text
+    assert name in caplog.text
+    shutil.rmtree(newest)
+    shutil.copytree(spare, newest)
+
+
+def test_every_checkpoint_damaged_is_an_error_naming_them_all(folder):
+  checkpoints = saved(folder, 1, 2)
+  truncate(folder / 'step_000001' / 'record.json')
+  truncate(folder / 'step_000002' / 'arrays' / '_METADATA')
+  with pytest.raises(CheckpointError, match=r'step_000002: arrays/_METADATA has .*step_000001: record.json is missing or'):
+    checkpoints.restore(abstract_of(tiny(0)))
+
+
+def test_a_damaged_checkpoint_is_replaced_when_its_step_is_reached_again(folder):
+  checkpoints = saved(folder, 1, 2)
+  flip_a_byte(folder / 'step_000002' / 'arrays' / '_METADATA')
+  assert checkpoints.restore(abstract_of(tiny(0))).step == 1
+  checkpoints.save(2, tiny(2), {})
+  assert checkpoints.restore(abstract_of(tiny(0))).step == 2
+
+
+# --- kill -9 ---------------------------------------------------------------------------------------------------------
+
+
+def big(step: int):
+  """Arrays that take a while to write, and that betray a mix of two steps or a byte gone wrong."""
+  bits = np.random.default_rng(step).integers(0, 2**32, (4, 500_000), dtype=np.uint32)
+  return {'params': {i: jnp.asarray(row) for i, row in enumerate(bits)}, 'count': jnp.int32(step)}
+
+
+def continue_run(folder: Path, first_event: int, progress):
+  """A run that resumes, then saves step after step; `first_event` counts down the file operations until it kills itself."""
+  left = first_event
+
+  def count_down(event, args):
+    nonlocal left
+    if event == 'os.remove' or (event in ('open', 'os.rename', 'os.rmdir', 'os.mkdir') and str(folder) in str(args[0])):
+      left -= 1
+      if left == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+  checkpoints = Checkpoints(folder, 1, 0)
+  restored = checkpoints.restore(abstract_of(big(0)))
+  step = restored.step if restored else 0
+  sys.addaudithook(count_down)
+  while True:
+    step += 1
+    checkpoints.save(step, big(step), {'step': step})
+    progress.send(step)
+    checkpoints.wait()
+    progress.send(-step)  # committed
+
+
+def killed_run(folder: Path, events: int, seconds: float) -> int:
+  """Runs `continue_run` until it is killed; returns the last step that it reported as committed (0: none)."""
+  context = multiprocessing.get_context('forkserver')
+  context.set_forkserver_preload(['jax', 'optax', 'pytest', 'orbax.checkpoint'])
+  ours, theirs = context.Pipe(duplex=False)
+  process = context.Process(target=continue_run, args=(folder, events, theirs))
+  process.start()
+  theirs.close()
+  committed = 0
+  try:
+    ours.recv()
+    time.sleep(seconds)
+    if not events:
+      os.kill(process.pid, signal.SIGKILL)
+    while True:
+      committed = max(committed, -ours.recv())
+  except EOFError:
+    process.join()
+  assert process.exitcode == -signal.SIGKILL
+  return committed
+
+
+def newest_whole(folder: Path) -> int:
+  """The step that a restore finds (0: none), having checked every bit of it and that nothing committed is damaged."""
+  checkpoints = Checkpoints(folder, 1, 0)
+  for step in checkpoints.steps():
+    restored = checkpoints.restore(abstract_of(big(0)), step)  # raises if damaged
+    assert restored is not None
+    assert restored.extra == {'step': step}
+    assert_same_bits(restored.arrays, big(step))
+  return checkpoints.latest() or 0
+
+
+def test_killed_at_any_file_operation_of_a_save_leaves_a_whole_checkpoint(folder):
+  """One checkpoint is kept, so that writing, committing and deleting the old one all could lose it."""
+  checkpoints = Checkpoints(folder, 1, 0)
+  checkpoints.save(1, big(1), {'step': 1})
+  checkpoints.close()
+  outcomes = []
+  for operation in (5, 20, *range(31, 41), 70):
+    copy = folder.with_name(f'killed_at_{operation}')
+    shutil.copytree(folder, copy)
+    committed = killed_run(copy, operation, 0.0)
+    outcomes.append(newest_whole(copy))
+    assert outcomes[-1] >= max(1, committed)
+  assert outcomes == sorted(outcomes)
+  assert outcomes[0] == 1
+  assert outcomes[-1] >= 2
+
+
+def test_killed_at_random_moments_a_run_goes_on_from_a_whole_checkpoint(folder):
+  moments, step = random.Random(0), 0
+  for _ in range(6):
+    committed = killed_run(folder, 0, moments.uniform(0.0, 0.4))
+    before, step = step, newest_whole(folder)
+    assert step >= max(before, committed)
+  assert step > 0

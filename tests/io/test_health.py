@@ -1,0 +1,33 @@
+"""Health gates of the mismatch metrics."""
+
+from sprl.io.health import gates, gates_markdown
+
+
+def test_each_logged_metric_is_judged_by_its_own_range():
+  record = {
+    'step': 3,
+    'rollout_corr/rollout_is_mean': 0.4,
+    'rollout_corr/rollout_is_eff_sample_size': 1.0,
+    'rollout_corr/kl': -0.2,
+    'rollout_corr/chi2_token': float('nan'),
+    'rollout_corr/token_mult_prob_error': 1.01,
+  }
+  assert {gate.metric.removeprefix('rollout_corr/'): gate.passed for gate in gates(record)} == {
+    'rollout_is_mean': False,
+    'rollout_is_eff_sample_size': True,
+    'kl': False,
+    'chi2_token': False,
+    'token_mult_prob_error': True,
+  }
+
+
+def test_a_run_without_mismatch_metrics_has_no_gates():
+  assert gates({'step': 1, 'reward/mean': 0.5}) == []
+
+
+def test_the_table_points_at_what_is_out_of_range():
+  table = gates_markdown(gates({'rollout_corr/kl': 0.25, 'rollout_corr/rollout_is_std': 0.125}))
+  assert table.splitlines()[2:] == [
+    '| `rollout_corr/rollout_is_std` | 0.125 | 0 to 1 | ok |',
+    '| `rollout_corr/kl` | 0.25 | -0.1 to 0.1 | **look closer** |',
+  ]

@@ -1,0 +1,319 @@
+"""Loading and exporting Hugging Face folders: what arrives where, what is refused before a device is touched."""
+
+import json
+import os
+import subprocess
+import sys
+import tracemalloc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+from sprl.io import huggingface
+from sprl.io.huggingface import WeightsError, check_weights, export_folder, load_params, tensors
+from sprl.io.tokenizer import write_tiny
+from sprl.models import transformer
+from sprl.models.config import ModelConfig, tiny
+
+
+def params_of(config, seed=0):
+  return transformer.init_params(config, jax.random.key(seed))
+
+
+def checkpoint(config, seed=0):
+  """Tensors under their file names, as numpy."""
+  rng = np.random.default_rng(seed)
+  return {t.name: rng.standard_normal(t.shape).astype(np.float32) for t in tensors(config).values()}
+
+
+@pytest.fixture
+def no_devices(monkeypatch):
+  """Refusals come before any device work: making an array is an error here."""
+
+  def touched(*args, **kwargs):
+    raise AssertionError('a device was touched')
+
+  monkeypatch.setattr(jax, 'make_array_from_callback', touched)
+
+
+@pytest.mark.parametrize('family', ['llama', 'qwen2', 'qwen3'])
+def test_the_table_covers_the_network_exactly(family):
+  config = tiny(family)
+  table = {keys: t.shape[::-1] if t.transpose else t.shape for keys, t in tensors(config).items()}
+  leaves = jax.tree_util.tree_leaves_with_path(transformer.abstract_params(config))
+  assert table == {tuple(key.key for key in path): leaf.shape for path, leaf in leaves}
+
+
+def test_kernels_are_transposed_and_the_embedding_is_not(tmp_path):
+  config = tiny('qwen2', tie_word_embeddings=False)
+  stored = checkpoint(config)
+  save_file(stored, tmp_path / 'model.safetensors')
+  params = load_params(tmp_path, config)
+  np.testing.assert_array_equal(params['embed'], stored['model.embed_tokens.weight'])
+  np.testing.assert_array_equal(params['head']['kernel'], stored['lm_head.weight'].T)
+  layer = params['layers'][1]
+  np.testing.assert_array_equal(layer['attention']['k']['kernel'], stored['model.layers.1.self_attn.k_proj.weight'].T)
+  np.testing.assert_array_equal(layer['attention']['k']['bias'], stored['model.layers.1.self_attn.k_proj.bias'])
+  np.testing.assert_array_equal(layer['mlp_norm']['scale'], stored['model.layers.1.post_attention_layernorm.weight'])
+
+
+@pytest.mark.parametrize('dtype', [jnp.float16, jnp.bfloat16])
+def test_half_precision_files_become_the_dtype_asked_for(tmp_path, dtype):
+  config = tiny('llama')
+  stored = {name: array.astype(dtype) for name, array in checkpoint(config).items()}
+  save_file(stored, tmp_path / 'model.safetensors')
+  embed = load_params(tmp_path, config, dtype=jnp.float32)['embed']
+  assert embed.dtype == jnp.float32
+  np.testing.assert_array_equal(embed, stored['model.embed_tokens.weight'].astype(np.float32))
+  assert load_params(tmp_path, config, dtype=jnp.bfloat16)['norm']['scale'].dtype == jnp.bfloat16
+
+
+FOUR_DEVICES = """
+import sys
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from safetensors.numpy import load_file
+from sprl.io.huggingface import load_params
+from sprl.models import transformer
+from sprl.models.config import tiny
+
+config = tiny('llama')
+mesh = Mesh(np.array(jax.devices()).reshape(2, 2), ('fsdp', 'tensor'))
+shardings = jax.tree.map(lambda leaf: NamedSharding(mesh, PartitionSpec()), transformer.abstract_params(config))
+shardings['layers'][1]['mlp']['down']['kernel'] = NamedSharding(mesh, PartitionSpec('tensor', 'fsdp'))
+shardings['embed'] = NamedSharding(mesh, PartitionSpec(None, 'fsdp'))
+
+read_shapes = {}
+original = jax.make_array_from_callback
+def spy(shape, sharding, read):
+  def noted(index):
+    part = read(index)
+    read_shapes.setdefault(shape, set()).add(part.shape)
+    return part
+  return original(shape, sharding, noted)
+jax.make_array_from_callback = spy
+
+params = load_params(sys.argv[1], config, shardings)
+stored = load_file(sys.argv[1] + '/model.safetensors')
+down = params['layers'][1]['mlp']['down']['kernel']
+np.testing.assert_array_equal(down, stored['model.layers.1.mlp.down_proj.weight'].T)
+np.testing.assert_array_equal(params['embed'], stored['model.embed_tokens.weight'])
+np.testing.assert_array_equal(params['head']['kernel'], stored['lm_head.weight'].T)
+jax.tree.map(lambda leaf, sharding: leaf.sharding == sharding or 1 / 0, params, shardings)
+assert [shard.data.shape for shard in down.addressable_shards] == [(48, 32)] * 4
+assert read_shapes[(259, 64)] == {(259, 32)}, read_shapes
+assert read_shapes[(96, 64)] == {(48, 32), (96, 64)}, read_shapes
+print('loaded on', len(jax.devices()))
+"""
+
+
+def test_four_devices_get_the_slices_they_hold(tmp_path):
+  save_file(checkpoint(tiny('llama')), tmp_path / 'model.safetensors')
+  env = os.environ | {'XLA_FLAGS': '--xla_force_host_platform_device_count=4', 'JAX_PLATFORMS': 'cpu'}
+  env['PYTHONPATH'] = os.pathsep.join(path for path in sys.path if path)
+  done = subprocess.run([sys.executable, '-c', FOUR_DEVICES, str(tmp_path)], env=env, capture_output=True, text=True, check=False)
+  assert 'loaded on 4' in done.stdout, done.stderr
+
+
+def test_loading_holds_one_tensor_on_the_host_not_the_model(tmp_path):
+  config = tiny('llama', num_hidden_layers=8, hidden_size=128, intermediate_size=512, head_dim=32)
+  stored = checkpoint(config)
+  save_file(stored, tmp_path / 'model.safetensors')
+  total = sum(array.nbytes for array in stored.values())
+  largest = max(array.nbytes for array in stored.values())
+  consumed = []
+  original = jax.make_array_from_callback
+
+  def drop(shape, sharding, read):  # a device that holds nothing, so that what stays is the host's
+    consumed.append(read(tuple(slice(None) for _ in shape)).nbytes)
+    return original((1,), sharding, lambda index: np.zeros(1, np.float32))
+
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(jax, 'make_array_from_callback', drop)
+    load_params(tmp_path, config)
+    consumed.clear()
+    tracemalloc.start()
+    load_params(tmp_path, config)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+  assert sum(consumed) == total
+  assert peak < 3 * largest + 1_000_000 < total
+
+
+@pytest.mark.parametrize('family', ['llama', 'qwen2', 'qwen3'])
+def test_export_then_load_gives_the_same_weights(tmp_path, family):
+  config = tiny(family)
+  params = params_of(config)
+  export_folder(tmp_path / 'out', params, config, dtype=jnp.float32)
+  assert ModelConfig.read(tmp_path / 'out') == config
+  again = load_params(tmp_path / 'out', config)
+  jax.tree.map(np.testing.assert_array_equal, again, params)
+
+
+def test_an_export_is_sharded_by_size_with_an_index(tmp_path):
+  config = tiny('llama')
+  params = params_of(config)
+  write_tiny(tmp_path / 'tokenizer')
+  export_folder(tmp_path / 'out', params, config, tmp_path / 'tokenizer', max_shard_bytes=40_000)
+  shards = sorted((tmp_path / 'out').glob('*.safetensors'))
+  assert len(shards) > 2
+  assert shards[0].name == f'model-00001-of-{len(shards):05d}.safetensors'
+  assert all(sum(a.nbytes for a in load_file(shard).values()) <= 40_000 for shard in shards)
+  index = json.loads((tmp_path / 'out' / 'model.safetensors.index.json').read_text())
+  assert index['metadata']['total_size'] == sum(2 * leaf.size for leaf in jax.tree.leaves(params))
+  for shard in shards:
+    with safe_open(shard, 'numpy') as file:
+      assert file.metadata() == {'format': 'pt'}  # without it transformers refuses the file
+      assert {name for name, where in index['weight_map'].items() if where == shard.name} == set(file.keys())
+  rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+  jax.tree.map(np.testing.assert_array_equal, load_params(tmp_path / 'out', config, dtype=jnp.bfloat16), rounded)
+
+
+def test_an_export_carries_config_generation_config_and_tokenizer(tmp_path):
+  config = tiny('qwen3', eos_token_id=[2, 5])
+  write_tiny(tmp_path / 'tokenizer')
+  (tmp_path / 'tokenizer' / 'chat_template.jinja').write_text('{{ messages }}')
+  (tmp_path / 'tokenizer' / 'pytorch_model.bin').write_bytes(b'not carried')
+  export_folder(tmp_path / 'out', params_of(config), config, tmp_path / 'tokenizer')
+  written = json.loads((tmp_path / 'out' / 'config.json').read_text())
+  assert written == dict(config.raw) | {'dtype': 'bfloat16'}
+  assert json.loads((tmp_path / 'out' / 'generation_config.json').read_text()) == {
+    'bos_token_id': 1,
+    'eos_token_id': [2, 5],
+    'pad_token_id': 0,
+  }
+  assert sorted(path.name for path in (tmp_path / 'out').iterdir()) == [
+    'chat_template.jinja',
+    'config.json',
+    'generation_config.json',
+    'model.safetensors',
+    'tokenizer.json',
+    'tokenizer_config.json',
+  ]
+  older = ModelConfig.from_json(dict(config.raw) | {'torch_dtype': 'float16', 'architectures': None})
+  export_folder(tmp_path / 'older', params_of(config), older, dtype=jnp.float32)
+  written = json.loads((tmp_path / 'older' / 'config.json').read_text())
+  assert (written['torch_dtype'], written['architectures'], 'dtype' in written) == ('float32', ['Qwen3ForCausalLM'], False)
+
+
+def test_an_export_replaces_an_earlier_one_but_nothing_else(tmp_path):
+  config = tiny('llama')
+  params = params_of(config)
+  export_folder(tmp_path / 'out', params_of(config, seed=1), config, max_shard_bytes=40_000)
+  export_folder(tmp_path / 'out', params, config, dtype=jnp.float32)
+  jax.tree.map(np.testing.assert_array_equal, load_params(tmp_path / 'out', config), params)
+  assert [path.name for path in tmp_path.iterdir()] == ['out']
+  (tmp_path / 'mine').mkdir()
+  (tmp_path / 'mine' / 'thesis.txt').write_text('precious')
+  with pytest.raises(WeightsError, match='mine: exists and is not a model folder'):
+    export_folder(tmp_path / 'mine', params, config)
+  assert (tmp_path / 'mine' / 'thesis.txt').read_text() == 'precious'
+
+
+def test_a_failed_export_leaves_the_earlier_one(tmp_path):
+  config = tiny('llama')
+  params = params_of(config)
+  export_folder(tmp_path / 'out', params, config, dtype=jnp.float32)
+  broken = {**params, 'embed': params['embed'][:5]}
+  with pytest.raises(WeightsError, match=r'embed_tokens.weight would be written with shape \(5, 64\)'):
+    export_folder(tmp_path / 'out', broken, config)
+  jax.tree.map(np.testing.assert_array_equal, load_params(tmp_path / 'out', config), params)
+
+
+# --- refused ---------------------------------------------------------------------------------------------------------
+
+
+def refused(folder, config, named):
+  with pytest.raises(WeightsError, match=named):
+    load_params(folder, config)
+
+
+def test_missing_and_extra_tensors_are_named(tmp_path, no_devices):
+  config = tiny('llama')
+  stored = checkpoint(config)
+  without = {name: array for name, array in stored.items() if 'layers.1.mlp.up' not in name}
+  save_file(without, tmp_path / 'model.safetensors')
+  refused(tmp_path, config, r'model\.layers\.1\.mlp\.up_proj\.weight missing')
+  save_file(stored | {'model.layers.0.self_attn.q_proj.bias': np.zeros(64, np.float32)}, tmp_path / 'model.safetensors')
+  refused(tmp_path, config, r'model\.layers\.0\.self_attn\.q_proj\.bias in the weights')
+  # One layer more than config.json knows: nine tensors, five of them named.
+  save_file(stored, tmp_path / 'model.safetensors')
+  refused(tmp_path, tiny('llama', num_hidden_layers=1), r'model\.layers\.1\..* and 4 more in the weights')
+
+
+def test_wrong_shapes_are_named_with_both(tmp_path, no_devices):
+  save_file(checkpoint(tiny('llama')), tmp_path / 'model.safetensors')
+  wrong = tiny('llama', num_key_value_heads=1)
+  refused(
+    tmp_path, wrong, r'layers\.0\.self_attn\.k_proj\.weight has shape \(32, 64\); config.json \(llama\) makes it \(16, 64\)'
+  )
+
+
+def test_a_tied_checkpoint_may_repeat_its_head_and_old_ones_their_rotary_tables(tmp_path):
+  config = tiny('llama', tie_word_embeddings=True)
+  stored = checkpoint(config)
+  extra = {'lm_head.weight': stored['model.embed_tokens.weight'].copy()}
+  extra['model.layers.0.self_attn.rotary_emb.inv_freq'] = np.ones(8, np.float32)
+  save_file(stored | extra, tmp_path / 'model.safetensors')
+  assert 'head' not in load_params(tmp_path, config)
+
+
+def test_an_untied_checkpoint_without_a_head_is_refused(tmp_path, no_devices):
+  save_file(checkpoint(tiny('llama', tie_word_embeddings=True)), tmp_path / 'model.safetensors')
+  refused(tmp_path, tiny('llama'), r'lm_head\.weight missing')
+
+
+@pytest.mark.parametrize('keep', [0, 5, 100, 0.5, -1])
+def test_files_cut_short_are_named(tmp_path, keep, no_devices):
+  config = tiny('llama')
+  path = tmp_path / 'model.safetensors'
+  save_file(checkpoint(config), path)
+  data = path.read_bytes()
+  path.write_bytes(data[: int(keep * len(data)) if isinstance(keep, float) else keep])
+  refused(tmp_path, config, r'model\.safetensors: not a whole safetensors file')
+
+
+def test_a_shard_cut_short_or_missing_is_named(tmp_path, no_devices):
+  config = tiny('llama')
+  export_folder(tmp_path / 'out', params_of(config), config, max_shard_bytes=40_000)
+  second = sorted((tmp_path / 'out').glob('*.safetensors'))[1]
+  data = second.read_bytes()
+  second.write_bytes(data[:-10])
+  refused(tmp_path / 'out', config, second.name + ': not a whole')
+  second.unlink()
+  refused(tmp_path / 'out', config, f"names '{second.name}', which is no file")
+
+
+@pytest.mark.parametrize('index', ['{', '[]', '{"weight_map": 3}', '{"weight_map": {"a": "../secrets.safetensors"}}'])
+def test_a_bad_index_is_named(tmp_path, index, no_devices):
+  (tmp_path / 'secrets.safetensors').write_bytes(b'')
+  (tmp_path / 'model').mkdir()
+  (tmp_path / 'model' / 'model.safetensors.index.json').write_text(index)
+  refused(tmp_path / 'model', tiny('llama'), r'model\.safetensors\.index\.json: (not a safetensors index|names)')
+
+
+@pytest.mark.parametrize('name', ['pytorch_model.bin', 'consolidated.00.pth', 'model.pt'])
+def test_pickles_are_refused_unread(tmp_path, name, no_devices):
+  (tmp_path / name).write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
+  refused(tmp_path, tiny('llama'), f'only as pickle.*{name}.*accepted: safetensors')
+
+
+def test_an_empty_folder_and_unread_types_are_refused(tmp_path, no_devices):
+  config = tiny('llama')
+  refused(tmp_path, config, r'no model\.safetensors')
+  stored = checkpoint(config)
+  stored['model.norm.weight'] = stored['model.norm.weight'].astype(np.int32)
+  save_file(stored, tmp_path / 'model.safetensors')
+  refused(tmp_path, config, r'model\.norm\.weight is stored as I32; accepted: F32, F16, BF16')
+
+
+def test_check_weights_tells_where_each_tensor_is(tmp_path):
+  config = tiny('qwen3')
+  export_folder(tmp_path / 'out', params_of(config), config, max_shard_bytes=40_000)
+  index = json.loads((tmp_path / 'out' / 'model.safetensors.index.json').read_text())['weight_map']
+  assert {name: path.name for name, path in check_weights(tmp_path / 'out', config).items()} == index
+  assert huggingface.get({'a': {0: 'leaf'}}, ('a', 0)) == 'leaf'

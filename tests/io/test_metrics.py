@@ -1,0 +1,204 @@
+"""Run logs: lines that read back to the bit, resumption that drops exactly the abandoned steps, tables for people."""
+
+import contextlib
+import json
+import math
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sprl.io import files
+from sprl.io.metrics import RunLog, read_metrics, read_samples, sample_steps, samples_markdown, series
+
+ROW = {'prompt': 'What is 2 + 3?', 'completion': '5', 'answer': '5', 'reward': 1.0, 'finish': 'stop'}
+
+
+@pytest.fixture
+def open_log():
+  with contextlib.ExitStack() as stack:
+    yield lambda *args, tensorboard=False: stack.enter_context(contextlib.closing(RunLog(*args, tensorboard)))
+
+
+def log_steps(log: RunLog, first: int, last: int, pace: float) -> None:
+  for step in range(first, last + 1):
+    log.write(step, {'reward/mean': 1 / (step + 2), 'update/skipped': 0}, {'total': pace * step})
+    if step % 2 == 0:
+      log.evaluation(step, {'eval/pass@1': 0.1 * step, 'eval/low': 0.0, 'eval/high': 1.0})
+      log.samples(step, [ROW])
+  log.close()
+
+
+# --- metrics.jsonl ---------------------------------------------------------------------------------------------------
+
+
+def test_a_line_is_sorted_json_with_clocks_apart(open_log, tmp_path):
+  log = open_log(tmp_path, None)
+  log.write(3, {'reward/mean': 0.5, 'completion/truncated': 2}, {'update': 1.25, 'rollout': 2.0})
+  log.evaluation(3, {'eval/pass@1': 0.75})
+  assert (tmp_path / 'metrics.jsonl').read_text() == (
+    '{"completion/truncated": 2, "kind": "train", "reward/mean": 0.5, "step": 3, "time": {"rollout": 2.0, "update": 1.25}}\n'
+    '{"eval/pass@1": 0.75, "kind": "eval", "step": 3}\n'
+  )
+
+
+def test_numbers_of_every_library_read_back_to_the_same_bits(open_log, tmp_path):
+  values = {
+    'third': 1 / 3,
+    'tiny': 5e-324,
+    'np32': np.float32(0.1),
+    'jax': jnp.float32(0.1),
+    'bfloat16': jnp.bfloat16(0.1),
+    'count': np.int64(7),
+    'minus_zero': -0.0,
+  }
+  log = open_log(tmp_path, None)
+  log.write(1, values, {})
+  (record,) = read_metrics(tmp_path)
+  for name, value in values.items():
+    assert record[name] == float(value)
+    assert math.copysign(1, record[name]) == math.copysign(1, float(value))
+
+
+def test_what_is_not_finite_is_valid_json_and_reads_back(open_log, tmp_path):
+  log = open_log(tmp_path, None)
+  log.write(1, {'a': math.nan, 'b': np.float32(math.inf), 'c': -math.inf}, {'total': math.nan})
+
+  def refuse(token):
+    raise AssertionError(f'{token} is no JSON')
+
+  line = json.loads((tmp_path / 'metrics.jsonl').read_text(), parse_constant=refuse)
+  assert [line[name] for name in 'abc'] == ['NaN', 'Infinity', '-Infinity']
+  (record,) = read_metrics(tmp_path)
+  assert math.isnan(record['a'])
+  assert (record['b'], record['c']) == (math.inf, -math.inf)
+  assert math.isnan(record['time']['total'])
+
+
+def test_a_line_is_on_disk_when_write_returns(open_log, tmp_path):
+  log = open_log(tmp_path, None)
+  for step in (1, 2):
+    log.write(step, {}, {})
+    assert [r['step'] for r in read_metrics(tmp_path)] == list(range(1, step + 1))
+
+
+def test_series_picks_the_steps_that_hold_a_name(open_log, tmp_path):
+  log_steps(open_log(tmp_path, None), 1, 4, 0.5)
+  records = read_metrics(tmp_path)
+  assert [x.tolist() for x in series(records, 'eval/pass@1')] == [[2, 4], [0.2, 0.4]]
+  assert [x.tolist() for x in series(records, 'time/total')] == [[1, 2, 3, 4], [0.5, 1.0, 1.5, 2.0]]
+  assert [x.tolist() for x in series(records, 'absent')] == [[], []]
+
+
+# --- resuming --------------------------------------------------------------------------------------------------------
+
+
+def strip_times(path):
+  lines = [json.loads(line) for line in path.read_text().splitlines()]
+  return [{name: value for name, value in line.items() if name != 'time'} for line in lines]
+
+
+@pytest.mark.parametrize('torn', ['', '{"kind": "train", "rew', '\0\0\0\0'])
+def test_a_resumed_log_equals_an_uninterrupted_one_but_for_times(open_log, tmp_path, torn):
+  log_steps(open_log(tmp_path / 'whole', None), 1, 9, 1.0)
+  killed = tmp_path / 'killed'
+  log_steps(open_log(killed, None), 1, 7, 2.0)
+  with open(killed / 'metrics.jsonl', 'a') as file:
+    file.write(torn)
+  kept = ''.join((killed / 'metrics.jsonl').read_text().splitlines(keepends=True)[:6])  # steps 1-4, evaluations of 2 and 4
+  log = open_log(killed, 4)
+  assert (killed / 'metrics.jsonl').read_text() == kept
+  assert sample_steps(killed) == [2, 4]
+  log_steps(log, 5, 9, 2.0)
+  assert strip_times(killed / 'metrics.jsonl') == strip_times(tmp_path / 'whole' / 'metrics.jsonl')
+  names = sorted(path.name for path in (tmp_path / 'whole' / 'samples').iterdir())
+  assert names == sorted(path.name for path in (killed / 'samples').iterdir())
+  for name in names:
+    assert (killed / 'samples' / name).read_bytes() == (tmp_path / 'whole' / 'samples' / name).read_bytes()
+
+
+def test_starting_over_drops_what_a_run_without_a_checkpoint_logged(open_log, tmp_path):
+  log = open_log(tmp_path, None)
+  log.evaluation(0, {'eval/pass@1': 0.0})
+  log.samples(0, [ROW])
+  open_log(tmp_path, None)
+  assert read_metrics(tmp_path) == []
+  assert list((tmp_path / 'samples').iterdir()) == []
+  log.evaluation(0, {'eval/pass@1': 0.0})
+
+
+def test_resuming_at_step_zero_keeps_the_evaluation_before_training(open_log, tmp_path):
+  open_log(tmp_path, None).evaluation(0, {'eval/pass@1': 0.25})
+  open_log(tmp_path, 0)
+  assert [record['eval/pass@1'] for record in read_metrics(tmp_path)] == [0.25]
+
+
+def test_a_broken_line_in_the_middle_is_an_error_naming_it(tmp_path):
+  (tmp_path / 'metrics.jsonl').write_text('{"step": 1}\n{"ste\n{"step": 3}\n')
+  with pytest.raises(ValueError, match=r'metrics.jsonl, line 2: not JSON'):
+    read_metrics(tmp_path)
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
+  path = tmp_path / 'file'
+  files.write_text(path, 'old')
+
+  def no_space(*_):
+    raise OSError('no space')
+
+  monkeypatch.setattr('os.fsync', no_space)
+  with pytest.raises(OSError, match='no space'):
+    files.write_text(path, 'new')
+  assert path.read_text() == 'old'
+
+
+# --- tensorboard -----------------------------------------------------------------------------------------------------
+
+
+def read_events(workdir):
+  """Every (step, name, value) of the event files, in order; a restart that drops later steps has the name 'restart'."""
+  from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+  found = []
+  for path in sorted((workdir / 'tensorboard').iterdir(), key=lambda path: path.stat().st_mtime_ns):
+    data, at = path.read_bytes(), 0
+    while at < len(data):  # a record: 8 bytes of size, 4 of checksum, the event, 4 of checksum
+      size = int.from_bytes(data[at : at + 8], 'little')
+      event = Event.FromString(data[at + 12 : at + 12 + size])
+      found += [(event.step, v.tag, v.simple_value) for v in event.summary.value]
+      if event.session_log.status == SessionLog.START:
+        found.append((event.step, 'restart', 0.0))
+      at += 12 + size + 4
+  return found
+
+
+def test_events_hold_the_scalars_and_a_resumed_log_drops_later_ones(open_log, tmp_path):
+  log = open_log(tmp_path, None, tensorboard=True)
+  log.write(5, {'reward/mean': 0.5}, {'total': 2.0})
+  log.evaluation(5, {'eval/pass@1': 0.25})
+  log.close()
+  written = [(5, 'reward/mean', 0.5), (5, 'time/total', 2.0), (5, 'eval/pass_1', 0.25)]  # tags know no @
+  assert read_events(tmp_path) == [(0, 'restart', 0.0), *written]
+  open_log(tmp_path, 3, tensorboard=True).close()
+  assert read_events(tmp_path) == [(0, 'restart', 0.0), *written, (4, 'restart', 0.0)]
+
+
+# --- samples ---------------------------------------------------------------------------------------------------------
+
+
+def test_samples_are_written_for_people_and_for_programs(open_log, tmp_path):
+  open_log(tmp_path, None).samples(10, [ROW | {'reward': np.float32(0.5), 'completion': 'NaN'}])
+  assert (tmp_path / 'samples' / 'step_000010.md').read_text() == (
+    '# Samples of step 10\n\n'
+    '### 1 · reward 0.5 · finish stop\n\n'
+    'Prompt\n\n```text\nWhat is 2 + 3?\n```\n\n'
+    'Completion\n\n```text\nNaN\n```\n\n'
+    'Answer\n\n```text\n5\n```\n'
+  )
+  assert read_samples(tmp_path, 10) == [ROW | {'reward': 0.5, 'completion': 'NaN'}]
+  assert sample_steps(tmp_path) == [10]
+
+
+def test_a_completion_cannot_break_out_of_its_block():
+  text = samples_markdown([{'prompt': 'p', 'completion': 'a\n````\nb'}])
+  assert '`````text\na\n````\nb\n`````' in text

@@ -1,0 +1,56 @@
+"""pass@k and confidence intervals against values worked out by hand."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from sprl.io.scores import interval, pass_at_k
+
+
+def test_pass_at_k_counts_the_subsets_that_hold_a_right_sample():
+  for n, k in [(1, 1), (4, 1), (4, 2), (5, 3), (6, 6)]:
+    for c in range(n + 1):
+      samples = [True] * c + [False] * (n - c)
+      subsets = [any(subset) for subset in itertools.combinations(samples, k)]
+      np.testing.assert_allclose(pass_at_k(np.array([c]), n, k), [sum(subsets) / len(subsets)], rtol=1e-15)
+
+
+def test_pass_at_k_by_hand():
+  # 4 samples, 2 right: 1 - C(2,2)/C(4,2) = 5/6; 1 right: 1 - C(3,2)/C(4,2) = 1/2
+  np.testing.assert_allclose(pass_at_k(np.array([0, 1, 2, 3, 4]), 4, 2), [0, 1 / 2, 5 / 6, 1, 1])
+
+
+@pytest.mark.parametrize(('correct', 'n', 'k'), [([1], 4, 5), ([1], 4, 0), ([5], 4, 1), ([-1], 4, 1)])
+def test_impossible_counts_are_refused(correct, n, k):
+  with pytest.raises(ValueError, match='must be between'):
+    pass_at_k(np.array(correct), n, k)
+
+
+def test_right_or_wrong_gets_wilsons_interval():
+  # 8 right of 10, z = 1.96: centre (0.8 + 0.19207)/1.38415 = 0.71674, half 0.22657 (Wilson 1927; any table of it)
+  mean, low, high = interval(np.array([1.0] * 8 + [0.0] * 2))
+  assert mean == pytest.approx(0.8)
+  assert (low, high) == pytest.approx((0.490162, 0.943318), abs=1e-6)
+
+
+def test_all_right_or_all_wrong_is_not_certainty():
+  z2 = 1.959963984540054**2
+  assert interval(np.ones(20)) == pytest.approx((1.0, 20 / (20 + z2), 1.0))
+  assert interval(np.zeros(20)) == pytest.approx((0.0, 0.0, z2 / (20 + z2)))
+
+
+def test_averages_get_the_normal_interval_over_problems():
+  # mean 0.5, deviations -0.25, 0, 0, 0.25: variance (ddof 1) 0.125/3, standard error sqrt(0.125/12) = 0.1020621
+  mean, low, high = interval(np.array([0.25, 0.5, 0.5, 0.75]))
+  assert (mean, low, high) == pytest.approx((0.5, 0.5 - 1.96 * 0.1020621, 0.5 + 1.96 * 0.1020621), abs=1e-5)
+
+
+def test_one_average_says_nothing_of_its_spread():
+  assert interval(np.array([0.5])) == (0.5, -math.inf, math.inf)
+
+
+def test_no_scores_are_refused():
+  with pytest.raises(ValueError, match='at least one problem'):
+    interval(np.array([]))

@@ -1,0 +1,170 @@
+"""Ids, text, special tokens, and a chat template that may not be trusted."""
+
+import json
+
+import pytest
+
+from sprl.io.tokenizer import Tokenizer, TokenizerError, write_tiny
+from sprl.models.config import tiny
+
+HELLO = [{'role': 'user', 'content': 'Hello'}]
+
+
+@pytest.fixture
+def folder(tmp_path):
+  write_tiny(tmp_path)
+  return tmp_path
+
+
+def with_template(folder, template):
+  (folder / 'chat_template.jinja').write_text(template, encoding='utf-8')
+  return Tokenizer.load(folder)
+
+
+def settings_of(folder, **changes):
+  path = folder / 'tokenizer_config.json'
+  path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_one_id_a_byte_and_back(folder):
+  tokenizer = Tokenizer.load(folder)
+  text = 'a1 é 🙂\n\x00'
+  ids = tokenizer.encode(text)
+  assert len(ids) == len(text.encode())
+  assert min(ids) >= 3
+  assert tokenizer.decode(ids) == text
+  assert tokenizer.decode(ids[:4]) == 'a1 \ufffd'  # half of é
+
+
+def test_specials_in_the_text_are_ids_but_none_are_added(folder):
+  tokenizer = Tokenizer.load(folder)
+  ids = tokenizer.encode('a<eos>')
+  assert ids == [*tokenizer.encode('a'), 2]
+  assert tokenizer.decode(ids) == 'a<eos>'
+  assert tokenizer.decode(ids, skip_special=True) == 'a'
+
+
+def test_truncation_and_padding_of_the_file_are_off(folder):
+  raw = json.loads((folder / 'tokenizer.json').read_text())
+  raw['truncation'] = {'direction': 'Right', 'max_length': 4, 'strategy': 'LongestFirst', 'stride': 0}
+  raw['padding'] = {
+    'strategy': {'Fixed': 16},
+    'direction': 'Right',
+    'pad_to_multiple_of': None,
+    'pad_id': 0,
+    'pad_type_id': 0,
+    'pad_token': '<pad>',
+  }
+  (folder / 'tokenizer.json').write_text(json.dumps(raw))
+  assert len(Tokenizer.load(folder).encode('abcdefgh')) == 8
+
+
+def test_ids_that_end_and_pad_come_from_all_the_files(folder):
+  tokenizer = Tokenizer.load(folder)
+  assert (tokenizer.eos_ids, tokenizer.pad_id, tokenizer.vocab_size) == ((2,), 0, 259)
+  (folder / 'generation_config.json').write_text('{"eos_token_id": [7, 2], "pad_token_id": 9}')
+  assert Tokenizer.load(folder).eos_ids == (7, 2)
+  assert Tokenizer.load(folder).pad_id == 0  # the tokenizer's own first
+  settings_of(folder, pad_token=None, eos_token={'content': '<bos>', 'special': True})
+  assert Tokenizer.load(folder).pad_id == 9
+  assert Tokenizer.load(folder).eos_ids == (7, 2, 1)
+
+
+def test_a_conversation_is_rendered_and_encoded(folder):
+  tokenizer = Tokenizer.load(folder)
+  text = '<bos>user\nHello<eos><bos>assistant\n'
+  assert tokenizer.render(HELLO) == text
+  assert tokenizer.chat(HELLO) == tokenizer.encode(text)
+  assert tokenizer.render(HELLO, add_generation_prompt=False) == '<bos>user\nHello<eos>'
+
+
+def test_the_template_file_wins_and_named_templates_have_a_default(folder):
+  settings_of(folder, chat_template=[{'name': 'tool', 'template': 'T'}, {'name': 'default', 'template': 'D'}])
+  assert Tokenizer.load(folder).render(HELLO) == 'D'
+  assert with_template(folder, 'J').render(HELLO) == 'J'
+
+
+def test_what_transformers_offers_templates(folder):
+  template = """{% set ns = namespace(n=0) %}
+  {% for m in messages %}
+{% set ns.n = ns.n + 1 %}
+{% if loop.index > 1 %}{% break %}{% endif %}
+{% generation %}{{ m | tojson }}{% endgeneration %}
+  {% endfor %}
+{{ ns.n }}{{ tools is none }}{{ strftime_now('%Y') | length }}"""
+  rendered = with_template(folder, template).render([{'role': 'user', 'content': '<é>'}] * 3)
+  assert rendered == '{"role": "user", "content": "<é>"}2True4'
+
+
+def test_a_template_may_refuse_a_conversation(folder):
+  tokenizer = with_template(folder, "{{ raise_exception('roles must alternate') }}")
+  with pytest.raises(TokenizerError, match='chat template failed: TemplateError: roles must alternate'):
+    tokenizer.render(HELLO)
+
+
+@pytest.mark.parametrize(
+  'template',
+  [
+    "{{ ''.__class__.__mro__ }}",
+    "{{ messages.__init__.__globals__['os'].system('true') }}",
+    '{{ cycler.__init__.__globals__ }}',
+    "{{ messages.append('x') }}",
+    '{{ raise_exception.__globals__.keys() }}',
+    '{% set ns = namespace() %}{% set ns.__class__ = 1 %}',
+    '{% for i in range(10 ** 12) %}x{% endfor %}',
+    "{{ 'a' * 10 ** 9 }}",
+    '{{ 10 ** 10 ** 10 }}',
+    '{% for i in range(900) %}{% for j in range(900) %}{{ i }}-{{ j }}-------------{% endfor %}{% endfor %}',
+    '{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}',
+    '{{ undefined_thing.attribute }}',
+    '{{ messages[0].content + 1 }}',
+    "{% include '/etc/passwd' %}",
+  ],
+)
+def test_hostile_and_broken_templates_end_in_a_named_error(folder, template):
+  with pytest.raises(TokenizerError, match='the chat template failed'):
+    with_template(folder, template).render(HELLO)
+
+
+def test_a_template_that_is_not_valid_is_refused_at_once(folder):
+  with pytest.raises(TokenizerError, match='chat template is not valid'):
+    with_template(folder, '{% for m in messages %}')
+
+
+def test_text_of_the_conversation_is_not_a_template(folder):
+  assert '{{ 7 * 7 }}' in Tokenizer.load(folder).render([{'role': 'user', 'content': '{{ 7 * 7 }}'}])
+
+
+def test_a_folder_without_a_template_says_so(folder):
+  settings_of(folder, chat_template=None)
+  with pytest.raises(TokenizerError, match='no chat template'):
+    Tokenizer.load(folder).render(HELLO)
+
+
+def test_missing_and_broken_files_are_named(tmp_path):
+  with pytest.raises(TokenizerError, match=r'tokenizer\.json: no such file'):
+    Tokenizer.load(tmp_path)
+  (tmp_path / 'tokenizer.json').write_text('{"model": 3}')
+  with pytest.raises(TokenizerError, match=r'tokenizer\.json: not a tokenizer'):
+    Tokenizer.load(tmp_path)
+  write_tiny(tmp_path)
+  (tmp_path / 'generation_config.json').write_text('{')
+  with pytest.raises(TokenizerError, match=r'generation_config\.json: not JSON'):
+    Tokenizer.load(tmp_path)
+
+
+def test_files_that_contradict_each_other_are_refused(folder):
+  settings_of(folder, added_tokens_decoder={'2': {'content': '<eos>'}, '300': {'content': '<think>'}})
+  with pytest.raises(TokenizerError, match="gives '<think>' the id 300"):
+    Tokenizer.load(folder)
+
+
+def test_a_vocabulary_beyond_the_embedding_is_refused(folder):
+  tokenizer = Tokenizer.load(folder)
+  tokenizer.check_against(tiny('llama'))
+  tokenizer.check_against(tiny('llama', vocab_size=512))  # embeddings are often padded
+  with pytest.raises(TokenizerError, match=r'the tokenizer has id 258; config\.json: vocab_size = 258'):
+    tokenizer.check_against(tiny('llama', vocab_size=258))
+  (folder / 'generation_config.json').write_text('{"eos_token_id": 600}')
+  with pytest.raises(TokenizerError, match='has id 600'):
+    Tokenizer.load(folder).check_against(tiny('llama'))

@@ -1,0 +1,138 @@
+"""Drawing a token: filters against loops, draws against the distribution, log-probs of what was really drawn from."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from sprl.sampler.draw import draw, process, uniforms
+from sprl.settings import Sampling
+
+SETTINGS = [
+  Sampling(),
+  Sampling(temperature=0.7),
+  Sampling(top_k=5),
+  Sampling(top_p=0.6),
+  Sampling(min_p=0.2),
+  Sampling(temperature=1.5, top_k=20, top_p=0.8, min_p=0.05),
+]
+
+
+def by_hand(logits, sampling):
+  """float64 probabilities of one row: temperature, then top-k, top-p and min-p, one token at a time."""
+  logits = [float(x) / sampling.temperature for x in logits]
+  kept = set(range(len(logits)))
+  if sampling.top_k:
+    kth = sorted(logits, reverse=True)[min(sampling.top_k, len(logits)) - 1]
+    kept = {i for i in kept if logits[i] >= kth}
+  if sampling.top_p < 1:
+    total, before, nucleus = sum(np.exp(logits[i]) for i in kept), 0.0, set()
+    for i in sorted(kept, key=lambda i: -logits[i]):
+      if before < sampling.top_p:
+        nucleus.add(i)
+      before += np.exp(logits[i]) / total
+    kept = nucleus
+  if sampling.min_p:
+    top = max(logits[i] for i in kept)
+    kept = {i for i in kept if np.exp(logits[i] - top) >= sampling.min_p}
+  p = np.array([np.exp(x) if i in kept else 0.0 for i, x in enumerate(logits)])
+  return p / p.sum()
+
+
+@pytest.mark.parametrize('sampling', SETTINGS)
+@pytest.mark.parametrize('V', [40, 600])
+def test_filters(sampling, V):
+  logits = np.random.default_rng(V).normal(0, 2, (4, V)).astype(np.float32)
+  got = jax.nn.softmax(process(jnp.asarray(logits), sampling))
+  np.testing.assert_allclose(got, [by_hand(row, sampling) for row in logits], atol=1e-6)
+
+
+def test_filters_by_literals():
+  logits = jnp.log(jnp.array([[0.5, 0.25, 0.15, 0.1]]))
+
+  def kept(**settings):
+    return np.isfinite(process(logits, Sampling(**settings)))[0].tolist()
+
+  assert kept() == [True] * 4
+  assert kept(top_k=2) == [True, True, False, False]
+  assert kept(top_k=4) == kept(top_k=9) == [True] * 4
+  assert kept(top_p=0.4) == [True, False, False, False]  # the first always stays
+  assert kept(top_p=0.6) == [True, True, False, False]  # the one that carries the mass past 0.6 stays
+  assert kept(min_p=0.29) == [True, True, True, False]  # 0.15 / 0.5 = 0.3
+
+
+def test_tokens_tied_at_the_edge_of_top_k_stay():
+  assert np.isfinite(process(jnp.array([[1.0, 3.0, 2.0, 2.0]]), Sampling(top_k=2)))[0].tolist() == [False, True, True, True]
+
+
+@pytest.mark.parametrize('sampling', SETTINGS)
+def test_the_log_prob_is_of_the_filtered_distribution(sampling):
+  rng = np.random.default_rng(1)
+  logits = rng.normal(0, 2, (32, 300)).astype(np.float32)
+  token, logp = draw(jnp.asarray(logits), jnp.asarray(rng.random((32, 2)), jnp.float32), sampling)
+  expected = [np.log(by_hand(row, sampling)[t]) for row, t in zip(logits, token)]
+  np.testing.assert_allclose(logp, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(('V', 'sampling'), [(10, Sampling()), (700, Sampling(temperature=0.8)), (700, Sampling(top_k=30))])
+def test_draws_are_distributed_as_they_should_be(V, sampling):
+  """Chi-square of 40,000 draws; 700 is no multiple of the search's blocks, and its last token is made likely."""
+  logits = np.random.default_rng(V).normal(0, 1.5, V).astype(np.float32)
+  logits[-1] = logits.max()
+  p, n = by_hand(logits, sampling), 40_000
+  random = uniforms(jax.random.key(7), jnp.arange(n), jnp.zeros(n, jnp.int32))
+  token = draw(jnp.broadcast_to(logits, (n, V)), random, sampling)[0]
+  count = np.bincount(token, minlength=V)
+  assert not count[p == 0].any()
+  likely = p * n >= 10
+  observed = np.append(count[likely], count[~likely & (p > 0)].sum())
+  expected = np.append(p[likely], p[~likely].sum()) * n
+  observed, expected = observed[expected > 0], expected[expected > 0]
+  degrees = len(expected) - 1
+  chi = ((observed - expected) ** 2 / expected).sum()
+  assert abs(chi - degrees) < 4 * np.sqrt(2 * degrees), (chi, degrees)
+
+
+@pytest.mark.parametrize('uniform', [0.0, np.nextafter(np.float32(1), np.float32(0))])
+@pytest.mark.parametrize('V', [3, 256, 300, 1000])
+def test_the_ends_of_the_unit_interval_draw_the_ends_of_the_support(V, uniform):
+  logits = np.full((1, V), -np.inf, np.float32)
+  first, last = 1, V - 2
+  logits[0, [first, last]] = 0.0
+  token, logp = draw(jnp.asarray(logits), jnp.full((1, 2), uniform, jnp.float32), Sampling())
+  assert int(token[0]) == (first if uniform == 0 else last)
+  np.testing.assert_allclose(logp, [0.0 if first == last else -np.log(2)], atol=1e-6)
+
+
+def test_a_token_of_no_mass_is_never_drawn_where_rounding_makes_the_cumulative_sum_grow():
+  """On long rows XLA sums in a tree, so a cumulative sum can grow at an entry of 0: aim the random number there."""
+  V = 600 * 256
+  logits = np.full((1, V), -np.inf, np.float32)
+  rng = np.random.default_rng(0)
+  alive = rng.choice(V, 50, replace=False)
+  logits[0, alive] = 3 * rng.normal(size=50)
+  mass = np.exp(logits - logits.max()).reshape(600, 256).sum(axis=1)
+  edges = np.float32(np.cumsum(mass)[mass > 0] / mass.sum())
+  near = np.concatenate([np.nextafter(edges, d) for d in (np.float32(0), np.float32(2))] + [edges])
+  steps = np.concatenate([near + k * np.spacing(near) for k in range(-4, 5)]).clip(0, 1 - 1e-7)
+  uniform = np.stack([steps, np.full_like(steps, 0.5)], axis=1)
+  one = jax.jit(lambda u: draw(jnp.asarray(logits), u[None], Sampling()))
+  token, logp = jax.lax.map(lambda u: jax.tree.map(lambda x: x[0], one(u)), jnp.asarray(uniform, jnp.float32))
+  assert np.isin(token, alive).all()
+  assert np.isfinite(logp).all()
+
+
+def test_greedy_takes_the_likeliest_with_certainty():
+  logits = jnp.array([[0.0, 2.0, 1.0], [3.0, -1.0, 3.0]])
+  token, logp = draw(logits, jnp.full((2, 2), 0.9), Sampling(temperature=0.0))
+  assert token.tolist() == [1, 0]
+  assert logp.tolist() == [0.0, 0.0]
+
+
+def test_random_numbers_belong_to_request_and_token_alone():
+  seed = jax.random.key(3)
+  a = uniforms(seed, jnp.array([5, 6, 7]), jnp.array([0, 1, 2]))
+  b = uniforms(seed, jnp.array([7, 9, 5, 6]), jnp.array([2, 0, 0, 1]))
+  np.testing.assert_array_equal(a, b[jnp.array([2, 3, 0])])
+  assert len(np.unique(np.asarray(uniforms(seed, jnp.arange(50), jnp.zeros(50, jnp.int32))))) == 100
+  assert not np.array_equal(a, uniforms(jax.random.key(4), jnp.array([5, 6, 7]), jnp.array([0, 1, 2])))

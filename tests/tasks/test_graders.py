@@ -1,0 +1,244 @@
+"""What answers are worth, and how a grader is named."""
+
+import math
+import pickle
+from decimal import Decimal
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from sprl.settings import SettingsError, Task
+from sprl.tasks import graders, problems
+
+
+@pytest.mark.parametrize(
+  ('completion', 'answer', 'score'),
+  [
+    (r'so \boxed{18}', '18', 1),
+    (r'\boxed{\frac{36}{2}} it is', '18', 1),
+    (r'\boxed{11}, no, \boxed{12}', '12', 1),  # the last box alone
+    (r'\boxed{12}, no, \boxed{11}', '12', 0),
+    (r'\boxed{1+x^2}', 'x^2+1', 1),
+    ('1+x^2', '$x^2+1$', 1),
+    ('x^2-1', 'x^2+1', 0),
+    ('The answer is 1/2.', r'\frac{1}{2}', 1),
+    (r'It is $\frac{1}{3}$.', '1/2', 0),
+    (r'\boxed{0.5}', r'\boxed{\frac12}', 1),
+    ('50%', '50', 1),
+    ('(1, 2)', '(1,2)', 1),
+    ('(2, 1)', '(1,2)', 0),
+    ('', '18', 0),
+    (r'\boxed{}', '18', 0),
+    ('I cannot say', '18', 0),
+  ],
+)
+def test_math(completion, answer, score):
+  assert graders.math('', completion, answer) == score
+
+
+@pytest.mark.parametrize(
+  ('completion', 'answer', 'score'),
+  [
+    ('9 * 2 = 18\n#### 18', '18', 1),
+    ('#### 18.', '18', 1),
+    ('#### 18.0', '18', 1),
+    ('#### $18', '18', 1),
+    ('#### 18%', '18', 1),
+    ('#### 1,000', '1000', 1),
+    ('#### 1000', '1,000', 1),
+    ('#### 18 dollars', '18', 1),
+    ('####18\nThat leaves 5.', '18', 1),  # the mark's line only
+    ('#### 17\nwait\n#### 18', '18', 1),
+    (r'\boxed{17} #### 18', '18', 1),  # the mark before the box
+    (r'#### \boxed{18}', '18', 1),
+    (r'#### \frac{36}{2}', '18', 1),
+    (r'\boxed{18}, not 17', '18', 1),  # the box before the last number
+    (r'\boxed{\$1,000}', '1000', 1),
+    (r'\boxed{18 \text{ apples}}', '18', 1),
+    ('16 - 3 = 13, so 18', '18', 1),
+    ('The answer is 18.', '18', 1),
+    ('5 - 7 = -2', '-2', 1),
+    ('5 - 7 = −2', '-2', 1),  # a typographer's minus
+    ('答案是18。', '18', 1),
+    ('#### 17', '18', 0),
+    ('18 #### 17', '18', 0),
+    ('####', '18', 0),
+    (r'\boxed{}', '18', 0),
+    ('18 apples, or 19', '18', 0),
+    ('180', '18', 0),
+    ('1.8', '18', 0),
+    ('-18', '18', 0),
+    ('', '18', 0),
+    ('none', '18', 0),
+  ],
+)
+def test_gsm8k(completion, answer, score):
+  assert graders.gsm8k('', completion, answer) == score
+
+
+def test_numeric_wants_the_value_and_exact_the_text():
+  assert graders.numeric('', 'It is 2.50 euros', '2.5') == 1
+  assert graders.numeric('', '<answer>3</answer> or 4', '3') == 1
+  assert graders.numeric('', 'It is 2.51', '2.5') == 0
+  assert graders.numeric('', 'no number', '2.5') == 0
+  with pytest.raises(ValueError, match="answer = 'Paris'"):
+    graders.numeric('', '3', 'Paris')
+  assert graders.exact('', ' Paris\n', 'Paris') == 1
+  assert graders.exact('', 'It is Paris', 'Paris') == 0
+
+
+@pytest.mark.parametrize(
+  ('text', 'last'),
+  [
+    ('5-7', '7'),  # subtracts
+    ('x-7', '7'),
+    ('(5)-7', '7'),
+    ('= -7', '-7'),
+    ('=-7', '-7'),
+    ('is -$7.50', '-7.50'),
+    ('1, 2', '2'),
+    ('1,2', '2'),  # no thousands
+    ('1,234,567.8', '1234567.8'),
+    ('1,2345', '2345'),
+    ('7.', '7'),
+    ('.5', '.5'),
+    ('2.5e-3', '2.5e-3'),
+    ('007', '007'),  # as written: a scorer may want the zeros
+    ('12km', '12'),
+    ('H2O', None),
+    ('v1.2.3', None),
+    ('none', None),
+  ],
+)
+def test_last_number(text, last):
+  assert graders.last_number(text) == last
+
+
+@given(st.decimals(allow_nan=False, allow_infinity=False, places=3, min_value=-(10**12), max_value=10**12))
+def test_a_number_is_read_back_however_it_is_dressed(value):
+  for text in (f'{value:f}', f'{value:,f}', f'{value:f}.', f' {value:f}% ', f'{value:.3e}' if value == 0 else f'{value:f}'):
+    assert graders.number(text) == value
+  assert Decimal(graders.last_number(f'From 3 and 4 we get ${value:,f}. Done') or '') == abs(value) or value < 0
+
+
+@pytest.mark.parametrize('text', ['', 'x', '1 2', '18 apples', '5-7', '1,2', '--1', '1.2.3', '١٢'])
+def test_what_is_more_or_less_than_one_number_is_none(text):
+  assert graders.number(text) is None
+
+
+@pytest.mark.parametrize(
+  ('text', 'inner'),
+  [
+    (r'\boxed{1}', '1'),
+    (r'\boxed{ \frac{1}{2} } and on', r'\frac{1}{2}'),
+    (r'\boxed{1} \boxed{2}', '2'),
+    (r'\boxed{1} \boxed{2', '1'),  # cut off
+    (r'\boxed{2', None),
+    ('2', None),
+  ],
+)
+def test_last_boxed(text, inner):
+  assert graders.last_boxed(text) == inner
+
+
+# --- reasoning-gym ---------------------------------------------------------------------------------------------------
+
+
+def test_a_generators_scorer_is_asked_about_the_final_answer_and_pays_full_marks_only():
+  task = Task(kind='reasoning_gym', name='chain_sum', args={'max_terms': 2, 'max_digits': 2}, size=50)
+  grade = graders.load(graders.resolve(task))
+  for p in problems.load(task, 'train')[:10]:
+    wrong = str(int(p.answer) + 1)
+    right = [
+      p.answer,
+      f'The answer is {p.answer}.',
+      f'It is {p.answer}.0',
+      rf'\boxed{{{p.answer}}} not {wrong}',
+      f'5 + 5 = {p.answer}',
+    ]
+    right.append(f'{wrong} <answer>{p.answer}</answer> {wrong}')
+    assert [grade(p.prompt, text, p.answer, p.extra) for text in right] == [1.0] * len(right)
+    # The scorer alone gives the third of these 1/len(text) for the digits it contains.
+    no = ['', wrong, f'{p.answer} or {wrong}', 'I do not know', f'<answer>{wrong}</answer> {p.answer}']
+    assert [grade(p.prompt, text, p.answer, p.extra) for text in no] == [0.0] * len(no)
+
+
+def test_a_scorer_that_accepts_any_right_answer_does():
+  """countdown: any expression of the given numbers that makes the target."""
+  task = Task(kind='reasoning_gym', name='countdown', size=20)
+  grade = graders.load(graders.resolve(task))
+  p = problems.load(task, 'train')[0]
+  assert grade(p.prompt, f'<answer>{p.answer}</answer>', p.answer, p.extra) == 1.0
+  assert grade(p.prompt, f'<answer>({p.answer}) + 0 * 1</answer>', p.answer, p.extra) == 0.0  # numbers that were not given
+  assert grade(p.prompt, f'<answer>({p.answer})</answer>', p.answer, p.extra) == 1.0  # written otherwise
+
+
+def test_text_answers_are_compared_whole():
+  task = Task(kind='reasoning_gym', name='spell_backward', size=20)
+  grade = graders.load(graders.resolve(task))
+  p = problems.load(task, 'train')[0]
+  assert grade(p.prompt, f' {p.answer}\n', p.answer, p.extra) == 1.0
+  assert grade(p.prompt, f'<answer>{p.answer}</answer>', p.answer, p.extra) == 1.0
+  assert grade(p.prompt, f'It is {p.answer}', p.answer, p.extra) == 0.0
+
+
+# --- naming a grader -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  ('task', 'kind'),
+  [
+    (Task(), 'gsm8k'),
+    (Task(kind='jsonl'), 'math'),
+    (Task(kind='reasoning_gym', name='chain_sum'), 'reasoning_gym'),
+    (Task(kind='jsonl', grader='exact'), 'exact'),
+    (Task(kind='reasoning_gym', name='chain_sum', grader='numeric'), 'numeric'),
+  ],
+)
+def test_auto_is_the_data_sets_own(task, kind):
+  spec = graders.resolve(task)
+  assert spec.kind == kind
+  assert pickle.loads(pickle.dumps(spec)) == spec
+
+
+def test_a_users_function_is_found_and_called(tmp_path):
+  (tmp_path / 'neighbour.py').write_text('HALF = 0.5\n')
+  (tmp_path / 'mine.py').write_text('from neighbour import HALF\ndef grade(prompt, completion, answer):\n  return HALF\n')
+  grade = graders.load(graders.resolve(Task(grader=f'{tmp_path}/mine.py:grade')))
+  assert grade('p', 'c', 'a', {}) == 0.5
+
+
+def test_a_users_file_is_not_run_to_be_found(tmp_path):
+  (tmp_path / 'mine.py').write_text('grade = lambda p, c, a: 1.0\nraise RuntimeError("ran")\n')
+  spec = graders.resolve(Task(grader=f'{tmp_path}/mine.py:grade'))
+  with pytest.raises(RuntimeError, match='ran'):
+    graders.load(spec)
+
+
+@pytest.mark.parametrize(
+  ('text', 'grader', 'complaint'),
+  [
+    ('', 'maths', r"config\.task\.grader = 'maths': expected one of auto, math, gsm8k, numeric, exact, or `file\.py:function`"),
+    ('', '{}/none.py:grade', r'none\.py: no such file'),
+    ('def score(p, c, a): return 1.0', '{}/mine.py:grade', r'mine\.py has no grade; it has score'),
+    ('def grade(:', '{}/mine.py:grade', r'mine\.py is not Python'),
+  ],
+)
+def test_a_grader_that_is_not_there_is_named(tmp_path, text, grader, complaint):
+  (tmp_path / 'mine.py').write_text(text)
+  with pytest.raises(SettingsError, match=complaint):
+    graders.resolve(Task(grader=grader.format(tmp_path)))
+
+
+def test_a_function_of_other_arguments_cannot_be_loaded(tmp_path):
+  (tmp_path / 'mine.py').write_text('def grade(completion): return 1.0\n')
+  with pytest.raises(TypeError, match='too many positional arguments'):
+    graders.load(graders.resolve(Task(grader=f'{tmp_path}/mine.py:grade')))
+
+
+def test_scores_are_finite_floats():
+  for grade in (graders.math, graders.gsm8k, graders.numeric, graders.exact):
+    score = grade('', '18', '18')
+    assert isinstance(score, float)
+    assert math.isfinite(score)

@@ -1,0 +1,79 @@
+"""A user's JSONL: what is read, and how a bad line is named."""
+
+import json
+
+import pytest
+
+from sprl.settings import SettingsError, Task
+from sprl.tasks import problems
+
+
+def write(path, *lines):
+  path.write_text(''.join((line if isinstance(line, str) else json.dumps(line)) + '\n' for line in lines), encoding='utf-8')
+  return path
+
+
+def test_prompts_and_messages_become_problems_and_answers_text(tmp_path):
+  chat = [{'role': 'system', 'content': 'Be brief.'}, {'role': 'user', 'content': '1 + 1?'}]
+  path = write(tmp_path / 'a.jsonl', {'prompt': '2 + 3?', 'answer': '5'}, '', {'messages': chat, 'answer': 2})
+  found = problems.load(Task(kind='jsonl', path=str(path)), 'train')
+
+  assert [p.answer for p in found] == ['5', '2']
+  assert [p.id for p in found] == [f'{path}:1', f'{path}:3']  # the blank line counts
+  assert found[0].messages == ({'role': 'user', 'content': '2 + 3?'},)
+  assert found[1].messages == tuple(chat)
+  assert found[1].prompt == '1 + 1?'
+
+
+def test_the_test_split_is_eval_path(tmp_path):
+  train = write(tmp_path / 'a.jsonl', {'prompt': 'p', 'answer': '1'})
+  test = write(tmp_path / 'b.jsonl', {'prompt': 'q', 'answer': '2'})
+  task = Task(kind='jsonl', path=str(train), eval_path=str(test))
+  assert [p.prompt for p in problems.load(task, 'train')] == ['p']
+  assert [p.prompt for p in problems.load(task, 'test')] == ['q']
+
+
+@pytest.mark.parametrize(
+  ('line', 'complaint'),
+  [
+    ('{"prompt": "x"', 'not JSON'),
+    ('[1]', 'expected a JSON object, got list'),
+    ({'answer': '1'}, 'got the keys answer'),
+    ({'prompt': 'x', 'messages': [], 'answer': '1'}, 'either `prompt` or `messages`'),
+    ({'prompt': 'x'}, 'answer = None'),
+    ({'prompt': 'x', 'answer': True}, 'answer = True'),
+    ({'prompt': ['x'], 'answer': '1'}, "prompt = ['x']"),
+    ({'messages': [], 'answer': '1'}, 'messages = []'),
+    ({'messages': [{'role': 'human', 'content': 'x'}], 'answer': '1'}, 'messages[0]'),
+    ({'messages': [{'role': 'user', 'content': ['x']}], 'answer': '1'}, 'messages[0]'),
+    ({'messages': [{'role': 'assistant', 'content': 'x'}], 'answer': '1'}, "end with the role 'assistant'"),
+  ],
+)
+def test_a_malformed_line_is_named_by_file_and_line(tmp_path, line, complaint):
+  path = write(tmp_path / 'a.jsonl', {'prompt': 'fine', 'answer': '1'}, line)
+  with pytest.raises(SettingsError) as error:
+    problems.load(Task(kind='jsonl', path=str(path)), 'train')
+  assert f'{path}:2: ' in str(error.value)
+  assert complaint in str(error.value)
+
+
+def test_a_line_that_is_not_utf8_is_named(tmp_path):
+  path = tmp_path / 'a.jsonl'
+  path.write_bytes(b'{"prompt": "caf\xe9", "answer": "1"}\n')
+  with pytest.raises(SettingsError, match=r'a\.jsonl:1: not JSON in UTF-8'):
+    problems.load(Task(kind='jsonl', path=str(path)), 'train')
+
+
+def test_messages_are_refused_where_there_is_no_chat(tmp_path):
+  path = write(tmp_path / 'a.jsonl', {'messages': [{'role': 'user', 'content': 'x'}], 'answer': '1'})
+  with pytest.raises(SettingsError, match=r'a\.jsonl:1: .*config\.task\.chat = False'):
+    problems.load(Task(kind='jsonl', path=str(path), chat=False), 'train')
+
+
+@pytest.mark.parametrize('split', ['train', 'test'])
+def test_a_missing_or_empty_file_is_named_by_its_setting(tmp_path, split):
+  empty = write(tmp_path / 'empty.jsonl')
+  key = {'train': r'config\.task\.path', 'test': r'config\.task\.eval_path'}[split]
+  for path, complaint in (tmp_path / 'none.jsonl', 'no such file'), (empty, 'holds no problem'):
+    with pytest.raises(SettingsError, match=f'{key} = .*{complaint}'):
+      problems.load(Task(kind='jsonl', path=str(path), eval_path=str(path)), split)

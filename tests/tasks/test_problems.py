@@ -1,0 +1,45 @@
+"""How the settings put a question to the model."""
+
+import pytest
+
+from sprl.settings import Task
+from sprl.tasks.problems import Problems, pose
+
+ROW = {'id': 'a', 'prompt': '2 + 3?', 'answer': '5'}
+
+
+def user(text):
+  return {'role': 'user', 'content': text}
+
+
+def test_suffix_and_system_surround_the_question():
+  posed = pose(Task(system='Be brief.', suffix=' Only the number.'), ROW)
+  assert posed.messages == ({'role': 'system', 'content': 'Be brief.'}, user('2 + 3? Only the number.'))
+  assert posed.prompt == '2 + 3? Only the number.'
+  assert (posed.id, posed.answer, posed.extra) == ('a', '5', {})
+
+
+def test_without_a_system_setting_none_is_sent():
+  assert pose(Task(), ROW).messages == (user('2 + 3?'),)
+
+
+def test_the_suffix_goes_to_the_last_question_of_a_conversation_whose_own_system_message_stays():
+  own = [{'role': 'system', 'content': 'Mine.'}, user('1?'), {'role': 'assistant', 'content': '1'}, user('2?')]
+  posed = pose(Task(system='Theirs.', suffix='!'), {'id': 'a', 'messages': own, 'answer': '2'})
+  assert posed.messages == (*own[:3], user('2?!'))
+  assert own[3] == user('2?')  # the row is untouched
+
+
+def test_plain_text_has_no_messages():
+  posed = pose(Task(chat=False, suffix='\nA:'), ROW)
+  assert (posed.prompt, posed.messages) == ('2 + 3?\nA:', ())
+
+
+def test_problems_are_a_sequence():
+  found = Problems(Task(), [{**ROW, 'id': str(i)} for i in range(5)])
+  assert len(found) == 5
+  assert [p.id for p in found] == ['0', '1', '2', '3', '4']
+  assert [p.id for p in found[1:4:2]] == ['1', '3']
+  assert found[-1].id == '4'
+  with pytest.raises(IndexError):
+    found[5]

@@ -1,0 +1,97 @@
+"""The stream of prompts: a permutation an epoch, dealt without loss, resumed exactly."""
+
+import json
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sprl.settings import Task
+from sprl.tasks.problems import Problems
+from sprl.tasks.prompts import PromptStream
+
+
+def problems(n):
+  return Problems(Task(), [{'id': str(i), 'prompt': f'{i}?', 'answer': str(i)} for i in range(n)])
+
+
+def ids(found):
+  return [int(problem.id) for problem in found]
+
+
+def test_each_epoch_is_another_permutation_of_all():
+  stream = PromptStream(problems(50), seed=0)
+  epochs = [ids(stream.next(50)) for _ in range(4)]
+  assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
+  assert len({tuple(epoch) for epoch in epochs} | {tuple(range(50))}) == 5  # five different orders, none as filed
+
+
+def test_the_order_is_the_seeds():
+  a, b, c = (ids(PromptStream(problems(50), seed=seed).next(120)) for seed in (7, 7, 8))
+  assert a == b
+  assert a != c
+  assert a[50:100] != c[:50]  # seeds that follow each other do not follow each other's epochs
+
+
+def test_batches_do_not_change_the_order():
+  whole, parts = PromptStream(problems(7), seed=1), PromptStream(problems(7), seed=1)
+  assert ids(whole.next(30)) == [i for n in (1, 4, 0, 9, 16) for i in ids(parts.next(n))]
+
+
+@settings(deadline=None, max_examples=30)
+@given(size=st.integers(20, 60), before=st.integers(0, 200), after=st.integers(1, 70), seed=st.integers(0, 2**31 - 1))
+def test_a_restored_stream_continues_at_the_exact_next_problem(size, before, after, seed):
+  """At any place, epoch borders included; the state passes through JSON."""
+  stream = PromptStream(problems(size), seed)
+  stream.next(before)
+  state = json.loads(json.dumps(stream.state()))
+  expected = ids(stream.next(after))
+
+  resumed = PromptStream(problems(size), seed)
+  resumed.next(3)
+  resumed.restore(state)
+  assert ids(resumed.next(after)) == expected
+  assert resumed.state() == stream.state()
+
+
+@pytest.mark.parametrize(('size', 'count'), [(12, 1), (12, 3), (13, 4), (5, 5)])
+def test_processes_share_an_epoch_without_gap_or_overlap(size, count):
+  whole = PromptStream(problems(size), seed=3)
+  streams = [PromptStream(problems(size), 3, index, count) for index in range(count)]
+  for _ in range(3):
+    epoch = ids(whole.next(size))
+    for index, stream in enumerate(streams):
+      mine = epoch[index::count]
+      assert ids(stream.next(len(mine))) == mine
+
+
+def test_fewer_problems_than_processes_are_an_error():
+  with pytest.raises(ValueError, match='2 problems cannot be dealt to 3 processes'):
+    PromptStream(problems(2), 0, 0, 3)
+  with pytest.raises(ValueError, match='0 problems'):
+    PromptStream(problems(0), 0)
+
+
+@pytest.mark.parametrize(('name', 'other'), [('problems', (9, 0, 0, 2)), ('seed', (8, 1, 0, 2)), ('process_count', (8, 0, 0, 1))])
+def test_another_streams_state_is_refused(name, other):
+  state = PromptStream(problems(8), 0, 0, 2).state()
+  size, *rest = other
+  with pytest.raises(ValueError, match=f'the saved prompt stream has {name} = '):
+    PromptStream(problems(size), *rest).restore(state)
+
+
+def test_only_what_is_asked_for_is_generated_and_no_thread_remains():
+  asked = []
+
+  class Rows(list):
+    def __getitem__(self, index):
+      asked.append(index)
+      return super().__getitem__(index)
+
+  rows = Rows({'id': str(i), 'prompt': '?', 'answer': ''} for i in range(1000))
+  threads = threading.active_count()
+  stream = PromptStream(Problems(Task(), rows), seed=0)
+  asked.clear()
+  assert ids(stream.next(5)) == asked
+  assert threading.active_count() == threads
