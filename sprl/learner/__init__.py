@@ -1,0 +1,1 @@
+"""Train state, packing, dense scoring, the jitted update."""

@@ -1,0 +1,169 @@
+"""Trajectories into the learner's static rows.
+
+A microbatch is R rows of T tokens. Whole sequences are laid into rows first-fit, as many microbatches as it takes; the last
+may be part empty, and how many are used is a number, not a shape, so nothing recompiles when lengths change. The samples of
+a group may share one copy of their prompt (`share_prefix`), which the attention mask makes exact:
+
+    row       p p p p | a a a | b b | c c c c | . .        prompt, three completions, padding
+    segments  1 1 1 1   2 2 2   3 3   4 4 4 4   0 0
+    prefixes  0 0 0 0   1 1 1   1 1   1 1 1 1   0 0
+
+Everything the objective sees is a rectangle instead: [B, C], a sequence a row, a completion token a column. A scored
+position knows which hidden state predicts it (`source`: for the first completion token, the prompt's last) and a rectangle's
+cell knows its scored position (`place`).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+from sprl.settings import Packing, Rollout, Sampling, SettingsError
+from sprl.trajectory import Trajectory
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainBatch:
+  """Packed rows of all microbatches (A at most, `used` of them filled), and the rectangles of their B sequences."""
+
+  tokens: Int[Array, 'A R T']
+  positions: Int[Array, 'A R T']
+  segments: Int[Array, 'A R T']
+  prefixes: Int[Array, 'A R T']
+  source: Int[Array, 'A N']  # index into the microbatch's R * T hidden states: the one that predicts scored position n
+  target: Int[Array, 'A N']  # the token that it predicts
+  scored: Int[Array, ' A']  # scored positions, at the front of the N
+  used: Int[Array, '']
+  micro: Int[Array, ' B']  # the sequence's microbatch
+  place: Int[Array, 'B C']  # the scored position of each cell
+  mask: Bool[Array, 'B C']  # tokens that the model wrote
+  sampler_logp: Float[Array, 'B C']
+  advantage: Float[Array, ' B']
+  reward: Float[Array, ' B']
+
+
+@dataclass(frozen=True)
+class Shape:
+  """The static sizes of a TrainBatch."""
+
+  micros: int  # A
+  rows: int  # R
+  tokens: int  # T
+  sequences: int  # B
+  columns: int  # C
+
+
+def shape(sampling: Sampling, rollout: Rollout, packing: Packing, minibatches: int) -> Shape:
+  """Sizes that fit any batch the sampling settings can produce.
+
+  Raises SettingsError: a row too short for the longest sequence, or minibatches that do not divide the prompts.
+  """
+  if rollout.prompts % minibatches:
+    raise SettingsError(
+      f'config.optimizer.minibatches = {minibatches}: expected a divisor of config.rollout.prompts = {rollout.prompts}'
+    )
+  P, C, n = sampling.max_prompt, sampling.max_tokens, rollout.group
+  T = packing.row_tokens or -(-(P + (n if packing.share_prefix else 1) * C) // 32) * 32
+  if T < P + C:
+    raise SettingsError(
+      f'config.packing.row_tokens = {T}: expected at least {P + C}, '
+      f'config.sampling.max_prompt ({P}) and config.sampling.max_tokens ({C}) together'
+    )
+  members = min(n, (T - P) // C) if packing.share_prefix else 1  # of a group that are sure to fit beside its prompt
+  pieces = rollout.prompts // minibatches * -(-n // members)
+  per_row = T // (P + members * C)  # first-fit fills every row but the last with at least as many pieces as this
+  rows = -(-pieces // per_row)
+  return Shape(-(-rows // packing.rows), packing.rows, T, rollout.prompts // minibatches * n, C)
+
+
+def pack(
+  trajectories: Sequence[Trajectory], advantage: Float[np.ndarray, ' B'], shape: Shape, share_prefix: bool
+) -> tuple[TrainBatch, dict[str, float]]:
+  """The batch of these trajectories (numpy arrays) and its metrics; sequences whose advantage is NaN are left out.
+
+  Sequence b of the rectangles is trajectory b. Members of a group must stand next to each other to share their prompt.
+  """
+  A, R, T, B, C = shape.micros, shape.rows, shape.tokens, shape.sequences, shape.columns
+  rows = _first_fit(_pieces(trajectories, advantage, T, share_prefix), trajectories, T)
+  tokens, positions, segments, prefixes = (np.zeros((A, R, T), np.int32) for _ in range(4))
+  source, target = (np.zeros((A, R * T), np.int32) for _ in range(2))
+  scored, micro = np.zeros(A, np.int32), np.full(B, -1, np.int32)
+  place, mask, sampler_logp = np.zeros((B, C), np.int32), np.zeros((B, C), bool), np.zeros((B, C), np.float32)
+
+  for index, row in enumerate(rows):
+    a, r = divmod(index, R)
+    start, segment = 0, 0
+    for piece in row:
+      P = trajectories[piece[0]].prompt_length
+      prompt_segment = segment = segment + 1
+      here = slice(start, start + P)
+      tokens[a, r, here] = trajectories[piece[0]].tokens[:P]
+      positions[a, r, here], segments[a, r, here] = np.arange(P), prompt_segment
+      last_of_prompt, start = start + P - 1, start + P
+      for b in piece:
+        trajectory, segment = trajectories[b], segment + 1
+        n = len(trajectory.completion)
+        here = slice(start, start + n)
+        tokens[a, r, here], positions[a, r, here] = trajectory.completion, np.arange(P, P + n)
+        segments[a, r, here], prefixes[a, r, here] = segment, prompt_segment
+        column = np.flatnonzero(trajectory.mask[P:])
+        where = scored[a] + np.arange(len(column))
+        predictor = np.concatenate([[last_of_prompt], np.arange(start, start + n - 1)])
+        source[a, where], target[a, where] = r * T + predictor[column], trajectory.completion[column]
+        place[b, column], mask[b, column], micro[b] = where, True, a
+        sampler_logp[b, column] = trajectory.sampler_logp[P:][column]
+        scored[a] += len(column)
+        start += n
+
+  used = -(-len(rows) // R)
+  filled = int(np.count_nonzero(segments))
+  metrics = {
+    'packing/waste': 1 - filled / (used * R * T) if used else 0.0,
+    'packing/tokens': float(filled),
+    'packing/microbatches': float(used),
+    'packing/tokens_saved_by_sharing': float(sum(len(t.tokens) for t, a in zip(trajectories, micro) if a >= 0) - filled),
+  }
+  arrays: dict[str, Any] = {  # numpy, until they are put on the devices
+    'tokens': tokens, 'positions': positions, 'segments': segments, 'prefixes': prefixes,
+    'source': source, 'target': target, 'scored': scored, 'used': np.int32(used),
+    'micro': micro, 'place': place, 'mask': mask, 'sampler_logp': sampler_logp,
+    'advantage': np.nan_to_num(advantage).astype(np.float32),
+    'reward': np.array([t.reward for t in trajectories], np.float32),
+  }  # fmt: skip
+  return TrainBatch(**arrays), metrics
+
+
+def _pieces(trajectories, advantage, T, share_prefix):
+  """Lists of sequences that share one copy of a prompt, each short enough for a row."""
+  pieces: list[list[int]] = []
+  length, group = 0, None
+  for b, trajectory in enumerate(trajectories):
+    if np.isnan(advantage[b]) or not trajectory.mask.any():
+      continue
+    n = len(trajectory.completion)
+    if share_prefix and pieces and trajectory.group == group and length + n <= T:
+      pieces[-1].append(b)
+      length += n
+    else:
+      pieces.append([b])
+      length, group = trajectory.prompt_length + n, trajectory.group
+  return pieces
+
+
+def _first_fit(pieces, trajectories, T):
+  """Rows of pieces, each piece in the first row with room for it."""
+  rows: list[list[list[int]]] = []
+  room: list[int] = []
+  for piece in pieces:
+    size = trajectories[piece[0]].prompt_length + sum(len(trajectories[b].completion) for b in piece)
+    row = next((i for i, free in enumerate(room) if size <= free), len(rows))
+    if row == len(rows):
+      rows.append([])
+      room.append(T)
+    rows[row].append(piece)
+    room[row] -= size
+  return rows

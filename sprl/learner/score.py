@@ -1,0 +1,50 @@
+"""Dense scoring: the log-prob of every sampled token under given weights, from packed rows to rectangles."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from sprl.kernels.linear_logprob import linear_logprob
+from sprl.learner.packing import TrainBatch
+from sprl.models import transformer
+from sprl.models.memory import CausalMemory
+from sprl.models.transformer import Params
+
+
+def micro_logprobs(
+  graphdef: nnx.GraphDef,
+  params: Params,
+  batch: TrainBatch,
+  i: Int[Array, ''] | int,
+  temperature: float,
+  dtype,
+  chunk: int,
+  remat: bool = False,
+) -> tuple[Float[Array, 'B C'], Float[Array, 'B C']]:
+  """Log-probs and entropies of microbatch i's tokens, in their cells of the rectangle; other cells are 0.
+
+  Logits are divided by the sampling temperature, as the sampler's were.
+  """
+  memory = CausalMemory.of(batch.segments[i], batch.prefixes[i])
+  hidden, _ = transformer.forward(graphdef, params, batch.tokens[i], batch.positions[i], memory, dtype, remat)
+  with jax.named_scope('head'):
+    predictors = hidden.reshape(-1, hidden.shape[-1])[batch.source[i]]
+    head = transformer.head_weight(params)
+    logp, entropy = linear_logprob(predictors, head, batch.target[i], temperature, chunk, batch.scored[i])
+  here = batch.mask & (batch.micro == i)[:, None]
+  return jnp.where(here, logp[batch.place], 0.0), jnp.where(here, entropy[batch.place], 0.0)
+
+
+@partial(jax.jit, static_argnames=('graphdef', 'temperature', 'dtype', 'chunk'))
+def score(
+  graphdef: nnx.GraphDef, params: Params, batch: TrainBatch, temperature: float, dtype, chunk: int
+) -> Float[Array, 'B C']:
+  """Log-probs of all cells of the batch under `params`: the dense old policy's, or the reference's."""
+
+  def body(i, logp):
+    return logp + micro_logprobs(graphdef, params, batch, i, temperature, dtype, chunk)[0]
+
+  return jax.lax.fori_loop(0, batch.used, body, jnp.zeros(batch.mask.shape))

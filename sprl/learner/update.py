@@ -1,0 +1,130 @@
+"""The update: one jitted, donated function from (state, batch) to (state, metrics).
+
+1. corrections: sampler-to-old weights and surviving tokens, over the whole minibatch, constants from here on;
+2. gradient: the microbatches one after the other, summed; logits only ever exist in chunks;
+3. step: the optimiser, unless the gradient is not finite, which is counted instead.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from sprl.learner.packing import TrainBatch
+from sprl.learner.score import micro_logprobs
+from sprl.learner.state import TrainState
+from sprl.objective import diagnostics, losses
+from sprl.objective.correction import Corrected, correct
+from sprl.settings import Correction, Loss
+
+sg = jax.lax.stop_gradient
+
+
+@dataclass(frozen=True)
+class Computation:
+  """What the update optimises and how it computes: static, hashable."""
+
+  correction: Correction
+  loss: Loss
+  temperature: float  # of the sampler, by which logits are divided
+  dtype: Any
+  chunk: int
+  remat: bool
+
+
+def scores_old(correction: Correction, updates: int) -> bool:
+  """Whether the old policy needs a scoring pass of its own.
+
+  With one update a rollout batch, the learner's forward pass *is* the old policy's (r = exp(l - stop_gradient(l))), unless
+  the correction must see the whole batch before the first gradient: to reject, or to normalise its weights.
+  """
+  c = correction
+  rejects = bool(c.reject) or c.token_mask or c.max_prob_diff > 0 or c.veto > 0 or c.max_sequence_error > 0
+  return updates > 1 or rejects or c.normalise
+
+
+def make_update(graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation, computation: Computation) -> Callable:
+  """update(state, batch, old_logp, ref_logp) -> (state, metrics), jitted; `state` is donated.
+
+  `old_logp` [B, C] may be None where `scores_old` allows it, `ref_logp` [B, C] where the loss has no KL term.
+  """
+  return jax.jit(partial(_update, graphdef, optimizer, computation), donate_argnums=0)
+
+
+def _update(graphdef, optimizer, computation: Computation, state: TrainState, batch: TrainBatch, old_logp, ref_logp):
+  correction, loss_settings = computation.correction, computation.loss
+  mask = batch.mask
+  advantage = jnp.broadcast_to(batch.advantage[:, None], mask.shape)
+
+  def corrected_by(logp, mask) -> Corrected:
+    return correct(logp, batch.sampler_logp, mask, correction, batch.micro)
+
+  # --- 1. corrections ------------------------------------------------------------------------------------------------
+  corrected = None if old_logp is None else corrected_by(old_logp, mask)
+  coefficient = losses.aggregation(mask if corrected is None else corrected.mask, mask, loss_settings, correction.count_rejected)
+
+  # --- 2. gradient ---------------------------------------------------------------------------------------------------
+  def micro_loss(params, i):
+    logp, entropy = micro_logprobs(
+      graphdef, params, batch, i, computation.temperature, computation.dtype, computation.chunk, computation.remat
+    )
+    here = mask & (batch.micro == i)[:, None]
+    old = sg(logp) if old_logp is None else old_logp
+    weight = (corrected or corrected_by(old, here)).weight
+    if correction.mode == 'bypass' and loss_settings.variant == 'reinforce':
+      weight = corrected_by(sg(logp), here).weight  # of the weights being trained, whatever the scored ones were
+    loss, facts = losses.objective(
+      logp, old, batch.sampler_logp, ref_logp, entropy, advantage, batch.reward, weight, here,
+      jnp.where(here, coefficient, 0), loss_settings, correction.mode,
+    )  # fmt: skip
+    return loss, (sg(logp), sg(entropy), diagnostics.policy_sums(facts, here))
+
+  def accumulate(i, carry):
+    grads, *sums = carry
+    (loss, aux), new = jax.value_and_grad(micro_loss, has_aux=True)(state.params, i)
+    return jax.tree.map(jnp.add, (grads, *sums), (new, loss, *aux))
+
+  shapes = jax.eval_shape(lambda: jax.value_and_grad(micro_loss, has_aux=True)(state.params, jnp.int32(0)))
+  (zero_loss, zero_aux), zero_grads = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
+  grads, loss, logp, entropy, sums = jax.lax.fori_loop(0, batch.used, accumulate, (zero_grads, zero_loss, *zero_aux))
+
+  # --- 3. step -------------------------------------------------------------------------------------------------------
+  norm = optax.tree.norm(grads)
+  finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+  grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
+  updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+  bad = (~finite).astype(jnp.int32)
+  bad_streak = (state.bad_streak + 1) * bad
+  taken = finite & (batch.used > 0)  # with no gradient at all, momentum and weight decay would still move the weights
+
+  def if_taken(new, old):
+    return jax.tree.map(partial(jnp.where, taken), new, old)
+
+  old = logp if old_logp is None else old_logp
+  metrics = {
+    'update/loss': loss,
+    'update/grad_norm': norm,
+    'update/skipped': bad,
+    'update/bad_streak': bad_streak,
+    'policy/entropy': jnp.sum(entropy) / jnp.maximum(jnp.sum(mask), 1),
+    **diagnostics.policy_metrics(sums),
+    **diagnostics.mismatch(
+      old, batch.sampler_logp, mask, advantage, batch.reward, corrected or corrected_by(old, mask), correction
+    ),
+  }
+  if ref_logp is not None:
+    drift = losses.kl(logp, ref_logp, loss_settings.kl_estimator, loss_settings.kl_clip)
+    metrics['policy/kl_ref'] = jnp.sum(jnp.where(mask, drift, 0)) / jnp.maximum(jnp.sum(mask), 1)
+  stepped = TrainState(
+    params=if_taken(optax.apply_updates(state.params, updates), state.params),
+    opt_state=if_taken(opt_state, state.opt_state),
+    version=state.version + 1,
+    skipped=state.skipped + bad,
+    bad_streak=bad_streak,
+  )
+  return stepped, metrics

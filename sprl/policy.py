@@ -1,0 +1,97 @@
+"""The policy a run trains: folder, network, tokenizer, place on the devices; opened and checked before a weight is read."""
+
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+from jax.sharding import NamedSharding
+
+from sprl.io import huggingface
+from sprl.io.pretrained import locate
+from sprl.io.tokenizer import Tokenizer
+from sprl.kernels.platform import compute_dtype
+from sprl.learner.state import TrainState
+from sprl.models import transformer
+from sprl.models.config import ModelConfig
+from sprl.models.transformer import Params
+from sprl.parallel.mesh import make_mesh, param_shardings, replicated
+from sprl.sampler.engine import Engine
+from sprl.settings import Run, Sampling
+
+
+@dataclass(frozen=True)
+class Policy:
+  """A model folder, understood: what is needed to load it, sample from it and train it."""
+
+  folder: Path
+  config: ModelConfig
+  tokenizer: Tokenizer
+  graphdef: nnx.GraphDef
+  shardings: Params
+  replicated: NamedSharding
+  dtype: Any  # compute
+  param_dtype: Any  # master weights
+
+  @classmethod
+  def open(cls, run: Run) -> 'Policy':
+    """Reads and checks the folder's files, headers only.
+
+    Raises PretrainedError, ConfigError, WeightsError, TokenizerError or SettingsError, each naming file or setting.
+    """
+    folder = locate(run.model.path)
+    config = ModelConfig.read(folder)
+    huggingface.check_weights(folder, config)
+    tokenizer = Tokenizer.load(folder)
+    tokenizer.check_against(config)
+    mesh = make_mesh(run.mesh)
+    return cls(
+      folder=folder,
+      config=config,
+      tokenizer=tokenizer,
+      graphdef=transformer.graph(config),
+      shardings=param_shardings(mesh, transformer.logical_axes(config), transformer.abstract_params(config)),
+      replicated=replicated(mesh),
+      dtype=compute_dtype(run.model.dtype),
+      param_dtype=jnp.dtype(run.model.param_dtype),
+    )
+
+  def load(self, dtype=None) -> Params:
+    """The pretrained weights on the devices, in the master weights' dtype unless told otherwise."""
+    return huggingface.load_params(self.folder, self.config, self.shardings, dtype or self.param_dtype)
+
+  def engine(self, sampling: Sampling, rows: int, prefill: int, seed: int) -> Engine:
+    """The engine that samples from this policy."""
+    text = partial(self.tokenizer.decode, skip_special=False)
+    stop_ids = tuple(sorted({*self.tokenizer.eos_ids, *self.config.eos_token_ids, *sampling.stop_ids}))
+    return Engine(self.config, sampling, rows, prefill, seed, stop_ids, text)
+
+
+def abstract_params(policy: Policy) -> Params:
+  """Shapes and shardings of the master weights."""
+  return jax.tree.map(
+    lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
+    transformer.abstract_params(policy.config, policy.param_dtype),
+    policy.shardings,
+  )
+
+
+def abstract_state(policy: Policy, optimizer: optax.GradientTransformation) -> TrainState:
+  """Shapes and shardings of the train state; the optimiser's moments lie where their weights do."""
+  params = abstract_params(policy)
+  state = jax.eval_shape(partial(TrainState.create, optimizer=optimizer), params)
+  opt_state = optax.tree_map_params(
+    optimizer,
+    lambda leaf, p: jax.ShapeDtypeStruct(
+      leaf.shape, leaf.dtype, sharding=p.sharding if leaf.shape == p.shape else policy.replicated
+    ),
+    state.opt_state,
+    params,
+    transform_non_params=lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=policy.replicated),
+  )
+  scalar: Any = jax.ShapeDtypeStruct((), jnp.int32, sharding=policy.replicated)
+  return TrainState(params, opt_state, scalar, scalar, scalar)

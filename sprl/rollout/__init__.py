@@ -1,0 +1,1 @@
+"""The host side of rollouts: requests, grading, groups."""

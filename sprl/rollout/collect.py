@@ -1,0 +1,102 @@
+"""From problems to graded trajectories: `prompt -> rollout -> reward`, group by group.
+
+A request's number fixes its random numbers, so it must be the same whenever the same sample of the same step is asked for:
+sample k of problem i of step s has uid ((s * prompts) + i) * group + k.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from sprl.io.tokenizer import Tokenizer
+from sprl.settings import SettingsError
+from sprl.tasks.grading_pool import GradingPool
+from sprl.tasks.problems import Problem
+from sprl.trajectory import Request, Trajectory
+
+STATUSES = ('ok', 'timeout', 'crash', 'error', 'invalid')  # of a Grade
+
+
+def encode(problem: Problem, tokenizer: Tokenizer) -> Int[np.ndarray, ' P']:
+  """The prompt's ids: the conversation up to where the model's answer begins, or the plain text where there is none."""
+  ids = tokenizer.chat(problem.messages) if problem.messages else tokenizer.encode(problem.prompt)
+  return np.array(ids, np.int32)
+
+
+def requests(problems: Sequence[Problem], tokenizer: Tokenizer, group: int, max_tokens: int, first_uid: int) -> list[Request]:
+  """`group` requests for each problem, next to each other; group numbers count the problems from 0."""
+  prompts = [encode(problem, tokenizer) for problem in problems]
+  return [Request(first_uid + i * group + k, i, prompt, max_tokens) for i, prompt in enumerate(prompts) for k in range(group)]
+
+
+def check_lengths(problems: Sequence[Problem], tokenizer: Tokenizer, max_prompt: int) -> None:
+  """Raises SettingsError where a prompt is longer than `config.sampling.max_prompt`, naming the longest."""
+  lengths = [len(encode(problem, tokenizer)) for problem in problems]
+  longest = int(np.argmax(lengths))
+  if lengths[longest] > max_prompt:
+    over = sum(length > max_prompt for length in lengths)
+    raise SettingsError(
+      f'config.sampling.max_prompt = {max_prompt}: {over} of {len(lengths)} prompts are longer; expected at least '
+      f'{lengths[longest]}, the tokens of {problems[longest].id}'
+    )
+
+
+def grade(
+  trajectories: Sequence[Trajectory], problems: Sequence[Problem], tokenizer: Tokenizer, pool: GradingPool
+) -> tuple[list[Trajectory], dict[str, float]]:
+  """The trajectories with their rewards, and how many samples were graded with what success (grading/ok, ...).
+
+  trajectory.group is the index of its problem.
+  """
+  items = []
+  for t in trajectories:
+    problem = problems[t.group]
+    completion = tokenizer.decode(t.completion.tolist(), skip_special=True)
+    items.append((problem.prompt, completion, problem.answer, problem.extra))
+  grades = pool.grade(items)
+  counts = {f'grading/{status}': float(sum(g.status == status for g in grades)) for status in STATUSES}
+  return [dataclasses.replace(t, reward=float(g.score)) for t, g in zip(trajectories, grades)], counts
+
+
+def sample_rows(
+  trajectories: Sequence[Trajectory], problems: Sequence[Problem], tokenizer: Tokenizer, count: int
+) -> list[dict[str, Any]]:
+  """Rows of a sample table: the first trajectory of each of the first `count` groups."""
+  first: dict[int, Trajectory] = {}
+  for t in trajectories:
+    first.setdefault(t.group, t)
+  return [
+    {
+      'prompt': tokenizer.decode(t.tokens[: t.prompt_length].tolist()),
+      'completion': tokenizer.decode(t.completion.tolist()),
+      'answer': problems[t.group].answer,
+      'reward': t.reward,
+      'finish': t.finish,
+      'tokens': len(t.completion),
+    }
+    for t in list(first.values())[:count]
+  ]
+
+
+def metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+  """Rewards and lengths of a batch of rollouts."""
+  reward = np.array([t.reward for t in trajectories])
+  length = np.array([t.mask.sum() for t in trajectories])
+  group = np.array([t.group for t in trajectories])
+  equal = [np.ptp(reward[group == g]) == 0 for g in np.unique(group)]
+  kept = np.concatenate([t.kept[t.mask] for t in trajectories])
+  full = np.concatenate([np.flatnonzero(t.mask) for t in trajectories])  # a dense cache holds all tokens before the one drawn
+  return {
+    'reward/mean': float(reward.mean()),
+    'reward/std': float(reward.std()),
+    'reward/groups_equal': float(np.mean(equal)),
+    'completion/length_mean': float(length.mean()),
+    'completion/length_max': float(length.max()),
+    'completion/truncated': float(np.mean([t.finish == 'length' for t in trajectories])),
+    'sparse/kept_mean': float(kept.mean()),
+    'sparse/kept_peak': float(kept.max()),
+    'sparse/accounting_saving': float(1 - kept.sum() / full.sum()),
+  }

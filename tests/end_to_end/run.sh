@@ -1,0 +1,81 @@
+#!/usr/bin/env bash
+# The main line on a real model and real problems: SmolLM2 on GSM8K takes three steps, is killed in the second or third, goes on,
+# is evaluated and exported; and transformers generates from the export where SPRL_REFERENCE_PYTHON names a Python that has it.
+#
+#   GSM8K=FOLDER (default ../shared/data/gsm8k)   PYTHON=... (default .venv/bin/python)
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+python=${PYTHON:-.venv/bin/python}
+gsm8k=${GSM8K:-../shared/data/gsm8k}
+if [ ! -f "$gsm8k/train.jsonl" ]; then
+  echo "SKIPPED: $gsm8k has no train.jsonl; GSM8K=FOLDER names a folder of train.jsonl and test.jsonl"
+  exit 0
+fi
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+workdir=$folder/run
+export JAX_PLATFORMS=cpu
+export JAX_COMPILATION_CACHE_DIR=$folder/compiled # three processes compile the same functions
+
+train() {
+  exec "$python" -m sprl.main --config=configs/smollm2_gsm8k.py --workdir="$workdir" --config.task.path="$gsm8k" \
+    --config.steps=3 --config.rollout.prompts=2 --config.rollout.group=4 --config.rollout.filter_equal=False \
+    --config.sampling.max_tokens=48 --config.sampling.rows=8 --config.packing.row_tokens=448 --config.packing.rows=1 --config.model.remat=none \
+    --config.eval.problems=2 --config.checkpoint.every=1 --config.checkpoint.keep_last=1 --config.checkpoint.keep_best=0 \
+    --config.rollout.stop_when_capped=False
+}
+
+lines() { # how many steps are logged
+  grep -c '"kind": "train"' "$workdir/metrics.jsonl" 2>/dev/null || true
+}
+
+echo '--- until killed, after one step is saved and before the last is'
+(train) &
+run=$!
+until [ "$(lines)" = 2 ] || ! kill -0 "$run" 2>/dev/null; do sleep 0.05; done
+kill -9 "$run" 2>/dev/null || true
+wait "$run" && status=0 || status=$?
+[ "$status" = 137 ] || { echo "the run ended with status $status before it was killed"; exit 1; }
+
+echo '--- the same command again'
+(train) 2>&1 | tee "$folder/log"
+grep -q 'resuming after step' "$folder/log"
+
+echo '--- evaluated and exported'
+"$python" -m sprl.evaluate --workdir="$workdir" --config.eval.problems=2 | tail -1
+"$python" -m sprl.export --workdir="$workdir" --out="$folder/export"
+
+echo '--- checked'
+"$python" - "$workdir" <<'PYTHON'
+import math
+import sys
+
+from sprl.io.metrics import read_metrics
+
+records = [r for r in read_metrics(sys.argv[1]) if r['kind'] == 'train']
+assert [r['step'] for r in records] == [1, 2, 3], records
+for r in records:
+  assert all(math.isfinite(value) for value in r.values() if isinstance(value, float)), r
+  assert r['grading/ok'] == 8, r
+  assert 0 <= r['reward/mean'] <= 1 and 0 < r['rollout_corr/abs_dlogp_max'] < 1e-2, r
+print('steps 1 2 3: all metrics finite; rewards', *(r['reward/mean'] for r in records))
+PYTHON
+
+if [ -n "${SPRL_REFERENCE_PYTHON:-}" ]; then
+  "$SPRL_REFERENCE_PYTHON" - "$folder/export" <<'PYTHON'
+import sys
+
+import transformers
+
+tokenizer = transformers.AutoTokenizer.from_pretrained(sys.argv[1])
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype='float32')
+chat = [{'role': 'user', 'content': 'What is 2 + 3?'}]
+prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors='pt', return_dict=True)
+tokens = model.generate(**prompt, max_new_tokens=12, do_sample=False)[0, prompt['input_ids'].shape[1] :]
+text = tokenizer.decode(tokens, skip_special_tokens=True)
+print('transformers generates from the export:', repr(text))
+assert len(tokens) > 1 and '5' in text, text
+PYTHON
+else
+  echo 'SPRL_REFERENCE_PYTHON is not set: the export was not given to transformers'
+fi

@@ -1,0 +1,184 @@
+"""What cannot be used is refused before any device work, by name, with status 2 and no traceback; a broken run stops with 1."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+from safetensors.numpy import load_file, save_file
+
+from sprl import command_line, policy, settings, trainer
+from sprl.io.checkpoint import CheckpointError
+from sprl.io.huggingface import WeightsError
+from sprl.io.pretrained import PretrainedError
+from sprl.io.tokenizer import TokenizerError
+from sprl.models.config import ConfigError
+from sprl.process import exclusive
+from sprl.settings import SettingsError
+
+
+@pytest.fixture(scope='module')
+def inputs(tmp_path_factory) -> Path:
+  folder = tmp_path_factory.mktemp('inputs')
+  tiny.write_inputs(folder)
+  return folder
+
+
+# --- flags: refused in a process of their own, before jax is loaded --------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  ('flag', 'said'),
+  [
+    ('--config.rollout.grup=4', 'config.rollout.grup: no such setting; config.rollout has filter_equal, group, prompts'),
+    ('--config.steps=many', "--config.steps=many: invalid literal for int() with base 10: 'many'"),
+    ('--config.loss.variant=grpo', "config.loss.variant = 'grpo': expected one of 'vanilla', 'ppo'"),
+    ('--config.task.args.terms=2', 'config.task.args.terms'),
+    ('--workdirectory=x', "Unknown command line flag 'workdirectory'"),
+  ],
+)
+def test_a_flag_that_cannot_be_used(inputs, tmp_path, flag, said):
+  status, out, err = tiny.run('main', f'--config={inputs / "config.py"}', f'--workdir={tmp_path / "run"}', flag)
+  assert (status, out) == (2, '')
+  assert said in err
+  assert 'Traceback' not in err
+  assert not (tmp_path / 'run').exists()
+
+
+@pytest.mark.parametrize(
+  ('config', 'said'),
+  [
+    ('nowhere.py', 'nowhere.py'),
+    ('configs/qwen_gsm8k.py:qwen9', 'error: configs/qwen_gsm8k.py:qwen9: no such variant; accepted: qwen2.5-0.5b, '),
+  ],
+)
+def test_a_config_file_that_cannot_be_used(config, said):
+  status, out, err = tiny.run('main', f'--config={config}')
+  assert (status, out) == (2, '')
+  assert said in err
+  assert 'Traceback' not in err
+
+
+@pytest.mark.parametrize('command', ['evaluate', 'export'])
+def test_a_folder_that_is_no_run(command, tmp_path):
+  status, out, err = tiny.run(command, f'--workdir={tmp_path}', *(['--out=x'] if command == 'export' else []))
+  assert (status, out) == (2, '')
+  assert f'{tmp_path / "config.json"}: no such file' in err
+  assert 'Traceback' not in err
+
+
+def test_errors_of_input_are_one_line_and_status_2(capsys):
+  for kind in (SettingsError, PretrainedError, ConfigError, WeightsError, TokenizerError, CheckpointError, PermissionError):
+
+    def main(kind=kind):
+      raise kind('what is wrong')
+
+    assert command_line.reported(main) == 2
+    assert capsys.readouterr().err == 'error: what is wrong\n'
+  with pytest.raises(ZeroDivisionError):  # a fault of ours keeps its traceback
+    command_line.reported(lambda: 1 // 0)
+
+
+# --- files: refused by `train`, before a weight is read --------------------------------------------------------------
+
+
+def changed(inputs: Path, **changes) -> settings.Run:
+  """The tiny run with settings changed (`task__path='x'`)."""
+  scope: dict = {}
+  exec((inputs / 'config.py').read_text(), scope)
+  config = scope['get_config']()
+  config.update_from_flattened_dict({key.replace('__', '.'): value for key, value in changes.items()})
+  return settings.resolve(config)
+
+
+def refusal(run: settings.Run, workdir: Path, monkeypatch) -> str:
+  """What `train` says of a run that it refuses, having read no weight and written nothing."""
+
+  def load(*_):
+    pytest.fail('a weight was read')
+
+  monkeypatch.setattr(policy.Policy, 'load', load)
+  before = sorted(workdir.rglob('*')) if workdir.exists() else []
+  with pytest.raises(ValueError) as error:  # noqa: PT011  (of several kinds, all of which `reported` knows)
+    trainer.train(run, workdir)
+  assert command_line.reported(lambda: (_ for _ in ()).throw(error.value)) == 2
+  assert (sorted(workdir.rglob('*')) if workdir.exists() else []) == before
+  return str(error.value)
+
+
+def test_settings_that_name_what_is_not_there(inputs, tmp_path, monkeypatch):
+  for changes, said in [
+    ({'model__path': '/no/folder'}, "'/no/folder': no such folder"),
+    ({'task__path': 'none.jsonl'}, "config.task.path = 'none.jsonl': no such file"),
+    ({'task__kind': 'reasoning_gym', 'task__name': 'chain_sums', 'task__grader': 'auto'}, "config.task.name = 'chain_sums'"),
+    ({'task__kind': 'gsm8k', 'task__path': '/no/folder', 'task__grader': 'auto'}, "config.task.path = '/no/folder': no such"),
+    ({'task__grader': 'mine.py:grade'}, "config.task.grader = 'mine.py:grade'"),
+    ({'sampling__max_prompt': 8, 'sampling__prompt_buckets': (8,)}, 'config.sampling.max_prompt = 8: '),
+    ({'mesh__tensor': 3}, 'config.mesh = '),
+  ]:
+    assert said in refusal(changed(inputs, **changes), tmp_path / 'run', monkeypatch)
+
+
+def test_a_grader_that_does_not_load(inputs, tmp_path, monkeypatch):
+  (tmp_path / 'grader.py').write_text('import no_such_module\ndef grade(prompt, completion, answer): pass\n')
+  said = refusal(changed(inputs, task__grader=f'{tmp_path}/grader.py:grade'), tmp_path / 'run', monkeypatch)
+  assert 'config.task.grader' in said
+  assert 'no_such_module' in said
+
+
+def copied_model(inputs: Path, folder: Path) -> Path:
+  folder.mkdir()
+  for path in (inputs / 'model').iterdir():
+    (folder / path.name).write_bytes(path.read_bytes())
+  return folder
+
+
+def test_model_folders_that_cannot_be_used(inputs, tmp_path, monkeypatch):
+  pickled = copied_model(inputs, tmp_path / 'pickled')
+  (pickled / 'model.safetensors').rename(pickled / 'pytorch_model.bin')
+  foreign = copied_model(inputs, tmp_path / 'foreign')
+  raw = json.loads((foreign / 'config.json').read_text())
+  (foreign / 'config.json').write_text(json.dumps(raw | {'model_type': 'mamba'}))
+  wordless = copied_model(inputs, tmp_path / 'wordless')
+  (wordless / 'tokenizer.json').unlink()
+  torn = copied_model(inputs, tmp_path / 'torn')
+  (torn / 'model.safetensors').write_bytes((inputs / 'model' / 'model.safetensors').read_bytes()[:-10])
+  for folder, said in [
+    (pickled, 'weights only as pickle (pytorch_model.bin)'),
+    (foreign, "model_type = 'mamba' is not supported"),
+    (wordless, 'tokenizer.json: no such file'),
+    (torn, 'model.safetensors: not a whole safetensors file'),
+  ]:
+    assert said in refusal(changed(inputs, model__path=str(folder)), tmp_path / 'run', monkeypatch)
+
+
+def test_two_processes_do_not_share_a_work_directory(inputs, tmp_path, monkeypatch):
+  with exclusive(tmp_path / 'run'):
+    assert 'another process is running it' in refusal(changed(inputs), tmp_path / 'run', monkeypatch)
+
+
+# --- what breaks on the way ------------------------------------------------------------------------------------------
+
+
+def test_weights_that_are_not_numbers_stop_the_run_with_a_report(inputs, tmp_path):
+  broken = copied_model(inputs, tmp_path / 'broken')
+  weights = load_file(broken / 'model.safetensors')
+  weights['model.norm.weight'] = np.full_like(weights['model.norm.weight'], np.nan)
+  save_file(weights, broken / 'model.safetensors', {'format': 'pt'})
+  arguments = f'--config={inputs / "config.py"}', f'--config.model.path={broken}', f'--workdir={tmp_path / "run"}'
+  status, _, err = tiny.run('main', *arguments)
+  assert status == 1
+  assert 'stopped at step 1:' in err
+  assert 'rollout_corr/kl = nan' in err
+  assert str(tmp_path / 'run' / 'metrics.jsonl') in err
+  assert 'Traceback' not in err
+
+
+@pytest.mark.slow
+def test_a_step_too_far_stops_the_run_with_a_report(inputs, tmp_path):
+  arguments = f'--config={inputs / "config.py"}', '--config.optimizer.learning_rate=1e30', f'--workdir={tmp_path / "run"}'
+  status, _, err = tiny.run('main', *arguments)
+  assert status == 1
+  assert 'stopped at step 2:' in err
+  assert 'Traceback' not in err

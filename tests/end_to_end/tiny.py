@@ -1,0 +1,90 @@
+"""A run small enough to be started many times: a random model of two layers, problems and a grader of our own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+from sprl.io.huggingface import export_folder, tensors
+from sprl.io.tokenizer import write_tiny
+from sprl.models.config import tiny
+
+ROOT = Path(__file__).parents[2]
+STEPS = 6
+
+# Rewards that differ within almost every group of random completions, so that every update is a real one; and steps of a
+# third of a second, so that a signal meets a run that is still under way.
+GRADER = """
+import time
+
+
+def grade(prompt, completion, answer):
+  time.sleep(0.02)
+  return (len(completion.encode()) * 7 + sum(completion.encode())) % 5 / 4
+"""
+
+CONFIG = """
+from sprl.settings import default_config
+
+
+def get_config():
+  config = default_config()
+  config.steps = {steps}
+  config.model.path = {folder!r} + '/model'
+  config.task.kind, config.task.chat, config.task.grader_workers = 'jsonl', False, 1
+  config.task.path, config.task.eval_path = {folder!r} + '/train.jsonl', {folder!r} + '/test.jsonl'
+  config.task.grader = {folder!r} + '/grader.py:grade'
+  config.rollout.prompts, config.rollout.group = 4, 4
+  config.sampling.max_prompt, config.sampling.max_tokens, config.sampling.chunk = 16, 12, 4
+  config.sampling.prompt_buckets, config.sampling.stop = (16,), ('e',)
+  config.optimizer.learning_rate, config.optimizer.minibatches = 1e-3, 2
+  config.packing.row_tokens, config.packing.rows, config.packing.score_chunk = 64, 1, 16
+  config.loss.kl_coef = 1e-3
+  config.eval.every, config.eval.problems, config.eval.max_tokens = 3, 3, 4
+  config.checkpoint.every, config.log.samples_every, config.log.tensorboard = 1, 2, False
+  return config
+"""
+
+
+def write_inputs(folder: Path) -> Path:
+  """Model, problems, grader and config of the tiny run in `folder`; returns the config file."""
+  config, rng = tiny('qwen2'), np.random.default_rng(0)
+  params: dict = {}
+  for path, tensor in tensors(config).items():
+    node = params
+    for key in path[:-1]:
+      node = node.setdefault(key, {})
+    shape = tensor.shape[::-1] if tensor.transpose else tensor.shape
+    node[path[-1]] = jnp.asarray(rng.normal(1.0 if 'scale' in path else 0.0, 0.1, shape), jnp.float32)
+  write_tiny(folder / 'tokenizer')
+  export_folder(folder / 'model', params, config, folder / 'tokenizer', dtype=jnp.float32)
+  for name, count in (('train', 10), ('test', 5)):
+    lines = [json.dumps({'prompt': f'{name} {i} + {i} = ', 'answer': str(2 * i)}) for i in range(count)]
+    (folder / f'{name}.jsonl').write_text('\n'.join(lines))
+  (folder / 'grader.py').write_text(GRADER)
+  (folder / 'config.py').write_text(CONFIG.format(folder=str(folder), steps=STEPS))
+  return folder / 'config.py'
+
+
+def start(command: str, *arguments: object, compiled: Path | None = None) -> subprocess.Popen:
+  """`python -m sprl.COMMAND ARGUMENTS`, under way. `compiled` is a folder in which compilations are kept for the next."""
+  line = [sys.executable, '-m', f'sprl.{command}', *map(str, arguments)]
+  environment = {**os.environ, 'JAX_PLATFORMS': 'cpu'}
+  if compiled is not None:
+    environment |= {'JAX_COMPILATION_CACHE_DIR': str(compiled), 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.1'}
+  return subprocess.Popen(line, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen) -> tuple[int, str, str]:
+  """Its exit status and what it said."""
+  out, err = process.communicate(timeout=300)
+  return process.returncode, out, err
+
+
+def run(command: str, *arguments: object, compiled: Path | None = None) -> tuple[int, str, str]:
+  """A command from start to end: exit status, standard output, standard error."""
+  return finish(start(command, *arguments, compiled=compiled))

@@ -1,0 +1,73 @@
+"""The notebook runs on a work directory as a run writes it, and is kept without outputs."""
+
+import math
+from pathlib import Path
+
+import nbclient
+import nbformat
+
+from sprl.io.config_file import write_config
+from sprl.io.metrics import RunLog
+
+ROOT = Path(__file__).parents[2]
+NOTEBOOK = ROOT / 'notebooks' / 'reading_a_run.ipynb'
+
+
+def write_run(workdir: Path, steps: int) -> Path:
+  """A work directory with the metrics of a short run."""
+  write_config(workdir, {'seed': 7, 'steps': steps})
+  log = RunLog(workdir, None, tensorboard=False)
+  for step in range(1, steps + 1):
+    scalars = {
+      'reward/mean': step / (steps + 1),
+      'reward/groups_equal': 0.25,
+      'completion/length_mean': 10.0 - step,
+      'completion/truncated': 0.0,
+      'policy/entropy': math.exp(-step),
+      'update/grad_norm': 1.0,
+      'rollout_corr/k3_kl': 1e-5,
+      'rollout_corr/kl': 0.5,
+      'rollout_corr/abs_dlogp_mean': 1e-3,
+      'rollout_corr/abs_dlogp_max': 1e-2,
+      'rollout_corr/rollout_is_eff_sample_size': 0.999,
+    }
+    log.write(step, scalars, {'rollout': 1.5, 'grade': 0.1, 'update': 0.5, 'total': 2.1})
+  log.evaluation(steps, {'eval/pass@1': 0.5, 'eval/low': 0.4, 'eval/high': 0.6})
+  log.samples(steps, [{'prompt': 'What is 2 + 3?', 'completion': 'It is 5.', 'answer': '5', 'reward': 1.0, 'finish': 'stop'}])
+  log.close()
+  return workdir
+
+
+def execute(workdir: Path, monkeypatch) -> tuple[str, int]:
+  """All text that the notebook shows of `workdir`, and the number of its pictures."""
+  monkeypatch.setenv('SPRL_WORKDIR', str(workdir))
+  monkeypatch.setenv('IPYTHONDIR', str(workdir.parent / 'ipython'))
+  monkeypatch.setenv('JUPYTER_RUNTIME_DIR', str(workdir.parent / 'jupyter'))
+  notebook = nbformat.read(NOTEBOOK, as_version=4)
+  nbclient.NotebookClient(notebook, timeout=120, resources={'metadata': {'path': str(ROOT)}}).execute()
+  outputs = [output for cell in notebook.cells for output in cell.get('outputs', [])]
+  shown = [output.get('text') or output.data.get('text/markdown', '') for output in outputs]
+  return '\n'.join(shown), sum('image/png' in output.get('data', {}) for output in outputs)
+
+
+def test_shows_rewards_lengths_mismatch_times_and_samples(tmp_path, monkeypatch):
+  text, pictures = execute(write_run(tmp_path / 'run', 4), monkeypatch)
+  assert pictures == 4
+  assert '4 steps of 4, seed 7' in text
+  assert 'after    4 updates: eval/high 0.600  eval/low 0.400  eval/pass@1 0.500' in text
+  assert '| `rollout_corr/kl` | 0.5 | -0.1 to 0.1 | **look closer** |' in text
+  assert 'steps with samples: [4]' in text
+  assert 'It is 5.' in text
+
+
+def test_a_run_that_has_only_begun_can_be_read(tmp_path, monkeypatch):
+  write_config(tmp_path / 'run', {'seed': 0, 'steps': 10})
+  RunLog(tmp_path / 'run', None, tensorboard=False).close()
+  text, _ = execute(tmp_path / 'run', monkeypatch)
+  assert 'No samples are written yet.' in text
+
+
+def test_the_notebook_is_kept_without_outputs():
+  notebook = nbformat.read(NOTEBOOK, as_version=4)
+  nbformat.validate(notebook)
+  assert all(not cell.outputs and cell.execution_count is None for cell in notebook.cells if cell.cell_type == 'code')
