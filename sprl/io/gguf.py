@@ -63,7 +63,7 @@ def convert(source: str | Path, folder: str | Path) -> None:
     heads = {'q': config.num_heads, 'k': config.num_kv_heads}
     if part := re.search(r'self_attn\.([qk])_proj', tensor.name):
       array = split_halves(array, heads[part[1]])
-    return array.T if tensor.transpose else array
+    return array
 
   weights = ((tensor, lambda tensor=tensor: weight(tensor)) for tensor in expected.values())
   with tempfile.TemporaryDirectory() as files:

@@ -1,7 +1,7 @@
 """Weights in and out of Hugging Face folders (safetensors, one file or shards with an index).
 
 One table, `tensors(config)`, says which tensor of a checkpoint is which leaf of the params tree; loading, exporting and the
-GGUF conversion all read it. Linear kernels are [out, in] in files and [in, out] here.
+GGUF conversion all read it. Shapes are those of the files: linear kernels are [out, in].
 
 Loading checks every file's header against the table before anything is put on a device, then reads slices: each device is
 handed the part it holds, one tensor at a time. Exporting goes through the tensors the same way and writes a draft folder,
@@ -46,34 +46,33 @@ class WeightsError(ValueError):
 
 
 class Tensor(NamedTuple):
-  """A tensor of a checkpoint: its name and shape in the file, and whether the leaf is its transpose."""
+  """A tensor of a checkpoint: its name and shape."""
 
   name: str
   shape: tuple[int, ...]
-  transpose: bool
 
 
 def tensors(config: ModelConfig) -> dict[Keys, Tensor]:
   """The checkpoint's tensor for every leaf of the params tree, in the order in which they are computed with."""
   V, E, F, D = config.vocab_size, config.hidden_size, config.intermediate_size, config.head_dim
   outputs = {'q': config.num_heads * D, 'k': config.num_kv_heads * D, 'v': config.num_kv_heads * D}
-  table: dict[Keys, Tensor] = {('embed',): Tensor('model.embed_tokens.weight', (V, E), False)}
+  table: dict[Keys, Tensor] = {('embed',): Tensor('model.embed_tokens.weight', (V, E))}
   for i in range(config.num_layers):
     layer, name = ('layers', i), f'model.layers.{i}'
-    table[*layer, 'attention_norm', 'scale'] = Tensor(f'{name}.input_layernorm.weight', (E,), False)
+    table[*layer, 'attention_norm', 'scale'] = Tensor(f'{name}.input_layernorm.weight', (E,))
     for part, width in outputs.items():
-      table[*layer, 'attention', part, 'kernel'] = Tensor(f'{name}.self_attn.{part}_proj.weight', (width, E), True)
+      table[*layer, 'attention', part, 'kernel'] = Tensor(f'{name}.self_attn.{part}_proj.weight', (width, E))
       if config.qkv_bias:
-        table[*layer, 'attention', part, 'bias'] = Tensor(f'{name}.self_attn.{part}_proj.bias', (width,), False)
+        table[*layer, 'attention', part, 'bias'] = Tensor(f'{name}.self_attn.{part}_proj.bias', (width,))
       if config.qk_norm and part != 'v':
-        table[*layer, 'attention', f'{part}_norm', 'scale'] = Tensor(f'{name}.self_attn.{part}_norm.weight', (D,), False)
-    table[*layer, 'attention', 'o', 'kernel'] = Tensor(f'{name}.self_attn.o_proj.weight', (E, outputs['q']), True)
-    table[*layer, 'mlp_norm', 'scale'] = Tensor(f'{name}.post_attention_layernorm.weight', (E,), False)
+        table[*layer, 'attention', f'{part}_norm', 'scale'] = Tensor(f'{name}.self_attn.{part}_norm.weight', (D,))
+    table[*layer, 'attention', 'o', 'kernel'] = Tensor(f'{name}.self_attn.o_proj.weight', (E, outputs['q']))
+    table[*layer, 'mlp_norm', 'scale'] = Tensor(f'{name}.post_attention_layernorm.weight', (E,))
     for part, shape in {'gate': (F, E), 'up': (F, E), 'down': (E, F)}.items():
-      table[*layer, 'mlp', part, 'kernel'] = Tensor(f'{name}.mlp.{part}_proj.weight', shape, True)
-  table['norm', 'scale'] = Tensor('model.norm.weight', (E,), False)
+      table[*layer, 'mlp', part, 'kernel'] = Tensor(f'{name}.mlp.{part}_proj.weight', shape)
+  table['norm', 'scale'] = Tensor('model.norm.weight', (E,))
   if not config.tie_embeddings:
-    table['head', 'kernel'] = Tensor('lm_head.weight', (V, E), True)
+    table['head', 'kernel'] = Tensor('lm_head.weight', (V, E))
   return table
 
 
@@ -94,13 +93,11 @@ def load_params(
     for path, tensor in tensors(config).items():
       stored = files[where[tensor.name]].get_slice(tensor.name)
 
-      def read(index, stored=stored, transpose=tensor.transpose):
-        part = stored[index[::-1]].T if transpose else stored[index]
-        return np.ascontiguousarray(part, dtype=dtype)
+      def read(index, stored=stored):
+        return np.ascontiguousarray(stored[index], dtype=dtype)
 
       sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0]) if shardings is None else get(shardings, path)
-      shape = tensor.shape[::-1] if tensor.transpose else tensor.shape
-      _set(params, path, jax.make_array_from_callback(shape, sharding, read))
+      _set(params, path, jax.make_array_from_callback(tensor.shape, sharding, read))
   return params
 
 
@@ -195,7 +192,7 @@ def write_folder(
   tokenizer_source: str | Path | None,
   max_shard_bytes: int = 5_000_000_000,
 ) -> None:
-  """`export_folder` for weights that are made when they are asked for, in the params tree's orientation."""
+  """`export_folder` for weights that are made when they are asked for."""
   folder = Path(folder)
   if folder.exists() and not (folder / 'config.json').is_file() and (not folder.is_dir() or any(folder.iterdir())):
     raise WeightsError(f'{folder}: exists and is not a model folder; accepted: a new name, or an earlier export to replace')
@@ -261,8 +258,7 @@ def _write_safetensors(path: Path, shard: list[tuple[Tensor, Callable[[], np.nda
   with open(path, 'wb') as file:
     file.write(len(text).to_bytes(8, 'little') + text)
     for tensor, make in shard:
-      array = make()
-      array = np.ascontiguousarray(array.T if tensor.transpose else array, dtype=dtype)
+      array = np.ascontiguousarray(make(), dtype=dtype)
       if array.shape != tensor.shape:
         raise WeightsError(f'{tensor.name} would be written with shape {array.shape}; config.json makes it {tensor.shape}')
       file.write(array.view(np.uint8).data)

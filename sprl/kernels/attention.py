@@ -1,41 +1,85 @@
-"""Attention of the learner and of prefill: every query against every key that a mask allows."""
+"""Attention of the learner and of prefill: every query against every key that a mask allows, with its own backward pass.
+
+The forward pass keeps one number a query (the log of its normaliser) and the backward pass recomputes the weights from it, so
+that no [T, S] array of a layer outlives the layer, in either direction. Heads come first and the queries of a group are
+stacked, which makes every product one batched matrix product without a transposition.
+"""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-QUERY_CHUNK = 1024  # queries whose [Q, T] scores exist at one time
+QUERY_CHUNK = 1024  # queries whose [Q, S] scores exist at one time
+LOWEST = -1e30  # the score of what may not be seen
 
 
 def attention(
   q: Float[Array, 'B T H D'], k: Float[Array, 'B S K D'], v: Float[Array, 'B S K D'], allowed: Bool[Array, 'B T S']
 ) -> Float[Array, 'B T H D']:
-  """Softmax attention with grouped heads, scores and softmax in float32. Rows with nothing allowed give zeros.
-
-  Long inputs go through in chunks of queries, recomputed in the backward pass, so that [T, S] scores never exist whole.
-  """
-  T = q.shape[1]
-  if T <= QUERY_CHUNK:
-    return _attend(q, k, v, allowed)
-  chunks = -(-T // QUERY_CHUNK)
-
-  def split(x):  # [B, T, ...] -> [chunks, B, Q, ...]
-    x = jnp.pad(x, ((0, 0), (0, chunks * QUERY_CHUNK - T)) + ((0, 0),) * (x.ndim - 2))
-    return jnp.moveaxis(x.reshape(x.shape[0], chunks, QUERY_CHUNK, *x.shape[2:]), 1, 0)
-
-  out = jax.lax.map(jax.checkpoint(lambda c: _attend(c[0], k, v, c[1])), (split(q), split(allowed)))
-  return jnp.moveaxis(out, 0, 1).reshape(q.shape[0], -1, *q.shape[2:])[:, :T]
-
-
-def _attend(q, k, v, allowed):
+  """Softmax attention with grouped heads, scores and softmax in float32. Queries with nothing allowed give zeros."""
   B, T, H, D = q.shape
-  K = k.shape[2]
-  q = q.reshape(B, T, K, H // K, D)
-  scores = jnp.einsum('btkgd,bskd->bkgts', q, k, preferred_element_type=jnp.float32) * D**-0.5
-  allowed = allowed[:, None, None]
-  scores = jnp.where(allowed, scores, -1e30)
-  weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
-  weights = jnp.where(allowed, weights, 0.0)
-  weights = weights / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1e-30)
-  out = jnp.einsum('bkgts,bskd->btkgd', weights.astype(q.dtype), v)
-  return out.reshape(B, T, H, D)
+  grouped = q.reshape(B, T, k.shape[2], -1, D)
+  out = _attend(jnp.moveaxis(grouped, 1, 3), jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), allowed)
+  return jnp.moveaxis(out, 3, 1).reshape(B, T, H, D)
+
+
+@jax.custom_vjp
+def _attend(q, k, v, allowed):
+  """[B, K, G, T, D] queries, [B, K, S, D] keys and values -> [B, K, G, T, D]."""
+  return _forward(q, k, v, allowed)[0]
+
+
+def _forward(q, k, v, allowed):
+  values = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)  # the weights' sum comes with the product
+
+  def chunk(_, queries):
+    q, allowed = queries
+    scores = _scores(q, k, allowed)
+    top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), LOWEST / 2)  # above what may not be seen: its weight is 0
+    weights = jnp.exp(scores - top).astype(v.dtype)
+    out = jnp.einsum('bkgts,bksd->bkgtd', weights, values, preferred_element_type=jnp.float32)
+    total = jnp.maximum(out[..., -1:], 1e-30)
+    return None, ((out[..., :-1] / total).astype(q.dtype), (top + jnp.log(total))[..., 0])
+
+  out, lse = _joined(q, jax.lax.scan(chunk, None, (_chunks(q, 3), _chunks(allowed, 1)))[1])
+  return out, (q, k, v, allowed, out, lse)
+
+
+def _backward(saved, dout):
+  q, k, v, allowed, out, lse = saved
+  scale = q.shape[-1] ** -0.5
+
+  def chunk(sums, queries):
+    q, allowed, out, lse, dout = queries
+    weights = jnp.exp(_scores(q, k, allowed) - lse[..., None])
+    shared = jnp.sum(out.astype(jnp.float32) * dout, axis=-1, keepdims=True)
+    dweights = jnp.einsum('bkgtd,bksd->bkgts', dout, v, preferred_element_type=jnp.float32)
+    dscores = (weights * (dweights - shared) * scale).astype(q.dtype)
+    dv = jnp.einsum('bkgts,bkgtd->bksd', weights.astype(v.dtype), dout, preferred_element_type=jnp.float32)
+    dk = jnp.einsum('bkgts,bkgtd->bksd', dscores, q, preferred_element_type=jnp.float32)
+    return (sums[0] + dk, sums[1] + dv), (jnp.einsum('bkgts,bksd->bkgtd', dscores, k),)
+
+  start = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+  queries = (_chunks(q, 3), _chunks(allowed, 1), _chunks(out, 3), _chunks(lse, 3), _chunks(dout, 3))
+  (dk, dv), dq = jax.lax.scan(chunk, start, queries)
+  return *_joined(q, dq), dk.astype(k.dtype), dv.astype(v.dtype), None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _scores(q, k, allowed):
+  scores = jnp.einsum('bkgtd,bksd->bkgts', q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
+  return jnp.where(allowed[:, None, None], scores, LOWEST)
+
+
+def _chunks(x, axis):
+  """[..., T, ...] -> [chunks, ..., Q, ...] with axis T padded to whole chunks."""
+  size = min(QUERY_CHUNK, x.shape[axis])
+  x = jnp.pad(x, [(0, -x.shape[axis] % size if i == axis else 0) for i in range(x.ndim)])
+  return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :]), axis, 0)
+
+
+def _joined(q, chunks):
+  """Chunked results of q's queries, [chunks, B, K, G, Q, ...], as [B, K, G, T, ...]."""
+  return [jnp.moveaxis(x, 0, 3).reshape(*q.shape[:3], -1, *x.shape[5:])[:, :, :, : q.shape[3]] for x in chunks]

@@ -11,8 +11,9 @@ A head of width D is D/2 planes; plane i holds the coordinates i and i + D/2 (th
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
@@ -52,13 +53,29 @@ def frequencies(rope: Rope, head_dim: int) -> tuple[Float[np.ndarray, ' P'], flo
       return inv_freq / np.float32(rope.factor) * (1 - kept) + inv_freq * kept, _yarn_scale(rope)
 
 
-def rotate(x: Float[Array, 'B T N D'], positions: Int[Array, 'B T'], rope: Rope) -> Float[Array, 'B T N D']:
-  """Every head of `x` turned to its token's position; computed in float32, returned in x's dtype."""
-  inv_freq, scale = frequencies(rope, x.shape[-1])
-  angle = positions[..., None].astype(jnp.float32) * inv_freq  # [B, T, D/2]
-  cos, sin = (scale * f(angle)[:, :, None, :] for f in (jnp.cos, jnp.sin))
-  first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-  return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+class Turns(NamedTuple):
+  """By how much each token's heads are turned: of the two halves of a head, one row each (the first row of `sin` negated)."""
+
+  cos: Float[Array, 'B T 2 D/2']
+  sin: Float[Array, 'B T 2 D/2']
+
+
+def turns(positions: Int[Array, 'B T'], head_dim: int, rope: Rope) -> Turns:
+  """The turns of all layers, float32. Behind a barrier: XLA would compute the cosines again in every layer that uses them."""
+  inv_freq, scale = frequencies(rope, head_dim)
+  angle = positions[..., None].astype(jnp.float32) * inv_freq
+  cos, sin = scale * jnp.cos(angle), scale * jnp.sin(angle)
+  return jax.lax.optimization_barrier(Turns(jnp.stack([cos, cos], axis=-2), jnp.stack([-sin, sin], axis=-2)))
+
+
+def rotate(x: Float[Array, 'B T N D'], turns: Turns) -> Float[Array, 'B T N D']:
+  """Every head of `x` turned to its token's position; computed in float32, returned in x's dtype.
+
+  (a, b) -> (a cos - b sin, b cos + a sin) as one expression over both halves, which compiles to one loop.
+  """
+  halves = x.reshape(*x.shape[:-1], 2, -1).astype(jnp.float32)
+  turned = halves * turns.cos[:, :, None] + jnp.flip(halves, axis=-2) * turns.sin[:, :, None]
+  return turned.astype(x.dtype).reshape(x.shape)
 
 
 def _llama3(rope: Rope, inv_freq: np.ndarray) -> np.ndarray:

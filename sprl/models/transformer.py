@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int
 
 from sprl.models.config import ModelConfig
 from sprl.models.memory import Memory
-from sprl.models.rope import rotate
+from sprl.models.rope import Turns, rotate, turns
 from sprl.quant.dot import dot
 
 Params = dict[str, Any]  # nested dict of arrays
@@ -29,16 +29,31 @@ def _weight(axes: tuple[str | None, ...], *shape: int) -> nnx.Param:
 
 
 class Linear(nnx.Module):
-  """x @ kernel (+ bias)."""
+  """x @ kernel^T (+ bias), the kernel [out, in] as in Hugging Face checkpoints."""
 
-  def __init__(self, axes: tuple[str, str], inputs: int, outputs: int, bias: bool = False):
-    self.kernel = _weight(axes, inputs, outputs)
-    self.bias = _weight(axes[1:], outputs) if bias else None
+  def __init__(self, axes: tuple[str, str], outputs: int, inputs: int, bias: bool = False):
+    self.kernel = _weight(axes, outputs, inputs)
+    self.bias = _weight(axes[:1], outputs) if bias else None
 
   def __call__(self, x: Float[Array, '*B M']) -> Float[Array, '*B N']:
     """[..., inputs] -> [..., outputs]."""
     y = dot(x, self.kernel.get_value())
     return y if self.bias is None else y + self.bias.get_value().astype(y.dtype)
+
+
+# Cheap to compute again: the backward pass keeps their inputs, not their float32 intermediates.
+@jax.checkpoint
+def _gated(gate: Float[Array, '*B M'], up: Float[Array, '*B M']) -> Float[Array, '*B M']:
+  """silu(gate) * up."""
+  return (jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate.dtype)
+
+
+@partial(jax.checkpoint, static_argnums=2)
+def _normalised(x: Float[Array, '*B M'], scale: Float[Array, ' M'], eps: float) -> Float[Array, '*B M']:
+  """x / rms(x) * scale over the last axis."""
+  wide = x.astype(jnp.float32)
+  normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+  return (normed * scale.astype(jnp.float32)).astype(x.dtype)
 
 
 class RMSNorm(nnx.Module):
@@ -50,9 +65,7 @@ class RMSNorm(nnx.Module):
 
   def __call__(self, x: Float[Array, '*B M']) -> Float[Array, '*B M']:
     """Same shape and dtype as x."""
-    wide = x.astype(jnp.float32)
-    normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-    return (normed * self.scale.get_value().astype(jnp.float32)).astype(x.dtype)
+    return _normalised(x, self.scale.get_value(), self.eps)
 
 
 class Attention(nnx.Module):
@@ -60,37 +73,37 @@ class Attention(nnx.Module):
 
   def __init__(self, config: ModelConfig):
     E, H, K, D = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
-    self.q = Linear(('embed', 'heads'), E, H * D, config.qkv_bias)
-    self.k = Linear(('embed', 'kv_heads'), E, K * D, config.qkv_bias)
-    self.v = Linear(('embed', 'kv_heads'), E, K * D, config.qkv_bias)
-    self.o = Linear(('heads', 'embed'), H * D, E)
+    self.q = Linear(('heads', 'embed'), H * D, E, config.qkv_bias)
+    self.k = Linear(('kv_heads', 'embed'), K * D, E, config.qkv_bias)
+    self.v = Linear(('kv_heads', 'embed'), K * D, E, config.qkv_bias)
+    self.o = Linear(('embed', 'heads'), E, H * D)
     self.q_norm = RMSNorm('head_dim', D, config.rms_norm_eps) if config.qk_norm else None
     self.k_norm = RMSNorm('head_dim', D, config.rms_norm_eps) if config.qk_norm else None
-    self.head_dim, self.rope = D, config.rope
+    self.head_dim = D
 
-  def __call__(self, layer: int, x: Float[Array, 'B T E'], positions: Int[Array, 'B T'], memory: Memory):
+  def __call__(self, layer: int, x: Float[Array, 'B T E'], turns: Turns, memory: Memory):
     """[B, T, E] -> [B, T, E], and the memory that has seen these tokens."""
     heads = (*x.shape[:2], -1, self.head_dim)
     q, k, v = self.q(x).reshape(heads), self.k(x).reshape(heads), self.v(x).reshape(heads)
     if self.q_norm is not None and self.k_norm is not None:
       q, k = self.q_norm(q), self.k_norm(k)
-    q, k = rotate(q, positions, self.rope), rotate(k, positions, self.rope)
+    q, k = rotate(q, turns), rotate(k, turns)
     out, memory = memory.attend(layer, q, k, v)
     return self.o(out.reshape(*x.shape[:2], -1)), memory
 
 
 class MLP(nnx.Module):
-  """down(silu(gate(x)) * up(x))."""
+  """down(silu(gate(x)) * up(x)), the activation in float32."""
 
   def __init__(self, config: ModelConfig):
     E, F = config.hidden_size, config.intermediate_size
-    self.gate = Linear(('embed', 'mlp'), E, F)
-    self.up = Linear(('embed', 'mlp'), E, F)
-    self.down = Linear(('mlp', 'embed'), F, E)
+    self.gate = Linear(('mlp', 'embed'), F, E)
+    self.up = Linear(('mlp', 'embed'), F, E)
+    self.down = Linear(('embed', 'mlp'), E, F)
 
   def __call__(self, x: Float[Array, 'B T E']) -> Float[Array, 'B T E']:
     """Same shape."""
-    return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+    return self.down(_gated(self.gate(x), self.up(x)))
 
 
 class Layer(nnx.Module):
@@ -102,10 +115,10 @@ class Layer(nnx.Module):
     self.mlp_norm = RMSNorm('embed', config.hidden_size, config.rms_norm_eps)
     self.mlp = MLP(config)
 
-  def __call__(self, layer: int, x: Float[Array, 'B T E'], positions: Int[Array, 'B T'], memory: Memory):
+  def __call__(self, layer: int, x: Float[Array, 'B T E'], turns: Turns, memory: Memory):
     """[B, T, E] -> [B, T, E], and the memory."""
     with jax.named_scope('attention'):
-      out, memory = self.attention(layer, self.attention_norm(x), positions, memory)
+      out, memory = self.attention(layer, self.attention_norm(x), turns, memory)
       x = x + out
     with jax.named_scope('mlp'):
       return x + self.mlp(self.mlp_norm(x)), memory
@@ -119,15 +132,17 @@ class Decoder(nnx.Module):
     self.embed = _weight(('vocab', 'embed'), V, E)
     self.layers = nnx.List([Layer(config) for _ in range(config.num_layers)])
     self.norm = RMSNorm('embed', E, config.rms_norm_eps)
-    self.head = None if config.tie_embeddings else Linear(('embed', 'vocab'), E, V)
+    self.rope, self.head_dim = config.rope, config.head_dim
+    self.head = None if config.tie_embeddings else Linear(('vocab', 'embed'), V, E)
 
   def __call__(self, tokens, positions, memory, dtype, remat: bool):
     """[B, T] ids -> [B, T, E] normalised hidden states, and the memory."""
     x = jnp.take(self.embed.get_value(), tokens, axis=0).astype(dtype)
+    angles = turns(positions, self.head_dim, self.rope)
     for i, layer in enumerate(self.layers):
       with jax.named_scope(f'layer{i}'):
         block = jax.checkpoint(partial(layer, i)) if remat else partial(layer, i)
-        x, memory = block(x, positions, memory)
+        x, memory = block(x, angles, memory)
     return self.norm(x), memory
 
 
@@ -138,7 +153,7 @@ def graph(config: ModelConfig) -> nnx.GraphDef:
 
 
 def abstract_params(config: ModelConfig, dtype=jnp.float32) -> Params:
-  """The weights' shapes as a nested dict of ShapeDtypeStruct; linear kernels are [in, out], the embedding is [V, E]."""
+  """The weights' shapes as a nested dict of ShapeDtypeStruct; linear kernels are [out, in], the embedding is [V, E]."""
   pure = nnx.to_pure_dict(nnx.split(Decoder(config))[1])
   return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, dtype), pure)
 
@@ -178,4 +193,4 @@ def forward(
 
 def head_weight(params: Params) -> Float[Array, 'V E']:
   """The output matrix, one row a token: the embedding itself where they are tied."""
-  return params['head']['kernel'].T if 'head' in params else params['embed']
+  return params['head']['kernel'] if 'head' in params else params['embed']

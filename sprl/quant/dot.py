@@ -6,14 +6,15 @@ from jaxtyping import Array, Float
 
 
 @jax.custom_vjp
-def dot(x: Float[Array, '*B M'], w: Float[Array, 'M N']) -> Float[Array, '*B N']:
-  """x @ w in x's dtype; w may be held in a wider one (float32 master weights under bfloat16 activations).
+def dot(x: Float[Array, '*B M'], w: Float[Array, 'N M']) -> Float[Array, '*B N']:
+  """x @ w^T in x's dtype; w may be held in a wider one (float32 master weights under bfloat16 activations).
 
+  w is [out, in]: the layout of checkpoints, and the one that CPUs and FP8 tensor cores read fastest.
   The gradient of w is one product over all leading dims, summed in float32 and returned in w's own dtype. Written out because
   autodiff would emit a transposed product, for which XLA's CPU backend has no fast bfloat16 path, and would round the
   gradient of a float32 weight to bfloat16 on the way.
   """
-  return jnp.matmul(x, w.astype(x.dtype))
+  return jax.lax.dot_general(x, w.astype(x.dtype), (((x.ndim - 1,), (1,)), ((), ())))
 
 
 def _forward(x, w):
@@ -22,9 +23,9 @@ def _forward(x, w):
 
 def _backward(saved, g):
   x, w = saved
-  dx = jax.lax.dot_general(g, w.astype(x.dtype), (((g.ndim - 1,), (1,)), ((), ())))
+  dx = jnp.matmul(g, w.astype(x.dtype))
   rows = tuple(range(x.ndim - 1))
-  dw = jax.lax.dot_general(x, g, ((rows, rows), ((), ())), preferred_element_type=jnp.float32)
+  dw = jax.lax.dot_general(g, x, ((rows, rows), ((), ())), preferred_element_type=jnp.float32)
   return dx, dw.astype(w.dtype)
 
 

@@ -128,7 +128,7 @@ def decode(graphdef: nnx.GraphDef, served: Served, rows: Rows, sampling: Samplin
 def _draw_into(rows, served, hidden, active, attended, sampling, stop_ids):
   """Draw one token for the active rows and record it: it ends the row if it is a stop id or the last one allowed."""
   with jax.named_scope('draw'):
-    logits = jnp.matmul(hidden, served.head, preferred_element_type=jnp.float32)
+    logits = jax.lax.dot_general(hidden, served.head, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
     token, logp = draw(logits, uniforms(rows.seed, rows.uid, rows.count), sampling)
   row = jnp.arange(token.shape[0])
   column = jnp.where(active, rows.count, rows.tokens.shape[1])  # out of bounds: dropped

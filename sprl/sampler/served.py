@@ -10,14 +10,17 @@ from sprl.models.transformer import Params, head_weight
 
 
 class Served(NamedTuple):
-  """The network's weights in the sampler's dtype, and the head as [E, V], in which layout a few rows multiply fastest."""
+  """The network's weights in the sampler's dtype."""
 
   params: Params
-  head: Float[Array, 'E V']
+
+  @property
+  def head(self) -> Float[Array, 'V E']:
+    """The output matrix."""
+    return head_weight(self.params)
 
 
 @partial(jax.jit, static_argnames='dtype')
 def serve(params: Params, dtype) -> Served:
-  """Cast and re-layout in one jitted function, run after every update. Leaves already in `dtype` are shared, not copied."""
-  cast = jax.tree.map(lambda w: w.astype(dtype), params)
-  return Served(cast, head_weight(cast).T)
+  """One jitted function, run after every update. Leaves already in `dtype` are shared, not copied."""
+  return Served(jax.tree.map(lambda w: w.astype(dtype), params))

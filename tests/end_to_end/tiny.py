@@ -38,7 +38,7 @@ def get_config():
   config.task.kind, config.task.chat, config.task.grader_workers = 'jsonl', False, 1
   config.task.path, config.task.eval_path = {folder!r} + '/train.jsonl', {folder!r} + '/test.jsonl'
   config.task.grader = {folder!r} + '/grader.py:grade'
-  config.rollout.prompts, config.rollout.group = 4, 4
+  config.rollout.prompts, config.rollout.group, config.rollout.stop_when_capped = 4, 4, False
   config.sampling.max_prompt, config.sampling.max_tokens, config.sampling.chunk = 16, 12, 4
   config.sampling.prompt_buckets, config.sampling.stop = (16,), ('e',)
   config.optimizer.learning_rate, config.optimizer.minibatches = 1e-3, 2
@@ -58,8 +58,7 @@ def write_inputs(folder: Path) -> Path:
     node = params
     for key in path[:-1]:
       node = node.setdefault(key, {})
-    shape = tensor.shape[::-1] if tensor.transpose else tensor.shape
-    node[path[-1]] = jnp.asarray(rng.normal(1.0 if 'scale' in path else 0.0, 0.1, shape), jnp.float32)
+    node[path[-1]] = jnp.asarray(rng.normal(1.0 if 'scale' in path else 0.0, 0.1, tensor.shape), jnp.float32)
   write_tiny(folder / 'tokenizer')
   export_folder(folder / 'model', params, config, folder / 'tokenizer', dtype=jnp.float32)
   for name, count in (('train', 10), ('test', 5)):

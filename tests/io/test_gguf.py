@@ -108,9 +108,9 @@ def test_weights_config_and_tokenizer_of_a_small_file(tmp_path):
   for i in range(2):
     layer, name = params['layers'][i], f'model.layers.{i}'
     for part in 'qkvo':
-      np.testing.assert_array_equal(layer['attention'][part]['kernel'], theirs[f'{name}.self_attn.{part}_proj.weight'].T)
+      np.testing.assert_array_equal(layer['attention'][part]['kernel'], theirs[f'{name}.self_attn.{part}_proj.weight'])
     for part in ('gate', 'up', 'down'):
-      np.testing.assert_array_equal(layer['mlp'][part]['kernel'], theirs[f'{name}.mlp.{part}_proj.weight'].T)
+      np.testing.assert_array_equal(layer['mlp'][part]['kernel'], theirs[f'{name}.mlp.{part}_proj.weight'])
     np.testing.assert_array_equal(layer['attention_norm']['scale'], theirs[f'{name}.input_layernorm.weight'])
     np.testing.assert_array_equal(layer['mlp_norm']['scale'], theirs[f'{name}.post_attention_layernorm.weight'])
 
@@ -138,7 +138,7 @@ def test_quantised_weights_are_expanded(tmp_path):
   # Q4_1: blocks of 32 weights, each one of 16 levels evenly spaced from the block's smallest to its largest.
   theirs = write(tmp_path / 'm.gguf', quantise=library.GGMLQuantizationType.Q4_1)
   gguf.convert(tmp_path / 'm.gguf', tmp_path / 'out')
-  kernel = load_params(tmp_path / 'out', ModelConfig.read(tmp_path / 'out'))['layers'][1]['mlp']['down']['kernel'].T
+  kernel = load_params(tmp_path / 'out', ModelConfig.read(tmp_path / 'out'))['layers'][1]['mlp']['down']['kernel']
   exact = theirs['model.layers.1.mlp.down_proj.weight'].reshape(64, 3, 32)
   step = (exact.max(-1) - exact.min(-1)) / 15
   error = np.abs(np.asarray(kernel).reshape(64, 3, 32) - exact)

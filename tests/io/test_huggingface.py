@@ -43,20 +43,20 @@ def no_devices(monkeypatch):
 @pytest.mark.parametrize('family', ['llama', 'qwen2', 'qwen3'])
 def test_the_table_covers_the_network_exactly(family):
   config = tiny(family)
-  table = {keys: t.shape[::-1] if t.transpose else t.shape for keys, t in tensors(config).items()}
+  table = {keys: t.shape for keys, t in tensors(config).items()}
   leaves = jax.tree_util.tree_leaves_with_path(transformer.abstract_params(config))
   assert table == {tuple(key.key for key in path): leaf.shape for path, leaf in leaves}
 
 
-def test_kernels_are_transposed_and_the_embedding_is_not(tmp_path):
+def test_every_leaf_is_its_tensor(tmp_path):
   config = tiny('qwen2', tie_word_embeddings=False)
   stored = checkpoint(config)
   save_file(stored, tmp_path / 'model.safetensors')
   params = load_params(tmp_path, config)
   np.testing.assert_array_equal(params['embed'], stored['model.embed_tokens.weight'])
-  np.testing.assert_array_equal(params['head']['kernel'], stored['lm_head.weight'].T)
+  np.testing.assert_array_equal(params['head']['kernel'], stored['lm_head.weight'])
   layer = params['layers'][1]
-  np.testing.assert_array_equal(layer['attention']['k']['kernel'], stored['model.layers.1.self_attn.k_proj.weight'].T)
+  np.testing.assert_array_equal(layer['attention']['k']['kernel'], stored['model.layers.1.self_attn.k_proj.weight'])
   np.testing.assert_array_equal(layer['attention']['k']['bias'], stored['model.layers.1.self_attn.k_proj.bias'])
   np.testing.assert_array_equal(layer['mlp_norm']['scale'], stored['model.layers.1.post_attention_layernorm.weight'])
 
@@ -100,13 +100,13 @@ jax.make_array_from_callback = spy
 params = load_params(sys.argv[1], config, shardings)
 stored = load_file(sys.argv[1] + '/model.safetensors')
 down = params['layers'][1]['mlp']['down']['kernel']
-np.testing.assert_array_equal(down, stored['model.layers.1.mlp.down_proj.weight'].T)
+np.testing.assert_array_equal(down, stored['model.layers.1.mlp.down_proj.weight'])
 np.testing.assert_array_equal(params['embed'], stored['model.embed_tokens.weight'])
-np.testing.assert_array_equal(params['head']['kernel'], stored['lm_head.weight'].T)
+np.testing.assert_array_equal(params['head']['kernel'], stored['lm_head.weight'])
 jax.tree.map(lambda leaf, sharding: leaf.sharding == sharding or 1 / 0, params, shardings)
-assert [shard.data.shape for shard in down.addressable_shards] == [(48, 32)] * 4
-assert read_shapes[(259, 64)] == {(259, 32)}, read_shapes
-assert read_shapes[(96, 64)] == {(48, 32), (96, 64)}, read_shapes
+assert [shard.data.shape for shard in down.addressable_shards] == [(32, 48)] * 4
+assert read_shapes[(259, 64)] == {(259, 32), (259, 64)}, read_shapes  # the embedding's parts, the head whole
+assert read_shapes[(64, 96)] == {(32, 48), (64, 96)}, read_shapes
 print('loaded on', len(jax.devices()))
 """
 

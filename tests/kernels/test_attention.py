@@ -78,6 +78,35 @@ def test_long_inputs_go_through_in_chunks_with_equal_outputs_and_gradients(monke
     np.testing.assert_allclose(a, b, atol=1e-6)
 
 
+def plain(q, k, v, allowed):
+  """The definition in whole arrays, for autodiff; every query must see something."""
+  k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
+  scores = jnp.einsum('bthd,bshd->bhts', q, k) / jnp.sqrt(q.shape[-1])
+  return jnp.einsum('bhts,bshd->bthd', jax.nn.softmax(jnp.where(allowed[:, None], scores, -jnp.inf)), v)
+
+
+@pytest.mark.parametrize(('dtype', 'atol'), [(jnp.float32, 2e-6), (jnp.bfloat16, 5e-2)])
+@pytest.mark.parametrize('chunk', [1024, 4])
+def test_gradients_are_those_of_the_definition(monkeypatch, dtype, atol, chunk):
+  monkeypatch.setattr(room, 'QUERY_CHUNK', chunk)
+  q, k, v, allowed = some(H=6, K=2)
+  allowed[..., 1] = True
+  cotangent = np.random.default_rng(3).normal(size=q.shape).astype(np.float32)
+  exact = jax.vjp(lambda *x: plain(*x, allowed), *map(jnp.asarray, (q, k, v)))[1](jnp.asarray(cotangent))
+  narrow = [jnp.asarray(x, dtype) for x in (q, k, v)]
+  grads = jax.vjp(lambda *x: attention(*x, jnp.asarray(allowed)), *narrow)[1](jnp.asarray(cotangent, dtype))
+  for grad, expected in zip(grads, exact):
+    assert grad.dtype == dtype
+    np.testing.assert_allclose(grad.astype(jnp.float32), expected, atol=atol)
+
+
+def test_the_backward_pass_is_left_no_array_of_scores():
+  B, T, H, D = 1, 64, 4, 8
+  x, allowed = jax.ShapeDtypeStruct((B, T, H, D), jnp.float32), jnp.ones((B, T, T), bool)
+  back = jax.eval_shape(lambda q, k, v: jax.vjp(lambda *x: attention(*x, allowed), q, k, v)[1], x, x, x)
+  assert max(leaf.size for leaf in jax.tree.leaves(back) if leaf.dtype != bool) == B * T * H * D
+
+
 def test_chunks_never_hold_all_scores():
   T = room.QUERY_CHUNK + 64
   x, allowed = jax.ShapeDtypeStruct((1, T, 1, 4), jnp.float32), jax.ShapeDtypeStruct((1, T, T), bool)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sprl.models.rope import Rope, frequencies, rotate
+from sprl.models.rope import Rope, frequencies, rotate, turns
 
 D = 64
 
@@ -94,13 +94,13 @@ def test_rotation_multiplies_the_planes_as_complex_numbers():
   rope = Rope('yarn', theta=100.0, factor=2.0, original_positions=64)
   inv_freq, scale = frequencies(rope, 8)
   turned = (x[..., :4] + 1j * x[..., 4:]) * scale * np.exp(1j * positions[..., None, None] * inv_freq.astype(np.float64))
-  actual = rotate(jnp.asarray(x), jnp.asarray(positions), rope)
+  actual = rotate(jnp.asarray(x), turns(jnp.asarray(positions), 8, rope))
   np.testing.assert_allclose(actual, np.concatenate([turned.real, turned.imag], -1), atol=2e-4)
 
 
 def test_position_zero_is_left_alone_and_dtype_is_kept():
   x = jnp.asarray(np.random.default_rng(1).standard_normal((1, 2, 1, 8)), jnp.bfloat16)
-  actual = rotate(x, jnp.zeros((1, 2), jnp.int32), Rope())
+  actual = rotate(x, turns(jnp.zeros((1, 2), jnp.int32), 8, Rope()))
   assert actual.dtype == jnp.bfloat16
   np.testing.assert_array_equal(actual, x)
 
@@ -110,7 +110,8 @@ def test_a_score_depends_on_the_distance_alone():
   q, k = (jnp.asarray(rng.standard_normal((1, 1, 1, 16)), jnp.float32) for _ in range(2))
 
   def score(i, j):
-    return float(jnp.sum(rotate(q, jnp.array([[i]]), Rope()) * rotate(k, jnp.array([[j]]), Rope())))
+    at = (turns(jnp.array([[position]]), 16, Rope()) for position in (i, j))
+    return float(jnp.sum(rotate(q, next(at)) * rotate(k, next(at))))
 
   assert score(9, 4) == pytest.approx(score(25, 20), abs=1e-5)
   assert abs(score(9, 4) - score(9, 5)) > 1e-3

@@ -29,7 +29,7 @@ def by_hand(config, params, ids):
     return x / np.sqrt((x * x).mean(-1, keepdims=True) + config.rms_norm_eps) * scale
 
   def linear(x, p):
-    return x @ p['kernel'] + p.get('bias', 0)
+    return x @ p['kernel'].T + p.get('bias', 0)
 
   def turned(x, t):
     angle = t / 10_000.0 ** (np.arange(0, D, 2) / D)
@@ -76,8 +76,8 @@ def test_every_weight_is_described_once(family):
       names = names[key.key]
     assert (leaf.shape, leaf.dtype, len(names)) == (weight.shape, jnp.bfloat16, weight.ndim)
   attention = axes['layers'][0]['attention']
-  assert attention['q']['kernel'] == ('embed', 'heads')
-  assert attention['o']['kernel'] == ('heads', 'embed')
+  assert attention['q']['kernel'] == ('heads', 'embed')
+  assert attention['o']['kernel'] == ('embed', 'heads')
   assert axes['embed'] == ('vocab', 'embed')
   assert ('bias' in attention['k'], 'q_norm' in attention) == (family == 'qwen2', family == 'qwen3')
 
@@ -95,7 +95,7 @@ def test_the_head_is_the_embedding_where_they_are_tied():
   _, tied = small.model('qwen2')
   _, free = small.model('llama')
   assert transformer.head_weight(tied) is tied['embed']
-  np.testing.assert_array_equal(transformer.head_weight(free), free['head']['kernel'].T)
+  np.testing.assert_array_equal(transformer.head_weight(free), free['head']['kernel'])
 
 
 def test_a_token_sees_nothing_later():

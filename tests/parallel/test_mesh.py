@@ -51,14 +51,14 @@ def test_rules_shard_by_axis_name_what_they_divide():
   )
   layer = specs['layers'][0]
   assert specs['embed'] == P(None, 'fsdp')  # 4 does not divide 259
-  assert layer['attention']['q']['kernel'] == layer['attention']['k']['kernel'] == P('fsdp', 'tensor')
+  assert layer['attention']['q']['kernel'] == layer['attention']['k']['kernel'] == P('tensor', 'fsdp')
   assert layer['attention']['q']['bias'] == P('tensor')
-  assert layer['attention']['o']['kernel'] == layer['mlp']['down']['kernel'] == P('tensor', 'fsdp')
+  assert layer['attention']['o']['kernel'] == layer['mlp']['down']['kernel'] == P('fsdp', 'tensor')
   assert layer['mlp_norm']['scale'] == P('fsdp')
   even = tiny('llama', num_hidden_layers=1, vocab_size=260)
   specs = param_shardings(mesh, transformer.logical_axes(even), transformer.abstract_params(even))
   assert specs['embed'].spec == P('tensor', 'fsdp')
-  assert specs['head']['kernel'].spec == P('fsdp', 'tensor')
+  assert specs['head']['kernel'].spec == P('tensor', 'fsdp')
 
 
 def test_norms_of_a_head_are_whole_on_every_device():
@@ -87,10 +87,10 @@ def test_weights_lie_as_the_rules_say_after_an_update_too(eight_devices):
   assert eight_devices['mesh'] == {'data': 2, 'fsdp': 2, 'tensor': 2}
   assert eight_devices['shards'] == {
     'embed': [257, 32],
-    'head': [32, 257],
+    'head': [257, 32],
     'q': [32, 32],
     'o': [32, 32],
-    'down': [48, 32],
+    'down': [32, 48],
     'norm': [32],
   }
   assert eight_devices['as_given']

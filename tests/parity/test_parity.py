@@ -253,7 +253,7 @@ def test_smollm2_with_exact_products(smollm2, monkeypatch):
   _, where, prompts = smollm2
 
   def exact(x, w):
-    return jnp.matmul(x.astype(jnp.float64), w.astype(jnp.float64)).astype(x.dtype)
+    return jnp.matmul(x.astype(jnp.float64), w.astype(jnp.float64).T).astype(x.dtype)
 
   monkeypatch.setattr(transformer, 'dot', exact)
   with jax.enable_x64(True):
