@@ -40,7 +40,8 @@ def overridden(saved: Mapping[str, Any], given: Run) -> Run:
   Raises SettingsError, naming the others.
   """
   allowed = tuple(f'{key}{end}' for key in MAY_CHANGE for end in (':', '.'))
-  if refused := [change for change in config_differences(saved, to_dict(given)) if not change.startswith(allowed)]:
+  differences = config_differences(saved, to_dict(given), to_dict(Run()))
+  if refused := [change for change in differences if not change.startswith(allowed)]:
     raise SettingsError(
       'an evaluation is of the run as it was trained; it may change ' + ', '.join(f'config.{key}' for key in MAY_CHANGE)
       + ', but not\n  ' + '\n  '.join(f'config.{change}' for change in refused)

@@ -91,7 +91,7 @@ def train(run: Run, workdir: Path) -> Finished:
     GradingPool(grader, task.grader_workers, task.grader_timeout, task.grader_memory_gb) as pool,
     exclusive(workdir),
   ):
-    for difference in write_config(workdir, settings.to_dict(run), MAY_CHANGE):
+    for difference in write_config(workdir, settings.to_dict(run), MAY_CHANGE, settings.to_dict(Run())):
       log.warning('settings changed since this run began: %s', difference)
 
     # --- state: from a checkpoint, or from the pretrained weights ---------------------------------------------------

@@ -12,15 +12,18 @@ from sprl.settings import SettingsError
 _CONFIG = 'config.json'
 
 
-def write_config(workdir: str | os.PathLike, config: Mapping[str, Any], may_change: Sequence[str] = ()) -> list[str]:
+def write_config(
+  workdir: str | os.PathLike, config: Mapping[str, Any], may_change: Sequence[str] = (), defaults: Mapping[str, Any] | None = None
+) -> list[str]:
   """Writes config.json, and returns how it differs from the one that was there (`key: old -> new`).
 
-  `may_change` names keys, or sections of them, that a resumed run may be given anew (`steps`, `log`).
+  `may_change` names keys, or sections of them, that a resumed run may be given anew (`steps`, `log`). A setting younger than the
+  folder's run counts as its value in `defaults`.
 
   Raises SettingsError, naming them, when other keys differ from the run that is already in the folder.
   """
   path = Path(workdir) / _CONFIG
-  differences = config_differences(read_config(workdir), config) if path.exists() else []
+  differences = config_differences(read_config(workdir), config, defaults or {}) if path.exists() else []
   allowed = tuple(f'{key}{end}' for key in may_change for end in (':', '.'))
   if refused := [difference for difference in differences if not difference.startswith(allowed)]:
     raise SettingsError(
@@ -39,9 +42,13 @@ def read_config(workdir: str | os.PathLike) -> dict[str, Any]:
   return json.loads(path.read_text(encoding='utf-8'))
 
 
-def config_differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-  """`task.name: 'chain_sum' -> 'gcd'` for each setting that differs, in order of key; tuples equal lists, as in JSON."""
-  before, after = _leaves(old), _leaves(new)
+def config_differences(old: Mapping[str, Any], new: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
+  """`task.name: 'chain_sum' -> 'gcd'` for each setting that differs, in order of key; tuples equal lists, as in JSON.
+
+  Where `old` lacks a setting that `new` has, it stood at its default.
+  """
+  after = _leaves(new)
+  before = {key: value for key, value in _leaves(defaults).items() if key in after} | _leaves(old)
   return [
     f'{key}: {before.get(key, "(not set)")} -> {after.get(key, "(not set)")}'
     for key in sorted(before.keys() | after.keys())

@@ -31,12 +31,20 @@ def test_settings_that_may_change_are_taken_anew_and_reported(tmp_path):
 def test_differences_tell_types_and_absence_apart():
   old = {'a': 1, 'b': {'c': True, 'gone': None}, 'same': [1, 2]}
   new = {'a': '1', 'b': {'c': 1, 'new': 2}, 'same': (1, 2)}
-  assert config_differences(old, new) == [
+  assert config_differences(old, new, {}) == [
     "a: 1 -> '1'",
     'b.c: True -> 1',
     'b.gone: None -> (not set)',
     'b.new: (not set) -> 2',
   ]
+
+
+def test_a_setting_that_the_run_did_not_know_yet_stood_at_its_default():
+  defaults = {'young': {'switch': False, 'bound': 2.0}, 'task': {'args': {}}}
+  old = {'task': {'args': {'digits': 1}}}
+  assert config_differences(old, {**old, 'young': {'switch': False, 'bound': 2.0}}, defaults) == []
+  assert config_differences(old, {**old, 'young': {'switch': True, 'bound': 2.0}}, defaults) == ['young.switch: False -> True']
+  assert config_differences(old, {'task': {'args': {}}}, defaults) == ['task.args.digits: 1 -> (not set)']
 
 
 def test_a_folder_that_is_no_run_is_named(tmp_path):
