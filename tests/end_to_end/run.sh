@@ -51,13 +51,16 @@ import math
 import sys
 
 from sprl.io.metrics import read_metrics
+from sprl.kernels.platform import compute_dtype
 
+# sampler and learner agree to the rounding of what this machine multiplies
+rounding = {'float32': 1e-2, 'bfloat16': 0.5}[compute_dtype('auto').name]
 records = [r for r in read_metrics(sys.argv[1]) if r['kind'] == 'train']
 assert [r['step'] for r in records] == [1, 2, 3], records
 for r in records:
   assert all(math.isfinite(value) for value in r.values() if isinstance(value, float)), r
   assert r['grading/ok'] == 8, r
-  assert 0 <= r['reward/mean'] <= 1 and 0 < r['rollout_corr/abs_dlogp_max'] < 1e-2, r
+  assert 0 <= r['reward/mean'] <= 1 and 0 < r['rollout_corr/abs_dlogp_max'] < rounding, r
 print('steps 1 2 3: all metrics finite; rewards', *(r['reward/mean'] for r in records))
 PYTHON
 
