@@ -14,13 +14,14 @@ import jax
 import numpy as np
 from common import matmul_rate, memory_bandwidth, peak_memory, peer, report
 
+from sprl.cache.plan import cache_plan
 from sprl.io.huggingface import load_params
 from sprl.io.pretrained import locate
 from sprl.kernels.platform import compute_dtype
 from sprl.models.config import ModelConfig
 from sprl.sampler.engine import Engine
 from sprl.sampler.served import serve
-from sprl.settings import Sampling
+from sprl.settings import DENSE, UNQUANTISED, Sampling
 from sprl.trajectory import Request
 
 
@@ -46,7 +47,7 @@ def main():
 
   rows = []
   for batch in map(int, args.batch.split(',')):
-    seconds = measure(config, served, batch, args.prompt, args.new, args.repeats)
+    seconds = measure(config, served, dtype, batch, args.prompt, args.new, args.repeats)
     step = max(weights * dtype.itemsize / bandwidth, 2 * batch * weights / rate)
     prefill = 2 * batch * args.prompt * weights / rate
     row = {
@@ -69,10 +70,11 @@ def main():
   report(args.save or 'decode', rows, result, save=bool(args.save))
 
 
-def measure(config, served, batch: int, prompt: int, new: int, repeats: int) -> float:
+def measure(config, served, dtype, batch: int, prompt: int, new: int, repeats: int) -> float:
   """Seconds of the fastest of `repeats` generations, after one that compiles."""
   sampling = Sampling(max_tokens=new, max_prompt=prompt, prompt_buckets=(prompt,), chunk=32)
-  engine = Engine(config, sampling, rows=batch, prefill=min(batch, 16), seed=0, stop_ids=(), text=lambda ids: '')
+  plan = cache_plan(config, DENSE, UNQUANTISED, prompt, new, dtype)
+  engine = Engine(config, sampling, plan, rows=batch, prefill=min(batch, 16), seed=0, stop_ids=(), text=lambda ids: '')
   tokens = np.random.default_rng(0).integers(3, config.vocab_size, (batch, prompt), dtype=np.int32)
   best = float('inf')
   for repeat in range(repeats + 1):

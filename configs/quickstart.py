@@ -27,6 +27,12 @@ def get_config():
   config.rollout.stop_when_capped = False  # answers are cut short on purpose here
   config.sampling.max_prompt, config.sampling.max_tokens, config.sampling.chunk = 32, 12, 4
   config.sampling.stop = ('\n',)  # one line is an answer
+
+  # Cheap rollouts, and what keeps training right: FP8 linears, an FP8 cache that keeps 24 tokens, and Sparse-RL's correction.
+  config.arm = 'sparse_rl'
+  config.cache.method, config.cache.budget, config.cache.interval, config.cache.window = 'rkv', 24, 4, 4
+  config.quant.sampler, config.quant.kv_batches = 'w8a8_kv8', 1
+
   config.packing.row_tokens, config.packing.rows, config.packing.score_chunk = 128, 4, 512
 
   config.optimizer.learning_rate = 2e-5

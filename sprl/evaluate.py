@@ -70,7 +70,6 @@ def main() -> int:
   run = overridden(saved, resolve(config))
   from sprl.evaluation import evaluate  # after the settings: an error in them is told without waiting for jax to load
   from sprl.rollout import collect
-  from sprl.sampler.served import serve
   from sprl.saved import restore
   from sprl.tasks import graders, problems
   from sprl.tasks.grading_pool import GradingPool
@@ -80,13 +79,14 @@ def main() -> int:
     policy, params, step = restore(run, workdir, _STEP.value)
     collect.check_lengths(test_set[: run.eval.problems], policy.tokenizer, run.sampling.max_prompt)
     start = time.perf_counter()
-    result = evaluate(run, policy, serve(params, policy.dtype), test_set, pool, shown=3)
+    result = evaluate(run, policy, params, test_set, pool, shown=3)
     seconds = time.perf_counter() - start
 
   e = run.eval
   how = 'greedy' if e.temperature == 0 else f'{e.samples} samples each at temperature {e.temperature:g}, top-p {e.top_p:g}'
   what = task.path or task.name or task.kind
-  print(f'{workdir}, step {step}: {result["metrics"]["eval/problems"]:.0f} held-out problems of {what}, {how}\n')
+  memory = 'dense' if e.memory == 'dense' else "the rollouts' sampler"
+  print(f'{workdir}, step {step}: {result["metrics"]["eval/problems"]:.0f} held-out problems of {what}, {how}, {memory}\n')
   print(table(result))
   for row in result['samples']:
     prompt, completion = (textwrap.indent(row[key].strip(), '    ') for key in ('prompt', 'completion'))

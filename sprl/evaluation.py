@@ -6,11 +6,13 @@ from typing import Any
 
 import numpy as np
 
+from sprl.cache.scales import Scales
 from sprl.io.scores import interval, pass_at_k
+from sprl.models.transformer import Params
 from sprl.policy import Policy
 from sprl.rollout import collect
-from sprl.sampler.served import Served
-from sprl.settings import Run
+from sprl.sampler import calibrate
+from sprl.settings import DENSE, UNQUANTISED, Run
 from sprl.tasks.grading_pool import GradingPool
 from sprl.tasks.problems import Problem
 
@@ -18,9 +20,18 @@ FIRST_UID = 1 << 30  # evaluation's requests are numbered apart from training's
 
 
 def evaluate(
-  run: Run, policy: Policy, served: Served, problems: Sequence[Problem], pool: GradingPool, shown: int = 16
+  run: Run,
+  policy: Policy,
+  params: Params,
+  problems: Sequence[Problem],
+  pool: GradingPool,
+  shown: int = 16,
+  scales: Scales | None = None,
 ) -> dict[str, Any]:
   """The first `run.eval.problems` held-out problems, the same ones with the same random numbers each time.
+
+  `run.eval.memory` says whether they are answered with a dense, unquantised sampler or as rollouts are; the latter's cache
+  takes `scales`, or where there are none those found on the problems' prompts.
 
   metrics    scalars for the log; eval/avg@k with eval/low and eval/high, its 95 % interval
   intervals  (mean, low, high) of avg@k, the mean score, and of pass@1 and pass@k, the chances that one, or any of k samples,
@@ -33,8 +44,15 @@ def evaluate(
   limit = settings.max_tokens or run.sampling.max_tokens
   sampling = replace(run.sampling, temperature=settings.temperature, top_p=settings.top_p, top_k=0, min_p=0.0, max_tokens=limit)
   rows = min(run.sampling.rows or run.rollout.prompts * run.rollout.group, len(asked) * k)
-  engine = policy.engine(sampling, rows, min(run.rollout.prompts, -(-rows // k)), run.seed)
+  as_sampled = settings.memory == 'sampler'
+  cache, quant = (run.cache, run.quant) if as_sampled else (DENSE, UNQUANTISED)
+  plan = policy.plan(sampling, replace(cache, masked_learner=False), quant)
+  engine = policy.engine(sampling, plan, rows, min(run.rollout.prompts, -(-rows // k)), run.seed)
   requests = collect.requests(asked, policy.tokenizer, k, limit, FIRST_UID)
+  if plan.fp8 and scales is None:
+    found = calibrate.amax_of_prompts(policy.graphdef, plan, params, [r.prompt for r in requests[::k]], engine.prefill, quant)
+    scales = calibrate.scales(calibrate.remembered((), found, quant), quant, plan.layers)
+  served = policy.serve(params, quant, scales)
   trajectories, counts = collect.grade(engine.generate(served, requests), asked, policy.tokenizer, pool)
 
   score = np.array([t.reward for t in trajectories]).reshape(len(asked), k)

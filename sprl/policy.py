@@ -11,17 +11,20 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding
 
+from sprl.cache.plan import CachePlan, cache_plan
+from sprl.cache.scales import Scales
 from sprl.io import huggingface
 from sprl.io.pretrained import locate
 from sprl.io.tokenizer import Tokenizer
-from sprl.kernels.platform import compute_dtype
+from sprl.kernels.platform import compute_dtype, native_fp8
 from sprl.learner.state import TrainState
 from sprl.models import transformer
 from sprl.models.config import ModelConfig
 from sprl.models.transformer import Params
 from sprl.parallel.mesh import make_mesh, param_shardings, replicated
-from sprl.sampler.engine import Engine
-from sprl.settings import Run, Sampling
+from sprl.sampler.engine import Engine, prompt_buckets
+from sprl.sampler.served import Served, serve
+from sprl.settings import Cache, Quant, Run, Sampling
 
 
 @dataclass(frozen=True)
@@ -64,11 +67,23 @@ class Policy:
     """The pretrained weights on the devices, in the master weights' dtype unless told otherwise."""
     return huggingface.load_params(self.folder, self.config, self.shardings, dtype or self.param_dtype)
 
-  def engine(self, sampling: Sampling, rows: int, prefill: int, seed: int) -> Engine:
+  def engine(self, sampling: Sampling, plan: CachePlan, rows: int, prefill: int, seed: int) -> Engine:
     """The engine that samples from this policy."""
     text = partial(self.tokenizer.decode, skip_special=False)
     stop_ids = tuple(sorted({*self.tokenizer.eos_ids, *self.config.eos_token_ids, *sampling.stop_ids}))
-    return Engine(self.config, sampling, rows, prefill, seed, stop_ids, text)
+    return Engine(self.config, sampling, plan, rows, prefill, seed, stop_ids, text)
+
+  def serve(self, params: Params, quant: Quant, scales: Scales | None = None) -> Served:
+    """The weights as the sampler multiplies them, with the scales of its cache."""
+    return serve(params, self.dtype, quant, self.native_fp8(quant))._replace(scales=scales)
+
+  def native_fp8(self, quant: Quant) -> bool:
+    """Whether FP8 products are the device's own, rather than products of numbers rounded to FP8 (`config.quant.arithmetic`)."""
+    return quant.arithmetic == 'native' or (quant.arithmetic == 'auto' and native_fp8())
+
+  def plan(self, sampling: Sampling, cache: Cache, quant: Quant, record: bool = False) -> CachePlan:
+    """The sampler's memory under these settings."""
+    return cache_plan(self.config, cache, quant, prompt_buckets(sampling)[-1], sampling.max_tokens, self.dtype, record)
 
 
 def abstract_params(policy: Policy) -> Params:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sprl.io.metrics import read_metrics, series
 from sprl.io.plots import plot_run
 from sprl.saved import export
 from sprl.settings import Run
@@ -28,7 +29,13 @@ def closing_report(run: Run, workdir: Path, finished: Finished) -> str:
       f'  before: {_one_line(old["completion"])}   [reward {old["reward"]:g}]',
       f'  after:  {_one_line(new["completion"])}   [reward {new["reward"]:g}]',
     ]  # fmt: skip
-  lines += ['', f'plot:        {plot_run(workdir)}', f'metrics:     {workdir / "metrics.jsonl"}']
+  lines += [
+    '',
+    *_savings(run, read_metrics(workdir)),
+    '',
+    f'plot:        {plot_run(workdir)}',
+    f'metrics:     {workdir / "metrics.jsonl"}',
+  ]
   lines += [f'samples:     {workdir / "samples"}', f'checkpoints: {workdir / "checkpoints"}']
   if run.export:
     folder = export(finished.policy, finished.params, workdir / 'export')
@@ -36,6 +43,26 @@ def closing_report(run: Run, workdir: Path, finished: Finished) -> str:
   else:
     lines.append(f'export with: python -m sprl.export --workdir={workdir} --out=FOLDER')
   return '\n'.join(lines)
+
+
+def _savings(run: Run, records: Sequence[Mapping[str, Any]]) -> list[str]:
+  """What the rollouts' memory and formats saved, and how far they took the sampler from the learner; means over the run."""
+
+  def mean(name: str) -> float:
+    values = series(records, name)[1]
+    return float(values.mean()) if len(values) else 0.0
+
+  size = mean('sparse/cache_bytes')
+  dense = size / (1 - mean('sparse/bytes_saving'))
+  kept = f'budget of {run.cache.budget} ({run.cache.method})' if run.cache.budget else 'everything kept'
+  return [
+    f'What the rollouts cost ({kept}, {run.quant.sampler} sampler):',
+    '',
+    f'  KV cache   {size / 2**20:.1f} MiB, {mean("sparse/bytes_saving"):.0%} less than a dense one of {dense / 2**20:.1f} MiB',
+    f'  attended   {mean("sparse/accounting_saving"):.0%} fewer tokens; {mean("sparse/compressed"):.0%} of sequences compressed',
+    f'  mismatch   agreement {mean("sparse/agreement_mean"):.3f} (5th percentile {mean("sparse/agreement_p05"):.3f}), '
+    f'{mean("sparse/veto_fraction"):.1%} of the sequences vetoed, effective sample size {mean("sparse/ess"):.2f}',
+  ]
 
 
 def _examples(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any, Any]]:

@@ -10,7 +10,7 @@ import math
 import types
 import typing
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import ml_collections
@@ -66,6 +66,52 @@ class Sampling:
   prompt_buckets: tuple[int, ...] = ()  # padded prompt lengths; () means powers of two from 32 up to max_prompt
   rows: int = 0  # sequences decoded side by side; 0: all of a step's
   chunk: int = 16  # decode steps between two looks of the host (stop strings, finished rows)
+
+
+@dataclass(frozen=True)
+class Cache:
+  """What the sampler remembers of a sequence: how many tokens, and which (spec: sparse_rollouts 4 and 5).
+
+  A compression keeps `budget` tokens: the newest `window`, and of those before them the best by the method's score.
+  """
+
+  budget: int = 0  # tokens that a compression keeps; 0: nothing is ever evicted (dense rollouts)
+  interval: int = 128  # decode steps between compressions
+  method: Literal['rkv', 'snapkv', 'h2o', 'streaming', 'keydiff', 'gkv', 'tova_like'] = 'rkv'
+  window: int = 0  # newest tokens, always kept; 0: the method's own (8; gkv 16, h2o half the budget, tova_like 1)
+  when: Literal['before', 'after'] = 'before'  # the triggering step attends to what is kept, or still to everything
+  scope: Literal['head', 'layer', 'global'] = 'head'  # who chooses: each kv head, each layer, or the first layer for all
+  trigger: Literal['row', 'batch'] = 'row'  # whose decode steps count; batch: all rows' since one was last admitted
+  sort_kept: bool = True  # by position; False: in the order of their scores, as R-KV's reference leaves them
+  dense_layers: int = 0  # the first layers, which evict nothing
+  mix: float = -1.0  # lambda of rkv and gkv: importance against redundancy; below 0: the method's own (0.1, 0.5)
+  pool: int = 7  # rkv, snapkv: width of the max-pool over neighbouring tokens
+  similarity: float = 0.5  # rkv, gkv: cosine above which two keys are near-duplicates
+  protect_slot0: bool = True  # rkv: keys without a near-duplicate protect slot 0, as in its reference
+  decay: float = 0.8  # gkv: of the importance carried from one compression to the next
+  sinks: int = 4  # streaming: first tokens, always kept
+  positions: Literal['absolute', 'in_cache'] = 'absolute'  # streaming: keys keep their positions, or take their slot's
+  masked_learner: bool = False  # train the sparse policy: the learner's attention forgets as the sampler did (sparse_rollouts 6)
+
+
+@dataclass(frozen=True)
+class Quant:
+  """FP8 (e4m3) of the sampler's linears and cache (spec: fp8_rollouts 2 and 3). The learner stays as it is."""
+
+  sampler: Literal['bf16', 'w8a8', 'kv8', 'w8a8_kv8'] = 'bf16'  # what is FP8: nothing, linears, KV cache, both (and queries)
+  format: Literal['float32', 'pow2', 'mxfp8'] = 'float32'  # of the scales; mxfp8: powers of two over 32 values
+  arithmetic: Literal['auto', 'native', 'emulate'] = 'auto'  # of FP8 products; auto: native where the device multiplies FP8
+  skip_first_layers: int = 0  # layers whose linears stay as they are
+  skip_last_layers: int = 0
+  skip_names: tuple[str, ...] = ()  # linears that stay: q, k, v, o, gate, up, down
+  kv_scale: Literal['trainer', 'first_forward', 'unit', 'running_max'] = 'trainer'  # how the cache's scales are found
+  kv_margin: float = 1.05  # trainer, running_max: headroom above the largest value seen
+  kv_batches: int = 0  # trainer, running_max: microbatches of a step that are looked at; 0: all
+  kv_history: int = 16  # running_max: steps it looks back on
+  key_bias: bool = True  # keep the rotated bias of biased keys (Qwen2) out of FP8 and add it exactly
+
+
+DENSE, UNQUANTISED = Cache(), Quant()  # everything remembered, in the compute dtype
 
 
 @dataclass(frozen=True)
@@ -187,6 +233,7 @@ class Evaluation:
   temperature: float = 0.0
   top_p: float = 1.0
   max_tokens: int = 0  # 0: the sampling setting's
+  memory: Literal['dense', 'sampler'] = 'dense'  # answer with everything remembered, unquantised; or as rollouts are sampled
 
 
 @dataclass(frozen=True)
@@ -199,12 +246,39 @@ class Checkpoint:
 
 
 @dataclass(frozen=True)
+class Ledger:
+  """How often, and on how much, the mismatch of sampler and learner is split into its causes (sprl/ledger.py)."""
+
+  every: int = 0  # steps; 0: never
+  groups: int = 2  # groups of a step's rollouts that are replayed
+
+
+@dataclass(frozen=True)
 class Log:
   """What a run writes beside its checkpoints."""
 
   samples_every: int = 10  # steps between sample tables
   samples: int = 4  # rows of one table
   tensorboard: bool = True
+
+
+# --- the arms of Sparse-RL (sparse_rollouts 3.1) ---------------------------------------------------------------------
+
+Arm = Literal['', 'dense', 'naive', 'veto_only', 'reweight_only', 'sparse_rl', 'sparse_rl_code', 'learner_mask']
+
+_UNCORRECTED = Correction(level='off')
+_REWEIGHTED = Correction(level='token', weight='truncate', cap=1.5, normalise=True)
+
+# arm -> its correction; `dense` compresses nothing and may be corrected or not.
+ARMS: dict[str, Correction | None] = {
+  'dense': None,
+  'naive': _UNCORRECTED,
+  'veto_only': replace(_UNCORRECTED, veto=1e-4),
+  'reweight_only': _REWEIGHTED,
+  'sparse_rl': replace(_REWEIGHTED, veto=1e-4),  # as the paper tells it
+  'sparse_rl_code': replace(_REWEIGHTED, veto=1e-4, token_mask=True, mask_low=0.5, mask_high=1.5),  # as its authors released it
+  'learner_mask': _UNCORRECTED,  # G-KV: no mismatch to correct, for the learner forgets too
+}
 
 
 @dataclass(frozen=True)
@@ -214,9 +288,12 @@ class Run:
   seed: int = 0
   steps: int = 100
   export: bool = False  # write a Hugging Face folder at the end
+  arm: Arm = ''  # an arm of Sparse-RL (ARMS): it decides compression and correction, which may then not be set otherwise
   model: Model = field(default_factory=Model)
   task: Task = field(default_factory=Task)
   sampling: Sampling = field(default_factory=Sampling)
+  cache: Cache = field(default_factory=Cache)
+  quant: Quant = field(default_factory=Quant)
   rollout: Rollout = field(default_factory=Rollout)
   advantage: Advantage = field(default_factory=Advantage)
   correction: Correction = field(default_factory=Correction)
@@ -226,6 +303,7 @@ class Run:
   mesh: Mesh = field(default_factory=Mesh)
   eval: Evaluation = field(default_factory=Evaluation)
   checkpoint: Checkpoint = field(default_factory=Checkpoint)
+  ledger: Ledger = field(default_factory=Ledger)
   log: Log = field(default_factory=Log)
 
 
@@ -246,9 +324,38 @@ def resolve(config: Mapping[str, Any] | ml_collections.ConfigDict) -> Run:
   Raises SettingsError: unknown key, wrong type, value out of range, impossible combination.
   """
   plain = config.to_dict() if isinstance(config, ml_collections.ConfigDict) else dict(config)
-  run = _build(Run, plain, 'config')
+  run = with_arm(_build(Run, plain, 'config'))
   check(run)
   return run
+
+
+def with_arm(run: Run) -> Run:
+  """The run with its arm's compression and correction.
+
+  Raises SettingsError where the settings ask for another correction, or leave no budget to an arm that compresses.
+  """
+  if not run.arm:
+    return run
+  if run.arm == 'dense':
+    return replace(run, cache=replace(run.cache, budget=0, masked_learner=False))
+  correction = ARMS[run.arm]
+  assert correction is not None
+  for f in dataclasses.fields(Correction):
+    given, of_arm, default = (getattr(c, f.name) for c in (run.correction, correction, Correction()))
+    if given not in (default, of_arm):
+      raise SettingsError(
+        f'config.correction.{f.name} = {given!r}: expected nothing beside config.arm = {run.arm!r}, which makes it {of_arm!r}; '
+        "config.arm = '' leaves every setting free"
+      )
+  if run.cache.budget == 0:
+    raise SettingsError(f'config.cache.budget = 0: expected tokens to keep, above 0, with config.arm = {run.arm!r}')
+  masked = run.arm == 'learner_mask'
+  return replace(
+    run,
+    correction=correction,
+    cache=replace(run.cache, masked_learner=masked),
+    packing=replace(run.packing, share_prefix=run.packing.share_prefix and not masked),
+  )
 
 
 def to_dict(run: Run) -> dict[str, Any]:
@@ -312,7 +419,7 @@ def check(run: Run) -> None:
     'optimizer.epochs': 1, 'optimizer.warmup_steps': 0, 'optimizer.clip_norm': 0, 'optimizer.max_bad_steps': 1,
     'optimizer.weight_decay': 0, 'eval.every': 0, 'eval.problems': 1, 'eval.samples': 1, 'eval.temperature': 0,
     'eval.max_tokens': 0, 'checkpoint.every': 0, 'checkpoint.keep_last': 1, 'checkpoint.keep_best': 0,
-    'log.samples_every': 0, 'log.samples': 1,
+    'log.samples_every': 0, 'log.samples': 1, 'ledger.every': 0, 'ledger.groups': 1,
   }  # fmt: skip
   for key, least in at_least.items():
     _require(run, key, lambda v, least=least: v >= least, f'{least} or more')
@@ -342,6 +449,7 @@ def check(run: Run) -> None:
       f'config.optimizer.minibatches = {run.optimizer.minibatches}: expected a divisor of config.rollout.prompts = '
       f'{run.rollout.prompts}'
     )
+  check_memory(run)
   check_objective(run)
   check_task(run)
 
@@ -352,6 +460,53 @@ def _require(run: Run, key: str, accepted: Callable[[Any], bool], expected: str)
     value = getattr(value, part)
   if not accepted(value):
     raise SettingsError(f'config.{key} = {value!r}: expected {expected}')
+
+
+# --- checks of the memory --------------------------------------------------------------------------------------------
+
+LINEARS = ('q', 'k', 'v', 'o', 'gate', 'up', 'down')
+
+
+def check_memory(run: Run) -> None:
+  """Raise SettingsError where the cache and its formats cannot be as asked. What depends on the model: `cache_plan`."""
+  cache = run.cache
+  for key in ('cache.interval', 'cache.pool', 'quant.kv_history'):
+    _require(run, key, lambda v: v >= 1, '1 or more')
+  for key in (
+    'cache.budget',
+    'cache.window',
+    'cache.sinks',
+    'cache.dense_layers',
+    'quant.skip_first_layers',
+    'quant.skip_last_layers',
+  ):
+    _require(run, key, lambda v: v >= 0, '0 or more')
+  _require(run, 'quant.kv_batches', lambda v: v >= 0, '0 or more; 0: all')
+  _require(run, 'cache.pool', lambda v: v % 2 == 1, 'an odd width, so that the pool has a middle')
+  _require(run, 'cache.mix', lambda v: v <= 1, "a number in [0, 1], or below 0 for the method's own")
+  for key in ('cache.similarity', 'cache.decay'):
+    _require(run, key, lambda v: 0 <= v <= 1, 'a number in [0, 1]')
+  _require(run, 'quant.kv_margin', lambda v: 1 <= v < math.inf, '1 or more: below it the largest value seen would not fit')
+  _require(run, 'quant.skip_names', lambda v: set(v) <= set(LINEARS), f'any of {", ".join(LINEARS)}')
+  if cache.positions == 'in_cache' and cache.method != 'streaming':
+    raise SettingsError(f"config.cache.positions = 'in_cache': expected 'absolute' with config.cache.method = {cache.method!r}")
+  if cache.masked_learner:
+    _require(run, 'cache.budget', lambda v: v > 0, 'tokens to keep, above 0, with config.cache.masked_learner')
+    _require(
+      run, 'cache.positions', lambda v: v == 'absolute', "'absolute' with config.cache.masked_learner: a mask moves nothing"
+    )
+    _require(
+      run,
+      'packing.share_prefix',
+      lambda v: not v,
+      'False with config.cache.masked_learner: each sample forgets its prompt in its own way',
+    )
+    _require(run, 'ledger.every', lambda v: v == 0, '0 with config.cache.masked_learner, under which eviction is no mismatch')
+  if run.ledger.every:
+    _require(
+      run, 'cache.trigger', lambda v: v == 'row' or not cache.budget, "'row' with config.ledger.every, which replays rows alone"
+    )
+    _require(run, 'ledger.groups', lambda v: v <= run.rollout.prompts, f'at most config.rollout.prompts = {run.rollout.prompts}')
 
 
 # --- checks of the objective -----------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Bool, Float
 
-from sprl import settings
+from sprl import ledger, settings
 from sprl.evaluation import evaluate
 from sprl.io.checkpoint import Checkpoints
 from sprl.io.config_file import write_config
@@ -36,7 +36,8 @@ from sprl.objective.advantages import advantages, equal_groups
 from sprl.policy import Policy, abstract_state
 from sprl.process import exclusive, return_free_memory, signals
 from sprl.rollout import collect
-from sprl.sampler.served import serve
+from sprl.sampler import calibrate
+from sprl.sampler.served import self_check, sync_metrics
 from sprl.settings import GRADING_COSTS, Run, SettingsError
 from sprl.tasks import graders, problems
 from sprl.tasks.grading_pool import GradingPool
@@ -76,6 +77,7 @@ def train(run: Run, workdir: Path) -> Finished:
   train_set, test_set = problems.load(run.task, 'train'), problems.load(run.task, 'test')
   grader, task = graders.resolve(run.task), run.task
   policy = Policy.open(run)
+  plan = policy.plan(run.sampling, run.cache, run.quant, record=run.cache.masked_learner)
   updates = run.optimizer.minibatches * run.optimizer.epochs
   sizes = shape(run.sampling, run.rollout, run.packing, run.optimizer.minibatches)
   n = run.rollout.prompts * run.rollout.group
@@ -101,34 +103,53 @@ def train(run: Run, workdir: Path) -> Finished:
     restored = checkpoints.restore(abstract)
     if restored is None:
       state = jax.device_put(TrainState.create(policy.load(), optimizer), jax.tree.map(lambda a: a.sharding, abstract))
-      done, capped, before, after = 0, 0, {}, {}
+      done, capped, before, after, largest = 0, 0, {}, {}, ()
     else:
       state, done = restored.arrays, restored.step
       capped, before, after = (restored.extra[name] for name in ('capped', 'before', 'after'))
+      largest = tuple(np.array(found, np.float32) for found in restored.extra.get('largest', ()))
       _restore_stream(stream, restored.extra['stream'], workdir)
       log.info('resuming after step %d', done)
     reference = policy.load(policy.dtype) if run.loss.kl_coef > 0 else None
 
     # --- the jitted functions, and where to write -------------------------------------------------------------------
+    calibrates = plan.fp8 and run.quant.kv_scale != 'unit'
     chunk, temperature = run.packing.score_chunk, run.sampling.temperature
     computation = Computation(run.correction, run.loss, temperature, policy.dtype, chunk, run.model.remat == 'layer')
     update = make_update(policy.graphdef, optimizer, computation)
     rows = run.sampling.rows or n
-    engine = policy.engine(run.sampling, rows, min(run.rollout.prompts, -(-rows // run.rollout.group)), run.seed)
+    engine = policy.engine(run.sampling, plan, rows, min(run.rollout.prompts, -(-rows // run.rollout.group)), run.seed)
     run_log = RunLog(workdir, done if restored else None, run.log.tensorboard)
     progress = Progress(run.steps, show=partial(print, flush=True))
     warned: set[str] = set()
+    if run.quant.sampler != 'bf16' and not policy.native_fp8(run.quant):
+      log.warning(
+        'config.quant.sampler = %s: this device does not multiply FP8; linears multiply numbers rounded to FP8 in %s, and the '
+        'cache is held in FP8 and read in %s', run.quant.sampler, policy.dtype, policy.dtype,
+      )  # fmt: skip
+
+    def serve():
+      return policy.serve(state.params, run.quant, calibrate.scales(largest, run.quant, plan.layers) if plan.fp8 else None)
+
+    def looked(found):
+      try:
+        return calibrate.remembered(largest, found, run.quant)
+      except ValueError as error:
+        raise StopRun(f'stopped at step {step}:\n  {error}') from error
 
     def evaluate_now():
-      result = evaluate(run, policy, served, test_set, pool)
+      result = evaluate(run, policy, state.params, test_set, pool, scales=served.scales if largest else None)
       run_log.evaluation(done, result['metrics'])
       return result
 
     def save():
-      extra = {'stream': stream.state(), 'capped': capped, 'before': before, 'after': after}
+      extra = {
+        'stream': stream.state(), 'capped': capped, 'before': before, 'after': after,
+        'largest': [found.tolist() for found in largest],
+      }  # fmt: skip
       checkpoints.save(done, state, extra, after['metrics']['eval/avg@k'] if after else None)
 
-    served = serve(state.params, policy.dtype)
+    served = serve()
     if restored is None:
       before = evaluate_now()
 
@@ -140,8 +161,20 @@ def train(run: Run, workdir: Path) -> Finished:
       # --- rollout: prompts to completions --------------------------------------------------------------------------
       asked = stream.next(run.rollout.prompts)
       requests = collect.requests(asked, policy.tokenizer, run.rollout.group, run.sampling.max_tokens, (step - 1) * n)
+      if calibrates and (not largest or run.quant.kv_scale == 'first_forward'):
+        prompts = [r.prompt for r in requests[:: run.rollout.group]]
+        found = calibrate.amax_of_prompts(policy.graphdef, plan, state.params, prompts, engine.prefill, run.quant)
+        largest = looked(found)
+        served = served._replace(scales=calibrate.scales(largest, run.quant, plan.layers))
       trajectories = engine.generate(served, requests, version=int(jax.device_get(state.version)))
       times.lap('rollout')
+
+      # --- the mismatch by its causes -------------------------------------------------------------------------------
+      if run.ledger.every and step % run.ledger.every == 0:
+        probed = trajectories[: run.ledger.groups * run.rollout.group]
+        entries = ledger.ledger(run, policy, engine, state.params, served.scales, probed)
+        run_log.ledger(step, ledger.scalars(entries), ledger.histograms(entries), entries)
+        times.lap('ledger')
 
       # --- reward: completions to advantages ------------------------------------------------------------------------
       trajectories, graded = collect.grade(trajectories, asked, policy.tokenizer, pool)
@@ -154,6 +187,7 @@ def train(run: Run, workdir: Path) -> Finished:
         for part in _parts(n, run.optimizer.minibatches)
       ]
       minibatches = [(batch, metrics) for batch, metrics in packed if batch.used]  # all filtered out: no update
+      probe = served.probe
       del served  # in float32 it shares the learner's arrays, which the update is given to write over
       return_free_memory()  # the update is where most is needed
       with jax.transfer_guard('disallow'):  # what goes to the device or comes back is said here: device_put, device_get
@@ -177,17 +211,21 @@ def train(run: Run, workdir: Path) -> Finished:
         measured = jax.device_get(measured)
         times.lap('update')
 
-        # --- sync: the new weights as the sampler multiplies them ---------------------------------------------------
-        served = jax.block_until_ready(serve(state.params, policy.dtype))
+        # --- sync: the new weights as the sampler multiplies them, and new scales for its cache ---------------------
+        if calibrates and batches and run.quant.kv_scale != 'first_forward':
+          found = [calibrate.amax_of_batch(policy.graphdef, plan, state.params, batch, run.quant.kv_batches) for batch in batches]
+          largest = looked(np.max(jax.device_get(found), axis=0))
+          times.lap('calibrate')
+        served = jax.block_until_ready(serve())
         times.lap('sync')
 
       # --- log, check, evaluate, save -------------------------------------------------------------------------------
       done, after = step, {}
-      rollout = collect.metrics(trajectories)
+      rollout = collect.metrics(trajectories, plan, rows)
       capped = capped + 1 if rollout['completion/truncated'] == 1 else 0
       scalars = {
         **rollout, **graded, **_mean(measured), **_mean([metrics for _, metrics in minibatches]),
-        'sparse/cache_bytes': float(engine.cache_bytes(policy.dtype)),
+        **sync_metrics(served, probe),
         'sparse/repetition': float(np.mean([diagnostics.repetition(t.completion) for t in trajectories])),
       }  # fmt: skip
       times.lap('log')
@@ -195,7 +233,9 @@ def train(run: Run, workdir: Path) -> Finished:
       run_log.write(step, scalars, {**times.seconds, 'tokens_per_second': rate})
       if run.log.samples_every and step % run.log.samples_every == 0:
         run_log.samples(step, collect.sample_rows(trajectories, asked, policy.tokenizer, run.log.samples))
-      _check(scalars, capped, max((int(m['update/bad_streak']) for m in measured), default=0), run, step, workdir)
+      broken = self_check(state.params, served, policy.dtype, run.quant) if run.quant.sampler != 'bf16' else []
+      bad_streak = max((int(m['update/bad_streak']) for m in measured), default=0)
+      _check(scalars, broken, capped, bad_streak, run, step, workdir)
       for name, warning in guards.warnings(scalars).items():
         if name not in warned:
           log.warning('step %d: %s (said once a run)', step, warning)
@@ -210,7 +250,7 @@ def train(run: Run, workdir: Path) -> Finished:
 
     completed = done == run.steps
     if completed and not after:  # no step was left to take, and the checkpoint was saved when there were to be more
-      after = before if done == 0 else evaluate(run, policy, served, test_set, pool)
+      after = before if done == 0 else evaluate(run, policy, state.params, test_set, pool)
     save()  # where that is not done yet: a signal came between two checkpoints
     checkpoints.close()
     run_log.close()
@@ -247,9 +287,9 @@ def _mean(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
   return {name: float(np.mean([m[name] for m in metrics])) for name in (metrics[0] if metrics else ())}
 
 
-def _check(scalars, capped: int, bad_streak: int, run: Run, step: int, workdir: Path) -> None:
+def _check(scalars, broken: list[str], capped: int, bad_streak: int, run: Run, step: int, workdir: Path) -> None:
   """Raises StopRun, with a report, where the run is broken."""
-  reasons = guards.sentinels(scalars, capped if run.rollout.stop_when_capped else 0)
+  reasons = [*broken, *guards.sentinels(scalars, capped if run.rollout.stop_when_capped else 0)]
   if bad_streak >= run.optimizer.max_bad_steps:
     reasons.append(
       f'{bad_streak} updates in a row had a gradient that is not finite (config.optimizer.max_bad_steps = '

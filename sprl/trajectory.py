@@ -37,6 +37,8 @@ class Trajectory:
   prompt_length: int
   finish: str  # stop, length, abort
   reward: float = 0.0
+  saturated: int = 0  # numbers of its keys and values beyond FP8's range, if they were held in it
+  evicted: Int[np.ndarray, 'L K T'] | None = None  # the first position that did not find the token any more, where recorded
 
   @property
   def completion(self) -> Int[np.ndarray, ' C']:

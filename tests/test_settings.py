@@ -2,10 +2,11 @@
 
 import dataclasses
 import json
+import typing
 
 import pytest
 
-from sprl.settings import Run, Sampling, SettingsError, default_config, resolve, to_dict
+from sprl.settings import ARMS, Arm, Run, Sampling, SettingsError, default_config, resolve, to_dict
 
 
 def config(**changes):
@@ -159,3 +160,67 @@ def test_minibatches_divide_the_prompts():
   assert message.startswith('config.optimizer.minibatches = 3')
   assert 'config.rollout.prompts = 16' in message
   resolve(config(optimizer__minibatches=4))
+
+
+# --- arms and memory (sparse_rollouts 3.1) ---------------------------------------------------------------------------
+
+TABLE = {  # arm: compressed, weighted, veto, token mask, learner masked
+  'naive': (True, False, False, False, False),
+  'veto_only': (True, False, True, False, False),
+  'reweight_only': (True, True, False, False, False),
+  'sparse_rl': (True, True, True, False, False),
+  'sparse_rl_code': (True, True, True, True, False),
+  'learner_mask': (True, False, False, False, True),
+}
+
+
+@pytest.mark.parametrize('arm', TABLE)
+def test_an_arm_is_one_setting(arm):
+  run = resolve(config(arm=arm, cache__budget=64))
+  c = run.correction
+  assert (run.cache.budget > 0, c.level != 'off', c.veto > 0, c.token_mask, run.cache.masked_learner) == TABLE[arm]
+  if c.level != 'off':
+    assert (c.level, c.weight, c.cap, c.normalise) == ('token', 'truncate', 1.5, True)
+  if c.veto:
+    assert c.veto == 1e-4
+  if c.token_mask:
+    assert (c.mask_low, c.mask_high) == (0.5, 1.5)
+  assert run.packing.share_prefix == (arm != 'learner_mask')
+  assert resolve(to_dict(run)) == run
+
+
+def test_the_dense_arm_evicts_nothing_and_leaves_the_correction_alone():
+  run = resolve(config(arm='dense', cache__budget=64, correction__veto=1e-3))
+  assert (run.cache.budget, run.correction.veto) == (0, 1e-3)
+
+
+def test_an_arm_of_every_name_is_known():
+  assert {'', 'dense', *TABLE} == set(typing.get_args(Arm))
+  assert {'dense', *TABLE} == set(ARMS)
+
+
+@pytest.mark.parametrize(
+  ('change', 'words'),
+  [
+    ({'arm': 'sparse'}, ("config.arm = 'sparse'", "'sparse_rl'", "'learner_mask'")),
+    ({'arm': 'naive'}, ('config.cache.budget = 0', 'above 0', "config.arm = 'naive'")),
+    ({'arm': 'naive', 'cache__budget': 64, 'correction__veto': 1e-3}, ('config.correction.veto = 0.001', "'naive'", '0.0')),
+    ({'cache__method': 'h3o'}, ("config.cache.method = 'h3o'", "'rkv'", "'h2o'", "'tova_like'")),
+    ({'cache__interval': 0}, ('config.cache.interval = 0', '1 or more')),
+    ({'cache__budget': -1}, ('config.cache.budget = -1', '0 or more')),
+    ({'cache__window': -1}, ('config.cache.window = -1', '0 or more')),
+    ({'cache__pool': 4}, ('config.cache.pool = 4', 'odd')),
+    ({'cache__mix': 1.5}, ('config.cache.mix = 1.5', '[0, 1]')),
+    ({'cache__positions': 'in_cache'}, ("config.cache.positions = 'in_cache'", "'rkv'")),
+    ({'cache__masked_learner': True}, ('config.cache.budget = 0', 'masked_learner')),
+    ({'cache__masked_learner': True, 'cache__budget': 64}, ('config.packing.share_prefix = True', 'masked_learner')),
+    ({'quant__sampler': 'fp8'}, ("config.quant.sampler = 'fp8'", "'w8a8_kv8'")),
+    ({'quant__kv_margin': 0.5}, ('config.quant.kv_margin = 0.5', '1 or more')),
+    ({'quant__skip_names': ['lm_head']}, ('config.quant.skip_names', 'down')),
+    ({'ledger__every': 1, 'cache__budget': 64, 'cache__trigger': 'batch'}, ("config.cache.trigger = 'batch'", 'ledger')),
+    ({'ledger__every': 1, 'ledger__groups': 17}, ('config.ledger.groups = 17', 'config.rollout.prompts = 16')),
+  ],
+)
+def test_a_memory_that_cannot_be_is_refused_by_name(change, words):
+  message = refusal(**change)
+  assert all(word in message for word in words), message

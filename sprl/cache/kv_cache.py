@@ -1,75 +1,252 @@
-"""The sampler's memory: a fixed number of key and value slots for each row."""
+"""The sampler's memory: a fixed number of key and value slots for each row, evicted to a budget and held in FP8 if asked.
+
+Dense, sparse and FP8 are the same cache under another CachePlan. A forward pass goes
+
+    cache = cache.expecting(count)             # so many real tokens a row will come
+    hidden, cache = forward(..., cache)        # every layer writes them, compresses where due, and attends
+    cache = cache.advance()                    # now they are part of it
+"""
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from sprl.kernels.attention import attention
+from sprl.cache.evict import compress
+from sprl.cache.layer import Layer
+from sprl.cache.plan import CachePlan
+from sprl.cache.scales import Scales
+from sprl.kernels.attention import attention, attention_share
 from sprl.kernels.decode_attention import decode_attention
+from sprl.models.rope import rotate, turns
+from sprl.quant import fp8
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVCache:
-  """Slots 0..length-1 of a row hold its tokens' keys (rotated at their true positions) and values.
+  """The layers' slots, and how far each row has come.
 
-  One array a layer: under donation a decode step then writes in place, where a stacked array would be copied.
-  `attend` writes new tokens behind `length`, which `advance` moves once all layers have seen them.
+  Keys are held rotated at their true positions (but see `positions` of the settings). One array a layer: under donation a
+  decode step then writes in place, where a stacked array would be copied.
   """
 
-  k: tuple[Float[Array, 'B K S D'], ...]
-  v: tuple[Float[Array, 'B K S D'], ...]
-  length: Int[Array, ' B']
+  layers: tuple[Layer, ...]
+  length: Int[Array, ' B']  # occupied slots of the layers that evict; the others hold all tokens seen
+  seen: Int[Array, ' B']  # tokens taken in, which is the next one's position
+  count: Int[Array, ' B']  # decode steps that the trigger counts
+  expected: Int[Array, ' B']  # real tokens of the forward pass under way
+  saturated: Int[Array, ' B']  # numbers of the row's keys and values that FP8 had to clamp
+  scales: Scales | None  # of FP8 storage
+  bias: tuple[Float[Array, 'K P D'], ...] | None  # by position: what keys hold beside their FP8 codes
+  chosen: Int[Array, 'B N'] | None  # scope global: the slots that the first evicting layer kept
+  plan: CachePlan = dataclasses.field(metadata={'static': True})
 
   @classmethod
-  def empty(cls, layers: int, rows: int, kv_heads: int, slots: int, head_dim: int, dtype) -> 'KVCache':
-    """A cache with no tokens in it."""
-    zeros = tuple(jnp.zeros((rows, kv_heads, slots, head_dim), dtype) for _ in range(layers))
-    return cls(zeros, jax.tree.map(jnp.copy, zeros), jnp.zeros(rows, jnp.int32))
+  def empty(cls, plan: CachePlan, rows: int, slots: int | None = None, scales: Scales | None = None, bias=None) -> 'KVCache':
+    """A cache with no tokens in it; `slots` of every layer where they are not the plan's."""
+    zeros = jnp.zeros(rows, jnp.int32)
+    shared = plan.sparse and plan.settings.scope == 'global'
+    return cls(
+      layers=tuple(Layer.empty(plan, i, rows, slots or plan.slots(i)) for i in range(plan.layers)),
+      length=zeros,
+      seen=zeros + 0,
+      count=zeros + 0,
+      expected=zeros + 0,
+      saturated=zeros + 0,
+      scales=scales if plan.fp8 else None,
+      bias=bias if plan.key_bias else None,
+      chosen=jnp.zeros((rows, plan.settings.budget), jnp.int32) if shared else None,
+      plan=plan,
+    )
+
+  # --- around a forward pass -----------------------------------------------------------------------------------------
+
+  def expecting(self, count: Int[Array, ' B']) -> 'KVCache':
+    """The cache before a forward pass in which the first `count` tokens of each row are real, and the others padding."""
+    return dataclasses.replace(self, expected=count)
 
   @property
-  def slots(self) -> int:
-    """S."""
-    return self.k[0].shape[2]
+  def due(self) -> Bool[Array, ' B']:
+    """The rows that this decode step compresses."""
+    settings = self.plan.settings
+    if not self.plan.sparse:
+      return jnp.zeros(self.length.shape, bool)
+    at_interval = (self.count + 1) % settings.interval == 0
+    if settings.trigger == 'batch':  # its counter starts again with every admission: a row may fill up before it rings
+      at_interval |= self.length + 1 >= self.plan.slots(settings.dense_layers)
+    return (self.expected > 0) & at_interval & (self.length + 1 > settings.budget)
+
+  @property
+  def attended(self) -> Int[Array, ' B']:
+    """Slots that this decode step's query sees, its own token's included."""
+    if self.plan.settings.when == 'before':
+      return jnp.where(self.due, self.plan.settings.budget, self.length + 1)
+    return self.length + 1
+
+  def advance(self, decoding: bool = False) -> 'KVCache':
+    """The cache after the forward pass, with the tokens expected in it. Padding, written beyond them, is no part of it."""
+    settings, seen, length = self.plan.settings, self.seen + self.expected, self.length + self.expected
+    count = self.count if not decoding else self.count + (1 if settings.trigger == 'batch' else self.expected)
+    cache = self
+    if decoding and self.plan.sparse:
+      if settings.when == 'after':
+        cache = self._compress_all(seen)
+      length = jnp.where(self.due, settings.budget, length)
+    return dataclasses.replace(cache, seen=seen, length=length, count=count, expected=jnp.zeros_like(seen))
+
+  def fork(self, other: 'KVCache', parent: Int[Array, ' B'], take: Bool[Array, ' B']) -> 'KVCache':
+    """This cache with row b replaced by row parent[b] of `other` (with as many slots or fewer) where take[b]."""
+    initial = {'position': -1, 'carried': self.plan.initial}
+
+    def rows(path, mine, theirs):
+      pad = [(0, 0), *((0, m - t) for m, t in zip(mine.shape[1:], theirs.shape[1:]))]
+      chosen = jnp.pad(theirs, pad, constant_values=initial.get(path[-1].name, 0))[parent]
+      return jnp.where(take.reshape(-1, *[1] * (mine.ndim - 1)), chosen, mine)
+
+    def row(mine, theirs):
+      return jnp.where(take, theirs[parent], mine)
+
+    start_again = jnp.any(take) if self.plan.settings.trigger == 'batch' else take
+    return dataclasses.replace(
+      self,
+      layers=jax.tree_util.tree_map_with_path(rows, self.layers, other.layers),
+      length=row(self.length, other.length),
+      seen=row(self.seen, other.seen),
+      count=jnp.where(start_again, 0, self.count),
+      saturated=row(self.saturated, other.saturated),
+    )
+
+  # --- in a forward pass ---------------------------------------------------------------------------------------------
 
   def attend(
     self, layer: int, q: Float[Array, 'B T H D'], k: Float[Array, 'B T K D'], v: Float[Array, 'B T K D']
   ) -> tuple[Float[Array, 'B T H D'], 'KVCache']:
-    """New token t of row b goes to slot length[b] + t and sees the slots up to its own."""
-    T = q.shape[1]
-    slot = self.length[:, None] + jnp.arange(T)
-    keys = self._write(self.k[layer], k, slot)
-    values = self._write(self.v[layer], v, slot)
-    if T == 1:
-      out = decode_attention(q[:, 0], keys, values, self.length + 1)[:, None]
-    else:
-      allowed = jnp.arange(self.slots) <= slot[:, :, None]
-      out = attention(q, jnp.swapaxes(keys, 1, 2), jnp.swapaxes(values, 1, 2), allowed)
-    k_all = (*self.k[:layer], keys, *self.k[layer + 1 :])
-    v_all = (*self.v[:layer], values, *self.v[layer + 1 :])
-    return out, dataclasses.replace(self, k=k_all, v=v_all)
+    """New token t of row b goes to slot n[b] + t and sees the slots up to its own; T > 1 never compresses."""
+    if self.plan.fp8_queries and self.scales is not None:
+      q = fp8.fake(q, self.scales.q[layer])
+    cache, slot = self._written(layer, q, k, v)
+    if q.shape[1] > 1:
+      return cache._prefill(layer, q, slot)
+    if self.plan.evicts(layer) and self.plan.settings.when == 'before':
+      cache = cache._compress(layer, self.due, self.seen, self.seen)
+    return cache._decode(layer, q[:, 0])
 
-  @staticmethod
-  def _write(store, new, slot):
-    rows = jnp.arange(store.shape[0])[:, None]
-    return store.at[rows, :, slot].set(new.astype(store.dtype), mode='drop')
+  def _written(self, layer, q, k, v):
+    """The cache with the new tokens' keys and values behind the row's, and the slots they went to."""
+    T, held, plan = k.shape[1], self.layers[layer], self.plan
+    evicts = plan.evicts(layer)
+    slot = (self.length if evicts else self.seen)[:, None] + jnp.arange(T)
+    positions = self.seen[:, None] + jnp.arange(T)
+    real = jnp.arange(T) < self.expected[:, None]
+    if plan.settings.positions == 'in_cache':
+      k = self._turned(k, -positions)
+    saturated = self.saturated
+    if self.scales is not None:
+      if self.bias is not None:
+        k = k.astype(jnp.float32) - jnp.swapaxes(self.bias[layer], 0, 1)[positions]
+      k_scale, v_scale = self.scales.k[layer], self.scales.v[layer]
+      for x, scale in ((k, k_scale), (v, v_scale)):
+        saturated = saturated + jnp.sum(fp8.saturated(x, scale) & real[..., None, None], axis=(1, 2, 3), dtype=jnp.int32)
+      k, v = fp8.cast(k, k_scale), fp8.cast(v, v_scale)
+    rows = jnp.arange(k.shape[0])[:, None]
 
-  def advance(self, count: Int[Array, ' B']) -> 'KVCache':
-    """The cache whose rows hold `count` more tokens; anything written beyond (padding) is no part of it."""
-    return dataclasses.replace(self, length=self.length + count)
+    def write(store, new):
+      return store.at[rows, :, slot].set(new.astype(store.dtype), mode='drop')
 
-  def fork(self, other: 'KVCache', parent: Int[Array, ' B'], take: Bool[Array, ' B']) -> 'KVCache':
-    """This cache with row b replaced by row parent[b] of `other` (with as many slots or fewer) where take[b]."""
+    new = dataclasses.replace(held, k=write(held.k, k), v=write(held.v, v))
+    if held.position is not None:
+      new = dataclasses.replace(new, position=write(held.position, jnp.broadcast_to(positions[..., None], k.shape[:3])))
+    if held.queries is not None:
+      new = dataclasses.replace(new, queries=self._remembered(held.queries, q))
+    return self._with(layer, new, saturated=saturated), slot
 
-    def rows(mine, theirs):
-      chosen = jnp.pad(theirs, ((0, 0), (0, 0), (0, mine.shape[2] - theirs.shape[2]), (0, 0)))[parent]
-      return jnp.where(take[:, None, None, None], chosen, mine)
+  def _remembered(self, ring, q):
+    """The newest queries: that of position p lies at p % A."""
+    newest = (self.seen + self.expected - 1)[:, None]
+    place = newest - (newest - jnp.arange(ring.shape[2])) % ring.shape[2] - self.seen[:, None]  # of the new ones; below 0: old
+    new = jnp.take_along_axis(jnp.swapaxes(q, 1, 2), jnp.maximum(place, 0)[:, None, :, None], axis=2)
+    return jnp.where((place >= 0)[:, None, :, None], new.astype(ring.dtype), ring)
 
-    return KVCache(
-      jax.tree.map(rows, self.k, other.k),
-      jax.tree.map(rows, self.v, other.v),
-      jnp.where(take, other.length[parent], self.length),
+  def _prefill(self, layer, q, slot):
+    held, plan = self.layers[layer], self.plan
+    k, v = jnp.swapaxes(held.k, 1, 2), jnp.swapaxes(held.v, 1, 2)
+    if self.scales is not None:
+      k, v = (fp8.decast(x, scale[layer]) for x, scale in ((k, self.scales.k), (v, self.scales.v)))
+      if self.bias is not None:
+        k = k + jnp.swapaxes(self.bias[layer], 0, 1)[None, : k.shape[1]]
+      k, v = k.astype(q.dtype), v.astype(q.dtype)
+    if plan.settings.positions == 'in_cache':
+      k = self._turned(k, jnp.arange(k.shape[1])[None])
+    allowed = (jnp.arange(k.shape[1]) <= slot[:, :, None])[:, None]
+    if held.carried is not None and plan.accumulates:
+      real = jnp.arange(q.shape[1]) < self.expected[:, None]
+      held = dataclasses.replace(held, carried=held.carried + attention_share(q, k, allowed, real))
+    return attention(q, k, v, allowed), self._with(layer, held)
+
+  def _decode(self, layer, q):
+    held, plan = self.layers[layer], self.plan
+    evicts = plan.evicts(layer)
+    length = self.attended if evicts else self.seen + 1
+    k, scales, bias = held.k, None, None
+    if self.scales is not None:
+      scales = self.scales.k[layer], self.scales.v[layer]
+    if self.bias is not None:
+      bias = self._bias_scores(layer, q)
+    if plan.settings.positions == 'in_cache':
+      slots = jnp.arange(k.shape[2])[None]
+      meant = k if scales is None else fp8.decast(k, scales[0])
+      k = jnp.swapaxes(self._turned(jnp.swapaxes(meant, 1, 2).astype(q.dtype), slots), 1, 2)
+      q = self._turned(q[:, None], (length - 1 - self.seen)[:, None])[:, 0]
+      scales = None if scales is None else (jnp.ones(()), scales[1])
+    out, share = decode_attention(q, k, held.v, length, scales, bias)
+    if held.carried is not None and plan.accumulates:
+      held = dataclasses.replace(held, carried=held.carried + share)
+    return out[:, None], self._with(layer, held)
+
+  def _bias_scores(self, layer, q):
+    """q . R_p b for every slot, b the layer's key bias and p the slot's position.
+
+    One product with the table of all positions, which the whole batch reads once, and a look-up of each slot's.
+    """
+    assert self.bias is not None
+    K, _, D = self.bias[layer].shape
+    scores = jnp.einsum('bkgd,kpd->bkgp', q.reshape(q.shape[0], K, -1, D).astype(jnp.float32), self.bias[layer])
+    position = self.layers[layer].position
+    if position is None:
+      return scores[..., : self.layers[layer].k.shape[2]]
+    return jnp.take_along_axis(scores, jnp.maximum(position, 0)[:, :, None], axis=-1)
+
+  def _turned(self, x, positions):
+    """Heads [B, T, N, D] turned on by `positions`, without YaRN's scale, which they hold already."""
+    rope = dataclasses.replace(self.plan.rope, attention_factor=1.0)
+    return rotate(x, turns(jnp.broadcast_to(positions, x.shape[:2]), self.plan.head_dim, rope))
+
+  def _compress(self, layer, due, now, gone):
+    """The cache with this layer of the rows that are due compressed."""
+    first = layer == self.plan.settings.dense_layers
+    held, chosen = compress(
+      self.plan,
+      self.layers[layer],
+      due,
+      self.length + 1,
+      now,
+      gone,
+      None if self.scales is None else self.scales.k[layer],
+      None if self.bias is None else self.bias[layer],
+      self.chosen,
+      choose=first or self.chosen is None,
     )
+    return self._with(layer, held, chosen=chosen)
+
+  def _compress_all(self, gone):
+    cache = self
+    for layer in range(self.plan.settings.dense_layers, self.plan.layers):
+      cache = cache._compress(layer, self.due, self.seen, gone)
+    return cache
+
+  def _with(self, layer: int, held: Layer, **changes: Any) -> 'KVCache':
+    return dataclasses.replace(self, layers=(*self.layers[:layer], held, *self.layers[layer + 1 :]), **changes)

@@ -58,6 +58,14 @@ class RunLog:
     self._append({**_plain(scalars), 'kind': 'eval', 'step': step})
     self._event(step, scalars)
 
+  def ledger(self, step: int, scalars: Mapping[str, Any], counts: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Logs what the gap between sampler and learner is made of: a line with scalars and counts, and the values as events."""
+    self._append({**_plain(scalars), 'kind': 'ledger', 'step': step, **counts})
+    self._event(step, scalars)
+    if self._events is not None:
+      for name, x in values.items():
+        self._events.add_histogram(f'ledger/{name}', x, step)
+
   def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
     """Writes a table of completions: rows of prompt, completion, and whatever else is known (answer, reward, finish, ...)."""
     stem = self._workdir / _SAMPLES / files.step_name(step)

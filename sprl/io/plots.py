@@ -103,6 +103,36 @@ def draw_mismatch(axes: Axes, records: Records) -> None:
   _legend(axes, right)
 
 
+def draw_ledger(axes: Axes, records: Records) -> None:
+  """Mean |gap| between sampler and learner, and of its parts by cause: how much each moves a token's log-prob."""
+  _prepare(axes, 'Mean |Δ log p| by cause')
+  causes = ('gap', 'staleness', 'numerics', 'weights', 'kv', 'eviction', 'residual')
+  colors = ('#222222', '#c9a27e', _GREY, _PURPLE, _GREEN, _ORANGE, '#b0b7bf')
+  for cause, color in zip(causes, colors):
+    steps, values = series(records, f'ledger/{cause}_abs')
+    if np.any(values > 0.0):
+      _curve(axes, steps, values, color=color, label=cause, linestyle='--' if cause == 'residual' else '-')
+  axes.set_ylim(bottom=0.0)
+  _legend(axes)
+
+
+def draw_ledger_histogram(axes: Axes, records: Records) -> None:
+  """The latest ledger's tokens by how far each cause moves them: the tails are what rejection and truncation are for."""
+  _prepare(axes, 'Tokens')
+  ledgers = [record for record in records if record.get('kind') == 'ledger']
+  if ledgers:
+    counts = {name: c for name, c in ledgers[-1]['histograms'].items() if sum(c) > c[len(c) // 2]}
+    width = 0.8 / max(len(counts), 1)
+    colors = ('#222222', _PURPLE, _GREEN, _ORANGE, _GREY, '#c9a27e', '#b0b7bf')
+    for i, ((name, values), color) in enumerate(zip(counts.items(), colors)):
+      axes.bar(np.arange(len(values)) + (i - len(counts) / 2) * width, values, width, align='edge', color=color, label=name)
+    edges = ledgers[-1]['edges']
+    axes.set_xticks(np.arange(len(edges)) + 0.5, [f'{edge:g}' for edge in edges], rotation=60)
+    axes.set_xlabel('Δ log p (learner - sampler) of a token')
+    axes.set_yscale('symlog', linthresh=1)
+  _legend(axes)
+
+
 def draw_times(axes: Axes, records: Records) -> None:
   """Median seconds that each part of a step takes (the first step compiles, so a mean would mislead)."""
   parts = {part for record in records for part in record.get('time', {}) if part not in ('total', 'tokens_per_second')}

@@ -14,9 +14,12 @@ LOWEST = -1e30  # the score of what may not be seen
 
 
 def attention(
-  q: Float[Array, 'B T H D'], k: Float[Array, 'B S K D'], v: Float[Array, 'B S K D'], allowed: Bool[Array, 'B T S']
+  q: Float[Array, 'B T H D'], k: Float[Array, 'B S K D'], v: Float[Array, 'B S K D'], allowed: Bool[Array, 'B #K T S']
 ) -> Float[Array, 'B T H D']:
-  """Softmax attention with grouped heads, scores and softmax in float32. Queries with nothing allowed give zeros."""
+  """Softmax attention with grouped heads, scores and softmax in float32. Queries with nothing allowed give zeros.
+
+  `allowed` is one mask for all kv heads ([B, 1, T, S]) or one for each.
+  """
   B, T, H, D = q.shape
   grouped = q.reshape(B, T, k.shape[2], -1, D)
   out = _attend(jnp.moveaxis(grouped, 1, 3), jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), allowed)
@@ -41,7 +44,7 @@ def _forward(q, k, v, allowed):
     total = jnp.maximum(out[..., -1:], 1e-30)
     return None, ((out[..., :-1] / total).astype(q.dtype), (top + jnp.log(total))[..., 0])
 
-  out, lse = _joined(q, jax.lax.scan(chunk, None, (_chunks(q, 3), _chunks(allowed, 1)))[1])
+  out, lse = _joined(q, jax.lax.scan(chunk, None, (_chunks(q, 3), _chunks(allowed, 2)))[1])
   return out, (q, k, v, allowed, out, lse)
 
 
@@ -60,7 +63,7 @@ def _backward(saved, dout):
     return (sums[0] + dk, sums[1] + dv), (jnp.einsum('bkgts,bksd->bkgtd', dscores, k),)
 
   start = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-  queries = (_chunks(q, 3), _chunks(allowed, 1), _chunks(out, 3), _chunks(lse, 3), _chunks(dout, 3))
+  queries = (_chunks(q, 3), _chunks(allowed, 2), _chunks(out, 3), _chunks(lse, 3), _chunks(dout, 3))
   (dk, dv), dq = jax.lax.scan(chunk, start, queries)
   return *_joined(q, dq), dk.astype(k.dtype), dv.astype(v.dtype), None
 
@@ -70,7 +73,23 @@ _attend.defvjp(_forward, _backward)
 
 def _scores(q, k, allowed):
   scores = jnp.einsum('bkgtd,bksd->bkgts', q, k, preferred_element_type=jnp.float32) * q.shape[-1] ** -0.5
-  return jnp.where(allowed[:, None, None], scores, LOWEST)
+  return jnp.where(allowed[:, :, None], scores, LOWEST)
+
+
+def attention_share(
+  q: Float[Array, 'B T H D'], k: Float[Array, 'B S K D'], allowed: Bool[Array, 'B #K T S'], real: Bool[Array, 'B T']
+) -> Float[Array, 'B K S']:
+  """The probability that each key gets, averaged over the queries of a group and summed over the `real` queries."""
+  B, T, _, D = q.shape
+  queries = jnp.moveaxis(q.reshape(B, T, k.shape[2], -1, D), 1, 3)
+
+  def chunk(total, queries):
+    q, allowed, real = queries
+    weights = jax.nn.softmax(_scores(q, jnp.swapaxes(k, 1, 2), allowed), axis=-1)
+    return total + jnp.einsum('bkgts,bt->bks', weights, real.astype(jnp.float32)) / weights.shape[2], None
+
+  start = jnp.zeros((B, k.shape[2], k.shape[1]))
+  return jax.lax.scan(chunk, start, (_chunks(queries, 3), _chunks(allowed, 2), _chunks(real, 1)))[0]
 
 
 def _chunks(x, axis):

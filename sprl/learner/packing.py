@@ -44,6 +44,7 @@ class TrainBatch:
   sampler_logp: Float[Array, 'B C']
   advantage: Float[Array, ' B']
   reward: Float[Array, ' B']
+  evicted: Int[Array, 'A R L K T'] | None = None  # when the sampler forgot each token, where the learner is to forget it too
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ def pack(
   """The batch of these trajectories (numpy arrays) and its metrics; sequences whose advantage is NaN are left out.
 
   Sequence b of the rectangles is trajectory b. Members of a group must stand next to each other to share their prompt.
+  Trajectories that record evictions need prompts of their own: samples forget them differently.
   """
   A, R, T, B, C = shape.micros, shape.rows, shape.tokens, shape.sequences, shape.columns
   rows = _first_fit(_pieces(trajectories, advantage, T, share_prefix), trajectories, T)
@@ -93,6 +95,8 @@ def pack(
   source, target = (np.zeros((A, R * T), np.int32) for _ in range(2))
   scored, micro = np.zeros(A, np.int32), np.full(B, -1, np.int32)
   place, mask, sampler_logp = np.zeros((B, C), np.int32), np.zeros((B, C), bool), np.zeros((B, C), np.float32)
+  forgets = trajectories[0].evicted if trajectories else None
+  evicted = None if forgets is None else np.zeros((A, R, *forgets.shape[:2], T), np.int32)
 
   for index, row in enumerate(rows):
     a, r = divmod(index, R)
@@ -110,6 +114,10 @@ def pack(
         here = slice(start, start + n)
         tokens[a, r, here], positions[a, r, here] = trajectory.completion, np.arange(P, P + n)
         segments[a, r, here], prefixes[a, r, here] = segment, prompt_segment
+        if (
+          evicted is not None and trajectory.evicted is not None
+        ):  # prompts are not shared then: this is the sequence whose prompt was just laid down
+          evicted[a, r, :, :, start - P : start + n] = trajectory.evicted
         column = np.flatnonzero(trajectory.mask[P:])
         where = scored[a] + np.arange(len(column))
         predictor = np.concatenate([[last_of_prompt], np.arange(start, start + n - 1)])
@@ -133,6 +141,7 @@ def pack(
     'micro': micro, 'place': place, 'mask': mask, 'sampler_logp': sampler_logp,
     'advantage': np.nan_to_num(advantage).astype(np.float32),
     'reward': np.array([t.reward for t in trajectories], np.float32),
+    'evicted': evicted,
   }  # fmt: skip
   return TrainBatch(**arrays), metrics
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from sprl.kernels.linear_logprob import linear_logprob
 from sprl.learner.packing import TrainBatch
 from sprl.models import transformer
-from sprl.models.memory import CausalMemory
+from sprl.models.memory import CausalMemory, EvictedMemory, Memory
 from sprl.models.transformer import Params
 
 
@@ -28,7 +28,9 @@ def micro_logprobs(
 
   Logits are divided by the sampling temperature, as the sampler's were.
   """
-  memory = CausalMemory.of(batch.segments[i], batch.prefixes[i])
+  memory: Memory = CausalMemory.of(batch.segments[i], batch.prefixes[i])
+  if batch.evicted is not None:
+    memory = EvictedMemory(memory, batch.positions[i], batch.evicted[i])
   hidden, _ = transformer.forward(graphdef, params, batch.tokens[i], batch.positions[i], memory, dtype, remat)
   with jax.named_scope('head'):
     predictors = hidden.reshape(-1, hidden.shape[-1])[batch.source[i]]

@@ -38,7 +38,7 @@ class CausalMemory:
       d sees a b c d;  e sees a b e
   """
 
-  allowed: Bool[Array, 'B T T']
+  allowed: Bool[Array, 'B 1 T T']
 
   @classmethod
   def of(cls, segments: Int[Array, 'B T'], prefixes: Int[Array, 'B T'] | None = None) -> 'CausalMemory':
@@ -48,10 +48,31 @@ class CausalMemory:
     if prefixes is not None:
       allowed |= key == prefixes[:, :, None]
     T = segments.shape[1]
-    return cls(allowed & (key != 0) & jnp.tril(jnp.ones((T, T), bool)))
+    return cls((allowed & (key != 0) & jnp.tril(jnp.ones((T, T), bool)))[:, None])
 
   def attend(
     self, layer: int, q: Float[Array, 'B T H D'], k: Float[Array, 'B T K D'], v: Float[Array, 'B T K D']
   ) -> tuple[Float[Array, 'B T H D'], 'CausalMemory']:
     """Attention within the row; nothing is remembered between calls."""
     return attention(q, k, v, self.allowed), self
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class EvictedMemory:
+  """A packed row that forgets as the sampler's cache did (sparse_rollouts 6, after G-KV).
+
+  `evicted[b, l, k, j]` is the position, in its own sequence, of the first query that no longer found token j in the cache of
+  layer l and head k. The [B, K, T, T] mask exists for one layer at a time.
+  """
+
+  dense: CausalMemory
+  positions: Int[Array, 'B T']
+  evicted: Int[Array, 'B L K T']
+
+  def attend(
+    self, layer: int, q: Float[Array, 'B T H D'], k: Float[Array, 'B T K D'], v: Float[Array, 'B T K D']
+  ) -> tuple[Float[Array, 'B T H D'], 'EvictedMemory']:
+    """Attention to what the sampler still had."""
+    had = self.positions[:, None, :, None] < self.evicted[:, layer, :, None, :]
+    return attention(q, k, v, self.dense.allowed & had), self

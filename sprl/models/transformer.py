@@ -191,6 +191,11 @@ def forward(
   return nnx.merge(graphdef, params)(tokens, positions, memory, dtype, remat)
 
 
+def layers(params: Params) -> list[Params]:
+  """The layers' weights, first to last."""
+  return [params['layers'][i] for i in sorted(params['layers'])]
+
+
 def head_weight(params: Params) -> Float[Array, 'V E']:
   """The output matrix, one row a token: the embedding itself where they are tied."""
   return params['head']['kernel'] if 'head' in params else params['embed']

@@ -20,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from sprl.objective import masked
 from sprl.objective.masked import bounded, bounded_exp, k3
-from sprl.settings import Correction, SettingsError, rejection_bounds
+from sprl.settings import ARMS, Correction, SettingsError, rejection_bounds
 
 
 class Rejection(NamedTuple):
@@ -177,7 +177,6 @@ def _statistic(option, log_rho, mask):
 
 _off, _token, _sequence = Correction(level='off'), Correction(level='token'), Correction(level='sequence')
 _icepop = replace(_token, weight='icepop', floor=0.5, cap=5.0)
-_sparse_rl = replace(_token, cap=1.5, normalise=True, veto=1e-4)
 
 
 def _bypass(base: Correction) -> Correction:
@@ -219,11 +218,7 @@ PRESETS: dict[str, Correction] = {
   'pg_geo_rs_token_tis': _bypass(_geo(_token)),
   'seq_mask_tis': _reject(replace(_token, cap=1e9), 'seq_mean_k1', '0.999_1.002'),  # NeMo-RL; no rho reaches that cap
   'slime': replace(_token, normalise=True, veto=1e-4),
-  'naive': _off,  # sparse rollouts, uncorrected
-  'veto_only': replace(_off, veto=1e-4),
-  'reweight_only': replace(_sparse_rl, veto=0.0),
-  'sparse_rl': _sparse_rl,  # as the paper tells it
-  'sparse_rl_code': replace(_sparse_rl, token_mask=True, mask_low=0.5, mask_high=1.5),  # as its authors released it
+  **{arm: correction for arm, correction in ARMS.items() if correction is not None},
   'roll': replace(_token, cap=1.2),
   'areal': replace(_token, weight='icepop', floor=0.0, cap=5.0),  # with loss.variant = decoupled_ppo: w above 5 rejected
   'areal_clamp': replace(_token, cap=5.0),  # ... or clamped

@@ -18,6 +18,9 @@ HEALTHY: dict[str, tuple[float, float]] = {
 }
 
 
+MAX_SATURATION = 1e-4  # of the FP8 cache's numbers
+
+
 def sentinels(metrics: Mapping[str, float], capped_steps: int = 0) -> list[str]:
   """Why the run must stop, one sentence each; empty: go on.
 
@@ -26,11 +29,17 @@ def sentinels(metrics: Mapping[str, float], capped_steps: int = 0) -> list[str]:
   reasons = [
     f'{name} = {value}: a log-prob of the sampler or the learner is not finite'
     for name, value in metrics.items()
-    if name.startswith(('rollout_corr/', 'sparse/')) and not math.isfinite(value)
+    if name.startswith(('rollout_corr/', 'sparse/', 'fp8/')) and not math.isfinite(value)
   ]
   kl = metrics.get('rollout_corr/kl', 0.0)
   if math.isfinite(kl) and abs(kl) > 1.0:
     reasons.append(f'rollout_corr/kl = {kl:.3g}, beyond 1.0: sampler and learner are different policies (typical: 0.001 to 0.03)')
+  saturation = metrics.get('fp8/kv_saturation', 0.0)
+  if saturation > MAX_SATURATION:
+    reasons.append(
+      f'fp8/kv_saturation = {saturation:.3g}, beyond {MAX_SATURATION:g}: keys or values outgrew the scales of the FP8 cache '
+      "(config.quant.kv_scale, kv_margin; or config.quant.sampler = 'w8a8' leaves the cache as it is)"
+    )
   if capped_steps >= 2:
     reasons.append(f'every response hit the length limit for {capped_steps} steps in a row: the policy does not end its answers')
   return reasons

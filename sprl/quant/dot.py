@@ -4,9 +4,22 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from sprl.quant.block import BlockScaled, Emulated, block_dot, fake_groups
+
+
+def dot(x: Float[Array, '*B M'], w: Float[Array, 'N M'] | BlockScaled | Emulated) -> Float[Array, '*B N']:
+  """x @ w^T in x's dtype. Under a quantised weight x is quantised as well, and nothing is differentiated."""
+  match w:
+    case BlockScaled():
+      return block_dot(x, w)
+    case Emulated():
+      return _dot(fake_groups(x, w.format), w.values)
+    case _:
+      return _dot(x, w)
+
 
 @jax.custom_vjp
-def dot(x: Float[Array, '*B M'], w: Float[Array, 'N M']) -> Float[Array, '*B N']:
+def _dot(x: Float[Array, '*B M'], w: Float[Array, 'N M']) -> Float[Array, '*B N']:
   """x @ w^T in x's dtype; w may be held in a wider one (float32 master weights under bfloat16 activations).
 
   w is [out, in]: the layout of checkpoints, and the one that CPUs and FP8 tensor cores read fastest.
@@ -18,7 +31,7 @@ def dot(x: Float[Array, '*B M'], w: Float[Array, 'N M']) -> Float[Array, '*B N']
 
 
 def _forward(x, w):
-  return dot(x, w), (x, w)
+  return _dot(x, w), (x, w)
 
 
 def _backward(saved, g):
@@ -29,4 +42,4 @@ def _backward(saved, g):
   return dx, dw.astype(w.dtype)
 
 
-dot.defvjp(_forward, _backward)
+_dot.defvjp(_forward, _backward)

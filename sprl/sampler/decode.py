@@ -17,8 +17,9 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from sprl.cache.kv_cache import KVCache
+from sprl.cache.plan import CachePlan
+from sprl.cache.scales import rotated_biases
 from sprl.models import transformer
-from sprl.models.config import ModelConfig
 from sprl.sampler.draw import draw, uniforms
 from sprl.sampler.served import Served
 from sprl.settings import Sampling
@@ -49,11 +50,22 @@ class Prompts:
   hidden: Float[Array, 'P E']
 
 
-def empty_rows(config: ModelConfig, rows: int, slots: int, max_tokens: int, seed: Array, dtype) -> Rows:
+def empty_cache(plan: CachePlan, served: Served, rows: int, slots: int | None = None) -> KVCache:
+  """A cache with no tokens in it, with the scales and key biases that the weights come with."""
+  bias = None
+  if plan.key_bias:
+    biases = tuple(layer['attention']['k']['bias'] for layer in transformer.layers(served.params))
+    tables = rotated_biases(biases, jnp.arange(plan.positions)[None], plan.head_dim, plan.rope)
+    bias = tuple(jnp.swapaxes(table[0], 0, 1) for table in tables)
+  return KVCache.empty(plan, rows, slots, served.scales, bias)
+
+
+@partial(jax.jit, static_argnames=('plan', 'rows', 'max_tokens'))
+def empty_rows(plan: CachePlan, served: Served, rows: int, max_tokens: int, seed: Array) -> Rows:
   """Rows with nothing to do: all done."""
   ints = jnp.zeros(rows, jnp.int32)
   return Rows(
-    cache=KVCache.empty(config.num_layers, rows, config.num_kv_heads, slots, config.head_dim, dtype),
+    cache=empty_cache(plan, served, rows),
     seed=seed,
     uid=ints,
     limit=ints + 0,
@@ -65,18 +77,17 @@ def empty_rows(config: ModelConfig, rows: int, slots: int, max_tokens: int, seed
   )
 
 
-@partial(jax.jit, static_argnames=('graphdef', 'config'))
+@partial(jax.jit, static_argnames=('graphdef', 'plan'))
 def prefill(
-  graphdef: nnx.GraphDef, config: ModelConfig, served: Served, tokens: Int[Array, 'P T'], lengths: Int[Array, ' P']
+  graphdef: nnx.GraphDef, plan: CachePlan, served: Served, tokens: Int[Array, 'P T'], lengths: Int[Array, ' P']
 ) -> Prompts:
   """Right-padded prompts through the network once. Padding is written beyond each length, where nothing looks."""
   P, T = tokens.shape
-  dtype = served.head.dtype
-  cache = KVCache.empty(config.num_layers, P, config.num_kv_heads, T, config.head_dim, dtype)
+  cache = empty_cache(plan, served, P, T).expecting(lengths)
   positions = jnp.broadcast_to(jnp.arange(T), (P, T))
-  hidden, cache = transformer.forward(graphdef, served.params, tokens, positions, cache, dtype)
+  hidden, cache = transformer.forward(graphdef, served.params, tokens, positions, cache, plan.dtype)
   last = jnp.take_along_axis(hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
-  return Prompts(cache.advance(lengths), last)
+  return Prompts(cache.advance(), last)
 
 
 @partial(jax.jit, static_argnames=('sampling', 'stop_ids'), donate_argnames='rows')
@@ -115,21 +126,33 @@ def decode(graphdef: nnx.GraphDef, served: Served, rows: Rows, sampling: Samplin
   def advance(carry):
     step, rows = carry
     active = ~rows.done
-    newest = jnp.take_along_axis(rows.tokens, jnp.maximum(rows.count - 1, 0)[:, None], axis=1)
-    hidden, cache = transformer.forward(
-      graphdef, served.params, newest, rows.cache.length[:, None], rows.cache, served.head.dtype
-    )
-    rows = dataclasses.replace(rows, cache=cache.advance(active.astype(jnp.int32)))
-    return step + 1, _draw_into(rows, served, hidden[:, 0], active, rows.cache.length, sampling, stop_ids)
+    newest = jnp.take_along_axis(rows.tokens, jnp.maximum(rows.count - 1, 0)[:, None], axis=1)[:, 0]
+    hidden, attended, cache = take_in(graphdef, served, rows.cache, newest, active)
+    rows = dataclasses.replace(rows, cache=cache)
+    return step + 1, _draw_into(rows, served, hidden, active, attended, sampling, stop_ids)
 
   return jax.lax.while_loop(unfinished, advance, (0, rows))[1]
+
+
+def take_in(graphdef: nnx.GraphDef, served: Served, cache: KVCache, token: Int[Array, ' B'], active: Bool[Array, ' B']):
+  """One decode step: each active row takes its token in. Hidden states [B, E] that predict the next, slots seen, the cache."""
+  cache = cache.expecting(active.astype(jnp.int32))
+  attended = cache.attended
+  hidden, cache = transformer.forward(graphdef, served.params, token[:, None], cache.seen[:, None], cache, cache.plan.dtype)
+  if cache.plan.sparse and cache.plan.settings.when == 'after':  # or XLA keeps copies for attention that may come later
+    hidden, cache = jax.lax.optimization_barrier((hidden, cache))
+  return hidden[:, 0], attended, cache.advance(decoding=True)
+
+
+def predict(served: Served, hidden: Float[Array, 'B E']) -> Float[Array, 'B V']:
+  """Logits, float32."""
+  return jax.lax.dot_general(hidden, served.head, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def _draw_into(rows, served, hidden, active, attended, sampling, stop_ids):
   """Draw one token for the active rows and record it: it ends the row if it is a stop id or the last one allowed."""
   with jax.named_scope('draw'):
-    logits = jax.lax.dot_general(hidden, served.head, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-    token, logp = draw(logits, uniforms(rows.seed, rows.uid, rows.count), sampling)
+    token, logp = draw(predict(served, hidden), uniforms(rows.seed, rows.uid, rows.count), sampling)
   row = jnp.arange(token.shape[0])
   column = jnp.where(active, rows.count, rows.tokens.shape[1])  # out of bounds: dropped
   count = rows.count + active

@@ -26,6 +26,14 @@ def draw(
   return token, chosen - top - jnp.log(total)
 
 
+def logp_of(logits: Float[Array, 'B V'], token: Int[Array, ' B'], sampling: Sampling) -> Float[Array, ' B']:
+  """What `draw` would report, had it drawn these tokens."""
+  if sampling.temperature == 0:
+    return jnp.zeros(logits.shape[0])
+  logp = jax.nn.log_softmax(process(logits, sampling))
+  return jnp.take_along_axis(logp, token[:, None], axis=1)[:, 0]
+
+
 def process(logits: Float[Array, 'B V'], sampling: Sampling) -> Float[Array, 'B V']:
   """Logits over the temperature, then -inf on what top-k, top-p and min-p leave out, in that order; ties at top-k stay."""
   logits = logits.astype(jnp.float32) / sampling.temperature
@@ -62,7 +70,7 @@ def _inverse_cdf(mass, uniform):
   blocks = jnp.pad(mass, ((0, 0), (0, -V % BLOCK))).reshape(B, -1, BLOCK)
   block, total = _pick(jnp.sum(blocks, axis=-1), uniform[:, 0])
   inside, _ = _pick(jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0], uniform[:, 1])
-  return block * BLOCK + inside, total
+  return jnp.minimum(block * BLOCK + inside, V - 1), total  # of logits that are not numbers, still a token
 
 
 def _pick(mass, uniform):

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sprl.cache.layer import NEVER
+from sprl.cache.plan import CachePlan
 from sprl.models import transformer
 from sprl.models.config import ModelConfig
 from sprl.sampler import decode
@@ -38,11 +40,13 @@ class Engine:
   """What stays the same for a run's rollouts.
 
   `rows` sequences decode side by side; `prefill` distinct prompts go through the network at a time. The log-probs recorded
-  are of the distribution after temperature and filters. `text` decodes ids, for stop strings.
+  are of the distribution after temperature and filters. `plan` is the memory: what is kept of each sequence, and how.
+  `text` decodes ids, for stop strings.
   """
 
   config: ModelConfig
   sampling: Sampling
+  plan: CachePlan
   rows: int
   prefill: int
   seed: int
@@ -56,9 +60,7 @@ class Engine:
     """
     self._check(requests)
     graphdef = transformer.graph(self.config)
-    state = decode.empty_rows(
-      self.config, self.rows, self.slots, self.sampling.max_tokens, jax.random.key(self.seed), served.head.dtype
-    )
+    state = decode.empty_rows(self.plan, served, self.rows, self.sampling.max_tokens, jax.random.key(self.seed))
     queue = deque(range(len(requests)))
     running: list[int | None] = [None] * self.rows  # the request in each row
     finished: dict[int, Trajectory] = {}
@@ -67,15 +69,6 @@ class Engine:
       state = decode.decode(graphdef, served, state, self.sampling, self.stop_ids, self.sampling.chunk)
       state = self._collect(state, requests, running, finished, version)
     return [finished[i] for i in range(len(requests))]
-
-  @property
-  def slots(self) -> int:
-    """S: room for the longest prompt and completion."""
-    return prompt_buckets(self.sampling)[-1] + self.sampling.max_tokens
-
-  def cache_bytes(self, dtype) -> int:
-    """What the rows' keys and values take on the devices."""
-    return 2 * self.config.num_layers * self.rows * self.config.num_kv_heads * self.slots * self.config.head_dim * dtype.itemsize
 
   def _check(self, requests):
     longest = prompt_buckets(self.sampling)[-1]
@@ -112,7 +105,7 @@ class Engine:
       tokens, lengths = np.zeros((self.prefill, bucket), np.int32), np.zeros(self.prefill, np.int32)
       for i, prompt in enumerate(ids):
         tokens[i, : len(prompt)], lengths[i] = prompt, len(prompt)
-      prefilled = decode.prefill(graphdef, self.config, served, jnp.asarray(tokens), jnp.asarray(lengths))
+      prefilled = decode.prefill(graphdef, self.plan, served, jnp.asarray(tokens), jnp.asarray(lengths))
       state = decode.admit(
         served, state, prefilled, jnp.asarray(parent), jnp.asarray(uid), jnp.asarray(limit), self.sampling, self.stop_ids
       )
@@ -121,7 +114,9 @@ class Engine:
   def _collect(self, state, requests, running, finished, version):
     """Take the rows that ended out of `running`; end those whose text holds a stop string."""
     busy = [row for row, request in enumerate(running) if request is not None]
-    done, count, tokens, logp, kept = jax.device_get((state.done, state.count, state.tokens, state.logp, state.kept))
+    done, count, tokens, logp, kept, saturated = jax.device_get(
+      (state.done, state.count, state.tokens, state.logp, state.kept, state.cache.saturated)
+    )
     stopped = np.zeros(self.rows, bool)
     for row in busy:
       request = requests[running[row]]
@@ -132,9 +127,26 @@ class Engine:
       stopped[row] = not done[row]
       n = n if cut is None else cut
       stop = cut is not None or (n > 0 and int(ids[n - 1]) in self.stop_ids)
-      finished[running[row]] = _trajectory(request, ids[:n], logp[row, :n], kept[row, :n], version, 'stop' if stop else 'length')
+      finished[running[row]] = _trajectory(
+        request,
+        ids[:n],
+        logp[row, :n],
+        kept[row, :n],
+        version,
+        'stop' if stop else 'length',
+        int(saturated[row]),
+        self._evicted(state, row, len(request.prompt) + n),
+      )
       running[row] = None
     return decode.release(state, jnp.asarray(stopped)) if stopped.any() else state
+
+  def _evicted(self, state, row, tokens):
+    """[L, K, T]: when the row's tokens were evicted; None where the plan does not write it down."""
+    if not (self.plan.record and self.plan.sparse):
+      return None
+    never = np.full((self.plan.kv_heads, tokens), NEVER, np.int32)
+    layers = [layer.evicted for layer in state.cache.layers]
+    return np.stack([never if steps is None else np.asarray(steps[row])[:, :tokens] for steps in layers])
 
   def _stop_string(self, ids) -> int | None:
     """How many tokens it takes until the text holds a stop string; None where it holds none."""
@@ -153,7 +165,7 @@ class Engine:
     return low
 
 
-def _trajectory(request, completion, logp, kept, version, finish):
+def _trajectory(request, completion, logp, kept, version, finish, saturated, evicted):
   P, C = len(request.prompt), len(completion)
   prompt = np.zeros(P, np.int32)
   return Trajectory(
@@ -166,4 +178,6 @@ def _trajectory(request, completion, logp, kept, version, finish):
     kept=np.concatenate([prompt, kept]).astype(np.int32),
     prompt_length=P,
     finish=finish,
+    saturated=saturated,
+    evicted=evicted,
   )

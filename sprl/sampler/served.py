@@ -1,18 +1,34 @@
-"""Weights as served: the learner's weights in the form that the sampler multiplies."""
+"""Weights as served: the learner's weights in the form that the sampler multiplies (fp8_rollouts 2).
 
+`serve` is one jitted function, run after every update: it casts, and quantises the linears that the settings name. What the
+quantiser cannot get wrong by construction (stale layouts, unset buffers) is checked all the same: `self_check`.
+"""
+
+import re
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
+from sprl.cache.scales import Scales
 from sprl.models.transformer import Params, head_weight
+from sprl.quant.block import BlockScaled, Emulated, quantise
+from sprl.quant.dot import dot
+from sprl.settings import UNQUANTISED, Quant
+
+LINEAR = re.compile(r"\['layers'\]\[(\d+)\]\['(?:attention|mlp)'\]\['(\w+)'\]\['kernel'\]")
+MAX_PRODUCT_ERROR = 0.25  # relative; healthy 0.026 to 0.052, a broken layout about 1.7 (fp8_rollouts 7)
 
 
 class Served(NamedTuple):
-  """The network's weights in the sampler's dtype."""
+  """The network's weights in the sampler's formats, and the scales of its FP8 cache."""
 
   params: Params
+  scales: Scales | None = None
+  probe: dict[str, Array] | None = None  # FP8 codes of one layer's linears, by name, to see how many an update changes
 
   @property
   def head(self) -> Float[Array, 'V E']:
@@ -20,7 +36,100 @@ class Served(NamedTuple):
     return head_weight(self.params)
 
 
-@partial(jax.jit, static_argnames='dtype')
-def serve(params: Params, dtype) -> Served:
-  """One jitted function, run after every update. Leaves already in `dtype` are shared, not copied."""
-  return Served(jax.tree.map(lambda w: w.astype(dtype), params))
+def quantised_linears(params: Params, quant: Quant) -> list[str]:
+  """The paths of the weights that are FP8 under these settings."""
+  return [jax.tree_util.keystr(path) for path, _ in _leaves(params) if _is_quantised(path, params, quant)]
+
+
+@partial(jax.jit, static_argnames=('dtype', 'quant', 'native'))
+def serve(params: Params, dtype, quant: Quant = UNQUANTISED, native: bool = False) -> Served:
+  """The weights in `dtype`, linears in FP8 where `quant` says so; leaves already in `dtype` are shared, not copied.
+
+  `native` keeps the codes and their scales; without it (a device that has no FP8 product) their products are kept instead.
+  """
+  middle = _depth(params) // 2
+  probe = {}
+
+  def leaf(path, w):
+    if not _is_quantised(path, params, quant):
+      return w.astype(dtype)
+    scaled = quantise(w, quant.format)
+    layer, name = _named(path)
+    if layer == middle:
+      probe[name] = scaled.codes
+    return scaled if native else Emulated(scaled.dequantised(dtype), quant.format)
+
+  return Served(jax.tree_util.tree_map_with_path(leaf, params), probe=probe or None)
+
+
+@jax.jit
+def codes_changed(old: dict[str, Array], new: dict[str, Array]) -> Float[Array, '']:
+  """The fraction of the probed layer's FP8 codes that differ."""
+  changed = [jnp.sum(_bits(old[name]) != _bits(new[name])) for name in new]
+  return jnp.stack(changed).sum() / sum(codes.size for codes in new.values())
+
+
+def sync_metrics(served: Served, before: dict[str, Array] | None) -> dict[str, float]:
+  """What a sync did to the sampler: the FP8 codes that changed since the probe `before`, and the scales of its cache."""
+  metrics = {}
+  if served.probe and before:
+    metrics['fp8/codes_changed_fraction'] = float(codes_changed(before, served.probe))
+  if served.scales is not None:
+    for name, values in served.scales._asdict().items():
+      metrics |= {f'fp8/scale_{name}/{layer}': float(value) for layer, value in enumerate(np.asarray(values))}
+  return metrics
+
+
+def self_check(params: Params, served: Served, dtype, quant: Quant) -> list[str]:
+  """What is wrong with the weights as served, one sentence each; nothing where they are as declared (fp8_rollouts 7.2, 7.3)."""
+  declared = set(quantised_linears(params, quant))
+  found = {jax.tree_util.keystr(path) for path, w in _leaves(served.params) if isinstance(w, BlockScaled | Emulated)}
+  wrong = [f'{name}: {"not " * (name in declared)}quantised, against config.quant' for name in sorted(declared ^ found)]
+  wrong += [
+    f'{jax.tree_util.keystr(path)}: {w.dtype}, expected {jnp.dtype(dtype)}'
+    for path, w in _leaves(served.params)
+    if isinstance(w, jax.Array) and w.dtype != dtype
+  ]
+  finite, error = jax.device_get(_measured(params, served, min(declared, default=None)))
+  if not finite:
+    wrong.append('a served weight is not finite')
+  if not error <= MAX_PRODUCT_ERROR:
+    wrong.append(f'{min(declared)}: its FP8 product is off by {error:.3g} of itself, beyond {MAX_PRODUCT_ERROR}')
+  return wrong
+
+
+@partial(jax.jit, static_argnames='name')
+def _measured(params, served, name):
+  """Whether every served number is finite, and the relative error of one quantised product on fixed random inputs."""
+  finite = jnp.array([jnp.all(jnp.isfinite(x.astype(jnp.float32))) for x in jax.tree.leaves(served.params)]).all()
+  if name is None:
+    return finite, jnp.zeros(())
+  w, q = ({jax.tree_util.keystr(path): leaf for path, leaf in _leaves(tree)}[name] for tree in (params, served.params))
+  x = jax.random.normal(jax.random.key(0), (16, w.shape[1]), jnp.float32)
+  meant, got = x @ w.astype(jnp.float32).T, dot(x, q)
+  return finite, jnp.linalg.norm(got - meant) / jnp.maximum(jnp.linalg.norm(meant), 1e-30)
+
+
+def _leaves(params) -> list[tuple[Any, Any]]:
+  return jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda w: isinstance(w, BlockScaled | Emulated))[0]
+
+
+def _named(path) -> tuple[int, str]:
+  """(layer, name) of a linear of a layer; (-1, '') for other weights."""
+  match = LINEAR.fullmatch(jax.tree_util.keystr(path))
+  return (int(match[1]), match[2]) if match else (-1, '')
+
+
+def _depth(params) -> int:
+  return len(params['layers'])
+
+
+def _is_quantised(path, params, quant: Quant) -> bool:
+  layer, name = _named(path)
+  if 'w8a8' not in quant.sampler or layer < 0:
+    return False
+  return quant.skip_first_layers <= layer < _depth(params) - quant.skip_last_layers and name not in quant.skip_names
+
+
+def _bits(codes):
+  return jax.lax.bitcast_convert_type(codes, jnp.uint8)

@@ -2,6 +2,7 @@
 
 {"prompt": "What is 2 + 3?", "answer": "5"}
 {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 3?"}], "answer": 5}
+{"prompt": "What is 2 + 3 + 4?", "answer": "9", "solution": "2 + 3 = 5, and 5 + 4 = 9."}     (sprl.warmstart learns from it)
 """
 
 import json
@@ -15,7 +16,7 @@ _ROLES = ('system', 'user', 'assistant')
 
 
 def rows(task: Task, split: str) -> list[dict[str, Any]]:
-  """The problems of task.path (train) or task.eval_path (test), each {id, prompt or messages, answer}.
+  """The problems of task.path (train) or task.eval_path (test), each {id, prompt or messages, answer}; `extra` holds a solution.
 
   Raises SettingsError: no such file, no problem in it, or a malformed line, by file and line number.
   """
@@ -53,7 +54,11 @@ def _row(where: str, line: Mapping[str, Any], chat: bool) -> dict[str, Any]:
   answer = line.get('answer')
   if not isinstance(answer, str | int | float) or isinstance(answer, bool):
     raise SettingsError(f'{where}: answer = {answer!r}: expected text or a number')
-  row = {'id': where, 'answer': str(answer)}
+  row: dict[str, Any] = {'id': where, 'answer': str(answer)}
+  if 'solution' in line:
+    if not isinstance(line['solution'], str):
+      raise SettingsError(f'{where}: solution = {line["solution"]!r}: expected text')
+    row['extra'] = {'solution': line['solution']}
   if 'prompt' in line:
     if not isinstance(line['prompt'], str):
       raise SettingsError(f'{where}: prompt = {line["prompt"]!r}: expected text')

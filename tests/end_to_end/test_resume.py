@@ -76,7 +76,7 @@ def assert_same(workdir: Path, expected: Path) -> None:
     return {name: np.asarray(array).tobytes() for name, array in arrays.items()}, json.loads((last / 'record.json').read_text())
 
   assert lines(workdir) == lines(expected)
-  assert len(lines(workdir)) == 6 + 3  # a line a step, and the evaluations before, in the middle and after
+  assert len(lines(workdir)) == 6 + 3 + 3  # a line a step, the evaluations before, in the middle and after, and three ledgers
   assert tables(workdir) == tables(expected)
   assert len(tables(workdir)) == 2 * 3
   (arrays, record), (expected_arrays, expected_record) = state(workdir), state(expected)

@@ -6,36 +6,50 @@ import numpy as np
 import pytest
 
 from sprl.kernels import attention as room
-from sprl.kernels.attention import attention
+from sprl.kernels.attention import attention, attention_share
 from sprl.kernels.decode_attention import decode_attention
 
 
-def by_hand(q, k, v, allowed):
-  """[B, T, H, D] float64: one query at a time over the keys that it may see."""
+def weights_by_hand(q, k, allowed, bias=0.0):
+  """[B, T, H, S] float64: one query at a time over the keys that it may see; `bias` [B, T, H, S] is added to q . k."""
   B, T, H, D = q.shape
-  group = H // k.shape[2]
+  S, K = k.shape[1:3]
+  allowed = np.broadcast_to(allowed, (B, K, T, S))
+  bias = np.broadcast_to(bias, (B, T, H, S))
+  weights = np.zeros((B, T, H, S))
+  for b, t, h in np.ndindex(B, T, H):
+    head = h // (H // K)
+    seen = np.flatnonzero(allowed[b, head, t])
+    if len(seen):
+      score = (k[b, seen, head].astype(np.float64) @ q[b, t, h] + bias[b, t, h, seen]) / np.sqrt(D)
+      weight = np.exp(score - score.max())
+      weights[b, t, h, seen] = weight / weight.sum()
+  return weights
+
+
+def by_hand(q, k, v, allowed, bias=0.0):
+  """[B, T, H, D] float64."""
+  B, T, H, D = q.shape
+  weights, group = weights_by_hand(q, k, allowed, bias), H // k.shape[2]
   out = np.zeros((B, T, H, D))
   for b, t, h in np.ndindex(B, T, H):
-    seen = np.flatnonzero(allowed[b, t])
-    if len(seen):
-      score = k[b, seen, h // group].astype(np.float64) @ q[b, t, h] / np.sqrt(D)
-      weight = np.exp(score - score.max())
-      out[b, t, h] = weight / weight.sum() @ v[b, seen, h // group]
+    seen = np.flatnonzero(weights[b, t, h])
+    out[b, t, h] = weights[b, t, h, seen] @ v[b, seen, h // group].astype(np.float64)
   return out
 
 
-def some(B=2, T=7, S=9, H=4, K=2, D=6, seed=0):
+def some(B=2, T=7, S=9, H=4, K=2, D=6, seed=0, masks=1):
   rng = np.random.default_rng(seed)
   q, k, v = (rng.normal(size=s).astype(np.float32) for s in ((B, T, H, D), (B, S, K, D), (B, S, K, D)))
-  allowed = rng.random((B, T, S)) < 0.5
-  allowed[:, 0], allowed[:, 0, 3] = False, True
-  allowed[0, 2] = False
+  allowed = rng.random((B, masks, T, S)) < 0.5
+  allowed[:, :, 0], allowed[:, :, 0, 3] = False, True
+  allowed[0, :, 2] = False
   return q, k, v, allowed
 
 
-@pytest.mark.parametrize(('H', 'K'), [(4, 4), (4, 2), (3, 1)])
-def test_each_query_averages_the_values_it_may_see(H, K):
-  q, k, v, allowed = some(H=H, K=K)
+@pytest.mark.parametrize(('H', 'K', 'masks'), [(4, 4, 1), (4, 2, 1), (3, 1, 1), (4, 2, 2), (6, 3, 3)])
+def test_each_query_averages_the_values_it_may_see(H, K, masks):
+  q, k, v, allowed = some(H=H, K=K, masks=masks)
   np.testing.assert_allclose(attention(*map(jnp.asarray, (q, k, v, allowed))), by_hand(q, k, v, allowed), atol=2e-6)
 
 
@@ -56,7 +70,7 @@ def test_a_query_that_sees_nothing_gives_zeros_and_no_gradient():
 
 def test_what_may_not_be_seen_changes_nothing_even_where_it_is_huge():
   q, k, v, allowed = some()
-  allowed[:, :, 5] = False
+  allowed[..., 5] = False
   changed_k, changed_v = k.copy(), v.copy()
   changed_k[:, 5], changed_v[:, 5] = 1e6, -1e6
   np.testing.assert_array_equal(
@@ -64,9 +78,10 @@ def test_what_may_not_be_seen_changes_nothing_even_where_it_is_huge():
   )
 
 
+@pytest.mark.parametrize('masks', [1, 2])
 @pytest.mark.parametrize('T', [8, 11])
-def test_long_inputs_go_through_in_chunks_with_equal_outputs_and_gradients(monkeypatch, T):
-  q, k, v, allowed = map(jnp.asarray, some(T=T, S=T))
+def test_long_inputs_go_through_in_chunks_with_equal_outputs_and_gradients(monkeypatch, T, masks):
+  q, k, v, allowed = map(jnp.asarray, some(T=T, S=T, masks=masks))
 
   def outputs():
     out, back = jax.vjp(lambda *x: attention(*x, allowed), q, k, v)
@@ -82,14 +97,18 @@ def plain(q, k, v, allowed):
   """The definition in whole arrays, for autodiff; every query must see something."""
   k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
   scores = jnp.einsum('bthd,bshd->bhts', q, k) / jnp.sqrt(q.shape[-1])
-  return jnp.einsum('bhts,bshd->bthd', jax.nn.softmax(jnp.where(allowed[:, None], scores, -jnp.inf)), v)
+  return jnp.einsum(
+    'bhts,bshd->bthd',
+    jax.nn.softmax(jnp.where(jnp.repeat(allowed, scores.shape[1] // allowed.shape[1], axis=1), scores, -jnp.inf)),
+    v,
+  )
 
 
 @pytest.mark.parametrize(('dtype', 'atol'), [(jnp.float32, 2e-6), (jnp.bfloat16, 5e-2)])
-@pytest.mark.parametrize('chunk', [1024, 4])
-def test_gradients_are_those_of_the_definition(monkeypatch, dtype, atol, chunk):
+@pytest.mark.parametrize(('chunk', 'masks'), [(1024, 1), (4, 1), (4, 2)])
+def test_gradients_are_those_of_the_definition(monkeypatch, dtype, atol, chunk, masks):
   monkeypatch.setattr(room, 'QUERY_CHUNK', chunk)
-  q, k, v, allowed = some(H=6, K=2)
+  q, k, v, allowed = some(H=6, K=2, masks=masks)
   allowed[..., 1] = True
   cotangent = np.random.default_rng(3).normal(size=q.shape).astype(np.float32)
   exact = jax.vjp(lambda *x: plain(*x, allowed), *map(jnp.asarray, (q, k, v)))[1](jnp.asarray(cotangent))
@@ -102,14 +121,14 @@ def test_gradients_are_those_of_the_definition(monkeypatch, dtype, atol, chunk):
 
 def test_the_backward_pass_is_left_no_array_of_scores():
   B, T, H, D = 1, 64, 4, 8
-  x, allowed = jax.ShapeDtypeStruct((B, T, H, D), jnp.float32), jnp.ones((B, T, T), bool)
+  x, allowed = jax.ShapeDtypeStruct((B, T, H, D), jnp.float32), jnp.ones((B, 1, T, T), bool)
   back = jax.eval_shape(lambda q, k, v: jax.vjp(lambda *x: attention(*x, allowed), q, k, v)[1], x, x, x)
   assert max(leaf.size for leaf in jax.tree.leaves(back) if leaf.dtype != bool) == B * T * H * D
 
 
 def test_chunks_never_hold_all_scores():
   T = room.QUERY_CHUNK + 64
-  x, allowed = jax.ShapeDtypeStruct((1, T, 1, 4), jnp.float32), jax.ShapeDtypeStruct((1, T, T), bool)
+  x, allowed = jax.ShapeDtypeStruct((1, T, 1, 4), jnp.float32), jax.ShapeDtypeStruct((1, 1, T, T), bool)
   text = jax.jit(attention).lower(x, x, x, allowed).as_text()
   assert f'{room.QUERY_CHUNK}x{T}xf32' in text
   assert f'{T}x{T}xf32' not in text
@@ -123,5 +142,44 @@ def test_decoding_sees_the_first_length_slots():
   length = np.array([1, 5, 8], np.int32)
   k[1, :, 5:], v[1, :, 5:] = 1e6, 1e6  # what a longer tenant of the row has left
   seen = np.arange(S) < length[:, None]
-  expected = by_hand(q[:, None], np.moveaxis(k, 1, 2), np.moveaxis(v, 1, 2), seen[:, None])[:, 0]
-  np.testing.assert_allclose(decode_attention(*map(jnp.asarray, (q, k, v, length))), expected, atol=2e-6)
+  here = q[:, None], np.moveaxis(k, 1, 2), seen[:, None, None]
+  expected = by_hand(*here[:2], np.moveaxis(v, 1, 2), here[2])[:, 0]
+  out, share = decode_attention(*map(jnp.asarray, (q, k, v, length)))
+  np.testing.assert_allclose(out, expected, atol=2e-6)
+  weights = weights_by_hand(*here)[:, 0]
+  np.testing.assert_allclose(share, weights.reshape(B, K, H // K, S).mean(axis=2), atol=1e-6)
+  assert not np.any(np.asarray(share)[~np.broadcast_to(seen[:, None], share.shape)])
+
+
+def test_decoding_multiplies_codes_by_their_scales_and_adds_the_bias():
+  rng = np.random.default_rng(2)
+  B, H, K, S, D = 3, 6, 2, 8, 6
+  q = rng.normal(size=(B, H, D)).astype(np.float32)
+  codes = [jnp.asarray(rng.normal(size=(B, K, S, D)), jnp.float8_e4m3fn) for _ in range(2)]
+  k_scale, v_scale = 1.7, 0.3
+  bias = rng.normal(size=(B, K, H // K, S)).astype(np.float32)
+  length = np.array([1, 5, 8], np.int32)
+  k, v = (np.moveaxis(np.asarray(x, np.float64), 1, 2) * s for x, s in zip(codes, (k_scale, v_scale)))
+  seen = (np.arange(S) < length[:, None])[:, None, None]
+  by_head = bias.reshape(B, 1, H, S)
+  for given, added in ((None, 0.0), (jnp.asarray(bias), by_head)):
+    scales = jnp.float32(k_scale), jnp.float32(v_scale)
+    out, share = decode_attention(jnp.asarray(q), *codes, jnp.asarray(length), scales, given)
+    np.testing.assert_allclose(out, by_hand(q[:, None], k, v, seen, added)[:, 0], atol=2e-6)
+    weights = weights_by_hand(q[:, None], k, seen, added)[:, 0]
+    np.testing.assert_allclose(share, weights.reshape(B, K, H // K, S).mean(axis=2), atol=1e-6)
+
+
+@pytest.mark.parametrize('chunk', [1024, 4])
+@pytest.mark.parametrize(('H', 'masks'), [(4, 1), (6, 2)])
+def test_a_key_s_share_is_the_attention_of_the_real_queries(monkeypatch, H, masks, chunk):
+  monkeypatch.setattr(room, 'QUERY_CHUNK', chunk)
+  q, k, _, allowed = some(H=H, masks=masks)
+  allowed[..., 1] = True  # every query sees something, as a real one always does
+  real = np.arange(7) < np.array([[4], [7]])
+  q[0, 4:] = 1e3  # padding
+  share = attention_share(*map(jnp.asarray, (q, k, allowed, real)))
+  weights = weights_by_hand(q, k, allowed) * real[:, :, None, None]
+  expected = weights.reshape(2, 7, 2, H // 2, 9).mean(axis=3).sum(axis=1)
+  np.testing.assert_allclose(share, expected, atol=2e-6)
+  np.testing.assert_allclose(np.asarray(share).sum(axis=-1), np.broadcast_to([[4.0], [7.0]], (2, 2)), rtol=1e-5)

@@ -32,6 +32,8 @@ def write_run(workdir: Path, steps: int) -> Path:
       'rollout_corr/rollout_is_eff_sample_size': 0.999,
     }
     log.write(step, scalars, {'rollout': 1.5, 'grade': 0.1, 'update': 0.5, 'total': 2.1})
+  counts = {'edges': [-1.0, 0.0, 1.0], 'histograms': {'gap': [0, 3, 4, 1], 'kv': [0, 4, 4, 0], 'staleness': [0, 0, 8, 0]}}
+  log.ledger(steps, {'ledger/gap_abs': 0.2, 'ledger/kv_abs': 0.1, 'ledger/staleness_abs': 0.0}, counts, {})
   log.evaluation(steps, {'eval/pass@1': 0.5, 'eval/low': 0.4, 'eval/high': 0.6})
   log.samples(steps, [{'prompt': 'What is 2 + 3?', 'completion': 'It is 5.', 'answer': '5', 'reward': 1.0, 'finish': 'stop'}])
   log.close()
@@ -52,7 +54,7 @@ def execute(workdir: Path, monkeypatch) -> tuple[str, int]:
 
 def test_shows_rewards_lengths_mismatch_times_and_samples(tmp_path, monkeypatch):
   text, pictures = execute(write_run(tmp_path / 'run', 4), monkeypatch)
-  assert pictures == 4
+  assert pictures == 6
   assert '4 steps of 4, seed 7' in text
   assert 'after    4 updates: eval/high 0.600  eval/low 0.400  eval/pass@1 0.500' in text
   assert '| `rollout_corr/kl` | 0.5 | -0.1 to 0.1 | **look closer** |' in text
@@ -65,6 +67,7 @@ def test_a_run_that_has_only_begun_can_be_read(tmp_path, monkeypatch):
   RunLog(tmp_path / 'run', None, tensorboard=False).close()
   text, _ = execute(tmp_path / 'run', monkeypatch)
   assert 'No samples are written yet.' in text
+  assert 'No ledger was kept' in text
 
 
 def test_the_notebook_is_kept_without_outputs():

@@ -26,6 +26,13 @@ def test_a_metric_that_is_not_finite_stops_the_run_and_is_named():
   assert sentinels(HEALTHY | {'reward': math.nan}) == []  # not a matter of log-probs
 
 
+def test_a_cache_that_outgrew_its_scales_stops_the_run():
+  assert sentinels(HEALTHY | {'fp8/kv_saturation': 9e-5}) == []
+  (reason,) = sentinels(HEALTHY | {'fp8/kv_saturation': 2e-4})
+  assert 'fp8/kv_saturation = 0.0002' in reason
+  assert 'config.quant.kv_scale' in reason
+
+
 def test_a_kl_spike_stops_the_run():
   assert sentinels(HEALTHY | {'rollout_corr/kl': 0.99}) == []
   for spike in (1.01, -1.01):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from sprl.quant.block import block_dot, quantise
 from sprl.quant.dot import dot
 
 
@@ -34,3 +35,17 @@ def test_master_weights_of_float32_under_bfloat16_activations():
 def test_weights_of_bfloat16_get_a_bfloat16_gradient():
   x, w = jnp.ones((3, 4), jnp.bfloat16), jnp.ones((2, 4), jnp.bfloat16)
   assert jax.grad(lambda w: dot(x, w).sum().astype(jnp.float32))(w).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize('format', ['float32', 'pow2', 'mxfp8'])
+def test_quantised_weights_emulated_or_not(format, dtype):
+  rng = np.random.default_rng(0)
+  x, w = jnp.asarray(rng.normal(size=(2, 5, 200)), dtype), quantise(jnp.asarray(rng.normal(size=(150, 200)), jnp.float32), format)
+  product = jax.jit(dot)
+  native, emulated = product(x, w), product(x, w.emulated(dtype))
+  assert native.dtype == emulated.dtype == dtype
+  np.testing.assert_array_equal(native, jax.jit(block_dot)(x, w))
+  native, emulated = (np.asarray(y, np.float64) for y in (native, emulated))
+  # bfloat16 rounds each factor to 2^-9 and so does the sum of 200 of them
+  assert np.linalg.norm(emulated - native) < (1e-6 if dtype == jnp.float32 else 2**-8) * np.linalg.norm(native)

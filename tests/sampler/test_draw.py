@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sprl.sampler.draw import draw, process, uniforms
+from sprl.sampler.draw import draw, logp_of, process, uniforms
 from sprl.settings import Sampling
 
 SETTINGS = [
@@ -72,6 +72,25 @@ def test_the_log_prob_is_of_the_filtered_distribution(sampling):
   token, logp = draw(jnp.asarray(logits), jnp.asarray(rng.random((32, 2)), jnp.float32), sampling)
   expected = [np.log(by_hand(row, sampling)[t]) for row, t in zip(logits, token)]
   np.testing.assert_allclose(logp, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize('sampling', [*SETTINGS, Sampling(temperature=0.0)])
+def test_the_log_prob_of_a_given_token_is_the_one_that_drawing_it_reports(sampling):
+  rng = np.random.default_rng(2)
+  logits = jnp.asarray(rng.normal(0, 2, (32, 300)), jnp.float32)
+  token, logp = draw(logits, jnp.asarray(rng.random((32, 2)), jnp.float32), sampling)
+  np.testing.assert_allclose(logp_of(logits, token, sampling), logp, atol=2e-6)
+
+
+@pytest.mark.parametrize('sampling', SETTINGS)
+def test_a_given_token_that_could_not_have_been_drawn_has_no_probability(sampling):
+  logits = np.random.default_rng(3).normal(0, 2, (8, 40)).astype(np.float32)
+  token = np.random.default_rng(4).integers(0, 40, 8).astype(np.int32)
+  token[0] = logits[0].argmin()  # the first to be filtered
+  with np.errstate(divide='ignore'):
+    expected = [np.log(by_hand(row, sampling)[t]) for row, t in zip(logits, token)]
+  assert np.isinf(expected[0]) == (sampling not in SETTINGS[:2])
+  np.testing.assert_allclose(logp_of(jnp.asarray(logits), jnp.asarray(token), sampling), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(('V', 'sampling'), [(10, Sampling()), (700, Sampling(temperature=0.8)), (700, Sampling(top_k=30))])

@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import small
 
+from sprl.cache.plan import cache_plan
+from sprl.models.transformer import graph
 from sprl.sampler import decode
 from sprl.sampler.engine import Engine, prompt_buckets
 from sprl.sampler.served import serve
-from sprl.settings import Sampling, SettingsError
+from sprl.settings import Cache, Quant, Sampling, SettingsError
 from sprl.trajectory import Request
 
 SAMPLING = Sampling(temperature=0.9, max_tokens=10, max_prompt=12, prompt_buckets=(6, 12), chunk=4)
@@ -24,7 +26,8 @@ def text(ids):
 @pytest.fixture(scope='module')
 def policy():
   config, params = small.model(num_hidden_layers=1)
-  engine = Engine(config, SAMPLING, rows=6, prefill=3, seed=0, stop_ids=(), text=text)
+  plan = cache_plan(config, Cache(), Quant(), 12, 10, 'float32')
+  engine = Engine(config, SAMPLING, plan, rows=6, prefill=3, seed=0, stop_ids=(), text=text)
   return engine, serve(params, jnp.dtype('float32'))
 
 
@@ -168,12 +171,10 @@ def test_nothing_compiles_once_each_bucket_has_been_seen(policy, free, caplog):
 
 def test_decoding_writes_into_the_rows_it_is_given(policy):
   engine, served = policy
-  rows = decode.empty_rows(engine.config, 6, 512, 10, jax.random.key(0), jnp.dtype('float32'))
-  from sprl.models.transformer import graph
-
+  rows = decode.empty_rows(dataclasses.replace(engine.plan, positions=512), served, 6, 10, jax.random.key(0))
   lowered = decode.decode.lower(graph(engine.config), served, rows, SAMPLING, (), 4)
   memory = lowered.compile().memory_analysis()
-  cache = sum(x.nbytes for x in (*rows.cache.k, *rows.cache.v))
+  cache = sum(layer.k.nbytes + layer.v.nbytes for layer in rows.cache.layers)
   assert memory.alias_size_in_bytes >= cache
   assert memory.temp_size_in_bytes < cache / 4
 

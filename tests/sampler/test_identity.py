@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 import small
 
+from sprl.cache.plan import cache_plan
 from sprl.learner.packing import Shape, pack
 from sprl.learner.score import score
 from sprl.models import transformer
 from sprl.models.memory import CausalMemory
 from sprl.sampler.engine import Engine
 from sprl.sampler.served import serve
-from sprl.settings import Sampling
+from sprl.settings import Cache, Quant, Sampling
 from sprl.trajectory import Request
 
 TEMPERATURE, TOLERANCE = 0.8, 1e-4
@@ -25,7 +26,8 @@ SAMPLING = Sampling(temperature=TEMPERATURE, max_tokens=12, max_prompt=16, promp
 def sampled(request):
   """(config, weights, trajectories of three groups of three); 30 stop ids give them many lengths."""
   config, params = small.model(request.param)
-  engine = Engine(config, SAMPLING, 5, 2, 0, tuple(range(30)), lambda ids: '')
+  plan = cache_plan(config, Cache(), Quant(), 16, 12, 'float32')
+  engine = Engine(config, SAMPLING, plan, 5, 2, 0, tuple(range(30)), lambda ids: '')
   rng = np.random.default_rng(0)
   prompts = [rng.integers(0, 259, n).astype(np.int32) for n in (3, 16, 9)]
   requests = [Request(g * 3 + k, g, prompt, 12) for g, prompt in enumerate(prompts) for k in range(3)]

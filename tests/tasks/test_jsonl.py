@@ -25,6 +25,12 @@ def test_prompts_and_messages_become_problems_and_answers_text(tmp_path):
   assert found[1].prompt == '1 + 1?'
 
 
+def test_a_worked_solution_is_kept(tmp_path):
+  path = write(tmp_path / 'a.jsonl', {'prompt': '2 + 3?', 'answer': 5, 'solution': '2 + 3 = 5'}, {'prompt': 'p', 'answer': 1})
+  found = problems.load(Task(kind='jsonl', path=str(path)), 'train')
+  assert [p.extra for p in found] == [{'solution': '2 + 3 = 5'}, {}]
+
+
 def test_the_test_split_is_eval_path(tmp_path):
   train = write(tmp_path / 'a.jsonl', {'prompt': 'p', 'answer': '1'})
   test = write(tmp_path / 'b.jsonl', {'prompt': 'q', 'answer': '2'})
@@ -43,6 +49,7 @@ def test_the_test_split_is_eval_path(tmp_path):
     ({'prompt': 'x'}, 'answer = None'),
     ({'prompt': 'x', 'answer': True}, 'answer = True'),
     ({'prompt': ['x'], 'answer': '1'}, "prompt = ['x']"),
+    ({'prompt': 'x', 'answer': '1', 'solution': 1}, 'solution = 1: expected text'),
     ({'messages': [], 'answer': '1'}, 'messages = []'),
     ({'messages': [{'role': 'human', 'content': 'x'}], 'answer': '1'}, 'messages[0]'),
     ({'messages': [{'role': 'user', 'content': ['x']}], 'answer': '1'}, 'messages[0]'),

@@ -1,0 +1,112 @@
+"""Compression: choose what to keep, move it to the front, forget the rest (sparse_rollouts 4).
+
+Rows are compressed a few at a time and in place, those that are due and no others: work and memory grow with what is
+evicted, not with the batch.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from sprl.cache.layer import Layer, dequantised_keys
+from sprl.cache.plan import CachePlan
+from sprl.cache.scores import METHODS, View
+
+ROWS = 8  # rows compressed at one time
+
+
+def compress(
+  plan: CachePlan,
+  layer: Layer,
+  due: Bool[Array, ' B'],
+  occupied: Int[Array, ' B'],
+  now: Int[Array, ' B'],
+  gone: Int[Array, ' B'],
+  k_scale: Float[Array, ''] | None = None,
+  bias: Float[Array, 'K P D'] | None = None,
+  chosen: Int[Array, 'B N'] | None = None,
+  choose: bool = True,
+) -> tuple[Layer, Int[Array, 'B N'] | None]:
+  """The layer with `budget` tokens in each row that is due; `occupied` slots hold tokens, the newest query stands at `now`.
+
+  `gone` is what is written down for an evicted token: the first position that no longer sees it. `chosen` are the slots that
+  one layer chooses for all of them (scope global): filled in where `choose` is True, obeyed elsewhere.
+  """
+  B = due.shape[0]
+  size = min(ROWS, B)
+  order = jnp.where(jnp.arange(B) < jnp.sum(due), jnp.argsort(~due, stable=True), B)  # B: no row, its writes are dropped
+  order = jnp.pad(order, (0, -B % size), constant_values=B)
+
+  def block(i, carry):
+    layer, chosen = carry
+    rows = jax.lax.dynamic_slice_in_dim(order, i * size, size)
+    row = jnp.minimum(rows, B - 1)
+    part = jax.tree.map(lambda x: x[row], layer)
+    if choose:
+      keep, carried = jax.vmap(partial(_keep, plan, k_scale, bias))(part, occupied[row], now[row])
+    else:
+      assert chosen is not None
+      keep = jnp.broadcast_to(chosen[row, None], (size, plan.kv_heads, chosen.shape[1]))
+      carried = part.carried
+    kept = jax.vmap(partial(_compacted, plan))(part, carried, keep, occupied[row], gone[row])
+    layer = jax.tree.map(lambda x, new: x.at[rows].set(new, mode='drop'), layer, kept)
+    if choose and chosen is not None:
+      chosen = chosen.at[rows].set(keep[:, 0], mode='drop')
+    return layer, chosen
+
+  blocks = (jnp.sum(due) + size - 1) // size
+  return jax.lax.fori_loop(0, blocks, block, (layer, chosen))
+
+
+def _keep(plan, k_scale, bias, layer, occupied, now):
+  """The slots to keep, [K, budget], of one row, and what the method carries on."""
+  settings, a = plan.settings, plan.window
+  K, S = layer.position.shape
+  ring = jnp.arange(max(plan.queries, 1))
+  held = now - (now - ring) % max(plan.queries, 1)  # the newest position that falls on each place of the ring
+  q = jnp.zeros((K, plan.heads // K, 1, plan.head_dim)) if layer.queries is None else layer.queries
+  carried = jnp.zeros((K, S)) if layer.carried is None else layer.carried
+  view = View(
+    k=dequantised_keys(layer.k, layer.position, k_scale, bias),
+    n=occupied,
+    position=layer.position,
+    q=q.reshape(K, plan.heads // K, -1, plan.head_dim).astype(jnp.float32),
+    q_position=jnp.maximum(held, -1),
+    carried=carried,
+  )
+  score, carried = METHODS[settings.method].score(view, settings)
+  if settings.scope != 'head':
+    score = jnp.broadcast_to(jnp.sum(jnp.where(view.position >= 0, score, 0), axis=0), score.shape)
+  score = jnp.where(jnp.arange(S) < occupied - a, score, -jnp.inf)
+  best = jax.lax.top_k(score, settings.budget - a)[1]
+  best = jnp.sort(best, axis=-1) if settings.sort_kept else best
+  newest = jnp.broadcast_to(occupied - a + jnp.arange(a), (K, a))
+  return jnp.concatenate([best, newest], axis=-1), carried
+
+
+def _compacted(plan, layer, carried, keep, occupied, gone):
+  """One row with the kept slots at the front and the others empty."""
+  K, S = layer.position.shape
+  N = keep.shape[1]
+
+  def front(x, empty=None):
+    taken = jnp.take_along_axis(x, keep.reshape(K, N, *[1] * (x.ndim - 2)), axis=1)
+    rest = x[:, N:] if empty is None else jnp.full_like(x[:, N:], empty)
+    return jnp.concatenate([taken, rest], axis=1)
+
+  evicted = layer.evicted
+  if evicted is not None:
+    head = jnp.arange(K)[:, None]
+    kept = jnp.zeros((K, S), bool).at[head, keep].set(True)
+    lost = (jnp.arange(S) < occupied) & ~kept
+    evicted = evicted.at[head, jnp.where(lost, layer.position, evicted.shape[1])].set(gone, mode='drop')
+  return Layer(
+    k=front(layer.k),
+    v=front(layer.v),
+    position=front(layer.position, -1),
+    queries=layer.queries,
+    carried=None if layer.carried is None else front(carried, plan.initial),
+    evicted=evicted,
+  )

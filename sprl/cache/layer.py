@@ -1,0 +1,57 @@
+"""One layer's slots: what is held of every token that is still remembered."""
+
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from sprl.cache.plan import CachePlan
+from sprl.quant import fp8
+
+NEVER = jnp.iinfo(jnp.int32).max  # the evict step of a token that is still there
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Layer:
+  """Keys and values, and what eviction needs beside them; None where it needs nothing.
+
+  Slots 0..n-1 of a row are occupied. What lies on the others (padding, a row that has ended) means nothing.
+  """
+
+  k: Float[Array, '*B K S D']
+  v: Float[Array, '*B K S D']
+  position: Int[Array, '*B K S'] | None = None
+  queries: Float[Array, '*B H A D'] | None = None  # the newest A, that of position p at p % A
+  carried: Float[Array, '*B K S'] | None = None  # the method's number for each slot
+  evicted: Int[Array, '*B K P'] | None = None  # by position: the first query that did not find it any more
+
+  @classmethod
+  def empty(cls, plan: CachePlan, layer: int, rows: int, slots: int) -> 'Layer':
+    """No tokens."""
+    shape = (rows, plan.kv_heads, slots)
+    k, v = (jnp.zeros((*shape, plan.head_dim), plan.storage) for _ in range(2))
+    if not plan.evicts(layer):
+      return cls(k, v)
+    return cls(
+      k,
+      v,
+      position=jnp.full(shape, -1, jnp.int32),
+      queries=jnp.zeros((rows, plan.heads, plan.queries, plan.head_dim), plan.dtype) if plan.queries else None,
+      carried=jnp.full(shape, plan.initial) if plan.carries else None,
+      evicted=jnp.full((*shape[:2], plan.positions), NEVER, jnp.int32) if plan.record else None,
+    )
+
+
+def dequantised_keys(
+  k: Float[Array, 'K S D'],
+  position: Int[Array, 'K S'],
+  scale: Float[Array, ''] | None,
+  bias: Float[Array, 'K P D'] | None,
+) -> Float[Array, 'K S D']:
+  """The keys meant, float32: codes times scale, and the bias of each slot's position where biases are kept apart."""
+  keys = k.astype(jnp.float32) if scale is None else fp8.decast(k, scale)
+  if bias is None:
+    return keys
+  return keys + jnp.take_along_axis(bias, jnp.maximum(position, 0)[..., None], axis=1)

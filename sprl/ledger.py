@@ -1,0 +1,124 @@
+"""The mismatch ledger: how much of the gap between sampler and learner is due to what.
+
+The gap of a token is log pi_learner - log pi_sampler, the log of the ratio that corrections weigh it by. Of a few of a step's
+trajectories the sampler's path is replayed (sampler/replay.py) with one cause switched on at a time, beginning with a dense
+cache in the compute dtype, on today's weights as they are:
+
+    staleness   the learner today, against the learner with the weights that sampled
+    numerics    the learner's path (packed rows, one pass) against the sampler's (a cache, token by token), both dense
+    weights     linears in FP8
+    kv          keys and values (and queries, where they are too) in FP8
+    eviction    the cache evicted to its budget
+    residual    what is left of the gap: the causes' effect on each other, and a recorded log-prob that no replay reproduces
+
+They sum to the gap, token by token. With one cause on, the residual is rounding: a larger one says that the log-probs recorded
+are not those of the sampler that the settings describe.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Float
+
+from sprl.cache.scales import Scales
+from sprl.learner.packing import pack, shape
+from sprl.learner.score import score
+from sprl.models.transformer import Params
+from sprl.policy import Policy
+from sprl.sampler.engine import Engine
+from sprl.sampler.replay import replay
+from sprl.settings import DENSE, UNQUANTISED, Cache, Quant, Rollout, Run
+from sprl.trajectory import Trajectory
+
+CAUSES = ('staleness', 'numerics', 'weights', 'kv', 'eviction', 'residual')
+EDGES = (-10.0, -3.0, -1.0, -0.3, -0.1, -0.03, -0.01, -0.003, -0.001, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
+
+Logps = list[Float[np.ndarray, ' _']]  # of each trajectory's tokens, 0 where the model wrote nothing
+
+
+def ledger(
+  run: Run,
+  policy: Policy,
+  engine: Engine,
+  params: Params,
+  scales: Scales | None,
+  trajectories: Sequence[Trajectory],
+  sampled_with: Params | None = None,
+) -> dict[str, Float[np.ndarray, ' N']]:
+  """The gap of each of the N tokens that the model wrote (`gap`), and its parts by cause (CAUSES).
+
+  `params` are the learner's weights, `sampled_with` those that sampled, where they are others; `scales` are the FP8 cache's.
+  """
+  sampler_params = params if sampled_with is None else sampled_with
+
+  def replayed(cache: Cache = DENSE, quant: Quant = UNQUANTISED) -> Logps:
+    plan = policy.plan(run.sampling, cache, quant)
+    served = policy.serve(sampler_params, quant, scales if plan.fp8 else None)
+    return replay(replace(engine, plan=plan), served, trajectories)
+
+  def dense(weights: Params) -> Logps:
+    return learner_logps(run, policy, weights, trajectories)
+
+  quant = run.quant
+  learner = dense(params)
+  sampler_weights = learner if sampled_with is None else dense(sampled_with)
+  plain = replayed()
+  linears, kv = 'w8a8' in quant.sampler, 'kv8' in quant.sampler
+  queries = quant.sampler == 'w8a8_kv8'
+  alone: dict[str, Callable[[], Logps]] = {
+    'weights': lambda: replayed(quant=replace(quant, sampler='w8a8')) if linears else plain,
+    'kv': lambda: _kv_alone(run, policy, engine, sampler_params, scales, trajectories, queries) if kv else plain,
+    'eviction': lambda: replayed(cache=run.cache) if run.cache.budget else plain,
+  }
+
+  def flat(logps: Logps) -> Float[np.ndarray, ' N']:
+    return np.concatenate([x[t.mask] for x, t in zip(logps, trajectories)])
+
+  gap = flat(learner) - np.concatenate([t.sampler_logp[t.mask] for t in trajectories])
+  parts = {'staleness': flat(learner) - flat(sampler_weights), 'numerics': flat(sampler_weights) - flat(plain)}
+  parts |= {cause: flat(plain) - flat(logps()) for cause, logps in alone.items()}
+  parts['residual'] = gap - np.sum(list(parts.values()), axis=0)
+  return {'gap': gap, **parts}
+
+
+def _kv_alone(run, policy, engine, params, scales, trajectories, queries: bool) -> Logps:
+  """A dense FP8 cache under unquantised linears."""
+  plan = replace(policy.plan(run.sampling, DENSE, replace(run.quant, sampler='kv8')), fp8_queries=queries)
+  served = policy.serve(params, UNQUANTISED, scales)
+  return replay(replace(engine, plan=plan), served, trajectories)
+
+
+def learner_logps(run: Run, policy: Policy, params: Params, trajectories: Sequence[Trajectory]) -> Logps:
+  """The learner's log-probs of the trajectories' tokens, by its own path: packed rows, one dense pass."""
+  groups = len({t.group for t in trajectories})
+  sizes = shape(run.sampling, Rollout(groups, len(trajectories) // groups), run.packing, 1)
+  batch, _ = pack(trajectories, np.ones(len(trajectories), np.float32), sizes, run.packing.share_prefix)
+  batch = jax.device_put(batch, policy.replicated)
+  logp = np.asarray(score(policy.graphdef, params, batch, run.sampling.temperature, policy.dtype, run.packing.score_chunk))
+  rows = []
+  for t, row in zip(trajectories, logp):
+    whole = np.zeros(len(t.tokens), np.float32)
+    whole[t.prompt_length :] = row[: len(t.completion)]
+    rows.append(np.where(t.mask, whole, 0))
+  return rows
+
+
+def scalars(entries: Mapping[str, Float[np.ndarray, ' N']]) -> dict[str, float]:
+  """Of the gap and each of its parts: mean, mean size, and the size that one token in a hundred exceeds."""
+  metrics = {}
+  for name, x in entries.items():
+    metrics |= {
+      f'ledger/{name}_mean': float(np.mean(x)),
+      f'ledger/{name}_abs': float(np.mean(np.abs(x))),
+      f'ledger/{name}_p99': float(np.quantile(np.abs(x), 0.99)),
+    }
+  return metrics
+
+
+def histograms(entries: Mapping[str, Float[np.ndarray, ' N']]) -> dict[str, Any]:
+  """How many tokens of the gap, and of each part, lie between `edges`; the first and last bin are open."""
+  edges = (-np.inf, *EDGES, np.inf)
+  return {'edges': list(EDGES), 'histograms': {name: np.histogram(x, edges)[0].tolist() for name, x in entries.items()}}

@@ -1,0 +1,115 @@
+"""Block-wise FP8: weights quantised once, one scale a block; activations on the fly, one scale a token and group of features."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float8e4m3fn, Float32
+
+from sprl.quant import fp8
+
+
+class Format(NamedTuple):
+  """What shares a scale, and whether scales are powers of two. Along the contracted axis `columns` and `group` agree."""
+
+  rows: int  # of a weight's block, along [out]
+  columns: int  # along [in]
+  group: int  # features of an activation
+  pow2: bool
+
+
+FORMATS = {
+  'float32': Format(128, 128, 128, False),
+  'pow2': Format(128, 128, 128, True),
+  'mxfp8': Format(1, 32, 32, True),
+}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Emulated:
+  """A quantised weight for devices that do not multiply FP8: the codes times their scales."""
+
+  values: Float[Array, 'N M']
+  format: str = field(metadata={'static': True})
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class BlockScaled:
+  """A quantised weight: e4m3 codes, and for each block the scale that multiplies them; blocks at the edges are ragged."""
+
+  codes: Float8e4m3fn[Array, 'N M']
+  scale: Float32[Array, 'R C']
+  format: str = field(metadata={'static': True})
+
+  def dequantised(self, dtype=jnp.float32) -> Float[Array, 'N M']:
+    """The codes times their scales."""
+    rows, columns, *_ = FORMATS[self.format]
+    return fp8.decast(self.codes, _spread(self.scale, rows, columns, self.codes.shape), dtype)
+
+  def emulated(self, dtype=jnp.float32) -> Emulated:
+    """The same weight for a device without FP8."""
+    return Emulated(self.dequantised(dtype), self.format)
+
+
+def quantise(w: Float[Array, 'N M'], format: str) -> BlockScaled:
+  """The weight's nearest in `format`.
+
+  It is rounded to bfloat16 first: a sampler given float32 weights and one given bfloat16 ones must come to the same codes.
+  """
+  rows, columns, _, pow2 = FORMATS[format]
+  return BlockScaled(*_quantise(w.astype(jnp.bfloat16).astype(jnp.float32), rows, columns, pow2), format)
+
+
+def quantise_groups(x: Float[Array, '*B M'], format: str) -> tuple[Float8e4m3fn[Array, '*B M'], Float32[Array, '*B G']]:
+  """Codes of the activations, and one scale for each token and group."""
+  *lead, M = x.shape
+  _, _, group, pow2 = FORMATS[format]
+  codes, scale = _quantise(x.astype(jnp.float32).reshape(-1, M), 1, group, pow2)
+  return codes.reshape(x.shape), scale.reshape(*lead, -(-M // group))
+
+
+def fake_groups(x: Float[Array, '*B M'], format: str) -> Float[Array, '*B M']:
+  """The activations as `quantise_groups` leaves them, in their own dtype."""
+  codes, scale = quantise_groups(x, format)
+  return fp8.decast(codes, jnp.repeat(scale, FORMATS[format].group, -1)[..., : x.shape[-1]], x.dtype)
+
+
+def block_dot(x: Float[Array, '*B M'], w: BlockScaled) -> Float[Array, '*B N']:
+  """x @ w^T of quantised x and w in x's dtype: y[i, n] = sum_k (sum_m x8[i, m] w8[n, m], m in block k) sx[i, k] sw[n, k].
+
+  Summed in float32 throughout. The definition, on any device; a kernel of FP8 products is to agree with it.
+  """
+  rows, _, group, _ = FORMATS[w.format]
+  N, M = w.codes.shape
+  codes, scale = quantise_groups(x.reshape(-1, M), w.format)
+
+  def blocks(codes):  # [R, M] -> [K, R, group]
+    exact = codes.astype(jnp.bfloat16)  # e4m3 fits into bfloat16, which every device multiplies
+    return jnp.pad(exact, ((0, 0), (0, -M % group))).reshape(len(codes), -1, group).swapaxes(0, 1)
+
+  def add(y, block):
+    x8, w8, sx, sw = block
+    inner = jax.lax.dot_general(x8, w8, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+    return y + inner * sx[:, None] * sw, None
+
+  scale_w = jnp.repeat(w.scale, rows, 0)[:N]
+  y, _ = jax.lax.scan(add, jnp.zeros((len(codes), N)), (blocks(codes), blocks(w.codes), scale.T, scale_w.T))
+  return y.astype(x.dtype).reshape(*x.shape[:-1], N)
+
+
+def _quantise(x, rows, columns, pow2):
+  """[N, M] float32 -> codes [N, M] and scale [ceil(N / rows), ceil(M / columns)]."""
+  N, M = x.shape
+  padded = jnp.pad(x, ((0, -N % rows), (0, -M % columns)))
+  amax = jnp.abs(padded).reshape(-(-N // rows), rows, -(-M // columns), columns).max((1, 3))
+  scale = jnp.maximum(amax, fp8.FLOOR) / fp8.MAX
+  scale = fp8.pow2(scale) if pow2 else scale
+  return fp8.cast(x, _spread(scale, rows, columns, x.shape)), scale
+
+
+def _spread(scale, rows, columns, shape):
+  """Each block's scale at each of its elements."""
+  return jnp.repeat(jnp.repeat(scale, rows, 0), columns, 1)[: shape[0], : shape[1]]

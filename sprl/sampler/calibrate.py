@@ -1,0 +1,113 @@
+"""The scales of an FP8 cache, renewed after every weight update (fp8_rollouts 3).
+
+    trainer        largest |Q|, |K|, |V| of each layer over the batch just trained on, with a margin; prompts before the first
+    running_max    the same, over the last steps
+    first_forward  over the first prompts of the rollout, with fixed headroom
+    unit           1
+
+What is found belongs to one version of the weights. It is kept as plain numbers, for a checkpoint to hold and a resumed run
+to go on with.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from sprl.cache.plan import CachePlan
+from sprl.cache.scales import FIRST_FORWARD, CalibratingMemory, Scales, from_amax, percentile, rotated_biases, with_margin
+from sprl.models import transformer
+from sprl.models.memory import CausalMemory
+from sprl.models.transformer import Params
+from sprl.settings import Quant
+
+UNSEEN = 2.0  # an FP8 number's error does not depend on the scale, so that headroom costs nothing (fp8_rollouts 3)
+
+
+@runtime_checkable
+class PackedRows(Protocol):
+  """What is looked at of a training batch (learner.packing.TrainBatch)."""
+
+  tokens: Int[Array, 'A R T']
+  positions: Int[Array, 'A R T']
+  segments: Int[Array, 'A R T']
+  prefixes: Int[Array, 'A R T']
+  used: Int[Array, '']
+
+
+History = tuple[Float[np.ndarray, '3 L'], ...]  # largest |Q|, |K|, |V| of each layer, of the latest look last
+
+
+@partial(jax.jit, static_argnames=('graphdef', 'plan'))
+def amax(
+  graphdef: nnx.GraphDef,
+  plan: CachePlan,
+  params: Params,
+  tokens: Int[Array, 'A R T'],
+  positions: Int[Array, 'A R T'],
+  segments: Int[Array, 'A R T'],
+  prefixes: Int[Array, 'A R T'],
+  used: Int[Array, ''],
+) -> Float[Array, '3 L']:
+  """The 99.9th percentile over the first `used` microbatches of packed rows of their largest |Q|, |K| and |V|."""
+
+  def body(i, found):
+    bias = None
+    if plan.key_bias:
+      biases = tuple(layer['attention']['k']['bias'] for layer in transformer.layers(params))
+      bias = rotated_biases(biases, positions[i], plan.head_dim, plan.rope)
+    inner = CausalMemory.of(segments[i], prefixes[i])
+    memory = CalibratingMemory.around(inner, plan.layers, (segments[i] > 0).astype(jnp.float32), bias)
+    _, memory = transformer.forward(graphdef, params, tokens[i], positions[i], memory, plan.dtype)
+    return found.at[i].set(memory.amax)
+
+  found = jax.lax.fori_loop(0, used, body, jnp.zeros((tokens.shape[0], 3, plan.layers)))
+  found = percentile(found, used)
+  # Held without their rotation, keys have coordinates up to sqrt(2) of those that are looked at here.
+  return found.at[1].mul(2**0.5) if plan.settings.positions == 'in_cache' else found
+
+
+def amax_of_prompts(
+  graphdef: nnx.GraphDef, plan: CachePlan, params: Params, prompts: Sequence[Int[np.ndarray, ' _']], rows: int, quant: Quant
+) -> Float[Array, '3 L']:
+  """The same over the first `rows` of these prompts, each alone in its row.
+
+  With room for completions, which prompts do not show, where the mode brings none of its own.
+  """
+  T = plan.prompt
+  tokens, segments = (np.zeros((1, rows, T), np.int32) for _ in range(2))
+  for row, prompt in enumerate(prompts[:rows]):
+    tokens[0, row, : len(prompt)], segments[0, row, : len(prompt)] = prompt, 1
+  positions = np.broadcast_to(np.arange(T, dtype=np.int32), tokens.shape)
+  arrays = map(jnp.asarray, (tokens, positions, segments, np.zeros_like(tokens)))
+  found = amax(graphdef, plan, params, *arrays, jnp.int32(1))
+  return found if quant.kv_scale == 'first_forward' else found * UNSEEN
+
+
+def amax_of_batch(graphdef: nnx.GraphDef, plan: CachePlan, params: Params, batch: PackedRows, limit: int) -> Float[Array, '3 L']:
+  """The same over a training batch; of its microbatches the first `limit`, 0: all."""
+  used = jnp.minimum(batch.used, jax.device_put(jnp.int32(limit))) if limit else batch.used
+  return amax(graphdef, plan, params, batch.tokens, batch.positions, batch.segments, batch.prefixes, used)
+
+
+def remembered(history: History, found: Float[Array | np.ndarray, '3 L'], quant: Quant) -> History:
+  """The history with what was just found; only running_max looks further back.
+
+  Raises ValueError where that is not finite: the weights it was found with are broken, and have no scales.
+  """
+  if not np.all(np.isfinite(found)):
+    raise ValueError('queries, keys or values are not finite: no scales can be found for the FP8 cache')
+  return (*history, np.asarray(found))[-(quant.kv_history if quant.kv_scale == 'running_max' else 1) :]
+
+
+def scales(history: History, quant: Quant, layers: int) -> Scales:
+  """The scales that follow from what was found."""
+  if quant.kv_scale == 'unit' or not history:
+    return from_amax(np.zeros((3, layers), np.float32), (1.0, 1.0, 1.0))
+  largest = np.max(history, axis=0)
+  return from_amax(largest, FIRST_FORWARD if quant.kv_scale == 'first_forward' else with_margin(quant.kv_margin))

@@ -1,0 +1,65 @@
+"""The plan: sizes as the spec has them, and what it refuses before anything is compiled."""
+
+import logging
+
+import pytest
+
+from sprl.cache.plan import cache_plan
+from sprl.models.config import tiny
+from sprl.settings import Cache, Quant, SettingsError
+
+
+def plan(cache=Cache(), quant=Quant(), prompt=300, completion=4096, family='qwen3', dtype='bfloat16'):  # noqa: B008
+  return cache_plan(tiny(family), cache, quant, prompt, completion, dtype)
+
+
+def test_a_sparse_cache_has_the_larger_of_prompt_and_budget_and_one_interval_of_slots():
+  assert plan(Cache(budget=512)).slots(0) == 512 + 128
+  assert plan(Cache(budget=64)).slots(0) == 300 + 128
+  assert plan().slots(0) == 300 + 4096
+  assert plan(Cache(budget=512), completion=100).slots(0) == 400  # no row can need more
+
+
+def test_layers_that_are_kept_dense_have_room_for_everything():
+  sparse = plan(Cache(budget=64, dense_layers=1))
+  assert [sparse.slots(0), sparse.slots(1)] == [4396, 428]
+  assert [sparse.evicts(0), sparse.evicts(1)] == [False, True]
+
+
+def test_bytes_are_those_of_the_keys_and_values():
+  # 2 layers, 2 kv heads of 24: 2 x 2 x 2 x 24 numbers a token
+  assert plan().bytes(5) == 5 * 4396 * 192 * 2
+  assert plan(Cache(budget=64), Quant(sampler='kv8')).bytes(5) == 5 * 428 * 192
+  assert plan(Cache(budget=64), Quant(sampler='kv8')).dense_bytes(5) == 5 * 4396 * 192 * 2
+  assert plan(Cache(budget=64), Quant(sampler='w8a8')).bytes(5) == 5 * 428 * 192 * 2
+
+
+def test_only_biased_keys_have_their_bias_kept_apart():
+  assert plan(quant=Quant(sampler='kv8'), family='qwen2').key_bias
+  assert not plan(quant=Quant(sampler='kv8'), family='qwen3').key_bias
+  assert not plan(quant=Quant(sampler='w8a8'), family='qwen2').key_bias
+  assert not plan(quant=Quant(sampler='kv8', key_bias=False), family='qwen2').key_bias
+
+
+@pytest.mark.parametrize(
+  ('cache', 'words'),
+  [
+    (Cache(budget=8), ('config.cache.budget = 8', 'more than 8', 'window of 8')),
+    (Cache(budget=16, method='gkv'), ('config.cache.budget = 16', 'more than 16')),
+    (Cache(budget=12, method='streaming'), ('config.cache.budget = 12', 'more than 12', '4 sinks')),
+    (Cache(budget=512, window=301), ('config.cache.window = 301', 'at most 300', 'prompt bucket')),
+    (Cache(budget=64, dense_layers=2), ('config.cache.dense_layers = 2', 'fewer than the 2 layers')),
+  ],
+)
+def test_a_budget_without_room_is_refused_by_name(cache, words):
+  with pytest.raises(SettingsError) as error:
+    plan(cache)
+  assert all(word in str(error.value) for word in words), error.value
+
+
+def test_a_budget_that_never_evicts_is_warned_of(caplog):
+  with caplog.at_level(logging.WARNING):
+    plan(Cache(budget=399), completion=100)
+    assert not caplog.records
+    plan(Cache(budget=400), completion=100)
+  assert 'config.cache.budget = 400 never evicts' in caplog.text

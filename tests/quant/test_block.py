@@ -1,0 +1,200 @@
+"""Block-wise quantisation and its product, against loops over blocks in numpy."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from sprl.quant import fp8
+from sprl.quant.block import BlockScaled, block_dot, fake_groups, quantise, quantise_groups
+
+E4M3 = ml_dtypes.float8_e4m3fn
+LAYOUT = {'float32': (128, 128, False), 'pow2': (128, 128, True), 'mxfp8': (1, 32, True)}  # rows, columns, power of two
+
+
+def oracle(x, rows, columns, pow2):
+  """Codes as float64 and scales of x [N, M], block by block."""
+  N, M = x.shape
+  codes, scale = np.zeros(x.shape), np.zeros((-(-N // rows), -(-M // columns)))
+  for i in range(scale.shape[0]):
+    for j in range(scale.shape[1]):
+      block = np.s_[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
+      s = max(np.abs(x[block]).max(), 1e-10) / 448
+      scale[i, j] = s = np.float32(2 ** np.ceil(np.log2(s)) if pow2 else s)
+      codes[block] = np.clip(x[block].astype(np.float32) / np.float32(s), -448, 448).astype(E4M3)
+  return codes, scale
+
+
+def spread(codes, scale, rows, columns):
+  """The values that codes and scales stand for."""
+  out = np.zeros(codes.shape)
+  for i in range(codes.shape[0]):
+    for j in range(codes.shape[1]):
+      out[i, j] = codes[i, j] * scale[i // rows, j // columns]
+  return out
+
+
+def half(x):
+  return np.asarray(x).astype(ml_dtypes.bfloat16).astype(np.float64)
+
+
+def normal(*shape, seed=0, scale=1.0):
+  return (scale * np.random.default_rng(seed).normal(size=shape)).astype(np.float32)
+
+
+def error(x, reference):
+  return np.linalg.norm(np.asarray(x, np.float64) - reference) / np.linalg.norm(reference)
+
+
+@pytest.mark.parametrize('shape', [(128, 128), (256, 384), (200, 300), (5, 7), (130, 31)])
+@pytest.mark.parametrize('format', LAYOUT)
+def test_weights(format, shape):
+  w = normal(*shape, scale=0.02)
+  rows, columns, pow2 = LAYOUT[format]
+  q = jax.jit(quantise, static_argnums=1)(jnp.asarray(w), format)
+  codes, scale = oracle(half(w), rows, columns, pow2)
+  assert (q.codes.dtype, q.scale.dtype, q.codes.shape) == (jnp.float8_e4m3fn, jnp.float32, shape)
+  np.testing.assert_allclose(q.scale, scale, rtol=0 if pow2 else 2e-7)  # XLA multiplies by 1 / 448 where numpy divides
+  assert (np.asarray(q.codes, np.float64) != codes).mean() <= (0 if pow2 else 1e-4)
+  values = spread(np.asarray(q.codes, np.float64), np.asarray(q.scale, np.float64), rows, columns)
+  np.testing.assert_allclose(q.dequantised(), values, rtol=1e-7)
+  np.testing.assert_array_equal(q.emulated(jnp.bfloat16).values, q.dequantised(jnp.bfloat16))
+
+
+@pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize('shape', [(256,), (3, 200), (2, 3, 31)])
+@pytest.mark.parametrize('format', LAYOUT)
+def test_activations(format, shape, dtype):
+  x = jnp.asarray(normal(*shape), dtype)
+  _, group, pow2 = LAYOUT[format]
+  codes, scale = quantise_groups(x, format)
+  expected, scales = oracle(np.asarray(x, np.float64).reshape(-1, shape[-1]), 1, group, pow2)
+  assert codes.shape == shape
+  np.testing.assert_allclose(scale.reshape(scales.shape), scales, rtol=0 if pow2 else 2e-7)
+  assert (np.asarray(codes, np.float64).reshape(expected.shape) != expected).mean() <= (0 if pow2 else 1e-3)
+  back = fake_groups(x, format)
+  assert back.dtype == dtype
+  values = spread(np.asarray(codes, np.float64).reshape(expected.shape), np.asarray(scale).reshape(scales.shape), 1, group)
+  np.testing.assert_allclose(
+    np.asarray(back, np.float64).reshape(values.shape), values, rtol=1e-7 if dtype == jnp.float32 else 2**-8
+  )
+
+
+@pytest.mark.parametrize('format', LAYOUT)
+def test_float32_weights_and_their_bfloat16_rounding_have_the_same_codes(format):
+  w = jnp.asarray(normal(200, 300, scale=0.02))
+  a, b = quantise(w, format), quantise(w.astype(jnp.bfloat16), format)
+  np.testing.assert_array_equal(np.asarray(a.codes).view(np.uint8), np.asarray(b.codes).view(np.uint8))
+  np.testing.assert_array_equal(a.scale, b.scale)
+
+
+def test_float32_activations_are_not_rounded_to_bfloat16():
+  x = jnp.asarray([[448.0, 1 + 2.0**-4 + 2.0**-12]])  # a little above the tie of 1 and 1.125
+  np.testing.assert_array_equal(fake_groups(x, 'pow2'), [[448, 1.125]])
+
+
+@pytest.mark.parametrize(('format', 'expected'), [('float32', 0.02642), ('pow2', 0.0265), ('mxfp8', 0.0265)])
+def test_round_trip_error_of_weights(format, expected):
+  w = half(normal(1024, 1024, scale=0.02))
+  assert error(quantise(jnp.asarray(w, jnp.float32), format).dequantised(), w) == pytest.approx(expected, abs=2e-4)
+
+
+@pytest.mark.parametrize(('format', 'expected'), [('float32', 0.02569), ('pow2', 0.0265), ('mxfp8', 0.0265)])
+def test_round_trip_error_of_activations(format, expected):
+  x = normal(256, 1024)
+  assert error(fake_groups(jnp.asarray(x), format), x) == pytest.approx(expected, abs=2e-4)
+
+
+def test_round_trip_error_of_groups_of_32_with_float32_scales():
+  x = normal(1024, 32)
+  back = fp8.fake(jnp.asarray(x), jnp.asarray(np.abs(x).max(1, keepdims=True) / 448))
+  assert error(back, x) == pytest.approx(0.02396, abs=3e-4)
+
+
+@pytest.mark.parametrize(('outlier', 'tensor', 'block'), [(1e2, 0.0265, 0.0264), (1e4, 0.046, 0.0264), (1e5, 0.456, 0.0264)])
+def test_only_huge_outliers_tell_granularities_apart(outlier, tensor, block):
+  w = normal(512, 512, scale=0.02)
+  w[:, 7] *= outlier
+  w = half(w).astype(np.float32)
+  rest = np.s_[:, 128:]  # the blocks without the outlying column
+  assert error(fp8.fake(jnp.asarray(w), float(np.abs(w).max() / 448))[rest], w[rest]) == pytest.approx(tensor, rel=0.05)
+  assert error(quantise(jnp.asarray(w), 'float32').dequantised()[rest], w[rest]) == pytest.approx(block, abs=2e-4)
+
+
+@pytest.mark.parametrize('format', LAYOUT)
+def test_blocks_of_zeros_come_back_as_zeros(format):
+  zeros = jnp.zeros((130, 260))
+  q = quantise(zeros, format)
+  assert (q.scale > 0).all()
+  np.testing.assert_array_equal(q.dequantised(), zeros)
+  np.testing.assert_array_equal(fake_groups(zeros, format), zeros)
+  np.testing.assert_array_equal(block_dot(zeros, q), jnp.zeros((130, 130)))
+
+
+@pytest.mark.parametrize('format', LAYOUT)
+def test_denormals_come_back_as_zeros(format):
+  np.testing.assert_array_equal(quantise(jnp.full((3, 5), 1e-40), format).dequantised(), jnp.zeros((3, 5)))
+
+
+@pytest.mark.parametrize('format', LAYOUT)
+def test_a_largest_value_of_448_has_scale_one(format):
+  w = np.full((4, 32), 0.5, np.float32)
+  w[:, 0] = -448
+  q = quantise(jnp.asarray(w), format)
+  np.testing.assert_array_equal(q.scale, np.ones_like(q.scale))
+  np.testing.assert_array_equal(q.dequantised(), w)
+
+
+@pytest.mark.parametrize('format', ['pow2', 'mxfp8'])
+def test_power_of_two_scales_are_rounded_up(format):
+  top = np.ldexp(np.float32(448), np.arange(-20, 12))
+  x = np.stack([top, np.nextafter(top, np.float32(np.inf)), np.nextafter(top, np.float32(0))]).reshape(-1, 1)
+  codes, scale = quantise_groups(jnp.asarray(x), format)
+  np.testing.assert_array_equal(scale[32:64], 2 * scale[:32])  # the least above 448 needs the next scale
+  assert not fp8.saturated(jnp.asarray(x), scale).any()
+  np.testing.assert_array_equal(np.asarray(codes, np.float32)[:, 0], np.repeat(np.float32([448, 224, 448]), 32))
+
+
+def test_what_is_not_finite_stays_visible():
+  w = np.ones((4, 64), np.float32)
+  w[0, 0], w[1, 40] = np.nan, np.inf
+  for format in LAYOUT:
+    values = np.asarray(quantise(jnp.asarray(w), format).dequantised())
+    assert not np.isfinite(values[0, 0])
+    assert not np.isfinite(values[1, 40])
+
+
+@pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize('format', LAYOUT)
+def test_product_is_the_contract(format, dtype):
+  rows, group, _ = LAYOUT[format]
+  x, w = jnp.asarray(normal(2, 5, 200), dtype), quantise(jnp.asarray(normal(150, 200, seed=1, scale=0.02)), format)
+  codes, scale = (np.asarray(a, np.float64).reshape(10, -1) for a in quantise_groups(x, format))
+  weights, scale_w = np.asarray(w.codes, np.float64), np.asarray(w.scale, np.float64)
+  expected = np.zeros((10, 150))
+  for n in range(150):
+    for k in range(-(-200 // group)):
+      inner = codes[:, k * group : (k + 1) * group] @ weights[n, k * group : (k + 1) * group]
+      expected[:, n] += inner * scale[:, k] * scale_w[n // rows, k]
+  y = jax.jit(block_dot)(x, w)
+  assert (y.dtype, y.shape) == (dtype, (2, 5, 150))
+  tolerance = 1e-6 if dtype == jnp.float32 else 2**-8
+  np.testing.assert_allclose(np.asarray(y, np.float64).reshape(10, 150), expected, rtol=tolerance, atol=1e-6)
+  plain = np.asarray(fake_groups(x.astype(jnp.float32), format)).reshape(10, 200) @ np.asarray(w.dequantised()).T
+  np.testing.assert_allclose(plain, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_error_of_a_product():
+  x, w = normal(256, 1024), half(normal(1024, 1024, seed=1, scale=0.02))
+  y = block_dot(jnp.asarray(x), quantise(jnp.asarray(w, jnp.float32), 'float32'))
+  assert error(y, x.astype(np.float64) @ w.T) == pytest.approx(0.037, abs=1e-3)
+
+
+def test_a_quantised_weight_is_a_tree_of_its_arrays():
+  q = quantise(jnp.ones((4, 32)), 'mxfp8')
+  leaves, tree = jax.tree.flatten(q)
+  assert [leaf.dtype for leaf in leaves] == [jnp.float8_e4m3fn, jnp.float32]
+  again = jax.tree.unflatten(tree, leaves)
+  assert isinstance(again, BlockScaled)
+  assert again.format == 'mxfp8'

@@ -1,0 +1,134 @@
+"""Weights as served: what is FP8 and what is not, and that a broken sync does not go unnoticed."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small
+
+from sprl.models import transformer
+from sprl.models.memory import CausalMemory
+from sprl.quant.block import BlockScaled, Emulated, quantise
+from sprl.sampler.served import Served, codes_changed, quantised_linears, self_check, serve
+from sprl.settings import Quant
+
+FLOAT32 = jnp.dtype('float32')
+W8A8 = Quant(sampler='w8a8')
+LINEARS = {'attention': 'qkvo', 'mlp': ('gate', 'up', 'down')}
+
+
+@pytest.fixture(scope='module')
+def params():
+  return small.model('qwen2', num_hidden_layers=3)[1]
+
+
+def formats(served):
+  """The names of the quantised weights of each layer, and all other weights' paths."""
+  found = [
+    {
+      name
+      for block, names in LINEARS.items()
+      for name in names
+      if isinstance(layer[block][name]['kernel'], BlockScaled | Emulated)
+    }
+    for layer in transformer.layers(served.params)
+  ]
+  leaves = jax.tree_util.tree_leaves_with_path(served.params, is_leaf=lambda w: isinstance(w, BlockScaled | Emulated))
+  return found, [w for _, w in leaves if not isinstance(w, BlockScaled | Emulated)]
+
+
+@pytest.mark.parametrize('native', [True, False])
+def test_the_linears_of_the_layers_are_fp8_and_nothing_else(params, native):
+  found, others = formats(serve(params, FLOAT32, W8A8, native))
+  assert found == [{*'qkvo', 'gate', 'up', 'down'}] * 3
+  assert all(w.dtype == FLOAT32 for w in others)  # embedding, head, norms, biases
+
+
+def test_layers_and_names_can_be_spared(params):
+  quant = Quant(sampler='w8a8_kv8', skip_first_layers=1, skip_last_layers=1, skip_names=('o', 'down'))
+  found, _ = formats(serve(params, FLOAT32, quant))
+  assert found == [set(), {'q', 'k', 'v', 'gate', 'up'}, set()]
+  assert len(quantised_linears(params, quant)) == 5
+
+
+def test_only_w8a8_quantises_linears(params):
+  for sampler in ('bf16', 'kv8'):
+    assert formats(serve(params, FLOAT32, Quant(sampler=sampler)))[0] == [set()] * 3
+
+
+def test_native_and_emulated_weights_give_the_same_hidden_states(params):
+  config, _ = small.model('qwen2', num_hidden_layers=3)
+  tokens = jnp.asarray(np.random.default_rng(0).integers(0, 259, (2, 9)))
+  positions = jnp.broadcast_to(jnp.arange(9), (2, 9))
+
+  def hidden(served):
+    memory = CausalMemory.of(jnp.ones((2, 9), jnp.int32))
+    return transformer.forward(transformer.graph(config), served.params, tokens, positions, memory)[0]
+
+  native, emulated, plain = (
+    hidden(s) for s in (serve(params, FLOAT32, W8A8, True), serve(params, FLOAT32, W8A8), serve(params, FLOAT32))
+  )
+  assert np.linalg.norm(native - plain) / np.linalg.norm(plain) > 0.01  # it is FP8
+  # an activation that rounds to the other of two codes moves a product by an FP8 step, so not to the last digit
+  assert np.linalg.norm(native - emulated) / np.linalg.norm(plain) < 0.01
+
+
+def test_the_self_check_is_content_with_what_serve_makes(params):
+  for native in (True, False):
+    assert self_check(params, serve(params, FLOAT32, W8A8, native), FLOAT32, W8A8) == []
+  assert self_check(params, serve(params, FLOAT32), FLOAT32, Quant()) == []
+
+
+def broken(served, name, change):
+  """The weights with one leaf of the first layer changed."""
+  layer = served.params['layers'][0]
+  attention = {**layer['attention'], name: {**layer['attention'][name], 'kernel': change(layer['attention'][name]['kernel'])}}
+  return served._replace(params={**served.params, 'layers': {**served.params['layers'], 0: {**layer, 'attention': attention}}})
+
+
+def test_the_self_check_names_what_is_broken(params):
+  served = serve(params, FLOAT32, W8A8)
+  kernel = params['layers'][0]['attention']['k']['kernel']
+  (left,) = self_check(params, broken(served, 'k', lambda w: kernel), FLOAT32, W8A8)
+  assert "['k']['kernel']: not quantised" in left
+  (extra,) = self_check(
+    params, serve(params, FLOAT32, W8A8), FLOAT32, Quant(sampler='w8a8', skip_names=('v',), skip_last_layers=2)
+  )[:1]
+  assert 'quantised, against config.quant' in extra
+  (poisoned,) = self_check(
+    params, broken(served, 'q', lambda w: Emulated(w.values.at[0, 0].set(jnp.nan), w.format)), FLOAT32, W8A8
+  )
+  assert poisoned == 'a served weight is not finite'
+  stale = broken(served, 'k', lambda w: quantise(jnp.flip(kernel, 0), 'float32').emulated())
+  (off,) = self_check(params, stale, FLOAT32, W8A8)
+  assert "['k']['kernel']: its FP8 product is off by" in off
+  narrow = Served({**served.params, 'embed': served.params['embed'].astype(jnp.bfloat16)})
+  (dtype,) = self_check(params, narrow, FLOAT32, W8A8)
+  assert dtype == "['embed']: bfloat16, expected float32"
+
+
+def test_every_buffer_of_a_sync_is_new(params):
+  """Poison what was served before: nothing of it may be left (spec fp8_rollouts 10.11)."""
+  before = jax.tree.map(lambda w: jnp.full(w.shape, jnp.nan, w.dtype), serve(params, FLOAT32, W8A8, True))
+  after = serve(params, FLOAT32, W8A8, True)
+  jax.tree.map(lambda w: np.testing.assert_(bool(jnp.all(jnp.isfinite(w.astype(jnp.float32))))), after.params)
+  assert all(bool(jnp.any(jnp.isnan(w.astype(jnp.float32)))) for w in jax.tree.leaves(before.params))
+
+
+def test_small_steps_change_few_codes(params):
+  """Spec 2.6: a step of 1e-6 a weight (sigma 0.02) changes 0.24 to 0.5 % of the codes, 1e-5 2 to 3 %, 1e-4 about 18 %."""
+  rng = np.random.default_rng(0)
+  w = rng.normal(0, 0.02, (512, 512)).astype(np.float32)
+  codes = {'w': quantise(jnp.asarray(w), 'float32').codes}
+  assert codes_changed(codes, codes) == 0
+  for step, (low, high) in {1e-6: (0.0015, 0.006), 1e-5: (0.015, 0.035), 1e-4: (0.15, 0.21)}.items():
+    moved = w + step * rng.choice([-1, 1], w.shape)
+    changed = float(codes_changed(codes, {'w': quantise(jnp.asarray(moved, jnp.float32), 'float32').codes}))
+    assert low < changed < high, (step, changed)
+
+
+def test_the_probe_is_the_middle_layer(params):
+  probe = serve(params, FLOAT32, W8A8).probe
+  assert set(probe) == {*'qkvo', 'gate', 'up', 'down'}
+  expected = quantise(params['layers'][1]['mlp']['up']['kernel'], 'float32').codes
+  np.testing.assert_array_equal(probe['up'].astype(jnp.float32), expected.astype(jnp.float32))
