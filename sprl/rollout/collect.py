@@ -36,8 +36,8 @@ def requests(problems: Sequence[Problem], tokenizer: Tokenizer, group: int, max_
 def check_lengths(problems: Sequence[Problem], tokenizer: Tokenizer, max_prompt: int) -> None:
   """Raises SettingsError where a prompt is longer than `config.sampling.max_prompt`, naming the longest."""
   lengths = [len(encode(problem, tokenizer)) for problem in problems]
-  longest = int(np.argmax(lengths))
-  if lengths[longest] > max_prompt:
+  longest = int(np.argmax(lengths)) if lengths else 0
+  if lengths and lengths[longest] > max_prompt:
     over = sum(length > max_prompt for length in lengths)
     raise SettingsError(
       f'config.sampling.max_prompt = {max_prompt}: {over} of {len(lengths)} prompts are longer; expected at least '

@@ -1,0 +1,194 @@
+"""Do rollouts with a small cache train as well as dense ones, and what becomes of training without the correction?
+
+    python benchmarks/stability.py --folder FOLDER --save       # results/stability.json and results/stability.png
+    python benchmarks/stability.py --draw                       # the picture again, from the saved result
+
+Trains by GRPO once an arm of Sparse-RL (config.arm) and seed, as `sprl.main` would, on one of two tasks:
+
+    sums           SmolLM2-135M-Instruct on the quickstart's one-digit sums, with an unquantised sampler
+    progressions   a small warm-started model on arithmetic progressions (benchmarks/progressions.py)
+
+Every trained model is then evaluated twice: with a dense, unquantised sampler, and with the sparse arms' sampler. FOLDER keeps
+the runs: the same command goes on where it was interrupted.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from common import ROOT, report
+from matplotlib.figure import Figure
+from progressions import write_model, write_problems
+
+from sprl.io.metrics import read_metrics, series
+
+ARMS = ('dense', 'naive', 'sparse_rl', 'sparse_rl_code', 'learner_mask')
+CURVES = {
+  'reward/mean': 'sampled reward',
+  'rollout_corr/k3_kl': 'k3 KL, sampler to learner',
+  'sparse/veto_fraction': 'sequences beyond the veto',
+  'sparse/agreement_p05': 'agreement, 5th percentile',
+}
+TASKS = {
+  'sums': ('configs/quickstart.py', '--config.quant.sampler=bf16', '--config.rollout.filter_equal=False'),
+  'progressions': ('benchmarks/stability_config.py:{folder}',),
+}
+LAST = 10  # steps at the end of a run that its figures are the mean of
+COLLAPSED = 0.5  # a run has collapsed that ends below this share of its best mean over LAST steps
+
+
+def main():
+  """Arguments to a report."""
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument('--task', choices=TASKS, default='sums')
+  parser.add_argument('--folder', type=Path, default=Path('runs/stability'))
+  parser.add_argument('--arms', default=','.join(ARMS))
+  parser.add_argument('--seeds', default='0,1,2')
+  parser.add_argument('--steps', type=int, default=30)
+  parser.add_argument('--warm-steps', type=int, default=350, help='of progressions')
+  parser.add_argument('--budget', type=int, default=20)
+  parser.add_argument(
+    '--save', nargs='?', const='stability', default='', metavar='NAME', help='write benchmarks/results/NAME.json'
+  )
+  parser.add_argument('--draw', nargs='?', const='stability', default='', metavar='NAME', help='only draw what was saved')
+  parser.add_argument('flags', nargs='*', help='more flags for sprl.main, after --')
+  args = parser.parse_args()
+  if args.draw:
+    return draw(args.draw)
+  if args.task == 'progressions':
+    prepare(args.folder.absolute(), args.warm_steps)
+  arms, seeds = args.arms.split(','), args.seeds.split(',')
+  runs = {arm: [run(args, arm, seed) for seed in seeds] for arm in arms}
+  rows = [row(arm, results) for arm, results in runs.items()]
+  report(
+    args.save or 'stability', rows, {'task': args.task, 'budget': args.budget, 'steps': args.steps, 'runs': runs}, bool(args.save)
+  )
+  if args.save:
+    draw(args.save)
+
+
+def prepare(folder: Path, warm_steps: int) -> None:
+  """Problems, and the model that all runs start from; what is there already is kept."""
+  if not (folder / 'model').exists():
+    write_problems(folder, 15_000, 200, 0)
+    write_model(folder / 'model')
+  if not (folder / 'warm').exists():
+    command(
+      'warmstart', *config('progressions', folder), f'--config.model.path={folder / "model"}', f'--out={folder / "warm"}',
+      f'--steps={warm_steps}', '--batch=64', '--learning_rate=2e-3',
+    )  # fmt: skip
+
+
+def run(args: argparse.Namespace, arm: str, seed: str) -> dict[str, Any]:
+  """One run: its curves, the step at which a sentinel stopped it, and what its last weights answer densely and sparsely."""
+  folder = args.folder.absolute()
+  workdir = folder / f'{args.task}-{arm}-{args.budget}-{seed}'
+  print(f'--- {arm}, seed {seed}', file=sys.stderr)
+  status = command(
+    'main', *config(args.task, folder), f'--workdir={workdir}', f'--config.seed={seed}', f'--config.arm={arm}',
+    f'--config.cache.budget={args.budget}', f'--config.steps={args.steps}', *args.flags,
+    accepted=(0, 1),  # 1: a sentinel stopped it, which is a result
+  )  # fmt: skip
+  records = read_metrics(workdir)
+  steps = len(series(records, 'reward/mean')[0])
+  result = {'stopped': None if status == 0 else steps, 'curves': {name: series(records, name)[1].tolist() for name in CURVES}}
+  if status == 0:
+    result |= {f'{memory} evaluation': evaluation(args, workdir, memory) for memory in ('dense', 'sampler')}
+  return result
+
+
+def evaluation(args: argparse.Namespace, workdir: Path, memory: str) -> float:
+  """Mean reward of the last weights on the held-out problems, sampled at temperature 1.
+
+  The dense arm's export is evaluated under the cache of the sparse arms, which its own settings do not have.
+  """
+  exported = workdir / 'export'
+  if not exported.exists():
+    command('export', f'--workdir={workdir}', f'--out={exported}')
+  judged = workdir.with_name(workdir.name + f'-{memory}')
+  command(
+    'main', *config(args.task, args.folder.absolute()), f'--workdir={judged}', '--config.steps=0', '--config.export=False',
+    f'--config.model.path={exported}', f'--config.cache.budget={args.budget}', '--config.eval.problems=128',
+    f'--config.eval.memory={memory}', '--config.eval.temperature=1.0',
+  )  # fmt: skip
+  return float(series(read_metrics(judged), 'eval/avg@k')[1][-1])
+
+
+def config(task: str, folder: Path) -> list[str]:
+  """The flags that name a task's run."""
+  file, *flags = TASKS[task]
+  return [f'--config={ROOT / file.format(folder=folder)}', *flags]
+
+
+def command(module: str, *flags: str, accepted: tuple[int, ...] = (0,)) -> int:
+  """`python -m sprl.MODULE FLAGS`; an exit status that is not accepted ends the benchmark."""
+  done = subprocess.run([sys.executable, '-m', f'sprl.{module}', *flags], cwd=ROOT, stdout=sys.stderr)
+  if done.returncode not in accepted:
+    raise SystemExit(done.returncode)
+  return done.returncode
+
+
+def row(arm: str, results: list[dict[str, Any]]) -> dict[str, Any]:
+  """A line of the table: means over seeds of the last steps, and of both evaluations."""
+
+  def last(name: str) -> list[float]:
+    return [float(np.mean(result['curves'][name][-LAST:])) for result in results]
+
+  def best(result: dict[str, Any]) -> float:
+    return float(np.max(np.convolve(result['curves']['reward/mean'], np.ones(LAST) / LAST, 'valid')))
+
+  reward = last('reward/mean')
+  collapsed = sum(end < COLLAPSED * best(result) or result['stopped'] is not None for end, result in zip(reward, results))
+  judged = {
+    f'evaluated, {name}': float(np.mean(values)) if (values := [r[key] for r in results if key in r]) else None
+    for name, key in (('dense', 'dense evaluation'), ('sparse', 'sampler evaluation'))
+  }
+  return {
+    'arm': arm,
+    'first reward': float(np.mean([result['curves']['reward/mean'][0] for result in results])),
+    'last reward': float(np.mean(reward)),
+    'std over seeds': float(np.std(reward, ddof=1)) if len(reward) > 1 else None,
+    **judged,
+    'k3': float(np.mean(last('rollout_corr/k3_kl'))),
+    'veto': float(np.mean(last('sparse/veto_fraction'))),
+    'agreement p05': float(np.mean(last('sparse/agreement_p05'))),
+    'collapsed': f'{collapsed} of {len(results)}',
+  }
+
+
+def draw(name: str) -> None:
+  """results/NAME.png: each curve against steps, an arm a colour, the mean over seeds with all seeds behind it."""
+  results = ROOT / 'benchmarks' / 'results'
+  saved = json.loads((results / f'{name}.json').read_text())['result']
+  figure = Figure(figsize=(10, 6.4), layout='constrained')
+  panels = figure.subplots(2, 2, sharex=True).flat
+  colours = ('#222222', '#c8642a', '#1f5fa8', '#3b8f4d', '#7b5ea7')
+  for axes, (curve, label) in zip(panels, CURVES.items()):
+    for colour, (arm, runs) in zip(colours, saved['runs'].items()):
+      length = max(len(each['curves'][curve]) for each in runs)
+      values = np.full((len(runs), length), np.nan)
+      for i, each in enumerate(runs):
+        values[i, : len(each['curves'][curve])] = each['curves'][curve]
+      smooth = np.array([np.convolve(np.nan_to_num(v), np.ones(5) / 5, 'valid') for v in values])
+      steps = np.arange(5, length + 1)
+      axes.plot(steps, smooth.T, color=colour, alpha=0.25, linewidth=0.8)
+      axes.plot(steps, smooth.mean(axis=0), color=colour, linewidth=2, label=arm)
+    axes.set_title(label, loc='left', fontsize=10)
+    if curve == 'rollout_corr/k3_kl':
+      axes.set_yscale('log')
+    axes.spines[['top', 'right']].set_visible(False)
+  for axes in figure.axes[2:]:
+    axes.set_xlabel('step')
+  figure.axes[0].legend(frameon=False, fontsize=9)
+  figure.suptitle(
+    f'Arms of Sparse-RL on {saved["task"]}, budget {saved["budget"]}: 5-step means, each seed and their mean', x=0.02, ha='left'
+  )
+  figure.savefig(results / f'{name}.png', dpi=110)
+
+
+if __name__ == '__main__':
+  main()

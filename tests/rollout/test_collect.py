@@ -1,0 +1,58 @@
+"""What a batch of rollouts says of itself, by hand; and prompts that are too long."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import small
+
+from sprl.cache.plan import cache_plan
+from sprl.io.tokenizer import Tokenizer, write_tiny
+from sprl.models.config import tiny
+from sprl.rollout import collect
+from sprl.settings import Cache, Quant, SettingsError
+from sprl.tasks.problems import Problem
+
+
+def plan(**changes):
+  return cache_plan(tiny('llama'), Cache(**changes), Quant(sampler='kv8'), 6, 4, 'bfloat16')
+
+
+def test_savings_are_those_of_what_was_kept_and_of_what_was_allocated():
+  first, second = small.rollouts([(3, 2)], (6,))
+  # what a dense cache attends to when a token is drawn: all the tokens before it
+  assert first.kept[first.mask].tolist() == [6, 7, 8]
+  sparse = dataclasses.replace(first, kept=np.where(first.mask, [0] * 6 + [6, 5, 5], 0).astype(np.int32), saturated=32)
+  found = collect.metrics([sparse, second], plan(budget=5, interval=1, window=2), 3)
+  assert found['sparse/kept_mean'] == pytest.approx((6 + 5 + 5 + 6 + 7) / 5)
+  assert found['sparse/kept_peak'] == 6 + 1
+  assert found['sparse/accounting_saving'] == pytest.approx(1 - 29 / 34)
+  assert found['sparse/compressed'] == 0.5
+  slots, width = 6 + 1, 2 * 2 * 2 * 16  # max(prompt, budget) + interval; 2 layers, k and v, 2 heads of 16
+  assert found['sparse/cache_bytes'] == 3 * slots * width
+  assert found['sparse/bytes_saving'] == pytest.approx(1 - slots / (10 * 2))
+  assert found['fp8/kv_saturation'] == pytest.approx(32 / (17 * width))
+
+
+def test_layers_that_are_kept_dense_save_nothing():
+  (trajectory,) = small.rollouts([(3,)], (6,))
+  trajectory = dataclasses.replace(trajectory, kept=np.where(trajectory.mask, 5, 0).astype(np.int32))
+  found = collect.metrics([trajectory], plan(budget=5, interval=1, window=2, dense_layers=1), 1)
+  assert found['sparse/accounting_saving'] == pytest.approx((1 - 15 / 21) / 2)
+
+
+def test_a_dense_cache_saves_nothing():
+  found = collect.metrics(small.rollouts([(3, 2)], (6,)), plan(), 3)
+  assert found['sparse/accounting_saving'] == 0
+  assert found['sparse/compressed'] == 0
+  assert found['sparse/bytes_saving'] == 0.5  # of which FP8 is the whole
+
+
+def test_the_longest_prompt_is_named_and_no_prompts_are_no_error(tmp_path):
+  write_tiny(tmp_path)
+  tokenizer = Tokenizer.load(tmp_path)
+  problems = [Problem(id=f'p{n}', prompt='x' * n, messages=(), answer='') for n in (3, 9, 5)]
+  collect.check_lengths([], tokenizer, 4)
+  collect.check_lengths(problems, tokenizer, 12)
+  with pytest.raises(SettingsError, match=r'config\.sampling\.max_prompt = 4: 2 of 3 prompts .* p9'):
+    collect.check_lengths(problems, tokenizer, 4)
