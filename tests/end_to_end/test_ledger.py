@@ -23,7 +23,8 @@ def world(tmp_path_factory):
   """(settings of a dense, unquantised float32 run, its policy, weights)."""
   file = tiny.write_inputs(tmp_path_factory.mktemp('ledger'))
   spec = importlib.util.spec_from_file_location('config', file)
-  assert spec and spec.loader
+  assert spec is not None
+  assert spec.loader is not None
   module = importlib.util.module_from_spec(spec)
   spec.loader.exec_module(module)
   config = module.get_config()

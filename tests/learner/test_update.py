@@ -189,7 +189,7 @@ def test_a_second_update_with_rejection_reference_entropy_and_temperature(world)
 
   expected = plain(world, temperature, token_loss, token_mean, kept)
   agree(gradient, expected[1])
-  np.testing.assert_allclose(metrics['update/loss'], expected[0], rtol=1e-5)
+  np.testing.assert_allclose(metrics['update/loss'], expected[0], rtol=1e-4)  # a small difference of large terms
   assert float(metrics['policy/kl_ref']) > 0
 
 
