@@ -91,7 +91,7 @@ def amax_of_prompts(
 
 def amax_of_batch(graphdef: nnx.GraphDef, plan: CachePlan, params: Params, batch: PackedRows, limit: int) -> Float[Array, '3 L']:
   """The same over a training batch; of its microbatches the first `limit`, 0: all."""
-  used = jnp.minimum(batch.used, jax.device_put(jnp.int32(limit))) if limit else batch.used
+  used = jnp.minimum(batch.used, jax.device_put(np.int32(limit))) if limit else batch.used
   return amax(graphdef, plan, params, batch.tokens, batch.positions, batch.segments, batch.prefixes, used)
 
 

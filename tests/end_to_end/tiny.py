@@ -45,7 +45,8 @@ def get_config():
   config.packing.row_tokens, config.packing.rows, config.packing.score_chunk = 64, 1, 16
   config.loss.kl_coef = 1e-3
   config.arm, config.cache.budget, config.cache.interval, config.cache.window = 'sparse_rl', 12, 3, 2
-  config.quant.sampler, config.quant.kv_scale, config.ledger.every = 'w8a8_kv8', 'running_max', 2
+  config.quant.sampler, config.quant.kv_scale, config.quant.kv_batches = 'w8a8_kv8', 'running_max', 1
+  config.ledger.every = 2
   config.eval.every, config.eval.problems, config.eval.max_tokens = 3, 3, 4
   config.checkpoint.every, config.log.samples_every, config.log.tensorboard = 1, 2, False
   return config
