@@ -14,7 +14,7 @@ from sprl.cache.layer import Layer, dequantised_keys
 from sprl.cache.plan import CachePlan
 from sprl.cache.scores import METHODS, View
 
-ROWS = 8  # rows compressed at one time
+SHARE = 0.05  # of the cache: what the compression of a block of rows may take beside it
 
 
 def compress(
@@ -35,7 +35,7 @@ def compress(
   one layer chooses for all of them (scope global): filled in where `choose` is True, obeyed elsewhere.
   """
   B = due.shape[0]
-  size = min(ROWS, B)
+  size = _block(plan, B, layer.k.shape[2])
   order = jnp.where(jnp.arange(B) < jnp.sum(due), jnp.argsort(~due, stable=True), B)  # B: no row, its writes are dropped
   order = jnp.pad(order, (0, -B % size), constant_values=B)
 
@@ -58,6 +58,13 @@ def compress(
 
   blocks = (jnp.sum(due) + size - 1) // size
   return jax.lax.fori_loop(0, blocks, block, (layer, chosen))
+
+
+def _block(plan: CachePlan, rows: int, slots: int) -> int:
+  """How many rows are compressed at one time: the cosines of a row's keys, and copies of its keys and values, within SHARE."""
+  D, itemsize = plan.head_dim, plan.storage.itemsize
+  row = plan.kv_heads * slots * (4 * slots + D * (4 + 4 * itemsize))
+  return max(1, min(rows, int(SHARE * plan.bytes(rows) / row)))
 
 
 def _keep(plan, k_scale, bias, layer, occupied, now):
