@@ -30,7 +30,7 @@ ARMS = ('dense', 'naive', 'sparse_rl', 'sparse_rl_code', 'learner_mask')
 CURVES = {
   'reward/mean': 'sampled reward',
   'rollout_corr/k3_kl': 'k3 KL, sampler to learner',
-  'sparse/veto_fraction': 'sequences beyond the veto',
+  'sparse/catastrophic_sequence_fraction': 'sequences with a token below the veto',
   'sparse/agreement_p05': 'agreement, 5th percentile',
 }
 TASKS = {
@@ -91,7 +91,7 @@ def run(args: argparse.Namespace, arm: str, seed: str) -> dict[str, Any]:
   status = command(
     'main', *config(args.task, folder), f'--workdir={workdir}', f'--config.seed={seed}', f'--config.arm={arm}',
     f'--config.cache.budget={args.budget}', f'--config.steps={args.steps}', *args.flags,
-    accepted=(0, 1),  # 1: a sentinel stopped it, which is a result
+    accepted=(0, 3),  # 3: a sentinel stopped it, which is a result
   )  # fmt: skip
   records = read_metrics(workdir)
   steps = len(series(records, 'reward/mean')[0])
@@ -139,7 +139,8 @@ def row(arm: str, results: list[dict[str, Any]]) -> dict[str, Any]:
     return [float(np.mean(result['curves'][name][-LAST:])) for result in results]
 
   def best(result: dict[str, Any]) -> float:
-    return float(np.max(np.convolve(result['curves']['reward/mean'], np.ones(LAST) / LAST, 'valid')))
+    reward = np.array(result['curves']['reward/mean'])
+    return max(float(np.mean(reward[i : i + LAST])) for i in range(max(1, len(reward) - LAST + 1)))
 
   reward = last('reward/mean')
   collapsed = sum(end < COLLAPSED * best(result) or result['stopped'] is not None for end, result in zip(reward, results))
@@ -154,7 +155,7 @@ def row(arm: str, results: list[dict[str, Any]]) -> dict[str, Any]:
     'std over seeds': float(np.std(reward, ddof=1)) if len(reward) > 1 else None,
     **judged,
     'k3': float(np.mean(last('rollout_corr/k3_kl'))),
-    'veto': float(np.mean(last('sparse/veto_fraction'))),
+    'veto': float(np.mean(last('sparse/catastrophic_sequence_fraction'))),
     'agreement p05': float(np.mean(last('sparse/agreement_p05'))),
     'collapsed': f'{collapsed} of {len(results)}',
   }
@@ -173,10 +174,10 @@ def draw(name: str) -> None:
       values = np.full((len(runs), length), np.nan)
       for i, each in enumerate(runs):
         values[i, : len(each['curves'][curve])] = each['curves'][curve]
-      smooth = np.array([np.convolve(np.nan_to_num(v), np.ones(5) / 5, 'valid') for v in values])
+      smooth = np.array([np.convolve(v, np.ones(5) / 5, 'valid') for v in values])  # NaN from where a sentinel stopped a run
       steps = np.arange(5, length + 1)
       axes.plot(steps, smooth.T, color=colour, alpha=0.25, linewidth=0.8)
-      axes.plot(steps, smooth.mean(axis=0), color=colour, linewidth=2, label=arm)
+      axes.plot(steps, np.nanmean(smooth, axis=0), color=colour, linewidth=2, label=arm)
     axes.set_title(label, loc='left', fontsize=10)
     if curve == 'rollout_corr/k3_kl':
       axes.set_yscale('log')

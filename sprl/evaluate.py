@@ -76,10 +76,10 @@ def main() -> int:
 
   test_set, task = problems.load(run.task, 'test'), run.task
   with GradingPool(graders.resolve(task), task.grader_workers, task.grader_timeout, task.grader_memory_gb) as pool:
-    policy, params, step = restore(run, workdir, _STEP.value)
+    policy, params, step, scales = restore(run, workdir, _STEP.value)
     collect.check_lengths(test_set[: run.eval.problems], policy.tokenizer, run.sampling.max_prompt)
     start = time.perf_counter()
-    result = evaluate(run, policy, params, test_set, pool, shown=3)
+    result = evaluate(run, policy, params, test_set, pool, shown=3, scales=scales)
     seconds = time.perf_counter() - start
 
   e = run.eval

@@ -46,7 +46,7 @@ def evaluate(
   rows = min(run.sampling.rows or run.rollout.prompts * run.rollout.group, len(asked) * k)
   as_sampled = settings.memory == 'sampler'
   cache, quant = (run.cache, run.quant) if as_sampled else (DENSE, UNQUANTISED)
-  plan = policy.plan(sampling, replace(cache, masked_learner=False), quant)
+  plan = policy.plan(sampling, cache, quant)
   engine = policy.engine(sampling, plan, rows, min(run.rollout.prompts, -(-rows // k)), run.seed)
   requests = collect.requests(asked, policy.tokenizer, k, limit, FIRST_UID)
   if plan.fp8 and scales is None:

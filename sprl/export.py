@@ -24,7 +24,7 @@ def main() -> int:
   run = resolve(read_config(workdir))
   from sprl.saved import export, restore  # after the settings: an error in them is told without waiting for jax to load
 
-  policy, params, step = restore(run, workdir, _STEP.value)
+  policy, params, step, _ = restore(run, workdir, _STEP.value)
   out = export(policy, params, Path(_OUT.value), _DTYPE.value)
   print(f'{out}: the weights after step {step}, in {_DTYPE.value}')
   return 0

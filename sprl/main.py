@@ -1,7 +1,7 @@
 """python -m sprl.main --config=configs/quickstart.py [--workdir=...] [--config.key=value ...]
 
 Trains, or resumes, the run of one work directory, and says at the end what was learned and where everything lies. The exit
-status is 0 when the run is complete or a signal ended it with all of it saved; 1 when a sentinel stopped it; 2 for settings
+status is 0 when the run is complete or a signal ended it with all of it saved; 3 when a sentinel stopped it; 2 for settings
 or files that cannot be used, found before any device work.
 """
 
@@ -33,7 +33,7 @@ def main() -> int:
     finished = train(run, workdir)
   except StopRun as error:
     print(error, file=sys.stderr)
-    return 1
+    return 3
   if finished.completed:
     print(closing_report(run, workdir, finished))
   return 0

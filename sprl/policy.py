@@ -16,7 +16,7 @@ from sprl.cache.scales import Scales
 from sprl.io import huggingface
 from sprl.io.pretrained import locate
 from sprl.io.tokenizer import Tokenizer
-from sprl.kernels.platform import compute_dtype, native_fp8
+from sprl.kernels.platform import compute_dtype
 from sprl.learner.state import TrainState
 from sprl.models import transformer
 from sprl.models.config import ModelConfig
@@ -75,11 +75,7 @@ class Policy:
 
   def serve(self, params: Params, quant: Quant, scales: Scales | None = None) -> Served:
     """The weights as the sampler multiplies them, with the scales of its cache."""
-    return serve(params, self.dtype, quant, self.native_fp8(quant))._replace(scales=scales)
-
-  def native_fp8(self, quant: Quant) -> bool:
-    """Whether FP8 products are the device's own, rather than products of numbers rounded to FP8 (`config.quant.arithmetic`)."""
-    return quant.arithmetic == 'native' or (quant.arithmetic == 'auto' and native_fp8())
+    return serve(params, self.dtype, quant)._replace(scales=scales)
 
   def plan(self, sampling: Sampling, cache: Cache, quant: Quant, record: bool = False) -> CachePlan:
     """The sampler's memory under these settings."""

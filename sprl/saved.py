@@ -4,17 +4,21 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+import numpy as np
 
+from sprl.cache.scales import Scales
 from sprl.io.checkpoint import CheckpointError, Checkpoints
 from sprl.io.huggingface import export_folder
 from sprl.learner.state import TrainState
 from sprl.models.transformer import Params
 from sprl.policy import Policy, abstract_params
+from sprl.sampler import calibrate
 from sprl.settings import Run
 
 
-def restore(run: Run, workdir: Path, step: int | None = None) -> tuple[Policy, Params, int]:
-  """The policy of a run, its weights at a checkpoint (None: the newest intact one), and that checkpoint's step.
+def restore(run: Run, workdir: Path, step: int | None = None) -> tuple[Policy, Params, int, Scales | None]:
+  """The policy of a run, its weights at a checkpoint (None: the newest intact one), that checkpoint's step, and the scales of the
+  FP8 cache that belong to those weights, where they are kept.
 
   Nothing in the folder is changed, so the run may be in progress. Raises CheckpointError where there is no such checkpoint,
   and what `Policy.open` raises.
@@ -31,7 +35,14 @@ def restore(run: Run, workdir: Path, step: int | None = None) -> tuple[Policy, P
       f'{checkpoints.folder}: no checkpoint yet; the run saves one every config.checkpoint.every = {run.checkpoint.every} steps, '
       'at its end, and when SIGTERM ends it'
     )
-  return policy, restored.arrays.params, restored.step
+  largest = tuple(np.array(found, np.float32) for found in restored.extra.get('largest', ()))
+  kept = largest and run.quant.kv_scale != 'first_forward'
+  return (
+    policy,
+    restored.arrays.params,
+    restored.step,
+    calibrate.scales(largest, run.quant, policy.config.num_layers) if kept else None,
+  )
 
 
 def export(policy: Policy, params: Params, out: Path, dtype: str = 'bfloat16') -> Path:

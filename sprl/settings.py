@@ -100,7 +100,7 @@ class Quant:
 
   sampler: Literal['bf16', 'w8a8', 'kv8', 'w8a8_kv8'] = 'bf16'  # what is FP8: nothing, linears, KV cache, both (and queries)
   format: Literal['float32', 'pow2', 'mxfp8'] = 'float32'  # of the scales; mxfp8: powers of two over 32 values
-  arithmetic: Literal['auto', 'native', 'emulate'] = 'auto'  # of FP8 products; auto: native where the device multiplies FP8
+  arithmetic: Literal['emulate', 'blockwise'] = 'emulate'  # multiply numbers rounded to FP8; or codes, scaled block by block
   skip_first_layers: int = 0  # layers whose linears stay as they are
   skip_last_layers: int = 0
   skip_names: tuple[str, ...] = ()  # linears that stay: q, k, v, o, gate, up, down
@@ -490,6 +490,8 @@ def check_memory(run: Run) -> None:
   _require(run, 'quant.skip_names', lambda v: set(v) <= set(LINEARS), f'any of {", ".join(LINEARS)}')
   if cache.positions == 'in_cache' and cache.method != 'streaming':
     raise SettingsError(f"config.cache.positions = 'in_cache': expected 'absolute' with config.cache.method = {cache.method!r}")
+  if cache.positions == 'in_cache':
+    _require(run, 'cache.sort_kept', bool, "True with config.cache.positions = 'in_cache', where a slot is a position")
   if cache.masked_learner:
     _require(run, 'cache.budget', lambda v: v > 0, 'tokens to keep, above 0, with config.cache.masked_learner')
     _require(
@@ -503,6 +505,8 @@ def check_memory(run: Run) -> None:
     )
     _require(run, 'ledger.every', lambda v: v == 0, '0 with config.cache.masked_learner, under which eviction is no mismatch')
   if run.ledger.every:
+    for key, off in (('sampling.top_k', 0), ('sampling.top_p', 1), ('sampling.min_p', 0)):
+      _require(run, key, lambda v, off=off: v == off, f'{off} with config.ledger.every: replays would filter other tokens')
     _require(
       run, 'cache.trigger', lambda v: v == 'row' or not cache.budget, "'row' with config.ledger.every, which replays rows alone"
     )

@@ -21,6 +21,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from sprl import ledger, settings
+from sprl.cache.plan import CachePlan, never_evicts
 from sprl.evaluation import evaluate
 from sprl.io.checkpoint import Checkpoints
 from sprl.io.config_file import write_config
@@ -46,7 +47,7 @@ from sprl.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
 
-MAY_CHANGE = ('steps', 'export', 'eval', 'checkpoint', 'log', *GRADING_COSTS)  # what a resumed run may be told anew
+MAY_CHANGE = ('steps', 'export', 'eval', 'checkpoint', 'ledger', 'log', *GRADING_COSTS)  # what a resumed run may be told anew
 LOOKED_AHEAD = 10_000  # prompts whose lengths are checked before the first step; the engine checks all others
 
 
@@ -78,6 +79,8 @@ def train(run: Run, workdir: Path) -> Finished:
   grader, task = graders.resolve(run.task), run.task
   policy = Policy.open(run)
   plan = policy.plan(run.sampling, run.cache, run.quant, record=run.cache.masked_learner)
+  for remark in remarks(run, plan):
+    log.warning(remark)
   updates = run.optimizer.minibatches * run.optimizer.epochs
   sizes = shape(run.sampling, run.rollout, run.packing, run.optimizer.minibatches)
   n = run.rollout.prompts * run.rollout.group
@@ -122,24 +125,15 @@ def train(run: Run, workdir: Path) -> Finished:
     run_log = RunLog(workdir, done if restored else None, run.log.tensorboard)
     progress = Progress(run.steps, show=partial(print, flush=True))
     warned: set[str] = set()
-    if run.quant.sampler != 'bf16' and not policy.native_fp8(run.quant):
-      log.warning(
-        'config.quant.sampler = %s: this device does not multiply FP8; linears multiply numbers rounded to FP8 in %s, and the '
-        'cache is held in FP8 and read in %s', run.quant.sampler, policy.dtype, policy.dtype,
-      )  # fmt: skip
 
     def serve():
       return policy.serve(state.params, run.quant, calibrate.scales(largest, run.quant, plan.layers) if plan.fp8 else None)
 
-    def looked(found):
-      try:
-        return calibrate.remembered(largest, found, run.quant)
-      except ValueError as error:
-        raise StopRun(f'stopped at step {step}:\n  {error}') from error
-
-    def evaluate_now():
-      result = evaluate(run, policy, state.params, test_set, pool, scales=served.scales if largest else None)
-      run_log.evaluation(done, result['metrics'])
+    def evaluate_now(logged: bool = True):
+      renewed = largest and run.quant.kv_scale != 'first_forward'  # whose scales are found before the rollout that they serve
+      result = evaluate(run, policy, state.params, test_set, pool, scales=served.scales if renewed else None)
+      if logged:
+        run_log.evaluation(done, result['metrics'])
       return result
 
     def save():
@@ -164,7 +158,7 @@ def train(run: Run, workdir: Path) -> Finished:
       if calibrates and (not largest or run.quant.kv_scale == 'first_forward'):
         prompts = [r.prompt for r in requests[:: run.rollout.group]]
         found = calibrate.amax_of_prompts(policy.graphdef, plan, state.params, prompts, engine.prefill, run.quant)
-        largest = looked(found)
+        largest = calibrate.remembered(largest, found, run.quant)
         served = served._replace(scales=calibrate.scales(largest, run.quant, plan.layers))
       trajectories = engine.generate(served, requests, version=int(jax.device_get(state.version)))
       times.lap('rollout')
@@ -214,7 +208,7 @@ def train(run: Run, workdir: Path) -> Finished:
         # --- sync: the new weights as the sampler multiplies them, and new scales for its cache ---------------------
         if calibrates and batches and run.quant.kv_scale != 'first_forward':
           found = [calibrate.amax_of_batch(policy.graphdef, plan, state.params, batch, run.quant.kv_batches) for batch in batches]
-          largest = looked(np.max(jax.device_get(found), axis=0))
+          largest = calibrate.remembered(largest, np.max(jax.device_get(found), axis=0), run.quant)
           times.lap('calibrate')
         served = jax.block_until_ready(serve())
         times.lap('sync')
@@ -233,7 +227,8 @@ def train(run: Run, workdir: Path) -> Finished:
       run_log.write(step, scalars, {**times.seconds, 'tokens_per_second': rate})
       if run.log.samples_every and step % run.log.samples_every == 0:
         run_log.samples(step, collect.sample_rows(trajectories, asked, policy.tokenizer, run.log.samples))
-      broken = self_check(state.params, served, policy.dtype, run.quant) if run.quant.sampler != 'bf16' else []
+      broken = [] if calibrate.usable(largest) else ['queries, keys or values are not finite: the FP8 cache has no scales']
+      broken += self_check(state.params, served, policy.dtype, run.quant) if run.quant.sampler != 'bf16' else []
       bad_streak = max((int(m['update/bad_streak']) for m in measured), default=0)
       _check(scalars, broken, capped, bad_streak, run, step, workdir)
       for name, warning in guards.warnings(scalars).items():
@@ -250,7 +245,7 @@ def train(run: Run, workdir: Path) -> Finished:
 
     completed = done == run.steps
     if completed and not after:  # no step was left to take, and the checkpoint was saved when there were to be more
-      after = before if done == 0 else evaluate(run, policy, state.params, test_set, pool)
+      after = before if done == 0 else evaluate_now(logged=False)
     save()  # where that is not done yet: a signal came between two checkpoints
     checkpoints.close()
     run_log.close()
@@ -264,6 +259,20 @@ def _restore_stream(stream: PromptStream, state: Mapping[str, Any], workdir: Pat
     stream.restore(state)
   except ValueError as error:
     raise SettingsError(f'config.task: its problems are not those that the run of {workdir} began with: {error}') from error
+
+
+def remarks(run: Run, plan: CachePlan) -> list[str]:
+  """What of the sampler's memory and formats may not be as its settings suggest."""
+  found = [never_evicts(run.cache, plan.prompt, plan.positions - plan.prompt)]
+  if 'w8a8' in run.quant.sampler and run.quant.arithmetic == 'emulate':
+    found.append(f'FP8 linears are emulated: numbers rounded to FP8 are multiplied in {plan.dtype} (config.quant.arithmetic)')
+  if plan.fp8:
+    found.append(f'the FP8 cache is emulated: it is held in FP8, and converted to {plan.dtype} as it is read')
+  if run.quant.key_bias and plan.fp8 and run.cache.positions == 'in_cache':
+    found.append("config.cache.positions = 'in_cache': biases of keys, where the model has them, go through FP8 like the rest")
+  if run.cache.masked_learner and run.quant.sampler != 'bf16':
+    found.append(f'the learner forgets as the sampler does, but what {run.quant.sampler} adds to their mismatch is not corrected')
+  return [remark for remark in found if remark]
 
 
 def advantages_of(trajectories: Sequence[Trajectory], run: Run) -> Float[np.ndarray, ' B']:

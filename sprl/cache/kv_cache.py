@@ -63,6 +63,11 @@ class KVCache:
       plan=plan,
     )
 
+  @staticmethod
+  def bytes(plan: CachePlan, rows: int) -> int:
+    """All that so many rows take on the devices: keys, values, and what eviction keeps beside them."""
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(lambda: KVCache.empty(plan, rows))))
+
   # --- around a forward pass -----------------------------------------------------------------------------------------
 
   def expecting(self, count: Int[Array, ' B']) -> 'KVCache':

@@ -1,6 +1,5 @@
 """What stays the same of a cache: its sizes, its format, and the settings by which it forgets."""
 
-import logging
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,8 +9,6 @@ from sprl.cache.scores import METHODS, window
 from sprl.models.config import ModelConfig
 from sprl.models.rope import Rope
 from sprl.settings import Cache, Quant, SettingsError
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -78,7 +75,7 @@ class CachePlan:
     return 0.0 if self.accumulates else -1.0
 
   def bytes(self, rows: int) -> int:
-    """What the keys and values of so many rows take on the devices."""
+    """What the keys and values of so many rows take on the devices, without what eviction keeps beside them."""
     itemsize = jnp.dtype(self.storage).itemsize
     return 2 * rows * self.kv_heads * self.head_dim * itemsize * sum(self.slots(layer) for layer in range(self.layers))
 
@@ -129,9 +126,14 @@ def _with_room(cache: Cache, layers: int, prompt: int, completion: int) -> Cache
       f'config.cache.dense_layers = {cache.dense_layers}: expected fewer than the {layers} layers of the model; '
       'config.cache.budget = 0 evicts nothing'
     )
-  longest = prompt + completion
-  if cache.budget >= longest:
-    log.warning(
-      'config.cache.budget = %d never evicts: sequences have at most %d tokens, prompt and completion', cache.budget, longest
-    )
-  return replace(cache, budget=min(cache.budget, longest), window=a)
+  budget = min(cache.budget, prompt + completion)
+  return replace(cache, budget=budget, window=min(a, budget - 1))
+
+
+def never_evicts(cache: Cache, prompt: int, completion: int) -> str | None:
+  """Why a cache that has a budget will not evict anything; None where it may."""
+  if cache.budget >= prompt + completion:
+    return f'config.cache.budget = {cache.budget} never evicts: sequences have at most {prompt + completion} tokens'
+  if cache.budget > 0 and cache.trigger == 'row' and cache.interval >= completion:
+    return f'config.cache.interval = {cache.interval} never evicts: completions have at most {completion} tokens'
+  return None

@@ -22,12 +22,3 @@ def native_bfloat16() -> bool:
     return False
   cpuinfo = Path('/proc/cpuinfo')
   return cpuinfo.exists() and any(flag in cpuinfo.read_text() for flag in ('amx_bf16', 'avx512_bf16'))
-
-
-def native_fp8() -> bool:
-  """Whether the default device multiplies FP8: NVIDIA GPUs of compute capability 8.9 (Ada, Hopper) and later."""
-  device = jax.devices()[0]
-  if device.platform != 'gpu':
-    return False
-  capability = str(getattr(device, 'compute_capability', ''))
-  return capability.replace('.', '', 1).isdigit() and float(capability) >= 8.9

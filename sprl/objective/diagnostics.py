@@ -169,6 +169,9 @@ def _vetoes(log_rho, mask, settings):
   return {
     'veto_fraction': share(vetoed, mask.any(axis=1)),
     'catastrophic_token_fraction': share(catastrophic(log_rho, mask, settings.veto or USUAL_VETO), mask),
+    'catastrophic_sequence_fraction': share(
+      catastrophic(log_rho, mask, settings.veto or USUAL_VETO).any(axis=1), mask.any(axis=1)
+    ),
   }
 
 

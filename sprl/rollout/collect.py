@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
+from sprl.cache.kv_cache import KVCache
 from sprl.cache.plan import CachePlan
 from sprl.io.tokenizer import Tokenizer
 from sprl.settings import SettingsError
@@ -86,7 +87,7 @@ def metrics(trajectories: Sequence[Trajectory], plan: CachePlan, rows: int) -> d
   """Rewards and lengths of a batch of rollouts, and what its cache kept and took.
 
   sparse/accounting_saving   share of the tokens that a dense cache would have attended to and this one did not
-  sparse/cache_bytes         of the keys and values of `rows` rows; sparse/bytes_saving: against a dense, unquantised cache
+  sparse/cache_bytes         all that `rows` rows take; sparse/bytes_saving: against dense keys and values, unquantised
   fp8/kv_saturation          share of the keys' and values' numbers that FP8 had to clamp
   """
   reward = np.array([t.reward for t in trajectories])
@@ -95,6 +96,7 @@ def metrics(trajectories: Sequence[Trajectory], plan: CachePlan, rows: int) -> d
   equal = [np.ptp(reward[group == g]) == 0 for g in np.unique(group)]
   kept = np.concatenate([t.kept[t.mask] for t in trajectories])
   full = np.concatenate([np.flatnonzero(t.mask) for t in trajectories])  # a dense cache holds all tokens before the one drawn
+  size = KVCache.bytes(plan, rows)
   evicting = sum(map(plan.evicts, range(plan.layers))) / plan.layers
   numbers = 2 * plan.layers * plan.kv_heads * plan.head_dim * sum(len(t.tokens) for t in trajectories)
   fp8 = {'fp8/kv_saturation': sum(t.saturated for t in trajectories) / numbers} if plan.fp8 else {}
@@ -109,7 +111,7 @@ def metrics(trajectories: Sequence[Trajectory], plan: CachePlan, rows: int) -> d
     'sparse/kept_peak': float(kept.max()),
     'sparse/accounting_saving': float(1 - kept.sum() / full.sum()) * evicting,
     'sparse/compressed': float(np.mean([np.any(t.kept[t.mask] < np.flatnonzero(t.mask)) for t in trajectories])),
-    'sparse/cache_bytes': float(plan.bytes(rows)),
-    'sparse/bytes_saving': 1 - plan.bytes(rows) / plan.dense_bytes(rows),
+    'sparse/cache_bytes': float(size),
+    'sparse/bytes_saving': 1 - size / plan.dense_bytes(rows),
     **fp8,
   }

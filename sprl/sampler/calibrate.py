@@ -43,7 +43,7 @@ class PackedRows(Protocol):
 History = tuple[Float[np.ndarray, '3 L'], ...]  # largest |Q|, |K|, |V| of each layer, of the latest look last
 
 
-@partial(jax.jit, static_argnames=('graphdef', 'plan'))
+@partial(jax.jit, static_argnames=('graphdef', 'plan', 'limit'))
 def amax(
   graphdef: nnx.GraphDef,
   plan: CachePlan,
@@ -53,8 +53,9 @@ def amax(
   segments: Int[Array, 'A R T'],
   prefixes: Int[Array, 'A R T'],
   used: Int[Array, ''],
+  limit: int = 0,
 ) -> Float[Array, '3 L']:
-  """The 99.9th percentile over the first `used` microbatches of packed rows of their largest |Q|, |K| and |V|."""
+  """The largest |Q|, |K| and |V| of packed rows: the 99.9th percentile over the microbatches used (at most `limit`, 0: all)."""
 
   def body(i, found):
     bias = None
@@ -66,6 +67,7 @@ def amax(
     _, memory = transformer.forward(graphdef, params, tokens[i], positions[i], memory, plan.dtype)
     return found.at[i].set(memory.amax)
 
+  used = jnp.minimum(used, limit) if limit else used
   found = jax.lax.fori_loop(0, used, body, jnp.zeros((tokens.shape[0], 3, plan.layers)))
   found = percentile(found, used)
   # Held without their rotation, keys have coordinates up to sqrt(2) of those that are looked at here.
@@ -91,18 +93,17 @@ def amax_of_prompts(
 
 def amax_of_batch(graphdef: nnx.GraphDef, plan: CachePlan, params: Params, batch: PackedRows, limit: int) -> Float[Array, '3 L']:
   """The same over a training batch; of its microbatches the first `limit`, 0: all."""
-  used = jnp.minimum(batch.used, jax.device_put(np.int32(limit))) if limit else batch.used
-  return amax(graphdef, plan, params, batch.tokens, batch.positions, batch.segments, batch.prefixes, used)
+  return amax(graphdef, plan, params, batch.tokens, batch.positions, batch.segments, batch.prefixes, batch.used, limit)
 
 
 def remembered(history: History, found: Float[Array | np.ndarray, '3 L'], quant: Quant) -> History:
-  """The history with what was just found; only running_max looks further back.
-
-  Raises ValueError where that is not finite: the weights it was found with are broken, and have no scales.
-  """
-  if not np.all(np.isfinite(found)):
-    raise ValueError('queries, keys or values are not finite: no scales can be found for the FP8 cache')
+  """The history with what was just found; only running_max looks further back."""
   return (*history, np.asarray(found))[-(quant.kv_history if quant.kv_scale == 'running_max' else 1) :]
+
+
+def usable(history: History) -> bool:
+  """Whether scales can be made of it: False says that the weights it was found with are broken."""
+  return all(bool(np.all(np.isfinite(found))) for found in history)
 
 
 def scales(history: History, quant: Quant, layers: int) -> Scales:

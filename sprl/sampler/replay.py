@@ -29,11 +29,11 @@ def replay(engine: Engine, served: Served, trajectories: Sequence[Trajectory]) -
 
   Raises SettingsError where evictions depend on the batch that a sequence shared (config.cache.trigger = 'batch').
   """
-  plan, B, C = engine.plan, engine.rows, engine.sampling.max_tokens
+  plan, B, C = engine.plan, min(engine.rows, len(trajectories)), engine.sampling.max_tokens
   if plan.sparse and plan.settings.trigger == 'batch':
     raise SettingsError("config.cache.trigger = 'batch': expected 'row' to replay a sequence, whose evictions must be its own")
   results = []
-  for start in range(0, len(trajectories), B):
+  for start in range(0, len(trajectories), max(B, 1)):
     part = trajectories[start : start + B]
     longest = max(t.prompt_length for t in part)
     bucket = next(b for b in prompt_buckets(engine.sampling) if b >= longest)

@@ -41,11 +41,11 @@ def quantised_linears(params: Params, quant: Quant) -> list[str]:
   return [jax.tree_util.keystr(path) for path, _ in _leaves(params) if _is_quantised(path, params, quant)]
 
 
-@partial(jax.jit, static_argnames=('dtype', 'quant', 'native'))
-def serve(params: Params, dtype, quant: Quant = UNQUANTISED, native: bool = False) -> Served:
+@partial(jax.jit, static_argnames=('dtype', 'quant'))
+def serve(params: Params, dtype, quant: Quant = UNQUANTISED) -> Served:
   """The weights in `dtype`, linears in FP8 where `quant` says so; leaves already in `dtype` are shared, not copied.
 
-  `native` keeps the codes and their scales; without it (a device that has no FP8 product) their products are kept instead.
+  Blockwise arithmetic keeps codes and scales; emulation keeps their products, which it need not make again for every token.
   """
   middle = _depth(params) // 2
   probe = {}
@@ -57,7 +57,7 @@ def serve(params: Params, dtype, quant: Quant = UNQUANTISED, native: bool = Fals
     layer, name = _named(path)
     if layer == middle:
       probe[name] = scaled.codes
-    return scaled if native else Emulated(scaled.dequantised(dtype), quant.format)
+    return scaled if quant.arithmetic == 'blockwise' else scaled.emulated(dtype)
 
   return Served(jax.tree_util.tree_map_with_path(leaf, params), probe=probe or None)
 

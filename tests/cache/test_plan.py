@@ -1,10 +1,9 @@
 """The plan: sizes as the spec has them, and what it refuses before anything is compiled."""
 
-import logging
-
 import pytest
 
-from sprl.cache.plan import cache_plan
+from sprl.cache.plan import cache_plan, never_evicts
+from sprl.cache.scores import METHODS
 from sprl.models.config import tiny
 from sprl.settings import Cache, Quant, SettingsError
 
@@ -57,9 +56,16 @@ def test_a_budget_without_room_is_refused_by_name(cache, words):
   assert all(word in str(error.value) for word in words), error.value
 
 
-def test_a_budget_that_never_evicts_is_warned_of(caplog):
-  with caplog.at_level(logging.WARNING):
-    plan(Cache(budget=399), completion=100)
-    assert not caplog.records
-    plan(Cache(budget=400), completion=100)
-  assert 'config.cache.budget = 400 never evicts' in caplog.text
+def test_what_never_evicts_is_told():
+  assert never_evicts(Cache(), 300, 100) is None
+  assert never_evicts(Cache(budget=399, interval=99), 300, 100) is None
+  assert 'config.cache.budget = 400 never evicts' in str(never_evicts(Cache(budget=400, interval=4), 300, 100))
+  assert 'config.cache.interval = 100 never evicts' in str(never_evicts(Cache(budget=64, interval=100), 300, 100))
+  assert never_evicts(Cache(budget=64, interval=100, trigger='batch'), 300, 100) is None
+
+
+@pytest.mark.parametrize('method', METHODS)
+def test_a_budget_beyond_every_sequence_is_cut_to_the_longest(method):
+  cut = plan(Cache(budget=10_000, method=method), prompt=14, completion=30).settings
+  assert cut.budget == 44
+  assert 1 <= cut.window < 44

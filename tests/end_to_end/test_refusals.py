@@ -168,7 +168,7 @@ def test_weights_that_are_not_numbers_stop_the_run_with_a_report(inputs, tmp_pat
   save_file(weights, broken / 'model.safetensors', {'format': 'pt'})
   arguments = f'--config={inputs / "config.py"}', f'--config.model.path={broken}', f'--workdir={tmp_path / "run"}'
   status, _, err = tiny.run('main', *arguments)
-  assert status == 1
+  assert status == 3
   assert 'stopped at step 1:' in err
   assert 'rollout_corr/kl = nan' in err
   assert str(tmp_path / 'run' / 'metrics.jsonl') in err
@@ -179,6 +179,6 @@ def test_weights_that_are_not_numbers_stop_the_run_with_a_report(inputs, tmp_pat
 def test_a_step_too_far_stops_the_run_with_a_report(inputs, tmp_path):
   arguments = f'--config={inputs / "config.py"}', '--config.optimizer.learning_rate=1e30', f'--workdir={tmp_path / "run"}'
   status, _, err = tiny.run('main', *arguments)
-  assert status == 1
+  assert status == 3
   assert 'stopped at step 2:' in err
   assert 'Traceback' not in err

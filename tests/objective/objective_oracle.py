@@ -345,6 +345,7 @@ def mismatch(old, roll, mask, A, reward, c):
   vetoed = [b for b in rows if any(math.exp(old[b, t] - roll[b, t]) < c.veto for t in written(mask, b))]
   kept = [b for b in rows if b not in vetoed]
   m['veto_fraction'], m['catastrophic_token_fraction'] = len(vetoed) / len(rows), np.mean(bad)
+  m['catastrophic_sequence_fraction'] = m['veto_fraction']  # these differ where no veto is set
 
   xi, w = rho, [min(x, c.cap) for x in rho]
   agreement = [math.exp(-abs(x)) for x in d]
@@ -352,6 +353,7 @@ def mismatch(old, roll, mask, A, reward, c):
   sparse = {
     'veto_fraction': m['veto_fraction'],
     'catastrophic_token_fraction': m['catastrophic_token_fraction'],
+    'catastrophic_sequence_fraction': m['catastrophic_sequence_fraction'],
     'masked_token_fraction': m['rollout_rs_masked_fraction'],
     'xi_mean': np.mean(xi),
     'xi_p05': np.percentile(xi, 5),

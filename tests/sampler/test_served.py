@@ -13,7 +13,7 @@ from sprl.sampler.served import Served, codes_changed, quantised_linears, self_c
 from sprl.settings import Quant
 
 FLOAT32 = jnp.dtype('float32')
-W8A8 = Quant(sampler='w8a8')
+W8A8, BLOCKWISE = Quant(sampler='w8a8'), Quant(sampler='w8a8', arithmetic='blockwise')
 LINEARS = {'attention': 'qkvo', 'mlp': ('gate', 'up', 'down')}
 
 
@@ -37,9 +37,9 @@ def formats(served):
   return found, [w for _, w in leaves if not isinstance(w, BlockScaled | Emulated)]
 
 
-@pytest.mark.parametrize('native', [True, False])
-def test_the_linears_of_the_layers_are_fp8_and_nothing_else(params, native):
-  found, others = formats(serve(params, FLOAT32, W8A8, native))
+@pytest.mark.parametrize('quant', [W8A8, BLOCKWISE])
+def test_the_linears_of_the_layers_are_fp8_and_nothing_else(params, quant):
+  found, others = formats(serve(params, FLOAT32, quant))
   assert found == [{*'qkvo', 'gate', 'up', 'down'}] * 3
   assert all(w.dtype == FLOAT32 for w in others)  # embedding, head, norms, biases
 
@@ -56,7 +56,7 @@ def test_only_w8a8_quantises_linears(params):
     assert formats(serve(params, FLOAT32, Quant(sampler=sampler)))[0] == [set()] * 3
 
 
-def test_native_and_emulated_weights_give_the_same_hidden_states(params):
+def test_blockwise_and_emulated_weights_give_the_same_hidden_states(params):
   config, _ = small.model('qwen2', num_hidden_layers=3)
   tokens = jnp.asarray(np.random.default_rng(0).integers(0, 259, (2, 9)))
   positions = jnp.broadcast_to(jnp.arange(9), (2, 9))
@@ -65,17 +65,17 @@ def test_native_and_emulated_weights_give_the_same_hidden_states(params):
     memory = CausalMemory.of(jnp.ones((2, 9), jnp.int32))
     return transformer.forward(transformer.graph(config), served.params, tokens, positions, memory)[0]
 
-  native, emulated, plain = (
-    hidden(s) for s in (serve(params, FLOAT32, W8A8, True), serve(params, FLOAT32, W8A8), serve(params, FLOAT32))
+  blockwise, emulated, plain = (
+    hidden(s) for s in (serve(params, FLOAT32, BLOCKWISE), serve(params, FLOAT32, W8A8), serve(params, FLOAT32))
   )
-  assert np.linalg.norm(native - plain) / np.linalg.norm(plain) > 0.01  # it is FP8
+  assert np.linalg.norm(blockwise - plain) / np.linalg.norm(plain) > 0.01  # it is FP8
   # an activation that rounds to the other of two codes moves a product by an FP8 step, so not to the last digit
-  assert np.linalg.norm(native - emulated) / np.linalg.norm(plain) < 0.01
+  assert np.linalg.norm(blockwise - emulated) / np.linalg.norm(plain) < 0.01
 
 
 def test_the_self_check_is_content_with_what_serve_makes(params):
-  for native in (True, False):
-    assert self_check(params, serve(params, FLOAT32, W8A8, native), FLOAT32, W8A8) == []
+  for quant in (W8A8, BLOCKWISE):
+    assert self_check(params, serve(params, FLOAT32, quant), FLOAT32, quant) == []
   assert self_check(params, serve(params, FLOAT32), FLOAT32, Quant()) == []
 
 
@@ -109,9 +109,9 @@ def test_the_self_check_names_what_is_broken(params):
 
 def test_every_buffer_of_a_sync_is_new(params):
   """Poison what was served before: nothing of it may be left (spec fp8_rollouts 10.11)."""
-  before = jax.tree.map(lambda w: jnp.full(w.shape, jnp.nan, w.dtype), serve(params, FLOAT32, W8A8, True))
-  after = serve(params, FLOAT32, W8A8, True)
-  jax.tree.map(lambda w: np.testing.assert_(bool(jnp.all(jnp.isfinite(w.astype(jnp.float32))))), after.params)
+  before = jax.tree.map(lambda w: jnp.full(w.shape, jnp.nan, w.dtype), serve(params, FLOAT32, BLOCKWISE))
+  after = serve(params, FLOAT32, BLOCKWISE)
+  assert all(bool(jnp.all(jnp.isfinite(w.astype(jnp.float32)))) for w in jax.tree.leaves(after.params))
   assert all(bool(jnp.any(jnp.isnan(w.astype(jnp.float32)))) for w in jax.tree.leaves(before.params))
 
 
