@@ -45,7 +45,7 @@ from sprl.models import transformer
 from sprl.models.config import tiny
 from sprl.policy import Policy
 from sprl.sampler import calibrate
-from sprl.sampler.decode import empty_cache, predict, prefill, take_in
+from sprl.sampler.decode import predict, started, take_in
 from sprl.sampler.served import serve
 from sprl.settings import DENSE, UNQUANTISED, Cache, Model, Quant, Run, Sampling
 from sprl.tasks import jsonl
@@ -174,16 +174,15 @@ def states(graphdef, plan, served, prompts, written, counts):
 
   A hidden state is all that a distribution depends on, and a hundredth of its size: the caches need not run side by side.
   """
-  prefilled = prefill(graphdef, plan, served, prompts, jnp.full(prompts.shape[0], prompts.shape[1]))
-  rows = jnp.arange(prompts.shape[0])
-  cache = empty_cache(plan, served, prompts.shape[0]).fork(prefilled.cache, rows, jnp.ones(rows.shape, bool))
+  lengths = jnp.full(prompts.shape[0], prompts.shape[1])
+  cache, hidden = started(graphdef, plan, served, prompts, lengths)
 
   def step(carry, i):
     cache, hidden, kept = carry
     after, attended, cache = take_in(graphdef, served, cache, written[:, i], i + 1 < counts)
     return (cache, after, attended), (hidden, kept)
 
-  start = cache, prefilled.hidden, prefilled.cache.length
+  start = cache, hidden, lengths
   return jax.lax.scan(step, start, jnp.arange(written.shape[1]))[1]
 
 

@@ -54,23 +54,20 @@ def ledger(
   """
   sampler_params = params if sampled_with is None else sampled_with
 
-  def replayed(cache: Cache = DENSE, quant: Quant = UNQUANTISED) -> Logps:
-    plan = policy.plan(run.sampling, cache, quant)
-    served = policy.serve(sampler_params, quant, scales if plan.fp8 else None)
+  def replayed(cache: Cache = DENSE, linears: Quant = UNQUANTISED, memory: Quant = UNQUANTISED) -> Logps:
+    plan = policy.plan(run.sampling, cache, memory)
+    served = policy.serve(sampler_params, linears, scales)
     return replay(replace(engine, plan=plan), served, trajectories)
 
   def dense(weights: Params) -> Logps:
     return learner_logps(run, policy, weights, trajectories)
 
-  quant = run.quant
   learner = dense(params)
   sampler_weights = learner if sampled_with is None else dense(sampled_with)
   plain = replayed()
-  linears, kv = 'w8a8' in quant.sampler, 'kv8' in quant.sampler
-  queries = quant.sampler == 'w8a8_kv8'
   alone: dict[str, Callable[[], Logps]] = {
-    'weights': lambda: replayed(quant=replace(quant, sampler='w8a8')) if linears else plain,
-    'kv': lambda: _kv_alone(run, policy, engine, sampler_params, scales, trajectories, queries) if kv else plain,
+    'weights': lambda: replayed(linears=run.quant) if 'w8a8' in run.quant.sampler else plain,
+    'kv': lambda: replayed(memory=run.quant) if 'kv8' in run.quant.sampler else plain,
     'eviction': lambda: replayed(cache=run.cache) if run.cache.budget else plain,
   }
 
@@ -84,13 +81,6 @@ def ledger(
   return {'gap': gap, **parts}
 
 
-def _kv_alone(run, policy, engine, params, scales, trajectories, queries: bool) -> Logps:
-  """A dense FP8 cache under unquantised linears."""
-  plan = replace(policy.plan(run.sampling, DENSE, replace(run.quant, sampler='kv8')), fp8_queries=queries)
-  served = policy.serve(params, UNQUANTISED, scales)
-  return replay(replace(engine, plan=plan), served, trajectories)
-
-
 def learner_logps(run: Run, policy: Policy, params: Params, trajectories: Sequence[Trajectory]) -> Logps:
   """The learner's log-probs of the trajectories' tokens, by its own path: packed rows, one dense pass."""
   groups = len({t.group for t in trajectories})
@@ -98,12 +88,7 @@ def learner_logps(run: Run, policy: Policy, params: Params, trajectories: Sequen
   batch, _ = pack(trajectories, np.ones(len(trajectories), np.float32), sizes, run.packing.share_prefix)
   batch = jax.device_put(batch, policy.replicated)
   logp = np.asarray(score(policy.graphdef, params, batch, run.sampling.temperature, policy.dtype, run.packing.score_chunk))
-  rows = []
-  for t, row in zip(trajectories, logp):
-    whole = np.zeros(len(t.tokens), np.float32)
-    whole[t.prompt_length :] = row[: len(t.completion)]
-    rows.append(np.where(t.mask, whole, 0))
-  return rows
+  return [t.per_token(row) for t, row in zip(trajectories, logp)]
 
 
 def scalars(entries: Mapping[str, Float[np.ndarray, ' N']]) -> dict[str, float]:

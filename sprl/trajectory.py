@@ -44,3 +44,8 @@ class Trajectory:
   def completion(self) -> Int[np.ndarray, ' C']:
     """The ids after the prompt."""
     return self.tokens[self.prompt_length :]
+
+  def per_token(self, values: Float[np.ndarray, ' C']) -> Float[np.ndarray, ' T']:
+    """Values of the completion's tokens (what is behind them is padding) at their places; 0 where the model wrote nothing."""
+    whole = np.concatenate([np.zeros(self.prompt_length, np.float32), values[: len(self.completion)]])
+    return np.where(self.mask, whole, 0).astype(np.float32)

@@ -3,6 +3,18 @@
 import os
 
 import jaxtyping
+import pytest
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 jaxtyping.install_import_hook('sprl', 'typechecking.checked')
+
+
+@pytest.fixture(scope='module')
+def compiled_fast():
+  """For files most of whose time is compilation, of which their tests ask nothing."""
+  import jax  # after the hook and the platform
+
+  before = jax.config.read('jax_disable_most_optimizations')
+  jax.config.update('jax_disable_most_optimizations', True)
+  yield
+  jax.config.update('jax_disable_most_optimizations', before)

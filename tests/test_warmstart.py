@@ -28,6 +28,8 @@ from sprl.tasks import problems
 from sprl.tasks.problems import Problem
 from sprl.warmstart import Lessons, end_of_turn, lesson, make_update, solution_of, warm_start
 
+pytestmark = pytest.mark.usefixtures('compiled_fast')
+
 ROOT = Path(__file__).parents[1]
 BOS, EOS = 1, 2  # of the tiny tokenizer
 CONFIG = """
@@ -43,15 +45,6 @@ def get_config():
   config.packing.rows, config.packing.score_chunk = 4, 64
   return config
 """
-
-
-@pytest.fixture(scope='module', autouse=True)
-def compiled_fast():
-  """Most of this file's time is compilation, which these tests ask nothing of."""
-  before = jax.config.read('jax_disable_most_optimizations')
-  jax.config.update('jax_disable_most_optimizations', True)
-  yield
-  jax.config.update('jax_disable_most_optimizations', before)
 
 
 @pytest.fixture(scope='module')

@@ -196,6 +196,11 @@ def layers(params: Params) -> list[Params]:
   return [params['layers'][i] for i in sorted(params['layers'])]
 
 
+def key_biases(params: Params) -> tuple[Float[Array, ' KD'], ...]:
+  """The layers' biases of the keys, of a family that has them."""
+  return tuple(layer['attention']['k']['bias'] for layer in layers(params))
+
+
 def head_weight(params: Params) -> Float[Array, 'V E']:
   """The output matrix, one row a token: the embedding itself where they are tied."""
   return params['head']['kernel'] if 'head' in params else params['embed']

@@ -60,8 +60,7 @@ def amax(
   def body(i, found):
     bias = None
     if plan.key_bias:
-      biases = tuple(layer['attention']['k']['bias'] for layer in transformer.layers(params))
-      bias = rotated_biases(biases, positions[i], plan.head_dim, plan.rope)
+      bias = rotated_biases(transformer.key_biases(params), positions[i], plan.head_dim, plan.rope)
     inner = CausalMemory.of(segments[i], prefixes[i])
     memory = CalibratingMemory.around(inner, plan.layers, (segments[i] > 0).astype(jnp.float32), bias)
     _, memory = transformer.forward(graphdef, params, tokens[i], positions[i], memory, plan.dtype)

@@ -54,8 +54,7 @@ def empty_cache(plan: CachePlan, served: Served, rows: int, slots: int | None = 
   """A cache with no tokens in it, with the scales and key biases that the weights come with."""
   bias = None
   if plan.key_bias:
-    biases = tuple(layer['attention']['k']['bias'] for layer in transformer.layers(served.params))
-    tables = rotated_biases(biases, jnp.arange(plan.positions)[None], plan.head_dim, plan.rope)
+    tables = rotated_biases(transformer.key_biases(served.params), jnp.arange(plan.positions)[None], plan.head_dim, plan.rope)
     bias = tuple(jnp.swapaxes(table[0], 0, 1) for table in tables)
   return KVCache.empty(plan, rows, slots, served.scales, bias)
 
@@ -88,6 +87,15 @@ def prefill(
   hidden, cache = transformer.forward(graphdef, served.params, tokens, positions, cache, plan.dtype)
   last = jnp.take_along_axis(hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
   return Prompts(cache.advance(), last)
+
+
+def started(
+  graphdef: nnx.GraphDef, plan: CachePlan, served: Served, tokens: Int[Array, 'B T'], lengths: Int[Array, ' B']
+) -> tuple[KVCache, Float[Array, 'B E']]:
+  """A cache of the plan's slots with a prompt in each row, and the hidden states that predict what follows."""
+  prompts = prefill(graphdef, plan, served, tokens, lengths)
+  rows = jnp.arange(tokens.shape[0])
+  return empty_cache(plan, served, tokens.shape[0]).fork(prompts.cache, rows, jnp.ones(rows.shape, bool)), prompts.hidden
 
 
 @partial(jax.jit, static_argnames=('sampling', 'stop_ids'), donate_argnames='rows')

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from sprl.cache.plan import CachePlan
 from sprl.models import transformer
-from sprl.sampler.decode import empty_cache, predict, prefill, take_in
+from sprl.sampler.decode import predict, started, take_in
 from sprl.sampler.draw import logp_of
 from sprl.sampler.engine import Engine, prompt_buckets
 from sprl.sampler.served import Served
@@ -44,9 +44,7 @@ def replay(engine: Engine, served: Served, trajectories: Sequence[Trajectory]) -
       prompts[row, : lengths[row]], completions[row, : counts[row]] = t.tokens[: t.prompt_length], t.completion
     arrays = map(jnp.asarray, (prompts, lengths, completions, counts))
     logp = np.asarray(_replay(transformer.graph(engine.config), plan, engine.sampling, served, *arrays))
-    for row, t in enumerate(part):
-      whole = np.concatenate([np.zeros(t.prompt_length, np.float32), logp[row, : counts[row]]])
-      results.append(np.where(t.mask, whole, 0).astype(np.float32))
+    results += [t.per_token(row) for t, row in zip(part, logp)]
   return results
 
 
@@ -62,9 +60,7 @@ def _replay(
   counts: Int[Array, ' B'],
 ) -> Float[Array, 'B C']:
   """Log-probs of the completions' tokens; 0 behind each row's count."""
-  prefilled = prefill(graphdef, plan, served, prompts, lengths)
-  rows = jnp.arange(prompts.shape[0])
-  cache = empty_cache(plan, served, prompts.shape[0]).fork(prefilled.cache, rows, jnp.ones(rows.shape, bool))
+  cache, hidden = started(graphdef, plan, served, prompts, lengths)
 
   def step(i, carry):
     cache, hidden, logp = carry
@@ -73,5 +69,5 @@ def _replay(
     hidden, _, cache = take_in(graphdef, served, cache, token, i + 1 < counts)
     return cache, hidden, logp
 
-  start = cache, prefilled.hidden, jnp.zeros(completions.shape)
+  start = cache, hidden, jnp.zeros(completions.shape)
   return jax.lax.fori_loop(0, jnp.max(counts), step, start)[2]

@@ -19,20 +19,13 @@ from sprl.models.memory import CausalMemory
 from sprl.objective.losses import VARIANTS
 from sprl.settings import Correction, Loss, Optimizer
 
+pytestmark = pytest.mark.usefixtures('compiled_fast')
+
 FLOAT32 = jnp.dtype('float32')
 RATE = 100.0  # of plain gradient descent, large so that the step shows the gradient to many digits
 COLUMNS, ADVANTAGE = 7, np.array([1.5, -0.5, -1.0, 2.0, np.nan, 0.25, -2.0], np.float32)
 SETTINGS = Computation(Correction(), Loss(), temperature=1.0, dtype=FLOAT32, chunk=8, remat=False)
 SGD = Optimizer(name='sgd', learning_rate=RATE, clip_norm=0.0)
-
-
-@pytest.fixture(scope='module', autouse=True)
-def compiled_fast():
-  """Most of this file's time is compilation, which these tests ask nothing of."""
-  before = jax.config.read('jax_disable_most_optimizations')
-  jax.config.update('jax_disable_most_optimizations', True)
-  yield
-  jax.config.update('jax_disable_most_optimizations', before)
 
 
 @pytest.fixture(scope='module')
