@@ -7,7 +7,7 @@ The episode ends with a final answer, `<answer>42</answer>` or `#### 42`, also w
 import functools
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -82,15 +82,15 @@ class Calculator:
     return f'<answer>{a}</answer>' if rng.random() < 0.5 else f'<calc>{a}*{b}</calc>'
 
 
-def gsm8k(path: str = '', split: str = 'train', max_actions: int = 5, invalid_penalty: float = 0.0) -> Calculator:
+def gsm8k(
+  path: str = '', split: Literal['train', 'test'] = 'train', max_actions: int = 5, invalid_penalty: float = 0.0
+) -> Calculator:
   """The environment over GSM8K; `path` and `split` (train, test) as config.task.path has them. Raises SettingsError."""
-  if split not in ('train', 'test'):
-    raise ValueError(f'split = {split!r}: expected train or test')
   return Calculator(_gsm8k(path, split), max_actions, invalid_penalty)
 
 
 @functools.cache  # every environment of a run asks the same ones
-def _gsm8k(path: str, split: Any) -> Sequence[Problem]:
+def _gsm8k(path: str, split: Literal['train', 'test']) -> Sequence[Problem]:
   return problems.load(Task(kind='gsm8k', path=path), split)
 
 

@@ -24,7 +24,7 @@ import signal
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from sprl.settings import SettingsError
 from sprl.tasks.environments.turns import Turns
@@ -125,14 +125,12 @@ class Verifiers:
     return messages[known:]
 
 
-def verifiers(id: str, args: Mapping[str, Any] | None = None, split: str = 'train') -> Verifiers:
+def verifiers(id: str, args: Mapping[str, Any] | None = None, split: Literal['train', 'test'] = 'train') -> Verifiers:
   """The environment that `verifiers.load_environment(id, **args)` gives; loaded once a process, however many are made.
 
   Raises SettingsError: no verifiers or one without `load_environment`, no such environment, arguments it refuses, a rubric
   that scores groups; RuntimeError where it is loaded outside the main thread, since it sets signal handlers.
   """
-  if split not in ('train', 'test'):
-    raise ValueError(f'split = {split!r}: expected train or test')
   return Verifiers(f'verifiers {id}', _load(id, json.dumps(dict(args or {}), sort_keys=True), split))
 
 

@@ -1,10 +1,11 @@
 """Any environment by name: those that ship, those of other packages, and `file.py:Class`."""
 
 import inspect
+import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sprl.settings import SettingsError
+from sprl.settings import SettingsError, coerce
 from sprl.tasks.environments import user_file
 from sprl.tasks.environments.calculator import gsm8k
 from sprl.tasks.environments.chat import chat
@@ -40,18 +41,21 @@ def make(name: str, args: Mapping[str, Any]) -> Environment:
     return user_file.construct(kind, args, 'config.environment.args')
   if name not in _BUILDERS:
     raise SettingsError(f'config.environment.name = {name!r}: expected one of {", ".join(NAMES)}, or `file.py:Class`')
-  parameters = inspect.signature(_BUILDERS[name]).parameters
+  builder = _BUILDERS[name]
+  parameters = inspect.signature(builder).parameters
   for given in args:
     if given not in parameters:
       raise SettingsError(f'config.environment.args has {given!r}: {name} takes {", ".join(parameters)}')
   for parameter in parameters.values():
     if parameter.default is parameter.empty and parameter.name not in args:
       raise SettingsError(f'config.environment.args lacks {parameter.name!r}: {name} takes {", ".join(parameters)}')
+  hints = typing.get_type_hints(builder.__init__ if isinstance(builder, type) else builder)
+  args = {given: coerce(hints[given], value, f'config.environment.args.{given}') for given, value in args.items()}
   try:
-    return _BUILDERS[name](**args)
+    return builder(**args)
   except SettingsError:
     raise
-  except (ValueError, TypeError, ArithmeticError) as error:
+  except ValueError as error:
     raise SettingsError(f'config.environment.args = {dict(args)!r}: refused by {name} ({error})') from error
 
 

@@ -1,7 +1,7 @@
 """Problems and a grader as an environment of one turn: the question, the answer, its worth."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 from sprl.settings import Task
 from sprl.tasks import graders, problems
@@ -42,7 +42,7 @@ class SingleTurn:
 def reasoning_gym(
   dataset: str,
   args: Mapping[str, Any] | None = None,
-  split: str = 'train',
+  split: Literal['train', 'test'] = 'train',
   size: int = 100_000,
   held_out: int = 128,
   seed: int = 0,
@@ -51,8 +51,6 @@ def reasoning_gym(
 
   Raises SettingsError: no such data set, arguments it refuses, too few distinct questions.
   """
-  if split not in ('train', 'test'):
-    raise ValueError(f'split = {split!r}: expected train or test')
   task = Task(kind='reasoning_gym', name=dataset, args=args or {}, size=size, held_out=held_out, seed=seed)
   found = problems.load(task, split)
   return SingleTurn(f'reasoning_gym {dataset}', found, graders.load(graders.resolve(task)))
