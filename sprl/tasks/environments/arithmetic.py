@@ -47,7 +47,7 @@ def _value(plain: str, node: ast.AST, depth: int) -> Fraction:
   if depth > MAX_DEPTH:
     raise CalculationError('the expression is nested too deeply')
   match node:
-    case ast.Constant(col_offset=start, end_col_offset=end):
+    case ast.Constant(value=int() | float(), col_offset=start, end_col_offset=end):
       return _small(Fraction(plain[start:end]))  # the decimal that was written, not its binary neighbour
     case ast.UnaryOp(op=ast.USub(), operand=operand):
       return -_value(plain, operand, depth + 1)
