@@ -376,11 +376,11 @@ def _build(cls, given: Mapping[str, Any], where: str):
   unknown = sorted(set(given) - set(hints))
   if unknown:
     raise SettingsError(f'{where}.{unknown[0]}: no such setting; {where} has {", ".join(sorted(hints))}')
-  return cls(**{name: _coerce(hints[name], value, f'{where}.{name}') for name, value in given.items()})
+  return cls(**{name: coerce(hints[name], value, f'{where}.{name}') for name, value in given.items()})
 
 
-def _coerce(hint, value, where: str):
-  """`value` as the type `hint`, where that loses nothing (an int for a float, a list for a tuple)."""
+def coerce(hint, value, where: str):
+  """`value` as the type `hint`, where that loses nothing (an int for a float, a list for a tuple). Raises SettingsError."""
   origin, args = typing.get_origin(hint), typing.get_args(hint)
   if dataclasses.is_dataclass(hint):
     if not isinstance(value, Mapping):
@@ -391,11 +391,11 @@ def _coerce(hint, value, where: str):
       raise SettingsError(f'{where} = {value!r}: expected one of {", ".join(map(repr, args))}')
     return value
   if origin is types.UnionType:
-    return None if value is None else _coerce(next(a for a in args if a is not type(None)), value, where)
+    return None if value is None else coerce(next(a for a in args if a is not type(None)), value, where)
   if origin is tuple:
     if isinstance(value, str) or not isinstance(value, list | tuple):
       raise SettingsError(f'{where} = {value!r}: expected a list of {args[0].__name__}')
-    return tuple(_coerce(args[0], v, f'{where}[{i}]') for i, v in enumerate(value))
+    return tuple(coerce(args[0], v, f'{where}[{i}]') for i, v in enumerate(value))
   if origin is Mapping:
     if not isinstance(value, Mapping):
       raise SettingsError(f'{where} = {value!r}: expected a dictionary')
