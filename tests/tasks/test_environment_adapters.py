@@ -10,6 +10,7 @@ import random
 import signal
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -116,6 +117,24 @@ def test_gem_in_threads_gives_what_it_gives_alone(gem):
   with ThreadPoolExecutor(6) as pool:
     envs = [registry.make('gem', {'id': 'game:Game2048-v0-easy'}) for _ in seeds]
     assert list(pool.map(play, envs, seeds)) == alone
+
+
+def test_gem_calls_that_are_slow_still_have_their_own_chance():
+  class Slow:
+    def reset(self, seed):
+      random.seed(seed)
+      return '', {}
+
+    def step(self, action):
+      drawn = []
+      for _ in range(5):
+        drawn.append(random.random())
+        time.sleep(0.002)  # and others run
+      return str(drawn), 0.0, True, True, {}
+
+  alone = [play(Gem('slow', Slow()), seed, MOVES[:1]) for seed in range(4)]
+  with ThreadPoolExecutor(4) as pool:
+    assert list(pool.map(lambda seed: play(Gem('slow', Slow()), seed, MOVES[:1]), range(4))) == alone
 
 
 def test_gem_takes_the_games_arguments_and_any_seed(gem):
@@ -315,9 +334,15 @@ def test_episodes_of_verifiers_run_side_by_side(small_env):
 
 
 def test_the_handlers_of_signals_stay(small_env):
-  before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-  small_env('single')
-  assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+  numbers = (signal.SIGINT, signal.SIGTERM)
+  own = lambda *_: None  # noqa: E731
+  before = [signal.signal(number, own) for number in numbers]
+  try:
+    small_env('single')
+    assert [signal.getsignal(number) for number in numbers] == [own, own]
+  finally:
+    for number, handler in zip(numbers, before, strict=True):
+      signal.signal(number, handler)
 
 
 def test_what_verifiers_cannot_load_is_named(small_env):

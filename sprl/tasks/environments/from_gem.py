@@ -3,6 +3,7 @@
 Their form is this package's own. What needs adapting is their chance: they draw from the global generators of `random` and
 numpy, which `reset(seed)` seeds. Two episodes in two threads would draw from one another's. So each environment here has a
 state of these generators of its own, which is put in place for its calls, one at a time in a process, and taken out again.
+Other code that draws from them in another thread at that moment is not kept apart.
 """
 
 import contextlib
