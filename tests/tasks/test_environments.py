@@ -301,7 +301,7 @@ def test_reasoning_gym_gives_its_scorers_mark_and_keeps_test_questions_apart():
   assert checked_step(train, f'It is <answer>{right}</answer>').reward == 1
   checked_reset(train, 5)
   wrong = checked_step(train, f'It is <answer>{right + 1}</answer>')
-  assert (wrong.reward, wrong.terminated, wrong.truncated) == (0, True, False)
+  assert (wrong.reward, wrong.terminated, wrong.truncated, wrong.info['metrics']) == (0, True, False, {'success': 0.0})
 
 
 # --- delays and faults ----------------------------------------------------------------------------------------------------
@@ -381,6 +381,14 @@ def test_a_random_run_with_injected_faults_and_hangs_ends_and_reports(make):
 def test_impossible_delays_and_faults_are_refused(wrap, complaint):
   with pytest.raises(ValueError, match=complaint):
     wrap(Returning())
+
+
+@pytest.mark.parametrize(
+  ('ends', 'finish'), [((True, False), 'terminated'), ((False, True), 'truncated'), ((True, True), 'terminated')]
+)
+def test_an_episode_tells_how_it_ended(ends, finish):
+  episode = random_episode(Returning(('seen', 0.5, *ends, {})), 0, np.random.default_rng(0), 9)
+  assert (episode.finish, episode.reward, episode.observations) == (finish, 0.5, ('first', 'seen'))
 
 
 def test_an_agent_without_actions_of_the_environments_says_anything():

@@ -78,20 +78,14 @@ _OPERATORS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction | i
 def _power(base: Fraction, exponent: Fraction) -> Fraction:
   if exponent.denominator != 1 or abs(exponent) > MAX_EXPONENT:
     raise CalculationError(f'an exponent is a whole number from -{MAX_EXPONENT} to {MAX_EXPONENT}')
-  if _bits(base) * abs(exponent) > 2 * MAX_BITS:  # before it is computed; a number of b bits to the n has up to b * n
-    raise CalculationError('the numbers become too large')
   if base == 0 and exponent < 0:
     raise CalculationError('division by zero')
-  return _small(base**exponent.numerator)
-
-
-def _bits(value: Fraction) -> int:
-  return max(value.numerator.bit_length(), value.denominator.bit_length())
+  return _small(base**exponent.numerator)  # at most MAX_BITS * MAX_EXPONENT bits for a moment
 
 
 def _small(value: Fraction | int) -> Fraction:
   value = Fraction(value)
-  if _bits(value) > MAX_BITS:
+  if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
     raise CalculationError('the numbers become too large')
   return value
 

@@ -43,8 +43,11 @@ class Chat:
     self._turns.begin()
     return _text(conversation[-1:]), {**(metadata or {}), 'messages': _messages(conversation)}
 
-  def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-    """The observations' texts, a paragraph each; they are in info['messages'] too. Raises TypeError where a key is missing."""
+  def step(self, action: str) -> Any:
+    """The observations' texts, a paragraph each; they are in info['messages'] too. The reward is as the environment gave it.
+
+    Raises TypeError where a key is missing.
+    """
     self._turns.take()
     assert self._env is not None  # an episode is under way
     returned = self._env.step(action)

@@ -3,6 +3,7 @@
 Their form is this package's own. What needs adapting is their chance: they draw from the global generators of `random` and
 numpy, which `reset(seed)` seeds. Two episodes in two threads would draw from one another's. So each environment here has a
 state of these generators of its own, which is put in place for its calls, one at a time in a process, and taken out again.
+Other code that draws from them in another thread at that moment is not kept apart.
 """
 
 import contextlib
@@ -31,19 +32,19 @@ class Gem:
     self.name, self._env, self._exclusive = name, env, exclusive
     self._state = _state()
 
-  def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+  def reset(self, seed: int) -> Any:
     """As GEM's; numpy takes seeds of 32 bits, so larger ones are folded."""
     with self._own_chance():
       return self._env.reset(seed=seed % 2**32)
 
-  def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+  def step(self, action: str) -> Any:
     """As GEM's."""
     if not self._exclusive:
       return self._env.step(action)
     with self._own_chance():
       return self._env.step(action)
 
-  def sample_random_action(self) -> str:
+  def sample_random_action(self) -> Any:
     """As GEM's; drawing it changes the episode's chance."""
     with self._own_chance():
       return self._env.sample_random_action()
