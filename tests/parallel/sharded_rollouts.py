@@ -14,7 +14,6 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import small
 
-from sprl.cache.plan import cache_plan
 from sprl.learner.packing import Shape, pack
 from sprl.learner.score import score
 from sprl.learner.state import TrainState, make_optimizer
@@ -23,6 +22,7 @@ from sprl.models import transformer
 from sprl.parallel.mesh import make_mesh, param_shardings, replicated
 from sprl.policy import abstract_state
 from sprl.sampler import calibrate
+from sprl.sampler.cache_plan import cache_plan
 from sprl.sampler.engine import Engine
 from sprl.sampler.served import self_check, serve
 from sprl.settings import ARMS, DENSE, UNQUANTISED, Cache, Loss, Mesh, Optimizer, Quant, Sampling
