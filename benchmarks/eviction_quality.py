@@ -97,8 +97,7 @@ def main():
     """Weights, and what the network made of the tokens with such a cache."""
     plan, scales = policy.plan(sampling, cache, quant), None
     if plan.fp8:
-      found = calibrate.amax_of_prompts(policy.graphdef, plan, params, list(prompts), len(prompts), quant)
-      scales = calibrate.scales(calibrate.remembered((), found, quant), quant, plan.layers)
+      scales = calibrate.scales_of_prompts(policy.graphdef, plan, params, list(prompts), len(prompts), quant)
     served = policy.serve(params, quant, scales)
     return served, *states(policy.graphdef, plan, served, jnp.asarray(prompts), jnp.asarray(written), jnp.asarray(counts))
 

@@ -116,6 +116,13 @@ def amax_of_prompts(
   return found if quant.kv_scale == 'first_forward' else found * UNSEEN
 
 
+def scales_of_prompts(
+  graphdef: nnx.GraphDef, plan: CachePlan, params: Params, prompts: Sequence[Int[np.ndarray, ' _']], rows: int, quant: Quant
+) -> Scales:
+  """The scales that follow from the first `rows` of these prompts alone."""
+  return scales(remembered((), amax_of_prompts(graphdef, plan, params, prompts, rows, quant), quant), quant, plan.layers)
+
+
 def amax_of_batch(graphdef: nnx.GraphDef, plan: CachePlan, params: Params, batch: PackedRows, limit: int) -> Float[Array, '3 L']:
   """The same over a training batch; of its microbatches the first `limit`, 0: all."""
   return amax(graphdef, plan, params, batch.tokens, batch.positions, batch.segments, batch.prefixes, batch.used, limit)
