@@ -24,7 +24,7 @@ from sprl.models.transformer import Params
 from sprl.parallel.mesh import make_mesh, param_shardings, replicated
 from sprl.sampler.cache_plan import cache_plan
 from sprl.sampler.engine import Engine, prompt_buckets
-from sprl.sampler.served import Served, serve
+from sprl.sampler.served import Served, check_linears, serve
 from sprl.settings import Cache, Quant, Run, Sampling
 
 
@@ -49,6 +49,7 @@ class Policy:
     """
     folder = locate(run.model.path)
     config = ModelConfig.read(folder)
+    check_linears(run.quant, config.num_layers)
     huggingface.check_weights(folder, config)
     tokenizer = Tokenizer.load(folder)
     tokenizer.check_against(config)
