@@ -14,11 +14,11 @@ import jax
 import numpy as np
 from common import matmul_rate, memory_bandwidth, peak_memory, peer, report
 
-from sprl.cache.plan import cache_plan
 from sprl.io.huggingface import load_params
 from sprl.io.pretrained import locate
 from sprl.kernels.platform import compute_dtype
 from sprl.models.config import ModelConfig
+from sprl.sampler.cache_plan import cache_plan
 from sprl.sampler.engine import Engine
 from sprl.sampler.served import serve
 from sprl.settings import DENSE, UNQUANTISED, Sampling

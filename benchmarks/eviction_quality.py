@@ -39,12 +39,12 @@ from common import ROOT, report
 from matplotlib.figure import Figure
 from reasoning_gym.data import read_data_file
 
-from sprl.cache.plan import cache_plan
 from sprl.cache.scores import METHODS
 from sprl.models import transformer
 from sprl.models.config import tiny
 from sprl.policy import Policy
 from sprl.sampler import calibrate
+from sprl.sampler.cache_plan import cache_plan
 from sprl.sampler.decode import predict, started, take_in
 from sprl.sampler.served import serve
 from sprl.settings import DENSE, UNQUANTISED, Cache, Model, Quant, Run, Sampling
@@ -97,8 +97,7 @@ def main():
     """Weights, and what the network made of the tokens with such a cache."""
     plan, scales = policy.plan(sampling, cache, quant), None
     if plan.fp8:
-      found = calibrate.amax_of_prompts(policy.graphdef, plan, params, list(prompts), len(prompts), quant)
-      scales = calibrate.scales(calibrate.remembered((), found, quant), quant, plan.layers)
+      scales = calibrate.scales_of_prompts(policy.graphdef, plan, params, list(prompts), len(prompts), quant)
     served = policy.serve(params, quant, scales)
     return served, *states(policy.graphdef, plan, served, jnp.asarray(prompts), jnp.asarray(written), jnp.asarray(counts))
 

@@ -50,8 +50,8 @@ def evaluate(
   engine = policy.engine(sampling, plan, rows, min(run.rollout.prompts, -(-rows // k)), run.seed)
   requests = collect.requests(asked, policy.tokenizer, k, limit, FIRST_UID)
   if plan.fp8 and scales is None:
-    found = calibrate.amax_of_prompts(policy.graphdef, plan, params, [r.prompt for r in requests[::k]], engine.prefill, quant)
-    scales = calibrate.scales(calibrate.remembered((), found, quant), quant, plan.layers)
+    prompts = [r.prompt for r in requests[::k]]
+    scales = calibrate.scales_of_prompts(policy.graphdef, plan, params, prompts, engine.prefill, quant)
   served = policy.serve(params, quant, scales)
   trajectories, counts = collect.grade(engine.generate(served, requests), asked, policy.tokenizer, pool)
 

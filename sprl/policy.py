@@ -11,7 +11,7 @@ import optax
 from flax import nnx
 from jax.sharding import NamedSharding
 
-from sprl.cache.plan import CachePlan, cache_plan
+from sprl.cache.plan import CachePlan
 from sprl.cache.scales import Scales
 from sprl.io import huggingface
 from sprl.io.pretrained import locate
@@ -22,8 +22,9 @@ from sprl.models import transformer
 from sprl.models.config import ModelConfig
 from sprl.models.transformer import Params
 from sprl.parallel.mesh import make_mesh, param_shardings, replicated
+from sprl.sampler.cache_plan import cache_plan
 from sprl.sampler.engine import Engine, prompt_buckets
-from sprl.sampler.served import Served, serve
+from sprl.sampler.served import Served, check_linears, serve
 from sprl.settings import Cache, Quant, Run, Sampling
 
 
@@ -48,6 +49,7 @@ class Policy:
     """
     folder = locate(run.model.path)
     config = ModelConfig.read(folder)
+    check_linears(run.quant, config.num_layers)
     huggingface.check_weights(folder, config)
     tokenizer = Tokenizer.load(folder)
     tokenizer.check_against(config)

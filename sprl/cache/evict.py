@@ -51,7 +51,7 @@ def compress(
       keep = jnp.broadcast_to(chosen[row, None], (size, plan.kv_heads, chosen.shape[1]))
       carried = part.carried
     kept = jax.vmap(partial(_compacted, plan))(part, carried, keep, occupied[row], gone[row])
-    layer = jax.tree.map(lambda x, new: x.at[rows].set(new, mode='drop'), layer, kept)
+    layer = jax.tree.map(lambda x, new: x if new is None else x.at[rows].set(new, mode='drop'), layer, kept)
     if choose and chosen is not None:
       chosen = chosen.at[rows].set(keep[:, 0], mode='drop')
     return layer, chosen
@@ -94,7 +94,7 @@ def _keep(plan, k_scale, bias, layer, occupied, now):
 
 
 def _compacted(plan, layer, carried, keep, occupied, gone):
-  """One row with the kept slots at the front and the others empty."""
+  """One row with the kept slots at the front and the others empty; without its queries, which stay as they are."""
   K, S = layer.position.shape
   N = keep.shape[1]
 
@@ -113,7 +113,6 @@ def _compacted(plan, layer, carried, keep, occupied, gone):
     k=front(layer.k),
     v=front(layer.v),
     position=front(layer.position, -1),
-    queries=layer.queries,
     carried=None if layer.carried is None else front(carried, plan.initial),
     evicted=evicted,
   )

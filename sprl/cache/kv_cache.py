@@ -21,7 +21,7 @@ from sprl.cache.plan import CachePlan
 from sprl.cache.scales import Scales
 from sprl.kernels.attention import attention, attention_share
 from sprl.kernels.decode_attention import decode_attention
-from sprl.models.rope import rotate, turns
+from sprl.kernels.rope import rotate, turns
 from sprl.quant import fp8
 
 

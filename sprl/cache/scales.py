@@ -4,8 +4,6 @@ A scale is a layer's; a stored number times its scale is the number meant. Scale
 are arrays like them, so that new ones compile nothing.
 """
 
-import dataclasses
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
@@ -13,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from sprl.models.memory import Memory
-from sprl.models.rope import Rope, rotate, turns
+from sprl.kernels.rope import Rope, rotate, turns
 from sprl.quant import fp8
 
 FIRST_FORWARD = (200.0, 200.0, 100.0)  # divisors of the largest |Q|, |K|, |V| (vLLM's constants): headroom 2.24, 2.24, 4.48
@@ -44,30 +41,6 @@ def percentile(amax: Float[Array, 'N 3 L'], count: Int[Array, '']) -> Float[Arra
   seen = jnp.where(jnp.arange(amax.shape[0])[:, None, None] < count, amax, jnp.inf)
   rank = -(-999 * count // 1000)
   return jnp.sort(seen, axis=0)[jnp.maximum(rank - 1, 0)]
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class CalibratingMemory:
-  """A memory that notes the largest |q|, |k| and |v| of each layer on their way to another."""
-
-  inner: Memory
-  amax: Float[Array, '3 L']
-  real: Float[Array, 'B T']  # 1 on tokens, 0 on padding, which does not count
-  bias: tuple[Float[Array, 'B T K D'], ...] | None = None  # what is not quantised of the keys, a layer each
-
-  @classmethod
-  def around(cls, inner: Memory, layers: int, real: Float[Array, 'B T'], bias=None) -> 'CalibratingMemory':
-    """The memory `inner`, watched."""
-    return cls(inner, jnp.zeros((3, layers)), real, bias)
-
-  def attend(self, layer: int, q: Float[Array, 'B T H D'], k: Float[Array, 'B T K D'], v: Float[Array, 'B T K D']):
-    """As the memory watched."""
-    stored = k if self.bias is None else k.astype(jnp.float32) - self.bias[layer]
-    real = self.real[..., None, None] > 0
-    largest = [jnp.max(jnp.where(real, jnp.abs(x.astype(jnp.float32)), 0)) for x in (q, stored, v)]
-    out, inner = self.inner.attend(layer, q, k, v)
-    return out, dataclasses.replace(self, inner=inner, amax=self.amax.at[:, layer].max(jnp.stack(largest)))
 
 
 def rotated_biases(biases: tuple[Float[Array, ' KD'], ...], positions: Int[Array, 'B T'], head_dim: int, rope: Rope):

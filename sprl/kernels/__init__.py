@@ -1,1 +1,1 @@
-"""Attention, compaction, block-scaled matmul, log-probs: each file one operation with its jnp reference."""
+"""Attention, rotary turns, log-probs: each file one operation with its jnp reference."""

@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
+from sprl.kernels.rope import Turns, rotate, turns
 from sprl.models.config import ModelConfig
 from sprl.models.memory import Memory
-from sprl.models.rope import Turns, rotate, turns
 from sprl.quant.dot import dot
 
 Params = dict[str, Any]  # nested dict of arrays

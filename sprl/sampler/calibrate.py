@@ -9,7 +9,9 @@ What is found belongs to one version of the weights. It is kept as plain numbers
 to go on with.
 """
 
+import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, runtime_checkable
 
@@ -20,9 +22,9 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from sprl.cache.plan import CachePlan
-from sprl.cache.scales import FIRST_FORWARD, CalibratingMemory, Scales, from_amax, percentile, rotated_biases, with_margin
+from sprl.cache.scales import FIRST_FORWARD, Scales, from_amax, percentile, rotated_biases, with_margin
 from sprl.models import transformer
-from sprl.models.memory import CausalMemory
+from sprl.models.memory import CausalMemory, Memory
 from sprl.models.transformer import Params
 from sprl.settings import Quant
 
@@ -38,6 +40,30 @@ class PackedRows(Protocol):
   segments: Int[Array, 'A R T']
   prefixes: Int[Array, 'A R T']
   used: Int[Array, '']
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class CalibratingMemory:
+  """A memory that notes the largest |q|, |k| and |v| of each layer on their way to another."""
+
+  inner: Memory
+  amax: Float[Array, '3 L']
+  real: Float[Array, 'B T']  # 1 on tokens, 0 on padding, which does not count
+  bias: tuple[Float[Array, 'B T K D'], ...] | None = None  # what is not quantised of the keys, a layer each
+
+  @classmethod
+  def around(cls, inner: Memory, layers: int, real: Float[Array, 'B T'], bias=None) -> 'CalibratingMemory':
+    """The memory `inner`, watched."""
+    return cls(inner, jnp.zeros((3, layers)), real, bias)
+
+  def attend(self, layer: int, q: Float[Array, 'B T H D'], k: Float[Array, 'B T K D'], v: Float[Array, 'B T K D']):
+    """As the memory watched."""
+    stored = k if self.bias is None else k.astype(jnp.float32) - self.bias[layer]
+    real = self.real[..., None, None] > 0
+    largest = [jnp.max(jnp.where(real, jnp.abs(x.astype(jnp.float32)), 0)) for x in (q, stored, v)]
+    out, inner = self.inner.attend(layer, q, k, v)
+    return out, dataclasses.replace(self, inner=inner, amax=self.amax.at[:, layer].max(jnp.stack(largest)))
 
 
 History = tuple[Float[np.ndarray, '3 L'], ...]  # largest |Q|, |K|, |V| of each layer, of the latest look last
@@ -88,6 +114,13 @@ def amax_of_prompts(
   arrays = map(jnp.asarray, (tokens, positions, segments, np.zeros_like(tokens)))
   found = amax(graphdef, plan, params, *arrays, jnp.int32(1))
   return found if quant.kv_scale == 'first_forward' else found * UNSEEN
+
+
+def scales_of_prompts(
+  graphdef: nnx.GraphDef, plan: CachePlan, params: Params, prompts: Sequence[Int[np.ndarray, ' _']], rows: int, quant: Quant
+) -> Scales:
+  """The scales that follow from the first `rows` of these prompts alone."""
+  return scales(remembered((), amax_of_prompts(graphdef, plan, params, prompts, rows, quant), quant), quant, plan.layers)
 
 
 def amax_of_batch(graphdef: nnx.GraphDef, plan: CachePlan, params: Params, batch: PackedRows, limit: int) -> Float[Array, '3 L']:

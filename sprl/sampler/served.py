@@ -17,7 +17,7 @@ from sprl.cache.scales import Scales
 from sprl.models.transformer import Params, head_weight
 from sprl.quant.block import BlockScaled, Emulated, quantise
 from sprl.quant.dot import dot
-from sprl.settings import UNQUANTISED, Quant
+from sprl.settings import LINEARS, UNQUANTISED, Quant, SettingsError
 
 LINEAR = re.compile(r"\['layers'\]\[(\d+)\]\['(?:attention|mlp)'\]\['(\w+)'\]\['kernel'\]")
 MAX_PRODUCT_ERROR = 0.25  # relative; healthy 0.026 to 0.052, a broken layout about 1.7 (fp8_rollouts 7)
@@ -34,6 +34,18 @@ class Served(NamedTuple):
   def head(self) -> Float[Array, 'V E']:
     """The output matrix."""
     return head_weight(self.params)
+
+
+def check_linears(quant: Quant, layers: int) -> None:
+  """Raises SettingsError where linears are to be FP8, and what is spared leaves none of a model of so many layers."""
+  if 'w8a8' not in quant.sampler:
+    return
+  instead = f'config.quant.sampler = {"kv8" if "kv8" in quant.sampler else "bf16"!r} quantises no linears'
+  if quant.skip_first_layers + quant.skip_last_layers >= layers:
+    spared = ', '.join(f'config.quant.{name} = {getattr(quant, name)}' for name in ('skip_first_layers', 'skip_last_layers'))
+    raise SettingsError(f'{spared}: expected together fewer than the {layers} layers of the model; {instead}')
+  if set(quant.skip_names) >= set(LINEARS):
+    raise SettingsError(f'config.quant.skip_names = {quant.skip_names}: expected to leave one of {", ".join(LINEARS)}; {instead}')
 
 
 def quantised_linears(params: Params, quant: Quant) -> list[str]:

@@ -9,10 +9,10 @@ import pytest
 import scores_oracle as oracle
 
 from sprl.cache.kv_cache import KVCache
-from sprl.cache.plan import cache_plan
 from sprl.cache.scores import window
 from sprl.models.config import tiny
 from sprl.models.memory import CausalMemory, Memory
+from sprl.sampler.cache_plan import cache_plan
 from sprl.settings import Cache, Quant
 
 DENSE, BF16 = Cache(), Quant()

@@ -1,11 +1,9 @@
-"""The plan: sizes as the spec has them, and what it refuses before anything is compiled."""
+"""The plan: sizes as the spec has them, and what will never evict."""
 
-import pytest
-
-from sprl.cache.plan import cache_plan, never_evicts
-from sprl.cache.scores import METHODS
+from sprl.cache.plan import never_evicts
 from sprl.models.config import tiny
-from sprl.settings import Cache, Quant, SettingsError
+from sprl.sampler.cache_plan import cache_plan
+from sprl.settings import Cache, Quant
 
 
 def plan(cache=Cache(), quant=Quant(), prompt=300, completion=4096, family='qwen3', dtype='bfloat16'):  # noqa: B008
@@ -33,39 +31,9 @@ def test_bytes_are_those_of_the_keys_and_values():
   assert plan(Cache(budget=64), Quant(sampler='w8a8')).bytes(5) == 5 * 428 * 192 * 2
 
 
-def test_only_biased_keys_have_their_bias_kept_apart():
-  assert plan(quant=Quant(sampler='kv8'), family='qwen2').key_bias
-  assert not plan(quant=Quant(sampler='kv8'), family='qwen3').key_bias
-  assert not plan(quant=Quant(sampler='w8a8'), family='qwen2').key_bias
-  assert not plan(quant=Quant(sampler='kv8', key_bias=False), family='qwen2').key_bias
-
-
-@pytest.mark.parametrize(
-  ('cache', 'words'),
-  [
-    (Cache(budget=8), ('config.cache.budget = 8', 'more than 8', 'window of 8')),
-    (Cache(budget=16, method='gkv'), ('config.cache.budget = 16', 'more than 16')),
-    (Cache(budget=12, method='streaming'), ('config.cache.budget = 12', 'more than 12', '4 sinks')),
-    (Cache(budget=512, window=301), ('config.cache.window = 301', 'at most 300', 'prompt bucket')),
-    (Cache(budget=64, dense_layers=2), ('config.cache.dense_layers = 2', 'fewer than the 2 layers')),
-  ],
-)
-def test_a_budget_without_room_is_refused_by_name(cache, words):
-  with pytest.raises(SettingsError) as error:
-    plan(cache)
-  assert all(word in str(error.value) for word in words), error.value
-
-
 def test_what_never_evicts_is_told():
   assert never_evicts(Cache(), 300, 100) is None
   assert never_evicts(Cache(budget=399, interval=99), 300, 100) is None
   assert 'config.cache.budget = 400 never evicts' in str(never_evicts(Cache(budget=400, interval=4), 300, 100))
   assert 'config.cache.interval = 100 never evicts' in str(never_evicts(Cache(budget=64, interval=100), 300, 100))
   assert never_evicts(Cache(budget=64, interval=100, trigger='batch'), 300, 100) is None
-
-
-@pytest.mark.parametrize('method', METHODS)
-def test_a_budget_beyond_every_sequence_is_cut_to_the_longest(method):
-  cut = plan(Cache(budget=10_000, method=method), prompt=14, completion=30).settings
-  assert cut.budget == 44
-  assert 1 <= cut.window < 44

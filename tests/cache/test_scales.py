@@ -11,12 +11,11 @@ import pytest
 import small
 
 from sprl.cache.kv_cache import KVCache
-from sprl.cache.plan import cache_plan
-from sprl.cache.scales import FIRST_FORWARD, CalibratingMemory, Scales, from_amax, percentile, rotated_biases, with_margin
+from sprl.cache.scales import FIRST_FORWARD, Scales, from_amax, percentile, rotated_biases, with_margin
 from sprl.models import transformer
 from sprl.models.config import tiny
-from sprl.models.memory import CausalMemory, Memory
 from sprl.sampler import decode
+from sprl.sampler.cache_plan import cache_plan
 from sprl.sampler.served import serve
 from sprl.settings import Cache, Quant
 
@@ -107,31 +106,6 @@ def test_the_percentile_is_the_nearest_rank_of_99_9(N):
     np.testing.assert_array_equal(got, seen.max(axis=0))
   if N == 3500:
     assert np.all(np.asarray(got) < seen.max(axis=0))
-
-
-@pytest.mark.parametrize('biased', [False, True])
-def test_calibration_sees_every_token_of_every_layer_and_no_padding(biased):
-  layers, segments = 3, np.array([[1] * 20 + [0] * 4, [0] * 3 + [1] * 21])
-  inner = CausalMemory.of(jnp.asarray(segments, jnp.int32))
-  real = segments > 0
-  rng = np.random.default_rng(0)
-  bias = tuple(jnp.asarray(rng.normal(size=(B, T, K, D)) * 30, jnp.float32) for _ in range(layers)) if biased else None
-  memory = CalibratingMemory.around(inner, layers, jnp.asarray(real, jnp.float32), bias)
-  assert isinstance(memory, Memory)
-  attend = jax.jit(lambda memory, layer, *qkv: memory.attend(layer, *qkv), static_argnums=1)
-  expected = np.zeros((3, layers))
-  for layer in (2, 0, 1):
-    for again in range(2):  # what was larger before stays
-      given = [np.array(x) * (layer + 1) * (2 - again) for x in tokens(seed=10 * layer + again)]
-      kept = [given[0], given[1] - np.asarray(bias[layer]) if biased else given[1], given[2]]
-      here = [max(np.abs(x[b, t]).max() for b, t in zip(*np.nonzero(real))) for x in kept]
-      expected[:, layer] = np.maximum(expected[:, layer], here)
-      for x in given:
-        x[~real] = 1e6
-      given = [jnp.asarray(x, jnp.float32) for x in given]
-      out, memory = attend(memory, layer, *given)
-      np.testing.assert_allclose(out, attend(inner, layer, *given)[0], rtol=1e-6)
-  np.testing.assert_allclose(memory.amax, expected, rtol=1e-6)
 
 
 # --- what FP8 costs --------------------------------------------------------------------------------------------------

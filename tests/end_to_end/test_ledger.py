@@ -44,8 +44,7 @@ def sampled(world, cache=SPARSE, quant=UNQUANTISED, weights=None):
   prompts = [rng.integers(3, 259, n).astype(np.int32) for n in (9, 14)]
   scales = None
   if plan.fp8:
-    found = calibrate.amax_of_prompts(policy.graphdef, plan, params, prompts, 2, quant)
-    scales = calibrate.scales(calibrate.remembered((), found, quant), quant, plan.layers)
+    scales = calibrate.scales_of_prompts(policy.graphdef, plan, params, prompts, 2, quant)
   requests = [Request(g * 4 + k, g, prompt, 12) for g, prompt in enumerate(prompts) for k in range(4)]
   served = policy.serve(params if weights is None else weights, quant, scales)
   return run, policy, engine, params, scales, engine.generate(served, requests)

@@ -117,6 +117,13 @@ def test_settings_that_name_what_is_not_there(inputs, tmp_path, monkeypatch):
     ({'task__grader': 'mine.py:grade'}, "config.task.grader = 'mine.py:grade'"),
     ({'sampling__max_prompt': 8, 'sampling__prompt_buckets': (8,)}, 'config.sampling.max_prompt = 8: '),
     ({'mesh__tensor': 3}, 'config.mesh = '),
+    ({'cache__window': 17, 'cache__budget': 20}, 'config.cache.window = 17: expected at most 16'),
+    ({'cache__dense_layers': 2}, 'config.cache.dense_layers = 2: expected fewer than the 2 layers'),
+    ({'cache__method': 'streaming', 'cache__sinks': 30}, 'config.cache.budget = 12: expected more than 32'),
+    (
+      {'quant__skip_first_layers': 40},
+      'config.quant.skip_first_layers = 40, config.quant.skip_last_layers = 0: expected together',
+    ),
   ]:
     assert said in refusal(changed(inputs, **changes), tmp_path / 'run', monkeypatch)
 

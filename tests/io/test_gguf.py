@@ -9,8 +9,8 @@ from tokenizers import pre_tokenizers
 from sprl.io import gguf
 from sprl.io.huggingface import WeightsError, load_params
 from sprl.io.tokenizer import Tokenizer
+from sprl.kernels.rope import Rope
 from sprl.models.config import ModelConfig
-from sprl.models.rope import Rope
 
 library = pytest.importorskip('gguf')
 

@@ -9,12 +9,12 @@ import pytest
 import small
 
 from sprl.cache.layer import NEVER
-from sprl.cache.plan import cache_plan
 from sprl.learner.packing import pack, shape
 from sprl.learner.score import score
 from sprl.learner.state import TrainState, make_optimizer
 from sprl.learner.update import Computation, make_update
 from sprl.models import transformer
+from sprl.sampler.cache_plan import cache_plan
 from sprl.sampler.engine import Engine
 from sprl.sampler.served import serve
 from sprl.settings import UNQUANTISED, Cache, Correction, Loss, Optimizer, Packing, Rollout, Sampling

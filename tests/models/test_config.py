@@ -4,8 +4,8 @@ import json
 
 import pytest
 
+from sprl.kernels.rope import Rope
 from sprl.models.config import ConfigError, ModelConfig, tiny
-from sprl.models.rope import Rope
 
 
 def raw(family='llama', **changes):

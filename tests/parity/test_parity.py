@@ -19,10 +19,10 @@ import pytest
 from sprl.io import pretrained
 from sprl.io.huggingface import export_folder, load_params
 from sprl.io.tokenizer import Tokenizer, write_tiny
+from sprl.kernels.rope import frequencies
 from sprl.models import transformer
 from sprl.models.config import ModelConfig, tiny
 from sprl.models.memory import CausalMemory
-from sprl.models.rope import frequencies
 
 pytestmark = pytest.mark.skipif(
   'SPRL_REFERENCE_PYTHON' not in os.environ, reason='SPRL_REFERENCE_PYTHON names no interpreter with torch and transformers'

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import small
 
-from sprl.cache.plan import cache_plan
 from sprl.io.tokenizer import Tokenizer, write_tiny
 from sprl.models.config import tiny
 from sprl.rollout import collect
+from sprl.sampler.cache_plan import cache_plan
 from sprl.settings import Cache, Quant, SettingsError
 from sprl.tasks.problems import Problem
 

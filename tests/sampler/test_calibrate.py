@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import small
 
-from sprl.cache.plan import cache_plan
 from sprl.learner.packing import Shape, pack
 from sprl.models import transformer
+from sprl.models.memory import CausalMemory, Memory
 from sprl.sampler import calibrate
+from sprl.sampler.cache_plan import cache_plan
+from sprl.sampler.calibrate import CalibratingMemory
 from sprl.settings import DENSE, Quant
 
 KV8 = Quant(sampler='kv8')
@@ -38,8 +40,6 @@ class Watching:
 
 def by_hand(config, params, tokens):
   """[3, L] largest |Q|, |K| without its rotated bias, |V| of one sequence."""
-  from sprl.models.memory import CausalMemory
-
   seen = []
   memory = Watching(CausalMemory.of(jnp.ones((1, len(tokens)), jnp.int32)), seen)
   positions = np.arange(len(tokens))
@@ -55,6 +55,32 @@ def by_hand(config, params, tokens):
       k = k - np.concatenate([b[:, :half] * cos - b[:, half:] * sin, b[:, half:] * cos + b[:, :half] * sin], axis=-1)
     found.append([np.abs(np.asarray(q)).max(), np.abs(k).max(), np.abs(np.asarray(v)).max()])
   return np.array(found).T
+
+
+@pytest.mark.parametrize('biased', [False, True])
+def test_every_token_of_every_layer_is_seen_and_no_padding(biased):
+  B, T, H, K, D, layers = 2, 24, 4, 2, 16, 3
+  segments = np.array([[1] * 20 + [0] * 4, [0] * 3 + [1] * 21])
+  inner = CausalMemory.of(jnp.asarray(segments, jnp.int32))
+  real = segments > 0
+  rng = np.random.default_rng(0)
+  bias = tuple(jnp.asarray(rng.normal(size=(B, T, K, D)) * 30, jnp.float32) for _ in range(layers)) if biased else None
+  memory = CalibratingMemory.around(inner, layers, jnp.asarray(real, jnp.float32), bias)
+  assert isinstance(memory, Memory)
+  attend = jax.jit(lambda memory, layer, *qkv: memory.attend(layer, *qkv), static_argnums=1)
+  expected = np.zeros((3, layers))
+  for layer in (2, 0, 1):
+    for again in range(2):  # what was larger before stays
+      given = [rng.normal(size=(B, T, heads, D)) * (layer + 1) * (2 - again) for heads in (H, K, K)]
+      kept = [given[0], given[1] - np.asarray(bias[layer]) if biased else given[1], given[2]]
+      here = [max(np.abs(x[b, t]).max() for b, t in zip(*np.nonzero(real))) for x in kept]
+      expected[:, layer] = np.maximum(expected[:, layer], here)
+      for x in given:
+        x[~real] = 1e6
+      given = [jnp.asarray(x, jnp.float32) for x in given]
+      out, memory = attend(memory, layer, *given)
+      np.testing.assert_allclose(out, attend(inner, layer, *given)[0], rtol=1e-6)
+  np.testing.assert_allclose(memory.amax, expected, rtol=1e-6)
 
 
 def test_prompts_are_looked_at_without_their_padding(world):

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import small
 
-from sprl.cache.plan import cache_plan
 from sprl.models.transformer import graph
 from sprl.sampler import decode
+from sprl.sampler.cache_plan import cache_plan
 from sprl.sampler.engine import Engine, prompt_buckets
 from sprl.sampler.served import serve
 from sprl.settings import Cache, Quant, Sampling, SettingsError

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import small
 
-from sprl.cache.plan import cache_plan
 from sprl.learner.packing import Shape, pack
 from sprl.learner.score import score
 from sprl.models import transformer
 from sprl.models.memory import CausalMemory
+from sprl.sampler.cache_plan import cache_plan
 from sprl.sampler.engine import Engine
 from sprl.sampler.served import serve
 from sprl.settings import Cache, Quant, Sampling

@@ -8,13 +8,13 @@ import small
 
 from sprl.models import transformer
 from sprl.models.memory import CausalMemory
-from sprl.quant.block import BlockScaled, Emulated, quantise
-from sprl.sampler.served import Served, codes_changed, quantised_linears, self_check, serve
-from sprl.settings import Quant
+from sprl.quant.block import FORMATS, BlockScaled, Emulated, quantise
+from sprl.sampler.served import Served, check_linears, codes_changed, quantised_linears, self_check, serve
+from sprl.settings import LINEARS, Quant, SettingsError
 
 FLOAT32 = jnp.dtype('float32')
 W8A8, BLOCKWISE = Quant(sampler='w8a8'), Quant(sampler='w8a8', arithmetic='blockwise')
-LINEARS = {'attention': 'qkvo', 'mlp': ('gate', 'up', 'down')}
+BLOCKS = {'attention': 'qkvo', 'mlp': ('gate', 'up', 'down')}
 
 
 @pytest.fixture(scope='module')
@@ -27,7 +27,7 @@ def formats(served):
   found = [
     {
       name
-      for block, names in LINEARS.items()
+      for block, names in BLOCKS.items()
       for name in names
       if isinstance(layer[block][name]['kernel'], BlockScaled | Emulated)
     }
@@ -49,6 +49,40 @@ def test_layers_and_names_can_be_spared(params):
   found, _ = formats(serve(params, FLOAT32, quant))
   assert found == [set(), {'q', 'k', 'v', 'gate', 'up'}, set()]
   assert len(quantised_linears(params, quant)) == 5
+
+
+@pytest.mark.parametrize(
+  ('quant', 'words'),
+  [
+    (Quant(sampler='w8a8', skip_first_layers=40), ('skip_first_layers = 40', 'fewer than the 3 layers', "'bf16'")),
+    (
+      Quant(sampler='w8a8_kv8', skip_first_layers=1, skip_last_layers=2),
+      ('skip_first_layers = 1', 'skip_last_layers = 2', "'kv8'"),
+    ),
+    (
+      Quant(sampler='w8a8', skip_names=LINEARS),
+      ('config.quant.skip_names', 'expected to leave one of q, k, v, o, gate, up, down'),
+    ),
+  ],
+)
+def test_fp8_linears_of_which_none_is_left_are_refused_by_name(quant, words):
+  with pytest.raises(SettingsError) as error:
+    check_linears(quant, 3)
+  assert all(word in str(error.value) for word in words), error.value
+
+
+def test_what_leaves_one_linear_or_asks_for_none_is_accepted():
+  check_linears(Quant(sampler='w8a8', skip_first_layers=1, skip_last_layers=1, skip_names=LINEARS[1:]), 3)
+  check_linears(Quant(sampler='kv8', skip_first_layers=40), 3)
+
+
+@pytest.mark.parametrize(
+  'quant', [Quant(sampler='w8a8', format=f, arithmetic=a) for f in FORMATS for a in ('emulate', 'blockwise')]
+)
+def test_widths_that_no_block_divides_are_served_all_the_same(quant):
+  sizes = {'hidden_size': 40, 'intermediate_size': 50, 'num_attention_heads': 2, 'num_key_value_heads': 1, 'head_dim': 20}
+  _, params = small.model('qwen2', num_hidden_layers=1, **sizes)
+  assert self_check(params, serve(params, FLOAT32, quant), FLOAT32, quant) == []
 
 
 def test_only_w8a8_quantises_linears(params):

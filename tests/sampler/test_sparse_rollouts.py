@@ -14,12 +14,12 @@ import pytest
 import small
 
 from sprl.cache.layer import NEVER
-from sprl.cache.plan import cache_plan
 from sprl.cache.scales import Scales
 from sprl.cache.scores import METHODS, window
 from sprl.models import transformer
 from sprl.models.memory import CausalMemory, EvictedMemory
 from sprl.sampler import decode
+from sprl.sampler.cache_plan import cache_plan
 from sprl.sampler.engine import Engine
 from sprl.sampler.replay import replay
 from sprl.sampler.served import serve

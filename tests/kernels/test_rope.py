@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sprl.models.rope import Rope, frequencies, rotate, turns
+from sprl.kernels.rope import Rope, frequencies, rotate, turns
 
 D = 64
 

@@ -1,0 +1,117 @@
+"""On 4 devices: rollouts, calibration, self-check and an update on meshes beside those of one device. Prints JSON."""
+
+import json
+import logging
+import sys
+import types
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import small
+
+from sprl.learner.packing import Shape, pack
+from sprl.learner.score import score
+from sprl.learner.state import TrainState, make_optimizer
+from sprl.learner.update import Computation, make_update
+from sprl.models import transformer
+from sprl.parallel.mesh import make_mesh, param_shardings, replicated
+from sprl.policy import abstract_state
+from sprl.sampler import calibrate
+from sprl.sampler.cache_plan import cache_plan
+from sprl.sampler.engine import Engine
+from sprl.sampler.served import self_check, serve
+from sprl.settings import ARMS, DENSE, UNQUANTISED, Cache, Loss, Mesh, Optimizer, Quant, Sampling
+from sprl.trajectory import Request
+
+FLOAT32 = jnp.dtype('float32')
+ONE, TWO, FOUR = Mesh(1, 1, 1), Mesh(1, 2, 1), Mesh(1, 2, 2)  # alone; over fsdp; over fsdp and tensor
+SPARSE = Cache(budget=10, interval=3, window=2, method='rkv')
+SAMPLING = Sampling(max_tokens=16, max_prompt=8, prompt_buckets=(8,), chunk=5)
+
+config, weights = small.model('qwen2', num_hidden_layers=1, vocab_size=260)
+graphdef, weights = transformer.graph(config), jax.device_get(weights)
+rng = np.random.default_rng(0)
+prompts = [rng.integers(0, 260, n).astype(np.int32) for n in (8, 5)]
+requests = [Request(2 * g + k, g, prompt, 16 - 3 * k) for g, prompt in enumerate(prompts) for k in range(2)]
+
+
+class Compilations(logging.Handler):
+  """Counts what JAX compiles."""
+
+  count = 0
+
+  def emit(self, record):
+    self.count += record.getMessage().startswith('Compiling')
+
+
+def step(settings, cache, quant):
+  """Everything that a step takes from the devices of the mesh."""
+  mesh = make_mesh(settings, jax.devices()[: settings.data * settings.fsdp * settings.tensor])
+  shardings = param_shardings(mesh, transformer.logical_axes(config), transformer.abstract_params(config))
+  policy = types.SimpleNamespace(config=config, param_dtype=FLOAT32, shardings=shardings, replicated=replicated(mesh))
+  params = jax.device_put(weights, shardings)
+  plan = cache_plan(config, cache, quant, SAMPLING.max_prompt, SAMPLING.max_tokens, FLOAT32)
+  found = [calibrate.amax_of_prompts(graphdef, plan, params, prompts, 2, quant)]
+  served = serve(params, FLOAT32, quant)
+  served = served._replace(scales=calibrate.scales(calibrate.remembered((), found[0], quant), quant, plan.layers))
+  engine = Engine(config, SAMPLING, plan, rows=3, prefill=2, seed=0, stop_ids=(), text=lambda ids: '')
+  trajectories = engine.generate(served, requests)
+  logging.getLogger('jax').addHandler(seen := Compilations())
+  with jax.log_compiles():
+    again = engine.generate(served, requests)
+  result = {
+    'trajectories': trajectories,
+    'again': all(np.array_equal(a.sampler_logp, b.sampler_logp) for a, b in zip(trajectories, again)),
+    'compiled_again': seen.count,
+    'wrong': self_check(params, served, FLOAT32, quant),
+    'split': len(jax.tree.leaves(served.params)[0].sharding.device_set),
+  }
+  logging.getLogger('jax').removeHandler(seen)
+  if not plan.sparse:
+    return result
+  batch, _ = pack(trajectories, np.array([1, -1, 0.5, -2], np.float32), Shape(2, 1, 40, 4, 16), share_prefix=True)
+  batch = jax.device_put(batch, policy.replicated)
+  found.append(calibrate.amax_of_batch(graphdef, plan, params, batch, 0))
+  optimizer = make_optimizer(Optimizer(name='sgd', learning_rate=0.1, clip_norm=0.0), 10)
+  update = make_update(graphdef, optimizer, Computation(ARMS['sparse_rl'], Loss(), 1.0, FLOAT32, 16, False))
+  places = jax.tree.map(lambda a: a.sharding, abstract_state(policy, optimizer))
+  state = jax.jit(partial(TrainState.create, optimizer=optimizer), out_shardings=places)(params)
+  state, metrics = update(state, batch, score(graphdef, params, batch, 1.0, FLOAT32, 16), None)
+  return result | {'amax': np.stack(found), 'params': state.params, 'loss': float(metrics['update/loss'])}
+
+
+def furthest(a, b):
+  return max(float(np.abs(x - y).max()) for x, y in zip(jax.tree.leaves(jax.device_get(a)), jax.tree.leaves(jax.device_get(b))))
+
+
+def beside(alone, together):
+  """What the mesh made of it."""
+  pairs = list(zip(alone['trajectories'], together['trajectories']))
+  same = all(np.array_equal(a.tokens, b.tokens) and np.array_equal(a.kept, b.kept) for a, b in pairs)
+  apart = np.concatenate([np.abs(a.sampler_logp - b.sampler_logp)[a.mask] for a, b in pairs]) if same else np.full(1, np.inf)
+  said = {name: together[name] for name in ('again', 'compiled_again', 'wrong', 'split')}
+  said |= {'same': same, 'logp_apart': [float(x) for x in np.sort(apart)]}
+  said['compresses'] = max(int(np.max(t.kept)) for t, _ in pairs) < min(len(t.tokens) for t, _ in pairs)
+  if 'params' in together:
+    said |= {
+      'amax_apart': float(np.max(np.abs(together['amax'] / alone['amax'] - 1))),
+      'loss_apart': abs(together['loss'] - alone['loss']),
+      'moved': furthest(weights, alone['params']),
+      'params_apart': furthest(alone['params'], together['params']),
+    }
+  return said
+
+
+report = {}
+for memory, (cache, quant), meshes in (
+  ('dense', (DENSE, UNQUANTISED), {'four': FOUR}),
+  ('sparse', (SPARSE, Quant(sampler='w8a8_kv8')), {'two': TWO, 'four': FOUR}),
+):
+  alone = step(ONE, cache, quant)
+  report[memory] = {name: beside(alone, step(mesh, cache, quant)) for name, mesh in meshes.items()}
+print(json.dumps(report))
