@@ -139,8 +139,9 @@ class Group:
 class Scheduler:
   """Keeps engines and workers busy with episodes, within the window.
 
-  `source(number)` opens the group of that number: a function that makes an episode, called once for each member and attempt.
-  `now` is the clock, in seconds. `groups` is how many the run will consume in all: no more than it needs are started.
+  `source(number)` opens the group of that number: a function of a member's uid and attempt that makes its episode.
+  `now` is the clock, in seconds. `groups` is how many the run will consume in all: no more than it needs are started. `version`
+  is that of the engines' weights, `first` the number of the first group of all.
 
   Raises Stalled from `pump` where nothing can ever happen again.
   """
@@ -149,17 +150,20 @@ class Scheduler:
     self,
     engines: Sequence[EngineLike],
     workers: WorkersLike,
-    source: Callable[[int], Callable[[], Episode]],
+    source: Callable[[int], Callable[[int, int], Episode]],
     settings: Rollout,
     now: Callable[[], float],
     groups: int | None = None,
     timeline: Timeline | None = None,
+    version: int = 0,
+    first: int = 0,
   ):
     self.engines, self.workers, self.settings, self.now = engines, workers, settings, now
     self.window = Window(settings.prompts, settings.async_ratio, settings.order, settings.extra_prompts)
     self.timeline = timeline or Timeline(now)
     self.counts: Counter[str] = Counter()  # since the run began: groups by fate, aborted and resumed tokens, failures
-    self.next = 0  # number of the next group that was never started
+    self.window.restore({'version': version, 'consumed': version * settings.prompts}, 0)
+    self.next = first + self.window.consumed  # number of the next group that was never started
     self._source, self._needed = source, groups
     self._again: list[int] = []  # numbers to be started again after a resume, first
     self._groups: dict[int, _Group] = {}
@@ -191,8 +195,8 @@ class Scheduler:
       self._forget(group)
     return finished
 
-  def sync(self, served: Any) -> None:
-    """New weights for every engine, after an update: gc -> quiesce -> swap -> resume (async_rollouts 5)."""
+  def sync(self, served: Sequence[Any]) -> None:
+    """New weights, an engine each, after an update: gc -> quiesce -> swap -> resume (async_rollouts 5)."""
     with self.timeline.span('controller', 'sync'):
       for number in self.window.expired():
         self._drop(number, 'expired')
@@ -206,8 +210,8 @@ class Scheduler:
           for completion in engine.abort():
             self._interrupted(completion)
       self.window.advance()
-      for engine in self.engines:
-        engine.swap(served, self.window.version)
+      for engine, weights in zip(self.engines, served, strict=True):
+        engine.swap(weights, self.window.version)
 
   def pump(self) -> None:
     """One turn: start, dispatch, a chunk of every engine, results. Waits for the workers where no engine has work."""
@@ -278,7 +282,7 @@ class Scheduler:
       entry = self.window.start(number)
       make, size = self._source(number), self.settings.group + self.settings.extra_members
       group = self._groups[number] = _Group(number, entry.start_version, self.now())
-      group.members = [_Member(group, k, number * size + k, make()) for k in range(size)]
+      group.members = [_Member(group, k, uid, make(uid, 0)) for k, uid in enumerate(range(number * size, (number + 1) * size))]
       self.counts['started'] += 1
       started += 1
       for member in group.members:
@@ -436,7 +440,7 @@ class Scheduler:
       self._drop(member.group.number, 'failed')
       return
     member.attempt += 1
-    member.episode = self._source(member.group.number)()
+    member.episode = self._source(member.group.number)(member.uid, member.attempt)
     self._advance(member, None)
 
   def _stop(self, member: _Member) -> None:

@@ -69,11 +69,12 @@ class Slots:
   """The rows of an engine, at work for one user. Not for threads: one caller at a time."""
 
   def __init__(self, engine: 'Engine', served: Served, version: int = 0):
-    self.engine, self.served, self.version = engine, served, version
+    self.engine, self.version = engine, version
+    self.served: Served | None = served
     self.usage = Usage()
     self._waiting: deque[Request] = deque()
     self._rows: list[_Row | None] = [None] * engine.rows
-    self._state = decode.empty_rows(engine.plan, served, engine.rows, engine.sampling.max_tokens, jax.random.key(engine.seed))
+    self._state: decode.Rows | None = None  # made when there is something to do
     self._chunk: dict[str, jax.Array] | None = None  # what the chunk under way will have to say
     self._since = 0.0
 
@@ -110,23 +111,33 @@ class Slots:
   def swap(self, served: Served, version: int) -> None:
     """Other weights from the next chunk on. Rows at work keep their keys and values, FP8 ones on the new scales."""
     assert self._chunk is None, 'a chunk is under way: collect it first'
-    if served.scales is not None:
+    if self._state is not None and served.scales is not None:
       self._state = decode.rescale(self._state, served)
     self.served, self.version = served, version
+
+  def unload(self) -> None:
+    """Lets go of the weights until the next swap, and of the rows' memory where none is at work."""
+    assert self._chunk is None, 'a chunk is under way: collect it first'
+    self.served = None
+    if not any(row is not None for row in self._rows):
+      self._state = None
 
   def dispatch(self) -> None:
     """Admits what waits, and starts a chunk; does nothing where nothing runs."""
     self._since = time.perf_counter()
-    engine = self.engine
-    while self._admit():
+    engine, served = self.engine, self.served
+    assert served is not None, 'no weights: swap some in first'
+    if self._state is None:
+      with jax.default_device(next(iter(served.head.devices()))):
+        key = jax.random.key(engine.seed)
+        self._state = decode.empty_rows(engine.plan, served, engine.rows, engine.sampling.max_tokens, key)
+    while self._admit(served):
       if any(row is not None and row.tokens for row in self._rows):
         break  # what runs already has waited for one prefill, which is enough
     if not any(row is not None for row in self._rows):
       return
     since = np.array([0 if row is None else len(row.tokens) for row in self._rows], np.int32)
-    self._state = decode.decode(
-      engine.graphdef, self.served, self._state, engine.sampling, engine.stop_ids, engine.sampling.chunk
-    )
+    self._state = decode.decode(engine.graphdef, served, self._state, engine.sampling, engine.stop_ids, engine.sampling.chunk)
     self._chunk = decode.read(self._state, jnp.asarray(since), engine.sampling.chunk + 1)
 
   def collect(self) -> list[Completion]:
@@ -164,7 +175,7 @@ class Slots:
     self.usage.busy += time.perf_counter() - self._since
     return finished
 
-  def _admit(self) -> bool:
+  def _admit(self, served: Served) -> bool:
     """Fills free rows from the queue with one prefill; False where there is nothing to fill or to fill with."""
     engine, B = self.engine, self.engine.rows
     free = [i for i, row in enumerate(self._rows) if row is None]
@@ -191,21 +202,22 @@ class Slots:
     tokens = _padded(prompts, engine.prefill, bucket)
     if any(map(len, givens)):
       tokens += _padded(givens, engine.prefill, engine.sampling.max_tokens)
-    prefilled = decode.prefill(engine.graphdef, engine.plan, self.served, *map(jnp.asarray, tokens))
+    prefilled = decode.prefill(engine.graphdef, engine.plan, served, *map(jnp.asarray, tokens))
+    assert self._state is not None
     self._state = decode.admit(
-      self.served, self._state, prefilled, *map(jnp.asarray, (parent, uid, attempt, limit)), engine.sampling, engine.stop_ids
+      served, self._state, prefilled, *map(jnp.asarray, (parent, uid, attempt, limit)), engine.sampling, engine.stop_ids
     )
     self.usage.prefills += 1
     return True
 
   def _release(self, which: np.ndarray) -> None:
-    if which.any():
+    if which.any() and self._state is not None:
       self._state = decode.release(self._state, jnp.asarray(which))
 
   def _evicted(self, row: int, tokens: int):
     """[L, K, T]: when the row's tokens were evicted; None where the plan does not write it down."""
     plan = self.engine.plan
-    if not (plan.record and plan.sparse):
+    if not (plan.record and plan.sparse) or self._state is None:
       return None
     never = np.full((plan.kv_heads, tokens), NEVER, np.int32)
     layers = [layer.evicted for layer in self._state.cache.layers]

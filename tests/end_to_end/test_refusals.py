@@ -32,7 +32,7 @@ def inputs(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
   ('flag', 'said'),
   [
-    ('--config.rollout.grup=4', 'config.rollout.grup: no such setting; config.rollout has filter_equal, group, prompts'),
+    ('--config.rollout.grup=4', 'config.rollout.grup: no such setting; config.rollout has async_ratio, extra_members'),
     ('--config.steps=many', "--config.steps=many: invalid literal for int() with base 10: 'many'"),
     ('--config.loss.variant=grpo', "config.loss.variant = 'grpo': expected one of 'vanilla', 'ppo'"),
     ('--config.task.args.terms=2', 'config.task.args.terms'),

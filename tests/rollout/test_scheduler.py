@@ -55,7 +55,7 @@ class World:
     return SimpleNamespace(score=float(self.draw(4, uid).integers(0, 2)), status='ok')
 
   def source(self, number):
-    def make():
+    def make(uid, attempt):
       if self.turns == 1:
         return answered(np.array([number % 97]), TOKENS, lambda c: (c.request.uid, c.request.attempt))
       return self.talk(number)
@@ -94,7 +94,7 @@ class World:
       self.scheduler.pump()
       self.check()
     self.clock.until(end)
-    self.scheduler.sync(None)
+    self.scheduler.sync([None] * len(self.engines))
     self.check()
     return groups
 
@@ -207,7 +207,7 @@ def test_without_refunds_the_scheduler_says_that_it_is_stuck(monkeypatch):
   def train(steps=20):
     for _ in range(steps):
       world.scheduler.batch()
-      world.scheduler.sync(None)
+      world.scheduler.sync([None])
 
   with pytest.raises(Stalled, match='refunded 0'):
     train()

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import small
 
-from sprl.cache.plan import cache_plan
 from sprl.sampler import calibrate, decode
+from sprl.sampler.cache_plan import cache_plan
 from sprl.sampler.engine import Engine
 from sprl.sampler.replay import replay
 from sprl.sampler.served import serve
