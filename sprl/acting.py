@@ -20,7 +20,7 @@ from sprl.rollout.scheduler import WorkersLike
 from sprl.rollout.sources import Conversations, Problems, Source, seeds
 from sprl.sampler.engine import Engine
 from sprl.sampler.served import Served
-from sprl.sampler.slots import Slots
+from sprl.sampler.slots import Slots, Usage
 from sprl.settings import Environment, Run, SettingsError
 from sprl.tasks import graders, problems
 from sprl.tasks.environments import registry
@@ -164,9 +164,14 @@ def engines(run: Run, policy: Policy, plan: CachePlan) -> list[Placed]:
   return [Placed(engine, mesh) for mesh in policy.engine_meshes]
 
 
-def usage(slots: Sequence[Slots]) -> dict[str, float]:
-  """What the engines were used for since the last call; means over them."""
-  found = [each.usage.metrics(each.capacity) for each in slots]
+def usage(slots: Sequence[Slots]) -> tuple[dict[str, float], float]:
+  """What the engines were used for since the last call, and the host's share of their time; means over them."""
+  found = [each.usage for each in slots]
+  metrics = [used.metrics(each.capacity) for used, each in zip(found, slots)]
   for each in slots:
-    each.usage = type(each.usage)()
-  return {name: sum(metrics[name] for metrics in found) / len(found) for name in found[0]}
+    each.usage = Usage()
+  return _mean(metrics), sum(used.host_overhead for used in found) / len(found)
+
+
+def _mean(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+  return {name: sum(m[name] for m in metrics) / len(metrics) for name in metrics[0]}

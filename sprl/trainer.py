@@ -166,7 +166,7 @@ def train(run: Run, workdir: Path) -> Finished:
         times.lap('ledger')
 
       # --- pack, score, update: alone, or while rollouts go on ------------------------------------------------------
-      probe, sizes = served.probe, {**acting.usage(slots), **scheduler.metrics(), **staleness(groups, step - 1)}
+      probe, (used, host), (fates, waits) = served.probe, acting.usage(slots), scheduler.metrics()
       del served  # in float32 it shares the learner's arrays, which the update is given to write over
       with timeline.span('learner', f'update {step}'):
         learned = _learn(learning, trajectories, scheduler, slots, thread)
@@ -184,13 +184,15 @@ def train(run: Run, workdir: Path) -> Finished:
       rollout = collect.metrics(trajectories, plan, acting.rows(run))
       capped = capped + 1 if rollout['completion/truncated'] == 1 else 0
       scalars = {
-        **rollout, **sizes, **_mean(learned.measured), **_mean(learned.packing), **sync_metrics(served, probe),
+        **rollout, **used, **fates, **staleness(groups, step - 1),
+        **_mean(learned.measured), **_mean(learned.packing), **sync_metrics(served, probe),
         'sparse/repetition': float(np.mean([diagnostics.repetition(t.completion) for t in trajectories])),
       }  # fmt: skip
       times.lap('log')
       rate = sum(int(t.mask.sum()) for t in trajectories) / sum(times.seconds[name] for name in ('rollout', *_beside(thread)))
-      seconds = {**times.seconds, **learned.seconds, 'tokens_per_second': rate}
-      run_log.write(step, scalars, seconds)
+      run_log.write(
+        step, scalars, {**times.seconds, **learned.seconds, **waits, 'tokens_per_second': rate, 'engine_host_share': host}
+      )
       if run.log.samples_every and step % run.log.samples_every == 0:
         run_log.samples(step, collect.sample_rows(trajectories, source.answer, policy.tokenizer, run.log.samples))
       finite = calibrate.usable(learning.largest)

@@ -250,22 +250,19 @@ class Scheduler:
     self.window.restore(dict(state), len(state['live']))
     self.next, self._again, self.counts = state['next'], sorted(state['live']), Counter(state['counts'])
 
-  def metrics(self) -> dict[str, float]:
-    """What happened since the last call, and where the window stands."""
+  def metrics(self) -> tuple[dict[str, float], dict[str, float]]:
+    """What happened since the last call, and where the window stands: counts and means, and apart from them seconds."""
     lately, self._lately = self._lately, _Lately(self.counts.copy())
-    fates = {f'async/{name}': float(self.counts[name] - lately.counts[name]) for name in (*LOST, *_COUNTED)}
 
     def mean(values: Sequence[float | int]) -> float:
       return float(np.mean(values)) if len(values) else 0.0
 
     return {
-      **fates,
+      **{f'async/{name}': float(self.counts[name] - lately.counts[name]) for name in (*LOST, *_COUNTED)},
       'async/live': float(self.window.live),
-      'async/wait_seconds': lately.waited,
-      'async/queue_seconds': mean(lately.queued),
       'async/length_consumed': mean(lately.consumed),
       'async/length_finished': mean(lately.finished),  # longer than those consumed: what is trained on is biased to short ones
-    }
+    }, {'batch_wait': lately.waited, 'queue': mean(lately.queued)}
 
   # --- a turn's parts --------------------------------------------------------------------------------------------------
 

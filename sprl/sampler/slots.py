@@ -56,13 +56,17 @@ class Usage:
   busy: float = 0.0  # seconds between a dispatch and the end of its collect
 
   def metrics(self, rows: int) -> dict[str, float]:
-    """The share of row-steps that drew a token, and the share of its time that the engine kept the devices waiting."""
+    """The share of row-steps that drew a token, and what it took."""
     return {
       'engine/occupancy': self.tokens / max(self.steps * rows, 1),
-      'engine/host_overhead': 1 - self.waited / self.busy if self.busy else 0.0,
       'engine/chunks': float(self.chunks),
       'engine/prefills': float(self.prefills),
     }
+
+  @property
+  def host_overhead(self) -> float:
+    """The share of its time that the engine kept the devices waiting."""
+    return 1 - self.waited / self.busy if self.busy else 0.0
 
 
 class Slots:

@@ -358,11 +358,12 @@ def test_nobody_waits_for_a_slow_grader():
 
 def test_metrics_tell_what_happened_since_the_last_time():
   world = World(Rollout(prompts=4, group=2, query_filter='std'), capacity=16)
-  world.step()
-  first, counts = world.scheduler.metrics(), dict(world.scheduler.counts)
-  world.step()
-  second = world.scheduler.metrics()
+  world.scheduler.batch()
+  (first, waits), counts = world.scheduler.metrics(), dict(world.scheduler.counts)
   assert first['async/filtered'] == counts.get('filtered', 0)
-  assert first['async/filtered'] + second['async/filtered'] == world.scheduler.counts['filtered']
   assert first['async/length_consumed'] == TOKENS
-  assert first['async/wait_seconds'] >= 0
+  assert 0 < waits['batch_wait'] <= world.clock()
+  world.scheduler.sync([None])
+  world.scheduler.batch()
+  second, _ = world.scheduler.metrics()
+  assert first['async/filtered'] + second['async/filtered'] == world.scheduler.counts['filtered']
