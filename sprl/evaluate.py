@@ -12,6 +12,7 @@ import math
 import textwrap
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -68,23 +69,22 @@ def main() -> int:
   saved = to_dict(resolve(read_config(workdir)))
   config: Any = flags.FLAGS['config'].value
   run = overridden(saved, resolve(config))
-  from sprl.evaluation import evaluate  # after the settings: an error in them is told without waiting for jax to load
-  from sprl.rollout import collect
+  from sprl.acting import Asked  # after the settings: an error in them is told without waiting for jax to load
+  from sprl.evaluation import evaluate
+  from sprl.policy import Policy
   from sprl.saved import restore
-  from sprl.tasks import graders, problems
-  from sprl.tasks.grading_pool import GradingPool
 
-  test_set, task = problems.load(run.task, 'test'), run.task
-  with GradingPool(graders.resolve(task), task.grader_workers, task.grader_timeout, task.grader_memory_gb) as pool:
+  policy = Policy.open(run)
+  with ExitStack() as stack:
+    _, _, held_out = Asked.open(run, policy.tokenizer).begin(stack.enter_context)
     policy, params, step, scales = restore(run, workdir, _STEP.value)
-    collect.check_lengths(test_set[: run.eval.problems], policy.tokenizer, run.sampling.max_prompt)
     start = time.perf_counter()
-    result = evaluate(run, policy, params, test_set, pool, shown=3, scales=scales)
+    result = evaluate(run, policy, params, held_out, shown=3, scales=scales)
     seconds = time.perf_counter() - start
 
-  e = run.eval
+  e, task = run.eval, run.task
   how = 'greedy' if e.temperature == 0 else f'{e.samples} samples each at temperature {e.temperature:g}, top-p {e.top_p:g}'
-  what = task.path or task.name or task.kind
+  what = task.path or task.name or run.environment.name or task.kind
   memory = 'dense' if e.memory == 'dense' else "the rollouts' sampler"
   print(f'{workdir}, step {step}: {result["metrics"]["eval/problems"]:.0f} held-out problems of {what}, {how}, {memory}\n')
   print(table(result))

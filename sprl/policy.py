@@ -9,8 +9,9 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
+from sprl import settings
 from sprl.cache.plan import CachePlan
 from sprl.cache.scales import Scales
 from sprl.io import huggingface
@@ -21,7 +22,7 @@ from sprl.learner.state import TrainState
 from sprl.models import transformer
 from sprl.models.config import ModelConfig
 from sprl.models.transformer import Params
-from sprl.parallel.mesh import make_mesh, param_shardings, replicated
+from sprl.parallel.mesh import divide, make_mesh, param_shardings, replicated
 from sprl.sampler.cache_plan import cache_plan
 from sprl.sampler.engine import Engine, prompt_buckets
 from sprl.sampler.served import Served, check_linears, serve
@@ -38,6 +39,8 @@ class Policy:
   graphdef: nnx.GraphDef
   shardings: Params
   replicated: NamedSharding
+  engine_meshes: tuple[Mesh | None, ...]  # one an engine; None: the learner's
+  shares_devices: bool  # rollouts and updates take turns on the same ones
   dtype: Any  # compute
   param_dtype: Any  # master weights
 
@@ -53,7 +56,9 @@ class Policy:
     huggingface.check_weights(folder, config)
     tokenizer = Tokenizer.load(folder)
     tokenizer.check_against(config)
-    mesh = make_mesh(run.mesh)
+    learner, engines = divide(run.devices, jax.devices())
+    mesh = make_mesh(run.mesh, learner)
+    apart = () if engines is None else (make_mesh(settings.Mesh(tensor=run.mesh.tensor), devices) for devices in engines)
     return cls(
       folder=folder,
       config=config,
@@ -61,6 +66,8 @@ class Policy:
       graphdef=transformer.graph(config),
       shardings=param_shardings(mesh, transformer.logical_axes(config), transformer.abstract_params(config)),
       replicated=replicated(mesh),
+      engine_meshes=tuple(apart) or (None,),
+      shares_devices=engines is None or not {d for each in engines for d in each}.isdisjoint(learner),
       dtype=compute_dtype(run.model.dtype),
       param_dtype=jnp.dtype(run.model.param_dtype),
     )

@@ -34,7 +34,7 @@ class Model:
 class Task:
   """Where the problems come from, how they are put to the model, and how answers are graded."""
 
-  kind: Literal['gsm8k', 'reasoning_gym', 'jsonl'] = 'gsm8k'
+  kind: Literal['gsm8k', 'reasoning_gym', 'jsonl', 'environment'] = 'gsm8k'
   path: str = ''  # gsm8k: hub name or folder of train.jsonl/test.jsonl; jsonl: the training file
   eval_path: str = ''  # jsonl: the file of held-out problems
   name: str = ''  # reasoning_gym: the dataset's name
@@ -116,12 +116,52 @@ DENSE, UNQUANTISED = Cache(), Quant()  # everything remembered, in the compute d
 
 @dataclass(frozen=True)
 class Rollout:
-  """How many rollouts one step trains on."""
+  """How many rollouts one step trains on, how far they may run ahead, and how they are scheduled (spec: async_rollouts)."""
 
   prompts: int = 16  # groups a step
   group: int = 8  # samples a prompt
-  filter_equal: bool = False  # drop groups whose rewards are all equal (their advantage is zero)
+  filter_equal: bool = False  # leave groups whose rewards are all equal out of the update (their advantage is zero)
   stop_when_capped: bool = True  # end the run when every completion of 2 steps in a row runs into max_tokens
+  async_ratio: float = 0.0  # alpha: how many updates older than the newest weights any sample may be; 0: synchronous
+  order: Literal['start', 'deadline', 'completion'] = 'start'  # the groups an update takes: oldest, finished in time, fastest
+  sync: Literal['recompute', 'keep', 'drain'] = 'recompute'  # of what runs at an update: caches made anew, kept, or waited for
+  replicate_prompts: bool = True  # a prompt's samples are tasks of their own; False: they hold a place for each until all end
+  replica_routing: Literal['affinity', 'spread'] = 'affinity'  # a prompt's samples go to one engine, or to the least-loaded
+  max_running: int = 0  # requests that run on an engine side by side; 0: as many as it has rows
+  extra_prompts: int = 0  # redundant groups: the first `prompts` that finish count (order completion)
+  extra_members: int = 0  # redundant members of a group: the first `group` that finish count
+  query_filter: Literal['none', 'std', 'mean'] = 'none'  # replace finished groups of too little spread, or too easy or hard
+  filter_std: float = 0.0  # std: groups of at most this standard deviation of rewards
+  filter_low: float = 0.0  # mean: groups whose mean reward is not within (low, high)
+  filter_high: float = 1.0
+  retries: int = 2  # further attempts at a member whose grader or environment failed, before its group is given up
+
+
+@dataclass(frozen=True)
+class Devices:
+  """Which devices sample and which train: '' is all, else numbers such as '0-3' or '4,5,6,7'. The two are the same or disjoint.
+
+  On the same devices rollouts and updates take turns; on disjoint ones they go on side by side.
+  """
+
+  rollout: str = ''
+  learner: str = ''
+  engines: int = 1  # into which the rollout devices are divided
+
+
+@dataclass(frozen=True)
+class Environment:
+  """What a task of kind `environment` talks to: text in, text out, for several turns (spec: async_rollouts 6)."""
+
+  name: str = ''  # frozen_lake, sokoban, guess_number, calculator, reasoning_gym, gem, verifiers, chat, or `file.py:Class`
+  args: Mapping[str, Any] = field(default_factory=dict)  # the environment's own
+  turns: int = 10  # answers an episode may have
+  turn_tokens: int = 64  # and tokens each; config.sampling.max_tokens is for all that follows the first observation
+  workers: int = 16  # threads (or processes) that step environments
+  executor: Literal['threads', 'processes'] = 'threads'
+  time_limit: float = 3600.0  # seconds a reset or step may take; then it counts as hung, and its member is tried again
+  latency_mean: float = 0.0  # seconds added to every step, for experiments
+  latency_std: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -295,6 +335,8 @@ class Run:
   cache: Cache = field(default_factory=Cache)
   quant: Quant = field(default_factory=Quant)
   rollout: Rollout = field(default_factory=Rollout)
+  devices: Devices = field(default_factory=Devices)
+  environment: Environment = field(default_factory=Environment)
   advantage: Advantage = field(default_factory=Advantage)
   correction: Correction = field(default_factory=Correction)
   loss: Loss = field(default_factory=Loss)
@@ -376,11 +418,11 @@ def _build(cls, given: Mapping[str, Any], where: str):
   unknown = sorted(set(given) - set(hints))
   if unknown:
     raise SettingsError(f'{where}.{unknown[0]}: no such setting; {where} has {", ".join(sorted(hints))}')
-  return cls(**{name: _coerce(hints[name], value, f'{where}.{name}') for name, value in given.items()})
+  return cls(**{name: coerce(hints[name], value, f'{where}.{name}') for name, value in given.items()})
 
 
-def _coerce(hint, value, where: str):
-  """`value` as the type `hint`, where that loses nothing (an int for a float, a list for a tuple)."""
+def coerce(hint, value, where: str):
+  """`value` as the type `hint`, where that loses nothing (an int for a float, a list for a tuple). Raises SettingsError."""
   origin, args = typing.get_origin(hint), typing.get_args(hint)
   if dataclasses.is_dataclass(hint):
     if not isinstance(value, Mapping):
@@ -391,11 +433,11 @@ def _coerce(hint, value, where: str):
       raise SettingsError(f'{where} = {value!r}: expected one of {", ".join(map(repr, args))}')
     return value
   if origin is types.UnionType:
-    return None if value is None else _coerce(next(a for a in args if a is not type(None)), value, where)
+    return None if value is None else coerce(next(a for a in args if a is not type(None)), value, where)
   if origin is tuple:
     if isinstance(value, str) or not isinstance(value, list | tuple):
       raise SettingsError(f'{where} = {value!r}: expected a list of {args[0].__name__}')
-    return tuple(_coerce(args[0], v, f'{where}[{i}]') for i, v in enumerate(value))
+    return tuple(coerce(args[0], v, f'{where}[{i}]') for i, v in enumerate(value))
   if origin is Mapping:
     if not isinstance(value, Mapping):
       raise SettingsError(f'{where} = {value!r}: expected a dictionary')
@@ -450,6 +492,7 @@ def check(run: Run) -> None:
       f'{run.rollout.prompts}'
     )
   check_memory(run)
+  check_rollout(run)
   check_objective(run)
   check_task(run)
 
@@ -511,6 +554,74 @@ def check_memory(run: Run) -> None:
       run, 'cache.trigger', lambda v: v == 'row' or not cache.budget, "'row' with config.ledger.every, which replays rows alone"
     )
     _require(run, 'ledger.groups', lambda v: v <= run.rollout.prompts, f'at most config.rollout.prompts = {run.rollout.prompts}')
+
+
+# --- checks of the scheduler ------------------------------------------------------------------------------------------
+
+
+def check_rollout(run: Run) -> None:
+  """Raise SettingsError where rollouts cannot be scheduled as asked."""
+  r, env = run.rollout, run.environment
+  for key in ('rollout.max_running', 'rollout.extra_prompts', 'rollout.extra_members', 'rollout.retries'):
+    _require(run, key, lambda v: v >= 0, '0 or more')
+  _require(run, 'rollout.async_ratio', lambda v: 0 <= v < math.inf, 'a finite number, 0 or more')
+  ahead = r.async_ratio * r.prompts
+  if r.async_ratio % 1 and (abs(ahead - round(ahead)) > 1e-9 or r.order == 'completion' or run.task.kind == 'environment'):
+    whole = {'environment': 'for an environment', 'completion': "with config.rollout.order = 'completion'"}
+    why = (
+      whole.get(run.task.kind) or whole.get(r.order) or f'or one that makes whole groups of config.rollout.prompts = {r.prompts}'
+    )
+    raise SettingsError(f'config.rollout.async_ratio = {r.async_ratio}: expected a whole number {why}')
+  if r.extra_prompts and r.order != 'completion':
+    raise SettingsError(
+      f"config.rollout.extra_prompts = {r.extra_prompts}: expected 0 with config.rollout.order = {r.order!r}; 'completion' takes "
+      'the groups that finish first'
+    )
+  if not r.replicate_prompts and r.async_ratio and r.group > 1:
+    raise SettingsError(
+      'config.rollout.replicate_prompts = False: expected True with config.rollout.async_ratio > 0, where samples of a prompt '
+      'are interrupted one by one'
+    )
+  places = min(p for p in (run.sampling.rows, r.max_running, 1 << 30) if p)
+  if not r.replicate_prompts and r.group + r.extra_members > places:
+    raise SettingsError(
+      f'config.rollout.group = {r.group} and extra_members = {r.extra_members}: expected at most {places} together, the '
+      'sequences that run side by side (config.sampling.rows, config.rollout.max_running), '
+      'with config.rollout.replicate_prompts = False'
+    )
+  if r.query_filter != 'none' and r.group < 2:
+    raise SettingsError(f"config.rollout.query_filter = {r.query_filter!r}: expected 'none' with config.rollout.group = 1")
+  _require(run, 'rollout.filter_low', lambda v: v < r.filter_high, f'below config.rollout.filter_high = {r.filter_high}')
+  _require(run, 'devices.engines', lambda v: v >= 1, '1 or more')
+  for key in ('devices.rollout', 'devices.learner'):
+    _require(run, key, lambda v: v == '' or device_numbers(v) is not None, "'', or numbers such as '0-3' or '4,5,6'")
+  if run.cache.masked_learner:
+    for key, off in (('rollout.async_ratio', 0), ('task.kind', None)):
+      _require(
+        run, key, lambda v, off=off: v == off if off is not None else v != 'environment',
+        'another with config.cache.masked_learner: a sequence that goes on in another row forgets in another way',
+      )  # fmt: skip
+  for key in ('environment.turns', 'environment.turn_tokens', 'environment.workers'):
+    _require(run, key, lambda v: v >= 1, '1 or more')
+  _require(run, 'environment.time_limit', lambda v: v > 0, 'seconds, above 0')
+  for key in ('environment.latency_mean', 'environment.latency_std'):
+    _require(run, key, lambda v: 0 <= v < math.inf, 'seconds, 0 or more')
+  if (run.task.kind == 'environment') != bool(env.name):
+    raise SettingsError(
+      f'config.task.kind = {run.task.kind!r} and config.environment.name = {env.name!r}: expected an environment by name with '
+      "kind 'environment', and '' with others"
+    )
+
+
+def device_numbers(text: str) -> tuple[int, ...] | None:
+  """The numbers that '0-3,6' lists; None where it cannot be read."""
+  try:
+    ranges = [[int(end) for end in part.split('-')] for part in text.split(',')]
+  except ValueError:
+    return None
+  if any(len(r) > 2 or r[0] > r[-1] for r in ranges):
+    return None
+  return tuple(n for r in ranges for n in range(r[0], r[-1] + 1))
 
 
 # --- checks of the objective -----------------------------------------------------------------------------------------

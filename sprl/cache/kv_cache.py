@@ -93,9 +93,13 @@ class KVCache:
     return self.length + 1
 
   def advance(self, decoding: bool = False) -> 'KVCache':
-    """The cache after the forward pass, with the tokens expected in it. Padding, written beyond them, is no part of it."""
+    """The cache after the forward pass, with the tokens expected in it. Padding, written beyond them, is no part of it.
+
+    `decoding`: they count as decode steps, of which the last compresses where it is due.
+    """
     settings, seen, length = self.plan.settings, self.seen + self.expected, self.length + self.expected
-    count = self.count if not decoding else self.count + (1 if settings.trigger == 'batch' else self.expected)
+    steps = jnp.max(self.expected) if settings.trigger == 'batch' else self.expected
+    count = self.count + steps if decoding else self.count
     cache = self
     if decoding and self.plan.sparse:
       if settings.when == 'after':
@@ -115,15 +119,28 @@ class KVCache:
     def row(mine, theirs):
       return jnp.where(take, theirs[parent], mine)
 
-    start_again = jnp.any(take) if self.plan.settings.trigger == 'batch' else take
+    batch = self.plan.settings.trigger == 'batch'
     return dataclasses.replace(
       self,
       layers=jax.tree_util.tree_map_with_path(rows, self.layers, other.layers),
       length=row(self.length, other.length),
       seen=row(self.seen, other.seen),
-      count=jnp.where(start_again, 0, self.count),
+      count=jnp.where(jnp.any(take), 0, self.count) if batch else row(self.count, other.count),
       saturated=row(self.saturated, other.saturated),
     )
+
+  def rescaled(self, scales: Scales, bias: tuple[Float[Array, 'K P D'], ...] | None = None) -> 'KVCache':
+    """The same keys and values, to FP8's precision, under the scales (and key biases) of other weights."""
+    if self.scales is None:
+      return self
+    layers = []
+    for i, held in enumerate(self.layers):
+      k, v = fp8.decast(held.keys, self.scales.k[i]), fp8.decast(held.values, self.scales.v[i])
+      if self.bias is not None and bias is not None:
+        k = k + _of_slots(self.bias[i] - bias[i], held)
+      k, v = fp8.to_bytes(fp8.cast(k, scales.k[i])), fp8.to_bytes(fp8.cast(v, scales.v[i]))
+      layers.append(dataclasses.replace(held, k=k, v=v))
+    return dataclasses.replace(self, layers=tuple(layers), scales=scales, bias=bias)
 
   # --- in a forward pass ---------------------------------------------------------------------------------------------
 
@@ -186,6 +203,7 @@ class KVCache:
       k, v = k.astype(q.dtype), v.astype(q.dtype)
     if plan.settings.positions == 'in_cache':
       k = self._turned(k, jnp.arange(k.shape[1])[None])
+      q = self._turned(q, slot - self.seen[:, None] - jnp.arange(q.shape[1]))
     allowed = (jnp.arange(k.shape[1]) <= slot[:, :, None])[:, None]
     if held.carried is not None and plan.accumulates:
       real = jnp.arange(q.shape[1]) < self.expected[:, None]
@@ -209,7 +227,7 @@ class KVCache:
       scales = None if scales is None else (jnp.ones(()), scales[1])
     out, share = decode_attention(q, k, held.values, length, scales, bias)
     if held.carried is not None and plan.accumulates:
-      held = dataclasses.replace(held, carried=held.carried + share)
+      held = dataclasses.replace(held, carried=held.carried + jnp.where(self.expected > 0, 1, 0)[:, None, None] * share)
     return out[:, None], self._with(layer, held)
 
   def _bias_scores(self, layer, q):
@@ -255,3 +273,10 @@ class KVCache:
 
   def _with(self, layer: int, held: Layer, **changes: Any) -> 'KVCache':
     return dataclasses.replace(self, layers=(*self.layers[:layer], held, *self.layers[layer + 1 :]), **changes)
+
+
+def _of_slots(table: Float[Array, 'K P D'], held: Layer) -> Float[Array, 'B K S D']:
+  """What a table by position says of each slot."""
+  if held.position is None:
+    return table[None, :, : held.k.shape[2]]
+  return jax.vmap(lambda position: jnp.take_along_axis(table, jnp.maximum(position, 0)[..., None], axis=1))(held.position)

@@ -6,7 +6,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sprl import settings
-from sprl.settings import SettingsError
+from sprl.settings import SettingsError, device_numbers
 
 # Logical axis of a weight -> mesh axis. A weight axis that the mesh axis does not divide stays whole.
 RULES = {'embed': 'fsdp', 'heads': 'tensor', 'kv_heads': 'tensor', 'mlp': 'tensor', 'vocab': 'tensor'}
@@ -28,6 +28,36 @@ def make_mesh(mesh: settings.Mesh, devices=None) -> Mesh:
       f'config.mesh = {sizes}: expected axes that multiply up to {devices.size} devices, one of them -1 at most'
     )
   return Mesh(devices.reshape(tuple(sizes.values())), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def divide(settings: settings.Devices, devices) -> tuple[list, list[list] | None]:
+  """(the learner's devices, those of each engine; None where the one engine has the learner's).
+
+  Raises SettingsError: devices that are not there, two sets that overlap in part, engines that do not divide theirs.
+  """
+
+  def chosen(key: str) -> list:
+    numbers = device_numbers(getattr(settings, key)) if getattr(settings, key) else range(len(devices))
+    assert numbers is not None, 'checked with the settings'
+    if missing := [n for n in numbers if n >= len(devices)]:
+      raise SettingsError(
+        f'config.devices.{key} = {getattr(settings, key)!r}: expected numbers below {len(devices)}, '
+        f'the devices here; {missing[0]} is none'
+      )
+    return [devices[n] for n in numbers]
+
+  learner, rollout = chosen('learner'), chosen('rollout')
+  if set(learner) != set(rollout) and set(learner) & set(rollout):
+    raise SettingsError(
+      f'config.devices.rollout = {settings.rollout!r}, learner = {settings.learner!r}: expected the same devices, or sets that '
+      'share none'
+    )
+  if len(rollout) % settings.engines:
+    raise SettingsError(f'config.devices.engines = {settings.engines}: expected a divisor of {len(rollout)}, the rollout devices')
+  if set(learner) == set(rollout) and settings.engines == 1:
+    return learner, None
+  size = len(rollout) // settings.engines
+  return learner, [rollout[i : i + size] for i in range(0, len(rollout), size)]
 
 
 def param_shardings(mesh: Mesh, axes, shapes):

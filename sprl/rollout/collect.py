@@ -1,11 +1,6 @@
-"""From problems to graded trajectories: `prompt -> rollout -> reward`, group by group.
+"""Problems as ids before a rollout, and what there is to say of trajectories after it."""
 
-A request's number fixes its random numbers, so it must be the same whenever the same sample of the same step is asked for:
-sample k of problem i of step s has uid ((s * prompts) + i) * group + k.
-"""
-
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,9 +10,8 @@ from sprl.cache.kv_cache import KVCache
 from sprl.cache.plan import CachePlan
 from sprl.io.tokenizer import Tokenizer
 from sprl.settings import SettingsError
-from sprl.tasks.grading_pool import GradingPool
 from sprl.tasks.problems import Problem
-from sprl.trajectory import Request, Trajectory
+from sprl.trajectory import Trajectory
 
 STATUSES = ('ok', 'timeout', 'crash', 'error', 'invalid')  # of a Grade
 
@@ -26,12 +20,6 @@ def encode(problem: Problem, tokenizer: Tokenizer) -> Int[np.ndarray, ' P']:
   """The prompt's ids: the conversation up to where the model's answer begins, or the plain text where there is none."""
   ids = tokenizer.chat(problem.messages) if problem.messages else tokenizer.encode(problem.prompt)
   return np.array(ids, np.int32)
-
-
-def requests(problems: Sequence[Problem], tokenizer: Tokenizer, group: int, max_tokens: int, first_uid: int) -> list[Request]:
-  """`group` requests for each problem, next to each other; group numbers count the problems from 0."""
-  prompts = [encode(problem, tokenizer) for problem in problems]
-  return [Request(first_uid + i * group + k, i, prompt, max_tokens) for i, prompt in enumerate(prompts) for k in range(group)]
 
 
 def check_lengths(problems: Sequence[Problem], tokenizer: Tokenizer, max_prompt: int) -> None:
@@ -46,27 +34,10 @@ def check_lengths(problems: Sequence[Problem], tokenizer: Tokenizer, max_prompt:
     )
 
 
-def grade(
-  trajectories: Sequence[Trajectory], problems: Sequence[Problem], tokenizer: Tokenizer, pool: GradingPool
-) -> tuple[list[Trajectory], dict[str, float]]:
-  """The trajectories with their rewards, and how many samples were graded with what success (grading/ok, ...).
-
-  trajectory.group is the index of its problem.
-  """
-  items = []
-  for t in trajectories:
-    problem = problems[t.group]
-    completion = tokenizer.decode(t.completion.tolist(), skip_special=True)
-    items.append((problem.prompt, completion, problem.answer, problem.extra))
-  grades = pool.grade(items)
-  counts = {f'grading/{status}': float(sum(g.status == status for g in grades)) for status in STATUSES}
-  return [dataclasses.replace(t, reward=float(g.score)) for t, g in zip(trajectories, grades)], counts
-
-
 def sample_rows(
-  trajectories: Sequence[Trajectory], problems: Sequence[Problem], tokenizer: Tokenizer, count: int
+  trajectories: Sequence[Trajectory], answer: Callable[[int], str], tokenizer: Tokenizer, count: int
 ) -> list[dict[str, Any]]:
-  """Rows of a sample table: the first trajectory of each of the first `count` groups."""
+  """Rows of a sample table: the first trajectory of each of the first `count` groups; `answer` is a group's right one."""
   first: dict[int, Trajectory] = {}
   for t in trajectories:
     first.setdefault(t.group, t)
@@ -74,10 +45,10 @@ def sample_rows(
     {
       'prompt': tokenizer.decode(t.tokens[: t.prompt_length].tolist()),
       'completion': tokenizer.decode(t.completion.tolist()),
-      'answer': problems[t.group].answer,
+      'answer': answer(t.group),
       'reward': t.reward,
       'finish': t.finish,
-      'tokens': len(t.completion),
+      'tokens': int(t.mask.sum()),
     }
     for t in list(first.values())[:count]
   ]
@@ -88,6 +59,7 @@ def metrics(trajectories: Sequence[Trajectory], plan: CachePlan, rows: int) -> d
 
   sparse/accounting_saving   share of the tokens that a dense cache would have attended to and this one did not
   sparse/cache_bytes         all that `rows` rows take; sparse/bytes_saving: against dense keys and values, unquantised
+  grading/ok, timeout ...    how many were graded with what success; env/NAME is what an environment says of its episodes
   fp8/kv_saturation          share of the keys' and values' numbers that FP8 had to clamp
   """
   reward = np.array([t.reward for t in trajectories])
@@ -100,6 +72,7 @@ def metrics(trajectories: Sequence[Trajectory], plan: CachePlan, rows: int) -> d
   evicting = sum(map(plan.evicts, range(plan.layers))) / plan.layers
   numbers = 2 * plan.layers * plan.kv_heads * plan.head_dim * sum(len(t.tokens) for t in trajectories)
   fp8 = {'fp8/kv_saturation': sum(t.saturated for t in trajectories) / numbers} if plan.fp8 else {}
+  said = {name for t in trajectories for name in t.metrics}
   return {
     'reward/mean': float(reward.mean()),
     'reward/std': float(reward.std()),
@@ -113,5 +86,7 @@ def metrics(trajectories: Sequence[Trajectory], plan: CachePlan, rows: int) -> d
     'sparse/compressed': float(np.mean([np.any(t.kept[t.mask] < np.flatnonzero(t.mask)) for t in trajectories])),
     'sparse/cache_bytes': float(size),
     'sparse/bytes_saving': 1 - size / plan.dense_bytes(rows),
+    **{f'grading/{status}': float(sum(t.status == status for t in trajectories)) for status in STATUSES},
+    **{f'env/{name}': float(np.mean([t.metrics[name] for t in trajectories if name in t.metrics])) for name in sorted(said)},
     **fp8,
   }

@@ -5,6 +5,7 @@ A row is one sequence being generated. Its state never leaves the device between
     prompts = prefill(served, tokens, lengths)            # [P, bucket] distinct prompts, each read once
     state   = admit(served, state, prompts, ...)          # rows start as copies of a prompt's cache, first token drawn
     state   = decode(served, state)                       # up to `chunk` tokens a row; stops early when all are done
+    news    = read(state, counts)                         # what was drawn since: the host's one look
 """
 
 import dataclasses
@@ -33,6 +34,7 @@ class Rows:
   cache: KVCache
   seed: Array  # random key of the run
   uid: Int[Array, ' B']
+  attempt: Int[Array, ' B']
   limit: Int[Array, ' B']  # completion tokens allowed
   count: Int[Array, ' B']  # completion tokens drawn
   done: Bool[Array, ' B']
@@ -52,11 +54,15 @@ class Prompts:
 
 def empty_cache(plan: CachePlan, served: Served, rows: int, slots: int | None = None) -> KVCache:
   """A cache with no tokens in it, with the scales and key biases that the weights come with."""
-  bias = None
-  if plan.key_bias:
-    tables = rotated_biases(transformer.key_biases(served.params), jnp.arange(plan.positions)[None], plan.head_dim, plan.rope)
-    bias = tuple(jnp.swapaxes(table[0], 0, 1) for table in tables)
-  return KVCache.empty(plan, rows, slots, served.scales, bias)
+  return KVCache.empty(plan, rows, slots, served.scales, _biases(plan, served))
+
+
+def _biases(plan, served):
+  """[K, P, D] a layer: what keys at each position hold whatever the token, where that is kept out of FP8."""
+  if not plan.key_bias:
+    return None
+  tables = rotated_biases(transformer.key_biases(served.params), jnp.arange(plan.positions)[None], plan.head_dim, plan.rope)
+  return tuple(jnp.swapaxes(table[0], 0, 1) for table in tables)
 
 
 @partial(jax.jit, static_argnames=('plan', 'rows', 'max_tokens'))
@@ -67,6 +73,7 @@ def empty_rows(plan: CachePlan, served: Served, rows: int, max_tokens: int, seed
     cache=empty_cache(plan, served, rows),
     seed=seed,
     uid=ints,
+    attempt=ints + 0,
     limit=ints + 0,
     count=ints + 0,
     done=jnp.ones(rows, bool),
@@ -78,15 +85,57 @@ def empty_rows(plan: CachePlan, served: Served, rows: int, max_tokens: int, seed
 
 @partial(jax.jit, static_argnames=('graphdef', 'plan'))
 def prefill(
-  graphdef: nnx.GraphDef, plan: CachePlan, served: Served, tokens: Int[Array, 'P T'], lengths: Int[Array, ' P']
+  graphdef: nnx.GraphDef,
+  plan: CachePlan,
+  served: Served,
+  tokens: Int[Array, 'P T'],
+  lengths: Int[Array, ' P'],
+  given: Int[Array, 'P N'] | None = None,
+  counts: Int[Array, ' P'] | None = None,
 ) -> Prompts:
-  """Right-padded prompts through the network once. Padding is written beyond each length, where nothing looks."""
+  """Right-padded prompts through the network once. Padding is written beyond each length, where nothing looks.
+
+  `given`, of which `counts` tokens are real, follows the prompts and is taken in as decoding would have: with the compressions
+  of a cache that evicts.
+  """
   P, T = tokens.shape
-  cache = empty_cache(plan, served, P, T).expecting(lengths)
+  cache = empty_cache(plan, served, P, T if given is None else None).expecting(lengths)
   positions = jnp.broadcast_to(jnp.arange(T), (P, T))
   hidden, cache = transformer.forward(graphdef, served.params, tokens, positions, cache, plan.dtype)
   last = jnp.take_along_axis(hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
-  return Prompts(cache.advance(), last)
+  prompts = Prompts(cache.advance(), last)
+  return prompts if given is None or counts is None else _continued(graphdef, plan, served, prompts, given, counts)
+
+
+def _continued(graphdef, plan, served, prompts, given, counts):
+  """The prompts with what is given behind them, an interval at a time.
+
+  Between two compressions a cache only grows: all of an interval's tokens but the last go through the network together, and
+  the last as a decode step, which compresses.
+  """
+  interval = plan.settings.interval
+  given = jnp.pad(given, ((0, 0), (0, interval)))
+
+  def more(carry):
+    return carry[0] < jnp.max(counts)
+
+  def stretch(carry):
+    done, prompts = carry
+    cache, hidden = prompts.cache, prompts.hidden
+    if interval > 1:
+      tokens = jax.lax.dynamic_slice_in_dim(given, done, interval - 1, axis=1)
+      real = jnp.clip(counts - done, 0, interval - 1)
+      positions = cache.seen[:, None] + jnp.arange(interval - 1)
+      new, cache = transformer.forward(graphdef, served.params, tokens, positions, cache.expecting(real), plan.dtype)
+      cache = cache.advance(decoding=True)
+      newest = jnp.take_along_axis(new, jnp.maximum(real - 1, 0)[:, None, None], axis=1)[:, 0]
+      hidden = jnp.where((real > 0)[:, None], newest, hidden)
+    active = counts >= done + interval
+    token = jax.lax.dynamic_slice_in_dim(given, done + interval - 1, 1, axis=1)[:, 0]
+    newest, _, cache = take_in(graphdef, served, cache, token, active)
+    return done + interval, Prompts(cache, jnp.where(active[:, None], newest, hidden))
+
+  return jax.lax.while_loop(more, stretch, (jnp.int32(0), prompts))[1]
 
 
 def started(
@@ -105,6 +154,7 @@ def admit(
   prompts: Prompts,
   parent: Int[Array, ' B'],
   uid: Int[Array, ' B'],
+  attempt: Int[Array, ' B'],
   limit: Int[Array, ' B'],
   sampling: Sampling,
   stop_ids: tuple[int, ...],
@@ -116,6 +166,7 @@ def admit(
     rows,
     cache=rows.cache.fork(prompts.cache, parent, new),
     uid=jnp.where(new, uid, rows.uid),
+    attempt=jnp.where(new, attempt, rows.attempt),
     limit=jnp.where(new, limit, rows.limit),
     count=jnp.where(new, 0, rows.count),
     done=jnp.where(new, limit <= 0, rows.done),
@@ -160,7 +211,7 @@ def predict(served: Served, hidden: Float[Array, 'B E']) -> Float[Array, 'B V']:
 def _draw_into(rows, served, hidden, active, attended, sampling, stop_ids):
   """Draw one token for the active rows and record it: it ends the row if it is a stop id or the last one allowed."""
   with jax.named_scope('draw'):
-    token, logp = draw(predict(served, hidden), uniforms(rows.seed, rows.uid, rows.count), sampling)
+    token, logp = draw(predict(served, hidden), uniforms(rows.seed, rows.uid, rows.attempt, rows.cache.seen), sampling)
   row = jnp.arange(token.shape[0])
   column = jnp.where(active, rows.count, rows.tokens.shape[1])  # out of bounds: dropped
   count = rows.count + active
@@ -172,6 +223,23 @@ def _draw_into(rows, served, hidden, active, attended, sampling, stop_ids):
     tokens=rows.tokens.at[row, column].set(token, mode='drop'),
     logp=rows.logp.at[row, column].set(logp, mode='drop'),
     kept=rows.kept.at[row, column].set(attended, mode='drop'),
+  )
+
+
+@partial(jax.jit, static_argnames='steps')
+def read(rows: Rows, since: Int[Array, ' B'], steps: int) -> dict[str, Array]:
+  """What the host looks at between chunks: who is done, and each row's up to `steps` tokens from its `since`-th on."""
+  columns = jnp.minimum(since[:, None] + jnp.arange(steps), rows.tokens.shape[1] - 1)
+  news = {name: jnp.take_along_axis(getattr(rows, name), columns, axis=1) for name in ('tokens', 'logp', 'kept')}
+  return {'done': rows.done, 'count': rows.count, 'saturated': rows.cache.saturated, **news}
+
+
+@partial(jax.jit, donate_argnames='rows')
+def rescale(rows: Rows, served: Served) -> Rows:
+  """The rows with what their cache holds in FP8 on the scales, and beside the key biases, of other weights."""
+  cache = rows.cache
+  return (
+    rows if served.scales is None else dataclasses.replace(rows, cache=cache.rescaled(served.scales, _biases(cache.plan, served)))
   )
 
 

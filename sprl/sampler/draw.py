@@ -52,13 +52,15 @@ def process(logits: Float[Array, 'B V'], sampling: Sampling) -> Float[Array, 'B 
   return logits
 
 
-def uniforms(seed: Array, uid: Int[Array, ' B'], index: Int[Array, ' B']) -> Float[Array, 'B 2']:
-  """The two random numbers of token `index` of request `uid`: the same whatever row or batch the request shares."""
+def uniforms(seed: Array, uid: Int[Array, ' B'], attempt: Int[Array, ' B'], position: Int[Array, ' B']) -> Float[Array, 'B 2']:
+  """The two random numbers of the token at `position` of sequence `uid`: the same whatever row, batch or chunk it is drawn in,
+  and the same for a sequence that was aborted and goes on. Another attempt at it has others."""
 
-  def one(uid, index):
-    return jax.random.uniform(jax.random.fold_in(jax.random.fold_in(seed, uid), index), (2,))
+  def one(uid, attempt, position):
+    key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(seed, uid), attempt), position)
+    return jax.random.uniform(key, (2,))
 
-  return jax.vmap(one)(uid, index)
+  return jax.vmap(one)(uid, attempt, position)
 
 
 def _inverse_cdf(mass, uniform):

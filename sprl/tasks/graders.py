@@ -174,9 +174,15 @@ _PROSE = re.compile(r'[A-Za-z]{2,}\s+[A-Za-z]{2,}|\n')  # two words, or two line
 
 def final_answer(completion: str, answer: str) -> str:
   """The last <answer> tag, else the last box, else the whole text; if `answer` is a number, its last number ('' if none)."""
-  tags = _TAG.findall(completion)
-  text = tags[-1] if tags else last_boxed(completion) or completion
+  tagged = last_tagged(completion)
+  text = tagged if tagged is not None else last_boxed(completion) or completion
   return (last_number(text) or '') if number(answer) is not None else text.strip()
+
+
+def last_tagged(text: str) -> str | None:
+  """What the last whole <answer> tag holds; None if there is none."""
+  *_, last = [None, *_TAG.findall(text)]
+  return last
 
 
 def last_boxed(text: str) -> str | None:

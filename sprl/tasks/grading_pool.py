@@ -18,8 +18,8 @@ import struct
 import subprocess
 import sys
 import time
-from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any, Literal
@@ -41,11 +41,14 @@ class Grade:
   reason: str = ''  # why it is not ok
 
 
+Sample = tuple[str, str, str, Mapping[str, Any]]  # prompt, completion, answer, a Problem's extra
+
+
 class GradingPool:
   """A context within which samples are graded.
 
   `timeout`: seconds a sample may take. `memory_gb`: address space a worker may add to what it holds once its grader is loaded.
-  `counts`: samples graded so far, by status.
+  `counts`: samples graded so far, by status. For one thread.
 
   Entering raises SettingsError where the grader cannot be loaded.
   """
@@ -54,6 +57,10 @@ class GradingPool:
     self.counts: Counter[str] = Counter()
     self._spec, self._size, self._timeout, self._memory_gb = spec, workers, timeout, memory_gb
     self._workers: list[_Worker] = []
+    self._queue: dict[int, Sample] = {}  # by ticket, in the order they came
+    self._grades: dict[int, Grade] = {}  # that nobody has asked for yet
+    self._unwanted: set[int] = set()  # that nobody will ask for
+    self._next = 0
     self._lost = 0
 
   def __enter__(self) -> 'GradingPool':
@@ -76,30 +83,63 @@ class GradingPool:
     while self._workers:
       self._workers.pop().kill()
 
-  def grade(self, samples: Sequence[tuple[str, str, str, Mapping[str, Any]]]) -> list[Grade]:
-    """The grades of (prompt, completion, answer, a Problem's extra), in their order.
+  def grade(self, samples: Sequence[Sample]) -> list[Grade]:
+    """The grades of (prompt, completion, answer, a Problem's extra), in their order; waits for all of them.
 
     Raises SettingsError if workers that replace others fail to start again and again.
     """
+    tickets = [self.submit(sample) for sample in samples]
     grades: dict[int, Grade] = {}
-    queue = deque(range(len(samples)))
     try:
-      while len(grades) < len(samples):
-        for worker in list(self._workers):
-          if worker.idle and queue and self._lives(worker):
-            worker.give(queue.popleft(), samples)
-        busy = [worker for worker in self._workers if not worker.idle]
-        answered = wait([worker.connection for worker in busy], min(worker.seconds_left() for worker in busy))
-        for worker in busy:
-          if worker.connection in answered or worker.seconds_left() == 0:
-            self._collect(worker, grades)
+      while len(grades) < len(tickets):
+        self.wait(None)
+        grades |= self.poll(tickets)
     finally:
-      for worker in self._workers:
-        if worker.sample is not None:  # an interrupt came between: its answer is not for the next caller
-          self._replace(worker)
-    self.counts.update(grade.status for grade in grades.values())
+      for ticket in tickets:  # an interrupt came between: what is left is not for the next caller
+        self.cancel(ticket)
     _warn(self._spec, list(grades.values()))
-    return [grades[i] for i in range(len(samples))]
+    return [grades[ticket] for ticket in tickets]
+
+  def submit(self, sample: Sample) -> int:
+    """Queues a sample to be graded; its grade will be found under the ticket."""
+    ticket, self._next = self._next, self._next + 1
+    self._queue[ticket] = sample
+    self._give()
+    return ticket
+
+  def cancel(self, ticket: int) -> None:
+    """Nobody waits for this grade any more."""
+    self._queue.pop(ticket, None)
+    self._grades.pop(ticket, None)
+    if any(worker.sample == ticket for worker in self._workers):
+      self._unwanted.add(ticket)
+
+  def poll(self, wanted: Collection[int]) -> dict[int, Grade]:
+    """Those of the wanted grades that are there by now, each given out once."""
+    self.wait(0.0)
+    return {ticket: self._grades.pop(ticket) for ticket in list(self._grades) if ticket in wanted}
+
+  def wait(self, seconds: float | None) -> None:
+    """Until a worker has something to say, or is late, or so many seconds are over. Keeps idle workers busy.
+
+    Raises SettingsError as `grade` does.
+    """
+    self._give()
+    busy = [worker for worker in self._workers if not worker.idle]
+    if not busy:
+      return
+    left = min(worker.seconds_left() for worker in busy)
+    answered = wait([worker.connection for worker in busy], left if seconds is None else min(seconds, left))
+    for worker in busy:
+      if worker.connection in answered or worker.seconds_left() == 0:
+        self._collect(worker)
+
+  def _give(self) -> None:
+    """Samples to idle workers, in the order they came."""
+    for worker in list(self._workers):
+      if worker.idle and self._queue and self._lives(worker):
+        ticket = next(iter(self._queue))
+        worker.give(ticket, self._queue.pop(ticket))
 
   def _lives(self, worker: '_Worker') -> bool:
     """Whether an idle or starting worker is of use; one that is not is replaced, and is no sample's fault."""
@@ -111,14 +151,19 @@ class GradingPool:
       self._replace(worker)
     return not failure
 
-  def _collect(self, worker: '_Worker', grades: dict[int, Grade]) -> None:
+  def _collect(self, worker: '_Worker') -> None:
     """Takes what a worker has to say, or says it for one that is dead or late."""
     if worker.sample is None:
       self._lives(worker)
       return
-    sample = worker.sample
-    grades[sample] = worker.answer()
-    if grades[sample].status in ('timeout', 'crash'):
+    ticket = worker.sample
+    grade = worker.answer()
+    if ticket in self._unwanted:
+      self._unwanted.remove(ticket)
+    else:
+      self._grades[ticket] = grade
+      self.counts[grade.status] += 1
+    if grade.status in ('timeout', 'crash'):
       self._replace(worker)
     else:
       self._lost = 0
@@ -136,7 +181,7 @@ class _Worker:
 
   def __init__(self, spec: GraderSpec, timeout: float, memory_gb: float):
     self.idle = False
-    self.sample: int | None = None
+    self.sample: int | None = None  # its ticket
     self._spec, self._timeout = spec, timeout
     ours, theirs = socket.socketpair()
     # A worker that neither reads nor finishes what it says must not hold the pool: reads and writes have a limit, too.
@@ -179,9 +224,9 @@ class _Worker:
       return ''
     return f'config.task.grader = {self._spec.label!r}: a grading process died idle: {_last_words(self.kill())}'
 
-  def give(self, sample: int, samples: Sequence[tuple]) -> None:
-    self.idle, self.sample, self._deadline = False, sample, time.monotonic() + self._timeout
-    self._send(samples[sample])
+  def give(self, ticket: int, sample: Sample) -> None:
+    self.idle, self.sample, self._deadline = False, ticket, time.monotonic() + self._timeout
+    self._send(sample)
 
   def answer(self) -> Grade:
     reply = self._receive()

@@ -29,6 +29,10 @@ class PromptStream:
     self._made_of = {'problems': len(problems), 'seed': seed, 'process_index': process_index, 'process_count': process_count}
     self._position = 0
 
+  def at(self, position: int) -> Problem:
+    """The problem at a place of the order."""
+    return self._order[position]
+
   def next(self, n: int) -> list[Problem]:
     """The next n problems of this process."""
     start, self._position = self._position, self._position + n
@@ -38,9 +42,13 @@ class PromptStream:
     """Where the stream stands, for JSON: `restore` of an equal stream continues at the exact next problem."""
     return {**self._made_of, 'position': self._position}
 
-  def restore(self, state: Mapping[str, Any]) -> None:
-    """Continues where `state` stood. Raises ValueError where it is another stream's."""
+  def check(self, state: Mapping[str, Any]) -> None:
+    """Raises ValueError where `state` is another stream's, whose places mean nothing here."""
     for name, value in self._made_of.items():
       if state[name] != value:
         raise ValueError(f'the saved prompt stream has {name} = {state[name]}, this one {value}: its place means nothing here')
+
+  def restore(self, state: Mapping[str, Any]) -> None:
+    """Continues where `state` stood. Raises ValueError where it is another stream's."""
+    self.check(state)
     self._position = state['position']

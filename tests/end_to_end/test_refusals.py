@@ -1,6 +1,7 @@
-"""What cannot be used is refused before any device work, by name, with status 2 and no traceback; a broken run stops with 1."""
+"""What cannot be used is refused before any device work, by name, with status 2 and no traceback; a broken run stops with 3."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,7 @@ def inputs(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
   ('flag', 'said'),
   [
-    ('--config.rollout.grup=4', 'config.rollout.grup: no such setting; config.rollout has filter_equal, group, prompts'),
+    ('--config.rollout.grup=4', 'config.rollout.grup: no such setting; config.rollout has async_ratio, extra_members'),
     ('--config.steps=many', "--config.steps=many: invalid literal for int() with base 10: 'many'"),
     ('--config.loss.variant=grpo', "config.loss.variant = 'grpo': expected one of 'vanilla', 'ppo'"),
     ('--config.task.args.terms=2', 'config.task.args.terms'),
@@ -187,5 +188,5 @@ def test_a_step_too_far_stops_the_run_with_a_report(inputs, tmp_path):
   arguments = f'--config={inputs / "config.py"}', '--config.optimizer.learning_rate=1e30', f'--workdir={tmp_path / "run"}'
   status, _, err = tiny.run('main', *arguments)
   assert status == 3
-  assert 'stopped at step 2:' in err
+  assert re.search(r'stopped at step [12]:', err)  # with FP8 weights, which no number of that size fits, the first
   assert 'Traceback' not in err

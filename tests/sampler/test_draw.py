@@ -99,7 +99,8 @@ def test_draws_are_distributed_as_they_should_be(V, sampling):
   logits = np.random.default_rng(V).normal(0, 1.5, V).astype(np.float32)
   logits[-1] = logits.max()
   p, n = by_hand(logits, sampling), 40_000
-  random = uniforms(jax.random.key(7), jnp.arange(n), jnp.zeros(n, jnp.int32))
+  zeros = jnp.zeros(n, jnp.int32)
+  random = uniforms(jax.random.key(7), jnp.arange(n), zeros, zeros)
   token = draw(jnp.broadcast_to(logits, (n, V)), random, sampling)[0]
   count = np.bincount(token, minlength=V)
   assert not count[p == 0].any()
@@ -148,10 +149,13 @@ def test_greedy_takes_the_likeliest_with_certainty():
   assert logp.tolist() == [0.0, 0.0]
 
 
-def test_random_numbers_belong_to_request_and_token_alone():
-  seed = jax.random.key(3)
-  a = uniforms(seed, jnp.array([5, 6, 7]), jnp.array([0, 1, 2]))
-  b = uniforms(seed, jnp.array([7, 9, 5, 6]), jnp.array([2, 0, 0, 1]))
+def test_random_numbers_belong_to_sequence_attempt_and_position_alone():
+  seed, zeros = jax.random.key(3), jnp.zeros(50, jnp.int32)
+  a = uniforms(seed, jnp.array([5, 6, 7]), jnp.array([0, 0, 1]), jnp.array([0, 1, 2]))
+  b = uniforms(seed, jnp.array([7, 9, 5, 6]), jnp.array([1, 0, 0, 0]), jnp.array([2, 0, 0, 1]))
   np.testing.assert_array_equal(a, b[jnp.array([2, 3, 0])])
-  assert len(np.unique(np.asarray(uniforms(seed, jnp.arange(50), jnp.zeros(50, jnp.int32))))) == 100
-  assert not np.array_equal(a, uniforms(jax.random.key(4), jnp.array([5, 6, 7]), jnp.array([0, 1, 2])))
+  for which in range(3):
+    varied = [zeros, zeros, zeros]
+    varied[which] = jnp.arange(50)
+    assert len(np.unique(np.asarray(uniforms(seed, *varied)))) == 100
+  assert not np.array_equal(a, uniforms(jax.random.key(4), jnp.array([5, 6, 7]), jnp.array([0, 0, 1]), jnp.array([0, 1, 2])))

@@ -1,0 +1,172 @@
+"""The rollout half of a run, made from its settings: what is asked, who grades or plays, and the engines on their devices."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from sprl.cache.plan import CachePlan
+from sprl.io.tokenizer import Tokenizer
+from sprl.policy import Policy
+from sprl.rollout import collect
+from sprl.rollout.codec import ChatCodec, PlainCodec
+from sprl.rollout.episodes import Limits
+from sprl.rollout.lanes import EXECUTORS, Lanes
+from sprl.rollout.scheduler import WorkersLike
+from sprl.rollout.sources import Conversations, Problems, Source, seeds
+from sprl.sampler.engine import Engine
+from sprl.sampler.served import Served
+from sprl.sampler.slots import Slots
+from sprl.settings import Environment, Run, SettingsError
+from sprl.tasks import graders, problems
+from sprl.tasks.environments import registry
+from sprl.tasks.environments.latency import Delayed
+from sprl.tasks.grading_pool import GradingPool
+from sprl.tasks.problems import Problem
+from sprl.tasks.prompts import PromptStream
+
+LOOKED_AHEAD = 10_000  # prompts whose lengths are checked before the first step; the engine checks all others
+
+
+@dataclass(frozen=True)
+class HeldOut:
+  """What an evaluation asks: `count` groups at most, numbered from `first`, apart from all that training asks."""
+
+  source: Callable[[int], Source]  # of the tokens that an answer may have
+  workers: WorkersLike
+  count: int
+
+
+@dataclass(frozen=True)
+class Asked:
+  """What a run asks, checked before any process is started or device touched."""
+
+  run: Run
+  tokenizer: Tokenizer
+  stream: PromptStream | None  # None: conversations
+  test: Sequence[Problem]
+
+  @classmethod
+  def open(cls, run: Run, tokenizer: Tokenizer) -> 'Asked':
+    """Reads the problems, or makes an environment to look at.
+
+    Raises SettingsError: files, data sets, environments that cannot be used; prompts that are too long.
+    """
+    if run.task.kind == 'environment':
+      asked = cls(run, tokenizer, None, ())
+      asked._conversations(run.sampling.max_tokens, False, lambda key: None).prompt(0)
+      return asked
+    train, test = problems.load(run.task, 'train'), problems.load(run.task, 'test')
+    stream = PromptStream(train, run.seed)
+    ahead = min(run.steps * run.rollout.prompts, len(train), LOOKED_AHEAD)
+    for some in (test[: run.eval.problems], [stream.at(i) for i in range(ahead)]):
+      collect.check_lengths(some, tokenizer, run.sampling.max_prompt)
+    return cls(run, tokenizer, stream, test)
+
+  def begin(self, enter: Callable[[Any], Any]) -> tuple[WorkersLike, Source, HeldOut]:
+    """Starts the processes or threads that work beside the run, within a context that `enter` enters."""
+    run, task = self.run, self.run.task
+    limit = run.sampling.max_tokens
+    if self.stream is None:
+      lanes, apart = (enter(self._lanes(held_out)) for held_out in (False, True))
+      source = self._conversations(limit, False, lanes.release)
+      return lanes, source, HeldOut(lambda limit: self._conversations(limit, True, apart.release), apart, run.eval.problems)
+    pool = enter(GradingPool(graders.resolve(task), task.grader_workers, task.grader_timeout, task.grader_memory_gb))
+    test = self.test
+
+    def held_out(limit: int) -> Source:
+      return Problems(test.__getitem__, self.tokenizer, limit)
+
+    return pool, Problems(self.stream.at, self.tokenizer, limit), HeldOut(held_out, pool, min(run.eval.problems, len(test)))
+
+  def state(self) -> dict[str, Any]:
+    """What the order of asking is made of, for a resumed run to be told that it is the same."""
+    return self.stream.state() if self.stream else {}
+
+  def check(self, saved: Mapping[str, Any], workdir: Path) -> None:
+    """Raises SettingsError where the run of `workdir` began with other problems."""
+    try:
+      if self.stream:
+        self.stream.check(saved)
+    except ValueError as error:
+      raise SettingsError(f'config.task: its problems are not those that the run of {workdir} began with: {error}') from error
+
+  # --- conversations ---------------------------------------------------------------------------------------------------
+
+  def _conversations(self, limit: int, held_out: bool, release: Callable[[tuple[int, int]], None]) -> Conversations:
+    run, env = self.run, self.run.environment
+    codec = ChatCodec(self.tokenizer, run.task.system) if run.task.chat else PlainCodec(self.tokenizer)
+    limits = Limits(env.turns, env.turn_tokens, run.sampling.max_prompt, limit)
+    sample = environment(env, held_out, 0)
+    return Conversations(partial(seeds, run.task.seed, held_out=held_out), limits, codec, release, sample)
+
+  def _lanes(self, held_out: bool) -> Lanes:
+    env = self.run.environment
+    return Lanes(partial(environment, env, held_out), env.workers, EXECUTORS[env.executor], env.time_limit)
+
+
+def environment(settings: Environment, held_out: bool, salt: int) -> Any:
+  """One environment; where it knows of test problems, those are what is held out."""
+  split = {'split': 'test' if held_out else 'train'} if registry.takes(settings.name, 'split') else {}
+  made = registry.make(settings.name, {**split, **settings.args})
+  if settings.latency_mean or settings.latency_std:
+    return Delayed(made, settings.latency_mean, settings.latency_std, salt)
+  return made
+
+
+# --- engines ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Placed:
+  """An engine and the devices it is on: `mesh` is None where they are the learner's."""
+
+  engine: Engine
+  mesh: Mesh | None
+
+  def place(self, served: Served) -> Served:
+    """The weights on the engine's devices, laid out as on the learner's."""
+    if self.mesh is None:
+      return served
+    mesh = self.mesh
+
+    def there(x: jax.Array) -> NamedSharding:
+      return NamedSharding(mesh, x.sharding.spec if isinstance(x.sharding, NamedSharding) else PartitionSpec())
+
+    return jax.device_put(served, jax.tree.map(there, served))
+
+  def open(self, served: Served, version: int) -> Slots:
+    """The engine at work."""
+    return Slots(self.engine, self.place(served), version)
+
+
+def rows(run: Run) -> int:
+  """Sequences that decode side by side, on all engines together."""
+  return run.sampling.rows or run.rollout.prompts * (run.rollout.group + run.rollout.extra_members)
+
+
+def _rows_of_one(run: Run) -> int:
+  return -(-rows(run) // run.devices.engines)
+
+
+def prefill(run: Run) -> int:
+  """Prompts that go through the network together."""
+  return min(run.rollout.prompts, -(-_rows_of_one(run) // run.rollout.group))
+
+
+def engines(run: Run, policy: Policy, plan: CachePlan) -> list[Placed]:
+  """The engines that the settings ask for."""
+  engine = policy.engine(run.sampling, plan, _rows_of_one(run), prefill(run), run.seed)
+  return [Placed(engine, mesh) for mesh in policy.engine_meshes]
+
+
+def usage(slots: Sequence[Slots]) -> dict[str, float]:
+  """What the engines were used for since the last call; means over them."""
+  found = [each.usage.metrics(each.capacity) for each in slots]
+  for each in slots:
+    each.usage = type(each.usage)()
+  return {name: sum(metrics[name] for metrics in found) / len(found) for name in found[0]}

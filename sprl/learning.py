@@ -1,0 +1,144 @@
+"""The learner's half of a step: graded trajectories to new weights, and to what the sampler is served next.
+
+    advantages -> pack -> score -> update -> calibrate
+
+It touches the learner's devices and nothing of the rollouts, so that on devices of its own it may run while those go on.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jaxtyping import Bool, Float, Int
+
+from sprl.cache.plan import CachePlan
+from sprl.learner.packing import pack, shape
+from sprl.learner.score import score
+from sprl.learner.state import TrainState
+from sprl.learner.update import Computation, make_update, scores_old
+from sprl.models.transformer import Params
+from sprl.objective.advantages import advantages, equal_groups
+from sprl.policy import Policy
+from sprl.process import return_free_memory
+from sprl.sampler import calibrate
+from sprl.sampler.served import Served
+from sprl.settings import Run
+from sprl.trajectory import Trajectory
+
+
+@dataclass(frozen=True)
+class Learned:
+  """What a step's updates said of themselves."""
+
+  measured: list[dict[str, Any]]  # of each update, on the host
+  packing: list[dict[str, float]]  # of each minibatch
+  seconds: dict[str, float]
+
+
+class Stopwatch:
+  """Seconds of a step's parts, in the order they end."""
+
+  def __init__(self):
+    self.seconds: dict[str, float] = {}
+    self._last = time.perf_counter()
+
+  def lap(self, name: str) -> None:
+    """Ends part `name`."""
+    now = time.perf_counter()
+    self.seconds[name] = now - self._last
+    self._last = now
+
+
+@dataclass
+class Learning:
+  """The train state, and what it takes to move it.
+
+  `largest` is what the FP8 cache's scales are made of: the largest queries, keys and values of the last looks.
+  """
+
+  run: Run
+  policy: Policy
+  plan: CachePlan
+  optimizer: optax.GradientTransformation
+  state: TrainState
+  reference: Params | None = None
+  largest: calibrate.History = field(default_factory=tuple)
+
+  def __post_init__(self):
+    run = self.run
+    self.calibrates = self.plan.fp8 and run.quant.kv_scale != 'unit'
+    self._updates = run.optimizer.minibatches * run.optimizer.epochs
+    self._sizes = shape(run.sampling, run.rollout, run.packing, run.optimizer.minibatches)
+    computation = Computation(
+      run.correction, run.loss, run.sampling.temperature, self.policy.dtype, run.packing.score_chunk, run.model.remat == 'layer'
+    )
+    self._update = make_update(self.policy.graphdef, self.optimizer, computation)
+
+  def serve(self) -> Served:
+    """The newest weights as the sampler multiplies them."""
+    scales = calibrate.scales(self.largest, self.run.quant, self.plan.layers) if self.plan.fp8 else None
+    return self.policy.serve(self.state.params, self.run.quant, scales)
+
+  def look_at(self, prompts: Sequence[Int[np.ndarray, ' _']], rows: int) -> None:
+    """Finds scales on prompts, before there are rollouts to find them on."""
+    found = calibrate.amax_of_prompts(self.policy.graphdef, self.plan, self.state.params, prompts, rows, self.run.quant)
+    self.largest = calibrate.remembered(self.largest, found, self.run.quant)
+
+  def learn(self, trajectories: Sequence[Trajectory]) -> Learned:
+    """One step: its minibatches one after the other, as often as there are epochs. Groups stand together, in order."""
+    run, policy, times = self.run, self.policy, Stopwatch()
+    chunk, temperature, n = run.packing.score_chunk, run.sampling.temperature, len(trajectories)
+    advantage = advantages_of(trajectories, run)
+    packed = [
+      pack(trajectories[part], advantage[part], self._sizes, run.packing.share_prefix)
+      for part in _parts(n, run.optimizer.minibatches)
+    ]
+    minibatches = [(batch, metrics) for batch, metrics in packed if batch.used]  # all filtered out: no update
+    return_free_memory()  # the update is where most is needed
+    with jax.transfer_guard('disallow'):  # what goes to the device or comes back is said here: device_put, device_get
+      batches = [jax.device_put(batch, policy.replicated) for batch, _ in minibatches]
+      old = [
+        score(policy.graphdef, self.state.params, batch, temperature, policy.dtype, chunk)
+        if scores_old(run.correction, self._updates) else None
+        for batch in batches
+      ]  # fmt: skip
+      ref = [
+        score(policy.graphdef, self.reference, batch, temperature, policy.dtype, chunk) if self.reference is not None else None
+        for batch in batches
+      ]
+      jax.block_until_ready((old, ref))
+      times.lap('score')
+      measured = []
+      for _ in range(run.optimizer.epochs):
+        for batch, old_logp, ref_logp in zip(batches, old, ref):
+          self.state, metrics = self._update(self.state, batch, old_logp, ref_logp)
+          measured.append(metrics)
+      measured = jax.device_get(measured)
+      times.lap('update')
+      if self.calibrates and batches and run.quant.kv_scale != 'first_forward':
+        params, limit = self.state.params, run.quant.kv_batches
+        found = [calibrate.amax_of_batch(policy.graphdef, self.plan, params, batch, limit) for batch in batches]
+        self.largest = calibrate.remembered(self.largest, np.max(jax.device_get(found), axis=0), run.quant)
+        times.lap('calibrate')
+    return Learned(measured, [metrics for _, metrics in minibatches], times.seconds)
+
+
+def advantages_of(trajectories: Sequence[Trajectory], run: Run) -> Float[np.ndarray, ' B']:
+  """Group-relative advantages; NaN marks members of filtered groups, which are not trained on."""
+  reward = jnp.array([t.reward for t in trajectories], jnp.float32)
+  group = jnp.asarray(np.unique([t.group for t in trajectories], return_inverse=True)[1], jnp.int32)
+  valid: Bool[np.ndarray, ' B'] = np.ones(len(trajectories), bool)
+  if run.rollout.filter_equal:
+    valid = ~np.asarray(equal_groups(reward, group, jnp.asarray(valid)))
+  result = np.array(advantages(reward, group, jnp.asarray(valid), run.advantage), np.float32)
+  result[~valid] = np.nan
+  return result
+
+
+def _parts(n: int, count: int) -> list[slice]:
+  return [slice(i * n // count, (i + 1) * n // count) for i in range(count)]

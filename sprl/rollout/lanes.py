@@ -1,0 +1,204 @@
+"""Environments at work beside the run: many of them, in a few lanes, each of which makes one call at a time.
+
+An environment lives in the lane that it was made in until it is released. A lane is an executor of one worker: a thread, a
+process, or whatever `concurrent.futures.Executor` a user brings (Ray's pools have that form). A call that takes longer than its
+limit counts as hung: its lane is given up, and another takes its place.
+"""
+
+import concurrent.futures
+import itertools
+import multiprocessing
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Hashable
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from sprl.rollout.scheduler import Failure
+from sprl.tasks.environments.protocol import checked_reset, checked_step
+
+MakeEnvironment = Callable[[int], Any]  # of a salt, by which copies of one episode differ in their delays
+
+
+@dataclass(frozen=True)
+class Call:
+  """`method` (`reset` with a seed, `step` with a text) of the environment of that key, made at its first call."""
+
+  key: tuple[int, int]  # (uid, attempt)
+  method: str
+  argument: Any
+
+
+class Daemon(Executor):
+  """An executor of one thread that does not keep the process from ending: a call that hangs is left behind."""
+
+  def __init__(self):
+    self._calls: queue.SimpleQueue = queue.SimpleQueue()
+    threading.Thread(target=self._work, daemon=True, name='environment').start()
+
+  def submit(self, fn, /, *args, **kwargs):
+    """As executors do."""
+    future: Future = Future()
+    self._calls.put((future, fn, args, kwargs))
+    return future
+
+  def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+    """Ends after what was submitted; never waits."""
+    self._calls.put(None)
+
+  def _work(self) -> None:
+    while (item := self._calls.get()) is not None:
+      future, fn, args, kwargs = item
+      try:
+        future.set_result(fn(*args, **kwargs))
+      except BaseException as error:
+        future.set_exception(error)
+
+
+def process() -> Executor:
+  """An executor of one fresh process, which can be killed."""
+  return concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context('spawn'))
+
+
+EXECUTORS: dict[str, Callable[[], Executor]] = {'threads': Daemon, 'processes': process}
+
+
+@dataclass
+class _Lane:
+  executor: Executor
+  number: int
+  keys: set[Hashable] = field(default_factory=set)  # of the environments that live here
+  waiting: deque[tuple[int, Call]] = field(default_factory=deque)
+  running: tuple[int, Call, Future, float] | None = None
+
+
+class Lanes:
+  """Steps environments in `size` lanes, each call within `limit` seconds. For one thread, the scheduler's.
+
+  `make(salt)` makes an environment; under processes it is pickled, once a call.
+  """
+
+  def __init__(
+    self,
+    make: MakeEnvironment,
+    size: int,
+    start: Callable[[], Executor] = Daemon,
+    limit: float = 3600.0,
+    now: Callable[[], float] = time.monotonic,
+  ):
+    self._make, self._start, self._limit, self._now = make, start, limit, now
+    self._numbers, self._tickets = itertools.count(), itertools.count()
+    self._lanes = [_Lane(start(), next(self._numbers)) for _ in range(size)]
+    self._home: dict[Hashable, _Lane] = {}
+    self._done: dict[int, Any] = {}
+
+  def __enter__(self) -> 'Lanes':
+    return self
+
+  def __exit__(self, *_) -> None:
+    for lane in self._lanes:
+      _end(lane.executor)
+
+  def submit(self, call: Call) -> int:
+    """Queues a call in its environment's lane; what it returned, or a Failure, will be found under the ticket."""
+    ticket = next(self._tickets)
+    lane = self._home.get(call.key)
+    if lane is None and call.method != 'reset':
+      self._done[ticket] = Failure('error', 'its environment was lost with another that hung beside it')
+      return ticket
+    if lane is None:
+      lane = self._home[call.key] = min(self._lanes, key=lambda lane: len(lane.keys))
+      lane.keys.add(call.key)
+    lane.waiting.append((ticket, call))
+    self._go_on(lane)
+    return ticket
+
+  def cancel(self, ticket: int) -> None:
+    """Nobody waits for this result any more; a call under way ends by itself, or by its limit."""
+    self._done.pop(ticket, None)
+    for lane in self._lanes:
+      lane.waiting = deque(entry for entry in lane.waiting if entry[0] != ticket)
+
+  def release(self, key: tuple[int, int]) -> None:
+    """An environment is not needed any more."""
+    lane = self._home.pop(key, None)
+    if lane is not None:
+      lane.keys.discard(key)
+      lane.waiting = deque(entry for entry in lane.waiting if entry[1].key != key)
+      lane.executor.submit(_forget, lane.number, key)
+
+  def poll(self, wanted: Collection[int]) -> dict[int, Any]:
+    """Those of the wanted results that are there by now, each given out once."""
+    for lane in list(self._lanes):
+      self._look(lane)
+    return {ticket: self._done.pop(ticket) for ticket in list(self._done) if ticket in wanted}
+
+  def wait(self, seconds: float | None) -> None:
+    """Until a call returns, or a limit, or so many seconds are over."""
+    running = [lane.running for lane in self._lanes if lane.running]
+    if running and not self._done:
+      left = max(0.0, min(started for *_, started in running) + self._limit - self._now())
+      futures = [future for _, _, future, _ in running]
+      concurrent.futures.wait(futures, left if seconds is None else min(seconds, left), concurrent.futures.FIRST_COMPLETED)
+
+  def _go_on(self, lane: _Lane) -> None:
+    if lane.running is None and lane.waiting:
+      ticket, call = lane.waiting.popleft()
+      future = lane.executor.submit(_call, lane.number, self._make, call)
+      lane.running = ticket, call, future, self._now()
+
+  def _look(self, lane: _Lane) -> None:
+    if lane.running is None:
+      return
+    ticket, call, future, started = lane.running
+    if future.done():
+      lane.running = None
+      error = future.exception()
+      broken = isinstance(error, concurrent.futures.BrokenExecutor)
+      self._done[ticket] = future.result() if error is None else Failure('error', f'{type(error).__name__}: {error}'[:500])
+      if broken:
+        self._replace(lane)
+    elif self._now() - started >= self._limit:
+      lane.running = None
+      self._done[ticket] = Failure('hang', f'{call.method} took longer than config.environment.time_limit = {self._limit:g} s')
+      self._replace(lane)
+    self._go_on(lane)
+
+  def _replace(self, lane: _Lane) -> None:
+    """Another lane for one that hangs or is broken; environments that lived in it are lost, and what waits for them fails."""
+    _end(lane.executor)
+    for key in lane.keys:
+      self._home.pop(key, None)
+    for ticket, _ in lane.waiting:
+      self._done[ticket] = Failure('error', 'its environment was lost with another that hung beside it')
+    lane.keys, lane.waiting = set(), deque()
+    lane.executor, lane.number = self._start(), next(self._numbers)
+
+
+# In a lane. Its environments are this module's, for a process has nothing else of its own; a lane's number tells threads apart.
+_environments: dict[tuple[int, Hashable], Any] = {}
+
+
+def _call(lane: int, make: MakeEnvironment, call: Call) -> Any:
+  where = lane, call.key
+  if call.method == 'reset':
+    _environments[where] = make(call.key[0])
+    return checked_reset(_environments[where], call.argument)
+  return checked_step(_environments[where], call.argument)
+
+
+def _forget(lane: int, key: Hashable) -> None:
+  env = _environments.pop((lane, key), None)
+  if (close := getattr(env, 'close', None)) is not None:
+    close()
+
+
+def _end(executor: Executor) -> None:
+  """Kills an executor's processes; its threads are left to themselves."""
+  processes = dict(getattr(executor, '_processes', None) or {}).values()
+  executor.shutdown(wait=False, cancel_futures=True)
+  for each in processes:
+    each.kill()

@@ -1,0 +1,154 @@
+"""A cluster that only takes time: engines and workers on a virtual clock, for the scheduler to be tested and studied with.
+
+Time passes where a live run would wait: in an engine's `collect`, and in the workers' `wait`. Nothing is computed.
+"""
+
+import heapq
+import itertools
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from sprl.trajectory import Completion, Request
+
+
+class Clock:
+  """Seconds since the simulation began."""
+
+  def __init__(self):
+    self.time = 0.0
+
+  def __call__(self) -> float:
+    """Now."""
+    return self.time
+
+  def until(self, time: float) -> None:
+    """Lets time pass; it never goes back."""
+    self.time = max(self.time, time)
+
+
+@dataclass
+class _Running:
+  request: Request
+  since: float
+  ends: float
+  version: int
+
+
+@dataclass
+class SimulatedEngine:
+  """`capacity` requests side by side, each for as long as `duration(request)` says, whatever runs beside it.
+
+  It looks up every `chunk` seconds; 0: whenever a request ends (or a worker has something to say). Tokens come `rate` a second,
+  so that an aborted request has drawn its share of them, and what is left of it takes the rest of its time.
+  """
+
+  clock: Clock
+  capacity: int
+  duration: Callable[[Request], float]
+  workers: 'SimulatedWorkers | None' = None
+  chunk: float = 0.0
+  rate: float = 1.0
+  version: int = 0
+  busy: float = 0.0  # request-seconds served
+  _waiting: list[Request] = field(default_factory=list)
+  _running: dict[int, _Running] = field(default_factory=dict)
+  _ends: float = 0.0
+
+  @property
+  def load(self) -> int:
+    """Requests that wait or run."""
+    return len(self._waiting) + len(self._running)
+
+  def add(self, request: Request) -> None:
+    """Queues a request."""
+    self._waiting.append(request)
+
+  def abort(self, uids: Collection[int] | None = None) -> list[Completion]:
+    """Ends these requests (None: all) where they are."""
+    wanted = [*self._running, *(r.uid for r in self._waiting)] if uids is None else list(uids)
+    aborted = []
+    for uid in wanted:
+      if (running := self._running.pop(uid, None)) is not None:
+        aborted.append(self._drawn(running, 'abort'))
+    aborted += [_completion(r, 0, self.version, 'abort') for r in self._waiting if r.uid in wanted]
+    self._waiting = [r for r in self._waiting if r.uid not in wanted]
+    return aborted
+
+  def swap(self, served: Any, version: int) -> None:
+    """Another version from now on."""
+    self.version = version
+
+  def dispatch(self) -> None:
+    """Admits what waits, and decides when it will look up next."""
+    now = self.clock()
+    while self._waiting and len(self._running) < self.capacity:
+      request = self._waiting.pop(0)
+      left = self.duration(request) * request.max_tokens / (request.max_tokens + request.resumed)
+      self._running[request.uid] = _Running(request, now, now + left, self.version)
+    ends = [r.ends for r in self._running.values()]
+    if self.workers is not None:
+      ends += self.workers.next_event
+    self._ends = now + self.chunk if self.chunk else min(ends, default=now)
+
+  def collect(self) -> list[Completion]:
+    """Lets time pass until then, and returns what ended."""
+    self.clock.until(self._ends)
+    done = [uid for uid, r in self._running.items() if r.ends <= self.clock() + 1e-9]
+    return [self._drawn(self._running.pop(uid), 'stop') for uid in done]
+
+  def _drawn(self, running: _Running, finish: str) -> Completion:
+    request, served = running.request, min(self.clock(), running.ends) - running.since
+    self.busy += served
+    n = request.max_tokens
+    if finish == 'abort':
+      n = min(n - 1, int(n * served / max(running.ends - running.since, 1e-12)))
+    return _completion(request, n, running.version, finish)
+
+
+def _completion(request: Request, n: int, version: int, finish: str) -> Completion:
+  positions = request.start + np.arange(n, dtype=np.int32)
+  tokens = (request.uid * 31 + positions) % 1000
+  return Completion(request, tokens.astype(np.int32), -np.ones(n, np.float32), np.full(n, version, np.int32), positions, finish)
+
+
+class SimulatedWorkers:
+  """Calls that take `duration(call)` seconds and return `result(call)`, any number of them side by side."""
+
+  def __init__(self, clock: Clock, duration: Callable[[Any], float], result: Callable[[Any], Any]):
+    self._clock, self._duration, self._result = clock, duration, result
+    self._events: list[tuple[float, int, Any]] = []
+    self._tickets = itertools.count()
+    self._cancelled: set[int] = set()
+    self._done: dict[int, Any] = {}
+
+  @property
+  def next_event(self) -> list[float]:
+    """When the next call returns, in a list that is empty where none will."""
+    return [max(self._events[0][0], self._clock())] if self._events else []
+
+  def submit(self, call: Any) -> int:
+    """Begins a call."""
+    ticket = next(self._tickets)
+    heapq.heappush(self._events, (self._clock() + self._duration(call), ticket, call))
+    return ticket
+
+  def cancel(self, ticket: int) -> None:
+    """Its result is not wanted any more."""
+    self._cancelled.add(ticket)
+    self._done.pop(ticket, None)
+
+  def poll(self, wanted: Collection[int]) -> dict[int, Any]:
+    """The results that are there by now."""
+    while self._events and self._events[0][0] <= self._clock() + 1e-9:
+      _, ticket, call = heapq.heappop(self._events)
+      if ticket not in self._cancelled:
+        self._done[ticket] = self._result(call)
+    return {ticket: self._done.pop(ticket) for ticket in list(self._done) if ticket in wanted}
+
+  def wait(self, seconds: float | None) -> None:
+    """Lets time pass until the next result."""
+    for time in self.next_event:
+      self._clock.until(time)

@@ -1,0 +1,260 @@
+"""The engine's rows at work: continuous batching over a fixed number of them.
+
+Requests are added and aborted between chunks of decode steps. A chunk is one jitted call:
+
+    slots.add(request) ...         # at any time: into the queue
+    slots.dispatch()               # the queue into free rows (one prefill at most while others wait), and a chunk started
+    done = slots.collect()         # the host's one look: what ended has left, and its row is free
+
+1. requests of one prompt that are admitted together prefill it once, and each row starts from a copy of its cache;
+2. all rows decode a chunk of steps; the host may do other things meanwhile;
+3. rows that ended, and rows whose text now holds a stop string, leave, and the queue moves up.
+
+New weights may be swapped in between chunks. What is running then goes on with the keys and values it has (`keep`); for them to
+be computed anew, abort the requests and add what is left of them.
+"""
+
+import time
+from collections import deque
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sprl.cache.layer import NEVER
+from sprl.sampler import decode
+from sprl.sampler.served import Served
+from sprl.trajectory import NOTHING, Completion, Request
+
+if TYPE_CHECKING:
+  from sprl.sampler.engine import Engine
+
+
+@dataclass
+class _Row:
+  """What the host knows of a row at work: its request, and what it had drawn at the last look."""
+
+  request: Request
+  tokens: list[int] = field(default_factory=list)
+  logp: list[float] = field(default_factory=list)
+  version: list[int] = field(default_factory=list)
+  kept: list[int] = field(default_factory=list)
+
+
+@dataclass
+class Usage:
+  """What the rows were used for since the last `reset`."""
+
+  chunks: int = 0
+  steps: int = 0  # decode steps, of all rows together one each
+  tokens: int = 0  # drawn in them
+  prefills: int = 0
+  waited: float = 0.0  # seconds that the host waited for the devices
+  busy: float = 0.0  # seconds between a dispatch and the end of its collect
+
+  def metrics(self, rows: int) -> dict[str, float]:
+    """The share of row-steps that drew a token, and the share of its time that the engine kept the devices waiting."""
+    return {
+      'engine/occupancy': self.tokens / max(self.steps * rows, 1),
+      'engine/host_overhead': 1 - self.waited / self.busy if self.busy else 0.0,
+      'engine/chunks': float(self.chunks),
+      'engine/prefills': float(self.prefills),
+    }
+
+
+class Slots:
+  """The rows of an engine, at work for one user. Not for threads: one caller at a time."""
+
+  def __init__(self, engine: 'Engine', served: Served, version: int = 0):
+    self.engine, self.version = engine, version
+    self.served: Served | None = served
+    self.usage = Usage()
+    self._waiting: deque[Request] = deque()
+    self._rows: list[_Row | None] = [None] * engine.rows
+    self._state: decode.Rows | None = None  # made when there is something to do
+    self._chunk: dict[str, jax.Array] | None = None  # what the chunk under way will have to say
+    self._since = 0.0
+
+  @property
+  def capacity(self) -> int:
+    """Requests that can run side by side."""
+    return self.engine.rows
+
+  @property
+  def load(self) -> int:
+    """Requests that wait or run."""
+    return len(self._waiting) + sum(row is not None for row in self._rows)
+
+  def add(self, request: Request) -> None:
+    """Queues a request. Raises SettingsError where it does not fit (Engine.check)."""
+    self.engine.check(request)
+    self._waiting.append(request)
+
+  def abort(self, uids: Collection[int] | None = None) -> list[Completion]:
+    """Ends these requests (None: all) where they are, and returns what they have drawn. Between chunks only."""
+    assert self._chunk is None, 'a chunk is under way: collect it first'
+    wanted = {r.uid for r in self._waiting} | {r.request.uid for r in self._rows if r} if uids is None else set(uids)
+    aborted = []
+    gone = np.zeros(len(self._rows), bool)
+    for i, row in enumerate(self._rows):
+      if row is not None and row.request.uid in wanted:
+        aborted.append(_completion(row, 'abort'))
+        gone[i], self._rows[i] = True, None
+    aborted += [_completion(_Row(request), 'abort') for request in self._waiting if request.uid in wanted]
+    self._waiting = deque(request for request in self._waiting if request.uid not in wanted)
+    self._release(gone)
+    return aborted
+
+  def swap(self, served: Served, version: int) -> None:
+    """Other weights from the next chunk on. Rows at work keep their keys and values, FP8 ones on the new scales."""
+    assert self._chunk is None, 'a chunk is under way: collect it first'
+    if self._state is not None and served.scales is not None:
+      self._state = decode.rescale(self._state, served)
+    self.served, self.version = served, version
+
+  def unload(self) -> None:
+    """Lets go of the weights until the next swap, and of the rows' memory where none is at work."""
+    assert self._chunk is None, 'a chunk is under way: collect it first'
+    self.served = None
+    if not any(row is not None for row in self._rows):
+      self._state = None
+
+  def dispatch(self) -> None:
+    """Admits what waits, and starts a chunk; does nothing where nothing runs."""
+    self._since = time.perf_counter()
+    engine, served = self.engine, self.served
+    assert served is not None, 'no weights: swap some in first'
+    if self._state is None:
+      with jax.default_device(next(iter(served.head.devices()))):
+        key = jax.random.key(engine.seed)
+        self._state = decode.empty_rows(engine.plan, served, engine.rows, engine.sampling.max_tokens, key)
+    while self._admit(served):
+      if any(row is not None and row.tokens for row in self._rows):
+        break  # what runs already has waited for one prefill, which is enough
+    if not any(row is not None for row in self._rows):
+      return
+    since = np.array([0 if row is None else len(row.tokens) for row in self._rows], np.int32)
+    self._state = decode.decode(engine.graphdef, served, self._state, engine.sampling, engine.stop_ids, engine.sampling.chunk)
+    self._chunk = decode.read(self._state, jnp.asarray(since), engine.sampling.chunk + 1)
+
+  def collect(self) -> list[Completion]:
+    """Waits for the chunk and returns the requests that ended in it, or by it hold a stop string."""
+    if self._chunk is None:
+      return []
+    start = time.perf_counter()
+    news, self._chunk = jax.device_get(self._chunk), None
+    self.usage.waited += time.perf_counter() - start
+    finished, drawn = [], [0]
+    stopped = np.zeros(len(self._rows), bool)
+    for i, row in enumerate(self._rows):
+      if row is None:
+        continue
+      before = len(row.tokens)
+      new = int(news['count'][i]) - before
+      row.tokens += news['tokens'][i, :new].tolist()
+      row.logp += news['logp'][i, :new].tolist()
+      row.kept += news['kept'][i, :new].tolist()
+      row.version += [self.version] * new
+      drawn.append(new - (before == 0))  # a row's first token is drawn as it is admitted
+      cut = self._stop_string(row)
+      if cut is None and not news['done'][i]:
+        continue
+      stopped[i] = not news['done'][i]
+      n = len(row.tokens) if cut is None else cut
+      stop = cut is not None or (n > 0 and row.tokens[n - 1] in self.engine.stop_ids)
+      finish = 'stop' if stop else 'length'
+      finished.append(_completion(row, finish, n, int(news['saturated'][i]), self._evicted(i, row.request.start + n)))
+      self._rows[i] = None
+    self._release(stopped)
+    self.usage.chunks += 1
+    self.usage.steps += max(drawn)
+    self.usage.tokens += sum(drawn)
+    self.usage.busy += time.perf_counter() - self._since
+    return finished
+
+  def _admit(self, served: Served) -> bool:
+    """Fills free rows from the queue with one prefill; False where there is nothing to fill or to fill with."""
+    engine, B = self.engine, self.engine.rows
+    free = [i for i, row in enumerate(self._rows) if row is None]
+    worth = min(len(self._waiting), B // engine.prefill)  # a prefill is worth a prompt's share of the rows
+    if not self._waiting or len(free) < max(worth, 1):
+      return False
+    texts: dict[tuple[bytes, bytes], tuple[np.ndarray, np.ndarray]] = {}
+    parent, (uid, attempt, limit) = np.full(B, -1, np.int32), np.zeros((3, B), np.int32)
+    while self._waiting and free:
+      request = self._waiting[0]
+      prompt, given = request.prompt.astype(np.int32), request.given.astype(np.int32)
+      if not engine.plan.sparse:  # to a memory that forgets nothing, prompt and continuation are one
+        prompt, given = np.concatenate([prompt, given]), NOTHING
+      text = prompt.tobytes(), given.tobytes()
+      if text not in texts and len(texts) == engine.prefill:
+        break
+      texts.setdefault(text, (prompt, given))
+      row = free.pop(0)
+      self._rows[row] = _Row(self._waiting.popleft())
+      parent[row] = list(texts).index(text)
+      uid[row], attempt[row], limit[row] = request.uid, request.attempt, request.max_tokens
+    prompts, givens = zip(*texts.values())
+    bucket = next(b for b in engine.buckets if b >= max(map(len, prompts)))
+    tokens = _padded(prompts, engine.prefill, bucket)
+    if any(map(len, givens)):
+      tokens += _padded(givens, engine.prefill, engine.sampling.max_tokens)
+    prefilled = decode.prefill(engine.graphdef, engine.plan, served, *map(jnp.asarray, tokens))
+    assert self._state is not None
+    self._state = decode.admit(
+      served, self._state, prefilled, *map(jnp.asarray, (parent, uid, attempt, limit)), engine.sampling, engine.stop_ids
+    )
+    self.usage.prefills += 1
+    return True
+
+  def _release(self, which: np.ndarray) -> None:
+    if which.any() and self._state is not None:
+      self._state = decode.release(self._state, jnp.asarray(which))
+
+  def _evicted(self, row: int, tokens: int):
+    """[L, K, T]: when the row's tokens were evicted; None where the plan does not write it down."""
+    plan = self.engine.plan
+    if not (plan.record and plan.sparse) or self._state is None:
+      return None
+    never = np.full((plan.kv_heads, tokens), NEVER, np.int32)
+    layers = [layer.evicted for layer in self._state.cache.layers]
+    return np.stack([never if steps is None else np.asarray(steps[row])[:, :tokens] for steps in layers])
+
+  def _stop_string(self, row: _Row) -> int | None:
+    """How many of the row's tokens it takes until the completion's text holds a stop string; None where it holds none."""
+    sampling, text = self.engine.sampling, self.engine.text
+    if not sampling.stop:
+      return None
+    earlier = row.request.given[len(row.request.given) - row.request.resumed :].tolist()
+    ids = earlier + row.tokens
+
+    def stops(some: list[int]) -> bool:
+      return any(s in text(some) for s in sampling.stop)
+
+    if not stops(ids[-sampling.chunk - 1 - max(map(len, sampling.stop)) :]):  # what came before was looked at before
+      return None
+    low, high = len(earlier) + 1, len(ids)  # the text of a prefix only grows: halve until the completing token is found
+    while low < high:
+      middle = (low + high) // 2
+      if stops(ids[:middle]):
+        high = middle
+      else:
+        low = middle + 1
+    return low - len(earlier)
+
+
+def _padded(rows: Collection[np.ndarray], count: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+  """Right-padded rows [count, width] and their lengths."""
+  padded, lengths = np.zeros((count, width), np.int32), np.zeros(count, np.int32)
+  for i, row in enumerate(rows):
+    padded[i, : len(row)], lengths[i] = row, len(row)
+  return padded, lengths
+
+
+def _completion(row: _Row, finish: str, n: int | None = None, saturated: int = 0, evicted=None) -> Completion:
+  ints, logp = (np.array(x[:n], np.int32) for x in (row.tokens, row.version, row.kept)), np.array(row.logp[:n], np.float32)
+  tokens, version, kept = ints
+  return Completion(row.request, tokens, logp, version, kept, finish, saturated, evicted)

@@ -1,0 +1,117 @@
+"""The chat form of SkyRL-gym (NovaSky-AI/SkyRL): `init(prompt)`, then `step` to {observations, reward, done, metadata}.
+
+There, an environment object is one episode: it is constructed with `env_config` and the data row's `extras`, and its `init`
+turns the row's prompt, a conversation, into the one that the model answers. Here, rows come from a JSONL file,
+
+    {"prompt": [{"role": "user", "content": "2 + 3?"}], "reward_spec": {"ground_truth": "5"}}
+
+and the seed fixes the row. What that form cannot say: whether the end was a truncation (`truncated` is always False). Its
+`postprocessed_action`, a rewriting of the model's text, is not followed: tokens are trained on as they were sampled.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sprl.settings import SettingsError
+from sprl.tasks import jsonl
+from sprl.tasks.environments import user_file
+from sprl.tasks.environments.turns import Turns
+
+Build = Callable[[Mapping[str, Any]], Any]  # extras of a row -> that episode's environment
+
+
+class Chat:
+  """Environments of the chat form, one built an episode, over `rows` of `prompt` and extras.
+
+  `max_actions` truncates episodes that the environment itself would let go on.
+  """
+
+  def __init__(self, name: str, build: Build, rows: Sequence[Mapping[str, Any]], max_actions: int = 100):
+    self.name, self._build, self._rows = name, build, rows
+    self._turns, self._env = Turns(max_actions), None
+
+  def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
+    """The last message of the conversation that `init` gives; all of it is in info['messages']."""
+    self.close()
+    row = dict(self._rows[seed % len(self._rows)])
+    prompt = row.pop('prompt')
+    self._env = self._build(row)
+    conversation, metadata = self._env.init([{'role': 'user', 'content': prompt}] if isinstance(prompt, str) else prompt)
+    if not conversation:
+      raise TypeError('init gave no message to answer')
+    self._turns.begin()
+    return _text(conversation[-1:]), {**(metadata or {}), 'messages': _messages(conversation)}
+
+  def step(self, action: str) -> Any:
+    """The observations' texts, a paragraph each; they are in info['messages'] too. The reward is as the environment gave it.
+
+    Raises TypeError where a key is missing.
+    """
+    self._turns.take()
+    assert self._env is not None  # an episode is under way
+    returned = self._env.step(action)
+    if not isinstance(returned, Mapping) or not {'observations', 'reward', 'done'} <= returned.keys():
+      raise TypeError(f'step returned {returned!r:.100}: expected a dict of observations, reward, done, metadata')
+    observations, done = returned['observations'] or [], returned['done']
+    info = dict(returned.get('metadata') or {})
+    if observations:
+      info['messages'] = _messages(observations)
+    return _text(observations), returned['reward'], done, self._turns.end(bool(done)), info
+
+  def close(self) -> None:
+    """Closes the episode's environment."""
+    env, self._env = self._env, None
+    if callable(release := getattr(env, 'close', None)):
+      release()
+
+
+def chat(environment: str, prompts: str, config: Mapping[str, Any] | None = None, max_actions: int = 100) -> Chat:
+  """`environment`: `file.py:Class`, or the id of one that skyrl_gym has registered; `prompts`: the JSONL file of rows; `config`:
+  its env_config. Raises SettingsError.
+  """
+  rows = [_row(f'{prompts}:{number}', line) for number, line in jsonl.lines(_file(prompts))]
+  if not rows:
+    raise SettingsError(f'config.environment.args.prompts = {prompts!r}: the file holds no row')
+  where = 'config.environment.args.environment'
+  if user_file.split_reference(environment):
+    make = user_file.load_class(environment, ('init', 'step'), where)
+  else:
+    make = _registered(environment, where)
+  build = lambda extras: make(env_config=dict(config or {}), extras=dict(extras))  # noqa: E731
+  return Chat(f'chat {environment}', build, rows, max_actions)
+
+
+def _registered(identifier: str, where: str) -> Callable[..., Any]:
+  try:
+    import skyrl_gym  # pyright: ignore[reportMissingImports]
+  except ImportError as error:
+    raise SettingsError(
+      f'{where} = {identifier!r}: not `file.py:Class`, and ids are those of the package skyrl-gym, which is not installed '
+      f'(pip install skyrl-gym)'
+    ) from error
+  if identifier not in skyrl_gym.registry:
+    raise SettingsError(f'{where} = {identifier!r}: skyrl_gym has {", ".join(sorted(skyrl_gym.registry))}')
+  return lambda **kwargs: skyrl_gym.make(identifier, **kwargs)
+
+
+def _file(name: str) -> Path:
+  path = Path(name).expanduser()
+  if not path.is_file():
+    raise SettingsError(f'config.environment.args.prompts = {name!r}: no such file; expected a JSONL file of `prompt` and extras')
+  return path
+
+
+def _row(where: str, line: Mapping[str, Any]) -> Mapping[str, Any]:
+  prompt = line.get('prompt')
+  if not (isinstance(prompt, str) or (isinstance(prompt, list) and prompt and all(isinstance(m, dict) for m in prompt))):
+    raise SettingsError(f'{where}: prompt = {prompt!r:.100}: expected text or a list of messages')
+  return line
+
+
+def _messages(conversation: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+  return [{'role': message['role'], 'content': message['content']} for message in conversation]
+
+
+def _text(messages: Sequence[Mapping[str, Any]]) -> str:
+  return '\n\n'.join(message['content'] for message in messages)

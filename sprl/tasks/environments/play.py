@@ -1,0 +1,61 @@
+"""An agent that acts at random, to try out any environment without a model."""
+
+import inspect
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from sprl.tasks.environments.protocol import EnvironmentFault, Outcome, checked_reset, checked_step, episode_metrics
+
+_WORDS = ('<answer>', '</answer>', '<calc>', '</calc>', 'left', 'Up', '7', '-1', '3*4', '\\boxed{2}', '#### 5', '', 'é', '\n')
+
+
+@dataclass(frozen=True)
+class Episode:
+  """What came of an episode."""
+
+  observations: tuple[str, ...]  # the reset's, then one a step
+  actions: tuple[str, ...]
+  outcomes: tuple[Outcome, ...]  # one an action; one fewer after a fault
+  finish: Literal['terminated', 'truncated', 'max_turns', 'fault']
+  fault: str = ''  # the EnvironmentFault's message
+
+  @property
+  def reward(self) -> float:
+    """The sum over the steps."""
+    return sum(outcome.reward for outcome in self.outcomes)
+
+  @property
+  def metrics(self) -> dict[str, float]:
+    """Of the episode, as its infos say."""
+    return episode_metrics([outcome.info for outcome in self.outcomes])
+
+
+def random_episode(env: Any, seed: int, rng: np.random.Generator, max_turns: int) -> Episode:
+  """Plays `seed` with random actions, `max_turns` at most: the environment's own, else any text. A fault ends it, and is told."""
+  observations: list[str] = []
+  actions: list[str] = []
+  outcomes: list[Outcome] = []
+  finish, fault = 'max_turns', ''
+  try:
+    observations.append(checked_reset(env, seed)[0])
+    while len(outcomes) < max_turns:
+      actions.append(random_action(env, rng))
+      outcome = checked_step(env, actions[-1])
+      outcomes.append(outcome)
+      observations.append(outcome.observation)
+      if outcome.done:
+        finish = 'terminated' if outcome.terminated else 'truncated'
+        break
+  except EnvironmentFault as error:
+    finish, fault = 'fault', str(error)
+  return Episode(tuple(observations), tuple(actions), tuple(outcomes), finish, fault)
+
+
+def random_action(env: Any, rng: np.random.Generator) -> str:
+  """What `sample_random_action` gives, with or without taking `rng`; of an environment without it, a jumble of words."""
+  method = getattr(env, 'sample_random_action', None)
+  if method is None:
+    return ''.join(rng.choice(_WORDS, size=rng.integers(8)))
+  return method(rng) if inspect.signature(method).parameters else method()

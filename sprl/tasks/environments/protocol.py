@@ -1,0 +1,182 @@
+"""What an environment is (the form of GEM, axon-rl/gem), and what it may return.
+
+An environment is foreign code: it may raise, return a number where a text belongs, or a reward that is no number. So nobody
+calls `reset` and `step` themselves: `checked_reset` and `checked_step` do, and whatever is wrong ends as an EnvironmentFault
+that names the environment and the fault. A hang is the caller's to notice, who knows the time.
+
+`info` may hold, each checked where it is there:
+
+    suffix             text that ends every turn's message, such as how to answer
+    env_instruction    text before the first observation
+    messages           the turn as chat messages, {role, content} each, where it is more than one text of the user's
+    metrics            numbers of this step, by name
+    metrics_agg_mode   how an episode's value comes of its steps', by the metric's name: mean (the default) or last
+"""
+
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+
+Info = dict[str, Any]
+Message = dict[str, str]  # {role, content}
+
+
+@runtime_checkable
+class Environment(Protocol):
+  """One episode at a time: `reset`, then `step` until it is terminated or truncated.
+
+  Two further methods are optional: `sample_random_action()` or `sample_random_action(rng)` gives an action for tests, `close()`
+  releases what the environment holds.
+  """
+
+  def reset(self, seed: int) -> tuple[str, Info]:
+    """Begins the episode that `seed` (0 or more) fixes: (first observation, info)."""
+    ...
+
+  def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
+    """Answers the model's text: (observation, reward, terminated, truncated, info)."""
+    ...
+
+
+class EnvironmentFault(RuntimeError):
+  """An environment that raised or returned what it must not; the message names it and the fault."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+  """What a step gave."""
+
+  observation: str
+  reward: float  # of this step, finite
+  terminated: bool  # the task has come to its end
+  truncated: bool  # it was cut short, by a limit of the environment's own
+  info: Info
+
+  @property
+  def done(self) -> bool:
+    """Whether the episode is over."""
+    return self.terminated or self.truncated
+
+
+def name_of(env: object) -> str:
+  """What people call it in messages: its `name` where it has one, else its class."""
+  name = getattr(env, 'name', None)
+  return name if isinstance(name, str) else type(env).__name__
+
+
+# --- calls that are checked --------------------------------------------------------------------------------------------
+
+
+def checked_reset(env: Any, seed: int) -> tuple[str, Info]:
+  """`env.reset(seed)`. Raises EnvironmentFault."""
+  where = f'environment {name_of(env)}: reset({seed})'
+  observation, info = _parts(where, _call(where, env.reset, seed), ('observation', 'info'))
+  _check(where, observation, info)
+  return observation, info
+
+
+def checked_step(env: Any, action: str) -> Outcome:
+  """`env.step(action)`. Raises EnvironmentFault."""
+  where = f'environment {name_of(env)}: step'
+  returned = _call(where, env.step, action)
+  observation, reward, *ends, info = _parts(where, returned, ('observation', 'reward', 'terminated', 'truncated', 'info'))
+  _check(where, observation, info)
+  if not _is_number(reward):
+    raise EnvironmentFault(f'{where}: reward is a {type(reward).__name__}, {reward!r:.100}: expected a number')
+  if not math.isfinite(reward):
+    raise EnvironmentFault(f'{where}: reward is {reward}: expected a finite number')
+  for name, end in zip(('terminated', 'truncated'), ends, strict=True):
+    if not isinstance(end, bool | np.bool_):
+      raise EnvironmentFault(f'{where}: {name} is a {type(end).__name__}, {end!r:.100}: expected True or False')
+  return Outcome(observation, float(reward), bool(ends[0]), bool(ends[1]), info)
+
+
+def _call(where: str, method: Any, argument: Any) -> Any:
+  try:
+    return method(argument)
+  except (Exception, SystemExit) as error:  # foreign code may also sys.exit
+    raise EnvironmentFault(f'{where} raised {_reason(error)}') from error
+
+
+def _reason(error: BaseException) -> str:
+  try:
+    return f'{type(error).__name__}: {error}'[:500]
+  except Exception:  # an error that cannot even be printed
+    return type(error).__name__
+
+
+def _parts(where: str, returned: Any, names: tuple[str, ...]) -> tuple:
+  wanted = f'expected a tuple of {len(names)}: {", ".join(names)}'
+  if not isinstance(returned, tuple):
+    raise EnvironmentFault(f'{where} returned a {type(returned).__name__}: {wanted}')
+  if len(returned) != len(names):
+    raise EnvironmentFault(f'{where} returned a tuple of {len(returned)}: {wanted}')
+  return returned
+
+
+def _check(where: str, observation: Any, info: Any) -> None:
+  if not isinstance(observation, str):
+    raise EnvironmentFault(f'{where}: observation is a {type(observation).__name__}, {observation!r:.100}: expected text')
+  if not isinstance(info, dict):
+    raise EnvironmentFault(f'{where}: info is a {type(info).__name__}, {info!r:.100}: expected a dict')
+  for key, (accepted, expected) in _INFO.items():
+    if key in info and not accepted(info[key]):
+      raise EnvironmentFault(f'{where}: info[{key!r}] is {info[key]!r:.100}: expected {expected}')
+
+
+def _is_number(value: Any) -> bool:
+  """Python's and numpy's numbers; not True, which in the place of a reward is a mistaken order of the tuple."""
+  return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _are_metrics(value: Any) -> bool:
+  return isinstance(value, Mapping) and all(
+    isinstance(name, str) and (isinstance(v, bool | np.bool_) or (_is_number(v) and math.isfinite(v)))
+    for name, v in value.items()
+  )
+
+
+def _are_messages(value: Any) -> bool:
+  return isinstance(value, list) and all(
+    isinstance(m, Mapping) and isinstance(m.get('role'), str) and isinstance(m.get('content'), str) for m in value
+  )
+
+
+_INFO = {
+  'suffix': (lambda v: isinstance(v, str), 'text'),
+  'env_instruction': (lambda v: isinstance(v, str), 'text'),
+  'messages': (_are_messages, 'a list of messages, each with a role and content in text'),
+  'metrics': (_are_metrics, 'a dict of finite numbers by name'),
+  'metrics_agg_mode': (
+    lambda v: isinstance(v, Mapping) and all(mode in ('mean', 'last') for mode in v.values()),
+    "a dict of 'mean' or 'last' by the metric's name",
+  ),
+}
+
+
+# --- from what it returned to what the model reads -----------------------------------------------------------------------
+
+
+def turn_messages(observation: str, info: Mapping[str, Any]) -> list[Message]:
+  """A turn's observation as the chat messages that the model answers: one of the user's, or those of info['messages'].
+
+  `env_instruction` stands before it and `suffix` after it, each a paragraph; both are put into the last message.
+  """
+  *before, last = info.get('messages') or [{'role': 'user', 'content': observation}]
+  texts = (info.get('env_instruction', ''), last['content'], info.get('suffix', ''))
+  return [*before, {'role': last['role'], 'content': '\n\n'.join(text for text in texts if text)}]
+
+
+def episode_metrics(infos: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+  """An episode's metrics out of its steps' infos: of each metric the mean of the steps that give it, or the last of them."""
+  values: dict[str, list[float]] = {}
+  modes: dict[str, str] = {}
+  for info in infos:
+    modes |= info.get('metrics_agg_mode', {})
+    for name, value in info.get('metrics', {}).items():
+      values.setdefault(name, []).append(float(value))
+  return {name: found[-1] if modes.get(name) == 'last' else math.fsum(found) / len(found) for name, found in values.items()}

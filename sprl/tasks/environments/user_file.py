@@ -1,0 +1,73 @@
+"""A user's own class out of a file, named as `file.py:Class`."""
+
+import hashlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from sprl.settings import SettingsError
+
+
+def split_reference(text: str) -> tuple[str, str] | None:
+  """(file, class) of `file.py:Class`; None where the text is not of that form."""
+  file, _, name = text.rpartition(':')
+  return (file, name) if file.endswith('.py') and name.isidentifier() else None
+
+
+def load_class(reference: str, methods: tuple[str, ...], where: str) -> type:
+  """The class that `file.py:Class` names, which must have `methods`. The file is run, once a process, and
+  may import its neighbours.
+
+  Raises SettingsError that begins with `where`, the setting's key: no such file, a file that fails, no such class, a method
+  that is missing.
+  """
+  found = split_reference(reference)
+  said = f'{where} = {reference!r}'
+  if found is None:
+    raise SettingsError(f'{said}: expected `file.py:Class`')
+  path, name = Path(found[0]).expanduser().absolute(), found[1]
+  if not path.is_file():
+    raise SettingsError(f'{said}: {path}: no such file')
+  module = _module(path, said)
+  kind = getattr(module, name, None)
+  if not isinstance(kind, type):
+    classes = sorted(key for key, value in vars(module).items() if isinstance(value, type))
+    raise SettingsError(f'{said}: {path} has no class {name}; it has {", ".join(classes) or "none"}')
+  if missing := [method for method in methods if not callable(getattr(kind, method, None))]:
+    raise SettingsError(f'{said}: {name} has no method {missing[0]}; expected {", ".join(methods)}')
+  return kind
+
+
+def construct(kind: type, args: Mapping[str, Any], where: str) -> Any:
+  """`kind(**args)`. Raises SettingsError that begins with `where`: arguments it does not take, or whatever it raises."""
+  signature = inspect.signature(kind)
+  try:
+    signature.bind(**args)
+  except TypeError as error:
+    raise SettingsError(f'{where} = {dict(args)!r}: {kind.__name__} takes {signature}: {error}') from None
+  try:
+    return kind(**args)
+  except Exception as error:  # a user's code may raise anything
+    raise SettingsError(f'{where} = {dict(args)!r}: {kind.__name__} failed ({type(error).__name__}: {error})') from error
+
+
+def _module(path: Path, said: str) -> Any:
+  name = f'user_environment_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}'
+  if name in sys.modules:
+    return sys.modules[name]
+  if str(path.parent) not in sys.path:
+    sys.path.append(str(path.parent))  # last, so that its neighbours shadow nothing
+  spec = importlib.util.spec_from_file_location(name, path)
+  assert spec is not None  # as of every path that ends in .py
+  assert spec.loader is not None
+  module = importlib.util.module_from_spec(spec)
+  sys.modules[name] = module  # where dataclasses and pickles of its classes look for it
+  try:
+    spec.loader.exec_module(module)
+  except (Exception, SystemExit) as error:
+    del sys.modules[name]
+    raise SettingsError(f'{said}: {path} fails to import ({type(error).__name__}: {error})') from error
+  return module

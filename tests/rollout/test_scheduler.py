@@ -1,0 +1,368 @@
+"""The scheduler under a virtual clock: credits and window hold whatever happens, nothing is lost, nothing deadlocks.
+
+Durations, failures, filters and aborts are drawn at random; engine and workers only take time (rollout/simulation.py). What is
+checked is counted here, from what the scheduler hands over, not read from its own counters alone.
+"""
+
+import math
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sprl.rollout.episodes import Generate, Work, answered
+from sprl.rollout.scheduler import Failure, Scheduler, Stalled
+from sprl.rollout.simulation import Clock, SimulatedEngine, SimulatedWorkers
+from sprl.settings import Rollout
+from sprl.trajectory import NOTHING, Trajectory
+
+TOKENS = 100
+
+
+class World:
+  """A scheduler in a simulated cluster, and a record of what went through it.
+
+  Request durations are log-normal by (uid, attempt), rewards random by uid, and a share of the gradings fails or hangs.
+  """
+
+  def __init__(self, rollout, capacity=8, engines=1, seed=0, fails=0.0, steps=None, chunk=0.0, sigma=1.0, turns=1, grading=0.5):
+    self.clock, self.rollout, self.turns = Clock(), rollout, turns
+    self.draw = lambda *key: np.random.default_rng([seed, *map(int, key)])
+    self.fails, self.attempts = fails, Counter()
+    self.workers = SimulatedWorkers(self.clock, lambda call: grading * self.draw(1, call[0], call[1]).random(), self.result)
+    self.engines = [
+      SimulatedEngine(
+        self.clock,
+        capacity,
+        lambda r: self.draw(2, r.uid, r.attempt).lognormal(0, sigma),
+        self.workers if engines == 1 else None,
+        chunk or (engines > 1) * 0.25,
+      )
+      for _ in range(engines)
+    ]
+    groups = None if steps is None else steps * rollout.prompts
+    self.scheduler = Scheduler(self.engines, self.workers, self.source, rollout, self.clock, groups)
+    self.opened: list[int] = []
+    self.consumed: list[tuple[int, int, int]] = []  # (version it was consumed at, number, version it was started under)
+
+  def result(self, call):
+    uid, attempt = call
+    if self.draw(3, uid, attempt).random() < self.fails:
+      return Failure('hang' if uid % 2 else 'error', f'call {uid % 3}')
+    return SimpleNamespace(score=float(self.draw(4, uid).integers(0, 2)), status='ok')
+
+  def source(self, number):
+    def make(uid, attempt):
+      if self.turns == 1:
+        return answered(np.array([number % 97]), TOKENS, lambda c: (c.request.uid, c.request.attempt))
+      return self.talk(number)
+
+    self.opened.append(number)
+    return make
+
+  def talk(self, number):
+    given, reward = NOTHING, 0.0
+    for _ in range(self.turns):
+      completion = yield Generate(np.array([number % 97]), given, TOKENS)
+      reward += (yield Work((completion.request.uid, completion.request.attempt))).score / self.turns
+      given = np.concatenate([given, completion.tokens, [7]]).astype(np.int32)
+    return Trajectory.of(completion, reward=reward)
+
+  def check(self):
+    """I1 and I2, and that every group is accounted for."""
+    w, r = self.scheduler.window, self.rollout
+    assert w.started - w.refunded <= (w.version + 1) * r.prompts + math.ceil(r.async_ratio * r.prompts) + r.extra_prompts
+    assert w.live <= r.prompts + math.ceil(r.async_ratio * r.prompts) + r.extra_prompts
+    assert len(w.running) + len(w.complete) + w.consumed + w.refunded == w.started
+    assert sum(e.load for e in self.engines) <= sum(e.capacity for e in self.engines)
+    assert w.consumed == len(self.consumed)
+
+  def step(self, train=1.0):
+    """One step of the controller: batch, train while rollouts go on, sync."""
+    w = self.scheduler.window
+    while w.ready() is None:
+      self.scheduler.pump()
+      self.check()
+    groups = self.scheduler.batch()
+    self.consumed += [(w.version, g.number, g.start_version) for g in groups]
+    self.check()
+    end = self.clock() + train
+    while self.clock() < end and not self.scheduler.idle:
+      self.scheduler.pump()
+      self.check()
+    self.clock.until(end)
+    self.scheduler.sync([None] * len(self.engines))
+    self.check()
+    return groups
+
+  @property
+  def ages(self):
+    return [version - started for version, _, started in self.consumed]
+
+
+rollouts = st.builds(
+  Rollout,
+  prompts=st.sampled_from([1, 2, 4]),
+  group=st.integers(1, 4),
+  async_ratio=st.sampled_from([0.0, 0.5, 1.0, 2.0, 4.0]),
+  order=st.sampled_from(['start', 'deadline']),
+  sync=st.sampled_from(['recompute', 'keep', 'drain']),
+  replica_routing=st.sampled_from(['affinity', 'spread']),
+  extra_members=st.integers(0, 2),
+  query_filter=st.sampled_from(['none', 'std', 'mean']),
+  max_running=st.sampled_from([0, 5]),
+  retries=st.integers(0, 2),
+).filter(lambda r: (r.async_ratio * r.prompts) % 1 == 0 and (r.group > 1 or r.query_filter == 'none'))
+
+
+@settings(max_examples=60, deadline=None)
+@given(rollouts, st.integers(0, 1000), st.sampled_from([0.0, 0.2]), st.sampled_from([1, 2]), st.integers(1, 3))
+def test_credits_and_window_hold_and_nothing_is_discarded_for_its_age(rollout, seed, fails, engines, turns):
+  """async_rollouts 13.2 and 13.3: I1, I2, I3 under random durations, filters, aborts and failures; zero expired groups."""
+  world = World(rollout, seed=seed, fails=fails, engines=engines, turns=turns, capacity=6)
+  for _ in range(6):
+    groups = world.step()
+    assert [g.number for g in groups] == sorted(g.number for g in groups)
+    assert all(len(g.trajectories) == rollout.group for g in groups)
+  assert max(world.ages) <= math.ceil(rollout.async_ratio)
+  assert world.scheduler.counts['expired'] == world.scheduler.counts['surplus'] == 0
+  numbers = [number for _, number, _ in world.consumed]
+  assert len(set(numbers)) == len(numbers) == 6 * rollout.prompts
+  if rollout.async_ratio % 1:
+    for version in range(6):
+      oldest = sum(v == version and v - s == math.ceil(rollout.async_ratio) for v, _, s in world.consumed)
+      assert oldest <= int(rollout.prompts * (rollout.async_ratio % 1))
+
+
+@pytest.mark.parametrize('alpha', [0.0, 1.0, 2.0, 4.0])
+@pytest.mark.parametrize('order', ['start', 'deadline'])
+def test_the_oldest_sample_is_as_old_as_the_window_allows_and_no_older(alpha, order):
+  world = World(Rollout(prompts=4, group=2, async_ratio=alpha, order=order), capacity=4, sigma=1.5)
+  for _ in range(30):
+    world.step(train=4.0)
+  assert max(world.ages) == alpha
+  assert world.scheduler.counts['expired'] == 0
+
+
+def test_the_fastest_first_without_eviction_become_older_than_the_window(monkeypatch):
+  """async_rollouts 13.3: why order completion must drop what expires."""
+  rollout = Rollout(prompts=4, group=1, async_ratio=1.0, order='completion', sync='keep')
+  world = World(rollout, capacity=8, sigma=2.0)
+  for _ in range(60):
+    world.step(train=0.5)
+  assert max(world.ages) <= 1
+  assert world.scheduler.counts['expired'] > 0
+  free = World(rollout, capacity=8, sigma=2.0)
+  monkeypatch.setattr(free.scheduler.window, 'expired', list)
+  for _ in range(60):
+    free.step(train=0.5)
+  assert max(free.ages) > 1
+
+
+@pytest.mark.parametrize('alpha', [0.0, 1.0])
+def test_redundant_prompts_are_dropped_once_a_batch_is_there(alpha):
+  rollout = Rollout(prompts=4, group=2, async_ratio=alpha, order='completion', extra_prompts=3)
+  world = World(rollout, capacity=32, sigma=1.5)
+  for _ in range(10):
+    world.step()
+    assert world.scheduler.window.live <= 4 * alpha + 4  # what was surplus is gone; the next version's extras may have come
+  counts = world.scheduler.counts
+  assert counts['surplus'] > 0
+  assert counts['consumed'] == 40
+  assert max(world.ages) <= alpha
+
+
+def test_redundant_members_leave_the_slowest_out():
+  world = World(Rollout(prompts=4, group=3, extra_members=2), capacity=40, sigma=1.5, grading=0.0)
+  for group in world.step():
+    durations = {uid: world.draw(2, uid, 0).lognormal(0, 1.5) for uid in range(group.number * 5, group.number * 5 + 5)}
+    assert {t.uid for t in group.trajectories} == set(sorted(durations, key=lambda uid: durations[uid])[:3])
+    assert [t.uid for t in group.trajectories] == sorted(t.uid for t in group.trajectories)
+
+
+@pytest.mark.parametrize('query_filter', ['std', 'mean'])
+def test_filtered_groups_are_replaced_and_refunded(query_filter):
+  world = World(Rollout(prompts=4, group=2, query_filter=query_filter), capacity=16)
+  for _ in range(5):
+    for group in world.step():
+      assert len({t.reward for t in group.trajectories}) == 2
+  assert world.scheduler.window.refunded == world.scheduler.counts['filtered'] > 0
+
+
+def test_a_filter_that_lets_nothing_pass_ends_the_run():
+  world = World(Rollout(prompts=2, group=2, query_filter='std', filter_std=1.0), capacity=16)
+  with pytest.raises(Stalled, match=r"filtered out \d+ groups in a row .*query_filter = 'std'"):
+    world.step()
+
+
+def test_without_refunds_the_scheduler_says_that_it_is_stuck(monkeypatch):
+  """async_rollouts 13.7 and trap 2."""
+  world = World(Rollout(prompts=4, group=2, query_filter='std', async_ratio=1.0), capacity=16)
+  window = world.scheduler.window
+  monkeypatch.setattr(window, 'refund', lambda number: window.running.pop(number, None) or window.complete.pop(number))
+
+  def train(steps=20):
+    for _ in range(steps):
+      world.scheduler.batch()
+      world.scheduler.sync([None])
+
+  with pytest.raises(Stalled, match='refunded 0'):
+    train()
+
+
+def test_a_member_that_fails_is_tried_again_with_other_random_numbers_and_its_group_given_up_after_that(caplog):
+  world = World(Rollout(prompts=4, group=2, retries=1), capacity=16, fails=0.4)
+  for _ in range(6):
+    for group in world.step():
+      for t in group.trajectories:
+        assert world.draw(3, t.uid, 0).random() >= 0.4 or world.draw(3, t.uid, 1).random() >= 0.4
+  counts = world.scheduler.counts
+  assert counts['errors'] > 0
+  assert counts['hung'] > 0
+  assert counts['failed'] == world.scheduler.window.refunded > 0
+  assert sum('said once' in r.getMessage() for r in caplog.records) == 3  # one line for each of three reasons
+
+
+def test_interrupted_requests_go_on_and_are_handed_over_whole():
+  """Under recompute each sync aborts what runs; the trajectory is one sequence whose tokens know their version."""
+  world = World(Rollout(prompts=2, group=2, async_ratio=2.0), capacity=4, sigma=0.8, chunk=0.1)
+  mixed = 0
+  for _ in range(12):
+    for group in world.step(train=0.3):
+      for t in group.trajectories:
+        written = t.version[t.mask]
+        assert len(written) == TOKENS
+        np.testing.assert_array_equal(t.tokens[1:], (t.uid * 31 + np.arange(1, TOKENS + 1)) % 1000)
+        assert np.all(np.diff(written) >= 0)
+        assert written[0] >= t.start_version
+        mixed += written[0] != written[-1]
+  assert mixed > 0
+  assert world.scheduler.counts['resumed_tokens'] > 0
+
+
+def test_drain_waits_for_what_runs_and_keep_does_not():
+  for sync in ('drain', 'keep'):
+    world = World(Rollout(prompts=2, group=2, async_ratio=2.0, sync=sync), capacity=4, chunk=0.1)
+    mixed = 0
+    for _ in range(8):
+      for group in world.step(train=0.2):
+        mixed += sum(t.version[t.mask][-1] != t.start_version for t in group.trajectories)
+    assert world.scheduler.counts['resumed_tokens'] == 0
+
+
+def test_members_of_a_group_go_to_one_engine_or_are_spread():
+  for routing in ('affinity', 'spread'):
+    world = World(Rollout(prompts=4, group=4, replica_routing=routing), capacity=8, engines=2)
+    homes: dict[int, set[int]] = {}
+    for i, engine in enumerate(world.engines):
+      add = engine.add
+      engine.add = lambda r, i=i, add=add, homes=homes: (homes.setdefault(r.group, set()).add(i), add(r))
+    world.step()
+    assert all((len(home) == 1) == (routing == 'affinity') for home in homes.values())
+
+
+def test_a_group_that_is_one_task_holds_its_places_until_its_last_member_is_done():
+  """Prompt replication, async_rollouts 3: without it, four candidates occupy four places until the longest ends."""
+  times = {}
+  for replicate in (True, False):
+    world = World(Rollout(prompts=8, group=4, replicate_prompts=replicate), capacity=8, sigma=1.5, grading=0.0)
+    world.step(train=0.0)
+    times[replicate] = world.clock()
+    durations = np.array([[world.draw(2, g * 4 + k, 0).lognormal(0, 1.5) for k in range(4)] for g in range(8)])
+    if not replicate:  # two places of four; a group takes as long as its longest member
+      free = [0.0, 0.0]
+      for longest in durations.max(axis=1):
+        free[free.index(min(free))] += longest
+      assert times[replicate] == pytest.approx(max(free))
+    else:  # eight places; list scheduling in order
+      free = [0.0] * 8
+      for each in durations.ravel():
+        free[free.index(min(free))] += each
+      assert times[replicate] == pytest.approx(max(free))
+  assert times[True] < times[False]
+
+
+def test_no_more_groups_are_started_than_the_run_will_consume():
+  world = World(Rollout(prompts=4, group=2, async_ratio=2.0), steps=5, capacity=64)
+  for _ in range(5):
+    world.step()
+  assert world.scheduler.counts['started'] == 20
+  assert world.scheduler.idle
+
+
+@settings(max_examples=40, deadline=None)
+@given(rollouts, st.integers(0, 1000), st.lists(st.integers(1, 60), min_size=1, max_size=4))
+def test_killed_at_any_event_and_resumed_no_prompt_is_lost_or_trained_twice(rollout, seed, kills):
+  """async_rollouts 13.11. A run is killed after so many turns, wherever that is; what it had saved after its last update is all
+  that the next one knows. In what is left of the history each prompt was trained once, or filtered, or given up."""
+  steps = 5
+  saved, history = None, []
+  for kill in [*kills, 10**9]:
+    world = World(rollout, seed=seed, fails=0.1, steps=steps)
+    world.consumed = list(history)
+    if saved is not None:
+      world.scheduler.restore(saved)
+    budget, pump = [kill], world.scheduler.pump
+
+    def counted(budget=budget, pump=pump):
+      budget[0] -= 1
+      if budget[0] < 0:
+        raise KeyboardInterrupt
+      pump()
+
+    world.scheduler.pump = counted
+    try:
+      while world.scheduler.window.version < steps:
+        world.step()
+        saved, history = world.scheduler.state(), list(world.consumed)
+    except KeyboardInterrupt:
+      continue
+    break
+  numbers = [number for _, number, _ in history]
+  assert len(numbers) == len(set(numbers)) == steps * rollout.prompts
+  counts = world.scheduler.counts
+  ever = set(range(world.scheduler.next))
+  missing = ever - set(numbers) - set(world.scheduler.state()['live'])
+  assert len(missing) == counts['filtered'] + counts['failed']
+  assert max(v - s for v, _, s in history) <= math.ceil(rollout.async_ratio)
+
+
+def test_what_is_late_from_a_group_that_is_gone_is_ignored():
+  """Trap 10: completions and results of dropped groups, or of an attempt that was given up."""
+  world = World(Rollout(prompts=2, group=2, async_ratio=1.0), capacity=8)
+  scheduler = world.scheduler
+  scheduler.pump()
+  (uid, member), *_ = scheduler._by_uid.items()
+  late = SimulatedEngine(world.clock, 1, lambda r: 1.0)
+  late.add(member.request)
+  late.dispatch()
+  completion = late.collect()[0]
+  scheduler._drop(member.group.number, 'expired')
+  scheduler._completed(completion)
+  world.check()
+  assert uid not in scheduler._by_uid
+
+
+def test_nobody_waits_for_a_slow_grader():
+  """The engine goes on while marks are out: the next group's requests run meanwhile."""
+  world = World(Rollout(prompts=1, group=1, async_ratio=1.0), capacity=1, grading=50.0)
+  for _ in range(5):
+    world.step(train=0.0)
+  generated = sum(world.draw(2, uid, 0).lognormal(0, 1.0) for uid in range(5))
+  marking = [50.0 * world.draw(1, uid, 0).random() for uid in range(5)]
+  assert world.clock() < sum(marking) + generated
+
+
+def test_metrics_tell_what_happened_since_the_last_time():
+  world = World(Rollout(prompts=4, group=2, query_filter='std'), capacity=16)
+  world.step()
+  first, counts = world.scheduler.metrics(), dict(world.scheduler.counts)
+  world.step()
+  second = world.scheduler.metrics()
+  assert first['async/filtered'] == counts.get('filtered', 0)
+  assert first['async/filtered'] + second['async/filtered'] == world.scheduler.counts['filtered']
+  assert first['async/length_consumed'] == TOKENS
+  assert first['async/wait_seconds'] >= 0

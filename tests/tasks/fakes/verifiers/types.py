@@ -1,0 +1,33 @@
+"""A response and its parts: here plain dataclasses of the same fields."""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class Tool:
+  name: str
+  description: str
+  parameters: dict
+
+
+@dataclass
+class ToolCall:
+  id: str
+  name: str
+  arguments: str
+
+
+@dataclass
+class ResponseMessage:
+  content: str
+  finish_reason: str
+  is_truncated: bool
+  tool_calls: list | None = None
+
+
+@dataclass
+class Response:
+  id: str
+  created: int
+  model: str
+  message: ResponseMessage
