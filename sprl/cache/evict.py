@@ -76,7 +76,7 @@ def _keep(plan, k_scale, bias, layer, occupied, now):
   q = jnp.zeros((K, plan.heads // K, 1, plan.head_dim)) if layer.queries is None else layer.queries
   carried = jnp.zeros((K, S)) if layer.carried is None else layer.carried
   view = View(
-    k=dequantised_keys(layer.k, layer.position, k_scale, bias),
+    k=dequantised_keys(layer.keys, layer.position, k_scale, bias),
     n=occupied,
     position=layer.position,
     q=q.reshape(K, plan.heads // K, -1, plan.head_dim).astype(jnp.float32),

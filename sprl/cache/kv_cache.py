@@ -135,10 +135,11 @@ class KVCache:
       return self
     layers = []
     for i, held in enumerate(self.layers):
-      k, v = fp8.decast(held.k, self.scales.k[i]), fp8.decast(held.v, self.scales.v[i])
+      k, v = fp8.decast(held.keys, self.scales.k[i]), fp8.decast(held.values, self.scales.v[i])
       if self.bias is not None and bias is not None:
         k = k + _of_slots(self.bias[i] - bias[i], held)
-      layers.append(dataclasses.replace(held, k=fp8.cast(k, scales.k[i]), v=fp8.cast(v, scales.v[i])))
+      k, v = fp8.to_bytes(fp8.cast(k, scales.k[i])), fp8.to_bytes(fp8.cast(v, scales.v[i]))
+      layers.append(dataclasses.replace(held, k=k, v=v))
     return dataclasses.replace(self, layers=tuple(layers), scales=scales, bias=bias)
 
   # --- in a forward pass ---------------------------------------------------------------------------------------------
@@ -172,7 +173,7 @@ class KVCache:
       k_scale, v_scale = self.scales.k[layer], self.scales.v[layer]
       for x, scale in ((k, k_scale), (v, v_scale)):
         saturated = saturated + jnp.sum(fp8.saturated(x, scale) & real[..., None, None], axis=(1, 2, 3), dtype=jnp.int32)
-      k, v = fp8.cast(k, k_scale), fp8.cast(v, v_scale)
+      k, v = fp8.to_bytes(fp8.cast(k, k_scale)), fp8.to_bytes(fp8.cast(v, v_scale))
     rows = jnp.arange(k.shape[0])[:, None]
 
     def write(store, new):
@@ -194,7 +195,7 @@ class KVCache:
 
   def _prefill(self, layer, q, slot):
     held, plan = self.layers[layer], self.plan
-    k, v = jnp.swapaxes(held.k, 1, 2), jnp.swapaxes(held.v, 1, 2)
+    k, v = jnp.swapaxes(held.keys, 1, 2), jnp.swapaxes(held.values, 1, 2)
     if self.scales is not None:
       k, v = (fp8.decast(x, scale[layer]) for x, scale in ((k, self.scales.k), (v, self.scales.v)))
       if self.bias is not None:
@@ -213,7 +214,7 @@ class KVCache:
     held, plan = self.layers[layer], self.plan
     evicts = plan.evicts(layer)
     length = self.attended if evicts else self.seen + 1
-    k, scales, bias = held.k, None, None
+    k, scales, bias = held.keys, None, None
     if self.scales is not None:
       scales = self.scales.k[layer], self.scales.v[layer]
     if self.bias is not None:
@@ -224,7 +225,7 @@ class KVCache:
       k = jnp.swapaxes(self._turned(jnp.swapaxes(meant, 1, 2).astype(q.dtype), slots), 1, 2)
       q = self._turned(q[:, None], (length - 1 - self.seen)[:, None])[:, 0]
       scales = None if scales is None else (jnp.ones(()), scales[1])
-    out, share = decode_attention(q, k, held.v, length, scales, bias)
+    out, share = decode_attention(q, k, held.values, length, scales, bias)
     if held.carried is not None and plan.accumulates:
       held = dataclasses.replace(held, carried=held.carried + jnp.where(self.expected > 0, 1, 0)[:, None, None] * share)
     return out[:, None], self._with(layer, held)

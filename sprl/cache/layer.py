@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, UInt8
 
 from sprl.cache.plan import CachePlan
 from sprl.quant import fp8
@@ -20,8 +20,8 @@ class Layer:
   Slots 0..n-1 of a row are occupied. What lies on the others (padding, a row that has ended) means nothing.
   """
 
-  k: Float[Array, '*B K S D']
-  v: Float[Array, '*B K S D']
+  k: Float[Array, '*B K S D'] | UInt8[Array, '*B K S D']  # in FP8 its bytes, which can be written in place
+  v: Float[Array, '*B K S D'] | UInt8[Array, '*B K S D']
   position: Int[Array, '*B K S'] | None = None
   queries: Float[Array, '*B H A D'] | None = None  # the newest A, that of position p at p % A
   carried: Float[Array, '*B K S'] | None = None  # the method's number for each slot
@@ -31,7 +31,7 @@ class Layer:
   def empty(cls, plan: CachePlan, layer: int, rows: int, slots: int) -> 'Layer':
     """No tokens."""
     shape = (rows, plan.kv_heads, slots)
-    k, v = (jnp.zeros((*shape, plan.head_dim), plan.storage) for _ in range(2))
+    k, v = (jnp.zeros((*shape, plan.head_dim), jnp.uint8 if plan.fp8 else plan.storage) for _ in range(2))
     if not plan.evicts(layer):
       return cls(k, v)
     return cls(
@@ -42,6 +42,16 @@ class Layer:
       carried=jnp.full(shape, plan.initial) if plan.carries else None,
       evicted=jnp.full((*shape[:2], plan.positions), NEVER, jnp.int32) if plan.record else None,
     )
+
+  @property
+  def keys(self) -> Float[Array, '*B K S D']:
+    """The keys as numbers, or FP8 codes."""
+    return fp8.from_bytes(self.k) if self.k.dtype == jnp.uint8 else self.k
+
+  @property
+  def values(self) -> Float[Array, '*B K S D']:
+    """The values, as `keys`."""
+    return fp8.from_bytes(self.v) if self.v.dtype == jnp.uint8 else self.v
 
 
 def dequantised_keys(

@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float8e4m3fn, Float32
+from jaxtyping import Array, Bool, Float, Float8e4m3fn, Float32, UInt8
 
 MAX = 448.0
 FLOOR = 1e-10  # amax of a block below which it is quantised as if it were this: 0 / 0 would make nan of a block of zeros
@@ -21,6 +21,20 @@ def decast(codes: Float8e4m3fn[Array, '*S'], scale: Float[Array, '...'] | float,
 def fake(x: Float[Array, '*S'], scale: Float[Array, '...'] | float) -> Float[Array, '*S']:
   """x after a round trip through e4m3, in its own dtype."""
   return decast(cast(x, scale), scale, x.dtype)
+
+
+def to_bytes(codes: Float8e4m3fn[Array, '*S']) -> UInt8[Array, '*S']:
+  """The codes as bytes, to be held and moved.
+
+  Around whatever moves FP8 numbers XLA's CPU backend widens the whole array to float16, and narrows it again, for every
+  element that is written.
+  """
+  return jax.lax.bitcast_convert_type(codes, jnp.uint8)
+
+
+def from_bytes(held: UInt8[Array, '*S']) -> Float8e4m3fn[Array, '*S']:
+  """The codes of `to_bytes`."""
+  return jax.lax.bitcast_convert_type(held, jnp.float8_e4m3fn)
 
 
 def saturated(x: Float[Array, '*S'], scale: Float[Array, '...'] | float) -> Bool[Array, '*S']:

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import scores_oracle as oracle
 
+from sprl.cache.evict import compress
 from sprl.cache.kv_cache import KVCache
+from sprl.cache.layer import Layer
 from sprl.cache.scores import window
 from sprl.models.config import tiny
 from sprl.models.memory import CausalMemory, Memory
@@ -195,6 +197,17 @@ def test_eviction_takes_next_to_no_memory_beside_the_cache(settings, quant):
   peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
   assert memory.alias_size_in_bytes > plan.bytes(B)
   assert peak <= 1.15 * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+
+
+def test_the_compression_of_an_fp8_cache_widens_rows_and_not_the_cache():
+  """XLA's CPU backend moves FP8 numbers as float16, whole arrays at a time; bytes it moves as they are."""
+  B, quant = 64, Quant(sampler='kv8')
+  plan = plan_of(Cache(budget=64, interval=32, window=8, method='snapkv'), prompt=64, completion=1000, D=64, quant=quant)
+  layer, now = Layer.empty(plan, 0, B, 96), jnp.full(B, 95)
+  compiled = jax.jit(lambda layer, due: compress(plan, layer, due, now + 1, now, now, jnp.float32(1))[0], donate_argnums=0)
+  text = compiled.lower(layer, jnp.ones(B, bool)).compile().as_text()
+  assert f'u8[{B},2,96,64]' in text
+  assert f'f16[{B},2,96,64]' not in text
 
 
 # --- bookkeeping, without a network ----------------------------------------------------------------------------------

@@ -115,8 +115,8 @@ def stored(scales, qkv, count=(T, T)):
   """Keys and values read back from an FP8 cache, and how many numbers it clamped of each row."""
   _, cache = prefill(KVCache.empty(plan_of(KV8), B, scales=scales), jnp.array(count), *qkv)
   held = cache.layers[0]
-  assert held.k.dtype == held.v.dtype == jnp.float8_e4m3fn
-  k, v = (np.swapaxes(x.astype(jnp.float32) * s[0], 1, 2)[:, :T] for x, s in ((held.k, scales.k), (held.v, scales.v)))
+  assert held.keys.dtype == held.values.dtype == jnp.float8_e4m3fn
+  k, v = (np.swapaxes(x.astype(jnp.float32) * s[0], 1, 2)[:, :T] for x, s in ((held.keys, scales.k), (held.values, scales.v)))
   return k, v, cache.saturated.tolist()
 
 

@@ -351,17 +351,22 @@ def test_nothing_compiles_once_it_has_run_whatever_the_requests_and_the_scales(c
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('when', ['before', 'after'])
-@pytest.mark.parametrize('method', ['rkv', 'h2o'])
-def test_a_chunk_of_decode_steps_with_evictions_works_in_its_cache(method, when):
+@pytest.mark.parametrize(
+  ('method', 'when', 'quant'),
+  [*((method, when, BF16) for method in ('rkv', 'h2o') for when in ('before', 'after')), ('rkv', 'before', Quant(sampler='kv8'))],
+)
+def test_a_chunk_of_decode_steps_with_evictions_works_in_its_cache(method, when, quant):
   config, params = small.model(num_hidden_layers=12, head_dim=64)
-  served = serve(params, jnp.dtype('float32'))
+  scales = Scales(*(jnp.ones(12) for _ in range(3))) if quant.sampler == 'kv8' else None
+  served = serve(params, jnp.dtype('float32'))._replace(scales=scales)
   settings = Cache(method=method, budget=256, interval=64, when=when)
-  plan = cache_plan(config, settings, BF16, 128, 1000, 'float32', record=True)
+  plan = cache_plan(config, settings, quant, 128, 1000, 'float32', record=True)
   rows = jax.eval_shape(lambda served: decode.empty_rows(plan, served, 64, 1000, jax.random.key(0)), served)
   compiled = decode.decode.lower(transformer.graph(config), served, rows, SAMPLING, (), CHUNK).compile()
   memory = compiled.memory_analysis()
   given = memory.argument_size_in_bytes - sum(x.nbytes for x in jax.tree.leaves(served))
   peak = given + memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
   assert memory.alias_size_in_bytes > plan.bytes(64)
-  assert peak <= 1.15 * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(dataclasses.replace(rows, seed=None)))
+  # Emulation multiplies in float32: beside an FP8 cache there is one layer of it at four times its bytes.
+  widened = 4 * plan.bytes(64) / 12 if quant.sampler == 'kv8' else 0
+  assert peak - widened <= 1.15 * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(dataclasses.replace(rows, seed=None)))
