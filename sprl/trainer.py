@@ -265,6 +265,8 @@ def remarks(run: Run, plan: CachePlan) -> list[str]:
   found = [never_evicts(run.cache, plan.prompt, plan.positions - plan.prompt)]
   if 'w8a8' in run.quant.sampler and run.quant.arithmetic == 'emulate':
     found.append(f'FP8 linears are emulated: numbers rounded to FP8 are multiplied in {plan.dtype} (config.quant.arithmetic)')
+  if 'w8a8' in run.quant.sampler and run.quant.arithmetic == 'blockwise':
+    found.append('FP8 linears are emulated: FP8 codes are multiplied as bfloat16, block by block (config.quant.arithmetic)')
   if plan.fp8:
     found.append(f'the FP8 cache is emulated: it is held in FP8, and converted to {plan.dtype} as it is read')
   if run.quant.key_bias and plan.fp8 and run.cache.positions == 'in_cache':
