@@ -5,7 +5,7 @@
 
 Trains by GRPO once an arm of Sparse-RL (config.arm) and seed, as `sprl.main` would, on one of two tasks:
 
-    sums           SmolLM2-135M-Instruct on the quickstart's one-digit sums, with an unquantised sampler
+    sums           SmolLM2-135M-Instruct on the quickstart's one-digit sums; but for the dense arm, its rollouts are in FP8 too
     progressions   a small warm-started model on arithmetic progressions (benchmarks/progressions.py)
 
 Every trained model is then evaluated twice: with a dense, unquantised sampler, and with the sparse arms' sampler. FOLDER keeps
@@ -34,7 +34,7 @@ CURVES = {
   'sparse/agreement_p05': 'agreement, 5th percentile',
 }
 TASKS = {
-  'sums': ('configs/quickstart.py', '--config.quant.sampler=bf16', '--config.rollout.filter_equal=False'),
+  'sums': ('configs/quickstart.py', '--config.rollout.filter_equal=False'),
   'progressions': ('benchmarks/stability_config.py:{folder}',),
 }
 LAST = 10  # steps at the end of a run that its figures are the mean of
@@ -91,6 +91,7 @@ def run(args: argparse.Namespace, arm: str, seed: str) -> dict[str, Any]:
   status = command(
     'main', *config(args.task, folder), f'--workdir={workdir}', f'--config.seed={seed}', f'--config.arm={arm}',
     f'--config.cache.budget={args.budget}', f'--config.steps={args.steps}', *args.flags,
+    *(('--config.quant.sampler=bf16',) if arm == 'dense' else ()),
     accepted=(0, 3),  # 3: a sentinel stopped it, which is a result
   )  # fmt: skip
   records = read_metrics(workdir)
