@@ -79,6 +79,7 @@ def metrics(trajectories: Sequence[Trajectory], plan: CachePlan, rows: int) -> d
     'reward/groups_equal': float(np.mean(equal)),
     'completion/length_mean': float(length.mean()),
     'completion/length_max': float(length.max()),
+    'completion/turns': float(np.mean([max(len(t.rewards), 1) for t in trajectories])),
     'completion/truncated': float(np.mean([t.finish == 'length' for t in trajectories])),
     'sparse/kept_mean': float(kept.mean()),
     'sparse/kept_peak': float(kept.max()),

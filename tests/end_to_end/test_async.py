@@ -1,0 +1,188 @@
+"""Rollouts beside the learner: a synchronous run is the plain loop, an asynchronous one overlaps, and both lose nothing."""
+
+import dataclasses
+import importlib.util
+import json
+import signal
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from sprl import settings
+from sprl.io.metrics import read_metrics
+from sprl.learner.packing import pack, shape
+from sprl.learner.score import score
+from sprl.learner.state import TrainState, make_optimizer
+from sprl.learner.update import Computation, make_update
+from sprl.objective.advantages import advantages
+from sprl.policy import Policy
+from sprl.rollout.collect import encode
+from sprl.tasks import problems
+from sprl.tasks.prompts import PromptStream
+from sprl.trainer import train
+from sprl.trajectory import Request
+
+TWO_DEVICES = '--xla_force_host_platform_device_count=2'
+
+
+@pytest.fixture(scope='module')
+def inputs(tmp_path_factory) -> Path:
+  folder = tmp_path_factory.mktemp('inputs')
+  tiny.write_inputs(folder)
+  return folder
+
+
+def loaded(path: Path, name: str):
+  spec = importlib.util.spec_from_file_location(name, path)
+  assert spec is not None
+  assert spec.loader is not None
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
+
+
+def plain(inputs: Path, steps: int, **changes):
+  """The tiny run's settings, dense and unquantised, with no more than the objective's own passes."""
+  config = loaded(inputs / 'config.py', 'tiny_config').get_config()
+  config.steps, config.arm, config.quant.sampler, config.ledger.every = steps, 'dense', 'bf16', 0
+  config.loss.kl_coef, config.optimizer.minibatches, config.model.dtype = 0.0, 1, 'float32'
+  config.checkpoint.every = 0
+  config.update_from_flattened_dict(changes)
+  return settings.resolve(config)
+
+
+def by_hand(run, grade):
+  """The synchronous trainer as part 1 has it, a few lines: prompts, rollouts, rewards, advantages, scores, update."""
+  policy = Policy.open(run)
+  n, updates = run.rollout.group, run.optimizer.minibatches * run.optimizer.epochs
+  engine = policy.engine(run.sampling, policy.plan(run.sampling, run.cache, run.quant), run.rollout.prompts * n, 4, run.seed)
+  optimizer = make_optimizer(run.optimizer, run.steps * updates)
+  state = TrainState.create(policy.load(), optimizer)
+  chunk, temperature = run.packing.score_chunk, run.sampling.temperature
+  computation = Computation(run.correction, run.loss, temperature, policy.dtype, chunk, run.model.remat == 'layer')
+  update = make_update(policy.graphdef, optimizer, computation)
+  stream = PromptStream(problems.load(run.task, 'train'), run.seed)
+  rewards = []
+  for step in range(run.steps):
+    asked = stream.next(run.rollout.prompts)
+    requests = [
+      Request((step * run.rollout.prompts + i) * n + k, i, encode(problem, policy.tokenizer), run.sampling.max_tokens)
+      for i, problem in enumerate(asked)
+      for k in range(n)
+    ]
+    trajectories = engine.generate(policy.serve(state.params, run.quant), requests, step)
+    reward = [grade('', policy.tokenizer.decode(t.completion, skip_special=True), '') for t in trajectories]
+    trajectories = [dataclasses.replace(t, reward=float(r)) for t, r in zip(trajectories, reward)]
+    group = jnp.array([t.group for t in trajectories], jnp.int32)
+    advantage = advantages(jnp.array(reward, jnp.float32), group, jnp.ones(len(reward), bool), run.advantage)
+    sizes = shape(run.sampling, run.rollout, run.packing, run.optimizer.minibatches)
+    batch, _ = pack(trajectories, np.array(advantage, np.float32), sizes, run.packing.share_prefix)
+    old = score(policy.graphdef, state.params, batch, temperature, policy.dtype, chunk)
+    state, _ = update(state, batch, old, None)
+    rewards.append(float(np.mean(reward)))
+  return state.params, rewards
+
+
+def test_a_synchronous_run_is_the_plain_loop_bit_for_bit(inputs, tmp_path):
+  """async_rollouts 13.1, on samples (their rewards), and parameters; every ratio to the sampler's weights is theirs."""
+  run = plain(inputs, 3, **{'correction.veto': 1e-30})  # so that the old policy is scored, as by hand
+  expected, rewards = by_hand(run, loaded(inputs / 'grader.py', 'tiny_grader').grade)
+  finished = train(run, tmp_path / 'run')
+  jax.tree.map(np.testing.assert_array_equal, finished.params, expected)
+  records = [r for r in read_metrics(tmp_path / 'run') if r['kind'] == 'train']
+  np.testing.assert_allclose([r['reward/mean'] for r in records], rewards, rtol=1e-6)
+  assert all(r['async/token_lag_max'] == 0 for r in records)
+
+
+def asynchronous(*changes: str) -> list[str]:
+  return ['--config.ledger.every=0', '--config.rollout.async_ratio=1.0', '--config.steps=8', *changes]
+
+
+def checked(workdir: Path, steps: int) -> dict:
+  """The scheduler's last state, after it has been found to account for every group."""
+  record = json.loads((workdir / 'checkpoints' / f'step_{steps:06d}' / 'record.json').read_text())['record']
+  state = record['extra']['scheduler']
+  assert state['version'] == steps
+  assert state['consumed'] == steps * 4
+  assert state['live'] == []  # no more were started than the run needed
+  assert state['next'] == steps * 4
+  steps_logged = [r['step'] for r in read_metrics(workdir) if r['kind'] == 'train']
+  assert steps_logged == list(range(1, steps + 1))
+  return state
+
+
+def test_an_asynchronous_run_overlaps_and_after_a_kill_loses_nothing(inputs, monkeypatch):
+  monkeypatch.setenv('XLA_FLAGS', TWO_DEVICES)
+  workdir = inputs / 'asynchronous'
+  flags = asynchronous('--config.devices.learner=0', '--config.devices.rollout=1')
+  line = f'--config={inputs / "config.py"}', f'--workdir={workdir}', *flags
+  process = tiny.start('main', *line, compiled=inputs / 'compiled')
+  while not (workdir / 'checkpoints' / 'step_000003').exists():
+    assert process.poll() is None, process.communicate()
+  process.send_signal(signal.SIGKILL)
+  tiny.finish(process)
+  status, _, err = tiny.run('main', *line, compiled=inputs / 'compiled')
+  assert status == 0, err
+  assert 'resuming after step' in err
+  checked(workdir, 8)
+  records = [r for r in read_metrics(workdir) if r['kind'] == 'train']
+  assert max(r['async/age_max'] for r in records) == 1
+  assert all(r['policy/ratio_deviation'] > 0 for r in records if r['async/stale_tokens'])
+
+  events = json.loads((workdir / 'trace.json').read_text())['traceEvents']
+  tracks = {e['tid']: e['args']['name'] for e in events if e['ph'] == 'M'}
+  spans: dict[str, list[tuple[float, float]]] = {}
+  for e in events:
+    if e['ph'] == 'X':
+      spans.setdefault(tracks[e['tid']], []).append((e['ts'], e['ts'] + e['dur']))
+  both = sum(max(0.0, min(b, d) - max(a, c)) for a, b in spans['learner'] for c, d in spans['engine 0'])
+  assert both > 0.05 * sum(b - a for a, b in spans['learner'])  # chunks were decoded while the learner learned
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('sync', ['recompute', 'keep', 'drain'])
+def test_on_one_device_rollouts_and_updates_take_turns(inputs, sync):
+  workdir = inputs / f'shared-{sync}'
+  flags = asynchronous(f'--config.rollout.sync={sync}', '--config.sampling.rows=8')
+  status, _, err = tiny.run(
+    'main', f'--config={inputs / "config.py"}', f'--workdir={workdir}', *flags, compiled=inputs / 'compiled'
+  )
+  assert status == 0, err
+  checked(workdir, 8)
+
+
+@pytest.mark.slow
+def test_staleness_that_nothing_corrects_stops_the_run_with_an_explanation(inputs):
+  workdir = inputs / 'uncorrected'
+  flags = asynchronous(
+    '--config.arm=', '--config.cache.budget=0', '--config.correction.level=off', '--config.optimizer.minibatches=1'
+  )
+  status, _, err = tiny.run('main', f'--config={inputs / "config.py"}', f'--workdir={workdir}', *flags)
+  assert status == 3
+  assert 'every ratio and weight in the loss is exactly 1' in err
+  assert 'Traceback' not in err
+
+
+@pytest.mark.slow
+def test_conversations_are_trained_on(inputs):
+  """FrozenLake with a model that knows nothing: every sequence has its turns, its marks and its mask, and the run ends."""
+  workdir = inputs / 'lake'
+  flags = [
+    '--config.task.kind=environment', '--config.task.path=', '--config.task.eval_path=', '--config.task.grader=auto',
+    '--config.environment.name=frozen_lake', '--config.environment.turns=3', '--config.environment.turn_tokens=6',
+    '--config.sampling.max_prompt=1024', '--config.sampling.prompt_buckets=()', '--config.sampling.max_tokens=512',
+    '--config.packing.row_tokens=1536', '--config.arm=dense', '--config.quant.sampler=bf16', '--config.eval.max_tokens=0',
+    '--config.rollout.async_ratio=1.0', '--config.ledger.every=0', '--config.steps=2', '--config.loss.kl_coef=0',
+  ]  # fmt: skip
+  status, _, err = tiny.run('main', f'--config={inputs / "config.py"}', f'--workdir={workdir}', *flags)
+  assert status == 0, err
+  records = [r for r in read_metrics(workdir) if r['kind'] == 'train']
+  assert len(records) == 2
+  for r in records:
+    assert 1 <= r['completion/turns'] <= 3
+    assert r['completion/length_mean'] <= 6 * r['completion/turns']  # what the model wrote, without the observations between
+    assert r['env/success'] >= 0
