@@ -2,6 +2,9 @@
 
 Both follow from one bound: tasks given to whichever worker is free end after at most their work divided by the workers, plus
 the longest task. They are upper bounds of a time an update; a ratio of two of them estimates a speed-up and bounds none.
+
+Prop 2 takes the pace of training and that of generation to be independent. Under the per-sample window (I3 in rollout.window)
+they are not: training is part of a sample's age. `asynchronous_at_least`, derived here, can exceed Prop 2's upper bound.
 """
 
 from dataclasses import dataclass
@@ -27,7 +30,7 @@ class Costs:
     return self.generation() + self.samples / self.workers * self.training
 
   def asynchronous(self, alpha: float) -> float:
-    """Prop 2, alpha >= 1: the most that an update takes where `training_share(alpha)` of the workers train and the others generate."""
+    """Prop 2, alpha >= 1: the most that an update takes with `training_share(alpha)` of the workers training."""
     return self.samples / self.workers * (self.mean + self.training) + self.longest / (alpha + 1)
 
   def training_share(self, alpha: float) -> float:
@@ -39,3 +42,11 @@ class Costs:
   def most(self) -> float:
     """The ratio of the synchronous bound to the asynchronous one as alpha grows; without training, Prop 1's."""
     return 1 + self.workers * self.longest / (self.samples * (self.mean + self.training))
+
+  def asynchronous_at_least(self, alpha: float, training_workers: int) -> float:
+    """The least that an update takes under the window, where nothing is discarded and `longest` is one update's longest.
+
+    A sample that is started under version s is trained on by the update of version s + alpha at the latest. So alpha + 1 updates
+    take at least its generation and one update's training: (Lmax + T_train) / (alpha + 1) each.
+    """
+    return (self.longest + self.samples * self.training / training_workers) / (alpha + 1)
