@@ -68,7 +68,7 @@ class SimulatedEngine:
 
   def abort(self, uids: Collection[int] | None = None) -> list[Completion]:
     """Ends these requests (None: all) where they are."""
-    wanted = [*self._running, *(r.uid for r in self._waiting)] if uids is None else list(uids)
+    wanted = dict.fromkeys([*self._running, *(r.uid for r in self._waiting)] if uids is None else uids)
     aborted = []
     for uid in wanted:
       if (running := self._running.pop(uid, None)) is not None:
@@ -96,7 +96,8 @@ class SimulatedEngine:
   def collect(self) -> list[Completion]:
     """Lets time pass until then, and returns what ended."""
     self.clock.until(self._ends)
-    done = [uid for uid, r in self._running.items() if r.ends <= self.clock() + 1e-9]
+    now = self.clock() + 1e-9
+    done = [uid for uid, r in self._running.items() if r.ends <= now]
     return [self._drawn(self._running.pop(uid), 'stop') for uid in done]
 
   def _drawn(self, running: _Running, finish: str) -> Completion:
