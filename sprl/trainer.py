@@ -230,6 +230,8 @@ def _learn(
 ) -> Learned:
   """A step of the learner: on devices that it shares, alone; on its own, beside the rollouts."""
   if thread is None:
+    if scheduler.settings.sync == 'drain':  # under the weights that it began with, which the update is about to take
+      scheduler.drain()
     for each in slots:
       each.unload()
     return learning.learn(trajectories)

@@ -39,6 +39,7 @@ def mismatch(
     **_divergences(old, roll, mask),
     **_probabilities(old, roll, mask),
     'adv_signed_bias': _ratio(mean(advantage * (old - roll), mask), mean(jnp.abs(advantage), mask)),
+    'corrected_fraction': share((corrected.applied != 1) | ~corrected.mask, mask),  # tokens weighted other than 1, or rejected
     **_weights(corrected, mask, settings),
     **_rejections(corrected, mask, settings),
     **_vetoes(old - roll, mask, settings),

@@ -40,8 +40,8 @@ def sentinels(metrics: Mapping[str, float], capped_steps: int = 0) -> list[str]:
       f'fp8/kv_saturation = {saturation:.3g}, beyond {MAX_SATURATION:g}: keys or values outgrew the scales of the FP8 cache '
       "(config.quant.kv_scale, kv_margin; or config.quant.sampler = 'w8a8' leaves the cache as it is)"
     )
-  unweighted = metrics.get('policy/ratio_deviation', 1) == 0 and metrics.get('rollout_corr/rollout_is_std', 1) == 0
-  if metrics.get('async/stale_tokens', 0) > 0 and unweighted and metrics.get('rollout_corr/rollout_is_mean', 0) == 1:
+  uncorrected = metrics.get('policy/ratio_deviation') == 0 and metrics.get('rollout_corr/corrected_fraction') == 0
+  if metrics.get('async/stale_tokens', 0) > 0 and uncorrected:
     reasons.append(
       'tokens were sampled by older weights, and every ratio and weight in the loss is exactly 1: nothing corrects for it '
       "(config.correction.level = 'token', or config.correction.mode = 'bypass', divides by the log-probs that sampled)"

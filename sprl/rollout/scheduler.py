@@ -201,10 +201,7 @@ class Scheduler:
       for number in self.window.expired():
         self._drop(number, 'expired')
       if self.settings.sync == 'drain':
-        self._suspended = True
-        while any(engine.load for engine in self.engines):
-          self.pump()
-        self._suspended = False
+        self.drain()
       elif self.settings.sync == 'recompute':
         for engine in self.engines:
           for completion in engine.abort():
@@ -212,6 +209,13 @@ class Scheduler:
       self.window.advance()
       for engine, weights in zip(self.engines, served, strict=True):
         engine.swap(weights, self.window.version)
+
+  def drain(self) -> None:
+    """Waits for what runs on the engines, and gives them nothing new meanwhile."""
+    self._suspended = True
+    while any(engine.load for engine in self.engines):
+      self.pump()
+    self._suspended = False
 
   def pump(self) -> None:
     """One turn: start, dispatch, a chunk of every engine, results. Waits for the workers where no engine has work."""

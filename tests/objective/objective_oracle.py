@@ -282,6 +282,7 @@ def mismatch(old, roll, mask, A, reward, c):
     'adv_signed_bias': np.mean([A[i] * x for i, x in zip(at, d)]) / np.mean([abs(A[i]) for i in at]),
   }
   raw, applied = [fixed['raw'][i] for i in at], [fixed['applied'][i] for i in at]
+  m['corrected_fraction'] = np.mean([fixed['applied'][i] != 1 or not fixed['mask'][i] for i in at])
   low = c.floor if c.weight in ('clip', 'icepop') else 1 / c.cap
   held = [clip(w, 0, c.cap) for w in raw]
   row = [ms(fixed['applied'], b) for b in rows]
