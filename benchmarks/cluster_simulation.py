@@ -110,7 +110,9 @@ DEVIATIONS = (
 class Cluster:
   """The scheduler over so many generating slots: `generation(request)` is seconds, and `Work` is the seconds that it takes."""
 
-  def __init__(self, rollout: Rollout, slots: int, generation: Callable[[Request], float], episode: Callable[[], Episode]):
+  def __init__(
+    self, rollout: Rollout, slots: int, generation: Callable[[Request], float], episode: Callable[[int, int], Episode]
+  ):
     self.clock = Clock()
     self.workers = SimulatedWorkers(self.clock, lambda seconds: seconds, lambda seconds: SimpleNamespace(score=0.0, status='ok'))
     engine = SimulatedEngine(self.clock, slots, generation, self.workers)
@@ -125,7 +127,7 @@ class Cluster:
       self.scheduler.pump()
     self.workers.cancel(alarm)
     self.clock.until(end)
-    self.scheduler.sync(None)
+    self.scheduler.sync([None])
 
   def timed(self, updates: int, warm: int, training: float = 0.0) -> float:
     """Seconds an update, after the first `warm`."""
@@ -156,7 +158,9 @@ def answers(slots: int, training: float, **settings: Any) -> float:
     return LENGTHS.flat[request.uid % LENGTHS.size]
 
   rollout = Rollout(prompts=PROMPTS, group=GROUP, **settings)
-  cluster = Cluster(rollout, slots, generation, lambda: answered(np.zeros(1, np.int32), TOKENS, lambda completion: 0.0))
+  cluster = Cluster(
+    rollout, slots, generation, lambda uid, attempt: answered(np.zeros(1, np.int32), TOKENS, lambda completion: 0.0)
+  )
   return cluster.timed(UPDATES, WARM, training)
 
 
@@ -234,7 +238,7 @@ class Conversations:
 
     return Conversations(turned(self.generation), turned(self.latency))
 
-  def episode(self) -> Episode:
+  def episode(self, uid: int, attempt: int) -> Episode:
     """All turns of one."""
     given = NOTHING
     for seconds in self.latency.T:

@@ -90,8 +90,8 @@ class Lanes:
     now: Callable[[], float] = time.monotonic,
   ):
     self._make, self._start, self._limit, self._now = make, start, limit, now
-    self._numbers, self._tickets = itertools.count(), itertools.count()
-    self._lanes = [_Lane(start(), next(self._numbers)) for _ in range(size)]
+    self._tickets = itertools.count()
+    self._lanes = [_Lane(start(), next(_numbers)) for _ in range(size)]
     self._home: dict[Hashable, _Lane] = {}
     self._done: dict[int, Any] = {}
 
@@ -175,10 +175,11 @@ class Lanes:
     for ticket, _ in lane.waiting:
       self._done[ticket] = Failure('error', 'its environment was lost with another that hung beside it')
     lane.keys, lane.waiting = set(), deque()
-    lane.executor, lane.number = self._start(), next(self._numbers)
+    lane.executor, lane.number = self._start(), next(_numbers)
 
 
 # In a lane. Its environments are this module's, for a process has nothing else of its own; a lane's number tells threads apart.
+_numbers = itertools.count()
 _environments: dict[tuple[int, Hashable], Any] = {}
 
 

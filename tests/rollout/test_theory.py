@@ -28,7 +28,7 @@ def scheduled(durations, rollout, workers, updates, training=0.0):
   engine = SimulatedEngine(clock, workers, lambda r: durations[r.uid], graders)
 
   def source(number):
-    return lambda: answered(np.array([1]), 100, lambda completion: 0.0)
+    return lambda uid, attempt: answered(np.array([1]), 100, lambda completion: 0.0)
 
   scheduler = Scheduler([engine], graders, source, rollout, clock, updates * rollout.prompts)
   for _ in range(updates):
@@ -38,7 +38,7 @@ def scheduled(durations, rollout, workers, updates, training=0.0):
     while clock() < end and not scheduler.idle:
       scheduler.pump()
     clock.until(end)
-    scheduler.sync(None)
+    scheduler.sync([None])
   return clock()
 
 
