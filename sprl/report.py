@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from sprl.io.metrics import read_metrics, series
-from sprl.io.plots import plot_run
+from sprl.io.plots import plot_run, plot_timeline
 from sprl.saved import export
 from sprl.settings import Run
 from sprl.trainer import Finished
@@ -34,6 +34,7 @@ def closing_report(run: Run, workdir: Path, finished: Finished) -> str:
     *_savings(run, read_metrics(workdir)),
     '',
     f'plot:        {plot_run(workdir)}',
+    f'timeline:    {plot_timeline(workdir)}  (trace.json opens in ui.perfetto.dev)',
     f'metrics:     {workdir / "metrics.jsonl"}',
   ]
   lines += [f'samples:     {workdir / "samples"}', f'checkpoints: {workdir / "checkpoints"}']

@@ -3,6 +3,7 @@
 Figures are matplotlib objects without pyplot, so drawing leaves no global state and needs no display.
 """
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -201,3 +202,44 @@ def _legend(*axes: Axes) -> None:
     handlelength=1.6,
     columnspacing=1.4,
   )
+
+
+# --- who was busy when -----------------------------------------------------------------------------------------------
+
+_TRACKS = {'engine': _BLUE, 'learner': _ORANGE, 'controller': _PURPLE, 'groups': _GREEN, 'failures': '#c1121f'}
+
+
+def plot_timeline(workdir: str | os.PathLike, seconds: tuple[float, float] | None = None) -> Path:
+  """Draws the run's trace (trace.json) into `timeline.png` there, whole or between two moments; returns its path."""
+  path = Path(workdir) / 'timeline.png'
+  events = json.loads((Path(workdir) / 'trace.json').read_text(encoding='utf-8'))['traceEvents']
+  timeline_figure(events, seconds).savefig(path, dpi=130)
+  return path
+
+
+def timeline_figure(events: Sequence[Mapping[str, Any]], seconds: tuple[float, float] | None = None) -> Figure:
+  """A line a track of a trace in Chrome's form: bars where it was busy, groups from their start to their completion."""
+  names = {e['tid']: e['args']['name'] for e in events if e['ph'] == 'M'}
+  spans = [(names[e['tid']], e['ts'] / 1e6, e['dur'] / 1e6) for e in events if e['ph'] == 'X']
+  begin = min((start for _, start, _ in spans), default=0.0)
+  low, high = seconds or (0.0, max((start + length - begin for _, start, length in spans), default=1.0))
+  bars = [t for t in names.values() if t != 'groups']
+  groups = [(start - begin, length) for track, start, length in spans if track == 'groups']
+  groups = [(start, length) for start, length in groups if start < high and start + length > low]
+  figure = Figure(figsize=(9.0, 1.2 + 0.4 * len(bars) + (1.6 if groups else 0.0)), layout='constrained')
+  axes = figure.subplots()
+  for row, track in enumerate(bars):
+    here = [(start - begin, length) for name, start, length in spans if name == track]
+    colour = _TRACKS.get(track.split()[0], _GREY)
+    axes.broken_barh(here, (row - 0.35, 0.7), color=colour, edgecolor='white', linewidth=0.4)
+  for i, bar in enumerate(groups):
+    height = 3.0 / max(len(groups), 1)
+    axes.broken_barh([bar], (len(bars) - 0.4 + i * height, 0.8 * height), color=_TRACKS['groups'], linewidth=0)
+  axes.set_yticks(
+    [*range(len(bars)), *([len(bars) + 1.1] if groups else [])], [*bars, *(['groups'] if groups else [])], fontsize=9
+  )
+  axes.set_xlim(low, high)
+  axes.invert_yaxis()
+  axes.set_xlabel('seconds')
+  axes.spines[['top', 'right']].set_visible(False)
+  return figure
