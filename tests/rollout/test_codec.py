@@ -97,6 +97,14 @@ def test_a_template_without_end_of_turn_tokens_can_be_continued(tmp_path):
     assert tokens.decode(ids) == 'user: u\nassistant: a\nuser: u\nassistant: '
 
 
+def test_a_template_may_say_the_system_message_again(tmp_path):
+  again = "{% if m.role == 'user' and messages[0].role == 'system' %}{{ messages[0].content + ' ' }}{% endif %}"
+  tokens = tokenizer(tmp_path, CHATML.replace('{{', again + '{{', 1))
+  user, answer = [{'role': 'user', 'content': 'u'}], tokens.encode('a<eos>')
+  assert tokens.decode(ChatCodec(tokens, 'S').reply(user, answer)) == '\nS <bos>user\nu<eos>\n<bos>assistant\n'
+  assert tokens.decode(ChatCodec(tokens).reply(user, answer)) == '\n<bos>user\nu<eos>\n<bos>assistant\n'
+
+
 @pytest.mark.parametrize(
   ('template', 'times'),
   [

@@ -4,9 +4,11 @@ Threads are held at events and barriers, and the limit of a call is told by a cl
 how fast a machine is. The waits in seconds are how long a broken lane may keep a test.
 """
 
+import gc
 import os
 import threading
 import time
+import weakref
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 
@@ -154,6 +156,24 @@ def test_an_environment_lives_from_reset_to_release_and_is_closed_in_its_lane():
   assert len({thread for *_, thread in log}) == 1
 
 
+def test_a_released_environment_is_forgotten():
+  made = []
+
+  def make(salt):
+    env = Scripted(salt)
+    made.append(weakref.ref(env))
+    return env
+
+  with Lanes(make, 1) as lanes:
+    call(lanes, A, 'reset', 0)
+    gc.collect()
+    assert made[0]() is not None
+    lanes.release(A)
+    call(lanes, B, 'reset', 0)  # so that it is released by now
+    gc.collect()
+    assert made[0]() is None
+
+
 def test_a_close_that_raises_costs_nothing():
   lanes, log = recorded(1)
   with lanes:
@@ -249,17 +269,26 @@ def test_a_cancelled_calls_result_is_dropped_and_keeps_nobody_from_waiting(gate,
 
 def test_waiting_ends_with_a_result_or_a_limit_or_the_seconds(gate):
   now = Hand()
-  with Lanes(Scripted, 2, limit=5.0, now=now) as lanes:
-    lanes.wait(None)  # for nothing: not at all
+
+  def waited(seconds):
+    start = time.monotonic()
+    lanes.wait(seconds)
+    return time.monotonic() - start
+
+  with Lanes(Scripted, 2, limit=1000.0, now=now) as lanes:
+    assert waited(None) < PATIENCE  # for nothing: not at all
     call(lanes, A, 'reset', 0)
     hung = lanes.submit(Call(A, 'step', 'hang'))
-    lanes.wait(0.01)
+    assert waited(0.1) >= 0.1 - 1e-3
     assert lanes.poll([hung]) == {}
     reset = lanes.submit(Call(B, 'reset', 0))
-    lanes.wait(None)
+    assert waited(PATIENCE) < PATIENCE  # the first that ends
     assert reset in lanes.poll([reset])
-    now.time = 5.0
-    lanes.wait(None)
+    lost = lanes.submit(Call(C, 'step', 'x'))
+    assert waited(PATIENCE) < PATIENCE  # there is one already
+    assert lost in lanes.poll([lost])
+    now.time = 1000.0
+    assert waited(None) < PATIENCE
     assert lanes.poll([hung])[hung].kind == 'hang'
 
 
