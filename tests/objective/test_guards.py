@@ -43,12 +43,7 @@ def test_a_kl_spike_stops_the_run():
 
 
 # Every ratio to the old policy and every weight of the sampler's is 1, though tokens were sampled by older weights.
-UNCORRECTED = HEALTHY | {
-  'async/stale_tokens': 0.4,
-  'policy/ratio_deviation': 0.0,
-  'rollout_corr/rollout_is_std': 0.0,
-  'rollout_corr/rollout_is_mean': 1.0,
-}
+UNCORRECTED = HEALTHY | {'async/stale_tokens': 0.4, 'policy/ratio_deviation': 0.0, 'rollout_corr/corrected_fraction': 0.0}
 
 
 def test_staleness_that_nothing_corrects_for_stops_the_run():
@@ -59,22 +54,16 @@ def test_staleness_that_nothing_corrects_for_stops_the_run():
   assert "config.correction.mode = 'bypass'" in reason
 
 
-@pytest.mark.parametrize(
-  'change',
-  [
-    {'async/stale_tokens': 0.0},  # nothing is stale
-    {'policy/ratio_deviation': 1e-6},  # ratios correct
-    {'rollout_corr/rollout_is_std': 1e-6},  # weights do
-    {'rollout_corr/rollout_is_mean': 0.5, 'rollout_corr/rollout_is_std': 0.0},  # all of them alike
-  ],
-)
+@pytest.mark.parametrize('change', [{'policy/ratio_deviation': 1e-6}, {'rollout_corr/corrected_fraction': 1e-3}])
 def test_ratios_or_weights_that_differ_from_one_are_a_correction(change):
   assert sentinels(UNCORRECTED | change) == []
 
 
-@pytest.mark.parametrize(
-  'name', ['async/stale_tokens', 'policy/ratio_deviation', 'rollout_corr/rollout_is_std', 'rollout_corr/rollout_is_mean']
-)
+def test_where_nothing_is_stale_nothing_has_to_be_corrected():
+  assert sentinels(UNCORRECTED | {'async/stale_tokens': 0.0}) == []
+
+
+@pytest.mark.parametrize('name', ['async/stale_tokens', 'policy/ratio_deviation', 'rollout_corr/corrected_fraction'])
 def test_from_a_metric_that_is_not_there_nothing_is_concluded(name):
   assert sentinels({n: v for n, v in UNCORRECTED.items() if n != name}) == []
 
