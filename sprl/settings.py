@@ -582,25 +582,26 @@ def check_rollout(run: Run) -> None:
       'config.rollout.replicate_prompts = False: expected True with config.rollout.async_ratio > 0, where samples of a prompt '
       'are interrupted one by one'
     )
-  places = min(p for p in (run.sampling.rows, r.max_running, 1 << 30) if p)
-  if not r.replicate_prompts and r.group + r.extra_members > places:
+  _require(run, 'devices.engines', lambda v: v >= 1, '1 or more')
+  members = r.group + r.extra_members
+  rows = -(-(run.sampling.rows or r.prompts * members) // run.devices.engines)
+  places = min(rows, r.max_running or rows)
+  if not r.replicate_prompts and members > places:
     raise SettingsError(
       f'config.rollout.group = {r.group} and extra_members = {r.extra_members}: expected at most {places} together, the '
-      'sequences that run side by side (config.sampling.rows, config.rollout.max_running), '
+      'sequences that run side by side on one engine (config.sampling.rows, config.devices.engines, config.rollout.max_running), '
       'with config.rollout.replicate_prompts = False'
     )
   if r.query_filter != 'none' and r.group < 2:
     raise SettingsError(f"config.rollout.query_filter = {r.query_filter!r}: expected 'none' with config.rollout.group = 1")
   _require(run, 'rollout.filter_low', lambda v: v < r.filter_high, f'below config.rollout.filter_high = {r.filter_high}')
-  _require(run, 'devices.engines', lambda v: v >= 1, '1 or more')
+  _require(run, 'rollout.filter_std', lambda v: 0 <= v < math.inf, 'a finite number, 0 or more')
   for key in ('devices.rollout', 'devices.learner'):
-    _require(run, key, lambda v: v == '' or device_numbers(v) is not None, "'', or numbers such as '0-3' or '4,5,6'")
+    _require(run, key, lambda v: v == '' or device_numbers(v) is not None, "'', or numbers such as '0-3' or '4,5,6', each once")
   if run.cache.masked_learner:
-    for key, off in (('rollout.async_ratio', 0), ('task.kind', None)):
-      _require(
-        run, key, lambda v, off=off: v == off if off is not None else v != 'environment',
-        'another with config.cache.masked_learner: a sequence that goes on in another row forgets in another way',
-      )  # fmt: skip
+    why = 'with config.cache.masked_learner: a sequence that goes on in another row forgets in another way'
+    _require(run, 'rollout.async_ratio', lambda v: v == 0, f'0 {why}')
+    _require(run, 'task.kind', lambda v: v != 'environment', f'another {why}')
   for key in ('environment.turns', 'environment.turn_tokens', 'environment.workers'):
     _require(run, key, lambda v: v >= 1, '1 or more')
   _require(run, 'environment.time_limit', lambda v: v > 0, 'seconds, above 0')
@@ -614,14 +615,15 @@ def check_rollout(run: Run) -> None:
 
 
 def device_numbers(text: str) -> tuple[int, ...] | None:
-  """The numbers that '0-3,6' lists; None where it cannot be read."""
+  """The numbers that '0-3,6' lists; None where it cannot be read, or names one twice."""
   try:
     ranges = [[int(end) for end in part.split('-')] for part in text.split(',')]
   except ValueError:
     return None
   if any(len(r) > 2 or r[0] > r[-1] for r in ranges):
     return None
-  return tuple(n for r in ranges for n in range(r[0], r[-1] + 1))
+  numbers = tuple(n for r in ranges for n in range(r[0], r[-1] + 1))
+  return numbers if len(set(numbers)) == len(numbers) else None
 
 
 # --- checks of the objective -----------------------------------------------------------------------------------------

@@ -230,3 +230,151 @@ def test_an_arm_of_every_name_is_known():
 def test_a_memory_that_cannot_be_is_refused_by_name(change, words):
   message = refusal(**change)
   assert all(word in message for word in words), message
+
+
+# --- the scheduler, devices and environments (async_rollouts 2, 3, 6) ------------------------------------------------
+
+
+def environment(**changes):
+  return {'task__kind': 'environment', 'environment__name': 'frozen_lake', **changes}
+
+
+@pytest.mark.parametrize(
+  ('key', 'value', 'expected'),
+  [
+    ('rollout.async_ratio', -1.0, 'a finite number, 0 or more'),
+    ('rollout.async_ratio', -0.5, 'a finite number, 0 or more'),
+    ('rollout.async_ratio', float('inf'), 'a finite number, 0 or more'),
+    ('rollout.async_ratio', float('nan'), 'a finite number, 0 or more'),
+    ('rollout.async_ratio', 0.3, 'a whole number or one that makes whole groups of config.rollout.prompts = 16'),
+    ('rollout.max_running', -1, '0 or more'),
+    ('rollout.extra_prompts', -1, '0 or more'),
+    ('rollout.extra_members', -1, '0 or more'),
+    ('rollout.retries', -1, '0 or more'),
+    ('rollout.order', 'age', "one of 'start', 'deadline', 'completion'"),
+    ('rollout.sync', 'abort', "one of 'recompute', 'keep', 'drain'"),
+    ('rollout.replica_routing', 'random', "one of 'affinity', 'spread'"),
+    ('rollout.query_filter', 'equal', "one of 'none', 'std', 'mean'"),
+    ('rollout.filter_low', 1.0, 'below config.rollout.filter_high = 1.0'),
+    ('rollout.filter_low', float('nan'), 'below config.rollout.filter_high = 1.0'),
+    ('rollout.filter_std', -0.1, 'a finite number, 0 or more'),
+    ('rollout.filter_std', float('nan'), 'a finite number, 0 or more'),
+    ('devices.engines', 0, '1 or more'),
+    ('devices.rollout', 'all', "'', or numbers such as '0-3' or '4,5,6'"),
+    ('devices.rollout', '3-0', "'', or numbers such as '0-3' or '4,5,6'"),
+    ('devices.learner', '0,,1', "'', or numbers such as '0-3' or '4,5,6'"),
+    ('devices.learner', '0,0-1', 'each once'),
+    ('environment.turns', 0, '1 or more'),
+    ('environment.turn_tokens', 0, '1 or more'),
+    ('environment.workers', 0, '1 or more'),
+    ('environment.executor', 'ray', "one of 'threads', 'processes'"),
+    ('environment.time_limit', 0.0, 'seconds, above 0'),
+    ('environment.time_limit', float('nan'), 'seconds, above 0'),
+    ('environment.latency_mean', -0.1, 'seconds, 0 or more'),
+    ('environment.latency_std', float('inf'), 'seconds, 0 or more'),
+  ],
+)
+def test_a_schedule_that_cannot_be_is_refused_by_name(key, value, expected):
+  message = refusal(**{key.replace('.', '__'): value})
+  assert message.startswith(f'config.{key} = {value!r}: expected '), message
+  assert expected in message
+
+
+@pytest.mark.parametrize(
+  ('change', 'start', 'words'),
+  [
+    (environment(rollout__async_ratio=0.5), 'config.rollout.async_ratio = 0.5: ', ('a whole number for an environment',)),
+    (
+      {'rollout__async_ratio': 0.5, 'rollout__order': 'completion'},
+      'config.rollout.async_ratio = 0.5: ',
+      ("a whole number with config.rollout.order = 'completion'",),
+    ),
+    ({'rollout__extra_prompts': 2}, 'config.rollout.extra_prompts = 2: expected 0 ', ("order = 'start'", "'completion'")),
+    (
+      {'rollout__extra_prompts': 2, 'rollout__order': 'deadline'},
+      'config.rollout.extra_prompts = 2: expected 0 ',
+      ("order = 'deadline'",),
+    ),
+    (
+      {'rollout__replicate_prompts': False, 'rollout__async_ratio': 1.0},
+      'config.rollout.replicate_prompts = False: expected True ',
+      ('config.rollout.async_ratio > 0',),
+    ),
+    (
+      {'rollout__query_filter': 'std', 'rollout__group': 1, 'advantage__estimator': 'reinforce'},
+      "config.rollout.query_filter = 'std': expected 'none' ",
+      ('config.rollout.group = 1',),
+    ),
+    (
+      {'task__kind': 'environment'},
+      "config.task.kind = 'environment' and config.environment.name = '': ",
+      ('an environment by name',),
+    ),
+    (
+      {'environment__name': 'sokoban'},
+      "config.task.kind = 'gsm8k' and config.environment.name = 'sokoban': ",
+      ("with kind 'environment', and '' with others",),
+    ),
+  ],
+)
+def test_settings_of_the_schedule_that_contradict_each_other_are_refused_by_name(change, start, words):
+  message = refusal(**change)
+  assert message.startswith(start), message
+  assert all(word in message for word in words), message
+
+
+@pytest.mark.parametrize(
+  ('places', 'change'),
+  [
+    (7, {'sampling__rows': 7}),
+    (7, {'rollout__max_running': 7}),
+    (7, {'sampling__rows': 7, 'rollout__max_running': 9}),
+    (7, {'sampling__rows': 14, 'devices__engines': 2}),
+    (4, {'rollout__prompts': 1, 'devices__engines': 2}),
+    (8, {'sampling__rows': 8, 'rollout__extra_members': 1}),
+  ],
+)
+def test_a_group_that_is_one_task_fits_into_one_engine(places, change):
+  """Else it would wait for ever."""
+  message = refusal(rollout__replicate_prompts=False, **change)
+  assert message.startswith(f'config.rollout.group = 8 and extra_members = {change.get("rollout__extra_members", 0)}: '), message
+  assert f'at most {places} together' in message
+  assert 'config.rollout.replicate_prompts = False' in message
+  resolve(config(**change))  # tasks of their own fit in anywhere
+
+
+MASKED = {'cache__masked_learner': True, 'cache__budget': 64, 'packing__share_prefix': False}
+
+
+@pytest.mark.parametrize(
+  ('change', 'start'),
+  [
+    ({'rollout__async_ratio': 1.0}, 'config.rollout.async_ratio = 1.0: expected 0 with '),
+    (environment(), "config.task.kind = 'environment': expected another with "),
+  ],
+)
+def test_a_masked_learner_takes_no_sequences_that_go_on_in_another_row(change, start):
+  message = refusal(**MASKED, **change)
+  assert message.startswith(start), message
+  assert 'config.cache.masked_learner' in message
+  resolve(config(**MASKED))
+  resolve(config(**change))
+
+
+@pytest.mark.parametrize(
+  'change',
+  [
+    {'rollout__async_ratio': 0.5},
+    {'rollout__async_ratio': 1.0625},  # 17 of 16 groups
+    {'rollout__async_ratio': 2.0, 'rollout__order': 'completion', 'rollout__extra_prompts': 4},
+    {'rollout__replicate_prompts': False},
+    {'rollout__replicate_prompts': False, 'sampling__rows': 16, 'devices__engines': 2},
+    {'rollout__replicate_prompts': False, 'rollout__async_ratio': 1.0, 'rollout__group': 1, 'advantage__estimator': 'reinforce'},
+    {'rollout__query_filter': 'mean', 'rollout__filter_low': 0.1, 'rollout__filter_high': 0.95},
+    {'devices__rollout': '0-3', 'devices__learner': '4,5,6,7', 'devices__engines': 2},
+    environment(rollout__async_ratio=2.0, environment__executor='processes', environment__latency_std=1.0),
+    environment(environment__time_limit=0.5, rollout__retries=0),
+  ],
+)
+def test_schedules_that_can_be(change):
+  resolve(config(**change))

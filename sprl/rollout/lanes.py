@@ -6,6 +6,7 @@ limit counts as hung: its lane is given up, and another takes its place.
 """
 
 import concurrent.futures
+import contextlib
 import itertools
 import multiprocessing
 import queue
@@ -66,6 +67,9 @@ def process() -> Executor:
 EXECUTORS: dict[str, Callable[[], Executor]] = {'threads': Daemon, 'processes': process}
 
 
+LOST = 'its environment was lost with another that hung beside it, or ended its process'
+
+
 @dataclass
 class _Lane:
   executor: Executor
@@ -94,20 +98,21 @@ class Lanes:
     self._lanes = [_Lane(start(), next(_numbers)) for _ in range(size)]
     self._home: dict[Hashable, _Lane] = {}
     self._done: dict[int, Any] = {}
+    self._unwanted: set[int] = set()  # of the calls under way
 
   def __enter__(self) -> 'Lanes':
     return self
 
   def __exit__(self, *_) -> None:
     for lane in self._lanes:
-      _end(lane.executor)
+      self._give_up(lane)
 
   def submit(self, call: Call) -> int:
     """Queues a call in its environment's lane; what it returned, or a Failure, will be found under the ticket."""
     ticket = next(self._tickets)
     lane = self._home.get(call.key)
     if lane is None and call.method != 'reset':
-      self._done[ticket] = Failure('error', 'its environment was lost with another that hung beside it')
+      self._done[ticket] = Failure('error', LOST)
       return ticket
     if lane is None:
       lane = self._home[call.key] = min(self._lanes, key=lambda lane: len(lane.keys))
@@ -121,6 +126,8 @@ class Lanes:
     self._done.pop(ticket, None)
     for lane in self._lanes:
       lane.waiting = deque(entry for entry in lane.waiting if entry[0] != ticket)
+      if lane.running is not None and lane.running[0] == ticket:
+        self._unwanted.add(ticket)
 
   def release(self, key: tuple[int, int]) -> None:
     """An environment is not needed any more."""
@@ -128,7 +135,7 @@ class Lanes:
     if lane is not None:
       lane.keys.discard(key)
       lane.waiting = deque(entry for entry in lane.waiting if entry[1].key != key)
-      lane.executor.submit(_forget, lane.number, key)
+      _let_go(lane, key)
 
   def poll(self, wanted: Collection[int]) -> dict[int, Any]:
     """Those of the wanted results that are there by now, each given out once."""
@@ -147,8 +154,13 @@ class Lanes:
   def _go_on(self, lane: _Lane) -> None:
     if lane.running is None and lane.waiting:
       ticket, call = lane.waiting.popleft()
-      future = lane.executor.submit(_call, lane.number, self._make, call)
-      lane.running = ticket, call, future, self._now()
+      try:
+        future = lane.executor.submit(_call, lane.number, self._make, call)
+      except concurrent.futures.BrokenExecutor as error:  # it died idle
+        self._done[ticket] = _failure(error)
+        self._replace(lane)
+      else:
+        lane.running = ticket, call, future, self._now()
 
   def _look(self, lane: _Lane) -> None:
     if lane.running is None:
@@ -157,28 +169,46 @@ class Lanes:
     if future.done():
       lane.running = None
       error = future.exception()
-      broken = isinstance(error, concurrent.futures.BrokenExecutor)
-      self._done[ticket] = future.result() if error is None else Failure('error', f'{type(error).__name__}: {error}'[:500])
-      if broken:
+      self._done[ticket] = future.result() if error is None else _failure(error)
+      if isinstance(error, concurrent.futures.BrokenExecutor):
         self._replace(lane)
     elif self._now() - started >= self._limit:
       lane.running = None
       self._done[ticket] = Failure('hang', f'{call.method} took longer than config.environment.time_limit = {self._limit:g} s')
       self._replace(lane)
+    if lane.running is None and ticket in self._unwanted:
+      self._unwanted.remove(ticket)
+      del self._done[ticket]
     self._go_on(lane)
 
   def _replace(self, lane: _Lane) -> None:
     """Another lane for one that hangs or is broken; environments that lived in it are lost, and what waits for them fails."""
-    _end(lane.executor)
-    for key in lane.keys:
-      self._home.pop(key, None)
+    self._give_up(lane)
     for ticket, _ in lane.waiting:
-      self._done[ticket] = Failure('error', 'its environment was lost with another that hung beside it')
-    lane.keys, lane.waiting = set(), deque()
+      self._done[ticket] = Failure('error', LOST)
+    lane.waiting = deque()
     lane.executor, lane.number = self._start(), next(_numbers)
 
+  def _give_up(self, lane: _Lane) -> None:
+    """Ends a lane; a thread closes its environments first, once it is through with what it does."""
+    for key in lane.keys:
+      self._home.pop(key, None)
+      _let_go(lane, key)
+    lane.keys = set()
+    _end(lane.executor)
 
-# In a lane. Its environments are this module's, for a process has nothing else of its own; a lane's number tells threads apart.
+
+def _let_go(lane: _Lane, key: Hashable) -> None:
+  with contextlib.suppress(concurrent.futures.BrokenExecutor):  # a dead process took its environments with it
+    lane.executor.submit(_forget, lane.number, key)
+
+
+def _failure(error: BaseException) -> Failure:
+  return Failure('error', f'{type(error).__name__}: {error}'[:500])
+
+
+# In a lane. Its environments are this module's, for a process has nothing else of its own; a lane's number tells threads apart,
+# those of training from those of an evaluation too.
 _numbers = itertools.count()
 _environments: dict[tuple[int, Hashable], Any] = {}
 
@@ -200,6 +230,6 @@ def _forget(lane: int, key: Hashable) -> None:
 def _end(executor: Executor) -> None:
   """Kills an executor's processes; its threads are left to themselves."""
   processes = dict(getattr(executor, '_processes', None) or {}).values()
-  executor.shutdown(wait=False, cancel_futures=True)
+  executor.shutdown(wait=False)
   for each in processes:
     each.kill()

@@ -242,7 +242,8 @@ class Scheduler:
   @property
   def idle(self) -> bool:
     """Whether a turn could do nothing: no engine has work, no worker either, and nothing may start."""
-    return not (self._tickets or self._pending or self._may_start() or any(engine.load for engine in self.engines))
+    asked = any(self._waiting(uid) for _, uid in self._pending)
+    return not (self._tickets or asked or self._may_start() or any(engine.load for engine in self.engines))
 
   def state(self) -> dict[str, Any]:
     """For a checkpoint, as JSON takes it. Groups that live are asked again after a resume: none is lost, none trained twice."""
@@ -300,8 +301,7 @@ class Scheduler:
     left, sent = [], 0
     while self._pending and not self._suspended:
       number, uid = heapq.heappop(self._pending)
-      member = self._by_uid.get(uid)
-      if member is None or member.request is None or member.engine is not None:
+      if (member := self._waiting(uid)) is None or member.request is None:
         continue
       if (engine := self._engine_for(member)) is None:
         left.append((number, uid))
@@ -371,6 +371,11 @@ class Scheduler:
   def _queue(self, member: _Member) -> None:
     self._by_uid[member.uid], member.asked, member.engine = member, self.now(), None
     heapq.heappush(self._pending, (member.group.number, member.uid))
+
+  def _waiting(self, uid: int) -> _Member | None:
+    """The member, if it waits for an engine; others may be among those pending that were stopped."""
+    member = self._by_uid.get(uid)
+    return None if member is None or member.request is None or member.engine is not None else member
 
   def _completed(self, completion: Completion) -> None:
     member = self._by_uid.get(completion.request.uid)

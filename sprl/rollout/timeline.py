@@ -1,7 +1,7 @@
 """Who was busy when: spans of time on named tracks, as a trace file for Perfetto and as a picture."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +22,7 @@ class Span:
 
 
 class Timeline:
-  """The spans of a run, the newest `limit` of them. Appending is safe from several threads."""
+  """The spans of a run: at least the newest `limit` of them, at most twice as many. Appending is safe from several threads."""
 
   def __init__(self, now: Callable[[], float], limit: int = 100_000):
     self.now, self._limit = now, limit
@@ -45,26 +45,47 @@ class Timeline:
 
   def busy(self, track: str, start: float, end: float) -> float:
     """Seconds between `start` and `end` in which a track was busy; its spans do not overlap."""
-    return sum(max(0.0, min(s.end, end) - max(s.start, start)) for s in self.spans if s.track == track)
+    return sum((max(0.0, min(s.end, end) - max(s.start, start)) for s in self.spans if s.track == track), 0.0)
 
   def overlap(self, one: str, other: str) -> float:
     """Seconds in which both tracks were busy."""
-    return sum(self.busy(other, s.start, s.end) for s in self.spans if s.track == one)
+    return sum((self.busy(other, s.start, s.end) for s in self.spans if s.track == one), 0.0)
 
   def write(self, path: Path) -> None:
-    """A trace in Chrome's JSON form: open it at ui.perfetto.dev, or in chrome://tracing."""
-    tracks = {track: i for i, track in enumerate(dict.fromkeys(s.track for s in self.spans))}
-    names = [{'ph': 'M', 'pid': 0, 'tid': i, 'name': 'thread_name', 'args': {'name': track}} for track, i in tracks.items()]
+    """A trace in Chrome's JSON form: open it at ui.perfetto.dev, or in chrome://tracing.
+
+    Viewers drop a span that overlaps another of its row without being within it: a track takes as many rows as it needs.
+    """
+    spans = list(self.spans)
+    rows, order = _rows(spans), list(dict.fromkeys(s.track for s in spans))
+    ids = {row: i for i, row in enumerate(sorted(set(rows), key=lambda row: (order.index(row[0]), row[1])))}
+    names = [
+      {'ph': 'M', 'pid': 0, 'tid': i, 'name': 'thread_name', 'args': {'name': f'{track} ({row + 1})' if row else track}}
+      for (track, row), i in ids.items()
+    ]
     events = [
-      {
-        'ph': 'X',
-        'pid': 0,
-        'tid': tracks[s.track],
-        'name': s.name,
-        'ts': s.start * 1e6,
-        'dur': (s.end - s.start) * 1e6,
-        'args': s.facts,
-      }
-      for s in self.spans
+      {'ph': 'X', 'pid': 0, 'tid': ids[row], 'name': s.name, 'ts': start / 1e3, 'dur': (end - start) / 1e3, 'args': s.facts}
+      for s, row in zip(spans, rows)
+      for start, end in [(round(s.start * 1e9), round(s.end * 1e9))]  # so that what ends with the next one's start does so still
     ]
     files.write_text(path, json.dumps({'traceEvents': [*names, *events], 'displayTimeUnit': 'ms'}))
+
+
+def _rows(spans: Sequence[Span]) -> list[tuple[str, int]]:
+  """(track, row) of each: the first row in which it lies apart from all others, or within those that it overlaps."""
+  rows: dict[int, tuple[str, int]] = {}
+  tracks: dict[str, list[list[float]]] = {}  # of each row, the ends of the spans that are not over, the innermost last
+
+  def fits(ends: list[float], span: Span) -> bool:
+    while ends and ends[-1] <= span.start:
+      ends.pop()
+    return not ends or span.end <= ends[-1]
+
+  for i in sorted(range(len(spans)), key=lambda i: (spans[i].start, -spans[i].end)):
+    track = tracks.setdefault(spans[i].track, [])
+    row = next((row for row, ends in enumerate(track) if fits(ends, spans[i])), len(track))
+    if row == len(track):
+      track.append([])
+    track[row].append(spans[i].end)
+    rows[i] = spans[i].track, row
+  return [rows[i] for i in range(len(spans))]

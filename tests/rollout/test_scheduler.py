@@ -367,3 +367,14 @@ def test_metrics_tell_what_happened_since_the_last_time():
   world.scheduler.batch()
   second, _ = world.scheduler.metrics()
   assert first['async/filtered'] + second['async/filtered'] == world.scheduler.counts['filtered']
+
+
+def test_requests_that_nobody_waits_for_any_more_are_nothing_to_do():
+  """Redundant ones that never reached an engine: a turn after that would find the scheduler stalled."""
+  world = World(Rollout(prompts=1, group=1, extra_members=2), capacity=1, grading=0.0)
+  for _ in range(3):
+    world.scheduler.batch()
+    assert world.scheduler._pending
+    assert world.scheduler.idle
+    world.scheduler.sync([None])
+    assert not world.scheduler.idle

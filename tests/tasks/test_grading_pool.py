@@ -185,6 +185,84 @@ def test_an_interrupted_batch_leaves_no_answer_for_the_next(pool):
   assert [g.score for g in pool.grade(CALM)] == [1.0, 0.25]
 
 
+# --- several users ----------------------------------------------------------------------------------------------------
+
+
+def collect(pool, tickets, seconds=30.0):
+  """The grades of these tickets, once all are there."""
+  found, end = {}, time.monotonic() + seconds
+  while len(found) < len(tickets):
+    assert time.monotonic() < end, f'no grades of {set(tickets) - found.keys()}'
+    pool.wait(1.0)
+    found |= pool.poll(tickets)
+  return [found[ticket] for ticket in tickets]
+
+
+def test_grades_go_to_those_who_want_them_and_once(pool):
+  """Training and an evaluation share a pool: whoever waits collects for both."""
+  training = [pool.submit(sample) for sample in samples(*(f'score {i}' for i in range(10)))]
+  evaluation = [pool.submit(sample) for sample in samples(*(f'score {100 + i}' for i in range(10)))]
+  assert len({*training, *evaluation}) == 20
+  assert [g.score for g in collect(pool, evaluation)] == [100.0 + i for i in range(10)]
+  assert pool.poll(evaluation) == {}
+  assert [g.score for g in pool.grade(samples('score 7'))] == [7.0]
+  assert [g.score for g in collect(pool, training)] == [float(i) for i in range(10)]
+  assert pool.poll([*training, *evaluation]) == {}
+
+
+def test_a_cancelled_sample_that_waits_is_never_graded(pool, tmp_path):
+  before = pool.counts.total()
+  slow = [pool.submit(sample) for sample in samples('sleep 0.3', 'sleep 0.3')]  # of two workers
+  mark = tmp_path / 'graded'
+  waits = pool.submit(samples(f'score open({str(mark)!r}, "w").write("x")')[0])
+  pool.cancel(waits)
+  last = pool.submit(samples('score 1')[0])
+  assert [g.score for g in collect(pool, [*slow, last])] == [1.0, 1.0, 1.0]
+  assert pool.poll([waits]) == {}
+  assert not mark.exists()
+  assert pool.counts.total() == before + 3
+
+
+@pytest.mark.parametrize('completion', ['sleep 0.3', 'sleep 60', 'exit 5'])
+def test_a_cancelled_samples_answer_is_dropped_however_it_ends(pool, completion):
+  pool.grade(CALM * 2)  # until both workers are there
+  before = pool.counts.copy()
+  cancelled = pool.submit(samples(completion)[0])
+  assert any(worker.sample == cancelled for worker in pool._workers)
+  pool.cancel(cancelled)
+  pool.cancel(cancelled)
+  others = [pool.submit(sample) for sample in samples(*['sleep 0.1'] * 6)]
+  assert [g.status for g in collect(pool, others)] == ['ok'] * 6
+  deadline = time.monotonic() + 30
+  while any(worker.sample == cancelled for worker in pool._workers):
+    assert time.monotonic() < deadline
+    pool.wait(1.0)
+  assert pool.poll([cancelled]) == {}
+  assert pool.counts - before == {'ok': 6}
+  assert [g.score for g in pool.grade(CALM)] == [1.0, 0.25]
+
+
+def test_a_grade_that_is_there_can_be_cancelled_still(pool):
+  ticket = pool.submit(samples('score 0.5')[0])
+  other = pool.submit(samples('score 0.75')[0])
+  pool.wait(30.0)
+  collect(pool, [other])
+  while any(worker.sample == ticket for worker in pool._workers):
+    pool.wait(1.0)
+  pool.cancel(ticket)
+  assert pool.poll([ticket]) == {}
+
+
+def test_waiting_ends_with_an_answer_or_the_seconds(pool):
+  pool.wait(None)  # for nothing: not at all
+  slow = pool.submit(samples('sleep 1')[0])
+  start = time.monotonic()
+  pool.wait(0.1)
+  assert time.monotonic() - start >= 0.1 - 1e-3
+  assert pool.poll([slow]) == {}
+  assert collect(pool, [slow])[0].score == 1.0
+
+
 # --- starting and ending ---------------------------------------------------------------------------------------------
 
 
