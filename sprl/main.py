@@ -24,6 +24,7 @@ def main() -> int:
   """Flags to a run."""
   run = resolve(_CONFIG.value)
   from sprl.report import closing_report  # after the settings: an error in them is told without waiting for jax to load
+  from sprl.rollout.scheduler import Stalled
   from sprl.trainer import StopRun, train
 
   file, _, variant = config_flags.get_config_filename(flags.FLAGS['config']).partition(':')
@@ -31,7 +32,7 @@ def main() -> int:
   workdir = Path(_WORKDIR.value or Path('runs') / name).absolute()
   try:
     finished = train(run, workdir)
-  except StopRun as error:
+  except (StopRun, Stalled) as error:
     print(error, file=sys.stderr)
     return 3
   if finished.completed:

@@ -223,8 +223,8 @@ def timeline_figure(events: Sequence[Mapping[str, Any]], seconds: tuple[float, f
   spans = [(names[e['tid']], e['ts'] / 1e6, e['dur'] / 1e6) for e in events if e['ph'] == 'X']
   begin = min((start for _, start, _ in spans), default=0.0)
   low, high = seconds or (0.0, max((start + length - begin for _, start, length in spans), default=1.0))
-  bars = [t for t in names.values() if t != 'groups']
-  groups = [(start - begin, length) for track, start, length in spans if track == 'groups']
+  bars = [t for t in names.values() if not t.startswith('groups')]
+  groups = [(start - begin, length) for track, start, length in spans if track.startswith('groups')]
   groups = [(start, length) for start, length in groups if start < high and start + length > low]
   figure = Figure(figsize=(9.0, 1.2 + 0.4 * len(bars) + (1.6 if groups else 0.0)), layout='constrained')
   axes = figure.subplots()

@@ -19,6 +19,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from sprl.io.tokenizer import TokenizerError
 from sprl.rollout.episodes import Episode, EpisodeError, Generate, Work
 from sprl.rollout.timeline import Timeline
 from sprl.rollout.window import Window
@@ -27,7 +28,7 @@ from sprl.trajectory import Completion, Request, Trajectory
 
 log = logging.getLogger(__name__)
 
-MAX_FILTERED = 50  # batches' worth of groups, filtered out with none between that pass
+IN_VAIN = 50  # batches' worth of groups that come to nothing, with none between that does not
 LOST = ('filtered', 'expired', 'surplus', 'failed')  # why a group is dropped, and its credit refunded
 
 
@@ -96,7 +97,7 @@ class WorkersLike(Protocol):
 
 
 class Stalled(RuntimeError):
-  """No batch will ever be ready: nothing runs and nothing may start, or nothing passes the filter."""
+  """No batch will ever be ready: nothing runs and nothing may start, or all groups fail or are filtered out."""
 
 
 @dataclass
@@ -174,7 +175,7 @@ class Scheduler:
     self._suspended = False
     self._lately = _Lately()
     self._told: set[str] = set()
-    self._in_a_row = 0  # groups filtered out
+    self._in_a_row = 0  # groups that came to nothing
 
   # --- the controller's calls ------------------------------------------------------------------------------------------
 
@@ -355,7 +356,7 @@ class Scheduler:
     except StopIteration as end:
       self._ended(member, end.value)
       return
-    except EpisodeError as error:
+    except (EpisodeError, TokenizerError) as error:  # a chat template may refuse what an environment says
       self._failed(member, 'error', str(error))
       return
     if isinstance(wanted, Generate):
@@ -410,12 +411,9 @@ class Scheduler:
     self._let_go(group)
     if self._dull([t.reward for t in group.results]):
       self._drop(group.number, 'filtered')
-      self._in_a_row += 1
-      if self._in_a_row > MAX_FILTERED * self.settings.prompts:
-        raise Stalled(
-          f'filtered out {self._in_a_row} groups in a row (config.rollout.query_filter = {self.settings.query_filter!r}): all '
-          'are too easy, too hard or too much alike'
-        )
+      self._in_vain(
+        f'filtered out (config.rollout.query_filter = {self.settings.query_filter!r}): too easy, too hard, too much alike'
+      )
     else:
       self._in_a_row = 0
       self.window.finish(group.number)
@@ -444,10 +442,17 @@ class Scheduler:
     self._stop(member)
     if member.attempt >= self.settings.retries:
       self._drop(member.group.number, 'failed')
+      self._in_vain(f'given up or filtered out; the last because {reason}')
       return
     member.attempt += 1
     member.episode = self._source(member.group.number)(member.uid, member.attempt)
     self._advance(member, None)
+
+  def _in_vain(self, why: str) -> None:
+    """Raises Stalled where so many groups have come to nothing that none may ever do."""
+    self._in_a_row += 1
+    if self._in_a_row > IN_VAIN * self.settings.prompts:
+      raise Stalled(f'{self._in_a_row} groups in a row were {why}')
 
   def _stop(self, member: _Member) -> None:
     """Ends what a member waits for; what still comes of it is ignored."""

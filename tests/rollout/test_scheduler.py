@@ -194,7 +194,13 @@ def test_filtered_groups_are_replaced_and_refunded(query_filter):
 
 def test_a_filter_that_lets_nothing_pass_ends_the_run():
   world = World(Rollout(prompts=2, group=2, query_filter='std', filter_std=1.0), capacity=16)
-  with pytest.raises(Stalled, match=r"filtered out \d+ groups in a row .*query_filter = 'std'"):
+  with pytest.raises(Stalled, match=r"\d+ groups in a row were filtered out .*query_filter = 'std'"):
+    world.step()
+
+
+def test_graders_that_always_fail_end_the_run_with_their_reason():
+  world = World(Rollout(prompts=2, group=2, retries=1), capacity=16, fails=1.0)
+  with pytest.raises(Stalled, match=r'\d+ groups in a row were given up .* because call \d'):
     world.step()
 
 
