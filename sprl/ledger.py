@@ -81,6 +81,25 @@ def ledger(
   return {'gap': gap, **parts}
 
 
+def of_one_version(trajectories: Sequence[Trajectory], count: int) -> tuple[int, list[Trajectory]]:
+  """(version, whole groups of at most `count` trajectories in all) that weights of one version have sampled; the newest such.
+
+  Where every group is of several versions, the first ones count as the newest's: what the older ones did is in the residual.
+  """
+  groups: dict[int, list[Trajectory]] = {}
+  for t in trajectories:
+    groups.setdefault(t.group, []).append(t)
+  pure: dict[int, list[Trajectory]] = {}
+  for group in groups.values():
+    versions = {int(v) for t in group for v in t.version[t.mask]}
+    if len(versions) == 1:
+      pure.setdefault(versions.pop(), []).extend(group)
+  if not pure:
+    return max(int(t.version.max()) for t in trajectories), list(trajectories[:count])
+  newest = max(pure)
+  return newest, pure[newest][:count]
+
+
 def learner_logps(run: Run, policy: Policy, params: Params, trajectories: Sequence[Trajectory]) -> Logps:
   """The learner's log-probs of the trajectories' tokens, by its own path: packed rows, one dense pass."""
   groups = len({t.group for t in trajectories})

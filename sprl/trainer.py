@@ -13,6 +13,7 @@ which the clock decides what is generated when, loses no group and trains none t
 """
 
 import logging
+import math
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -128,6 +129,7 @@ def train(run: Run, workdir: Path) -> Finished:
     open_until_the_end.callback(checkpoints.close)
     progress = Progress(run.steps, show=partial(print, flush=True))
     warned: set[str] = set()
+    older: dict[int, tuple[Params, Any]] = {}  # weights and scales that samples in the window may be of, for the ledger
 
     def evaluate_now(logged: bool = True):
       renewed = learning.largest and run.quant.kv_scale != 'first_forward'  # which are found before the rollout that they serve
@@ -159,9 +161,14 @@ def train(run: Run, workdir: Path) -> Finished:
       times.lap('rollout')
 
       # --- the mismatch by its causes -------------------------------------------------------------------------------
+      if run.ledger.every and run.rollout.async_ratio:
+        older = kept_older(older, step - 1, learning.state.params, served.scales, run)
       if run.ledger.every and step % run.ledger.every == 0:
-        probed = trajectories[: run.ledger.groups * run.rollout.group]
-        entries = ledger.ledger(run, policy, engines[0].engine, learning.state.params, served.scales, probed)
+        version, probed = ledger.of_one_version(trajectories, run.ledger.groups * run.rollout.group)
+        sampled_with, scales = None, served.scales
+        if version < step - 1 and version in older:
+          sampled_with, scales = jax.device_put(older[version][0], policy.shardings), older[version][1]
+        entries = ledger.ledger(run, policy, engines[0].engine, learning.state.params, scales, probed, sampled_with)
         run_log.ledger(step, ledger.scalars(entries), ledger.histograms(entries), entries)
         times.lap('ledger')
 
@@ -247,6 +254,12 @@ def _learn(
 def _beside(thread: ThreadPoolExecutor | None) -> tuple[str, ...]:
   """The parts of a step, beside its rollout, in which tokens are sampled."""
   return () if thread is None else ('learn',)
+
+
+def kept_older(older: Mapping[int, tuple[Params, Any]], version: int, params: Params, scales: Any, run: Run):
+  """The weights of the window's versions with those of `version`, on the host."""
+  newest = {version: (jax.device_get(params), scales)}
+  return {v: kept for v, kept in older.items() if v >= version - math.ceil(run.rollout.async_ratio)} | newest
 
 
 def staleness(groups: Sequence[Group], version: int) -> dict[str, float]:

@@ -99,7 +99,7 @@ def test_a_synchronous_run_is_the_plain_loop_bit_for_bit(inputs, tmp_path):
 
 
 def asynchronous(*changes: str) -> list[str]:
-  return ['--config.ledger.every=0', '--config.rollout.async_ratio=1.0', '--config.steps=8', *changes]
+  return ['--config.rollout.async_ratio=1.0', '--config.steps=8', *changes]
 
 
 def checked(workdir: Path, steps: int) -> dict:
@@ -132,6 +132,10 @@ def test_an_asynchronous_run_overlaps_and_after_a_kill_loses_nothing(inputs, mon
   records = [r for r in read_metrics(workdir) if r['kind'] == 'train']
   assert max(r['async/age_max'] for r in records) == 1
   assert all(r['policy/ratio_deviation'] > 0 for r in records if r['async/stale_tokens'])
+  entries = {r['step']: r for r in read_metrics(workdir) if r['kind'] == 'ledger'}
+  assert set(entries) == {2, 4, 6, 8}
+  ages = {r['step']: r['async/token_lag_mean'] for r in records}
+  assert all((entries[step]['ledger/staleness_abs'] > 0) == (ages[step] == 1) for step in entries if ages[step] in (0, 1))
 
   events = json.loads((workdir / 'trace.json').read_text())['traceEvents']
   tracks = {e['tid']: e['args']['name'] for e in events if e['ph'] == 'M'}
