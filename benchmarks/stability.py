@@ -14,6 +14,7 @@ the runs: the same command goes on where it was interrupted.
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -88,9 +89,10 @@ def run(args: argparse.Namespace, arm: str, seed: str) -> dict[str, Any]:
   folder = args.folder.absolute()
   workdir = folder / f'{args.task}-{arm}-{args.budget}-{seed}'
   print(f'--- {arm}, seed {seed}', file=sys.stderr)
-  status = command(
+  status = 0 if (workdir / 'export').exists() else command(
     'main', *config(args.task, folder), f'--workdir={workdir}', f'--config.seed={seed}', f'--config.arm={arm}',
-    f'--config.cache.budget={args.budget}', f'--config.steps={args.steps}', *args.flags,
+    f'--config.cache.budget={args.budget}', f'--config.steps={args.steps}', *args.flags, '--config.export=True',
+    '--config.checkpoint.every=10', '--config.checkpoint.keep_last=1', '--config.checkpoint.keep_best=0',
     *(('--config.quant.sampler=bf16',) if arm == 'dense' else ()),
     accepted=(0, 3),  # 3: a sentinel stopped it, which is a result
   )  # fmt: skip
@@ -107,15 +109,15 @@ def evaluation(args: argparse.Namespace, workdir: Path, memory: str) -> float:
 
   The dense arm's export is evaluated under the cache of the sparse arms, which its own settings do not have.
   """
-  exported = workdir / 'export'
-  if not exported.exists():
-    command('export', f'--workdir={workdir}', f'--out={exported}')
   judged = workdir.with_name(workdir.name + f'-{memory}')
-  command(
-    'main', *config(args.task, args.folder.absolute()), f'--workdir={judged}', '--config.steps=0', '--config.export=False',
-    f'--config.model.path={exported}', f'--config.cache.budget={args.budget}', '--config.eval.problems=128',
-    f'--config.eval.memory={memory}', '--config.eval.temperature=1.0',
-  )  # fmt: skip
+  if not (judged / 'curves.png').exists():  # which is drawn last
+    command(
+      'main', *config(args.task, args.folder.absolute()), f'--workdir={judged}', '--config.steps=0', '--config.export=False',
+      f'--config.model.path={workdir / "export"}', f'--config.cache.budget={args.budget}', '--config.eval.problems=128',
+      f'--config.eval.memory={memory}', '--config.eval.temperature=1.0',
+    )  # fmt: skip
+    shutil.rmtree(judged / 'checkpoints')
+    shutil.rmtree(workdir / 'checkpoints', ignore_errors=True)  # of what is exported; a run's are gigabytes
   return float(series(read_metrics(judged), 'eval/avg@k')[1][-1])
 
 
