@@ -125,7 +125,7 @@ def scheduled(arm: str, slots: Slots, prompts: list, groups: int, start: float) 
     return lambda uid, attempt: answered(prompts[number], MAX_TOKENS, lambda completion: None)
 
   scheduler = Scheduler([slots], Instantly(), source, settings, time.perf_counter, groups, timeline)
-  done = scheduler.batch()
+  done = scheduler.batch() or ()
   busy = [(s.start - start, s.facts['load']) for s in timeline.spans if s.track == 'engine 0']
   return busy, [len(t.completion) for group in done for t in group.trajectories]
 

@@ -1,5 +1,7 @@
 """The rollout half of a run, made from its settings: what is asked, who grades or plays, and the engines on their devices."""
 
+import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sprl.cache.plan import CachePlan
 from sprl.io.tokenizer import Tokenizer
+from sprl.parallel.mesh import divides
 from sprl.policy import Policy
 from sprl.rollout import collect
 from sprl.rollout.codec import ChatCodec, PlainCodec
@@ -58,7 +61,12 @@ class Asked:
     """
     if run.task.kind == 'environment':
       asked = cls(run, tokenizer, None, ())
-      asked._conversations(run.sampling.max_tokens, False, lambda key: None).prompt(0)
+      first = asked._conversations(run.sampling.max_tokens, False, lambda key: None).prompt(0)
+      if len(first) > run.sampling.max_prompt:
+        raise SettingsError(
+          f'config.sampling.max_prompt = {run.sampling.max_prompt}: expected at least {len(first)}, the tokens of what '
+          f'{run.environment.name} says first'
+        )
       return asked
     train, test = problems.load(run.task, 'train'), problems.load(run.task, 'test')
     stream = PromptStream(train, run.seed)
@@ -101,12 +109,14 @@ class Asked:
     run, env = self.run, self.run.environment
     codec = ChatCodec(self.tokenizer, run.task.system) if run.task.chat else PlainCodec(self.tokenizer)
     limits = Limits(env.turns, env.turn_tokens, run.sampling.max_prompt, limit)
-    sample = environment(env, held_out, 0)
-    return Conversations(partial(seeds, run.task.seed, held_out=held_out), limits, codec, release, sample)
+    seed = partial(seeds, run.task.seed, held_out=held_out, split=registry.takes(env.name, 'split'))
+    return Conversations(seed, limits, codec, release, environment(env, held_out, 0))
 
   def _lanes(self, held_out: bool) -> Lanes:
-    env = self.run.environment
-    return Lanes(partial(environment, env, held_out), env.workers, EXECUTORS[env.executor], env.time_limit)
+    env, r = self.run.environment, self.run.rollout
+    episodes = math.ceil((1 + r.async_ratio) * r.prompts + r.extra_prompts) * (r.group + r.extra_members)
+    lanes = env.workers or (episodes if env.executor == 'threads' else os.cpu_count() or 1)
+    return Lanes(partial(environment, env, held_out), lanes, EXECUTORS[env.executor], env.time_limit)
 
 
 def environment(settings: Environment, held_out: bool, salt: int) -> Any:
@@ -135,7 +145,8 @@ class Placed:
     mesh = self.mesh
 
     def there(x: jax.Array) -> NamedSharding:
-      return NamedSharding(mesh, x.sharding.spec if isinstance(x.sharding, NamedSharding) else PartitionSpec())
+      spec = x.sharding.spec if isinstance(x.sharding, NamedSharding) else ()
+      return NamedSharding(mesh, PartitionSpec(*(axis if divides(mesh, axis, n) else None for axis, n in zip(spec, x.shape))))
 
     return jax.device_put(served, jax.tree.map(there, served))
 

@@ -56,7 +56,7 @@ def evaluate(
   scheduler = Scheduler(
     [slots], held_out.workers, source, Rollout(prompts=count, group=k), time.perf_counter, groups=count, first=first
   )
-  trajectories = [t for group in scheduler.batch() for t in group.trajectories]
+  trajectories = [t for group in scheduler.batch() or () for t in group.trajectories]
 
   score = np.array([t.reward for t in trajectories]).reshape(count, k)
   right = (score >= 1).sum(axis=1)

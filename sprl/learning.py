@@ -91,6 +91,11 @@ class Learning:
 
   def learn(self, trajectories: Sequence[Trajectory]) -> Learned:
     """One step: its minibatches one after the other, as often as there are epochs. Groups stand together, in order."""
+    here = min(self.policy.replicated.device_set, key=lambda device: device.id)
+    with jax.default_device(here):  # nothing of it on the rollouts' devices
+      return self._learn(trajectories)
+
+  def _learn(self, trajectories: Sequence[Trajectory]) -> Learned:
     run, policy, times = self.run, self.policy, Stopwatch()
     chunk, temperature, n = run.packing.score_chunk, run.sampling.temperature, len(trajectories)
     advantage = advantages_of(trajectories, run)

@@ -58,7 +58,13 @@ class Policy:
     tokenizer.check_against(config)
     learner, engines = divide(run.devices, jax.devices())
     mesh = make_mesh(run.mesh, learner)
-    apart = () if engines is None else (make_mesh(settings.Mesh(tensor=run.mesh.tensor), devices) for devices in engines)
+    tensor = mesh.shape['tensor']
+    if engines is not None and len(engines[0]) % tensor:
+      raise settings.SettingsError(
+        f'config.devices.rollout = {run.devices.rollout!r} with {len(engines)} engines: expected a multiple of '
+        f'config.mesh.tensor = {tensor} devices each, found {len(engines[0])}'
+      )
+    apart = () if engines is None else (make_mesh(settings.Mesh(tensor=tensor), devices) for devices in engines)
     return cls(
       folder=folder,
       config=config,

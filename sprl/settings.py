@@ -157,7 +157,7 @@ class Environment:
   args: Mapping[str, Any] = field(default_factory=dict)  # the environment's own
   turns: int = 10  # answers an episode may have
   turn_tokens: int = 64  # and tokens each; config.sampling.max_tokens is for all that follows the first observation
-  workers: int = 16  # threads (or processes) that step environments
+  workers: int = 0  # threads (or processes) that step environments; 0: one an episode (processes: one a core)
   executor: Literal['threads', 'processes'] = 'threads'
   time_limit: float = 3600.0  # seconds a reset or step may take; then it counts as hung, and its member is tried again
   latency_mean: float = 0.0  # seconds added to every step, for experiments
@@ -602,8 +602,9 @@ def check_rollout(run: Run) -> None:
     why = 'with config.cache.masked_learner: a sequence that goes on in another row forgets in another way'
     _require(run, 'rollout.async_ratio', lambda v: v == 0, f'0 {why}')
     _require(run, 'task.kind', lambda v: v != 'environment', f'another {why}')
-  for key in ('environment.turns', 'environment.turn_tokens', 'environment.workers'):
+  for key in ('environment.turns', 'environment.turn_tokens'):
     _require(run, key, lambda v: v >= 1, '1 or more')
+  _require(run, 'environment.workers', lambda v: v >= 0, '0 or more')
   _require(run, 'environment.time_limit', lambda v: v > 0, 'seconds, above 0')
   for key in ('environment.latency_mean', 'environment.latency_std'):
     _require(run, key, lambda v: 0 <= v < math.inf, 'seconds, 0 or more')

@@ -72,7 +72,8 @@ class Finished:
 def train(run: Run, workdir: Path) -> Finished:
   """Runs, or resumes, the run of `workdir` up to its last step.
 
-  SIGTERM and SIGINT save and return early, at the end of the step (or the evaluation before the first) that is under way.
+  SIGTERM and SIGINT save and return early: after the update (or the evaluation before the first) that is under way, or out of the
+  rollouts for the next, which are asked again.
 
   Raises SettingsError and its kin before any device work, StopRun where a sentinel says that training is broken.
   """
@@ -156,12 +157,14 @@ def train(run: Run, workdir: Path) -> Finished:
       times = Stopwatch()
 
       # --- rollout: prompts to graded completions -------------------------------------------------------------------
-      groups = scheduler.batch()
+      groups = scheduler.batch(lambda: stop.received)
+      if groups is None:
+        break
       trajectories = [t for group in groups for t in group.trajectories]
       times.lap('rollout')
 
       # --- the mismatch by its causes -------------------------------------------------------------------------------
-      if run.ledger.every and run.rollout.async_ratio:
+      if run.rollout.async_ratio and ledger_may_want(step - 1, run):
         older = kept_older(older, step - 1, learning.state.params, served.scales, run)
       if run.ledger.every and step % run.ledger.every == 0:
         version, probed = ledger.of_one_version(trajectories, run.ledger.groups * run.rollout.group)
@@ -239,6 +242,8 @@ def _learn(
   if thread is None:
     if scheduler.settings.sync == 'drain':  # under the weights that it began with, which the update is about to take
       scheduler.drain()
+    if scheduler.settings.sync == 'recompute':  # now, so that the update has the memory of what will be made anew
+      scheduler.interrupt()
     for each in slots:
       each.unload()
     return learning.learn(trajectories)
@@ -247,7 +252,7 @@ def _learn(
     if scheduler.idle:
       wait([future], 0.05)
     else:
-      scheduler.pump()
+      scheduler.pump(patience=0.05)
   return future.result()
 
 
@@ -256,9 +261,15 @@ def _beside(thread: ThreadPoolExecutor | None) -> tuple[str, ...]:
   return () if thread is None else ('learn',)
 
 
+def ledger_may_want(version: int, run: Run) -> bool:
+  """Whether a step whose mismatch is split may train on what weights of this version sample."""
+  every, last = run.ledger.every, version + math.ceil(run.rollout.async_ratio) + 1
+  return every > 0 and last // every > version // every
+
+
 def kept_older(older: Mapping[int, tuple[Params, Any]], version: int, params: Params, scales: Any, run: Run):
   """The weights of the window's versions with those of `version`, on the host."""
-  newest = {version: (jax.device_get(params), scales)}
+  newest = {version: (jax.tree.map(np.array, jax.device_get(params)), scales)}  # copies: the update writes over its arrays
   return {v: kept for v, kept in older.items() if v >= version - math.ceil(run.rollout.async_ratio)} | newest
 
 

@@ -266,7 +266,7 @@ def environment(**changes):
     ('devices.learner', '0,0-1', 'each once'),
     ('environment.turns', 0, '1 or more'),
     ('environment.turn_tokens', 0, '1 or more'),
-    ('environment.workers', 0, '1 or more'),
+    ('environment.workers', -1, '0 or more'),
     ('environment.executor', 'ray', "one of 'threads', 'processes'"),
     ('environment.time_limit', 0.0, 'seconds, above 0'),
     ('environment.time_limit', float('nan'), 'seconds, above 0'),

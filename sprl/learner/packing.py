@@ -154,13 +154,19 @@ def _pieces(trajectories, advantage, T, share_prefix):
     if np.isnan(advantage[b]) or not trajectory.mask.any():
       continue
     n = len(trajectory.completion)
-    if share_prefix and pieces and trajectory.group == group and length + n <= T:
+    same = pieces and trajectory.group == group and _same_prompt(trajectory, trajectories[pieces[-1][0]])
+    if share_prefix and same and length + n <= T:
       pieces[-1].append(b)
       length += n
     else:
       pieces.append([b])
       length, group = trajectory.prompt_length + n, trajectory.group
   return pieces
+
+
+def _same_prompt(one: Trajectory, other: Trajectory) -> bool:
+  """False for members whose environment did not begin alike, whatever their seed."""
+  return np.array_equal(one.tokens[: one.prompt_length], other.tokens[: other.prompt_length])
 
 
 def _first_fit(pieces, trajectories, T):

@@ -60,14 +60,17 @@ def divide(settings: settings.Devices, devices) -> tuple[list, list[list] | None
   return learner, [rollout[i : i + size] for i in range(0, len(rollout), size)]
 
 
+def divides(mesh: Mesh, axis: str | None, size: int) -> bool:
+  """Whether a mesh axis (None: no axis) splits so many evenly."""
+  return axis is None or size % mesh.shape[axis] == 0
+
+
 def param_shardings(mesh: Mesh, axes, shapes):
   """A NamedSharding for each weight: `axes` is a tree of tuples of logical names, `shapes` the tree of its shapes."""
 
   def sharding(shape, names):
     rules = [RULES.get(name) for name in names]
-    return NamedSharding(
-      mesh, P(*[rule if rule and size % mesh.shape[rule] == 0 else None for rule, size in zip(rules, shape.shape)])
-    )
+    return NamedSharding(mesh, P(*[rule if divides(mesh, rule, size) else None for rule, size in zip(rules, shape.shape)]))
 
   return jax.tree.map(sharding, shapes, axes)
 

@@ -28,6 +28,7 @@ from sprl.trajectory import Completion, Request, Trajectory
 
 log = logging.getLogger(__name__)
 
+MOST_TOLD = 20  # reasons of failures that are logged
 IN_VAIN = 50  # batches' worth of groups that come to nothing, with none between that does not
 LOST = ('filtered', 'expired', 'surplus', 'failed')  # why a group is dropped, and its credit refunded
 
@@ -179,10 +180,12 @@ class Scheduler:
 
   # --- the controller's calls ------------------------------------------------------------------------------------------
 
-  def batch(self) -> list[Group]:
-    """The groups of the next update, by number; keeps everything going until they are there."""
+  def batch(self, stopped: Callable[[], Any] = lambda: False) -> list[Group] | None:
+    """The groups of the next update, by number; keeps everything going until they are there, or None where `stopped` says so."""
     start = self.now()
     while (numbers := self.window.ready()) is None:
+      if stopped():
+        return None
       self.pump()
     self._lately.waited += self.now() - start
     groups = [self._groups.pop(number) for number in numbers]
@@ -204,12 +207,16 @@ class Scheduler:
       if self.settings.sync == 'drain':
         self.drain()
       elif self.settings.sync == 'recompute':
-        for engine in self.engines:
-          for completion in engine.abort():
-            self._interrupted(completion)
+        self.interrupt()
       self.window.advance()
       for engine, weights in zip(self.engines, served, strict=True):
         engine.swap(weights, self.window.version)
+
+  def interrupt(self) -> None:
+    """Takes what runs off the engines; it waits, with what it has drawn, to be asked again."""
+    for engine in self.engines:
+      for completion in engine.abort():
+        self._interrupted(completion)
 
   def drain(self) -> None:
     """Waits for what runs on the engines, and gives them nothing new meanwhile."""
@@ -218,19 +225,20 @@ class Scheduler:
       self.pump()
     self._suspended = False
 
-  def pump(self) -> None:
-    """One turn: start, dispatch, a chunk of every engine, results. Waits for the workers where no engine has work."""
+  def pump(self, patience: float = 1.0) -> None:
+    """One turn: start, dispatch, a chunk of every engine, results. Waits for the workers where no engine has work, for so many
+    seconds at most."""
     moved = 0
     while step := self._dispatch() + self._start():  # what waits comes before what is new
       moved += step
-    busy = [(i, engine) for i, engine in enumerate(self.engines) if engine.load]
+    busy = [(i, engine, engine.load) for i, engine in enumerate(self.engines) if engine.load]
     started = self.now()
-    for _, engine in busy:
+    for _, engine, _ in busy:
       engine.dispatch()
     completions = []  # of all engines, before any is acted upon: that may abort what another is in the middle of
-    for i, engine in busy:
+    for i, engine, load in busy:
       completions += engine.collect()
-      self.timeline.add(f'engine {i}', 'chunk', started, self.now(), load=engine.load, version=self.window.version)
+      self.timeline.add(f'engine {i}', 'chunk', started, self.now(), load=load, version=self.window.version)
     for completion in completions:
       self._completed(completion)
     moved += len(completions) + self._results()
@@ -238,7 +246,7 @@ class Scheduler:
       return
     if not self._tickets:
       raise Stalled(self._report())
-    self.workers.wait(1.0)  # not for ever: a call may be late by now
+    self.workers.wait(patience)  # not for ever: a call may be late by now
 
   @property
   def idle(self) -> bool:
@@ -255,6 +263,8 @@ class Scheduler:
     """Continues from `state`, before the first turn."""
     self.window.restore(dict(state), len(state['live']))
     self.next, self._again, self.counts = state['next'], sorted(state['live']), Counter(state['counts'])
+    self.counts['started'] -= len(self._again)
+    self._lately = _Lately(self.counts.copy())
 
   def metrics(self) -> tuple[dict[str, float], dict[str, float]]:
     """What happened since the last call, and where the window stands: counts and means, and apart from them seconds."""
@@ -318,10 +328,10 @@ class Scheduler:
     return sent
 
   def _engine_for(self, member: _Member) -> int | None:
-    """The least-loaded engine with room; that of the group, where its members share one or are one task."""
+    """The engine of the group, where its members are one task or had better share one; else the least-loaded with room."""
     group, settings = member.group, self.settings
-    if group.engine is not None:
-      return group.engine if not settings.replicate_prompts or self._room(group.engine) > 0 else None
+    if group.engine is not None and (not settings.replicate_prompts or self._room(group.engine) > 0):
+      return group.engine
     needed = 1 if settings.replicate_prompts else len(group.members)
     room, engine = max((self._room(i), -i) for i in range(len(self.engines)))
     if room < needed:
@@ -427,7 +437,7 @@ class Scheduler:
     s = self.settings
     match s.query_filter:
       case 'std':
-        return float(np.std(rewards)) <= s.filter_std
+        return max(rewards) == min(rewards) or float(np.std(rewards)) <= s.filter_std  # equal ones may have a rounding's
       case 'mean':
         return not s.filter_low < float(np.mean(rewards)) < s.filter_high
     return False
@@ -436,7 +446,7 @@ class Scheduler:
     """Another attempt in its place, with other random numbers; after too many, the group is given up and refunded."""
     self.counts['hung' if kind == 'hang' else 'errors'] += 1
     self.timeline.add('failures', kind, self.now(), self.now(), group=member.group.number, reason=reason)
-    if reason not in self._told:
+    if reason not in self._told and len(self._told) < MOST_TOLD:
       log.warning('a member of group %d, attempt %d: %s (said once)', member.group.number, member.attempt, reason)
       self._told.add(reason)
     self._stop(member)

@@ -123,9 +123,11 @@ class Apart:
     return self.inner.answer(number - self.first)
 
 
-def seeds(base: int, number: int, held_out: bool) -> int:
-  """The seed of a group's episodes: no two groups of a run share one, and training shares none with what is held out."""
-  return 2 * (base + number) + held_out
+def seeds(base: int, number: int, held_out: bool, split: bool) -> int:
+  """The seed of a group's episodes, which no two groups of a run share. Unless the environment tells training from test problems
+  itself (`split`), training has the even ones and what is held out the odd ones.
+  """
+  return base + number if split else 2 * (base + number) + held_out
 
 
 def prompts(source: Source, first: int, count: int) -> Sequence[Int[np.ndarray, ' _']]:

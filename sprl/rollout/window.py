@@ -42,6 +42,11 @@ class Window:
   complete: dict[int, Entry] = field(default_factory=dict)  # in the order of completion
 
   @property
+  def ahead(self) -> int:
+    """alpha Bp: the groups that may be started before their update's turn. The settings make it a whole number."""
+    return round(self.alpha * self.prompts)
+
+  @property
   def live(self) -> int:
     """Groups that run or wait to be consumed."""
     return len(self.running) + len(self.complete)
@@ -49,12 +54,12 @@ class Window:
   @property
   def most(self) -> int:
     """The live groups that the window has room for, without extra ones."""
-    return self.prompts + math.ceil(self.alpha * self.prompts)
+    return self.prompts + self.ahead
 
   def may_start(self) -> bool:
     """Whether there is a credit for one more group."""
     extra = self.extra if self.gathering else 0
-    credit = (self.version + 1) * self.prompts + math.ceil(self.alpha * self.prompts) + extra
+    credit = (self.version + 1) * self.prompts + self.ahead + extra
     return self.started - self.refunded < credit and self.live < self.most + extra
 
   def start(self, number: int) -> Entry:
@@ -87,7 +92,7 @@ class Window:
   def _leaves_time(self, chosen: Collection[int]) -> bool:
     """Whether those left behind can all be consumed before they are too old (order deadline)."""
     left = [e.start_version for e in (*self.running.values(), *self.complete.values()) if e.number not in chosen]
-    return all(sum(start <= s for start in left) <= max(0, (s + self.alpha - self.version) * self.prompts) for s in set(left))
+    return all(sum(start <= s for start in left) <= max(0, (s - self.version) * self.prompts + self.ahead) for s in set(left))
 
   def consume(self, numbers: Sequence[int]) -> None:
     """These groups are trained on now."""
@@ -99,7 +104,7 @@ class Window:
   def surplus(self) -> list[int]:
     """The groups beyond the window's room once a batch is taken, which only redundancy starts: the oldest that still run,
     for whom the others did not wait, then the oldest."""
-    over = self.live - math.ceil(self.alpha * self.prompts) if self.extra else 0
+    over = self.live - self.ahead if self.extra else 0
     return [*sorted(self.running), *sorted(self.complete)][: max(over, 0)]
 
   def expired(self) -> list[int]:

@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from sprl.cache.layer import NEVER
@@ -142,7 +141,7 @@ class Slots:
       return
     since = np.array([0 if row is None else len(row.tokens) for row in self._rows], np.int32)
     self._state = decode.decode(engine.graphdef, served, self._state, engine.sampling, engine.stop_ids, engine.sampling.chunk)
-    self._chunk = decode.read(self._state, jnp.asarray(since), engine.sampling.chunk + 1)
+    self._chunk = decode.read(self._state, since, engine.sampling.chunk + 1)
 
   def collect(self) -> list[Completion]:
     """Waits for the chunk and returns the requests that ended in it, or by it hold a stop string."""
@@ -206,17 +205,15 @@ class Slots:
     tokens = _padded(prompts, engine.prefill, bucket)
     if any(map(len, givens)):
       tokens += _padded(givens, engine.prefill, engine.sampling.max_tokens)
-    prefilled = decode.prefill(engine.graphdef, engine.plan, served, *map(jnp.asarray, tokens))
+    prefilled = decode.prefill(engine.graphdef, engine.plan, served, *tokens)
     assert self._state is not None
-    self._state = decode.admit(
-      served, self._state, prefilled, *map(jnp.asarray, (parent, uid, attempt, limit)), engine.sampling, engine.stop_ids
-    )
+    self._state = decode.admit(served, self._state, prefilled, parent, uid, attempt, limit, engine.sampling, engine.stop_ids)
     self.usage.prefills += 1
     return True
 
   def _release(self, which: np.ndarray) -> None:
     if which.any() and self._state is not None:
-      self._state = decode.release(self._state, jnp.asarray(which))
+      self._state = decode.release(self._state, which)
 
   def _evicted(self, row: int, tokens: int):
     """[L, K, T]: when the row's tokens were evicted; None where the plan does not write it down."""

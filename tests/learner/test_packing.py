@@ -186,3 +186,15 @@ def test_group_members_apart_from_each_other_are_packed_too():
   other = dataclasses.replace(trajectory([30], [9]), group=5)
   batch, _ = pack([a, other, b], np.ones(3, np.float32), Shape(1, 1, 20, 3, 4), share_prefix=True)
   assert contexts(batch)[2, 1] == ([10, 11, 12, 13, 4], 5)
+
+
+def test_members_whose_prompts_differ_do_not_share_one():
+  """An environment may begin in several ways with one seed: each member then has its own prompt in the row."""
+  (first, other) = small.rollouts([(3, 4)], (5,))
+  changed = other.tokens.copy()
+  changed[2] = (changed[2] + 1) % 259
+  other = dataclasses.replace(other, tokens=changed)
+  sizes = shape(Sampling(max_prompt=8, max_tokens=8), Rollout(prompts=1, group=2), Packing(row_tokens=32, rows=1), 1)
+  batch, _ = pack([first, other], np.ones(2, np.float32), sizes, True)
+  laid = batch.tokens.ravel()[: 2 * 5 + 3 + 4]
+  np.testing.assert_array_equal(laid, np.concatenate([first.tokens, other.tokens]))

@@ -346,7 +346,7 @@ class Played:
     limits = Limits(turns=8, turn_tokens=64, max_prompt=1000, max_tokens=3000)
     self.groups = []
     with Lanes(lambda salt: self.counted(make, salt), 4, start, limit) as lanes:
-      source = Conversations(lambda n: seeds(40, n, False), limits, PlainCodec(tokens), lanes.release, FrozenLake())
+      source = Conversations(lambda n: seeds(40, n, False, False), limits, PlainCodec(tokens), lanes.release, FrozenLake())
       self.engine = Talking(clock, 4, tokens, chunk=0.2)
       settings = Rollout(prompts=2, group=3, **rollout)
       scheduler = Scheduler([self.engine], lanes, source, settings, clock, steps * settings.prompts)
@@ -392,7 +392,7 @@ class Played:
         asked = self.engine.asked[t.uid, attempt]
         starts = sorted({r.start - r.resumed for r in asked})
         answers = [said(t.uid, attempt, turn) for turn in range(len(starts))]
-        written, mask, rewards, metrics, done = replayed(tokens, seeds(40, group.number, False), answers, FrozenLake())
+        written, mask, rewards, metrics, done = replayed(tokens, seeds(40, group.number, False, False), answers, FrozenLake())
         assert t.tokens.tolist() == written
         assert t.mask.tolist() == mask
         assert (t.rewards, t.metrics) == (rewards, metrics)

@@ -74,8 +74,9 @@ class World:
   def check(self):
     """I1 and I2, and that every group is accounted for."""
     w, r = self.scheduler.window, self.rollout
-    assert w.started - w.refunded <= (w.version + 1) * r.prompts + math.ceil(r.async_ratio * r.prompts) + r.extra_prompts
-    assert w.live <= r.prompts + math.ceil(r.async_ratio * r.prompts) + r.extra_prompts
+    ahead = round(r.async_ratio * r.prompts)
+    assert w.started - w.refunded <= (w.version + 1) * r.prompts + ahead + r.extra_prompts
+    assert w.live <= r.prompts + ahead + r.extra_prompts
     assert len(w.running) + len(w.complete) + w.consumed + w.refunded == w.started
     assert sum(e.load for e in self.engines) <= sum(e.capacity for e in self.engines)
     assert w.consumed == len(self.consumed)
@@ -105,9 +106,9 @@ class World:
 
 rollouts = st.builds(
   Rollout,
-  prompts=st.sampled_from([1, 2, 4]),
+  prompts=st.sampled_from([1, 2, 4, 5, 10]),
   group=st.integers(1, 4),
-  async_ratio=st.sampled_from([0.0, 0.5, 1.0, 2.0, 4.0]),
+  async_ratio=st.sampled_from([0.0, 0.2, 0.3, 0.5, 1.0, 1.1, 2.0, 4.0]),
   order=st.sampled_from(['start', 'deadline']),
   sync=st.sampled_from(['recompute', 'keep', 'drain']),
   replica_routing=st.sampled_from(['affinity', 'spread']),
@@ -115,7 +116,9 @@ rollouts = st.builds(
   query_filter=st.sampled_from(['none', 'std', 'mean']),
   max_running=st.sampled_from([0, 5]),
   retries=st.integers(0, 2),
-).filter(lambda r: (r.async_ratio * r.prompts) % 1 == 0 and (r.group > 1 or r.query_filter == 'none'))
+).filter(
+  lambda r: abs(r.async_ratio * r.prompts - round(r.async_ratio * r.prompts)) < 1e-9 and (r.group > 1 or r.query_filter == 'none')
+)
 
 
 @settings(max_examples=60, deadline=None)
@@ -134,7 +137,7 @@ def test_credits_and_window_hold_and_nothing_is_discarded_for_its_age(rollout, s
   if rollout.async_ratio % 1:
     for version in range(6):
       oldest = sum(v == version and v - s == math.ceil(rollout.async_ratio) for v, _, s in world.consumed)
-      assert oldest <= int(rollout.prompts * (rollout.async_ratio % 1))
+      assert oldest <= round(rollout.prompts * (rollout.async_ratio % 1))
 
 
 @pytest.mark.parametrize('alpha', [0.0, 1.0, 2.0, 4.0])
@@ -360,6 +363,57 @@ def test_nobody_waits_for_a_slow_grader():
   generated = sum(world.draw(2, uid, 0).lognormal(0, 1.0) for uid in range(5))
   marking = [50.0 * world.draw(1, uid, 0).random() for uid in range(5)]
   assert world.clock() < sum(marking) + generated
+
+
+def test_a_fraction_that_floats_cannot_hold_is_still_whole_groups():
+  """0.3 of 10 prompts is 2.9999999999999982 groups by way of floats, and 1.1 of 50 is 55.00000000000001."""
+  for alpha, prompts in ((0.3, 10), (0.2, 5), (1.1, 10), (1.1, 50)):
+    for order in ('start', 'deadline'):
+      world = World(Rollout(prompts=prompts, group=1, async_ratio=alpha, order=order), capacity=16)
+      for version in range(5):
+        world.step(train=4.0)
+        oldest = sum(v == version and v - s == math.ceil(alpha) for v, _, s in world.consumed)
+        assert oldest <= round(prompts * (alpha % 1))
+
+
+def test_affinity_does_not_leave_an_engine_idle_while_requests_wait():
+  """Members go where their group is if there is room; where there is none, elsewhere."""
+  times = {}
+  for routing in ('affinity', 'spread'):
+    world = World(Rollout(prompts=8, group=8, replica_routing=routing), capacity=4, engines=2, sigma=1.5, grading=0.0)
+    world.step(train=0.0)
+    times[routing] = world.clock()
+  assert times['affinity'] < 1.1 * times['spread']
+
+
+def test_rewards_that_are_equal_are_filtered_whatever_rounding_says():
+  assert np.std([0.1] * 6) > 0
+  world = World(Rollout(prompts=1, group=6, query_filter='std'))
+  assert world.scheduler._dull([0.1] * 6)
+  assert not world.scheduler._dull([0.1] * 5 + [0.2])
+
+
+def test_a_batch_that_is_not_wanted_any_more_is_not_waited_for():
+  world = World(Rollout(prompts=4, group=2), capacity=2)
+  turns = iter([False, False, True])
+  assert world.scheduler.batch(lambda: next(turns)) is None
+  assert set(world.scheduler.state()['live']) == set(world.scheduler._groups)
+
+
+def test_the_first_metrics_after_a_resume_are_of_what_happened_since():
+  rollout = Rollout(prompts=4, group=2)
+  whole, first = (World(rollout, steps=4, capacity=16) for _ in range(2))
+  for _ in range(2):
+    for world in (whole, first):
+      world.step()
+      world.scheduler.metrics()
+  resumed = World(rollout, steps=4, capacity=16)
+  resumed.scheduler.restore(first.scheduler.state())
+  resumed.consumed = list(first.consumed)
+  for world in (whole, resumed):
+    world.step()
+  assert whole.scheduler.metrics()[0] == resumed.scheduler.metrics()[0]
+  assert whole.scheduler.state() == resumed.scheduler.state()
 
 
 def test_metrics_tell_what_happened_since_the_last_time():
