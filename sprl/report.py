@@ -55,11 +55,12 @@ def _savings(run: Run, records: Sequence[Mapping[str, Any]]) -> list[str]:
 
   size = mean('sparse/cache_bytes')
   dense = size / (1 - mean('sparse/bytes_saving'))
+  saved = round(mean('sparse/bytes_saving'), 2) + 0.0  # or rounding makes it -0
   kept = f'budget of {run.cache.budget} ({run.cache.method})' if run.cache.budget else 'everything kept'
   return [
     f'What the rollouts cost ({kept}, {run.quant.sampler} sampler):',
     '',
-    f'  KV cache   {size / 2**20:.1f} MiB, {round(mean("sparse/bytes_saving"), 2) + 0.0:.0%} less than a dense one of {dense / 2**20:.1f} MiB',
+    f'  KV cache   {size / 2**20:.1f} MiB, {saved:.0%} less than a dense one of {dense / 2**20:.1f} MiB',
     f'  attended   {mean("sparse/accounting_saving"):.0%} fewer tokens; {mean("sparse/compressed"):.0%} of sequences compressed',
     f'  mismatch   agreement {mean("sparse/agreement_mean"):.3f} (5th percentile {mean("sparse/agreement_p05"):.3f}), '
     f'{mean("sparse/veto_fraction"):.1%} of the sequences vetoed, effective sample size {mean("sparse/ess"):.2f}',
