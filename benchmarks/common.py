@@ -145,6 +145,12 @@ def peer(script: str, *arguments: object) -> dict[str, Any]:
   return {**json.loads(output.splitlines()[-1]), 'sampled_rss_bytes': peak()}
 
 
+def paired_gains(measured: Mapping[str, Sequence[Mapping[str, Any]]], arm: str, base: str) -> dict[str, float]:
+  """How many times as fast an arm was as another, run by run: the mean, the least and the most."""
+  gains = [slow['seconds'] / fast['seconds'] for slow, fast in zip(measured[base], measured[arm])]
+  return {'gain': float(np.mean(gains)), 'least': min(gains), 'most': max(gains)}
+
+
 def report(name: str, rows: Sequence[Mapping[str, Any]], result: Mapping[str, Any], save: bool = False) -> None:
   """Prints `rows` as a table (columns: the first row's keys), then `result` as one line of JSON; saves both on request."""
   columns = list(rows[0])

@@ -21,7 +21,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common import ROOT, report
+from common import ROOT, paired_gains, report
 from matplotlib.figure import Figure
 
 from sprl.models import transformer
@@ -37,7 +37,7 @@ from sprl.sampler.served import serve
 from sprl.sampler.slots import Slots
 from sprl.settings import DENSE, UNQUANTISED, Rollout, Sampling
 from sprl.tasks.environments.frozen_lake import FrozenLake
-from sprl.tasks.environments.latency import Delayed
+from sprl.tasks.environments.latency import Before, delayed
 from sprl.tasks.environments.protocol import turn_messages
 from sprl.trajectory import Request
 
@@ -65,9 +65,9 @@ class Short:
     return f'<answer>{("Left", "Down", "Right", "Up")[sum(ids) % 4]}</answer>'
 
 
-def environment(salt: int) -> Delayed:
+def environment(salt: int) -> Before:
   """A lake that does not end early, on which each call is delayed in its own way."""
-  return Delayed(FrozenLake(size=8, max_actions=TURNS, holes=0.0), MEAN, STD, salt)
+  return delayed(FrozenLake(size=8, max_actions=TURNS, holes=0.0), MEAN, STD, salt)
 
 
 def main():
@@ -162,14 +162,11 @@ def scheduled(arm: str, slots: Slots, lanes: Lanes, seed: int, start: float) -> 
 def row(arm: str, measured: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
   """A line of the table: means over seeds, and the range of the paired gains over the barrier."""
   results = measured[arm]
-  gains = [base['seconds'] / result['seconds'] for base, result in zip(measured['barrier'], results)]
   return {
     'arm': arm,
     'seconds': float(np.mean([r['seconds'] for r in results])),
     'turns': float(np.mean([len(r['turns']) for r in results])),
-    'gain': float(np.mean(gains)),
-    'least': min(gains),
-    'most': max(gains),
+    **paired_gains(measured, arm, 'barrier'),
   }
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from common import ROOT, report
+from common import ROOT, paired_gains, report
 from matplotlib.figure import Figure
 
 from sprl.policy import Policy
@@ -158,15 +158,12 @@ class Instantly:
 def row(arm: str, measured: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
   """A line of the table: means over seeds, and the range of the paired gains over the barrier."""
   results = measured[arm]
-  gains = [base['seconds'] / result['seconds'] for base, result in zip(measured['barrier'], results)]
   return {
     'arm': arm,
     'seconds': float(np.mean([r['seconds'] for r in results])),
     'decode steps': float(np.mean([r['steps'] for r in results])),
     'occupancy': float(np.mean([r['occupancy'] for r in results])),
-    'gain': float(np.mean(gains)),
-    'least': min(gains),
-    'most': max(gains),
+    **paired_gains(measured, arm, 'barrier'),
   }
 
 

@@ -12,6 +12,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sprl.cache.plan import CachePlan
+from sprl.io.metrics import mean_of
 from sprl.io.tokenizer import Tokenizer
 from sprl.parallel.mesh import divides
 from sprl.policy import Policy
@@ -27,7 +28,7 @@ from sprl.sampler.slots import Slots, Usage
 from sprl.settings import Environment, Run, SettingsError
 from sprl.tasks import graders, problems
 from sprl.tasks.environments import registry
-from sprl.tasks.environments.latency import Delayed
+from sprl.tasks.environments.latency import delayed
 from sprl.tasks.grading_pool import GradingPool
 from sprl.tasks.problems import Problem
 from sprl.tasks.prompts import PromptStream
@@ -37,7 +38,7 @@ LOOKED_AHEAD = 10_000  # prompts whose lengths are checked before the first step
 
 @dataclass(frozen=True)
 class HeldOut:
-  """What an evaluation asks: `count` groups at most, numbered from `first`, apart from all that training asks."""
+  """What an evaluation asks: `count` groups, and who answers for them."""
 
   source: Callable[[int], Source]  # of the tokens that an answer may have
   workers: WorkersLike
@@ -124,7 +125,7 @@ def environment(settings: Environment, held_out: bool, salt: int) -> Any:
   split = {'split': 'test' if held_out else 'train'} if registry.takes(settings.name, 'split') else {}
   made = registry.make(settings.name, {**split, **settings.args})
   if settings.latency_mean or settings.latency_std:
-    return Delayed(made, settings.latency_mean, settings.latency_std, salt)
+    return delayed(made, settings.latency_mean, settings.latency_std, salt)
   return made
 
 
@@ -181,8 +182,4 @@ def usage(slots: Sequence[Slots]) -> tuple[dict[str, float], float]:
   metrics = [used.metrics(each.capacity) for used, each in zip(found, slots)]
   for each in slots:
     each.usage = Usage()
-  return _mean(metrics), sum(used.host_overhead for used in found) / len(found)
-
-
-def _mean(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-  return {name: sum(m[name] for m in metrics) / len(metrics) for name in metrics[0]}
+  return mean_of(metrics), sum(used.host_overhead for used in found) / len(found)

@@ -77,7 +77,7 @@ def main() -> int:
   policy = Policy.open(run)
   with ExitStack() as stack:
     _, _, held_out = Asked.open(run, policy.tokenizer).begin(stack.enter_context)
-    policy, params, step, scales = restore(run, workdir, _STEP.value)
+    params, step, scales = restore(policy, run, workdir, _STEP.value)
     start = time.perf_counter()
     result = evaluate(run, policy, params, held_out, shown=3, scales=scales)
     seconds = time.perf_counter() - start

@@ -22,9 +22,11 @@ def main() -> int:
   """Flags to an export."""
   workdir = Path(_WORKDIR.value)
   run = resolve(read_config(workdir))
-  from sprl.saved import export, restore  # after the settings: an error in them is told without waiting for jax to load
+  from sprl.policy import Policy  # after the settings: an error in them is told without waiting for jax to load
+  from sprl.saved import export, restore
 
-  policy, params, step, _ = restore(run, workdir, _STEP.value)
+  policy = Policy.open(run)
+  params, step, _ = restore(policy, run, workdir, _STEP.value)
   out = export(policy, params, Path(_OUT.value), _DTYPE.value)
   print(f'{out}: the weights after step {step}, in {_DTYPE.value}')
   return 0

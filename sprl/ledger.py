@@ -15,6 +15,7 @@ They sum to the gap, token by token. With one cause on, the residual is rounding
 are not those of the sampler that the settings describe.
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -36,6 +37,7 @@ from sprl.trajectory import Trajectory
 CAUSES = ('staleness', 'numerics', 'weights', 'kv', 'eviction', 'residual')
 EDGES = (-10.0, -3.0, -1.0, -0.3, -0.1, -0.03, -0.01, -0.003, -0.001, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
+Older = dict[int, tuple[Params, Scales | None]]  # by version, weights on the host and scales that samples may still be of
 Logps = list[Float[np.ndarray, ' _']]  # of each trajectory's tokens, 0 where the model wrote nothing
 
 
@@ -79,6 +81,18 @@ def ledger(
   parts |= {cause: flat(plain) - flat(logps()) for cause, logps in alone.items()}
   parts['residual'] = gap - np.sum(list(parts.values()), axis=0)
   return {'gap': gap, **parts}
+
+
+def may_want(version: int, run: Run) -> bool:
+  """Whether a step whose mismatch is split may train, later, on what weights of this version sample."""
+  every, last = run.ledger.every, version + math.ceil(run.rollout.async_ratio) + 1
+  return run.rollout.async_ratio > 0 and every > 0 and last // every > version // every
+
+
+def with_version(older: Older, version: int, params: Params, scales: Scales | None, run: Run) -> Older:
+  """Those of the window's versions, and this one's."""
+  newest = {version: (jax.tree.map(np.array, jax.device_get(params)), scales)}  # copies: the update writes over its arrays
+  return {v: kept for v, kept in older.items() if v >= version - math.ceil(run.rollout.async_ratio)} | newest
 
 
 def of_one_version(trajectories: Sequence[Trajectory], count: int) -> tuple[int, list[Trajectory]]:

@@ -16,14 +16,13 @@ from sprl.sampler import calibrate
 from sprl.settings import Run
 
 
-def restore(run: Run, workdir: Path, step: int | None = None) -> tuple[Policy, Params, int, Scales | None]:
-  """The policy of a run, its weights at a checkpoint (None: the newest intact one), that checkpoint's step, and the scales of the
-  FP8 cache that belong to those weights, where they are kept.
+def restore(policy: Policy, run: Run, workdir: Path, step: int | None = None) -> tuple[Params, int, Scales | None]:
+  """A run's weights at a checkpoint (None: the newest intact one), that checkpoint's step, and the scales of the FP8 cache that
+  belong to those weights, where they are kept.
 
   Nothing in the folder is changed, so the run may be in progress. Raises CheckpointError where there is no such checkpoint,
-  and what `Policy.open` raises.
+  or it holds other arrays.
   """
-  policy = Policy.open(run)
   checkpoints = Checkpoints(workdir / 'checkpoints', run.checkpoint.keep_last, run.checkpoint.keep_best)
   absent: Any = None
   try:
@@ -38,7 +37,6 @@ def restore(run: Run, workdir: Path, step: int | None = None) -> tuple[Policy, P
   largest = tuple(np.array(found, np.float32) for found in restored.extra.get('largest', ()))
   kept = largest and run.quant.kv_scale != 'first_forward'
   return (
-    policy,
     restored.arrays.params,
     restored.step,
     calibrate.scales(largest, run.quant, policy.config.num_layers) if kept else None,

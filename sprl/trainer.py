@@ -13,7 +13,6 @@ which the clock decides what is generated when, loses no group and trains none t
 """
 
 import logging
-import math
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -31,7 +30,7 @@ from sprl.cache.plan import CachePlan, never_evicts
 from sprl.evaluation import evaluate
 from sprl.io.checkpoint import Checkpoints
 from sprl.io.config_file import write_config
-from sprl.io.metrics import RunLog
+from sprl.io.metrics import RunLog, mean_of
 from sprl.io.progress import Progress
 from sprl.learner.state import TrainState, make_optimizer
 from sprl.learning import Learned, Learning, Stopwatch
@@ -130,7 +129,7 @@ def train(run: Run, workdir: Path) -> Finished:
     open_until_the_end.callback(checkpoints.close)
     progress = Progress(run.steps, show=partial(print, flush=True))
     warned: set[str] = set()
-    older: dict[int, tuple[Params, Any]] = {}  # weights and scales that samples in the window may be of, for the ledger
+    older: ledger.Older = {}
 
     def evaluate_now(logged: bool = True):
       renewed = learning.largest and run.quant.kv_scale != 'first_forward'  # which are found before the rollout that they serve
@@ -164,8 +163,8 @@ def train(run: Run, workdir: Path) -> Finished:
       times.lap('rollout')
 
       # --- the mismatch by its causes -------------------------------------------------------------------------------
-      if run.rollout.async_ratio and ledger_may_want(step - 1, run):
-        older = kept_older(older, step - 1, learning.state.params, served.scales, run)
+      if ledger.may_want(step - 1, run):
+        older = ledger.with_version(older, step - 1, learning.state.params, served.scales, run)
       if run.ledger.every and step % run.ledger.every == 0:
         version, probed = ledger.of_one_version(trajectories, run.ledger.groups * run.rollout.group)
         sampled_with, scales = None, served.scales
@@ -195,7 +194,7 @@ def train(run: Run, workdir: Path) -> Finished:
       capped = capped + 1 if rollout['completion/truncated'] == 1 else 0
       scalars = {
         **rollout, **used, **fates, **staleness(groups, step - 1),
-        **_mean(learned.measured), **_mean(learned.packing), **sync_metrics(served, probe),
+        **mean_of(learned.measured), **mean_of(learned.packing), **sync_metrics(served, probe),
         'sparse/repetition': float(np.mean([diagnostics.repetition(t.completion) for t in trajectories])),
       }  # fmt: skip
       times.lap('log')
@@ -240,10 +239,7 @@ def _learn(
 ) -> Learned:
   """A step of the learner: on devices that it shares, alone; on its own, beside the rollouts."""
   if thread is None:
-    if scheduler.settings.sync == 'drain':  # under the weights that it began with, which the update is about to take
-      scheduler.drain()
-    if scheduler.settings.sync == 'recompute':  # now, so that the update has the memory of what will be made anew
-      scheduler.interrupt()
+    scheduler.quiesce()  # under the weights that are about to be taken, and so that the update has the memory
     for each in slots:
       each.unload()
     return learning.learn(trajectories)
@@ -259,18 +255,6 @@ def _learn(
 def _beside(thread: ThreadPoolExecutor | None) -> tuple[str, ...]:
   """The parts of a step, beside its rollout, in which tokens are sampled."""
   return () if thread is None else ('learn',)
-
-
-def ledger_may_want(version: int, run: Run) -> bool:
-  """Whether a step whose mismatch is split may train on what weights of this version sample."""
-  every, last = run.ledger.every, version + math.ceil(run.rollout.async_ratio) + 1
-  return every > 0 and last // every > version // every
-
-
-def kept_older(older: Mapping[int, tuple[Params, Any]], version: int, params: Params, scales: Any, run: Run):
-  """The weights of the window's versions with those of `version`, on the host."""
-  newest = {version: (jax.tree.map(np.array, jax.device_get(params)), scales)}  # copies: the update writes over its arrays
-  return {v: kept for v, kept in older.items() if v >= version - math.ceil(run.rollout.async_ratio)} | newest
 
 
 def staleness(groups: Sequence[Group], version: int) -> dict[str, float]:
@@ -300,11 +284,6 @@ def remarks(run: Run, plan: CachePlan) -> list[str]:
   if run.cache.masked_learner and run.quant.sampler != 'bf16':
     found.append(f'the learner forgets as the sampler does, but what {run.quant.sampler} adds to their mismatch is not corrected')
   return [remark for remark in found if remark]
-
-
-def _mean(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-  """The mean of each metric over a step's updates."""
-  return {name: float(np.mean([m[name] for m in metrics])) for name in (metrics[0] if metrics else ())}
 
 
 def _check(scalars, broken: list[str], capped: int, bad_streak: int, run: Run, step: int, workdir: Path) -> None:

@@ -227,7 +227,7 @@ class KVCache:
       scales = None if scales is None else (jnp.ones(()), scales[1])
     out, share = decode_attention(q, k, held.values, length, scales, bias)
     if held.carried is not None and plan.accumulates:
-      held = dataclasses.replace(held, carried=held.carried + jnp.where(self.expected > 0, 1, 0)[:, None, None] * share)
+      held = dataclasses.replace(held, carried=held.carried + jnp.where((self.expected > 0)[:, None, None], share, 0))
     return out[:, None], self._with(layer, held)
 
   def _bias_scores(self, layer, q):

@@ -100,6 +100,11 @@ def _event_writer(folder: Path, first_step: int):
 # --- reading back ----------------------------------------------------------------------------------------------------
 
 
+def mean_of(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+  """The mean of each metric over several that have the same; of none, nothing."""
+  return {name: float(np.mean([m[name] for m in metrics])) for name in (metrics[0] if metrics else ())}
+
+
 def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
   """The lines of metrics.jsonl as dicts, in order; of a run that is being written, those that are whole."""
   return [_floats(record) for _, record in _lines(Path(workdir) / _METRICS)]

@@ -104,7 +104,6 @@ class Stalled(RuntimeError):
 @dataclass
 class _Member:
   group: '_Group'
-  index: int
   uid: int
   episode: Episode
   attempt: int = 0
@@ -114,6 +113,10 @@ class _Member:
   engine: int | None = None
   asked: float = 0.0  # when
   result: Trajectory | None = None
+
+  def drawn(self, completion: Completion) -> Completion:
+    """All that it has drawn with the newest completion, the last of its request's."""
+    return completion if self.partial is None else self.partial.then(completion)
 
 
 @dataclass
@@ -193,10 +196,8 @@ class Scheduler:
     for number in self.window.surplus():
       self._drop(number, 'surplus')
     self.counts['consumed'] += len(groups)
-    finished = [Group(g.number, g.start_version, self._counted(g)) for g in groups]
+    finished = [Group(g.number, g.start_version, tuple(g.results)) for g in groups]
     self._lately.consumed += [len(t.completion) for g in finished for t in g.trajectories]
-    for group in groups:
-      self._forget(group)
     return finished
 
   def sync(self, served: Sequence[Any]) -> None:
@@ -204,26 +205,24 @@ class Scheduler:
     with self.timeline.span('controller', 'sync'):
       for number in self.window.expired():
         self._drop(number, 'expired')
-      if self.settings.sync == 'drain':
-        self.drain()
-      elif self.settings.sync == 'recompute':
-        self.interrupt()
+      self.quiesce()
       self.window.advance()
       for engine, weights in zip(self.engines, served, strict=True):
         engine.swap(weights, self.window.version)
 
-  def interrupt(self) -> None:
-    """Takes what runs off the engines; it waits, with what it has drawn, to be asked again."""
-    for engine in self.engines:
-      for completion in engine.abort():
-        self._interrupted(completion)
-
-  def drain(self) -> None:
-    """Waits for what runs on the engines, and gives them nothing new meanwhile."""
-    self._suspended = True
-    while any(engine.load for engine in self.engines):
-      self.pump()
-    self._suspended = False
+  def quiesce(self) -> None:
+    """Leaves nothing on the engines that new weights may not find there: `recompute` takes off what runs, to be asked again with
+    what it has drawn; `drain` waits for it, and gives the engines nothing new meanwhile; `keep` lets it be."""
+    match self.settings.sync:
+      case 'recompute':
+        for engine in self.engines:
+          for completion in engine.abort():
+            self._interrupted(completion)
+      case 'drain':
+        self._suspended = True
+        while any(engine.load for engine in self.engines):
+          self.pump()
+        self._suspended = False
 
   def pump(self, patience: float = 1.0) -> None:
     """One turn: start, dispatch, a chunk of every engine, results. Waits for the workers where no engine has work, for so many
@@ -295,7 +294,7 @@ class Scheduler:
       entry = self.window.start(number)
       make, size = self._source(number), self.settings.group + self.settings.extra_members
       group = self._groups[number] = _Group(number, entry.start_version, self.now())
-      group.members = [_Member(group, k, uid, make(uid, 0)) for k, uid in enumerate(range(number * size, (number + 1) * size))]
+      group.members = [_Member(group, uid, make(uid, 0)) for uid in range(number * size, (number + 1) * size)]
       self.counts['started'] += 1
       started += 1
       for member in group.members:
@@ -316,7 +315,7 @@ class Scheduler:
         continue
       if (engine := self._engine_for(member)) is None:
         left.append((number, uid))
-        if len(left) > 64 or not any(self._room(i) > 0 for i in range(len(self.engines))):
+        if not any(self._room(i) > 0 for i in range(len(self.engines))):
           break
         continue
       member.engine = engine
@@ -393,7 +392,7 @@ class Scheduler:
     if member is None or member.attempt != completion.request.attempt or member.request is None:
       return  # late, of a group or an attempt that is gone
     self._by_uid.pop(member.uid)
-    whole = completion if member.partial is None else member.partial.then(completion)
+    whole = member.drawn(completion)
     member.request = member.partial = member.engine = None
     self._advance(member, whole)
 
@@ -402,10 +401,8 @@ class Scheduler:
     member = self._by_uid.get(completion.request.uid)
     if member is None or member.request is None:
       return
-    drawn = len(completion.tokens)
-    member.partial = completion if member.partial is None else member.partial.then(completion)
-    member.request = completion.rest()
-    self.counts['resumed_tokens'] += drawn
+    member.partial, member.request = member.drawn(completion), completion.rest()
+    self.counts['resumed_tokens'] += len(completion.tokens)
     self._queue(member)
 
   def _ended(self, member: _Member, trajectory: Trajectory) -> None:
@@ -428,9 +425,6 @@ class Scheduler:
       self._in_a_row = 0
       self.window.finish(group.number)
       self.timeline.add('groups', f'group {group.number}', group.opened, self.now(), version=group.start_version)
-
-  def _counted(self, group: _Group) -> tuple[Trajectory, ...]:
-    return tuple(group.results[: self.settings.group])
 
   def _dull(self, rewards: Sequence[float]) -> bool:
     """Whether a group is filtered out: it teaches too little (async_rollouts 3)."""
@@ -484,14 +478,9 @@ class Scheduler:
     for member in group.members:
       if member.result is None:
         self._stop(member)
-    self._forget(group)
+    self._let_go(group)
     self.window.refund(number)
     self.counts[fate] += 1
-
-  def _forget(self, group: _Group) -> None:
-    self._let_go(group)
-    for member in group.members:
-      member.episode.close()
 
   def _let_go(self, group: _Group) -> None:
     """The slots that were held for a group which is one task."""

@@ -3,7 +3,7 @@
 alpha bounds the age of every single sample: a group that the update v -> v + 1 consumes was started under a version
 s >= v - alpha of the weights. Numbers of groups, with Bp groups an update:
 
-    (I1) admission   started - refunded <= (v + 1) Bp + ceil(alpha Bp) + extra
+    (I1) admission   started - refunded <= (v + 1) Bp + alpha Bp + extra      (alpha Bp is a whole number)
     (I2) buffer      running + complete <= (1 + alpha) Bp + extra             (what was consumed is in neither)
     (I3) window      v - s <= ceil(alpha) for every group consumed; of a fractional alpha, the oldest make up its fraction of Bp
 

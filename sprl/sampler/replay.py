@@ -15,7 +15,6 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from sprl.cache.plan import CachePlan
-from sprl.models import transformer
 from sprl.sampler.decode import predict, started, take_in
 from sprl.sampler.draw import logp_of
 from sprl.sampler.engine import Engine, prompt_buckets
@@ -43,7 +42,7 @@ def replay(engine: Engine, served: Served, trajectories: Sequence[Trajectory]) -
       lengths[row], counts[row] = t.prompt_length, len(t.completion)
       prompts[row, : lengths[row]], completions[row, : counts[row]] = t.tokens[: t.prompt_length], t.completion
     arrays = map(jnp.asarray, (prompts, lengths, completions, counts))
-    logp = np.asarray(_replay(transformer.graph(engine.config), plan, engine.sampling, served, *arrays))
+    logp = np.asarray(_replay(engine.graphdef, plan, engine.sampling, served, *arrays))
     results += [t.per_token(row) for t, row in zip(part, logp)]
   return results
 

@@ -22,7 +22,7 @@ from sprl.rollout.simulation import Clock, SimulatedEngine
 from sprl.rollout.sources import Conversations, seeds
 from sprl.settings import Rollout
 from sprl.tasks.environments.frozen_lake import FrozenLake
-from sprl.tasks.environments.latency import Faulty
+from sprl.tasks.environments.latency import faulty
 from sprl.tasks.environments.protocol import Outcome, checked_reset, checked_step, episode_metrics, turn_messages
 from sprl.trajectory import Completion, Request
 
@@ -430,7 +430,7 @@ def test_conversations_with_faults_and_hangs_end_and_are_told(tokens, caplog):
   gate = threading.Event()
 
   def make(salt):
-    return Faulty(FrozenLake(), raising=0.05, hanging=0.02, salt=salt, sleep=lambda seconds: gate.wait(60))
+    return faulty(FrozenLake(), raising=0.05, hanging=0.02, salt=salt, sleep=lambda seconds: gate.wait(60))
 
   played = Played(tokens, Daemon, make, limit=0.3, gate=gate, async_ratio=1.0, retries=1)
   played.check(tokens)

@@ -78,6 +78,17 @@ def run(slots, until=lambda done: False):
   return {c.request.uid: c for c in done}
 
 
+def begun(memory='dense', version=0, chunks=1):
+  """All requests under way, with so many chunks behind them."""
+  slots = Slots(engine(memory), served(MEMORIES[memory][1]), version)
+  for request in requests():
+    slots.add(request)
+  for _ in range(chunks):
+    slots.dispatch()
+    assert not slots.collect()
+  return slots
+
+
 def same(a, b, atol=1e-5):
   np.testing.assert_array_equal(a.tokens, b.tokens)
   np.testing.assert_array_equal(a.kept, b.kept)
@@ -97,12 +108,7 @@ def whole(memory='dense'):
 @pytest.mark.parametrize('memory', MEMORIES)
 @pytest.mark.parametrize('chunks', [1, 3])
 def test_what_is_aborted_and_asked_again_goes_on_as_if_nothing_had_happened(memory, chunks):
-  slots = Slots(engine(memory), served(MEMORIES[memory][1]))
-  for request in requests():
-    slots.add(request)
-  for _ in range(chunks):
-    slots.dispatch()
-    assert not slots.collect()
+  slots = begun(memory, chunks=chunks)
   parts = {c.request.uid: c for c in slots.abort()}
   assert slots.load == 0
   assert all(c.finish == 'abort' and len(c.tokens) == 4 * chunks + 1 for c in parts.values())
@@ -115,11 +121,7 @@ def test_what_is_aborted_and_asked_again_goes_on_as_if_nothing_had_happened(memo
 
 def test_a_row_that_is_kept_goes_on_bit_for_bit_when_the_same_weights_are_swapped_in():
   for memory in ('dense', 'rkv'):
-    slots = Slots(engine(memory), served())
-    for request in requests():
-      slots.add(request)
-    slots.dispatch()
-    slots.collect()
+    slots = begun(memory)
     slots.swap(serve(weights()[1], jnp.dtype('float32')), 0)
     for uid, completion in run(slots).items():
       same(completion, whole(memory)[uid], atol=0)
@@ -128,11 +130,7 @@ def test_a_row_that_is_kept_goes_on_bit_for_bit_when_the_same_weights_are_swappe
 @pytest.mark.parametrize('memory', ['dense', 'rkv', 'fp8'])
 def test_after_a_swap_tokens_have_the_new_version_and_those_before_it_the_old(memory):
   quant = MEMORIES[memory][1]
-  slots = Slots(engine(memory), served(quant), version=3)
-  for request in requests():
-    slots.add(request)
-  slots.dispatch()
-  slots.collect()
+  slots = begun(memory, version=3)
   slots.swap(served(quant, 1), 4)
   changed = 0
   for uid, c in run(slots).items():
@@ -148,11 +146,7 @@ def test_after_a_swap_tokens_have_the_new_version_and_those_before_it_the_old(me
 def test_a_completion_of_two_versions_has_the_log_probs_of_each(memory):
   """Aborted and computed anew: a replay under the old weights gives the old part back, one under the new the new part."""
   quant = MEMORIES[memory][1]
-  slots = Slots(engine(memory), served(quant), version=3)
-  for request in requests():
-    slots.add(request)
-  slots.dispatch()
-  slots.collect()
+  slots = begun(memory, version=3)
   parts = {c.request.uid: c for c in slots.abort()}
   slots.swap(served(quant, 1), 4)
   for part in parts.values():
@@ -168,12 +162,7 @@ def test_a_completion_of_two_versions_has_the_log_probs_of_each(memory):
 
 def test_keys_and_values_that_are_kept_are_those_of_the_old_weights():
   """`keep` and `recompute` differ: the second forgets what the old weights made of the prompt."""
-  kept, anew = (Slots(engine(), served()) for _ in range(2))
-  for slots in (kept, anew):
-    for request in requests():
-      slots.add(request)
-    slots.dispatch()
-    slots.collect()
+  kept, anew = begun(), begun()
   kept.swap(served(seed=1), 1)
   parts = {c.request.uid: c for c in anew.abort()}
   anew.swap(served(seed=1), 1)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sprl.settings import SettingsError
 from sprl.tasks.environments import registry
-from sprl.tasks.environments.latency import Delayed, Faulty, InjectedFault, delay
+from sprl.tasks.environments.latency import InjectedFault, delay, delayed, faulty
 from sprl.tasks.environments.play import random_episode
 from sprl.tasks.environments.protocol import (
   Environment,
@@ -323,16 +323,16 @@ def test_delays_are_of_the_distribution_never_negative_and_fixed_by_seed_and_tur
 def test_a_delayed_environment_sleeps_and_plays_the_same():
   slept = []
   plain = random_episode(registry.make('guess_number', {}), 3, np.random.default_rng(0), 5)
-  env = Delayed(registry.make('guess_number', {}), 10.0, 5.0, salt=2, sleep=slept.append)
+  env = delayed(registry.make('guess_number', {}), 10.0, 5.0, salt=2, sleep=slept.append)
   assert random_episode(env, 3, np.random.default_rng(0), 5) == plain
   assert slept == [delay(10.0, 5.0, 2, 3, turn) for turn in range(len(plain.actions) + 1)]
   with pytest.raises(EnvironmentFault, match='environment guess_number: step'):
-    checked_step(Delayed(registry.make('guess_number', {}), 0), 'a')
+    checked_step(delayed(registry.make('guess_number', {}), 0.0), 'a')
 
 
 def test_wrappers_have_the_optional_methods_of_what_they_wrap():
-  assert not hasattr(Delayed(Returning(), 0), 'close')
-  assert Faulty(registry.make('guess_number', {})).sample_random_action().startswith('<answer>')
+  assert not hasattr(delayed(Returning(), 0.0), 'close')
+  assert faulty(registry.make('guess_number', {})).sample_random_action().startswith('<answer>')
 
 
 def test_faults_strike_as_often_as_told_at_the_same_turns():
@@ -340,7 +340,7 @@ def test_faults_strike_as_often_as_told_at_the_same_turns():
     found = []
     for seed in range(40):
       slept = []
-      env = Faulty(Returning(), raising=0.2, hanging=0.1, hang_seconds=99.0, salt=salt, sleep=slept.append)
+      env = faulty(Returning(), raising=0.2, hanging=0.1, hang_seconds=99.0, salt=salt, sleep=slept.append)
       for turn in range(20):
         try:
           env.step('') if turn else env.reset(seed)
@@ -361,7 +361,7 @@ def test_faults_strike_as_often_as_told_at_the_same_turns():
 def test_a_random_run_with_injected_faults_and_hangs_ends_and_reports(make):
   slept, finishes = [], []
   for seed in range(20):
-    env = Faulty(make(), raising=0.15, hanging=0.15, sleep=slept.append)
+    env = faulty(make(), raising=0.15, hanging=0.15, sleep=slept.append)
     episode = random_episode(env, seed, np.random.default_rng(seed), 30)
     finishes.append(episode.finish)
     assert (episode.finish == 'fault') == ('InjectedFault: injected in turn' in episode.fault)
@@ -373,9 +373,9 @@ def test_a_random_run_with_injected_faults_and_hangs_ends_and_reports(make):
 @pytest.mark.parametrize(
   ('wrap', 'complaint'),
   [
-    (lambda env: Delayed(env, -1), 'mean = -1'),
-    (lambda env: Delayed(env, math.nan), 'mean = nan'),
-    (lambda env: Faulty(env, raising=0.6, hanging=0.6), 'together at most 1'),
+    (lambda env: delayed(env, -1.0), 'mean = -1.0'),
+    (lambda env: delayed(env, math.nan), 'mean = nan'),
+    (lambda env: faulty(env, raising=0.6, hanging=0.6), 'together at most 1'),
   ],
 )
 def test_impossible_delays_and_faults_are_refused(wrap, complaint):

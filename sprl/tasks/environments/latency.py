@@ -16,7 +16,7 @@ Sleep = Callable[[float], object]  # seconds
 
 
 class InjectedFault(RuntimeError):
-  """What a Faulty environment raises."""
+  """What a faulty environment raises."""
 
 
 def delay(mean: float, std: float, salt: int, seed: int, turn: int) -> float:
@@ -24,13 +24,11 @@ def delay(mean: float, std: float, salt: int, seed: int, turn: int) -> float:
   return max(0.0, float(_draws(salt, seed, turn, 0).normal(mean, std)))
 
 
-class Delayed:
-  """`env`, each call of which takes a delay longer. Raises ValueError where mean or std is negative."""
+class Before:
+  """`env`, before each call of which `act(seed, turn)` is called: the optional methods are there iff the environment has them."""
 
-  def __init__(self, env: Environment, mean: float, std: float = 0.0, salt: int = 0, sleep: Sleep = time.sleep):
-    if not (mean >= 0 and std >= 0):
-      raise ValueError(f'mean = {mean}, std = {std}: expected seconds, 0 or more')
-    self._env, self._mean, self._std, self._salt, self._sleep = env, mean, std, salt, sleep
+  def __init__(self, env: Environment, act: Callable[[int, int], object]):
+    self._env, self._act = env, act
     self._seed = self._turn = 0
 
   @property
@@ -39,78 +37,53 @@ class Delayed:
     return name_of(self._env)
 
   def reset(self, seed: int) -> Any:
-    """The environment's, after the delay of turn 0."""
+    """The environment's, after turn 0's act."""
     self._seed, self._turn = seed, 0
-    self._wait()
+    self._act(seed, 0)
     return self._env.reset(seed)
 
   def step(self, action: str) -> Any:
-    """The environment's, after the turn's delay."""
+    """The environment's, after the turn's act."""
     self._turn += 1
-    self._wait()
+    self._act(self._seed, self._turn)
     return self._env.step(action)
 
-  def _wait(self) -> None:
-    self._sleep(delay(self._mean, self._std, self._salt, self._seed, self._turn))
-
   def __getattr__(self, name: str) -> Any:
-    return _optional(self, name)
+    if name in ('sample_random_action', 'close'):
+      return getattr(self._env, name)
+    raise AttributeError(f'{type(self).__name__} has no attribute {name!r}')
 
 
-class Faulty:
+def delayed(env: Environment, mean: float, std: float = 0.0, salt: int = 0, sleep: Sleep = time.sleep) -> Before:
+  """`env`, each call of which takes a delay longer. Raises ValueError where mean or std is negative."""
+  if not (mean >= 0 and std >= 0):
+    raise ValueError(f'mean = {mean}, std = {std}: expected seconds, 0 or more')
+  return Before(env, lambda seed, turn: sleep(delay(mean, std, salt, seed, turn)))
+
+
+def faulty(
+  env: Environment,
+  raising: float = 0.0,
+  hanging: float = 0.0,
+  hang_seconds: float = 3600.0,
+  salt: int = 0,
+  sleep: Sleep = time.sleep,
+) -> Before:
   """`env`, which in a turn raises InjectedFault (probability `raising`) or sleeps `hang_seconds` (probability `hanging`).
 
   Raises ValueError where these are no probabilities.
   """
+  if not (raising >= 0 and hanging >= 0 and raising + hanging <= 1):
+    raise ValueError(f'raising = {raising}, hanging = {hanging}: expected probabilities, together at most 1')
 
-  def __init__(
-    self,
-    env: Environment,
-    raising: float = 0.0,
-    hanging: float = 0.0,
-    hang_seconds: float = 3600.0,
-    salt: int = 0,
-    sleep: Sleep = time.sleep,
-  ):
-    if not (raising >= 0 and hanging >= 0 and raising + hanging <= 1):
-      raise ValueError(f'raising = {raising}, hanging = {hanging}: expected probabilities, together at most 1')
-    self._env, self._raising, self._hanging, self._hang_seconds = env, raising, hanging, hang_seconds
-    self._salt, self._sleep = salt, sleep
-    self._seed = self._turn = 0
+  def strike(seed: int, turn: int) -> None:
+    draw = _draws(salt, seed, turn, 1).random()
+    if draw < raising:
+      raise InjectedFault(f'injected in turn {turn} of seed {seed}')
+    if draw < raising + hanging:
+      sleep(hang_seconds)
 
-  @property
-  def name(self) -> str:
-    """That of the environment."""
-    return name_of(self._env)
-
-  def reset(self, seed: int) -> Any:
-    """The environment's, unless the fault of turn 0 strikes."""
-    self._seed, self._turn = seed, 0
-    self._strike()
-    return self._env.reset(seed)
-
-  def step(self, action: str) -> Any:
-    """The environment's, unless the turn's fault strikes."""
-    self._turn += 1
-    self._strike()
-    return self._env.step(action)
-
-  def _strike(self) -> None:
-    draw = _draws(self._salt, self._seed, self._turn, 1).random()
-    if draw < self._raising:
-      raise InjectedFault(f'injected in turn {self._turn} of seed {self._seed}')
-    if draw < self._raising + self._hanging:
-      self._sleep(self._hang_seconds)
-
-  def __getattr__(self, name: str) -> Any:
-    return _optional(self, name)
-
-
-def _optional(wrapper: Any, name: str) -> Any:
-  """The optional methods are there iff the environment has them."""
-  if name in ('sample_random_action', 'close'):
-    return getattr(wrapper._env, name)
-  raise AttributeError(f'{type(wrapper).__name__} has no attribute {name!r}')
+  return Before(env, strike)
 
 
 def _draws(salt: int, seed: int, turn: int, kind: int) -> np.random.Generator:
