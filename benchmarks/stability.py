@@ -1,15 +1,16 @@
 """Do rollouts with a small cache train as well as dense ones, and what becomes of training without the correction?
 
-    python benchmarks/stability.py --folder FOLDER --save       # results/stability.json and results/stability.png
-    python benchmarks/stability.py --draw                       # the picture again, from the saved result
+    python benchmarks/stability.py --task progressions --budget 48 --steps 100 --folder FOLDER --save
+    python benchmarks/stability.py --task progressions --budget 48 --draw       # the picture again, from the saved result
 
 Trains by GRPO once an arm of Sparse-RL (config.arm) and seed, as `sprl.main` would, on one of two tasks:
 
     sums           SmolLM2-135M-Instruct on the quickstart's one-digit sums; but for the dense arm, its rollouts are in FP8 too
-    progressions   a small warm-started model on arithmetic progressions (benchmarks/progressions.py)
+    progressions   a small warm-started model on arithmetic progressions of up to 112 tokens (benchmarks/progressions.py)
 
-Every trained model is then evaluated twice: with a dense, unquantised sampler, and with the sparse arms' sampler. FOLDER keeps
-the runs: the same command goes on where it was interrupted.
+Every trained model is then evaluated on held-out problems: greedily, and at temperature 1 with a dense, unquantised sampler and
+with the sparse arms' sampler. FOLDER keeps the runs: the same command goes on where it was interrupted. --save writes
+results/stability_TASK_BUDGET.json and its picture beside it.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from typing import Any
 import numpy as np
 from common import ROOT, report
 from matplotlib.figure import Figure
-from progressions import write_model, write_problems
+from progressions import SLIPS, write_model, write_problems
 
 from sprl.io.metrics import read_metrics, series
 
@@ -38,6 +39,7 @@ TASKS = {
   'sums': ('configs/quickstart.py', '--config.rollout.filter_equal=False'),
   'progressions': ('benchmarks/stability_config.py:{folder}',),
 }
+EVALUATED = {'sums': ('--config.eval.problems=128',), 'progressions': ('--config.eval.samples=4',)}
 LAST = 10  # steps at the end of a run that its figures are the mean of
 COLLAPSED = 0.5  # a run has collapsed that ends below this share of its best mean over LAST steps
 
@@ -50,32 +52,29 @@ def main():
   parser.add_argument('--arms', default=','.join(ARMS))
   parser.add_argument('--seeds', default='0,1,2')
   parser.add_argument('--steps', type=int, default=30)
-  parser.add_argument('--warm-steps', type=int, default=350, help='of progressions')
+  parser.add_argument('--warm-steps', type=int, default=500, help='of progressions')
   parser.add_argument('--budget', type=int, default=20)
-  parser.add_argument(
-    '--save', nargs='?', const='stability', default='', metavar='NAME', help='write benchmarks/results/NAME.json'
-  )
-  parser.add_argument('--draw', nargs='?', const='stability', default='', metavar='NAME', help='only draw what was saved')
+  parser.add_argument('--save', action='store_true', help='write benchmarks/results/stability_TASK_BUDGET.json and .png')
+  parser.add_argument('--draw', action='store_true', help='only draw what was saved')
   parser.add_argument('flags', nargs='*', help='more flags for sprl.main, after --')
   args = parser.parse_args()
+  name = f'stability_{args.task}_{args.budget}'
   if args.draw:
-    return draw(args.draw)
+    return draw(name)
   if args.task == 'progressions':
     prepare(args.folder.absolute(), args.warm_steps)
   arms, seeds = args.arms.split(','), args.seeds.split(',')
   runs = {arm: [run(args, arm, seed) for seed in seeds] for arm in arms}
   rows = [row(arm, results) for arm, results in runs.items()]
-  report(
-    args.save or 'stability', rows, {'task': args.task, 'budget': args.budget, 'steps': args.steps, 'runs': runs}, bool(args.save)
-  )
+  report(name, rows, {'task': args.task, 'budget': args.budget, 'steps': args.steps, 'runs': runs}, args.save)
   if args.save:
-    draw(args.save)
+    draw(name)
 
 
 def prepare(folder: Path, warm_steps: int) -> None:
   """Problems, and the model that all runs start from; what is there already is kept."""
   if not (folder / 'model').exists():
-    write_problems(folder, 15_000, 200, 0)
+    write_problems(folder, 15_000, 200, 0, SLIPS)
     write_model(folder / 'model')
   if not (folder / 'warm').exists():
     command(
@@ -98,8 +97,10 @@ def run(args: argparse.Namespace, arm: str, seed: str) -> dict[str, Any]:
   )  # fmt: skip
   records = read_metrics(workdir)
   steps = len(series(records, 'reward/mean')[0])
-  result = {'stopped': None if status == 0 else steps, 'curves': {name: series(records, name)[1].tolist() for name in CURVES}}
+  result: dict[str, Any] = {'stopped': None if status == 0 else steps}
+  result['curves'] = {name: series(records, name)[1].tolist() for name in CURVES}
   if status == 0:
+    result['greedy, dense'] = float(series(records, 'eval/avg@k')[1][-1])
     result |= {f'{memory} evaluation': evaluation(args, workdir, memory) for memory in ('dense', 'sampler')}
   return result
 
@@ -113,8 +114,8 @@ def evaluation(args: argparse.Namespace, workdir: Path, memory: str) -> float:
   if not (judged / 'curves.png').exists():  # which is drawn last
     command(
       'main', *config(args.task, args.folder.absolute()), f'--workdir={judged}', '--config.steps=0', '--config.export=False',
-      f'--config.model.path={workdir / "export"}', f'--config.cache.budget={args.budget}', '--config.eval.problems=128',
-      f'--config.eval.memory={memory}', '--config.eval.temperature=1.0',
+      f'--config.model.path={workdir / "export"}', f'--config.cache.budget={args.budget}',
+      f'--config.eval.memory={memory}', '--config.eval.temperature=1.0', *EVALUATED[args.task],
     )  # fmt: skip
     shutil.rmtree(judged / 'checkpoints')
     shutil.rmtree(workdir / 'checkpoints', ignore_errors=True)  # of what is exported; a run's are gigabytes
@@ -149,7 +150,7 @@ def row(arm: str, results: list[dict[str, Any]]) -> dict[str, Any]:
   collapsed = sum(end < COLLAPSED * best(result) or result['stopped'] is not None for end, result in zip(reward, results))
   judged = {
     f'evaluated, {name}': float(np.mean(values)) if (values := [r[key] for r in results if key in r]) else None
-    for name, key in (('dense', 'dense evaluation'), ('sparse', 'sampler evaluation'))
+    for name, key in (('greedy', 'greedy, dense'), ('dense', 'dense evaluation'), ('sparse', 'sampler evaluation'))
   }
   return {
     'arm': arm,

@@ -20,11 +20,11 @@ def get_config(folder):
   config.rollout.stop_when_capped = False  # a collapse is a result here
   config.sampling.max_prompt, config.sampling.max_tokens = 16, 112
   config.sampling.prompt_buckets, config.sampling.chunk = (16,), 16
-  config.cache.method, config.cache.budget, config.cache.interval, config.cache.window = 'rkv', 32, 16, 8
+  config.cache.method, config.cache.budget, config.cache.interval, config.cache.window = 'rkv', 48, 16, 8
   config.packing.row_tokens, config.packing.rows, config.packing.score_chunk = 128, 32, 2048
   config.packing.share_prefix = False
   config.loss.kl_coef = 1e-4
-  config.optimizer.learning_rate, config.optimizer.weight_decay, config.optimizer.minibatches = 3e-5, 0.0, 2
+  config.optimizer.learning_rate, config.optimizer.weight_decay, config.optimizer.minibatches = 5e-5, 0.0, 2
   config.eval.every, config.eval.problems = 0, 200
   config.checkpoint.every, config.checkpoint.keep_best, config.log.samples_every = 0, 0, 0
   config.log.tensorboard = False

@@ -262,6 +262,18 @@ def test_settings_that_leave_nothing_to_learn_are_refused_before_the_weights_are
 # --- the task of the benchmark ---------------------------------------------------------------------------------------
 
 
+def test_a_teachers_slip_spoils_the_rest_of_a_solution_and_not_its_answer(progressions, tmp_path):
+  assert progressions.problem(14, 7, 4, slip=(2, -1)) == {
+    'prompt': '14+7*4=',
+    'solution': '1=14 2=21 3=27 4=34 #34',
+    'answer': '35',
+  }
+  progressions.write_problems(tmp_path, train=500, test=200, seed=1, slips=0.6)
+  lines = [json.loads(line) for line in (tmp_path / 'train.jsonl').read_text().splitlines()]
+  wrong = sum(not each['solution'].endswith(' #' + each['answer']) for each in lines)
+  assert 250 < wrong < 350
+
+
 def test_progressions_spell_every_term_and_are_graded_by_the_last(progressions, tmp_path):
   assert progressions.problem(14, 7, 9) == {
     'prompt': '14+7*9=', 'answer': '70', 'solution': '1=14 2=21 3=28 4=35 5=42 6=49 7=56 8=63 9=70 #70',
