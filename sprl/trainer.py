@@ -24,6 +24,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jaxtyping import Int
 
 from sprl import acting, ledger, settings
 from sprl.cache.plan import CachePlan, never_evicts
@@ -130,6 +131,7 @@ def train(run: Run, workdir: Path) -> Finished:
     progress = Progress(run.steps, show=partial(print, flush=True))
     warned: set[str] = set()
     older: ledger.Older = {}
+    tracks = [f'engine {i}' for i in range(len(slots))]
 
     def evaluate_now(logged: bool = True):
       renewed = learning.largest and run.quant.kv_scale != 'first_forward'  # which are found before the rollout that they serve
@@ -153,7 +155,7 @@ def train(run: Run, workdir: Path) -> Finished:
     for step in range(done + 1, run.steps + 1):
       if stop.received:
         break
-      times = Stopwatch()
+      times, since = Stopwatch(), timeline.now()
 
       # --- rollout: prompts to graded completions -------------------------------------------------------------------
       groups = scheduler.batch(lambda: stop.received)
@@ -187,6 +189,8 @@ def train(run: Run, workdir: Path) -> Finished:
       served = jax.block_until_ready(learning.serve())
       scheduler.sync([engine.place(served) for engine in engines])
       times.lap('sync')
+      idle = {'trainer_idle': timeline.idle(['learner'], since, timeline.now())}
+      idle['rollout_idle'] = timeline.idle(tracks, since, timeline.now())
 
       # --- log, check, evaluate, save -------------------------------------------------------------------------------
       done, after = step, {}
@@ -199,9 +203,8 @@ def train(run: Run, workdir: Path) -> Finished:
       }  # fmt: skip
       times.lap('log')
       rate = sum(int(t.mask.sum()) for t in trajectories) / sum(times.seconds[name] for name in ('rollout', *_beside(thread)))
-      run_log.write(
-        step, scalars, {**times.seconds, **learned.seconds, **waits, 'tokens_per_second': rate, 'engine_host_share': host}
-      )
+      clocked = {**times.seconds, **learned.seconds, **waits, **idle, 'tokens_per_second': rate, 'engine_host_share': host}
+      run_log.write(step, scalars, clocked, {'async/token_lag': lags(trajectories, step - 1)})
       if run.log.samples_every and step % run.log.samples_every == 0:
         run_log.samples(step, collect.sample_rows(trajectories, source.answer, policy.tokenizer, run.log.samples))
       finite = calibrate.usable(learning.largest)
@@ -260,14 +263,19 @@ def _beside(thread: ThreadPoolExecutor | None) -> tuple[str, ...]:
 def staleness(groups: Sequence[Group], version: int) -> dict[str, float]:
   """How old what an update of `version` consumes is: groups by the version they were started under, tokens by their own."""
   ages = [version - group.start_version for group in groups]
-  lags = np.concatenate([version - t.version[t.mask] for group in groups for t in group.trajectories])
+  lag = lags([t for group in groups for t in group.trajectories], version)
   return {
     'async/off_policy_ratio': float(np.mean(ages)),
     'async/age_max': float(max(ages)),
-    'async/token_lag_mean': float(lags.mean()),
-    'async/token_lag_max': float(lags.max()),
-    'async/stale_tokens': float(np.mean(lags > 0)),
+    'async/token_lag_mean': float(lag.mean()),
+    'async/token_lag_max': float(lag.max()),
+    'async/stale_tokens': float(np.mean(lag > 0)),
   }
+
+
+def lags(trajectories: Sequence[Trajectory], version: int) -> Int[np.ndarray, ' tokens']:
+  """The updates between each token drawn and an update of `version`."""
+  return np.concatenate([version - t.version[t.mask] for t in trajectories])
 
 
 def remarks(run: Run, plan: CachePlan) -> list[str]:

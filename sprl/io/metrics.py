@@ -19,12 +19,15 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+from jaxtyping import Int
 
 from sprl.io import files
 
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 _METRICS, _SAMPLES, _EVENTS = 'metrics.jsonl', 'samples', 'tensorboard'
 _NOT_FINITE = {'NaN': math.nan, 'Infinity': math.inf, '-Infinity': -math.inf}
 
@@ -48,10 +51,17 @@ class RunLog:
     self._file = open(path, 'a', encoding='utf-8', newline='\n')  # noqa: SIM115
     self._events = _event_writer(self._workdir / _EVENTS, last + 1) if tensorboard else None
 
-  def write(self, step: int, scalars: Mapping[str, Any], times: Mapping[str, Any]) -> None:
-    """Logs one training step: what was measured (numbers, numpy's and jax's too), and how many seconds its parts took."""
-    self._append({**_plain(scalars), 'kind': 'train', 'step': step, 'time': _plain(times)})
+  def write(
+    self, step: int, scalars: Mapping[str, Any], times: Mapping[str, Any], numbers: Mapping[str, Int[np.ndarray, '...']] = NOTHING
+  ) -> None:
+    """Logs one training step: what was measured (numbers, numpy's and jax's too), and how many seconds its parts took.
+
+    Of `numbers`, natural ones, a line holds how many there are of each as NAME_counts: those of 0 first.
+    """
+    counts = {f'{name}_counts': np.bincount(n).tolist() for name, n in numbers.items()}
+    self._append({**_plain(scalars), **counts, 'kind': 'train', 'step': step, 'time': _plain(times)})
     self._event(step, {**scalars, **{f'time/{name}': value for name, value in times.items()}})
+    self._histograms(step, numbers)
 
   def evaluation(self, step: int, scalars: Mapping[str, Any]) -> None:
     """Logs an evaluation of the weights after `step` updates."""
@@ -62,9 +72,7 @@ class RunLog:
     """Logs what the gap between sampler and learner is made of: a line with scalars and counts, and the values as events."""
     self._append({**_plain(scalars), 'kind': 'ledger', 'step': step, **counts})
     self._event(step, scalars)
-    if self._events is not None:
-      for name, x in values.items():
-        self._events.add_histogram(f'ledger/{name}', x, step)
+    self._histograms(step, {f'ledger/{name}': x for name, x in values.items()})
 
   def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
     """Writes a table of completions: rows of prompt, completion, and whatever else is known (answer, reward, finish, ...)."""
@@ -88,6 +96,11 @@ class RunLog:
     if self._events is not None:
       for name, value in scalars.items():
         self._events.add_scalar(name, float(value), step)
+
+  def _histograms(self, step: int, values: Mapping[str, Any]) -> None:
+    if self._events is not None:
+      for name, x in values.items():
+        self._events.add_histogram(name, x, step)
 
 
 def _event_writer(folder: Path, first_step: int):

@@ -1,7 +1,8 @@
 """Who was busy when: spans of time on named tracks, as a trace file for Perfetto and as a picture."""
 
+import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,7 +46,15 @@ class Timeline:
 
   def busy(self, track: str, start: float, end: float) -> float:
     """Seconds between `start` and `end` in which a track was busy; its spans do not overlap."""
-    return sum((max(0.0, min(s.end, end) - max(s.start, start)) for s in self.spans if s.track == track), 0.0)
+    return sum((max(0.0, min(s.end, end) - max(s.start, start)) for s in self._since(start) if s.track == track), 0.0)
+
+  def idle(self, tracks: Sequence[str], start: float, end: float) -> float:
+    """The share of the time from `start` to `end` in which a track was not busy, a mean over `tracks`."""
+    return 1 - sum(self.busy(track, start, end) for track in tracks) / (len(tracks) * (end - start))
+
+  def _since(self, start: float) -> Iterator[Span]:
+    """The spans that end after `start`: the newest, for they are added as they end."""
+    return itertools.takewhile(lambda span: span.end > start, reversed(self.spans))
 
   def overlap(self, one: str, other: str) -> float:
     """Seconds in which both tracks were busy."""

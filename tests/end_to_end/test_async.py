@@ -131,6 +131,10 @@ def test_an_asynchronous_run_overlaps_and_after_a_kill_loses_nothing(inputs, mon
   checked(workdir, 8)
   records = [r for r in read_metrics(workdir) if r['kind'] == 'train']
   assert max(r['async/age_max'] for r in records) == 1
+  assert all(0 <= round(r['time'][idle], 6) <= 1 for r in records for idle in ('trainer_idle', 'rollout_idle'))
+  for r in records:
+    tokens = np.array(r['async/token_lag_counts'])
+    assert np.average(np.arange(len(tokens)), weights=tokens) == pytest.approx(r['async/token_lag_mean'])
   assert all(r['policy/ratio_deviation'] > 0 for r in records if r['async/stale_tokens'])
   entries = {r['step']: r for r in read_metrics(workdir) if r['kind'] == 'ledger'}
   assert set(entries) == {2, 4, 6, 8}

@@ -42,6 +42,15 @@ def test_a_line_is_sorted_json_with_clocks_apart(open_log, tmp_path):
   )
 
 
+def test_natural_numbers_are_counted_one_by_one(open_log, tmp_path):
+  log = open_log(tmp_path, None, tensorboard=True)
+  log.write(1, {'reward/mean': 0.5}, {}, {'async/token_lag': np.array([0, 2, 2, 0, 5, 0])})
+  (record,) = read_metrics(tmp_path)
+  assert record['async/token_lag_counts'] == [3, 0, 2, 0, 0, 1]
+  log.close()
+  assert {tag for _, tag, _ in read_events(tmp_path)} == {'restart', 'reward/mean', 'async/token_lag'}
+
+
 def test_numbers_of_every_library_read_back_to_the_same_bits(open_log, tmp_path):
   values = {
     'third': 1 / 3,

@@ -23,7 +23,7 @@ class Hand:
 
 
 def drawn(rng, tracks, end=60):
-  """Spans between whole seconds, in any order, and which seconds each track is busy: [end] of bool by track."""
+  """Spans between whole seconds, added as they end, and which seconds each track is busy: [end] of bool by track."""
   timeline, busy, spans = Timeline(Hand()), {}, []
   for track in tracks:
     edges = rng.choice(end + 1, size=2 * int(rng.integers(0, 10)), replace=False)
@@ -31,8 +31,8 @@ def drawn(rng, tracks, end=60):
     for start, stop in np.sort(edges).reshape(-1, 2).tolist():
       spans.append((track, 'work', float(start), float(stop)))
       busy[track][start:stop] = True
-  for i in rng.permutation(len(spans)):
-    timeline.add(*spans[i])
+  for span in sorted(spans, key=lambda span: span[3]):
+    timeline.add(*span)
   return timeline, busy
 
 
@@ -46,6 +46,16 @@ def test_busy_and_overlapping_time_are_those_of_the_seconds_counted_one_by_one(s
     for other in busy:
       assert timeline.overlap(track, other) == (seconds & busy[other]).sum()
   assert timeline.busy('nobody', 0.0, 60.0) == timeline.overlap('nobody', 'learner') == timeline.overlap('learner', 'nobody') == 0
+
+
+@pytest.mark.parametrize('seed', range(3))
+def test_idle_is_the_share_of_the_seconds_in_which_nothing_is_done(seed):
+  rng = np.random.default_rng(seed)
+  timeline, busy = drawn(rng, ('learner', 'engine 0', 'engine 1'))
+  for start, stop in [(0, 60), (20, 40), (59, 60)]:
+    assert timeline.idle(['learner'], float(start), float(stop)) == pytest.approx(1 - busy['learner'][start:stop].mean())
+    engines = np.stack([busy['engine 0'], busy['engine 1']])[:, start:stop]
+    assert timeline.idle(['engine 0', 'engine 1'], float(start), float(stop)) == pytest.approx(1 - engines.mean())
 
 
 def test_parts_of_seconds_count():
