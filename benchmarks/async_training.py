@@ -3,13 +3,14 @@
     python benchmarks/async_training.py --folder FOLDER --save     # results/async_training.json and results/async_training.png
     python benchmarks/async_training.py --draw                     # the picture again, from the saved result
 
-SmolLM2-135M-Instruct on the quickstart's sums with dense rollouts, the learner on one device and the engine on another: on a CPU,
-two host devices, which share its cores, so that what is gained there is in waiting (for graders, for the host) and not in
-arithmetic. Every loss takes its ratio to the log-probs that sampled; decoupled_ppo has a third policy between. FOLDER keeps the
-runs: the same command goes on where it was interrupted.
+The small warm-started model of benchmarks/progressions.py, densely sampled, the learner on one device and the engine on another:
+on a CPU, two host devices which share its cores. Every loss takes its ratio to the log-probs that sampled; decoupled_ppo has a
+third policy between. Staleness bounds take turns, seed by seed. FOLDER keeps the runs: the same command goes on where it was
+interrupted.
 """
 
 import argparse
+import itertools
 import json
 import os
 from pathlib import Path
@@ -19,14 +20,14 @@ import jax
 import numpy as np
 from common import ROOT, report
 from matplotlib.figure import Figure
-from stability import LAST, command
+from stability import LAST, command, config, prepare
 
 from sprl.io.metrics import read_metrics, series
 
 TWO_POLICIES = '--config.correction.mode=bypass', '--config.correction.level=off'
 LOSSES = {
   'ppo': TWO_POLICIES,
-  'decoupled_ppo': ('--config.correction.level=token', '--config.correction.cap=5.0', '--config.optimizer.minibatches=2'),
+  'decoupled_ppo': ('--config.correction.level=token', '--config.correction.cap=5.0'),
   'tis': TWO_POLICIES,
   'cispo': TWO_POLICIES,
   'topr': TWO_POLICIES,
@@ -41,7 +42,8 @@ def main():
   parser.add_argument('--losses', default=','.join(LOSSES))
   parser.add_argument('--alphas', default='0,1,2')
   parser.add_argument('--seeds', default='0,1,2')
-  parser.add_argument('--steps', type=int, default=24)
+  parser.add_argument('--steps', type=int, default=30)
+  parser.add_argument('--warm-steps', type=int, default=500)
   parser.add_argument('--save', action='store_true', help='write benchmarks/results/async_training.json')
   parser.add_argument('--draw', action='store_true', help='only draw what was saved')
   args = parser.parse_args()
@@ -49,10 +51,10 @@ def main():
     return draw()
   if jax.default_backend() == 'cpu':  # for the runs, which are processes of their own
     os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '') + ' --xla_force_host_platform_device_count=2'
-  runs = {
-    loss: {alpha: [run(args, loss, alpha, seed) for seed in args.seeds.split(',')] for alpha in args.alphas.split(',')}
-    for loss in args.losses.split(',')
-  }
+  prepare(args.folder.absolute(), args.warm_steps)
+  runs: dict[str, dict[str, list[dict[str, Any]]]] = {}
+  for loss, seed, alpha in itertools.product(*(given.split(',') for given in (args.losses, args.seeds, args.alphas))):
+    runs.setdefault(loss, {}).setdefault(alpha, []).append(run(args, loss, alpha, seed))
   rows = [row(loss, alpha, results) for loss, alphas in runs.items() for alpha, results in alphas.items()]
   report('async_training', rows, {'steps': args.steps, 'devices': jax.default_backend(), 'runs': runs}, args.save)
   if args.save:
@@ -63,10 +65,10 @@ def run(args: argparse.Namespace, loss: str, alpha: str, seed: str) -> dict[str,
   """One run: its rewards, the seconds at which each step ended (compilation left out: from the end of step 2), its staleness."""
   workdir = args.folder.absolute() / f'{loss}-{alpha}-{seed}'
   command(
-    'main', f'--config={ROOT / "configs" / "quickstart.py"}', f'--workdir={workdir}', f'--config.seed={seed}',
-    f'--config.steps={args.steps}', '--config.arm=dense', '--config.quant.sampler=bf16', '--config.export=False',
-    f'--config.loss.variant={loss}', *LOSSES[loss], f'--config.rollout.async_ratio={float(alpha)}',
-    '--config.devices.learner=0', '--config.devices.rollout=1', '--config.checkpoint.every=0', '--config.eval.problems=2',
+    'main', *config('progressions', args.folder.absolute()), f'--workdir={workdir}', f'--config.seed={seed}',
+    f'--config.steps={args.steps}', '--config.arm=dense', '--config.export=False', f'--config.loss.variant={loss}', *LOSSES[loss],
+    f'--config.rollout.async_ratio={float(alpha)}', '--config.devices.learner=0', '--config.devices.rollout=1',
+    '--config.eval.problems=2',
   )  # fmt: skip
   records = [r for r in read_metrics(workdir) if r['kind'] == 'train']
   seconds = [sum(r['time'][name] for name in ('rollout', 'learn', 'sync')) for r in records]
@@ -74,6 +76,7 @@ def run(args: argparse.Namespace, loss: str, alpha: str, seed: str) -> dict[str,
     'reward': series(records, 'reward/mean')[1].tolist(),
     'seconds': np.cumsum([0.0, *seconds[2:]]).tolist(),
     'age': float(np.mean([r['async/off_policy_ratio'] for r in records])),
+    **{name: float(np.mean([r['time'][name] for r in records[2:]])) for name in ('trainer_idle', 'rollout_idle')},
   }
 
 
@@ -84,6 +87,8 @@ def row(loss: str, alpha: str, results: list[dict[str, Any]]) -> dict[str, Any]:
     'loss': loss,
     'alpha': alpha,
     'seconds a step': float(np.mean([np.diff(r['seconds']).mean() for r in results])),
+    'learner idle': float(np.mean([r['trainer_idle'] for r in results])),
+    'engine idle': float(np.mean([r['rollout_idle'] for r in results])),
     'mean age': float(np.mean([r['age'] for r in results])),
     'last reward': float(np.mean(last)),
     'std over seeds': float(np.std(last, ddof=1)) if len(last) > 1 else None,
