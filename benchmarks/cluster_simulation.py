@@ -115,17 +115,16 @@ class Cluster:
   ):
     self.clock = Clock()
     self.workers = SimulatedWorkers(self.clock, lambda seconds: seconds, lambda seconds: SimpleNamespace(score=0.0, status='ok'))
-    engine = SimulatedEngine(self.clock, slots, generation, self.workers)
+    engine = SimulatedEngine(self.clock, slots, generation)
     self.scheduler = Scheduler([engine], self.workers, lambda number: episode, rollout, self.clock)
 
   def update(self, training: float) -> None:
     """An update of the controller: rollouts go on while the learner is busy, as far as the window lets them."""
     self.scheduler.batch()
     end = self.clock() + training
-    alarm = self.workers.submit(training)  # so that the engine looks up when training ends, and not only when a request does
+    self.clock.expect(end)  # so that the scheduler looks up when training ends, and not only when a request does
     while self.clock() < end and not self.scheduler.idle:
       self.scheduler.pump()
-    self.workers.cancel(alarm)
     self.clock.until(end)
     self.scheduler.sync([None])
 

@@ -2,8 +2,9 @@
 
     suspend -> sync -> resume -> batch -> train          the controller's loop (async_rollouts 1, 5)
 
-`batch` and `pump` are the whole of it: one turn lets groups in, gives requests to the least-loaded engine, runs every engine for
-a chunk, and resumes the episodes whose completion, mark or environment step has come. Nothing waits for the slowest of anything.
+`batch` and `pump` are the whole of it: one turn lets groups in, gives requests to the least-loaded engine, starts a chunk on
+every engine whose last is over, and resumes the episodes whose completion, mark or environment step has come. Nothing waits for
+the slowest of anything.
 
 The scheduler knows neither devices nor processes nor time: engines, workers and clock are arguments, so that the same code runs
 live, in tests and under simulation. It is for one thread, the controller's; others only compute.
@@ -28,6 +29,7 @@ from sprl.trajectory import Completion, Request, Trajectory
 
 log = logging.getLogger(__name__)
 
+GLANCE = 0.01  # seconds after which it looks up from an engine that it waits for, to the others and the workers
 MOST_TOLD = 20  # reasons of failures that are logged
 IN_VAIN = 50  # batches' worth of groups that come to nothing, with none between that does not
 LOST = ('filtered', 'expired', 'surplus', 'failed')  # why a group is dropped, and its credit refunded
@@ -52,15 +54,24 @@ class EngineLike(Protocol):
     ...
 
   def abort(self, uids: Collection[int] | None = None) -> list[Completion]:
-    """Ends these requests (None: all) where they are."""
+    """Ends these requests (None: all) where they are, at any time."""
     ...
 
   def swap(self, served: Any, version: int) -> None:
-    """Other weights from now on."""
+    """Other weights from now on, between chunks."""
     ...
 
   def dispatch(self) -> None:
     """Starts a chunk."""
+    ...
+
+  @property
+  def ready(self) -> bool:
+    """Whether it is over."""
+    ...
+
+  def wait(self, seconds: float) -> None:
+    """Until it is, or so many seconds are."""
     ...
 
   def collect(self) -> list[Completion]:
@@ -176,6 +187,7 @@ class Scheduler:
     self._tickets: dict[int, _Member] = {}
     self._pending: list[tuple[int, int]] = []  # (group, uid) that wait for an engine: the oldest group's go first
     self._held = [0] * len(engines)  # slots that belong to groups which are one task each
+    self._chunks: dict[int, tuple[float, int]] = {}  # engine to when the chunk under way was started, and its load then
     self._suspended = False
     self._lately = _Lately()
     self._told: set[str] = set()
@@ -211,8 +223,10 @@ class Scheduler:
         engine.swap(weights, self.window.version)
 
   def quiesce(self) -> None:
-    """Leaves nothing on the engines that new weights may not find there: `recompute` takes off what runs, to be asked again with
-    what it has drawn; `drain` waits for it, and gives the engines nothing new meanwhile; `keep` lets it be."""
+    """Leaves nothing on the engines that new weights may not find there: after the chunks under way, `recompute` takes off what
+    runs, to be asked again with what it has drawn; `drain` waits for it, and gives the engines nothing new meanwhile; `keep` lets
+    it be."""
+    self._collect(list(self._chunks))
     match self.settings.sync:
       case 'recompute':
         for engine in self.engines:
@@ -225,22 +239,19 @@ class Scheduler:
         self._suspended = False
 
   def pump(self, patience: float = 1.0) -> None:
-    """One turn: start, dispatch, a chunk of every engine, results. Waits for the workers where no engine has work, for so many
-    seconds at most."""
+    """One turn: start, dispatch, chunks that are over, results. Where nothing moves it waits a little for an engine, or, where
+    none has work, `patience` seconds at most for the workers."""
     moved = 0
     while step := self._dispatch() + self._start():  # what waits comes before what is new
       moved += step
-    busy = [(i, engine, engine.load) for i, engine in enumerate(self.engines) if engine.load]
-    started = self.now()
-    for _, engine, _ in busy:
-      engine.dispatch()
-    completions = []  # of all engines, before any is acted upon: that may abort what another is in the middle of
-    for i, engine, load in busy:
-      completions += engine.collect()
-      self.timeline.add(f'engine {i}', 'chunk', started, self.now(), load=load, version=self.window.version)
-    for completion in completions:
-      self._completed(completion)
-    moved += len(completions) + self._results()
+    for i, engine in enumerate(self.engines):
+      if i not in self._chunks and engine.load:
+        self._chunks[i] = self.now(), engine.load
+        engine.dispatch()
+    busy = list(self._chunks)
+    if busy and not moved and not any(self.engines[i].ready for i in busy):
+      self.engines[busy[0]].wait(GLANCE)
+    moved += self._collect([i for i in busy if self.engines[i].ready]) + self._results()
     if moved or busy:
       return
     if not self._tickets:
@@ -340,6 +351,17 @@ class Scheduler:
     if not settings.replicate_prompts:
       self._held[-engine] += needed
     return -engine
+
+  def _collect(self, engines: Sequence[int]) -> int:
+    """What ended on these engines, whose chunks are over or waited for; resumes the episodes that asked for it."""
+    completions = []
+    for i in engines:
+      completions += self.engines[i].collect()
+      start, load = self._chunks.pop(i)
+      self.timeline.add(f'engine {i}', 'chunk', start, self.now(), load=load, version=self.window.version)
+    for completion in completions:
+      self._completed(completion)
+    return len(completions)
 
   def _results(self) -> int:
     """Resumes the episodes whose work is done."""

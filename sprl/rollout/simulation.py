@@ -1,6 +1,6 @@
 """A cluster that only takes time: engines and workers on a virtual clock, for the scheduler to be tested and studied with.
 
-Time passes where a live run would wait: in an engine's `collect`, and in the workers' `wait`. Nothing is computed.
+Time passes where a live run would wait: in `wait`, and where a chunk that is not over is collected. Nothing is computed.
 """
 
 import heapq
@@ -19,6 +19,7 @@ class Clock:
 
   def __init__(self):
     self.time = 0.0
+    self._events: list[float] = []
 
   def __call__(self) -> float:
     """Now."""
@@ -27,6 +28,15 @@ class Clock:
   def until(self, time: float) -> None:
     """Lets time pass; it never goes back."""
     self.time = max(self.time, time)
+
+  def expect(self, time: float) -> None:
+    """Something will happen then."""
+    heapq.heappush(self._events, time)
+
+  def pass_on(self) -> None:
+    """Lets time pass until the next thing that is expected."""
+    if self._events:
+      self.until(heapq.heappop(self._events))
 
 
 @dataclass
@@ -41,14 +51,13 @@ class _Running:
 class SimulatedEngine:
   """`capacity` requests side by side, each for as long as `duration(request)` says, whatever runs beside it.
 
-  It looks up every `chunk` seconds; 0: whenever a request ends (or a worker has something to say). Tokens come `rate` a second,
-  so that an aborted request has drawn its share of them, and what is left of it takes the rest of its time.
+  It looks up every `chunk` seconds; 0: whenever a request ends, or one that waits has room. Tokens come `rate` a second, so that
+  an aborted request has drawn its share of them, and what is left of it takes the rest of its time.
   """
 
   clock: Clock
   capacity: int
   duration: Callable[[Request], float]
-  workers: 'SimulatedWorkers | None' = None
   chunk: float = 0.0
   rate: float = 1.0
   version: int = 0
@@ -88,14 +97,23 @@ class SimulatedEngine:
       request = self._waiting.pop(0)
       left = self.duration(request) * request.max_tokens / (request.max_tokens + request.resumed)
       self._running[request.uid] = _Running(request, now, now + left, self.version)
-    ends = [r.ends for r in self._running.values()]
-    if self.workers is not None:
-      ends += self.workers.next_event
-    self._ends = now + self.chunk if self.chunk else min(ends, default=now)
+    self._ends = now + self.chunk if self.chunk else min((r.ends for r in self._running.values()), default=now)
+    self.clock.expect(self._ends)
+
+  @property
+  def ready(self) -> bool:
+    """Whether it would look up now."""
+    admits = not self.chunk and self._waiting and len(self._running) < self.capacity
+    return bool(admits or self._ends <= self.clock() + 1e-9)
+
+  def wait(self, seconds: float) -> None:
+    """Lets time pass until something happens, anywhere."""
+    self.clock.pass_on()
 
   def collect(self) -> list[Completion]:
-    """Lets time pass until then, and returns what ended."""
-    self.clock.until(self._ends)
+    """What ended, in chunks at the end of the one under way."""
+    if self.chunk:
+      self.clock.until(self._ends)
     now = self.clock() + 1e-9
     done = [uid for uid, r in self._running.items() if r.ends <= now]
     return [self._drawn(self._running.pop(uid), 'stop') for uid in done]
@@ -125,15 +143,11 @@ class SimulatedWorkers:
     self._cancelled: set[int] = set()
     self._done: dict[int, Any] = {}
 
-  @property
-  def next_event(self) -> list[float]:
-    """When the next call returns, in a list that is empty where none will."""
-    return [max(self._events[0][0], self._clock())] if self._events else []
-
   def submit(self, call: Any) -> int:
     """Begins a call."""
-    ticket = next(self._tickets)
-    heapq.heappush(self._events, (self._clock() + self._duration(call), ticket, call))
+    ticket, ends = next(self._tickets), self._clock() + self._duration(call)
+    heapq.heappush(self._events, (ends, ticket, call))
+    self._clock.expect(ends)
     return ticket
 
   def cancel(self, ticket: int) -> None:
@@ -151,5 +165,5 @@ class SimulatedWorkers:
 
   def wait(self, seconds: float | None) -> None:
     """Lets time pass until the next result."""
-    for time in self.next_event:
-      self._clock.until(time)
+    if self._events:
+      self._clock.until(self._events[0][0])

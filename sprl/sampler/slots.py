@@ -1,6 +1,6 @@
 """The engine's rows at work: continuous batching over a fixed number of them.
 
-Requests are added and aborted between chunks of decode steps. A chunk is one jitted call:
+Requests are added and leave between chunks of decode steps. A chunk is one jitted call:
 
     slots.add(request) ...         # at any time: into the queue
     slots.dispatch()               # the queue into free rows (one prefill at most while others wait), and a chunk started
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
   from sprl.sampler.engine import Engine
 
 
+NAP = 2e-4  # seconds between two looks whether a chunk is over
+
+
 @dataclass
 class _Row:
   """What the host knows of a row at work: its request, and what it had drawn at the last look."""
@@ -41,6 +44,7 @@ class _Row:
   logp: list[float] = field(default_factory=list)
   version: list[int] = field(default_factory=list)
   kept: list[int] = field(default_factory=list)
+  aborted: bool = False  # in the middle of a chunk: nobody wants what it draws, and it leaves after it
 
 
 @dataclass
@@ -97,18 +101,19 @@ class Slots:
     self._waiting.append(request)
 
   def abort(self, uids: Collection[int] | None = None) -> list[Completion]:
-    """Ends these requests (None: all) where they are, and returns what they have drawn. Between chunks only."""
-    assert self._chunk is None, 'a chunk is under way: collect it first'
+    """Ends these requests (None: all) where they are, and returns what they had drawn at the last look."""
     wanted = {r.uid for r in self._waiting} | {r.request.uid for r in self._rows if r} if uids is None else set(uids)
     aborted = []
     gone = np.zeros(len(self._rows), bool)
     for i, row in enumerate(self._rows):
-      if row is not None and row.request.uid in wanted:
+      if row is not None and row.request.uid in wanted and not row.aborted:
         aborted.append(_completion(row, 'abort'))
-        gone[i], self._rows[i] = True, None
+        row.aborted = gone[i] = True
     aborted += [_completion(_Row(request), 'abort') for request in self._waiting if request.uid in wanted]
     self._waiting = deque(request for request in self._waiting if request.uid not in wanted)
-    self._release(gone)
+    if self._chunk is None:
+      self._rows = [None if left else row for left, row in zip(gone, self._rows)]
+      self._release(gone)
     return aborted
 
   def swap(self, served: Served, version: int) -> None:
@@ -143,6 +148,18 @@ class Slots:
     self._state = decode.decode(engine.graphdef, served, self._state, engine.sampling, engine.stop_ids, engine.sampling.chunk)
     self._chunk = decode.read(self._state, since, engine.sampling.chunk + 1)
 
+  @property
+  def ready(self) -> bool:
+    """Whether the chunk under way is over, or there is none."""
+    return self._chunk is None or all(x.is_ready() for x in self._chunk.values())  # pyright: ignore[reportAttributeAccessIssue]
+
+  def wait(self, seconds: float) -> None:
+    """Until it is over, or so many seconds are."""
+    start = time.perf_counter()
+    while not self.ready and time.perf_counter() < start + seconds:
+      time.sleep(NAP)
+    self.usage.waited += time.perf_counter() - start
+
   def collect(self) -> list[Completion]:
     """Waits for the chunk and returns the requests that ended in it, or by it hold a stop string."""
     if self._chunk is None:
@@ -162,15 +179,16 @@ class Slots:
       row.kept += news['kept'][i, :new].tolist()
       row.version += [self.version] * new
       drawn.append(new - (before == 0))  # a row's first token is drawn as it is admitted
-      cut = self._stop_string(row)
-      if cut is None and not news['done'][i]:
+      cut = None if row.aborted else self._stop_string(row)
+      if cut is None and not news['done'][i] and not row.aborted:
         continue
-      stopped[i] = not news['done'][i]
+      self._rows[i], stopped[i] = None, not news['done'][i]
+      if row.aborted:
+        continue
       n = len(row.tokens) if cut is None else cut
       stop = cut is not None or (n > 0 and row.tokens[n - 1] in self.engine.stop_ids)
       finish = 'stop' if stop else 'length'
       finished.append(_completion(row, finish, n, int(news['saturated'][i]), self._evicted(i, row.request.start + n)))
-      self._rows[i] = None
     self._release(stopped)
     self.usage.chunks += 1
     self.usage.steps += max(drawn)

@@ -38,7 +38,6 @@ class World:
         self.clock,
         capacity,
         lambda r: self.draw(2, r.uid, r.attempt).lognormal(0, sigma),
-        self.workers if engines == 1 else None,
         chunk or (engines > 1) * 0.25,
       )
       for _ in range(engines)
@@ -345,7 +344,7 @@ def test_what_is_late_from_a_group_that_is_gone_is_ignored():
   scheduler = world.scheduler
   scheduler.pump()
   (uid, member), *_ = scheduler._by_uid.items()
-  late = SimulatedEngine(world.clock, 1, lambda r: 1.0)
+  late = SimulatedEngine(Clock(), 1, lambda r: 1.0, chunk=1.0)
   late.add(member.request)
   late.dispatch()
   completion = late.collect()[0]
@@ -353,6 +352,27 @@ def test_what_is_late_from_a_group_that_is_gone_is_ignored():
   scheduler._completed(completion)
   world.check()
   assert uid not in scheduler._by_uid
+
+
+def test_nobody_waits_for_a_slow_engine():
+  """An engine in a long chunk (a prefill, say) keeps no other from its own."""
+  world = World(Rollout(prompts=20, group=1, async_ratio=0.0), capacity=1, engines=2)
+  for engine, seconds in zip(world.engines, (10.0, 0.5)):
+    engine.duration, engine.chunk = (lambda r, seconds=seconds: seconds), seconds
+  assert len(world.scheduler.batch()) == 20
+  assert world.clock() == pytest.approx(10.0, abs=0.6)  # in which the other serves the 19 that are left
+
+
+def test_requests_may_be_stopped_in_the_middle_of_a_chunk():
+  """The last member that a group waits for ends on one engine while the member too many is in a chunk of the other."""
+  world = World(Rollout(prompts=1, group=1, extra_members=1, replica_routing='spread'), capacity=1, engines=2)
+  for engine, seconds in zip(world.engines, (10.0, 0.5)):
+    engine.duration, engine.chunk = (lambda r, seconds=seconds: seconds), seconds
+  (group,) = world.scheduler.batch()
+  assert [t.uid for t in group.trajectories] == [1]
+  assert world.clock() < 2.0
+  assert world.engines[0].load == 0
+  assert world.scheduler.counts['aborted_tokens'] > 0
 
 
 def test_nobody_waits_for_a_slow_grader():

@@ -25,7 +25,7 @@ def scheduled(durations, rollout, workers, updates, training=0.0):
   """When the real scheduler has handed over, and a learner trained on, so many batches; rollouts go on meanwhile."""
   clock = Clock()
   graders = SimulatedWorkers(clock, lambda seconds: seconds, lambda call: SimpleNamespace(score=0.0, status='ok'))
-  engine = SimulatedEngine(clock, workers, lambda r: durations[r.uid], graders)
+  engine = SimulatedEngine(clock, workers, lambda r: durations[r.uid])
 
   def source(number):
     return lambda uid, attempt: answered(np.array([1]), 100, lambda completion: 0.0)

@@ -230,6 +230,27 @@ def test_an_aborted_request_leaves_the_others_as_they_were_and_its_row_to_the_ne
     same(completion, whole()[uid])
 
 
+def test_what_is_aborted_in_the_middle_of_a_chunk_leaves_after_it_and_is_not_heard_of_again():
+  slots = Slots(engine(rows=2), served())
+  for request in requests()[:3]:
+    slots.add(request)
+  slots.dispatch()
+  slots.collect()
+  slots.dispatch()
+  (aborted,) = slots.abort([100])
+  assert aborted.tokens.tolist() == whole()[100].tokens[:5].tolist()
+  assert not slots.abort([100])
+  assert slots.load == 3  # its row is not free yet
+  slots.wait(60.0)
+  assert slots.ready
+  assert not slots.collect()
+  assert slots.load == 2
+  done = run(slots)
+  assert set(done) == {101, 102}
+  for uid, completion in done.items():
+    same(completion, whole()[uid])
+
+
 def test_another_attempt_draws_other_tokens():
   slots = Slots(engine(), served())
   for request in requests():
