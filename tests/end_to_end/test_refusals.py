@@ -1,9 +1,11 @@
 """What cannot be used is refused before any device work, by name, with status 2 and no traceback; a broken run stops with 3."""
 
+import itertools
 import json
 import re
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import tiny
@@ -12,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 from sprl import command_line, policy, settings, trainer
 from sprl.io.checkpoint import CheckpointError
 from sprl.io.huggingface import WeightsError
+from sprl.io.metrics import read_metrics
 from sprl.io.pretrained import PretrainedError
 from sprl.io.tokenizer import TokenizerError
 from sprl.models.config import ConfigError
@@ -181,6 +184,33 @@ def test_weights_that_are_not_numbers_stop_the_run_with_a_report(inputs, tmp_pat
   assert 'rollout_corr/kl = nan' in err
   assert str(tmp_path / 'run' / 'metrics.jsonl') in err
   assert 'Traceback' not in err
+
+
+def test_a_sampler_that_is_another_policy_stops_the_run(inputs, tmp_path, monkeypatch):
+  """fp8_rollouts 10.13: weights that were served wrong show as a spike of the mismatch, and name where the run stands."""
+  served = policy.Policy.serve
+
+  def too_sharp(self, params, quant, scales=None):
+    return served(self, {**params, 'embed': jax.tree.map(lambda w: 30 * w, params['embed'])}, quant, scales)
+
+  run = changed(
+    inputs, arm='dense', quant__sampler='bf16', ledger__every=0, sampling__temperature=1.0, rollout__filter_equal=False
+  )
+  monkeypatch.setattr(policy.Policy, 'serve', too_sharp)
+  with pytest.raises(trainer.StopRun, match=r'stopped at step 1:\n  rollout_corr/kl = .*different policies'):
+    trainer.train(run, tmp_path / 'run')
+  (record,) = [r for r in read_metrics(tmp_path / 'run') if r['kind'] == 'train']  # what it stopped for is in the log
+  assert abs(record['rollout_corr/kl']) > 1
+
+
+def test_a_policy_that_never_ends_its_answers_stops_the_run(inputs, tmp_path):
+  """fp8_rollouts 10.13: random weights rarely draw a token that ends the turn."""
+  run = changed(inputs, arm='dense', quant__sampler='bf16', ledger__every=0, sampling__stop=(), rollout__stop_when_capped=True)
+  with pytest.raises(trainer.StopRun, match='every response hit the length limit for 2 steps in a row'):
+    trainer.train(run, tmp_path / 'run')
+  capped = [r['completion/truncated'] == 1 for r in read_metrics(tmp_path / 'run') if r['kind'] == 'train']
+  assert [both for both in itertools.pairwise(capped) if all(both)] == [(True, True)]
+  assert capped[-2:] == [True, True]
 
 
 @pytest.mark.slow
