@@ -179,28 +179,30 @@ def draw(name: str) -> None:
   """results/NAME.png: each curve against steps, an arm a colour, the mean over seeds with all seeds behind it."""
   results = ROOT / 'benchmarks' / 'results'
   saved = json.loads((results / f'{name}.json').read_text())['result']
-  figure = Figure(figsize=(10, 6.4), layout='constrained')
+  figure = Figure(figsize=(10, 6.6), layout='constrained')
   panels = figure.subplots(2, 2, sharex=True).flat
-  colours = ('#222222', '#c8642a', '#1f5fa8', '#3b8f4d', '#7b5ea7')
+  colours = dict(zip(ARMS, ('#222222', '#c8642a', '#1f5fa8', '#3b8f4d', '#7b5ea7')))
   for axes, (curve, label) in zip(panels, CURVES.items()):
-    for colour, (arm, runs) in zip(colours, saved['runs'].items()):
+    for arm, runs in saved['runs'].items():
       length = max(len(each['curves'][curve]) for each in runs)
       values = np.full((len(runs), length), np.nan)
       for i, each in enumerate(runs):
         values[i, : len(each['curves'][curve])] = each['curves'][curve]
       smooth = np.array([np.convolve(v, np.ones(5) / 5, 'valid') for v in values])  # NaN from where a sentinel stopped a run
       steps = np.arange(5, length + 1)
-      axes.plot(steps, smooth.T, color=colour, alpha=0.25, linewidth=0.8)
-      axes.plot(steps, np.nanmean(smooth, axis=0), color=colour, linewidth=2, label=arm)
+      axes.plot(steps, smooth.T, color=colours[arm], alpha=0.25, linewidth=0.8)
+      axes.plot(steps, np.nanmean(smooth, axis=0), color=colours[arm], linewidth=2, label=arm)
     axes.set_title(label, loc='left', fontsize=10)
     if curve == 'rollout_corr/k3_kl':
       axes.set_yscale('log')
     axes.spines[['top', 'right']].set_visible(False)
   for axes in figure.axes[2:]:
     axes.set_xlabel('step')
-  figure.axes[0].legend(frameon=False, fontsize=9)
   figure.suptitle(
     f'Arms of Sparse-RL on {saved["task"]}, budget {saved["budget"]}: 5-step means, each seed and their mean', x=0.02, ha='left'
+  )
+  figure.legend(
+    *figure.axes[0].get_legend_handles_labels(), loc='outside lower center', ncols=len(ARMS), frameon=False, fontsize=9
   )
   figure.savefig(results / f'{name}.png', dpi=110)
 
