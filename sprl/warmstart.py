@@ -32,7 +32,7 @@ from sprl.learner.state import TrainState, make_optimizer
 from sprl.policy import Policy, abstract_state
 from sprl.rollout import collect
 from sprl.saved import export
-from sprl.settings import Optimizer, Rollout, Run, SettingsError, resolve
+from sprl.settings import Optimizer, Remat, Rollout, Run, SettingsError, resolve
 from sprl.tasks import problems
 from sprl.tasks.problems import Problem
 from sprl.tasks.prompts import PromptStream
@@ -68,7 +68,7 @@ def warm_start(
   optimizer = make_optimizer(settings, steps)
   shardings = jax.tree.map(lambda a: a.sharding, abstract_state(policy, optimizer))
   state = jax.device_put(TrainState.create(policy.load(), optimizer), shardings)
-  update = make_update(policy.graphdef, optimizer, policy.dtype, packing.score_chunk, run.model.remat == 'layer')
+  update = make_update(policy.graphdef, optimizer, policy.dtype, packing.score_chunk, run.model.remat)
 
   losses: list[float] = []
   unseen: list[Float[Array, '']] = []  # losses still on the device
@@ -191,7 +191,7 @@ def lesson(prompt: Sequence[int] | np.ndarray, solution: Sequence[int]) -> Traje
 # --- the update ------------------------------------------------------------------------------------------------------
 
 
-def make_update(graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation, dtype, chunk: int, remat: bool) -> Callable:
+def make_update(graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation, dtype, chunk: int, remat: Remat) -> Callable:
   """update(state, batch) -> (state, loss), jitted; `state` is donated.
 
   The loss is the mean of -log p over the batch's masked tokens, before the step.
@@ -199,7 +199,7 @@ def make_update(graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation,
   return jax.jit(partial(_update, graphdef, optimizer, dtype, chunk, remat), donate_argnums=0)
 
 
-def _update(graphdef, optimizer, dtype, chunk: int, remat: bool, state: TrainState, batch: TrainBatch):
+def _update(graphdef, optimizer, dtype, chunk: int, remat: Remat, state: TrainState, batch: TrainBatch):
   def micro_loss(params, i):
     logp, _ = micro_logprobs(graphdef, params, batch, i, 1.0, dtype, chunk, remat)
     return -jnp.sum(logp) / jnp.sum(batch.mask)

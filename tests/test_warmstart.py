@@ -172,7 +172,7 @@ def test_only_the_solution_carries_loss_and_the_step_follows_its_gradient():
 
   loss, grads = jax.jit(jax.value_and_grad(plain))(params)
   optimizer = optax.sgd(100.0)  # so large that the step shows the gradient to many digits
-  update = make_update(transformer.graph(config), optimizer, jnp.dtype('float32'), 8, remat=False)
+  update = make_update(transformer.graph(config), optimizer, jnp.dtype('float32'), 8, remat='none')
   state, got = update(TrainState.create(jax.tree.map(jnp.copy, params), optimizer), jax.device_put(batch))
   np.testing.assert_allclose(got, loss, rtol=1e-5)
   for before, after, grad in zip(*map(jax.tree.leaves, (params, state.params, grads))):

@@ -12,6 +12,7 @@ from sprl.learner.packing import TrainBatch
 from sprl.models import transformer
 from sprl.models.memory import CausalMemory, EvictedMemory, Memory
 from sprl.models.transformer import Params
+from sprl.settings import Remat
 
 
 def micro_logprobs(
@@ -22,7 +23,7 @@ def micro_logprobs(
   temperature: float,
   dtype,
   chunk: int,
-  remat: bool = False,
+  remat: Remat = 'none',
 ) -> tuple[Float[Array, 'B C'], Float[Array, 'B C']]:
   """Log-probs and entropies of microbatch i's tokens, in their cells of the rectangle; other cells are 0.
 

@@ -20,7 +20,7 @@ from sprl.learner.score import micro_logprobs
 from sprl.learner.state import TrainState
 from sprl.objective import diagnostics, losses
 from sprl.objective.correction import Corrected, correct
-from sprl.settings import Correction, Loss
+from sprl.settings import Correction, Loss, Remat
 
 sg = jax.lax.stop_gradient
 
@@ -34,7 +34,7 @@ class Computation:
   temperature: float  # of the sampler, by which logits are divided
   dtype: Any
   chunk: int
-  remat: bool
+  remat: Remat
 
 
 def scores_old(correction: Correction, updates: int) -> bool:

@@ -19,9 +19,11 @@ from jaxtyping import Array, Float, Int
 from sprl.kernels.rope import Turns, rotate, turns
 from sprl.models.config import ModelConfig
 from sprl.models.memory import Memory
-from sprl.quant.dot import dot
+from sprl.quant.dot import PRODUCT, dot
+from sprl.settings import Remat
 
 Params = dict[str, Any]  # nested dict of arrays
+SAVED = {'layer': None, 'dots': jax.checkpoint_policies.save_only_these_names(PRODUCT)}  # by the name of what is computed again
 
 
 def _weight(axes: tuple[str | None, ...], *shape: int) -> nnx.Param:
@@ -135,13 +137,13 @@ class Decoder(nnx.Module):
     self.rope, self.head_dim = config.rope, config.head_dim
     self.head = None if config.tie_embeddings else Linear(('vocab', 'embed'), V, E)
 
-  def __call__(self, tokens, positions, memory, dtype, remat: bool):
+  def __call__(self, tokens, positions, memory, dtype, remat: Remat):
     """[B, T] ids -> [B, T, E] normalised hidden states, and the memory."""
     x = jnp.take(self.embed.get_value(), tokens, axis=0).astype(dtype)
     angles = turns(positions, self.head_dim, self.rope)
     for i, layer in enumerate(self.layers):
       with jax.named_scope(f'layer{i}'):
-        block = jax.checkpoint(partial(layer, i)) if remat else partial(layer, i)
+        block = partial(layer, i) if remat == 'none' else jax.checkpoint(partial(layer, i), policy=SAVED[remat])
         x, memory = block(x, angles, memory)
     return self.norm(x), memory
 
@@ -185,9 +187,9 @@ def forward(
   positions: Int[Array, 'B T'],
   memory: Memory,
   dtype=jnp.float32,
-  remat: bool = False,
+  remat: Remat = 'none',
 ) -> tuple[Float[Array, 'B T E'], Any]:
-  """Normalised hidden states in `dtype`, and the memory after these tokens. `remat` recomputes layers in the backward pass."""
+  """Normalised hidden states in `dtype`, and the memory after these tokens. `remat`: what the backward pass computes again."""
   return nnx.merge(graphdef, params)(tokens, positions, memory, dtype, remat)
 
 

@@ -2,9 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from sprl.quant.block import BlockScaled, Emulated, block_dot, fake_groups
+
+PRODUCT = 'product'  # what a policy of recomputation knows these products by
 
 
 def dot(x: Float[Array, '*B M'], w: Float[Array, 'N M'] | BlockScaled | Emulated) -> Float[Array, '*B N']:
@@ -15,7 +18,7 @@ def dot(x: Float[Array, '*B M'], w: Float[Array, 'N M'] | BlockScaled | Emulated
     case Emulated():
       return _dot(fake_groups(x, w.format), w.values)
     case _:
-      return _dot(x, w)
+      return checkpoint_name(_dot(x, w), PRODUCT)
 
 
 @jax.custom_vjp

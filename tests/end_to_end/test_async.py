@@ -63,7 +63,7 @@ def by_hand(run, grade):
   optimizer = make_optimizer(run.optimizer, run.steps * updates)
   state = TrainState.create(policy.load(), optimizer)
   chunk, temperature = run.packing.score_chunk, run.sampling.temperature
-  computation = Computation(run.correction, run.loss, temperature, policy.dtype, chunk, run.model.remat == 'layer')
+  computation = Computation(run.correction, run.loss, temperature, policy.dtype, chunk, run.model.remat)
   update = make_update(policy.graphdef, optimizer, computation)
   stream = PromptStream(problems.load(run.task, 'train'), run.seed)
   rewards = []

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures('compiled_fast')
 FLOAT32 = jnp.dtype('float32')
 RATE = 100.0  # of plain gradient descent, large so that the step shows the gradient to many digits
 COLUMNS, ADVANTAGE = 7, np.array([1.5, -0.5, -1.0, 2.0, np.nan, 0.25, -2.0], np.float32)
-SETTINGS = Computation(Correction(), Loss(), temperature=1.0, dtype=FLOAT32, chunk=8, remat=False)
+SETTINGS = Computation(Correction(), Loss(), temperature=1.0, dtype=FLOAT32, chunk=8, remat='none')
 SGD = Optimizer(name='sgd', learning_rate=RATE, clip_norm=0.0)
 
 
@@ -139,7 +139,7 @@ def test_microbatches_of_shared_rows_add_up_to_the_plain_gradient(world, on_poli
 def test_unshared_rows_in_one_microbatch_with_recomputed_layers_give_it_too(world, on_policy):
   batch = packed(world, rows=7, tokens=16, micros=1, share=False)
   assert int(batch.used) == 1
-  agree(step(world, batch, dataclasses.replace(SETTINGS, remat=True))[0], on_policy[1])
+  agree(step(world, batch, dataclasses.replace(SETTINGS, remat='layer'))[0], on_policy[1])
 
 
 def test_scored_old_log_probs_change_nothing_on_policy(world, on_policy):

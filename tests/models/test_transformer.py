@@ -125,15 +125,32 @@ def test_padding_changes_nothing_whatever_it_holds(side):
   np.testing.assert_array_equal(padded(pad), padded(pad + 200))
 
 
-def test_recomputing_layers_changes_no_gradient():
+@pytest.mark.parametrize('remat', ['dots', 'layer'])
+def test_recomputing_layers_changes_no_gradient(remat):
   config, params = small.model(num_hidden_layers=1)
   tokens = jnp.arange(3, 11)[None]
 
   def loss(params, remat):
     return jnp.sum(jnp.sin(run(config, params, tokens, remat=remat)))
 
-  kept, recomputed = (jax.jit(jax.grad(lambda p, r=r: loss(p, r)))(params) for r in (False, True))
+  kept, recomputed = (jax.jit(jax.grad(lambda p, r=r: loss(p, r)))(params) for r in ('none', remat))
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), kept, recomputed)
+
+
+def test_products_with_weights_are_computed_again_only_where_a_whole_layer_is():
+  config, params = small.model()
+  tokens = jnp.arange(3, 67)[None]
+
+  def flops(remat):
+    compiled = jax.jit(jax.grad(lambda p: jnp.sum(jnp.sin(run(config, p, tokens, remat=remat))))).lower(params).compile()
+    return compiled.cost_analysis()['flops']
+
+  none, dots, layer = map(flops, ('none', 'dots', 'layer'))
+  weights = jax.tree_util.tree_flatten_with_path(params['layers'])[0]
+  # what the last product of a layer says is added to the stream, and no gradient asks for it
+  products = 2 * tokens.size * sum(w.size for path, w in weights if w.ndim == 2 and 'down' not in jax.tree_util.keystr(path))
+  assert dots - none < 0.5 * products  # attention's own
+  assert layer - dots == pytest.approx(products, rel=0.1)
 
 
 def test_activations_are_in_the_dtype_asked_for():
