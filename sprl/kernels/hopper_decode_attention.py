@@ -33,7 +33,9 @@ BLOCK = 64  # slots a step; the tensor core's rows
 STAGES = 4  # blocks in flight, at most
 PROGRAMS = 264  # two a multiprocessor: fewer rows and kv heads than this are split
 SPLIT = 256  # slots a split has at least
-SHARED = (113 * 1024, 227 * 1024)  # bytes of a multiprocessor's shared memory for a program that shares it, and for one alone
+# Bytes of shared memory for a program where a multiprocessor holds three, two or one (228 KiB, less 1 KiB each), and the fewest
+# stages that make so many worth it: more programs hide more of what each waits for, but all share one ring's worth of memory.
+SHARED = ((75 * 1024, 3), (113 * 1024, 2), (227 * 1024, 2))
 OVERHEAD = 4096  # bytes of it that Mosaic takes for reductions, barriers and alignment, at most
 LEAST = -1e30  # stands for -inf where -inf - -inf would be nan
 FP8 = jnp.float8_e4m3fn
@@ -54,13 +56,13 @@ class Launch:
 
 
 def launch(N: int, S: int, D: int, dtype: Any, share: bool, bias: bool) -> Launch:
-  """The layout for N rows times kv heads. Two programs to a multiprocessor where that leaves room for two stages, else one."""
+  """The layout for N rows times kv heads."""
   size, padded = jnp.dtype(dtype).itemsize, _up(D, 64)
   stage = BLOCK * (D + padded) * size + (4 * QUERIES * BLOCK if bias else 0)
   widened = 2 * BLOCK * padded if size == 1 else 0
   scores = 4 * QUERIES * _up(S, BLOCK) if share else 0
   fixed = 2 * QUERIES * (D + BLOCK) + widened + scores + OVERHEAD
-  room = next((room for room in SHARED if room >= fixed + 2 * stage), 0)
+  room = next((room for room, least in SHARED if room >= fixed + least * stage), 0)
   stages = min(STAGES, max(0, room - fixed) // stage)
   splits = 1 if share else max(1, min(PROGRAMS // N, -(-S // SPLIT)))
   return Launch(stages, splits, fixed + stages * stage)
