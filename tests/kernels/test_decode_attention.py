@@ -1,6 +1,6 @@
 """Decode attention: reference and kernel against loops in float64, and the choice between them.
 
-The kernel runs in Pallas's GPU interpreter: blocks, barriers, copies and layout of shared memory as on the device, the
+The kernel runs in Pallas's GPU interpreter, which raises on races: blocks, barriers and copies as on the device, the
 arithmetic as on the CPU. tests/kernels/test_compiled.py compiles it for the device.
 """
 
@@ -26,7 +26,7 @@ from sprl.kernels.rope import Rope
 from sprl.settings import Cache, SettingsError
 
 BF16, FP8 = jnp.bfloat16, jnp.float8_e4m3fn
-INTERPRETED = partial(hopper.decode_attention, interpret=plgpu.InterpretGPUParams())
+INTERPRETED = partial(hopper.decode_attention, interpret=plgpu.InterpretGPUParams(detect_races=True))
 
 
 def by_hand(q, k, v, length, k_scale, v_scale, bias):
