@@ -189,7 +189,9 @@ def _program(
   stages,
 ):
   row, split = lax.axis_index('row'), lax.axis_index('split')
-  length = length_ref[lax.div(row, jnp.int32(kv_heads))]
+  # A row that has ended may say one more slot than there are, as its next token has none.
+  length = lax.min(length_ref[lax.div(row, jnp.int32(kv_heads))], jnp.int32(k_ref.shape[1]))
+  k_factor, bias_factor = factor_ref[0], factor_ref[1]
   blocks = pl.cdiv(length, jnp.int32(BLOCK))
   first, last = lax.div(split * blocks, jnp.int32(splits)), lax.div((split + 1) * blocks, jnp.int32(splits))
   # Past G, S and D the copy engine writes zeros. A start that is a constant would be held against those bounds when traced.
@@ -212,12 +214,10 @@ def _program(
     acc, top, total = carry
     stage = lax.rem(j - first, jnp.int32(stages))
     plgpu.barrier_wait(k_came.at[stage])
-    scores = _product((BLOCK, QUERIES), _keys(k_s.at[stage], q_s.dtype, wide_k), q_s.T) * factor_ref[0]
+    scores = _product((BLOCK, QUERIES), _keys(k_s.at[stage], q_s.dtype, wide_k), q_s.T) * k_factor
     if bias_s is not None:
-      scores += (
-        plgpu.layout_cast(plgpu.load(bias_s.at[stage].T, layout=plgpu.Layout.WGMMA_TRANSPOSED, optimized=False), MATRIX)
-        * factor_ref[1]
-      )
+      beside = plgpu.load(bias_s.at[stage].T, layout=TRANSPOSED, optimized=False)  # 2 KiB: its bank conflicts cost little
+      scores += plgpu.layout_cast(beside, MATRIX) * bias_factor
     scores = jnp.where(_slots(j) < length, scores, -jnp.inf)
     if scores_s is not None:
       scores_s[pl.ds(j * BLOCK, BLOCK)] = scores

@@ -130,6 +130,13 @@ def test_the_kernel_over_many_shapes(shape, share):
   check(interpreted(arguments, share), arguments, 8)
 
 
+def test_a_row_with_one_slot_more_than_there_are_sees_them_all():
+  arguments = some(2, 1, 2, 64, 64, BF16, [64, 64])
+  beyond = (*arguments[:3], arguments[3].at[1].set(65), *arguments[4:])
+  for found, expected in zip(interpreted(beyond), interpreted(arguments)):
+    np.testing.assert_array_equal(found, expected)
+
+
 def test_queries_beyond_float16_attend_to_one_slot():
   q, k, v, length, scales, _ = some(1, 1, 1, 8, 64, FP8, [8])
   out, _, _ = INTERPRETED(q * 1e6, k, v, length, scales, None, False)
