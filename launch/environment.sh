@@ -8,7 +8,7 @@
 # EXTRAS  sprl itself is installed, in place, with these extras; '' installs everything in PINS, and not sprl
 # OLDEST NEWEST  the minor versions of Python 3 that will do, as find_python.sh takes them
 #
-# JAX=0.11.2 in the environment puts that version of jax and jaxlib in the place of the pinned one.
+# JAX=0.11.2 in the environment puts that version of jax, jaxlib and their plugins in the place of the pinned ones.
 # The second time it is instant: a stamp in FOLDER holds a checksum of all that the result depends on.
 set -eu
 folder=$1
@@ -32,7 +32,8 @@ if ! "$python" -m pip --version >/dev/null 2>&1; then
 fi
 
 if [ -n "${JAX:-}" ]; then
-  sed -e "s/^jax==.*/jax==$JAX/" -e "s/^jaxlib==.*/jaxlib==$JAX/" "$pins" >"$folder/pins.txt"
+  sed -e "s/^jax==.*/jax==$JAX/" -e "s/^jaxlib==.*/jaxlib==$JAX/" \
+    -e "s/^\(jax-cuda13-[a-z]*\)==.*/\1==$JAX/" "$pins" >"$folder/pins.txt"
   pins=$folder/pins.txt
 fi
 if [ -n "$extras" ]; then

@@ -17,7 +17,7 @@ from sprl.cache.scales import Scales
 from sprl.io import huggingface
 from sprl.io.pretrained import locate
 from sprl.io.tokenizer import Tokenizer
-from sprl.kernels.platform import compute_dtype
+from sprl.kernels.platform import compute_dtype, kernels_on
 from sprl.learner.state import TrainState
 from sprl.models import transformer
 from sprl.models.config import ModelConfig
@@ -43,6 +43,7 @@ class Policy:
   shares_devices: bool  # rollouts and updates take turns on the same ones
   dtype: Any  # compute
   param_dtype: Any  # master weights
+  kernels: settings.Kernels
 
   @classmethod
   def open(cls, run: Run) -> 'Policy':
@@ -64,7 +65,7 @@ class Policy:
         f'config.devices.rollout = {run.devices.rollout!r} with {len(engines)} engines: expected a multiple of '
         f'config.mesh.tensor = {tensor} devices each, found {len(engines[0])}'
       )
-    apart = () if engines is None else (make_mesh(settings.Mesh(tensor=tensor), devices) for devices in engines)
+    apart = () if engines is None else tuple(make_mesh(settings.Mesh(tensor=tensor), devices) for devices in engines)
     return cls(
       folder=folder,
       config=config,
@@ -72,10 +73,11 @@ class Policy:
       graphdef=transformer.graph(config),
       shardings=param_shardings(mesh, transformer.logical_axes(config), transformer.abstract_params(config)),
       replicated=replicated(mesh),
-      engine_meshes=tuple(apart) or (None,),
+      engine_meshes=apart or (None,),
       shares_devices=engines is None or not {d for each in engines for d in each}.isdisjoint(learner),
       dtype=compute_dtype(run.model.dtype),
       param_dtype=jnp.dtype(run.model.param_dtype),
+      kernels=kernels_on((apart or (mesh,))[0].size, run.model.kernels),
     )
 
   def load(self, dtype=None) -> Params:
@@ -94,7 +96,8 @@ class Policy:
 
   def plan(self, sampling: Sampling, cache: Cache, quant: Quant, record: bool = False) -> CachePlan:
     """The sampler's memory under these settings."""
-    return cache_plan(self.config, cache, quant, prompt_buckets(sampling)[-1], sampling.max_tokens, self.dtype, record)
+    prompt, completion = prompt_buckets(sampling)[-1], sampling.max_tokens
+    return cache_plan(self.config, cache, quant, prompt, completion, self.dtype, record, self.kernels)
 
 
 def abstract_params(policy: Policy) -> Params:

@@ -15,6 +15,8 @@ from typing import Any, Literal
 
 import ml_collections
 
+Kernels = Literal['auto', 'reference', 'mosaic_gpu']
+
 
 class SettingsError(ValueError):
   """A setting that cannot be honoured; the message names its key, its value and what is accepted."""
@@ -31,6 +33,7 @@ class Model:
   dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # compute; auto: bfloat16 where the device multiplies it natively
   param_dtype: Literal['float32', 'bfloat16'] = 'float32'  # master weights; bfloat16 loses small steps to rounding
   remat: Remat = 'layer'  # what the backward pass computes again: nothing, a layer without its products with weights, a layer
+  kernels: Kernels = 'auto'  # what computes an operation that has a GPU kernel; auto: the kernel where it can run
 
 
 @dataclass(frozen=True)

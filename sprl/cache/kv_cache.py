@@ -225,10 +225,11 @@ class KVCache:
       k = jnp.swapaxes(self._turned(jnp.swapaxes(meant, 1, 2).astype(q.dtype), slots), 1, 2)
       q = self._turned(q[:, None], (length - 1 - self.seen)[:, None])[:, 0]
       scales = None if scales is None else (jnp.ones(()), scales[1])
-    out, share = decode_attention(q, k, held.values, length, scales, bias)
-    if held.carried is not None and plan.accumulates:
-      held = dataclasses.replace(held, carried=held.carried + jnp.where((self.expected > 0)[:, None, None], share, 0))
-    return out[:, None], self._with(layer, held)
+    accumulates = held.carried is not None and plan.accumulates
+    found = decode_attention(q, k, held.values, length, scales, bias, accumulates, plan.kernels)
+    if held.carried is not None and found.share is not None:
+      held = dataclasses.replace(held, carried=held.carried + jnp.where((self.expected > 0)[:, None, None], found.share, 0))
+    return found.out[:, None], self._with(layer, held)
 
   def _bias_scores(self, layer, q):
     """q . R_p b for every slot, b the layer's key bias and p the slot's position.

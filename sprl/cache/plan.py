@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from sprl.cache.scores import METHODS, window
 from sprl.kernels.rope import Rope
-from sprl.settings import Cache
+from sprl.settings import Cache, Kernels
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class CachePlan:
   fp8_queries: bool = False  # queries go through FP8 too
   key_bias: bool = False  # keys' biases are kept out of FP8
   record: bool = False  # write down when each token is evicted
+  kernels: Kernels = 'auto'  # what attends
 
   @property
   def sparse(self) -> bool:

@@ -1,16 +1,27 @@
-"""Attention of one new token per row against the slots of its cache."""
+"""Attention of one new token per row against the slots of its cache: the reference, and the choice of what computes it."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
+
+from sprl.kernels.platform import chosen
+from sprl.settings import Kernels
 
 
 class Attended(NamedTuple):
   """What a query found."""
 
   out: Float[Array, 'B H D']
-  share: Float[Array, 'B K S']  # each slot's probability, averaged over the group; 0 on empty slots
+  share: Float[Array, 'B K S'] | None  # each slot's probability, averaged over the group; 0 on empty slots
+  lse: Float[Array, 'B H']  # natural logarithm of the sum of exp(score); -inf where nothing was seen
+
+
+class Cost(NamedTuple):
+  """What one call must do at the least."""
+
+  bytes: int  # moved between device memory and chip, each input read once and each output written once
+  flops: int
 
 
 def decode_attention(
@@ -20,12 +31,33 @@ def decode_attention(
   length: Int[Array, ' B'],
   scales: tuple[Float[Array, ''], Float[Array, '']] | None = None,
   bias: Float[Array, 'B K G S'] | None = None,
+  share: bool = True,
+  kernels: Kernels = 'auto',
 ) -> Attended:
   """Softmax attention over slots 0..length-1 of each row; the G = H/K queries of a group share one read of its slots.
 
   Keys and values may be FP8 codes: exact in q's dtype, and multiplied by `scales` (of k, of v) only in the scores and the output.
-  `bias` is added to the unscaled scores q . k.
+  `bias` is added to the unscaled scores q . k. A row of length 0 finds zeros.
   """
+  if not chosen('decode attention', kernels, lambda: _obstacle(q, k, v, bias, share)):
+    return reference(q, k, v, length, scales, bias, share)
+  from sprl.kernels import hopper_decode_attention  # here: Mosaic takes a second to import, which no other platform needs
+
+  one = jnp.ones((), jnp.float32)
+  out, lse, shares = hopper_decode_attention.decode_attention(q, k, v, length, scales or (one, one), bias, share)
+  return Attended(out, shares, lse)
+
+
+def reference(
+  q: Float[Array, 'B H D'],
+  k: Float[Array, 'B K S D'],
+  v: Float[Array, 'B K S D'],
+  length: Int[Array, ' B'],
+  scales: tuple[Float[Array, ''], Float[Array, '']] | None = None,
+  bias: Float[Array, 'B K G S'] | None = None,
+  share: bool = True,
+) -> Attended:
+  """`decode_attention` in jnp."""
   B, H, D = q.shape
   K, S = k.shape[1:3]
   k_scale, v_scale = (1.0, None) if scales is None else scales
@@ -35,8 +67,26 @@ def decode_attention(
   if bias is not None:
     scores = scores + bias * D**-0.5
   scores = jnp.where(jnp.arange(S) < length[:, None, None, None], scores, -jnp.inf)
-  weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
-  weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+  top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), jnp.finfo(jnp.float32).min)  # finite in a row of length 0 too
+  weights = jnp.exp(scores - top)
+  total = jnp.sum(weights, axis=-1, keepdims=True)  # at least 1, the largest score's, or 0
+  weights = weights / jnp.maximum(total, 1)
   out = jnp.einsum('bkgs,bksd->bkgd', weights.astype(q.dtype), v.astype(q.dtype))
   out = out if v_scale is None else (out * v_scale).astype(q.dtype)
-  return Attended(out.reshape(B, H, D), jnp.mean(weights, axis=2))
+  lse = (top + jnp.log(total)).reshape(B, H)
+  return Attended(out.reshape(B, H, D), jnp.mean(weights, axis=2) if share else None, lse)
+
+
+def cost(B: int, H: int, K: int, S: int, D: int, dtype: Any, share: bool = False, bias: bool = False) -> Cost:
+  """The cost of rows that all have S slots occupied, in a cache of `dtype`; queries and outputs are bfloat16."""
+  cache = 2 * B * K * S * D * jnp.dtype(dtype).itemsize
+  beside = 2 * 2 * B * H * D + 4 * B * H + (4 * B * K * S if share else 0) + (4 * B * H * S if bias else 0)
+  return Cost(cache + beside, 4 * B * H * S * D)
+
+
+def _obstacle(q, k, v, bias, share) -> str | None:
+  if k.dtype != v.dtype:
+    return f'keys are {k.dtype} and values {v.dtype}'
+  from sprl.kernels import hopper_decode_attention
+
+  return hopper_decode_attention.obstacle(q, k, bias, share)

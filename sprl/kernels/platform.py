@@ -1,10 +1,15 @@
-"""What the machine at hand does natively."""
+"""What the machine at hand does natively, and which program computes an operation that has a kernel beside its reference."""
 
+import logging
 import platform
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+
+from sprl.settings import Kernels, SettingsError
 
 
 def compute_dtype(name: str):
@@ -22,3 +27,43 @@ def native_bfloat16() -> bool:
     return False
   cpuinfo = Path('/proc/cpuinfo')
   return cpuinfo.exists() and any(flag in cpuinfo.read_text() for flag in ('amx_bf16', 'avx512_bf16'))
+
+
+def hopper() -> bool:
+  """Whether the default device is a GPU of NVIDIA's Hopper generation, which the Mosaic kernels are written for."""
+  return jax.default_backend() == 'gpu' and getattr(jax.devices()[0], 'compute_capability', '').startswith('9.')
+
+
+def chosen(operation: str, kernels: Kernels, obstacle: Callable[[], str | None]) -> bool:
+  """Whether the kernel computes `operation`, under the setting `kernels`; `obstacle` is why it cannot, None where it can.
+
+  Raises SettingsError where the kernel is forced and cannot. On a GPU one line in the log says which runs, and why.
+  """
+  if kernels == 'reference' or (kernels == 'auto' and jax.default_backend() != 'gpu'):
+    return False
+  reason = obstacle() if kernels == 'mosaic_gpu' or hopper() else 'this GPU is not of the Hopper generation'
+  if reason is None:
+    _note(f'{operation}: the Mosaic GPU kernel runs')
+    return True
+  if kernels == 'mosaic_gpu':
+    raise SettingsError(f"config.model.kernels = 'mosaic_gpu': the kernel of {operation} cannot run: {reason}")
+  _note(f'{operation}: the reference runs, as {reason}')
+  return False
+
+
+def kernels_on(devices: int, kernels: Kernels) -> Kernels:
+  """The setting for programs that so many devices compute together: XLA cannot split a kernel between them."""
+  if devices == 1 or kernels == 'reference':
+    return kernels
+  reason = f'{devices} devices share the work of one engine'
+  if kernels == 'mosaic_gpu':
+    raise SettingsError(f"config.model.kernels = 'mosaic_gpu': kernels cannot run where {reason}; expected auto or reference")
+  if jax.default_backend() == 'gpu':
+    _note(f'kernels: the references run, as {reason}')
+  return 'reference'
+
+
+@cache
+def _note(line: str) -> None:
+  """Logs a line the first time only: operations are chosen anew in every layer and compilation."""
+  logging.getLogger(__name__).info(line)

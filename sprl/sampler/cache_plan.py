@@ -7,11 +7,18 @@ import jax.numpy as jnp
 from sprl.cache.plan import CachePlan
 from sprl.cache.scores import window
 from sprl.models.config import ModelConfig
-from sprl.settings import Cache, Quant, SettingsError
+from sprl.settings import Cache, Kernels, Quant, SettingsError
 
 
 def cache_plan(
-  config: ModelConfig, cache: Cache, quant: Quant, prompt: int, completion: int, dtype, record: bool = False
+  config: ModelConfig,
+  cache: Cache,
+  quant: Quant,
+  prompt: int,
+  completion: int,
+  dtype,
+  record: bool = False,
+  kernels: Kernels = 'auto',
 ) -> CachePlan:
   """The plan for prompts and completions of at most so many tokens.
 
@@ -34,6 +41,7 @@ def cache_plan(
     fp8_queries=quant.sampler == 'w8a8_kv8',
     key_bias=fp8 and config.qkv_bias and quant.key_bias and cache.positions == 'absolute',
     record=record,
+    kernels=kernels,
   )
 
 

@@ -7,30 +7,28 @@ import pytest
 
 from sprl.kernels import attention as room
 from sprl.kernels.attention import attention, attention_share
-from sprl.kernels.decode_attention import decode_attention
 
 
-def weights_by_hand(q, k, allowed, bias=0.0):
-  """[B, T, H, S] float64: one query at a time over the keys that it may see; `bias` [B, T, H, S] is added to q . k."""
+def weights_by_hand(q, k, allowed):
+  """[B, T, H, S] float64: one query at a time over the keys that it may see."""
   B, T, H, D = q.shape
   S, K = k.shape[1:3]
   allowed = np.broadcast_to(allowed, (B, K, T, S))
-  bias = np.broadcast_to(bias, (B, T, H, S))
   weights = np.zeros((B, T, H, S))
   for b, t, h in np.ndindex(B, T, H):
     head = h // (H // K)
     seen = np.flatnonzero(allowed[b, head, t])
     if len(seen):
-      score = (k[b, seen, head].astype(np.float64) @ q[b, t, h] + bias[b, t, h, seen]) / np.sqrt(D)
+      score = k[b, seen, head].astype(np.float64) @ q[b, t, h] / np.sqrt(D)
       weight = np.exp(score - score.max())
       weights[b, t, h, seen] = weight / weight.sum()
   return weights
 
 
-def by_hand(q, k, v, allowed, bias=0.0):
+def by_hand(q, k, v, allowed):
   """[B, T, H, D] float64."""
   B, T, H, D = q.shape
-  weights, group = weights_by_hand(q, k, allowed, bias), H // k.shape[2]
+  weights, group = weights_by_hand(q, k, allowed), H // k.shape[2]
   out = np.zeros((B, T, H, D))
   for b, t, h in np.ndindex(B, T, H):
     seen = np.flatnonzero(weights[b, t, h])
@@ -132,42 +130,6 @@ def test_chunks_never_hold_all_scores():
   text = jax.jit(attention).lower(x, x, x, allowed).as_text()
   assert f'{room.QUERY_CHUNK}x{T}xf32' in text
   assert f'{T}x{T}xf32' not in text
-
-
-def test_decoding_sees_the_first_length_slots():
-  rng = np.random.default_rng(1)
-  B, H, K, S, D = 3, 4, 2, 8, 6
-  q = rng.normal(size=(B, H, D)).astype(np.float32)
-  k, v = (rng.normal(size=(B, K, S, D)).astype(np.float32) for _ in range(2))
-  length = np.array([1, 5, 8], np.int32)
-  k[1, :, 5:], v[1, :, 5:] = 1e6, 1e6  # what a longer tenant of the row has left
-  seen = np.arange(S) < length[:, None]
-  here = q[:, None], np.moveaxis(k, 1, 2), seen[:, None, None]
-  expected = by_hand(*here[:2], np.moveaxis(v, 1, 2), here[2])[:, 0]
-  out, share = decode_attention(*map(jnp.asarray, (q, k, v, length)))
-  np.testing.assert_allclose(out, expected, atol=2e-6)
-  weights = weights_by_hand(*here)[:, 0]
-  np.testing.assert_allclose(share, weights.reshape(B, K, H // K, S).mean(axis=2), atol=1e-6)
-  assert not np.any(np.asarray(share)[~np.broadcast_to(seen[:, None], share.shape)])
-
-
-def test_decoding_multiplies_codes_by_their_scales_and_adds_the_bias():
-  rng = np.random.default_rng(2)
-  B, H, K, S, D = 3, 6, 2, 8, 6
-  q = rng.normal(size=(B, H, D)).astype(np.float32)
-  codes = [jnp.asarray(rng.normal(size=(B, K, S, D)), jnp.float8_e4m3fn) for _ in range(2)]
-  k_scale, v_scale = 1.7, 0.3
-  bias = rng.normal(size=(B, K, H // K, S)).astype(np.float32)
-  length = np.array([1, 5, 8], np.int32)
-  k, v = (np.moveaxis(np.asarray(x, np.float64), 1, 2) * s for x, s in zip(codes, (k_scale, v_scale)))
-  seen = (np.arange(S) < length[:, None])[:, None, None]
-  by_head = bias.reshape(B, 1, H, S)
-  for given, added in ((None, 0.0), (jnp.asarray(bias), by_head)):
-    scales = jnp.float32(k_scale), jnp.float32(v_scale)
-    out, share = decode_attention(jnp.asarray(q), *codes, jnp.asarray(length), scales, given)
-    np.testing.assert_allclose(out, by_hand(q[:, None], k, v, seen, added)[:, 0], atol=2e-6)
-    weights = weights_by_hand(q[:, None], k, seen, added)[:, 0]
-    np.testing.assert_allclose(share, weights.reshape(B, K, H // K, S).mean(axis=2), atol=1e-6)
 
 
 @pytest.mark.parametrize('chunk', [1024, 4])

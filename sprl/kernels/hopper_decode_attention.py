@@ -1,0 +1,320 @@
+"""Decode attention for NVIDIA Hopper: one Pallas Mosaic GPU program a row, kv head and split of the slots.
+
+A decode step is bound by the bytes of its cache, so a program streams them once, through a ring of blocks that the copy engine
+fills, and everything else stays on the multiprocessor:
+
+    1. scores^T [block, 8] = k [block, D] @ q^T [D, 8]        slots are the tensor core's 64 rows, so no row of it is padding
+    2. running maximum and sum per query, over the slots        exp2 throughout: log2(e) is part of the factor on the scores
+    3. out^T [D, 8] += v^T [D, block] @ p^T [block, 8]
+
+The G <= 8 queries of a group are the 8 columns of one product, and share the one read of the cache. FP8 codes become float16,
+which holds every e4m3 exactly: keys on their way through registers, values through shared memory, as only from there the tensor
+core reads a transposed operand.
+
+Where rows and kv heads are too few to fill the device, each row's blocks are split between programs, whose outcomes `_merged`
+weighs by their log-sum-exp. The shares of the slots need the final sum: programs that return them do not split, and keep the
+scores in shared memory until the end.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+QUERIES = 8  # columns of a tensor core product: its least, and the largest group taken
+BLOCK = 64  # slots a step; the tensor core's rows
+STAGES = 4  # blocks in flight, at most
+PROGRAMS = 264  # two a multiprocessor: fewer rows and kv heads than this are split
+SPLIT = 256  # slots a split has at least
+# Bytes of shared memory for a program where a multiprocessor holds three, two or one (228 KiB, less 1 KiB each), and the fewest
+# stages that make so many worth it: more programs hide more of what each waits for, but all share one ring's worth of memory.
+SHARED = ((75 * 1024, 3), (113 * 1024, 2), (227 * 1024, 2))
+OVERHEAD = 4096  # bytes of it that Mosaic takes for reductions, barriers and alignment, at most
+LEAST = -1e30  # stands for -inf where -inf - -inf would be nan
+FP8 = jnp.float8_e4m3fn
+
+Shape = jax.ShapeDtypeStruct
+MATRIX = plgpu.Layout.WGMMA  # [64 n, 8 m], as the tensor core leaves it
+TRANSPOSED = plgpu.Layout.WGMMA_TRANSPOSED  # the same matrix, dealt out so that its transpose is read and written in vectors
+PER_QUERY = MATRIX.reduce(0)
+
+
+@dataclass(frozen=True)
+class Launch:
+  """How the kernel is laid out for a shape."""
+
+  stages: int  # blocks in flight; 0: not even two fit
+  splits: int  # programs that share a row's slots
+  shared: int  # bytes of shared memory a program
+
+
+def launch(N: int, S: int, D: int, dtype: Any, share: bool, bias: bool) -> Launch:
+  """The layout for N rows times kv heads."""
+  size, padded = jnp.dtype(dtype).itemsize, _up(D, 64)
+  stage = BLOCK * (D + padded) * size + (4 * QUERIES * BLOCK if bias else 0)
+  widened = 2 * BLOCK * padded if size == 1 else 0
+  scores = 4 * QUERIES * _up(S, BLOCK) if share else 0
+  fixed = 2 * QUERIES * (D + BLOCK) + widened + scores + OVERHEAD
+  room = next((room for room, least in SHARED if room >= fixed + least * stage), 0)
+  stages = min(STAGES, max(0, room - fixed) // stage)
+  splits = 1 if share else max(1, min(PROGRAMS // N, -(-S // SPLIT)))
+  return Launch(stages, splits, fixed + stages * stage)
+
+
+def obstacle(q: Array | Shape, k: Array | Shape, bias: Array | Shape | None, share: bool) -> str | None:
+  """Why the kernel cannot take these arrays, of which only shapes and dtypes are looked at; None where it can."""
+  (B, K, S, D), G = k.shape, q.shape[1] // k.shape[1]
+  if q.dtype != jnp.bfloat16:
+    return f'queries are {q.dtype}, not bfloat16'
+  if k.dtype not in (jnp.bfloat16, FP8):
+    return f'the cache is {k.dtype}, neither bfloat16 nor float8_e4m3fn'
+  if G > QUERIES:
+    return f'{G} queries share a kv head, more than {QUERIES}'
+  if not 64 <= D <= 256 or D * k.dtype.itemsize % 32:
+    return f'heads are {D} wide: not from 64 to 256, or no multiple of 32 bytes of the cache'
+  if S % 8:
+    return f'{S} slots are no multiple of 8'
+  if launch(B * K, S, D, k.dtype, share, bias is not None).stages == 0:
+    return f'the scores of {S} slots leave no shared memory for two blocks'
+  return None
+
+
+def decode_attention(
+  q: Float[Array, 'B H D'],
+  k: Float[Array, 'B K S D'],
+  v: Float[Array, 'B K S D'],
+  length: Int[Array, ' B'],
+  scales: tuple[Float[Array, ''], Float[Array, '']],
+  bias: Float[Array, 'B K G S'] | None,
+  share: bool,
+  interpret: Any = None,
+) -> tuple[Float[Array, 'B H D'], Float[Array, 'B H'], Float[Array, 'B K S'] | None]:
+  """Output, log-sum-exp and, where asked for, each slot's probability averaged over its group; see the reference.
+
+  `interpret`: plgpu.InterpretGPUParams() runs it on a CPU.
+  """
+  (B, H, D), (K, S) = q.shape, k.shape[1:3]
+  N, G, padded = B * K, H // K, _up(D, 64)
+  plan = launch(N, S, D, k.dtype, share, bias is not None)
+  quantised = k.dtype == FP8
+  compute = jnp.float16 if quantised else jnp.bfloat16
+  k_scale, v_scale = scales
+  unit = D**-0.5 * math.log2(math.e)
+  factors = jnp.stack([k_scale * unit, jnp.float32(unit)]).astype(jnp.float32)
+
+  # Operands of one product are tiled alike: as wide as divides D, up to the 128 bytes of the widest swizzle. Values widened from
+  # FP8 are written here, so they can have the widest.
+  narrow, wide = math.gcd(D, 64), 64 if quantised else math.gcd(D, 64)
+  held = math.gcd(D, 128) if quantised else narrow
+  scratch = {
+    'q_s': _tiled((QUERIES, D), compute, narrow),
+    'k_s': _tiled((plan.stages, BLOCK, D), k.dtype, held),
+    'v_s': _tiled((plan.stages, BLOCK, padded), k.dtype, held),
+    'p_s': _tiled((QUERIES, BLOCK), compute, wide),
+    'wide_s': _tiled((BLOCK, padded), compute, wide) if quantised else None,
+    'wide_k': _tiled((BLOCK, D), compute, narrow) if quantised and interpret else None,
+    'bias_s': plgpu.SMEM((plan.stages, QUERIES, BLOCK), jnp.float32) if bias is not None else None,
+    'scores_s': plgpu.SMEM((_up(S, BLOCK), QUERIES), jnp.float32) if share else None,
+    'lse_s': plgpu.SMEM((QUERIES,), jnp.float32),
+    'q_came': plgpu.Barrier(),
+    'k_came': plgpu.Barrier(num_arrivals=1 if bias is None else 2, num_barriers=plan.stages),
+    'v_came': plgpu.Barrier(num_barriers=plan.stages),
+  }
+  outs = [
+    jax.ShapeDtypeStruct((N, plan.splits, padded, QUERIES), jnp.float32),
+    jax.ShapeDtypeStruct((N, plan.splits, QUERIES), jnp.float32),
+    jax.ShapeDtypeStruct((N, _up(S, BLOCK)), jnp.float32) if share else None,
+  ]
+
+  def hopper_decode_attention(*refs, **scratch):  # by this name profiles know the program
+    _program(*refs, **scratch, kv_heads=K, group=G, splits=plan.splits, stages=plan.stages)
+
+  out, lse, shares = plgpu.kernel(
+    hopper_decode_attention,
+    out_type=outs,
+    scratch_types=scratch,
+    grid=(plan.splits, N),
+    grid_names=('split', 'row'),
+    compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+    interpret=interpret,
+  )(
+    _saturated(q, compute).reshape(N, G, D),
+    k.reshape(N, S, D),
+    v.reshape(N, S, D),
+    length,
+    factors,
+    None if bias is None else bias.reshape(N, G, S),
+  )
+  out, lse = _merged(out[..., :D, :G], lse[..., :G])
+  return (
+    (out * v_scale).astype(q.dtype).reshape(B, H, D),
+    lse.reshape(B, H),
+    None if shares is None else shares[:, :S].reshape(B, K, S),
+  )
+
+
+def _program(
+  q_ref,  # [N, G, D]
+  k_ref,  # [N, S, D]
+  v_ref,  # [N, S, D]
+  length_ref,  # [B]
+  factor_ref,  # [2]: from q . k, and from the bias, to the exponent of 2
+  bias_ref,  # [N, G, S] or None
+  out_ref,  # [N, splits, D up to 64 n, 8], float32
+  lse_ref,  # [N, splits, 8], base 2
+  share_ref,  # [N, S up to BLOCK n] or None
+  *,
+  q_s,
+  k_s,
+  v_s,
+  p_s,
+  wide_s,
+  wide_k,
+  bias_s,
+  scores_s,
+  lse_s,
+  q_came,
+  k_came,
+  v_came,
+  kv_heads,
+  group,
+  splits,
+  stages,
+):
+  row, split = lax.axis_index('row'), lax.axis_index('split')
+  # A row that has ended may say one more slot than there are, as its next token has none.
+  length = lax.min(length_ref[lax.div(row, jnp.int32(kv_heads))], jnp.int32(k_ref.shape[1]))
+  k_factor, bias_factor = factor_ref[0], factor_ref[1]
+  blocks = pl.cdiv(length, jnp.int32(BLOCK))
+  first, last = lax.div(split * blocks, jnp.int32(splits)), lax.div((split + 1) * blocks, jnp.int32(splits))
+  # Past G, S and D the copy engine writes zeros. A start that is a constant would be held against those bounds when traced.
+  start = lax.min(split, jnp.int32(0))
+  queries, columns = pl.ds(start, QUERIES), pl.ds(start, v_s.shape[2])
+
+  def fetch(j):
+    slots, stage = pl.ds(j * BLOCK, BLOCK), lax.rem(j - first, jnp.int32(stages))
+    plgpu.copy_gmem_to_smem(k_ref.at[row, slots], k_s.at[stage], k_came.at[stage])
+    if bias_ref is not None:
+      plgpu.copy_gmem_to_smem(bias_ref.at[row, queries, slots], bias_s.at[stage], k_came.at[stage])
+    plgpu.copy_gmem_to_smem(v_ref.at[row, slots, columns], v_s.at[stage], v_came.at[stage])
+
+  plgpu.copy_gmem_to_smem(q_ref.at[row, queries], q_s, q_came)
+  for j in range(stages):
+    pl.when(first + j < last)(partial(fetch, first + j))
+  plgpu.barrier_wait(q_came)
+
+  def step(j, carry):
+    acc, top, total = carry
+    stage = lax.rem(j - first, jnp.int32(stages))
+    plgpu.barrier_wait(k_came.at[stage])
+    scores = _product((BLOCK, QUERIES), _keys(k_s.at[stage], q_s.dtype, wide_k), q_s.T) * k_factor
+    if bias_s is not None:
+      beside = plgpu.load(bias_s.at[stage].T, layout=TRANSPOSED, optimized=False)  # 2 KiB: its bank conflicts cost little
+      scores += plgpu.layout_cast(beside, MATRIX) * bias_factor
+    scores = jnp.where(_slots(j) < length, scores, -jnp.inf)
+    if scores_s is not None:
+      scores_s[pl.ds(j * BLOCK, BLOCK)] = scores
+    new_top = jnp.maximum(top, jnp.max(scores, axis=0))
+    p, shrink = jnp.exp2(scores - _rows(new_top, scores)), jnp.exp2(top - new_top)
+    p_s.T[...] = plgpu.layout_cast(p.astype(p_s.dtype), TRANSPOSED)
+    plgpu.barrier_wait(v_came.at[stage])
+    values = v_s.at[stage]
+    if wide_s is not None:
+      wide_s[...] = _widened(values, wide_s.dtype)
+      values = wide_s
+    plgpu.commit_smem()
+    acc = acc * _rows(shrink, acc) + _product(acc.shape, values.T, p_s.T)
+    pl.when(j + stages < last)(partial(fetch, j + stages))  # into the stage that has just been read
+    return acc, new_top, total * shrink + jnp.sum(p, axis=0)
+
+  nothing = plgpu.layout_cast(jnp.zeros((v_s.shape[2], QUERIES), jnp.float32), MATRIX), _filled(LEAST), _filled(0.0)
+  acc, top, total = lax.fori_loop(first, last, step, nothing)
+  out_ref[row, split] = acc / _rows(jnp.maximum(total, 1e-30), acc)
+  lse = top + jnp.log(total) * math.log2(math.e)
+  lse_s[...] = lse
+  plgpu.commit_smem()
+  plgpu.copy_smem_to_gmem(lse_s, lse_ref.at[row, split])
+
+  if share_ref is not None:
+
+    def write(j, _):
+      scores = plgpu.load(scores_s.at[pl.ds(j * BLOCK, BLOCK)], layout=MATRIX)
+      query = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1, layout=MATRIX)
+      p = jnp.where((_slots(j) < length) & (query < group), jnp.exp2(scores - _rows(lse, scores)), 0.0)
+      share_ref[row, pl.ds(j * BLOCK, BLOCK)] = jnp.sum(p, axis=1) * (1 / group)
+
+    lax.fori_loop(0, share_ref.shape[1] // BLOCK, write, None)
+  plgpu.wait_smem_to_gmem(0)
+
+
+def _product(shape, a, b):
+  """a @ b in float32; `a` is in shared memory or in registers, `b` in shared memory."""
+
+  def multiply(acc):
+    plgpu.wgmma(acc, a, b)
+    return acc[...]
+
+  return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+
+
+def _keys(ref, dtype, wide_k):
+  """A block of keys as the left operand of a product in `dtype`; `wide_k`: the interpreter takes it from shared memory only."""
+  if ref.dtype == dtype:
+    return ref
+  keys = _widened(ref, dtype)
+  if wide_k is None:
+    return keys
+  wide_k[...] = keys
+  plgpu.commit_smem()
+  return wide_k
+
+
+def _widened(ref, dtype):
+  """FP8 codes in shared memory as numbers in registers, in the layout of a left operand."""
+  return plgpu.layout_cast(plgpu.load(ref, layout=plgpu.Layout.WGMMA_UPCAST_2X).astype(dtype), MATRIX)
+
+
+def _slots(j):
+  """[BLOCK, 8]: the slots of block j."""
+  return plgpu.broadcasted_iota(jnp.int32, (BLOCK, QUERIES), 0, layout=MATRIX) + j * BLOCK
+
+
+def _rows(per_query, like):
+  return lax.broadcast_in_dim(per_query, like.shape, [1])
+
+
+def _filled(value):
+  return plgpu.layout_cast(jnp.full((QUERIES,), value, jnp.float32), PER_QUERY)
+
+
+def _merged(out: Float[Array, 'N P D G'], lse: Float[Array, 'N P G']) -> tuple[Float[Array, 'N G D'], Float[Array, 'N G']]:
+  """One output and natural log-sum-exp (-inf where nothing was seen) from those of P splits."""
+  top = jnp.maximum(jnp.max(lse, axis=1, keepdims=True), LEAST)
+  weight = jnp.exp2(lse - top)
+  total = jnp.sum(weight, axis=1)
+  out = jnp.sum(out * weight[:, :, None], axis=1) / jnp.maximum(total, 1e-30)[:, None]
+  return jnp.swapaxes(out, 1, 2), (top[:, 0] + jnp.log2(total)) * math.log(2)
+
+
+def _saturated(q, dtype):
+  """q in `dtype`; beyond float16's range (65,504, where attention is one-hot in any case) its largest number."""
+  limit = float(jnp.finfo(dtype).max)
+  return jnp.clip(q.astype(jnp.float32), -limit, limit).astype(dtype)
+
+
+def _tiled(shape, dtype, columns):
+  """Shared memory in tiles of 8 rows, swizzled, as copy engine and tensor core agree on."""
+  swizzle = columns * jnp.dtype(dtype).itemsize
+  tiles = plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
+  return plgpu.SMEM(shape, dtype, transforms=tiles)
+
+
+def _up(n: int, multiple: int) -> int:
+  return -(-n // multiple) * multiple

@@ -1,0 +1,111 @@
+"""What an H200's compiler makes of the kernels, on a machine without one: no spills, no copy of the cache, memory within bounds.
+
+Skipped, with the reason, where benchmarks/aot.py finds that the compiler is not installed.
+"""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / 'benchmarks'))
+from aot import compile_for_h200, missing
+from kernel_resources import CASES, MODELS, Case
+
+from sprl.cache.scales import Scales
+from sprl.kernels import hopper_decode_attention as hopper
+from sprl.kernels.decode_attention import decode_attention
+from sprl.models import transformer
+from sprl.models.config import tiny
+from sprl.quant import fp8
+from sprl.sampler import decode
+from sprl.sampler.cache_plan import cache_plan
+from sprl.sampler.served import serve
+from sprl.settings import Cache, Quant, Sampling
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+SOME = [case for case in CASES if case.B == 64 and case.share == (case.S == 640)]
+
+
+def check(case):
+  compiled = case.compile()
+  [kernel] = compiled.kernels
+  _, K, D = MODELS[case.model]
+  assert kernel.spills == 0
+  assert kernel.shared <= hopper.launch(case.B * K, case.S, D, case.dtype, case.share, bias=False).shared
+  # What programs hand over: float32 outputs of each split, 8 queries to a group however few it has; twice that for merging them.
+  assert compiled.temporary <= 0.08 * case.cache_bytes
+
+
+@pytest.mark.parametrize('case', SOME, ids=str)
+def test_no_spills_and_no_temporary_the_size_of_the_cache(case):
+  check(case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('case', [case for case in CASES if case not in SOME], ids=str)
+def test_no_spills_at_any_shape(case):
+  check(case)
+
+
+@pytest.mark.parametrize(
+  ('D', 'dtype'), [(80, 'bfloat16'), (96, 'bfloat16'), (96, 'float8_e4m3fn'), (256, 'bfloat16'), (256, 'float8_e4m3fn')]
+)
+def test_widths_that_fill_no_tile_and_a_bias(D, dtype):
+  B, K, G, S = 64, 2, 3, 648
+  shape, scale = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((), jnp.float32)
+  cache, bias = shape((B, K, S, D), dtype), shape((B, K, G, S), jnp.float32)
+  compiled = compile_for_h200(
+    partial(decode_attention, kernels='mosaic_gpu'),
+    shape((B, K * G, D), jnp.bfloat16),
+    cache,
+    cache,
+    shape((B,), jnp.int32),
+    (scale, scale),
+    bias,
+  )
+  [kernel] = compiled.kernels
+  assert kernel.spills == 0
+
+
+def test_a_cache_held_as_bytes_is_not_copied_into_codes():
+  case = Case('Qwen2.5-7B', 64, 640, 'float8_e4m3fn')
+  q, cache, _, length, scales = case.shapes
+  held = jax.ShapeDtypeStruct(cache.shape, jnp.uint8)
+
+  def attend(q, k, v, length, scales):
+    return decode_attention(q, fp8.from_bytes(k), fp8.from_bytes(v), length, scales, share=False, kernels='mosaic_gpu').out
+
+  assert compile_for_h200(attend, q, held, held, length, scales).temporary <= 0.08 * case.cache_bytes
+
+
+DENSE, SPARSE = Cache(), Cache(budget=512, interval=128, window=16, method='h2o')
+
+
+@pytest.mark.parametrize(
+  ('sampler', 'cache'),
+  [
+    pytest.param('bf16', DENSE, id='dense'),
+    pytest.param('kv8', SPARSE, id='sparse FP8'),
+    pytest.param('kv8', DENSE, id='dense FP8', marks=pytest.mark.slow),
+    pytest.param('bf16', SPARSE, id='sparse', marks=pytest.mark.slow),
+  ],
+)
+def test_the_decode_loop_leaves_the_cache_where_it_is(sampler, cache):
+  """Two layers with Qwen2.5-7B's heads, evicting where the cache is sparse: it is written in place and nowhere copied."""
+  config = tiny('qwen2', num_attention_heads=28, num_key_value_heads=4, head_dim=128, num_hidden_layers=2)
+  quant, rows = Quant(sampler=sampler, key_bias=False), 64
+  plan = cache_plan(config, cache, quant, 512, 1536, jnp.bfloat16, kernels='mosaic_gpu')
+  served = jax.eval_shape(partial(serve, dtype=jnp.dtype(jnp.bfloat16), quant=quant), transformer.abstract_params(config))
+  if plan.fp8:
+    served = served._replace(scales=Scales(*[jax.ShapeDtypeStruct((2,), jnp.float32)] * 3))
+  seed = jax.eval_shape(lambda: jax.random.key(0))
+  state = jax.eval_shape(partial(decode.empty_rows, plan, rows=rows, max_tokens=64), served, seed=seed)
+  steps = partial(decode.decode, transformer.graph(config), sampling=Sampling(), stop_ids=(), steps=8)
+  compiled = compile_for_h200(steps, served, state, donate=(1,))
+  assert all(kernel.spills == 0 for kernel in compiled.kernels)
+  assert compiled.temporary <= 0.08 * plan.bytes(rows)
