@@ -154,7 +154,7 @@ def scheduled(arm: str, slots: Slots, lanes: Lanes, seed: int, start: float) -> 
     return found
 
   lanes.poll = poll
-  source = Conversations(lambda number: 2 * (number + seed * GROUPS), limits(), Short(), lanes.release, environment(0))
+  source = Conversations(lambda number: 2 * (number + seed * GROUPS), limits(), Short(), lanes.release, environment(0), 60.0)
   Scheduler([slots], lanes, source, settings, time.perf_counter, GROUPS, Timeline(time.perf_counter)).batch()
   return done
 

@@ -110,7 +110,8 @@ def run(args: argparse.Namespace, arm: str, seed: str) -> dict[str, Any]:
   result: dict[str, Any] = {'stopped': None if status == 0 else steps}
   result['curves'] = {name: series(records, name)[1].tolist() for name in CURVES}
   if status == 0:
-    result['greedy, dense'] = float(series(records, 'eval/avg@k')[1][-1])
+    result['greedy, before'], result['greedy, dense'] = (float(series(records, 'eval/avg@k')[1][i]) for i in (0, -1))
+    result['compressed'] = float(np.mean(series(records, 'sparse/compressed')[1]))
     result |= {f'{memory} evaluation': evaluation(args, workdir, memory) for memory in ('dense', 'sampler')}
   return result
 

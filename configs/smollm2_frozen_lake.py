@@ -1,7 +1,8 @@
 """SmolLM2-135M-Instruct walks over a frozen lake: several turns with an environment, asynchronously.
 
 command   python -m sprl.main --config=configs/smollm2_frozen_lake.py --workdir=runs/lake
-          --config.environment.name=sokoban (guess_number, calculator, ... or file.py:Class) is another environment
+          --config.environment.name=sokoban '--config.environment.args={}' is another environment (guess_number, calculator, ...,
+          or file.py:Class), with its own arguments
 hardware  2 CPU cores, 8 GiB
 time      not measured here to the end
 expect    a demonstration that the line works: conversations, their masks, environments that are waited for by nobody

@@ -21,7 +21,7 @@ from sprl.rollout.codec import ChatCodec, PlainCodec
 from sprl.rollout.episodes import Limits
 from sprl.rollout.lanes import EXECUTORS, Lanes
 from sprl.rollout.scheduler import WorkersLike
-from sprl.rollout.sources import Conversations, Problems, Source, seeds
+from sprl.rollout.sources import Conversations, Problems, Source, prompts, seeds
 from sprl.sampler.engine import Engine
 from sprl.sampler.served import Served
 from sprl.sampler.slots import Slots, Usage
@@ -29,6 +29,7 @@ from sprl.settings import Environment, Run, SettingsError
 from sprl.tasks import graders, problems
 from sprl.tasks.environments import registry
 from sprl.tasks.environments.latency import delayed
+from sprl.tasks.environments.protocol import EnvironmentFault
 from sprl.tasks.grading_pool import GradingPool
 from sprl.tasks.problems import Problem
 from sprl.tasks.prompts import PromptStream
@@ -62,7 +63,10 @@ class Asked:
     """
     if run.task.kind == 'environment':
       asked = cls(run, tokenizer, None, ())
-      first = asked._conversations(run.sampling.max_tokens, False, lambda key: None).prompt(0)
+      try:
+        (first,) = prompts(asked._conversations(run.sampling.max_tokens, False, lambda key: None), 0, 1)
+      except EnvironmentFault as error:
+        raise SettingsError(f'config.environment.name = {run.environment.name!r}: it does not begin: {error}') from error
       if len(first) > run.sampling.max_prompt:
         raise SettingsError(
           f'config.sampling.max_prompt = {run.sampling.max_prompt}: expected at least {len(first)}, the tokens of what '
@@ -111,7 +115,7 @@ class Asked:
     codec = ChatCodec(self.tokenizer, run.task.system) if run.task.chat else PlainCodec(self.tokenizer)
     limits = Limits(env.turns, env.turn_tokens, run.sampling.max_prompt, limit)
     seed = partial(seeds, run.task.seed, held_out=held_out, split=registry.takes(env.name, 'split'))
-    return Conversations(seed, limits, codec, release, environment(env, held_out, 0))
+    return Conversations(seed, limits, codec, release, environment(env, held_out, 0), env.time_limit)
 
   def _lanes(self, held_out: bool) -> Lanes:
     env, r = self.run.environment, self.run.rollout

@@ -47,8 +47,9 @@ def _input_errors() -> tuple[type[Exception], ...]:
   from sprl.io.pretrained import PretrainedError
   from sprl.io.tokenizer import TokenizerError
   from sprl.models.config import ConfigError
+  from sprl.tasks.environments.protocol import EnvironmentFault
 
-  return PretrainedError, ConfigError, WeightsError, TokenizerError, CheckpointError
+  return PretrainedError, ConfigError, WeightsError, TokenizerError, CheckpointError, EnvironmentFault
 
 
 def _parse(argv: list[str], prepare: Callable[[list[str]], None]) -> list[str]:
@@ -91,8 +92,8 @@ def _check_name(name: str) -> None:
   """Raises SettingsError where there is no such setting: ml_collections would say so in a traceback."""
   section, where = to_dict(Run()), 'config'
   for key in name.split('.')[1:]:
-    if where == 'config.task.args':
-      return  # the data set's names, which only it knows
+    if where in ('config.task.args', 'config.environment.args'):
+      return  # names that only the data set, or the environment, knows
     if not isinstance(section, dict) or key not in section:
       has = f'{where} has {", ".join(sorted(section))}' if isinstance(section, dict) else f'{where} is one value'
       raise SettingsError(f'{where}.{key}: no such setting; {has}')

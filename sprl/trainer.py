@@ -15,7 +15,7 @@ which the clock decides what is generated when, loses no group and trains none t
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -36,7 +36,7 @@ from sprl.io.progress import Progress
 from sprl.learner.state import TrainState, make_optimizer
 from sprl.learning import Learned, Learning, Stopwatch
 from sprl.models.transformer import Params
-from sprl.objective import diagnostics, guards
+from sprl.objective import diagnostics, guards, losses
 from sprl.policy import Policy, abstract_state
 from sprl.process import exclusive, signals
 from sprl.rollout import collect
@@ -162,6 +162,8 @@ def train(run: Run, workdir: Path) -> Finished:
       if groups is None:
         break
       trajectories = [t for group in groups for t in group.trajectories]
+      if thread is None:
+        scheduler.quiesce()  # under the weights that are about to be taken
       times.lap('rollout')
 
       # --- the mismatch by its causes -------------------------------------------------------------------------------
@@ -179,8 +181,17 @@ def train(run: Run, workdir: Path) -> Finished:
       # --- pack, score, update: alone, or while rollouts go on ------------------------------------------------------
       probe, (used, host), (fates, waits) = served.probe, acting.usage(slots), scheduler.metrics()
       del served  # in float32 it shares the learner's arrays, which the update is given to write over
-      with timeline.span('learner', f'update {step}'):
-        learned = _learn(learning, trajectories, scheduler, slots, thread)
+
+      def learn(trajectories=trajectories, name=f'update {step}'):
+        with timeline.span('learner', name):
+          return learning.learn(trajectories)
+
+      if thread is None:
+        for each in slots:
+          each.unload()  # so that the update has the memory
+        learned = learn()
+      else:
+        learned = _meanwhile(scheduler, thread.submit(learn))
       times.lap('learn')
 
       # --- sync: the new weights as the sampler multiplies them, and new scales for its cache -----------------------
@@ -194,7 +205,7 @@ def train(run: Run, workdir: Path) -> Finished:
 
       # --- log, check, evaluate, save -------------------------------------------------------------------------------
       done, after = step, {}
-      rollout = collect.metrics(trajectories, plan, acting.rows(run))
+      rollout = collect.metrics(trajectories, plan, sum(each.capacity for each in slots))
       capped = capped + 1 if rollout['completion/truncated'] == 1 else 0
       scalars = {
         **rollout, **used, **fates, **staleness(groups, step - 1),
@@ -233,26 +244,14 @@ def train(run: Run, workdir: Path) -> Finished:
   return Finished(done, completed, policy, learning.state.params, before, after)
 
 
-def _learn(
-  learning: Learning,
-  trajectories: Sequence[Trajectory],
-  scheduler: Scheduler,
-  slots: Sequence[Any],
-  thread: ThreadPoolExecutor | None,
-) -> Learned:
-  """A step of the learner: on devices that it shares, alone; on its own, beside the rollouts."""
-  if thread is None:
-    scheduler.quiesce()  # under the weights that are about to be taken, and so that the update has the memory
-    for each in slots:
-      each.unload()
-    return learning.learn(trajectories)
-  future = thread.submit(learning.learn, trajectories)
-  while not future.done():
+def _meanwhile(scheduler: Scheduler, learned: Future[Learned]) -> Learned:
+  """Rollouts go on until the learner, on devices of its own, is through with its step."""
+  while not learned.done():
     if scheduler.idle:
-      wait([future], 0.05)
+      wait([learned], 0.05)
     else:
       scheduler.pump(patience=0.05)
-  return future.result()
+  return learned.result()
 
 
 def _beside(thread: ThreadPoolExecutor | None) -> tuple[str, ...]:
@@ -296,7 +295,8 @@ def remarks(run: Run, plan: CachePlan) -> list[str]:
 
 def _check(scalars, broken: list[str], capped: int, bad_streak: int, run: Run, step: int, workdir: Path) -> None:
   """Raises StopRun, with a report, where the run is broken."""
-  reasons = [*broken, *guards.sentinels(scalars, capped if run.rollout.stop_when_capped else 0)]
+  weighted = losses.weighted(run.loss, run.correction.mode)
+  reasons = [*broken, *guards.sentinels(scalars, capped if run.rollout.stop_when_capped else 0, weighted)]
   if bad_streak >= run.optimizer.max_bad_steps:
     reasons.append(
       f'{bad_streak} updates in a row had a gradient that is not finite (config.optimizer.max_bad_steps = '

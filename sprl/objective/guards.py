@@ -21,10 +21,11 @@ HEALTHY: dict[str, tuple[float, float]] = {
 MAX_SATURATION = 1e-4  # of the FP8 cache's numbers
 
 
-def sentinels(metrics: Mapping[str, float], capped_steps: int = 0) -> list[str]:
+def sentinels(metrics: Mapping[str, float], capped_steps: int = 0, weighted: bool = True) -> list[str]:
   """Why the run must stop, one sentence each; empty: go on.
 
   `capped_steps`: how many steps in a row, this one included, every response ran into the length limit.
+  `weighted`: whether the correction's weight is all that accounts for who sampled (losses.weighted).
   """
   reasons = [
     f'{name} = {value}: a log-prob of the sampler or the learner is not finite'
@@ -40,10 +41,10 @@ def sentinels(metrics: Mapping[str, float], capped_steps: int = 0) -> list[str]:
       f'fp8/kv_saturation = {saturation:.3g}, beyond {MAX_SATURATION:g}: keys or values outgrew the scales of the FP8 cache '
       "(config.quant.kv_scale, kv_margin; or config.quant.sampler = 'w8a8' leaves the cache as it is)"
     )
-  uncorrected = metrics.get('policy/ratio_deviation') == 0 and metrics.get('rollout_corr/corrected_fraction') == 0
-  if metrics.get('async/stale_tokens', 0) > 0 and uncorrected:
+  if metrics.get('async/stale_tokens', 0) > 0 and weighted and metrics.get('rollout_corr/corrected_fraction') == 0:
     reasons.append(
-      'tokens were sampled by older weights, and every ratio and weight in the loss is exactly 1: nothing corrects for it '
+      'tokens were sampled by older weights, ratios are to what the learner itself has scored, and every weight is exactly 1: '
+      'nothing corrects for it '
       "(config.correction.level = 'token', or config.correction.mode = 'bypass', divides by the log-probs that sampled)"
     )
   if capped_steps >= 2:

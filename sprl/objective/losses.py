@@ -132,6 +132,11 @@ VARIANTS: dict[str, Callable] = {
 }
 
 
+def weighted(settings: Loss, correction_mode: str) -> bool:
+  """Whether w is all that corrects for who sampled; if not, the variant's own ratio is to the sampler's log-probs."""
+  return correction_mode == 'decoupled' or settings.variant == 'reinforce'
+
+
 def token_loss(
   logp: Float[Array, 'B T'],
   old_logp: Float[Array, 'B T'],
@@ -148,11 +153,11 @@ def token_loss(
   `mask` is all that the model wrote: sequence and segment ratios are means over it, also over rejected tokens, which
   `aggregation` takes out. `weight` is `Corrected.weight`.
   """
-  decoupled = correction_mode == 'decoupled'
-  weighted = decoupled or settings.variant == 'reinforce'
+  reference = old_logp if correction_mode == 'decoupled' else sampler_logp
   # Values outside the mask may be anything, nan too, so they go before the arithmetic: 0 * nan is nan, in gradients as well.
-  l, p, A, w = (jnp.where(mask, x, 0) for x in (logp, old_logp if decoupled else sampler_logp, advantage, weight))
-  tokens = Tokens(l, sg(p), sg(A), sg(w) if weighted else mask.astype(w.dtype), sg(reward)[:, None], mask)
+  l, p, A, w = (jnp.where(mask, x, 0) for x in (logp, reference, advantage, weight))
+  w = w if weighted(settings, correction_mode) else mask.astype(w.dtype)
+  tokens = Tokens(l, sg(p), sg(A), sg(w), sg(reward)[:, None], mask)
   loss, log_ratio, clipped = VARIANTS[settings.variant](tokens, settings)
   return jnp.where(mask, tokens.weight * loss, 0), Facts(sg(log_ratio), sg(clipped & mask))
 

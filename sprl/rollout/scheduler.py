@@ -122,7 +122,8 @@ class _Member:
   partial: Completion | None = None  # what aborted requests have drawn of that
   ticket: int | None = None  # what it waits for of the workers
   engine: int | None = None
-  asked: float = 0.0  # when
+  asked: float | None = None  # when; None: it has not got so far yet
+  lost: bool = False  # has failed too often
   result: Trajectory | None = None
 
   def drawn(self, completion: Completion) -> Completion:
@@ -299,7 +300,8 @@ class Scheduler:
   def _start(self) -> int:
     """Groups are started when an engine could take them, not before: their age counts from here."""
     started = 0
-    while not self._pending and any(self._room(i) > 0 for i in range(len(self.engines))) and self._may_start():
+    opening = sum(member.asked is None for member in self._tickets.values())  # whose environments are about to say the first word
+    while not self._pending and sum(max(0, self._room(i)) for i in range(len(self.engines))) > opening and self._may_start():
       number = self._again.pop(0) if self._again else self.next
       self.next = max(self.next, number + 1)
       entry = self.window.start(number)
@@ -311,6 +313,7 @@ class Scheduler:
       for member in group.members:
         if number in self._groups:  # and was not given up meanwhile
           self._advance(member, None)
+          opening += member.ticket is not None
     return started
 
   def _room(self, engine: int) -> int:
@@ -331,7 +334,7 @@ class Scheduler:
         continue
       member.engine = engine
       self.engines[engine].add(member.request)
-      self._lately.queued.append(self.now() - member.asked)
+      self._lately.queued.append(self.now() - (member.asked or 0.0))
       sent += 1
     for entry in left:
       heapq.heappush(self._pending, entry)
@@ -459,7 +462,8 @@ class Scheduler:
     return False
 
   def _failed(self, member: _Member, kind: str, reason: str) -> None:
-    """Another attempt in its place, with other random numbers; after too many, the group is given up and refunded."""
+    """Another attempt in its place, with other random numbers; after too many, the member is lost. A group of which too few are
+    left is given up and refunded."""
     self.counts['hung' if kind == 'hang' else 'errors'] += 1
     self.timeline.add('failures', kind, self.now(), self.now(), group=member.group.number, reason=reason)
     if reason not in self._told and len(self._told) < MOST_TOLD:
@@ -467,6 +471,9 @@ class Scheduler:
       self._told.add(reason)
     self._stop(member)
     if member.attempt >= self.settings.retries:
+      member.lost = True
+      if sum(not each.lost for each in member.group.members) >= self.settings.group:
+        return  # the others are enough
       self._drop(member.group.number, 'failed')
       self._in_vain(f'given up or filtered out; the last because {reason}')
       return

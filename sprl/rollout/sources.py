@@ -15,13 +15,14 @@ from jaxtyping import Int
 from sprl.io.tokenizer import Tokenizer
 from sprl.rollout.collect import encode
 from sprl.rollout.episodes import Codec, Episode, Limits, answered, conversation
-from sprl.rollout.lanes import Call
-from sprl.tasks.environments.protocol import Environment, checked_reset, turn_messages
+from sprl.rollout.lanes import Call, within
+from sprl.tasks.environments.protocol import Environment, EnvironmentFault, checked_reset, name_of, turn_messages
 from sprl.tasks.grading_pool import Sample
 from sprl.tasks.problems import Problem
 from sprl.trajectory import Completion
 
 MakeEpisode = Callable[[int, int], Episode]  # of a member's uid and its attempt
+MANY = 4  # times as many groups are tried as are looked for
 
 
 @runtime_checkable
@@ -73,7 +74,8 @@ class Problems:
 class Conversations:
   """Episodes with an environment: the workers are Lanes, whose environment of a member is `release`d when it is over.
 
-  `seed(number)` is that of a group's episodes; `sample` is an environment to look at, apart from those in the lanes.
+  `seed(number)` is that of a group's episodes; `sample` is an environment to look at, apart from those in the lanes, and
+  `time_limit` the seconds that one of its calls may take.
   """
 
   seed: Callable[[int], int]
@@ -81,6 +83,7 @@ class Conversations:
   codec: Codec
   release: Callable[[tuple[int, int]], None]
   sample: Environment
+  time_limit: float
 
   def __call__(self, number: int) -> MakeEpisode:
     """Turns with the environment of the group's seed."""
@@ -95,8 +98,14 @@ class Conversations:
     return conversation(seed, self.limits, self.codec, call, lambda: self.release(key))
 
   def prompt(self, number: int) -> Int[np.ndarray, ' P']:
-    """The first observation."""
-    return np.array(self.codec.opening(turn_messages(*checked_reset(self.sample, self.seed(number)))), np.int32)
+    """The first observation. Raises EnvironmentFault."""
+    seed = self.seed(number)
+    try:
+      first = within(self.time_limit, checked_reset, self.sample, seed)
+    except TimeoutError:
+      limit = f'config.environment.time_limit = {self.time_limit:g} s'
+      raise EnvironmentFault(f'environment {name_of(self.sample)}: reset({seed}) took longer than {limit}') from None
+    return np.array(self.codec.opening(turn_messages(*first)), np.int32)
 
   def answer(self, number: int) -> str:
     """Nobody can say."""
@@ -131,5 +140,19 @@ def seeds(base: int, number: int, held_out: bool, split: bool) -> int:
 
 
 def prompts(source: Source, first: int, count: int) -> Sequence[Int[np.ndarray, ' _']]:
-  """What the groups from `first` on begin with."""
-  return [source.prompt(first + i) for i in range(count)]
+  """What `count` groups from `first` on begin with; those whose environment fails are passed over, as in rollouts.
+
+  Raises EnvironmentFault where that leaves none of many.
+  """
+  found: list[Int[np.ndarray, ' _']] = []
+  fault: EnvironmentFault | None = None
+  for number in range(first, first + MANY * count):
+    try:
+      found.append(source.prompt(number))
+    except EnvironmentFault as error:
+      fault = error
+    if len(found) == count:
+      break
+  if fault is not None and not found:
+    raise fault
+  return found

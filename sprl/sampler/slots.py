@@ -55,7 +55,7 @@ class Usage:
   steps: int = 0  # decode steps, of all rows together one each
   tokens: int = 0  # drawn in them
   prefills: int = 0
-  waited: float = 0.0  # seconds that the host waited for the devices
+  waited: float = 0.0  # seconds in which the devices had a chunk to work on
   busy: float = 0.0  # seconds between a dispatch and the end of its collect
 
   def metrics(self, rows: int) -> dict[str, float]:
@@ -83,7 +83,8 @@ class Slots:
     self._rows: list[_Row | None] = [None] * engine.rows
     self._state: decode.Rows | None = None  # made when there is something to do
     self._chunk: dict[str, jax.Array] | None = None  # what the chunk under way will have to say
-    self._since = 0.0
+    self._since = self._launched = 0.0  # when the host turned to the chunk, and when the devices had it
+    self._over: float | None = None  # when it was found to be over
 
   @property
   def capacity(self) -> int:
@@ -147,10 +148,16 @@ class Slots:
     since = np.array([0 if row is None else len(row.tokens) for row in self._rows], np.int32)
     self._state = decode.decode(engine.graphdef, served, self._state, engine.sampling, engine.stop_ids, engine.sampling.chunk)
     self._chunk = decode.read(self._state, since, engine.sampling.chunk + 1)
+    self._launched, self._over = time.perf_counter(), None
 
   @property
   def ready(self) -> bool:
     """Whether the chunk under way is over, or there is none."""
+    if self._over is None and self._done():
+      self._over = time.perf_counter()
+    return self._over is not None
+
+  def _done(self) -> bool:
     return self._chunk is None or all(x.is_ready() for x in self._chunk.values())  # pyright: ignore[reportAttributeAccessIssue]
 
   def wait(self, seconds: float) -> None:
@@ -158,15 +165,13 @@ class Slots:
     start = time.perf_counter()
     while not self.ready and time.perf_counter() < start + seconds:
       time.sleep(NAP)
-    self.usage.waited += time.perf_counter() - start
 
   def collect(self) -> list[Completion]:
     """Waits for the chunk and returns the requests that ended in it, or by it hold a stop string."""
     if self._chunk is None:
       return []
-    start = time.perf_counter()
     news, self._chunk = jax.device_get(self._chunk), None
-    self.usage.waited += time.perf_counter() - start
+    self.usage.waited += (self._over or time.perf_counter()) - self._launched
     finished, drawn = [], [0]
     stopped = np.zeros(len(self._rows), bool)
     for i, row in enumerate(self._rows):
@@ -253,7 +258,8 @@ class Slots:
     def stops(some: list[int]) -> bool:
       return any(s in text(some) for s in sampling.stop)
 
-    if not stops(ids[-sampling.chunk - 1 - max(map(len, sampling.stop)) :]):  # what came before was looked at before
+    longest = max(len(s.encode()) for s in sampling.stop)  # in tokens, each of which is a byte at least
+    if not stops(ids[-sampling.chunk - 1 - longest :]):  # what came before was looked at before
       return None
     low, high = len(earlier) + 1, len(ids)  # the text of a prefix only grows: halve until the completing token is found
     while low < high:

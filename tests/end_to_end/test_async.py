@@ -167,11 +167,11 @@ def test_on_one_device_rollouts_and_updates_take_turns(inputs, sync):
 def test_staleness_that_nothing_corrects_stops_the_run_with_an_explanation(inputs):
   workdir = inputs / 'uncorrected'
   flags = asynchronous(
-    '--config.arm=', '--config.cache.budget=0', '--config.correction.level=off', '--config.optimizer.minibatches=1'
+    '--config.arm=', '--config.cache.budget=0', '--config.correction.level=off', '--config.optimizer.minibatches=2'
   )
   status, _, err = tiny.run('main', f'--config={inputs / "config.py"}', f'--workdir={workdir}', *flags)
   assert status == 3
-  assert 'every ratio and weight in the loss is exactly 1' in err
+  assert 'every weight is exactly 1: nothing corrects for it' in err
   assert 'Traceback' not in err
 
 

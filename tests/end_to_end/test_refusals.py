@@ -169,6 +169,18 @@ def test_two_processes_do_not_share_a_work_directory(inputs, tmp_path, monkeypat
     assert 'another process is running it' in refusal(changed(inputs), tmp_path / 'run', monkeypatch)
 
 
+@pytest.mark.parametrize(('reset', 'said'), [('raise RuntimeError("no lake")', 'no lake'), ('return 42', '42')])
+def test_an_environment_that_cannot_begin_is_refused(inputs, tmp_path, monkeypatch, reset, said):
+  (tmp_path / 'lake.py').write_text(f'class Lake:\n  def reset(self, seed):\n    {reset}\n  def step(self, action): ...\n')
+  run = changed(
+    inputs, task__kind='environment', task__path='', task__eval_path='', task__grader='auto', arm='dense', quant__sampler='bf16',
+    environment__name=f'{tmp_path / "lake.py"}:Lake', sampling__max_prompt=64, sampling__prompt_buckets=(),
+  )  # fmt: skip
+  message = refusal(run, tmp_path / 'run', monkeypatch)
+  assert f"config.environment.name = '{tmp_path / 'lake.py'}:Lake': it does not begin: environment Lake: reset(" in message
+  assert said in message
+
+
 # --- what breaks on the way ------------------------------------------------------------------------------------------
 
 

@@ -346,7 +346,7 @@ class Played:
     limits = Limits(turns=8, turn_tokens=64, max_prompt=1000, max_tokens=3000)
     self.groups = []
     with Lanes(lambda salt: self.counted(make, salt), 4, start, limit) as lanes:
-      source = Conversations(lambda n: seeds(40, n, False, False), limits, PlainCodec(tokens), lanes.release, FrozenLake())
+      source = Conversations(lambda n: seeds(40, n, False, False), limits, PlainCodec(tokens), lanes.release, FrozenLake(), limit)
       self.engine = Talking(clock, 4, tokens, chunk=0.2)
       settings = Rollout(prompts=2, group=3, **rollout)
       scheduler = Scheduler([self.engine], lanes, source, settings, clock, steps * settings.prompts)

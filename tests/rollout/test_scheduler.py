@@ -354,6 +354,39 @@ def test_what_is_late_from_a_group_that_is_gone_is_ignored():
   assert uid not in scheduler._by_uid
 
 
+def test_a_member_too_many_that_is_lost_costs_its_group_nothing():
+  world = World(Rollout(prompts=2, group=2, extra_members=1, retries=0), capacity=6)
+  world.workers._result = lambda call: Failure('error', 'spare') if call[0] % 3 == 2 else SimpleNamespace(score=1.0, status='ok')
+  world.workers._duration = lambda call: 0.0 if call[0] % 3 == 2 else 5.0  # it fails before the others are through
+  for group in world.step():
+    assert [t.uid % 3 for t in group.trajectories] == [0, 1]
+  assert world.scheduler.counts['failed'] == 0
+  assert world.scheduler.counts['errors'] == 2
+
+
+def test_a_group_of_which_too_few_are_left_is_given_up():
+  world = World(Rollout(prompts=1, group=2, extra_members=1, retries=0), capacity=3)
+  world.workers._result = lambda call: Failure('error', 'x') if call[0] in (1, 2) else SimpleNamespace(score=1.0, status='ok')
+  (group,) = world.step()
+  assert group.number == 1
+  assert world.scheduler.counts['failed'] == 1
+
+
+def test_no_more_environments_begin_than_engines_have_room_for():
+  """async_rollouts 2: a group's age counts from its first request, so none is started that could not be asked soon."""
+
+  def episode(uid, attempt):
+    yield Work((uid, attempt))  # the first observation
+    completion = yield Generate(np.array([1]), NOTHING, TOKENS)
+    return Trajectory.of(completion, reward=1.0)
+
+  world = World(Rollout(prompts=8, group=4, async_ratio=2.0), capacity=8)
+  world.scheduler._source = lambda number: episode
+  world.scheduler.pump()
+  assert world.scheduler.counts['started'] == 2
+  assert len(world.scheduler.batch()) == 8
+
+
 def test_nobody_waits_for_a_slow_engine():
   """An engine in a long chunk (a prefill, say) keeps no other from its own."""
   world = World(Rollout(prompts=20, group=1, async_ratio=0.0), capacity=1, engines=2)

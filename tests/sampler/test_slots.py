@@ -14,7 +14,7 @@ from sprl.sampler.cache_plan import cache_plan
 from sprl.sampler.engine import Engine
 from sprl.sampler.replay import replay
 from sprl.sampler.served import serve
-from sprl.sampler.slots import Slots
+from sprl.sampler.slots import Slots, _Row
 from sprl.settings import UNQUANTISED, Cache, Quant, Sampling, SettingsError
 from sprl.trajectory import Request, Trajectory
 
@@ -275,6 +275,22 @@ def test_a_stop_string_may_begin_before_the_interruption():
   assert end <= 7
   assert joined.finish == 'stop'
   np.testing.assert_array_equal(joined.tokens, ids[:end])
+
+
+@pytest.mark.parametrize('offset', range(8))
+def test_a_stop_string_is_found_however_many_tokens_it_takes(offset):
+  """A token may be a byte of a character: nine of them for three characters, over four looks."""
+  stop, chunk = '終わり', 4
+  host = dataclasses.replace(engine(), text=lambda ids: bytes(i % 256 for i in ids).decode(errors='ignore'))
+  host = dataclasses.replace(host, sampling=dataclasses.replace(SAMPLING, stop=(stop,), chunk=chunk))
+  slots, ids = Slots(host, served()), [97] * offset + list(stop.encode()) + [98] * 20
+  row = _Row(requests()[0])
+  for seen in range(1, len(ids), chunk):
+    row.tokens = ids[:seen]
+    if (cut := slots._stop_string(row)) is not None:
+      break
+  assert cut == offset + len(stop.encode())
+  assert seen - cut < chunk
 
 
 @pytest.mark.parametrize('memory', ['dense', 'rkv', 'fp8'])
