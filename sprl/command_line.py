@@ -10,6 +10,8 @@ from absl import logging as absl_logging
 
 from sprl.settings import Run, SettingsError, to_dict
 
+FREE = 'config.task.args', 'config.environment.args'  # settings whose keys only the data set, or the environment, knows
+
 
 def start(main: Callable[[], int], prepare: Callable[[list[str]], None] = lambda argv: None) -> None:
   """Parses the flags, `prepare` first (it may define more), and exits with what `main` returns, or
@@ -66,10 +68,11 @@ def _parse(argv: list[str], prepare: Callable[[list[str]], None]) -> list[str]:
   except (SettingsError, OSError) as error:
     sys.exit(_refuse(error))
   except AttributeError as error:
-    unknown = [name for name in _config_flags(argv) if name.startswith('config.task.args.')]
+    unknown = [name for name in _config_flags(argv) if name.rpartition('.')[0] in FREE]
     if not unknown:
       raise
-    sys.exit(_refuse(f'{", ".join(unknown)}: {error} is not set in the config; set all of --config.task.args="{{...}}"'))
+    whole = unknown[0].rpartition('.')[0]
+    sys.exit(_refuse(f'{", ".join(unknown)}: {error} is not set in the config; set all of --{whole}="{{...}}"'))
 
 
 def _refuse(error: object) -> int:
@@ -92,8 +95,8 @@ def _check_name(name: str) -> None:
   """Raises SettingsError where there is no such setting: ml_collections would say so in a traceback."""
   section, where = to_dict(Run()), 'config'
   for key in name.split('.')[1:]:
-    if where in ('config.task.args', 'config.environment.args'):
-      return  # names that only the data set, or the environment, knows
+    if where in FREE:
+      return
     if not isinstance(section, dict) or key not in section:
       has = f'{where} has {", ".join(sorted(section))}' if isinstance(section, dict) else f'{where} is one value'
       raise SettingsError(f'{where}.{key}: no such setting; {has}')
