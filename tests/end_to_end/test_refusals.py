@@ -39,7 +39,7 @@ def inputs(tmp_path_factory) -> Path:
     ('--config.steps=many', "--config.steps=many: invalid literal for int() with base 10: 'many'"),
     ('--config.loss.variant=grpo', "config.loss.variant = 'grpo': expected one of 'vanilla', 'ppo'"),
     ('--config.task.args.terms=2', 'config.task.args.terms'),
-    ('--config.environment.args.size=2', "'size' is not set in the config; set all of --config.environment.args="),
+    ('--config.environment.args.size=2', 'is not set in the config; set all of --config.environment.args='),
     ('--workdirectory=x', "Unknown command line flag 'workdirectory'"),
   ],
 )
