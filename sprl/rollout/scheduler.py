@@ -210,7 +210,7 @@ class Scheduler:
       self._drop(number, 'surplus')
     self.counts['consumed'] += len(groups)
     finished = [Group(g.number, g.start_version, tuple(g.results)) for g in groups]
-    self._lately.consumed += [len(t.completion) for g in finished for t in g.trajectories]
+    self._lately.consumed += [int(t.mask.sum()) for g in finished for t in g.trajectories]
     return finished
 
   def sync(self, served: Sequence[Any]) -> None:
@@ -434,7 +434,7 @@ class Scheduler:
     """A member has its reward; with the last one wanted, its group is complete."""
     group, wanted = member.group, self.settings.group
     member.result = replace(trajectory, uid=member.uid, group=group.number, start_version=group.start_version)
-    self._lately.finished.append(len(trajectory.completion))
+    self._lately.finished.append(int(trajectory.mask.sum()))
     if len(group.results) < wanted:
       return
     for late in group.members:
