@@ -53,7 +53,7 @@ def test_packed_rows_score_as_the_sampler_did(world):
 def test_an_update_under_the_mask_has_the_ratio_1_and_a_gradient(world):
   config, params, _, batch = world
   optimizer = make_optimizer(Optimizer(name='sgd', learning_rate=1.0, clip_norm=0.0), 1)
-  computation = Computation(Correction(level='off'), Loss(), 0.9, FLOAT32, 16, True)
+  computation = Computation(Correction(level='off'), Loss(), 0.9, FLOAT32, 16, 'layer')
   update = make_update(transformer.graph(config), optimizer, computation)
   state = TrainState.create(jax.tree.map(jnp.copy, params), optimizer)
   state, metrics = update(state, jax.device_put(batch), None, None)

@@ -158,7 +158,7 @@ def test_a_second_update_with_rejection_reference_entropy_and_temperature(world)
   scored = np.asarray(score(world.graph, world.params, batch, temperature, FLOAT32, 8))
   old = np.where(mask, scored + rng.normal(0, 0.25, mask.shape), 0).astype(np.float32)
   ref = np.where(mask, scored + rng.normal(0, 0.5, mask.shape), 0).astype(np.float32)
-  computation = Computation(correction, loss, temperature, FLOAT32, 4, False)
+  computation = Computation(correction, loss, temperature, FLOAT32, 4, 'none')
   gradient, metrics = step(world, batch, computation, jnp.asarray(old), jnp.asarray(ref))
 
   T = max(len(t.tokens) for t in world.trajectories)
@@ -190,7 +190,7 @@ def test_bypass_reinforce_weights_whole_sequences(world):
   correction = Correction(mode='bypass', level='sequence', cap=1.2)
   loss = Loss(variant='reinforce', aggregate='seq-mean-token-sum-norm')
   batch = packed(world, rows=2, micros=1)
-  gradient, _ = step(world, batch, Computation(correction, loss, 1.0, FLOAT32, 8, False))
+  gradient, _ = step(world, batch, Computation(correction, loss, 1.0, FLOAT32, 8, 'none'))
 
   def token_loss(l, entropy, b, A, mask):
     rho = jnp.exp(jnp.where(mask, sg(l) - b, 0).sum(axis=1, keepdims=True))
@@ -208,7 +208,7 @@ def test_every_loss_takes_a_finite_step(world, variant):
   correction = Correction(mode='bypass', level='token') if bypass else Correction()
   batch = packed(world, micros=2)
   with jax.disable_jit():  # compiling each would take the most of a minute
-    gradient, metrics = step(world, jax.device_put(batch), Computation(correction, Loss(variant), 1.0, FLOAT32, 32, False))
+    gradient, metrics = step(world, jax.device_put(batch), Computation(correction, Loss(variant), 1.0, FLOAT32, 32, 'none'))
   bad = [name for name, value in metrics.items() if not np.isfinite(value)]
   assert not bad
   assert float(metrics['update/skipped']) == 0

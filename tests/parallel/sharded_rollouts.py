@@ -78,7 +78,7 @@ def step(settings, cache, quant):
   batch = jax.device_put(batch, policy.replicated)
   found.append(calibrate.amax_of_batch(graphdef, plan, params, batch, 0))
   optimizer = make_optimizer(Optimizer(name='sgd', learning_rate=0.1, clip_norm=0.0), 10)
-  update = make_update(graphdef, optimizer, Computation(ARMS['sparse_rl'], Loss(), 1.0, FLOAT32, 16, False))
+  update = make_update(graphdef, optimizer, Computation(ARMS['sparse_rl'], Loss(), 1.0, FLOAT32, 16, 'none'))
   places = jax.tree.map(lambda a: a.sharding, abstract_state(policy, optimizer))
   state = jax.jit(partial(TrainState.create, optimizer=optimizer), out_shardings=places)(params)
   state, metrics = update(state, batch, score(graphdef, params, batch, 1.0, FLOAT32, 16), None)

@@ -29,7 +29,7 @@ batch, _ = pack(
   small.rollouts([(5, 3), (4, 6)], (6, 3), vocab=257), np.array([1, -1, 0.5, -2], np.float32), Shape(2, 1, 32, 4, 6), True
 )
 optimizer = make_optimizer(Optimizer(name='sgd', learning_rate=0.1, clip_norm=0.0), 10)
-computation = Computation(Correction(), Loss(), 1.0, jnp.dtype('float32'), 8, False)
+computation = Computation(Correction(), Loss(), 1.0, jnp.dtype('float32'), 8, 'none')
 
 
 class Compilations(logging.Handler):
