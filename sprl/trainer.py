@@ -210,7 +210,7 @@ def train(run: Run, workdir: Path) -> Finished:
       scalars = {
         **rollout, **used, **fates, **staleness(groups, step - 1),
         **mean_of(learned.measured), **mean_of(learned.packing), **sync_metrics(served, probe),
-        'sparse/repetition': float(np.mean([diagnostics.repetition(t.completion[t.mask]) for t in trajectories])),
+        'sparse/repetition': float(np.mean([diagnostics.repetition(t.tokens[t.mask]) for t in trajectories])),
       }  # fmt: skip
       times.lap('log')
       rate = sum(int(t.mask.sum()) for t in trajectories) / sum(times.seconds[name] for name in ('rollout', *_beside(thread)))

@@ -170,7 +170,7 @@ def test_two_processes_do_not_share_a_work_directory(inputs, tmp_path, monkeypat
     assert 'another process is running it' in refusal(changed(inputs), tmp_path / 'run', monkeypatch)
 
 
-@pytest.mark.parametrize(('reset', 'said'), [('raise RuntimeError("no lake")', 'no lake'), ('return 42', '42')])
+@pytest.mark.parametrize(('reset', 'said'), [('raise RuntimeError("no lake")', 'no lake'), ('return 42', 'returned a int')])
 def test_an_environment_that_cannot_begin_is_refused(inputs, tmp_path, monkeypatch, reset, said):
   (tmp_path / 'lake.py').write_text(f'class Lake:\n  def reset(self, seed):\n    {reset}\n  def step(self, action): ...\n')
   run = changed(
