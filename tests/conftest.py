@@ -18,3 +18,12 @@ def compiled_fast():
   jax.config.update('jax_disable_most_optimizations', True)
   yield
   jax.config.update('jax_disable_most_optimizations', before)
+
+
+@pytest.fixture(scope='module', autouse=True)
+def programs_end_with_their_file():
+  """Compiled programs are let go of: each holds memory maps, of which a process may have 65,530, and XLA crashes at the next."""
+  yield
+  import jax
+
+  jax.clear_caches()
