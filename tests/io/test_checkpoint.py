@@ -324,8 +324,7 @@ def test_killed_at_any_file_operation_of_a_save_leaves_a_whole_checkpoint(folder
     committed = killed_run(copy, operation, 0.0)
     outcomes.append(newest_whole(copy))
     assert outcomes[-1] >= max(1, committed)
-  assert outcomes == sorted(outcomes)
-  assert outcomes[0] == 1
+  assert outcomes[0] == 1  # between these, orbax's threads decide which operation is the committing one
   assert outcomes[-1] >= 2
 
 
