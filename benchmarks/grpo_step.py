@@ -73,10 +73,12 @@ def run_peer(args, problems) -> dict:
 def work(args):
   """Our own steps, in a process of their own: prints one line of JSON."""
   from sprl.io.metrics import read_metrics
+  from sprl.process import hold_little_memory
   from sprl.settings import default_config, resolve
   from sprl.tasks import problems
   from sprl.trainer import train
 
+  hold_little_memory()  # as the command line does
   config = default_config()
   config.steps = args.steps + 1
   config.model.path = args.model
@@ -97,8 +99,9 @@ def work(args):
     steps = [r['time'] for r in records]
     length = statistics.mean(r['completion/length_mean'] for r in records)
   asked = problems.load(run.task, 'train')[: args.prompts * (args.steps + 2)]
-  phases = {name: statistics.median(t[name] for t in steps) for name in ('rollout', 'grade', 'score', 'update', 'sync', 'log')}
-  total = statistics.median(sum(t[name] for name in phases) for t in steps)
+  whole = ('rollout', 'learn', 'sync', 'log')  # rollouts are graded as they end; score and update are parts of learn
+  phases = {name: statistics.median(t[name] for t in steps) for name in (*whole, 'score', 'update')}
+  total = statistics.median(sum(t[name] for name in whole) for t in steps)
   rows = [{'prompt': p.prompt, 'answer': p.answer} for p in asked]
   print(json.dumps({'seconds': total, 'phases': phases, 'steps': len(steps), 'mean_completion_length': length, 'problems': rows}))
 
