@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from sprl.cache.plan import CachePlan
 from sprl.learner.packing import pack, shape
@@ -58,7 +58,8 @@ class Stopwatch:
 class Learning:
   """The train state, and what it takes to move it.
 
-  `largest` is what the FP8 cache's scales are made of: the largest queries, keys and values of the last looks.
+  `largest` is what the FP8 cache's scales are made of: the largest queries, keys and values of the last looks. The latest was at
+  the weights after `looked_at` updates.
   """
 
   run: Run
@@ -68,6 +69,7 @@ class Learning:
   state: TrainState
   reference: Params | None = None
   largest: calibrate.History = field(default_factory=tuple)
+  looked_at: int = -1
 
   def __post_init__(self):
     run = self.run
@@ -79,6 +81,11 @@ class Learning:
     )
     self._update = make_update(self.policy.graphdef, self.optimizer, computation)
 
+  @property
+  def renewed(self) -> bool:
+    """Whether the scales of the cache, where it has any to be found, are of the newest weights (fp8_rollouts 7.4)."""
+    return not self.calibrates or self.looked_at == int(jax.device_get(self.state.version))
+
   def serve(self) -> Served:
     """The newest weights as the sampler multiplies them."""
     scales = calibrate.scales(self.largest, self.run.quant, self.plan.layers) if self.plan.fp8 else None
@@ -87,7 +94,7 @@ class Learning:
   def look_at(self, prompts: Sequence[Int[np.ndarray, ' _']], rows: int) -> None:
     """Finds scales on prompts, before there are rollouts to find them on."""
     found = calibrate.amax_of_prompts(self.policy.graphdef, self.plan, self.state.params, prompts, rows, self.run.quant)
-    self.largest = calibrate.remembered(self.largest, found, self.run.quant)
+    self._remember(found)
 
   def learn(self, trajectories: Sequence[Trajectory]) -> Learned:
     """One step: its minibatches one after the other, as often as there are epochs. Groups stand together, in order."""
@@ -128,9 +135,13 @@ class Learning:
       if self.calibrates and batches and run.quant.kv_scale != 'first_forward':
         params, limit = self.state.params, run.quant.kv_batches
         found = [calibrate.amax_of_batch(policy.graphdef, self.plan, params, batch, limit) for batch in batches]
-        self.largest = calibrate.remembered(self.largest, np.max(jax.device_get(found), axis=0), run.quant)
+        self._remember(np.max(jax.device_get(found), axis=0))
         times.lap('calibrate')
     return Learned(measured, [metrics for _, metrics in minibatches], times.seconds)
+
+  def _remember(self, found: Float[Array | np.ndarray, '3 L']) -> None:
+    self.largest = calibrate.remembered(self.largest, found, self.run.quant)
+    self.looked_at = int(jax.device_get(self.state.version))
 
 
 def advantages_of(trajectories: Sequence[Trajectory], run: Run) -> Float[np.ndarray, ' B']:

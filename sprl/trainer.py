@@ -112,8 +112,8 @@ def train(run: Run, workdir: Path) -> Finished:
     largest = tuple(np.array(found, np.float32) for found in extra.get('largest', ()))
 
     # --- learner, engines, scheduler, and where to write ------------------------------------------------------------
-    learning = Learning(run, policy, plan, optimizer, state, reference, largest)
-    if learning.calibrates and not largest:
+    learning = Learning(run, policy, plan, optimizer, state, reference, largest, extra.get('looked_at', -1))
+    if not learning.renewed:  # a run that went to its end has not looked for what comes after
       learning.look_at(prompts(source, extra.get('scheduler', {}).get('next', 0), run.rollout.prompts), acting.prefill(run))
     served = learning.serve()
     engines = acting.engines(run, policy, plan)
@@ -144,7 +144,7 @@ def train(run: Run, workdir: Path) -> Finished:
     def save():
       extra = {
         'stream': asked.state(), 'scheduler': scheduler.state(), 'capped': capped, 'before': before, 'after': after,
-        'largest': [found.tolist() for found in learning.largest],
+        'largest': [found.tolist() for found in learning.largest], 'looked_at': learning.looked_at,
       }  # fmt: skip
       checkpoints.save(done, learning.state, extra, after['metrics']['eval/avg@k'] if after else None)
       timeline.write(workdir / 'trace.json')
@@ -220,6 +220,8 @@ def train(run: Run, workdir: Path) -> Finished:
         run_log.samples(step, collect.sample_rows(trajectories, source.answer, policy.tokenizer, run.log.samples))
       finite = calibrate.usable(learning.largest)
       broken = [] if finite else ['queries, keys or values are not finite: the FP8 cache has no scales']
+      if step < run.steps and not learning.renewed:
+        broken.append('the FP8 cache has scales that were found with older weights than it serves')
       broken += self_check(learning.state.params, served, policy.dtype, run.quant) if run.quant.sampler != 'bf16' else []
       bad_streak = max((int(m['update/bad_streak']) for m in learned.measured), default=0)
       _check(scalars, broken, capped, bad_streak, run, step, workdir)

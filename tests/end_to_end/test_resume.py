@@ -134,6 +134,22 @@ def test_an_interrupted_run_goes_on_as_if_it_had_not_been(inputs, uninterrupted)
   assert 'Traceback' not in err
 
 
+@pytest.mark.slow
+def test_a_run_given_more_steps_finds_the_scales_of_its_last_weights_first(inputs):
+  """Scales found on the next rollout's prompts are not looked for at the end of a run, where there is no next rollout."""
+
+  def step_2(workdir, *steps):
+    for last in steps:
+      flags = f'--config.steps={last}', '--config.quant.kv_scale=first_forward', '--config.optimizer.schedule=constant'
+      status, _, err = train(inputs, workdir, *flags)
+      assert status == 0, err
+    return next(
+      {k: v for k, v in r.items() if k != 'time'} for r in read_metrics(workdir) if r['kind'] == 'train' and r['step'] == 2
+    )
+
+  assert step_2(inputs / 'extended', 1, 2) == step_2(inputs / 'at-once', 2)
+
+
 def check_evaluation(workdir: Path) -> None:
   """`sprl.evaluate` with settings of its own on a run in progress."""
   changes = '--config.eval.samples=4', '--config.eval.temperature=1.0', '--config.eval.problems=5', '--step=2'
