@@ -15,7 +15,6 @@ import tiny
 from sprl import settings
 from sprl.io.metrics import read_metrics
 from sprl.learner.packing import pack, shape
-from sprl.learner.score import score
 from sprl.learner.state import TrainState, make_optimizer
 from sprl.learner.update import Computation, make_update
 from sprl.objective.advantages import advantages
@@ -62,11 +61,12 @@ def by_hand(run, grade):
   engine = policy.engine(run.sampling, policy.plan(run.sampling, run.cache, run.quant), run.rollout.prompts * n, 4, run.seed)
   optimizer = make_optimizer(run.optimizer, run.steps * updates)
   state = TrainState.create(policy.load(), optimizer)
-  chunk, temperature = run.packing.score_chunk, run.sampling.temperature
-  computation = Computation(run.correction, run.loss, temperature, policy.dtype, chunk, run.model.remat)
+  computation = Computation(
+    run.correction, run.loss, run.sampling.temperature, policy.dtype, run.packing.score_chunk, run.model.remat
+  )
   update = make_update(policy.graphdef, optimizer, computation)
   stream = PromptStream(problems.load(run.task, 'train'), run.seed)
-  rewards = []
+  rewards, losses = [], []
   for step in range(run.steps):
     asked = stream.next(run.rollout.prompts)
     requests = [
@@ -81,20 +81,22 @@ def by_hand(run, grade):
     advantage = advantages(jnp.array(reward, jnp.float32), group, jnp.ones(len(reward), bool), run.advantage)
     sizes = shape(run.sampling, run.rollout, run.packing, run.optimizer.minibatches)
     batch, _ = pack(trajectories, np.array(advantage, np.float32), sizes, run.packing.share_prefix)
-    old = score(policy.graphdef, state.params, batch, temperature, policy.dtype, chunk)
-    state, _ = update(state, batch, old, None)
+    state, metrics = update(state, batch, None, None)  # the learner's forward pass is the old policy's
     rewards.append(float(np.mean(reward)))
-  return state.params, rewards
+    losses.append(float(metrics['update/loss']))
+  return state.params, rewards, losses
 
 
 def test_a_synchronous_run_is_the_plain_loop_bit_for_bit(inputs, tmp_path):
-  """async_rollouts 13.1, on samples (their rewards), and parameters; every ratio to the sampler's weights is theirs."""
-  run = plain(inputs, 3, **{'correction.veto': 1e-30})  # so that the old policy is scored, as by hand
-  expected, rewards = by_hand(run, loaded(inputs / 'grader.py', 'tiny_grader').grade)
+  """async_rollouts 13.1, on samples (their rewards), losses and parameters; the learner is the old policy, exactly."""
+  run = plain(inputs, 3)
+  expected, rewards, losses = by_hand(run, loaded(inputs / 'grader.py', 'tiny_grader').grade)
   finished = train(run, tmp_path / 'run')
   jax.tree.map(np.testing.assert_array_equal, finished.params, expected)
   records = [r for r in read_metrics(tmp_path / 'run') if r['kind'] == 'train']
   np.testing.assert_allclose([r['reward/mean'] for r in records], rewards, rtol=1e-6)
+  assert [r['update/loss'] for r in records] == losses
+  assert all((r['policy/ratio_mean'], r['policy/ratio_deviation']) == (1, 0) for r in records)
   assert all(r['async/token_lag_max'] == 0 for r in records)
 
 
