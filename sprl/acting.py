@@ -1,7 +1,6 @@
 """The rollout half of a run, made from its settings: what is asked, who grades or plays, and the engines on their devices."""
 
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -19,17 +18,19 @@ from sprl.policy import Policy
 from sprl.rollout import collect
 from sprl.rollout.codec import ChatCodec, PlainCodec
 from sprl.rollout.episodes import Limits
-from sprl.rollout.lanes import EXECUTORS, Lanes
+from sprl.rollout.lanes import Lanes
 from sprl.rollout.scheduler import WorkersLike
 from sprl.rollout.sources import Conversations, Problems, Source, prompts, seeds
 from sprl.sampler.engine import Engine
 from sprl.sampler.served import Served
 from sprl.sampler.slots import Slots, Usage
-from sprl.settings import Environment, Run, SettingsError
+from sprl.settings import Environment, Run, SettingsError, Task
 from sprl.tasks import graders, problems
 from sprl.tasks.environments import registry
 from sprl.tasks.environments.latency import delayed
 from sprl.tasks.environments.protocol import EnvironmentFault
+from sprl.tasks.executors import EXECUTORS, cpus
+from sprl.tasks.grading_lanes import GradingLanes
 from sprl.tasks.grading_pool import GradingPool
 from sprl.tasks.problems import Problem
 from sprl.tasks.prompts import PromptStream
@@ -88,7 +89,7 @@ class Asked:
       lanes, apart = (enter(self._lanes(held_out)) for held_out in (False, True))
       source = self._conversations(limit, False, lanes.release)
       return lanes, source, HeldOut(lambda limit: self._conversations(limit, True, apart.release), apart, run.eval.problems)
-    pool = enter(GradingPool(graders.resolve(task), task.grader_workers, task.grader_timeout, task.grader_memory_gb))
+    pool = enter(grading(task))
     test = self.test
 
     def held_out(limit: int) -> Source:
@@ -120,8 +121,16 @@ class Asked:
   def _lanes(self, held_out: bool) -> Lanes:
     env, r = self.run.environment, self.run.rollout
     episodes = math.ceil((1 + r.async_ratio) * r.prompts + r.extra_prompts) * (r.group + r.extra_members)
-    lanes = env.workers or (episodes if env.executor == 'threads' else os.cpu_count() or 1)
+    lanes = env.workers or (episodes if env.executor == 'threads' else cpus(env.executor))
     return Lanes(partial(environment, env, held_out), lanes, EXECUTORS[env.executor], env.time_limit)
+
+
+def grading(task: Task) -> GradingPool | GradingLanes:
+  """Who grades the answers to a task's problems."""
+  spec = graders.resolve(task)
+  if task.grader_executor == 'processes':
+    return GradingPool(spec, task.grader_workers, task.grader_timeout, task.grader_memory_gb)
+  return GradingLanes(spec, task.grader_workers, task.grader_timeout, EXECUTORS[task.grader_executor])
 
 
 def environment(settings: Environment, held_out: bool, salt: int) -> Any:

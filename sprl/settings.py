@@ -55,6 +55,7 @@ class Task:
   grader_timeout: float = 10.0  # seconds an answer may take
   grader_memory_gb: float = 4.0  # address space that one grading process may add to what it starts with
   grader_workers: int = 2
+  grader_executor: Literal['processes', 'ray'] = 'processes'  # of this machine; or actors of a Ray cluster, which limits memory
 
 
 @dataclass(frozen=True)
@@ -164,7 +165,7 @@ class Environment:
   turns: int = 10  # answers an episode may have
   turn_tokens: int = 64  # and tokens each; config.sampling.max_tokens is for all that follows the first observation
   workers: int = 0  # threads (or processes) that step environments; 0: one an episode (processes: one a core)
-  executor: Literal['threads', 'processes'] = 'threads'
+  executor: Literal['threads', 'processes', 'ray'] = 'threads'
   time_limit: float = 3600.0  # seconds a reset or step may take; then it counts as hung, and its member is tried again
   latency_mean: float = 0.0  # seconds added to every step, for experiments
   latency_std: float = 0.0
@@ -740,7 +741,8 @@ def check_objective(run: Run) -> None:
 # --- checks of the task ----------------------------------------------------------------------------------------------
 
 GRADERS = ('auto', 'math', 'gsm8k', 'numeric', 'exact')
-GRADING_COSTS = ('task.grader_workers', 'task.grader_timeout', 'task.grader_memory_gb')  # the machine's affair, not the task's
+# The machine's affair, not the task's.
+GRADING_COSTS = ('task.grader_workers', 'task.grader_executor', 'task.grader_timeout', 'task.grader_memory_gb')
 
 
 def grader_file(grader: str) -> tuple[str, str] | None:

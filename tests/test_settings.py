@@ -267,7 +267,7 @@ def environment(**changes):
     ('environment.turns', 0, '1 or more'),
     ('environment.turn_tokens', 0, '1 or more'),
     ('environment.workers', -1, '0 or more'),
-    ('environment.executor', 'ray', "one of 'threads', 'processes'"),
+    ('environment.executor', 'dask', "one of 'threads', 'processes', 'ray'"),
     ('environment.time_limit', 0.0, 'seconds, above 0'),
     ('environment.time_limit', float('nan'), 'seconds, above 0'),
     ('environment.latency_mean', -0.1, 'seconds, 0 or more'),

@@ -1,16 +1,12 @@
 """Environments at work beside the run: many of them, in a few lanes, each of which makes one call at a time.
 
-An environment lives in the lane that it was made in until it is released. A lane is an executor of one worker: a thread, a
-process, or whatever `concurrent.futures.Executor` a user brings (Ray's pools have that form). A call that takes longer than its
-limit counts as hung: its lane is given up, and another takes its place.
+An environment lives in the lane that it was made in until it is released. A lane is an executor of one worker
+(sprl.tasks.executors). A call that takes longer than its limit counts as hung: its lane is given up, and another takes its place.
 """
 
 import concurrent.futures
 import contextlib
 import itertools
-import multiprocessing
-import queue
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Hashable
@@ -20,6 +16,7 @@ from typing import Any
 
 from sprl.rollout.scheduler import Failure
 from sprl.tasks.environments.protocol import checked_reset, checked_step
+from sprl.tasks.executors import Daemon, end
 
 MakeEnvironment = Callable[[int], Any]  # of a salt, by which copies of one episode differ in their delays
 
@@ -31,48 +28,6 @@ class Call:
   key: tuple[int, int]  # (uid, attempt)
   method: str
   argument: Any
-
-
-class Daemon(Executor):
-  """An executor of one thread that does not keep the process from ending: a call that hangs is left behind."""
-
-  def __init__(self):
-    self._calls: queue.SimpleQueue = queue.SimpleQueue()
-    threading.Thread(target=self._work, daemon=True, name='environment').start()
-
-  def submit(self, fn, /, *args, **kwargs):
-    """As executors do."""
-    future: Future = Future()
-    self._calls.put((future, fn, args, kwargs))
-    return future
-
-  def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-    """Ends after what was submitted; never waits."""
-    self._calls.put(None)
-
-  def _work(self) -> None:
-    while (item := self._calls.get()) is not None:
-      future, fn, args, kwargs = item
-      try:
-        future.set_result(fn(*args, **kwargs))
-      except BaseException as error:
-        future.set_exception(error)
-
-
-def process() -> Executor:
-  """An executor of one fresh process, which can be killed."""
-  return concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context('spawn'))
-
-
-def within(seconds: float, fn: Callable[..., Any], *args: Any) -> Any:
-  """fn(*args), in a thread that is left behind where it takes longer. Raises TimeoutError then."""
-  executor = Daemon()
-  future = executor.submit(fn, *args)
-  executor.shutdown()
-  return future.result(seconds)
-
-
-EXECUTORS: dict[str, Callable[[], Executor]] = {'threads': Daemon, 'processes': process}
 
 
 LOST = 'its environment was lost with another that hung beside it, or ended its process'
@@ -203,7 +158,7 @@ class Lanes:
       self._home.pop(key, None)
       _let_go(lane, key)
     lane.keys = set()
-    _end(lane.executor)
+    end(lane.executor)
 
 
 def _let_go(lane: _Lane, key: Hashable) -> None:
@@ -233,11 +188,3 @@ def _forget(lane: int, key: Hashable) -> None:
   env = _environments.pop((lane, key), None)
   if (close := getattr(env, 'close', None)) is not None:
     close()
-
-
-def _end(executor: Executor) -> None:
-  """Kills an executor's processes; its threads are left to themselves."""
-  processes = dict(getattr(executor, '_processes', None) or {}).values()
-  executor.shutdown(wait=False)
-  for each in processes:
-    each.kill()

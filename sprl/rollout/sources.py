@@ -15,8 +15,9 @@ from jaxtyping import Int
 from sprl.io.tokenizer import Tokenizer
 from sprl.rollout.collect import encode
 from sprl.rollout.episodes import Codec, Episode, Limits, answered, conversation
-from sprl.rollout.lanes import Call, within
+from sprl.rollout.lanes import Call
 from sprl.tasks.environments.protocol import Environment, EnvironmentFault, checked_reset, name_of, turn_messages
+from sprl.tasks.executors import within
 from sprl.tasks.grading_pool import Sample
 from sprl.tasks.problems import Problem
 from sprl.trajectory import Completion

@@ -28,7 +28,7 @@ from sprl.settings import SettingsError
 from sprl.tasks.graders import GraderSpec
 from sprl.tasks.grading_worker import OUT_OF_MEMORY
 
-_START_SECONDS = 120.0  # to import a grader and what it needs
+START_SECONDS = 120.0  # to import a grader and what it needs
 _LOST = 3  # how often each worker may fail to start, or die idle, with no answer between
 
 
@@ -205,7 +205,7 @@ class _Worker:
       )
     os.close(lifeline)
     self.connection = Connection(ours.detach())
-    self._deadline = time.monotonic() + _START_SECONDS
+    self._deadline = time.monotonic() + START_SECONDS
     self._send((spec, memory_gb))
 
   def seconds_left(self) -> float:
@@ -249,7 +249,7 @@ class _Worker:
   def _receive(self) -> Any:
     """What the worker says, or the grade of one that is late or dead."""
     if not self.connection.poll():
-      return Grade(0.0, 'timeout', f'no answer in {self._timeout if self.sample is not None else _START_SECONDS:g} s')
+      return Grade(0.0, 'timeout', f'no answer in {self._timeout if self.sample is not None else START_SECONDS:g} s')
     try:
       return json.loads(self.connection.recv_bytes(1 << 16))
     except (EOFError, OSError, ValueError):

@@ -44,10 +44,10 @@ def main(connection: int, lifeline: int) -> None:
       sample = pool.recv()
     except EOFError:
       return
-    _send(pool, _mark(grade, sample))
+    _send(pool, mark(grade, sample))
 
 
-def _mark(grade: graders.Grader, sample: tuple) -> tuple[float, str, str]:
+def mark(grade: graders.Grader, sample: tuple) -> tuple[float, str, str]:
   """(score, status, reason) of a (prompt, completion, answer, extra)."""
   try:
     score = grade(*sample)

@@ -16,7 +16,7 @@ import pytest
 from sprl.io.tokenizer import Tokenizer, write_tiny
 from sprl.rollout.codec import PlainCodec
 from sprl.rollout.episodes import EpisodeError, Generate, Limits, Work, answered, conversation
-from sprl.rollout.lanes import Daemon, Lanes
+from sprl.rollout.lanes import Lanes
 from sprl.rollout.scheduler import Scheduler
 from sprl.rollout.simulation import Clock, SimulatedEngine
 from sprl.rollout.sources import Conversations, seeds
@@ -24,6 +24,7 @@ from sprl.settings import Rollout
 from sprl.tasks.environments.frozen_lake import FrozenLake
 from sprl.tasks.environments.latency import faulty
 from sprl.tasks.environments.protocol import Outcome, checked_reset, checked_step, episode_metrics, turn_messages
+from sprl.tasks.executors import Daemon
 from sprl.trajectory import Completion, Request
 
 WIDE = Limits(turns=10, turn_tokens=100, max_prompt=1000, max_tokens=1000)

@@ -16,8 +16,9 @@ import lane_environment
 import pytest
 from lane_environment import Scripted
 
-from sprl.rollout.lanes import EXECUTORS, LOST, Call, Daemon, Lanes
+from sprl.rollout.lanes import LOST, Call, Lanes
 from sprl.rollout.scheduler import Failure, WorkersLike
+from sprl.tasks.executors import EXECUTORS, Daemon
 
 PATIENCE = 30.0
 A, B, C = (1, 0), (2, 0), (3, 0)
