@@ -1,6 +1,7 @@
 """Held-out evaluation: pass@k and avg@k with confidence intervals, and samples to read."""
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -28,8 +29,9 @@ def evaluate(
   held_out: HeldOut,
   shown: int = 16,
   scales: Scales | None = None,
+  stopped: Callable[[], Any] = lambda: False,
 ) -> dict[str, Any]:
-  """What is held out, the same with the same random numbers each time.
+  """What is held out, the same with the same random numbers each time; nothing where `stopped` comes to say so meanwhile.
 
   `run.eval.memory` says whether it is answered with a dense, unquantised sampler or as rollouts are; the latter's cache
   takes `scales`, or where there are none those found on the prompts.
@@ -56,7 +58,10 @@ def evaluate(
   scheduler = Scheduler(
     [slots], held_out.workers, source, Rollout(prompts=count, group=k), time.perf_counter, groups=count, first=first
   )
-  trajectories = [t for group in scheduler.batch() or () for t in group.trajectories]
+  groups = scheduler.batch(stopped)
+  if groups is None:
+    return {}
+  trajectories = [t for group in groups for t in group.trajectories]
 
   score = np.array([t.reward for t in trajectories]).reshape(count, k)
   right = (score >= 1).sum(axis=1)

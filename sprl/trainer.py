@@ -72,8 +72,8 @@ class Finished:
 def train(run: Run, workdir: Path) -> Finished:
   """Runs, or resumes, the run of `workdir` up to its last step.
 
-  SIGTERM and SIGINT save and return early: after the update (or the evaluation before the first) that is under way, or out of the
-  rollouts for the next, which are asked again.
+  SIGTERM and SIGINT save and return early: after the update or evaluation that is under way, or out of the rollouts for the next
+  update or the evaluation before the first, which are asked again.
 
   Raises SettingsError and its kin before any device work, StopRun where a sentinel says that training is broken.
   """
@@ -133,11 +133,12 @@ def train(run: Run, workdir: Path) -> Finished:
     older: ledger.Older = {}
     tracks = [f'engine {i}' for i in range(len(slots))]
 
-    def evaluate_now(logged: bool = True):
+    def evaluate_now(logged: bool = True, stopped=lambda: False):
       renewed = learning.largest and run.quant.kv_scale != 'first_forward'  # which are found before the rollout that they serve
       with timeline.span('controller', 'evaluate'):
-        result = evaluate(run, policy, learning.state.params, held_out, scales=served.scales if renewed else None)
-      if logged:
+        scales = served.scales if renewed else None
+        result = evaluate(run, policy, learning.state.params, held_out, scales=scales, stopped=stopped)
+      if result and logged:
         run_log.evaluation(done, result['metrics'])
       return result
 
@@ -149,8 +150,8 @@ def train(run: Run, workdir: Path) -> Finished:
       checkpoints.save(done, learning.state, extra, after['metrics']['eval/avg@k'] if after else None)
       timeline.write(workdir / 'trace.json')
 
-    if restored is None:
-      before = evaluate_now()
+    if not before:
+      before = evaluate_now(stopped=lambda: stop.received)
 
     for step in range(done + 1, run.steps + 1):
       if stop.received:
