@@ -1,10 +1,10 @@
 """Weights in and out of Hugging Face folders (safetensors, one file or shards with an index).
 
-One table, `tensors(config)`, says which tensor of a checkpoint is which leaf of the params tree; loading, exporting and the
-GGUF conversion all read it. Shapes are those of the files: linear kernels are [out, in].
+One table, `tensors(config)`, says which tensor of a checkpoint is which leaf of the params tree, or which expert's part of one;
+loading, exporting and the GGUF conversion all read it. Shapes are those of the files: linear kernels are [out, in].
 
 Loading checks every file's header against the table before anything is put on a device, then reads slices: each device is
-handed the part it holds, one tensor at a time. Exporting goes through the tensors the same way and writes a draft folder,
+handed the part it holds, one leaf at a time. Exporting goes through the tensors the same way and writes a draft folder,
 which takes its name when it is whole.
 """
 
@@ -13,6 +13,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -53,8 +54,11 @@ class Tensor(NamedTuple):
 
 
 def tensors(config: ModelConfig) -> dict[Keys, Tensor]:
-  """The checkpoint's tensor for every leaf of the params tree, in the order in which they are computed with."""
-  V, E, F, D = config.vocab_size, config.hidden_size, config.intermediate_size, config.head_dim
+  """The checkpoint's tensor for every leaf of the params tree, in the order in which they are computed with.
+
+  Experts, whose kernels are one leaf [X, out, in], are tensors apart in a checkpoint: their paths end in the expert's number.
+  """
+  V, E, D = config.vocab_size, config.hidden_size, config.head_dim
   outputs = {'q': config.num_heads * D, 'k': config.num_kv_heads * D, 'v': config.num_kv_heads * D}
   table: dict[Keys, Tensor] = {('embed',): Tensor('model.embed_tokens.weight', (V, E))}
   for i in range(config.num_layers):
@@ -68,12 +72,26 @@ def tensors(config: ModelConfig) -> dict[Keys, Tensor]:
         table[*layer, 'attention', f'{part}_norm', 'scale'] = Tensor(f'{name}.self_attn.{part}_norm.weight', (D,))
     table[*layer, 'attention', 'o', 'kernel'] = Tensor(f'{name}.self_attn.o_proj.weight', (E, outputs['q']))
     table[*layer, 'mlp_norm', 'scale'] = Tensor(f'{name}.post_attention_layernorm.weight', (E,))
-    for part, shape in {'gate': (F, E), 'up': (F, E), 'down': (E, F)}.items():
-      table[*layer, 'mlp', part, 'kernel'] = Tensor(f'{name}.mlp.{part}_proj.weight', shape)
+    if config.experts is None or i not in config.experts.layers:
+      table |= _mlp((*layer, 'mlp'), f'{name}.mlp', E, config.intermediate_size)
+      continue
+    X, F, shared = config.experts.count, config.experts.width, config.experts.shared_width
+    table[*layer, 'mlp', 'router', 'kernel'] = Tensor(f'{name}.mlp.gate.weight', (X, E))
+    for x in range(X):
+      of_expert = _mlp((*layer, 'mlp', 'experts'), f'{name}.mlp.experts.{x}', E, F)
+      table |= {(*path, x): tensor for path, tensor in of_expert.items()}
+    if shared:
+      table |= _mlp((*layer, 'mlp', 'shared'), f'{name}.mlp.shared_expert', E, shared)
+      table[*layer, 'mlp', 'shared_gate', 'kernel'] = Tensor(f'{name}.mlp.shared_expert_gate.weight', (1, E))
   table['norm', 'scale'] = Tensor('model.norm.weight', (E,))
   if not config.tie_embeddings:
     table['head', 'kernel'] = Tensor('lm_head.weight', (V, E))
   return table
+
+
+def _mlp(path: Keys, name: str, E: int, F: int) -> dict[Keys, Tensor]:
+  shapes = {'gate': (F, E), 'up': (F, E), 'down': (E, F)}
+  return {(*path, part, 'kernel'): Tensor(f'{name}.{part}_proj.weight', shape) for part, shape in shapes.items()}
 
 
 # --- in --------------------------------------------------------------------------------------------------------------
@@ -84,21 +102,43 @@ def load_params(
 ) -> Params:
   """The params tree of a checkpoint, every leaf made where `shardings` (same tree; None: the first device) puts it.
 
-  On the host there is one tensor's slices at a time. Raises WeightsError before any device work: see `check_weights`.
+  On the host there is one leaf's slices at a time. Raises WeightsError before any device work: see `check_weights`.
   """
   where = check_weights(folder, config)
   params: Params = {}
   with ExitStack() as stack:
     files = {path: stack.enter_context(safe_open(path, 'numpy')) for path in set(where.values())}
-    for path, tensor in tensors(config).items():
-      stored = files[where[tensor.name]].get_slice(tensor.name)
-
-      def read(index, stored=stored):
-        return np.ascontiguousarray(stored[index], dtype=dtype)
-
+    for path, parts in _leaves(config).items():
+      stored = [files[where[tensor.name]].get_slice(tensor.name) for tensor in parts]
+      shape, read = parts[0].shape, partial(_read, stored[0], dtype)
+      if 'experts' in path:
+        shape, read = (len(parts), *shape), partial(_read_stacked, stored, dtype)
       sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0]) if shardings is None else get(shardings, path)
-      _set(params, path, jax.make_array_from_callback(tensor.shape, sharding, read))
+      _set(params, path, jax.make_array_from_callback(shape, sharding, read))
   return params
+
+
+def _read(stored, dtype, index) -> np.ndarray:
+  return np.ascontiguousarray(stored[index], dtype=dtype)
+
+
+def _read_stacked(stored, dtype, index) -> np.ndarray:
+  """The same of experts one beside the other, without a second copy of them."""
+  first, *others = stored[index[0]]
+  part = _read(first, dtype, index[1:])
+  found = np.empty((1 + len(others), *part.shape), dtype)
+  found[0] = part
+  for x, expert in enumerate(others, 1):
+    found[x] = expert[index[1:]]
+  return found
+
+
+def _leaves(config: ModelConfig) -> dict[Keys, list[Tensor]]:
+  """The tensors of every leaf: of experts' kernels as many as there are experts, else one."""
+  leaves: dict[Keys, list[Tensor]] = {}
+  for path, tensor in tensors(config).items():
+    leaves.setdefault(path[:-1] if 'experts' in path else path, []).append(tensor)
+  return leaves
 
 
 def check_weights(folder: str | Path, config: ModelConfig) -> dict[str, Path]:
@@ -178,8 +218,7 @@ def export_folder(
 
   def weights():
     for path, tensor in tensors(config).items():
-      leaf = get(params, path)
-      yield tensor, (lambda leaf=leaf: np.asarray(leaf.astype(dtype)))
+      yield tensor, (lambda path=path: np.asarray(get(params, path).astype(dtype)))
 
   write_folder(folder, config, weights(), jnp.dtype(dtype).name, tokenizer_source, max_shard_bytes)
 

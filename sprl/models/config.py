@@ -1,7 +1,8 @@
 """The shape of a model, read from a Hugging Face config.json; what the network cannot do right is refused by name.
 
-One network covers three families: Llama, Qwen2 and Qwen2.5 (biases on q, k and v), Qwen3 dense (norms on q and k). Their
-config.json files share their keys. Files of transformers 4 (`rope_theta`, `rope_scaling`) and 5 (`rope_parameters`) are read.
+One network covers five families: Llama, Qwen2 and Qwen2.5 (biases on q, k and v), Qwen3 (norms on q and k), and of the last
+two also those with a mixture of experts. Their config.json files share their keys. Files of transformers 4 (`rope_theta`,
+`rope_scaling`, `num_experts`) and 5 (`rope_parameters`, `num_local_experts`) are read.
 """
 
 import dataclasses
@@ -13,7 +14,14 @@ from typing import Any, Literal
 
 from sprl.kernels.rope import Rope
 
-ARCHITECTURES = {'llama': 'LlamaForCausalLM', 'qwen2': 'Qwen2ForCausalLM', 'qwen3': 'Qwen3ForCausalLM'}
+Family = Literal['llama', 'qwen2', 'qwen3', 'qwen2_moe', 'qwen3_moe']
+ARCHITECTURES: dict[Family, str] = {
+  'llama': 'LlamaForCausalLM',
+  'qwen2': 'Qwen2ForCausalLM',
+  'qwen3': 'Qwen3ForCausalLM',
+  'qwen2_moe': 'Qwen2MoeForCausalLM',
+  'qwen3_moe': 'Qwen3MoeForCausalLM',
+}
 
 # Keys that change the computation, with the only value that this network computes.
 _ONLY = {
@@ -49,13 +57,25 @@ class ConfigError(ValueError):
 
 
 @dataclass(frozen=True)
+class Experts:
+  """The mixtures of experts of a model: in `layers`, each in place of an MLP."""
+
+  count: int  # X
+  chosen: int  # experts that a token goes through
+  width: int  # F of an expert
+  normalised: bool  # the weights of the chosen experts sum to 1; else they are what the router gives them among all
+  layers: tuple[int, ...]
+  shared_width: int = 0  # F of the expert that every token goes through besides; 0: there is none
+
+
+@dataclass(frozen=True)
 class ModelConfig:
   """A decoder's sizes and variants. Hashable, so that it can be static under jit; `raw` takes no part in equality."""
 
-  family: Literal['llama', 'qwen2', 'qwen3']
+  family: Family
   vocab_size: int  # V
   hidden_size: int  # E
-  intermediate_size: int  # F
+  intermediate_size: int  # F, of layers without experts
   num_layers: int  # L
   num_heads: int  # H
   num_kv_heads: int  # K
@@ -64,6 +84,7 @@ class ModelConfig:
   tie_embeddings: bool  # the head is the transposed embedding
   qkv_bias: bool
   qk_norm: bool  # RMS norm over each head of q and k, before the rotation
+  experts: Experts | None
   rope: Rope
   max_positions: int
   eos_token_ids: tuple[int, ...]
@@ -98,8 +119,9 @@ class ModelConfig:
       head_dim=_size(raw, 'head_dim', 128 if family == 'qwen3' else hidden_size // num_heads),
       rms_norm_eps=float(raw.get('rms_norm_eps', 1e-6)),
       tie_embeddings=bool(raw.get('tie_word_embeddings', False)),
-      qkv_bias=family == 'qwen2',
-      qk_norm=family == 'qwen3',
+      qkv_bias=family == 'qwen2' or (family == 'qwen2_moe' and raw.get('qkv_bias', True)),
+      qk_norm=family in ('qwen3', 'qwen3_moe'),
+      experts=_experts(raw, family),
       rope=_rope(raw),
       max_positions=_size(raw, 'max_position_embeddings'),
       eos_token_ids=as_ids(raw.get('eos_token_id')),
@@ -130,7 +152,7 @@ class ModelConfig:
     return cls.from_json(raw)
 
 
-def tiny(family: Literal['llama', 'qwen2', 'qwen3'], **changes: Any) -> ModelConfig:
+def tiny(family: Family, **changes: Any) -> ModelConfig:
   """A small config of a family for tests; `changes` are config.json keys (`tiny('llama', num_hidden_layers=3)`)."""
   raw = {
     'architectures': [ARCHITECTURES[family]],
@@ -141,7 +163,7 @@ def tiny(family: Literal['llama', 'qwen2', 'qwen3'], **changes: Any) -> ModelCon
     'num_hidden_layers': 2,
     'num_attention_heads': 4,
     'num_key_value_heads': 2,
-    'head_dim': 24 if family == 'qwen3' else 16,
+    'head_dim': 24 if family in ('qwen3', 'qwen3_moe') else 16,
     'hidden_act': 'silu',
     'rms_norm_eps': 1e-6,
     'rope_theta': 10_000.0,
@@ -152,6 +174,11 @@ def tiny(family: Literal['llama', 'qwen2', 'qwen3'], **changes: Any) -> ModelCon
     'eos_token_id': 2,
     'pad_token_id': 0,
   }
+  if family.endswith('_moe'):
+    raw |= {'num_experts': 6, 'num_experts_per_tok': 2, 'moe_intermediate_size': 40, 'norm_topk_prob': family == 'qwen3_moe'}
+    raw |= {'decoder_sparse_step': 1, 'mlp_only_layers': []}
+  if family == 'qwen2_moe':
+    raw |= {'shared_expert_intermediate_size': 48, 'qkv_bias': True}
   if unknown := set(changes) - set(raw) - set(_ONLY) - {'rope_parameters', 'layer_types'}:
     raise ConfigError(f'tiny: {sorted(unknown)} are no keys of config.json; accepted: {sorted(raw)}')
   return ModelConfig.from_json(raw | changes)
@@ -162,7 +189,7 @@ def as_ids(value: int | list[int] | None) -> tuple[int, ...]:
   return () if value is None else (value,) if isinstance(value, int) else tuple(value)
 
 
-def _family(raw: Mapping[str, Any]) -> Literal['llama', 'qwen2', 'qwen3']:
+def _family(raw: Mapping[str, Any]) -> Family:
   family = raw.get('model_type')
   if family not in ARCHITECTURES:
     raise ConfigError(f'config.json: model_type = {family!r} is not supported; accepted: {", ".join(ARCHITECTURES)}')
@@ -178,6 +205,32 @@ def _size(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
   if not isinstance(value, int) or isinstance(value, bool) or value < 1:
     raise ConfigError(f'config.json: {key} = {value!r}; accepted: a positive integer')
   return value
+
+
+def _experts(raw: Mapping[str, Any], family: Family) -> Experts | None:
+  """The experts of a family that has them: in every `decoder_sparse_step`-th layer but for those of `mlp_only_layers`."""
+  if not family.endswith('_moe'):
+    return None
+  names = [key for key in ('num_experts', 'num_local_experts') if raw.get(key) is not None]
+  count, chosen = _size(raw, names[0] if names else 'num_experts'), _size(raw, 'num_experts_per_tok')
+  if len({raw[key] for key in names}) > 1:
+    raise ConfigError(
+      f'config.json: num_experts = {count} and num_local_experts = {raw[names[1]]}; accepted: one number for both'
+    )
+  if chosen > count:
+    raise ConfigError(f'config.json: num_experts_per_tok = {chosen}; accepted: at most num_experts = {count}')
+  layers, step, plain = _size(raw, 'num_hidden_layers'), _size(raw, 'decoder_sparse_step', 1), raw.get('mlp_only_layers') or []
+  if not isinstance(plain, list) or not set(plain) <= set(range(layers)):
+    raise ConfigError(f'config.json: mlp_only_layers = {plain!r}; accepted: a list of layers, 0 to {layers - 1}')
+  sparse = tuple(i for i in range(layers) if (i + 1) % step == 0 and i not in plain)
+  if not sparse:
+    raise ConfigError(
+      f'config.json: decoder_sparse_step = {step} and mlp_only_layers = {plain!r} leave none of {layers} layers experts; '
+      f'accepted: such a model as {family.removesuffix("_moe")}'
+    )
+  shared = _size(raw, 'shared_expert_intermediate_size') if family == 'qwen2_moe' else 0
+  width = _size(raw, 'moe_intermediate_size')
+  return Experts(count, chosen, width, bool(raw.get('norm_topk_prob', False)), sparse, shared)
 
 
 def _rope(raw: Mapping[str, Any]) -> Rope:

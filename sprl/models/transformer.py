@@ -1,4 +1,4 @@
-"""The policy network: one decoder for Llama, Qwen2/2.5 and Qwen3, told apart by ModelConfig alone.
+"""The policy network: one decoder for Llama, Qwen2/2.5 and Qwen3, dense or with experts, told apart by ModelConfig alone.
 
 Every weight is described once, where its module is made: shape and logical axes. `abstract_params` and the sharding rules
 follow from that description; values come from a checkpoint or from `init_params`. Split once at start:
@@ -14,16 +14,20 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
 from sprl.kernels.rope import Turns, rotate, turns
-from sprl.models.config import ModelConfig
+from sprl.models.config import Experts, ModelConfig
 from sprl.models.memory import Memory
+from sprl.models.moe import gated, gates, mixture, probabilities
 from sprl.quant.dot import PRODUCT, dot
 from sprl.settings import Remat
 
 Params = dict[str, Any]  # nested dict of arrays
-SAVED = {'layer': None, 'dots': jax.checkpoint_policies.save_only_these_names(PRODUCT)}  # by the name of what is computed again
+ROUTE = 'route'  # the experts chosen: kept, for computed again they might be others, to whom the output owes nothing
+KEPT = jax.checkpoint_policies.save_only_these_names
+SAVED = {'layer': KEPT(ROUTE), 'dots': KEPT(PRODUCT, ROUTE)}  # by the name of what is computed again
 
 
 def _weight(axes: tuple[str | None, ...], *shape: int) -> nnx.Param:
@@ -43,14 +47,7 @@ class Linear(nnx.Module):
     return y if self.bias is None else y + self.bias.get_value().astype(y.dtype)
 
 
-# Cheap to compute again: the backward pass keeps their inputs, not their float32 intermediates.
-@jax.checkpoint
-def _gated(gate: Float[Array, '*B M'], up: Float[Array, '*B M']) -> Float[Array, '*B M']:
-  """silu(gate) * up."""
-  return (jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate.dtype)
-
-
-@partial(jax.checkpoint, static_argnums=2)
+@partial(jax.checkpoint, static_argnums=2)  # cheap to compute again: kept are the inputs, not their float32 intermediates
 def _normalised(x: Float[Array, '*B M'], scale: Float[Array, ' M'], eps: float) -> Float[Array, '*B M']:
   """x / rms(x) * scale over the last axis."""
   wide = x.astype(jnp.float32)
@@ -97,25 +94,66 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
   """down(silu(gate(x)) * up(x)), the activation in float32."""
 
-  def __init__(self, config: ModelConfig):
-    E, F = config.hidden_size, config.intermediate_size
+  def __init__(self, E: int, F: int):
     self.gate = Linear(('mlp', 'embed'), F, E)
     self.up = Linear(('mlp', 'embed'), F, E)
     self.down = Linear(('embed', 'mlp'), E, F)
 
   def __call__(self, x: Float[Array, 'B T E']) -> Float[Array, 'B T E']:
     """Same shape."""
-    return self.down(_gated(self.gate(x), self.up(x)))
+    return self.down(gated(self.gate(x), self.up(x)))
+
+
+class Stack(nnx.Module):
+  """The kernels of a layer's experts, one beside the other: [X, out, in]."""
+
+  def __init__(self, axes: tuple[str, str], experts: int, outputs: int, inputs: int):
+    self.kernel = _weight(('expert', *axes), experts, outputs, inputs)
+
+
+class ExpertMLPs(nnx.Module):
+  """The MLPs of a layer's experts."""
+
+  def __init__(self, X: int, E: int, F: int):
+    self.gate = Stack(('mlp', 'embed'), X, F, E)
+    self.up = Stack(('mlp', 'embed'), X, F, E)
+    self.down = Stack(('embed', 'mlp'), X, E, F)
+
+
+class Mixture(nnx.Module):
+  """The experts that the router chooses for each token, and the one that all go through, where there is one."""
+
+  def __init__(self, E: int, experts: Experts):
+    self.router = Linear(('router', 'embed'), experts.count, E)
+    self.experts = ExpertMLPs(experts.count, E, experts.width)
+    self.shared = MLP(E, experts.shared_width) if experts.shared_width else None
+    self.shared_gate = Linear(('router', 'embed'), 1, E) if experts.shared_width else None
+    self.chosen, self.normalised = experts.chosen, experts.normalised
+
+  def __call__(self, x: Float[Array, 'B T E']) -> Float[Array, 'B T E']:
+    """Same shape."""
+    with jax.named_scope('router'):
+      distribution = probabilities(x, self.router.kernel.get_value())
+      chosen = checkpoint_name(jax.lax.top_k(distribution, self.chosen)[1], ROUTE)
+      weights = gates(distribution, chosen, self.normalised)
+    with jax.named_scope('experts'):
+      kernels = {name: getattr(self.experts, name).kernel.get_value() for name in ('gate', 'up', 'down')}
+      rows = (-1, self.chosen)
+      out = mixture(kernels, x.reshape(-1, x.shape[-1]), chosen.reshape(rows), weights.reshape(rows)).reshape(x.shape)
+    if self.shared is not None and self.shared_gate is not None:
+      out = out + jax.nn.sigmoid(self.shared_gate(x)) * self.shared(x)
+    return out
 
 
 class Layer(nnx.Module):
-  """Attention and MLP, each on a normalised input and added to the stream."""
+  """Attention and MLP or experts, each on a normalised input and added to the stream."""
 
-  def __init__(self, config: ModelConfig):
+  def __init__(self, config: ModelConfig, layer: int):
     self.attention_norm = RMSNorm('embed', config.hidden_size, config.rms_norm_eps)
     self.attention = Attention(config)
     self.mlp_norm = RMSNorm('embed', config.hidden_size, config.rms_norm_eps)
-    self.mlp = MLP(config)
+    E, experts = config.hidden_size, config.experts
+    self.mlp = Mixture(E, experts) if experts and layer in experts.layers else MLP(E, config.intermediate_size)
 
   def __call__(self, layer: int, x: Float[Array, 'B T E'], turns: Turns, memory: Memory):
     """[B, T, E] -> [B, T, E], and the memory."""
@@ -132,7 +170,7 @@ class Decoder(nnx.Module):
   def __init__(self, config: ModelConfig):
     V, E = config.vocab_size, config.hidden_size
     self.embed = _weight(('vocab', 'embed'), V, E)
-    self.layers = nnx.List([Layer(config) for _ in range(config.num_layers)])
+    self.layers = nnx.List([Layer(config, i) for i in range(config.num_layers)])
     self.norm = RMSNorm('embed', E, config.rms_norm_eps)
     self.rope, self.head_dim = config.rope, config.head_dim
     self.head = None if config.tie_embeddings else Linear(('vocab', 'embed'), V, E)
@@ -155,7 +193,7 @@ def graph(config: ModelConfig) -> nnx.GraphDef:
 
 
 def abstract_params(config: ModelConfig, dtype=jnp.float32) -> Params:
-  """The weights' shapes as a nested dict of ShapeDtypeStruct; linear kernels are [out, in], the embedding is [V, E]."""
+  """The weights' shapes as a nested dict of ShapeDtypeStruct; linear kernels are [out, in], those of experts [X, out, in]."""
   pure = nnx.to_pure_dict(nnx.split(Decoder(config))[1])
   return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, dtype), pure)
 

@@ -40,10 +40,14 @@ def no_devices(monkeypatch):
   monkeypatch.setattr(jax, 'make_array_from_callback', touched)
 
 
-@pytest.mark.parametrize('family', ['llama', 'qwen2', 'qwen3'])
+@pytest.mark.parametrize('family', ['llama', 'qwen2', 'qwen3', 'qwen2_moe', 'qwen3_moe'])
 def test_the_table_covers_the_network_exactly(family):
   config = tiny(family)
-  table = {keys: t.shape for keys, t in tensors(config).items()}
+  table = {}
+  for keys, t in tensors(config).items():
+    if 'experts' in keys:
+      keys, t = keys[:-1], t._replace(shape=(6, *t.shape))
+    table[keys] = t.shape
   leaves = jax.tree_util.tree_leaves_with_path(transformer.abstract_params(config))
   assert table == {tuple(key.key for key in path): leaf.shape for path, leaf in leaves}
 
@@ -59,6 +63,23 @@ def test_every_leaf_is_its_tensor(tmp_path):
   np.testing.assert_array_equal(layer['attention']['k']['kernel'], stored['model.layers.1.self_attn.k_proj.weight'])
   np.testing.assert_array_equal(layer['attention']['k']['bias'], stored['model.layers.1.self_attn.k_proj.bias'])
   np.testing.assert_array_equal(layer['mlp_norm']['scale'], stored['model.layers.1.post_attention_layernorm.weight'])
+
+
+def test_experts_that_are_tensors_apart_are_one_leaf_of_which_a_device_reads_its_part(tmp_path, monkeypatch):
+  config = tiny('qwen3_moe')
+  stored = checkpoint(config)
+  save_file(stored, tmp_path / 'model.safetensors')
+  ups = np.stack([stored[f'model.layers.1.mlp.experts.{x}.up_proj.weight'] for x in range(6)])
+  layer = load_params(tmp_path, config)['layers'][1]
+  np.testing.assert_array_equal(layer['mlp']['experts']['up']['kernel'], ups)
+  np.testing.assert_array_equal(layer['mlp']['router']['kernel'], stored['model.layers.1.mlp.gate.weight'])
+
+  def held_in_part(shape, sharding, read):  # by a device with two of the six experts, and a half of their rows
+    return read((slice(2, 4), slice(0, shape[1] // 2), slice(None))) if len(shape) == 3 else np.zeros(shape)
+
+  monkeypatch.setattr(jax, 'make_array_from_callback', held_in_part)
+  part = load_params(tmp_path, config, dtype=jnp.bfloat16)['layers'][1]['mlp']['experts']['up']['kernel']
+  np.testing.assert_array_equal(part, ups[2:4, :20].astype(jnp.bfloat16))
 
 
 @pytest.mark.parametrize('dtype', [jnp.float16, jnp.bfloat16])
@@ -144,7 +165,7 @@ def test_loading_holds_one_tensor_on_the_host_not_the_model(tmp_path):
   assert peak < 3 * largest + 1_000_000 < total
 
 
-@pytest.mark.parametrize('family', ['llama', 'qwen2', 'qwen3'])
+@pytest.mark.parametrize('family', ['llama', 'qwen2', 'qwen3', 'qwen2_moe', 'qwen3_moe'])
 def test_export_then_load_gives_the_same_weights(tmp_path, family):
   config = tiny(family)
   params = params_of(config)

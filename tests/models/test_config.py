@@ -5,7 +5,7 @@ import json
 import pytest
 
 from sprl.kernels.rope import Rope
-from sprl.models.config import ConfigError, ModelConfig, tiny
+from sprl.models.config import ConfigError, Experts, ModelConfig, tiny
 
 
 def raw(family='llama', **changes):
@@ -127,3 +127,33 @@ def test_configs_are_hashable_and_keep_the_raw_file():
 def test_tiny_refuses_keys_that_config_json_does_not_have():
   with pytest.raises(ConfigError, match='num_layers'):
     tiny('llama', num_layers=3)
+
+
+def test_experts_in_the_words_of_transformers_4_and_5():
+  four = tiny('qwen3_moe', num_hidden_layers=6, decoder_sparse_step=2, mlp_only_layers=[3], norm_topk_prob=False)
+  assert four.experts == Experts(count=6, chosen=2, width=40, normalised=False, layers=(1, 5))
+  five = {key: value for key, value in four.raw.items() if key != 'num_experts'} | {'num_local_experts': 6}
+  assert ModelConfig.from_json(five) == four
+  assert tiny('qwen2_moe').experts == Experts(6, 2, 40, False, (0, 1), shared_width=48)
+  assert (tiny('qwen2_moe').qkv_bias, tiny('qwen2_moe', qkv_bias=False).qkv_bias) == (True, False)
+  assert tiny('qwen3').experts is None
+  assert tiny('qwen3_moe', head_dim=None).head_dim == 16  # E/H, unlike its dense sibling's
+
+
+@pytest.mark.parametrize(
+  ('changes', 'said'),
+  [
+    ({'num_experts_per_tok': 7}, 'num_experts_per_tok = 7; accepted: at most num_experts = 6'),
+    ({'num_experts': None}, 'num_experts = None'),
+    ({'num_local_experts': 8}, 'num_experts = 6 and num_local_experts = 8'),
+    ({'mlp_only_layers': [0, 1]}, 'leave none of 2 layers experts; accepted: such a model as qwen3'),
+    ({'mlp_only_layers': [2]}, 'mlp_only_layers = [2]; accepted: a list of layers, 0 to 1'),
+    ({'decoder_sparse_step': 0}, 'decoder_sparse_step = 0; accepted: a positive integer'),
+    ({'moe_intermediate_size': 0}, 'moe_intermediate_size = 0; accepted: a positive integer'),
+    ({'architectures': ['Qwen3ForCausalLM']}, "accepted: ['Qwen3MoeForCausalLM']"),
+  ],
+)
+def test_experts_that_cannot_be_are_refused_by_name(changes, said):
+  with pytest.raises(ConfigError) as error:
+    ModelConfig.from_json(raw('qwen3_moe', **changes))
+  assert said in str(error.value)

@@ -1,5 +1,7 @@
 """The network: its description of its weights, and what its outputs may depend on."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,7 +12,7 @@ from sprl.models import transformer
 from sprl.models.config import tiny
 from sprl.models.memory import CausalMemory
 
-FAMILIES = ('llama', 'qwen2', 'qwen3')
+FAMILIES = ('llama', 'qwen2', 'qwen3', 'qwen2_moe', 'qwen3_moe')
 
 
 def run(config, params, tokens, segments=None, positions=None, **how):
@@ -36,6 +38,19 @@ def by_hand(config, params, ids):
     a, b = x[: D // 2], x[D // 2 :]
     return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)])
 
+  def mlp(x, p):
+    gate = linear(x, p['gate'])
+    return linear(gate / (1 + np.exp(-gate)) * linear(x, p['up']), p['down'])
+
+  def mixture(x, p):  # of one token
+    scores = np.exp(linear(x, p['router']))
+    scores = scores / scores.sum()
+    chosen = np.argsort(-scores)[: config.experts.chosen]
+    whole = scores[chosen].sum() if config.experts.normalised else 1
+    of_expert = [jax.tree.map(lambda leaf, e=e: leaf[e], p['experts']) for e in chosen]
+    y = sum(scores[e] / whole * mlp(x, expert) for e, expert in zip(chosen, of_expert))
+    return y + mlp(x, p['shared']) / (1 + np.exp(-linear(x, p['shared_gate']))) if 'shared' in p else y
+
   x = w['embed'][ids]
   for i in range(config.num_layers):
     p = w['layers'][i]
@@ -52,8 +67,7 @@ def by_hand(config, params, ids):
         heads[t, h] = weight / weight.sum() @ v[: t + 1, kv]
     x = x + linear(heads.reshape(T, -1), a['o'])
     m, n = p['mlp'], norm(x, p['mlp_norm']['scale'])
-    gate = linear(n, m['gate'])
-    x = x + linear(gate / (1 + np.exp(-gate)) * linear(n, m['up']), m['down'])
+    x = x + (np.stack([mixture(token, m) for token in n]) if 'router' in m else mlp(n, m))
   return norm(x, w['norm']['scale'])
 
 
@@ -79,7 +93,11 @@ def test_every_weight_is_described_once(family):
   assert attention['q']['kernel'] == ('heads', 'embed')
   assert attention['o']['kernel'] == ('embed', 'heads')
   assert axes['embed'] == ('vocab', 'embed')
-  assert ('bias' in attention['k'], 'q_norm' in attention) == (family == 'qwen2', family == 'qwen3')
+  assert ('bias' in attention['k'], 'q_norm' in attention) == (family.startswith('qwen2'), family.startswith('qwen3'))
+  experts = axes['layers'][0]['mlp'].get('experts')
+  assert (experts is not None) == family.endswith('_moe')
+  if experts:
+    assert (experts['up']['kernel'], experts['down']['kernel']) == (('expert', 'mlp', 'embed'), ('expert', 'embed', 'mlp'))
 
 
 def test_weights_from_scratch():
@@ -125,9 +143,9 @@ def test_padding_changes_nothing_whatever_it_holds(side):
   np.testing.assert_array_equal(padded(pad), padded(pad + 200))
 
 
-@pytest.mark.parametrize('remat', ['dots', 'layer'])
-def test_recomputing_layers_changes_no_gradient(remat):
-  config, params = small.model(num_hidden_layers=1)
+@pytest.mark.parametrize(('family', 'remat'), [('llama', 'dots'), ('llama', 'layer'), ('qwen3_moe', 'layer')])
+def test_recomputing_layers_changes_no_gradient(family, remat):
+  config, params = small.model(family, num_hidden_layers=1)
   tokens = jnp.arange(3, 11)[None]
 
   def loss(params, remat):
@@ -151,6 +169,15 @@ def test_products_with_weights_are_computed_again_only_where_a_whole_layer_is():
   products = 2 * tokens.size * sum(w.size for path, w in weights if w.ndim == 2 and 'down' not in jax.tree_util.keystr(path))
   assert dots - none < 0.5 * products  # attention's own
   assert layer - dots == pytest.approx(products, rel=0.1)
+
+
+@pytest.mark.parametrize('remat', ['none', 'dots', 'layer'])
+def test_experts_are_chosen_once_and_computed_once_in_each_direction(remat):
+  config, params = small.model('qwen3_moe', num_hidden_layers=1)
+  tokens = jnp.arange(3, 67)[None]
+  text = jax.jit(jax.grad(lambda p: jnp.sum(jnp.sin(run(config, p, tokens, remat=remat))))).lower(params).compile().as_text()
+  assert len(re.findall(r' while\(', text)) == 2
+  assert text.count('custom_call_target="TopK"') == 1
 
 
 def test_activations_are_in_the_dtype_asked_for():

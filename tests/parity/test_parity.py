@@ -48,6 +48,16 @@ CASES = {
   },
   'qwen3': {'family': 'qwen3'},
   'qwen3_tied': {'family': 'qwen3', 'tie_word_embeddings': True, 'head_dim': 40, 'rope_theta': 1e6},
+  'qwen3_moe': {'family': 'qwen3_moe'},
+  'qwen3_moe_every_second_layer': {
+    'family': 'qwen3_moe',
+    'num_hidden_layers': 4,
+    'decoder_sparse_step': 2,
+    'mlp_only_layers': [3],
+    'norm_topk_prob': False,
+    'num_experts_per_tok': 3,
+  },
+  'qwen2_moe': {'family': 'qwen2_moe'},
 }
 PROMPTS = np.random.default_rng(0).integers(3, 259, (2, 40)).tolist()
 

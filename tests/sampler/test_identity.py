@@ -22,7 +22,7 @@ TEMPERATURE, TOLERANCE = 0.8, 1e-4
 SAMPLING = Sampling(temperature=TEMPERATURE, max_tokens=12, max_prompt=16, prompt_buckets=(16,), chunk=6)
 
 
-@pytest.fixture(scope='module', params=['llama', 'qwen2', 'qwen3'])
+@pytest.fixture(scope='module', params=['llama', 'qwen2', 'qwen3', 'qwen3_moe'])
 def sampled(request):
   """(config, weights, trajectories of three groups of three); 30 stop ids give them many lengths."""
   config, params = small.model(request.param)
