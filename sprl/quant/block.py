@@ -1,6 +1,7 @@
 """Block-wise FP8: weights quantised once, one scale a block; activations on the fly, one scale a token and group of features."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -31,20 +32,23 @@ FORMATS = {
 class Emulated:
   """A quantised weight for devices that do not multiply FP8: the codes times their scales."""
 
-  values: Float[Array, 'N M']
+  values: Float[Array, '*X N M']
   format: str = field(metadata={'static': True})
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class BlockScaled:
-  """A quantised weight: e4m3 codes, and for each block the scale that multiplies them; blocks at the edges are ragged."""
+  """A quantised weight: e4m3 codes, and for each block the scale that multiplies them; blocks at the edges are ragged.
 
-  codes: Float8e4m3fn[Array, 'N M']
-  scale: Float32[Array, 'R C']
+  Experts stand one beside the other, each with blocks of its own: [X, N, M].
+  """
+
+  codes: Float8e4m3fn[Array, '*X N M']
+  scale: Float32[Array, '*X R C']
   format: str = field(metadata={'static': True})
 
-  def dequantised(self, dtype=jnp.float32) -> Float[Array, 'N M']:
+  def dequantised(self, dtype=jnp.float32) -> Float[Array, '*X N M']:
     """The codes times their scales."""
     rows, columns, *_ = FORMATS[self.format]
     return fp8.decast(self.codes, _spread(self.scale, rows, columns, self.codes.shape), dtype)
@@ -54,11 +58,13 @@ class BlockScaled:
     return Emulated(self.dequantised(dtype), self.format)
 
 
-def quantise(w: Float[Array, 'N M'], format: str) -> BlockScaled:
+def quantise(w: Float[Array, '*X N M'], format: str) -> BlockScaled:
   """The weight's nearest in `format`.
 
   It is rounded to bfloat16 first: a sampler given float32 weights and one given bfloat16 ones must come to the same codes.
   """
+  if w.ndim > 2:
+    return jax.vmap(partial(quantise, format=format))(w)
   rows, columns, _, pow2 = FORMATS[format]
   return BlockScaled(*_quantise(w.astype(jnp.bfloat16).astype(jnp.float32), rows, columns, pow2), format)
 
@@ -112,4 +118,4 @@ def _quantise(x, rows, columns, pow2):
 
 def _spread(scale, rows, columns, shape):
   """Each block's scale at each of its elements."""
-  return jnp.repeat(jnp.repeat(scale, rows, 0), columns, 1)[: shape[0], : shape[1]]
+  return jnp.repeat(jnp.repeat(scale, rows, -2), columns, -1)[..., : shape[-2], : shape[-1]]

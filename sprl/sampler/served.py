@@ -19,7 +19,9 @@ from sprl.quant.block import BlockScaled, Emulated, quantise
 from sprl.quant.dot import dot
 from sprl.settings import LINEARS, UNQUANTISED, Quant, SettingsError
 
-LINEAR = re.compile(r"\['layers'\]\[(\d+)\]\['(?:attention|mlp)'\]\['(\w+)'\]\['kernel'\]")
+LINEAR = re.compile(
+  rf"\['layers'\]\[(\d+)\]\['(?:attention|mlp)'\](?:\['(experts|shared)'\])?\['({'|'.join(LINEARS)})'\]\['kernel'\]"
+)
 MAX_PRODUCT_ERROR = 0.25  # relative; healthy 0.026 to 0.052, a broken layout about 1.7 (fp8_rollouts 7)
 
 
@@ -117,6 +119,8 @@ def _measured(params, served, name):
   if name is None:
     return finite, jnp.zeros(())
   w, q = ({jax.tree_util.keystr(path): leaf for path, leaf in _leaves(tree)}[name] for tree in (params, served.params))
+  if w.ndim > 2:
+    w, q = jax.tree.map(lambda of_experts: of_experts[0], (w, q))
   x = jax.random.normal(jax.random.key(0), (16, w.shape[1]), jnp.float32)
   meant, got = x @ w.astype(jnp.float32).T, dot(x, q)
   return finite, jnp.linalg.norm(got - meant) / jnp.maximum(jnp.linalg.norm(meant), 1e-30)
@@ -127,9 +131,9 @@ def _leaves(params) -> list[tuple[Any, Any]]:
 
 
 def _named(path) -> tuple[int, str]:
-  """(layer, name) of a linear of a layer; (-1, '') for other weights."""
+  """(layer, name) of a linear of a layer, of an expert's such as experts.up; (-1, '') for other weights."""
   match = LINEAR.fullmatch(jax.tree_util.keystr(path))
-  return (int(match[1]), match[2]) if match else (-1, '')
+  return (int(match[1]), '.'.join(filter(None, match.groups()[1:]))) if match else (-1, '')
 
 
 def _depth(params) -> int:
@@ -140,7 +144,8 @@ def _is_quantised(path, params, quant: Quant) -> bool:
   layer, name = _named(path)
   if 'w8a8' not in quant.sampler or layer < 0:
     return False
-  return quant.skip_first_layers <= layer < _depth(params) - quant.skip_last_layers and name not in quant.skip_names
+  spared = name.rpartition('.')[2] in quant.skip_names
+  return quant.skip_first_layers <= layer < _depth(params) - quant.skip_last_layers and not spared
 
 
 def _bits(codes):

@@ -198,3 +198,14 @@ def test_a_quantised_weight_is_a_tree_of_its_arrays():
   again = jax.tree.unflatten(tree, leaves)
   assert isinstance(again, BlockScaled)
   assert again.format == 'mxfp8'
+
+
+@pytest.mark.parametrize('format', LAYOUT)
+def test_experts_are_quantised_each_by_itself(format):
+  w = jnp.asarray(normal(3, 200, 140) * np.array([1, 1e-3, 50])[:, None, None], jnp.float32)
+  together = quantise(w, format)
+  for x, apart in enumerate(quantise(expert, format) for expert in w):
+    np.testing.assert_array_equal(fp8.to_bytes(together.codes[x]), fp8.to_bytes(apart.codes))
+    np.testing.assert_array_equal(together.scale[x], apart.scale)
+    np.testing.assert_array_equal(together.dequantised()[x], apart.dequantised())
+    np.testing.assert_array_equal(together.emulated().values[x], apart.emulated().values)

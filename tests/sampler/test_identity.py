@@ -77,3 +77,19 @@ def test_rows_padded_on_either_side(sampled, side):
     predicted = here[t.prompt_length :] - 1
     np.testing.assert_allclose(one[b, predicted], t.sampler_logp[t.mask], atol=TOLERANCE)
     np.testing.assert_array_equal(one[b, predicted], other[b, predicted])
+
+
+def test_fp8_experts_say_the_same_token_by_token_and_in_one_pass():
+  """The weights as served, through the learner's path: what FP8 does to a token depends on that token alone."""
+  config, params = small.model('qwen3_moe', num_hidden_layers=1)
+  plan = cache_plan(config, Cache(), Quant(), 16, 12, 'float32')
+  engine = Engine(config, SAMPLING, plan, 5, 2, 0, (), lambda ids: '')
+  prompts = [np.random.default_rng(0).integers(0, 259, n).astype(np.int32) for n in (3, 16, 9)]
+  served = serve(params, jnp.dtype('float32'), Quant(sampler='w8a8'))
+  trajectories = engine.generate(served, [Request(g, g, prompt, 12) for g, prompt in enumerate(prompts)])
+  off, plain = [], []
+  for t in trajectories:
+    off.append(small.teacher_forced(config, served.params, t, TEMPERATURE)[t.mask] - t.sampler_logp[t.mask])
+    plain.append(small.teacher_forced(config, params, t, TEMPERATURE)[t.mask] - t.sampler_logp[t.mask])
+  assert np.abs(np.concatenate(off)).max() < TOLERANCE
+  assert np.abs(np.concatenate(plain)).mean() > 0.01  # it is FP8

@@ -8,7 +8,9 @@ import small
 
 from sprl.models import transformer
 from sprl.models.memory import CausalMemory
+from sprl.models.moe import gates, mixture, probabilities
 from sprl.quant.block import FORMATS, BlockScaled, Emulated, quantise
+from sprl.quant.dot import dot
 from sprl.sampler.served import Served, check_linears, codes_changed, quantised_linears, self_check, serve
 from sprl.settings import LINEARS, Quant, SettingsError
 
@@ -166,3 +168,54 @@ def test_the_probe_is_the_middle_layer(params):
   assert set(probe) == {*'qkvo', 'gate', 'up', 'down'}
   expected = quantise(params['layers'][1]['mlp']['up']['kernel'], 'float32').codes
   np.testing.assert_array_equal(probe['up'].astype(jnp.float32), expected.astype(jnp.float32))
+
+
+# --- experts ---------------------------------------------------------------------------------------------------------
+
+SHARED = {('shared', name) for name in BLOCKS['mlp']}
+EXPERTS = {('experts', name) for name in BLOCKS['mlp']}
+
+
+@pytest.mark.parametrize(('quant', 'spared'), [(W8A8, ()), (BLOCKWISE, ()), (Quant(sampler='w8a8', skip_names=('up',)), ('up',))])
+def test_experts_are_fp8_and_their_router_is_not(quant, spared):
+  _, params = small.model('qwen2_moe', num_hidden_layers=1)
+  served = serve(params, FLOAT32, quant)
+  mlp = served.params['layers'][0]['mlp']
+  for part, name in EXPERTS | SHARED:
+    assert isinstance(mlp[part][name]['kernel'], BlockScaled | Emulated) == (name not in spared)
+  assert mlp['router']['kernel'].dtype == mlp['shared_gate']['kernel'].dtype == FLOAT32
+  assert set(served.probe) == {*'qkvo', *(f'{part}.{name}' for part, name in EXPERTS | SHARED if name not in spared)}
+  assert self_check(params, served, FLOAT32, quant) == []
+
+
+def test_a_broken_expert_does_not_go_unnoticed():
+  _, params = small.model('qwen3_moe', num_hidden_layers=1)
+  quant = Quant(sampler='w8a8', skip_names=(*'qkvo', 'up', 'gate'))
+  served = serve(params, FLOAT32, quant)
+  served.params['layers'][0]['mlp']['experts']['down']['kernel'] = quantise(
+    params['layers'][0]['mlp']['experts']['down']['kernel'][::-1], 'float32'
+  ).emulated()
+  (off,) = self_check(params, served, FLOAT32, quant)
+  assert "['experts']['down']['kernel']: its FP8 product is off by" in off
+
+
+@pytest.mark.parametrize('quant', [W8A8, BLOCKWISE])
+def test_fp8_experts_multiply_as_each_would_alone(quant):
+  """Against `dot` with one expert's weights at a time, on all tokens, which the gates then leave out."""
+  config, params = small.model('qwen3_moe', num_hidden_layers=1)
+  mlp = serve(params, FLOAT32, quant).params['layers'][0]['mlp']
+  kernels = {name: mlp['experts'][name]['kernel'] for name in BLOCKS['mlp']}
+  x = jnp.asarray(np.random.default_rng(0).normal(size=(37, 64)), jnp.float32)
+  distribution = probabilities(x, mlp['router']['kernel'])
+  chosen = jax.lax.top_k(distribution, 2)[1]
+  gate = np.asarray(gates(distribution, chosen, True))
+  expected = np.zeros(x.shape)
+  for e in range(config.experts.count):
+    one = jax.tree.map(lambda w, e=e: w[e], kernels)
+    a, b = dot(x, one['gate']), dot(x, one['up'])
+    out = dot(a / (1 + jnp.exp(-a)) * b, one['down'])
+    expected += np.asarray(out) * np.sum(np.where(np.asarray(chosen) == e, gate, 0), axis=1)[:, None]
+  got = np.asarray(jax.jit(mixture)(kernels, x, chosen, jnp.asarray(gate)))
+  # XLA's exp differs in the last digit here and there, and an activation that rounds to the other of two codes is an FP8 step off
+  assert np.mean(np.abs(got - expected) > 1e-4) < 0.02
+  assert np.linalg.norm(got - expected) / np.linalg.norm(expected) < 2e-3
