@@ -178,7 +178,7 @@ def states(graphdef, plan, served, prompts, written, counts):
 
   def step(carry, i):
     cache, hidden, kept = carry
-    after, attended, cache = take_in(graphdef, served, cache, written[:, i], i + 1 < counts)
+    after, attended, cache, _ = take_in(graphdef, served, cache, written[:, i], i + 1 < counts)
     return (cache, after, attended), (hidden, kept)
 
   start = cache, hidden, lengths

@@ -7,7 +7,7 @@ It touches the learner's devices and nothing of the rollouts, so that on devices
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from sprl.cache.plan import CachePlan
 from sprl.learner.packing import pack, shape
-from sprl.learner.score import score
+from sprl.learner.score import score, score_and_route
 from sprl.learner.state import TrainState
 from sprl.learner.update import Computation, make_update, scores_old
 from sprl.models.transformer import Params
@@ -114,15 +114,17 @@ class Learning:
     return_free_memory()  # the update is where most is needed
     with jax.transfer_guard('disallow'):  # what goes to the device or comes back is said here: device_put, device_get
       batches = [jax.device_put(batch, policy.replicated) for batch, _ in minibatches]
-      old = [
-        score(policy.graphdef, self.state.params, batch, temperature, policy.dtype, chunk)
-        if scores_old(run.correction, self._updates) else None
-        for batch in batches
-      ]  # fmt: skip
-      ref = [
-        score(policy.graphdef, self.reference, batch, temperature, policy.dtype, chunk) if self.reference is not None else None
+      how = temperature, policy.dtype, chunk
+      ref = [  # whose router is its own
+        None if self.reference is None else score(policy.graphdef, self.reference, replace(batch, routes=None), *how)
         for batch in batches
       ]
+      old: list[Any] = [None] * len(batches)
+      if run.model.router_replay == 'R2':
+        scored = [score_and_route(policy.graphdef, self.state.params, batch, *how) for batch in batches]
+        old, batches = [logp for logp, _ in scored], [replace(b, routes=routes) for b, (_, routes) in zip(batches, scored)]
+      elif scores_old(run.correction, self._updates):
+        old = [score(policy.graphdef, self.state.params, batch, *how) for batch in batches]
       jax.block_until_ready((old, ref))
       times.lap('score')
       measured = []

@@ -9,10 +9,12 @@ cache in the compute dtype, on today's weights as they are:
     weights     linears in FP8
     kv          keys and values (and queries, where they are too) in FP8
     eviction    the cache evicted to its budget
+    routing     the learner's tokens through the experts of its own router, against those of the rollout (router replay R3)
     residual    what is left of the gap: the causes' effect on each other, and a recorded log-prob that no replay reproduces
 
 They sum to the gap, token by token. With one cause on, the residual is rounding: a larger one says that the log-probs recorded
-are not those of the sampler that the settings describe.
+are not those of the sampler that the settings describe. Router replay takes out of the gap what the other causes owe to tokens
+that go through other experts; `unreplayed` is the gap as it would be without it.
 """
 
 import math
@@ -34,7 +36,7 @@ from sprl.sampler.replay import replay
 from sprl.settings import DENSE, UNQUANTISED, Cache, Quant, Rollout, Run
 from sprl.trajectory import Trajectory
 
-CAUSES = ('staleness', 'numerics', 'weights', 'kv', 'eviction', 'residual')
+CAUSES = ('staleness', 'numerics', 'weights', 'kv', 'eviction', 'routing', 'residual')
 EDGES = (-10.0, -3.0, -1.0, -0.3, -0.1, -0.03, -0.01, -0.003, -0.001, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 Older = dict[int, tuple[Params, Scales | None]]  # by version, weights on the host and scales that samples may still be of
@@ -50,7 +52,8 @@ def ledger(
   trajectories: Sequence[Trajectory],
   sampled_with: Params | None = None,
 ) -> dict[str, Float[np.ndarray, ' N']]:
-  """The gap of each of the N tokens that the model wrote (`gap`), and its parts by cause (CAUSES).
+  """The gap of each of the N tokens that the model wrote (`gap`), its parts by cause (CAUSES), and where the
+  rollout's routes are replayed `unreplayed`.
 
   `params` are the learner's weights, `sampled_with` those that sampled, where they are others; `scales` are the FP8 cache's.
   """
@@ -62,7 +65,7 @@ def ledger(
     return replay(replace(engine, plan=plan), served, trajectories)
 
   def dense(weights: Params) -> Logps:
-    return learner_logps(run, policy, weights, trajectories)
+    return learner_logps(run, policy, weights, [replace(t, routes=None) for t in trajectories])
 
   learner = dense(params)
   sampler_weights = learner if sampled_with is None else dense(sampled_with)
@@ -76,11 +79,13 @@ def ledger(
   def flat(logps: Logps) -> Float[np.ndarray, ' N']:
     return np.concatenate([x[t.mask] for x, t in zip(logps, trajectories)])
 
-  gap = flat(learner) - np.concatenate([t.sampler_logp[t.mask] for t in trajectories])
+  routed = learner if trajectories[0].routes is None else learner_logps(run, policy, params, trajectories)
+  gap = flat(routed) - np.concatenate([t.sampler_logp[t.mask] for t in trajectories])
   parts = {'staleness': flat(learner) - flat(sampler_weights), 'numerics': flat(sampler_weights) - flat(plain)}
   parts |= {cause: flat(plain) - flat(logps()) for cause, logps in alone.items()}
+  parts['routing'] = flat(routed) - flat(learner)
   parts['residual'] = gap - np.sum(list(parts.values()), axis=0)
-  return {'gap': gap, **parts}
+  return {'gap': gap, **parts} | ({} if routed is learner else {'unreplayed': gap - parts['routing']})
 
 
 def may_want(version: int, run: Run) -> bool:
@@ -115,7 +120,7 @@ def of_one_version(trajectories: Sequence[Trajectory], count: int) -> tuple[int,
 
 
 def learner_logps(run: Run, policy: Policy, params: Params, trajectories: Sequence[Trajectory]) -> Logps:
-  """The learner's log-probs of the trajectories' tokens, by its own path: packed rows, one dense pass."""
+  """The learner's log-probs of the trajectories' tokens, by its own path: packed rows, one dense pass, recorded routes."""
   groups = len({t.group for t in trajectories})
   sizes = shape(run.sampling, Rollout(groups, len(trajectories) // groups), run.packing, 1)
   batch, _ = pack(trajectories, np.ones(len(trajectories), np.float32), sizes, run.packing.share_prefix)

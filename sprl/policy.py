@@ -54,6 +54,7 @@ class Policy:
     folder = locate(run.model.path)
     config = ModelConfig.read(folder)
     check_linears(run.quant, config.num_layers)
+    check_experts(run, config)
     huggingface.check_weights(folder, config)
     tokenizer = Tokenizer.load(folder)
     tokenizer.check_against(config)
@@ -94,10 +95,20 @@ class Policy:
     """The weights as the sampler multiplies them, with the scales of its cache."""
     return serve(params, self.dtype, quant)._replace(scales=scales)
 
-  def plan(self, sampling: Sampling, cache: Cache, quant: Quant, record: bool = False) -> CachePlan:
-    """The sampler's memory under these settings."""
+  def plan(self, sampling: Sampling, cache: Cache, quant: Quant, record: bool = False, routes: bool = False) -> CachePlan:
+    """The sampler's memory under these settings; what it writes down of evictions and of the experts that tokens went through."""
     prompt, completion = prompt_buckets(sampling)[-1], sampling.max_tokens
-    return cache_plan(self.config, cache, quant, prompt, completion, self.dtype, record, self.kernels)
+    return cache_plan(self.config, cache, quant, prompt, completion, self.dtype, record, self.kernels, routes)
+
+
+def check_experts(run: Run, config: ModelConfig) -> None:
+  """Raises SettingsError where settings are of a mixture of experts, and the model is none."""
+  replay, balance = run.model.router_replay, run.loss.balance_coef
+  for key, value, off in (('model.router_replay', replay, 'none'), ('loss.balance_coef', balance, 0.0)):
+    if config.experts is None and value != off:
+      raise settings.SettingsError(
+        f'config.{key} = {value!r}: expected {off!r} with a model of family {config.family}, without experts'
+      )
 
 
 def abstract_params(policy: Policy) -> Params:

@@ -23,6 +23,7 @@ class SettingsError(ValueError):
 
 
 Remat = Literal['none', 'dots', 'layer']
+RouterReplay = Literal['none', 'R2', 'R3']
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Model:
   dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # compute; auto: bfloat16 where the device multiplies it natively
   param_dtype: Literal['float32', 'bfloat16'] = 'float32'  # master weights; bfloat16 loses small steps to rounding
   remat: Remat = 'layer'  # what the backward pass computes again: nothing, a layer without its products with weights, a layer
+  router_replay: RouterReplay = 'none'  # updates send tokens to the experts of: the router, their old scoring (R2), their rollout
   kernels: Kernels = 'auto'  # what computes an operation that has a GPU kernel; auto: the kernel where it can run
 
 
@@ -229,6 +231,7 @@ class Loss:
   kl_estimator: Literal['k1', 'k2', 'k3'] = 'k3'
   kl_clip: float = 10.0  # bound on a token's |kl|
   entropy_coef: float = 0.0
+  balance_coef: float = 0.0  # of a mixture of experts: of the loss that spreads tokens over them (sprl/models/routing.py)
 
 
 @dataclass(frozen=True)
@@ -723,6 +726,11 @@ def check_objective(run: Run) -> None:
       "'micro' under bypass with reinforce, whose weights are only known microbatch by microbatch",
     )
   if correction.mode == 'bypass':
+    demand(
+      run.model.router_replay != 'R2',
+      'model.router_replay',
+      "'none' or 'R3' under correction.mode = 'bypass': R2 is of the old policy's scoring pass",
+    )
     demand(loss.variant != 'decoupled_ppo', 'loss.variant', "another under correction.mode = 'bypass': it needs three policies")
     demand(
       loss.variant == 'reinforce' or correction.level == 'off',

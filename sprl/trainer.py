@@ -79,7 +79,7 @@ def train(run: Run, workdir: Path) -> Finished:
   """
   # --- settings, files, problems: everything that can be wrong is found here ----------------------------------------
   policy = Policy.open(run)
-  plan = policy.plan(run.sampling, run.cache, run.quant, record=run.cache.masked_learner)
+  plan = policy.plan(run.sampling, run.cache, run.quant, run.cache.masked_learner, run.model.router_replay == 'R3')
   asked = acting.Asked.open(run, policy.tokenizer)
   for remark in remarks(run, plan):
     log.warning(remark)

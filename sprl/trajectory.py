@@ -53,6 +53,7 @@ class Completion:
   finish: str  # stop, length, abort
   saturated: int = 0  # numbers of the row's keys and values beyond FP8's range, if they were held in it
   evicted: Int[np.ndarray, 'L K T'] | None = None  # the first position that did not find the token any more, where recorded
+  routes: Int[np.ndarray, 'T M k'] | None = None  # the experts that each token went through, in each of M layers, where recorded
 
   def rest(self) -> Request:
     """What is left to ask of an aborted request: the same completion, from where it was."""
@@ -89,6 +90,7 @@ class Trajectory:
   reward: float = 0.0
   saturated: int = 0  # numbers of its keys and values beyond FP8's range, if they were held in it
   evicted: Int[np.ndarray, 'L K T'] | None = None  # the first position that did not find the token any more, where recorded
+  routes: Int[np.ndarray, 'T M k'] | None = None  # the experts that each token went through, in each of M layers, where recorded
   start_version: int = 0  # finished updates when its group was started, which is what staleness is counted from
   status: str = 'ok'  # how it was graded (a Grade's status)
   rewards: tuple[float, ...] = ()  # of a conversation's turns, of which `reward` is the sum
@@ -110,6 +112,7 @@ class Trajectory:
       'finish': completion.finish,
       'saturated': completion.saturated,
       'evicted': completion.evicted,
+      'routes': completion.routes,
     }
     return cls(**fields | changes)
 

@@ -201,7 +201,7 @@ def make_update(graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation,
 
 def _update(graphdef, optimizer, dtype, chunk: int, remat: Remat, state: TrainState, batch: TrainBatch):
   def micro_loss(params, i):
-    logp, _ = micro_logprobs(graphdef, params, batch, i, 1.0, dtype, chunk, remat)
+    logp, *_ = micro_logprobs(graphdef, params, batch, i, 1.0, dtype, chunk, remat)
     return -jnp.sum(logp) / jnp.sum(batch.mask)
 
   def accumulate(i, carry):

@@ -27,6 +27,7 @@ class CachePlan:
   fp8_queries: bool = False  # queries go through FP8 too
   key_bias: bool = False  # keys' biases are kept out of FP8
   record: bool = False  # write down when each token is evicted
+  routes: tuple[int, int, int] | None = None  # write down routes: (layers with experts, experts a token goes through, experts)
   kernels: Kernels = 'auto'  # what attends
 
   @property

@@ -107,12 +107,12 @@ def draw_mismatch(axes: Axes, records: Records) -> None:
 def draw_ledger(axes: Axes, records: Records) -> None:
   """Mean |gap| between sampler and learner, and of its parts by cause: how much each moves a token's log-prob."""
   _prepare(axes, 'Mean |Δ log p| by cause')
-  causes = ('gap', 'staleness', 'numerics', 'weights', 'kv', 'eviction', 'residual')
-  colors = ('#222222', '#c9a27e', _GREY, _PURPLE, _GREEN, _ORANGE, '#b0b7bf')
+  causes = ('gap', 'staleness', 'numerics', 'weights', 'kv', 'eviction', 'routing', 'residual', 'unreplayed')
+  colors = ('#222222', '#c9a27e', _GREY, _PURPLE, _GREEN, _ORANGE, _BLUE, '#b0b7bf', '#222222')
   for cause, color in zip(causes, colors):
     steps, values = series(records, f'ledger/{cause}_abs')
     if np.any(values > 0.0):
-      _curve(axes, steps, values, color=color, label=cause, linestyle='--' if cause == 'residual' else '-')
+      _curve(axes, steps, values, color=color, label=cause, linestyle='--' if cause in ('residual', 'unreplayed') else '-')
   axes.set_ylim(bottom=0.0)
   _legend(axes)
 
@@ -124,7 +124,7 @@ def draw_ledger_histogram(axes: Axes, records: Records) -> None:
   if ledgers:
     counts = {name: c for name, c in ledgers[-1]['histograms'].items() if sum(c) > c[len(c) // 2]}
     width = 0.8 / max(len(counts), 1)
-    colors = ('#222222', _PURPLE, _GREEN, _ORANGE, _GREY, '#c9a27e', '#b0b7bf')
+    colors = ('#222222', _PURPLE, _GREEN, _ORANGE, _GREY, '#c9a27e', '#b0b7bf', _BLUE, '#e0a0a0')
     for i, ((name, values), color) in enumerate(zip(counts.items(), colors)):
       axes.bar(np.arange(len(values)) + (i - len(counts) / 2) * width, values, width, align='edge', color=color, label=name)
     edges = ledgers[-1]['edges']

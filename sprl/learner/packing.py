@@ -45,6 +45,7 @@ class TrainBatch:
   advantage: Float[Array, ' B']
   reward: Float[Array, ' B']
   evicted: Int[Array, 'A R L K T'] | None = None  # when the sampler forgot each token, where the learner is to forget it too
+  routes: Int[Array, 'A R T M k'] | None = None  # experts that tokens are to go through; -1: the router's choice
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,8 @@ def pack(
   place, mask, sampler_logp = np.zeros((B, C), np.int32), np.zeros((B, C), bool), np.zeros((B, C), np.float32)
   forgets = trajectories[0].evicted if trajectories else None
   evicted = None if forgets is None else np.zeros((A, R, *forgets.shape[:2], T), np.int32)
+  went = trajectories[0].routes if trajectories else None
+  routes = None if went is None else np.full((A, R, T, *went.shape[1:]), -1, went.dtype)
 
   for index, row in enumerate(rows):
     a, r = divmod(index, R)
@@ -107,6 +110,8 @@ def pack(
       here = slice(start, start + P)
       tokens[a, r, here] = trajectories[piece[0]].tokens[:P]
       positions[a, r, here], segments[a, r, here] = np.arange(P), prompt_segment
+      if routes is not None:
+        routes[a, r, here] = _routes(trajectories[piece[0]])[:P]
       last_of_prompt, start = start + P - 1, start + P
       for b in piece:
         trajectory, segment = trajectories[b], segment + 1
@@ -118,6 +123,8 @@ def pack(
           evicted is not None and trajectory.evicted is not None
         ):  # prompts are not shared then: this is the sequence whose prompt was just laid down
           evicted[a, r, :, :, start - P : start + n] = trajectory.evicted
+        if routes is not None:
+          routes[a, r, here] = _routes(trajectory)[P:]
         column = np.flatnonzero(trajectory.mask[P:])
         where = scored[a] + np.arange(len(column))
         predictor = np.concatenate([[last_of_prompt], np.arange(start, start + n - 1)])
@@ -141,7 +148,7 @@ def pack(
     'micro': micro, 'place': place, 'mask': mask, 'sampler_logp': sampler_logp,
     'advantage': np.nan_to_num(advantage).astype(np.float32),
     'reward': np.array([t.reward for t in trajectories], np.float32),
-    'evicted': evicted,
+    'evicted': evicted, 'routes': routes,
   }  # fmt: skip
   return TrainBatch(**arrays), metrics
 
@@ -162,6 +169,11 @@ def _pieces(trajectories, advantage, T, share_prefix):
       pieces.append([b])
       length, group = trajectory.prompt_length + n, trajectory.group
   return pieces
+
+
+def _routes(trajectory: Trajectory) -> Int[np.ndarray, 'T M k']:
+  assert trajectory.routes is not None, 'of one batch all trajectories record their routes, or none does'
+  return trajectory.routes
 
 
 def _same_prompt(one: Trajectory, other: Trajectory) -> bool:

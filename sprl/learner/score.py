@@ -11,6 +11,7 @@ from sprl.kernels.linear_logprob import linear_logprob
 from sprl.learner.packing import TrainBatch
 from sprl.models import transformer
 from sprl.models.memory import CausalMemory, EvictedMemory, Memory
+from sprl.models.routing import MISSING, Routed
 from sprl.models.transformer import Params
 from sprl.settings import Remat
 
@@ -24,21 +25,22 @@ def micro_logprobs(
   dtype,
   chunk: int,
   remat: Remat = 'none',
-) -> tuple[Float[Array, 'B C'], Float[Array, 'B C']]:
-  """Log-probs and entropies of microbatch i's tokens, in their cells of the rectangle; other cells are 0.
+) -> tuple[Float[Array, 'B C'], Float[Array, 'B C'], Routed]:
+  """Log-probs and entropies of microbatch i's tokens, in their cells of the rectangle, other cells 0; and who went where.
 
   Logits are divided by the sampling temperature, as the sampler's were.
   """
   memory: Memory = CausalMemory.of(batch.segments[i], batch.prefixes[i])
   if batch.evicted is not None:
     memory = EvictedMemory(memory, batch.positions[i], batch.evicted[i])
-  hidden, _ = transformer.forward(graphdef, params, batch.tokens[i], batch.positions[i], memory, dtype, remat)
+  routed = Routed(memory, None if batch.routes is None else batch.routes[i], batch.segments[i] > 0)
+  hidden, routed = transformer.forward(graphdef, params, batch.tokens[i], batch.positions[i], routed, dtype, remat)
   with jax.named_scope('head'):
     predictors = hidden.reshape(-1, hidden.shape[-1])[batch.source[i]]
     head = transformer.head_weight(params)
     logp, entropy = linear_logprob(predictors, head, batch.target[i], temperature, chunk, batch.scored[i])
   here = batch.mask & (batch.micro == i)[:, None]
-  return jnp.where(here, logp[batch.place], 0.0), jnp.where(here, entropy[batch.place], 0.0)
+  return jnp.where(here, logp[batch.place], 0.0), jnp.where(here, entropy[batch.place], 0.0), routed
 
 
 @partial(jax.jit, static_argnames=('graphdef', 'temperature', 'dtype', 'chunk'))
@@ -51,3 +53,23 @@ def score(
     return logp + micro_logprobs(graphdef, params, batch, i, temperature, dtype, chunk)[0]
 
   return jax.lax.fori_loop(0, batch.used, body, jnp.zeros(batch.mask.shape))
+
+
+@partial(jax.jit, static_argnames=('graphdef', 'temperature', 'dtype', 'chunk'))
+def score_and_route(
+  graphdef: nnx.GraphDef, params: Params, batch: TrainBatch, temperature: float, dtype, chunk: int
+) -> tuple[Float[Array, 'B C'], Int[Array, 'A R T M k']]:
+  """The same of a model with experts, and those that each token went through."""
+
+  def one(i):
+    logp, _, routed = micro_logprobs(graphdef, params, batch, i, temperature, dtype, chunk)
+    return logp, routed.routes
+
+  def body(i, carry):
+    logp, routes = carry
+    new, taken = one(i)
+    return logp + new, routes.at[i].set(taken)
+
+  like = jax.eval_shape(lambda: one(0)[1])
+  routes = jnp.full((batch.tokens.shape[0], *like.shape), MISSING, like.dtype)
+  return jax.lax.fori_loop(0, batch.used, body, (jnp.zeros(batch.mask.shape), routes))

@@ -18,6 +18,7 @@ from flax import nnx
 from sprl.learner.packing import TrainBatch
 from sprl.learner.score import micro_logprobs
 from sprl.learner.state import TrainState
+from sprl.models.routing import balance_loss, balance_metrics
 from sprl.objective import diagnostics, losses
 from sprl.objective.correction import Corrected, correct
 from sprl.settings import Correction, Loss, Remat
@@ -70,7 +71,7 @@ def _update(graphdef, optimizer, computation: Computation, state: TrainState, ba
 
   # --- 2. gradient ---------------------------------------------------------------------------------------------------
   def micro_loss(params, i):
-    logp, entropy = micro_logprobs(
+    logp, entropy, routed = micro_logprobs(
       graphdef, params, batch, i, computation.temperature, computation.dtype, computation.chunk, computation.remat
     )
     here = mask & (batch.micro == i)[:, None]
@@ -82,7 +83,10 @@ def _update(graphdef, optimizer, computation: Computation, state: TrainState, ba
       logp, old, batch.sampler_logp, ref_logp, entropy, advantage, batch.reward, weight, here,
       jnp.where(here, coefficient, 0), loss_settings, correction.mode,
     )  # fmt: skip
-    return loss, (sg(logp), sg(entropy), diagnostics.policy_sums(facts, here))
+    if routed.balance is not None and loss_settings.balance_coef > 0:
+      share = jnp.sum(batch.segments[i] > 0) / jnp.sum(batch.segments > 0)
+      loss += loss_settings.balance_coef * share * balance_loss(routed.balance)
+    return loss, (sg(logp), sg(entropy), diagnostics.policy_sums(facts, here), sg(routed.balance))
 
   def accumulate(i, carry):
     grads, *sums = carry
@@ -91,7 +95,7 @@ def _update(graphdef, optimizer, computation: Computation, state: TrainState, ba
 
   shapes = jax.eval_shape(lambda: jax.value_and_grad(micro_loss, has_aux=True)(state.params, jnp.int32(0)))
   (zero_loss, zero_aux), zero_grads = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes)
-  grads, loss, logp, entropy, sums = jax.lax.fori_loop(0, batch.used, accumulate, (zero_grads, zero_loss, *zero_aux))
+  grads, loss, logp, entropy, sums, balance = jax.lax.fori_loop(0, batch.used, accumulate, (zero_grads, zero_loss, *zero_aux))
 
   # --- 3. step -------------------------------------------------------------------------------------------------------
   norm = optax.tree.norm(grads)
@@ -117,6 +121,8 @@ def _update(graphdef, optimizer, computation: Computation, state: TrainState, ba
       old, batch.sampler_logp, mask, advantage, batch.reward, corrected or corrected_by(old, mask), correction
     ),
   }
+  if balance is not None:
+    metrics |= balance_metrics(balance)
   if ref_logp is not None:
     drift = losses.kl(logp, ref_logp, loss_settings.kl_estimator, loss_settings.kl_clip)
     metrics['policy/kl_ref'] = jnp.sum(jnp.where(mask, drift, 0)) / jnp.maximum(jnp.sum(mask), 1)

@@ -21,6 +21,7 @@ from sprl.kernels.rope import Turns, rotate, turns
 from sprl.models.config import Experts, ModelConfig
 from sprl.models.memory import Memory
 from sprl.models.moe import gated, gates, mixture, probabilities
+from sprl.models.routing import Routed
 from sprl.quant.dot import PRODUCT, dot
 from sprl.settings import Remat
 
@@ -130,11 +131,13 @@ class Mixture(nnx.Module):
     self.shared_gate = Linear(('router', 'embed'), 1, E) if experts.shared_width else None
     self.chosen, self.normalised = experts.chosen, experts.normalised
 
-  def __call__(self, x: Float[Array, 'B T E']) -> Float[Array, 'B T E']:
-    """Same shape."""
+  def __call__(self, x: Float[Array, 'B T E'], memory: Memory):
+    """[B, T, E] -> [B, T, E], and the memory, which may have a say in who is chosen."""
     with jax.named_scope('router'):
       distribution = probabilities(x, self.router.kernel.get_value())
       chosen = checkpoint_name(jax.lax.top_k(distribution, self.chosen)[1], ROUTE)
+      if isinstance(memory, Routed):
+        chosen, memory = memory.route(distribution, chosen)
       weights = gates(distribution, chosen, self.normalised)
     with jax.named_scope('experts'):
       kernels = {name: getattr(self.experts, name).kernel.get_value() for name in ('gate', 'up', 'down')}
@@ -142,7 +145,7 @@ class Mixture(nnx.Module):
       out = mixture(kernels, x.reshape(-1, x.shape[-1]), chosen.reshape(rows), weights.reshape(rows)).reshape(x.shape)
     if self.shared is not None and self.shared_gate is not None:
       out = out + jax.nn.sigmoid(self.shared_gate(x)) * self.shared(x)
-    return out
+    return out, memory
 
 
 class Layer(nnx.Module):
@@ -161,7 +164,9 @@ class Layer(nnx.Module):
       out, memory = self.attention(layer, self.attention_norm(x), turns, memory)
       x = x + out
     with jax.named_scope('mlp'):
-      return x + self.mlp(self.mlp_norm(x)), memory
+      normed = self.mlp_norm(x)
+      out, memory = self.mlp(normed, memory) if isinstance(self.mlp, Mixture) else (self.mlp(normed), memory)
+      return x + out, memory
 
 
 class Decoder(nnx.Module):

@@ -19,6 +19,7 @@ def cache_plan(
   dtype,
   record: bool = False,
   kernels: Kernels = 'auto',
+  routes: bool = False,
 ) -> CachePlan:
   """The plan for prompts and completions of at most so many tokens.
 
@@ -26,7 +27,7 @@ def cache_plan(
   """
   if cache.budget:
     cache = _with_room(cache, config.num_layers, prompt, completion)
-  fp8 = 'kv8' in quant.sampler
+  fp8, experts = 'kv8' in quant.sampler, config.experts
   return CachePlan(
     settings=cache,
     layers=config.num_layers,
@@ -42,6 +43,7 @@ def cache_plan(
     key_bias=fp8 and config.qkv_bias and quant.key_bias and cache.positions == 'absolute',
     record=record,
     kernels=kernels,
+    routes=(len(experts.layers), experts.chosen, experts.count) if routes and experts else None,
   )
 
 

@@ -21,6 +21,7 @@ from sprl.cache.kv_cache import KVCache
 from sprl.cache.plan import CachePlan
 from sprl.cache.scales import rotated_biases
 from sprl.models import transformer
+from sprl.models.routing import MISSING, Routed, record_dtype
 from sprl.sampler.draw import draw, uniforms
 from sprl.sampler.served import Served
 from sprl.settings import Sampling
@@ -41,6 +42,7 @@ class Rows:
   tokens: Int[Array, 'B C']
   logp: Float[Array, 'B C']  # of the distribution drawn from
   kept: Int[Array, 'B C']  # slots attended, the query's own included
+  routes: Int[Array, 'B T M k'] | None = None  # by position, the experts that its token went through; MISSING where none is yet
 
 
 @jax.tree_util.register_dataclass
@@ -50,6 +52,7 @@ class Prompts:
 
   cache: KVCache
   hidden: Float[Array, 'P E']
+  routes: Int[Array, 'P T M k'] | None = None  # as in Rows
 
 
 def empty_cache(plan: CachePlan, served: Served, rows: int, slots: int | None = None) -> KVCache:
@@ -80,6 +83,7 @@ def empty_rows(plan: CachePlan, served: Served, rows: int, max_tokens: int, seed
     tokens=jnp.zeros((rows, max_tokens), jnp.int32),
     logp=jnp.zeros((rows, max_tokens)),
     kept=jnp.zeros((rows, max_tokens), jnp.int32),
+    routes=_no_routes(plan, rows),
   )
 
 
@@ -101,9 +105,9 @@ def prefill(
   P, T = tokens.shape
   cache = empty_cache(plan, served, P, T if given is None else None).expecting(lengths)
   positions = jnp.broadcast_to(jnp.arange(T), (P, T))
-  hidden, cache = transformer.forward(graphdef, served.params, tokens, positions, cache, plan.dtype)
+  hidden, cache, routes = _pass(graphdef, served, tokens, positions, cache)
   last = jnp.take_along_axis(hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
-  prompts = Prompts(cache.advance(), last)
+  prompts = Prompts(cache.advance(), last, _noted(_no_routes(plan, P), routes, positions[:, 0], lengths))
   return prompts if given is None or counts is None else _continued(graphdef, plan, served, prompts, given, counts)
 
 
@@ -121,19 +125,22 @@ def _continued(graphdef, plan, served, prompts, given, counts):
 
   def stretch(carry):
     done, prompts = carry
-    cache, hidden = prompts.cache, prompts.hidden
+    cache, hidden, routes = prompts.cache, prompts.hidden, prompts.routes
     if interval > 1:
       tokens = jax.lax.dynamic_slice_in_dim(given, done, interval - 1, axis=1)
       real = jnp.clip(counts - done, 0, interval - 1)
       positions = cache.seen[:, None] + jnp.arange(interval - 1)
-      new, cache = transformer.forward(graphdef, served.params, tokens, positions, cache.expecting(real), plan.dtype)
+      new, cache, taken = _pass(graphdef, served, tokens, positions, cache.expecting(real))
+      routes = _noted(routes, taken, cache.seen, real)
       cache = cache.advance(decoding=True)
       newest = jnp.take_along_axis(new, jnp.maximum(real - 1, 0)[:, None, None], axis=1)[:, 0]
       hidden = jnp.where((real > 0)[:, None], newest, hidden)
     active = counts >= done + interval
     token = jax.lax.dynamic_slice_in_dim(given, done + interval - 1, 1, axis=1)[:, 0]
-    newest, _, cache = take_in(graphdef, served, cache, token, active)
-    return done + interval, Prompts(cache, jnp.where(active[:, None], newest, hidden))
+    seen = cache.seen
+    newest, _, cache, taken = take_in(graphdef, served, cache, token, active)
+    routes = _noted(routes, taken, seen, active)
+    return done + interval, Prompts(cache, jnp.where(active[:, None], newest, hidden), routes)
 
   return jax.lax.while_loop(more, stretch, (jnp.int32(0), prompts))[1]
 
@@ -170,6 +177,9 @@ def admit(
     limit=jnp.where(new, limit, rows.limit),
     count=jnp.where(new, 0, rows.count),
     done=jnp.where(new, limit <= 0, rows.done),
+    routes=jax.tree.map(
+      lambda mine, theirs: jnp.where(new[:, None, None, None], theirs[parent], mine), rows.routes, prompts.routes
+    ),
   )
   return _draw_into(rows, served, prompts.hidden[parent], new & ~rows.done, rows.cache.length, sampling, stop_ids)
 
@@ -186,21 +196,44 @@ def decode(graphdef: nnx.GraphDef, served: Served, rows: Rows, sampling: Samplin
     step, rows = carry
     active = ~rows.done
     newest = jnp.take_along_axis(rows.tokens, jnp.maximum(rows.count - 1, 0)[:, None], axis=1)[:, 0]
-    hidden, attended, cache = take_in(graphdef, served, rows.cache, newest, active)
-    rows = dataclasses.replace(rows, cache=cache)
+    hidden, attended, cache, routes = take_in(graphdef, served, rows.cache, newest, active)
+    rows = dataclasses.replace(rows, cache=cache, routes=_noted(rows.routes, routes, rows.cache.seen, active))
     return step + 1, _draw_into(rows, served, hidden, active, attended, sampling, stop_ids)
 
   return jax.lax.while_loop(unfinished, advance, (0, rows))[1]
 
 
 def take_in(graphdef: nnx.GraphDef, served: Served, cache: KVCache, token: Int[Array, ' B'], active: Bool[Array, ' B']):
-  """One decode step: each active row takes its token in. Hidden states [B, E] that predict the next, slots seen, the cache."""
+  """One decode step: each active row takes its token in.
+
+  Hidden states [B, E] that predict the next, slots seen, the cache, and the token's experts where they are recorded.
+  """
   cache = cache.expecting(active.astype(jnp.int32))
   attended = cache.attended
-  hidden, cache = transformer.forward(graphdef, served.params, token[:, None], cache.seen[:, None], cache, cache.plan.dtype)
+  hidden, cache, routes = _pass(graphdef, served, token[:, None], cache.seen[:, None], cache)
   if cache.plan.sparse and cache.plan.settings.when == 'after':  # or XLA keeps copies for attention that may come later
     hidden, cache = jax.lax.optimization_barrier((hidden, cache))
-  return hidden[:, 0], attended, cache.advance(decoding=True)
+  return hidden[:, 0], attended, cache.advance(decoding=True), routes
+
+
+def _pass(graphdef, served, tokens, positions, cache):
+  """Hidden states, the cache, and the experts [B, T, M, k] that the tokens went through, where the plan says to record them."""
+  plan = cache.plan
+  hidden, routed = transformer.forward(graphdef, served.params, tokens, positions, Routed(cache), plan.dtype)
+  return hidden, routed.inner, routed.routes if plan.routes else None
+
+
+def _no_routes(plan, rows):
+  return jnp.full((rows, plan.positions, *plan.routes[:2]), MISSING, record_dtype(plan.routes[2])) if plan.routes else None
+
+
+def _noted(routes, taken, first, count):
+  """The routes with those of each row's first `count` new tokens, which stand at positions from `first` on."""
+  if routes is None:
+    return None
+  step = jnp.arange(taken.shape[1])
+  position = jnp.where(step < count[:, None], first[:, None] + step, routes.shape[1])  # out of bounds: dropped
+  return routes.at[jnp.arange(len(taken))[:, None], position].set(taken, mode='drop')
 
 
 def predict(served: Served, hidden: Float[Array, 'B E']) -> Float[Array, 'B V']:

@@ -65,7 +65,7 @@ def _replay(
     cache, hidden, logp = carry
     token = completions[:, i]
     logp = logp.at[:, i].set(jnp.where(i < counts, logp_of(predict(served, hidden), token, sampling), 0))
-    hidden, _, cache = take_in(graphdef, served, cache, token, i + 1 < counts)
+    hidden, _, cache, _ = take_in(graphdef, served, cache, token, i + 1 < counts)
     return cache, hidden, logp
 
   start = cache, hidden, jnp.zeros(completions.shape)

@@ -193,7 +193,8 @@ class Slots:
       n = len(row.tokens) if cut is None else cut
       stop = cut is not None or (n > 0 and row.tokens[n - 1] in self.engine.stop_ids)
       finish = 'stop' if stop else 'length'
-      finished.append(_completion(row, finish, n, int(news['saturated'][i]), self._evicted(i, row.request.start + n)))
+      records = self._evicted(i, row.request.start + n), self._routes(i, row.request.start + n)
+      finished.append(_completion(row, finish, n, int(news['saturated'][i]), *records))
     self._release(stopped)
     self.usage.chunks += 1
     self.usage.steps += max(drawn)
@@ -247,6 +248,11 @@ class Slots:
     layers = [layer.evicted for layer in self._state.cache.layers]
     return np.stack([never if steps is None else np.asarray(steps[row])[:, :tokens] for steps in layers])
 
+  def _routes(self, row: int, tokens: int):
+    """[T, M, k]: the experts that the row's tokens went through; None where the plan does not write it down."""
+    routes = None if self._state is None else self._state.routes
+    return None if routes is None else np.asarray(routes[row])[:tokens]
+
   def _stop_string(self, row: _Row) -> int | None:
     """How many of the row's tokens it takes until the completion's text holds a stop string; None where it holds none."""
     sampling, text = self.engine.sampling, self.engine.text
@@ -279,7 +285,7 @@ def _padded(rows: Collection[np.ndarray], count: int, width: int) -> tuple[np.nd
   return padded, lengths
 
 
-def _completion(row: _Row, finish: str, n: int | None = None, saturated: int = 0, evicted=None) -> Completion:
+def _completion(row: _Row, finish: str, n: int | None = None, saturated: int = 0, evicted=None, routes=None) -> Completion:
   ints, logp = (np.array(x[:n], np.int32) for x in (row.tokens, row.version, row.kept)), np.array(row.logp[:n], np.float32)
   tokens, version, kept = ints
-  return Completion(row.request, tokens, logp, version, kept, finish, saturated, evicted)
+  return Completion(row.request, tokens, logp, version, kept, finish, saturated, evicted, routes)

@@ -21,7 +21,10 @@ SPARSE = Cache(budget=12, interval=3, window=2)
 @pytest.fixture(scope='module')
 def world(tmp_path_factory):
   """(settings of a dense, unquantised float32 run, its policy, weights)."""
-  file = tiny.write_inputs(tmp_path_factory.mktemp('ledger'))
+  return opened(tiny.write_inputs(tmp_path_factory.mktemp('ledger')))
+
+
+def opened(file, **model):
   spec = importlib.util.spec_from_file_location('config', file)
   assert spec is not None
   assert spec.loader is not None
@@ -29,6 +32,7 @@ def world(tmp_path_factory):
   spec.loader.exec_module(module)
   config = module.get_config()
   config.arm, config.cache.budget, config.quant.sampler, config.model.dtype = '', 0, 'bf16', 'float32'
+  config.model.update(model)
   run = resolve(config)
   policy = Policy.open(run)
   return run, policy, policy.load()
@@ -38,7 +42,7 @@ def sampled(world, cache=SPARSE, quant=UNQUANTISED, weights=None):
   """(run, policy, engine, weights, scales, two groups of trajectories) of a sampler with this memory."""
   run, policy, params = world
   run = dataclasses.replace(run, cache=cache, quant=quant)
-  plan = policy.plan(run.sampling, cache, quant)
+  plan = policy.plan(run.sampling, cache, quant, routes=run.model.router_replay == 'R3')
   engine = policy.engine(run.sampling, plan, 4, 2, 0)
   rng = np.random.default_rng(0)
   prompts = [rng.integers(3, 259, n).astype(np.int32) for n in (9, 14)]
@@ -86,6 +90,18 @@ def test_all_causes_together_leave_only_their_effect_on_each_other(world):
   for cause in ('weights', 'kv', 'eviction'):
     assert size(entries[cause]) > 1e-3
   assert 0 < size(entries['residual']) < sum(size(entries[cause]) for cause in ('weights', 'kv', 'eviction'))
+
+
+def test_router_replay_takes_out_of_the_gap_what_other_experts_put_into_it(tmp_path):
+  mixed = opened(tiny.write_inputs(tmp_path, 'qwen3_moe'), router_replay='R3')
+  *settings, trajectories = sampled(mixed, Cache(), Quant(sampler='w8a8'))
+  entries = ledger(*settings, trajectories)
+  unreplayed = entries.pop('unreplayed')
+  check_sums(entries, trajectories)
+  np.testing.assert_allclose(unreplayed + entries['routing'], entries['gap'], atol=1e-6)
+  np.testing.assert_allclose(entries['weights'], unreplayed, atol=2e-5)  # whose gap FP8 linears alone explain
+  assert np.max(np.abs(entries['residual'])) < 1e-5
+  assert size(entries['gap']) < 0.9 * size(unreplayed)
 
 
 def test_older_weights_are_found_as_staleness(world):

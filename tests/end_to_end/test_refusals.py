@@ -122,6 +122,8 @@ def test_settings_that_name_what_is_not_there(inputs, tmp_path, monkeypatch):
     ({'sampling__max_prompt': 8, 'sampling__prompt_buckets': (8,)}, 'config.sampling.max_prompt = 8: '),
     ({'mesh__tensor': 3}, 'config.mesh = '),
     ({'cache__window': 17, 'cache__budget': 20}, 'config.cache.window = 17: expected at most 16'),
+    ({'model__router_replay': 'R3'}, "config.model.router_replay = 'R3': expected 'none' with a model of family qwen2"),
+    ({'loss__balance_coef': 0.01}, 'config.loss.balance_coef = 0.01: expected 0.0 with a model of family qwen2'),
     ({'cache__dense_layers': 2}, 'config.cache.dense_layers = 2: expected fewer than the 2 layers'),
     ({'cache__method': 'streaming', 'cache__sinks': 30}, 'config.cache.budget = 12: expected more than 32'),
     (

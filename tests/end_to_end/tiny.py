@@ -11,7 +11,7 @@ import numpy as np
 
 from sprl.io.huggingface import export_folder, tensors
 from sprl.io.tokenizer import write_tiny
-from sprl.models.config import tiny
+from sprl.models.config import Family, tiny
 
 ROOT = Path(__file__).parents[2]
 STEPS = 6
@@ -53,9 +53,9 @@ def get_config():
 """
 
 
-def write_inputs(folder: Path) -> Path:
+def write_inputs(folder: Path, family: Family = 'qwen2') -> Path:
   """Model, problems, grader and config of the tiny run in `folder`; returns the config file."""
-  config, rng = tiny('qwen2'), np.random.default_rng(0)
+  config, rng = tiny(family), np.random.default_rng(0)
   params: dict = {}
   for path, tensor in tensors(config).items():
     node = params

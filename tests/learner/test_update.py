@@ -303,6 +303,48 @@ def test_bfloat16_activations_leave_float32_weights(world):
   assert {x.dtype for x in jax.tree.leaves(out[0].params)} == {FLOAT32}
 
 
+# --- a mixture of experts --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope='module')
+def mixed(world):
+  """The same rollouts, and a model with experts."""
+  config, params = small.model('qwen3_moe', num_hidden_layers=1)
+  changed = {'config': config, 'params': params, 'graph': transformer.graph(config)}
+  return types.SimpleNamespace(**vars(world) | changed)
+
+
+def balancing(mixed, coefficient, advantage=0.0, **sizes):
+  """(update, state, batch) that learns from this much of the advantages, and how to spread tokens."""
+  settings = dataclasses.replace(SETTINGS, loss=Loss(balance_coef=coefficient))
+  optimizer, state = fresh(mixed, dataclasses.replace(SGD, learning_rate=0.3))
+  batch = packed(mixed, **sizes)
+  return make_update(mixed.graph, optimizer, settings), state, dataclasses.replace(batch, advantage=advantage * batch.advantage)
+
+
+def test_the_balance_loss_spreads_the_tokens_and_is_nothing_to_a_coefficient_of_zero(mixed):
+  update, state, batch = balancing(mixed, 1.0, rows=2, micros=1)
+  history = []
+  for _ in range(8):
+    state, metrics = update(state, batch, None, None)
+    history.append({name: float(metrics[name]) for name in ('update/loss', 'moe/balance_loss', 'moe/dropped')})
+  assert history[0]['update/loss'] == pytest.approx(history[0]['moe/balance_loss'], rel=1e-5)  # there is no other loss
+  assert history[-1]['moe/balance_loss'] < history[0]['moe/balance_loss'] - 0.05
+  assert {h['moe/dropped'] for h in history} == {0.0}
+  update, state, batch = balancing(mixed, 0.0, rows=2, micros=1)
+  assert float(update(state, batch, None, None)[1]['update/grad_norm']) == 0
+
+
+def test_balance_is_of_all_microbatches_and_the_policy_s_gradient_is_what_it_was(mixed):
+  found = {}
+  for micros, rows in ((1, 2), (2, 1)):
+    update, state, batch = balancing(mixed, 0.0, 1.0, rows=rows, micros=micros)
+    state, metrics = update(state, batch, None, None)
+    found[micros] = state.params, {name: float(x) for name, x in metrics.items() if name.startswith('moe/')}
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), found[1][0], found[2][0])
+  assert found[1][1] == pytest.approx(found[2][1], rel=1e-5)
+
+
 @pytest.mark.parametrize(
   ('correction', 'updates', 'needed'),
   [

@@ -8,6 +8,7 @@ from sprl.settings import (
   Advantage,
   Correction,
   Loss,
+  Model,
   Rollout,
   Run,
   SettingsError,
@@ -100,3 +101,13 @@ def test_combinations():
   check_objective(Run(correction=Correction(floor=3.0, cap=2.0)))  # truncation has no floor
   with pytest.raises(SettingsError, match=r'loss\.variant.*decoupled_ppo'):
     check_objective(Run(correction=bypass, loss=Loss(variant='decoupled_ppo')))
+
+
+def test_the_old_policy_s_routes_need_its_scoring_pass():
+  bypass, r2 = Correction(mode='bypass', level='off'), Model(path='x', router_replay='R2')
+  check_objective(Run(model=r2))
+  check_objective(Run(model=dataclasses.replace(r2, router_replay='R3'), correction=bypass))
+  with pytest.raises(
+    SettingsError, match=r"model.router_replay = 'R2': expected 'none' or 'R3' under correction.mode = 'bypass'"
+  ):
+    check_objective(Run(model=r2, correction=bypass))
