@@ -34,7 +34,7 @@ class Blocks(NamedTuple):
   assignment: Int[Array, 'n C']  # into the N * k; N * k where the row is empty
   expert: Int[Array, ' n']
   used: Int[Array, '']
-  place: Int[Array, ' M']  # of each assignment, the row among all n * C
+  place: Int[Array, ' M']  # of each assignment, the row among all n * C; n * C where its expert is not here
 
 
 def probabilities(x: Float[Array, '*B E'], router: Float[Array, 'X E']) -> Float32[Array, '*B X']:
@@ -53,6 +53,7 @@ def mixture(
 ) -> Float[Array, 'N E']:
   """The sum of the chosen experts' outputs by their gates, in float32 over k, in x's dtype.
 
+  A number that is none of these X experts' adds nothing: of experts that lie on several devices, each sees its own from 0 on.
   Quantised weights are multiplied as `dot` does, and not differentiated.
   """
   return _mixture(weights, x, gates, blocks(chosen, _count(weights)))
@@ -64,15 +65,16 @@ def blocks(chosen: Int[Array, 'N k'], experts: int) -> Blocks:
   M, (least, most) = N * k, BLOCKS
   C = min(max(1 << max(M // experts - 1, 0).bit_length(), least), most)
   n = M // C + min(experts, M)  # at most one block of each expert is not full
-  flat = chosen.reshape(M)
+  flat = jnp.where((chosen >= 0) & (chosen < experts), chosen, experts).reshape(M)
   sizes = jnp.bincount(flat, length=experts)
   filled = -(-sizes // C)
   order = jnp.argsort(flat)
   expert = flat[order]
   rank = jnp.arange(M) - (jnp.cumsum(sizes) - sizes)[expert]
-  place = jnp.zeros(M, jnp.int32).at[order].set((jnp.cumsum(filled) - filled)[expert] * C + rank)
+  row = jnp.where(expert < experts, (jnp.cumsum(filled) - filled)[expert] * C + rank, n * C)
+  place = jnp.zeros(M, jnp.int32).at[order].set(row)
   return Blocks(
-    assignment=jnp.full(n * C, M, jnp.int32).at[place].set(jnp.arange(M, dtype=jnp.int32)).reshape(n, C),
+    assignment=jnp.full(n * C, M, jnp.int32).at[place].set(jnp.arange(M, dtype=jnp.int32), mode='drop').reshape(n, C),
     expert=jnp.sum(jnp.arange(n)[:, None] >= jnp.cumsum(filled)[:-1], axis=1),
     used=jnp.sum(filled),
     place=place,
@@ -122,7 +124,7 @@ def _backward(saved, dy):
   start = jnp.zeros((*shape, x.shape[-1]), x.dtype), jnp.zeros(shape), sums
   dx, dgates, dweights = jax.lax.fori_loop(0, blocks.used, body, start)
   dweights = jax.tree.map(lambda d, w: d.astype(w.dtype), dweights, weights)
-  return dweights, _summed(dx, blocks, x), dgates.reshape(-1)[blocks.place].reshape(gates.shape), None
+  return dweights, _summed(dx, blocks, x), _rows(dgates.reshape(-1), blocks.place).reshape(gates.shape), None
 
 
 _mixture.defvjp(_forward, _backward)
@@ -140,7 +142,7 @@ def _rows(x, rows):
 
 def _summed(y, blocks: Blocks, x):
   """Each token's sum over its k rows of the blocks."""
-  rows = y.reshape(-1, x.shape[-1])[blocks.place].reshape(len(x), -1, x.shape[-1])
+  rows = _rows(y.reshape(-1, x.shape[-1]), blocks.place).reshape(len(x), -1, x.shape[-1])
   return jnp.sum(rows, axis=1, dtype=jnp.float32).astype(x.dtype)
 
 

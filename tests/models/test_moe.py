@@ -37,8 +37,7 @@ def computed(weights, x, router, normalised, chosen=None):
   return mixture(weights, x, chosen, gates(distribution, chosen, normalised))
 
 
-@pytest.mark.parametrize('normalised', [True, False])
-@pytest.mark.parametrize('N', [1, 7, 150])
+@pytest.mark.parametrize(('N', 'normalised'), [(1, True), (7, False), (150, True)])
 def test_the_mixture_and_its_gradient_are_those_of_the_sum_over_all_experts(N, normalised):
   weights, x, router = inputs(N)
   down = np.random.default_rng(1).normal(size=x.shape)
@@ -62,6 +61,26 @@ def test_all_tokens_may_go_through_one_expert():
   assert laid.assignment.shape[1] == 128
   assert int(laid.used) == 6  # of 300 tokens each: 128, 128 and 44
   assert laid.expert[:6].tolist() == [1, 1, 1, 3, 3, 3]
+
+
+def test_experts_of_which_devices_have_a_part_each_add_up_to_the_mixture():
+  weights, x, router = inputs(70)
+  distribution = probabilities(x, router)
+  chosen = jax.lax.top_k(distribution, k)[1]
+  gate = gates(distribution, chosen, True)
+
+  def value(weights, gate, first):
+    return jnp.sum(jnp.sin(jnp.arange(E)) * mixture(weights, x, chosen - first, gate))
+
+  whole, slopes = jax.value_and_grad(value, argnums=(0, 1))(weights, gate, 0)
+  parts = [
+    jax.value_and_grad(value, argnums=(0, 1))(jax.tree.map(lambda w, n=n: w[n], weights), gate, n.start)
+    for n in (slice(0, 2), slice(2, X))
+  ]
+  np.testing.assert_allclose(sum(v for v, _ in parts), whole, rtol=1e-5)
+  np.testing.assert_allclose(sum(g for _, (_, g) in parts), slopes[1], atol=1e-5)
+  joined = jax.tree.map(lambda *ws: jnp.concatenate(ws), *(w for _, (w, _) in parts))
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), joined, slopes[0])
 
 
 def test_every_assignment_is_in_a_block_of_its_expert_once():
