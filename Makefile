@@ -34,11 +34,12 @@ slow: setup ## the tests that take minutes
 parity: setup reference ## the comparison with transformers
 	SPRL_REFERENCE_PYTHON='$(abspath $(REFERENCE))/bin/python' $(BIN)/python -m pytest tests/parity -m '' $(ARGS)
 
-lint: ## ruff, its formatting check, and shellcheck
+lint: ## ruff, its formatting check, shellcheck and hadolint
 	@$(SETUP) gguf,test,lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/shellcheck .ci/run launch/*.sh tests/end_to_end/*.sh
+	$(BIN)/hadolint launch/Dockerfile
 
 types: ## pyright
 	@$(SETUP) gguf,test,lint

@@ -21,6 +21,7 @@ from sprl.learner.packing import pack, shape
 from sprl.learner.score import score, score_and_route
 from sprl.learner.state import TrainState
 from sprl.learner.update import Computation, make_update, scores_old
+from sprl.models.lora import Base, network
 from sprl.models.transformer import Params
 from sprl.objective.advantages import advantages, equal_groups
 from sprl.policy import Policy
@@ -68,6 +69,7 @@ class Learning:
   optimizer: optax.GradientTransformation
   state: TrainState
   reference: Params | None = None
+  base: Base | None = None  # the frozen weights under `state`, where it holds adapters
   largest: calibrate.History = field(default_factory=tuple)
   looked_at: int = -1
 
@@ -86,14 +88,19 @@ class Learning:
     """Whether the scales of the cache, where it has any to be found, are of the newest weights (fp8_rollouts 7.4)."""
     return not self.calibrates or self.looked_at == int(jax.device_get(self.state.version))
 
+  @property
+  def params(self) -> Params:
+    """The network's newest weights."""
+    return network(self.state.params, self.base)
+
   def serve(self) -> Served:
     """The newest weights as the sampler multiplies them."""
     scales = calibrate.scales(self.largest, self.run.quant, self.plan.layers) if self.plan.fp8 else None
-    return self.policy.serve(self.state.params, self.run.quant, scales)
+    return self.policy.serve(self.params, self.run.quant, scales)
 
   def look_at(self, prompts: Sequence[Int[np.ndarray, ' _']], rows: int) -> None:
     """Finds scales on prompts, before there are rollouts to find them on."""
-    found = calibrate.amax_of_prompts(self.policy.graphdef, self.plan, self.state.params, prompts, rows, self.run.quant)
+    found = calibrate.amax_of_prompts(self.policy.graphdef, self.plan, self.params, prompts, rows, self.run.quant)
     self._remember(found)
 
   def learn(self, trajectories: Sequence[Trajectory]) -> Learned:
@@ -121,21 +128,21 @@ class Learning:
       ]
       old: list[Any] = [None] * len(batches)
       if run.model.router_replay == 'R2':
-        scored = [score_and_route(policy.graphdef, self.state.params, batch, *how) for batch in batches]
+        scored = [score_and_route(policy.graphdef, self.params, batch, *how) for batch in batches]
         old, batches = [logp for logp, _ in scored], [replace(b, routes=routes) for b, (_, routes) in zip(batches, scored)]
       elif scores_old(run.correction, self._updates):
-        old = [score(policy.graphdef, self.state.params, batch, *how) for batch in batches]
+        old = [score(policy.graphdef, self.params, batch, *how) for batch in batches]
       jax.block_until_ready((old, ref))
       times.lap('score')
       measured = []
       for _ in range(run.optimizer.epochs):
         for batch, old_logp, ref_logp in zip(batches, old, ref):
-          self.state, metrics = self._update(self.state, batch, old_logp, ref_logp)
+          self.state, metrics = self._update(self.state, batch, old_logp, ref_logp, self.base)
           measured.append(metrics)
       measured = jax.device_get(measured)
       times.lap('update')
       if self.calibrates and batches and run.quant.kv_scale != 'first_forward':
-        params, limit = self.state.params, run.quant.kv_batches
+        params, limit = self.params, run.quant.kv_batches
         found = [calibrate.amax_of_batch(policy.graphdef, self.plan, params, batch, limit) for batch in batches]
         self._remember(np.max(jax.device_get(found), axis=0))
         times.lap('calibrate')

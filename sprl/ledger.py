@@ -39,7 +39,7 @@ from sprl.trajectory import Trajectory
 CAUSES = ('staleness', 'numerics', 'weights', 'kv', 'eviction', 'routing', 'residual')
 EDGES = (-10.0, -3.0, -1.0, -0.3, -0.1, -0.03, -0.01, -0.003, -0.001, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
-Older = dict[int, tuple[Params, Scales | None]]  # by version, weights on the host and scales that samples may still be of
+Older = dict[int, tuple[Params, Scales | None]]  # by version, trained weights on the host, scales that samples may still be of
 Logps = list[Float[np.ndarray, ' _']]  # of each trajectory's tokens, 0 where the model wrote nothing
 
 

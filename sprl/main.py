@@ -12,7 +12,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from sprl import command_line
-from sprl.settings import resolve
+from sprl.settings import SettingsError, resolve
 
 _CONFIG = config_flags.DEFINE_config_file(
   'config', None, 'The run: a Python file with get_config(), `file.py:argument` to pass it one.'
@@ -23,10 +23,13 @@ _WORKDIR = flags.DEFINE_string('workdir', None, "The run's folder. Default: runs
 def main() -> int:
   """Flags to a run."""
   run = resolve(_CONFIG.value)
-  from sprl.report import closing_report  # after the settings: an error in them is told without waiting for jax to load
+  from sprl.parallel.processes import initialize  # after the settings: an error in them is told without waiting for jax to load
+  from sprl.report import closing_report
   from sprl.rollout.scheduler import Stalled
   from sprl.trainer import StopRun, train
 
+  if (processes := initialize()) > 1:
+    raise SettingsError(f'SPRL_PROCESSES = {processes}: expected 1; a run over several processes is not supported yet')
   file, _, variant = config_flags.get_config_filename(flags.FLAGS['config']).partition(':')
   name = '-'.join(filter(None, (Path(file).stem, variant)))
   workdir = Path(_WORKDIR.value or Path('runs') / name).absolute()

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +21,15 @@ from sprl.kernels.platform import compute_dtype, kernels_on
 from sprl.learner.state import TrainState
 from sprl.models import transformer
 from sprl.models.config import ModelConfig
+from sprl.models.lora import Base, abstract_adapters, adapter_axes, fingerprint, init_adapters
 from sprl.models.transformer import Params
 from sprl.parallel.mesh import divide, make_mesh, param_shardings, replicated
 from sprl.sampler.cache_plan import cache_plan
 from sprl.sampler.engine import Engine, prompt_buckets
 from sprl.sampler.served import Served, check_linears, serve
 from sprl.settings import Cache, Quant, Run, Sampling
+
+HOST = 'pinned_host'  # JAX's name of the memory beside a device that it reads and writes by itself
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,8 @@ class Policy:
   engine_meshes: tuple[Mesh | None, ...]  # one an engine; None: the learner's
   shares_devices: bool  # rollouts and updates take turns on the same ones
   dtype: Any  # compute
-  param_dtype: Any  # master weights
+  param_dtype: Any  # of what is trained: master weights, or adapters
+  lora: settings.Lora
   kernels: settings.Kernels
 
   @classmethod
@@ -56,8 +60,15 @@ class Policy:
     check_linears(run.quant, config.num_layers)
     check_experts(run, config)
     huggingface.check_weights(folder, config)
+    if run.lora.rank:
+      abstract_adapters(config, run.lora)  # whose targets the model may not have
     tokenizer = Tokenizer.load(folder)
     tokenizer.check_against(config)
+    memories = [memory.kind for memory in jax.local_devices()[0].addressable_memories()]
+    if run.optimizer.offload and HOST not in memories:
+      raise settings.SettingsError(
+        f'config.optimizer.offload = True: expected False on devices that reach {", ".join(memories)} and no {HOST} memory'
+      )
     learner, engines = divide(run.devices, jax.devices())
     mesh = make_mesh(run.mesh, learner)
     tensor = mesh.shape['tensor']
@@ -78,12 +89,28 @@ class Policy:
       shares_devices=engines is None or not {d for each in engines for d in each}.isdisjoint(learner),
       dtype=compute_dtype(run.model.dtype),
       param_dtype=jnp.dtype(run.model.param_dtype),
+      lora=run.lora,
       kernels=kernels_on((apart or (mesh,))[0].size, run.model.kernels),
     )
 
   def load(self, dtype=None) -> Params:
     """The pretrained weights on the devices, in the master weights' dtype unless told otherwise."""
     return huggingface.load_params(self.folder, self.config, self.shardings, dtype or self.param_dtype)
+
+  def base(self, dtype=None) -> Base | None:
+    """The frozen weights, in the compute dtype unless told otherwise; None where all weights are trained."""
+    if not self.lora.rank:
+      return None
+    params = self.load(dtype or self.dtype)
+    return Base(params, self.lora.alpha / self.lora.rank, fingerprint(params))
+
+  def first(self, seed: int) -> Params:
+    """What a run trains, as it begins: the pretrained weights, or adapters that change nothing yet."""
+    if not self.lora.rank:
+      return self.load()
+    init = partial(init_adapters, self.config, self.lora, dtype=self.param_dtype)
+    places = jax.tree.map(lambda a: a.sharding, abstract_params(self))
+    return jax.jit(init, out_shardings=places)(jax.random.key(seed))
 
   def engine(self, sampling: Sampling, plan: CachePlan, rows: int, prefill: int, seed: int) -> Engine:
     """The engine that samples from this policy."""
@@ -112,23 +139,28 @@ def check_experts(run: Run, config: ModelConfig) -> None:
 
 
 def abstract_params(policy: Policy) -> Params:
-  """Shapes and shardings of the master weights."""
-  return jax.tree.map(
-    lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s),
-    transformer.abstract_params(policy.config, policy.param_dtype),
-    policy.shardings,
-  )
+  """Shapes and shardings of the weights that are trained: the network's, or its adapters'."""
+  shapes, shardings = transformer.abstract_params(policy.config, policy.param_dtype), policy.shardings
+  if policy.lora.rank:
+    shapes, mesh = abstract_adapters(policy.config, policy.lora, policy.param_dtype), cast(Mesh, policy.replicated.mesh)
+    shardings = param_shardings(mesh, adapter_axes(policy.config, policy.lora), shapes)
+  return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings)
 
 
-def abstract_state(policy: Policy, optimizer: optax.GradientTransformation) -> TrainState:
-  """Shapes and shardings of the train state; the optimiser's moments lie where their weights do."""
+def abstract_state(policy: Policy, optimizer: optax.GradientTransformation, offload: bool = False) -> TrainState:
+  """Shapes and shardings of the train state; the optimiser's moments lie where their weights do, or with `offload` on the
+  host beside it."""
   params = abstract_params(policy)
   state = jax.eval_shape(partial(TrainState.create, optimizer=optimizer), params)
+
+  def moment(leaf, p):
+    if leaf.shape != p.shape:
+      return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=policy.replicated)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=p.sharding.with_memory_kind(HOST) if offload else p.sharding)
+
   opt_state = optax.tree_map_params(
     optimizer,
-    lambda leaf, p: jax.ShapeDtypeStruct(
-      leaf.shape, leaf.dtype, sharding=p.sharding if leaf.shape == p.shape else policy.replicated
-    ),
+    moment,
     state.opt_state,
     params,
     transform_non_params=lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=policy.replicated),

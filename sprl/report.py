@@ -7,6 +7,7 @@ from typing import Any
 
 from sprl.io.metrics import read_metrics, series
 from sprl.io.plots import plot_run, plot_timeline
+from sprl.models.lora import network
 from sprl.saved import export
 from sprl.settings import Run
 from sprl.trainer import Finished
@@ -39,7 +40,8 @@ def closing_report(run: Run, workdir: Path, finished: Finished) -> str:
   ]
   lines += [f'samples:     {workdir / "samples"}', f'checkpoints: {workdir / "checkpoints"}']
   if run.export:
-    folder = export(finished.policy, finished.params, workdir / 'export')
+    params = network(finished.params, finished.policy.base('float32'))
+    folder = export(finished.policy, params, workdir / 'export')
     lines.append(f'export:      {folder}  (a Hugging Face folder)')
   else:
     lines.append(f'export with: python -m sprl.export --workdir={workdir} --out=FOLDER')

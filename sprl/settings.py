@@ -236,7 +236,11 @@ class Loss:
 
 @dataclass(frozen=True)
 class Optimizer:
-  """The optax optimiser and the update's schedule."""
+  """The optax optimiser and the update's schedule.
+
+  Bytes a weight while an update runs: the float32 master and its gradient 4 each; moments adamw, adam 8 (bfloat16: 4), lion 4
+  (2), adafactor a row and a column of each matrix, sgd none. With `offload` the moments are not on the device.
+  """
 
   name: Literal['adamw', 'adam', 'sgd', 'lion', 'adafactor'] = 'adamw'
   learning_rate: float = 1e-6
@@ -248,10 +252,23 @@ class Optimizer:
   eps: float = 1e-8
   weight_decay: float = 0.1  # of matrices; adam and sgd have none
   clip_norm: float = 1.0  # global gradient norm; 0: off
-  moment_dtype: Literal['float32', 'bfloat16'] = 'float32'  # of the first moment; the second is kept as the weights are
+  moment_dtype: Literal['float32', 'bfloat16'] = 'float32'  # of Adam's two moments, or Lion's one; sprl/learner/moments.py
+  offload: bool = False  # moments lie in the host's pinned memory, and an update streams them past the device
   minibatches: int = 1  # updates a rollout batch
   epochs: int = 1  # passes over a rollout batch
   max_bad_steps: int = 3  # consecutive non-finite gradients, after which the run stops with a report
+
+
+LINEARS = ('q', 'k', 'v', 'o', 'gate', 'up', 'down')
+
+
+@dataclass(frozen=True)
+class Lora:
+  """Train low-rank adapters beside frozen weights, instead of the weights (sprl/models/lora.py)."""
+
+  rank: int = 0  # of each adapter; 0: off, all weights are trained
+  alpha: float = 32.0  # an adapter's product is scaled by alpha / rank
+  targets: tuple[str, ...] = LINEARS  # the linears of each layer that have one
 
 
 @dataclass(frozen=True)
@@ -351,6 +368,7 @@ class Run:
   correction: Correction = field(default_factory=Correction)
   loss: Loss = field(default_factory=Loss)
   optimizer: Optimizer = field(default_factory=Optimizer)
+  lora: Lora = field(default_factory=Lora)
   packing: Packing = field(default_factory=Packing)
   mesh: Mesh = field(default_factory=Mesh)
   eval: Evaluation = field(default_factory=Evaluation)
@@ -471,7 +489,7 @@ def check(run: Run) -> None:
     'optimizer.epochs': 1, 'optimizer.warmup_steps': 0, 'optimizer.clip_norm': 0, 'optimizer.max_bad_steps': 1,
     'optimizer.weight_decay': 0, 'eval.every': 0, 'eval.problems': 1, 'eval.samples': 1, 'eval.temperature': 0,
     'eval.max_tokens': 0, 'checkpoint.every': 0, 'checkpoint.keep_last': 1, 'checkpoint.keep_best': 0,
-    'log.samples_every': 0, 'log.samples': 1, 'ledger.every': 0, 'ledger.groups': 1,
+    'log.samples_every': 0, 'log.samples': 1, 'ledger.every': 0, 'ledger.groups': 1, 'lora.rank': 0,
   }  # fmt: skip
   for key, least in at_least.items():
     _require(run, key, lambda v, least=least: v >= least, f'{least} or more')
@@ -501,6 +519,12 @@ def check(run: Run) -> None:
       f'config.optimizer.minibatches = {run.optimizer.minibatches}: expected a divisor of config.rollout.prompts = '
       f'{run.rollout.prompts}'
     )
+  _require(run, 'lora.alpha', lambda v: 0 < v < math.inf, 'a finite number above 0')
+  _require(run, 'lora.targets', lambda v: v and set(v) <= set(LINEARS), f'one or more of {", ".join(LINEARS)}')
+  if run.optimizer.name in ('sgd', 'adafactor'):
+    why = f'with config.optimizer.name = {run.optimizer.name!r}, which keeps no moments of the size of the weights'
+    _require(run, 'optimizer.moment_dtype', lambda v: v == 'float32', f"'float32' {why}")
+    _require(run, 'optimizer.offload', lambda v: not v, f'False {why}')
   check_memory(run)
   check_rollout(run)
   check_objective(run)
@@ -516,8 +540,6 @@ def _require(run: Run, key: str, accepted: Callable[[Any], bool], expected: str)
 
 
 # --- checks of the memory --------------------------------------------------------------------------------------------
-
-LINEARS = ('q', 'k', 'v', 'o', 'gate', 'up', 'down')
 
 
 def check_memory(run: Run) -> None:

@@ -35,6 +35,7 @@ from sprl.io.metrics import RunLog, mean_of
 from sprl.io.progress import Progress
 from sprl.learner.state import TrainState, make_optimizer
 from sprl.learning import Learned, Learning, Stopwatch
+from sprl.models.lora import network
 from sprl.models.transformer import Params
 from sprl.objective import diagnostics, guards, losses
 from sprl.policy import Policy, abstract_state
@@ -45,6 +46,7 @@ from sprl.rollout.sources import prompts
 from sprl.rollout.timeline import Timeline
 from sprl.sampler import calibrate
 from sprl.sampler.served import self_check, sync_metrics
+from sprl.saved import check_base
 from sprl.settings import GRADING_COSTS, Run, SettingsError
 from sprl.trajectory import Trajectory
 
@@ -64,7 +66,7 @@ class Finished:
   step: int
   completed: bool  # False: a signal ended it early, with all of it saved
   policy: Policy
-  params: Params
+  params: Params  # those that were trained
   before: Mapping[str, Any]  # the held-out evaluation before the first update: metrics and samples
   after: Mapping[str, Any]  # that after the last; of a run that is not complete, nothing
 
@@ -98,21 +100,25 @@ def train(run: Run, workdir: Path) -> Finished:
 
     # --- state: from a checkpoint, or from the pretrained weights ---------------------------------------------------
     optimizer = make_optimizer(run.optimizer, run.steps * updates)
-    abstract = abstract_state(policy, optimizer)
-    restored = checkpoints.restore(abstract)
+    abstract = abstract_state(policy, optimizer, run.optimizer.offload)
+    places = jax.tree.map(lambda a: a.sharding, abstract)
+    restored, base = checkpoints.restore(abstract), policy.base()
     if restored is None:
-      state = jax.device_put(TrainState.create(policy.load(), optimizer), jax.tree.map(lambda a: a.sharding, abstract))
+      state = TrainState.create(policy.first(run.seed), optimizer, places)
       extra: dict[str, Any] = {'capped': 0, 'before': {}, 'after': {}}
     else:
       state, done, extra = restored.arrays, restored.step, restored.extra
       asked.check(extra['stream'], workdir)
+      check_base(base, extra, run.model.path)
       log.info('resuming after step %d', done)
     capped, before, after = (extra[name] for name in ('capped', 'before', 'after'))
-    reference = policy.load(policy.dtype) if run.loss.kl_coef > 0 else None
+    reference = None
+    if run.loss.kl_coef > 0:
+      reference = policy.load(policy.dtype) if base is None else base.params
     largest = tuple(np.array(found, np.float32) for found in extra.get('largest', ()))
 
     # --- learner, engines, scheduler, and where to write ------------------------------------------------------------
-    learning = Learning(run, policy, plan, optimizer, state, reference, largest, extra.get('looked_at', -1))
+    learning = Learning(run, policy, plan, optimizer, state, reference, base, largest, extra.get('looked_at', -1))
     if not learning.renewed:  # a run that went to its end has not looked for what comes after
       learning.look_at(prompts(source, extra.get('scheduler', {}).get('next', 0), run.rollout.prompts), acting.prefill(run))
     served = learning.serve()
@@ -137,7 +143,7 @@ def train(run: Run, workdir: Path) -> Finished:
       renewed = learning.largest and run.quant.kv_scale != 'first_forward'  # which are found before the rollout that they serve
       with timeline.span('controller', 'evaluate'):
         scales = served.scales if renewed else None
-        result = evaluate(run, policy, learning.state.params, held_out, scales=scales, stopped=stopped)
+        result = evaluate(run, policy, learning.params, held_out, scales=scales, stopped=stopped)
       if result and logged:
         run_log.evaluation(done, result['metrics'])
       return result
@@ -146,6 +152,7 @@ def train(run: Run, workdir: Path) -> Finished:
       extra = {
         'stream': asked.state(), 'scheduler': scheduler.state(), 'capped': capped, 'before': before, 'after': after,
         'largest': [found.tolist() for found in learning.largest], 'looked_at': learning.looked_at,
+        'base': base and base.fingerprint,
       }  # fmt: skip
       checkpoints.save(done, learning.state, extra, after['metrics']['eval/avg@k'] if after else None)
       timeline.write(workdir / 'trace.json')
@@ -174,8 +181,8 @@ def train(run: Run, workdir: Path) -> Finished:
         version, probed = ledger.of_one_version(trajectories, run.ledger.groups * run.rollout.group)
         sampled_with, scales = None, served.scales
         if version < step - 1 and version in older:
-          sampled_with, scales = jax.device_put(older[version][0], policy.shardings), older[version][1]
-        entries = ledger.ledger(run, policy, engines[0].engine, learning.state.params, scales, probed, sampled_with)
+          sampled_with, scales = network(jax.device_put(older[version][0], places.params), base), older[version][1]
+        entries = ledger.ledger(run, policy, engines[0].engine, learning.params, scales, probed, sampled_with)
         run_log.ledger(step, ledger.scalars(entries), ledger.histograms(entries), entries)
         times.lap('ledger')
 
@@ -223,7 +230,7 @@ def train(run: Run, workdir: Path) -> Finished:
       broken = [] if finite else ['queries, keys or values are not finite: the FP8 cache has no scales']
       if step < run.steps and not learning.renewed:
         broken.append('the FP8 cache has scales that were found with older weights than it serves')
-      broken += self_check(learning.state.params, served, policy.dtype, run.quant) if run.quant.sampler != 'bf16' else []
+      broken += self_check(learning.params, served, policy.dtype, run.quant) if run.quant.sampler != 'bf16' else []
       bad_streak = max((int(m['update/bad_streak']) for m in learned.measured), default=0)
       _check(scalars, broken, capped, bad_streak, run, step, workdir)
       for name, warning in guards.warnings(scalars).items():

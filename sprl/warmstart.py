@@ -1,9 +1,10 @@
 """python -m sprl.warmstart --config=FILE --out=FOLDER [--steps=200] [--batch=32] [--learning_rate=1e-4] [--config.key=value ...]
 
-Fine-tunes a run's model on worked solutions of its training problems, so that reinforcement learning begins with a model that
-answers in their form, and writes it as a Hugging Face folder in float32: `--config.model.path=FOLDER` of the run takes it. The
-solution is GSM8K's worked text, a JSONL line's `solution`, or else the answer; a token that ends the turn follows it. The last
-line printed is JSON. The exit status is 2, with a line that says why, for settings or files that cannot be used.
+Fine-tunes a run's model, all of its weights, on worked solutions of its training problems, so that reinforcement learning
+begins with a model that answers in their form, and writes it as a Hugging Face folder in float32: `--config.model.path=FOLDER`
+of the run takes it. The solution is GSM8K's worked text, a JSONL line's `solution`, or else the answer; a token that ends the
+turn follows it. The last line printed is JSON. The exit status is 2, with a line that says why, for settings or files that
+cannot be used.
 """
 
 import dataclasses
@@ -32,7 +33,7 @@ from sprl.learner.state import TrainState, make_optimizer
 from sprl.policy import Policy, abstract_state
 from sprl.rollout import collect
 from sprl.saved import export
-from sprl.settings import Optimizer, Remat, Rollout, Run, SettingsError, resolve
+from sprl.settings import Lora, Optimizer, Remat, Rollout, Run, SettingsError, resolve
 from sprl.tasks import problems
 from sprl.tasks.problems import Problem
 from sprl.tasks.prompts import PromptStream
@@ -58,7 +59,8 @@ def warm_start(
   if out.exists() and (not out.is_dir() or any(out.iterdir())):
     raise SettingsError(f'--out = {out}: exists and is not empty; expected a new folder')
   train_set = problems.load(run.task, 'train')
-  policy = dataclasses.replace(Policy.open(run), param_dtype=jnp.dtype('float32'))
+  policy = Policy.open(dataclasses.replace(run, lora=Lora()))
+  policy = dataclasses.replace(policy, param_dtype=jnp.dtype('float32'))
   packing = dataclasses.replace(run.packing, share_prefix=False)
   sizes = shape(run.sampling, Rollout(prompts=batch, group=1), packing, minibatches=1)
   lessons = Lessons(run, policy, train_set)

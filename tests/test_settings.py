@@ -119,6 +119,7 @@ OUT_OF_RANGE = [
   ('optimizer.b2', -0.1), ('optimizer.final_fraction', 1.5), ('eval.every', -1), ('eval.problems', 0), ('eval.samples', 0),
   ('eval.temperature', -1.0), ('eval.top_p', 0.0), ('eval.max_tokens', -1), ('checkpoint.every', -1),
   ('checkpoint.keep_last', 0), ('checkpoint.keep_best', -1), ('log.samples_every', -1), ('log.samples', 0),
+  ('lora.rank', -1), ('lora.alpha', 0.0), ('lora.alpha', float('inf')), ('lora.targets', ()),
 ]  # fmt: skip
 
 
@@ -230,6 +231,12 @@ def test_an_arm_of_every_name_is_known():
 def test_a_memory_that_cannot_be_is_refused_by_name(change, words):
   message = refusal(**change)
   assert all(word in message for word in words), message
+
+
+def test_an_unknown_target_of_adapters_is_told_the_known():
+  assert refusal(lora__targets=('q', 'lm_head')) == (
+    "config.lora.targets = ('q', 'lm_head'): expected one or more of q, k, v, o, gate, up, down"
+  )
 
 
 # --- the scheduler, devices and environments (async_rollouts 2, 3, 6) ------------------------------------------------

@@ -11,8 +11,8 @@ which takes its name when it is whole.
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
 from sprl.models.config import ARCHITECTURES, ModelConfig
+from sprl.quant.dot import plain
 
 Params = dict[Any, Any]  # nested dict of arrays
 Keys = tuple[str | int, ...]  # to a leaf: ('layers', 0, 'mlp', 'up', 'kernel')
@@ -218,7 +219,7 @@ def export_folder(
 
   def weights():
     for path, tensor in tensors(config).items():
-      yield tensor, (lambda path=path: np.asarray(get(params, path).astype(dtype)))
+      yield tensor, (lambda path=path: np.asarray(plain(get(params, path)).astype(dtype)))
 
   write_folder(folder, config, weights(), jnp.dtype(dtype).name, tokenizer_source, max_shard_bytes)
 
@@ -232,25 +233,32 @@ def write_folder(
   max_shard_bytes: int = 5_000_000_000,
 ) -> None:
   """`export_folder` for weights that are made when they are asked for."""
-  folder = Path(folder)
-  if folder.exists() and not (folder / 'config.json').is_file() and (not folder.is_dir() or any(folder.iterdir())):
+  with whole_folder(Path(folder), 'config.json') as draft:
+    _write_weights(draft, list(weights), dtype, max_shard_bytes)
+    raw = {key: value for key, value in config.raw.items() if key not in ('dtype', 'torch_dtype')}
+    raw |= {'architectures': [ARCHITECTURES[config.family]], 'torch_dtype' if 'torch_dtype' in config.raw else 'dtype': dtype}
+    write_json(draft / 'config.json', raw)
+    ids = {'bos_token_id': config.bos_token_id, 'eos_token_id': list(config.eos_token_ids), 'pad_token_id': config.pad_token_id}
+    write_json(draft / 'generation_config.json', {key: value for key, value in ids.items() if value not in (None, [])})
+    for name in _TOKENIZER_FILES if tokenizer_source is not None else ():
+      source = Path(tokenizer_source or '') / name
+      if source.is_file():
+        shutil.copyfile(source, draft / name)
+
+
+@contextmanager
+def whole_folder(folder: Path, marker: str) -> Iterator[Path]:
+  """A draft to write to, which takes the folder's name at the end; an earlier folder, which `marker` tells, is replaced.
+
+  Raises WeightsError where something else has that name.
+  """
+  if folder.exists() and not (folder / marker).is_file() and (not folder.is_dir() or any(folder.iterdir())):
     raise WeightsError(f'{folder}: exists and is not a model folder; accepted: a new name, or an earlier export to replace')
   draft, old = folder.with_name(folder.name + '.tmp'), folder.with_name(folder.name + '.old')
   for leftover in (draft, old):
     shutil.rmtree(leftover, ignore_errors=True)
   draft.mkdir(parents=True)
-
-  _write_weights(draft, list(weights), dtype, max_shard_bytes)
-  raw = {key: value for key, value in config.raw.items() if key not in ('dtype', 'torch_dtype')}
-  raw |= {'architectures': [ARCHITECTURES[config.family]], 'torch_dtype' if 'torch_dtype' in config.raw else 'dtype': dtype}
-  write_json(draft / 'config.json', raw)
-  ids = {'bos_token_id': config.bos_token_id, 'eos_token_id': list(config.eos_token_ids), 'pad_token_id': config.pad_token_id}
-  write_json(draft / 'generation_config.json', {key: value for key, value in ids.items() if value not in (None, [])})
-  for name in _TOKENIZER_FILES if tokenizer_source is not None else ():
-    source = Path(tokenizer_source or '') / name
-    if source.is_file():
-      shutil.copyfile(source, draft / name)
-
+  yield draft
   if folder.exists():
     os.replace(folder, old)  # a folder that is not empty cannot be replaced in one step
   os.replace(draft, folder)

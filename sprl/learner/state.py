@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Int
 
+from sprl.learner.moments import scale_by_adam
 from sprl.models.transformer import Params
 from sprl.settings import Optimizer
 
@@ -24,10 +25,12 @@ class TrainState:
   bad_streak: Int[Array, '']  # of those, the latest in a row
 
   @classmethod
-  def create(cls, params: Params, optimizer: optax.GradientTransformation) -> 'TrainState':
-    """The state before the first update."""
+  def create(cls, params: Params, optimizer: optax.GradientTransformation, places: 'TrainState | None' = None) -> 'TrainState':
+    """The state before the first update, moved to `places`, a state of shardings; moments are made there at once."""
     zero = jnp.zeros((), jnp.int32)
-    return cls(params, optimizer.init(params), zero, zero + 0, zero + 0)
+    init = optimizer.init if places is None else jax.jit(optimizer.init, out_shardings=places.opt_state)
+    state = cls(params, init(params), zero, zero + 0, zero + 0)
+    return state if places is None else jax.device_put(state, places)
 
 
 def schedule(settings: Optimizer, updates: int) -> optax.Schedule:
@@ -51,9 +54,10 @@ def make_optimizer(settings: Optimizer, updates: int) -> optax.GradientTransform
   def matrices(params):
     return jax.tree.map(lambda p: p.ndim > 1, params)
 
+  adam, by_rate = scale_by_adam(s.b1, s.b2, s.eps, moments), optax.scale_by_learning_rate(rate)
   step = {
-    'adamw': lambda: optax.adamw(rate, s.b1, s.b2, s.eps, mu_dtype=moments, weight_decay=s.weight_decay, mask=matrices),
-    'adam': lambda: optax.adam(rate, s.b1, s.b2, s.eps, mu_dtype=moments),
+    'adamw': lambda: optax.chain(adam, optax.add_decayed_weights(s.weight_decay, matrices), by_rate),
+    'adam': lambda: optax.chain(adam, by_rate),
     'lion': lambda: optax.lion(rate, s.b1, s.b2, mu_dtype=moments, weight_decay=s.weight_decay, mask=matrices),
     'sgd': lambda: optax.sgd(rate),
     'adafactor': lambda: optax.chain(  # its own decay would be by update, whatever the learning rate

@@ -14,10 +14,12 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jaxtyping import Array
 
 from sprl.learner.packing import TrainBatch
 from sprl.learner.score import micro_logprobs
 from sprl.learner.state import TrainState
+from sprl.models.lora import network
 from sprl.models.routing import balance_loss, balance_metrics
 from sprl.objective import diagnostics, losses
 from sprl.objective.correction import Corrected, correct
@@ -50,14 +52,15 @@ def scores_old(correction: Correction, updates: int) -> bool:
 
 
 def make_update(graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation, computation: Computation) -> Callable:
-  """update(state, batch, old_logp, ref_logp) -> (state, metrics), jitted; `state` is donated.
+  """update(state, batch, old_logp, ref_logp, base=None) -> (state, metrics), jitted; `state` is donated.
 
-  `old_logp` [B, C] may be None where `scores_old` allows it, `ref_logp` [B, C] where the loss has no KL term.
+  `old_logp` [B, C] may be None where `scores_old` allows it, `ref_logp` [B, C] where the loss has no KL term. With a `base`
+  (models.lora.Base) what the state holds and the update moves are adapters to it.
   """
   return jax.jit(partial(_update, graphdef, optimizer, computation), donate_argnums=0)
 
 
-def _update(graphdef, optimizer, computation: Computation, state: TrainState, batch: TrainBatch, old_logp, ref_logp):
+def _update(graphdef, optimizer, computation: Computation, state: TrainState, batch: TrainBatch, old_logp, ref_logp, base=None):
   correction, loss_settings = computation.correction, computation.loss
   mask = batch.mask
   advantage = jnp.broadcast_to(batch.advantage[:, None], mask.shape)
@@ -72,7 +75,7 @@ def _update(graphdef, optimizer, computation: Computation, state: TrainState, ba
   # --- 2. gradient ---------------------------------------------------------------------------------------------------
   def micro_loss(params, i):
     logp, entropy, routed = micro_logprobs(
-      graphdef, params, batch, i, computation.temperature, computation.dtype, computation.chunk, computation.remat
+      graphdef, network(params, base), batch, i, computation.temperature, computation.dtype, computation.chunk, computation.remat
     )
     here = mask & (batch.micro == i)[:, None]
     old = sg(logp) if old_logp is None else old_logp
@@ -101,7 +104,8 @@ def _update(graphdef, optimizer, computation: Computation, state: TrainState, ba
   norm = optax.tree.norm(grads)
   finite = jnp.isfinite(norm) & jnp.isfinite(loss)
   grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
-  updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+  before = jax.tree.map(lambda leaf: moved(leaf, jax.memory.Space.Device), state.opt_state)  # moments may lie on the host
+  updates, opt_state = optimizer.update(grads, before, state.params)
   bad = (~finite).astype(jnp.int32)
   bad_streak = (state.bad_streak + 1) * bad
   taken = finite & (batch.used > 0)  # with no gradient at all, momentum and weight decay would still move the weights
@@ -128,9 +132,19 @@ def _update(graphdef, optimizer, computation: Computation, state: TrainState, ba
     metrics['policy/kl_ref'] = jnp.sum(jnp.where(mask, drift, 0)) / jnp.maximum(jnp.sum(mask), 1)
   stepped = TrainState(
     params=if_taken(optax.apply_updates(state.params, updates), state.params),
-    opt_state=if_taken(opt_state, state.opt_state),
+    opt_state=jax.tree.map(lambda new, old: moved(new, space_of(old)), if_taken(opt_state, before), state.opt_state),
     version=state.version + 1,
     skipped=state.skipped + bad,
     bad_streak=bad_streak,
   )
   return stepped, metrics
+
+
+def space_of(leaf: Array) -> Any:
+  """The jax.memory.Space in which an array of a traced function lies: the device's or the host's."""
+  return jax.typeof(leaf).memory_space
+
+
+def moved(leaf: Array, space) -> Array:
+  """The array in that jax.memory.Space."""
+  return leaf if space_of(leaf) == space else jax.device_put(leaf, space)

@@ -1,5 +1,7 @@
 """The one matrix product of the house: `dot(x, w)`, and what its weight may be."""
 
+from dataclasses import dataclass, field
+
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
@@ -10,9 +12,35 @@ from sprl.quant.block import BlockScaled, Emulated, block_dot, fake_groups
 PRODUCT = 'product'  # what a policy of recomputation knows these products by
 
 
-def dot(x: Float[Array, '*B M'], w: Float[Array, 'N M'] | BlockScaled | Emulated) -> Float[Array, '*B N']:
-  """x @ w^T in x's dtype. Under a quantised weight x is quantised as well, and nothing is differentiated."""
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LowRank:
+  """A frozen weight and what is trained beside it: w + scale * b @ a (sprl/models/lora.py)."""
+
+  w: Float[Array, 'N M']
+  a: Float[Array, 'R M']
+  b: Float[Array, 'N R']
+  scale: float = field(metadata={'static': True})
+
+  def merged(self) -> Float[Array, 'N M']:
+    """The sum as one weight, in float32."""
+    a, b = self.a.astype(jnp.float32), self.b.astype(jnp.float32)
+    return self.w.astype(jnp.float32) + self.scale * jnp.matmul(b, a, precision='highest')
+
+
+def plain(w: Float[Array, '*S'] | LowRank) -> Float[Array, '*S']:
+  """A weight as one array, whatever it is trained as."""
+  return w.merged() if isinstance(w, LowRank) else w
+
+
+def dot(x: Float[Array, '*B M'], w: Float[Array, 'N M'] | LowRank | BlockScaled | Emulated) -> Float[Array, '*B N']:
+  """x @ w^T in x's dtype. Under a quantised weight x is quantised as well, and nothing is differentiated.
+
+  Under a low-rank one neither it nor its gradient is ever a matrix of w's shape.
+  """
   match w:
+    case LowRank():
+      return checkpoint_name(_dot(x, jax.lax.stop_gradient(w.w)) + w.scale * _dot(_dot(x, w.a), w.b), PRODUCT)
     case BlockScaled():
       return block_dot(x, w)
     case Emulated():

@@ -16,7 +16,7 @@ from jaxtyping import Array, Float
 from sprl.cache.scales import Scales
 from sprl.models.transformer import Params, head_weight
 from sprl.quant.block import BlockScaled, Emulated, quantise
-from sprl.quant.dot import dot
+from sprl.quant.dot import LowRank, dot, plain
 from sprl.settings import LINEARS, UNQUANTISED, Quant, SettingsError
 
 LINEAR = re.compile(
@@ -59,12 +59,14 @@ def quantised_linears(params: Params, quant: Quant) -> list[str]:
 def serve(params: Params, dtype, quant: Quant = UNQUANTISED) -> Served:
   """The weights in `dtype`, linears in FP8 where `quant` says so; leaves already in `dtype` are shared, not copied.
 
+  What is trained beside a frozen weight is added to it, in float32, and rounded once.
   Blockwise arithmetic keeps codes and scales; emulation keeps their products, which it need not make again for every token.
   """
   middle = _depth(params) // 2
   probe = {}
 
   def leaf(path, w):
+    w = plain(w)
     if not _is_quantised(path, params, quant):
       return w.astype(dtype)
     scaled = quantise(w, quant.format)
@@ -73,7 +75,8 @@ def serve(params: Params, dtype, quant: Quant = UNQUANTISED) -> Served:
       probe[name] = scaled.codes
     return scaled if quant.arithmetic == 'blockwise' else scaled.emulated(dtype)
 
-  return Served(jax.tree_util.tree_map_with_path(leaf, params), probe=probe or None)
+  served = jax.tree_util.tree_map_with_path(leaf, params, is_leaf=_is_weight)
+  return Served(served, probe=probe or None)
 
 
 @jax.jit
@@ -119,6 +122,7 @@ def _measured(params, served, name):
   if name is None:
     return finite, jnp.zeros(())
   w, q = ({jax.tree_util.keystr(path): leaf for path, leaf in _leaves(tree)}[name] for tree in (params, served.params))
+  w = plain(w)
   if w.ndim > 2:
     w, q = jax.tree.map(lambda of_experts: of_experts[0], (w, q))
   x = jax.random.normal(jax.random.key(0), (16, w.shape[1]), jnp.float32)
@@ -127,7 +131,11 @@ def _measured(params, served, name):
 
 
 def _leaves(params) -> list[tuple[Any, Any]]:
-  return jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda w: isinstance(w, BlockScaled | Emulated))[0]
+  return jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_weight)[0]
+
+
+def _is_weight(w) -> bool:
+  return isinstance(w, BlockScaled | Emulated | LowRank)
 
 
 def _named(path) -> tuple[int, str]:

@@ -134,6 +134,12 @@ def test_settings_that_name_what_is_not_there(inputs, tmp_path, monkeypatch):
     assert said in refusal(changed(inputs, **changes), tmp_path / 'run', monkeypatch)
 
 
+def test_moments_on_a_host_out_of_the_devices_reach(inputs, tmp_path, monkeypatch):
+  monkeypatch.setattr(policy, 'HOST', 'remote')  # as on a platform without pinned memory
+  said = refusal(changed(inputs, optimizer__offload=True), tmp_path / 'run', monkeypatch)
+  assert re.search(r'config.optimizer.offload = True: expected False on devices that reach device, .* and no remote memory', said)
+
+
 def test_a_grader_that_does_not_load(inputs, tmp_path, monkeypatch):
   (tmp_path / 'grader.py').write_text('import no_such_module\ndef grade(prompt, completion, answer): pass\n')
   said = refusal(changed(inputs, task__grader=f'{tmp_path}/grader.py:grade'), tmp_path / 'run', monkeypatch)

@@ -72,6 +72,18 @@ def test_every_dtype_and_container_comes_back_bit_for_bit(folder):
   assert (restored.step, restored.extra, restored.score) == (3, {'prompts': {'next': 12}, 'note': 'é', 'rate': 0.1}, 0.25)
 
 
+def test_what_lies_on_the_host_comes_back_to_the_host(folder):
+  host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind='pinned_host')
+  arrays = {'moment': jax.device_put(jnp.arange(8, dtype=jnp.bfloat16) / 3, host), 'weight': jnp.arange(8.0)}
+  checkpoints = Checkpoints(folder, 1, 0)
+  checkpoints.save(1, arrays, {})
+  restored = checkpoints.restore(abstract_of(arrays))
+  checkpoints.close()
+  assert restored is not None
+  assert_same_bits(restored.arrays, arrays)
+  assert [a.sharding.memory_kind for a in restored.arrays.values()] == ['pinned_host', 'device']
+
+
 def test_an_empty_folder_restores_nothing(folder):
   checkpoints = Checkpoints(folder, 1, 0)
   assert checkpoints.restore(abstract_of(tiny(0))) is None

@@ -70,12 +70,6 @@ def test_gradients_are_clipped_by_their_norm_over_all_weights():
   np.testing.assert_allclose(update['vector'], -0.01 * 0.1, rtol=1e-6)
 
 
-def test_the_first_moment_is_held_in_its_dtype():
-  _, state = first_update(0.1, moment_dtype='bfloat16')
-  dtypes = {x.dtype.name for x in jax.tree.leaves(state) if x.ndim}
-  assert dtypes == {'bfloat16', 'float32'}
-
-
 def test_a_state_starts_at_version_0():
   state = TrainState.create(PARAMS, make_optimizer(Optimizer(), 10))
   assert (int(state.version), int(state.skipped), int(state.bad_streak)) == (0, 0, 0)

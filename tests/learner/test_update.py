@@ -17,7 +17,8 @@ from sprl.learner.update import Computation, make_update, scores_old
 from sprl.models import transformer
 from sprl.models.memory import CausalMemory
 from sprl.objective.losses import VARIANTS
-from sprl.settings import Correction, Loss, Optimizer
+from sprl.parallel.mesh import make_mesh, replicated
+from sprl.settings import Correction, Loss, Mesh, Optimizer
 
 pytestmark = pytest.mark.usefixtures('compiled_fast')
 
@@ -281,6 +282,28 @@ def test_an_empty_batch_moves_nothing_but_the_count_whatever_the_momentum(world,
   assert float(metrics['update/grad_norm']) == 0
   assert (int(state.version), int(state.skipped)) == (2, 0)
   jax.tree.map(np.testing.assert_array_equal, (state.params, state.opt_state), before)
+
+
+def test_moments_on_the_host_change_nothing_but_where_they_lie(world, adamw):
+  optimizer, update = adamw
+  batch = packed(world)
+
+  def two_updates(host):
+    here = replicated(make_mesh(Mesh(), jax.devices()[:1]))
+    there = here.with_memory_kind('pinned_host')
+    abstract = jax.eval_shape(lambda: TrainState.create(world.params, optimizer))
+    places = jax.tree.map(lambda _: here, abstract)
+    if host:
+      moments = jax.tree.map(lambda leaf: there if leaf.ndim else here, abstract.opt_state)
+      places = dataclasses.replace(places, opt_state=moments)
+    state, compiled = TrainState.create(jax.tree.map(jnp.copy, world.params), optimizer, places), update._cache_size()
+    for _ in range(2):
+      state, _ = update(state, batch, None, None)
+    assert update._cache_size() == compiled + 1
+    assert jax.tree.map(lambda leaf: leaf.sharding.memory_kind, state) == jax.tree.map(lambda place: place.memory_kind, places)
+    return state
+
+  jax.tree.map(np.testing.assert_array_equal, two_updates(True), two_updates(False))
 
 
 def test_no_array_of_whole_logits_is_ever_made(world):

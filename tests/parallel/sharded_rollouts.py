@@ -25,7 +25,7 @@ from sprl.sampler import calibrate
 from sprl.sampler.cache_plan import cache_plan
 from sprl.sampler.engine import Engine
 from sprl.sampler.served import self_check, serve
-from sprl.settings import ARMS, DENSE, UNQUANTISED, Cache, Loss, Mesh, Optimizer, Quant, Sampling
+from sprl.settings import ARMS, DENSE, UNQUANTISED, Cache, Lora, Loss, Mesh, Optimizer, Quant, Sampling
 from sprl.trajectory import Request
 
 FLOAT32 = jnp.dtype('float32')
@@ -53,7 +53,9 @@ def step(settings, cache, quant):
   """Everything that a step takes from the devices of the mesh."""
   mesh = make_mesh(settings, jax.devices()[: settings.data * settings.fsdp * settings.tensor])
   shardings = param_shardings(mesh, transformer.logical_axes(config), transformer.abstract_params(config))
-  policy = types.SimpleNamespace(config=config, param_dtype=FLOAT32, shardings=shardings, replicated=replicated(mesh))
+  policy = types.SimpleNamespace(
+    config=config, param_dtype=FLOAT32, lora=Lora(), shardings=shardings, replicated=replicated(mesh)
+  )
   params = jax.device_put(weights, shardings)
   plan = cache_plan(config, cache, quant, SAMPLING.max_prompt, SAMPLING.max_tokens, FLOAT32)
   found = [calibrate.amax_of_prompts(graphdef, plan, params, prompts, 2, quant)]

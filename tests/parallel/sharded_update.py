@@ -20,7 +20,7 @@ from sprl.learner.update import Computation, make_update
 from sprl.models import transformer
 from sprl.parallel.mesh import make_mesh, param_shardings, replicated
 from sprl.policy import abstract_state
-from sprl.settings import Correction, Loss, Mesh, Optimizer
+from sprl.settings import Correction, Lora, Loss, Mesh, Optimizer
 
 config, params = small.model(num_hidden_layers=1, vocab_size=257)
 mesh = make_mesh(Mesh(data=-1, fsdp=2, tensor=2))
@@ -54,7 +54,9 @@ def train(create, params, batch):
 
 create = partial(TrainState.create, optimizer=optimizer)
 alone, metrics_alone, _ = train(create, jax.tree.map(jnp.copy, params), jax.device_put(batch, jax.devices()[0]))
-policy = types.SimpleNamespace(config=config, param_dtype=jnp.float32, shardings=shardings, replicated=replicated(mesh))
+policy = types.SimpleNamespace(
+  config=config, param_dtype=jnp.float32, lora=Lora(), shardings=shardings, replicated=replicated(mesh)
+)
 places = jax.tree.map(lambda a: a.sharding, abstract_state(policy, optimizer))
 create = jax.jit(create, out_shardings=places)
 together, metrics_together, compiled = train(create, jax.device_put(params, shardings), jax.device_put(batch, replicated(mesh)))

@@ -7,6 +7,7 @@ Each job of the list is a dict with `out`, the .npz to write (tokens [B, T], log
   make    config.json's dict: a randomly filled model of it is saved to `folder` first
   folder  the model to run
   dtype   float64 instead of float32 (its norms and rotary angles stay float32)
+  adapter a PEFT folder to put on it
   gguf    instead of a folder's safetensors: the GGUF file in it
   tokens  the prompts
 
@@ -37,6 +38,10 @@ def run(job):
   """The logits of the prompts, and 32 greedy tokens after them."""
   gguf = {'gguf_file': job['gguf']} if 'gguf' in job else {}
   model = transformers.AutoModelForCausalLM.from_pretrained(job['folder'], dtype=torch.float32, **gguf).eval()
+  if 'adapter' in job:
+    from peft import PeftModel  # an environment made before there were adapters lacks it
+
+    PeftModel.from_pretrained(model, job['adapter'])  # puts itself between the model's linears
   model = model.to(getattr(torch, job.get('dtype', 'float32')))
   tokens = torch.tensor(job['tokens'])
   model.generation_config.eos_token_id = None  # 32 tokens, whatever they are

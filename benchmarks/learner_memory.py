@@ -1,0 +1,109 @@
+"""What does an update of Qwen2.5-7B take of one H200? Compiled for one, by what is trained and how its moments are held.
+
+    python benchmarks/learner_memory.py --save learner_memory    # 7 minutes; benchmarks/aot.py says what must be installed
+
+No GPU is needed. A row is an update of one row of 2,048 tokens, layers computed again in the backward pass: the bytes that lie
+on the device all the time (frozen weights, trained weights, moments), and those that it takes on top (gradients, activations).
+"""
+
+import argparse
+import time
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from aot import compile_for_h200, missing
+from common import report
+
+from sprl.learner.packing import TrainBatch
+from sprl.learner.state import TrainState, make_optimizer
+from sprl.learner.update import Computation, make_update
+from sprl.models import transformer
+from sprl.models.config import ModelConfig, tiny
+from sprl.models.lora import Base, abstract_adapters
+from sprl.settings import Correction, Lora, Loss, Optimizer
+
+GIB, H200 = 2**30, 141e9  # bytes
+TOKENS, SEQUENCES, COMPLETION = 2048, 2, 1024
+CASES = {
+  'adamw': (Optimizer(), None),
+  'adamw, moments in bfloat16': (Optimizer(moment_dtype='bfloat16'), None),
+  'adafactor': (Optimizer(name='adafactor'), None),
+  'adapters of rank 32, adamw': (Optimizer(), Lora(rank=32)),
+}
+
+
+def qwen(layers: int) -> ModelConfig:
+  return tiny(
+    'qwen2',
+    vocab_size=152_064,
+    hidden_size=3584,
+    intermediate_size=18_944,
+    num_hidden_layers=layers,
+    num_attention_heads=28,
+    num_key_value_heads=4,
+    head_dim=128,
+    tie_word_embeddings=False,
+  )
+
+
+def batch() -> Any:
+  """One microbatch of one row."""
+
+  def numbers(*shape: int, dtype=jnp.int32) -> Any:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+  row, scored, cells = (1, 1, TOKENS), (1, SEQUENCES * COMPLETION), (SEQUENCES, COMPLETION)
+  return TrainBatch(
+    tokens=numbers(*row), positions=numbers(*row), segments=numbers(*row), prefixes=numbers(*row),
+    source=numbers(*scored), target=numbers(*scored), scored=numbers(1), used=numbers(), micro=numbers(SEQUENCES),
+    place=numbers(*cells), mask=numbers(*cells, dtype=jnp.bool_), sampler_logp=numbers(*cells, dtype=jnp.float32),
+    advantage=numbers(SEQUENCES, dtype=jnp.float32), reward=numbers(SEQUENCES, dtype=jnp.float32),
+  )  # fmt: skip
+
+
+def row(name: str, config: ModelConfig) -> dict[str, Any]:
+  settings, lora = CASES[name]
+  optimizer = make_optimizer(settings, 100)
+  trained, base = transformer.abstract_params(config), None
+  if lora is not None:
+    frozen = transformer.abstract_params(config, jnp.bfloat16)
+    trained, base = abstract_adapters(config, lora), Base(frozen, lora.alpha / lora.rank)
+  state = jax.eval_shape(partial(TrainState.create, optimizer=optimizer), trained)
+  computation = Computation(Correction(), Loss(), 1.0, jnp.dtype('bfloat16'), chunk=256, remat='layer')
+  update = make_update(transformer.graph(config), optimizer, computation)
+
+  def step(state, batch, base):
+    return update(state, batch, None, None, base)
+
+  start = time.perf_counter()
+  compiled = compile_for_h200(step, state, batch(), base, donate=(0,))
+  total = compiled.arguments + compiled.temporary
+  return {
+    'trained': name,
+    'trained weights': sum(leaf.size for leaf in jax.tree.leaves(trained)),
+    'held GiB': compiled.arguments / GIB,
+    'on top GiB': compiled.temporary / GIB,
+    'sum GiB': total / GIB,
+    'of an H200': total / H200,
+    'compiled in s': round(time.perf_counter() - start),
+  }
+
+
+def main() -> None:
+  """Arguments to a report."""
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument('--layers', type=int, default=28, help='of the model, whose 28 are the default')
+  parser.add_argument('--save', metavar='NAME', help='write benchmarks/results/NAME.json')
+  args = parser.parse_args()
+  if reason := missing():
+    raise SystemExit(reason)
+  config = qwen(args.layers)
+  rows = [row(name, config) for name in CASES]
+  weights = sum(leaf.size for leaf in jax.tree.leaves(transformer.abstract_params(config)))
+  report(args.save or 'learner_memory', rows, {'weights': weights, 'layers': args.layers}, bool(args.save))
+
+
+if __name__ == '__main__':
+  main()

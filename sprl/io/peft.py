@@ -1,0 +1,46 @@
+"""Adapters as the folder that Hugging Face's PEFT loads: adapter_config.json and adapter_model.safetensors."""
+
+import os
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
+
+from sprl.io.huggingface import Params, get, tensors, whole_folder, write_json
+from sprl.models.config import ModelConfig
+from sprl.settings import Lora
+
+_NAMES = {'a': 'lora_A', 'b': 'lora_B'}
+
+
+def export_adapters(folder: str | os.PathLike, adapters: Params, config: ModelConfig, lora: Lora, base: str) -> None:
+  """Writes adapters (models/lora.py) in float32. `base` is the model they belong to: a hub name or a folder.
+
+  The folder appears whole or not at all; an earlier export of the same name is replaced. Raises WeightsError where something that
+  is no such export has that name.
+  """
+  weights, modules = {}, set()
+  for path, tensor in tensors(config).items():
+    *parents, last = path
+    if last != 'kernel' or parents[0] != 'layers' or parents[-1] not in lora.targets:
+      continue
+    module = tensor.name.removesuffix('.weight')
+    modules.add(module.rpartition('.')[2])
+    for name, matrix in get(adapters, tuple(parents)).items():
+      weights[f'base_model.model.{module}.{_NAMES[name]}.weight'] = np.asarray(matrix, np.float32)
+  settings = {
+    'peft_type': 'LORA',
+    'task_type': 'CAUSAL_LM',
+    'base_model_name_or_path': base,
+    'r': lora.rank,
+    'lora_alpha': lora.alpha,
+    'target_modules': sorted(modules),
+    'lora_dropout': 0.0,
+    'bias': 'none',
+    'fan_in_fan_out': False,
+    'use_rslora': False,
+    'inference_mode': True,
+  }
+  with whole_folder(Path(folder), 'adapter_config.json') as draft:
+    save_file(weights, draft / 'adapter_model.safetensors', metadata={'format': 'pt'})
+    write_json(draft / 'adapter_config.json', settings)

@@ -1,0 +1,69 @@
+"""On 8 devices: adapters with their moments on the host, three updates on the mesh beside three on one device. Prints JSON."""
+
+import json
+import sys
+import types
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import small
+
+from sprl.learner.packing import Shape, pack
+from sprl.learner.state import TrainState, make_optimizer
+from sprl.learner.update import Computation, make_update
+from sprl.models import transformer
+from sprl.models.lora import Base, init_adapters
+from sprl.parallel.mesh import make_mesh, param_shardings, replicated
+from sprl.policy import abstract_state
+from sprl.sampler.served import serve
+from sprl.settings import Correction, Lora, Loss, Mesh, Optimizer
+
+FLOAT32 = jnp.dtype('float32')
+config, params = small.model(num_hidden_layers=1)
+lora, scale = Lora(rank=2), 16.0
+batch, _ = pack(small.rollouts([(5, 3), (4, 6)], (6, 3)), np.array([1, -1, 0.5, -2], np.float32), Shape(2, 1, 32, 4, 6), True)
+optimizer = make_optimizer(Optimizer(learning_rate=1e-2), 10)
+update = make_update(transformer.graph(config), optimizer, Computation(Correction(), Loss(), 1.0, FLOAT32, 8, 'none'))
+mesh = make_mesh(Mesh(data=-1, fsdp=2, tensor=2))
+shardings = param_shardings(mesh, transformer.logical_axes(config), transformer.abstract_params(config))
+policy = types.SimpleNamespace(config=config, param_dtype=FLOAT32, lora=lora, shardings=shardings, replicated=replicated(mesh))
+places = jax.tree.map(lambda a: a.sharding, abstract_state(policy, optimizer, offload=True))
+init = partial(init_adapters, config, lora)
+
+
+def train(adapters, base, batch, places=None):
+  """(state, weights as served) after three updates."""
+  state = TrainState.create(adapters, optimizer, places)
+  for _ in range(3):
+    state, _ = update(state, batch, None, None, base)
+  return state, serve(base.under(state.params), FLOAT32).params
+
+
+def apart(a, b):
+  return max(float(np.abs(np.asarray(x) - np.asarray(y)).max()) for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b)))
+
+
+first = init(jax.random.key(0))
+alone, served_alone = train(init(jax.random.key(0)), Base(params, scale), batch)
+split = jax.jit(init, out_shardings=places.params)(jax.random.key(0))
+begun_apart = apart(first, split)
+base = Base(jax.device_put(params, shardings), scale)
+together, served_together = train(split, base, jax.device_put(batch, replicated(mesh)), places)
+up = together.params['layers'][0]['mlp']['up']
+print(
+  json.dumps(
+    {
+      'begun_apart': begun_apart,
+      'moved': apart(alone.params, first),
+      'apart': apart(alone.params, together.params),
+      'served_apart': apart(served_alone, served_together),
+      'shards': {name: list(up[name].addressable_shards[0].data.shape) for name in 'ab'},
+      'moments': sorted({leaf.sharding.memory_kind for leaf in jax.tree.leaves(together.opt_state) if leaf.ndim}),
+    }
+  )
+)

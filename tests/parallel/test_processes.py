@@ -1,0 +1,96 @@
+"""Processes that find each other by three environment variables, as launch/local.sh sets them."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from sprl.parallel.processes import Place, place
+from sprl.settings import SettingsError
+
+ROOT = Path(__file__).parents[2]
+WHOLE = {'SPRL_COORDINATOR': 'node7:8476', 'SPRL_PROCESSES': '4', 'SPRL_PROCESS': '3'}
+
+
+def test_a_process_is_told_its_place():
+  assert place(WHOLE) == Place('node7:8476', 4, 3)
+  assert place({'HOME': '/root'}) is None
+  assert place(dict.fromkeys(WHOLE, '')) is None
+
+
+@pytest.mark.parametrize(
+  ('changes', 'said'),
+  [
+    ({'SPRL_PROCESS': ''}, 'SPRL_PROCESS is not set: .*; set are SPRL_COORDINATOR, SPRL_PROCESSES'),
+    ({'SPRL_COORDINATOR': '', 'SPRL_PROCESSES': ''}, 'SPRL_COORDINATOR is not set: .*; set are SPRL_PROCESS$'),
+    ({'SPRL_COORDINATOR': 'node7'}, "SPRL_COORDINATOR = 'node7': expected host:port"),
+    ({'SPRL_COORDINATOR': 'node7:70000'}, 'expected host:port'),
+    ({'SPRL_PROCESSES': '0'}, "SPRL_PROCESSES = '0': expected a number, 1 or more"),
+    ({'SPRL_PROCESS': '4'}, "SPRL_PROCESS = '4': expected a number below SPRL_PROCESSES = 4"),
+    ({'SPRL_PROCESS': '-1'}, "SPRL_PROCESS = '-1': expected a number below"),
+  ],
+)
+def test_half_a_place_is_refused_by_name(changes, said):
+  with pytest.raises(SettingsError, match=said):
+    place(WHOLE | changes)
+
+
+def local(*command, **environment):
+  """launch/local.sh with this command, under way; no GPUs are dealt out."""
+  known = {'PATH': os.environ['PATH'], 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT), **environment}
+  return subprocess.Popen(
+    ['bash', str(ROOT / 'launch' / 'local.sh'), *command], env=known, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+  )
+
+
+def test_two_processes_of_two_devices_add_up_what_they_hold():
+  flags = '--xla_force_host_platform_device_count=2'
+  process = local('2', sys.executable, str(ROOT / 'tests' / 'parallel' / 'processes_psum.py'), XLA_FLAGS=flags)
+  out, err = process.communicate(timeout=120)
+  assert process.returncode == 0, err
+  told = sorted(line for line in out.splitlines() if 'Gloo' not in line)
+  assert told == ['[0] process 0 of 2: 22', '[1] process 1 of 2: 22']
+
+
+def test_the_first_to_fail_ends_the_others():
+  """And gives its status, whatever theirs."""
+  script = 'if [ "$SPRL_PROCESS" = 1 ]; then exit 7; fi; echo started; sleep 60'
+  start = time.monotonic()
+  process = local('3', 'bash', '-c', script)
+  process.communicate(timeout=30)
+  assert process.returncode == 7
+  assert time.monotonic() - start < 20
+
+
+def test_a_signal_reaches_every_process():
+  script = 'trap "echo saved; exit 0" TERM; echo ready; while true; do sleep 0.05; done'
+  process = local('2', 'bash', '-c', script)
+  assert process.stdout is not None
+  seen = {process.stdout.readline() for _ in range(2)}
+  process.send_signal(signal.SIGTERM)
+  out, _ = process.communicate(timeout=30)
+  assert seen == {'[0] ready\n', '[1] ready\n'}
+  assert sorted(out.splitlines()) == ['[0] saved', '[1] saved']
+  assert process.returncode == 0
+
+
+def test_gpus_are_dealt_out_evenly_or_not_at_all():
+  script = 'echo $SPRL_PROCESS $SPRL_PROCESSES $CUDA_VISIBLE_DEVICES'
+  out, _ = local('2', 'bash', '-c', script, CUDA_VISIBLE_DEVICES='4,5,6,7').communicate(timeout=30)
+  assert sorted(out.splitlines()) == ['[0] 0 2 4,5', '[1] 1 2 6,7']
+  process = local('3', 'bash', '-c', script, CUDA_VISIBLE_DEVICES='4,5,6,7')
+  _, err = process.communicate(timeout=30)
+  assert process.returncode == 2
+  assert '4 GPUs (4 5 6 7) cannot be dealt out evenly to 3 processes' in err
+
+
+@pytest.mark.parametrize('arguments', [(), ('2',), ('two', 'true'), ('0', 'true')])
+def test_local_says_how_it_is_used(arguments):
+  process = local(*arguments)
+  _, err = process.communicate(timeout=30)
+  assert process.returncode == 2
+  assert 'launch/local.sh PROCESSES COMMAND...' in err

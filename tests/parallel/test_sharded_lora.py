@@ -1,0 +1,13 @@
+"""Adapters on a mesh."""
+
+from test_mesh import on_devices
+
+
+def test_adapters_on_a_mesh_are_trained_and_served_as_on_one_device():
+  found = on_devices(8, 'sharded_lora.py', JAX_DISABLE_MOST_OPTIMIZATIONS='1')
+  assert found['begun_apart'] == 0  # the same random numbers
+  assert found['moved'] > 1e-2
+  assert found['apart'] < 1e-5
+  assert found['served_apart'] < 2e-5
+  assert found['shards'] == {'a': [2, 32], 'b': [48, 2]}  # fsdp splits what embed is, tensor what mlp is
+  assert found['moments'] == ['pinned_host']
