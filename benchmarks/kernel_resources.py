@@ -10,12 +10,13 @@ the bytes and operations that it must do at the least.
 import argparse
 import dataclasses
 import itertools
+import json
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from aot import Compiled, compile_for_h200, missing
-from common import report
+from common import ROOT, report
 
 from sprl.kernels.decode_attention import cost, decode_attention
 from sprl.kernels.hopper_decode_attention import launch
@@ -32,13 +33,13 @@ class Heads(NamedTuple):
   width: int  # D
 
 
-MODELS = {
-  'Qwen2.5-0.5B': Heads(14, 2, 64),
-  'Qwen2.5-1.5B': Heads(12, 2, 128),
-  'Qwen2.5-7B': Heads(28, 4, 128),
-  'Qwen3-8B': Heads(32, 8, 128),
-  'Qwen3-30B-A3B': Heads(32, 4, 128),
-}
+def _heads(model: str) -> Heads:
+  raw = json.loads((ROOT / 'benchmarks' / 'models' / model / 'config.json').read_text())
+  H = raw['num_attention_heads']
+  return Heads(H, raw['num_key_value_heads'], raw.get('head_dim', raw['hidden_size'] // H))
+
+
+MODELS = {model: _heads(model) for model in ('Qwen2.5-0.5B', 'Qwen2.5-1.5B', 'Qwen2.5-7B', 'Qwen3-8B', 'Qwen3-30B-A3B')}
 
 
 @dataclasses.dataclass(frozen=True)
