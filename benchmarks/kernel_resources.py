@@ -1,6 +1,6 @@
 """What do the GPU kernels take of an H200? Compiled for one at the shapes of real models; no GPU is needed, nothing is timed.
 
-    python benchmarks/kernel_resources.py --save kernel_resources    # 20 s; benchmarks/aot.py says what must be installed
+    python benchmarks/kernel_resources.py --save kernel_resources    # 20 s; sprl/parallel/aot.py says what must be installed
 
 A row is a kernel at a model's heads, a batch and a number of slots: what ptxas and Mosaic report of it (registers a thread,
 bytes spilled, shared memory, and so how many programs a multiprocessor holds), the temporary memory of the compiled call, and
@@ -10,16 +10,15 @@ the bytes and operations that it must do at the least.
 import argparse
 import dataclasses
 import itertools
-import json
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from aot import Compiled, compile_for_h200, missing
-from common import ROOT, report
+from common import report
 
 from sprl.kernels.decode_attention import cost, decode_attention
 from sprl.kernels.hopper_decode_attention import launch
+from sprl.parallel.aot import Compiled, compile_for_h200, missing
 
 MIB = 2**20
 REGISTERS, THREADS, SHARED = 65536, 128, 228 * 1024  # of a Hopper multiprocessor; of a program; bytes of a multiprocessor
@@ -33,13 +32,13 @@ class Heads(NamedTuple):
   width: int  # D
 
 
-def _heads(model: str) -> Heads:
-  raw = json.loads((ROOT / 'benchmarks' / 'models' / model / 'config.json').read_text())
-  H = raw['num_attention_heads']
-  return Heads(H, raw['num_key_value_heads'], raw.get('head_dim', raw['hidden_size'] // H))
-
-
-MODELS = {model: _heads(model) for model in ('Qwen2.5-0.5B', 'Qwen2.5-1.5B', 'Qwen2.5-7B', 'Qwen3-8B', 'Qwen3-30B-A3B')}
+MODELS = {
+  'Qwen2.5-0.5B': Heads(14, 2, 64),
+  'Qwen2.5-1.5B': Heads(12, 2, 128),
+  'Qwen2.5-7B': Heads(28, 4, 128),
+  'Qwen3-8B': Heads(32, 8, 128),
+  'Qwen3-30B-A3B': Heads(32, 4, 128),
+}
 
 
 @dataclasses.dataclass(frozen=True)

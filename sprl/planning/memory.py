@@ -102,12 +102,13 @@ class Rollouts:
 
   weights: int  # as served
   shared: int  # of them those that are the learner's own arrays, where it is on the same devices
-  fixed: int  # whatever the number of rows: prefilled prompts and the pass that makes them, key biases
+  biases: int  # of keys, kept out of FP8
+  prefill: int  # prompts that are prefilled together, and the pass that does it
   row: int  # a sequence: keys, values, what eviction keeps beside them, its tokens, its logits
 
   def total(self, rows: int, beside_learner: bool) -> int:
     """With so many rows on the device."""
-    return self.weights - (self.shared if beside_learner else 0) + self.fixed + rows * self.row
+    return self.weights - (self.shared if beside_learner else 0) + self.biases + self.prefill + rows * self.row
 
 
 def memory_plan(config: ModelConfig, run: Run, cache: Cache, quant: Quant) -> CachePlan:
@@ -136,8 +137,8 @@ def rollouts(config: ModelConfig, run: Run, cache: Cache, quant: Quant, prompts:
     2 * config.hidden_size + 2 * config.intermediate_size // axes.tensor
   )
   passing = together * plan.prompt * wide
-  drawn = 3 * FLOAT32 * run.sampling.max_tokens + 2 * FLOAT32 * config.vocab_size // axes.tensor
-  return Rollouts(weights, shared, biases + prefilled + passing, row + drawn)
+  drawn = FLOAT32 * (3 * run.sampling.max_tokens + config.vocab_size // axes.tensor)
+  return Rollouts(weights, shared, biases, prefilled + passing, row + drawn)
 
 
 def served_bytes(config: ModelConfig, run: Run, quant: Quant, axes: Axes) -> tuple[int, int]:

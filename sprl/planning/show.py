@@ -28,7 +28,7 @@ def page(plan: Plan) -> str:
     '',
     f'An update, on each device ({shape.micros} microbatches of {there} x {shape.tokens} tokens):',
     '',
-    *_table(
+    *table(
       ['GiB', *(name for name in _PARTS), 'together', 'fits'],
       [['', *(f'{getattr(update, name) / GIB:.2f}' for name in _PARTS), f'{update.total / GIB:.2f}', _fits(update, plan.usable)]],
     ),
@@ -38,7 +38,7 @@ def page(plan: Plan) -> str:
     '',
     f'Rollouts of {plan.rows_asked:,} sequences, on each device:',
     '',
-    *_table(
+    *table(
       ['', 'cache', 'KV of one', 'weights', 'asked', 'a step', 'GFLOP', 'GB', 'tokens/s, all', 'would fit', 'tokens/s, all'],
       [_row(kind) for kind in plan.kinds],
     ),
@@ -64,7 +64,7 @@ def _row(kind: Kind) -> list[str]:
   ]  # fmt: skip
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
   """Columns as wide as they need be: the first to the left, the others to the right."""
   widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
   return [
@@ -86,7 +86,7 @@ def picture(plan: Plan) -> Figure:
   served = [kind.memory.weights - (0 if plan.apart else kind.memory.shared) for kind in plan.kinds]
   columns |= {
     'weights as served': [0, *served],
-    'prefill': [0, *(kind.memory.fixed for kind in plan.kinds)],
+    'prefill': [0, *(kind.memory.biases + kind.memory.prefill for kind in plan.kinds)],
     'sequences': [0, *(kind.rows * kind.memory.row for kind in plan.kinds)],
   }
   colours = _PARTS | {'weights as served': _WEIGHTS, 'prefill': _FIXED, 'sequences': _ROWS}
