@@ -32,6 +32,7 @@ RUN = Run(
   packing=Packing(row_tokens=2048, rows=1),
   cache=Cache(budget=512),
 )
+FEW = dataclasses.replace(QWEN, num_layers=4)
 L, E, H, K, D, F, V = 28, 3584, 28, 4, 128, 18944, 152064
 MATRICES = L * (2 * E * H * D + 2 * E * K * D + 3 * E * F)
 
@@ -125,7 +126,7 @@ def test_weights_served_in_their_own_dtype_are_shared_with_the_learner():
 
 
 def test_most_rows_are_the_most_that_fit():
-  planned = plan(QWEN, RUN, Axes(fsdp=8), Axes(data=8), device('h200'))
+  planned = plan(FEW, RUN, Axes(fsdp=8), Axes(data=8), device('h200'))
   for kind in planned.kinds:
     filled = [
       planned.update.state + kind.memory.total(rows, beside_learner=True) for rows in (kind.most_rows, kind.most_rows + 1)
@@ -137,7 +138,7 @@ def test_most_rows_are_the_most_that_fit():
 
 
 def test_what_does_not_fit_is_told():
-  planned = plan(QWEN, RUN, Axes(), Axes(), device('v5e'))
+  planned = plan(FEW, RUN, Axes(), Axes(), device('v5e'))
   assert not planned.json()['update']['fits']
   assert all(kind.most_rows < 0 and kind.rows == 0 for kind in planned.kinds)
 
@@ -234,7 +235,7 @@ def test_measured_ceilings_take_the_place_of_stated_ones():
 
 def test_rollouts_that_share_devices_need_as_many():
   with pytest.raises(SettingsError, match='--rollout_mesh: 4 devices; expected 8'):
-    plan(QWEN, RUN, Axes(fsdp=8), Axes(data=4), device('h200'))
+    plan(FEW, RUN, Axes(fsdp=8), Axes(data=4), device('h200'))
 
 
 def command(*arguments):
