@@ -29,6 +29,7 @@ from sprl.settings import Cache, Quant, Run
 
 FLOAT32 = 4  # bytes
 SCORES = 3  # float32 arrays of a chunk's attention scores that the backward pass holds at one time
+INPUTS_SPLIT = [('attention', name) for name in 'qkv'] + [('mlp', name) for name in ('gate', 'up')]
 GAPS = 1.1  # XLA's arena over what is alive in it at the worst moment: arrays of many sizes leave gaps
 
 
@@ -58,7 +59,10 @@ def update(config: ModelConfig, run: Run, shape: Shape, axes: Axes) -> Update:
   held = shards(config, axes, jnp.dtype(run.model.param_dtype))
   dtype = compute_dtype(run)
   gradients = FLOAT32 * (size(held) + size(held['head' if 'head' in held else 'embed']))
-  alive = gradients + _activations(config, run, ceil(shape.rows, axes.rows), shape.tokens, axes.tensor)
+  rows = ceil(shape.rows, axes.rows)
+  alive = (
+    gradients + _activations(config, run, rows, shape.tokens, axes.tensor) + _gathered(config, run, rows, shape.tokens, axes)
+  )
   return Update(
     parameters=nbytes(held),
     optimiser=_optimiser_bytes(config, run, held),
@@ -91,6 +95,19 @@ def _activations(config: ModelConfig, run: Run, rows: int, T: int, tensor: int) 
   buffers = 2 * b * H * D + 2 * FLOAT32 * K * D
   scores = FLOAT32 * SCORES * H * min(QUERY_CHUNK, T)
   return rows * T * (L * (b * kept + buffers) + scores + 2 * T)
+
+
+def _gathered(config: ModelConfig, run: Run, rows: int, T: int, axes: Axes) -> int:
+  """What fsdp adds. Rows meet the vocabulary together, forward and back, in float32. The layer at hand and the next are gathered
+  in the compute dtype. Each layer's gradients come scattered, and are then added. And master weights that are split along their
+  inputs are turned over before the loop over microbatches, as XLA gathers along the first axis."""
+  if axes.fsdp == 1:
+    return 0
+  layer = transformer.layers(shards(config, dataclasses.replace(axes, data=1, fsdp=1), compute_dtype(run)))[0]
+  held = transformer.layers(shards(config, axes, jnp.dtype(run.model.param_dtype)))
+  turned = [each[block][name] for each in held for block, name in INPUTS_SPLIT]
+  rows_together = 2 * FLOAT32 * axes.fsdp * rows * T * config.hidden_size
+  return rows_together + 2 * nbytes(layer) + FLOAT32 * size(held) + nbytes(turned)
 
 
 # --- rollouts --------------------------------------------------------------------------------------------------------

@@ -77,6 +77,19 @@ def test_fsdp_and_tensor_split_the_state_and_data_does_not():
       assert getattr(part, name) == pytest.approx(getattr(whole, name) / 8, rel=1e-3)  # norms and biases may be whole
 
 
+def test_what_fsdp_gathers_by_hand():
+  alone, split = (memory.update(QWEN, RUN, Shape(8, rows, 2048, 64, 1536), Axes(fsdp=rows)) for rows in (1, 8))
+  layer, inputs_split = MATRICES // L, L * (E * H * D + 2 * E * K * D + 2 * E * F)
+  gathered = (
+    2 * 4 * 8 * 2048 * E  # rows of all eight, forward and back
+    + 2 * 2 * layer  # two layers' weights
+    + 4 * 7_615_616_512 / 8  # gradients that wait to be added
+    + 4 * inputs_split / 8  # master weights of q, k, v, gate and up, turned over
+  )
+  beside = [each.activations - 0.1 * each.gradients for each in (alone, split)]
+  assert beside[1] - beside[0] == pytest.approx(1.1 * gathered, rel=1e-3)
+
+
 def test_a_kl_term_keeps_a_reference_in_the_compute_dtype():
   run = dataclasses.replace(RUN, loss=Loss(kl_coef=1e-3))
   assert memory.update(QWEN, run, Shape(8, 8, 2048, 64, 1536), Axes(tensor=4)).reference == pytest.approx(
