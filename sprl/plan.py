@@ -59,6 +59,10 @@ def main() -> int:
   learner = Axes.parse(_MESH.value)
   rollout = learner.gathered() if _ROLLOUT_MESH.value is None else Axes.parse(_ROLLOUT_MESH.value, '--rollout_mesh')
   ceilings = device(_DEVICE.value, **{name: flag.value for name, flag in _MEASURED.items()})
+  if _COMPILE.value:  # whatever it lacks is told before anything else
+    from sprl.compiled import devices
+
+    devices(_DEVICE.value, learner.devices)
   config = ModelConfig.read(config_folder(run.model.path))
   planned = plan(config, run, learner, rollout, ceilings, _USABLE.value)
   print(page(planned), flush=True)
