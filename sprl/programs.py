@@ -5,9 +5,9 @@ Enough to compile them for devices that need not be there (sprl/parallel/aot.py)
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,13 +16,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sprl.cache.plan import CachePlan
 from sprl.cache.scales import Scales
+from sprl.io.tokenizer import Tokenizer
 from sprl.kernels.platform import kernels_on
 from sprl.learner.packing import Shape, pack
 from sprl.learner.state import make_optimizer
 from sprl.learner.update import Computation, make_update, scores_old
 from sprl.models import transformer
 from sprl.models.config import ModelConfig
-from sprl.models.transformer import Params
 from sprl.parallel.mesh import divides, param_shardings, replicated
 from sprl.planning.memory import compute_dtype
 from sprl.policy import Policy, abstract_params, abstract_state
@@ -33,24 +33,9 @@ from sprl.settings import Quant, Run
 Program = tuple[Callable, tuple[Any, ...]]  # a jitted function, and its arguments as ShapeDtypeStruct
 
 
-@dataclass(frozen=True)
-class _Place:
-  """What of a Policy the shapes of its weights need."""
-
-  config: ModelConfig
-  param_dtype: Any
-  shardings: Params
-  replicated: NamedSharding
-
-  @classmethod
-  def of(cls, config: ModelConfig, run: Run, mesh: Mesh) -> Policy:
-    shardings = param_shardings(mesh, transformer.logical_axes(config), transformer.abstract_params(config))
-    return cast(Policy, cls(config, jnp.dtype(run.model.param_dtype), shardings, replicated(mesh)))
-
-
 def update(config: ModelConfig, run: Run, shape: Shape, mesh: Mesh) -> Program:
   """The update of a batch packed to `shape`."""
-  optimizer, place = make_optimizer(run.optimizer, 1), _Place.of(config, run, mesh)
+  optimizer, place = make_optimizer(run.optimizer, 1), _policy(config, run, mesh)
   updates = run.optimizer.minibatches * run.optimizer.epochs
   computation = Computation(
     run.correction, run.loss, run.sampling.temperature, compute_dtype(run), run.packing.score_chunk, run.model.remat
@@ -65,7 +50,7 @@ def update(config: ModelConfig, run: Run, shape: Shape, mesh: Mesh) -> Program:
 
 def decoding(config: ModelConfig, run: Run, plan: CachePlan, quant: Quant, rows: int, mesh: Mesh) -> Program:
   """A chunk of decode steps of so many rows, on all devices of the mesh together."""
-  place = _Place.of(config, run, mesh)
+  place = _policy(config, run, mesh)
   plan = dataclasses.replace(plan, kernels=kernels_on(mesh.size, run.model.kernels))
   served = _served(config, run, plan, quant, place)
   seed = jax.eval_shape(lambda: jax.random.key(0))
@@ -84,6 +69,23 @@ def decoding(config: ModelConfig, run: Run, plan: CachePlan, quant: Quant, rows:
     out_shardings=jax.tree.map(lambda x: x.sharding, state),
   )
   return step, (served, state)
+
+
+def _policy(config: ModelConfig, run: Run, mesh: Mesh) -> Policy:
+  """A policy without files: no program asks for its tokenizer."""
+  return Policy(
+    folder=Path(run.model.path),
+    config=config,
+    tokenizer=object.__new__(Tokenizer),
+    graphdef=transformer.graph(config),
+    shardings=param_shardings(mesh, transformer.logical_axes(config), transformer.abstract_params(config)),
+    replicated=replicated(mesh),
+    engine_meshes=(None,),
+    shares_devices=True,
+    dtype=compute_dtype(run),
+    param_dtype=jnp.dtype(run.model.param_dtype),
+    kernels=kernels_on(mesh.size, run.model.kernels),
+  )
 
 
 def _served(config: ModelConfig, run: Run, plan: CachePlan, quant: Quant, place: Policy) -> Served:
