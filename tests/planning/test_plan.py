@@ -83,7 +83,7 @@ def test_what_fsdp_gathers_by_hand():
   gathered = (
     2 * 4 * 8 * 2048 * E  # rows of all eight, forward and back
     + 2 * 2 * layer  # two layers' weights
-    + 4 * 7_615_616_512 / 8  # gradients that wait to be added
+    + 4 * MATRICES / 8  # gradients of the layers, which wait to be added
     + 4 * inputs_split / 8  # master weights of q, k, v, gate and up, turned over
   )
   beside = [each.activations - 0.1 * each.gradients for each in (alone, split)]
