@@ -29,7 +29,7 @@ from sprl.settings import Cache, Quant, Run
 
 FLOAT32 = 4  # bytes
 SCORES = 3  # float32 arrays of a chunk's attention scores that the backward pass holds at one time
-INPUTS_SPLIT = [('attention', name) for name in 'qkv'] + [('mlp', name) for name in ('gate', 'up')]
+INPUTS_SPLIT = ('q', 'k', 'v', 'gate', 'up')  # linears that fsdp splits along their inputs
 GAPS = 1.1  # XLA's arena over what is alive in it at the worst moment: arrays of many sizes leave gaps
 
 
@@ -105,7 +105,8 @@ def _gathered(config: ModelConfig, run: Run, rows: int, T: int, axes: Axes) -> i
     return 0
   layer = transformer.layers(shards(config, dataclasses.replace(axes, data=1, fsdp=1), compute_dtype(run)))[0]
   held = transformer.layers(shards(config, axes, jnp.dtype(run.model.param_dtype)))
-  turned = [each[block][name] for each in held for block, name in INPUTS_SPLIT]
+  leaves = jax.tree_util.tree_flatten_with_path(held)[0]
+  turned = [w for path, w in leaves if path[-2].key in INPUTS_SPLIT and path[-1].key == 'kernel']
   rows_together = 2 * FLOAT32 * axes.fsdp * rows * T * config.hidden_size
   return rows_together + 2 * nbytes(layer) + FLOAT32 * size(held) + nbytes(turned)
 

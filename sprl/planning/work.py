@@ -5,10 +5,10 @@ longer; what goes between devices is added. Nothing is faster than this; how muc
 """
 
 import dataclasses
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 
 from sprl.cache.plan import CachePlan
@@ -83,13 +83,11 @@ def speed(device: Device, axes: Axes, axis: str) -> float:
 
 
 def matrices(config: ModelConfig, axes: Axes) -> int:
-  """Weights of the layers' products that tensor parallelism leaves to a device: what a token is multiplied with."""
+  """Weights of the layers' products that tensor parallelism leaves to a device and a token meets; of experts, those it is sent to."""
   held = shards(config, dataclasses.replace(axes, data=1, fsdp=1), jnp.float32)
-  return sum(size(w) for layer in transformer.layers(held) for w in _matrices(layer))
-
-
-def _matrices(layer) -> Iterable:
-  return (linear['kernel'] for block in ('attention', 'mlp') for linear in layer[block].values() if 'kernel' in linear)
+  share = config.experts.chosen / config.experts.count if config.experts else 1.0
+  leaves = jax.tree_util.tree_flatten_with_path(transformer.layers(held))[0]
+  return round(sum(size(w) * (share if len(w.shape) == 3 else 1) for path, w in leaves if path[-1].key == 'kernel'))
 
 
 # --- decoding ---------------------------------------------------------------------------------------------------------
