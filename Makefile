@@ -12,7 +12,7 @@ SETUP := JAX='$(JAX)' sh launch/environment.sh '$(VENV)' constraints.txt
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart setup test slow parity lint types aot compiled reference clean
+.PHONY: help quickstart setup test slow parity lint types aot compiled tpu compiled-tpu reference clean
 
 help: ## this list
 	@echo 'make TARGET [ARGS=...] [JAX=0.11.2] [PYTHON=/path/to/python3.13]'
@@ -45,17 +45,24 @@ types: ## pyright
 	@$(SETUP) gguf,test,lint
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-aot: ## the GPU kernels compiled for an H200, without one (needs ptxas): the tests of it, and a table of what they take
+aot: ## kernels and programs compiled for an H200, without one (needs ptxas): tests, and a table of what the kernels take
 	@$(MAKE) --no-print-directory compiled VENV=.venv-aot$(if $(JAX),-jax$(JAX))
 
 compiled:
 	@$(SETUP) test,aot
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/kernels/test_compiled.py -m '' $(ARGS)
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/kernels/test_compiled.py tests/planning/test_compiled.py -m '' $(ARGS)
 	JAX_PLATFORMS=cpu $(BIN)/python benchmarks/kernel_resources.py
+
+tpu: ## an update and decode steps compiled for TPUs, without one
+	@$(MAKE) --no-print-directory compiled-tpu VENV=.venv-tpu$(if $(JAX),-jax$(JAX))
+
+compiled-tpu:
+	@$(SETUP) test,tpu
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/planning/test_compiled.py -k tpu $(ARGS)
 
 reference: ## the environment of the peers (PyTorch, transformers, TRL; Python 3.11)
 	@PYTHON='$(REFERENCE_PYTHON)' sh launch/environment.sh '$(REFERENCE)' benchmarks/peers/requirements.txt '' 11 11
 
 clean: ## remove the environments and caches; runs/ stays
-	rm -rf .venv .venv-jax* .venv-aot* '$(REFERENCE)' build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-jax* .venv-aot* .venv-tpu* '$(REFERENCE)' build *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,6 +1,6 @@
 """What do the GPU kernels take of an H200? Compiled for one at the shapes of real models; no GPU is needed, nothing is timed.
 
-    python benchmarks/kernel_resources.py --save kernel_resources    # 20 s; benchmarks/aot.py says what must be installed
+    python benchmarks/kernel_resources.py --save kernel_resources    # 20 s; sprl/parallel/aot.py says what must be installed
 
 A row is a kernel at a model's heads, a batch and a number of slots: what ptxas and Mosaic report of it (registers a thread,
 bytes spilled, shared memory, and so how many programs a multiprocessor holds), the temporary memory of the compiled call, and
@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from aot import Compiled, compile_for_h200, missing
 from common import report
 
 from sprl.kernels.decode_attention import cost, decode_attention
 from sprl.kernels.hopper_decode_attention import launch
+from sprl.parallel.aot import Compiled, compile_for_h200, missing
 
 MIB = 2**20
 REGISTERS, THREADS, SHARED = 65536, 128, 228 * 1024  # of a Hopper multiprocessor; of a program; bytes of a multiprocessor

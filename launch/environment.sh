@@ -33,7 +33,7 @@ fi
 
 if [ -n "${JAX:-}" ]; then
   sed -e "s/^jax==.*/jax==$JAX/" -e "s/^jaxlib==.*/jaxlib==$JAX/" \
-    -e "s/^\(jax-cuda13-[a-z]*\)==.*/\1==$JAX/" "$pins" >"$folder/pins.txt"
+    -e "s/^\(jax-cuda13-[a-z]*\)==.*/\1==$JAX/" -e '/^libtpu==/d' "$pins" >"$folder/pins.txt"
   pins=$folder/pins.txt
 fi
 if [ -n "$extras" ]; then

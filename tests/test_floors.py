@@ -11,6 +11,7 @@ FLOORS = (
   ('models', 'cache', 'objective'),
   ('sampler', 'tasks', 'io'),
   ('rollout', 'learner'),
+  ('planning',),
 )
 
 

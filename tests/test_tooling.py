@@ -242,6 +242,15 @@ def test_readme_tells_the_two_commands(command):
 
 @pytest.mark.skipif(not shutil.which('git') or not (ROOT / '.git').exists(), reason='not a git checkout')
 def test_environments_and_runs_are_ignored_by_git():
-  paths = ['.venv/x', '.venv-reference/x', '.venv-jax0.11.2/x', '.venv-aot/x', 'runs/x', 'sprl.egg-info/x', 'sprl/__pycache__/x']
+  paths = [
+    '.venv/x',
+    '.venv-reference/x',
+    '.venv-jax0.11.2/x',
+    '.venv-aot/x',
+    '.venv-tpu/x',
+    'runs/x',
+    'sprl.egg-info/x',
+    'sprl/__pycache__/x',
+  ]
   result = subprocess.run(['git', '-C', str(ROOT), 'check-ignore', *paths], capture_output=True, text=True, env={**os.environ})
   assert result.stdout.split() == paths

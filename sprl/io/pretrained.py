@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,6 +43,7 @@ WHEELS = {
     size='93 MB',
   ),
 }
+HUB_NAME = re.compile(r'[\w-][\w.-]*/[\w.-]+')
 _HUB_FILES = ['*.safetensors', '*.safetensors.index.json', '*config.json', 'tokenizer*', 'special_tokens_map.json', '*.jinja']
 _HUB_FILES += ['vocab.json', 'merges.txt', 'added_tokens.json', 'LICENSE*']
 
@@ -58,12 +59,20 @@ def locate(path: str | Path, cache: str | Path | None = None) -> Path:
     return _from_wheel(name.removeprefix('wheel:'), cache_folder(cache))
   folder = Path(name).expanduser()
   if not name or not folder.is_dir():
-    if not re.fullmatch(r'[\w-][\w.-]*/[\w.-]+', name):
+    if not HUB_NAME.fullmatch(name):
       raise PretrainedError(f'{name!r}: no such folder; accepted: {_accepted()}')
     folder = _from_hub(name)
   if not (folder / 'config.json').is_file():
     raise PretrainedError(f'{folder}: has no config.json, so it is not a Hugging Face model folder')
   return folder
+
+
+def config_folder(path: str | Path) -> Path:
+  """The folder of a model's config.json: of a hub name nothing else is fetched. Raises PretrainedError."""
+  name = str(path)
+  if name.startswith('wheel:') or Path(name).expanduser().is_dir() or not HUB_NAME.fullmatch(name):
+    return locate(path)
+  return _from_hub(name, ['config.json'])
 
 
 def cache_folder(cache: str | Path | None = None) -> Path:
@@ -139,11 +148,11 @@ def _say(text: str) -> None:
 # --- hub -------------------------------------------------------------------------------------------------------------
 
 
-def _from_hub(name: str) -> Path:
+def _from_hub(name: str, files: Sequence[str] = _HUB_FILES) -> Path:
   import huggingface_hub  # slow to import, and not needed for folders
 
   try:
-    return Path(huggingface_hub.snapshot_download(name, allow_patterns=_HUB_FILES, ignore_patterns=['*/*']))
+    return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(files), ignore_patterns=['*/*']))
   except Exception as error:  # its errors come from several libraries; none says what else would be accepted
     raise PretrainedError(
       f'{name}: no such folder, and not to be had from the Hugging Face hub ({type(error).__name__}: {error}); '

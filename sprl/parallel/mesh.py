@@ -2,7 +2,7 @@
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sprl import settings
@@ -60,12 +60,12 @@ def divide(settings: settings.Devices, devices) -> tuple[list, list[list] | None
   return learner, [rollout[i : i + size] for i in range(0, len(rollout), size)]
 
 
-def divides(mesh: Mesh, axis: str | None, size: int) -> bool:
+def divides(mesh: Mesh | AbstractMesh, axis: str | None, size: int) -> bool:
   """Whether a mesh axis (None: no axis) splits so many evenly."""
   return axis is None or size % mesh.shape[axis] == 0
 
 
-def param_shardings(mesh: Mesh, axes, shapes):
+def param_shardings(mesh: Mesh | AbstractMesh, axes, shapes):
   """A NamedSharding for each weight: `axes` is a tree of tuples of logical names, `shapes` the tree of its shapes."""
 
   def sharding(shape, names):

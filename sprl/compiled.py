@@ -1,0 +1,89 @@
+"""A plan held against XLA's compilers: the run's programs compiled for devices that are not here."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jax.sharding import Mesh
+
+from sprl import programs, settings
+from sprl.models.config import ModelConfig
+from sprl.parallel import aot
+from sprl.parallel.aot import Compiled
+from sprl.parallel.mesh import make_mesh
+from sprl.planning import memory
+from sprl.planning.layout import Axes
+from sprl.planning.plan import Kind, Plan, kinds
+from sprl.planning.show import GIB, MIB, table
+from sprl.settings import Run, SettingsError
+
+TPUS = {1: '1x1', 4: '2x2', 8: '2x4', 16: '4x4', 32: '4x8', 64: '8x8', 128: '8x16', 256: '16x16'}  # v5e
+
+
+@dataclass(frozen=True)
+class Check:
+  """A program's memory as planned, and as XLA's compiler has it."""
+
+  name: str
+  planned: int  # bytes of a device
+  compiled: Compiled
+
+  def json(self) -> dict[str, Any]:
+    """The same as plain numbers and names."""
+    collectives = [each._asdict() for each in self.compiled.collectives]
+    return dataclasses.asdict(self) | {'total': self.compiled.total, 'collectives': collectives}
+
+
+def devices(name: str, count: int) -> list[Any]:
+  """So many compile-only devices of a kind. Raises SettingsError: of another kind or number, or where the compiler is missing."""
+  if name not in ('h200', 'v5e'):
+    raise SettingsError(f'--device={name}: expected h200 or v5e with --compile')
+  if why := (aot.missing() if name == 'h200' else aot.missing_tpu()):
+    raise SettingsError(f'--compile: {why}')
+  if name == 'v5e':
+    if count not in TPUS:
+      raise SettingsError(f'--mesh: {count} devices; expected one of {", ".join(map(str, TPUS))} with --device=v5e --compile')
+    return aot.tpus(f'v5e:{TPUS[count]}')
+  if count > aot.NODE and count % aot.NODE:
+    raise SettingsError(f'--mesh: {count} devices; expected at most {aot.NODE}, or a multiple of that, with --compile')
+  return aot.h200s(count)
+
+
+def mesh_of(axes: Axes, of: list[Any]) -> Mesh:
+  """The mesh of these devices."""
+  sizes = settings.Mesh(axes.data, axes.fsdp, axes.tensor)
+  return make_mesh(sizes, of)
+
+
+def check_update(config: ModelConfig, run: Run, planned: Plan) -> Check:
+  """The update compiled. A reference model takes part in scoring, not in it."""
+  of = devices(planned.device.name, planned.learner.devices)
+  jitted, arguments = programs.update(config, run, planned.shape, mesh_of(planned.learner, of))
+  return Check('update', planned.update.total - planned.update.reference, aot.compile_for(jitted, *arguments))
+
+
+def check_decode(config: ModelConfig, run: Run, planned: Plan, kind: Kind) -> Check:
+  """The decode steps of one kind of rollouts compiled, on their own: without what a learner holds beside them."""
+  of, axes = devices(planned.device.name, planned.rollout.devices), planned.rollout
+  name, cache, quant = next(each for each in kinds(run) if each[0] == kind.name)
+  memory_plan = memory.memory_plan(config, run, cache, quant)
+  jitted, arguments = programs.decoding(config, run, memory_plan, quant, kind.rows * axes.rows, mesh_of(axes, of))
+  held = kind.memory
+  return Check(f'decode, {name}', held.total(kind.rows, False) - held.prefill, aot.compile_for(jitted, *arguments))
+
+
+def page(checks: Sequence[Check]) -> str:
+  """What XLA made of the plan's programs, as text."""
+  head = ['GiB of each device', 'planned', 'compiled', 'arguments', 'temporary', 'planned / compiled', 'collectives (MiB)']
+  rows = [
+    [
+      each.name, f'{each.planned / GIB:.2f}', f'{each.compiled.total / GIB:.2f}', f'{each.compiled.arguments / GIB:.2f}',
+      f'{each.compiled.temporary / GIB:.2f}', f'{each.planned / each.compiled.total:.2f}',
+      ', '.join(f'{c.count} {c.kind} ({c.bytes / MIB:.0f})' for c in each.compiled.collectives) or 'none',
+    ]
+    for each in checks
+  ]  # fmt: skip
+  return '\n'.join(
+    ['Compiled by XLA; collectives are those of the program text, where a loop stands once:', '', *table(head, rows)]
+  )

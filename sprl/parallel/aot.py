@@ -1,0 +1,246 @@
+"""Compiles JAX programs for devices that are not here, and reads what they would take of them.
+
+XLA's compilers need no device where they are told what one is like. For an H200 the description is below; of TPUs libtpu knows
+it. So spills, memory, collectives and lowering errors are found on any machine; what is not: no autotuning, and no timing.
+
+    pip install --no-deps jax-cuda13-plugin==VERSION jax-cuda13-pjrt==VERSION    # GPUs; VERSION of the jax installed
+    ptxas: on the path or under /usr/local/cuda, or from the package nvidia-cuda-nvcc
+    pip install 'jax[tpu]==VERSION'                                              # TPUs
+
+This is the one place that uses what JAX keeps half private: compile-only topologies, the device that Pallas asks for when
+lowering, and Mosaic's dumps. Checked with jax 0.11.2 and 0.12.0.1.
+"""
+
+import contextlib
+import importlib.util
+import os
+import re
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# Read at the import of the plugins: libraries that only running needs, and a cloud machine's description that is none here.
+os.environ.setdefault('JAX_SKIP_CUDA_CONSTRAINTS_CHECK', '1')
+os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src.mesh import AbstractDevice
+from jax.experimental import topologies
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+# Text form of XLA's GpuTargetConfigProto: an H200 as its driver and NVIDIA's CUDA documentation (compute capability 9.0) tell.
+# Clock, bandwidth and L2 feed XLA's cost model only.
+H200 = """
+gpu_device_info {
+  cuda_compute_capability { major: 9 minor: 0 }
+  core_count: 132 fpus_per_core: 128 threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448 shared_memory_per_core: 233472
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  device_memory_size: 150754820096 memory_bandwidth: 4800000000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
+}
+platform_name: "CUDA"
+device_description_str: "NVIDIA H200"
+dnn_version_info { major: 9 minor: 8 patch: 0 }
+runtime_version { major: 13 minor: 0 patch: 0 }
+"""
+NODE = 8  # GPUs
+
+
+@dataclass(frozen=True)
+class Kernel:
+  """A Mosaic GPU kernel, as ptxas and Mosaic report it."""
+
+  name: str
+  registers: int  # a thread
+  spills: int  # bytes a thread stores to and loads from local memory because registers ran out
+  shared: int  # bytes of shared memory a program, barriers apart; the most, where kernels of one name differ
+
+
+class Collective(NamedTuple):
+  """Collectives of one kind in a program's text; one in a loop counts once."""
+
+  kind: str
+  count: int
+  bytes: int  # of their results, on a device
+
+
+@dataclass(frozen=True)
+class Compiled:
+  """A compiled program. Bytes of one device's memory; what is donated counts as argument and as output."""
+
+  kernels: tuple[Kernel, ...]  # Mosaic's, where this process compiles them for the first time; what XLA generates is not told
+  arguments: int
+  outputs: int
+  aliased: int  # of the outputs those that lie where arguments lay
+  temporary: int
+  collectives: tuple[Collective, ...] = ()
+
+  @property
+  def total(self) -> int:
+    """All that the program needs."""
+    return self.arguments + self.outputs - self.aliased + self.temporary
+
+
+def missing() -> str | None:
+  """What this machine lacks to compile for a GPU; None where it lacks nothing."""
+  absent = [name for name in ('jax_cuda13_plugin', 'jax_plugins.xla_cuda13') if not _importable(name)]
+  if absent:
+    return f'{" and ".join(absent)} cannot be imported: see sprl/parallel/aot.py'
+  if not (shutil.which('ptxas') or any(Path('/usr/local').glob('cuda*/bin/ptxas')) or _importable('nvidia.cu13')):
+    return 'there is no ptxas: see sprl/parallel/aot.py'
+  return None
+
+
+def missing_tpu() -> str | None:
+  """What this machine lacks to compile for a TPU; None where it lacks nothing."""
+  return None if _importable('libtpu') else 'libtpu cannot be imported: see sprl/parallel/aot.py'
+
+
+# --- devices ---------------------------------------------------------------------------------------------------------
+
+
+def h200s(count: int = 1) -> list[Any]:
+  """So many H200s, of eight to a node; compile-only. Raises ValueError where they fill no whole nodes."""
+  nodes = -(-count // NODE)
+  if count % nodes:
+    raise ValueError(f'{count} GPUs: expected at most {NODE}, or a multiple of that')
+  return list(topologies.get_topology_desc('h200', 'cuda', topology=f'{nodes}x{count // nodes}x1', target_config=H200).devices)
+
+
+def tpus(name: str) -> list[Any]:
+  """The TPUs of a topology such as v5e:2x4; compile-only."""
+  with _silence():  # it looks for the cloud machine that it is not on
+    return list(topologies.get_topology_desc(name, 'tpu').devices)
+
+
+# --- programs --------------------------------------------------------------------------------------------------------
+
+
+def compile_for(jitted: Callable, *arguments: Any) -> Compiled:
+  """Compiles a jitted function for the compile-only devices that its arguments' shardings name (trees of ShapeDtypeStruct)."""
+  shardings = [x.sharding for x in jax.tree.leaves(arguments)]
+  platform = next(iter(shardings[0].device_set)).platform
+  if platform == 'tpu':
+    return _read(jitted.trace(*arguments).lower(lowering_platforms=('tpu',)).compile(), ())  # pyright: ignore[reportFunctionMemberAccess]
+  # Pallas asks the mesh in use for the device that it lowers for.
+  device = AbstractDevice(device_kind='NVIDIA H200', num_cores=132, platform='gpu')
+  mesh = AbstractMesh((1,), ('x',), (AxisType.Auto,), abstract_device=device)
+  with tempfile.TemporaryDirectory() as folder:
+    with jax.sharding.use_abstract_mesh(mesh), _dumping(folder):
+      compiled = jitted.trace(*arguments).lower(lowering_platforms=('cuda',)).compile()  # pyright: ignore[reportFunctionMemberAccess]
+    return _read(compiled, tuple(_kernel(path) for path in sorted(Path(folder).glob('*.ptxas'))))
+
+
+def compile_for_h200(function: Callable, *shapes: Any, donate: tuple[int, ...] = ()) -> Compiled:
+  """Compiles `function` for one H200 and arguments of these shapes (trees of jax.ShapeDtypeStruct)."""
+  there = NamedSharding(Mesh(np.array(h200s()), ('x',)), PartitionSpec())
+  placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there), shapes)
+  return compile_for(jax.jit(function, out_shardings=there, donate_argnums=donate), *placed)
+
+
+def _read(compiled: Any, kernels: tuple[Kernel, ...]) -> Compiled:
+  memory = compiled.memory_analysis()
+  assert memory is not None  # as it is on backends that cannot tell; these can
+  return Compiled(
+    kernels,
+    memory.argument_size_in_bytes,
+    memory.output_size_in_bytes,
+    memory.alias_size_in_bytes,
+    memory.temp_size_in_bytes,
+    collectives(compiled.as_text()),
+  )
+
+
+# --- collectives ------------------------------------------------------------------------------------------------------
+
+KINDS = ('all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all', 'collective-permute')
+_OPERATION = re.compile(rf'= (\(.*?\)|\S+) ({"|".join(KINDS)})(-start)?\(')
+_ARRAY = re.compile(r'([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]')
+_TYPES = {'pred': 'bool', 'bf16': 'bfloat16', 'f8e4m3fn': 'float8_e4m3fn', 'u': 'uint', 's': 'int', 'f': 'float'}
+
+
+def collectives(text: str) -> tuple[Collective, ...]:
+  """The collectives in a compiled program's text, by kind. Of an asynchronous one the last array is what it gives."""
+  count: Counter[str] = Counter()
+  size: Counter[str] = Counter()
+  for result, kind, start in _OPERATION.findall(text):
+    arrays = _ARRAY.findall(result)
+    count[kind] += 1
+    size[kind] += sum(_nbytes(*array) for array in (_given(kind, arrays) if start else arrays))
+  return tuple(Collective(kind, count[kind], size[kind]) for kind in KINDS if count[kind])
+
+
+def _given(kind: str, arrays: Sequence[tuple[str, str]]) -> Sequence[tuple[str, str]]:
+  """Of the arrays that an operation starts with, which are operands and then results, the results."""
+  if kind == 'collective-permute':
+    return arrays[1:2]
+  return arrays[len(arrays) // 2 :]
+
+
+def _nbytes(dtype: str, dims: str) -> int:
+  name = _TYPES.get(dtype) or re.sub(r'^[a-z]+', lambda m: _TYPES.get(m[0], m[0]), dtype)
+  return int(np.prod([int(d) for d in dims.split(',') if d], dtype=np.int64)) * jnp.dtype(name).itemsize
+
+
+# --- Mosaic ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _dumping(folder: str) -> Iterator[None]:
+  """Lets Mosaic write its reports to a folder. Of the machine code too, for which it tries a disassembler: that it may not be
+  there is no news."""
+  before = os.environ.get('MOSAIC_GPU_DUMP_TO')
+  os.environ['MOSAIC_GPU_DUMP_TO'] = folder
+  try:
+    with _silence():
+      yield
+  finally:
+    os.environ.pop('MOSAIC_GPU_DUMP_TO')
+    if before is not None:
+      os.environ['MOSAIC_GPU_DUMP_TO'] = before
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+  """Drops what libraries write to stderr meanwhile. Errors are exceptions."""
+  stderr = os.dup(2)
+  with open(os.devnull, 'w') as nowhere:
+    os.dup2(nowhere.fileno(), 2)
+    try:
+      yield
+    finally:
+      os.dup2(stderr, 2)
+      os.close(stderr)
+
+
+def _kernel(report: Path) -> Kernel:
+  # hopper_decode_attention_3.ptxas: the two kinds of report are numbered apart, so they meet by name only.
+  text, name = report.read_text(), report.stem.rpartition('_')[0]
+  resources = [path.read_text() for path in report.parent.glob(f'{name}_*.resources.txt')]
+  return Kernel(
+    name=name,
+    registers=int(_found(r'Used (\d+) registers', text)),
+    spills=sum(map(int, re.findall(r'(\d+) bytes spill', text))),
+    shared=max(int(_found(r'smem_scratch_bytes=(\d+)', each)) for each in resources),
+  )
+
+
+def _found(pattern: str, text: str) -> str:
+  match = re.search(pattern, text)
+  if match is None:
+    raise ValueError(f'Mosaic reports in another form: no {pattern!r} in {text!r}')
+  return match[1]
+
+
+def _importable(name: str) -> bool:
+  try:
+    return importlib.util.find_spec(name) is not None
+  except ModuleNotFoundError:
+    return False

@@ -1,0 +1,58 @@
+"""Ceilings of the devices that a plan may be made for, as their vendors state them; measured ones may take their place."""
+
+import dataclasses
+from dataclasses import dataclass
+
+from sprl.settings import SettingsError
+
+
+@dataclass(frozen=True)
+class Device:
+  """One accelerator. A GB of a data sheet is 1e9 bytes; rates are of dense matrices, without sparsity."""
+
+  name: str
+  memory: float  # bytes
+  bandwidth: float  # bytes/s between memory and chip
+  bfloat16: float  # FLOP/s of matrix products
+  float32: float  # FLOP/s of matrix products as JAX multiplies float32 by default: TF32 on these GPUs, bfloat16 on TPUs
+  link: float  # bytes/s that it sends, and as many that it receives, among the `node` devices that it is linked with
+  network: float  # the same beyond them
+  node: int
+  source: str
+
+
+_HGX = 'network: one 400 Gb/s adapter a GPU, as in a DGX'
+
+DEVICES = {
+  'h100': Device('h100', 80e9, 3.35e12, 989e12, 494e12, 450e9, 50e9, 8, f'NVIDIA, H100 data sheet, SXM; {_HGX}'),
+  'h200': Device('h200', 141e9, 4.8e12, 989e12, 494e12, 450e9, 50e9, 8, f'NVIDIA, H200 data sheet, SXM; {_HGX}'),
+  'a100': Device(
+    'a100', 80e9, 2.039e12, 312e12, 156e12, 300e9, 25e9, 8, 'NVIDIA, A100 80GB data sheet, SXM; network: 200 Gb/s a GPU'
+  ),
+  'v5e': Device(
+    'v5e', 16e9, 0.819e12, 197e12, 197e12, 200e9, 3.1e9, 256,
+    "Google Cloud, TPU v5e; link: half of the interconnect's 400 GB/s both ways; network: 6.4 Tb/s a pod",
+  ),
+  'v5p': Device(
+    'v5p', 95e9, 2.765e12, 459e12, 459e12, 600e9, 6.25e9, 8960,
+    "Google Cloud, TPU v5p; link: half of the interconnect's 1,200 GB/s both ways; network: 200 Gb/s a host of 4",
+  ),
+}  # fmt: skip
+
+CEILINGS = ('memory', 'bandwidth', 'bfloat16', 'float32', 'link', 'network')  # what measured figures may replace
+
+
+def device(name: str, **measured: float | None) -> Device:
+  """The device of that name, with those of its CEILINGS that are given (not None).
+
+  Raises SettingsError: an unknown name, a ceiling that is not above 0.
+  """
+  if name not in DEVICES:
+    raise SettingsError(f'--device={name}: expected one of {", ".join(DEVICES)}')
+  given = {key: value for key, value in measured.items() if value is not None}
+  for key, value in given.items():
+    if not value > 0:
+      raise SettingsError(f'--{key}={value}: expected a number above 0')
+  stated = DEVICES[name]
+  source = f'{stated.source}; given: {", ".join(given)}' if given else stated.source
+  return dataclasses.replace(stated, source=source, **given)

@@ -1,0 +1,187 @@
+"""Bytes of one device: the train state, what an update computes beside it, the weights as served, and the rows of a rollout.
+
+What lies in memory for long is counted array by array, from the same functions that make the arrays. What exists for a
+moment only is estimated from the program's structure and held against XLA's compiler: benchmarks/plan_check.py.
+"""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from sprl.cache.kv_cache import KVCache
+from sprl.cache.plan import CachePlan
+from sprl.kernels.attention import QUERY_CHUNK
+from sprl.learner.packing import Shape
+from sprl.learner.state import make_optimizer
+from sprl.models import transformer
+from sprl.models.config import ModelConfig
+from sprl.planning.layout import Axes, ceil, heads, nbytes, shards, size
+from sprl.sampler.cache_plan import cache_plan
+from sprl.sampler.engine import prompt_buckets
+from sprl.sampler.served import serve
+from sprl.settings import Cache, Quant, Run
+
+FLOAT32 = 4  # bytes
+SCORES = 3  # float32 arrays of a chunk's attention scores that the backward pass holds at one time
+INPUTS_SPLIT = ('q', 'k', 'v', 'gate', 'up')  # linears that fsdp splits along their inputs
+GAPS = 1.1  # XLA's arena over what is alive in it at the worst moment: arrays of many sizes leave gaps
+
+
+@dataclass(frozen=True)
+class Update:
+  """What an update holds on a device at its worst moment. Bytes."""
+
+  parameters: int  # master weights
+  optimiser: int  # moments
+  reference: int  # the frozen model that a KL term compares with
+  gradients: int  # float32: the sum over microbatches, and the vocabulary's of the microbatch at hand
+  activations: int  # of a microbatch: layers' inputs, buffers, one layer's scores, and the gaps between them
+
+  @property
+  def state(self) -> int:
+    """What is there between updates too."""
+    return self.parameters + self.optimiser + self.reference
+
+  @property
+  def total(self) -> int:
+    """All of it."""
+    return self.state + self.gradients + self.activations
+
+
+def update(config: ModelConfig, run: Run, shape: Shape, axes: Axes) -> Update:
+  """The update of a run whose batches are packed to `shape`, split by rows."""
+  held = shards(config, axes, jnp.dtype(run.model.param_dtype))
+  dtype = compute_dtype(run)
+  gradients = FLOAT32 * (size(held) + size(held['head' if 'head' in held else 'embed']))
+  rows = ceil(shape.rows, axes.rows)
+  alive = (
+    gradients + _activations(config, run, rows, shape.tokens, axes.tensor) + _gathered(config, run, rows, shape.tokens, axes)
+  )
+  return Update(
+    parameters=nbytes(held),
+    optimiser=_optimiser_bytes(config, run, held),
+    reference=nbytes(shards(config, axes, dtype)) if run.loss.kl_coef > 0 else 0,
+    gradients=gradients,
+    activations=round(GAPS * alive) - gradients,
+  )
+
+
+def _optimiser_bytes(config: ModelConfig, run: Run, held) -> int:
+  """Moments lie where their weights do; what has another shape is on every device."""
+  optimizer = make_optimizer(run.optimizer, 1)
+  whole = transformer.abstract_params(config, run.model.param_dtype)
+  state = jax.eval_shape(optimizer.init, whole)
+
+  def placed(leaf, w, shard):
+    return jax.ShapeDtypeStruct(shard.shape if leaf.shape == w.shape else leaf.shape, leaf.dtype)
+
+  return nbytes(optax.tree_map_params(optimizer, placed, state, whole, held))
+
+
+def _activations(config: ModelConfig, run: Run, rows: int, T: int, tensor: int) -> int:
+  """What is alive beside the gradients when the backward pass enters the last layer: every layer's input is kept, XLA has
+  laid out the buffers that every layer's attention will write its outputs, and the gradients of keys and values, into, and
+  one layer's scores exist for a chunk of queries, with the mask twice."""
+  L, E, D, b = config.num_layers, config.hidden_size, config.head_dim, compute_dtype(run).itemsize
+  (H, K), F = heads(config, tensor), config.intermediate_size // tensor
+  # Elements a token: inputs; inputs and products with weights; and what autodiff keeps of a layer by itself.
+  kept = {'layer': E, 'dots': 3 * E + H * D + 2 * K * D + 2 * F, 'none': 4 * E + 2 * H * D + 2 * K * D + 3 * F}[run.model.remat]
+  buffers = 2 * b * H * D + 2 * FLOAT32 * K * D
+  scores = FLOAT32 * SCORES * H * min(QUERY_CHUNK, T)
+  return rows * T * (L * (b * kept + buffers) + scores + 2 * T)
+
+
+def _gathered(config: ModelConfig, run: Run, rows: int, T: int, axes: Axes) -> int:
+  """What fsdp adds. Rows meet the vocabulary together, forward and back, in float32. The layer at hand and the next are gathered
+  in the compute dtype. Each layer's gradients come scattered, and are then added. And master weights that are split along their
+  inputs are turned over before the loop over microbatches, as XLA gathers along the first axis."""
+  if axes.fsdp == 1:
+    return 0
+  layer = transformer.layers(shards(config, dataclasses.replace(axes, data=1, fsdp=1), compute_dtype(run)))[0]
+  held = transformer.layers(shards(config, axes, jnp.dtype(run.model.param_dtype)))
+  leaves = jax.tree_util.tree_flatten_with_path(held)[0]
+  turned = [w for path, w in leaves if path[-2].key in INPUTS_SPLIT and path[-1].key == 'kernel']
+  rows_together = 2 * FLOAT32 * axes.fsdp * rows * T * config.hidden_size
+  return rows_together + 2 * nbytes(layer) + FLOAT32 * size(held) + nbytes(turned)
+
+
+# --- rollouts --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rollouts:
+  """What sampling holds on a device. Bytes."""
+
+  weights: int  # as served
+  shared: int  # of them those that are the learner's own arrays, where it is on the same devices
+  biases: int  # of keys, kept out of FP8
+  prefill: int  # prompts that are prefilled together, and the pass that does it
+  row: int  # a sequence: keys, values, what eviction keeps beside them, its tokens, its logits
+
+  def total(self, rows: int, beside_learner: bool) -> int:
+    """With so many rows on the device."""
+    return self.weights - (self.shared if beside_learner else 0) + self.biases + self.prefill + rows * self.row
+
+
+def memory_plan(config: ModelConfig, run: Run, cache: Cache, quant: Quant) -> CachePlan:
+  """The memory of a sequence. Raises SettingsError where the model or the prompts leave it no room."""
+  prompt, completion = prompt_buckets(run.sampling)[-1], run.sampling.max_tokens
+  return cache_plan(config, cache, quant, prompt, completion, compute_dtype(run), record=cache.masked_learner)
+
+
+def kv_bytes(plan: CachePlan, H: int, K: int) -> int:
+  """Bytes on a device of one sequence's memory, all that eviction keeps beside keys and values included; of so many heads."""
+  local = dataclasses.replace(plan, heads=H, kv_heads=K)
+  return KVCache.bytes(local, 2) - KVCache.bytes(local, 1)
+
+
+def rollouts(config: ModelConfig, run: Run, cache: Cache, quant: Quant, prompts: int, axes: Axes) -> Rollouts:
+  """Rollouts whose rows, and `prompts` that are prefilled together, are split over the devices."""
+  plan, (H, K) = memory_plan(config, run, cache, quant), heads(config, axes.tensor)
+  weights, shared = served_bytes(config, run, quant, axes)
+  biases = FLOAT32 * plan.layers * K * plan.positions * plan.head_dim if plan.key_bias else 0
+  together = ceil(prompts, axes.rows)
+  row = kv_bytes(plan, H, K)
+  # The prompts' own cache has as many slots as the bucket; no layer of it is larger than the plan's.
+  prefilled = together * kv_bytes(dataclasses.replace(plan, positions=plan.prompt), H, K)
+  b = compute_dtype(run).itemsize
+  wide = FLOAT32 * 2 * H * min(QUERY_CHUNK, plan.prompt) + b * (
+    2 * config.hidden_size + 2 * config.intermediate_size // axes.tensor
+  )
+  passing = together * plan.prompt * wide
+  drawn = FLOAT32 * (3 * run.sampling.max_tokens + config.vocab_size // axes.tensor)
+  return Rollouts(weights, shared, biases, prefilled + passing, row + drawn)
+
+
+def served_bytes(config: ModelConfig, run: Run, quant: Quant, axes: Axes) -> tuple[int, int]:
+  """(the weights as served, of them those that are the master weights themselves), bytes of a device."""
+  dtype = compute_dtype(run)
+  whole = transformer.abstract_params(config, run.model.param_dtype)
+  held = shards(config, axes, run.model.param_dtype)
+  served = jax.eval_shape(partial(serve, dtype=dtype, quant=quant), whole)
+  total, shared = nbytes(served.probe), 0
+
+  def add(w: Any, shard: Any, form: Any) -> None:
+    nonlocal total, shared
+    part = nbytes(form) * math.prod(shard.shape) // math.prod(w.shape)
+    total += part
+    shared += part if isinstance(form, jax.ShapeDtypeStruct) and form.dtype == w.dtype else 0
+
+  jax.tree.map(add, whole, held, served.params)  # at each weight the tree of its served form
+  return total, shared
+
+
+def most_rows(capacity: float, state: int, each: Rollouts) -> int:
+  """Rows that fit on a device that holds `state` bytes of a learner (0: none is there); below 0 where not even the weights do."""
+  return math.floor((capacity - state - each.total(0, state > 0)) / each.row)
+
+
+def compute_dtype(run: Run):
+  """What is multiplied on an accelerator: `auto` is bfloat16."""
+  return jnp.dtype('bfloat16' if run.model.dtype == 'auto' else run.model.dtype)

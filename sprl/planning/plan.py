@@ -1,0 +1,152 @@
+"""A run's plan: one device's memory, work and least times, for rollouts of four kinds and for the update."""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from sprl.learner.packing import Shape, shape
+from sprl.models import transformer
+from sprl.models.config import ModelConfig
+from sprl.planning import memory, work
+from sprl.planning.devices import Device
+from sprl.planning.layout import Axes, ceil, size
+from sprl.planning.memory import Rollouts, Update
+from sprl.planning.work import Work
+from sprl.sampler.served import check_linears
+from sprl.settings import Cache, Quant, Run, SettingsError
+
+BUDGET = 512  # of sparse rollouts, where the config has none: the papers' smallest
+
+
+@dataclass(frozen=True)
+class Kind:
+  """One way of rolling out, on one device."""
+
+  name: str
+  budget: int  # 0: everything is remembered
+  sampler: str  # config.quant.sampler
+  kv_bytes: int  # of a sequence, on all the devices that share its heads
+  slots: int  # of a sequence, in the last layer
+  memory: Rollouts
+  most_rows: int  # that fit on a device; below 0: not even the weights do
+  rows: int  # that decode there: as many as the run asks for, or as fit
+  step: Work  # one decode step with them
+  seconds: float  # that it takes at the least
+  full: Work  # one with the most that fit
+  full_seconds: float
+
+
+@dataclass(frozen=True)
+class Plan:
+  """What a run needs of each device. Bytes, operations and seconds are of one device unless said otherwise."""
+
+  model: str
+  device: Device
+  usable: float  # bytes of its memory that a run may fill
+  learner: Axes
+  rollout: Axes
+  apart: bool  # rollouts have devices of their own
+  parameters: int  # of the whole model
+  shape: Shape  # of a minibatch
+  update: Update
+  work: Work  # all updates of a step
+  seconds: float
+  rows_asked: int  # of all devices
+  kinds: tuple[Kind, ...]
+
+  def json(self) -> dict[str, Any]:
+    """The same as plain numbers and names."""
+    plain = dataclasses.asdict(self)
+    plain['update'] |= {'state': self.update.state, 'total': self.update.total, 'fits': self.update.total <= self.usable}
+    plain['work'] |= _sums(self.work)
+    plain['update_tokens_per_second'] = self.work.tokens / self.seconds
+    for kind, told in zip(self.kinds, plain['kinds']):
+      told['step'] |= _sums(kind.step)
+      told['full'] |= _sums(kind.full)
+      told['tokens_per_second'] = kind.step.tokens / kind.seconds
+      told['full_tokens_per_second'] = kind.full.tokens / kind.full_seconds
+    return plain
+
+
+def _sums(done: Work) -> dict[str, int]:
+  return {'flops': done.flops, 'bytes': done.bytes, 'sent': done.sent}
+
+
+def plan(config: ModelConfig, run: Run, learner: Axes, rollout: Axes, device: Device, usable: float = 0.9) -> Plan:
+  """The plan of a run with its learner and rollouts laid out so; `usable`: the part of a device's memory that it may fill.
+
+  Raises SettingsError: what the run itself would refuse of its settings and its model, and rollouts that share the learner's
+  devices but are laid out over another number of them.
+  """
+  apart = run.devices.rollout != run.devices.learner
+  if not apart and learner.devices != rollout.devices:
+    raise SettingsError(
+      f'--rollout_mesh: {rollout.devices} devices; expected {learner.devices}, as --mesh has, where rollouts are on the '
+      "learner's devices; config.devices gives them others"
+    )
+  check_linears(run.quant, config.num_layers)
+  packed = batch_shape(run, learner)
+  update = memory.update(config, run, packed, learner)
+  done = work.update(config, run, packed, update, learner)
+  asked = run.sampling.rows or run.rollout.prompts * (run.rollout.group + run.rollout.extra_members)
+  capacity = usable * device.memory
+  return Plan(
+    model=run.model.path,
+    device=device,
+    usable=capacity,
+    learner=learner,
+    rollout=rollout,
+    apart=apart,
+    parameters=size(transformer.abstract_params(config)),
+    shape=packed,
+    update=update,
+    work=done,
+    seconds=done.seconds(device, learner, memory.compute_dtype(run)),
+    rows_asked=asked,
+    kinds=tuple(
+      _kind(name, config, run, cache, quant, rollout, device, capacity, 0 if apart else update.state, asked)
+      for name, cache, quant in kinds(run)
+    ),
+  )
+
+
+def kinds(run: Run) -> list[tuple[str, Cache, Quant]]:
+  """Dense and sparse rollouts, in the compute dtype and in FP8, as near to the run's own as that goes."""
+  dense = dataclasses.replace(run.cache, budget=0, masked_learner=False)
+  sparse = run.cache if run.cache.budget else dataclasses.replace(run.cache, budget=BUDGET)
+  plain, fp8 = (dataclasses.replace(run.quant, sampler=sampler) for sampler in ('bf16', 'w8a8_kv8'))
+  return [('dense', dense, plain), ('dense fp8', dense, fp8), ('sparse', sparse, plain), ('sparse fp8', sparse, fp8)]
+
+
+def batch_shape(run: Run, axes: Axes) -> Shape:
+  """A minibatch packed for devices each of which has `config.packing.rows` rows of a microbatch."""
+  alone = shape(run.sampling, run.rollout, run.packing, run.optimizer.minibatches)
+  at_once = alone.rows * axes.rows
+  return dataclasses.replace(alone, micros=ceil(alone.micros * alone.rows, at_once), rows=at_once)
+
+
+def _kind(
+  name: str, config: ModelConfig, run: Run, cache: Cache, quant: Quant, axes: Axes, device: Device, capacity: float, state: int,
+  asked: int,
+) -> Kind:  # fmt: skip
+  prompts = min(run.rollout.prompts, -(-asked // run.rollout.group))
+  plan = memory.memory_plan(config, run, cache, quant)
+  held = memory.rollouts(config, run, cache, quant, prompts, axes)
+  most = memory.most_rows(capacity, state, held)
+  rows = max(min(most, ceil(asked, axes.rows)), 0)
+  step, full = (work.decode(config, run, plan, held.weights, n, axes) for n in (rows, max(most, 0)))
+  dtype = memory.compute_dtype(run)
+  return Kind(
+    name=name,
+    budget=plan.settings.budget,
+    sampler=quant.sampler,
+    kv_bytes=memory.kv_bytes(plan, config.num_heads, config.num_kv_heads),
+    slots=plan.slots(plan.layers - 1),
+    memory=held,
+    most_rows=most,
+    rows=rows,
+    step=step,
+    seconds=step.seconds(device, axes, dtype),
+    full=full,
+    full_seconds=full.seconds(device, axes, dtype),
+  )

@@ -1,0 +1,99 @@
+"""The plan beside XLA's compilers, for an H200 and for TPUs that are not here.
+
+Skipped, with the reason, where sprl/parallel/aot.py finds that a compiler is not installed: make aot, make tpu.
+"""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from sprl import compiled
+from sprl.models.config import ModelConfig, tiny
+from sprl.parallel import aot
+from sprl.planning.devices import device
+from sprl.planning.layout import Axes
+from sprl.planning.plan import plan
+from sprl.settings import Cache, Model, Packing, Rollout, Run, Sampling, SettingsError
+
+QWEN = ModelConfig.read(Path(__file__).parents[2] / 'benchmarks' / 'models' / 'Qwen2.5-0.5B')
+RUN = Run(
+  model=Model(path='Qwen2.5-0.5B'),
+  sampling=Sampling(max_prompt=512, max_tokens=1536, rows=64),
+  rollout=Rollout(prompts=16, group=4),
+  packing=Packing(row_tokens=4096, rows=1),
+  cache=Cache(budget=512),
+)
+SMALL = dataclasses.replace(
+  RUN,
+  sampling=Sampling(max_prompt=32, max_tokens=96),
+  packing=Packing(row_tokens=128, rows=1),
+  cache=Cache(budget=32, interval=16),
+)
+h200, tpu = (pytest.mark.skipif(why is not None, reason=str(why)) for why in (aot.missing(), aot.missing_tpu()))
+
+
+def planned(config, run, axes, name='h200'):
+  return plan(config, run, axes, axes.gathered(), device(name))
+
+
+@h200
+def test_the_memory_of_an_update_is_planned_within_a_tenth():
+  config = dataclasses.replace(QWEN, num_layers=2)
+  check = compiled.check_update(config, RUN, planned(config, RUN, Axes()))
+  assert check.planned == pytest.approx(check.compiled.total, rel=0.1)
+  assert check.compiled.collectives == ()
+
+
+@h200
+@pytest.mark.parametrize('kind', [0, 3], ids=['dense', 'sparse fp8'])
+def test_the_memory_of_decode_steps_is_planned_within_a_tenth(kind):
+  config = dataclasses.replace(QWEN, num_layers=2)
+  made = planned(config, RUN, Axes())
+  check = compiled.check_decode(config, RUN, made, made.kinds[kind])
+  assert check.planned == pytest.approx(check.compiled.total, rel=0.1)
+
+
+@tpu
+def test_an_update_compiles_for_eight_tpus():
+  config = tiny('qwen2')
+  check = compiled.check_update(config, SMALL, planned(config, SMALL, Axes(fsdp=4, tensor=2), 'v5e'))
+  assert 'all-reduce' in {each.kind for each in check.compiled.collectives}
+
+
+@tpu
+@pytest.mark.parametrize('kind', [0, 3], ids=['dense', 'sparse fp8'])
+def test_decode_steps_compile_for_eight_tpus(kind):
+  config = tiny('qwen2')
+  made = planned(config, SMALL, Axes(data=4, tensor=2), 'v5e')
+  check = compiled.check_decode(config, SMALL, made, made.kinds[kind])
+  assert check.compiled.total >= made.kinds[kind].rows * made.kinds[kind].kv_bytes // 2
+
+
+@pytest.mark.parametrize(('name', 'count'), [('h100', 1), ('v5e', 3), ('h200', 12)])
+def test_devices_that_cannot_be_compiled_for_are_refused(name, count, monkeypatch):
+  monkeypatch.setattr(aot, 'missing', lambda: None)
+  monkeypatch.setattr(aot, 'missing_tpu', lambda: None)
+  with pytest.raises(SettingsError, match='--compile'):
+    compiled.devices(name, count)
+
+
+def test_a_compiler_that_is_missing_is_told(monkeypatch):
+  monkeypatch.setattr(aot, 'missing', lambda: 'there is no ptxas')
+  with pytest.raises(SettingsError, match='--compile: there is no ptxas'):
+    compiled.devices('h200', 8)
+
+
+def test_collectives_of_a_programs_text():
+  text = """
+    %all-reduce.1 = f32[256,8]{1,0} all-reduce(%x), channel_id=1
+    %all-gather-start = (bf16[16,8]{1,0}, bf16[128,8]{1,0}) all-gather-start(%y), channel_id=2
+    %all-gather-done = bf16[128,8]{1,0} all-gather-done(%all-gather-start)
+    %rs = ((f32[8,8]{1,0}, s32[8]{0}), (f32[1,8]{1,0}, s32[1]{0})) reduce-scatter-start(%a, %b), channel_id=3
+    %all-reduce.2 = (pred[4]{0}, f8e4m3fn[4]{0}) all-reduce(%p, %q), channel_id=4
+  """
+  assert aot.collectives(text) == (
+    ('all-gather', 1, 128 * 8 * 2),
+    ('all-reduce', 2, 256 * 8 * 4 + 4 + 4),
+    ('reduce-scatter', 1, 9 * 4),
+  )

@@ -1,0 +1,276 @@
+"""The plan's arithmetic, by hand for Qwen2.5-7B: what is counted, what fits, and how long it takes at the least."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from sprl.cache.kv_cache import KVCache
+from sprl.learner.packing import Shape
+from sprl.models import transformer
+from sprl.models.config import ModelConfig, tiny
+from sprl.planning import memory, work
+from sprl.planning.devices import DEVICES, device
+from sprl.planning.layout import Axes, heads, size
+from sprl.planning.plan import kinds, plan
+from sprl.sampler.cache_plan import cache_plan
+from sprl.sampler.served import serve
+from sprl.settings import Cache, Loss, Model, Optimizer, Packing, Quant, Rollout, Run, Sampling, SettingsError
+
+ROOT = Path(__file__).parents[2]
+MODELS = ROOT / 'benchmarks' / 'models'
+QWEN = ModelConfig.read(MODELS / 'Qwen2.5-7B')
+RUN = Run(
+  model=Model(path='Qwen2.5-7B'),
+  sampling=Sampling(max_prompt=512, max_tokens=1536, rows=64),
+  rollout=Rollout(prompts=16, group=4),
+  packing=Packing(row_tokens=2048, rows=1),
+  cache=Cache(budget=512),
+)
+FEW = dataclasses.replace(QWEN, num_layers=4)
+L, E, H, K, D, F, V = 28, 3584, 28, 4, 128, 18944, 152064
+MATRICES = L * (2 * E * H * D + 2 * E * K * D + 3 * E * F)
+
+
+@pytest.mark.parametrize(
+  ('name', 'parameters'),
+  [
+    ('Qwen2.5-0.5B', 494_032_768),  # as the checkpoints on the hub have them
+    ('Qwen2.5-1.5B', 1_543_714_304),
+    ('Qwen2.5-7B', 7_615_616_512),
+    ('Qwen3-8B', 8_190_735_360),
+  ],
+)
+def test_models_of_the_benchmarks_have_the_parameters_that_are_published(name, parameters):
+  assert size(transformer.abstract_params(ModelConfig.read(MODELS / name))) == parameters
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_train_state_and_gradients_by_hand():
+  held = memory.update(QWEN, RUN, Shape(64, 1, 2048, 64, 1536), Axes())
+  parameters = 7_615_616_512
+  assert held.parameters == 4 * parameters
+  assert held.optimiser == 8 * parameters + 8  # two moments, and two counts of updates
+  assert held.reference == 0
+  assert held.gradients == 4 * (parameters + V * E)  # and the head's, of the microbatch at hand
+  alive = held.gradients + 2048 * (
+    L * (2 * E + 4 * H * D + 8 * K * D)  # inputs, two buffers of queries' size, float32 gradients of keys and values
+    + 3 * 4 * H * 1024  # scores of 1,024 queries at a time
+    + 2 * 2048  # the mask, twice
+  )
+  assert held.activations == round(1.1 * alive) - held.gradients
+
+
+def test_fsdp_and_tensor_split_the_state_and_data_does_not():
+  shape = Shape(8, 8, 2048, 64, 1536)
+  whole = memory.update(QWEN, RUN, shape, Axes())
+  for axes in (Axes(fsdp=8), Axes(data=4, fsdp=2, tensor=4), Axes(fsdp=2, tensor=4)):
+    part = memory.update(QWEN, RUN, shape, axes)
+    for name in ('parameters', 'optimiser', 'gradients'):
+      assert getattr(part, name) == pytest.approx(getattr(whole, name) / 8, rel=1e-3)  # norms and biases may be whole
+
+
+def test_what_fsdp_gathers_by_hand():
+  alone, split = (memory.update(QWEN, RUN, Shape(8, rows, 2048, 64, 1536), Axes(fsdp=rows)) for rows in (1, 8))
+  layer, inputs_split = MATRICES // L, L * (E * H * D + 2 * E * K * D + 2 * E * F)
+  gathered = (
+    2 * 4 * 8 * 2048 * E  # rows of all eight, forward and back
+    + 2 * 2 * layer  # two layers' weights
+    + 4 * MATRICES / 8  # gradients of the layers, which wait to be added
+    + 4 * inputs_split / 8  # master weights of q, k, v, gate and up, turned over
+  )
+  beside = [each.activations - 0.1 * each.gradients for each in (alone, split)]
+  assert beside[1] - beside[0] == pytest.approx(1.1 * gathered, rel=1e-3)
+
+
+def test_a_kl_term_keeps_a_reference_in_the_compute_dtype():
+  run = dataclasses.replace(RUN, loss=Loss(kl_coef=1e-3))
+  assert memory.update(QWEN, run, Shape(8, 8, 2048, 64, 1536), Axes(tensor=4)).reference == pytest.approx(
+    2 * 7_615_616_512 / 4, rel=1e-3
+  )
+
+
+def test_optimisers_without_moments_hold_next_to_nothing():
+  run = dataclasses.replace(RUN, optimizer=Optimizer(name='adafactor'))
+  assert memory.update(QWEN, run, Shape(8, 8, 2048, 64, 1536), Axes()).optimiser < 0.01 * 4 * 7_615_616_512
+
+
+def test_bytes_of_a_sequence_by_hand():
+  kv = {
+    name: memory.kv_bytes(memory.memory_plan(QWEN, RUN, cache, quant), H, K) for name, cache, quant in kinds(RUN)
+  }  # bytes beside keys and values: five counters of a row, and of an evicting layer positions and the last 8 queries
+  assert kv['dense'] == 2 * 2 * L * K * D * 2048 + 20
+  assert kv['dense fp8'] == 2 * L * K * D * 2048 + 20
+  slots = 512 + 128
+  beside = L * (4 * K * slots + 2 * H * 8 * D) + 20
+  assert kv['sparse'] == 2 * 2 * L * K * D * slots + beside
+  assert kv['sparse fp8'] == 2 * L * K * D * slots + beside
+
+
+def test_bytes_of_a_sequence_are_those_of_the_cache_that_is_made():
+  config, cache = tiny('qwen2'), Cache(budget=16, interval=4, method='h2o')
+  layout = cache_plan(config, cache, Quant(sampler='kv8'), 8, 24, jnp.float32)
+  made = KVCache.empty(layout, 3)
+  assert 3 * memory.kv_bytes(layout, config.num_heads, config.num_kv_heads) == sum(x.nbytes for x in jax.tree.leaves(made))
+
+
+@pytest.mark.parametrize('arithmetic', ['emulate', 'blockwise'])
+@pytest.mark.parametrize('sampler', ['bf16', 'w8a8'])
+def test_weights_as_served_are_those_that_serving_makes(sampler, arithmetic):
+  config = tiny('qwen2', hidden_size=128, intermediate_size=256)
+  quant = Quant(sampler=sampler, arithmetic=arithmetic)
+  served = serve(transformer.init_params(config, jax.random.key(0)), jnp.bfloat16, quant)
+  total, shared = memory.served_bytes(config, RUN, quant, Axes())
+  assert total == sum(x.nbytes for x in jax.tree.leaves((served.params, served.probe)))
+  assert shared == 0
+
+
+def test_weights_served_in_their_own_dtype_are_shared_with_the_learner():
+  run = dataclasses.replace(RUN, model=dataclasses.replace(RUN.model, dtype='float32'))
+  total, shared = memory.served_bytes(QWEN, run, Quant(), Axes())
+  assert total == shared == 4 * 7_615_616_512
+
+
+def test_most_rows_are_the_most_that_fit():
+  planned = plan(FEW, RUN, Axes(fsdp=8), Axes(data=8), device('h200'))
+  for kind in planned.kinds:
+    filled = [
+      planned.update.state + kind.memory.total(rows, beside_learner=True) for rows in (kind.most_rows, kind.most_rows + 1)
+    ]
+    assert filled[0] <= planned.usable < filled[1]
+  dense, dense8, sparse, sparse8 = (kind.most_rows for kind in planned.kinds)
+  assert dense < dense8 < sparse < sparse8
+  assert [kind.rows for kind in planned.kinds] == [8] * 4  # 64 that are asked for, on 8 devices
+
+
+def test_what_does_not_fit_is_told():
+  planned = plan(FEW, RUN, Axes(), Axes(), device('v5e'))
+  assert not planned.json()['update']['fits']
+  assert all(kind.most_rows < 0 and kind.rows == 0 for kind in planned.kinds)
+
+
+# --- work ------------------------------------------------------------------------------------------------------------
+
+
+def test_heads_are_cut_where_they_may_be():
+  assert [heads(QWEN, tensor) for tensor in (1, 2, 4, 8, 28)] == [(28, 4), (14, 2), (7, 1), (7, 1), (1, 1)]
+
+
+def test_attended_slots_by_hand():
+  config, prompt, completion = tiny('llama'), 4, 10
+  dense = cache_plan(config, Cache(), Quant(), prompt, completion, jnp.float32)
+  assert work.attended(dense, 0) == sum(range(5, 15)) / 10
+  sparse = cache_plan(config, Cache(budget=6, interval=3, window=2, dense_layers=1), Quant(), prompt, completion, jnp.float32)
+  # Steps 3, 6 and 9 compress what is then 7, 9 and 9 long to 6.
+  assert work.attended(sparse, 1) == (5 + 6 + 6 + 7 + 8 + 6 + 7 + 8 + 6 + 7) / 10
+  assert work.attended(sparse, 0) == work.attended(dense, 0)
+
+
+def test_a_decode_step_by_hand():
+  dense = memory.memory_plan(QWEN, RUN, Cache(), Quant())
+  weights = 2 * 7_615_616_512
+  linears, attention, head = work.decode(QWEN, RUN, dense, weights, 64, Axes()).parts
+  assert linears.flops == 2 * MATRICES * 64
+  assert linears.bytes == pytest.approx(2 * MATRICES, rel=1e-3)  # and biases and norms
+  slots = round(512 + 1537 / 2)
+  assert attention.flops == 64 * L * 4 * H * slots * D
+  assert attention.bytes == pytest.approx(64 * L * 2 * 2 * K * slots * D, rel=0.01)
+  assert head.flops == 64 * 2 * V * E
+  assert head.bytes == 2 * V * E + 64 * 3 * 4 * V
+
+
+def test_an_update_by_hand():
+  shape = Shape(micros=8, rows=8, tokens=2048, sequences=64, columns=1536)
+  held = memory.update(QWEN, RUN, shape, Axes(fsdp=8))
+  done = work.update(QWEN, RUN, shape, held, Axes(fsdp=8))
+  linears, attention, head, step = done.parts
+  assert done.tokens == 8 * 8 * 2048
+  assert linears.flops == 4 * 2 * MATRICES * 8 * 2048  # forward, twice that backward, and forward again
+  assert attention.flops == 8 * L * 2048**2 * H * D * (4 + 4 + 10)
+  assert head.flops == 64 * 1536 / 8 * V * E * 8
+  state = 12 * 7_615_616_512 / 8
+  assert step.bytes == pytest.approx(8 * 2 * state / 3 + 2 * state, rel=1e-3)  # sums read and written 8 times; state once
+  gathers, scatters = done.collectives
+  assert (gathers.kind, gathers.count) == ('all-gather', 8 * 3 * L)
+  assert gathers.bytes == pytest.approx(8 * 3 * 2 * 7_615_616_512 * 7 / 8, rel=1e-3)
+  assert scatters.bytes == pytest.approx(8 * 4 * 7_615_616_512 * 7 / 8, rel=1e-3)
+
+
+def test_scoring_adds_a_forward_pass():
+  shape = Shape(micros=8, rows=1, tokens=2048, sequences=64, columns=1536)
+  scored = dataclasses.replace(RUN, correction=dataclasses.replace(RUN.correction, veto=1e-4))
+  plain, more = (work.update(QWEN, run, shape, memory.update(QWEN, run, shape, Axes()), Axes()) for run in (RUN, scored))
+  assert more.parts[0].flops / plain.parts[0].flops == 5 / 4
+  assert more.parts[1].flops / plain.parts[1].flops == 22 / 18
+
+
+def test_time_is_that_of_each_parts_bound_and_of_what_is_sent():
+  done = work.Work(
+    1,
+    (work.Part('a', 989 * 10**12, 1), work.Part('b', 1, 96 * 10**11)),
+    (work.Collective('all-reduce', 'tensor', 1, 450 * 10**9),),
+  )
+  assert done.seconds(DEVICES['h200'], Axes(tensor=8), jnp.bfloat16) == pytest.approx(4)
+  assert done.seconds(DEVICES['h200'], Axes(tensor=16), jnp.bfloat16) == pytest.approx(1 + 2 + 9)  # beyond a node
+  assert done.seconds(DEVICES['h200'], Axes(tensor=8), jnp.float32) == pytest.approx(989 / 494 + 3)
+
+
+def test_an_axis_reaches_beyond_a_node_where_it_and_those_within_it_do():
+  h200, axes = DEVICES['h200'], Axes(data=2, fsdp=4, tensor=2)
+  assert [work.speed(h200, axes, name) == h200.link for name in ('data', 'fsdp', 'tensor')] == [False, True, True]
+
+
+# --- what is given ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('text', ['fsdp', 'fsdp=0', 'fsdp=x', 'fsdp=2,fsdp=2', 'pipe=2'])
+def test_a_mesh_that_cannot_be_is_refused_by_name(text):
+  with pytest.raises(SettingsError, match='--mesh='):
+    Axes.parse(text)
+
+
+def test_measured_ceilings_take_the_place_of_stated_ones():
+  measured = device('h100', bandwidth=3e12, link=None)
+  assert (measured.bandwidth, measured.link) == (3e12, DEVICES['h100'].link)
+  assert 'given: bandwidth' in measured.source
+  with pytest.raises(SettingsError, match='--device=b200: expected one of h100, h200'):
+    device('b200')
+  with pytest.raises(SettingsError, match='--memory=0'):
+    device('h100', memory=0.0)
+
+
+def test_rollouts_that_share_devices_need_as_many():
+  with pytest.raises(SettingsError, match='--rollout_mesh: 4 devices; expected 8'):
+    plan(FEW, RUN, Axes(fsdp=8), Axes(data=4), device('h200'))
+
+
+def command(*arguments):
+  line = [sys.executable, '-m', 'sprl.plan', '--config=configs/qwen_gsm8k.py:qwen2.5-7b', *arguments]
+  return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
+
+
+def test_the_command_plans_from_a_config_json_alone(tmp_path):
+  (tmp_path / 'config.json').write_text((MODELS / 'Qwen2.5-7B' / 'config.json').read_text())
+  out, drawn = tmp_path / 'plan.json', tmp_path / 'plan.png'
+  done = command(f'--config.model.path={tmp_path}', '--mesh=fsdp=8', f'--json={out}', f'--png={drawn}', '--bandwidth=4e12')
+  assert done.returncode == 0, done.stderr
+  assert '7.62 B parameters; learner fsdp=8, rollouts data=8' in done.stdout
+  told = json.loads(out.read_text())
+  assert told['parameters'] == 7_615_616_512
+  assert told['device']['bandwidth'] == 4e12
+  assert [kind['name'] for kind in told['kinds']] == ['dense', 'dense fp8', 'sparse', 'sparse fp8']
+  assert drawn.read_bytes().startswith(b'\x89PNG')
+
+
+def test_the_command_refuses_in_one_line():
+  done = command(f'--config.model.path={MODELS / "Qwen2.5-7B"}', '--mesh=fsdp=eight')
+  assert done.returncode == 2
+  assert done.stderr.count('\n') == 1
+  assert '--mesh=fsdp=eight' in done.stderr
