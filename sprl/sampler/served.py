@@ -5,6 +5,7 @@ quantiser cannot get wrong by construction (stale layouts, unset buffers) is che
 """
 
 import re
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from sprl.cache.scales import Scales
 from sprl.models.transformer import Params, head_weight
 from sprl.quant.block import BlockScaled, Emulated, quantise
 from sprl.quant.dot import dot
-from sprl.settings import LINEARS, UNQUANTISED, Quant, SettingsError
+from sprl.settings import LINEARS, UNQUANTISED, Kernels, Quant, SettingsError
 
 LINEAR = re.compile(r"\['layers'\]\[(\d+)\]\['(?:attention|mlp)'\]\['(\w+)'\]\['kernel'\]")
 MAX_PRODUCT_ERROR = 0.25  # relative; healthy 0.026 to 0.052, a broken layout about 1.7 (fp8_rollouts 7)
@@ -53,11 +54,11 @@ def quantised_linears(params: Params, quant: Quant) -> list[str]:
   return [jax.tree_util.keystr(path) for path, _ in _leaves(params) if _is_quantised(path, params, quant)]
 
 
-@partial(jax.jit, static_argnames=('dtype', 'quant'))
-def serve(params: Params, dtype, quant: Quant = UNQUANTISED) -> Served:
+@partial(jax.jit, static_argnames=('dtype', 'quant', 'kernels'))
+def serve(params: Params, dtype, quant: Quant = UNQUANTISED, kernels: Kernels = 'auto') -> Served:
   """The weights in `dtype`, linears in FP8 where `quant` says so; leaves already in `dtype` are shared, not copied.
 
-  Blockwise arithmetic keeps codes and scales; emulation keeps their products, which it need not make again for every token.
+  Blockwise arithmetic keeps codes and scales, which `kernels` says what multiplies; emulation keeps their products, which it need not make again for every token.
   """
   middle = _depth(params) // 2
   probe = {}
@@ -65,7 +66,7 @@ def serve(params: Params, dtype, quant: Quant = UNQUANTISED) -> Served:
   def leaf(path, w):
     if not _is_quantised(path, params, quant):
       return w.astype(dtype)
-    scaled = quantise(w, quant.format)
+    scaled = replace(quantise(w, quant.format), kernels=kernels)
     layer, name = _named(path)
     if layer == middle:
       probe[name] = scaled.codes
