@@ -58,7 +58,8 @@ def quantised_linears(params: Params, quant: Quant) -> list[str]:
 def serve(params: Params, dtype, quant: Quant = UNQUANTISED, kernels: Kernels = 'auto') -> Served:
   """The weights in `dtype`, linears in FP8 where `quant` says so; leaves already in `dtype` are shared, not copied.
 
-  Blockwise arithmetic keeps codes and scales, which `kernels` says what multiplies; emulation keeps their products, which it need not make again for every token.
+  Blockwise arithmetic keeps codes and scales, and `kernels` says what multiplies them; emulation keeps their products, which it
+  need not make again for every token.
   """
   middle = _depth(params) // 2
   probe = {}

@@ -75,7 +75,8 @@ def test_a_program_that_walks_through_several_tiles(monkeypatch):
   monkeypatch.setattr(hopper, 'MULTIPROCESSORS', 2)
   arguments = some(300, 520, 640)
   plan = hopper.launch(300, 520, 640)
-  assert plan.programs == 2 and plan.tiles == (3, 3, 1) and plan.depth > plan.stages
+  assert (plan.programs, plan.tiles) == (2, (3, 3, 1))
+  assert plan.depth > plan.stages
   check(INTERPRETED(*arguments), arguments)
 
 
@@ -125,9 +126,11 @@ def test_the_one_dot_takes_the_kernel(monkeypatch):
 def test_every_block_is_summed_once_and_memory_suffices(M, N, K):
   plan = hopper.launch(M, N, K)
   across, along, splits = plan.tiles
-  assert across * plan.rows >= N > (across - 1) * plan.rows and along * plan.tokens >= M > (along - 1) * plan.tokens
+  assert across * plan.rows >= N > (across - 1) * plan.rows
+  assert along * plan.tokens >= M > (along - 1) * plan.tokens
   assert splits * plan.depth >= -(-K // 128) > (splits - 1) * plan.depth
-  assert plan.stages >= 2 and 1 <= plan.programs <= across * along * splits
+  assert plan.stages >= 2
+  assert 1 <= plan.programs <= across * along * splits
 
 
 def test_a_cost_by_hand():
