@@ -63,6 +63,7 @@ class Compiled:
   """A program compiled for an H200. Bytes of device memory; what is donated counts as argument."""
 
   kernels: tuple[Kernel, ...]  # Mosaic's, where this process compiles them for the first time; what XLA generates is not told
+  text: str  # the program that XLA's optimisation ends with
   arguments: int
   outputs: int
   temporary: int
@@ -92,7 +93,9 @@ def compile_for_h200(function: Callable, *shapes: Any, donate: tuple[int, ...] =
     kernels = tuple(_kernel(path) for path in sorted(Path(folder).glob('*.ptxas')))
   memory = compiled.memory_analysis()
   assert memory is not None  # as it is on backends that cannot tell; this one can
-  return Compiled(kernels, memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes)
+  return Compiled(
+    kernels, compiled.as_text() or '', memory.argument_size_in_bytes, memory.output_size_in_bytes, memory.temp_size_in_bytes
+  )
 
 
 @contextlib.contextmanager

@@ -8,7 +8,7 @@ memory), the temporary memory of the compiled call, and the bytes and operations
 
 import argparse
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,11 +17,11 @@ import jax.numpy as jnp
 from aot import Compiled, compile_for_h200, missing
 from common import report
 
-from sprl.kernels import block_matmul, decode_attention
+from sprl.kernels import block_matmul, decode_attention, eviction
 from sprl.kernels.cost import Cost
 
 MIB = 2**20
-BF16, FP8 = jnp.dtype('bfloat16'), jnp.dtype('float8_e4m3fn')
+BF16, F32, FP8 = map(jnp.dtype, ('bfloat16', 'float32', 'float8_e4m3fn'))
 Shape = jax.ShapeDtypeStruct
 
 
@@ -106,10 +106,52 @@ def matmul(model: str, name: str, M: int) -> Case:
   )
 
 
-CASES = [
-  *[attention(*each) for each in itertools.product(MODELS, (64, 256), (640, 4096), (BF16, FP8), (False, True))],
-  *[matmul(model, name, M) for model in MODELS for name in MODELS[model].linears for M in (16, 64, 256, 4096)],
-]
+def compaction(model: str, B: int, S: int, N: int, dtype: Any) -> Case:
+  """N of S slots moved to the front, in every row."""
+  _, K, D, _, _ = MODELS[model]
+  cache = Shape((B, K, S, D), jnp.uint8 if dtype == FP8 else dtype)
+  return Case(
+    'compact',
+    model,
+    f'B {B} S {S} N {N}',
+    dtype,
+    partial(eviction.compact, ordered=True, kernels='mosaic_gpu'),
+    (cache, cache, Shape((B,), jnp.int32), Shape((B, K, N), jnp.int32)),
+    eviction.compact_cost(B, K, N, D, dtype),
+    1024,
+    donate=(0, 1),
+  )
+
+
+def similarity(model: str, B: int, S: int, dtype: Any = BF16) -> Case:
+  """All keys of every row compared with each other; float32 keys are those of an FP8 cache."""
+  _, K, D, _, _ = MODELS[model]
+  return Case(
+    'similarity',
+    model,
+    f'B {B} S {S}',
+    dtype,
+    jax.vmap(partial(eviction.similarity, threshold=0.5, nearest_of_none=0, kernels='mosaic_gpu')),
+    (Shape((B, K, S, D), dtype), Shape((B,), jnp.int32)),
+    eviction.similarity_cost(B, K, S, D),
+    # Three numbers a key, and its length; float32 keys as two in bfloat16, with room for making them.
+    B * K * (S + 64) * (4 * 6 + (8 * D if dtype == jnp.float32 else 0)),
+  )
+
+
+def distinct(cases: Iterable[Case]) -> list[Case]:
+  """The first of those that are the same program: a process compiles each once, and models share shapes."""
+  return list({(case.kernel, 'share' in case.shape, str(case.arguments)): case for case in reversed(list(cases))}.values())[::-1]
+
+
+CASES = distinct(
+  [
+    *[attention(*each) for each in itertools.product(MODELS, (64, 256), (640, 4096), (BF16, FP8), (False, True))],
+    *[compaction(model, 64, 640, 512, dtype) for model in MODELS if MODELS[model].width == 128 for dtype in (BF16, FP8)],
+    *[similarity(model, 16, S, dtype) for model in MODELS for S in (640, 4224) for dtype in (BF16, F32)],
+    *[matmul(model, name, M) for model in MODELS for name in MODELS[model].linears for M in (16, 64, 256, 4096)],
+  ]
+)
 
 
 def row(case: Case) -> dict[str, Any]:

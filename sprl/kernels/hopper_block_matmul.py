@@ -1,7 +1,7 @@
 """Block-scaled FP8 matrix products for NVIDIA Hopper, in Pallas Mosaic GPU.
 
 y[m, n] = sum over blocks k of 128 features: (x8[m, k] . w8[n, k]) sx[m, k] sw[n / 128, k]. The tensor core sums e4m3 products
-with fewer bits than float32 has, so each block's partial product starts from zero, and is added up, times its scales, in registers:
+with fewer bits than float32 has, so each block's partial product starts from zero, and is added up, times its scales:
 
     partial [64, C] = w8 [64, 128] @ x8 [C, 128]^T     weights are the 64 rows of a product, so that few tokens waste none
     sum    += partial * (sx [C] * sw)                  one number of sw for all of them
@@ -239,7 +239,8 @@ def _product(shape, a, b):
 
 def _tiled(shape, dtype):
   """Shared memory in tiles of 8 rows of 128 bytes, swizzled, as copy engine and tensor core agree on."""
-  tiles = plgpu.TilingTransform((8, 128 // jnp.dtype(dtype).itemsize)), plgpu.SwizzleTransform(128)
+  columns = 128 // jnp.dtype(dtype).itemsize
+  tiles = plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
   return plgpu.SMEM(shape, dtype, transforms=tiles)
 
 
