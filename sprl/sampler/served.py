@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from sprl.cache.scales import Scales
+from sprl.kernels.platform import can_run
 from sprl.models.transformer import Params, head_weight
 from sprl.quant.block import BlockScaled, Emulated, quantise
 from sprl.quant.dot import dot
@@ -61,6 +62,7 @@ def serve(params: Params, dtype, quant: Quant = UNQUANTISED, kernels: Kernels = 
   Blockwise arithmetic keeps codes and scales, and `kernels` says what multiplies them; emulation keeps their products, which it
   need not make again for every token.
   """
+  blockwise = quant.arithmetic == 'blockwise' or (quant.arithmetic == 'auto' and can_run(kernels))
   middle = _depth(params) // 2
   probe = {}
 
@@ -71,7 +73,7 @@ def serve(params: Params, dtype, quant: Quant = UNQUANTISED, kernels: Kernels = 
     layer, name = _named(path)
     if layer == middle:
       probe[name] = scaled.codes
-    return scaled if quant.arithmetic == 'blockwise' else scaled.emulated(dtype)
+    return scaled if blockwise else scaled.emulated(dtype)
 
   return Served(jax.tree_util.tree_map_with_path(leaf, params), probe=probe or None)
 

@@ -107,6 +107,13 @@ def test_blockwise_and_emulated_weights_give_the_same_hidden_states(params):
   assert np.linalg.norm(blockwise - emulated) / np.linalg.norm(plain) < 0.01
 
 
+@pytest.mark.parametrize(('kernels', 'kind'), [('mosaic_gpu', BlockScaled), ('auto', Emulated)])
+def test_codes_are_kept_where_a_kernel_multiplies_them(params, kernels, kind):
+  w = serve(params, FLOAT32, Quant(sampler='w8a8'), kernels).params['layers'][0]['mlp']['down']['kernel']
+  assert isinstance(w, kind)
+  assert getattr(w, 'kernels', 'auto') == kernels
+
+
 def test_the_self_check_is_content_with_what_serve_makes(params):
   for quant in (W8A8, BLOCKWISE):
     assert self_check(params, serve(params, FLOAT32, quant), FLOAT32, quant) == []
