@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-CACHE = 256 * 2**20  # bytes, several times any device's cache
-MOST = 8 * 2**30  # bytes of inputs
+# Bytes that a program reads and writes, a millisecond's worth: more than any cache holds, and longer than a launch.
+WORK = 4 * 2**30
 
 
 class Ceilings(NamedTuple):
@@ -24,21 +24,18 @@ class Ceilings(NamedTuple):
   fp8: float | None  # the same of e4m3; None where that cannot be had
 
 
-def sizes(make: Callable[[jax.Array], Any]) -> int:
-  """Bytes of what `make` makes of a random key."""
-  return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(make, jax.random.key(0))))
-
-
 def seconds(
   call: Callable,
   make: Callable[[jax.Array], Sequence[Any]],
   moving: int = 0,
   runs: int = 5,
   launches: int = 5,
-  inputs: int = 16,
+  inputs: int = 48,
 ) -> float:
-  """Median seconds of call(*make(key)), over up to `inputs` keys. The first `moving` arguments are donated and made anew by it."""
-  count = max(2, min(inputs, -(-CACHE // sizes(make)), MOST // sizes(make)))
+  """Median seconds of call(*make(key)), over up to `inputs` keys. The first `moving` arguments it may reuse, and must return."""
+  shapes = jax.eval_shape(make, jax.random.key(0))
+  size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((shapes, jax.eval_shape(call, *shapes))))
+  count = max(2, min(inputs, WORK // size))
   made = jax.jit(make)
   arguments = [tuple(made(key)) for key in jax.random.split(jax.random.key(1), count)]
   movers, fixed = [each[:moving] for each in arguments], [each[moving:] for each in arguments]

@@ -106,7 +106,7 @@ def self_check(params: Params, served: Served, dtype, quant: Quant) -> list[str]
     for path, w in _leaves(served.params)
     if isinstance(w, jax.Array) and w.dtype != dtype
   ]
-  finite, error = jax.device_get(_measured(params, served, min(declared, default=None)))
+  finite, error = jax.device_get(_measured(params, served, min(declared, default=None), jnp.dtype(dtype)))
   if not finite:
     wrong.append('a served weight is not finite')
   if not error <= MAX_PRODUCT_ERROR:
@@ -114,15 +114,15 @@ def self_check(params: Params, served: Served, dtype, quant: Quant) -> list[str]
   return wrong
 
 
-@partial(jax.jit, static_argnames='name')
-def _measured(params, served, name):
+@partial(jax.jit, static_argnames=('name', 'dtype'))
+def _measured(params, served, name, dtype):
   """Whether every served number is finite, and the relative error of one quantised product on fixed random inputs."""
   finite = jnp.array([jnp.all(jnp.isfinite(x.astype(jnp.float32))) for x in jax.tree.leaves(served.params)]).all()
   if name is None:
     return finite, jnp.zeros(())
   w, q = ({jax.tree_util.keystr(path): leaf for path, leaf in _leaves(tree)}[name] for tree in (params, served.params))
-  x = jax.random.normal(jax.random.key(0), (16, w.shape[1]), jnp.float32)
-  meant, got = x @ w.astype(jnp.float32).T, dot(x, q)
+  x = jax.random.normal(jax.random.key(0), (16, w.shape[1]))
+  meant, got = x @ w.astype(jnp.float32).T, dot(x.astype(dtype), q).astype(jnp.float32)  # as the sampler multiplies
   return finite, jnp.linalg.norm(got - meant) / jnp.maximum(jnp.linalg.norm(meant), 1e-30)
 
 
