@@ -50,7 +50,7 @@ aot: ## kernels and programs compiled for an H200, without one (needs ptxas): te
 
 compiled:
 	@$(SETUP) test,aot
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/kernels/test_compiled.py tests/planning/test_compiled.py -m '' $(ARGS)
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/kernels/test_compiled.py tests/planning/test_planned_programs.py -m '' $(ARGS)
 	JAX_PLATFORMS=cpu $(BIN)/python benchmarks/kernel_resources.py
 
 tpu: ## an update and decode steps compiled for TPUs, without one
@@ -58,7 +58,7 @@ tpu: ## an update and decode steps compiled for TPUs, without one
 
 compiled-tpu:
 	@$(SETUP) test,tpu
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/planning/test_compiled.py -k tpu $(ARGS)
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/planning/test_planned_programs.py -k tpu $(ARGS)
 
 reference: ## the environment of the peers (PyTorch, transformers, TRL; Python 3.11)
 	@PYTHON='$(REFERENCE_PYTHON)' sh launch/environment.sh '$(REFERENCE)' benchmarks/peers/requirements.txt '' 11 11

@@ -1,98 +1,175 @@
 """What do the GPU kernels take of an H200? Compiled for one at the shapes of real models; no GPU is needed, nothing is timed.
 
-    python benchmarks/kernel_resources.py --save kernel_resources    # 20 s; sprl/parallel/aot.py says what must be installed
+    python benchmarks/kernel_resources.py --save kernel_resources    # a minute; sprl/parallel/aot.py says what must be installed
 
-A row is a kernel at a model's heads, a batch and a number of slots: what ptxas and Mosaic report of it (registers a thread,
-bytes spilled, shared memory, and so how many programs a multiprocessor holds), the temporary memory of the compiled call, and
-the bytes and operations that it must do at the least.
+A row is a kernel at a model's shape and a batch: what ptxas and Mosaic report of it (registers a thread, bytes spilled, shared
+memory), the temporary memory of the compiled call, and the bytes and operations that it must do at the least.
 """
 
 import argparse
-import dataclasses
 import itertools
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from common import report
 
-from sprl.kernels.decode_attention import cost, decode_attention
-from sprl.kernels.hopper_decode_attention import launch
+from sprl.kernels import block_matmul, decode_attention, eviction
+from sprl.kernels.cost import Cost
 from sprl.parallel.aot import Compiled, compile_for_h200, missing
 
 MIB = 2**20
-REGISTERS, THREADS, SHARED = 65536, 128, 228 * 1024  # of a Hopper multiprocessor; of a program; bytes of a multiprocessor
+BF16, F32, FP8 = map(jnp.dtype, ('bfloat16', 'float32', 'float8_e4m3fn'))
+Shape = jax.ShapeDtypeStruct
 
 
-class Heads(NamedTuple):
-  """A model's attention, from its config.json."""
+class Model(NamedTuple):
+  """A model's shape, from its config.json."""
 
   queries: int  # H
   kv: int  # K
   width: int  # D
+  hidden: int  # E
+  ffn: int  # F; of one expert
+
+  @property
+  def linears(self) -> dict[str, tuple[int, int]]:
+    """[out, in] of the different products of a layer."""
+    H, K, D, E, F = self
+    return {'q': (H * D, E), 'k': (K * D, E), 'o': (E, H * D), 'gate': (F, E), 'down': (E, F)}
 
 
 MODELS = {
-  'Qwen2.5-0.5B': Heads(14, 2, 64),
-  'Qwen2.5-1.5B': Heads(12, 2, 128),
-  'Qwen2.5-7B': Heads(28, 4, 128),
-  'Qwen3-8B': Heads(32, 8, 128),
-  'Qwen3-30B-A3B': Heads(32, 4, 128),
+  'Qwen2.5-0.5B': Model(14, 2, 64, 896, 4864),
+  'Qwen2.5-1.5B': Model(12, 2, 128, 1536, 8960),
+  'Qwen2.5-7B': Model(28, 4, 128, 3584, 18944),
+  'Qwen3-8B': Model(32, 8, 128, 4096, 12288),
+  'Qwen3-30B-A3B': Model(32, 4, 128, 2048, 768),
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Case:
-  """One layer's decode attention: a batch of B rows with S slots."""
+class Case(NamedTuple):
+  """A call of a kernel."""
 
+  kernel: str
   model: str
-  B: int
-  S: int
-  dtype: str
-  share: bool = False  # every slot's probability too, as methods that accumulate attention ask for
+  shape: str
+  dtype: Any
+  call: Callable
+  arguments: tuple[Any, ...]
+  least: Cost
+  bound: float  # bytes of temporary memory that it may take
+  donate: tuple[int, ...] = ()
 
-  @property
-  def shapes(self) -> tuple[Any, ...]:
-    """Arguments of decode_attention."""
-    H, K, D = MODELS[self.model]
-    shape, scale = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((), jnp.float32)
-    cache = shape((self.B, K, self.S, D), self.dtype)
-    return shape((self.B, H, D), jnp.bfloat16), cache, cache, shape((self.B,), jnp.int32), (scale, scale)
+  def __str__(self) -> str:
+    return ' '.join([self.kernel, self.model, self.shape, str(self.dtype)])
 
   def compile(self) -> Compiled:
-    """The call compiled for an H200."""
-    return compile_for_h200(lambda *x: decode_attention(*x, share=self.share, kernels='mosaic_gpu'), *self.shapes)
-
-  @property
-  def cache_bytes(self) -> int:
-    """Keys and values."""
-    return 2 * self.shapes[1].size * self.shapes[1].dtype.itemsize
+    """Compiled for an H200."""
+    return compile_for_h200(self.call, *self.arguments, donate=self.donate)
 
 
-CASES = [Case(*each) for each in itertools.product(MODELS, (64, 256), (640, 4096), ('bfloat16', 'float8_e4m3fn'), (False, True))]
+def attention(model: str, B: int, S: int, dtype: Any, share: bool = False) -> Case:
+  """One layer's decode attention over S slots; `share`: with every slot's probability, as methods that accumulate it ask for."""
+  H, K, D, _, _ = MODELS[model]
+  scale = Shape((), jnp.float32)
+  cache = Shape((B, K, S, D), dtype)
+  return Case(
+    'decode_attention',
+    model,
+    f'B {B} S {S}{" share" * share}',
+    dtype,
+    lambda *x: decode_attention.decode_attention(*x, share=share, kernels='mosaic_gpu'),
+    (Shape((B, H, D), BF16), cache, cache, Shape((B,), jnp.int32), (scale, scale)),
+    decode_attention.cost(B, H, K, S, D, dtype, share),
+    # What programs hand over: float32 outputs of each split, 8 queries to a group however few it has; twice that for merging.
+    0.08 * 2 * cache.size * dtype.itemsize,
+  )
+
+
+def matmul(model: str, name: str, M: int) -> Case:
+  """One linear's product with M tokens."""
+  N, K = MODELS[model].linears[name]
+  C, R = -(-K // 128), -(-N // 128)
+  return Case(
+    'block_matmul',
+    model,
+    f'{name} {N}x{K} M {M}',
+    FP8,
+    partial(block_matmul.block_matmul, rows=128, group=128, dtype=BF16, kernels='mosaic_gpu'),
+    (Shape((M, K), FP8), Shape((M, C), jnp.float32), Shape((N, K), FP8), Shape((R, C), jnp.float32)),
+    block_matmul.cost(M, N, K),
+    # Tokens' scales laid out anew, and the float32 parts of sums: a tile for each multiprocessor at most.
+    4 * (M + 3) * C + 4 * 132 * 256 * 128,
+  )
+
+
+def compaction(model: str, B: int, S: int, N: int, dtype: Any) -> Case:
+  """N of S slots moved to the front, in every row."""
+  _, K, D, _, _ = MODELS[model]
+  cache = Shape((B, K, S, D), jnp.uint8 if dtype == FP8 else dtype)
+  return Case(
+    'compact',
+    model,
+    f'B {B} S {S} N {N}',
+    dtype,
+    partial(eviction.compact, ordered=True, kernels='mosaic_gpu'),
+    (cache, cache, Shape((B,), jnp.int32), Shape((B, K, N), jnp.int32)),
+    eviction.compact_cost(B, K, N, D, dtype),
+    1024,
+    donate=(0, 1),
+  )
+
+
+def similarity(model: str, B: int, S: int, dtype: Any = BF16) -> Case:
+  """All keys of every row compared with each other; float32 keys are those of an FP8 cache."""
+  _, K, D, _, _ = MODELS[model]
+  return Case(
+    'similarity',
+    model,
+    f'B {B} S {S}',
+    dtype,
+    jax.vmap(partial(eviction.similarity, threshold=0.5, nearest_of_none=0, kernels='mosaic_gpu')),
+    (Shape((B, K, S, D), dtype), Shape((B,), jnp.int32)),
+    eviction.similarity_cost(B, K, S, D),
+    # Three numbers a key, and its length; float32 keys as two in bfloat16, with room for making them.
+    B * K * (S + 64) * (4 * 6 + (8 * D if dtype == jnp.float32 else 0)),
+  )
+
+
+def distinct(cases: Iterable[Case]) -> list[Case]:
+  """The first of those that are the same program: a process compiles each once, and models share shapes."""
+  return list({(case.kernel, 'share' in case.shape, str(case.arguments)): case for case in reversed(list(cases))}.values())[::-1]
+
+
+CASES = distinct(
+  [
+    *[attention(*each) for each in itertools.product(MODELS, (64, 256), (640, 4096), (BF16, FP8), (False, True))],
+    *[compaction(model, 64, 640, 512, dtype) for model in MODELS if MODELS[model].width == 128 for dtype in (BF16, FP8)],
+    *[similarity(model, 16, S, dtype) for model in MODELS for S in (640, 4224) for dtype in (BF16, F32)],
+    *[matmul(model, name, M) for model in MODELS for name in MODELS[model].linears for M in (16, 64, 256, 4096)],
+  ]
+)
 
 
 def row(case: Case) -> dict[str, Any]:
   """The case's line of the table."""
   compiled = case.compile()
   [kernel] = compiled.kernels
-  H, K, D = MODELS[case.model]
-  plan = launch(case.B * K, case.S, D, case.dtype, case.share, bias=False)
-  least = cost(case.B, H, K, case.S, D, case.dtype, case.share)
-  # Each program's shared memory has 1 KiB beside it that the system takes.
-  resident = min(SHARED // (kernel.shared + 1024), REGISTERS // (THREADS * kernel.registers))
   return {
-    **dataclasses.asdict(case),
-    'splits': plan.splits,
-    'stages': plan.stages,
+    'kernel': case.kernel,
+    'model': case.model,
+    'shape': case.shape,
+    'dtype': str(case.dtype),
     'registers': kernel.registers,
     'spilled': kernel.spills,
     'shared KiB': kernel.shared / 1024,
-    'programs/SM': resident,
     'temporary MiB': compiled.temporary / MIB,
-    'least MiB': least.bytes / MIB,
-    'MFLOP': least.flops / 1e6,
-    'FLOP/byte': least.flops / least.bytes,
+    'least MiB': case.least.bytes / MIB,
+    'MFLOP': case.least.flops / 1e6,
+    'FLOP/byte': case.least.flops / case.least.bytes,
   }
 
 
@@ -104,13 +181,7 @@ def main() -> None:
   if reason := missing():
     raise SystemExit(reason)
   rows = [row(case) for case in CASES]
-  result = {
-    'compiled': len(rows),
-    'spilled': sum(line['spilled'] for line in rows),
-    'most_registers': max(line['registers'] for line in rows),
-    'most_temporary_of_cache': max(line['temporary MiB'] * MIB / case.cache_bytes for line, case in zip(rows, CASES)),
-    'fewest_programs': min(line['programs/SM'] for line in rows),
-  }
+  result = {'compiled': len(rows), 'spilled': sum(line['spilled'] for line in rows)}
   report(args.save or 'kernel_resources', rows, result, bool(args.save))
 
 

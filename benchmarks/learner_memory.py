@@ -1,6 +1,6 @@
 """What does an update of Qwen2.5-7B take of one H200? Compiled for one, by what is trained and how its moments are held.
 
-    python benchmarks/learner_memory.py --save learner_memory    # 7 minutes; benchmarks/aot.py says what must be installed
+    python benchmarks/learner_memory.py --save learner_memory    # 7 minutes; sprl/parallel/aot.py says what must be installed
 
 No GPU is needed. A row is an update of one row of 2,048 tokens, layers computed again in the backward pass: the bytes that lie
 on the device all the time (frozen weights, trained weights, moments), and those that it takes on top (gradients, activations).
@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from aot import compile_for_h200, missing
 from common import report
 
 from sprl.learner.packing import TrainBatch
@@ -22,6 +21,7 @@ from sprl.learner.update import Computation, make_update
 from sprl.models import transformer
 from sprl.models.config import ModelConfig, tiny
 from sprl.models.lora import Base, abstract_adapters
+from sprl.parallel.aot import compile_for_h200, missing
 from sprl.settings import Correction, Lora, Loss, Optimizer
 
 GIB, H200 = 2**30, 141e9  # bytes

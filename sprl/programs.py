@@ -84,6 +84,7 @@ def _policy(config: ModelConfig, run: Run, mesh: Mesh) -> Policy:
     shares_devices=True,
     dtype=compute_dtype(run),
     param_dtype=jnp.dtype(run.model.param_dtype),
+    lora=run.lora,
     kernels=kernels_on(mesh.size, run.model.kernels),
   )
 

@@ -109,7 +109,8 @@ class Quant:
 
   sampler: Literal['bf16', 'w8a8', 'kv8', 'w8a8_kv8'] = 'bf16'  # what is FP8: nothing, linears, KV cache, both (and queries)
   format: Literal['float32', 'pow2', 'mxfp8'] = 'float32'  # of the scales; mxfp8: powers of two over 32 values
-  arithmetic: Literal['emulate', 'blockwise'] = 'emulate'  # multiply numbers rounded to FP8; or codes, scaled block by block
+  # Multiply numbers rounded to FP8; or codes, scaled block by block; auto: codes where the device has a kernel for them.
+  arithmetic: Literal['auto', 'emulate', 'blockwise'] = 'auto'
   skip_first_layers: int = 0  # layers whose linears stay as they are
   skip_last_layers: int = 0
   skip_names: tuple[str, ...] = ()  # linears that stay: q, k, v, o, gate, up, down

@@ -33,6 +33,7 @@ from sprl.io.checkpoint import Checkpoints
 from sprl.io.config_file import write_config
 from sprl.io.metrics import RunLog, mean_of
 from sprl.io.progress import Progress
+from sprl.kernels.platform import can_run
 from sprl.learner.state import TrainState, make_optimizer
 from sprl.learning import Learned, Learning, Stopwatch
 from sprl.models.lora import network
@@ -290,11 +291,13 @@ def lags(trajectories: Sequence[Trajectory], version: int) -> Int[np.ndarray, ' 
 def remarks(run: Run, plan: CachePlan) -> list[str]:
   """What of the sampler's memory and formats may not be as its settings suggest."""
   found = [never_evicts(run.cache, plan.prompt, plan.positions - plan.prompt)]
-  if 'w8a8' in run.quant.sampler and run.quant.arithmetic == 'emulate':
+  native = can_run(plan.kernels)
+  emulated = run.quant.arithmetic == 'emulate' or (run.quant.arithmetic == 'auto' and not native)
+  if 'w8a8' in run.quant.sampler and emulated:
     found.append(f'FP8 linears are emulated: numbers rounded to FP8 are multiplied in {plan.dtype} (config.quant.arithmetic)')
-  if 'w8a8' in run.quant.sampler and run.quant.arithmetic == 'blockwise':
+  if 'w8a8' in run.quant.sampler and run.quant.arithmetic == 'blockwise' and not native:
     found.append('FP8 linears are emulated: FP8 codes are multiplied as bfloat16, block by block (config.quant.arithmetic)')
-  if plan.fp8:
+  if plan.fp8 and not native:
     found.append(f'the FP8 cache is emulated: it is held in FP8, and converted to {plan.dtype} as it is read')
   if run.quant.key_bias and plan.fp8 and run.cache.positions == 'in_cache':
     found.append("config.cache.positions = 'in_cache': biases of keys, where the model has them, go through FP8 like the rest")

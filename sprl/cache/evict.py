@@ -4,6 +4,7 @@ Rows are compressed a few at a time and in place, those that are due and no othe
 evicted, not with the batch.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -13,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 from sprl.cache.layer import Layer, dequantised_keys
 from sprl.cache.plan import CachePlan
 from sprl.cache.scores import METHODS, View
+from sprl.kernels.eviction import compact
 
 SHARE = 0.05  # of the cache: what the compression of a block of rows may take beside it
 
@@ -38,6 +40,7 @@ def compress(
   size = _block(plan, B, layer.k.shape[2])
   order = jnp.where(jnp.arange(B) < jnp.sum(due), jnp.argsort(~due, stable=True), B)  # B: no row, its writes are dropped
   order = jnp.pad(order, (0, -B % size), constant_values=B)
+  ordered = plan.settings.sort_kept  # the newest slots follow those chosen
 
   def block(i, carry):
     layer, chosen = carry
@@ -50,8 +53,10 @@ def compress(
       assert chosen is not None
       keep = jnp.broadcast_to(chosen[row, None], (size, plan.kv_heads, chosen.shape[1]))
       carried = part.carried
-    kept = jax.vmap(partial(_compacted, plan))(part, carried, keep, occupied[row], gone[row])
-    layer = jax.tree.map(lambda x, new: x if new is None else x.at[rows].set(new, mode='drop'), layer, kept)
+    beside = jax.vmap(partial(_compacted, plan))(part, carried, keep, occupied[row], gone[row])
+    k, v = compact(layer.k, layer.v, rows, keep, ordered, plan.kernels)
+    others = {name: getattr(layer, name).at[rows].set(new, mode='drop') for name, new in beside.items()}
+    layer = replace(layer, k=k, v=v, **others)
     if choose and chosen is not None:
       chosen = chosen.at[rows].set(keep[:, 0], mode='drop')
     return layer, chosen
@@ -82,6 +87,7 @@ def _keep(plan, k_scale, bias, layer, occupied, now):
     q=q.reshape(K, plan.heads // K, -1, plan.head_dim).astype(jnp.float32),
     q_position=jnp.maximum(held, -1),
     carried=carried,
+    kernels=plan.kernels,
   )
   score, carried = METHODS[settings.method].score(view, settings)
   if settings.scope != 'head':
@@ -94,25 +100,21 @@ def _keep(plan, k_scale, bias, layer, occupied, now):
 
 
 def _compacted(plan, layer, carried, keep, occupied, gone):
-  """One row with the kept slots at the front and the others empty; without its queries, which stay as they are."""
+  """What lies beside the keys and values of one row, by its name in Layer: kept slots at the front and the others empty."""
   K, S = layer.position.shape
   N = keep.shape[1]
 
-  def front(x, empty=None):
-    taken = jnp.take_along_axis(x, keep.reshape(K, N, *[1] * (x.ndim - 2)), axis=1)
-    rest = x[:, N:] if empty is None else jnp.full_like(x[:, N:], empty)
-    return jnp.concatenate([taken, rest], axis=1)
+  def front(x, empty):
+    taken = jnp.take_along_axis(x, keep, axis=1)
+    return jnp.concatenate([taken, jnp.full_like(x[:, N:], empty)], axis=1)
 
-  evicted = layer.evicted
-  if evicted is not None:
+  beside = {'position': front(layer.position, -1)}
+  if layer.carried is not None:
+    beside['carried'] = front(carried, plan.initial)
+  if layer.evicted is not None:
     head = jnp.arange(K)[:, None]
     kept = jnp.zeros((K, S), bool).at[head, keep].set(True)
     lost = (jnp.arange(S) < occupied) & ~kept
-    evicted = evicted.at[head, jnp.where(lost, layer.position, evicted.shape[1])].set(gone, mode='drop')
-  return Layer(
-    k=front(layer.k),
-    v=front(layer.v),
-    position=front(layer.position, -1),
-    carried=None if layer.carried is None else front(carried, plan.initial),
-    evicted=evicted,
-  )
+    place = jnp.where(lost, layer.position, layer.evicted.shape[1])
+    beside['evicted'] = layer.evicted.at[head, place].set(gone, mode='drop')
+  return beside

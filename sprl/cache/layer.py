@@ -60,8 +60,8 @@ def dequantised_keys(
   scale: Float[Array, ''] | None,
   bias: Float[Array, 'K P D'] | None,
 ) -> Float[Array, 'K S D']:
-  """The keys meant, float32: codes times scale, and the bias of each slot's position where biases are kept apart."""
-  keys = k.astype(jnp.float32) if scale is None else fp8.decast(k, scale)
+  """The keys meant, in float32: codes times scale, and the bias of each slot's position where it is kept apart; else as held."""
+  keys = k if scale is None else fp8.decast(k, scale)
   if bias is None:
     return keys
   return keys + jnp.take_along_axis(bias, jnp.maximum(position, 0)[..., None], axis=1)

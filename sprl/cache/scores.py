@@ -13,6 +13,7 @@ finite and mean nothing. Slots that hold no key have no influence: S may be anyt
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
@@ -20,21 +21,25 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from sprl.settings import Cache
+from sprl.kernels.eviction import similarity
+from sprl.settings import Cache, Kernels
 
-# Full float32: the shorter products that an accelerator takes by default would carry cosines across the similarity threshold.
+# Full float32: the shorter products that an accelerator takes by default would order close scores otherwise.
 _product = partial(jnp.einsum, precision='highest')
 
 
-class View(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class View:
   """One layer of one row's cache at the moment of a compression. A is the method's window, G the queries of a kv head."""
 
-  k: Float[Array, 'K S D']  # keys, dequantised and rotated; those of slots from n on may be anything finite
+  k: Float[Array, 'K S D']  # keys, dequantised and rotated, in any width; those of slots from n on may be anything finite
   n: Int[Array, '']  # occupied slots, 0..n-1
   position: Int[Array, 'K S']  # absolute positions of the slots, -1 = empty
   q: Float[Array, 'K G A D']  # the last A queries, in any order
   q_position: Int[Array, ' A']  # their positions; -1 where the row has had fewer queries than A
   carried: Float[Array, 'K S']  # what the method carries per slot; gkv: -1 = no history yet
+  kernels: Kernels = field(default='auto', metadata={'static': True})  # what compares keys
 
 
 class Scored(NamedTuple):
@@ -86,7 +91,7 @@ def streaming(view: View, cache: Cache) -> Scored:
 
 def keydiff(view: View, cache: Cache) -> Scored:
   """KeyDiff (5.5): minus the cosine with the mean of the unit keys."""
-  direction = _unit(view.k)
+  direction = _unit(view.k.astype(jnp.float32))
   anchor = jnp.where(_occupied(view)[:, None], direction, 0).sum(axis=1) / jnp.maximum(view.n, 1)
   return Scored(-_product('ksd,kd->ks', direction, _unit(anchor)), view.carried)
 
@@ -131,16 +136,10 @@ def _importance(view: View, cache: Cache) -> Float[Array, 'K S']:
 def _redundancy(view: View, threshold: float, nearest_of_none: int) -> Float[Array, 'K S']:
   """Rd: softmax over the keys of their mean cosine with all keys, each of which spares its most recent near-duplicate.
 
-  A key without near-duplicates spares slot `nearest_of_none`. Cosines are symmetric: R-KV's mean of columns in which rows
-  spare a column, and G-KV's mean of rows in which columns spare a row, are one number.
+  A key without near-duplicates spares slot `nearest_of_none`.
   """
-  slot, occupied = jnp.arange(view.k.shape[1]), _occupied(view)
-  pair = occupied[:, None] & occupied & (slot[:, None] != slot)
-  direction = _unit(view.k)
-  cosine = jnp.where(pair, _product('kid,kjd->kij', direction, direction), 0)
-  spared = jnp.where(pair & (cosine > threshold), slot, nearest_of_none).max(axis=-1)
-  total = jnp.where(slot == spared[..., None], 0, cosine).sum(axis=1)
-  return jax.nn.softmax(total / jnp.maximum(view.n, 1), where=occupied)
+  total = similarity(view.k, view.n, threshold, nearest_of_none, view.kernels)
+  return jax.nn.softmax(total / jnp.maximum(view.n, 1), where=_occupied(view))
 
 
 def _attention(view: View) -> Float[Array, 'K G A S']:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from sprl.kernels.cost import Cost
 from sprl.kernels.platform import chosen
 from sprl.settings import Kernels
 
@@ -15,13 +16,6 @@ class Attended(NamedTuple):
   out: Float[Array, 'B H D']
   share: Float[Array, 'B K S'] | None  # each slot's probability, averaged over the group; 0 on empty slots
   lse: Float[Array, 'B H']  # natural logarithm of the sum of exp(score); -inf where nothing was seen
-
-
-class Cost(NamedTuple):
-  """What one call must do at the least."""
-
-  bytes: int  # moved between device memory and chip, each input read once and each output written once
-  flops: int
 
 
 def decode_attention(

@@ -34,6 +34,11 @@ def hopper() -> bool:
   return jax.default_backend() == 'gpu' and getattr(jax.devices()[0], 'compute_capability', '').startswith('9.')
 
 
+def can_run(kernels: Kernels) -> bool:
+  """Whether kernels run under the setting `kernels`, where shapes allow it."""
+  return kernels == 'mosaic_gpu' or (kernels == 'auto' and hopper())
+
+
 def chosen(operation: str, kernels: Kernels, obstacle: Callable[[], str | None]) -> bool:
   """Whether the kernel computes `operation`, under the setting `kernels`; `obstacle` is why it cannot, None where it can.
 

@@ -76,6 +76,7 @@ class Compiled:
   """A compiled program. Bytes of one device's memory; what is donated counts as argument and as output."""
 
   kernels: tuple[Kernel, ...]  # Mosaic's, where this process compiles them for the first time; what XLA generates is not told
+  text: str  # the program that XLA's optimisation ends with
   arguments: int
   outputs: int
   aliased: int  # of the outputs those that lie where arguments lay
@@ -148,13 +149,15 @@ def compile_for_h200(function: Callable, *shapes: Any, donate: tuple[int, ...] =
 def _read(compiled: Any, kernels: tuple[Kernel, ...]) -> Compiled:
   memory = compiled.memory_analysis()
   assert memory is not None  # as it is on backends that cannot tell; these can
+  text = compiled.as_text() or ''
   return Compiled(
     kernels,
+    text,
     memory.argument_size_in_bytes,
     memory.output_size_in_bytes,
     memory.alias_size_in_bytes,
     memory.temp_size_in_bytes,
-    collectives(compiled.as_text()),
+    collectives(text),
   )
 
 

@@ -78,6 +78,8 @@ def plan(config: ModelConfig, run: Run, learner: Axes, rollout: Axes, device: De
   Raises SettingsError: what the run itself would refuse of its settings and its model, and rollouts that share the learner's
   devices but are laid out over another number of them.
   """
+  if run.lora.rank:
+    raise SettingsError(f'config.lora.rank = {run.lora.rank}: expected 0; runs that train adapters are not planned for yet')
   apart = run.devices.rollout != run.devices.learner
   if not apart and learner.devices != rollout.devices:
     raise SettingsError(

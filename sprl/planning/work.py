@@ -83,7 +83,7 @@ def speed(device: Device, axes: Axes, axis: str) -> float:
 
 
 def matrices(config: ModelConfig, axes: Axes) -> int:
-  """Weights of the layers' products that tensor parallelism leaves to a device and a token meets; of experts, those it is sent to."""
+  """Weights of the layers' products that tensor leaves to a device and a token meets; of experts, those that it is sent to."""
   held = shards(config, dataclasses.replace(axes, data=1, fsdp=1), jnp.float32)
   share = config.experts.chosen / config.experts.count if config.experts else 1.0
   leaves = jax.tree_util.tree_flatten_with_path(transformer.layers(held))[0]

@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float8e4m3fn, Float32
 
+from sprl.kernels.block_matmul import block_matmul
 from sprl.quant import fp8
+from sprl.settings import Kernels
 
 
 class Format(NamedTuple):
@@ -47,6 +49,7 @@ class BlockScaled:
   codes: Float8e4m3fn[Array, '*X N M']
   scale: Float32[Array, '*X R C']
   format: str = field(metadata={'static': True})
+  kernels: Kernels = field(default='auto', metadata={'static': True})  # what multiplies by it
 
   def dequantised(self, dtype=jnp.float32) -> Float[Array, '*X N M']:
     """The codes times their scales."""
@@ -86,24 +89,13 @@ def fake_groups(x: Float[Array, '*B M'], format: str) -> Float[Array, '*B M']:
 def block_dot(x: Float[Array, '*B M'], w: BlockScaled) -> Float[Array, '*B N']:
   """x @ w^T of quantised x and w in x's dtype: y[i, n] = sum_k (sum_m x8[i, m] w8[n, m], m in block k) sx[i, k] sw[n, k].
 
-  Summed in float32 throughout. The definition, on any device; a kernel of FP8 products is to agree with it.
+  Summed in float32: by a kernel of FP8 products where one can run, else group by group in bfloat16, which holds e4m3 exactly.
   """
   rows, _, group, _ = FORMATS[w.format]
   N, M = w.codes.shape
   codes, scale = quantise_groups(x.reshape(-1, M), w.format)
-
-  def blocks(codes):  # [R, M] -> [K, R, group]
-    exact = codes.astype(jnp.bfloat16)  # e4m3 fits into bfloat16, which every device multiplies
-    return jnp.pad(exact, ((0, 0), (0, -M % group))).reshape(len(codes), -1, group).swapaxes(0, 1)
-
-  def add(y, block):
-    x8, w8, sx, sw = block
-    inner = jax.lax.dot_general(x8, w8, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-    return y + inner * sx[:, None] * sw, None
-
-  scale_w = jnp.repeat(w.scale, rows, 0)[:N]
-  y, _ = jax.lax.scan(add, jnp.zeros((len(codes), N)), (blocks(codes), blocks(w.codes), scale.T, scale_w.T))
-  return y.astype(x.dtype).reshape(*x.shape[:-1], N)
+  y = block_matmul(codes, scale, w.codes, w.scale, rows, group, x.dtype, w.kernels)
+  return y.reshape(*x.shape[:-1], N)
 
 
 def _quantise(x, rows, columns, pow2):

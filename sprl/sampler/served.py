@@ -5,6 +5,7 @@ quantiser cannot get wrong by construction (stale layouts, unset buffers) is che
 """
 
 import re
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,10 +15,11 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from sprl.cache.scales import Scales
+from sprl.kernels.platform import can_run
 from sprl.models.transformer import Params, head_weight
 from sprl.quant.block import BlockScaled, Emulated, quantise
 from sprl.quant.dot import LowRank, dot, plain
-from sprl.settings import LINEARS, UNQUANTISED, Quant, SettingsError
+from sprl.settings import LINEARS, UNQUANTISED, Kernels, Quant, SettingsError
 
 LINEAR = re.compile(
   rf"\['layers'\]\[(\d+)\]\['(?:attention|mlp)'\](?:\['(experts|shared)'\])?\['({'|'.join(LINEARS)})'\]\['kernel'\]"
@@ -55,13 +57,15 @@ def quantised_linears(params: Params, quant: Quant) -> list[str]:
   return [jax.tree_util.keystr(path) for path, _ in _leaves(params) if _is_quantised(path, params, quant)]
 
 
-@partial(jax.jit, static_argnames=('dtype', 'quant'))
-def serve(params: Params, dtype, quant: Quant = UNQUANTISED) -> Served:
+@partial(jax.jit, static_argnames=('dtype', 'quant', 'kernels'))
+def serve(params: Params, dtype, quant: Quant = UNQUANTISED, kernels: Kernels = 'auto') -> Served:
   """The weights in `dtype`, linears in FP8 where `quant` says so; leaves already in `dtype` are shared, not copied.
 
   What is trained beside a frozen weight is added to it, in float32, and rounded once.
-  Blockwise arithmetic keeps codes and scales; emulation keeps their products, which it need not make again for every token.
+  Blockwise arithmetic keeps codes and scales, and `kernels` says what multiplies them; emulation keeps their products, which it
+  need not make again for every token.
   """
+  blockwise = quant.arithmetic == 'blockwise' or (quant.arithmetic == 'auto' and can_run(kernels))
   middle = _depth(params) // 2
   probe = {}
 
@@ -69,11 +73,11 @@ def serve(params: Params, dtype, quant: Quant = UNQUANTISED) -> Served:
     w = plain(w)
     if not _is_quantised(path, params, quant):
       return w.astype(dtype)
-    scaled = quantise(w, quant.format)
+    scaled = replace(quantise(w, quant.format), kernels=kernels)
     layer, name = _named(path)
     if layer == middle:
       probe[name] = scaled.codes
-    return scaled if quant.arithmetic == 'blockwise' else scaled.emulated(dtype)
+    return scaled if blockwise else scaled.emulated(dtype)
 
   served = jax.tree_util.tree_map_with_path(leaf, params, is_leaf=_is_weight)
   return Served(served, probe=probe or None)
@@ -107,7 +111,7 @@ def self_check(params: Params, served: Served, dtype, quant: Quant) -> list[str]
     for path, w in _leaves(served.params)
     if isinstance(w, jax.Array) and w.dtype != dtype
   ]
-  finite, error = jax.device_get(_measured(params, served, min(declared, default=None)))
+  finite, error = jax.device_get(_measured(params, served, min(declared, default=None), jnp.dtype(dtype)))
   if not finite:
     wrong.append('a served weight is not finite')
   if not error <= MAX_PRODUCT_ERROR:
@@ -115,8 +119,8 @@ def self_check(params: Params, served: Served, dtype, quant: Quant) -> list[str]
   return wrong
 
 
-@partial(jax.jit, static_argnames='name')
-def _measured(params, served, name):
+@partial(jax.jit, static_argnames=('name', 'dtype'))
+def _measured(params, served, name, dtype):
   """Whether every served number is finite, and the relative error of one quantised product on fixed random inputs."""
   finite = jnp.array([jnp.all(jnp.isfinite(x.astype(jnp.float32))) for x in jax.tree.leaves(served.params)]).all()
   if name is None:
@@ -125,8 +129,8 @@ def _measured(params, served, name):
   w = plain(w)
   if w.ndim > 2:
     w, q = jax.tree.map(lambda of_experts: of_experts[0], (w, q))
-  x = jax.random.normal(jax.random.key(0), (16, w.shape[1]), jnp.float32)
-  meant, got = x @ w.astype(jnp.float32).T, dot(x, q)
+  x = jax.random.normal(jax.random.key(0), (16, w.shape[1]))
+  meant, got = x @ w.astype(jnp.float32).T, dot(x.astype(dtype), q).astype(jnp.float32)  # as the sampler multiplies
   return finite, jnp.linalg.norm(got - meant) / jnp.maximum(jnp.linalg.norm(meant), 1e-30)
 
 

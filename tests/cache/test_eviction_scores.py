@@ -1,6 +1,7 @@
 """Every scoring method against its loops, and what the spec says that each of them keeps."""
 
 import functools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -118,7 +119,7 @@ def test_gkv_has_no_history_for_its_window():
 
 def test_gkv_without_history_or_decay_has_only_the_present():
   view = random_view(SHAPES[0])
-  new = view._replace(carried=np.full_like(view.carried, -1))
+  new = replace(view, carried=np.full_like(view.carried, -1))
   present = scored(new, Cache(method='gkv', window=8))
   forgotten = scored(view, Cache(method='gkv', window=8, decay=0.0))
   jax.tree.map(np.testing.assert_array_equal, present, forgotten)
@@ -140,14 +141,17 @@ def test_empty_slots_have_no_influence(cache):
   B, K, S, _ = view.k.shape
   usual = scored(view, cache)
   garbage = np.where(np.arange(S) < view.n[:, None], 0, 1e6).astype(np.float32)[:, None]
-  compare(usual, scored(view._replace(k=view.k + garbage[..., None], carried=view.carried + garbage), cache), view.n)
+  compare(usual, scored(replace(view, k=view.k + garbage[..., None], carried=view.carried + garbage), cache), view.n)
 
   # More slots, whose keys are all the same and thus near-duplicates of each other and of the last key.
   def longer(x, fill):
     return np.concatenate([x, np.broadcast_to(fill, (B, K, 25, *x.shape[3:]))], axis=2)
 
-  more = view._replace(
-    k=longer(view.k, view.k[:, :, -1:]), position=longer(view.position, np.int32(-1)), carried=longer(view.carried, np.float32(9))
+  more = replace(
+    view,
+    k=longer(view.k, view.k[:, :, -1:]),
+    position=longer(view.position, np.int32(-1)),
+    carried=longer(view.carried, np.float32(9)),
   )
   compare(usual, scored(more, cache), view.n)
 
@@ -157,14 +161,14 @@ def test_a_row_is_scored_as_if_alone(cache):
   view, cache = random_view(SHAPES[0]), with_window(cache, 8)
   together = scored(view, cache)
   for b in range(len(view.n)):
-    alone = METHODS[cache.method].score(View(*(jnp.asarray(x[b]) for x in view)), cache)
+    alone = METHODS[cache.method].score(jax.tree.map(lambda x, b=b: jnp.asarray(x[b]), view), cache)
     compare([x[None] for x in alone], [x[b : b + 1] for x in together], view.n[b : b + 1])
 
 
 @pytest.mark.parametrize('method', METHODS)
 def test_the_order_of_the_queries_does_not_matter(method):
   view, cache = random_view(SHAPES[0]), Cache(method=method, window=8)
-  turned = view._replace(q=np.roll(view.q, 3, axis=3), q_position=np.roll(view.q_position, 3, axis=1))
+  turned = replace(view, q=np.roll(view.q, 3, axis=3), q_position=np.roll(view.q_position, 3, axis=1))
   compare(scored(view, cache), scored(turned, cache), view.n)
 
 
@@ -172,7 +176,7 @@ def test_the_order_of_the_queries_does_not_matter(method):
 def test_a_row_too_short_to_choose_from_is_scored_without_nan(method):
   view = random_view(SHAPES[0])
   for n in (0, 1, 7, 8):
-    result = scored(view._replace(n=np.full_like(view.n, n)), Cache(method=method, window=8))
+    result = scored(replace(view, n=np.full_like(view.n, n)), Cache(method=method, window=8))
     assert not any(np.any(np.isnan(x)) for x in result)
 
 

@@ -24,6 +24,15 @@ def test_accelerators_multiply_bfloat16(monkeypatch):
   assert platform.native_bfloat16()
 
 
+@pytest.mark.parametrize(
+  ('kernels', 'hopper', 'expected'),
+  [('auto', True, True), ('auto', False, False), ('reference', True, False), ('mosaic_gpu', False, True)],
+)
+def test_where_kernels_run(monkeypatch, kernels, hopper, expected):
+  monkeypatch.setattr(platform, 'hopper', lambda: hopper)
+  assert platform.can_run(kernels) is expected
+
+
 @pytest.mark.parametrize(('flags', 'native'), [('avx2 fma', False), ('avx2 amx_bf16', True), ('avx512_bf16 avx2', True)])
 def test_a_cpu_is_asked_for_its_flags(monkeypatch, tmp_path, flags, native):
   cpuinfo = tmp_path / 'cpuinfo'

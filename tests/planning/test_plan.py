@@ -20,7 +20,7 @@ from sprl.planning.layout import Axes, heads, size
 from sprl.planning.plan import kinds, plan
 from sprl.sampler.cache_plan import cache_plan
 from sprl.sampler.served import serve
-from sprl.settings import Cache, Loss, Model, Optimizer, Packing, Quant, Rollout, Run, Sampling, SettingsError
+from sprl.settings import Cache, Lora, Loss, Model, Optimizer, Packing, Quant, Rollout, Run, Sampling, SettingsError
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / 'benchmarks' / 'models'
@@ -274,3 +274,8 @@ def test_the_command_refuses_in_one_line():
   assert done.returncode == 2
   assert done.stderr.count('\n') == 1
   assert '--mesh=fsdp=eight' in done.stderr
+
+
+def test_adapters_are_not_planned_for():
+  with pytest.raises(SettingsError, match=r'config\.lora\.rank = 8: expected 0'):
+    plan(FEW, dataclasses.replace(RUN, lora=Lora(rank=8)), Axes(), Axes(), device('h200'))

@@ -1,11 +1,15 @@
 """Weights as served: what is FP8 and what is not, and that a broken sync does not go unnoticed."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import small
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from sprl.kernels import hopper_block_matmul as hopper
 from sprl.models import transformer
 from sprl.models.memory import CausalMemory
 from sprl.models.moe import gates, mixture, probabilities
@@ -107,6 +111,21 @@ def test_blockwise_and_emulated_weights_give_the_same_hidden_states(params):
   assert np.linalg.norm(blockwise - plain) / np.linalg.norm(plain) > 0.01  # it is FP8
   # an activation that rounds to the other of two codes moves a product by an FP8 step, so not to the last digit
   assert np.linalg.norm(blockwise - emulated) / np.linalg.norm(plain) < 0.01
+
+
+@pytest.mark.parametrize(('kernels', 'kind'), [('mosaic_gpu', BlockScaled), ('auto', Emulated)])
+def test_codes_are_kept_where_a_kernel_multiplies_them(params, kernels, kind):
+  w = serve(params, FLOAT32, Quant(sampler='w8a8'), kernels).params['layers'][0]['mlp']['down']['kernel']
+  assert isinstance(w, kind)
+  assert getattr(w, 'kernels', 'auto') == kernels
+
+
+def test_a_forced_kernel_passes_the_self_check(monkeypatch):
+  monkeypatch.setattr(hopper, 'block_matmul', partial(hopper.block_matmul, interpret=plgpu.InterpretGPUParams()))
+  _, params = small.model('qwen2', num_hidden_layers=1)
+  quant = Quant(sampler='w8a8', skip_names=('q', 'k', 'v', 'o', 'gate', 'up'))
+  served = serve(params, jnp.dtype(jnp.bfloat16), quant, 'mosaic_gpu')
+  assert self_check(params, served, jnp.dtype(jnp.bfloat16), quant) == []
 
 
 def test_the_self_check_is_content_with_what_serve_makes(params):

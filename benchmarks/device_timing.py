@@ -1,0 +1,78 @@
+"""Seconds of calls on a device, and what the device can do at best.
+
+A call is timed inside one program that makes it on several inputs, together larger than any cache, so that neither Python nor a
+warm cache is measured; the program is run several times back to back, and the median of such runs counts.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+# Bytes that a program reads and writes, a millisecond's worth: more than any cache holds, and longer than a launch.
+WORK = 4 * 2**30
+
+
+class Ceilings(NamedTuple):
+  """What the device does at best."""
+
+  copy: float  # bytes a second, read and written ones both counted
+  bf16: float  # FLOP a second of a large matrix product
+  fp8: float | None  # the same of e4m3; None where that cannot be had
+
+
+def seconds(
+  call: Callable,
+  make: Callable[[jax.Array], Sequence[Any]],
+  moving: int = 0,
+  runs: int = 5,
+  launches: int = 5,
+  inputs: int = 48,
+) -> float:
+  """Median seconds of call(*make(key)), over up to `inputs` keys. The first `moving` arguments it may reuse, and must return."""
+  shapes = jax.eval_shape(make, jax.random.key(0))
+  size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((shapes, jax.eval_shape(call, *shapes))))
+  count = max(2, min(inputs, WORK // size))
+  made = jax.jit(make)
+  arguments = [tuple(made(key)) for key in jax.random.split(jax.random.key(1), count)]
+  movers, fixed = [each[:moving] for each in arguments], [each[moving:] for each in arguments]
+  del arguments
+  one = jax.jit(call)  # lowered once, however often it is called
+
+  def program(movers, fixed):
+    return [one(*m, *f) for m, f in zip(movers, fixed)]
+
+  run = jax.jit(program, donate_argnums=(0,) if moving else ())
+  times = []
+  for repeat in range(runs + 1):
+    start = time.perf_counter()
+    for _ in range(launches):
+      out = run(movers, fixed)
+      movers = out if moving else movers
+    jax.block_until_ready(out)
+    if repeat:  # the first compiles
+      times.append((time.perf_counter() - start) / (launches * count))
+  return statistics.median(times)
+
+
+def ceilings(rehearse: bool) -> Ceilings:
+  """Measured: a copy, and square matrix products of random numbers."""
+  size, side = (2**20, 64) if rehearse else (2**30, 8192)
+
+  def square(dtype):
+    return lambda key: [jax.random.normal(k, (side, side)).astype(dtype) for k in jax.random.split(key)]
+
+  def product(out):
+    return lambda a, b: jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=out)
+
+  copied = seconds(lambda x: x + jnp.uint8(1), lambda key: (jax.random.bits(key, (size,), jnp.uint8),))
+  bf16 = seconds(product(jnp.bfloat16), square(jnp.bfloat16))
+  try:
+    fp8 = 2 * side**3 / seconds(product(jnp.bfloat16), square(jnp.float8_e4m3fn))
+  except Exception as error:  # whatever a library says that has no such product
+    print(f'no FP8 matrix rate: {type(error).__name__}', flush=True)
+    fp8 = None
+  return Ceilings(2 * size / copied, 2 * side**3 / bf16, fp8)

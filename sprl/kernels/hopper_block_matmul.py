@@ -1,0 +1,248 @@
+"""Block-scaled FP8 matrix products for NVIDIA Hopper, in Pallas Mosaic GPU.
+
+y[m, n] = sum over blocks k of 128 features: (x8[m, k] . w8[n, k]) sx[m, k] sw[n / 128, k]. The tensor core sums e4m3 products
+with fewer bits than float32 has, so each block's partial product starts from zero, and is added up, times its scales:
+
+    partial [64, C] = w8 [64, 128] @ x8 [C, 128]^T     weights are the 64 rows of a product, so that few tokens waste none
+    sum    += partial * (sx [C] * sw)                  one number of sw for all of them
+    y [C, 64] = sum^T                                  through shared memory, to be written in whole lines
+
+Few tokens (`narrow`): the weights' bytes are the cost. Many small programs of one warpgroup, each with a ring of stages that the
+copy engine fills; where the weights have too few rows to occupy the device, the blocks of a tile are split between programs, and
+XLA adds their float32 parts. Many tokens (`wide`): the matrix rate is the cost. A program a multiprocessor walks through tiles;
+one of its warpgroups does nothing but copy, ahead of the two that multiply, across the end of a tile too.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, BFloat16, Float8e4m3fn, Float32
+
+BLOCK = 128  # features that share a scale: a stage's depth, and the rows of a weight's block
+ROWS = 64  # of a tensor core product
+LINE = 32  # numbers of 4 bytes: the copy engine moves 128 bytes at the least
+MULTIPROCESSORS = 132
+NARROW = 128  # tokens up to which the narrow layout is taken
+SHARED = (227 * 1024, 113 * 1024, 75 * 1024)  # bytes of shared memory for a program where a multiprocessor holds one, two, three
+OVERHEAD = 1024  # bytes of it for barriers and alignment
+STAGES = 8  # at most
+PATCH = 16  # tiles of tokens
+PART = 4  # blocks that a split has at least
+
+MATRIX = plgpu.Layout.WGMMA
+TRANSPOSED = plgpu.Layout.WGMMA_TRANSPOSED
+Shape = jax.ShapeDtypeStruct
+
+
+@dataclass(frozen=True)
+class Launch:
+  """How the kernel is laid out for a shape."""
+
+  warpgroups: int  # that multiply; where there are two, a third copies
+  products: int  # of 64 rows of weights that each of them does a stage
+  tokens: int  # of a tile
+  stages: int
+  tiles: tuple[int, int, int]  # along the weights' rows, the tokens and (splits) the blocks
+  depth: int  # blocks that a tile sums up
+  programs: int
+
+  @property
+  def rows(self) -> int:
+    """Weights' rows of a tile."""
+    return self.warpgroups * self.products * ROWS
+
+  @property
+  def splits(self) -> int:
+    """Programs that share a sum."""
+    return self.tiles[2]
+
+
+def obstacle(w: Array | Shape, dtype: Any, rows: int, group: int) -> str | None:
+  """Why the kernel cannot take these weights, of which only the shape is looked at, or make such a product; None where it can."""
+  if (rows, group) != (BLOCK, BLOCK):
+    return f'scales are shared by {rows} rows of {group} features, not by {BLOCK} of {BLOCK}'
+  if dtype != jnp.bfloat16:
+    return f'the product is {jnp.dtype(dtype)}, not bfloat16'
+  N, K = w.shape
+  if K % 16 or N % 8:
+    return f'weights are [{N}, {K}]: not multiples of 8 and 16'
+  return None
+
+
+def launch(M: int, N: int, K: int) -> Launch:
+  """The layout for M tokens and weights [N, K]."""
+  narrow = M <= NARROW
+  tokens = min(64, _up(M, 8)) if narrow else 128
+  warpgroups, products = (1, 2 if tokens > 16 else 1) if narrow else (2, 2)
+  rows = warpgroups * products * ROWS
+  across, along, blocks = -(-N // rows), -(-M // tokens), -(-K // BLOCK)
+  depth = -(-blocks // max(1, min(MULTIPROCESSORS // (across * along), blocks // PART)))
+  splits = -(-blocks // depth)
+  tiles = across * along * splits
+  resident = min(len(SHARED), -(-tiles // MULTIPROCESSORS)) if narrow else 1
+  stage = (rows + tokens) * BLOCK + 4 * _up(tokens, LINE)
+  room = SHARED[resident - 1] - OVERHEAD - (2 * warpgroups * tokens * ROWS if splits == 1 else 0)
+  programs = tiles if narrow else min(tiles, MULTIPROCESSORS)
+  return Launch(warpgroups, products, tokens, min(STAGES, room // stage), (across, along, splits), depth, programs)
+
+
+def block_matmul(
+  x: Float8e4m3fn[Array, 'M K'],
+  x_scale: Float32[Array, 'M C'],
+  w: Float8e4m3fn[Array, 'N K'],
+  w_scale: Float32[Array, 'R C'],
+  interpret: Any = None,
+) -> BFloat16[Array, 'M N']:
+  """x @ w^T; see the reference. `interpret`: plgpu.InterpretGPUParams() runs it on a CPU."""
+  (M, K), N = x.shape, w.shape[0]
+  plan = launch(M, N, K)
+  across, along, splits = plan.tiles
+  # Tokens' scales block by block: a stage's are consecutive. The copy engine wants rows of a multiple of 16 bytes.
+  sx = jnp.pad(x_scale.T, ((0, 0), (0, -M % 4)))
+  scratch = {
+    'w_s': _tiled((plan.stages, plan.rows, BLOCK), w.dtype),
+    'x_s': _tiled((plan.stages, plan.tokens, BLOCK), x.dtype),
+    'scale_s': plgpu.SMEM((plan.stages, _up(plan.tokens, LINE)), jnp.float32),
+    'y_s': _tiled((plan.warpgroups, plan.tokens, ROWS), jnp.bfloat16) if splits == 1 else None,
+    'came': plgpu.Barrier(num_arrivals=3, num_barriers=plan.stages),
+    'free': plgpu.Barrier(num_arrivals=plan.warpgroups, num_barriers=plan.stages),
+  }
+  parts = jax.ShapeDtypeStruct((splits, across * plan.rows, along * plan.tokens), jnp.float32)
+
+  def hopper_block_matmul(*refs, **scratch):  # by this name profiles know the program
+    _program(*refs, **scratch, plan=plan)
+
+  y = plgpu.kernel(
+    hopper_block_matmul,
+    out_type=jax.ShapeDtypeStruct((M, N), jnp.bfloat16) if splits == 1 else parts,
+    scratch_types=scratch,
+    grid=(plan.programs,),
+    grid_names=('program',),
+    num_threads=plan.warpgroups + (plan.warpgroups > 1),
+    thread_name='warpgroup',
+    compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
+    interpret=interpret,
+  )(x, sx, w, w_scale)
+  return y if splits == 1 else jnp.sum(y, axis=0)[:N, :M].T.astype(jnp.bfloat16)
+
+
+def _program(
+  x_ref,  # [M, K]
+  sx_ref,  # [C, M up to 4 n]
+  w_ref,  # [N, K]
+  sw_ref,  # [R, C]
+  y_ref,  # [M, N]; where sums are split [splits, N up to tiles, M up to tiles], float32
+  *,
+  w_s,
+  x_s,
+  scale_s,
+  y_s,
+  came,
+  free,
+  plan: Launch,
+):
+  program, warpgroup = lax.axis_index('program'), lax.axis_index('warpgroup')
+  across, along, splits = plan.tiles
+  stages, depth, apart = jnp.int32(plan.stages), jnp.int32(plan.depth), plan.warpgroups > 1
+  count = lax.div(across * along * splits - program + (plan.programs - 1), jnp.int32(plan.programs))  # of this program's tiles
+  steps = count * depth
+
+  def start(i):
+    """Where tile i of this program begins: its weights' rows, its tokens, its blocks."""
+    tile = program + i * plan.programs
+    # Programs that run side by side work on a patch of tiles, of few weights and few tokens, which stay in the L2 cache.
+    token, row = plgpu.planar_snake(lax.rem(tile, jnp.int32(across * along)), (along, across), 0, PATCH)
+    return row * plan.rows, token * plan.tokens, lax.div(tile, jnp.int32(across * along)) * depth
+
+  def fetch(step):
+    row, token, block = start(lax.div(step, depth))
+    block, stage = block + lax.rem(step, depth), lax.rem(step, stages)
+    features = pl.ds(block * BLOCK, BLOCK)
+    plgpu.copy_gmem_to_smem(w_ref.at[pl.ds(row, plan.rows), features], w_s.at[stage], came.at[stage])
+    plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(token, plan.tokens), features], x_s.at[stage], came.at[stage])
+    plgpu.copy_gmem_to_smem(sx_ref.at[block, pl.ds(token, scale_s.shape[1])], scale_s.at[stage], came.at[stage])
+
+  def copy():
+    def step(j, _):
+      pl.when(j >= stages)(lambda: plgpu.barrier_wait(free.at[lax.rem(j, stages)]))
+      fetch(j)
+
+    plgpu.set_max_registers(40, action='decrease')
+    lax.fori_loop(0, steps, step, None)
+    lax.fori_loop(
+      lax.max(jnp.int32(0), steps - stages), steps, lambda j, _: plgpu.barrier_wait(free.at[lax.rem(j, stages)]), None
+    )
+
+  def multiply():
+    if apart:
+      plgpu.set_max_registers(232, action='increase')
+    else:
+      lax.fori_loop(0, lax.min(steps, stages), lambda j, _: fetch(j), None)
+
+    def tile(i, _):
+      row, token, first = start(i)
+      ours = warpgroup * (plan.products * ROWS)  # this warpgroup's rows of the tile, which are of one block
+      # Codes beyond the last row and block are zeros, whatever multiplies them.
+      scales = lax.min(lax.div(row + ours, jnp.int32(BLOCK)), jnp.int32(sw_ref.shape[0] - 1))
+
+      def step(j, sums):
+        done = i * depth + j
+        stage = lax.rem(done, stages)
+        sw = sw_ref[scales, lax.min(first + j, jnp.int32(sw_ref.shape[1] - 1))]  # under way while the stage is waited for
+        plgpu.barrier_wait(came.at[stage])
+        scale = plgpu.load(scale_s.at[stage, pl.ds(0, plan.tokens)], layout=MATRIX.reduce(0)) * sw
+        new = []
+        for product, total in enumerate(sums):
+          part = _product((ROWS, plan.tokens), w_s.at[stage, pl.ds(ours + product * ROWS, ROWS)], x_s.at[stage].T)
+          new.append(total + part * lax.broadcast_in_dim(scale, part.shape, [1]))
+        plgpu.commit_smem()  # the scales' reading comes before the next copy's writing
+        if apart:
+          plgpu.barrier_arrive(free.at[stage])
+        else:
+          pl.when(done + stages < steps)(lambda: fetch(done + stages))
+        return tuple(new)
+
+      nothing = plgpu.layout_cast(jnp.zeros((ROWS, plan.tokens), jnp.float32), MATRIX)
+      for product, total in enumerate(lax.fori_loop(0, depth, step, (nothing,) * plan.products)):
+        rows, tokens = pl.ds(row + ours + product * ROWS, ROWS), pl.ds(token, plan.tokens)
+        if y_s is None:
+          y_ref[lax.div(first, depth), rows, tokens] = total
+        else:
+          plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+          y_s.at[warpgroup].T[...] = plgpu.layout_cast(total.astype(y_s.dtype), TRANSPOSED)
+          plgpu.commit_smem()
+          plgpu.copy_smem_to_gmem(y_s.at[warpgroup], y_ref.at[tokens, rows])
+
+    lax.fori_loop(0, count, tile, None)
+    plgpu.wait_smem_to_gmem(0)
+
+  if apart:
+    lax.cond(warpgroup == plan.warpgroups, copy, multiply)
+  else:
+    multiply()
+
+
+def _product(shape, a, b):
+  """a @ b in float32, of operands in shared memory."""
+
+  def multiply(acc):
+    plgpu.wgmma(acc, a, b)
+    return acc[...]
+
+  return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+
+
+def _tiled(shape, dtype):
+  """Shared memory in tiles of 8 rows of 128 bytes, swizzled, as copy engine and tensor core agree on."""
+  columns = 128 // jnp.dtype(dtype).itemsize
+  tiles = plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
+  return plgpu.SMEM(shape, dtype, transforms=tiles)
+
+
+def _up(n: int, multiple: int) -> int:
+  return -(-n // multiple) * multiple

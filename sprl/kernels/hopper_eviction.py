@@ -1,0 +1,222 @@
+"""What eviction does to a cache, for NVIDIA Hopper in Pallas Mosaic GPU: move what is kept, and compare keys with keys.
+
+`compact` moves the kept slots of a row to its front, where they lie. A thread owns a number's place in every slot of a row and kv
+head: it reads a group of kept slots and writes them where they belong, which is never behind what it has still to read.
+
+`similarity` compares 64 keys of a row and kv head with all of them, 64 at a time from a ring that the copy engine fills. Of a
+block of cosines only their sums and each key's newest near-duplicate leave the registers, so no [S, S] array exists anywhere.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int, Shaped
+
+THREADS = 128  # of a warpgroup
+GROUP = 32  # slots that are read before any is written
+BLOCK = 64  # keys of a tensor core product
+STAGES = 3
+
+MATRIX = plgpu.Layout.WGMMA
+PER_KEY = MATRIX.reduce(1)
+LANE = plgpu.LoweringSemantics.Lane
+Shape = jax.ShapeDtypeStruct
+
+
+def compaction_obstacle(k: Array | Shape, ordered: bool) -> str | None:
+  """Why `compact` cannot take such slots, of which only shape and dtype are looked at; None where it can."""
+  if not ordered:
+    return 'kept slots are not in the order of their positions'
+  if k.shape[-1] % THREADS:
+    return f'heads are {k.shape[-1]} wide, no multiple of {THREADS}'
+  return None
+
+
+def compact(
+  k: Shaped[Array, 'B K S D'],
+  v: Shaped[Array, 'B K S D'],
+  rows: Int[Array, ' R'],
+  keep: Int[Array, 'R K N'],
+  interpret: Any = None,
+) -> tuple[Shaped[Array, 'B K S D'], Shaped[Array, 'B K S D']]:
+  """k, v with slots keep[r] of row rows[r] on the slots 0..N-1; see the reference. keep[r, h] must ascend."""
+  (B, K, S, D), N = k.shape, keep.shape[-1]
+  slots = [jax.new_ref(x.reshape(B * K, S, D)) for x in (k, v)]
+
+  def hopper_compact(k_ref, v_ref, rows_ref, keep_ref):  # by this name profiles know the program
+    entry = lax.axis_index('entry')
+    row = rows_ref[lax.div(entry, jnp.int32(K))]
+
+    def move(ref):
+      place = row * K + lax.rem(entry, jnp.int32(K))
+
+      def group(i, _):
+        # Past the end the last slot is moved again: to where it is on its way to, from where it still is.
+        targets = [lax.min(i * GROUP + j, jnp.int32(N - 1)) for j in range(GROUP)]
+        layout = plgpu.Layout.WG_STRIDED((D,), vec_size=D // THREADS)
+        kept = [plgpu.load(ref.at[place, keep_ref[entry, target]], layout=layout) for target in targets]
+        for target, number in zip(targets, kept):
+          ref[place, target] = number
+
+      lax.fori_loop(0, -(-N // GROUP), group, None)
+
+    @pl.when(row < B)
+    def _():
+      lax.cond(lax.axis_index('store') == 0, lambda: move(k_ref), lambda: move(v_ref))
+
+  plgpu.kernel(
+    hopper_compact,
+    out_type=(),
+    grid=(rows.shape[0] * K, 2),
+    grid_names=('entry', 'store'),
+    # No thread reads what another writes, so they need not wait for each other between reading and writing.
+    compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, lowering_semantics=LANE),
+    interpret=interpret,
+  )(*slots, rows, keep.reshape(-1, N))
+  new_k, new_v = (jax.freeze(ref).reshape(k.shape) for ref in slots)
+  return new_k, new_v
+
+
+def similarity_obstacle(k: Array | Shape) -> str | None:
+  """Why `similarity` cannot take such keys, of which only shape and dtype are looked at; None where it can."""
+  D = k.shape[-1]
+  if k.dtype not in (jnp.bfloat16, jnp.float32):
+    return f'keys are {k.dtype}, neither bfloat16 nor float32'
+  if D % 64 or D > 256:
+    return f'heads are {D} wide, no multiple of 64 up to 256'
+  return None
+
+
+def similarity(
+  k: Float[Array, 'R K S D'],
+  n: Int[Array, ' R'],
+  threshold: float,
+  nearest_of_none: int,
+  interpret: Any = None,
+) -> Float[Array, 'R K S']:
+  """For each key the sum of its cosines with the other keys, less those that spare it; see the reference.
+
+  Products of bfloat16 keys are exact. Keys in float32 are taken as two bfloat16 numbers each, 16 bits together.
+  """
+  (R, K, S, D), padded = k.shape, -k.shape[2] % BLOCK
+  wide = k.astype(jnp.float32)
+  inverse = 1 / (jnp.sqrt(jnp.sum(wide * wide, axis=-1)) + 1e-8)
+  inverse = jnp.pad(inverse.reshape(R * K, S), ((0, 0), (0, padded)))
+  high = k.astype(jnp.bfloat16)
+  parts = [high] if k.dtype == jnp.bfloat16 else [high, (wide - high.astype(jnp.float32)).astype(jnp.bfloat16)]
+  P = len(parts)
+  scratch = {
+    'ours_s': [_tiled((BLOCK, D)) for _ in parts],
+    'theirs_s': [_tiled((STAGES, BLOCK, D)) for _ in parts],
+    'inverse_s': plgpu.SMEM((STAGES, BLOCK), jnp.float32),
+    'own_s': plgpu.SMEM((BLOCK,), jnp.float32),
+    'ours_came': plgpu.Barrier(num_arrivals=P + 1),
+    'theirs_came': plgpu.Barrier(num_arrivals=P + 1, num_barriers=STAGES),
+  }
+
+  def hopper_similarity(*refs, **scratch):
+    _compare(*refs, **scratch, kv_heads=K, threshold=threshold, nearest_of_none=nearest_of_none)
+
+  total, nearest, cosine = plgpu.kernel(
+    hopper_similarity,
+    out_type=[Shape((R * K, S + padded), jnp.float32)] * 3,
+    scratch_types=scratch,
+    grid=((S + padded) // BLOCK, R * K),
+    grid_names=('block', 'entry'),
+    compiler_params=plgpu.CompilerParams(lowering_semantics=LANE),
+    interpret=interpret,
+  )([x.reshape(R * K, S, D) for x in parts], inverse, n)
+  # What each key spares is taken off the sum of the key that it spares. -1 lies outside, as all do that stand for no key.
+  nearest = jnp.where(jnp.arange(S + padded) < jnp.repeat(n, K)[:, None], nearest, -1).astype(jnp.int32)
+  entry = jnp.arange(R * K)[:, None]
+  total = total.at[entry, jnp.where(nearest < 0, S + padded, nearest)].add(-cosine, mode='drop')
+  return total[:, :S].reshape(R, K, S)
+
+
+def _compare(
+  k_refs,  # P of [N, S, D], which add up to the keys
+  inverse_ref,  # [N, S up to BLOCK n]: 1 / length of each key
+  n_ref,  # [R]
+  total_ref,  # [N, S up to BLOCK n]
+  nearest_ref,  # as total_ref: the slot of the newest near-duplicate, -1 for none
+  cosine_ref,  # as total_ref: the cosine with it
+  *,
+  ours_s,
+  theirs_s,
+  inverse_s,
+  own_s,
+  ours_came,
+  theirs_came,
+  kv_heads,
+  threshold,
+  nearest_of_none,
+):
+  block, entry = lax.axis_index('block'), lax.axis_index('entry')
+  n = n_ref[lax.div(entry, jnp.int32(kv_heads))]
+  blocks = jnp.where(block * BLOCK < n, pl.cdiv(n, jnp.int32(BLOCK)), 0)
+  here = pl.ds(block * BLOCK, BLOCK)
+
+  def fetch(j):
+    stage, there = lax.rem(j, jnp.int32(STAGES)), pl.ds(j * BLOCK, BLOCK)
+    for k_ref, part_s in zip(k_refs, theirs_s):
+      plgpu.copy_gmem_to_smem(k_ref.at[entry, there], part_s.at[stage], theirs_came.at[stage])
+    plgpu.copy_gmem_to_smem(inverse_ref.at[entry, there], inverse_s.at[stage], theirs_came.at[stage])
+
+  for k_ref, part_s in zip(k_refs, ours_s):
+    plgpu.copy_gmem_to_smem(k_ref.at[entry, here], part_s, ours_came)
+  plgpu.copy_gmem_to_smem(inverse_ref.at[entry, here], own_s, ours_came)
+  lax.fori_loop(0, lax.min(blocks, jnp.int32(STAGES)), lambda j, _: fetch(j), None)
+  plgpu.barrier_wait(ours_came)
+  shape = (BLOCK, BLOCK)
+  slot = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=MATRIX) + block * BLOCK
+  length = _columns(plgpu.load(own_s, layout=PER_KEY), shape)
+
+  def step(j, carry):
+    total, nearest, found = carry
+    stage = lax.rem(j, jnp.int32(STAGES))
+    plgpu.barrier_wait(theirs_came.at[stage])
+    other = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=MATRIX) + j * BLOCK
+    lengths = lax.broadcast_in_dim(plgpu.load(inverse_s.at[stage], layout=MATRIX.reduce(0)), shape, [1])
+    cosine = _product(shape, ours_s, [part_s.at[stage] for part_s in theirs_s]) * length * lengths
+    pair = (other < n) & (other != slot)
+    cosine = jnp.where(pair, cosine, 0.0)
+    near = jnp.where(pair & ((cosine > threshold) | (other == nearest_of_none)), other, -1).astype(jnp.float32)
+    newest = jnp.max(near, axis=1)
+    theirs = jnp.sum(jnp.where(near == _columns(newest, shape), cosine, 0.0), axis=1)
+    any_ = newest >= 0.0
+    plgpu.commit_smem()  # the lengths' reading comes before the next copy's writing
+    pl.when(j + STAGES < blocks)(lambda: fetch(j + STAGES))
+    return total + jnp.sum(cosine, axis=1), jnp.where(any_, newest, nearest), jnp.where(any_, theirs, found)
+
+  def filled(value):
+    return plgpu.layout_cast(jnp.full((BLOCK,), value, jnp.float32), PER_KEY)
+
+  results = lax.fori_loop(0, blocks, step, (filled(0.0), filled(-1.0), filled(0.0)))
+  for ref, result in zip((total_ref, nearest_ref, cosine_ref), results):
+    ref[entry, here] = result
+
+
+def _product(shape, ours, theirs):
+  """The sum of the parts' products, in float32, without that of the two smallest."""
+
+  def multiply(acc):
+    plgpu.wgmma(acc, ours[0], theirs[0].T)
+    for a, b in ((0, 1), (1, 0)) if len(ours) > 1 else ():
+      plgpu.wgmma(acc, ours[a], theirs[b].T)
+    return acc[...]
+
+  return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+
+
+def _columns(per_key, shape):
+  return lax.broadcast_in_dim(per_key, shape, [0])
+
+
+def _tiled(shape):
+  """bfloat16 in shared memory in tiles of 8 rows of 128 bytes, swizzled, as copy engine and tensor core agree on."""
+  tiles = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
+  return plgpu.SMEM(shape, jnp.bfloat16, transforms=tiles)

@@ -1,0 +1,195 @@
+"""Compaction and the comparison of keys: reference and kernel against loops in float64, and the choice between them.
+
+The kernels run in Pallas's GPU interpreter, which raises on races. tests/kernels/test_compiled.py compiles them for the device.
+"""
+
+import dataclasses
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from sprl.cache.evict import compress
+from sprl.cache.layer import Layer
+from sprl.cache.plan import CachePlan
+from sprl.kernels import hopper_eviction as hopper
+from sprl.kernels.eviction import (
+  compact,
+  compact_cost,
+  compact_reference,
+  similarity,
+  similarity_cost,
+  similarity_reference,
+)
+from sprl.kernels.rope import Rope
+from sprl.settings import Cache, SettingsError
+
+BF16 = jnp.bfloat16
+RACES = plgpu.InterpretGPUParams(detect_races=True)
+COMPACT, SIMILARITY = partial(hopper.compact, interpret=RACES), partial(hopper.similarity, interpret=RACES)
+
+
+# --- compaction --------------------------------------------------------------------------------------------------------
+
+
+def slots(B, K, S, D, N, dtype, rows, ordered=True, seed=0):
+  """Arguments of compact: distinct slots of each row and kv head."""
+  rng = np.random.default_rng(seed)
+  k, v = (jnp.asarray(rng.integers(0, 200, (B, K, S, D)), dtype) for _ in range(2))
+  keep = np.stack([[rng.permutation(S)[:N] for _ in range(K)] for _ in rows])
+  return k, v, jnp.asarray(rows, jnp.int32), jnp.asarray(np.sort(keep, axis=-1) if ordered else keep, jnp.int32)
+
+
+def check_moved(found, arguments):
+  k, v, rows, keep = (np.asarray(x) for x in arguments)
+  for x, moved in zip((k, v), found):
+    expected = x.copy()
+    for r, h in np.ndindex(keep.shape[:2]):
+      if rows[r] < len(x):
+        expected[rows[r], h, : keep.shape[2]] = x[rows[r], h, keep[r, h]]
+    np.testing.assert_array_equal(np.asarray(moved), expected)
+
+
+@pytest.mark.parametrize('ordered', [True, False])
+def test_the_reference_moves_what_is_kept(ordered):
+  arguments = slots(4, 2, 12, 6, 7, BF16, [2, 0, 4, 4], ordered)
+  check_moved(compact_reference(*arguments), arguments)
+
+
+@pytest.mark.parametrize('dtype', [BF16, jnp.uint8])
+@pytest.mark.parametrize(('S', 'N', 'D'), [(70, 37, 256), (40, 40, 128), (9, 1, 128)])
+def test_the_kernel_moves_what_is_kept(dtype, S, N, D):
+  arguments = slots(3, 2, S, D, N, dtype, [2, 3, 0])
+  check_moved(COMPACT(*arguments), arguments)
+
+
+@given(st.integers(1, 80), st.data())
+@settings(max_examples=40, deadline=None, derandomize=True)
+@pytest.mark.slow
+def test_the_kernel_moves_any_slots(S, data):
+  N = data.draw(st.integers(1, S))
+  arguments = slots(2, 1, S, 128, N, BF16, data.draw(st.permutations([0, 1, 2])), seed=data.draw(st.integers(0, 99)))
+  check_moved(COMPACT(*arguments), arguments)
+
+
+# --- similarity --------------------------------------------------------------------------------------------------------
+
+
+def keys(R, K, S, D, n, dtype, seed=0):
+  """Keys of which many are near-duplicates of others; what lies behind a row's n is none of its keys."""
+  rng = np.random.default_rng(seed)
+  directions = rng.normal(size=(R, K, 5, D))
+  k = np.take_along_axis(directions, rng.integers(0, 5, (R, K, S, 1)), axis=2) + 0.9 * rng.normal(size=(R, K, S, D))
+  np.moveaxis(k, 1, 2)[np.arange(S) >= np.asarray(n)[:, None]] = 1e3
+  return jnp.asarray(k * rng.uniform(0.1, 9, (R, K, S, 1)), dtype), jnp.asarray(n, jnp.int32)
+
+
+def by_hand(k, n, threshold, nearest_of_none):
+  """float64, key by key, as R-KV writes it: rows spare columns."""
+  k = np.asarray(k, np.float64)
+  total = np.zeros(k.shape[:2])
+  for h in range(len(k)):
+    unit = k[h, :n] / np.linalg.norm(k[h, :n], axis=-1, keepdims=True)
+    cosine = unit @ unit.T
+    np.fill_diagonal(cosine, 0)
+    for i in range(n):
+      near = [j for j in range(n) if j != i and cosine[i, j] > threshold]
+      spared = max(near, default=nearest_of_none)
+      total[h, :n] += [0 if j == spared else cosine[i, j] for j in range(n)]
+  return total
+
+
+def check_compared(found, arguments, threshold, none, tolerance):
+  k, n = arguments
+  for r in range(len(k)):
+    expected = by_hand(k[r], int(n[r]), threshold, none)
+    np.testing.assert_allclose(found[r, :, : n[r]], expected[:, : n[r]], atol=tolerance)
+
+
+@pytest.mark.parametrize('none', [0, -1])
+def test_the_reference_compares_keys(none):
+  arguments = keys(3, 2, 23, 8, [23, 11, 1], jnp.float32)
+  found = jax.vmap(partial(similarity_reference, threshold=0.5, nearest_of_none=none))(*arguments)
+  check_compared(found, arguments, 0.5, none, 1e-5)
+
+
+@pytest.mark.parametrize('dtype', [BF16, jnp.float32])
+@pytest.mark.parametrize('none', [0, -1])
+def test_the_kernel_compares_keys(dtype, none):
+  arguments = keys(6, 1, 200, 64, [0, 1, 63, 64, 65, 200], dtype)
+  # Cosines of float32 keys are off by 2^-16 each, at most.
+  check_compared(SIMILARITY(*arguments, 0.5, none), arguments, 0.5, none, 2e-5 if dtype == BF16 else 200 * 2**-16)
+
+
+def test_more_blocks_than_the_ring_holds_and_several_heads():
+  arguments = keys(1, 2, 300, 128, [290], BF16)
+  check_compared(SIMILARITY(*arguments, 0.3, 0), arguments, 0.3, 0, 2e-5)
+
+
+# --- together ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('method', ['rkv', 'gkv'])
+def test_a_layer_is_compressed_as_with_the_references(monkeypatch, method):
+  monkeypatch.setattr(hopper, 'compact', COMPACT)
+  monkeypatch.setattr(hopper, 'similarity', SIMILARITY)
+  B, K, S, D = 3, 2, 64, 128
+  plan = CachePlan(
+    settings=Cache(budget=40, interval=24, window=4, method=method),
+    layers=1,
+    kv_heads=K,
+    heads=2 * K,
+    head_dim=D,
+    rope=Rope(),
+    prompt=40,
+    positions=200,
+    dtype=jnp.dtype(BF16),
+    storage=jnp.dtype(BF16),
+  )
+  rng = np.random.default_rng(0)
+  layer = dataclasses.replace(
+    Layer.empty(plan, 0, B, S),
+    k=keys(B, K, S, D, [S] * B, BF16)[0],
+    v=jnp.asarray(rng.normal(size=(B, K, S, D)), BF16),
+    position=jnp.broadcast_to(jnp.arange(S), (B, K, S)),
+    queries=jnp.asarray(rng.normal(size=(B, 2 * K, 4, D)), BF16),
+  )
+  occupied, now = jnp.array([64, 50, 64]), jnp.array([63, 49, 63])
+
+  def compressed(kernels):
+    due = jnp.array([True, True, False])
+    return compress(dataclasses.replace(plan, kernels=kernels), layer, due, occupied, now, now)[0]
+
+  found, expected = compressed('mosaic_gpu'), compressed('reference')
+  jax.tree.map(np.testing.assert_array_equal, (found.k, found.v, found.position), (expected.k, expected.v, expected.position))
+  np.testing.assert_array_equal(found.k[2], layer.k[2])
+
+
+def test_costs_by_hand():
+  # 2 rows, 3 heads: 5 slots of 8 numbers of 2 bytes, of keys and of values, read and written; their indices
+  assert compact_cost(2, 3, 5, 8, BF16) == (2 * 2 * 2 * 3 * 5 * 8 * 2 + 2 * 3 * 5 * 4, 0)
+  assert similarity_cost(2, 3, 5, 8) == (2 * 3 * 5 * (8 * 2 + 4), 2 * 2 * 3 * 5 * 5 * 8)
+
+
+@pytest.mark.parametrize(('D', 'ordered', 'reason'), [(128, True, None), (64, True, '64 wide'), (128, False, 'not in the order')])
+def test_a_forced_compaction_computes_or_refuses(monkeypatch, D, ordered, reason):
+  monkeypatch.setattr(hopper, 'compact', lambda k, v, rows, keep: (v, k))
+  k, v, rows, keep = slots(1, 1, 4, D, 2, BF16, [0])
+  run = partial(compact, k, v, rows, keep, ordered, 'mosaic_gpu')
+  if reason is None:
+    np.testing.assert_array_equal(run()[0], v)
+  else:
+    with pytest.raises(SettingsError, match=f"config.model.kernels = 'mosaic_gpu'.*compaction.*{reason}"):
+      run()
+
+
+@pytest.mark.parametrize(('D', 'dtype', 'reason'), [(96, BF16, '96 wide'), (64, jnp.float16, 'keys are float16')])
+def test_a_forced_comparison_that_cannot_run_is_refused(D, dtype, reason):
+  k, n = keys(1, 1, 8, D, [8], dtype)
+  with pytest.raises(SettingsError, match=f"config.model.kernels = 'mosaic_gpu'.*similarity of keys.*{reason}"):
+    similarity(k[0], n[0], 0.5, 0, 'mosaic_gpu')
