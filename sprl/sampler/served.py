@@ -5,16 +5,21 @@ quantiser cannot get wrong by construction (stale layouts, unset buffers) is che
 """
 
 import re
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from sprl.cache.scales import Scales
-from sprl.models.transformer import Params, head_weight
+from sprl.models.config import ModelConfig
+from sprl.models.transformer import Params, head_weight, logical_axes
+from sprl.parallel.rules import from_mesh, shard
+from sprl.quant import fp8
 from sprl.quant.block import BlockScaled, Emulated, quantise
 from sprl.quant.dot import dot
 from sprl.settings import LINEARS, UNQUANTISED, Quant, SettingsError
@@ -55,25 +60,47 @@ def quantised_linears(params: Params, quant: Quant) -> list[str]:
   return [jax.tree_util.keystr(path) for path, _ in _leaves(params) if _is_quantised(path, params, quant)]
 
 
-@partial(jax.jit, static_argnames=('dtype', 'quant'))
-def serve(params: Params, dtype, quant: Quant = UNQUANTISED) -> Served:
+@partial(jax.jit, static_argnames=('dtype', 'quant', 'config', 'held'))
+def serve(
+  params: Params, dtype, quant: Quant = UNQUANTISED, config: ModelConfig | None = None, held: Mesh | None = None
+) -> Served:
   """The weights in `dtype`, linears in FP8 where `quant` says so; leaves already in `dtype` are shared, not copied.
 
   Blockwise arithmetic keeps codes and scales; emulation keeps their products, which it need not make again for every token.
+  Given the model's config they are laid out for the mesh in use; `held` is the mesh that they lie on now, where that is another
+  of the same devices. They are cast first, so that what changes hands is no larger than what is served.
   """
   middle = _depth(params) // 2
   probe = {}
 
-  def leaf(path, w):
+  def leaf(path, w, names):
     if not _is_quantised(path, params, quant):
-      return w.astype(dtype)
+      return from_mesh(w.astype(dtype), held, *names)
     scaled = quantise(w, quant.format)
+    codes = fp8.from_bytes(from_mesh(fp8.to_bytes(scaled.codes), held, *names))
+    scaled = replace(scaled, codes=codes, scale=shard(scaled.scale, *[None] * scaled.scale.ndim))
     layer, name = _named(path)
     if layer == middle:
       probe[name] = scaled.codes
     return scaled if quant.arithmetic == 'blockwise' else scaled.emulated(dtype)
 
-  return Served(jax.tree_util.tree_map_with_path(leaf, params), probe=probe or None)
+  axes = jax.tree.map(lambda w: (None,) * w.ndim, params) if config is None else logical_axes(config)
+  return Served(jax.tree_util.tree_map_with_path(leaf, params, axes), probe=probe or None)
+
+
+def served_axes(served: Served, config: ModelConfig) -> Served:
+  """The names of the axes of the weights as served; scales are whole on every device."""
+
+  def leaf(w, names):
+    match w:
+      case BlockScaled():
+        return replace(w, codes=names, scale=(None,) * w.scale.ndim)
+      case Emulated():
+        return replace(w, values=names)
+    return names
+
+  params = jax.tree.map(leaf, served.params, logical_axes(config), is_leaf=_is_linear)
+  return Served(params, jax.tree.map(lambda x: (None,), served.scales))
 
 
 @jax.jit
@@ -127,7 +154,11 @@ def _measured(params, served, name):
 
 
 def _leaves(params) -> list[tuple[Any, Any]]:
-  return jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda w: isinstance(w, BlockScaled | Emulated))[0]
+  return jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_linear)[0]
+
+
+def _is_linear(w) -> bool:
+  return isinstance(w, BlockScaled | Emulated)
 
 
 def _named(path) -> tuple[int, str]:
