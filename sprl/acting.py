@@ -7,13 +7,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from sprl.cache.plan import CachePlan
 from sprl.io.metrics import mean_of
 from sprl.io.tokenizer import Tokenizer
-from sprl.parallel.mesh import divides
+from sprl.parallel.reshard import reshard
+from sprl.parallel.rules import shardings
 from sprl.policy import Policy
 from sprl.rollout import collect
 from sprl.rollout.codec import ChatCodec, PlainCodec
@@ -22,7 +22,7 @@ from sprl.rollout.lanes import Lanes
 from sprl.rollout.scheduler import WorkersLike
 from sprl.rollout.sources import Conversations, Problems, Source, prompts, seeds
 from sprl.sampler.engine import Engine
-from sprl.sampler.served import Served
+from sprl.sampler.served import Served, served_axes
 from sprl.sampler.slots import Slots, Usage
 from sprl.settings import Environment, Run, SettingsError, Task
 from sprl.tasks import graders, problems
@@ -147,22 +147,17 @@ def environment(settings: Environment, held_out: bool, salt: int) -> Any:
 
 @dataclass(frozen=True)
 class Placed:
-  """An engine and the devices it is on: `mesh` is None where they are the learner's."""
+  """An engine and the devices it is on: `mesh` is None where they have the weights as they are served."""
 
   engine: Engine
   mesh: Mesh | None
 
   def place(self, served: Served) -> Served:
-    """The weights on the engine's devices, laid out as on the learner's."""
+    """The weights on the engine's devices, laid out for them."""
     if self.mesh is None:
       return served
-    mesh = self.mesh
-
-    def there(x: jax.Array) -> NamedSharding:
-      spec = x.sharding.spec if isinstance(x.sharding, NamedSharding) else ()
-      return NamedSharding(mesh, PartitionSpec(*(axis if divides(mesh, axis, n) else None for axis, n in zip(spec, x.shape))))
-
-    return jax.device_put(served, jax.tree.map(there, served))
+    served = served._replace(probe=None)
+    return reshard(served, shardings(self.mesh, served_axes(served, self.engine.config), served))
 
   def open(self, served: Served, version: int) -> Slots:
     """The engine at work."""
@@ -186,7 +181,7 @@ def prefill(run: Run) -> int:
 def engines(run: Run, policy: Policy, plan: CachePlan) -> list[Placed]:
   """The engines that the settings ask for."""
   engine = policy.engine(run.sampling, plan, _rows_of_one(run), prefill(run), run.seed)
-  return [Placed(engine, mesh) for mesh in policy.engine_meshes]
+  return [Placed(engine, None if mesh is policy.serving else mesh) for mesh in policy.engine_meshes]
 
 
 def usage(slots: Sequence[Slots]) -> tuple[dict[str, float], float]:

@@ -9,7 +9,7 @@ from absl import app, flags
 from absl import logging as absl_logging
 
 from sprl.process import hold_little_memory
-from sprl.settings import Run, SettingsError, to_dict
+from sprl.settings import Run, SettingsError, no_such_setting, to_dict
 
 FREE = 'config.task.args', 'config.environment.args'  # settings whose keys only the data set, or the environment, knows
 
@@ -100,6 +100,7 @@ def _check_name(name: str) -> None:
     if where in FREE:
       return
     if not isinstance(section, dict) or key not in section:
-      has = f'{where} has {", ".join(sorted(section))}' if isinstance(section, dict) else f'{where} is one value'
-      raise SettingsError(f'{where}.{key}: no such setting; {has}')
+      if isinstance(section, dict):
+        raise SettingsError(no_such_setting(where, key, section))
+      raise SettingsError(f'{where}.{key}: no such setting; {where} is one value')
     section, where = section[key], f'{where}.{key}'

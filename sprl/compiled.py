@@ -31,8 +31,7 @@ class Check:
 
   def json(self) -> dict[str, Any]:
     """The same as plain numbers and names."""
-    collectives = [each._asdict() for each in self.compiled.collectives]
-    return dataclasses.asdict(self) | {'total': self.compiled.total, 'collectives': collectives}
+    return dataclasses.asdict(self) | {'total': self.compiled.total}
 
 
 def devices(name: str, count: int) -> list[Any]:
@@ -50,17 +49,21 @@ def devices(name: str, count: int) -> list[Any]:
   return aot.h200s(count)
 
 
-def mesh_of(axes: Axes, of: list[Any]) -> Mesh:
+def mesh_of(config: ModelConfig, axes: Axes, of: list[Any]) -> Mesh:
   """The mesh of these devices."""
-  sizes = settings.Mesh(axes.data, axes.fsdp, axes.tensor)
-  return make_mesh(sizes, of)
+  sizes = settings.Mesh(data=axes.data, fsdp=axes.fsdp, tensor=axes.tensor, expert=axes.expert)
+  return make_mesh(sizes, of, (config.num_heads, config.num_kv_heads))
 
 
 def check_update(config: ModelConfig, run: Run, planned: Plan) -> Check:
   """The update compiled. A reference model takes part in scoring, not in it."""
   of = devices(planned.device.name, planned.learner.devices)
-  jitted, arguments = programs.update(config, run, planned.shape, mesh_of(planned.learner, of))
-  return Check('update', planned.update.total - planned.update.reference, aot.compile_for(jitted, *arguments))
+  program = programs.update(config, run, planned.shape, mesh_of(config, planned.learner, of))
+  return Check(
+    'update',
+    planned.update.total - planned.update.reference,
+    aot.compile_for(program.jitted, *program.arguments, **program.static),
+  )
 
 
 def check_decode(config: ModelConfig, run: Run, planned: Plan, kind: Kind) -> Check:
@@ -68,22 +71,38 @@ def check_decode(config: ModelConfig, run: Run, planned: Plan, kind: Kind) -> Ch
   of, axes = devices(planned.device.name, planned.rollout.devices), planned.rollout
   name, cache, quant = next(each for each in kinds(run) if each[0] == kind.name)
   memory_plan = memory.memory_plan(config, run, cache, quant)
-  jitted, arguments = programs.decoding(config, run, memory_plan, quant, kind.rows * axes.rows, mesh_of(axes, of))
+  program = programs.decoding(config, run, memory_plan, quant, kind.rows * axes.rows, mesh_of(config, axes, of))
   held = kind.memory
-  return Check(f'decode, {name}', held.total(kind.rows, False) - held.prefill, aot.compile_for(jitted, *arguments))
+  return Check(
+    f'decode, {name}',
+    held.total(kind.rows, False) - held.prefill,
+    aot.compile_for(program.jitted, *program.arguments, **program.static),
+  )
 
 
 def page(checks: Sequence[Check]) -> str:
   """What XLA made of the plan's programs, as text."""
-  head = ['GiB of each device', 'planned', 'compiled', 'arguments', 'temporary', 'planned / compiled', 'collectives (MiB)']
+  head = ['GiB of each device', 'planned', 'compiled', 'arguments', 'temporary', 'planned / compiled']
   rows = [
     [
       each.name, f'{each.planned / GIB:.2f}', f'{each.compiled.total / GIB:.2f}', f'{each.compiled.arguments / GIB:.2f}',
       f'{each.compiled.temporary / GIB:.2f}', f'{each.planned / each.compiled.total:.2f}',
-      ', '.join(f'{c.count} {c.kind} ({c.bytes / MIB:.0f})' for c in each.compiled.collectives) or 'none',
     ]
     for each in checks
   ]  # fmt: skip
-  return '\n'.join(
-    ['Compiled by XLA; collectives are those of the program text, where a loop stands once:', '', *table(head, rows)]
-  )
+  sent = [row for each in checks for row in _sent(each)]
+  lines = ['Compiled by XLA:', '', *table(head, rows)]
+  if sent:
+    lines += ['', *table(['collectives', 'kind', 'among', 'within loops', 'count', 'MiB of results'], sent)]
+  return '\n'.join(lines)
+
+
+def _sent(check: Check) -> list[list[str]]:
+  """A row a kind of collective, in a loop of so many loops: it stands in the program's text once, whatever the loop's trips."""
+  found: dict[tuple[str, int, int], list[int]] = {}
+  for each in check.compiled.collectives:
+    found.setdefault((each.kind, each.devices, each.depth), []).append(each.bytes)
+  return [
+    [check.name, kind, f'{among} devices', str(depth), str(len(sizes)), f'{sum(sizes) / MIB:,.1f}']
+    for (kind, among, depth), sizes in sorted(found.items())
+  ]

@@ -24,6 +24,7 @@ from sprl.learner.update import Computation, make_update, scores_old
 from sprl.models.lora import Base, network
 from sprl.models.transformer import Params
 from sprl.objective.advantages import advantages, equal_groups
+from sprl.parallel.rules import row_shards
 from sprl.policy import Policy
 from sprl.process import return_free_memory
 from sprl.sampler import calibrate
@@ -77,7 +78,8 @@ class Learning:
     run = self.run
     self.calibrates = self.plan.fp8 and run.quant.kv_scale != 'unit'
     self._updates = run.optimizer.minibatches * run.optimizer.epochs
-    self._sizes = shape(run.sampling, run.rollout, run.packing, run.optimizer.minibatches)
+    shards = row_shards(self.policy.mesh)
+    self._sizes = shape(run.sampling, run.rollout, run.packing, run.optimizer.minibatches, shards)
     computation = Computation(
       run.correction, run.loss, run.sampling.temperature, self.policy.dtype, run.packing.score_chunk, run.model.remat
     )
@@ -120,7 +122,7 @@ class Learning:
     minibatches = [(batch, metrics) for batch, metrics in packed if batch.used]  # all filtered out: no update
     return_free_memory()  # the update is where most is needed
     with jax.transfer_guard('disallow'):  # what goes to the device or comes back is said here: device_put, device_get
-      batches = [jax.device_put(batch, policy.replicated) for batch, _ in minibatches]
+      batches = [policy.put(batch) for batch, _ in minibatches]
       how = temperature, policy.dtype, chunk
       ref = [  # whose router is its own
         None if self.reference is None else score(policy.graphdef, self.reference, replace(batch, routes=None), *how)

@@ -30,6 +30,7 @@ from sprl.cache.scales import Scales
 from sprl.learner.packing import pack, shape
 from sprl.learner.score import score
 from sprl.models.transformer import Params
+from sprl.parallel.rules import row_shards
 from sprl.policy import Policy
 from sprl.sampler.engine import Engine
 from sprl.sampler.replay import replay
@@ -122,9 +123,10 @@ def of_one_version(trajectories: Sequence[Trajectory], count: int) -> tuple[int,
 def learner_logps(run: Run, policy: Policy, params: Params, trajectories: Sequence[Trajectory]) -> Logps:
   """The learner's log-probs of the trajectories' tokens, by its own path: packed rows, one dense pass, recorded routes."""
   groups = len({t.group for t in trajectories})
-  sizes = shape(run.sampling, Rollout(groups, len(trajectories) // groups), run.packing, 1)
+  rollout = Rollout(groups, len(trajectories) // groups)
+  sizes = shape(run.sampling, rollout, run.packing, 1, row_shards(policy.mesh))
   batch, _ = pack(trajectories, np.ones(len(trajectories), np.float32), sizes, run.packing.share_prefix)
-  batch = jax.device_put(batch, policy.replicated)
+  batch = policy.put(batch)
   logp = np.asarray(score(policy.graphdef, params, batch, run.sampling.temperature, policy.dtype, run.packing.score_chunk))
   return [t.per_token(row) for t, row in zip(trajectories, logp)]
 

@@ -1,9 +1,10 @@
 """The policy a run trains: folder, network, tokenizer, place on the devices; opened and checked before a weight is read."""
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +19,14 @@ from sprl.io import huggingface
 from sprl.io.pretrained import locate
 from sprl.io.tokenizer import Tokenizer
 from sprl.kernels.platform import compute_dtype, kernels_on
+from sprl.learner.packing import TrainBatch
 from sprl.learner.state import TrainState
 from sprl.models import transformer
 from sprl.models.config import ModelConfig
 from sprl.models.lora import Base, abstract_adapters, adapter_axes, fingerprint, init_adapters
 from sprl.models.transformer import Params
-from sprl.parallel.mesh import divide, make_mesh, param_shardings, replicated
+from sprl.parallel.mesh import divide, make_mesh, replicated
+from sprl.parallel.rules import row_shards, shardings
 from sprl.sampler.cache_plan import cache_plan
 from sprl.sampler.engine import Engine, prompt_buckets
 from sprl.sampler.served import Served, check_linears, serve
@@ -40,9 +43,9 @@ class Policy:
   config: ModelConfig
   tokenizer: Tokenizer
   graphdef: nnx.GraphDef
-  shardings: Params
-  replicated: NamedSharding
-  engine_meshes: tuple[Mesh | None, ...]  # one an engine; None: the learner's
+  mesh: Mesh  # the learner's
+  serving: Mesh  # of the weights as served: the same devices, in the layout of rollouts where those are here too
+  engine_meshes: tuple[Mesh, ...]  # one an engine
   shares_devices: bool  # rollouts and updates take turns on the same ones
   dtype: Any  # compute
   param_dtype: Any  # of what is trained: master weights, or adapters
@@ -70,28 +73,37 @@ class Policy:
         f'config.optimizer.offload = True: expected False on devices that reach {", ".join(memories)} and no {HOST} memory'
       )
     learner, engines = divide(run.devices, jax.devices())
-    mesh = make_mesh(run.mesh, learner)
-    tensor = mesh.shape['tensor']
-    if engines is not None and len(engines[0]) % tensor:
-      raise settings.SettingsError(
-        f'config.devices.rollout = {run.devices.rollout!r} with {len(engines)} engines: expected a multiple of '
-        f'config.mesh.tensor = {tensor} devices each, found {len(engines[0])}'
-      )
-    apart = () if engines is None else tuple(make_mesh(settings.Mesh(tensor=tensor), devices) for devices in engines)
+    heads = config.num_heads, config.num_kv_heads
+    mesh = make_mesh(run.mesh.learner, learner, heads)
+    apart = [make_mesh(run.mesh.rollout, devices, heads, 'rollout') for devices in engines or [learner]]
     return cls(
       folder=folder,
       config=config,
       tokenizer=tokenizer,
       graphdef=transformer.graph(config),
-      shardings=param_shardings(mesh, transformer.logical_axes(config), transformer.abstract_params(config)),
-      replicated=replicated(mesh),
-      engine_meshes=apart or (None,),
+      mesh=mesh,
+      serving=mesh if engines else apart[0],
+      engine_meshes=tuple(apart),
       shares_devices=engines is None or not {d for each in engines for d in each}.isdisjoint(learner),
       dtype=compute_dtype(run.model.dtype),
       param_dtype=jnp.dtype(run.model.param_dtype),
       lora=run.lora,
-      kernels=kernels_on((apart or (mesh,))[0].size, run.model.kernels),
+      kernels=kernels_on(apart[0].size, run.model.kernels),
     )
+
+  @property
+  def shardings(self) -> Params:
+    """Where the master weights lie."""
+    return shardings(self.mesh, transformer.logical_axes(self.config), transformer.abstract_params(self.config))
+
+  @property
+  def replicated(self) -> NamedSharding:
+    """The same on each of the learner's devices."""
+    return replicated(self.mesh)
+
+  def put(self, batch: TrainBatch) -> Any:
+    """The batch on the learner's devices, its rows split over them."""
+    return jax.device_put(batch, shardings(self.mesh, batch.axes, batch))
 
   def load(self, dtype=None) -> Params:
     """The pretrained weights on the devices, in the master weights' dtype unless told otherwise."""
@@ -113,14 +125,18 @@ class Policy:
     return jax.jit(init, out_shardings=places)(jax.random.key(seed))
 
   def engine(self, sampling: Sampling, plan: CachePlan, rows: int, prefill: int, seed: int) -> Engine:
-    """The engine that samples from this policy."""
+    """The engine that samples from this policy; so many rows and prompts, or as many more as make the devices' shares equal."""
+    meshes = self.serving, self.engine_meshes[0]  # of evaluations, and of rollouts
+    rows = whole(rows, math.lcm(*(mesh.size for mesh in meshes)))
+    prefill = whole(prefill, math.lcm(*map(row_shards, meshes)))
     text = partial(self.tokenizer.decode, skip_special=False)
     stop_ids = tuple(sorted({*self.tokenizer.eos_ids, *self.config.eos_token_ids, *sampling.stop_ids}))
     return Engine(self.config, sampling, plan, rows, prefill, seed, stop_ids, text)
 
   def serve(self, params: Params, quant: Quant, scales: Scales | None = None) -> Served:
-    """The weights as the sampler multiplies them, with the scales of its cache."""
-    return serve(params, self.dtype, quant, self.kernels)._replace(scales=scales)
+    """The weights as the sampler multiplies them, with the scales of its cache; on the learner's devices."""
+    with jax.set_mesh(self.serving):
+      return serve(params, self.dtype, quant, self.kernels, self.config, self.mesh)._replace(scales=scales)
 
   def plan(self, sampling: Sampling, cache: Cache, quant: Quant, record: bool = False, routes: bool = False) -> CachePlan:
     """The sampler's memory under these settings; what it writes down of evictions and of the experts that tokens went through."""
@@ -138,13 +154,18 @@ def check_experts(run: Run, config: ModelConfig) -> None:
       )
 
 
+def whole(n: int, share: int) -> int:
+  """n, or the next multiple of `share`."""
+  return -(-n // share) * share
+
+
 def abstract_params(policy: Policy) -> Params:
   """Shapes and shardings of the weights that are trained: the network's, or its adapters'."""
-  shapes, shardings = transformer.abstract_params(policy.config, policy.param_dtype), policy.shardings
+  shapes, places = transformer.abstract_params(policy.config, policy.param_dtype), policy.shardings
   if policy.lora.rank:
-    shapes, mesh = abstract_adapters(policy.config, policy.lora, policy.param_dtype), cast(Mesh, policy.replicated.mesh)
-    shardings = param_shardings(mesh, adapter_axes(policy.config, policy.lora), shapes)
-  return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, shardings)
+    shapes = abstract_adapters(policy.config, policy.lora, policy.param_dtype)
+    places = shardings(policy.mesh, adapter_axes(policy.config, policy.lora), shapes)
+  return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, places)
 
 
 def abstract_state(policy: Policy, optimizer: optax.GradientTransformation, offload: bool = False) -> TrainState:

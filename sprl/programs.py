@@ -4,15 +4,15 @@ Enough to compile them for devices that need not be there (sprl/parallel/aot.py)
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from sprl.cache.plan import CachePlan
 from sprl.cache.scales import Scales
@@ -23,52 +23,54 @@ from sprl.learner.state import make_optimizer
 from sprl.learner.update import Computation, make_update, scores_old
 from sprl.models import transformer
 from sprl.models.config import ModelConfig
-from sprl.parallel.mesh import divides, param_shardings, replicated
+from sprl.parallel.rules import shardings
 from sprl.planning.memory import compute_dtype
 from sprl.policy import Policy, abstract_params, abstract_state
 from sprl.sampler import decode
-from sprl.sampler.served import Served, serve
+from sprl.sampler.served import serve, served_axes
 from sprl.settings import Quant, Run
 
-Program = tuple[Callable, tuple[Any, ...]]  # a jitted function, and its arguments as ShapeDtypeStruct
+
+class Program(NamedTuple):
+  """A jitted function and what it is called with."""
+
+  jitted: Any
+  arguments: tuple[Any, ...]  # trees of ShapeDtypeStruct, each with its sharding
+  static: Mapping[str, Any] = {}
 
 
 def update(config: ModelConfig, run: Run, shape: Shape, mesh: Mesh) -> Program:
   """The update of a batch packed to `shape`."""
-  optimizer, place = make_optimizer(run.optimizer, 1), _policy(config, run, mesh)
+  optimizer, policy = make_optimizer(run.optimizer, 1), _policy(config, run, mesh)
   updates = run.optimizer.minibatches * run.optimizer.epochs
   computation = Computation(
-    run.correction, run.loss, run.sampling.temperature, compute_dtype(run), run.packing.score_chunk, run.model.remat
+    run.correction, run.loss, run.sampling.temperature, policy.dtype, run.packing.score_chunk, run.model.remat
   )
   batch, _ = pack((), np.zeros(shape.sequences), shape, run.packing.share_prefix)
-  batch = _placed(dataclasses.replace(batch, reward=np.zeros(shape.sequences, np.float32)), place.replicated)
-  logp = batch.sampler_logp
-  old, ref = logp if scores_old(run.correction, updates) else None, logp if run.loss.kl_coef > 0 else None
-  jitted = make_update(transformer.graph(config), optimizer, computation)
-  return jitted, (abstract_state(place, optimizer), batch, old, ref)
+  batch = dataclasses.replace(batch, reward=np.zeros(shape.sequences, np.float32))  # pyright: ignore[reportArgumentType]
+  batch = _placed(batch, shardings(mesh, batch.axes, batch))
+  old = batch.sampler_logp if scores_old(run.correction, updates) else None
+  ref = batch.sampler_logp if run.loss.kl_coef > 0 else None
+  jitted = make_update(policy.graphdef, optimizer, computation)
+  return Program(jitted, (abstract_state(policy, optimizer), batch, old, ref))
 
 
 def decoding(config: ModelConfig, run: Run, plan: CachePlan, quant: Quant, rows: int, mesh: Mesh) -> Program:
   """A chunk of decode steps of so many rows, on all devices of the mesh together."""
-  place = _policy(config, run, mesh)
-  plan = dataclasses.replace(plan, kernels=kernels_on(mesh.size, run.model.kernels))
-  served = _served(config, run, plan, quant, place)
+  policy = _policy(config, run, mesh)
+  plan = dataclasses.replace(plan, kernels=policy.kernels)
+  served = jax.eval_shape(partial(serve, dtype=policy.dtype, quant=quant), abstract_params(policy))._replace(probe=None)
+  if plan.fp8:
+    scale: Any = jax.ShapeDtypeStruct((config.num_layers,), jnp.float32)
+    served = served._replace(scales=Scales(scale, scale, scale))
+  served = _placed(served, shardings(mesh, served_axes(served, config), served))
   seed = jax.eval_shape(lambda: jax.random.key(0))
-  state = jax.eval_shape(partial(decode.empty_rows, plan, rows=rows, max_tokens=run.sampling.max_tokens), served, seed=seed)
-
-  def there(x):
-    spec = ['data', 'tensor'] if x.ndim == 4 else ['data'] if x.ndim else []
-    return NamedSharding(mesh, PartitionSpec(*[axis if divides(mesh, axis, n) else None for axis, n in zip(spec, x.shape)]))
-
-  state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there(x)), state)
-  jitted = partial(decode.decode, transformer.graph(config))
+  empty = partial(decode.empty_rows.jitted, plan, rows=rows, max_tokens=run.sampling.max_tokens)
+  state = jax.eval_shape(empty, served, seed=seed)
+  state = _placed(state, shardings(mesh, state.axes, state))
   stops = tuple(sorted({*config.eos_token_ids, *run.sampling.stop_ids}))
-  step = jax.jit(
-    lambda served, rows: jitted(served, rows, run.sampling, stops, run.sampling.chunk),
-    donate_argnums=1,
-    out_shardings=jax.tree.map(lambda x: x.sharding, state),
-  )
-  return step, (served, state)
+  static = {'sampling': run.sampling, 'stop_ids': stops, 'steps': run.sampling.chunk}
+  return Program(decode.decode, (policy.graphdef, served, state), static)
 
 
 def _policy(config: ModelConfig, run: Run, mesh: Mesh) -> Policy:
@@ -78,9 +80,9 @@ def _policy(config: ModelConfig, run: Run, mesh: Mesh) -> Policy:
     config=config,
     tokenizer=object.__new__(Tokenizer),
     graphdef=transformer.graph(config),
-    shardings=param_shardings(mesh, transformer.logical_axes(config), transformer.abstract_params(config)),
-    replicated=replicated(mesh),
-    engine_meshes=(None,),
+    mesh=mesh,
+    serving=mesh,
+    engine_meshes=(mesh,),
     shares_devices=True,
     dtype=compute_dtype(run),
     param_dtype=jnp.dtype(run.model.param_dtype),
@@ -89,29 +91,5 @@ def _policy(config: ModelConfig, run: Run, mesh: Mesh) -> Policy:
   )
 
 
-def _served(config: ModelConfig, run: Run, plan: CachePlan, quant: Quant, place: Policy) -> Served:
-  """The weights as served, each where its master is."""
-  served = jax.eval_shape(partial(serve, dtype=compute_dtype(run), quant=quant), abstract_params(place))
-  shardings = place.shardings
-
-  def put(sharding, form):
-    return jax.tree.map(
-      lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding if _fits(sharding, x.shape) else place.replicated), form
-    )
-
-  params = jax.tree.map(put, shardings, served.params)
-  scale: Any = jax.ShapeDtypeStruct((config.num_layers,), jnp.float32, sharding=place.replicated)
-  return Served(params, Scales(scale, scale, scale) if plan.fp8 else None)
-
-
-def _fits(sharding: NamedSharding, shape: tuple[int, ...]) -> bool:
-  """Whether the sharding divides the shape: scales of blocks may be too few."""
-  return all(n % np.prod([sharding.mesh.shape[a] for a in _axes(part)], dtype=int) == 0 for part, n in zip(sharding.spec, shape))
-
-
-def _axes(part) -> tuple[str, ...]:
-  return () if part is None else (part,) if isinstance(part, str) else tuple(part)
-
-
-def _placed(tree, sharding):
-  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=sharding), tree)
+def _placed(tree, places):
+  return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=place), tree, places)

@@ -9,7 +9,7 @@ import dataclasses
 import math
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -277,18 +277,27 @@ class Packing:
   """How trajectories are laid into the learner's rows."""
 
   row_tokens: int = 0  # T; 0: the longest group (or sequence) that the sampling settings allow
-  rows: int = 4  # R: rows a microbatch, the unit of gradient accumulation
+  rows: int = 4  # rows of a microbatch, the unit of gradient accumulation, on each part of the mesh that has rows of its own
   share_prefix: bool = True  # the samples of a group share one copy of their prompt
   score_chunk: int = 256  # positions whose logits exist at one time
 
 
 @dataclass(frozen=True)
 class Mesh:
-  """Devices of the learner by named axis; -1 once: all that remain."""
+  """Devices by named axis; -1 once: all that remain. Rows of batches and caches are split over data, fsdp and expert."""
 
-  data: int = 1  # copies: every one does the same work (batches are not split over them yet)
-  fsdp: int = -1
-  tensor: int = 1
+  data: int = 1  # copies of the weights, each with rows of its own
+  fsdp: int = -1  # weights and moments are split, and gathered a layer at a time
+  tensor: int = 1  # matrices, heads and vocabulary are split
+  expert: int = 1  # of a mixture: experts are split
+
+
+@dataclass(frozen=True)
+class Meshes:
+  """How the learner's devices are laid out, and those of each engine."""
+
+  learner: Mesh = field(default_factory=Mesh)
+  rollout: Mesh = field(default_factory=lambda: Mesh(data=-1, fsdp=1))
 
 
 @dataclass(frozen=True)
@@ -371,7 +380,7 @@ class Run:
   optimizer: Optimizer = field(default_factory=Optimizer)
   lora: Lora = field(default_factory=Lora)
   packing: Packing = field(default_factory=Packing)
-  mesh: Mesh = field(default_factory=Mesh)
+  mesh: Meshes = field(default_factory=Meshes)
   eval: Evaluation = field(default_factory=Evaluation)
   checkpoint: Checkpoint = field(default_factory=Checkpoint)
   ledger: Ledger = field(default_factory=Ledger)
@@ -442,11 +451,21 @@ def _as_dict(value):
   return value
 
 
+RENAMED = {f'config.mesh.{axis}': f'config.mesh.learner.{axis}' for axis in ('data', 'fsdp', 'tensor')}
+
+
+def no_such_setting(where: str, key: str, has: Iterable[str]) -> str:
+  """What is said of a key that a section does not have."""
+  name = f'{where}.{key}'
+  renamed = f'it is {RENAMED[name]} now; ' if name in RENAMED else ''
+  return f'{name}: no such setting; {renamed}{where} has {", ".join(sorted(has))}'
+
+
 def _build(cls, given: Mapping[str, Any], where: str):
   hints = typing.get_type_hints(cls)
   unknown = sorted(set(given) - set(hints))
   if unknown:
-    raise SettingsError(f'{where}.{unknown[0]}: no such setting; {where} has {", ".join(sorted(hints))}')
+    raise SettingsError(no_such_setting(where, unknown[0], hints))
   return cls(**{name: coerce(hints[name], value, f'{where}.{name}') for name, value in given.items()})
 
 

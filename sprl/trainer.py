@@ -207,7 +207,7 @@ def train(run: Run, workdir: Path) -> Finished:
       if learning.calibrates and run.quant.kv_scale == 'first_forward' and step < run.steps:
         learning.look_at(prompts(source, scheduler.next, run.rollout.prompts), acting.prefill(run))
       served = jax.block_until_ready(learning.serve())
-      scheduler.sync([engine.place(served) for engine in engines])
+      scheduler.sync(jax.block_until_ready([engine.place(served) for engine in engines]))
       times.lap('sync')
       idle = {'trainer_idle': timeline.idle(['learner'], since, timeline.now())}
       idle['rollout_idle'] = timeline.idle(tracks, since, timeline.now())

@@ -30,6 +30,7 @@ from sprl import command_line
 from sprl.learner.packing import TrainBatch, pack, shape
 from sprl.learner.score import micro_logprobs
 from sprl.learner.state import TrainState, make_optimizer
+from sprl.parallel.rules import OnMesh, anew, row_shards
 from sprl.policy import Policy, abstract_state
 from sprl.rollout import collect
 from sprl.saved import export
@@ -62,7 +63,7 @@ def warm_start(
   policy = Policy.open(dataclasses.replace(run, lora=Lora()))
   policy = dataclasses.replace(policy, param_dtype=jnp.dtype('float32'))
   packing = dataclasses.replace(run.packing, share_prefix=False)
-  sizes = shape(run.sampling, Rollout(prompts=batch, group=1), packing, minibatches=1)
+  sizes = shape(run.sampling, Rollout(prompts=batch, group=1), packing, minibatches=1, shards=row_shards(policy.mesh))
   lessons = Lessons(run, policy, train_set)
   first = lessons.take(batch)  # what cannot be learned from is found before the weights are read
 
@@ -77,7 +78,7 @@ def warm_start(
   tokens, since = 0, time.perf_counter()
   for step in range(1, steps + 1):
     packed, metrics = pack(first if step == 1 else lessons.take(batch), np.ones(batch, np.float32), sizes, share_prefix=False)
-    state, loss = update(state, jax.device_put(packed, policy.replicated))
+    state, loss = update(state, policy.put(packed))
     unseen.append(loss)
     tokens += int(metrics['packing/tokens'])
     if step == 1 or step % SHOWN_EVERY == 0 or step == steps:
@@ -198,7 +199,7 @@ def make_update(graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation,
 
   The loss is the mean of -log p over the batch's masked tokens, before the step.
   """
-  return jax.jit(partial(_update, graphdef, optimizer, dtype, chunk, remat), donate_argnums=0)
+  return OnMesh(jax.jit(partial(_update, graphdef, optimizer, dtype, chunk, remat), donate_argnums=0))
 
 
 def _update(graphdef, optimizer, dtype, chunk: int, remat: Remat, state: TrainState, batch: TrainBatch):
@@ -207,7 +208,7 @@ def _update(graphdef, optimizer, dtype, chunk: int, remat: Remat, state: TrainSt
     return -jnp.sum(logp) / jnp.sum(batch.mask)
 
   def accumulate(i, carry):
-    return jax.tree.map(jnp.add, carry, jax.value_and_grad(micro_loss)(state.params, i))
+    return jax.tree.map(jnp.add, carry, jax.value_and_grad(micro_loss)(anew(state.params, i), i))
 
   zero = jnp.zeros(()), jax.tree.map(jnp.zeros_like, state.params)
   loss, grads = jax.lax.fori_loop(0, batch.used, accumulate, zero)

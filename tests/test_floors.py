@@ -7,7 +7,8 @@ ROOT = Path(__file__).parents[1]
 GROUND = ('settings', 'trajectory')
 FLOORS = (
   GROUND,
-  ('kernels', 'parallel'),
+  ('parallel',),
+  ('kernels',),
   ('quant',),
   ('models', 'cache', 'objective'),
   ('sampler', 'tasks', 'io'),

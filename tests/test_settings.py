@@ -63,6 +63,7 @@ def test_none_where_a_setting_may_be_none():
   ('change', 'words'),
   [
     ({'temperature': 1.0}, ('config.temperature', 'no such setting', 'sampling')),
+    ({'mesh__tensor': 2}, ('config.mesh.tensor', 'no such setting', 'config.mesh.learner.tensor now', 'rollout')),
     ({'sampling__temprature': 1.0}, ('config.sampling.temprature', 'no such setting', 'temperature')),
     ({'steps': 1.5}, ('config.steps = 1.5', 'expected int', 'float')),
     ({'steps': '10'}, ("config.steps = '10'", 'expected int')),

@@ -156,7 +156,7 @@ def test_only_the_solution_carries_loss_and_the_step_follows_its_gradient():
   batch, _ = pack(lessons, np.ones(3, np.float32), Shape(micros=2, rows=1, tokens=8, sequences=3, columns=4), share_prefix=False)
   assert batch.used == 2  # accumulated over microbatches
   assert batch.mask.sum() == 6
-  taught = np.concatenate([batch.target[a, : batch.scored[a]] for a in range(2)])
+  taught = np.concatenate([batch.target[a, 0, : batch.scored[a, 0]] for a in range(2)])
   assert sorted(taught) == sorted([8, 9, 2, 11, 2, 2])  # no token of a prompt
 
   longest = max(len(t.tokens) for t in lessons)

@@ -1,7 +1,7 @@
 """Compression: choose what to keep, move it to the front, forget the rest (sparse_rollouts 4).
 
 Rows are compressed a few at a time and in place, those that are due and no others: work and memory grow with what is
-evicted, not with the batch.
+evicted, not with the batch. On a mesh every device compresses the rows and heads that it has.
 """
 
 from dataclasses import replace
@@ -15,6 +15,7 @@ from sprl.cache.layer import Layer, dequantised_keys
 from sprl.cache.plan import CachePlan
 from sprl.cache.scores import METHODS, View
 from sprl.kernels.eviction import compact
+from sprl.parallel.rules import total
 
 SHARE = 0.05  # of the cache: what the compression of a block of rows may take beside it
 
@@ -51,7 +52,7 @@ def compress(
       keep, carried = jax.vmap(partial(_keep, plan, k_scale, bias))(part, occupied[row], now[row])
     else:
       assert chosen is not None
-      keep = jnp.broadcast_to(chosen[row, None], (size, plan.kv_heads, chosen.shape[1]))
+      keep = jnp.broadcast_to(chosen[row, None], (size, layer.k.shape[1], chosen.shape[1]))
       carried = part.carried
     beside = jax.vmap(partial(_compacted, plan))(part, carried, keep, occupied[row], gone[row])
     k, v = compact(layer.k, layer.v, rows, keep, ordered, plan.kernels)
@@ -78,20 +79,21 @@ def _keep(plan, k_scale, bias, layer, occupied, now):
   K, S = layer.position.shape
   ring = jnp.arange(max(plan.queries, 1))
   held = now - (now - ring) % max(plan.queries, 1)  # the newest position that falls on each place of the ring
-  q = jnp.zeros((K, plan.heads // K, 1, plan.head_dim)) if layer.queries is None else layer.queries
+  G = plan.heads // plan.kv_heads
+  q = jnp.zeros((K, G, 1, plan.head_dim)) if layer.queries is None else layer.queries
   carried = jnp.zeros((K, S)) if layer.carried is None else layer.carried
   view = View(
     k=dequantised_keys(layer.keys, layer.position, k_scale, bias),
     n=occupied,
     position=layer.position,
-    q=q.reshape(K, plan.heads // K, -1, plan.head_dim).astype(jnp.float32),
+    q=q.reshape(K, G, -1, plan.head_dim).astype(jnp.float32),
     q_position=jnp.maximum(held, -1),
     carried=carried,
     kernels=plan.kernels,
   )
   score, carried = METHODS[settings.method].score(view, settings)
   if settings.scope != 'head':
-    score = jnp.broadcast_to(jnp.sum(jnp.where(view.position >= 0, score, 0), axis=0), score.shape)
+    score = jnp.broadcast_to(total(jnp.sum(jnp.where(view.position >= 0, score, 0), axis=0), 'kv_heads'), score.shape)
   score = jnp.where(jnp.arange(S) < occupied - a, score, -jnp.inf)
   best = jax.lax.top_k(score, settings.budget - a)[1]
   best = jnp.sort(best, axis=-1) if settings.sort_kept else best

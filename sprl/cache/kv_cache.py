@@ -9,6 +9,7 @@ Dense, sparse and FP8 are the same cache under another CachePlan. A forward pass
 
 import dataclasses
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from sprl.cache.scales import Scales
 from sprl.kernels.attention import attention, attention_share
 from sprl.kernels.decode_attention import decode_attention
 from sprl.kernels.rope import rotate, turns
+from sprl.parallel.rules import is_names, local, shard
 from sprl.quant import fp8
 
 
@@ -39,7 +41,7 @@ class KVCache:
   seen: Int[Array, ' B']  # tokens taken in, which is the next one's position
   count: Int[Array, ' B']  # decode steps that the trigger counts
   expected: Int[Array, ' B']  # real tokens of the forward pass under way
-  saturated: Int[Array, ' B']  # numbers of the row's keys and values that FP8 had to clamp
+  saturated: Int[Array, 'B K']  # numbers of the row's keys and values that FP8 had to clamp
   scales: Scales | None  # of FP8 storage
   bias: tuple[Float[Array, 'K P D'], ...] | None  # by position: what keys hold beside their FP8 codes
   chosen: Int[Array, 'B N'] | None  # scope global: the slots that the first evicting layer kept
@@ -56,7 +58,7 @@ class KVCache:
       seen=zeros + 0,
       count=zeros + 0,
       expected=zeros + 0,
-      saturated=zeros + 0,
+      saturated=jnp.zeros((rows, plan.kv_heads), jnp.int32),
       scales=scales if plan.fp8 else None,
       bias=bias if plan.key_bias else None,
       chosen=jnp.zeros((rows, plan.settings.budget), jnp.int32) if shared else None,
@@ -111,18 +113,25 @@ class KVCache:
     """This cache with row b replaced by row parent[b] of `other` (with as many slots or fewer) where take[b]."""
     initial = {'position': -1, 'carried': self.plan.initial}
 
-    def rows(path, mine, theirs):
+    def rows(path, mine, theirs, parent, take):
       pad = [(0, 0), *((0, m - t) for m, t in zip(mine.shape[1:], theirs.shape[1:]))]
       chosen = jnp.pad(theirs, pad, constant_values=initial.get(path[-1].name, 0))[parent]
       return jnp.where(take.reshape(-1, *[1] * (mine.ndim - 1)), chosen, mine)
 
-    def row(mine, theirs):
-      return jnp.where(take, theirs[parent], mine)
+    def layers(mine, theirs, parent, take):
+      return jax.tree_util.tree_map_with_path(partial(rows, parent=parent, take=take), mine, theirs)
 
+    def row(mine, theirs):
+      theirs = shard(theirs, *[None] * theirs.ndim)[parent]
+      return jnp.where(take.reshape(-1, *[1] * (mine.ndim - 1)), theirs, mine)
+
+    # A row may start from any prompt: the prompts' keys and values go to all devices that have rows, theirs of the heads to each.
+    mine, theirs = (tuple(layer.axes for layer in cache.layers) for cache in (self, other))
+    theirs = jax.tree.map(lambda names: (None, *names[1:]), theirs, is_leaf=is_names)
     batch = self.plan.settings.trigger == 'batch'
     return dataclasses.replace(
       self,
-      layers=jax.tree_util.tree_map_with_path(rows, self.layers, other.layers),
+      layers=local(layers, (mine, theirs, ('rows',), ('rows',)), mine)(self.layers, other.layers, parent, take),
       length=row(self.length, other.length),
       seen=row(self.seen, other.seen),
       count=jnp.where(jnp.any(take), 0, self.count) if batch else row(self.count, other.count),
@@ -148,14 +157,10 @@ class KVCache:
     self, layer: int, q: Float[Array, 'B T H D'], k: Float[Array, 'B T K D'], v: Float[Array, 'B T K D']
   ) -> tuple[Float[Array, 'B T H D'], 'KVCache']:
     """New token t of row b goes to slot n[b] + t and sees the slots up to its own; T > 1 never compresses."""
-    if self.plan.fp8_queries and self.scales is not None:
-      q = fp8.fake(q, self.scales.q[layer])
-    cache, slot = self._written(layer, q, k, v)
-    if q.shape[1] > 1:
-      return cache._prefill(layer, q, slot)
-    if self.plan.evicts(layer) and self.plan.settings.when == 'before':
-      cache = cache._compress(layer, self.due, self.seen, self.seen)
-    return cache._decode(layer, q[:, 0])
+    alone, heads = self._only(layer), ('rows', None, 'kv_heads', None)
+    axes = alone.axes
+    out, seen = local(partial(_attend, layer), (axes, heads, heads, heads), (heads, axes))(alone, q, k, v)
+    return out, self._with(layer, seen.layers[layer], saturated=seen.saturated, chosen=seen.chosen)
 
   def _written(self, layer, q, k, v):
     """The cache with the new tokens' keys and values behind the row's, and the slots they went to."""
@@ -172,7 +177,7 @@ class KVCache:
         k = k.astype(jnp.float32) - jnp.swapaxes(self.bias[layer], 0, 1)[positions]
       k_scale, v_scale = self.scales.k[layer], self.scales.v[layer]
       for x, scale in ((k, k_scale), (v, v_scale)):
-        saturated = saturated + jnp.sum(fp8.saturated(x, scale) & real[..., None, None], axis=(1, 2, 3), dtype=jnp.int32)
+        saturated = saturated + jnp.sum(fp8.saturated(x, scale) & real[..., None, None], axis=(1, 3), dtype=jnp.int32)
       k, v = fp8.to_bytes(fp8.cast(k, k_scale)), fp8.to_bytes(fp8.cast(v, v_scale))
     rows = jnp.arange(k.shape[0])[:, None]
 
@@ -267,13 +272,58 @@ class KVCache:
     return self._with(layer, held, chosen=chosen)
 
   def _compress_all(self, gone):
+    def compressed(alone, gone):
+      return alone._compress(layer, alone.due, alone.seen, gone)
+
     cache = self
     for layer in range(self.plan.settings.dense_layers, self.plan.layers):
-      cache = cache._compress(layer, self.due, self.seen, gone)
+      alone = cache._only(layer)
+      seen = local(compressed, (alone.axes, ('rows',)), alone.axes)(alone, gone)
+      cache = cache._with(layer, seen.layers[layer], chosen=seen.chosen)
     return cache
+
+  # --- on a mesh -----------------------------------------------------------------------------------------------------
+
+  @property
+  def axes(self) -> 'KVCache':
+    """The names of its arrays' axes: rows and kv heads are split, and what is known of each lies with it."""
+    row: Any = ('rows',)
+    others: dict[str, Any] = {
+      'saturated': ('rows', 'kv_heads'),
+      'scales': None if self.scales is None else jax.tree.map(lambda x: (None,), self.scales),
+    }
+    return dataclasses.replace(
+      self,
+      layers=tuple(None if layer is None else layer.axes for layer in self.layers),
+      **dict.fromkeys(('length', 'seen', 'count', 'expected'), row),
+      **others,
+      bias=None if self.bias is None else tuple(None if b is None else ('kv_heads', None, None) for b in self.bias),
+      chosen=None if self.chosen is None else ('rows', None),
+    )
+
+  def _only(self, layer: int) -> 'KVCache':
+    """The cache with one of its layers alone."""
+
+    def only(parts):
+      return None if parts is None else tuple(x if i == layer else None for i, x in enumerate(parts))
+
+    return dataclasses.replace(self, layers=only(self.layers), bias=only(self.bias))
 
   def _with(self, layer: int, held: Layer, **changes: Any) -> 'KVCache':
     return dataclasses.replace(self, layers=(*self.layers[:layer], held, *self.layers[layer + 1 :]), **changes)
+
+
+def _attend(layer: int, cache: KVCache, q, k, v):
+  """`KVCache.attend` of rows and kv heads that need no others."""
+  plan = cache.plan
+  if plan.fp8_queries and cache.scales is not None:
+    q = fp8.fake(q, cache.scales.q[layer])
+  written, slot = cache._written(layer, q, k, v)
+  if q.shape[1] > 1:
+    return written._prefill(layer, q, slot)
+  if plan.evicts(layer) and plan.settings.when == 'before':
+    written = written._compress(layer, cache.due, cache.seen, cache.seen)
+  return written._decode(layer, q[:, 0])
 
 
 def _of_slots(table: Float[Array, 'K P D'], held: Layer) -> Float[Array, 'B K S D']:

@@ -1,6 +1,7 @@
 """One layer's slots: what is held of every token that is still remembered."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,6 +43,14 @@ class Layer:
       carried=jnp.full(shape, plan.initial) if plan.carries else None,
       evicted=jnp.full((*shape[:2], plan.positions), NEVER, jnp.int32) if plan.record else None,
     )
+
+  @property
+  def axes(self) -> 'Layer':
+    """The names of its arrays' axes. Of the queries, all that share a kv head lie with it."""
+    names: dict[str, Any] = {
+      field: None if x is None else ('rows', 'kv_heads', *[None] * (x.ndim - 2)) for field, x in vars(self).items()
+    }
+    return Layer(**names)
 
   @property
   def keys(self) -> Float[Array, '*B K S D']:

@@ -2,6 +2,9 @@
 
 Positions go through the head in chunks. The backward pass recomputes each chunk's logits from the saved log-normalisers, so at
 no time do more than `chunk` rows of logits exist. At temperature t the distribution is softmax(h @ W / t).
+
+On a mesh, positions come in shards S, which lie where their rows do, and the vocabulary is split: a chunk of every shard meets
+the parts of the vocabulary, never the other way round.
 """
 
 from functools import partial
@@ -10,27 +13,30 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from sprl.parallel.rules import parts, shard
+
 
 def linear_logprob(
-  hidden: Float[Array, 'T E'],
+  hidden: Float[Array, '*S T E'],
   head: Float[Array, 'V E'],
-  target: Int[Array, ' T'],
+  target: Int[Array, '*S T'],
   temperature: float = 1.0,
   chunk: int = 256,
-  count: Int[Array, ''] | None = None,
-) -> tuple[Float[Array, ' T'], Float[Array, ' T']]:
+  count: Int[Array, '*S'] | None = None,
+) -> tuple[Float[Array, '*S T'], Float[Array, '*S T']]:
   """log softmax(hidden @ head^T / temperature)[target] and the distribution's entropy, both float32, differentiable.
 
-  Where `count` is given, only the chunks that hold the first `count` positions are computed; the rest come out as zeros.
+  Where `count` is given, only the chunks that hold some shard's first `count` positions are computed; the rest come out as zeros.
   """
-  T = hidden.shape[0]
+  *shards, T, E = hidden.shape
   chunk = min(chunk, T)
   pad = -T % chunk
-  hidden = jnp.pad(hidden, ((0, pad), (0, 0)))
-  target = jnp.pad(target, (0, pad))
-  chunks = jnp.asarray((T if count is None else count) + chunk - 1, jnp.int32) // chunk
-  logp, entropy = _chunked(hidden, head, target, chunks, temperature, chunk)
-  return logp[:T], entropy[:T]
+  hidden = jnp.pad(hidden.reshape(-1, T, E), ((0, 0), (0, pad), (0, 0)))
+  target = jnp.pad(target.reshape(-1, T), ((0, 0), (0, pad)))
+  chunks = jnp.asarray((T if count is None else jnp.max(count)) + chunk - 1, jnp.int32) // chunk
+  found = _chunked(hidden, shard(head, 'vocab', None), target, chunks, temperature, chunk)
+  logp, entropy = (x[:, :T].reshape(*shards, T) for x in found)
+  return logp, entropy
 
 
 def reference(hidden, head, target, temperature=1.0):
@@ -39,16 +45,35 @@ def reference(hidden, head, target, temperature=1.0):
   return jnp.take_along_axis(logp, target[:, None], 1)[:, 0], -jnp.sum(jnp.exp(logp) * logp, axis=-1)
 
 
-def _logits(hidden, head, temperature):
-  return jax.lax.dot_general(hidden, head, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32) / temperature
+def _rows(i, chunk, hidden, *numbers):
+  """Chunk i of the shards' hidden states and of what is known of each, as they meet the vocabulary."""
+  parts = (jax.lax.dynamic_slice_in_dim(_at_home(x), i * chunk, chunk, axis=1) for x in (hidden, *numbers))
+  h, *numbers = map(_at_home, parts)
+  return shard(h, 'gathered_rows', None, None), *[shard(x, 'gathered_rows', None) for x in numbers]
 
 
-def _rows(i, chunk, *arrays):
-  return [jax.lax.dynamic_slice_in_dim(x, i * chunk, chunk) for x in arrays]
+def _logits(h, head, temperature):
+  logits = jax.lax.dot_general(h, head, (((2,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+  return shard(logits, 'gathered_rows', None, 'vocab') / temperature
+
+
+def _is(target, V):
+  """[S, C, V]: where the target is. Compared, not looked up: an index into a split vocabulary would be sent to all its parts."""
+  return target[..., None] == jnp.arange(V, dtype=target.dtype)
+
+
+def _placed(whole, new, i, chunk):
+  return _at_home(jax.lax.dynamic_update_slice_in_dim(whole, _at_home(new), i * chunk, axis=1))
+
+
+def _at_home(x):
+  """[S, ...], each shard's where its rows lie."""
+  return shard(x, 'rows', *[None] * (x.ndim - 1))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _chunked(hidden, head, target, chunks, temperature, chunk):
+  """[S, T, E] hidden states, of which `chunks` chunks count -> [S, T] log-probs and entropies."""
   return _forward(hidden, head, target, chunks, temperature, chunk)[0]
 
 
@@ -59,14 +84,14 @@ def _forward(hidden, head, target, chunks, temperature, chunk):
     h, t = _rows(i, chunk, hidden, target)
     logits = _logits(h, narrow, temperature)
     top = jnp.max(logits, axis=-1)
-    exp = jnp.exp(logits - top[:, None])
+    exp = jnp.exp(logits - top[..., None])
     total = jnp.sum(exp, axis=-1)
     lse = top + jnp.log(total)
     entropy = lse - jnp.sum(exp * logits, axis=-1) / total
-    logp = jnp.take_along_axis(logits, t[:, None], 1)[:, 0] - lse
-    return [jax.lax.dynamic_update_slice_in_dim(x, new, i * chunk, 0) for x, new in zip(out, (logp, entropy, lse))]
+    logp = jnp.sum(jnp.where(_is(t, head.shape[0]), logits, 0), axis=-1) - lse
+    return [_placed(x, new, i, chunk) for x, new in zip(out, (logp, entropy, lse))]
 
-  logp, entropy, lse = jax.lax.fori_loop(0, chunks, body, [jnp.zeros(hidden.shape[0])] * 3)
+  logp, entropy, lse = jax.lax.fori_loop(0, chunks, body, [jnp.zeros(hidden.shape[:2])] * 3)
   return (logp, entropy), (hidden, head, target, chunks, lse, entropy)
 
 
@@ -77,16 +102,18 @@ def _backward(temperature, chunk, saved, cotangents):
   def body(i, carry):
     dhidden, dhead = carry
     h, t, z, ent, dlogp, dent = _rows(i, chunk, hidden, target, lse, entropy, *cotangents)
-    logp = _logits(h, narrow, temperature) - z[:, None]
+    logp = _logits(h, narrow, temperature) - z[..., None]
     # d logp[t] / d logits = onehot - p ;  d entropy / d logits = -p (log p + entropy)
-    d = -jnp.exp(logp) * (dlogp[:, None] + dent[:, None] * (logp + ent[:, None]))
-    d = (d.at[jnp.arange(chunk), t].add(dlogp) / temperature).astype(h.dtype)
-    dhead = dhead + jax.lax.dot_general(d, h, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-    return jax.lax.dynamic_update_slice_in_dim(dhidden, d @ narrow, i * chunk, 0), dhead
+    d = -jnp.exp(logp) * (dlogp[..., None] + dent[..., None] * (logp + ent[..., None]))
+    d = ((d + jnp.where(_is(t, head.shape[0]), dlogp[..., None], 0)) / temperature).astype(h.dtype)
+    apart = d.reshape(groups, -1, d.shape[-1]), h.reshape(groups, -1, h.shape[-1])
+    dhead = dhead + jax.lax.dot_general(*apart, (((1,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32)
+    return _placed(dhidden, d @ narrow, i, chunk), shard(dhead, 'gathered_rows', 'vocab', None)
 
-  start = jnp.zeros_like(hidden), jnp.zeros(head.shape, jnp.float32)
+  groups = parts('gathered_rows', hidden.shape[0])  # each sums up its own, and all of them once, after the last chunk
+  start = jnp.zeros_like(hidden), jnp.zeros((groups, *head.shape), jnp.float32)
   dhidden, dhead = jax.lax.fori_loop(0, chunks, body, start)
-  return dhidden, dhead.astype(head.dtype), None, None
+  return dhidden, shard(jnp.sum(dhead, axis=0), 'vocab', None).astype(head.dtype), None, None
 
 
 _chunked.defvjp(_forward, _backward)

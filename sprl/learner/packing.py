@@ -11,6 +11,9 @@ a group may share one copy of their prompt (`share_prefix`), which the attention
 Everything the objective sees is a rectangle instead: [B, C], a sequence a row, a completion token a column. A scored
 position knows which hidden state predicts it (`source`: for the first completion token, the prompt's last) and a rectangle's
 cell knows its scored position (`place`).
+
+On a mesh the rows of a microbatch lie in S shards, R / S rows on each, and so do their scored positions: no hidden state leaves
+its devices to be found.
 """
 
 from collections.abc import Sequence
@@ -34,18 +37,32 @@ class TrainBatch:
   positions: Int[Array, 'A R T']
   segments: Int[Array, 'A R T']
   prefixes: Int[Array, 'A R T']
-  source: Int[Array, 'A N']  # index into the microbatch's R * T hidden states: the one that predicts scored position n
-  target: Int[Array, 'A N']  # the token that it predicts
-  scored: Int[Array, ' A']  # scored positions, at the front of the N
+  source: Int[Array, 'A S N']  # index into the shard's R / S * T = N hidden states: the one that predicts scored position n
+  target: Int[Array, 'A S N']  # the token that it predicts
+  scored: Int[Array, 'A S']  # scored positions, at the front of the N
   used: Int[Array, '']
   micro: Int[Array, ' B']  # the sequence's microbatch
-  place: Int[Array, 'B C']  # the scored position of each cell
+  place: Int[Array, 'B C']  # the scored position of each cell, of all shards' S * N
   mask: Bool[Array, 'B C']  # tokens that the model wrote
   sampler_logp: Float[Array, 'B C']
   advantage: Float[Array, ' B']
   reward: Float[Array, ' B']
   evicted: Int[Array, 'A R L K T'] | None = None  # when the sampler forgot each token, where the learner is to forget it too
   routes: Int[Array, 'A R T M k'] | None = None  # experts that tokens are to go through; -1: the router's choice
+
+  @property
+  def axes(self) -> 'TrainBatch':
+    """The names of its arrays' axes: rows are split, rectangles are small and whole on every device."""
+    packed, whole = (None, 'rows', None), {}
+    for name, x in vars(self).items():
+      whole[name] = None if x is None else (None,) * x.ndim
+    rows: dict[str, Any] = dict.fromkeys(('tokens', 'positions', 'segments', 'prefixes', 'source', 'target'), packed)
+    rows['scored'] = (None, 'rows')
+    if self.routes is not None:
+      rows['routes'] = (None, 'rows', None, None, None)
+    if self.evicted is not None:
+      rows['evicted'] = (None, 'rows', None, 'kv_heads', None)
+    return TrainBatch(**whole | rows)
 
 
 @dataclass(frozen=True)
@@ -57,10 +74,11 @@ class Shape:
   tokens: int  # T
   sequences: int  # B
   columns: int  # C
+  shards: int = 1  # S
 
 
-def shape(sampling: Sampling, rollout: Rollout, packing: Packing, minibatches: int) -> Shape:
-  """Sizes that fit any batch the sampling settings can produce.
+def shape(sampling: Sampling, rollout: Rollout, packing: Packing, minibatches: int, shards: int = 1) -> Shape:
+  """Sizes that fit any batch the sampling settings can produce, for devices that split rows into so many shards.
 
   Raises SettingsError: a row too short for the longest sequence, or minibatches that do not divide the prompts.
   """
@@ -79,7 +97,8 @@ def shape(sampling: Sampling, rollout: Rollout, packing: Packing, minibatches: i
   pieces = rollout.prompts // minibatches * -(-n // members)
   per_row = T // (P + members * C)  # first-fit fills every row but the last with at least as many pieces as this
   rows = -(-pieces // per_row)
-  return Shape(-(-rows // packing.rows), packing.rows, T, rollout.prompts // minibatches * n, C)
+  at_once = packing.rows if shards == 1 else min(packing.rows * shards, -(-rows // shards) * shards)
+  return Shape(-(-rows // at_once), at_once, T, rollout.prompts // minibatches * n, C, shards)
 
 
 def pack(
@@ -90,11 +109,12 @@ def pack(
   Sequence b of the rectangles is trajectory b. Members of a group must stand next to each other to share their prompt.
   Trajectories that record evictions need prompts of their own: samples forget them differently.
   """
-  A, R, T, B, C = shape.micros, shape.rows, shape.tokens, shape.sequences, shape.columns
+  A, R, T, B, C, S = shape.micros, shape.rows, shape.tokens, shape.sequences, shape.columns, shape.shards
   rows = _first_fit(_pieces(trajectories, advantage, T, share_prefix), trajectories, T)
   tokens, positions, segments, prefixes = (np.zeros((A, R, T), np.int32) for _ in range(4))
-  source, target = (np.zeros((A, R * T), np.int32) for _ in range(2))
-  scored, micro = np.zeros(A, np.int32), np.full(B, -1, np.int32)
+  N = R // S * T
+  source, target = (np.zeros((A, S, N), np.int32) for _ in range(2))
+  scored, micro = np.zeros((A, S), np.int32), np.full(B, -1, np.int32)
   place, mask, sampler_logp = np.zeros((B, C), np.int32), np.zeros((B, C), bool), np.zeros((B, C), np.float32)
   forgets = trajectories[0].evicted if trajectories else None
   evicted = None if forgets is None else np.zeros((A, R, *forgets.shape[:2], T), np.int32)
@@ -103,6 +123,7 @@ def pack(
 
   for index, row in enumerate(rows):
     a, r = divmod(index, R)
+    s, within = divmod(r, R // S)
     start, segment = 0, 0
     for piece in row:
       P = trajectories[piece[0]].prompt_length
@@ -126,12 +147,12 @@ def pack(
         if routes is not None:
           routes[a, r, here] = _routes(trajectory)[P:]
         column = np.flatnonzero(trajectory.mask[P:])
-        where = scored[a] + np.arange(len(column))
+        where = scored[a, s] + np.arange(len(column))
         predictor = np.concatenate([[last_of_prompt], np.arange(start, start + n - 1)])
-        source[a, where], target[a, where] = r * T + predictor[column], trajectory.completion[column]
-        place[b, column], mask[b, column], micro[b] = where, True, a
+        source[a, s, where], target[a, s, where] = within * T + predictor[column], trajectory.completion[column]
+        place[b, column], mask[b, column], micro[b] = s * N + where, True, a
         sampler_logp[b, column] = trajectory.sampler_logp[P:][column]
-        scored[a] += len(column)
+        scored[a, s] += len(column)
         start += n
 
   used = -(-len(rows) // R)

@@ -13,6 +13,7 @@ from sprl.models import transformer
 from sprl.models.memory import CausalMemory, EvictedMemory, Memory
 from sprl.models.routing import MISSING, Routed
 from sprl.models.transformer import Params
+from sprl.parallel.rules import OnMesh, anew, shard
 from sprl.settings import Remat
 
 
@@ -36,13 +37,17 @@ def micro_logprobs(
   routed = Routed(memory, None if batch.routes is None else batch.routes[i], batch.segments[i] > 0)
   hidden, routed = transformer.forward(graphdef, params, batch.tokens[i], batch.positions[i], routed, dtype, remat)
   with jax.named_scope('head'):
-    predictors = hidden.reshape(-1, hidden.shape[-1])[batch.source[i]]
+    S, N = batch.source.shape[1:]
+    of_shard = shard(hidden.reshape(S, N, -1), 'rows', None, None)
+    predictors = jnp.take_along_axis(of_shard, batch.source[i, :, :, None], axis=1)
     head = transformer.head_weight(params)
-    logp, entropy = linear_logprob(predictors, head, batch.target[i], temperature, chunk, batch.scored[i])
+    scored = linear_logprob(predictors, head, batch.target[i], temperature, chunk, batch.scored[i])
   here = batch.mask & (batch.micro == i)[:, None]
-  return jnp.where(here, logp[batch.place], 0.0), jnp.where(here, entropy[batch.place], 0.0), routed
+  logp, entropy = (jnp.where(here, shard(x, None, None).reshape(-1)[batch.place], 0.0) for x in scored)
+  return logp, entropy, routed
 
 
+@OnMesh
 @partial(jax.jit, static_argnames=('graphdef', 'temperature', 'dtype', 'chunk'))
 def score(
   graphdef: nnx.GraphDef, params: Params, batch: TrainBatch, temperature: float, dtype, chunk: int
@@ -50,11 +55,12 @@ def score(
   """Log-probs of all cells of the batch under `params`: the dense old policy's, or the reference's."""
 
   def body(i, logp):
-    return logp + micro_logprobs(graphdef, params, batch, i, temperature, dtype, chunk)[0]
+    return logp + micro_logprobs(graphdef, anew(params, i), batch, i, temperature, dtype, chunk)[0]
 
   return jax.lax.fori_loop(0, batch.used, body, jnp.zeros(batch.mask.shape))
 
 
+@OnMesh
 @partial(jax.jit, static_argnames=('graphdef', 'temperature', 'dtype', 'chunk'))
 def score_and_route(
   graphdef: nnx.GraphDef, params: Params, batch: TrainBatch, temperature: float, dtype, chunk: int
@@ -62,7 +68,7 @@ def score_and_route(
   """The same of a model with experts, and those that each token went through."""
 
   def one(i):
-    logp, _, routed = micro_logprobs(graphdef, params, batch, i, temperature, dtype, chunk)
+    logp, _, routed = micro_logprobs(graphdef, anew(params, i), batch, i, temperature, dtype, chunk)
     return logp, routed.routes
 
   def body(i, carry):
@@ -70,6 +76,6 @@ def score_and_route(
     new, taken = one(i)
     return logp + new, routes.at[i].set(taken)
 
-  like = jax.eval_shape(lambda: one(0)[1])
+  like = jax.eval_shape(lambda: one(jnp.int32(0))[1])
   routes = jnp.full((batch.tokens.shape[0], *like.shape), MISSING, like.dtype)
   return jax.lax.fori_loop(0, batch.used, body, (jnp.zeros(batch.mask.shape), routes))

@@ -23,6 +23,7 @@ from sprl.models.lora import network
 from sprl.models.routing import balance_loss, balance_metrics
 from sprl.objective import diagnostics, losses
 from sprl.objective.correction import Corrected, correct
+from sprl.parallel.rules import OnMesh, anew
 from sprl.settings import Correction, Loss, Remat
 
 sg = jax.lax.stop_gradient
@@ -57,7 +58,7 @@ def make_update(graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation,
   `old_logp` [B, C] may be None where `scores_old` allows it, `ref_logp` [B, C] where the loss has no KL term. With a `base`
   (models.lora.Base) what the state holds and the update moves are adapters to it.
   """
-  return jax.jit(partial(_update, graphdef, optimizer, computation), donate_argnums=0)
+  return OnMesh(jax.jit(partial(_update, graphdef, optimizer, computation), donate_argnums=0))
 
 
 def _update(graphdef, optimizer, computation: Computation, state: TrainState, batch: TrainBatch, old_logp, ref_logp, base=None):
@@ -93,7 +94,7 @@ def _update(graphdef, optimizer, computation: Computation, state: TrainState, ba
 
   def accumulate(i, carry):
     grads, *sums = carry
-    (loss, aux), new = jax.value_and_grad(micro_loss, has_aux=True)(state.params, i)
+    (loss, aux), new = jax.value_and_grad(micro_loss, has_aux=True)(anew(state.params, i), i)
     return jax.tree.map(jnp.add, (grads, *sums), (new, loss, *aux))
 
   shapes = jax.eval_shape(lambda: jax.value_and_grad(micro_loss, has_aux=True)(state.params, jnp.int32(0)))

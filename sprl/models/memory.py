@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from sprl.kernels.attention import attention
+from sprl.parallel.rules import local
 
 
 @runtime_checkable
@@ -54,7 +55,7 @@ class CausalMemory:
     self, layer: int, q: Float[Array, 'B T H D'], k: Float[Array, 'B T K D'], v: Float[Array, 'B T K D']
   ) -> tuple[Float[Array, 'B T H D'], 'CausalMemory']:
     """Attention within the row; nothing is remembered between calls."""
-    return attention(q, k, v, self.allowed), self
+    return _local_attention(q, k, v, self.allowed), self
 
 
 @jax.tree_util.register_dataclass
@@ -75,4 +76,11 @@ class EvictedMemory:
   ) -> tuple[Float[Array, 'B T H D'], 'EvictedMemory']:
     """Attention to what the sampler still had."""
     had = self.positions[:, None, :, None] < self.evicted[:, layer, :, None, :]
-    return attention(q, k, v, self.dense.allowed & had), self
+    return _local_attention(q, k, v, self.dense.allowed & had), self
+
+
+def _local_attention(q, k, v, allowed):
+  """Attention, which needs of other devices neither rows nor heads."""
+  queries, keys = ('rows', None, 'heads', None), ('rows', None, 'kv_heads', None)
+  seen = ('rows', None if allowed.shape[1] == 1 else 'kv_heads', None, None)
+  return local(attention, (queries, keys, keys, seen), queries)(q, k, v, allowed)

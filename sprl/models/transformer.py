@@ -22,6 +22,7 @@ from sprl.models.config import Experts, ModelConfig
 from sprl.models.memory import Memory
 from sprl.models.moe import gated, gates, mixture, probabilities
 from sprl.models.routing import Routed
+from sprl.parallel.rules import kept, shard
 from sprl.quant.dot import PRODUCT, dot
 from sprl.settings import Remat
 
@@ -39,13 +40,14 @@ class Linear(nnx.Module):
   """x @ kernel^T (+ bias), the kernel [out, in] as in Hugging Face checkpoints."""
 
   def __init__(self, axes: tuple[str, str], outputs: int, inputs: int, bias: bool = False):
+    self.axes = axes
     self.kernel = _weight(axes, outputs, inputs)
     self.bias = _weight(axes[:1], outputs) if bias else None
 
   def __call__(self, x: Float[Array, '*B M']) -> Float[Array, '*B N']:
     """[..., inputs] -> [..., outputs]."""
-    y = dot(x, self.kernel.get_value())
-    return y if self.bias is None else y + self.bias.get_value().astype(y.dtype)
+    y = shard(dot(x, self.kernel.get_value(), self.axes), 'rows', *[None] * (x.ndim - 2), self.axes[0])
+    return y if self.bias is None else y + shard(self.bias.get_value(), self.axes[0]).astype(y.dtype)
 
 
 @partial(jax.checkpoint, static_argnums=2)  # cheap to compute again: kept are the inputs, not their float32 intermediates
@@ -65,7 +67,7 @@ class RMSNorm(nnx.Module):
 
   def __call__(self, x: Float[Array, '*B M']) -> Float[Array, '*B M']:
     """Same shape and dtype as x."""
-    return _normalised(x, self.scale.get_value(), self.eps)
+    return _normalised(x, shard(self.scale.get_value(), None), self.eps)
 
 
 class Attention(nnx.Module):
@@ -152,9 +154,9 @@ class Layer(nnx.Module):
   """Attention and MLP or experts, each on a normalised input and added to the stream."""
 
   def __init__(self, config: ModelConfig, layer: int):
-    self.attention_norm = RMSNorm('embed', config.hidden_size, config.rms_norm_eps)
+    self.attention_norm = RMSNorm('norm', config.hidden_size, config.rms_norm_eps)
     self.attention = Attention(config)
-    self.mlp_norm = RMSNorm('embed', config.hidden_size, config.rms_norm_eps)
+    self.mlp_norm = RMSNorm('norm', config.hidden_size, config.rms_norm_eps)
     E, experts = config.hidden_size, config.experts
     self.mlp = Mixture(E, experts) if experts and layer in experts.layers else MLP(E, config.intermediate_size)
 
@@ -176,13 +178,17 @@ class Decoder(nnx.Module):
     V, E = config.vocab_size, config.hidden_size
     self.embed = _weight(('vocab', 'embed'), V, E)
     self.layers = nnx.List([Layer(config, i) for i in range(config.num_layers)])
-    self.norm = RMSNorm('embed', E, config.rms_norm_eps)
+    self.norm = RMSNorm('norm', E, config.rms_norm_eps)
     self.rope, self.head_dim = config.rope, config.head_dim
     self.head = None if config.tie_embeddings else Linear(('vocab', 'embed'), V, E)
 
   def __call__(self, tokens, positions, memory, dtype, remat: Remat):
     """[B, T] ids -> [B, T, E] normalised hidden states, and the memory."""
-    x = jnp.take(self.embed.get_value(), tokens, axis=0).astype(dtype)
+    # Rows that fsdp splits see all of the vocabulary, a part of it on each of their devices: rows come together, not the table.
+    table = shard(kept(self.embed.get_value(), 'vocab', 'embed'), 'vocab', None)
+    tokens = shard(tokens, 'gathered_rows', None)
+    x = shard(jnp.take(table, tokens, axis=0).astype(dtype), 'gathered_rows', None, None)
+    x = shard(x, 'rows', None, None)
     angles = turns(positions, self.head_dim, self.rope)
     for i, layer in enumerate(self.layers):
       with jax.named_scope(f'layer{i}'):
@@ -248,4 +254,4 @@ def key_biases(params: Params) -> tuple[Float[Array, ' KD'], ...]:
 
 def head_weight(params: Params) -> Float[Array, 'V E']:
   """The output matrix, one row a token: the embedding itself where they are tied."""
-  return params['head']['kernel'] if 'head' in params else params['embed']
+  return kept(params['head']['kernel'] if 'head' in params else params['embed'], 'vocab', 'embed')

@@ -17,22 +17,22 @@ import os
 import re
 import shutil
 import tempfile
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 # Read at the import of the plugins: libraries that only running needs, and a cloud machine's description that is none here.
 os.environ.setdefault('JAX_SKIP_CUDA_CONSTRAINTS_CHECK', '1')
 os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax._src.mesh import AbstractDevice
 from jax.experimental import topologies
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from sprl.parallel.collectives import Collective, collectives
 
 # Text form of XLA's GpuTargetConfigProto: an H200 as its driver and NVIDIA's CUDA documentation (compute capability 9.0) tell.
 # Clock, bandwidth and L2 feed XLA's cost model only.
@@ -63,14 +63,6 @@ class Kernel:
   shared: int  # bytes of shared memory a program, barriers apart; the most, where kernels of one name differ
 
 
-class Collective(NamedTuple):
-  """Collectives of one kind in a program's text; one in a loop counts once."""
-
-  kind: str
-  count: int
-  bytes: int  # of their results, on a device
-
-
 @dataclass(frozen=True)
 class Compiled:
   """A compiled program. Bytes of one device's memory; what is donated counts as argument and as output."""
@@ -81,7 +73,7 @@ class Compiled:
   outputs: int
   aliased: int  # of the outputs those that lie where arguments lay
   temporary: int
-  collectives: tuple[Collective, ...] = ()
+  collectives: tuple[Collective, ...]
 
   @property
   def total(self) -> int:
@@ -124,29 +116,21 @@ def tpus(name: str) -> list[Any]:
 # --- programs --------------------------------------------------------------------------------------------------------
 
 
-def compile_for(jitted: Callable, *arguments: Any) -> Compiled:
-  """Compiles a jitted function for the compile-only devices that its arguments' shardings name (trees of ShapeDtypeStruct)."""
-  shardings = [x.sharding for x in jax.tree.leaves(arguments)]
-  platform = next(iter(shardings[0].device_set)).platform
-  if platform == 'tpu':
-    return _read(jitted.trace(*arguments).lower(lowering_platforms=('tpu',)).compile(), ())  # pyright: ignore[reportFunctionMemberAccess]
-  # Pallas asks the mesh in use for the device that it lowers for.
-  device = AbstractDevice(device_kind='NVIDIA H200', num_cores=132, platform='gpu')
-  mesh = AbstractMesh((1,), ('x',), (AxisType.Auto,), abstract_device=device)
+def compile_for(jitted: Any, *arguments: Any, **static: Any) -> Compiled:
+  """Compiles a jitted function for the compile-only devices that its arguments lie on: trees of ShapeDtypeStruct.
+
+  Static arguments come as they are.
+  """
+  place = next(x.sharding for x in jax.tree.leaves(arguments) if isinstance(x, jax.ShapeDtypeStruct))
+  there, platform = place.mesh, next(iter(place.device_set)).platform
+  # Names of axes mean the mesh in use, and Pallas asks it for the device that it lowers for.
+  device = AbstractDevice(device_kind='NVIDIA H200', num_cores=132, platform='gpu') if platform == 'gpu' else None
+  mesh = AbstractMesh(there.axis_sizes, there.axis_names, axis_types=there.axis_types, abstract_device=device)
   with tempfile.TemporaryDirectory() as folder:
     with jax.sharding.use_abstract_mesh(mesh), _dumping(folder):
-      compiled = jitted.trace(*arguments).lower(lowering_platforms=('cuda',)).compile()  # pyright: ignore[reportFunctionMemberAccess]
-    return _read(compiled, tuple(_kernel(path) for path in sorted(Path(folder).glob('*.ptxas'))))
-
-
-def compile_for_h200(function: Callable, *shapes: Any, donate: tuple[int, ...] = ()) -> Compiled:
-  """Compiles `function` for one H200 and arguments of these shapes (trees of jax.ShapeDtypeStruct)."""
-  there = NamedSharding(Mesh(np.array(h200s()), ('x',)), PartitionSpec())
-  placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there), shapes)
-  return compile_for(jax.jit(function, out_shardings=there, donate_argnums=donate), *placed)
-
-
-def _read(compiled: Any, kernels: tuple[Kernel, ...]) -> Compiled:
+      lowered = jitted.trace(*arguments, **static).lower(lowering_platforms=('tpu' if platform == 'tpu' else 'cuda',))
+      compiled = lowered.compile()
+    kernels = tuple(_kernel(path) for path in sorted(Path(folder).glob('*.ptxas')))
   memory = compiled.memory_analysis()
   assert memory is not None  # as it is on backends that cannot tell; these can
   text = compiled.as_text() or ''
@@ -157,39 +141,15 @@ def _read(compiled: Any, kernels: tuple[Kernel, ...]) -> Compiled:
     memory.output_size_in_bytes,
     memory.alias_size_in_bytes,
     memory.temp_size_in_bytes,
-    collectives(text),
+    tuple(collectives(text)),
   )
 
 
-# --- collectives ------------------------------------------------------------------------------------------------------
-
-KINDS = ('all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all', 'collective-permute')
-_OPERATION = re.compile(rf'= (\(.*?\)|\S+) ({"|".join(KINDS)})(-start)?\(')
-_ARRAY = re.compile(r'([a-z]+\d*[a-z0-9]*)\[([\d,]*)\]')
-_TYPES = {'pred': 'bool', 'bf16': 'bfloat16', 'f8e4m3fn': 'float8_e4m3fn', 'u': 'uint', 's': 'int', 'f': 'float'}
-
-
-def collectives(text: str) -> tuple[Collective, ...]:
-  """The collectives in a compiled program's text, by kind. Of an asynchronous one the last array is what it gives."""
-  count: Counter[str] = Counter()
-  size: Counter[str] = Counter()
-  for result, kind, start in _OPERATION.findall(text):
-    arrays = _ARRAY.findall(result)
-    count[kind] += 1
-    size[kind] += sum(_nbytes(*array) for array in (_given(kind, arrays) if start else arrays))
-  return tuple(Collective(kind, count[kind], size[kind]) for kind in KINDS if count[kind])
-
-
-def _given(kind: str, arrays: Sequence[tuple[str, str]]) -> Sequence[tuple[str, str]]:
-  """Of the arrays that an operation starts with, which are operands and then results, the results."""
-  if kind == 'collective-permute':
-    return arrays[1:2]
-  return arrays[len(arrays) // 2 :]
-
-
-def _nbytes(dtype: str, dims: str) -> int:
-  name = _TYPES.get(dtype) or re.sub(r'^[a-z]+', lambda m: _TYPES.get(m[0], m[0]), dtype)
-  return int(np.prod([int(d) for d in dims.split(',') if d], dtype=np.int64)) * jnp.dtype(name).itemsize
+def compile_for_h200(function: Callable, *shapes: Any, donate: tuple[int, ...] = ()) -> Compiled:
+  """Compiles `function` for one H200 and arguments of these shapes (trees of jax.ShapeDtypeStruct)."""
+  there = NamedSharding(Mesh(np.array(h200s()), ('x',)), PartitionSpec())
+  placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there), shapes)
+  return compile_for(jax.jit(function, out_shardings=there, donate_argnums=donate), *placed)
 
 
 # --- Mosaic ----------------------------------------------------------------------------------------------------------

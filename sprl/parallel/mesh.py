@@ -1,33 +1,65 @@
-"""The device mesh, and the rules that lay weights over it by the names of their axes."""
+"""The device mesh: how many devices an axis has, which devices learn and which sample.
+
+The settings know four axes. `tensor`, which splits the network's matrices, is three axes of the mesh, so that heads are cut
+where they may be and nowhere else. Worked example, 12 query and 2 kv heads over tensor = 8:
+
+    tensor_kv     2    splits the kv heads: one each, and six queries with it
+    tensor_group  2    splits the six queries of a kv head, which both halves hold: three each
+    tensor_rest   2    splits neither; MLP and vocabulary are split by all three
+"""
+
+import math
+from collections.abc import Mapping
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sprl import settings
 from sprl.settings import SettingsError, device_numbers
 
-# Logical axis of a weight -> mesh axis. A weight axis that the mesh axis does not divide stays whole.
-RULES = {'embed': 'fsdp', 'heads': 'tensor', 'kv_heads': 'tensor', 'mlp': 'tensor', 'vocab': 'tensor'}
+TENSOR = ('tensor_kv', 'tensor_group', 'tensor_rest')
+AXES = ('data', 'fsdp', 'expert', *TENSOR)
 
 
-def make_mesh(mesh: settings.Mesh, devices=None) -> Mesh:
-  """The mesh of the settings over all devices.
+def make_mesh(mesh: settings.Mesh, devices=None, heads: tuple[int, int] | None = None, name: str = 'learner') -> Mesh:
+  """The mesh of the settings over all devices; `heads` are the model's query and kv heads, `name` is whose mesh it is.
+
+  Axes of one device are left out: what is not split over them need not be said to be whole.
 
   Raises SettingsError where the axes do not multiply up to the number of devices.
   """
   devices = np.array(jax.devices() if devices is None else devices)
-  sizes = {'data': mesh.data, 'fsdp': mesh.fsdp, 'tensor': mesh.tensor}
-  free = [name for name, size in sizes.items() if size == -1]
-  fixed = int(np.prod([size for size in sizes.values() if size != -1]))
+  sizes = {'data': mesh.data, 'fsdp': mesh.fsdp, 'expert': mesh.expert, 'tensor': mesh.tensor}
+  free = [axis for axis, size in sizes.items() if size == -1]
+  fixed = math.prod(size for size in sizes.values() if size != -1)
   if len(free) == 1 and fixed > 0 and devices.size % fixed == 0:
     sizes[free[0]] = devices.size // fixed
-  if int(np.prod(list(sizes.values()))) != devices.size or min(sizes.values()) < 1:
+  if math.prod(sizes.values()) != devices.size or min(sizes.values()) < 1:
     raise SettingsError(
-      f'config.mesh = {sizes}: expected axes that multiply up to {devices.size} devices, one of them -1 at most'
+      f'config.mesh.{name} = {sizes}: expected axes that multiply up to {devices.size} devices, one of them -1 at most'
     )
-  return Mesh(devices.reshape(tuple(sizes.values())), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+  sizes |= dict(zip(TENSOR, tensor_axes(sizes.pop('tensor'), heads)))
+  axes = tuple(axis for axis in AXES if sizes[axis] > 1) or AXES[:1]
+  return Mesh(devices.reshape([sizes[axis] for axis in axes]), axes, axis_types=(AxisType.Auto,) * len(axes))
+
+
+def tensor_axes(tensor: int, heads: tuple[int, int] | None) -> tuple[int, int, int]:
+  """The sizes of the axes that `tensor` is made of, for a model of so many query and kv heads."""
+  if heads is None:
+    return tensor, 1, 1
+  H, K = heads
+  kv = math.gcd(tensor, K)
+  # Queries lie kv head by kv head. To cut within these stretches and between them too would leave gaps, unless each is alone.
+  group = math.gcd(tensor // kv, H // K) if kv == K else 1
+  return kv, group, tensor // kv // group
+
+
+def sizes(mesh: Mesh) -> Mapping[str, int]:
+  """The axes as the settings know them."""
+  tensor = math.prod(mesh.shape.get(axis, 1) for axis in TENSOR)
+  return {axis: mesh.shape.get(axis, 1) for axis in AXES if axis not in TENSOR} | {'tensor': tensor}
 
 
 def divide(settings: settings.Devices, devices) -> tuple[list, list[list] | None]:
@@ -58,21 +90,6 @@ def divide(settings: settings.Devices, devices) -> tuple[list, list[list] | None
     return learner, None
   size = len(rollout) // settings.engines
   return learner, [rollout[i : i + size] for i in range(0, len(rollout), size)]
-
-
-def divides(mesh: Mesh | AbstractMesh, axis: str | None, size: int) -> bool:
-  """Whether a mesh axis (None: no axis) splits so many evenly."""
-  return axis is None or size % mesh.shape[axis] == 0
-
-
-def param_shardings(mesh: Mesh | AbstractMesh, axes, shapes):
-  """A NamedSharding for each weight: `axes` is a tree of tuples of logical names, `shapes` the tree of its shapes."""
-
-  def sharding(shape, names):
-    rules = [RULES.get(name) for name in names]
-    return NamedSharding(mesh, P(*[rule if divides(mesh, rule, size) else None for rule, size in zip(rules, shape.shape)]))
-
-  return jax.tree.map(sharding, shapes, axes)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -5,15 +5,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
 from sprl.models import transformer
 from sprl.models.config import ModelConfig
 from sprl.models.transformer import Params
-from sprl.parallel.mesh import param_shardings
+from sprl.parallel.mesh import AXES, TENSOR, tensor_axes
+from sprl.parallel.rules import KEPT, spec
 from sprl.settings import SettingsError
 
-NAMES = ('data', 'fsdp', 'tensor', 'expert')
+NAMES = ('data', 'fsdp', 'expert', 'tensor')  # from far to near: the devices of the last are neighbours
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,8 @@ class Axes:
 
   data: int = 1
   fsdp: int = 1
-  tensor: int = 1
   expert: int = 1
+  tensor: int = 1
 
   @classmethod
   def parse(cls, text: str, flag: str = '--mesh') -> 'Axes':
@@ -54,12 +55,13 @@ class Axes:
 
   def gathered(self) -> 'Axes':
     """The same devices with weights whole on each, or split over tensor and expert: what rollouts want of them."""
-    return Axes(self.data * self.fsdp, 1, self.tensor, self.expert)
+    return Axes(self.data * self.fsdp, 1, self.expert, self.tensor)
 
-  @property
-  def mesh(self) -> AbstractMesh:
+  def mesh(self, config: ModelConfig) -> AbstractMesh:
     """The mesh, without devices."""
-    return AbstractMesh(self.sizes, NAMES, axis_types=(AxisType.Auto,) * len(NAMES))
+    sizes = {name: getattr(self, name) for name in NAMES}
+    sizes |= dict(zip(TENSOR, tensor_axes(self.tensor, (config.num_heads, config.num_kv_heads))))
+    return AbstractMesh(tuple(sizes[name] for name in AXES), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
   def __str__(self) -> str:
     return ' '.join(f'{name}={size}' for name, size in zip(NAMES, self.sizes) if size > 1) or 'one device'
@@ -71,18 +73,22 @@ def ceil(n: int, parts: int) -> int:
 
 
 def heads(config: ModelConfig, tensor: int) -> tuple[int, int]:
-  """Query and kv heads on one device: kv heads are cut between them as far as that goes, then the queries of each."""
+  """Query and kv heads on one device."""
   H, K = config.num_heads, config.num_kv_heads
-  kv = math.gcd(tensor, K)
-  group = math.gcd(tensor // kv, H // K) if kv == K else 1
+  kv, group, _ = tensor_axes(tensor, (H, K))
   return H // (kv * group), K // kv
 
 
 def shards(config: ModelConfig, axes: Axes, dtype) -> Params:
   """What one device holds of each weight, by the rules that a run lays weights out with: a tree of ShapeDtypeStruct."""
   whole = transformer.abstract_params(config, dtype)
-  places = param_shardings(axes.mesh, transformer.logical_axes(config), whole)
-  return jax.tree.map(lambda w, place: jax.ShapeDtypeStruct(place.shard_shape(w.shape), w.dtype), whole, places)
+  mesh = axes.mesh(config)
+
+  def shard(w, names):
+    place = NamedSharding(mesh, spec(mesh, names, w.shape, KEPT))
+    return jax.ShapeDtypeStruct(place.shard_shape(w.shape), w.dtype)
+
+  return jax.tree.map(shard, whole, transformer.logical_axes(config))
 
 
 def size(tree: Any) -> int:

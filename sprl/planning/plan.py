@@ -87,7 +87,7 @@ def plan(config: ModelConfig, run: Run, learner: Axes, rollout: Axes, device: De
       "learner's devices; config.devices gives them others"
     )
   check_linears(run.quant, config.num_layers)
-  packed = batch_shape(run, learner)
+  packed = shape(run.sampling, run.rollout, run.packing, run.optimizer.minibatches, learner.rows)
   update = memory.update(config, run, packed, learner)
   done = work.update(config, run, packed, update, learner)
   asked = run.sampling.rows or run.rollout.prompts * (run.rollout.group + run.rollout.extra_members)
@@ -118,13 +118,6 @@ def kinds(run: Run) -> list[tuple[str, Cache, Quant]]:
   sparse = run.cache if run.cache.budget else dataclasses.replace(run.cache, budget=BUDGET)
   plain, fp8 = (dataclasses.replace(run.quant, sampler=sampler) for sampler in ('bf16', 'w8a8_kv8'))
   return [('dense', dense, plain), ('dense fp8', dense, fp8), ('sparse', sparse, plain), ('sparse fp8', sparse, fp8)]
-
-
-def batch_shape(run: Run, axes: Axes) -> Shape:
-  """A minibatch packed for devices each of which has `config.packing.rows` rows of a microbatch."""
-  alone = shape(run.sampling, run.rollout, run.packing, run.optimizer.minibatches)
-  at_once = alone.rows * axes.rows
-  return dataclasses.replace(alone, micros=ceil(alone.micros * alone.rows, at_once), rows=at_once)
 
 
 def _kind(

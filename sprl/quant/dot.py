@@ -1,12 +1,14 @@
 """The one matrix product of the house: `dot(x, w)`, and what its weight may be."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
+from sprl.parallel.rules import Names, kept, shard
 from sprl.quant.block import BlockScaled, Emulated, block_dot, fake_groups
 
 PRODUCT = 'product'  # what a policy of recomputation knows these products by
@@ -33,24 +35,28 @@ def plain(w: Float[Array, '*S'] | LowRank) -> Float[Array, '*S']:
   return w.merged() if isinstance(w, LowRank) else w
 
 
-def dot(x: Float[Array, '*B M'], w: Float[Array, 'N M'] | LowRank | BlockScaled | Emulated) -> Float[Array, '*B N']:
-  """x @ w^T in x's dtype. Under a quantised weight x is quantised as well, and nothing is differentiated.
+def dot(
+  x: Float[Array, '*B M'], w: Float[Array, 'N M'] | LowRank | BlockScaled | Emulated, axes: Names | None = None
+) -> Float[Array, '*B N']:
+  """x @ w^T in x's dtype; `axes` name w's for a mesh. Under a quantised weight x is quantised too, and nothing differentiated.
 
   Under a low-rank one neither it nor its gradient is ever a matrix of w's shape.
   """
   match w:
     case LowRank():
-      return checkpoint_name(_dot(x, jax.lax.stop_gradient(w.w)) + w.scale * _dot(_dot(x, w.a), w.b), PRODUCT)
+      inner, outer = (None, None) if axes is None else ((None, axes[1]), (axes[0], None))
+      beside = _dot(_dot(x, w.a, inner), w.b, outer)
+      return checkpoint_name(_dot(x, jax.lax.stop_gradient(w.w), axes) + w.scale * beside, PRODUCT)
     case BlockScaled():
-      return block_dot(x, w)
+      return block_dot(x, w if axes is None else replace(w, codes=shard(w.codes, *axes)))
     case Emulated():
-      return _dot(fake_groups(x, w.format), w.values)
+      return _dot(fake_groups(x, w.format), w.values, axes)
     case _:
-      return checkpoint_name(_dot(x, w), PRODUCT)
+      return checkpoint_name(_dot(x, w, axes), PRODUCT)
 
 
-@jax.custom_vjp
-def _dot(x: Float[Array, '*B M'], w: Float[Array, 'N M']) -> Float[Array, '*B N']:
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _dot(x: Float[Array, '*B M'], w: Float[Array, 'N M'], axes: Names | None) -> Float[Array, '*B N']:
   """x @ w^T in x's dtype; w may be held in a wider one (float32 master weights under bfloat16 activations).
 
   w is [out, in]: the layout of checkpoints, and the one that CPUs and FP8 tensor cores read fastest.
@@ -58,18 +64,26 @@ def _dot(x: Float[Array, '*B M'], w: Float[Array, 'N M']) -> Float[Array, '*B N'
   autodiff would emit a transposed product, for which XLA's CPU backend has no fast bfloat16 path, and would round the
   gradient of a float32 weight to bfloat16 on the way.
   """
-  return jax.lax.dot_general(x, w.astype(x.dtype), (((x.ndim - 1,), (1,)), ((), ())))
+  return jax.lax.dot_general(x, _gathered(w, x.dtype, axes), (((x.ndim - 1,), (1,)), ((), ())))
 
 
-def _forward(x, w):
-  return _dot(x, w), (x, w)
+def _gathered(w, dtype, axes):
+  """The weight in use; cast before it is gathered. Said to be kept until then, or the layer before would gather it already."""
+  w = w.astype(dtype)
+  return w if axes is None else shard(kept(w, *axes), *axes)
 
 
-def _backward(saved, g):
+def _forward(x, w, axes):
+  return _dot(x, w, axes), (x, w)  # w as it is kept, to be gathered once more: all gathered ones would not fit
+
+
+def _backward(axes, saved, g):
   x, w = saved
-  dx = jnp.matmul(g, w.astype(x.dtype))
+  dx = jnp.matmul(g, _gathered(w, x.dtype, axes))
   rows = tuple(range(x.ndim - 1))
   dw = jax.lax.dot_general(g, x, ((rows, rows), ((), ())), preferred_element_type=jnp.float32)
+  if axes is not None:
+    dx, dw = shard(dx, 'rows', *[None] * (x.ndim - 2), axes[1]), kept(dw, *axes)
   return dx, dw.astype(w.dtype)
 
 

@@ -26,6 +26,7 @@ from sprl.cache.scales import FIRST_FORWARD, Scales, from_amax, percentile, rota
 from sprl.models import transformer
 from sprl.models.memory import CausalMemory, Memory
 from sprl.models.transformer import Params
+from sprl.parallel.rules import OnMesh, anew
 from sprl.settings import Quant
 
 UNSEEN = 2.0  # an FP8 number's error does not depend on the scale, so that headroom costs nothing (fp8_rollouts 3)
@@ -69,6 +70,7 @@ class CalibratingMemory:
 History = tuple[Float[np.ndarray, '3 L'], ...]  # largest |Q|, |K|, |V| of each layer, of the latest look last
 
 
+@OnMesh
 @partial(jax.jit, static_argnames=('graphdef', 'plan', 'limit'))
 def amax(
   graphdef: nnx.GraphDef,
@@ -89,7 +91,7 @@ def amax(
       bias = rotated_biases(transformer.key_biases(params), positions[i], plan.head_dim, plan.rope)
     inner = CausalMemory.of(segments[i], prefixes[i])
     memory = CalibratingMemory.around(inner, plan.layers, (segments[i] > 0).astype(jnp.float32), bias)
-    _, memory = transformer.forward(graphdef, params, tokens[i], positions[i], memory, plan.dtype)
+    _, memory = transformer.forward(graphdef, anew(params, i), tokens[i], positions[i], memory, plan.dtype)
     return found.at[i].set(memory.amax)
 
   used = jnp.minimum(used, limit) if limit else used

@@ -11,6 +11,7 @@ A row is one sequence being generated. Its state never leaves the device between
 import dataclasses
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from sprl.cache.plan import CachePlan
 from sprl.cache.scales import rotated_biases
 from sprl.models import transformer
 from sprl.models.routing import MISSING, Routed, record_dtype
+from sprl.parallel.rules import OnMesh, anew, is_names, local, shard
 from sprl.sampler.draw import draw, uniforms
 from sprl.sampler.served import Served
 from sprl.settings import Sampling
@@ -43,6 +45,14 @@ class Rows:
   logp: Float[Array, 'B C']  # of the distribution drawn from
   kept: Int[Array, 'B C']  # slots attended, the query's own included
   routes: Int[Array, 'B T M k'] | None = None  # by position, the experts that its token went through; MISSING where none is yet
+
+  @property
+  def axes(self) -> 'Rows':
+    """The names of its arrays' axes."""
+    names: dict[str, Any] = {
+      field: None if x is None else ('rows', *[None] * (x.ndim - 1)) for field, x in vars(self).items() if field != 'cache'
+    }
+    return Rows(**names | {'cache': self.cache.axes, 'seed': ()})
 
 
 @jax.tree_util.register_dataclass
@@ -68,11 +78,12 @@ def _biases(plan, served):
   return tuple(jnp.swapaxes(table[0], 0, 1) for table in tables)
 
 
+@OnMesh
 @partial(jax.jit, static_argnames=('plan', 'rows', 'max_tokens'))
 def empty_rows(plan: CachePlan, served: Served, rows: int, max_tokens: int, seed: Array) -> Rows:
   """Rows with nothing to do: all done."""
   ints = jnp.zeros(rows, jnp.int32)
-  return Rows(
+  made = Rows(
     cache=empty_cache(plan, served, rows),
     seed=seed,
     uid=ints,
@@ -85,8 +96,10 @@ def empty_rows(plan: CachePlan, served: Served, rows: int, max_tokens: int, seed
     kept=jnp.zeros((rows, max_tokens), jnp.int32),
     routes=_no_routes(plan, rows),
   )
+  return _at_home(made)
 
 
+@OnMesh
 @partial(jax.jit, static_argnames=('graphdef', 'plan'))
 def prefill(
   graphdef: nnx.GraphDef,
@@ -154,6 +167,7 @@ def started(
   return empty_cache(plan, served, tokens.shape[0]).fork(prompts.cache, rows, jnp.ones(rows.shape, bool)), prompts.hidden
 
 
+@OnMesh
 @partial(jax.jit, static_argnames=('sampling', 'stop_ids'), donate_argnames='rows')
 def admit(
   served: Served,
@@ -181,9 +195,11 @@ def admit(
       lambda mine, theirs: jnp.where(new[:, None, None, None], theirs[parent], mine), rows.routes, prompts.routes
     ),
   )
-  return _draw_into(rows, served, prompts.hidden[parent], new & ~rows.done, rows.cache.length, sampling, stop_ids)
+  hidden = shard(shard(prompts.hidden, None, None)[parent], 'rows', None)
+  return _draw_into(rows, served, hidden, new & ~rows.done, rows.cache.length, sampling, stop_ids)
 
 
+@OnMesh
 @partial(jax.jit, static_argnames=('graphdef', 'sampling', 'stop_ids', 'steps'), donate_argnames='rows')
 def decode(graphdef: nnx.GraphDef, served: Served, rows: Rows, sampling: Sampling, stop_ids: tuple[int, ...], steps: int) -> Rows:
   """Up to `steps` more tokens for every row that is not done."""
@@ -196,7 +212,7 @@ def decode(graphdef: nnx.GraphDef, served: Served, rows: Rows, sampling: Samplin
     step, rows = carry
     active = ~rows.done
     newest = jnp.take_along_axis(rows.tokens, jnp.maximum(rows.count - 1, 0)[:, None], axis=1)[:, 0]
-    hidden, attended, cache, routes = take_in(graphdef, served, rows.cache, newest, active)
+    hidden, attended, cache, routes = take_in(graphdef, anew(served, step), rows.cache, newest, active)
     rows = dataclasses.replace(rows, cache=cache, routes=_noted(rows.routes, routes, rows.cache.seen, active))
     return step + 1, _draw_into(rows, served, hidden, active, attended, sampling, stop_ids)
 
@@ -237,26 +253,44 @@ def _noted(routes, taken, first, count):
 
 
 def predict(served: Served, hidden: Float[Array, 'B E']) -> Float[Array, 'B V']:
-  """Logits, float32."""
-  return jax.lax.dot_general(hidden, served.head, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+  """Logits, float32, each row's whole on one device.
+
+  A split vocabulary gives each device a part of every row's. They change hands all to all, and each gets some rows whole.
+  """
+  hidden, head = shard(hidden, 'gathered_rows', None), shard(served.head, 'vocab', None)
+  logits = jax.lax.dot_general(hidden, head, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+  return shard(shard(logits, 'gathered_rows', 'vocab'), 'drawn_rows', None)
 
 
 def _draw_into(rows, served, hidden, active, attended, sampling, stop_ids):
   """Draw one token for the active rows and record it: it ends the row if it is a stop id or the last one allowed."""
   with jax.named_scope('draw'):
-    token, logp = draw(predict(served, hidden), uniforms(rows.seed, rows.uid, rows.attempt, rows.cache.seen), sampling)
-  row = jnp.arange(token.shape[0])
+    uniform = uniforms(rows.seed, rows.uid, rows.attempt, rows.cache.seen)
+    drawn = draw(predict(served, hidden), shard(uniform, 'drawn_rows', None), sampling)
+    token, logp = (shard(x, 'rows') for x in drawn)
   column = jnp.where(active, rows.count, rows.tokens.shape[1])  # out of bounds: dropped
   count = rows.count + active
   ended = jnp.isin(token, jnp.array(stop_ids, jnp.int32)) if stop_ids else jnp.zeros_like(active)
-  return dataclasses.replace(
+  row, cells = ('rows',), ('rows', None)
+  record = local(_recorded, (cells, row, row), cells)
+  rows = dataclasses.replace(
     rows,
     count=count,
     done=rows.done | (active & (ended | (count >= rows.limit))),
-    tokens=rows.tokens.at[row, column].set(token, mode='drop'),
-    logp=rows.logp.at[row, column].set(logp, mode='drop'),
-    kept=rows.kept.at[row, column].set(attended, mode='drop'),
+    tokens=record(rows.tokens, column, token),
+    logp=record(rows.logp, column, logp),
+    kept=record(rows.kept, column, attended),
   )
+  return _at_home(rows)
+
+
+def _at_home(rows: Rows) -> Rows:
+  """The rows where their names say; or what is known of them would spread to where their tokens are drawn."""
+  return jax.tree.map(lambda names, x: shard(x, *names), rows.axes, rows, is_leaf=is_names)
+
+
+def _recorded(cells, column, new):
+  return cells.at[jnp.arange(len(new)), column].set(new, mode='drop')
 
 
 @partial(jax.jit, static_argnames='steps')
@@ -264,9 +298,10 @@ def read(rows: Rows, since: Int[Array, ' B'], steps: int) -> dict[str, Array]:
   """What the host looks at between chunks: who is done, and each row's up to `steps` tokens from its `since`-th on."""
   columns = jnp.minimum(since[:, None] + jnp.arange(steps), rows.tokens.shape[1] - 1)
   news = {name: jnp.take_along_axis(getattr(rows, name), columns, axis=1) for name in ('tokens', 'logp', 'kept')}
-  return {'done': rows.done, 'count': rows.count, 'saturated': rows.cache.saturated, **news}
+  return {'done': rows.done, 'count': rows.count, 'saturated': jnp.sum(rows.cache.saturated, axis=1), **news}
 
 
+@OnMesh
 @partial(jax.jit, donate_argnames='rows')
 def rescale(rows: Rows, served: Served) -> Rows:
   """The rows with what their cache holds in FP8 on the scales, and beside the key biases, of other weights."""

@@ -15,6 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from sprl.cache.plan import CachePlan
+from sprl.parallel.rules import OnMesh
 from sprl.sampler.decode import predict, started, take_in
 from sprl.sampler.draw import logp_of
 from sprl.sampler.engine import Engine, prompt_buckets
@@ -47,6 +48,7 @@ def replay(engine: Engine, served: Served, trajectories: Sequence[Trajectory]) -
   return results
 
 
+@OnMesh
 @partial(jax.jit, static_argnames=('graphdef', 'plan', 'sampling'))
 def _replay(
   graphdef: nnx.GraphDef,

@@ -12,11 +12,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 
 from sprl.cache.scales import Scales
 from sprl.kernels.platform import can_run
-from sprl.models.transformer import Params, head_weight
+from sprl.models.config import ModelConfig
+from sprl.models.transformer import Params, head_weight, logical_axes
+from sprl.parallel.rules import from_mesh, shard
+from sprl.quant import fp8
 from sprl.quant.block import BlockScaled, Emulated, quantise
 from sprl.quant.dot import LowRank, dot, plain
 from sprl.settings import LINEARS, UNQUANTISED, Kernels, Quant, SettingsError
@@ -57,30 +61,57 @@ def quantised_linears(params: Params, quant: Quant) -> list[str]:
   return [jax.tree_util.keystr(path) for path, _ in _leaves(params) if _is_quantised(path, params, quant)]
 
 
-@partial(jax.jit, static_argnames=('dtype', 'quant', 'kernels'))
-def serve(params: Params, dtype, quant: Quant = UNQUANTISED, kernels: Kernels = 'auto') -> Served:
+@partial(jax.jit, static_argnames=('dtype', 'quant', 'kernels', 'config', 'held'))
+def serve(
+  params: Params,
+  dtype,
+  quant: Quant = UNQUANTISED,
+  kernels: Kernels = 'auto',
+  config: ModelConfig | None = None,
+  held: Mesh | None = None,
+) -> Served:
   """The weights in `dtype`, linears in FP8 where `quant` says so; leaves already in `dtype` are shared, not copied.
 
   What is trained beside a frozen weight is added to it, in float32, and rounded once.
   Blockwise arithmetic keeps codes and scales, and `kernels` says what multiplies them; emulation keeps their products, which it
   need not make again for every token.
+  Given the model's config they are laid out for the mesh in use; `held` is the mesh that they lie on now, where that is another
+  of the same devices. They are cast first, so that what changes hands is no larger than what is served.
   """
   blockwise = quant.arithmetic == 'blockwise' or (quant.arithmetic == 'auto' and can_run(kernels))
   middle = _depth(params) // 2
   probe = {}
 
-  def leaf(path, w):
+  def leaf(path, w, names):
     w = plain(w)
     if not _is_quantised(path, params, quant):
-      return w.astype(dtype)
-    scaled = replace(quantise(w, quant.format), kernels=kernels)
+      return from_mesh(w.astype(dtype), held, *names)
+    scaled = quantise(w, quant.format)
+    codes = fp8.from_bytes(from_mesh(fp8.to_bytes(scaled.codes), held, *names))
+    scaled = replace(scaled, codes=codes, scale=shard(scaled.scale, *[None] * scaled.scale.ndim), kernels=kernels)
     layer, name = _named(path)
     if layer == middle:
       probe[name] = scaled.codes
     return scaled if blockwise else scaled.emulated(dtype)
 
-  served = jax.tree_util.tree_map_with_path(leaf, params, is_leaf=_is_weight)
-  return Served(served, probe=probe or None)
+  unnamed = jax.tree.map(lambda w: (None,) * plain(w).ndim, params, is_leaf=_is_weight)
+  axes = unnamed if config is None else logical_axes(config)
+  return Served(jax.tree_util.tree_map_with_path(leaf, params, axes, is_leaf=_is_weight), probe=probe or None)
+
+
+def served_axes(served: Served, config: ModelConfig) -> Served:
+  """The names of the axes of the weights as served; scales are whole on every device."""
+
+  def leaf(w, names):
+    match w:
+      case BlockScaled():
+        return replace(w, codes=names, scale=(None,) * w.scale.ndim)
+      case Emulated():
+        return replace(w, values=names)
+    return names
+
+  params = jax.tree.map(leaf, served.params, logical_axes(config), is_leaf=_is_weight)
+  return Served(params, jax.tree.map(lambda x: (None,), served.scales))
 
 
 @jax.jit

@@ -117,7 +117,7 @@ def stored(scales, qkv, count=(T, T)):
   held = cache.layers[0]
   assert held.keys.dtype == held.values.dtype == jnp.float8_e4m3fn
   k, v = (np.swapaxes(x.astype(jnp.float32) * s[0], 1, 2)[:, :T] for x, s in ((held.keys, scales.k), (held.values, scales.v)))
-  return k, v, cache.saturated.tolist()
+  return k, v, cache.saturated.sum(1).tolist()
 
 
 @pytest.mark.parametrize('largest', [3.0, 40.0, 447.0])
@@ -159,16 +159,16 @@ def test_decoding_counts_saturation_too_and_only_of_rows_that_go_on():
   _, cache = prefill(KVCache.empty(plan_of(KV8), B, scales=unit()), jnp.array([4, 4]), q[:, :4], k[:, :4], v[:, :4])
   one = tuple(x[:, 5:6] for x in (q, k * 1e5, v))
   expected = [int(np.sum(np.abs(one[1][b]) > 448)) for b in range(B)]
-  assert step(cache, *one)[1].saturated.tolist() == expected
-  assert step(cache, *one, active=(1, 0))[1].saturated.tolist() == [expected[0], 0]
+  assert step(cache, *one)[1].saturated.sum(1).tolist() == expected
+  assert step(cache, *one, active=(1, 0))[1].saturated.sum(1).tolist() == [expected[0], 0]
 
 
 def test_a_row_that_starts_from_a_prompt_has_that_prompt_s_saturation():
   plan = plan_of(KV8)
-  prompts = dataclasses.replace(KVCache.empty(plan, 2, 8, unit()), saturated=jnp.array([3, 7]))
-  mine = dataclasses.replace(KVCache.empty(plan, 3, scales=unit()), saturated=jnp.array([10, 20, 30]))
+  prompts = dataclasses.replace(KVCache.empty(plan, 2, 8, unit()), saturated=jnp.array([[3, 0], [5, 2]]))
+  mine = dataclasses.replace(KVCache.empty(plan, 3, scales=unit()), saturated=jnp.array([[10, 0], [20, 0], [15, 15]]))
   forked = mine.fork(prompts, jnp.array([1, 0, 0]), jnp.array([True, False, True]))
-  assert forked.saturated.tolist() == [7, 20, 3]
+  assert forked.saturated.tolist() == [[5, 2], [20, 0], [3, 0]]
 
 
 @pytest.mark.parametrize('sampler', ['kv8', 'w8a8_kv8'])
@@ -249,7 +249,7 @@ def test_keeping_large_biases_out_of_fp8_makes_attention_exact_again():
     for i in range(steps):
       out, held = step(held, *(x[:, T + i : T + i + 1] for x in arrays))
       outs[name].append(np.asarray(out))
-    assert held.saturated.tolist() == [0, 0]
+    assert held.saturated.sum(1).tolist() == [0, 0]
     assert held.seen.tolist() == [n + steps for n in prompts]
     assert held.length.tolist() == [20, 20]
   for i in (0, 1, 5, 10, 12):  # prefill, decoding before any eviction, behind one, behind two, at one
@@ -272,7 +272,7 @@ def test_the_sampler_takes_the_biases_from_the_weights_it_serves():
     served = serve(params, jnp.dtype('float32'))._replace(scales=Scales(*(jnp.full(2, 0.6) for _ in range(3))))
     prompts = decode.prefill(graph, plan, served, ids, lengths)
     assert (prompts.cache.bias is not None) == (name == 'apart')
-    assert prompts.cache.saturated.tolist() == [0, 0, 0]
+    assert prompts.cache.saturated.sum(1).tolist() == [0, 0, 0]
     hidden[name] = prompts.hidden
   apart, inside = (relative(hidden[name], hidden['exact']) for name in ('apart', 'inside'))
   assert apart < 0.1

@@ -35,6 +35,7 @@ def inputs(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(
   ('flag', 'said'),
   [
+    ('--config.mesh.fsdp=4', 'config.mesh.fsdp: no such setting; it is config.mesh.learner.fsdp now; config.mesh has learner'),
     ('--config.rollout.grup=4', 'config.rollout.grup: no such setting; config.rollout has async_ratio, extra_members'),
     ('--config.steps=many', "--config.steps=many: invalid literal for int() with base 10: 'many'"),
     ('--config.loss.variant=grpo', "config.loss.variant = 'grpo': expected one of 'vanilla', 'ppo'"),
@@ -120,7 +121,8 @@ def test_settings_that_name_what_is_not_there(inputs, tmp_path, monkeypatch):
     ({'task__kind': 'gsm8k', 'task__path': '/no/folder', 'task__grader': 'auto'}, "config.task.path = '/no/folder': no such"),
     ({'task__grader': 'mine.py:grade'}, "config.task.grader = 'mine.py:grade'"),
     ({'sampling__max_prompt': 8, 'sampling__prompt_buckets': (8,)}, 'config.sampling.max_prompt = 8: '),
-    ({'mesh__tensor': 3}, 'config.mesh = '),
+    ({'mesh__learner__tensor': 3}, 'config.mesh.learner = '),
+    ({'mesh__rollout__fsdp': 3}, 'config.mesh.rollout = '),
     ({'cache__window': 17, 'cache__budget': 20}, 'config.cache.window = 17: expected at most 16'),
     ({'model__router_replay': 'R3'}, "config.model.router_replay = 'R3': expected 'none' with a model of family qwen2"),
     ({'loss__balance_coef': 0.01}, 'config.loss.balance_coef = 0.01: expected 0.0 with a model of family qwen2'),

@@ -31,9 +31,9 @@ def test_three_completions_sharing_a_prompt():
   assert batch.positions.tolist() == [[[0, 1, 2, 3, 4, 5, 6, 4, 5, 4, 5, 6, 7, 0, 0]]]
   assert batch.segments.tolist() == [[[1, 1, 1, 1, 2, 2, 2, 3, 3, 4, 4, 4, 4, 0, 0]]]
   assert batch.prefixes.tolist() == [[[0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0]]]
-  assert batch.scored.tolist() == [9]
-  assert batch.source[0, :9].tolist() == [3, 4, 5, 3, 7, 3, 9, 10, 11]
-  assert batch.target[0, :9].tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+  assert batch.scored.tolist() == [[9]]
+  assert batch.source[0, 0, :9].tolist() == [3, 4, 5, 3, 7, 3, 9, 10, 11]
+  assert batch.target[0, 0, :9].tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
   assert batch.place.tolist() == [[0, 1, 2, 0], [3, 4, 0, 0], [5, 6, 7, 8]]
   assert batch.mask.astype(int).tolist() == [[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1]]
   assert batch.micro.tolist() == [0, 0, 0]
@@ -58,9 +58,9 @@ def test_the_same_unshared_in_two_microbatches_of_two_rows():
   ]
   assert batch.segments[0].tolist() == [[1, 1, 1, 1, 2, 2, 2, 0], [1, 1, 1, 1, 2, 2, 0, 0]]
   assert batch.prefixes[0].tolist() == [[0, 0, 0, 0, 1, 1, 1, 0], [0, 0, 0, 0, 1, 1, 0, 0]]
-  assert batch.scored.tolist() == [5, 4, 0]
-  assert batch.source[0, :5].tolist() == [3, 4, 5, 8 + 3, 8 + 4]
-  assert batch.source[1, :4].tolist() == [3, 4, 5, 6]
+  assert batch.scored.tolist() == [[5], [4], [0]]
+  assert batch.source[0, 0, :5].tolist() == [3, 4, 5, 8 + 3, 8 + 4]
+  assert batch.source[1, 0, :4].tolist() == [3, 4, 5, 6]
   assert batch.micro.tolist() == [0, 0, 1]
   assert batch.place.tolist() == [[0, 1, 2, 0], [3, 4, 0, 0], [0, 1, 2, 3]]
   assert int(batch.used) == 2
@@ -72,9 +72,9 @@ def test_only_what_the_model_wrote_is_scored():
   turns = trajectory([10, 11], [1, 2, 8, 9, 3], mask=[1, 1, 0, 0, 1])  # 8 9 came from an environment
   batch, _ = pack([turns], np.ones(1, np.float32), Shape(1, 1, 8, 1, 6), share_prefix=True)
   assert batch.tokens[0, 0].tolist() == [10, 11, 1, 2, 8, 9, 3, 0]
-  assert batch.scored.tolist() == [3]
-  assert batch.source[0, :3].tolist() == [1, 2, 5]
-  assert batch.target[0, :3].tolist() == [1, 2, 3]
+  assert batch.scored.tolist() == [[3]]
+  assert batch.source[0, 0, :3].tolist() == [1, 2, 5]
+  assert batch.target[0, 0, :3].tolist() == [1, 2, 3]
   assert batch.mask.astype(int).tolist() == [[1, 1, 0, 0, 1, 0]]
   assert batch.place.tolist() == [[0, 1, 0, 0, 2, 0]]
   assert batch.sampler_logp[0].tolist() == [-2 / 8, -3 / 8, 0, 0, -6 / 8, 0]
@@ -102,25 +102,27 @@ def test_nothing_to_train_on_is_an_empty_batch():
 def contexts(batch):
   """(tokens seen, target) of every cell, read off the packed rows token by token."""
   cells = {}
+  S, N = batch.source.shape[1:]
   for b, c in np.argwhere(batch.mask):
-    a, n = batch.micro[b], batch.place[b, c]
-    r, at = divmod(int(batch.source[a, n]), batch.tokens.shape[2])
+    a, (s, n) = batch.micro[b], divmod(int(batch.place[b, c]), N)
+    r, at = divmod(s * N + int(batch.source[a, s, n]), batch.tokens.shape[2])
+    assert r * S // batch.tokens.shape[1] == s  # the row is one of the shard's
     segment, prefix = batch.segments[a, r, at], batch.prefixes[a, r, at]
     seen = [i for i in range(at + 1) if batch.segments[a, r, i] in (segment, prefix) and batch.segments[a, r, i]]
     # the prompt's last token predicts for its completions, which do not see each other
     assert batch.positions[a, r, seen].tolist() == list(range(len(seen)))
-    cells[int(b), int(c)] = (batch.tokens[a, r, seen].tolist(), int(batch.target[a, n]))
+    cells[int(b), int(c)] = (batch.tokens[a, r, seen].tolist(), int(batch.target[a, s, n]))
   return cells
 
 
 @hypothesis_settings(max_examples=60, deadline=None, derandomize=True)
-@given(data=st.data(), share=st.booleans())
-def test_every_batch_fits_its_shape_and_scores_each_token_once(data, share):
+@given(data=st.data(), share=st.booleans(), shards=st.sampled_from([1, 2, 3, 8]))
+def test_every_batch_fits_its_shape_and_scores_each_token_once(data, share, shards):
   P, C = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 10))
   rollout = Rollout(prompts=data.draw(st.integers(1, 5)), group=data.draw(st.integers(1, 5)))
   row_tokens = data.draw(st.sampled_from([0, P + C, P + C + 3, P + 2 * C, 3 * (P + C)]))
   packing = Packing(row_tokens=row_tokens, rows=data.draw(st.integers(1, 3)), share_prefix=share)
-  sizes = shape(Sampling(max_prompt=P, max_tokens=C), rollout, packing, 1)
+  sizes = shape(Sampling(max_prompt=P, max_tokens=C), rollout, packing, 1, shards)
   lengths = data.draw(st.lists(st.integers(0, C), min_size=rollout.group * rollout.prompts, max_size=100).map(tuple))
   groups = [lengths[g * rollout.group : (g + 1) * rollout.group] for g in range(rollout.prompts)]
   prompts = data.draw(st.lists(st.integers(1, P), min_size=rollout.prompts, max_size=rollout.prompts))
@@ -142,7 +144,8 @@ def test_every_batch_fits_its_shape_and_scores_each_token_once(data, share):
   assert not batch.segments[int(batch.used) :].any()
   assert batch.scored.sum() == len(expected)
   places = {(int(batch.micro[b]), int(batch.place[b, c])) for b, c in expected}
-  assert places == {(a, n) for a in range(sizes.micros) for n in range(batch.scored[a])}
+  N = batch.source.shape[2]
+  assert places == {(a, s * N + n) for a, s in np.ndindex(batch.scored.shape) for n in range(batch.scored[a, s])}
   assert metrics['packing/tokens'] == np.count_nonzero(batch.segments)
 
 
@@ -171,6 +174,10 @@ def test_sizes_by_hand():
   # rows of 20: a prompt and one completion each
   assert shape(sampling, rollout, Packing(rows=4, row_tokens=20), 1) == Shape(3, 4, 20, 12, 6)
   assert shape(sampling, rollout, Packing(rows=2), 2) == Shape(1, 2, 32, 6, 6)
+  # four rows in two shards, at most two each at a time; in eight shards, half of which have none
+  assert shape(sampling, rollout, Packing(rows=2), 1, 2) == Shape(1, 4, 32, 12, 6, 2)
+  assert shape(sampling, rollout, Packing(rows=1), 1, 2) == Shape(2, 2, 32, 12, 6, 2)
+  assert shape(sampling, rollout, Packing(rows=2), 1, 8) == Shape(1, 8, 32, 12, 6, 8)
 
 
 def test_rows_too_short_and_minibatches_that_do_not_divide_are_refused():

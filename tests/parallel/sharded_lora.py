@@ -18,7 +18,8 @@ from sprl.learner.state import TrainState, make_optimizer
 from sprl.learner.update import Computation, make_update
 from sprl.models import transformer
 from sprl.models.lora import Base, init_adapters
-from sprl.parallel.mesh import make_mesh, param_shardings, replicated
+from sprl.parallel.mesh import make_mesh, replicated
+from sprl.parallel.rules import row_shards, shardings
 from sprl.policy import abstract_state
 from sprl.sampler.served import serve
 from sprl.settings import Correction, Lora, Loss, Mesh, Optimizer
@@ -26,12 +27,20 @@ from sprl.settings import Correction, Lora, Loss, Mesh, Optimizer
 FLOAT32 = jnp.dtype('float32')
 config, params = small.model(num_hidden_layers=1)
 lora, scale = Lora(rank=2), 16.0
-batch, _ = pack(small.rollouts([(5, 3), (4, 6)], (6, 3)), np.array([1, -1, 0.5, -2], np.float32), Shape(2, 1, 32, 4, 6), True)
+trajectories, advantage = small.rollouts([(5, 3), (4, 6)], (6, 3)), np.array([1, -1, 0.5, -2], np.float32)
+
+
+def packed(shards):
+  return pack(trajectories, advantage, Shape(1, 4, 32, 4, 6, shards), True)[0]
+
+
 optimizer = make_optimizer(Optimizer(learning_rate=1e-2), 10)
 update = make_update(transformer.graph(config), optimizer, Computation(Correction(), Loss(), 1.0, FLOAT32, 8, 'none'))
-mesh = make_mesh(Mesh(data=-1, fsdp=2, tensor=2))
-shardings = param_shardings(mesh, transformer.logical_axes(config), transformer.abstract_params(config))
-policy = types.SimpleNamespace(config=config, param_dtype=FLOAT32, lora=lora, shardings=shardings, replicated=replicated(mesh))
+mesh = make_mesh(Mesh(data=-1, fsdp=2, tensor=2), heads=(config.num_heads, config.num_kv_heads))
+laid = shardings(mesh, transformer.logical_axes(config), transformer.abstract_params(config))
+policy = types.SimpleNamespace(
+  config=config, param_dtype=FLOAT32, lora=lora, mesh=mesh, shardings=laid, replicated=replicated(mesh)
+)
 places = jax.tree.map(lambda a: a.sharding, abstract_state(policy, optimizer, offload=True))
 init = partial(init_adapters, config, lora)
 
@@ -49,11 +58,11 @@ def apart(a, b):
 
 
 first = init(jax.random.key(0))
-alone, served_alone = train(init(jax.random.key(0)), Base(params, scale), batch)
+alone, served_alone = train(init(jax.random.key(0)), Base(params, scale), packed(1))
 split = jax.jit(init, out_shardings=places.params)(jax.random.key(0))
 begun_apart = apart(first, split)
-base = Base(jax.device_put(params, shardings), scale)
-together, served_together = train(split, base, jax.device_put(batch, replicated(mesh)), places)
+base, batch = Base(jax.device_put(params, laid), scale), packed(row_shards(mesh))
+together, served_together = train(split, base, jax.device_put(batch, shardings(mesh, batch.axes, batch)), places)
 up = together.params['layers'][0]['mlp']['up']
 print(
   json.dumps(

@@ -1,4 +1,7 @@
-"""On 4 devices: rollouts, calibration, self-check and an update on meshes beside those of one device. Prints JSON."""
+"""On 8 devices: rollouts, calibration, self-check and an update on meshes beside those of one device. Prints JSON.
+
+Arguments: MEMORY:DATAxFSDPxTENSOR of the rollouts, one or more; the learner has the same devices as fsdp alone.
+"""
 
 import json
 import logging
@@ -19,9 +22,10 @@ from sprl.learner.score import score
 from sprl.learner.state import TrainState, make_optimizer
 from sprl.learner.update import Computation, make_update
 from sprl.models import transformer
-from sprl.parallel.mesh import make_mesh, param_shardings, replicated
+from sprl.parallel.mesh import make_mesh, replicated
+from sprl.parallel.rules import row_shards, shardings
 from sprl.policy import abstract_state
-from sprl.sampler import calibrate
+from sprl.sampler import calibrate, decode
 from sprl.sampler.cache_plan import cache_plan
 from sprl.sampler.engine import Engine
 from sprl.sampler.served import self_check, serve
@@ -29,11 +33,16 @@ from sprl.settings import ARMS, DENSE, UNQUANTISED, Cache, Lora, Loss, Mesh, Opt
 from sprl.trajectory import Request
 
 FLOAT32 = jnp.dtype('float32')
-ONE, TWO, FOUR = Mesh(1, 1, 1), Mesh(1, 2, 1), Mesh(1, 2, 2)  # alone; over fsdp; over fsdp and tensor
 SPARSE = Cache(budget=10, interval=3, window=2, method='rkv')
+MEMORIES = {
+  'dense': (DENSE, UNQUANTISED),
+  'sparse': (SPARSE, Quant(sampler='w8a8_kv8')),
+  'layer': (Cache(budget=10, interval=3, window=2, method='h2o', scope='layer', when='after'), Quant(sampler='kv8')),
+}
 SAMPLING = Sampling(max_tokens=16, max_prompt=8, prompt_buckets=(8,), chunk=5)
 
-config, weights = small.model('qwen2', num_hidden_layers=1, vocab_size=260)
+config, weights = small.model('qwen2', num_hidden_layers=1, vocab_size=264)
+heads = config.num_heads, config.num_kv_heads
 graphdef, weights = transformer.graph(config), jax.device_get(weights)
 rng = np.random.default_rng(0)
 prompts = [rng.integers(0, 260, n).astype(np.int32) for n in (8, 5)]
@@ -50,37 +59,44 @@ class Compilations(logging.Handler):
 
 
 def step(settings, cache, quant):
-  """Everything that a step takes from the devices of the mesh."""
-  mesh = make_mesh(settings, jax.devices()[: settings.data * settings.fsdp * settings.tensor])
-  shardings = param_shardings(mesh, transformer.logical_axes(config), transformer.abstract_params(config))
-  policy = types.SimpleNamespace(
-    config=config, param_dtype=FLOAT32, lora=Lora(), shardings=shardings, replicated=replicated(mesh)
-  )
-  params = jax.device_put(weights, shardings)
+  """Everything that a step takes from the devices."""
+  devices = jax.devices()[: settings.data * settings.fsdp * settings.tensor]
+  mesh, rollout = make_mesh(Mesh(), devices, heads), make_mesh(settings, devices, heads, 'rollout')
+  axes = transformer.logical_axes(config)
+  laid = shardings(mesh, axes, transformer.abstract_params(config))
+  params = jax.device_put(weights, laid)
   plan = cache_plan(config, cache, quant, SAMPLING.max_prompt, SAMPLING.max_tokens, FLOAT32)
   found = [calibrate.amax_of_prompts(graphdef, plan, params, prompts, 2, quant)]
-  served = serve(params, FLOAT32, quant)
+  with jax.set_mesh(rollout):
+    served = serve(params, FLOAT32, quant, config, mesh)
   served = served._replace(scales=calibrate.scales(calibrate.remembered((), found[0], quant), quant, plan.layers))
-  engine = Engine(config, SAMPLING, plan, rows=3, prefill=2, seed=0, stop_ids=(), text=lambda ids: '')
+  engine = Engine(config, SAMPLING, plan, rows=8, prefill=max(2, row_shards(rollout)), seed=0, stop_ids=(), text=lambda ids: '')
   trajectories = engine.generate(served, requests)
   logging.getLogger('jax').addHandler(seen := Compilations())
   with jax.log_compiles():
     again = engine.generate(served, requests)
+  logging.getLogger('jax').removeHandler(seen)
   result = {
     'trajectories': trajectories,
     'again': all(np.array_equal(a.sampler_logp, b.sampler_logp) for a, b in zip(trajectories, again)),
     'compiled_again': seen.count,
     'wrong': self_check(params, served, FLOAT32, quant),
-    'split': len(jax.tree.leaves(served.params)[0].sharding.device_set),
+    'split': len({str(s.index) for s in jax.tree.leaves(served.params['layers'][0]['mlp'])[0].addressable_shards}),
   }
-  logging.getLogger('jax').removeHandler(seen)
+  rows = decode.empty_rows(plan, served, 8, SAMPLING.max_tokens, jax.random.key(0))
+  result['cache'] = list(rows.cache.layers[0].k.addressable_shards[0].data.shape)
   if not plan.sparse:
     return result
-  batch, _ = pack(trajectories, np.array([1, -1, 0.5, -2], np.float32), Shape(2, 1, 40, 4, 16), share_prefix=True)
-  batch = jax.device_put(batch, policy.replicated)
+  S = row_shards(mesh)
+  shape = Shape(2, 1, 40, 4, 16) if S == 1 else Shape(1, S, 40, 4, 16, S)
+  batch, _ = pack(trajectories, np.array([1, -1, 0.5, -2], np.float32), shape, share_prefix=True)
+  batch = jax.device_put(batch, shardings(mesh, batch.axes, batch))
   found.append(calibrate.amax_of_batch(graphdef, plan, params, batch, 0))
   optimizer = make_optimizer(Optimizer(name='sgd', learning_rate=0.1, clip_norm=0.0), 10)
   update = make_update(graphdef, optimizer, Computation(ARMS['sparse_rl'], Loss(), 1.0, FLOAT32, 16, 'none'))
+  policy = types.SimpleNamespace(
+    config=config, param_dtype=FLOAT32, lora=Lora(), mesh=mesh, shardings=laid, replicated=replicated(mesh)
+  )
   places = jax.tree.map(lambda a: a.sharding, abstract_state(policy, optimizer))
   state = jax.jit(partial(TrainState.create, optimizer=optimizer), out_shardings=places)(params)
   state, metrics = update(state, batch, score(graphdef, params, batch, 1.0, FLOAT32, 16), None)
@@ -96,7 +112,7 @@ def beside(alone, together):
   pairs = list(zip(alone['trajectories'], together['trajectories']))
   same = all(np.array_equal(a.tokens, b.tokens) and np.array_equal(a.kept, b.kept) for a, b in pairs)
   apart = np.concatenate([np.abs(a.sampler_logp - b.sampler_logp)[a.mask] for a, b in pairs]) if same else np.full(1, np.inf)
-  said = {name: together[name] for name in ('again', 'compiled_again', 'wrong', 'split')}
+  said = {name: together[name] for name in ('again', 'compiled_again', 'wrong', 'split', 'cache')}
   said |= {'same': same, 'logp_apart': [float(x) for x in np.sort(apart)]}
   said['compresses'] = max(int(np.max(t.kept)) for t, _ in pairs) < min(len(t.tokens) for t, _ in pairs)
   if 'params' in together:
@@ -109,11 +125,10 @@ def beside(alone, together):
   return said
 
 
-report = {}
-for memory, (cache, quant), meshes in (
-  ('dense', (DENSE, UNQUANTISED), {'four': FOUR}),
-  ('sparse', (SPARSE, Quant(sampler='w8a8_kv8')), {'two': TWO, 'four': FOUR}),
-):
-  alone = step(ONE, cache, quant)
-  report[memory] = {name: beside(alone, step(mesh, cache, quant)) for name, mesh in meshes.items()}
+report, alone = {}, {}
+for argument in sys.argv[1:]:
+  memory, _, shape = argument.partition(':')
+  if memory not in alone:
+    alone[memory] = step(Mesh(1, 1, 1), *MEMORIES[memory])
+  report[argument] = beside(alone[memory], step(Mesh(*map(int, shape.split('x'))), *MEMORIES[memory]))
 print(json.dumps(report))

@@ -1,4 +1,7 @@
-"""On 8 devices: the shardings that the rules give, and two updates on the mesh beside two on one device. Prints JSON."""
+"""On 8 devices: where weights lie, and two updates on meshes beside two on one device. Prints JSON.
+
+Arguments: HEADS/KVHEADS:DATAxFSDPxTENSOR, one or more.
+"""
 
 import json
 import logging
@@ -18,18 +21,15 @@ from sprl.learner.packing import Shape, pack
 from sprl.learner.state import TrainState, make_optimizer
 from sprl.learner.update import Computation, make_update
 from sprl.models import transformer
-from sprl.parallel.mesh import make_mesh, param_shardings, replicated
+from sprl.parallel.mesh import make_mesh, replicated
+from sprl.parallel.rules import row_shards, shardings
 from sprl.policy import abstract_state
 from sprl.settings import Correction, Lora, Loss, Mesh, Optimizer
 
-config, params = small.model(num_hidden_layers=1, vocab_size=257)
-mesh = make_mesh(Mesh(data=-1, fsdp=2, tensor=2))
-shardings = param_shardings(mesh, transformer.logical_axes(config), transformer.abstract_params(config))
-batch, _ = pack(
-  small.rollouts([(5, 3), (4, 6)], (6, 3), vocab=257), np.array([1, -1, 0.5, -2], np.float32), Shape(2, 1, 32, 4, 6), True
-)
+trajectories = small.rollouts([(5, 3), (4, 6), (3, 2), (6, 6)], (6, 3, 5, 4), vocab=260)
+advantage = np.array([1, -1, 0.5, -2, 1, -1, 0.3, 0.2], np.float32)
 optimizer = make_optimizer(Optimizer(name='sgd', learning_rate=0.1, clip_norm=0.0), 10)
-computation = Computation(Correction(), Loss(), 1.0, jnp.dtype('float32'), 8, 'none')
+computation = Computation(Correction(), Loss(), 1.0, jnp.dtype('float32'), 8, 'layer')
 
 
 class Compilations(logging.Handler):
@@ -41,7 +41,11 @@ class Compilations(logging.Handler):
     self.count += record.getMessage().startswith('Compiling jit(_update)')
 
 
-def train(create, params, batch):
+def packed(shards):
+  return pack(trajectories, advantage, Shape(2, 8, 16, 8, 6, shards), True)[0]
+
+
+def train(config, create, params, batch):
   """(weights, metrics, how often the update was compiled) after two updates."""
   update = make_update(transformer.graph(config), optimizer, computation)
   logging.getLogger('jax').addHandler(seen := Compilations())
@@ -49,40 +53,46 @@ def train(create, params, batch):
     state = create(params)
     for _ in range(2):
       state, metrics = update(state, batch, None, None)
+  logging.getLogger('jax').removeHandler(seen)
   return state.params, jax.device_get(metrics), seen.count
 
 
+def furthest(a, b):
+  return max(float(np.abs(x - y).max()) for x, y in zip(jax.tree.leaves(jax.device_get(a)), jax.tree.leaves(jax.device_get(b))))
+
+
 create = partial(TrainState.create, optimizer=optimizer)
-alone, metrics_alone, _ = train(create, jax.tree.map(jnp.copy, params), jax.device_put(batch, jax.devices()[0]))
-policy = types.SimpleNamespace(
-  config=config, param_dtype=jnp.float32, lora=Lora(), shardings=shardings, replicated=replicated(mesh)
-)
-places = jax.tree.map(lambda a: a.sharding, abstract_state(policy, optimizer))
-create = jax.jit(create, out_shardings=places)
-together, metrics_together, compiled = train(create, jax.device_put(params, shardings), jax.device_put(batch, replicated(mesh)))
-layer = together['layers'][0]
-weights = {
-  'embed': together['embed'],
-  'head': together['head']['kernel'],
-  'q': layer['attention']['q']['kernel'],
-  'o': layer['attention']['o']['kernel'],
-  'down': layer['mlp']['down']['kernel'],
-  'norm': together['norm']['scale'],
-}
-print(
-  json.dumps(
-    {
-      'mesh': dict(mesh.shape),
-      'shards': {name: list(w.addressable_shards[0].data.shape) for name, w in weights.items()},
-      'as_given': all(jax.tree.leaves(jax.tree.map(lambda w, s: w.sharding.is_equivalent_to(s, w.ndim), together, shardings))),
-      'compiled': compiled,
-      'moved': max(float(np.abs(a - b).max()) for a, b in zip(jax.tree.leaves(params), jax.tree.leaves(jax.device_get(alone)))),
-      'apart': max(
-        float(np.abs(a - b).max()) for a, b in zip(*(jax.tree.leaves(jax.device_get(tree)) for tree in (alone, together)))
-      ),
-      'metrics_apart': {
-        name: float(abs(metrics_alone[name] - metrics_together[name])) for name in ('update/loss', 'update/grad_norm')
-      },
-    }
+report, alone = {}, {}
+for argument in sys.argv[1:]:
+  heads, _, shape = argument.partition(':')
+  H, K = map(int, heads.split('/'))
+  config, params = small.model(num_hidden_layers=1, vocab_size=264, num_attention_heads=H, num_key_value_heads=K)
+  if heads not in alone:
+    alone[heads] = train(config, create, jax.tree.map(jnp.copy, params), jax.device_put(packed(1), jax.devices()[0]))
+  mesh = make_mesh(Mesh(*map(int, shape.split('x'))), heads=(H, K))
+  laid = shardings(mesh, transformer.logical_axes(config), params)
+  batch = packed(row_shards(mesh))
+  batch = jax.device_put(batch, shardings(mesh, batch.axes, batch))
+  policy = types.SimpleNamespace(
+    config=config, param_dtype=jnp.float32, lora=Lora(), mesh=mesh, shardings=laid, replicated=replicated(mesh)
   )
-)
+  places = jax.tree.map(lambda a: a.sharding, abstract_state(policy, optimizer))
+  together, metrics, compiled = train(config, jax.jit(create, out_shardings=places), jax.device_put(params, laid), batch)
+  layer = together['layers'][0]
+  weights = {
+    'embed': together['embed'],
+    'q': layer['attention']['q']['kernel'],
+    'k': layer['attention']['k']['kernel'],
+    'o': layer['attention']['o']['kernel'],
+    'down': layer['mlp']['down']['kernel'],
+    'norm': together['norm']['scale'],
+  }
+  report[argument] = {
+    'shards': {name: list(w.addressable_shards[0].data.shape) for name, w in weights.items()},
+    'as_given': all(jax.tree.leaves(jax.tree.map(lambda w, s: w.sharding.is_equivalent_to(s, w.ndim), together, laid))),
+    'compiled': compiled,
+    'moved': furthest(params, alone[heads][0]),
+    'apart': furthest(alone[heads][0], together),
+    'metrics_apart': {n: float(abs(alone[heads][1][n] - metrics[n])) for n in ('update/loss', 'update/grad_norm')},
+  }
+print(json.dumps(report))

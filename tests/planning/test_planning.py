@@ -105,11 +105,11 @@ def test_optimisers_without_moments_hold_next_to_nothing():
 def test_bytes_of_a_sequence_by_hand():
   kv = {
     name: memory.kv_bytes(memory.memory_plan(QWEN, RUN, cache, quant), H, K) for name, cache, quant in kinds(RUN)
-  }  # bytes beside keys and values: five counters of a row, and of an evicting layer positions and the last 8 queries
-  assert kv['dense'] == 2 * 2 * L * K * D * 2048 + 20
-  assert kv['dense fp8'] == 2 * L * K * D * 2048 + 20
+  }  # beside keys and values: four counters of a row and one a kv head, and of an evicting layer positions and the last 8 queries
+  assert kv['dense'] == 2 * 2 * L * K * D * 2048 + 32
+  assert kv['dense fp8'] == 2 * L * K * D * 2048 + 32
   slots = 512 + 128
-  beside = L * (4 * K * slots + 2 * H * 8 * D) + 20
+  beside = L * (4 * K * slots + 2 * H * 8 * D) + 32
   assert kv['sparse'] == 2 * 2 * L * K * D * slots + beside
   assert kv['sparse fp8'] == 2 * L * K * D * slots + beside
 
