@@ -136,7 +136,7 @@ class Policy:
   def serve(self, params: Params, quant: Quant, scales: Scales | None = None) -> Served:
     """The weights as the sampler multiplies them, with the scales of its cache; on the learner's devices."""
     with jax.set_mesh(self.serving):
-      return serve(params, self.dtype, quant, self.kernels, self.config, self.mesh)._replace(scales=scales)
+      return serve(params, self.dtype, quant, self.config, self.mesh, self.kernels)._replace(scales=scales)
 
   def plan(self, sampling: Sampling, cache: Cache, quant: Quant, record: bool = False, routes: bool = False) -> CachePlan:
     """The sampler's memory under these settings; what it writes down of evictions and of the experts that tokens went through."""

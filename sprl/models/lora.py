@@ -21,7 +21,7 @@ from sprl.models import transformer
 from sprl.models.config import ModelConfig
 from sprl.models.transformer import Params
 from sprl.quant.dot import LowRank
-from sprl.settings import Lora, SettingsError
+from sprl.settings import LINEARS, Lora, SettingsError
 
 
 @jax.tree_util.register_dataclass
@@ -99,8 +99,8 @@ def _of_targets(params: Params, lora: Lora, pair) -> Params:
 def _linears(part: Params) -> Iterator[tuple[str, jax.ShapeDtypeStruct | tuple[str, ...]]]:
   """(name, kernel or its axes' names) of a block's linears."""
   for name, leaf in part.items():
-    kernel = leaf.get('kernel') if isinstance(leaf, dict) else None
-    if kernel is not None and len(getattr(kernel, 'shape', kernel)) == 2:
+    kernel = leaf.get('kernel', ()) if isinstance(leaf, dict) else ()
+    if name in LINEARS and len(getattr(kernel, 'shape', kernel)) == 2:
       yield name, kernel
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import jax
 from jax.core import Tracer
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from sprl.parallel.mesh import TENSOR
@@ -71,7 +71,7 @@ def row_shards(mesh) -> int:
 # --- arrays that are there ---------------------------------------------------------------------------------------------
 
 
-def shardings(mesh: Mesh, axes, shapes, rules: Mapping[str, tuple[str, ...]] = KEPT):
+def shardings(mesh: Mesh | AbstractMesh, axes, shapes, rules: Mapping[str, tuple[str, ...]] = KEPT):
   """A NamedSharding for each array: `shapes` is a tree of arrays or their shapes, `axes` the tree of their axes' names."""
   return jax.tree.map(lambda x, names: NamedSharding(mesh, spec(mesh, names, x.shape, rules)), shapes, axes)
 

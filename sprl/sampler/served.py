@@ -61,14 +61,14 @@ def quantised_linears(params: Params, quant: Quant) -> list[str]:
   return [jax.tree_util.keystr(path) for path, _ in _leaves(params) if _is_quantised(path, params, quant)]
 
 
-@partial(jax.jit, static_argnames=('dtype', 'quant', 'kernels', 'config', 'held'))
+@partial(jax.jit, static_argnames=('dtype', 'quant', 'config', 'held', 'kernels'))
 def serve(
   params: Params,
   dtype,
   quant: Quant = UNQUANTISED,
-  kernels: Kernels = 'auto',
   config: ModelConfig | None = None,
   held: Mesh | None = None,
+  kernels: Kernels = 'auto',
 ) -> Served:
   """The weights in `dtype`, linears in FP8 where `quant` says so; leaves already in `dtype` are shared, not copied.
 

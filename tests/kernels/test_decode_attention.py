@@ -20,7 +20,7 @@ from sprl.cache.kv_cache import KVCache
 from sprl.cache.plan import CachePlan
 from sprl.cache.scales import Scales
 from sprl.kernels import hopper_decode_attention as hopper
-from sprl.kernels import platform
+from sprl.kernels import hopper_eviction, platform
 from sprl.kernels.decode_attention import Attended, cost, decode_attention, reference
 from sprl.kernels.rope import Rope
 from sprl.settings import Cache, SettingsError
@@ -147,7 +147,8 @@ def test_queries_beyond_float16_attend_to_one_slot():
 @pytest.mark.parametrize('storage', [BF16, FP8])
 def test_a_cache_decodes_as_with_the_reference(monkeypatch, storage):
   monkeypatch.setattr(hopper, 'decode_attention', INTERPRETED)
-  B, T, K, G, D = 2, 40, 2, 3, 64
+  monkeypatch.setattr(hopper_eviction, 'compact', partial(hopper_eviction.compact, interpret=plgpu.InterpretGPUParams()))
+  B, T, K, G, D = 2, 40, 2, 3, 128
   plan = CachePlan(
     settings=Cache(budget=56, interval=8, window=4, method='h2o'),
     layers=1,

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small
+from jax.sharding import AbstractMesh
 
 from sprl.learner.packing import Shape, pack
 from sprl.learner.state import TrainState, make_optimizer
@@ -15,10 +16,10 @@ from sprl.models import transformer
 from sprl.models.config import tiny
 from sprl.models.lora import Base, abstract_adapters, adapter_axes, fingerprint, init_adapters, network
 from sprl.models.memory import CausalMemory
-from sprl.parallel.mesh import make_mesh, param_shardings
+from sprl.parallel.rules import shardings
 from sprl.quant.dot import LowRank, dot, plain
 from sprl.sampler.served import self_check, serve
-from sprl.settings import LINEARS, Correction, Lora, Loss, Mesh, Optimizer, Quant, SettingsError
+from sprl.settings import LINEARS, Correction, Lora, Loss, Optimizer, Quant, SettingsError
 
 pytestmark = pytest.mark.usefixtures('compiled_fast')
 
@@ -105,16 +106,17 @@ def test_only_targets_have_adapters_and_what_the_model_lacks_is_refused():
 
 
 def test_adapters_are_split_as_their_kernels_are():
-  config, mesh = tiny('llama'), make_mesh(Mesh(), jax.devices()[:1])
+  config, mesh = tiny('llama'), AbstractMesh((2, 2), ('fsdp', 'tensor_kv'))
   axes = adapter_axes(config, LORA)
   assert axes['layers'][0]['attention']['o'] == {'a': ('rank', 'heads'), 'b': ('embed', 'rank')}
   assert axes['layers'][0]['mlp']['up'] == {'a': ('rank', 'embed'), 'b': ('mlp', 'rank')}
-  kernels = param_shardings(mesh, transformer.logical_axes(config), transformer.abstract_params(config))
-  pairs = param_shardings(mesh, axes, abstract_adapters(config, LORA))
+  kernels = shardings(mesh, transformer.logical_axes(config), transformer.abstract_params(config))
+  pairs = shardings(mesh, axes, abstract_adapters(config, LORA))
   for name in ('gate', 'down'):
     outputs, inputs = kernels['layers'][0]['mlp'][name]['kernel'].spec
     pair = pairs['layers'][0]['mlp'][name]
     assert (tuple(pair['b'].spec), tuple(pair['a'].spec)) == ((outputs, None), (None, inputs))
+    assert None not in (outputs, inputs)
 
 
 # --- what is served --------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from test_mesh import on_devices
 
 
 def test_adapters_on_a_mesh_are_trained_and_served_as_on_one_device():
-  found = on_devices(8, 'sharded_lora.py', JAX_DISABLE_MOST_OPTIMIZATIONS='1')
+  found = on_devices('sharded_lora.py', JAX_DISABLE_MOST_OPTIMIZATIONS='1')
   assert found['begun_apart'] == 0  # the same random numbers
   assert found['moved'] > 1e-2
   assert found['apart'] < 1e-5

@@ -115,7 +115,7 @@ def test_blockwise_and_emulated_weights_give_the_same_hidden_states(params):
 
 @pytest.mark.parametrize(('kernels', 'kind'), [('mosaic_gpu', BlockScaled), ('auto', Emulated)])
 def test_codes_are_kept_where_a_kernel_multiplies_them(params, kernels, kind):
-  w = serve(params, FLOAT32, Quant(sampler='w8a8'), kernels).params['layers'][0]['mlp']['down']['kernel']
+  w = serve(params, FLOAT32, Quant(sampler='w8a8'), kernels=kernels).params['layers'][0]['mlp']['down']['kernel']
   assert isinstance(w, kind)
   assert getattr(w, 'kernels', 'auto') == kernels
 
@@ -124,7 +124,7 @@ def test_a_forced_kernel_passes_the_self_check(monkeypatch):
   monkeypatch.setattr(hopper, 'block_matmul', partial(hopper.block_matmul, interpret=plgpu.InterpretGPUParams()))
   _, params = small.model('qwen2', num_hidden_layers=1)
   quant = Quant(sampler='w8a8', skip_names=('q', 'k', 'v', 'o', 'gate', 'up'))
-  served = serve(params, jnp.dtype(jnp.bfloat16), quant, 'mosaic_gpu')
+  served = serve(params, jnp.dtype(jnp.bfloat16), quant, kernels='mosaic_gpu')
   assert self_check(params, served, jnp.dtype(jnp.bfloat16), quant) == []
 
 
