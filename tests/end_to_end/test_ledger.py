@@ -92,6 +92,7 @@ def test_all_causes_together_leave_only_their_effect_on_each_other(world):
   assert 0 < size(entries['residual']) < sum(size(entries[cause]) for cause in ('weights', 'kv', 'eviction'))
 
 
+@pytest.mark.slow
 def test_router_replay_takes_out_of_the_gap_what_other_experts_put_into_it(tmp_path):
   mixed = opened(tiny.write_inputs(tmp_path, 'qwen3_moe'), router_replay='R3')
   *settings, trajectories = sampled(mixed, Cache(), Quant(sampler='w8a8'))
