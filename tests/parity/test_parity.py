@@ -262,7 +262,7 @@ def test_smollm2_both_ways(smollm2):
 def test_smollm2_with_exact_products(smollm2, monkeypatch):
   _, where, prompts = smollm2
 
-  def exact(x, w):
+  def exact(x, w, axes):
     return jnp.matmul(x.astype(jnp.float64), w.astype(jnp.float64).T).astype(x.dtype)
 
   monkeypatch.setattr(transformer, 'dot', exact)
