@@ -156,8 +156,11 @@ def _program(
     """Where tile i of this program begins: its weights' rows, its tokens, its blocks."""
     tile = program + i * plan.programs
     # Programs that run side by side work on a patch of tiles, of few weights and few tokens, which stay in the L2 cache.
-    token, row = plgpu.planar_snake(lax.rem(tile, jnp.int32(across * along)), (along, across), 0, PATCH)
-    return row * plan.rows, token * plan.tokens, lax.div(tile, jnp.int32(across * along)) * depth
+    split = 0
+    if splits > 1:  # else what divides by a number of tiles is a register too many
+      split, tile = lax.div(tile, jnp.int32(across * along)), lax.rem(tile, jnp.int32(across * along))
+    token, row = plgpu.planar_snake(tile, (along, across), 0, PATCH)
+    return row * plan.rows, token * plan.tokens, split * depth
 
   def fetch(step):
     row, token, block = start(lax.div(step, depth))
