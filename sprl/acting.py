@@ -164,23 +164,9 @@ class Placed:
     return Slots(self.engine, self.place(served), version)
 
 
-def rows(run: Run) -> int:
-  """Sequences that decode side by side, on all engines together."""
-  return run.sampling.rows or run.rollout.prompts * (run.rollout.group + run.rollout.extra_members)
-
-
-def _rows_of_one(run: Run) -> int:
-  return -(-rows(run) // run.devices.engines)
-
-
-def prefill(run: Run) -> int:
-  """Prompts that go through the network together."""
-  return min(run.rollout.prompts, -(-_rows_of_one(run) // run.rollout.group))
-
-
 def engines(run: Run, policy: Policy, plan: CachePlan) -> list[Placed]:
   """The engines that the settings ask for."""
-  engine = policy.engine(run.sampling, plan, _rows_of_one(run), prefill(run), run.seed)
+  engine = policy.engine(run.sampling, plan, run.engine_rows, run.prefill, run.seed)
   return [Placed(engine, None if mesh is policy.serving else mesh) for mesh in policy.engine_meshes]
 
 

@@ -77,13 +77,9 @@ class Learning:
   def __post_init__(self):
     run = self.run
     self.calibrates = self.plan.fp8 and run.quant.kv_scale != 'unit'
-    self._updates = run.optimizer.minibatches * run.optimizer.epochs
     shards = row_shards(self.policy.mesh)
     self._sizes = shape(run.sampling, run.rollout, run.packing, run.optimizer.minibatches, shards)
-    computation = Computation(
-      run.correction, run.loss, run.sampling.temperature, self.policy.dtype, run.packing.score_chunk, run.model.remat
-    )
-    self._update = make_update(self.policy.graphdef, self.optimizer, computation)
+    self._update = make_update(self.policy.graphdef, self.optimizer, Computation.of(run, self.policy.dtype))
 
   @property
   def renewed(self) -> bool:
@@ -132,7 +128,7 @@ class Learning:
       if run.model.router_replay == 'R2':
         scored = [score_and_route(policy.graphdef, self.params, batch, *how) for batch in batches]
         old, batches = [logp for logp, _ in scored], [replace(b, routes=routes) for b, (_, routes) in zip(batches, scored)]
-      elif scores_old(run.correction, self._updates):
+      elif scores_old(run.correction, run.optimizer.updates):
         old = [score(policy.graphdef, self.params, batch, *how) for batch in batches]
       jax.block_until_ready((old, ref))
       times.lap('score')

@@ -42,16 +42,12 @@ class Program(NamedTuple):
 def update(config: ModelConfig, run: Run, shape: Shape, mesh: Mesh) -> Program:
   """The update of a batch packed to `shape`."""
   optimizer, policy = make_optimizer(run.optimizer, 1), _policy(config, run, mesh)
-  updates = run.optimizer.minibatches * run.optimizer.epochs
-  computation = Computation(
-    run.correction, run.loss, run.sampling.temperature, policy.dtype, run.packing.score_chunk, run.model.remat
-  )
   batch, _ = pack((), np.zeros(shape.sequences), shape, run.packing.share_prefix)
   batch = dataclasses.replace(batch, reward=np.zeros(shape.sequences, np.float32))  # pyright: ignore[reportArgumentType]
   batch = _placed(batch, shardings(mesh, batch.axes, batch))
-  old = batch.sampler_logp if scores_old(run.correction, updates) else None
+  old = batch.sampler_logp if scores_old(run.correction, run.optimizer.updates) else None
   ref = batch.sampler_logp if run.loss.kl_coef > 0 else None
-  jitted = make_update(policy.graphdef, optimizer, computation)
+  jitted = make_update(policy.graphdef, optimizer, Computation.of(run, policy.dtype))
   return Program(jitted, (abstract_state(policy, optimizer), batch, old, ref))
 
 

@@ -246,7 +246,7 @@ class Optimizer:
   name: Literal['adamw', 'adam', 'sgd', 'lion', 'adafactor'] = 'adamw'
   learning_rate: float = 1e-6
   schedule: Literal['constant', 'linear', 'cosine'] = 'constant'  # after warm-up, down to learning_rate * final_fraction
-  warmup_steps: int = 0  # in updates, of which a step has minibatches * epochs
+  warmup_steps: int = 0  # in updates, of which a step has `updates`
   final_fraction: float = 0.0
   b1: float = 0.9
   b2: float = 0.98
@@ -258,6 +258,11 @@ class Optimizer:
   minibatches: int = 1  # updates a rollout batch
   epochs: int = 1  # passes over a rollout batch
   max_bad_steps: int = 3  # consecutive non-finite gradients, after which the run stops with a report
+
+  @property
+  def updates(self) -> int:
+    """Updates a rollout batch."""
+    return self.minibatches * self.epochs
 
 
 LINEARS = ('q', 'k', 'v', 'o', 'gate', 'up', 'down')
@@ -385,6 +390,21 @@ class Run:
   checkpoint: Checkpoint = field(default_factory=Checkpoint)
   ledger: Ledger = field(default_factory=Ledger)
   log: Log = field(default_factory=Log)
+
+  @property
+  def rows(self) -> int:
+    """Sequences that decode side by side, on all engines together."""
+    return self.sampling.rows or self.rollout.prompts * (self.rollout.group + self.rollout.extra_members)
+
+  @property
+  def engine_rows(self) -> int:
+    """Those of them that are one engine's."""
+    return -(-self.rows // self.devices.engines)
+
+  @property
+  def prefill(self) -> int:
+    """Prompts that go through the network together."""
+    return min(self.rollout.prompts, -(-self.engine_rows // self.rollout.group))
 
 
 # --- config <-> settings ---------------------------------------------------------------------------------------------

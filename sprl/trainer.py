@@ -46,7 +46,7 @@ from sprl.rollout.scheduler import Group, Scheduler
 from sprl.rollout.sources import prompts
 from sprl.rollout.timeline import Timeline
 from sprl.sampler import calibrate
-from sprl.sampler.served import self_check, sync_metrics
+from sprl.sampler.served import multiplies_codes, self_check, sync_metrics
 from sprl.saved import check_base
 from sprl.settings import GRADING_COSTS, Run, SettingsError
 from sprl.trajectory import Trajectory
@@ -86,7 +86,6 @@ def train(run: Run, workdir: Path) -> Finished:
   asked = acting.Asked.open(run, policy.tokenizer)
   for remark in remarks(run, plan):
     log.warning(remark)
-  updates = run.optimizer.minibatches * run.optimizer.epochs
   checkpoints = Checkpoints(workdir / 'checkpoints', run.checkpoint.keep_last, run.checkpoint.keep_best)
   if (done := checkpoints.latest() or 0) > run.steps:
     raise SettingsError(f'config.steps = {run.steps}: expected at least {done}, the steps that {workdir} has behind it')
@@ -100,7 +99,7 @@ def train(run: Run, workdir: Path) -> Finished:
       log.warning('settings changed since this run began: %s', difference)
 
     # --- state: from a checkpoint, or from the pretrained weights ---------------------------------------------------
-    optimizer = make_optimizer(run.optimizer, run.steps * updates)
+    optimizer = make_optimizer(run.optimizer, run.steps * run.optimizer.updates)
     abstract = abstract_state(policy, optimizer, run.optimizer.offload)
     places = jax.tree.map(lambda a: a.sharding, abstract)
     restored, base = checkpoints.restore(abstract), policy.base()
@@ -121,7 +120,7 @@ def train(run: Run, workdir: Path) -> Finished:
     # --- learner, engines, scheduler, and where to write ------------------------------------------------------------
     learning = Learning(run, policy, plan, optimizer, state, reference, base, largest, extra.get('looked_at', -1))
     if not learning.renewed:  # a run that went to its end has not looked for what comes after
-      learning.look_at(prompts(source, extra.get('scheduler', {}).get('next', 0), run.rollout.prompts), acting.prefill(run))
+      learning.look_at(prompts(source, extra.get('scheduler', {}).get('next', 0), run.rollout.prompts), run.prefill)
     served = learning.serve()
     engines = acting.engines(run, policy, plan)
     timeline = Timeline(time.perf_counter)
@@ -205,7 +204,7 @@ def train(run: Run, workdir: Path) -> Finished:
 
       # --- sync: the new weights as the sampler multiplies them, and new scales for its cache -----------------------
       if learning.calibrates and run.quant.kv_scale == 'first_forward' and step < run.steps:
-        learning.look_at(prompts(source, scheduler.next, run.rollout.prompts), acting.prefill(run))
+        learning.look_at(prompts(source, scheduler.next, run.rollout.prompts), run.prefill)
       served = jax.block_until_ready(learning.serve())
       scheduler.sync(jax.block_until_ready([engine.place(served) for engine in engines]))
       times.lap('sync')
@@ -292,8 +291,7 @@ def remarks(run: Run, plan: CachePlan) -> list[str]:
   """What of the sampler's memory and formats may not be as its settings suggest."""
   found = [never_evicts(run.cache, plan.prompt, plan.positions - plan.prompt)]
   native = can_run(plan.kernels)
-  emulated = run.quant.arithmetic == 'emulate' or (run.quant.arithmetic == 'auto' and not native)
-  if 'w8a8' in run.quant.sampler and emulated:
+  if 'w8a8' in run.quant.sampler and not multiplies_codes(run.quant, plan.kernels):
     found.append(f'FP8 linears are emulated: numbers rounded to FP8 are multiplied in {plan.dtype} (config.quant.arithmetic)')
   if 'w8a8' in run.quant.sampler and run.quant.arithmetic == 'blockwise' and not native:
     found.append('FP8 linears are emulated: FP8 codes are multiplied as bfloat16, block by block (config.quant.arithmetic)')

@@ -53,16 +53,14 @@ class TrainBatch:
   @property
   def axes(self) -> 'TrainBatch':
     """The names of its arrays' axes: rows are split, rectangles are small and whole on every device."""
-    packed, whole = (None, 'rows', None), {}
-    for name, x in vars(self).items():
-      whole[name] = None if x is None else (None,) * x.ndim
-    rows: dict[str, Any] = dict.fromkeys(('tokens', 'positions', 'segments', 'prefixes', 'source', 'target'), packed)
-    rows['scored'] = (None, 'rows')
-    if self.routes is not None:
-      rows['routes'] = (None, 'rows', None, None, None)
-    if self.evicted is not None:
-      rows['evicted'] = (None, 'rows', None, 'kv_heads', None)
-    return TrainBatch(**whole | rows)
+    packed = dict.fromkeys(('tokens', 'positions', 'segments', 'prefixes', 'source', 'target'), (None, 'rows', None))
+    split = packed | {
+      'scored': (None, 'rows'),
+      'evicted': (None, 'rows', None, 'kv_heads', None),
+      'routes': (None, 'rows', None, None, None),
+    }
+    axes: Any = {name: None if x is None else split.get(name, (None,) * x.ndim) for name, x in vars(self).items()}
+    return TrainBatch(**axes)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from sprl.models.routing import balance_loss, balance_metrics
 from sprl.objective import diagnostics, losses
 from sprl.objective.correction import Corrected, correct
 from sprl.parallel.rules import OnMesh, anew
-from sprl.settings import Correction, Loss, Remat
+from sprl.settings import Correction, Loss, Remat, Run
 
 sg = jax.lax.stop_gradient
 
@@ -39,6 +39,11 @@ class Computation:
   dtype: Any
   chunk: int
   remat: Remat
+
+  @classmethod
+  def of(cls, run: Run, dtype: Any) -> 'Computation':
+    """That of a run whose compute dtype is `dtype`."""
+    return cls(run.correction, run.loss, run.sampling.temperature, dtype, run.packing.score_chunk, run.model.remat)
 
 
 def scores_old(correction: Correction, updates: int) -> bool:

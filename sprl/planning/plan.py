@@ -90,7 +90,6 @@ def plan(config: ModelConfig, run: Run, learner: Axes, rollout: Axes, device: De
   packed = shape(run.sampling, run.rollout, run.packing, run.optimizer.minibatches, learner.rows)
   update = memory.update(config, run, packed, learner)
   done = work.update(config, run, packed, update, learner)
-  asked = run.sampling.rows or run.rollout.prompts * (run.rollout.group + run.rollout.extra_members)
   capacity = usable * device.memory
   return Plan(
     model=run.model.path,
@@ -104,9 +103,9 @@ def plan(config: ModelConfig, run: Run, learner: Axes, rollout: Axes, device: De
     update=update,
     work=done,
     seconds=done.seconds(device, learner, memory.compute_dtype(run)),
-    rows_asked=asked,
+    rows_asked=run.rows,
     kinds=tuple(
-      _kind(name, config, run, cache, quant, rollout, device, capacity, 0 if apart else update.state, asked)
+      _kind(name, config, run, cache, quant, rollout, device, capacity, 0 if apart else update.state)
       for name, cache, quant in kinds(run)
     ),
   )
@@ -121,14 +120,12 @@ def kinds(run: Run) -> list[tuple[str, Cache, Quant]]:
 
 
 def _kind(
-  name: str, config: ModelConfig, run: Run, cache: Cache, quant: Quant, axes: Axes, device: Device, capacity: float, state: int,
-  asked: int,
+  name: str, config: ModelConfig, run: Run, cache: Cache, quant: Quant, axes: Axes, device: Device, capacity: float, state: int
 ) -> Kind:  # fmt: skip
-  prompts = min(run.rollout.prompts, -(-asked // run.rollout.group))
   plan = memory.memory_plan(config, run, cache, quant)
-  held = memory.rollouts(config, run, cache, quant, prompts, axes)
+  held = memory.rollouts(config, run, cache, quant, run.prefill, axes)
   most = memory.most_rows(capacity, state, held)
-  rows = max(min(most, ceil(asked, axes.rows)), 0)
+  rows = max(min(most, ceil(run.rows, axes.rows)), 0)
   step, full = (work.decode(config, run, plan, held.weights, n, axes) for n in (rows, max(most, 0)))
   dtype = memory.compute_dtype(run)
   return Kind(

@@ -133,7 +133,7 @@ def update(config: ModelConfig, run: Run, shape: Shape, memory: Update, axes: Ax
   whole = nbytes(held) * axes.fsdp  # a device's weights, gathered
   rows = ceil(shape.rows, axes.rows) * shape.micros  # on a device, of a minibatch
   scored = ceil(shape.sequences * shape.columns, axes.rows)
-  updates = o.minibatches * o.epochs
+  updates = o.updates
   scorings = o.minibatches * (scores_old(run.correction, updates) + (run.loss.kl_coef > 0))
 
   # In forward passes: an update goes forward, backward to inputs and weights, and through what it does again. Of attention a

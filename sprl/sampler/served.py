@@ -61,6 +61,11 @@ def quantised_linears(params: Params, quant: Quant) -> list[str]:
   return [jax.tree_util.keystr(path) for path, _ in _leaves(params) if _is_quantised(path, params, quant)]
 
 
+def multiplies_codes(quant: Quant, kernels: Kernels) -> bool:
+  """Whether FP8 linears multiply their codes, block by block; else the numbers that the codes stand for are multiplied."""
+  return quant.arithmetic == 'blockwise' or (quant.arithmetic == 'auto' and can_run(kernels))
+
+
 @partial(jax.jit, static_argnames=('dtype', 'quant', 'config', 'held', 'kernels'))
 def serve(
   params: Params,
@@ -78,11 +83,11 @@ def serve(
   Given the model's config they are laid out for the mesh in use; `held` is the mesh that they lie on now, where that is another
   of the same devices. They are cast first, so that what changes hands is no larger than what is served.
   """
-  blockwise = quant.arithmetic == 'blockwise' or (quant.arithmetic == 'auto' and can_run(kernels))
+  codes_multiplied = multiplies_codes(quant, kernels)
   middle = _depth(params) // 2
   probe = {}
 
-  def leaf(path, w, names):
+  def leaf(path, w, names=()):
     w = plain(w)
     if not _is_quantised(path, params, quant):
       return from_mesh(w.astype(dtype), held, *names)
@@ -92,11 +97,10 @@ def serve(
     layer, name = _named(path)
     if layer == middle:
       probe[name] = scaled.codes
-    return scaled if blockwise else scaled.emulated(dtype)
+    return scaled if codes_multiplied else scaled.emulated(dtype)
 
-  unnamed = jax.tree.map(lambda w: (None,) * plain(w).ndim, params, is_leaf=_is_weight)
-  axes = unnamed if config is None else logical_axes(config)
-  return Served(jax.tree_util.tree_map_with_path(leaf, params, axes, is_leaf=_is_weight), probe=probe or None)
+  axes = () if config is None else (logical_axes(config),)
+  return Served(jax.tree_util.tree_map_with_path(leaf, params, *axes, is_leaf=_is_weight), probe=probe or None)
 
 
 def served_axes(served: Served, config: ModelConfig) -> Served:

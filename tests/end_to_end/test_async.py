@@ -57,14 +57,11 @@ def plain(inputs: Path, steps: int, **changes):
 def by_hand(run, grade):
   """The synchronous trainer as part 1 has it, a few lines: prompts, rollouts, rewards, advantages, scores, update."""
   policy = Policy.open(run)
-  n, updates = run.rollout.group, run.optimizer.minibatches * run.optimizer.epochs
+  n = run.rollout.group
   engine = policy.engine(run.sampling, policy.plan(run.sampling, run.cache, run.quant), run.rollout.prompts * n, 4, run.seed)
-  optimizer = make_optimizer(run.optimizer, run.steps * updates)
+  optimizer = make_optimizer(run.optimizer, run.steps * run.optimizer.updates)
   state = TrainState.create(policy.load(), optimizer)
-  computation = Computation(
-    run.correction, run.loss, run.sampling.temperature, policy.dtype, run.packing.score_chunk, run.model.remat
-  )
-  update = make_update(policy.graphdef, optimizer, computation)
+  update = make_update(policy.graphdef, optimizer, Computation.of(run, policy.dtype))
   stream = PromptStream(problems.load(run.task, 'train'), run.seed)
   rewards, losses = [], []
   for step in range(run.steps):
