@@ -16,7 +16,8 @@ from typing import Any
 
 from sprl.rollout.scheduler import Failure
 from sprl.tasks.environments.protocol import checked_reset, checked_step
-from sprl.tasks.executors import Daemon, end
+from sprl.tasks.executors import Daemon, end, wait_for
+from sprl.tasks.foreign import reason
 
 MakeEnvironment = Callable[[int], Any]  # of a salt, by which copies of one episode differ in their delays
 
@@ -39,7 +40,7 @@ class _Lane:
   number: int
   keys: set[Hashable] = field(default_factory=set)  # of the environments that live here
   waiting: deque[tuple[int, Call]] = field(default_factory=deque)
-  running: tuple[int, Call, Future, float] | None = None
+  running: tuple[int, Call, Future, float] | None = None  # ticket, what for, its answer to be, when it is late
 
 
 class Lanes:
@@ -108,11 +109,8 @@ class Lanes:
 
   def wait(self, seconds: float | None) -> None:
     """Until a call returns, or a limit, or so many seconds are over."""
-    running = [lane.running for lane in self._lanes if lane.running]
-    if running and not self._done:
-      left = max(0.0, min(started for *_, started in running) + self._limit - self._now())
-      futures = [future for _, _, future, _ in running]
-      concurrent.futures.wait(futures, left if seconds is None else min(seconds, left), concurrent.futures.FIRST_COMPLETED)
+    if not self._done:
+      wait_for([lane.running[2:] for lane in self._lanes if lane.running], seconds, self._now())
 
   def _go_on(self, lane: _Lane) -> None:
     if lane.running is None and lane.waiting:
@@ -123,19 +121,19 @@ class Lanes:
         self._done[ticket] = _failure(error)
         self._replace(lane)
       else:
-        lane.running = ticket, call, future, self._now()
+        lane.running = ticket, call, future, self._now() + self._limit
 
   def _look(self, lane: _Lane) -> None:
     if lane.running is None:
       return
-    ticket, call, future, started = lane.running
+    ticket, call, future, late = lane.running
     if future.done():
       lane.running = None
       error = future.exception()
       self._done[ticket] = future.result() if error is None else _failure(error)
       if isinstance(error, concurrent.futures.BrokenExecutor):
         self._replace(lane)
-    elif self._now() - started >= self._limit:
+    elif self._now() >= late:
       lane.running = None
       self._done[ticket] = Failure('hang', f'{call.method} took longer than config.environment.time_limit = {self._limit:g} s')
       self._replace(lane)
@@ -167,7 +165,7 @@ def _let_go(lane: _Lane, key: Hashable) -> None:
 
 
 def _failure(error: BaseException) -> Failure:
-  return Failure('error', f'{type(error).__name__}: {error}'[:500])
+  return Failure('error', reason(error))
 
 
 # In a lane. Its environments are this module's, for a process has nothing else of its own; a lane's number tells threads apart,

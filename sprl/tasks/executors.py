@@ -9,7 +9,7 @@ import os
 import queue
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import BrokenExecutor, Executor, Future
 from typing import Any
 
@@ -114,6 +114,14 @@ def within(seconds: float, fn: Callable[..., Any], *args: Any) -> Any:
   future = executor.submit(fn, *args)
   executor.shutdown()
   return future.result(seconds)
+
+
+def wait_for(running: Sequence[tuple[Future, float]], seconds: float | None, now: float) -> None:
+  """Until one of the calls under way, (answer, when it is late) each, returns or is late, or so many seconds are over."""
+  if running:
+    left = max(0.0, min(late for _, late in running) - now)
+    answers = [answer for answer, _ in running]
+    concurrent.futures.wait(answers, left if seconds is None else min(seconds, left), concurrent.futures.FIRST_COMPLETED)
 
 
 def end(executor: Executor) -> None:

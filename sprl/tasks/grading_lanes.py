@@ -4,7 +4,6 @@ Each executor grades one sample at a time. One that takes too long, or breaks, i
 sample may hold in memory is the cluster's affair.
 """
 
-import concurrent.futures
 import json
 import time
 from collections import Counter, deque
@@ -15,7 +14,8 @@ from functools import cache
 
 from sprl.settings import SettingsError
 from sprl.tasks import graders, grading_worker
-from sprl.tasks.executors import end
+from sprl.tasks.executors import end, wait_for
+from sprl.tasks.foreign import reason
 from sprl.tasks.graders import GraderSpec
 from sprl.tasks.grading_pool import START_SECONDS, Grade, Sample
 
@@ -56,8 +56,9 @@ class GradingLanes:
         ready.result(START_SECONDS)
       except Exception as error:
         self.__exit__()
-        reason = f'{type(error).__name__}: {error}'[:300]
-        raise SettingsError(f'config.task.grader = {self._spec.label!r}: a grading executor cannot start: {reason}') from error
+        raise SettingsError(
+          f'config.task.grader = {self._spec.label!r}: a grading executor cannot start: {reason(error)}'
+        ) from error
     return self
 
   def __exit__(self, *_) -> None:
@@ -87,11 +88,8 @@ class GradingLanes:
 
   def wait(self, seconds: float | None) -> None:
     """Until an answer is there, or one is late, or so many seconds are over."""
-    running = [lane.running for lane in self._lanes if lane.running]
-    if running and not self._grades:
-      left = max(0.0, min(late for *_, late in running) - self._now())
-      futures = [future for _, future, _ in running]
-      concurrent.futures.wait(futures, left if seconds is None else min(seconds, left), concurrent.futures.FIRST_COMPLETED)
+    if not self._grades:
+      wait_for([lane.running[1:] for lane in self._lanes if lane.running], seconds, self._now())
 
   def _give(self) -> None:
     for lane in self._lanes:
@@ -110,7 +108,7 @@ class GradingLanes:
     ticket, future, late = lane.running
     if future.done():
       error = future.exception()
-      grade = Grade(*future.result()) if error is None else Grade(0.0, 'crash', f'{type(error).__name__}: {error}'[:300])
+      grade = Grade(*future.result()) if error is None else Grade(0.0, 'crash', reason(error))
     elif self._now() >= late:
       error, grade = None, Grade(0.0, 'timeout', f'no answer in {self._timeout:g} s')
     else:

@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from sprl.tasks import graders
+from sprl.tasks.foreign import reason
 
 OUT_OF_MEMORY = 77  # exit status: a process that met its limit may hold leaks, so a fresh one takes its place
 
@@ -36,7 +37,7 @@ def main(connection: int, lifeline: int) -> None:
     grade = graders.load(spec)
     _limit(memory_gb)
   except BaseException as error:  # a user's file may also sys.exit
-    _send(pool, _reason(error))
+    _send(pool, reason(error))
     return
   _send(pool, '')
   while True:
@@ -54,17 +55,10 @@ def mark(grade: graders.Grader, sample: tuple) -> tuple[float, str, str]:
   except MemoryError:
     os._exit(OUT_OF_MEMORY)
   except (Exception, SystemExit) as error:
-    return 0.0, 'error', _reason(error)
+    return 0.0, 'error', reason(error)
   if not isinstance(score, numbers.Real) or not math.isfinite(score):
     return 0.0, 'invalid', f'returned {score!r:.100}' if isinstance(score, numbers.Real) else f'returned a {type(score).__name__}'
   return float(score), 'ok', ''
-
-
-def _reason(error: BaseException) -> str:
-  try:
-    return f'{type(error).__name__}: {error}'[:300]
-  except Exception:  # an error that cannot even be printed
-    return type(error).__name__
 
 
 def _send(pool: Connection, message: object) -> None:

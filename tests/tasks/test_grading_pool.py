@@ -143,7 +143,7 @@ def test_long_texts_pass_both_ways(pool):
   assert grade.score == 1.0
   (grade,) = pool.grade(samples('raise ' + long))
   assert grade.status == 'error'
-  assert len(grade.reason) == 300
+  assert len(grade.reason) == 500
 
 
 def test_a_kill_takes_the_graders_children(pool):

@@ -21,6 +21,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
+from sprl.tasks.foreign import reason
+
 Info = dict[str, Any]
 Message = dict[str, str]  # {role, content}
 
@@ -99,14 +101,7 @@ def _call(where: str, method: Any, argument: Any) -> Any:
   try:
     return method(argument)
   except (Exception, SystemExit) as error:  # foreign code may also sys.exit
-    raise EnvironmentFault(f'{where} raised {_reason(error)}') from error
-
-
-def _reason(error: BaseException) -> str:
-  try:
-    return f'{type(error).__name__}: {error}'[:500]
-  except Exception:  # an error that cannot even be printed
-    return type(error).__name__
+    raise EnvironmentFault(f'{where} raised {reason(error)}') from error
 
 
 def _parts(where: str, returned: Any, names: tuple[str, ...]) -> tuple:
