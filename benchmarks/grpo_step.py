@@ -73,12 +73,10 @@ def run_peer(args, problems) -> dict:
 def work(args):
   """Our own steps, in a process of their own: prints one line of JSON."""
   from sprl.io.metrics import read_metrics
-  from sprl.process import hold_little_memory
   from sprl.settings import default_config, resolve
   from sprl.tasks import problems
   from sprl.trainer import train
 
-  hold_little_memory()  # as the command line does
   config = default_config()
   config.steps = args.steps + 1
   config.model.path = args.model

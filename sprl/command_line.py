@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from absl import app, flags
 from absl import logging as absl_logging
 
-from sprl.process import hold_little_memory
 from sprl.settings import Run, SettingsError, no_such_setting, to_dict
 
 FREE = 'config.task.args', 'config.environment.args'  # settings whose keys only the data set, or the environment, knows
@@ -21,7 +20,6 @@ def start(main: Callable[[], int], prepare: Callable[[list[str]], None] = lambda
   130  for a second Ctrl-C: a run only notes the first.
   """
   os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')  # before jax loads: XLA's own warnings are not about the run
-  hold_little_memory()
   app.run(lambda _: reported(main), flags_parser=lambda argv: _parse(argv, prepare))
 
 

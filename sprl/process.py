@@ -49,23 +49,7 @@ def exclusive(workdir: Path) -> Iterator[None]:
     yield
 
 
-def hold_little_memory() -> None:
-  """Keeps the allocator from hoarding: one arena for all threads, and whatever is large goes back when it is freed. glibc only.
-
-  XLA compiles in many threads, each of which would leave an arena of fragments behind: together some 0.4 GiB.
-  """
-  if libc := _glibc():
-    arena_max, mmap_threshold, trim_threshold = -8, -3, -1  # malloc.h's names
-    for option, value in ((arena_max, 1), (mmap_threshold, 1 << 17), (trim_threshold, 1 << 17)):
-      libc.mallopt(option, value)
-
-
 def return_free_memory() -> None:
   """Gives the system back what the allocator holds for later: after compilations, several hundred megabytes. glibc only."""
-  if libc := _glibc():
+  if sys.platform == 'linux' and hasattr(libc := ctypes.CDLL(None), 'malloc_trim'):
     libc.malloc_trim(0)
-
-
-def _glibc() -> ctypes.CDLL | None:
-  libc = ctypes.CDLL(None) if sys.platform == 'linux' else None
-  return libc if hasattr(libc, 'malloc_trim') else None
