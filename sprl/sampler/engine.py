@@ -32,8 +32,8 @@ def _doubling(first: int, last: int) -> tuple[int, ...]:
 class Engine:
   """What stays the same for a run's rollouts.
 
-  `rows` sequences decode side by side; `prefill` distinct prompts go through the network at a time. The log-probs recorded
-  are of the distribution after temperature and filters. `plan` is the memory: what is kept of each sequence, and how.
+  `rows` sequences decode side by side; `prefill` distinct prompts go through the network at a time, or one alone. The log-probs
+  recorded are of the distribution after temperature and filters. `plan` is the memory: what is kept of each sequence, and how.
   `text` decodes ids, for stop strings.
   """
 

@@ -226,9 +226,10 @@ class Slots:
       uid[row], attempt[row], limit[row] = request.uid, request.attempt, request.max_tokens
     prompts, givens = zip(*texts.values())
     bucket = next(b for b in engine.buckets if b >= max(map(len, prompts)))
-    tokens = _padded(prompts, engine.prefill, bucket)
+    together = 1 if len(texts) == 1 else engine.prefill  # while rows free up one by one, most prompts come alone
+    tokens = _padded(prompts, together, bucket)
     if any(map(len, givens)):
-      tokens += _padded(givens, engine.prefill, engine.sampling.max_tokens)
+      tokens += _padded(givens, together, engine.sampling.max_tokens)
     prefilled = decode.prefill(engine.graphdef, engine.plan, served, *tokens)
     assert self._state is not None
     self._state = decode.admit(served, self._state, prefilled, parent, uid, attempt, limit, engine.sampling, engine.stop_ids)

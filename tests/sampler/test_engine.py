@@ -156,7 +156,8 @@ def test_nothing_compiles_once_each_bucket_has_been_seen(policy, free, caplog):
   jitted = (decode.prefill, decode.admit, decode.decode, decode.release)
   requests = some()
   for length in prompt_buckets(SAMPLING):
-    engine.generate(served, [dataclasses.replace(requests[0], prompt=np.zeros(length, np.int32))])
+    for prompts in ([0], [0, 1]):  # alone, and together with another
+      engine.generate(served, [dataclasses.replace(requests[0], uid=i, prompt=np.full(length, i, np.int32)) for i in prompts])
   sizes = [f._cache_size() for f in jitted]
   with jax.log_compiles(), caplog.at_level('WARNING', logger='jax'):
     engine.generate(served, some(lengths=(1, 12, 5), max_tokens=7))
