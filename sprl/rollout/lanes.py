@@ -79,7 +79,7 @@ class Lanes:
       self._done[ticket] = Failure('error', LOST)
       return ticket
     if lane is None:
-      lane = self._home[call.key] = min(self._lanes, key=lambda lane: len(lane.keys))
+      lane = self._home[call.key] = self._free()
       lane.keys.add(call.key)
     lane.waiting.append((ticket, call))
     self._go_on(lane)
@@ -111,6 +111,18 @@ class Lanes:
     """Until a call returns, or a limit, or so many seconds are over."""
     if not self._done:
       wait_for([lane.running[2:] for lane in self._lanes if lane.running], seconds, self._now())
+
+  def _free(self) -> _Lane:
+    """Where a new environment is to live: with the fewest others, and not behind a call that nobody waits for, which may hang."""
+    lane = min(self._lanes, key=lambda lane: (self._forsaken(lane), len(lane.keys)))
+    if self._forsaken(lane) and not lane.keys:  # so are all lanes, and nobody loses by this one's end
+      self._unwanted.discard(lane.running[0])
+      lane.running = None
+      self._replace(lane)
+    return lane
+
+  def _forsaken(self, lane: _Lane) -> bool:
+    return lane.running is not None and lane.running[0] in self._unwanted
 
   def _go_on(self, lane: _Lane) -> None:
     if lane.running is None and lane.waiting:

@@ -268,13 +268,13 @@ class Scheduler:
   def state(self) -> dict[str, Any]:
     """For a checkpoint, as JSON takes it. Groups that live are asked again after a resume: none is lost, none trained twice."""
     live = sorted({*self._groups, *self._again})
-    return {**self.window.state(), 'next': self.next, 'live': live, 'counts': dict(self.counts)}
+    counts = self.counts - Counter(started=len(self._groups))  # which will count again as they are asked again
+    return {**self.window.state(), 'next': self.next, 'live': live, 'counts': dict(counts)}
 
   def restore(self, state: Mapping[str, Any]) -> None:
     """Continues from `state`, before the first turn."""
     self.window.restore(dict(state), len(state['live']))
     self.next, self._again, self.counts = state['next'], sorted(state['live']), Counter(state['counts'])
-    self.counts['started'] -= len(self._again)
     self._lately = _Lately(self.counts.copy())
 
   def metrics(self) -> tuple[dict[str, float], dict[str, float]]:
@@ -288,7 +288,7 @@ class Scheduler:
       **{f'async/{name}': float(self.counts[name] - lately.counts[name]) for name in (*LOST, *_COUNTED)},
       'async/live': float(self.window.live),
       'async/length_consumed': mean(lately.consumed),
-      'async/length_finished': mean(lately.finished),  # longer than those consumed: what is trained on is biased to short ones
+      'async/length_started': mean(lately.started),  # longer than those consumed: what is trained on is biased to short ones
     }, {'batch_wait': lately.waited, 'queue': mean(lately.queued)}
 
   # --- a turn's parts --------------------------------------------------------------------------------------------------
@@ -434,7 +434,7 @@ class Scheduler:
     """A member has its reward; with the last one wanted, its group is complete."""
     group, wanted = member.group, self.settings.group
     member.result = replace(trajectory, uid=member.uid, group=group.number, start_version=group.start_version)
-    self._lately.finished.append(int(trajectory.mask.sum()))
+    self._lately.started.append(int(trajectory.mask.sum()))
     if len(group.results) < wanted:
       return
     for late in group.members:
@@ -492,9 +492,12 @@ class Scheduler:
     if member.ticket is not None:
       self._tickets.pop(member.ticket, None)
       self.workers.cancel(member.ticket)
+    drawn = 0 if member.partial is None else len(member.partial.tokens)
     if member.engine is not None:
-      for completion in self.engines[member.engine].abort([member.uid]):
-        self.counts['aborted_tokens'] += len(completion.tokens) + completion.request.resumed
+      drawn += sum(len(completion.tokens) for completion in self.engines[member.engine].abort([member.uid]))
+    if drawn:
+      self.counts['aborted_tokens'] += drawn
+      self._lately.started.append(drawn)
     self._by_uid.pop(member.uid, None)
     member.episode.close()
     member.ticket = member.engine = member.request = member.partial = None
@@ -537,4 +540,4 @@ class _Lately:
   waited: float = 0.0
   queued: list[float] = field(default_factory=list)
   consumed: list[int] = field(default_factory=list)
-  finished: list[int] = field(default_factory=list)
+  started: list[int] = field(default_factory=list)  # tokens of what ended, and of what was aborted, which would be longer

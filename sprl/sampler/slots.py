@@ -6,7 +6,7 @@ Requests are added and leave between chunks of decode steps. A chunk is one jitt
     slots.dispatch()               # the queue into free rows (one prefill at most while others wait), and a chunk started
     done = slots.collect()         # the host's one look: what ended has left, and its row is free
 
-1. requests of one prompt that are admitted together prefill it once, and each row starts from a copy of its cache;
+1. requests of one prompt, one behind the other, prefill it once, and each row starts from a copy of its cache;
 2. all rows decode a chunk of steps; the host may do other things meanwhile;
 3. rows that ended, and rows whose text now holds a stop string, leave, and the queue moves up.
 
@@ -18,6 +18,7 @@ import time
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import jax
@@ -31,6 +32,8 @@ from sprl.trajectory import NOTHING, Completion, Request
 if TYPE_CHECKING:
   from sprl.sampler.engine import Engine
 
+
+type Text = tuple[bytes, bytes]  # a request's prompt and what is given behind it, as int32
 
 NAP = 2e-4  # seconds between two looks whether a chunk is over
 
@@ -56,7 +59,7 @@ class Usage:
   tokens: int = 0  # drawn in them
   prefills: int = 0
   waited: float = 0.0  # seconds in which the devices had a chunk to work on
-  busy: float = 0.0  # seconds between a dispatch and the end of its collect
+  busy: float = 0.0  # seconds with something to do, until the end of the last collect
 
   def metrics(self, rows: int) -> dict[str, float]:
     """The share of row-steps that drew a token, and what it took."""
@@ -68,7 +71,7 @@ class Usage:
 
   @property
   def host_overhead(self) -> float:
-    """The share of its time that the engine kept the devices waiting."""
+    """The share of its time in which the devices waited for the host; at least, for a chunk is over when the host looks."""
     return 1 - self.waited / self.busy if self.busy else 0.0
 
 
@@ -80,10 +83,12 @@ class Slots:
     self.served: Served | None = served
     self.usage = Usage()
     self._waiting: deque[Request] = deque()
+    self._prompts: tuple[dict[Text, int], decode.Prompts] | None = None  # the last that were prefilled, with these weights
     self._rows: list[_Row | None] = [None] * engine.rows
     self._state: decode.Rows | None = None  # made when there is something to do
     self._chunk: dict[str, jax.Array] | None = None  # what the chunk under way will have to say
-    self._since = self._launched = 0.0  # when the host turned to the chunk, and when the devices had it
+    self._since: float | None = None  # when the devices were through with the chunk before, or the first was begun
+    self._launched = 0.0  # when they had the one under way
     self._over: float | None = None  # when it was found to be over
 
   @property
@@ -122,18 +127,18 @@ class Slots:
     assert self._chunk is None, 'a chunk is under way: collect it first'
     if self._state is not None and served.scales is not None:
       self._state = decode.rescale(self._state, served)
-    self.served, self.version = served, version
+    self.served, self.version, self._prompts = served, version, None
 
   def unload(self) -> None:
     """Lets go of the weights until the next swap, and of the rows' memory where none is at work."""
     assert self._chunk is None, 'a chunk is under way: collect it first'
-    self.served = None
+    self.served = self._prompts = self._since = None
     if not any(row is not None for row in self._rows):
       self._state = None
 
   def dispatch(self) -> None:
     """Admits what waits, and starts a chunk; does nothing where nothing runs."""
-    self._since = time.perf_counter()
+    self._since = self._since or time.perf_counter()
     engine, served = self.engine, self.served
     assert served is not None, 'no weights: swap some in first'
     if self._state is None:
@@ -199,42 +204,55 @@ class Slots:
     self.usage.chunks += 1
     self.usage.steps += max(drawn)
     self.usage.tokens += sum(drawn)
-    self.usage.busy += time.perf_counter() - self._since
+    now = time.perf_counter()
+    self.usage.busy += now - (self._since or now)
+    self._since = now if self.load else None
     return finished
 
   def _admit(self, served: Served) -> bool:
-    """Fills free rows from the queue with one prefill; False where there is nothing to fill or to fill with."""
-    engine, B = self.engine, self.engine.rows
-    free = [i for i, row in enumerate(self._rows) if row is None]
-    worth = min(len(self._waiting), B // engine.prefill)  # a prefill is worth a prompt's share of the rows
-    if not self._waiting or len(free) < max(worth, 1):
+    """Fills free rows from the queue, with one prefill at most; False where that makes none."""
+    engine = self.engine
+    self._fork(served)
+    free = sum(row is None for row in self._rows)
+    worth = min(len(self._waiting), engine.rows // engine.prefill)  # a prefill is worth a prompt's share of the rows
+    if not self._waiting or free < max(worth, 1):
       return False
-    texts: dict[tuple[bytes, bytes], tuple[np.ndarray, np.ndarray]] = {}
-    parent, (uid, attempt, limit) = np.full(B, -1, np.int32), np.zeros((3, B), np.int32)
-    while self._waiting and free:
-      request = self._waiting[0]
-      prompt, given = request.prompt.astype(np.int32), request.given.astype(np.int32)
-      if not engine.plan.sparse:  # to a memory that forgets nothing, prompt and continuation are one
-        prompt, given = np.concatenate([prompt, given]), NOTHING
-      text = prompt.tobytes(), given.tobytes()
-      if text not in texts and len(texts) == engine.prefill:
+    texts: dict[Text, int] = {}
+    for request in islice(self._waiting, free):
+      if (text := self._text(request)) not in texts and len(texts) == engine.prefill:
         break
-      texts.setdefault(text, (prompt, given))
-      row = free.pop(0)
-      self._rows[row] = _Row(self._waiting.popleft())
-      parent[row] = list(texts).index(text)
-      uid[row], attempt[row], limit[row] = request.uid, request.attempt, request.max_tokens
-    prompts, givens = zip(*texts.values())
+      texts.setdefault(text, len(texts))
+    prompts, givens = ([np.frombuffer(part, np.int32) for part in parts] for parts in zip(*texts))
     bucket = next(b for b in engine.buckets if b >= max(map(len, prompts)))
     together = 1 if len(texts) == 1 else engine.prefill  # while rows free up one by one, most prompts come alone
     tokens = _padded(prompts, together, bucket)
     if any(map(len, givens)):
       tokens += _padded(givens, together, engine.sampling.max_tokens)
-    prefilled = decode.prefill(engine.graphdef, engine.plan, served, *tokens)
-    assert self._state is not None
-    self._state = decode.admit(served, self._state, prefilled, parent, uid, attempt, limit, engine.sampling, engine.stop_ids)
+    self._prompts = texts, decode.prefill(engine.graphdef, engine.plan, served, *tokens)
     self.usage.prefills += 1
+    self._fork(served)
     return True
+
+  def _fork(self, served: Served) -> None:
+    """Admits the requests at the queue's head whose prompts are the last that were prefilled, as far as rows are free."""
+    if self._prompts is None:
+      return
+    (texts, prompts), engine, B = self._prompts, self.engine, self.engine.rows
+    free = deque(i for i, row in enumerate(self._rows) if row is None)
+    parent, (uid, attempt, limit) = np.full(B, -1, np.int32), np.zeros((3, B), np.int32)
+    while self._waiting and free and (text := self._text(self._waiting[0])) in texts:
+      row, request = free.popleft(), self._waiting.popleft()
+      self._rows[row], parent[row] = _Row(request), texts[text]
+      uid[row], attempt[row], limit[row] = request.uid, request.attempt, request.max_tokens
+    if (parent >= 0).any():
+      assert self._state is not None
+      self._state = decode.admit(served, self._state, prompts, parent, uid, attempt, limit, engine.sampling, engine.stop_ids)
+
+  def _text(self, request: Request) -> 'Text':
+    prompt, given = request.prompt.astype(np.int32), request.given.astype(np.int32)
+    if not self.engine.plan.sparse:  # to a memory that forgets nothing, prompt and continuation are one
+      prompt, given = np.concatenate([prompt, given]), NOTHING
+    return prompt.tobytes(), given.tobytes()
 
   def _release(self, which: np.ndarray) -> None:
     if which.any() and self._state is not None:

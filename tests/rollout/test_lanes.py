@@ -196,6 +196,20 @@ def test_leaving_closes_what_still_lives():
   closed.wait(PATIENCE)
 
 
+def test_a_new_environment_does_not_wait_behind_a_call_that_nobody_waits_for(gate):
+  with Lanes(Scripted, 2) as lanes:
+    call(lanes, A, 'reset', 0)
+    for key in (A, B, C):  # the third finds both lanes hung, and takes the place of one
+      call(lanes, key, 'reset', 0)
+      lane_environment.ENTERED.clear()
+      hung = lanes.submit(Call(key, 'step', 'hang'))
+      assert lane_environment.ENTERED.wait(PATIENCE)
+      lanes.cancel(hung)
+      lanes.release(key)
+    assert call(lanes, (4, 0), 'reset', 7)[0] == '4: reset 7'
+    assert call(lanes, (4, 0), 'step', 'x').observation == '4: x 7.1'
+
+
 def test_what_waits_for_a_released_environment_is_not_called_any_more(gate):
   lanes, log = recorded(1)
   with lanes:

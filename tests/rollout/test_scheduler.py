@@ -79,6 +79,9 @@ class World:
     assert len(w.running) + len(w.complete) + w.consumed + w.refunded == w.started
     assert sum(e.load for e in self.engines) <= sum(e.capacity for e in self.engines)
     assert w.consumed == len(self.consumed)
+    counts = self.scheduler.counts
+    fates = sum(counts[fate] for fate in ('consumed', 'filtered', 'failed', 'expired', 'surplus'))
+    assert counts['started'] == fates + len(self.scheduler._groups)
 
   def step(self, train=1.0):
     """One step of the controller: batch, train while rollouts go on, sync."""
@@ -118,6 +121,19 @@ rollouts = st.builds(
 ).filter(
   lambda r: abs(r.async_ratio * r.prompts - round(r.async_ratio * r.prompts)) < 1e-9 and (r.group > 1 or r.query_filter == 'none')
 )
+redundant = st.builds(
+  Rollout,
+  prompts=st.sampled_from([1, 2, 5]),
+  group=st.integers(1, 3),
+  async_ratio=st.sampled_from([0.0, 1.0, 2.0]),
+  order=st.just('completion'),
+  sync=st.sampled_from(['recompute', 'keep', 'drain']),
+  replicate_prompts=st.booleans(),
+  extra_prompts=st.sampled_from([0, 1, 3]),
+  extra_members=st.integers(0, 2),
+  query_filter=st.sampled_from(['none', 'std']),
+  retries=st.integers(0, 2),
+).filter(lambda r: (r.group > 1 or r.query_filter == 'none') and (r.replicate_prompts or not r.async_ratio or r.group == 1))
 
 
 @settings(max_examples=60, deadline=None)
@@ -254,11 +270,13 @@ def test_interrupted_requests_go_on_and_are_handed_over_whole():
 def test_drain_waits_for_what_runs_and_keep_does_not():
   for sync in ('drain', 'keep'):
     world = World(Rollout(prompts=2, group=2, async_ratio=2.0, sync=sync), capacity=4, chunk=0.1)
-    mixed = 0
+    (engine,), running = world.engines, []
+    engine.swap = lambda *new, engine=engine, swap=engine.swap, running=running: (running.append(engine.load), swap(*new))
     for _ in range(8):
-      for group in world.step(train=0.2):
-        mixed += sum(t.version[t.mask][-1] != t.start_version for t in group.trajectories)
+      world.step(train=0.2)
     assert world.scheduler.counts['resumed_tokens'] == 0
+    assert len(running) == 8
+    assert (max(running) > 0) == (sync == 'keep')
 
 
 def test_members_of_a_group_go_to_one_engine_or_are_spread():
@@ -302,13 +320,25 @@ def test_no_more_groups_are_started_than_the_run_will_consume():
 
 
 @settings(max_examples=40, deadline=None)
-@given(rollouts, st.integers(0, 1000), st.lists(st.integers(1, 60), min_size=1, max_size=4))
-def test_killed_at_any_event_and_resumed_no_prompt_is_lost_or_trained_twice(rollout, seed, kills):
-  """async_rollouts 13.11. A run is killed after so many turns, wherever that is; what it had saved after its last update is all
-  that the next one knows. In what is left of the history each prompt was trained once, or filtered, or given up."""
+@given(redundant, st.integers(0, 1000), st.sampled_from([0.0, 0.2]), st.sampled_from([1, 2]), st.integers(1, 3))
+def test_the_fastest_first_no_sample_is_older_than_the_window_and_every_group_has_a_fate(rollout, seed, fails, engines, turns):
+  """async_rollouts 13.2 with redundancy; every group's fate is counted (World.check)."""
+  world = World(rollout, seed=seed, fails=fails, engines=engines, turns=turns, capacity=8)
+  for _ in range(5):
+    assert all(len(g.trajectories) == rollout.group for g in world.step())
+  assert max(world.ages) <= rollout.async_ratio
+  assert len({number for _, number, _ in world.consumed}) == 5 * rollout.prompts
+
+
+@settings(max_examples=50, deadline=None)
+@given(rollouts | redundant, st.integers(0, 1000), st.lists(st.tuples(st.integers(1, 60), st.booleans()), min_size=1, max_size=4))
+def test_killed_at_any_event_and_resumed_no_prompt_is_lost_or_trained_twice(rollout, seed, ends):
+  """async_rollouts 13.11. A run ends after so many turns, wherever that is: killed, when what it had saved after its last update
+  is all that the next one knows, or by a signal, which saves amid a batch. In what is left of the history each prompt was
+  trained once, or filtered, given up, or one too many."""
   steps = 5
   saved, history = None, []
-  for kill in [*kills, 10**9]:
+  for kill, signalled in [*ends, (10**9, False)]:
     world = World(rollout, seed=seed, fails=0.1, steps=steps)
     world.consumed = list(history)
     if saved is not None:
@@ -327,6 +357,8 @@ def test_killed_at_any_event_and_resumed_no_prompt_is_lost_or_trained_twice(roll
         world.step()
         saved, history = world.scheduler.state(), list(world.consumed)
     except KeyboardInterrupt:
+      if signalled and len(world.consumed) == len(history):
+        saved = world.scheduler.state()
       continue
     break
   numbers = [number for _, number, _ in history]
@@ -334,7 +366,7 @@ def test_killed_at_any_event_and_resumed_no_prompt_is_lost_or_trained_twice(roll
   counts = world.scheduler.counts
   ever = set(range(world.scheduler.next))
   missing = ever - set(numbers) - set(world.scheduler.state()['live'])
-  assert len(missing) == counts['filtered'] + counts['failed']
+  assert len(missing) == sum(counts[fate] for fate in ('filtered', 'failed', 'expired', 'surplus'))
   assert max(v - s for v, _, s in history) <= math.ceil(rollout.async_ratio)
 
 
@@ -348,6 +380,10 @@ def test_what_is_late_from_a_group_that_is_gone_is_ignored():
   late.add(member.request)
   late.dispatch()
   completion = late.collect()[0]
+  scheduler._failed(member, 'error', 'the first attempt')
+  scheduler._completed(completion)
+  assert (member.attempt, member.result) == (1, None)
+  assert scheduler._by_uid[uid] is member  # still waits, for the second
   scheduler._drop(member.group.number, 'expired')
   scheduler._completed(completion)
   world.check()
@@ -480,6 +516,22 @@ def test_metrics_tell_what_happened_since_the_last_time():
   world.scheduler.batch()
   second, _ = world.scheduler.metrics()
   assert first['async/filtered'] + second['async/filtered'] == world.scheduler.counts['filtered']
+
+
+def test_what_was_drawn_in_vain_is_counted_whether_it_runs_or_waits_to_go_on():
+  for quiet in (False, True):
+    world = World(Rollout(prompts=2, group=1, order='completion', extra_prompts=2), capacity=4, chunk=0.1, grading=0.0)
+    scheduler = world.scheduler
+    while scheduler.window.ready() is None:
+      scheduler.pump()
+    drawing = [m for m in scheduler._by_uid.values() if m.engine is not None]
+    if quiet:
+      scheduler.quiesce()
+    scheduler.batch()
+    metrics, _ = scheduler.metrics()
+    assert len(drawing) > 0
+    assert metrics['async/aborted_tokens'] > 0
+    assert metrics['async/length_consumed'] == TOKENS > metrics['async/length_started'] > 0  # of what was cut off, less is known
 
 
 def test_requests_that_nobody_waits_for_any_more_are_nothing_to_do():

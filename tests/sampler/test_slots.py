@@ -1,6 +1,7 @@
 """Continuous batching: requests that come, go, are interrupted and go on, and weights that change under them."""
 
 import dataclasses
+import time
 from functools import cache
 
 import jax
@@ -216,6 +217,28 @@ def test_samples_of_a_prompt_share_its_prefill():
   assert slots.usage.prefills == 1
 
 
+def test_samples_of_a_prompt_share_its_prefill_whenever_rows_become_free():
+  rng = np.random.default_rng(3)
+  slots = Slots(engine(rows=3, prefill=2), served())
+  for prompt in range(4):
+    tokens = rng.integers(0, 259, 5).astype(np.int32)
+    for sample in range(4):
+      slots.add(Request(4 * prompt + sample, prompt, tokens, 3 + (5 * sample + prompt) % 7))
+  assert len(run(slots)) == 16
+  assert slots.usage.prefills <= 4
+
+
+def test_new_weights_prefill_a_prompt_anew(monkeypatch):
+  slots, request = Slots(engine(rows=2), served()), requests()[0]
+  for version in (1, 2):
+    slots.add(request)
+    run(slots)
+    slots.add(dataclasses.replace(request, uid=101))
+    run(slots)
+    assert slots.usage.prefills == version
+    slots.swap(served(), version)
+
+
 def test_an_aborted_request_leaves_the_others_as_they_were_and_its_row_to_the_next():
   slots = Slots(engine(rows=2), served())
   for request in requests()[:4]:
@@ -318,6 +341,25 @@ def test_usage_counts_row_steps_and_tokens():
   assert (usage.chunks, usage.steps, usage.tokens, usage.prefills) == (3, 12, 24, 1)
   assert usage.metrics(4)['engine/occupancy'] == 24 / 48
   assert 0 <= usage.host_overhead <= 1
+
+
+def test_the_host_s_time_between_two_chunks_is_counted_and_the_learner_s_is_not():
+  slots = Slots(engine(rows=2), served())
+  slots.add(requests()[0])
+  slots.dispatch()
+  slots.collect()
+  before = slots.usage.busy
+  time.sleep(0.5)
+  slots.dispatch()
+  slots.collect()
+  assert slots.usage.busy - before >= 0.5
+  before = slots.usage.busy
+  slots.unload()
+  time.sleep(0.5)
+  slots.swap(served(), 1)
+  slots.dispatch()
+  slots.collect()
+  assert 0 < slots.usage.busy - before < 0.5
 
 
 def test_requests_that_leave_no_room_for_what_is_given_are_refused():
