@@ -112,22 +112,6 @@ def pooled(log_ratio: Float[Array, 'B T'], mask: Bool[Array, 'B T'], level: str)
   return jnp.broadcast_to(row[:, None], mask.shape)
 
 
-def loglinear_old_logp(
-  logp: Float[Array, 'B T'],
-  sampler_logp: Float[Array, 'B T'],
-  sampler_version: Int[Array, 'B T'],
-  old_version: int | Int[Array, ''],
-  version: int | Int[Array, ''],
-) -> Float[Array, 'B T']:
-  """old_logp without a forward pass, between what sampled the token and what trains on it (AReaL `loglinear`, async_rollouts 7).
-
-  log p = b + a (l - b), a = (v_old - v_sampler) / (v - v_sampler). A token of the current version has l = b; a is 0 there.
-  """
-  lag = version - sampler_version
-  a = jnp.where(lag > 0, (old_version - sampler_version) / jnp.maximum(lag, 1), 0).astype(logp.dtype)
-  return jax.lax.stop_gradient(sampler_logp + a * (logp - sampler_logp))
-
-
 def _limited(w, settings):
   match settings.weight:
     case 'truncate':

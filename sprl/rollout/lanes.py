@@ -114,15 +114,16 @@ class Lanes:
 
   def _free(self) -> _Lane:
     """Where a new environment is to live: with the fewest others, and not behind a call that nobody waits for, which may hang."""
-    lane = min(self._lanes, key=lambda lane: (self._forsaken(lane), len(lane.keys)))
-    if self._forsaken(lane) and not lane.keys:  # so are all lanes, and nobody loses by this one's end
-      self._unwanted.discard(lane.running[0])
+
+    def forsaken(lane: _Lane) -> bool:
+      return lane.running is not None and lane.running[0] in self._unwanted
+
+    lane = min(self._lanes, key=lambda lane: (forsaken(lane), len(lane.keys)))
+    if lane.running and forsaken(lane) and not lane.keys:  # so are all lanes, and nobody loses by this one's end
+      self._unwanted.remove(lane.running[0])
       lane.running = None
       self._replace(lane)
     return lane
-
-  def _forsaken(self, lane: _Lane) -> bool:
-    return lane.running is not None and lane.running[0] in self._unwanted
 
   def _go_on(self, lane: _Lane) -> None:
     if lane.running is None and lane.waiting:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sprl.objective.correction import PRESETS, correct, loglinear_old_logp, preset
+from sprl.objective.correction import PRESETS, correct, preset
 from sprl.settings import REJECT_OPTIONS, Correction, SettingsError
 
 BOUNDS = {'k1': '0.6_1.6', 'k2': '0.3', 'k3': '0.2'}
@@ -272,10 +272,3 @@ def test_presets_say_what_the_papers_say():
   )
   with pytest.raises(SettingsError, match=r"'token_si'.*token_is, seq_is"):
     preset('token_si')
-
-
-def test_loglinear_old_log_prob_lies_between_the_sampler_and_the_learner():
-  l, b = jnp.float32([[-1.0, -1.0, -1.0]]), jnp.float32([[-2.0, -3.0, -1.0]])
-  # sampled at version 4, 2, 8; the update began at 6 and the weights are now 8: a = 2/4, 4/6, and none for the newest
-  p = loglinear_old_logp(l, b, jnp.int32([[4, 2, 8]]), 6, 8)
-  np.testing.assert_allclose(p, [[-1.5, -3 + 2 * 4 / 6, -1.0]], rtol=1e-6)
