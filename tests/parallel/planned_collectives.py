@@ -67,6 +67,7 @@ print(
       'update': update(DENSE, Mesh(data=2, fsdp=2, tensor=2)),
       'decode': step(DENSE, Mesh(data=2, fsdp=1, tensor=4)),
       'sync': sync(DENSE, Mesh(), Mesh(data=2, fsdp=1, tensor=4)),
+      'sync from tensor 2': sync(DENSE, Mesh(tensor=2), Mesh(data=2, fsdp=1, tensor=4)),
       'update of experts': update(MIXTURE, Mesh(data=1, fsdp=2, tensor=2, expert=2)),
       'decode of experts': step(MIXTURE, Mesh(data=2, fsdp=1, tensor=1, expert=4)),
       'sync of experts': sync(MIXTURE, Mesh(expert=2), Mesh(data=2, fsdp=1, expert=4)),

@@ -112,12 +112,14 @@ def test_a_decode_step_sends_what_is_planned(sent):
   assert sum(n for key, n in sent['decode'].items() if key[1] == 1) == 1  # whether all rows are done
 
 
-def test_a_sync_moves_codes_and_no_weight_whole(sent):
-  """fsdp 8 to data 2 x tensor 4, linears in FP8: a byte a weight, and what is served of one is the most that a device gets."""
+@pytest.mark.parametrize('sync', ['sync', 'sync from tensor 2'])
+def test_a_sync_moves_codes_and_no_weight_whole(sent, sync):
+  """fsdp 8, or 4 x tensor 2, to data 2 x tensor 4, linears in FP8: a byte a weight, and what is served of one is the most that a
+  device gets."""
   largest = 4 * V * E // 4  # the embedding's part, which a CPU moves in float32
-  assert max(size for _, size, _, _ in sent['sync']) <= largest
+  assert max(size for _, size, _, _ in sent[sync]) <= largest
   linears = {HD * E // 4, KD * E // 2, F * E // 4}
-  assert linears <= {size for kind, size, _, _ in sent['sync'] if kind == 'all-gather'}
+  assert linears <= {size for kind, size, _, _ in sent[sync] if kind == 'all-gather'}
 
 
 # A mixture of one layer: 16 experts, two a token, F = 48 of each; D = 24.
