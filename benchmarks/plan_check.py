@@ -2,8 +2,9 @@
 
     JAX_PLATFORMS=cpu python benchmarks/plan_check.py --save plan_check    # half an hour on 2 cores; see sprl/parallel/aot.py
 
-Three tables: the update of four models on three meshes; decode steps with the most sequences that one H200 holds beside the
-learner's state, dense, FP8 and sparse FP8; and that largest batch for each model. Each program is compiled in full.
+Three tables: decode steps with the most sequences that one H200 holds beside the learner's state, dense, FP8 and sparse FP8;
+the update of four models on three meshes, of 8 and of 64 H200s; and decode steps of the 7B on the same devices. Each program is
+compiled in full.
 """
 
 import argparse
@@ -23,6 +24,7 @@ from sprl.settings import Cache, Model, Packing, Rollout, Run, Sampling
 GIB = 2**30
 MODELS = 'Qwen2.5-0.5B', 'Qwen2.5-1.5B', 'Qwen2.5-7B', 'Qwen3-8B'
 MESHES = Axes(fsdp=8), Axes(fsdp=4, tensor=2), Axes(data=8, fsdp=8)
+SPREAD = 'Qwen2.5-7B'
 LARGEST = 'dense', 'dense fp8', 'sparse fp8'
 
 
@@ -85,6 +87,18 @@ def largest(models: tuple[str, ...]) -> list[dict[str, Any]]:
   return rows
 
 
+def spread(model: str) -> list[dict[str, Any]]:
+  """Decode steps of the sequences that the run asks for, on all devices of each mesh."""
+  rows = []
+  for axes in MESHES:
+    config, run, its = planned(model, axes)
+    for kind in its.kinds:
+      if kind.name in LARGEST and kind.rows:
+        rows.append(line(model, its.rollout, compiled.check_decode(config, run, its, kind), sequences=kind.rows))
+        print(json.dumps(rows[-1]), flush=True)
+  return rows
+
+
 def main() -> None:
   """Arguments to a report."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -92,7 +106,7 @@ def main() -> None:
   parser.add_argument('--save', metavar='NAME', help='write benchmarks/results/NAME.json')
   args = parser.parse_args()
   models = tuple(args.models.split(','))
-  rows = updates(models) + largest(models)
+  rows = largest(models) + updates(models) + [row for model in models if model == SPREAD for row in spread(model)]
   ratios = [row['planned / compiled'] for row in rows]
   result = {
     'programs': len(rows),

@@ -24,13 +24,14 @@ from sprl.learner.state import TrainState
 from sprl.models import transformer
 from sprl.models.config import ModelConfig
 from sprl.models.lora import Base, abstract_adapters, adapter_axes, fingerprint, init_adapters
+from sprl.models.moe import check_split
 from sprl.models.transformer import Params
-from sprl.parallel.mesh import divide, make_mesh, replicated
+from sprl.parallel.mesh import divide, make_mesh, replicated, sizes
 from sprl.parallel.rules import row_shards, shardings
 from sprl.sampler.cache_plan import cache_plan
 from sprl.sampler.engine import Engine, prompt_buckets
 from sprl.sampler.served import Served, check_linears, serve
-from sprl.settings import Cache, Quant, Run, Sampling
+from sprl.settings import UNQUANTISED, Cache, Quant, Run, Sampling
 
 HOST = 'pinned_host'  # JAX's name of the memory beside a device that it reads and writes by itself
 
@@ -76,6 +77,8 @@ class Policy:
     heads = config.num_heads, config.num_kv_heads
     mesh = make_mesh(run.mesh.learner, learner, heads)
     apart = [make_mesh(run.mesh.rollout, devices, heads, 'rollout') for devices in engines or [learner]]
+    for each, name, quant in ((mesh, 'learner', UNQUANTISED), (apart[0], 'rollout', run.quant)):
+      check_split(config, sizes(each)['expert'], sizes(each)['tensor'], f'config.mesh.{name}', quant)
     return cls(
       folder=folder,
       config=config,

@@ -12,8 +12,17 @@ time, forwards and backwards. Worked example, three tokens, two of three experts
 `jax.lax.ragged_dot` would be the one-line way, but XLA makes a masked product for every expert of it, on CPUs and GPUs alike:
 benchmarks/mixture.py measures both. Compiled for an H200, its first product of 4,096 tokens through 8 of 128 experts, 2,048 wide,
 takes 16 GiB of temporaries.
+
+On a mesh each device of the `expert` axis has some of the experts, and each of `tensor` a part of every one's F. Tokens go to
+their experts by one all-gather over `expert`: of 8 experts in 128 on 8 devices a token has some on five or six of them, so that
+sending it to those alone would save little, and would need room for as many tokens as might come. What each device's experts
+say comes back as a sum, of which a device gets its own tokens' part. Experts are gathered over fsdp as other weights are, and
+over `expert` never.
+
+    x [N/8, E] -> all-gather -> [N, E] -> own experts -> [N, E] -> reduce-scatter -> [N/8, E]
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,10 +30,17 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
+from sprl.models.config import ModelConfig
+from sprl.parallel.rules import KEPT, apart, joined, local, number, parts, summed, total
 from sprl.quant import fp8
+from sprl.quant.block import FORMATS, BlockScaled, Emulated
 from sprl.quant.dot import dot
+from sprl.settings import UNQUANTISED, Quant, SettingsError
 
 Weights = dict[str, Any]  # gate and up [X, F, E], down [X, E, F]: arrays, or quantised weights with a leading axis X
+AXES = {'gate': ('expert', 'mlp', 'embed'), 'up': ('expert', 'mlp', 'embed'), 'down': ('expert', 'embed', 'mlp')}
+ROUTER = 'router', 'embed'
+ROWS = 'rows', None
 BLOCKS = 8, 128  # rows of a block, at least and at most
 
 
@@ -39,7 +55,12 @@ class Blocks(NamedTuple):
 
 def probabilities(x: Float[Array, '*B E'], router: Float[Array, 'X E']) -> Float32[Array, '*B X']:
   """The router's distribution over all experts."""
-  return jax.nn.softmax(dot(x, router).astype(jnp.float32))
+  return jax.nn.softmax(dot(x, router, ROUTER).astype(jnp.float32))
+
+
+def likeliest(probabilities: Float32[Array, 'B T X'], count: int) -> Int[Array, 'B T k']:
+  """So many experts of each token; found where its row lies, as XLA would gather all rows for it."""
+  return local(lambda here: jax.lax.top_k(here, count)[1], ((*ROWS, None),), (*ROWS, None))(probabilities)
 
 
 def gates(probabilities: Float32[Array, '*B X'], chosen: Int[Array, '*B k'], normalised: bool) -> Float32[Array, '*B k']:
@@ -56,7 +77,7 @@ def mixture(
   A number that is none of these X experts' adds nothing: of experts that lie on several devices, each sees its own from 0 on.
   Quantised weights are multiplied as `dot` does, and not differentiated.
   """
-  return _mixture(weights, x, gates, blocks(chosen, _count(weights)))
+  return _mixture(weights, x, chosen, gates)
 
 
 def blocks(chosen: Int[Array, 'N k'], experts: int) -> Blocks:
@@ -95,7 +116,112 @@ def _expert(weights: Weights, x: Float[Array, 'C E'], gate: Float32[Array, ' C']
 
 # The gates are in here, and each block is computed again for its gradient, so that nothing between x and the sum is kept.
 @jax.custom_vjp
-def _mixture(weights: Weights, x, gates, blocks: Blocks):
+def _mixture(weights: Weights, x, chosen, gates):
+  spread = apart('rows', len(x), by='expert')
+
+  def own(weights, *rows):
+    weights, (x, chosen, gates) = _together(weights, rows, spread)
+    return _back(_summed_blocks(weights, x, gates, _own_blocks(weights, chosen)), spread)
+
+  return local(own, (_names(weights), ROWS, ROWS, ROWS), ROWS, KEPT)(weights, x, chosen, gates)
+
+
+def _forward(weights, x, chosen, gates):
+  return _mixture(weights, x, chosen, gates), (weights, x, chosen, gates)
+
+
+def _backward(saved, dy):
+  weights, x, chosen, gates = saved
+  spread = apart('rows', len(x), by='expert')
+  if parts('rows', len(x)) < parts('rows', 0):  # 0 are split as often as can be
+    raise ValueError(f'{len(x)} tokens are no multiple of the devices that share them out, which a gradient needs')
+
+  def own(kept, *rows):
+    weights, (x, chosen, gates, dy) = _together(kept, rows, spread)
+    dweights, dx, dgates = _gradients(weights, x, gates, dy, _own_blocks(weights, chosen))
+    for name, w in kept.items():
+      axis = AXES[name].index('embed')
+      of_rows = summed(dweights[name], 'embed', axis) if w.shape[axis] < x.shape[-1] else total(dweights[name], 'embed')
+      dweights[name] = total(of_rows, 'copies').astype(w.dtype)
+    return dweights, _back(dx, spread), _back(dgates, spread)
+
+  dweights, dx, dgates = local(own, (AXES, ROWS, ROWS, ROWS, ROWS), (AXES, ROWS, ROWS), KEPT)(weights, x, chosen, gates, dy)
+  return dweights, dx, None, dgates
+
+
+_mixture.defvjp(_forward, _backward)
+
+
+# --- each device with its experts ------------------------------------------------------------------------------------
+
+
+def check_split(config: ModelConfig, expert: int, tensor: int, where: str, quant: Quant = UNQUANTISED) -> None:
+  """Raises SettingsError where the model's experts cannot be split so; `where` names the setting that says how.
+
+  A device's part of an expert must be whole blocks of FP8: a block's scale is that of its largest number.
+  """
+  experts = config.experts
+  if experts is None:
+    if expert > 1:
+      raise SettingsError(f'{where}: expert = {expert}; expected 1 with a model of family {config.family}, without experts')
+    return
+  if experts.count % expert:
+    raise SettingsError(f'{where}: expert = {expert}; expected a divisor of {experts.count}, the experts of a layer')
+  if experts.width % tensor:
+    raise SettingsError(f'{where}: tensor = {tensor}; expected a divisor of {experts.width}, the width of an expert')
+  part, block = experts.width // tensor, max(FORMATS[quant.format][:3])
+  if tensor > 1 and part % block and 'w8a8' in quant.sampler and not AXES.keys() <= set(quant.skip_names):
+    raise SettingsError(
+      f'{where}: tensor = {tensor} leaves a device {part} of the {experts.width} of an expert; expected a multiple of {block}, '
+      f'a block of config.quant.format = {quant.format!r}, where experts are FP8'
+    )
+
+
+def _names(weights: Weights) -> Weights:
+  """The names of the axes of weights in whichever form. Scales are not split by their columns of E, which experts use whole."""
+
+  def of(w, names):
+    match w:
+      case BlockScaled():
+        return replace(w, codes=names, scale=tuple(None if name == 'embed' else name for name in names))
+      case Emulated():
+        return replace(w, values=names)
+    return names
+
+  return {name: of(w, AXES[name]) for name, w in weights.items()}
+
+
+def _together(weights: Weights, rows, spread: bool):
+  """A device's experts, whole but for what `tensor` splits, and the tokens of all devices that have the others'."""
+  x = rows[0]
+
+  def whole(w, names):
+    if 'embed' not in names or w.shape[names.index('embed')] == x.shape[-1]:
+      return w
+    codes = w.dtype == jnp.float8_e4m3fn
+    sent = fp8.to_bytes(w) if codes else w.astype(x.dtype)  # cast first, so that no more is sent than is used
+    sent = joined(sent, 'embed', names.index('embed'))
+    return fp8.from_bytes(sent) if codes else sent
+
+  return jax.tree.map(whole, weights, _names(weights)), [joined(each, 'expert', 0) if spread else each for each in rows]
+
+
+def _own_blocks(weights: Weights, chosen) -> Blocks:
+  X = _count(weights)
+  return blocks(chosen - number('expert') * X, X)
+
+
+def _back(y, spread: bool):
+  """What all devices' experts, and all parts of them, say of a device's own tokens."""
+  return total(summed(y, 'expert', 0) if spread else total(y, 'expert'), 'mlp')
+
+
+# --- one device ------------------------------------------------------------------------------------------------------
+
+
+def _summed_blocks(weights: Weights, x, gates, blocks: Blocks):
+  """What these experts say of each token."""
+
   def body(i, y):
     expert, *inputs = _block(i, weights, x, gates, blocks)
     return _set(y, i, _expert(expert, *inputs))
@@ -104,12 +230,8 @@ def _mixture(weights: Weights, x, gates, blocks: Blocks):
   return _summed(y, blocks, x)
 
 
-def _forward(weights, x, gates, blocks):
-  return _mixture(weights, x, gates, blocks), (weights, x, gates, blocks)
-
-
-def _backward(saved, dy):
-  weights, x, gates, blocks = saved
+def _gradients(weights: Weights, x, gates, dy, blocks: Blocks):
+  """Of the weights, in float32, of x and of the gates."""
 
   def body(i, carry):
     dx, dgates, dweights = carry
@@ -123,11 +245,7 @@ def _backward(saved, dy):
   shape, sums = blocks.assignment.shape, jax.tree.map(partial(jnp.zeros_like, dtype='float32'), weights)
   start = jnp.zeros((*shape, x.shape[-1]), x.dtype), jnp.zeros(shape), sums
   dx, dgates, dweights = jax.lax.fori_loop(0, blocks.used, body, start)
-  dweights = jax.tree.map(lambda d, w: d.astype(w.dtype), dweights, weights)
-  return dweights, _summed(dx, blocks, x), _rows(dgates.reshape(-1), blocks.place).reshape(gates.shape), None
-
-
-_mixture.defvjp(_forward, _backward)
+  return dweights, _summed(dx, blocks, x), _rows(dgates.reshape(-1), blocks.place).reshape(gates.shape)
 
 
 def _block(i, weights, x, gates, blocks: Blocks):

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from sprl.kernels.rope import Turns, rotate, turns
 from sprl.models.config import Experts, ModelConfig
 from sprl.models.memory import Memory
-from sprl.models.moe import gated, gates, mixture, probabilities
+from sprl.models.moe import AXES, ROUTER, gated, gates, likeliest, mixture, probabilities
 from sprl.models.routing import Routed
 from sprl.parallel.rules import kept, shard
 from sprl.quant.dot import PRODUCT, dot
@@ -110,24 +110,24 @@ class MLP(nnx.Module):
 class Stack(nnx.Module):
   """The kernels of a layer's experts, one beside the other: [X, out, in]."""
 
-  def __init__(self, axes: tuple[str, str], experts: int, outputs: int, inputs: int):
-    self.kernel = _weight(('expert', *axes), experts, outputs, inputs)
+  def __init__(self, axes: tuple[str, ...], experts: int, outputs: int, inputs: int):
+    self.kernel = _weight(axes, experts, outputs, inputs)
 
 
 class ExpertMLPs(nnx.Module):
   """The MLPs of a layer's experts."""
 
   def __init__(self, X: int, E: int, F: int):
-    self.gate = Stack(('mlp', 'embed'), X, F, E)
-    self.up = Stack(('mlp', 'embed'), X, F, E)
-    self.down = Stack(('embed', 'mlp'), X, E, F)
+    self.gate = Stack(AXES['gate'], X, F, E)
+    self.up = Stack(AXES['up'], X, F, E)
+    self.down = Stack(AXES['down'], X, E, F)
 
 
 class Mixture(nnx.Module):
   """The experts that the router chooses for each token, and the one that all go through, where there is one."""
 
   def __init__(self, E: int, experts: Experts):
-    self.router = Linear(('router', 'embed'), experts.count, E)
+    self.router = Linear(ROUTER, experts.count, E)
     self.experts = ExpertMLPs(experts.count, E, experts.width)
     self.shared = MLP(E, experts.shared_width) if experts.shared_width else None
     self.shared_gate = Linear(('router', 'embed'), 1, E) if experts.shared_width else None
@@ -137,7 +137,7 @@ class Mixture(nnx.Module):
     """[B, T, E] -> [B, T, E], and the memory, which may have a say in who is chosen."""
     with jax.named_scope('router'):
       distribution = probabilities(x, self.router.kernel.get_value())
-      chosen = checkpoint_name(jax.lax.top_k(distribution, self.chosen)[1], ROUTE)
+      chosen = checkpoint_name(likeliest(distribution, self.chosen), ROUTE)
       if isinstance(memory, Routed):
         chosen, memory = memory.route(distribution, chosen)
       weights = gates(distribution, chosen, self.normalised)

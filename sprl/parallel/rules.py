@@ -18,18 +18,20 @@ import jax
 from jax.core import Tracer
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Int
 
 from sprl.parallel.mesh import TENSOR
 
 Names = tuple[str | None, ...]  # an array's axes; None: whole on every device
 
-ROWS = ('data', 'fsdp', 'expert')
+ROWS = ('data', 'expert', 'fsdp')
 
 # Logical axis -> mesh axes, the first of them the outermost. Of these an array's axis takes those that divide what is left of it.
 IN_USE: dict[str, tuple[str, ...]] = {
   'rows': ROWS,  # sequences: of a rollout, or packed ones of the learner
   'gathered_rows': ('data', 'expert'),  # as they meet the vocabulary, which fsdp splits
   'drawn_rows': (*ROWS, *TENSOR),  # as they meet nothing but their own logits
+  'copies': ('data',),  # of the weights
   'heads': ('tensor_kv', 'tensor_group'),
   'kv_heads': ('tensor_kv',),
   'mlp': TENSOR,
@@ -39,6 +41,8 @@ IN_USE: dict[str, tuple[str, ...]] = {
 KEPT = IN_USE | {'embed': ('fsdp',)}  # weights, gradients and moments; gathered over fsdp when they are used
 # Weights on their way to another mesh: one axis is split over all devices, which each step there or away does by one collective.
 MOVING = IN_USE | dict.fromkeys(('heads', 'kv_heads', 'mlp', 'vocab'), (*TENSOR, 'fsdp', 'data', 'expert'))
+MOVING |= {'expert': ('expert', *TENSOR, 'fsdp', 'data')}
+TURNING = KEPT | {'expert': ('expert', *TENSOR)}  # on the way between the two: of one axis after the other
 
 
 def spec(mesh, names: Names, shape: tuple[int, ...], rules: Mapping[str, tuple[str, ...]] = IN_USE) -> P:
@@ -133,11 +137,13 @@ def from_mesh[T: jax.Array](x: T, held: Mesh | None, *names: str | None) -> T:
   """A weight that another mesh of the same devices keeps, laid out as the mesh in use keeps it; no device has more than its part.
 
   [heads/2, embed/4] -> all to all -> [heads/8, embed] -> permute -> [heads/8, embed] -> all-gather -> [heads/4, embed]
+  [expert/2, mlp/2, embed/2] -> all to all -> [expert/4, mlp, embed/2] -> all to all -> [expert/8, mlp, embed] -> permute ...
   """
   mesh = _mesh()
   if mesh is None or held is None:
     return kept(x, *names)
-  for there, rules in ((held, KEPT), (held, MOVING), (mesh, MOVING), (mesh, KEPT)):
+  away, back = (KEPT, TURNING, MOVING), (MOVING, TURNING, KEPT)
+  for there, rules in (*((held, rules) for rules in away), *((mesh, rules) for rules in back)):
     layout = spec(there, names, x.shape, rules)
     x = jax.lax.with_sharding_constraint(x, NamedSharding(there, layout) if there is held else layout)
   return x
@@ -154,11 +160,17 @@ def parts(name: str, size: int) -> int:
   return 1 if (mesh := _mesh()) is None else math.prod(mesh.shape[axis] for axis in _splits(mesh, IN_USE[name], size, set()))
 
 
-def local(f: Callable, ins: tuple, outs) -> Callable:
+def apart(name: str, size: int, by: str) -> bool:
+  """Whether an axis of this size is split by its name over devices that an axis named `by` is split over too."""
+  return (mesh := _mesh()) is not None and not set(IN_USE[by]).isdisjoint(_splits(mesh, IN_USE[name], size, set()))
+
+
+def local(f: Callable, ins: tuple, outs, rules: Mapping[str, tuple[str, ...]] = IN_USE) -> Callable:
   """f, run by each device on its own part of every argument; `ins` and `outs` are trees of names like f's arguments and result.
 
   An axis name is split by the mesh axes that divide all axes of that name, so that parts fit together; f sees only the part.
-  Within it `total` sums over the parts of an axis.
+  Within it `total` sums over the parts of an axis, `summed` leaves each device its part of the sum, `joined` puts parts together
+  and `number` tells them apart.
   """
 
   def run(*args):
@@ -170,10 +182,10 @@ def local(f: Callable, ins: tuple, outs) -> Callable:
       for name, size in zip(names, x.shape, strict=True):
         if name is not None:
           sizes[name] = math.gcd(size, sizes.get(name, 0))
-    split = {name: _splits(mesh, IN_USE[name], size, set()) for name, size in sizes.items()}
-    for name in split.keys() - {'rows'}:  # rows may stay whole; of heads parts must fit together, and `total` know them all
-      if len(split[name]) < len([axis for axis in IN_USE[name] if axis in mesh.shape]):
-        raise ValueError(f'{sizes[name]} {name} on {dict(mesh.shape)}: the mesh is one for other heads (make_mesh)')
+    split = {name: _splits(mesh, rules[name], size, set()) for name, size in sizes.items()}
+    for name in split.keys() - {'rows', 'embed'}:  # which may stay whole; others' parts must fit together, and `total` know all
+      if len(split[name]) < len([axis for axis in rules[name] if axis in mesh.shape]):
+        raise ValueError(f'{sizes[name]} {name} on {dict(mesh.shape)}: the mesh is one for another model (make_mesh)')
 
     def specs(tree):
       return jax.tree.map(lambda names: P(*[split.get(name or '') or None for name in names]), tree, is_leaf=is_names)
@@ -185,9 +197,27 @@ def local(f: Callable, ins: tuple, outs) -> Callable:
 
 def total[T: jax.Array](x: T, name: str) -> T:
   """Within `local`: the sum over all parts of the axis `name`, which is split; elsewhere x itself."""
-  mesh = jax.sharding.get_abstract_mesh()
-  axes = tuple(axis for axis in IN_USE[name] if axis in mesh.manual_axes)
-  return jax.lax.psum(x, axes) if axes else x
+  return jax.lax.psum(x, axes) if (axes := _divided(name)) else x
+
+
+def summed[T: jax.Array](x: T, name: str, axis: int) -> T:
+  """Within `local`: the same sum, of which each device keeps its part along an axis."""
+  return jax.lax.psum_scatter(x, axes, scatter_dimension=axis, tiled=True) if (axes := _divided(name)) else x
+
+
+def joined[T: jax.Array](x: T, name: str, axis: int) -> T:
+  """Within `local`: the parts of the axis `name` put together, along an axis of the array."""
+  return jax.lax.all_gather(x, axes, axis=axis, tiled=True) if (axes := _divided(name)) else x
+
+
+def number(name: str) -> Int[Array, ''] | int:
+  """Within `local`: which part of the axis `name` this device has; elsewhere 0."""
+  return jax.lax.axis_index(axes) if (axes := _divided(name)) else 0
+
+
+def _divided(name: str) -> tuple[str, ...]:
+  manual = jax.sharding.get_abstract_mesh().manual_axes
+  return tuple(axis for axis in KEPT[name] if axis in manual)
 
 
 def is_names(x: Any) -> bool:

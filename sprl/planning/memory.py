@@ -21,6 +21,7 @@ from sprl.learner.packing import Shape
 from sprl.learner.state import make_optimizer
 from sprl.models import transformer
 from sprl.models.config import ModelConfig
+from sprl.models.moe import blocks
 from sprl.planning.layout import Axes, ceil, heads, nbytes, shards, size
 from sprl.sampler.cache_plan import cache_plan
 from sprl.sampler.engine import prompt_buckets
@@ -60,9 +61,7 @@ def update(config: ModelConfig, run: Run, shape: Shape, axes: Axes) -> Update:
   dtype = compute_dtype(run)
   gradients = FLOAT32 * (size(held) + size(held['head' if 'head' in held else 'embed']))
   rows = ceil(shape.rows, axes.rows)
-  alive = (
-    gradients + _activations(config, run, rows, shape.tokens, axes.tensor) + _gathered(config, run, rows, shape.tokens, axes)
-  )
+  alive = gradients + _activations(config, run, rows, shape.tokens, axes) + _gathered(config, run, rows, shape.tokens, axes)
   return Update(
     parameters=nbytes(held),
     optimiser=_optimiser_bytes(config, run, held),
@@ -84,17 +83,34 @@ def _optimiser_bytes(config: ModelConfig, run: Run, held) -> int:
   return nbytes(optax.tree_map_params(optimizer, placed, state, whole, held))
 
 
-def _activations(config: ModelConfig, run: Run, rows: int, T: int, tensor: int) -> int:
+def _activations(config: ModelConfig, run: Run, rows: int, T: int, axes: Axes) -> int:
   """What is alive beside the gradients when the backward pass enters the last layer: every layer's input is kept, XLA has
   laid out the buffers that every layer's attention will write its outputs, and the gradients of keys and values, into, and
-  one layer's scores exist for a chunk of queries, with the mask twice."""
-  L, E, D, b = config.num_layers, config.hidden_size, config.head_dim, compute_dtype(run).itemsize
+  one layer's scores exist for a chunk of queries, with the mask twice; or, where they are more, what its experts need."""
+  L, E, D, b, tensor = config.num_layers, config.hidden_size, config.head_dim, compute_dtype(run).itemsize, axes.tensor
   (H, K), F = heads(config, tensor), config.intermediate_size // tensor
   # Elements a token: inputs; inputs and products with weights; and what autodiff keeps of a layer by itself.
   kept = {'layer': E, 'dots': 3 * E + H * D + 2 * K * D + 2 * F, 'none': 4 * E + 2 * H * D + 2 * K * D + 3 * F}[run.model.remat]
   buffers = 2 * b * H * D + 2 * FLOAT32 * K * D
-  scores = FLOAT32 * SCORES * H * min(QUERY_CHUNK, T)
-  return rows * T * (L * (b * kept + buffers) + scores + 2 * T)
+  scores = rows * T * FLOAT32 * SCORES * H * min(QUERY_CHUNK, T)
+  experts = _experts(config, rows * T, axes, b) + _expert_gradients(config, axes) if config.experts else 0
+  return rows * T * (L * (b * kept + buffers) + 2 * T) + max(scores, experts)
+
+
+def _experts(config: ModelConfig, tokens: int, axes: Axes, b: int) -> int:
+  """A mixture's tokens, met by those of all devices that share its experts out, a row of some block for each of their
+  assignments, and those rows again, token by token, to be summed."""
+  experts = config.experts
+  assert experts is not None
+  chosen = jax.ShapeDtypeStruct((tokens * axes.expert, experts.chosen), jnp.int32)
+  laid = jax.eval_shape(partial(blocks, experts=experts.count // axes.expert), chosen)
+  return b * config.hidden_size * (2 * chosen.shape[0] + math.prod(laid.assignment.shape) + math.prod(chosen.shape))
+
+
+def _expert_gradients(config: ModelConfig, axes: Axes) -> int:
+  """Of the mixture at hand, for all the rows that its weights are gathered for."""
+  whole = transformer.layers(shards(config, dataclasses.replace(axes, data=1, fsdp=1), jnp.float32))
+  return max(nbytes(layer['mlp'].get('experts', {})) for layer in whole)
 
 
 def _gathered(config: ModelConfig, run: Run, rows: int, T: int, axes: Axes) -> int:
@@ -154,7 +170,7 @@ def rollouts(config: ModelConfig, run: Run, cache: Cache, quant: Quant, prompts:
   wide = FLOAT32 * 2 * H * min(QUERY_CHUNK, plan.prompt) + b * (
     2 * config.hidden_size + 2 * config.intermediate_size // axes.tensor
   )
-  passing = together * plan.prompt * wide
+  passing = together * plan.prompt * wide + (_experts(config, together * plan.prompt, axes, b) if config.experts else 0)
   drawn = FLOAT32 * (3 * run.sampling.max_tokens + config.vocab_size // axes.tensor)
   return Rollouts(weights, shared, biases, prefilled + passing, row + drawn)
 

@@ -7,6 +7,7 @@ from typing import Any
 from sprl.learner.packing import Shape, shape
 from sprl.models import transformer
 from sprl.models.config import ModelConfig
+from sprl.models.moe import check_split
 from sprl.planning import memory, work
 from sprl.planning.devices import Device
 from sprl.planning.layout import Axes, ceil, size
@@ -87,6 +88,8 @@ def plan(config: ModelConfig, run: Run, learner: Axes, rollout: Axes, device: De
       "learner's devices; config.devices gives them others"
     )
   check_linears(run.quant, config.num_layers)
+  check_split(config, learner.expert, learner.tensor, '--mesh')
+  check_split(config, rollout.expert, rollout.tensor, '--rollout_mesh', run.quant)
   packed = shape(run.sampling, run.rollout, run.packing, run.optimizer.minibatches, learner.rows)
   update = memory.update(config, run, packed, learner)
   done = work.update(config, run, packed, update, learner)

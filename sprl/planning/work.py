@@ -4,7 +4,6 @@ The time of each part is that of its bound: products at the device's matrix rate
 longer; what goes between devices is added. Nothing is faster than this; how much slower a program is, only a device can tell.
 """
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
@@ -83,8 +82,11 @@ def speed(device: Device, axes: Axes, axis: str) -> float:
 
 
 def matrices(config: ModelConfig, axes: Axes) -> int:
-  """Weights of the layers' products that tensor leaves to a device and a token meets; of experts, those that it is sent to."""
-  held = shards(config, dataclasses.replace(axes, data=1, fsdp=1), jnp.float32)
+  """Weights of the layers' products that tensor leaves to a device and a token meets; of experts, those that it is sent to.
+
+  Of the tokens that meet `expert` devices each sends its own there: so many that a device has as much to do as with all experts.
+  """
+  held = shards(config, Axes(tensor=axes.tensor), jnp.float32)
   share = config.experts.chosen / config.experts.count if config.experts else 1.0
   leaves = jax.tree_util.tree_flatten_with_path(transformer.layers(held))[0]
   return round(sum(size(w) * (share if len(w.shape) == 3 else 1) for path, w in leaves if path[-1].key == 'kernel'))
@@ -117,7 +119,7 @@ def decode(config: ModelConfig, run: Run, plan: CachePlan, weights: int, rows: i
     Part('attention', sum(cost.flops for cost in costs), sum(cost.bytes for cost in costs)),
     Part('head and draw', 2 * head * rows, b * head + 3 * FLOAT32 * rows * config.vocab_size // t),
   )
-  collectives = _reductions(axes, 2 * L, b * rows * E) + _gathers(axes, 1, L, weights)
+  collectives = (*_reductions(axes, 2 * L, b * rows * E), *_gathers(axes, 1, L, weights), *_met(config, axes, 1, 1, b * rows * E))
   return Work(rows * axes.rows, parts, collectives)
 
 
@@ -155,7 +157,10 @@ def update(config: ModelConfig, run: Run, shape: Shape, memory: Update, axes: Ax
     *_gathers(axes, micros * (updates * (2 if remat == 'none' else 3) + scorings), L, b * size(held)),
     *_scatters(axes, micros * updates, L, FLOAT32 * size(held) * axes.fsdp),
     *_sums(axes, updates * micros, L, FLOAT32 * size(held)),
+    *_sums(axes, updates * micros, L, FLOAT32 * _dense(held), 'expert'),
     *_reductions(axes, 2 * L * micros * (updates * (2 + (remat == 'layer')) + scorings), activations),
+    # Tokens go to experts forwards and backwards, and with them their gradients; sums come back forwards and backwards.
+    *_met(config, axes, micros * (3 * updates + scorings), micros * (2 * updates + scorings), activations),
   )
   return Work(axes.rows * rows * T * o.minibatches, parts, collectives)
 
@@ -177,11 +182,28 @@ def _scatters(axes: Axes, times: int, layers: int, whole: int) -> tuple[Collecti
   return (Collective('reduce-scatter', 'fsdp', times * layers, times * whole * (axes.fsdp - 1) // axes.fsdp),)
 
 
-def _sums(axes: Axes, times: int, layers: int, shard: int) -> tuple[Collective, ...]:
-  """Gradients summed over data."""
-  if axes.data == 1:
+def _sums(axes: Axes, times: int, layers: int, shard: int, axis: Literal['data', 'expert'] = 'data') -> tuple[Collective, ...]:
+  """Gradients summed over devices that have rows of their own and the same weights."""
+  n = getattr(axes, axis)
+  if n == 1:
     return ()
-  return (Collective('all-reduce', 'data', times * layers, times * 2 * shard * (axes.data - 1) // axes.data),)
+  return (Collective('all-reduce', axis, times * layers, times * 2 * shard * (n - 1) // n),)
+
+
+def _dense(held) -> int:
+  """Weights that are not of experts."""
+  return size(held) - sum(size(layer['mlp'].get('experts', {})) for layer in transformer.layers(held))
+
+
+def _met(config: ModelConfig, axes: Axes, out: int, back: int, rows: int) -> tuple[Collective, ...]:
+  """A device's `rows` bytes of hidden states to all experts `out` times, and as many back; for each layer that has experts."""
+  if axes.expert == 1 or config.experts is None:
+    return ()
+  L, sent = len(config.experts.layers), rows * (axes.expert - 1)
+  return (
+    Collective('all-gather', 'expert', L * out, L * out * sent),
+    Collective('reduce-scatter', 'expert', L * back, L * back * sent),
+  )
 
 
 def _reductions(axes: Axes, times: int, whole: int) -> tuple[Collective, ...]:

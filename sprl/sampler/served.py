@@ -6,20 +6,20 @@ quantiser cannot get wrong by construction (stale layouts, unset buffers) is che
 
 import re
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float
 
 from sprl.cache.scales import Scales
 from sprl.kernels.platform import can_run
 from sprl.models.config import ModelConfig
-from sprl.models.transformer import Params, head_weight, logical_axes
-from sprl.parallel.rules import from_mesh, shard
+from sprl.models.transformer import Params, abstract_params, head_weight, logical_axes
+from sprl.parallel.rules import KEPT, Names, from_mesh, is_names, spec
 from sprl.quant import fp8
 from sprl.quant.block import BlockScaled, Emulated, quantise
 from sprl.quant.dot import LowRank, dot, plain
@@ -66,7 +66,6 @@ def multiplies_codes(quant: Quant, kernels: Kernels) -> bool:
   return quant.arithmetic == 'blockwise' or (quant.arithmetic == 'auto' and can_run(kernels))
 
 
-@partial(jax.jit, static_argnames=('dtype', 'quant', 'config', 'held', 'kernels'))
 def serve(
   params: Params,
   dtype,
@@ -83,6 +82,28 @@ def serve(
   Given the model's config they are laid out for the mesh in use; `held` is the mesh that they lie on now, where that is another
   of the same devices. They are cast first, so that what changes hands is no larger than what is served.
   """
+  return serving(jnp.dtype(dtype), quant, config, held, kernels)(params)
+
+
+def serving(
+  dtype, quant: Quant = UNQUANTISED, config: ModelConfig | None = None, held: Mesh | None = None, kernels: Kernels = 'auto'
+):
+  """`serve` as a jitted function of the weights, for the mesh in use."""
+  return _serving(jnp.dtype(dtype), quant, config, held, kernels, jax.sharding.get_abstract_mesh())
+
+
+@cache
+def _serving(dtype, quant: Quant, config: ModelConfig | None, held: Mesh | None, kernels: Kernels, mesh: AbstractMesh):
+  function = partial(_serve, dtype=dtype, quant=quant, config=config, held=held, kernels=kernels)
+  if config is None or mesh.empty or mesh.size == 1:
+    return jax.jit(function)
+  # Said again of what comes out: of a function with two meshes XLA would hand out copies of the whole.
+  shapes = jax.eval_shape(function, abstract_params(config))
+  places = jax.tree.map(lambda x, names: spec(mesh, names, x.shape, KEPT), shapes, served_axes(shapes, config))
+  return jax.jit(function, out_shardings=places)
+
+
+def _serve(params: Params, dtype, quant: Quant, config: ModelConfig | None, held: Mesh | None, kernels: Kernels) -> Served:
   codes_multiplied = multiplies_codes(quant, kernels)
   middle = _depth(params) // 2
   probe = {}
@@ -93,7 +114,7 @@ def serve(
       return from_mesh(w.astype(dtype), held, *names)
     scaled = quantise(w, quant.format)
     codes = fp8.from_bytes(from_mesh(fp8.to_bytes(scaled.codes), held, *names))
-    scaled = replace(scaled, codes=codes, scale=shard(scaled.scale, *[None] * scaled.scale.ndim), kernels=kernels)
+    scaled = replace(scaled, codes=codes, scale=from_mesh(scaled.scale, held, *_of_scale(names)), kernels=kernels)
     layer, name = _named(path)
     if layer == middle:
       probe[name] = scaled.codes
@@ -104,18 +125,22 @@ def serve(
 
 
 def served_axes(served: Served, config: ModelConfig) -> Served:
-  """The names of the axes of the weights as served; scales are whole on every device."""
+  """The names of the axes of the weights as served; scales are whole on every device that has some of the weight."""
 
   def leaf(w, names):
     match w:
       case BlockScaled():
-        return replace(w, codes=names, scale=(None,) * w.scale.ndim)
+        return replace(w, codes=names, scale=_of_scale(names))
       case Emulated():
         return replace(w, values=names)
     return names
 
-  params = jax.tree.map(leaf, served.params, logical_axes(config), is_leaf=_is_weight)
-  return Served(params, jax.tree.map(lambda x: (None,), served.scales))
+  axes = logical_axes(config)
+  params = jax.tree.map(leaf, served.params, axes, is_leaf=_is_weight)
+  linears = jax.tree_util.tree_flatten_with_path(axes, is_leaf=is_names)[0]
+  middle = {_named(path)[1]: names for path, names in linears if _named(path)[0] == config.num_layers // 2}
+  probe = None if served.probe is None else {name: middle[name] for name in served.probe}
+  return Served(params, jax.tree.map(lambda x: (None,), served.scales), probe)
 
 
 @jax.jit
@@ -181,6 +206,11 @@ def _named(path) -> tuple[int, str]:
   """(layer, name) of a linear of a layer, of an expert's such as experts.up; (-1, '') for other weights."""
   match = LINEAR.fullmatch(jax.tree_util.keystr(path))
   return (int(match[1]), '.'.join(filter(None, match.groups()[1:]))) if match else (-1, '')
+
+
+def _of_scale(names: Names) -> Names:
+  """A scale lies where its expert does."""
+  return (*names[:-2], None, None)
 
 
 def _depth(params) -> int:

@@ -136,6 +136,19 @@ def test_settings_that_name_what_is_not_there(inputs, tmp_path, monkeypatch):
     assert said in refusal(changed(inputs, **changes), tmp_path / 'run', monkeypatch)
 
 
+def test_experts_that_the_mesh_cannot_split(inputs, tmp_path, monkeypatch):
+  one = jax.devices()
+  monkeypatch.setattr(jax, 'devices', lambda *_: one * 4)  # a mesh only counts them
+  tiny.write_inputs(tmp_path / 'mixture', 'qwen3_moe')  # of six experts
+  for folder, changes, said in [
+    (inputs, {'mesh__learner__expert': 2}, 'config.mesh.learner: expert = 2; expected 1 with a model of family qwen2'),
+    (tmp_path / 'mixture', {'mesh__learner__expert': 4}, 'config.mesh.learner: expert = 4; expected a divisor of 6'),
+    (tmp_path / 'mixture', {'mesh__rollout__expert': 4}, 'config.mesh.rollout: expert = 4; expected a divisor of 6'),
+    (tmp_path / 'mixture', {'mesh__rollout__tensor': 2}, 'config.mesh.rollout: tensor = 2 leaves a device 20 of the 40'),
+  ]:
+    assert said in refusal(changed(folder, **changes), tmp_path / 'run', monkeypatch)
+
+
 def test_moments_on_a_host_out_of_the_devices_reach(inputs, tmp_path, monkeypatch):
   monkeypatch.setattr(policy, 'HOST', 'remote')  # as on a platform without pinned memory
   said = refusal(changed(inputs, optimizer__offload=True), tmp_path / 'run', monkeypatch)

@@ -5,7 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sprl.models.moe import BLOCKS, blocks, gates, mixture, probabilities
+from sprl.models.config import tiny
+from sprl.models.moe import BLOCKS, blocks, check_split, gates, mixture, probabilities
+from sprl.settings import Quant, SettingsError
 
 E, F, X, k = 12, 10, 5, 2
 
@@ -114,3 +116,27 @@ def test_memory_grows_by_one_block_not_by_the_number_of_experts():
   x, router = jnp.ones((512, 64)), jnp.ones((64, 64))
   compiled = jax.jit(lambda *a: computed(*a, True)).lower(weights, x, router).compile()
   assert compiled.memory_analysis().temp_size_in_bytes < 4 * 64 * (1024 + 64 * 16) * 4
+
+
+@pytest.mark.parametrize(
+  ('expert', 'tensor', 'quant', 'said'),
+  [
+    (4, 1, Quant(), 'expert = 4; expected a divisor of 6, the experts of a layer'),
+    (2, 3, Quant(), 'tensor = 3; expected a divisor of 40, the width of an expert'),
+    (1, 2, Quant(sampler='w8a8'), 'tensor = 2 leaves a device 20 of the 40 of an expert; expected a multiple of 128'),
+    (1, 2, Quant(sampler='w8a8_kv8', format='mxfp8'), '.*; expected a multiple of 32, a block of config.quant.format = .mxfp8.'),
+  ],
+)
+def test_experts_that_cannot_be_split_so_are_refused_by_name(expert, tensor, quant, said):
+  with pytest.raises(SettingsError, match=f'config.mesh.rollout: {said}'):
+    check_split(tiny('qwen3_moe'), expert, tensor, 'config.mesh.rollout', quant)
+
+
+def test_experts_that_can_be_split_so_are_not():
+  for expert, tensor, quant in ((6, 1, Quant(sampler='w8a8')), (3, 8, Quant(sampler='kv8')), (1, 1, Quant(sampler='w8a8'))):
+    check_split(tiny('qwen3_moe'), expert, tensor, '', quant)
+  check_split(tiny('qwen3_moe'), 2, 2, '', Quant(sampler='w8a8', skip_names=('gate', 'up', 'down')))
+  check_split(tiny('qwen3_moe', moe_intermediate_size=64), 2, 2, '', Quant(sampler='w8a8', format='mxfp8'))
+  check_split(tiny('llama'), 1, 3, '')
+  with pytest.raises(SettingsError, match='expected 1 with a model of family llama, without experts'):
+    check_split(tiny('llama'), 2, 1, '')

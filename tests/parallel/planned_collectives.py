@@ -2,7 +2,6 @@
 
 import json
 import sys
-from functools import partial
 from pathlib import Path
 
 import jax
@@ -22,13 +21,12 @@ from sprl.parallel.mesh import make_mesh
 from sprl.parallel.rules import row_shards, shardings
 from sprl.sampler import decode
 from sprl.sampler.cache_plan import cache_plan
-from sprl.sampler.served import serve
+from sprl.sampler.served import serve, serving
 from sprl.settings import Cache, Correction, Loss, Mesh, Optimizer, Quant, Sampling
 
 FLOAT32 = jnp.dtype('float32')
-config, params = small.model(num_hidden_layers=1, vocab_size=264)
-heads = config.num_heads, config.num_kv_heads
-graphdef, axes = transformer.graph(config), transformer.logical_axes(config)
+DENSE = small.model(num_hidden_layers=1, vocab_size=264)
+MIXTURE = small.model('qwen3_moe', num_hidden_layers=1, vocab_size=264, num_experts=16, moe_intermediate_size=48)
 
 
 def sent(lowered):
@@ -36,37 +34,43 @@ def sent(lowered):
   return [(c.kind, size, c.devices, c.depth) for c in collectives(lowered.compile().as_text()) for size in c.arrays]
 
 
-def update(mesh):
+def update(model, mesh):
+  (config, params), mesh = model, make_mesh(mesh, heads=(4, 2))
   optimizer = make_optimizer(Optimizer(name='sgd', learning_rate=0.1, clip_norm=0.0), 10)
   computation = Computation(Correction(), Loss(), 1.0, FLOAT32, 8, 'layer')
-  state = TrainState.create(jax.device_put(params, shardings(mesh, axes, params)), optimizer)
+  state = TrainState.create(jax.device_put(params, shardings(mesh, transformer.logical_axes(config), params)), optimizer)
   trajectories = small.rollouts([(5, 3), (4, 6), (3, 2), (6, 6)], (6, 3, 5, 4), vocab=260)
   batch, _ = pack(trajectories, np.ones(8, np.float32), Shape(2, 8, 16, 8, 6, row_shards(mesh)), True)
   batch = jax.device_put(batch, shardings(mesh, batch.axes, batch))
-  return sent(make_update(graphdef, optimizer, computation).lower(state, batch, None, None))
+  return sent(make_update(transformer.graph(config), optimizer, computation).lower(state, batch, None, None))
 
 
-def step(mesh):
+def step(model, mesh):
+  (config, params), mesh = model, make_mesh(mesh, heads=(4, 2))
   plan = cache_plan(config, Cache(budget=10, interval=3, window=2), Quant(sampler='kv8'), 8, 16, FLOAT32)
   with jax.set_mesh(mesh):
     served = serve(params, FLOAT32, config=config)._replace(scales=Scales(*[jnp.ones(1)] * 3))
   rows = decode.empty_rows(plan, served, 16, 16, jax.random.key(0))
-  return sent(decode.decode.lower(graphdef, served, rows, Sampling(max_tokens=16), (), 5))
+  return sent(decode.decode.lower(transformer.graph(config), served, rows, Sampling(max_tokens=16), (), 5))
 
 
-def sync(learner, rollout):
-  held = jax.device_put(params, shardings(learner, axes, params))
+def sync(model, learner, rollout):
+  (config, params), (learner, rollout) = model, (make_mesh(each, heads=(4, 2)) for each in (learner, rollout))
+  held = jax.device_put(params, shardings(learner, transformer.logical_axes(config), params))
   with jax.set_mesh(rollout):
-    return sent(serve.lower(held, jnp.dtype('bfloat16'), Quant(sampler='w8a8'), config, learner))
+    return sent(serving(jnp.dtype('bfloat16'), Quant(sampler='w8a8'), config, learner).lower(held))
 
 
-mesh = partial(make_mesh, heads=heads)
 print(
   json.dumps(
     {
-      'update': update(mesh(Mesh(data=2, fsdp=2, tensor=2))),
-      'decode': step(mesh(Mesh(data=2, fsdp=1, tensor=4))),
-      'sync': sync(mesh(Mesh()), mesh(Mesh(data=2, fsdp=1, tensor=4))),
+      'update': update(DENSE, Mesh(data=2, fsdp=2, tensor=2)),
+      'decode': step(DENSE, Mesh(data=2, fsdp=1, tensor=4)),
+      'sync': sync(DENSE, Mesh(), Mesh(data=2, fsdp=1, tensor=4)),
+      'sync from tensor 2': sync(DENSE, Mesh(tensor=2), Mesh(data=2, fsdp=1, tensor=4)),
+      'update of experts': update(MIXTURE, Mesh(data=1, fsdp=2, tensor=2, expert=2)),
+      'decode of experts': step(MIXTURE, Mesh(data=2, fsdp=1, tensor=1, expert=4)),
+      'sync of experts': sync(MIXTURE, Mesh(expert=2), Mesh(data=2, fsdp=1, expert=4)),
     }
   )
 )

@@ -1,6 +1,7 @@
 """On 8 devices: rollouts, calibration, self-check and an update on meshes beside those of one device. Prints JSON.
 
-Arguments: MEMORY:DATAxFSDPxTENSOR of the rollouts, one or more; the learner has the same devices as fsdp alone.
+Arguments: MEMORY:DATAxFSDPxTENSOR of the rollouts, one or more; the learner has the same devices as fsdp alone. Of the memories
+whose name is of experts the model has eight of them, for xEXPERT devices after the others, and the learner's fsdp is halved.
 """
 
 import json
@@ -37,13 +38,16 @@ SPARSE = Cache(budget=10, interval=3, window=2, method='rkv')
 MEMORIES = {
   'dense': (DENSE, UNQUANTISED),
   'sparse': (SPARSE, Quant(sampler='w8a8_kv8')),
+  'experts': (SPARSE, Quant(sampler='w8a8_kv8', format='mxfp8', arithmetic='blockwise')),
+  'experts_emulated': (SPARSE, Quant(sampler='w8a8_kv8', format='mxfp8', arithmetic='emulated')),
   'layer': (Cache(budget=10, interval=3, window=2, method='h2o', scope='layer', when='after'), Quant(sampler='kv8')),
 }
 SAMPLING = Sampling(max_tokens=16, max_prompt=8, prompt_buckets=(8,), chunk=5)
 
-config, weights = small.model('qwen2', num_hidden_layers=1, vocab_size=264)
-heads = config.num_heads, config.num_kv_heads
-graphdef, weights = transformer.graph(config), jax.device_get(weights)
+MODELS = {
+  False: small.model('qwen2', num_hidden_layers=1, vocab_size=264),
+  True: small.model('qwen3_moe', num_hidden_layers=1, vocab_size=264, num_experts=8, moe_intermediate_size=64),
+}
 rng = np.random.default_rng(0)
 prompts = [rng.integers(0, 260, n).astype(np.int32) for n in (8, 5)]
 requests = [Request(2 * g + k, g, prompt, 16 - 3 * k) for g, prompt in enumerate(prompts) for k in range(2)]
@@ -58,14 +62,17 @@ class Compilations(logging.Handler):
     self.count += record.getMessage().startswith('Compiling')
 
 
-def step(settings, cache, quant):
+def step(memory, sizes):
   """Everything that a step takes from the devices."""
-  devices = jax.devices()[: settings.data * settings.fsdp * settings.tensor]
-  mesh, rollout = make_mesh(Mesh(), devices, heads), make_mesh(settings, devices, heads, 'rollout')
+  config, weights = MODELS[memory.startswith('experts')]
+  graphdef, weights, heads = transformer.graph(config), jax.device_get(weights), (config.num_heads, config.num_kv_heads)
+  devices = jax.devices()[: sizes.data * sizes.fsdp * sizes.tensor * sizes.expert]
+  mesh, rollout = make_mesh(Mesh(expert=min(sizes.expert, 2)), devices, heads), make_mesh(sizes, devices, heads, 'rollout')
+  cache, quant = MEMORIES[memory]
   axes = transformer.logical_axes(config)
   laid = shardings(mesh, axes, transformer.abstract_params(config))
   params = jax.device_put(weights, laid)
-  plan = cache_plan(config, cache, quant, SAMPLING.max_prompt, SAMPLING.max_tokens, FLOAT32)
+  plan = cache_plan(config, cache, quant, SAMPLING.max_prompt, SAMPLING.max_tokens, FLOAT32, routes=config.experts is not None)
   found = [calibrate.amax_of_prompts(graphdef, plan, params, prompts, 2, quant)]
   with jax.set_mesh(rollout):
     served = serve(params, FLOAT32, quant, config, mesh)
@@ -100,7 +107,7 @@ def step(settings, cache, quant):
   places = jax.tree.map(lambda a: a.sharding, abstract_state(policy, optimizer))
   state = jax.jit(partial(TrainState.create, optimizer=optimizer), out_shardings=places)(params)
   state, metrics = update(state, batch, score(graphdef, params, batch, 1.0, FLOAT32, 16), None)
-  return result | {'amax': np.stack(found), 'params': state.params, 'loss': float(metrics['update/loss'])}
+  return result | {'amax': np.stack(found), 'params': state.params, 'loss': float(metrics['update/loss']), 'first': weights}
 
 
 def furthest(a, b):
@@ -110,7 +117,7 @@ def furthest(a, b):
 def beside(alone, together):
   """What the mesh made of it."""
   pairs = list(zip(alone['trajectories'], together['trajectories']))
-  same = all(np.array_equal(a.tokens, b.tokens) and np.array_equal(a.kept, b.kept) for a, b in pairs)
+  same = all(np.array_equal(getattr(a, x), getattr(b, x)) for a, b in pairs for x in ('tokens', 'kept', 'routes'))
   apart = np.concatenate([np.abs(a.sampler_logp - b.sampler_logp)[a.mask] for a, b in pairs]) if same else np.full(1, np.inf)
   said = {name: together[name] for name in ('again', 'compiled_again', 'wrong', 'split', 'cache')}
   said |= {'same': same, 'logp_apart': [float(x) for x in np.sort(apart)]}
@@ -119,7 +126,7 @@ def beside(alone, together):
     said |= {
       'amax_apart': float(np.max(np.abs(together['amax'] / alone['amax'] - 1))),
       'loss_apart': abs(together['loss'] - alone['loss']),
-      'moved': furthest(weights, alone['params']),
+      'moved': furthest(alone['first'], alone['params']),
       'params_apart': furthest(alone['params'], together['params']),
     }
   return said
@@ -129,6 +136,6 @@ report, alone = {}, {}
 for argument in sys.argv[1:]:
   memory, _, shape = argument.partition(':')
   if memory not in alone:
-    alone[memory] = step(Mesh(1, 1, 1), *MEMORIES[memory])
-  report[argument] = beside(alone[memory], step(Mesh(*map(int, shape.split('x'))), *MEMORIES[memory]))
+    alone[memory] = step(memory, Mesh(1, 1, 1))
+  report[argument] = beside(alone[memory], step(memory, Mesh(*map(int, shape.split('x')))))
 print(json.dumps(report))

@@ -1,8 +1,10 @@
 """On 8 devices: where weights lie, and two updates on meshes beside two on one device. Prints JSON.
 
-Arguments: HEADS/KVHEADS:DATAxFSDPxTENSOR, one or more.
+Arguments: HEADS/KVHEADS:DATAxFSDPxTENSOR, one or more. With xEXPERT after it the model is a mixture of experts, some of whose
+tokens are sent to experts that a record says.
 """
 
+import dataclasses
 import json
 import logging
 import sys
@@ -29,7 +31,7 @@ from sprl.settings import Correction, Lora, Loss, Mesh, Optimizer
 trajectories = small.rollouts([(5, 3), (4, 6), (3, 2), (6, 6)], (6, 3, 5, 4), vocab=260)
 advantage = np.array([1, -1, 0.5, -2, 1, -1, 0.3, 0.2], np.float32)
 optimizer = make_optimizer(Optimizer(name='sgd', learning_rate=0.1, clip_norm=0.0), 10)
-computation = Computation(Correction(), Loss(), 1.0, jnp.dtype('float32'), 8, 'layer')
+computation = Computation(Correction(), Loss(balance_coef=0.1), 1.0, jnp.dtype('float32'), 8, 'layer')
 
 
 class Compilations(logging.Handler):
@@ -41,8 +43,14 @@ class Compilations(logging.Handler):
     self.count += record.getMessage().startswith('Compiling jit(_update)')
 
 
-def packed(shards):
-  return pack(trajectories, advantage, Shape(2, 8, 16, 8, 6, shards), True)[0]
+def packed(config, shards):
+  batch = pack(trajectories, advantage, Shape(2, 8, 16, 8, 6, shards), True)[0]
+  if config.experts is None:
+    return batch
+  # By token, so that they are the same wherever the batch has it.
+  first = batch.tokens.astype(np.int8) % 8
+  routes = np.where(batch.tokens % 3 == 0, np.stack([first, (first + 3) % 8]), -1).transpose(1, 2, 3, 0)[..., None, :]
+  return dataclasses.replace(batch, routes=routes)
 
 
 def train(config, create, params, batch):
@@ -66,12 +74,15 @@ report, alone = {}, {}
 for argument in sys.argv[1:]:
   heads, _, shape = argument.partition(':')
   H, K = map(int, heads.split('/'))
-  config, params = small.model(num_hidden_layers=1, vocab_size=264, num_attention_heads=H, num_key_value_heads=K)
-  if heads not in alone:
-    alone[heads] = train(config, create, jax.tree.map(jnp.copy, params), jax.device_put(packed(1), jax.devices()[0]))
+  experts = shape.count('x') == 3
+  family, sizes = ('qwen2_moe', {'num_experts': 8, 'vocab_size': 264}) if experts else ('llama', {'vocab_size': 264})
+  config, params = small.model(family, num_hidden_layers=1, num_attention_heads=H, num_key_value_heads=K, **sizes)
+  model = heads, experts
+  if model not in alone:
+    alone[model] = train(config, create, jax.tree.map(jnp.copy, params), jax.device_put(packed(config, 1), jax.devices()[0]))
   mesh = make_mesh(Mesh(*map(int, shape.split('x'))), heads=(H, K))
   laid = shardings(mesh, transformer.logical_axes(config), params)
-  batch = packed(row_shards(mesh))
+  batch = packed(config, row_shards(mesh))
   batch = jax.device_put(batch, shardings(mesh, batch.axes, batch))
   policy = types.SimpleNamespace(
     config=config, param_dtype=jnp.float32, lora=Lora(), mesh=mesh, shardings=laid, replicated=replicated(mesh)
@@ -84,15 +95,19 @@ for argument in sys.argv[1:]:
     'q': layer['attention']['q']['kernel'],
     'k': layer['attention']['k']['kernel'],
     'o': layer['attention']['o']['kernel'],
-    'down': layer['mlp']['down']['kernel'],
+    'down': layer['mlp'].get('experts', layer['mlp'])['down']['kernel'],
     'norm': together['norm']['scale'],
   }
   report[argument] = {
     'shards': {name: list(w.addressable_shards[0].data.shape) for name, w in weights.items()},
     'as_given': all(jax.tree.leaves(jax.tree.map(lambda w, s: w.sharding.is_equivalent_to(s, w.ndim), together, laid))),
     'compiled': compiled,
-    'moved': furthest(params, alone[heads][0]),
-    'apart': furthest(alone[heads][0], together),
-    'metrics_apart': {n: float(abs(alone[heads][1][n] - metrics[n])) for n in ('update/loss', 'update/grad_norm')},
+    'moved': furthest(params, alone[model][0]),
+    'apart': furthest(alone[model][0], together),
+    'metrics_apart': {
+      n: float(abs(one - metrics[n]))
+      for n, one in alone[model][1].items()
+      if n in ('update/loss', 'update/grad_norm') or n.startswith('moe/')
+    },
   }
 print(json.dumps(report))

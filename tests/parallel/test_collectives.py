@@ -112,9 +112,59 @@ def test_a_decode_step_sends_what_is_planned(sent):
   assert sum(n for key, n in sent['decode'].items() if key[1] == 1) == 1  # whether all rows are done
 
 
-def test_a_sync_moves_codes_and_no_weight_whole(sent):
-  """fsdp 8 to data 2 x tensor 4, linears in FP8: a byte a weight, and what is served of one is the most that a device gets."""
+@pytest.mark.parametrize('sync', ['sync', 'sync from tensor 2'])
+def test_a_sync_moves_codes_and_no_weight_whole(sent, sync):
+  """fsdp 8, or 4 x tensor 2, to data 2 x tensor 4, linears in FP8: a byte a weight, and what is served of one is the most that a
+  device gets."""
   largest = 4 * V * E // 4  # the embedding's part, which a CPU moves in float32
-  assert max(size for _, size, _, _ in sent['sync']) <= largest
+  assert max(size for _, size, _, _ in sent[sync]) <= largest
   linears = {HD * E // 4, KD * E // 2, F * E // 4}
-  assert linears <= {size for kind, size, _, _ in sent['sync'] if kind == 'all-gather'}
+  assert linears <= {size for kind, size, _, _ in sent[sync] if kind == 'all-gather'}
+
+
+# A mixture of one layer: 16 experts, two a token, F = 48 of each; D = 24.
+
+
+def test_an_update_of_experts_sends_tokens_to_them_and_no_expert_to_tokens(sent):
+  """fsdp 2 x expert 2 x tensor 2; 2 rows of 16 tokens each on 4 devices, half of all 16 experts on a device."""
+  t = 2
+  weights = {'q': 96 * E, 'k': 48 * E, 'v': 48 * E, 'o': E * 96}
+  rows, table = 4 * 2 * 16 * E, 4 * V // (2 * 2) * E
+  shards = 4 * 2 * 8 * E
+  experts = 4 * 8 * E * 48 // t  # one of the three matrices of a device's experts
+  planned = Counter()
+  for size in (4 * size // t for size in weights.values()):
+    planned['all-gather', size, 2, 1] += 3
+    planned['all-reduce', size, 2, 1] += 1
+    planned['all-reduce', size // 2, 2, 1] += 1  # over expert, whose devices have rows of their own and the same weights
+  planned['all-gather', 4 * 16 * E, 2, 1] += 3  # the router, which no axis but fsdp splits,
+  planned['all-reduce', 4 * 16 * E // 2, 4, 1] += 1  # and the half of its gradient that a device keeps,
+  planned['collective-permute', 4 * 16 * E // 2, 2, 1] += 1  # which XLA hands on
+  planned['all-gather', experts, 2, 1] += 3 * 2  # over fsdp, forwards and backwards,
+  planned['reduce-scatter', experts, 2, 1] += 3  # and their gradients
+  planned['all-gather', 2 * rows, 2, 1] += 3  # tokens to experts, forwards and backwards, and with their gradients
+  planned['reduce-scatter', 2 * rows, 2, 1] += 2  # back, and their gradients
+  planned['all-reduce', rows, 2, 1] += 3 + 4  # tensor: o forwards and again, experts; backwards from q, k, v and experts
+  planned['all-reduce', 2 * rows, 4, 1] += 1  # the vocabulary's, as of the other model
+  planned['all-gather', 2 * rows, 2, 1] += 1
+  planned['all-reduce', table, 2, 1] += 2
+  planned['all-gather', shards, 2, 2] += 2
+  planned['all-reduce', shards, 4, 2] += 1
+  assert larger(sent['update of experts'], 1024) == planned
+
+
+def test_a_decode_step_of_experts_sends_tokens_to_them_and_back(sent):
+  """data 2 x expert 4; 16 rows, two on each device."""
+  rows = 4 * 8 * E
+  planned = Counter()
+  planned['all-gather', rows, 4, 1] += 1
+  planned['all-gather', 4 * 8 * 2, 4, 1] += 2  # which experts, and their gates
+  planned['reduce-scatter', rows, 4, 1] += 1
+  assert larger(sent['decode of experts'], 2) == planned
+
+
+def test_a_sync_gathers_experts_where_they_are_to_be(sent):
+  """fsdp 4 x expert 2 to data 2 x expert 4: codes, of which two copies meet last; the vocabulary is whole on every device."""
+  experts = 16 * E * 48 // 4
+  gathered = {size: n for (kind, size, *_), n in sent['sync of experts'].items() if kind == 'all-gather' and size >= experts}
+  assert gathered == {experts: 3, 4 * V * E: 2}

@@ -1,6 +1,7 @@
 """The mesh of the settings, the rules, and that updates and rollouts on several devices are those on one."""
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -122,10 +123,10 @@ def on_devices(script, *arguments, **env):
 
 FAST = {'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'}  # compiles in half the time
 
-# --- updates: HEADS/KVHEADS:DATAxFSDPxTENSOR -------------------------------------------------------------------------
+# --- updates: HEADS/KVHEADS:DATAxFSDPxTENSOR, and of a mixture xEXPERT ------------------------------------------------
 
-UPDATES = ('4/2:1x8x1', '4/2:1x1x8', '4/2:2x2x2', '6/3:1x2x4')
-MORE_UPDATES = ('4/2:8x1x1', '4/2:1x2x4', '4/2:2x1x4', '8/2:1x1x8', '6/3:4x1x2')
+UPDATES = ('4/2:1x8x1', '4/2:1x1x8', '4/2:2x2x2', '6/3:1x2x4', '4/2:1x2x2x2')
+MORE_UPDATES = ('4/2:8x1x1', '4/2:1x2x4', '4/2:2x1x4', '8/2:1x1x8', '6/3:4x1x2', '4/2:1x1x1x8', '4/2:2x2x1x2', '4/2:4x1x2x1')
 
 
 @pytest.fixture(scope='module')
@@ -162,12 +163,16 @@ def test_each_device_has_its_part_of_the_weights(updates):
   assert updates['4/2:1x1x8']['shards'] == parts  # a query head each, twice; four devices to a kv head
   parts = {'embed': [66, 64], 'q': [32, 32], 'k': [16, 32], 'o': [32, 32], 'down': [32, 48], 'norm': [64]}
   assert updates['4/2:2x2x2']['shards'] == parts
+  assert updates['4/2:1x2x2x2']['shards']['down'] == [4, 32, 20]  # of eight experts [64, 40], split by all three axes
 
 
-# --- rollouts: MEMORY:DATAxFSDPxTENSOR -------------------------------------------------------------------------------
+# --- rollouts: MEMORY:DATAxFSDPxTENSOR, and of a mixture xEXPERT ------------------------------------------------------
 
-ROLLOUTS = ('dense:8x1x1', 'sparse:2x1x4')
-MORE_ROLLOUTS = ('dense:1x1x8', 'dense:1x2x4', 'sparse:8x1x1', 'sparse:1x1x8', 'sparse:2x2x2', 'sparse:4x1x2', 'layer:2x1x4')
+ROLLOUTS = ('dense:8x1x1', 'sparse:2x1x4', 'experts:2x1x2x2')
+MORE_ROLLOUTS = (
+  'dense:1x1x8', 'dense:1x2x4', 'sparse:8x1x1', 'sparse:1x1x8', 'sparse:2x2x2', 'sparse:4x1x2', 'layer:2x1x4',
+  'experts:1x1x1x8', 'experts_emulated:1x2x2x2',
+)  # fmt: skip
 
 
 @pytest.fixture(scope='module')
@@ -182,9 +187,10 @@ def more_rollouts():
 
 def check_rollouts(found, mesh):
   memory, _, shape = mesh.partition(':')
-  data, fsdp, tensor = map(int, shape.split('x'))
-  assert found['split'] == fsdp * tensor
-  assert found['cache'][:2] == [8 // (data * fsdp), 2 // min(tensor, 2)]  # a row's kv heads lie with their queries
+  data, fsdp, tensor, *expert = map(int, shape.split('x'))
+  experts = math.prod(expert)
+  assert found['split'] == fsdp * tensor * experts
+  assert found['cache'][:2] == [8 // (data * fsdp * experts), 2 // min(tensor, 2)]  # a row's kv heads lie with their queries
   assert found['compresses'] == (memory != 'dense')
   assert found['same']
   apart = found['logp_apart']

@@ -32,6 +32,7 @@ RUN = Run(
   packing=Packing(row_tokens=2048, rows=1),
   cache=Cache(budget=512),
 )
+MIXTURE = ModelConfig.read(MODELS / 'Qwen3-30B-A3B')
 FEW = dataclasses.replace(QWEN, num_layers=4)
 L, E, H, K, D, F, V = 28, 3584, 28, 4, 128, 18944, 152064
 MATRICES = L * (2 * E * H * D + 2 * E * K * D + 3 * E * F)
@@ -203,6 +204,24 @@ def test_an_update_by_hand():
   assert scatters.bytes == pytest.approx(8 * 4 * 7_615_616_512 * 7 / 8, rel=1e-3)
 
 
+def test_experts_by_hand():
+  """Qwen3-30B-A3B on fsdp 2 x expert 8: 16 of 128 experts each, whose tokens come from eight devices."""
+  shape, axes, gate = Shape(micros=4, rows=16, tokens=2048, sequences=64, columns=1536), Axes(fsdp=2, expert=8), 768 * 2048
+  held = memory.update(MIXTURE, RUN, shape, axes)
+  experts, whole = 48 * 128 * 3 * gate, size(transformer.abstract_params(MIXTURE))
+  assert held.parameters == pytest.approx(4 * (experts / 16 + (whole - experts) / 2), rel=1e-3)
+  done = work.update(MIXTURE, RUN, shape, held, axes)
+  attention = 2048 * 128 * (2 * 32 + 2 * 4)
+  assert done.parts[0].flops == 4 * 4 * 2 * 2048 * 48 * (attention + 8 * 3 * gate + 2048 * 128)  # eight of its experts a token
+  sent = {(each.kind, each.axis): each for each in done.collectives}
+  token = 48 * 2048 * 2 * 2048  # its row's hidden states, in bfloat16, to the layers' experts
+  assert sent['all-gather', 'expert'].bytes == 4 * 3 * token * 7
+  assert sent['reduce-scatter', 'expert'].bytes == 4 * 2 * token * 7
+  assert sent['all-reduce', 'expert'].bytes == pytest.approx(4 * 2 * 4 * (whole - experts) / 2 * 7 / 8, rel=1e-3)
+  gathered = {(each.kind, each.axis): each.bytes for each in work.update(MIXTURE, RUN, shape, held, Axes(fsdp=16)).collectives}
+  assert sent['all-gather', 'fsdp'].bytes < 0.1 * gathered['all-gather', 'fsdp']
+
+
 def test_scoring_adds_a_forward_pass():
   shape = Shape(micros=8, rows=1, tokens=2048, sequences=64, columns=1536)
   scored = dataclasses.replace(RUN, correction=dataclasses.replace(RUN.correction, veto=1e-4))
@@ -274,6 +293,13 @@ def test_the_command_refuses_in_one_line():
   assert done.returncode == 2
   assert done.stderr.count('\n') == 1
   assert '--mesh=fsdp=eight' in done.stderr
+
+
+def test_experts_that_a_mesh_cannot_split_are_refused_by_name():
+  with pytest.raises(SettingsError, match='--mesh: expert = 3; expected a divisor of 128'):
+    plan(MIXTURE, RUN, Axes(expert=3), Axes(data=3), device('h200'))
+  with pytest.raises(SettingsError, match='--rollout_mesh: expert = 3; expected a divisor of 128'):
+    plan(MIXTURE, RUN, Axes(data=3), Axes(expert=3), device('h200'))
 
 
 def test_adapters_are_not_planned_for():
