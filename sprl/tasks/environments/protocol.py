@@ -114,13 +114,23 @@ def _parts(where: str, returned: Any, names: tuple[str, ...]) -> tuple:
 
 
 def _check(where: str, observation: Any, info: Any) -> None:
-  if not isinstance(observation, str):
-    raise EnvironmentFault(f'{where}: observation is a {type(observation).__name__}, {observation!r:.100}: expected text')
+  if not _is_text(observation):
+    raise EnvironmentFault(f'{where}: observation is a {type(observation).__name__}, {observation!r:.100}: expected {TEXT}')
   if not isinstance(info, dict):
     raise EnvironmentFault(f'{where}: info is a {type(info).__name__}, {info!r:.100}: expected a dict')
   for key, (accepted, expected) in _INFO.items():
     if key in info and not accepted(info[key]):
       raise EnvironmentFault(f'{where}: info[{key!r}] is {info[key]!r:.100}: expected {expected}')
+
+
+TEXT = 'text that UTF-8 can encode'  # and so a tokenizer can: one surrogate of a pair is no character
+
+
+def _is_text(value: Any) -> bool:
+  try:
+    return isinstance(value, str) and value.encode() is not None
+  except UnicodeEncodeError:
+    return False
 
 
 def _is_number(value: Any) -> bool:
@@ -130,21 +140,20 @@ def _is_number(value: Any) -> bool:
 
 def _are_metrics(value: Any) -> bool:
   return isinstance(value, Mapping) and all(
-    isinstance(name, str) and (isinstance(v, bool | np.bool_) or (_is_number(v) and math.isfinite(v)))
-    for name, v in value.items()
+    _is_text(name) and (isinstance(v, bool | np.bool_) or (_is_number(v) and math.isfinite(v))) for name, v in value.items()
   )
 
 
 def _are_messages(value: Any) -> bool:
   return isinstance(value, list) and all(
-    isinstance(m, Mapping) and isinstance(m.get('role'), str) and isinstance(m.get('content'), str) for m in value
+    isinstance(m, Mapping) and _is_text(m.get('role')) and _is_text(m.get('content')) for m in value
   )
 
 
 _INFO = {
-  'suffix': (lambda v: isinstance(v, str), 'text'),
-  'env_instruction': (lambda v: isinstance(v, str), 'text'),
-  'messages': (_are_messages, 'a list of messages, each with a role and content in text'),
+  'suffix': (_is_text, TEXT),
+  'env_instruction': (_is_text, TEXT),
+  'messages': (_are_messages, f'a list of messages, each with a role and content in {TEXT}'),
   'metrics': (_are_metrics, 'a dict of finite numbers by name'),
   'metrics_agg_mode': (
     lambda v: isinstance(v, Mapping) and all(mode in ('mean', 'last') for mode in v.values()),
