@@ -14,6 +14,7 @@ from concurrent.futures import BrokenExecutor, Executor, Future
 from typing import Any
 
 from sprl.settings import SettingsError
+from sprl.tasks import lifeline
 
 
 class Daemon(Executor):
@@ -43,8 +44,8 @@ class Daemon(Executor):
 
 
 def process() -> Executor:
-  """An executor of one fresh process, which can be killed."""
-  return concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context('spawn'))
+  """An executor of one fresh process, which can be killed, and ends with this one."""
+  return concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context('spawn'), lifeline.begin)
 
 
 class RayActor(Executor):
@@ -125,11 +126,13 @@ def wait_for(running: Sequence[tuple[Future, float]], seconds: float | None, now
 
 
 def end(executor: Executor) -> None:
-  """Kills an executor's processes; its threads are left to themselves."""
+  """Kills an executor's processes and what they have started; its threads are left to themselves."""
   processes = dict(getattr(executor, '_processes', None) or {}).values()
   executor.shutdown(wait=False)
   for each in processes:
-    each.kill()
+    if each.exitcode is None:  # else its number may be another's by now
+      lifeline.kill(each.pid)
+    each.kill()  # also one that does not lead a group yet
 
 
 def cpus(executor: str) -> int:

@@ -27,6 +27,7 @@ from typing import Any, Literal
 from sprl.settings import SettingsError
 from sprl.tasks.graders import GraderSpec
 from sprl.tasks.grading_worker import OUT_OF_MEMORY
+from sprl.tasks.lifeline import kill
 
 START_SECONDS = 120.0  # to import a grader and what it needs
 _LOST = 3  # how often each worker may fail to start, or die idle, with no answer between
@@ -238,8 +239,7 @@ class _Worker:
     if self._process.returncode is None:
       self.connection.close()
       os.close(self._lifeline)
-      with contextlib.suppress(ProcessLookupError, PermissionError):  # nothing left to kill, as Linux and as macOS say it
-        os.killpg(self._process.pid, signal.SIGKILL)
+      kill(self._process.pid)
     return self._process.wait()
 
   def _send(self, message: tuple) -> None:

@@ -4,32 +4,26 @@ It is told its grader and its memory, says that it is ready (or why it is not), 
 status. The pool may kill it at any moment, and so does the kernel when the pool's process ends, however it ends.
 """
 
-import fcntl
 import json
 import logging
 import math
 import numbers
 import os
 import resource
-import signal
 import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from sprl.tasks import graders
 from sprl.tasks.foreign import reason
+from sprl.tasks.lifeline import hold
 
 OUT_OF_MEMORY = 77  # exit status: a process that met its limit may hold leaks, so a fresh one takes its place
 
 
 def main(connection: int, lifeline: int) -> None:
   """Grades what the connection brings until it closes."""
-  _die_with_parent(lifeline)
-  for number in (
-    signal.SIGINT,
-    signal.SIGTERM,
-  ):  # the pool's process decides; a handler, unlike SIG_IGN, is not handed to children
-    signal.signal(number, lambda *_: None)
+  hold(lifeline)
   pool = Connection(connection)
   spec, memory_gb = pool.recv()
   logging.getLogger('math_verify').setLevel(logging.ERROR)  # it warns that its own time limit is off
@@ -63,16 +57,6 @@ def mark(grade: graders.Grader, sample: tuple) -> tuple[float, str, str]:
 
 def _send(pool: Connection, message: object) -> None:
   pool.send_bytes(json.dumps(message).encode())
-
-
-def _die_with_parent(lifeline: int) -> None:
-  """Has the kernel kill this process and its children when the other end of the pipe closes: also amid a hang in C, also if the
-  parent is killed. It is Linux that can send SIGKILL so; elsewhere a grader that hangs outlives a killed parent.
-  """
-  if hasattr(fcntl, 'F_SETSIG'):
-    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
-    fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
-    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def _limit(memory_gb: float) -> None:
