@@ -800,6 +800,21 @@ def check_objective(run: Run) -> None:
       f"'off' under correction.mode = 'bypass' with loss.variant = {loss.variant!r}, whose ratio to the sampler corrects already",
     )
 
+  if run.rollout.async_ratio > 0:
+    ahead = f'with rollout.async_ratio = {run.rollout.async_ratio}'
+    demand(
+      correction.mode == 'decoupled' or loss.variant != 'vanilla',
+      'loss.variant',
+      f"another {ahead} under correction.mode = 'bypass': it has neither a ratio nor a weight there, and nothing would correct "
+      "for the older weights that sampled ('reinforce' keeps its weight)",
+    )
+    demand(
+      correction.level != 'off' or (correction.mode == 'bypass' and loss.variant != 'reinforce'),
+      'correction.level',
+      f"'token', 'segment', 'sequence' or 'geometric' {ahead}: nothing else would correct for the older weights that sampled "
+      "(a rejection leaves what it keeps as it is); or correction.mode = 'bypass' with a loss whose ratio does",
+    )
+
   one_sided = loss.variant == 'cispo'
   demand(one_sided or loss.clip_low < 1, 'loss.clip_low', 'a number below 1, so that ratios keep a lower bound above 0')
   demand(loss.dual_clip == 0 or loss.dual_clip > 1, 'loss.dual_clip', 'a number above 1; 0: off')

@@ -39,7 +39,8 @@ def mismatch(
     **_divergences(old, roll, mask),
     **_probabilities(old, roll, mask),
     'adv_signed_bias': _ratio(mean(advantage * (old - roll), mask), mean(jnp.abs(advantage), mask)),
-    'corrected_fraction': share((corrected.applied != 1) | ~corrected.mask, mask),  # tokens weighted other than 1, or rejected
+    # Of the tokens that survive, those weighted other than 1 (1 where none does): a rejection corrects nothing of what it leaves.
+    'corrected_fraction': jnp.where(corrected.mask.any(), share(corrected.applied != 1, corrected.mask), 1),
     **_weights(corrected, mask, settings),
     **_rejections(corrected, mask, settings),
     **_vetoes(old - roll, mask, settings),

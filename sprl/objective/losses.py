@@ -133,7 +133,10 @@ VARIANTS: dict[str, Callable] = {
 
 
 def weighted(settings: Loss, correction_mode: str) -> bool:
-  """Whether w is all that corrects for who sampled; if not, the variant's own ratio is to the sampler's log-probs."""
+  """Whether w is all that corrects for who sampled; if not, the variant's own ratio is to the sampler's log-probs.
+
+  `vanilla` has none, which is why settings refuse it in bypass mode where rollouts run ahead.
+  """
   return correction_mode == 'decoupled' or settings.variant == 'reinforce'
 
 

@@ -166,7 +166,12 @@ def test_on_one_device_rollouts_and_updates_take_turns(inputs, sync):
 def test_staleness_that_nothing_corrects_stops_the_run_with_an_explanation(inputs):
   workdir = inputs / 'uncorrected'
   flags = asynchronous(
-    '--config.arm=', '--config.cache.budget=0', '--config.correction.level=off', '--config.optimizer.minibatches=2'
+    '--config.arm=',
+    '--config.cache.budget=0',
+    '--config.optimizer.minibatches=2',
+    '--config.correction.weight=clip',
+    '--config.correction.floor=1.0',
+    '--config.correction.cap=1.0',
   )
   status, _, err = tiny.run('main', f'--config={inputs / "config.py"}', f'--workdir={workdir}', *flags)
   assert status == 3

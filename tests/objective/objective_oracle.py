@@ -282,7 +282,8 @@ def mismatch(old, roll, mask, A, reward, c):
     'adv_signed_bias': np.mean([A[i] * x for i, x in zip(at, d)]) / np.mean([abs(A[i]) for i in at]),
   }
   raw, applied = [fixed['raw'][i] for i in at], [fixed['applied'][i] for i in at]
-  m['corrected_fraction'] = np.mean([fixed['applied'][i] != 1 or not fixed['mask'][i] for i in at])
+  surviving = [fixed['applied'][i] for i in at if fixed['mask'][i]]
+  m['corrected_fraction'] = np.mean([w != 1 for w in surviving]) if surviving else 1.0
   low = c.floor if c.weight in ('clip', 'icepop') else 1 / c.cap
   held = [clip(w, 0, c.cap) for w in raw]
   row = [ms(fixed['applied'], b) for b in rows]

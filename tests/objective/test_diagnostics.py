@@ -126,6 +126,18 @@ def test_vetoed_sequences_are_those_that_fail_not_those_that_pass():
     np.testing.assert_allclose(m[f'sparse/{name}'], value, rtol=1e-6, err_msg=name)
 
 
+def test_what_is_rejected_corrects_nothing_of_what_survives():
+  roll = np.log([[0.5, 0.5, 0.5], [0.5, 0.5, 0.5]])
+  old = np.log([[0.4, 0.6, 0.01], [0.4, 0.6, 0.5]])  # a token that the learner all but excludes
+  x = {'old': old, 'roll': roll, 'mask': np.ones((2, 3), bool), 'advantage': np.ones((2, 3)), 'reward': np.ones(2)}
+  rejecting = Correction(level='off', veto=0.1)
+  assert run(x, rejecting)['sparse/masked_token_fraction'] == 0.5
+  assert run(x, rejecting)['rollout_corr/corrected_fraction'] == 0
+  weighted = run(x, Correction(level='token', veto=0.1))
+  np.testing.assert_allclose(weighted['rollout_corr/corrected_fraction'], 2 / 3)
+  assert run(x, Correction(level='off', veto=0.9))['rollout_corr/corrected_fraction'] == 1  # nothing survives
+
+
 def test_a_nan_of_the_sampler_shows():
   x = floats(oracle.batch(3))
   x['roll'][0, 0] = np.nan

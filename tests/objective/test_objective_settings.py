@@ -3,6 +3,7 @@ import dataclasses
 import pytest
 
 from sprl.objective.correction import PRESETS
+from sprl.objective.losses import VARIANTS
 from sprl.settings import (
   REJECT_OPTIONS,
   Advantage,
@@ -101,6 +102,37 @@ def test_combinations():
   check_objective(Run(correction=Correction(floor=3.0, cap=2.0)))  # truncation has no floor
   with pytest.raises(SettingsError, match=r'loss\.variant.*decoupled_ppo'):
     check_objective(Run(correction=bypass, loss=Loss(variant='decoupled_ppo')))
+
+
+AHEAD = Rollout(async_ratio=1.0)
+
+
+@pytest.mark.parametrize(
+  ('correction', 'variant', 'key'),
+  [
+    (Correction(level='off'), 'ppo', 'correction.level'),
+    (Correction(level='off', veto=0.9), 'decoupled_ppo', 'correction.level'),
+    (Correction(level='off', reject=('token_k1',), reject_bounds=('2.0',), token_mask=True), 'gspo', 'correction.level'),
+    (Correction(level='off'), 'vanilla', 'correction.level'),
+    (Correction(mode='bypass', level='off'), 'vanilla', 'loss.variant'),
+    (Correction(mode='bypass', level='off'), 'reinforce', 'correction.level'),
+  ],
+)
+def test_rollouts_that_run_ahead_with_nothing_to_correct_for_it_are_refused(correction, variant, key):
+  """async_rollouts 12.1: known before the run, which the sentinel would stop at its second step."""
+  loss = Loss(variant=variant)
+  check_objective(Run(correction=correction, loss=loss))
+  with pytest.raises(SettingsError, match=rf'^{key} = .*rollout\.async_ratio = 1\.0') as error:
+    check_objective(Run(correction=correction, loss=loss, rollout=AHEAD))
+  assert 'nothing' in str(error.value)
+
+
+def test_rollouts_may_run_ahead_of_a_weight_or_of_a_ratio_to_the_sampler():
+  for variant in VARIANTS:
+    check_objective(Run(loss=Loss(variant=variant), rollout=AHEAD))  # a weight
+    bypass = Correction(mode='bypass', level='token' if variant == 'reinforce' else 'off')
+    if variant not in ('vanilla', 'decoupled_ppo'):
+      check_objective(Run(correction=bypass, loss=Loss(variant=variant), rollout=AHEAD))
 
 
 def test_the_old_policy_s_routes_need_its_scoring_pass():
