@@ -17,6 +17,7 @@ def start(main: Callable[[], int], prepare: Callable[[list[str]], None] = lambda
   """Parses the flags, `prepare` first (it may define more), and exits with what `main` returns, or
 
   2  for a flag, setting, file or folder that cannot be used: one line on standard error says which, and what would be;
+  3    where no group of rollouts comes to anything any more: the same line;
   130  for a second Ctrl-C: a run only notes the first.
   """
   os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')  # before jax loads: XLA's own warnings are not about the run
@@ -37,21 +38,26 @@ def reported(main: Callable[[], int]) -> int:
   except (SettingsError, OSError) as error:
     return _refuse(error)
   except Exception as error:
-    if not isinstance(error, _input_errors()):
+    if (status := _status(error)) is None:
       raise
-    return _refuse(error)
+    return _refuse(error, status)
 
 
-def _input_errors() -> tuple[type[Exception], ...]:
+def _status(error: Exception) -> int | None:
+  """The exit status after an error that a user can put right; None: it is ours."""
   # Imported when needed: a wrong setting is answered without waiting for jax to load.
   from sprl.io.checkpoint import CheckpointError
   from sprl.io.huggingface import WeightsError
   from sprl.io.pretrained import PretrainedError
   from sprl.io.tokenizer import TokenizerError
   from sprl.models.config import ConfigError
+  from sprl.rollout.scheduler import Stalled
   from sprl.tasks.environments.protocol import EnvironmentFault
 
-  return PretrainedError, ConfigError, WeightsError, TokenizerError, CheckpointError, EnvironmentFault
+  if isinstance(error, Stalled):
+    return 3
+  of_input = PretrainedError, ConfigError, WeightsError, TokenizerError, CheckpointError, EnvironmentFault
+  return 2 if isinstance(error, of_input) else None
 
 
 def _parse(argv: list[str], prepare: Callable[[list[str]], None]) -> list[str]:
@@ -75,9 +81,9 @@ def _parse(argv: list[str], prepare: Callable[[list[str]], None]) -> list[str]:
     sys.exit(_refuse(f'{", ".join(unknown)}: {error} is not set in the config; set all of --{whole}="{{...}}"'))
 
 
-def _refuse(error: object) -> int:
+def _refuse(error: object, status: int = 2) -> int:
   print(f'error: {error}', file=sys.stderr)
-  return 2
+  return status
 
 
 # --- names of settings -----------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ Evaluates a checkpoint of a run, which may be in progress, on held-out problems,
 few samples, and as its last line all of it as JSON. The settings are the run's own (config.json); config.eval.* may be given
 anew, and what grading may cost (config.task.grader_workers, _timeout, _memory_gb). A run in progress on an accelerator leaves
 little memory beside it: JAX_PLATFORMS=cpu evaluates on the host. The exit status is 2, with a line that says why, where there
-is no such run, checkpoint or setting.
+is no such run, checkpoint or setting, and 3 where its environment always fails.
 """
 
 import json

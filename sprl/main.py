@@ -1,8 +1,8 @@
 """python -m sprl.main --config=configs/quickstart.py [--workdir=...] [--config.key=value ...]
 
 Trains, or resumes, the run of one work directory, and says at the end what was learned and where everything lies. The exit
-status is 0 when the run is complete or a signal ended it with all of it saved; 3 when a sentinel stopped it; 2 for settings
-or files that cannot be used, found before any device work.
+status is 0 when the run is complete or a signal ended it with all of it saved; 3 when a sentinel stopped it, or no rollout
+succeeds any more; 2 for settings or files that cannot be used, found before any device work.
 """
 
 import sys
@@ -25,7 +25,6 @@ def main() -> int:
   run = resolve(_CONFIG.value)
   from sprl.parallel.processes import initialize  # after the settings: an error in them is told without waiting for jax to load
   from sprl.report import closing_report
-  from sprl.rollout.scheduler import Stalled
   from sprl.trainer import StopRun, train
 
   if (processes := initialize()) > 1:
@@ -35,7 +34,7 @@ def main() -> int:
   workdir = Path(_WORKDIR.value or Path('runs') / name).absolute()
   try:
     finished = train(run, workdir)
-  except (StopRun, Stalled) as error:
+  except StopRun as error:
     print(error, file=sys.stderr)
     return 3
   if finished.completed:

@@ -19,6 +19,7 @@ from sprl.io.pretrained import PretrainedError
 from sprl.io.tokenizer import TokenizerError
 from sprl.models.config import ConfigError
 from sprl.process import exclusive
+from sprl.rollout.scheduler import Stalled
 from sprl.settings import SettingsError
 
 
@@ -82,6 +83,12 @@ def test_errors_of_input_are_one_line_and_status_2(capsys):
 
     assert command_line.reported(main) == 2
     assert capsys.readouterr().err == 'error: what is wrong\n'
+
+  def stalls():
+    raise Stalled('256 groups in a row were given up')
+
+  assert command_line.reported(stalls) == 3
+  assert capsys.readouterr().err == 'error: 256 groups in a row were given up\n'
   with pytest.raises(ZeroDivisionError):  # a fault of ours keeps its traceback
     command_line.reported(lambda: 1 // 0)
 
