@@ -18,6 +18,10 @@ import ml_collections
 Kernels = Literal['auto', 'reference', 'mosaic_gpu']
 
 
+LONGEST_WAIT = (2**31 - 1) // 1000  # seconds: what waits for processes counts milliseconds in 32 bits
+MOST_DEVICES = 1_000_000  # beyond which a number is a slip of the hand
+
+
 class SettingsError(ValueError):
   """A setting that cannot be honoured; the message names its key, its value and what is accepted."""
 
@@ -669,7 +673,12 @@ def check_rollout(run: Run) -> None:
   _require(run, 'rollout.filter_low', lambda v: v < r.filter_high, f'below config.rollout.filter_high = {r.filter_high}')
   _require(run, 'rollout.filter_std', lambda v: 0 <= v < math.inf, 'a finite number, 0 or more')
   for key in ('devices.rollout', 'devices.learner'):
-    _require(run, key, lambda v: v == '' or device_numbers(v) is not None, "'', or numbers such as '0-3' or '4,5,6', each once")
+    _require(
+      run,
+      key,
+      lambda v: v == '' or device_numbers(v) is not None,
+      f"'', or numbers such as '0-3' or '4,5,6', each once and below {MOST_DEVICES}",
+    )
   if run.cache.masked_learner:
     why = 'with config.cache.masked_learner: a sequence that goes on in another row forgets in another way'
     _require(run, 'rollout.async_ratio', lambda v: v == 0, f'0 {why}')
@@ -677,7 +686,7 @@ def check_rollout(run: Run) -> None:
   for key in ('environment.turns', 'environment.turn_tokens'):
     _require(run, key, lambda v: v >= 1, '1 or more')
   _require(run, 'environment.workers', lambda v: v >= 0, '0 or more')
-  _require(run, 'environment.time_limit', lambda v: v > 0, 'seconds, above 0')
+  _require(run, 'environment.time_limit', lambda v: 0 < v <= LONGEST_WAIT, f'seconds, above 0 and at most {LONGEST_WAIT}')
   for key in ('environment.latency_mean', 'environment.latency_std'):
     _require(run, key, lambda v: 0 <= v < math.inf, 'seconds, 0 or more')
   if (run.task.kind == 'environment') != bool(env.name):
@@ -688,12 +697,12 @@ def check_rollout(run: Run) -> None:
 
 
 def device_numbers(text: str) -> tuple[int, ...] | None:
-  """The numbers that '0-3,6' lists; None where it cannot be read, or names one twice."""
+  """The numbers that '0-3,6' lists; None where it cannot be read, names one twice, or MOST_DEVICES or more."""
   try:
     ranges = [[int(end) for end in part.split('-')] for part in text.split(',')]
   except ValueError:
     return None
-  if any(len(r) > 2 or r[0] > r[-1] for r in ranges):
+  if any(len(r) > 2 or r[0] > r[-1] or r[-1] >= MOST_DEVICES for r in ranges):
     return None
   numbers = tuple(n for r in ranges for n in range(r[0], r[-1] + 1))
   return numbers if len(set(numbers)) == len(numbers) else None
@@ -850,8 +859,8 @@ def check_task(run: Run) -> None:
   for key in ('task.size', 'task.held_out', 'task.grader_workers'):
     _require(run, key, lambda v: v >= 1, '1 or more')
   _require(run, 'task.seed', lambda v: v >= 0, '0 or more')
-  for key in ('task.grader_timeout', 'task.grader_memory_gb'):
-    _require(run, key, lambda v: 0 < v < math.inf, 'a finite number above 0')
+  _require(run, 'task.grader_timeout', lambda v: 0 < v <= LONGEST_WAIT, f'seconds, above 0 and at most {LONGEST_WAIT}')
+  _require(run, 'task.grader_memory_gb', lambda v: 0 < v < math.inf, 'a finite number above 0')
   _require(
     run,
     'task.grader',
