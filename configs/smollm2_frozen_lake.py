@@ -25,7 +25,6 @@ def get_config():
   config.rollout.prompts, config.rollout.group = 4, 8
   config.rollout.async_ratio = 1.0
   config.rollout.filter_equal = True
-  config.rollout.stop_when_capped = False  # an episode that its turns end counts as cut
   config.sampling.max_prompt, config.sampling.max_tokens, config.sampling.chunk = 320, 512, 8
   config.sampling.stop = ('</answer>',)
   config.packing.row_tokens, config.packing.rows = 832, 2

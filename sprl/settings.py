@@ -135,7 +135,7 @@ class Rollout:
   prompts: int = 16  # groups a step
   group: int = 8  # samples a prompt
   filter_equal: bool = False  # leave groups whose rewards are all equal out of the update (their advantage is zero)
-  stop_when_capped: bool = True  # end the run when every completion of 2 steps in a row runs into max_tokens
+  stop_when_capped: bool = True  # end the run when every completion of 2 steps in a row runs into max_tokens (not: its turns)
   async_ratio: float = 0.0  # alpha: how many updates older than the newest weights any sample may be; 0: synchronous
   order: Literal['start', 'deadline', 'completion'] = 'start'  # the groups an update takes: oldest, finished in time, fastest
   sync: Literal['recompute', 'keep', 'drain'] = 'recompute'  # of what runs at an update: caches made anew, kept, or waited for

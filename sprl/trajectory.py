@@ -86,7 +86,7 @@ class Trajectory:
   version: Int[np.ndarray, ' T']  # finished updates of the weights that sampled it
   kept: Int[np.ndarray, ' T']  # cache slots attended, the token's own included
   prompt_length: int
-  finish: str  # stop, length, abort
+  finish: str  # stop, length, abort; turns: a conversation had all of its own
   reward: float = 0.0
   saturated: int = 0  # numbers of its keys and values beyond FP8's range, if they were held in it
   evicted: Int[np.ndarray, 'L K T'] | None = None  # the first position that did not find the token any more, where recorded

@@ -122,16 +122,19 @@ def conversation(
         f'the first observation makes {len(transcript.prompt)} tokens; config.sampling.max_prompt = {limits.max_prompt}'
       )
     outcomes: list[Outcome] = []
+    finish = 'turns'
     for _ in range(limits.turns):
       given = transcript.given
       room = min(limits.turn_tokens, limits.max_tokens - len(given))
       if room <= 0:
+        finish = 'length'
         break
       completion: Completion = yield Generate(transcript.prompt, given, room)
       transcript.parts.append(completion)
       answer = completion.tokens.tolist()
       outcomes.append((yield Work(call('step', codec.text(answer)))))
       if outcomes[-1].done:
+        finish = 'stop'
         break
       reply = codec.reply(turn_messages(outcomes[-1].observation, outcomes[-1].info), answer)
       transcript.parts.append(np.array(reply, np.int32))
@@ -139,7 +142,7 @@ def conversation(
     return transcript.trajectory(
       reward=float(sum(rewards)),
       rewards=rewards,
-      finish='stop' if outcomes[-1].done else 'length',
+      finish=finish,
       metrics=episode_metrics([outcome.info for outcome in outcomes]),
     )
   finally:

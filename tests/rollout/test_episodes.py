@@ -172,7 +172,7 @@ def test_turns_run_out():
   talk = Talk('abcd', [step('x', 1.0)] * 4, replace(WIDE, turns=3)).run()
   assert len(talk.generated) == 3
   assert ''.join(map(chr, talk.trajectory.completion)) == 'a.x/>b.x/>c'  # nobody answers the last observation
-  assert (talk.trajectory.finish, talk.trajectory.rewards) == ('length', (1.0, 1.0, 1.0))
+  assert (talk.trajectory.finish, talk.trajectory.rewards) == ('turns', (1.0, 1.0, 1.0))
 
 
 def test_tokens_run_out():
@@ -202,6 +202,8 @@ def test_no_conversation_is_longer_than_its_limits():
     assert all(1 <= w.max_tokens <= limits.turn_tokens for w in talk.generated)
     assert len(t.completion) <= limits.max_tokens
     assert t.mask[-1]
+    if t.finish != 'stop':  # of the two limits, that which cut it
+      assert (t.finish == 'turns') == (len(talk.generated) == limits.turns)
 
 
 def test_a_first_observation_that_does_not_fit_is_an_error_by_name():
@@ -398,7 +400,7 @@ class Played:
         assert t.mask.tolist() == mask
         assert (t.rewards, t.metrics) == (rewards, metrics)
         assert t.reward == pytest.approx(sum(rewards))
-        assert t.finish == ('stop' if done else 'length')
+        assert t.finish == ('stop' if done else 'turns' if len(answers) == 8 else 'length')
         for r in asked:
           consumed = [*r.prompt.tolist(), *r.given.tolist()]
           assert consumed == written[: len(consumed)]
