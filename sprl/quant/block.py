@@ -7,9 +7,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Float8e4m3fn, Float32
+from jaxtyping import Array, Float, Float8e4m3fn, Float32, Int
 
-from sprl.kernels.block_matmul import block_matmul
+from sprl.kernels.block_matmul import block_matmul, grouped_matmul
 from sprl.parallel.rules import Names, local, shares, total
 from sprl.quant import fp8
 from sprl.settings import Kernels
@@ -105,6 +105,15 @@ def block_dot(x: Float[Array, '*B M'], w: BlockScaled, axes: Names = (None, None
 
   lead, part = ('rows', *[None] * (x.ndim - 2)), (outputs, features)
   return local(product, ((*lead, features), part, part), (*lead, outputs))(x, w.codes, w.scale)
+
+
+def grouped_dot(
+  x: Float[Array, 'n T M'], w: BlockScaled, expert: Int[Array, ' n'], used: Int[Array, '']
+) -> Float[Array, 'n T N']:
+  """`block_dot` of blocks of tokens with the weights of their experts, in the first `used` blocks; others may be anything."""
+  rows, _, group, _ = FORMATS[w.format]
+  codes, scale = quantise_groups(x, w.format)
+  return grouped_matmul(codes, scale, w.codes, w.scale, expert, used, rows, group, x.dtype, w.kernels)
 
 
 def cut_within_blocks(axes: Names, shape: tuple[int, ...], format: str, mesh: Mesh) -> bool:
