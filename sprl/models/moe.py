@@ -4,7 +4,8 @@
 
 The N * k assignments are laid, expert by expert, into blocks of C rows, of which an expert gets as many as it needs; a loop runs
 over the blocks that are filled. It does the products that are asked for and no others, and holds one block's activations at a
-time, forwards and backwards. Worked example, three tokens, two of three experts each, C = 2:
+time, forwards and backwards. Experts in FP8, which have no backward pass, multiply all blocks together: there is a kernel that
+does (`grouped_matmul`). Worked example, three tokens, two of three experts each, C = 2:
 
     chosen    0 2   2 0   2 1
     blocks    expert 0: tokens 0, 1     expert 1: token 2, nothing     expert 2: tokens 0, 1     expert 2: token 2, nothing
