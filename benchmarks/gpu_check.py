@@ -28,7 +28,7 @@ import numpy as np
 from common import report
 from device_timing import Ceilings, ceilings, seconds
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from kernel_resources import MODELS, Model
+from kernel_resources import EXPERTS, MODELS, Model
 
 from sprl.cache.scales import Scales
 from sprl.kernels import block_matmul, decode_attention, eviction, hopper_block_matmul, hopper_decode_attention, hopper_eviction
@@ -38,6 +38,7 @@ from sprl.learner.state import TrainState, make_optimizer
 from sprl.learner.update import Computation, make_update
 from sprl.models import transformer
 from sprl.models.config import ModelConfig
+from sprl.models.moe import blocks
 from sprl.quant.block import quantise, quantise_groups
 from sprl.sampler import decode
 from sprl.sampler.cache_plan import cache_plan
@@ -50,6 +51,7 @@ BF16, FP8 = jnp.dtype('bfloat16'), jnp.dtype('float8_e4m3fn')
 KERNELS = (
   (hopper_decode_attention, 'decode_attention'),
   (hopper_block_matmul, 'block_matmul'),
+  (hopper_block_matmul, 'grouped_matmul'),
   (hopper_eviction, 'compact'),
   (hopper_eviction, 'similarity'),
 )
@@ -116,6 +118,15 @@ def linear_inputs(M: int, N: int, K: int, key: jax.Array) -> tuple[Any, ...]:
   return *quantise_groups(jax.random.normal(x, (M, K), BF16), 'float32'), weights.codes, weights.scale
 
 
+def expert_inputs(X: int, chosen: int, tokens: int, N: int, K: int, key: jax.Array) -> tuple[Any, ...]:
+  """Random arguments of the experts' product: each token goes through so many of X."""
+  route, x, w = jax.random.split(key, 3)
+  laid = blocks(jax.lax.top_k(jax.random.uniform(route, (tokens, X)), chosen)[1], X)
+  rows = jnp.take(jax.random.normal(x, (tokens, K), BF16), laid.assignment // chosen, axis=0, mode='fill', fill_value=0)
+  weights = quantise(jax.random.normal(w, (X, N, K), BF16), 'float32')
+  return *quantise_groups(rows, 'float32'), weights.codes, weights.scale, laid.expert, laid.used
+
+
 def compaction_inputs(model: Model, B: int, S: int, N: int, dtype: Any, key: jax.Array) -> tuple[Any, ...]:
   """Random arguments of compaction: ascending slots."""
   k, v, order = jax.random.split(key, 3)
@@ -147,6 +158,12 @@ def check_parity(bench: Bench) -> Iterator[Row]:
     found = block_matmul.block_matmul(x, x_scale, w, w_scale, 128, 128, BF16, 'mosaic_gpu')
     expected = block_matmul.reference(x, x_scale, w, w_scale, 128, 128, jnp.float32)
     yield parity('parity block_matmul', f'{M}x{N}x{K}', off(found, expected), 0.005)
+  for X, chosen, tokens, N, K in bench.sizes([(128, 8, 64, 768, 2048), (128, 8, 4096, 2048, 768)], [(4, 2, 9, 72, 400)]):
+    x, x_scale, w, w_scale, expert, used = jax.jit(partial(expert_inputs, X, chosen, tokens, N, K))(key)
+    found = block_matmul.grouped_matmul(x, x_scale, w, w_scale, expert, used, 128, 128, BF16, 'mosaic_gpu')
+    expected = block_matmul.grouped_reference(x, x_scale, w, w_scale, expert, used, 128, 128, jnp.float32)
+    error = off(*(jnp.where((jnp.arange(len(x)) < used)[:, None, None], y, 0) for y in (found, expected)))
+    yield parity('parity grouped_matmul', f'{tokens}x{chosen} of {X} {N}x{K}', error, 0.005)
   model = bench.sizes(MODELS['Qwen2.5-7B'], TOY)
   B, S, N = bench.sizes((16, 640, 512), (2, 40, 24))
   for dtype in (BF16, FP8):
@@ -215,6 +232,13 @@ def check_matmul(bench: Bench) -> Iterator[Row]:
     row = bench.timed('block_matmul', f'{name} {linear} M {M}', multiply, make, block_matmul.cost(M, N, K), fp8=True)
     theirs = bench.timed('', '', bf16, wide, block_matmul.cost(M, N, K))
     yield row | {'bf16 us': theirs['us'], 'times best peer': theirs['us'] / row['us']}
+  name = 'Qwen3-30B-A3B'
+  for linear, tokens in bench.sizes([(linear, M) for M in (64, 256, 4096) for linear in ('gate', 'down')], [('gate', 5)]):
+    (N, K), (X, chosen) = bench.sizes((MODELS[name].linears[linear], EXPERTS[name]), ((72, 256), (4, 2)))
+    least = block_matmul.grouped_cost(tokens * chosen, min(X, tokens * chosen), N, K)
+    multiply = partial(block_matmul.grouped_matmul, rows=128, group=128, dtype=BF16, kernels='mosaic_gpu')
+    case, make = f'{name} {linear} M {tokens}x{chosen} of {X}', partial(expert_inputs, X, chosen, tokens, N, K)
+    yield bench.timed('grouped_matmul', case, multiply, make, least, fp8=True)
   for M, K in bench.sizes([(64, 3584), (8192, 3584)], [(4, 256)]):
     yield bench.timed(
       'quantise tokens',

@@ -18,6 +18,7 @@ from common import report
 
 from sprl.kernels import block_matmul, decode_attention, eviction
 from sprl.kernels.cost import Cost
+from sprl.models.moe import blocks
 from sprl.parallel.aot import Compiled, compile_for_h200, missing
 
 MIB = 2**20
@@ -48,6 +49,7 @@ MODELS = {
   'Qwen3-8B': Model(32, 8, 128, 4096, 12288),
   'Qwen3-30B-A3B': Model(32, 4, 128, 2048, 768),
 }
+EXPERTS = {'Qwen3-30B-A3B': (128, 8)}  # of a layer; those that a token goes through
 
 
 class Case(NamedTuple):
@@ -106,6 +108,27 @@ def matmul(model: str, name: str, M: int) -> Case:
   )
 
 
+def experts(model: str, name: str, tokens: int) -> Case:
+  """One linear of all experts, of each token through the model's number of them."""
+  (N, K), (X, chosen) = MODELS[model].linears[name], EXPERTS[model]
+  C, R = -(-K // 128), -(-N // 128)
+  laid = jax.eval_shape(partial(blocks, experts=X), Shape((tokens, chosen), jnp.int32))
+  n, T = laid.assignment.shape
+  return Case(
+    'grouped_matmul',
+    model,
+    f'{name} {N}x{K} x{X} M {tokens}x{chosen}',
+    FP8,
+    partial(block_matmul.grouped_matmul, rows=128, group=128, dtype=BF16, kernels='mosaic_gpu'),
+    (
+      Shape((n, T, K), FP8), Shape((n, T, C), jnp.float32), Shape((X, N, K), FP8), Shape((X, R, C), jnp.float32),
+      laid.expert, laid.used,
+    ),
+    block_matmul.grouped_cost(tokens * chosen, min(X, tokens * chosen), N, K),
+    4 * n * T * C,  # tokens' scales laid out anew
+  )  # fmt: skip
+
+
 def compaction(model: str, B: int, S: int, N: int, dtype: Any) -> Case:
   """N of S slots moved to the front, in every row."""
   _, K, D, _, _ = MODELS[model]
@@ -150,6 +173,7 @@ CASES = distinct(
     *[compaction(model, 64, 640, 512, dtype) for model in MODELS if MODELS[model].width == 128 for dtype in (BF16, FP8)],
     *[similarity(model, 16, S, dtype) for model in MODELS for S in (640, 4224) for dtype in (BF16, F32)],
     *[matmul(model, name, M) for model in MODELS for name in MODELS[model].linears for M in (16, 64, 256, 4096)],
+    *[experts(model, name, tokens) for model in EXPERTS for name in ('gate', 'down') for tokens in (1, 64, 256, 512, 1024, 4096)],
   ]
 )
 

@@ -18,7 +18,7 @@ from sprl.cache.scales import Scales
 from sprl.io import huggingface
 from sprl.io.pretrained import locate
 from sprl.io.tokenizer import Tokenizer
-from sprl.kernels.platform import compute_dtype, kernels_on
+from sprl.kernels.platform import compute_dtype
 from sprl.learner.packing import TrainBatch
 from sprl.learner.state import TrainState
 from sprl.models import transformer
@@ -30,7 +30,7 @@ from sprl.parallel.mesh import divide, make_mesh, replicated, sizes
 from sprl.parallel.rules import row_shards, shardings
 from sprl.sampler.cache_plan import cache_plan
 from sprl.sampler.engine import Engine, prompt_buckets
-from sprl.sampler.served import Served, check_linears, serve
+from sprl.sampler.served import Served, check_linears, linear_kernels, serve
 from sprl.settings import UNQUANTISED, Cache, Quant, Run, Sampling
 
 HOST = 'pinned_host'  # JAX's name of the memory beside a device that it reads and writes by itself
@@ -79,7 +79,7 @@ class Policy:
     apart = [make_mesh(run.mesh.rollout, devices, heads, 'rollout') for devices in engines or [learner]]
     for each, name, quant in ((mesh, 'learner', UNQUANTISED), (apart[0], 'rollout', run.quant)):
       check_split(config, sizes(each)['expert'], sizes(each)['tensor'], f'config.mesh.{name}', quant)
-    return cls(
+    policy = cls(
       folder=folder,
       config=config,
       tokenizer=tokenizer,
@@ -91,8 +91,10 @@ class Policy:
       dtype=compute_dtype(run.model.dtype),
       param_dtype=jnp.dtype(run.model.param_dtype),
       lora=run.lora,
-      kernels=kernels_on(apart[0].size, run.model.kernels),
+      kernels=run.model.kernels,
     )
+    policy.linears(run.quant)  # which the meshes may not be for
+    return policy
 
   @property
   def shardings(self) -> Params:
@@ -139,7 +141,11 @@ class Policy:
   def serve(self, params: Params, quant: Quant, scales: Scales | None = None) -> Served:
     """The weights as the sampler multiplies them, with the scales of its cache; on the learner's devices."""
     with jax.set_mesh(self.serving):
-      return serve(params, self.dtype, quant, self.config, self.mesh, self.kernels)._replace(scales=scales)
+      return serve(params, self.dtype, quant, self.config, self.mesh, self.linears(quant))._replace(scales=scales)
+
+  def linears(self, quant: Quant) -> settings.Kernels:
+    """What multiplies FP8 linears."""
+    return linear_kernels(self.config, quant, self.kernels, (self.serving, *self.engine_meshes))
 
   def plan(self, sampling: Sampling, cache: Cache, quant: Quant, record: bool = False, routes: bool = False) -> CachePlan:
     """The sampler's memory under these settings; what it writes down of evictions and of the experts that tokens went through."""

@@ -17,7 +17,6 @@ from jax.sharding import Mesh
 from sprl.cache.plan import CachePlan
 from sprl.cache.scales import Scales
 from sprl.io.tokenizer import Tokenizer
-from sprl.kernels.platform import kernels_on
 from sprl.learner.packing import Shape, pack
 from sprl.learner.state import make_optimizer
 from sprl.learner.update import Computation, make_update, scores_old
@@ -55,7 +54,8 @@ def decoding(config: ModelConfig, run: Run, plan: CachePlan, quant: Quant, rows:
   """A chunk of decode steps of so many rows, on all devices of the mesh together."""
   policy = _policy(config, run, mesh)
   plan = dataclasses.replace(plan, kernels=policy.kernels)
-  served = jax.eval_shape(partial(serve, dtype=policy.dtype, quant=quant), abstract_params(policy))._replace(probe=None)
+  serves = partial(serve, dtype=policy.dtype, quant=quant, kernels=policy.linears(quant))
+  served = jax.eval_shape(serves, abstract_params(policy))._replace(probe=None)
   if plan.fp8:
     scale: Any = jax.ShapeDtypeStruct((config.num_layers,), jnp.float32)
     served = served._replace(scales=Scales(scale, scale, scale))
@@ -83,7 +83,7 @@ def _policy(config: ModelConfig, run: Run, mesh: Mesh) -> Policy:
     dtype=compute_dtype(run),
     param_dtype=jnp.dtype(run.model.param_dtype),
     lora=run.lora,
-    kernels=kernels_on(mesh.size, run.model.kernels),
+    kernels=run.model.kernels,
   )
 
 

@@ -48,7 +48,7 @@ from sprl.rollout.timeline import Timeline
 from sprl.sampler import calibrate
 from sprl.sampler.served import multiplies_codes, self_check, sync_metrics
 from sprl.saved import check_base
-from sprl.settings import GRADING_COSTS, Run, SettingsError
+from sprl.settings import GRADING_COSTS, Kernels, Run, SettingsError
 from sprl.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ def train(run: Run, workdir: Path) -> Finished:
   policy = Policy.open(run)
   plan = policy.plan(run.sampling, run.cache, run.quant, run.cache.masked_learner, run.model.router_replay == 'R3')
   asked = acting.Asked.open(run, policy.tokenizer)
-  for remark in remarks(run, plan):
+  for remark in remarks(run, plan, policy.linears(run.quant)):
     log.warning(remark)
   checkpoints = Checkpoints(workdir / 'checkpoints', run.checkpoint.keep_last, run.checkpoint.keep_best)
   if (done := checkpoints.latest() or 0) > run.steps:
@@ -287,15 +287,14 @@ def lags(trajectories: Sequence[Trajectory], version: int) -> Int[np.ndarray, ' 
   return np.concatenate([version - t.version[t.mask] for t in trajectories])
 
 
-def remarks(run: Run, plan: CachePlan) -> list[str]:
-  """What of the sampler's memory and formats may not be as its settings suggest."""
+def remarks(run: Run, plan: CachePlan, linears: Kernels) -> list[str]:
+  """What of the sampler's memory and formats may not be as its settings suggest; `linears` is what multiplies them."""
   found = [never_evicts(run.cache, plan.prompt, plan.positions - plan.prompt)]
-  native = can_run(plan.kernels)
-  if 'w8a8' in run.quant.sampler and not multiplies_codes(run.quant, plan.kernels):
+  if 'w8a8' in run.quant.sampler and not multiplies_codes(run.quant, linears):
     found.append(f'FP8 linears are emulated: numbers rounded to FP8 are multiplied in {plan.dtype} (config.quant.arithmetic)')
-  if 'w8a8' in run.quant.sampler and run.quant.arithmetic == 'blockwise' and not native:
+  if 'w8a8' in run.quant.sampler and run.quant.arithmetic == 'blockwise' and not can_run(linears):
     found.append('FP8 linears are emulated: FP8 codes are multiplied as bfloat16, block by block (config.quant.arithmetic)')
-  if plan.fp8 and not native:
+  if plan.fp8 and not can_run(plan.kernels):
     found.append(f'the FP8 cache is emulated: it is held in FP8, and converted to {plan.dtype} as it is read')
   if run.quant.key_bias and plan.fp8 and run.cache.positions == 'in_cache':
     found.append("config.cache.positions = 'in_cache': biases of keys, where the model has them, go through FP8 like the rest")

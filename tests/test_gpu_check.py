@@ -17,7 +17,8 @@ def test_every_check_runs_in_the_interpreter():
   assert done.returncode == 0, done.stderr
   result = json.loads(done.stdout.splitlines()[-1])
   assert result['bad'] == []
-  for check in ('parity similarity', 'decode_attention', 'block_matmul', 'compact', 'append', 'decode step', 'update'):
+  kernels = 'decode_attention', 'block_matmul', 'grouped_matmul', 'compact'
+  for check in ('parity similarity', *kernels, 'append', 'decode step', 'update'):
     assert f'\n{check} ' in done.stdout
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float8e4m3fn, Float32
+from jaxtyping import Array, Float, Float8e4m3fn, Float32, Int
 
 from sprl.kernels.cost import Cost
 from sprl.kernels.platform import chosen
@@ -59,10 +59,69 @@ def reference(
   return y.astype(dtype)
 
 
+def grouped_matmul(
+  x: Float8e4m3fn[Array, 'n T K'],
+  x_scale: Float32[Array, 'n T C'],
+  w: Float8e4m3fn[Array, 'X N K'],
+  w_scale: Float32[Array, 'X R C'],
+  expert: Int[Array, ' n'],
+  used: Int[Array, ''],
+  rows: int,
+  group: int,
+  dtype: Any,
+  kernels: Kernels = 'auto',
+) -> Float[Array, 'n T N']:
+  """`block_matmul` of blocks of T tokens, block i with the weights of expert[i]; of the first `used` blocks.
+
+  What comes out for the others may be anything. Blocks that follow each other and have one expert read its weights once.
+  """
+  if not chosen('grouped block-scaled matmul', kernels, lambda: _grouped_obstacle(w, dtype, rows, group, x.shape[1])):
+    return grouped_reference(x, x_scale, w, w_scale, expert, used, rows, group, dtype)
+  from sprl.kernels import hopper_block_matmul
+
+  return hopper_block_matmul.grouped_matmul(x, x_scale, w, w_scale, expert, used)
+
+
+def grouped_reference(
+  x: Float8e4m3fn[Array, 'n T K'],
+  x_scale: Float32[Array, 'n T C'],
+  w: Float8e4m3fn[Array, 'X N K'],
+  w_scale: Float32[Array, 'X R C'],
+  expert: Int[Array, ' n'],
+  used: Int[Array, ''],
+  rows: int,
+  group: int,
+  dtype: Any,
+) -> Float[Array, 'n T N']:
+  """`grouped_matmul` in jnp, a block at a time."""
+
+  held = jax.lax.bitcast_convert_type(w, jnp.uint8)  # XLA's CPU backend would widen all of them to look one up
+
+  def block(i, y):
+    codes = jax.lax.bitcast_convert_type(held[expert[i]], w.dtype)
+    one = reference(x[i], x_scale[i], codes, w_scale[expert[i]], rows, group, dtype)
+    return jax.lax.dynamic_update_index_in_dim(y, one, i, 0)
+
+  return jax.lax.fori_loop(0, used, block, jnp.zeros((*x.shape[:2], w.shape[1]), dtype))
+
+
 def cost(M: int, N: int, K: int) -> Cost:
   """The cost of M tokens, quantised already, times weights [N, K], to bfloat16."""
   scales = 4 * (M * -(-K // 128) + -(-N // 128) * -(-K // 128))
   return Cost(M * K + N * K + scales + 2 * M * N, 2 * M * N * K)
+
+
+def grouped_cost(M: int, X: int, N: int, K: int) -> Cost:
+  """The cost of M tokens, quantised already, each times the weights of one of the X experts that any goes through."""
+  one = cost(M, N, K)
+  weights = N * K + 4 * -(-N // 128) * -(-K // 128)
+  return Cost(one.bytes + (X - 1) * weights, one.flops)
+
+
+def _grouped_obstacle(w, dtype, rows, group, tokens) -> str | None:
+  from sprl.kernels import hopper_block_matmul
+
+  return hopper_block_matmul.grouped_obstacle(w, dtype, rows, group, tokens)
 
 
 def _obstacle(w, dtype, rows, group) -> str | None:

@@ -11,6 +11,9 @@ Few tokens (`narrow`): the weights' bytes are the cost. Many small programs of o
 copy engine fills; where the weights have too few rows to occupy the device, the blocks of a tile are split between programs, and
 XLA adds their float32 parts. Many tokens (`wide`): the matrix rate is the cost. A program a multiprocessor walks through tiles;
 one of its warpgroups does nothing but copy, ahead of the two that multiply, across the end of a tile too.
+
+Of experts (`grouped_matmul`) each block of tokens is a tile, and says which expert's weights it meets. An expert's blocks follow
+each other, and so find its weights in the L2 cache; programs of blocks that are not in use have nothing to do.
 """
 
 from dataclasses import dataclass
@@ -21,7 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtyping import Array, BFloat16, Float8e4m3fn, Float32
+from jaxtyping import Array, BFloat16, Float8e4m3fn, Float32, Int
 
 BLOCK = 128  # features that share a scale: a stage's depth, and the rows of a weight's block
 ROWS = 64  # of a tensor core product
@@ -33,6 +36,7 @@ OVERHEAD = 1024  # bytes of it for barriers and alignment
 STAGES = 8  # at most
 PATCH = 16  # tiles of tokens
 PART = 4  # blocks that a split has at least
+TOKENS = 8, 16, 32, 64, 128  # of an expert's block
 
 MATRIX = plgpu.Layout.WGMMA
 TRANSPOSED = plgpu.Layout.WGMMA_TRANSPOSED
@@ -74,14 +78,14 @@ def obstacle(w: Array | Shape, dtype: Any, rows: int, group: int) -> str | None:
   return None
 
 
-def launch(M: int, N: int, K: int) -> Launch:
-  """The layout for M tokens and weights [N, K]."""
-  narrow = M <= NARROW
-  tokens = min(64, _up(M, 8)) if narrow else 128
-  warpgroups, products = (1, 2 if tokens > 16 else 1) if narrow else (2, 2)
+def launch(M: int, N: int, K: int, block: int | None = None) -> Launch:
+  """The layout for M tokens and weights [N, K]; for blocks of so many tokens, each of which meets weights of its own."""
+  narrow = M <= NARROW if block is None else block < 128
+  tokens = block or (min(64, _up(M, 8)) if narrow else 128)
+  warpgroups, products = (1, 2 if tokens > 16 else 1) if narrow else (2, 2 if block is None else 1)  # experts' would spill
   rows = warpgroups * products * ROWS
   across, along, blocks = -(-N // rows), -(-M // tokens), -(-K // BLOCK)
-  depth = -(-blocks // max(1, min(MULTIPROCESSORS // (across * along), blocks // PART)))
+  depth = -(-blocks // max(1, min(MULTIPROCESSORS // (across * along), blocks // PART))) if block is None else blocks
   splits = -(-blocks // depth)
   tiles = across * along * splits
   resident = min(len(SHARED), -(-tiles // MULTIPROCESSORS)) if narrow else 1
@@ -100,7 +104,34 @@ def block_matmul(
 ) -> BFloat16[Array, 'M N']:
   """x @ w^T; see the reference. `interpret`: plgpu.InterpretGPUParams() runs it on a CPU."""
   (M, K), N = x.shape, w.shape[0]
-  plan = launch(M, N, K)
+  return _call(launch(M, N, K), N, x, x_scale, w, w_scale, (), interpret)
+
+
+def grouped_obstacle(w: Array | Shape, dtype: Any, rows: int, group: int, tokens: int) -> str | None:
+  """As `obstacle`, of experts' weights and blocks of so many tokens."""
+  if tokens not in TOKENS:
+    return f'blocks are of {tokens} tokens, none of {", ".join(map(str, TOKENS))}'
+  return obstacle(Shape(w.shape[1:], w.dtype), dtype, rows, group)
+
+
+def grouped_matmul(
+  x: Float8e4m3fn[Array, 'n T K'],
+  x_scale: Float32[Array, 'n T C'],
+  w: Float8e4m3fn[Array, 'X N K'],
+  w_scale: Float32[Array, 'X R C'],
+  expert: Int[Array, ' n'],
+  used: Int[Array, ''],
+  interpret: Any = None,
+) -> BFloat16[Array, 'n T N']:
+  """x[i] @ w[expert[i]]^T of the first `used` blocks; see the reference. What comes out for the others may be anything."""
+  (n, T, K), N = x.shape, w.shape[1]
+  x, x_scale, w, w_scale = (a.reshape(-1, a.shape[-1]) for a in (x, x_scale, w, w_scale))
+  return _call(launch(n * T, N, K, T), N, x, x_scale, w, w_scale, (expert, used.reshape(1)), interpret).reshape(n, T, N)
+
+
+def _call(plan, N, x, x_scale, w, w_scale, experts, interpret):
+  """The product as `plan` lays it out; `experts`: that of each tile of tokens, and how many tiles are in use."""
+  M = len(x)
   across, along, splits = plan.tiles
   # Tokens' scales block by block: a stage's are consecutive. The copy engine wants rows of a multiple of 16 bytes.
   sx = jnp.pad(x_scale.T, ((0, 0), (0, -M % 4)))
@@ -115,10 +146,13 @@ def block_matmul(
   parts = jax.ShapeDtypeStruct((splits, across * plan.rows, along * plan.tokens), jnp.float32)
 
   def hopper_block_matmul(*refs, **scratch):  # by this name profiles know the program
-    _program(*refs, **scratch, plan=plan)
+    _program(*refs, **scratch, plan=plan, N=N)
+
+  def hopper_grouped_matmul(x_ref, sx_ref, w_ref, sw_ref, expert_ref, used_ref, y_ref, **scratch):
+    _program(x_ref, sx_ref, w_ref, sw_ref, y_ref, expert_ref, used_ref, **scratch, plan=plan, N=N)
 
   y = plgpu.kernel(
-    hopper_block_matmul,
+    hopper_grouped_matmul if experts else hopper_block_matmul,
     out_type=jax.ShapeDtypeStruct((M, N), jnp.bfloat16) if splits == 1 else parts,
     scratch_types=scratch,
     grid=(plan.programs,),
@@ -127,16 +161,18 @@ def block_matmul(
     thread_name='warpgroup',
     compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     interpret=interpret,
-  )(x, sx, w, w_scale)
+  )(x, sx, w, w_scale, *experts)
   return y if splits == 1 else jnp.sum(y, axis=0)[:N, :M].T.astype(jnp.bfloat16)
 
 
 def _program(
   x_ref,  # [M, K]
   sx_ref,  # [C, M up to 4 n]
-  w_ref,  # [N, K]
-  sw_ref,  # [R, C]
+  w_ref,  # [N, K]; of experts [X * N, K]
+  sw_ref,  # [R, C]; of experts [X * R, C]
   y_ref,  # [M, N]; where sums are split [splits, N up to tiles, M up to tiles], float32
+  expert_ref=None,  # [tiles of tokens]
+  used_ref=None,  # [1]
   *,
   w_s,
   x_s,
@@ -145,28 +181,40 @@ def _program(
   came,
   free,
   plan: Launch,
+  N: int,
 ):
   program, warpgroup = lax.axis_index('program'), lax.axis_index('warpgroup')
   across, along, splits = plan.tiles
   stages, depth, apart = jnp.int32(plan.stages), jnp.int32(plan.depth), plan.warpgroups > 1
-  count = lax.div(across * along * splits - program + (plan.programs - 1), jnp.int32(plan.programs))  # of this program's tiles
+  R = -(-N // BLOCK)
+  tiles = across * along * splits if used_ref is None else across * used_ref[0]
+  count = lax.div(tiles - program + (plan.programs - 1), jnp.int32(plan.programs))  # of this program's tiles
   steps = count * depth
 
   def start(i):
-    """Where tile i of this program begins: its weights' rows, its tokens, its blocks."""
+    """Where tile i of this program begins: its weights' rows, its tokens, its blocks; and whose it is, where experts are."""
     tile = program + i * plan.programs
+    if expert_ref is not None:
+      tokens, rows = lax.div(tile, jnp.int32(across)), lax.rem(tile, jnp.int32(across))
+      return rows * plan.rows, tokens * plan.tokens, jnp.int32(0), expert_ref[tokens]
     # Programs that run side by side work on a patch of tiles, of few weights and few tokens, which stay in the L2 cache.
     split = 0
     if splits > 1:  # else what divides by a number of tiles is a register too many
       split, tile = lax.div(tile, jnp.int32(across * along)), lax.rem(tile, jnp.int32(across * along))
     token, row = plgpu.planar_snake(tile, (along, across), 0, PATCH)
-    return row * plan.rows, token * plan.tokens, split * depth
+    return row * plan.rows, token * plan.tokens, split * depth, None
+
+  def of(expert, size, i):
+    return i if expert is None else expert * size + i
+
+  if not apart:  # a program has one tile
+    only = start(jnp.int32(0))
 
   def fetch(step):
-    row, token, block = start(lax.div(step, depth))
+    row, token, block, expert = start(lax.div(step, depth)) if apart else only
     block, stage = block + lax.rem(step, depth), lax.rem(step, stages)
     features = pl.ds(block * BLOCK, BLOCK)
-    plgpu.copy_gmem_to_smem(w_ref.at[pl.ds(row, plan.rows), features], w_s.at[stage], came.at[stage])
+    plgpu.copy_gmem_to_smem(w_ref.at[pl.ds(of(expert, N, row), plan.rows), features], w_s.at[stage], came.at[stage])
     plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(token, plan.tokens), features], x_s.at[stage], came.at[stage])
     plgpu.copy_gmem_to_smem(sx_ref.at[block, pl.ds(token, scale_s.shape[1])], scale_s.at[stage], came.at[stage])
 
@@ -188,15 +236,16 @@ def _program(
       lax.fori_loop(0, lax.min(steps, stages), lambda j, _: fetch(j), None)
 
     def tile(i, _):
-      row, token, first = start(i)
+      row, token, first, expert = start(i) if apart else only
       ours = warpgroup * (plan.products * ROWS)  # this warpgroup's rows of the tile, which are of one block
-      # Codes beyond the last row and block are zeros, whatever multiplies them.
-      scales = lax.min(lax.div(row + ours, jnp.int32(BLOCK)), jnp.int32(sw_ref.shape[0] - 1))
+      # Codes beyond the last row and block are zeros, or the next expert's: whatever multiplies them, y has no place for it.
+      scales = of(expert, R, lax.min(lax.div(row + ours, jnp.int32(BLOCK)), jnp.int32(R - 1)))
 
       def step(j, sums):
         done = i * depth + j
         stage = lax.rem(done, stages)
-        sw = sw_ref[scales, lax.min(first + j, jnp.int32(sw_ref.shape[1] - 1))]  # under way while the stage is waited for
+        block = j if splits == 1 else lax.min(first + j, jnp.int32(sw_ref.shape[1] - 1))
+        sw = sw_ref[scales, block]  # under way while the stage is waited for
         plgpu.barrier_wait(came.at[stage])
         scale = plgpu.load(scale_s.at[stage, pl.ds(0, plan.tokens)], layout=MATRIX.reduce(0)) * sw
         new = []

@@ -9,6 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from sprl.parallel.rules import shared
 from sprl.settings import Kernels, SettingsError
 
 
@@ -46,7 +47,7 @@ def chosen(operation: str, kernels: Kernels, obstacle: Callable[[], str | None])
   """
   if kernels == 'reference' or (kernels == 'auto' and jax.default_backend() != 'gpu'):
     return False
-  reason = obstacle() if kernels == 'mosaic_gpu' or hopper() else 'this GPU is not of the Hopper generation'
+  reason = _obstacle(obstacle) if kernels == 'mosaic_gpu' or hopper() else 'this GPU is not of the Hopper generation'
   if reason is None:
     _note(f'{operation}: the Mosaic GPU kernel runs')
     return True
@@ -56,16 +57,9 @@ def chosen(operation: str, kernels: Kernels, obstacle: Callable[[], str | None])
   return False
 
 
-def kernels_on(devices: int, kernels: Kernels) -> Kernels:
-  """The setting for programs that so many devices compute together: XLA cannot split a kernel between them."""
-  if devices == 1 or kernels == 'reference':
-    return kernels
-  reason = f'{devices} devices share the work of one engine'
-  if kernels == 'mosaic_gpu':
-    raise SettingsError(f"config.model.kernels = 'mosaic_gpu': kernels cannot run where {reason}; expected auto or reference")
-  if jax.default_backend() == 'gpu':
-    _note(f'kernels: the references run, as {reason}')
-  return 'reference'
+def _obstacle(of_operation: Callable[[], str | None]) -> str | None:
+  """XLA would not split a kernel, but gather all that goes into it on every device."""
+  return 'it is not divided between the devices that share it' if shared() else of_operation()
 
 
 @cache

@@ -4,7 +4,8 @@
 
 The N * k assignments are laid, expert by expert, into blocks of C rows, of which an expert gets as many as it needs; a loop runs
 over the blocks that are filled. It does the products that are asked for and no others, and holds one block's activations at a
-time, forwards and backwards. Worked example, three tokens, two of three experts each, C = 2:
+time, forwards and backwards. Experts in FP8, which have no backward pass, multiply all blocks together: there is a kernel that
+does (`grouped_matmul`). Worked example, three tokens, two of three experts each, C = 2:
 
     chosen    0 2   2 0   2 1
     blocks    expert 0: tokens 0, 1     expert 1: token 2, nothing     expert 2: tokens 0, 1     expert 2: token 2, nothing
@@ -33,7 +34,7 @@ from jaxtyping import Array, Float, Float32, Int
 from sprl.models.config import ModelConfig
 from sprl.parallel.rules import KEPT, apart, joined, local, number, parts, summed, total
 from sprl.quant import fp8
-from sprl.quant.block import FORMATS, BlockScaled, Emulated
+from sprl.quant.block import FORMATS, BlockScaled, Emulated, grouped_dot
 from sprl.quant.dot import dot
 from sprl.settings import UNQUANTISED, Quant, SettingsError
 
@@ -108,10 +109,10 @@ def gated(gate: Float[Array, '*B M'], up: Float[Array, '*B M']) -> Float[Array, 
   return (jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate.dtype)
 
 
-def _expert(weights: Weights, x: Float[Array, 'C E'], gate: Float32[Array, ' C']) -> Float[Array, 'C E']:
+def _expert(weights: Weights, x: Float[Array, '*B C E'], gate: Float32[Array, '*B C'], product=dot) -> Float[Array, '*B C E']:
   """What one expert adds to its tokens."""
-  out = dot(gated(dot(x, weights['gate']), dot(x, weights['up'])), weights['down'])
-  return (out.astype(jnp.float32) * gate[:, None]).astype(x.dtype)
+  out = product(gated(product(x, weights['gate']), product(x, weights['up'])), weights['down'])
+  return (out.astype(jnp.float32) * gate[..., None]).astype(x.dtype)
 
 
 # The gates are in here, and each block is computed again for its gradient, so that nothing between x and the sum is kept.
@@ -226,8 +227,16 @@ def _summed_blocks(weights: Weights, x, gates, blocks: Blocks):
     expert, *inputs = _block(i, weights, x, gates, blocks)
     return _set(y, i, _expert(expert, *inputs))
 
+  if all(isinstance(w, BlockScaled) for w in weights.values()):
+    return _summed(_at_once(weights, x, gates, blocks), blocks, x)
   y = jax.lax.fori_loop(0, blocks.used, body, jnp.zeros((*blocks.assignment.shape, x.shape[-1]), x.dtype))
   return _summed(y, blocks, x)
+
+
+def _at_once(weights: Weights, x: Float[Array, 'N E'], gates: Float32[Array, 'N k'], blocks: Blocks) -> Float[Array, 'n C E']:
+  """What experts whose weights are FP8 codes add to their tokens, all blocks in one product."""
+  inputs, weight = _rows(x, blocks.assignment // gates.shape[1]), _rows(gates.reshape(-1), blocks.assignment)
+  return _expert(weights, inputs, weight, partial(grouped_dot, expert=blocks.expert, used=blocks.used))
 
 
 def _gradients(weights: Weights, x, gates, dy, blocks: Blocks):

@@ -88,7 +88,9 @@ def _depth(computation: str, inside: Mapping[str, set[tuple[str, bool]]], entry:
 def _read(line: str, match: re.Match, depth: int) -> Collective:
   kind, arrays = match[2], _ARRAY.findall(match[1])
   sizes = [math.prod(int(n) for n in dims.split(',') if n) * _bits(dtype) // 8 for dtype, dims in arrays]
-  if f'{kind}-start(' in line and kind != 'all-reduce':  # (what goes in, what comes out, ...): of which the larger half is meant
+  if f'{kind}-start(' in line and match[1].startswith('(('):  # ((what goes in), what comes out): as many of each
+    sizes, arrays = sizes[len(sizes) // 2 :], arrays[len(arrays) // 2 :]
+  elif f'{kind}-start(' in line and kind != 'all-reduce':  # (what goes in, what comes out, ...): the larger half is meant
     sizes, arrays = [max(sizes)], arrays[:1]
   devices = _devices(line)
   name = re.search(r'op_name="([^"]*)"', line)

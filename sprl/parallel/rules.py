@@ -165,6 +165,17 @@ def apart(name: str, size: int, by: str) -> bool:
   return (mesh := _mesh()) is not None and not set(IN_USE[by]).isdisjoint(_splits(mesh, IN_USE[name], size, set()))
 
 
+def shared() -> bool:
+  """Whether the devices of a mesh compute together what follows, and XLA is to divide it: not so within `local`."""
+  return _mesh() is not None
+
+
+def shares(name: str | None, mesh: Mesh | None = None) -> int:
+  """Into how many parts the mesh, or else the one in use, splits an axis of this name that all its mesh axes divide."""
+  over = _mesh() if mesh is None else mesh
+  return 1 if over is None else math.prod(over.shape.get(axis, 1) for axis in IN_USE.get(name or '', ()))
+
+
 def local(f: Callable, ins: tuple, outs, rules: Mapping[str, tuple[str, ...]] = IN_USE) -> Callable:
   """f, run by each device on its own part of every argument; `ins` and `outs` are trees of names like f's arguments and result.
 

@@ -180,7 +180,7 @@ def served_bytes(config: ModelConfig, run: Run, quant: Quant, axes: Axes) -> tup
   dtype = compute_dtype(run)
   whole = transformer.abstract_params(config, run.model.param_dtype)
   held = shards(config, axes, run.model.param_dtype)
-  served = jax.eval_shape(partial(serve, dtype=dtype, quant=quant), whole)
+  served = jax.eval_shape(partial(serve, dtype=dtype, quant=quant, kernels=run.model.kernels), whole)
   total, shared = nbytes(served.probe), 0
 
   def add(w: Any, shard: Any, form: Any) -> None:

@@ -6,9 +6,11 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Float8e4m3fn, Float32
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Float8e4m3fn, Float32, Int
 
-from sprl.kernels.block_matmul import block_matmul
+from sprl.kernels.block_matmul import block_matmul, grouped_matmul
+from sprl.parallel.rules import Names, local, shares, total
 from sprl.quant import fp8
 from sprl.settings import Kernels
 
@@ -86,16 +88,45 @@ def fake_groups(x: Float[Array, '*B M'], format: str) -> Float[Array, '*B M']:
   return fp8.decast(codes, jnp.repeat(scale, FORMATS[format].group, -1)[..., : x.shape[-1]], x.dtype)
 
 
-def block_dot(x: Float[Array, '*B M'], w: BlockScaled) -> Float[Array, '*B N']:
+def block_dot(x: Float[Array, '*B M'], w: BlockScaled, axes: Names = (None, None)) -> Float[Array, '*B N']:
   """x @ w^T of quantised x and w in x's dtype: y[i, n] = sum_k (sum_m x8[i, m] w8[n, m], m in block k) sx[i, k] sw[n, k].
 
   Summed in float32: by a kernel of FP8 products where one can run, else group by group in bfloat16, which holds e4m3 exactly.
+  On a mesh each device multiplies its part of the weight, whose `axes` are named; one that it does not cut between blocks is
+  gathered.
   """
+  rows, columns, group, _ = FORMATS[w.format]
+  outputs, features = _split(axes[0], w.codes.shape[0], rows), _split(axes[1], w.codes.shape[1], columns)
+
+  def product(x, codes, scale):
+    x8, x_scale = quantise_groups(x.reshape(-1, x.shape[-1]), w.format)
+    y = block_matmul(x8, x_scale, codes, scale, rows, group, x.dtype, w.kernels).reshape(*x.shape[:-1], len(codes))
+    return y if features is None else total(y, features)
+
+  lead, part = ('rows', *[None] * (x.ndim - 2)), (outputs, features)
+  return local(product, ((*lead, features), part, part), (*lead, outputs))(x, w.codes, w.scale)
+
+
+def grouped_dot(
+  x: Float[Array, 'n T M'], w: BlockScaled, expert: Int[Array, ' n'], used: Int[Array, '']
+) -> Float[Array, 'n T N']:
+  """`block_dot` of blocks of tokens with the weights of their experts, in the first `used` blocks; others may be anything."""
   rows, _, group, _ = FORMATS[w.format]
-  N, M = w.codes.shape
-  codes, scale = quantise_groups(x.reshape(-1, M), w.format)
-  y = block_matmul(codes, scale, w.codes, w.scale, rows, group, x.dtype, w.kernels)
-  return y.reshape(*x.shape[:-1], N)
+  codes, scale = quantise_groups(x, w.format)
+  return grouped_matmul(codes, scale, w.codes, w.scale, expert, used, rows, group, x.dtype, w.kernels)
+
+
+def cut_within_blocks(axes: Names, shape: tuple[int, ...], format: str, mesh: Mesh) -> bool:
+  """Whether the mesh would cut a weight [..., N, M] with these axes elsewhere than between its blocks."""
+  rows, columns, *_ = FORMATS[format]
+  sizes = zip(axes[-2:], shape[-2:], (rows, columns), strict=True)
+  return any((n := shares(name, mesh)) > 1 and size % (n * block) for name, size, block in sizes)
+
+
+def _split(name: str | None, size: int, block: int) -> str | None:
+  """The name of an axis that the mesh in use cuts between blocks; None for one that is whole, or has to be."""
+  n = shares(name)
+  return name if n > 1 and size % (n * block) == 0 else None
 
 
 def _quantise(x, rows, columns, pow2):

@@ -1,6 +1,6 @@
 """The one matrix product of the house: `dot(x, w)`, and what its weight may be."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import jax
@@ -48,7 +48,7 @@ def dot(
       beside = _dot(_dot(x, w.a, inner), w.b, outer)
       return checkpoint_name(_dot(x, jax.lax.stop_gradient(w.w), axes) + w.scale * beside, PRODUCT)
     case BlockScaled():
-      return block_dot(x, w if axes is None else replace(w, codes=shard(w.codes, *axes)))
+      return block_dot(x, w, axes or (None, None))
     case Emulated():
       return _dot(fake_groups(x, w.format), w.values, axes)
     case _:

@@ -5,6 +5,7 @@ quantiser cannot get wrong by construction (stale layouts, unset buffers) is che
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -16,12 +17,12 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float
 
 from sprl.cache.scales import Scales
-from sprl.kernels.platform import can_run
+from sprl.kernels.platform import can_run, chosen
 from sprl.models.config import ModelConfig
 from sprl.models.transformer import Params, abstract_params, head_weight, logical_axes
-from sprl.parallel.rules import KEPT, Names, from_mesh, is_names, spec
+from sprl.parallel.rules import KEPT, Names, OnMesh, from_mesh, is_names, spec
 from sprl.quant import fp8
-from sprl.quant.block import BlockScaled, Emulated, quantise
+from sprl.quant.block import BlockScaled, Emulated, cut_within_blocks, quantise
 from sprl.quant.dot import LowRank, dot, plain
 from sprl.settings import LINEARS, UNQUANTISED, Kernels, Quant, SettingsError
 
@@ -59,6 +60,21 @@ def check_linears(quant: Quant, layers: int) -> None:
 def quantised_linears(params: Params, quant: Quant) -> list[str]:
   """The paths of the weights that are FP8 under these settings."""
   return [jax.tree_util.keystr(path) for path, _ in _leaves(params) if _is_quantised(path, params, quant)]
+
+
+def linear_kernels(config: ModelConfig, quant: Quant, kernels: Kernels, meshes: Iterable[Mesh]) -> Kernels:
+  """What multiplies FP8 linears: `kernels`, or the references where one of the meshes cuts a weight within its blocks of scales.
+
+  Raises SettingsError where the kernel is forced then.
+  """
+  params = abstract_params(config)
+  for (path, w), names in zip(_leaves(params), jax.tree.leaves(logical_axes(config), is_leaf=is_names), strict=True):
+    for mesh in meshes if _is_quantised(path, params, quant) else ():
+      if cut_within_blocks(names, w.shape, quant.format, mesh):
+        reason = f'{jax.tree_util.keystr(path)} {list(w.shape)} is cut within its blocks on a mesh of {dict(mesh.shape)}'
+        chosen('block-scaled matmul', kernels, lambda reason=reason: reason)  # says so, or raises
+        return 'reference'
+  return kernels
 
 
 def multiplies_codes(quant: Quant, kernels: Kernels) -> bool:
@@ -179,6 +195,7 @@ def self_check(params: Params, served: Served, dtype, quant: Quant) -> list[str]
   return wrong
 
 
+@OnMesh
 @partial(jax.jit, static_argnames=('name', 'dtype'))
 def _measured(params, served, name, dtype):
   """Whether every served number is finite, and the relative error of one quantised product on fixed random inputs."""

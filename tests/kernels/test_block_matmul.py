@@ -3,6 +3,7 @@
 The kernel runs in Pallas's GPU interpreter, which raises on races. tests/kernels/test_compiled.py compiles it for the device.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import jax.numpy as jnp
@@ -13,12 +14,16 @@ from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from sprl.kernels import hopper_block_matmul as hopper
-from sprl.kernels.block_matmul import block_matmul, cost, reference
+from sprl.kernels.block_matmul import block_matmul, cost, grouped_cost, grouped_matmul, grouped_reference, reference
+from sprl.models.moe import mixture
 from sprl.quant.block import BlockScaled, block_dot, quantise, quantise_groups
 from sprl.settings import SettingsError
 
 BF16 = jnp.bfloat16
-INTERPRETED = partial(hopper.block_matmul, interpret=plgpu.InterpretGPUParams(detect_races=True))
+INTERPRETED, GROUPED = (
+  partial(kernel, interpret=plgpu.InterpretGPUParams(detect_races=True))
+  for kernel in (hopper.block_matmul, hopper.grouped_matmul)
+)
 
 
 def some(M, N, K, format='float32', seed=0):
@@ -133,9 +138,98 @@ def test_every_block_is_summed_once_and_memory_suffices(M, N, K):
   assert 1 <= plan.programs <= across * along * splits
 
 
+# --- experts ---------------------------------------------------------------------------------------------------------
+
+
+def experts(sizes, T, N, K, seed=0):
+  """Arguments of the grouped kernel for so many tokens of each expert: blocks of T, zeros behind, and two not in use."""
+  rng = np.random.default_rng(seed)
+  owners = [e for e, size in enumerate(sizes) for _ in range(-(-size // T))]
+  w = quantise(jnp.asarray(rng.normal(size=(len(sizes), N, K)), jnp.float32), 'float32')
+  x = rng.normal(size=(len(owners) + 2, T, K))
+  for i, e in enumerate(owners):
+    x[i, max(0, sizes[e] - T * (i - owners.index(e))) :] = 0
+  codes, scale = quantise_groups(jnp.asarray(x, BF16), 'float32')
+  expert = jnp.asarray([*owners, len(sizes) - 1, 0], jnp.int32)
+  return codes, scale, w.codes, w.scale, expert, jnp.int32(len(owners))
+
+
+def check_experts(found, arguments):
+  x, sx, w, sw, expert, used = arguments
+  assert found.shape == (*x.shape[:2], w.shape[1])
+  for i in range(int(used)):
+    check(found[i], (x[i], sx[i], w[expert[i]], sw[expert[i]]))
+
+
+RAGGED = [
+  ([3, 0, 1, 9], 8, 72, 272),  # narrow, one product a stage
+  ([17, 0, 33], 32, 136, 144),  # two products
+  ([0, 0], 16, 8, 16),  # nothing to do
+]
+
+
+@pytest.mark.parametrize(('sizes', 'T', 'N', 'K'), RAGGED)
+def test_each_block_meets_its_experts_weights(sizes, T, N, K):
+  arguments = experts(sizes, T, N, K)
+  check_experts(GROUPED(*arguments), arguments)
+  check_experts(grouped_reference(*arguments, 128, 128, BF16), arguments)
+
+
+def test_a_program_that_walks_through_the_blocks_of_several_experts(monkeypatch):
+  monkeypatch.setattr(hopper, 'MULTIPROCESSORS', 2)
+  arguments = experts([130, 0, 1], 128, 136, 272)  # wide; neither N nor K a multiple of a block
+  assert hopper.launch(5 * 128, 136, 272, 128).programs == 2
+  check_experts(GROUPED(*arguments), arguments)
+
+
+@st.composite
+def shares(draw):
+  sizes = draw(st.lists(st.integers(0, 40) | st.integers(0, 1), min_size=1, max_size=6))
+  return sizes, draw(st.sampled_from(hopper.TOKENS)), 8 * draw(st.integers(1, 40)), 16 * draw(st.integers(1, 60))
+
+
+@given(shares(), st.integers(0, 99))
+@settings(max_examples=20, deadline=None, derandomize=True)
+@pytest.mark.slow
+def test_experts_of_many_shapes(shape, seed):
+  arguments = experts(*shape, seed)
+  check_experts(GROUPED(*arguments), arguments)
+
+
+@pytest.mark.parametrize(('T', 'K', 'reason'), [(24, 128, 'blocks are of 24 tokens'), (8, 40, r'\[64, 40\]')])
+def test_a_forced_kernel_of_experts_refuses(T, K, reason):
+  x, w = jnp.zeros((1, T, K), jnp.float8_e4m3fn), jnp.zeros((2, 64, K), jnp.float8_e4m3fn)
+  scales, expert = (jnp.ones((1, T, 1)), jnp.ones((2, 1, 1))), jnp.zeros(1, jnp.int32)
+  with pytest.raises(SettingsError, match=f"'mosaic_gpu'.*grouped block-scaled matmul.*{reason}"):
+    grouped_matmul(x, scales[0], w, scales[1], expert, expert[0], 128, 128, BF16, 'mosaic_gpu')
+
+
+def test_a_mixture_takes_the_kernel(monkeypatch):
+  seen = []
+
+  def kernel(x, x_scale, w, *others):
+    seen.append(w.shape)
+    return grouped_reference(x, x_scale, w, *others, 128, 128, BF16)
+
+  monkeypatch.setattr(hopper, 'grouped_matmul', kernel)
+  rng = np.random.default_rng(0)
+  X, E, F = 3, 48, 32
+  shapes = {'gate': (X, F, E), 'up': (X, F, E), 'down': (X, E, F)}
+  held = {name: quantise(jnp.asarray(rng.normal(size=shape), jnp.float32), 'float32') for name, shape in shapes.items()}
+  x, weights = jnp.asarray(rng.normal(size=(2, E)), BF16), jnp.ones((2, 1), jnp.float32)
+  found, expected = (
+    np.asarray(mixture({name: replace(w, kernels=kernels) for name, w in held.items()}, x, jnp.array([[2], [0]]), weights))
+    for kernels in ('mosaic_gpu', 'reference')
+  )
+  assert seen == list(shapes.values())
+  np.testing.assert_array_equal(found, expected)
+
+
 def test_a_cost_by_hand():
   # 2 tokens of 256 features and 8 rows of them in FP8; 2 + 1 float32 scales for each of 2 groups; 2 x 8 numbers of 2 bytes
   assert cost(2, 8, 256) == (2 * 256 + 8 * 256 + 4 * (2 + 1) * 2 + 2 * 8 * 2, 2 * 2 * 8 * 256)
+  # 5 tokens of 256 features through 2 experts of 8 rows: as one product, and another expert's codes and two scales
+  assert grouped_cost(5, 2, 8, 256) == (cost(5, 8, 256).bytes + 8 * 256 + 4 * 2, cost(5, 8, 256).flops)
 
 
 @pytest.mark.parametrize(

@@ -251,11 +251,3 @@ def test_the_reference_can_be_forced_and_is_all_that_a_cpu_has(monkeypatch, on_a
   monkeypatch.setattr(jax, 'default_backend', lambda: 'cpu')
   decode_attention(*arguments)
   assert on_a_gpu.messages == []
-
-
-def test_several_devices_compute_with_the_references(on_a_gpu):
-  assert platform.kernels_on(1, 'auto') == 'auto'
-  assert platform.kernels_on(2, 'auto') == platform.kernels_on(2, 'reference') == 'reference'
-  assert on_a_gpu.messages == ['kernels: the references run, as 2 devices share the work of one engine']
-  with pytest.raises(SettingsError, match='2 devices'):
-    platform.kernels_on(2, 'mosaic_gpu')

@@ -29,6 +29,7 @@ replica_groups=mesh['data'=2,'fsdp'=4] {'fsdp'}, to_apply=%add, metadata={op_nam
   %part = f8e4m3fn[2,64]{1,0} reduce-scatter(f8e4m3fn[8,64]{1,0} %r), replica_groups=[2,4]<=[2,4]T(1,0), dimensions={0}
   %start = (f32[4]{0}, f32[8]{0}) all-gather-start(f32[4]{0} %u), channel_id=5, replica_groups=[1,2]<=[2], dimensions={0}
   %done = f32[8]{0} all-gather-done((f32[4]{0}, f32[8]{0}) %start)
+  %begun = ((bf16[16,8]{1,0}), bf16[16,8]{1,0}) all-reduce-start(bf16[16,8]{1,0} %s), replica_groups=[2,4]<=[8], to_apply=%add
   %turned = u8[100]{0} collective-permute(u8[100]{0} %v), source_target_pairs={{0,1},{1,0}}
   %stays = u8[100]{0} collective-permute(u8[100]{0} %v), source_target_pairs={{0,0},{1,1}}
   %halves = f32[16]{0} all-to-all(f32[16]{0} %w), replica_groups=mesh['a'=8] {'a':(2)4}, dimensions={0}
@@ -44,6 +45,7 @@ def test_a_program_by_hand():
     ('all-reduce', (64, 24), 4, 0, ('f32', 's32')),
     ('reduce-scatter', (512,), 4, 0, ('f8e4m3fn',)),
     ('all-gather', (32,), 2, 0, ('f32',)),
+    ('all-reduce', (256,), 4, 0, ('bf16',)),
     ('collective-permute', (100,), 2, 0, ('u8',)),
     ('all-to-all', (64,), 4, 0, ('f32',)),
   ]
@@ -53,7 +55,7 @@ def test_a_program_by_hand():
 def test_what_a_device_sends_in_a_ring():
   table = by_kind(collectives(PROGRAM))
   assert table['all-gather'] == {'count': 2, 'bytes': 160, 'moved': 80.0}
-  assert table['all-reduce'] == {'count': 2, 'bytes': 89, 'moved': 1.5 * 89}
+  assert table['all-reduce'] == {'count': 3, 'bytes': 345, 'moved': 1.5 * 345}
   assert table['reduce-scatter'] == {'count': 1, 'bytes': 512, 'moved': 384.0}
   assert table['collective-permute'] == {'count': 1, 'bytes': 100, 'moved': 100.0}
   assert table['all-to-all'] == {'count': 1, 'bytes': 64, 'moved': 48.0}

@@ -11,12 +11,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from sprl.kernels import hopper_block_matmul as hopper
 from sprl.models import transformer
+from sprl.models.config import tiny
 from sprl.models.memory import CausalMemory
 from sprl.models.moe import gates, mixture, probabilities
+from sprl.parallel.mesh import make_mesh
 from sprl.quant.block import FORMATS, BlockScaled, Emulated, quantise
 from sprl.quant.dot import dot
-from sprl.sampler.served import Served, check_linears, codes_changed, quantised_linears, self_check, serve
-from sprl.settings import LINEARS, Quant, SettingsError
+from sprl.sampler.served import Served, check_linears, codes_changed, linear_kernels, quantised_linears, self_check, serve
+from sprl.settings import LINEARS, Mesh, Quant, SettingsError
 
 FLOAT32 = jnp.dtype('float32')
 W8A8, BLOCKWISE = Quant(sampler='w8a8'), Quant(sampler='w8a8', arithmetic='blockwise')
@@ -238,3 +240,26 @@ def test_fp8_experts_multiply_as_each_would_alone(quant):
   # XLA's exp differs in the last digit here and there, and an activation that rounds to the other of two codes is an FP8 step off
   assert np.mean(np.abs(got - expected) > 1e-4) < 0.02
   assert np.linalg.norm(got - expected) / np.linalg.norm(expected) < 2e-3
+
+
+HEADS = {'num_attention_heads': 4, 'num_key_value_heads': 2, 'head_dim': 128}
+
+
+@pytest.mark.parametrize(
+  ('F', 'tensor', 'quant', 'expected'),
+  [
+    (512, 4, W8A8, 'auto'),
+    (640, 1, W8A8, 'auto'),
+    (640, 2, W8A8, 'reference'),  # 320 of 640 are two blocks and a half
+    (640, 2, Quant(sampler='w8a8', skip_names=('gate', 'up', 'down')), 'auto'),
+    (640, 2, Quant(sampler='w8a8', format='mxfp8'), 'auto'),  # blocks of 1 x 32
+    (640, 2, Quant(sampler='kv8'), 'auto'),
+  ],
+)
+def test_weights_that_a_mesh_cuts_within_their_blocks_are_not_for_the_kernel(F, tensor, quant, expected):
+  config = tiny('qwen2', **HEADS, intermediate_size=F)
+  meshes = [make_mesh(Mesh(data=-1, fsdp=1, tensor=each), jax.devices() * 8, (4, 2)) for each in (1, tensor)]
+  assert linear_kernels(config, quant, 'auto', meshes) == expected
+  if expected == 'reference':
+    with pytest.raises(SettingsError, match=r"kernels = 'mosaic_gpu'.*'down'.*\[64, 640\] is cut within its blocks"):
+      linear_kernels(config, quant, 'mosaic_gpu', meshes)
