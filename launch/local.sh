@@ -5,7 +5,7 @@
 #
 # One process drives all GPUs of a node by itself: this is needed only where several are wanted. Each line of output is marked
 # with its process. The first that fails ends the others, and its exit status is the script's; a SIGTERM or SIGINT becomes a
-# SIGTERM to all, which save and end.
+# SIGTERM to all, which save and end. The same command, with this or another number, goes on from the last checkpoint.
 set -euo pipefail
 
 if [ $# -lt 2 ] || ! [ "$1" -ge 1 ] 2>/dev/null; then
@@ -44,25 +44,30 @@ for ((i = 0; i < processes; i++)); do
   pids+=($!)
 done
 
-end() { kill -TERM "${pids[@]}" 2>/dev/null || true; }
+end() { [ ${#pids[@]} -eq 0 ] || kill -TERM "${pids[@]}" 2>/dev/null || true; }
 trap end TERM INT
 
-# A signal wakes `wait -n` early, with a status above 128 and nobody gone: then it waits again.
+# Looking every now and then, where `wait -n` forgets one of two that end at once.
 status=0
-left=$processes
-while [ "$left" -gt 0 ]; do
-  code=0
-  wait -n "${pids[@]}" || code=$?
-  running=0
+while [ ${#pids[@]} -gt 0 ]; do
+  left=()
   for pid in "${pids[@]}"; do
-    if kill -0 "$pid" 2>/dev/null; then running=$((running + 1)); fi
-  done
-  if [ "$running" -lt "$left" ]; then
-    left=$running
+    if kill -0 "$pid" 2>/dev/null; then
+      left+=("$pid")
+      continue
+    fi
+    code=0
+    wait "$pid" || code=$?
     if [ "$code" -ne 0 ] && [ "$status" -eq 0 ]; then
       status=$code
-      end
+      failed=yes
     fi
+  done
+  pids=("${left[@]}")
+  if [ -n "${failed:-}" ]; then
+    failed=
+    end
   fi
+  sleep 0.1
 done
 exit "$status"

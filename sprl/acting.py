@@ -14,8 +14,10 @@ from sprl.io.metrics import mean_of
 from sprl.io.tokenizer import Tokenizer
 from sprl.parallel.reshard import reshard
 from sprl.parallel.rules import shardings
+from sprl.parallel.team import ALONE, Team
 from sprl.policy import Policy
 from sprl.rollout import collect
+from sprl.rollout.agreed import AgreedWorkers
 from sprl.rollout.codec import ChatCodec, PlainCodec
 from sprl.rollout.episodes import Limits
 from sprl.rollout.lanes import Lanes
@@ -65,7 +67,7 @@ class Asked:
     if run.task.kind == 'environment':
       asked = cls(run, tokenizer, None, ())
       try:
-        (first,) = prompts(asked._conversations(run.sampling.max_tokens, False, lambda key: None), 0, 1)
+        (first,) = prompts(asked._conversations(run.sampling.max_tokens, None), 0, 1)
       except EnvironmentFault as error:
         raise SettingsError(f'config.environment.name = {run.environment.name!r}: it does not begin: {error}') from error
       if len(first) > run.sampling.max_prompt:
@@ -81,15 +83,16 @@ class Asked:
       collect.check_lengths(some, tokenizer, run.sampling.max_prompt)
     return cls(run, tokenizer, stream, test)
 
-  def begin(self, enter: Callable[[Any], Any]) -> tuple[WorkersLike, Source, HeldOut]:
-    """Starts the processes or threads that work beside the run, within a context that `enter` enters."""
+  def begin(self, enter: Callable[[Any], Any], team: Team = ALONE) -> tuple[WorkersLike, Source, HeldOut]:
+    """Starts the processes or threads that work beside the run, within a context that `enter` enters; for a team its first
+    process does."""
     run, task = self.run, self.run.task
     limit = run.sampling.max_tokens
     if self.stream is None:
-      lanes, apart = (enter(self._lanes(held_out)) for held_out in (False, True))
-      source = self._conversations(limit, False, lanes.release)
-      return lanes, source, HeldOut(lambda limit: self._conversations(limit, True, apart.release), apart, run.eval.problems)
-    pool = enter(grading(task))
+      lanes, apart = (enter(self._lanes(held_out)) if team.leads else None for held_out in (False, True))
+      tested = HeldOut(partial(self._conversations, lanes=apart, held_out=True), AgreedWorkers(apart, team), run.eval.problems)
+      return AgreedWorkers(lanes, team), self._conversations(limit, lanes), tested
+    pool = AgreedWorkers(enter(grading(task)) if team.leads else None, team)
     test = self.test
 
     def held_out(limit: int) -> Source:
@@ -111,11 +114,12 @@ class Asked:
 
   # --- conversations ---------------------------------------------------------------------------------------------------
 
-  def _conversations(self, limit: int, held_out: bool, release: Callable[[tuple[int, int]], None]) -> Conversations:
+  def _conversations(self, limit: int, lanes: Lanes | None, held_out: bool = False) -> Conversations:
     run, env = self.run, self.run.environment
     codec = ChatCodec(self.tokenizer, run.task.system) if run.task.chat else PlainCodec(self.tokenizer)
     limits = Limits(env.turns, env.turn_tokens, run.sampling.max_prompt, limit)
     seed = partial(seeds, run.task.seed, held_out=held_out, split=registry.takes(env.name, 'split'))
+    release = (lambda key: None) if lanes is None else lanes.release
     return Conversations(seed, limits, codec, release, environment(env, held_out, 0), env.time_limit)
 
   def _lanes(self, held_out: bool) -> Lanes:

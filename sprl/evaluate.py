@@ -71,9 +71,11 @@ def main() -> int:
   run = overridden(saved, resolve(config))
   from sprl.acting import Asked  # after the settings: an error in them is told without waiting for jax to load
   from sprl.evaluation import evaluate
+  from sprl.parallel.processes import only_one
   from sprl.policy import Policy
   from sprl.saved import restore
 
+  only_one('sprl.evaluate')
   policy = Policy.open(run)
   with ExitStack() as stack:
     _, _, held_out = Asked.open(run, policy.tokenizer).begin(stack.enter_context)

@@ -11,8 +11,10 @@ from sprl.acting import HeldOut
 from sprl.cache.scales import Scales
 from sprl.io.scores import interval, pass_at_k
 from sprl.models.transformer import Params
+from sprl.parallel.team import ALONE, Team
 from sprl.policy import Policy
 from sprl.rollout import collect
+from sprl.rollout.agreed import AgreedEngine
 from sprl.rollout.scheduler import Scheduler
 from sprl.rollout.sources import Apart, prompts
 from sprl.sampler import calibrate
@@ -30,6 +32,7 @@ def evaluate(
   shown: int = 16,
   scales: Scales | None = None,
   stopped: Callable[[], Any] = lambda: False,
+  team: Team = ALONE,
 ) -> dict[str, Any]:
   """What is held out, the same with the same random numbers each time; nothing where `stopped` comes to say so meanwhile.
 
@@ -52,11 +55,17 @@ def evaluate(
   engine = policy.engine(sampling, plan, rows, min(run.rollout.prompts, -(-rows // k)), run.seed)
   source, first = Apart(held_out.source(limit), FIRST_UID // k), FIRST_UID // k
   if plan.fp8 and scales is None:
-    some = prompts(source, first, min(count, engine.prefill))
+    some = team.agree('prompts', lambda: prompts(source, first, min(count, engine.prefill)))
     scales = calibrate.scales_of_prompts(policy.graphdef, plan, params, some, engine.prefill, quant)
   slots = Slots(engine, policy.serve(params, quant, scales))
   scheduler = Scheduler(
-    [slots], held_out.workers, source, Rollout(prompts=count, group=k), time.perf_counter, groups=count, first=first
+    [AgreedEngine(slots, team)],
+    held_out.workers,
+    source,
+    Rollout(prompts=count, group=k),
+    time.perf_counter,
+    groups=count,
+    first=first,
   )
   groups = scheduler.batch(stopped)
   if groups is None:

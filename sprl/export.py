@@ -24,11 +24,13 @@ def main() -> int:
   """Flags to an export."""
   workdir = Path(_WORKDIR.value)
   run = resolve(read_config(workdir))
-  from sprl.policy import Policy  # after the settings: an error in them is told without waiting for jax to load
+  from sprl.parallel.processes import only_one  # after the settings: an error in them is told without waiting for jax to load
+  from sprl.policy import Policy
   from sprl.saved import export, export_adapter, restore, restore_trained
 
   if _ADAPTER.value and not run.lora.rank:
     raise SettingsError(f'--adapter: the run of {workdir} has config.lora.rank = 0, so all of its weights were trained')
+  only_one('sprl.export')
   policy = Policy.open(run)
   if _ADAPTER.value:
     restored = restore_trained(policy, run, workdir, _STEP.value)

@@ -25,6 +25,7 @@ from sprl.models.lora import Base, network
 from sprl.models.transformer import Params
 from sprl.objective.advantages import advantages, equal_groups
 from sprl.parallel.rules import row_shards
+from sprl.parallel.transfer import fetch, home
 from sprl.policy import Policy
 from sprl.process import return_free_memory
 from sprl.sampler import calibrate
@@ -103,8 +104,7 @@ class Learning:
 
   def learn(self, trajectories: Sequence[Trajectory]) -> Learned:
     """One step: its minibatches one after the other, as often as there are epochs. Groups stand together, in order."""
-    here = min(self.policy.replicated.device_set, key=lambda device: device.id)
-    with jax.default_device(here):  # nothing of it on the rollouts' devices
+    with jax.default_device(home(self.policy.replicated)):  # nothing of it on the rollouts' devices
       return self._learn(trajectories)
 
   def _learn(self, trajectories: Sequence[Trajectory]) -> Learned:
@@ -137,12 +137,12 @@ class Learning:
         for batch, old_logp, ref_logp in zip(batches, old, ref):
           self.state, metrics = self._update(self.state, batch, old_logp, ref_logp, self.base)
           measured.append(metrics)
-      measured = jax.device_get(measured)
+      measured = fetch(measured)
       times.lap('update')
       if self.calibrates and batches and run.quant.kv_scale != 'first_forward':
         params, limit = self.params, run.quant.kv_batches
         found = [calibrate.amax_of_batch(policy.graphdef, self.plan, params, batch, limit) for batch in batches]
-        self._remember(np.max(jax.device_get(found), axis=0))
+        self._remember(np.max(fetch(found), axis=0))
         times.lap('calibrate')
     return Learned(measured, [metrics for _, metrics in minibatches], times.seconds)
 

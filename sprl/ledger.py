@@ -31,6 +31,7 @@ from sprl.learner.packing import pack, shape
 from sprl.learner.score import score
 from sprl.models.transformer import Params
 from sprl.parallel.rules import row_shards
+from sprl.parallel.transfer import fetch, park
 from sprl.policy import Policy
 from sprl.sampler.engine import Engine
 from sprl.sampler.replay import replay
@@ -40,7 +41,7 @@ from sprl.trajectory import Trajectory
 CAUSES = ('staleness', 'numerics', 'weights', 'kv', 'eviction', 'routing', 'residual')
 EDGES = (-10.0, -3.0, -1.0, -0.3, -0.1, -0.03, -0.01, -0.003, -0.001, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
-Older = dict[int, tuple[Params, Scales | None]]  # by version, trained weights on the host, scales that samples may still be of
+Older = dict[int, tuple[Any, Scales | None]]  # by version, trained weights parked, scales that samples may still be of
 Logps = list[Float[np.ndarray, ' _']]  # of each trajectory's tokens, 0 where the model wrote nothing
 
 
@@ -97,7 +98,7 @@ def may_want(version: int, run: Run) -> bool:
 
 def with_version(older: Older, version: int, params: Params, scales: Scales | None, run: Run) -> Older:
   """Those of the window's versions, and this one's."""
-  newest = {version: (jax.tree.map(np.array, jax.device_get(params)), scales)}  # copies: the update writes over its arrays
+  newest = {version: (jax.tree.map(park, params), scales)}  # copies: the update writes over its arrays
   return {v: kept for v, kept in older.items() if v >= version - math.ceil(run.rollout.async_ratio)} | newest
 
 
@@ -127,7 +128,7 @@ def learner_logps(run: Run, policy: Policy, params: Params, trajectories: Sequen
   sizes = shape(run.sampling, rollout, run.packing, 1, row_shards(policy.mesh))
   batch, _ = pack(trajectories, np.ones(len(trajectories), np.float32), sizes, run.packing.share_prefix)
   batch = policy.put(batch)
-  logp = np.asarray(score(policy.graphdef, params, batch, run.sampling.temperature, policy.dtype, run.packing.score_chunk))
+  logp = fetch(score(policy.graphdef, params, batch, run.sampling.temperature, policy.dtype, run.packing.score_chunk))
   return [t.per_token(row) for t, row in zip(trajectories, logp)]
 
 

@@ -28,6 +28,7 @@ from sprl.models.moe import check_split
 from sprl.models.transformer import Params
 from sprl.parallel.mesh import divide, make_mesh, replicated, sizes
 from sprl.parallel.rules import row_shards, shardings
+from sprl.parallel.transfer import place
 from sprl.sampler.cache_plan import cache_plan
 from sprl.sampler.engine import Engine, prompt_buckets
 from sprl.sampler.served import Served, check_linears, linear_kernels, serve
@@ -108,7 +109,7 @@ class Policy:
 
   def put(self, batch: TrainBatch) -> Any:
     """The batch on the learner's devices, its rows split over them."""
-    return jax.device_put(batch, shardings(self.mesh, batch.axes, batch))
+    return place(batch, shardings(self.mesh, batch.axes, batch))
 
   def load(self, dtype=None) -> Params:
     """The pretrained weights on the devices, in the master weights' dtype unless told otherwise."""

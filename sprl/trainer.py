@@ -14,7 +14,7 @@ which the clock decides what is generated when, loses no group and trains none t
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -30,7 +30,7 @@ from sprl import acting, ledger, settings
 from sprl.cache.plan import CachePlan, never_evicts
 from sprl.evaluation import evaluate
 from sprl.io.checkpoint import Checkpoints
-from sprl.io.config_file import write_config
+from sprl.io.config_file import config_differences, write_config
 from sprl.io.metrics import RunLog, mean_of
 from sprl.io.progress import Progress
 from sprl.kernels.platform import can_run
@@ -39,9 +39,12 @@ from sprl.learning import Learned, Learning, Stopwatch
 from sprl.models.lora import network
 from sprl.models.transformer import Params
 from sprl.objective import diagnostics, guards, losses
+from sprl.parallel.team import ALONE, Team
+from sprl.parallel.transfer import Parked
 from sprl.policy import Policy, abstract_state
 from sprl.process import exclusive, signals
 from sprl.rollout import collect
+from sprl.rollout.agreed import AgreedEngine
 from sprl.rollout.scheduler import Group, Scheduler
 from sprl.rollout.sources import prompts
 from sprl.rollout.timeline import Timeline
@@ -53,7 +56,8 @@ from sprl.trajectory import Trajectory
 
 log = logging.getLogger(__name__)
 
-MAY_CHANGE = ('steps', 'export', 'eval', 'checkpoint', 'ledger', 'log', *GRADING_COSTS)  # what a resumed run may be told anew
+# What a resumed run may be told anew; on another mesh its numbers are the same to rounding.
+MAY_CHANGE = ('steps', 'export', 'eval', 'checkpoint', 'ledger', 'log', 'mesh', 'devices', *GRADING_COSTS)
 
 
 class StopRun(RuntimeError):
@@ -72,31 +76,43 @@ class Finished:
   after: Mapping[str, Any]  # that after the last; of a run that is not complete, nothing
 
 
-def train(run: Run, workdir: Path) -> Finished:
+def train(run: Run, workdir: Path, team: Team = ALONE) -> Finished:
   """Runs, or resumes, the run of `workdir` up to its last step.
 
   SIGTERM and SIGINT save and return early: after the update or evaluation that is under way, or out of the rollouts for the next
   update or the evaluation before the first, which are asked again.
 
+  Every process of a team calls it. The first decides what does not follow from the settings, and alone writes to the folder, but
+  for checkpoints, of which each writes its part.
+
   Raises SettingsError and its kin before any device work, StopRun where a sentinel says that training is broken.
   """
   # --- settings, files, problems: everything that can be wrong is found here ----------------------------------------
+  _check_team(run, team)
   policy = Policy.open(run)
   plan = policy.plan(run.sampling, run.cache, run.quant, run.cache.masked_learner, run.model.router_replay == 'R3')
   asked = acting.Asked.open(run, policy.tokenizer)
+  _check_alike(run, policy, asked, workdir, team)
   for remark in remarks(run, plan, policy.linears(run.quant)):
     log.warning(remark)
-  checkpoints = Checkpoints(workdir / 'checkpoints', run.checkpoint.keep_last, run.checkpoint.keep_best)
-  if (done := checkpoints.latest() or 0) > run.steps:
+  checkpoints = Checkpoints(workdir / 'checkpoints', run.checkpoint.keep_last, run.checkpoint.keep_best, team)
+  if (done := team.agree('steps', checkpoints.latest) or 0) > run.steps:
     raise SettingsError(f'config.steps = {run.steps}: expected at least {done}, the steps that {workdir} has behind it')
 
   with ExitStack() as open_until_the_end:
     enter = open_until_the_end.enter_context
     stop = enter(signals())
-    workers, source, held_out = asked.begin(enter)
-    enter(exclusive(workdir))
-    for difference in write_config(workdir, settings.to_dict(run), MAY_CHANGE, settings.to_dict(Run())):
-      log.warning('settings changed since this run began: %s', difference)
+    workers, source, held_out = asked.begin(enter, team)
+    if team.leads:
+      enter(exclusive(workdir))
+      for difference in write_config(workdir, settings.to_dict(run), MAY_CHANGE, settings.to_dict(Run())):
+        log.warning('settings changed since this run began: %s', difference)
+
+    def stopped() -> str:
+      return team.stopped(stop.received)
+
+    def asked_first(number: int):
+      return team.agree('prompts', lambda: prompts(source, number, run.rollout.prompts))
 
     # --- state: from a checkpoint, or from the pretrained weights ---------------------------------------------------
     optimizer = make_optimizer(run.optimizer, run.steps * run.optimizer.updates)
@@ -120,31 +136,33 @@ def train(run: Run, workdir: Path) -> Finished:
     # --- learner, engines, scheduler, and where to write ------------------------------------------------------------
     learning = Learning(run, policy, plan, optimizer, state, reference, base, largest, extra.get('looked_at', -1))
     if not learning.renewed:  # a run that went to its end has not looked for what comes after
-      learning.look_at(prompts(source, extra.get('scheduler', {}).get('next', 0), run.rollout.prompts), run.prefill)
+      learning.look_at(asked_first(extra.get('scheduler', {}).get('next', 0)), run.prefill)
     served = learning.serve()
     engines = acting.engines(run, policy, plan)
     timeline = Timeline(time.perf_counter)
     slots = [engine.open(served, done) for engine in engines]
     scheduler = Scheduler(
-      slots, workers, source, run.rollout, time.perf_counter, run.steps * run.rollout.prompts, timeline, version=done
-    )
+      [AgreedEngine(each, team) for each in slots], workers, source, run.rollout, time.perf_counter,
+      run.steps * run.rollout.prompts, timeline, version=done,
+    )  # fmt: skip
     if 'scheduler' in extra:
       scheduler.restore(extra['scheduler'])
     thread = None if policy.shares_devices else enter(ThreadPoolExecutor(1, 'learner'))
-    run_log = RunLog(workdir, done if restored else None, run.log.tensorboard)
-    open_until_the_end.callback(run_log.close)
+    run_log = RunLog(workdir, done if restored else None, run.log.tensorboard) if team.leads else None
+    if run_log:
+      open_until_the_end.callback(run_log.close)
     open_until_the_end.callback(checkpoints.close)
     progress = Progress(run.steps, show=partial(print, flush=True))
     warned: set[str] = set()
     older: ledger.Older = {}
     tracks = [f'engine {i}' for i in range(len(slots))]
 
-    def evaluate_now(logged: bool = True, stopped=lambda: False):
+    def evaluate_now(logged: bool = True, stopped: Callable[[], Any] = lambda: False):
       renewed = learning.largest and run.quant.kv_scale != 'first_forward'  # which are found before the rollout that they serve
       with timeline.span('controller', 'evaluate'):
         scales = served.scales if renewed else None
-        result = evaluate(run, policy, learning.params, held_out, scales=scales, stopped=stopped)
-      if result and logged:
+        result = evaluate(run, policy, learning.params, held_out, scales=scales, stopped=stopped, team=team)
+      if result and logged and run_log:
         run_log.evaluation(done, result['metrics'])
       return result
 
@@ -155,18 +173,23 @@ def train(run: Run, workdir: Path) -> Finished:
         'base': base and base.fingerprint,
       }  # fmt: skip
       checkpoints.save(done, learning.state, extra, after['metrics']['eval/avg@k'] if after else None)
-      timeline.write(workdir / 'trace.json')
+      if team.leads:
+        timeline.write(workdir / 'trace.json')
+
+    def learn(step: int, trajectories: Sequence[Trajectory]) -> Learned:
+      with timeline.span('learner', f'update {step}'):
+        return learning.learn(trajectories)
 
     if not before:
-      before = evaluate_now(stopped=lambda: stop.received)
+      before = evaluate_now(stopped=stopped)
 
     for step in range(done + 1, run.steps + 1):
-      if stop.received:
+      if stopped():
         break
       times, since = Stopwatch(), timeline.now()
 
       # --- rollout: prompts to graded completions -------------------------------------------------------------------
-      groups = scheduler.batch(lambda: stop.received)
+      groups = scheduler.batch(stopped)
       if groups is None:
         break
       trajectories = [t for group in groups for t in group.trajectories]
@@ -181,30 +204,27 @@ def train(run: Run, workdir: Path) -> Finished:
         version, probed = ledger.of_one_version(trajectories, run.ledger.groups * run.rollout.group)
         sampled_with, scales = None, served.scales
         if version < step - 1 and version in older:
-          sampled_with, scales = network(jax.device_put(older[version][0], places.params), base), older[version][1]
+          sampled_with, scales = network(jax.tree.map(Parked.back, older[version][0]), base), older[version][1]
         entries = ledger.ledger(run, policy, engines[0].engine, learning.params, scales, probed, sampled_with)
-        run_log.ledger(step, ledger.scalars(entries), ledger.histograms(entries), entries)
+        if run_log:
+          run_log.ledger(step, ledger.scalars(entries), ledger.histograms(entries), entries)
         times.lap('ledger')
 
       # --- pack, score, update: alone, or while rollouts go on ------------------------------------------------------
       probe, (used, host), (fates, waits) = served.probe, acting.usage(slots), scheduler.metrics()
       del served  # in float32 it shares the learner's arrays, which the update is given to write over
 
-      def learn(trajectories=trajectories, name=f'update {step}'):
-        with timeline.span('learner', name):
-          return learning.learn(trajectories)
-
       if thread is None:
         for each in slots:
           each.unload()  # so that the update has the memory
-        learned = learn()
+        learned = learn(step, trajectories)
       else:
-        learned = _meanwhile(scheduler, thread.submit(learn))
+        learned = _meanwhile(scheduler, thread.submit(learn, step, trajectories))
       times.lap('learn')
 
       # --- sync: the new weights as the sampler multiplies them, and new scales for its cache -----------------------
       if learning.calibrates and run.quant.kv_scale == 'first_forward' and step < run.steps:
-        learning.look_at(prompts(source, scheduler.next, run.rollout.prompts), run.prefill)
+        learning.look_at(asked_first(scheduler.next), run.prefill)
       served = jax.block_until_ready(learning.serve())
       scheduler.sync(jax.block_until_ready([engine.place(served) for engine in engines]))
       times.lap('sync')
@@ -223,8 +243,9 @@ def train(run: Run, workdir: Path) -> Finished:
       times.lap('log')
       rate = sum(int(t.mask.sum()) for t in trajectories) / sum(times.seconds[name] for name in ('rollout', *_beside(thread)))
       clocked = {**times.seconds, **learned.seconds, **waits, **idle, 'tokens_per_second': rate, 'engine_host_share': host}
-      run_log.write(step, scalars, clocked, {'async/token_lag': lags(trajectories, step - 1)})
-      if run.log.samples_every and step % run.log.samples_every == 0:
+      if run_log:
+        run_log.write(step, scalars, clocked, {'async/token_lag': lags(trajectories, step - 1)})
+      if run_log and run.log.samples_every and step % run.log.samples_every == 0:
         run_log.samples(step, collect.sample_rows(trajectories, source.answer, policy.tokenizer, run.log.samples))
       finite = calibrate.usable(learning.largest)
       broken = [] if finite else ['queries, keys or values are not finite: the FP8 cache has no scales']
@@ -237,7 +258,8 @@ def train(run: Run, workdir: Path) -> Finished:
         if name not in warned:
           log.warning('step %d: %s (said once a run)', step, warning)
           warned.add(name)
-      progress.step(step, rollout['reward/mean'], rate)
+      if team.leads:
+        progress.step(step, rollout['reward/mean'], rate)
 
       if step == run.steps or (run.eval.every and step % run.eval.every == 0):
         after = evaluate_now()
@@ -249,8 +271,9 @@ def train(run: Run, workdir: Path) -> Finished:
     if completed and not after:  # no step was left to take, and the checkpoint was saved when there were to be more
       after = before if done == 0 else evaluate_now(logged=False)
     save()  # where that is not done yet: a signal came between two checkpoints
+    why = stopped()
   if not completed:
-    log.warning('%s: saved after step %d of %d; the same command goes on from there', stop.received, done, run.steps)
+    log.warning('%s: saved after step %d of %d; the same command goes on from there', why, done, run.steps)
   return Finished(done, completed, policy, learning.state.params, before, after)
 
 
@@ -301,6 +324,27 @@ def remarks(run: Run, plan: CachePlan, linears: Kernels) -> list[str]:
   if run.cache.masked_learner and run.quant.sampler != 'bf16':
     found.append(f'the learner forgets as the sampler does, but what {run.quant.sampler} adds to their mismatch is not corrected')
   return [remark for remark in found if remark]
+
+
+def _check_team(run: Run, team: Team) -> None:
+  """Raises SettingsError where these settings are not for a run over several processes."""
+  shared = 'whose rollouts and updates share all devices'
+  for key, value, expected, why in (
+    ('devices.learner', run.devices.learner, '', shared),
+    ('devices.rollout', run.devices.rollout, '', shared),
+    ('devices.engines', run.devices.engines, 1, shared),
+    ('export', run.export, False, 'and `python -m sprl.export` afterwards'),
+  ):
+    if team.processes > 1 and value != expected:
+      raise SettingsError(f'config.{key} = {value!r}: expected {expected!r} over SPRL_PROCESSES = {team.processes}, {why}')
+
+
+def _check_alike(run: Run, policy: Policy, asked: acting.Asked, workdir: Path, team: Team) -> None:
+  """Raises SettingsError where this process of a team was started as another run than the first, or would be one here."""
+  here = {'computes in': str(policy.dtype), 'kernels': policy.kernels, 'problems': asked.state(), '--workdir': str(workdir)}
+  mine = settings.to_dict(run) | here
+  if differences := config_differences(team.agree('settings', lambda: mine), mine, {}):
+    raise SettingsError(f'SPRL_PROCESS=0 -> SPRL_PROCESS={team.process}: expected the same run\n  ' + '\n  '.join(differences))
 
 
 def _check(scalars, broken: list[str], capped: int, bad_streak: int, run: Run, step: int, workdir: Path) -> None:

@@ -30,6 +30,7 @@ from sprl import command_line
 from sprl.learner.packing import TrainBatch, pack, shape
 from sprl.learner.score import micro_logprobs
 from sprl.learner.state import TrainState, make_optimizer
+from sprl.parallel.processes import only_one
 from sprl.parallel.rules import OnMesh, anew, row_shards
 from sprl.policy import Policy, abstract_state
 from sprl.rollout import collect
@@ -236,6 +237,7 @@ def main() -> int:
   """Flags to a model folder."""
   given: Any = flags.FLAGS
   run, show = resolve(given.config), partial(print, flush=True)
+  only_one('sprl.warmstart')
   result = warm_start(run, Path(given.out), given.steps, given.batch, given.learning_rate, show)
   print(json.dumps(result))
   return 0

@@ -14,6 +14,9 @@ A save takes four steps, of which the caller waits for the first only:
    only then are older ones deleted (renamed to `tmp-*` first, so that a half-deleted one is not mistaken for a damaged one).
 
 A restore verifies every file before it trusts one. Only the process that saves changes the folder: reading a live run is safe.
+
+Of a run over several processes each writes, and reads, what its devices hold; the folder must be the same to all. The rest of a
+save, and the choice of what to restore, are process 0's. How many there were, and their mesh, may be others at a restore.
 """
 
 import json
@@ -32,6 +35,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from sprl.io import files
+from sprl.parallel.team import ALONE, Team
 from sprl.settings import SettingsError
 
 _log = logging.getLogger(__name__)
@@ -60,13 +64,13 @@ class Checkpoints:
   Raises SettingsError for keep_last < 1 or keep_best < 0.
   """
 
-  def __init__(self, folder: str | os.PathLike, keep_last: int, keep_best: int):
+  def __init__(self, folder: str | os.PathLike, keep_last: int, keep_best: int, team: Team = ALONE):
     if keep_last < 1:
       raise SettingsError(f'config.checkpoint.keep_last = {keep_last}: expected at least 1')
     if keep_best < 0:
       raise SettingsError(f'config.checkpoint.keep_best = {keep_best}: expected 0 or more')
     self.folder = Path(folder).absolute()
-    self._keep_last, self._keep_best = keep_last, keep_best
+    self._keep_last, self._keep_best, self._team = keep_last, keep_best, team
     # Uncompressed: zstd takes 7 % off float32 weights, for ten times the CPU time that the run could use.
     self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
     self._thread = ThreadPoolExecutor(1, 'checkpoint')
@@ -89,8 +93,8 @@ class Checkpoints:
       'extra': json.loads(json.dumps(extra)),
       'arrays': {path: _describe(leaf) for path, leaf in flat.items()},
     }
-    self.folder.mkdir(parents=True, exist_ok=True)
-    if jax.process_index() == 0:
+    if self._team.leads:
+      self.folder.mkdir(parents=True, exist_ok=True)
       for leftover in self.folder.glob('tmp-*'):
         shutil.rmtree(leftover)
     draft = self.folder / f'tmp-{files.step_name(step)}'
@@ -130,15 +134,22 @@ class Checkpoints:
     differ from `abstract`, naming the first path that does.
     """
     self.wait()
+    found = self._team.agree('checkpoint', lambda: self._intact(step))
+    if found is None:
+      return None
+    restored = _restore(self._path(found), abstract, partial)
+    self._current = found
+    return restored
+
+  def _intact(self, step: int | None) -> int | None:
+    """The step of the checkpoint to restore."""
     if step is not None and step not in self.steps():
       raise CheckpointError(f'{self.folder} has no checkpoint of step {step}; it has {self.steps()}')
     damaged = []
     for candidate in reversed(self.steps()) if step is None else [step]:
       path = self._path(candidate)
       if (cause := _damage(path)) is None:
-        restored = _restore(path, abstract, partial)
-        self._current = candidate
-        return restored
+        return candidate
       _log.warning('damaged checkpoint %s not used: %s', path, cause)
       damaged.append(f'{path}: {cause}')
     if damaged:
@@ -151,18 +162,20 @@ class Checkpoints:
   def _commit(self, draft: Path, record: dict[str, Any]) -> None:
     """Steps 2 to 4, on the background thread."""
     self._orbax.wait_until_finished()
-    if jax.process_index() != 0:
-      return
+    if self._team.leads:
+      self._seal(draft, record)
+    self._current = record['step']
+
+  def _seal(self, draft: Path, record: dict[str, Any]) -> None:
     written = sorted(path for path in (draft / 'arrays').rglob('*') if path.is_file())
     record['files'] = {str(path.relative_to(draft)): _measure(path, durable=True) for path in written}
-    files.write_text(draft / 'record.json', _seal(record))
+    files.write_text(draft / 'record.json', _sealed(record))
     final = self._path(record['step'])
     if final.exists():
       _delete(final)
     files.rename(draft, final)
     for step in self._superseded(record['step']):
       _delete(self._path(step))
-    self._current = record['step']
 
   def _superseded(self, saved: int) -> list[int]:
     past = [step for step in self.steps() if step <= saved]
@@ -211,7 +224,7 @@ def _differences(saved: dict[str, str], wanted: dict[str, str], partial: bool) -
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
-def _seal(record: dict[str, Any]) -> str:
+def _sealed(record: dict[str, Any]) -> str:
   """The record's text, which holds its own checksum."""
   return json.dumps({'record': record, 'crc32': zlib.crc32(json.dumps(record).encode())}) + '\n'
 
@@ -221,7 +234,7 @@ def _read_record(folder: Path) -> dict[str, Any]:
   try:
     text = (folder / 'record.json').read_text(encoding='utf-8')
     record = json.loads(text)['record']
-    return record if _seal(record) == text else {}
+    return record if _sealed(record) == text else {}
   except (OSError, ValueError, KeyError, TypeError):
     return {}
 

@@ -14,12 +14,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array
 
 from sprl.models import transformer
 from sprl.models.config import ModelConfig
 from sprl.models.transformer import Params
+from sprl.parallel.transfer import fetch
 from sprl.quant.dot import LowRank
 from sprl.settings import LINEARS, Lora, SettingsError
 
@@ -109,7 +109,7 @@ def _linears(part: Params) -> Iterator[tuple[str, jax.ShapeDtypeStruct | tuple[s
 
 def fingerprint(params: Params) -> str:
   """Eight digits that other weights would not have, on any mesh and in any dtype that they may have been loaded in."""
-  return f'{zlib.crc32(np.asarray(_sums(params)).tobytes()):08x}'
+  return f'{zlib.crc32(fetch(_sums(params)).tobytes()):08x}'
 
 
 @jax.jit

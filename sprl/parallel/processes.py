@@ -54,5 +54,15 @@ def initialize(environment: Mapping[str, str] = os.environ) -> int:
   """
   here = place(environment)
   if here is not None and here.processes > 1:
+    jax.config.update('jax_enable_preemption_service', False)  # it would take SIGTERM for itself
     jax.distributed.initialize(here.coordinator, here.processes, here.process, cluster_detection_method='deactivate')
   return 1 if here is None else here.processes
+
+
+def only_one(command: str, environment: Mapping[str, str] = os.environ) -> None:
+  """Raises SettingsError, naming the command, where this process is one of several."""
+  here = place(environment)
+  if here is not None and here.processes > 1:
+    raise SettingsError(
+      f'SPRL_PROCESSES = {here.processes}: expected 1, or nothing, for {command}, which uses the devices of one process'
+    )

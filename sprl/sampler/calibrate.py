@@ -27,6 +27,7 @@ from sprl.models import transformer
 from sprl.models.memory import CausalMemory, Memory
 from sprl.models.transformer import Params
 from sprl.parallel.rules import OnMesh, anew
+from sprl.parallel.transfer import fetch
 from sprl.settings import Quant
 
 UNSEEN = 2.0  # an FP8 number's error does not depend on the scale, so that headroom costs nothing (fp8_rollouts 3)
@@ -132,7 +133,7 @@ def amax_of_batch(graphdef: nnx.GraphDef, plan: CachePlan, params: Params, batch
 
 def remembered(history: History, found: Float[Array | np.ndarray, '3 L'], quant: Quant) -> History:
   """The history with what was just found; only running_max looks further back."""
-  return (*history, np.asarray(found))[-(quant.kv_history if quant.kv_scale == 'running_max' else 1) :]
+  return (*history, np.asarray(fetch(found)))[-(quant.kv_history if quant.kv_scale == 'running_max' else 1) :]
 
 
 def usable(history: History) -> bool:

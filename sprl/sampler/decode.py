@@ -293,12 +293,14 @@ def _recorded(cells, column, new):
   return cells.at[jnp.arange(len(new)), column].set(new, mode='drop')
 
 
+@OnMesh
 @partial(jax.jit, static_argnames='steps')
 def read(rows: Rows, since: Int[Array, ' B'], steps: int) -> dict[str, Array]:
   """What the host looks at between chunks: who is done, and each row's up to `steps` tokens from its `since`-th on."""
   columns = jnp.minimum(since[:, None] + jnp.arange(steps), rows.tokens.shape[1] - 1)
   news = {name: jnp.take_along_axis(getattr(rows, name), columns, axis=1) for name in ('tokens', 'logp', 'kept')}
-  return {'done': rows.done, 'count': rows.count, 'saturated': jnp.sum(rows.cache.saturated, axis=1), **news}
+  news |= {'done': rows.done, 'count': rows.count, 'saturated': jnp.sum(rows.cache.saturated, axis=1)}
+  return {name: shard(x, *[None] * x.ndim) for name, x in news.items()}  # whole everywhere: every host looks at all rows
 
 
 @OnMesh

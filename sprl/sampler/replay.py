@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Int
 
 from sprl.cache.plan import CachePlan
 from sprl.parallel.rules import OnMesh
+from sprl.parallel.transfer import fetch
 from sprl.sampler.decode import predict, started, take_in
 from sprl.sampler.draw import logp_of
 from sprl.sampler.engine import Engine, prompt_buckets
@@ -43,7 +44,7 @@ def replay(engine: Engine, served: Served, trajectories: Sequence[Trajectory]) -
       lengths[row], counts[row] = t.prompt_length, len(t.completion)
       prompts[row, : lengths[row]], completions[row, : counts[row]] = t.tokens[: t.prompt_length], t.completion
     arrays = map(jnp.asarray, (prompts, lengths, completions, counts))
-    logp = np.asarray(_replay(engine.graphdef, plan, engine.sampling, served, *arrays))
+    logp = fetch(_replay(engine.graphdef, plan, engine.sampling, served, *arrays))
     results += [t.per_token(row) for t, row in zip(part, logp)]
   return results
 

@@ -25,6 +25,7 @@ import jax
 import numpy as np
 
 from sprl.cache.layer import NEVER
+from sprl.parallel.transfer import fetch, home
 from sprl.sampler import decode
 from sprl.sampler.served import Served
 from sprl.trajectory import NOTHING, Completion, Request
@@ -142,7 +143,7 @@ class Slots:
     engine, served = self.engine, self.served
     assert served is not None, 'no weights: swap some in first'
     if self._state is None:
-      with jax.default_device(next(iter(served.head.devices()))):
+      with jax.default_device(home(served.head.sharding)):
         key = jax.random.key(engine.seed)
         self._state = decode.empty_rows(engine.plan, served, engine.rows, engine.sampling.max_tokens, key)
     while self._admit(served):
@@ -175,7 +176,7 @@ class Slots:
     """Waits for the chunk and returns the requests that ended in it, or by it hold a stop string."""
     if self._chunk is None:
       return []
-    news, self._chunk = jax.device_get(self._chunk), None
+    news, self._chunk = fetch(self._chunk), None
     self.usage.waited += (self._over or time.perf_counter()) - self._launched
     finished, drawn = [], [0]
     stopped = np.zeros(len(self._rows), bool)
@@ -265,12 +266,12 @@ class Slots:
       return None
     never = np.full((plan.kv_heads, tokens), NEVER, np.int32)
     layers = [layer.evicted for layer in self._state.cache.layers]
-    return np.stack([never if steps is None else np.asarray(steps[row])[:, :tokens] for steps in layers])
+    return np.stack([never if steps is None else fetch(steps[row])[:, :tokens] for steps in layers])
 
   def _routes(self, row: int, tokens: int):
     """[T, M, k]: the experts that the row's tokens went through; None where the plan does not write it down."""
     routes = None if self._state is None else self._state.routes
-    return None if routes is None else np.asarray(routes[row])[:tokens]
+    return None if routes is None else fetch(routes[row])[:tokens]
 
   def _stop_string(self, row: _Row) -> int | None:
     """How many of the row's tokens it takes until the completion's text holds a stop string; None where it holds none."""

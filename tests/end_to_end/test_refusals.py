@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tiny
 from safetensors.numpy import load_file, save_file
+from teams import together
 
 from sprl import command_line, policy, settings, trainer
 from sprl.io.checkpoint import CheckpointError
@@ -18,6 +19,7 @@ from sprl.io.metrics import read_metrics
 from sprl.io.pretrained import PretrainedError
 from sprl.io.tokenizer import TokenizerError
 from sprl.models.config import ConfigError
+from sprl.parallel.team import ALONE, Team
 from sprl.process import exclusive
 from sprl.rollout.scheduler import Stalled
 from sprl.settings import SettingsError
@@ -105,7 +107,7 @@ def changed(inputs: Path, **changes) -> settings.Run:
   return settings.resolve(config)
 
 
-def refusal(run: settings.Run, workdir: Path, monkeypatch) -> str:
+def refusal(run: settings.Run, workdir: Path, monkeypatch, team: Team = ALONE) -> str:
   """What `train` says of a run that it refuses, having read no weight and written nothing."""
 
   def load(*_):
@@ -114,7 +116,7 @@ def refusal(run: settings.Run, workdir: Path, monkeypatch) -> str:
   monkeypatch.setattr(policy.Policy, 'load', load)
   before = sorted(workdir.rglob('*')) if workdir.exists() else []
   with pytest.raises(ValueError) as error:  # noqa: PT011  (of several kinds, all of which `reported` knows)
-    trainer.train(run, workdir)
+    trainer.train(run, workdir, team)
   assert command_line.reported(lambda: (_ for _ in ()).throw(error.value)) == 2
   assert (sorted(workdir.rglob('*')) if workdir.exists() else []) == before
   return str(error.value)
@@ -154,6 +156,28 @@ def test_experts_that_the_mesh_cannot_split(inputs, tmp_path, monkeypatch):
     (tmp_path / 'mixture', {'mesh__rollout__tensor': 2}, 'config.mesh.rollout: tensor = 2 leaves a device 20 of the 40'),
   ]:
     assert said in refusal(changed(folder, **changes), tmp_path / 'run', monkeypatch)
+
+
+def test_settings_that_processes_cannot_share(inputs, tmp_path, monkeypatch):
+  for changes, said in [
+    ({'devices__learner': '0-3'}, "config.devices.learner = '0-3': expected '' over SPRL_PROCESSES = 2, whose rollouts and"),
+    ({'devices__rollout': '4', 'devices__learner': '0'}, "config.devices.learner = '0': expected ''"),
+    ({'devices__engines': 2}, 'config.devices.engines = 2: expected 1'),
+    ({'export': True}, 'config.export = True: expected False over SPRL_PROCESSES = 2, and `python -m sprl.export` afterwards'),
+  ]:
+    assert said in refusal(changed(inputs, **changes), tmp_path / 'run', monkeypatch, Team(processes=2))
+
+
+def test_a_process_that_was_started_as_another_run(inputs, tmp_path, monkeypatch):
+  run = changed(inputs)
+  first = {**settings.to_dict(run), 'seed': 7}
+
+  def another(team):
+    return refusal(run, tmp_path / 'run', monkeypatch, team)
+
+  _, said = together(lambda team: team.agree('settings', lambda: first), another)
+  assert str(said).startswith('SPRL_PROCESS=0 -> SPRL_PROCESS=1: expected the same run\n')
+  assert '  seed: 7 -> 0' in str(said)
 
 
 def test_moments_on_a_host_out_of_the_devices_reach(inputs, tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -53,9 +54,9 @@ def get_config():
 """
 
 
-def write_inputs(folder: Path, family: Family = 'qwen2') -> Path:
+def write_inputs(folder: Path, family: Family = 'qwen2', **changes: Any) -> Path:
   """Model, problems, grader and config of the tiny run in `folder`; returns the config file."""
-  config, rng = tiny(family), np.random.default_rng(0)
+  config, rng = tiny(family, **changes), np.random.default_rng(0)
   params: dict = {}
   for path, tensor in tensors(config).items():
     node = params

@@ -1,5 +1,6 @@
 """Processes that find each other by three environment variables, as launch/local.sh sets them."""
 
+import json
 import os
 import signal
 import subprocess
@@ -7,9 +8,15 @@ import sys
 import time
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
-from sprl.parallel.processes import Place, place
+from sprl.io.huggingface import export_folder
+from sprl.models import transformer
+from sprl.models.config import tiny
+from sprl.parallel.processes import Place, only_one, place
 from sprl.settings import SettingsError
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +46,13 @@ def test_half_a_place_is_refused_by_name(changes, said):
     place(WHOLE | changes)
 
 
+def test_a_command_of_one_process_is_refused_to_several():
+  only_one('sprl.export', {})
+  only_one('sprl.export', WHOLE | {'SPRL_PROCESSES': '1', 'SPRL_PROCESS': '0'})
+  with pytest.raises(SettingsError, match=r'SPRL_PROCESSES = 4: expected 1, or nothing, for sprl\.export'):
+    only_one('sprl.export', WHOLE)
+
+
 def local(*command, **environment):
   """launch/local.sh with this command, under way; no GPUs are dealt out."""
   known = {'PATH': os.environ['PATH'], 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT), **environment}
@@ -54,6 +68,31 @@ def test_two_processes_of_two_devices_add_up_what_they_hold():
   assert process.returncode == 0, err
   told = sorted(line for line in out.splitlines() if '] process ' in line)  # between what gloo says
   assert told == ['[0] process 0 of 2: 22', '[1] process 1 of 2: 22']
+
+
+def test_each_process_reads_and_holds_its_share(tmp_path):
+  """Of the weights as of other arrays; what is split over processes is gathered where the host wants it whole."""
+  config, rng = tiny('qwen2'), np.random.default_rng(0)
+  params = jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape), jnp.float32), transformer.abstract_params(config))
+  export_folder(tmp_path / 'model', params, config, dtype=jnp.float32)
+  flags = '--xla_force_host_platform_device_count=2'
+  process = local(
+    '2', sys.executable, str(ROOT / 'tests' / 'parallel' / 'processes_share.py'), str(tmp_path / 'model'), XLA_FLAGS=flags
+  )
+  out, err = process.communicate(timeout=120)
+  assert process.returncode == 0, err
+  one, other = sorted(
+    (json.loads(line[4:]) for line in out.splitlines() if '"process"' in line), key=lambda told: told['process']
+  )
+  assert one['devices'] == other['devices'] == [2, 4]
+  for told in (one, other):
+    assert told['whole'] / 2 <= told['read'] <= told['held'] < 0.52 * told['whole']  # norms are whole everywhere
+    assert told['doubled']
+    assert told['back']
+    assert told['decided'] == 0
+    assert told['parked'] == 8 * 3 * 4 / 2
+  assert (one['rows'], other['rows']) == ([0, 2], [4, 6])
+  assert one['embed'] == other['embed'] != 0
 
 
 def test_the_first_to_fail_ends_the_others():

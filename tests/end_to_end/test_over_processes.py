@@ -1,0 +1,180 @@
+"""A run over several processes is that of one; when one of them is killed the others end soon, and the same command goes on."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import tiny
+
+from sprl.io.metrics import read_metrics
+from sprl.parallel.watchman import LOST
+
+SOON = 20.0  # seconds within which the others end; a busy machine's, for it takes about two
+DENSE = (
+  '--config.arm=dense',
+  '--config.cache.budget=0',
+  '--config.quant.sampler=bf16',
+  '--config.ledger.every=0',
+  '--config.eval.every=0',
+  '--config.loss.kl_coef=0.0',
+  '--config.optimizer.minibatches=1',
+  '--config.steps=4',
+)
+
+
+@pytest.fixture(scope='module')
+def inputs(tmp_path_factory) -> Path:
+  folder = tmp_path_factory.mktemp('inputs')
+  tiny.write_inputs(folder, num_hidden_layers=1)
+  return folder
+
+
+def start(inputs: Path, workdir: Path, processes: int, devices: int, *changes: str) -> list[subprocess.Popen]:
+  """The processes of a run with so many devices each, under way."""
+  with socket.socket() as free:
+    free.bind(('', 0))
+    port = free.getsockname()[1]
+  environment = {
+    **os.environ,
+    'JAX_PLATFORMS': 'cpu',
+    'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',
+    'JAX_COMPILATION_CACHE_DIR': str(inputs / 'compiled'),
+    'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.1',
+    'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}',
+    'SPRL_COORDINATOR': f'localhost:{port}',
+    'SPRL_PROCESSES': str(processes),
+  }
+  command = [sys.executable, '-m', 'sprl.main', f'--config={inputs / "config.py"}', f'--workdir={workdir}', *changes]
+  return [
+    subprocess.Popen(
+      command,
+      cwd=tiny.ROOT,
+      env={**environment, 'SPRL_PROCESS': str(k)},
+      stdout=subprocess.PIPE,
+      stderr=subprocess.PIPE,
+      text=True,
+    )
+    for k in range(processes)
+  ]
+
+
+def finish(processes: list[subprocess.Popen]) -> list[tuple[int, str, str]]:
+  """Exit status, standard output and error of each."""
+  return [tiny.finish(process) for process in processes]
+
+
+def train(inputs: Path, workdir: Path, processes: int, devices: int, *changes: str) -> str:
+  """A run from start to end; what its first process said on standard output."""
+  results = finish(start(inputs, workdir, processes, devices, *changes))
+  for status, _, err in results:
+    assert status == 0, err
+  assert [out for _, out, _ in results[1:] if 'reward' in out] == []  # the first speaks for all
+  return results[0][1]
+
+
+def logged(workdir: Path) -> list[dict]:
+  """What was measured, without what a clock says."""
+  return [{name: value for name, value in record.items() if name != 'time'} for record in read_metrics(workdir)]
+
+
+def until_step(step: int, workdir: Path, processes: list[subprocess.Popen]) -> None:
+  path = workdir / 'metrics.jsonl'
+  while not (path.exists() and any(json.loads(line)['step'] >= step for line in path.read_text().splitlines(True)[:-1])):
+    assert all(process.poll() is None for process in processes), finish(processes)
+    time.sleep(0.02)
+
+
+def check_killed(inputs: Path, workdir: Path, gone: int, processes: int, *changes: str) -> None:
+  """Kills one of the processes; the others end soon and name it."""
+  running = start(inputs, workdir, processes, 2 // processes or 1, *changes)
+  until_step(2, workdir, running)
+  running[gone].kill()
+  start_of_end = time.monotonic()
+  results = finish(running)
+  assert time.monotonic() - start_of_end < SOON
+  for k, (status, _, err) in enumerate(results):
+    if k == gone:
+      assert status == -signal.SIGKILL
+    else:
+      assert status == LOST or gone == 0  # jax aborts those that have lost process 0 at once
+      assert status != 0
+      assert f'error: SPRL_PROCESS={gone} ({socket.gethostname()}) died' in err
+
+
+@pytest.fixture(scope='module')
+def killed(inputs) -> Path:
+  """A run of two processes of one device, of which one is killed; it goes on as one of two."""
+  check_killed(inputs, inputs / 'killed', 1, 2, *DENSE)
+  assert 'What was learned in 4 steps' in train(inputs, inputs / 'killed', 1, 2, *DENSE)
+  return inputs / 'killed'
+
+
+def test_a_killed_process_is_named_and_the_run_goes_on_with_another_number(killed):
+  assert [record['step'] for record in logged(killed)] == [0, 1, 2, 3, 4, 4]
+
+
+@pytest.mark.slow
+def test_what_was_killed_is_what_would_have_been(inputs, killed):
+  train(inputs, inputs / 'alone', 1, 2, *DENSE)
+  assert logged(killed) == logged(inputs / 'alone')
+
+
+@pytest.mark.slow
+def test_what_processes_cannot_share_is_refused_by_each(inputs, tmp_path):
+  results = finish(start(inputs, tmp_path / 'run', 2, 1, '--config.devices.learner=0', '--config.devices.rollout=1'))
+  for status, _, err in results:
+    assert status == 2
+    assert "error: config.devices.learner = '0': expected '' over SPRL_PROCESSES = 2, whose rollouts and updates" in err
+    assert 'Traceback' not in err
+  assert not (tmp_path / 'run').exists()
+
+
+@pytest.mark.slow
+def test_every_part_of_a_step_is_the_same_over_processes(inputs):
+  """Sparse FP8 rollouts, scales, ledger, minibatches, a reference: over 4 processes, and in one of 4 devices."""
+  mesh = '--config.mesh.learner.data=2', '--config.mesh.learner.fsdp=2', '--config.steps=3'
+  train(inputs, inputs / 'four', 4, 1, *mesh)
+  train(inputs, inputs / 'one', 1, 4, *mesh)
+  assert logged(inputs / 'four') == logged(inputs / 'one')
+  assert {record['kind'] for record in logged(inputs / 'one')} == {'train', 'eval', 'ledger'}
+
+
+@pytest.mark.slow
+def test_the_first_process_may_be_the_one_that_is_killed(inputs):
+  check_killed(inputs, inputs / 'first', 0, 2, *DENSE)
+  assert 'What was learned in 4 steps' in train(inputs, inputs / 'first', 2, 1, *DENSE)
+
+
+@pytest.mark.slow
+def test_four_processes_go_on_as_two_on_another_mesh(inputs):
+  check_killed(inputs, inputs / 'fewer', 2, 4, *DENSE, '--config.mesh.learner.data=2', '--config.mesh.learner.fsdp=2')
+  said = train(inputs, inputs / 'fewer', 2, 1, *DENSE, '--config.mesh.learner.data=1', '--config.mesh.rollout.tensor=2')
+  assert 'What was learned in 4 steps' in said
+
+
+@pytest.mark.slow
+def test_a_signal_to_one_process_saves_in_all(inputs):
+  running = start(inputs, inputs / 'signal', 2, 1, *DENSE)
+  until_step(1, inputs / 'signal', running)
+  running[1].send_signal(signal.SIGTERM)
+  results = finish(running)
+  assert [status for status, _, _ in results] == [0, 0], results
+  assert 'SIGTERM: saved after step' in results[0][2]
+  train(inputs, inputs / 'signal', 2, 1, *DENSE)
+  assert [record['step'] for record in logged(inputs / 'signal')] == [0, 1, 2, 3, 4, 4]
+
+
+@pytest.mark.slow
+def test_rollouts_may_run_ahead_over_processes(inputs):
+  """What is sampled under which weights is the clock's choice, and process 0's clock alone; no group is lost or comes twice."""
+  ahead = '--config.rollout.async_ratio=1', '--config.loss.variant=decoupled_ppo', '--config.sampling.rows=8', '--config.steps=4'
+  train(inputs, inputs / 'ahead', 2, 1, *DENSE[:-1], *ahead)
+  steps = [record for record in logged(inputs / 'ahead') if record['kind'] == 'train']
+  assert len(steps) == 4
+  assert all(record['async/age_max'] <= 1 for record in steps)
