@@ -26,7 +26,7 @@ setup: ## the virtual environment of the tests, without running anything
 	@$(SETUP) gguf,test
 
 test: setup ## the default test suite (ARGS='-k name' and so on go to pytest)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 slow: setup ## the tests that take minutes
 	$(BIN)/python -m pytest -m slow $(ARGS)
@@ -50,7 +50,8 @@ aot: ## kernels and programs compiled for an H200, without one (needs ptxas): te
 
 compiled:
 	@$(SETUP) test,aot
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/kernels/test_compiled.py tests/planning/test_planned_programs.py -m '' $(ARGS)
+	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/kernels/test_compiled.py tests/planning/test_planned_programs.py \
+	  tests/parallel/test_mesh_kernels.py -m '' $(ARGS)
 	JAX_PLATFORMS=cpu $(BIN)/python benchmarks/kernel_resources.py
 
 tpu: ## an update and decode steps compiled for TPUs, without one

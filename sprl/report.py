@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from sprl.io.metrics import read_metrics, series
 from sprl.io.plots import plot_run, plot_timeline
 from sprl.models.lora import network
@@ -14,7 +16,10 @@ from sprl.trainer import Finished
 
 
 def closing_report(run: Run, workdir: Path, finished: Finished) -> str:
-  """Draws the plot, writes the export where the settings ask for one, and tells of both, and of before and after."""
+  """Draws the plot, writes the export where the settings ask for one, and tells of both, and of before and after.
+
+  A run over several processes is not exported here: no process has all of the weights.
+  """
   before, after = finished.before, finished.after
   count, k = int(after['metrics']['eval/problems']), int(after['metrics']['eval/samples'])
   how = 'greedy' if run.eval.temperature == 0 else f'{k} sampled at temperature {run.eval.temperature:g}'
@@ -39,7 +44,7 @@ def closing_report(run: Run, workdir: Path, finished: Finished) -> str:
     f'metrics:     {workdir / "metrics.jsonl"}',
   ]
   lines += [f'samples:     {workdir / "samples"}', f'checkpoints: {workdir / "checkpoints"}']
-  if run.export:
+  if run.export and jax.process_count() == 1:
     params = network(finished.params, finished.policy.base('float32'))
     folder = export(finished.policy, params, workdir / 'export')
     lines.append(f'export:      {folder}  (a Hugging Face folder)')

@@ -333,7 +333,6 @@ def _check_team(run: Run, team: Team) -> None:
     ('devices.learner', run.devices.learner, '', shared),
     ('devices.rollout', run.devices.rollout, '', shared),
     ('devices.engines', run.devices.engines, 1, shared),
-    ('export', run.export, False, 'and `python -m sprl.export` afterwards'),
   ):
     if team.processes > 1 and value != expected:
       raise SettingsError(f'config.{key} = {value!r}: expected {expected!r} over SPRL_PROCESSES = {team.processes}, {why}')

@@ -163,7 +163,6 @@ def test_settings_that_processes_cannot_share(inputs, tmp_path, monkeypatch):
     ({'devices__learner': '0-3'}, "config.devices.learner = '0-3': expected '' over SPRL_PROCESSES = 2, whose rollouts and"),
     ({'devices__rollout': '4', 'devices__learner': '0'}, "config.devices.learner = '0': expected ''"),
     ({'devices__engines': 2}, 'config.devices.engines = 2: expected 1'),
-    ({'export': True}, 'config.export = True: expected False over SPRL_PROCESSES = 2, and `python -m sprl.export` afterwards'),
   ]:
     assert said in refusal(changed(inputs, **changes), tmp_path / 'run', monkeypatch, Team(processes=2))
 
