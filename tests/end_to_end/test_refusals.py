@@ -252,6 +252,7 @@ def test_weights_that_are_not_numbers_stop_the_run_with_a_report(inputs, tmp_pat
   assert 'Traceback' not in err
 
 
+@pytest.mark.slow
 def test_a_sampler_that_is_another_policy_stops_the_run(inputs, tmp_path, monkeypatch):
   """fp8_rollouts 10.13: weights that were served wrong show as a spike of the mismatch, and name where the run stands."""
   served = policy.Policy.serve
@@ -269,6 +270,7 @@ def test_a_sampler_that_is_another_policy_stops_the_run(inputs, tmp_path, monkey
   assert abs(record['rollout_corr/kl']) > 1
 
 
+@pytest.mark.slow
 def test_a_policy_that_never_ends_its_answers_stops_the_run(inputs, tmp_path):
   """fp8_rollouts 10.13: random weights rarely draw a token that ends the turn."""
   run = changed(inputs, arm='dense', quant__sampler='bf16', ledger__every=0, sampling__stop=(), rollout__stop_when_capped=True)

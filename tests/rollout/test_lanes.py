@@ -314,7 +314,7 @@ def test_waiting_ends_with_a_result_or_a_limit_or_the_seconds(gate):
   ('action', 'reason'),
   [
     ('raise', 'EnvironmentFault: environment Scripted: step raised ValueError: no such door'),
-    ('number', 'EnvironmentFault: environment Scripted: step: observation is a int, 7: expected text'),
+    ('number', 'EnvironmentFault: environment Scripted: step: observation is a int, 7: expected text that UTF-8 can encode'),
     ('nan', 'EnvironmentFault: environment Scripted: step: reward is nan: expected a finite number'),
   ],
 )

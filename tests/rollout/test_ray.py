@@ -47,6 +47,7 @@ def call(lanes, *of_call):
   return results(lanes, lanes.submit(Call(*of_call)))[0]
 
 
+@pytest.mark.slow
 def test_environments_live_in_actors_which_are_replaced_when_they_die_or_hang():
   now, key = [0.0], (1, 0)
   with Lanes(lane_environment.Scripted, 1, RayActor, limit=30.0, now=lambda: now[0]) as lanes:

@@ -136,7 +136,7 @@ redundant = st.builds(
 ).filter(lambda r: (r.group > 1 or r.query_filter == 'none') and (r.replicate_prompts or not r.async_ratio or r.group == 1))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(rollouts, st.integers(0, 1000), st.sampled_from([0.0, 0.2]), st.sampled_from([1, 2]), st.integers(1, 3))
 def test_credits_and_window_hold_and_nothing_is_discarded_for_its_age(rollout, seed, fails, engines, turns):
   """async_rollouts 13.2 and 13.3: I1, I2, I3 under random durations, filters, aborts and failures; zero expired groups."""
@@ -319,7 +319,7 @@ def test_no_more_groups_are_started_than_the_run_will_consume():
   assert world.scheduler.idle
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(redundant, st.integers(0, 1000), st.sampled_from([0.0, 0.2]), st.sampled_from([1, 2]), st.integers(1, 3))
 def test_the_fastest_first_no_sample_is_older_than_the_window_and_every_group_has_a_fate(rollout, seed, fails, engines, turns):
   """async_rollouts 13.2 with redundancy; every group's fate is counted (World.check)."""
@@ -330,7 +330,7 @@ def test_the_fastest_first_no_sample_is_older_than_the_window_and_every_group_ha
   assert len({number for _, number, _ in world.consumed}) == 5 * rollout.prompts
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(rollouts | redundant, st.integers(0, 1000), st.lists(st.tuples(st.integers(1, 60), st.booleans()), min_size=1, max_size=4))
 def test_killed_at_any_event_and_resumed_no_prompt_is_lost_or_trained_twice(rollout, seed, ends):
   """async_rollouts 13.11. A run ends after so many turns, wherever that is: killed, when what it had saved after its last update

@@ -203,8 +203,8 @@ def test_auto_is_the_data_sets_own(task, kind):
 
 
 def test_a_users_function_is_found_and_called(tmp_path):
-  (tmp_path / 'neighbour.py').write_text('HALF = 0.5\n')
-  (tmp_path / 'mine.py').write_text('from neighbour import HALF\ndef grade(prompt, completion, answer):\n  return HALF\n')
+  (tmp_path / 'beside.py').write_text('HALF = 0.5\n')
+  (tmp_path / 'mine.py').write_text('from beside import HALF\ndef grade(prompt, completion, answer):\n  return HALF\n')
   grade = graders.load(graders.resolve(Task(grader=f'{tmp_path}/mine.py:grade')))
   assert grade('p', 'c', 'a', {}) == 0.5
 
