@@ -94,7 +94,6 @@ def grouped_reference(
   dtype: Any,
 ) -> Float[Array, 'n T N']:
   """`grouped_matmul` in jnp, a block at a time."""
-
   held = jax.lax.bitcast_convert_type(w, jnp.uint8)  # XLA's CPU backend would widen all of them to look one up
 
   def block(i, y):
@@ -113,9 +112,8 @@ def cost(M: int, N: int, K: int) -> Cost:
 
 def grouped_cost(M: int, X: int, N: int, K: int) -> Cost:
   """The cost of M tokens, quantised already, each times the weights of one of the X experts that any goes through."""
-  one = cost(M, N, K)
-  weights = N * K + 4 * -(-N // 128) * -(-K // 128)
-  return Cost(one.bytes + (X - 1) * weights, one.flops)
+  one, weights = cost(M, N, K), cost(0, N, K)
+  return Cost(one.bytes + (X - 1) * weights.bytes, one.flops)
 
 
 def _grouped_obstacle(w, dtype, rows, group, tokens) -> str | None:
