@@ -34,7 +34,7 @@ from sprl.tasks.grading_pool import Grade
 from sprl.trajectory import Request
 
 ROWS, GROUPS, N, EXTRA = 32, 48, 4, 8
-MAX_TOKENS = 512
+MAX_TOKENS = 768
 TASK = Task(kind='reasoning_gym', name='chain_sum', args={'min_terms': 2, 'max_terms': 6}, system='Answer with the number only.')
 PEER = 1.8  # the factor that queue scheduling has to reach over the barrier
 ARMS = ('barrier', 'queue', 'replication', 'redundant')

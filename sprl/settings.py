@@ -688,7 +688,7 @@ def check_rollout(run: Run) -> None:
   _require(run, 'environment.workers', lambda v: v >= 0, '0 or more')
   _require(run, 'environment.time_limit', lambda v: 0 < v <= LONGEST_WAIT, f'seconds, above 0 and at most {LONGEST_WAIT}')
   for key in ('environment.latency_mean', 'environment.latency_std'):
-    _require(run, key, lambda v: 0 <= v < math.inf, 'seconds, 0 or more')
+    _require(run, key, lambda v: 0 <= v <= LONGEST_WAIT, f'seconds, 0 to {LONGEST_WAIT}')
   if (run.task.kind == 'environment') != bool(env.name):
     raise SettingsError(
       f'config.task.kind = {run.task.kind!r} and config.environment.name = {env.name!r}: expected an environment by name with '

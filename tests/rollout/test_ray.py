@@ -13,6 +13,8 @@ from sprl.tasks.executors import RayActor
 from sprl.tasks.grading_lanes import GradingLanes
 from sprl.tasks.grading_pool import Grade
 
+pytestmark = pytest.mark.slow  # a cluster starts, and what dies is waited for
+
 ray = pytest.importorskip('ray', reason="needs Ray: pip install 'sprl[ray]'")
 
 PATIENCE = 60.0

@@ -136,7 +136,7 @@ redundant = st.builds(
 ).filter(lambda r: (r.group > 1 or r.query_filter == 'none') and (r.replicate_prompts or not r.async_ratio or r.group == 1))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(rollouts, st.integers(0, 1000), st.sampled_from([0.0, 0.2]), st.sampled_from([1, 2]), st.integers(1, 3))
 def test_credits_and_window_hold_and_nothing_is_discarded_for_its_age(rollout, seed, fails, engines, turns):
   """async_rollouts 13.2 and 13.3: I1, I2, I3 under random durations, filters, aborts and failures; zero expired groups."""
