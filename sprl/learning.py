@@ -6,25 +6,24 @@ It touches the learner's devices and nothing of the rollouts, so that on devices
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from sprl.cache.plan import CachePlan
-from sprl.learner.packing import pack, shape
+from sprl.learner.packing import Shape, empty, pack, shape
 from sprl.learner.score import score, score_and_route
 from sprl.learner.state import TrainState
-from sprl.learner.update import Computation, make_update, scores_old
+from sprl.learner.update import scores_old
 from sprl.models.lora import Base, network
 from sprl.models.transformer import Params
 from sprl.objective.advantages import advantages, equal_groups
-from sprl.parallel.rules import row_shards
+from sprl.parallel.rules import OnMesh, row_shards
 from sprl.parallel.transfer import fetch, home
 from sprl.policy import Policy
 from sprl.process import return_free_memory
@@ -57,6 +56,25 @@ class Stopwatch:
     self._last = now
 
 
+def compile_ahead(update: OnMesh, run: Run, policy: Policy, state: TrainState, base: Base | None) -> None:
+  """Compiles the run's update for states of these shapes and places before there is one: compiling takes memory too.
+
+  Where batches carry what the sampler forgot or routed, the first of them compiles it.
+  """
+  if run.cache.masked_learner or run.model.router_replay != 'none':
+    return
+  batch = policy.put(empty(_sizes(run, policy)))
+  old = batch.sampler_logp if scores_old(run.correction, run.optimizer.updates) else None
+  ref = batch.sampler_logp if run.loss.kl_coef > 0 else None
+  with jax.default_device(home(policy.replicated)):  # as in `learn`: for another default it is another program
+    update.lower(state, batch, old, ref, base).compile()
+  return_free_memory()
+
+
+def _sizes(run: Run, policy: Policy) -> Shape:
+  return shape(run.sampling, run.rollout, run.packing, run.optimizer.minibatches, row_shards(policy.mesh))
+
+
 @dataclass
 class Learning:
   """The train state, and what it takes to move it.
@@ -68,7 +86,7 @@ class Learning:
   run: Run
   policy: Policy
   plan: CachePlan
-  optimizer: optax.GradientTransformation
+  update: Callable  # that of `make_update`
   state: TrainState
   reference: Params | None = None
   base: Base | None = None  # the frozen weights under `state`, where it holds adapters
@@ -78,9 +96,7 @@ class Learning:
   def __post_init__(self):
     run = self.run
     self.calibrates = self.plan.fp8 and run.quant.kv_scale != 'unit'
-    shards = row_shards(self.policy.mesh)
-    self._sizes = shape(run.sampling, run.rollout, run.packing, run.optimizer.minibatches, shards)
-    self._update = make_update(self.policy.graphdef, self.optimizer, Computation.of(run, self.policy.dtype))
+    self._sizes = _sizes(run, self.policy)
 
   @property
   def renewed(self) -> bool:
@@ -135,7 +151,7 @@ class Learning:
       measured = []
       for _ in range(run.optimizer.epochs):
         for batch, old_logp, ref_logp in zip(batches, old, ref):
-          self.state, metrics = self._update(self.state, batch, old_logp, ref_logp, self.base)
+          self.state, metrics = self.update(self.state, batch, old_logp, ref_logp, self.base)
           measured.append(metrics)
       measured = fetch(measured)
       times.lap('update')

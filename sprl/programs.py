@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from sprl.cache.plan import CachePlan
 from sprl.cache.scales import Scales
 from sprl.io.tokenizer import Tokenizer
-from sprl.learner.packing import Shape, pack
+from sprl.learner.packing import Shape, empty
 from sprl.learner.state import make_optimizer
 from sprl.learner.update import Computation, make_update, scores_old
 from sprl.models import transformer
@@ -41,8 +41,7 @@ class Program(NamedTuple):
 def update(config: ModelConfig, run: Run, shape: Shape, mesh: Mesh) -> Program:
   """The update of a batch packed to `shape`."""
   optimizer, policy = make_optimizer(run.optimizer, 1), _policy(config, run, mesh)
-  batch, _ = pack((), np.zeros(shape.sequences), shape, run.packing.share_prefix)
-  batch = dataclasses.replace(batch, reward=np.zeros(shape.sequences, np.float32))  # pyright: ignore[reportArgumentType]
+  batch = empty(shape)
   batch = _placed(batch, shardings(mesh, batch.axes, batch))
   old = batch.sampler_logp if scores_old(run.correction, run.optimizer.updates) else None
   ref = batch.sampler_logp if run.loss.kl_coef > 0 else None
@@ -61,8 +60,8 @@ def decoding(config: ModelConfig, run: Run, plan: CachePlan, quant: Quant, rows:
     served = served._replace(scales=Scales(scale, scale, scale))
   served = _placed(served, shardings(mesh, served_axes(served, config), served))
   seed = jax.eval_shape(lambda: jax.random.key(0))
-  empty = partial(decode.empty_rows.jitted, plan, rows=rows, max_tokens=run.sampling.max_tokens)
-  state = jax.eval_shape(empty, served, seed=seed)
+  made = partial(decode.empty_rows.jitted, plan, rows=rows, max_tokens=run.sampling.max_tokens)
+  state = jax.eval_shape(made, served, seed=seed)
   state = _placed(state, shardings(mesh, state.axes, state))
   stops = tuple(sorted({*config.eos_token_ids, *run.sampling.stop_ids}))
   static = {'sampling': run.sampling, 'stop_ids': stops, 'steps': run.sampling.chunk}

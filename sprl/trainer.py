@@ -35,7 +35,8 @@ from sprl.io.metrics import RunLog, mean_of
 from sprl.io.progress import Progress
 from sprl.kernels.platform import can_run
 from sprl.learner.state import TrainState, make_optimizer
-from sprl.learning import Learned, Learning, Stopwatch
+from sprl.learner.update import Computation, make_update
+from sprl.learning import Learned, Learning, Stopwatch, compile_ahead
 from sprl.models.lora import network
 from sprl.models.transformer import Params
 from sprl.objective import diagnostics, guards, losses
@@ -118,7 +119,11 @@ def train(run: Run, workdir: Path, team: Team = ALONE) -> Finished:
     optimizer = make_optimizer(run.optimizer, run.steps * run.optimizer.updates)
     abstract = abstract_state(policy, optimizer, run.optimizer.offload)
     places = jax.tree.map(lambda a: a.sharding, abstract)
-    restored, base = checkpoints.restore(abstract), policy.base()
+    base = policy.base()
+    update = make_update(policy.graphdef, optimizer, Computation.of(run, policy.dtype))
+    if done < run.steps:
+      compile_ahead(update, run, policy, abstract, base)
+    restored = checkpoints.restore(abstract)
     if restored is None:
       state = TrainState.create(policy.first(run.seed), optimizer, places)
       extra: dict[str, Any] = {'capped': 0, 'before': {}, 'after': {}}
@@ -134,12 +139,15 @@ def train(run: Run, workdir: Path, team: Team = ALONE) -> Finished:
     largest = tuple(np.array(found, np.float32) for found in extra.get('largest', ()))
 
     # --- learner, engines, scheduler, and where to write ------------------------------------------------------------
-    learning = Learning(run, policy, plan, optimizer, state, reference, base, largest, extra.get('looked_at', -1))
+    learning = Learning(run, policy, plan, update, state, reference, base, largest, extra.get('looked_at', -1))
     if not learning.renewed:  # a run that went to its end has not looked for what comes after
       learning.look_at(asked_first(extra.get('scheduler', {}).get('next', 0)), run.prefill)
     served = learning.serve()
     engines = acting.engines(run, policy, plan)
-    timeline = Timeline(time.perf_counter)
+    timeline, trace = Timeline(time.perf_counter), workdir / 'trace.json'
+    traced = team.leads and not (done == run.steps and trace.exists())
+    if traced and trace.exists():  # of the steps before those to come
+      trace.replace(workdir / f'trace_until_{done}.json')
     slots = [engine.open(served, done) for engine in engines]
     scheduler = Scheduler(
       [AgreedEngine(each, team) for each in slots], workers, source, run.rollout, time.perf_counter,
@@ -173,8 +181,8 @@ def train(run: Run, workdir: Path, team: Team = ALONE) -> Finished:
         'base': base and base.fingerprint,
       }  # fmt: skip
       checkpoints.save(done, learning.state, extra, after['metrics']['eval/avg@k'] if after else None)
-      if team.leads:
-        timeline.write(workdir / 'trace.json')
+      if traced:
+        timeline.write(trace)
 
     def learn(step: int, trajectories: Sequence[Trajectory]) -> Learned:
       with timeline.span('learner', f'update {step}'):

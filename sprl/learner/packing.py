@@ -17,7 +17,7 @@ its devices to be found.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -170,6 +170,13 @@ def pack(
     'evicted': evicted, 'routes': routes,
   }  # fmt: skip
   return TrainBatch(**arrays), metrics
+
+
+def empty(shape: Shape) -> TrainBatch:
+  """A batch of such sizes with nothing in it, for what asks for shapes only."""
+  batch, _ = pack((), np.zeros(shape.sequences), shape, share_prefix=False)
+  reward: Any = np.zeros(shape.sequences, np.float32)
+  return replace(batch, reward=reward)
 
 
 def _pieces(trajectories, advantage, T, share_prefix):

@@ -5,7 +5,6 @@
 3. step: the optimiser, unless the gradient is not finite, which is counted instead.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -57,7 +56,7 @@ def scores_old(correction: Correction, updates: int) -> bool:
   return updates > 1 or rejects or c.normalise
 
 
-def make_update(graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation, computation: Computation) -> Callable:
+def make_update(graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation, computation: Computation) -> OnMesh:
   """update(state, batch, old_logp, ref_logp, base=None) -> (state, metrics), jitted; `state` is donated.
 
   `old_logp` [B, C] may be None where `scores_old` allows it, `ref_logp` [B, C] where the loss has no KL term. With a `base`

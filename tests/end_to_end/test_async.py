@@ -84,11 +84,14 @@ def by_hand(run, grade):
   return state.params, rewards, losses
 
 
-def test_a_synchronous_run_is_the_plain_loop_bit_for_bit(inputs, tmp_path):
+def test_a_synchronous_run_is_the_plain_loop_bit_for_bit(inputs, tmp_path, caplog):
   """async_rollouts 13.1, on samples (their rewards), losses and parameters; the learner is the old policy, exactly."""
   run = plain(inputs, 3)
   expected, rewards, losses = by_hand(run, loaded(inputs / 'grader.py', 'tiny_grader').grade)
-  finished = train(run, tmp_path / 'run')
+  with jax.log_compiles(), caplog.at_level('WARNING', logger='jax'):
+    finished = train(run, tmp_path / 'run')
+  compiled = [r.getMessage() for r in caplog.records if 'Finished XLA compilation of jit(_update)' in r.getMessage()]
+  assert len(compiled) == 1  # before there were weights, and never again
   jax.tree.map(np.testing.assert_array_equal, finished.params, expected)
   records = [r for r in read_metrics(tmp_path / 'run') if r['kind'] == 'train']
   np.testing.assert_allclose([r['reward/mean'] for r in records], rewards, rtol=1e-6)
@@ -140,6 +143,8 @@ def test_an_asynchronous_run_overlaps_and_after_a_kill_loses_nothing(inputs, mon
   ages = {r['step']: r['async/token_lag_mean'] for r in records}
   assert all((entries[step]['ledger/staleness_abs'] > 0) == (ages[step] == 1) for step in entries if ages[step] in (0, 1))
 
+  (until,) = workdir.glob('trace_until_*.json')  # what was traced before the run was killed
+  assert json.loads(until.read_text())['traceEvents']
   events = json.loads((workdir / 'trace.json').read_text())['traceEvents']
   tracks = {e['tid']: e['args']['name'] for e in events if e['ph'] == 'M'}
   spans: dict[str, list[tuple[float, float]]] = {}
