@@ -8,7 +8,7 @@ greedy tokens be equal.
 import json
 import os
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import jax
@@ -144,12 +144,13 @@ def assert_same(compared: Compared) -> None:
   np.testing.assert_array_equal(compared.greedy, compared.theirs['greedy'])
 
 
-def assert_same_to_rounding(compared: Compared) -> None:
-  """For SmolLM2, whose residual stream reaches 25,000 in a few channels: one float32 step there is 0.002. transformers' float32
-  logits were seen 0.9e-4 from the exact ones and ours 0.7e-4 to 2.3e-4, by the order in which XLA sums products. So two float32
-  runs are held to 1e-5 of the largest logit (38); test_smollm2_with_exact_products holds the network itself to 1e-4."""
-  largest = np.abs(compared.theirs['logits']).max()
-  np.testing.assert_allclose(compared.logits, compared.theirs['logits'], atol=1e-5 * largest, rtol=0)
+def assert_same_to_rounding(compared: Compared, exact: np.ndarray) -> None:
+  """For SmolLM2, whose residual stream reaches 25,000 in a few channels: one float32 step there is 0.002. On most processors both
+  sides' float32 logits were seen 0.7e-4 to 2.3e-4 from the exact ones, by the order in which products are summed; on one, 0.005
+  from each other. So each is held to 5e-4 of the largest logit (38); test_smollm2_with_exact_products holds the network to 1e-4."""
+  largest = np.abs(exact).max()
+  for side, logits in (('transformers', compared.theirs['logits']), ('sprl', compared.logits)):
+    np.testing.assert_allclose(logits, exact, atol=5e-4 * largest, rtol=0, err_msg=side)
   np.testing.assert_array_equal(compared.greedy, compared.theirs['greedy'])
 
 
@@ -251,10 +252,11 @@ def smollm2(tmp_path_factory) -> tuple[Path, Path, list[list[int]]]:
 def test_smollm2_both_ways(smollm2):
   folder, where, prompts = smollm2
   assert len(list((where / 'exported').glob('*.safetensors'))) > 1
+  exact = np.load(where / 'exact.npz')['logits']
   imported = compare(folder, where / 'folder.npz', prompts)
-  assert_same_to_rounding(imported)
-  assert_same_to_rounding(compare(where / 'exported', where / 'exported.npz', prompts))
-  assert_same_to_rounding(Compared(imported.config, dict(np.load(where / 'gguf.npz')), imported.logits, imported.greedy))
+  assert_same_to_rounding(imported, exact)
+  assert_same_to_rounding(compare(where / 'exported', where / 'exported.npz', prompts), exact)
+  assert_same_to_rounding(replace(imported, theirs=dict(np.load(where / 'gguf.npz'))), exact)
   assert 'Paris' in Tokenizer.load(folder).decode(imported.greedy[0])
 
 
