@@ -135,7 +135,7 @@ class Learning:
     return_free_memory()  # the update is where most is needed
     with jax.transfer_guard('disallow'):  # what goes to the device or comes back is said here: device_put, device_get
       batches = [policy.put(batch) for batch, _ in minibatches]
-      how = temperature, policy.dtype, chunk
+      how = temperature, policy.dtype, chunk, policy.kernels
       ref = [  # whose router is its own
         None if self.reference is None else score(policy.graphdef, self.reference, replace(batch, routes=None), *how)
         for batch in batches

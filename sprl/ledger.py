@@ -128,7 +128,8 @@ def learner_logps(run: Run, policy: Policy, params: Params, trajectories: Sequen
   sizes = shape(run.sampling, rollout, run.packing, 1, row_shards(policy.mesh))
   batch, _ = pack(trajectories, np.ones(len(trajectories), np.float32), sizes, run.packing.share_prefix)
   batch = policy.put(batch)
-  logp = fetch(score(policy.graphdef, params, batch, run.sampling.temperature, policy.dtype, run.packing.score_chunk))
+  how = run.sampling.temperature, policy.dtype, run.packing.score_chunk, policy.kernels
+  logp = fetch(score(policy.graphdef, params, batch, *how))
   return [t.per_token(row) for t, row in zip(trajectories, logp)]
 
 

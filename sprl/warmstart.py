@@ -35,7 +35,7 @@ from sprl.parallel.rules import OnMesh, anew, row_shards
 from sprl.policy import Policy, abstract_state
 from sprl.rollout import collect
 from sprl.saved import export
-from sprl.settings import Lora, Optimizer, Remat, Rollout, Run, SettingsError, resolve
+from sprl.settings import Kernels, Lora, Optimizer, Remat, Rollout, Run, SettingsError, resolve
 from sprl.tasks import problems
 from sprl.tasks.problems import Problem
 from sprl.tasks.prompts import PromptStream
@@ -72,7 +72,7 @@ def warm_start(
   optimizer = make_optimizer(settings, steps)
   shardings = jax.tree.map(lambda a: a.sharding, abstract_state(policy, optimizer))
   state = jax.device_put(TrainState.create(policy.load(), optimizer), shardings)
-  update = make_update(policy.graphdef, optimizer, policy.dtype, packing.score_chunk, run.model.remat)
+  update = make_update(policy.graphdef, optimizer, policy.dtype, packing.score_chunk, run.model.remat, policy.kernels)
 
   losses: list[float] = []
   unseen: list[Float[Array, '']] = []  # losses still on the device
@@ -195,17 +195,19 @@ def lesson(prompt: Sequence[int] | np.ndarray, solution: Sequence[int]) -> Traje
 # --- the update ------------------------------------------------------------------------------------------------------
 
 
-def make_update(graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation, dtype, chunk: int, remat: Remat) -> Callable:
+def make_update(
+  graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation, dtype, chunk: int, remat: Remat, kernels: Kernels = 'auto'
+) -> Callable:
   """update(state, batch) -> (state, loss), jitted; `state` is donated.
 
   The loss is the mean of -log p over the batch's masked tokens, before the step.
   """
-  return OnMesh(jax.jit(partial(_update, graphdef, optimizer, dtype, chunk, remat), donate_argnums=0))
+  return OnMesh(jax.jit(partial(_update, graphdef, optimizer, dtype, chunk, remat, kernels), donate_argnums=0))
 
 
-def _update(graphdef, optimizer, dtype, chunk: int, remat: Remat, state: TrainState, batch: TrainBatch):
+def _update(graphdef, optimizer, dtype, chunk: int, remat: Remat, kernels: Kernels, state: TrainState, batch: TrainBatch):
   def micro_loss(params, i):
-    logp, *_ = micro_logprobs(graphdef, params, batch, i, 1.0, dtype, chunk, remat)
+    logp, *_ = micro_logprobs(graphdef, params, batch, i, 1.0, dtype, chunk, remat, kernels)
     return -jnp.sum(logp) / jnp.sum(batch.mask)
 
   def accumulate(i, carry):

@@ -213,7 +213,7 @@ class KVCache:
     if held.carried is not None and plan.accumulates:
       real = jnp.arange(q.shape[1]) < self.expected[:, None]
       held = dataclasses.replace(held, carried=held.carried + attention_share(q, k, allowed, real))
-    return attention(q, k, v, allowed), self._with(layer, held)
+    return attention(q, k, v, allowed, kernels=plan.kernels), self._with(layer, held)
 
   def _decode(self, layer, q):
     held, plan = self.layers[layer], self.plan

@@ -1,25 +1,89 @@
-"""Attention of the learner and of prefill: every query against every key that a mask allows, with its own backward pass.
+"""Attention of the learner and of prefill: every query against every key that a mask allows. On GPUs it is a library's, cuDNN's.
 
-The forward pass keeps one number a query (the log of its normaliser) and the backward pass recomputes the weights from it, so
-that no [T, S] array of a layer outlives the layer, in either direction. Heads come first and the queries of a group are
-stacked, which makes every product one batched matrix product without a transposition.
+cuDNN takes the mask of packed rows, shared prompts included, as one bias for all heads, [B, 1, T, S] in bfloat16, and needs no
+other array of that size.
+
+The reference has its own backward pass: the forward pass keeps one number a query (the log of its normaliser) and the backward
+pass recomputes the weights from it, so that no [T, S] array of a layer outlives the layer, in either direction. Heads come
+first and the queries of a group are stacked, which makes every product one batched matrix product without a transposition.
 """
+
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
+
+from sprl.kernels.cost import Cost
+from sprl.kernels.platform import chosen
+from sprl.settings import Kernels
 
 QUERY_CHUNK = 1024  # queries whose [Q, S] scores exist at one time
 LOWEST = -1e30  # the score of what may not be seen
 
 
 def attention(
-  q: Float[Array, 'B T H D'], k: Float[Array, 'B S K D'], v: Float[Array, 'B S K D'], allowed: Bool[Array, 'B #K T S']
+  q: Float[Array, 'B T H D'],
+  k: Float[Array, 'B S K D'],
+  v: Float[Array, 'B S K D'],
+  allowed: Bool[Array, 'B #K T S'],
+  causal: bool = False,
+  kernels: Kernels = 'auto',
 ) -> Float[Array, 'B T H D']:
   """Softmax attention with grouped heads, scores and softmax in float32. Queries with nothing allowed give zeros.
 
-  `allowed` is one mask for all kv heads ([B, 1, T, S]) or one for each.
+  `allowed` is one mask for all kv heads ([B, 1, T, S]) or one for each. `causal` promises that it lets no query t see a key
+  beyond t, half of the work for a library that is told.
   """
+  if chosen('attention of whole rows', kernels, lambda: _obstacle(q, k, allowed), library='cuDNN'):
+    return by_library(q, k, v, allowed, causal)
+  return reference(q, k, v, allowed)
+
+
+def by_library(
+  q: Float[Array, 'B T H D'],
+  k: Float[Array, 'B S K D'],
+  v: Float[Array, 'B S K D'],
+  allowed: Bool[Array, 'B 1 T S'],
+  causal: bool = False,
+  implementation: Literal['cudnn', 'xla'] = 'cudnn',
+) -> Float[Array, 'B T H D']:
+  """`attention` by `jax.nn.dot_product_attention`, one mask for all heads."""
+  out = jax.nn.dot_product_attention(q, k, v, mask=allowed, is_causal=causal, implementation=implementation)
+  # To a query that may see nothing its mask is a constant, and the library averages all values.
+  return jnp.where(jnp.any(allowed[:, 0], axis=-1)[..., None, None], out, 0).astype(q.dtype)
+
+
+def _obstacle(q, k, allowed) -> str | None:
+  """What keeps cuDNN from it (jax's own list: check_is_flash_attention in jax/_src/cudnn), forwards or backwards."""
+  (_, T, _, D), S = q.shape, k.shape[1]
+  if q.dtype not in (jnp.bfloat16, jnp.float16):
+    return f'numbers are {q.dtype}'
+  if allowed.shape[1] != 1:
+    return 'kv heads have masks of their own'
+  if D % 8 or D > 128:
+    return f'heads are {D} wide'
+  if T % 2 or S % 2:
+    return f'{T} queries and {S} keys are not both even in number'
+  return None
+
+
+def cost(B: int, T: int, H: int, K: int, D: int, backward: bool = False) -> Cost:
+  """The cost of B rows of T tokens of one segment each, in bfloat16; `backward`: of both passes.
+
+  Forward two products of T^2 / 2 pairs a head, backward five. Forward moves q, k, v and the output, backward those again, the
+  output's gradient, and three gradients.
+  """
+  of_q, of_k = 2 * B * T * H * D, 2 * B * T * K * D
+  if not backward:
+    return Cost(2 * of_q + 2 * of_k, 2 * B * H * T * T * D)
+  return Cost(6 * of_q + 6 * of_k, 7 * B * H * T * T * D)
+
+
+def reference(
+  q: Float[Array, 'B T H D'], k: Float[Array, 'B S K D'], v: Float[Array, 'B S K D'], allowed: Bool[Array, 'B #K T S']
+) -> Float[Array, 'B T H D']:
+  """`attention` in jnp."""
   B, T, H, D = q.shape
   grouped = q.reshape(B, T, k.shape[2], -1, D)
   out = _attend(jnp.moveaxis(grouped, 1, 3), jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), allowed)

@@ -2,6 +2,7 @@
 
 import logging
 import platform
+import re
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -11,6 +12,8 @@ import jax.numpy as jnp
 
 from sprl.parallel.rules import shared
 from sprl.settings import Kernels, SettingsError
+
+HOPPERS = re.compile(r'\bG?H(100|200|800|20)\b')  # in a device's name
 
 
 def compute_dtype(name: str):
@@ -31,8 +34,21 @@ def native_bfloat16() -> bool:
 
 
 def hopper() -> bool:
-  """Whether the default device is a GPU of NVIDIA's Hopper generation, which the Mosaic kernels are written for."""
+  """Whether what is traced is for a GPU of NVIDIA's Hopper generation, which the Mosaic kernels are written for."""
+  if (meant := _meant()) is not None:
+    return HOPPERS.search(meant.device_kind) is not None
   return jax.default_backend() == 'gpu' and getattr(jax.devices()[0], 'compute_capability', '').startswith('9.')
+
+
+def on_gpu() -> bool:
+  """Whether what is traced is for a GPU: the default device, or those that the mesh in use has, here or not."""
+  return jax.default_backend() == 'gpu' or _meant() is not None
+
+
+def _meant():
+  """What a mesh of GPUs says of its devices; None where no such mesh is in use. Compile-only devices are known by it alone."""
+  device = jax.sharding.get_abstract_mesh().abstract_device
+  return device if device is not None and device.platform == 'gpu' else None
 
 
 def can_run(kernels: Kernels) -> bool:
@@ -40,16 +56,18 @@ def can_run(kernels: Kernels) -> bool:
   return kernels == 'mosaic_gpu' or (kernels == 'auto' and hopper())
 
 
-def chosen(operation: str, kernels: Kernels, obstacle: Callable[[], str | None]) -> bool:
+def chosen(operation: str, kernels: Kernels, obstacle: Callable[[], str | None], library: str = '') -> bool:
   """Whether the kernel computes `operation`, under the setting `kernels`; `obstacle` is why it cannot, None where it can.
 
   Raises SettingsError where the kernel is forced and cannot. On a GPU one line in the log says which runs, and why.
+  A `library`, by name, in the kernel's place has no interpreter: nothing forces it, and it runs on GPUs alone.
   """
-  if kernels == 'reference' or (kernels == 'auto' and jax.default_backend() != 'gpu'):
+  kernels = 'auto' if library and kernels == 'mosaic_gpu' else kernels
+  if kernels == 'reference' or (kernels == 'auto' and not on_gpu()):
     return False
   reason = _obstacle(obstacle) if kernels == 'mosaic_gpu' or hopper() else 'this GPU is not of the Hopper generation'
   if reason is None:
-    _note(f'{operation}: the Mosaic GPU kernel runs')
+    _note(f'{operation}: {library or "the Mosaic GPU kernel"} runs')
     return True
   if kernels == 'mosaic_gpu':
     raise SettingsError(f"config.model.kernels = 'mosaic_gpu': the kernel of {operation} cannot run: {reason}")

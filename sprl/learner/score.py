@@ -14,7 +14,7 @@ from sprl.models.memory import CausalMemory, EvictedMemory, Memory
 from sprl.models.routing import MISSING, Routed
 from sprl.models.transformer import Params
 from sprl.parallel.rules import OnMesh, anew, shard
-from sprl.settings import Remat
+from sprl.settings import Kernels, Remat
 
 
 def micro_logprobs(
@@ -26,12 +26,13 @@ def micro_logprobs(
   dtype,
   chunk: int,
   remat: Remat = 'none',
+  kernels: Kernels = 'auto',
 ) -> tuple[Float[Array, 'B C'], Float[Array, 'B C'], Routed]:
   """Log-probs and entropies of microbatch i's tokens, in their cells of the rectangle, other cells 0; and who went where.
 
   Logits are divided by the sampling temperature, as the sampler's were.
   """
-  memory: Memory = CausalMemory.of(batch.segments[i], batch.prefixes[i])
+  memory: Memory = CausalMemory.of(batch.segments[i], batch.prefixes[i], kernels)
   if batch.evicted is not None:
     memory = EvictedMemory(memory, batch.positions[i], batch.evicted[i])
   routed = Routed(memory, None if batch.routes is None else batch.routes[i], batch.segments[i] > 0)
@@ -48,27 +49,27 @@ def micro_logprobs(
 
 
 @OnMesh
-@partial(jax.jit, static_argnames=('graphdef', 'temperature', 'dtype', 'chunk'))
+@partial(jax.jit, static_argnames=('graphdef', 'temperature', 'dtype', 'chunk', 'kernels'))
 def score(
-  graphdef: nnx.GraphDef, params: Params, batch: TrainBatch, temperature: float, dtype, chunk: int
+  graphdef: nnx.GraphDef, params: Params, batch: TrainBatch, temperature: float, dtype, chunk: int, kernels: Kernels = 'auto'
 ) -> Float[Array, 'B C']:
   """Log-probs of all cells of the batch under `params`: the dense old policy's, or the reference's."""
 
   def body(i, logp):
-    return logp + micro_logprobs(graphdef, anew(params, i), batch, i, temperature, dtype, chunk)[0]
+    return logp + micro_logprobs(graphdef, anew(params, i), batch, i, temperature, dtype, chunk, kernels=kernels)[0]
 
   return jax.lax.fori_loop(0, batch.used, body, jnp.zeros(batch.mask.shape))
 
 
 @OnMesh
-@partial(jax.jit, static_argnames=('graphdef', 'temperature', 'dtype', 'chunk'))
+@partial(jax.jit, static_argnames=('graphdef', 'temperature', 'dtype', 'chunk', 'kernels'))
 def score_and_route(
-  graphdef: nnx.GraphDef, params: Params, batch: TrainBatch, temperature: float, dtype, chunk: int
+  graphdef: nnx.GraphDef, params: Params, batch: TrainBatch, temperature: float, dtype, chunk: int, kernels: Kernels = 'auto'
 ) -> tuple[Float[Array, 'B C'], Int[Array, 'A R T M k']]:
   """The same of a model with experts, and those that each token went through."""
 
   def one(i):
-    logp, _, routed = micro_logprobs(graphdef, anew(params, i), batch, i, temperature, dtype, chunk)
+    logp, _, routed = micro_logprobs(graphdef, anew(params, i), batch, i, temperature, dtype, chunk, kernels=kernels)
     return logp, routed.routes
 
   def body(i, carry):

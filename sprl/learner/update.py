@@ -23,7 +23,7 @@ from sprl.models.routing import balance_loss, balance_metrics
 from sprl.objective import diagnostics, losses
 from sprl.objective.correction import Corrected, correct
 from sprl.parallel.rules import OnMesh, anew
-from sprl.settings import Correction, Loss, Remat, Run
+from sprl.settings import Correction, Kernels, Loss, Remat, Run
 
 sg = jax.lax.stop_gradient
 
@@ -38,11 +38,13 @@ class Computation:
   dtype: Any
   chunk: int
   remat: Remat
+  kernels: Kernels = 'auto'  # what attends
 
   @classmethod
   def of(cls, run: Run, dtype: Any) -> 'Computation':
     """That of a run whose compute dtype is `dtype`."""
-    return cls(run.correction, run.loss, run.sampling.temperature, dtype, run.packing.score_chunk, run.model.remat)
+    model = run.model
+    return cls(run.correction, run.loss, run.sampling.temperature, dtype, run.packing.score_chunk, model.remat, model.kernels)
 
 
 def scores_old(correction: Correction, updates: int) -> bool:
@@ -80,8 +82,9 @@ def _update(graphdef, optimizer, computation: Computation, state: TrainState, ba
   # --- 2. gradient ---------------------------------------------------------------------------------------------------
   def micro_loss(params, i):
     logp, entropy, routed = micro_logprobs(
-      graphdef, network(params, base), batch, i, computation.temperature, computation.dtype, computation.chunk, computation.remat
-    )
+      graphdef, network(params, base), batch, i, computation.temperature, computation.dtype, computation.chunk, computation.remat,
+      computation.kernels,
+    )  # fmt: skip
     here = mask & (batch.micro == i)[:, None]
     old = sg(logp) if old_logp is None else old_logp
     weight = (corrected or corrected_by(old, here)).weight

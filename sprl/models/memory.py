@@ -4,7 +4,8 @@ The learner's memory is the packed row itself (CausalMemory); the sampler's is i
 paging are a memory's own business: the network does not know of them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, runtime_checkable
 
 import jax
@@ -13,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from sprl.kernels.attention import attention
 from sprl.parallel.rules import local
+from sprl.settings import Kernels
 
 
 @runtime_checkable
@@ -40,22 +42,25 @@ class CausalMemory:
   """
 
   allowed: Bool[Array, 'B 1 T T']
+  kernels: Kernels = field(default='auto', metadata={'static': True})  # what attends
 
   @classmethod
-  def of(cls, segments: Int[Array, 'B T'], prefixes: Int[Array, 'B T'] | None = None) -> 'CausalMemory':
+  def of(
+    cls, segments: Int[Array, 'B T'], prefixes: Int[Array, 'B T'] | None = None, kernels: Kernels = 'auto'
+  ) -> 'CausalMemory':
     """The memory of packed rows."""
     key, query = segments[:, None, :], segments[:, :, None]
     allowed = key == query
     if prefixes is not None:
       allowed |= key == prefixes[:, :, None]
     T = segments.shape[1]
-    return cls((allowed & (key != 0) & jnp.tril(jnp.ones((T, T), bool)))[:, None])
+    return cls((allowed & (key != 0) & jnp.tril(jnp.ones((T, T), bool)))[:, None], kernels)
 
   def attend(
     self, layer: int, q: Float[Array, 'B T H D'], k: Float[Array, 'B T K D'], v: Float[Array, 'B T K D']
   ) -> tuple[Float[Array, 'B T H D'], 'CausalMemory']:
     """Attention within the row; nothing is remembered between calls."""
-    return _local_attention(q, k, v, self.allowed), self
+    return _local_attention(q, k, v, self.allowed, self.kernels), self
 
 
 @jax.tree_util.register_dataclass
@@ -76,11 +81,12 @@ class EvictedMemory:
   ) -> tuple[Float[Array, 'B T H D'], 'EvictedMemory']:
     """Attention to what the sampler still had."""
     had = self.positions[:, None, :, None] < self.evicted[:, layer, :, None, :]
-    return _local_attention(q, k, v, self.dense.allowed & had), self
+    return _local_attention(q, k, v, self.dense.allowed & had, self.dense.kernels), self
 
 
-def _local_attention(q, k, v, allowed):
+def _local_attention(q, k, v, allowed, kernels):
   """Attention, which needs of other devices neither rows nor heads."""
   queries, keys = ('rows', None, 'heads', None), ('rows', None, 'kv_heads', None)
   seen = ('rows', None if allowed.shape[1] == 1 else 'kv_heads', None, None)
-  return local(attention, (queries, keys, keys, seen), queries)(q, k, v, allowed)
+  attend = partial(attention, causal=True, kernels=kernels)
+  return local(attend, (queries, keys, keys, seen), queries)(q, k, v, allowed)

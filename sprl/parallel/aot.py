@@ -8,7 +8,7 @@ it. So spills, memory, collectives and lowering errors are found on any machine;
     pip install 'jax[tpu]==VERSION'                                              # TPUs
 
 This is the one place that uses what JAX keeps half private: compile-only topologies, the device that Pallas asks for when
-lowering, and Mosaic's dumps. Checked with jax 0.11.2 and 0.12.0.1.
+lowering, cuDNN's version, and Mosaic's dumps. Checked with jax 0.11.2 and 0.12.0.1.
 """
 
 import contextlib
@@ -28,6 +28,7 @@ os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
 
 import jax
 import numpy as np
+from jax._src.cudnn import fused_attention_stablehlo
 from jax._src.mesh import AbstractDevice
 from jax.experimental import topologies
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
@@ -50,6 +51,7 @@ device_description_str: "NVIDIA H200"
 dnn_version_info { major: 9 minor: 8 patch: 0 }
 runtime_version { major: 13 minor: 0 patch: 0 }
 """
+CUDNN = 90800  # its dnn_version_info as cuDNN's own number, which JAX asks for when it lowers what cuDNN computes
 NODE = 8  # GPUs
 
 
@@ -127,7 +129,7 @@ def compile_for(jitted: Any, *arguments: Any, **static: Any) -> Compiled:
   device = AbstractDevice(device_kind='NVIDIA H200', num_cores=132, platform='gpu') if platform == 'gpu' else None
   mesh = AbstractMesh(there.axis_sizes, there.axis_names, axis_types=there.axis_types, abstract_device=device)
   with tempfile.TemporaryDirectory() as folder:
-    with jax.sharding.use_abstract_mesh(mesh), _dumping(folder):
+    with jax.sharding.use_abstract_mesh(mesh), _cudnn(), _dumping(folder):
       lowered = jitted.trace(*arguments, **static).lower(lowering_platforms=('tpu' if platform == 'tpu' else 'cuda',))
       compiled = lowered.compile()
     kernels = tuple(_kernel(path) for path in sorted(Path(folder).glob('*.ptxas')))
@@ -150,6 +152,17 @@ def compile_for_h200(function: Callable, *shapes: Any, donate: tuple[int, ...] =
   there = NamedSharding(Mesh(np.array(h200s()), ('x',)), PartitionSpec())
   placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there), shapes)
   return compile_for(jax.jit(function, out_shardings=there, donate_argnums=donate), *placed)
+
+
+@contextlib.contextmanager
+def _cudnn() -> Iterator[None]:
+  """Lets JAX lower to cuDNN without having it: calls of it are compiled by name, and its plans are made where they run."""
+  asked = fused_attention_stablehlo.check_cudnn_version
+  fused_attention_stablehlo.check_cudnn_version = lambda: CUDNN
+  try:
+    yield
+  finally:
+    fused_attention_stablehlo.check_cudnn_version = asked
 
 
 # --- Mosaic ----------------------------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ def amax(
     bias = None
     if plan.key_bias:
       bias = rotated_biases(transformer.key_biases(params), positions[i], plan.head_dim, plan.rope)
-    inner = CausalMemory.of(segments[i], prefixes[i])
+    inner = CausalMemory.of(segments[i], prefixes[i], plan.kernels)
     memory = CalibratingMemory.around(inner, plan.layers, (segments[i] > 0).astype(jnp.float32), bias)
     _, memory = transformer.forward(graphdef, anew(params, i), tokens[i], positions[i], memory, plan.dtype)
     return found.at[i].set(memory.amax)

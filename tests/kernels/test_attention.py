@@ -1,4 +1,7 @@
-"""Attention against loops over heads and queries in float64."""
+"""Attention against loops over heads and queries in float64: the reference, and the library's call with XLA in cuDNN's place."""
+
+import logging
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +9,12 @@ import numpy as np
 import pytest
 
 from sprl.kernels import attention as room
-from sprl.kernels.attention import attention, attention_share
+from sprl.kernels import platform
+from sprl.kernels.attention import attention, attention_share, by_library, cost, reference
+from sprl.models.memory import CausalMemory
+
+LIBRARY = partial(by_library, implementation='xla')
+FORMS = pytest.mark.parametrize('form', [reference, LIBRARY], ids=['reference', 'library'])
 
 
 def weights_by_hand(q, k, allowed):
@@ -51,17 +59,38 @@ def test_each_query_averages_the_values_it_may_see(H, K, masks):
   np.testing.assert_allclose(attention(*map(jnp.asarray, (q, k, v, allowed))), by_hand(q, k, v, allowed), atol=2e-6)
 
 
+@pytest.mark.parametrize(('H', 'K'), [(4, 4), (4, 2), (6, 1)])
+def test_the_library_averages_the_same_values(H, K):
+  q, k, v, allowed = some(H=H, K=K)
+  np.testing.assert_allclose(LIBRARY(*map(jnp.asarray, (q, k, v, allowed))), by_hand(q, k, v, allowed), atol=2e-6)
+
+
+@pytest.mark.parametrize('causal', [False, True])
+def test_rows_of_segments_that_share_a_prompt(causal):
+  """Two prompts, the first with three completions in two of them apart from it; padding within and after."""
+  segments = np.array([[1, 1, 1, 2, 2, 3, 4, 4, 0, 5, 5, 6, 0, 0]])
+  prefixes = np.array([[0, 0, 0, 1, 1, 1, 1, 1, 0, 0, 0, 5, 0, 0]])
+  allowed = CausalMemory.of(jnp.asarray(segments), jnp.asarray(prefixes)).allowed
+  q, k, v = map(jnp.asarray, some(B=1, T=14, S=14, H=6, K=2)[:3])
+  expected = by_hand(*map(np.asarray, (q, k, v, allowed)))
+  assert np.any(expected[0, 7])
+  assert not np.any(expected[0, 8])
+  for out in (LIBRARY(q, k, v, allowed, causal), reference(q, k, v, allowed)):
+    np.testing.assert_allclose(out, expected, atol=2e-6)
+
+
 def test_a_query_that_sees_one_key_returns_its_value():
   q, k, v, allowed = some(H=2, K=2)
   out = attention(*map(jnp.asarray, (q, k, v, allowed)))
   np.testing.assert_allclose(out[:, 0], v[:, 3], atol=1e-6)
 
 
-def test_a_query_that_sees_nothing_gives_zeros_and_no_gradient():
+@FORMS
+def test_a_query_that_sees_nothing_gives_zeros_and_no_gradient(form):
   q, k, v, allowed = map(jnp.asarray, some())
-  out = attention(q, k, v, allowed)
+  out = form(q, k, v, allowed)
   assert not np.any(out[0, 2])
-  grads = jax.grad(lambda *x: 1e3 * jnp.sum(attention(*x, allowed) ** 2), (0, 1, 2))(q, k, v)
+  grads = jax.grad(lambda *x: 1e3 * jnp.sum(form(*x, allowed) ** 2), (0, 1, 2))(q, k, v)
   assert all(np.isfinite(g).all() for g in grads)
   assert not np.any(grads[0][0, 2])
 
@@ -103,15 +132,17 @@ def plain(q, k, v, allowed):
 
 
 @pytest.mark.parametrize(('dtype', 'atol'), [(jnp.float32, 2e-6), (jnp.bfloat16, 5e-2)])
-@pytest.mark.parametrize(('chunk', 'masks'), [(1024, 1), (4, 1), (4, 2)])
-def test_gradients_are_those_of_the_definition(monkeypatch, dtype, atol, chunk, masks):
+@pytest.mark.parametrize(
+  ('form', 'chunk', 'masks'), [(reference, 1024, 1), (reference, 4, 1), (reference, 4, 2), (LIBRARY, 1024, 1)]
+)
+def test_gradients_are_those_of_the_definition(monkeypatch, form, dtype, atol, chunk, masks):
   monkeypatch.setattr(room, 'QUERY_CHUNK', chunk)
   q, k, v, allowed = some(H=6, K=2, masks=masks)
   allowed[..., 1] = True
   cotangent = np.random.default_rng(3).normal(size=q.shape).astype(np.float32)
   exact = jax.vjp(lambda *x: plain(*x, allowed), *map(jnp.asarray, (q, k, v)))[1](jnp.asarray(cotangent))
   narrow = [jnp.asarray(x, dtype) for x in (q, k, v)]
-  grads = jax.vjp(lambda *x: attention(*x, jnp.asarray(allowed)), *narrow)[1](jnp.asarray(cotangent, dtype))
+  grads = jax.vjp(lambda *x: form(*x, jnp.asarray(allowed)), *narrow)[1](jnp.asarray(cotangent, dtype))
   for grad, expected in zip(grads, exact):
     assert grad.dtype == dtype
     np.testing.assert_allclose(grad.astype(jnp.float32), expected, atol=atol)
@@ -145,3 +176,61 @@ def test_a_key_s_share_is_the_attention_of_the_real_queries(monkeypatch, H, mask
   expected = weights.reshape(2, 7, 2, H // 2, 9).mean(axis=3).sum(axis=1)
   np.testing.assert_allclose(share, expected, atol=2e-6)
   np.testing.assert_allclose(np.asarray(share).sum(axis=-1), np.broadcast_to([[4.0], [7.0]], (2, 2)), rtol=1e-5)
+
+
+# --- the choice ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_hopper(monkeypatch, caplog):
+  monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
+  monkeypatch.setattr(platform, 'hopper', lambda: True)
+  monkeypatch.setattr(room, 'by_library', LIBRARY)
+  platform._note.cache_clear()
+  caplog.set_level(logging.INFO, logger='sprl')
+  return caplog
+
+
+def narrow(dtype=jnp.bfloat16, **sizes):
+  q, k, v, allowed = some(**{'T': 8, 'S': 10, 'D': 8} | sizes)
+  return *[jnp.asarray(x, dtype) for x in (q, k, v)], jnp.asarray(allowed)
+
+
+@pytest.mark.parametrize('kernels', ['auto', 'mosaic_gpu'])
+def test_on_a_hopper_gpu_the_library_runs_and_the_log_says_so(on_hopper, kernels):
+  arguments = narrow()
+  np.testing.assert_array_equal(attention(*arguments, kernels=kernels), LIBRARY(*arguments))
+  assert on_hopper.messages == ['attention of whole rows: cuDNN runs']
+
+
+@pytest.mark.parametrize(
+  ('changed', 'reason'),
+  [
+    ({'dtype': jnp.float32}, 'numbers are float32'),
+    ({'masks': 2}, 'kv heads have masks of their own'),
+    ({'D': 12}, 'heads are 12 wide'),
+    ({'D': 136}, 'heads are 136 wide'),
+    ({'T': 7}, '7 queries and 10 keys are not both even in number'),
+  ],
+)
+def test_what_the_library_cannot_the_reference_does_and_the_log_says_why(on_hopper, changed, reason):
+  arguments = narrow(**changed)
+  np.testing.assert_array_equal(attention(*arguments, kernels='mosaic_gpu'), reference(*arguments))
+  assert on_hopper.messages == [f'attention of whole rows: the reference runs, as {reason}']
+
+
+def test_without_a_gpu_or_forced_the_reference_attends(monkeypatch, on_hopper):
+  arguments = narrow()
+  expected = reference(*arguments)
+  np.testing.assert_array_equal(attention(*arguments, kernels='reference'), expected)
+  monkeypatch.setattr(jax, 'default_backend', lambda: 'cpu')
+  np.testing.assert_array_equal(attention(*arguments, kernels='mosaic_gpu'), expected)
+  assert on_hopper.messages == []
+
+
+def test_the_cost_of_a_row_by_hand():
+  B, T, H, K, D = 2, 8, 6, 2, 16
+  pairs = B * H * T * T / 2
+  q, k = 2 * B * T * H * D, 2 * B * T * K * D
+  assert cost(B, T, H, K, D) == (q + k + k + q, 2 * 2 * pairs * D)
+  assert cost(B, T, H, K, D, backward=True) == ((q + k + k + q) + (q + k + k + q + q) + (q + k + k), 7 * 2 * pairs * D)

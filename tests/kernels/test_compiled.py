@@ -3,6 +3,7 @@
 Skipped, with the reason, where sprl/parallel/aot.py finds that the compiler is not installed.
 """
 
+import re
 import sys
 from functools import partial
 from pathlib import Path
@@ -12,12 +13,14 @@ import jax.numpy as jnp
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / 'benchmarks'))
-from kernel_resources import CASES, FP8, attention
+from kernel_resources import CASES, FP8, MODELS, attention
 
 from sprl.cache.scales import Scales
+from sprl.kernels.attention import attention as attend_rows
 from sprl.kernels.decode_attention import decode_attention
 from sprl.models import transformer
 from sprl.models.config import tiny
+from sprl.models.memory import CausalMemory
 from sprl.parallel.aot import compile_for_h200, missing
 from sprl.quant import fp8
 from sprl.sampler import decode
@@ -86,6 +89,43 @@ def test_a_cache_held_as_bytes_is_not_copied_into_codes():
     return decode_attention(q, fp8.from_bytes(k), fp8.from_bytes(v), length, scales, share=False, kernels='mosaic_gpu').out
 
   assert compile_for_h200(attend, q, held, held, length, scales).temporary <= case.bound
+
+
+def gradients(model, rows, T):
+  """Attention of packed rows whose completions share prompts, and its gradients, compiled."""
+  H, K, D, *_ = MODELS[model]
+  q, k = (jax.ShapeDtypeStruct((rows, T, heads, D), jnp.bfloat16) for heads in (H, K))
+  ids = jax.ShapeDtypeStruct((rows, T), jnp.int32)
+
+  def both(q, k, v, segments, prefixes, dout):
+    allowed = CausalMemory.of(segments, prefixes).allowed
+    out, back = jax.vjp(lambda *x: attend_rows(*x, allowed, causal=True), q, k, v)
+    return out, back(dout)
+
+  return compile_for_h200(both, q, k, k, ids, ids, q)
+
+
+@pytest.mark.parametrize(
+  ('model', 'rows', 'T'),
+  [
+    ('Qwen2.5-1.5B', 1, 4096),
+    ('Qwen2.5-0.5B', 2, 4096),
+    ('Qwen2.5-7B', 1, 8192),
+    ('Qwen3-8B', 1, 4096),
+    ('Qwen3-30B-A3B', 2, 2048),
+  ],
+)
+def test_packed_rows_are_attended_to_by_cudnn_without_an_array_of_scores(model, rows, T):
+  """It is given what may be seen once for all heads, in bfloat16: the largest array that there is, and the only such one."""
+  compiled = gradients(model, rows, T)
+  called = re.findall(r'custom_call_target="__cudnn\$(\w+)"', compiled.text)
+  assert sorted(called) == ['fmhaScaleBiasSoftmax', 'fmhaScaleBiasSoftmaxBackward']
+  squares = {name for name in re.findall(r'(\w+\[[\d,]+\])', compiled.text) if f'{T},{T}' in name}
+  assert f'bf16[{rows},1,{T},{T}]' in squares
+  assert not [name for name in squares if not re.fullmatch(rf'\w+\[({rows},)?(1,)?{T},{T}\]', name)]
+  H, _, D, *_ = MODELS[model]
+  outputs = 2 * 2 * rows * T * H * D  # and their gradients, zero where nothing is seen
+  assert compiled.temporary <= 2 * rows * T * T + outputs + 4 * rows * T * H + 2**20  # and the log of each one's normaliser
 
 
 DENSE, H2O = Cache(), Cache(budget=512, interval=128, window=16, method='h2o')

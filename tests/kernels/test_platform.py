@@ -3,6 +3,8 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax._src.mesh import AbstractDevice
+from jax.sharding import AbstractMesh, AxisType
 
 from sprl.kernels import platform
 from sprl.kernels.platform import compute_dtype
@@ -31,6 +33,20 @@ def test_accelerators_multiply_bfloat16(monkeypatch):
 def test_where_kernels_run(monkeypatch, kernels, hopper, expected):
   monkeypatch.setattr(platform, 'hopper', lambda: hopper)
   assert platform.can_run(kernels) is expected
+
+
+@pytest.mark.parametrize(
+  ('kind', 'hopper'),
+  [('NVIDIA H200', True), ('NVIDIA H100 80GB HBM3', True), ('NVIDIA GH200 480GB', True), ('NVIDIA A100-SXM4-80GB', False),
+   ('NVIDIA B200', False)],
+)  # fmt: skip
+def test_a_mesh_of_gpus_that_are_not_here_says_what_is_compiled_for(kind, hopper):
+  device = AbstractDevice(device_kind=kind, num_cores=132, platform='gpu')
+  assert not platform.on_gpu()
+  with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ('x',), (AxisType.Auto,), abstract_device=device)):
+    assert platform.on_gpu()
+    assert platform.hopper() is hopper
+    assert platform.chosen('sorting', 'auto', lambda: None) is hopper
 
 
 @pytest.mark.parametrize(('flags', 'native'), [('avx2 fma', False), ('avx2 amx_bf16', True), ('avx512_bf16 avx2', True)])
