@@ -374,6 +374,9 @@ class Run:
   seed: int = 0
   steps: int = 100
   export: bool = False  # write a Hugging Face folder at the end
+  # Of several processes, one that gets no further for so many seconds, though none keeps it waiting, ends the run: well above
+  # what loading, compiling or an update takes. Graders and environments have limits of their own.
+  patience: float = 1800.0
   arm: Arm = ''  # an arm of Sparse-RL (ARMS): it decides compression and correction, which may then not be set otherwise
   model: Model = field(default_factory=Model)
   task: Task = field(default_factory=Task)
@@ -687,6 +690,7 @@ def check_rollout(run: Run) -> None:
     _require(run, key, lambda v: v >= 1, '1 or more')
   _require(run, 'environment.workers', lambda v: v >= 0, '0 or more')
   _require(run, 'environment.time_limit', lambda v: 0 < v <= LONGEST_WAIT, f'seconds, above 0 and at most {LONGEST_WAIT}')
+  _require(run, 'patience', lambda v: 0 < v <= LONGEST_WAIT, f'seconds, above 0 and at most {LONGEST_WAIT}')
   for key in ('environment.latency_mean', 'environment.latency_std'):
     _require(run, key, lambda v: 0 <= v <= LONGEST_WAIT, f'seconds, 0 to {LONGEST_WAIT}')
   if (run.task.kind == 'environment') != bool(env.name):
