@@ -25,6 +25,7 @@ import numpy as np
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / 'benchmarks' / 'results'
 PACKAGES = ('sprl', 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy')
 CPU_FLAGS = ('avx2', 'avx512f', 'avx512_bf16', 'avx512_fp16', 'amx_tile', 'amx_bf16')
 
@@ -50,11 +51,12 @@ def cores() -> int:
 
 
 def commit() -> str:
-  """The commit checked out, `+changes` after it where the tree differs from it; 'unknown' outside a git checkout."""
+  """The commit checked out, `+changes` after it where the tree differs but for results; 'unknown' outside a git checkout."""
   head = _git('rev-parse', 'HEAD')
   if not head:
     return 'unknown'
-  return head + ('+changes' if _git('status', '--porcelain', '--untracked-files=no') else '')
+  changes = _git('status', '--porcelain', '--untracked-files=no', '--', str(ROOT), f':(exclude){RESULTS}')
+  return head + ('+changes' if changes else '')
 
 
 def memory_bandwidth(megabytes: int = 256, repeats: int = 5) -> float:
@@ -159,11 +161,15 @@ def report(name: str, rows: Sequence[Mapping[str, Any]], result: Mapping[str, An
   for line in cells:
     print('  '.join([line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:]))]))
   if save:
-    record = {'benchmark': name, 'command': _command(), 'commit': commit(), 'machine': machine()}
-    path = ROOT / 'benchmarks' / 'results' / f'{name}.json'
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps({**record, 'result': dict(result), 'rows': list(rows)}, indent=2) + '\n')
+    record(name, rows, result)
   print(json.dumps(dict(result)), flush=True)
+
+
+def record(name: str, rows: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) -> None:
+  """results/NAME.json: the rows and the result, with the command, machine, versions and commit that they come from."""
+  source = {'benchmark': name, 'command': _command(), 'commit': commit(), 'machine': machine()}
+  RESULTS.mkdir(exist_ok=True)
+  (RESULTS / f'{name}.json').write_text(json.dumps({**source, 'result': dict(result), 'rows': list(rows)}, indent=2) + '\n')
 
 
 def _shown(value: Any) -> str:
