@@ -419,7 +419,9 @@ def default_config() -> Any:
 
   An ml_collections.ConfigDict, whose fields no type checker knows.
   """
-  return ml_collections.ConfigDict(_as_dict(Run()))
+  config = ml_collections.ConfigDict(_as_dict(Run()))
+  config.task.system = ml_collections.config_dict.placeholder(str)  # None, for which the command line knows no type
+  return config
 
 
 def resolve(config: Mapping[str, Any] | ml_collections.ConfigDict) -> Run:

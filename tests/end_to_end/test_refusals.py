@@ -45,6 +45,7 @@ def inputs(tmp_path_factory) -> Path:
     ('--config.task.args.terms=2', 'config.task.args.terms'),
     ('--config.environment.args.size=2', 'is not set in the config; set all of --config.environment.args='),
     ('--workdirectory=x', "Unknown command line flag 'workdirectory'"),
+    ('config.steps=5', 'error: config.steps=5: expected flags only, such as --config.steps=5'),
   ],
 )
 def test_a_flag_that_cannot_be_used(inputs, tmp_path, flag, said):
