@@ -141,6 +141,9 @@ OUT_OF_RANGE = [
   ('optimizer.b2', -0.1), ('optimizer.final_fraction', 1.5), ('eval.every', -1), ('eval.problems', 0), ('eval.samples', 0),
   ('eval.temperature', -1.0), ('eval.top_p', 0.0), ('eval.max_tokens', -1), ('checkpoint.every', -1),
   ('checkpoint.keep_last', 0), ('checkpoint.keep_best', -1), ('log.samples_every', -1), ('log.samples', 0),
+  ('seed', -1), ('seed', 2**32), ('sampling.temperature', float('inf')), ('eval.temperature', float('inf')),
+  ('optimizer.learning_rate', float('inf')), ('optimizer.weight_decay', float('inf')), ('optimizer.eps', float('nan')),
+  ('optimizer.eps', -1e-8), ('sampling.stop', ('\n', '')),
   ('lora.rank', -1), ('lora.alpha', 0.0), ('lora.alpha', float('inf')), ('lora.targets', ()),
 ]  # fmt: skip
 
