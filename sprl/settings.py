@@ -422,7 +422,9 @@ def default_config() -> Any:
 
   An ml_collections.ConfigDict, whose fields no type checker knows.
   """
-  return ml_collections.ConfigDict(_as_dict(Run()))
+  config: Any = ml_collections.ConfigDict(_as_dict(Run()))
+  config.task.system = ml_collections.FieldReference(None, field_type=str)  # None, for which the command line knows no type
+  return config
 
 
 def resolve(config: Mapping[str, Any] | ml_collections.ConfigDict) -> Run:
@@ -540,6 +542,11 @@ def check(run: Run) -> None:
   }  # fmt: skip
   for key, least in at_least.items():
     _require(run, key, lambda v, least=least: v >= least, f'{least} or more')
+  _require(run, 'seed', lambda v: v < 2**32, 'less than 2^32, beyond which seeds draw what smaller ones do')
+  finite = 'sampling.temperature', 'eval.temperature', *(f'optimizer.{name}' for name in ('learning_rate', 'weight_decay', 'eps'))
+  for key in finite:
+    _require(run, key, lambda v: 0 <= v < math.inf, 'a finite number, 0 or more')
+  _require(run, 'sampling.stop', all, "strings of a character or more: '' would end every completion as it begins")
   for key in ('sampling.min_p', 'optimizer.b1', 'optimizer.b2'):
     _require(run, key, lambda v: 0 <= v < 1, 'a number in [0, 1)')
   for key in ('sampling.top_p', 'eval.top_p'):

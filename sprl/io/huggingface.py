@@ -191,7 +191,7 @@ def _weight_files(folder: Path) -> list[Path]:
     except (ValueError, KeyError, AttributeError, TypeError) as error:
       raise WeightsError(f'{index}: not a safetensors index ({error!r})') from None
     for name in names:
-      if name != Path(name).name or not (folder / name).is_file():
+      if not isinstance(name, str) or name != Path(name).name or not (folder / name).is_file():
         raise WeightsError(f'{index}: names {name!r}, which is no file of this folder')
     return [folder / name for name in names]
   if pickles := sorted(p.name for p in folder.glob('*') if p.suffix in ('.bin', '.pt', '.pth', '.ckpt', '.pkl')):

@@ -329,7 +329,9 @@ def test_a_shard_cut_short_or_missing_is_named(tmp_path, no_devices):
   refused(tmp_path / 'out', config, f"names '{second.name}', which is no file")
 
 
-@pytest.mark.parametrize('index', ['{', '[]', '{"weight_map": 3}', '{"weight_map": {"a": "../secrets.safetensors"}}'])
+@pytest.mark.parametrize(
+  'index', ['{', '[]', '{"weight_map": 3}', '{"weight_map": {"a": 3}}', '{"weight_map": {"a": "../secrets.safetensors"}}']
+)
 def test_a_bad_index_is_named(tmp_path, index, no_devices):
   (tmp_path / 'secrets.safetensors').write_bytes(b'')
   (tmp_path / 'model').mkdir()
