@@ -89,6 +89,6 @@ def never_evicts(cache: Cache, prompt: int, completion: int) -> str | None:
   """Why a cache that has a budget will not evict anything; None where it may."""
   if cache.budget >= prompt + completion:
     return f'config.cache.budget = {cache.budget} never evicts: sequences have at most {prompt + completion} tokens'
-  if cache.budget > 0 and cache.trigger == 'row' and cache.interval >= completion:
+  if cache.budget > 0 and cache.trigger_scope == 'row' and cache.interval >= completion:
     return f'config.cache.interval = {cache.interval} never evicts: completions have at most {completion} tokens'
   return None

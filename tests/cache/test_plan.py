@@ -36,4 +36,4 @@ def test_what_never_evicts_is_told():
   assert never_evicts(Cache(budget=399, interval=99), 300, 100) is None
   assert 'config.cache.budget = 400 never evicts' in str(never_evicts(Cache(budget=400, interval=4), 300, 100))
   assert 'config.cache.interval = 100 never evicts' in str(never_evicts(Cache(budget=64, interval=100), 300, 100))
-  assert never_evicts(Cache(budget=64, interval=100, trigger='batch'), 300, 100) is None
+  assert never_evicts(Cache(budget=64, interval=100, trigger_scope='batch'), 300, 100) is None
