@@ -94,7 +94,7 @@ class Cache:
   window: int = 0  # newest tokens, always kept; 0: the method's own (8; gkv 16, h2o half the budget, tova_like 1)
   when: Literal['before', 'after'] = 'before'  # the triggering step attends to what is kept, or still to everything
   scope: Literal['head', 'layer', 'global'] = 'head'  # who chooses: each kv head, each layer, or the first layer for all
-  trigger: Literal['row', 'batch'] = 'row'  # whose decode steps count; batch: all rows' since one was last admitted
+  trigger_scope: Literal['row', 'batch'] = 'row'  # whose decode steps count; batch: all rows' since one was last admitted
   sort_kept: bool = True  # by position; False: in the order of their scores, as R-KV's reference leaves them
   dense_layers: int = 0  # the first layers, which evict nothing
   mix: float = -1.0  # lambda of rkv and gkv: importance against redundancy; below 0: the method's own (0.1, 0.5)
@@ -637,7 +637,10 @@ def check_memory(run: Run) -> None:
     for key, off in (('sampling.top_k', 0), ('sampling.top_p', 1), ('sampling.min_p', 0)):
       _require(run, key, lambda v, off=off: v == off, f'{off} with config.ledger.every: replays would filter other tokens')
     _require(
-      run, 'cache.trigger', lambda v: v == 'row' or not cache.budget, "'row' with config.ledger.every, which replays rows alone"
+      run,
+      'cache.trigger_scope',
+      lambda v: v == 'row' or not cache.budget,
+      "'row' with config.ledger.every, which replays rows alone",
     )
     _require(run, 'ledger.groups', lambda v: v <= run.rollout.prompts, f'at most config.rollout.prompts = {run.rollout.prompts}')
 

@@ -247,7 +247,10 @@ def test_an_arm_of_every_name_is_known():
     ({'quant__sampler': 'fp8'}, ("config.quant.sampler = 'fp8'", "'w8a8_kv8'")),
     ({'quant__kv_margin': 0.5}, ('config.quant.kv_margin = 0.5', '1 or more')),
     ({'quant__skip_names': ['lm_head']}, ('config.quant.skip_names', 'down')),
-    ({'ledger__every': 1, 'cache__budget': 64, 'cache__trigger': 'batch'}, ("config.cache.trigger = 'batch'", 'ledger')),
+    (
+      {'ledger__every': 1, 'cache__budget': 64, 'cache__trigger_scope': 'batch'},
+      ("config.cache.trigger_scope = 'batch'", 'ledger'),
+    ),
     ({'ledger__every': 1, 'sampling__top_p': 0.9}, ('config.sampling.top_p = 0.9', 'config.ledger.every')),
     ({'cache__positions': 'in_cache', 'cache__method': 'streaming', 'cache__sort_kept': False}, ('config.cache.sort_kept',)),
     ({'ledger__every': 1, 'ledger__groups': 17}, ('config.ledger.groups = 17', 'config.rollout.prompts = 16')),
