@@ -48,6 +48,7 @@ def _status(error: Exception) -> int | None:
   # Imported when needed: a wrong setting is answered without waiting for jax to load.
   from sprl.io.checkpoint import CheckpointError
   from sprl.io.huggingface import WeightsError
+  from sprl.io.metrics import LogError
   from sprl.io.pretrained import PretrainedError
   from sprl.io.tokenizer import TokenizerError
   from sprl.models.config import ConfigError
@@ -56,7 +57,7 @@ def _status(error: Exception) -> int | None:
 
   if isinstance(error, Stalled):
     return 3
-  of_input = PretrainedError, ConfigError, WeightsError, TokenizerError, CheckpointError, EnvironmentFault
+  of_input = PretrainedError, ConfigError, WeightsError, TokenizerError, CheckpointError, LogError, EnvironmentFault
   return 2 if isinstance(error, of_input) else None
 
 

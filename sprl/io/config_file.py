@@ -35,11 +35,20 @@ def write_config(
 
 
 def read_config(workdir: str | os.PathLike) -> dict[str, Any]:
-  """The settings a run was started with. Raises FileNotFoundError where the folder is no run's."""
+  """The settings a run was started with.
+
+  Raises FileNotFoundError where the folder is no run's, SettingsError where the file is not as a run writes it.
+  """
   path = Path(workdir) / _CONFIG
   if not path.exists():
     raise FileNotFoundError(f'{path}: no such file; a work directory that sprl.main has written holds one')
-  return json.loads(path.read_text(encoding='utf-8'))
+  try:
+    config = json.loads(path.read_text(encoding='utf-8'))
+  except ValueError as error:
+    raise SettingsError(f'{path}: not JSON ({error}); a run writes its settings there') from None
+  if not isinstance(config, dict):
+    raise SettingsError(f'{path}: not a JSON object; a run writes its settings there')
+  return config
 
 
 def config_differences(old: Mapping[str, Any], new: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:

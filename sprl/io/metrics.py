@@ -32,6 +32,10 @@ _METRICS, _SAMPLES, _EVENTS = 'metrics.jsonl', 'samples', 'tensorboard'
 _NOT_FINITE = {'NaN': math.nan, 'Infinity': math.inf, '-Infinity': -math.inf}
 
 
+class LogError(ValueError):
+  """A log that is not as a run writes it; the message names file and line."""
+
+
 class RunLog:
   """The writer of one run's metrics and samples.
 
@@ -143,7 +147,7 @@ def read_samples(workdir: str | os.PathLike, step: int) -> list[dict[str, Any]]:
 
 
 def _lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
-  """Every line and what it holds, but for a last one that a kill tore. Raises ValueError, naming any other that is no JSON."""
+  """Every line and what it holds, but for a last one that a kill tore. Raises LogError, naming any other that is no JSON."""
   text = path.read_text(encoding='utf-8', errors='replace') if path.exists() else ''
   whole = text.split('\n')[:-1]  # what follows the last newline is torn, or nothing
   parsed = []
@@ -151,7 +155,9 @@ def _lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
     try:
       parsed.append((line, json.loads(line)))
     except ValueError as error:
-      raise ValueError(f'{path}, line {number}: not JSON: {line[:80]!r}') from error
+      raise LogError(
+        f'{path}, line {number}: not JSON: {line[:80]!r}; nothing but this log needs the line, which may be deleted'
+      ) from error
   return parsed
 
 

@@ -28,7 +28,7 @@ def interval(scores: Float[np.ndarray, ' N']) -> tuple[float, float, float]:
 
   Problems are the independent unit: the samples of one problem are correlated, so average them first. Scores that are all 0 or
   1 get Wilson's interval, which stays inside [0, 1] and has width even when all are equal; others the normal one, mean +- 1.96
-  standard errors over problems (ddof 1), which for N = 1 is unbounded.
+  standard errors over problems (ddof 1), cut to [0, 1] where all scores are in it, which for N = 1 is unbounded.
 
   Raises ValueError for no scores.
   """
@@ -40,5 +40,8 @@ def interval(scores: Float[np.ndarray, ' N']) -> tuple[float, float, float]:
     centre = (mean + _Z**2 / (2 * n)) / (1 + _Z**2 / n)
     half = _Z / (1 + _Z**2 / n) * math.sqrt(mean * (1 - mean) / n + _Z**2 / (4 * n**2))
     return mean, max(0.0, centre - half), min(1.0, centre + half)
-  half = _Z * float(np.std(scores, ddof=1)) / math.sqrt(n) if n > 1 else math.inf
-  return mean, mean - half, mean + half
+  if n == 1:
+    return mean, -math.inf, math.inf
+  half = _Z * float(np.std(scores, ddof=1)) / math.sqrt(n)
+  least, most = (0.0, 1.0) if np.min(scores) >= 0 and np.max(scores) <= 1 else (-math.inf, math.inf)
+  return mean, max(least, mean - half), min(most, mean + half)

@@ -23,8 +23,10 @@ def encode(problem: Problem, tokenizer: Tokenizer) -> Int[np.ndarray, ' P']:
 
 
 def check_lengths(problems: Sequence[Problem], tokenizer: Tokenizer, max_prompt: int) -> None:
-  """Raises SettingsError where a prompt is longer than `config.sampling.max_prompt`, naming the longest."""
+  """Raises SettingsError where a prompt is longer than `config.sampling.max_prompt`, naming the longest, or has no token."""
   lengths = [len(encode(problem, tokenizer)) for problem in problems]
+  if 0 in lengths:
+    raise SettingsError(f'config.task: the prompt of {problems[lengths.index(0)].id} is empty: expected a token or more')
   longest = int(np.argmax(lengths)) if lengths else 0
   if lengths and lengths[longest] > max_prompt:
     over = sum(length > max_prompt for length in lengths)

@@ -41,7 +41,9 @@ def lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         continue
       try:
         value = json.loads(line.decode('utf-8-sig'))
-      except ValueError as error:
+        if b'\\u' in line:
+          json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair is JSON, and no text
+      except (ValueError, RecursionError) as error:
         raise SettingsError(f'{path}:{number}: not JSON in UTF-8: {error}') from error
       if not isinstance(value, dict):
         raise SettingsError(f'{path}:{number}: expected a JSON object, got {type(value).__name__}')

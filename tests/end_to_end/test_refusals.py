@@ -15,7 +15,7 @@ from teams import together
 from sprl import command_line, policy, settings, trainer
 from sprl.io.checkpoint import CheckpointError
 from sprl.io.huggingface import WeightsError
-from sprl.io.metrics import read_metrics
+from sprl.io.metrics import LogError, read_metrics
 from sprl.io.pretrained import PretrainedError
 from sprl.io.tokenizer import TokenizerError
 from sprl.models.config import ConfigError
@@ -79,7 +79,8 @@ def test_a_folder_that_is_no_run(command, tmp_path):
 
 
 def test_errors_of_input_are_one_line_and_status_2(capsys):
-  for kind in (SettingsError, PretrainedError, ConfigError, WeightsError, TokenizerError, CheckpointError, PermissionError):
+  kinds = SettingsError, PretrainedError, ConfigError, WeightsError, TokenizerError, CheckpointError, LogError, PermissionError
+  for kind in kinds:
 
     def main(kind=kind):
       raise kind('what is wrong')

@@ -47,6 +47,14 @@ def test_a_setting_that_the_run_did_not_know_yet_stood_at_its_default():
   assert config_differences(old, {'task': {'args': {}}}, defaults) == ['task.args.digits: 1 -> (not set)']
 
 
+@pytest.mark.parametrize(('text', 'said'), [('{"steps":', 'not JSON'), ('[]', 'not a JSON object')])
+def test_a_damaged_file_is_named(tmp_path, text, said):
+  (tmp_path / 'config.json').write_text(text)
+  for use in (read_config, lambda folder: write_config(folder, {'steps': 1})):
+    with pytest.raises(SettingsError, match=rf'config\.json: {said}'):
+      use(tmp_path)
+
+
 def test_a_folder_that_is_no_run_is_named(tmp_path):
   with pytest.raises(FileNotFoundError, match=r'config.json: no such file'):
     read_config(tmp_path)

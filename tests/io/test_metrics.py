@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sprl.io import files
-from sprl.io.metrics import RunLog, read_metrics, read_samples, sample_steps, samples_markdown, series
+from sprl.io.metrics import LogError, RunLog, read_metrics, read_samples, sample_steps, samples_markdown, series
 
 ROW = {'prompt': 'What is 2 + 3?', 'completion': '5', 'answer': '5', 'reward': 1.0, 'finish': 'stop'}
 
@@ -144,7 +144,7 @@ def test_resuming_at_step_zero_keeps_the_evaluation_before_training(open_log, tm
 
 def test_a_broken_line_in_the_middle_is_an_error_naming_it(tmp_path):
   (tmp_path / 'metrics.jsonl').write_text('{"step": 1}\n{"ste\n{"step": 3}\n')
-  with pytest.raises(ValueError, match=r'metrics.jsonl, line 2: not JSON'):
+  with pytest.raises(LogError, match=r'metrics.jsonl, line 2: not JSON'):
     read_metrics(tmp_path)
 
 

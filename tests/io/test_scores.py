@@ -47,6 +47,12 @@ def test_averages_get_the_normal_interval_over_problems():
   assert (mean, low, high) == pytest.approx((0.5, 0.5 - 1.96 * 0.1020621, 0.5 + 1.96 * 0.1020621), abs=1e-5)
 
 
+def test_averages_between_0_and_1_have_a_mean_between_them():
+  # deviations -0.5, 0, 0.5: standard error 0.5 / sqrt(3), of which 1.96 are more than the mean
+  assert interval(np.array([0.0, 0.5, 1.0])) == (0.5, 0.0, 1.0)
+  assert interval(np.array([0.0, 0.5, 2.5]))[1] < 0  # marks that may be anything
+
+
 def test_one_average_says_nothing_of_its_spread():
   assert interval(np.array([0.5])) == (0.5, -math.inf, math.inf)
 

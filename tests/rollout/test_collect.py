@@ -58,3 +58,5 @@ def test_the_longest_prompt_is_named_and_no_prompts_are_no_error(tmp_path):
   collect.check_lengths(problems, tokenizer, 12)
   with pytest.raises(SettingsError, match=r'config\.sampling\.max_prompt = 4: 2 of 3 prompts .* p9'):
     collect.check_lengths(problems, tokenizer, 4)
+  with pytest.raises(SettingsError, match=r'config\.task: the prompt of p0 is empty'):
+    collect.check_lengths([Problem(id='p0', prompt='', messages=(), answer=''), *problems], tokenizer, 12)

@@ -64,6 +64,14 @@ def test_a_malformed_line_is_named_by_file_and_line(tmp_path, line, complaint):
   assert complaint in str(error.value)
 
 
+@pytest.mark.parametrize('line', [r'{"prompt": "a\ud800b", "answer": "1"}', '[' * 100_000])
+def test_a_line_that_json_allows_and_nothing_can_read_is_named(tmp_path, line):
+  path = tmp_path / 'a.jsonl'
+  path.write_text(r'{"prompt": "\ud83d\ude00", "answer": "1"}' + f'\n{line}\n')  # the first is a pair, and an emoji
+  with pytest.raises(SettingsError, match=r'a\.jsonl:2: not JSON in UTF-8'):
+    problems.load(Task(kind='jsonl', path=str(path)), 'train')
+
+
 def test_a_line_that_is_not_utf8_is_named(tmp_path):
   path = tmp_path / 'a.jsonl'
   path.write_bytes(b'{"prompt": "caf\xe9", "answer": "1"}\n')
