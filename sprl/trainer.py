@@ -94,7 +94,7 @@ def train(run: Run, workdir: Path, team: Team = ALONE) -> Finished:
   plan = policy.plan(run.sampling, run.cache, run.quant, run.cache.masked_learner, run.model.router_replay == 'R3')
   asked = acting.Asked.open(run, policy.tokenizer)
   _check_alike(run, policy, asked, workdir, team)
-  for remark in remarks(run, plan, policy.linears(run.quant)):
+  for remark in remarks(run, plan, policy.linears(run.quant), policy.config.max_positions):
     log.warning(remark)
   checkpoints = Checkpoints(workdir / 'checkpoints', run.checkpoint.keep_last, run.checkpoint.keep_best, team)
   if (done := team.agree('steps', checkpoints.latest) or 0) > run.steps:
@@ -318,9 +318,17 @@ def lags(trajectories: Sequence[Trajectory], version: int) -> Int[np.ndarray, ' 
   return np.concatenate([version - t.version[t.mask] for t in trajectories])
 
 
-def remarks(run: Run, plan: CachePlan, linears: Kernels) -> list[str]:
-  """What of the sampler's memory and formats may not be as its settings suggest; `linears` is what multiplies them."""
+def remarks(run: Run, plan: CachePlan, linears: Kernels, positions: int) -> list[str]:
+  """What of the sampler's memory and formats may not be as its settings suggest.
+
+  `linears` is what multiplies them, `positions` how many the model was made for.
+  """
   found = [never_evicts(run.cache, plan.prompt, plan.positions - plan.prompt)]
+  if plan.positions > positions:
+    found.append(
+      f'config.sampling.max_prompt and max_tokens allow sequences of {plan.positions} tokens; the model is made for {positions} '
+      '(max_position_embeddings in its config.json)'
+    )
   if 'w8a8' in run.quant.sampler and not multiplies_codes(run.quant, linears):
     found.append(f'FP8 linears are emulated: numbers rounded to FP8 are multiplied in {plan.dtype} (config.quant.arithmetic)')
   if 'w8a8' in run.quant.sampler and run.quant.arithmetic == 'blockwise' and not can_run(linears):

@@ -221,6 +221,17 @@ def test_model_folders_that_cannot_be_used(inputs, tmp_path, monkeypatch):
     assert said in refusal(changed(inputs, model__path=str(folder)), tmp_path / 'run', monkeypatch)
 
 
+def test_sequences_longer_than_the_model_is_made_for_are_remarked(inputs):
+  run = changed(inputs)
+  opened = policy.Policy.open(run)
+  plan = opened.plan(run.sampling, run.cache, run.quant)  # of 16 and 12 tokens
+  said = [trainer.remarks(run, plan, 'reference', positions) for positions in (28, 27)]
+  assert [remark for remark in said[1] if remark not in said[0]] == [
+    'config.sampling.max_prompt and max_tokens allow sequences of 28 tokens; the model is made for 27 '
+    '(max_position_embeddings in its config.json)'
+  ]
+
+
 def test_two_processes_do_not_share_a_work_directory(inputs, tmp_path, monkeypatch):
   with exclusive(tmp_path / 'run'):
     assert 'another process is running it' in refusal(changed(inputs), tmp_path / 'run', monkeypatch)
