@@ -74,7 +74,6 @@ def work(args):
   """Our own steps, in a process of their own: prints one line of JSON."""
   from sprl.io.metrics import read_metrics
   from sprl.settings import default_config, resolve
-  from sprl.tasks import problems
   from sprl.trainer import train
 
   config = default_config()
@@ -96,12 +95,22 @@ def work(args):
     records = [r for r in read_metrics(workdir) if r['kind'] == 'train'][1:]
     steps = [r['time'] for r in records]
     length = statistics.mean(r['completion/length_mean'] for r in records)
-  asked = problems.load(run.task, 'train')[: args.prompts * (args.steps + 2)]
+  asked = questions(run, args.prompts * (args.steps + 2))
   whole = ('rollout', 'learn', 'sync', 'log')  # rollouts are graded as they end; score and update are parts of learn
   phases = {name: statistics.median(t[name] for t in steps) for name in (*whole, 'score', 'update')}
   total = statistics.median(sum(t[name] for name in whole) for t in steps)
-  rows = [{'prompt': p.prompt, 'answer': p.answer} for p in asked]
-  print(json.dumps({'seconds': total, 'phases': phases, 'steps': len(steps), 'mean_completion_length': length, 'problems': rows}))
+  print(
+    json.dumps({'seconds': total, 'phases': phases, 'steps': len(steps), 'mean_completion_length': length, 'problems': asked})
+  )
+
+
+def questions(run, count: int) -> list[dict]:
+  """What the run's first `count` groups are asked, for TRL: it too puts messages through the chat template."""
+  from sprl.tasks import problems
+  from sprl.tasks.prompts import PromptStream
+
+  stream = PromptStream(problems.load(run.task, 'train'), run.seed)
+  return [{'prompt': problem.messages, 'answer': problem.answer} for problem in map(stream.at, range(count))]
 
 
 if __name__ == '__main__':
