@@ -40,19 +40,20 @@ def write_run(workdir: Path, steps: int) -> Path:
   return workdir
 
 
-def execute(workdir: Path, monkeypatch) -> tuple[str, int]:
-  """All text that the notebook shows of `workdir`, and the number of its pictures."""
-  monkeypatch.setenv('SPRL_WORKDIR', str(workdir))
+def execute(workdir: Path, monkeypatch, folder: Path = ROOT) -> tuple[str, int]:
+  """All text that the notebook shows of `workdir`, run in a folder, and the number of its pictures."""
+  monkeypatch.setenv('PYTHONPATH', str(ROOT))
   monkeypatch.setenv('IPYTHONDIR', str(workdir.parent / 'ipython'))
   monkeypatch.setenv('JUPYTER_RUNTIME_DIR', str(workdir.parent / 'jupyter'))
   notebook = nbformat.read(NOTEBOOK, as_version=4)
-  nbclient.NotebookClient(notebook, timeout=120, resources={'metadata': {'path': str(ROOT)}}).execute()
+  nbclient.NotebookClient(notebook, timeout=120, resources={'metadata': {'path': str(folder)}}).execute()
   outputs = [output for cell in notebook.cells for output in cell.get('outputs', [])]
   shown = [output.get('text') or output.data.get('text/markdown', '') for output in outputs]
   return '\n'.join(shown), sum('image/png' in output.get('data', {}) for output in outputs)
 
 
 def test_shows_rewards_lengths_mismatch_times_and_samples(tmp_path, monkeypatch):
+  monkeypatch.setenv('SPRL_WORKDIR', str(tmp_path / 'run'))
   text, pictures = execute(write_run(tmp_path / 'run', 4), monkeypatch)
   assert pictures == 6
   assert '4 steps of 4, seed 7' in text
@@ -62,10 +63,13 @@ def test_shows_rewards_lengths_mismatch_times_and_samples(tmp_path, monkeypatch)
   assert 'It is 5.' in text
 
 
-def test_a_run_that_has_only_begun_can_be_read(tmp_path, monkeypatch):
-  write_config(tmp_path / 'run', {'seed': 0, 'steps': 10})
-  RunLog(tmp_path / 'run', None, tensorboard=False).close()
-  text, _ = execute(tmp_path / 'run', monkeypatch)
+def test_a_quickstart_that_has_only_begun_can_be_read_from_where_jupyter_opens_the_notebook(tmp_path, monkeypatch):
+  workdir = tmp_path / 'runs' / 'quickstart'
+  write_config(workdir, {'seed': 0, 'steps': 10})
+  RunLog(workdir, None, tensorboard=False).close()
+  monkeypatch.delenv('SPRL_WORKDIR', raising=False)
+  (tmp_path / 'notebooks').mkdir()
+  text, _ = execute(workdir, monkeypatch, tmp_path / 'notebooks')
   assert 'No samples are written yet.' in text
   assert 'No ledger was kept' in text
 
