@@ -481,6 +481,7 @@ def _as_dict(value):
 
 
 RENAMED = {f'config.mesh.{axis}': f'config.mesh.learner.{axis}' for axis in ('data', 'fsdp', 'tensor')}
+RENAMED['config.cache.trigger'] = 'config.cache.trigger_scope'
 
 
 def no_such_setting(where: str, key: str, has: Iterable[str]) -> str:

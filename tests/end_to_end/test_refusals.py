@@ -39,6 +39,10 @@ def inputs(tmp_path_factory) -> Path:
   ('flag', 'said'),
   [
     ('--config.mesh.fsdp=4', 'config.mesh.fsdp: no such setting; it is config.mesh.learner.fsdp now; config.mesh has learner'),
+    (
+      '--config.cache.trigger=row',
+      'config.cache.trigger: no such setting; it is config.cache.trigger_scope now; config.cache has',
+    ),
     ('--config.rollout.grup=4', 'config.rollout.grup: no such setting; config.rollout has async_ratio, extra_members'),
     ('--config.steps=many', "--config.steps=many: invalid literal for int() with base 10: 'many'"),
     ('--config.loss.variant=grpo', "config.loss.variant = 'grpo': expected one of 'vanilla', 'ppo'"),
