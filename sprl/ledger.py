@@ -64,7 +64,9 @@ def ledger(
   def replayed(cache: Cache = DENSE, linears: Quant = UNQUANTISED, memory: Quant = UNQUANTISED) -> Logps:
     plan = policy.plan(run.sampling, cache, memory)
     served = policy.serve(sampler_params, linears, scales)
-    return replay(replace(engine, plan=plan), served, trajectories)
+    # As many rows as sampled, for products to be summed alike; where those would take more than the engine's, what is needed.
+    rows = engine.rows if plan.bytes(1) <= engine.plan.bytes(1) else min(engine.rows, len(trajectories))
+    return replay(replace(engine, plan=plan, rows=rows), served, trajectories)
 
   def dense(weights: Params) -> Logps:
     return learner_logps(run, policy, weights, [replace(t, routes=None) for t in trajectories])

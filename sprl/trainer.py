@@ -50,7 +50,7 @@ from sprl.rollout.scheduler import Group, Scheduler
 from sprl.rollout.sources import prompts
 from sprl.rollout.timeline import Timeline
 from sprl.sampler import calibrate
-from sprl.sampler.served import multiplies_codes, self_check, sync_metrics
+from sprl.sampler.served import Served, multiplies_codes, self_check, sync_metrics
 from sprl.saved import check_base
 from sprl.settings import GRADING_COSTS, Kernels, Run, SettingsError
 from sprl.trajectory import Trajectory
@@ -143,6 +143,7 @@ def train(run: Run, workdir: Path, team: Team = ALONE) -> Finished:
     if not learning.renewed:  # a run that went to its end has not looked for what comes after
       learning.look_at(asked_first(extra.get('scheduler', {}).get('next', 0)), run.prefill)
     served = learning.serve()
+    _check({}, _misserved(learning, served), 0, 0, run, done, workdir)  # before anything is sampled from it
     engines = acting.engines(run, policy, plan)
     timeline, trace = Timeline(time.perf_counter), workdir / 'trace.json'
     traced = team.leads and not (done == run.steps and trace.exists())
@@ -255,11 +256,7 @@ def train(run: Run, workdir: Path, team: Team = ALONE) -> Finished:
         run_log.write(step, scalars, clocked, {'async/token_lag': lags(trajectories, step - 1)})
       if run_log and run.log.samples_every and step % run.log.samples_every == 0:
         run_log.samples(step, collect.sample_rows(trajectories, source.answer, policy.tokenizer, run.log.samples))
-      finite = calibrate.usable(learning.largest)
-      broken = [] if finite else ['queries, keys or values are not finite: the FP8 cache has no scales']
-      if step < run.steps and not learning.renewed:
-        broken.append('the FP8 cache has scales that were found with older weights than it serves')
-      broken += self_check(learning.params, served, policy.dtype, run.quant) if run.quant.sampler != 'bf16' else []
+      broken = _misserved(learning, served, last=step == run.steps)
       bad_streak = max((int(m['update/bad_streak']) for m in learned.measured), default=0)
       _check(scalars, broken, capped, bad_streak, run, step, workdir)
       for name, warning in guards.warnings(scalars).items():
@@ -360,6 +357,18 @@ def _check_alike(run: Run, policy: Policy, asked: acting.Asked, workdir: Path, t
   mine = settings.to_dict(run) | here
   if differences := config_differences(team.agree('settings', lambda: mine), mine, {}):
     raise SettingsError(f'SPRL_PROCESS=0 -> SPRL_PROCESS={team.process}: expected the same run\n  ' + '\n  '.join(differences))
+
+
+def _misserved(learning: Learning, served: Served, last: bool = False) -> list[str]:
+  """What is wrong with what the sampler is served; after the `last` step nothing is sampled, and scales may be older."""
+  run, wrong = learning.run, []
+  if not calibrate.usable(learning.largest):
+    wrong.append('queries, keys or values are not finite: the FP8 cache has no scales')
+  if not last and not learning.renewed:
+    wrong.append('the FP8 cache has scales that were found with older weights than it serves')
+  if run.quant.sampler != 'bf16':
+    wrong += self_check(learning.params, served, learning.policy.dtype, run.quant)
+  return wrong
 
 
 def _check(scalars, broken: list[str], capped: int, bad_streak: int, run: Run, step: int, workdir: Path) -> None:

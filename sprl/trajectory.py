@@ -54,6 +54,7 @@ class Completion:
   saturated: int = 0  # numbers of the row's keys and values beyond FP8's range, if they were held in it
   evicted: Int[np.ndarray, 'L K T'] | None = None  # the first position that did not find the token any more, where recorded
   routes: Int[np.ndarray, 'T M k'] | None = None  # the experts that each token went through, in each of M layers, where recorded
+  prefilled: tuple[int, int] | None = None  # shape of the batch in which its prompt was read: prompts, padded length
 
   def rest(self) -> Request:
     """What is left to ask of an aborted request: the same completion, from where it was."""
@@ -68,7 +69,7 @@ class Completion:
   def then(self, later: 'Completion') -> 'Completion':
     """This one, aborted, and what came of its rest, as one answer to the first request."""
     joined = {name: np.concatenate([getattr(self, name), getattr(later, name)]) for name in ('tokens', 'logp', 'version', 'kept')}
-    return dataclasses.replace(later, request=self.request, **joined)
+    return dataclasses.replace(later, request=self.request, prefilled=self.prefilled or later.prefilled, **joined)
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,7 @@ class Trajectory:
   saturated: int = 0  # numbers of its keys and values beyond FP8's range, if they were held in it
   evicted: Int[np.ndarray, 'L K T'] | None = None  # the first position that did not find the token any more, where recorded
   routes: Int[np.ndarray, 'T M k'] | None = None  # the experts that each token went through, in each of M layers, where recorded
+  prefilled: tuple[int, int] | None = None  # shape of the batch in which its prompt was first read: prompts, padded length
   start_version: int = 0  # finished updates when its group was started, which is what staleness is counted from
   status: str = 'ok'  # how it was graded (a Grade's status)
   rewards: tuple[float, ...] = ()  # of a conversation's turns, of which `reward` is the sum
@@ -113,6 +115,7 @@ class Trajectory:
       'saturated': completion.saturated,
       'evicted': completion.evicted,
       'routes': completion.routes,
+      'prefilled': completion.prefilled,
     }
     return cls(**fields | changes)
 

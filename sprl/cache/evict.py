@@ -4,6 +4,7 @@ Rows are compressed a few at a time and in place, those that are due and no othe
 evicted, not with the batch. On a mesh every device compresses the rows and heads that it has.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -11,11 +12,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from sprl.cache.layer import Layer, dequantised_keys
+from sprl.cache.layer import Layer
 from sprl.cache.plan import CachePlan
 from sprl.cache.scores import METHODS, View
 from sprl.kernels.eviction import compact
 from sprl.parallel.rules import total
+from sprl.quant import fp8
 
 SHARE = 0.05  # of the cache: what the compression of a block of rows may take beside it
 
@@ -28,12 +30,13 @@ def compress(
   now: Int[Array, ' B'],
   gone: Int[Array, ' B'],
   k_scale: Float[Array, ''] | None = None,
-  bias: Float[Array, 'K P D'] | None = None,
+  bias: Callable[[Int[Array, 'K S']], Float[Array, 'K S D']] | None = None,
   chosen: Int[Array, 'B N'] | None = None,
   choose: bool = True,
 ) -> tuple[Layer, Int[Array, 'B N'] | None]:
   """The layer with `budget` tokens in each row that is due; `occupied` slots hold tokens, the newest query stands at `now`.
 
+  Keys are what is held, times `k_scale` and plus `bias` of their positions where they are FP8 codes.
   `gone` is what is written down for an evicted token: the first position that no longer sees it. `chosen` are the slots that
   one layer chooses for all of them (scope global): filled in where `choose` is True, obeyed elsewhere.
   """
@@ -82,8 +85,9 @@ def _keep(plan, k_scale, bias, layer, occupied, now):
   G = plan.heads // plan.kv_heads
   q = jnp.zeros((K, G, 1, plan.head_dim)) if layer.queries is None else layer.queries
   carried = jnp.zeros((K, S)) if layer.carried is None else layer.carried
+  keys = layer.keys if k_scale is None else fp8.decast(layer.keys, k_scale)
   view = View(
-    k=dequantised_keys(layer.keys, layer.position, k_scale, bias),
+    k=keys if bias is None else keys + bias(layer.position),
     n=occupied,
     position=layer.position,
     q=q.reshape(K, G, -1, plan.head_dim).astype(jnp.float32),

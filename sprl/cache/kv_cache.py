@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from sprl.cache.evict import compress
+from sprl.cache.key_bias import KeyBias
 from sprl.cache.layer import Layer
 from sprl.cache.plan import CachePlan
 from sprl.cache.scales import Scales
@@ -43,7 +44,7 @@ class KVCache:
   expected: Int[Array, ' B']  # real tokens of the forward pass under way
   saturated: Int[Array, 'B K']  # numbers of the row's keys and values that FP8 had to clamp
   scales: Scales | None  # of FP8 storage
-  bias: tuple[Float[Array, 'K P D'], ...] | None  # by position: what keys hold beside their FP8 codes
+  bias: KeyBias | None  # what keys hold beside their FP8 codes
   chosen: Int[Array, 'B N'] | None  # scope global: the slots that the first evicting layer kept
   plan: CachePlan = dataclasses.field(metadata={'static': True})
 
@@ -67,8 +68,14 @@ class KVCache:
 
   @staticmethod
   def bytes(plan: CachePlan, rows: int) -> int:
-    """All that so many rows take on the devices: keys, values, and what eviction keeps beside them."""
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(lambda: KVCache.empty(plan, rows))))
+    """All that so many rows take on the devices: keys, values, what eviction keeps beside them, FP8's scales and key biases."""
+
+    def made():
+      scales = Scales(*(jnp.ones(plan.layers) for _ in range(3)))
+      bias = KeyBias.of(plan, (jnp.zeros(plan.kv_heads * plan.head_dim),) * plan.layers) if plan.key_bias else None
+      return KVCache.empty(plan, rows, scales=scales, bias=bias)
+
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(made)))
 
   # --- around a forward pass -----------------------------------------------------------------------------------------
 
@@ -138,7 +145,7 @@ class KVCache:
       saturated=row(self.saturated, other.saturated),
     )
 
-  def rescaled(self, scales: Scales, bias: tuple[Float[Array, 'K P D'], ...] | None = None) -> 'KVCache':
+  def rescaled(self, scales: Scales, bias: KeyBias | None = None) -> 'KVCache':
     """The same keys and values, to FP8's precision, under the scales (and key biases) of other weights."""
     if self.scales is None:
       return self
@@ -146,7 +153,8 @@ class KVCache:
     for i, held in enumerate(self.layers):
       k, v = fp8.decast(held.keys, self.scales.k[i]), fp8.decast(held.values, self.scales.v[i])
       if self.bias is not None and bias is not None:
-        k = k + _of_slots(self.bias[i] - bias[i], held)
+        at = held.positions
+        k = k + self.bias.at(i, at) - bias.at(i, at)
       k, v = fp8.to_bytes(fp8.cast(k, scales.k[i])), fp8.to_bytes(fp8.cast(v, scales.v[i]))
       layers.append(dataclasses.replace(held, k=k, v=v))
     return dataclasses.replace(self, layers=tuple(layers), scales=scales, bias=bias)
@@ -174,7 +182,7 @@ class KVCache:
     saturated = self.saturated
     if self.scales is not None:
       if self.bias is not None:
-        k = k.astype(jnp.float32) - jnp.swapaxes(self.bias[layer], 0, 1)[positions]
+        k = k.astype(jnp.float32) - self.bias.of_tokens(layer, positions)
       k_scale, v_scale = self.scales.k[layer], self.scales.v[layer]
       for x, scale in ((k, k_scale), (v, v_scale)):
         saturated = saturated + jnp.sum(fp8.saturated(x, scale) & real[..., None, None], axis=(1, 3), dtype=jnp.int32)
@@ -204,7 +212,7 @@ class KVCache:
     if self.scales is not None:
       k, v = (fp8.decast(x, scale[layer]) for x, scale in ((k, self.scales.k), (v, self.scales.v)))
       if self.bias is not None:
-        k = k + jnp.swapaxes(self.bias[layer], 0, 1)[None, : k.shape[1]]
+        k = k + self.bias.of_tokens(layer, jnp.arange(k.shape[1])[None])
       k, v = k.astype(q.dtype), v.astype(q.dtype)
     if plan.settings.positions == 'in_cache':
       k = self._turned(k, jnp.arange(k.shape[1])[None])
@@ -237,17 +245,13 @@ class KVCache:
     return found.out[:, None], self._with(layer, held)
 
   def _bias_scores(self, layer, q):
-    """q . R_p b for every slot, b the layer's key bias and p the slot's position.
-
-    One product with the table of all positions, which the whole batch reads once, and a look-up of each slot's.
-    """
+    """q . R_p b for every slot, b the layer's key bias and p the slot's position."""
     assert self.bias is not None
-    K, _, D = self.bias[layer].shape
-    scores = jnp.einsum('bkgd,kpd->bkgp', q.reshape(q.shape[0], K, -1, D).astype(jnp.float32), self.bias[layer])
-    position = self.layers[layer].position
-    if position is None:
-      return scores[..., : self.layers[layer].k.shape[2]]
-    return jnp.take_along_axis(scores, jnp.maximum(position, 0)[:, :, None], axis=-1)
+    held = self.layers[layer]
+    q = q.reshape(q.shape[0], held.k.shape[1], -1, q.shape[-1]).astype(jnp.float32)
+    if held.position is None:  # slots are positions, in all rows
+      return jnp.einsum('bkgd,ksd->bkgs', q, self.bias.at(layer, held.positions[0]))
+    return jnp.einsum('bkgd,bksd->bkgs', q, self.bias.at(layer, held.position))
 
   def _turned(self, x, positions):
     """Heads [B, T, N, D] turned on by `positions`, without YaRN's scale, which they hold already."""
@@ -265,7 +269,7 @@ class KVCache:
       now,
       gone,
       None if self.scales is None else self.scales.k[layer],
-      None if self.bias is None else self.bias[layer],
+      None if self.bias is None else partial(self.bias.at, layer),
       self.chosen,
       choose=first or self.chosen is None,
     )
@@ -297,17 +301,14 @@ class KVCache:
       layers=tuple(None if layer is None else layer.axes for layer in self.layers),
       **dict.fromkeys(('length', 'seen', 'count', 'expected'), row),
       **others,
-      bias=None if self.bias is None else tuple(None if b is None else ('kv_heads', None, None) for b in self.bias),
+      bias=None if self.bias is None else self.bias.axes,
       chosen=None if self.chosen is None else ('rows', None),
     )
 
   def _only(self, layer: int) -> 'KVCache':
     """The cache with one of its layers alone."""
-
-    def only(parts):
-      return None if parts is None else tuple(x if i == layer else None for i, x in enumerate(parts))
-
-    return dataclasses.replace(self, layers=only(self.layers), bias=only(self.bias))
+    layers = tuple(x if i == layer else None for i, x in enumerate(self.layers))
+    return dataclasses.replace(self, layers=layers, bias=None if self.bias is None else self.bias.only(layer))
 
   def _with(self, layer: int, held: Layer, **changes: Any) -> 'KVCache':
     return dataclasses.replace(self, layers=(*self.layers[:layer], held, *self.layers[layer + 1 :]), **changes)
@@ -324,10 +325,3 @@ def _attend(layer: int, cache: KVCache, q, k, v):
   if plan.evicts(layer) and plan.settings.when == 'before':
     written = written._compress(layer, cache.due, cache.seen, cache.seen)
   return written._decode(layer, q[:, 0])
-
-
-def _of_slots(table: Float[Array, 'K P D'], held: Layer) -> Float[Array, 'B K S D']:
-  """What a table by position says of each slot."""
-  if held.position is None:
-    return table[None, :, : held.k.shape[2]]
-  return jax.vmap(lambda position: jnp.take_along_axis(table, jnp.maximum(position, 0)[..., None], axis=1))(held.position)

@@ -62,15 +62,7 @@ class Layer:
     """The values, as `keys`."""
     return fp8.from_bytes(self.v) if self.v.dtype == jnp.uint8 else self.v
 
-
-def dequantised_keys(
-  k: Float[Array, 'K S D'],
-  position: Int[Array, 'K S'],
-  scale: Float[Array, ''] | None,
-  bias: Float[Array, 'K P D'] | None,
-) -> Float[Array, 'K S D']:
-  """The keys meant, in float32: codes times scale, and the bias of each slot's position where it is kept apart; else as held."""
-  keys = k if scale is None else fp8.decast(k, scale)
-  if bias is None:
-    return keys
-  return keys + jnp.take_along_axis(bias, jnp.maximum(position, 0)[..., None], axis=1)
+  @property
+  def positions(self) -> Int[Array, '*B K S']:
+    """The slots' positions; in a layer that evicts nothing a slot's number."""
+    return jnp.broadcast_to(jnp.arange(self.k.shape[-2]), self.k.shape[:-1]) if self.position is None else self.position

@@ -161,7 +161,7 @@ def rollouts(config: ModelConfig, run: Run, cache: Cache, quant: Quant, prompts:
   """Rollouts whose rows, and `prompts` that are prefilled together, are split over the devices."""
   plan, (H, K) = memory_plan(config, run, cache, quant), heads(config, axes.tensor)
   weights, shared = served_bytes(config, run, quant, axes)
-  biases = FLOAT32 * plan.layers * K * plan.positions * plan.head_dim if plan.key_bias else 0
+  biases = FLOAT32 * plan.head_dim * (plan.layers * K + plan.positions) if plan.key_bias else 0
   together = ceil(prompts, axes.rows)
   row = kv_bytes(plan, H, K)
   # The prompts' own cache has as many slots as the bucket; no layer of it is larger than the plan's.

@@ -99,6 +99,7 @@ class Transcript:
       'version': laid('version', -1).astype(np.int32),
       'sampler_logp': laid('logp', 0).astype(np.float32),
       'kept': laid('kept', 0).astype(np.int32),
+      'prefilled': next(p.prefilled for p in parts if isinstance(p, Completion)),
     }
     return Trajectory.of(parts[-1], **fields, **changes)
 

@@ -18,9 +18,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
+from sprl.cache.key_bias import KeyBias
 from sprl.cache.kv_cache import KVCache
 from sprl.cache.plan import CachePlan
-from sprl.cache.scales import rotated_biases
 from sprl.models import transformer
 from sprl.models.routing import MISSING, Routed, record_dtype
 from sprl.parallel.rules import OnMesh, anew, is_names, local, shard
@@ -71,11 +71,7 @@ def empty_cache(plan: CachePlan, served: Served, rows: int, slots: int | None = 
 
 
 def _biases(plan, served):
-  """[K, P, D] a layer: what keys at each position hold whatever the token, where that is kept out of FP8."""
-  if not plan.key_bias:
-    return None
-  tables = rotated_biases(transformer.key_biases(served.params), jnp.arange(plan.positions)[None], plan.head_dim, plan.rope)
-  return tuple(jnp.swapaxes(table[0], 0, 1) for table in tables)
+  return KeyBias.of(plan, transformer.key_biases(served.params)) if plan.key_bias else None
 
 
 @OnMesh

@@ -48,6 +48,7 @@ class _Row:
   logp: list[float] = field(default_factory=list)
   version: list[int] = field(default_factory=list)
   kept: list[int] = field(default_factory=list)
+  prefilled: tuple[int, int] | None = None  # shape of the batch that its prompt was read in
   aborted: bool = False  # in the middle of a chunk: nobody wants what it draws, and it leaves after it
 
 
@@ -84,7 +85,8 @@ class Slots:
     self.served: Served | None = served
     self.usage = Usage()
     self._waiting: deque[Request] = deque()
-    self._prompts: tuple[dict[Text, int], decode.Prompts] | None = None  # the last that were prefilled, with these weights
+    # The last prompts that were prefilled, with these weights; and the shape of their batch.
+    self._prompts: tuple[dict[Text, int], decode.Prompts, tuple[int, int]] | None = None
     self._rows: list[_Row | None] = [None] * engine.rows
     self._state: decode.Rows | None = None  # made when there is something to do
     self._chunk: dict[str, jax.Array] | None = None  # what the chunk under way will have to say
@@ -226,10 +228,10 @@ class Slots:
     prompts, givens = ([np.frombuffer(part, np.int32) for part in parts] for parts in zip(*texts))
     bucket = next(b for b in engine.buckets if b >= max(map(len, prompts)))
     together = 1 if len(texts) == 1 else engine.prefill  # while rows free up one by one, most prompts come alone
-    tokens = _padded(prompts, together, bucket)
+    tokens = padded(prompts, together, bucket)
     if any(map(len, givens)):
-      tokens += _padded(givens, together, engine.sampling.max_tokens)
-    self._prompts = texts, decode.prefill(engine.graphdef, engine.plan, served, *tokens)
+      tokens += padded(givens, together, engine.sampling.max_tokens)
+    self._prompts = texts, decode.prefill(engine.graphdef, engine.plan, served, *tokens), (together, bucket)
     self.usage.prefills += 1
     self._fork(served)
     return True
@@ -238,12 +240,12 @@ class Slots:
     """Admits the requests at the queue's head whose prompts are the last that were prefilled, as far as rows are free."""
     if self._prompts is None:
       return
-    (texts, prompts), engine, B = self._prompts, self.engine, self.engine.rows
+    (texts, prompts, shape), engine, B = self._prompts, self.engine, self.engine.rows
     free = deque(i for i, row in enumerate(self._rows) if row is None)
     parent, (uid, attempt, limit) = np.full(B, -1, np.int32), np.zeros((3, B), np.int32)
     while self._waiting and free and (text := self._text(self._waiting[0])) in texts:
       row, request = free.popleft(), self._waiting.popleft()
-      self._rows[row], parent[row] = _Row(request), texts[text]
+      self._rows[row], parent[row] = _Row(request, prefilled=shape), texts[text]
       uid[row], attempt[row], limit[row] = request.uid, request.attempt, request.max_tokens
     if (parent >= 0).any():
       assert self._state is not None
@@ -297,7 +299,7 @@ class Slots:
     return low - len(earlier)
 
 
-def _padded(rows: Collection[np.ndarray], count: int, width: int) -> tuple[np.ndarray, np.ndarray]:
+def padded(rows: Collection[np.ndarray], count: int, width: int) -> tuple[np.ndarray, np.ndarray]:
   """Right-padded rows [count, width] and their lengths."""
   padded, lengths = np.zeros((count, width), np.int32), np.zeros(count, np.int32)
   for i, row in enumerate(rows):
@@ -308,4 +310,4 @@ def _padded(rows: Collection[np.ndarray], count: int, width: int) -> tuple[np.nd
 def _completion(row: _Row, finish: str, n: int | None = None, saturated: int = 0, evicted=None, routes=None) -> Completion:
   ints, logp = (np.array(x[:n], np.int32) for x in (row.tokens, row.version, row.kept)), np.array(row.logp[:n], np.float32)
   tokens, version, kept = ints
-  return Completion(row.request, tokens, logp, version, kept, finish, saturated, evicted, routes)
+  return Completion(row.request, tokens, logp, version, kept, finish, saturated, evicted, routes, row.prefilled)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import small
 
+from sprl.cache.key_bias import KeyBias
 from sprl.cache.kv_cache import KVCache
 from sprl.cache.scales import FIRST_FORWARD, Scales, from_amax, percentile, rotated_biases, with_margin
 from sprl.models import transformer
@@ -243,7 +244,8 @@ def test_keeping_large_biases_out_of_fp8_makes_attention_exact_again():
   arrays = tuple(jnp.asarray(x, jnp.float32) for x in (q, biased, v))
   outs = {}
   for name, plan in plans.items():
-    given = KVCache.empty(plan, B, scales=scales.get(name), bias=(jnp.asarray(table, jnp.float32),))
+    kept = KeyBias.of(plan, (jnp.asarray(bias.reshape(-1), jnp.float32),))
+    given = KVCache.empty(plan, B, scales=scales.get(name), bias=kept)
     out, held = prefill(given, jnp.array(prompts), *(x[:, :T] for x in arrays))
     outs[name] = [np.asarray(out[1, : prompts[1]])]
     for i in range(steps):
@@ -256,6 +258,36 @@ def test_keeping_large_biases_out_of_fp8_makes_attention_exact_again():
     apart, inside = (relative(outs[name][i], outs['exact'][i]) for name in ('apart', 'inside'))
     assert 0 < apart < 0.02
     assert apart < inside / 10
+
+
+@pytest.mark.parametrize('when', ['before', 'after'])
+def test_what_keeping_biases_apart_costs_does_not_grow_with_the_positions(when):
+  """The same slots, ten times the positions: a decode step multiplies no more, and holds one more table of angles."""
+  cache = Cache(method='rkv', budget=T, interval=8, window=4, when=when)
+  flops, held, temporary = [], [], []
+  for completion in (100, 1000):
+    plan = plan_of(KV8, cache, 'qwen2', completion=completion)
+    assert plan.slots(0) == T + 8
+    kept = KeyBias.of(plan, (jnp.asarray(large_bias().reshape(-1), jnp.float32),))
+    made = KVCache.empty(plan, B, scales=unit(), bias=kept)
+    compiled = step.lower(made, *(x[:, :1] for x in tokens())).compile()
+    flops.append(compiled.cost_analysis()['flops'])
+    temporary.append(compiled.memory_analysis().temp_size_in_bytes)
+    held.append(KVCache.bytes(plan, B))
+    assert held[-1] == sum(x.nbytes for x in jax.tree.leaves(made))
+  assert flops[0] == pytest.approx(flops[1], rel=0.01)
+  assert temporary[0] == pytest.approx(temporary[1], rel=0.01)
+  assert held[1] - held[0] == 4 * D * 900
+
+
+def test_a_bias_is_turned_as_keys_are_wherever_its_slots_lie():
+  plan = plan_of(KV8, family='qwen2', layers=2)
+  kept = KeyBias.of(plan, tuple(jnp.asarray(large_bias(i).reshape(-1), jnp.float32) for i in range(2)))
+  position = np.array([[[0, 7, 40], [3, 3, -1]], [[1, 0, 2], [5, 46, 47]]])
+  for layer in range(2):
+    got = kept.at(layer, jnp.asarray(position))
+    for at in zip(*np.nonzero(position >= 0)):
+      np.testing.assert_allclose(got[at], turned(large_bias(layer)[at[1]], position[at]), atol=1e-3)
 
 
 def test_the_sampler_takes_the_biases_from_the_weights_it_serves():

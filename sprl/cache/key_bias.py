@@ -1,0 +1,60 @@
+"""What a cache of biased keys keeps beside its FP8 codes (fp8_rollouts 3): each layer's bias, and the turns of all positions.
+
+A key of Qwen2 at position p is R_p (W x + b). Its codes hold R_p W x, and R_p b, which is the same whatever the token, is added
+back exactly. An FP8 number's error is relative to the number: a bias of 100 would drown what the token says.
+
+R_p b is made where it is wanted, for the slots that there are: memory and work grow with slots, not with the positions that a
+sequence may come to. What is held for all positions is one small table that layers, heads and rows share.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from sprl.cache.plan import CachePlan
+from sprl.kernels.rope import turns
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class KeyBias:
+  """The biases of the layers' keys, float32, and by how much each position turns them."""
+
+  layers: tuple[Float[Array, 'K D'] | None, ...]  # None: not looked at here
+  cos: Float[Array, 'P D/2']
+  sin: Float[Array, 'P D/2']
+
+  @classmethod
+  def of(cls, plan: CachePlan, biases: tuple[Float[Array, ' KD'], ...]) -> 'KeyBias':
+    """Of a model with these biases in its layers."""
+    all_positions = turns(jnp.arange(plan.positions)[None], plan.head_dim, plan.rope)
+    layers = tuple(b.astype(jnp.float32).reshape(-1, plan.head_dim) for b in biases)
+    return cls(layers, all_positions.cos[0, :, 1], all_positions.sin[0, :, 1])
+
+  @property
+  def axes(self) -> 'KeyBias':
+    """The names of its arrays' axes: a head's bias lies with its keys."""
+    whole: Any = (None, None)
+    layers: Any = tuple(None if b is None else ('kv_heads', None) for b in self.layers)
+    return KeyBias(layers, whole, whole)
+
+  def only(self, layer: int) -> 'KeyBias':
+    """With the bias of one layer alone."""
+    return replace(self, layers=tuple(b if i == layer else None for i, b in enumerate(self.layers)))
+
+  def at(self, layer: int, position: Int[Array, '*B K S']) -> Float[Array, '*B K S D']:
+    """R_p b of a layer's heads at these positions; those below 0 mean nothing."""
+    bias, place = self.layers[layer], jnp.maximum(position, 0)
+    assert bias is not None
+    a, b = jnp.split(bias[:, None], 2, axis=-1)
+    cos, sin = self.cos[place], self.sin[place]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+  def of_tokens(self, layer: int, positions: Int[Array, 'B T']) -> Float[Array, 'B T K D']:
+    """R_p b of tokens, all heads of which stand at one position."""
+    bias = self.layers[layer]
+    assert bias is not None
+    return jnp.swapaxes(self.at(layer, jnp.repeat(positions[:, None], bias.shape[0], axis=1)), 1, 2)
