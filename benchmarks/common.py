@@ -25,6 +25,7 @@ import numpy as np
 import psutil
 
 ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / 'benchmarks' / 'results'
 PACKAGES = ('sprl', 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy')
 CPU_FLAGS = ('avx2', 'avx512f', 'avx512_bf16', 'avx512_fp16', 'amx_tile', 'amx_bf16')
 
@@ -124,11 +125,11 @@ def sampled_memory(pid: int | None = None, period: float = 0.05) -> Iterator[Cal
     thread.join()
 
 
-def peer(script: str, *arguments: object) -> dict[str, Any]:
+def peer(script: str, *arguments: object, limit: float | None = None) -> dict[str, Any]:
   """Runs benchmarks/peers/`script` under the reference interpreter; its last line's JSON, with `sampled_rss_bytes` added.
 
   The interpreter is SPRL_REFERENCE_PYTHON, or the one `make reference` installs. Exits with a message where there is none,
-  or when the script fails.
+  or when the script fails or takes more than `limit` seconds.
   """
   python = os.environ.get('SPRL_REFERENCE_PYTHON', str(ROOT / '.venv-reference' / 'bin' / 'python'))
   if not Path(python).exists():
@@ -139,7 +140,11 @@ def peer(script: str, *arguments: object) -> dict[str, Any]:
     subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process,
     sampled_memory(process.pid) as peak,
   ):
-    output, _ = process.communicate()
+    try:
+      output, _ = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+      process.kill()
+      raise SystemExit(f'{script} took more than {limit:g} s') from None
   if process.returncode:
     raise SystemExit(f'{script} failed with status {process.returncode}; its message is above')
   return {**json.loads(output.splitlines()[-1]), 'sampled_rss_bytes': peak()}
@@ -159,11 +164,15 @@ def report(name: str, rows: Sequence[Mapping[str, Any]], result: Mapping[str, An
   for line in cells:
     print('  '.join([line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:]))]))
   if save:
-    record = {'benchmark': name, 'command': _command(), 'commit': commit(), 'machine': machine()}
-    path = ROOT / 'benchmarks' / 'results' / f'{name}.json'
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps({**record, 'result': dict(result), 'rows': list(rows)}, indent=2) + '\n')
+    write(name, rows, result)
   print(json.dumps(dict(result)), flush=True)
+
+
+def write(name: str, rows: Sequence[Mapping[str, Any]], result: Mapping[str, Any], folder: Path = RESULTS) -> None:
+  """Writes both to FOLDER/NAME.json, with command, commit, machine and versions."""
+  record = {'benchmark': name, 'command': _command(), 'commit': commit(), 'machine': machine()}
+  folder.mkdir(parents=True, exist_ok=True)
+  (folder / f'{name}.json').write_text(json.dumps({**record, 'result': dict(result), 'rows': list(rows)}, indent=2) + '\n')
 
 
 def _shown(value: Any) -> str:
