@@ -146,14 +146,20 @@ DENSE, H2O = Cache(), Cache(budget=512, interval=128, window=16, method='h2o')
 RKV = Cache(budget=512, interval=128, method='rkv')
 
 
-def decode_loop(sampler, cache, **sizes):
-  """Two layers with Qwen2.5-7B's heads, compiled; the shape of a layer's keys; bytes of the cache."""
+def sampler_of(sampler, cache, **sizes):
+  """Two layers with Qwen2.5-7B's heads: their config, the plan of their memory, and their weights as served."""
   config = tiny('qwen2', num_attention_heads=28, num_key_value_heads=4, head_dim=128, num_hidden_layers=2, **sizes)
-  quant, rows = Quant(sampler=sampler, key_bias=False, arithmetic='blockwise'), 64
+  quant = Quant(sampler=sampler, key_bias=False, arithmetic='blockwise')
   plan = cache_plan(config, cache, quant, 512, 1536, jnp.bfloat16, kernels='mosaic_gpu')
   served = jax.eval_shape(partial(serve, dtype=jnp.dtype(jnp.bfloat16), quant=quant), transformer.abstract_params(config))
   if plan.fp8:
     served = served._replace(scales=Scales(*[jax.ShapeDtypeStruct((2,), jnp.float32)] * 3))
+  return config, plan, served
+
+
+def decode_loop(sampler, cache, **sizes):
+  """Decode steps, compiled; the shape of a layer's keys; bytes of the cache."""
+  rows, (config, plan, served) = 64, sampler_of(sampler, cache, **sizes)
   seed = jax.eval_shape(lambda: jax.random.key(0))
   state = jax.eval_shape(partial(decode.empty_rows, plan, rows=rows, max_tokens=64), served, seed=seed)
   steps = partial(decode.decode, transformer.graph(config), sampling=Sampling(), stop_ids=(), steps=8)
@@ -195,3 +201,16 @@ def test_an_activation_is_quantised_once_for_all_products_that_take_it():
   assert sorted(codes) == sorted(2 * ['u8[64,1024]', 'u8[64,3584]', 'u8[64,1024]', 'u8[64,2048]'])
   assert compiled.text.count('hopper_block_matmul/mpmd_map"') >= 2 * 7
   assert 2 <= made.count(('f32[64,1024]', 'fusion')) <= 2 * 2 + 1  # and the last, for the head
+
+
+@pytest.mark.parametrize('sampler', ['bf16', 'kv8'])
+def test_prompts_are_attended_to_by_cudnn(sampler):
+  config, plan, served = sampler_of(sampler, RKV)
+  shape = jax.ShapeDtypeStruct
+
+  def prefill(served, tokens, lengths):
+    return decode.prefill(transformer.graph(config), plan, served, tokens, lengths)
+
+  text = compile_for_h200(prefill, served, shape((16, 512), jnp.int32), shape((16,), jnp.int32)).text
+  assert re.findall(r'custom_call_target="__cudnn\$(\w+)"', text) == ['fmhaScaleBiasSoftmax'] * 2
+  assert not re.findall(rf'f32\[(?:16,28|16,4,7),512,{plan.slots(0)}\]', text)
