@@ -686,6 +686,9 @@ def main() -> None:
     '--save', nargs='?', const=RESULTS, type=Path, help='write gpu_check_DEVICE.json, to benchmarks/results or here'
   )
   args = parser.parse_args()
+  checks = args.only.split(',')
+  if unknown := set(checks) - set(CHECKS):
+    parser.error(f'--only={args.only}: no check is named {", ".join(sorted(unknown))}; expected of {", ".join(CHECKS)}')
   until = time.monotonic() + args.limit
   os.environ.setdefault('XLA_PYTHON_CLIENT_MEM_FRACTION', '0.92')  # read when JAX first asks for the GPU
   if not (args.rehearse or driver()):
@@ -706,7 +709,7 @@ def main() -> None:
     'torch': torch,
   }
   name, rows, bench = f'gpu_check_{device}', [], Bench(args.rehearse, found, torch)
-  for check in args.only.split(','):
+  for check in checks:
     for row in run(bench, check, until):
       rows.append(row)
     if args.save:
