@@ -51,11 +51,12 @@ def cores() -> int:
 
 
 def commit() -> str:
-  """The commit checked out, `+changes` after it where the tree differs from it; 'unknown' outside a git checkout."""
+  """The commit checked out, `+changes` after it where the tree differs but for results; 'unknown' outside a git checkout."""
   head = _git('rev-parse', 'HEAD')
   if not head:
     return 'unknown'
-  return head + ('+changes' if _git('status', '--porcelain', '--untracked-files=no') else '')
+  changes = _git('status', '--porcelain', '--untracked-files=no', '--', str(ROOT), f':(exclude){RESULTS}')
+  return head + ('+changes' if changes else '')
 
 
 def memory_bandwidth(megabytes: int = 256, repeats: int = 5) -> float:
@@ -164,15 +165,15 @@ def report(name: str, rows: Sequence[Mapping[str, Any]], result: Mapping[str, An
   for line in cells:
     print('  '.join([line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:]))]))
   if save:
-    write(name, rows, result)
+    record(name, rows, result)
   print(json.dumps(dict(result)), flush=True)
 
 
-def write(name: str, rows: Sequence[Mapping[str, Any]], result: Mapping[str, Any], folder: Path = RESULTS) -> None:
-  """Writes both to FOLDER/NAME.json, with command, commit, machine and versions."""
-  record = {'benchmark': name, 'command': _command(), 'commit': commit(), 'machine': machine()}
+def record(name: str, rows: Sequence[Mapping[str, Any]], result: Mapping[str, Any], folder: Path = RESULTS) -> None:
+  """FOLDER/NAME.json: the rows and the result, with the command, machine, versions and commit that they come from."""
+  source = {'benchmark': name, 'command': _command(), 'commit': commit(), 'machine': machine()}
   folder.mkdir(parents=True, exist_ok=True)
-  (folder / f'{name}.json').write_text(json.dumps({**record, 'result': dict(result), 'rows': list(rows)}, indent=2) + '\n')
+  (folder / f'{name}.json').write_text(json.dumps({**source, 'result': dict(result), 'rows': list(rows)}, indent=2) + '\n')
 
 
 def _shown(value: Any) -> str:

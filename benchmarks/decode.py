@@ -59,7 +59,7 @@ def main():
     if args.peer:
       theirs = peer(
         'transformers_generate.py', '--model', folder, '--batch', batch, '--prompt', args.prompt, '--new', args.new,
-        '--dtype', dtype.name,
+        '--dtype', dtype.name, '--repeats', args.repeats,
       )  # fmt: skip
       row |= {'transformers tokens/s': theirs['tokens_per_second'], 'speed-up': row['tokens/s'] / theirs['tokens_per_second']}
     rows.append(row)

@@ -34,7 +34,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common import RESULTS, ROOT, report, write
+from common import RESULTS, ROOT, record, report
 from common import peer as by_peer
 from device_timing import Ceilings, ceilings, seconds
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -713,7 +713,7 @@ def main() -> None:
     for row in run(bench, check, until):
       rows.append(row)
     if args.save:
-      write(name, table(rows), summary(rows, **about), args.save)
+      record(name, table(rows), summary(rows, **about), args.save)
   report(name, table(rows), summary(rows, **about))
 
 

@@ -1,16 +1,23 @@
 """Is the plan right? Its memory beside what XLA's compiler needs for the same programs on H200s that are not here.
 
-    JAX_PLATFORMS=cpu python benchmarks/plan_check.py --save plan_check    # half an hour on 2 cores; see sprl/parallel/aot.py
+    make aot                                                                               # makes .venv-aot, the compiler's
+    JAX_PLATFORMS=cpu .venv-aot/bin/python benchmarks/plan_check.py --rows runs/plan_check --save plan_check
 
-Three tables: decode steps with the most sequences that one H200 holds beside the learner's state, dense, FP8 and sparse FP8;
-the update of four models on three meshes, of 8 and of 64 H200s; and decode steps of the 7B on the same devices. Each program is
-compiled in full.
+Three parts: `largest`, decode steps with the most sequences that one H200 holds beside the learner's state, dense, FP8 and sparse
+FP8; `updates`, those of four models on three meshes, of 8 and of 64 H200s; and `spread`, decode steps of the 7B on the same
+devices. Each program is compiled in full, which takes 2 cores a good hour. So each row is written to the folder as soon as it is
+there, and not compiled again: the command may be ended at any time, and goes on. `--only` compiles the rows whose names contain
+a text; rows that are missing in the end are named in the result.
 """
 
 import argparse
 import dataclasses
 import json
-from typing import Any
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from common import ROOT, report
 
@@ -18,7 +25,7 @@ from sprl import compiled
 from sprl.models.config import ModelConfig
 from sprl.planning.devices import device
 from sprl.planning.layout import Axes
-from sprl.planning.plan import Plan, plan
+from sprl.planning.plan import Kind, Plan, plan
 from sprl.settings import Cache, Model, Packing, Rollout, Run, Sampling
 
 GIB = 2**30
@@ -62,57 +69,92 @@ def line(model: str, axes: Axes, check: compiled.Check, **more: Any) -> dict[str
   }
 
 
-def updates(models: tuple[str, ...]) -> list[dict[str, Any]]:
-  """Updates on several devices, and on one."""
-  rows = []
-  for model in models:
-    for axes in MESHES:
-      config, run, its = planned(model, axes)
-      rows.append(line(model, axes, compiled.check_update(config, run, its)))
-      print(json.dumps(rows[-1]), flush=True)
-  return rows
+class Job(NamedTuple):
+  """A row to be: its name, and what compiles it."""
+
+  name: str
+  compiled: Callable[[], dict[str, Any]]
 
 
-def largest(models: tuple[str, ...]) -> list[dict[str, Any]]:
+def largest(models: tuple[str, ...]) -> Iterator[Job]:
   """Decode steps with all the sequences that fit on one H200."""
-  rows = []
   for model in models:
     config, run, its = planned(model, Axes())
     for kind in its.kinds:
-      if kind.name not in LARGEST or kind.most_rows < 1:
-        continue
-      check = compiled.check_decode(config, run, its, dataclasses.replace(kind, rows=kind.most_rows))
-      rows.append(line(model, Axes(), check, sequences=kind.most_rows, beside=round(its.update.state / GIB, 2)))
-      print(json.dumps(rows[-1]), flush=True)
-  return rows
+      if kind.name in LARGEST and kind.most_rows > 0:
+        full = dataclasses.replace(kind, rows=kind.most_rows)
+        beside = round(its.update.state / GIB, 2)
+        yield Job(f'largest {model} {kind.name}', partial(decoded, model, config, run, its, full, beside=beside))
 
 
-def spread(model: str) -> list[dict[str, Any]]:
-  """Decode steps of the sequences that the run asks for, on all devices of each mesh."""
-  rows = []
+def updates(models: tuple[str, ...]) -> Iterator[Job]:
+  """Updates on several devices."""
   for axes in MESHES:
-    config, run, its = planned(model, axes)
+    for model in models:
+      yield Job(f'update {model} {axes}', partial(updated, model, axes))
+
+
+def spread(models: tuple[str, ...]) -> Iterator[Job]:
+  """Decode steps of the sequences that the run asks for, on all devices of each mesh."""
+  for axes in MESHES if SPREAD in models else ():
+    config, run, its = planned(SPREAD, axes)
     for kind in its.kinds:
       if kind.name in LARGEST and kind.rows:
-        rows.append(line(model, its.rollout, compiled.check_decode(config, run, its, kind), sequences=kind.rows))
-        print(json.dumps(rows[-1]), flush=True)
-  return rows
+        yield Job(f'decode {SPREAD} {kind.name} {its.rollout}', partial(decoded, SPREAD, config, run, its, kind))
+
+
+PARTS = {'largest': largest, 'updates': updates, 'spread': spread}
+
+
+def updated(model: str, axes: Axes) -> dict[str, Any]:
+  """A row of an update."""
+  config, run, its = planned(model, axes)
+  return line(model, axes, compiled.check_update(config, run, its))
+
+
+def decoded(model: str, config: ModelConfig, run: Run, its: Plan, kind: Kind, **more: Any) -> dict[str, Any]:
+  """A row of decode steps."""
+  return line(model, its.rollout, compiled.check_decode(config, run, its, kind), sequences=kind.rows, **more)
+
+
+def row(job: Job, folder: Path | None, only: str) -> dict[str, Any] | None:
+  """The job's row: as it lies in the folder, or compiled where it is asked for."""
+  path = folder and folder / f'{job.name.replace(" ", "_")}.json'
+  if path and path.exists():
+    return json.loads(path.read_text())
+  if only not in job.name:
+    return None
+  start = time.monotonic()
+  made = job.compiled()
+  print(f'{time.monotonic() - start:.0f} s: {json.dumps(made)}', flush=True)
+  if path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix('.part').write_text(json.dumps(made))
+    path.with_suffix('.part').rename(path)
+  return made
 
 
 def main() -> None:
   """Arguments to a report."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument('--models', default=','.join(MODELS), help=', '.join(MODELS))
+  parser.add_argument('--parts', default=','.join(PARTS), help=', '.join(PARTS))
+  parser.add_argument('--only', default='', metavar='TEXT', help='compile the rows whose names contain it')
+  parser.add_argument('--rows', type=Path, metavar='FOLDER', help='keep rows there, and take those that are there already')
   parser.add_argument('--save', metavar='NAME', help='write benchmarks/results/NAME.json')
   args = parser.parse_args()
-  models = tuple(args.models.split(','))
-  rows = largest(models) + updates(models) + [row for model in models if model == SPREAD for row in spread(model)]
-  ratios = [row['planned / compiled'] for row in rows]
+  jobs = [job for part in args.parts.split(',') for job in PARTS[part](tuple(args.models.split(',')))]
+  found = {job.name: row(job, args.rows, args.only) for job in jobs}
+  rows = [each for each in found.values() if each is not None]
+  if not rows:
+    parser.error(f'no row has {args.only!r} in its name; there are: ' + ', '.join(found))
+  ratios = [each['planned / compiled'] for each in rows]
   result = {
     'programs': len(rows),
     'lowest': min(ratios),
     'highest': max(ratios),
     'beyond_10_percent': sum(abs(ratio - 1) > 0.1 for ratio in ratios),
+    'not_compiled': [name for name, each in found.items() if each is None],
   }
   report(args.save or 'plan_check', rows, result, bool(args.save))
 

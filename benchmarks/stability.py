@@ -11,7 +11,8 @@ Trains by GRPO once an arm of Sparse-RL (config.arm) and seed, as `sprl.main` wo
 
 Every trained model is then evaluated on held-out problems: greedily, and at temperature 1 with a dense, unquantised sampler and
 with the sparse arms' sampler. FOLDER keeps the runs: the same command goes on where it was interrupted. --save writes
-results/stability_TASK_BUDGET.json and its picture beside it.
+results/stability_TASK_BUDGET.json after every run, and its picture at the end; runs of as many steps that are in it already are
+not made again, on whatever machine they were made.
 """
 
 import argparse
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from common import ROOT, report
+from common import RESULTS, ROOT, commit, machine, record, report
 from matplotlib.figure import Figure
 from progressions import SLIPS, write_model, write_problems
 
@@ -72,12 +73,24 @@ def main():
     return draw(name)
   if args.task in WARM:
     prepare(args.task, args.folder.absolute(), args.warm_steps)
-  arms, seeds = args.arms.split(','), args.seeds.split(',')
-  runs = {arm: [run(args, arm, seed) for seed in seeds] for arm in arms}
-  rows = [row(arm, results) for arm, results in runs.items()]
-  report(name, rows, {'task': args.task, 'budget': args.budget, 'steps': args.steps, 'runs': runs}, args.save)
+  result: dict[str, Any] = {'task': args.task, 'budget': args.budget, 'steps': args.steps}
+  result['runs'] = saved_runs(name, args.steps) if args.save else {}
+  for seed in args.seeds.split(','):
+    for arm in args.arms.split(','):
+      if seed not in result['runs'].get(arm, {}):
+        result['runs'].setdefault(arm, {})[seed] = run(args, arm, seed)
+        if args.save:
+          record(name, rows(result['runs']), result)
+  report(name, rows(result['runs']), result)
   if args.save:
     draw(name)
+
+
+def saved_runs(name: str, steps: int) -> dict[str, dict[str, Any]]:
+  """By arm and seed, the runs of as many steps that results/NAME.json has."""
+  path = RESULTS / f'{name}.json'
+  saved: dict[str, Any] = json.loads(path.read_text())['result'] if path.exists() else {'steps': None}
+  return saved['runs'] if saved['steps'] == steps else {}
 
 
 def prepare(task: str, folder: Path, warm_steps: int) -> None:
@@ -107,7 +120,7 @@ def run(args: argparse.Namespace, arm: str, seed: str) -> dict[str, Any]:
   )  # fmt: skip
   records = read_metrics(workdir)
   steps = len(series(records, 'reward/mean')[0])
-  result: dict[str, Any] = {'stopped': None if status == 0 else steps}
+  result: dict[str, Any] = {'stopped': None if status == 0 else steps, 'commit': commit(), 'cpu': machine()['cpu']}
   result['curves'] = {name: series(records, name)[1].tolist() for name in CURVES}
   if status == 0:
     result['greedy, before'], result['greedy, dense'] = (float(series(records, 'eval/avg@k')[1][i]) for i in (0, -1))
@@ -147,6 +160,11 @@ def command(module: str, *flags: str, accepted: tuple[int, ...] = (0,)) -> int:
   return done.returncode
 
 
+def rows(runs: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+  """The table, a line an arm."""
+  return [row(arm, list(runs[arm].values())) for arm in ARMS if arm in runs]
+
+
 def row(arm: str, results: list[dict[str, Any]]) -> dict[str, Any]:
   """A line of the table: means over seeds of the last steps, and of both evaluations."""
 
@@ -178,13 +196,13 @@ def row(arm: str, results: list[dict[str, Any]]) -> dict[str, Any]:
 
 def draw(name: str) -> None:
   """results/NAME.png: each curve against steps, an arm a colour, the mean over seeds with all seeds behind it."""
-  results = ROOT / 'benchmarks' / 'results'
-  saved = json.loads((results / f'{name}.json').read_text())['result']
+  saved = json.loads((RESULTS / f'{name}.json').read_text())['result']
   figure = Figure(figsize=(10, 6.6), layout='constrained')
   panels = figure.subplots(2, 2, sharex=True).flat
   colours = dict(zip(ARMS, ('#222222', '#c8642a', '#1f5fa8', '#3b8f4d', '#7b5ea7')))
   for axes, (curve, label) in zip(panels, CURVES.items()):
-    for arm, runs in saved['runs'].items():
+    for arm in saved['runs']:
+      runs = list(saved['runs'][arm].values())
       length = max(len(each['curves'][curve]) for each in runs)
       values = np.full((len(runs), length), np.nan)
       for i, each in enumerate(runs):
@@ -205,7 +223,7 @@ def draw(name: str) -> None:
   figure.legend(
     *figure.axes[0].get_legend_handles_labels(), loc='outside lower center', ncols=len(ARMS), frameon=False, fontsize=9
   )
-  figure.savefig(results / f'{name}.png', dpi=110)
+  figure.savefig(RESULTS / f'{name}.png', dpi=110)
 
 
 if __name__ == '__main__':

@@ -65,7 +65,10 @@ def _parse(argv: list[str], prepare: Callable[[list[str]], None]) -> list[str]:
     for name in _config_flags(argv):
       _check_name(name)
     prepare(argv)
-    return flags.FLAGS(argv)
+    _, *others = rest = flags.FLAGS(argv)
+    if others:
+      raise SettingsError(f'{" ".join(others)}: expected flags only, such as --config.steps=5')
+    return rest
   except flags.Error as error:
     message = str(error).strip()
     if 'Traceback' in message:  # of an error in a config file; its last line says which

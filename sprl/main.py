@@ -3,7 +3,7 @@
 Trains, or resumes, the run of one work directory, and says at the end what was learned and where everything lies. The exit
 status is 0 when the run is complete or a signal ended it with all of it saved; 3 when a sentinel stopped it, or no rollout
 succeeds any more; 2 for settings or files that cannot be used, found before any device work; 4 when another process of the run
-has gone.
+has gone, or one of them hangs.
 """
 
 import logging
@@ -32,7 +32,7 @@ def main() -> int:
   run = resolve(_CONFIG.value)
   from sprl.parallel.team import joined  # after the settings: an error in them is told without waiting for jax to load
 
-  with joined() as team:
+  with joined(patience=run.patience) as team:
     return team.leave(command_line.reported(partial(_train, run, team)))
 
 

@@ -64,6 +64,7 @@ class Policy:
     config = ModelConfig.read(folder)
     check_linears(run.quant, config.num_layers)
     check_experts(run, config)
+    check_stops(run, config)
     huggingface.check_weights(folder, config)
     if run.lora.rank:
       abstract_adapters(config, run.lora)  # whose targets the model may not have
@@ -161,6 +162,15 @@ def check_experts(run: Run, config: ModelConfig) -> None:
     if config.experts is None and value != off:
       raise settings.SettingsError(
         f'config.{key} = {value!r}: expected {off!r} with a model of family {config.family}, without experts'
+      )
+
+
+def check_stops(run: Run, config: ModelConfig) -> None:
+  """Raises SettingsError where a token that is to end completions is none of the model's."""
+  for stop in run.sampling.stop_ids:
+    if not 0 <= stop < config.vocab_size:
+      raise settings.SettingsError(
+        f'config.sampling.stop_ids has {stop}: expected ids of tokens, 0 to {config.vocab_size - 1} with this model'
       )
 
 

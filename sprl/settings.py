@@ -94,7 +94,7 @@ class Cache:
   window: int = 0  # newest tokens, always kept; 0: the method's own (8; gkv 16, h2o half the budget, tova_like 1)
   when: Literal['before', 'after'] = 'before'  # the triggering step attends to what is kept, or still to everything
   scope: Literal['head', 'layer', 'global'] = 'head'  # who chooses: each kv head, each layer, or the first layer for all
-  trigger: Literal['row', 'batch'] = 'row'  # whose decode steps count; batch: all rows' since one was last admitted
+  trigger_scope: Literal['row', 'batch'] = 'row'  # whose decode steps count; batch: all rows' since one was last admitted
   sort_kept: bool = True  # by position; False: in the order of their scores, as R-KV's reference leaves them
   dense_layers: int = 0  # the first layers, which evict nothing
   mix: float = -1.0  # lambda of rkv and gkv: importance against redundancy; below 0: the method's own (0.1, 0.5)
@@ -374,6 +374,9 @@ class Run:
   seed: int = 0
   steps: int = 100
   export: bool = False  # write a Hugging Face folder at the end
+  # Of several processes, one that gets no further for so many seconds, though none keeps it waiting, ends the run: well above
+  # what loading, compiling or an update takes. Graders and environments have limits of their own.
+  patience: float = 1800.0
   arm: Arm = ''  # an arm of Sparse-RL (ARMS): it decides compression and correction, which may then not be set otherwise
   model: Model = field(default_factory=Model)
   task: Task = field(default_factory=Task)
@@ -419,7 +422,9 @@ def default_config() -> Any:
 
   An ml_collections.ConfigDict, whose fields no type checker knows.
   """
-  return ml_collections.ConfigDict(_as_dict(Run()))
+  config: Any = ml_collections.ConfigDict(_as_dict(Run()))
+  config.task.system = ml_collections.FieldReference(None, field_type=str)  # None, for which the command line knows no type
+  return config
 
 
 def resolve(config: Mapping[str, Any] | ml_collections.ConfigDict) -> Run:
@@ -537,6 +542,11 @@ def check(run: Run) -> None:
   }  # fmt: skip
   for key, least in at_least.items():
     _require(run, key, lambda v, least=least: v >= least, f'{least} or more')
+  _require(run, 'seed', lambda v: v < 2**32, 'less than 2^32, beyond which seeds draw what smaller ones do')
+  finite = 'sampling.temperature', 'eval.temperature', *(f'optimizer.{name}' for name in ('learning_rate', 'weight_decay', 'eps'))
+  for key in finite:
+    _require(run, key, lambda v: 0 <= v < math.inf, 'a finite number, 0 or more')
+  _require(run, 'sampling.stop', all, "strings of a character or more: '' would end every completion as it begins")
   for key in ('sampling.min_p', 'optimizer.b1', 'optimizer.b2'):
     _require(run, key, lambda v: 0 <= v < 1, 'a number in [0, 1)')
   for key in ('sampling.top_p', 'eval.top_p'):
@@ -627,7 +637,10 @@ def check_memory(run: Run) -> None:
     for key, off in (('sampling.top_k', 0), ('sampling.top_p', 1), ('sampling.min_p', 0)):
       _require(run, key, lambda v, off=off: v == off, f'{off} with config.ledger.every: replays would filter other tokens')
     _require(
-      run, 'cache.trigger', lambda v: v == 'row' or not cache.budget, "'row' with config.ledger.every, which replays rows alone"
+      run,
+      'cache.trigger_scope',
+      lambda v: v == 'row' or not cache.budget,
+      "'row' with config.ledger.every, which replays rows alone",
     )
     _require(run, 'ledger.groups', lambda v: v <= run.rollout.prompts, f'at most config.rollout.prompts = {run.rollout.prompts}')
 
@@ -687,6 +700,7 @@ def check_rollout(run: Run) -> None:
     _require(run, key, lambda v: v >= 1, '1 or more')
   _require(run, 'environment.workers', lambda v: v >= 0, '0 or more')
   _require(run, 'environment.time_limit', lambda v: 0 < v <= LONGEST_WAIT, f'seconds, above 0 and at most {LONGEST_WAIT}')
+  _require(run, 'patience', lambda v: 0 < v <= LONGEST_WAIT, f'seconds, above 0 and at most {LONGEST_WAIT}')
   for key in ('environment.latency_mean', 'environment.latency_std'):
     _require(run, key, lambda v: 0 <= v <= LONGEST_WAIT, f'seconds, 0 to {LONGEST_WAIT}')
   if (run.task.kind == 'environment') != bool(env.name):

@@ -58,7 +58,7 @@ from sprl.trajectory import Trajectory
 log = logging.getLogger(__name__)
 
 # What a resumed run may be told anew; on another mesh its numbers are the same to rounding.
-MAY_CHANGE = ('steps', 'export', 'eval', 'checkpoint', 'ledger', 'log', 'mesh', 'devices', *GRADING_COSTS)
+MAY_CHANGE = ('steps', 'export', 'patience', 'eval', 'checkpoint', 'ledger', 'log', 'mesh', 'devices', *GRADING_COSTS)
 
 
 class StopRun(RuntimeError):

@@ -2,10 +2,14 @@
 
 import dataclasses
 import json
+import sys
 import typing
 
 import pytest
+from absl import flags
+from ml_collections import config_flags
 
+from sprl.command_line import FREE
 from sprl.settings import ARMS, Arm, Run, Sampling, SettingsError, default_config, resolve, to_dict
 
 
@@ -25,6 +29,13 @@ def refusal(**changes):
   return str(error.value)
 
 
+def leaves(section, prefix='config'):
+  """(`config.rollout.group`, its value) of every setting."""
+  for key, value in section.items():
+    name = f'{prefix}.{key}'
+    yield from leaves(value, name) if isinstance(value, dict) and name not in FREE else [(name, value)]
+
+
 # --- values become settings ------------------------------------------------------------------------------------------
 
 
@@ -40,6 +51,16 @@ def test_a_config_dict_as_the_command_line_leaves_it():
   given.model.path, given.sampling.temperature, given.steps = 'some/model', 0.5, 7
   run = resolve(given)
   assert (run.sampling.temperature, run.steps) == (0.5, 7)
+
+
+def test_every_value_may_be_given_on_the_command_line(monkeypatch):
+  wanted = {name: value for name, value in leaves(to_dict(Run())) if name not in FREE}
+  wanted |= {name: 'text' for name, value in wanted.items() if value is None or isinstance(value, str)}
+  monkeypatch.setattr('sys.argv', ['main', *(f'--{name}={value}' for name, value in wanted.items())])
+  given = flags.FlagValues()
+  config_flags.DEFINE_config_dict('config', default_config(), flag_values=given)
+  given(sys.argv)
+  assert {name: value for name, value in leaves(given['config'].value.to_dict()) if name not in FREE} == wanted
 
 
 def test_sections_may_be_left_out():
@@ -120,6 +141,9 @@ OUT_OF_RANGE = [
   ('optimizer.b2', -0.1), ('optimizer.final_fraction', 1.5), ('eval.every', -1), ('eval.problems', 0), ('eval.samples', 0),
   ('eval.temperature', -1.0), ('eval.top_p', 0.0), ('eval.max_tokens', -1), ('checkpoint.every', -1),
   ('checkpoint.keep_last', 0), ('checkpoint.keep_best', -1), ('log.samples_every', -1), ('log.samples', 0),
+  ('seed', -1), ('seed', 2**32), ('sampling.temperature', float('inf')), ('eval.temperature', float('inf')),
+  ('optimizer.learning_rate', float('inf')), ('optimizer.weight_decay', float('inf')), ('optimizer.eps', float('nan')),
+  ('optimizer.eps', -1e-8), ('sampling.stop', ('\n', '')),
   ('lora.rank', -1), ('lora.alpha', 0.0), ('lora.alpha', float('inf')), ('lora.targets', ()),
 ]  # fmt: skip
 
@@ -223,7 +247,10 @@ def test_an_arm_of_every_name_is_known():
     ({'quant__sampler': 'fp8'}, ("config.quant.sampler = 'fp8'", "'w8a8_kv8'")),
     ({'quant__kv_margin': 0.5}, ('config.quant.kv_margin = 0.5', '1 or more')),
     ({'quant__skip_names': ['lm_head']}, ('config.quant.skip_names', 'down')),
-    ({'ledger__every': 1, 'cache__budget': 64, 'cache__trigger': 'batch'}, ("config.cache.trigger = 'batch'", 'ledger')),
+    (
+      {'ledger__every': 1, 'cache__budget': 64, 'cache__trigger_scope': 'batch'},
+      ("config.cache.trigger_scope = 'batch'", 'ledger'),
+    ),
     ({'ledger__every': 1, 'sampling__top_p': 0.9}, ('config.sampling.top_p = 0.9', 'config.ledger.every')),
     ({'cache__positions': 'in_cache', 'cache__method': 'streaming', 'cache__sort_kept': False}, ('config.cache.sort_kept',)),
     ({'ledger__every': 1, 'ledger__groups': 17}, ('config.ledger.groups = 17', 'config.rollout.prompts = 16')),

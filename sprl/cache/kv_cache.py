@@ -83,7 +83,7 @@ class KVCache:
     if not self.plan.sparse:
       return jnp.zeros(self.length.shape, bool)
     at_interval = (self.count + 1) % settings.interval == 0
-    if settings.trigger == 'batch':  # its counter starts again with every admission: a row may fill up before it rings
+    if settings.trigger_scope == 'batch':  # its counter starts again with every admission: a row may fill up before it rings
       at_interval |= self.length + 1 >= self.plan.slots(settings.dense_layers)
     return (self.expected > 0) & at_interval & (self.length + 1 > settings.budget)
 
@@ -100,7 +100,7 @@ class KVCache:
     `decoding`: they count as decode steps, of which the last compresses where it is due.
     """
     settings, seen, length = self.plan.settings, self.seen + self.expected, self.length + self.expected
-    steps = jnp.max(self.expected) if settings.trigger == 'batch' else self.expected
+    steps = jnp.max(self.expected) if settings.trigger_scope == 'batch' else self.expected
     count = self.count + steps if decoding else self.count
     cache = self
     if decoding and self.plan.sparse:
@@ -128,7 +128,7 @@ class KVCache:
     # A row may start from any prompt: the prompts' keys and values go to all devices that have rows, theirs of the heads to each.
     mine, theirs = (tuple(layer.axes for layer in cache.layers) for cache in (self, other))
     theirs = jax.tree.map(lambda names: (None, *names[1:]), theirs, is_leaf=is_names)
-    batch = self.plan.settings.trigger == 'batch'
+    batch = self.plan.settings.trigger_scope == 'batch'
     return dataclasses.replace(
       self,
       layers=local(layers, (mine, theirs, ('rows',), ('rows',)), mine)(self.layers, other.layers, parent, take),

@@ -87,8 +87,15 @@ class CachePlan:
 
 def never_evicts(cache: Cache, prompt: int, completion: int) -> str | None:
   """Why a cache that has a budget will not evict anything; None where it may."""
-  if cache.budget >= prompt + completion:
-    return f'config.cache.budget = {cache.budget} never evicts: sequences have at most {prompt + completion} tokens'
-  if cache.budget > 0 and cache.trigger == 'row' and cache.interval >= completion:
-    return f'config.cache.interval = {cache.interval} never evicts: completions have at most {completion} tokens'
+  if not cache.budget:
+    return None
+  steps = completion - 1  # that take a token in: of the last one only its draw is wanted
+  if cache.budget >= prompt + steps:
+    return f'config.cache.budget = {cache.budget} never evicts: at most {prompt + steps} tokens are ever in the cache'
+  last = steps // cache.interval * cache.interval
+  if cache.trigger_scope == 'row' and (last == 0 or cache.budget >= prompt + last):
+    return (
+      f'config.cache.interval = {cache.interval} never evicts with config.cache.budget = {cache.budget}: completions of at most '
+      f'{completion} tokens are looked at after {last} steps for the last time'
+    )
   return None

@@ -29,6 +29,7 @@ from sprl.quant.dot import plain
 Params = dict[Any, Any]  # nested dict of arrays
 Keys = tuple[str | int, ...]  # to a leaf: ('layers', 0, 'mlp', 'up', 'kernel')
 
+MARK = {'format': 'pt', 'written_by': 'sprl'}  # the metadata of what is exported here, and may be replaced
 _DTYPES = {'F32': 'float32', 'F16': 'float16', 'BF16': 'bfloat16'}  # safetensors' names: numpy's
 _TOKENIZER_FILES = (
   'tokenizer.json',
@@ -190,7 +191,7 @@ def _weight_files(folder: Path) -> list[Path]:
     except (ValueError, KeyError, AttributeError, TypeError) as error:
       raise WeightsError(f'{index}: not a safetensors index ({error!r})') from None
     for name in names:
-      if name != Path(name).name or not (folder / name).is_file():
+      if not isinstance(name, str) or name != Path(name).name or not (folder / name).is_file():
         raise WeightsError(f'{index}: names {name!r}, which is no file of this folder')
     return [folder / name for name in names]
   if pickles := sorted(p.name for p in folder.glob('*') if p.suffix in ('.bin', '.pt', '.pth', '.ckpt', '.pkl')):
@@ -214,7 +215,7 @@ def export_folder(
   """Writes a folder that transformers loads: weights, config, generation config, and the files of a source's tokenizer.
 
   The folder appears whole or not at all; an earlier export of the same name is replaced. On the host there is one tensor at
-  a time. Raises WeightsError where something that is not a model folder has that name.
+  a time. Raises WeightsError where something else has that name, or it is the source's own.
   """
 
   def weights():
@@ -233,7 +234,9 @@ def write_folder(
   max_shard_bytes: int = 5_000_000_000,
 ) -> None:
   """`export_folder` for weights that are made when they are asked for."""
-  with whole_folder(Path(folder), 'config.json') as draft:
+  if tokenizer_source is not None and Path(folder).resolve() == Path(tokenizer_source).resolve():
+    raise WeightsError(f'{folder}: is the model that this one was made from; accepted: another folder')
+  with whole_folder(Path(folder)) as draft:
     _write_weights(draft, list(weights), dtype, max_shard_bytes)
     raw = {key: value for key, value in config.raw.items() if key not in ('dtype', 'torch_dtype')}
     raw |= {'architectures': [ARCHITECTURES[config.family]], 'torch_dtype' if 'torch_dtype' in config.raw else 'dtype': dtype}
@@ -247,13 +250,14 @@ def write_folder(
 
 
 @contextmanager
-def whole_folder(folder: Path, marker: str) -> Iterator[Path]:
-  """A draft to write to, which takes the folder's name at the end; an earlier folder, which `marker` tells, is replaced.
+def whole_folder(folder: Path) -> Iterator[Path]:
+  """A draft to write to, which takes the folder's name at the end; an earlier export, told by its weights' MARK, is replaced.
 
   Raises WeightsError where something else has that name.
   """
-  if folder.exists() and not (folder / marker).is_file() and (not folder.is_dir() or any(folder.iterdir())):
-    raise WeightsError(f'{folder}: exists and is not a model folder; accepted: a new name, or an earlier export to replace')
+  free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+  if not free and not any(map(_marked, folder.glob('*.safetensors'))):
+    raise WeightsError(f'{folder}: exists and is no export of sprl; accepted: a new name, or an earlier export to replace')
   draft, old = folder.with_name(folder.name + '.tmp'), folder.with_name(folder.name + '.old')
   for leftover in (draft, old):
     shutil.rmtree(leftover, ignore_errors=True)
@@ -263,6 +267,14 @@ def whole_folder(folder: Path, marker: str) -> Iterator[Path]:
     os.replace(folder, old)  # a folder that is not empty cannot be replaced in one step
   os.replace(draft, folder)
   shutil.rmtree(old, ignore_errors=True)
+
+
+def _marked(path: Path) -> bool:
+  try:
+    with safe_open(path, 'numpy') as file:
+      return (file.metadata() or {}).items() >= MARK.items()
+  except (SafetensorError, OSError):
+    return False
 
 
 def _write_weights(
@@ -294,7 +306,7 @@ def _write_safetensors(path: Path, shard: list[tuple[Tensor, Callable[[], np.nda
   The format: the header's length as 8 bytes little-endian, the header (JSON: type, shape and byte range of each tensor, padded
   with spaces to a multiple of 8), the tensors' bytes.
   """
-  header: dict[str, Any] = {'__metadata__': {'format': 'pt'}}
+  header: dict[str, Any] = {'__metadata__': MARK}
   end = 0
   code = next(code for code, name in _DTYPES.items() if name == dtype)
   for tensor, _ in shard:

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
-from sprl.io.huggingface import Params, get, tensors, whole_folder, write_json
+from sprl.io.huggingface import MARK, Params, get, tensors, whole_folder, write_json
 from sprl.models.config import ModelConfig
 from sprl.settings import Lora
 
@@ -16,8 +16,8 @@ _NAMES = {'a': 'lora_A', 'b': 'lora_B'}
 def export_adapters(folder: str | os.PathLike, adapters: Params, config: ModelConfig, lora: Lora, base: str) -> None:
   """Writes adapters (models/lora.py) in float32. `base` is the model they belong to: a hub name or a folder.
 
-  The folder appears whole or not at all; an earlier export of the same name is replaced. Raises WeightsError where something that
-  is no such export has that name.
+  The folder appears whole or not at all; an earlier export of the same name is replaced. Raises WeightsError where something
+  else has that name.
   """
   weights, modules = {}, set()
   for path, tensor in tensors(config).items():
@@ -41,6 +41,6 @@ def export_adapters(folder: str | os.PathLike, adapters: Params, config: ModelCo
     'use_rslora': False,
     'inference_mode': True,
   }
-  with whole_folder(Path(folder), 'adapter_config.json') as draft:
-    save_file(weights, draft / 'adapter_model.safetensors', metadata={'format': 'pt'})
+  with whole_folder(Path(folder)) as draft:
+    save_file(weights, draft / 'adapter_model.safetensors', metadata=MARK)
     write_json(draft / 'adapter_config.json', settings)

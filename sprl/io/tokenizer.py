@@ -24,7 +24,7 @@ import tokenizers.models
 import tokenizers.pre_tokenizers
 from jinja2.exceptions import SecurityError
 
-from sprl.models.config import ModelConfig, as_ids
+from sprl.models.config import ConfigError, ModelConfig, as_ids
 
 MAX_RENDERED = 4_000_000  # characters of a rendered conversation
 _SPECIAL = ('bos_token', 'eos_token', 'unk_token', 'sep_token', 'pad_token', 'cls_token', 'mask_token')
@@ -65,6 +65,17 @@ class Tokenizer:
 
     settings = _json(folder / 'special_tokens_map.json') | _json(folder / 'tokenizer_config.json')
     generation = _json(folder / 'generation_config.json')
+    try:
+      return cls._of(folder, backend, settings, generation)
+    except (AttributeError, ConfigError, TypeError, ValueError) as error:
+      if isinstance(error, TokenizerError):
+        raise
+      raise TokenizerError(f'{folder}: tokenizer_config.json or a file beside it is not what it should be ({error})') from error
+
+  @classmethod
+  def _of(
+    cls, folder: Path, backend: tokenizers.Tokenizer, settings: Mapping[str, Any], generation: Mapping[str, Any]
+  ) -> 'Tokenizer':
     for i, added in (settings.get('added_tokens_decoder') or {}).items():
       if backend.token_to_id(_content(added)) != int(i):
         raise TokenizerError(f'{folder}: tokenizer_config.json gives {_content(added)!r} the id {i}, tokenizer.json does not')
@@ -150,13 +161,20 @@ def write_tiny(folder: str | Path) -> None:
 
 def _json(path: Path) -> dict[str, Any]:
   try:
-    return json.loads(path.read_text(encoding='utf-8')) if path.is_file() else {}
+    found = json.loads(path.read_text(encoding='utf-8')) if path.is_file() else {}
   except ValueError as error:
     raise TokenizerError(f'{path}: not JSON ({error})') from None
+  if not isinstance(found, dict):
+    raise TokenizerError(f'{path}: not a JSON object')
+  return found
 
 
-def _content(token: str | Mapping[str, Any]) -> str:
-  return token if isinstance(token, str) else token['content']
+def _content(token: Any) -> str:
+  """The text of a token, which the files hold as text or as an object with its properties."""
+  text = token['content'] if isinstance(token, Mapping) and 'content' in token else token
+  if not isinstance(text, str):
+    raise TypeError(f'{text!r} is no token')
+  return text
 
 
 def _template(folder: Path, settings: Mapping[str, Any]) -> jinja2.Template | None:
@@ -164,9 +182,11 @@ def _template(folder: Path, settings: Mapping[str, Any]) -> jinja2.Template | No
   path = folder / 'chat_template.jinja'
   source = path.read_text(encoding='utf-8') if path.is_file() else settings.get('chat_template')
   if isinstance(source, list):
-    source = {entry['name']: entry['template'] for entry in source}.get('default')
+    source = next((entry['template'] for entry in source if entry['name'] == 'default'), None)
   if source is None:
     return None
+  if not isinstance(source, str):
+    raise TypeError(f'chat_template = {source!r} is no text')
   try:
     return _environment().from_string(source)
   except jinja2.TemplateError as error:

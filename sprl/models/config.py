@@ -7,6 +7,7 @@ two also those with a mixture of experts. Their config.json files share their ke
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -117,9 +118,9 @@ class ModelConfig:
       num_heads=num_heads,
       num_kv_heads=_size(raw, 'num_key_value_heads', num_heads),
       head_dim=_size(raw, 'head_dim', 128 if family == 'qwen3' else hidden_size // num_heads),
-      rms_norm_eps=float(raw.get('rms_norm_eps', 1e-6)),
-      tie_embeddings=bool(raw.get('tie_word_embeddings', False)),
-      qkv_bias=family == 'qwen2' or (family == 'qwen2_moe' and raw.get('qkv_bias', True)),
+      rms_norm_eps=_positive('rms_norm_eps', raw.get('rms_norm_eps', 1e-6)),
+      tie_embeddings=_flag(raw, 'tie_word_embeddings', False),
+      qkv_bias=family == 'qwen2' or (family == 'qwen2_moe' and _flag(raw, 'qkv_bias', True)),
       qk_norm=family in ('qwen3', 'qwen3_moe'),
       experts=_experts(raw, family),
       rope=_rope(raw),
@@ -184,14 +185,17 @@ def tiny(family: Family, **changes: Any) -> ModelConfig:
   return ModelConfig.from_json(raw | changes)
 
 
-def as_ids(value: int | list[int] | None) -> tuple[int, ...]:
-  """The token ids of a field that Hugging Face files hold as nothing, one number or a list."""
-  return () if value is None else (value,) if isinstance(value, int) else tuple(value)
+def as_ids(value: Any) -> tuple[int, ...]:
+  """The token ids of a field that Hugging Face files hold as nothing, one number or a list. Raises ConfigError: anything else."""
+  ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
+  if not all(isinstance(i, int) and i >= 0 for i in ids):
+    raise ConfigError(f'eos_token_id or pad_token_id = {value!r}; accepted: a number, 0 or more, or a list of them')
+  return ids
 
 
 def _family(raw: Mapping[str, Any]) -> Family:
   family = raw.get('model_type')
-  if family not in ARCHITECTURES:
+  if not isinstance(family, str) or family not in ARCHITECTURES:
     raise ConfigError(f'config.json: model_type = {family!r} is not supported; accepted: {", ".join(ARCHITECTURES)}')
   architectures = raw.get('architectures') or [ARCHITECTURES[family]]
   if architectures != [ARCHITECTURES[family]]:
@@ -204,6 +208,19 @@ def _size(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
   value = default if value is None else value
   if not isinstance(value, int) or isinstance(value, bool) or value < 1:
     raise ConfigError(f'config.json: {key} = {value!r}; accepted: a positive integer')
+  return value
+
+
+def _positive(name: str, value: Any) -> float:
+  if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+    raise ConfigError(f'config.json: {name} = {value!r}; accepted: a number above 0')
+  return float(value)
+
+
+def _flag(raw: Mapping[str, Any], key: str, default: bool) -> bool:
+  value = raw.get(key, default)
+  if not isinstance(value, bool):
+    raise ConfigError(f'config.json: {key} = {value!r}; accepted: true or false')
   return value
 
 
@@ -230,33 +247,41 @@ def _experts(raw: Mapping[str, Any], family: Family) -> Experts | None:
     )
   shared = _size(raw, 'shared_expert_intermediate_size') if family == 'qwen2_moe' else 0
   width = _size(raw, 'moe_intermediate_size')
-  return Experts(count, chosen, width, bool(raw.get('norm_topk_prob', False)), sparse, shared)
+  return Experts(count, chosen, width, _flag(raw, 'norm_topk_prob', False), sparse, shared)
 
 
 def _rope(raw: Mapping[str, Any]) -> Rope:
   """The rotary settings: transformers 5's `rope_parameters`, or `rope_theta` and `rope_scaling` before it."""
   section = 'rope_parameters' if raw.get('rope_parameters') else 'rope_scaling'
+  if not isinstance(raw.get(section) or {}, Mapping):
+    raise ConfigError(f'config.json: {section} = {raw[section]!r}; accepted: an object, or null')
   given = dict(raw.get(section) or {})
   kind = given.pop('rope_type', None) or given.get('type') or 'default'
   given.pop('type', None)
   if kind not in _ROPE_REQUIRED:
     raise ConfigError(f'config.json: {section}.rope_type = {kind!r} is not supported; accepted: {", ".join(_ROPE_REQUIRED)}')
-  theta = given.pop('rope_theta', None) or raw.get('rope_theta') or 10_000.0
+  thetas = given.pop('rope_theta', None), raw.get('rope_theta'), 10_000.0
+  theta = _positive('rope_theta', next(value for value in thetas if value is not None))
   if given.pop('partial_rotary_factor', None) not in (None, 1.0):
     raise ConfigError(f'config.json: {section}.partial_rotary_factor is not supported; accepted: 1.0')
   if unknown := sorted(set(given) - set(_ROPE_KEYS)):
     raise ConfigError(f'config.json: {section}.{unknown[0]} is not supported; accepted: {", ".join(_ROPE_KEYS)}')
 
+  for key, value in given.items():
+    if key != 'truncate' and value is not None and not (value == 0 and key.startswith('mscale')):
+      _positive(f'{section}.{key}', value)
+
   if kind in ('llama3', 'yarn'):
     # A top-level value wins, then the section's own, then the model's length: the order of transformers.
     length = raw.get('original_max_position_embeddings') or given.get('original_max_position_embeddings')
-    given['original_max_position_embeddings'] = length or _size(raw, 'max_position_embeddings')
+    given['original_max_position_embeddings'] = length or raw.get('max_position_embeddings')
+    _size(given, 'original_max_position_embeddings')
   if kind == 'yarn' and 'factor' in given and given['factor'] is None:
-    given['factor'] = _size(raw, 'max_position_embeddings') / given['original_max_position_embeddings']
+    given['factor'] = _size(raw, 'max_position_embeddings') / _size(given, 'original_max_position_embeddings')
   for key in _ROPE_REQUIRED[kind]:
     if given.get(key) is None:
       raise ConfigError(f'config.json: {section}.{key} is missing; rope_type {kind!r} needs it')
   kinds = {f.name: f.type for f in dataclasses.fields(Rope)}
   named = {_ROPE_KEYS[key]: value for key, value in given.items() if value is not None}
   values: dict[str, Any] = {name: v if kinds[name] in (bool, int) else float(v) for name, v in named.items()}
-  return Rope(kind, float(theta), **values)
+  return Rope(kind, theta, **values)

@@ -10,6 +10,7 @@ It goes from process to process directly, past the devices, which may be at work
 """
 
 import contextlib
+import math
 import os
 import pickle
 import secrets
@@ -22,7 +23,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 from jax.experimental import multihost_utils
@@ -44,6 +45,7 @@ class Team:
   others: Sequence[Connection] = ()  # those that follow; of one that follows, the one that leads
   lifeline: socket.socket | None = None  # to the watchman
   _agreed: int = 0
+  _waits: bool = False  # for another's word
   _asked: str = ''  # to stop: what was passed on, or heard of
 
   @property
@@ -65,7 +67,7 @@ class Team:
       for other in self.others:
         self._with_others(lambda other=other: other.send_bytes(told))
       return value
-    number, said, value = self._with_others(self.others[0].recv)
+    number, said, value = self._heard(self.others[0])
     if (number, said) != (self._agreed, about):
       raise Apart(f'SPRL_PROCESS={self.process} asks about {about!r} ({self._agreed}), SPRL_PROCESS=0 about {said!r} ({number})')
     return value
@@ -98,11 +100,23 @@ class Team:
     """Waits until all have come here."""
     if self.leads:
       for other in self.others:
-        while self._with_others(other.recv) != 'here':
+        while self._heard(other) != 'here':
           pass  # it was asked to stop when there was nothing left to be stopped
     else:
       self._with_others(lambda: self.others[0].send('here'))
     self.agree('here', lambda: None)
+
+  def progress(self) -> tuple[int, bool]:
+    """How much it has agreed on so far, and whether it waits for another's word."""
+    return self._agreed, self._waits
+
+  def _heard(self, other: Connection) -> Any:
+    """What the other says, waited for."""
+    self._waits = True
+    try:
+      return self._with_others(other.recv)
+    finally:
+      self._waits = False
 
   def _with_others[T](self, say_or_hear: Callable[[], T]) -> T:
     """A connection that ends is another's end, of which the watchman knows more."""
@@ -131,17 +145,20 @@ ALONE = Team()
 
 
 @contextmanager
-def joined(environment: Mapping[str, str] = os.environ, silence: float = watchman.SILENCE) -> Iterator[Team]:
+def joined(
+  environment: Mapping[str, str] = os.environ, silence: float = watchman.SILENCE, patience: float = math.inf
+) -> Iterator[Team]:
   """The team that the environment says (sprl/parallel/processes.py), with a watchman beside each of its processes.
 
   While it lasts, a process whose connection breaks, or that is silent for so many seconds, is the end of all others: with status
-  watchman.LOST, and a line on standard error that names it. So is one that raises. Raises SettingsError as `place`.
+  watchman.LOST, and a line on standard error that names it. So is one that agrees on nothing more for `patience` seconds, though
+  nobody keeps it waiting, and its own end. So is one that raises. Raises SettingsError as `place`.
   """
   here = place(environment)
   if initialize(environment) == 1 or here is None:
     yield ALONE
     return
-  team = _meet(here, silence)
+  team = _meet(here, silence, patience)
   try:
     yield team
   except Exception:
@@ -150,7 +167,7 @@ def joined(environment: Mapping[str, str] = os.environ, silence: float = watchma
     team.fail(1)
 
 
-def _meet(here: Place, silence: float) -> Team:
+def _meet(here: Place, silence: float, patience: float) -> Team:
   """Connections between process 0 and each other process, one for them and one for their watchmen."""
   host, me = here.coordinator.rpartition(':')[0], _name(here.process, socket.gethostname())
   if here.process == 0:
@@ -169,10 +186,11 @@ def _meet(here: Place, silence: float) -> Team:
     key, port = _told(bytes(32), 0)
     team, watch = (_connected((host, port), key, here.process, purpose) for purpose in ('team', 'watch'))
     others, peers = [team], [(watch, _name(0, host))]
-  lifeline = watchman.beside(me, peers, here.process == 0, silence)
+  met = Team(here.process, here.processes, others)
+  met.lifeline = watchman.beside(me, peers, met.leads, met.progress, silence, patience)
   for connection, _ in peers:
     connection.close()
-  return Team(here.process, here.processes, others, lifeline)
+  return met
 
 
 def _told(key: bytes, port: int) -> tuple[bytes, int]:

@@ -1,13 +1,18 @@
-"""The watchman of one process of a run: ends it when another of them has gone, and says which.
+"""The watchman of one process of a run: ends it when another of them has gone, or stands still, and says which.
 
-    python -m sprl.parallel.watchman '{"name": ..., "parent": ..., "lifeline": ..., "peers": {...}, "hub": ..., "silence": ...}'
+    python -m sprl.parallel.watchman '{"name": ..., "parent": ..., "lifeline": ..., "peers": {...}, "hub": ..., ...}'
 
 A process that waits for another's part of a computation waits for ever when that one has died, or is ended by a library that
 cannot say whom it missed. So each has a watchman beside it: a small process of its own, which no computation holds up and no
 crash ends. Those of the others are joined to the hub's, the watchman of process 0; what becomes of one they all hear.
 
-    lifeline   to the watched process: {"ended": status}, its own last word; closed without one: it died
+    lifeline   to the watched process: {"ended": status}, its own last word; closed without one: it died. Every BEAT seconds,
+               how far it is: {"far": n, "waits": ..., "devices": ..., "where": ...}
     peers      to other watchmen, a line every BEAT seconds; closed, or silent for too long: it is gone
+
+The hub's knows how far all are. Those that wait for no word of another, and share a computation with one that hangs, soon stand
+still as it does; but it is the one that does not even say how far it is, or else the one furthest behind, and of several those
+that do not themselves wait for their devices. When these are the same, and no further, for `patience` seconds, they are named.
 
 Whatever comes first is the verdict: it is passed on, told to people in one line, and ends the watched process. One that has
 ended with an error of its own may be followed by others that met the same: they have GRACE seconds to say so themselves.
@@ -25,29 +30,41 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from types import FrameType
 from typing import Any
 
 BEAT = 1.0  # seconds between two signs of life
 SILENCE = 60.0  # without one, after which a process counts as gone: its machine, or the network to it
 GRACE = 3.0  # for a process to end by itself
 LAST = 5.0  # and to end when it is told to, before it is killed
+DUMB = 5.0  # without a word on how far it is, after which a process counts as stopped, should anybody hang
 LOST = 4  # exit status of a process that ends because another has gone
+DEVICES = 'jax', 'jaxlib', 'sprl.parallel.rules'  # where a process waits for its devices, and compiles
 
 
 # --- in the process that is watched ----------------------------------------------------------------------------------
 
 
-def beside(name: str, peers: Sequence[tuple[Connection, str]], hub: bool, silence: float = SILENCE) -> socket.socket:
+def beside(
+  name: str,
+  peers: Sequence[tuple[Connection, str]],
+  hub: bool,
+  progress: Callable[[], tuple[int, bool]],
+  silence: float = SILENCE,
+  patience: float = math.inf,
+) -> socket.socket:
   """Starts the watchman of this process, which will end with status LOST when it says so. Returns the lifeline.
 
-  `name` is how people know the process; `peers` are connections to other watchmen, and how people know theirs.
+  `name` is how people know the process; `peers` are connections to other watchmen, and how people know theirs. `progress` says
+  how far the process is, by a number that all count alike, and whether it waits for another's word.
   """
   ours, theirs = socket.socketpair()
   told: dict[str, Any] = {'name': name, 'parent': os.getpid(), 'lifeline': theirs.fileno(), 'hub': hub, 'silence': silence}
   told['peers'] = {connection.fileno(): whose for connection, whose in peers}
+  told['patience'] = patience
   with theirs:
     subprocess.Popen(
       [sys.executable, '-P', '-m', 'sprl.parallel.watchman', json.dumps(told)],
@@ -62,8 +79,29 @@ def beside(name: str, peers: Sequence[tuple[Connection, str]], hub: bool, silenc
       os.write(2, f'error: the watchman of {name} is gone, and so ends the process\n'.encode())
     os._exit(LOST)
 
-  threading.Thread(target=obey, daemon=True, name='watchman').start()
+  def report() -> None:
+    with contextlib.suppress(OSError):
+      while True:
+        far, waits = progress()
+        devices, where = _whereabouts()
+        ours.sendall(json.dumps({'far': far, 'waits': waits, 'devices': devices, 'where': where}).encode() + b'\n')
+        time.sleep(BEAT)
+
+  for task in (obey, report):
+    threading.Thread(target=task, daemon=True, name=f'watchman, {task.__name__}').start()
   return ours
+
+
+def _whereabouts() -> tuple[bool, str]:
+  """Whether the main thread is in one of DEVICES, and its line of the program that called it."""
+  innermost = frame = sys._current_frames().get(threading.main_thread().ident or 0)
+  while frame and frame.f_back and f'{_module(frame)}.'.startswith(tuple(f'{package}.' for package in DEVICES)):
+    frame = frame.f_back
+  return innermost is not frame, f'{_module(frame)}:{frame.f_lineno}' if frame else ''
+
+
+def _module(frame: FrameType) -> str:
+  return frame.f_globals.get('__name__', '?')
 
 
 def last_word(lifeline: socket.socket, status: int) -> None:
@@ -85,6 +123,15 @@ class _Line:
   rest: bytes = b''
   over: bool = False  # closed
   complete: bool = False  # that it closes will be no news
+  far: int = -1  # as it said last; -1: it has not
+  waits: bool = False  # for another's word
+  devices: bool = False  # for what they compute
+  where: str = ''
+  said: float = math.inf  # that, last
+
+  def moves(self, far: int, waits: bool, devices: bool, where: str) -> None:
+    """It says how far it is."""
+    self.far, self.waits, self.devices, self.where, self.said = far, waits, devices, where, time.monotonic()
 
   def read(self) -> list[dict[str, Any]]:
     """The messages that are there."""
@@ -112,11 +159,14 @@ class Watchman:
   peers: list[_Line]
   hub: bool
   silence: float
+  patience: float
   verdict: str = ''
   said: bool = False  # the parent, its last word
   settled: bool = False  # nothing is left to be done about the verdict
   act: float = math.inf  # when it is
   doubt: float = math.inf  # when a parent that is gone without a word counts as the first to go
+  behind: tuple[list[str], Any] = field(default_factory=lambda: ([], None))  # who, of all, and how far
+  since: float = 0.0  # that is so
 
   def watch(self) -> None:
     """Until there is nobody left to watch."""
@@ -136,6 +186,8 @@ class Watchman:
       for peer in self.peers:
         if not (peer.over or peer.complete) and now > peer.heard + self.silence:
           self._decide(f'{peer.name} has not been heard of for {self.silence:g} s')
+      if self.hub and (still := self._standing_still(now)):
+        self._decide(still)
       if not self.lifeline.over and os.getppid() != self.parent:  # what it has started may hold on to the lifeline
         self.lifeline.over = True
         self._parent_gone()
@@ -147,8 +199,12 @@ class Watchman:
   def _hear(self, line: _Line) -> None:
     line.heard = time.monotonic()
     for message in line.read():
-      if 'ended' in message:
-        self.said = True
+      if 'far' in message:
+        line.moves(**message)
+        for peer in self.peers if line is self.lifeline and not self.hub else ():
+          peer.tell(**message)
+      elif 'ended' in message:
+        self.said = line.complete = True
         if message['ended']:
           self._decide(f'{self.name} ended with status {message["ended"]}', GRACE)
         for peer in self.peers:
@@ -161,6 +217,25 @@ class Watchman:
       self._parent_gone()
     elif line.over and not line.complete:
       self._decide(f'{line.name} is gone', heard_from=line)
+
+  def _standing_still(self, now: float) -> str:
+    """Who hangs, and where; '' where nobody does."""
+
+    def rank(line: _Line) -> tuple[bool, int, bool]:
+      speaks = now < line.said + DUMB
+      return speaks, line.far, line.devices and speaks
+
+    known = [line for line in (self.lifeline, *self.peers) if line.far >= 0 and not (line.over or line.complete)]
+    works = [line for line in known if not line.waits or not rank(line)[0]]
+    least = min(map(rank, works), default=None)
+    found = [line for line in works if rank(line) == least]
+    behind = [line.name for line in found], least
+    if behind != self.behind:
+      self.behind, self.since = behind, now
+    if not found or now < self.since + self.patience:
+      return ''
+    places = (f'{line.name} (at {line.where}{", waiting for devices" if line.devices else ""})' for line in found)
+    return f'{" and ".join(places)} {"has" if len(found) == 1 else "have"} not moved for {self.patience:g} s'
 
   def _parent_gone(self) -> None:
     """Of several that go at once, all but the first may have been ended by its going: the hub's is told of first."""
@@ -203,7 +278,7 @@ def main(told: Mapping[str, Any]) -> None:
   for peer in peers:
     peer.socket.settimeout(BEAT)  # one that does not read must not hold up the others
   lifeline = _Line(socket.socket(fileno=told['lifeline']), told['name'], now)
-  Watchman(told['name'], told['parent'], lifeline, peers, told['hub'], told['silence']).watch()
+  Watchman(told['name'], told['parent'], lifeline, peers, told['hub'], told['silence'], told['patience']).watch()
 
 
 if __name__ == '__main__':

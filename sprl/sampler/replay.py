@@ -28,11 +28,13 @@ from sprl.trajectory import Trajectory
 def replay(engine: Engine, served: Served, trajectories: Sequence[Trajectory]) -> list[Float[np.ndarray, ' _']]:
   """The sampler's log-probs of the trajectories' tokens, 0 where the model wrote nothing.
 
-  Raises SettingsError where evictions depend on the batch that a sequence shared (config.cache.trigger = 'batch').
+  Raises SettingsError where evictions depend on the batch that a sequence shared (config.cache.trigger_scope = 'batch').
   """
   plan, B, C = engine.plan, min(engine.rows, len(trajectories)), engine.sampling.max_tokens
-  if plan.sparse and plan.settings.trigger == 'batch':
-    raise SettingsError("config.cache.trigger = 'batch': expected 'row' to replay a sequence, whose evictions must be its own")
+  if plan.sparse and plan.settings.trigger_scope == 'batch':
+    raise SettingsError(
+      "config.cache.trigger_scope = 'batch': expected 'row' to replay a sequence, whose evictions must be its own"
+    )
   results = []
   for start in range(0, len(trajectories), max(B, 1)):
     part = trajectories[start : start + B]

@@ -265,7 +265,7 @@ def test_rows_of_any_length_with_pauses_count_for_themselves(when):
 
 def test_counting_by_batch_starts_again_with_every_admission_but_never_overflows_a_row():
   """Two rows start again every third step, so that a count of 8 is never reached; then nobody comes any more."""
-  settings = Cache(budget=10, interval=8, method='keydiff', window=2, trigger='batch')
+  settings = Cache(budget=10, interval=8, method='keydiff', window=2, trigger_scope='batch')
   plan = plan_of(settings, prompt=6, completion=200)
   S = plan.slots(0)
   assert S == 18

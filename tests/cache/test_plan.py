@@ -1,5 +1,7 @@
 """The plan: sizes as the spec has them, and what will never evict."""
 
+import itertools
+
 from sprl.cache.plan import never_evicts
 from sprl.models.config import tiny
 from sprl.sampler.cache_plan import cache_plan
@@ -31,9 +33,29 @@ def test_bytes_are_those_of_the_keys_and_values():
   assert plan(Cache(budget=64), Quant(sampler='w8a8')).bytes(5) == 5 * 428 * 192 * 2
 
 
+def compresses(cache, prompt, completion):
+  """Whether any row of at most so many tokens is compressed, step by step: the last token drawn is never taken in."""
+  for n in range(1, prompt + 1):
+    for step in range(1, completion):
+      if step % cache.interval == 0 and n + step > cache.budget:
+        return True
+  return False
+
+
 def test_what_never_evicts_is_told():
+  for budget, interval, prompt, completion in itertools.product(range(3, 14), range(1, 7), (1, 4, 6), range(1, 8)):
+    cache = Cache(budget=budget, interval=interval)
+    told = never_evicts(cache, prompt, completion)
+    assert (told is None) == compresses(cache, prompt, completion), (cache, prompt, completion)
   assert never_evicts(Cache(), 300, 100) is None
-  assert never_evicts(Cache(budget=399, interval=99), 300, 100) is None
-  assert 'config.cache.budget = 400 never evicts' in str(never_evicts(Cache(budget=400, interval=4), 300, 100))
+  assert 'config.cache.budget = 399 never evicts: at most 399 tokens' in str(
+    never_evicts(Cache(budget=399, interval=4), 300, 100)
+  )
   assert 'config.cache.interval = 100 never evicts' in str(never_evicts(Cache(budget=64, interval=100), 300, 100))
-  assert never_evicts(Cache(budget=64, interval=100, trigger='batch'), 300, 100) is None
+  assert 'after 90 steps' in str(never_evicts(Cache(budget=395, interval=45), 300, 100))
+
+
+def test_counted_by_batch_a_row_may_be_compressed_at_any_step():
+  assert never_evicts(Cache(budget=64, interval=100, trigger_scope='batch'), 300, 100) is None
+  assert never_evicts(Cache(budget=398, interval=100, trigger_scope='batch'), 300, 100) is None
+  assert never_evicts(Cache(budget=399, interval=100, trigger_scope='batch'), 300, 100)

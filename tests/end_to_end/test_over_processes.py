@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -117,6 +118,20 @@ def killed(inputs) -> Path:
 
 def test_a_killed_process_is_named_and_the_run_goes_on_with_another_number(killed):
   assert [record['step'] for record in logged(killed)] == [0, 1, 2, 3, 4, 4]
+
+
+@pytest.mark.slow
+def test_a_process_that_hangs_is_named_and_the_run_goes_on(inputs, killed):
+  """Stopped, it holds its connections open, and its watchman lives. The programs are compiled by now."""
+  workdir = inputs / 'hangs'
+  running = start(inputs, workdir, 2, 1, *DENSE, '--config.patience=20')
+  until_step(2, workdir, running)
+  running[1].send_signal(signal.SIGSTOP)
+  results = finish(running)
+  assert [status for status, _, _ in results] == [LOST, -signal.SIGKILL]
+  assert re.search(r'error: SPRL_PROCESS=1 \(.*\) \(at .*\) has not moved for 20 s, and so ends SPRL_PROCESS=0', results[0][2])
+  train(inputs, workdir, 2, 1, *DENSE)
+  assert logged(workdir) == logged(killed)
 
 
 @pytest.mark.slow

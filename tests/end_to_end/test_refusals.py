@@ -45,6 +45,7 @@ def inputs(tmp_path_factory) -> Path:
     ('--config.task.args.terms=2', 'config.task.args.terms'),
     ('--config.environment.args.size=2', 'is not set in the config; set all of --config.environment.args='),
     ('--workdirectory=x', "Unknown command line flag 'workdirectory'"),
+    ('config.steps=5', 'error: config.steps=5: expected flags only, such as --config.steps=5'),
   ],
 )
 def test_a_flag_that_cannot_be_used(inputs, tmp_path, flag, said):
@@ -130,6 +131,7 @@ def test_settings_that_name_what_is_not_there(inputs, tmp_path, monkeypatch):
     ({'task__kind': 'gsm8k', 'task__path': '/no/folder', 'task__grader': 'auto'}, "config.task.path = '/no/folder': no such"),
     ({'task__grader': 'mine.py:grade'}, "config.task.grader = 'mine.py:grade'"),
     ({'sampling__max_prompt': 8, 'sampling__prompt_buckets': (8,)}, 'config.sampling.max_prompt = 8: '),
+    ({'sampling__stop_ids': (2, 259)}, 'config.sampling.stop_ids has 259: expected ids of tokens, 0 to 258 with this model'),
     ({'mesh__learner__tensor': 3}, 'config.mesh.learner = '),
     ({'mesh__rollout__fsdp': 3}, 'config.mesh.rollout = '),
     ({'cache__window': 17, 'cache__budget': 20}, 'config.cache.window = 17: expected at most 16'),

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from sprl.io import huggingface
+from sprl.io.config_file import write_config
 from sprl.io.huggingface import WeightsError, check_weights, export_folder, load_params, tensors
 from sprl.io.tokenizer import write_tiny
 from sprl.models import transformer
@@ -188,7 +189,7 @@ def test_an_export_is_sharded_by_size_with_an_index(tmp_path):
   assert index['metadata']['total_size'] == sum(2 * leaf.size for leaf in jax.tree.leaves(params))
   for shard in shards:
     with safe_open(shard, 'numpy') as file:
-      assert file.metadata() == {'format': 'pt'}  # without it transformers refuses the file
+      assert file.metadata()['format'] == 'pt'  # without it transformers refuses the file
       assert {name for name, where in index['weight_map'].items() if where == shard.name} == set(file.keys())
   rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
   jax.tree.map(np.testing.assert_array_equal, load_params(tmp_path / 'out', config, dtype=jnp.bfloat16), rounded)
@@ -230,9 +231,28 @@ def test_an_export_replaces_an_earlier_one_but_nothing_else(tmp_path):
   assert [path.name for path in tmp_path.iterdir()] == ['out']
   (tmp_path / 'mine').mkdir()
   (tmp_path / 'mine' / 'thesis.txt').write_text('precious')
-  with pytest.raises(WeightsError, match='mine: exists and is not a model folder'):
+  with pytest.raises(WeightsError, match='mine: exists and is no export of sprl'):
     export_folder(tmp_path / 'mine', params, config)
   assert (tmp_path / 'mine' / 'thesis.txt').read_text() == 'precious'
+
+
+def test_an_export_replaces_no_work_directory_and_no_model_of_others(tmp_path):
+  config = tiny('llama')
+  run, other, own = (tmp_path / name for name in ('run', 'other', 'own'))
+  write_config(run, {'steps': 3})  # its config.json is no model's
+  other.mkdir()
+  (other / 'config.json').write_text(json.dumps(config.raw))
+  save_file(checkpoint(config), other / 'model.safetensors', metadata={'format': 'pt'})
+  export_folder(own, params_of(config), config)
+  for folder, source, said in [
+    (run, own, 'run: exists and is no export of sprl'),
+    (other, own, 'other: exists and is no export of sprl'),
+    (own, own, 'own: is the model that this one was made from'),
+  ]:
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(WeightsError, match=said):
+      export_folder(folder, params_of(config, seed=1), config, source)
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
 def test_a_failed_export_leaves_the_earlier_one(tmp_path):
@@ -309,7 +329,9 @@ def test_a_shard_cut_short_or_missing_is_named(tmp_path, no_devices):
   refused(tmp_path / 'out', config, f"names '{second.name}', which is no file")
 
 
-@pytest.mark.parametrize('index', ['{', '[]', '{"weight_map": 3}', '{"weight_map": {"a": "../secrets.safetensors"}}'])
+@pytest.mark.parametrize(
+  'index', ['{', '[]', '{"weight_map": 3}', '{"weight_map": {"a": 3}}', '{"weight_map": {"a": "../secrets.safetensors"}}']
+)
 def test_a_bad_index_is_named(tmp_path, index, no_devices):
   (tmp_path / 'secrets.safetensors').write_bytes(b'')
   (tmp_path / 'model').mkdir()

@@ -153,6 +153,26 @@ def test_missing_and_broken_files_are_named(tmp_path):
     Tokenizer.load(tmp_path)
 
 
+@pytest.mark.parametrize(
+  ('name', 'content', 'said'),
+  [
+    ('tokenizer_config.json', [], r'tokenizer_config\.json: not a JSON object'),
+    ('generation_config.json', [1], r'generation_config\.json: not a JSON object'),
+    ('generation_config.json', {'eos_token_id': '2'}, "eos_token_id or pad_token_id = '2'"),
+    ('tokenizer_config.json', {'eos_token': 2}, '2 is no token'),
+    ('tokenizer_config.json', {'eos_token': {'id': 2}}, 'is no token'),
+    ('tokenizer_config.json', {'added_tokens_decoder': [1]}, "'list' object has no attribute 'items'"),
+    ('tokenizer_config.json', {'added_tokens_decoder': {'x': {'content': '<eos>'}}}, "invalid literal .* 'x'"),
+    ('tokenizer_config.json', {'chat_template': 2}, 'chat_template = 2 is no text'),
+    ('tokenizer_config.json', {'chat_template': [1]}, 'not what it should be'),
+  ],
+)
+def test_files_that_hold_something_else_are_refused(folder, name, content, said):
+  (folder / name).write_text(json.dumps(content))
+  with pytest.raises(TokenizerError, match=said):
+    Tokenizer.load(folder)
+
+
 def test_files_that_contradict_each_other_are_refused(folder):
   settings_of(folder, added_tokens_decoder={'2': {'content': '<eos>'}, '300': {'content': '<think>'}})
   with pytest.raises(TokenizerError, match="gives '<think>' the id 300"):

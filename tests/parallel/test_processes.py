@@ -2,7 +2,9 @@
 
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -17,6 +19,7 @@ from sprl.io.huggingface import export_folder
 from sprl.models import transformer
 from sprl.models.config import tiny
 from sprl.parallel.processes import Place, only_one, place
+from sprl.parallel.watchman import LOST
 from sprl.settings import SettingsError
 
 ROOT = Path(__file__).parents[2]
@@ -93,6 +96,19 @@ def test_each_process_reads_and_holds_its_share(tmp_path):
     assert told['parked'] == 8 * 3 * 4 / 2
   assert (one['rows'], other['rows']) == ([0, 2], [4, 6])
   assert one['embed'] == other['embed'] != 0
+
+
+def test_one_that_sleeps_over_its_turn_is_named_and_ended():
+  """And not the other, which waits for it; though it is some time until both have started, and compiled."""
+  start = time.monotonic()
+  process = local('2', sys.executable, str(ROOT / 'tests' / 'parallel' / 'processes_hang.py'))
+  out, err = process.communicate(timeout=100)
+  assert process.returncode == LOST
+  assert time.monotonic() - start < 60
+  assert {line for line in out.splitlines() if line.startswith('[0] 2')} == {'[0] 2 2.0'}
+  named = rf'SPRL_PROCESS=1 \({re.escape(socket.gethostname())}\) \(at __main__:\d+\) has not moved for 4 s'
+  assert re.search(rf'^\[0\] error: {named}, and so ends SPRL_PROCESS=0', err, re.MULTILINE)
+  assert re.search(rf'^\[1\] error: {named}; the same command goes on', err, re.MULTILINE)
 
 
 def test_the_first_to_fail_ends_the_others():

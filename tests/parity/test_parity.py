@@ -147,7 +147,7 @@ def assert_same(compared: Compared) -> None:
 def assert_same_to_rounding(compared: Compared, exact: np.ndarray) -> None:
   """For SmolLM2, whose residual stream reaches 25,000 in a few channels: one float32 step there is 0.002. On most processors both
   sides' float32 logits were seen 0.7e-4 to 2.3e-4 from the exact ones, by the order in which products are summed; on one, 0.005
-  from each other. So each is held to 5e-4 of the largest logit (38); test_smollm2_with_exact_products holds the network to 1e-4."""
+  from each other. So each is held to 5e-4 of the largest logit (38); the test with exact products holds the network to 1e-4."""
   largest = np.abs(exact).max()
   for side, logits in (('transformers', compared.theirs['logits']), ('sprl', compared.logits)):
     np.testing.assert_allclose(logits, exact, atol=5e-4 * largest, rtol=0, err_msg=side)

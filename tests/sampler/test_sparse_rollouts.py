@@ -222,7 +222,7 @@ def test_kept_in_the_order_of_their_scores_they_are_seen_all_the_same():
 
 def test_counting_by_batch_survives_continual_admissions():
   """One long completion among many short ones: the batch's counter hardly ever rings, and no row may overflow."""
-  settings = sparse('keydiff', interval=10, trigger='batch')
+  settings = sparse('keydiff', interval=10, trigger_scope='batch')
   host = engine(settings)
   S = host.plan.slots(0)
   assert S == 24
@@ -233,7 +233,7 @@ def test_counting_by_batch_survives_continual_admissions():
   assert kept.max() == S - 1  # it filled its slots, and was compressed then
   assert np.count_nonzero(kept == BUDGET) >= 1
   assert furthest(trajectories, learner(trajectories)) < ATOL
-  with pytest.raises(SettingsError, match=r"config\.cache\.trigger = 'batch'"):
+  with pytest.raises(SettingsError, match=r"config\.cache\.trigger_scope = 'batch'"):
     replay(host, policy()[2], trajectories)
 
 
