@@ -126,11 +126,11 @@ def sampled_memory(pid: int | None = None, period: float = 0.05) -> Iterator[Cal
     thread.join()
 
 
-def peer(script: str, *arguments: object) -> dict[str, Any]:
+def peer(script: str, *arguments: object, limit: float | None = None) -> dict[str, Any]:
   """Runs benchmarks/peers/`script` under the reference interpreter; its last line's JSON, with `sampled_rss_bytes` added.
 
   The interpreter is SPRL_REFERENCE_PYTHON, or the one `make reference` installs. Exits with a message where there is none,
-  or when the script fails.
+  or when the script fails or takes more than `limit` seconds.
   """
   python = os.environ.get('SPRL_REFERENCE_PYTHON', str(ROOT / '.venv-reference' / 'bin' / 'python'))
   if not Path(python).exists():
@@ -141,7 +141,11 @@ def peer(script: str, *arguments: object) -> dict[str, Any]:
     subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process,
     sampled_memory(process.pid) as peak,
   ):
-    output, _ = process.communicate()
+    try:
+      output, _ = process.communicate(timeout=limit)
+    except subprocess.TimeoutExpired:
+      process.kill()
+      raise SystemExit(f'{script} took more than {limit:g} s') from None
   if process.returncode:
     raise SystemExit(f'{script} failed with status {process.returncode}; its message is above')
   return {**json.loads(output.splitlines()[-1]), 'sampled_rss_bytes': peak()}
@@ -165,11 +169,11 @@ def report(name: str, rows: Sequence[Mapping[str, Any]], result: Mapping[str, An
   print(json.dumps(dict(result)), flush=True)
 
 
-def record(name: str, rows: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) -> None:
-  """results/NAME.json: the rows and the result, with the command, machine, versions and commit that they come from."""
+def record(name: str, rows: Sequence[Mapping[str, Any]], result: Mapping[str, Any], folder: Path = RESULTS) -> None:
+  """FOLDER/NAME.json: the rows and the result, with the command, machine, versions and commit that they come from."""
   source = {'benchmark': name, 'command': _command(), 'commit': commit(), 'machine': machine()}
-  RESULTS.mkdir(exist_ok=True)
-  (RESULTS / f'{name}.json').write_text(json.dumps({**source, 'result': dict(result), 'rows': list(rows)}, indent=2) + '\n')
+  folder.mkdir(parents=True, exist_ok=True)
+  (folder / f'{name}.json').write_text(json.dumps({**source, 'result': dict(result), 'rows': list(rows)}, indent=2) + '\n')
 
 
 def _shown(value: Any) -> str:

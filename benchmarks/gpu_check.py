@@ -1,43 +1,62 @@
 """Are the kernels right on this GPU, and how near to its limits? One command, under 8 minutes on an H100 or H200.
 
-    python benchmarks/gpu_check.py --save                 # results/gpu_check_NVIDIA_H200.json, say
+    python benchmarks/gpu_check.py --save                 # benchmarks/results/gpu_check_NVIDIA_H200.json, say
+    python benchmarks/gpu_check.py --save $OUT            # the same file, in another folder
     python benchmarks/gpu_check.py --only attention,decode_step
     python benchmarks/gpu_check.py --rehearse             # toy sizes in the GPU interpreter, on any machine
 
 1. ceilings: what the device copies and multiplies at best, measured
-2. parity: every kernel against its reference, on random numbers
-3. time of each kernel at real models' shapes, as a share of those ceilings, beside XLA's, cuDNN's and cuBLAS's
-4. a decode step of Qwen2.5-1.5B and 7B with random weights, against the time that its bytes and products need
+2. parity: every kernel, and the library's attention, against its reference, on random numbers
+3. time of each kernel at real models' shapes, as a share of those ceilings, beside XLA's, cuDNN's, cuBLAS's and PyTorch's
+4. a decode step of Qwen2.5-1.5B and 7B with random weights, against the time that its bytes and products need, and the most rows
+   that fit; transformers' generate beside it
 5. an update of Qwen2.5-1.5B on packed rows of 4,096 tokens: model FLOP per second, over the matrix rate
 
-A check that fails is a line of the table, by name; the others go on. None begins after LIMIT seconds.
+What is asked of a figure stands beside it, as met or MISSED. A check that fails is a line of the table, by name; the others go
+on. Each check has its SECONDS, and starts no new line after them; what is known is written after each, so that a run cut off
+keeps it. PyTorch is the reference interpreter's (`make reference`, or SPRL_REFERENCE_PYTHON); without CUDA it is told as missing.
 """
 
 import argparse
+import contextlib
 import dataclasses
+import json
+import os
 import re
+import subprocess
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common import report
+from common import RESULTS, ROOT, record, report
+from common import peer as by_peer
 from device_timing import Ceilings, ceilings, seconds
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernel_resources import EXPERTS, MODELS, Model
 
 from sprl.cache.scales import Scales
-from sprl.kernels import block_matmul, decode_attention, eviction, hopper_block_matmul, hopper_decode_attention, hopper_eviction
+from sprl.kernels import (
+  attention,
+  block_matmul,
+  decode_attention,
+  eviction,
+  hopper_block_matmul,
+  hopper_decode_attention,
+  hopper_eviction,
+)
 from sprl.kernels.cost import Cost
 from sprl.learner.packing import Shape, pack
 from sprl.learner.state import TrainState, make_optimizer
 from sprl.learner.update import Computation, make_update
 from sprl.models import transformer
 from sprl.models.config import ModelConfig
+from sprl.models.memory import CausalMemory
 from sprl.models.moe import blocks
 from sprl.quant.block import quantise, quantise_groups
 from sprl.sampler import decode
@@ -46,7 +65,11 @@ from sprl.sampler.served import serve
 from sprl.settings import DENSE, UNQUANTISED, Cache, Correction, Loss, Optimizer, Quant, Sampling
 from sprl.trajectory import Trajectory
 
-LIMIT = 420
+LIMIT = 430  # seconds after which no line begins
+TORCH = 90  # that PyTorch has for all that is asked of it
+SECONDS = {  # of each check, after which it begins no line
+  'parity': 50, 'attention': 50, 'rows': 40, 'matmul': 45, 'eviction': 25, 'append': 5, 'update': 45, 'decode_step': 170,
+}  # fmt: skip
 BF16, FP8 = jnp.dtype('bfloat16'), jnp.dtype('float8_e4m3fn')
 KERNELS = (
   (hopper_decode_attention, 'decode_attention'),
@@ -56,6 +79,9 @@ KERNELS = (
   (hopper_eviction, 'similarity'),
 )
 TOY = Model(4, 2, 128, 256, 384)
+DECODES = [('Qwen2.5-7B', 256, 640), ('Qwen2.5-7B', 256, 4096), ('Qwen2.5-1.5B', 256, 4096), ('Qwen3-8B', 64, 4096)]
+ROWS = [('Qwen2.5-1.5B', 2, 4096), ('Qwen2.5-7B', 1, 8192)]
+GENERATED = 'Qwen2.5-1.5B', 64, 512, 64  # by transformers: a model, rows, prompt and new tokens
 Row = dict[str, Any]
 
 
@@ -65,6 +91,7 @@ class Bench:
 
   rehearse: bool
   ceilings: Ceilings
+  torch: Row = dataclasses.field(default_factory=dict)  # what peers/torch_gpu.py found
 
   def sizes(self, real: Any, toy: Any) -> Any:
     """The sizes to take."""
@@ -85,6 +112,24 @@ class Bench:
         row['note'] = f'{row.get("note", "")} {peer}: {type(error).__name__}'.strip()
     others = [row[f'{peer} us'] for peer in peers or {} if f'{peer} us' in row]
     return row | ({'times best peer': min(others) / row['us']} if others else {})
+
+
+def judged(row: Row, asked: dict[str, float]) -> Row:
+  """The row, with what is asked of its columns at the least beside it."""
+  told = []
+  for column, least in asked.items():
+    value = row.get(column)
+    verdict = 'not measured' if value is None else f'{value:.3g}, {"met" if value >= least else "MISSED"}'
+    told.append(f'{column} >= {least:g}: {verdict}')
+  return row | {'asked': '; '.join(told)}
+
+
+def torch_time(bench: Bench, row: Row, kind: str, *shape: int) -> Row:
+  """The row with PyTorch's time of the same call, where there is one, among its peers."""
+  theirs = bench.torch.get(kind, {}).get(json.dumps(shape))
+  if theirs is None:
+    return row
+  return row | {'torch us': theirs, 'times best peer': min(theirs / row['us'], row.get('times best peer', np.inf))}
 
 
 # --- parity ------------------------------------------------------------------------------------------------------------
@@ -152,13 +197,13 @@ def check_parity(bench: Bench) -> Iterator[Row]:
       error = max(off(a, b) for a, b in ((found.out, expected.out), (found.share, expected.share)))
       yield parity('parity attention', f'D {model.width} G {model.queries // model.kv} S {S} {dtype}', error, 0.01)
   for M, N, K in bench.sizes(
-    [(1, 256, 896), (16, 1536, 1536), (64, 3584, 18944), (300, 3584, 3584), (4096, 4864, 896)], [(9, 72, 400)]
+    [(1, 256, 896), (16, 1536, 1536), (64, 3584, 18944), (300, 3584, 3584), (4096, 4864, 896)], [(9, 64, 384)]
   ):
     x, x_scale, w, w_scale = jax.jit(partial(linear_inputs, M, N, K))(key)
     found = block_matmul.block_matmul(x, x_scale, w, w_scale, 128, 128, BF16, 'mosaic_gpu')
     expected = block_matmul.reference(x, x_scale, w, w_scale, 128, 128, jnp.float32)
     yield parity('parity block_matmul', f'{M}x{N}x{K}', off(found, expected), 0.005)
-  for X, chosen, tokens, N, K in bench.sizes([(128, 8, 64, 768, 2048), (128, 8, 4096, 2048, 768)], [(4, 2, 9, 72, 400)]):
+  for X, chosen, tokens, N, K in bench.sizes([(128, 8, 64, 768, 2048), (128, 8, 4096, 2048, 768)], [(4, 2, 9, 64, 384)]):
     x, x_scale, w, w_scale, expert, used = jax.jit(partial(expert_inputs, X, chosen, tokens, N, K))(key)
     found = block_matmul.grouped_matmul(x, x_scale, w, w_scale, expert, used, 128, 128, BF16, 'mosaic_gpu')
     expected = block_matmul.grouped_reference(x, x_scale, w, w_scale, expert, used, 128, 128, jnp.float32)
@@ -180,6 +225,44 @@ def check_parity(bench: Bench) -> Iterator[Row]:
   occupied = (jnp.arange(S) < n[:, None])[:, None]
   # A cosine next to the threshold may fall on its other side: one of some hundreds in a sum.
   yield parity('parity similarity', f'S {S}', off(jnp.where(occupied, found, 0), jnp.where(occupied, expected, 0)), 1e-3)
+  yield from parity_of_rows(bench)
+
+
+def packed_inputs(model: Model, R: int, T: int, key: jax.Array) -> tuple[Any, ...]:
+  """Random arguments of attention within packed rows and of its gradients: a prompt and seven completions that share it."""
+  H, K, D, _, _ = model
+  shapes = ((R, T, H, D), (R, T, K, D), (R, T, K, D), (R, T, H, D))
+  q, k, v, dout = (jax.random.normal(each, shape, BF16) for each, shape in zip(jax.random.split(key, 4), shapes))
+  segments = jnp.broadcast_to(1 + jnp.arange(T) * 8 // T, (R, T))
+  return q, k, v, CausalMemory.of(segments, jnp.where(segments > 1, 1, 0)).allowed, dout
+
+
+def both_ways(attend: Callable) -> Callable:
+  """Attention and its gradients."""
+
+  def call(q, k, v, allowed, dout):
+    out, back = jax.vjp(lambda *x: attend(*x, allowed), q, k, v)
+    return out, *back(dout)
+
+  return call
+
+
+def by_library(bench: Bench) -> Callable:
+  """The library's attention; on a machine without its GPU XLA's, by the same call."""
+  return partial(attention.by_library, causal=True, implementation='xla' if bench.rehearse else 'cudnn')
+
+
+def parity_of_rows(bench: Bench) -> Iterator[Row]:
+  """The library's attention and its gradients against the reference in float32."""
+  for name in bench.sizes(('Qwen2.5-0.5B', 'Qwen2.5-7B'), ('toy',)):
+    model, T = MODELS.get(name, TOY), bench.sizes(1024, 64)
+    inputs = packed_inputs(model, 2, T, jax.random.key(8))
+    found = jax.jit(both_ways(by_library(bench)))(*inputs)
+    with jax.default_matmul_precision('highest'):
+      wide = [x if x.dtype == bool else x.astype(jnp.float32) for x in inputs]
+      expected = jax.jit(both_ways(attention.reference))(*wide)
+    for what, a, b in zip(('out', 'dq', 'dk', 'dv'), found, expected):
+      yield parity('parity rows', f'{what} D {model.width} G {model.queries // model.kv} T {T}', off(a, b), 0.01)
 
 
 # --- the kernels' time -------------------------------------------------------------------------------------------------
@@ -197,12 +280,12 @@ def check_attention(bench: Bench) -> Iterator[Row]:
 
     return attend
 
-  cases = [('Qwen2.5-7B', 256, 640), ('Qwen2.5-7B', 256, 4096), ('Qwen2.5-1.5B', 256, 4096), ('Qwen3-8B', 64, 4096)]
-  for name, B, S in bench.sizes(cases, [('toy', 2, 64)]):
+  for name, B, S in bench.sizes(DECODES, [('toy', 2, 64)]):
     model = MODELS.get(name, TOY)
     H, K, D, _, _ = model
+    bf16 = None
     for dtype, share in ((BF16, False), (FP8, False), (BF16, True)):
-      yield bench.timed(
+      row = bench.timed(
         'decode_attention',
         f'{name} B {B} S {S} {dtype}{" share" * share}',
         partial(decode_attention.decode_attention, share=share, kernels='mosaic_gpu'),
@@ -210,6 +293,57 @@ def check_attention(bench: Bench) -> Iterator[Row]:
         decode_attention.cost(B, H, K, S, D, dtype, share),
         {'xla': library('xla'), 'cudnn': library('cudnn')} if dtype == BF16 and not share else None,
       )
+      if dtype == BF16 and not share:
+        bf16 = row['us']
+        yield judged(torch_time(bench, row, 'decode', B, H, K, S, D), {'share of ceiling': 0.8, 'times best peer': 1.0})
+      elif dtype == FP8:
+        yield judged(row | {'times bf16': bf16 / row['us']}, {'times bf16': 1.7})
+      else:
+        yield row
+
+
+def check_rows(bench: Bench) -> Iterator[Row]:
+  """The learner's attention, both ways, beside others that take a packed row's mask, and two that know no mask."""
+
+  def xla(q, k, v, allowed):
+    return jax.nn.dot_product_attention(q, k, v, mask=allowed, implementation='xla')
+
+  def unmasked(q, k, v, allowed):  # what the library would take of a row that is one segment
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation='cudnn')
+
+  peers: dict[str, Callable] = {'reference': attention.reference, 'xla': xla}
+  with contextlib.suppress(ImportError):
+    import tokamax  # pyright: ignore[reportMissingImports]
+
+    peers['tokamax'] = lambda q, k, v, allowed: tokamax.dot_product_attention(q, k, v, mask=allowed, is_causal=True)
+  for name, R, T in bench.sizes(ROWS, [('toy', 1, 64)]):
+    model = MODELS.get(name, TOY)
+    H, K, D, _, _ = model
+    least, case, make = attention.cost(R, T, H, K, D, backward=True), f'{name} {R} x {T}', partial(packed_inputs, model, R, T)
+    calls = {peer: both_ways(call) for peer, call in peers.items()}
+    row = bench.timed('rows', case, both_ways(by_library(bench)), make, least, calls)
+    row |= {} if 'tokamax' in peers else {'note': f'{row.get("note", "")} tokamax: not installed'.strip()}
+    yield judged(row, {'times best peer': 1.0})
+    bounds = {'cudnn, causal': unmasked, 'pallas, all pairs': pallas_rows}
+    for bound, call in bounds.items():
+      try:
+        yield bench.timed(f'rows by {bound}', case, both_ways(call), make, least)
+      except Exception as error:
+        yield {'check': f'rows by {bound}', 'case': case, 'note': f'{type(error).__name__}: {error}'[:80]}
+    torch = bench.torch.get('rows', {}).get(json.dumps((R, T, H, K, D)))
+    if torch is not None:
+      yield {'check': 'rows by torch, causal', 'case': case, 'us': torch, 'TFLOP/s': least.flops / torch / 1e6}
+
+
+def pallas_rows(q, k, v, allowed):
+  """Pallas's own attention of Hopper GPUs, forwards and backwards; it has no mask that its backward pass knows."""
+  from jax.experimental.pallas.ops.gpu import attention_mgpu
+
+  config = attention_mgpu.TuningConfig(
+    block_q=64, block_kv=128, max_concurrent_steps=2, compute_wgs_bwd=2,
+    block_q_dkv=64, block_kv_dkv=64, block_q_dq=64, block_kv_dq=64,
+  )  # fmt: skip
+  return attention_mgpu.attention(q * q.shape[-1] ** -0.5, k, v, config)
 
 
 def check_matmul(bench: Bench) -> Iterator[Row]:
@@ -231,10 +365,11 @@ def check_matmul(bench: Bench) -> Iterator[Row]:
     multiply = partial(block_matmul.block_matmul, rows=128, group=128, dtype=BF16, kernels='mosaic_gpu')
     row = bench.timed('block_matmul', f'{name} {linear} M {M}', multiply, make, block_matmul.cost(M, N, K), fp8=True)
     theirs = bench.timed('', '', bf16, wide, block_matmul.cost(M, N, K))
-    yield row | {'bf16 us': theirs['us'], 'times best peer': theirs['us'] / row['us']}
+    row |= {'bf16 us': theirs['us'], 'times best peer': theirs['us'] / row['us']}
+    yield judged(row, {'times best peer': 1.6 if M <= 64 else 1.3}) if M <= 64 or M >= 1024 else row
   name = 'Qwen3-30B-A3B'
   for linear, tokens in bench.sizes([(linear, M) for M in (64, 256, 4096) for linear in ('gate', 'down')], [('gate', 5)]):
-    (N, K), (X, chosen) = bench.sizes((MODELS[name].linears[linear], EXPERTS[name]), ((72, 256), (4, 2)))
+    (N, K), (X, chosen) = bench.sizes((MODELS[name].linears[linear], EXPERTS[name]), ((64, 256), (4, 2)))
     least = block_matmul.grouped_cost(tokens * chosen, min(X, tokens * chosen), N, K)
     multiply = partial(block_matmul.grouped_matmul, rows=128, group=128, dtype=BF16, kernels='mosaic_gpu')
     case, make = f'{name} {linear} M {tokens}x{chosen} of {X}', partial(expert_inputs, X, chosen, tokens, N, K)
@@ -259,7 +394,7 @@ def check_eviction(bench: Bench) -> Iterator[Row]:
     return lambda k, v, rows, keep: tuple(call(k, v, rows, keep))
 
   for dtype in (BF16, FP8):
-    yield bench.timed(
+    row = bench.timed(
       'compact',
       f'{name} B {B} S {S} N {N} {dtype}',
       moved(partial(eviction.compact, ordered=True, kernels='mosaic_gpu')),
@@ -268,6 +403,7 @@ def check_eviction(bench: Bench) -> Iterator[Row]:
       {'reference': moved(eviction.compact_reference)},
       moving=2,
     )
+    yield judged(row, {'share of ceiling': 0.7})
   B = bench.sizes(32, 2)
   compare = partial(eviction.similarity, threshold=0.5, nearest_of_none=0)
   yield bench.timed(
@@ -318,9 +454,7 @@ def memory() -> int:
 
 def check_decode_step(bench: Bench) -> Iterator[Row]:
   """Seconds of a step of all rows at a context of `tokens`, eviction included, against its bytes and products."""
-  tokens, sparse = bench.sizes(
-    (4096, Cache(budget=512, interval=128, method='rkv')), (64, Cache(budget=24, interval=8, window=4, method='rkv'))
-  )
+  sparse = bench.sizes(Cache(budget=512, interval=128, method='rkv'), Cache(budget=24, interval=8, window=4, method='rkv'))
   kv8, both = Quant(sampler='kv8', key_bias=False), Quant(sampler='w8a8_kv8', key_bias=False, arithmetic='blockwise')
   modes = {
     'bf16': (DENSE, UNQUANTISED),
@@ -329,20 +463,38 @@ def check_decode_step(bench: Bench) -> Iterator[Row]:
     'sparse': (sparse, UNQUANTISED),
     'kv8': (DENSE, kv8),
   }
-  for name in bench.sizes(('Qwen2.5-7B', 'Qwen2.5-1.5B'), ('toy',)):
-    config = config_of(name)
-    params = jax.jit(partial(transformer.init_params, config, dtype=BF16))(jax.random.key(0))
-    dense: Row = {}
-    for mode, (cache, quant) in modes.items():
+  short, long = bench.sizes((4096, 16384), (64, 96))
+  models = bench.sizes(('Qwen2.5-7B', 'Qwen2.5-1.5B'), ('toy',))
+  first = [(name, short, ('bf16', 'sparse w8a8_kv8')) for name in models]  # first what most is asked of
+  later = [(name, tokens, tuple(modes)) for tokens in (short, long) for name in models]
+  dense: dict[tuple[str, int], Row] = {}
+  done = set()
+  for name, tokens, wanted in (*first, *later):
+    config, params = config_of(name), None
+    for mode in wanted:
+      if (name, tokens, mode) in done:
+        continue
+      done.add((name, tokens, mode))
+      cache, quant = modes[mode]
+      if params is None:
+        params = jax.jit(partial(transformer.init_params, config, dtype=BF16))(jax.random.key(0))
       try:
         row = decode_step(bench, config, params, cache, quant, tokens)
       except Exception as error:
         traceback.print_exc()
-        yield {'check': 'decode step', 'case': f'{name} {mode}', 'status': f'FAILED: {type(error).__name__}'}
+        yield {'check': 'decode step', 'case': f'{name} {mode} S {tokens}', 'status': f'FAILED: {type(error).__name__}'}
         continue
-      dense = row if mode == 'bf16' else dense
-      row |= {'times dense bf16': row['tokens/s'] / dense['tokens/s']} if dense else {}
-      yield {'check': 'decode step', 'case': f'{name} {mode} B {row.pop("rows")}', **row}
+      dense |= {(name, tokens): row} if mode == 'bf16' else {}
+      of_dense = dense.get((name, tokens))
+      row |= {'times dense bf16': row['tokens/s'] / of_dense['tokens/s']} if of_dense else {}
+      asked = {'share of bytes': 0.7} if tokens == short else {}
+      asked |= {'times dense bf16': 3.0} if tokens == short and mode == 'sparse w8a8_kv8' else {}
+      row = judged(row, asked) if asked and row['rows'] == bench.sizes(256, 2) else row
+      yield {'check': 'decode step', 'case': f'{name} {mode} S {tokens} B {row.pop("rows")}', **row}
+  if 'generate' in bench.torch:
+    name, rows, prompt, new = GENERATED
+    case = f'{name} B {rows} after {prompt}, {new} new'
+    yield {'check': "transformers' generate", 'case': case, 'tokens/s': bench.torch['generate']}
 
 
 def decode_step(bench: Bench, config: ModelConfig, params: Any, cache: Cache, quant: Quant, tokens: int) -> Row:
@@ -413,10 +565,11 @@ def check_update(bench: Bench) -> Iterator[Row]:
   H, K, D, E, F = MODELS.get(name, TOY)
   matrices = config.num_layers * (E * D * (2 * H + 2 * K) + 3 * E * F) + config.vocab_size * E
   flops = sequences * (6 * matrices * T + 6 * config.num_layers * H * D * T * T)  # half of T^2 is seen: 12 / 2
-  yield {
+  row = {
     'check': 'update', 'case': f'{name} {sequences} x {T} tokens', 'us': 1e6 * times[-1], 'TFLOP/s': flops / times[-1] / 1e12,
     'tokens/s': sequences * T / times[-1], 'share of ceiling': flops / times[-1] / bench.ceilings.bf16,
   }  # fmt: skip
+  yield judged(row, {'share of ceiling': 0.4})
 
 
 def trajectory(rng: np.random.Generator, uid: int, prompt: int, new: int, vocabulary: int) -> Trajectory:
@@ -441,6 +594,7 @@ def trajectory(rng: np.random.Generator, uid: int, prompt: int, new: int, vocabu
 CHECKS = {
   'parity': check_parity,
   'attention': check_attention,
+  'rows': check_rows,
   'matmul': check_matmul,
   'eviction': check_eviction,
   'append': check_append,
@@ -449,31 +603,71 @@ CHECKS = {
 }
 
 
-def run(bench: Bench, names: list[str], until: float) -> Iterator[Row]:
-  """The lines of these checks; those that fail or find no time left say so."""
-  for name in names:
-    if time.monotonic() > until:
-      yield {'check': name, 'case': '', 'status': 'not begun: out of time'}
-      continue
-    start = time.monotonic()
-    try:
-      for row in CHECKS[name](bench):
-        print(
-          '  '.join(f'{key} {value:.4g}' if isinstance(value, float) else f'{value}' for key, value in row.items()), flush=True
-        )
-        yield {'status': 'ok', **row}
-        if time.monotonic() > until:
-          yield {'check': name, 'case': 'the rest of it', 'status': 'out of time'}
-          break
-    except Exception as error:
-      traceback.print_exc()
-      yield {
-        'check': name,
-        'case': '',
-        'status': f'FAILED: {type(error).__name__}',
-      }
-    print(f'{name}: {time.monotonic() - start:.0f} s', flush=True)
-    jax.clear_caches()
+def run(bench: Bench, name: str, until: float) -> Iterator[Row]:
+  """The lines of a check; one that fails, or finds no time left, says so."""
+  start = time.monotonic()
+  until = until if bench.rehearse else min(until, start + SECONDS[name])
+  if start > until:
+    yield {'check': name, 'case': '', 'status': 'not begun: out of time'}
+    return
+  try:
+    for row in CHECKS[name](bench):
+      print('  '.join(f'{key} {value:.4g}' if isinstance(value, float) else f'{value}' for key, value in row.items()), flush=True)
+      yield {'status': 'ok', **row}
+      if time.monotonic() > until:
+        yield {'check': name, 'case': 'the rest of it', 'status': 'out of time'}
+        break
+  except Exception as error:
+    traceback.print_exc()
+    yield {'check': name, 'case': '', 'status': f'FAILED: {type(error).__name__}'}
+  print(f'{name}: {time.monotonic() - start:.0f} s', flush=True)
+  jax.clear_caches()
+
+
+def by_torch(rehearse: bool) -> Row:
+  """What PyTorch takes for the same, in a process of its own: before JAX takes the GPU's memory. Says what is missing."""
+  of = {name: tuple(MODELS[name][:3]) for name in MODELS}
+  cases = {
+    'device': 'cuda',
+    'decode': [(B, *of[name][:2], S, of[name][2]) for name, B, S in DECODES],
+    'rows': [(R, T, *of[name]) for name, R, T in ROWS],
+    'generate': [str(ROOT / 'benchmarks' / 'models' / GENERATED[0]), *GENERATED[1:]],
+  }
+  if rehearse:
+    H, K, D, _, _ = TOY
+    cases = {'device': 'cpu', 'decode': [(2, H, K, 64, D)], 'rows': [(1, 64, H, K, D)], 'generate': None}
+  try:
+    return by_peer('torch_gpu.py', json.dumps(cases), limit=TORCH)
+  except SystemExit as missing:
+    print(f'PyTorch: {missing}', flush=True)
+    return {'missing': str(missing)}
+
+
+def driver() -> str:
+  """The GPU driver's version, as its own tool tells it; '' where there is none."""
+  query = ['nvidia-smi', '--query-gpu=driver_version', '--format=csv,noheader']
+  with contextlib.suppress(OSError, subprocess.CalledProcessError):
+    return subprocess.run(query, capture_output=True, text=True, check=True).stdout.strip()
+  return ''
+
+
+def table(rows: list[Row]) -> list[Row]:
+  """The rows, all with the same columns."""
+  between = dict.fromkeys(key for row in rows for key in row if key not in ('check', 'case', 'asked', 'status'))
+  return [{column: row.get(column) for column in ('check', 'case', *between, 'asked', 'status')} for row in rows]
+
+
+def summary(rows: list[Row], **about: Any) -> Row:
+  """What the last line says: how much was checked, what went wrong, and what was asked for and missed."""
+  asked = [(row, each) for row in rows for each in filter(None, str(row.get('asked') or '').split('; '))]
+  return {
+    **about,
+    'checks': len(rows),
+    'asked': len(asked),
+    'met': sum(each.endswith(', met') for _, each in asked),
+    'missed': [f'{row["check"]} {row["case"]}: {each}' for row, each in asked if each.endswith('MISSED')],
+    'bad': [f'{row["check"]} {row["case"]}'.strip() for row in rows if row['status'] != 'ok'],
+  }
 
 
 def interpreted() -> None:
@@ -487,24 +681,40 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument('--rehearse', action='store_true', help='toy sizes in the interpreter')
   parser.add_argument('--only', default=','.join(CHECKS), help='checks, separated by commas')
-  parser.add_argument('--limit', type=float, default=LIMIT, help='seconds after which no check begins')
-  parser.add_argument('--save', action='store_true', help='write benchmarks/results/gpu_check_DEVICE.json')
+  parser.add_argument('--limit', type=float, default=LIMIT, help='seconds after which no line begins')
+  parser.add_argument(
+    '--save', nargs='?', const=RESULTS, type=Path, help='write gpu_check_DEVICE.json, to benchmarks/results or here'
+  )
   args = parser.parse_args()
+  checks = args.only.split(',')
+  if unknown := set(checks) - set(CHECKS):
+    parser.error(f'--only={args.only}: no check is named {", ".join(sorted(unknown))}; expected of {", ".join(CHECKS)}')
   until = time.monotonic() + args.limit
+  os.environ.setdefault('XLA_PYTHON_CLIENT_MEM_FRACTION', '0.92')  # read when JAX first asks for the GPU
+  if not (args.rehearse or driver()):
+    raise SystemExit('no GPU here; --rehearse runs the script without one')
+  torch = by_torch(args.rehearse)
   if args.rehearse:
     interpreted()
   elif jax.default_backend() != 'gpu':
-    raise SystemExit('no GPU here; --rehearse runs the script without one')
+    raise SystemExit('JAX has no GPU here: install sprl with its extra `cuda`')
   found = ceilings(args.rehearse)
   print(found, flush=True)
-  rows = list(run(Bench(args.rehearse, found), args.only.split(','), until))
-  between = dict.fromkeys(key for row in rows for key in row if key not in ('check', 'case', 'status'))
-  columns = ['check', 'case', *between, 'status']
-  table = [{column: row.get(column) for column in columns} for row in rows]
-  bad = [row for row in rows if row['status'] != 'ok']
   device = re.sub(r'\W+', '_', jax.devices()[0].device_kind)
-  result = {'device': device, **found._asdict(), 'checks': len(rows), 'bad': [f'{row["check"]} {row["case"]}' for row in bad]}
-  report(f'gpu_check_{device}', table, result, args.save)
+  about = {
+    'device': device,
+    'driver': driver(),
+    'runtime': jax.devices()[0].client.platform_version,
+    **found._asdict(),
+    'torch': torch,
+  }
+  name, rows, bench = f'gpu_check_{device}', [], Bench(args.rehearse, found, torch)
+  for check in checks:
+    for row in run(bench, check, until):
+      rows.append(row)
+    if args.save:
+      record(name, table(rows), summary(rows, **about), args.save)
+  report(name, table(rows), summary(rows, **about))
 
 
 if __name__ == '__main__':

@@ -71,7 +71,9 @@ def check_decode(config: ModelConfig, run: Run, planned: Plan, kind: Kind) -> Ch
   of, axes = devices(planned.device.name, planned.rollout.devices), planned.rollout
   name, cache, quant = next(each for each in kinds(run) if each[0] == kind.name)
   memory_plan = memory.memory_plan(config, run, cache, quant)
-  program = programs.decoding(config, run, memory_plan, quant, kind.rows * axes.rows, mesh_of(config, axes, of))
+  mesh = mesh_of(config, axes, of)
+  with aot.meant_for(mesh):  # what serves, and from which weights, hangs on the device
+    program = programs.decoding(config, run, memory_plan, quant, kind.rows * axes.rows, mesh)
   held = kind.memory
   return Check(
     f'decode, {name}',

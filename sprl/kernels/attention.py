@@ -8,7 +8,7 @@ pass recomputes the weights from it, so that no [T, S] array of a layer outlives
 first and the queries of a group are stacked, which makes every product one batched matrix product without a transposition.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ def attention(
   `allowed` is one mask for all kv heads ([B, 1, T, S]) or one for each. `causal` promises that it lets no query t see a key
   beyond t, half of the work for a library that is told.
   """
-  if chosen('attention of whole rows', kernels, lambda: _obstacle(q, k, allowed), library='cuDNN'):
+  if chosen('attention of whole rows', kernels, lambda: obstacle(q, k, allowed), library='cuDNN'):
     return by_library(q, k, v, allowed, causal)
   return reference(q, k, v, allowed)
 
@@ -54,8 +54,8 @@ def by_library(
   return jnp.where(jnp.any(allowed[:, 0], axis=-1)[..., None, None], out, 0).astype(q.dtype)
 
 
-def _obstacle(q, k, allowed) -> str | None:
-  """What keeps cuDNN from it (jax's own list: check_is_flash_attention in jax/_src/cudnn), forwards or backwards."""
+def obstacle(q: Any, k: Any, allowed: Any) -> str | None:
+  """What keeps cuDNN from it, forwards or backwards, by the arrays' shapes (jax/_src/cudnn, check_is_flash_attention)."""
   (_, T, _, D), S = q.shape, k.shape[1]
   if q.dtype not in (jnp.bfloat16, jnp.float16):
     return f'numbers are {q.dtype}'

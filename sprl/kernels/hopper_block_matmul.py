@@ -75,6 +75,8 @@ def obstacle(w: Array | Shape, dtype: Any, rows: int, group: int) -> str | None:
   N, K = w.shape
   if K % 16 or N % 8:
     return f'weights are [{N}, {K}]: not multiples of 8 and 16'
+  if (K > BLOCK and K % BLOCK) or (N > ROWS and N % ROWS):  # the copy engine's tiles, of which Mosaic cuts none (jax 0.12)
+    return f'weights are [{N}, {K}]: beyond {ROWS} and {BLOCK} not multiples of them'
   return None
 
 

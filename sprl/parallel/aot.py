@@ -118,19 +118,27 @@ def tpus(name: str) -> list[Any]:
 # --- programs --------------------------------------------------------------------------------------------------------
 
 
+def meant_for(mesh: Mesh) -> contextlib.AbstractContextManager:
+  """Within it what is traced is for the mesh's devices: names of axes mean the mesh in use, which kernels ask for the GPU."""
+  device = AbstractDevice(device_kind='NVIDIA H200', num_cores=132, platform='gpu') if _platform(mesh) == 'gpu' else None
+  return jax.sharding.use_abstract_mesh(
+    AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types, abstract_device=device)
+  )
+
+
+def _platform(mesh: Mesh) -> str:
+  return mesh.devices.flat[0].platform
+
+
 def compile_for(jitted: Any, *arguments: Any, **static: Any) -> Compiled:
   """Compiles a jitted function for the compile-only devices that its arguments lie on: trees of ShapeDtypeStruct.
 
   Static arguments come as they are.
   """
-  place = next(x.sharding for x in jax.tree.leaves(arguments) if isinstance(x, jax.ShapeDtypeStruct))
-  there, platform = place.mesh, next(iter(place.device_set)).platform
-  # Names of axes mean the mesh in use, and Pallas asks it for the device that it lowers for.
-  device = AbstractDevice(device_kind='NVIDIA H200', num_cores=132, platform='gpu') if platform == 'gpu' else None
-  mesh = AbstractMesh(there.axis_sizes, there.axis_names, axis_types=there.axis_types, abstract_device=device)
+  there: Any = next(x.sharding.mesh for x in jax.tree.leaves(arguments) if isinstance(x, jax.ShapeDtypeStruct))
   with tempfile.TemporaryDirectory() as folder:
-    with jax.sharding.use_abstract_mesh(mesh), _cudnn(), _dumping(folder):
-      lowered = jitted.trace(*arguments, **static).lower(lowering_platforms=('tpu' if platform == 'tpu' else 'cuda',))
+    with meant_for(there), _cudnn(), _dumping(folder):
+      lowered = jitted.trace(*arguments, **static).lower(lowering_platforms=('tpu' if _platform(there) == 'tpu' else 'cuda',))
       compiled = lowered.compile()
     kernels = tuple(_kernel(path) for path in sorted(Path(folder).glob('*.ptxas')))
   memory = compiled.memory_analysis()

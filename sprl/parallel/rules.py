@@ -170,7 +170,7 @@ def shared() -> bool:
   return _mesh() is not None
 
 
-def shares(name: str | None, mesh: Mesh | None = None) -> int:
+def shares(name: str | None, mesh: Mesh | AbstractMesh | None = None) -> int:
   """Into how many parts the mesh, or else the one in use, splits an axis of this name that all its mesh axes divide."""
   over = _mesh() if mesh is None else mesh
   return 1 if over is None else math.prod(over.shape.get(axis, 1) for axis in IN_USE.get(name or '', ()))

@@ -19,13 +19,14 @@ class Device:
   network: float  # the same beyond them
   node: int
   source: str
+  hopper: bool = False  # a GPU that sprl's kernels are written for
 
 
 _HGX = 'network: one 400 Gb/s adapter a GPU, as in a DGX'
 
 DEVICES = {
-  'h100': Device('h100', 80e9, 3.35e12, 989e12, 494e12, 450e9, 50e9, 8, f'NVIDIA, H100 data sheet, SXM; {_HGX}'),
-  'h200': Device('h200', 141e9, 4.8e12, 989e12, 494e12, 450e9, 50e9, 8, f'NVIDIA, H200 data sheet, SXM; {_HGX}'),
+  'h100': Device('h100', 80e9, 3.35e12, 989e12, 494e12, 450e9, 50e9, 8, f'NVIDIA, H100 data sheet, SXM; {_HGX}', hopper=True),
+  'h200': Device('h200', 141e9, 4.8e12, 989e12, 494e12, 450e9, 50e9, 8, f'NVIDIA, H200 data sheet, SXM; {_HGX}', hopper=True),
   'a100': Device(
     'a100', 80e9, 2.039e12, 312e12, 156e12, 300e9, 25e9, 8, 'NVIDIA, A100 80GB data sheet, SXM; network: 200 Gb/s a GPU'
   ),

@@ -16,6 +16,7 @@ import optax
 
 from sprl.cache.kv_cache import KVCache
 from sprl.cache.plan import CachePlan
+from sprl.kernels import attention
 from sprl.kernels.attention import QUERY_CHUNK
 from sprl.learner.packing import Shape
 from sprl.learner.state import make_optimizer
@@ -25,7 +26,7 @@ from sprl.models.moe import blocks
 from sprl.planning.layout import Axes, ceil, heads, nbytes, shards, size
 from sprl.sampler.cache_plan import cache_plan
 from sprl.sampler.engine import prompt_buckets
-from sprl.sampler.served import serve
+from sprl.sampler.served import linear_kernels, serve
 from sprl.settings import Cache, Quant, Run
 
 FLOAT32 = 4  # bytes
@@ -84,17 +85,34 @@ def _optimiser_bytes(config: ModelConfig, run: Run, held) -> int:
 
 
 def _activations(config: ModelConfig, run: Run, rows: int, T: int, axes: Axes) -> int:
-  """What is alive beside the gradients when the backward pass enters the last layer: every layer's input is kept, XLA has
-  laid out the buffers that every layer's attention will write its outputs, and the gradients of keys and values, into, and
-  one layer's scores exist for a chunk of queries, with the mask twice; or, where they are more, what its experts need."""
+  """What is alive beside the gradients at the worst moment of a microbatch: every layer's input is kept, and the backward pass
+  enters either the head or the last layer.
+
+  At the head its part of the vocabulary is there in the compute dtype, with a chunk's logits and their gradient; fsdp splits it
+  further, and has it meet the rows of all. At the layer XLA has laid out the buffers that every layer's attention will write its
+  outputs, and the gradients of keys and values, into, and one layer's scores exist for a chunk of queries, with the mask twice;
+  or, where they are more, what its experts need. Attention by a library has no scores, and the mask in the compute dtype too.
+  """
   L, E, D, b, tensor = config.num_layers, config.hidden_size, config.head_dim, compute_dtype(run).itemsize, axes.tensor
-  (H, K), F = heads(config, tensor), config.intermediate_size // tensor
+  (H, K), F, V = heads(config, tensor), config.intermediate_size // tensor, config.vocab_size // tensor
   # Elements a token: inputs; inputs and products with weights; and what autodiff keeps of a layer by itself.
   kept = {'layer': E, 'dots': 3 * E + H * D + 2 * K * D + 2 * F, 'none': 4 * E + 2 * H * D + 2 * K * D + 3 * F}[run.model.remat]
   buffers = 2 * b * H * D + 2 * FLOAT32 * K * D
-  scores = rows * T * FLOAT32 * SCORES * H * min(QUERY_CHUNK, T)
+  library = by_library(config, run, T, run.cache.masked_learner)
+  scores = rows * T * (b * T if library else FLOAT32 * SCORES * H * min(QUERY_CHUNK, T))
   experts = _experts(config, rows * T, axes, b) + _expert_gradients(config, axes) if config.experts else 0
-  return rows * T * (L * (b * kept + buffers) + 2 * T) + max(scores, experts)
+  at_layer = rows * T * (L * buffers + 2 * T) + max(scores, experts)
+  at_head = b * ceil(V, axes.fsdp) * E + 2 * FLOAT32 * V * run.packing.score_chunk
+  return rows * T * L * b * kept + max(at_layer, at_head)
+
+
+def by_library(config: ModelConfig, run: Run, T: int, masked: bool) -> bool:
+  """Whether attention within rows of T tokens is a library's, where `config.model.kernels` says that kernels run; `masked`: what
+  each kv head may see is its own."""
+  H, K, D = config.num_heads, config.num_kv_heads, config.head_dim
+  q, k = (jax.ShapeDtypeStruct((1, T, heads, D), compute_dtype(run)) for heads in (H, K))
+  allowed = jax.ShapeDtypeStruct((1, K if masked else 1, T, T), jnp.bool)
+  return run.model.kernels == 'mosaic_gpu' and attention.obstacle(q, k, allowed) is None
 
 
 def _experts(config: ModelConfig, tokens: int, axes: Axes, b: int) -> int:
@@ -167,9 +185,8 @@ def rollouts(config: ModelConfig, run: Run, cache: Cache, quant: Quant, prompts:
   # The prompts' own cache has as many slots as the bucket; no layer of it is larger than the plan's.
   prefilled = together * kv_bytes(dataclasses.replace(plan, positions=plan.prompt), H, K)
   b = compute_dtype(run).itemsize
-  wide = FLOAT32 * 2 * H * min(QUERY_CHUNK, plan.prompt) + b * (
-    2 * config.hidden_size + 2 * config.intermediate_size // axes.tensor
-  )
+  scores = b * plan.prompt if by_library(config, run, plan.prompt, False) else FLOAT32 * 2 * H * min(QUERY_CHUNK, plan.prompt)
+  wide = scores + b * (2 * config.hidden_size + 2 * config.intermediate_size // axes.tensor)
   passing = together * plan.prompt * wide + (_experts(config, together * plan.prompt, axes, b) if config.experts else 0)
   drawn = FLOAT32 * (3 * run.sampling.max_tokens + config.vocab_size // axes.tensor)
   return Rollouts(weights, shared, biases, prefilled + passing, row + drawn)
@@ -180,7 +197,9 @@ def served_bytes(config: ModelConfig, run: Run, quant: Quant, axes: Axes) -> tup
   dtype = compute_dtype(run)
   whole = transformer.abstract_params(config, run.model.param_dtype)
   held = shards(config, axes, run.model.param_dtype)
-  served = jax.eval_shape(partial(serve, dtype=dtype, quant=quant, kernels=run.model.kernels), whole)
+  cut = linear_kernels(config, quant, 'auto', (axes.mesh(config),)) == 'reference'  # weights, within their blocks of scales
+  kernels = 'reference' if cut else run.model.kernels
+  served = jax.eval_shape(partial(serve, dtype=dtype, quant=quant, kernels=kernels), whole)
   total, shared = nbytes(served.probe), 0
 
   def add(w: Any, shard: Any, form: Any) -> None:

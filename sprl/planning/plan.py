@@ -81,6 +81,7 @@ def plan(config: ModelConfig, run: Run, learner: Axes, rollout: Axes, device: De
   """
   if run.lora.rank:
     raise SettingsError(f'config.lora.rank = {run.lora.rank}: expected 0; runs that train adapters are not planned for yet')
+  run = on(device, run)
   apart = run.devices.rollout != run.devices.learner
   if not apart and learner.devices != rollout.devices:
     raise SettingsError(
@@ -112,6 +113,15 @@ def plan(config: ModelConfig, run: Run, learner: Axes, rollout: Axes, device: De
       for name, cache, quant in kinds(run)
     ),
   )
+
+
+def on(device: Device, run: Run) -> Run:
+  """The run with the kernels that `auto` means on the device, whatever this machine has. Raises SettingsError: it has none."""
+  kernels = run.model.kernels
+  if kernels == 'mosaic_gpu' and not device.hopper:
+    raise SettingsError(f"config.model.kernels = 'mosaic_gpu': {device.name} is no GPU of the Hopper generation; expected 'auto'")
+  there = ('mosaic_gpu' if device.hopper else 'reference') if kernels == 'auto' else kernels
+  return dataclasses.replace(run, model=dataclasses.replace(run.model, kernels=there))
 
 
 def kinds(run: Run) -> list[tuple[str, Cache, Quant]]:

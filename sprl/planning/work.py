@@ -18,7 +18,7 @@ from sprl.models import transformer
 from sprl.models.config import ModelConfig
 from sprl.planning.devices import Device
 from sprl.planning.layout import NAMES, Axes, ceil, heads, nbytes, shards, size
-from sprl.planning.memory import FLOAT32, Update, compute_dtype
+from sprl.planning.memory import FLOAT32, Update, by_library, compute_dtype
 from sprl.settings import Run
 
 
@@ -139,15 +139,16 @@ def update(config: ModelConfig, run: Run, shape: Shape, memory: Update, axes: Ax
   scorings = o.minibatches * (scores_old(run.correction, updates) + (run.loss.kl_coef > 0))
 
   # In forward passes: an update goes forward, backward to inputs and weights, and through what it does again. Of attention a
-  # forward pass is two products, a backward pass five.
+  # forward pass is two products, a backward pass five; a library's leaves out what is above the diagonal.
   passes = updates * (3 + (remat == 'layer')) + scorings
-  of_attention = updates * (2 + 5 + 2 * (remat != 'none')) + 2 * scorings
+  seen = 0.5 if by_library(config, run, T, run.cache.masked_learner) else 1.0
+  of_attention = seen * (updates * (2 + 5 + 2 * (remat != 'none')) + 2 * scorings)
   of_head = 4 * updates + scorings
   width = 4 * E + 2 * H * D + 2 * K * D + 3 * F  # what a token's products read and write
   summed, stepped = 2 * shape.micros * FLOAT32 * size(held), 2 * (memory.parameters + memory.optimiser)
   parts = (
     Part('products with weights', 2 * N * rows * T * passes, passes * (shape.micros * whole + L * rows * T * b * width)),
-    Part('attention', 2 * L * rows * T * T * H * D * of_attention, passes * L * rows * T * b * 4 * H * D),
+    Part('attention', round(2 * L * rows * T * T * H * D * of_attention), passes * L * rows * T * b * 4 * H * D),
     Part('head', 2 * head * scored * of_head, of_head * b * (shape.micros * head + scored * E)),
     Part('gradients and optimiser', 0, updates * (summed + stepped)),
   )

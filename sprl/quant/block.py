@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Float8e4m3fn, Float32, Int
 
 from sprl.kernels.block_matmul import block_matmul, grouped_matmul
@@ -116,7 +116,7 @@ def grouped_dot(
   return grouped_matmul(codes, scale, w.codes, w.scale, expert, used, rows, group, x.dtype, w.kernels)
 
 
-def cut_within_blocks(axes: Names, shape: tuple[int, ...], format: str, mesh: Mesh) -> bool:
+def cut_within_blocks(axes: Names, shape: tuple[int, ...], format: str, mesh: Mesh | AbstractMesh) -> bool:
   """Whether the mesh would cut a weight [..., N, M] with these axes elsewhere than between its blocks."""
   rows, columns, *_ = FORMATS[format]
   sizes = zip(axes[-2:], shape[-2:], (rows, columns), strict=True)

@@ -62,7 +62,7 @@ def quantised_linears(params: Params, quant: Quant) -> list[str]:
   return [jax.tree_util.keystr(path) for path, _ in _leaves(params) if _is_quantised(path, params, quant)]
 
 
-def linear_kernels(config: ModelConfig, quant: Quant, kernels: Kernels, meshes: Iterable[Mesh]) -> Kernels:
+def linear_kernels(config: ModelConfig, quant: Quant, kernels: Kernels, meshes: Iterable[Mesh | AbstractMesh]) -> Kernels:
   """What multiplies FP8 linears: `kernels`, or the references where one of the meshes cuts a weight within its blocks of scales.
 
   Raises SettingsError where the kernel is forced then.

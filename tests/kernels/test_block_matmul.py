@@ -117,8 +117,8 @@ def test_the_kernel_over_many_shapes(shape):
 def test_the_one_dot_takes_the_kernel(monkeypatch):
   monkeypatch.setattr(hopper, 'block_matmul', INTERPRETED)
   rng = np.random.default_rng(0)
-  x = jnp.asarray(rng.normal(size=(2, 3, 144)), BF16)
-  w = quantise(jnp.asarray(rng.normal(size=(64, 144)), jnp.float32), 'float32')
+  x = jnp.asarray(rng.normal(size=(2, 3, 256)), BF16)
+  w = quantise(jnp.asarray(rng.normal(size=(64, 256)), jnp.float32), 'float32')
   forced = BlockScaled(w.codes, w.scale, w.format, kernels='mosaic_gpu')
   found, expected = (np.asarray(block_dot(x, each), np.float32) for each in (forced, w))
   np.testing.assert_allclose(found, expected, rtol=2**-7, atol=1e-3)
@@ -235,12 +235,15 @@ def test_a_cost_by_hand():
 @pytest.mark.parametrize(
   ('N', 'K', 'dtype', 'format', 'reason'),
   [
-    (64, 144, BF16, 'float32', None),
-    (64, 144, BF16, 'pow2', None),
-    (64, 144, jnp.float32, 'float32', 'the product is float32'),
-    (64, 144, BF16, 'mxfp8', '1 rows of 32'),
+    (64, 256, BF16, 'float32', None),
+    (64, 256, BF16, 'pow2', None),
+    (40, 112, BF16, 'float32', None),
+    (64, 256, jnp.float32, 'float32', 'the product is float32'),
+    (64, 256, BF16, 'mxfp8', '1 rows of 32'),
     (64, 40, BF16, 'float32', r'\[64, 40\]'),
-    (20, 144, BF16, 'float32', r'\[20, 144\]'),
+    (20, 256, BF16, 'float32', r'\[20, 256\]'),
+    (64, 576, BF16, 'float32', r'\[64, 576\]: beyond 64 and 128 not multiples'),
+    (96, 256, BF16, 'float32', r'\[96, 256\]: beyond 64 and 128 not multiples'),
   ],
 )
 def test_a_forced_kernel_computes_or_refuses(monkeypatch, N, K, dtype, format, reason):

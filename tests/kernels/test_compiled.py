@@ -17,7 +17,9 @@ from kernel_resources import CASES, FP8, MODELS, attention
 
 from sprl.cache.scales import Scales
 from sprl.kernels.attention import attention as attend_rows
+from sprl.kernels.block_matmul import block_matmul
 from sprl.kernels.decode_attention import decode_attention
+from sprl.kernels.hopper_block_matmul import obstacle
 from sprl.models import transformer
 from sprl.models.config import tiny
 from sprl.models.memory import CausalMemory
@@ -80,6 +82,18 @@ def test_widths_that_fill_no_tile_and_a_bias(D, dtype):
   assert kernel.spills == 0
 
 
+@pytest.mark.parametrize('M', [16, 256])
+@pytest.mark.parametrize(('N', 'K'), [(40, 256), (576, 80), (192, 1536)])
+def test_weights_that_fill_no_tile(M, N, K):
+  """What the kernel says it can take, it can: beyond a tile whole ones alone."""
+  assert obstacle(jax.ShapeDtypeStruct((N, K), FP8), jnp.bfloat16, 128, 128) is None
+  C, shape = -(-K // 128), jax.ShapeDtypeStruct
+  tokens, weights = (shape((M, K), FP8), shape((M, C), jnp.float32)), (shape((N, K), FP8), shape((-(-N // 128), C), jnp.float32))
+  multiply = partial(block_matmul, rows=128, group=128, dtype=jnp.dtype('bfloat16'), kernels='mosaic_gpu')
+  [kernel] = compile_for_h200(multiply, *tokens, *weights).kernels
+  assert kernel.spills == 0
+
+
 def test_a_cache_held_as_bytes_is_not_copied_into_codes():
   case = attention('Qwen2.5-7B', 64, 640, FP8)
   q, cache, _, length, scales = case.arguments
@@ -132,14 +146,20 @@ DENSE, H2O = Cache(), Cache(budget=512, interval=128, window=16, method='h2o')
 RKV = Cache(budget=512, interval=128, method='rkv')
 
 
-def decode_loop(sampler, cache):
-  """Two layers with Qwen2.5-7B's heads, compiled; the shape of a layer's keys; bytes of the cache."""
-  config = tiny('qwen2', num_attention_heads=28, num_key_value_heads=4, head_dim=128, num_hidden_layers=2)
-  quant, rows = Quant(sampler=sampler, key_bias=False, arithmetic='blockwise'), 64
+def sampler_of(sampler, cache, **sizes):
+  """Two layers with Qwen2.5-7B's heads: their config, the plan of their memory, and their weights as served."""
+  config = tiny('qwen2', num_attention_heads=28, num_key_value_heads=4, head_dim=128, num_hidden_layers=2, **sizes)
+  quant = Quant(sampler=sampler, key_bias=False, arithmetic='blockwise')
   plan = cache_plan(config, cache, quant, 512, 1536, jnp.bfloat16, kernels='mosaic_gpu')
   served = jax.eval_shape(partial(serve, dtype=jnp.dtype(jnp.bfloat16), quant=quant), transformer.abstract_params(config))
   if plan.fp8:
     served = served._replace(scales=Scales(*[jax.ShapeDtypeStruct((2,), jnp.float32)] * 3))
+  return config, plan, served
+
+
+def decode_loop(sampler, cache, **sizes):
+  """Decode steps, compiled; the shape of a layer's keys; bytes of the cache."""
+  rows, (config, plan, served) = 64, sampler_of(sampler, cache, **sizes)
   seed = jax.eval_shape(lambda: jax.random.key(0))
   state = jax.eval_shape(partial(decode.empty_rows, plan, rows=rows, max_tokens=64), served, seed=seed)
   steps = partial(decode.decode, transformer.graph(config), sampling=Sampling(), stop_ids=(), steps=8)
@@ -170,3 +190,27 @@ def test_the_decode_loop_leaves_the_cache_where_it_is(sampler, cache, kernels):
   appends = [line for line in made if ' fusion(' in line and '/attention/scatter' in line]
   assert len(appends) == 2 * 2
   assert not [line for line in made if ' copy(' in line or ' copy-start(' in line]
+
+
+def test_an_activation_is_quantised_once_for_all_products_that_take_it():
+  """Its codes are written by one program, and nothing else of its size is for it: of a layer's seven products q, k and v share
+  one, gate and up another. Normalising leaves two arrays of a layer in float32, from which the codes are made."""
+  compiled, *_ = decode_loop('w8a8_kv8', DENSE, hidden_size=1024, intermediate_size=2048)
+  made = re.findall(r'^ +%[\w.]+ = (\w+\[64,\d+\])\S* (\w+)\(', compiled.text[compiled.text.index('\n%region_0') :], re.MULTILINE)
+  codes = [name for name, operation in made if operation == 'fusion' and name.startswith('u8')]
+  assert sorted(codes) == sorted(2 * ['u8[64,1024]', 'u8[64,3584]', 'u8[64,1024]', 'u8[64,2048]'])
+  assert compiled.text.count('hopper_block_matmul/mpmd_map"') >= 2 * 7
+  assert 2 <= made.count(('f32[64,1024]', 'fusion')) <= 2 * 2 + 1  # and the last, for the head
+
+
+@pytest.mark.parametrize('sampler', ['bf16', 'kv8'])
+def test_prompts_are_attended_to_by_cudnn(sampler):
+  config, plan, served = sampler_of(sampler, RKV)
+  shape = jax.ShapeDtypeStruct
+
+  def prefill(served, tokens, lengths):
+    return decode.prefill(transformer.graph(config), plan, served, tokens, lengths)
+
+  text = compile_for_h200(prefill, served, shape((16, 512), jnp.int32), shape((16,), jnp.int32)).text
+  assert re.findall(r'custom_call_target="__cudnn\$(\w+)"', text) == ['fmhaScaleBiasSoftmax'] * 2
+  assert not re.findall(rf'f32\[(?:16,28|16,4,7),512,{plan.slots(0)}\]', text)

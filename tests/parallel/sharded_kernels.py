@@ -129,8 +129,8 @@ def check_product(mesh, axes, N, M):
 CHECKS = {
   'bf16': partial(check_cache, storage='bfloat16'),
   'fp8': partial(check_cache, storage='float8_e4m3fn'),
-  'columns': partial(check_product, axes=('heads', 'embed'), N=H * D, M=192),
-  'rows': partial(check_product, axes=('embed', 'mlp'), N=72, M=512),
+  'columns': partial(check_product, axes=('heads', 'embed'), N=H * D, M=256),
+  'rows': partial(check_product, axes=('embed', 'mlp'), N=64, M=512),
   'within blocks': partial(check_product, axes=('mlp', 'embed'), N=192, M=128),
 }
 

@@ -60,8 +60,8 @@ def test_a_kernel_sees_a_device_s_part(ran):
   """2 of 4 rows of one kv head and its queries; a quarter of a weight's rows, and of its columns."""
   cache = ['compact of [2, 1, 16, 128]', 'decode_attention of [2, 2, 128]', 'similarity of [1, 1, 16, 128]']
   assert ran['fp8:2x1x4']['ran'] == cache
-  assert ran['columns:2x1x4']['ran'] == ['block_matmul of [2, 192] and [128, 192]']
-  assert ran['rows:2x1x4']['ran'] == ['block_matmul of [2, 128] and [72, 128]']
+  assert ran['columns:2x1x4']['ran'] == ['block_matmul of [2, 256] and [128, 256]']
+  assert ran['rows:2x1x4']['ran'] == ['block_matmul of [2, 128] and [64, 128]']
 
 
 # --- the choice ------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from sprl.models.config import ModelConfig, tiny
 from sprl.planning import memory, work
 from sprl.planning.devices import DEVICES, device
 from sprl.planning.layout import Axes, heads, size
-from sprl.planning.plan import kinds, plan
+from sprl.planning.plan import kinds, on, plan
 from sprl.sampler.cache_plan import cache_plan
 from sprl.sampler.served import serve
 from sprl.settings import Cache, Lora, Loss, Model, Optimizer, Packing, Quant, Rollout, Run, Sampling, SettingsError
@@ -66,6 +66,24 @@ def test_train_state_and_gradients_by_hand():
     + 3 * 4 * H * 1024  # scores of 1,024 queries at a time
     + 2 * 2048  # the mask, twice
   )
+  assert held.activations == round(1.1 * alive) - held.gradients
+
+
+def test_attention_by_a_library_has_no_scores_but_the_mask_once_more():
+  there, config = on(device('h200'), RUN), dataclasses.replace(QWEN, vocab_size=1024)
+  shape, masked = Shape(64, 1, 2048, 64, 1536), dataclasses.replace(there, cache=Cache(budget=512, masked_learner=True))
+  here, library, apart = (memory.update(config, run, shape, Axes()).activations for run in (RUN, there, masked))
+  assert here - library == pytest.approx(1.1 * 2048 * (3 * 4 * H * 1024 - 2 * 2048), abs=2)
+  assert apart == here  # kv heads that forget differently are beyond the library
+  flops = [work.update(QWEN, run, shape, memory.update(QWEN, run, shape, Axes()), Axes()).parts[1].flops for run in (RUN, there)]
+  assert flops[0] == 2 * flops[1]
+
+
+def test_without_scores_the_head_may_be_the_worst_moment():
+  held = memory.update(QWEN, on(device('h200'), RUN), Shape(64, 1, 2048, 64, 1536), Axes())
+  alive = (
+    held.gradients + 2048 * L * 2 * E + 2 * V * E + 2 * 4 * 256 * V
+  )  # inputs, the head in bfloat16, logits and their gradient
   assert held.activations == round(1.1 * alive) - held.gradients
 
 
@@ -131,6 +149,31 @@ def test_weights_as_served_are_those_that_serving_makes(sampler, arithmetic):
   total, shared = memory.served_bytes(config, RUN, quant, Axes())
   assert total == sum(x.nbytes for x in jax.tree.leaves((served.params, served.probe)))
   assert shared == 0
+
+
+@pytest.mark.parametrize(
+  ('name', 'kernels', 'tensor', 'codes'),
+  [
+    ('h200', 'auto', 1, True),
+    ('h200', 'reference', 1, False),
+    ('h200', 'auto', 8, False),  # 18,944 features are cut within a block of 128
+    ('h100', 'mosaic_gpu', 1, True),
+    ('a100', 'auto', 1, False),
+    ('v5e', 'auto', 1, False),
+  ],
+)
+def test_what_the_device_would_run_is_planned_whatever_runs_here(name, kernels, tensor, codes):
+  """FP8 linears are codes where a kernel multiplies them, and elsewhere bfloat16 numbers that stand for them."""
+  run = on(device(name), dataclasses.replace(RUN, model=dataclasses.replace(RUN.model, kernels=kernels)))
+  plain, fp8 = (memory.served_bytes(FEW, run, Quant(sampler=sampler), Axes(tensor=tensor))[0] for sampler in ('bf16', 'w8a8'))
+  of_layer = MATRICES // L  # whose codes are kept once more of one layer, to see how many an update changes
+  assert fp8 - plain == pytest.approx(of_layer - (FEW.num_layers * of_layer // tensor if codes else 0), rel=1e-2)
+
+
+def test_a_kernel_that_the_device_cannot_run_is_refused():
+  run = dataclasses.replace(RUN, model=dataclasses.replace(RUN.model, kernels='mosaic_gpu'))
+  with pytest.raises(SettingsError, match=r"config.model.kernels = 'mosaic_gpu': a100 is no GPU of the Hopper generation"):
+    plan(FEW, run, Axes(), Axes(), device('a100'))
 
 
 def test_weights_served_in_their_own_dtype_are_shared_with_the_learner():
