@@ -3,11 +3,12 @@
     make aot                                                                               # makes .venv-aot, the compiler's
     JAX_PLATFORMS=cpu .venv-aot/bin/python benchmarks/plan_check.py --rows runs/plan_check --save plan_check
 
-Three parts: `largest`, decode steps with the most sequences that one H200 holds beside the learner's state, dense, FP8 and sparse
-FP8; `updates`, those of four models on three meshes, of 8 and of 64 H200s; and `spread`, decode steps of the 7B on the same
-devices. Each program is compiled in full, which takes 2 cores a good hour. So each row is written to the folder as soon as it is
-there, and not compiled again: the command may be ended at any time, and goes on. `--only` compiles the rows whose names contain
-a text; rows that are missing in the end are named in the result.
+Four parts: `largest`, decode steps with the most sequences that one H200 holds beside the learner's state, dense, FP8 and sparse
+FP8; `updates`, those of four models on three meshes, of 8 and of 64 H200s; `spread`, decode steps of the 7B on the same devices;
+and `mixture`, the update and decode steps of Qwen3-30B-A3B, its experts split over a node. Each program is compiled whole, which
+takes 2 cores two hours. So each row is written to the folder as soon as it is there, and not compiled again: the command may be
+ended at any time, and goes on. `--only` compiles the rows whose names contain a text; rows that are missing in the end are named
+in the result.
 """
 
 import argparse
@@ -29,9 +30,10 @@ from sprl.planning.plan import Kind, Plan, plan
 from sprl.settings import Cache, Model, Packing, Rollout, Run, Sampling
 
 GIB = 2**30
-MODELS = 'Qwen2.5-0.5B', 'Qwen2.5-1.5B', 'Qwen2.5-7B', 'Qwen3-8B'
+DENSE = 'Qwen2.5-0.5B', 'Qwen2.5-1.5B', 'Qwen2.5-7B', 'Qwen3-8B'
 MESHES = Axes(fsdp=8), Axes(fsdp=4, tensor=2), Axes(data=8, fsdp=8)
 SPREAD = 'Qwen2.5-7B'
+MIXTURE, EXPERT_MESHES = 'Qwen3-30B-A3B', (Axes(expert=8), Axes(fsdp=2, expert=4))
 LARGEST = 'dense', 'dense fp8', 'sparse fp8'
 
 
@@ -78,7 +80,7 @@ class Job(NamedTuple):
 
 def largest(models: tuple[str, ...]) -> Iterator[Job]:
   """Decode steps with all the sequences that fit on one H200."""
-  for model in models:
+  for model in filter(DENSE.__contains__, models):
     config, run, its = planned(model, Axes())
     for kind in its.kinds:
       if kind.name in LARGEST and kind.most_rows > 0:
@@ -90,7 +92,7 @@ def largest(models: tuple[str, ...]) -> Iterator[Job]:
 def updates(models: tuple[str, ...]) -> Iterator[Job]:
   """Updates on several devices."""
   for axes in MESHES:
-    for model in models:
+    for model in filter(DENSE.__contains__, models):
       yield Job(f'update {model} {axes}', partial(updated, model, axes))
 
 
@@ -103,7 +105,17 @@ def spread(models: tuple[str, ...]) -> Iterator[Job]:
         yield Job(f'decode {SPREAD} {kind.name} {its.rollout}', partial(decoded, SPREAD, config, run, its, kind))
 
 
-PARTS = {'largest': largest, 'updates': updates, 'spread': spread}
+def mixture(models: tuple[str, ...]) -> Iterator[Job]:
+  """The update and decode steps of a mixture whose experts are split over a node."""
+  for axes in EXPERT_MESHES if MIXTURE in models else ():
+    config, run, its = planned(MIXTURE, axes)
+    yield Job(f'update {MIXTURE} {axes}', partial(updated, MIXTURE, axes))
+    for kind in its.kinds:
+      if kind.name in LARGEST and kind.rows:
+        yield Job(f'decode {MIXTURE} {kind.name} {its.rollout}', partial(decoded, MIXTURE, config, run, its, kind))
+
+
+PARTS = {'largest': largest, 'updates': updates, 'spread': spread, 'mixture': mixture}
 
 
 def updated(model: str, axes: Axes) -> dict[str, Any]:
@@ -137,7 +149,7 @@ def row(job: Job, folder: Path | None, only: str) -> dict[str, Any] | None:
 def main() -> None:
   """Arguments to a report."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument('--models', default=','.join(MODELS), help=', '.join(MODELS))
+  parser.add_argument('--models', default=','.join((*DENSE, MIXTURE)), help='default: %(default)s')
   parser.add_argument('--parts', default=','.join(PARTS), help=', '.join(PARTS))
   parser.add_argument('--only', default='', metavar='TEXT', help='compile the rows whose names contain it')
   parser.add_argument('--rows', type=Path, metavar='FOLDER', help='keep rows there, and take those that are there already')

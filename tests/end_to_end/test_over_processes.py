@@ -193,3 +193,65 @@ def test_rollouts_may_run_ahead_over_processes(inputs):
   steps = [record for record in logged(inputs / 'ahead') if record['kind'] == 'train']
   assert len(steps) == 4
   assert all(record['async/age_max'] <= 1 for record in steps)
+
+
+# --- what a run may have besides -------------------------------------------------------------------------------------
+
+GAME = """
+class Game:
+  def reset(self, seed):
+    self.left = 2
+    return f'{seed % 10} is? ', {}
+
+  def step(self, action):
+    self.left -= 1
+    return 'no. ', (len(action) * 7 + sum(action.encode())) % 5 / 4, self.left == 0, False, {}
+"""
+CONVERSATIONS = (
+  '--config.task.kind=environment', '--config.task.path=', '--config.task.eval_path=', '--config.task.grader=auto',
+  '--config.environment.turns=2', '--config.environment.turn_tokens=6', '--config.sampling.max_prompt=64',
+  '--config.sampling.prompt_buckets=()', '--config.sampling.max_tokens=64', '--config.packing.row_tokens=128',
+  '--config.eval.max_tokens=0',
+)  # fmt: skip
+EXPERTS = '--config.model.router_replay=R3', '--config.mesh.learner.expert=2', '--config.mesh.rollout.expert=2'
+ADAPTERS = '--config.lora.rank=2', '--config.loss.kl_coef=1e-3'
+
+
+def check_alike(inputs: Path, workdir: Path, *changes: str) -> list[dict]:
+  """Trains over 2 processes and in one of 2 devices, which measure the same; what they measure at each step."""
+  two, one = in_both(inputs, workdir, *changes)
+  assert two == one
+  return [record for record in two if record['kind'] == 'train']
+
+
+def in_both(inputs: Path, workdir: Path, *changes: str) -> tuple[list[dict], list[dict]]:
+  """What is measured over 2 processes, and in one of 2 devices."""
+  train(inputs, workdir / 'two', 2, 1, *DENSE, '--config.steps=2', *changes)
+  train(inputs, workdir / 'one', 1, 2, *DENSE, '--config.steps=2', *changes)
+  return logged(workdir / 'two'), logged(workdir / 'one')
+
+
+@pytest.mark.slow
+def test_adapters_are_trained_over_processes(inputs, tmp_path):
+  first, second = check_alike(inputs, tmp_path, *ADAPTERS)
+  assert 0 == first['policy/kl_ref'] < second['policy/kl_ref']
+
+
+@pytest.mark.slow
+def test_conversations_are_held_over_processes(inputs, tmp_path):
+  """To rounding: which environment answers first decides who decodes in which row, and beside whom."""
+  (tmp_path / 'game.py').write_text(GAME)
+  pair = in_both(inputs, tmp_path, *CONVERSATIONS, f'--config.environment.name={tmp_path / "game.py"}:Game')
+  two, one = ([record for record in records if record['kind'] == 'train'] for records in pair)
+  assert [record['completion/turns'] for record in two] == [2, 2]
+  for found, expected in zip(two, one, strict=True):
+    of_learning = {name for name in expected if name.startswith(('reward/', 'completion/', 'policy/', 'update/', 'env/'))}
+    assert {'reward/mean', 'update/grad_norm'} <= of_learning
+    for name in of_learning:
+      assert found[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-6), name
+
+
+@pytest.mark.slow
+def test_experts_are_split_and_replayed_over_processes(tmp_path):
+  tiny.write_inputs(tmp_path, 'qwen3_moe', num_hidden_layers=1)
+  check_alike(tmp_path, tmp_path, *EXPERTS)
