@@ -72,10 +72,10 @@ def check_decode(config: ModelConfig, run: Run, planned: Plan, kind: Kind) -> Ch
   name, cache, quant = next(each for each in kinds(run) if each[0] == kind.name)
   memory_plan = memory.memory_plan(config, run, cache, quant)
   program = programs.decoding(config, run, memory_plan, quant, kind.rows * axes.rows, mesh_of(config, axes, of))
-  held = kind.memory
+  elsewhere = kind.memory.prefill + memory.probe_bytes(config, run, quant, axes)
   return Check(
     f'decode, {name}',
-    held.total(kind.rows, False) - held.prefill,
+    kind.memory.total(kind.rows, False) - elsewhere,
     aot.compile_for(program.jitted, *program.arguments, **program.static),
   )
 

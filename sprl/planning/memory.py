@@ -22,10 +22,11 @@ from sprl.learner.state import make_optimizer
 from sprl.models import transformer
 from sprl.models.config import ModelConfig
 from sprl.models.moe import blocks
+from sprl.parallel.rules import shardings
 from sprl.planning.layout import Axes, ceil, heads, nbytes, shards, size
 from sprl.sampler.cache_plan import cache_plan
 from sprl.sampler.engine import prompt_buckets
-from sprl.sampler.served import serve
+from sprl.sampler.served import Served, serve, served_axes
 from sprl.settings import Cache, Quant, Run
 
 FLOAT32 = 4  # bytes
@@ -181,7 +182,7 @@ def served_bytes(config: ModelConfig, run: Run, quant: Quant, axes: Axes) -> tup
   whole = transformer.abstract_params(config, run.model.param_dtype)
   held = shards(config, axes, run.model.param_dtype)
   served = jax.eval_shape(partial(serve, dtype=dtype, quant=quant, kernels=run.model.kernels), whole)
-  total, shared = nbytes(served.probe), 0
+  total, shared = _probe_bytes(served, config, axes), 0
 
   def add(w: Any, shard: Any, form: Any) -> None:
     nonlocal total, shared
@@ -191,6 +192,18 @@ def served_bytes(config: ModelConfig, run: Run, quant: Quant, axes: Axes) -> tup
 
   jax.tree.map(add, whole, held, served.params)  # at each weight the tree of its served form
   return total, shared
+
+
+def probe_bytes(config: ModelConfig, run: Run, quant: Quant, axes: Axes) -> int:
+  """Of the weights as served, the codes that are kept to be compared with the next: no decode step uses them."""
+  whole = transformer.abstract_params(config, run.model.param_dtype)
+  served = jax.eval_shape(partial(serve, dtype=compute_dtype(run), quant=quant, kernels=run.model.kernels), whole)
+  return _probe_bytes(served, config, axes)
+
+
+def _probe_bytes(served: Served, config: ModelConfig, axes: Axes) -> int:
+  places = shardings(axes.mesh(config), served_axes(served, config).probe, served.probe)
+  return nbytes(jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(place.shard_shape(x.shape), x.dtype), served.probe, places))
 
 
 def most_rows(capacity: float, state: int, each: Rollouts) -> int:

@@ -133,6 +133,13 @@ def test_weights_as_served_are_those_that_serving_makes(sampler, arithmetic):
   assert shared == 0
 
 
+def test_the_codes_kept_of_one_layer_are_split_as_its_weights_are():
+  attention, experts = 2048 * 128 * (2 * 32 + 2 * 4), 128 * 3 * 768 * 2048
+  probes = [memory.probe_bytes(MIXTURE, RUN, Quant(sampler='w8a8'), axes) for axes in (Axes(), Axes(data=2, expert=4))]
+  assert probes == [attention + experts, attention + experts / 4]
+  assert memory.probe_bytes(MIXTURE, RUN, Quant(), Axes()) == 0
+
+
 def test_weights_served_in_their_own_dtype_are_shared_with_the_learner():
   run = dataclasses.replace(RUN, model=dataclasses.replace(RUN.model, dtype='float32'))
   total, shared = memory.served_bytes(QWEN, run, Quant(), Axes())
