@@ -74,10 +74,10 @@ def check_decode(config: ModelConfig, run: Run, planned: Plan, kind: Kind) -> Ch
   mesh = mesh_of(config, axes, of)
   with aot.meant_for(mesh):  # what serves, and from which weights, hangs on the device
     program = programs.decoding(config, run, memory_plan, quant, kind.rows * axes.rows, mesh)
-  held = kind.memory
+  elsewhere = kind.memory.prefill + memory.probe_bytes(config, run, quant, axes)
   return Check(
     f'decode, {name}',
-    held.total(kind.rows, False) - held.prefill,
+    kind.memory.total(kind.rows, False) - elsewhere,
     aot.compile_for(program.jitted, *program.arguments, **program.static),
   )
 

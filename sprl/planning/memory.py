@@ -23,10 +23,11 @@ from sprl.learner.state import make_optimizer
 from sprl.models import transformer
 from sprl.models.config import ModelConfig
 from sprl.models.moe import blocks
+from sprl.parallel.rules import shardings
 from sprl.planning.layout import Axes, ceil, heads, nbytes, shards, size
 from sprl.sampler.cache_plan import cache_plan
 from sprl.sampler.engine import prompt_buckets
-from sprl.sampler.served import linear_kernels, serve
+from sprl.sampler.served import Served, linear_kernels, serve, served_axes
 from sprl.settings import Cache, Quant, Run
 
 FLOAT32 = 4  # bytes
@@ -194,13 +195,10 @@ def rollouts(config: ModelConfig, run: Run, cache: Cache, quant: Quant, prompts:
 
 def served_bytes(config: ModelConfig, run: Run, quant: Quant, axes: Axes) -> tuple[int, int]:
   """(the weights as served, of them those that are the master weights themselves), bytes of a device."""
-  dtype = compute_dtype(run)
   whole = transformer.abstract_params(config, run.model.param_dtype)
   held = shards(config, axes, run.model.param_dtype)
-  cut = linear_kernels(config, quant, 'auto', (axes.mesh(config),)) == 'reference'  # weights, within their blocks of scales
-  kernels = 'reference' if cut else run.model.kernels
-  served = jax.eval_shape(partial(serve, dtype=dtype, quant=quant, kernels=kernels), whole)
-  total, shared = nbytes(served.probe), 0
+  served = _served(whole, config, run, quant, axes)
+  total, shared = _probe_bytes(served, config, axes), 0
 
   def add(w: Any, shard: Any, form: Any) -> None:
     nonlocal total, shared
@@ -210,6 +208,24 @@ def served_bytes(config: ModelConfig, run: Run, quant: Quant, axes: Axes) -> tup
 
   jax.tree.map(add, whole, held, served.params)  # at each weight the tree of its served form
   return total, shared
+
+
+def probe_bytes(config: ModelConfig, run: Run, quant: Quant, axes: Axes) -> int:
+  """Of the weights as served, the codes that are kept to be compared with the next: no decode step uses them."""
+  whole = transformer.abstract_params(config, run.model.param_dtype)
+  return _probe_bytes(_served(whole, config, run, quant, axes), config, axes)
+
+
+def _served(whole: transformer.Params, config: ModelConfig, run: Run, quant: Quant, axes: Axes) -> Served:
+  """The weights as served, whole; by the reference where the mesh cuts them within their blocks of scales."""
+  cut = linear_kernels(config, quant, 'auto', (axes.mesh(config),)) == 'reference'
+  kernels = 'reference' if cut else run.model.kernels
+  return jax.eval_shape(partial(serve, dtype=compute_dtype(run), quant=quant, kernels=kernels), whole)
+
+
+def _probe_bytes(served: Served, config: ModelConfig, axes: Axes) -> int:
+  places = shardings(axes.mesh(config), served_axes(served, config).probe, served.probe)
+  return nbytes(jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(place.shard_shape(x.shape), x.dtype), served.probe, places))
 
 
 def most_rows(capacity: float, state: int, each: Rollouts) -> int:

@@ -4,6 +4,7 @@ Skipped, with the reason, where sprl/parallel/aot.py finds that a compiler is no
 """
 
 import dataclasses
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from sprl.planning.layout import Axes
 from sprl.planning.plan import plan
 from sprl.settings import Cache, Model, Packing, Rollout, Run, Sampling, SettingsError
 
-QWEN = ModelConfig.read(Path(__file__).parents[2] / 'benchmarks' / 'models' / 'Qwen2.5-0.5B')
+MODELS = Path(__file__).parents[2] / 'benchmarks' / 'models'
+QWEN = ModelConfig.read(MODELS / 'Qwen2.5-0.5B')
 RUN = Run(
   model=Model(path='Qwen2.5-0.5B'),
   sampling=Sampling(max_prompt=512, max_tokens=1536, rows=64),
@@ -30,6 +32,8 @@ SMALL = dataclasses.replace(
   packing=Packing(row_tokens=128, rows=1),
   cache=Cache(budget=32, interval=16),
 )
+LAYERS, SPLIT = 2, Axes(fsdp=2, expert=4)
+MIXTURE = dataclasses.replace(ModelConfig.read(MODELS / 'Qwen3-30B-A3B'), num_layers=LAYERS)
 h200, tpu = (pytest.mark.skipif(why is not None, reason=str(why)) for why in (aot.missing(), aot.missing_tpu()))
 
 
@@ -60,6 +64,37 @@ def test_the_memory_of_an_update_on_eight_is_planned_within_a_tenth():
   check = compiled.check_update(config, RUN, planned(config, RUN, Axes(fsdp=4, tensor=2)))
   assert check.planned == pytest.approx(check.compiled.total, rel=0.1)
   assert {each.kind for each in check.compiled.collectives} >= {'all-gather', 'reduce-scatter', 'all-reduce'}
+
+
+# --- a mixture of experts, on fsdp 2 x expert 4 -----------------------------------------------------------------------
+
+
+def among_experts(check):
+  """(kind, bytes) of what the four devices that share the experts out send each other in loops, and how often."""
+  return Counter((each.kind, each.bytes) for each in check.compiled.collectives if each.devices == 4 and each.depth)
+
+
+@h200
+def test_an_update_of_a_mixture_is_planned_within_a_tenth_and_sends_tokens_to_experts():
+  check = compiled.check_update(MIXTURE, RUN, planned(MIXTURE, RUN, SPLIT))
+  assert check.planned == pytest.approx(check.compiled.total, rel=0.1)
+  tokens = 4 * 4096
+  hidden, gates = 2 * tokens * MIXTURE.hidden_size, 4 * tokens * MIXTURE.experts.chosen
+  gathered = {('all-gather', hidden): 3 * LAYERS, ('all-gather', 2 * gates): 2 * LAYERS}  # gates with the experts' numbers
+  scattered = {('reduce-scatter', hidden): 2 * LAYERS, ('reduce-scatter', gates): LAYERS}
+  assert among_experts(check) == gathered | scattered  # and no expert's weights
+
+
+@h200
+@pytest.mark.parametrize('kind', [0, 3], ids=['dense', 'sparse fp8'])
+def test_decode_steps_of_a_mixture_are_planned_within_a_tenth_and_send_tokens_to_experts(kind):
+  made = planned(MIXTURE, RUN, SPLIT)
+  check = compiled.check_decode(MIXTURE, RUN, made, made.kinds[kind])
+  assert check.planned == pytest.approx(check.compiled.total, rel=0.1)
+  rows = 4 * made.kinds[kind].rows
+  hidden, chosen = 2 * MIXTURE.hidden_size, 8 * MIXTURE.experts.chosen
+  sent = among_experts(check)
+  assert sent == {('all-gather', rows * (hidden + chosen)): LAYERS, ('reduce-scatter', rows * hidden): LAYERS}
 
 
 @tpu
