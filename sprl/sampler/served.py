@@ -124,13 +124,16 @@ def _serve(params: Params, dtype, quant: Quant, config: ModelConfig | None, held
   middle = _depth(params) // 2
   probe = {}
 
+  def placed(x, names):
+    return x if config is None else from_mesh(x, held, *names)
+
   def leaf(path, w, names=()):
     w = plain(w)
     if not _is_quantised(path, params, quant):
-      return from_mesh(w.astype(dtype), held, *names)
+      return placed(w.astype(dtype), names)
     scaled = quantise(w, quant.format)
-    codes = fp8.from_bytes(from_mesh(fp8.to_bytes(scaled.codes), held, *names))
-    scaled = replace(scaled, codes=codes, scale=from_mesh(scaled.scale, held, *_of_scale(names)), kernels=kernels)
+    codes = fp8.from_bytes(placed(fp8.to_bytes(scaled.codes), names))
+    scaled = replace(scaled, codes=codes, scale=placed(scaled.scale, _of_scale(names)), kernels=kernels)
     layer, name = _named(path)
     if layer == middle:
       probe[name] = scaled.codes
