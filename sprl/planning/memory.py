@@ -92,14 +92,15 @@ def _activations(config: ModelConfig, run: Run, rows: int, T: int, axes: Axes) -
   At the head its part of the vocabulary is there in the compute dtype, with a chunk's logits and their gradient; fsdp splits it
   further, and has it meet the rows of all. At the layer XLA has laid out the buffers that every layer's attention will write its
   outputs, and the gradients of keys and values, into, and one layer's scores exist for a chunk of queries, with the mask twice;
-  or, where they are more, what its experts need. Attention by a library has no scores, and the mask in the compute dtype too.
+  or, where they are more, what its experts need. Attention by a library has neither buffers nor scores, and the mask in the
+  compute dtype too.
   """
   L, E, D, b, tensor = config.num_layers, config.hidden_size, config.head_dim, compute_dtype(run).itemsize, axes.tensor
   (H, K), F, V = heads(config, tensor), config.intermediate_size // tensor, config.vocab_size // tensor
   # Elements a token: inputs; inputs and products with weights; and what autodiff keeps of a layer by itself.
   kept = {'layer': E, 'dots': 3 * E + H * D + 2 * K * D + 2 * F, 'none': 4 * E + 2 * H * D + 2 * K * D + 3 * F}[run.model.remat]
-  buffers = 2 * b * H * D + 2 * FLOAT32 * K * D
   library = by_library(config, run, T, run.cache.masked_learner)
+  buffers = 0 if library else 2 * b * H * D + 2 * FLOAT32 * K * D
   scores = rows * T * (b * T if library else FLOAT32 * SCORES * H * min(QUERY_CHUNK, T))
   experts = _experts(config, rows * T, axes, b) + _expert_gradients(config, axes) if config.experts else 0
   at_layer = rows * T * (L * buffers + 2 * T) + max(scores, experts)

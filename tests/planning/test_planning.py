@@ -69,11 +69,12 @@ def test_train_state_and_gradients_by_hand():
   assert held.activations == round(1.1 * alive) - held.gradients
 
 
-def test_attention_by_a_library_has_no_scores_but_the_mask_once_more():
+def test_attention_by_a_library_has_neither_buffers_nor_scores_but_the_mask_once_more():
   there, config = on(device('h200'), RUN), dataclasses.replace(QWEN, vocab_size=1024)
   shape, masked = Shape(64, 1, 2048, 64, 1536), dataclasses.replace(there, cache=Cache(budget=512, masked_learner=True))
   here, library, apart = (memory.update(config, run, shape, Axes()).activations for run in (RUN, there, masked))
-  assert here - library == pytest.approx(1.1 * 2048 * (3 * 4 * H * 1024 - 2 * 2048), abs=2)
+  buffers, scores, mask = L * (4 * H * D + 8 * K * D), 3 * 4 * H * 1024, 2 * 2048
+  assert here - library == pytest.approx(1.1 * 2048 * (buffers + scores - mask), abs=2)
   assert apart == here  # kv heads that forget differently are beyond the library
   flops = [work.update(QWEN, run, shape, memory.update(QWEN, run, shape, Axes()), Axes()).parts[1].flops for run in (RUN, there)]
   assert flops[0] == 2 * flops[1]
