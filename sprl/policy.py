@@ -18,7 +18,7 @@ from sprl.cache.scales import Scales
 from sprl.io import huggingface
 from sprl.io.pretrained import locate
 from sprl.io.tokenizer import Tokenizer
-from sprl.kernels.platform import compute_dtype
+from sprl.kernels.platform import check_device, compute_dtype
 from sprl.learner.packing import TrainBatch
 from sprl.learner.state import TrainState
 from sprl.models import transformer
@@ -65,6 +65,7 @@ class Policy:
     check_linears(run.quant, config.num_layers)
     check_experts(run, config)
     check_stops(run, config)
+    check_device(run.model.kernels)
     huggingface.check_weights(folder, config)
     if run.lora.rank:
       abstract_adapters(config, run.lora)  # whose targets the model may not have

@@ -56,6 +56,20 @@ def can_run(kernels: Kernels) -> bool:
   return kernels == 'mosaic_gpu' or (kernels == 'auto' and hopper())
 
 
+def check_device(kernels: Kernels) -> None:
+  """Says in the log that references run, where no operation will say it for itself: on what is no GPU.
+
+  Raises SettingsError where kernels are forced on a device that has none.
+  """
+  kind = jax.devices()[0].device_kind
+  if kernels == 'mosaic_gpu' and not hopper():
+    raise SettingsError(
+      f"config.model.kernels = 'mosaic_gpu': {kind} is no GPU of the Hopper generation; expected 'auto' or 'reference'"
+    )
+  if not on_gpu():
+    _note(f'the references run where there are kernels for GPUs: this device is a {kind}')
+
+
 def chosen(operation: str, kernels: Kernels, obstacle: Callable[[], str | None], library: str = '') -> bool:
   """Whether the kernel computes `operation`, under the setting `kernels`; `obstacle` is why it cannot, None where it can.
 

@@ -1,4 +1,6 @@
-"""Which dtype a model is computed in."""
+"""Which dtype a model is computed in, and where kernels run."""
+
+import logging
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,7 @@ from jax.sharding import AbstractMesh, AxisType
 
 from sprl.kernels import platform
 from sprl.kernels.platform import compute_dtype
+from sprl.settings import SettingsError
 
 
 @pytest.mark.parametrize('name', ['float32', 'bfloat16'])
@@ -33,6 +36,21 @@ def test_accelerators_multiply_bfloat16(monkeypatch):
 def test_where_kernels_run(monkeypatch, kernels, hopper, expected):
   monkeypatch.setattr(platform, 'hopper', lambda: hopper)
   assert platform.can_run(kernels) is expected
+
+
+def test_a_forced_kernel_is_refused_where_there_is_none():
+  with pytest.raises(
+    SettingsError, match=r"config\.model\.kernels = 'mosaic_gpu': cpu is no GPU of the Hopper generation; expected"
+  ):
+    platform.check_device('mosaic_gpu')
+
+
+@pytest.mark.parametrize('kernels', ['auto', 'reference'])
+def test_the_log_says_that_references_run(caplog, kernels):
+  platform._note.cache_clear()
+  caplog.set_level(logging.INFO, logger='sprl')
+  platform.check_device(kernels)
+  assert caplog.messages == ['the references run where there are kernels for GPUs: this device is a cpu']
 
 
 @pytest.mark.parametrize(
