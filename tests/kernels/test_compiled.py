@@ -194,13 +194,14 @@ def test_the_decode_loop_leaves_the_cache_where_it_is(sampler, cache, kernels):
 
 def test_an_activation_is_quantised_once_for_all_products_that_take_it():
   """Its codes are written by one program, and nothing else of its size is for it: of a layer's seven products q, k and v share
-  one, gate and up another. Normalising leaves two arrays of a layer in float32, from which the codes are made."""
+  one, gate and up another. Normalising leaves at most two arrays of a layer in float32, from which the codes are made (none with
+  jax 0.11.2)."""
   compiled, *_ = decode_loop('w8a8_kv8', DENSE, hidden_size=1024, intermediate_size=2048)
   made = re.findall(r'^ +%[\w.]+ = (\w+\[64,\d+\])\S* (\w+)\(', compiled.text[compiled.text.index('\n%region_0') :], re.MULTILINE)
   codes = [name for name, operation in made if operation == 'fusion' and name.startswith('u8')]
   assert sorted(codes) == sorted(2 * ['u8[64,1024]', 'u8[64,3584]', 'u8[64,1024]', 'u8[64,2048]'])
   assert compiled.text.count('hopper_block_matmul/mpmd_map"') >= 2 * 7
-  assert 2 <= made.count(('f32[64,1024]', 'fusion')) <= 2 * 2 + 1  # and the last, for the head
+  assert made.count(('f32[64,1024]', 'fusion')) <= 2 * 2 + 1  # and the last, for the head
 
 
 @pytest.mark.parametrize('sampler', ['bf16', 'kv8'])
