@@ -82,10 +82,15 @@ def test_widths_that_fill_no_tile_and_a_bias(D, dtype):
   assert kernel.spills == 0
 
 
-@pytest.mark.parametrize('M', [16, 256])
-@pytest.mark.parametrize(('N', 'K'), [(40, 256), (576, 80), (192, 1536)])
-def test_weights_that_fill_no_tile(M, N, K):
-  """What the kernel says it can take, it can: beyond a tile whole ones alone."""
+@pytest.mark.parametrize(
+  ('M', 'N', 'K'),
+  [
+    *[(M, *weights) for M in (16, 256) for weights in ((40, 256), (576, 80), (192, 1536))],
+    *[(M, 256, 1024) for M in (5, 12, 300)],  # which no other case is padded to: a process compiles a program once
+  ],
+)
+def test_weights_and_tokens_that_fill_no_tile(M, N, K):
+  """What the kernel says it can take, it can: of weights beyond a tile whole ones alone, of tokens any number."""
   assert obstacle(jax.ShapeDtypeStruct((N, K), FP8), jnp.bfloat16, 128, 128) is None
   C, shape = -(-K // 128), jax.ShapeDtypeStruct
   tokens, weights = (shape((M, K), FP8), shape((M, C), jnp.float32)), (shape((N, K), FP8), shape((-(-N // 128), C), jnp.float32))
