@@ -157,8 +157,8 @@ def similarity(model: str, B: int, S: int, dtype: Any = BF16) -> Case:
     jax.vmap(partial(eviction.similarity, threshold=0.5, nearest_of_none=0, kernels='mosaic_gpu')),
     (Shape((B, K, S, D), dtype), Shape((B,), jnp.int32)),
     eviction.similarity_cost(B, K, S, D),
-    # Three numbers a key, and its length; float32 keys as two in bfloat16, with room for making them.
-    B * K * (S + 64) * (4 * 6 + (8 * D if dtype == jnp.float32 else 0)),
+    # Three numbers a key, and its length; float32 keys as two in bfloat16, with room for making them; others where padded.
+    B * K * (S + 64) * (4 * 6 + D * (8 if dtype == jnp.float32 else 2 * (S % 8 > 0))),
   )
 
 
@@ -172,6 +172,7 @@ CASES = distinct(
     *[attention(*each) for each in itertools.product(MODELS, (64, 256), (640, 4096), (BF16, FP8), (False, True))],
     *[compaction(model, 64, 640, 512, dtype) for model in MODELS if MODELS[model].width == 128 for dtype in (BF16, FP8)],
     *[similarity(model, 16, S, dtype) for model in MODELS for S in (640, 4224) for dtype in (BF16, F32)],
+    *[similarity('Qwen2.5-1.5B', 16, 612, dtype) for dtype in (BF16, F32)],  # slots that fill no tile
     *[matmul(model, name, M) for model in MODELS for name in MODELS[model].linears for M in (16, 64, 256, 4096)],
     *[experts(model, name, tokens) for model in EXPERTS for name in ('gate', 'down') for tokens in (1, 64, 256, 512, 1024, 4096)],
   ]

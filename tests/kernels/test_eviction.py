@@ -131,6 +131,14 @@ def test_more_blocks_than_the_ring_holds_and_several_heads():
   check_compared(SIMILARITY(*arguments, 0.3, 0), arguments, 0.3, 0, 2e-5)
 
 
+@given(st.integers(1, 150), st.sampled_from([0.1, 0.5]), st.sampled_from([0, -1]), st.integers(0, 99), st.data())
+@settings(max_examples=5, deadline=None, derandomize=True)
+def test_the_kernel_compares_any_number_of_keys(S, threshold, none, seed, data):
+  n = data.draw(st.lists(st.integers(0, S), min_size=1, max_size=2))
+  arguments = keys(len(n), 2, S, 64, n, BF16, seed)
+  check_compared(SIMILARITY(*arguments, threshold, none), arguments, threshold, none, 2e-5)
+
+
 # --- together ----------------------------------------------------------------------------------------------------------
 
 
