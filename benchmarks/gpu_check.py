@@ -29,7 +29,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -124,6 +124,12 @@ def judged(row: Row, asked: dict[str, float]) -> Row:
   return row | {'asked': '; '.join(told)}
 
 
+def failed(check: str, case: str, error: Exception) -> Row:
+  """The line of what failed; where it did is printed."""
+  traceback.print_exception(error)
+  return {'check': check, 'case': case, 'status': f'FAILED: {type(error).__name__}'}
+
+
 def torch_time(bench: Bench, row: Row, kind: str, *shape: int) -> Row:
   """The row with PyTorch's time of the same call, where there is one, among its peers."""
   theirs = bench.torch.get(kind, {}).get(json.dumps(shape))
@@ -183,49 +189,147 @@ def compaction_inputs(model: Model, B: int, S: int, N: int, dtype: Any, key: jax
   return *cache, jnp.arange(B), keep
 
 
+def wide(arguments: Any) -> Any:
+  """The arguments with numbers in float32, for a reference."""
+  return jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype in (BF16, FP8) else x, arguments)
+
+
+class Comparison(NamedTuple):
+  """A kernel beside what computes the same."""
+
+  check: str
+  case: str
+  make: Callable[[jax.Array], tuple[Any, ...]]  # a key to the arguments of both
+  kernel: Callable[..., dict]  # its outputs, by name
+  reference: Callable[..., dict]
+  bound: float  # on the relative error of each output
+
+
 def check_parity(bench: Bench) -> Iterator[Row]:
-  """Every kernel against its reference."""
-  key = jax.random.key(7)
+  """Every kernel against its reference. A comparison that fails is a line, and the others go on."""
+  for each in comparisons(bench):
+    try:
+      rows = compared(each)
+    except Exception as error:
+      rows = [failed(each.check, each.case, error)]
+    yield from rows
+
+
+def compared(each: Comparison) -> list[Row]:
+  """The lines of a comparison, one for each output."""
+  arguments = jax.jit(each.make)(jax.random.key(7))
+  found = jax.jit(each.kernel)(*arguments)
+  with jax.default_matmul_precision('highest'):
+    expected = jax.jit(each.reference)(*arguments)
+  return [parity(each.check, f'{name} {each.case}', off(found[name], x), each.bound) for name, x in expected.items()]
+
+
+def comparisons(bench: Bench) -> Iterator[Comparison]:
+  """All that is compared."""
+  yield from attention_comparisons(bench)
+  yield from matmul_comparisons(bench)
+  yield from eviction_comparisons(bench)
+  yield from row_comparisons(bench)
+
+
+def attention_comparisons(bench: Bench) -> Iterator[Comparison]:
+  """Decode attention of rows of all lengths, an empty one too."""
+
+  def outputs(attend):
+    return lambda *inputs: {name: x for name, x in attend(*inputs)._asdict().items() if name in ('out', 'share')}
+
   for model, S in bench.sizes([(MODELS['Qwen2.5-0.5B'], 640), (MODELS['Qwen2.5-7B'], 1000)], [(TOY, 72)]):
     lengths = [0, 1, 63, 64, 65, S // 2, S - 1, S]
     for dtype in (BF16, FP8):
-      q, k, v, length, scales = attention_inputs(model, len(lengths), S, dtype, key, lengths)
-      found = decode_attention.decode_attention(q, k, v, length, scales, kernels='mosaic_gpu')
-      q32, k32, v32 = (x.astype(jnp.float32) for x in (q, k, v))
-      with jax.default_matmul_precision('highest'):
-        expected = decode_attention.reference(q32, k32, v32, length, scales)
-      error = max(off(a, b) for a, b in ((found.out, expected.out), (found.share, expected.share)))
-      yield parity('parity attention', f'D {model.width} G {model.queries // model.kv} S {S} {dtype}', error, 0.01)
+      yield Comparison(
+        'parity attention',
+        f'D {model.width} G {model.queries // model.kv} S {S} {dtype}',
+        partial(attention_inputs, model, len(lengths), S, dtype, length=lengths),
+        outputs(partial(decode_attention.decode_attention, kernels='mosaic_gpu')),
+        outputs(lambda *inputs: decode_attention.reference(*wide(inputs))),
+        0.01,
+      )
+
+
+def matmul_comparisons(bench: Bench) -> Iterator[Comparison]:
+  """Block-scaled products, of one weight and of experts."""
+  blocked = {'rows': 128, 'group': 128}
   for M, N, K in bench.sizes(
     [(1, 256, 896), (16, 1536, 1536), (64, 3584, 18944), (300, 3584, 3584), (4096, 4864, 896)], [(9, 64, 384)]
   ):
-    x, x_scale, w, w_scale = jax.jit(partial(linear_inputs, M, N, K))(key)
-    found = block_matmul.block_matmul(x, x_scale, w, w_scale, 128, 128, BF16, 'mosaic_gpu')
-    expected = block_matmul.reference(x, x_scale, w, w_scale, 128, 128, jnp.float32)
-    yield parity('parity block_matmul', f'{M}x{N}x{K}', off(found, expected), 0.005)
+    yield Comparison(
+      'parity block_matmul',
+      f'{M}x{N}x{K}',
+      partial(linear_inputs, M, N, K),
+      lambda *x: {'y': block_matmul.block_matmul(*x, **blocked, dtype=BF16, kernels='mosaic_gpu')},
+      lambda *x: {'y': block_matmul.reference(*x, **blocked, dtype=jnp.float32)},
+      0.005,
+    )
+
+  def used_tiles(multiply):
+    def call(x, x_scale, w, w_scale, expert, used):
+      y = multiply(x, x_scale, w, w_scale, expert, used, **blocked)
+      return {'y': jnp.where((jnp.arange(len(x)) < used)[:, None, None], y, 0)}
+
+    return call
+
   for X, chosen, tokens, N, K in bench.sizes([(128, 8, 64, 768, 2048), (128, 8, 4096, 2048, 768)], [(4, 2, 9, 64, 384)]):
-    x, x_scale, w, w_scale, expert, used = jax.jit(partial(expert_inputs, X, chosen, tokens, N, K))(key)
-    found = block_matmul.grouped_matmul(x, x_scale, w, w_scale, expert, used, 128, 128, BF16, 'mosaic_gpu')
-    expected = block_matmul.grouped_reference(x, x_scale, w, w_scale, expert, used, 128, 128, jnp.float32)
-    error = off(*(jnp.where((jnp.arange(len(x)) < used)[:, None, None], y, 0) for y in (found, expected)))
-    yield parity('parity grouped_matmul', f'{tokens}x{chosen} of {X} {N}x{K}', error, 0.005)
+    yield Comparison(
+      'parity grouped_matmul',
+      f'{tokens}x{chosen} of {X} {N}x{K}',
+      partial(expert_inputs, X, chosen, tokens, N, K),
+      used_tiles(partial(block_matmul.grouped_matmul, dtype=BF16, kernels='mosaic_gpu')),
+      used_tiles(partial(block_matmul.grouped_reference, dtype=jnp.float32)),
+      0.005,
+    )
+
+
+def eviction_comparisons(bench: Bench) -> Iterator[Comparison]:
+  """Compaction, to the bit, and the comparison of keys."""
   model = bench.sizes(MODELS['Qwen2.5-7B'], TOY)
   B, S, N = bench.sizes((16, 640, 512), (2, 40, 24))
+
+  def front(move):
+    return lambda *inputs: {name: x[:, :, :N] for name, x in zip(('k', 'v'), move(*inputs))}
+
   for dtype in (BF16, FP8):
-    k, v, rows, keep = jax.jit(partial(compaction_inputs, model, B, S, N, dtype))(key)
-    expected = eviction.compact_reference(k, v, rows, keep)
-    found = jax.jit(partial(eviction.compact, ordered=True, kernels='mosaic_gpu'))(k, v, rows, keep)
-    wrong = sum(int(jnp.sum(a[:, :, :N] != b[:, :, :N])) for a, b in zip(found, expected))
-    yield parity('parity compact', f'S {S} N {N} {dtype}', wrong, 0)
-  n = jnp.arange(B) * S // max(B - 1, 1)
-  keys = jax.random.normal(key, (B, model.kv, S, model.width), BF16) + 1  # cosines about a half
-  with jax.default_matmul_precision('highest'):
-    expected = jax.vmap(partial(eviction.similarity_reference, threshold=0.5, nearest_of_none=0))(keys, n)
-  found = jax.vmap(partial(eviction.similarity, threshold=0.5, nearest_of_none=0, kernels='mosaic_gpu'))(keys, n)
-  occupied = (jnp.arange(S) < n[:, None])[:, None]
+    yield Comparison(
+      'parity compact',
+      f'S {S} N {N} {dtype}',
+      partial(compaction_inputs, model, B, S, N, dtype),
+      front(partial(eviction.compact, ordered=True, kernels='mosaic_gpu')),
+      front(eviction.compact_reference),
+      0,
+    )
+
+  def keys(key):  # cosines about a half, in rows of which ever more is occupied
+    return jax.random.normal(key, (B, model.kv, S, model.width), BF16) + 1, jnp.arange(B) * S // max(B - 1, 1)
+
+  def occupied(compare):
+    one = partial(compare, threshold=0.5, nearest_of_none=0)
+    return lambda k, n: {'sums': jnp.where((jnp.arange(S) < n[:, None])[:, None], jax.vmap(one)(k, n), 0)}
+
   # A cosine next to the threshold may fall on its other side: one of some hundreds in a sum.
-  yield parity('parity similarity', f'S {S}', off(jnp.where(occupied, found, 0), jnp.where(occupied, expected, 0)), 1e-3)
-  yield from parity_of_rows(bench)
+  kernel = partial(eviction.similarity, kernels='mosaic_gpu')
+  yield Comparison('parity similarity', f'S {S}', keys, occupied(kernel), occupied(eviction.similarity_reference), 1e-3)
+
+
+def row_comparisons(bench: Bench) -> Iterator[Comparison]:
+  """The library's attention of packed rows, and its gradients."""
+
+  def outputs(attend):
+    return lambda *inputs: dict(zip(('out', 'dq', 'dk', 'dv'), both_ways(attend)(*inputs)))
+
+  for name in bench.sizes(('Qwen2.5-0.5B', 'Qwen2.5-7B'), ('toy',)):
+    model, T = MODELS.get(name, TOY), bench.sizes(1024, 64)
+    yield Comparison(
+      'parity rows',
+      f'D {model.width} G {model.queries // model.kv} T {T}',
+      partial(packed_inputs, model, 2, T),
+      outputs(by_library(bench)),
+      lambda *inputs: outputs(attention.reference)(*wide(inputs)),
+      0.01,
+    )
 
 
 def packed_inputs(model: Model, R: int, T: int, key: jax.Array) -> tuple[Any, ...]:
@@ -250,19 +354,6 @@ def both_ways(attend: Callable) -> Callable:
 def by_library(bench: Bench) -> Callable:
   """The library's attention; on a machine without its GPU XLA's, by the same call."""
   return partial(attention.by_library, causal=True, implementation='xla' if bench.rehearse else 'cudnn')
-
-
-def parity_of_rows(bench: Bench) -> Iterator[Row]:
-  """The library's attention and its gradients against the reference in float32."""
-  for name in bench.sizes(('Qwen2.5-0.5B', 'Qwen2.5-7B'), ('toy',)):
-    model, T = MODELS.get(name, TOY), bench.sizes(1024, 64)
-    inputs = packed_inputs(model, 2, T, jax.random.key(8))
-    found = jax.jit(both_ways(by_library(bench)))(*inputs)
-    with jax.default_matmul_precision('highest'):
-      wide = [x if x.dtype == bool else x.astype(jnp.float32) for x in inputs]
-      expected = jax.jit(both_ways(attention.reference))(*wide)
-    for what, a, b in zip(('out', 'dq', 'dk', 'dv'), found, expected):
-      yield parity('parity rows', f'{what} D {model.width} G {model.queries // model.kv} T {T}', off(a, b), 0.01)
 
 
 # --- the kernels' time -------------------------------------------------------------------------------------------------
@@ -481,8 +572,7 @@ def check_decode_step(bench: Bench) -> Iterator[Row]:
       try:
         row = decode_step(bench, config, params, cache, quant, tokens)
       except Exception as error:
-        traceback.print_exc()
-        yield {'check': 'decode step', 'case': f'{name} {mode} S {tokens}', 'status': f'FAILED: {type(error).__name__}'}
+        yield failed('decode step', f'{name} {mode} S {tokens}', error)
         continue
       dense |= {(name, tokens): row} if mode == 'bf16' else {}
       of_dense = dense.get((name, tokens))
@@ -618,8 +708,7 @@ def run(bench: Bench, name: str, until: float) -> Iterator[Row]:
         yield {'check': name, 'case': 'the rest of it', 'status': 'out of time'}
         break
   except Exception as error:
-    traceback.print_exc()
-    yield {'check': name, 'case': '', 'status': f'FAILED: {type(error).__name__}'}
+    yield failed(name, '', error)
   print(f'{name}: {time.monotonic() - start:.0f} s', flush=True)
   jax.clear_caches()
 

@@ -110,6 +110,30 @@ def test_all_checks_together_keep_within_eight_minutes():
 
 
 def test_the_attention_of_packed_rows_agrees_with_its_reference_both_ways():
-  errors = {row['case'].split()[0]: row for row in gpu_check.parity_of_rows(BENCH)}
-  assert list(errors) == ['out', 'dq', 'dk', 'dv']
+  [rows] = gpu_check.row_comparisons(BENCH)
+  errors = {row['case'].split()[0]: row for row in gpu_check.compared(rows)}
+  assert set(errors) == {'out', 'dq', 'dk', 'dv'}
   assert all(0 < row['error'] < 0.01 and row['status'] == 'ok' for row in errors.values())
+
+
+def test_a_comparison_that_fails_is_a_line_and_the_others_go_on(monkeypatch):
+  def comparison(name, kernel):
+    return gpu_check.Comparison(name, 'toy', lambda key: (jnp.ones(4),), kernel, lambda x: {'y': x, 'z': 2 * x}, 1e-3)
+
+  def unlike(x):
+    raise ValueError('a tile of another shape')
+
+  kernels = {
+    'fails': unlike,
+    'agrees': lambda x: {'y': x, 'z': 2 * x},
+    'is off': lambda x: {'y': 1.01 * x, 'z': x * jnp.nan},
+  }
+  monkeypatch.setattr(gpu_check, 'comparisons', lambda bench: [comparison(*each) for each in kernels.items()])
+  rows = [(row['check'], row['case'], row['status']) for row in gpu_check.check_parity(BENCH)]
+  assert rows == [
+    ('fails', 'toy', 'FAILED: ValueError'),
+    ('agrees', 'y toy', 'ok'),
+    ('agrees', 'z toy', 'ok'),
+    ('is off', 'y toy', 'WRONG: beyond 0.001'),
+    ('is off', 'z toy', 'WRONG: beyond 0.001'),
+  ]
