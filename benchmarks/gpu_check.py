@@ -97,17 +97,22 @@ class Bench:
     """The sizes to take."""
     return toy if self.rehearse else real
 
-  def timed(self, name: str, case: str, kernel: Callable, make: Callable, least: Cost, peers=None, moving=0, fp8=False) -> Row:
-    """The kernel's line: its time, beside the time that its bytes and operations need at the least, and beside its peers'."""
+  def timed(
+    self, name: str, case: str, kernel: Callable, make: Callable, least: Cost, peers=None, makes=None, moving=0, fp8=False
+  ) -> Row:
+    """The kernel's line: its time, beside the time that its bytes and operations need at the least, and beside its peers'.
+
+    `makes`: of peers, by name, that are given arrays of their own, as they would want them.
+    """
     rate = (self.ceilings.fp8 or 2 * self.ceilings.bf16) if fp8 else self.ceilings.bf16
     least_seconds = max(least.bytes / self.ceilings.copy, least.flops / rate)
-    time_of = partial(seconds, make=make, moving=moving, **({'runs': 1, 'launches': 1, 'inputs': 2} if self.rehearse else {}))
-    ours = time_of(kernel)
+    time_of = partial(seconds, moving=moving, **({'runs': 1, 'launches': 1, 'inputs': 2} if self.rehearse else {}))
+    ours = time_of(kernel, make)
     row = {'check': name, 'case': case, 'us': 1e6 * ours, 'share of ceiling': least_seconds / ours}
     row |= {'GB/s': least.bytes / ours / 1e9, 'TFLOP/s': least.flops / ours / 1e12}
     for peer, call in (peers or {}).items():
       try:
-        row[f'{peer} us'] = 1e6 * time_of(call)
+        row[f'{peer} us'] = 1e6 * time_of(call, (makes or {}).get(peer, make))
       except Exception as error:  # a library that cannot: said, and no reason to stop
         row['note'] = f'{row.get("note", "")} {peer}: {type(error).__name__}'.strip()
     others = [row[f'{peer} us'] for peer in peers or {} if f'{peer} us' in row]
@@ -363,26 +368,31 @@ def check_attention(bench: Bench) -> Iterator[Row]:
   """Decode attention beside XLA's and cuDNN's, which know no FP8."""
 
   def library(implementation):
-    def attend(q, k, v, length, scales):
-      k, v = (jnp.swapaxes(x, 1, 2) for x in (k, v))
+    def attend(q, k, v, length, scales):  # k, v: [B, S, K, D]
       return jax.nn.dot_product_attention(
         q[:, None], k, v, query_seq_lengths=jnp.ones_like(length), key_value_seq_lengths=length, implementation=implementation
       )
 
     return attend
 
+  def turned(q, k, v, length, scales):  # as the library takes it; cuDNN would have the whole cache copied, XLA reads it turned
+    return q, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), length, scales
+
+  peers = {'xla': lambda *inputs: library('xla')(*turned(*inputs)), 'cudnn': library('cudnn')}
   for name, B, S in bench.sizes(DECODES, [('toy', 2, 64)]):
     model = MODELS.get(name, TOY)
     H, K, D, _, _ = model
     bf16 = None
     for dtype, share in ((BF16, False), (FP8, False), (BF16, True)):
+      make = partial(attention_inputs, model, B, S, dtype)
       row = bench.timed(
         'decode_attention',
         f'{name} B {B} S {S} {dtype}{" share" * share}',
         partial(decode_attention.decode_attention, share=share, kernels='mosaic_gpu'),
-        partial(attention_inputs, model, B, S, dtype),
+        make,
         decode_attention.cost(B, H, K, S, D, dtype, share),
-        {'xla': library('xla'), 'cudnn': library('cudnn')} if dtype == BF16 and not share else None,
+        peers if dtype == BF16 and not share else None,
+        {'cudnn': lambda key, make=make: turned(*make(key))},
       )
       if dtype == BF16 and not share:
         bf16 = row['us']
@@ -415,15 +425,20 @@ def check_rows(bench: Bench) -> Iterator[Row]:
     row = bench.timed('rows', case, both_ways(by_library(bench)), make, least, calls)
     row |= {} if 'tokamax' in peers else {'note': f'{row.get("note", "")} tokamax: not installed'.strip()}
     yield judged(row, {'times best peer': 1.0})
-    bounds = {'cudnn, causal': unmasked, 'pallas, all pairs': pallas_rows}
-    for bound, call in bounds.items():
+    bounds = {'cudnn, causal': (unmasked, make), 'pallas, all pairs, float16': (pallas_rows, partial(halves, make))}
+    for bound, (call, its) in bounds.items():
       try:
-        yield bench.timed(f'rows by {bound}', case, both_ways(call), make, least)
+        yield bench.timed(f'rows by {bound}', case, both_ways(call), its, least)
       except Exception as error:
         yield {'check': f'rows by {bound}', 'case': case, 'note': f'{type(error).__name__}: {error}'[:80]}
     torch = bench.torch.get('rows', {}).get(json.dumps((R, T, H, K, D)))
     if torch is not None:
       yield {'check': 'rows by torch, causal', 'case': case, 'us': torch, 'TFLOP/s': least.flops / torch / 1e6}
+
+
+def halves(make: Callable, key: jax.Array) -> tuple[Any, ...]:
+  """What `make` makes, in float16: it is all that the backward pass of Pallas's own attention compiles for."""
+  return tuple(x.astype(jnp.float16) if x.dtype == BF16 else x for x in make(key))
 
 
 def pallas_rows(q, k, v, allowed):
@@ -449,14 +464,13 @@ def check_matmul(bench: Bench) -> Iterator[Row]:
     N, K = MODELS.get(name, TOY).linears[linear]
     make = partial(linear_inputs, M, N, K)
 
-    def wide(key, M=M, N=N, K=K):
+    def unscaled(key, M=M, N=N, K=K):
       x, w = jax.random.split(key)
       return jax.random.normal(x, (M, K), BF16), None, jax.random.normal(w, (N, K), BF16), None
 
     multiply = partial(block_matmul.block_matmul, rows=128, group=128, dtype=BF16, kernels='mosaic_gpu')
-    row = bench.timed('block_matmul', f'{name} {linear} M {M}', multiply, make, block_matmul.cost(M, N, K), fp8=True)
-    theirs = bench.timed('', '', bf16, wide, block_matmul.cost(M, N, K))
-    row |= {'bf16 us': theirs['us'], 'times best peer': theirs['us'] / row['us']}
+    case, least = f'{name} {linear} M {M}', block_matmul.cost(M, N, K)
+    row = bench.timed('block_matmul', case, multiply, make, least, {'bf16': bf16}, {'bf16': unscaled}, fp8=True)
     yield judged(row, {'times best peer': 1.6 if M <= 64 else 1.3}) if M <= 64 or M >= 1024 else row
   name = 'Qwen3-30B-A3B'
   for linear, tokens in bench.sizes([(linear, M) for M in (64, 256, 4096) for linear in ('gate', 'down')], [('gate', 5)]):

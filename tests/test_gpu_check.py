@@ -61,6 +61,20 @@ def test_a_kernel_is_timed_against_the_time_that_its_bytes_take_and_against_its_
   assert row['note'] == 'c: NotImplementedError'
 
 
+def test_a_peer_may_have_arrays_of_its_own():
+  shapes = []
+
+  def peer(x):
+    shapes.append(x.shape)
+    return x
+
+  def of(size):
+    return lambda key: (jax.random.normal(key, (size,)),)
+
+  BENCH.timed('sum', 'toy', jnp.sum, of(64), gpu_check.Cost(1, 1), {'b': peer, 'c': peer}, {'c': of(32)})
+  assert set(shapes) == {(64,), (32,)}
+
+
 def test_pytorch_is_a_peer_where_it_was_measured():
   row = {'us': 10.0, 'times best peer': 3.0}
   bench = gpu_check.Bench(True, BENCH.ceilings, {'decode': {'[2, 4, 2, 64, 8]': 20.0}})
