@@ -1,4 +1,4 @@
-"""benchmarks/gpu_check.py, rehearsed: it must run the first time that there is a GPU."""
+"""benchmarks/gpu_check.py, rehearsed. That its real sizes compile: tests/kernels/test_compiled_gpu_check.py."""
 
 import json
 import subprocess
