@@ -49,6 +49,24 @@ def test_what_is_asked_stands_beside_the_figure():
   assert (told['asked'], told['met'], told['bad'], told['device']) == (3, 1, ['c'], 'x')
 
 
+def test_a_gain_over_dense_decoding_is_judged_where_both_have_as_many_rows():
+  asked = {'share of bytes': 0.7, 'times dense bf16': 3.0}
+  row = {'rows': 256, 'tokens/s': 400.0, 'share of bytes': 0.75}
+  same = gpu_check.beside_dense(row, {'rows': 256, 'tokens/s': 100.0}, asked)
+  assert same['asked'] == 'share of bytes >= 0.7: 0.75, met; times dense bf16 >= 3: 4, met'
+  fewer = gpu_check.beside_dense(row, {'rows': 128, 'tokens/s': 100.0}, asked)
+  assert (fewer['times dense bf16'], fewer['note']) == (4.0, 'dense bf16 has B 128')
+  assert fewer['asked'] == 'share of bytes >= 0.7: 0.75, met'
+  missing = gpu_check.beside_dense(row, None, asked)
+  assert missing['asked'] == 'share of bytes >= 0.7: 0.75, met; times dense bf16 >= 3: not measured'
+
+
+def test_an_array_that_is_held_twice_takes_memory_once():
+  x, y = jnp.ones((4, 8)), jnp.ones(16, jnp.bfloat16)
+  assert gpu_check.held({'x': x, 'y': y}, [x]) == 4 * 4 * 8 + 2 * 16
+  assert gpu_check.held(x, jnp.copy(x)) == 2 * 4 * 4 * 8
+
+
 def test_a_kernel_is_timed_against_the_time_that_its_bytes_take_and_against_its_peers():
   def unlike(x):
     raise NotImplementedError
