@@ -2,19 +2,21 @@
 
     python benchmarks/gpu_check.py --save                 # benchmarks/results/gpu_check_NVIDIA_H200.json, say
     python benchmarks/gpu_check.py --save $OUT            # the same file, in another folder
-    python benchmarks/gpu_check.py --only attention,decode_step
+    python benchmarks/gpu_check.py --save --only decode_step --limit 1500    # every line of one check: .._decode_step.json
     python benchmarks/gpu_check.py --rehearse             # toy sizes in the GPU interpreter, on any machine
 
 1. ceilings: what the device copies and multiplies at best, measured
 2. parity: every kernel, and the library's attention, against its reference, on random numbers
 3. time of each kernel at real models' shapes, as a share of those ceilings, beside XLA's, cuDNN's, cuBLAS's and PyTorch's
-4. a decode step of Qwen2.5-1.5B and 7B with random weights, against the time that its bytes and products need, and the most rows
-   that fit; transformers' generate beside it
+4. a decode step of Qwen2.5-1.5B and 7B with random weights, against the time that its bytes and products need, and an
+   estimate of the most rows that fit; transformers' generate beside it
 5. an update of Qwen2.5-1.5B on packed rows of 4,096 tokens: model FLOP per second, over the matrix rate
 
 What is asked of a figure stands beside it, as met or MISSED. A check that fails is a line of the table, by name; the others go
-on. Each check has its SECONDS, and starts no new line after them; what is known is written after each, so that a run cut off
-keeps it. PyTorch is the reference interpreter's (`make reference`, or SPRL_REFERENCE_PYTHON); without CUDA it is told as missing.
+on. Each check has its SECONDS, and what those before it left of theirs, and starts no new line after them; what is known is
+written after each, so that a run cut off keeps it. Decode steps are 20 programs of 28 layers, too much to compile in theirs: one
+command measures those of which most is asked, and a second, --only decode_step as above, the rest of the table. PyTorch is the
+reference interpreter's (`make reference`, or SPRL_REFERENCE_PYTHON); without CUDA it is told as missing.
 """
 
 import argparse
@@ -29,7 +31,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -61,14 +63,15 @@ from sprl.models.moe import blocks
 from sprl.quant.block import quantise, quantise_groups
 from sprl.sampler import decode
 from sprl.sampler.cache_plan import cache_plan
-from sprl.sampler.served import serve
+from sprl.sampler.served import Served, serve
 from sprl.settings import DENSE, UNQUANTISED, Cache, Correction, Loss, Optimizer, Quant, Sampling
 from sprl.trajectory import Trajectory
 
 LIMIT = 430  # seconds after which no line begins
-TORCH = 90  # that PyTorch has for all that is asked of it
+TORCH = 80  # that PyTorch has for all that is asked of it
+CEILINGS = 15  # that measuring them takes, about
 SECONDS = {  # of each check, after which it begins no line
-  'parity': 50, 'attention': 50, 'rows': 40, 'matmul': 45, 'eviction': 25, 'append': 5, 'update': 45, 'decode_step': 170,
+  'parity': 45, 'attention': 40, 'rows': 35, 'matmul': 40, 'eviction': 20, 'append': 5, 'update': 35, 'decode_step': 115,
 }  # fmt: skip
 BF16, FP8 = jnp.dtype('bfloat16'), jnp.dtype('float8_e4m3fn')
 KERNELS = (
@@ -97,17 +100,22 @@ class Bench:
     """The sizes to take."""
     return toy if self.rehearse else real
 
-  def timed(self, name: str, case: str, kernel: Callable, make: Callable, least: Cost, peers=None, moving=0, fp8=False) -> Row:
-    """The kernel's line: its time, beside the time that its bytes and operations need at the least, and beside its peers'."""
+  def timed(
+    self, name: str, case: str, kernel: Callable, make: Callable, least: Cost, peers=None, makes=None, moving=0, fp8=False
+  ) -> Row:
+    """The kernel's line: its time, beside the time that its bytes and operations need at the least, and beside its peers'.
+
+    `makes`: of peers, by name, that are given arrays of their own, as they would want them.
+    """
     rate = (self.ceilings.fp8 or 2 * self.ceilings.bf16) if fp8 else self.ceilings.bf16
     least_seconds = max(least.bytes / self.ceilings.copy, least.flops / rate)
-    time_of = partial(seconds, make=make, moving=moving, **({'runs': 1, 'launches': 1, 'inputs': 2} if self.rehearse else {}))
-    ours = time_of(kernel)
+    time_of = partial(seconds, moving=moving, **({'runs': 1, 'launches': 1, 'inputs': 2} if self.rehearse else {}))
+    ours = time_of(kernel, make)
     row = {'check': name, 'case': case, 'us': 1e6 * ours, 'share of ceiling': least_seconds / ours}
     row |= {'GB/s': least.bytes / ours / 1e9, 'TFLOP/s': least.flops / ours / 1e12}
     for peer, call in (peers or {}).items():
       try:
-        row[f'{peer} us'] = 1e6 * time_of(call)
+        row[f'{peer} us'] = 1e6 * time_of(call, (makes or {}).get(peer, make))
       except Exception as error:  # a library that cannot: said, and no reason to stop
         row['note'] = f'{row.get("note", "")} {peer}: {type(error).__name__}'.strip()
     others = [row[f'{peer} us'] for peer in peers or {} if f'{peer} us' in row]
@@ -122,6 +130,12 @@ def judged(row: Row, asked: dict[str, float]) -> Row:
     verdict = 'not measured' if value is None else f'{value:.3g}, {"met" if value >= least else "MISSED"}'
     told.append(f'{column} >= {least:g}: {verdict}')
   return row | {'asked': '; '.join(told)}
+
+
+def failed(check: str, case: str, error: Exception) -> Row:
+  """The line of what failed; where it did is printed."""
+  traceback.print_exception(error)
+  return {'check': check, 'case': case, 'status': f'FAILED: {type(error).__name__}'}
 
 
 def torch_time(bench: Bench, row: Row, kind: str, *shape: int) -> Row:
@@ -183,49 +197,147 @@ def compaction_inputs(model: Model, B: int, S: int, N: int, dtype: Any, key: jax
   return *cache, jnp.arange(B), keep
 
 
+def wide(arguments: Any) -> Any:
+  """The arguments with numbers in float32, for a reference."""
+  return jax.tree.map(lambda x: x.astype(jnp.float32) if x.dtype in (BF16, FP8) else x, arguments)
+
+
+class Comparison(NamedTuple):
+  """A kernel beside what computes the same."""
+
+  check: str
+  case: str
+  make: Callable[[jax.Array], tuple[Any, ...]]  # a key to the arguments of both
+  kernel: Callable[..., dict]  # its outputs, by name
+  reference: Callable[..., dict]
+  bound: float  # on the relative error of each output
+
+
 def check_parity(bench: Bench) -> Iterator[Row]:
-  """Every kernel against its reference."""
-  key = jax.random.key(7)
+  """Every kernel against its reference. A comparison that fails is a line, and the others go on."""
+  for each in comparisons(bench):
+    try:
+      rows = compared(each)
+    except Exception as error:
+      rows = [failed(each.check, each.case, error)]
+    yield from rows
+
+
+def compared(each: Comparison) -> list[Row]:
+  """The lines of a comparison, one for each output."""
+  arguments = jax.jit(each.make)(jax.random.key(7))
+  found = jax.jit(each.kernel)(*arguments)
+  with jax.default_matmul_precision('highest'):
+    expected = jax.jit(each.reference)(*arguments)
+  return [parity(each.check, f'{name} {each.case}', off(found[name], x), each.bound) for name, x in expected.items()]
+
+
+def comparisons(bench: Bench) -> Iterator[Comparison]:
+  """All that is compared."""
+  yield from attention_comparisons(bench)
+  yield from matmul_comparisons(bench)
+  yield from eviction_comparisons(bench)
+  yield from row_comparisons(bench)
+
+
+def attention_comparisons(bench: Bench) -> Iterator[Comparison]:
+  """Decode attention of rows of all lengths, an empty one too."""
+
+  def outputs(attend):
+    return lambda *inputs: {name: x for name, x in attend(*inputs)._asdict().items() if name in ('out', 'share')}
+
   for model, S in bench.sizes([(MODELS['Qwen2.5-0.5B'], 640), (MODELS['Qwen2.5-7B'], 1000)], [(TOY, 72)]):
     lengths = [0, 1, 63, 64, 65, S // 2, S - 1, S]
     for dtype in (BF16, FP8):
-      q, k, v, length, scales = attention_inputs(model, len(lengths), S, dtype, key, lengths)
-      found = decode_attention.decode_attention(q, k, v, length, scales, kernels='mosaic_gpu')
-      q32, k32, v32 = (x.astype(jnp.float32) for x in (q, k, v))
-      with jax.default_matmul_precision('highest'):
-        expected = decode_attention.reference(q32, k32, v32, length, scales)
-      error = max(off(a, b) for a, b in ((found.out, expected.out), (found.share, expected.share)))
-      yield parity('parity attention', f'D {model.width} G {model.queries // model.kv} S {S} {dtype}', error, 0.01)
+      yield Comparison(
+        'parity attention',
+        f'D {model.width} G {model.queries // model.kv} S {S} {dtype}',
+        partial(attention_inputs, model, len(lengths), S, dtype, length=lengths),
+        outputs(partial(decode_attention.decode_attention, kernels='mosaic_gpu')),
+        outputs(lambda *inputs: decode_attention.reference(*wide(inputs))),
+        0.01,
+      )
+
+
+def matmul_comparisons(bench: Bench) -> Iterator[Comparison]:
+  """Block-scaled products, of one weight and of experts."""
+  blocked = {'rows': 128, 'group': 128}
   for M, N, K in bench.sizes(
     [(1, 256, 896), (16, 1536, 1536), (64, 3584, 18944), (300, 3584, 3584), (4096, 4864, 896)], [(9, 64, 384)]
   ):
-    x, x_scale, w, w_scale = jax.jit(partial(linear_inputs, M, N, K))(key)
-    found = block_matmul.block_matmul(x, x_scale, w, w_scale, 128, 128, BF16, 'mosaic_gpu')
-    expected = block_matmul.reference(x, x_scale, w, w_scale, 128, 128, jnp.float32)
-    yield parity('parity block_matmul', f'{M}x{N}x{K}', off(found, expected), 0.005)
+    yield Comparison(
+      'parity block_matmul',
+      f'{M}x{N}x{K}',
+      partial(linear_inputs, M, N, K),
+      lambda *x: {'y': block_matmul.block_matmul(*x, **blocked, dtype=BF16, kernels='mosaic_gpu')},
+      lambda *x: {'y': block_matmul.reference(*x, **blocked, dtype=jnp.float32)},
+      0.005,
+    )
+
+  def used_tiles(multiply):
+    def call(x, x_scale, w, w_scale, expert, used):
+      y = multiply(x, x_scale, w, w_scale, expert, used, **blocked)
+      return {'y': jnp.where((jnp.arange(len(x)) < used)[:, None, None], y, 0)}
+
+    return call
+
   for X, chosen, tokens, N, K in bench.sizes([(128, 8, 64, 768, 2048), (128, 8, 4096, 2048, 768)], [(4, 2, 9, 64, 384)]):
-    x, x_scale, w, w_scale, expert, used = jax.jit(partial(expert_inputs, X, chosen, tokens, N, K))(key)
-    found = block_matmul.grouped_matmul(x, x_scale, w, w_scale, expert, used, 128, 128, BF16, 'mosaic_gpu')
-    expected = block_matmul.grouped_reference(x, x_scale, w, w_scale, expert, used, 128, 128, jnp.float32)
-    error = off(*(jnp.where((jnp.arange(len(x)) < used)[:, None, None], y, 0) for y in (found, expected)))
-    yield parity('parity grouped_matmul', f'{tokens}x{chosen} of {X} {N}x{K}', error, 0.005)
+    yield Comparison(
+      'parity grouped_matmul',
+      f'{tokens}x{chosen} of {X} {N}x{K}',
+      partial(expert_inputs, X, chosen, tokens, N, K),
+      used_tiles(partial(block_matmul.grouped_matmul, dtype=BF16, kernels='mosaic_gpu')),
+      used_tiles(partial(block_matmul.grouped_reference, dtype=jnp.float32)),
+      0.005,
+    )
+
+
+def eviction_comparisons(bench: Bench) -> Iterator[Comparison]:
+  """Compaction, to the bit, and the comparison of keys."""
   model = bench.sizes(MODELS['Qwen2.5-7B'], TOY)
   B, S, N = bench.sizes((16, 640, 512), (2, 40, 24))
+
+  def front(move):
+    return lambda *inputs: {name: x[:, :, :N] for name, x in zip(('k', 'v'), move(*inputs))}
+
   for dtype in (BF16, FP8):
-    k, v, rows, keep = jax.jit(partial(compaction_inputs, model, B, S, N, dtype))(key)
-    expected = eviction.compact_reference(k, v, rows, keep)
-    found = jax.jit(partial(eviction.compact, ordered=True, kernels='mosaic_gpu'))(k, v, rows, keep)
-    wrong = sum(int(jnp.sum(a[:, :, :N] != b[:, :, :N])) for a, b in zip(found, expected))
-    yield parity('parity compact', f'S {S} N {N} {dtype}', wrong, 0)
-  n = jnp.arange(B) * S // max(B - 1, 1)
-  keys = jax.random.normal(key, (B, model.kv, S, model.width), BF16) + 1  # cosines about a half
-  with jax.default_matmul_precision('highest'):
-    expected = jax.vmap(partial(eviction.similarity_reference, threshold=0.5, nearest_of_none=0))(keys, n)
-  found = jax.vmap(partial(eviction.similarity, threshold=0.5, nearest_of_none=0, kernels='mosaic_gpu'))(keys, n)
-  occupied = (jnp.arange(S) < n[:, None])[:, None]
+    yield Comparison(
+      'parity compact',
+      f'S {S} N {N} {dtype}',
+      partial(compaction_inputs, model, B, S, N, dtype),
+      front(partial(eviction.compact, ordered=True, kernels='mosaic_gpu')),
+      front(eviction.compact_reference),
+      0,
+    )
+
+  def keys(key):  # cosines about a half, in rows of which ever more is occupied
+    return jax.random.normal(key, (B, model.kv, S, model.width), BF16) + 1, jnp.arange(B) * S // max(B - 1, 1)
+
+  def occupied(compare):
+    one = partial(compare, threshold=0.5, nearest_of_none=0)
+    return lambda k, n: {'sums': jnp.where((jnp.arange(S) < n[:, None])[:, None], jax.vmap(one)(k, n), 0)}
+
   # A cosine next to the threshold may fall on its other side: one of some hundreds in a sum.
-  yield parity('parity similarity', f'S {S}', off(jnp.where(occupied, found, 0), jnp.where(occupied, expected, 0)), 1e-3)
-  yield from parity_of_rows(bench)
+  kernel = partial(eviction.similarity, kernels='mosaic_gpu')
+  yield Comparison('parity similarity', f'S {S}', keys, occupied(kernel), occupied(eviction.similarity_reference), 1e-3)
+
+
+def row_comparisons(bench: Bench) -> Iterator[Comparison]:
+  """The library's attention of packed rows, and its gradients."""
+
+  def outputs(attend):
+    return lambda *inputs: dict(zip(('out', 'dq', 'dk', 'dv'), both_ways(attend)(*inputs)))
+
+  for name in bench.sizes(('Qwen2.5-0.5B', 'Qwen2.5-7B'), ('toy',)):
+    model, T = MODELS.get(name, TOY), bench.sizes(1024, 64)
+    yield Comparison(
+      'parity rows',
+      f'D {model.width} G {model.queries // model.kv} T {T}',
+      partial(packed_inputs, model, 2, T),
+      outputs(by_library(bench)),
+      lambda *inputs: outputs(attention.reference)(*wide(inputs)),
+      0.01,
+    )
 
 
 def packed_inputs(model: Model, R: int, T: int, key: jax.Array) -> tuple[Any, ...]:
@@ -252,19 +364,6 @@ def by_library(bench: Bench) -> Callable:
   return partial(attention.by_library, causal=True, implementation='xla' if bench.rehearse else 'cudnn')
 
 
-def parity_of_rows(bench: Bench) -> Iterator[Row]:
-  """The library's attention and its gradients against the reference in float32."""
-  for name in bench.sizes(('Qwen2.5-0.5B', 'Qwen2.5-7B'), ('toy',)):
-    model, T = MODELS.get(name, TOY), bench.sizes(1024, 64)
-    inputs = packed_inputs(model, 2, T, jax.random.key(8))
-    found = jax.jit(both_ways(by_library(bench)))(*inputs)
-    with jax.default_matmul_precision('highest'):
-      wide = [x if x.dtype == bool else x.astype(jnp.float32) for x in inputs]
-      expected = jax.jit(both_ways(attention.reference))(*wide)
-    for what, a, b in zip(('out', 'dq', 'dk', 'dv'), found, expected):
-      yield parity('parity rows', f'{what} D {model.width} G {model.queries // model.kv} T {T}', off(a, b), 0.01)
-
-
 # --- the kernels' time -------------------------------------------------------------------------------------------------
 
 
@@ -272,26 +371,31 @@ def check_attention(bench: Bench) -> Iterator[Row]:
   """Decode attention beside XLA's and cuDNN's, which know no FP8."""
 
   def library(implementation):
-    def attend(q, k, v, length, scales):
-      k, v = (jnp.swapaxes(x, 1, 2) for x in (k, v))
+    def attend(q, k, v, length, scales):  # k, v: [B, S, K, D]
       return jax.nn.dot_product_attention(
         q[:, None], k, v, query_seq_lengths=jnp.ones_like(length), key_value_seq_lengths=length, implementation=implementation
       )
 
     return attend
 
+  def turned(q, k, v, length, scales):  # as the library takes it; cuDNN would have the whole cache copied, XLA reads it turned
+    return q, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), length, scales
+
+  peers = {'xla': lambda *inputs: library('xla')(*turned(*inputs)), 'cudnn': library('cudnn')}
   for name, B, S in bench.sizes(DECODES, [('toy', 2, 64)]):
     model = MODELS.get(name, TOY)
     H, K, D, _, _ = model
     bf16 = None
     for dtype, share in ((BF16, False), (FP8, False), (BF16, True)):
+      make = partial(attention_inputs, model, B, S, dtype)
       row = bench.timed(
         'decode_attention',
         f'{name} B {B} S {S} {dtype}{" share" * share}',
         partial(decode_attention.decode_attention, share=share, kernels='mosaic_gpu'),
-        partial(attention_inputs, model, B, S, dtype),
+        make,
         decode_attention.cost(B, H, K, S, D, dtype, share),
-        {'xla': library('xla'), 'cudnn': library('cudnn')} if dtype == BF16 and not share else None,
+        peers if dtype == BF16 and not share else None,
+        {'cudnn': lambda key, make=make: turned(*make(key))},
       )
       if dtype == BF16 and not share:
         bf16 = row['us']
@@ -324,15 +428,20 @@ def check_rows(bench: Bench) -> Iterator[Row]:
     row = bench.timed('rows', case, both_ways(by_library(bench)), make, least, calls)
     row |= {} if 'tokamax' in peers else {'note': f'{row.get("note", "")} tokamax: not installed'.strip()}
     yield judged(row, {'times best peer': 1.0})
-    bounds = {'cudnn, causal': unmasked, 'pallas, all pairs': pallas_rows}
-    for bound, call in bounds.items():
+    bounds = {'cudnn, causal': (unmasked, make), 'pallas, all pairs, float16': (pallas_rows, partial(halves, make))}
+    for bound, (call, its) in bounds.items():
       try:
-        yield bench.timed(f'rows by {bound}', case, both_ways(call), make, least)
+        yield bench.timed(f'rows by {bound}', case, both_ways(call), its, least)
       except Exception as error:
         yield {'check': f'rows by {bound}', 'case': case, 'note': f'{type(error).__name__}: {error}'[:80]}
     torch = bench.torch.get('rows', {}).get(json.dumps((R, T, H, K, D)))
     if torch is not None:
       yield {'check': 'rows by torch, causal', 'case': case, 'us': torch, 'TFLOP/s': least.flops / torch / 1e6}
+
+
+def halves(make: Callable, key: jax.Array) -> tuple[Any, ...]:
+  """What `make` makes, in float16: it is all that the backward pass of Pallas's own attention compiles for."""
+  return tuple(x.astype(jnp.float16) if x.dtype == BF16 else x for x in make(key))
 
 
 def pallas_rows(q, k, v, allowed):
@@ -358,14 +467,13 @@ def check_matmul(bench: Bench) -> Iterator[Row]:
     N, K = MODELS.get(name, TOY).linears[linear]
     make = partial(linear_inputs, M, N, K)
 
-    def wide(key, M=M, N=N, K=K):
+    def unscaled(key, M=M, N=N, K=K):
       x, w = jax.random.split(key)
       return jax.random.normal(x, (M, K), BF16), None, jax.random.normal(w, (N, K), BF16), None
 
     multiply = partial(block_matmul.block_matmul, rows=128, group=128, dtype=BF16, kernels='mosaic_gpu')
-    row = bench.timed('block_matmul', f'{name} {linear} M {M}', multiply, make, block_matmul.cost(M, N, K), fp8=True)
-    theirs = bench.timed('', '', bf16, wide, block_matmul.cost(M, N, K))
-    row |= {'bf16 us': theirs['us'], 'times best peer': theirs['us'] / row['us']}
+    case, least = f'{name} {linear} M {M}', block_matmul.cost(M, N, K)
+    row = bench.timed('block_matmul', case, multiply, make, least, {'bf16': bf16}, {'bf16': unscaled}, fp8=True)
     yield judged(row, {'times best peer': 1.6 if M <= 64 else 1.3}) if M <= 64 or M >= 1024 else row
   name = 'Qwen3-30B-A3B'
   for linear, tokens in bench.sizes([(linear, M) for M in (64, 256, 4096) for linear in ('gate', 'down')], [('gate', 5)]):
@@ -481,15 +589,13 @@ def check_decode_step(bench: Bench) -> Iterator[Row]:
       try:
         row = decode_step(bench, config, params, cache, quant, tokens)
       except Exception as error:
-        traceback.print_exc()
-        yield {'check': 'decode step', 'case': f'{name} {mode} S {tokens}', 'status': f'FAILED: {type(error).__name__}'}
+        yield failed('decode step', f'{name} {mode} S {tokens}', error)
         continue
       dense |= {(name, tokens): row} if mode == 'bf16' else {}
-      of_dense = dense.get((name, tokens))
-      row |= {'times dense bf16': row['tokens/s'] / of_dense['tokens/s']} if of_dense else {}
-      asked = {'share of bytes': 0.7} if tokens == short else {}
-      asked |= {'times dense bf16': 3.0} if tokens == short and mode == 'sparse w8a8_kv8' else {}
-      row = judged(row, asked) if asked and row['rows'] == bench.sizes(256, 2) else row
+      asked = {}
+      if tokens == short and row['rows'] == bench.sizes(256, 2):
+        asked = {'share of bytes': 0.7} | ({'times dense bf16': 3.0} if mode == 'sparse w8a8_kv8' else {})
+      row = beside_dense(row, dense.get((name, tokens)), asked)
       yield {'check': 'decode step', 'case': f'{name} {mode} S {tokens} B {row.pop("rows")}', **row}
   if 'generate' in bench.torch:
     name, rows, prompt, new = GENERATED
@@ -497,32 +603,47 @@ def check_decode_step(bench: Bench) -> Iterator[Row]:
     yield {'check': "transformers' generate", 'case': case, 'tokens/s': bench.torch['generate']}
 
 
+def beside_dense(row: Row, dense: Row | None, asked: dict[str, float]) -> Row:
+  """A decode step's row beside dense bfloat16's, judged. A gain over a batch of another size is told, with that size, only."""
+  if dense is not None:
+    row = row | {'times dense bf16': row['tokens/s'] / dense['tokens/s']}
+    if dense['rows'] != row['rows']:
+      row |= {'note': f'dense bf16 has B {dense["rows"]}'}
+      asked = {column: least for column, least in asked.items() if column != 'times dense bf16'}
+  return judged(row, asked) if asked else row
+
+
+def held(*trees: Any) -> int:
+  """Bytes of the arrays in the device's memory; a buffer that several share counts once."""
+  return sum({x.unsafe_buffer_pointer(): x.nbytes for x in jax.tree.leaves(trees)}.values())
+
+
 def decode_step(bench: Bench, config: ModelConfig, params: Any, cache: Cache, quant: Quant, tokens: int) -> Row:
   """The line of one way of decoding."""
   steps = cache.interval if cache.budget else bench.sizes(32, 4)
   prompt = bench.sizes(512, 24)
   plan = cache_plan(config, cache, quant, prompt, tokens - prompt, BF16)
-  served = serve(params, BF16, quant)
+  served = serve(params, BF16, quant) if 'w8a8' in quant.sampler else Served(params)  # as they are: jit would copy them
   if plan.fp8:
     served = served._replace(scales=Scales(*(jnp.full(config.num_layers, 0.05) for _ in range(3))))
   ours = [*jax.tree.leaves(served.params['layers']), served.head]
   weights = sum(w.size * w.dtype.itemsize for w in ours)
   rows = bench.sizes(256, 2)
-  room = 0.85 * memory() - weights - sum(w.size * w.dtype.itemsize for w in jax.tree.leaves(params))
-  while rows > 1 and 1.1 * plan.bytes(rows) > room:
+  usable = 0.85 * memory()
+  while rows > 1 and 1.1 * plan.bytes(rows) > usable - held(params, served):
     rows //= 2
   sampling = Sampling(max_tokens=3 * steps + 1, max_prompt=prompt)
   state = decode.empty_rows(plan, served, rows, 3 * steps + 1, jax.random.key(0))
   seen = jnp.full(rows, tokens - 3 * steps - 2)
   since = jnp.arange(rows) % cache.interval  # the last compression: at every step some rows are due
-  held = dataclasses.replace(
+  cache_now = dataclasses.replace(
     state.cache,
     seen=seen,
     length=cache.budget + since if cache.budget else seen + 0,  # donated: a buffer of its own
     count=since,
   )
   state = dataclasses.replace(
-    state, cache=held, done=jnp.zeros(rows, bool), limit=jnp.full(rows, 10 * steps), count=jnp.ones(rows, jnp.int32)
+    state, cache=cache_now, done=jnp.zeros(rows, bool), limit=jnp.full(rows, 10 * steps), count=jnp.ones(rows, jnp.int32)
   )
   run = partial(decode.decode, transformer.graph(config), sampling=sampling, stop_ids=(), steps=steps)
   state = jax.block_until_ready(run(served, state))
@@ -537,7 +658,7 @@ def decode_step(bench: Bench, config: ModelConfig, params: Any, cache: Cache, qu
   bandwidth = (weights + keys) / bench.ceilings.copy
   return {
     'rows': rows, 'us': 1e6 * step, 'tokens/s': rows / step, 'share of ceiling': least / step, 'share of bytes': bandwidth / step,
-    'most rows': int(rows * room / (1.1 * plan.bytes(rows))),
+    'most rows (estimated)': int(rows * (usable - held(served)) / (1.1 * plan.bytes(rows))),  # the sampler alone
   }  # fmt: skip
 
 
@@ -603,10 +724,10 @@ CHECKS = {
 }
 
 
-def run(bench: Bench, name: str, until: float) -> Iterator[Row]:
-  """The lines of a check; one that fails, or finds no time left, says so."""
+def run(bench: Bench, name: str, until: float, later: tuple[str, ...] = ()) -> Iterator[Row]:
+  """The lines of a check; one that fails, or finds no time left, says so. It leaves those that come `later` their SECONDS."""
   start = time.monotonic()
-  until = until if bench.rehearse else min(until, start + SECONDS[name])
+  until = min(until, max(start + SECONDS[name], until - sum(SECONDS[each] for each in later)))
   if start > until:
     yield {'check': name, 'case': '', 'status': 'not begun: out of time'}
     return
@@ -618,8 +739,7 @@ def run(bench: Bench, name: str, until: float) -> Iterator[Row]:
         yield {'check': name, 'case': 'the rest of it', 'status': 'out of time'}
         break
   except Exception as error:
-    traceback.print_exc()
-    yield {'check': name, 'case': '', 'status': f'FAILED: {type(error).__name__}'}
+    yield failed(name, '', error)
   print(f'{name}: {time.monotonic() - start:.0f} s', flush=True)
   jax.clear_caches()
 
@@ -682,9 +802,8 @@ def main() -> None:
   parser.add_argument('--rehearse', action='store_true', help='toy sizes in the interpreter')
   parser.add_argument('--only', default=','.join(CHECKS), help='checks, separated by commas')
   parser.add_argument('--limit', type=float, default=LIMIT, help='seconds after which no line begins')
-  parser.add_argument(
-    '--save', nargs='?', const=RESULTS, type=Path, help='write gpu_check_DEVICE.json, to benchmarks/results or here'
-  )
+  told = 'write gpu_check_DEVICE.json, with the names of checks where they are not all, to benchmarks/results or here'
+  parser.add_argument('--save', nargs='?', const=RESULTS, type=Path, help=told)
   args = parser.parse_args()
   checks = args.only.split(',')
   if unknown := set(checks) - set(CHECKS):
@@ -708,9 +827,10 @@ def main() -> None:
     **found._asdict(),
     'torch': torch,
   }
-  name, rows, bench = f'gpu_check_{device}', [], Bench(args.rehearse, found, torch)
-  for check in checks:
-    for row in run(bench, check, until):
+  name = '_'.join(['gpu_check', device, *(checks if set(checks) != set(CHECKS) else [])])  # some leave the file of all alone
+  rows, bench = [], Bench(args.rehearse, found, torch)
+  for i, check in enumerate(checks):
+    for row in run(bench, check, until, tuple(checks[i + 1 :])):
       rows.append(row)
     if args.save:
       record(name, table(rows), summary(rows, **about), args.save)
