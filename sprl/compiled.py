@@ -34,6 +34,13 @@ class Check:
     return dataclasses.asdict(self) | {'total': self.compiled.total}
 
 
+def check_compilable(run: Run, name: str, count: int) -> None:
+  """Raises SettingsError where the run's programs cannot be compiled for so many devices of a kind."""
+  devices(name, count)
+  if run.optimizer.offload:
+    raise SettingsError('config.optimizer.offload = True: expected False with --compile, whose devices have no host beside them')
+
+
 def devices(name: str, count: int) -> list[Any]:
   """So many compile-only devices of a kind. Raises SettingsError: of another kind or number, or where the compiler is missing."""
   if name not in ('h200', 'v5e'):

@@ -60,9 +60,9 @@ def main() -> int:
   rollout = learner.gathered() if _ROLLOUT_MESH.value is None else Axes.parse(_ROLLOUT_MESH.value, '--rollout_mesh')
   ceilings = device(_DEVICE.value, **{name: flag.value for name, flag in _MEASURED.items()})
   if _COMPILE.value:  # whatever it lacks is told before anything else
-    from sprl.compiled import devices
+    from sprl.compiled import check_compilable
 
-    devices(_DEVICE.value, learner.devices)
+    check_compilable(run, _DEVICE.value, learner.devices)
   config = ModelConfig.read(config_folder(run.model.path))
   planned = plan(config, run, learner, rollout, ceilings, _USABLE.value)
   print(page(planned), flush=True)

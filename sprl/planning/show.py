@@ -32,6 +32,7 @@ def page(plan: Plan) -> str:
       ['GiB', *(name for name in _PARTS), 'together', 'fits'],
       [['', *(f'{getattr(update, name) / GIB:.2f}' for name in _PARTS), f'{update.total / GIB:.2f}', _fits(update, plan.usable)]],
     ),
+    *([f"  and {update.host / GIB:.2f} GiB of moments in the host's memory, streamed past each device"] if update.host else []),
     '',
     f"  all of a step's: {work.flops / 1e15:.3g} PFLOP, {work.bytes / 1e12:.3g} TB of memory, {work.sent / 1e9:.3g} GB sent; "
     f'{plan.seconds:.3g} s at the least, {work.tokens / plan.seconds:,.0f} tokens/s on all devices',

@@ -10,17 +10,21 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from sprl import programs
 from sprl.cache.kv_cache import KVCache
 from sprl.learner.packing import Shape
 from sprl.models import transformer
 from sprl.models.config import ModelConfig, tiny
+from sprl.parallel.mesh import make_mesh
 from sprl.planning import memory, work
 from sprl.planning.devices import DEVICES, device
 from sprl.planning.layout import Axes, heads, size
 from sprl.planning.plan import kinds, on, plan
+from sprl.planning.show import page
+from sprl.policy import HOST
 from sprl.sampler.cache_plan import cache_plan
 from sprl.sampler.served import serve
-from sprl.settings import Cache, Lora, Loss, Model, Optimizer, Packing, Quant, Rollout, Run, Sampling, SettingsError
+from sprl.settings import Cache, Lora, Loss, Mesh, Model, Optimizer, Packing, Quant, Rollout, Run, Sampling, SettingsError
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / 'benchmarks' / 'models'
@@ -120,6 +124,40 @@ def test_a_kl_term_keeps_a_reference_in_the_compute_dtype():
 def test_optimisers_without_moments_hold_next_to_nothing():
   run = dataclasses.replace(RUN, optimizer=Optimizer(name='adafactor'))
   assert memory.update(QWEN, run, Shape(8, 8, 2048, 64, 1536), Axes()).optimiser < 0.01 * 4 * 7_615_616_512
+
+
+@pytest.mark.parametrize(('optimizer', 'moments'), [(Optimizer(), 8), (Optimizer(moment_dtype='bfloat16'), 4)])
+def test_offloaded_moments_are_counted_as_the_hosts(optimizer, moments):
+  shape, axes = Shape(8, 8, 2048, 64, 1536), Axes(fsdp=8)
+  kept, offloaded = (
+    memory.update(QWEN, dataclasses.replace(RUN, optimizer=dataclasses.replace(optimizer, offload=offload)), shape, axes)
+    for offload in (False, True)
+  )
+  assert kept.host == 0
+  assert offloaded.host == pytest.approx(moments * 7_615_616_512 / 8, rel=1e-3)
+  assert offloaded.optimiser == 8  # two counts of updates
+  assert kept.total - offloaded.total == offloaded.host
+  times = [work.update(QWEN, RUN, shape, held, axes).bytes for held in (kept, offloaded)]
+  assert times[0] == times[1]  # they are read and written all the same
+
+
+def test_offloaded_moments_have_a_line_of_their_own_and_leave_room_for_sequences():
+  run = dataclasses.replace(RUN, optimizer=Optimizer(offload=True))
+  kept, offloaded = (plan(FEW, each, Axes(), Axes(), device('h200')) for each in (RUN, run))
+  assert f'{offloaded.update.host / 2**30:.2f} GiB of moments in the host' in page(offloaded)
+  assert "host's memory" not in page(kept)
+  assert offloaded.json()['update']['host'] == offloaded.update.host > 0
+  assert all(b.most_rows > a.most_rows for a, b in zip(kept.kinds, offloaded.kinds))
+
+
+def test_an_update_with_offloaded_moments_is_that_of_the_run():
+  """As it is compiled its moments lie on the host, here a CPU's."""
+  config, mesh = tiny('qwen2'), make_mesh(Mesh(), jax.devices()[:1])
+  for offload in (False, True):
+    run = dataclasses.replace(RUN, optimizer=Optimizer(offload=offload))
+    state = programs.update(config, run, Shape(1, 1, 32, 1, 8), mesh).arguments[0]
+    moments = [x for x in jax.tree.leaves(state.opt_state) if x.ndim]
+    assert {x.sharding.memory_kind == HOST for x in moments} == {offload}
 
 
 def test_bytes_of_a_sequence_by_hand():
