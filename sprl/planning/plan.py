@@ -14,7 +14,7 @@ from sprl.planning.layout import Axes, ceil, size
 from sprl.planning.memory import Rollouts, Update
 from sprl.planning.work import Work
 from sprl.sampler.served import check_linears
-from sprl.settings import Cache, Quant, Run, SettingsError
+from sprl.settings import DENSE, UNQUANTISED, Cache, Quant, Run, SettingsError
 
 BUDGET = 512  # of sparse rollouts, where the config has none: the papers' smallest
 
@@ -38,6 +38,23 @@ class Kind:
 
 
 @dataclass(frozen=True)
+class Evaluation:
+  """Answers to held-out problems, on one of the learner's devices, which keeps its state meanwhile. Bytes."""
+
+  memory: str  # config.eval.memory: everything remembered, or as rollouts are sampled
+  rows: int  # that decode there
+  rows_asked: int  # on all devices
+  state: int  # the learner's
+  served: int  # the weights of rollouts, but those that are the learner's own arrays
+  sampling: int  # the evaluation's own weights and rows
+
+  @property
+  def total(self) -> int:
+    """All of it."""
+    return self.state + self.served + self.sampling
+
+
+@dataclass(frozen=True)
 class Plan:
   """What a run needs of each device. Bytes, operations and seconds are of one device unless said otherwise."""
 
@@ -52,6 +69,7 @@ class Plan:
   update: Update
   work: Work  # all updates of a step
   seconds: float
+  evaluation: Evaluation
   rows_asked: int  # of all devices
   kinds: tuple[Kind, ...]
 
@@ -59,6 +77,7 @@ class Plan:
     """The same as plain numbers and names."""
     plain = dataclasses.asdict(self)
     plain['update'] |= {'state': self.update.state, 'total': self.update.total, 'fits': self.update.total <= self.usable}
+    plain['evaluation'] |= {'total': self.evaluation.total, 'fits': self.evaluation.total <= self.usable}
     plain['work'] |= _sums(self.work)
     plain['update_tokens_per_second'] = self.work.tokens / self.seconds
     for kind, told in zip(self.kinds, plain['kinds']):
@@ -107,6 +126,7 @@ def plan(config: ModelConfig, run: Run, learner: Axes, rollout: Axes, device: De
     update=update,
     work=done,
     seconds=done.seconds(device, learner, memory.compute_dtype(run)),
+    evaluation=_evaluation(config, run, learner if apart else rollout, update.state),
     rows_asked=run.rows,
     kinds=tuple(
       _kind(name, config, run, cache, quant, rollout, device, capacity, 0 if apart else update.state)
@@ -155,3 +175,18 @@ def _kind(
     full=full,
     full_seconds=full.seconds(device, axes, dtype),
   )
+
+
+def _evaluation(config: ModelConfig, run: Run, axes: Axes, state: int) -> Evaluation:
+  """What `sprl.evaluation.evaluate` makes, beside what the trainer holds when it calls it."""
+  settings, k = run.eval, run.eval.samples
+  as_sampled = settings.memory == 'sampler'
+  cache, quant = (run.cache, run.quant) if as_sampled else (DENSE, UNQUANTISED)
+  asked = min(run.sampling.rows or run.rollout.prompts * run.rollout.group, settings.problems * k)
+  answers = dataclasses.replace(run.sampling, max_tokens=settings.max_tokens or run.sampling.max_tokens)
+  held = memory.rollouts(
+    config, dataclasses.replace(run, sampling=answers), cache, quant, min(run.rollout.prompts, ceil(asked, k)), axes
+  )
+  weights, shared = memory.served_bytes(config, run, run.quant, axes)
+  rows = ceil(asked, axes.rows)
+  return Evaluation(settings.memory, rows, asked, state, weights - shared, held.total(rows, beside_learner=True))

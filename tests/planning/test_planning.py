@@ -24,7 +24,22 @@ from sprl.planning.show import page
 from sprl.policy import HOST
 from sprl.sampler.cache_plan import cache_plan
 from sprl.sampler.served import serve
-from sprl.settings import Cache, Lora, Loss, Mesh, Model, Optimizer, Packing, Quant, Rollout, Run, Sampling, SettingsError
+from sprl.settings import (
+  Cache,
+  Devices,
+  Evaluation,
+  Lora,
+  Loss,
+  Mesh,
+  Model,
+  Optimizer,
+  Packing,
+  Quant,
+  Rollout,
+  Run,
+  Sampling,
+  SettingsError,
+)
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / 'benchmarks' / 'models'
@@ -246,6 +261,55 @@ def test_what_does_not_fit_is_told():
   planned = plan(FEW, RUN, Axes(), Axes(), device('v5e'))
   assert not planned.json()['update']['fits']
   assert all(kind.most_rows < 0 and kind.rows == 0 for kind in planned.kinds)
+
+
+def test_an_evaluation_by_hand():
+  """Dense and unquantised as it is by default, of long answers that sparse FP8 rollouts have room for, it may not fit."""
+  run = dataclasses.replace(
+    RUN,
+    sampling=Sampling(max_prompt=512, max_tokens=16_384, rows=128),
+    rollout=Rollout(prompts=32, group=4),
+    packing=Packing(row_tokens=16_896, rows=1),
+    quant=Quant(sampler='w8a8_kv8'),
+    loss=Loss(kl_coef=1e-3),
+  )
+  planned = plan(QWEN, run, Axes(fsdp=4), Axes(data=4), device('h100'))
+  found, parameters = planned.evaluation, 7_615_616_512
+  assert (found.rows, found.rows_asked) == (32, 128)
+  assert found.state == pytest.approx((4 + 8 + 2) * parameters / 4, rel=1e-3)
+  assert found.served == planned.kinds[3].memory.weights
+  drawn = 4 * (3 * 16_384 + V)  # tokens, their log-probs, what was kept; logits
+  prefill = 8 * 512 * (2 * 2 * L * K * D + 2 * (2 * E + 2 * F) + 2 * 512)  # of 8 prompts: keys, values, a layer's, the mask
+  assert found.sampling == pytest.approx(2 * parameters + 32 * (2 * 2 * L * K * D * 16_896 + drawn) + prefill, rel=1e-3)
+  assert planned.json()['update']['fits']
+  assert planned.kinds[3].rows == 32
+  assert planned.json()['evaluation']['fits'] is False
+  assert 'An evaluation of 128 sequences (eval.memory=dense): 32 on each device' in page(planned)
+  assert f'fits: no, {(found.total - planned.usable) / 2**30:.1f} too much' in page(planned)
+
+
+@pytest.mark.parametrize(
+  ('asked', 'rows'), [(Evaluation(problems=5, samples=1), 5), (Evaluation(problems=5, samples=4, temperature=1.0), 20)]
+)
+def test_an_evaluation_has_no_more_rows_than_samples(asked, rows):
+  found = plan(FEW, dataclasses.replace(RUN, eval=asked), Axes(), Axes(), device('h200')).evaluation
+  assert (found.rows, found.rows_asked) == (rows, rows)
+
+
+def test_an_evaluation_as_rollouts_are_sampled_takes_what_they_take():
+  run = dataclasses.replace(RUN, eval=Evaluation(memory='sampler'), quant=Quant(sampler='w8a8_kv8'))
+  planned = plan(FEW, run, Axes(), Axes(), device('h200'))
+  assert planned.evaluation.sampling == planned.kinds[3].memory.total(64, beside_learner=True)
+  short = dataclasses.replace(run, eval=Evaluation(max_tokens=64), cache=Cache())
+  dense = plan(FEW, short, Axes(), Axes(), device('h200'))
+  assert dense.kinds[0].memory.total(64, True) - dense.evaluation.sampling == 64 * (1536 - 64) * (2 * 2 * 4 * K * D + 12)
+
+
+def test_an_evaluation_is_on_the_learners_devices_where_rollouts_have_their_own():
+  run = dataclasses.replace(RUN, devices=Devices(learner='0-3', rollout='4-5'))
+  found = plan(FEW, run, Axes(fsdp=4), Axes(data=2), device('h200')).evaluation
+  assert found.rows == 64 / 4
+  assert found.served == memory.served_bytes(FEW, on(device('h200'), run), run.quant, Axes(fsdp=4))[0]
 
 
 # --- work ------------------------------------------------------------------------------------------------------------
