@@ -26,8 +26,14 @@ if TYPE_CHECKING:
 _CONFIG = config_flags.DEFINE_config_file(
   'config', None, 'The run: a Python file with get_config(), `file.py:argument` to pass it one.'
 )
-_MESH = flags.DEFINE_string('mesh', '', "The learner's mesh, such as data=2,fsdp=8,tensor=1; axes not named are 1.")
-_ROLLOUT_MESH = flags.DEFINE_string('rollout_mesh', None, "The rollouts'. Default: as --mesh, but for fsdp, which is data.")
+_MESH = flags.DEFINE_string(
+  'mesh',
+  None,
+  "The learner's mesh, such as data=2,fsdp=8,tensor=1; axes not named are 1. Default: config.mesh where that is set.",
+)
+_ROLLOUT_MESH = flags.DEFINE_string(
+  'rollout_mesh', None, "The rollouts', on all engines. Default: config.mesh where that is set, else as --mesh, its fsdp as data."
+)
 _DEVICE = flags.DEFINE_string('device', 'h200', 'h100, h200, a100, v5e or v5p.')
 _USABLE = flags.DEFINE_float('usable', 0.9, "The part of a device's memory that a run may fill.")
 _MEASURED = {
@@ -52,12 +58,11 @@ def main() -> int:
   from sprl.io.pretrained import config_folder  # after the settings: an error in them is told without waiting for jax to load
   from sprl.models.config import ModelConfig
   from sprl.planning.devices import device
-  from sprl.planning.layout import Axes
+  from sprl.planning.layout import laid_out
   from sprl.planning.plan import plan
   from sprl.planning.show import page, picture
 
-  learner = Axes.parse(_MESH.value)
-  rollout = learner.gathered() if _ROLLOUT_MESH.value is None else Axes.parse(_ROLLOUT_MESH.value, '--rollout_mesh')
+  learner, rollout = laid_out(run, _MESH.value, _ROLLOUT_MESH.value)
   ceilings = device(_DEVICE.value, **{name: flag.value for name, flag in _MEASURED.items()})
   if _COMPILE.value:  # whatever it lacks is told before anything else
     from sprl.compiled import check_compilable

@@ -8,7 +8,7 @@ from sprl.learner.packing import Shape, shape
 from sprl.models import transformer
 from sprl.models.config import ModelConfig
 from sprl.models.moe import check_split
-from sprl.planning import memory, work
+from sprl.planning import layout, memory, work
 from sprl.planning.devices import Device
 from sprl.planning.layout import Axes, ceil, size
 from sprl.planning.memory import Rollouts, Update
@@ -62,8 +62,9 @@ class Plan:
   device: Device
   usable: float  # bytes of its memory that a run may fill
   learner: Axes
-  rollout: Axes
+  rollout: Axes  # all engines together
   apart: bool  # rollouts have devices of their own
+  flags: tuple[str, ...]  # that have a run of these settings laid out so
   parameters: int  # of the whole model
   shape: Shape  # of a minibatch
   update: Update
@@ -101,12 +102,13 @@ def plan(config: ModelConfig, run: Run, learner: Axes, rollout: Axes, device: De
   if run.lora.rank:
     raise SettingsError(f'config.lora.rank = {run.lora.rank}: expected 0; runs that train adapters are not planned for yet')
   run = on(device, run)
-  apart = run.devices.rollout != run.devices.learner
+  apart = layout.apart(run.devices, learner, rollout)
   if not apart and learner.devices != rollout.devices:
     raise SettingsError(
       f'--rollout_mesh: {rollout.devices} devices; expected {learner.devices}, as --mesh has, where rollouts are on the '
       "learner's devices; config.devices gives them others"
     )
+  engine = dataclasses.replace(rollout, data=rollout.data // run.devices.engines)
   check_linears(run.quant, config.num_layers)
   check_split(config, learner.expert, learner.tensor, '--mesh')
   check_split(config, rollout.expert, rollout.tensor, '--rollout_mesh', run.quant)
@@ -121,12 +123,13 @@ def plan(config: ModelConfig, run: Run, learner: Axes, rollout: Axes, device: De
     learner=learner,
     rollout=rollout,
     apart=apart,
+    flags=(*learner.flags(run.mesh.learner, 'learner'), *engine.flags(run.mesh.rollout, 'rollout')),
     parameters=size(transformer.abstract_params(config)),
     shape=packed,
     update=update,
     work=done,
     seconds=done.seconds(device, learner, memory.compute_dtype(run)),
-    evaluation=_evaluation(config, run, learner if apart else rollout, update.state),
+    evaluation=_evaluation(config, run, learner if apart or run.devices.engines > 1 else rollout, update.state),
     rows_asked=run.rows,
     kinds=tuple(
       _kind(name, config, run, cache, quant, rollout, device, capacity, 0 if apart else update.state)
@@ -156,7 +159,7 @@ def _kind(
   name: str, config: ModelConfig, run: Run, cache: Cache, quant: Quant, axes: Axes, device: Device, capacity: float, state: int
 ) -> Kind:  # fmt: skip
   plan = memory.memory_plan(config, run, cache, quant)
-  held = memory.rollouts(config, run, cache, quant, run.prefill, axes)
+  held = memory.rollouts(config, run, cache, quant, run.prefill * run.devices.engines, axes)
   most = memory.most_rows(capacity, state, held)
   rows = max(min(most, ceil(run.rows, axes.rows)), 0)
   step, full = (work.decode(config, run, plan, held.weights, n, axes) for n in (rows, max(most, 0)))

@@ -24,6 +24,7 @@ def page(plan: Plan) -> str:
     f'{d.name}: {d.memory / 1e9:.4g} GB, of which {plan.usable / 1e9:.4g} may be filled; {d.bandwidth / 1e12:.4g} TB/s; '
     f'{d.bfloat16 / 1e12:.4g} TFLOP/s in bfloat16; links {d.link / 1e9:.4g} GB/s, network {d.network / 1e9:.4g} GB/s',
     f'  ({d.source})',
+    *([f'a run laid out so: {" ".join(plan.flags)}'] if plan.flags else []),
     '',
     f'An update, on each device ({shape.micros} microbatches of {there} x {shape.tokens} tokens):',
     '',

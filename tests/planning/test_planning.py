@@ -15,10 +15,10 @@ from sprl.cache.kv_cache import KVCache
 from sprl.learner.packing import Shape
 from sprl.models import transformer
 from sprl.models.config import ModelConfig, tiny
-from sprl.parallel.mesh import make_mesh
+from sprl.parallel.mesh import filled, make_mesh
 from sprl.planning import memory, work
 from sprl.planning.devices import DEVICES, device
-from sprl.planning.layout import Axes, heads, size
+from sprl.planning.layout import Axes, apart, heads, laid_out, size
 from sprl.planning.plan import kinds, on, plan
 from sprl.planning.show import page
 from sprl.policy import HOST
@@ -31,6 +31,7 @@ from sprl.settings import (
   Lora,
   Loss,
   Mesh,
+  Meshes,
   Model,
   Optimizer,
   Packing,
@@ -39,6 +40,8 @@ from sprl.settings import (
   Run,
   Sampling,
   SettingsError,
+  default_config,
+  resolve,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -423,6 +426,79 @@ def test_measured_ceilings_take_the_place_of_stated_ones():
 def test_rollouts_that_share_devices_need_as_many():
   with pytest.raises(SettingsError, match='--rollout_mesh: 4 devices; expected 8'):
     plan(FEW, RUN, Axes(fsdp=8), Axes(data=4), device('h200'))
+
+
+TENSORS = Meshes(Mesh(fsdp=4, tensor=2), Mesh(data=4, fsdp=1, tensor=2))
+
+
+@pytest.mark.parametrize(
+  ('run', 'flags', 'learner', 'rollout'),
+  [
+    (Run(), [], Axes(), Axes()),
+    (Run(), ['fsdp=4,tensor=2'], Axes(fsdp=4, tensor=2), Axes(data=4, tensor=2)),
+    (Run(), ['fsdp=4,tensor=2', 'data=8'], Axes(fsdp=4, tensor=2), Axes(data=8)),
+    (Run(mesh=Meshes(Mesh(fsdp=4, tensor=2))), [], Axes(fsdp=4, tensor=2), Axes(data=8)),  # as the run has it
+    (Run(mesh=TENSORS), [], Axes(fsdp=4, tensor=2), Axes(data=4, tensor=2)),
+    (Run(mesh=TENSORS), ['fsdp=16'], Axes(fsdp=16), None),  # rollouts are on 8 devices
+    (Run(mesh=TENSORS), ['fsdp=8'], Axes(fsdp=8), Axes(data=4, tensor=2)),
+    (Run(mesh=Meshes(Mesh(tensor=2))), [], None, None),  # the rest is fsdp, of who knows how many devices
+    (Run(mesh=Meshes(Mesh(tensor=2)), devices=Devices('4-7', '0-3')), [], Axes(fsdp=2, tensor=2), Axes(data=4)),
+    (Run(devices=Devices('0-7', '0-7')), [], Axes(fsdp=8), Axes(data=8)),
+    (Run(devices=Devices('4-5', '0-3')), ['fsdp=4'], Axes(fsdp=4), Axes(data=2)),
+    (Run(mesh=Meshes(Mesh(fsdp=4), Mesh(-1, 1, 2)), devices=Devices(engines=2)), [], Axes(fsdp=4), Axes(data=2, tensor=2)),
+  ],
+)  # fmt: skip
+def test_a_plan_is_laid_out_as_its_flags_and_config_say(run, flags, learner, rollout):
+  if rollout is None:
+    with pytest.raises(SettingsError, match=r'config\.mesh\.(learner.fsdp = -1: expected a size|rollout = .* 16 devices)'):
+      laid_out(run, *flags)
+    return
+  assert laid_out(run, *flags) == (learner, rollout)
+
+
+@pytest.mark.parametrize(
+  ('given', 'mesh'),
+  [
+    (Meshes(), 'data=2,fsdp=2,tensor=2'),
+    (TENSORS, 'fsdp=8'),
+    (Meshes(Mesh(data=8, fsdp=1), Mesh(data=2, fsdp=1, tensor=4)), 'data=8'),
+  ],
+)
+def test_the_flags_that_a_plan_prints_make_a_run_laid_out_so(given, mesh):
+  config = default_config()
+  config.model.path = 'a model'
+  config.mesh.update(dataclasses.asdict(given))
+  axes = Axes.parse(mesh)
+  planned = plan(FEW, dataclasses.replace(RUN, mesh=given), axes, axes.gathered(), device('h200'))
+  assert ' '.join(planned.flags) in page(planned)
+  for flag in planned.flags:
+    name, _, size = flag.removeprefix('--config.').partition('=')
+    with config.ignore_type():
+      config.update_from_flattened_dict({name: int(size)})
+  meshes = resolve(config).mesh
+  found = [Axes(**filled(each, 8)) for each in (meshes.learner, meshes.rollout)]
+  assert found == [axes, axes.gathered()]
+
+
+@pytest.mark.parametrize(
+  ('devices', 'told'),
+  [
+    (Devices(learner='0-3', rollout='4-11'), r"config\.devices\.learner = '0-3': 4 devices; expected 8, as --mesh has"),
+    (Devices(learner='0-7', rollout='8-11'), r"config\.devices\.rollout = '8-11': 4 devices; expected 8, as --rollout_mesh has"),
+    (Devices(learner='0-7', rollout='7-14'), r'expected the same devices, or sets that share none'),
+    (Devices(engines=3), r'config\.devices\.engines = 3: expected a divisor of 8'),
+  ],
+)
+def test_devices_that_disagree_with_the_mesh_are_refused_by_name(devices, told):
+  with pytest.raises(SettingsError, match=told):
+    plan(FEW, dataclasses.replace(RUN, devices=devices), Axes(fsdp=8), Axes(data=8), device('h200'))
+
+
+def test_devices_are_shared_or_apart_by_their_numbers():
+  axes = Axes(fsdp=4), Axes(data=4)
+  shared = Devices(), Devices(engines=2), Devices('0-3', '0,1,2,3'), Devices(learner='0-3'), Devices(rollout='4-7', learner='4-7')
+  assert not any(apart(each, *axes) for each in shared)
+  assert apart(Devices('0-3', '4-7'), *axes)
 
 
 def command(*arguments):
