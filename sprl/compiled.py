@@ -14,7 +14,7 @@ from sprl.parallel.aot import Compiled
 from sprl.parallel.mesh import make_mesh
 from sprl.planning import memory
 from sprl.planning.layout import Axes
-from sprl.planning.plan import Kind, Plan, kinds
+from sprl.planning.plan import Kind, Plan, kinds, own_kind
 from sprl.planning.show import GIB, MIB, table
 from sprl.settings import Run, SettingsError
 
@@ -60,6 +60,13 @@ def mesh_of(config: ModelConfig, axes: Axes, of: list[Any]) -> Mesh:
   """The mesh of these devices."""
   sizes = settings.Mesh(data=axes.data, fsdp=axes.fsdp, tensor=axes.tensor, expert=axes.expert)
   return make_mesh(sizes, of, (config.num_heads, config.num_kv_heads))
+
+
+def checks(config: ModelConfig, run: Run, planned: Plan) -> list[Check]:
+  """The update, and the decode steps of the kind of rollouts that the run asks for (others have theirs in the benchmark)."""
+  kind = next(each for each in planned.kinds if each.name == own_kind(run))
+  update = check_update(config, run, planned)
+  return [update, check_decode(config, run, planned, kind)] if kind.rows else [update]
 
 
 def check_update(config: ModelConfig, run: Run, planned: Plan) -> Check:

@@ -1,4 +1,4 @@
-"""A run's plan: one device's memory, work and least times, for rollouts of four kinds and for the update."""
+"""A run's plan: one device's memory, work and least times, for rollouts of several kinds and for the update."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -99,6 +99,8 @@ def plan(config: ModelConfig, run: Run, learner: Axes, rollout: Axes, device: De
   Raises SettingsError: what the run itself would refuse of its settings and its model, and rollouts that share the learner's
   devices but are laid out over another number of them.
   """
+  if not 0 < usable <= 1:
+    raise SettingsError(f'--usable={usable}: expected a number above 0, and at most 1')
   if run.lora.rank:
     raise SettingsError(f'config.lora.rank = {run.lora.rank}: expected 0; runs that train adapters are not planned for yet')
   run = on(device, run)
@@ -147,12 +149,23 @@ def on(device: Device, run: Run) -> Run:
   return dataclasses.replace(run, model=dataclasses.replace(run.model, kernels=there))
 
 
+NAMED = {'bf16': '', 'w8a8_kv8': ' fp8'}  # samplers that every plan has; another goes by its own name
+
+
+def own_kind(run: Run) -> str:
+  """The name of the kind of rollouts that the run asks for."""
+  return ('sparse' if run.cache.budget else 'dense') + NAMED.get(run.quant.sampler, f' {run.quant.sampler}')
+
+
 def kinds(run: Run) -> list[tuple[str, Cache, Quant]]:
-  """Dense and sparse rollouts, in the compute dtype and in FP8, as near to the run's own as that goes."""
+  """Dense and sparse rollouts, in the compute dtype and in FP8, as near to the run's own as that goes; and the run's own where it
+  is none of them."""
   dense = dataclasses.replace(run.cache, budget=0, masked_learner=False)
   sparse = run.cache if run.cache.budget else dataclasses.replace(run.cache, budget=BUDGET)
-  plain, fp8 = (dataclasses.replace(run.quant, sampler=sampler) for sampler in ('bf16', 'w8a8_kv8'))
-  return [('dense', dense, plain), ('dense fp8', dense, fp8), ('sparse', sparse, plain), ('sparse fp8', sparse, fp8)]
+  plain, fp8 = (dataclasses.replace(run.quant, sampler=sampler) for sampler in NAMED)
+  all_of_them = [('dense', dense, plain), ('dense fp8', dense, fp8), ('sparse', sparse, plain), ('sparse fp8', sparse, fp8)]
+  own = [] if run.quant.sampler in NAMED else [(own_kind(run), sparse if run.cache.budget else dense, run.quant)]
+  return all_of_them + own
 
 
 def _kind(

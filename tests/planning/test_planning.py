@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from sprl import programs
+from sprl import compiled, programs
 from sprl.cache.kv_cache import KVCache
 from sprl.learner.packing import Shape
 from sprl.models import transformer
 from sprl.models.config import ModelConfig, tiny
+from sprl.parallel import aot
 from sprl.parallel.mesh import filled, make_mesh
 from sprl.planning import memory, work
 from sprl.planning.devices import DEVICES, device
@@ -508,7 +509,7 @@ def command(*arguments):
 
 def test_the_command_plans_from_a_config_json_alone(tmp_path):
   (tmp_path / 'config.json').write_text((MODELS / 'Qwen2.5-7B' / 'config.json').read_text())
-  out, drawn = tmp_path / 'plan.json', tmp_path / 'plan.png'
+  out, drawn = tmp_path / 'plan.json', tmp_path / 'plan.picture'
   done = command(f'--config.model.path={tmp_path}', '--mesh=fsdp=8', f'--json={out}', f'--png={drawn}', '--bandwidth=4e12')
   assert done.returncode == 0, done.stderr
   assert '7.62 B parameters; learner fsdp=8, rollouts data=8' in done.stdout
@@ -524,6 +525,37 @@ def test_the_command_refuses_in_one_line():
   assert done.returncode == 2
   assert done.stderr.count('\n') == 1
   assert '--mesh=fsdp=eight' in done.stderr
+
+
+@pytest.mark.parametrize('usable', [-1.0, 0.0, 1.5, float('nan')])
+def test_a_part_of_memory_that_cannot_be_is_refused(usable):
+  with pytest.raises(SettingsError, match=f'--usable={usable}: expected a number above 0, and at most 1'):
+    plan(FEW, RUN, Axes(), Axes(), device('h200'), usable)
+
+
+def test_files_that_cannot_be_written_are_told_in_one_line_before_anything_is_compiled(tmp_path):
+  done = command(f'--config.model.path={MODELS / "Qwen2.5-0.5B"}', f'--json={tmp_path}/none/plan.json')
+  assert (done.returncode, done.stdout, done.stderr.count('\n')) == (2, '', 1)
+  assert 'none/plan.json' in done.stderr
+
+
+@pytest.mark.parametrize(
+  ('sampler', 'budget', 'name'),
+  [('bf16', 0, 'dense'), ('w8a8_kv8', 512, 'sparse fp8'), ('w8a8', 0, 'dense w8a8'), ('kv8', 512, 'sparse kv8')],
+)
+def test_the_kind_that_a_run_asks_for_of_rollouts_is_planned_and_compiled(sampler, budget, name, monkeypatch):
+  run = dataclasses.replace(RUN, quant=Quant(sampler=sampler), cache=Cache(budget=budget))
+  planned = plan(FEW, run, Axes(), Axes(), device('h200'))
+  assert [kind.name for kind in planned.kinds] == list(dict.fromkeys(['dense', 'dense fp8', 'sparse', 'sparse fp8', name]))
+  own = next(kind for kind in planned.kinds if kind.name == name)
+  assert (own.sampler, own.budget) == (sampler, budget)
+  dense, fp8 = (planned.kinds[i + 2 * (budget > 0)] for i in range(2))
+  assert own.kv_bytes == (fp8 if 'kv8' in sampler else dense).kv_bytes
+  assert own.memory.weights == (fp8 if 'w8a8' in sampler else dense).memory.weights
+  nothing = aot.Compiled((), '', 0, 0, 0, 0, ())
+  monkeypatch.setattr(compiled, 'check_update', lambda *_: compiled.Check('update', 0, nothing))
+  monkeypatch.setattr(compiled, 'check_decode', lambda config, run, planned, kind: compiled.Check(kind.name, 0, nothing))
+  assert [check.name for check in compiled.checks(FEW, run, planned)] == ['update', name]
 
 
 def test_experts_that_a_mesh_cannot_split_are_refused_by_name():
