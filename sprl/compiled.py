@@ -14,7 +14,7 @@ from sprl.parallel.aot import Compiled
 from sprl.parallel.mesh import make_mesh
 from sprl.planning import memory
 from sprl.planning.layout import Axes
-from sprl.planning.plan import Kind, Plan, kinds
+from sprl.planning.plan import Kind, Plan, kinds, own_kind
 from sprl.planning.show import GIB, MIB, table
 from sprl.settings import Run, SettingsError
 
@@ -32,6 +32,13 @@ class Check:
   def json(self) -> dict[str, Any]:
     """The same as plain numbers and names."""
     return dataclasses.asdict(self) | {'total': self.compiled.total}
+
+
+def check_compilable(run: Run, name: str, count: int) -> None:
+  """Raises SettingsError where the run's programs cannot be compiled for so many devices of a kind."""
+  devices(name, count)
+  if run.optimizer.offload:
+    raise SettingsError('config.optimizer.offload = True: expected False with --compile, whose devices have no host beside them')
 
 
 def devices(name: str, count: int) -> list[Any]:
@@ -53,6 +60,13 @@ def mesh_of(config: ModelConfig, axes: Axes, of: list[Any]) -> Mesh:
   """The mesh of these devices."""
   sizes = settings.Mesh(data=axes.data, fsdp=axes.fsdp, tensor=axes.tensor, expert=axes.expert)
   return make_mesh(sizes, of, (config.num_heads, config.num_kv_heads))
+
+
+def checks(config: ModelConfig, run: Run, planned: Plan) -> list[Check]:
+  """The update, and the decode steps of the kind of rollouts that the run asks for (others have theirs in the benchmark)."""
+  kind = next(each for each in planned.kinds if each.name == own_kind(run))
+  update = check_update(config, run, planned)
+  return [update, check_decode(config, run, planned, kind)] if kind.rows else [update]
 
 
 def check_update(config: ModelConfig, run: Run, planned: Plan) -> Check:

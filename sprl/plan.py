@@ -10,24 +10,25 @@ The exit status is 0, or 2 for settings, files or meshes that cannot be used.
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from absl import flags
 from ml_collections import config_flags
 
 from sprl import command_line
-from sprl.settings import Run, resolve
-
-if TYPE_CHECKING:
-  from sprl.compiled import Check
-  from sprl.models.config import ModelConfig
-  from sprl.planning.plan import Plan
+from sprl.settings import resolve
 
 _CONFIG = config_flags.DEFINE_config_file(
   'config', None, 'The run: a Python file with get_config(), `file.py:argument` to pass it one.'
 )
-_MESH = flags.DEFINE_string('mesh', '', "The learner's mesh, such as data=2,fsdp=8,tensor=1; axes not named are 1.")
-_ROLLOUT_MESH = flags.DEFINE_string('rollout_mesh', None, "The rollouts'. Default: as --mesh, but for fsdp, which is data.")
+_MESH = flags.DEFINE_string(
+  'mesh',
+  None,
+  "The learner's mesh, such as data=2,fsdp=8,tensor=1; axes not named are 1. Default: config.mesh where that is set.",
+)
+_ROLLOUT_MESH = flags.DEFINE_string(
+  'rollout_mesh', None, "The rollouts', on all engines. Default: config.mesh where that is set, else as --mesh, its fsdp as data."
+)
 _DEVICE = flags.DEFINE_string('device', 'h200', 'h100, h200, a100, v5e or v5p.')
 _USABLE = flags.DEFINE_float('usable', 0.9, "The part of a device's memory that a run may fill.")
 _MEASURED = {
@@ -49,44 +50,36 @@ _PNG = flags.DEFINE_string('png', None, 'Where to draw it.')
 def main() -> int:
   """Flags to a plan."""
   run = resolve(_CONFIG.value)
-  from sprl.io.pretrained import config_folder  # after the settings: an error in them is told without waiting for jax to load
+  from sprl import compiled  # after the settings: an error in them is told without waiting for jax to load
+  from sprl.io.pretrained import config_folder
   from sprl.models.config import ModelConfig
   from sprl.planning.devices import device
-  from sprl.planning.layout import Axes
+  from sprl.planning.layout import laid_out
   from sprl.planning.plan import plan
   from sprl.planning.show import page, picture
 
-  learner = Axes.parse(_MESH.value)
-  rollout = learner.gathered() if _ROLLOUT_MESH.value is None else Axes.parse(_ROLLOUT_MESH.value, '--rollout_mesh')
+  learner, rollout = laid_out(run, _MESH.value, _ROLLOUT_MESH.value)
   ceilings = device(_DEVICE.value, **{name: flag.value for name, flag in _MEASURED.items()})
   if _COMPILE.value:  # whatever it lacks is told before anything else
-    from sprl.compiled import devices
-
-    devices(_DEVICE.value, learner.devices)
+    compiled.check_compilable(run, _DEVICE.value, learner.devices)
   config = ModelConfig.read(config_folder(run.model.path))
   planned = plan(config, run, learner, rollout, ceilings, _USABLE.value)
-  print(page(planned), flush=True)
   told = planned.json()
-  if _COMPILE.value:
-    checks = compiled(config, run, planned)
-    told['compiled'] = [check.json() for check in checks]
-  if _JSON.value:
-    Path(_JSON.value).write_text(json.dumps(told, indent=2) + '\n', encoding='utf-8')
+  write(told)  # what cannot be written is told before minutes of compiling
   if _PNG.value:
-    picture(planned).savefig(_PNG.value, dpi=150)
+    picture(planned).savefig(_PNG.value, dpi=150, format='png')
+  print(page(planned), flush=True)
+  if _COMPILE.value:
+    checks = compiled.checks(config, run, planned)
+    print(f'\n{compiled.page(checks)}')
+    write(told | {'compiled': [check.json() for check in checks]})
   return 0
 
 
-def compiled(config: 'ModelConfig', run: Run, planned: 'Plan') -> 'list[Check]':
-  """The update, and the decode steps of the kind of rollouts that the run asks for (others have theirs in the benchmark)."""
-  from sprl.compiled import check_decode, check_update, page
-
-  name = ('sparse' if run.cache.budget else 'dense') + (' fp8' if 'kv8' in run.quant.sampler else '')
-  kind = next(each for each in planned.kinds if each.name == name)
-  checks = [check_update(config, run, planned)]
-  checks += [check_decode(config, run, planned, kind)] if kind.rows else []
-  print(f'\n{page(checks)}')
-  return checks
+def write(told: dict[str, Any]) -> None:
+  """The plan as JSON, where that is asked for."""
+  if _JSON.value:
+    Path(_JSON.value).write_text(json.dumps(told, indent=2) + '\n', encoding='utf-8')
 
 
 if __name__ == '__main__':

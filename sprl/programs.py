@@ -46,7 +46,7 @@ def update(config: ModelConfig, run: Run, shape: Shape, mesh: Mesh) -> Program:
   old = batch.sampler_logp if scores_old(run.correction, run.optimizer.updates) else None
   ref = batch.sampler_logp if run.loss.kl_coef > 0 else None
   jitted = make_update(policy.graphdef, optimizer, Computation.of(run, policy.dtype))
-  return Program(jitted, (abstract_state(policy, optimizer), batch, old, ref))
+  return Program(jitted, (abstract_state(policy, optimizer, run.optimizer.offload), batch, old, ref))
 
 
 def decoding(config: ModelConfig, run: Run, plan: CachePlan, quant: Quant, rows: int, mesh: Mesh) -> Program:

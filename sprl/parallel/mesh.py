@@ -31,18 +31,24 @@ def make_mesh(mesh: settings.Mesh, devices=None, heads: tuple[int, int] | None =
   Raises SettingsError where the axes do not multiply up to the number of devices.
   """
   devices = np.array(jax.devices() if devices is None else devices)
-  sizes = {'data': mesh.data, 'fsdp': mesh.fsdp, 'expert': mesh.expert, 'tensor': mesh.tensor}
-  free = [axis for axis, size in sizes.items() if size == -1]
-  fixed = math.prod(size for size in sizes.values() if size != -1)
-  if len(free) == 1 and fixed > 0 and devices.size % fixed == 0:
-    sizes[free[0]] = devices.size // fixed
-  if math.prod(sizes.values()) != devices.size or min(sizes.values()) < 1:
-    raise SettingsError(
-      f'config.mesh.{name} = {sizes}: expected axes that multiply up to {devices.size} devices, one of them -1 at most'
-    )
+  sizes = filled(mesh, devices.size, name)
   sizes |= dict(zip(TENSOR, tensor_axes(sizes.pop('tensor'), heads)))
   axes = tuple(axis for axis in AXES if sizes[axis] > 1) or AXES[:1]
   return Mesh(devices.reshape([sizes[axis] for axis in axes]), axes, axis_types=(AxisType.Auto,) * len(axes))
+
+
+def filled(mesh: settings.Mesh, devices: int, name: str = 'learner') -> dict[str, int]:
+  """The sizes of the axes over so many devices, which fill the one that is -1. Raises SettingsError as `make_mesh` does."""
+  sizes = {'data': mesh.data, 'fsdp': mesh.fsdp, 'expert': mesh.expert, 'tensor': mesh.tensor}
+  free = [axis for axis, size in sizes.items() if size == -1]
+  fixed = math.prod(size for size in sizes.values() if size != -1)
+  if len(free) == 1 and fixed > 0 and devices % fixed == 0:
+    sizes[free[0]] = devices // fixed
+  if math.prod(sizes.values()) != devices or min(sizes.values()) < 1:
+    raise SettingsError(
+      f'config.mesh.{name} = {sizes}: expected axes that multiply up to {devices} devices, one of them -1 at most'
+    )
+  return sizes
 
 
 def tensor_axes(tensor: int, heads: tuple[int, int] | None) -> tuple[int, int, int]:

@@ -1,5 +1,6 @@
 """How a model lies on a mesh that need not be there: what one device holds of each weight, row and head."""
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -7,12 +8,13 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, NamedSharding
 
+from sprl import settings
 from sprl.models import transformer
 from sprl.models.config import ModelConfig
 from sprl.models.transformer import Params
-from sprl.parallel.mesh import AXES, TENSOR, tensor_axes
+from sprl.parallel.mesh import AXES, TENSOR, divide, filled, tensor_axes
 from sprl.parallel.rules import KEPT, spec
-from sprl.settings import SettingsError
+from sprl.settings import Devices, Meshes, Run, SettingsError, device_numbers
 
 NAMES = ('data', 'fsdp', 'expert', 'tensor')  # from far to near: the devices of the last are neighbours
 
@@ -57,6 +59,22 @@ class Axes:
     """The same devices with weights whole on each, or split over tensor and expert: what rollouts want of them."""
     return Axes(self.data * self.fsdp, 1, self.expert, self.tensor)
 
+  @classmethod
+  def of(cls, mesh: settings.Mesh, devices: int | None, name: str) -> 'Axes':
+    """Axes of config.mesh.`name` over so many devices, which fill its -1; None: nobody knows how many. Raises SettingsError."""
+    sizes = {axis: getattr(mesh, axis) for axis in NAMES}
+    free = [axis for axis, size in sizes.items() if size == -1]
+    if devices is None and free:
+      raise SettingsError(
+        f'config.mesh.{name}.{free[0]} = -1: expected a size, as no devices are here to be counted; or --mesh, or config.devices'
+      )
+    return cls(**filled(mesh, math.prod(sizes.values()) if devices is None else devices, name))
+
+  def flags(self, given: settings.Mesh, name: str) -> list[str]:
+    """What makes config.mesh.`name` this mesh, where it is `given` otherwise. A -1 fills what the others leave."""
+    sizes = {axis: (getattr(self, axis), getattr(given, axis)) for axis in NAMES}
+    return [f'--config.mesh.{name}.{axis}={size}' for axis, (size, was) in sizes.items() if size > 1 or was not in (1, -1)]
+
   def mesh(self, config: ModelConfig) -> AbstractMesh:
     """The mesh, without devices."""
     sizes = {name: getattr(self, name) for name in NAMES}
@@ -65,6 +83,55 @@ class Axes:
 
   def __str__(self) -> str:
     return ' '.join(f'{name}={size}' for name, size in zip(NAMES, self.sizes) if size > 1) or 'one device'
+
+
+def laid_out(run: Run, mesh: str | None = None, rollout_mesh: str | None = None) -> tuple[Axes, Axes]:
+  """The learner's mesh, and that of the rollouts on all engines together: as the flags --mesh and --rollout_mesh have them,
+  or else as config.mesh. Where neither says anything of rollouts, they have the learner's devices with weights gathered.
+
+  Raises SettingsError.
+  """
+  devices, default = run.devices, Meshes()
+  count = _count(devices.learner)
+  if mesh is not None:
+    learner = Axes.parse(mesh)
+  elif run.mesh == default and count is None:
+    learner = Axes()
+  else:
+    learner = Axes.of(run.mesh.learner, count, 'learner')
+  if rollout_mesh is not None:
+    return learner, Axes.parse(rollout_mesh, '--rollout_mesh')
+  if run.mesh.rollout == default.rollout and not devices.rollout and (mesh is not None or run.mesh == default):
+    return learner, learner.gathered()
+  there = _count(devices.rollout) or learner.devices
+  if there % devices.engines:
+    raise SettingsError(f'config.devices.engines = {devices.engines}: expected a divisor of {there}, the rollout devices')
+  engine = Axes.of(run.mesh.rollout, there // devices.engines, 'rollout')
+  return learner, dataclasses.replace(engine, data=engine.data * devices.engines)
+
+
+def _count(text: str) -> int | None:
+  numbers = device_numbers(text) if text else None
+  return None if numbers is None else len(numbers)
+
+
+def apart(devices: Devices, learner: Axes, rollout: Axes) -> bool:
+  """Whether rollouts have devices of their own. Raises SettingsError where config.devices and these meshes cannot both be."""
+  named = [n for text in (devices.learner, devices.rollout) if text for n in device_numbers(text) or ()]
+  there = range(max(learner.devices, rollout.devices, *(n + 1 for n in named)))  # '' is all of them
+  learns, engines = divide(devices, there)
+  samples = learns if engines is None else [n for each in engines for n in each]
+  for key, numbers, axes in (('learner', learns, learner), ('rollout', samples, rollout)):
+    if len(numbers) != axes.devices and getattr(devices, key):
+      flag = {'learner': '--mesh', 'rollout': '--rollout_mesh'}[key]
+      raise SettingsError(
+        f'config.devices.{key} = {getattr(devices, key)!r}: {len(numbers)} devices; expected {axes.devices}, as {flag} has'
+      )
+  if rollout.data % devices.engines:
+    raise SettingsError(
+      f'--rollout_mesh: data = {rollout.data}; expected a multiple of config.devices.engines = {devices.engines}'
+    )
+  return set(learns).isdisjoint(samples)
 
 
 def ceil(n: int, parts: int) -> int:

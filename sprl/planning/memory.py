@@ -41,7 +41,8 @@ class Update:
   """What an update holds on a device at its worst moment. Bytes."""
 
   parameters: int  # master weights
-  optimiser: int  # moments
+  optimiser: int  # moments; with `optimizer.offload` those that stay on the device
+  host: int  # and those that lie in the host's memory beside it, and are no part of `total`
   reference: int  # the frozen model that a KL term compares with
   gradients: int  # float32: the sum over microbatches, and the vocabulary's of the microbatch at hand
   activations: int  # of a microbatch: layers' inputs, buffers, one layer's scores, and the gaps between them
@@ -64,25 +65,35 @@ def update(config: ModelConfig, run: Run, shape: Shape, axes: Axes) -> Update:
   gradients = FLOAT32 * (size(held) + size(held['head' if 'head' in held else 'embed']))
   rows = ceil(shape.rows, axes.rows)
   alive = gradients + _activations(config, run, rows, shape.tokens, axes) + _gathered(config, run, rows, shape.tokens, axes)
+  optimiser, host = _optimiser_bytes(config, run, held)
   return Update(
     parameters=nbytes(held),
-    optimiser=_optimiser_bytes(config, run, held),
+    optimiser=optimiser,
+    host=host,
     reference=nbytes(shards(config, axes, dtype)) if run.loss.kl_coef > 0 else 0,
     gradients=gradients,
     activations=round(GAPS * alive) - gradients,
   )
 
 
-def _optimiser_bytes(config: ModelConfig, run: Run, held) -> int:
-  """Moments lie where their weights do; what has another shape is on every device."""
-  optimizer = make_optimizer(run.optimizer, 1)
+def _optimiser_bytes(config: ModelConfig, run: Run, held) -> tuple[int, int]:
+  """(on the device, in the host's memory): moments lie where their weights do, or beside them; what has another shape is on every
+  device."""
+  optimizer, host = make_optimizer(run.optimizer, 1), 0
   whole = transformer.abstract_params(config, run.model.param_dtype)
   state = jax.eval_shape(optimizer.init, whole)
 
   def placed(leaf, w, shard):
-    return jax.ShapeDtypeStruct(shard.shape if leaf.shape == w.shape else leaf.shape, leaf.dtype)
+    nonlocal host
+    if leaf.shape != w.shape:
+      return leaf
+    moment = jax.ShapeDtypeStruct(shard.shape, leaf.dtype)
+    if not run.optimizer.offload:
+      return moment
+    host += nbytes(moment)
+    return None
 
-  return nbytes(optax.tree_map_params(optimizer, placed, state, whole, held))
+  return nbytes(optax.tree_map_params(optimizer, placed, state, whole, held)), host
 
 
 def _activations(config: ModelConfig, run: Run, rows: int, T: int, axes: Axes) -> int:

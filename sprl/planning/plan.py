@@ -1,4 +1,4 @@
-"""A run's plan: one device's memory, work and least times, for rollouts of four kinds and for the update."""
+"""A run's plan: one device's memory, work and least times, for rollouts of several kinds and for the update."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -8,13 +8,13 @@ from sprl.learner.packing import Shape, shape
 from sprl.models import transformer
 from sprl.models.config import ModelConfig
 from sprl.models.moe import check_split
-from sprl.planning import memory, work
+from sprl.planning import layout, memory, work
 from sprl.planning.devices import Device
 from sprl.planning.layout import Axes, ceil, size
 from sprl.planning.memory import Rollouts, Update
 from sprl.planning.work import Work
 from sprl.sampler.served import check_linears
-from sprl.settings import Cache, Quant, Run, SettingsError
+from sprl.settings import DENSE, UNQUANTISED, Cache, Quant, Run, SettingsError
 
 BUDGET = 512  # of sparse rollouts, where the config has none: the papers' smallest
 
@@ -38,6 +38,23 @@ class Kind:
 
 
 @dataclass(frozen=True)
+class Evaluation:
+  """Answers to held-out problems, on one of the learner's devices, which keeps its state meanwhile. Bytes."""
+
+  memory: str  # config.eval.memory: everything remembered, or as rollouts are sampled
+  rows: int  # that decode there
+  rows_asked: int  # on all devices
+  state: int  # the learner's
+  served: int  # the weights of rollouts, but those that are the learner's own arrays
+  sampling: int  # the evaluation's own weights and rows
+
+  @property
+  def total(self) -> int:
+    """All of it."""
+    return self.state + self.served + self.sampling
+
+
+@dataclass(frozen=True)
 class Plan:
   """What a run needs of each device. Bytes, operations and seconds are of one device unless said otherwise."""
 
@@ -45,13 +62,15 @@ class Plan:
   device: Device
   usable: float  # bytes of its memory that a run may fill
   learner: Axes
-  rollout: Axes
+  rollout: Axes  # all engines together
   apart: bool  # rollouts have devices of their own
+  flags: tuple[str, ...]  # that have a run of these settings laid out so
   parameters: int  # of the whole model
   shape: Shape  # of a minibatch
   update: Update
   work: Work  # all updates of a step
   seconds: float
+  evaluation: Evaluation
   rows_asked: int  # of all devices
   kinds: tuple[Kind, ...]
 
@@ -59,6 +78,7 @@ class Plan:
     """The same as plain numbers and names."""
     plain = dataclasses.asdict(self)
     plain['update'] |= {'state': self.update.state, 'total': self.update.total, 'fits': self.update.total <= self.usable}
+    plain['evaluation'] |= {'total': self.evaluation.total, 'fits': self.evaluation.total <= self.usable}
     plain['work'] |= _sums(self.work)
     plain['update_tokens_per_second'] = self.work.tokens / self.seconds
     for kind, told in zip(self.kinds, plain['kinds']):
@@ -79,15 +99,18 @@ def plan(config: ModelConfig, run: Run, learner: Axes, rollout: Axes, device: De
   Raises SettingsError: what the run itself would refuse of its settings and its model, and rollouts that share the learner's
   devices but are laid out over another number of them.
   """
+  if not 0 < usable <= 1:
+    raise SettingsError(f'--usable={usable}: expected a number above 0, and at most 1')
   if run.lora.rank:
     raise SettingsError(f'config.lora.rank = {run.lora.rank}: expected 0; runs that train adapters are not planned for yet')
   run = on(device, run)
-  apart = run.devices.rollout != run.devices.learner
+  apart = layout.apart(run.devices, learner, rollout)
   if not apart and learner.devices != rollout.devices:
     raise SettingsError(
       f'--rollout_mesh: {rollout.devices} devices; expected {learner.devices}, as --mesh has, where rollouts are on the '
       "learner's devices; config.devices gives them others"
     )
+  engine = dataclasses.replace(rollout, data=rollout.data // run.devices.engines)
   check_linears(run.quant, config.num_layers)
   check_split(config, learner.expert, learner.tensor, '--mesh')
   check_split(config, rollout.expert, rollout.tensor, '--rollout_mesh', run.quant)
@@ -102,11 +125,13 @@ def plan(config: ModelConfig, run: Run, learner: Axes, rollout: Axes, device: De
     learner=learner,
     rollout=rollout,
     apart=apart,
+    flags=(*learner.flags(run.mesh.learner, 'learner'), *engine.flags(run.mesh.rollout, 'rollout')),
     parameters=size(transformer.abstract_params(config)),
     shape=packed,
     update=update,
     work=done,
     seconds=done.seconds(device, learner, memory.compute_dtype(run)),
+    evaluation=_evaluation(config, run, learner if apart or run.devices.engines > 1 else rollout, update.state),
     rows_asked=run.rows,
     kinds=tuple(
       _kind(name, config, run, cache, quant, rollout, device, capacity, 0 if apart else update.state)
@@ -124,19 +149,30 @@ def on(device: Device, run: Run) -> Run:
   return dataclasses.replace(run, model=dataclasses.replace(run.model, kernels=there))
 
 
+NAMED = {'bf16': '', 'w8a8_kv8': ' fp8'}  # samplers that every plan has; another goes by its own name
+
+
+def own_kind(run: Run) -> str:
+  """The name of the kind of rollouts that the run asks for."""
+  return ('sparse' if run.cache.budget else 'dense') + NAMED.get(run.quant.sampler, f' {run.quant.sampler}')
+
+
 def kinds(run: Run) -> list[tuple[str, Cache, Quant]]:
-  """Dense and sparse rollouts, in the compute dtype and in FP8, as near to the run's own as that goes."""
+  """Dense and sparse rollouts, in the compute dtype and in FP8, as near to the run's own as that goes; and the run's own where it
+  is none of them."""
   dense = dataclasses.replace(run.cache, budget=0, masked_learner=False)
   sparse = run.cache if run.cache.budget else dataclasses.replace(run.cache, budget=BUDGET)
-  plain, fp8 = (dataclasses.replace(run.quant, sampler=sampler) for sampler in ('bf16', 'w8a8_kv8'))
-  return [('dense', dense, plain), ('dense fp8', dense, fp8), ('sparse', sparse, plain), ('sparse fp8', sparse, fp8)]
+  plain, fp8 = (dataclasses.replace(run.quant, sampler=sampler) for sampler in NAMED)
+  all_of_them = [('dense', dense, plain), ('dense fp8', dense, fp8), ('sparse', sparse, plain), ('sparse fp8', sparse, fp8)]
+  own = [] if run.quant.sampler in NAMED else [(own_kind(run), sparse if run.cache.budget else dense, run.quant)]
+  return all_of_them + own
 
 
 def _kind(
   name: str, config: ModelConfig, run: Run, cache: Cache, quant: Quant, axes: Axes, device: Device, capacity: float, state: int
 ) -> Kind:  # fmt: skip
   plan = memory.memory_plan(config, run, cache, quant)
-  held = memory.rollouts(config, run, cache, quant, run.prefill, axes)
+  held = memory.rollouts(config, run, cache, quant, run.prefill * run.devices.engines, axes)
   most = memory.most_rows(capacity, state, held)
   rows = max(min(most, ceil(run.rows, axes.rows)), 0)
   step, full = (work.decode(config, run, plan, held.weights, n, axes) for n in (rows, max(most, 0)))
@@ -155,3 +191,18 @@ def _kind(
     full=full,
     full_seconds=full.seconds(device, axes, dtype),
   )
+
+
+def _evaluation(config: ModelConfig, run: Run, axes: Axes, state: int) -> Evaluation:
+  """What `sprl.evaluation.evaluate` makes, beside what the trainer holds when it calls it."""
+  settings, k = run.eval, run.eval.samples
+  as_sampled = settings.memory == 'sampler'
+  cache, quant = (run.cache, run.quant) if as_sampled else (DENSE, UNQUANTISED)
+  asked = min(run.sampling.rows or run.rollout.prompts * run.rollout.group, settings.problems * k)
+  answers = dataclasses.replace(run.sampling, max_tokens=settings.max_tokens or run.sampling.max_tokens)
+  held = memory.rollouts(
+    config, dataclasses.replace(run, sampling=answers), cache, quant, min(run.rollout.prompts, ceil(asked, k)), axes
+  )
+  weights, shared = memory.served_bytes(config, run, run.quant, axes)
+  rows = ceil(asked, axes.rows)
+  return Evaluation(settings.memory, rows, asked, state, weights - shared, held.total(rows, beside_learner=True))

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from matplotlib.figure import Figure
 
-from sprl.planning.memory import Update
 from sprl.planning.plan import Kind, Plan
 
 GIB, MIB = 2**30, 2**20
@@ -17,7 +16,7 @@ _WEIGHTS, _FIXED, _ROWS = '#c9a227', '#b8b8b8', '#c8553d'
 
 def page(plan: Plan) -> str:
   """The plan as text."""
-  d, update, work = plan.device, plan.update, plan.work
+  d, update, work, asked = plan.device, plan.update, plan.work, plan.evaluation
   where = 'on devices of their own' if plan.apart else "on the learner's devices"
   shape, there = plan.shape, plan.shape.rows // plan.learner.rows
   lines = [
@@ -25,13 +24,22 @@ def page(plan: Plan) -> str:
     f'{d.name}: {d.memory / 1e9:.4g} GB, of which {plan.usable / 1e9:.4g} may be filled; {d.bandwidth / 1e12:.4g} TB/s; '
     f'{d.bfloat16 / 1e12:.4g} TFLOP/s in bfloat16; links {d.link / 1e9:.4g} GB/s, network {d.network / 1e9:.4g} GB/s',
     f'  ({d.source})',
+    *([f'a run laid out so: {" ".join(plan.flags)}'] if plan.flags else []),
     '',
     f'An update, on each device ({shape.micros} microbatches of {there} x {shape.tokens} tokens):',
     '',
     *table(
       ['GiB', *(name for name in _PARTS), 'together', 'fits'],
-      [['', *(f'{getattr(update, name) / GIB:.2f}' for name in _PARTS), f'{update.total / GIB:.2f}', _fits(update, plan.usable)]],
+      [
+        [
+          '',
+          *(f'{getattr(update, name) / GIB:.2f}' for name in _PARTS),
+          f'{update.total / GIB:.2f}',
+          _fits(update.total, plan.usable),
+        ]
+      ],
     ),
+    *([f"  and {update.host / GIB:.2f} GiB of moments in the host's memory, streamed past each device"] if update.host else []),
     '',
     f"  all of a step's: {work.flops / 1e15:.3g} PFLOP, {work.bytes / 1e12:.3g} TB of memory, {work.sent / 1e9:.3g} GB sent; "
     f'{plan.seconds:.3g} s at the least, {work.tokens / plan.seconds:,.0f} tokens/s on all devices',
@@ -43,13 +51,16 @@ def page(plan: Plan) -> str:
       [_row(kind) for kind in plan.kinds],
     ),
     '',
+    f'An evaluation of {asked.rows_asked:,} sequences (eval.memory={asked.memory}): {asked.rows:,} on each device, beside the '
+    f"learner's state and the weights of rollouts {asked.total / GIB:.2f} GiB; fits: {_fits(asked.total, plan.usable)}",
+    '',
     'Weights and cache are counted; activations are estimated; times are what the ceilings allow, and no program reaches them.',
   ]
   return '\n'.join(lines)
 
 
-def _fits(update: Update, usable: float) -> str:
-  return 'yes' if update.total <= usable else f'no, {(update.total - usable) / GIB:.1f} too much'
+def _fits(total: int, usable: float) -> str:
+  return 'yes' if total <= usable else f'no, {(total - usable) / GIB:.1f} too much'
 
 
 def _row(kind: Kind) -> list[str]:

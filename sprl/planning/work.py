@@ -145,7 +145,7 @@ def update(config: ModelConfig, run: Run, shape: Shape, memory: Update, axes: Ax
   of_attention = seen * (updates * (2 + 5 + 2 * (remat != 'none')) + 2 * scorings)
   of_head = 4 * updates + scorings
   width = 4 * E + 2 * H * D + 2 * K * D + 3 * F  # what a token's products read and write
-  summed, stepped = 2 * shape.micros * FLOAT32 * size(held), 2 * (memory.parameters + memory.optimiser)
+  summed, stepped = 2 * shape.micros * FLOAT32 * size(held), 2 * (memory.parameters + memory.optimiser + memory.host)
   parts = (
     Part('products with weights', 2 * N * rows * T * passes, passes * (shape.micros * whole + L * rows * T * b * width)),
     Part('attention', round(2 * L * rows * T * T * H * D * of_attention), passes * L * rows * T * b * 4 * H * D),

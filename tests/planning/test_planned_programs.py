@@ -15,7 +15,7 @@ from sprl.parallel import aot
 from sprl.planning.devices import device
 from sprl.planning.layout import Axes
 from sprl.planning.plan import plan
-from sprl.settings import Cache, Model, Packing, Rollout, Run, Sampling, SettingsError
+from sprl.settings import Cache, Model, Optimizer, Packing, Rollout, Run, Sampling, SettingsError
 
 MODELS = Path(__file__).parents[2] / 'benchmarks' / 'models'
 QWEN = ModelConfig.read(MODELS / 'Qwen2.5-0.5B')
@@ -119,6 +119,14 @@ def test_devices_that_cannot_be_compiled_for_are_refused(name, count, monkeypatc
   monkeypatch.setattr(aot, 'missing_tpu', lambda: None)
   with pytest.raises(SettingsError, match='--compile'):
     compiled.devices(name, count)
+
+
+def test_offloaded_moments_cannot_be_compiled_for_devices_that_are_not_here(monkeypatch):
+  monkeypatch.setattr(compiled, 'devices', lambda name, count: [])
+  compiled.check_compilable(RUN, 'h200', 1)
+  run = dataclasses.replace(RUN, optimizer=Optimizer(offload=True))
+  with pytest.raises(SettingsError, match=r'config\.optimizer\.offload = True: expected False with --compile'):
+    compiled.check_compilable(run, 'h200', 1)
 
 
 def test_a_compiler_that_is_missing_is_told(monkeypatch):

@@ -10,17 +10,40 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from sprl import compiled, programs
 from sprl.cache.kv_cache import KVCache
 from sprl.learner.packing import Shape
 from sprl.models import transformer
 from sprl.models.config import ModelConfig, tiny
+from sprl.parallel import aot
+from sprl.parallel.mesh import filled, make_mesh
 from sprl.planning import memory, work
 from sprl.planning.devices import DEVICES, device
-from sprl.planning.layout import Axes, heads, size
+from sprl.planning.layout import Axes, apart, heads, laid_out, size
 from sprl.planning.plan import kinds, on, plan
+from sprl.planning.show import page
+from sprl.policy import HOST
 from sprl.sampler.cache_plan import cache_plan
 from sprl.sampler.served import serve
-from sprl.settings import Cache, Lora, Loss, Model, Optimizer, Packing, Quant, Rollout, Run, Sampling, SettingsError
+from sprl.settings import (
+  Cache,
+  Devices,
+  Evaluation,
+  Lora,
+  Loss,
+  Mesh,
+  Meshes,
+  Model,
+  Optimizer,
+  Packing,
+  Quant,
+  Rollout,
+  Run,
+  Sampling,
+  SettingsError,
+  default_config,
+  resolve,
+)
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / 'benchmarks' / 'models'
@@ -122,6 +145,40 @@ def test_optimisers_without_moments_hold_next_to_nothing():
   assert memory.update(QWEN, run, Shape(8, 8, 2048, 64, 1536), Axes()).optimiser < 0.01 * 4 * 7_615_616_512
 
 
+@pytest.mark.parametrize(('optimizer', 'moments'), [(Optimizer(), 8), (Optimizer(moment_dtype='bfloat16'), 4)])
+def test_offloaded_moments_are_counted_as_the_hosts(optimizer, moments):
+  shape, axes = Shape(8, 8, 2048, 64, 1536), Axes(fsdp=8)
+  kept, offloaded = (
+    memory.update(QWEN, dataclasses.replace(RUN, optimizer=dataclasses.replace(optimizer, offload=offload)), shape, axes)
+    for offload in (False, True)
+  )
+  assert kept.host == 0
+  assert offloaded.host == pytest.approx(moments * 7_615_616_512 / 8, rel=1e-3)
+  assert offloaded.optimiser == 8  # two counts of updates
+  assert kept.total - offloaded.total == offloaded.host
+  times = [work.update(QWEN, RUN, shape, held, axes).bytes for held in (kept, offloaded)]
+  assert times[0] == times[1]  # they are read and written all the same
+
+
+def test_offloaded_moments_have_a_line_of_their_own_and_leave_room_for_sequences():
+  run = dataclasses.replace(RUN, optimizer=Optimizer(offload=True))
+  kept, offloaded = (plan(FEW, each, Axes(), Axes(), device('h200')) for each in (RUN, run))
+  assert f'{offloaded.update.host / 2**30:.2f} GiB of moments in the host' in page(offloaded)
+  assert "host's memory" not in page(kept)
+  assert offloaded.json()['update']['host'] == offloaded.update.host > 0
+  assert all(b.most_rows > a.most_rows for a, b in zip(kept.kinds, offloaded.kinds))
+
+
+def test_an_update_with_offloaded_moments_is_that_of_the_run():
+  """As it is compiled its moments lie on the host, here a CPU's."""
+  config, mesh = tiny('qwen2'), make_mesh(Mesh(), jax.devices()[:1])
+  for offload in (False, True):
+    run = dataclasses.replace(RUN, optimizer=Optimizer(offload=offload))
+    state = programs.update(config, run, Shape(1, 1, 32, 1, 8), mesh).arguments[0]
+    moments = [x for x in jax.tree.leaves(state.opt_state) if x.ndim]
+    assert {x.sharding.memory_kind == HOST for x in moments} == {offload}
+
+
 def test_bytes_of_a_sequence_by_hand():
   kv = {
     name: memory.kv_bytes(memory.memory_plan(QWEN, RUN, cache, quant), H, K) for name, cache, quant in kinds(RUN)
@@ -208,6 +265,55 @@ def test_what_does_not_fit_is_told():
   planned = plan(FEW, RUN, Axes(), Axes(), device('v5e'))
   assert not planned.json()['update']['fits']
   assert all(kind.most_rows < 0 and kind.rows == 0 for kind in planned.kinds)
+
+
+def test_an_evaluation_by_hand():
+  """Dense and unquantised as it is by default, of long answers that sparse FP8 rollouts have room for, it may not fit."""
+  run = dataclasses.replace(
+    RUN,
+    sampling=Sampling(max_prompt=512, max_tokens=16_384, rows=128),
+    rollout=Rollout(prompts=32, group=4),
+    packing=Packing(row_tokens=16_896, rows=1),
+    quant=Quant(sampler='w8a8_kv8'),
+    loss=Loss(kl_coef=1e-3),
+  )
+  planned = plan(QWEN, run, Axes(fsdp=4), Axes(data=4), device('h100'))
+  found, parameters = planned.evaluation, 7_615_616_512
+  assert (found.rows, found.rows_asked) == (32, 128)
+  assert found.state == pytest.approx((4 + 8 + 2) * parameters / 4, rel=1e-3)
+  assert found.served == planned.kinds[3].memory.weights
+  drawn = 4 * (3 * 16_384 + V)  # tokens, their log-probs, what was kept; logits
+  prefill = 8 * 512 * (2 * 2 * L * K * D + 2 * (2 * E + 2 * F) + 2 * 512)  # of 8 prompts: keys, values, a layer's, the mask
+  assert found.sampling == pytest.approx(2 * parameters + 32 * (2 * 2 * L * K * D * 16_896 + drawn) + prefill, rel=1e-3)
+  assert planned.json()['update']['fits']
+  assert planned.kinds[3].rows == 32
+  assert planned.json()['evaluation']['fits'] is False
+  assert 'An evaluation of 128 sequences (eval.memory=dense): 32 on each device' in page(planned)
+  assert f'fits: no, {(found.total - planned.usable) / 2**30:.1f} too much' in page(planned)
+
+
+@pytest.mark.parametrize(
+  ('asked', 'rows'), [(Evaluation(problems=5, samples=1), 5), (Evaluation(problems=5, samples=4, temperature=1.0), 20)]
+)
+def test_an_evaluation_has_no_more_rows_than_samples(asked, rows):
+  found = plan(FEW, dataclasses.replace(RUN, eval=asked), Axes(), Axes(), device('h200')).evaluation
+  assert (found.rows, found.rows_asked) == (rows, rows)
+
+
+def test_an_evaluation_as_rollouts_are_sampled_takes_what_they_take():
+  run = dataclasses.replace(RUN, eval=Evaluation(memory='sampler'), quant=Quant(sampler='w8a8_kv8'))
+  planned = plan(FEW, run, Axes(), Axes(), device('h200'))
+  assert planned.evaluation.sampling == planned.kinds[3].memory.total(64, beside_learner=True)
+  short = dataclasses.replace(run, eval=Evaluation(max_tokens=64), cache=Cache())
+  dense = plan(FEW, short, Axes(), Axes(), device('h200'))
+  assert dense.kinds[0].memory.total(64, True) - dense.evaluation.sampling == 64 * (1536 - 64) * (2 * 2 * 4 * K * D + 12)
+
+
+def test_an_evaluation_is_on_the_learners_devices_where_rollouts_have_their_own():
+  run = dataclasses.replace(RUN, devices=Devices(learner='0-3', rollout='4-5'))
+  found = plan(FEW, run, Axes(fsdp=4), Axes(data=2), device('h200')).evaluation
+  assert found.rows == 64 / 4
+  assert found.served == memory.served_bytes(FEW, on(device('h200'), run), run.quant, Axes(fsdp=4))[0]
 
 
 # --- work ------------------------------------------------------------------------------------------------------------
@@ -323,6 +429,79 @@ def test_rollouts_that_share_devices_need_as_many():
     plan(FEW, RUN, Axes(fsdp=8), Axes(data=4), device('h200'))
 
 
+TENSORS = Meshes(Mesh(fsdp=4, tensor=2), Mesh(data=4, fsdp=1, tensor=2))
+
+
+@pytest.mark.parametrize(
+  ('run', 'flags', 'learner', 'rollout'),
+  [
+    (Run(), [], Axes(), Axes()),
+    (Run(), ['fsdp=4,tensor=2'], Axes(fsdp=4, tensor=2), Axes(data=4, tensor=2)),
+    (Run(), ['fsdp=4,tensor=2', 'data=8'], Axes(fsdp=4, tensor=2), Axes(data=8)),
+    (Run(mesh=Meshes(Mesh(fsdp=4, tensor=2))), [], Axes(fsdp=4, tensor=2), Axes(data=8)),  # as the run has it
+    (Run(mesh=TENSORS), [], Axes(fsdp=4, tensor=2), Axes(data=4, tensor=2)),
+    (Run(mesh=TENSORS), ['fsdp=16'], Axes(fsdp=16), None),  # rollouts are on 8 devices
+    (Run(mesh=TENSORS), ['fsdp=8'], Axes(fsdp=8), Axes(data=4, tensor=2)),
+    (Run(mesh=Meshes(Mesh(tensor=2))), [], None, None),  # the rest is fsdp, of who knows how many devices
+    (Run(mesh=Meshes(Mesh(tensor=2)), devices=Devices('4-7', '0-3')), [], Axes(fsdp=2, tensor=2), Axes(data=4)),
+    (Run(devices=Devices('0-7', '0-7')), [], Axes(fsdp=8), Axes(data=8)),
+    (Run(devices=Devices('4-5', '0-3')), ['fsdp=4'], Axes(fsdp=4), Axes(data=2)),
+    (Run(mesh=Meshes(Mesh(fsdp=4), Mesh(-1, 1, 2)), devices=Devices(engines=2)), [], Axes(fsdp=4), Axes(data=2, tensor=2)),
+  ],
+)  # fmt: skip
+def test_a_plan_is_laid_out_as_its_flags_and_config_say(run, flags, learner, rollout):
+  if rollout is None:
+    with pytest.raises(SettingsError, match=r'config\.mesh\.(learner.fsdp = -1: expected a size|rollout = .* 16 devices)'):
+      laid_out(run, *flags)
+    return
+  assert laid_out(run, *flags) == (learner, rollout)
+
+
+@pytest.mark.parametrize(
+  ('given', 'mesh'),
+  [
+    (Meshes(), 'data=2,fsdp=2,tensor=2'),
+    (TENSORS, 'fsdp=8'),
+    (Meshes(Mesh(data=8, fsdp=1), Mesh(data=2, fsdp=1, tensor=4)), 'data=8'),
+  ],
+)
+def test_the_flags_that_a_plan_prints_make_a_run_laid_out_so(given, mesh):
+  config = default_config()
+  config.model.path = 'a model'
+  config.mesh.update(dataclasses.asdict(given))
+  axes = Axes.parse(mesh)
+  planned = plan(FEW, dataclasses.replace(RUN, mesh=given), axes, axes.gathered(), device('h200'))
+  assert ' '.join(planned.flags) in page(planned)
+  for flag in planned.flags:
+    name, _, size = flag.removeprefix('--config.').partition('=')
+    with config.ignore_type():
+      config.update_from_flattened_dict({name: int(size)})
+  meshes = resolve(config).mesh
+  found = [Axes(**filled(each, 8)) for each in (meshes.learner, meshes.rollout)]
+  assert found == [axes, axes.gathered()]
+
+
+@pytest.mark.parametrize(
+  ('devices', 'told'),
+  [
+    (Devices(learner='0-3', rollout='4-11'), r"config\.devices\.learner = '0-3': 4 devices; expected 8, as --mesh has"),
+    (Devices(learner='0-7', rollout='8-11'), r"config\.devices\.rollout = '8-11': 4 devices; expected 8, as --rollout_mesh has"),
+    (Devices(learner='0-7', rollout='7-14'), r'expected the same devices, or sets that share none'),
+    (Devices(engines=3), r'config\.devices\.engines = 3: expected a divisor of 8'),
+  ],
+)
+def test_devices_that_disagree_with_the_mesh_are_refused_by_name(devices, told):
+  with pytest.raises(SettingsError, match=told):
+    plan(FEW, dataclasses.replace(RUN, devices=devices), Axes(fsdp=8), Axes(data=8), device('h200'))
+
+
+def test_devices_are_shared_or_apart_by_their_numbers():
+  axes = Axes(fsdp=4), Axes(data=4)
+  shared = Devices(), Devices(engines=2), Devices('0-3', '0,1,2,3'), Devices(learner='0-3'), Devices(rollout='4-7', learner='4-7')
+  assert not any(apart(each, *axes) for each in shared)
+  assert apart(Devices('0-3', '4-7'), *axes)
+
+
 def command(*arguments):
   line = [sys.executable, '-m', 'sprl.plan', '--config=configs/qwen_gsm8k.py:qwen2.5-7b', *arguments]
   return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=False)
@@ -330,7 +509,7 @@ def command(*arguments):
 
 def test_the_command_plans_from_a_config_json_alone(tmp_path):
   (tmp_path / 'config.json').write_text((MODELS / 'Qwen2.5-7B' / 'config.json').read_text())
-  out, drawn = tmp_path / 'plan.json', tmp_path / 'plan.png'
+  out, drawn = tmp_path / 'plan.json', tmp_path / 'plan.picture'
   done = command(f'--config.model.path={tmp_path}', '--mesh=fsdp=8', f'--json={out}', f'--png={drawn}', '--bandwidth=4e12')
   assert done.returncode == 0, done.stderr
   assert '7.62 B parameters; learner fsdp=8, rollouts data=8' in done.stdout
@@ -346,6 +525,37 @@ def test_the_command_refuses_in_one_line():
   assert done.returncode == 2
   assert done.stderr.count('\n') == 1
   assert '--mesh=fsdp=eight' in done.stderr
+
+
+@pytest.mark.parametrize('usable', [-1.0, 0.0, 1.5, float('nan')])
+def test_a_part_of_memory_that_cannot_be_is_refused(usable):
+  with pytest.raises(SettingsError, match=f'--usable={usable}: expected a number above 0, and at most 1'):
+    plan(FEW, RUN, Axes(), Axes(), device('h200'), usable)
+
+
+def test_files_that_cannot_be_written_are_told_in_one_line_before_anything_is_compiled(tmp_path):
+  done = command(f'--config.model.path={MODELS / "Qwen2.5-0.5B"}', f'--json={tmp_path}/none/plan.json')
+  assert (done.returncode, done.stdout, done.stderr.count('\n')) == (2, '', 1)
+  assert 'none/plan.json' in done.stderr
+
+
+@pytest.mark.parametrize(
+  ('sampler', 'budget', 'name'),
+  [('bf16', 0, 'dense'), ('w8a8_kv8', 512, 'sparse fp8'), ('w8a8', 0, 'dense w8a8'), ('kv8', 512, 'sparse kv8')],
+)
+def test_the_kind_that_a_run_asks_for_of_rollouts_is_planned_and_compiled(sampler, budget, name, monkeypatch):
+  run = dataclasses.replace(RUN, quant=Quant(sampler=sampler), cache=Cache(budget=budget))
+  planned = plan(FEW, run, Axes(), Axes(), device('h200'))
+  assert [kind.name for kind in planned.kinds] == list(dict.fromkeys(['dense', 'dense fp8', 'sparse', 'sparse fp8', name]))
+  own = next(kind for kind in planned.kinds if kind.name == name)
+  assert (own.sampler, own.budget) == (sampler, budget)
+  dense, fp8 = (planned.kinds[i + 2 * (budget > 0)] for i in range(2))
+  assert own.kv_bytes == (fp8 if 'kv8' in sampler else dense).kv_bytes
+  assert own.memory.weights == (fp8 if 'w8a8' in sampler else dense).memory.weights
+  nothing = aot.Compiled((), '', 0, 0, 0, 0, ())
+  monkeypatch.setattr(compiled, 'check_update', lambda *_: compiled.Check('update', 0, nothing))
+  monkeypatch.setattr(compiled, 'check_decode', lambda config, run, planned, kind: compiled.Check(kind.name, 0, nothing))
+  assert [check.name for check in compiled.checks(FEW, run, planned)] == ['update', name]
 
 
 def test_experts_that_a_mesh_cannot_split_are_refused_by_name():
