@@ -16,9 +16,9 @@
 #
 # One task a node drives its 8 GPUs. One task a GPU: sbatch --ntasks-per-node=8 --gpus-per-task=1 --cpus-per-task=8 ...
 #
-# Preemption and the end of the time: Slurm sends SIGTERM to the tasks (at the end 300 s before: --signal), every process saves and
-# ends, and the job, queued again (by --requeue; at the end of the time by the last lines), goes on from there, for the same command
-# in the same work directory resumes. Of a task that dies the others say the name and the node, and end; started anew, the job goes on.
+# Preemption and the end of the time: Slurm sends SIGTERM to the tasks (at the end 300 to 360 s before: --signal), every process
+# saves and ends, and the job, queued again (by --requeue; at the end of the time by the last lines), goes on from there, for the
+# same command in the same work directory resumes. Of a task that dies the others say the name and the node, and end; started anew, the job goes on.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}"
 
@@ -49,7 +49,8 @@ srun --kill-on-bad-exit=1 --label bash -c 'SPRL_PROCESS=$SLURM_PROCID exec "$@"'
   "${VENV:-.venv}/bin/python" -m sprl.main "$@" || status=$?
 
 # A run that a signal ended has saved and says 0, as one that is complete does; the time that is left tells them apart.
-if [ "$status" -eq 0 ] && [ $((${SLURM_JOB_END_TIME:-0} - $(date +%s))) -lt 330 ] && [ -n "${SLURM_JOB_END_TIME:-}" ]; then
+# The signal may come 60 s early, and saving may take no time: 390 is beyond both. A run that was complete ends at once again.
+if [ "$status" -eq 0 ] && [ $((${SLURM_JOB_END_TIME:-0} - $(date +%s))) -lt 390 ] && [ -n "${SLURM_JOB_END_TIME:-}" ]; then
   scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"

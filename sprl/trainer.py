@@ -4,7 +4,8 @@
 
 Rollouts are the scheduler's: it keeps engines, graders and environments busy and hands over a batch of groups as soon as the
 staleness window and the order of the settings allow (sprl/rollout/scheduler.py). On devices shared with the learner the two take
-turns; on devices of their own rollouts go on while the learner learns. With `rollout.async_ratio = 0` this is synchronous RL.
+turns; on devices of their own rollouts go on while the learner learns and sends its new weights. With `rollout.async_ratio = 0`
+this is synchronous RL.
 
 Everything that a step depends on is in the settings, the step's number, the groups that it consumes and the train state: a
 group's number fixes its problem, and (seed, sequence, position) a token's random numbers. A synchronous run that is killed
@@ -189,6 +190,16 @@ def train(run: Run, workdir: Path, team: Team = ALONE) -> Finished:
       with timeline.span('learner', f'update {step}'):
         return learning.learn(trajectories)
 
+    def serve(step: int, looked_at: Sequence[Int[np.ndarray, ' _']]) -> tuple[Served, list[Served]]:
+      with timeline.span('learner', f'serve {step}'):
+        if looked_at:
+          learning.look_at(looked_at, run.prefill)
+        served = jax.block_until_ready(learning.serve())
+        return served, jax.block_until_ready([engine.place(served) for engine in engines])
+
+    def beside[**A, R](work: Callable[A, R], *args: A.args, **kwargs: A.kwargs) -> R:
+      return work(*args, **kwargs) if thread is None else _meanwhile(scheduler, thread.submit(work, *args, **kwargs))
+
     if not before:
       before = evaluate_now(stopped=stopped)
 
@@ -226,16 +237,14 @@ def train(run: Run, workdir: Path, team: Team = ALONE) -> Finished:
       if thread is None:
         for each in slots:
           each.unload()  # so that the update has the memory
-        learned = learn(step, trajectories)
-      else:
-        learned = _meanwhile(scheduler, thread.submit(learn, step, trajectories))
+      learned = beside(learn, step, trajectories)
       times.lap('learn')
 
       # --- sync: the new weights as the sampler multiplies them, and new scales for its cache -----------------------
-      if learning.calibrates and run.quant.kv_scale == 'first_forward' and step < run.steps:
-        learning.look_at(asked_first(scheduler.next), run.prefill)
-      served = jax.block_until_ready(learning.serve())
-      scheduler.sync(jax.block_until_ready([engine.place(served) for engine in engines]))
+      looks = learning.calibrates and run.quant.kv_scale == 'first_forward' and step < run.steps
+      served, placed = beside(serve, step, asked_first(scheduler.next) if looks else ())
+      scheduler.sync(placed)
+      del placed  # which the engines have until they are unloaded
       times.lap('sync')
       idle = {'trainer_idle': timeline.idle(['learner'], since, timeline.now())}
       idle['rollout_idle'] = timeline.idle(tracks, since, timeline.now())
@@ -282,19 +291,19 @@ def train(run: Run, workdir: Path, team: Team = ALONE) -> Finished:
   return Finished(done, completed, policy, learning.state.params, before, after)
 
 
-def _meanwhile(scheduler: Scheduler, learned: Future[Learned]) -> Learned:
-  """Rollouts go on until the learner, on devices of its own, is through with its step."""
-  while not learned.done():
+def _meanwhile[R](scheduler: Scheduler, work: Future[R]) -> R:
+  """Rollouts go on until the learner, on devices of its own, is through with some work."""
+  while not work.done():
     if scheduler.idle:
-      wait([learned], 0.05)
+      wait([work], 0.05)
     else:
       scheduler.pump(patience=0.05)
-  return learned.result()
+  return work.result()
 
 
 def _beside(thread: ThreadPoolExecutor | None) -> tuple[str, ...]:
   """The parts of a step, beside its rollout, in which tokens are sampled."""
-  return () if thread is None else ('learn',)
+  return () if thread is None else ('learn', 'sync')
 
 
 def staleness(groups: Sequence[Group], version: int) -> dict[str, float]:

@@ -22,7 +22,7 @@ from sprl.models.lora import network
 from sprl.models.routing import balance_loss, balance_metrics
 from sprl.objective import diagnostics, losses
 from sprl.objective.correction import Corrected, correct
-from sprl.parallel.rules import OnMesh, anew
+from sprl.parallel.rules import OnMesh, anew, shard
 from sprl.settings import Correction, Kernels, Loss, Remat, Run
 
 sg = jax.lax.stop_gradient
@@ -114,6 +114,7 @@ def _update(graphdef, optimizer, computation: Computation, state: TrainState, ba
   grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
   before = jax.tree.map(lambda leaf: moved(leaf, jax.memory.Space.Device), state.opt_state)  # moments may lie on the host
   updates, opt_state = optimizer.update(grads, before, state.params)
+  opt_state = optax.tree_map_params(optimizer, factor_whole, opt_state, state.params)
   bad = (~finite).astype(jnp.int32)
   bad_streak = (state.bad_streak + 1) * bad
   taken = finite & (batch.used > 0)  # with no gradient at all, momentum and weight decay would still move the weights
@@ -146,6 +147,12 @@ def _update(graphdef, optimizer, computation: Computation, state: TrainState, ba
     bad_streak=bad_streak,
   )
   return stepped, metrics
+
+
+def factor_whole(moment: Array, p: Array) -> Array:
+  """A moment of a weight `p`; where it is but a factor of one (adafactor's), whole on every device, as policy.abstract_state lays
+  it. XLA would lay it as its gradient lies, and the next update, given another state, would be compiled anew."""
+  return moment if moment.shape == p.shape else shard(moment, *[None] * moment.ndim)
 
 
 def space_of(leaf: Array) -> Any:

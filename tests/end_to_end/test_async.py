@@ -155,6 +155,24 @@ def test_an_asynchronous_run_overlaps_and_after_a_kill_loses_nothing(inputs, mon
   assert both > 0  # chunks were decoded while the learner learned
 
 
+def test_rollouts_on_devices_of_their_own_go_on_while_new_weights_are_sent(inputs, monkeypatch):
+  monkeypatch.setenv('XLA_FLAGS', TWO_DEVICES)
+  workdir = inputs / 'served-meanwhile'
+  flags = asynchronous(
+    '--config.devices.learner=0', '--config.devices.rollout=1', '--config.steps=3', '--config.sampling.rows=4',
+    '--config.arm=dense', '--config.cache.budget=0', '--config.quant.sampler=bf16', '--config.loss.kl_coef=0',
+    '--config.ledger.every=0', '--config.eval.max_tokens=0', '--config.eval.every=0', '--config.checkpoint.every=0',
+    '--config.optimizer.minibatches=1',
+  )  # fmt: skip
+  status, out, err = tiny.run(
+    Path(__file__).with_name('served_meanwhile.py'), f'--config={inputs / "config.py"}', f'--workdir={workdir}', *flags,
+    compiled=inputs / 'compiled',
+  )  # fmt: skip
+  assert status == 0, err
+  assert any(json.loads(out.splitlines()[-1]))  # a slow update leaves nothing to sample, and after the last step nothing is
+  checked(workdir, 3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize('sync', ['recompute', 'keep', 'drain'])
 def test_on_one_device_rollouts_and_updates_take_turns(inputs, sync):

@@ -73,10 +73,12 @@ def write_inputs(folder: Path, family: Family = 'qwen2', **changes: Any) -> Path
   return folder / 'config.py'
 
 
-def start(command: str, *arguments: object, compiled: Path | None = None) -> subprocess.Popen:
-  """`python -m sprl.COMMAND ARGUMENTS`, under way. `compiled` is a folder in which compilations are kept for the next."""
-  line = [sys.executable, '-m', f'sprl.{command}', *map(str, arguments)]
-  environment = {**os.environ, 'JAX_PLATFORMS': 'cpu'}
+def start(command: str | Path, *arguments: object, compiled: Path | None = None) -> subprocess.Popen:
+  """`python -m sprl.COMMAND ARGUMENTS`, or a script in its place, under way. `compiled` is a folder in which compilations are
+  kept for the next."""
+  program = [str(command)] if isinstance(command, Path) else ['-m', f'sprl.{command}']
+  line = [sys.executable, *program, *map(str, arguments)]
+  environment = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT)}
   if compiled is not None:
     environment |= {'JAX_COMPILATION_CACHE_DIR': str(compiled), 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.1'}
   return subprocess.Popen(line, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
@@ -88,6 +90,6 @@ def finish(process: subprocess.Popen) -> tuple[int, str, str]:
   return process.returncode, out, err
 
 
-def run(command: str, *arguments: object, compiled: Path | None = None) -> tuple[int, str, str]:
+def run(command: str | Path, *arguments: object, compiled: Path | None = None) -> tuple[int, str, str]:
   """A command from start to end: exit status, standard output, standard error."""
   return finish(start(command, *arguments, compiled=compiled))

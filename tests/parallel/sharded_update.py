@@ -1,7 +1,7 @@
 """On 8 devices: where weights lie, and two updates on meshes beside two on one device. Prints JSON.
 
 Arguments: HEADS/KVHEADS:DATAxFSDPxTENSOR, one or more. With xEXPERT after it the model is a mixture of experts, some of whose
-tokens are sent to experts that a record says.
+tokens are sent to experts that a record says. With :OPTIMIZER behind it weights are moved by that of OPTIMIZERS, else by adam.
 """
 
 import dataclasses
@@ -30,7 +30,12 @@ from sprl.settings import Correction, Lora, Loss, Mesh, Optimizer
 
 trajectories = small.rollouts([(5, 3), (4, 6), (3, 2), (6, 6)], (6, 3, 5, 4), vocab=260)
 advantage = np.array([1, -1, 0.5, -2, 1, -1, 0.3, 0.2], np.float32)
-optimizer = make_optimizer(Optimizer(name='sgd', learning_rate=0.1, clip_norm=0.0), 10)
+OPTIMIZERS = {  # of each the settings, and what its model is given
+  # Its eps is above gradients of rounding's size: divided by themselves they would be steps of either sign.
+  'adam': (Optimizer(name='adam', learning_rate=0.01, eps=0.01), {}),
+  # Its moments are factored where both sides of a matrix have 128 numbers.
+  'adafactor': (Optimizer(name='adafactor', learning_rate=0.01), {'hidden_size': 128, 'intermediate_size': 128}),
+}
 computation = Computation(Correction(), Loss(balance_coef=0.1), 1.0, jnp.dtype('float32'), 8, 'layer')
 
 
@@ -53,8 +58,8 @@ def packed(config, shards):
   return dataclasses.replace(batch, routes=routes)
 
 
-def train(config, create, params, batch):
-  """(weights, metrics, how often the update was compiled) after two updates."""
+def train(config, optimizer, create, params, batch):
+  """(state, metrics, how often the update was compiled) after two updates."""
   update = make_update(transformer.graph(config), optimizer, computation)
   logging.getLogger('jax').addHandler(seen := Compilations())
   with jax.log_compiles():
@@ -62,24 +67,36 @@ def train(config, create, params, batch):
     for _ in range(2):
       state, metrics = update(state, batch, None, None)
   logging.getLogger('jax').removeHandler(seen)
-  return state.params, jax.device_get(metrics), seen.count
+  return state, jax.device_get(metrics), seen.count
 
 
 def furthest(a, b):
-  return max(float(np.abs(x - y).max()) for x, y in zip(jax.tree.leaves(jax.device_get(a)), jax.tree.leaves(jax.device_get(b))))
+  return max(float(np.abs(x - y).max()) for x, y in both(a, b))
 
 
-create = partial(TrainState.create, optimizer=optimizer)
+def relatively(a, b):
+  """The same, of each array's largest number."""
+  return max(float(np.abs(x - y).max() / max(np.abs(x).max(), 1e-30)) for x, y in both(a, b))
+
+
+def both(a, b):
+  return zip(jax.tree.leaves(jax.device_get(a)), jax.tree.leaves(jax.device_get(b)), strict=True)
+
+
 report, alone = {}, {}
 for argument in sys.argv[1:]:
-  heads, _, shape = argument.partition(':')
+  heads, shape, name = [*argument.split(':'), 'adam'][:3]
   H, K = map(int, heads.split('/'))
   experts = shape.count('x') == 3
   family, sizes = ('qwen2_moe', {'num_experts': 8, 'vocab_size': 264}) if experts else ('llama', {'vocab_size': 264})
-  config, params = small.model(family, num_hidden_layers=1, num_attention_heads=H, num_key_value_heads=K, **sizes)
-  model = heads, experts
+  settings, more = OPTIMIZERS[name]
+  config, params = small.model(family, num_hidden_layers=1, num_attention_heads=H, num_key_value_heads=K, **sizes, **more)
+  optimizer = make_optimizer(settings, 10)
+  create = partial(TrainState.create, optimizer=optimizer)
+  model = heads, experts, name
   if model not in alone:
-    alone[model] = train(config, create, jax.tree.map(jnp.copy, params), jax.device_put(packed(config, 1), jax.devices()[0]))
+    first, batch = jax.tree.map(jnp.copy, params), jax.device_put(packed(config, 1), jax.devices()[0])
+    alone[model] = train(config, optimizer, create, first, batch)
   mesh = make_mesh(Mesh(*map(int, shape.split('x'))), heads=(H, K))
   laid = shardings(mesh, transformer.logical_axes(config), params)
   batch = packed(config, row_shards(mesh))
@@ -88,7 +105,8 @@ for argument in sys.argv[1:]:
     config=config, param_dtype=jnp.float32, lora=Lora(), mesh=mesh, shardings=laid, replicated=replicated(mesh)
   )
   places = jax.tree.map(lambda a: a.sharding, abstract_state(policy, optimizer))
-  together, metrics, compiled = train(config, jax.jit(create, out_shardings=places), jax.device_put(params, laid), batch)
+  state, metrics, compiled = train(config, optimizer, jax.jit(create, out_shardings=places), jax.device_put(params, laid), batch)
+  one, together = alone[model][0], state.params
   layer = together['layers'][0]
   weights = {
     'embed': together['embed'],
@@ -102,11 +120,12 @@ for argument in sys.argv[1:]:
     'shards': {name: list(w.addressable_shards[0].data.shape) for name, w in weights.items()},
     'as_given': all(jax.tree.leaves(jax.tree.map(lambda w, s: w.sharding.is_equivalent_to(s, w.ndim), together, laid))),
     'compiled': compiled,
-    'moved': furthest(params, alone[model][0]),
-    'apart': furthest(alone[model][0], together),
+    'moved': furthest(params, one.params),
+    'apart': furthest(one.params, together),
+    'moments_apart': relatively(one.opt_state, state.opt_state),
     'metrics_apart': {
-      n: float(abs(one - metrics[n]))
-      for n, one in alone[model][1].items()
+      n: float(abs(value - metrics[n]))
+      for n, value in alone[model][1].items()
       if n in ('update/loss', 'update/grad_norm') or n.startswith('moe/')
     },
   }

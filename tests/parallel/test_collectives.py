@@ -170,3 +170,15 @@ def test_a_sync_gathers_experts_where_they_are_to_be(sent):
   experts = 16 * E * 48 // 4
   gathered = {size: n for (kind, size, *_), n in sent['sync of experts'].items() if kind == 'all-gather' and size >= experts}
   assert gathered == {experts: 3, 4 * V * E: 2}
+
+
+# --- benchmarks/scaling.py ---------------------------------------------------------------------------------------------
+
+
+def test_the_table_of_what_more_devices_send_counts_gradients_once_and_tokens_to_experts():
+  found = on_devices('scaled.py')
+  data, expert = found['data'], found['expert']
+  assert data['all-reduce MB'] == data['MB sent'] == pytest.approx(4 * found['weights'] / 1e6)  # every gradient's, once
+  rows, chosen = 4 * 4 * E, 4 * 4 * 2  # hidden states of four rows, and which two experts or their gates
+  assert expert['all-gather MB'] == pytest.approx((rows + 2 * chosen) / 2 / 1e6)
+  assert expert['reduce-scatter MB'] == pytest.approx(rows / 2 / 1e6)

@@ -123,9 +123,9 @@ def on_devices(script, *arguments, **env):
 
 FAST = {'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'}  # compiles in half the time
 
-# --- updates: HEADS/KVHEADS:DATAxFSDPxTENSOR, and of a mixture xEXPERT ------------------------------------------------
+# --- updates: HEADS/KVHEADS:DATAxFSDPxTENSOR, and of a mixture xEXPERT; of another optimiser than adam :NAME ----------
 
-UPDATES = ('4/2:1x8x1', '4/2:1x1x8', '4/2:2x2x2', '6/3:1x2x4', '4/2:1x2x2x2')
+UPDATES = ('4/2:1x8x1', '4/2:1x1x8', '4/2:1x4x2', '4/2:2x2x2', '6/3:1x2x4:adafactor', '4/2:1x2x2x2')
 MORE_UPDATES = ('4/2:8x1x1', '4/2:1x2x4', '4/2:2x1x4', '8/2:1x1x8', '6/3:4x1x2', '4/2:1x1x1x8', '4/2:2x2x1x2', '4/2:4x1x2x1')
 
 
@@ -144,6 +144,7 @@ def check_update(found):
   assert found['compiled'] == 1  # the second update compiles nothing
   assert found['moved'] > 1e-2
   assert found['apart'] < 1e-5
+  assert found['moments_apart'] < 1e-4  # of the largest of each
   assert all(apart < 1e-4 for apart in found['metrics_apart'].values())
 
 

@@ -1,0 +1,18 @@
+"""On 8 devices: rows of benchmarks/scaling.py, of models of one layer on two of them. Prints JSON."""
+
+import json
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[2] / 'benchmarks'))
+from scaling import measured, weights_of
+
+from sprl.models.config import tiny
+
+dense, mixture = (tiny(family, num_hidden_layers=1, vocab_size=264) for family in ('llama', 'qwen3_moe'))
+found = {
+  'weights': weights_of(dense),
+  'data': measured(dense, 'update', 'data', 'strong', 2, 2),
+  'expert': measured(mixture, 'decode', 'expert', 'weak', 2, 4),
+}
+print(json.dumps(found))
