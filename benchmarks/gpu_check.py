@@ -51,6 +51,7 @@ from sprl.kernels import (
   hopper_block_matmul,
   hopper_decode_attention,
   hopper_eviction,
+  linear_logprob,
 )
 from sprl.kernels.cost import Cost
 from sprl.learner.packing import Shape, pack
@@ -170,6 +171,13 @@ def attention_inputs(model: Model, B: int, S: int, dtype: Any, key: jax.Array, l
   return jax.random.normal(q, (B, H, D), BF16), *cache, full, (scale, scale)
 
 
+def biased_inputs(model: Model, B: int, S: int, dtype: Any, key: jax.Array, length: Any) -> tuple[Any, ...]:
+  """The same with a bias, which moves scores as much as keys do."""
+  H, K, D, _, _ = model
+  bias = D**0.5 * jax.random.normal(jax.random.fold_in(key, 1), (B, K, H // K, S))
+  return *attention_inputs(model, B, S, dtype, key, length), bias
+
+
 def linear_inputs(M: int, N: int, K: int, key: jax.Array) -> tuple[Any, ...]:
   """Random arguments of a block-scaled product."""
   x, w = jax.random.split(key)
@@ -238,23 +246,30 @@ def comparisons(bench: Bench) -> Iterator[Comparison]:
   yield from matmul_comparisons(bench)
   yield from eviction_comparisons(bench)
   yield from row_comparisons(bench)
+  yield logprob_comparison(bench)
 
 
 def attention_comparisons(bench: Bench) -> Iterator[Comparison]:
-  """Decode attention of rows of all lengths, an empty one too."""
+  """Decode attention of rows of all lengths, an empty one too: with shares, and with a bias and slots split between programs."""
 
   def outputs(attend):
-    return lambda *inputs: {name: x for name, x in attend(*inputs)._asdict().items() if name in ('out', 'share')}
+    def call(*inputs):
+      out, share, lse = attend(*inputs)
+      found = {'out': out, 'sum': jnp.exp(lse)}  # of exponentials: 0 where nothing is seen, and lse -inf
+      return found if share is None else found | {'share': share}
+
+    return call
 
   for model, S in bench.sizes([(MODELS['Qwen2.5-0.5B'], 640), (MODELS['Qwen2.5-7B'], 1000)], [(TOY, 72)]):
     lengths = [0, 1, 63, 64, 65, S // 2, S - 1, S]
-    for dtype in (BF16, FP8):
+    for dtype, share in ((BF16, True), (FP8, True), (BF16, False)):
+      make, what = (attention_inputs, 'share') if share else (biased_inputs, 'bias')
       yield Comparison(
         'parity attention',
-        f'D {model.width} G {model.queries // model.kv} S {S} {dtype}',
-        partial(attention_inputs, model, len(lengths), S, dtype, length=lengths),
-        outputs(partial(decode_attention.decode_attention, kernels='mosaic_gpu')),
-        outputs(lambda *inputs: decode_attention.reference(*wide(inputs))),
+        f'D {model.width} G {model.queries // model.kv} S {S} {dtype} {what}',
+        partial(make, model, len(lengths), S, dtype, length=lengths),
+        outputs(partial(decode_attention.decode_attention, share=share, kernels='mosaic_gpu')),
+        outputs(lambda *inputs, share=share: decode_attention.reference(*wide(inputs), share=share)),
         0.01,
       )
 
@@ -362,6 +377,25 @@ def both_ways(attend: Callable) -> Callable:
 def by_library(bench: Bench) -> Callable:
   """The library's attention; on a machine without its GPU XLA's, by the same call."""
   return partial(attention.by_library, causal=True, implementation='xla' if bench.rehearse else 'cudnn')
+
+
+def logprob_comparison(bench: Bench) -> Comparison:
+  """Log-probs and entropies of the learner's head, in chunks, against whole logits in float32."""
+  T, V, E = bench.sizes((1024, 151936, 1536), (9, 50, 64))
+
+  def make(key):
+    hidden, head, target = jax.random.split(key, 3)
+    return (
+      jax.random.normal(hidden, (T, E), BF16),
+      2 * E**-0.5 * jax.random.normal(head, (V, E), BF16),
+      jax.random.randint(target, (T,), 0, V),
+    )
+
+  def outputs(of):
+    return lambda *inputs: dict(zip(('log-prob', 'entropy'), of(*inputs)))
+
+  kernel, reference = outputs(linear_logprob.linear_logprob), outputs(linear_logprob.reference)
+  return Comparison('parity linear_logprob', f'{T}x{V}x{E}', make, kernel, reference, 1e-4)
 
 
 # --- the kernels' time -------------------------------------------------------------------------------------------------
