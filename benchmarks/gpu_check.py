@@ -7,7 +7,8 @@
 
 1. ceilings: what the device copies and multiplies at best, measured
 2. parity: every kernel, and the library's attention, against its reference, on random numbers
-3. time of each kernel at real models' shapes, as a share of those ceilings, beside XLA's, cuDNN's, cuBLAS's and PyTorch's
+3. time of each kernel, and of a layer's eviction, at real models' shapes, as a share of those ceilings, beside XLA's, cuDNN's,
+   cuBLAS's and PyTorch's
 4. a decode step of Qwen2.5-1.5B and 7B with random weights, against the time that its bytes and products need, and an
    estimate of the most rows that fit; transformers' generate beside it
 5. an update of Qwen2.5-1.5B on packed rows of 4,096 tokens: model FLOP per second, over the matrix rate
@@ -42,6 +43,8 @@ from device_timing import Ceilings, ceilings, seconds
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernel_resources import EXPERTS, MODELS, Model
 
+from sprl.cache.evict import compress
+from sprl.cache.layer import Layer
 from sprl.cache.scales import Scales
 from sprl.kernels import (
   attention,
@@ -556,6 +559,35 @@ def check_eviction(bench: Bench) -> Iterator[Row]:
     eviction.similarity_cost(B, K, S, D),
     {'reference': jax.vmap(partial(compare, kernels='reference'))},
   )
+  yield from whole_evictions(bench)
+
+
+def whole_evictions(bench: Bench) -> Iterator[Row]:
+  """A layer's compression in all rows: scores and top-k, XLA's, with what the kernels do. Least: keys read, the kept moved."""
+  name, B, prompt, budget, interval, window = bench.sizes(('Qwen2.5-7B', 256, 512, 512, 128, 16), ('toy', 2, 24, 24, 8, 4))
+  for method in ('snapkv', 'rkv'):
+    cache = Cache(budget=budget, interval=interval, window=window, method=method)
+    plan = cache_plan(config_of(name), cache, UNQUANTISED, prompt, 4 * prompt, BF16, kernels='mosaic_gpu')
+    S, K, D = plan.slots(0), plan.kv_heads, plan.head_dim
+
+    def make(key, plan=plan, S=S, K=K, D=D):
+      k, v, q = jax.random.split(key, 3)
+      empty = Layer.empty(plan, 0, B, S)
+      assert empty.queries is not None  # both methods look at the newest
+      layer = dataclasses.replace(
+        empty,
+        k=jax.random.normal(k, (B, K, S, D), BF16),
+        v=jax.random.normal(v, (B, K, S, D), BF16),
+        queries=jax.random.normal(q, empty.queries.shape, empty.queries.dtype),
+        position=jnp.broadcast_to(jnp.arange(S), (B, K, S)),
+      )
+      return layer, jnp.ones(B, bool), jnp.full(B, S), jnp.full(B, S - 1), jnp.full(B, S)
+
+    def call(*arguments, plan=plan):
+      return compress(plan, *arguments)[:1]
+
+    least = Cost(2 * B * K * S * D + eviction.compact_cost(B, K, budget, D, BF16).bytes, 0)
+    yield bench.timed(f'eviction {method}', f'{name} B {B} S {S}', call, make, least, moving=1)
 
 
 def check_append(bench: Bench) -> Iterator[Row]:
