@@ -7,7 +7,8 @@
 
 1. ceilings: what the device copies and multiplies at best, measured
 2. parity: every kernel, and the library's attention, against its reference, on random numbers
-3. time of each kernel at real models' shapes, as a share of those ceilings, beside XLA's, cuDNN's, cuBLAS's and PyTorch's
+3. time of each kernel, and of a layer's eviction, at real models' shapes, as a share of those ceilings, beside XLA's, cuDNN's,
+   cuBLAS's and PyTorch's
 4. a decode step of Qwen2.5-1.5B and 7B with random weights, against the time that its bytes and products need, and an
    estimate of the most rows that fit; transformers' generate beside it
 5. an update of Qwen2.5-1.5B on packed rows of 4,096 tokens: model FLOP per second, over the matrix rate
@@ -42,6 +43,8 @@ from device_timing import Ceilings, ceilings, seconds
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernel_resources import EXPERTS, MODELS, Model
 
+from sprl.cache.evict import compress
+from sprl.cache.layer import Layer
 from sprl.cache.scales import Scales
 from sprl.kernels import (
   attention,
@@ -51,6 +54,7 @@ from sprl.kernels import (
   hopper_block_matmul,
   hopper_decode_attention,
   hopper_eviction,
+  linear_logprob,
 )
 from sprl.kernels.cost import Cost
 from sprl.learner.packing import Shape, pack
@@ -170,6 +174,13 @@ def attention_inputs(model: Model, B: int, S: int, dtype: Any, key: jax.Array, l
   return jax.random.normal(q, (B, H, D), BF16), *cache, full, (scale, scale)
 
 
+def biased_inputs(model: Model, B: int, S: int, dtype: Any, key: jax.Array, length: Any) -> tuple[Any, ...]:
+  """The same with a bias, which moves scores as much as keys do."""
+  H, K, D, _, _ = model
+  bias = D**0.5 * jax.random.normal(jax.random.fold_in(key, 1), (B, K, H // K, S))
+  return *attention_inputs(model, B, S, dtype, key, length), bias
+
+
 def linear_inputs(M: int, N: int, K: int, key: jax.Array) -> tuple[Any, ...]:
   """Random arguments of a block-scaled product."""
   x, w = jax.random.split(key)
@@ -238,23 +249,30 @@ def comparisons(bench: Bench) -> Iterator[Comparison]:
   yield from matmul_comparisons(bench)
   yield from eviction_comparisons(bench)
   yield from row_comparisons(bench)
+  yield logprob_comparison(bench)
 
 
 def attention_comparisons(bench: Bench) -> Iterator[Comparison]:
-  """Decode attention of rows of all lengths, an empty one too."""
+  """Decode attention of rows of all lengths, an empty one too: with shares, and with a bias and slots split between programs."""
 
   def outputs(attend):
-    return lambda *inputs: {name: x for name, x in attend(*inputs)._asdict().items() if name in ('out', 'share')}
+    def call(*inputs):
+      out, share, lse = attend(*inputs)
+      found = {'out': out, 'sum': jnp.exp(lse)}  # of exponentials: 0 where nothing is seen, and lse -inf
+      return found if share is None else found | {'share': share}
+
+    return call
 
   for model, S in bench.sizes([(MODELS['Qwen2.5-0.5B'], 640), (MODELS['Qwen2.5-7B'], 1000)], [(TOY, 72)]):
     lengths = [0, 1, 63, 64, 65, S // 2, S - 1, S]
-    for dtype in (BF16, FP8):
+    for dtype, share in ((BF16, True), (FP8, True), (BF16, False)):
+      make, what = (attention_inputs, 'share') if share else (biased_inputs, 'bias')
       yield Comparison(
         'parity attention',
-        f'D {model.width} G {model.queries // model.kv} S {S} {dtype}',
-        partial(attention_inputs, model, len(lengths), S, dtype, length=lengths),
-        outputs(partial(decode_attention.decode_attention, kernels='mosaic_gpu')),
-        outputs(lambda *inputs: decode_attention.reference(*wide(inputs))),
+        f'D {model.width} G {model.queries // model.kv} S {S} {dtype} {what}',
+        partial(make, model, len(lengths), S, dtype, length=lengths),
+        outputs(partial(decode_attention.decode_attention, share=share, kernels='mosaic_gpu')),
+        outputs(lambda *inputs, share=share: decode_attention.reference(*wide(inputs), share=share)),
         0.01,
       )
 
@@ -362,6 +380,25 @@ def both_ways(attend: Callable) -> Callable:
 def by_library(bench: Bench) -> Callable:
   """The library's attention; on a machine without its GPU XLA's, by the same call."""
   return partial(attention.by_library, causal=True, implementation='xla' if bench.rehearse else 'cudnn')
+
+
+def logprob_comparison(bench: Bench) -> Comparison:
+  """Log-probs and entropies of the learner's head, in chunks, against whole logits in float32."""
+  T, V, E = bench.sizes((1024, 151936, 1536), (9, 50, 64))
+
+  def make(key):
+    hidden, head, target = jax.random.split(key, 3)
+    return (
+      jax.random.normal(hidden, (T, E), BF16),
+      2 * E**-0.5 * jax.random.normal(head, (V, E), BF16),
+      jax.random.randint(target, (T,), 0, V),
+    )
+
+  def outputs(of):
+    return lambda *inputs: dict(zip(('log-prob', 'entropy'), of(*inputs)))
+
+  kernel, reference = outputs(linear_logprob.linear_logprob), outputs(linear_logprob.reference)
+  return Comparison('parity linear_logprob', f'{T}x{V}x{E}', make, kernel, reference, 1e-4)
 
 
 # --- the kernels' time -------------------------------------------------------------------------------------------------
@@ -522,6 +559,35 @@ def check_eviction(bench: Bench) -> Iterator[Row]:
     eviction.similarity_cost(B, K, S, D),
     {'reference': jax.vmap(partial(compare, kernels='reference'))},
   )
+  yield from whole_evictions(bench)
+
+
+def whole_evictions(bench: Bench) -> Iterator[Row]:
+  """A layer's compression in all rows: scores and top-k, XLA's, with what the kernels do. Least: keys read, the kept moved."""
+  name, B, prompt, budget, interval, window = bench.sizes(('Qwen2.5-7B', 256, 512, 512, 128, 16), ('toy', 2, 24, 24, 8, 4))
+  for method in ('snapkv', 'rkv'):
+    cache = Cache(budget=budget, interval=interval, window=window, method=method)
+    plan = cache_plan(config_of(name), cache, UNQUANTISED, prompt, 4 * prompt, BF16, kernels='mosaic_gpu')
+    S, K, D = plan.slots(0), plan.kv_heads, plan.head_dim
+
+    def make(key, plan=plan, S=S, K=K, D=D):
+      k, v, q = jax.random.split(key, 3)
+      empty = Layer.empty(plan, 0, B, S)
+      assert empty.queries is not None  # both methods look at the newest
+      layer = dataclasses.replace(
+        empty,
+        k=jax.random.normal(k, (B, K, S, D), BF16),
+        v=jax.random.normal(v, (B, K, S, D), BF16),
+        queries=jax.random.normal(q, empty.queries.shape, empty.queries.dtype),
+        position=jnp.broadcast_to(jnp.arange(S), (B, K, S)),
+      )
+      return layer, jnp.ones(B, bool), jnp.full(B, S), jnp.full(B, S - 1), jnp.full(B, S)
+
+    def call(*arguments, plan=plan):
+      return compress(plan, *arguments)[:1]
+
+    least = Cost(2 * B * K * S * D + eviction.compact_cost(B, K, budget, D, BF16).bytes, 0)
+    yield bench.timed(f'eviction {method}', f'{name} B {B} S {S}', call, make, least, moving=1)
 
 
 def check_append(bench: Bench) -> Iterator[Row]:
