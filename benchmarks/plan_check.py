@@ -4,7 +4,8 @@
     JAX_PLATFORMS=cpu .venv-aot/bin/python benchmarks/plan_check.py --rows runs/plan_check --save plan_check
 
 Four parts: `largest`, decode steps with the most sequences that one H200 holds beside the learner's state, dense, FP8 and sparse
-FP8; `updates`, those of four models on three meshes, of 8 and of 64 H200s; `spread`, decode steps of the 7B on the same devices;
+FP8, with AdamW, or Adafactor where AdamW's update does not fit; `updates`, those of four models on three meshes, of 8 and of 64
+H200s; `spread`, decode steps of the 7B on the same devices;
 and `mixture`, the update and decode steps of Qwen3-30B-A3B, its experts split over a node. Each program is compiled whole, which
 takes 2 cores two hours. So each row is written to the folder as soon as it is there, and not compiled again: the command may be
 ended at any time, and goes on. `--only` compiles the rows whose names contain a text; rows that are missing in the end are named
@@ -18,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from common import ROOT, report
 
@@ -27,7 +28,7 @@ from sprl.models.config import ModelConfig
 from sprl.planning.devices import device
 from sprl.planning.layout import Axes
 from sprl.planning.plan import Kind, Plan, plan
-from sprl.settings import Cache, Model, Packing, Rollout, Run, Sampling
+from sprl.settings import Cache, Model, Optimizer, Packing, Rollout, Run, Sampling
 
 GIB = 2**30
 DENSE = 'Qwen2.5-0.5B', 'Qwen2.5-1.5B', 'Qwen2.5-7B', 'Qwen3-8B'
@@ -35,22 +36,24 @@ MESHES = Axes(fsdp=8), Axes(fsdp=4, tensor=2), Axes(data=8, fsdp=8)
 SPREAD = 'Qwen2.5-7B'
 MIXTURE, EXPERT_MESHES = 'Qwen3-30B-A3B', (Axes(expert=8), Axes(fsdp=2, expert=4))
 LARGEST = 'dense', 'dense fp8', 'sparse fp8'
+OPTIMISERS: tuple[Literal['adamw', 'adafactor'], ...] = ('adamw', 'adafactor')  # of largest batches, by preference
 
 
-def run_of(model: str) -> Run:
-  """Prompts of up to 512 tokens, completions of up to 1,536, a row of 4,096 on each device; AdamW in float32."""
+def run_of(model: str, optimiser: Literal['adamw', 'adafactor'] = 'adamw') -> Run:
+  """Prompts of up to 512 tokens, completions of up to 1,536, a row of 4,096 on each device; float32."""
   return Run(
     model=Model(path=model),
     sampling=Sampling(max_prompt=512, max_tokens=1536),
     rollout=Rollout(prompts=32, group=8),
     packing=Packing(row_tokens=4096, rows=1),
     cache=Cache(budget=512),
+    optimizer=Optimizer(name=optimiser),
   )
 
 
-def planned(model: str, axes: Axes) -> tuple[ModelConfig, Run, Plan]:
+def planned(model: str, axes: Axes, optimiser: Literal['adamw', 'adafactor'] = 'adamw') -> tuple[ModelConfig, Run, Plan]:
   """The model's plan for H200s."""
-  config, run = ModelConfig.read(ROOT / 'benchmarks' / 'models' / model), run_of(model)
+  config, run = ModelConfig.read(ROOT / 'benchmarks' / 'models' / model), run_of(model, optimiser)
   return config, run, plan(config, run, axes, axes.gathered(), device('h200'))
 
 
@@ -79,14 +82,25 @@ class Job(NamedTuple):
 
 
 def largest(models: tuple[str, ...]) -> Iterator[Job]:
-  """Decode steps with all the sequences that fit on one H200."""
+  """Decode steps with all the sequences that fit on one H200 beside the state of an optimiser whose update fits there too: AdamW,
+  or else Adafactor, or where not even that does, the row says so."""
   for model in filter(DENSE.__contains__, models):
-    config, run, its = planned(model, Axes())
+    config, run, its, fits = fitting(model)
     for kind in its.kinds:
       if kind.name in LARGEST and kind.most_rows > 0:
         full = dataclasses.replace(kind, rows=kind.most_rows)
-        beside = round(its.update.state / GIB, 2)
-        yield Job(f'largest {model} {kind.name}', partial(decoded, model, config, run, its, full, beside=beside))
+        optimiser, update = run.optimizer.name, round(its.update.total / GIB, 2)
+        more = {'optimiser': optimiser, 'beside': round(its.update.state / GIB, 2), 'update': update, 'update fits': fits}
+        yield Job(f'largest {model} {kind.name} {optimiser}', partial(decoded, model, config, run, its, full, **more))
+
+
+def fitting(model: str) -> tuple[ModelConfig, Run, Plan, bool]:
+  """The model's plan for one H200 with the first of OPTIMISERS whose update fits there, or the last; and whether it fits."""
+  for optimiser in OPTIMISERS:
+    config, run, its = planned(model, Axes(), optimiser)
+    if fits := its.update.total <= its.usable:
+      break
+  return config, run, its, fits
 
 
 def updates(models: tuple[str, ...]) -> Iterator[Job]:

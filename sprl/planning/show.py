@@ -51,8 +51,8 @@ def page(plan: Plan) -> str:
       [_row(kind) for kind in plan.kinds],
     ),
     '',
-    f'An evaluation of {asked.rows_asked:,} sequences (eval.memory={asked.memory}): {asked.rows:,} on each device, beside the '
-    f"learner's state and the weights of rollouts {asked.total / GIB:.2f} GiB; fits: {_fits(asked.total, plan.usable)}",
+    f'An evaluation (eval.memory={asked.memory}) of {asked.rows_asked:,} sequences: {asked.rows:,} on each device, '
+    f"{asked.total / GIB:.2f} GiB with the state and rollouts' weights; fits: {_fits(asked.total, plan.usable)}",
     '',
     'Weights and cache are counted; activations are estimated; times are what the ceilings allow, and no program reaches them.',
   ]

@@ -1,9 +1,11 @@
 """The plan's arithmetic, by hand for Qwen2.5-7B: what is counted, what fits, and how long it takes at the least."""
 
 import dataclasses
+import itertools
 import json
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import jax
@@ -268,28 +270,29 @@ def test_what_does_not_fit_is_told():
 
 
 def test_an_evaluation_by_hand():
-  """Dense and unquantised as it is by default, of long answers that sparse FP8 rollouts have room for, it may not fit."""
+  """Dense and unquantised as it is by default, of answers that sparse FP8 rollouts have room for, it may not fit."""
   run = dataclasses.replace(
     RUN,
-    sampling=Sampling(max_prompt=512, max_tokens=16_384, rows=128),
-    rollout=Rollout(prompts=32, group=4),
-    packing=Packing(row_tokens=16_896, rows=1),
+    sampling=Sampling(max_prompt=512, max_tokens=4096, rows=256),
+    rollout=Rollout(prompts=32, group=8),
+    packing=Packing(row_tokens=4608, rows=1),
     quant=Quant(sampler='w8a8_kv8'),
     loss=Loss(kl_coef=1e-3),
   )
-  planned = plan(QWEN, run, Axes(fsdp=4), Axes(data=4), device('h100'))
-  found, parameters = planned.evaluation, 7_615_616_512
-  assert (found.rows, found.rows_asked) == (32, 128)
+  planned = plan(FEW, run, Axes(fsdp=4), Axes(data=4), device('h100', memory=18e9))
+  found, parameters = planned.evaluation, size(transformer.abstract_params(FEW))
+  assert (found.rows, found.rows_asked) == (32, 128)  # problems, one sample each
   assert found.state == pytest.approx((4 + 8 + 2) * parameters / 4, rel=1e-3)
   assert found.served == planned.kinds[3].memory.weights
-  drawn = 4 * (3 * 16_384 + V)  # tokens, their log-probs, what was kept; logits
-  prefill = 8 * 512 * (2 * 2 * L * K * D + 2 * (2 * E + 2 * F) + 2 * 512)  # of 8 prompts: keys, values, a layer's, the mask
-  assert found.sampling == pytest.approx(2 * parameters + 32 * (2 * 2 * L * K * D * 16_896 + drawn) + prefill, rel=1e-3)
+  drawn = 4 * (3 * 4096 + V)  # tokens, their log-probs, what was kept; logits
+  prefill = 8 * 512 * (2 * 2 * 4 * K * D + 2 * (2 * E + 2 * F) + 2 * 512)  # of 8 prompts: keys, values, a layer's, the mask
+  assert found.sampling == pytest.approx(2 * parameters + 32 * (2 * 2 * 4 * K * D * 4608 + drawn) + prefill, rel=1e-3)
   assert planned.json()['update']['fits']
-  assert planned.kinds[3].rows == 32
+  assert planned.kinds[3].rows == 64
   assert planned.json()['evaluation']['fits'] is False
-  assert 'An evaluation of 128 sequences (eval.memory=dense): 32 on each device' in page(planned)
-  assert f'fits: no, {(found.total - planned.usable) / 2**30:.1f} too much' in page(planned)
+  told = f'fits: no, {(found.total - planned.usable) / 2**30:.1f} too much'
+  assert 'An evaluation (eval.memory=dense) of 128 sequences: 32 on each device, ' in page(planned)
+  assert told in page(planned)
 
 
 @pytest.mark.parametrize(
@@ -518,6 +521,16 @@ def test_the_command_plans_from_a_config_json_alone(tmp_path):
   assert told['device']['bandwidth'] == 4e12
   assert [kind['name'] for kind in told['kinds']] == ['dense', 'dense fp8', 'sparse', 'sparse fp8']
   assert drawn.read_bytes().startswith(b'\x89PNG')
+
+
+def test_the_readme_shows_what_the_command_prints():
+  line, _, rest = (ROOT / 'README.md').read_text().partition('    python -m sprl.plan ')[2].partition('\n')
+  shown = textwrap.dedent(
+    ''.join(itertools.takewhile(lambda row: row[:4].isspace() or row == '\n', rest.splitlines(True)))
+  ).strip()
+  done = command(*line.split()[1:], f'--config.model.path={MODELS / "Qwen2.5-7B"}')
+  assert len(shown.splitlines()) > 12
+  assert shown in done.stdout
 
 
 def test_the_command_refuses_in_one_line():
