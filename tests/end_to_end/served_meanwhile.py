@@ -17,7 +17,7 @@ chunk, waited = threading.Event(), []
 
 def dispatching(slots):
   chunk.set()
-  time.sleep(0.2)  # so that a batch takes longer than an update, and there is always more to do
+  time.sleep(0.5)  # so that a batch takes longer than an update, and there is always more to do
   dispatch(slots)
 
 

@@ -158,12 +158,7 @@ def test_an_asynchronous_run_overlaps_and_after_a_kill_loses_nothing(inputs, mon
 def test_rollouts_on_devices_of_their_own_go_on_while_new_weights_are_sent(inputs, monkeypatch):
   monkeypatch.setenv('XLA_FLAGS', TWO_DEVICES)
   workdir = inputs / 'served-meanwhile'
-  flags = asynchronous(
-    '--config.devices.learner=0', '--config.devices.rollout=1', '--config.steps=3', '--config.sampling.rows=4',
-    '--config.arm=dense', '--config.cache.budget=0', '--config.quant.sampler=bf16', '--config.loss.kl_coef=0',
-    '--config.ledger.every=0', '--config.eval.max_tokens=0', '--config.eval.every=0', '--config.checkpoint.every=0',
-    '--config.optimizer.minibatches=1',
-  )  # fmt: skip
+  flags = asynchronous('--config.devices.learner=0', '--config.devices.rollout=1', '--config.steps=3', '--config.ledger.every=0')
   status, out, err = tiny.run(
     Path(__file__).with_name('served_meanwhile.py'), f'--config={inputs / "config.py"}', f'--workdir={workdir}', *flags,
     compiled=inputs / 'compiled',
