@@ -91,7 +91,7 @@ def check_decode(config: ModelConfig, run: Run, planned: Plan, kind: Kind) -> Ch
   elsewhere = kind.memory.prefill + memory.probe_bytes(config, run, quant, axes)
   return Check(
     f'decode, {name}',
-    kind.memory.total(kind.rows, False) - elsewhere,
+    kind.memory.total(kind.rows) - elsewhere,
     aot.compile_for(program.jitted, *program.arguments, **program.static),
   )
 

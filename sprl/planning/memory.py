@@ -166,14 +166,13 @@ class Rollouts:
   """What sampling holds on a device. Bytes."""
 
   weights: int  # as served
-  shared: int  # of them those that are the learner's own arrays, where it is on the same devices
   biases: int  # of keys, kept out of FP8
   prefill: int  # prompts that are prefilled together, and the pass that does it
   row: int  # a sequence: keys, values, what eviction keeps beside them, its tokens, its logits
 
-  def total(self, rows: int, beside_learner: bool) -> int:
+  def total(self, rows: int) -> int:
     """With so many rows on the device."""
-    return self.weights - (self.shared if beside_learner else 0) + self.biases + self.prefill + rows * self.row
+    return self.weights + self.biases + self.prefill + rows * self.row
 
 
 def memory_plan(config: ModelConfig, run: Run, cache: Cache, quant: Quant) -> CachePlan:
@@ -191,7 +190,7 @@ def kv_bytes(plan: CachePlan, H: int, K: int) -> int:
 def rollouts(config: ModelConfig, run: Run, cache: Cache, quant: Quant, prompts: int, axes: Axes) -> Rollouts:
   """Rollouts whose rows, and `prompts` that are prefilled together, are split over the devices."""
   plan, (H, K) = memory_plan(config, run, cache, quant), heads(config, axes.tensor)
-  weights, shared = served_bytes(config, run, quant, axes)
+  weights = served_bytes(config, run, quant, axes)
   biases = FLOAT32 * plan.head_dim * (plan.layers * K + plan.positions) if plan.key_bias else 0
   together = ceil(prompts, axes.rows)
   row = kv_bytes(plan, H, K)
@@ -202,24 +201,20 @@ def rollouts(config: ModelConfig, run: Run, cache: Cache, quant: Quant, prompts:
   wide = scores + b * (2 * config.hidden_size + 2 * config.intermediate_size // axes.tensor)
   passing = together * plan.prompt * wide + (_experts(config, together * plan.prompt, axes, b) if config.experts else 0)
   drawn = FLOAT32 * (3 * run.sampling.max_tokens + config.vocab_size // axes.tensor)
-  return Rollouts(weights, shared, biases, prefilled + passing, row + drawn)
+  return Rollouts(weights, biases, prefilled + passing, row + drawn)
 
 
-def served_bytes(config: ModelConfig, run: Run, quant: Quant, axes: Axes) -> tuple[int, int]:
-  """(the weights as served, of them those that are the master weights themselves), bytes of a device."""
+def served_bytes(config: ModelConfig, run: Run, quant: Quant, axes: Axes) -> int:
+  """The weights as served, which are arrays of their own also where the master weights are of their dtype; bytes of a device."""
   whole = transformer.abstract_params(config, run.model.param_dtype)
   held = shards(config, axes, run.model.param_dtype)
   served = _served(whole, config, run, quant, axes)
-  total, shared = _probe_bytes(served, config, axes), 0
 
-  def add(w: Any, shard: Any, form: Any) -> None:
-    nonlocal total, shared
-    part = nbytes(form) * math.prod(shard.shape) // math.prod(w.shape)
-    total += part
-    shared += part if isinstance(form, jax.ShapeDtypeStruct) and form.dtype == w.dtype else 0
+  def part(w: Any, shard: Any, form: Any) -> int:
+    return nbytes(form) * math.prod(shard.shape) // math.prod(w.shape)
 
-  jax.tree.map(add, whole, held, served.params)  # at each weight the tree of its served form
-  return total, shared
+  parts = jax.tree.map(part, whole, held, served.params)  # at each weight the tree of its served form
+  return sum(jax.tree.leaves(parts)) + _probe_bytes(served, config, axes)
 
 
 def probe_bytes(config: ModelConfig, run: Run, quant: Quant, axes: Axes) -> int:
@@ -242,7 +237,7 @@ def _probe_bytes(served: Served, config: ModelConfig, axes: Axes) -> int:
 
 def most_rows(capacity: float, state: int, each: Rollouts) -> int:
   """Rows that fit on a device that holds `state` bytes of a learner (0: none is there); below 0 where not even the weights do."""
-  return math.floor((capacity - state - each.total(0, state > 0)) / each.row)
+  return math.floor((capacity - state - each.total(0)) / each.row)
 
 
 def compute_dtype(run: Run):

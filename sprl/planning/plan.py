@@ -45,7 +45,7 @@ class Evaluation:
   rows: int  # that decode there
   rows_asked: int  # on all devices
   state: int  # the learner's
-  served: int  # the weights of rollouts, but those that are the learner's own arrays
+  served: int  # the weights of rollouts
   sampling: int  # the evaluation's own weights and rows
 
   @property
@@ -203,6 +203,6 @@ def _evaluation(config: ModelConfig, run: Run, axes: Axes, state: int) -> Evalua
   held = memory.rollouts(
     config, dataclasses.replace(run, sampling=answers), cache, quant, min(run.rollout.prompts, ceil(asked, k)), axes
   )
-  weights, shared = memory.served_bytes(config, run, run.quant, axes)
+  served = memory.served_bytes(config, run, run.quant, axes)
   rows = ceil(asked, axes.rows)
-  return Evaluation(settings.memory, rows, asked, state, weights - shared, held.total(rows, beside_learner=True))
+  return Evaluation(settings.memory, rows, asked, state, served, held.total(rows))

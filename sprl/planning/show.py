@@ -94,7 +94,7 @@ def picture(plan: Plan) -> Figure:
     name: [getattr(plan.update, name), *(getattr(plan.update, name) if name in beside else 0 for _ in plan.kinds)]
     for name in _PARTS
   }
-  served = [kind.memory.weights - (0 if plan.apart else kind.memory.shared) for kind in plan.kinds]
+  served = [kind.memory.weights for kind in plan.kinds]
   columns |= {
     'weights as served': [0, *served],
     'prefill': [0, *(kind.memory.biases + kind.memory.prefill for kind in plan.kinds)],

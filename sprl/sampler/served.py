@@ -90,7 +90,8 @@ def serve(
   held: Mesh | None = None,
   kernels: Kernels = 'auto',
 ) -> Served:
-  """The weights in `dtype`, linears in FP8 where `quant` says so; leaves already in `dtype` are shared, not copied.
+  """The weights in `dtype`, linears in FP8 where `quant` says so: arrays of their own throughout, for an update
+  writes over those of its state.
 
   What is trained beside a frozen weight is added to it, in float32, and rounded once.
   Blockwise arithmetic keeps codes and scales, and `kernels` says what multiplies them; emulation keeps their products, which it

@@ -206,9 +206,8 @@ def test_weights_as_served_are_those_that_serving_makes(sampler, arithmetic):
   config = tiny('qwen2', hidden_size=128, intermediate_size=256)
   quant = Quant(sampler=sampler, arithmetic=arithmetic)
   served = serve(transformer.init_params(config, jax.random.key(0)), jnp.bfloat16, quant)
-  total, shared = memory.served_bytes(config, RUN, quant, Axes())
-  assert total == sum(x.nbytes for x in jax.tree.leaves((served.params, served.probe)))
-  assert shared == 0
+  expected = sum(x.nbytes for x in jax.tree.leaves((served.params, served.probe)))
+  assert memory.served_bytes(config, RUN, quant, Axes()) == expected
 
 
 @pytest.mark.parametrize(
@@ -225,7 +224,7 @@ def test_weights_as_served_are_those_that_serving_makes(sampler, arithmetic):
 def test_what_the_device_would_run_is_planned_whatever_runs_here(name, kernels, tensor, codes):
   """FP8 linears are codes where a kernel multiplies them, and elsewhere bfloat16 numbers that stand for them."""
   run = on(device(name), dataclasses.replace(RUN, model=dataclasses.replace(RUN.model, kernels=kernels)))
-  plain, fp8 = (memory.served_bytes(FEW, run, Quant(sampler=sampler), Axes(tensor=tensor))[0] for sampler in ('bf16', 'w8a8'))
+  plain, fp8 = (memory.served_bytes(FEW, run, Quant(sampler=sampler), Axes(tensor=tensor)) for sampler in ('bf16', 'w8a8'))
   of_layer = MATRICES // L
   # The codes of one layer are kept once more: of 28 heads a device has at most 4, and 4 kv heads are not split over 8.
   kept = {1: of_layer, 8: 3 * E * F // 8 + 2 * E * 4 * D + 2 * E * K * D}[tensor]
@@ -245,18 +244,15 @@ def test_the_codes_kept_of_one_layer_are_split_as_its_weights_are():
   assert memory.probe_bytes(MIXTURE, RUN, Quant(), Axes()) == 0
 
 
-def test_weights_served_in_their_own_dtype_are_shared_with_the_learner():
+def test_weights_served_in_the_masters_dtype_are_a_second_copy():
   run = dataclasses.replace(RUN, model=dataclasses.replace(RUN.model, dtype='float32'))
-  total, shared = memory.served_bytes(QWEN, run, Quant(), Axes())
-  assert total == shared == 4 * 7_615_616_512
+  assert memory.served_bytes(QWEN, run, Quant(), Axes()) == 4 * 7_615_616_512
 
 
 def test_most_rows_are_the_most_that_fit():
   planned = plan(FEW, RUN, Axes(fsdp=8), Axes(data=8), device('h200'))
   for kind in planned.kinds:
-    filled = [
-      planned.update.state + kind.memory.total(rows, beside_learner=True) for rows in (kind.most_rows, kind.most_rows + 1)
-    ]
+    filled = [planned.update.state + kind.memory.total(rows) for rows in (kind.most_rows, kind.most_rows + 1)]
     assert filled[0] <= planned.usable < filled[1]
   dense, dense8, sparse, sparse8 = (kind.most_rows for kind in planned.kinds)
   assert dense < dense8 < sparse < sparse8
@@ -306,17 +302,17 @@ def test_an_evaluation_has_no_more_rows_than_samples(asked, rows):
 def test_an_evaluation_as_rollouts_are_sampled_takes_what_they_take():
   run = dataclasses.replace(RUN, eval=Evaluation(memory='sampler'), quant=Quant(sampler='w8a8_kv8'))
   planned = plan(FEW, run, Axes(), Axes(), device('h200'))
-  assert planned.evaluation.sampling == planned.kinds[3].memory.total(64, beside_learner=True)
+  assert planned.evaluation.sampling == planned.kinds[3].memory.total(64)
   short = dataclasses.replace(run, eval=Evaluation(max_tokens=64), cache=Cache())
   dense = plan(FEW, short, Axes(), Axes(), device('h200'))
-  assert dense.kinds[0].memory.total(64, True) - dense.evaluation.sampling == 64 * (1536 - 64) * (2 * 2 * 4 * K * D + 12)
+  assert dense.kinds[0].memory.total(64) - dense.evaluation.sampling == 64 * (1536 - 64) * (2 * 2 * 4 * K * D + 12)
 
 
 def test_an_evaluation_is_on_the_learners_devices_where_rollouts_have_their_own():
   run = dataclasses.replace(RUN, devices=Devices(learner='0-3', rollout='4-5'))
   found = plan(FEW, run, Axes(fsdp=4), Axes(data=2), device('h200')).evaluation
   assert found.rows == 64 / 4
-  assert found.served == memory.served_bytes(FEW, on(device('h200'), run), run.quant, Axes(fsdp=4))[0]
+  assert found.served == memory.served_bytes(FEW, on(device('h200'), run), run.quant, Axes(fsdp=4))
 
 
 # --- work ------------------------------------------------------------------------------------------------------------

@@ -52,6 +52,13 @@ def test_the_linears_of_the_layers_are_fp8_and_nothing_else(params, quant):
   assert all(w.dtype == FLOAT32 for w in others)  # embedding, head, norms, biases
 
 
+@pytest.mark.parametrize('quant', [Quant(), W8A8])
+def test_what_is_served_outlives_an_update_of_the_weights_in_place(params, quant):
+  masters = {x.unsafe_buffer_pointer() for x in jax.tree.leaves(params)}
+  served = {x.unsafe_buffer_pointer() for x in jax.tree.leaves(serve(params, FLOAT32, quant).params)}
+  assert masters.isdisjoint(served)
+
+
 def test_layers_and_names_can_be_spared(params):
   quant = Quant(sampler='w8a8_kv8', skip_first_layers=1, skip_last_layers=1, skip_names=('o', 'down'))
   found, _ = formats(serve(params, FLOAT32, quant))
