@@ -52,7 +52,7 @@ compiled:
 	@$(SETUP) test,aot
 	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 tests/kernels/test_compiled.py tests/kernels/test_compiled_gpu_check.py \
 	  tests/planning/test_planned_programs.py tests/parallel/test_mesh_kernels.py -m '' $(ARGS)
-	JAX_PLATFORMS=cpu $(BIN)/python benchmarks/kernel_resources.py
+	$(if $(ARGS),,JAX_PLATFORMS=cpu $(BIN)/python benchmarks/kernel_resources.py)
 
 tpu: ## an update and decode steps compiled for TPUs, without one
 	@$(MAKE) --no-print-directory compiled-tpu VENV=.venv-tpu$(if $(JAX),-jax$(JAX))
