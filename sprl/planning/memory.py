@@ -64,7 +64,8 @@ def update(config: ModelConfig, run: Run, shape: Shape, axes: Axes) -> Update:
   dtype = compute_dtype(run)
   gradients = FLOAT32 * (size(held) + size(held['head' if 'head' in held else 'embed']))
   rows = ceil(shape.rows, axes.rows)
-  alive = gradients + _activations(config, run, rows, shape.tokens, axes) + _gathered(config, run, rows, shape.tokens, axes)
+  alive = gradients + _activations(config, run, rows, shape.tokens, axes)
+  alive += _gathered(config, run, rows, shape.tokens, axes) if axes.fsdp > 1 else _left_whole(config, axes)
   optimiser, host = _optimiser_bytes(config, run, held)
   return Update(
     parameters=nbytes(held),
@@ -148,14 +149,19 @@ def _gathered(config: ModelConfig, run: Run, rows: int, T: int, axes: Axes) -> i
   """What fsdp adds. Rows meet the vocabulary together, forward and back, in float32. The layer at hand and the next are gathered
   in the compute dtype. Each layer's gradients come scattered, and are then added. And master weights that are split along their
   inputs are turned over before the loop over microbatches, as XLA gathers along the first axis."""
-  if axes.fsdp == 1:
-    return 0
   layer = transformer.layers(shards(config, dataclasses.replace(axes, data=1, fsdp=1), compute_dtype(run)))[0]
   held = transformer.layers(shards(config, axes, jnp.dtype(run.model.param_dtype)))
   leaves = jax.tree_util.tree_flatten_with_path(held)[0]
   turned = [w for path, w in leaves if path[-2].key in INPUTS_SPLIT and path[-1].key == 'kernel']
   rows_together = 2 * FLOAT32 * axes.fsdp * rows * T * config.hidden_size
   return rows_together + 2 * nbytes(layer) + FLOAT32 * size(held) + nbytes(turned)
+
+
+def _left_whole(config: ModelConfig, axes: Axes) -> int:
+  """What there is where no fsdp scatters gradients: those of experts, which a loop over blocks makes, for all layers; XLA adds
+  them to the sum over microbatches after it."""
+  held = transformer.layers(shards(config, axes, jnp.float32))
+  return sum(nbytes(layer['mlp'].get('experts', {})) for layer in held)
 
 
 # --- rollouts --------------------------------------------------------------------------------------------------------

@@ -94,6 +94,16 @@ def test_train_state_and_gradients_by_hand():
   assert held.activations == round(1.1 * alive) - held.gradients
 
 
+def test_gradients_of_experts_stand_beside_their_sum():
+  shape = Shape(64, 8, 2048, 64, 1536)
+  few, more = (dataclasses.replace(MIXTURE, num_layers=layers) for layers in (2, 4))
+  with_two, with_four = (memory.update(config, RUN, shape, Axes(expert=8)) for config in (few, more))
+  experts = 2 * 4 * 128 // 8 * 3 * 768 * 2048  # float32, of two layers on a device
+  attention = 2 * 4 * (2048 * 128 * (2 * 32 + 2 * 4) + 2048 * 128 + 2 * 2048 + 2 * 128)  # with the router and norms
+  assert with_four.gradients - with_two.gradients == experts + attention
+  assert with_four.activations - with_two.activations > 1.1 * experts  # a second time, and the layers' inputs
+
+
 def test_attention_by_a_library_has_neither_buffers_nor_scores_but_the_mask_once_more():
   there, config = on(device('h200'), RUN), dataclasses.replace(QWEN, vocab_size=1024)
   shape, masked = Shape(64, 1, 2048, 64, 1536), dataclasses.replace(there, cache=Cache(budget=512, masked_learner=True))
