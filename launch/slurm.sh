@@ -18,7 +18,8 @@
 #
 # Preemption and the end of the time: Slurm sends SIGTERM to the tasks (at the end 300 to 360 s before: --signal), every process
 # saves and ends, and the job, queued again (by --requeue; at the end of the time by the last lines), goes on from there, for the
-# same command in the same work directory resumes. Of a task that dies the others say the name and the node, and end; started anew, the job goes on.
+# same command in the same work directory resumes. Of a task that dies the others say the name and the node, and end; started anew,
+# the job goes on.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}"
 

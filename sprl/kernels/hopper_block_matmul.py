@@ -75,7 +75,7 @@ def obstacle(w: Array | Shape, dtype: Any, rows: int, group: int) -> str | None:
   N, K = w.shape
   if K % 16 or N % 8:
     return f'weights are [{N}, {K}]: not multiples of 8 and 16'
-  if (K > BLOCK and K % BLOCK) or (N > ROWS and N % ROWS):  # as for tokens below
+  if (K > BLOCK and K % BLOCK) or (N > ROWS and N % ROWS):  # the copy engine's tiles, as for tokens in block_matmul
     return f'weights are [{N}, {K}]: beyond {ROWS} and {BLOCK} not multiples of them'
   return None
 

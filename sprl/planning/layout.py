@@ -158,6 +158,11 @@ def shards(config: ModelConfig, axes: Axes, dtype) -> Params:
   return jax.tree.map(shard, whole, transformer.logical_axes(config))
 
 
+def experts(params: Params) -> list[Any]:
+  """Each layer's experts; nothing of a layer that has none."""
+  return [layer['mlp'].get('experts', {}) for layer in transformer.layers(params)]
+
+
 def size(tree: Any) -> int:
   """How many numbers the arrays of a tree hold."""
   return sum(math.prod(x.shape) for x in jax.tree.leaves(tree))

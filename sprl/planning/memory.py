@@ -24,6 +24,7 @@ from sprl.models import transformer
 from sprl.models.config import ModelConfig
 from sprl.models.moe import blocks
 from sprl.parallel.rules import shardings
+from sprl.planning import layout
 from sprl.planning.layout import Axes, ceil, heads, nbytes, shards, size
 from sprl.sampler.cache_plan import cache_plan
 from sprl.sampler.engine import prompt_buckets
@@ -141,8 +142,7 @@ def _experts(config: ModelConfig, tokens: int, axes: Axes, b: int) -> int:
 
 def _expert_gradients(config: ModelConfig, axes: Axes) -> int:
   """Of the mixture at hand, for all the rows that its weights are gathered for."""
-  whole = transformer.layers(shards(config, dataclasses.replace(axes, data=1, fsdp=1), jnp.float32))
-  return max(nbytes(layer['mlp'].get('experts', {})) for layer in whole)
+  return max(map(nbytes, layout.experts(shards(config, dataclasses.replace(axes, data=1, fsdp=1), jnp.float32))))
 
 
 def _gathered(config: ModelConfig, run: Run, rows: int, T: int, axes: Axes) -> int:
@@ -160,8 +160,7 @@ def _gathered(config: ModelConfig, run: Run, rows: int, T: int, axes: Axes) -> i
 def _left_whole(config: ModelConfig, axes: Axes) -> int:
   """What there is where no fsdp scatters gradients: those of experts, which a loop over blocks makes, for all layers; XLA adds
   them to the sum over microbatches after it."""
-  held = transformer.layers(shards(config, axes, jnp.float32))
-  return sum(nbytes(layer['mlp'].get('experts', {})) for layer in held)
+  return nbytes(layout.experts(shards(config, axes, jnp.float32)))
 
 
 # --- rollouts --------------------------------------------------------------------------------------------------------

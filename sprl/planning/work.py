@@ -17,7 +17,7 @@ from sprl.learner.update import scores_old
 from sprl.models import transformer
 from sprl.models.config import ModelConfig
 from sprl.planning.devices import Device
-from sprl.planning.layout import NAMES, Axes, ceil, heads, nbytes, shards, size
+from sprl.planning.layout import NAMES, Axes, ceil, experts, heads, nbytes, shards, size
 from sprl.planning.memory import FLOAT32, Update, by_library, compute_dtype
 from sprl.settings import Run
 
@@ -193,7 +193,7 @@ def _sums(axes: Axes, times: int, layers: int, shard: int, axis: Literal['data',
 
 def _dense(held) -> int:
   """Weights that are not of experts."""
-  return size(held) - sum(size(layer['mlp'].get('experts', {})) for layer in transformer.layers(held))
+  return size(held) - size(experts(held))
 
 
 def _met(config: ModelConfig, axes: Axes, out: int, back: int, rows: int) -> tuple[Collective, ...]:
