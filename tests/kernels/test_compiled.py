@@ -211,7 +211,8 @@ def test_an_activation_is_quantised_once_for_all_products_that_take_it():
 
 @pytest.mark.parametrize('sampler', ['bf16', 'kv8', 'w8a8_kv8'])
 def test_prompts_are_attended_to_by_cudnn_beside_a_mask_and_three_arrays_of_all_heads(sampler):
-  """Queries, keys and values as they are projected, as they are rotated, and what is attended to; no scores, no second cache."""
+  """Queries, keys and values as they are projected, as they are rotated, and what is attended to, with codes of one of them where
+  they are FP8 (which jax 0.12 finds room for in the others, and 0.11.2 does not); no scores, no second cache."""
   config, plan, served = sampler_of(sampler, RKV)
   shape, P, T = jax.ShapeDtypeStruct, 16, 512
 
@@ -221,6 +222,7 @@ def test_prompts_are_attended_to_by_cudnn_beside_a_mask_and_three_arrays_of_all_
   compiled = compile_for_h200(prefill, served, shape((P, T), jnp.int32), shape((P,), jnp.int32))
   assert re.findall(r'custom_call_target="__cudnn\$(\w+)"', compiled.text) == ['fmhaScaleBiasSoftmax'] * 2
   heads = plan.heads + 2 * plan.kv_heads
-  assert compiled.temporary <= 2 * P * T * (3 * heads * plan.head_dim + T) + 2**20
+  codes = P * T * heads * plan.head_dim if plan.fp8 else 0
+  assert compiled.temporary <= 2 * P * T * (3 * heads * plan.head_dim + T) + codes + 2**20
   assert {kernel.name for kernel in compiled.kernels} == ({'hopper_block_matmul'} if sampler == 'w8a8_kv8' else set())
   assert all(kernel.spills == 0 for kernel in compiled.kernels)
