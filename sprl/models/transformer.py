@@ -22,7 +22,7 @@ from sprl.models.config import Experts, ModelConfig
 from sprl.models.memory import Memory
 from sprl.models.moe import AXES, ROUTER, gated, gates, likeliest, mixture, probabilities
 from sprl.models.routing import Routed
-from sprl.parallel.rules import kept, shard
+from sprl.parallel.rules import in_turn, kept, shard
 from sprl.quant.dot import PRODUCT, dot
 from sprl.settings import Remat
 
@@ -190,7 +190,10 @@ class Decoder(nnx.Module):
     x = shard(jnp.take(table, tokens, axis=0).astype(dtype), 'gathered_rows', None, None)
     x = shard(x, 'rows', None, None)
     angles = turns(positions, self.head_dim, self.rope)
-    for i, layer in enumerate(self.layers):
+    layers = list(self.layers)
+    for i, layer in enumerate(layers):
+      if i + 1 < len(layers):
+        x, layers[i + 1] = in_turn(x, layers[i + 1])
       with jax.named_scope(f'layer{i}'):
         block = partial(layer, i) if remat == 'none' else jax.checkpoint(partial(layer, i), policy=SAVED[remat])
         x, memory = block(x, angles, memory)

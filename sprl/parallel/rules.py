@@ -155,6 +155,16 @@ def anew[T](weights: T, i: Any) -> T:
   return weights if mesh is None or 'fsdp' not in mesh.shape else jax.lax.optimization_barrier((weights, i))[0]
 
 
+def in_turn[X, W](x: X, weights: W) -> tuple[X, W]:
+  """What the layer at hand takes, and the weights of the layer after it, each there only where both are.
+
+  So weights that devices share out are gathered one layer ahead, and no further. Backwards it is the gradients: the layer below
+  is not gone through before those of the layer above are made and summed over devices, which has the time of one layer for it.
+  XLA would let them wait while it finds memory free.
+  """
+  return (x, weights) if _mesh() is None else jax.lax.optimization_barrier((x, weights))
+
+
 def parts(name: str, size: int) -> int:
   """Into how many parts an axis of this size is split by its name."""
   return 1 if (mesh := _mesh()) is None else math.prod(mesh.shape[axis] for axis in _splits(mesh, IN_USE[name], size, set()))

@@ -33,6 +33,8 @@ from sprl.settings import Cache, Quant, Run
 
 FLOAT32 = 4  # bytes
 SCORES = 3  # float32 arrays of a chunk's attention scores that the backward pass holds at one time
+MLP = 6  # arrays of its width that the backward pass of an MLP holds at one time
+STREAM = 3  # float32 arrays of the model's width, likewise of a layer
 INPUTS_SPLIT = ('q', 'k', 'v', 'gate', 'up')  # linears that fsdp splits along their inputs
 GAPS = 1.1  # XLA's arena over what is alive in it at the worst moment: arrays of many sizes leave gaps
 
@@ -66,7 +68,7 @@ def update(config: ModelConfig, run: Run, shape: Shape, axes: Axes) -> Update:
   gradients = FLOAT32 * (size(held) + size(held['head' if 'head' in held else 'embed']))
   rows = ceil(shape.rows, axes.rows)
   alive = gradients + _activations(config, run, rows, shape.tokens, axes)
-  alive += _gathered(config, run, rows, shape.tokens, axes) if axes.fsdp > 1 else _left_whole(config, axes)
+  alive += _gathered(config, run, axes) if axes.fsdp > 1 else 0
   optimiser, host = _optimiser_bytes(config, run, held)
   return Update(
     parameters=nbytes(held),
@@ -99,14 +101,15 @@ def _optimiser_bytes(config: ModelConfig, run: Run, held) -> tuple[int, int]:
 
 
 def _activations(config: ModelConfig, run: Run, rows: int, T: int, axes: Axes) -> int:
-  """What is alive beside the gradients at the worst moment of a microbatch: every layer's input is kept, and the backward pass
-  enters either the head or the last layer.
+  """What is alive beside the gradients at the worst moment of a microbatch: the backward pass is at the head, or in a layer.
+
+  Every layer's input is kept until it has gone through that layer, whose gradients may then wait for being added to the sum.
 
   At the head its part of the vocabulary is there in the compute dtype, with a chunk's logits and their gradient; fsdp splits it
-  further, and has it meet the rows of all. At the layer XLA has laid out the buffers that every layer's attention will write its
-  outputs, and the gradients of keys and values, into, and one layer's scores exist for a chunk of queries, with the mask twice;
-  or, where they are more, what its experts need. Attention by a library has neither buffers nor scores, and the mask in the
-  compute dtype too.
+  further, and has it meet the rows of all, forward and back, in float32. At a layer XLA has laid out the buffers that every
+  layer's attention will write its outputs, and the gradients of keys and values, into, and the mask twice; there is the stream
+  and its gradient in float32, and the most of three: one layer's scores for a chunk of queries, its MLP's products and their
+  gradients, what its experts need. Attention by a library has neither buffers nor scores, and the mask in the compute dtype too.
   """
   L, E, D, b, tensor = config.num_layers, config.hidden_size, config.head_dim, compute_dtype(run).itemsize, axes.tensor
   (H, K), F, V = heads(config, tensor), config.intermediate_size // tensor, config.vocab_size // tensor
@@ -116,9 +119,12 @@ def _activations(config: ModelConfig, run: Run, rows: int, T: int, axes: Axes) -
   buffers = 0 if library else 2 * b * H * D + 2 * FLOAT32 * K * D
   scores = rows * T * (b * T if library else FLOAT32 * SCORES * H * min(QUERY_CHUNK, T))
   experts = _experts(config, rows * T, axes, b) + _expert_gradients(config, axes) if config.experts else 0
-  at_layer = rows * T * (L * buffers + 2 * T) + max(scores, experts)
+  products = 0 if config.experts else rows * T * b * MLP * F
+  at_layer = rows * T * (L * buffers + 2 * T + STREAM * FLOAT32 * E) + max(scores, products, experts)
   at_head = b * ceil(V, axes.fsdp) * E + 2 * FLOAT32 * V * run.packing.score_chunk
-  return rows * T * L * b * kept + max(at_layer, at_head)
+  at_head += 2 * FLOAT32 * axes.fsdp * rows * T * E if axes.fsdp > 1 else 0
+  inputs = rows * T * L * b * kept
+  return max(inputs + at_head, max(inputs, _waiting(config, axes)) + at_layer)
 
 
 def by_library(config: ModelConfig, run: Run, T: int, masked: bool) -> bool:
@@ -145,22 +151,21 @@ def _expert_gradients(config: ModelConfig, axes: Axes) -> int:
   return max(map(nbytes, layout.experts(shards(config, dataclasses.replace(axes, data=1, fsdp=1), jnp.float32))))
 
 
-def _gathered(config: ModelConfig, run: Run, rows: int, T: int, axes: Axes) -> int:
-  """What fsdp adds. Rows meet the vocabulary together, forward and back, in float32. The layer at hand and the next are gathered
-  in the compute dtype. Each layer's gradients come scattered, and are then added. And master weights that are split along their
-  inputs are turned over before the loop over microbatches, as XLA gathers along the first axis."""
+def _gathered(config: ModelConfig, run: Run, axes: Axes) -> int:
+  """What fsdp adds for weights: the layer at hand and the next, gathered in the compute dtype; and the master weights that are
+  split along their inputs, turned over before the loop over microbatches, as XLA gathers along the first axis."""
   layer = transformer.layers(shards(config, dataclasses.replace(axes, data=1, fsdp=1), compute_dtype(run)))[0]
   held = transformer.layers(shards(config, axes, jnp.dtype(run.model.param_dtype)))
   leaves = jax.tree_util.tree_flatten_with_path(held)[0]
   turned = [w for path, w in leaves if path[-2].key in INPUTS_SPLIT and path[-1].key == 'kernel']
-  rows_together = 2 * FLOAT32 * axes.fsdp * rows * T * config.hidden_size
-  return rows_together + 2 * nbytes(layer) + FLOAT32 * size(held) + nbytes(turned)
+  return 2 * nbytes(layer) + nbytes(turned)
 
 
-def _left_whole(config: ModelConfig, axes: Axes) -> int:
-  """What there is where no fsdp scatters gradients: those of experts, which a loop over blocks makes, for all layers; XLA adds
-  them to the sum over microbatches after it."""
-  return nbytes(layout.experts(shards(config, axes, jnp.float32)))
+def _waiting(config: ModelConfig, axes: Axes) -> int:
+  """Layers' gradients of a microbatch that are there beside the sum over microbatches: those that fsdp has scattered, which XLA
+  adds later; without it those of experts, which a loop over blocks makes. Others are added where they are made."""
+  held = shards(config, axes, jnp.float32)
+  return nbytes(transformer.layers(held) if axes.fsdp > 1 else layout.experts(held))
 
 
 # --- rollouts --------------------------------------------------------------------------------------------------------

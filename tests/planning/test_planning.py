@@ -88,8 +88,9 @@ def test_train_state_and_gradients_by_hand():
   assert held.gradients == 4 * (parameters + V * E)  # and the head's, of the microbatch at hand
   alive = held.gradients + 2048 * (
     L * (2 * E + 4 * H * D + 8 * K * D)  # inputs, two buffers of queries' size, float32 gradients of keys and values
-    + 3 * 4 * H * 1024  # scores of 1,024 queries at a time
+    + 3 * 4 * H * 1024  # scores of 1,024 queries at a time, which are more than six arrays of the MLP's width
     + 2 * 2048  # the mask, twice
+    + 3 * 4 * E  # the stream in float32
   )
   assert held.activations == round(1.1 * alive) - held.gradients
 
@@ -104,12 +105,12 @@ def test_gradients_of_experts_stand_beside_their_sum():
   assert with_four.activations - with_two.activations > 1.1 * experts  # a second time, and the layers' inputs
 
 
-def test_attention_by_a_library_has_neither_buffers_nor_scores_but_the_mask_once_more():
+def test_attention_by_a_library_has_neither_buffers_nor_scores_so_that_the_products_of_the_mlp_are_the_most():
   there, config = on(device('h200'), RUN), dataclasses.replace(QWEN, vocab_size=1024)
   shape, masked = Shape(64, 1, 2048, 64, 1536), dataclasses.replace(there, cache=Cache(budget=512, masked_learner=True))
   here, library, apart = (memory.update(config, run, shape, Axes()).activations for run in (RUN, there, masked))
-  buffers, scores, mask = L * (4 * H * D + 8 * K * D), 3 * 4 * H * 1024, 2 * 2048
-  assert here - library == pytest.approx(1.1 * 2048 * (buffers + scores - mask), abs=2)
+  buffers, scores, products = L * (4 * H * D + 8 * K * D), 3 * 4 * H * 1024, 6 * 2 * F
+  assert here - library == pytest.approx(1.1 * 2048 * (buffers + scores - products), abs=2)
   assert apart == here  # kv heads that forget differently are beyond the library
   flops = [work.update(QWEN, run, shape, memory.update(QWEN, run, shape, Axes()), Axes()).parts[1].flops for run in (RUN, there)]
   assert flops[0] == 2 * flops[1]
@@ -136,10 +137,26 @@ def test_what_fsdp_gathers_by_hand():
   alone, split = (memory.update(QWEN, RUN, Shape(8, rows, 2048, 64, 1536), Axes(fsdp=rows)) for rows in (1, 8))
   layer, inputs_split = MATRICES // L, L * (E * H * D + 2 * E * K * D + 2 * E * F)
   gathered = (
-    2 * 4 * 8 * 2048 * E  # rows of all eight, forward and back
-    + 2 * 2 * layer  # two layers' weights
-    + 4 * MATRICES / 8  # gradients of the layers, which wait to be added
+    2 * 2 * layer  # two layers' weights
     + 4 * inputs_split / 8  # master weights of q, k, v, gate and up, turned over
+    + 4 * MATRICES / 8  # gradients of the layers, which wait to be added
+    - L * 2 * 2048 * E  # layers' inputs, of which none is left then
+  )
+  beside = [each.activations - 0.1 * each.gradients for each in (alone, split)]
+  assert beside[1] - beside[0] == pytest.approx(1.1 * gathered, rel=1e-3)
+
+
+def test_rows_of_all_devices_meet_the_vocabulary_together_by_hand():
+  """Where that is the worst moment: few layers, wide ones before a large vocabulary."""
+  run = on(device('h200'), RUN)
+  shallow = dataclasses.replace(QWEN, num_layers=1, intermediate_size=1024)
+  alone, split = (memory.update(shallow, run, Shape(8, rows, 2048, 64, 1536), Axes(fsdp=rows)) for rows in (1, 8))
+  weights = 2 * E * H * D + 2 * E * K * D + 3 * E * 1024
+  gathered = (
+    2 * 4 * 8 * 2048 * E  # rows of all eight, forward and back
+    - 2 * V * E * 7 / 8  # of the vocabulary an eighth is there
+    + 2 * 2 * weights
+    + 4 * (E * H * D + 2 * E * K * D + 2 * E * 1024) / 8
   )
   beside = [each.activations - 0.1 * each.gradients for each in (alone, split)]
   assert beside[1] - beside[0] == pytest.approx(1.1 * gathered, rel=1e-3)
