@@ -160,7 +160,8 @@ def in_turn[X, W](x: X, weights: W) -> tuple[X, W]:
 
   So weights that devices share out are gathered one layer ahead, and no further. Backwards it is the gradients: the layer below
   is not gone through before those of the layer above are made and summed over devices, which has the time of one layer for it.
-  XLA would let them wait while it finds memory free.
+  XLA would let them wait while it finds memory free: twice of what is needed, for small models. The price is that copies of the
+  weights add up their gradients every microbatch, beside a layer's products, where XLA might do it once and after the last one.
   """
   return (x, weights) if _mesh() is None else jax.lax.optimization_barrier((x, weights))
 
