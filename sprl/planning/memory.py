@@ -34,7 +34,7 @@ from sprl.settings import Cache, Quant, Run
 FLOAT32 = 4  # bytes
 SCORES = 3  # float32 arrays of a chunk's attention scores that the backward pass holds at one time
 MLP = 6  # arrays of its width that the backward pass of an MLP holds at one time
-STREAM = 3  # float32 arrays of the model's width, likewise of a layer
+STREAM = 2  # float32 arrays of the model's width, likewise: the stream and its gradient
 INPUTS_SPLIT = ('q', 'k', 'v', 'gate', 'up')  # linears that fsdp splits along their inputs
 GAPS = 1.1  # XLA's arena over what is alive in it at the worst moment: arrays of many sizes leave gaps
 
@@ -68,7 +68,7 @@ def update(config: ModelConfig, run: Run, shape: Shape, axes: Axes) -> Update:
   gradients = FLOAT32 * (size(held) + size(held['head' if 'head' in held else 'embed']))
   rows = ceil(shape.rows, axes.rows)
   alive = gradients + _activations(config, run, rows, shape.tokens, axes)
-  alive += _gathered(config, run, axes) if axes.fsdp > 1 else 0
+  alive += _turned(config, run, axes) if axes.fsdp > 1 else 0
   optimiser, host = _optimiser_bytes(config, run, held)
   return Update(
     parameters=nbytes(held),
@@ -110,6 +110,7 @@ def _activations(config: ModelConfig, run: Run, rows: int, T: int, axes: Axes) -
   layer's attention will write its outputs, and the gradients of keys and values, into, and the mask twice; there is the stream
   and its gradient in float32, and the most of three: one layer's scores for a chunk of queries, its MLP's products and their
   gradients, what its experts need. Attention by a library has neither buffers nor scores, and the mask in the compute dtype too.
+  Weights that fsdp splits are gathered for that layer and the next.
   """
   L, E, D, b, tensor = config.num_layers, config.hidden_size, config.head_dim, compute_dtype(run).itemsize, axes.tensor
   (H, K), F, V = heads(config, tensor), config.intermediate_size // tensor, config.vocab_size // tensor
@@ -121,6 +122,7 @@ def _activations(config: ModelConfig, run: Run, rows: int, T: int, axes: Axes) -
   experts = _experts(config, rows * T, axes, b) + _expert_gradients(config, axes) if config.experts else 0
   products = 0 if config.experts else rows * T * b * MLP * F
   at_layer = rows * T * (L * buffers + 2 * T + STREAM * FLOAT32 * E) + max(scores, products, experts)
+  at_layer += _gathered(config, run, axes) if axes.fsdp > 1 else 0
   at_head = b * ceil(V, axes.fsdp) * E + 2 * FLOAT32 * V * run.packing.score_chunk
   at_head += 2 * FLOAT32 * axes.fsdp * rows * T * E if axes.fsdp > 1 else 0
   inputs = rows * T * L * b * kept
@@ -152,13 +154,17 @@ def _expert_gradients(config: ModelConfig, axes: Axes) -> int:
 
 
 def _gathered(config: ModelConfig, run: Run, axes: Axes) -> int:
-  """What fsdp adds for weights: the layer at hand and the next, gathered in the compute dtype; and the master weights that are
-  split along their inputs, turned over before the loop over microbatches, as XLA gathers along the first axis."""
-  layer = transformer.layers(shards(config, dataclasses.replace(axes, data=1, fsdp=1), compute_dtype(run)))[0]
+  """Two layers' weights, whole but for what tensor splits, in the compute dtype."""
+  whole = shards(config, dataclasses.replace(axes, data=1, fsdp=1), compute_dtype(run))
+  return 2 * nbytes(transformer.layers(whole)[0])
+
+
+def _turned(config: ModelConfig, run: Run, axes: Axes) -> int:
+  """Master weights that fsdp splits along their inputs, turned over before the loop over microbatches, as XLA gathers along the
+  first axis."""
   held = transformer.layers(shards(config, axes, jnp.dtype(run.model.param_dtype)))
   leaves = jax.tree_util.tree_flatten_with_path(held)[0]
-  turned = [w for path, w in leaves if path[-2].key in INPUTS_SPLIT and path[-1].key == 'kernel']
-  return 2 * nbytes(layer) + nbytes(turned)
+  return nbytes([w for path, w in leaves if path[-2].key in INPUTS_SPLIT and path[-1].key == 'kernel'])
 
 
 def _waiting(config: ModelConfig, axes: Axes) -> int:

@@ -96,7 +96,7 @@ def test_what_is_given_is_recorded_as_if_it_had_been_drawn(model):
 
 
 def test_the_learner_follows_the_rollout_s_experts_where_fp8_changed_them(model):
-  """Half of the mismatch of FP8 linears, or more, is tokens that go through other experts."""
+  """A third of the mismatch of FP8 linears, or more, is tokens that go through other experts (here 0.18 of 0.40 nats a token)."""
   served = serve(model[1], FLOAT32, Quant(sampler='w8a8'))
   trajectories = engine(model).generate(served, requests())
   logp, taken, batch = learner(model, trajectories)
@@ -104,6 +104,6 @@ def test_the_learner_follows_the_rollout_s_experts_where_fp8_changed_them(model)
   np.testing.assert_array_equal(np.asarray(taken)[known], batch.routes[known])
   free, chosen, _ = learner(model, [dataclasses.replace(t, routes=None) for t in trajectories])
   assert np.mean(np.asarray(chosen)[known] != batch.routes[known]) > 0.01
-  assert gap(trajectories, logp).mean() < gap(trajectories, free).mean() / 1.3
+  assert gap(trajectories, logp).mean() < gap(trajectories, free).mean() / 1.5
   scored = score(transformer.graph(model[0]), model[1], jax.device_put(batch), 1.0, FLOAT32, 16)
   np.testing.assert_allclose(scored, logp, atol=1e-5)

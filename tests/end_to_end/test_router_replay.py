@@ -1,0 +1,50 @@
+"""R2: all updates of a batch send its tokens to the experts that the scoring of the old policy did (fp8_rollouts 5)."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from test_ledger import opened, sampled
+
+from sprl.learner.score import score_and_route
+from sprl.learner.state import TrainState, make_optimizer
+from sprl.learner.update import Computation, make_update
+from sprl.learning import Learning
+from sprl.settings import UNQUANTISED, Cache, Optimizer
+
+pytestmark = pytest.mark.slow
+
+
+def test_both_updates_of_a_batch_take_the_experts_of_its_scoring(tmp_path):
+  *_, trajectories = world = sampled(opened(tiny.write_inputs(tmp_path, 'qwen3_moe'), router_replay='R2'), Cache(), UNQUANTISED)
+  run, policy, _, params, _ = world[:5]
+  run = replace(run, rollout=replace(run.rollout, prompts=2), loss=replace(run.loss, kl_coef=0.0))
+  run = replace(run, optimizer=Optimizer(learning_rate=0.02, epochs=2))
+  optimizer, given = make_optimizer(run.optimizer, 1), []
+  update = make_update(policy.graphdef, optimizer, Computation.of(run, policy.dtype))
+
+  def watched(state, batch, old_logp, ref_logp, base):
+    given.append((jax.device_get(state.params), batch, old_logp))
+    return update(state, batch, old_logp, ref_logp, base)
+
+  plan = policy.plan(run.sampling, Cache(), UNQUANTISED)
+  learning = Learning(run, policy, plan, watched, TrainState.create(params, optimizer))
+  learning.learn([replace(t, reward=float(t.uid % 3)) for t in trajectories])
+
+  def scored(weights, batch):
+    return score_and_route(policy.graphdef, weights, batch, run.sampling.temperature, policy.dtype, run.packing.score_chunk)
+
+  (before, batch, old), (moved, again, same) = given
+  logp, chosen = scored(before, replace(batch, routes=None))
+  real = np.asarray(batch.segments) > 0
+  for each in (batch, again):
+    np.testing.assert_array_equal(np.asarray(each.routes)[real], np.asarray(chosen)[real])
+  for each in (old, same):
+    np.testing.assert_allclose(each, logp, atol=1e-6)
+  free, elsewhere = scored(moved, replace(batch, routes=None))
+  replayed, taken = scored(moved, again)
+  np.testing.assert_array_equal(np.asarray(taken)[real], np.asarray(chosen)[real])
+  assert np.mean(np.asarray(elsewhere)[real] != np.asarray(chosen)[real]) > 0.01  # by itself the router has moved on
+  assert np.abs(np.asarray(replayed) - np.asarray(free))[np.asarray(batch.mask)].max() > 1e-3
