@@ -23,6 +23,7 @@ reference interpreter's (`make reference`, or SPRL_REFERENCE_PYTHON); without CU
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -312,21 +313,23 @@ def matmul_comparisons(bench: Bench) -> Iterator[Comparison]:
 
 def eviction_comparisons(bench: Bench) -> Iterator[Comparison]:
   """Compaction, to the bit, and the comparison of keys."""
-  model = bench.sizes(MODELS['Qwen2.5-7B'], TOY)
   B, S, N = bench.sizes((16, 640, 512), (2, 40, 24))
 
   def front(move):
     return lambda *inputs: {name: x[:, :, :N] for name, x in zip(('k', 'v'), move(*inputs))}
 
-  for dtype in (BF16, FP8):
+  models = bench.sizes([MODELS['Qwen2.5-0.5B'], MODELS['Qwen2.5-7B']], [TOY])
+  for model, dtype in itertools.product(models, (BF16, FP8)):
     yield Comparison(
       'parity compact',
-      f'S {S} N {N} {dtype}',
+      f'D {model.width} S {S} N {N} {dtype}',
       partial(compaction_inputs, model, B, S, N, dtype),
       front(partial(eviction.compact, ordered=True, kernels='mosaic_gpu')),
       front(eviction.compact_reference),
       0,
     )
+
+  model = models[-1]
 
   def keys(key):  # cosines about a half, in rows of which ever more is occupied
     return jax.random.normal(key, (B, model.kv, S, model.width), BF16) + 1, jnp.arange(B) * S // max(B - 1, 1)
@@ -531,25 +534,25 @@ def check_matmul(bench: Bench) -> Iterator[Row]:
 
 def check_eviction(bench: Bench) -> Iterator[Row]:
   """Compaction and comparison of keys beside their references."""
-  name, B, S, N = bench.sizes(('Qwen2.5-7B', 256, 640, 512), ('toy', 2, 40, 24))
-  model = MODELS.get(name, TOY)
-  _, K, D, _, _ = model
+  names, B, S, N = bench.sizes((('Qwen2.5-0.5B', 'Qwen2.5-7B'), 256, 640, 512), (('toy',), 2, 40, 24))
 
   def moved(call):  # returns what it was given in place, for the next call
     return lambda k, v, rows, keep: tuple(call(k, v, rows, keep))
 
-  for dtype in (BF16, FP8):
+  for name, dtype in itertools.product(names, (BF16, FP8)):
+    model = MODELS.get(name, TOY)
     row = bench.timed(
       'compact',
       f'{name} B {B} S {S} N {N} {dtype}',
       moved(partial(eviction.compact, ordered=True, kernels='mosaic_gpu')),
       partial(compaction_inputs, model, B, S, N, dtype),
-      eviction.compact_cost(B, K, N, D, dtype),
+      eviction.compact_cost(B, model.kv, N, model.width, dtype),
       {'reference': moved(eviction.compact_reference)},
       moving=2,
     )
     yield judged(row, {'share of ceiling': 0.7})
-  B = bench.sizes(32, 2)
+  name, B = names[-1], bench.sizes(32, 2)
+  _, K, D, _, _ = MODELS.get(name, TOY)
   compare = partial(eviction.similarity, threshold=0.5, nearest_of_none=0)
   yield bench.timed(
     'similarity',

@@ -19,6 +19,7 @@ from sprl.cache.scales import Scales
 from sprl.kernels.attention import attention as attend_rows
 from sprl.kernels.block_matmul import block_matmul
 from sprl.kernels.decode_attention import decode_attention
+from sprl.kernels.eviction import compact
 from sprl.kernels.hopper_block_matmul import obstacle
 from sprl.models import transformer
 from sprl.models.config import tiny
@@ -97,6 +98,19 @@ def test_weights_and_tokens_that_fill_no_tile(M, N, K):
   multiply = partial(block_matmul, rows=128, group=128, dtype=jnp.dtype('bfloat16'), kernels='mosaic_gpu')
   [kernel] = compile_for_h200(multiply, *tokens, *weights).kernels
   assert kernel.spills == 0
+
+
+@pytest.mark.parametrize('dtype', ['bfloat16', 'uint8'])
+@pytest.mark.parametrize('D', [64, 80, 96, 256])
+def test_slots_of_any_width_are_moved_where_they_lie(D, dtype):
+  shape, cache = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((64, 2, 640, D), dtype)
+  move = partial(compact, ordered=True, kernels='mosaic_gpu')
+  kept = shape((64,), jnp.int32), shape((64, 2, 500), jnp.int32)
+  compiled = compile_for_h200(move, cache, cache, *kept, donate=(0, 1))
+  [kernel] = compiled.kernels
+  assert kernel.spills == 0
+  assert compiled.temporary <= 1024
+  assert compiled.aliased == compiled.outputs - 16  # beside the two pointers of a tuple
 
 
 def test_a_cache_held_as_bytes_is_not_copied_into_codes():
