@@ -8,7 +8,7 @@
 1. ceilings: what the device copies and multiplies at best, measured
 2. parity: every kernel, and the library's attention, against its reference, on random numbers
 3. time of each kernel, and of a layer's eviction, at real models' shapes, as a share of those ceilings, beside XLA's, cuDNN's,
-   cuBLAS's and PyTorch's
+   cuBLAS's and PyTorch's; of the FP8 product beside the other candidate for it, which is written in Triton
 4. a decode step of Qwen2.5-1.5B and 7B with random weights, against the time that its bytes and products need, and an
    estimate of the most rows that fit; transformers' generate beside it
 5. an update of Qwen2.5-1.5B on packed rows of 4,096 tokens: model FLOP per second, over the matrix rate
@@ -23,6 +23,7 @@ reference interpreter's (`make reference`, or SPRL_REFERENCE_PYTHON); without CU
 import argparse
 import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -280,17 +281,18 @@ def attention_comparisons(bench: Bench) -> Iterator[Comparison]:
 def matmul_comparisons(bench: Bench) -> Iterator[Comparison]:
   """Block-scaled products, of one weight and of experts."""
   blocked = {'rows': 128, 'group': 128}
-  for M, N, K in bench.sizes(
-    [(1, 256, 896), (16, 1536, 1536), (64, 3584, 18944), (300, 3584, 3584), (4096, 4864, 896)], [(9, 64, 384)]
-  ):
-    yield Comparison(
-      'parity block_matmul',
-      f'{M}x{N}x{K}',
-      partial(linear_inputs, M, N, K),
-      lambda *x: {'y': block_matmul.block_matmul(*x, **blocked, dtype=BF16, kernels='mosaic_gpu')},
-      lambda *x: {'y': block_matmul.reference(*x, **blocked, dtype=jnp.float32)},
-      0.005,
-    )
+  shapes = bench.sizes([(1, 256, 896), (16, 1536, 1536), (64, 3584, 18944), (300, 3584, 3584), (4096, 4864, 896)], [(9, 64, 384)])
+  ours = partial(block_matmul.block_matmul, **blocked, dtype=BF16, kernels='mosaic_gpu')
+  for name, multiply in {'block_matmul': ours, **triton_candidate(bench)}.items():
+    for M, N, K in shapes if multiply is ours else shapes[2:4]:  # of the candidate few tokens, and many
+      yield Comparison(
+        f'parity {name}',
+        f'{M}x{N}x{K}',
+        partial(linear_inputs, M, N, K),
+        lambda *x, multiply=multiply: {'y': multiply(*x)},
+        lambda *x: {'y': block_matmul.reference(*x, **blocked, dtype=jnp.float32)},
+        0.005,
+      )
 
   def used_tiles(multiply):
     def call(x, x_scale, w, w_scale, expert, used):
@@ -310,23 +312,37 @@ def matmul_comparisons(bench: Bench) -> Iterator[Comparison]:
     )
 
 
+def triton_candidate(bench: Bench) -> dict[str, Callable]:
+  """The block-scaled product in Triton, by its name; none where it cannot be imported, or there is no GPU."""
+  if bench.rehearse:
+    return {}
+  try:
+    from peers.triton_block_matmul import block_matmul as multiply
+  except Exception as error:  # not installed, or for another version of jax: said, and no reason to stop
+    print(f'triton: {type(error).__name__}: {error}', flush=True)
+    return {}
+  return {'triton': multiply}
+
+
 def eviction_comparisons(bench: Bench) -> Iterator[Comparison]:
   """Compaction, to the bit, and the comparison of keys."""
-  model = bench.sizes(MODELS['Qwen2.5-7B'], TOY)
   B, S, N = bench.sizes((16, 640, 512), (2, 40, 24))
 
   def front(move):
     return lambda *inputs: {name: x[:, :, :N] for name, x in zip(('k', 'v'), move(*inputs))}
 
-  for dtype in (BF16, FP8):
+  models = bench.sizes([MODELS['Qwen2.5-0.5B'], MODELS['Qwen2.5-7B']], [TOY])
+  for model, dtype in itertools.product(models, (BF16, FP8)):
     yield Comparison(
       'parity compact',
-      f'S {S} N {N} {dtype}',
+      f'D {model.width} S {S} N {N} {dtype}',
       partial(compaction_inputs, model, B, S, N, dtype),
       front(partial(eviction.compact, ordered=True, kernels='mosaic_gpu')),
       front(eviction.compact_reference),
       0,
     )
+
+  model = models[-1]
 
   def keys(key):  # cosines about a half, in rows of which ever more is occupied
     return jax.random.normal(key, (B, model.kv, S, model.width), BF16) + 1, jnp.arange(B) * S // max(B - 1, 1)
@@ -493,11 +509,12 @@ def pallas_rows(q, k, v, allowed):
 
 
 def check_matmul(bench: Bench) -> Iterator[Row]:
-  """Block-scaled products, of codes at hand, beside cuBLAS's of the same numbers in bfloat16; and quantising the tokens."""
+  """Block-scaled products, of codes at hand, beside Triton's, and cuBLAS's of such in bfloat16; and quantising the tokens."""
 
   def bf16(x, x_scale, w, w_scale):
     return jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())))
 
+  candidate = triton_candidate(bench)
   cases = [('Qwen2.5-7B', name, M) for M in (16, 64, 256, 1024, 8192) for name in ('gate', 'down')]
   cases += [('Qwen2.5-7B', 'q', 64), ('Qwen2.5-1.5B', 'gate', 64), ('Qwen2.5-1.5B', 'down', 64)]
   for name, linear, M in bench.sizes(cases, [('toy', 'q', 5)]):
@@ -510,8 +527,9 @@ def check_matmul(bench: Bench) -> Iterator[Row]:
 
     multiply = partial(block_matmul.block_matmul, rows=128, group=128, dtype=BF16, kernels='mosaic_gpu')
     case, least = f'{name} {linear} M {M}', block_matmul.cost(M, N, K)
-    row = bench.timed('block_matmul', case, multiply, make, least, {'bf16': bf16}, {'bf16': unscaled}, fp8=True)
-    yield judged(row, {'times best peer': 1.6 if M <= 64 else 1.3}) if M <= 64 or M >= 1024 else row
+    row = bench.timed('block_matmul', case, multiply, make, least, {'bf16': bf16, **candidate}, {'bf16': unscaled}, fp8=True)
+    row |= {'times bf16': row['bf16 us'] / row['us']} if 'bf16 us' in row else {}
+    yield judged(row, {'times bf16': 1.6 if M <= 64 else 1.3}) if M <= 64 or M >= 1024 else row
   name = 'Qwen3-30B-A3B'
   for linear, tokens in bench.sizes([(linear, M) for M in (64, 256, 4096) for linear in ('gate', 'down')], [('gate', 5)]):
     (N, K), (X, chosen) = bench.sizes((MODELS[name].linears[linear], EXPERTS[name]), ((64, 256), (4, 2)))
@@ -531,25 +549,25 @@ def check_matmul(bench: Bench) -> Iterator[Row]:
 
 def check_eviction(bench: Bench) -> Iterator[Row]:
   """Compaction and comparison of keys beside their references."""
-  name, B, S, N = bench.sizes(('Qwen2.5-7B', 256, 640, 512), ('toy', 2, 40, 24))
-  model = MODELS.get(name, TOY)
-  _, K, D, _, _ = model
+  names, B, S, N = bench.sizes((('Qwen2.5-0.5B', 'Qwen2.5-7B'), 256, 640, 512), (('toy',), 2, 40, 24))
 
   def moved(call):  # returns what it was given in place, for the next call
     return lambda k, v, rows, keep: tuple(call(k, v, rows, keep))
 
-  for dtype in (BF16, FP8):
+  for name, dtype in itertools.product(names, (BF16, FP8)):
+    model = MODELS.get(name, TOY)
     row = bench.timed(
       'compact',
       f'{name} B {B} S {S} N {N} {dtype}',
       moved(partial(eviction.compact, ordered=True, kernels='mosaic_gpu')),
       partial(compaction_inputs, model, B, S, N, dtype),
-      eviction.compact_cost(B, K, N, D, dtype),
+      eviction.compact_cost(B, model.kv, N, model.width, dtype),
       {'reference': moved(eviction.compact_reference)},
       moving=2,
     )
     yield judged(row, {'share of ceiling': 0.7})
-  B = bench.sizes(32, 2)
+  name, B = names[-1], bench.sizes(32, 2)
+  _, K, D, _, _ = MODELS.get(name, TOY)
   compare = partial(eviction.similarity, threshold=0.5, nearest_of_none=0)
   yield bench.timed(
     'similarity',

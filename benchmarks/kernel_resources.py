@@ -170,7 +170,7 @@ def distinct(cases: Iterable[Case]) -> list[Case]:
 CASES = distinct(
   [
     *[attention(*each) for each in itertools.product(MODELS, (64, 256), (640, 4096), (BF16, FP8), (False, True))],
-    *[compaction(model, 64, 640, 512, dtype) for model in MODELS if MODELS[model].width == 128 for dtype in (BF16, FP8)],
+    *[compaction(model, 64, 640, 512, dtype) for model in MODELS for dtype in (BF16, FP8)],
     *[similarity(model, 16, S, dtype) for model in MODELS for S in (640, 4224) for dtype in (BF16, F32)],
     *[similarity('Qwen2.5-1.5B', 16, 612, dtype) for dtype in (BF16, F32)],  # slots that fill no tile
     *[matmul(model, name, M) for model in MODELS for name in MODELS[model].linears for M in (16, 64, 256, 4096)],

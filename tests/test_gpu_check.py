@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -91,6 +92,23 @@ def test_a_peer_may_have_arrays_of_its_own():
 
   BENCH.timed('sum', 'toy', jnp.sum, of(64), gpu_check.Cost(1, 1), {'b': peer, 'c': peer}, {'c': of(32)})
   assert set(shapes) == {(64,), (32,)}
+
+
+class Noted(gpu_check.Bench):
+  """Notes the peers, and takes all of them to be as fast as the kernel but cuBLAS."""
+
+  def timed(self, name, case, kernel, make, least, peers=None, makes=None, moving=0, fp8=False):
+    return {'case': case, 'us': 10.0, **{f'{peer} us': 15.0 if peer == 'bf16' else 10.0 for peer in peers or {}}}
+
+
+@pytest.mark.parametrize('module', [None, SimpleNamespace(block_matmul=None)])
+def test_the_product_in_triton_is_timed_where_it_can_be_imported_and_the_gain_asked_for_is_over_bfloat16(monkeypatch, module):
+  monkeypatch.setitem(sys.modules, 'peers.triton_block_matmul', module)
+  bench = Noted(rehearse=False, ceilings=BENCH.ceilings)
+  first = next(iter(gpu_check.check_matmul(bench)))
+  assert first['asked'] == 'times bf16 >= 1.6: 1.5, MISSED'
+  compared = {each.check for each in gpu_check.matmul_comparisons(bench)}
+  assert ('triton us' in first, 'parity triton' in compared) == (module is not None,) * 2
 
 
 def test_pytorch_is_a_peer_where_it_was_measured():

@@ -1,12 +1,14 @@
 """What eviction does to a cache, for NVIDIA Hopper in Pallas Mosaic GPU: move what is kept, and compare keys with keys.
 
-`compact` moves the kept slots of a row to its front, where they lie. A thread owns a number's place in every slot of a row and kv
-head: it reads a group of kept slots and writes them where they belong, which is never behind what it has still to read.
+`compact` moves the kept slots of a row to its front, where they lie. A program owns a row and kv head of the keys or the values.
+When all its threads have read a group of kept slots, the copy engine writes it where it belongs, in one piece. Slot t comes from
+keep[t], which ascends, so keep[t] >= t: what is written of a group lies before all that later groups read.
 
 `similarity` compares 64 keys of a row and kv head with all of them, 64 at a time from a ring that the copy engine fills. Of a
 block of cosines only their sums and each key's newest near-duplicate leave the registers, so no [S, S] array exists anywhere.
 """
 
+import math
 from typing import Any
 
 import jax
@@ -16,8 +18,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, Shaped
 
-THREADS = 128  # of a warpgroup
-GROUP = 32  # slots that are read before any is written
+THREADS = 128  # of a program that compacts
+GROUP = 8192  # bytes that are read before any are written, at most
+HELD = 32  # registers of a thread that hold them, at most; twice as many take three times as long to compile
+LINE = 16  # bytes, of which the copy engine moves a multiple
 BLOCK = 64  # keys of a tensor core product
 STAGES = 3
 
@@ -31,8 +35,8 @@ def compaction_obstacle(k: Array | Shape, ordered: bool) -> str | None:
   """Why `compact` cannot take such slots, of which only shape and dtype are looked at; None where it can."""
   if not ordered:
     return 'kept slots are not in the order of their positions'
-  if k.shape[-1] % THREADS:
-    return f'heads are {k.shape[-1]} wide, no multiple of {THREADS}'
+  if k.shape[-1] * k.dtype.itemsize % LINE:
+    return f'heads are {k.shape[-1]} wide in {k.dtype}, no multiple of {LINE} bytes'
   return None
 
 
@@ -46,8 +50,10 @@ def compact(
   """k, v with slots keep[r] of row rows[r] on the slots 0..N-1; see the reference. keep[r, h] must ascend."""
   (B, K, S, D), N = k.shape, keep.shape[-1]
   slots = [jax.new_ref(x.reshape(B * K, S, D)) for x in (k, v)]
+  layout, registers = _spread(D, k.dtype.itemsize)
+  size = min(GROUP // (D * k.dtype.itemsize), HELD // registers)  # slots of a group
 
-  def hopper_compact(k_ref, v_ref, rows_ref, keep_ref):  # by this name profiles know the program
+  def hopper_compact(k_ref, v_ref, rows_ref, keep_ref, *, group_s):  # by this name profiles know the program
     entry = lax.axis_index('entry')
     row = rows_ref[lax.div(entry, jnp.int32(K))]
 
@@ -55,14 +61,22 @@ def compact(
       place = row * K + lax.rem(entry, jnp.int32(K))
 
       def group(i, _):
-        # Past the end the last slot is moved again: to where it is on its way to, from where it still is.
-        targets = [lax.min(i * GROUP + j, jnp.int32(N - 1)) for j in range(GROUP)]
-        layout = plgpu.Layout.WG_STRIDED((D,), vec_size=D // THREADS)
-        kept = [plgpu.load(ref.at[place, keep_ref[entry, target]], layout=layout) for target in targets]
-        for target, number in zip(targets, kept):
-          ref[place, target] = number
+        first, half = i * size, lax.rem(i, jnp.int32(2))
+        # Past the end the last slot is read again, and not written.
+        sources = [keep_ref[entry, lax.min(first + j, jnp.int32(N - 1))] for j in range(size)]
+        kept = [plgpu.load(ref.at[place, source], layout=layout, optimized=False) for source in sources]
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # for the group before the last, which lay here
+        for j, numbers in enumerate(kept):
+          group_s[half, j] = numbers
+        plgpu.commit_smem()  # and every thread has read the group
 
-      lax.fori_loop(0, -(-N // GROUP), group, None)
+        def put(count):
+          plgpu.copy_smem_to_gmem(group_s.at[half, pl.ds(0, count)], ref.at[place, pl.ds(first, count)])
+
+        lax.cond(first + size <= N, lambda: put(size), lambda: put(N % size or size))
+
+      lax.fori_loop(0, -(-N // size), group, None)
+      plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     @pl.when(row < B)
     def _():
@@ -71,14 +85,30 @@ def compact(
   plgpu.kernel(
     hopper_compact,
     out_type=(),
+    scratch_types={'group_s': plgpu.SMEM((2, size, D), k.dtype)},
     grid=(rows.shape[0] * K, 2),
     grid_names=('entry', 'store'),
-    # No thread reads what another writes, so they need not wait for each other between reading and writing.
+    # Threads wait for each other before the copies, and need not else: none reads what another writes.
     compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, lowering_semantics=LANE),
     interpret=interpret,
   )(*slots, rows, keep.reshape(-1, N))
   new_k, new_v = (jax.freeze(ref).reshape(k.shape) for ref in slots)
   return new_k, new_v
+
+
+def _spread(D, itemsize):
+  """How threads hold a slot, and in how many registers each: a part of it where that comes out even, else each warp all of it.
+
+  Then all four warps read the same lines: Mosaic (jax 0.12) lets no warp read a slot of its own. And its copy engine, which would
+  need no threads, fetches multiples of 128 bytes alone, with an arrival of all threads for each.
+  """
+  if D % THREADS == 0:
+    return plgpu.Layout.WG_STRIDED((D,), vec_size=D // THREADS), -(-D * itemsize // (4 * THREADS))
+  word = 4 // itemsize  # numbers
+  lanes = math.gcd(32, D // word)
+  tiles = plgpu.Tiling(((lanes * word,), (word,)))
+  layout = plgpu.Layout.TILED(tiles, (plgpu.Replicated(4),), (plgpu.Replicated(32 // lanes), -2), -1)
+  return layout, D // (lanes * word)
 
 
 def similarity_obstacle(k: Array | Shape) -> str | None:

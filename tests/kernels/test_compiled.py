@@ -19,6 +19,7 @@ from sprl.cache.scales import Scales
 from sprl.kernels.attention import attention as attend_rows
 from sprl.kernels.block_matmul import block_matmul
 from sprl.kernels.decode_attention import decode_attention
+from sprl.kernels.eviction import compact
 from sprl.kernels.hopper_block_matmul import obstacle
 from sprl.models import transformer
 from sprl.models.config import tiny
@@ -99,6 +100,19 @@ def test_weights_and_tokens_that_fill_no_tile(M, N, K):
   assert kernel.spills == 0
 
 
+@pytest.mark.parametrize('dtype', ['bfloat16', 'uint8'])
+@pytest.mark.parametrize('D', [64, 80, 96, 256])
+def test_slots_of_any_width_are_moved_where_they_lie(D, dtype):
+  shape, cache = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((64, 2, 640, D), dtype)
+  move = partial(compact, ordered=True, kernels='mosaic_gpu')
+  kept = shape((64,), jnp.int32), shape((64, 2, 500), jnp.int32)
+  compiled = compile_for_h200(move, cache, cache, *kept, donate=(0, 1))
+  [kernel] = compiled.kernels
+  assert kernel.spills == 0
+  assert compiled.temporary <= 1024
+  assert compiled.aliased == compiled.outputs - 16  # beside the two pointers of a tuple
+
+
 def test_a_cache_held_as_bytes_is_not_copied_into_codes():
   case = attention('Qwen2.5-7B', 64, 640, FP8)
   q, cache, _, length, scales = case.arguments
@@ -152,8 +166,9 @@ RKV = Cache(budget=512, interval=128, method='rkv')
 
 
 def sampler_of(sampler, cache, **sizes):
-  """Two layers with Qwen2.5-7B's heads: their config, the plan of their memory, and their weights as served."""
-  config = tiny('qwen2', num_attention_heads=28, num_key_value_heads=4, head_dim=128, num_hidden_layers=2, **sizes)
+  """Two layers, with Qwen2.5-7B's heads but for `sizes`: their config, the plan of their memory, and their weights as served."""
+  heads = {'num_attention_heads': 28, 'num_key_value_heads': 4, 'head_dim': 128}
+  config = tiny('qwen2', num_hidden_layers=2, **(heads | sizes))
   quant = Quant(sampler=sampler, key_bias=False, arithmetic='blockwise')
   plan = cache_plan(config, cache, quant, 512, 1536, jnp.bfloat16, kernels='mosaic_gpu')
   served = jax.eval_shape(partial(serve, dtype=jnp.dtype(jnp.bfloat16), quant=quant), transformer.abstract_params(config))
@@ -169,24 +184,26 @@ def decode_loop(sampler, cache, **sizes):
   state = jax.eval_shape(partial(decode.empty_rows, plan, rows=rows, max_tokens=64), served, seed=seed)
   steps = partial(decode.decode, transformer.graph(config), sampling=Sampling(), stop_ids=(), steps=8)
   held = 'u8' if plan.fp8 else 'bf16'
-  keys = f'{held}[{rows},4,{plan.slots(0)},128]'
+  keys = f'{held}[{rows},4,{plan.slots(0)},{plan.head_dim}]'
   return compile_for_h200(steps, served, state, donate=(1,)), keys, plan.bytes(rows)
 
 
 @pytest.mark.parametrize(
-  ('sampler', 'cache', 'kernels'),
+  ('sampler', 'cache', 'D', 'kernels'),
   [
-    pytest.param('bf16', DENSE, {'decode_attention'}, id='dense'),
-    pytest.param('kv8', H2O, {'decode_attention', 'compact'}, id='h2o FP8'),
-    pytest.param('bf16', RKV, {'decode_attention', 'compact', 'similarity'}, id='rkv'),
-    pytest.param('kv8', DENSE, {'decode_attention'}, id='dense FP8', marks=pytest.mark.slow),
-    pytest.param('bf16', H2O, {'decode_attention', 'compact'}, id='h2o', marks=pytest.mark.slow),
-    pytest.param('kv8', RKV, {'decode_attention', 'compact', 'similarity'}, id='rkv FP8', marks=pytest.mark.slow),
+    pytest.param('bf16', DENSE, 128, {'decode_attention'}, id='dense'),
+    pytest.param('kv8', H2O, 128, {'decode_attention', 'compact'}, id='h2o FP8'),
+    pytest.param('bf16', RKV, 128, {'decode_attention', 'compact', 'similarity'}, id='rkv'),
+    pytest.param('kv8', DENSE, 128, {'decode_attention'}, id='dense FP8', marks=pytest.mark.slow),
+    pytest.param('bf16', H2O, 128, {'decode_attention', 'compact'}, id='h2o', marks=pytest.mark.slow),
+    pytest.param('kv8', RKV, 128, {'decode_attention', 'compact', 'similarity'}, id='rkv FP8', marks=pytest.mark.slow),
+    pytest.param('kv8', H2O, 64, {'decode_attention', 'compact'}, id='h2o FP8, heads of 64', marks=pytest.mark.slow),
+    pytest.param('bf16', RKV, 64, {'decode_attention', 'compact', 'similarity'}, id='rkv, heads of 64', marks=pytest.mark.slow),
   ],
 )
-def test_the_decode_loop_leaves_the_cache_where_it_is(sampler, cache, kernels):
+def test_the_decode_loop_leaves_the_cache_where_it_is(sampler, cache, D, kernels):
   """It is written, and compacted, in place and nowhere copied; scoring, a block of rows at a time, takes what SHARE allows."""
-  compiled, keys, size = decode_loop(sampler, cache)
+  compiled, keys, size = decode_loop(sampler, cache, head_dim=D)
   assert {name for name in ('decode_attention', 'compact', 'similarity') if f'hopper_{name}' in compiled.text} == kernels
   assert all(kernel.spills == 0 for kernel in compiled.kernels)
   assert compiled.temporary <= 0.08 * size
