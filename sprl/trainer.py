@@ -16,7 +16,7 @@ which the clock decides what is generated when, loses no group and trains none t
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -200,7 +200,7 @@ def train(run: Run, workdir: Path, team: Team = ALONE) -> Finished:
         return served, jax.block_until_ready([engine.place(served) for engine in engines])
 
     def beside[**A, R](work: Callable[A, R], *args: A.args, **kwargs: A.kwargs) -> R:
-      return work(*args, **kwargs) if thread is None else _meanwhile(scheduler, thread.submit(work, *args, **kwargs))
+      return work(*args, **kwargs) if thread is None else _meanwhile(scheduler, thread.submit(work, *args, **kwargs), team)
 
     if not before:
       before = evaluate_now(stopped=stopped)
@@ -295,13 +295,12 @@ def train(run: Run, workdir: Path, team: Team = ALONE) -> Finished:
   return Finished(done, completed, policy, learning.state.params, before, after)
 
 
-def _meanwhile[R](scheduler: Scheduler, work: Future[R]) -> R:
-  """Rollouts go on until the learner, on devices of its own, is through with some work."""
-  while not work.done():
-    if scheduler.idle:
-      wait([work], 0.05)
-    else:
-      scheduler.pump(patience=0.05)
+def _meanwhile[R](scheduler: Scheduler, work: Future[R], team: Team) -> R:
+  """Rollouts go on until the learner, on devices of its own, is through with some work; or until they wait for it themselves."""
+  while not scheduler.idle and not team.agree('learned', work.done):
+    if work.done():
+      work.result()  # which raises here where it failed here: the others' would wait for this one's for ever
+    scheduler.pump(patience=0.05)
   return work.result()
 
 
@@ -354,14 +353,11 @@ def remarks(run: Run, plan: CachePlan, linears: Kernels, positions: int) -> list
 
 def _check_team(run: Run, team: Team) -> None:
   """Raises SettingsError where these settings are not for a run over several processes."""
-  shared = 'whose rollouts and updates share all devices'
-  for key, value, expected, why in (
-    ('devices.learner', run.devices.learner, '', shared),
-    ('devices.rollout', run.devices.rollout, '', shared),
-    ('devices.engines', run.devices.engines, 1, shared),
-  ):
-    if team.processes > 1 and value != expected:
-      raise SettingsError(f'config.{key} = {value!r}: expected {expected!r} over SPRL_PROCESSES = {team.processes}, {why}')
+  if team.processes > 1 and run.devices.engines > 1:
+    raise SettingsError(
+      f'config.devices.engines = {run.devices.engines}: expected 1 over SPRL_PROCESSES = {team.processes}, which have one '
+      'engine together'
+    )
 
 
 def _check_alike(about: str, mine: Mapping[str, Any], team: Team) -> None:

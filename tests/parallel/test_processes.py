@@ -101,6 +101,16 @@ def test_each_process_reads_and_holds_its_share(tmp_path):
   assert one['embed'] == other['embed'] != 0
 
 
+def test_arrays_go_to_other_devices_of_each_process_without_the_host():
+  """From every layout to every other; no device has more than half of what is brought over for the two of its process."""
+  flags = '--xla_force_host_platform_device_count=4'
+  process = local('2', sys.executable, str(ROOT / 'tests' / 'parallel' / 'processes_reshard.py'), XLA_FLAGS=flags)
+  out, err = process.communicate(timeout=120)
+  assert process.returncode == 0, err
+  told = sorted((json.loads(line[4:]) for line in out.splitlines() if '"process"' in line), key=lambda told: told['process'])
+  assert told == [{'process': process, 'pairs': 100, 'wrong': [], 'most': 0.5} for process in (0, 1)]
+
+
 def test_one_that_sleeps_over_its_turn_is_named_and_ended():
   """And not the other, which waits for it; though it is some time until both have started, and compiled."""
   start = time.monotonic()
