@@ -17,7 +17,7 @@ from sprl.parallel.rules import shardings
 from sprl.parallel.team import ALONE, Team
 from sprl.policy import Policy
 from sprl.rollout import collect
-from sprl.rollout.agreed import AgreedWorkers
+from sprl.rollout.agreed import AgreedProblems, AgreedSource, AgreedWorkers
 from sprl.rollout.codec import ChatCodec, PlainCodec
 from sprl.rollout.episodes import Limits
 from sprl.rollout.lanes import Lanes
@@ -34,7 +34,7 @@ from sprl.tasks.environments.protocol import EnvironmentFault
 from sprl.tasks.executors import EXECUTORS, cpus
 from sprl.tasks.grading_lanes import GradingLanes
 from sprl.tasks.grading_pool import GradingPool
-from sprl.tasks.problems import Problem
+from sprl.tasks.problems import Problem, holder
 from sprl.tasks.prompts import PromptStream
 
 LOOKED_AHEAD = 10_000  # prompts whose lengths are checked before the first step; the engine checks all others
@@ -55,17 +55,22 @@ class Asked:
 
   run: Run
   tokenizer: Tokenizer
+  team: Team
   stream: PromptStream | None  # None: conversations
   test: Sequence[Problem]
 
   @classmethod
-  def open(cls, run: Run, tokenizer: Tokenizer) -> 'Asked':
-    """Reads the problems, or makes an environment to look at.
+  def open(cls, run: Run, tokenizer: Tokenizer, team: Team = ALONE) -> 'Asked':
+    """Reads the problems, of a team each process its share, or makes an environment to look at.
 
-    Raises SettingsError: files, data sets, environments that cannot be used; prompts that are too long.
+    Raises SettingsError, in all processes: files, data sets, environments that cannot be used; prompts that are too long.
     """
+    return team.unless_refused('what is asked', lambda: cls._open(run, tokenizer, team))
+
+  @classmethod
+  def _open(cls, run: Run, tokenizer: Tokenizer, team: Team) -> 'Asked':
     if run.task.kind == 'environment':
-      asked = cls(run, tokenizer, None, ())
+      asked = cls(run, tokenizer, team, None, ())
       try:
         (first,) = prompts(asked._conversations(run.sampling.max_tokens, None), 0, 1)
       except EnvironmentFault as error:
@@ -76,22 +81,27 @@ class Asked:
           f'{run.environment.name} says first'
         )
       return asked
-    train, test = problems.load(run.task, 'train'), problems.load(run.task, 'test')
-    stream = PromptStream(train, run.seed)
+    train, test = (problems.load(run.task, split, team.process, team.processes) for split in ('train', 'test'))
+    stream = PromptStream(AgreedProblems(train, team), run.seed)
     ahead = min(run.steps * run.rollout.prompts, len(train), LOOKED_AHEAD)
-    for some in (test[: run.eval.problems], [stream.at(i) for i in range(ahead)]):
-      collect.check_lengths(some, tokenizer, run.sampling.max_prompt)
-    return cls(run, tokenizer, stream, test)
+    for some, asked in ((test, range(min(run.eval.problems, len(test)))), (train, map(stream.index, range(ahead)))):
+      mine = [some[i] for i in asked if holder(i, team.processes) == team.process]
+      collect.check_lengths(mine, tokenizer, run.sampling.max_prompt)
+    return cls(run, tokenizer, team, stream, AgreedProblems(test, team))
 
-  def begin(self, enter: Callable[[Any], Any], team: Team = ALONE) -> tuple[WorkersLike, Source, HeldOut]:
-    """Starts the processes or threads that work beside the run, within a context that `enter` enters; for a team its first
+  def begin(self, enter: Callable[[Any], Any]) -> tuple[WorkersLike, Source, HeldOut]:
+    """Starts the processes or threads that work beside the run, within a context that `enter` enters; of a team the first
     process does."""
-    run, task = self.run, self.run.task
+    run, task, team = self.run, self.run.task, self.team
     limit = run.sampling.max_tokens
     if self.stream is None:
       lanes, apart = (enter(self._lanes(held_out)) if team.leads else None for held_out in (False, True))
-      tested = HeldOut(partial(self._conversations, lanes=apart, held_out=True), AgreedWorkers(apart, team), run.eval.problems)
-      return AgreedWorkers(lanes, team), self._conversations(limit, lanes), tested
+
+      def tested(limit: int) -> Source:
+        return AgreedSource(self._conversations(limit, apart, held_out=True), team)
+
+      source = AgreedSource(self._conversations(limit, lanes), team)
+      return AgreedWorkers(lanes, team), source, HeldOut(tested, AgreedWorkers(apart, team), run.eval.problems)
     pool = AgreedWorkers(enter(grading(task)) if team.leads else None, team)
     test = self.test
 

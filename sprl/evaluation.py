@@ -55,7 +55,7 @@ def evaluate(
   engine = policy.engine(sampling, plan, rows, min(run.rollout.prompts, -(-rows // k)), run.seed)
   source, first = Apart(held_out.source(limit), FIRST_UID // k), FIRST_UID // k
   if plan.fp8 and scales is None:
-    some = team.agree('prompts', lambda: prompts(source, first, min(count, engine.prefill)))
+    some = prompts(source, first, min(count, engine.prefill))
     scales = calibrate.scales_of_prompts(policy.graphdef, plan, params, some, engine.prefill, quant)
   slots = Slots(engine, policy.serve(params, quant, scales))
   scheduler = Scheduler(

@@ -26,7 +26,7 @@ from sprl.models.config import ModelConfig
 from sprl.models.lora import Base, abstract_adapters, adapter_axes, fingerprint, init_adapters
 from sprl.models.moe import check_split
 from sprl.models.transformer import Params
-from sprl.parallel.mesh import divide, make_mesh, replicated, sizes
+from sprl.parallel.mesh import check_dealt, divide, make_mesh, replicated, sizes
 from sprl.parallel.rules import row_shards, shardings
 from sprl.parallel.transfer import place
 from sprl.sampler.cache_plan import cache_plan
@@ -77,6 +77,8 @@ class Policy:
         f'config.optimizer.offload = True: expected False on devices that reach {", ".join(memories)} and no {HOST} memory'
       )
     learner, engines = divide(run.devices, jax.devices())
+    if jax.process_count() > 1:
+      check_dealt(run.devices, learner, learner if engines is None else engines[0], jax.process_count())
     heads = config.num_heads, config.num_kv_heads
     mesh = make_mesh(run.mesh.learner, learner, heads)
     apart = [make_mesh(run.mesh.rollout, devices, heads, 'rollout') for devices in engines or [learner]]

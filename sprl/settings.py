@@ -693,6 +693,8 @@ def check_rollout(run: Run) -> None:
       lambda v: v == '' or device_numbers(v) is not None,
       f"'', or numbers such as '0-3' or '4,5,6', each once and below {MOST_DEVICES}",
     )
+  for key in (f'mesh.{name}.{axis.name}' for name in ('learner', 'rollout') for axis in dataclasses.fields(Mesh)):
+    _require(run, key, lambda v: v >= 1 or v == -1, '1 or more, or -1 once: all devices that remain')
   if run.cache.masked_learner:
     why = 'with config.cache.masked_learner: a sequence that goes on in another row forgets in another way'
     _require(run, 'rollout.async_ratio', lambda v: v == 0, f'0 {why}')

@@ -16,7 +16,7 @@ which the clock decides what is generated when, loses no group and trains none t
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -93,8 +93,10 @@ def train(run: Run, workdir: Path, team: Team = ALONE) -> Finished:
   _check_team(run, team)
   policy = Policy.open(run)
   plan = policy.plan(run.sampling, run.cache, run.quant, run.cache.masked_learner, run.model.router_replay == 'R3')
-  asked = acting.Asked.open(run, policy.tokenizer)
-  _check_alike(run, policy, asked, workdir, team)
+  here = {'computes in': str(policy.dtype), 'kernels': policy.kernels, '--workdir': str(workdir)}
+  _check_alike('settings', settings.to_dict(run) | here, team)
+  asked = acting.Asked.open(run, policy.tokenizer, team)
+  _check_alike('problems', {'problems': asked.state()}, team)
   for remark in remarks(run, plan, policy.linears(run.quant), policy.config.max_positions):
     log.warning(remark)
   checkpoints = Checkpoints(workdir / 'checkpoints', run.checkpoint.keep_last, run.checkpoint.keep_best, team)
@@ -104,7 +106,7 @@ def train(run: Run, workdir: Path, team: Team = ALONE) -> Finished:
   with ExitStack() as open_until_the_end:
     enter = open_until_the_end.enter_context
     stop = enter(signals())
-    workers, source, held_out = asked.begin(enter, team)
+    workers, source, held_out = asked.begin(enter)
     if team.leads:
       enter(exclusive(workdir))
       for difference in write_config(workdir, settings.to_dict(run), MAY_CHANGE, settings.to_dict(Run())):
@@ -114,7 +116,7 @@ def train(run: Run, workdir: Path, team: Team = ALONE) -> Finished:
       return team.stopped(stop.received)
 
     def asked_first(number: int):
-      return team.agree('prompts', lambda: prompts(source, number, run.rollout.prompts))
+      return prompts(source, number, run.rollout.prompts)
 
     # --- state: from a checkpoint, or from the pretrained weights ---------------------------------------------------
     optimizer = make_optimizer(run.optimizer, run.steps * run.optimizer.updates)
@@ -198,7 +200,7 @@ def train(run: Run, workdir: Path, team: Team = ALONE) -> Finished:
         return served, jax.block_until_ready([engine.place(served) for engine in engines])
 
     def beside[**A, R](work: Callable[A, R], *args: A.args, **kwargs: A.kwargs) -> R:
-      return work(*args, **kwargs) if thread is None else _meanwhile(scheduler, thread.submit(work, *args, **kwargs))
+      return work(*args, **kwargs) if thread is None else _meanwhile(scheduler, thread.submit(work, *args, **kwargs), team)
 
     if not before:
       before = evaluate_now(stopped=stopped)
@@ -263,8 +265,10 @@ def train(run: Run, workdir: Path, team: Team = ALONE) -> Finished:
       clocked = {**times.seconds, **learned.seconds, **waits, **idle, 'tokens_per_second': rate, 'engine_host_share': host}
       if run_log:
         run_log.write(step, scalars, clocked, {'async/token_lag': lags(trajectories, step - 1)})
-      if run_log and run.log.samples_every and step % run.log.samples_every == 0:
-        run_log.samples(step, collect.sample_rows(trajectories, source.answer, policy.tokenizer, run.log.samples))
+      if run.log.samples_every and step % run.log.samples_every == 0:
+        shown = collect.sample_rows(trajectories, source.answer, policy.tokenizer, run.log.samples)  # all know the answers then
+        if run_log:
+          run_log.samples(step, shown)
       broken = _misserved(learning, served, last=step == run.steps)
       bad_streak = max((int(m['update/bad_streak']) for m in learned.measured), default=0)
       _check(scalars, broken, capped, bad_streak, run, step, workdir)
@@ -291,13 +295,12 @@ def train(run: Run, workdir: Path, team: Team = ALONE) -> Finished:
   return Finished(done, completed, policy, learning.state.params, before, after)
 
 
-def _meanwhile[R](scheduler: Scheduler, work: Future[R]) -> R:
-  """Rollouts go on until the learner, on devices of its own, is through with some work."""
-  while not work.done():
-    if scheduler.idle:
-      wait([work], 0.05)
-    else:
-      scheduler.pump(patience=0.05)
+def _meanwhile[R](scheduler: Scheduler, work: Future[R], team: Team) -> R:
+  """Rollouts go on until the learner, on devices of its own, is through with some work; or until they wait for it themselves."""
+  while not scheduler.idle and not team.agree('learned', work.done):
+    if work.done():
+      work.result()  # which raises here where it failed here: the others' would wait for this one's for ever
+    scheduler.pump(patience=0.05)
   return work.result()
 
 
@@ -350,21 +353,16 @@ def remarks(run: Run, plan: CachePlan, linears: Kernels, positions: int) -> list
 
 def _check_team(run: Run, team: Team) -> None:
   """Raises SettingsError where these settings are not for a run over several processes."""
-  shared = 'whose rollouts and updates share all devices'
-  for key, value, expected, why in (
-    ('devices.learner', run.devices.learner, '', shared),
-    ('devices.rollout', run.devices.rollout, '', shared),
-    ('devices.engines', run.devices.engines, 1, shared),
-  ):
-    if team.processes > 1 and value != expected:
-      raise SettingsError(f'config.{key} = {value!r}: expected {expected!r} over SPRL_PROCESSES = {team.processes}, {why}')
+  if team.processes > 1 and run.devices.engines > 1:
+    raise SettingsError(
+      f'config.devices.engines = {run.devices.engines}: expected 1 over SPRL_PROCESSES = {team.processes}, which have one '
+      'engine together'
+    )
 
 
-def _check_alike(run: Run, policy: Policy, asked: acting.Asked, workdir: Path, team: Team) -> None:
+def _check_alike(about: str, mine: Mapping[str, Any], team: Team) -> None:
   """Raises SettingsError where this process of a team was started as another run than the first, or would be one here."""
-  here = {'computes in': str(policy.dtype), 'kernels': policy.kernels, 'problems': asked.state(), '--workdir': str(workdir)}
-  mine = settings.to_dict(run) | here
-  if differences := config_differences(team.agree('settings', lambda: mine), mine, {}):
+  if differences := config_differences(team.agree(about, lambda: mine), mine, {}):
     raise SettingsError(f'SPRL_PROCESS=0 -> SPRL_PROCESS={team.process}: expected the same run\n  ' + '\n  '.join(differences))
 
 

@@ -18,8 +18,11 @@ def config(**changes):
   made = default_config().to_dict()
   made['model']['path'] = 'some/model'
   for key, value in changes.items():
-    section, _, name = key.rpartition('__')
-    (made[section] if section else made)[name] = value
+    *sections, name = key.split('__')
+    section = made
+    for each in sections:
+      section = section[each]
+    section[name] = value
   return made
 
 
@@ -295,6 +298,8 @@ def environment(**changes):
     ('rollout.filter_std', -0.1, 'a finite number, 0 or more'),
     ('rollout.filter_std', float('nan'), 'a finite number, 0 or more'),
     ('devices.engines', 0, '1 or more'),
+    ('mesh.learner.fsdp', 0, '1 or more, or -1 once: all devices that remain'),
+    ('mesh.rollout.expert', -2, '1 or more, or -1 once: all devices that remain'),
     ('devices.rollout', 'all', "'', or numbers such as '0-3' or '4,5,6'"),
     ('devices.rollout', '3-0', "'', or numbers such as '0-3' or '4,5,6'"),
     ('devices.learner', '0,,1', "'', or numbers such as '0-3' or '4,5,6'"),

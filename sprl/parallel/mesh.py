@@ -9,7 +9,7 @@ where they may be and nowhere else. Worked example, 12 query and 2 kv heads over
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
@@ -96,6 +96,28 @@ def divide(settings: settings.Devices, devices) -> tuple[list, list[list] | None
     return learner, None
   size = len(rollout) // settings.engines
   return learner, [rollout[i : i + size] for i in range(0, len(rollout), size)]
+
+
+def check_dealt(settings: settings.Devices, learner: Sequence, rollout: Sequence, processes: int) -> None:
+  """Raises SettingsError where several processes do not all have their share of what learns, and of what samples: as many devices
+  each, and those of one process before those of the next, so that what is cut in as many parts lies with each in one piece.
+
+  XLA on CPUs starts one program over several devices of a process at a time. Those of learner and rollouts would wait for each
+  other, begun in one order here and in another there, so that there one device of each process is all that one of them may have.
+  """
+  for key, devices in (('learner', learner), ('rollout', rollout)):
+    setting, owners = f'config.devices.{key} = {getattr(settings, key)!r}', [device.process_index for device in devices]
+    if missing := sorted(set(range(processes)) - set(owners)):
+      raise SettingsError(f'{setting}: expected some devices of every process; SPRL_PROCESS={missing[0]} has none')
+    if owners != sorted(owners) or len({owners.count(process) for process in owners}) > 1:
+      raise SettingsError(
+        f'{setting}: expected as many devices of every process, in their order; these are of SPRL_PROCESS={owners}'
+      )
+  if set(learner).isdisjoint(rollout) and learner[0].platform == 'cpu' and min(len(learner), len(rollout)) > processes:
+    raise SettingsError(
+      f'config.devices.learner = {settings.learner!r}, rollout = {settings.rollout!r}: expected of one of them a device of each '
+      'process on CPUs, which run one program over several devices at a time'
+    )
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -2,11 +2,13 @@
 
 All processes go through the same program, and so put the same work on the devices in the same order. What could make them differ
 is what a program's arguments do not fix: which grader answered first, whether a chunk is over by now, a signal, a file. That is
-decided by process 0, and the others are told:
+decided by process 0, and the others are told; so is what one of them alone has read:
 
-    batch = team.agree('batch', lambda: poll())       process 0 calls it; everyone gets what it returned
+    batch = team.agree('batch', lambda: poll())                    process 0 calls it; everyone gets what it returned
+    problem = team.agree('problem', lambda: problems[5], by=1)     process 1 does
 
-It goes from process to process directly, past the devices, which may be at work. Nobody waits but those who are told.
+It goes from process to process directly, past the devices, which may be at work; all of it through process 0. Nobody waits but
+those who are told.
 """
 
 import contextlib
@@ -30,6 +32,9 @@ from jax.experimental import multihost_utils
 
 from sprl.parallel import watchman
 from sprl.parallel.processes import Place, initialize, place
+from sprl.settings import SettingsError
+
+_UNASKED = 0  # the number of what is said before anyone asks: a request to stop
 
 
 class Apart(RuntimeError):
@@ -53,35 +58,56 @@ class Team:
     """Whether this process decides, and writes the run's folder."""
     return self.process == 0
 
-  def agree[T](self, about: str, decide: Callable[[], T]) -> T:
-    """What `decide` returns in process 0, where alone it is called; it must be possible to pickle.
+  def agree[T](self, about: str, decide: Callable[[], T], by: int = 0) -> T:
+    """What `decide` returns in process `by`, where alone it is called; it must be possible to pickle.
 
     Raises Apart where processes do not agree even what there is to decide.
     """
     if self.processes == 1:
       return decide()
     self._agreed += 1
-    if self.leads:
+    if self.process == by:
       value = decide()
-      told = pickle.dumps((self._agreed, about, value))
-      for other in self.others:
-        self._with_others(lambda other=other: other.send_bytes(told))
+      self._tell((self._agreed, about, value), self.others)
       return value
-    number, said, value = self._heard(self.others[0])
+    teller = by if self.leads else 0
+    heard = number, said, value = self._heard(teller)
     if (number, said) != (self._agreed, about):
-      raise Apart(f'SPRL_PROCESS={self.process} asks about {about!r} ({self._agreed}), SPRL_PROCESS=0 about {said!r} ({number})')
+      raise Apart(
+        f'SPRL_PROCESS={self.process} asks about {about!r} ({self._agreed}), SPRL_PROCESS={teller} about {said!r} ({number})'
+      )
+    if self.leads:
+      self._tell(heard, [other for k, other in enumerate(self.others, 1) if k != by])
     return value
+
+  def each[T](self, about: str, say: Callable[[], T]) -> list[T]:
+    """What `say` returns in each process, in their order."""
+    return [self.agree(about, say, by=process) for process in range(self.processes)]
+
+  def unless_refused[T](self, about: str, work: Callable[[], T]) -> T:
+    """What `work`, which agrees on nothing, returns here. Raises SettingsError in all processes where it does in one."""
+    try:
+      found = work()
+    except SettingsError as error:
+      found = error
+    reasons = self.each(about, lambda: str(found) if isinstance(found, SettingsError) else None)
+    if isinstance(found, SettingsError):
+      raise found
+    for process, reason in enumerate(reasons):
+      if reason is not None:
+        raise SettingsError(f'SPRL_PROCESS={process}: {reason}')
+    return found
 
   def stopped(self, here: str) -> str:
     """Why all are to stop, or '': `here` is what this process was asked."""
     if here and not self.leads and not self._asked:
       self._asked = here
-      self._with_others(lambda: self.others[0].send(here))
+      self._tell((_UNASKED, 'stop', here), self.others)
 
     def asked() -> str:
       for other in self.others:
-        while other.poll():
-          self._asked = self._with_others(other.recv)
+        while other.poll():  # nobody says anything else before this is decided
+          self._asked = self._with_others(other.recv)[2]
       return here or self._asked
 
     return self.agree('stop', asked)
@@ -98,23 +124,26 @@ class Team:
 
   def meet(self) -> None:
     """Waits until all have come here."""
-    if self.leads:
-      for other in self.others:
-        while self._heard(other) != 'here':
-          pass  # it was asked to stop when there was nothing left to be stopped
-    else:
-      self._with_others(lambda: self.others[0].send('here'))
-    self.agree('here', lambda: None)
+    self.each('here', lambda: None)
+    self.agree('all', lambda: None)
 
   def progress(self) -> tuple[int, bool]:
     """How much it has agreed on so far, and whether it waits for another's word."""
     return self._agreed, self._waits
 
-  def _heard(self, other: Connection) -> Any:
-    """What the other says, waited for."""
+  def _tell(self, what: tuple[int, str, Any], others: Sequence[Connection]) -> None:
+    told = pickle.dumps(what)
+    for other in others:
+      self._with_others(lambda other=other: other.send_bytes(told))
+
+  def _heard(self, process: int) -> tuple[int, str, Any]:
+    """What that process says when it is asked, waited for; that it was told to stop is kept until that is asked."""
+    other = self.others[process - 1] if self.leads else self.others[0]
     self._waits = True
     try:
-      return self._with_others(other.recv)
+      while (heard := self._with_others(other.recv))[0] == _UNASKED:
+        self._asked = heard[2]
+      return heard
     finally:
       self._waits = False
 

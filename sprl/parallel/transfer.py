@@ -12,9 +12,12 @@ from functools import cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
+
+from sprl.quant import fp8
 
 
 def place(tree: Any, shardings: Any) -> Any:
@@ -38,12 +41,22 @@ def _whole(x: Any) -> Any:
   if not isinstance(x, jax.Array) or x.is_fully_addressable or x.is_fully_replicated:
     return x
   assert isinstance(x.sharding, NamedSharding), x.sharding
-  return _gather(NamedSharding(x.sharding.mesh, P()))(x)
+  return relaid(x, NamedSharding(x.sharding.mesh, P()))
+
+
+def relaid(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+  """The array in another layout on the same devices; over processes, all of them must ask for it."""
+  return _relaying(sharding)(x)
 
 
 @cache
-def _gather(sharding: NamedSharding):
-  return jax.jit(lambda x: x, out_shardings=sharding)
+def _relaying(sharding: NamedSharding):
+  def same(x):
+    if x.dtype != jnp.float8_e4m3fn:
+      return x
+    return fp8.from_bytes(jax.lax.with_sharding_constraint(fp8.to_bytes(x), sharding))
+
+  return jax.jit(same, out_shardings=sharding)
 
 
 def home(sharding: Sharding) -> Any:

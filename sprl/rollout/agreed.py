@@ -2,14 +2,22 @@
 
 Every process has the engine, for each holds its devices' part of it and all start its programs. Whether a chunk is over, which
 depends on when one asks, process 0 says. Workers (graders, environments) are process 0's alone: what they return, all are told.
+Problems are dealt to the processes: each is told by the one that holds it.
 """
 
 import itertools
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+from jaxtyping import Int
 
 from sprl.parallel.team import Team
 from sprl.rollout.scheduler import EngineLike, WorkersLike
+from sprl.rollout.sources import MakeEpisode, Source
+from sprl.tasks.environments.protocol import EnvironmentFault
+from sprl.tasks.problems import Problem, holder
 from sprl.trajectory import Completion, Request
 
 
@@ -96,3 +104,46 @@ class AgreedWorkers:
     """Process 0's affair."""
     if self._inner is not None:
       self._inner.wait(seconds)
+
+
+@dataclass(frozen=True)
+class AgreedProblems(Sequence[Problem]):
+  """Problems of which every process holds its share (tasks/problems.py); all must ask for one at once."""
+
+  inner: Sequence[Problem]
+  team: Team
+
+  def __len__(self) -> int:
+    return len(self.inner)
+
+  def __getitem__(self, index):
+    return self.team.agree('problem', lambda: self.inner[index], by=holder(index, self.team.processes))
+
+
+@dataclass(frozen=True)
+class AgreedSource:
+  """A source of which process 0 says what its groups begin with, as its environment has it; all must ask at once."""
+
+  inner: Source
+  team: Team
+
+  def __call__(self, number: int) -> MakeEpisode:
+    """As the inner."""
+    return self.inner(number)
+
+  def prompt(self, number: int) -> Int[np.ndarray, ' P']:
+    """As the inner of process 0. Raises EnvironmentFault."""
+    first = self.team.agree('prompt', lambda: self._first(number))
+    if isinstance(first, EnvironmentFault):
+      raise first
+    return first
+
+  def _first(self, number: int) -> Int[np.ndarray, ' P'] | EnvironmentFault:
+    try:
+      return self.inner.prompt(number)
+    except EnvironmentFault as fault:
+      return fault
+
+  def answer(self, number: int) -> str:
+    """As the inner."""
+    return self.inner.answer(number)

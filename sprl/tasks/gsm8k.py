@@ -13,11 +13,12 @@ from sprl.settings import SettingsError, Task
 from sprl.tasks import jsonl
 
 _HUB = 'openai/gsm8k'
+_AT_ONCE = 1024  # rows of a parquet file that are looked at
 _HUB_NAME = re.compile(r'[\w.-]+/[\w.-]+')
 _LOCAL = 'a local folder that holds train.jsonl and test.jsonl (lines of `question` and `answer`, ending in `#### N`)'
 
 
-def rows(task: Task, split: str) -> list[dict[str, Any]]:
+def rows(task: Task, split: str) -> Iterator[dict[str, Any]]:
   """The problems of a split, each {id, prompt, answer, extra}: `answer` the number after `####`, `extra` the worked solution.
 
   task.path names a folder or a hub data set; '' is openai/gsm8k.
@@ -28,10 +29,12 @@ def rows(task: Task, split: str) -> list[dict[str, Any]]:
   folder = Path(name).expanduser()
   if not folder.is_dir():
     folder = _download(name)
-  found = [_row(where, f'gsm8k/{split}/{i}', line) for i, (where, line) in enumerate(_lines(name, folder, split))]
-  if not found:
+  count = 0
+  for where, line in _lines(name, folder, split):
+    yield _row(where, f'gsm8k/{split}/{count}', line)
+    count += 1
+  if not count:
     raise SettingsError(f'config.task.path = {name!r}: its {split} split is empty')
-  return found
 
 
 def _download(name: str) -> Path:
@@ -66,7 +69,8 @@ def _lines(name: str, folder: Path, split: str) -> Iterator[tuple[str, dict[str,
       f'config.task.path = {name!r}: its parquet files need the package pyarrow (pip install pyarrow); without it, name {_LOCAL}'
     ) from error
   for table in tables:
-    yield from ((f'{table}:{i}', line) for i, line in enumerate(parquet.read_table(table).to_pylist()))
+    batches = parquet.ParquetFile(table).iter_batches(_AT_ONCE)
+    yield from ((f'{table}:{i}', line) for i, line in enumerate(line for batch in batches for line in batch.to_pylist()))
 
 
 def _row(where: str, name: str, line: dict[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from sprl.settings import SettingsError, Task
 _ROLES = ('system', 'user', 'assistant')
 
 
-def rows(task: Task, split: str) -> list[dict[str, Any]]:
+def rows(task: Task, split: str) -> Iterator[dict[str, Any]]:
   """The problems of task.path (train) or task.eval_path (test), each {id, prompt or messages, answer}; `extra` holds a solution.
 
   Raises SettingsError: no such file, no problem in it, or a malformed line, by file and line number.
@@ -24,10 +24,11 @@ def rows(task: Task, split: str) -> list[dict[str, Any]]:
   path = Path(name).expanduser()
   if not name or not path.is_file():
     raise SettingsError(f'{key} = {name!r}: no such file; expected a JSONL file of `prompt` or `messages`, and `answer`')
-  found = [_row(f'{path}:{number}', line, task.chat) for number, line in lines(path)]
-  if not found:
+  number = 0
+  for number, line in lines(path):
+    yield _row(f'{path}:{number}', line, task.chat)
+  if not number:
     raise SettingsError(f'{key} = {name!r}: the file holds no problem')
-  return found
 
 
 def lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:

@@ -24,19 +24,23 @@ class PromptStream:
   def __init__(self, problems: Sequence[Problem], seed: int, process_index: int = 0, process_count: int = 1):
     if len(problems) < process_count:
       raise ValueError(f'{len(problems)} problems cannot be dealt to {process_count} processes: expected one for each at least')
-    order = grain.MapDataset.source(problems).seed(seed).shuffle()[process_index::process_count].repeat()
-    self._order = cast(Sequence[Problem], order)
+    order = grain.MapDataset.range(len(problems)).seed(seed).shuffle()[process_index::process_count].repeat()
+    self._problems, self._order = problems, cast(Sequence[int], order)
     self._made_of = {'problems': len(problems), 'seed': seed, 'process_index': process_index, 'process_count': process_count}
     self._position = 0
 
+  def index(self, position: int) -> int:
+    """Which of the problems is at a place of the order."""
+    return int(self._order[position])
+
   def at(self, position: int) -> Problem:
     """The problem at a place of the order."""
-    return self._order[position]
+    return self._problems[self.index(position)]
 
   def next(self, n: int) -> list[Problem]:
     """The next n problems of this process."""
     start, self._position = self._position, self._position + n
-    return [self._order[i] for i in range(start, self._position)]
+    return [self.at(i) for i in range(start, self._position)]
 
   def state(self) -> dict[str, Any]:
     """Where the stream stands, for JSON: `restore` of an equal stream continues at the exact next problem."""

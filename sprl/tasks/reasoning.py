@@ -8,7 +8,7 @@ questions (46 of them held out), so that every seed soon generates them all.
 import difflib
 import functools
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from sprl.settings import SettingsError, Task
@@ -18,7 +18,7 @@ _MAX_TRIES = 200  # seeds tried for one training problem: (1/4)^200 that all are
 _SCANNED = 20  # problems generated at most for each held-out one that is asked for
 
 
-def rows(task: Task, split: str) -> Sequence[dict[str, Any]]:
+def rows(task: Task, split: str) -> Iterable[dict[str, Any]]:
   """The problems of a split, each {id, prompt, answer, extra}; `extra` holds the generator's entry, which its scorer wants.
 
   train: task.size problems, generated when asked for, by index. test: up to task.held_out distinct questions, fewer where the
@@ -53,7 +53,11 @@ def generator(name: str, args: Mapping[str, Any], seed: int, size: int) -> Any:
 
 def is_held_out(question: str) -> bool:
   """Whether a question is of the test split: a property of its text, the same on every machine and in every version."""
-  return int.from_bytes(hashlib.sha256(question.encode()).digest()[:8]) % _ONE_IN == 0
+  return int.from_bytes(_digest(question)[:8]) % _ONE_IN == 0
+
+
+def _digest(question: str) -> bytes:
+  return hashlib.sha256(question.encode()).digest()
 
 
 class _Train(Sequence):
@@ -80,16 +84,17 @@ class _Train(Sequence):
     raise SettingsError(f'config.task.name = {self._task.name!r}, args {self._task.args!r}: all its questions are held out')
 
 
-def _test(task: Task) -> list[dict[str, Any]]:
-  found: dict[str, Any] = {}
+def _test(task: Task) -> Iterator[dict[str, Any]]:
+  found: set[bytes] = set()
   for entry in _entries(task, task.held_out * _SCANNED):
-    if is_held_out(entry['question']):
-      found.setdefault(entry['question'], entry)
+    question = entry['question']
+    if is_held_out(question) and _digest(question) not in found:
+      yield _row(f'{task.name}/test/{len(found)}', entry)
+      found.add(_digest(question))
     if len(found) == task.held_out:
       break
   if not found:
     raise SettingsError(f'config.task.name = {task.name!r}, args {task.args!r}: too few distinct questions to hold any out')
-  return [_row(f'{task.name}/test/{i}', entry) for i, entry in enumerate(found.values())]
 
 
 def _entries(task: Task, count: int) -> Iterator[dict[str, Any]]:

@@ -145,7 +145,7 @@ def test_what_processes_cannot_share_is_refused_by_each(inputs, tmp_path):
   results = finish(start(inputs, tmp_path / 'run', 2, 1, '--config.devices.learner=0', '--config.devices.rollout=1'))
   for status, _, err in results:
     assert status == 2
-    assert "error: config.devices.learner = '0': expected '' over SPRL_PROCESSES = 2, whose rollouts and updates" in err
+    assert "error: config.devices.learner = '0': expected some devices of every process; SPRL_PROCESS=1 has none" in err
     assert 'Traceback' not in err
   assert not (tmp_path / 'run').exists()
 
@@ -193,6 +193,44 @@ def test_rollouts_may_run_ahead_over_processes(inputs):
   steps = [record for record in logged(inputs / 'ahead') if record['kind'] == 'train']
   assert len(steps) == 4
   assert all(record['async/age_max'] <= 1 for record in steps)
+
+
+# --- devices of their own for rollouts -------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_devices_of_their_own_change_nothing_over_processes(inputs, tmp_path):
+  """Of a synchronous run, bit for bit: weights go to the rollouts' devices in FP8, and what is sampled there and learned."""
+  apart = '--config.devices.learner=0,2', '--config.devices.rollout=1,3', '--config.steps=3'
+  train(inputs, tmp_path / 'two', 2, 2, *apart)
+  train(inputs, tmp_path / 'one', 1, 4, *apart)
+  assert logged(tmp_path / 'two') == logged(tmp_path / 'one')
+
+
+@pytest.mark.slow
+def test_rollouts_beside_the_learner_go_on_over_processes_after_a_kill(inputs, tmp_path):
+  """Of the groups none is lost and none comes twice; weights are cut into four parts, of which each process has two."""
+  ahead = (
+    '--config.devices.learner=0-1,3-4', '--config.devices.rollout=2,5',
+    '--config.rollout.async_ratio=1', '--config.loss.variant=decoupled_ppo', '--config.steps=6',
+    '--config.checkpoint.every=1',
+  )  # fmt: skip
+  running = start(inputs, tmp_path / 'run', 2, 3, *DENSE[:-1], *ahead)
+  until_step(3, tmp_path / 'run', running)
+  running[1].kill()
+  assert all(status for status, _, _ in finish(running))
+  train(inputs, tmp_path / 'run', 2, 3, *DENSE[:-1], *ahead)
+  steps = [record for record in logged(tmp_path / 'run') if record['kind'] == 'train']
+  assert [record['step'] for record in steps] == [1, 2, 3, 4, 5, 6]
+  assert max(record['async/age_max'] for record in steps) == 1
+  record = json.loads((tmp_path / 'run' / 'checkpoints' / 'step_000006' / 'record.json').read_text())['record']
+  state = record['extra']['scheduler']
+  assert (state['consumed'], state['next'], state['live']) == (24, 24, [])
+  events = json.loads((tmp_path / 'run' / 'trace.json').read_text())['traceEvents']
+  tracks = {e['tid']: e['args']['name'] for e in events if e['ph'] == 'M'}
+  spans = [(tracks[e['tid']], e['ts'], e['ts'] + e['dur']) for e in events if e['ph'] == 'X']
+  learner, engine = ([(a, b) for name, a, b in spans if name == track] for track in ('learner', 'engine 0'))
+  assert any(max(a, c) < min(b, d) for a, b in learner for c, d in engine)  # chunks were decoded meanwhile
 
 
 # --- what a run may have besides -------------------------------------------------------------------------------------

@@ -165,12 +165,8 @@ def test_experts_that_the_mesh_cannot_split(inputs, tmp_path, monkeypatch):
 
 
 def test_settings_that_processes_cannot_share(inputs, tmp_path, monkeypatch):
-  for changes, said in [
-    ({'devices__learner': '0-3'}, "config.devices.learner = '0-3': expected '' over SPRL_PROCESSES = 2, whose rollouts and"),
-    ({'devices__rollout': '4', 'devices__learner': '0'}, "config.devices.learner = '0': expected ''"),
-    ({'devices__engines': 2}, 'config.devices.engines = 2: expected 1'),
-  ]:
-    assert said in refusal(changed(inputs, **changes), tmp_path / 'run', monkeypatch, Team(processes=2))
+  said = refusal(changed(inputs, devices__engines=2), tmp_path / 'run', monkeypatch, Team(processes=2))
+  assert said == 'config.devices.engines = 2: expected 1 over SPRL_PROCESSES = 2, which have one engine together'
 
 
 def test_a_process_that_was_started_as_another_run(inputs, tmp_path, monkeypatch):
@@ -183,6 +179,15 @@ def test_a_process_that_was_started_as_another_run(inputs, tmp_path, monkeypatch
   _, said = together(lambda team: team.agree('settings', lambda: first), another)
   assert str(said).startswith('SPRL_PROCESS=0 -> SPRL_PROCESS=1: expected the same run\n')
   assert '  seed: 7 -> 0' in str(said)
+
+
+def test_problems_that_one_process_alone_has_or_cannot_use(inputs, tmp_path, monkeypatch):
+  lines = [json.dumps({'prompt': prompt, 'answer': '1'}) for prompt in ('1 = ', '1 + 0 + 0 + 0 + 0 + 0 = ', '0 + 1 = ')]
+  (tmp_path / 'train.jsonl').write_text('\n'.join(lines))
+  run = changed(inputs, task__path=str(tmp_path / 'train.jsonl'))
+  first, second = together(*[lambda team: refusal(run, tmp_path / 'run', monkeypatch, team)] * 2)
+  said = f'config.sampling.max_prompt = 16: 1 of 1 prompts are longer; expected at least 24, the tokens of {run.task.path}:2'
+  assert (first, second) == (f'SPRL_PROCESS=1: {said}', said)
 
 
 def test_moments_on_a_host_out_of_the_devices_reach(inputs, tmp_path, monkeypatch):

@@ -1,7 +1,8 @@
-"""One process of several: what of weights and arrays it has to do with. Prints JSON. Argument: a model folder."""
+"""One process of several: what of weights, arrays and problems it has to do with. Prints JSON. Arguments: model, problems."""
 
 import json
 import sys
+import weakref
 from pathlib import Path
 
 import jax
@@ -15,7 +16,9 @@ from sprl.parallel.mesh import make_mesh
 from sprl.parallel.rules import shardings
 from sprl.parallel.team import joined
 from sprl.parallel.transfer import fetch, park, place
-from sprl.settings import Mesh
+from sprl.rollout.agreed import AgreedProblems
+from sprl.settings import Mesh, Task
+from sprl.tasks import jsonl, problems
 
 with joined() as team:
   folder = Path(sys.argv[1])
@@ -40,6 +43,20 @@ with joined() as team:
     parked = park(placed)
     doubled = fetch({'x': jax.jit(lambda a: 2 * a)(placed)})['x']
   again = parked.back()
+
+  made, understood = [], jsonl._row
+
+  class Row(dict):
+    pass
+
+  def noted(*line):
+    row = Row(understood(*line))
+    made.append(weakref.ref(row))
+    return row
+
+  jsonl._row = noted
+  ours = problems.load(Task(kind='jsonl', path=sys.argv[2]), 'train', team.process, team.processes)
+  lines = [int(row['answer']) for row in (ref() for ref in made) if row is not None]
   found = {
     'devices': [jax.local_device_count(), jax.device_count()],
     'read': sum(read),
@@ -50,6 +67,8 @@ with joined() as team:
     'parked': sum(part.nbytes for part in parked.parts.values()),
     'doubled': bool(np.array_equal(doubled, 2 * x)),
     'back': bool(np.array_equal(fetch(again), x)) and again.sharding == placed.sharding,
+    'lines': lines,
+    'problems': [problem.answer for problem in map(AgreedProblems(ours, team).__getitem__, range(len(ours)))],
     'decided': team.agree('who', lambda: team.process),
   }
   print(json.dumps({'process': team.process, **found}), flush=True)

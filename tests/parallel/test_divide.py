@@ -1,8 +1,10 @@
 """Which devices sample and which train: the same, or disjoint; everything else is refused by name."""
 
+from types import SimpleNamespace
+
 import pytest
 
-from sprl.parallel.mesh import divide
+from sprl.parallel.mesh import check_dealt, divide
 from sprl.settings import Devices, SettingsError, device_numbers
 
 EIGHT = [f'device {i}' for i in range(8)]  # `divide` only tells them apart
@@ -61,6 +63,47 @@ def test_disjoint_devices_are_used_side_by_side_in_the_order_given(settings, lea
 def test_devices_that_cannot_be_divided_so_are_refused_by_name(settings, message):
   with pytest.raises(SettingsError, match=message):
     divide(settings, EIGHT)
+
+
+def dealt(settings, processes, platform='cuda'):
+  """What is said of eight devices that so many processes have."""
+
+  class Device(SimpleNamespace):
+    __hash__ = object.__hash__
+
+  devices = [Device(process_index=i * processes // 8, platform=platform) for i in range(8)]
+  learner, engines = divide(settings, devices)
+  return check_dealt(settings, learner, engines[0] if engines else learner, processes)
+
+
+@pytest.mark.parametrize(
+  'settings', [Devices(), Devices('2-3,6-7', '0-1,4-5'), Devices('3,7', '0-2,4-6'), Devices('1,5', '0,4'), Devices('1,5', '1,5')]
+)
+def test_each_process_may_have_devices_of_both_sets(settings):
+  dealt(settings, 2)
+
+
+@pytest.mark.parametrize(
+  ('settings', 'message'),
+  [
+    (Devices('4-7', '0-3'), r"config\.devices\.learner = '0-3': expected some devices of every process; SPRL_PROCESS=1 has none"),
+    (Devices('0,1,2', '3,4'), r"config\.devices\.rollout = '0,1,2': expected some .*; SPRL_PROCESS=1 has none"),
+    (Devices('0,4', '0,4,5'), 'share none'),
+    (Devices('1,5', '0,4,6'), r"config\.devices\.learner = '0,4,6': expected as many devices of every process, in their order"),
+    (Devices('5,1', '0,4'), r"config\.devices\.rollout = '5,1': expected as many .*; these are of SPRL_PROCESS=\[1, 0\]"),
+  ],
+)
+def test_sets_of_which_processes_have_no_equal_share_are_refused_by_name(settings, message):
+  with pytest.raises(SettingsError, match=message):
+    dealt(settings, 2)
+
+
+def test_on_cpus_two_programs_over_several_devices_of_a_process_are_refused():
+  both = Devices('2-3,6-7', '0-1,4-5')
+  with pytest.raises(SettingsError, match=r"rollout = '2-3,6-7': expected of one of them a device of each process on CPUs"):
+    dealt(both, 2, 'cpu')
+  dealt(Devices('2-3,6-7', '0,4'), 2, 'cpu')
+  dealt(Devices(), 2, 'cpu')
 
 
 @pytest.mark.parametrize(

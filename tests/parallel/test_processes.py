@@ -74,14 +74,15 @@ def test_two_processes_of_two_devices_add_up_what_they_hold():
 
 
 def test_each_process_reads_and_holds_its_share(tmp_path):
-  """Of the weights as of other arrays; what is split over processes is gathered where the host wants it whole."""
+  """Of weights, other arrays and problems; what is split over processes is gathered where the host wants it whole."""
   config, rng = tiny('qwen2'), np.random.default_rng(0)
   params = jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape), jnp.float32), transformer.abstract_params(config))
   export_folder(tmp_path / 'model', params, config, dtype=jnp.float32)
+  asked = tmp_path / 'problems.jsonl'
+  asked.write_text('\n'.join(json.dumps({'prompt': '?', 'answer': i}) for i in range(7)))
   flags = '--xla_force_host_platform_device_count=2'
-  process = local(
-    '2', sys.executable, str(ROOT / 'tests' / 'parallel' / 'processes_share.py'), str(tmp_path / 'model'), XLA_FLAGS=flags
-  )
+  script = str(ROOT / 'tests' / 'parallel' / 'processes_share.py')
+  process = local('2', sys.executable, script, str(tmp_path / 'model'), str(asked), XLA_FLAGS=flags)
   out, err = process.communicate(timeout=120)
   assert process.returncode == 0, err
   one, other = sorted(
@@ -95,7 +96,19 @@ def test_each_process_reads_and_holds_its_share(tmp_path):
     assert told['decided'] == 0
     assert told['parked'] == 8 * 3 * 4 / 2
   assert (one['rows'], other['rows']) == ([0, 2], [4, 6])
+  assert (one['lines'], other['lines']) == ([0, 2, 4, 6], [1, 3, 5])
+  assert one['problems'] == other['problems'] == [str(i) for i in range(7)]
   assert one['embed'] == other['embed'] != 0
+
+
+def test_arrays_go_to_other_devices_of_each_process_without_the_host():
+  """From every layout to every other; no device has more than half of what is brought over for the two of its process."""
+  flags = '--xla_force_host_platform_device_count=4'
+  process = local('2', sys.executable, str(ROOT / 'tests' / 'parallel' / 'processes_reshard.py'), XLA_FLAGS=flags)
+  out, err = process.communicate(timeout=120)
+  assert process.returncode == 0, err
+  told = sorted((json.loads(line[4:]) for line in out.splitlines() if '"process"' in line), key=lambda told: told['process'])
+  assert told == [{'process': process, 'pairs': 100, 'wrong': [], 'most': 0.5} for process in (0, 1)]
 
 
 def test_one_that_sleeps_over_its_turn_is_named_and_ended():

@@ -6,6 +6,7 @@ import pytest
 from teams import together
 
 from sprl.parallel.team import ALONE, Apart
+from sprl.settings import SettingsError
 
 
 def test_process_0_decides():
@@ -21,6 +22,28 @@ def test_process_0_decides():
   decided = [{'what': 1, 'by': 0}, {'what': 2, 'by': 0}]
   assert together(program, program, program) == [decided] * 3
   assert asked == [(0, 1), (0, 2)]
+
+
+def test_any_process_may_tell_the_others():
+  def program(team):
+    return [team.agree('who', lambda: team.process, by) for by in (2, 2, 0, 1, 2)], team.each('who', lambda: team.process)
+
+  expected = [2, 2, 0, 1, 2], [0, 1, 2]
+  assert together(program, program, program) == [expected] * 3
+
+
+def test_what_is_refused_in_one_process_is_refused_in_all():
+  def program(team):
+    assert team.unless_refused('first', lambda: 10 * team.process) == 10 * team.process
+    return team.unless_refused('second', read if team.process == 1 else lambda: None)
+
+  def read():
+    raise SettingsError('config.task.path: no such file')
+
+  said = together(program, program, program)
+  assert [type(error) for error in said] == [SettingsError] * 3
+  here, there = 'config.task.path: no such file', 'SPRL_PROCESS=1: config.task.path: no such file'
+  assert [str(error) for error in said] == [there, here, there]
 
 
 def test_alone_one_decides_for_oneself():
@@ -55,6 +78,19 @@ def test_a_signal_to_one_stops_all_at_the_same_turn(asked):
   assert results[0] == results[1] == results[2]
   assert results[0][0] >= 3
   assert results[0][1] == 'SIGTERM'
+
+
+def test_a_signal_while_another_is_waited_for_is_not_lost():
+  decided = threading.Event()
+
+  def program(team):
+    if team.process == 1:
+      decided.wait(10)  # too late for this turn
+    why = team.stopped('SIGTERM' if team.process == 1 else '')
+    decided.set()
+    return why, team.agree('row', lambda: 'its word', by=1), team.stopped('')
+
+  assert together(program, program) == [('', 'its word', 'SIGTERM')] * 2
 
 
 def test_the_end_waits_for_all():

@@ -7,10 +7,14 @@ import numpy as np
 import pytest
 from teams import together
 
-from sprl.rollout.agreed import AgreedEngine, AgreedWorkers
+from sprl.rollout.agreed import AgreedEngine, AgreedProblems, AgreedSource, AgreedWorkers
 from sprl.rollout.episodes import answered
 from sprl.rollout.scheduler import Failure, Scheduler
-from sprl.settings import Rollout
+from sprl.rollout.sources import prompts
+from sprl.settings import Rollout, Task
+from sprl.tasks.environments.protocol import EnvironmentFault
+from sprl.tasks.problems import Problems, Share
+from sprl.tasks.prompts import PromptStream
 from sprl.trajectory import Completion
 
 
@@ -102,8 +106,11 @@ def controller(seed):
     rng = np.random.default_rng(seed)
     engines = [ChunkEngine((lambda: rng.random() < 0.3) if team.leads else NEVER) for _ in range(2)]
     workers = AgreedWorkers(Graders(rng) if team.leads else None, team)
+    rows = ({'id': str(i), 'prompt': f'{i}?', 'answer': ''} for i in range(7))
+    stream = PromptStream(AgreedProblems(Problems(Task(), Share(rows, team.process, team.processes)), team), seed)
 
     def source(number):
+      assert stream.at(number).id == str(stream.index(number))
       return lambda uid, attempt: answered(np.array([number]), 8, lambda completion: (uid, attempt))
 
     settings = Rollout(prompts=3, group=2, async_ratio=1.0, extra_members=1)
@@ -134,3 +141,41 @@ def test_all_processes_do_what_the_first_one_finds(seed):
 def test_what_it_finds_is_not_the_same_each_time():
   (one,), (other,) = together(controller(0)), together(controller(1))
   assert one[1] != other[1]
+
+
+def test_a_problem_is_told_by_the_process_that_holds_it():
+  """One that fetches from its rows alone; and what it tells is whole."""
+  fetched = []
+
+  class Noted(Share):
+    def __getitem__(self, index):
+      fetched.append((index, index % 3))
+      return super().__getitem__(index)
+
+  def program(team):
+    rows = ({'id': str(i), 'prompt': f'{i}?', 'answer': str(i), 'extra': {'solution': f'{team.process}'}} for i in range(8))
+    problems = AgreedProblems(Problems(Task(), Noted(rows, team.process, team.processes)), team)
+    return [(p.id, p.answer, p.extra['solution']) for p in (problems[i] for i in (5, 0, 7, 5))]
+
+  told = [('5', '5', '2'), ('0', '0', '0'), ('7', '7', '1'), ('5', '5', '2')]
+  assert together(program, program, program) == [told] * 3
+  assert fetched == [(5, 2), (0, 0), (7, 1), (5, 2)]
+
+
+def test_what_an_environment_says_first_process_0_tells():
+  """Also that it fails, and where nothing else is to be had all fail."""
+
+  class Environments:
+    def __init__(self, process):
+      self.process = process
+
+    def prompt(self, number):
+      if self.process or number == 3 or number > 5:
+        raise EnvironmentFault('no lake today')
+      return np.array([number])
+
+  def first(team, number):
+    return [ids.tolist() for ids in prompts(AgreedSource(Environments(team.process), team), number, 2)]
+
+  assert together(*[lambda team: first(team, 2)] * 2) == [[[2], [4]]] * 2
+  assert [str(fault) for fault in together(*[lambda team: first(team, 6)] * 2)] == ['no lake today'] * 2

@@ -1,9 +1,12 @@
 """How the settings put a question to the model."""
 
+import gc
+import weakref
+
 import pytest
 
 from sprl.settings import Task
-from sprl.tasks.problems import Problems, pose
+from sprl.tasks.problems import Problems, Share, holder, pose
 
 ROW = {'id': 'a', 'prompt': '2 + 3?', 'answer': '5'}
 
@@ -43,3 +46,34 @@ def test_problems_are_a_sequence():
   assert found[-1].id == '4'
   with pytest.raises(IndexError):
     found[5]
+
+
+def test_a_process_holds_its_share_of_what_it_reads():
+  class Row(dict):
+    """One that can be seen to be gone."""
+
+  made = []
+
+  def rows():
+    for i in range(20):
+      row = Row(ROW, id=str(i))
+      made.append(weakref.ref(row))
+      yield row
+
+  share = Share(rows(), 1, 3)
+  gc.collect()
+  held = [row['id'] for row in (ref() for ref in made) if row is not None]
+  assert held == ['1', '4', '7', '10', '13', '16', '19']
+  assert len(share) == 20
+  found = Problems(Task(), share)
+  assert [found[i].id for i in range(1, 20, 3)] == held
+  assert found[-1].id == '19'
+  with pytest.raises(KeyError):
+    found[2]
+  with pytest.raises(IndexError):
+    found[22]
+
+
+def test_the_shares_of_all_are_all():
+  shares = [Share(({'id': str(i)} for i in range(11)), process, 4) for process in range(4)]
+  assert [shares[holder(i, 4)][i]['id'] for i in range(11)] == [str(i) for i in range(11)]
