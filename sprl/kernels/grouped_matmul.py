@@ -16,7 +16,14 @@ def runs(shape: tuple[int, ...], dtype: Any, tokens: int, kernels: Kernels = 'au
 
   Raises SettingsError where they are forced and cannot.
   """
-  return chosen('grouped matmul', kernels, lambda: _obstacle(shape, dtype, tokens))
+  return chosen('grouped matmul', kernels, lambda: obstacle(shape, dtype, tokens))
+
+
+def obstacle(shape: tuple[int, ...], dtype: Any, tokens: int) -> str | None:
+  """Why the kernels cannot, where they cannot."""
+  from sprl.kernels import hopper_grouped_matmul  # here: Mosaic takes a second to import, which no other platform needs
+
+  return hopper_grouped_matmul.obstacle(shape, dtype, tokens)
 
 
 def grouped_matmul(
@@ -33,7 +40,7 @@ def grouped_matmul(
   """
   if not runs(w.shape, x.dtype, x.shape[1], kernels):
     return grouped_reference(x, w, expert, used, back)
-  from sprl.kernels import hopper_grouped_matmul  # here: Mosaic takes a second to import, which no other platform needs
+  from sprl.kernels import hopper_grouped_matmul
 
   return hopper_grouped_matmul.grouped_matmul(x, w, expert, used, back)
 
@@ -89,9 +96,3 @@ def cost(M: int, X: int, N: int, K: int) -> Cost:
 def outer_cost(M: int, X: int, N: int, K: int) -> Cost:
   """The cost of the gradients of X experts' weights, M tokens' in all."""
   return Cost(2 * M * (N + K) + 4 * X * N * K, 2 * M * N * K)
-
-
-def _obstacle(shape, dtype, tokens) -> str | None:
-  from sprl.kernels import hopper_grouped_matmul
-
-  return hopper_grouped_matmul.obstacle(shape, dtype, tokens)

@@ -287,6 +287,8 @@ def _gradients_at_once(weights: Weights, x, gates, dy, blocks: Blocks, kernels: 
   }
   dx = product(dgate, w['gate'], back=True) + product(dup, w['up'], back=True)
   dgates = jnp.sum(hidden * ungated, axis=-1)
+  # XLA would go on with dx, and put the weights' gradients off: it would keep the blocks of all layers for them.
+  dweights, dx = jax.lax.optimization_barrier((dweights, dx))
   return dweights, _summed(dx, blocks, x), _rows(dgates.reshape(-1), blocks.place).reshape(gates.shape)
 
 
