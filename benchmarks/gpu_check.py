@@ -52,9 +52,11 @@ from sprl.kernels import (
   block_matmul,
   decode_attention,
   eviction,
+  grouped_matmul,
   hopper_block_matmul,
   hopper_decode_attention,
   hopper_eviction,
+  hopper_grouped_matmul,
   linear_logprob,
 )
 from sprl.kernels.cost import Cost
@@ -83,6 +85,8 @@ KERNELS = (
   (hopper_decode_attention, 'decode_attention'),
   (hopper_block_matmul, 'block_matmul'),
   (hopper_block_matmul, 'grouped_matmul'),
+  (hopper_grouped_matmul, 'grouped_matmul'),
+  (hopper_grouped_matmul, 'grouped_outer'),
   (hopper_eviction, 'compact'),
   (hopper_eviction, 'similarity'),
 )
@@ -198,6 +202,18 @@ def expert_inputs(X: int, chosen: int, tokens: int, N: int, K: int, key: jax.Arr
   return *quantise_groups(rows, 'float32'), weights.codes, weights.scale, laid.expert, laid.used
 
 
+def wide_expert_inputs(X: int, chosen: int, tokens: int, N: int, K: int, key: jax.Array) -> tuple[Any, ...]:
+  """The same in bfloat16: x [n, T, K], dy [n, T, N], w, and whose each block is."""
+  route, x, dy, w = jax.random.split(key, 4)
+  laid = blocks(jax.lax.top_k(jax.random.uniform(route, (tokens, X)), chosen)[1], X)
+
+  def rows(key, width):
+    given = jax.random.normal(key, (tokens, width), BF16)
+    return jnp.take(given, laid.assignment // chosen, axis=0, mode='fill', fill_value=0)
+
+  return rows(x, K), rows(dy, N), jax.random.normal(w, (X, N, K), BF16), laid.expert, laid.used
+
+
 def compaction_inputs(model: Model, B: int, S: int, N: int, dtype: Any, key: jax.Array) -> tuple[Any, ...]:
   """Random arguments of compaction: ascending slots."""
   k, v, order = jax.random.split(key, 3)
@@ -308,6 +324,26 @@ def matmul_comparisons(bench: Bench) -> Iterator[Comparison]:
       partial(expert_inputs, X, chosen, tokens, N, K),
       used_tiles(partial(block_matmul.grouped_matmul, dtype=BF16, kernels='mosaic_gpu')),
       used_tiles(partial(block_matmul.grouped_reference, dtype=jnp.float32)),
+      0.005,
+    )
+
+  def experts(matmul, outer):  # tokens' product, and the gradients of tokens and weights
+    def call(x, dy, w, expert, used):
+      here = (jnp.arange(len(x)) < used)[:, None, None]
+      y, dx = matmul(x, w, expert, used), matmul(dy, w, expert, used, back=True)
+      return {'y': jnp.where(here, y, 0), 'dx': jnp.where(here, dx, 0), 'dw': outer(dy, x, expert, used, len(w))}
+
+    return call
+
+  by_kernel = [partial(each, kernels='mosaic_gpu') for each in (grouped_matmul.grouped_matmul, grouped_matmul.grouped_outer)]
+  by_loop = experts(grouped_matmul.grouped_reference, grouped_matmul.outer_reference)
+  for X, chosen, tokens, N, K in bench.sizes([(128, 8, 64, 768, 2048), (128, 8, 4096, 2048, 768)], [(4, 2, 9, 64, 192)]):
+    yield Comparison(
+      'parity grouped_matmul bf16',
+      f'{tokens}x{chosen} of {X} {N}x{K}',
+      partial(wide_expert_inputs, X, chosen, tokens, N, K),
+      experts(*by_kernel),
+      lambda *inputs: by_loop(*wide(inputs)),
       0.005,
     )
 
@@ -537,6 +573,7 @@ def check_matmul(bench: Bench) -> Iterator[Row]:
     multiply = partial(block_matmul.grouped_matmul, rows=128, group=128, dtype=BF16, kernels='mosaic_gpu')
     case, make = f'{name} {linear} M {tokens}x{chosen} of {X}', partial(expert_inputs, X, chosen, tokens, N, K)
     yield bench.timed('grouped_matmul', case, multiply, make, least, fp8=True)
+  yield from wide_experts(bench)
   for M, K in bench.sizes([(64, 3584), (8192, 3584)], [(4, 256)]):
     yield bench.timed(
       'quantise tokens',
@@ -545,6 +582,25 @@ def check_matmul(bench: Bench) -> Iterator[Row]:
       lambda key, M=M, K=K: (jax.random.normal(key, (M, K), BF16),),
       Cost(M * K * 3 + M * K // 32, 0),
     )
+
+
+def wide_experts(bench: Bench) -> Iterator[Row]:
+  """The products of experts in bfloat16, and of their gradients, beside the loop over blocks."""
+  name, loop = 'Qwen3-30B-A3B', (grouped_matmul.grouped_reference, grouped_matmul.outer_reference)
+  kernels = [partial(each, kernels='mosaic_gpu') for each in (grouped_matmul.grouped_matmul, grouped_matmul.grouped_outer)]
+  for linear, tokens in bench.sizes([('gate', 64), ('gate', 4096), ('down', 4096)], [('gate', 65)]):
+    (N, K), (X, chosen) = bench.sizes((MODELS[name].linears[linear], EXPERTS[name]), ((64, 192), (4, 2)))
+    rows, met = tokens * chosen, min(X, tokens * chosen)
+    once, outer = grouped_matmul.cost(rows, met, N, K), grouped_matmul.outer_cost(rows, X, N, K)
+    calls = {
+      'y': (lambda matmul, outer, x, dy, w, *owners: matmul(x, w, *owners), once),
+      'dx': (lambda matmul, outer, x, dy, w, *owners: matmul(dy, w, *owners, back=True), once),
+      'dw': (lambda matmul, outer, x, dy, w, *owners: outer(dy, x, *owners, experts=len(w)), outer),
+    }
+    for what in ('y', 'dx', 'dw') if tokens > 64 else ('y',):  # few tokens are a decode step's, which has no gradients
+      call, least = calls[what]
+      case, make = f'{name} {linear} M {tokens}x{chosen} of {X} {what}', partial(wide_expert_inputs, X, chosen, tokens, N, K)
+      yield bench.timed('grouped_matmul bf16', case, partial(call, *kernels), make, least, {'loop': partial(call, *loop)})
 
 
 def check_eviction(bench: Bench) -> Iterator[Row]:

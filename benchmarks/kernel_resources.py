@@ -16,9 +16,9 @@ import jax
 import jax.numpy as jnp
 from common import report
 
-from sprl.kernels import block_matmul, decode_attention, eviction
+from sprl.kernels import block_matmul, decode_attention, eviction, grouped_matmul
 from sprl.kernels.cost import Cost
-from sprl.models.moe import blocks
+from sprl.models.moe import Blocks, blocks
 from sprl.parallel.aot import Compiled, compile_for_h200, missing
 
 MIB = 2**20
@@ -112,7 +112,7 @@ def experts(model: str, name: str, tokens: int) -> Case:
   """One linear of all experts, of each token through the model's number of them."""
   (N, K), (X, chosen) = MODELS[model].linears[name], EXPERTS[model]
   C, R = -(-K // 128), -(-N // 128)
-  laid = jax.eval_shape(partial(blocks, experts=X), Shape((tokens, chosen), jnp.int32))
+  laid = laid_out(model, tokens)
   n, T = laid.assignment.shape
   return Case(
     'grouped_matmul',
@@ -127,6 +127,29 @@ def experts(model: str, name: str, tokens: int) -> Case:
     block_matmul.grouped_cost(tokens * chosen, min(X, tokens * chosen), N, K),
     4 * n * T * C,  # tokens' scales laid out anew
   )  # fmt: skip
+
+
+def laid_out(model: str, tokens: int) -> Blocks:
+  """The shapes of the blocks that tokens lie in for the model's experts."""
+  X, chosen = EXPERTS[model]
+  return jax.eval_shape(partial(blocks, experts=X), Shape((tokens, chosen), jnp.int32))
+
+
+def wide_experts(model: str, name: str, tokens: int) -> list[Case]:
+  """The same in bfloat16, and the gradients of tokens and weights."""
+  (N, K), (X, chosen) = MODELS[model].linears[name], EXPERTS[model]
+  laid = laid_out(model, tokens)
+  n, T = laid.assignment.shape
+  x, dy, w, owners = Shape((n, T, K), BF16), Shape((n, T, N), BF16), Shape((X, N, K), BF16), (laid.expert, laid.used)
+  multiply, case = partial(grouped_matmul.grouped_matmul, kernels='mosaic_gpu'), f'{name} {N}x{K} x{X} M {tokens}x{chosen}'
+  rows, met = tokens * chosen, min(X, tokens * chosen)
+  once, outer = grouped_matmul.cost(rows, met, N, K), grouped_matmul.outer_cost(rows, X, N, K)
+  sums = partial(grouped_matmul.grouped_outer, experts=X, kernels='mosaic_gpu')
+  return [
+    Case('grouped_matmul', model, case, BF16, multiply, (x, w, *owners), once, 0),
+    Case('grouped_matmul_back', model, case, BF16, partial(multiply, back=True), (dy, w, *owners), once, 0),
+    Case('grouped_outer', model, case, BF16, sums, (dy, x, *owners), outer, 8 * (X + n)),  # where experts' blocks end
+  ]
 
 
 def compaction(model: str, B: int, S: int, N: int, dtype: Any) -> Case:
@@ -175,6 +198,9 @@ CASES = distinct(
     *[similarity('Qwen2.5-1.5B', 16, 612, dtype) for dtype in (BF16, F32)],  # slots that fill no tile
     *[matmul(model, name, M) for model in MODELS for name in MODELS[model].linears for M in (16, 64, 256, 4096)],
     *[experts(model, name, tokens) for model in EXPERTS for name in ('gate', 'down') for tokens in (1, 64, 256, 512, 1024, 4096)],
+    *[
+      case for each in itertools.product(EXPERTS, ('gate', 'down'), (1, 64, 256, 512, 1024, 4096)) for case in wide_experts(*each)
+    ],
   ]
 )
 

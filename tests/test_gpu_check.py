@@ -26,7 +26,7 @@ def test_every_check_runs_in_the_interpreter(tmp_path):
   assert done.returncode == 0, done.stderr
   result = json.loads(done.stdout.splitlines()[-1])
   assert result['bad'] == []
-  kernels = 'decode_attention', 'block_matmul', 'grouped_matmul', 'compact'
+  kernels = 'decode_attention', 'block_matmul', 'grouped_matmul', 'grouped_matmul bf16', 'compact'
   for check in ('parity similarity', 'parity rows', *kernels, 'rows', 'append', 'decode step', 'update'):
     assert f'\n{check} ' in done.stdout
   [saved] = tmp_path.glob('gpu_check_*.json')

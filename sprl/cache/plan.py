@@ -28,7 +28,7 @@ class CachePlan:
   key_bias: bool = False  # keys' biases are kept out of FP8
   record: bool = False  # write down when each token is evicted
   routes: tuple[int, int, int] | None = None  # write down routes: (layers with experts, experts a token goes through, experts)
-  kernels: Kernels = 'auto'  # what attends
+  kernels: Kernels = 'auto'  # what attends, and multiplies by experts
 
   @property
   def sparse(self) -> bool:

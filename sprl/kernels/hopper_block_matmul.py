@@ -140,10 +140,10 @@ def _call(plan, N, x, x_scale, w, w_scale, experts, interpret):
   # Tokens' scales block by block: a stage's are consecutive. The copy engine wants rows of a multiple of 16 bytes.
   sx = jnp.pad(x_scale.T, ((0, 0), (0, -M % 4)))
   scratch = {
-    'w_s': _tiled((plan.stages, plan.rows, BLOCK), w.dtype),
-    'x_s': _tiled((plan.stages, plan.tokens, BLOCK), x.dtype),
+    'w_s': tiled((plan.stages, plan.rows, BLOCK), w.dtype),
+    'x_s': tiled((plan.stages, plan.tokens, BLOCK), x.dtype),
     'scale_s': plgpu.SMEM((plan.stages, _up(plan.tokens, LINE)), jnp.float32),
-    'y_s': _tiled((plan.warpgroups, plan.tokens, ROWS), jnp.bfloat16) if splits == 1 else None,
+    'y_s': tiled((plan.warpgroups, plan.tokens, ROWS), jnp.bfloat16) if splits == 1 else None,
     'came': plgpu.Barrier(num_arrivals=3, num_barriers=plan.stages),
     'free': plgpu.Barrier(num_arrivals=plan.warpgroups, num_barriers=plan.stages),
   }
@@ -293,7 +293,7 @@ def _product(shape, a, b):
   return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
 
 
-def _tiled(shape, dtype):
+def tiled(shape, dtype):
   """Shared memory in tiles of 8 rows of 128 bytes, swizzled, as copy engine and tensor core agree on."""
   columns = 128 // jnp.dtype(dtype).itemsize
   tiles = plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]

@@ -36,7 +36,7 @@ def micro_logprobs(
   if batch.evicted is not None:
     memory = EvictedMemory(memory, batch.positions[i], batch.evicted[i])
   routed = Routed(memory, None if batch.routes is None else batch.routes[i], batch.segments[i] > 0)
-  hidden, routed = transformer.forward(graphdef, params, batch.tokens[i], batch.positions[i], routed, dtype, remat)
+  hidden, routed = transformer.forward(graphdef, params, batch.tokens[i], batch.positions[i], routed, dtype, remat, kernels)
   with jax.named_scope('head'):
     S, N = batch.source.shape[1:]
     of_shard = shard(hidden.reshape(S, N, -1), 'rows', None, None)

@@ -38,7 +38,7 @@ class Computation:
   dtype: Any
   chunk: int
   remat: Remat
-  kernels: Kernels = 'auto'  # what attends
+  kernels: Kernels = 'auto'  # what attends, and multiplies by experts
 
   @classmethod
   def of(cls, run: Run, dtype: Any) -> 'Computation':

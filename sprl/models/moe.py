@@ -2,13 +2,17 @@
 
     probabilities [N, X]  ->  chosen [N, k], gates [N, k]  ->  sum over k of gate * expert(x)
 
-The N * k assignments are laid, expert by expert, into blocks of C rows, of which an expert gets as many as it needs; a loop runs
-over the blocks that are filled. It does the products that are asked for and no others, and holds one block's activations at a
-time, forwards and backwards. Experts in FP8, which have no backward pass, multiply all blocks together: there is a kernel that
-does (`grouped_matmul`). Worked example, three tokens, two of three experts each, C = 2:
+The N * k assignments are laid, expert by expert, into blocks of C rows, of which an expert gets as many as it needs. The products
+that are asked for are done, and no others. Worked example, three tokens, two of three experts each, C = 2:
 
     chosen    0 2   2 0   2 1
     blocks    expert 0: tokens 0, 1     expert 1: token 2, nothing     expert 2: tokens 0, 1     expert 2: token 2, nothing
+
+Where a kernel multiplies all blocks together (`runs`: bfloat16 on a Hopper GPU), each product of the mixture is one call of it,
+forwards and backwards. What all blocks hold is there at one time then, of n * C rows, which are up to N * k + X * C: the inputs
+[n, C, E] and two products of them [n, C, F]; backwards the rows of dy too, and four arrays [n, C, F]. FP8 codes go through a
+kernel of their own, and have no backward pass. Elsewhere a loop runs over the blocks that are filled, and holds one block's
+activations at a time, forwards and backwards.
 
 `jax.lax.ragged_dot` would be the one-line way, but XLA makes a masked product for every expert of it, on CPUs and GPUs alike:
 benchmarks/mixture.py measures both. Compiled for an H200, its first product of 4,096 tokens through 8 of 128 experts, 2,048 wide,
@@ -31,12 +35,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
+from sprl.kernels.grouped_matmul import grouped_matmul, grouped_outer, runs
 from sprl.models.config import ModelConfig
 from sprl.parallel.rules import KEPT, apart, joined, local, number, parts, summed, total
 from sprl.quant import fp8
-from sprl.quant.block import FORMATS, BlockScaled, Emulated, grouped_dot
-from sprl.quant.dot import dot
-from sprl.settings import UNQUANTISED, Quant, SettingsError
+from sprl.quant.block import FORMATS, BlockScaled, Emulated
+from sprl.quant.dot import dot, grouped_dot
+from sprl.settings import UNQUANTISED, Kernels, Quant, SettingsError
 
 Weights = dict[str, Any]  # gate and up [X, F, E], down [X, E, F]: arrays, or quantised weights with a leading axis X
 AXES = {'gate': ('expert', 'mlp', 'embed'), 'up': ('expert', 'mlp', 'embed'), 'down': ('expert', 'embed', 'mlp')}
@@ -71,14 +76,18 @@ def gates(probabilities: Float32[Array, '*B X'], chosen: Int[Array, '*B k'], nor
 
 
 def mixture(
-  weights: Weights, x: Float[Array, 'N E'], chosen: Int[Array, 'N k'], gates: Float32[Array, 'N k']
+  weights: Weights,
+  x: Float[Array, 'N E'],
+  chosen: Int[Array, 'N k'],
+  gates: Float32[Array, 'N k'],
+  kernels: Kernels = 'auto',
 ) -> Float[Array, 'N E']:
   """The sum of the chosen experts' outputs by their gates, in float32 over k, in x's dtype.
 
   A number that is none of these X experts' adds nothing: of experts that lie on several devices, each sees its own from 0 on.
-  Quantised weights are multiplied as `dot` does, and not differentiated.
+  Quantised weights are multiplied as `dot` does, and not differentiated. `kernels`: what multiplies.
   """
-  return _mixture(weights, x, chosen, gates)
+  return _mixture(weights, x, chosen, gates, kernels)
 
 
 def blocks(chosen: Int[Array, 'N k'], experts: int) -> Blocks:
@@ -116,22 +125,22 @@ def _expert(weights: Weights, x: Float[Array, '*B C E'], gate: Float32[Array, '*
 
 
 # The gates are in here, and each block is computed again for its gradient, so that nothing between x and the sum is kept.
-@jax.custom_vjp
-def _mixture(weights: Weights, x, chosen, gates):
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _mixture(weights: Weights, x, chosen, gates, kernels: Kernels):
   spread = apart('rows', len(x), by='expert')
 
   def own(weights, *rows):
     weights, (x, chosen, gates) = _together(weights, rows, spread)
-    return _back(_summed_blocks(weights, x, gates, _own_blocks(weights, chosen)), spread)
+    return _back(_summed_blocks(weights, x, gates, _own_blocks(weights, chosen), kernels), spread)
 
   return local(own, (_names(weights), ROWS, ROWS, ROWS), ROWS, KEPT)(weights, x, chosen, gates)
 
 
-def _forward(weights, x, chosen, gates):
-  return _mixture(weights, x, chosen, gates), (weights, x, chosen, gates)
+def _forward(weights, x, chosen, gates, kernels):
+  return _mixture(weights, x, chosen, gates, kernels), (weights, x, chosen, gates)
 
 
-def _backward(saved, dy):
+def _backward(kernels, saved, dy):
   weights, x, chosen, gates = saved
   spread = apart('rows', len(x), by='expert')
   if parts('rows', len(x)) < parts('rows', 0):  # 0 are split as often as can be
@@ -139,7 +148,7 @@ def _backward(saved, dy):
 
   def own(kept, *rows):
     weights, (x, chosen, gates, dy) = _together(kept, rows, spread)
-    dweights, dx, dgates = _gradients(weights, x, gates, dy, _own_blocks(weights, chosen))
+    dweights, dx, dgates = _gradients(weights, x, gates, dy, _own_blocks(weights, chosen), kernels)
     for name, w in kept.items():
       axis = AXES[name].index('embed')
       of_rows = summed(dweights[name], 'embed', axis) if w.shape[axis] < x.shape[-1] else total(dweights[name], 'embed')
@@ -220,26 +229,28 @@ def _back(y, spread: bool):
 # --- one device ------------------------------------------------------------------------------------------------------
 
 
-def _summed_blocks(weights: Weights, x, gates, blocks: Blocks):
+def _at_once(weights: Weights, x, blocks: Blocks, kernels: Kernels) -> bool:
+  """Whether all blocks are multiplied together. FP8 codes always are, by whatever multiplies them."""
+  C = blocks.assignment.shape[1]
+  return all(isinstance(w, BlockScaled) or runs(jax.tree.leaves(w)[0].shape, x.dtype, C, kernels) for w in weights.values())
+
+
+def _summed_blocks(weights: Weights, x, gates, blocks: Blocks, kernels: Kernels):
   """What these experts say of each token."""
 
   def body(i, y):
     expert, *inputs = _block(i, weights, x, gates, blocks)
     return _set(y, i, _expert(expert, *inputs))
 
-  if all(isinstance(w, BlockScaled) for w in weights.values()):
-    return _summed(_at_once(weights, x, gates, blocks), blocks, x)
+  if _at_once(weights, x, blocks, kernels):
+    inputs, gate = _rows(x, blocks.assignment // gates.shape[1]), _rows(gates.reshape(-1), blocks.assignment)
+    product = partial(grouped_dot, expert=blocks.expert, used=blocks.used, kernels=kernels)
+    return _summed(_expert(weights, inputs, gate, product), blocks, x)
   y = jax.lax.fori_loop(0, blocks.used, body, jnp.zeros((*blocks.assignment.shape, x.shape[-1]), x.dtype))
   return _summed(y, blocks, x)
 
 
-def _at_once(weights: Weights, x: Float[Array, 'N E'], gates: Float32[Array, 'N k'], blocks: Blocks) -> Float[Array, 'n C E']:
-  """What experts whose weights are FP8 codes add to their tokens, all blocks in one product."""
-  inputs, weight = _rows(x, blocks.assignment // gates.shape[1]), _rows(gates.reshape(-1), blocks.assignment)
-  return _expert(weights, inputs, weight, partial(grouped_dot, expert=blocks.expert, used=blocks.used))
-
-
-def _gradients(weights: Weights, x, gates, dy, blocks: Blocks):
+def _gradients(weights: Weights, x, gates, dy, blocks: Blocks, kernels: Kernels):
   """Of the weights, in float32, of x and of the gates."""
 
   def body(i, carry):
@@ -251,9 +262,33 @@ def _gradients(weights: Weights, x, gates, dy, blocks: Blocks):
     dweights = jax.tree.map(lambda sums, d: _set(sums, e, _at(sums, e) + d), dweights, new)
     return *(_set(sums, i, d) for sums, d in zip((dx, dgates), rest)), dweights
 
+  if _at_once(weights, x, blocks, kernels):
+    return _gradients_at_once(weights, x, gates, dy, blocks, kernels)
   shape, sums = blocks.assignment.shape, jax.tree.map(partial(jnp.zeros_like, dtype='float32'), weights)
   start = jnp.zeros((*shape, x.shape[-1]), x.dtype), jnp.zeros(shape), sums
   dx, dgates, dweights = jax.lax.fori_loop(0, blocks.used, body, start)
+  return dweights, _summed(dx, blocks, x), _rows(dgates.reshape(-1), blocks.place).reshape(gates.shape)
+
+
+def _gradients_at_once(weights: Weights, x, gates, dy, blocks: Blocks, kernels: Kernels):
+  """The same, all blocks together. What a gate multiplies is not computed again: its gradient is h . (down^T dy) as well."""
+  product = partial(grouped_matmul, expert=blocks.expert, used=blocks.used, kernels=kernels)
+  outer = partial(grouped_outer, expert=blocks.expert, used=blocks.used, experts=_count(weights), kernels=kernels)
+  tokens, gate = blocks.assignment // gates.shape[1], _rows(gates.reshape(-1), blocks.assignment)[..., None]
+  inputs, cotangent = _rows(x, tokens), _rows(dy, tokens)
+  w = jax.tree.map(lambda w: w.astype(x.dtype), weights)
+  hidden, pull = jax.vjp(gated, product(inputs, w['gate']), product(inputs, w['up']))
+  ungated = product(cotangent, w['down'], back=True).astype(jnp.float32)
+  dgate, dup = pull((gate * ungated).astype(x.dtype))
+  dweights = {
+    'gate': outer(dgate, inputs),
+    'up': outer(dup, inputs),
+    'down': outer(cotangent, (gate * hidden).astype(x.dtype)),
+  }
+  dx = product(dgate, w['gate'], back=True) + product(dup, w['up'], back=True)
+  dgates = jnp.sum(hidden * ungated, axis=-1)
+  # XLA would go on with dx, and put the weights' gradients off: it would keep the blocks of all layers for them.
+  dweights, dx = jax.lax.optimization_barrier((dweights, dx))
   return dweights, _summed(dx, blocks, x), _rows(dgates.reshape(-1), blocks.place).reshape(gates.shape)
 
 

@@ -24,7 +24,7 @@ from sprl.models.moe import AXES, ROUTER, gated, gates, likeliest, mixture, prob
 from sprl.models.routing import Routed
 from sprl.parallel.rules import in_turn, kept, shard
 from sprl.quant.dot import PRODUCT, dot
-from sprl.settings import Remat
+from sprl.settings import Kernels, Remat
 
 Params = dict[str, Any]  # nested dict of arrays
 ROUTE = 'route'  # the experts chosen: kept, for computed again they might be others, to whom the output owes nothing
@@ -133,7 +133,7 @@ class Mixture(nnx.Module):
     self.shared_gate = Linear(('router', 'embed'), 1, E) if experts.shared_width else None
     self.chosen, self.normalised = experts.chosen, experts.normalised
 
-  def __call__(self, x: Float[Array, 'B T E'], memory: Memory):
+  def __call__(self, x: Float[Array, 'B T E'], memory: Memory, kernels: Kernels):
     """[B, T, E] -> [B, T, E], and the memory, which may have a say in who is chosen."""
     with jax.named_scope('router'):
       distribution = probabilities(x, self.router.kernel.get_value())
@@ -142,9 +142,10 @@ class Mixture(nnx.Module):
         chosen, memory = memory.route(distribution, chosen)
       weights = gates(distribution, chosen, self.normalised)
     with jax.named_scope('experts'):
-      kernels = {name: getattr(self.experts, name).kernel.get_value() for name in ('gate', 'up', 'down')}
+      experts = {name: getattr(self.experts, name).kernel.get_value() for name in ('gate', 'up', 'down')}
       rows = (-1, self.chosen)
-      out = mixture(kernels, x.reshape(-1, x.shape[-1]), chosen.reshape(rows), weights.reshape(rows)).reshape(x.shape)
+      tokens = x.reshape(-1, x.shape[-1])
+      out = mixture(experts, tokens, chosen.reshape(rows), weights.reshape(rows), kernels).reshape(x.shape)
     if self.shared is not None and self.shared_gate is not None:
       out = out + jax.nn.sigmoid(self.shared_gate(x)) * self.shared(x)
     return out, memory
@@ -160,14 +161,14 @@ class Layer(nnx.Module):
     E, experts = config.hidden_size, config.experts
     self.mlp = Mixture(E, experts) if experts and layer in experts.layers else MLP(E, config.intermediate_size)
 
-  def __call__(self, layer: int, x: Float[Array, 'B T E'], turns: Turns, memory: Memory):
+  def __call__(self, layer: int, x: Float[Array, 'B T E'], turns: Turns, memory: Memory, kernels: Kernels):
     """[B, T, E] -> [B, T, E], and the memory."""
     with jax.named_scope('attention'):
       out, memory = self.attention(layer, self.attention_norm(x), turns, memory)
       x = x + out
     with jax.named_scope('mlp'):
       normed = self.mlp_norm(x)
-      out, memory = self.mlp(normed, memory) if isinstance(self.mlp, Mixture) else (self.mlp(normed), memory)
+      out, memory = self.mlp(normed, memory, kernels) if isinstance(self.mlp, Mixture) else (self.mlp(normed), memory)
       return x + out, memory
 
 
@@ -182,7 +183,7 @@ class Decoder(nnx.Module):
     self.rope, self.head_dim = config.rope, config.head_dim
     self.head = None if config.tie_embeddings else Linear(('vocab', 'embed'), V, E)
 
-  def __call__(self, tokens, positions, memory, dtype, remat: Remat):
+  def __call__(self, tokens, positions, memory, dtype, remat: Remat, kernels: Kernels):
     """[B, T] ids -> [B, T, E] normalised hidden states, and the memory."""
     # Rows that fsdp splits see all of the vocabulary, a part of it on each of their devices: rows come together, not the table.
     table = shard(kept(self.embed.get_value(), 'vocab', 'embed'), 'vocab', None)
@@ -195,7 +196,8 @@ class Decoder(nnx.Module):
       if i + 1 < len(layers):
         x, layers[i + 1] = in_turn(x, layers[i + 1])
       with jax.named_scope(f'layer{i}'):
-        block = partial(layer, i) if remat == 'none' else jax.checkpoint(partial(layer, i), policy=SAVED[remat])
+        block = partial(layer, i, kernels=kernels)
+        block = block if remat == 'none' else jax.checkpoint(block, policy=SAVED[remat])
         x, memory = block(x, angles, memory)
     return self.norm(x), memory
 
@@ -240,9 +242,13 @@ def forward(
   memory: Memory,
   dtype=jnp.float32,
   remat: Remat = 'none',
+  kernels: Kernels = 'auto',
 ) -> tuple[Float[Array, 'B T E'], Any]:
-  """Normalised hidden states in `dtype`, and the memory after these tokens. `remat`: what the backward pass computes again."""
-  return nnx.merge(graphdef, params)(tokens, positions, memory, dtype, remat)
+  """Normalised hidden states in `dtype`, and the memory after these tokens.
+
+  `remat`: what the backward pass computes again; `kernels`: what multiplies by experts. What attends, the memory says.
+  """
+  return nnx.merge(graphdef, params)(tokens, positions, memory, dtype, remat, kernels)
 
 
 def layers(params: Params) -> list[Params]:

@@ -16,7 +16,7 @@ import optax
 
 from sprl.cache.kv_cache import KVCache
 from sprl.cache.plan import CachePlan
-from sprl.kernels import attention
+from sprl.kernels import attention, grouped_matmul
 from sprl.kernels.attention import QUERY_CHUNK
 from sprl.learner.packing import Shape
 from sprl.learner.state import make_optimizer
@@ -119,7 +119,7 @@ def _activations(config: ModelConfig, run: Run, rows: int, T: int, axes: Axes) -
   library = by_library(config, run, T, run.cache.masked_learner)
   buffers = 0 if library else 2 * b * H * D + 2 * FLOAT32 * K * D
   scores = rows * T * (b * T if library else FLOAT32 * SCORES * H * min(QUERY_CHUNK, T))
-  experts = _experts(config, rows * T, axes, b) + _expert_gradients(config, axes) if config.experts else 0
+  experts = _experts(config, run, rows * T, axes, backward=True) + _expert_gradients(config, axes) if config.experts else 0
   products = 0 if config.experts else rows * T * b * MLP * F
   at_layer = rows * T * (L * buffers + 2 * T + STREAM * FLOAT32 * E) + max(scores, products, experts)
   at_layer += _gathered(config, run, axes) if axes.fsdp > 1 else 0
@@ -138,14 +138,22 @@ def by_library(config: ModelConfig, run: Run, T: int, masked: bool) -> bool:
   return run.model.kernels == 'mosaic_gpu' and attention.obstacle(q, k, allowed) is None
 
 
-def _experts(config: ModelConfig, tokens: int, axes: Axes, b: int) -> int:
-  """A mixture's tokens, met by those of all devices that share its experts out, a row of some block for each of their
-  assignments, and those rows again, token by token, to be summed."""
-  experts = config.experts
+def _experts(config: ModelConfig, run: Run, tokens: int, axes: Axes, backward: bool = False) -> int:
+  """A mixture's tokens, met by those of all devices that share its experts out, and a row of some block for each of their
+  assignments.
+
+  Kernels take all blocks together: their inputs and the products of gate and up; backwards the gradients of all these. The loop
+  has but what comes out, and those rows again, token by token, to be summed.
+  """
+  experts, dtype = config.experts, compute_dtype(run)
   assert experts is not None
+  E, F = config.hidden_size, experts.width // axes.tensor
   chosen = jax.ShapeDtypeStruct((tokens * axes.expert, experts.chosen), jnp.int32)
   laid = jax.eval_shape(partial(blocks, experts=experts.count // axes.expert), chosen)
-  return b * config.hidden_size * (2 * chosen.shape[0] + math.prod(laid.assignment.shape) + math.prod(chosen.shape))
+  held = laid.assignment.size * E + chosen.size * E
+  if run.model.kernels == 'mosaic_gpu' and grouped_matmul.obstacle((F, E), dtype, laid.assignment.shape[1]) is None:
+    held = laid.assignment.size * (2 * E + 4 * F if backward else E + 2 * F)
+  return dtype.itemsize * (2 * chosen.shape[0] * E + held)
 
 
 def _expert_gradients(config: ModelConfig, axes: Axes) -> int:
@@ -215,7 +223,7 @@ def rollouts(config: ModelConfig, run: Run, cache: Cache, quant: Quant, prompts:
   b = compute_dtype(run).itemsize
   scores = b * plan.prompt if by_library(config, run, plan.prompt, False) else FLOAT32 * 2 * H * min(QUERY_CHUNK, plan.prompt)
   wide = scores + b * (2 * config.hidden_size + 2 * config.intermediate_size // axes.tensor)
-  passing = together * plan.prompt * wide + (_experts(config, together * plan.prompt, axes, b) if config.experts else 0)
+  passing = together * plan.prompt * wide + (_experts(config, run, together * plan.prompt, axes) if config.experts else 0)
   drawn = FLOAT32 * (3 * run.sampling.max_tokens + config.vocab_size // axes.tensor)
   return Rollouts(weights, biases, prefilled + passing, row + drawn)
 

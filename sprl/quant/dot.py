@@ -6,10 +6,13 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
+from sprl.kernels.grouped_matmul import grouped_matmul
 from sprl.parallel.rules import Names, kept, shard
+from sprl.quant import block
 from sprl.quant.block import BlockScaled, Emulated, block_dot, fake_groups
+from sprl.settings import Kernels
 
 PRODUCT = 'product'  # what a policy of recomputation knows these products by
 
@@ -53,6 +56,26 @@ def dot(
       return _dot(fake_groups(x, w.format), w.values, axes)
     case _:
       return checkpoint_name(_dot(x, w, axes), PRODUCT)
+
+
+def grouped_dot(
+  x: Float[Array, 'n T M'],
+  w: Float[Array, 'X N M'] | BlockScaled | Emulated,
+  expert: Int[Array, ' n'],
+  used: Int[Array, ''],
+  kernels: Kernels = 'auto',
+) -> Float[Array, 'n T N']:
+  """`dot` of blocks of tokens with the weights of their experts, in the first `used` blocks; others may be anything.
+
+  Not differentiated. `kernels` says what multiplies; FP8 codes bring that with them.
+  """
+  match w:
+    case BlockScaled():
+      return block.grouped_dot(x, w, expert, used)
+    case Emulated():
+      return grouped_matmul(fake_groups(x, w.format), w.values, expert, used, kernels=kernels)
+    case _:
+      return grouped_matmul(x, w.astype(x.dtype), expert, used, kernels=kernels)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))

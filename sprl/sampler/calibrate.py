@@ -92,7 +92,7 @@ def amax(
       bias = rotated_biases(transformer.key_biases(params), positions[i], plan.head_dim, plan.rope)
     inner = CausalMemory.of(segments[i], prefixes[i], plan.kernels)
     memory = CalibratingMemory.around(inner, plan.layers, (segments[i] > 0).astype(jnp.float32), bias)
-    _, memory = transformer.forward(graphdef, anew(params, i), tokens[i], positions[i], memory, plan.dtype)
+    _, memory = transformer.forward(graphdef, anew(params, i), tokens[i], positions[i], memory, plan.dtype, kernels=plan.kernels)
     return found.at[i].set(memory.amax)
 
   used = jnp.minimum(used, limit) if limit else used

@@ -231,7 +231,8 @@ def take_in(graphdef: nnx.GraphDef, served: Served, cache: KVCache, token: Int[A
 def _pass(graphdef, served, tokens, positions, cache):
   """Hidden states, the cache, and the experts [B, T, M, k] that the tokens went through, where the plan says to record them."""
   plan = cache.plan
-  hidden, routed = transformer.forward(graphdef, served.params, tokens, positions, Routed(cache), plan.dtype)
+  memory = Routed(cache)
+  hidden, routed = transformer.forward(graphdef, served.params, tokens, positions, memory, plan.dtype, kernels=plan.kernels)
   return hidden, routed.inner, routed.routes if plan.routes else None
 
 

@@ -5,6 +5,7 @@ Skipped, with the reason, where sprl/parallel/aot.py finds that the compiler is 
 
 import re
 import sys
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / 'benchmarks'))
-from kernel_resources import CASES, FP8, MODELS, attention
+from kernel_resources import CASES, EXPERTS, FP8, MODELS, attention
 
 from sprl.cache.scales import Scales
 from sprl.kernels.attention import attention as attend_rows
@@ -24,6 +25,7 @@ from sprl.kernels.hopper_block_matmul import obstacle
 from sprl.models import transformer
 from sprl.models.config import tiny
 from sprl.models.memory import CausalMemory
+from sprl.models.moe import blocks, mixture
 from sprl.parallel.aot import compile_for_h200, missing
 from sprl.quant import fp8
 from sprl.sampler import decode
@@ -39,7 +41,7 @@ def quick(case):
   match case.kernel:
     case 'decode_attention':
       return 'B 64' in case.shape and ('share' in case.shape) == ('S 640' in case.shape)
-    case 'grouped_matmul':
+    case 'grouped_matmul' | 'grouped_matmul_back' | 'grouped_outer':
       return case.shape.startswith('gate') and case.shape.endswith((' 64x8', ' 4096x8'))
     case _:
       return case.model == 'Qwen2.5-1.5B' and case.dtype != 'float32' and not case.shape.startswith(('k', 'o'))
@@ -111,6 +113,46 @@ def test_slots_of_any_width_are_moved_where_they_lie(D, dtype):
   assert kernel.spills == 0
   assert compiled.temporary <= 1024
   assert compiled.aliased == compiled.outputs - 16  # beside the two pointers of a tuple
+
+
+def whole_mixture(tokens, dtype, gradient):
+  """Qwen3-30B-A3B's experts of a layer, compiled, or their gradients; and n * C, the rows of all blocks."""
+  (*_, E, F), (X, k) = MODELS['Qwen3-30B-A3B'], EXPERTS['Qwen3-30B-A3B']
+  shape = jax.ShapeDtypeStruct
+  weights = {'gate': shape((X, F, E), dtype), 'up': shape((X, F, E), dtype), 'down': shape((X, E, F), dtype)}
+  x, chosen, gates = shape((tokens, E), jnp.bfloat16), shape((tokens, k), jnp.int32), shape((tokens, k), jnp.float32)
+
+  def gradients(weights, x, chosen, gates, dy):
+    return jax.vjp(lambda *moved: mixture(moved[0], moved[1], chosen, moved[2]), weights, x, gates)[1](dy)
+
+  routed = weights, x, chosen, gates
+  compiled = compile_for_h200(gradients, *routed, x) if gradient else compile_for_h200(mixture, *routed)
+  return compiled, jax.eval_shape(partial(blocks, experts=X), chosen).assignment.size
+
+
+def calls(compiled):
+  """How often each kernel of experts' products is called."""
+  return Counter(re.findall(r'hopper_(grouped_\w+)/mpmd_map"', compiled.text))
+
+
+@pytest.mark.parametrize('tokens', [64, 4096])
+def test_a_mixture_in_bfloat16_is_three_products_without_a_loop_over_blocks(tokens):
+  compiled, rows = whole_mixture(tokens, jnp.bfloat16, gradient=False)
+  assert calls(compiled) == {'grouped_matmul': 3}
+  assert ' while(' not in compiled.text
+  assert all(kernel.spills == 0 for kernel in compiled.kernels)
+  model = MODELS['Qwen3-30B-A3B']
+  assert compiled.temporary <= 2 * rows * (model.hidden + 2 * model.ffn) + 2**23  # tokens' rows and two products of them
+
+
+def test_the_gradients_of_a_mixture_are_eight_products_without_a_loop_over_blocks():
+  compiled, rows = whole_mixture(4096, jnp.float32, gradient=True)
+  assert calls(compiled) == {'grouped_matmul': 2, 'grouped_matmul_back': 3, 'grouped_outer': 3}
+  assert ' while(' not in compiled.text
+  assert all(kernel.spills == 0 for kernel in compiled.kernels)
+  model = MODELS['Qwen3-30B-A3B']
+  summed = 4096 * EXPERTS['Qwen3-30B-A3B'][1] * model.hidden  # the rows of dx, token by token
+  assert compiled.temporary <= 2 * (rows * (2 * model.hidden + 4 * model.ffn) + summed) + 2**23  # dy, and four of products
 
 
 def test_a_cache_held_as_bytes_is_not_copied_into_codes():

@@ -95,6 +95,14 @@ def test_an_update_of_a_mixture_is_planned_within_a_tenth_and_sends_tokens_to_ex
 
 
 @h200
+@pytest.mark.slow
+def test_an_update_of_experts_on_eight_holds_the_blocks_of_one_layer_at_a_time():
+  config = dataclasses.replace(MIXTURE, num_layers=6)
+  check = compiled.check_update(config, RUN, planned(config, RUN, Axes(expert=8)))
+  assert check.planned == pytest.approx(check.compiled.total, rel=0.1)
+
+
+@h200
 @pytest.mark.parametrize('kind', [0, 3], ids=['dense', 'sparse fp8'])
 def test_decode_steps_of_a_mixture_are_planned_within_a_tenth_and_send_tokens_to_experts(kind):
   made = planned(MIXTURE, RUN, SPLIT)

@@ -1,0 +1,98 @@
+"""The products of a mixture's experts, and their gradients: the reference, and the choice of what computes them."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32, Int
+
+from sprl.kernels.cost import Cost
+from sprl.kernels.platform import chosen
+from sprl.settings import Kernels
+
+
+def runs(shape: tuple[int, ...], dtype: Any, tokens: int, kernels: Kernels = 'auto') -> bool:
+  """Whether the kernels multiply blocks of so many tokens by weights [.., N, K] in `dtype`, and compute their gradients.
+
+  Raises SettingsError where they are forced and cannot.
+  """
+  return chosen('grouped matmul', kernels, lambda: obstacle(shape, dtype, tokens))
+
+
+def obstacle(shape: tuple[int, ...], dtype: Any, tokens: int) -> str | None:
+  """Why the kernels cannot, where they cannot."""
+  from sprl.kernels import hopper_grouped_matmul  # here: Mosaic takes a second to import, which no other platform needs
+
+  return hopper_grouped_matmul.obstacle(shape, dtype, tokens)
+
+
+def grouped_matmul(
+  x: Float[Array, 'n T C'],
+  w: Float[Array, 'X N K'],
+  expert: Int[Array, ' n'],
+  used: Int[Array, ''],
+  back: bool = False,
+  kernels: Kernels = 'auto',
+) -> Float[Array, 'n T R']:
+  """Of the first `used` of n blocks of tokens x[i] @ w[expert[i]]^T, of x [n, T, K]; `back`: x[i] @ w[expert[i]], of x [n, T, N].
+
+  Summed in float32, in x's dtype, which is w's. What comes out for the other blocks may be anything.
+  """
+  if not runs(w.shape, x.dtype, x.shape[1], kernels):
+    return grouped_reference(x, w, expert, used, back)
+  from sprl.kernels import hopper_grouped_matmul
+
+  return hopper_grouped_matmul.grouped_matmul(x, w, expert, used, back)
+
+
+def grouped_outer(
+  dy: Float[Array, 'n T N'],
+  x: Float[Array, 'n T K'],
+  expert: Int[Array, ' n'],
+  used: Int[Array, ''],
+  experts: int,
+  kernels: Kernels = 'auto',
+) -> Float32[Array, 'X N K']:
+  """The gradient of `grouped_matmul`'s weights: of each expert the sum over its blocks of dy[i]^T @ x[i], 0 where it has none.
+
+  Blocks are in the order of their experts.
+  """
+  if not runs((dy.shape[2], x.shape[2]), x.dtype, x.shape[1], kernels):
+    return outer_reference(dy, x, expert, used, experts)
+  from sprl.kernels import hopper_grouped_matmul
+
+  return hopper_grouped_matmul.grouped_outer(dy, x, expert, used, experts)
+
+
+def grouped_reference(
+  x: Float[Array, 'n T C'], w: Float[Array, 'X N K'], expert: Int[Array, ' n'], used: Int[Array, ''], back: bool = False
+) -> Float[Array, 'n T R']:
+  """`grouped_matmul` in jnp, a block at a time."""
+
+  def block(i, y):
+    weights = w[expert[i]]
+    one = jnp.matmul(x[i], weights if back else weights.T, preferred_element_type=jnp.float32)
+    return jax.lax.dynamic_update_index_in_dim(y, one.astype(y.dtype), i, 0)
+
+  return jax.lax.fori_loop(0, used, block, jnp.zeros((*x.shape[:2], w.shape[2 if back else 1]), x.dtype))
+
+
+def outer_reference(
+  dy: Float[Array, 'n T N'], x: Float[Array, 'n T K'], expert: Int[Array, ' n'], used: Int[Array, ''], experts: int
+) -> Float32[Array, 'X N K']:
+  """`grouped_outer` in jnp, a block at a time."""
+
+  def block(i, dw):
+    return dw.at[expert[i]].add(jnp.matmul(dy[i].T, x[i], preferred_element_type=jnp.float32))
+
+  return jax.lax.fori_loop(0, used, block, jnp.zeros((experts, dy.shape[2], x.shape[2])))
+
+
+def cost(M: int, X: int, N: int, K: int) -> Cost:
+  """The cost of M tokens in bfloat16, each times the weights [N, K] of one of the X experts that any goes through."""
+  return Cost(2 * (M * K + X * N * K + M * N), 2 * M * N * K)
+
+
+def outer_cost(M: int, X: int, N: int, K: int) -> Cost:
+  """The cost of the gradients of X experts' weights, M tokens' in all."""
+  return Cost(2 * M * (N + K) + 4 * X * N * K, 2 * M * N * K)

@@ -1,0 +1,253 @@
+"""The products of experts in bfloat16 and their gradients: kernels and references against float64, and the mixture by both.
+
+The kernels run in Pallas's GPU interpreter, which raises on races. tests/kernels/test_compiled.py compiles them for the device.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from sprl.kernels import hopper_grouped_matmul as hopper
+from sprl.kernels.grouped_matmul import cost, grouped_matmul, grouped_outer, grouped_reference, outer_cost, outer_reference, runs
+from sprl.models import moe
+from sprl.models.moe import mixture
+from sprl.quant.block import quantise
+from sprl.settings import SettingsError
+
+BF16 = jnp.bfloat16
+MATMUL, OUTER = (
+  partial(kernel, interpret=plgpu.InterpretGPUParams(detect_races=True))
+  for kernel in (hopper.grouped_matmul, hopper.grouped_outer)
+)
+INFINITE = np.float32(np.inf)
+
+
+def experts(sizes, T, N, K, seed=0):
+  """(x [n, T, K], dy [n, T, N], w [X, N, K], expert, used) for so many tokens of each expert: zeros behind an expert's tokens,
+  and two blocks that are not in use and hold what no sum survives."""
+  rng = np.random.default_rng(seed)
+  owners = [e for e, size in enumerate(sizes) for _ in range(-(-size // T))]
+  x, dy = (rng.normal(size=(len(owners) + 2, T, width)) for width in (K, N))
+  for i, e in enumerate(owners):
+    empty = max(0, sizes[e] - T * (i - owners.index(e)))
+    x[i, empty:] = dy[i, empty:] = 0
+  x[len(owners) :] = dy[len(owners) :] = INFINITE
+  x, dy, w = (jnp.asarray(a, BF16) for a in (x, dy, rng.normal(size=(len(sizes), N, K))))
+  return x, dy, w, jnp.asarray([*owners, len(sizes) - 1, 0], jnp.int32), jnp.int32(len(owners))
+
+
+def close(found, expected, bits):
+  """To the rounding of the result, and of float32 sums."""
+  found, expected = (np.asarray(a, np.float64) for a in (found, expected))
+  assert found.shape == expected.shape
+  size = np.abs(expected).max(initial=0)
+  assert (np.abs(found - expected) <= 2.0**-bits * np.abs(expected) + 1e-6 * size).all()
+
+
+def check(arguments, matmul, outer):
+  """All three products against float64."""
+  x, dy, w, expert, used = arguments
+  x64, dy64, w64 = (np.asarray(a, np.float64) for a in (x, dy, w))
+  blocks = range(int(used))
+  owners = [int(expert[i]) for i in blocks]
+  close(matmul(x, w, expert, used)[:used], np.array([x64[i] @ w64[e].T for i, e in zip(blocks, owners)]), 8)
+  close(matmul(dy, w, expert, used, back=True)[:used], np.array([dy64[i] @ w64[e] for i, e in zip(blocks, owners)]), 8)
+  dw = np.zeros(w.shape)
+  for i, e in zip(blocks, owners):
+    dw[e] += dy64[i].T @ x64[i]
+  found = outer(dy, x, expert, used, len(w))
+  assert found.dtype == jnp.float32
+  close(found, dw, 20)
+
+
+RAGGED = [
+  ([3, 0, 1, 9], 8, 64, 192),  # gradients over pieces of eight blocks, of which an expert has two at most
+  ([17, 0, 90], 32, 192, 128),  # two warpgroups; the last tile of 128 rows hangs over
+  ([130, 0, 1], 128, 64, 320),
+]
+
+
+@pytest.mark.parametrize(('sizes', 'T', 'N', 'K'), RAGGED)
+def test_each_block_meets_its_experts_weights_and_each_weight_its_blocks(sizes, T, N, K):
+  arguments = experts(sizes, T, N, K)
+  check(arguments, grouped_reference, outer_reference)
+  check(arguments, MATMUL, OUTER)
+
+
+def test_a_program_that_walks_through_the_tiles_of_several_experts(monkeypatch):
+  monkeypatch.setattr(hopper, 'MULTIPROCESSORS', 2)
+  check(experts([70, 5, 1], 64, 320, 640), MATMUL, OUTER)  # more steps than stages
+
+
+def test_no_tokens_make_gradients_of_zeros():
+  x, dy, w, expert, used = experts([0, 0], 16, 64, 64)
+  np.testing.assert_array_equal(OUTER(dy, x, expert, used, len(w)), np.zeros(w.shape))
+  assert MATMUL(x, w, expert, used).shape == dy.shape
+
+
+@st.composite
+def shares(draw):
+  sizes = draw(st.lists(st.integers(0, 40) | st.integers(0, 1), min_size=1, max_size=5).filter(any))
+  return sizes, draw(st.sampled_from(hopper.TOKENS)), 64 * draw(st.integers(1, 5)), 64 * draw(st.integers(1, 9))
+
+
+@given(shares(), st.integers(0, 99))
+@settings(max_examples=12, deadline=None, derandomize=True)
+@pytest.mark.slow
+def test_experts_of_many_shapes(shape, seed):
+  check(experts(*shape, seed=seed), MATMUL, OUTER)
+
+
+@pytest.mark.parametrize(
+  ('rows', 'columns', 'most', 'tiles'),
+  [(768, 8, 32, 192), (2048, 32, 128, 160), (768, 128, 512, 384), (64, 64, 256, 9)],
+)
+def test_programs_fit_and_cover_every_row(rows, columns, most, tiles):
+  plan = hopper.launch(rows, columns, most, tiles)
+  assert 64 <= plan.rows <= max(rows, 64)
+  assert 2 <= plan.stages <= hopper.STAGES
+  held = 2 * 64 * plan.stages * (plan.rows + columns) + 2 * plan.warpgroups * columns * 64
+  assert held < hopper.SHARED[0 if plan.warpgroups > 1 else 1]
+  assert plan.programs <= tiles * -(-rows // plan.rows)
+
+
+# --- the choice ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  ('shape', 'dtype', 'T', 'reason'),
+  [
+    ((2, 64, 128), jnp.float32, 8, 'the product is float32'),
+    ((2, 64, 128), BF16, 24, 'blocks are of 24 tokens'),
+    ((2, 64, 96), BF16, 8, r'weights are \[64, 96\]: not multiples of 64'),
+    ((2, 40, 64), BF16, 8, r'weights are \[40, 64\]: not multiples of 64'),
+  ],
+)
+def test_forced_kernels_refuse_what_they_cannot_take(shape, dtype, T, reason):
+  with pytest.raises(SettingsError, match=f"config.model.kernels = 'mosaic_gpu'.*grouped matmul.*{reason}"):
+    runs(shape, dtype, T, 'mosaic_gpu')
+  assert not runs(shape, dtype, T, 'auto')
+
+
+def test_a_forced_kernel_is_called_with_what_it_was_asked(monkeypatch):
+  x, dy, w, expert, used = experts([3, 9], 8, 64, 128)
+  monkeypatch.setattr(hopper, 'grouped_matmul', lambda x, w, expert, used, back: 7 + jnp.zeros_like(dy if back is True else x))
+  monkeypatch.setattr(hopper, 'grouped_outer', lambda dy, x, expert, used, X: jnp.full((X, 64, 128), 7.0))
+  np.testing.assert_array_equal(grouped_matmul(dy, w, expert, used, back=True, kernels='mosaic_gpu'), jnp.full(dy.shape, 7))
+  np.testing.assert_array_equal(grouped_outer(dy, x, expert, used, 2, kernels='mosaic_gpu'), jnp.full(w.shape, 7))
+  np.testing.assert_array_equal(grouped_matmul(x, w, expert, used), grouped_reference(x, w, expert, used))
+  np.testing.assert_array_equal(grouped_outer(dy, x, expert, used, 2), outer_reference(dy, x, expert, used, 2))
+
+
+def test_costs_by_hand():
+  # 5 tokens of 6 features through 2 experts of 8 rows: 2 bytes a number; gradients of 4
+  assert cost(5, 2, 8, 6) == (2 * (5 * 6 + 2 * 8 * 6 + 5 * 8), 2 * 5 * 8 * 6)
+  assert outer_cost(5, 2, 8, 6) == (2 * (5 * 6 + 5 * 8) + 4 * 2 * 8 * 6, 2 * 5 * 8 * 6)
+
+
+# --- the mixture -----------------------------------------------------------------------------------------------------
+
+X, E, F, k = 4, 128, 64, 2
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+  """The kernels in the interpreter; a list of the shapes that they were called with."""
+  seen = []
+  monkeypatch.setattr(hopper, 'MULTIPROCESSORS', 2)
+
+  def noted(kernel):
+    def call(a, b, *others):
+      seen.append((a.shape, b.shape))
+      return kernel(a, b, *others)
+
+    return call
+
+  monkeypatch.setattr(hopper, 'grouped_matmul', noted(MATMUL))
+  monkeypatch.setattr(hopper, 'grouped_outer', noted(OUTER))
+  return seen
+
+
+def routed(N, seed=0):
+  """(weights, x, chosen, gates): every other token's second expert lies on another device."""
+  rng = np.random.default_rng(seed)
+  shapes = {'gate': (X, F, E), 'up': (X, F, E), 'down': (X, E, F)}
+  weights = {name: jnp.asarray(rng.normal(size=shape) / 8, jnp.float32) for name, shape in shapes.items()}
+  chosen = np.stack([rng.permutation(X - 1)[:k] for _ in range(N)])  # and no token goes through the last expert
+  chosen[::2, 1] = -3
+  return (
+    weights,
+    jnp.asarray(rng.normal(size=(N, E)), BF16),
+    jnp.asarray(chosen),
+    jnp.asarray(rng.uniform(size=(N, k)), jnp.float32),
+  )
+
+
+def in_float64(weights, x, chosen, gates):
+  """Every expert on every token, times its gate or 0."""
+  taken = jnp.sum(jax.nn.one_hot(chosen, X, dtype=x.dtype) * gates[..., None], axis=1)
+  a, b = (jnp.einsum('ne,xfe->nxf', x, weights[name]) for name in ('gate', 'up'))
+  return jnp.einsum('nxf,xef,nx->ne', a / (1 + jnp.exp(-a)) * b, weights['down'], taken)
+
+
+def test_the_mixture_and_its_gradients_are_those_of_the_sum_over_all_experts(interpreted):
+  weights, x, chosen, gates = routed(14)
+  weights['down'] = weights['down'].astype(BF16)  # as gathered ones are, in the compute dtype already
+  dy = np.random.default_rng(1).normal(size=x.shape)
+
+  def value(function):
+    def loss(weights, x, gates):
+      y = function(weights, x, chosen, gates)
+      return jnp.sum(y * dy), y
+
+    return jax.value_and_grad(loss, argnums=(0, 1, 2), has_aux=True)
+
+  kernel, loop = (value(partial(mixture, kernels=kernels))(weights, x, gates) for kernels in ('mosaic_gpu', 'reference'))
+  with jax.enable_x64(True):
+    wide = jax.tree.map(lambda a: jnp.asarray(np.asarray(a, np.float64)), (weights, x, gates))
+    exact = jax.device_get(value(in_float64)(*wide))
+  n, C = moe.blocks(chosen, X).assignment.shape
+  rows, hidden, into, out = (n, C, E), (n, C, F), (X, F, E), (X, E, F)
+  again, weights_of = [(rows, into), (rows, into)], [(hidden, rows), (hidden, rows), (rows, hidden)]
+  inputs_of = [(rows, out), (hidden, into), (hidden, into)]
+  assert sorted(interpreted) == sorted([*again, (hidden, out), *again, *inputs_of, *weights_of])
+
+  def error(found, expected):
+    found, expected = (np.asarray(a, np.float64) for a in (found, expected))
+    return np.linalg.norm(found - expected) / np.linalg.norm(expected)
+
+  ((_, y), gradients), ((_, y_loop), gradients_loop), ((_, y_exact), gradients_exact) = kernel, loop, exact
+  assert [g.dtype for g in jax.tree.leaves(gradients)] == [g.dtype for g in jax.tree.leaves((weights, x, gates))]
+  found, by_loop = (
+    jax.tree.leaves(jax.tree.map(error, g, (y_exact, gradients_exact))) for g in ((y, gradients), (y_loop, gradients_loop))
+  )
+  assert max(found) < 0.01
+  assert all(mine < 1.5 * theirs for mine, theirs in zip(found, by_loop))  # no farther off than rounding takes the loop
+  assert not np.any(gradients[0]['down'][X - 1])
+  assert np.any(gradients[0]['down'][0])
+
+
+def test_weights_of_emulated_fp8_go_through_the_kernel_too(interpreted):
+  weights, x, chosen, gates = routed(3)
+  held = {name: quantise(w, 'float32').emulated(BF16) for name, w in weights.items()}
+  found, expected = (np.asarray(mixture(held, x, chosen, gates, kernels), np.float32) for kernels in ('mosaic_gpu', 'reference'))
+  assert len(interpreted) == 3
+  np.testing.assert_allclose(found, expected, rtol=0.02, atol=0.02 * np.abs(expected).max())
+
+
+def test_a_mixture_in_float32_or_of_odd_widths_goes_by_the_loop_and_forced_says_why(monkeypatch):
+  weights, x, chosen, gates = routed(6)
+  with pytest.raises(SettingsError, match='grouped matmul cannot run: the product is float32'):
+    mixture(weights, x.astype(jnp.float32), chosen, gates, 'mosaic_gpu')
+  odd = {'gate': weights['gate'][:, :40], 'up': weights['up'][:, :40], 'down': weights['down'][:, :, :40]}
+  with pytest.raises(SettingsError, match=r'weights are \[128, 40\]: not multiples of 64'):
+    mixture(odd, x, chosen, gates, 'mosaic_gpu')
+  monkeypatch.setattr('sprl.kernels.platform.on_gpu', lambda: True)
+  monkeypatch.setattr('sprl.kernels.platform.hopper', lambda: True)
+  np.testing.assert_array_equal(mixture(odd, x, chosen, gates), mixture(odd, x, chosen, gates, 'reference'))
