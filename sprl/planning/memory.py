@@ -177,7 +177,7 @@ def _turned(config: ModelConfig, run: Run, axes: Axes) -> int:
 
 def _waiting(config: ModelConfig, axes: Axes) -> int:
   """Layers' gradients of a microbatch that are there beside the sum over microbatches: those that fsdp has scattered, which XLA
-  adds later; without it those of experts, which a loop over blocks makes. Others are added where they are made."""
+  adds later; without it those of experts, which a kernel or a loop makes. Others are added where they are made."""
   held = shards(config, axes, jnp.float32)
   return nbytes(transformer.layers(held) if axes.fsdp > 1 else layout.experts(held))
 
