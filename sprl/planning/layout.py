@@ -146,6 +146,15 @@ def heads(config: ModelConfig, tensor: int) -> tuple[int, int]:
   return H // (kv * group), K // kv
 
 
+def widths(config: ModelConfig, tensor: int) -> list[int]:
+  """Of each layer, what one device has of the width of the MLP that all tokens go through, with experts or without; 0: none."""
+  mixed = config.experts
+  return [
+    (mixed.shared_width if mixed and layer in mixed.layers else config.intermediate_size) // tensor
+    for layer in range(config.num_layers)
+  ]
+
+
 def shards(config: ModelConfig, axes: Axes, dtype) -> Params:
   """What one device holds of each weight, by the rules that a run lays weights out with: a tree of ShapeDtypeStruct."""
   whole = transformer.abstract_params(config, dtype)

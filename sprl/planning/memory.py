@@ -25,7 +25,7 @@ from sprl.models.config import ModelConfig
 from sprl.models.moe import blocks
 from sprl.parallel.rules import shardings
 from sprl.planning import layout
-from sprl.planning.layout import Axes, ceil, heads, nbytes, shards, size
+from sprl.planning.layout import Axes, ceil, heads, nbytes, shards, size, widths
 from sprl.sampler.cache_plan import cache_plan
 from sprl.sampler.engine import prompt_buckets
 from sprl.sampler.served import Served, linear_kernels, serve, served_axes
@@ -113,19 +113,21 @@ def _activations(config: ModelConfig, run: Run, rows: int, T: int, axes: Axes) -
   Weights that fsdp splits are gathered for that layer and the next.
   """
   L, E, D, b, tensor = config.num_layers, config.hidden_size, config.head_dim, compute_dtype(run).itemsize, axes.tensor
-  (H, K), F, V = heads(config, tensor), config.intermediate_size // tensor, config.vocab_size // tensor
-  # Elements a token: inputs; inputs and products with weights; and what autodiff keeps of a layer by itself.
-  kept = {'layer': E, 'dots': 3 * E + H * D + 2 * K * D + 2 * F, 'none': 4 * E + 2 * H * D + 2 * K * D + 3 * F}[run.model.remat]
+  (H, K), F, V = heads(config, tensor), widths(config, tensor), config.vocab_size // tensor
+  # Elements a token, of a layer and of its MLP's width: inputs; inputs and products with weights; what autodiff keeps by itself.
+  kept, of_width = {
+    'layer': (E, 0), 'dots': (3 * E + H * D + 2 * K * D, 2), 'none': (4 * E + 2 * H * D + 2 * K * D, 3),
+  }[run.model.remat]  # fmt: skip
   library = by_library(config, run, T, run.cache.masked_learner)
   buffers = 0 if library else 2 * b * H * D + 2 * FLOAT32 * K * D
   scores = rows * T * (b * T if library else FLOAT32 * SCORES * H * min(QUERY_CHUNK, T))
   experts = _experts(config, run, rows * T, axes, backward=True) + _expert_gradients(config, axes) if config.experts else 0
-  products = 0 if config.experts else rows * T * b * MLP * F
+  products = rows * T * b * MLP * max(F)
   at_layer = rows * T * (L * buffers + 2 * T + STREAM * FLOAT32 * E) + max(scores, products, experts)
   at_layer += _gathered(config, run, axes) if axes.fsdp > 1 else 0
   at_head = b * ceil(V, axes.fsdp) * E + 2 * FLOAT32 * V * run.packing.score_chunk
   at_head += 2 * FLOAT32 * axes.fsdp * rows * T * E if axes.fsdp > 1 else 0
-  inputs = rows * T * L * b * kept
+  inputs = rows * T * b * (L * kept + of_width * sum(F))
   return max(inputs + at_head, max(inputs, _waiting(config, axes)) + at_layer)
 
 
@@ -162,9 +164,10 @@ def _expert_gradients(config: ModelConfig, axes: Axes) -> int:
 
 
 def _gathered(config: ModelConfig, run: Run, axes: Axes) -> int:
-  """Two layers' weights, whole but for what tensor splits, in the compute dtype."""
+  """The weights of two neighbouring layers, the largest, whole but for what tensor splits, in the compute dtype."""
   whole = shards(config, dataclasses.replace(axes, data=1, fsdp=1), compute_dtype(run))
-  return 2 * nbytes(transformer.layers(whole)[0])
+  each = [nbytes(layer) for layer in transformer.layers(whole)]
+  return max(map(sum, zip(each, [*each[1:], 0])))
 
 
 def _turned(config: ModelConfig, run: Run, axes: Axes) -> int:
@@ -222,7 +225,7 @@ def rollouts(config: ModelConfig, run: Run, cache: Cache, quant: Quant, prompts:
   prefilled = together * kv_bytes(dataclasses.replace(plan, positions=plan.prompt), H, K)
   b = compute_dtype(run).itemsize
   scores = b * plan.prompt if by_library(config, run, plan.prompt, False) else FLOAT32 * 2 * H * min(QUERY_CHUNK, plan.prompt)
-  wide = scores + b * (2 * config.hidden_size + 2 * config.intermediate_size // axes.tensor)
+  wide = scores + b * (2 * config.hidden_size + 2 * max(widths(config, axes.tensor)))
   passing = together * plan.prompt * wide + (_experts(config, run, together * plan.prompt, axes) if config.experts else 0)
   drawn = FLOAT32 * (3 * run.sampling.max_tokens + config.vocab_size // axes.tensor)
   return Rollouts(weights, biases, prefilled + passing, row + drawn)

@@ -17,7 +17,7 @@ from sprl.learner.update import scores_old
 from sprl.models import transformer
 from sprl.models.config import ModelConfig
 from sprl.planning.devices import Device
-from sprl.planning.layout import NAMES, Axes, ceil, experts, heads, nbytes, shards, size
+from sprl.planning.layout import NAMES, Axes, ceil, experts, heads, nbytes, shards, size, widths
 from sprl.planning.memory import FLOAT32, Update, by_library, compute_dtype
 from sprl.settings import Run
 
@@ -129,7 +129,7 @@ def decode(config: ModelConfig, run: Run, plan: CachePlan, weights: int, rows: i
 def update(config: ModelConfig, run: Run, shape: Shape, memory: Update, axes: Axes) -> Work:
   """All updates of a step, with the scoring before them, where every completion has the longest length."""
   o, b, L, E, T, t = run.optimizer, compute_dtype(run).itemsize, config.num_layers, config.hidden_size, shape.tokens, axes.tensor
-  (H, K), D, N, F = heads(config, t), config.head_dim, matrices(config, axes), config.intermediate_size // t
+  (H, K), D, N, F = heads(config, t), config.head_dim, matrices(config, axes), sum(widths(config, t))
   head, remat = config.vocab_size * E // t, run.model.remat
   held = shards(config, axes, run.model.param_dtype)
   whole = nbytes(held) * axes.fsdp  # a device's weights, gathered
@@ -144,10 +144,11 @@ def update(config: ModelConfig, run: Run, shape: Shape, memory: Update, axes: Ax
   seen = 0.5 if by_library(config, run, T, run.cache.masked_learner) else 1.0
   of_attention = seen * (updates * (2 + 5 + 2 * (remat != 'none')) + 2 * scorings)
   of_head = 4 * updates + scorings
-  width = 4 * E + 2 * H * D + 2 * K * D + 3 * F  # what a token's products read and write
+  F += len(mixed.layers) * mixed.chosen * mixed.width // t if (mixed := config.experts) else 0
+  width = L * (4 * E + 2 * H * D + 2 * K * D) + 3 * F  # what a token's products read and write, in all layers
   summed, stepped = 2 * shape.micros * FLOAT32 * size(held), 2 * (memory.parameters + memory.optimiser + memory.host)
   parts = (
-    Part('products with weights', 2 * N * rows * T * passes, passes * (shape.micros * whole + L * rows * T * b * width)),
+    Part('products with weights', 2 * N * rows * T * passes, passes * (shape.micros * whole + rows * T * b * width)),
     Part('attention', round(2 * L * rows * T * T * H * D * of_attention), passes * L * rows * T * b * 4 * H * D),
     Part('head', 2 * head * scored * of_head, of_head * b * (shape.micros * head + scored * E)),
     Part('gradients and optimiser', 0, updates * (summed + stepped)),

@@ -16,10 +16,10 @@ from sprl import compiled, programs
 from sprl.cache.kv_cache import KVCache
 from sprl.learner.packing import Shape
 from sprl.models import transformer
-from sprl.models.config import ModelConfig, tiny
+from sprl.models.config import Experts, ModelConfig, tiny
 from sprl.parallel import aot
 from sprl.parallel.mesh import filled, make_mesh
-from sprl.planning import memory, work
+from sprl.planning import layout, memory, work
 from sprl.planning.devices import DEVICES, device
 from sprl.planning.layout import Axes, apart, heads, laid_out, size
 from sprl.planning.plan import kinds, on, plan
@@ -602,3 +602,21 @@ def test_experts_that_a_mesh_cannot_split_are_refused_by_name():
 def test_adapters_are_not_planned_for():
   with pytest.raises(SettingsError, match=r'config\.lora\.rank = 8: expected 0'):
     plan(FEW, dataclasses.replace(RUN, lora=Lora(rank=8)), Axes(), Axes(), device('h200'))
+
+
+def test_layers_of_a_mixture_that_have_an_mlp_of_their_own_are_planned_by_their_own_width():
+  """Every other layer dense, and an expert that all go through in the others: by hand, for each way of computing again."""
+  mixed = Experts(count=8, chosen=2, width=64, normalised=True, layers=(1, 3), shared_width=32)
+  config = dataclasses.replace(tiny('qwen2_moe'), num_layers=4, hidden_size=128, intermediate_size=512, experts=mixed)
+  assert layout.widths(config, 2) == [256, 16, 256, 16]
+  shape, b, kept = Shape(8, 1, 2048, 64, 1536), 2, {}
+  for remat in ('layer', 'dots', 'none'):
+    run = dataclasses.replace(RUN, model=dataclasses.replace(RUN.model, remat=remat))
+    kept[remat] = memory.update(config, run, shape, Axes()).activations
+  q, kv = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+  dots = 4 * (2 * 128 + q + 2 * kv) + 2 * (512 + 32 + 512 + 32)
+  assert kept['dots'] - kept['layer'] == pytest.approx(1.1 * 2048 * b * dots, abs=2)
+  assert kept['none'] - kept['dots'] == pytest.approx(1.1 * 2048 * b * (4 * (128 + q) + 512 + 32 + 512 + 32), abs=2)
+  attention, beside = 2 * 128 * q + 2 * 128 * kv, 8 * 128 + 128  # router, the shared one's gate
+  dense, mixture = 3 * 128 * 512, 3 * 128 * (8 * 64 + 32) + beside
+  assert memory._gathered(config, RUN, Axes(fsdp=2)) == pytest.approx(b * (2 * attention + dense + mixture), rel=0.01)
