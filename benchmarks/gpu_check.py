@@ -703,7 +703,7 @@ def memory() -> int:
 def check_decode_step(bench: Bench) -> Iterator[Row]:
   """Seconds of a step of all rows at a context of `tokens`, eviction included, against its bytes and products."""
   sparse = bench.sizes(Cache(budget=512, interval=128, method='rkv'), Cache(budget=24, interval=8, window=4, method='rkv'))
-  kv8, both = Quant(sampler='kv8', key_bias=False), Quant(sampler='w8a8_kv8', key_bias=False, arithmetic='blockwise')
+  kv8, both = Quant(sampler='kv8'), Quant(sampler='w8a8_kv8', arithmetic='blockwise')
   modes = {
     'bf16': (DENSE, UNQUANTISED),
     'sparse w8a8_kv8': (sparse, both),

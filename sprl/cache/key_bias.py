@@ -3,8 +3,12 @@
 A key of Qwen2 at position p is R_p (W x + b). Its codes hold R_p W x, and R_p b, which is the same whatever the token, is added
 back exactly. An FP8 number's error is relative to the number: a bias of 100 would drown what the token says.
 
-R_p b is made where it is wanted, for the slots that there are: memory and work grow with slots, not with the positions that a
-sequence may come to. What is held for all positions is one small table that layers, heads and rows share.
+What is held for all positions is one small table that layers, heads and rows share. Where keys are wanted, R_p b is made for the
+slots that there are. Where attention wants q . R_p b, none is: of a plane with bias (a, b) turned by p, and a query (q1, q2),
+
+    q1 (a cos p - b sin p) + q2 (b cos p + a sin p) = (q1 a + q2 b) cos p + (q2 a - q1 b) sin p
+
+so that each query meets the table's rows, once it has met the bias: all of them, where the scores hold less than the slots' rows.
 """
 
 from dataclasses import dataclass, replace
@@ -52,6 +56,19 @@ class KeyBias:
     a, b = jnp.split(bias[:, None], 2, axis=-1)
     cos, sin = self.cos[place], self.sin[place]
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+  def scores(self, layer: int, q: Float[Array, 'B K G D'], position: Int[Array, 'B K S'] | None) -> Float[Array, 'B K G S']:
+    """q . R_p b of each query with every slot's position p; None: with all positions. In float32 throughout, on every device."""
+    bias = self.layers[layer]
+    assert bias is not None
+    (a, b), (q1, q2) = jnp.split(bias[:, None], 2, axis=-1), jnp.split(q.astype(jnp.float32), 2, axis=-1)
+    met, P = jnp.concatenate([q1 * a + q2 * b, q2 * a - q1 * b], axis=-1), len(self.cos)
+    if position is not None and q.shape[2] * P > q.shape[3] * position.shape[2]:  # the slots' rows of the table are less
+      place = jnp.maximum(position, 0)
+      rows = jnp.concatenate([self.cos[place], self.sin[place]], axis=-1)
+      return jnp.einsum('bkgd,bksd->bkgs', met, rows, precision='highest')
+    everywhere = jnp.einsum('bkgd,pd->bkgp', met, jnp.concatenate([self.cos, self.sin], axis=-1), precision='highest')
+    return everywhere if position is None else jnp.take_along_axis(everywhere, jnp.maximum(position, 0)[:, :, None], axis=-1)
 
   def of_tokens(self, layer: int, positions: Int[Array, 'B T']) -> Float[Array, 'B T K D']:
     """R_p b of tokens, all heads of which stand at one position."""

@@ -248,10 +248,8 @@ class KVCache:
     """q . R_p b for every slot, b the layer's key bias and p the slot's position."""
     assert self.bias is not None
     held = self.layers[layer]
-    q = q.reshape(q.shape[0], held.k.shape[1], -1, q.shape[-1]).astype(jnp.float32)
-    if held.position is None:  # slots are positions, in all rows
-      return jnp.einsum('bkgd,ksd->bkgs', q, self.bias.at(layer, held.positions[0]))
-    return jnp.einsum('bkgd,bksd->bkgs', q, self.bias.at(layer, held.position))
+    q = q.reshape(q.shape[0], held.k.shape[1], -1, q.shape[-1])
+    return self.bias.scores(layer, q, held.position)[..., : held.k.shape[2]]  # of a layer that evicts nothing slots are positions
 
   def _turned(self, x, positions):
     """Heads [B, T, N, D] turned on by `positions`, without YaRN's scale, which they hold already."""

@@ -152,11 +152,11 @@ def _call(plan, N, x, x_scale, w, w_scale, experts, interpret):
   def hopper_block_matmul(*refs, **scratch):  # by this name profiles know the program
     _program(*refs, **scratch, plan=plan, N=N)
 
-  def hopper_grouped_matmul(x_ref, sx_ref, w_ref, sw_ref, expert_ref, used_ref, y_ref, **scratch):
+  def hopper_grouped_block_matmul(x_ref, sx_ref, w_ref, sw_ref, expert_ref, used_ref, y_ref, **scratch):
     _program(x_ref, sx_ref, w_ref, sw_ref, y_ref, expert_ref, used_ref, **scratch, plan=plan, N=N)
 
   y = plgpu.kernel(
-    hopper_grouped_matmul if experts else hopper_block_matmul,
+    hopper_grouped_block_matmul if experts else hopper_block_matmul,
     out_type=jax.ShapeDtypeStruct((M, N), jnp.bfloat16) if splits == 1 else parts,
     scratch_types=scratch,
     grid=(plan.programs,),

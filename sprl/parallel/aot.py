@@ -207,7 +207,7 @@ def _silence() -> Iterator[None]:
 def _kernel(report: Path) -> Kernel:
   # hopper_decode_attention_3.ptxas: the two kinds of report are numbered apart, so they meet by name only.
   text, name = report.read_text(), report.stem.rpartition('_')[0]
-  resources = [path.read_text() for path in report.parent.glob(f'{name}_*.resources.txt')]
+  resources = [path.read_text() for path in report.parent.glob(f'{name}_[0-9]*.resources.txt')]
   return Kernel(
     name=name,
     registers=int(_found(r'Used (\d+) registers', text)),

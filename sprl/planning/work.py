@@ -113,7 +113,8 @@ def decode(config: ModelConfig, run: Run, plan: CachePlan, weights: int, rows: i
   H, K = heads(config, t)
   head = config.vocab_size * E // t
   table = 0 if config.tie_embeddings else b * head // axes.fsdp  # of which a row is looked up, no more
-  costs = [decode_attention.cost(rows, H, K, round(attended(plan, layer)), config.head_dim, plan.storage) for layer in range(L)]
+  slots = [round(attended(plan, layer)) for layer in range(L)]
+  costs = [decode_attention.cost(rows, H, K, S, config.head_dim, plan.storage, bias=plan.key_bias) for S in slots]
   parts = (
     Part('products with weights', 2 * matrices(config, axes) * rows, weights * axes.fsdp - table - b * head),
     Part('attention', sum(cost.flops for cost in costs), sum(cost.bytes for cost in costs)),

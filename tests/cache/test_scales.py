@@ -262,10 +262,11 @@ def test_keeping_large_biases_out_of_fp8_makes_attention_exact_again():
 
 @pytest.mark.parametrize('when', ['before', 'after'])
 def test_what_keeping_biases_apart_costs_does_not_grow_with_the_positions(when):
-  """The same slots, ten times the positions: a decode step multiplies no more, and holds one more table of angles."""
+  """The same slots, ten times the positions: a decode step multiplies no more, and holds one more table of angles. With few
+  positions it holds no array of the slots' keys."""
   cache = Cache(method='rkv', budget=T, interval=8, window=4, when=when)
   flops, held, temporary = [], [], []
-  for completion in (100, 1000):
+  for completion in (20, 1000, 10_000):
     plan = plan_of(KV8, cache, 'qwen2', completion=completion)
     assert plan.slots(0) == T + 8
     kept = KeyBias.of(plan, (jnp.asarray(large_bias().reshape(-1), jnp.float32),))
@@ -275,9 +276,9 @@ def test_what_keeping_biases_apart_costs_does_not_grow_with_the_positions(when):
     temporary.append(compiled.memory_analysis().temp_size_in_bytes)
     held.append(KVCache.bytes(plan, B))
     assert held[-1] == sum(x.nbytes for x in jax.tree.leaves(made))
-  assert flops[0] == pytest.approx(flops[1], rel=0.01)
-  assert temporary[0] == pytest.approx(temporary[1], rel=0.01)
-  assert held[1] - held[0] == 4 * D * 900
+  assert flops[1] == pytest.approx(flops[2], rel=0.01)
+  assert temporary[0] < temporary[1] == pytest.approx(temporary[2], rel=0.01)
+  assert held[2] - held[1] == 4 * D * 9000
 
 
 def test_a_bias_is_turned_as_keys_are_wherever_its_slots_lie():
@@ -288,6 +289,20 @@ def test_a_bias_is_turned_as_keys_are_wherever_its_slots_lie():
     got = kept.at(layer, jnp.asarray(position))
     for at in zip(*np.nonzero(position >= 0)):
       np.testing.assert_allclose(got[at], turned(large_bias(layer)[at[1]], position[at]), atol=1e-3)
+
+
+@pytest.mark.parametrize('G', [1, 100], ids=['all positions', 'the slots alone'])
+def test_queries_meet_a_bias_as_they_would_its_turned_self(G):
+  """q . R_p b in float64, of slots at any position and of slots that are positions."""
+  plan = plan_of(KV8, family='qwen2')
+  kept, rng = KeyBias.of(plan, (jnp.asarray(large_bias().reshape(-1), jnp.float32),)), np.random.default_rng(0)
+  position, q = rng.integers(0, plan.positions, (B, K, 7)), rng.normal(size=(B, K, G, D))
+  assert (G * plan.positions > 7 * D) == (G == 100)
+  table = np.stack([turned(large_bias(), p) for p in range(plan.positions)], axis=1)  # [K, P, D]
+  everywhere = np.einsum('bkgd,kpd->bkgp', q, table)
+  np.testing.assert_allclose(kept.scores(0, jnp.asarray(q, jnp.float32), None), everywhere, atol=5e-3)
+  there = np.take_along_axis(everywhere, position[:, :, None], axis=-1)
+  np.testing.assert_allclose(kept.scores(0, jnp.asarray(q, jnp.float32), jnp.asarray(position)), there, atol=5e-3)
 
 
 def test_the_sampler_takes_the_biases_from_the_weights_it_serves():

@@ -207,11 +207,11 @@ DENSE, H2O = Cache(), Cache(budget=512, interval=128, window=16, method='h2o')
 RKV = Cache(budget=512, interval=128, method='rkv')
 
 
-def sampler_of(sampler, cache, **sizes):
+def sampler_of(sampler, cache, key_bias=False, **sizes):
   """Two layers, with Qwen2.5-7B's heads but for `sizes`: their config, the plan of their memory, and their weights as served."""
   heads = {'num_attention_heads': 28, 'num_key_value_heads': 4, 'head_dim': 128}
   config = tiny('qwen2', num_hidden_layers=2, **(heads | sizes))
-  quant = Quant(sampler=sampler, key_bias=False, arithmetic='blockwise')
+  quant = Quant(sampler=sampler, key_bias=key_bias, arithmetic='blockwise')
   plan = cache_plan(config, cache, quant, 512, 1536, jnp.bfloat16, kernels='mosaic_gpu')
   served = jax.eval_shape(partial(serve, dtype=jnp.dtype(jnp.bfloat16), quant=quant), transformer.abstract_params(config))
   if plan.fp8:
@@ -254,6 +254,14 @@ def test_the_decode_loop_leaves_the_cache_where_it_is(sampler, cache, D, kernels
   appends = [line for line in made if ' fusion(' in line and '/attention/scatter' in line]
   assert len(appends) == 2 * 2
   assert not [line for line in made if ' copy(' in line or ' copy-start(' in line]
+
+
+@pytest.mark.parametrize(('cache', 'most'), [(H2O, 0.3), pytest.param(DENSE, 0.08, marks=pytest.mark.slow)], ids=['h2o', 'dense'])
+def test_key_biases_that_are_kept_out_of_fp8_are_met_without_an_array_of_keys(cache, most):
+  """As Qwen2's are unless told otherwise: queries meet the turned biases of 2,048 positions, or slots; no key is made of them."""
+  compiled, keys, held = decode_loop('kv8', cache, key_bias=True)
+  assert keys.replace('u8', 'f32') not in compiled.text
+  assert compiled.temporary <= most * held
 
 
 def test_an_activation_is_quantised_once_for_all_products_that_take_it():
