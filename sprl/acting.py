@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from sprl.cache.plan import CachePlan
 from sprl.io.metrics import mean_of
-from sprl.io.tokenizer import Tokenizer
+from sprl.io.tokenizer import Tokenizer, TokenizerError
 from sprl.parallel.reshard import reshard
 from sprl.parallel.rules import shardings
 from sprl.parallel.team import ALONE, Team
@@ -37,6 +37,7 @@ from sprl.tasks.grading_pool import GradingPool
 from sprl.tasks.problems import Problem, holder
 from sprl.tasks.prompts import PromptStream
 
+REFUSALS = SettingsError, TokenizerError, OSError  # of problems, which may be in one process's share alone
 LOOKED_AHEAD = 10_000  # prompts whose lengths are checked before the first step; the engine checks all others
 
 
@@ -63,9 +64,10 @@ class Asked:
   def open(cls, run: Run, tokenizer: Tokenizer, team: Team = ALONE) -> 'Asked':
     """Reads the problems, of a team each process its share, or makes an environment to look at.
 
-    Raises SettingsError, in all processes: files, data sets, environments that cannot be used; prompts that are too long.
+    Raises, in all processes where in one, SettingsError: files, data sets, environments that cannot be used; prompts that are
+    too long; or TokenizerError: a chat template that fails; or OSError: files that cannot be read.
     """
-    return team.unless_refused('what is asked', lambda: cls._open(run, tokenizer, team))
+    return team.unless_refused('what is asked', lambda: cls._open(run, tokenizer, team), REFUSALS)
 
   @classmethod
   def _open(cls, run: Run, tokenizer: Tokenizer, team: Team) -> 'Asked':
