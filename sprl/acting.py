@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +68,14 @@ class Asked:
     Raises, in all processes where in one, SettingsError: files, data sets, environments that cannot be used; prompts that are
     too long; or TokenizerError: a chat template that fails; or OSError: files that cannot be read.
     """
-    return team.unless_refused('what is asked', lambda: cls._open(run, tokenizer, team), REFUSALS)
+    asked, found = team.unless_refused('what is asked', lambda: cls._open(run, tokenizer, team), REFUSALS)
+    for of_split in zip(*team.each('lengths', lambda: found)):
+      collect.check_lengths(chain(*of_split), run.sampling.max_prompt)
+    return asked
 
   @classmethod
-  def _open(cls, run: Run, tokenizer: Tokenizer, team: Team) -> 'Asked':
+  def _open(cls, run: Run, tokenizer: Tokenizer, team: Team) -> tuple['Asked', list[list[collect.Length]]]:
+    """Also the lengths of this process's share of the prompts that are asked first, to evaluate and to train."""
     if run.task.kind == 'environment':
       asked = cls(run, tokenizer, team, None, ())
       try:
@@ -82,14 +87,20 @@ class Asked:
           f'config.sampling.max_prompt = {run.sampling.max_prompt}: expected at least {len(first)}, the tokens of what '
           f'{run.environment.name} says first'
         )
-      return asked
+      return asked, []
     train, test = (problems.load(run.task, split, team.process, team.processes) for split in ('train', 'test'))
     stream = PromptStream(AgreedProblems(train, team), run.seed)
+
+    def length(place: int, problem: Problem) -> collect.Length:
+      return collect.Length(place, len(collect.encode(problem, tokenizer)), problem.id)
+
     ahead = min(run.steps * run.rollout.prompts, len(train), LOOKED_AHEAD)
-    for some, asked in ((test, range(min(run.eval.problems, len(test)))), (train, map(stream.index, range(ahead)))):
-      mine = [some[i] for i in asked if holder(i, team.processes) == team.process]
-      collect.check_lengths(mine, tokenizer, run.sampling.max_prompt)
-    return cls(run, tokenizer, team, stream, AgreedProblems(test, team))
+    asked_first = (test, range(min(run.eval.problems, len(test)))), (train, map(stream.index, range(ahead)))
+    lengths = [
+      [length(place, some[i]) for place, i in enumerate(indices) if holder(i, team.processes) == team.process]
+      for some, indices in asked_first
+    ]
+    return cls(run, tokenizer, team, stream, AgreedProblems(test, team)), lengths
 
   def begin(self, enter: Callable[[Any], Any]) -> tuple[WorkersLike, Source, HeldOut]:
     """Starts the processes or threads that work beside the run, within a context that `enter` enters; of a team the first

@@ -32,3 +32,15 @@ def test_a_problem_that_the_chat_template_refuses_ends_all_processes(tmp_path):
   said = opened(a_run(tmp_path, ['How?', 'Open Sesame!', 'Why?']), Tokenizer.load(tmp_path), 3)
   assert [type(error) for error in said] == [SettingsError, TokenizerError, SettingsError]
   assert all('the chat template failed' in str(error) and 'closed' in str(error) for error in said)
+
+
+def test_too_long_prompts_are_counted_over_all_processes(tmp_path):
+  """As one process counts them, which holds all problems."""
+  write_tiny(tmp_path)
+  run, tokenizer = a_run(tmp_path, ['?' * n for n in (20, 400, 30, 600, 10, 500, 280)]), Tokenizer.load(tmp_path)
+  (alone,) = opened(run, tokenizer, 1)
+  longest = len(tokenizer.chat([{'role': 'user', 'content': '?' * 600}]))
+  assert f'4 of 7 prompts are longer; expected at least {longest}, the tokens of {tmp_path}/train.jsonl:4' in str(alone)
+  for processes in (2, 3):
+    said = opened(run, tokenizer, processes)
+    assert [(type(error), str(error)) for error in said] == [(SettingsError, str(alone))] * processes
