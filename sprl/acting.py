@@ -63,7 +63,7 @@ class Asked:
 
   @classmethod
   def open(cls, run: Run, tokenizer: Tokenizer, team: Team = ALONE) -> 'Asked':
-    """Reads the problems, of a team each process its share, or makes an environment to look at.
+    """Reads the problems, of a team each process its share, or makes an environment to look at, of a team the first process.
 
     Raises, in all processes where in one, SettingsError: files, data sets, environments that cannot be used; prompts that are
     too long; or TokenizerError: a chat template that fails; or OSError: files that cannot be read.
@@ -78,15 +78,9 @@ class Asked:
     """Also the lengths of this process's share of the prompts that are asked first, to evaluate and to train."""
     if run.task.kind == 'environment':
       asked = cls(run, tokenizer, team, None, ())
-      try:
-        (first,) = prompts(asked._conversations(run.sampling.max_tokens, None), 0, 1)
-      except EnvironmentFault as error:
-        raise SettingsError(f'config.environment.name = {run.environment.name!r}: it does not begin: {error}') from error
-      if len(first) > run.sampling.max_prompt:
-        raise SettingsError(
-          f'config.sampling.max_prompt = {run.sampling.max_prompt}: expected at least {len(first)}, the tokens of what '
-          f'{run.environment.name} says first'
-        )
+      source = asked._conversations(run.sampling.max_tokens, None)
+      if team.leads:
+        _check_beginning(run, source)
       return asked, []
     train, test = (problems.load(run.task, split, team.process, team.processes) for split in ('train', 'test'))
     stream = PromptStream(AgreedProblems(train, team), run.seed)
@@ -143,13 +137,27 @@ class Asked:
     limits = Limits(env.turns, env.turn_tokens, run.sampling.max_prompt, limit)
     seed = partial(seeds, run.task.seed, held_out=held_out, split=registry.takes(env.name, 'split'))
     release = (lambda key: None) if lanes is None else lanes.release
-    return Conversations(seed, limits, codec, release, environment(env, held_out, 0), env.time_limit)
+    sample = environment(env, held_out, 0) if self.team.leads else None
+    return Conversations(seed, limits, codec, release, sample, env.time_limit)
 
   def _lanes(self, held_out: bool) -> Lanes:
     env, r = self.run.environment, self.run.rollout
     episodes = math.ceil((1 + r.async_ratio) * r.prompts + r.extra_prompts) * (r.group + r.extra_members)
     lanes = env.workers or (episodes if env.executor == 'threads' else cpus(env.executor))
     return Lanes(partial(environment, env, held_out), lanes, EXECUTORS[env.executor], env.time_limit)
+
+
+def _check_beginning(run: Run, source: Source) -> None:
+  """Raises SettingsError where no conversation begins, or the first with more than the model may be asked."""
+  try:
+    (first,) = prompts(source, 0, 1)
+  except EnvironmentFault as error:
+    raise SettingsError(f'config.environment.name = {run.environment.name!r}: it does not begin: {error}') from error
+  if len(first) > run.sampling.max_prompt:
+    raise SettingsError(
+      f'config.sampling.max_prompt = {run.sampling.max_prompt}: expected at least {len(first)}, the tokens of what '
+      f'{run.environment.name} says first'
+    )
 
 
 def grading(task: Task) -> GradingPool | GradingLanes:

@@ -1,12 +1,16 @@
-"""What a run asks, where each of several processes has looked at its share of it alone."""
+"""What a run asks, where each of several processes looks at its share of the problems alone, and the first at environments."""
 
 import json
+import sys
+from contextlib import ExitStack
 
 from teams import together
 
 from sprl.acting import Asked
 from sprl.io.tokenizer import Tokenizer, TokenizerError, write_tiny
-from sprl.settings import Evaluation, Model, Run, Sampling, SettingsError, Task
+from sprl.rollout.sources import prompts
+from sprl.settings import Environment, Evaluation, Model, Run, Sampling, SettingsError, Task
+from sprl.tasks.environments.user_file import load_class
 
 
 def a_run(folder, questions):
@@ -16,6 +20,34 @@ def a_run(folder, questions):
     (folder / f'{name}.jsonl').write_text('\n'.join(lines))
   task = Task(kind='jsonl', path=str(folder / 'train.jsonl'), eval_path=str(folder / 'test.jsonl'))
   return Run(100, 1, model=Model(str(folder)), task=task, sampling=Sampling(max_prompt=256), eval=Evaluation(problems=1))
+
+
+GAME = """
+MADE = []
+
+class Game:
+  def __init__(self, greeting):
+    MADE.append(self)
+    self.greeting = greeting
+
+  def reset(self, seed):
+    if not self.greeting:
+      raise RuntimeError('no players')
+    return f'{self.greeting} {seed}', {}
+
+  def step(self, action):
+    return '', 0.0, True, False, {}
+"""
+
+
+def a_game(folder, greeting='Hello'):
+  """A run that plays it, and the list of all games that are made."""
+  (folder / 'game.py').write_text(GAME)
+  plays = Environment(f'{folder / "game.py"}:Game', {'greeting': greeting})
+  game = load_class(plays.name, (), '')  # the file is run before threads, as processes are here, look for it
+  task = Task(kind='environment', chat=False)
+  run = Run(3, 1, model=Model(str(folder)), task=task, environment=plays, sampling=Sampling(max_prompt=256))
+  return run, sys.modules[game.__module__].MADE
 
 
 def opened(run, tokenizer, processes):
@@ -44,3 +76,30 @@ def test_too_long_prompts_are_counted_over_all_processes(tmp_path):
   for processes in (2, 3):
     said = opened(run, tokenizer, processes)
     assert [(type(error), str(error)) for error in said] == [(SettingsError, str(alone))] * processes
+
+
+def test_only_the_first_process_makes_environments(tmp_path):
+  """And yet all know what theirs says first, of what is trained on and of what is held out."""
+  write_tiny(tmp_path)
+  (run, made), tokenizer = a_game(tmp_path), Tokenizer.load(tmp_path)
+
+  def program(team):
+    with ExitStack() as stack:
+      _, source, held_out = Asked.open(run, tokenizer, team).begin(stack.enter_context)
+      return [[tokenizer.decode(ids) for ids in prompts(each, 0, 2)] for each in (source, held_out.source(8))]
+
+  said = [['Hello 0\n', 'Hello 2\n'], ['Hello 1\n', 'Hello 3\n']]
+  assert together(program, program, program) == [said] * 3
+  with_followers = len(made)
+  assert together(program) == [said]
+  assert with_followers == len(made) - with_followers > 0
+
+
+def test_an_environment_that_does_not_begin_ends_all_processes(tmp_path):
+  write_tiny(tmp_path)
+  run, _ = a_game(tmp_path, greeting='')
+  said = opened(run, Tokenizer.load(tmp_path), 2)
+  assert [type(error) for error in said] == [SettingsError] * 2
+  assert str(said[1]) == f'SPRL_PROCESS=0: {said[0]}'
+  assert 'it does not begin' in str(said[0])
+  assert 'no players' in str(said[0])
