@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from jax.sharding import Mesh
 
 from sprl.cache.plan import CachePlan
 from sprl.io.metrics import mean_of
-from sprl.io.tokenizer import Tokenizer
+from sprl.io.tokenizer import Tokenizer, TokenizerError
 from sprl.parallel.reshard import reshard
 from sprl.parallel.rules import shardings
 from sprl.parallel.team import ALONE, Team
@@ -37,6 +38,7 @@ from sprl.tasks.grading_pool import GradingPool
 from sprl.tasks.problems import Problem, holder
 from sprl.tasks.prompts import PromptStream
 
+REFUSALS = SettingsError, TokenizerError, OSError  # of problems, which may be in one process's share alone
 LOOKED_AHEAD = 10_000  # prompts whose lengths are checked before the first step; the engine checks all others
 
 
@@ -61,33 +63,38 @@ class Asked:
 
   @classmethod
   def open(cls, run: Run, tokenizer: Tokenizer, team: Team = ALONE) -> 'Asked':
-    """Reads the problems, of a team each process its share, or makes an environment to look at.
+    """Reads the problems, of a team each process its share, or makes an environment to look at, of a team the first process.
 
-    Raises SettingsError, in all processes: files, data sets, environments that cannot be used; prompts that are too long.
+    Raises, in all processes where in one, SettingsError: files, data sets, environments that cannot be used; prompts that are
+    too long; or TokenizerError: a chat template that fails; or OSError: files that cannot be read.
     """
-    return team.unless_refused('what is asked', lambda: cls._open(run, tokenizer, team))
+    asked, found = team.unless_refused('what is asked', lambda: cls._open(run, tokenizer, team), REFUSALS)
+    for of_split in zip(*team.each('lengths', lambda: found)):
+      collect.check_lengths(chain(*of_split), run.sampling.max_prompt)
+    return asked
 
   @classmethod
-  def _open(cls, run: Run, tokenizer: Tokenizer, team: Team) -> 'Asked':
+  def _open(cls, run: Run, tokenizer: Tokenizer, team: Team) -> tuple['Asked', list[list[collect.Length]]]:
+    """Also the lengths of this process's share of the prompts that are asked first, to evaluate and to train."""
     if run.task.kind == 'environment':
       asked = cls(run, tokenizer, team, None, ())
-      try:
-        (first,) = prompts(asked._conversations(run.sampling.max_tokens, None), 0, 1)
-      except EnvironmentFault as error:
-        raise SettingsError(f'config.environment.name = {run.environment.name!r}: it does not begin: {error}') from error
-      if len(first) > run.sampling.max_prompt:
-        raise SettingsError(
-          f'config.sampling.max_prompt = {run.sampling.max_prompt}: expected at least {len(first)}, the tokens of what '
-          f'{run.environment.name} says first'
-        )
-      return asked
+      source = asked._conversations(run.sampling.max_tokens, None)
+      if team.leads:
+        _check_beginning(run, source)
+      return asked, []
     train, test = (problems.load(run.task, split, team.process, team.processes) for split in ('train', 'test'))
     stream = PromptStream(AgreedProblems(train, team), run.seed)
+
+    def length(place: int, problem: Problem) -> collect.Length:
+      return collect.Length(place, len(collect.encode(problem, tokenizer)), problem.id)
+
     ahead = min(run.steps * run.rollout.prompts, len(train), LOOKED_AHEAD)
-    for some, asked in ((test, range(min(run.eval.problems, len(test)))), (train, map(stream.index, range(ahead)))):
-      mine = [some[i] for i in asked if holder(i, team.processes) == team.process]
-      collect.check_lengths(mine, tokenizer, run.sampling.max_prompt)
-    return cls(run, tokenizer, team, stream, AgreedProblems(test, team))
+    asked_first = (test, range(min(run.eval.problems, len(test)))), (train, map(stream.index, range(ahead)))
+    lengths = [
+      [length(place, some[i]) for place, i in enumerate(indices) if holder(i, team.processes) == team.process]
+      for some, indices in asked_first
+    ]
+    return cls(run, tokenizer, team, stream, AgreedProblems(test, team)), lengths
 
   def begin(self, enter: Callable[[Any], Any]) -> tuple[WorkersLike, Source, HeldOut]:
     """Starts the processes or threads that work beside the run, within a context that `enter` enters; of a team the first
@@ -130,13 +137,27 @@ class Asked:
     limits = Limits(env.turns, env.turn_tokens, run.sampling.max_prompt, limit)
     seed = partial(seeds, run.task.seed, held_out=held_out, split=registry.takes(env.name, 'split'))
     release = (lambda key: None) if lanes is None else lanes.release
-    return Conversations(seed, limits, codec, release, environment(env, held_out, 0), env.time_limit)
+    sample = environment(env, held_out, 0) if self.team.leads else None
+    return Conversations(seed, limits, codec, release, sample, env.time_limit)
 
   def _lanes(self, held_out: bool) -> Lanes:
     env, r = self.run.environment, self.run.rollout
     episodes = math.ceil((1 + r.async_ratio) * r.prompts + r.extra_prompts) * (r.group + r.extra_members)
     lanes = env.workers or (episodes if env.executor == 'threads' else cpus(env.executor))
     return Lanes(partial(environment, env, held_out), lanes, EXECUTORS[env.executor], env.time_limit)
+
+
+def _check_beginning(run: Run, source: Source) -> None:
+  """Raises SettingsError where no conversation begins, or the first with more than the model may be asked."""
+  try:
+    (first,) = prompts(source, 0, 1)
+  except EnvironmentFault as error:
+    raise SettingsError(f'config.environment.name = {run.environment.name!r}: it does not begin: {error}') from error
+  if len(first) > run.sampling.max_prompt:
+    raise SettingsError(
+      f'config.sampling.max_prompt = {run.sampling.max_prompt}: expected at least {len(first)}, the tokens of what '
+      f'{run.environment.name} says first'
+    )
 
 
 def grading(task: Task) -> GradingPool | GradingLanes:

@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection, Listener
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import numpy as np
 from jax.experimental import multihost_utils
@@ -84,19 +84,20 @@ class Team:
     """What `say` returns in each process, in their order."""
     return [self.agree(about, say, by=process) for process in range(self.processes)]
 
-  def unless_refused[T](self, about: str, work: Callable[[], T]) -> T:
-    """What `work`, which agrees on nothing, returns here. Raises SettingsError in all processes where it does in one."""
+  def unless_refused[T](self, about: str, work: Callable[[], T], refusals: tuple[type[Exception], ...]) -> T:
+    """What `work`, which agrees on nothing, returns here. Where it raises one of the `refusals` in one process, that is raised
+    there, and in those in which it does not SettingsError, with what was said."""
     try:
-      found = work()
-    except SettingsError as error:
-      found = error
-    reasons = self.each(about, lambda: str(found) if isinstance(found, SettingsError) else None)
-    if isinstance(found, SettingsError):
-      raise found
+      found, refused = work(), None
+    except refusals as error:
+      found, refused = None, error
+    reasons = self.each(about, lambda: None if refused is None else str(refused))
+    if refused is not None:
+      raise refused
     for process, reason in enumerate(reasons):
       if reason is not None:
         raise SettingsError(f'SPRL_PROCESS={process}: {reason}')
-    return found
+    return cast(T, found)
 
   def stopped(self, here: str) -> str:
     """Why all are to stop, or '': `here` is what this process was asked."""

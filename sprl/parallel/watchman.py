@@ -93,11 +93,29 @@ def beside(
 
 
 def _whereabouts() -> tuple[bool, str]:
-  """Whether the main thread is in one of DEVICES, and its line of the program that called it."""
-  innermost = frame = sys._current_frames().get(threading.main_thread().ident or 0)
+  """Whether the program is in one of DEVICES, and the line of it that called that."""
+  innermost = frame = _at_work()
   while frame and frame.f_back and f'{_module(frame)}.'.startswith(tuple(f'{package}.' for package in DEVICES)):
     frame = frame.f_back
   return innermost is not frame, f'{_module(frame)}:{frame.f_lineno}' if frame else ''
+
+
+def _at_work() -> FrameType | None:
+  """Where the main thread is; while it waits for what a thread of a pool returns, as for the learner's, where that thread is."""
+  threads = sys._current_frames()
+  main = threads.get(threading.main_thread().ident or 0)
+  if awaited := _subject(main, 'concurrent.futures._base', 'result'):
+    for thread in threads.values():
+      if getattr(_subject(thread, 'concurrent.futures.thread', 'run'), 'future', None) is awaited:
+        return thread
+  return main
+
+
+def _subject(frame: FrameType | None, module: str, method: str) -> Any:
+  """Whose method of that name is under way; None where none is."""
+  while frame and (_module(frame), frame.f_code.co_name) != (module, method):
+    frame = frame.f_back
+  return frame and frame.f_locals.get('self')
 
 
 def _module(frame: FrameType) -> str:

@@ -1,7 +1,7 @@
 """Problems as ids before a rollout, and what there is to say of trajectories after it."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int
@@ -22,17 +22,26 @@ def encode(problem: Problem, tokenizer: Tokenizer) -> Int[np.ndarray, ' P']:
   return np.array(ids, np.int32)
 
 
-def check_lengths(problems: Sequence[Problem], tokenizer: Tokenizer, max_prompt: int) -> None:
-  """Raises SettingsError where a prompt is longer than `config.sampling.max_prompt`, naming the longest, or has no token."""
-  lengths = [len(encode(problem, tokenizer)) for problem in problems]
-  if 0 in lengths:
-    raise SettingsError(f'config.task: the prompt of {problems[lengths.index(0)].id} is empty: expected a token or more')
-  longest = int(np.argmax(lengths)) if lengths else 0
-  if lengths and lengths[longest] > max_prompt:
-    over = sum(length > max_prompt for length in lengths)
+class Length(NamedTuple):
+  """How many tokens a prompt has, and where it is in the order of asking."""
+
+  place: int
+  tokens: int
+  id: str  # the problem's
+
+
+def check_lengths(lengths: Iterable[Length], max_prompt: int) -> None:
+  """Raises SettingsError where a prompt is longer than `config.sampling.max_prompt`, naming the longest, or has no token; of
+  several, the one that is asked first."""
+  found = sorted(lengths)
+  for length in found:
+    if not length.tokens:
+      raise SettingsError(f'config.task: the prompt of {length.id} is empty: expected a token or more')
+  if over := [length for length in found if length.tokens > max_prompt]:
+    longest = max(over, key=lambda length: length.tokens)
     raise SettingsError(
-      f'config.sampling.max_prompt = {max_prompt}: {over} of {len(lengths)} prompts are longer; expected at least '
-      f'{lengths[longest]}, the tokens of {problems[longest].id}'
+      f'config.sampling.max_prompt = {max_prompt}: {len(over)} of {len(found)} prompts are longer; expected at least '
+      f'{longest.tokens}, the tokens of {longest.id}'
     )
 
 

@@ -75,15 +75,15 @@ class Problems:
 class Conversations:
   """Episodes with an environment: the workers are Lanes, whose environment of a member is `release`d when it is over.
 
-  `seed(number)` is that of a group's episodes; `sample` is an environment to look at, apart from those in the lanes, and
-  `time_limit` the seconds that one of its calls may take.
+  `seed(number)` is that of a group's episodes; `sample` is an environment to look at, apart from those in the lanes (None where
+  nobody asks what a group begins with), and `time_limit` the seconds that one of its calls may take.
   """
 
   seed: Callable[[int], int]
   limits: Limits
   codec: Codec
   release: Callable[[tuple[int, int]], None]
-  sample: Environment
+  sample: Environment | None
   time_limit: float
 
   def __call__(self, number: int) -> MakeEpisode:
@@ -100,6 +100,7 @@ class Conversations:
 
   def prompt(self, number: int) -> Int[np.ndarray, ' P']:
     """The first observation. Raises EnvironmentFault."""
+    assert self.sample is not None, 'process 0 has the environments'
     seed = self.seed(number)
     try:
       first = within(self.time_limit, checked_reset, self.sample, seed)

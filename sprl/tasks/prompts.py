@@ -1,4 +1,4 @@
-"""The prompts of a run in the order they are asked: shuffled anew each epoch, dealt to the processes, without end.
+"""The prompts of a run in the order they are asked: shuffled anew each epoch, without end; all processes have the same.
 
 The order is a grain pipeline of index arithmetic, so that position n is known without visiting the n before it: no iterator to
 replay, no thread to wait for, and a state of one number.
@@ -15,18 +15,17 @@ from sprl.tasks.problems import Problem
 class PromptStream:
   """An endless stream of problems.
 
-  Each epoch is a new permutation that depends on `seed` and the epoch only. Of it, process i of n takes the places i, i + n, ...:
-  together they see every problem once an epoch.
+  Each epoch is a new permutation that depends on `seed` and the epoch only.
 
-  Raises ValueError where there are fewer problems than processes.
+  Raises ValueError where there are no problems.
   """
 
-  def __init__(self, problems: Sequence[Problem], seed: int, process_index: int = 0, process_count: int = 1):
-    if len(problems) < process_count:
-      raise ValueError(f'{len(problems)} problems cannot be dealt to {process_count} processes: expected one for each at least')
-    order = grain.MapDataset.range(len(problems)).seed(seed).shuffle()[process_index::process_count].repeat()
+  def __init__(self, problems: Sequence[Problem], seed: int):
+    if not len(problems):
+      raise ValueError('there are no problems to ask: expected one at least')
+    order = grain.MapDataset.range(len(problems)).seed(seed).shuffle().repeat()
     self._problems, self._order = problems, cast(Sequence[int], order)
-    self._made_of = {'problems': len(problems), 'seed': seed, 'process_index': process_index, 'process_count': process_count}
+    self._made_of = {'problems': len(problems), 'seed': seed}
     self._position = 0
 
   def index(self, position: int) -> int:
@@ -38,7 +37,7 @@ class PromptStream:
     return self._problems[self.index(position)]
 
   def next(self, n: int) -> list[Problem]:
-    """The next n problems of this process."""
+    """The next n problems."""
     start, self._position = self._position, self._position + n
     return [self.at(i) for i in range(start, self._position)]
 

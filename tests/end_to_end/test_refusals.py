@@ -186,8 +186,8 @@ def test_problems_that_one_process_alone_has_or_cannot_use(inputs, tmp_path, mon
   (tmp_path / 'train.jsonl').write_text('\n'.join(lines))
   run = changed(inputs, task__path=str(tmp_path / 'train.jsonl'))
   first, second = together(*[lambda team: refusal(run, tmp_path / 'run', monkeypatch, team)] * 2)
-  said = f'config.sampling.max_prompt = 16: 1 of 1 prompts are longer; expected at least 24, the tokens of {run.task.path}:2'
-  assert (first, second) == (f'SPRL_PROCESS=1: {said}', said)
+  said = f'config.sampling.max_prompt = 16: 1 of 3 prompts are longer; expected at least 24, the tokens of {run.task.path}:2'
+  assert (first, second) == (said, said)
 
 
 def test_moments_on_a_host_out_of_the_devices_reach(inputs, tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import threading
 import pytest
 from teams import together
 
+from sprl.io.tokenizer import TokenizerError
 from sprl.parallel.team import ALONE, Apart
 from sprl.settings import SettingsError
 
@@ -32,16 +33,19 @@ def test_any_process_may_tell_the_others():
   assert together(program, program, program) == [expected] * 3
 
 
-def test_what_is_refused_in_one_process_is_refused_in_all():
+@pytest.mark.parametrize('kind', [SettingsError, TokenizerError])
+def test_what_is_refused_in_one_process_is_refused_in_all(kind):
+  refusals = SettingsError, TokenizerError
+
   def program(team):
-    assert team.unless_refused('first', lambda: 10 * team.process) == 10 * team.process
-    return team.unless_refused('second', read if team.process == 1 else lambda: None)
+    assert team.unless_refused('first', lambda: 10 * team.process, refusals) == 10 * team.process
+    return team.unless_refused('second', read if team.process == 1 else lambda: None, refusals)
 
   def read():
-    raise SettingsError('config.task.path: no such file')
+    raise kind('config.task.path: no such file')
 
   said = together(program, program, program)
-  assert [type(error) for error in said] == [SettingsError] * 3
+  assert [type(error) for error in said] == [SettingsError, kind, SettingsError]
   here, there = 'config.task.path: no such file', 'SPRL_PROCESS=1: config.task.path: no such file'
   assert [str(error) for error in said] == [there, here, there]
 

@@ -154,6 +154,16 @@ def test_of_those_that_are_equally_far_it_is_the_one_that_waits_for_no_device():
   assert re.match(rf'error: SPRL_PROCESS=1 \({PLACE}\) has not moved for 2 s; the same', said)
 
 
+def test_of_those_that_wait_for_a_thread_it_is_the_one_whose_thread_waits_for_no_device():
+  """As for the learner, while rollouts on other devices wait for it."""
+  watched = Watched(patience=2.0)
+  for k in (0, 2):
+    watched.tell(k, 'far 7', 'devices', 'beside')
+  watched.tell(1, 'far 7', 'beside')
+  line = (ROOT / 'tests' / 'parallel' / 'watched.py').read_text().splitlines().index('  return learns()') + 1
+  assert said_of(watched, 1).startswith(f'error: SPRL_PROCESS=1 (at __main__:{line}) has not moved for 2 s; the same')
+
+
 @pytest.mark.slow
 def test_those_that_cannot_be_told_apart_are_named_together():
   watched = Watched(patience=2.0)

@@ -2,11 +2,12 @@
 as FD:NUMBER.
 
 It does what it is told on standard input: `far N` or `waits N`, how far it says it is, and whether it waits for a word;
-`devices`, to wait for the next line within jax; `end STATUS`, or nothing any more.
+`devices`, to wait for the next line within jax; `beside`, to wait for a thread that does so; `end STATUS`, or nothing any more.
 """
 
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 
 from sprl.parallel import watchman
@@ -22,9 +23,21 @@ print('ready', flush=True)
 within_jax = {'__name__': 'jax.somewhere', 'readline': sys.stdin.readline}
 exec('def wait(): return readline()', within_jax)
 wait = sys.stdin.readline
+
+
+def beside():
+  return ThreadPoolExecutor(1).submit(learn).result()
+
+
+def learn():
+  return learns()
+
+
 while (told := wait().split())[0] != 'end':
   if told[0] == 'devices':
     wait = within_jax['wait']
+  elif told[0] == 'beside':
+    learns, wait = wait, beside
   else:
     progress = int(told[1]), told[0] == 'waits'
 watchman.last_word(lifeline, int(told[1]))

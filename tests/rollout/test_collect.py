@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 import small
 
-from sprl.io.tokenizer import Tokenizer, write_tiny
 from sprl.models.config import tiny
 from sprl.rollout import collect
+from sprl.rollout.collect import Length, check_lengths
 from sprl.sampler.cache_plan import cache_plan
 from sprl.settings import Cache, Quant, SettingsError
-from sprl.tasks.problems import Problem
 
 
 def plan(**changes):
@@ -50,13 +49,11 @@ def test_a_dense_cache_saves_nothing():
   assert found['sparse/bytes_saving'] == pytest.approx(0.5, abs=0.02)  # of which FP8 is the whole
 
 
-def test_the_longest_prompt_is_named_and_no_prompts_are_no_error(tmp_path):
-  write_tiny(tmp_path)
-  tokenizer = Tokenizer.load(tmp_path)
-  problems = [Problem(id=f'p{n}', prompt='x' * n, messages=(), answer='') for n in (3, 9, 5)]
-  collect.check_lengths([], tokenizer, 4)
-  collect.check_lengths(problems, tokenizer, 12)
-  with pytest.raises(SettingsError, match=r'config\.sampling\.max_prompt = 4: 2 of 3 prompts .* p9'):
-    collect.check_lengths(problems, tokenizer, 4)
-  with pytest.raises(SettingsError, match=r'config\.task: the prompt of p0 is empty'):
-    collect.check_lengths([Problem(id='p0', prompt='', messages=(), answer=''), *problems], tokenizer, 12)
+def test_the_longest_prompt_is_named_and_no_prompts_are_no_error():
+  lengths = [Length(place, tokens, f'p{place}') for place, tokens in ((2, 9), (0, 3), (1, 9), (3, 5))]
+  check_lengths([], 4)
+  check_lengths(lengths, 9)
+  with pytest.raises(SettingsError, match=r'config\.sampling\.max_prompt = 4: 3 of 4 prompts .* at least 9, the tokens of p1$'):
+    check_lengths(lengths, 4)
+  with pytest.raises(SettingsError, match=r'config\.task: the prompt of p4 is empty'):
+    check_lengths([*lengths, Length(4, 0, 'p4')], 4)

@@ -1,0 +1,105 @@
+"""What a run asks, where each of several processes looks at its share of the problems alone, and the first at environments."""
+
+import json
+import sys
+from contextlib import ExitStack
+
+from teams import together
+
+from sprl.acting import Asked
+from sprl.io.tokenizer import Tokenizer, TokenizerError, write_tiny
+from sprl.rollout.sources import prompts
+from sprl.settings import Environment, Evaluation, Model, Run, Sampling, SettingsError, Task
+from sprl.tasks.environments.user_file import load_class
+
+
+def a_run(folder, questions):
+  """A run that asks these for training, and the first of them for evaluation."""
+  for name, some in (('train', questions), ('test', questions[:1])):
+    lines = [json.dumps({'prompt': question, 'answer': ''}) for question in some]
+    (folder / f'{name}.jsonl').write_text('\n'.join(lines))
+  task = Task(kind='jsonl', path=str(folder / 'train.jsonl'), eval_path=str(folder / 'test.jsonl'))
+  return Run(100, 1, model=Model(str(folder)), task=task, sampling=Sampling(max_prompt=256), eval=Evaluation(problems=1))
+
+
+GAME = """
+MADE = []
+
+class Game:
+  def __init__(self, greeting):
+    MADE.append(self)
+    self.greeting = greeting
+
+  def reset(self, seed):
+    if not self.greeting:
+      raise RuntimeError('no players')
+    return f'{self.greeting} {seed}', {}
+
+  def step(self, action):
+    return '', 0.0, True, False, {}
+"""
+
+
+def a_game(folder, greeting='Hello'):
+  """A run that plays it, and the list of all games that are made."""
+  (folder / 'game.py').write_text(GAME)
+  plays = Environment(f'{folder / "game.py"}:Game', {'greeting': greeting})
+  game = load_class(plays.name, (), '')  # the file is run before threads, as processes are here, look for it
+  task = Task(kind='environment', chat=False)
+  run = Run(3, 1, model=Model(str(folder)), task=task, environment=plays, sampling=Sampling(max_prompt=256))
+  return run, sys.modules[game.__module__].MADE
+
+
+def opened(run, tokenizer, processes):
+  """What each process of a team says of a run."""
+  return together(*[lambda team: Asked.open(run, tokenizer, team)] * processes)
+
+
+TEMPLATE = "{% if 'Sesame' in messages[0].content %}{{ raise_exception('closed') }}{% endif %}{{ messages[0].content }}"
+
+
+def test_a_problem_that_the_chat_template_refuses_ends_all_processes(tmp_path):
+  write_tiny(tmp_path)
+  (tmp_path / 'chat_template.jinja').write_text(TEMPLATE)
+  said = opened(a_run(tmp_path, ['How?', 'Open Sesame!', 'Why?']), Tokenizer.load(tmp_path), 3)
+  assert [type(error) for error in said] == [SettingsError, TokenizerError, SettingsError]
+  assert all('the chat template failed' in str(error) and 'closed' in str(error) for error in said)
+
+
+def test_too_long_prompts_are_counted_over_all_processes(tmp_path):
+  """As one process counts them, which holds all problems."""
+  write_tiny(tmp_path)
+  run, tokenizer = a_run(tmp_path, ['?' * n for n in (20, 400, 30, 600, 10, 500, 280)]), Tokenizer.load(tmp_path)
+  (alone,) = opened(run, tokenizer, 1)
+  longest = len(tokenizer.chat([{'role': 'user', 'content': '?' * 600}]))
+  assert f'4 of 7 prompts are longer; expected at least {longest}, the tokens of {tmp_path}/train.jsonl:4' in str(alone)
+  for processes in (2, 3):
+    said = opened(run, tokenizer, processes)
+    assert [(type(error), str(error)) for error in said] == [(SettingsError, str(alone))] * processes
+
+
+def test_only_the_first_process_makes_environments(tmp_path):
+  """And yet all know what theirs says first, of what is trained on and of what is held out."""
+  write_tiny(tmp_path)
+  (run, made), tokenizer = a_game(tmp_path), Tokenizer.load(tmp_path)
+
+  def program(team):
+    with ExitStack() as stack:
+      _, source, held_out = Asked.open(run, tokenizer, team).begin(stack.enter_context)
+      return [[tokenizer.decode(ids) for ids in prompts(each, 0, 2)] for each in (source, held_out.source(8))]
+
+  said = [['Hello 0\n', 'Hello 2\n'], ['Hello 1\n', 'Hello 3\n']]
+  assert together(program, program, program) == [said] * 3
+  with_followers = len(made)
+  assert together(program) == [said]
+  assert with_followers == len(made) - with_followers > 0
+
+
+def test_an_environment_that_does_not_begin_ends_all_processes(tmp_path):
+  write_tiny(tmp_path)
+  run, _ = a_game(tmp_path, greeting='')
+  said = opened(run, Tokenizer.load(tmp_path), 2)
+  assert [type(error) for error in said] == [SettingsError] * 2
+  assert str(said[1]) == f'SPRL_PROCESS=0: {said[0]}'
+  assert 'it does not begin' in str(said[0])
+  assert 'no players' in str(said[0])
