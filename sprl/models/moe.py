@@ -10,9 +10,9 @@ that are asked for are done, and no others. Worked example, three tokens, two of
 
 Where a kernel multiplies all blocks together (`runs`: bfloat16 on a Hopper GPU), each product of the mixture is one call of it,
 forwards and backwards. What all blocks hold is there at one time then, of n * C rows, which are up to N * k + X * C: the inputs
-[n, C, E] and two products of them [n, C, F]; backwards the rows of dy too, and four arrays [n, C, F]. FP8 codes go through a
-kernel of their own, and have no backward pass. Elsewhere a loop runs over the blocks that are filled, and holds one block's
-activations at a time, forwards and backwards.
+[n, C, E] and two products of them [n, C, F]; backwards the rows of dy too, and four arrays [n, C, F]; and weights that are kept
+in float32 are cast whole. So are FP8 codes multiplied, by a kernel of their own or its reference, and have no backward pass.
+Elsewhere a loop runs over the blocks that are filled, and holds one block's activations at a time, forwards and backwards.
 
 `jax.lax.ragged_dot` would be the one-line way, but XLA makes a masked product for every expert of it, on CPUs and GPUs alike:
 benchmarks/mixture.py measures both. Compiled for an H200, its first product of 4,096 tokens through 8 of 128 experts, 2,048 wide,
