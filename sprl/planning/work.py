@@ -156,12 +156,16 @@ def update(config: ModelConfig, run: Run, shape: Shape, memory: Update, axes: Ax
   )
   micros = shape.micros
   activations = ceil(shape.rows, axes.rows) * T * E * b
+  stack = transformer.layers(held)
+  layers, beside = size(stack), size(held) - size(stack)  # weights of fsdp's share; the vocabulary's stay where they are
+  again = updates * (remat == 'layer')  # forward passes that are repeated, up to what comes out of an MLP
+  met = (2 * updates + scorings) * layers + again * _met_again(stack)
   collectives = (
-    *_gathers(axes, micros * (updates * (2 if remat == 'none' else 3) + scorings), L, b * size(held)),
-    *_scatters(axes, micros * updates, L, FLOAT32 * size(held) * axes.fsdp),
-    *_sums(axes, updates * micros, L, FLOAT32 * size(held)),
-    *_sums(axes, updates * micros, L, FLOAT32 * _dense(held), 'expert'),
-    *_reductions(axes, 2 * L * micros * (updates * (2 + (remat == 'layer')) + scorings), activations),
+    *_gathers(axes, micros * (2 * updates + again + scorings), L, b * micros * met),
+    *_scatters(axes, micros * updates, L, FLOAT32 * layers * axes.fsdp),
+    *_sums(axes, updates * micros, L, FLOAT32 * layers, updates, FLOAT32 * beside),
+    *_sums(axes, updates * micros, L, FLOAT32 * (layers - size(experts(held))), updates, FLOAT32 * beside, 'expert'),
+    *_reductions(axes, L * micros * (4 * updates + again + 2 * scorings), activations),
     # Tokens go to experts forwards and backwards, and with them their gradients; sums come back forwards and backwards.
     *_met(config, axes, micros * (3 * updates + scorings), micros * (2 * updates + scorings), activations),
   )
@@ -171,11 +175,17 @@ def update(config: ModelConfig, run: Run, shape: Shape, memory: Update, axes: Ax
 # --- between devices: rings, each of whose members sends (n - 1) / n of what all are to have -------------------------------
 
 
-def _gathers(axes: Axes, times: int, layers: int, shard: int) -> tuple[Collective, ...]:
-  """Weights split over fsdp, of which a device has `shard` bytes, gathered a layer at a time."""
+def _gathers(axes: Axes, times: int, layers: int, shards: int) -> tuple[Collective, ...]:
+  """Weights split over fsdp, gathered a layer at a time: `shards` is what a device has of them, each time."""
   if axes.fsdp == 1 or not times:
     return ()
-  return (Collective('all-gather', 'fsdp', times * layers, times * shard * (axes.fsdp - 1)),)
+  return (Collective('all-gather', 'fsdp', times * layers, shards * (axes.fsdp - 1)),)
+
+
+def _met_again(layers: list) -> int:
+  """Weights of what is computed again: not the last of an MLP, nor experts, whose gradients gather them themselves."""
+  leaves = jax.tree_util.tree_flatten_with_path(layers)[0]
+  return sum(size(w) for path, w in leaves if not {'down', 'experts'} & {getattr(key, 'key', None) for key in path})
 
 
 def _scatters(axes: Axes, times: int, layers: int, whole: int) -> tuple[Collective, ...]:
@@ -185,17 +195,15 @@ def _scatters(axes: Axes, times: int, layers: int, whole: int) -> tuple[Collecti
   return (Collective('reduce-scatter', 'fsdp', times * layers, times * whole * (axes.fsdp - 1) // axes.fsdp),)
 
 
-def _sums(axes: Axes, times: int, layers: int, shard: int, axis: Literal['data', 'expert'] = 'data') -> tuple[Collective, ...]:
-  """Gradients summed over devices that have rows of their own and the same weights."""
+def _sums(
+  axes: Axes, micros: int, layers: int, shard: int, updates: int, beside: int, axis: Literal['data', 'expert'] = 'data'
+) -> tuple[Collective, ...]:
+  """Gradients summed over devices that have rows of their own and the same weights: the layers', of which a device has `shard`
+  bytes, in every microbatch (`rules.in_turn`), what is `beside` them once an update."""
   n = getattr(axes, axis)
   if n == 1:
     return ()
-  return (Collective('all-reduce', axis, times * layers, times * 2 * shard * (n - 1) // n),)
-
-
-def _dense(held) -> int:
-  """Weights that are not of experts."""
-  return size(held) - size(experts(held))
+  return (Collective('all-reduce', axis, micros * layers + updates, 2 * (micros * shard + updates * beside) * (n - 1) // n),)
 
 
 def _met(config: ModelConfig, axes: Axes, out: int, back: int, rows: int) -> tuple[Collective, ...]:

@@ -16,7 +16,8 @@ from sprl.models import transformer
 from sprl.models.config import ModelConfig, tiny
 from sprl.parallel import aot
 from sprl.planning.devices import device
-from sprl.planning.layout import Axes
+from sprl.planning.layout import Axes, shards, size
+from sprl.planning.memory import FLOAT32
 from sprl.planning.plan import plan
 from sprl.settings import Cache, Model, Optimizer, Packing, Rollout, Run, Sampling, SettingsError
 
@@ -68,6 +69,27 @@ def test_the_memory_of_an_update_on_eight_is_planned_within_a_tenth():
   check = compiled.check_update(QWEN, RUN, planned(QWEN, RUN, Axes(fsdp=4, tensor=2)))
   assert check.planned == pytest.approx(check.compiled.total, rel=0.1)
   assert {each.kind for each in check.compiled.collectives} >= {'all-gather', 'reduce-scatter', 'all-reduce'}
+
+
+@h200
+@pytest.mark.parametrize('axes', [Axes(fsdp=4, tensor=2), Axes(data=2, fsdp=4)], ids=str)
+def test_an_update_sends_what_is_planned(axes):
+  """A microbatch's collectives in the layers: gathered weights, scattered and summed gradients, summed outputs. (Of two layers
+  XLA sums the first's gradients after the loop, which the plan counts within it, as all others'.)"""
+  config, LAYERS = dataclasses.replace(QWEN, num_layers=4), 4
+  made = planned(config, RUN, axes)
+  found = Counter()
+  for each in compiled.check_update(config, RUN, made).compiled.collectives:
+    if 'layer' in each.name and each.depth == 1:
+      found[each.kind, each.devices] += each.moved
+  sent = {(each.kind, each.axis): each.bytes / made.shape.micros for each in made.work.collectives}
+  assert found['all-gather', 4] == pytest.approx(sent['all-gather', 'fsdp'], rel=0.02)
+  assert found['reduce-scatter', 4] == pytest.approx(sent['reduce-scatter', 'fsdp'], rel=0.02)
+  if axes.tensor > 1:
+    assert found['all-reduce', 2] == pytest.approx(sent['all-reduce', 'tensor'], rel=0.02)
+  else:
+    layers = FLOAT32 * size(transformer.layers(shards(config, axes, 'float32')))
+    assert found['all-reduce', 2] == pytest.approx(layers * (LAYERS - 1) / LAYERS, rel=0.02)
 
 
 # --- a mixture of experts, on fsdp 2 x expert 4 -----------------------------------------------------------------------
