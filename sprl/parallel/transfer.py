@@ -17,8 +17,6 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from sprl.quant import fp8
-
 
 def place(tree: Any, shardings: Any) -> Any:
   """The arrays of `tree` laid out as the tree `shardings` says."""
@@ -54,7 +52,9 @@ def _relaying(sharding: NamedSharding):
   def same(x):
     if x.dtype != jnp.float8_e4m3fn:
       return x
-    return fp8.from_bytes(jax.lax.with_sharding_constraint(fp8.to_bytes(x), sharding))
+    # As bytes: XLA's CPU backend would widen the whole array to move it.
+    held = jax.lax.with_sharding_constraint(jax.lax.bitcast_convert_type(x, jnp.uint8), sharding)
+    return jax.lax.bitcast_convert_type(held, x.dtype)
 
   return jax.jit(same, out_shardings=sharding)
 
