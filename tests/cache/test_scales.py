@@ -262,11 +262,10 @@ def test_keeping_large_biases_out_of_fp8_makes_attention_exact_again():
 
 @pytest.mark.parametrize('when', ['before', 'after'])
 def test_what_keeping_biases_apart_costs_does_not_grow_with_the_positions(when):
-  """The same slots, ten times the positions: a decode step multiplies no more, and holds one more table of angles. With few
-  positions it holds no array of the slots' keys."""
+  """The same slots, ten times the positions: a decode step multiplies no more, and holds one more table of angles."""
   cache = Cache(method='rkv', budget=T, interval=8, window=4, when=when)
   flops, held, temporary = [], [], []
-  for completion in (20, 1000, 10_000):
+  for completion in (1000, 10_000):
     plan = plan_of(KV8, cache, 'qwen2', completion=completion)
     assert plan.slots(0) == T + 8
     kept = KeyBias.of(plan, (jnp.asarray(large_bias().reshape(-1), jnp.float32),))
@@ -276,9 +275,9 @@ def test_what_keeping_biases_apart_costs_does_not_grow_with_the_positions(when):
     temporary.append(compiled.memory_analysis().temp_size_in_bytes)
     held.append(KVCache.bytes(plan, B))
     assert held[-1] == sum(x.nbytes for x in jax.tree.leaves(made))
-  assert flops[1] == pytest.approx(flops[2], rel=0.01)
-  assert temporary[0] < temporary[1] == pytest.approx(temporary[2], rel=0.01)
-  assert held[2] - held[1] == 4 * D * 9000
+  assert flops[0] == pytest.approx(flops[1], rel=0.01)
+  assert temporary[0] == pytest.approx(temporary[1], rel=0.01)
+  assert held[1] - held[0] == 4 * D * 9000
 
 
 def test_a_bias_is_turned_as_keys_are_wherever_its_slots_lie():
