@@ -62,13 +62,13 @@ class KeyBias:
     bias = self.layers[layer]
     assert bias is not None
     (a, b), (q1, q2) = jnp.split(bias[:, None], 2, axis=-1), jnp.split(q.astype(jnp.float32), 2, axis=-1)
-    met, P = jnp.concatenate([q1 * a + q2 * b, q2 * a - q1 * b], axis=-1), len(self.cos)
-    if position is not None and q.shape[2] * P > q.shape[3] * position.shape[2]:  # the slots' rows of the table are less
-      place = jnp.maximum(position, 0)
+    met = jnp.concatenate([q1 * a + q2 * b, q2 * a - q1 * b], axis=-1)
+    place = None if position is None else jnp.maximum(position, 0)
+    if place is not None and q.shape[2] * len(self.cos) > q.shape[3] * place.shape[2]:  # the slots' rows of the table are less
       rows = jnp.concatenate([self.cos[place], self.sin[place]], axis=-1)
       return jnp.einsum('bkgd,bksd->bkgs', met, rows, precision='highest')
     everywhere = jnp.einsum('bkgd,pd->bkgp', met, jnp.concatenate([self.cos, self.sin], axis=-1), precision='highest')
-    return everywhere if position is None else jnp.take_along_axis(everywhere, jnp.maximum(position, 0)[:, :, None], axis=-1)
+    return everywhere if place is None else jnp.take_along_axis(everywhere, place[:, :, None], axis=-1)
 
   def of_tokens(self, layer: int, positions: Int[Array, 'B T']) -> Float[Array, 'B T K D']:
     """R_p b of tokens, all heads of which stand at one position."""

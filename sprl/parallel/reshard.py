@@ -51,7 +51,8 @@ def at_hand(x: jax.Array) -> jax.Array:
   parts: dict[int, set[Part]] = {}
   for device, index in x.sharding.devices_indices_map(x.shape).items():
     parts.setdefault(device.process_index, set()).add(_part(index, x.shape))
-  if all(of_one == set().union(*parts.values()) for of_one in parts.values()):
+  everything = set().union(*parts.values())
+  if all(of_one == everything for of_one in parts.values()):
     return x
   devices = x.sharding.mesh.devices if isinstance(x.sharding, NamedSharding) else None
   assert devices is not None, x.sharding

@@ -176,7 +176,7 @@ def update(config: ModelConfig, run: Run, shape: Shape, memory: Update, axes: Ax
 
 
 def _gathers(axes: Axes, times: int, layers: int, shards: int) -> tuple[Collective, ...]:
-  """Weights split over fsdp, gathered a layer at a time: `shards` is what a device has of them, each time."""
+  """Weights split over fsdp, gathered a layer at a time; `shards`: the bytes a device has of all that is gathered."""
   if axes.fsdp == 1 or not times:
     return ()
   return (Collective('all-gather', 'fsdp', times * layers, shards * (axes.fsdp - 1)),)
