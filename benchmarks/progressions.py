@@ -59,10 +59,10 @@ def main():
   print(f'{args.out}: {args.train} and {args.test} problems, grader.py, model/')
 
 
-def write_problems(folder: Path, train: int, test: int, seed: int, slips: float = 0.0) -> None:
-  """Writes train.jsonl, test.jsonl and grader.py; all prompts are distinct."""
+def write_problems(folder: Path, train: int, test: int, seed: int, slips: float = 0.0, counts: range = COUNTS) -> None:
+  """Writes train.jsonl, test.jsonl and grader.py; all prompts are distinct. `counts`: how many terms a solution may have."""
   rng = np.random.default_rng(seed)
-  there_are = list(itertools.product(STARTS, STEPS, COUNTS))
+  there_are = list(itertools.product(STARTS, STEPS, counts))
   lines = []
   for i in rng.permutation(len(there_are))[: train + test]:
     start, step, count = there_are[i]

