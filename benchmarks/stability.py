@@ -9,10 +9,10 @@ Trains by GRPO once an arm of Sparse-RL (config.arm) and seed, as `sprl.main` wo
     progressions   a small warm-started model on arithmetic progressions of up to 112 tokens (benchmarks/progressions.py)
     smollm2        SmolLM2-135M-Instruct on the same, warm-started too; but for the dense arm, with an FP8 cache
 
-Every trained model is then evaluated on held-out problems: greedily, and at temperature 1 with a dense, unquantised sampler and
-with the sparse arms' sampler. FOLDER keeps the runs: the same command goes on where it was interrupted. --save writes
-results/stability_TASK_BUDGET.json after every run, and its picture at the end; runs of as many steps that are in it already are
-not made again, on whatever machine they were made.
+Every trained model, and the warm-started one, is evaluated on held-out problems: greedily, and at temperature 1 with a dense,
+unquantised sampler and with the sparse arms' sampler. FOLDER keeps the runs: the same command goes on where it was interrupted.
+--save writes results/stability_TASK_BUDGET.json after every run, and its picture at the end; runs of as many steps that are in it
+already are not made again, on whatever machine they were made.
 """
 
 import argparse
@@ -81,6 +81,9 @@ def main():
   if args.task in WARM:
     prepare(args.task, args.folder.absolute(), args.warm_steps)
   result: dict[str, Any] = {'task': args.task, 'budget': args.budget, 'steps': args.steps}
+  if args.task in WARM:
+    folder = args.folder.absolute()
+    result['before'] = evaluations(args, folder / WARM[args.task][1], folder / f'{args.task}-before-{args.budget}')
   result['runs'] = saved_runs(name, args.steps) if args.save else {}
   for seed in args.seeds.split(','):
     for arm in args.arms.split(','):
@@ -88,7 +91,7 @@ def main():
         result['runs'].setdefault(arm, {})[seed] = run(args, arm, seed)
         if args.save:
           record(name, rows(result['runs']), result)
-  report(name, rows(result['runs']), result)
+  report(name, rows(result['runs']), result, save=args.save)
   if args.save:
     draw(name)
 
@@ -133,24 +136,26 @@ def run(args: argparse.Namespace, arm: str, seed: str) -> dict[str, Any]:
   if status == 0:
     result['greedy, before'], result['greedy, dense'] = (float(series(records, 'eval/avg@k')[1][i]) for i in (0, -1))
     result['compressed'] = float(np.mean(series(records, 'sparse/compressed')[1]))
-    result |= {f'{memory} evaluation': evaluation(args, workdir, memory) for memory in ('dense', 'sampler')}
+    result |= evaluations(args, workdir / 'export', workdir)
+    shutil.rmtree(workdir / 'checkpoints', ignore_errors=True)  # of what is exported; a run's are gigabytes
   return result
 
 
-def evaluation(args: argparse.Namespace, workdir: Path, memory: str) -> float:
-  """Mean reward of the last weights on the held-out problems, sampled at temperature 1.
+def evaluations(args: argparse.Namespace, model: Path, workdir: Path) -> dict[str, float]:
+  """A model judged with a dense sampler, and with that of the sparse arms, which the dense arm's own settings do not have."""
+  folders = {memory: workdir.with_name(f'{workdir.name}-{memory}') for memory in ('dense', 'sampler')}
+  return {f'{memory} evaluation': evaluation(args, model, judged, memory) for memory, judged in folders.items()}
 
-  The dense arm's export is evaluated under the cache of the sparse arms, which its own settings do not have.
-  """
-  judged = workdir.with_name(workdir.name + f'-{memory}')
+
+def evaluation(args: argparse.Namespace, model: Path, judged: Path, memory: str) -> float:
+  """Mean reward of a model's answers to the held-out problems, sampled at temperature 1."""
   if not (judged / 'curves.png').exists():  # which is drawn last
     command(
       'main', *config(args.task, args.folder.absolute()), f'--workdir={judged}', '--config.steps=0', '--config.export=False',
-      f'--config.model.path={workdir / "export"}', f'--config.cache.budget={args.budget}',
+      f'--config.model.path={model}', f'--config.cache.budget={args.budget}',
       f'--config.eval.memory={memory}', '--config.eval.temperature=1.0', *EVALUATED[args.task],
     )  # fmt: skip
     shutil.rmtree(judged / 'checkpoints')
-    shutil.rmtree(workdir / 'checkpoints', ignore_errors=True)  # of what is exported; a run's are gigabytes
   return float(series(read_metrics(judged), 'eval/avg@k')[1][-1])
 
 
