@@ -81,14 +81,16 @@ def work(args):
   config.model.path = args.model
   config.model.dtype = 'float32' if args.dtype == 'float32' else 'bfloat16'
   config.model.param_dtype = config.optimizer.moment_dtype = 'bfloat16' if args.dtype == 'bfloat16' else 'float32'
-  config.model.remat = 'none'
+  config.model.remat = 'dots'
   config.task.kind, config.task.name = 'reasoning_gym', 'chain_sum'
   config.task.args = {'min_terms': 2, 'max_terms': 2, 'min_digits': 1, 'max_digits': 1}
   config.rollout.prompts, config.rollout.group = args.prompts, args.group
   config.sampling.max_prompt, config.sampling.max_tokens, config.sampling.chunk = 64, args.new, args.new
   config.packing.row_tokens, config.packing.rows, config.packing.score_chunk = 256, 1, 256
   config.optimizer.learning_rate = 1e-6
-  config.eval.problems, config.checkpoint.every, config.log.tensorboard = 1, 0, False
+  config.task.grader_workers = 1  # of sums: it has nothing to do beside one engine
+  config.eval.problems, config.eval.samples, config.eval.temperature = args.prompts, args.group, 1.0  # by the rollouts' programs
+  config.checkpoint.every, config.log.tensorboard = 0, False
   run = resolve(config)
   with tempfile.TemporaryDirectory() as workdir:
     train(run, Path(workdir))

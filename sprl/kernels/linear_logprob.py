@@ -33,7 +33,8 @@ def linear_logprob(
   pad = -T % chunk
   hidden = jnp.pad(hidden.reshape(-1, T, E), ((0, 0), (0, pad), (0, 0)))
   target = jnp.pad(target.reshape(-1, T), ((0, 0), (0, pad)))
-  chunks = jnp.asarray((T if count is None else jnp.max(count)) + chunk - 1, jnp.int32) // chunk
+  counted = T if count is None or chunk == T else jnp.max(count)  # a loop over one chunk is none to XLA
+  chunks = jnp.asarray(counted + chunk - 1, jnp.int32) // chunk
   found = _chunked(hidden, shard(head, 'vocab', None), target, chunks, temperature, chunk)
   logp, entropy = (x[:, :T].reshape(*shards, T) for x in found)
   return logp, entropy

@@ -7,15 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, BFloat16, Float32
+from jaxtyping import Array, BFloat16, Float32, UInt32
 
 
-def rounded(x: Float32[Array, '*S'], key: Array) -> BFloat16[Array, '*S']:
+def rounded(x: Float32[Array, '*S'], seed: UInt32[Array, '']) -> BFloat16[Array, '*S']:
   """x rounded up or down at random to one of its two neighbours in bfloat16, so that the mean is x; not finite: as it is.
 
   bfloat16 is the upper half of a float32's bits. Adding 16 random bits carries into it as often as the lower half says.
   """
-  bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + _noise(x.shape, jax.random.bits(key, (), jnp.uint32))
+  bits = jax.lax.bitcast_convert_type(x, jnp.uint32) + _noise(x.shape, seed)
   cut = jax.lax.bitcast_convert_type((bits >> 16).astype(jnp.uint16), jnp.bfloat16)
   return jnp.where(jnp.isfinite(x), cut, x.astype(jnp.bfloat16))
 
@@ -36,7 +36,7 @@ def scale_by_adam(b1: float, b2: float, eps: float, dtype) -> optax.GradientTran
   optax holds the first moment in a dtype of one's choice, and rounds to nearest, which b1 forgives. The second moves by
   (1 - b2) (g^2 / v - 1) of itself: at b2 = 0.999 no g^2 in [0, 3 v] gets past bfloat16's half step of 1/512, and v would stay
   where its largest gradient left it. Rounded at random it is right in the mean. The random numbers follow from the count of
-  updates, so that a resumed run rounds alike.
+  updates, so that a resumed run rounds alike. Steps are then those of the moments as they are held.
   """
   inner: Any = optax.scale_by_adam(b1, b2, eps, mu_dtype=dtype)
 
@@ -48,8 +48,11 @@ def scale_by_adam(b1: float, b2: float, eps: float, dtype) -> optax.GradientTran
     steps, new = inner.update(updates, state._replace(nu=optax.tree.cast(state.nu, jnp.float32)), params)
     if dtype == jnp.bfloat16:
       leaves, tree = jax.tree.flatten(new.nu)
-      keys = jax.random.split(jax.random.fold_in(jax.random.key(0), state.count), len(leaves))
-      new = new._replace(nu=tree.unflatten([rounded(v, key) for v, key in zip(leaves, keys)]))
+      seeds = jax.random.bits(jax.random.fold_in(jax.random.key(0), state.count), (len(leaves),), jnp.uint32)
+      new = new._replace(nu=tree.unflatten([rounded(v, seed) for v, seed in zip(leaves, seeds)]))
+      new = jax.tree.map(jax.lax.optimization_barrier, new)  # all that is read from here on: they may be written over the old
+      m, v = (optax.tree.bias_correction(optax.tree.cast(x, jnp.float32), b, new.count) for x, b in ((new.mu, b1), (new.nu, b2)))
+      steps = jax.tree.map(lambda m, v: m / (jnp.sqrt(v) + eps), m, v)
     return steps, new
 
   return optax.GradientTransformation(init, update)

@@ -45,7 +45,20 @@ def schedule(settings: Optimizer, updates: int) -> optax.Schedule:
   return optax.join_schedules([optax.linear_schedule(peak / (warm + 1), peak, warm), after], [warm]) if warm else after
 
 
-def make_optimizer(settings: Optimizer, updates: int) -> optax.GradientTransformation:
+def clipped(limit: float) -> optax.GradientTransformationExtraArgs:
+  """optax.clip_by_global_norm, for gradients whose norm may be known already: `update(gradients, state, params, norm=norm)`."""
+
+  def init(params):
+    return optax.EmptyState()
+
+  def update(updates, state, params=None, *, norm=None, **_):
+    scale = limit / jnp.maximum(optax.tree.norm(updates) if norm is None else norm, limit)
+    return optax.tree.scale(scale, updates), state
+
+  return optax.GradientTransformationExtraArgs(init, update)
+
+
+def make_optimizer(settings: Optimizer, updates: int) -> optax.GradientTransformationExtraArgs:
   """The optax chain: clip by global norm, then the named optimiser. Weight decay spares vectors (norms, biases)."""
   rate = schedule(settings, updates)
   moments = jnp.dtype(settings.moment_dtype)
@@ -64,4 +77,4 @@ def make_optimizer(settings: Optimizer, updates: int) -> optax.GradientTransform
       optax.adafactor(), optax.add_decayed_weights(-s.weight_decay, matrices), optax.scale_by_learning_rate(rate, flip_sign=False)
     ),
   }[settings.name]()
-  return optax.chain(optax.clip_by_global_norm(s.clip_norm), step) if s.clip_norm > 0 else step
+  return optax.chain(clipped(s.clip_norm), step) if s.clip_norm > 0 else optax.with_extra_args_support(step)

@@ -58,7 +58,7 @@ def scores_old(correction: Correction, updates: int) -> bool:
   return updates > 1 or rejects or c.normalise
 
 
-def make_update(graphdef: nnx.GraphDef, optimizer: optax.GradientTransformation, computation: Computation) -> OnMesh:
+def make_update(graphdef: nnx.GraphDef, optimizer: optax.GradientTransformationExtraArgs, computation: Computation) -> OnMesh:
   """update(state, batch, old_logp, ref_logp, base=None) -> (state, metrics), jitted; `state` is donated.
 
   `old_logp` [B, C] may be None where `scores_old` allows it, `ref_logp` [B, C] where the loss has no KL term. With a `base`
@@ -111,16 +111,21 @@ def _update(graphdef, optimizer, computation: Computation, state: TrainState, ba
   # --- 3. step -------------------------------------------------------------------------------------------------------
   norm = optax.tree.norm(grads)
   finite = jnp.isfinite(norm) & jnp.isfinite(loss)
-  grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
   before = jax.tree.map(lambda leaf: moved(leaf, jax.memory.Space.Device), state.opt_state)  # moments may lie on the host
-  updates, opt_state = optimizer.update(grads, before, state.params)
-  opt_state = optax.tree_map_params(optimizer, factor_whole, opt_state, state.params)
+
+  def take(params, opt_state, grads):
+    updates, stepped = optimizer.update(grads, opt_state, params, norm=norm)
+    stepped = optax.tree_map_params(optimizer, factor_whole, stepped, params)
+    return optax.apply_updates(params, updates), stepped
+
+  def leave(params, opt_state, _):
+    return params, opt_state
+
+  taken = finite & (batch.used > 0)  # with no gradient at all, momentum and weight decay would still move the weights
+  # A choice between two ways, not of numbers: weights and moments are written over the old ones, of which no copy is kept.
+  params, opt_state = jax.lax.cond(taken, take, leave, state.params, before, grads)
   bad = (~finite).astype(jnp.int32)
   bad_streak = (state.bad_streak + 1) * bad
-  taken = finite & (batch.used > 0)  # with no gradient at all, momentum and weight decay would still move the weights
-
-  def if_taken(new, old):
-    return jax.tree.map(partial(jnp.where, taken), new, old)
 
   old = logp if old_logp is None else old_logp
   metrics = {
@@ -140,8 +145,8 @@ def _update(graphdef, optimizer, computation: Computation, state: TrainState, ba
     drift = losses.kl(logp, ref_logp, loss_settings.kl_estimator, loss_settings.kl_clip)
     metrics['policy/kl_ref'] = jnp.sum(jnp.where(mask, drift, 0)) / jnp.maximum(jnp.sum(mask), 1)
   stepped = TrainState(
-    params=if_taken(optax.apply_updates(state.params, updates), state.params),
-    opt_state=jax.tree.map(lambda new, old: moved(new, space_of(old)), if_taken(opt_state, before), state.opt_state),
+    params=params,
+    opt_state=jax.tree.map(lambda new, old: moved(new, space_of(old)), opt_state, state.opt_state),
     version=state.version + 1,
     skipped=state.skipped + bad,
     bad_streak=bad_streak,

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sprl.learner.state import TrainState, make_optimizer, schedule
+from sprl.learner.state import TrainState, clipped, make_optimizer, schedule
 from sprl.settings import Optimizer
 
 
@@ -68,6 +68,15 @@ def test_gradients_are_clipped_by_their_norm_over_all_weights():
   np.testing.assert_allclose(update['vector'], -0.01 * 2.0 * 0.6 / np.sqrt(9 * 4.0), rtol=1e-6)
   update, _ = first_update(0.1, name='sgd', clip_norm=0.6)  # norm 0.3
   np.testing.assert_allclose(update['vector'], -0.01 * 0.1, rtol=1e-6)
+
+
+def test_a_norm_that_is_known_is_not_found_again():
+  grads = {'matrix': jnp.full((2, 3), 2.0), 'vector': jnp.full(3, jnp.nan)}  # of which no norm could be found
+  update, _ = clipped(0.5).update(grads, clipped(0.5).init(grads), None, norm=jnp.float32(4.0))
+  np.testing.assert_allclose(update['matrix'], 2.0 * 0.5 / 4.0, rtol=1e-6)
+  unclipped = make_optimizer(Optimizer(name='sgd', learning_rate=1.0, clip_norm=0.0), 1)
+  update, _ = unclipped.update(grads, unclipped.init(grads), grads, norm=jnp.float32(4.0))
+  np.testing.assert_array_equal(update['matrix'], -2.0)
 
 
 def test_a_state_starts_at_version_0():

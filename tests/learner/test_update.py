@@ -306,6 +306,27 @@ def test_moments_on_the_host_change_nothing_but_where_they_lie(world, adamw):
   jax.tree.map(np.testing.assert_array_equal, two_updates(True), two_updates(False))
 
 
+@pytest.mark.parametrize('name', ['adamw', 'adam', 'lion', 'sgd', 'adafactor'])
+def test_weights_and_moments_in_bfloat16_stay_so_and_move(world, name):
+  half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), world.params)
+  optimizer, state = fresh(world, Optimizer(name=name, learning_rate=0.1, moment_dtype='bfloat16'), half)
+  kinds = jax.tree.map(lambda x: (x.shape, x.dtype), state)
+  after, _ = make_update(world.graph, optimizer, SETTINGS)(state, packed(world), None, None)
+  assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == kinds
+  moved = [np.any(np.asarray(a) != np.asarray(b)) for a, b in zip(jax.tree.leaves(after.params), jax.tree.leaves(half))]
+  assert any(moved)
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_adam_writes_over_weights_and_moments_and_copies_none(world, dtype):
+  held = jax.tree.map(lambda p: p.astype(dtype), world.params)
+  optimizer, state = fresh(world, Optimizer(moment_dtype=dtype), held)
+  text = make_update(world.graph, optimizer, SETTINGS).lower(state, packed(world), None, None).compile().as_text()
+  shapes = {','.join(map(str, p.shape)) for p in jax.tree.leaves(held)}
+  copied = set(re.findall(r'= \w+\[([\d,]*)\]\S* copy\(%?(?:state|get-tuple-element)', text))  # of what comes in
+  assert not shapes & copied
+
+
 def test_no_array_of_whole_logits_is_ever_made(world):
   """The largest array with a vocabulary axis is a chunk of logits or a weight, never a row of logits a position."""
   batch = packed(world, rows=8, tokens=64, micros=1)
