@@ -8,6 +8,7 @@ on the device all the time (frozen weights, trained weights, moments), and those
 
 import argparse
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from common import report
 
-from sprl.learner.packing import TrainBatch
+from sprl.learner.packing import Shape, empty
 from sprl.learner.state import TrainState, make_optimizer
 from sprl.learner.update import Computation, make_update
 from sprl.models import transformer
@@ -50,20 +51,11 @@ def qwen(layers: int) -> ModelConfig:
 
 def batch() -> Any:
   """One microbatch of one row."""
-
-  def numbers(*shape: int, dtype=jnp.int32) -> Any:
-    return jax.ShapeDtypeStruct(shape, dtype)
-
-  row, scored, cells = (1, 1, TOKENS), (1, SEQUENCES * COMPLETION), (SEQUENCES, COMPLETION)
-  return TrainBatch(
-    tokens=numbers(*row), positions=numbers(*row), segments=numbers(*row), prefixes=numbers(*row),
-    source=numbers(*scored), target=numbers(*scored), scored=numbers(1), used=numbers(), micro=numbers(SEQUENCES),
-    place=numbers(*cells), mask=numbers(*cells, dtype=jnp.bool_), sampler_logp=numbers(*cells, dtype=jnp.float32),
-    advantage=numbers(SEQUENCES, dtype=jnp.float32), reward=numbers(SEQUENCES, dtype=jnp.float32),
-  )  # fmt: skip
+  return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), empty(Shape(1, 1, TOKENS, SEQUENCES, COMPLETION)))
 
 
-def row(name: str, config: ModelConfig) -> dict[str, Any]:
+def program(name: str, config: ModelConfig) -> tuple[Callable, TrainState, Any, Base | None]:
+  """The update of a case, and the shapes of what it is given."""
   settings, lora = CASES[name]
   optimizer = make_optimizer(settings, 100)
   trained, base = transformer.abstract_params(config), None
@@ -77,12 +69,18 @@ def row(name: str, config: ModelConfig) -> dict[str, Any]:
   def step(state, batch, base):
     return update(state, batch, None, None, base)
 
+  return step, state, batch(), base
+
+
+def row(name: str, config: ModelConfig) -> dict[str, Any]:
+  """What XLA makes of it."""
+  step, state, *given = program(name, config)
   start = time.perf_counter()
-  compiled = compile_for_h200(step, state, batch(), base, donate=(0,))
+  compiled = compile_for_h200(step, state, *given, donate=(0,))
   total = compiled.arguments + compiled.temporary
   return {
     'trained': name,
-    'trained weights': sum(leaf.size for leaf in jax.tree.leaves(trained)),
+    'trained weights': sum(leaf.size for leaf in jax.tree.leaves(state.params)),
     'held GiB': compiled.arguments / GIB,
     'on top GiB': compiled.temporary / GIB,
     'sum GiB': total / GIB,

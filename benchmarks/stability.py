@@ -81,10 +81,12 @@ def main():
   if args.task in WARM:
     prepare(args.task, args.folder.absolute(), args.warm_steps)
   result: dict[str, Any] = {'task': args.task, 'budget': args.budget, 'steps': args.steps}
+  saved = saved_result(name, args.steps) if args.save else {}
+  result['runs'] = saved.get('runs', {})
   if args.task in WARM:
     folder = args.folder.absolute()
-    result['before'] = evaluations(args, folder / WARM[args.task][1], folder / f'{args.task}-before-{args.budget}')
-  result['runs'] = saved_runs(name, args.steps) if args.save else {}
+    warm, judged = folder / WARM[args.task][1], folder / f'{args.task}-before-{args.budget}'
+    result['before'] = saved.get('before') or evaluations(args, warm, judged)
   for seed in args.seeds.split(','):
     for arm in args.arms.split(','):
       if seed not in result['runs'].get(arm, {}):
@@ -96,11 +98,11 @@ def main():
     draw(name)
 
 
-def saved_runs(name: str, steps: int) -> dict[str, dict[str, Any]]:
-  """By arm and seed, the runs of as many steps that results/NAME.json has."""
+def saved_result(name: str, steps: int) -> dict[str, Any]:
+  """What results/NAME.json has of runs of as many steps."""
   path = RESULTS / f'{name}.json'
   saved: dict[str, Any] = json.loads(path.read_text())['result'] if path.exists() else {'steps': None}
-  return saved['runs'] if saved['steps'] == steps else {}
+  return saved if saved['steps'] == steps else {}
 
 
 def prepare(task: str, folder: Path, warm_steps: int) -> None:

@@ -26,7 +26,8 @@ def linear_logprob(
 ) -> tuple[Float[Array, '*S T'], Float[Array, '*S T']]:
   """log softmax(hidden @ head^T / temperature)[target] and the distribution's entropy, both float32, differentiable.
 
-  Where `count` is given, only the chunks that hold some shard's first `count` positions are computed; the rest come out as zeros.
+  Where `count` is given, only the chunks that hold some shard's first `count` positions are computed, and the rest come out as
+  zeros; of one chunk all positions are computed.
   """
   *shards, T, E = hidden.shape
   chunk = min(chunk, T)

@@ -52,7 +52,7 @@ def clipped(limit: float) -> optax.GradientTransformationExtraArgs:
     return optax.EmptyState()
 
   def update(updates, state, params=None, *, norm=None, **_):
-    scale = limit / jnp.maximum(optax.tree.norm(updates) if norm is None else norm, limit)
+    scale = jnp.minimum(1, limit / (optax.tree.norm(updates) if norm is None else norm))
     return optax.tree.scale(scale, updates), state
 
   return optax.GradientTransformationExtraArgs(init, update)

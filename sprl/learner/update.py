@@ -122,8 +122,11 @@ def _update(graphdef, optimizer, computation: Computation, state: TrainState, ba
     return params, opt_state
 
   taken = finite & (batch.used > 0)  # with no gradient at all, momentum and weight decay would still move the weights
-  # A choice between two ways, not of numbers: weights and moments are written over the old ones, of which no copy is kept.
-  params, opt_state = jax.lax.cond(taken, take, leave, state.params, before, grads)
+  held = state.params, before
+  if any(space_of(leaf) != jax.memory.Space.Device for leaf in jax.tree.leaves(state.opt_state)):
+    params, opt_state = jax.tree.map(partial(jnp.where, taken), take(*held, grads), held)  # moments come and go one by one
+  else:  # a choice between two ways, not of numbers: weights and moments are written over the old ones, of which no copy is kept
+    params, opt_state = jax.lax.cond(taken, take, leave, *held, grads)
   bad = (~finite).astype(jnp.int32)
   bad_streak = (state.bad_streak + 1) * bad
 

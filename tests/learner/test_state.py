@@ -74,9 +74,15 @@ def test_a_norm_that_is_known_is_not_found_again():
   grads = {'matrix': jnp.full((2, 3), 2.0), 'vector': jnp.full(3, jnp.nan)}  # of which no norm could be found
   update, _ = clipped(0.5).update(grads, clipped(0.5).init(grads), None, norm=jnp.float32(4.0))
   np.testing.assert_allclose(update['matrix'], 2.0 * 0.5 / 4.0, rtol=1e-6)
-  unclipped = make_optimizer(Optimizer(name='sgd', learning_rate=1.0, clip_norm=0.0), 1)
-  update, _ = unclipped.update(grads, unclipped.init(grads), grads, norm=jnp.float32(4.0))
-  np.testing.assert_array_equal(update['matrix'], -2.0)
+  for limit in (0.0, np.inf):
+    unclipped = make_optimizer(Optimizer(name='sgd', learning_rate=1.0, clip_norm=limit), 1)
+    update, _ = unclipped.update(grads, unclipped.init(grads), grads, norm=jnp.float32(4.0))
+    np.testing.assert_array_equal(update['matrix'], -2.0)
+
+
+def test_no_gradient_is_clipped_to_none():
+  nothing = jnp.zeros(3)
+  np.testing.assert_array_equal(clipped(0.5).update(nothing, clipped(0.5).init(nothing))[0], nothing)
 
 
 def test_a_state_starts_at_version_0():
