@@ -1,6 +1,6 @@
 """What does an update of Qwen2.5-7B take of one H200? Compiled for one, by what is trained and how its moments are held.
 
-    python benchmarks/learner_memory.py --save learner_memory    # 7 minutes; sprl/parallel/aot.py says what must be installed
+    python benchmarks/learner_memory.py --save learner_memory    # 4 minutes; sprl/parallel/aot.py says what must be installed
 
 No GPU is needed. A row is an update of one row of 2,048 tokens, layers computed again in the backward pass: the bytes that lie
 on the device all the time (frozen weights, trained weights, moments), and those that it takes on top (gradients, activations).
