@@ -24,6 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 import psutil
 
+from sprl.io.files import write_text
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / 'benchmarks' / 'results'
 PACKAGES = ('sprl', 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy')
@@ -173,7 +175,7 @@ def record(name: str, rows: Sequence[Mapping[str, Any]], result: Mapping[str, An
   """FOLDER/NAME.json: the rows and the result, with the command, machine, versions and commit that they come from."""
   source = {'benchmark': name, 'command': _command(), 'commit': commit(), 'machine': machine()}
   folder.mkdir(parents=True, exist_ok=True)
-  (folder / f'{name}.json').write_text(json.dumps({**source, 'result': dict(result), 'rows': list(rows)}, indent=2) + '\n')
+  write_text(folder / f'{name}.json', json.dumps({**source, 'result': dict(result), 'rows': list(rows)}, indent=2) + '\n')
 
 
 def _shown(value: Any) -> str:

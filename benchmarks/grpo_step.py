@@ -89,7 +89,8 @@ def work(args):
   config.packing.row_tokens, config.packing.rows, config.packing.score_chunk = 256, 1, 256
   config.optimizer.learning_rate = 1e-6
   config.task.grader_workers = 1  # of sums: it has nothing to do beside one engine
-  config.eval.problems, config.eval.samples, config.eval.temperature = args.prompts, args.group, 1.0  # by the rollouts' programs
+  # evaluated as sampled, with no programs beside those of the rollouts
+  config.eval.problems, config.eval.samples, config.eval.temperature = args.prompts, args.group, 1.0
   config.checkpoint.every, config.log.tensorboard = 0, False
   run = resolve(config)
   with tempfile.TemporaryDirectory() as workdir:

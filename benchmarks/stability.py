@@ -65,7 +65,7 @@ def main():
   """Arguments to a report."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument('--task', choices=TASKS, default='sums')
-  parser.add_argument('--folder', type=Path, default=Path('runs/stability'))
+  parser.add_argument('--folder', type=lambda path: Path(path).absolute(), default='runs/stability')
   parser.add_argument('--arms', default=','.join(ARMS))
   parser.add_argument('--seeds', default='0,1,2')
   parser.add_argument('--steps', type=int, default=30)
@@ -79,13 +79,12 @@ def main():
   if args.draw:
     return draw(name)
   if args.task in WARM:
-    prepare(args.task, args.folder.absolute(), args.warm_steps)
+    prepare(args.task, args.folder, args.warm_steps)
   result: dict[str, Any] = {'task': args.task, 'budget': args.budget, 'steps': args.steps}
   saved = saved_result(name, args.steps) if args.save else {}
   result['runs'] = saved.get('runs', {})
   if args.task in WARM:
-    folder = args.folder.absolute()
-    warm, judged = folder / WARM[args.task][1], folder / f'{args.task}-before-{args.budget}'
+    warm, judged = args.folder / WARM[args.task][1], args.folder / f'{args.task}-before-{args.budget}'
     result['before'] = saved.get('before') or evaluations(args, warm, judged)
   for seed in args.seeds.split(','):
     for arm in args.arms.split(','):
@@ -121,11 +120,10 @@ def prepare(task: str, folder: Path, warm_steps: int) -> None:
 
 def run(args: argparse.Namespace, arm: str, seed: str) -> dict[str, Any]:
   """One run: its curves, the step at which a sentinel stopped it, and what its last weights answer densely and sparsely."""
-  folder = args.folder.absolute()
-  workdir = folder / f'{args.task}-{arm}-{args.budget}-{seed}'
+  workdir = args.folder / f'{args.task}-{arm}-{args.budget}-{seed}'
   print(f'--- {arm}, seed {seed}', file=sys.stderr)
   status = 0 if (workdir / 'export').exists() else command(
-    'main', *config(args.task, folder), f'--workdir={workdir}', f'--config.seed={seed}', f'--config.arm={arm}',
+    'main', *config(args.task, args.folder), f'--workdir={workdir}', f'--config.seed={seed}', f'--config.arm={arm}',
     f'--config.cache.budget={args.budget}', f'--config.steps={args.steps}', *args.flags, '--config.export=True',
     '--config.checkpoint.every=10', '--config.checkpoint.keep_last=1', '--config.checkpoint.keep_best=0',
     *(('--config.quant.sampler=bf16',) if arm == 'dense' else ()),
@@ -153,7 +151,7 @@ def evaluation(args: argparse.Namespace, model: Path, judged: Path, memory: str)
   """Mean reward of a model's answers to the held-out problems, sampled at temperature 1."""
   if not (judged / 'curves.png').exists():  # which is drawn last
     command(
-      'main', *config(args.task, args.folder.absolute()), f'--workdir={judged}', '--config.steps=0', '--config.export=False',
+      'main', *config(args.task, args.folder), f'--workdir={judged}', '--config.steps=0', '--config.export=False',
       f'--config.model.path={model}', f'--config.cache.budget={args.budget}',
       f'--config.eval.memory={memory}', '--config.eval.temperature=1.0', *EVALUATED[args.task],
     )  # fmt: skip

@@ -80,7 +80,7 @@ def test_a_norm_that_is_known_is_not_found_again():
     np.testing.assert_array_equal(update['matrix'], -2.0)
 
 
-def test_no_gradient_is_clipped_to_none():
+def test_a_gradient_of_zeros_is_clipped_to_zeros():
   nothing = jnp.zeros(3)
   np.testing.assert_array_equal(clipped(0.5).update(nothing, clipped(0.5).init(nothing))[0], nothing)
 
