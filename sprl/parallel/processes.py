@@ -56,6 +56,10 @@ def initialize(environment: Mapping[str, str] = os.environ) -> int:
   if here is not None and here.processes > 1:
     jax.config.update('jax_enable_preemption_service', False)  # it would take SIGTERM for itself
     jax.distributed.initialize(here.coordinator, here.processes, here.process, cluster_detection_method='deactivate')
+    # XLA's programs for CPUs order what they send by a resource that all of it uses. Read back from the compilation cache, a loop
+    # has another one than what stands beside it: processes send in different orders, and Gloo ends them.
+    if jax.default_backend() == 'cpu':
+      jax.config.update('jax_enable_compilation_cache', False)
   return 1 if here is None else here.processes
 
 
