@@ -46,13 +46,19 @@ TURNING = KEPT | {'expert': ('expert', *TENSOR)}  # on the way between the two: 
 
 
 def spec(mesh, names: Names, shape: tuple[int, ...], rules: Mapping[str, tuple[str, ...]] = IN_USE) -> P:
-  """The mesh axes of each axis of an array. A mesh axis is taken once, by the first that can have it."""
+  """The mesh axes of each axis of an array. A mesh axis is taken once, by the first that can have it.
+
+  It ends with the last axis that is split, as those of a program's results do: what it says of an array that goes in is then
+  what JAX says of one that came out, and the program is compiled once for both.
+  """
   taken: set[str] = set()
   parts = []
   for name, size in zip(names, shape, strict=True):
     axes = _splits(mesh, rules.get(name or '', ()), size, taken)
     taken.update(axes)
     parts.append(axes or None)
+  while parts and parts[-1] is None:
+    parts.pop()
   return P(*parts)
 
 

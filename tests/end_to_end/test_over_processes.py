@@ -36,7 +36,7 @@ def inputs(tmp_path_factory) -> Path:
   return folder
 
 
-def start(inputs: Path, workdir: Path, processes: int, devices: int, *changes: str) -> list[subprocess.Popen]:
+def start(inputs: Path, workdir: Path, processes: int, devices: int, *changes: str, **variables: str) -> list[subprocess.Popen]:
   """The processes of a run with so many devices each, under way."""
   with socket.socket() as free:
     free.bind(('', 0))
@@ -50,6 +50,7 @@ def start(inputs: Path, workdir: Path, processes: int, devices: int, *changes: s
     'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}',
     'SPRL_COORDINATOR': f'localhost:{port}',
     'SPRL_PROCESSES': str(processes),
+    **variables,
   }
   command = [sys.executable, '-m', 'sprl.main', f'--config={inputs / "config.py"}', f'--workdir={workdir}', *changes]
   return [
@@ -136,8 +137,10 @@ def test_a_process_that_hangs_is_named_and_the_run_goes_on(inputs, killed):
 
 @pytest.mark.slow
 def test_what_was_killed_is_what_would_have_been(inputs, killed):
-  train(inputs, inputs / 'alone', 1, 2, *DENSE)
+  [(status, _, err)] = finish(start(inputs, inputs / 'alone', 1, 2, *DENSE, JAX_LOG_COMPILES='1'))
+  assert status == 0, err
   assert logged(killed) == logged(inputs / 'alone')
+  assert err.count('Compiling jit(_update)') == 1  # for the state that it is given first and for those that it returns
 
 
 @pytest.mark.slow

@@ -115,7 +115,7 @@ def test_adapters_are_split_as_their_kernels_are():
   for name in ('gate', 'down'):
     outputs, inputs = kernels['layers'][0]['mlp'][name]['kernel'].spec
     pair = pairs['layers'][0]['mlp'][name]
-    assert (tuple(pair['b'].spec), tuple(pair['a'].spec)) == ((outputs, None), (None, inputs))
+    assert (tuple(pair['b'].spec), tuple(pair['a'].spec)) == ((outputs,), (None, inputs))
     assert None not in (outputs, inputs)
 
 
