@@ -29,7 +29,7 @@ test: setup ## the default test suite (ARGS='-k name' and so on go to pytest)
 	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 slow: setup ## the tests that take minutes
-	$(BIN)/python -m pytest -m slow $(ARGS)
+	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile $(ARGS)
 
 parity: setup reference ## the comparison with transformers
 	SPRL_REFERENCE_PYTHON='$(abspath $(REFERENCE))/bin/python' $(BIN)/python -m pytest tests/parity -m '' $(ARGS)
