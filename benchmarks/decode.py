@@ -21,6 +21,7 @@ from sprl.models.config import ModelConfig
 from sprl.sampler.cache_plan import cache_plan
 from sprl.sampler.engine import Engine
 from sprl.sampler.served import serve
+from sprl.sampler.slots import generate
 from sprl.settings import DENSE, UNQUANTISED, Sampling
 from sprl.trajectory import Request
 
@@ -79,7 +80,7 @@ def measure(config, served, dtype, batch: int, prompt: int, new: int, repeats: i
   best = float('inf')
   for repeat in range(repeats + 1):
     start = time.perf_counter()
-    done = engine.generate(served, [Request(repeat * batch + i, i, row, new) for i, row in enumerate(tokens)])
+    done = generate(engine, served, [Request(repeat * batch + i, i, row, new) for i, row in enumerate(tokens)])
     seconds = time.perf_counter() - start
     assert all(len(t.completion) == new for t in done)
     best = min(best, seconds) if repeat else best

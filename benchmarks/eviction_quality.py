@@ -47,6 +47,7 @@ from sprl.sampler import calibrate
 from sprl.sampler.cache_plan import cache_plan
 from sprl.sampler.decode import predict, started, take_in
 from sprl.sampler.served import serve
+from sprl.sampler.slots import generate
 from sprl.settings import DENSE, UNQUANTISED, Cache, Model, Quant, Run, Sampling
 from sprl.tasks import jsonl
 from sprl.trajectory import Request
@@ -157,7 +158,7 @@ def continuations(policy: Policy, params, sampling: Sampling, prompts, seed: int
   """What the model writes behind each prompt with a dense cache: tokens [B, C], and how many there are of them."""
   engine = policy.engine(sampling, policy.plan(sampling, DENSE, UNQUANTISED), len(prompts), len(prompts), seed)
   asked = [Request(i, i, prompt, sampling.max_tokens) for i, prompt in enumerate(prompts)]
-  done = [t.completion for t in engine.generate(policy.serve(params, UNQUANTISED), asked)]
+  done = [t.completion for t in generate(engine, policy.serve(params, UNQUANTISED), asked)]
   tokens = np.zeros((len(done), sampling.max_tokens), np.int32)
   for line, completion in zip(tokens, done):
     line[: len(completion)] = completion

@@ -7,10 +7,8 @@ from functools import cached_property
 from sprl.cache.plan import CachePlan
 from sprl.models import transformer
 from sprl.models.config import ModelConfig
-from sprl.sampler.served import Served
-from sprl.sampler.slots import Slots
 from sprl.settings import Sampling, SettingsError
-from sprl.trajectory import Request, Trajectory
+from sprl.trajectory import Request
 
 SMALLEST_BUCKET = 32
 
@@ -56,21 +54,6 @@ class Engine:
     """The lengths that prefill is compiled for: of prompts, and beyond them of prompts with what is given behind them."""
     prompts = prompt_buckets(self.sampling)
     return prompts if self.plan.sparse else (*prompts, *_doubling(2 * prompts[-1], self.plan.positions))
-
-  def generate(self, served: Served, requests: Sequence[Request], version: int = 0) -> list[Trajectory]:
-    """One trajectory a request, in the order of the requests.
-
-    Raises SettingsError where a request does not fit the sampling settings (`check`).
-    """
-    slots = Slots(self, served, version)
-    for request in requests:
-      slots.add(request)
-    finished: dict[tuple[int, int], Trajectory] = {}
-    while slots.load:
-      slots.dispatch()
-      for completion in slots.collect():
-        finished[completion.request.uid, completion.request.attempt] = Trajectory.of(completion, start_version=version)
-    return [finished[r.uid, r.attempt] for r in requests]
 
   def check(self, request: Request) -> None:
     """Raises SettingsError where a prompt is longer than `sampling.max_prompt`, or more is asked for than there is room."""

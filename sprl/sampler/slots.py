@@ -16,10 +16,9 @@ be computed anew, abort the requests and add what is left of them.
 
 import time
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
@@ -27,12 +26,9 @@ import numpy as np
 from sprl.cache.layer import NEVER
 from sprl.parallel.transfer import fetch, home
 from sprl.sampler import decode
+from sprl.sampler.engine import Engine
 from sprl.sampler.served import Served
-from sprl.trajectory import NOTHING, Completion, Request
-
-if TYPE_CHECKING:
-  from sprl.sampler.engine import Engine
-
+from sprl.trajectory import NOTHING, Completion, Request, Trajectory
 
 type Text = tuple[bytes, bytes]  # a request's prompt and what is given behind it, as int32
 
@@ -80,7 +76,7 @@ class Usage:
 class Slots:
   """The rows of an engine, at work for one user. Not for threads: one caller at a time."""
 
-  def __init__(self, engine: 'Engine', served: Served, version: int = 0):
+  def __init__(self, engine: Engine, served: Served, version: int = 0):
     self.engine, self.version = engine, version
     self.served: Served | None = served
     self.usage = Usage()
@@ -297,6 +293,22 @@ class Slots:
       else:
         low = middle + 1
     return low - len(earlier)
+
+
+def generate(engine: Engine, served: Served, requests: Sequence[Request], version: int = 0) -> list[Trajectory]:
+  """One trajectory a request, in the order of the requests.
+
+  Raises SettingsError where a request does not fit the sampling settings (Engine.check).
+  """
+  slots = Slots(engine, served, version)
+  for request in requests:
+    slots.add(request)
+  finished: dict[tuple[int, int], Trajectory] = {}
+  while slots.load:
+    slots.dispatch()
+    for completion in slots.collect():
+      finished[completion.request.uid, completion.request.attempt] = Trajectory.of(completion, start_version=version)
+  return [finished[r.uid, r.attempt] for r in requests]
 
 
 def padded(rows: Collection[np.ndarray], count: int, width: int) -> tuple[np.ndarray, np.ndarray]:

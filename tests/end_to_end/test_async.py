@@ -20,6 +20,7 @@ from sprl.learner.update import Computation, make_update
 from sprl.objective.advantages import advantages
 from sprl.policy import Policy
 from sprl.rollout.collect import encode
+from sprl.sampler.slots import generate
 from sprl.tasks import problems
 from sprl.tasks.prompts import PromptStream
 from sprl.trainer import train
@@ -71,7 +72,7 @@ def by_hand(run, grade):
       for i, problem in enumerate(asked)
       for k in range(n)
     ]
-    trajectories = engine.generate(policy.serve(state.params, run.quant), requests, step)
+    trajectories = generate(engine, policy.serve(state.params, run.quant), requests, step)
     reward = [grade('', policy.tokenizer.decode(t.completion, skip_special=True), '') for t in trajectories]
     trajectories = [dataclasses.replace(t, reward=float(r)) for t, r in zip(trajectories, reward)]
     group = jnp.array([t.group for t in trajectories], jnp.int32)

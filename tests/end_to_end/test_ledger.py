@@ -12,6 +12,7 @@ import tiny
 from sprl.ledger import CAUSES, EDGES, histograms, ledger, scalars
 from sprl.policy import Policy
 from sprl.sampler import calibrate
+from sprl.sampler.slots import generate
 from sprl.settings import UNQUANTISED, Cache, Quant, resolve
 from sprl.trajectory import Request
 
@@ -51,7 +52,7 @@ def sampled(world, cache=SPARSE, quant=UNQUANTISED, weights=None):
     scales = calibrate.scales_of_prompts(policy.graphdef, plan, params, prompts, 2, quant)
   requests = [Request(g * 4 + k, g, prompt, 12) for g, prompt in enumerate(prompts) for k in range(4)]
   served = policy.serve(params if weights is None else weights, quant, scales)
-  return run, policy, engine, params, scales, engine.generate(served, requests)
+  return run, policy, engine, params, scales, generate(engine, served, requests)
 
 
 def size(x):

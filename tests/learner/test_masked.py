@@ -17,6 +17,7 @@ from sprl.models import transformer
 from sprl.sampler.cache_plan import cache_plan
 from sprl.sampler.engine import Engine
 from sprl.sampler.served import serve
+from sprl.sampler.slots import generate
 from sprl.settings import UNQUANTISED, Cache, Correction, Loss, Optimizer, Packing, Rollout, Sampling
 from sprl.trajectory import Request
 
@@ -34,7 +35,7 @@ def world():
   rng = np.random.default_rng(0)
   prompts = [rng.integers(8, 259, n).astype(np.int32) for n in (5, 12, 9)]
   requests = [Request(g * 2 + k, g, prompt, 20) for g, prompt in enumerate(prompts) for k in range(2)]
-  trajectories = engine.generate(serve(params, FLOAT32), requests)
+  trajectories = generate(engine, serve(params, FLOAT32), requests)
   advantage = np.array([1, -1, 0.5, -0.5, 2, -2], np.float32)
   batch, _ = pack(trajectories, advantage, shape(SAMPLING, Rollout(3, 2), PACKING, 1), False)
   return config, params, trajectories, batch

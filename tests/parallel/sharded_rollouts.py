@@ -30,6 +30,7 @@ from sprl.sampler import calibrate, decode
 from sprl.sampler.cache_plan import cache_plan
 from sprl.sampler.engine import Engine
 from sprl.sampler.served import self_check, serve
+from sprl.sampler.slots import generate
 from sprl.settings import ARMS, DENSE, UNQUANTISED, Cache, Lora, Loss, Mesh, Optimizer, Quant, Sampling
 from sprl.trajectory import Request
 
@@ -78,10 +79,10 @@ def step(memory, sizes):
     served = serve(params, FLOAT32, quant, config, mesh)
   served = served._replace(scales=calibrate.scales(calibrate.remembered((), found[0], quant), quant, plan.layers))
   engine = Engine(config, SAMPLING, plan, rows=8, prefill=max(2, row_shards(rollout)), seed=0, stop_ids=(), text=lambda ids: '')
-  trajectories = engine.generate(served, requests)
+  trajectories = generate(engine, served, requests)
   logging.getLogger('jax').addHandler(seen := Compilations())
   with jax.log_compiles():
-    again = engine.generate(served, requests)
+    again = generate(engine, served, requests)
   logging.getLogger('jax').removeHandler(seen)
   result = {
     'trajectories': trajectories,

@@ -13,6 +13,7 @@ from sprl.sampler import decode
 from sprl.sampler.cache_plan import cache_plan
 from sprl.sampler.engine import Engine, prompt_buckets
 from sprl.sampler.served import serve
+from sprl.sampler.slots import generate
 from sprl.settings import Cache, Quant, Sampling, SettingsError
 from sprl.trajectory import Request
 
@@ -41,7 +42,7 @@ def some(lengths=(4, 9, 6), group=3, max_tokens=10):
 def free(policy):
   """Nine trajectories that nothing stopped, sampled in one go over six rows."""
   engine, served = policy
-  return engine.generate(served, some())
+  return generate(engine, served, some())
 
 
 def same(a, b):
@@ -71,14 +72,14 @@ def test_samples_of_a_prompt_differ(free):
 
 def test_the_order_of_the_requests_does_not_matter(policy, free):
   engine, served = policy
-  for a, b in zip(free, reversed(engine.generate(served, some()[::-1]))):
+  for a, b in zip(free, reversed(generate(engine, served, some()[::-1]))):
     same(a, b)
 
 
 def test_a_request_alone_is_the_same_as_in_company_prompts_prefilled_once_as_prefilled_apart(policy, free):
   engine, served = policy
   for i in (0, 4, 8):
-    same(free[i], engine.generate(served, [some()[i]])[0])
+    same(free[i], generate(engine, served, [some()[i]])[0])
 
 
 def test_rows_are_refilled_and_their_number_does_not_matter(policy, free):
@@ -86,7 +87,7 @@ def test_rows_are_refilled_and_their_number_does_not_matter(policy, free):
   narrow = dataclasses.replace(engine, rows=2, prefill=1)
   limits = [3, 10, 1, 7, 10, 2, 10, 5, 9]  # rows end at different times, inside chunks
   requests = [dataclasses.replace(r, max_tokens=n) for r, n in zip(some(), limits)]
-  for t, n, whole in zip(narrow.generate(served, requests), limits, free):
+  for t, n, whole in zip(generate(narrow, served, requests), limits, free):
     assert t.finish == 'length'
     np.testing.assert_array_equal(t.completion, whole.completion[:n])
     np.testing.assert_allclose(t.sampler_logp, whole.sampler_logp[: len(t.tokens)], atol=1e-5)
@@ -94,18 +95,18 @@ def test_rows_are_refilled_and_their_number_does_not_matter(policy, free):
 
 def test_the_version_of_the_weights_is_recorded(policy):
   engine, served = policy
-  t = engine.generate(served, some()[:1], version=7)[0]
+  t = generate(engine, served, some()[:1], version=7)[0]
   assert set(t.version[t.mask].tolist()) == {7}
 
 
 def test_no_requests_no_trajectories(policy):
   engine, served = policy
-  assert engine.generate(served, []) == []
+  assert generate(engine, served, []) == []
 
 
 def test_another_seed_draws_other_tokens(policy, free):
   engine, served = policy
-  other = dataclasses.replace(engine, seed=1).generate(served, some())
+  other = generate(dataclasses.replace(engine, seed=1), served, some())
   assert all(a.tokens.tolist() != b.tokens.tolist() for a, b in zip(free, other))
 
 
@@ -113,7 +114,7 @@ def test_stop_ids_end_a_completion_and_stay_in_it(policy, free):
   engine, served = policy
   stop = (int(free[0].completion[4]), int(free[5].completion[9]))
   stopping = dataclasses.replace(engine, stop_ids=stop)
-  for t, whole in zip(stopping.generate(served, some()), free):
+  for t, whole in zip(generate(stopping, served, some()), free):
     hits = np.flatnonzero(np.isin(whole.completion, stop))
     n = hits[0] + 1 if len(hits) else 10
     assert t.finish == ('stop' if len(hits) else 'length')
@@ -126,7 +127,7 @@ def test_stop_strings_end_a_completion_with_the_token_that_completes_them(policy
   stop = (spanning, text(free[7].completion[2:5]))
   stopping = dataclasses.replace(engine, sampling=dataclasses.replace(SAMPLING, stop=stop))
   stopped = 0
-  for t, whole in zip(stopping.generate(served, some()), free):
+  for t, whole in zip(generate(stopping, served, some()), free):
     ends = [n for n in range(1, 11) if any(s in text(whole.completion[:n]) for s in stop)]
     n = ends[0] if ends else 10
     assert t.finish == ('stop' if ends else 'length')
@@ -147,7 +148,7 @@ def test_stop_strings_end_a_completion_with_the_token_that_completes_them(policy
 def test_requests_that_do_not_fit_are_refused_by_name(policy, request_, words):
   engine, served = policy
   with pytest.raises(SettingsError) as error:
-    engine.generate(served, [request_])
+    generate(engine, served, [request_])
   assert all(word in str(error.value) for word in words)
 
 
@@ -157,12 +158,12 @@ def test_nothing_compiles_once_each_bucket_has_been_seen(policy, free, caplog):
   requests = some()
   for length in prompt_buckets(SAMPLING):
     for prompts in ([0], [0, 1]):  # alone, and together with another
-      engine.generate(served, [dataclasses.replace(requests[0], uid=i, prompt=np.full(length, i, np.int32)) for i in prompts])
+      generate(engine, served, [dataclasses.replace(requests[0], uid=i, prompt=np.full(length, i, np.int32)) for i in prompts])
   sizes = [f._cache_size() for f in jitted]
   with jax.log_compiles(), caplog.at_level('WARNING', logger='jax'):
-    engine.generate(served, some(lengths=(1, 12, 5), max_tokens=7))
-    engine.generate(served, some(lengths=(2, 3), group=4))
-    engine.generate(serve(served.params, jnp.dtype('float32')), requests[:5])
+    generate(engine, served, some(lengths=(1, 12, 5), max_tokens=7))
+    generate(engine, served, some(lengths=(2, 3), group=4))
+    generate(engine, serve(served.params, jnp.dtype('float32')), requests[:5])
   assert [f._cache_size() for f in jitted] == sizes
   assert not [r.getMessage() for r in caplog.records if 'Compiling' in r.getMessage() and 'serve' not in r.getMessage()]
   with jax.log_compiles(), caplog.at_level('WARNING', logger='jax'):

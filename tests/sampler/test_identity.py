@@ -15,6 +15,7 @@ from sprl.models.memory import CausalMemory
 from sprl.sampler.cache_plan import cache_plan
 from sprl.sampler.engine import Engine
 from sprl.sampler.served import serve
+from sprl.sampler.slots import generate
 from sprl.settings import Cache, Quant, Sampling
 from sprl.trajectory import Request
 
@@ -31,7 +32,7 @@ def sampled(request):
   rng = np.random.default_rng(0)
   prompts = [rng.integers(0, 259, n).astype(np.int32) for n in (3, 16, 9)]
   requests = [Request(g * 3 + k, g, prompt, 12) for g, prompt in enumerate(prompts) for k in range(3)]
-  trajectories = engine.generate(serve(params, jnp.dtype('float32')), requests)
+  trajectories = generate(engine, serve(params, jnp.dtype('float32')), requests)
   assert len({len(t.completion) for t in trajectories}) > 2
   return config, params, trajectories
 
@@ -86,7 +87,7 @@ def test_fp8_experts_say_the_same_token_by_token_and_in_one_pass():
   engine = Engine(config, SAMPLING, plan, 5, 2, 0, (), lambda ids: '')
   prompts = [np.random.default_rng(0).integers(0, 259, n).astype(np.int32) for n in (3, 16, 9)]
   served = serve(params, jnp.dtype('float32'), Quant(sampler='w8a8'))
-  trajectories = engine.generate(served, [Request(g, g, prompt, 12) for g, prompt in enumerate(prompts)])
+  trajectories = generate(engine, served, [Request(g, g, prompt, 12) for g, prompt in enumerate(prompts)])
   off, plain = [], []
   for t in trajectories:
     off.append(small.teacher_forced(config, served.params, t, TEMPERATURE)[t.mask] - t.sampler_logp[t.mask])

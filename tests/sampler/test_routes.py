@@ -14,6 +14,7 @@ from sprl.models import transformer
 from sprl.sampler.cache_plan import cache_plan
 from sprl.sampler.engine import Engine
 from sprl.sampler.served import serve
+from sprl.sampler.slots import generate
 from sprl.settings import DENSE, Cache, Quant, Sampling
 from sprl.trajectory import Request
 
@@ -43,7 +44,7 @@ def requests():
 
 @pytest.fixture(scope='module')
 def sampled(model):
-  return engine(model).generate(serve(model[1], FLOAT32), requests())
+  return generate(engine(model), serve(model[1], FLOAT32), requests())
 
 
 def learner(model, trajectories, share=True):
@@ -83,14 +84,14 @@ def test_in_float32_the_learner_s_router_chooses_the_same(model, sampled):
 def test_what_is_given_is_recorded_as_if_it_had_been_drawn(model):
   """A request that goes on in another row, under a cache that evicts: the same steps, so the same experts."""
   sparse, served = engine(model, SPARSE), serve(model[1], FLOAT32)
-  whole = {t.uid: t for t in sparse.generate(served, requests())}
+  whole = {t.uid: t for t in generate(sparse, served, requests())}
   asked = [
     dataclasses.replace(r, given=whole[r.uid].completion[:7], resumed=7, max_tokens=5)
     for r in requests()
     if len(whole[r.uid].completion) > 7
   ]
   assert asked
-  for t in sparse.generate(served, asked):
+  for t in generate(sparse, served, asked):
     np.testing.assert_array_equal(t.tokens, whole[t.uid].tokens)
     np.testing.assert_array_equal(t.routes, whole[t.uid].routes)
 
@@ -98,7 +99,7 @@ def test_what_is_given_is_recorded_as_if_it_had_been_drawn(model):
 def test_the_learner_follows_the_rollout_s_experts_where_fp8_changed_them(model):
   """A third of the mismatch of FP8 linears, or more, is tokens that go through other experts (here 0.18 of 0.40 nats a token)."""
   served = serve(model[1], FLOAT32, Quant(sampler='w8a8'))
-  trajectories = engine(model).generate(served, requests())
+  trajectories = generate(engine(model), served, requests())
   logp, taken, batch = learner(model, trajectories)
   known = batch.routes >= 0
   np.testing.assert_array_equal(np.asarray(taken)[known], batch.routes[known])

@@ -28,6 +28,7 @@ from sprl.sampler.cache_plan import cache_plan
 from sprl.sampler.engine import Engine
 from sprl.sampler.replay import replay
 from sprl.sampler.served import serve
+from sprl.sampler.slots import generate
 from sprl.settings import Cache, Quant, Sampling, SettingsError
 from sprl.trajectory import Request
 
@@ -80,7 +81,7 @@ def requests():
 @cache
 def sampled(settings, quant=BF16):
   """Nine trajectories over four rows."""
-  return engine(settings, quant).generate(policy(quant=quant)[2], requests())
+  return generate(engine(settings, quant), policy(quant=quant)[2], requests())
 
 
 def learner(trajectories, forget=True):
@@ -165,7 +166,7 @@ def test_a_learner_that_forgets_as_the_sampler_did_agrees_with_it_under_all_sett
 def test_short_completions_lose_nothing():
   settings = SOME[0]
   short = [dataclasses.replace(r, max_tokens=BUDGET - len(r.prompt)) for r in requests() if len(r.prompt) < BUDGET]
-  for t in engine(settings).generate(policy()[2], short):
+  for t in generate(engine(settings), policy()[2], short):
     np.testing.assert_array_equal(t.evicted, NEVER)
     np.testing.assert_array_equal(t.kept[t.mask], np.arange(t.prompt_length, len(t.tokens)))
 
@@ -201,7 +202,7 @@ def test_a_request_alone_is_the_same_as_in_company(settings):
   """sparse_rollouts 10.7."""
   together = sampled(settings)
   for i in (0, 5):
-    alone = engine(settings).generate(policy()[2], [requests()[i]])[0]
+    alone = generate(engine(settings), policy()[2], [requests()[i]])[0]
     for field in ('tokens', 'kept', 'evicted'):
       np.testing.assert_array_equal(getattr(alone, field), getattr(together[i], field))
     np.testing.assert_allclose(alone.sampler_logp, together[i].sampler_logp, atol=1e-5)
@@ -233,7 +234,7 @@ def test_counting_by_batch_survives_continual_admissions():
   assert S == 24
   long, *others = requests()
   short = [dataclasses.replace(others[i % 8], uid=100 + i, max_tokens=3 + i % 4) for i in range(40)]
-  trajectories = host.generate(policy()[2], [long, *short])
+  trajectories = generate(host, policy()[2], [long, *short])
   kept = trajectories[0].kept
   assert kept.max() == S - 1  # it filled its slots, and was compressed then
   assert np.count_nonzero(kept == BUDGET) >= 1
@@ -338,7 +339,7 @@ def test_replay_reads_prompts_in_the_batches_that_they_were_read_in_and_takes_as
   host, served = engine(SOME[0], sampling=sampling), policy()[2]
   read, ran = [], []
   monkeypatch.setattr(decode, 'prefill', recorded(decode.prefill, read))
-  trajectories = host.generate(served, [*requests()[:3], *requests()[6:], *requests()[3:6]])
+  trajectories = generate(host, served, [*requests()[:3], *requests()[6:], *requests()[3:6]])
   shapes = {shape for shape, _ in read}
   assert len(shapes) > 1
   assert all((t.prefilled, t.tokens[: t.prompt_length].tobytes()) in read for t in trajectories)
@@ -377,7 +378,7 @@ def test_replay_of_a_real_model_in_fp8_gives_the_recorded_log_probs_back(setting
   scales = calibrate.scales_of_prompts(graph, plan, params, prompts, 3, quant)
   served = serve(params, jnp.dtype('float32'), quant)._replace(scales=scales)
   host = Engine(config, sampling, plan, rows=4, prefill=2, seed=0, stop_ids=(), text=lambda ids: '')
-  trajectories = host.generate(served, [Request(2 * g + k, g, p, 14 - 5 * k) for g, p in enumerate(prompts) for k in range(2)])
+  trajectories = generate(host, served, [Request(2 * g + k, g, p, 14 - 5 * k) for g, p in enumerate(prompts) for k in range(2)])
   for some in (trajectories, trajectories[:1], trajectories[3:]):
     assert furthest(some, replay(host, served, some)) < 1e-5
 
@@ -397,8 +398,8 @@ def test_nothing_compiles_once_it_has_run_whatever_the_requests_and_the_scales(c
   assert all(s.k.dtype == served.scales.k.dtype for s in scales)
   sizes = [f._cache_size() for f in jitted]
   with jax.log_compiles(), caplog.at_level('WARNING', logger='jax'):
-    host.generate(served, other)
-    seen = [host.generate(served._replace(scales=s), requests()) for s in scales]
+    generate(host, served, other)
+    seen = [generate(host, served._replace(scales=s), requests()) for s in scales]
     replay(host, served._replace(scales=scales[0]), seen[0])
   assert [f._cache_size() for f in jitted] == sizes
   assert not [r.getMessage() for r in caplog.records if 'Compiling' in r.getMessage()]
