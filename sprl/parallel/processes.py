@@ -50,16 +50,13 @@ def place(environment: Mapping[str, str]) -> Place | None:
 def initialize(environment: Mapping[str, str] = os.environ) -> int:
   """How many processes there are, after waiting for the others and joining them: from here on jax.devices() are those of all.
 
-  Alone, it does nothing. Raises SettingsError as `place`.
+  Alone, it joins nobody. Raises SettingsError as `place`.
   """
   here = place(environment)
   if here is not None and here.processes > 1:
     jax.config.update('jax_enable_preemption_service', False)  # it would take SIGTERM for itself
     jax.distributed.initialize(here.coordinator, here.processes, here.process, cluster_detection_method='deactivate')
-    # XLA's programs for CPUs order what they send by a resource that all of it uses. Read back from the compilation cache, a loop
-    # has another one than what stands beside it: processes send in different orders, and Gloo ends them.
-    if jax.default_backend() == 'cpu':
-      jax.config.update('jax_enable_compilation_cache', False)
+  _forgo_cache()
   return 1 if here is None else here.processes
 
 
@@ -70,3 +67,14 @@ def only_one(command: str, environment: Mapping[str, str] = os.environ) -> None:
     raise SettingsError(
       f'SPRL_PROCESSES = {here.processes}: expected 1, or nothing, for {command}, which uses the devices of one process'
     )
+  _forgo_cache()
+
+
+def _forgo_cache() -> None:
+  """Where several devices are CPUs, programs are compiled anew, whatever compilation cache JAX was given.
+
+  XLA's programs for CPUs order what they send by a resource that all of it uses. Read back from the cache, a loop has another one
+  than what stands beside it: devices send in different orders, and wait for each other, or Gloo ends their processes.
+  """
+  if jax.config.jax_compilation_cache_dir and jax.default_backend() == 'cpu' and jax.device_count() > 1:
+    jax.config.update('jax_enable_compilation_cache', False)

@@ -73,6 +73,19 @@ def test_two_processes_of_two_devices_add_up_what_they_hold():
   assert told == ['[0] process 0 of 2: 22', '[1] process 1 of 2: 22']
 
 
+@pytest.mark.parametrize(('devices', 'kept'), [(1, True), (2, False)])
+@pytest.mark.parametrize('begin', ['initialize()', 'only_one("sprl.evaluate")'])
+def test_several_cpus_take_no_program_from_the_compilation_cache(tmp_path, begin, devices, kept):
+  """XLA would lose the order of what they send."""
+  program = f'import jax; from sprl.parallel.processes import *; {begin}; print(jax.config.jax_enable_compilation_cache)'
+  known = {
+    'PATH': os.environ['PATH'], 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT), 'JAX_COMPILATION_CACHE_DIR': str(tmp_path),
+    'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}',
+  }  # fmt: skip
+  said = subprocess.run([sys.executable, '-c', program], env=known, capture_output=True, text=True, timeout=60)
+  assert said.stdout.strip() == str(kept), said.stderr
+
+
 def test_each_process_reads_and_holds_its_share(tmp_path):
   """Of weights, other arrays and problems; what is split over processes is gathered where the host wants it whole."""
   config, rng = tiny('qwen2'), np.random.default_rng(0)
