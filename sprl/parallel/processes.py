@@ -61,7 +61,7 @@ def initialize(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def only_one(command: str, environment: Mapping[str, str] = os.environ) -> None:
-  """Raises SettingsError, naming the command, where this process is one of several."""
+  """In place of `initialize`: raises SettingsError, naming the command, where this process is one of several."""
   here = place(environment)
   if here is not None and here.processes > 1:
     raise SettingsError(
