@@ -1,69 +1,86 @@
-# Everything here sets itself up in $(VENV), once; see `make help`.
+# Each target makes its own virtual environment first (launch/environment.sh). `make help` lists the targets.
 JAX ?=
+PYTHON ?=
 VENV ?= .venv$(if $(JAX),-jax$(JAX))
 REFERENCE ?= .venv-reference
-REFERENCE_PYTHON ?=
 WORKDIR ?= runs/quickstart
+EXTRAS ?=
 ARGS ?=
 
 BIN := $(VENV)/bin
-SETUP := JAX='$(JAX)' sh launch/environment.sh '$(VENV)' constraints.txt
-# Nothing of the environment that make was called in; the packages' bytecode is written at their first import.
+ENVIRONMENT := $(if $(PYTHON),UV_PYTHON='$(PYTHON)') sh launch/environment.sh
+INSTALL := $(ENVIRONMENT) '$(VENV)' $(if $(JAX),--group jax-$(JAX))
+TESTED := --group test --extra gguf --extra ray --extra reasoning
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+# XLA cannot read programs for absent devices back from the compilation cache.
+COMPILE_ONLY := JAX_PLATFORMS=cpu JAX_ENABLE_COMPILATION_CACHE=false
+# The caller's Python settings do not apply. Packages keep the bytecode of their first import.
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart setup test slow parity lint types aot compiled tpu compiled-tpu reference clean
+.PHONY: help quickstart install setup test slow coverage parity lint types docs aot aot-venv tpu tpu-venv reference clean
 
-help: ## this list
-	@echo 'make TARGET [ARGS=...] [JAX=0.11.2] [PYTHON=/path/to/python3.13]'
+help: ## list the targets
+	@echo 'make TARGET [ARGS=...] [JAX=0.11.2] [PYTHON=3.13 or a path]'
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-12s%s\n", $$1, $$2 }' Makefile
 
-quickstart: ## set up, then watch a small model learn to add (WORKDIR=runs/quickstart; run again to go on)
-	@$(SETUP) gguf
+quickstart: ## train a small model to add, on a CPU (WORKDIR=runs/quickstart; the same command resumes)
+	@$(INSTALL) --extra gguf --extra reasoning
 	$(BIN)/python -m sprl.main --config=configs/quickstart.py --workdir='$(WORKDIR)' $(ARGS)
 
-setup: ## the virtual environment of the tests, without running anything
-	@$(SETUP) gguf,test
+install: ## install sprl for its users (EXTRAS='cuda reasoning'; docs/install.md lists the extras)
+	@$(INSTALL) $(foreach extra,$(EXTRAS),--extra $(extra))
 
-test: setup ## the default test suite (ARGS='-k name' and so on go to pytest)
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+setup: ## install the environment of the tests
+	@$(INSTALL) $(TESTED)
 
-slow: setup ## the tests that take minutes
-	$(BIN)/python -m pytest -m slow -n 2 --dist loadfile $(ARGS)
+test: setup ## run the default tests (ARGS='-k name' passes options to pytest)
+	$(PYTEST) $(ARGS)
 
-parity: setup reference ## the comparison with transformers
+slow: setup ## run the tests that take minutes
+	$(PYTEST) -m slow $(ARGS)
+
+coverage: setup ## measure the lines and branches of sprl/ that the default tests run (ARGS="-m ''" adds the slow tests)
+	$(PYTEST) --cov --cov-report=term:skip-covered $(ARGS)
+
+parity: setup reference ## compare with transformers and PEFT
 	SPRL_REFERENCE_PYTHON='$(abspath $(REFERENCE))/bin/python' $(BIN)/python -m pytest tests/parity -m '' $(ARGS)
 
-lint: ## ruff, its formatting check, shellcheck and hadolint
-	@$(SETUP) gguf,test,lint
+lint: ## check code style, shell scripts and the Dockerfile
+	@$(INSTALL) $(TESTED) --group lint
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/shellcheck .ci/run launch/*.sh tests/end_to_end/*.sh
 	$(BIN)/hadolint launch/Dockerfile
 
-types: ## pyright
-	@$(SETUP) gguf,test,lint
+types: ## check types with pyright
+	@$(INSTALL) $(TESTED) --group lint
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-aot: ## kernels and programs compiled for an H200, without one (needs ptxas): tests, and a table of what the kernels take
-	@$(MAKE) --no-print-directory compiled VENV=.venv-aot$(if $(JAX),-jax$(JAX))
+docs: ## build the documentation into site/
+	@$(INSTALL) --group docs
+	$(BIN)/python docs/gen_reference.py --check
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --site-dir site
 
-compiled:
-	@$(SETUP) test,aot
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest -n 2 tests/kernels/test_compiled.py tests/kernels/test_compiled_gpu_check.py \
-	  tests/planning/test_planned_programs.py tests/parallel/test_mesh_kernels.py -m '' $(ARGS)
-	$(if $(ARGS),,JAX_PLATFORMS=cpu $(BIN)/python benchmarks/kernel_resources.py)
+aot: ## compile kernels and programs for an H200 without one (needs ptxas; ARGS="-m ''" adds the slow tests)
+	@$(MAKE) --no-print-directory aot-venv VENV=.venv-aot$(if $(JAX),-jax$(JAX))
 
-tpu: ## an update and decode steps compiled for TPUs, without one
-	@$(MAKE) --no-print-directory compiled-tpu VENV=.venv-tpu$(if $(JAX),-jax$(JAX))
+aot-venv:
+	@$(INSTALL) $(TESTED) --extra aot
+	$(COMPILE_ONLY) $(PYTEST) --dist load tests/kernels/test_compiled.py tests/kernels/test_compiled_gpu_check.py \
+	  tests/planning/test_planned_programs.py tests/sharding/test_mesh_kernels.py $(ARGS)
 
-compiled-tpu:
-	@$(SETUP) test,tpu
-	JAX_PLATFORMS=cpu $(BIN)/python -m pytest tests/planning/test_planned_programs.py -k tpu $(ARGS)
+tpu: ## compile an update and decode steps for TPUs without one
+	@$(MAKE) --no-print-directory tpu-venv VENV=.venv-tpu$(if $(JAX),-jax$(JAX))
 
-reference: ## the environment of the peers (PyTorch, transformers, TRL; Python 3.11)
-	@PYTHON='$(REFERENCE_PYTHON)' sh launch/environment.sh '$(REFERENCE)' benchmarks/peers/requirements.txt '' 11 11
+tpu-venv:
+	@$(INSTALL) $(TESTED) --extra tpu
+	$(COMPILE_ONLY) $(BIN)/python -m pytest tests/planning/test_planned_programs.py -k tpu $(ARGS)
 
-clean: ## remove the environments and caches; runs/ stays
-	rm -rf .venv .venv-jax* .venv-aot* .venv-tpu* '$(REFERENCE)' build *.egg-info .pytest_cache .ruff_cache .hypothesis
+reference: ## install the reference environment (PyTorch, transformers, PEFT and TRL on Python 3.11)
+	@$(ENVIRONMENT) '$(REFERENCE)' --requirements benchmarks/peers/requirements.txt
+
+clean: ## remove environments and caches, keep runs/
+	rm -rf .uv .venv .venv-jax* .venv-aot* .venv-tpu* '$(REFERENCE)' site build *.egg-info
+	rm -rf .cache .pytest_cache .ruff_cache .hypothesis .coverage*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

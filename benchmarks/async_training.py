@@ -24,8 +24,8 @@ from stability import LAST, command, config, prepare
 
 from sprl.io.metrics import read_metrics, series
 
-TWO_POLICIES = '--config.correction.mode=bypass', '--config.correction.level=off'
-LOSSES = {
+TWO_POLICIES = '--config.correction.mode=bypass', '--config.correction.level=None'
+LOSSES = {  # by name in the saved result; decoupled_ppo is variant ppo with three policies
   'ppo': TWO_POLICIES,
   'decoupled_ppo': ('--config.correction.level=token', '--config.correction.cap=5.0'),
   'tis': TWO_POLICIES,
@@ -66,7 +66,8 @@ def run(args: argparse.Namespace, loss: str, alpha: str, seed: str) -> dict[str,
   workdir = args.folder.absolute() / f'{loss}-{alpha}-{seed}'
   command(
     'main', *config('progressions', args.folder.absolute()), f'--workdir={workdir}', f'--config.seed={seed}',
-    f'--config.steps={args.steps}', '--config.arm=dense', '--config.export=False', f'--config.loss.variant={loss}', *LOSSES[loss],
+    f'--config.steps={args.steps}', '--config.arm=dense', '--config.export=False',
+    f'--config.loss.variant={loss.removeprefix("decoupled_")}', *LOSSES[loss],
     f'--config.rollout.async_ratio={float(alpha)}', '--config.devices.learner=0', '--config.devices.rollout=1',
     '--config.eval.problems=2',
   )  # fmt: skip

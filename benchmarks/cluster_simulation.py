@@ -5,7 +5,7 @@
 
 A simulation: the real scheduler (sprl/rollout/scheduler.py) under a virtual clock, with engines, environments and a learner that
 only take time. Nothing here was measured on a cluster; every cost is a constant below, with where it comes from. What can be
-read from it is the shape of the gains, beside Propositions 1 and 2 (sprl/rollout/theory.py) and the published figures.
+read from it is the shape of the gains, beside Propositions 1 and 2 (benchmarks/theory.py) and the published figures.
 
 A worker generates one sample at a time or trains, as in the propositions: one engine has a slot for each. A GPU runs many samples
 at once, and faster when few are left; so a worker is nearer to a slot of a GPU than to a GPU, and stragglers cost more here.
@@ -39,13 +39,13 @@ from typing import Any
 import numpy as np
 from common import ROOT, report
 from matplotlib.figure import Figure
+from simulation import Clock, Episodes, SimulatedEngine, SimulatedWorkers
+from theory import Costs
 
+from sprl.config import Rollout
 from sprl.rollout.episodes import Episode, Generate, Work, answered
 from sprl.rollout.scheduler import Scheduler
-from sprl.rollout.simulation import Clock, SimulatedEngine, SimulatedWorkers
-from sprl.rollout.theory import Costs
-from sprl.settings import Rollout
-from sprl.trajectory import NOTHING, Request, Trajectory
+from sprl.types import NOTHING, Request, Trajectory
 
 # --- costs: every one of them published, or assumed ------------------------------------------------------------------
 
@@ -116,7 +116,8 @@ class Cluster:
     self.clock = Clock()
     self.workers = SimulatedWorkers(self.clock, lambda seconds: seconds, lambda seconds: SimpleNamespace(score=0.0, status='ok'))
     engine = SimulatedEngine(self.clock, slots, generation)
-    self.scheduler = Scheduler([engine], self.workers, lambda number: episode, rollout, self.clock)
+    source = Episodes(lambda number, uid, attempt: episode(uid, attempt))
+    self.scheduler = Scheduler([engine], self.workers, source, rollout, self.clock)
 
   def update(self, training: float) -> None:
     """An update of the controller: rollouts go on while the learner is busy, as far as the window lets them."""

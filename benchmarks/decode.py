@@ -14,16 +14,15 @@ import jax
 import numpy as np
 from common import matmul_rate, memory_bandwidth, peak_memory, peer, report
 
+from sprl.cache.layout import cache_layout
+from sprl.config import DENSE, UNQUANTISED, Sampling
 from sprl.io.huggingface import load_params
 from sprl.io.pretrained import locate
 from sprl.kernels.platform import compute_dtype
 from sprl.models.config import ModelConfig
-from sprl.sampler.cache_plan import cache_plan
-from sprl.sampler.engine import Engine
-from sprl.sampler.served import serve
-from sprl.sampler.slots import generate
-from sprl.settings import DENSE, UNQUANTISED, Sampling
-from sprl.trajectory import Request
+from sprl.sampler.engine import EngineConfig, generate
+from sprl.sampler.weights import sampler_weights
+from sprl.types import Request
 
 
 def main():
@@ -42,7 +41,7 @@ def main():
   folder = locate(args.model)
   config = ModelConfig.read(folder)
   dtype = compute_dtype(args.dtype)
-  served = jax.block_until_ready(serve(load_params(folder, config, dtype=dtype), dtype))
+  served = jax.block_until_ready(sampler_weights(load_params(folder, config, dtype=dtype), dtype))
   weights = config.num_layers * sum(w.size for w in jax.tree.leaves(served.params['layers'][0])) + served.head.size
   bandwidth, rate = memory_bandwidth(), matmul_rate(dtype)
 
@@ -74,8 +73,8 @@ def main():
 def measure(config, served, dtype, batch: int, prompt: int, new: int, repeats: int) -> float:
   """Seconds of the fastest of `repeats` generations, after one that compiles."""
   sampling = Sampling(max_tokens=new, max_prompt=prompt, prompt_buckets=(prompt,), chunk=32)
-  plan = cache_plan(config, DENSE, UNQUANTISED, prompt, new, dtype)
-  engine = Engine(config, sampling, plan, rows=batch, prefill=min(batch, 16), seed=0, stop_ids=(), text=lambda ids: '')
+  plan = cache_layout(config, DENSE, UNQUANTISED, prompt, new, dtype)
+  engine = EngineConfig(config, sampling, plan, rows=batch, prefill=min(batch, 16), seed=0, stop_ids=(), text=lambda ids: '')
   tokens = np.random.default_rng(0).integers(3, config.vocab_size, (batch, prompt), dtype=np.int32)
   best = float('inf')
   for repeat in range(repeats + 1):

@@ -5,7 +5,7 @@
 
 FrozenLake, each of whose calls is delayed by N(10, 10) / 100 seconds (0 where negative): the latencies of ROLL Flash's figure in
 hundredths. The policy is a small random network, so that environments are what is waited for, as they are there; its engine,
-scheduler and lanes are those of every run.
+scheduler and workers are those of every run.
 
     barrier       all environments step, then all answers are generated, and so on
     asynchronous  every episode goes on as soon as its own environment has answered (sprl's scheduler)
@@ -13,6 +13,7 @@ scheduler and lanes are those of every run.
 """
 
 import argparse
+import itertools
 import json
 import time
 from functools import partial
@@ -24,22 +25,22 @@ import numpy as np
 from common import ROOT, paired_gains, report
 from matplotlib.figure import Figure
 
+from sprl.cache.layout import cache_layout
+from sprl.config import DENSE, UNQUANTISED, Rollout, Sampling
 from sprl.models import transformer
 from sprl.models.config import tiny
 from sprl.rollout.episodes import Limits, Transcript
-from sprl.rollout.lanes import Call, Lanes
+from sprl.rollout.prompts import ConversationSource
 from sprl.rollout.scheduler import Scheduler
-from sprl.rollout.sources import Conversations
 from sprl.rollout.timeline import Timeline
-from sprl.sampler.cache_plan import cache_plan
-from sprl.sampler.engine import Engine
-from sprl.sampler.served import serve
-from sprl.sampler.slots import Slots
-from sprl.settings import DENSE, UNQUANTISED, Rollout, Sampling
+from sprl.sampler.engine import Engine, EngineConfig
+from sprl.sampler.weights import sampler_weights
+from sprl.tasks.environment_pool import Call, environment_pool
 from sprl.tasks.environments.frozen_lake import FrozenLake
 from sprl.tasks.environments.latency import Before, delayed
 from sprl.tasks.environments.protocol import turn_messages
-from sprl.trajectory import Request
+from sprl.tasks.worker_pool import WorkerPool
+from sprl.types import Request
 
 GROUPS, N, TURNS, TURN_TOKENS = 16, 8, 20, 4
 MEAN = STD = 0.1  # seconds: N(10, 10) in hundredths
@@ -65,9 +66,12 @@ class Short:
     return f'<answer>{("Left", "Down", "Right", "Up")[sum(ids) % 4]}</answer>'
 
 
-def environment(salt: int) -> Before:
-  """A lake that does not end early, on which each call is delayed in its own way."""
-  return delayed(FrozenLake(size=8, max_actions=TURNS, holes=0.0), MEAN, STD, salt)
+SALTS = itertools.count()
+
+
+def environment() -> Before:
+  """A lake that does not end early. Each environment has delays of its own."""
+  return delayed(FrozenLake(size=8, max_actions=TURNS, holes=0.0), MEAN, STD, next(SALTS))
 
 
 def main():
@@ -80,15 +84,15 @@ def main():
   if args.draw:
     return draw()
   config = tiny('llama')
-  served = serve(transformer.init_params(config, jax.random.key(0), scale=0.1), jnp.dtype('float32'))
-  plan = cache_plan(config, DENSE, UNQUANTISED, 8, SAMPLING.max_tokens, 'float32')
+  served = sampler_weights(transformer.init_params(config, jax.random.key(0), scale=0.1), jnp.dtype('float32'))
+  plan = cache_layout(config, DENSE, UNQUANTISED, 8, SAMPLING.max_tokens, 'float32')
   measured: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
   for i, seed in enumerate([100, *map(int, args.seeds.split(','))]):  # the first compiles, and does not count
     for arm in ARMS:
-      engine = Engine(config, SAMPLING, plan, SPARE, 8, seed, (), lambda ids: '')
-      with Lanes(environment, SPARE) as lanes:
+      engine = EngineConfig(config, SAMPLING, plan, SPARE, 8, seed, (), lambda ids: '')
+      with environment_pool(environment, SPARE, 60.0) as workers:
         start = time.perf_counter()
-        steps = (barrier if arm == 'barrier' else partial(scheduled, arm))(Slots(engine, served), lanes, seed, start)
+        steps = (barrier if arm == 'barrier' else partial(scheduled, arm))(Engine(engine, served), workers, seed, start)
         seconds = time.perf_counter() - start
       if i:
         measured[arm].append({'seed': seed, 'seconds': seconds, 'turns': steps})
@@ -104,16 +108,16 @@ def limits() -> Limits:
   return Limits(TURNS, TURN_TOKENS, 8, SAMPLING.max_tokens)
 
 
-def barrier(slots: Slots, lanes: Lanes, seed: int, start: float) -> list[float]:
+def barrier(slots: Engine, workers: WorkerPool, seed: int, start: float) -> list[float]:
   """All resets, then turns in lockstep. Returns when each environment's step was done, in seconds."""
   codec, done = Short(), []
 
   def everyone(calls: dict[int, Call]) -> dict[int, Any]:
-    tickets = {lanes.submit(call): i for i, call in calls.items()}
+    tickets = {workers.submit(call): i for i, call in calls.items()}
     found: dict[int, Any] = {}
     while len(found) < len(tickets):
-      lanes.wait(None)
-      for ticket, result in lanes.poll(tickets).items():
+      workers.wait(None)
+      for ticket, result in workers.poll(tickets).items():
         found[tickets[ticket]] = result
         done.append(time.perf_counter() - start)
     return found
@@ -138,7 +142,7 @@ def barrier(slots: Slots, lanes: Lanes, seed: int, start: float) -> list[float]:
   return done
 
 
-def scheduled(arm: str, slots: Slots, lanes: Lanes, seed: int, start: float) -> list[float]:
+def scheduled(arm: str, slots: Engine, workers: WorkerPool, seed: int, start: float) -> list[float]:
   """One batch of the scheduler."""
   redundant = arm == 'redundant'
   settings = Rollout(
@@ -146,16 +150,18 @@ def scheduled(arm: str, slots: Slots, lanes: Lanes, seed: int, start: float) -> 
     extra_prompts=int(redundant), extra_members=int(redundant),
   )  # fmt: skip
   done: list[float] = []
-  look = lanes.poll
+  look = workers.poll
 
   def poll(wanted: Any) -> dict[int, Any]:
     found = look(wanted)
     done.extend([time.perf_counter() - start] * len(found))
     return found
 
-  lanes.poll = poll
-  source = Conversations(lambda number: 2 * (number + seed * GROUPS), limits(), Short(), lanes.release, environment(0), 60.0)
-  Scheduler([slots], lanes, source, settings, time.perf_counter, GROUPS, Timeline(time.perf_counter)).batch()
+  workers.poll = poll
+  source = ConversationSource(
+    lambda number: 2 * (number + seed * GROUPS), limits(), Short(), workers.release, sample=None, time_limit=60.0
+  )
+  Scheduler([slots], workers, source, settings, time.perf_counter, GROUPS, Timeline(time.perf_counter)).batch()
   return done
 
 

@@ -30,6 +30,7 @@ import json
 import re
 import sys
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import jax
@@ -37,20 +38,19 @@ import jax.numpy as jnp
 import numpy as np
 from common import ROOT, report
 from matplotlib.figure import Figure
-from reasoning_gym.data import read_data_file
 
-from sprl.cache.scores import METHODS
+from sprl.cache.eviction import METHODS
+from sprl.cache.layout import cache_layout
+from sprl.config import DENSE, UNQUANTISED, Cache, ModelSettings, Quant, Run, Sampling
+from sprl.model import Model
 from sprl.models import transformer
 from sprl.models.config import tiny
-from sprl.policy import Policy
 from sprl.sampler import calibrate
-from sprl.sampler.cache_plan import cache_plan
-from sprl.sampler.decode import predict, started, take_in
-from sprl.sampler.served import serve
-from sprl.sampler.slots import generate
-from sprl.settings import DENSE, UNQUANTISED, Cache, Model, Quant, Run, Sampling
+from sprl.sampler.decode import decode_step, logits, prefilled_cache
+from sprl.sampler.engine import generate
+from sprl.sampler.weights import sampler_weights
 from sprl.tasks import jsonl
-from sprl.trajectory import Request
+from sprl.types import Request
 
 VETO = 1e-4
 BLOCK = 128  # tokens whose distributions exist at one time
@@ -84,7 +84,7 @@ def main():
     parser.error(f'--methods: no {", ".join(sorted(unknown))}; there are {", ".join(METHODS)}')
   self_check()
 
-  policy = Policy.open(Run(model=Model(path=args.model, dtype=args.dtype)))
+  policy = Model.open(Run(model=ModelSettings(path=args.model, dtype=args.dtype)))
   params = policy.load()
   sampling = Sampling(max_tokens=args.new, max_prompt=args.prompt, prompt_buckets=(args.prompt,), chunk=32)
   tokens = np.array(policy.tokenizer.encode(prose() if args.text is None else problems(args.text)), np.int32)
@@ -94,12 +94,12 @@ def main():
   prompts = np.stack([tokens[start : start + args.prompt] for start in starts])
   written, counts = continuations(policy, params, sampling, prompts, args.seed)
 
-  def through(policy: Policy, cache: Cache = DENSE, quant: Quant = UNQUANTISED):
+  def through(policy: Model, cache: Cache = DENSE, quant: Quant = UNQUANTISED):
     """Weights, and what the network made of the tokens with such a cache."""
-    plan, scales = policy.plan(sampling, cache, quant), None
+    plan, scales = policy.cache_layout(sampling, cache, quant), None
     if plan.fp8:
       scales = calibrate.scales_of_prompts(policy.graphdef, plan, params, list(prompts), len(prompts), quant)
-    served = policy.serve(params, quant, scales)
+    served = policy.sampler_weights(params, quant, scales)
     return served, *states(policy.graphdef, plan, served, jnp.asarray(prompts), jnp.asarray(written), jnp.asarray(counts))
 
   dense, hidden, full = through(policy)
@@ -143,7 +143,11 @@ def main():
 
 def prose() -> str:
   """The story that reasoning_gym carries, without Project Gutenberg's frame; one line a paragraph."""
-  story = read_data_file('in_the_year_2889.txt').split('IN THE YEAR 2889.\n')[-1].split('End of Project Gutenberg')[0]
+  spec = find_spec('reasoning_gym')
+  if spec is None or spec.origin is None:
+    raise SystemExit('the text is in reasoning-gym, which is not installed: make install EXTRAS=reasoning, or give --text')
+  text = (Path(spec.origin).parent / 'data' / 'in_the_year_2889.txt').read_text(encoding='utf-8')
+  story = text.split('IN THE YEAR 2889.\n')[-1].split('End of Project Gutenberg')[0]
   paragraphs = (' '.join(paragraph.split()) for paragraph in story.split('\n\n'))
   return '\n\n'.join(paragraph for paragraph in paragraphs if paragraph)
 
@@ -154,11 +158,11 @@ def problems(folder: Path) -> str:
   return '\n\n'.join(f'Question: {question}\nAnswer: {answer}' for question, answer in pairs)
 
 
-def continuations(policy: Policy, params, sampling: Sampling, prompts, seed: int):
+def continuations(policy: Model, params, sampling: Sampling, prompts, seed: int):
   """What the model writes behind each prompt with a dense cache: tokens [B, C], and how many there are of them."""
-  engine = policy.engine(sampling, policy.plan(sampling, DENSE, UNQUANTISED), len(prompts), len(prompts), seed)
+  engine = policy.engine(sampling, policy.cache_layout(sampling, DENSE, UNQUANTISED), len(prompts), len(prompts), seed)
   asked = [Request(i, i, prompt, sampling.max_tokens) for i, prompt in enumerate(prompts)]
-  done = [t.completion for t in generate(engine, policy.serve(params, UNQUANTISED), asked)]
+  done = [t.completion for t in generate(engine, policy.sampler_weights(params, UNQUANTISED), asked)]
   tokens = np.zeros((len(done), sampling.max_tokens), np.int32)
   for line, completion in zip(tokens, done):
     line[: len(completion)] = completion
@@ -175,11 +179,11 @@ def states(graphdef, plan, served, prompts, written, counts):
   A hidden state is all that a distribution depends on, and a hundredth of its size: the caches need not run side by side.
   """
   lengths = jnp.full(prompts.shape[0], prompts.shape[1])
-  cache, hidden = started(graphdef, plan, served, prompts, lengths)
+  cache, hidden = prefilled_cache(graphdef, plan, served, prompts, lengths)
 
   def step(carry, i):
     cache, hidden, kept = carry
-    after, attended, cache, _ = take_in(graphdef, served, cache, written[:, i], i + 1 < counts)
+    after, attended, cache, _ = decode_step(graphdef, served, cache, written[:, i], i + 1 < counts)
     return (cache, after, attended), (hidden, kept)
 
   start = cache, hidden, lengths
@@ -192,7 +196,7 @@ def compare(dense, dense_states, sparse, sparse_states, written):
 
   def token(inputs):
     of_dense, of_sparse, chosen = inputs
-    p, q = (jax.nn.log_softmax(predict(*of)[0]) for of in ((dense, of_dense[None]), (sparse, of_sparse[None])))
+    p, q = (jax.nn.log_softmax(logits(*of)[0]) for of in ((dense, of_dense[None]), (sparse, of_sparse[None])))
     return {
       'kl': jnp.sum(jnp.exp(p) * (p - q)),
       'gap': (p - q)[chosen],
@@ -226,12 +230,12 @@ def summary(name: str, budget: int | None, compared, owner) -> dict:
 def self_check():
   """On a small model: with room for everything, no method moves anything by a bit."""
   config = tiny('llama')
-  served = serve(transformer.init_params(config, jax.random.key(0), scale=0.2), jnp.float32)
+  served = sampler_weights(transformer.init_params(config, jax.random.key(0), scale=0.2), jnp.float32)
   P, C = 24, 12
   prompts, written = jnp.split(jax.random.randint(jax.random.key(1), (3, P + C), 0, config.vocab_size), [P], axis=1)
 
   def made(cache: Cache):
-    plan = cache_plan(config, cache, UNQUANTISED, P, C, jnp.float32)
+    plan = cache_layout(config, cache, UNQUANTISED, P, C, jnp.float32)
     return states(transformer.graph(config), plan, served, prompts, written, jnp.full(3, C))[0]
 
   dense = made(DENSE)

@@ -44,9 +44,11 @@ from device_timing import Ceilings, ceilings, seconds
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernel_resources import EXPERTS, MODELS, Model
 
-from sprl.cache.evict import compress
-from sprl.cache.layer import Layer
+from sprl.cache.compaction import compress
+from sprl.cache.layer import LayerCache
+from sprl.cache.layout import cache_layout
 from sprl.cache.scales import Scales
+from sprl.config import DENSE, UNQUANTISED, Cache, Correction, Loss, Optimizer, Quant, Sampling
 from sprl.kernels import (
   attention,
   block_matmul,
@@ -60,19 +62,19 @@ from sprl.kernels import (
   linear_logprob,
 )
 from sprl.kernels.cost import Cost
-from sprl.learner.packing import Shape, pack
-from sprl.learner.state import TrainState, make_optimizer
-from sprl.learner.update import Computation, make_update
+from sprl.learner.batch import Shape, pack
+from sprl.learner.logprobs import ForwardConfig
+from sprl.learner.optimizer import make_optimizer
+from sprl.learner.state import TrainState
+from sprl.learner.update import UpdateConfig, make_update
 from sprl.models import transformer
+from sprl.models.attention import PackedAttention
 from sprl.models.config import ModelConfig
-from sprl.models.memory import CausalMemory
 from sprl.models.moe import blocks
 from sprl.quant.block import quantise, quantise_groups
 from sprl.sampler import decode
-from sprl.sampler.cache_plan import cache_plan
-from sprl.sampler.served import Served, serve
-from sprl.settings import DENSE, UNQUANTISED, Cache, Correction, Loss, Optimizer, Quant, Sampling
-from sprl.trajectory import Trajectory
+from sprl.sampler.weights import SamplerWeights, sampler_weights
+from sprl.types import LogProbs, Trajectory
 
 LIMIT = 430  # seconds after which no line begins
 TORCH = 80  # that PyTorch has for all that is asked of it
@@ -416,7 +418,7 @@ def packed_inputs(model: Model, R: int, T: int, key: jax.Array) -> tuple[Any, ..
   shapes = ((R, T, H, D), (R, T, K, D), (R, T, K, D), (R, T, H, D))
   q, k, v, dout = (jax.random.normal(each, shape, BF16) for each, shape in zip(jax.random.split(key, 4), shapes))
   segments = jnp.broadcast_to(1 + jnp.arange(T) * 8 // T, (R, T))
-  return q, k, v, CausalMemory.of(segments, jnp.where(segments > 1, 1, 0)).allowed, dout
+  return q, k, v, PackedAttention.of(segments, jnp.where(segments > 1, 1, 0)).allowed, dout
 
 
 def both_ways(attend: Callable) -> Callable:
@@ -641,12 +643,12 @@ def whole_evictions(bench: Bench) -> Iterator[Row]:
   name, B, prompt, budget, interval, window = bench.sizes(('Qwen2.5-7B', 256, 512, 512, 128, 16), ('toy', 2, 24, 24, 8, 4))
   for method in ('snapkv', 'rkv'):
     cache = Cache(budget=budget, interval=interval, window=window, method=method)
-    plan = cache_plan(config_of(name), cache, UNQUANTISED, prompt, 4 * prompt, BF16, kernels='mosaic_gpu')
-    S, K, D = plan.slots(0), plan.kv_heads, plan.head_dim
+    plan = cache_layout(config_of(name), cache, UNQUANTISED, prompt, 4 * prompt, BF16, kernels='mosaic_gpu')
+    S, K, D = plan.slots, plan.kv_heads, plan.head_dim
 
     def make(key, plan=plan, S=S, K=K, D=D):
       k, v, q = jax.random.split(key, 3)
-      empty = Layer.empty(plan, 0, B, S)
+      empty = LayerCache.empty(plan, B, S)
       assert empty.queries is not None  # both methods look at the newest
       layer = dataclasses.replace(
         empty,
@@ -655,10 +657,10 @@ def whole_evictions(bench: Bench) -> Iterator[Row]:
         queries=jax.random.normal(q, empty.queries.shape, empty.queries.dtype),
         position=jnp.broadcast_to(jnp.arange(S), (B, K, S)),
       )
-      return layer, jnp.ones(B, bool), jnp.full(B, S), jnp.full(B, S - 1), jnp.full(B, S)
+      return layer, jnp.ones(B, bool), jnp.full(B, S), jnp.full(B, S - 1)
 
-    def call(*arguments, plan=plan):
-      return compress(plan, *arguments)[:1]
+    def call(layer, due, occupied, now, plan=plan):
+      return compress(plan, layer, due, occupied=occupied, now=now)[:1]
 
     least = Cost(2 * B * K * S * D + eviction.compact_cost(B, K, budget, D, BF16).bytes, 0)
     yield bench.timed(f'eviction {method}', f'{name} B {B} S {S}', call, make, least, moving=1)
@@ -762,8 +764,10 @@ def decode_step(bench: Bench, config: ModelConfig, params: Any, cache: Cache, qu
   """The line of one way of decoding."""
   steps = cache.interval if cache.budget else bench.sizes(32, 4)
   prompt = bench.sizes(512, 24)
-  plan = cache_plan(config, cache, quant, prompt, tokens - prompt, BF16)
-  served = serve(params, BF16, quant) if 'w8a8' in quant.sampler else Served(params)  # as they are: jit would copy them
+  plan = cache_layout(config, cache, quant, prompt, tokens - prompt, BF16)
+  served = (
+    sampler_weights(params, BF16, quant) if 'w8a8' in quant.sampler else SamplerWeights(params)
+  )  # as they are: jit would copy them
   if plan.fp8:
     served = served._replace(scales=Scales(*(jnp.full(config.num_layers, 0.05) for _ in range(3))))
   ours = [*jax.tree.leaves(served.params['layers']), served.head]
@@ -773,7 +777,7 @@ def decode_step(bench: Bench, config: ModelConfig, params: Any, cache: Cache, qu
   while rows > 1 and 1.1 * plan.bytes(rows) > usable - held(params, served):
     rows //= 2
   sampling = Sampling(max_tokens=3 * steps + 1, max_prompt=prompt)
-  state = decode.empty_rows(plan, served, rows, 3 * steps + 1, jax.random.key(0))
+  state = decode.empty_state(plan, served, rows, 3 * steps + 1, jax.random.key(0))
   seen = jnp.full(rows, tokens - 3 * steps - 2)
   since = jnp.arange(rows) % cache.interval  # the last compression: at every step some rows are due
   cache_now = dataclasses.replace(
@@ -791,7 +795,7 @@ def decode_step(bench: Bench, config: ModelConfig, params: Any, cache: Cache, qu
   state = jax.block_until_ready(run(served, state))
   step = (time.perf_counter() - start) / steps
   attended = float(jnp.mean(state.kept[:, steps : 2 * steps]))
-  keys = plan.bytes(rows) / sum(plan.slots(layer) for layer in range(plan.layers)) * plan.layers * attended
+  keys = plan.bytes(rows) / plan.slots * attended
   layers = sum(w.size for w in ours)
   rate = (bench.ceilings.fp8 or 2 * bench.ceilings.bf16) if 'w8a8' in quant.sampler else bench.ceilings.bf16
   least = max(weights / bench.ceilings.copy, 2 * rows * layers / rate) + keys / bench.ceilings.copy
@@ -813,14 +817,14 @@ def check_update(bench: Bench) -> Iterator[Row]:
   params = jax.jit(partial(transformer.init_params, config))(jax.random.key(0))
   optimizer = make_optimizer(Optimizer(), 10)
   state = TrainState.create(params, optimizer)
-  computation = Computation(Correction(), Loss(), 1.0, BF16, bench.sizes(1024, 16), 'layer')
+  computation = UpdateConfig(Correction(), Loss(), ForwardConfig(1.0, BF16, bench.sizes(1024, 16)), 'layer')
   update = make_update(transformer.graph(config), optimizer, computation)
   batch = jax.device_put(batch)
   del params
   times = []
   for _ in range(3):
     start = time.perf_counter()
-    state, metrics = update(state, batch, None, None)
+    state, metrics = update(state, batch, LogProbs(sampler=batch.sampler_logp))
     jax.block_until_ready((state, metrics))
     times.append(time.perf_counter() - start)
   H, K, D, E, F = MODELS.get(name, TOY)

@@ -72,9 +72,10 @@ def run_peer(args, problems) -> dict:
 
 def work(args):
   """Our own steps, in a process of their own: prints one line of JSON."""
+  from sprl.config import default_config
+  from sprl.config_reader import resolve
   from sprl.io.metrics import read_metrics
-  from sprl.settings import default_config, resolve
-  from sprl.trainer import train
+  from sprl.train import train
 
   config = default_config()
   config.steps = args.steps + 1
@@ -88,10 +89,10 @@ def work(args):
   config.sampling.max_prompt, config.sampling.max_tokens, config.sampling.chunk = 64, args.new, args.new
   config.packing.row_tokens, config.packing.rows, config.packing.score_chunk = 256, 1, 256
   config.optimizer.learning_rate = 1e-6
-  config.task.grader_workers = 1  # of sums: it has nothing to do beside one engine
+  config.task.workers = 1  # of sums: it has nothing to do beside one engine
   # evaluated as sampled, with no programs beside those of the rollouts
   config.eval.problems, config.eval.samples, config.eval.temperature = args.prompts, args.group, 1.0
-  config.checkpoint.every, config.log.tensorboard = 0, False
+  config.checkpoint.every, config.log.tensorboard = None, False
   run = resolve(config)
   with tempfile.TemporaryDirectory() as workdir:
     train(run, Path(workdir))

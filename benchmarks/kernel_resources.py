@@ -1,6 +1,6 @@
 """What do the GPU kernels take of an H200? Compiled for one at the shapes of real models; no GPU is needed, nothing is timed.
 
-    python benchmarks/kernel_resources.py --save kernel_resources    # a minute; sprl/parallel/aot.py says what must be installed
+    python benchmarks/kernel_resources.py --save kernel_resources    # a minute; sprl/planning/aot.py says what must be installed
 
 A row is a kernel at a model's shape and a batch: what ptxas and Mosaic report of it (registers a thread, bytes spilled, shared
 memory), the temporary memory of the compiled call, and the bytes and operations that it must do at the least.
@@ -19,7 +19,7 @@ from common import report
 from sprl.kernels import block_matmul, decode_attention, eviction, grouped_matmul
 from sprl.kernels.cost import Cost
 from sprl.models.moe import Blocks, blocks
-from sprl.parallel.aot import Compiled, compile_for_h200, missing
+from sprl.planning.aot import Compiled, compile_for_h200, missing
 
 MIB = 2**20
 BF16, F32, FP8 = map(jnp.dtype, ('bfloat16', 'float32', 'float8_e4m3fn'))

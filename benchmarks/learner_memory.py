@@ -1,6 +1,6 @@
 """What does an update of Qwen2.5-7B take of one H200? Compiled for one, by what is trained and how its moments are held.
 
-    python benchmarks/learner_memory.py --save learner_memory    # 4 minutes; sprl/parallel/aot.py says what must be installed
+    python benchmarks/learner_memory.py --save learner_memory    # 4 minutes; sprl/planning/aot.py says what must be installed
 
 No GPU is needed. A row is an update of one row of 2,048 tokens, layers computed again in the backward pass: the bytes that lie
 on the device all the time (frozen weights, trained weights, moments), and those that it takes on top (gradients, activations).
@@ -16,14 +16,17 @@ import jax
 import jax.numpy as jnp
 from common import report
 
-from sprl.learner.packing import Shape, empty
-from sprl.learner.state import TrainState, make_optimizer
-from sprl.learner.update import Computation, make_update
+from sprl.config import Correction, Lora, Loss, Optimizer
+from sprl.learner.batch import Shape, empty
+from sprl.learner.logprobs import ForwardConfig
+from sprl.learner.optimizer import make_optimizer
+from sprl.learner.state import TrainState
+from sprl.learner.update import UpdateConfig, make_update
 from sprl.models import transformer
 from sprl.models.config import ModelConfig, tiny
 from sprl.models.lora import Base, abstract_adapters
-from sprl.parallel.aot import compile_for_h200, missing
-from sprl.settings import Correction, Lora, Loss, Optimizer
+from sprl.planning.aot import compile_for_h200, missing
+from sprl.types import LogProbs
 
 GIB, H200 = 2**30, 141e9  # bytes
 TOKENS, SEQUENCES, COMPLETION = 2048, 2, 1024
@@ -63,11 +66,11 @@ def program(name: str, config: ModelConfig) -> tuple[Callable, TrainState, Any, 
     frozen = transformer.abstract_params(config, jnp.bfloat16)
     trained, base = abstract_adapters(config, lora), Base(frozen, lora.alpha / lora.rank)
   state = jax.eval_shape(partial(TrainState.create, optimizer=optimizer), trained)
-  computation = Computation(Correction(), Loss(), 1.0, jnp.dtype('bfloat16'), chunk=256, remat='layer')
+  computation = UpdateConfig(Correction(), Loss(), ForwardConfig(1.0, jnp.dtype('bfloat16'), chunk=256), remat='layer')
   update = make_update(transformer.graph(config), optimizer, computation)
 
   def step(state, batch, base):
-    return update(state, batch, None, None, base)
+    return update(state, batch, LogProbs(sampler=batch.sampler_logp), base)
 
   return step, state, batch(), base
 

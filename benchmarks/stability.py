@@ -38,7 +38,7 @@ CURVES = {
   'sparse/agreement_p05': 'agreement, 5th percentile',
 }
 TASKS = {
-  'sums': ('configs/quickstart.py', '--config.rollout.filter_equal=False'),
+  'sums': ('configs/quickstart.py', '--config.rollout.equal_groups=train'),
   'progressions': ('benchmarks/stability_config.py:{folder}',),
   'smollm2': (
     'benchmarks/stability_config.py:{folder}', '--config.model.path={folder}/smollm2', '--config.quant.sampler=kv8',
@@ -125,8 +125,8 @@ def run(args: argparse.Namespace, arm: str, seed: str) -> dict[str, Any]:
   status = 0 if (workdir / 'export').exists() else command(
     'main', *config(args.task, args.folder), f'--workdir={workdir}', f'--config.seed={seed}', f'--config.arm={arm}',
     f'--config.cache.budget={args.budget}', f'--config.steps={args.steps}', *args.flags, '--config.export=True',
-    '--config.checkpoint.every=10', '--config.checkpoint.keep_last=1', '--config.checkpoint.keep_best=0',
-    *(('--config.quant.sampler=bf16',) if arm == 'dense' else ()),
+    '--config.checkpoint.every=10', '--config.checkpoint.keep_last=1',
+    *(('--config.quant.sampler=none',) if arm == 'dense' else ()),
     accepted=(0, 3),  # 3: a sentinel stopped it, which is a result
   )  # fmt: skip
   records = read_metrics(workdir)

@@ -5,7 +5,7 @@
 
 from pathlib import Path
 
-from sprl.settings import default_config
+from sprl.config import default_config
 
 
 def get_config(folder):
@@ -14,7 +14,7 @@ def get_config(folder):
   config.model.path = str(Path(folder) / 'warm')
   config.model.remat = 'none'
   config.task.kind, config.task.chat = 'jsonl', False
-  config.task.path, config.task.eval_path = str(Path(folder) / 'train.jsonl'), str(Path(folder) / 'test.jsonl')
+  config.task.path = folder
   config.task.grader = str(Path(folder) / 'grader.py') + ':grade'
   config.rollout.prompts, config.rollout.group = 16, 8
   config.rollout.stop_when_capped = False  # a collapse is a result here
@@ -25,7 +25,7 @@ def get_config(folder):
   config.packing.share_prefix = False
   config.loss.kl_coef = 1e-4
   config.optimizer.learning_rate, config.optimizer.weight_decay, config.optimizer.minibatches = 5e-5, 0.0, 2
-  config.eval.every, config.eval.problems = 0, 200
-  config.checkpoint.every, config.checkpoint.keep_best, config.log.samples_every = 0, 0, 0
+  config.eval.every, config.eval.problems = None, 200
+  config.checkpoint.every, config.log.samples_every = None, None
   config.log.tensorboard = False
   return config

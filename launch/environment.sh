@@ -1,55 +1,60 @@
 #!/bin/sh
-# Makes a virtual environment and installs into it what a pyproject.toml extra or a requirements file asks for.
+# Makes a virtual environment with uv, or brings it up to date. Takes a fraction of a second when nothing has changed.
 #
-#   environment.sh FOLDER PINS EXTRAS [OLDEST NEWEST]
+#   environment.sh FOLDER [OPTIONS OF uv sync]     sprl in place, with the package versions of uv.lock
+#   environment.sh FOLDER --requirements FILE      the packages of FILE alone, on Python 3.11
 #
-# FOLDER  where: made when absent or broken, kept otherwise
-# PINS    the file of pinned versions
-# EXTRAS  sprl itself is installed, in place, with these extras; '' installs everything in PINS, and not sprl
-# OLDEST NEWEST  the minor versions of Python 3 that will do, as find_python.sh takes them
-#
-# JAX=0.11.2 in the environment puts that version of jax, jaxlib and their plugins in the place of the pinned ones.
-# The second time it is instant: a stamp in FOLDER holds a checksum of all that the result depends on.
+# It uses the uv on PATH. If there is none, python3 (3.8 or later) installs uv into .uv/ of the checkout.
+# UV_PYTHON chooses the Python: a version or a path. If the machine has no suitable Python, uv downloads one.
 set -eu
 folder=$1
-pins=$2
-extras=$3
-shift 3
+shift
 unset PYTHONPATH PYTHONHOME VIRTUAL_ENV
-here=$(dirname "$0")
-python=$folder/bin/python
-stamp=$folder/.made-$(printf '%s' "${extras:-pins}" | tr , -)
 
-want=$({ pwd; echo "$extras ${JAX:-}"; cat "$pins" pyproject.toml "$0"; } | cksum)
-if [ "$(cat "$stamp" 2>/dev/null)" = "$want" ] && "$python" -c '' 2>/dev/null; then
-  exit 0
-fi
-
-if ! "$python" -m pip --version >/dev/null 2>&1; then
-  base=$(sh "$here/find_python.sh" "$@")
-  echo "sprl: making $folder with $("$base" --version) ($base)" >&2
-  "$base" -I -m venv --clear "$folder"
-fi
-
-if [ -n "${JAX:-}" ]; then
-  sed -e "s/^jax==.*/jax==$JAX/" -e "s/^jaxlib==.*/jaxlib==$JAX/" \
-    -e "s/^\(jax-cuda13-[a-z]*\)==.*/\1==$JAX/" -e '/^libtpu==/d' "$pins" >"$folder/pins.txt"
-  pins=$folder/pins.txt
-fi
-if [ -n "$extras" ]; then
-  set -- -c "$pins" -e ".[$extras]"
-else
-  set -- -r "$pins"
-fi
-echo "sprl: installing packages into $folder (a minute or two the first time)" >&2
-# No compiling beforehand: most of what is installed is never imported, and the first import compiles what is.
-if ! "$python" -m pip install --quiet --quiet --disable-pip-version-check --no-compile "$@"; then
-  echo "sprl: pip could not install into $folder; the reason is above." >&2
-  if ! command -v cc >/dev/null && ! command -v gcc >/dev/null; then
-    echo 'There is no C compiler here, and a package (pycosat, which reasoning-gym asks for) is compiled on installation:' >&2
-    echo '  Debian, Ubuntu   apt install build-essential python3-dev' >&2
-    echo '  macOS            xcode-select --install' >&2
-  fi
+fail() {
+  echo "sprl: $1. docs/install.md lists the requirements." >&2
   exit 1
+}
+
+# pyenv's shims offer one version only. Its other versions go first on PATH, the newest before the others.
+pyenv=$(command -v pyenv || true)
+for bin in "${PYENV_ROOT:-${HOME:-}/.pyenv}"/versions/3.1[1-9]*/bin "${pyenv%/bin/pyenv}"/versions/3.1[1-9]*/bin; do
+  [ ! -x "$bin/python3" ] || PATH=$bin:$PATH
+done
+
+if ! uv=$(command -v uv); then
+  uv=.uv/bin/uv
+  if ! "$uv" --version >/dev/null 2>&1; then
+    echo 'sprl: installing uv into .uv' >&2
+    { python3 -m venv --clear .uv && .uv/bin/python -m pip install --quiet --disable-pip-version-check uv==0.13.9; } >&2 ||
+      fail 'uv is not on PATH, and python3 could not install it'
+  fi
 fi
-printf '%s\n' "$want" >"$stamp"
+
+say() { echo "sprl: installing packages into $folder (a minute or two the first time)" >&2; }
+
+if [ "${1:-}" = --requirements ]; then
+  cmp -s "$2" "$folder/requirements.txt" && exit
+  say
+  "$uv" venv --quiet --clear --seed --python 3.11 "$folder" || fail "uv could not make $folder with Python 3.11"
+  # pip reads the machine's settings, which may name a CPU build of PyTorch. uv does not read them.
+  "$folder/bin/python" -m pip install -qq --disable-pip-version-check --no-compile -r "$2" || fail "pip could not install $2"
+  cp "$2" "$folder/requirements.txt"
+  exit
+fi
+
+if [ -n "${UV_DEFAULT_INDEX:-${UV_INDEX_URL:-}}" ]; then
+  # uv.lock names the files on PyPI. Another index is asked for the same versions and hashes.
+  say
+  if ! { "$uv" venv --quiet --allow-existing "$folder" &&
+    "$uv" export --quiet --frozen --output-file "$folder/requirements.txt" "$@" >/dev/null &&
+    "$uv" pip install --quiet --python "$folder" --requirements "$folder/requirements.txt"; }; then
+    fail "uv could not install into $folder"
+  fi
+else
+  export UV_PROJECT_ENVIRONMENT="$folder"
+  set -- sync --locked --inexact --quiet "$@" # --inexact keeps packages that other make targets have installed
+  "$uv" "$@" --check 2>/dev/null && exit
+  say
+  "$uv" "$@" || fail "uv could not install into $folder"
+fi

@@ -1,25 +1,26 @@
 #!/usr/bin/env bash
-# Several processes of one run on this machine: for a node whose GPUs are to have a process each, and to try things out on a CPU.
+# Starts several processes of one run on this machine.
 #
 #   launch/local.sh PROCESSES COMMAND...      launch/local.sh 8 python -m sprl.main --config=configs/qwen_gsm8k.py
 #
-# One process drives all GPUs of a node by itself: this is needed only where several are wanted. Each line of output is marked
-# with its process. The first that fails ends the others, and its exit status is the script's; a SIGTERM or SIGINT becomes a
-# SIGTERM to all, which save and end. The same command, with this or another number, goes on from the last checkpoint.
+# One process can use all GPUs of a node. Use this script to give each process its own GPUs, or to try several processes on a CPU.
+# Each line of output starts with the number of its process. When a process fails, the script ends the others and exits with the
+# first failure's status. It kills a process that still runs 10 s later. SIGTERM and SIGINT are sent to all processes as SIGTERM:
+# each saves a checkpoint and exits. The same command resumes from the last checkpoint, also with another number of processes.
 set -euo pipefail
 
 if [ $# -lt 2 ] || ! [ "$1" -ge 1 ] 2>/dev/null; then
-  sed -n '2,8s/^# \{0,1\}//p' "$0" >&2
+  sed -n '2,9s/^# \{0,1\}//p' "$0" >&2
   exit 2
 fi
 processes=$1
 shift
 
-# A port of this machine that is free now.
+# A free port of this machine.
 port=$(python3 -c 'import socket; s = socket.socket(); s.bind(("", 0)); print(s.getsockname()[1])')
 export SPRL_COORDINATOR=localhost:$port SPRL_PROCESSES=$processes
 
-# The GPUs are dealt out evenly. CUDA_VISIBLE_DEVICES, where it is set, says which.
+# Each process gets the same number of GPUs: those of CUDA_VISIBLE_DEVICES, or all.
 gpus=()
 if [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; then
   IFS=, read -ra gpus <<<"$CUDA_VISIBLE_DEVICES"
@@ -27,7 +28,7 @@ elif command -v nvidia-smi >/dev/null; then
   mapfile -t gpus < <(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null)
 fi
 if [ ${#gpus[@]} -gt 0 ] && [ $((${#gpus[@]} % processes)) -ne 0 ]; then
-  echo "launch/local.sh: ${#gpus[@]} GPUs (${gpus[*]}) cannot be dealt out evenly to $processes processes" >&2
+  echo "launch/local.sh: ${#gpus[@]} GPUs (${gpus[*]}) cannot be divided evenly among $processes processes" >&2
   exit 2
 fi
 each=$((${#gpus[@]} / processes))
@@ -47,7 +48,7 @@ done
 end() { [ ${#pids[@]} -eq 0 ] || kill -TERM "${pids[@]}" 2>/dev/null || true; }
 trap end TERM INT
 
-# Looking every now and then, where `wait -n` forgets one of two that end at once.
+# Poll: `wait -n` misses one of two processes that end at the same time.
 status=0
 while [ ${#pids[@]} -gt 0 ]; do
   left=()
@@ -67,6 +68,10 @@ while [ ${#pids[@]} -gt 0 ]; do
   if [ -n "${failed:-}" ]; then
     failed=
     end
+    deadline=$((SECONDS + 10)) # for a process that does not react, such as one that hangs
+  fi
+  if [ ${#pids[@]} -gt 0 ] && [ "$SECONDS" -ge "${deadline:-$((SECONDS + 1))}" ]; then
+    kill -KILL "${pids[@]}" 2>/dev/null || true
   fi
   sleep 0.1
 done

@@ -1,28 +1,28 @@
 #!/bin/sh
-# Runs a command under a scheduler that takes exit status 0 for "done", and starts again what fails.
+# Runs a command under a scheduler that reads exit status 0 as "finished" and restarts a failed command.
 #
 #   preemptible.sh COMMAND...
 #
-# A run that a SIGTERM ends has saved and says 0. Here that becomes 75 (EX_TEMPFAIL): saved, not done, start it again. Any other
-# status is the command's own.
+# A run that receives SIGTERM saves a checkpoint and exits with status 0. This script then exits with 75 (EX_TEMPFAIL) instead, so
+# that the scheduler restarts the run. Any other exit status is passed on.
 set -eu
-asked=
+terminated=
 child=
-trap 'asked=yes; [ -z "$child" ] || kill -TERM "$child"' TERM
+trap 'terminated=yes; [ -z "$child" ] || kill -TERM "$child"' TERM
 "$@" &
 child=$!
-if [ -n "$asked" ]; then
+if [ -n "$terminated" ]; then
   kill -TERM "$child"
 fi
 
-# A signal wakes `wait` early; then the command is still there, and is waited for again.
+# A signal interrupts `wait` while the command still runs: wait again.
 status=0
 wait "$child" || status=$?
 while kill -0 "$child" 2>/dev/null; do
   status=0
   wait "$child" || status=$?
 done
-if [ -n "$asked" ] && [ "$status" -eq 0 ]; then
+if [ -n "$terminated" ] && [ "$status" -eq 0 ]; then
   exit 75
 fi
 exit "$status"

@@ -10,47 +10,49 @@
 #SBATCH --open-mode=append
 #SBATCH --signal=TERM@300
 #
-# A run over the nodes of a Slurm job, from a checkout with an environment (make setup, or VENV=...) that all nodes see:
+# Runs sprl on the nodes of a Slurm job. The checkout and its environment (make install EXTRAS=cuda; VENV=... names another one)
+# must be on a file system that all nodes share.
 #
 #   sbatch --nodes=4 launch/slurm.sh --config=configs/qwen_gsm8k.py:qwen2.5-7b --workdir=/shared/runs/qwen
 #
-# One task a node drives its 8 GPUs. One task a GPU: sbatch --ntasks-per-node=8 --gpus-per-task=1 --cpus-per-task=8 ...
+# One task per node uses the node's 8 GPUs. For one task per GPU:
+#   sbatch --ntasks-per-node=8 --gpus-per-task=1 --cpus-per-task=8 ...
 #
-# Preemption and the end of the time: Slurm sends SIGTERM to the tasks (at the end 300 to 360 s before: --signal), every process
-# saves and ends, and the job, queued again (by --requeue; at the end of the time by the last lines), goes on from there, for the
-# same command in the same work directory resumes. Of a task that dies the others say the name and the node, and end; started anew,
-# the job goes on.
+# Preemption and time limit: Slurm sends SIGTERM to the tasks, 300 to 360 s before the time limit (--signal). Every process saves
+# a checkpoint and exits. The job is queued again: by --requeue after a preemption, by the last lines of this script at the time
+# limit. It then resumes, because the same command in the same work directory resumes. If a task dies, the others log its name
+# and node and exit. The job resumes when it is submitted again.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}"
 
-# --- what XLA and NCCL are told ---------------------------------------------------------------------------------------
+# --- settings of XLA and NCCL -----------------------------------------------------------------------------------------
 
-# Collectives run beside computation that does not wait for them, where the scheduler can move them apart.
+# XLA schedules collectives beside independent computation.
 export XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_enable_latency_hiding_scheduler=true"
-# JAX takes this share of each GPU's memory when it starts; the rest is for NCCL's buffers and the libraries.
+# JAX reserves this share of each GPU's memory at its start. NCCL's buffers and other libraries use the rest.
 export XLA_PYTHON_CLIENT_MEM_FRACTION="${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.92}"
-# Programs compiled by an earlier start of the job are found again, on a folder that all nodes see.
+# A restarted job reads its compiled programs from this folder, which all nodes share.
 export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$PWD/.jax_cache}"
-# NCCL says why when something is wrong. NCCL_DEBUG=INFO shows which network it chose: NET/IB is InfiniBand or RoCE, NET/Socket
-# is Ethernet by TCP, tens of times slower.
+# NCCL logs the reason of a failure. NCCL_DEBUG=INFO also logs the network in use: NET/IB is InfiniBand or RoCE; NET/Socket is
+# TCP over Ethernet, which is tens of times slower.
 export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
-# Set only where NCCL chooses wrongly; names differ from cluster to cluster (ip link, ibv_devices):
-#   NCCL_SOCKET_IFNAME=eth0    the interface over which processes first meet
+# Set these only if NCCL chooses the wrong network. The names depend on the cluster (ip link, ibv_devices):
+#   NCCL_SOCKET_IFNAME=eth0    the interface on which processes connect to each other
 #   NCCL_IB_HCA=mlx5           the adapters for data
 
-# --- the processes: as sprl/parallel/processes.py is told of them ----------------------------------------------------------
+# --- the processes: sprl/distributed/process_group.py reads these variables -------------------------------------------
 
 # Process 0 is on the first node. Two jobs that share a node must not share a port.
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export SPRL_COORDINATOR=${nodes%%$'\n'*}:$((20000 + SLURM_JOB_ID % 20000)) SPRL_PROCESSES=$SLURM_NTASKS
 
 status=0
-# shellcheck disable=SC2016 # each task's own number, known to the task alone
+# shellcheck disable=SC2016 # SLURM_PROCID is expanded in the task
 srun --kill-on-bad-exit=1 --label bash -c 'SPRL_PROCESS=$SLURM_PROCID exec "$@"' task \
   "${VENV:-.venv}/bin/python" -m sprl.main "$@" || status=$?
 
-# A run that a signal ended has saved and says 0, as one that is complete does; the time that is left tells them apart.
-# The signal may come 60 s early, and saving may take no time: 390 is beyond both. A run that was complete ends at once again.
+# A run that SIGTERM ended and a finished run both exit with status 0. The remaining time tells them apart: the signal comes up to
+# 360 s before the time limit, so 390 s covers it. If a finished run is queued again, it exits at once.
 if [ "$status" -eq 0 ] && [ $((${SLURM_JOB_END_TIME:-0} - $(date +%s))) -lt 390 ] && [ -n "${SLURM_JOB_END_TIME:-}" ]; then
   scontrol requeue "$SLURM_JOB_ID"
 fi

@@ -1,4 +1,4 @@
-"""What the commands share: flags in, an exit status out, and one line instead of a traceback for what a user can put right."""
+"""Shared by the commands: flags, exit statuses, and one-line errors in place of tracebacks for mistakes a user can correct."""
 
 import logging
 import os
@@ -8,28 +8,31 @@ from collections.abc import Callable, Iterator
 from absl import app, flags
 from absl import logging as absl_logging
 
-from sprl.settings import Run, SettingsError, no_such_setting, to_dict
+from sprl.config import Run, SettingsError, to_dict
+from sprl.config_reader import no_such_setting
 
-FREE = 'config.task.args', 'config.environment.args'  # settings whose keys only the data set, or the environment, knows
+FREE = ('config.task.args',)  # their keys are defined by the data set or the environment
 
 
 def start(main: Callable[[], int], prepare: Callable[[list[str]], None] = lambda argv: None) -> None:
-  """Parses the flags, `prepare` first (it may define more), and exits with what `main` returns, or
+  """Parse the flags, runs `main`, and exits with its status. `prepare(argv)` runs before parsing and may define flags.
 
-  2  for a flag, setting, file or folder that cannot be used: one line on standard error says which, and what would be;
-  3    where no group of rollouts comes to anything any more: the same line;
-  130  for a second Ctrl-C: a run only notes the first.
+  Other exit statuses, each with one line on standard error:
+
+    2    a flag, setting, file or folder cannot be used
+    3    no group of rollouts succeeds any more
+    130  a second Ctrl-C; the first one only asks the run to stop
   """
-  os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')  # before jax loads: XLA's own warnings are not about the run
+  os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')  # set before jax loads: hides XLA's warnings
   app.run(lambda _: reported(main), flags_parser=lambda argv: _parse(argv, prepare))
 
 
 def reported(main: Callable[[], int]) -> int:
-  """Calls `main`; the exit status of `start`."""
+  """Call `main` and returns the exit status, as `start` documents it."""
   absl_logging.set_verbosity(absl_logging.WARNING)
   logging.basicConfig(
     level=logging.WARNING, format='%(levelname)s: %(message)s', stream=sys.stderr, force=True
-  )  # absl's is there
+  )  # absl has installed a handler already
   logging.getLogger('sprl').setLevel(logging.INFO)
   try:
     return main()
@@ -44,8 +47,8 @@ def reported(main: Callable[[], int]) -> int:
 
 
 def _status(error: Exception) -> int | None:
-  """The exit status after an error that a user can put right; None: it is ours."""
-  # Imported when needed: a wrong setting is answered without waiting for jax to load.
+  """Return the exit status of an error that a user can correct, or None for a bug in sprl."""
+  # Imported late: an error in the settings is reported before jax loads.
   from sprl.io.checkpoint import CheckpointError
   from sprl.io.huggingface import WeightsError
   from sprl.io.metrics import LogError
@@ -72,8 +75,8 @@ def _parse(argv: list[str], prepare: Callable[[list[str]], None]) -> list[str]:
     return rest
   except flags.Error as error:
     message = str(error).strip()
-    if 'Traceback' in message:  # of an error in a config file; its last line says which
-      message = message.rpartition('\n')[2].removeprefix('sprl.settings.SettingsError: ')
+    if 'Traceback' in message:  # from a config file that raised; the last line is the error
+      message = message.rpartition('\n')[2].removeprefix('sprl.config.SettingsError: ')
     sys.exit(_refuse(message))
   except (SettingsError, OSError) as error:
     sys.exit(_refuse(error))
@@ -94,7 +97,7 @@ def _refuse(error: object, status: int = 2) -> int:
 
 
 def _config_flags(argv: list[str]) -> Iterator[str]:
-  """`config.rollout.group` of each argument `--config.rollout.group=4`."""
+  """Yield `config.rollout.group` for an argument `--config.rollout.group=4`."""
   for argument in argv[1:]:
     name = argument.lstrip('-').partition('=')[0]
     if argument.startswith('-') and name.removeprefix('no').startswith('config.'):
@@ -102,7 +105,7 @@ def _config_flags(argv: list[str]) -> Iterator[str]:
 
 
 def _check_name(name: str) -> None:
-  """Raises SettingsError where there is no such setting: ml_collections would say so in a traceback."""
+  """Raise SettingsError for an unknown setting; ml_collections would print a traceback."""
   section, where = to_dict(Run()), 'config'
   for key in name.split('.')[1:]:
     if where in FREE:

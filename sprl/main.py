@@ -1,9 +1,11 @@
 """python -m sprl.main --config=configs/quickstart.py [--workdir=...] [--config.key=value ...]
 
-Trains, or resumes, the run of one work directory, and says at the end what was learned and where everything lies. The exit
-status is 0 when the run is complete or a signal ended it with all of it saved; 3 when a sentinel stopped it, or no rollout
-succeeds any more; 2 for settings or files that cannot be used, found before any device work; 4 when another process of the run
-has gone, or one of them hangs.
+Trains the run of one work directory, or resumes it, and prints a report at the end. Exit status:
+
+    0  the run is complete, or a signal ended it and its state is saved
+    2  a setting or file cannot be used; found before any device work
+    3  a guard stopped the run, or every rollout fails
+    4  another process of the run died or hangs
 """
 
 import logging
@@ -16,32 +18,34 @@ from absl import flags
 from ml_collections import config_flags
 
 from sprl import command_line
-from sprl.settings import Run, resolve
+from sprl.config import Run
+from sprl.config_reader import resolve
 
 if TYPE_CHECKING:
-  from sprl.parallel.team import Team
+  from sprl.distributed.team import Team
 
 _CONFIG = config_flags.DEFINE_config_file(
-  'config', None, 'The run: a Python file with get_config(), `file.py:argument` to pass it one.'
+  'config', None, 'The config: a Python file with get_config(). `file.py:argument` passes it an argument.'
 )
-_WORKDIR = flags.DEFINE_string('workdir', None, "The run's folder. Default: runs/ and the name of the config file.")
+_WORKDIR = flags.DEFINE_string('workdir', None, "The run's folder. Default: runs/NAME, after the config file.")
 
 
 def main() -> int:
-  """Flags to a run."""
+  """Run the command; returns its exit status."""
   run = resolve(_CONFIG.value)
-  from sprl.parallel.team import joined  # after the settings: an error in them is told without waiting for jax to load
+  from sprl.distributed.process_group import join  # imported late: an error in the settings is reported before jax loads
 
-  with joined(patience=run.patience) as team:
+  with join(patience=run.patience) as team:
     return team.leave(command_line.reported(partial(_train, run, team)))
 
 
 def _train(run: Run, team: 'Team') -> int:
+  from sprl.hooks import StopRun
   from sprl.report import closing_report
-  from sprl.trainer import StopRun, train
+  from sprl.train import train
 
   if not team.leads:
-    logging.getLogger('sprl').setLevel(logging.ERROR)  # what all find is said once
+    logging.getLogger('sprl').setLevel(logging.ERROR)  # process 0 logs for all
   file, _, variant = config_flags.get_config_filename(flags.FLAGS['config']).partition(':')
   name = '-'.join(filter(None, (Path(file).stem, variant)))
   workdir = Path(_WORKDIR.value or Path('runs') / name).absolute()

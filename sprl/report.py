@@ -1,4 +1,4 @@
-"""The end of a run, for the person who waited for it: what was learned, and where it is."""
+"""The report printed at the end of a run: scores before and after, costs of the rollouts, files."""
 
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -7,18 +7,18 @@ from typing import Any
 
 import jax
 
+from sprl.config import Run
 from sprl.io.metrics import read_metrics, series
 from sprl.io.plots import plot_run, plot_timeline
 from sprl.models.lora import network
-from sprl.saved import export
-from sprl.settings import Run
-from sprl.trainer import Finished
+from sprl.restore import export
+from sprl.session import Finished
 
 
 def closing_report(run: Run, workdir: Path, finished: Finished) -> str:
-  """Draws the plot, writes the export where the settings ask for one, and tells of both, and of before and after.
+  """Draw the plots, writes the export if `run.export` is set, and returns the report as text.
 
-  A run over several processes is not exported here: no process has all of the weights.
+  A run over several processes is not exported here, because no process holds all weights.
   """
   before, after = finished.before, finished.after
   count, k = int(after['metrics']['eval/problems']), int(after['metrics']['eval/samples'])
@@ -28,7 +28,7 @@ def closing_report(run: Run, workdir: Path, finished: Finished) -> str:
     m = result['metrics']
     lines.append(f'  {name:7s} reward {m["eval/avg@k"]:.3f}   (95 % interval {m["eval/low"]:.3f} to {m["eval/high"]:.3f})')
   for title, old, new in _examples(before['samples'], after['samples']):
-    question = ' '.join(old['prompt'].split())  # its end, for the beginning may be a system message
+    question = ' '.join(old['prompt'].split())  # shows its end: the beginning may be a system message
     lines += [
       '', f'{title}: {question if len(question) <= 160 else "... " + question[-156:]}',
       f'  answer: {old["answer"]}',
@@ -45,8 +45,8 @@ def closing_report(run: Run, workdir: Path, finished: Finished) -> str:
   ]
   lines += [f'samples:     {workdir / "samples"}', f'checkpoints: {workdir / "checkpoints"}']
   if run.export and jax.process_count() == 1:
-    params = network(finished.params, finished.policy.base('float32'))
-    folder = export(finished.policy, params, workdir / 'export')
+    params = network(finished.params, finished.model.base('float32'))
+    folder = export(finished.model, params, workdir / 'export')
     lines.append(f'export:      {folder}  (a Hugging Face folder)')
   else:
     lines.append(f'export with: python -m sprl.export --workdir={workdir} --out=FOLDER')
@@ -54,7 +54,7 @@ def closing_report(run: Run, workdir: Path, finished: Finished) -> str:
 
 
 def _savings(run: Run, records: Sequence[Mapping[str, Any]]) -> list[str]:
-  """What the rollouts' memory and formats saved, and how far they took the sampler from the learner; means over the run."""
+  """Return lines on the memory that rollouts saved and on their mismatch with the learner; means over the run."""
 
   def mean(name: str) -> float:
     values = series(records, name)[1]
@@ -62,8 +62,8 @@ def _savings(run: Run, records: Sequence[Mapping[str, Any]]) -> list[str]:
 
   size = mean('sparse/cache_bytes')
   dense = size / (1 - mean('sparse/bytes_saving'))
-  saved = round(mean('sparse/bytes_saving'), 2) + 0.0  # or rounding makes it -0
-  kept = f'budget of {run.cache.budget} ({run.cache.method})' if run.cache.budget else 'everything kept'
+  saved = round(mean('sparse/bytes_saving'), 2) + 0.0  # + 0.0 turns -0.0 into 0.0
+  kept = f'budget of {run.cache.budget} ({run.cache.method})' if run.cache.budget else 'no eviction'
   return [
     f'What the rollouts cost ({kept}, {run.quant.sampler} sampler):',
     '',
@@ -75,11 +75,11 @@ def _savings(run: Run, records: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _examples(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any, Any]]:
-  """Two problems, each with its sample before and after: the first that was learned, and the first that was not."""
+  """Return two problems with their samples before and after: the first that improved, and the first that did not."""
   pairs = list(zip(before, after))
-  learned = [('One that it learned', old, new) for old, new in pairs if new['reward'] > old['reward']]
-  lost = [('One that it unlearned', old, new) for old, new in pairs if new['reward'] < old['reward']]
-  same = [('One that did not change', old, new) for old, new in pairs if new['reward'] == old['reward']]
+  learned = [('Improved', old, new) for old, new in pairs if new['reward'] > old['reward']]
+  lost = [('Worse', old, new) for old, new in pairs if new['reward'] < old['reward']]
+  same = [('Unchanged', old, new) for old, new in pairs if new['reward'] == old['reward']]
   wrong = [row for row in same if row[2]['reward'] < 1]
   return [*learned[:1], *[*lost, *wrong, *same, *learned[1:]][:1]]
 

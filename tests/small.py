@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from sprl.models import transformer
+from sprl.models.attention import PackedAttention
 from sprl.models.config import tiny
-from sprl.models.memory import CausalMemory
-from sprl.trajectory import Trajectory
+from sprl.types import LogProbs, Trajectory
 
 
 def model(family='llama', **changes):
@@ -46,6 +46,11 @@ def rollouts(lengths, prompts, vocab=259, seed=0):
   return made
 
 
+def unscored(batch):
+  """The log-probs of a batch before it is scored: the sampler's."""
+  return LogProbs(sampler=batch.sampler_logp)
+
+
 def teacher_forced(config, params, trajectory, temperature=1.0):
   """[T] log-probs of a sequence's tokens, alone in its row, from whole logits; the first token's is 0."""
   n = len(trajectory.tokens)
@@ -56,8 +61,8 @@ def teacher_forced(config, params, trajectory, temperature=1.0):
 
 @partial(jax.jit, static_argnames='graph')
 def _teacher_forced(graph, params, tokens, positions, temperature):
-  memory = CausalMemory.of(jnp.ones(tokens.shape, jnp.int32))
-  hidden, _ = transformer.forward(graph, params, tokens, positions, memory)
+  memory = PackedAttention.of(jnp.ones(tokens.shape, jnp.int32))
+  hidden = transformer.forward(graph, params, tokens, positions, memory).hidden
   logp = jax.nn.log_softmax(hidden @ transformer.head_weight(params).T / temperature)
   return jnp.take_along_axis(logp[:, :-1], tokens[:, 1:, None], 2)[..., 0]
 

@@ -1,13 +1,13 @@
-"""Processes of a run as threads of a test."""
+"""The processes of a run as threads of a test."""
 
 import threading
 from multiprocessing import Pipe
 
-from sprl.parallel.team import Team
+from sprl.distributed.team import Team
 
 
 def together(*programs):
-  """What each process's program returns of its team, or the exception that it raises; the first leads."""
+  """Runs `programs[k](team)` as process k. Returns the results; an exception that a program raises is its result."""
   pairs = [Pipe() for _ in programs[1:]]
   teams = [Team(0, len(programs), [ours for ours, _ in pairs])]
   teams += [Team(k, len(programs), [theirs]) for k, (_, theirs) in enumerate(pairs, 1)]

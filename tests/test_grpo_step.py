@@ -1,5 +1,6 @@
-"""benchmarks/grpo_step.py: both sides are asked the same."""
+"""benchmarks/grpo_step.py asks both sides the same questions."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -8,20 +9,25 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1] / 'benchmarks'))
 from grpo_step import questions
 
-from sprl.acting import Asked
+from sprl.config import Evaluation, ModelSettings, Run, Sampling, Task
 from sprl.io.tokenizer import Tokenizer, write_tiny
-from sprl.rollout.sources import Problems
-from sprl.settings import Evaluation, Model, Run, Sampling, Task
+from sprl.rollout.prompts import ProblemSource
+from sprl.rollout.setup import RolloutSetup
 
 
-def test_the_peer_is_asked_what_the_run_asks_and_in_the_same_form(tmp_path):
+def test_the_peer_gets_the_run_s_questions_in_the_same_form(tmp_path):
   write_tiny(tmp_path)
+  for split in ('train', 'test'):
+    lines = [json.dumps({'prompt': f'{i} + 1 = ?', 'answer': str(i + 1)}) for i in range(4)]
+    (tmp_path / f'{split}.jsonl').write_text('\n'.join(lines))
   tokenizer = Tokenizer.load(tmp_path)
-  task = Task(kind='reasoning_gym', name='chain_sum', args={'min_terms': 2, 'max_terms': 2}, suffix=' Be brief.')
-  run = Run(3, 1, model=Model(str(tmp_path)), task=task, sampling=Sampling(max_prompt=256), eval=Evaluation(problems=1))
-  asked = Asked.open(run, tokenizer)
-  assert asked.stream is not None
-  source = Problems(asked.stream.at, tokenizer, 8)
+  task = Task(kind='jsonl', path=str(tmp_path), system='You add.', suffix=' Be brief.')
+  run = Run(
+    seed=3, steps=1, model=ModelSettings(str(tmp_path)), task=task, sampling=Sampling(max_prompt=256), eval=Evaluation(problems=1)
+  )
+  setup = RolloutSetup.open(run, tokenizer)
+  assert setup.stream is not None
+  source = ProblemSource(setup.stream.at, tokenizer, 8)
   for group, question in enumerate(questions(run, 6)):
     np.testing.assert_array_equal(tokenizer.chat(question['prompt']), source.prompt(group))
     assert question['answer'] == source.answer(group)

@@ -1,4 +1,4 @@
-"""The launchers: scripts that parse and hand on what they should, a JobSet and a Dockerfile of the right form."""
+"""Launch scripts, the JobSet and the Dockerfile."""
 
 import json
 import os
@@ -11,14 +11,14 @@ import pytest
 import yaml
 from jsonschema import Draft202012Validator
 
-from sprl.parallel.processes import VARIABLES
+from sprl.distributed.process_group import VARIABLES
 
 ROOT = Path(__file__).parents[1]
 LAUNCH = ROOT / 'launch'
 
 
 @pytest.mark.parametrize('script', sorted(LAUNCH.glob('*.sh')), ids=lambda path: path.name)
-def test_scripts_parse(script):
+def test_a_script_has_no_syntax_errors(script):
   shell = 'bash' if 'bash' in script.read_text().splitlines()[0] else 'sh'
   assert subprocess.run([shell, '-n', str(script)], capture_output=True, check=False).returncode == 0
 
@@ -27,7 +27,7 @@ def test_scripts_parse(script):
 
 
 def slurm(folder: Path, end: str, status: int = 0):
-  """slurm.sh within a job of three tasks, of which a stand-in for srun starts the last; (what happened, exit status)."""
+  """Run slurm.sh in a job of three tasks whose srun starts only the last task. Return the log's lines and the exit status."""
   programs = {
     'scontrol': 'if [ "$1" = show ]; then echo node17; echo node18; else echo "scontrol $*" >>"$LOG"; fi',
     'srun': 'while [[ $1 == --* ]]; do shift; done; SLURM_PROCID=2 exec "$@"',
@@ -38,32 +38,32 @@ def slurm(folder: Path, end: str, status: int = 0):
     (folder / name).chmod(0o755)
   (folder / 'bin').symlink_to(folder)
   job = {'SLURM_JOB_ID': '123456', 'SLURM_JOB_NODELIST': 'node[17-18]', 'SLURM_NTASKS': '3', 'SLURM_JOB_END_TIME': end}
-  known = {
+  environment = {
     'PATH': f'{folder}:{os.environ["PATH"]}',
     'LOG': str(folder / 'log'),
     'VENV': str(folder),
     'XLA_FLAGS': '--mine',
     **job,
   }
-  arguments = ['--config=a b.py', '--workdir=runs/x']
-  done = subprocess.run(['bash', str(LAUNCH / 'slurm.sh'), *arguments], env=known, capture_output=True, text=True, check=False)
+  command = ['bash', str(LAUNCH / 'slurm.sh'), '--config=a b.py', '--workdir=runs/x']
+  done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
   return (folder / 'log').read_text().splitlines(), done.returncode
 
 
-def test_a_task_of_slurm_is_told_its_place(tmp_path):
-  (told, flags), status = slurm(tmp_path, end='99999999999')
+def test_a_slurm_task_receives_coordinator_count_and_number(tmp_path):
+  (command, flags), status = slurm(tmp_path, end='99999999999')
   assert status == 0
-  assert told == 'node17:23456 3 2 -m sprl.main --config=a b.py --workdir=runs/x'
+  assert command == 'node17:23456 3 2 -m sprl.main --config=a b.py --workdir=runs/x'
   assert flags.split() == ['--mine', '--xla_gpu_enable_latency_hiding_scheduler=true']
 
 
-@pytest.mark.parametrize('left', [-1000, 300, 355])  # Slurm may send its signal 60 s before the 300 that are asked for
-def test_a_job_is_queued_again_where_its_time_is_up(tmp_path, left):
+@pytest.mark.parametrize('left', [-1000, 300, 355])  # Slurm sends the signal up to 60 s before the requested 300 s
+def test_a_job_is_requeued_at_its_time_limit(tmp_path, left):
   log, status = slurm(tmp_path, end=str(int(time.time()) + left))
   assert (log[-1], status) == ('scontrol requeue 123456', 0)
 
 
-def test_a_job_that_failed_is_not_queued_again(tmp_path):
+def test_a_failed_job_is_not_requeued(tmp_path):
   log, status = slurm(tmp_path, end='1000', status=3)
   assert (len(log), status) == (2, 3)
 
@@ -72,7 +72,7 @@ def test_a_job_that_failed_is_not_queued_again(tmp_path):
 
 
 def of(properties, *required):
-  """A schema of an object that has these properties and no others."""
+  """Return the schema of an object with these properties and no others."""
   return {'type': 'object', 'properties': properties, 'required': list(required), 'additionalProperties': False}
 
 
@@ -87,7 +87,7 @@ RULE = of(
   'action',
   'name',
 )
-# Of jobset.x-k8s.io/v1alpha2, by its custom resource definition, the part in use. A Job is Kubernetes' own affair.
+# The used part of the custom resource definition of jobset.x-k8s.io/v1alpha2. kubernetes-validate checks the Job in it.
 JOBSET = of(
   {
     'apiVersion': {'const': 'jobset.x-k8s.io/v1alpha2'},
@@ -128,20 +128,20 @@ def jobset():
   return yaml.safe_load((LAUNCH / 'kubernetes' / 'jobset.yaml').read_text())
 
 
-def test_the_jobset_has_the_form_of_its_definition(jobset):
+def test_the_jobset_matches_its_resource_definition(jobset):
   Draft202012Validator.check_schema(JOBSET)
   errors = [f'{error.json_path}: {error.message}' for error in Draft202012Validator(JOBSET).iter_errors(jobset)]
   assert errors == []
 
 
-def test_its_job_has_the_form_that_kubernetes_wants(jobset):
-  kubernetes_validate = pytest.importorskip('kubernetes_validate', reason='kubernetes-validate is not installed (make setup)')
+def test_the_jobs_of_the_jobset_are_valid_for_kubernetes(jobset):
+  kubernetes_validate = pytest.importorskip('kubernetes_validate', reason='kubernetes-validate is not installed: make setup')
   [job] = jobset['spec']['replicatedJobs']
   whole = {'apiVersion': 'batch/v1', 'kind': 'Job', 'metadata': {'name': 'sprl-nodes-0'}, 'spec': job['template']['spec']}
   kubernetes_validate.validate(whole, kubernetes_validate.latest_version(), strict=True)
 
 
-def test_its_pods_are_told_their_place(jobset):
+def test_pods_receive_coordinator_count_and_number(jobset):
   [job] = jobset['spec']['replicatedJobs']
   spec, name = job['template']['spec'], jobset['metadata']['name']
   [container] = spec['template']['spec']['containers']
@@ -157,13 +157,12 @@ def test_its_pods_are_told_their_place(jobset):
 # --- Docker ----------------------------------------------------------------------------------------------------------
 
 
-def test_what_the_dockerfile_copies_is_there_and_starts_the_run():
-  """hadolint looks at the rest (make lint)."""
+def test_the_dockerfile_copies_existing_files_and_starts_a_run():
   lines = re.sub(r'\\\n', ' ', (LAUNCH / 'Dockerfile').read_text()).splitlines()
   steps = [line.split(maxsplit=1) for line in lines if line.strip() and not line.startswith('#')]
   assert steps[0][0] == 'FROM'
   copied = [source for verb, rest in steps if verb == 'COPY' for source in rest.split()[:-1]]
-  assert {'sprl', 'configs', 'constraints.txt'} <= set(copied)
+  assert {'sprl', 'configs', 'pyproject.toml', 'uv.lock'} <= set(copied)
   ignored = (ROOT / '.dockerignore').read_text().split()
   assert [source for source in copied if not (ROOT / source).exists() or source in ignored] == []
   [entry] = [json.loads(rest) for verb, rest in steps if verb == 'ENTRYPOINT']
@@ -171,9 +170,9 @@ def test_what_the_dockerfile_copies_is_there_and_starts_the_run():
 
 
 @pytest.mark.parametrize(('ends_with', 'terminated', 'status'), [(0, False, 0), (3, False, 3), (0, True, 75), (3, True, 3)])
-def test_a_run_that_was_preempted_is_not_done(ends_with, terminated, status):
-  then = 'while true; do sleep 0.05; done' if terminated else f'exit {ends_with}'
-  script = f'trap "exit {ends_with}" TERM; echo ready; {then}'
+def test_a_preempted_run_exits_with_75_unless_it_failed(ends_with, terminated, status):
+  work = 'while true; do sleep 0.05; done' if terminated else f'exit {ends_with}'
+  script = f'trap "exit {ends_with}" TERM; echo ready; {work}'
   process = subprocess.Popen(['sh', str(LAUNCH / 'preemptible.sh'), 'bash', '-c', script], stdout=subprocess.PIPE)
   assert process.stdout is not None
   assert process.stdout.readline() == b'ready\n'

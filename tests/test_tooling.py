@@ -1,256 +1,208 @@
-"""The way in: finding a Python, making the environment, the pins, the Makefile. No network."""
+"""The lock file, the set-up script and the Makefile. Nothing here uses the network."""
 
 import os
 import re
 import shutil
 import subprocess
-import sys
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
-ENVIRONMENT = ROOT / 'launch' / 'environment.sh'
 
 
-@pytest.fixture
-def path(tmp_path):
-  """A folder of programs to stand in for PATH: the few that the scripts call, and no Python."""
-  folder = tmp_path / 'bin'
-  folder.mkdir()
-  for name in ('sh', 'sort', 'awk', 'cat', 'sed', 'cksum', 'dirname', 'tr', 'mkdir', 'chmod'):
-    (folder / name).symlink_to(shutil.which(name))
-  return folder
+# --- the lock file ---------------------------------------------------------------------------------------------------
 
 
-def fake(folder, name, version, lacks='-'):
-  """A Python that answers the finder's question as one of `version` at this place would, and does nothing else."""
-  folder.mkdir(parents=True, exist_ok=True)
-  minor, micro = version.split('.')
-  program = folder / name
-  program.write_text(f'#!/bin/sh\necho "{minor} {micro} {lacks} {program}"\n')
-  program.chmod(0o755)
-  return str(program)
+@pytest.fixture(scope='module')
+def packages():
+  return [package for package in tomllib.loads((ROOT / 'uv.lock').read_text())['package'] if package['name'] != 'sprl']
 
 
-def find(path, *arguments, **environment):
-  environment = {'PATH': str(path), 'HOME': str(Path(path).parent / 'home'), **environment}
-  script = str(ROOT / 'launch' / 'find_python.sh')
-  return subprocess.run(['sh', script, *arguments], env=environment, capture_output=True, text=True)
+def test_lock_names_no_index_but_pypi():
+  hosts = re.findall(r'[a-z]+://[^/"\s]*', (ROOT / 'uv.lock').read_text())
+  assert set(hosts) == {'https://pypi.org', 'https://files.pythonhosted.org'}
 
 
-def test_finder_takes_the_newest_whatever_its_name_and_place(path):
-  fake(path, 'python3', '11.9')
-  fake(path, 'python3.12', '12.11')
-  newest = fake(path, 'python3.13', '13.2')
-  assert find(path).stdout.strip() == newest
+def test_locked_packages_need_no_c_compiler(packages):
+  pure_python = {'cellpylib', 'zss'}  # source distributions without C code
+  assert {package['name'] for package in packages if not package.get('wheels')} == pure_python
 
 
-def test_finder_compares_versions_as_numbers(path):
-  fake(path, 'python3.12', '12.9')
-  newest = fake(path, 'python', '12.10')
-  assert find(path).stdout.strip() == newest
+def test_lock_has_the_newest_and_the_oldest_jax(packages):
+  jax, jaxlib = ([p['version'] for p in packages if p['name'] == name] for name in ('jax', 'jaxlib'))
+  assert jax == jaxlib
+  assert [version[:6] for version in jax] == ['0.11.2', '0.12.0']
 
 
-def test_finder_looks_past_the_first_of_a_name_on_path(path, tmp_path):
-  shim = path / 'python3.13'  # a version manager's shim for a version not in use
-  shim.write_text('#!/bin/sh\nexit 127\n')
-  shim.chmod(0o755)
-  real = fake(tmp_path / 'with space', 'python3.13', '13.1')
-  assert find(f'{path}:{tmp_path / "with space"}').stdout.strip() == real
+def test_lock_satisfies_the_requirements_of_pyproject(packages):
+  pyproject = tomllib.loads((ROOT / 'pyproject.toml').read_text())
+  project = pyproject['project']
+  lists = [project['dependencies'], *project['optional-dependencies'].values(), *pyproject['dependency-groups'].values()]
+  locked = {}
+  for package in packages:
+    locked.setdefault(package['name'], []).append(package['version'])
+  for requirement in (Requirement(line) for each in lists for line in each):
+    versions = locked.get(re.sub(r'[-_.]+', '-', requirement.name).lower(), [])
+    assert any(requirement.specifier.contains(version) for version in versions), requirement
 
 
-@pytest.mark.parametrize('place', ['PYENV_ROOT', 'home', 'beside shims'])
-def test_finder_looks_among_the_versions_of_pyenv(path, tmp_path, place):
-  fake(path, 'python3', '11.7')
-  root = tmp_path / ('home/.pyenv' if place == 'home' else 'pyenv')
-  fake(root / 'versions/3.12.1/bin', 'python', '12.1')
-  newest = fake(root / 'versions/3.13.0/bin', 'python', '13.0')
-  search = f'{root}/shims:{path}' if place == 'beside shims' else path
-  environment = {'PYENV_ROOT': str(root)} if place == 'PYENV_ROOT' else {}
-  assert find(search, **environment).stdout.strip() == newest
+def test_reference_requirements_are_exact_versions():
+  lines = (ROOT / 'benchmarks/peers/requirements.txt').read_text().splitlines()
+  versions = [line for line in lines if not line.startswith('#')]
+  assert [line for line in versions if not re.fullmatch(r'[A-Za-z0-9_.-]+==[0-9][0-9A-Za-z.]*', line)] == []
 
 
-def test_finder_passes_over_the_too_new_and_the_incomplete(path):
-  fake(path, 'python3', '15.0')
-  fake(path, 'python3.14', '14.0', lacks='GIL')
-  fake(path, 'python3.13', '13.5', lacks='ensurepip')
-  usable = fake(path, 'python3.12', '12.3')
-  assert find(path).stdout.strip() == usable
+# --- launch/environment.sh -------------------------------------------------------------------------------------------
 
 
-def test_finder_says_what_it_found_and_how_to_get_one(path):
-  old, new = fake(path, 'python3', '11.2'), fake(path, 'python', '15.1')
-  bare = fake(path, 'python3.13', '13.5', lacks='ensurepip')
-  result = find(path)
-  assert (result.returncode, result.stdout) == (1, '')
-  assert 'No usable Python 3.12 to 3.14 on PATH' in result.stderr
-  assert f'3.11.2  {old}: too old' in result.stderr
-  assert f'3.15.1  {new}: too new' in result.stderr
-  assert f'3.13.5  {bare}: its module ensurepip is missing; on Debian and Ubuntu: apt install python3.13-venv' in result.stderr
-  assert 'pyenv install 3.13' in result.stderr
+class Checkout:
+  """A folder with environment.sh, in which every program that it calls is a stand-in that logs its arguments."""
 
+  def __init__(self, folder: Path):
+    self.root, self.bin = folder / 'checkout', folder / 'bin'
+    (self.root / 'launch').mkdir(parents=True)
+    self.bin.mkdir()
+    shutil.copy(ROOT / 'launch/environment.sh', self.root / 'launch')
+    (self.root / 'requirements.txt').write_text('torch==2.0\n')
+    for name in ('sh', 'mkdir', 'chmod', 'cat', 'cp', 'cmp'):
+      (self.bin / name).symlink_to(shutil.which(name))
 
-def test_finder_says_so_when_there_is_no_python_at_all(path):
-  result = find(path)
-  assert result.returncode == 1
-  assert 'Found: no Python 3 at all.' in result.stderr
-
-
-def test_finder_tries_a_named_python_alone(path, tmp_path):
-  fake(path, 'python3.13', '13.0')
-  named = fake(tmp_path / 'elsewhere', 'mine', '12.4')
-  assert find(path, PYTHON=named).stdout.strip() == named
-  result = find(path, PYTHON='/no/such/python')
-  assert result.returncode == 1
-  assert 'PYTHON=/no/such/python is not a usable Python 3.12 to 3.14' in result.stderr
-
-
-def test_finder_takes_other_bounds(path):
-  fake(path, 'python3.13', '13.0')
-  reference = fake(path, 'python3.11', '11.7')
-  assert find(path, '11', '11').stdout.strip() == reference
-
-
-def test_finder_probes_a_real_python_whatever_pythonpath_holds(path, tmp_path):
-  (tmp_path / 'venv.py').write_text('raise ImportError("not the one of the standard library")')
-  result = find(path, PYTHON=sys.executable, PYTHONPATH=str(tmp_path))
-  minor = sys.version_info.minor
-  expected = 0 if 12 <= minor <= 14 else 1
-  assert result.returncode == expected, result.stderr
-
-
-@pytest.fixture
-def checkout(tmp_path, path):
-  """A checkout whose Python logs the environments and installations asked of it to `log`, and makes neither for real."""
-  root = tmp_path / 'checkout'
-  (root / 'launch').mkdir(parents=True)
-  for name in ('find_python.sh', 'environment.sh'):
-    shutil.copy(ROOT / 'launch' / name, root / 'launch' / name)
-  (root / 'pyproject.toml').write_text('[project]\n')
-  (root / 'constraints.txt').write_text('flax==1.0\njax==0.12.0\njaxlib==0.12.0\njaxtyping==0.3\n')
-  program = path / 'python3.13'
-  program.write_text(
-    f"""#!/bin/sh
-case "$*" in
-  *sys.version_info*) echo "13 0 - {program}" ;;
-  *'-m venv'*) echo "$*" >> log; for folder; do :; done; mkdir -p "$folder/bin"; cp_self "$folder/bin/python" ;;
-  *'install'*) echo "$*" >> log; [ ! -e offline ] ;;
-esac
-"""
-  )
-  copier = path / 'cp_self'
-  copier.write_text(f'#!/bin/sh\ncat {program} > "$1"\nchmod +x "$1"\n')
-  for file in (program, copier):
+  def program(self, path: Path | str, body: str = '') -> None:
+    file = self.bin / path
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(f'#!/bin/sh\necho "${{0##*/}} $*" >>"$LOG"\n{body}\n')
     file.chmod(0o755)
-  return root
+
+  def uv(self, path: Path | str = 'uv', sync: str = '') -> None:
+    """A uv whose `venv` makes a folder with a Python. `sync` runs for `uv sync`."""
+    python = 'for folder; do :; done; mkdir -p "$folder/bin"; cp "$0" "$folder/bin/python"'
+    self.program(path, f'case $1 in venv) {python} ;; sync) {sync or ":"} ;; esac')
+
+  def run(self, *arguments: str, **environment: str) -> tuple[list[str], subprocess.CompletedProcess]:
+    """Run environment.sh. Return the logged lines, without options that print less, and the process."""
+    log = self.root / 'log'
+    log.unlink(missing_ok=True)
+    variables = {'PATH': str(self.bin), 'HOME': str(self.root / 'home'), 'LOG': str(log), **environment}
+    command = ['sh', 'launch/environment.sh', *arguments]
+    done = subprocess.run(command, cwd=self.root, env=variables, capture_output=True, text=True, timeout=30)
+    lines = log.read_text().splitlines() if log.exists() else []
+    return [re.sub(r' (--quiet|-qq|--disable-pip-version-check|--no-compile)', '', line) for line in lines], done
 
 
-def make_environment(checkout, path, *arguments, **environment):
-  environment = {'PATH': str(path), 'HOME': str(checkout / 'home'), **environment}
-  command = ['sh', 'launch/environment.sh', *(arguments or ('.venv', 'constraints.txt', 'gguf'))]
-  return subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
+SYNC = 'uv sync --locked --inexact --extra gguf'
 
 
-def log(checkout):
-  file = checkout / 'log'
-  lines = file.read_text().splitlines() if file.exists() else []
-  file.unlink(missing_ok=True)
-  return [re.sub(r'--\S+ ', '', line) for line in lines]
+@pytest.fixture
+def checkout(tmp_path):
+  return Checkout(tmp_path)
 
 
-def test_environment_is_made_once_and_again_when_its_pins_or_pyproject_change(checkout, path):
-  assert make_environment(checkout, path).returncode == 0
-  assert log(checkout) == ['-I -m venv .venv', '-m pip install -c constraints.txt -e .[gguf]']
-  assert make_environment(checkout, path).returncode == 0
-  assert log(checkout) == []
-  for name in ('constraints.txt', 'pyproject.toml'):
-    with (checkout / name).open('a') as file:
-      file.write('# changed\n')
-    assert make_environment(checkout, path).returncode == 0
-    assert log(checkout) == ['-m pip install -c constraints.txt -e .[gguf]']
+def test_environment_is_made_and_then_only_checked(checkout):
+  checkout.uv(sync='[ -e made ] || { case $* in *--check*) exit 1 ;; *) : >made ;; esac; }')
+  first, done = checkout.run('.venv', '--extra', 'gguf')
+  assert (first, done.returncode) == ([f'{SYNC} --check', SYNC], 0)
+  second, done = checkout.run('.venv', '--extra', 'gguf')
+  assert (second, done.returncode, done.stderr) == ([f'{SYNC} --check'], 0, '')
 
 
-def test_environment_that_failed_is_tried_again_with_a_reason_shown(checkout, path):
-  (checkout / 'offline').touch()
-  failed = make_environment(checkout, path)
-  assert failed.returncode == 1
-  assert 'pip could not install into .venv' in failed.stderr
-  assert 'There is no C compiler here' in failed.stderr
-  (checkout / 'offline').unlink()
-  assert make_environment(checkout, path).returncode == 0
-  assert log(checkout)[-1] == '-m pip install -c constraints.txt -e .[gguf]'
+def test_a_failed_installation_is_reported(checkout):
+  checkout.uv(sync='exit 1')
+  _, done = checkout.run('.venv')
+  assert done.returncode == 1
+  assert '.venv' in done.stderr
 
 
-def test_environment_puts_the_asked_jax_in_place_of_the_pinned_one(checkout, path):
-  assert make_environment(checkout, path, JAX='0.11.2').returncode == 0
-  assert log(checkout)[-1] == '-m pip install -c .venv/pins.txt -e .[gguf]'
-  assert (checkout / '.venv/pins.txt').read_text() == 'flax==1.0\njax==0.11.2\njaxlib==0.11.2\njaxtyping==0.3\n'
+def test_uv_is_installed_by_python_where_it_is_missing(checkout):
+  # python3 -m venv FOLDER makes a Python, whose pip makes a uv beside it
+  checkout.uv('stand-in')
+  install = f'case $* in *install*) cp {checkout.bin}/stand-in .uv/bin/uv ;; esac'
+  checkout.program('pip', install)
+  checkout.program('python3', f'mkdir -p .uv/bin; cp {checkout.bin}/pip .uv/bin/python')
+  lines, done = checkout.run('.venv')
+  assert done.returncode == 0, done.stderr
+  assert lines[0] == 'python3 -m venv --clear .uv'
+  assert re.fullmatch(r'python -m pip install uv==[\d.]+', lines[1])
+  assert lines[-1] == 'uv sync --locked --inexact --check'
+  assert not any('pip' in line for line in checkout.run('.venv')[0])
 
 
-def test_environment_without_extras_installs_the_pins_alone(checkout, path):
-  assert make_environment(checkout, path, '.peers', 'constraints.txt', '', '13', '13').returncode == 0
-  assert log(checkout)[-1] == '-m pip install -r constraints.txt'
+def test_without_uv_and_python_the_page_on_installation_is_named(checkout):
+  _, done = checkout.run('.venv')
+  assert done.returncode == 1
+  assert 'docs/install.md' in done.stderr
 
 
-@pytest.mark.parametrize('file', ['constraints.txt', 'benchmarks/peers/requirements.txt'])
-def test_pins_are_exact_and_name_no_index_host_or_path(file):
-  lines = [line for line in (ROOT / file).read_text().splitlines() if not line.startswith('#')]
-  assert lines
-  assert [line for line in lines if not re.fullmatch(r'[A-Za-z0-9_.-]+==[0-9][0-9A-Za-z.]*', line)] == []
-  names = [line.partition('==')[0].lower().replace('_', '-') for line in lines]
-  assert len(names) == len(set(names))
+@pytest.mark.parametrize('variable', ['UV_DEFAULT_INDEX', 'UV_INDEX_URL'])
+def test_another_index_is_asked_for_the_locked_versions(checkout, variable):
+  checkout.uv()
+  lines, done = checkout.run('.venv', '--extra', 'gguf', **{variable: 'https://example.org/simple'})
+  assert done.returncode == 0
+  assert lines == [
+    'uv venv --allow-existing .venv',
+    'uv export --frozen --output-file .venv/requirements.txt --extra gguf',
+    'uv pip install --python .venv --requirements .venv/requirements.txt',
+  ]
 
 
-def test_every_direct_dependency_is_pinned():
-  import tomllib
+def test_a_requirements_file_is_installed_once_and_again_after_a_change(checkout):
+  checkout.uv()
+  made = ['uv venv --clear --seed --python 3.11 .peers', 'python -m pip install -r requirements.txt']
+  assert checkout.run('.peers', '--requirements', 'requirements.txt')[0] == made
+  assert checkout.run('.peers', '--requirements', 'requirements.txt')[0] == []
+  (checkout.root / 'requirements.txt').write_text('torch==2.1\n')
+  assert checkout.run('.peers', '--requirements', 'requirements.txt')[0] == made
 
-  project = tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']
-  wanted = [*project['dependencies'], *(line for extra in project['optional-dependencies'].values() for line in extra)]
-  names = {re.match(r'[A-Za-z0-9_.-]+', line).group().lower().replace('_', '-') for line in wanted}
-  pins = (ROOT / 'constraints.txt').read_text().lower().replace('_', '-')
-  assert [name for name in sorted(names) if f'\n{name}==' not in pins] == []
+
+@pytest.mark.parametrize('place', ['PYENV_ROOT', 'HOME', 'beside pyenv'])
+def test_the_newest_version_of_pyenv_comes_first(checkout, tmp_path, place):
+  root = {'PYENV_ROOT': tmp_path / 'pyenv', 'HOME': checkout.root / 'home/.pyenv', 'beside pyenv': tmp_path / 'other'}[place]
+  for version in ('3.12.1', '3.13.0', '3.9.18'):
+    checkout.program(root / 'versions' / version / 'bin/python3')
+  checkout.program(root / 'bin/pyenv')
+  checkout.program('uv', 'echo "$PATH" >>"$LOG"')
+  path = f'{root}/bin:{checkout.bin}' if place == 'beside pyenv' else str(checkout.bin)
+  lines, _ = checkout.run('.venv', PATH=path, **({place: str(root)} if place == 'PYENV_ROOT' else {}))
+  assert lines[1].split(':')[:2] == [f'{root}/versions/{version}/bin' for version in ('3.13.0', '3.12.1')]
+
+
+# --- the Makefile and git --------------------------------------------------------------------------------------------
 
 
 def make(*arguments: str) -> str:
-  """What make prints in the checkout, free of the variables of a make that this suite may itself run under."""
-  inherited = ('MAKEFLAGS', 'MFLAGS', 'MAKEOVERRIDES', 'MAKELEVEL', 'JAX', 'VENV', 'WORKDIR', 'ARGS')
-  environment = {name: value for name, value in os.environ.items() if name not in inherited}
+  """Return what make prints in the checkout. Variables of a make that runs this suite are removed."""
+  removed = ('MAKEFLAGS', 'MFLAGS', 'MAKEOVERRIDES', 'MAKELEVEL', 'JAX', 'PYTHON', 'VENV', 'WORKDIR', 'ARGS', 'EXTRAS')
+  environment = {name: value for name, value in os.environ.items() if name not in removed}
   command = ['make', *arguments, '-C', str(ROOT)]
   return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.skipif(not shutil.which('make'), reason='no make here')
+needs_make = pytest.mark.skipif(not shutil.which('make'), reason='make is not installed')
+
+
+@needs_make
 def test_make_alone_lists_the_targets():
-  text = make('-s')
-  for target in ('quickstart', 'test', 'slow', 'parity', 'lint', 'types', 'clean'):
-    assert re.search(rf'^  {target} +\S', text, re.MULTILINE), target
+  listed = re.findall(r'^  ([a-z]+) +\S', make('-s'), re.MULTILINE)
+  assert {'quickstart', 'install', 'test', 'slow', 'coverage', 'parity', 'lint', 'types', 'docs', 'clean'} <= set(listed)
 
 
-@pytest.mark.skipif(not shutil.which('make'), reason='no make here')
-def test_quickstart_sets_up_and_then_runs_the_command_the_readme_tells():
+@needs_make
+def test_quickstart_installs_its_extras_and_trains():
   text = make('-n', 'quickstart')
-  assert 'launch/environment.sh' in text
+  assert "launch/environment.sh '.venv'  --extra gguf --extra reasoning" in text
   assert ".venv/bin/python -m sprl.main --config=configs/quickstart.py --workdir='runs/quickstart'" in text
 
 
-@pytest.mark.skipif(not (ROOT / 'README.md').exists(), reason='README.md is not written yet')
-@pytest.mark.parametrize('command', ['make quickstart', 'make test'])
-def test_readme_tells_the_two_commands(command):
-  assert command in (ROOT / 'README.md').read_text()
+@needs_make
+def test_another_jax_has_an_environment_and_a_group_of_its_own():
+  assert "launch/environment.sh '.venv-jax0.11.2' --group jax-0.11.2" in make('-n', 'setup', 'JAX=0.11.2')
 
 
 @pytest.mark.skipif(not shutil.which('git') or not (ROOT / '.git').exists(), reason='not a git checkout')
-def test_environments_and_runs_are_ignored_by_git():
-  paths = [
-    '.venv/x',
-    '.venv-reference/x',
-    '.venv-jax0.11.2/x',
-    '.venv-aot/x',
-    '.venv-tpu/x',
-    'runs/x',
-    'sprl.egg-info/x',
-    'sprl/__pycache__/x',
-  ]
-  result = subprocess.run(['git', '-C', str(ROOT), 'check-ignore', *paths], capture_output=True, text=True, env={**os.environ})
+def test_git_ignores_environments_caches_and_runs():
+  folders = ('.venv', '.venv-reference', '.venv-jax0.11.2', '.venv-aot', '.uv', '.cache', 'runs', 'site', 'sprl.egg-info')
+  paths = [f'{folder}/x' for folder in folders]
+  result = subprocess.run(['git', '-C', str(ROOT), 'check-ignore', *paths], capture_output=True, text=True)
   assert result.stdout.split() == paths

@@ -1,1 +1,1 @@
-"""The rollout's memory."""
+"""The sampler's KV cache: slots, eviction, FP8 scales, key biases."""

@@ -1,10 +1,10 @@
-"""The sampler's memory: a fixed number of key and value slots for each row, evicted to a budget and held in FP8 if asked.
+"""The sampler's KV cache: a fixed number of slots for each row, evicted to a budget and stored in FP8 if the layout says so.
 
-Dense, sparse and FP8 are the same cache under another CachePlan. A forward pass goes
+Dense, sparse and FP8 caches are the same cache with another CacheLayout. A forward pass of T tokens a row goes
 
-    cache = cache.expecting(count)             # so many real tokens a row will come
-    hidden, cache = forward(..., cache)        # every layer writes them, compresses where due, and attends
-    cache = cache.advance()                    # now they are part of it
+    step  = Step(count, decoding=...)                        # the real tokens of each row
+    out   = forward(..., CachedAttention(cache, step))       # each layer writes, compresses where due, and attends
+    cache = out.attention.cache.advance(step)                # the tokens are part of the cache from now on
 """
 
 import dataclasses
@@ -16,114 +16,120 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from sprl.cache.evict import compress
+from sprl.cache.compaction import compress
 from sprl.cache.key_bias import KeyBias
-from sprl.cache.layer import Layer
-from sprl.cache.plan import CachePlan
+from sprl.cache.layer import LayerCache
+from sprl.cache.layout import CacheLayout
 from sprl.cache.scales import Scales
 from sprl.kernels.attention import attention, attention_share
 from sprl.kernels.decode_attention import decode_attention
-from sprl.kernels.rope import rotate, turns
-from sprl.parallel.rules import is_names, local, shard
 from sprl.quant import fp8
+from sprl.sharding.rules import is_names, local, shard
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Step:
+  """The tokens of one forward pass."""
+
+  count: Int[Array, ' B']  # real tokens of each row; padding follows them
+  decoding: bool = dataclasses.field(default=False, metadata={'static': True})  # they count as decode steps, which compress
+
+  @property
+  def axes(self) -> 'Step':
+    """The axis names of its array."""
+    names: Any = ('rows',)
+    return Step(names, self.decoding)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KVCache:
-  """The layers' slots, and how far each row has come.
+  """The keys and values of all layers, and the state of each row.
 
-  Keys are held rotated at their true positions (but see `positions` of the settings). One array a layer: under donation a
-  decode step then writes in place, where a stacked array would be copied.
+  Keys are stored rotated at their true positions. Each layer has its own arrays: with donation a decode step then writes in
+  place, where one stacked array would be copied.
   """
 
-  layers: tuple[Layer, ...]
-  length: Int[Array, ' B']  # occupied slots of the layers that evict; the others hold all tokens seen
-  seen: Int[Array, ' B']  # tokens taken in, which is the next one's position
-  count: Int[Array, ' B']  # decode steps that the trigger counts
-  expected: Int[Array, ' B']  # real tokens of the forward pass under way
-  saturated: Int[Array, 'B K']  # numbers of the row's keys and values that FP8 had to clamp
-  scales: Scales | None  # of FP8 storage
-  bias: KeyBias | None  # what keys hold beside their FP8 codes
-  chosen: Int[Array, 'B N'] | None  # scope global: the slots that the first evicting layer kept
-  plan: CachePlan = dataclasses.field(metadata={'static': True})
+  layers: tuple[LayerCache, ...]
+  length: Int[Array, ' B']  # occupied slots
+  seen: Int[Array, ' B']  # tokens taken in, which is the position of the next one
+  decoded: Int[Array, ' B']  # tokens taken in by decode steps, which time the compressions
+  saturated: Int[Array, 'B K']  # numbers of the row's keys and values that FP8 clamped
+  scales: Scales | None  # None: not FP8
+  bias: KeyBias | None  # the part of the keys that is not in FP8
+  chosen: Int[Array, 'B N'] | None  # scope global: the slots that the first layer kept
+  layout: CacheLayout = dataclasses.field(metadata={'static': True})
 
   @classmethod
-  def empty(cls, plan: CachePlan, rows: int, slots: int | None = None, scales: Scales | None = None, bias=None) -> 'KVCache':
-    """A cache with no tokens in it; `slots` of every layer where they are not the plan's."""
+  def empty(
+    cls,
+    layout: CacheLayout,
+    rows: int,
+    slots: int | None = None,
+    scales: Scales | None = None,
+    bias: KeyBias | None = None,
+  ) -> 'KVCache':
+    """Return a cache of `rows` sequences without tokens, with `slots` slots a layer (None: the layout's)."""
     zeros = jnp.zeros(rows, jnp.int32)
-    shared = plan.sparse and plan.settings.scope == 'global'
+    shared = layout.sparse and layout.settings.scope == 'global'
     return cls(
-      layers=tuple(Layer.empty(plan, i, rows, slots or plan.slots(i)) for i in range(plan.layers)),
+      layers=tuple(LayerCache.empty(layout, rows, slots or layout.slots) for _ in range(layout.layers)),
       length=zeros,
-      seen=zeros + 0,
-      count=zeros + 0,
-      expected=zeros + 0,
-      saturated=jnp.zeros((rows, plan.kv_heads), jnp.int32),
-      scales=scales if plan.fp8 else None,
-      bias=bias if plan.key_bias else None,
-      chosen=jnp.zeros((rows, plan.settings.budget), jnp.int32) if shared else None,
-      plan=plan,
+      seen=zeros + 0,  # arrays of their own: a donated buffer may be used once
+      decoded=zeros + 0,
+      saturated=jnp.zeros((rows, layout.kv_heads), jnp.int32),
+      scales=scales if layout.fp8 else None,
+      bias=bias if layout.key_bias else None,
+      chosen=jnp.zeros((rows, layout.budget), jnp.int32) if shared else None,
+      layout=layout,
     )
 
   @staticmethod
-  def bytes(plan: CachePlan, rows: int) -> int:
-    """All that so many rows take on the devices: keys, values, what eviction keeps beside them, FP8's scales and key biases."""
+  def bytes(layout: CacheLayout, rows: int) -> int:
+    """Bytes of the whole cache of `rows` sequences: keys, values, arrays of eviction, FP8 scales and key biases."""
 
     def made():
-      scales = Scales(*(jnp.ones(plan.layers) for _ in range(3)))
-      bias = KeyBias.of(plan, (jnp.zeros(plan.kv_heads * plan.head_dim),) * plan.layers) if plan.key_bias else None
-      return KVCache.empty(plan, rows, scales=scales, bias=bias)
+      scales = Scales(*(jnp.ones(layout.layers) for _ in range(3)))
+      vectors = (jnp.zeros(layout.kv_heads * layout.head_dim),) * layout.layers
+      return KVCache.empty(layout, rows, scales=scales, bias=KeyBias.of(layout, vectors) if layout.key_bias else None)
 
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(made)))
 
-  # --- around a forward pass -----------------------------------------------------------------------------------------
+  # --- between forward passes ----------------------------------------------------------------------------------------
 
-  def expecting(self, count: Int[Array, ' B']) -> 'KVCache':
-    """The cache before a forward pass in which the first `count` tokens of each row are real, and the others padding."""
-    return dataclasses.replace(self, expected=count)
-
-  @property
-  def due(self) -> Bool[Array, ' B']:
-    """The rows that this decode step compresses."""
-    settings = self.plan.settings
-    if not self.plan.sparse:
+  def due(self, step: Step) -> Bool[Array, ' B']:
+    """Return the rows that this step compresses (docs/methods/sparse.md, eq. 3)."""
+    if not (self.layout.sparse and step.decoding):
       return jnp.zeros(self.length.shape, bool)
-    at_interval = (self.count + 1) % settings.interval == 0
-    if settings.trigger_scope == 'batch':  # its counter starts again with every admission: a row may fill up before it rings
-      at_interval |= self.length + 1 >= self.plan.slots(settings.dense_layers)
-    return (self.expected > 0) & at_interval & (self.length + 1 > settings.budget)
+    at_interval = (self.decoded + 1) % self.layout.settings.interval == 0
+    return (step.count > 0) & at_interval & (self.length + 1 > self.layout.budget)
 
-  @property
-  def attended(self) -> Int[Array, ' B']:
-    """Slots that this decode step's query sees, its own token's included."""
-    if self.plan.settings.when == 'before':
-      return jnp.where(self.due, self.plan.settings.budget, self.length + 1)
-    return self.length + 1
+  def attended(self, step: Step) -> Int[Array, ' B']:
+    """Return the slots that the query of a decode step attends to, its own included (docs/methods/sparse.md, eq. 6)."""
+    return jnp.where(self.due(step), self.layout.budget, self.length + 1) if self.layout.sparse else self.length + 1
 
-  def advance(self, decoding: bool = False) -> 'KVCache':
-    """The cache after the forward pass, with the tokens expected in it. Padding, written beyond them, is no part of it.
-
-    `decoding`: they count as decode steps, of which the last compresses where it is due.
-    """
-    settings, seen, length = self.plan.settings, self.seen + self.expected, self.length + self.expected
-    steps = jnp.max(self.expected) if settings.trigger_scope == 'batch' else self.expected
-    count = self.count + steps if decoding else self.count
-    cache = self
-    if decoding and self.plan.sparse:
-      if settings.when == 'after':
-        cache = self._compress_all(seen)
-      length = jnp.where(self.due, settings.budget, length)
-    return dataclasses.replace(cache, seen=seen, length=length, count=count, expected=jnp.zeros_like(seen))
+  def advance(self, step: Step) -> 'KVCache':
+    """Return the cache after the forward pass of a step, with the step's real tokens in it."""
+    length = self.length + step.count
+    return dataclasses.replace(
+      self,
+      seen=self.seen + step.count,
+      length=jnp.where(self.due(step), self.layout.budget, length) if self.layout.sparse else length,
+      decoded=self.decoded + step.count if step.decoding else self.decoded,
+    )
 
   def fork(self, other: 'KVCache', parent: Int[Array, ' B'], take: Bool[Array, ' B']) -> 'KVCache':
-    """This cache with row b replaced by row parent[b] of `other` (with as many slots or fewer) where take[b]."""
-    initial = {'position': -1, 'carried': self.plan.initial}
+    """Return this cache with row b replaced by row parent[b] of `other` where take[b].
+
+    `other` may have fewer slots than this cache.
+    """
+    initial = {'position': -1, 'carried': self.layout.initial_carried}
 
     def rows(path, mine, theirs, parent, take):
       pad = [(0, 0), *((0, m - t) for m, t in zip(mine.shape[1:], theirs.shape[1:]))]
-      chosen = jnp.pad(theirs, pad, constant_values=initial.get(path[-1].name, 0))[parent]
-      return jnp.where(take.reshape(-1, *[1] * (mine.ndim - 1)), chosen, mine)
+      copied = jnp.pad(theirs, pad, constant_values=initial.get(path[-1].name, 0))[parent]
+      return jnp.where(take.reshape(-1, *[1] * (mine.ndim - 1)), copied, mine)
 
     def layers(mine, theirs, parent, take):
       return jax.tree_util.tree_map_with_path(partial(rows, parent=parent, take=take), mine, theirs)
@@ -132,21 +138,20 @@ class KVCache:
       theirs = shard(theirs, *[None] * theirs.ndim)[parent]
       return jnp.where(take.reshape(-1, *[1] * (mine.ndim - 1)), theirs, mine)
 
-    # A row may start from any prompt: the prompts' keys and values go to all devices that have rows, theirs of the heads to each.
+    # A row may start from any prompt, so each device with rows gets the prompts' keys and values of its heads.
     mine, theirs = (tuple(layer.axes for layer in cache.layers) for cache in (self, other))
     theirs = jax.tree.map(lambda names: (None, *names[1:]), theirs, is_leaf=is_names)
-    batch = self.plan.settings.trigger_scope == 'batch'
     return dataclasses.replace(
       self,
       layers=local(layers, (mine, theirs, ('rows',), ('rows',)), mine)(self.layers, other.layers, parent, take),
       length=row(self.length, other.length),
       seen=row(self.seen, other.seen),
-      count=jnp.where(jnp.any(take), 0, self.count) if batch else row(self.count, other.count),
+      decoded=row(self.decoded, other.decoded),
       saturated=row(self.saturated, other.saturated),
     )
 
   def rescaled(self, scales: Scales, bias: KeyBias | None = None) -> 'KVCache':
-    """The same keys and values, to FP8's precision, under the scales (and key biases) of other weights."""
+    """Return the same keys and values, to FP8 precision, with the scales and key biases of other weights."""
     if self.scales is None:
       return self
     layers = []
@@ -162,32 +167,32 @@ class KVCache:
   # --- in a forward pass ---------------------------------------------------------------------------------------------
 
   def attend(
-    self, layer: int, q: Float[Array, 'B T H D'], k: Float[Array, 'B T K D'], v: Float[Array, 'B T K D']
+    self, layer: int, step: Step, q: Float[Array, 'B T H D'], k: Float[Array, 'B T K D'], v: Float[Array, 'B T K D']
   ) -> tuple[Float[Array, 'B T H D'], 'KVCache']:
-    """New token t of row b goes to slot n[b] + t and sees the slots up to its own; T > 1 never compresses."""
-    alone, heads = self._only(layer), ('rows', None, 'kv_heads', None)
-    axes = alone.axes
-    out, seen = local(partial(_attend, layer), (axes, heads, heads, heads), (heads, axes))(alone, q, k, v)
-    return out, self._with(layer, seen.layers[layer], saturated=seen.saturated, chosen=seen.chosen)
+    """Write a layer's new keys and values, compress rows that are due, and return the outputs and the cache.
 
-  def _written(self, layer, q, k, v):
-    """The cache with the new tokens' keys and values behind the row's, and the slots they went to."""
-    T, held, plan = k.shape[1], self.layers[layer], self.plan
-    evicts = plan.evicts(layer)
-    slot = (self.length if evicts else self.seen)[:, None] + jnp.arange(T)
+    New token t of row b goes to slot length[b] + t and attends to the slots up to its own. Only steps of one token compress.
+    The rows' lengths stay as they are until `advance`.
+    """
+    alone, heads = self._only(layer), ('rows', None, 'kv_heads', None)
+    attend = local(partial(_attend, layer), (alone.axes, step.axes, heads, heads, heads), (heads, alone.axes))
+    out, after = attend(alone, step, q, k, v)
+    return out, self._with(layer, after.layers[layer], saturated=after.saturated, chosen=after.chosen)
+
+  def _write(self, layer, step, q, k, v):
+    """Return the cache with the new tokens in the slots after the row's."""
+    T, held = k.shape[1], self.layers[layer]
+    rows, slot = jnp.arange(k.shape[0])[:, None], self.length[:, None] + jnp.arange(T)
     positions = self.seen[:, None] + jnp.arange(T)
-    real = jnp.arange(T) < self.expected[:, None]
-    if plan.settings.positions == 'in_cache':
-      k = self._turned(k, -positions)
     saturated = self.saturated
     if self.scales is not None:
       if self.bias is not None:
         k = k.astype(jnp.float32) - self.bias.of_tokens(layer, positions)
       k_scale, v_scale = self.scales.k[layer], self.scales.v[layer]
+      real = (jnp.arange(T) < step.count[:, None])[..., None, None]
       for x, scale in ((k, k_scale), (v, v_scale)):
-        saturated = saturated + jnp.sum(fp8.saturated(x, scale) & real[..., None, None], axis=(1, 3), dtype=jnp.int32)
+        saturated = saturated + jnp.sum(fp8.saturated(x, scale) & real, axis=(1, 3), dtype=jnp.int32)
       k, v = fp8.to_bytes(fp8.cast(k, k_scale)), fp8.to_bytes(fp8.cast(v, v_scale))
-    rows = jnp.arange(k.shape[0])[:, None]
 
     def write(store, new):
       return store.at[rows, :, slot].set(new.astype(store.dtype), mode='drop')
@@ -196,99 +201,69 @@ class KVCache:
     if held.position is not None:
       new = dataclasses.replace(new, position=write(held.position, jnp.broadcast_to(positions[..., None], k.shape[:3])))
     if held.queries is not None:
-      new = dataclasses.replace(new, queries=self._remembered(held.queries, q))
-    return self._with(layer, new, saturated=saturated), slot
+      new = dataclasses.replace(new, queries=self._newest_queries(held.queries, step, q))
+    return self._with(layer, new, saturated=saturated)
 
-  def _remembered(self, ring, q):
-    """The newest queries: that of position p lies at p % A."""
-    newest = (self.seen + self.expected - 1)[:, None]
-    place = newest - (newest - jnp.arange(ring.shape[2])) % ring.shape[2] - self.seen[:, None]  # of the new ones; below 0: old
+  def _newest_queries(self, ring, step, q):
+    """Return the ring of newest queries [B, H, A, D] with the new ones in it: position p is at index p % A."""
+    newest = (self.seen + step.count - 1)[:, None]
+    place = newest - (newest - jnp.arange(ring.shape[2])) % ring.shape[2] - self.seen[:, None]  # among the new; negative: old
     new = jnp.take_along_axis(jnp.swapaxes(q, 1, 2), jnp.maximum(place, 0)[:, None, :, None], axis=2)
     return jnp.where((place >= 0)[:, None, :, None], new.astype(ring.dtype), ring)
 
-  def _prefill(self, layer, q, slot):
-    held, plan = self.layers[layer], self.plan
+  def _attend_many(self, layer, step, q):
+    """Return the outputs of several new queries, which attend to all slots up to their own, and the cache."""
+    held, layout = self.layers[layer], self.layout
     k, v = jnp.swapaxes(held.keys, 1, 2), jnp.swapaxes(held.values, 1, 2)
     if self.scales is not None:
-      k, v = (fp8.decast(x, scale[layer]) for x, scale in ((k, self.scales.k), (v, self.scales.v)))
+      k, v = fp8.decast(k, self.scales.k[layer]), fp8.decast(v, self.scales.v[layer])
       if self.bias is not None:
         k = k + self.bias.of_tokens(layer, jnp.arange(k.shape[1])[None])
       k, v = k.astype(q.dtype), v.astype(q.dtype)
-    if plan.settings.positions == 'in_cache':
-      k = self._turned(k, jnp.arange(k.shape[1])[None])
-      q = self._turned(q, slot - self.seen[:, None] - jnp.arange(q.shape[1]))
+    slot = self.length[:, None] + jnp.arange(q.shape[1])
     allowed = (jnp.arange(k.shape[1]) <= slot[:, :, None])[:, None]
-    if held.carried is not None and plan.accumulates:
-      real = jnp.arange(q.shape[1]) < self.expected[:, None]
+    if held.carried is not None and layout.accumulates:
+      real = jnp.arange(q.shape[1]) < step.count[:, None]
       held = dataclasses.replace(held, carried=held.carried + attention_share(q, k, allowed, real))
-    return attention(q, k, v, allowed, kernels=plan.kernels), self._with(layer, held)
+    return attention(q, k, v, allowed, kernels=layout.kernels), self._with(layer, held)
 
-  def _decode(self, layer, q):
-    held, plan = self.layers[layer], self.plan
-    evicts = plan.evicts(layer)
-    length = self.attended if evicts else self.seen + 1
-    k, scales, bias = held.keys, None, None
-    if self.scales is not None:
-      scales = self.scales.k[layer], self.scales.v[layer]
-    if self.bias is not None:
-      bias = self._bias_scores(layer, q)
-    if plan.settings.positions == 'in_cache':
-      slots = jnp.arange(k.shape[2])[None]
-      meant = k if scales is None else fp8.decast(k, scales[0])
-      k = jnp.swapaxes(self._turned(jnp.swapaxes(meant, 1, 2).astype(q.dtype), slots), 1, 2)
-      q = self._turned(q[:, None], (length - 1 - self.seen)[:, None])[:, 0]
-      scales = None if scales is None else (jnp.ones(()), scales[1])
-    accumulates = held.carried is not None and plan.accumulates
-    found = decode_attention(q, k, held.values, length, scales, bias, accumulates, plan.kernels)
+  def _attend_one(self, layer, step, q):
+    """Return the outputs of one new query a row, which attends to the row's slots, and the cache."""
+    held, layout = self.layers[layer], self.layout
+    scales = None if self.scales is None else (self.scales.k[layer], self.scales.v[layer])
+    bias = None if self.bias is None else self._bias_scores(layer, q)
+    accumulates = held.carried is not None and layout.accumulates
+    found = decode_attention(q, held.keys, held.values, self.attended(step), scales, bias, accumulates, layout.kernels)
     if held.carried is not None and found.share is not None:
-      held = dataclasses.replace(held, carried=held.carried + jnp.where((self.expected > 0)[:, None, None], found.share, 0))
+      held = dataclasses.replace(held, carried=held.carried + jnp.where((step.count > 0)[:, None, None], found.share, 0))
     return found.out[:, None], self._with(layer, held)
 
   def _bias_scores(self, layer, q):
-    """q . R_p b for every slot, b the layer's key bias and p the slot's position."""
+    """Return q . R_p b [B, K, G, S] for the position p of every slot (docs/methods/fp8.md, eq. 10)."""
     assert self.bias is not None
     held = self.layers[layer]
     q = q.reshape(q.shape[0], held.k.shape[1], -1, q.shape[-1])
-    return self.bias.scores(layer, q, held.position)[..., : held.k.shape[2]]  # of a layer that evicts nothing slots are positions
+    return self.bias.scores(layer, q, held.position)[..., : held.k.shape[2]]  # without `position` a slot is its position
 
-  def _turned(self, x, positions):
-    """Heads [B, T, N, D] turned on by `positions`, without YaRN's scale, which they hold already."""
-    rope = dataclasses.replace(self.plan.rope, attention_factor=1.0)
-    return rotate(x, turns(jnp.broadcast_to(positions, x.shape[:2]), self.plan.head_dim, rope))
-
-  def _compress(self, layer, due, now, gone):
-    """The cache with this layer of the rows that are due compressed."""
-    first = layer == self.plan.settings.dense_layers
+  def _compress(self, layer, step):
     held, chosen = compress(
-      self.plan,
+      self.layout,
       self.layers[layer],
-      due,
-      self.length + 1,
-      now,
-      gone,
-      None if self.scales is None else self.scales.k[layer],
-      None if self.bias is None else partial(self.bias.at, layer),
-      self.chosen,
-      choose=first or self.chosen is None,
+      self.due(step),
+      occupied=self.length + 1,
+      now=self.seen,
+      k_scale=None if self.scales is None else self.scales.k[layer],
+      bias=None if self.bias is None else partial(self.bias.at, layer),
+      chosen=self.chosen,
+      choose=layer == 0 or self.chosen is None,
     )
     return self._with(layer, held, chosen=chosen)
 
-  def _compress_all(self, gone):
-    def compressed(alone, gone):
-      return alone._compress(layer, alone.due, alone.seen, gone)
-
-    cache = self
-    for layer in range(self.plan.settings.dense_layers, self.plan.layers):
-      alone = cache._only(layer)
-      seen = local(compressed, (alone.axes, ('rows',)), alone.axes)(alone, gone)
-      cache = cache._with(layer, seen.layers[layer], chosen=seen.chosen)
-    return cache
-
-  # --- on a mesh -----------------------------------------------------------------------------------------------------
+  # --- layers and meshes ---------------------------------------------------------------------------------------------
 
   @property
   def axes(self) -> 'KVCache':
-    """The names of its arrays' axes: rows and kv heads are split, and what is known of each lies with it."""
+    """The axis names of its arrays: rows and kv heads are split over devices."""
     row: Any = ('rows',)
     others: dict[str, Any] = {
       'saturated': ('rows', 'kv_heads'),
@@ -297,29 +272,47 @@ class KVCache:
     return dataclasses.replace(
       self,
       layers=tuple(None if layer is None else layer.axes for layer in self.layers),
-      **dict.fromkeys(('length', 'seen', 'count', 'expected'), row),
+      **dict.fromkeys(('length', 'seen', 'decoded'), row),
       **others,
       bias=None if self.bias is None else self.bias.axes,
       chosen=None if self.chosen is None else ('rows', None),
     )
 
   def _only(self, layer: int) -> 'KVCache':
-    """The cache with one of its layers alone."""
+    """Return a copy with one of its layers."""
     layers = tuple(x if i == layer else None for i, x in enumerate(self.layers))
     return dataclasses.replace(self, layers=layers, bias=None if self.bias is None else self.bias.only(layer))
 
-  def _with(self, layer: int, held: Layer, **changes: Any) -> 'KVCache':
+  def _with(self, layer: int, held: LayerCache, **changes: Any) -> 'KVCache':
+    """Return a copy with one layer and other fields replaced."""
     return dataclasses.replace(self, layers=(*self.layers[:layer], held, *self.layers[layer + 1 :]), **changes)
 
 
-def _attend(layer: int, cache: KVCache, q, k, v):
-  """`KVCache.attend` of rows and kv heads that need no others."""
-  plan = cache.plan
-  if plan.fp8_queries and cache.scales is not None:
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class CachedAttention:
+  """Attention to a cache during one step (`sprl.models.attention.Attention`)."""
+
+  cache: KVCache
+  step: Step
+
+  def attend(
+    self, layer: int, q: Float[Array, 'B T H D'], k: Float[Array, 'B T K D'], v: Float[Array, 'B T K D']
+  ) -> tuple[Float[Array, 'B T H D'], 'CachedAttention']:
+    """Return the outputs of `KVCache.attend`, and the attention with the new cache."""
+    out, cache = self.cache.attend(layer, self.step, q, k, v)
+    return out, CachedAttention(cache, self.step)
+
+
+def _attend(layer: int, cache: KVCache, step: Step, q, k, v):
+  """`KVCache.attend` for rows and kv heads of one device."""
+  layout = cache.layout
+  if layout.fp8_queries and cache.scales is not None:
     q = fp8.fake(q, cache.scales.q[layer])
-  written, slot = cache._written(layer, q, k, v)
+  with jax.named_scope('write'):
+    cache = cache._write(layer, step, q, k, v)
   if q.shape[1] > 1:
-    return written._prefill(layer, q, slot)
-  if plan.evicts(layer) and plan.settings.when == 'before':
-    written = written._compress(layer, cache.due, cache.seen, cache.seen)
-  return written._decode(layer, q[:, 0])
+    return cache._attend_many(layer, step, q)
+  if layout.sparse and step.decoding:
+    cache = cache._compress(layer, step)
+  return cache._attend_one(layer, step, q[:, 0])

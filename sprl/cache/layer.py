@@ -1,4 +1,4 @@
-"""One layer's slots: what is held of every token that is still remembered."""
+"""The cache of one layer: the keys and values of the tokens that are kept, and what eviction stores beside them."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,62 +7,62 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt8
 
-from sprl.cache.plan import CachePlan
+from sprl.cache.layout import CacheLayout
 from sprl.quant import fp8
 
-NEVER = jnp.iinfo(jnp.int32).max  # the evict step of a token that is still there
+NEVER = jnp.iinfo(jnp.int32).max  # recorded for a token that was not evicted
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Layer:
-  """Keys and values, and what eviction needs beside them; None where it needs nothing.
+class LayerCache:
+  """Keys and values of one layer, and what eviction stores beside them (None if the method does not need it).
 
-  Slots 0..n-1 of a row are occupied. What lies on the others (padding, a row that has ended) means nothing.
+  Slots 0..n-1 of a row are occupied. The other slots hold padding or old values, which nothing reads.
   """
 
-  k: Float[Array, '*B K S D'] | UInt8[Array, '*B K S D']  # in FP8 its bytes, which can be written in place
+  k: Float[Array, '*B K S D'] | UInt8[Array, '*B K S D']  # rotated keys; FP8 codes are stored as bytes, see `fp8.to_bytes`
   v: Float[Array, '*B K S D'] | UInt8[Array, '*B K S D']
-  position: Int[Array, '*B K S'] | None = None
-  queries: Float[Array, '*B H A D'] | None = None  # the newest A, that of position p at p % A
-  carried: Float[Array, '*B K S'] | None = None  # the method's number for each slot
-  evicted: Int[Array, '*B K P'] | None = None  # by position: the first query that did not find it any more
+  position: Int[Array, '*B K S'] | None = None  # absolute position of each slot's token; -1: empty
+  queries: Float[Array, '*B H A D'] | None = None  # the newest A queries; position p is at index p % A
+  carried: Float[Array, '*B K S'] | None = None  # the eviction method's number for each slot
+  evicted: Int[Array, '*B K T'] | None = None  # for the token at each position: position of the first query without it, or NEVER
 
   @classmethod
-  def empty(cls, plan: CachePlan, layer: int, rows: int, slots: int) -> 'Layer':
-    """No tokens."""
-    shape = (rows, plan.kv_heads, slots)
-    k, v = (jnp.zeros((*shape, plan.head_dim), jnp.uint8 if plan.fp8 else plan.storage) for _ in range(2))
-    if not plan.evicts(layer):
+  def empty(cls, layout: CacheLayout, rows: int, slots: int) -> 'LayerCache':
+    """Return a layer of `rows` sequences without tokens."""
+    shape = (rows, layout.kv_heads, slots)
+    k, v = (jnp.zeros((*shape, layout.head_dim), jnp.uint8 if layout.fp8 else layout.storage) for _ in range(2))
+    if not layout.sparse:
       return cls(k, v)
     return cls(
       k,
       v,
       position=jnp.full(shape, -1, jnp.int32),
-      queries=jnp.zeros((rows, plan.heads, plan.queries, plan.head_dim), plan.dtype) if plan.queries else None,
-      carried=jnp.full(shape, plan.initial) if plan.carries else None,
-      evicted=jnp.full((*shape[:2], plan.positions), NEVER, jnp.int32) if plan.record else None,
+      queries=jnp.zeros((rows, layout.heads, layout.queries, layout.head_dim), layout.dtype) if layout.queries else None,
+      carried=jnp.full(shape, layout.initial_carried) if layout.carries else None,
+      evicted=jnp.full((*shape[:2], layout.positions), NEVER, jnp.int32) if layout.record else None,
     )
 
   @property
-  def axes(self) -> 'Layer':
-    """The names of its arrays' axes. Of the queries, all that share a kv head lie with it."""
+  def axes(self) -> 'LayerCache':
+    """The axis names of its arrays. `queries` is split by kv head: the query heads of a group stay with their kv head."""
     names: dict[str, Any] = {
       field: None if x is None else ('rows', 'kv_heads', *[None] * (x.ndim - 2)) for field, x in vars(self).items()
     }
-    return Layer(**names)
+    return LayerCache(**names)
 
   @property
   def keys(self) -> Float[Array, '*B K S D']:
-    """The keys as numbers, or FP8 codes."""
+    """The stored keys: numbers, or FP8 codes."""
     return fp8.from_bytes(self.k) if self.k.dtype == jnp.uint8 else self.k
 
   @property
   def values(self) -> Float[Array, '*B K S D']:
-    """The values, as `keys`."""
+    """The stored values: numbers, or FP8 codes."""
     return fp8.from_bytes(self.v) if self.v.dtype == jnp.uint8 else self.v
 
   @property
   def positions(self) -> Int[Array, '*B K S']:
-    """The slots' positions; in a layer that evicts nothing a slot's number."""
+    """The absolute position of each slot. In a dense cache it is the slot's index."""
     return jnp.broadcast_to(jnp.arange(self.k.shape[-2]), self.k.shape[:-1]) if self.position is None else self.position

@@ -1,1 +1,1 @@
-"""Everything that crosses to disk: weights, tokenizer, checkpoints, metrics, pictures."""
+"""Files: weights, tokenizer, checkpoints, metrics, plots."""

@@ -1,22 +1,23 @@
-"""Checkpoints: a run's arrays (orbax) and its small host-side state, committed together or not at all.
+"""Checkpoints: the arrays of a run (orbax) and its small host state, committed together or not at all.
 
-    step_000020/arrays/       what orbax wrote
-    step_000020/record.json   step, score, extra, every array's shape and dtype, every file's size and checksum, its own checksum
-    tmp-*                     being written, or being deleted; ignored, and swept by the next save
+    step_000020/arrays/       written by orbax
+    step_000020/record.json   step, score, extra, shape and dtype of each array, size and checksum of each file, own checksum
+    tmp-*                     being written or deleted; ignored by a restore, removed by the next save
 
-A save takes four steps, of which the caller waits for the first only:
+A save has four steps. The caller waits only for the first:
 
-1. orbax takes hold of the arrays' values (a copy off the device; on CPU a reference that makes a later donation copy instead),
-   so they may be donated as soon as `save` returns.
-2. It writes them to `tmp-step_000020/arrays`.
+1. Orbax captures the values of the arrays, so they may be donated when `save` returns. It copies them off the device. On CPU it
+   takes a reference, which makes a later donation copy instead.
+2. Orbax writes them to `tmp-step_000020/arrays`.
 3. The files are read back, made durable and described in `record.json`.
-4. One rename makes the folder `step_000020`. Killed before it, the checkpoint does not exist; after it, it is complete, and
-   only then are older ones deleted (renamed to `tmp-*` first, so that a half-deleted one is not mistaken for a damaged one).
+4. One rename makes the folder `step_000020`. Before it, a kill leaves no checkpoint; after it, the checkpoint is complete. Only
+   then are older checkpoints deleted. They are first renamed to `tmp-*`, so that a partly deleted one does not look damaged.
 
-A restore verifies every file before it trusts one. Only the process that saves changes the folder: reading a live run is safe.
+A restore verifies every file first. Only the process that saves changes the folder, so it is safe to read a run in progress.
 
-Of a run over several processes each writes, and reads, what its devices hold; the folder must be the same to all. The rest of a
-save, and the choice of what to restore, are process 0's. How many there were, and their mesh, may be others at a restore.
+In a run over several processes, each process writes and reads the parts that its devices hold. All processes must see the same
+folder. Process 0 does the rest of a save and chooses the checkpoint to restore. The number of processes and the mesh may change
+between a save and a restore.
 """
 
 import json
@@ -34,54 +35,47 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
+from sprl.distributed.team import ALONE, Team
 from sprl.io import files
-from sprl.parallel.team import ALONE, Team
-from sprl.settings import SettingsError
 
 _log = logging.getLogger(__name__)
 
 
 class CheckpointError(RuntimeError):
-  """No checkpoint can be used, or it holds other arrays than were asked for; the message names folder and cause."""
+  """No checkpoint is usable, or its arrays are not the expected ones. The message names the folder and the cause."""
 
 
 @dataclass(frozen=True)
 class Restored:
-  """A checkpoint read back."""
+  """A checkpoint that was read."""
 
   step: int
-  arrays: Any  # the pytree asked for, on the shardings asked for
-  extra: dict[str, Any]  # as given to `save`, through JSON
+  arrays: Any  # a pytree with the structure and shardings of `abstract`
+  extra: dict[str, Any]  # the value given to `save`, after a round trip through JSON
   score: float | None
 
 
 class Checkpoints:
   """The checkpoints of one run, in one folder.
 
-  Kept are the `keep_last` newest and the `keep_best` of highest score. Saving a step deletes checkpoints of later steps: they
-  belong to a future that a restore has abandoned (damaged ones, or those after an explicit earlier step).
-
-  Raises SettingsError for keep_last < 1 or keep_best < 0.
+  The `keep_last` newest checkpoints and the `keep_best` with the highest scores are kept. Saving a step deletes the checkpoints
+  of later steps: they are damaged, or a restore named an earlier step, so the run no longer continues from them.
   """
 
-  def __init__(self, folder: str | os.PathLike, keep_last: int, keep_best: int, team: Team = ALONE):
-    if keep_last < 1:
-      raise SettingsError(f'config.checkpoint.keep_last = {keep_last}: expected at least 1')
-    if keep_best < 0:
-      raise SettingsError(f'config.checkpoint.keep_best = {keep_best}: expected 0 or more')
+  def __init__(self, folder: str | os.PathLike, keep_last: int, keep_best: int = 1, team: Team = ALONE):
     self.folder = Path(folder).absolute()
     self._keep_last, self._keep_best, self._team = keep_last, keep_best, team
-    # Uncompressed: zstd takes 7 % off float32 weights, for ten times the CPU time that the run could use.
+    # Without compression: zstd saves 7 % of float32 weights, but needs ten times the CPU time.
     self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
     self._thread = ThreadPoolExecutor(1, 'checkpoint')
     self._pending: Future[None] | None = None
-    self._current: int | None = None  # the step last committed or restored here
+    self._current: int | None = None  # the last step that this object committed or restored
 
   def save(self, step: int, arrays: Any, extra: Mapping[str, Any], score: float | None = None) -> None:
-    """Starts a checkpoint of `step` and returns once `arrays` (a pytree of jax arrays) may be donated.
+    """Start a checkpoint of `step`. Returns as soon as `arrays`, a pytree of jax arrays, may be donated.
 
-    Waits for the save before it, and raises what went wrong in that one. `extra` is any dict that JSON can hold. The step just
-    saved or restored is not written again: a run that is stopped there has nothing to add.
+    Waits for the previous save, and raises its error if it failed. `extra` must be valid JSON. Does nothing if `step` was just
+    saved or restored: a run that stops there has nothing new to save.
     """
     self.wait()
     if step == self._current:
@@ -102,13 +96,13 @@ class Checkpoints:
     self._pending = self._thread.submit(self._commit, draft, record)
 
   def wait(self) -> None:
-    """Returns when the last save is committed, or raises what went wrong in it."""
+    """Wait until the last save is committed. Raises its error if it failed."""
     pending, self._pending = self._pending, None
     if pending is not None:
       pending.result()
 
   def close(self) -> None:
-    """Waits, and ends the background threads."""
+    """Wait for the last save and end the background threads."""
     try:
       self.wait()
     finally:
@@ -116,25 +110,28 @@ class Checkpoints:
       self._orbax.close()
 
   def steps(self) -> list[int]:
-    """The committed steps, oldest first, intact or not."""
+    """Return the committed steps, oldest first, intact or not."""
     return sorted(step for path in self.folder.glob('step_*') if (step := files.step_of(path)) is not None)
 
   def latest(self) -> int | None:
-    """The newest committed step."""
+    """Return the newest committed step; None if there is none."""
     return max(self.steps(), default=None)
 
   def restore(self, abstract: Any, step: int | None = None, partial: bool = False) -> Restored | None:
-    """The newest intact checkpoint (or that of `step`), or None where there is none at all.
+    """Read the newest intact checkpoint. Returns None if there is no checkpoint.
 
-    `abstract` is a pytree of ShapeDtypeStructs with the shardings wanted (without one: the first device). With `partial` it may
-    leave out arrays that were saved, and these are not read. A damaged checkpoint is named in a warning and the one before it
-    tried.
+    Args:
+      abstract: a pytree of ShapeDtypeStructs with the shardings of the result; without a sharding, the first device.
+      step: the step to read instead of the newest.
+      partial: whether `abstract` may lack saved arrays, which are then not read.
 
-    Raises CheckpointError: every checkpoint is damaged (or the one of `step` is, or is missing); or arrays, shapes or dtypes
-    differ from `abstract`, naming the first path that does.
+    A damaged checkpoint is named in a warning, and the one before it is tried.
+
+    Raises CheckpointError if every checkpoint is damaged, if that of `step` is damaged or missing, or if arrays, shapes or dtypes
+    differ from `abstract`; the message names the first path that differs.
     """
     self.wait()
-    found = self._team.agree('checkpoint', lambda: self._intact(step))
+    found = self._team.broadcast('checkpoint', lambda: self._intact(step))
     if found is None:
       return None
     restored = _restore(self._path(found), abstract, partial)
@@ -142,25 +139,25 @@ class Checkpoints:
     return restored
 
   def _intact(self, step: int | None) -> int | None:
-    """The step of the checkpoint to restore."""
+    """Return the step of the checkpoint to restore."""
     if step is not None and step not in self.steps():
-      raise CheckpointError(f'{self.folder} has no checkpoint of step {step}; it has {self.steps()}')
+      raise CheckpointError(f'{self.folder} has no checkpoint of step {step}; expected one of {self.steps()}')
     damaged = []
     for candidate in reversed(self.steps()) if step is None else [step]:
       path = self._path(candidate)
       if (cause := _damage(path)) is None:
         return candidate
-      _log.warning('damaged checkpoint %s not used: %s', path, cause)
+      _log.warning('damaged checkpoint %s is not used: %s', path, cause)
       damaged.append(f'{path}: {cause}')
     if damaged:
-      raise CheckpointError('no intact checkpoint; damaged are ' + '; '.join(damaged))
+      raise CheckpointError('every checkpoint is damaged: ' + '; '.join(damaged))
     return None
 
   def _path(self, step: int) -> Path:
     return self.folder / files.step_name(step)
 
   def _commit(self, draft: Path, record: dict[str, Any]) -> None:
-    """Steps 2 to 4, on the background thread."""
+    """Do steps 2 to 4 of a save, on the background thread."""
     self._orbax.wait_until_finished()
     if self._team.leads:
       self._seal(draft, record)
@@ -189,12 +186,12 @@ class Checkpoints:
 
 
 def _flatten(tree: Any) -> dict[str, Any]:
-  """Leaves by path. Orbax is given this, so that the tree's own containers (int keys, namedtuples, None) are jax's affair."""
+  """Map the path of each leaf to the leaf. Orbax gets this flat dict and need not know int keys, namedtuples or None."""
   return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def _describe(leaf) -> str:
-  """`float32[2,3]`."""
+  """Return dtype and shape as text: `float32[2,3]`."""
   return f'{leaf.dtype}[{",".join(map(str, leaf.shape))}]'
 
 
@@ -202,7 +199,7 @@ def _restore(path: Path, abstract: Any, partial: bool) -> Restored:
   record = _read_record(path)
   wanted = _flatten(abstract)
   for difference in _differences(record['arrays'], {name: _describe(leaf) for name, leaf in wanted.items()}, partial):
-    raise CheckpointError(f'{path} was written by another model or optimizer setting: {difference}')
+    raise CheckpointError(f'{path} belongs to another model or optimizer setting: {difference}')
   first = jax.sharding.SingleDeviceSharding(jax.devices()[0])
   item = {k: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=v.sharding or first) for k, v in wanted.items()}
   with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as reader:
@@ -218,19 +215,19 @@ def _differences(saved: dict[str, str], wanted: dict[str, str], partial: bool) -
       yield f'{name} is {saved.get(name, "missing")}, expected {description}'
   for name, description in saved.items():
     if name not in wanted and not partial:
-      yield f'{name} is {description}, expected nothing there'
+      yield f'{name} is {description}, expected no such array'
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
 def _sealed(record: dict[str, Any]) -> str:
-  """The record's text, which holds its own checksum."""
+  """Return the text of record.json, which includes its own checksum."""
   return json.dumps({'record': record, 'crc32': zlib.crc32(json.dumps(record).encode())}) + '\n'
 
 
 def _read_record(folder: Path) -> dict[str, Any]:
-  """The record, or {} unless it is as it was written."""
+  """Return the record of a checkpoint; {} if record.json is missing or damaged."""
   try:
     text = (folder / 'record.json').read_text(encoding='utf-8')
     record = json.loads(text)['record']
@@ -240,7 +237,7 @@ def _read_record(folder: Path) -> dict[str, Any]:
 
 
 def _damage(folder: Path) -> str | None:
-  """What is wrong with a committed checkpoint, naming the file; None if every byte is as it was written."""
+  """Describe the damage of a committed checkpoint, with the name of the file. Returns None if it is intact."""
   record = _read_record(folder)
   if not record:
     return 'record.json is missing or damaged'
@@ -249,14 +246,14 @@ def _damage(folder: Path) -> str | None:
     if not path.is_file():
       return f'{name} is missing'
     if (size := path.stat().st_size) != measured[0]:
-      return f'{name} has {size} bytes instead of {measured[0]}'
+      return f'{name} has {size} bytes, expected {measured[0]}'
     if _measure(path) != measured:
-      return f'{name} has changed since it was written'
+      return f'{name} has another checksum than when it was written'
   return None
 
 
 def _measure(path: Path, durable: bool = False) -> list[int]:
-  """Size and CRC-32 of a file; `durable` first waits until it is on disk."""
+  """Return the size and CRC-32 of a file. `durable` waits until the file is on disk."""
   size = checksum = 0
   with open(path, 'rb') as file:
     if durable:

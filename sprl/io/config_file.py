@@ -1,4 +1,4 @@
-"""config.json: the settings that a work directory's run was started with, and a guard against resuming it with others."""
+"""config.json: the settings of the run in a work directory. A run cannot be resumed with other settings."""
 
 import json
 import os
@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from sprl.config import SettingsError
 from sprl.io import files
-from sprl.settings import SettingsError
 
 _CONFIG = 'config.json'
 
@@ -15,19 +15,22 @@ _CONFIG = 'config.json'
 def write_config(
   workdir: str | os.PathLike, config: Mapping[str, Any], may_change: Sequence[str] = (), defaults: Mapping[str, Any] | None = None
 ) -> list[str]:
-  """Writes config.json, and returns how it differs from the one that was there (`key: old -> new`).
+  """Write config.json and return its differences from the previous one, each as `key: old -> new`.
 
-  `may_change` names keys, or sections of them, that a resumed run may be given anew (`steps`, `log`). A setting younger than the
-  folder's run counts as its value in `defaults`.
+  Args:
+    workdir: the work directory; created if it does not exist.
+    config: the settings, nested.
+    may_change: keys or sections that may differ in a resumed run, such as `steps` or `log`.
+    defaults: the previous value of settings that the previous config.json lacks because they are newer.
 
-  Raises SettingsError, naming them, when other keys differ from the run that is already in the folder.
+  Raises SettingsError, which names them, if other settings differ.
   """
   path = Path(workdir) / _CONFIG
   differences = config_differences(read_config(workdir), config, defaults or {}) if path.exists() else []
   allowed = tuple(f'{key}{end}' for key in may_change for end in (':', '.'))
   if refused := [difference for difference in differences if not difference.startswith(allowed)]:
     raise SettingsError(
-      f'{workdir} holds a run with other settings; give these back or use another folder:\n  ' + '\n  '.join(refused)
+      f'{workdir} holds a run with other settings: restore these, or use another --workdir:\n  ' + '\n  '.join(refused)
     )
   path.parent.mkdir(parents=True, exist_ok=True)
   files.write_text(path, json.dumps(config, indent=2, sort_keys=True) + '\n')
@@ -35,26 +38,26 @@ def write_config(
 
 
 def read_config(workdir: str | os.PathLike) -> dict[str, Any]:
-  """The settings a run was started with.
+  """Read the settings of the run in a work directory.
 
-  Raises FileNotFoundError where the folder is no run's, SettingsError where the file is not as a run writes it.
+  Raises FileNotFoundError if the folder has no config.json, and SettingsError if that file is damaged.
   """
   path = Path(workdir) / _CONFIG
   if not path.exists():
-    raise FileNotFoundError(f'{path}: no such file; a work directory that sprl.main has written holds one')
+    raise FileNotFoundError(f'{path}: no such file; expected a work directory that sprl.main has written')
   try:
     config = json.loads(path.read_text(encoding='utf-8'))
   except ValueError as error:
-    raise SettingsError(f'{path}: not JSON ({error}); a run writes its settings there') from None
+    raise SettingsError(f'{path}: not JSON ({error}); expected the settings that a run has written') from None
   if not isinstance(config, dict):
-    raise SettingsError(f'{path}: not a JSON object; a run writes its settings there')
+    raise SettingsError(f'{path}: not a JSON object; expected the settings that a run has written')
   return config
 
 
 def config_differences(old: Mapping[str, Any], new: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:
-  """`task.name: 'chain_sum' -> 'gcd'` for each setting that differs, in order of key; tuples equal lists, as in JSON.
+  """Return a line such as `task.name: 'chain_sum' -> 'gcd'` for each setting that differs, sorted by key.
 
-  Where `old` lacks a setting that `new` has, it stood at its default.
+  Tuples equal lists, as in JSON. A setting that only `new` has is compared with its value in `defaults`.
   """
   after = _leaves(new)
   before = {key: value for key, value in _leaves(defaults).items() if key in after} | _leaves(old)
@@ -66,7 +69,7 @@ def config_differences(old: Mapping[str, Any], new: Mapping[str, Any], defaults:
 
 
 def _leaves(config: Mapping[str, Any], prefix: str = '') -> dict[str, str]:
-  """Dotted key -> the value's repr (so that 1, 1.0, True and '1' are told apart)."""
+  """Map each dotted key to the repr of its value, which distinguishes 1, 1.0, True and '1'."""
   leaves: dict[str, str] = {}
   for key, value in config.items():
     if isinstance(value, Mapping) and value:

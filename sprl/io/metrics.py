@@ -1,16 +1,16 @@
-"""What a run logs: metrics.jsonl, sample tables that people can read, and tensorboardX events.
+"""The logs of a run: metrics.jsonl, tables of samples, and TensorBoard events.
 
     metrics.jsonl              {"completion/length_mean": 7.5, ..., "kind": "train", "step": 12, "time": {"rollout": 1.9, ...}}
-    samples/step_000010.md     a few completions as people read them; the same rows in step_000010.jsonl
-    tensorboard/               events of the same scalars
+    samples/step_000010.md     a few completions, to be read by people; step_000010.jsonl holds the same rows
+    tensorboard/               events with the same scalars
 
-One line a step, keys sorted, floats in their shortest form that reads back to the same bits. What a clock measured is under
-`time`; the rest of a line depends only on config and seed, so a resumed run's lines equal an uninterrupted one's. JSON knows
-no NaN or infinity: they are the strings 'NaN', 'Infinity' and '-Infinity' (as in protobuf's JSON), and `read_metrics` gives
-floats back.
+metrics.jsonl has one line a step, with sorted keys. Floats have the shortest form that reads back to the same bits. Times are
+under `time`. The rest of a line depends only on config and seed, so the lines of a resumed run equal those of an uninterrupted
+one. JSON has no NaN or infinity: they are written as the strings 'NaN', 'Infinity' and '-Infinity', as in protobuf's JSON, and
+`read_metrics` turns them back into floats.
 
-A line is on disk when the call that writes it returns; events follow within a second. Log a step before saving its checkpoint:
-then a resume at step s, which drops what was logged after s, finds every line up to s.
+A line is on disk when the call that writes it returns. Events follow within a second. Log a step before saving its checkpoint: a
+resume at step s drops the lines after s and then finds every line up to s.
 """
 
 import json
@@ -33,14 +33,17 @@ _NOT_FINITE = {'NaN': math.nan, 'Infinity': math.inf, '-Infinity': -math.inf}
 
 
 class LogError(ValueError):
-  """A log that is not as a run writes it; the message names file and line."""
+  """A log is damaged. The message names the file and the line."""
 
 
 class RunLog:
   """The writer of one run's metrics and samples.
 
-  `resume_step` is the step of the checkpoint that the run continues from: later lines, tables and events are dropped, and so is
-  a line that a kill tore. None starts over and drops them all.
+  Args:
+    workdir: the work directory.
+    resume_step: the step of the checkpoint from which the run continues. Later lines, tables and events are dropped, as is an
+      incomplete last line. None drops everything.
+    tensorboard: whether to write events.
   """
 
   def __init__(self, workdir: str | os.PathLike, resume_step: int | None, tensorboard: bool):
@@ -58,9 +61,13 @@ class RunLog:
   def write(
     self, step: int, scalars: Mapping[str, Any], times: Mapping[str, Any], numbers: Mapping[str, Int[np.ndarray, '...']] = NOTHING
   ) -> None:
-    """Logs one training step: what was measured (numbers, numpy's and jax's too), and how many seconds its parts took.
+    """Log one training step.
 
-    Of `numbers`, natural ones, a line holds how many there are of each as NAME_counts: those of 0 first.
+    Args:
+      step: the step's number.
+      scalars: name -> number of Python, numpy or jax.
+      times: name of a part -> seconds.
+      numbers: name -> natural numbers. The line holds their counts as NAME_counts: how many are 0, how many are 1, ...
     """
     counts = {f'{name}_counts': np.bincount(n).tolist() for name, n in numbers.items()}
     self._append({**_plain(scalars), **counts, 'kind': 'train', 'step': step, 'time': _plain(times)})
@@ -68,25 +75,25 @@ class RunLog:
     self._histograms(step, numbers)
 
   def evaluation(self, step: int, scalars: Mapping[str, Any]) -> None:
-    """Logs an evaluation of the weights after `step` updates."""
+    """Log an evaluation of the weights after `step` updates."""
     self._append({**_plain(scalars), 'kind': 'eval', 'step': step})
     self._event(step, scalars)
 
   def ledger(self, step: int, scalars: Mapping[str, Any], counts: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Logs what the gap between sampler and learner is made of: a line with scalars and counts, and the values as events."""
+    """Log the causes of the mismatch between sampler and learner: scalars and counts in a line, values as histograms."""
     self._append({**_plain(scalars), 'kind': 'ledger', 'step': step, **counts})
     self._event(step, scalars)
     self._histograms(step, {f'ledger/{name}': x for name, x in values.items()})
 
   def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Writes a table of completions: rows of prompt, completion, and whatever else is known (answer, reward, finish, ...)."""
+    """Write a table of completions. A row has a prompt, a completion, and other facts such as answer, reward and finish."""
     stem = self._workdir / _SAMPLES / files.step_name(step)
     plain = [_plain(row) for row in rows]
     files.write_text(stem.with_suffix('.jsonl'), ''.join(json.dumps(row) + '\n' for row in plain))
     files.write_text(stem.with_suffix('.md'), f'# Samples of step {step}\n\n{samples_markdown(plain)}')
 
   def close(self) -> None:
-    """Ends the files."""
+    """Close the files."""
     self._file.close()
     if self._events is not None:
       self._events.close()
@@ -108,9 +115,9 @@ class RunLog:
 
 
 def _event_writer(folder: Path, first_step: int):
-  from tensorboardX import SummaryWriter  # slow to import, and only some runs want it
+  from tensorboardX import SummaryWriter  # imported late, because it is slow and optional
 
-  # Files are named by the second: the suffix keeps a resume within it from overwriting the events before.
+  # File names contain the second. The suffix keeps a resume within the same second from overwriting earlier events.
   return SummaryWriter(str(folder), purge_step=first_step, flush_secs=1, filename_suffix=f'.from_{first_step}')
 
 
@@ -118,17 +125,17 @@ def _event_writer(folder: Path, first_step: int):
 
 
 def mean_of(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-  """The mean of each metric over several that have the same; of none, nothing."""
+  """Return the mean of each metric over dicts with equal keys; {} for no dicts."""
   return {name: float(np.mean([m[name] for m in metrics])) for name in (metrics[0] if metrics else ())}
 
 
 def read_metrics(workdir: str | os.PathLike) -> list[dict[str, Any]]:
-  """The lines of metrics.jsonl as dicts, in order; of a run that is being written, those that are whole."""
+  """Return the lines of metrics.jsonl as dicts, in order. An incomplete last line is left out."""
   return [_floats(record) for _, record in _lines(Path(workdir) / _METRICS)]
 
 
 def series(records: Sequence[Mapping[str, Any]], name: str) -> tuple[np.ndarray, np.ndarray]:
-  """Steps [N] and values [N] of the records that hold `name`; of a `time` entry, name it `time/rollout`."""
+  """Return steps [N] and values [N] of the records that have `name`. Entries under `time` are named `time/rollout`."""
   group, _, rest = name.partition('/')
   pairs = [(r['step'], r.get('time', {}).get(rest) if group == 'time' else r.get(name)) for r in records]
   found = [(step, value) for step, value in pairs if value is not None]
@@ -136,28 +143,26 @@ def series(records: Sequence[Mapping[str, Any]], name: str) -> tuple[np.ndarray,
 
 
 def sample_steps(workdir: str | os.PathLike) -> list[int]:
-  """The steps that have a table of samples."""
+  """Return the steps that have a table of samples."""
   found = (files.step_of(path) for path in (Path(workdir) / _SAMPLES).glob('*.jsonl'))
   return sorted(step for step in found if step is not None)
 
 
 def read_samples(workdir: str | os.PathLike, step: int) -> list[dict[str, Any]]:
-  """The rows of one step's table."""
+  """Return the rows of the table of a step."""
   return [row for _, row in _lines(Path(workdir) / _SAMPLES / f'{files.step_name(step)}.jsonl')]
 
 
 def _lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
-  """Every line and what it holds, but for a last one that a kill tore. Raises LogError, naming any other that is no JSON."""
+  """Return each complete line and its content. Raises LogError if a line is not JSON."""
   text = path.read_text(encoding='utf-8', errors='replace') if path.exists() else ''
-  whole = text.split('\n')[:-1]  # what follows the last newline is torn, or nothing
+  whole = text.split('\n')[:-1]  # text after the last newline is incomplete, or empty
   parsed = []
   for number, line in enumerate(whole, 1):
     try:
       parsed.append((line, json.loads(line)))
     except ValueError as error:
-      raise LogError(
-        f'{path}, line {number}: not JSON: {line[:80]!r}; nothing but this log needs the line, which may be deleted'
-      ) from error
+      raise LogError(f'{path}, line {number}: not JSON: {line[:80]!r}; delete the line, which only this log needs') from error
   return parsed
 
 
@@ -166,7 +171,7 @@ def _plain(mapping: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain_value(value: Any) -> Any:
-  """A number (numpy's and jax's too) as JSON holds it; anything else unchanged."""
+  """Return a number of Python, numpy or jax in its form for JSON; anything else unchanged."""
   if value is None or isinstance(value, str | bool | list | dict):
     return value
   value = value if isinstance(value, int | float) else np.asarray(value).item()
@@ -176,18 +181,18 @@ def _plain_value(value: Any) -> Any:
 
 
 def _floats(record: dict[str, Any]) -> dict[str, Any]:
-  """A record with its times, whose non-finite numbers are floats again."""
+  """Return a record in which non-finite numbers are floats again."""
   return {
     name: _floats(value) if isinstance(value, dict) else _NOT_FINITE.get(value, value) if isinstance(value, str) else value
     for name, value in record.items()
   }
 
 
-# --- samples as people read them -------------------------------------------------------------------------------------
+# --- samples for people ----------------------------------------------------------------------------------------------
 
 
 def samples_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-  """Rows of prompt, completion and facts, one block each: `### 1 · reward 1.0 · finish stop`, then the two texts."""
+  """Return rows as Markdown: a heading `### 1 · reward 1.0 · finish stop` for each, then prompt, completion and answer."""
   blocks = []
   for number, row in enumerate(rows, 1):
     facts = [f'{name} {value}' for name, value in row.items() if name not in ('prompt', 'completion', 'answer')]
@@ -200,6 +205,6 @@ def samples_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _fenced(text: str) -> str:
-  """A code block whose fence is longer than any run of backticks in `text`."""
+  """Return a code block whose fence is longer than every run of backticks in `text`."""
   fence = '`' * max([3, *(len(run) + 1 for run in re.findall('`+', text))])
   return f'{fence}text\n{text}\n{fence}'

@@ -1,4 +1,4 @@
-"""Adapters as the folder that Hugging Face's PEFT loads: adapter_config.json and adapter_model.safetensors."""
+"""Export of adapters as a folder that Hugging Face's PEFT loads: adapter_config.json and adapter_model.safetensors."""
 
 import os
 from pathlib import Path
@@ -6,18 +6,18 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save_file
 
+from sprl.config import Lora
 from sprl.io.huggingface import MARK, Params, get, tensors, whole_folder, write_json
 from sprl.models.config import ModelConfig
-from sprl.settings import Lora
 
 _NAMES = {'a': 'lora_A', 'b': 'lora_B'}
 
 
 def export_adapters(folder: str | os.PathLike, adapters: Params, config: ModelConfig, lora: Lora, base: str) -> None:
-  """Writes adapters (models/lora.py) in float32. `base` is the model they belong to: a hub name or a folder.
+  """Write adapters (models/lora.py) in float32. `base` is the model that they belong to: a hub name or a folder.
 
-  The folder appears whole or not at all; an earlier export of the same name is replaced. Raises WeightsError where something
-  else has that name.
+  The folder appears complete or not at all. An earlier export at `folder` is replaced. Raises WeightsError if `folder` is
+  anything else.
   """
   weights, modules = {}, set()
   for path, tensor in tensors(config).items():

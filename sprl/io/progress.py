@@ -1,4 +1,4 @@
-"""What a run shows while it works: one line a step."""
+"""The progress line that a run prints after each step."""
 
 import statistics
 import time
@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 
 class Progress:
-  """Prints one line a step, with the time left at the pace of the last ten steps.
+  """Prints one line a step, with an estimate of the time left.
 
-  The median is taken, so that compilation, evaluation and checkpoints in single steps do not sway it.
+  The estimate uses the median of the last ten steps: single steps that compile, evaluate or save do not distort it.
   """
 
   def __init__(self, steps: int, clock: Callable[[], float] = time.monotonic, show: Callable[[str], None] = print):
@@ -18,7 +18,7 @@ class Progress:
     self._before = clock()
 
   def step(self, step: int, reward: float, tokens_per_second: float) -> None:
-    """Shows that `step` is done."""
+    """Print the line of `step`, which has just ended."""
     now = self._clock()
     self._durations.append(now - self._before)
     self._before = now
@@ -27,13 +27,13 @@ class Progress:
 
 
 def progress_line(step: int, steps: int, reward: float, tokens_per_second: float, seconds_left: float) -> str:
-  """`step  12/100  reward 0.531   1,234 tokens/s  3m 20s left`."""
+  """Format a line such as `step  12/100  reward  0.531     1,234 tokens/s  3m 20s left`."""
   count = f'{step:{len(str(steps))}d}/{steps}'
   return f'step {count}  reward {reward:6.3f}  {tokens_per_second:8,.0f} tokens/s  {format_duration(seconds_left)} left'
 
 
 def format_duration(seconds: float) -> str:
-  """`45s`, `3m 20s`, `2h 05m`."""
+  """Format seconds as `45s`, `3m 20s` or `2h 05m`."""
   seconds = max(0, round(seconds))
   if seconds < 60:
     return f'{seconds}s'

@@ -1,8 +1,8 @@
-"""Text to ids and back (the tokenizers library on tokenizer.json), and the chat template under jinja2's sandbox.
+"""Tokenizer and chat template of a Hugging Face folder.
 
-A chat template is a program out of a downloaded folder. It runs in jinja2's immutable sandbox with what transformers offers
-templates, on plain strings, lists and dicts; loops over ranges, products and output are bounded. What it does wrong ends as a
-TokenizerError.
+The tokenizers library reads tokenizer.json. A chat template is a program from a downloaded folder. It runs in jinja2's immutable
+sandbox, sees only plain strings, lists and dicts, and gets the functions that transformers offers. Ranges, products and the
+output are bounded. Every failure of a template raises TokenizerError.
 """
 
 import datetime
@@ -31,7 +31,7 @@ _SPECIAL = ('bos_token', 'eos_token', 'unk_token', 'sep_token', 'pad_token', 'cl
 
 
 class TokenizerError(ValueError):
-  """A tokenizer or chat template that cannot be used, or a conversation its template refuses; the message says why."""
+  """A tokenizer or chat template is unusable, or a template refuses a conversation. The message gives the cause."""
 
 
 @dataclass(frozen=True)
@@ -41,21 +41,21 @@ class Tokenizer:
   folder: Path
   backend: tokenizers.Tokenizer
   template: jinja2.Template | None
-  special: Mapping[str, str]  # bos_token, eos_token ... as templates see them
-  eos_ids: tuple[int, ...]  # that end a completion: generation_config.json's and the tokenizer's own
-  pad_id: int  # fills rows; never attended, so any id would do where the folder names none
-  vocab_size: int  # one more than the largest id, added tokens included
+  special: Mapping[str, str]  # bos_token, eos_token, ...: variables of the template
+  eos_ids: tuple[int, ...]  # ids that end a completion: from generation_config.json, then the tokenizer's own
+  pad_id: int  # fills rows. It is never attended, so any id serves if the folder names none
+  vocab_size: int  # the largest id plus one, including added tokens
 
   @classmethod
   def load(cls, folder: str | Path) -> 'Tokenizer':
-    """Reads tokenizer.json, tokenizer_config.json, generation_config.json and chat_template.jinja, where they are.
+    """Read tokenizer.json and, if they exist, tokenizer_config.json, generation_config.json and chat_template.jinja.
 
-    Raises TokenizerError: no tokenizer.json, or files that contradict each other or are not what they should be.
+    Raises TokenizerError if tokenizer.json is missing, or if files are invalid or contradict each other.
     """
     folder = Path(folder)
     path = folder / 'tokenizer.json'
     if not path.is_file():
-      raise TokenizerError(f'{path}: no such file; a fast (tokenizer.json) tokenizer is needed')
+      raise TokenizerError(f'{path}: no such file; expected a fast tokenizer, which has tokenizer.json')
     try:
       backend = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
@@ -70,7 +70,7 @@ class Tokenizer:
     except (AttributeError, ConfigError, TypeError, ValueError) as error:
       if isinstance(error, TokenizerError):
         raise
-      raise TokenizerError(f'{folder}: tokenizer_config.json or a file beside it is not what it should be ({error})') from error
+      raise TokenizerError(f'{folder}: invalid value in tokenizer_config.json or generation_config.json ({error})') from error
 
   @classmethod
   def _of(
@@ -78,7 +78,7 @@ class Tokenizer:
   ) -> 'Tokenizer':
     for i, added in (settings.get('added_tokens_decoder') or {}).items():
       if backend.token_to_id(_content(added)) != int(i):
-        raise TokenizerError(f'{folder}: tokenizer_config.json gives {_content(added)!r} the id {i}, tokenizer.json does not')
+        raise TokenizerError(f'{folder}: tokenizer_config.json gives {_content(added)!r} the id {i}, but tokenizer.json does not')
     special = {key: _content(settings[key]) for key in _SPECIAL if settings.get(key) is not None}
 
     def named(key):
@@ -97,18 +97,20 @@ class Tokenizer:
     )
 
   def encode(self, text: str) -> list[int]:
-    """The ids of a text; special tokens written out in it are recognised, none are added."""
+    """Return the ids of a text. Special tokens that are written in the text become their ids; none are added."""
     return self.backend.encode(text, add_special_tokens=False).ids
 
   def decode(self, ids: Iterable[int] | np.ndarray, skip_special: bool = False) -> str:
-    """The text of ids; bytes that are no UTF-8 become U+FFFD."""
+    """Return the text of ids. Bytes that are not valid UTF-8 become U+FFFD."""
     return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
   def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
-    """A conversation (dicts of role and content) as the chat template writes it. Raises TokenizerError."""
+    """Render a conversation, a list of dicts with role and content, with the chat template. Raises TokenizerError."""
     if self.template is None:
-      raise TokenizerError(f'{self.folder}: no chat template (tokenizer_config.json, chat_template.jinja); use plain prompts')
-    plain = json.loads(json.dumps(messages))  # templates see nothing that has methods of its own
+      raise TokenizerError(
+        f'{self.folder}: no chat_template.jinja and no template in tokenizer_config.json; set config.task.chat = False'
+      )
+    plain = json.loads(json.dumps(messages))  # copies: the template gets no object with methods of its own
     parts, length = [], 0
     try:
       for part in self.template.generate(
@@ -118,23 +120,23 @@ class Tokenizer:
         length += len(part)
         if length > MAX_RENDERED:
           raise jinja2.TemplateError(f'more than {MAX_RENDERED} characters')
-    except Exception as error:  # a template is foreign code: whatever it raises is its fault
+    except Exception as error:  # a template is foreign code and can raise anything
       raise TokenizerError(f'{self.folder}: the chat template failed: {type(error).__name__}: {error}') from error
     return ''.join(parts)
 
   def chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
-    """The ids of a rendered conversation."""
+    """Render a conversation and return its ids. Raises TokenizerError."""
     return self.encode(self.render(messages, add_generation_prompt))
 
   def check_against(self, config: ModelConfig) -> None:
-    """Raises TokenizerError where an id, also one that ends a completion, has no row in the model's embedding."""
+    """Raise TokenizerError if an id of the tokenizer, or an end or pad id, has no row in the model's embedding."""
     largest = max(self.vocab_size - 1, *self.eos_ids, self.pad_id)
     if largest >= config.vocab_size:
-      raise TokenizerError(f'{self.folder}: the tokenizer has id {largest}; config.json: vocab_size = {config.vocab_size}')
+      raise TokenizerError(f'{self.folder}: the tokenizer has id {largest}, but config.json has vocab_size = {config.vocab_size}')
 
 
 def write_tiny(folder: str | Path) -> None:
-  """Writes a tokenizer for tests, that of `sprl.models.config.tiny`: <pad>, <bos>, <eos>, then one id a byte; a chat template."""
+  """Write the tokenizer of `sprl.models.config.tiny`: <pad>, <bos>, <eos>, one id for each byte, and a chat template."""
   folder = Path(folder)
   specials = ['<pad>', '<bos>', '<eos>']
   alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
@@ -170,15 +172,15 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _content(token: Any) -> str:
-  """The text of a token, which the files hold as text or as an object with its properties."""
+  """Return the text of a token, which the files hold as text or as an object with properties."""
   text = token['content'] if isinstance(token, Mapping) and 'content' in token else token
   if not isinstance(text, str):
-    raise TypeError(f'{text!r} is no token')
+    raise TypeError(f'{text!r} is not a token')
   return text
 
 
 def _template(folder: Path, settings: Mapping[str, Any]) -> jinja2.Template | None:
-  """chat_template.jinja, else tokenizer_config.json's; of several named templates the one called `default`."""
+  """Read the template of chat_template.jinja, or else of tokenizer_config.json: of several, the one named `default`."""
   path = folder / 'chat_template.jinja'
   source = path.read_text(encoding='utf-8') if path.is_file() else settings.get('chat_template')
   if isinstance(source, list):
@@ -186,7 +188,7 @@ def _template(folder: Path, settings: Mapping[str, Any]) -> jinja2.Template | No
   if source is None:
     return None
   if not isinstance(source, str):
-    raise TypeError(f'chat_template = {source!r} is no text')
+    raise TypeError(f'chat_template = {source!r} is not text')
   try:
     return _environment().from_string(source)
   except jinja2.TemplateError as error:
@@ -197,7 +199,7 @@ def _template(folder: Path, settings: Mapping[str, Any]) -> jinja2.Template | No
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-  """jinja2's sandbox with bounded products and powers: 'a' * 10 ** 12 would take the memory before any limit on output."""
+  """jinja2's sandbox with bounded products and powers: 'a' * 10 ** 12 would fill the memory before output is limited."""
 
   intercepted_binops = frozenset(['*', '**'])
 
@@ -211,7 +213,7 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 class _Namespace(jinja2.utils.Namespace):
-  """jinja2's, without names that could reach Python's internals."""
+  """jinja2's namespace without names that could reach Python's internals."""
 
   def __setitem__(self, name, value):
     if name.startswith('_'):
@@ -220,7 +222,7 @@ class _Namespace(jinja2.utils.Namespace):
 
 
 class _Generation(jinja2.ext.Extension):
-  """`{% generation %} ... {% endgeneration %}` marks what the assistant wrote; here it is just its body."""
+  """Renders the body of `{% generation %} ... {% endgeneration %}`, which marks text of the assistant."""
 
   tags = {'generation'}  # noqa: RUF012  (jinja2's interface)
 
@@ -230,19 +232,19 @@ class _Generation(jinja2.ext.Extension):
 
 
 def _environment() -> jinja2.Environment:
-  """trim_blocks, lstrip_blocks, loop controls and the functions that transformers gives templates."""
+  """Return the sandbox with the options and functions that transformers gives templates."""
   env = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
 
   def raise_exception(message):
     raise jinja2.TemplateError(message)
 
   def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-    # jinja2's own escapes HTML, which no model was trained on.
+    # jinja2's own filter escapes HTML. Models were trained without that.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
   def bounded_range(*args):
     values = range(*args)
-    if len(values) > 1000:  # nested twice still ends
+    if len(values) > 1000:  # two nested loops still end
       raise SecurityError(f'a range of {len(values)} numbers')
     return values
 

@@ -1,1 +1,1 @@
-"""Attention, rotary turns, log-probs: each file one operation with its jnp reference."""
+"""GPU kernels, one operation a file, each beside its jnp reference."""

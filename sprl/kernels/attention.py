@@ -1,11 +1,11 @@
-"""Attention of the learner and of prefill: every query against every key that a mask allows. On GPUs it is a library's, cuDNN's.
+"""Attention of the learner and of prefill: each query attends to the keys that a mask allows. On GPUs cuDNN computes it.
 
-cuDNN takes the mask of packed rows, shared prompts included, as one bias for all heads, [B, 1, T, S] in bfloat16, and needs no
+cuDNN takes the mask of packed rows, shared prompts included, as one bias for all heads, [B, 1, T, S] in bfloat16. It needs no
 other array of that size.
 
-The reference has its own backward pass: the forward pass keeps one number a query (the log of its normaliser) and the backward
-pass recomputes the weights from it, so that no [T, S] array of a layer outlives the layer, in either direction. Heads come
-first and the queries of a group are stacked, which makes every product one batched matrix product without a transposition.
+The reference has its own backward pass. The forward pass keeps one number per query, the log of its normaliser, from which the
+backward pass recomputes the weights. No [T, S] array outlives its layer in either direction. Heads come first and the queries of
+a group are stacked, so every product is one batched matrix product without a transposition.
 """
 
 from typing import Any, Literal
@@ -14,12 +14,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from sprl.config import Kernels
 from sprl.kernels.cost import Cost
 from sprl.kernels.platform import chosen
-from sprl.settings import Kernels
 
 QUERY_CHUNK = 1024  # queries whose [Q, S] scores exist at one time
-LOWEST = -1e30  # the score of what may not be seen
+LOWEST = -1e30  # the score of a masked key
 
 
 def attention(
@@ -30,10 +30,10 @@ def attention(
   causal: bool = False,
   kernels: Kernels = 'auto',
 ) -> Float[Array, 'B T H D']:
-  """Softmax attention with grouped heads, scores and softmax in float32. Queries with nothing allowed give zeros.
+  """Softmax attention with grouped heads; scores and softmax are float32. A query with no allowed key gives zeros.
 
-  `allowed` is one mask for all kv heads ([B, 1, T, S]) or one for each. `causal` promises that it lets no query t see a key
-  beyond t, half of the work for a library that is told.
+  `allowed` is one mask for all kv heads ([B, 1, T, S]) or one for each. `causal` promises that no query t sees a key beyond t,
+  which halves the work of the library.
   """
   if chosen('attention of whole rows', kernels, lambda: obstacle(q, k, allowed), library='cuDNN'):
     return by_library(q, k, v, allowed, causal)
@@ -48,31 +48,31 @@ def by_library(
   causal: bool = False,
   implementation: Literal['cudnn', 'xla'] = 'cudnn',
 ) -> Float[Array, 'B T H D']:
-  """`attention` by `jax.nn.dot_product_attention`, one mask for all heads."""
+  """Compute `attention` by `jax.nn.dot_product_attention`, with one mask for all heads."""
   out = jax.nn.dot_product_attention(q, k, v, mask=allowed, is_causal=causal, implementation=implementation)
-  # To a query that may see nothing its mask is a constant, and the library averages all values.
+  # For a query with no allowed key the library averages all values.
   return jnp.where(jnp.any(allowed[:, 0], axis=-1)[..., None, None], out, 0).astype(q.dtype)
 
 
 def obstacle(q: Any, k: Any, allowed: Any) -> str | None:
-  """What keeps cuDNN from it, forwards or backwards, by the arrays' shapes (jax/_src/cudnn, check_is_flash_attention)."""
+  """Return why cuDNN cannot compute attention or its gradient for these shapes and dtypes, or None if it can."""
   (_, T, _, D), S = q.shape, k.shape[1]
   if q.dtype not in (jnp.bfloat16, jnp.float16):
-    return f'numbers are {q.dtype}'
+    return f'queries are {q.dtype}'
   if allowed.shape[1] != 1:
     return 'kv heads have masks of their own'
   if D % 8 or D > 128:
     return f'heads are {D} wide'
   if T % 2 or S % 2:
-    return f'{T} queries and {S} keys are not both even in number'
+    return f'{T} queries and {S} keys are not both even'
   return None
 
 
 def cost(B: int, T: int, H: int, K: int, D: int, backward: bool = False) -> Cost:
-  """The cost of B rows of T tokens of one segment each, in bfloat16; `backward`: of both passes.
+  """Return the cost of B rows, each one segment of T tokens, in bfloat16; with `backward`, of both passes.
 
-  Forward two products of T^2 / 2 pairs a head, backward five. Forward moves q, k, v and the output, backward those again, the
-  output's gradient, and three gradients.
+  The forward pass has two products of T^2 / 2 pairs per head and moves q, k, v and the output. The backward pass has five
+  products and moves these again, the output's gradient, and three gradients.
   """
   of_q, of_k = 2 * B * T * H * D, 2 * B * T * K * D
   if not backward:
@@ -83,7 +83,7 @@ def cost(B: int, T: int, H: int, K: int, D: int, backward: bool = False) -> Cost
 def reference(
   q: Float[Array, 'B T H D'], k: Float[Array, 'B S K D'], v: Float[Array, 'B S K D'], allowed: Bool[Array, 'B #K T S']
 ) -> Float[Array, 'B T H D']:
-  """`attention` in jnp."""
+  """Compute `attention` in jnp."""
   B, T, H, D = q.shape
   grouped = q.reshape(B, T, k.shape[2], -1, D)
   out = _attend(jnp.moveaxis(grouped, 1, 3), jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), allowed)
@@ -92,17 +92,17 @@ def reference(
 
 @jax.custom_vjp
 def _attend(q, k, v, allowed):
-  """[B, K, G, T, D] queries, [B, K, S, D] keys and values -> [B, K, G, T, D]."""
+  """Attend: queries [B, K, G, T, D], keys and values [B, K, S, D] -> [B, K, G, T, D]."""
   return _forward(q, k, v, allowed)[0]
 
 
 def _forward(q, k, v, allowed):
-  values = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)  # the weights' sum comes with the product
+  values = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)  # the product also sums the weights
 
   def chunk(_, queries):
     q, allowed = queries
     scores = _scores(q, k, allowed)
-    top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), LOWEST / 2)  # above what may not be seen: its weight is 0
+    top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), LOWEST / 2)  # above LOWEST, so that masked keys get weight 0
     weights = jnp.exp(scores - top).astype(v.dtype)
     out = jnp.einsum('bkgts,bksd->bkgtd', weights, values, preferred_element_type=jnp.float32)
     total = jnp.maximum(out[..., -1:], 1e-30)
@@ -143,7 +143,7 @@ def _scores(q, k, allowed):
 def attention_share(
   q: Float[Array, 'B T H D'], k: Float[Array, 'B S K D'], allowed: Bool[Array, 'B #K T S'], real: Bool[Array, 'B T']
 ) -> Float[Array, 'B K S']:
-  """The probability that each key gets, averaged over the queries of a group and summed over the `real` queries."""
+  """Return the probability of each key, averaged over the queries of a group and summed over the `real` queries."""
   B, T, _, D = q.shape
   queries = jnp.moveaxis(q.reshape(B, T, k.shape[2], -1, D), 1, 3)
 
@@ -157,12 +157,12 @@ def attention_share(
 
 
 def _chunks(x, axis):
-  """[..., T, ...] -> [chunks, ..., Q, ...] with axis T padded to whole chunks."""
+  """Cut axis T into chunks, padded at the end: [..., T, ...] -> [chunks, ..., Q, ...]."""
   size = min(QUERY_CHUNK, x.shape[axis])
   x = jnp.pad(x, [(0, -x.shape[axis] % size if i == axis else 0) for i in range(x.ndim)])
   return jnp.moveaxis(x.reshape(*x.shape[:axis], -1, size, *x.shape[axis + 1 :]), axis, 0)
 
 
 def _joined(q, chunks):
-  """Chunked results of q's queries, [chunks, B, K, G, Q, ...], as [B, K, G, T, ...]."""
+  """Join the chunked results of q's queries: [chunks, B, K, G, Q, ...] -> [B, K, G, T, ...]."""
   return [jnp.moveaxis(x, 0, 3).reshape(*q.shape[:3], -1, *x.shape[5:])[:, :, :, : q.shape[3]] for x in chunks]

@@ -1,4 +1,4 @@
-"""Block-scaled FP8 matrix products: the reference, and the choice of what computes them (fp8_rollouts 2.3)."""
+"""Block-scaled FP8 matrix products: the reference, and the choice of kernel (docs/methods/fp8.md, eq. 4)."""
 
 from typing import Any
 
@@ -6,9 +6,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float8e4m3fn, Float32, Int
 
+from sprl.config import Kernels
 from sprl.kernels.cost import Cost
 from sprl.kernels.platform import chosen
-from sprl.settings import Kernels
 
 
 def block_matmul(
@@ -21,14 +21,14 @@ def block_matmul(
   dtype: Any,
   kernels: Kernels = 'auto',
 ) -> Float[Array, 'M N']:
-  """y[m, n] = sum_c (sum_k x[m, k] w[n, k], k in group c) x_scale[m, c] w_scale[n / rows, c], in `dtype`.
+  """Return y[m, n] = sum_c (sum_{k in group c} x[m, k] w[n, k]) x_scale[m, c] w_scale[n / rows, c], in `dtype`.
 
-  Groups are of `group` features, the last one ragged. Groups are summed in float32, and within one no coarser than the tensor
-  core does.
+  A group has `group` features; the last may have fewer. Groups are summed in float32. The sum within a group is at least as
+  precise as that of the tensor core.
   """
   if not chosen('block-scaled matmul', kernels, lambda: _obstacle(w, dtype, rows, group)):
     return reference(x, x_scale, w, w_scale, rows, group, dtype)
-  from sprl.kernels import hopper_block_matmul  # here: Mosaic takes a second to import, which no other platform needs
+  from sprl.kernels import hopper_block_matmul  # imported here: Mosaic takes a second to import
 
   return hopper_block_matmul.block_matmul(x, x_scale, w, w_scale)
 
@@ -42,11 +42,11 @@ def reference(
   group: int,
   dtype: Any,
 ) -> Float[Array, 'M N']:
-  """`block_matmul` in jnp, a group at a time; summed in float32 throughout."""
+  """Compute `block_matmul` in jnp, group by group, with float32 sums."""
   M, N, K = len(x), *w.shape
 
   def groups(codes):  # [R, K] -> [C, R, group]
-    exact = codes.astype(jnp.bfloat16)  # e4m3 fits into bfloat16, which every device multiplies
+    exact = codes.astype(jnp.bfloat16)  # bfloat16 holds every e4m3 number, and every device multiplies it
     return jnp.pad(exact, ((0, 0), (0, -K % group))).reshape(len(codes), -1, group).swapaxes(0, 1)
 
   def add(y, one):
@@ -71,9 +71,9 @@ def grouped_matmul(
   dtype: Any,
   kernels: Kernels = 'auto',
 ) -> Float[Array, 'n T N']:
-  """`block_matmul` of blocks of T tokens, block i with the weights of expert[i]; of the first `used` blocks.
+  """Compute `block_matmul` of blocks of T tokens; block i meets the weights of expert[i].
 
-  What comes out for the others may be anything. Blocks that follow each other and have one expert read its weights once.
+  Only the first `used` blocks are computed; the others are undefined. Consecutive blocks of one expert read its weights once.
   """
   if not chosen('grouped block-scaled matmul', kernels, lambda: _grouped_obstacle(w, dtype, rows, group, x.shape[1])):
     return grouped_reference(x, x_scale, w, w_scale, expert, used, rows, group, dtype)
@@ -93,8 +93,8 @@ def grouped_reference(
   group: int,
   dtype: Any,
 ) -> Float[Array, 'n T N']:
-  """`grouped_matmul` in jnp, a block at a time."""
-  held = jax.lax.bitcast_convert_type(w, jnp.uint8)  # XLA's CPU backend would widen all of them to look one up
+  """Compute `grouped_matmul` in jnp, block by block."""
+  held = jax.lax.bitcast_convert_type(w, jnp.uint8)  # as bytes: XLA's CPU backend would widen all experts to index one
 
   def block(i, y):
     codes = jax.lax.bitcast_convert_type(held[expert[i]], w.dtype)
@@ -105,13 +105,13 @@ def grouped_reference(
 
 
 def cost(M: int, N: int, K: int) -> Cost:
-  """The cost of M tokens, quantised already, times weights [N, K], to bfloat16."""
+  """Return the cost of M quantised tokens times weights [N, K], to bfloat16."""
   scales = 4 * (M * -(-K // 128) + -(-N // 128) * -(-K // 128))
   return Cost(M * K + N * K + scales + 2 * M * N, 2 * M * N * K)
 
 
 def grouped_cost(M: int, X: int, N: int, K: int) -> Cost:
-  """The cost of M tokens, quantised already, each times the weights of one of the X experts that any goes through."""
+  """Return the cost of M quantised tokens, each times the weights of one of the X experts in use."""
   one, weights = cost(M, N, K), cost(0, N, K)
   return Cost(one.bytes + (X - 1) * weights.bytes, one.flops)
 

@@ -1,10 +1,10 @@
-"""What an operation must do at the least: the yardstick that its kernel is measured by."""
+"""The least work of an operation: the yardstick of its kernel."""
 
 from typing import NamedTuple
 
 
 class Cost(NamedTuple):
-  """What one call must do at the least."""
+  """The least work of one call."""
 
-  bytes: int  # moved between device memory and chip, each input read once and each output written once
+  bytes: int  # between device memory and chip: each input read once, each output written once
   flops: int

@@ -1,21 +1,21 @@
-"""Attention of one new token per row against the slots of its cache: the reference, and the choice of what computes it."""
+"""Attention of one new token per row over the slots of its cache: the reference, and the choice of kernel."""
 
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from sprl.config import Kernels
 from sprl.kernels.cost import Cost
 from sprl.kernels.platform import chosen
-from sprl.settings import Kernels
 
 
 class Attended(NamedTuple):
-  """What a query found."""
+  """The result of decode attention."""
 
   out: Float[Array, 'B H D']
-  share: Float[Array, 'B K S'] | None  # each slot's probability, averaged over the group; 0 on empty slots
-  lse: Float[Array, 'B H']  # natural logarithm of the sum of exp(score); -inf where nothing was seen
+  share: Float[Array, 'B K S'] | None  # probability of each slot, averaged over the group; 0 on empty slots
+  lse: Float[Array, 'B H']  # natural log of the sum of exp(score); -inf for a row of length 0
 
 
 def decode_attention(
@@ -28,14 +28,15 @@ def decode_attention(
   share: bool = True,
   kernels: Kernels = 'auto',
 ) -> Attended:
-  """Softmax attention over slots 0..length-1 of each row; the G = H/K queries of a group share one read of its slots.
+  """Softmax attention over slots 0..length-1 of each row. The G = H/K queries of a group share one read of its slots.
 
-  Keys and values may be FP8 codes: exact in q's dtype, and multiplied by `scales` (of k, of v) only in the scores and the output.
-  `bias` is added to the unscaled scores q . k. A row of length 0 finds zeros.
+  Keys and values may be FP8 codes, which are exact in q's dtype; `scales` (of k, of v) multiply the scores and the output.
+  `bias` is added to the scores q . k before the factor 1/sqrt(D). A row of length 0 gives zeros.
+  With `share`, the result has `Attended.share`.
   """
   if not chosen('decode attention', kernels, lambda: _obstacle(q, k, v, bias, share)):
     return reference(q, k, v, length, scales, bias, share)
-  from sprl.kernels import hopper_decode_attention  # here: Mosaic takes a second to import, which no other platform needs
+  from sprl.kernels import hopper_decode_attention  # imported here: Mosaic takes a second to import
 
   one = jnp.ones((), jnp.float32)
   out, lse, shares = hopper_decode_attention.decode_attention(q, k, v, length, scales or (one, one), bias, share)
@@ -51,7 +52,7 @@ def reference(
   bias: Float[Array, 'B K G S'] | None = None,
   share: bool = True,
 ) -> Attended:
-  """`decode_attention` in jnp."""
+  """Compute `decode_attention` in jnp."""
   B, H, D = q.shape
   K, S = k.shape[1:3]
   k_scale, v_scale = (1.0, None) if scales is None else scales
@@ -61,9 +62,9 @@ def reference(
   if bias is not None:
     scores = scores + bias * D**-0.5
   scores = jnp.where(jnp.arange(S) < length[:, None, None, None], scores, -jnp.inf)
-  top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), jnp.finfo(jnp.float32).min)  # finite in a row of length 0 too
+  top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), jnp.finfo(jnp.float32).min)  # finite for a row of length 0 too
   weights = jnp.exp(scores - top)
-  total = jnp.sum(weights, axis=-1, keepdims=True)  # at least 1, the largest score's, or 0
+  total = jnp.sum(weights, axis=-1, keepdims=True)  # at least 1, from the largest score; 0 for a row of length 0
   weights = weights / jnp.maximum(total, 1)
   out = jnp.einsum('bkgs,bksd->bkgd', weights.astype(q.dtype), v.astype(q.dtype))
   out = out if v_scale is None else (out * v_scale).astype(q.dtype)
@@ -72,7 +73,7 @@ def reference(
 
 
 def cost(B: int, H: int, K: int, S: int, D: int, dtype: Any, share: bool = False, bias: bool = False) -> Cost:
-  """The cost of rows that all have S slots occupied, in a cache of `dtype`; queries and outputs are bfloat16."""
+  """Return the cost of rows with all S slots occupied, in a cache of `dtype`; queries and outputs are bfloat16."""
   cache = 2 * B * K * S * D * jnp.dtype(dtype).itemsize
   beside = 2 * 2 * B * H * D + 4 * B * H + (4 * B * K * S if share else 0) + (4 * B * H * S if bias else 0)
   return Cost(cache + beside, 4 * B * H * S * D)

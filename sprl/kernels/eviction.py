@@ -1,4 +1,4 @@
-"""What eviction does to a cache: keys compared with keys, and what is kept moved to the front (sparse_rollouts 4, 5.1)."""
+"""The two operations of eviction: compare keys with keys, and move kept slots to the front (docs/methods/sparse.md)."""
 
 from typing import Any
 
@@ -6,9 +6,9 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Float, Int, Shaped
 
+from sprl.config import Kernels
 from sprl.kernels.cost import Cost
 from sprl.kernels.platform import chosen
-from sprl.settings import Kernels
 
 
 def compact(
@@ -19,13 +19,13 @@ def compact(
   ordered: bool,
   kernels: Kernels = 'auto',
 ) -> tuple[Shaped[Array, 'B K S D'], Shaped[Array, 'B K S D']]:
-  """k, v with slots keep[r] of row rows[r] on its slots 0..N-1. A row B is none; `ordered` promises that keep[r, h] ascends.
+  """Return k, v with slots keep[r] of row rows[r] moved to its slots 0..N-1.
 
-  What lies on the slots behind stays, and means nothing any more.
+  A row number B stands for no row. `ordered` promises that keep[r, h] ascends. Slots from N on keep stale numbers.
   """
   if not chosen('compaction', kernels, lambda: _compaction_obstacle(k, ordered)):
     return compact_reference(k, v, rows, keep)
-  from sprl.kernels import hopper_eviction  # here: Mosaic takes a second to import, which no other platform needs
+  from sprl.kernels import hopper_eviction  # imported here: Mosaic takes a second to import
 
   return hopper_eviction.compact(k, v, rows, keep)
 
@@ -33,7 +33,7 @@ def compact(
 def compact_reference(
   k: Shaped[Array, 'B K S D'], v: Shaped[Array, 'B K S D'], rows: Int[Array, ' R'], keep: Int[Array, 'R K N']
 ) -> tuple[Shaped[Array, 'B K S D'], Shaped[Array, 'B K S D']]:
-  """`compact` in jnp."""
+  """Compute `compact` in jnp."""
   row = jnp.minimum(rows, k.shape[0] - 1)
 
   def moved(x):
@@ -44,18 +44,18 @@ def compact_reference(
 
 
 def compact_cost(R: int, K: int, N: int, D: int, dtype: Any) -> Cost:
-  """The cost of moving N slots of keys and values of R rows."""
+  """Return the cost of moving N slots of keys and values in R rows."""
   return Cost(2 * 2 * R * K * N * D * jnp.dtype(dtype).itemsize + 4 * R * K * N, 0)
 
 
 def similarity(
   k: Float[Array, 'K S D'], n: Int[Array, ''], threshold: float, nearest_of_none: int, kernels: Kernels = 'auto'
 ) -> Float[Array, 'K S']:
-  """For each of a row's first n keys the sum of its cosines with the others, each of which spares its newest near-duplicate.
+  """Return, for each of a row's first n keys, the sum of its cosines with the others (docs/methods/sparse.md, R-KV).
 
-  Key i spares the one of the highest slot whose cosine with it is above `threshold`, or slot `nearest_of_none` where there is
-  none (-1: spares none): that cosine is left out of the spared key's sum. What comes out for slots from n on means nothing.
-  Over many rows: `jax.vmap`.
+  Each key i spares its newest near-duplicate: the key of the highest slot whose cosine with it is above `threshold`, or slot
+  `nearest_of_none` if there is none (-1: no slot). That cosine is left out of the spared key's sum. Slots from n on are
+  undefined. Use `jax.vmap` for many rows.
   """
   if not chosen('similarity of keys', kernels, lambda: _similarity_obstacle(k)):
     return similarity_reference(k, n, threshold, nearest_of_none)
@@ -76,23 +76,23 @@ def similarity(
 def similarity_reference(
   k: Float[Array, 'K S D'], n: Int[Array, ''], threshold: float, nearest_of_none: int
 ) -> Float[Array, 'K S']:
-  """`similarity` in jnp.
+  """Compute `similarity` in jnp.
 
-  Cosines are symmetric: R-KV's columns of which rows spare some, and G-KV's rows of which columns do, are the same numbers.
+  Cosines are symmetric, so R-KV (which masks by row and sums columns) and G-KV (the reverse) get the same numbers.
   """
   slot = jnp.arange(k.shape[1])
   occupied = slot < n
   pair = occupied[:, None] & occupied & (slot[:, None] != slot)
   wide = k.astype(jnp.float32)
   direction = wide / (jnp.linalg.norm(wide, axis=-1, keepdims=True) + 1e-8)
-  # Full float32: the shorter products that an accelerator takes by default would carry cosines across the threshold.
+  # Full float32: an accelerator's default precision would move cosines across the threshold.
   cosine = jnp.where(pair, jnp.einsum('kid,kjd->kij', direction, direction, precision='highest'), 0)
   spared = jnp.where(pair & (cosine > threshold), slot, nearest_of_none).max(axis=-1)
   return jnp.where(slot == spared[..., None], 0, cosine).sum(axis=1)
 
 
 def similarity_cost(R: int, K: int, S: int, D: int) -> Cost:
-  """The cost of comparing all S bfloat16 keys of R rows."""
+  """Return the cost of comparing all S bfloat16 keys of R rows."""
   return Cost(2 * R * K * S * D + 4 * R * K * S, 2 * R * K * S * S * D)
 
 

@@ -1,4 +1,4 @@
-"""The products of a mixture's experts, and their gradients: the reference, and the choice of what computes them."""
+"""Matrix products of the experts of a mixture, and their gradients: the reference, and the choice of kernel."""
 
 from typing import Any
 
@@ -6,22 +6,22 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
+from sprl.config import Kernels
 from sprl.kernels.cost import Cost
 from sprl.kernels.platform import chosen
-from sprl.settings import Kernels
 
 
 def runs(shape: tuple[int, ...], dtype: Any, tokens: int, kernels: Kernels = 'auto') -> bool:
-  """Whether the kernels multiply blocks of so many tokens by weights [.., N, K] in `dtype`, and compute their gradients.
+  """Whether the kernels compute products and gradients for weights [.., N, K] in `dtype` and blocks of `tokens` tokens.
 
-  Raises SettingsError where they are forced and cannot.
+  Raises SettingsError if they are forced and cannot.
   """
   return chosen('grouped matmul', kernels, lambda: obstacle(shape, dtype, tokens))
 
 
 def obstacle(shape: tuple[int, ...], dtype: Any, tokens: int) -> str | None:
-  """Why the kernels cannot, where they cannot."""
-  from sprl.kernels import hopper_grouped_matmul  # here: Mosaic takes a second to import, which no other platform needs
+  """Return why the kernels cannot take these shapes, or None if they can."""
+  from sprl.kernels import hopper_grouped_matmul  # imported here: Mosaic takes a second to import
 
   return hopper_grouped_matmul.obstacle(shape, dtype, tokens)
 
@@ -34,9 +34,9 @@ def grouped_matmul(
   back: bool = False,
   kernels: Kernels = 'auto',
 ) -> Float[Array, 'n T R']:
-  """Of the first `used` of n blocks of tokens x[i] @ w[expert[i]]^T, of x [n, T, K]; `back`: x[i] @ w[expert[i]], of x [n, T, N].
+  """Return x[i] @ w[expert[i]]^T for the first `used` of n blocks of T tokens; with `back`, x[i] @ w[expert[i]].
 
-  Summed in float32, in x's dtype, which is w's. What comes out for the other blocks may be anything.
+  x is [n, T, K], with `back` [n, T, N]. Sums are float32; x, w and the result share a dtype. Other blocks are undefined.
   """
   if not runs(w.shape, x.dtype, x.shape[1], kernels):
     return grouped_reference(x, w, expert, used, back)
@@ -53,9 +53,9 @@ def grouped_outer(
   experts: int,
   kernels: Kernels = 'auto',
 ) -> Float32[Array, 'X N K']:
-  """The gradient of `grouped_matmul`'s weights: of each expert the sum over its blocks of dy[i]^T @ x[i], 0 where it has none.
+  """Return the gradient of the weights of `grouped_matmul`: for each expert, the sum over its blocks of dy[i]^T @ x[i].
 
-  Blocks are in the order of their experts.
+  An expert without blocks gets zeros. Blocks must be in the order of their experts.
   """
   if not runs((dy.shape[2], x.shape[2]), x.dtype, x.shape[1], kernels):
     return outer_reference(dy, x, expert, used, experts)
@@ -67,7 +67,7 @@ def grouped_outer(
 def grouped_reference(
   x: Float[Array, 'n T C'], w: Float[Array, 'X N K'], expert: Int[Array, ' n'], used: Int[Array, ''], back: bool = False
 ) -> Float[Array, 'n T R']:
-  """`grouped_matmul` in jnp, a block at a time."""
+  """Compute `grouped_matmul` in jnp, block by block."""
 
   def block(i, y):
     weights = w[expert[i]]
@@ -80,7 +80,7 @@ def grouped_reference(
 def outer_reference(
   dy: Float[Array, 'n T N'], x: Float[Array, 'n T K'], expert: Int[Array, ' n'], used: Int[Array, ''], experts: int
 ) -> Float32[Array, 'X N K']:
-  """`grouped_outer` in jnp, a block at a time."""
+  """Compute `grouped_outer` in jnp, block by block."""
 
   def block(i, dw):
     return dw.at[expert[i]].add(jnp.matmul(dy[i].T, x[i], preferred_element_type=jnp.float32))
@@ -89,10 +89,10 @@ def outer_reference(
 
 
 def cost(M: int, X: int, N: int, K: int) -> Cost:
-  """The cost of M tokens in bfloat16, each times the weights [N, K] of one of the X experts that any goes through."""
+  """Return the cost of M tokens in bfloat16, each times the weights [N, K] of one of the X experts in use."""
   return Cost(2 * (M * K + X * N * K + M * N), 2 * M * N * K)
 
 
 def outer_cost(M: int, X: int, N: int, K: int) -> Cost:
-  """The cost of the gradients of X experts' weights, M tokens' in all."""
+  """Return the cost of the weight gradients of X experts over M tokens in all."""
   return Cost(2 * M * (N + K) + 4 * X * N * K, 2 * M * N * K)

@@ -1,19 +1,21 @@
 """Block-scaled FP8 matrix products for NVIDIA Hopper, in Pallas Mosaic GPU.
 
 y[m, n] = sum over blocks k of 128 features: (x8[m, k] . w8[n, k]) sx[m, k] sw[n / 128, k]. The tensor core sums e4m3 products
-with fewer bits than float32 has, so each block's partial product starts from zero, and is added up, times its scales:
+with fewer bits than float32. Each block's partial product therefore starts from zero and is added, times its scales, in float32:
 
-    partial [64, C] = w8 [64, 128] @ x8 [C, 128]^T     weights are the 64 rows of a product, so that few tokens waste none
-    sum    += partial * (sx [C] * sw)                  one number of sw for all of them
-    y [C, 64] = sum^T                                  through shared memory, to be written in whole lines
+    partial [64, C] = w8 [64, 128] @ x8 [C, 128]^T     weights are the product's 64 rows: few tokens leave no row unused
+    sum    += partial * (sx [C] * sw)                  sw is one number per block
+    y [C, 64] = sum^T                                  through shared memory, to write whole lines
 
-Few tokens (`narrow`): the weights' bytes are the cost. Many small programs of one warpgroup, each with a ring of stages that the
-copy engine fills; where the weights have too few rows to occupy the device, the blocks of a tile are split between programs, and
-XLA adds their float32 parts. Many tokens (`wide`): the matrix rate is the cost. A program a multiprocessor walks through tiles;
-one of its warpgroups does nothing but copy, ahead of the two that multiply, across the end of a tile too.
+Few tokens (narrow layout): the weights' bytes bound the time. Many small programs of one warpgroup each have a ring of stages
+that the copy engine (TMA) fills. If the weights have too few rows to occupy the device, several programs share the blocks of a
+tile, and XLA adds their float32 sums.
 
-Of experts (`grouped_matmul`) each block of tokens is a tile, and says which expert's weights it meets. An expert's blocks follow
-each other, and so find its weights in the L2 cache; programs of blocks that are not in use have nothing to do.
+Many tokens (wide layout): the tensor core's rate bounds the time. One program per multiprocessor walks through tiles. One of its
+warpgroups only copies. It runs ahead of the two warpgroups that multiply, also across the end of a tile.
+
+Experts (`grouped_matmul`): each block of tokens is a tile with the number of its expert. The blocks of an expert are consecutive
+and find its weights in the L2 cache. Programs of unused blocks have no work.
 """
 
 from dataclasses import dataclass
@@ -26,17 +28,17 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float8e4m3fn, Float32, Int
 
-BLOCK = 128  # features that share a scale: a stage's depth, and the rows of a weight's block
-ROWS = 64  # of a tensor core product
-LINE = 32  # numbers of 4 bytes: the copy engine moves 128 bytes at the least
+BLOCK = 128  # features that share a scale, and features of a stage; also the rows of a weight's block
+ROWS = 64  # rows of a tensor core product
+LINE = 32  # numbers of 4 bytes in 128 bytes, the least that the copy engine moves
 MULTIPROCESSORS = 132
-NARROW = 128  # tokens up to which the narrow layout is taken
-SHARED = (227 * 1024, 113 * 1024, 75 * 1024)  # bytes of shared memory for a program where a multiprocessor holds one, two, three
-OVERHEAD = 1024  # bytes of it for barriers and alignment
-STAGES = 8  # at most
-PATCH = 16  # tiles of tokens
-PART = 4  # blocks that a split has at least
-TOKENS = 8, 16, 32, 64, 128  # of an expert's block
+NARROW = 128  # largest number of tokens of the narrow layout
+SHARED = (227 * 1024, 113 * 1024, 75 * 1024)  # bytes of shared memory per program if a multiprocessor holds one, two or three
+OVERHEAD = 1024  # bytes of shared memory for barriers and alignment
+STAGES = 8  # maximum
+PATCH = 16  # tiles of tokens in a patch of `planar_snake`
+PART = 4  # minimum number of blocks of a split
+TOKENS = 8, 16, 32, 64, 128  # accepted tokens per block of an expert
 
 MATRIX = plgpu.Layout.WGMMA
 TRANSPOSED = plgpu.Layout.WGMMA_TRANSPOSED
@@ -45,46 +47,50 @@ Shape = jax.ShapeDtypeStruct
 
 @dataclass(frozen=True)
 class Launch:
-  """How the kernel is laid out for a shape."""
+  """The kernel's launch parameters for a shape."""
 
-  warpgroups: int  # that multiply; where there are two, a third copies
-  products: int  # of 64 rows of weights that each of them does a stage
-  tokens: int  # of a tile
+  warpgroups: int  # warpgroups that multiply; with two, a third one copies
+  products: int  # products of 64 rows of weights per warpgroup and stage
+  tokens: int  # tokens of a tile
   stages: int
-  tiles: tuple[int, int, int]  # along the weights' rows, the tokens and (splits) the blocks
-  depth: int  # blocks that a tile sums up
+  tiles: tuple[int, int, int]  # number of tiles along the weights' rows, the tokens and the blocks (splits)
+  depth: int  # blocks that a tile sums
   programs: int
 
   @property
   def rows(self) -> int:
-    """Weights' rows of a tile."""
+    """Rows of weights of a tile."""
     return self.warpgroups * self.products * ROWS
 
   @property
   def splits(self) -> int:
-    """Programs that share a sum."""
+    """Number of programs that share a sum."""
     return self.tiles[2]
 
 
 def obstacle(w: Array | Shape, dtype: Any, rows: int, group: int) -> str | None:
-  """Why the kernel cannot take these weights, of which only the shape is looked at, or make such a product; None where it can."""
+  """Return why the kernel cannot multiply weights of this shape to a result in `dtype`, or None if it can.
+
+  A scale is shared by `rows` rows of weights and by `group` features.
+  """
   if (rows, group) != (BLOCK, BLOCK):
-    return f'scales are shared by {rows} rows of {group} features, not by {BLOCK} of {BLOCK}'
+    return f'a scale is shared by {rows} rows of {group} features, not by {BLOCK} rows of {BLOCK}'
   if dtype != jnp.bfloat16:
     return f'the product is {jnp.dtype(dtype)}, not bfloat16'
   N, K = w.shape
   if K % 16 or N % 8:
-    return f'weights are [{N}, {K}]: not multiples of 8 and 16'
-  if (K > BLOCK and K % BLOCK) or (N > ROWS and N % ROWS):  # the copy engine's tiles, as for tokens in block_matmul
-    return f'weights are [{N}, {K}]: beyond {ROWS} and {BLOCK} not multiples of them'
+    return f'weights are [{N}, {K}]: expected multiples of 8 and 16'
+  if (K > BLOCK and K % BLOCK) or (N > ROWS and N % ROWS):  # whole tiles of the copy engine; block_matmul pads tokens for it
+    return f'weights are [{N}, {K}]: above {ROWS} and {BLOCK} expected multiples of them'
   return None
 
 
 def launch(M: int, N: int, K: int, block: int | None = None) -> Launch:
-  """The layout for M tokens and weights [N, K]; for blocks of so many tokens, each of which meets weights of its own."""
+  """Return the launch parameters for M tokens and weights [N, K], or for blocks of `block` tokens with their own weights."""
   narrow = M <= NARROW if block is None else block < 128
   tokens = block or (min(64, _up(M, 8)) if narrow else 128)
-  warpgroups, products = (1, 2 if tokens > 16 else 1) if narrow else (2, 2 if block is None else 1)  # experts' would spill
+  # In the wide layout with experts, two products would spill registers.
+  warpgroups, products = (1, 2 if tokens > 16 else 1) if narrow else (2, 2 if block is None else 1)
   rows = warpgroups * products * ROWS
   across, along, blocks = -(-N // rows), -(-M // tokens), -(-K // BLOCK)
   depth = -(-blocks // max(1, min(MULTIPROCESSORS // (across * along), blocks // PART))) if block is None else blocks
@@ -104,17 +110,20 @@ def block_matmul(
   w_scale: Float32[Array, 'R C'],
   interpret: Any = None,
 ) -> BFloat16[Array, 'M N']:
-  """x @ w^T; see the reference. `interpret`: plgpu.InterpretGPUParams() runs it on a CPU."""
+  """Return x @ w^T, as `sprl.kernels.block_matmul.block_matmul` describes it.
+
+  `interpret=plgpu.InterpretGPUParams()` runs the kernel on a CPU.
+  """
   (M, K), N = x.shape, w.shape[0]
-  # The copy engine's tiles, of which Mosaic cuts none (jax 0.12): beyond one of 8 tokens whole ones alone. The rest are zeros.
+  # Pads tokens with zeros to whole tiles of 8: Mosaic (jax 0.12) does not clip the copy engine's tiles.
   x, x_scale = (jnp.pad(a, ((0, -M % 8 if M > 8 else 0), (0, 0))) for a in (x, x_scale))
   return _call(launch(len(x), N, K), N, x, x_scale, w, w_scale, (), interpret)[:M]
 
 
 def grouped_obstacle(w: Array | Shape, dtype: Any, rows: int, group: int, tokens: int) -> str | None:
-  """As `obstacle`, of experts' weights and blocks of so many tokens."""
+  """Return why the kernel cannot multiply blocks of `tokens` tokens by weights [X, N, K] of experts, or None if it can."""
   if tokens not in TOKENS:
-    return f'blocks are of {tokens} tokens, none of {", ".join(map(str, TOKENS))}'
+    return f'blocks have {tokens} tokens, not one of {", ".join(map(str, TOKENS))}'
   return obstacle(Shape(w.shape[1:], w.dtype), dtype, rows, group)
 
 
@@ -127,17 +136,20 @@ def grouped_matmul(
   used: Int[Array, ''],
   interpret: Any = None,
 ) -> BFloat16[Array, 'n T N']:
-  """x[i] @ w[expert[i]]^T of the first `used` blocks; see the reference. What comes out for the others may be anything."""
+  """Return x[i] @ w[expert[i]]^T for the first `used` blocks. Other blocks are undefined.
+
+  `sprl.kernels.block_matmul.grouped_matmul` describes the arguments. `interpret=plgpu.InterpretGPUParams()` runs it on a CPU.
+  """
   (n, T, K), N = x.shape, w.shape[1]
   x, x_scale, w, w_scale = (a.reshape(-1, a.shape[-1]) for a in (x, x_scale, w, w_scale))
   return _call(launch(n * T, N, K, T), N, x, x_scale, w, w_scale, (expert, used.reshape(1)), interpret).reshape(n, T, N)
 
 
 def _call(plan, N, x, x_scale, w, w_scale, experts, interpret):
-  """The product as `plan` lays it out; `experts`: that of each tile of tokens, and how many tiles are in use."""
+  """Launch the kernel. `experts` is empty, or (expert of each tile of tokens, number of tiles in use)."""
   M = len(x)
   across, along, splits = plan.tiles
-  # Tokens' scales block by block: a stage's are consecutive. The copy engine wants rows of a multiple of 16 bytes.
+  # Transposed, so that the scales of a stage are consecutive. The copy engine needs rows of a multiple of 16 bytes.
   sx = jnp.pad(x_scale.T, ((0, 0), (0, -M % 4)))
   scratch = {
     'w_s': tiled((plan.stages, plan.rows, BLOCK), w.dtype),
@@ -149,7 +161,7 @@ def _call(plan, N, x, x_scale, w, w_scale, experts, interpret):
   }
   parts = jax.ShapeDtypeStruct((splits, across * plan.rows, along * plan.tokens), jnp.float32)
 
-  def hopper_block_matmul(*refs, **scratch):  # by this name profiles know the program
+  def hopper_block_matmul(*refs, **scratch):  # the program's name in profiles
     _program(*refs, **scratch, plan=plan, N=N)
 
   def hopper_grouped_block_matmul(x_ref, sx_ref, w_ref, sw_ref, expert_ref, used_ref, y_ref, **scratch):
@@ -171,10 +183,10 @@ def _call(plan, N, x, x_scale, w, w_scale, experts, interpret):
 
 def _program(
   x_ref,  # [M, K]
-  sx_ref,  # [C, M up to 4 n]
-  w_ref,  # [N, K]; of experts [X * N, K]
-  sw_ref,  # [R, C]; of experts [X * R, C]
-  y_ref,  # [M, N]; where sums are split [splits, N up to tiles, M up to tiles], float32
+  sx_ref,  # [C, M rounded up to 4]
+  w_ref,  # [N, K]; with experts [X * N, K]
+  sw_ref,  # [R, C]; with experts [X * R, C]
+  y_ref,  # [M, N]; with split sums [splits, N, M], N and M rounded up to tiles, float32
   expert_ref=None,  # [tiles of tokens]
   used_ref=None,  # [1]
   *,
@@ -192,23 +204,23 @@ def _program(
   stages, depth, apart = jnp.int32(plan.stages), jnp.int32(plan.depth), plan.warpgroups > 1
   R = -(-N // BLOCK)
   tiles = across * along * splits if used_ref is None else across * used_ref[0]
-  count = lax.div(tiles - program + (plan.programs - 1), jnp.int32(plan.programs))  # of this program's tiles
+  count = lax.div(tiles - program + (plan.programs - 1), jnp.int32(plan.programs))  # this program's tiles
   steps = count * depth
 
   def start(i):
-    """Where tile i of this program begins: its weights' rows, its tokens, its blocks; and whose it is, where experts are."""
+    """Return where tile i of this program begins: row of weights, token, block; and its expert, or None."""
     tile = program + i * plan.programs
     if expert_ref is not None:
       tokens, rows = lax.div(tile, jnp.int32(across)), lax.rem(tile, jnp.int32(across))
       return rows * plan.rows, tokens * plan.tokens, jnp.int32(0), expert_ref[tokens]
-    # Programs that run side by side work on a patch of tiles, of few weights and few tokens, which stay in the L2 cache.
+    # Programs that run at the same time work on a patch of tiles. Its few weights and tokens stay in the L2 cache.
     split = 0
-    if splits > 1:  # else what divides by a number of tiles is a register too many
+    if splits > 1:  # without splits, the divisor would take a register too many
       split, tile = lax.div(tile, jnp.int32(across * along)), lax.rem(tile, jnp.int32(across * along))
     token, row = plgpu.planar_snake(tile, (along, across), 0, PATCH)
     return row * plan.rows, token * plan.tokens, split * depth, None
 
-  def of(expert, size, i):
+  def offset(expert, size, i):
     return i if expert is None else expert * size + i
 
   if not apart:  # a program has one tile
@@ -218,7 +230,7 @@ def _program(
     row, token, block, expert = start(lax.div(step, depth)) if apart else only
     block, stage = block + lax.rem(step, depth), lax.rem(step, stages)
     features = pl.ds(block * BLOCK, BLOCK)
-    plgpu.copy_gmem_to_smem(w_ref.at[pl.ds(of(expert, N, row), plan.rows), features], w_s.at[stage], came.at[stage])
+    plgpu.copy_gmem_to_smem(w_ref.at[pl.ds(offset(expert, N, row), plan.rows), features], w_s.at[stage], came.at[stage])
     plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(token, plan.tokens), features], x_s.at[stage], came.at[stage])
     plgpu.copy_gmem_to_smem(sx_ref.at[block, pl.ds(token, scale_s.shape[1])], scale_s.at[stage], came.at[stage])
 
@@ -241,22 +253,22 @@ def _program(
 
     def tile(i, _):
       row, token, first, expert = start(i) if apart else only
-      ours = warpgroup * (plan.products * ROWS)  # this warpgroup's rows of the tile, which are of one block
-      # Codes beyond the last row and block are zeros, or the next expert's: whatever multiplies them, y has no place for it.
-      scales = of(expert, R, lax.min(lax.div(row + ours, jnp.int32(BLOCK)), jnp.int32(R - 1)))
+      ours = warpgroup * (plan.products * ROWS)  # this warpgroup's rows of the tile; all are in one block
+      # Codes beyond the last row and block are zeros, or the next expert's. Any scale will do for them: y has no place for them.
+      scales = offset(expert, R, lax.min(lax.div(row + ours, jnp.int32(BLOCK)), jnp.int32(R - 1)))
 
       def step(j, sums):
         done = i * depth + j
         stage = lax.rem(done, stages)
         block = j if splits == 1 else lax.min(first + j, jnp.int32(sw_ref.shape[1] - 1))
-        sw = sw_ref[scales, block]  # under way while the stage is waited for
+        sw = sw_ref[scales, block]  # loads during the wait for the stage
         plgpu.barrier_wait(came.at[stage])
         scale = plgpu.load(scale_s.at[stage, pl.ds(0, plan.tokens)], layout=MATRIX.reduce(0)) * sw
         new = []
         for product, total in enumerate(sums):
           part = _product((ROWS, plan.tokens), w_s.at[stage, pl.ds(ours + product * ROWS, ROWS)], x_s.at[stage].T)
           new.append(total + part * lax.broadcast_in_dim(scale, part.shape, [1]))
-        plgpu.commit_smem()  # the scales' reading comes before the next copy's writing
+        plgpu.commit_smem()  # scales are read before the next copy overwrites them
         if apart:
           plgpu.barrier_arrive(free.at[stage])
         else:
@@ -284,7 +296,7 @@ def _program(
 
 
 def _product(shape, a, b):
-  """a @ b in float32, of operands in shared memory."""
+  """Return a @ b in float32. Both operands are in shared memory."""
 
   def multiply(acc):
     plgpu.wgmma(acc, a, b)
@@ -294,7 +306,7 @@ def _product(shape, a, b):
 
 
 def tiled(shape, dtype):
-  """Shared memory in tiles of 8 rows of 128 bytes, swizzled, as copy engine and tensor core agree on."""
+  """Return shared memory in swizzled tiles of 8 rows of 128 bytes: the layout that copy engine and tensor core share."""
   columns = 128 // jnp.dtype(dtype).itemsize
   tiles = plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
   return plgpu.SMEM(shape, dtype, transforms=tiles)

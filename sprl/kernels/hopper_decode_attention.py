@@ -1,19 +1,19 @@
-"""Decode attention for NVIDIA Hopper: one Pallas Mosaic GPU program a row, kv head and split of the slots.
+"""Decode attention for NVIDIA Hopper, in Pallas Mosaic GPU: one program for each row, kv head and split of the slots.
 
-A decode step is bound by the bytes of its cache, so a program streams them once, through a ring of blocks that the copy engine
-fills, and everything else stays on the multiprocessor:
+The bytes of the cache bound a decode step. A program therefore reads them once, through a ring of blocks that the copy engine
+(TMA) fills. Everything else stays on the multiprocessor:
 
-    1. scores^T [block, 8] = k [block, D] @ q^T [D, 8]        slots are the tensor core's 64 rows, so no row of it is padding
-    2. running maximum and sum per query, over the slots        exp2 throughout: log2(e) is part of the factor on the scores
+    1. scores^T [block, 8] = k [block, D] @ q^T [D, 8]        slots are the tensor core's 64 rows: no row is padding
+    2. running maximum and sum of each query over the slots     exp2 everywhere: the scores' factor includes log2(e)
     3. out^T [D, 8] += v^T [D, block] @ p^T [block, 8]
 
-The G <= 8 queries of a group are the 8 columns of one product, and share the one read of the cache. FP8 codes become float16,
-which holds every e4m3 exactly: keys on their way through registers, values through shared memory, as only from there the tensor
-core reads a transposed operand.
+The G <= 8 queries of a group are the 8 columns of one product and share one read of the cache. FP8 codes are widened to float16,
+which holds every e4m3 number exactly. Keys are widened in registers. Values are widened into shared memory, because the tensor
+core reads a transposed operand only from there.
 
-Where rows and kv heads are too few to fill the device, each row's blocks are split between programs, whose outcomes `_merged`
-weighs by their log-sum-exp. The shares of the slots need the final sum: programs that return them do not split, and keep the
-scores in shared memory until the end.
+If rows and kv heads are too few to fill the device, several programs share the blocks of a row, and `_merged` combines their
+results by their log-sum-exp. The probabilities of the slots (`share`) need the final sum, so programs that return them do not
+split: they keep the scores in shared memory until the end.
 """
 
 import math
@@ -28,35 +28,35 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-QUERIES = 8  # columns of a tensor core product: its least, and the largest group taken
-BLOCK = 64  # slots a step; the tensor core's rows
-STAGES = 4  # blocks in flight, at most
-PROGRAMS = 264  # two a multiprocessor: fewer rows and kv heads than this are split
-SPLIT = 256  # slots a split has at least
-# Bytes of shared memory for a program where a multiprocessor holds three, two or one (228 KiB, less 1 KiB each), and the fewest
-# stages that make so many worth it: more programs hide more of what each waits for, but all share one ring's worth of memory.
+QUERIES = 8  # columns of a tensor core product: its minimum, and the largest group that the kernel takes
+BLOCK = 64  # slots per step: the tensor core's rows
+STAGES = 4  # maximum number of blocks in flight
+PROGRAMS = 264  # two per multiprocessor; with fewer rows times kv heads, rows are split
+SPLIT = 256  # minimum number of slots of a split
+# Bytes of shared memory per program if a multiprocessor holds three, two or one (228 KiB, less 1 KiB each), and the fewest stages
+# for which that many programs pay off: more programs hide more waiting time, but share the memory for their rings.
 SHARED = ((75 * 1024, 3), (113 * 1024, 2), (227 * 1024, 2))
-OVERHEAD = 4096  # bytes of it that Mosaic takes for reductions, barriers and alignment, at most
-LEAST = -1e30  # stands for -inf where -inf - -inf would be nan
+OVERHEAD = 4096  # upper bound on the bytes of shared memory that Mosaic uses for reductions, barriers and alignment
+LEAST = -1e30  # stands for -inf: -inf - -inf would be nan
 FP8 = jnp.float8_e4m3fn
 
 Shape = jax.ShapeDtypeStruct
-MATRIX = plgpu.Layout.WGMMA  # [64 n, 8 m], as the tensor core leaves it
-TRANSPOSED = plgpu.Layout.WGMMA_TRANSPOSED  # the same matrix, dealt out so that its transpose is read and written in vectors
+MATRIX = plgpu.Layout.WGMMA  # [64 n, 8 m]: the layout of the tensor core's results
+TRANSPOSED = plgpu.Layout.WGMMA_TRANSPOSED  # a layout in which the transposed matrix is read and written in vectors
 PER_QUERY = MATRIX.reduce(0)
 
 
 @dataclass(frozen=True)
 class Launch:
-  """How the kernel is laid out for a shape."""
+  """The kernel's launch parameters for a shape."""
 
-  stages: int  # blocks in flight; 0: not even two fit
+  stages: int  # blocks in flight; 0 if fewer than two fit
   splits: int  # programs that share a row's slots
-  shared: int  # bytes of shared memory a program
+  shared: int  # bytes of shared memory per program
 
 
 def launch(N: int, S: int, D: int, dtype: Any, share: bool, bias: bool) -> Launch:
-  """The layout for N rows times kv heads."""
+  """Return the launch parameters for N = rows times kv heads, S slots and heads of width D, stored in `dtype`."""
   size, padded = jnp.dtype(dtype).itemsize, _up(D, 64)
   stage = BLOCK * (D + padded) * size + (4 * QUERIES * BLOCK if bias else 0)
   widened = 2 * BLOCK * padded if size == 1 else 0
@@ -69,7 +69,7 @@ def launch(N: int, S: int, D: int, dtype: Any, share: bool, bias: bool) -> Launc
 
 
 def obstacle(q: Array | Shape, k: Array | Shape, bias: Array | Shape | None, share: bool) -> str | None:
-  """Why the kernel cannot take these arrays, of which only shapes and dtypes are looked at; None where it can."""
+  """Return why the kernel cannot take arrays of these shapes and dtypes, or None if it can."""
   (B, K, S, D), G = k.shape, q.shape[1] // k.shape[1]
   if q.dtype != jnp.bfloat16:
     return f'queries are {q.dtype}, not bfloat16'
@@ -78,11 +78,11 @@ def obstacle(q: Array | Shape, k: Array | Shape, bias: Array | Shape | None, sha
   if G > QUERIES:
     return f'{G} queries share a kv head, more than {QUERIES}'
   if not 64 <= D <= 256 or D * k.dtype.itemsize % 32:
-    return f'heads are {D} wide: not from 64 to 256, or no multiple of 32 bytes of the cache'
+    return f'heads are {D} wide: expected 64 to 256, and a multiple of 32 bytes in the cache'
   if S % 8:
-    return f'{S} slots are no multiple of 8'
+    return f'{S} slots are not a multiple of 8'
   if launch(B * K, S, D, k.dtype, share, bias is not None).stages == 0:
-    return f'the scores of {S} slots leave no shared memory for two blocks'
+    return f'the scores of {S} slots leave too little shared memory for two blocks'
   return None
 
 
@@ -96,9 +96,10 @@ def decode_attention(
   share: bool,
   interpret: Any = None,
 ) -> tuple[Float[Array, 'B H D'], Float[Array, 'B H'], Float[Array, 'B K S'] | None]:
-  """Output, log-sum-exp and, where asked for, each slot's probability averaged over its group; see the reference.
+  """Return output, log-sum-exp and, with `share`, the probability of each slot averaged over the group (else None).
 
-  `interpret`: plgpu.InterpretGPUParams() runs it on a CPU.
+  `sprl.kernels.decode_attention.decode_attention` describes the arguments. `interpret=plgpu.InterpretGPUParams()` runs the kernel
+  on a CPU.
   """
   (B, H, D), (K, S) = q.shape, k.shape[1:3]
   N, G, padded = B * K, H // K, _up(D, 64)
@@ -109,8 +110,8 @@ def decode_attention(
   unit = D**-0.5 * math.log2(math.e)
   factors = jnp.stack([k_scale * unit, jnp.float32(unit)]).astype(jnp.float32)
 
-  # Operands of one product are tiled alike: as wide as divides D, up to the 128 bytes of the widest swizzle. Values widened from
-  # FP8 are written here, so they can have the widest.
+  # Both operands of a product have the same tile width: the largest that divides D, up to the widest swizzle of 128 bytes. The
+  # kernel itself writes the values widened from FP8, so they can have the widest.
   narrow, wide = math.gcd(D, 64), 64 if quantised else math.gcd(D, 64)
   held = math.gcd(D, 128) if quantised else narrow
   scratch = {
@@ -133,7 +134,7 @@ def decode_attention(
     jax.ShapeDtypeStruct((N, _up(S, BLOCK)), jnp.float32) if share else None,
   ]
 
-  def hopper_decode_attention(*refs, **scratch):  # by this name profiles know the program
+  def hopper_decode_attention(*refs, **scratch):  # the program's name in profiles
     _program(*refs, **scratch, kv_heads=K, group=G, splits=plan.splits, stages=plan.stages)
 
   out, lse, shares = plgpu.kernel(
@@ -165,11 +166,11 @@ def _program(
   k_ref,  # [N, S, D]
   v_ref,  # [N, S, D]
   length_ref,  # [B]
-  factor_ref,  # [2]: from q . k, and from the bias, to the exponent of 2
+  factor_ref,  # [2]: factors of q . k and of the bias in the exponent of 2
   bias_ref,  # [N, G, S] or None
-  out_ref,  # [N, splits, D up to 64 n, 8], float32
+  out_ref,  # [N, splits, D rounded up to 64, 8], float32
   lse_ref,  # [N, splits, 8], base 2
-  share_ref,  # [N, S up to BLOCK n] or None
+  share_ref,  # [N, S rounded up to BLOCK] or None
   *,
   q_s,
   k_s,
@@ -189,12 +190,12 @@ def _program(
   stages,
 ):
   row, split = lax.axis_index('row'), lax.axis_index('split')
-  # A row that has ended may say one more slot than there are, as its next token has none.
+  # A finished row may have length S + 1: there is no slot for its next token.
   length = lax.min(length_ref[lax.div(row, jnp.int32(kv_heads))], jnp.int32(k_ref.shape[1]))
   k_factor, bias_factor = factor_ref[0], factor_ref[1]
   blocks = pl.cdiv(length, jnp.int32(BLOCK))
   first, last = lax.div(split * blocks, jnp.int32(splits)), lax.div((split + 1) * blocks, jnp.int32(splits))
-  # Past G, S and D the copy engine writes zeros. A start that is a constant would be held against those bounds when traced.
+  # The copy engine writes zeros past G, S and D. Tracing would check a constant start against these bounds and fail.
   start = lax.min(split, jnp.int32(0))
   queries, columns = pl.ds(start, QUERIES), pl.ds(start, v_s.shape[2])
 
@@ -216,7 +217,7 @@ def _program(
     plgpu.barrier_wait(k_came.at[stage])
     scores = _product((BLOCK, QUERIES), _keys(k_s.at[stage], q_s.dtype, wide_k), q_s.T) * k_factor
     if bias_s is not None:
-      beside = plgpu.load(bias_s.at[stage].T, layout=TRANSPOSED, optimized=False)  # 2 KiB: its bank conflicts cost little
+      beside = plgpu.load(bias_s.at[stage].T, layout=TRANSPOSED, optimized=False)  # 2 KiB: bank conflicts cost little
       scores += plgpu.layout_cast(beside, MATRIX) * bias_factor
     scores = jnp.where(_slots(j) < length, scores, -jnp.inf)
     if scores_s is not None:
@@ -231,7 +232,7 @@ def _program(
       values = wide_s
     plgpu.commit_smem()
     acc = acc * _rows(shrink, acc) + _product(acc.shape, values.T, p_s.T)
-    pl.when(j + stages < last)(partial(fetch, j + stages))  # into the stage that has just been read
+    pl.when(j + stages < last)(partial(fetch, j + stages))  # into the stage read in this step
     return acc, new_top, total * shrink + jnp.sum(p, axis=0)
 
   nothing = plgpu.layout_cast(jnp.zeros((v_s.shape[2], QUERIES), jnp.float32), MATRIX), _filled(LEAST), _filled(0.0)
@@ -255,7 +256,7 @@ def _program(
 
 
 def _product(shape, a, b):
-  """a @ b in float32; `a` is in shared memory or in registers, `b` in shared memory."""
+  """Return a @ b in float32. `a` is in shared memory or in registers, `b` in shared memory."""
 
   def multiply(acc):
     plgpu.wgmma(acc, a, b)
@@ -265,7 +266,10 @@ def _product(shape, a, b):
 
 
 def _keys(ref, dtype, wide_k):
-  """A block of keys as the left operand of a product in `dtype`; `wide_k`: the interpreter takes it from shared memory only."""
+  """Return a block of keys as the left operand of a product in `dtype`.
+
+  `wide_k` is shared memory for widened keys, in the interpreter only: it reads operands from shared memory only.
+  """
   if ref.dtype == dtype:
     return ref
   keys = _widened(ref, dtype)
@@ -277,12 +281,12 @@ def _keys(ref, dtype, wide_k):
 
 
 def _widened(ref, dtype):
-  """FP8 codes in shared memory as numbers in registers, in the layout of a left operand."""
+  """Return FP8 codes from shared memory as numbers in registers, in the layout of a left operand."""
   return plgpu.layout_cast(plgpu.load(ref, layout=plgpu.Layout.WGMMA_UPCAST_2X).astype(dtype), MATRIX)
 
 
 def _slots(j):
-  """[BLOCK, 8]: the slots of block j."""
+  """Return the slot numbers of block j, [BLOCK, 8]."""
   return plgpu.broadcasted_iota(jnp.int32, (BLOCK, QUERIES), 0, layout=MATRIX) + j * BLOCK
 
 
@@ -295,7 +299,7 @@ def _filled(value):
 
 
 def _merged(out: Float[Array, 'N P D G'], lse: Float[Array, 'N P G']) -> tuple[Float[Array, 'N G D'], Float[Array, 'N G']]:
-  """One output and natural log-sum-exp (-inf where nothing was seen) from those of P splits."""
+  """Merge the outputs and base-2 log-sum-exps of P splits into one output and one natural log-sum-exp (-inf for no slots)."""
   top = jnp.maximum(jnp.max(lse, axis=1, keepdims=True), LEAST)
   weight = jnp.exp2(lse - top)
   total = jnp.sum(weight, axis=1)
@@ -304,13 +308,13 @@ def _merged(out: Float[Array, 'N P D G'], lse: Float[Array, 'N P G']) -> tuple[F
 
 
 def _saturated(q, dtype):
-  """q in `dtype`; beyond float16's range (65,504, where attention is one-hot in any case) its largest number."""
+  """Cast q to `dtype`, clipped to its range: at float16's 65,504 attention is one-hot in any case."""
   limit = float(jnp.finfo(dtype).max)
   return jnp.clip(q.astype(jnp.float32), -limit, limit).astype(dtype)
 
 
 def _tiled(shape, dtype, columns):
-  """Shared memory in tiles of 8 rows, swizzled, as copy engine and tensor core agree on."""
+  """Return shared memory in swizzled tiles of 8 rows: the layout that copy engine and tensor core share."""
   swizzle = columns * jnp.dtype(dtype).itemsize
   tiles = plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(swizzle)  # pyright: ignore[reportAbstractUsage]
   return plgpu.SMEM(shape, dtype, transforms=tiles)

@@ -1,11 +1,11 @@
-"""What eviction does to a cache, for NVIDIA Hopper in Pallas Mosaic GPU: move what is kept, and compare keys with keys.
+"""The two operations of eviction for NVIDIA Hopper, in Pallas Mosaic GPU: move kept slots to the front, and compare keys.
 
-`compact` moves the kept slots of a row to its front, where they lie. A program owns a row and kv head of the keys or the values.
-When all its threads have read a group of kept slots, the copy engine writes it where it belongs, in one piece. Slot t comes from
-keep[t], which ascends, so keep[t] >= t: what is written of a group lies before all that later groups read.
+`compact` moves the kept slots of a row to its front, in place. One program moves the keys or the values of one row and kv head.
+All its threads read a group of kept slots. Then the copy engine (TMA) writes the group to its place, in one piece. Slot t comes
+from slot keep[t]. keep ascends, so keep[t] >= t, and a write never reaches slots that later groups still read.
 
-`similarity` compares 64 keys of a row and kv head with all of them, 64 at a time from a ring that the copy engine fills. Of a
-block of cosines only their sums and each key's newest near-duplicate leave the registers, so no [S, S] array exists anywhere.
+`similarity` compares 64 keys of a row and kv head with all keys, 64 at a time, from a ring that the copy engine fills. Only the
+sums of the cosines and each key's newest near-duplicate leave the registers. No [S, S] array exists.
 """
 
 import math
@@ -18,10 +18,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, Shaped
 
-THREADS = 128  # of a program that compacts
-GROUP = 8192  # bytes that are read before any are written, at most
-HELD = 32  # registers of a thread that hold them, at most; twice as many take three times as long to compile
-LINE = 16  # bytes, of which the copy engine moves a multiple
+THREADS = 128  # threads of a program of `compact`
+GROUP = 8192  # maximum bytes of a group of slots
+HELD = 32  # maximum registers per thread that hold a group; twice as many take three times as long to compile
+LINE = 16  # bytes; the copy engine moves multiples of it
 BLOCK = 64  # keys of a tensor core product
 STAGES = 3
 
@@ -32,11 +32,11 @@ Shape = jax.ShapeDtypeStruct
 
 
 def compaction_obstacle(k: Array | Shape, ordered: bool) -> str | None:
-  """Why `compact` cannot take such slots, of which only shape and dtype are looked at; None where it can."""
+  """Return why `compact` cannot move slots of this shape and dtype, or None if it can."""
   if not ordered:
     return 'kept slots are not in the order of their positions'
   if k.shape[-1] * k.dtype.itemsize % LINE:
-    return f'heads are {k.shape[-1]} wide in {k.dtype}, no multiple of {LINE} bytes'
+    return f'heads are {k.shape[-1]} wide in {k.dtype}, not a multiple of {LINE} bytes'
   return None
 
 
@@ -47,13 +47,16 @@ def compact(
   keep: Int[Array, 'R K N'],
   interpret: Any = None,
 ) -> tuple[Shaped[Array, 'B K S D'], Shaped[Array, 'B K S D']]:
-  """k, v with slots keep[r] of row rows[r] on the slots 0..N-1; see the reference. keep[r, h] must ascend."""
+  """Return k, v with slots keep[r] of row rows[r] moved to its slots 0..N-1. keep[r, h] must ascend.
+
+  `sprl.kernels.eviction.compact` describes the arguments. `interpret=plgpu.InterpretGPUParams()` runs the kernel on a CPU.
+  """
   (B, K, S, D), N = k.shape, keep.shape[-1]
   slots = [jax.new_ref(x.reshape(B * K, S, D)) for x in (k, v)]
   layout, registers = _spread(D, k.dtype.itemsize)
   size = min(GROUP // (D * k.dtype.itemsize), HELD // registers)  # slots of a group
 
-  def hopper_compact(k_ref, v_ref, rows_ref, keep_ref, *, group_s):  # by this name profiles know the program
+  def hopper_compact(k_ref, v_ref, rows_ref, keep_ref, *, group_s):  # the program's name in profiles
     entry = lax.axis_index('entry')
     row = rows_ref[lax.div(entry, jnp.int32(K))]
 
@@ -62,13 +65,13 @@ def compact(
 
       def group(i, _):
         first, half = i * size, lax.rem(i, jnp.int32(2))
-        # Past the end the last slot is read again, and not written.
+        # Past the end, the last slot is read again but not written.
         sources = [keep_ref[entry, lax.min(first + j, jnp.int32(N - 1))] for j in range(size)]
         kept = [plgpu.load(ref.at[place, source], layout=layout, optimized=False) for source in sources]
-        plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # for the group before the last, which lay here
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # waits for the group before the last, which used this half
         for j, numbers in enumerate(kept):
           group_s[half, j] = numbers
-        plgpu.commit_smem()  # and every thread has read the group
+        plgpu.commit_smem()  # also: every thread has read the group
 
         def put(count):
           plgpu.copy_smem_to_gmem(group_s.at[half, pl.ds(0, count)], ref.at[place, pl.ds(first, count)])
@@ -88,7 +91,7 @@ def compact(
     scratch_types={'group_s': plgpu.SMEM((2, size, D), k.dtype)},
     grid=(rows.shape[0] * K, 2),
     grid_names=('entry', 'store'),
-    # Threads wait for each other before the copies, and need not else: none reads what another writes.
+    # Threads synchronise before the copies. No other barrier is needed: no thread reads shared memory that another writes.
     compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, lowering_semantics=LANE),
     interpret=interpret,
   )(*slots, rows, keep.reshape(-1, N))
@@ -97,10 +100,11 @@ def compact(
 
 
 def _spread(D, itemsize):
-  """How threads hold a slot, and in how many registers each: a part of it where that comes out even, else each warp all of it.
+  """Return the layout of a slot in the threads' registers, and the number of registers per thread.
 
-  Then all four warps read the same lines: Mosaic (jax 0.12) lets no warp read a slot of its own. And its copy engine, which would
-  need no threads, fetches multiples of 128 bytes alone, with an arrival of all threads for each.
+  Each thread holds a part of the slot if D divides evenly. Otherwise each of the four warps holds the whole slot, and all four
+  read the same lines: Mosaic (jax 0.12) does not let warps read different slots. The copy engine could fetch slots without
+  threads, but only in multiples of 128 bytes and with one barrier arrival of all threads for each.
   """
   if D % THREADS == 0:
     return plgpu.Layout.WG_STRIDED((D,), vec_size=D // THREADS), -(-D * itemsize // (4 * THREADS))
@@ -112,13 +116,13 @@ def _spread(D, itemsize):
 
 
 def similarity_obstacle(k: Array | Shape) -> str | None:
-  """Why `similarity` cannot take such keys, of which only shape and dtype are looked at; None where it can."""
+  """Return why `similarity` cannot compare keys of this shape and dtype, or None if it can."""
   D = k.shape[-1]
   if k.dtype not in (jnp.bfloat16, jnp.float32):
     return f'keys are {k.dtype}, neither bfloat16 nor float32'
-  most = 256 if k.dtype == jnp.bfloat16 else 192  # of which three stages fit into shared memory
+  most = 256 if k.dtype == jnp.bfloat16 else 192  # the widest heads of which three stages fit into shared memory
   if D % 64 or most < D:
-    return f'heads are {D} wide in {k.dtype}, no multiple of 64 up to {most}'
+    return f'heads are {D} wide in {k.dtype}, not a multiple of 64 up to {most}'
   return None
 
 
@@ -129,9 +133,10 @@ def similarity(
   nearest_of_none: int,
   interpret: Any = None,
 ) -> Float[Array, 'R K S']:
-  """For each key the sum of its cosines with the other keys, less those that spare it; see the reference.
+  """Return, for each key, the sum of its cosines with the other keys, without the cosines of keys that spare it.
 
-  Products of bfloat16 keys are exact. Keys in float32 are taken as two bfloat16 numbers each, 16 bits together.
+  `sprl.kernels.eviction.similarity` describes the arguments; here they have R rows. Products of bfloat16 keys are exact. A
+  float32 key is the sum of two bfloat16 numbers, 16 bits together. `interpret=plgpu.InterpretGPUParams()` runs it on a CPU.
   """
   (R, K, S, D), padded = k.shape, -k.shape[2] % BLOCK
   wide = k.astype(jnp.float32)
@@ -139,7 +144,7 @@ def similarity(
   inverse = jnp.pad(inverse.reshape(R * K, S), ((0, 0), (0, padded)))
   high = k.astype(jnp.bfloat16)
   parts = [high] if k.dtype == jnp.bfloat16 else [high, (wide - high.astype(jnp.float32)).astype(jnp.bfloat16)]
-  # To the copy engine's tiles of 8 keys, of which Mosaic cuts none (jax 0.12).
+  # Padded to whole tiles of 8 keys: Mosaic (jax 0.12) does not clip the copy engine's tiles.
   parts = [jnp.pad(x.reshape(R * K, S, D), ((0, 0), (0, -S % 8), (0, 0))) for x in parts]
   P = len(parts)
   scratch = {
@@ -171,12 +176,12 @@ def similarity(
 
 
 def _compare(
-  k_refs,  # P of [N, S up to 8 n, D], which add up to the keys
-  inverse_ref,  # [N, S up to BLOCK n]: 1 / length of each key
+  k_refs,  # P arrays [N, S rounded up to 8, D] whose sum is the keys
+  inverse_ref,  # [N, S rounded up to BLOCK]: 1 / length of each key
   n_ref,  # [R]
-  total_ref,  # [N, S up to BLOCK n]
-  nearest_ref,  # as total_ref: the slot of the newest near-duplicate, -1 for none
-  cosine_ref,  # as total_ref: the cosine with it
+  total_ref,  # [N, S rounded up to BLOCK]
+  nearest_ref,  # shape of total_ref: slot of the newest near-duplicate, -1 for none
+  cosine_ref,  # shape of total_ref: cosine with the newest near-duplicate
   *,
   ours_s,
   theirs_s,
@@ -221,7 +226,7 @@ def _compare(
     newest = jnp.max(near, axis=1)
     theirs = jnp.sum(jnp.where(near == _columns(newest, shape), cosine, 0.0), axis=1)
     any_ = newest >= 0.0
-    plgpu.commit_smem()  # the lengths' reading comes before the next copy's writing
+    plgpu.commit_smem()  # lengths are read before the next copy overwrites them
     pl.when(j + STAGES < blocks)(lambda: fetch(j + STAGES))
     return total + jnp.sum(cosine, axis=1), jnp.where(any_, newest, nearest), jnp.where(any_, theirs, found)
 
@@ -234,7 +239,7 @@ def _compare(
 
 
 def _product(shape, ours, theirs):
-  """The sum of the parts' products, in float32, without that of the two smallest."""
+  """Return the product of two sums of parts in float32, without the product of the two small parts."""
 
   def multiply(acc):
     plgpu.wgmma(acc, ours[0], theirs[0].T)
@@ -250,6 +255,6 @@ def _columns(per_key, shape):
 
 
 def _tiled(shape):
-  """bfloat16 in shared memory in tiles of 8 rows of 128 bytes, swizzled, as copy engine and tensor core agree on."""
+  """Return bfloat16 shared memory in swizzled tiles of 8 rows of 128 bytes, which copy engine and tensor core share."""
   tiles = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
   return plgpu.SMEM(shape, jnp.bfloat16, transforms=tiles)

@@ -1,16 +1,16 @@
-"""The products of a mixture's experts in bfloat16 for NVIDIA Hopper, in Pallas Mosaic GPU: forwards, and both gradients.
+"""Matrix products of a mixture's experts in bfloat16 for NVIDIA Hopper, in Pallas Mosaic GPU: forward pass and both gradients.
 
-Tokens lie in n blocks of T, of which each meets one expert's weights; an expert's blocks follow each other. Every product is cut
-into tiles, whose sums in float32 stay in registers:
+Tokens are in n blocks of T. Each block is multiplied by one expert's weights, and the blocks of an expert are consecutive. Every
+product is cut into tiles; their float32 sums stay in registers:
 
     y[i]  [T, N] = x[i] @ w[e]^T               sum [64, T]   = w [64, 64] @ x [T, 64]^T, over K     tiles: blocks x rows of N
     dx[i] [T, K] = dy[i] @ w[e]                sum [64, T]   = w [64, 64]^T @ dy [T, 64]^T, over N  tiles: blocks x columns of K
     dw[e] [N, K] = sum over i of dy[i]^T x[i]  sum [64, 128] = dy [64, 64]^T @ x [64, 128], over e's tokens tiles: of all experts
 
-Weights are the 64 rows of a product, so that few tokens waste none. Programs walk through tiles, as many side by side as the
-device holds: one warpgroup copies, ahead of the others and across the end of a tile, into a ring of stages that they multiply.
-Tiles of one block follow each other, and then those of the next, which finds its expert's weights in the L2 cache where it has
-the same one. Blocks that are not in use are no one's tile; an expert without blocks has tiles of zeros.
+Weights are the 64 rows of a product, so few tokens leave no row unused. As many programs as the device holds walk through the
+tiles. In each, one warpgroup copies into a ring of stages. It runs ahead of the warpgroups that multiply, also across the end of
+a tile. The tiles of a block are consecutive. The next block, if it has the same expert, finds the weights in the L2 cache.
+Unused blocks have no tiles. An expert without blocks has tiles of zeros.
 """
 
 from collections.abc import Callable
@@ -26,43 +26,46 @@ from jaxtyping import Array, BFloat16, Float32, Int
 
 from sprl.kernels.hopper_block_matmul import MULTIPROCESSORS, OVERHEAD, ROWS, SHARED, STAGES, TOKENS, TRANSPOSED, tiled
 
-DEPTH = 64  # that a stage is summed over: a line of 128 bytes
-COLUMNS = 128  # of a tile of a weight's gradient, at most
+DEPTH = 64  # length of a stage's sum: a line of 128 bytes
+COLUMNS = 128  # maximum columns of a tile of a weight's gradient
 
 
 @dataclass(frozen=True)
 class Launch:
-  """How a product is laid out."""
+  """The launch parameters of a product."""
 
-  warpgroups: int  # that multiply; one more copies
-  products: int  # of 64 rows that each of them does a stage
-  columns: int  # of a tile
+  warpgroups: int  # warpgroups that multiply; one more copies
+  products: int  # products of 64 rows per warpgroup and stage
+  columns: int  # columns of a tile
   stages: int
   programs: int
 
   @property
   def rows(self) -> int:
-    """Of a tile."""
+    """Rows of a tile."""
     return self.warpgroups * self.products * ROWS
 
 
 def obstacle(shape: tuple[int, ...], dtype: Any, tokens: int) -> str | None:
-  """Why the kernels cannot multiply blocks of so many tokens by weights [.., N, K] in this dtype; None where they can."""
+  """Return why the kernels cannot multiply blocks of `tokens` tokens by weights [.., N, K] in `dtype`, or None if they can."""
   N, K = shape[-2:]
   if dtype != jnp.bfloat16:
     return f'the product is {jnp.dtype(dtype)}, not bfloat16'
   if tokens not in TOKENS:
-    return f'blocks are of {tokens} tokens, none of {", ".join(map(str, TOKENS))}'
-  if N % DEPTH or K % DEPTH:  # the copy engine's tiles, of which Mosaic cuts none
-    return f'weights are [{N}, {K}]: not multiples of {DEPTH}'
+    return f'blocks have {tokens} tokens, not one of {", ".join(map(str, TOKENS))}'
+  if N % DEPTH or K % DEPTH:  # Mosaic does not clip the copy engine's tiles
+    return f'weights are [{N}, {K}]: expected multiples of {DEPTH}'
   return None
 
 
 def launch(rows: int, columns: int, most: int, tiles: int) -> Launch:
-  """The layout of so many columns of tiles, each with all `rows`, `most` of them to a tile."""
+  """Return the launch parameters of a product with `tiles` columns of tiles.
+
+  Each tile is `columns` wide and has at most `most` of the `rows` rows.
+  """
   units = max(each for each in (1, 2, 4) if each == 1 or each * ROWS <= min(rows, most))
   warpgroups = min(units, 2)
-  resident = 1 if warpgroups > 1 else 2  # programs of a multiprocessor
+  resident = 1 if warpgroups > 1 else 2  # programs per multiprocessor
   room = SHARED[resident - 1] - OVERHEAD - 2 * warpgroups * columns * ROWS
   stages = min(STAGES, room // (2 * DEPTH * (units * ROWS + columns)))
   programs = min(tiles * -(-rows // (units * ROWS)), resident * MULTIPROCESSORS)
@@ -77,13 +80,13 @@ def grouped_matmul(
   back: bool = False,
   interpret: Any = None,
 ) -> BFloat16[Array, 'n T R']:
-  """Of the first `used` blocks x[i] @ w[expert[i]]^T, or `back`: x[i] @ w[expert[i]]; see the reference.
+  """Return x[i] @ w[expert[i]]^T for the first `used` blocks; with `back`, x[i] @ w[expert[i]]. Other blocks are undefined.
 
-  What comes out for the others may be anything.
+  `sprl.kernels.grouped_matmul.grouped_matmul` describes the arguments. `interpret=plgpu.InterpretGPUParams()` runs it on a CPU.
   """
   n, T, depth = x.shape
   rows = w.shape[2 if back else 1]
-  plan = launch(rows, T, 4 * T, n)  # of what a tile reads four fifths are weights
+  plan = launch(rows, T, 4 * T, n)  # four fifths of the bytes that a tile reads are weights
   across = -(-rows // plan.rows)
 
   def kernel(x_ref, w_ref, expert_ref, used_ref, y_ref, a_s, x_s, y_s, **barriers):
@@ -131,15 +134,18 @@ def grouped_outer(
   experts: int,
   interpret: Any = None,
 ) -> Float32[Array, 'X N K']:
-  """Of each expert the sum over its blocks of dy[i]^T @ x[i]; see the reference."""
+  """Return, for each expert, the sum over its blocks of dy[i]^T @ x[i].
+
+  `sprl.kernels.grouped_matmul.grouped_outer` describes the arguments. `interpret=plgpu.InterpretGPUParams()` runs it on a CPU.
+  """
   (n, T, N), K = dy.shape, x.shape[2]
   columns = COLUMNS if K % COLUMNS == 0 else DEPTH
   along = K // columns
-  part = min(T, DEPTH)  # tokens of one expert for certain: a stage is one, or pieces of several blocks
+  part = min(T, DEPTH)  # tokens that are surely of one expert; a stage has one part, or parts of several blocks
   pieces = DEPTH // part
   plan = launch(N, columns, 4 * ROWS, experts * along)
   across = -(-N // plan.rows)
-  # Where each expert's blocks end, and the next one's begin.
+  # ends[e]: the first block of expert e; ends[e + 1]: the block after its last.
   owner = jnp.where(jnp.arange(n) < used, expert, experts)
   ends = jnp.sum(owner[:, None] < jnp.arange(experts + 1), axis=0, dtype=jnp.int32)
 
@@ -154,7 +160,7 @@ def grouped_outer(
       first, last, row, column, _ = where
       for piece in range(pieces):
         token = first + step * DEPTH + piece * part
-        tokens = pl.ds(jnp.where(token < last, token, n * T), part)  # beyond the last of all lie zeros, for the copy engine
+        tokens = pl.ds(jnp.where(token < last, token, n * T), part)  # out of bounds the copy engine reads zeros
         here = stage, pl.ds(piece * part, part)
         plgpu.copy_gmem_to_smem(dy_ref.at[tokens, pl.ds(row, plan.rows)], a_s.at[here], came)
         plgpu.copy_gmem_to_smem(x_ref.at[tokens, pl.ds(column, columns)], x_s.at[here], came)
@@ -181,7 +187,7 @@ def grouped_outer(
 
 
 def _call(name, kernel, plan: Launch, copies, out, scratch, interpret):
-  kernel.__name__ = name  # by which profiles know the program
+  kernel.__name__ = name  # the program's name in profiles
   barriers = {
     'came': plgpu.Barrier(num_arrivals=copies, num_barriers=plan.stages),
     'free': plgpu.Barrier(num_arrivals=plan.warpgroups, num_barriers=plan.stages),
@@ -200,11 +206,12 @@ def _call(name, kernel, plan: Launch, copies, out, scratch, interpret):
 
 
 def _walk(plan: Launch, tiles, start: Callable, fetch: Callable, operands: Callable, write: Callable, *, came, free):
-  """This program's tiles, one after the other.
+  """Compute this program's tiles, one after the other.
 
-  start(tile) -> where, steps; fetch(where, step, stage, barrier) copies what a step multiplies;
-  operands(stage, rows) -> [64, 64] and [64, columns], multiplied by one warpgroup, which has these rows of the tile;
-  write(where, rows, sum [64, columns]).
+  start(tile) -> where, steps               the tile's place in the arrays, and its number of steps
+  fetch(where, step, stage, barrier)        copies the operands of a step into a stage
+  operands(stage, rows)                     returns [64, 64] and [64, columns]: a warpgroup's operands for these rows of the tile
+  write(where, rows, sum [64, columns])     writes the result
   """
   program, warpgroup = lax.axis_index('program'), lax.axis_index('warpgroup')
   count = lax.div(tiles - program + (plan.programs - 1), jnp.int32(plan.programs))
@@ -240,7 +247,7 @@ def _walk(plan: Launch, tiles, start: Callable, fetch: Callable, operands: Calla
           plgpu.barrier_wait(came.at[stage])
           for rows, total in zip(ours, sums, strict=True):
             plgpu.wgmma(total, *operands(stage, rows))
-          plgpu.wgmma_wait(plan.products)  # those of the step before are done, and its stage may be filled again
+          plgpu.wgmma_wait(plan.products)  # the products of the step before are done: its stage may be filled again
           pl.when(j > 0)(lambda: plgpu.barrier_arrive(free.at[lax.rem(done + j - 1, stages)]))
 
         lax.fori_loop(0, steps, step, None)

@@ -1,10 +1,10 @@
-"""Hidden states and a vocabulary to log-probs and entropies, without a [T, V] array of logits.
+"""Log-probs and entropies from hidden states and the head, without a [T, V] array of logits.
 
-Positions go through the head in chunks. The backward pass recomputes each chunk's logits from the saved log-normalisers, so at
-no time do more than `chunk` rows of logits exist. At temperature t the distribution is softmax(h @ W / t).
+Positions go through the head in chunks. The backward pass recomputes the logits of each chunk from the saved log-normalisers, so
+at most `chunk` rows of logits exist at a time. At temperature t the distribution is softmax(h @ W / t).
 
-On a mesh, positions come in shards S, which lie where their rows do, and the vocabulary is split: a chunk of every shard meets
-the parts of the vocabulary, never the other way round.
+On a mesh, positions come in shards S that lie with their rows, and the vocabulary is split. A chunk of every shard is sent to the
+parts of the vocabulary; the vocabulary never moves.
 """
 
 from functools import partial
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from sprl.parallel.rules import parts, shard
+from sprl.sharding.rules import parts, shard
 
 
 def linear_logprob(
@@ -24,17 +24,16 @@ def linear_logprob(
   chunk: int = 256,
   count: Int[Array, '*S'] | None = None,
 ) -> tuple[Float[Array, '*S T'], Float[Array, '*S T']]:
-  """log softmax(hidden @ head^T / temperature)[target] and the distribution's entropy, both float32, differentiable.
+  """Return log softmax(hidden @ head^T / temperature)[target] and the entropy (nats), float32, differentiable.
 
-  Where `count` is given, only the chunks that hold some shard's first `count` positions are computed, and the rest come out as
-  zeros; of one chunk all positions are computed.
+  With `count`, only chunks that hold one of a shard's first `count` positions are computed; other chunks give zeros.
   """
   *shards, T, E = hidden.shape
   chunk = min(chunk, T)
   pad = -T % chunk
   hidden = jnp.pad(hidden.reshape(-1, T, E), ((0, 0), (0, pad), (0, 0)))
   target = jnp.pad(target.reshape(-1, T), ((0, 0), (0, pad)))
-  counted = T if count is None or chunk == T else jnp.max(count)  # a loop over one chunk is none to XLA
+  counted = T if count is None or chunk == T else jnp.max(count)  # XLA removes a loop over one chunk
   chunks = jnp.asarray(counted + chunk - 1, jnp.int32) // chunk
   found = _chunked(hidden, shard(head, 'vocab', None), target, chunks, temperature, chunk)
   logp, entropy = (x[:, :T].reshape(*shards, T) for x in found)
@@ -42,13 +41,13 @@ def linear_logprob(
 
 
 def reference(hidden, head, target, temperature=1.0):
-  """The same from whole logits: the definition, for tests."""
+  """Compute log-probs and entropies from whole logits: the definition, for tests."""
   logp = jax.nn.log_softmax(hidden.astype(jnp.float32) @ head.astype(jnp.float32).T / temperature)
   return jnp.take_along_axis(logp, target[:, None], 1)[:, 0], -jnp.sum(jnp.exp(logp) * logp, axis=-1)
 
 
 def _rows(i, chunk, hidden, *numbers):
-  """Chunk i of the shards' hidden states and of what is known of each, as they meet the vocabulary."""
+  """Return chunk i of the hidden states and of the numbers beside them, laid out as they meet the vocabulary."""
   parts = (jax.lax.dynamic_slice_in_dim(_at_home(x), i * chunk, chunk, axis=1) for x in (hidden, *numbers))
   h, *numbers = map(_at_home, parts)
   return shard(h, 'gathered_rows', None, None), *[shard(x, 'gathered_rows', None) for x in numbers]
@@ -60,7 +59,7 @@ def _logits(h, head, temperature):
 
 
 def _is(target, V):
-  """[S, C, V]: where the target is. Compared, not looked up: an index into a split vocabulary would be sent to all its parts."""
+  """Return a one-hot mask [S, C, V] of the target. An index into a split vocabulary would be sent to all its parts."""
   return target[..., None] == jnp.arange(V, dtype=target.dtype)
 
 
@@ -69,13 +68,13 @@ def _placed(whole, new, i, chunk):
 
 
 def _at_home(x):
-  """[S, ...], each shard's where its rows lie."""
+  """Lay [S, ...] out so that each shard lies with its rows."""
   return shard(x, 'rows', *[None] * (x.ndim - 1))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5))
 def _chunked(hidden, head, target, chunks, temperature, chunk):
-  """[S, T, E] hidden states, of which `chunks` chunks count -> [S, T] log-probs and entropies."""
+  """Return log-probs and entropies [S, T] of hidden states [S, T, E]; only the first `chunks` chunks are computed."""
   return _forward(hidden, head, target, chunks, temperature, chunk)[0]
 
 
@@ -112,7 +111,8 @@ def _backward(temperature, chunk, saved, cotangents):
     dhead = dhead + jax.lax.dot_general(*apart, (((1,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32)
     return _placed(dhidden, d @ narrow, i, chunk), shard(dhead, 'gathered_rows', 'vocab', None)
 
-  groups = parts('gathered_rows', hidden.shape[0])  # each sums up its own, and all of them once, after the last chunk
+  # Each group of rows sums its own gradient. The groups are summed once, after the last chunk.
+  groups = parts('gathered_rows', hidden.shape[0])
   start = jnp.zeros_like(hidden), jnp.zeros((groups, *head.shape), jnp.float32)
   dhidden, dhead = jax.lax.fori_loop(0, chunks, body, start)
   return dhidden, shard(jnp.sum(dhead, axis=0), 'vocab', None).astype(head.dtype), None, None

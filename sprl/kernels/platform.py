@@ -1,4 +1,4 @@
-"""What the machine at hand does natively, and which program computes an operation that has a kernel beside its reference."""
+"""Device capabilities, and the choice between a GPU kernel and its reference."""
 
 import logging
 import platform
@@ -10,71 +10,71 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from sprl.parallel.rules import shared
-from sprl.settings import Kernels, SettingsError
+from sprl.config import Kernels, SettingsError
+from sprl.sharding.rules import shared
 
-HOPPERS = re.compile(r'\bG?H(100|200|800|20)\b')  # in a device's name
+HOPPERS = re.compile(r'\bG?H(100|200|800|20)\b')  # matches the names of Hopper devices
 
 
 def compute_dtype(name: str):
-  """The dtype of a `model.dtype` setting. `auto` is bfloat16 wherever it is multiplied in hardware, else float32."""
+  """Return the dtype of a `model.dtype` setting. `auto` is bfloat16 where hardware multiplies it, else float32."""
   if name != 'auto':
     return jnp.dtype(name)
   return jnp.dtype('bfloat16' if native_bfloat16() else 'float32')
 
 
 def native_bfloat16() -> bool:
-  """Whether the default device multiplies bfloat16 faster than float32: GPUs, TPUs, and CPUs with AMX or AVX512-BF16."""
+  """Whether the default device multiplies bfloat16 faster than float32: a GPU, a TPU, or a CPU with AMX or AVX512-BF16."""
   if jax.default_backend() != 'cpu':
     return True
-  if platform.machine() == 'arm64':  # Apple's cores have the instructions, XLA's CPU backend does not use them
+  if platform.machine() == 'arm64':  # XLA's CPU backend does not use the instructions of Apple's cores
     return False
   cpuinfo = Path('/proc/cpuinfo')
   return cpuinfo.exists() and any(flag in cpuinfo.read_text() for flag in ('amx_bf16', 'avx512_bf16'))
 
 
 def hopper() -> bool:
-  """Whether what is traced is for a GPU of NVIDIA's Hopper generation, which the Mosaic kernels are written for."""
+  """Whether the program being traced is for an NVIDIA Hopper GPU, the target of the Mosaic kernels."""
   if (meant := _meant()) is not None:
     return HOPPERS.search(meant.device_kind) is not None
   return jax.default_backend() == 'gpu' and getattr(jax.devices()[0], 'compute_capability', '').startswith('9.')
 
 
 def on_gpu() -> bool:
-  """Whether what is traced is for a GPU: the default device, or those that the mesh in use has, here or not."""
+  """Whether the program being traced is for a GPU: the default device, or the devices of the mesh in use."""
   return jax.default_backend() == 'gpu' or _meant() is not None
 
 
 def _meant():
-  """What a mesh of GPUs says of its devices; None where no such mesh is in use. Compile-only devices are known by it alone."""
+  """Return the abstract device of the mesh in use if it is a GPU, else None. Compile-only devices are known only this way."""
   device = jax.sharding.get_abstract_mesh().abstract_device
   return device if device is not None and device.platform == 'gpu' else None
 
 
 def can_run(kernels: Kernels) -> bool:
-  """Whether kernels run under the setting `kernels`, where shapes allow it."""
+  """Whether the setting `kernels` lets kernels run, shapes permitting."""
   return kernels == 'mosaic_gpu' or (kernels == 'auto' and hopper())
 
 
 def check_device(kernels: Kernels) -> None:
-  """Says in the log that references run, where no operation will say it for itself: on what is no GPU.
+  """Log once that references run, on a device that is not a GPU; on a GPU each operation logs its own choice.
 
-  Raises SettingsError where kernels are forced on a device that has none.
+  Raises SettingsError if kernels are forced on a device without them.
   """
   kind = jax.devices()[0].device_kind
   if kernels == 'mosaic_gpu' and not hopper():
-    raise SettingsError(
-      f"config.model.kernels = 'mosaic_gpu': {kind} is no GPU of the Hopper generation; expected 'auto' or 'reference'"
-    )
+    raise SettingsError(f"config.model.kernels = 'mosaic_gpu': expected 'auto' or 'reference': {kind} is not a Hopper GPU")
   if not on_gpu():
-    _note(f'the references run where there are kernels for GPUs: this device is a {kind}')
+    _note(f'reference implementations run in place of GPU kernels: the device is {kind}')
 
 
 def chosen(operation: str, kernels: Kernels, obstacle: Callable[[], str | None], library: str = '') -> bool:
-  """Whether the kernel computes `operation`, under the setting `kernels`; `obstacle` is why it cannot, None where it can.
+  """Return whether the kernel of `operation` runs under the setting `kernels`, and log the choice once on a GPU.
 
-  Raises SettingsError where the kernel is forced and cannot. On a GPU one line in the log says which runs, and why.
-  A `library`, by name, in the kernel's place has no interpreter: nothing forces it, and it runs on GPUs alone.
+  `obstacle()` returns the reason why the kernel cannot run, or None. `library` names a library operation that stands in for a
+  kernel. Library operations run on GPUs only, and `kernels` cannot force them elsewhere.
+
+  Raises SettingsError if the kernel is forced and cannot run.
   """
   kernels = 'auto' if library and kernels == 'mosaic_gpu' else kernels
   if kernels == 'reference' or (kernels == 'auto' and not on_gpu()):
@@ -84,17 +84,19 @@ def chosen(operation: str, kernels: Kernels, obstacle: Callable[[], str | None],
     _note(f'{operation}: {library or "the Mosaic GPU kernel"} runs')
     return True
   if kernels == 'mosaic_gpu':
-    raise SettingsError(f"config.model.kernels = 'mosaic_gpu': the kernel of {operation} cannot run: {reason}")
-  _note(f'{operation}: the reference runs, as {reason}')
+    raise SettingsError(
+      f"config.model.kernels = 'mosaic_gpu': expected 'auto' or 'reference': the kernel of {operation} cannot run: {reason}"
+    )
+  _note(f'{operation}: the reference runs, because {reason}')
   return False
 
 
 def _obstacle(of_operation: Callable[[], str | None]) -> str | None:
-  """XLA would not split a kernel, but gather all that goes into it on every device."""
-  return 'it is not divided between the devices that share it' if shared() else of_operation()
+  # XLA does not split a kernel over devices: it would gather the inputs on every device.
+  return 'it is not split between the devices that share it' if shared() else of_operation()
 
 
 @cache
 def _note(line: str) -> None:
-  """Logs a line the first time only: operations are chosen anew in every layer and compilation."""
+  """Log a line the first time only: every layer and compilation chooses its operations again."""
   logging.getLogger(__name__).info(line)

@@ -1,1 +1,1 @@
-"""Train state, packing, dense scoring, the jitted update."""
+"""The learner: packing, dense scoring, the jitted update, the optimiser, the train state."""

@@ -1,80 +1,125 @@
-"""The learner's state and the optimiser that moves it."""
+"""The train state: created, placed on the devices, and moved by one guarded optimiser step."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
-from sprl.learner.moments import scale_by_adam
+from sprl.model import HOST
 from sprl.models.transformer import Params
-from sprl.settings import Optimizer
+from sprl.sharding.mesh import replicated
+from sprl.sharding.rules import shard
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-  """All that an update changes, and all that a checkpoint must hold of the learner."""
+  """Everything that an update changes, and that a checkpoint holds of the learner."""
 
-  params: Params  # master weights
+  params: Params  # master weights, or adapters
   opt_state: Any
   version: Int[Array, '']  # finished updates
-  skipped: Int[Array, '']  # updates left out because their gradient was not finite
-  bad_streak: Int[Array, '']  # of those, the latest in a row
+  skipped: Int[Array, '']  # updates left out because the gradient or the loss was not finite
+  bad_streak: Int[Array, '']  # the latest consecutive ones of them
 
   @classmethod
   def create(cls, params: Params, optimizer: optax.GradientTransformation, places: 'TrainState | None' = None) -> 'TrainState':
-    """The state before the first update, moved to `places`, a state of shardings; moments are made there at once."""
+    """Return the state before the first update, on the shardings in `places`. Moments are created in their place."""
     zero = jnp.zeros((), jnp.int32)
     init = optimizer.init if places is None else jax.jit(optimizer.init, out_shardings=places.opt_state)
-    state = cls(params, init(params), zero, zero + 0, zero + 0)
+    # Distinct buffers, each of which can be donated.
+    state = cls(params=params, opt_state=init(params), version=zero, skipped=zero + 0, bad_streak=zero + 0)
     return state if places is None else jax.device_put(state, places)
 
 
-def schedule(settings: Optimizer, updates: int) -> optax.Schedule:
-  """Learning rate by update: linear warm-up, then constant, or down to `final_fraction` of the peak after the last update."""
-  peak, warm = settings.learning_rate, settings.warmup_steps
-  left = max(updates - warm, 1)
-  after = {
-    'constant': optax.constant_schedule(peak),
-    'linear': optax.linear_schedule(peak, peak * settings.final_fraction, left),
-    'cosine': optax.cosine_decay_schedule(peak, left, settings.final_fraction),
-  }[settings.schedule]
-  return optax.join_schedules([optax.linear_schedule(peak / (warm + 1), peak, warm), after], [warm]) if warm else after
+def abstract_state(params: Params, optimizer: optax.GradientTransformation, offload: bool = False) -> TrainState:
+  """Return shapes and shardings of the train state of `params`, a tree of arrays or of ShapeDtypeStruct with shardings.
+
+  Moments of the optimiser lie where their weights do, or with `offload` in the pinned memory of the host. Leaves of another
+  shape than their weight are replicated.
+  """
+  everywhere = replicated(jax.tree.leaves(params)[0].sharding.mesh)
+
+  def whole(leaf) -> Any:
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=everywhere)
+
+  state = jax.eval_shape(partial(TrainState.create, optimizer=optimizer), params)
+
+  def moment(leaf, p):
+    if leaf.shape != p.shape:
+      return whole(leaf)
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=p.sharding.with_memory_kind(HOST) if offload else p.sharding)
+
+  opt_state = optax.tree_map_params(optimizer, moment, state.opt_state, params, transform_non_params=whole)
+  scalar = whole(state.version)
+  return TrainState(params=params, opt_state=opt_state, version=scalar, skipped=scalar, bad_streak=scalar)
 
 
-def clipped(limit: float) -> optax.GradientTransformationExtraArgs:
-  """optax.clip_by_global_norm, for gradients whose norm may be known already: `update(gradients, state, params, norm=norm)`."""
+def guarded_step(
+  state: TrainState,
+  optimizer: optax.GradientTransformationExtraArgs,
+  gradient: Params,
+  loss: Float[Array, ''],
+  microbatches: Int[Array, ''],
+) -> tuple[TrainState, dict[str, Array]]:
+  """Take one step of the optimiser, and return the new state and `update/` metrics. For use inside a jitted function.
 
-  def init(params):
-    return optax.EmptyState()
+  If the gradient or the loss is not finite, weights and moments stay as they are and the update is counted as skipped. With no
+  microbatch they stay too: momentum and weight decay would otherwise move the weights.
+  """
+  norm = optax.tree.norm(gradient)
+  finite = jnp.isfinite(norm) & jnp.isfinite(loss)
+  moments = jax.tree.map(lambda leaf: _in_space(leaf, jax.memory.Space.Device), state.opt_state)
 
-  def update(updates, state, params=None, *, norm=None, **_):
-    scale = jnp.minimum(1, limit / (optax.tree.norm(updates) if norm is None else norm))
-    return optax.tree.scale(scale, updates), state
+  def step(params, opt_state, gradient):
+    updates, stepped = optimizer.update(gradient, opt_state, params, norm=norm)
+    stepped = optax.tree_map_params(optimizer, _replicate_factors, stepped, params)
+    return optax.apply_updates(params, updates), stepped
 
-  return optax.GradientTransformationExtraArgs(init, update)
+  def skip(params, opt_state, _):
+    return params, opt_state
+
+  taken = finite & (microbatches > 0)
+  before = state.params, moments
+  if any(_space(leaf) != jax.memory.Space.Device for leaf in jax.tree.leaves(state.opt_state)):
+    # `where`, so that offloaded moments stream past the device one by one.
+    params, opt_state = jax.tree.map(partial(jnp.where, taken), step(*before, gradient), before)
+  else:  # `lax.cond`, not `where`, so that XLA can update weights and moments in place
+    params, opt_state = jax.lax.cond(taken, step, skip, *before, gradient)
+
+  skipped = (~finite).astype(jnp.int32)
+  bad_streak = (state.bad_streak + 1) * skipped
+  state = TrainState(
+    params=params,
+    opt_state=jax.tree.map(lambda new, old: _in_space(new, _space(old)), opt_state, state.opt_state),
+    version=state.version + 1,
+    skipped=state.skipped + skipped,
+    bad_streak=bad_streak,
+  )
+  return state, {
+    'update/loss': loss,
+    'update/grad_norm': norm,
+    'update/skipped': skipped,
+    'update/bad_streak': bad_streak,
+  }
 
 
-def make_optimizer(settings: Optimizer, updates: int) -> optax.GradientTransformationExtraArgs:
-  """The optax chain: clip by global norm, then the named optimiser. Weight decay spares vectors (norms, biases)."""
-  rate = schedule(settings, updates)
-  moments = jnp.dtype(settings.moment_dtype)
-  s = settings
+def _replicate_factors(moment: Array, p: Array) -> Array:
+  """Replicate a moment that is a factor of one (adafactor), as `abstract_state` places it.
 
-  def matrices(params):
-    return jax.tree.map(lambda p: p.ndim > 1, params)
+  XLA would lay it out like its gradient, and the next update would be compiled again for another input sharding.
+  """
+  return moment if moment.shape == p.shape else shard(moment, *[None] * moment.ndim)
 
-  adam, by_rate = scale_by_adam(s.b1, s.b2, s.eps, moments), optax.scale_by_learning_rate(rate)
-  step = {
-    'adamw': lambda: optax.chain(adam, optax.add_decayed_weights(s.weight_decay, matrices), by_rate),
-    'adam': lambda: optax.chain(adam, by_rate),
-    'lion': lambda: optax.lion(rate, s.b1, s.b2, mu_dtype=moments, weight_decay=s.weight_decay, mask=matrices),
-    'sgd': lambda: optax.sgd(rate),
-    'adafactor': lambda: optax.chain(  # its own decay would be by update, whatever the learning rate
-      optax.adafactor(), optax.add_decayed_weights(-s.weight_decay, matrices), optax.scale_by_learning_rate(rate, flip_sign=False)
-    ),
-  }[settings.name]()
-  return optax.chain(clipped(s.clip_norm), step) if s.clip_norm > 0 else optax.with_extra_args_support(step)
+
+def _space(leaf: Array) -> Any:
+  """Return the jax.memory.Space of an array in a traced function: the device's or the host's."""
+  return jax.typeof(leaf).memory_space
+
+
+def _in_space(leaf: Array, space) -> Array:
+  return leaf if _space(leaf) == space else jax.device_put(leaf, space)

@@ -1,1 +1,1 @@
-"""The policy network; it asks a memory for attention and knows nothing of caches."""
+"""The policy network. Attention is an argument, so the network does not know about caches."""

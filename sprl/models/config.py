@@ -1,8 +1,8 @@
-"""The shape of a model, read from a Hugging Face config.json; what the network cannot do right is refused by name.
+"""Sizes and variants of a model, read from a Hugging Face config.json. Features that the network does not compute are errors.
 
-One network covers five families: Llama, Qwen2 and Qwen2.5 (biases on q, k and v), Qwen3 (norms on q and k), and of the last
-two also those with a mixture of experts. Their config.json files share their keys. Files of transformers 4 (`rope_theta`,
-`rope_scaling`, `num_experts`) and 5 (`rope_parameters`, `num_local_experts`) are read.
+One network covers five families: Llama, Qwen2 and Qwen2.5 (biases on q, k and v), Qwen3 (norms on q and k), and the
+mixture-of-experts versions of Qwen2 and Qwen3. Their config.json files share their keys. Both the keys of transformers 4
+(`rope_theta`, `rope_scaling`, `num_experts`) and of transformers 5 (`rope_parameters`, `num_local_experts`) are read.
 """
 
 import dataclasses
@@ -24,7 +24,7 @@ ARCHITECTURES: dict[Family, str] = {
   'qwen3_moe': 'Qwen3MoeForCausalLM',
 }
 
-# Keys that change the computation, with the only value that this network computes.
+# Keys that change the computation, each with the only value that the network supports.
 _ONLY = {
   'hidden_act': 'silu',
   'attention_bias': False,
@@ -54,29 +54,29 @@ _ROPE_REQUIRED = {
 
 
 class ConfigError(ValueError):
-  """A config.json that this network cannot honour; the message names its key, its value and what is accepted."""
+  """A config.json that the network does not support. The message names the key, its value and the accepted values."""
 
 
 @dataclass(frozen=True)
 class Experts:
-  """The mixtures of experts of a model: in `layers`, each in place of an MLP."""
+  """The sizes of a model's mixtures of experts."""
 
   count: int  # X
-  chosen: int  # experts that a token goes through
+  chosen: int  # experts that a token uses
   width: int  # F of an expert
-  normalised: bool  # the weights of the chosen experts sum to 1; else they are what the router gives them among all
-  layers: tuple[int, ...]
-  shared_width: int = 0  # F of the expert that every token goes through besides; 0: there is none
+  normalised: bool  # the gates of the chosen experts sum to 1; else they are the router's probabilities among all experts
+  layers: tuple[int, ...]  # layers with experts instead of an MLP
+  shared_width: int = 0  # F of the shared expert, which every token uses; 0: none
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-  """A decoder's sizes and variants. Hashable, so that it can be static under jit; `raw` takes no part in equality."""
+  """A decoder's sizes and variants. It is hashable, so it can be a static argument of jit. Equality ignores `raw`."""
 
   family: Family
   vocab_size: int  # V
   hidden_size: int  # E
-  intermediate_size: int  # F, of layers without experts
+  intermediate_size: int  # F of layers without experts
   num_layers: int  # L
   num_heads: int  # H
   num_kv_heads: int  # K
@@ -91,13 +91,13 @@ class ModelConfig:
   eos_token_ids: tuple[int, ...]
   bos_token_id: int | None
   pad_token_id: int | None
-  raw: Mapping[str, Any] = field(compare=False, repr=False)  # config.json as read, for the export
+  raw: Mapping[str, Any] = field(compare=False, repr=False)  # config.json as read, for exports
 
   @classmethod
   def from_json(cls, raw: Mapping[str, Any]) -> 'ModelConfig':
-    """The config that config.json's dictionary describes.
+    """Return the config described by the dictionary of a config.json.
 
-    Raises ConfigError: unknown architecture or rope type, a missing or impossible size, a feature that is not computed.
+    Raises ConfigError for an unknown architecture or rope type, a missing or impossible size, or an unsupported feature.
     """
     family = _family(raw)
     for key, accepted in _ONLY.items():
@@ -108,7 +108,7 @@ class ModelConfig:
 
     hidden_size, num_heads = _size(raw, 'hidden_size'), _size(raw, 'num_attention_heads')
     if raw.get('head_dim') is None and family != 'qwen3' and hidden_size % num_heads:
-      raise ConfigError(f'config.json: hidden_size = {hidden_size} is no multiple of num_attention_heads = {num_heads}')
+      raise ConfigError(f'config.json: hidden_size = {hidden_size}; accepted: a multiple of num_attention_heads = {num_heads}')
     config = cls(
       family=family,
       vocab_size=_size(raw, 'vocab_size'),
@@ -140,7 +140,10 @@ class ModelConfig:
 
   @classmethod
   def read(cls, folder: str | Path) -> 'ModelConfig':
-    """The config of a Hugging Face folder. Raises ConfigError, also where the file is missing or is not JSON."""
+    """Return the config of a Hugging Face folder.
+
+    Raises ConfigError as `from_json`, and if the file is missing or is not JSON.
+    """
     path = Path(folder) / 'config.json'
     try:
       raw = json.loads(path.read_text(encoding='utf-8'))
@@ -154,11 +157,11 @@ class ModelConfig:
 
 
 def tiny(family: Family, **changes: Any) -> ModelConfig:
-  """A small config of a family for tests; `changes` are config.json keys (`tiny('llama', num_hidden_layers=3)`)."""
+  """Return a small config for tests. `changes` are keys of config.json, as in `tiny('llama', num_hidden_layers=3)`."""
   raw = {
     'architectures': [ARCHITECTURES[family]],
     'model_type': family,
-    'vocab_size': 259,  # as `sprl.io.tokenizer.write_tiny`: 3 specials and 256 bytes
+    'vocab_size': 259,  # 3 special tokens and 256 bytes, as in `sprl.io.tokenizer.write_tiny`
     'hidden_size': 64,
     'intermediate_size': 96,
     'num_hidden_layers': 2,
@@ -181,12 +184,12 @@ def tiny(family: Family, **changes: Any) -> ModelConfig:
   if family == 'qwen2_moe':
     raw |= {'shared_expert_intermediate_size': 48, 'qkv_bias': True}
   if unknown := set(changes) - set(raw) - set(_ONLY) - {'rope_parameters', 'layer_types'}:
-    raise ConfigError(f'tiny: {sorted(unknown)} are no keys of config.json; accepted: {sorted(raw)}')
+    raise ConfigError(f'tiny: {sorted(unknown)} are not keys of config.json; accepted: {sorted(raw)}')
   return ModelConfig.from_json(raw | changes)
 
 
 def as_ids(value: Any) -> tuple[int, ...]:
-  """The token ids of a field that Hugging Face files hold as nothing, one number or a list. Raises ConfigError: anything else."""
+  """Return the token ids of a field that is null, a number or a list of numbers. Raises ConfigError for anything else."""
   ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
   if not all(isinstance(i, int) and i >= 0 for i in ids):
     raise ConfigError(f'eos_token_id or pad_token_id = {value!r}; accepted: a number, 0 or more, or a list of them')
@@ -225,7 +228,7 @@ def _flag(raw: Mapping[str, Any], key: str, default: bool) -> bool:
 
 
 def _experts(raw: Mapping[str, Any], family: Family) -> Experts | None:
-  """The experts of a family that has them: in every `decoder_sparse_step`-th layer but for those of `mlp_only_layers`."""
+  """Return the experts of a mixture-of-experts family: every `decoder_sparse_step`-th layer, except `mlp_only_layers`."""
   if not family.endswith('_moe'):
     return None
   names = [key for key in ('num_experts', 'num_local_experts') if raw.get(key) is not None]
@@ -242,8 +245,8 @@ def _experts(raw: Mapping[str, Any], family: Family) -> Experts | None:
   sparse = tuple(i for i in range(layers) if (i + 1) % step == 0 and i not in plain)
   if not sparse:
     raise ConfigError(
-      f'config.json: decoder_sparse_step = {step} and mlp_only_layers = {plain!r} leave none of {layers} layers experts; '
-      f'accepted: such a model as {family.removesuffix("_moe")}'
+      f'config.json: decoder_sparse_step = {step} and mlp_only_layers = {plain!r} give none of the {layers} layers experts; '
+      f'accepted: values that give one layer experts, or model_type {family.removesuffix("_moe")!r}'
     )
   shared = _size(raw, 'shared_expert_intermediate_size') if family == 'qwen2_moe' else 0
   width = _size(raw, 'moe_intermediate_size')
@@ -251,7 +254,7 @@ def _experts(raw: Mapping[str, Any], family: Family) -> Experts | None:
 
 
 def _rope(raw: Mapping[str, Any]) -> Rope:
-  """The rotary settings: transformers 5's `rope_parameters`, or `rope_theta` and `rope_scaling` before it."""
+  """Return the rotary settings: `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` of transformers 4."""
   section = 'rope_parameters' if raw.get('rope_parameters') else 'rope_scaling'
   if not isinstance(raw.get(section) or {}, Mapping):
     raise ConfigError(f'config.json: {section} = {raw[section]!r}; accepted: an object, or null')
@@ -272,7 +275,7 @@ def _rope(raw: Mapping[str, Any]) -> Rope:
       _positive(f'{section}.{key}', value)
 
   if kind in ('llama3', 'yarn'):
-    # A top-level value wins, then the section's own, then the model's length: the order of transformers.
+    # The order of transformers: a top-level value first, then the section's own, then the model's length.
     length = raw.get('original_max_position_embeddings') or given.get('original_max_position_embeddings')
     given['original_max_position_embeddings'] = length or raw.get('max_position_embeddings')
     _size(given, 'original_max_position_embeddings')

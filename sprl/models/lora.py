@@ -1,10 +1,10 @@
-"""LoRA (arXiv 2106.09685): the network stays as it is, and what is trained beside it are two thin matrices a linear.
+"""LoRA (arXiv 2106.09685): the network's weights are frozen, and two thin matrices are trained for each adapted linear layer.
 
     y = x W^T + alpha / rank * (x A^T) B^T,   A [rank, in] uniform in +-1 / sqrt(in),   B [out, rank] 0
 
-The adapters are a params tree of their own, {'layers': {0: {'attention': {'q': {'a': A, 'b': B}, ...: it alone has gradients
-and moments, and is what a checkpoint holds. `Base.under` joins it to the frozen weights: a params tree like any other, in which
-the kernel of an adapted linear is a `LowRank` (sprl/quant/dot.py).
+The adapters are a params tree of their own, {'layers': {0: {'attention': {'q': {'a': A, 'b': B}, ... Only they have gradients
+and moments, and only they are in a checkpoint. `Base.under` joins them to the frozen weights. The result is a params tree in
+which the kernel of an adapted layer is a `LowRank` (sprl/quant/dot.py).
 """
 
 import zlib
@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
+from sprl.config import LINEARS, Lora, SettingsError
 from sprl.models import transformer
 from sprl.models.config import ModelConfig
 from sprl.models.transformer import Params
-from sprl.parallel.transfer import fetch
 from sprl.quant.dot import LowRank
-from sprl.settings import LINEARS, Lora, SettingsError
+from sprl.sharding.transfer import fetch
 
 
 @jax.tree_util.register_dataclass
@@ -31,15 +31,15 @@ class Base:
 
   params: Params
   scale: float = field(metadata={'static': True})  # alpha / rank
-  fingerprint: str = field(default='', metadata={'static': True})  # of the weights, by which adapters know theirs
+  fingerprint: str = field(default='', metadata={'static': True})  # identifies the weights that adapters belong to
 
   def under(self, adapters: Params) -> Params:
-    """The network with these adapters on it; nothing is copied."""
+    """Return the weights of the network with these adapters. Nothing is copied."""
     return _joined(self.params, adapters, self.scale)
 
 
 def network(trained: Params, base: Base | None) -> Params:
-  """The network's weights: those that are trained themselves, or the frozen ones under them."""
+  """Return the network's weights: `trained`, or with a base the frozen weights under the trained adapters."""
   return trained if base is None else base.under(trained)
 
 
@@ -53,9 +53,9 @@ def _joined(frozen: dict[Any, Any], adapters: dict[Any, Any], scale: float) -> d
 
 
 def abstract_adapters(config: ModelConfig, lora: Lora, dtype=jnp.float32) -> Params:
-  """The adapters' shapes as a nested dict of ShapeDtypeStruct.
+  """Return the adapters' shapes as a nested dict of ShapeDtypeStruct.
 
-  Raises SettingsError where a target is no linear of every layer's attention or MLP.
+  Raises SettingsError if a layer has no linear with the name of a target.
   """
 
   def pair(kernel):
@@ -66,12 +66,12 @@ def abstract_adapters(config: ModelConfig, lora: Lora, dtype=jnp.float32) -> Par
 
 
 def adapter_axes(config: ModelConfig, lora: Lora) -> Params:
-  """The name of each axis of each adapter, in the same tree: the rank is an axis of its own, the others are the kernel's."""
+  """Return the axis names of each adapter in the same tree. The rank is an axis of its own, the others are the kernel's."""
   return _of_targets(transformer.logical_axes(config), lora, lambda axes: {'a': ('rank', axes[1]), 'b': (axes[0], 'rank')})
 
 
 def init_adapters(config: ModelConfig, lora: Lora, key: Array, dtype=jnp.float32) -> Params:
-  """Adapters that change nothing yet."""
+  """Return new adapters. They change nothing, because B is 0."""
   leaves, tree = jax.tree_util.tree_flatten_with_path(abstract_adapters(config, lora, dtype))
 
   def init(path, leaf, key):
@@ -82,14 +82,14 @@ def init_adapters(config: ModelConfig, lora: Lora, key: Array, dtype=jnp.float32
 
 
 def _of_targets(params: Params, lora: Lora, pair) -> Params:
-  """`pair` of each targeted kernel, in the params' tree without the rest."""
+  """Return `pair(kernel)` of each targeted kernel, in a tree of the targeted kernels only."""
   adapters = {}
   for i, layer in params['layers'].items():
     parts = {part: dict(_linears(layer[part])) for part in ('attention', 'mlp')}
     there = [name for linears in parts.values() for name in linears]
     if unknown := [name for name in lora.targets if name not in there]:
       raise SettingsError(
-        f'config.lora.targets = {lora.targets}: layer {i} of this model has no linear {unknown[0]!r}; it has {", ".join(there)}'
+        f'config.lora.targets = {lora.targets}: layer {i} has no linear {unknown[0]!r}; expected {", ".join(there)}'
       )
     chosen = {part: {n: pair(w) for n, w in linears.items() if n in lora.targets} for part, linears in parts.items()}
     adapters[i] = {part: linears for part, linears in chosen.items() if linears}
@@ -97,24 +97,24 @@ def _of_targets(params: Params, lora: Lora, pair) -> Params:
 
 
 def _linears(part: Params) -> Iterator[tuple[str, jax.ShapeDtypeStruct | tuple[str, ...]]]:
-  """(name, kernel or its axes' names) of a block's linears."""
+  """Yield (name, kernel or its axis names) of a block's linear layers."""
   for name, leaf in part.items():
     kernel = leaf.get('kernel', ()) if isinstance(leaf, dict) else ()
     if name in LINEARS and len(getattr(kernel, 'shape', kernel)) == 2:
       yield name, kernel
 
 
-# --- which weights they are ------------------------------------------------------------------------------------------
+# --- fingerprint -----------------------------------------------------------------------------------------------------
 
 
 def fingerprint(params: Params) -> str:
-  """Eight digits that other weights would not have, on any mesh and in any dtype that they may have been loaded in."""
+  """Return eight hex digits that identify the weights, independent of the mesh and of the dtype they were loaded in."""
   return f'{zlib.crc32(fetch(_sums(params)).tobytes()):08x}'
 
 
 @jax.jit
 def _sums(params):
-  """Of each leaf, in bfloat16, the sum of its numbers' bits: whole numbers, whose order of summation does not matter."""
+  """Return each leaf's sum of bfloat16 bit patterns. Integer sums do not depend on the order of summation."""
 
   def total(w):
     return jnp.sum(jax.lax.bitcast_convert_type(w.astype(jnp.bfloat16), jnp.uint16).astype(jnp.uint32), dtype=jnp.uint32)

@@ -1,30 +1,32 @@
-"""A mixture of experts: each token goes through the few MLPs that its router chooses, and none is dropped.
+"""Mixture of experts: each token uses the few MLPs that its router chooses. No token is dropped.
 
     probabilities [N, X]  ->  chosen [N, k], gates [N, k]  ->  sum over k of gate * expert(x)
 
-The N * k assignments are laid, expert by expert, into blocks of C rows, of which an expert gets as many as it needs. The products
-that are asked for are done, and no others. Worked example, three tokens, two of three experts each, C = 2:
+The N * k assignments are sorted by expert into blocks of C rows. An expert gets as many blocks as it needs, so only the
+products that are needed are computed. Worked example, three tokens, two of three experts each, C = 2:
 
     chosen    0 2   2 0   2 1
     blocks    expert 0: tokens 0, 1     expert 1: token 2, nothing     expert 2: tokens 0, 1     expert 2: token 2, nothing
 
-Where a kernel multiplies all blocks together (`runs`: bfloat16 on a Hopper GPU), each product of the mixture is one call of it,
-forwards and backwards. What all blocks hold is there at one time then, of n * C rows, which are up to N * k + X * C: the inputs
-[n, C, E] and two products of them [n, C, F]; backwards the rows of dy too, and four arrays [n, C, F]; and weights that are kept
-in float32 are cast whole. So are FP8 codes multiplied, by a kernel of their own or its reference, and have no backward pass.
-Elsewhere a loop runs over the blocks that are filled, and holds one block's activations at a time, forwards and backwards.
+Where a grouped kernel runs (`runs`: bfloat16 on a Hopper GPU), each product of the mixture is one kernel call over all blocks,
+forward and backward. Temporary memory then covers all blocks: n * C rows, at most N * k + X * C. The forward pass holds the
+inputs [n, C, E] and two products [n, C, F]. The backward pass adds the rows of dy and four arrays [n, C, F], and casts float32
+weights as a whole. FP8 codes take the same path, with a kernel of their own or its reference, and have no backward pass.
+Elsewhere a loop runs over the filled blocks and holds the activations of one block at a time, forward and backward.
 
-`jax.lax.ragged_dot` would be the one-line way, but XLA makes a masked product for every expert of it, on CPUs and GPUs alike:
+`jax.lax.ragged_dot` would be one line, but on CPUs and GPUs XLA turns it into a masked product for every expert;
 benchmarks/mixture.py measures both. Compiled for an H200, its first product of 4,096 tokens through 8 of 128 experts, 2,048 wide,
 takes 16 GiB of temporaries.
 
-On a mesh each device of the `expert` axis has some of the experts, and each of `tensor` a part of every one's F. Tokens go to
-their experts by one all-gather over `expert`: of 8 experts in 128 on 8 devices a token has some on five or six of them, so that
-sending it to those alone would save little, and would need room for as many tokens as might come. What each device's experts
-say comes back as a sum, of which a device gets its own tokens' part. Experts are gathered over fsdp as other weights are, and
-over `expert` never.
+On a mesh each device of the `expert` axis has some of the experts, and each of `tensor` a part of every expert's F. One
+all-gather over `expert` brings tokens to their experts. With 8 of 128 experts on 8 devices, a token has experts on five or six
+devices, so sending it only to those would save little and would need room for the worst case. The outputs of each device's
+experts are summed by a reduce-scatter that leaves each device its own tokens. Experts are gathered over fsdp like other
+weights, and never over `expert`.
 
     x [N/8, E] -> all-gather -> [N, E] -> own experts -> [N, E] -> reduce-scatter -> [N/8, E]
+
+Letters: N tokens, k experts of a token, X experts, E model width, F expert width, n blocks of C rows, M = N * k assignments.
 """
 
 from dataclasses import replace
@@ -35,42 +37,45 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int
 
+from sprl.config import UNQUANTISED, Kernels, Quant, SettingsError
 from sprl.kernels.grouped_matmul import grouped_matmul, grouped_outer, runs
 from sprl.models.config import ModelConfig
-from sprl.parallel.rules import KEPT, apart, joined, local, number, parts, summed, total
 from sprl.quant import fp8
 from sprl.quant.block import FORMATS, BlockScaled, Emulated
 from sprl.quant.dot import dot, grouped_dot
-from sprl.settings import UNQUANTISED, Kernels, Quant, SettingsError
+from sprl.sharding.rules import KEPT, apart, joined, local, number, parts, summed, total
 
 Weights = dict[str, Any]  # gate and up [X, F, E], down [X, E, F]: arrays, or quantised weights with a leading axis X
 AXES = {'gate': ('expert', 'mlp', 'embed'), 'up': ('expert', 'mlp', 'embed'), 'down': ('expert', 'embed', 'mlp')}
 ROUTER = 'router', 'embed'
 ROWS = 'rows', None
-BLOCKS = 8, 128  # rows of a block, at least and at most
+BLOCKS = 8, 128  # fewest and most rows of a block
 
 
 class Blocks(NamedTuple):
-  """Which assignments each block holds. There are n blocks of C rows, the first `used` of them filled."""
+  """The assignments of each block. There are n blocks of C rows, of which the first `used` are filled."""
 
-  assignment: Int[Array, 'n C']  # into the N * k; N * k where the row is empty
-  expert: Int[Array, ' n']
+  assignment: Int[Array, 'n C']  # index of the row's assignment; M: an empty row
+  expert: Int[Array, ' n']  # expert of each block
   used: Int[Array, '']
-  place: Int[Array, ' M']  # of each assignment, the row among all n * C; n * C where its expert is not here
+  place: Int[Array, ' M']  # row of each assignment among all n * C; n * C: its expert is on another device
 
 
 def probabilities(x: Float[Array, '*B E'], router: Float[Array, 'X E']) -> Float32[Array, '*B X']:
-  """The router's distribution over all experts."""
+  """Return the router's distribution over all experts."""
   return jax.nn.softmax(dot(x, router, ROUTER).astype(jnp.float32))
 
 
-def likeliest(probabilities: Float32[Array, 'B T X'], count: int) -> Int[Array, 'B T k']:
-  """So many experts of each token; found where its row lies, as XLA would gather all rows for it."""
+def top_experts(probabilities: Float32[Array, 'B T X'], count: int) -> Int[Array, 'B T k']:
+  """Return the `count` most likely experts of each token. `local`, because XLA would gather all rows for a top-k."""
   return local(lambda here: jax.lax.top_k(here, count)[1], ((*ROWS, None),), (*ROWS, None))(probabilities)
 
 
 def gates(probabilities: Float32[Array, '*B X'], chosen: Int[Array, '*B k'], normalised: bool) -> Float32[Array, '*B k']:
-  """The weights of the chosen experts: their probabilities among all, which are what a gradient reaches the router by."""
+  """Return the weights of the chosen experts: their probabilities, through which gradients reach the router.
+
+  `normalised`: the weights of a token sum to 1.
+  """
   weights = jnp.take_along_axis(probabilities, chosen, axis=-1)
   return weights / jnp.sum(weights, axis=-1, keepdims=True) if normalised else weights
 
@@ -82,20 +87,20 @@ def mixture(
   gates: Float32[Array, 'N k'],
   kernels: Kernels = 'auto',
 ) -> Float[Array, 'N E']:
-  """The sum of the chosen experts' outputs by their gates, in float32 over k, in x's dtype.
+  """Return the sum over k of gate * expert(x), summed in float32, in x's dtype.
 
-  A number that is none of these X experts' adds nothing: of experts that lie on several devices, each sees its own from 0 on.
-  Quantised weights are multiplied as `dot` does, and not differentiated. `kernels`: what multiplies.
+  An index outside of 0..X-1 adds nothing: each device numbers its own experts from 0 and ignores the others. Quantised weights
+  are multiplied as in `dot` and cannot be differentiated. `kernels` selects the implementation of the products.
   """
   return _mixture(weights, x, chosen, gates, kernels)
 
 
 def blocks(chosen: Int[Array, 'N k'], experts: int) -> Blocks:
-  """The assignments in blocks. C is about an expert's share of them: few blocks, of which few are half empty."""
+  """Sort the assignments into blocks. C is about an expert's share of them, which gives few blocks and few empty rows."""
   N, k = chosen.shape
   M, (least, most) = N * k, BLOCKS
   C = min(max(1 << max(M // experts - 1, 0).bit_length(), least), most)
-  n = M // C + min(experts, M)  # at most one block of each expert is not full
+  n = M // C + min(experts, M)  # each expert has at most one block that is not full
   flat = jnp.where((chosen >= 0) & (chosen < experts), chosen, experts).reshape(M)
   sizes = jnp.bincount(flat, length=experts)
   filled = -(-sizes // C)
@@ -112,19 +117,19 @@ def blocks(chosen: Int[Array, 'N k'], experts: int) -> Blocks:
   )
 
 
-@jax.checkpoint  # cheap to compute again: the backward pass keeps its inputs, not its float32 intermediates
-def gated(gate: Float[Array, '*B M'], up: Float[Array, '*B M']) -> Float[Array, '*B M']:
-  """silu(gate) * up, computed in float32."""
+@jax.checkpoint  # saves the inputs, not the float32 intermediates, which are cheap to recompute
+def gated(gate: Float[Array, '*B F'], up: Float[Array, '*B F']) -> Float[Array, '*B F']:
+  """Return silu(gate) * up, computed in float32."""
   return (jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate.dtype)
 
 
 def _expert(weights: Weights, x: Float[Array, '*B C E'], gate: Float32[Array, '*B C'], product=dot) -> Float[Array, '*B C E']:
-  """What one expert adds to its tokens."""
+  """Return the gated output of one expert for its tokens."""
   out = product(gated(product(x, weights['gate']), product(x, weights['up'])), weights['down'])
   return (out.astype(jnp.float32) * gate[..., None]).astype(x.dtype)
 
 
-# The gates are in here, and each block is computed again for its gradient, so that nothing between x and the sum is kept.
+# The gates are applied inside and the backward pass recomputes each block, so nothing between x and the sum is saved.
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _mixture(weights: Weights, x, chosen, gates, kernels: Kernels):
   spread = apart('rows', len(x), by='expert')
@@ -143,8 +148,8 @@ def _forward(weights, x, chosen, gates, kernels):
 def _backward(kernels, saved, dy):
   weights, x, chosen, gates = saved
   spread = apart('rows', len(x), by='expert')
-  if parts('rows', len(x)) < parts('rows', 0):  # 0 are split as often as can be
-    raise ValueError(f'{len(x)} tokens are no multiple of the devices that share them out, which a gradient needs')
+  if parts('rows', len(x)) < parts('rows', 0):  # 0 rows divide by every axis
+    raise ValueError(f'{len(x)} tokens; a gradient needs a multiple of {parts("rows", 0)}, the devices that split rows')
 
   def own(kept, *rows):
     weights, (x, chosen, gates, dy) = _together(kept, rows, spread)
@@ -162,13 +167,14 @@ def _backward(kernels, saved, dy):
 _mixture.defvjp(_forward, _backward)
 
 
-# --- each device with its experts ------------------------------------------------------------------------------------
+# --- experts on a mesh -----------------------------------------------------------------------------------------------
 
 
 def check_split(config: ModelConfig, expert: int, tensor: int, where: str, quant: Quant = UNQUANTISED) -> None:
-  """Raises SettingsError where the model's experts cannot be split so; `where` names the setting that says how.
+  """Raise SettingsError if the mesh axes `expert` and `tensor` cannot split the model's experts.
 
-  A device's part of an expert must be whole blocks of FP8: a block's scale is that of its largest number.
+  `where` is the name of the setting that describes the mesh. A device's part of an expert must consist of whole FP8 blocks,
+  because a block's scale comes from its largest number.
   """
   experts = config.experts
   if experts is None:
@@ -182,13 +188,13 @@ def check_split(config: ModelConfig, expert: int, tensor: int, where: str, quant
   part, block = experts.width // tensor, max(FORMATS[quant.format][:3])
   if tensor > 1 and part % block and 'w8a8' in quant.sampler and not AXES.keys() <= set(quant.skip_names):
     raise SettingsError(
-      f'{where}: tensor = {tensor} leaves a device {part} of the {experts.width} of an expert; expected a multiple of {block}, '
-      f'a block of config.quant.format = {quant.format!r}, where experts are FP8'
+      f"{where}: tensor = {tensor} gives a device {part} of an expert's width {experts.width}; expected a multiple of {block}, "
+      f'a block of config.quant.format = {quant.format!r}, if experts are FP8'
     )
 
 
 def _names(weights: Weights) -> Weights:
-  """The names of the axes of weights in whichever form. Scales are not split by their columns of E, which experts use whole."""
+  """Return the axis names of plain or quantised weights. Scales are not split along E, because experts use all of it."""
 
   def of(w, names):
     match w:
@@ -202,14 +208,14 @@ def _names(weights: Weights) -> Weights:
 
 
 def _together(weights: Weights, rows, spread: bool):
-  """A device's experts, whole but for what `tensor` splits, and the tokens of all devices that have the others'."""
+  """Return a device's experts, gathered over fsdp, and with `spread` the tokens of all devices of the `expert` axis."""
   x = rows[0]
 
   def whole(w, names):
     if 'embed' not in names or w.shape[names.index('embed')] == x.shape[-1]:
       return w
     codes = w.dtype == jnp.float8_e4m3fn
-    sent = fp8.to_bytes(w) if codes else w.astype(x.dtype)  # cast first, so that no more is sent than is used
+    sent = fp8.to_bytes(w) if codes else w.astype(x.dtype)  # cast before the gather, which then moves fewer bytes
     sent = joined(sent, 'embed', names.index('embed'))
     return fp8.from_bytes(sent) if codes else sent
 
@@ -222,21 +228,21 @@ def _own_blocks(weights: Weights, chosen) -> Blocks:
 
 
 def _back(y, spread: bool):
-  """What all devices' experts, and all parts of them, say of a device's own tokens."""
+  """Sum the outputs of all devices' experts, and of all parts of them, for a device's own tokens."""
   return total(summed(y, 'expert', 0) if spread else total(y, 'expert'), 'mlp')
 
 
-# --- one device ------------------------------------------------------------------------------------------------------
+# --- experts on one device -------------------------------------------------------------------------------------------
 
 
 def _at_once(weights: Weights, x, blocks: Blocks, kernels: Kernels) -> bool:
-  """Whether all blocks are multiplied together. FP8 codes always are, by whatever multiplies them."""
+  """Return whether all blocks are multiplied in one call. FP8 codes always are, by the kernel or its reference."""
   C = blocks.assignment.shape[1]
   return all(isinstance(w, BlockScaled) or runs(jax.tree.leaves(w)[0].shape, x.dtype, C, kernels) for w in weights.values())
 
 
 def _summed_blocks(weights: Weights, x, gates, blocks: Blocks, kernels: Kernels):
-  """What these experts say of each token."""
+  """Return the sum of these experts' gated outputs for each token."""
 
   def body(i, y):
     expert, *inputs = _block(i, weights, x, gates, blocks)
@@ -251,7 +257,7 @@ def _summed_blocks(weights: Weights, x, gates, blocks: Blocks, kernels: Kernels)
 
 
 def _gradients(weights: Weights, x, gates, dy, blocks: Blocks, kernels: Kernels):
-  """Of the weights, in float32, of x and of the gates."""
+  """Return the gradients of the weights (float32), of x and of the gates."""
 
   def body(i, carry):
     dx, dgates, dweights = carry
@@ -271,7 +277,10 @@ def _gradients(weights: Weights, x, gates, dy, blocks: Blocks, kernels: Kernels)
 
 
 def _gradients_at_once(weights: Weights, x, gates, dy, blocks: Blocks, kernels: Kernels):
-  """The same, all blocks together. What a gate multiplies is not computed again: its gradient is h . (down^T dy) as well."""
+  """Return `_gradients`, with all blocks in one call.
+
+  The output that a gate multiplies is not recomputed: the gate's gradient is also h . (down^T dy).
+  """
   product = partial(grouped_matmul, expert=blocks.expert, used=blocks.used, kernels=kernels)
   outer = partial(grouped_outer, expert=blocks.expert, used=blocks.used, experts=_count(weights), kernels=kernels)
   tokens, gate = blocks.assignment // gates.shape[1], _rows(gates.reshape(-1), blocks.assignment)[..., None]
@@ -287,13 +296,13 @@ def _gradients_at_once(weights: Weights, x, gates, dy, blocks: Blocks, kernels: 
   }
   dx = product(dgate, w['gate'], back=True) + product(dup, w['up'], back=True)
   dgates = jnp.sum(hidden * ungated, axis=-1)
-  # XLA would go on with dx, and put the weights' gradients off: it would keep the blocks of all layers for them.
+  # Without the barrier XLA continues with dx and delays the weights' gradients, which keeps the blocks of all layers alive.
   dweights, dx = jax.lax.optimization_barrier((dweights, dx))
   return dweights, _summed(dx, blocks, x), _rows(dgates.reshape(-1), blocks.place).reshape(gates.shape)
 
 
 def _block(i, weights, x, gates, blocks: Blocks):
-  """The weights of block i's expert, and the tokens and gates of its rows; 0 in those that are empty."""
+  """Return the weights of block i's expert, and the tokens and gates of its rows (0 in empty rows)."""
   rows = _at(blocks.assignment, i)
   return _of_expert(weights, blocks.expert[i]), _rows(x, rows // gates.shape[1]), _rows(gates.reshape(-1), rows)
 
@@ -303,13 +312,13 @@ def _rows(x, rows):
 
 
 def _summed(y, blocks: Blocks, x):
-  """Each token's sum over its k rows of the blocks."""
+  """Return each token's sum over its k rows of the blocks."""
   rows = _rows(y.reshape(-1, x.shape[-1]), blocks.place).reshape(len(x), -1, x.shape[-1])
   return jnp.sum(rows, axis=1, dtype=jnp.float32).astype(x.dtype)
 
 
 def _of_expert(weights: Weights, expert: Int[Array, '']) -> Weights:
-  """One expert's weights. FP8 codes are moved as bytes: see `fp8.to_bytes`."""
+  """Return one expert's weights. FP8 codes are moved as bytes, see `fp8.to_bytes`."""
 
   def leaf(w):
     return fp8.from_bytes(_at(fp8.to_bytes(w), expert)) if w.dtype == jnp.float8_e4m3fn else _at(w, expert)

@@ -1,90 +1,99 @@
-"""Who has a say in which experts a token goes through, and who takes note of it (fp8_rollouts 6).
+"""Routes, the experts of each token: replay of recorded ones, and how evenly they spread tokens (docs/methods/fp8.md, eq. 11).
 
-The network asks its memory for attention; a memory that is `Routed` is also told what the router thinks, and answers with the
-experts to go through. Those are the router's own choice, or those of a record where there is one (router replay).
+Each layer with experts asks `replayed` which experts its tokens use. `Routing` is the auxiliary result of a forward pass.
+
+Letters: B rows, T tokens, X experts of a layer, M layers with experts, k experts of a token.
 """
 
-import dataclasses
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Float32, Int
+from jaxtyping import Array, Bool, Float32, Int
 
-from sprl.models.memory import Memory
-
-MISSING = -1  # of a record: the token goes where the router sends it
+MISSING = -1  # in recorded routes: the router chooses
 
 
 class Balance(NamedTuple):
-  """How tokens were spread over the experts: sums over tokens, for each of the M layers that have experts."""
+  """How tokens were spread over the experts: sums over tokens, for each of the M layers with experts."""
 
-  load: Float32[Array, 'M X']  # tokens that went through each
-  probability: Float32[Array, 'M X']  # of each, by the router
-  entropy: Float32[Array, ' M']  # of the router's distribution, in nats
-  assigned: Float32[Array, ' M']  # experts that were to be gone through
-  tokens: Float32[Array, ' M']
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Routed:
-  """A memory with records of routes beside it: one that is followed, and the one that comes of it."""
-
-  inner: Memory
-  given: Int[Array, 'B T M k'] | None = None  # the experts to go through; MISSING where the router is to choose
-  real: Bool[Array, 'B T'] | None = None  # tokens, not padding, which no balance counts; None: all are
-  taken: tuple[Int[Array, 'B T k'], ...] = ()  # of the layers so far
-  seen: tuple[Balance, ...] = ()  # of each, without its leading axis
-
-  def attend(self, layer: int, q: Float[Array, 'B T H D'], k: Float[Array, 'B T K D'], v: Float[Array, 'B T K D']):
-    """As the memory inside."""
-    out, inner = self.inner.attend(layer, q, k, v)
-    return out, dataclasses.replace(self, inner=inner)
-
-  def route(self, probabilities: Float32[Array, 'B T X'], chosen: Int[Array, 'B T k']) -> tuple[Int[Array, 'B T k'], 'Routed']:
-    """The record's experts where it has any, else the router's."""
-    if self.given is not None:
-      given = self.given[:, :, len(self.taken)].astype(chosen.dtype)
-      chosen = jnp.where(jnp.all(given >= 0, axis=-1, keepdims=True), given, chosen)
-    seen = _balance(probabilities, chosen, self.real)
-    return chosen, dataclasses.replace(self, taken=(*self.taken, chosen), seen=(*self.seen, seen))
-
-  @property
-  def routes(self) -> Int[Array, 'B T M k']:
-    """The experts that the tokens went through, in as few bytes as their number allows."""
-    X = self.seen[0].load.shape[-1]
-    return jnp.stack(self.taken, axis=2).astype(record_dtype(X))
-
-  @property
-  def balance(self) -> Balance | None:
-    """How they were spread; None where no layer has experts."""
-    return Balance(*map(jnp.stack, zip(*self.seen))) if self.seen else None
+  load: Float32[Array, 'M X']  # tokens that used each expert
+  probability: Float32[Array, 'M X']  # router's probability of each expert
+  entropy: Float32[Array, ' M']  # entropy of the router's distribution, in nats
+  assigned: Float32[Array, ' M']  # assignments of a token to an expert
+  tokens: Float32[Array, ' M']  # tokens
 
 
-def record_dtype(experts: int):
-  """What a record of experts is held in: their numbers, and MISSING."""
+class LayerRouting(NamedTuple):
+  """The routes of one layer and their balance. The arrays of `balance` have no leading axis."""
+
+  chosen: Int[Array, 'B T k']
+  balance: Balance
+
+
+class Routing(NamedTuple):
+  """The routes of a forward pass and their balance. Both are None if no layer has experts."""
+
+  routes: Int[Array, 'B T M k'] | None = None  # dtype `route_dtype`
+  balance: Balance | None = None
+
+  @classmethod
+  def of(cls, layers: Sequence[LayerRouting]) -> 'Routing':
+    """Stack the routes and balances of the layers with experts."""
+    if not layers:
+      return cls()
+    X = layers[0].balance.load.shape[-1]
+    routes = jnp.stack([each.chosen for each in layers], axis=2).astype(route_dtype(X))
+    return cls(routes, Balance(*map(jnp.stack, zip(*(each.balance for each in layers)))))
+
+
+def replayed(chosen: Int[Array, 'B T k'], routes: Int[Array, 'B T k'] | None) -> Int[Array, 'B T k']:
+  """Return the experts of recorded `routes` where they are not MISSING, else those that the router chose."""
+  if routes is None:
+    return chosen
+  routes = routes.astype(chosen.dtype)
+  return jnp.where(jnp.all(routes >= 0, axis=-1, keepdims=True), routes, chosen)
+
+
+def balance_of(
+  probabilities: Float32[Array, 'B T X'], chosen: Int[Array, 'B T k'], mask: Bool[Array, 'B T'] | None = None
+) -> Balance:
+  """Return the balance of one layer, without a leading axis, over the tokens of `mask` (None: all tokens)."""
+  real = jnp.ones(chosen.shape[:2]) if mask is None else mask.astype(jnp.float32)
+  weight = jnp.broadcast_to(real[..., None], chosen.shape)
+  return Balance(
+    load=jnp.zeros(probabilities.shape[-1]).at[chosen.reshape(-1)].add(weight.reshape(-1)),
+    probability=jnp.einsum('btx,bt->x', probabilities, real),
+    entropy=jnp.sum(_entropy(jax.lax.stop_gradient(probabilities)) * real),
+    assigned=jnp.sum(weight),
+    tokens=jnp.sum(real),
+  )
+
+
+def route_dtype(experts: int):
+  """Return the smallest integer dtype that holds the numbers of so many experts, and MISSING."""
   return jnp.dtype(jnp.int8 if experts <= 128 else jnp.int16)
 
 
 def balance_loss(balance: Balance) -> Float32[Array, '']:
-  """X * sum over experts of (share of the assignments) * (mean probability), mean over layers: 1 where all get the same.
+  """Return X * sum over experts of (share of the assignments) * (mean probability), averaged over layers.
 
-  Switch Transformer (arXiv 2101.03961) equations 4 to 6, with top-k assignments; of one layer transformers' is k times as much.
-  A gradient comes through the probabilities alone.
+  It is 1 if all experts get the same. Switch Transformer (arXiv 2101.03961) equations 4 to 6, with top-k assignments; for one
+  layer the loss of transformers is k times as large. The gradient goes through the probabilities only.
   """
   mean = balance.probability / jnp.maximum(balance.tokens, 1)[:, None]
   return mean.shape[-1] * jnp.mean(jnp.sum(jax.lax.stop_gradient(_shares(balance)) * mean, axis=-1))
 
 
 def balance_metrics(balance: Balance) -> dict[str, Float32[Array, '']]:
-  """What a step's tokens say of the router; means over layers, entropies relative to that of all experts alike.
+  """Return the router's metrics of a step's tokens. They are means over layers; entropies are relative to the uniform one.
 
-  moe/load_max         the busiest expert's load over the mean load; load_max_worst: of the worst layer
-  moe/load_entropy     of the loads          moe/router_entropy  of the router's distributions, mean over tokens
-  moe/unused           experts that no token went through
-  moe/dropped          the share of assignments that no expert computed, which is 0: nothing has a capacity
+  moe/load_max         the busiest expert's load over the mean load; load_max_worst: in the worst layer
+  moe/load_entropy     entropy of the loads
+  moe/router_entropy   entropy of the router's distributions, averaged over tokens
+  moe/unused           experts that no token used
+  moe/dropped          share of assignments that no expert computed; 0, because experts have no capacity limit
   moe/balance_loss     `balance_loss` of all tokens together
   """
   X, shares = balance.load.shape[-1], _shares(balance)
@@ -106,16 +115,3 @@ def _shares(balance: Balance) -> Float32[Array, 'M X']:
 
 def _entropy(p: Float32[Array, '*B X']) -> Float32[Array, '*B']:
   return -jnp.sum(p * jnp.log(jnp.maximum(p, 1e-30)), axis=-1)
-
-
-def _balance(probabilities, chosen, real) -> Balance:
-  """Of one layer."""
-  real = jnp.ones(chosen.shape[:2]) if real is None else real.astype(jnp.float32)
-  weight = jnp.broadcast_to(real[..., None], chosen.shape)
-  return Balance(
-    load=jnp.zeros(probabilities.shape[-1]).at[chosen.reshape(-1)].add(weight.reshape(-1)),
-    probability=jnp.einsum('btx,bt->x', probabilities, real),
-    entropy=jnp.sum(_entropy(jax.lax.stop_gradient(probabilities)) * real),
-    assigned=jnp.sum(weight),
-    tokens=jnp.sum(real),
-  )

@@ -1,35 +1,47 @@
-"""The policy network: one decoder for Llama, Qwen2/2.5 and Qwen3, dense or with experts, told apart by ModelConfig alone.
+"""The policy network: one decoder for Llama, Qwen2, Qwen2.5 and Qwen3, dense or with experts. ModelConfig alone tells them apart.
 
-Every weight is described once, where its module is made: shape and logical axes. `abstract_params` and the sharding rules
-follow from that description; values come from a checkpoint or from `init_params`. Split once at start:
+Each weight is described once, where its module is created: shape and logical axes. `abstract_params` and the sharding rules
+follow from that description. Values come from a checkpoint or from `init_params`. Split the network once at the start:
 
     graphdef = transformer.graph(config)                      # the network without weights
     params   = ...                                            # nested dict of arrays, see `abstract_params`
-    hidden, memory = transformer.forward(graphdef, params, tokens, positions, memory)
+    out      = transformer.forward(graphdef, params, tokens, positions, attention)
+    logits   = out.hidden @ transformer.head_weight(params).T
+
+Letters: B rows, T tokens, L layers, H query heads, K kv heads, D head width, E model width, F feed-forward width, V vocabulary,
+X experts, M layers with experts, k experts of a token. N and M in a linear layer's types are its outputs and inputs.
 """
 
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
+from sprl.config import Kernels, Remat
 from sprl.kernels.rope import Turns, rotate, turns
+from sprl.models.attention import Attention
 from sprl.models.config import Experts, ModelConfig
-from sprl.models.memory import Memory
-from sprl.models.moe import AXES, ROUTER, gated, gates, likeliest, mixture, probabilities
-from sprl.models.routing import Routed
-from sprl.parallel.rules import in_turn, kept, shard
+from sprl.models.moe import AXES, ROUTER, gated, gates, mixture, probabilities, top_experts
+from sprl.models.routing import LayerRouting, Routing, balance_of, replayed
 from sprl.quant.dot import PRODUCT, dot
-from sprl.settings import Kernels, Remat
+from sprl.sharding.rules import in_turn, kept, shard
 
 Params = dict[str, Any]  # nested dict of arrays
-ROUTE = 'route'  # the experts chosen: kept, for computed again they might be others, to whom the output owes nothing
-KEPT = jax.checkpoint_policies.save_only_these_names
-SAVED = {'layer': KEPT(ROUTE), 'dots': KEPT(PRODUCT, ROUTE)}  # by the name of what is computed again
+ROUTE = 'route'  # name of the chosen experts, which are saved: recomputation could choose different ones
+_only_these = jax.checkpoint_policies.save_only_these_names
+SAVED = {'layer': _only_these(ROUTE), 'dots': _only_these(PRODUCT, ROUTE)}  # what the forward pass saves, by `remat`
+
+
+class Forward(NamedTuple):
+  """The result of a forward pass."""
+
+  hidden: Float[Array, 'B T E']  # normalised hidden states, in the compute dtype
+  attention: Any  # the attention argument after these tokens
+  routing: Routing  # experts of each token and their balance; fields are None if the model has no experts
 
 
 def _weight(axes: tuple[str | None, ...], *shape: int) -> nnx.Param:
@@ -37,7 +49,7 @@ def _weight(axes: tuple[str | None, ...], *shape: int) -> nnx.Param:
 
 
 class Linear(nnx.Module):
-  """x @ kernel^T (+ bias), the kernel [out, in] as in Hugging Face checkpoints."""
+  """x @ kernel^T (+ bias). The kernel is [out, in], as in Hugging Face checkpoints."""
 
   def __init__(self, axes: tuple[str, str], outputs: int, inputs: int, bias: bool = False):
     self.axes = axes
@@ -45,14 +57,14 @@ class Linear(nnx.Module):
     self.bias = _weight(axes[:1], outputs) if bias else None
 
   def __call__(self, x: Float[Array, '*B M']) -> Float[Array, '*B N']:
-    """[..., inputs] -> [..., outputs]."""
+    """Map [..., in] to [..., out]."""
     y = shard(dot(x, self.kernel.get_value(), self.axes), 'rows', *[None] * (x.ndim - 2), self.axes[0])
     return y if self.bias is None else y + shard(self.bias.get_value(), self.axes[0]).astype(y.dtype)
 
 
-@partial(jax.checkpoint, static_argnums=2)  # cheap to compute again: kept are the inputs, not their float32 intermediates
+@partial(jax.checkpoint, static_argnums=2)  # saves the inputs, not the float32 intermediates, which are cheap to recompute
 def _normalised(x: Float[Array, '*B M'], scale: Float[Array, ' M'], eps: float) -> Float[Array, '*B M']:
-  """x / rms(x) * scale over the last axis."""
+  """Return x / rms(x) * scale over the last axis."""
   wide = x.astype(jnp.float32)
   normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
   return (normed * scale.astype(jnp.float32)).astype(x.dtype)
@@ -66,12 +78,12 @@ class RMSNorm(nnx.Module):
     self.eps = eps
 
   def __call__(self, x: Float[Array, '*B M']) -> Float[Array, '*B M']:
-    """Same shape and dtype as x."""
+    """Normalise x. Shape and dtype stay."""
     return _normalised(x, shard(self.scale.get_value(), None), self.eps)
 
 
-class Attention(nnx.Module):
-  """Projections, rotary positions, and a question to the memory."""
+class SelfAttention(nnx.Module):
+  """Projections and rotary positions around the attention argument."""
 
   def __init__(self, config: ModelConfig):
     E, H, K, D = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
@@ -83,19 +95,22 @@ class Attention(nnx.Module):
     self.k_norm = RMSNorm('head_dim', D, config.rms_norm_eps) if config.qk_norm else None
     self.head_dim = D
 
-  def __call__(self, layer: int, x: Float[Array, 'B T E'], turns: Turns, memory: Memory):
-    """[B, T, E] -> [B, T, E], and the memory that has seen these tokens."""
+  def __call__(self, layer: int, x: Float[Array, 'B T E'], turns: Turns, attention: Attention):
+    """Return the output [B, T, E] and the attention object after these tokens."""
     heads = (*x.shape[:2], -1, self.head_dim)
-    q, k, v = self.q(x).reshape(heads), self.k(x).reshape(heads), self.v(x).reshape(heads)
-    if self.q_norm is not None and self.k_norm is not None:
-      q, k = self.q_norm(q), self.k_norm(k)
-    q, k = rotate(q, turns), rotate(k, turns)
-    out, memory = memory.attend(layer, q, k, v)
-    return self.o(out.reshape(*x.shape[:2], -1)), memory
+    with jax.named_scope('qkv'):
+      q, k, v = self.q(x).reshape(heads), self.k(x).reshape(heads), self.v(x).reshape(heads)
+      if self.q_norm is not None and self.k_norm is not None:
+        q, k = self.q_norm(q), self.k_norm(k)
+      q, k = rotate(q, turns), rotate(k, turns)
+    with jax.named_scope('attend'):
+      out, attention = attention.attend(layer, q, k, v)
+    with jax.named_scope('o'):
+      return self.o(out.reshape(*x.shape[:2], -1)), attention
 
 
 class MLP(nnx.Module):
-  """down(silu(gate(x)) * up(x)), the activation in float32."""
+  """down(silu(gate(x)) * up(x)), with the activation in float32."""
 
   def __init__(self, E: int, F: int):
     self.gate = Linear(('mlp', 'embed'), F, E)
@@ -103,12 +118,12 @@ class MLP(nnx.Module):
     self.down = Linear(('embed', 'mlp'), E, F)
 
   def __call__(self, x: Float[Array, 'B T E']) -> Float[Array, 'B T E']:
-    """Same shape."""
+    """Apply the MLP to each token."""
     return self.down(gated(self.gate(x), self.up(x)))
 
 
 class Stack(nnx.Module):
-  """The kernels of a layer's experts, one beside the other: [X, out, in]."""
+  """One kernel for each expert of a layer: [X, out, in]."""
 
   def __init__(self, axes: tuple[str, ...], experts: int, outputs: int, inputs: int):
     self.kernel = _weight(axes, experts, outputs, inputs)
@@ -124,7 +139,7 @@ class ExpertMLPs(nnx.Module):
 
 
 class Mixture(nnx.Module):
-  """The experts that the router chooses for each token, and the one that all go through, where there is one."""
+  """Experts that a router chooses for each token, and a shared expert for all tokens if the model has one."""
 
   def __init__(self, E: int, experts: Experts):
     self.router = Linear(ROUTER, experts.count, E)
@@ -133,13 +148,14 @@ class Mixture(nnx.Module):
     self.shared_gate = Linear(('router', 'embed'), 1, E) if experts.shared_width else None
     self.chosen, self.normalised = experts.chosen, experts.normalised
 
-  def __call__(self, x: Float[Array, 'B T E'], memory: Memory, kernels: Kernels):
-    """[B, T, E] -> [B, T, E], and the memory, which may have a say in who is chosen."""
+  def __call__(
+    self, x: Float[Array, 'B T E'], routes: Int[Array, 'B T k'] | None, mask: Bool[Array, 'B T'] | None, kernels: Kernels
+  ) -> tuple[Float[Array, 'B T E'], LayerRouting]:
+    """Return the output of the experts, and which they were. See `forward` for `routes` and `mask`."""
     with jax.named_scope('router'):
       distribution = probabilities(x, self.router.kernel.get_value())
-      chosen = checkpoint_name(likeliest(distribution, self.chosen), ROUTE)
-      if isinstance(memory, Routed):
-        chosen, memory = memory.route(distribution, chosen)
+      chosen = replayed(checkpoint_name(top_experts(distribution, self.chosen), ROUTE), routes)
+      routing = LayerRouting(chosen, balance_of(distribution, chosen, mask))
       weights = gates(distribution, chosen, self.normalised)
     with jax.named_scope('experts'):
       experts = {name: getattr(self.experts, name).kernel.get_value() for name in ('gate', 'up', 'down')}
@@ -147,33 +163,37 @@ class Mixture(nnx.Module):
       tokens = x.reshape(-1, x.shape[-1])
       out = mixture(experts, tokens, chosen.reshape(rows), weights.reshape(rows), kernels).reshape(x.shape)
     if self.shared is not None and self.shared_gate is not None:
-      out = out + jax.nn.sigmoid(self.shared_gate(x)) * self.shared(x)
-    return out, memory
+      with jax.named_scope('shared_expert'):
+        out = out + jax.nn.sigmoid(self.shared_gate(x)) * self.shared(x)
+    return out, routing
 
 
 class Layer(nnx.Module):
-  """Attention and MLP or experts, each on a normalised input and added to the stream."""
+  """Attention and an MLP or experts. Each takes a normalised input, and its output is added to the residual stream."""
 
   def __init__(self, config: ModelConfig, layer: int):
     self.attention_norm = RMSNorm('norm', config.hidden_size, config.rms_norm_eps)
-    self.attention = Attention(config)
+    self.attention = SelfAttention(config)
     self.mlp_norm = RMSNorm('norm', config.hidden_size, config.rms_norm_eps)
     E, experts = config.hidden_size, config.experts
     self.mlp = Mixture(E, experts) if experts and layer in experts.layers else MLP(E, config.intermediate_size)
 
-  def __call__(self, layer: int, x: Float[Array, 'B T E'], turns: Turns, memory: Memory, kernels: Kernels):
-    """[B, T, E] -> [B, T, E], and the memory."""
+  def __call__(self, layer: int, x: Float[Array, 'B T E'], turns: Turns, attention: Attention, routes, mask, kernels: Kernels):
+    """Return the stream [B, T, E], the attention object, and the routing of a layer with experts (else None)."""
     with jax.named_scope('attention'):
-      out, memory = self.attention(layer, self.attention_norm(x), turns, memory)
+      out, attention = self.attention(layer, self.attention_norm(x), turns, attention)
       x = x + out
     with jax.named_scope('mlp'):
       normed = self.mlp_norm(x)
-      out, memory = self.mlp(normed, memory, kernels) if isinstance(self.mlp, Mixture) else (self.mlp(normed), memory)
-      return x + out, memory
+      if isinstance(self.mlp, Mixture):
+        out, routing = self.mlp(normed, routes, mask, kernels)
+      else:
+        out, routing = self.mlp(normed), None
+      return x + out, attention, routing
 
 
 class Decoder(nnx.Module):
-  """Tokens to hidden states. The head is applied by whoever needs logits: `head_weight`, `sprl.kernels.linear_logprob`."""
+  """Tokens to hidden states. Callers that need logits apply the head: `head_weight`, `sprl.kernels.linear_logprob`."""
 
   def __init__(self, config: ModelConfig):
     V, E = config.vocab_size, config.hidden_size
@@ -183,45 +203,89 @@ class Decoder(nnx.Module):
     self.rope, self.head_dim = config.rope, config.head_dim
     self.head = None if config.tie_embeddings else Linear(('vocab', 'embed'), V, E)
 
-  def __call__(self, tokens, positions, memory, dtype, remat: Remat, kernels: Kernels):
-    """[B, T] ids -> [B, T, E] normalised hidden states, and the memory."""
-    # Rows that fsdp splits see all of the vocabulary, a part of it on each of their devices: rows come together, not the table.
-    table = shard(kept(self.embed.get_value(), 'vocab', 'embed'), 'vocab', None)
-    tokens = shard(tokens, 'gathered_rows', None)
-    x = shard(jnp.take(table, tokens, axis=0).astype(dtype), 'gathered_rows', None, None)
-    x = shard(x, 'rows', None, None)
+  def __call__(self, tokens, positions, attention, routes, mask, dtype, remat: Remat, kernels: Kernels) -> Forward:
+    """Run the network; see `forward`."""
+    with jax.named_scope('embed'):
+      # fsdp splits the vocabulary and the rows. The rows are gathered, not the table: each device looks up in its part of it.
+      table = shard(kept(self.embed.get_value(), 'vocab', 'embed'), 'vocab', None)
+      tokens = shard(tokens, 'gathered_rows', None)
+      x = shard(jnp.take(table, tokens, axis=0).astype(dtype), 'gathered_rows', None, None)
+      x = shard(x, 'rows', None, None)
     angles = turns(positions, self.head_dim, self.rope)
-    layers = list(self.layers)
+    layers, routings = list(self.layers), []
     for i, layer in enumerate(layers):
       if i + 1 < len(layers):
         x, layers[i + 1] = in_turn(x, layers[i + 1])
+      replay = routes[:, :, len(routings)] if routes is not None and isinstance(layer.mlp, Mixture) else None
       with jax.named_scope(f'layer{i}'):
         block = partial(layer, i, kernels=kernels)
         block = block if remat == 'none' else jax.checkpoint(block, policy=SAVED[remat])
-        x, memory = block(x, angles, memory)
-    return self.norm(x), memory
+        x, attention, routing = block(x, angles, attention, replay, mask)
+      routings += [routing] if routing is not None else []
+    with jax.named_scope('norm'):
+      return Forward(self.norm(x), attention, Routing.of(routings))
+
+
+def forward(
+  graphdef: nnx.GraphDef,
+  params: Params,
+  tokens: Int[Array, 'B T'],
+  positions: Int[Array, 'B T'],
+  attention: Attention,
+  dtype=jnp.float32,
+  remat: Remat = 'none',
+  kernels: Kernels = 'auto',
+  *,
+  routes: Int[Array, 'B T M k'] | None = None,
+  mask: Bool[Array, 'B T'] | None = None,
+) -> Forward:
+  """Run the network over tokens.
+
+  Args:
+    graphdef: the network without weights (`graph`).
+    params: the weights.
+    tokens: token ids.
+    positions: positions of the tokens in their sequences.
+    attention: what the tokens attend to: packed rows, or a KV cache.
+    dtype: compute dtype.
+    remat: what the backward pass recomputes.
+    kernels: implementation of the experts' products. The attention object has its own.
+    routes: experts that the tokens must use, MISSING where the router chooses (router replay); None: the router chooses all.
+    mask: tokens that the balance statistics count; None: all tokens.
+
+  Returns:
+    The hidden states, the attention object after these tokens, and the routing.
+  """
+  return nnx.merge(graphdef, params)(tokens, positions, attention, routes, mask, dtype, remat, kernels)
+
+
+# --- weights ---------------------------------------------------------------------------------------------------------
 
 
 @cache
+def _split(config: ModelConfig) -> tuple[nnx.GraphDef, nnx.State]:
+  return nnx.split(Decoder(config))
+
+
 def graph(config: ModelConfig) -> nnx.GraphDef:
-  """The network without its weights, hashable, for closing over in jitted functions."""
-  return nnx.split(Decoder(config))[0]
+  """Return the network without its weights. It is hashable, so jitted functions can take it as a static argument."""
+  return _split(config)[0]
 
 
 def abstract_params(config: ModelConfig, dtype=jnp.float32) -> Params:
-  """The weights' shapes as a nested dict of ShapeDtypeStruct; linear kernels are [out, in], those of experts [X, out, in]."""
-  pure = nnx.to_pure_dict(nnx.split(Decoder(config))[1])
+  """Return the weights' shapes as a nested dict of ShapeDtypeStruct. Kernels are [out, in], those of experts [X, out, in]."""
+  pure = nnx.to_pure_dict(_split(config)[1])
   return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, dtype), pure)
 
 
 def logical_axes(config: ModelConfig) -> Params:
-  """The name of each axis of each weight, in the same tree; a leaf is a tuple of names."""
-  state = nnx.split(Decoder(config))[1]
+  """Return the axis names of each weight in the same tree. A leaf is a tuple of names."""
+  state = _split(config)[1]
   return nnx.to_pure_dict(jax.tree.map(lambda p: p.replace(p.axes), state, is_leaf=lambda p: isinstance(p, nnx.Param)))
 
 
 def init_params(config: ModelConfig, key: Array, dtype=jnp.float32, scale: float = 0.02) -> Params:
-  """Random weights: matrices normal(0, scale), norms 1, biases 0. For tests and for models trained from scratch."""
+  """Return random weights: matrices normal(0, scale), norms 1, biases 0. For tests and for models trained from scratch."""
   leaves, tree = jax.tree_util.tree_flatten_with_path(abstract_params(config, dtype))
   keys = jax.random.split(key, len(leaves))
 
@@ -234,33 +298,16 @@ def init_params(config: ModelConfig, key: Array, dtype=jnp.float32, scale: float
   return jax.tree_util.tree_unflatten(tree, [init(p, leaf, k) for (p, leaf), k in zip(leaves, keys)])
 
 
-def forward(
-  graphdef: nnx.GraphDef,
-  params: Params,
-  tokens: Int[Array, 'B T'],
-  positions: Int[Array, 'B T'],
-  memory: Memory,
-  dtype=jnp.float32,
-  remat: Remat = 'none',
-  kernels: Kernels = 'auto',
-) -> tuple[Float[Array, 'B T E'], Any]:
-  """Normalised hidden states in `dtype`, and the memory after these tokens.
-
-  `remat`: what the backward pass computes again; `kernels`: what multiplies by experts. What attends, the memory says.
-  """
-  return nnx.merge(graphdef, params)(tokens, positions, memory, dtype, remat, kernels)
-
-
 def layers(params: Params) -> list[Params]:
-  """The layers' weights, first to last."""
+  """Return the layers' weights, first to last."""
   return [params['layers'][i] for i in sorted(params['layers'])]
 
 
 def key_biases(params: Params) -> tuple[Float[Array, ' KD'], ...]:
-  """The layers' biases of the keys, of a family that has them."""
+  """Return each layer's key bias. The model must have key biases (Qwen2)."""
   return tuple(layer['attention']['k']['bias'] for layer in layers(params))
 
 
 def head_weight(params: Params) -> Float[Array, 'V E']:
-  """The output matrix, one row a token: the embedding itself where they are tied."""
+  """Return the output matrix, one row a token. It is the embedding if the two are tied."""
   return kept(params['head']['kernel'] if 'head' in params else params['embed'], 'vocab', 'embed')

@@ -1,1 +1,1 @@
-"""Advantages, corrections, losses, diagnostics: pure functions of arrays."""
+"""Advantages, corrections, losses, diagnostics and guards: pure functions of arrays."""

@@ -1,73 +1,80 @@
-"""Advantages: how much better a sequence did than what it is compared with.
+"""Advantages: how much better a sequence is than the sequences it is compared with (docs/methods/losses.md, eq. 4 to 8).
 
-R is a sequence's reward, n the members of its group (the samples of one prompt).
+R is the reward of a sequence, n the number of valid members of its group (the samples of one prompt).
 
-  grpo                A = (R - mean_group) / (std_group + epsilon), std with ddof 1; or without the division
-  dr_grpo             A = R - mean_group                            (Liu et al. 2025, with aggregate = seq-mean-token-sum-norm)
-  rloo                A = R - mean of the group's other members     (leave-one-out: n/(n-1) times the centred reward)
-  reinforce_baseline  A = R - mean of the batch
+  grpo                A = (R - mean_group) / (std_group + epsilon), ddof 1; epsilon = 1e-6
+  dr_grpo             A = R - mean_group                                     arXiv 2503.20783
+  rloo                A = n / (n - 1) * (R - mean_group)                     leave-one-out, arXiv 2402.14740
+  reinforce_baseline  A = R - mean_batch
   reinforce           A = R
 
-A sequence that is vetoed later still counts here: advantages are computed before any rejection (sparse_rollouts 3).
+Statistics use the whole rollout batch, before any rejection: a sequence that is vetoed later still counts. Rewards are on the
+host and packing needs the advantages there, so this file is numpy.
 """
 
-import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+import numpy as np
+from jaxtyping import Bool, Float, Int
 
-from sprl.settings import Advantage
+from sprl.config import Advantage
+
+EPSILON = 1e-6  # added to the standard deviation of a group
 
 
 def advantages(
-  reward: Float[Array, ' B'], group: Int[Array, ' B'], valid: Bool[Array, ' B'], settings: Advantage
-) -> Float[Array, ' B']:
-  """One advantage a sequence.
+  reward: Float[np.ndarray, ' B'], group: Int[np.ndarray, ' B'], valid: Bool[np.ndarray, ' B'], settings: Advantage
+) -> Float[np.ndarray, ' B']:
+  """Return one advantage per sequence.
 
-  Group numbers lie in 0..B-1. A sequence that is not valid (padding, or filtered out) is in no statistic and gets 0.
-  A group of equal rewards, or of one member, has exactly zero advantage relative to itself.
+  `group` holds any integers: sequences with the same one are compared. A sequence that is not valid enters no statistic and
+  gets 0. A group of equal rewards, or of one member, gets exactly 0 from `grpo`, `dr_grpo` and `rloo`.
   """
-  reward = jnp.where(valid, reward, 0)
+  group = np.unique(group, return_inverse=True)[1]
+  reward = np.where(valid, reward, 0)
   match settings.estimator:
     case 'grpo' | 'dr_grpo' | 'rloo':
       centred, n = _centred(reward, group, valid)
       if settings.estimator == 'rloo':
-        result = centred * n / jnp.maximum(n - 1, 1)
-      elif settings.estimator == 'grpo' and settings.normalise_std:
-        variance = _over_group(centred**2, group, valid) / jnp.maximum(n - 1, 1)
-        result = centred / (jnp.sqrt(variance) + settings.epsilon)
+        result = centred * n / np.maximum(n - 1, 1)
+      elif settings.estimator == 'grpo':
+        variance = _group_sum(centred**2, group, valid) / np.maximum(n - 1, 1)
+        result = centred / (np.sqrt(variance) + EPSILON)
       else:
         result = centred
     case 'reinforce_baseline':
-      result = reward - reward.sum() / jnp.maximum(valid.sum(), 1)
+      result = reward - reward.sum() / max(int(valid.sum()), 1)
     case 'reinforce':
       result = reward
-  if settings.clip > 0:
-    result = jnp.clip(result, -settings.clip, settings.clip)
-  return jnp.where(valid, result, 0)
+  return np.where(valid, result, 0)
 
 
-def equal_groups(reward: Float[Array, ' B'], group: Int[Array, ' B'], valid: Bool[Array, ' B']) -> Bool[Array, ' B']:
-  """The valid members of groups whose valid members all have the same reward: they teach nothing relative to each other."""
-  lowest, highest = _extremes(reward, group, valid)
+def equal_groups(
+  reward: Float[np.ndarray, ' B'], group: Int[np.ndarray, ' B'], valid: Bool[np.ndarray, ' B']
+) -> Bool[np.ndarray, ' B']:
+  """Return which valid sequences belong to a group whose valid members all have the same reward."""
+  group = np.unique(group, return_inverse=True)[1]
+  lowest, highest = _group_range(reward, group, valid)
   return valid & (lowest == highest)
 
 
 def _centred(reward, group, valid):
-  """Reward minus its group's mean, and the group's size."""
-  # Measured from the group's lowest reward: equal rewards then give exact zeros, where the rounding of a mean such as
-  # that of eight times 0.1 would be divided by a standard deviation of the same rounding.
-  above = jnp.where(valid, reward - _extremes(reward, group, valid)[0], 0)
-  n = _over_group(jnp.ones_like(reward), group, valid)
-  return above - _over_group(above, group, valid) / jnp.maximum(n, 1), n
+  """Return each reward minus the mean of its group, and the size of the group."""
+  # Measured from the lowest reward of the group, so that equal rewards give exact zeros. The rounded mean of eight times 0.1
+  # would leave a difference that is then divided by a standard deviation of the same size.
+  above = np.where(valid, reward - _group_range(reward, group, valid)[0], 0)
+  n = _group_sum(np.ones_like(reward), group, valid)
+  return above - _group_sum(above, group, valid) / np.maximum(n, 1), n
 
 
-def _over_group(x, group, valid):
-  """Each sequence's sum of x over the valid members of its group."""
-  return jax.ops.segment_sum(jnp.where(valid, x, 0), group, group.shape[0])[group]
+def _group_sum(x, group, valid):
+  """Return, per sequence, the sum of x over the valid members of its group."""
+  sums = np.zeros_like(x)
+  np.add.at(sums, group, np.where(valid, x, 0))
+  return sums[group]
 
 
-def _extremes(reward, group, valid):
-  """Each sequence's lowest and highest valid reward in its group."""
-  lowest = jax.ops.segment_min(jnp.where(valid, reward, jnp.inf), group, group.shape[0])[group]
-  highest = jax.ops.segment_max(jnp.where(valid, reward, -jnp.inf), group, group.shape[0])[group]
-  return lowest, highest
+def _group_range(reward, group, valid):
+  """Return, per sequence, the lowest and the highest valid reward of its group."""
+  lowest, highest = np.full_like(reward, np.inf), np.full_like(reward, -np.inf)
+  np.minimum.at(lowest, group, np.where(valid, reward, np.inf))
+  np.maximum.at(highest, group, np.where(valid, reward, -np.inf))
+  return lowest[group], highest[group]

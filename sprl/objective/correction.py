@@ -1,63 +1,68 @@
-"""Correcting for the gap between the sampler and the learner (fp8_rollouts 4, sparse_rollouts 3).
+"""Correction of the gap between the sampler and the learner (docs/methods/losses.md, eq. 11 to 20).
 
-The sampler evicts, quantises or runs ahead, so a token was drawn from pi_sampler and not from pi_old, the learner's dense
-policy before the update. With log rho = old_logp - sampler_logp:
+The sampler evicts, quantises or runs ahead, so a token is drawn from pi_sampler and not from pi_old, the learner's dense policy
+before the update. With log rho = old - sampler:
 
-  1. weights   w = rho of the token, its segment or its sequence; truncated, clipped or zeroed (icepop); perhaps divided
-               by their mean over all the tokens that the model wrote, rejected ones too. They never touch the mask.
-  2. rejection takes tokens or whole sequences out of the mask. It never touches the weights.
+  1. Weights: w = rho of the token, its segment or its sequence; truncated, clipped or zeroed (icepop); optionally divided by
+     the mean over all tokens that the model wrote, rejected ones too. Weights never change the mask.
+  2. Rejection: tokens or whole sequences leave the mask. Rejection never changes the weights.
 
-Nothing here carries a gradient. The formulas do not care where the gap comes from.
+Nothing here carries a gradient. The formulas do not depend on the cause of the gap.
 """
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from sprl.config import ARMS, Correction, SettingsError
+from sprl.config_checks import rejection_bounds
 from sprl.objective import masked
 from sprl.objective.masked import bounded, bounded_exp, k3
-from sprl.settings import ARMS, Correction, SettingsError, rejection_bounds
+from sprl.types import LogProbs
 
 
 class Rejection(NamedTuple):
-  """What one rejection option measured and decided: per token, or per sequence."""
+  """Statistic and decision of one rejection option, per token or per sequence."""
 
-  statistic: Float[Array, 'B *T']  # log rho (k1) or its k2, k3; summed, averaged or maximised over a row by sequence options
+  statistic: Float[Array, 'B *T']  # sigma of eq. 15: log rho (k1), its k2 or its k3; summed, averaged or maximised over a row
   keep: Bool[Array, 'B *T']
 
 
-class Corrected(NamedTuple):
-  """Weights and mask for the loss, and what the diagnostics tell of how they came about. Detached."""
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class Corrected:
+  """Weights and mask for the loss, and the intermediate values that diagnostics report. Without gradient."""
 
   weight: Float[Array, 'B T']  # w as it multiplies the loss; 0 where the model wrote nothing
-  mask: Bool[Array, 'B T']  # the tokens that survive every rejection
-  keep: Bool[Array, ' B']  # sequences that pass the rules on whole sequences: veto, error, seq_* options
-  raw: Float[Array, 'B T']  # the weight before its bounds (at level `off`: the tokens' rho)
+  mask: Bool[Array, 'B T']  # tokens that survive every rejection
+  keep: Bool[Array, ' B']  # sequences that pass the rules on whole sequences
+  raw: Float[Array, 'B T']  # the weight before its bounds; at level None rho of the token
   applied: Float[Array, 'B T']  # the weight after its bounds, before normalisation
-  norm: Float[Array, ' B']  # the mean that each sequence's weights were divided by
+  norm: Float[Array, ' B']  # the mean that the weights of each sequence are divided by
   rejections: dict[str, Rejection]
 
 
 def correct(
-  old_logp: Float[Array, 'B T'],
-  sampler_logp: Float[Array, 'B T'],
-  mask: Bool[Array, 'B T'],
-  settings: Correction,
-  micro: Int[Array, ' B'] | None = None,
+  logprobs: LogProbs, mask: Bool[Array, 'B T'], settings: Correction, micro: Int[Array, ' B'] | None = None
 ) -> Corrected:
-  """Weights and surviving tokens of a batch.
+  """Return weights and surviving tokens of a batch.
 
-  `micro` numbers each sequence's microbatch (0..B-1) for norm_scope = micro; ValueError where it is missing.
-  In bypass mode with the reinforce loss, old_logp is the log-prob under the weights being trained.
+  Uses `logprobs.old` against `logprobs.sampler`; with the reinforce loss in bypass mode, hand over the current log-probs as
+  `old`. `mask` is True on the tokens that the model wrote. `micro` is the microbatch of each sequence, 0 to B - 1, for
+  normalise = 'micro'.
+
+  Raises ValueError if `old` is missing, or `micro` where it is needed.
   """
-  old_logp, sampler_logp = (jax.lax.stop_gradient(jnp.where(mask, x, 0)) for x in (old_logp, sampler_logp))
-  log_rho = old_logp - sampler_logp
+  if logprobs.old is None:
+    raise ValueError('LogProbs.old = None: a correction compares it with LogProbs.sampler')
+  old, sampler = (jax.lax.stop_gradient(jnp.where(mask, x, 0)) for x in (logprobs.old, logprobs.sampler))
+  log_rho = old - sampler
   raw = jnp.where(mask, bounded_exp(pooled(log_rho, mask, settings.level)), 0)
-  applied = _limited(raw, settings) if settings.level != 'off' else mask.astype(raw.dtype)
+  applied = _limited(raw, settings) if settings.level is not None else mask.astype(raw.dtype)
   applied = jnp.where(jnp.isfinite(applied), applied, 0)
   norm = _mean_weight(applied, mask, settings, micro)
 
@@ -72,20 +77,21 @@ def correct(
       keep &= rejection.keep
     else:
       survive &= rejection.keep
-  if settings.veto > 0:
+  if settings.veto is not None:
     keep &= ~catastrophic(log_rho, mask, settings.veto).any(axis=1)
-  if settings.max_sequence_error > 0:
-    keep &= masked.mean(bounded_exp(jnp.abs(log_rho)), mask, axis=1) <= settings.max_sequence_error
-  if settings.token_mask:
-    rho = bounded_exp(log_rho)
-    survive &= (settings.mask_low <= rho) & (rho <= settings.mask_high)
-  if settings.max_prob_diff > 0:
-    survive &= jnp.abs(jnp.exp(old_logp) - jnp.exp(sampler_logp)) <= settings.max_prob_diff
-  return Corrected(applied / norm[:, None], survive & keep[:, None], keep, raw, applied, norm, rejections)
+  return Corrected(
+    weight=applied / norm[:, None],
+    mask=survive & keep[:, None],
+    keep=keep,
+    raw=raw,
+    applied=applied,
+    norm=norm,
+    rejections=rejections,
+  )
 
 
 def rejection_limits(settings: Correction) -> dict[str, tuple[float, float]]:
-  """Each rejection option's bounds in the units of its statistic: logarithms of those on rho for k1."""
+  """Return (low, high) of each rejection option in the units of its statistic: logarithms for k1, whose bounds are on rho."""
 
   def limit(option, bound):
     return bound if not option.endswith('k1') else math.log(bound) if bound > 0 else -math.inf
@@ -94,12 +100,16 @@ def rejection_limits(settings: Correction) -> dict[str, tuple[float, float]]:
 
 
 def catastrophic(log_rho: Float[Array, 'B T'], mask: Bool[Array, 'B T'], veto: float) -> Bool[Array, 'B T']:
-  """The tokens that the sampler drew and the learner all but excludes: unclamped rho < veto."""
+  """Return the tokens with unclamped rho below `veto`: the sampler drew them, the learner all but excludes them (eq. 16)."""
   return mask & (log_rho < jnp.log(veto))
 
 
-def pooled(log_ratio: Float[Array, 'B T'], mask: Bool[Array, 'B T'], level: str) -> Float[Array, 'B T']:
-  """A log ratio at a level: the token's own, its segment's or sequence's mean (`geometric`), or its sequence's sum."""
+def pooled(log_ratio: Float[Array, 'B T'], mask: Bool[Array, 'B T'], level: str | None) -> Float[Array, 'B T']:
+  """Pool a log ratio at a level (eq. 11).
+
+  `segment` is the mean of the contiguous run, `geometric` the mean of the sequence, `sequence` its sum; other levels leave the
+  ratio of the token.
+  """
   match level:
     case 'segment':
       return masked.run_mean(log_ratio, mask)
@@ -113,6 +123,7 @@ def pooled(log_ratio: Float[Array, 'B T'], mask: Bool[Array, 'B T'], level: str)
 
 
 def _limited(w, settings):
+  """Bound the weight (eq. 13)."""
   match settings.weight:
     case 'truncate':
       return jnp.minimum(w, settings.cap)
@@ -123,19 +134,19 @@ def _limited(w, settings):
 
 
 def _mean_weight(applied, mask, settings, micro):
-  """The mean weight that each sequence is to be divided by: over tokens, or over sequences where they share one weight."""
+  """Return, per sequence, the mean weight to divide by (eq. 14): over tokens, or over sequences at levels of whole sequences."""
   ones = jnp.ones(mask.shape[0], applied.dtype)
-  if not settings.normalise:
+  if settings.normalise is None:
     return ones
   if settings.level in ('sequence', 'geometric'):
     weight, count = applied.max(axis=1), mask.any(axis=1)
   else:
     weight, count = applied.sum(axis=1), mask.sum(axis=1)
   count = count.astype(weight.dtype)
-  if settings.norm_scope == 'global':
+  if settings.normalise == 'global':
     weight, count = weight.sum() * ones, count.sum() * ones
   elif micro is None:
-    raise ValueError("correction.norm_scope = 'micro' needs each sequence's microbatch number")
+    raise ValueError("config.correction.normalise = 'micro': expected the microbatch of each sequence (micro), got None")
   else:
     weight, count = (jax.ops.segment_sum(x, micro, mask.shape[0])[micro] for x in (weight, count))
   mean = weight / jnp.maximum(count, 1)
@@ -143,7 +154,7 @@ def _mean_weight(applied, mask, settings, micro):
 
 
 def _statistic(option, log_rho, mask):
-  """What a rejection option looks at: k1 = log rho, k2 = (log rho)^2 / 2 or k3, of a token or over the tokens of a row."""
+  """Return sigma of a rejection option (eq. 15): k1 = log rho, k2 = (log rho)^2 / 2 or k3, per token or over each row."""
   over, k = option.rsplit('_', 1)
   divergence = {'k1': bounded, 'k2': lambda u: bounded(u) ** 2 / 2, 'k3': k3}[k](log_rho)
   match over:
@@ -159,7 +170,7 @@ def _statistic(option, log_rho, mask):
 
 # --- presets ---------------------------------------------------------------------------------------------------------
 
-_off, _token, _sequence = Correction(level='off'), Correction(level='token'), Correction(level='sequence')
+_off, _token, _sequence = Correction(level=None), Correction(level='token'), Correction(level='sequence')
 _icepop = replace(_token, weight='icepop', floor=0.5, cap=5.0)
 
 
@@ -167,25 +178,25 @@ def _bypass(base: Correction) -> Correction:
   return replace(base, mode='bypass')
 
 
-def _reject(base: Correction, option: str, bounds: str) -> Correction:
-  return replace(base, reject=(option,), reject_bounds=(bounds,))
+def _reject(base: Correction, rule: str) -> Correction:
+  return replace(base, reject=(rule,))
 
 
 def _geo(base: Correction) -> Correction:
-  return _reject(base, 'seq_mean_k1', '0.999_1.001')
+  return _reject(base, 'seq_mean_k1=0.999:1.001')
 
 
 def _k3(base: Correction) -> Correction:
-  return _reject(base, 'seq_mean_k3', '0.01')
+  return _reject(base, 'seq_mean_k3=0.01')
 
 
-# fp8_rollouts 4.5, sparse_rollouts 3.1, async_rollouts 7. `ppo_clip*` go with loss.variant = ppo, `pg_*` with reinforce.
+# Origins: docs/methods/losses.md, Presets. `ppo_clip*` go with loss.variant = ppo, `pg_*` with reinforce.
 PRESETS: dict[str, Correction] = {
   'disabled': _off,  # metrics only
-  'token_is': _token,  # the default for fp8 rollouts
+  'token_is': _token,  # the default
   'seq_is': _sequence,
   'token_icepop': _icepop,
-  'seq_is_rs': _reject(_sequence, 'seq_sum_k1', '0.5_2.0'),  # Seq-MIS
+  'seq_is_rs': _reject(_sequence, 'seq_sum_k1=0.5:2.0'),  # Seq-MIS
   'geo_rs': _geo(_off),
   'geo_rs_seq_tis': _geo(_sequence),
   'geo_rs_token_tis': _geo(_token),
@@ -200,17 +211,20 @@ PRESETS: dict[str, Correction] = {
   'pg_geo_rs': _bypass(_geo(_off)),
   'pg_geo_rs_seq_tis': _bypass(_geo(_sequence)),
   'pg_geo_rs_token_tis': _bypass(_geo(_token)),
-  'seq_mask_tis': _reject(replace(_token, cap=1e9), 'seq_mean_k1', '0.999_1.002'),  # NeMo-RL; no rho reaches that cap
-  'slime': replace(_token, normalise=True, veto=1e-4),
+  'seq_mask_tis': _reject(replace(_token, cap=1e9), 'seq_mean_k1=0.999:1.002'),  # NeMo-RL; S bounds rho below this cap
+  'slime': replace(_token, normalise='global', veto=1e-4),
   **{arm: correction for arm, correction in ARMS.items() if correction is not None},
   'roll': replace(_token, cap=1.2),
-  'areal': replace(_token, weight='icepop', floor=0.0, cap=5.0),  # with loss.variant = decoupled_ppo: w above 5 rejected
-  'areal_clamp': replace(_token, cap=5.0),  # ... or clamped
+  'areal': replace(_token, weight='icepop', floor=0.0, cap=5.0),  # AReaL, w above 5 becomes 0; with loss.variant = ppo
+  'areal_clamp': replace(_token, cap=5.0),  # AReaL, w above 5 becomes 5
 }
 
 
 def preset(name: str) -> Correction:
-  """The correction settings that a paper or codebase calls `name`; SettingsError lists the names known."""
+  """Return the correction settings under a published name.
+
+  Raises SettingsError, with the known names, for any other.
+  """
   if name not in PRESETS:
-    raise SettingsError(f'correction preset {name!r}: expected one of {", ".join(PRESETS)}')
+    raise SettingsError(f'preset {name!r}: expected one of {", ".join(PRESETS)}')
   return PRESETS[name]

@@ -1,229 +1,174 @@
-"""How far the sampler is from the learner, and the learner from where it started: metrics that are logged always.
+"""Metrics of the mismatch between sampler and learner, and of the drift of the update (docs/methods/losses.md, eq. 35 to 44).
 
-`mismatch` is fp8_rollouts 5 (`rollout_corr/...`) and sparse_rollouts 8 (`sparse/...`); `policy_metrics` is the update's own
-drift (async_rollouts 10). Every metric is a finite scalar, also for rows and batches in which the model wrote nothing;
-a log-prob that is not finite does show, for the sentinels (guards.py) to stop the run.
+`mismatch` gives `rollout_corr/...` and `sparse/...`, `policy_metrics` gives `policy/...`. Every metric is a finite scalar, also
+for rows and batches in which the model wrote nothing. A log-prob that is not finite does show, so that the guards stop the run.
 
-KL alone misses some collapses for hundreds of steps: read the effective sample size, chi2, the largest |log rho| and the
-5th percentile of the agreement beside it.
+KL alone misses some collapses for hundreds of steps. Read the effective sample size, chi2, the largest |log rho| and the 5th
+percentile of the agreement beside it.
 """
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from sprl.config import Correction
 from sprl.objective import masked
-from sprl.objective.correction import Corrected, catastrophic, rejection_limits
-from sprl.objective.losses import Facts
-from sprl.objective.masked import bounded, bounded_exp, k3, largest, mean, quantile, share, smallest, std
-from sprl.settings import Correction
+from sprl.objective.correction import Corrected, catastrophic
+from sprl.objective.losses import TokenRatios
+from sprl.objective.masked import bounded, bounded_exp, k3, largest, mean, quantile, share, std
+from sprl.types import LogProbs
 
 Metrics = dict[str, Float[Array, '']]
-USUAL_VETO = 1e-4  # what counts as catastrophic where no veto is set
+DEFAULT_VETO = 1e-4  # bound on rho of the catastrophic metrics where no veto is set
 
 
 def mismatch(
-  old_logp: Float[Array, 'B T'],
-  sampler_logp: Float[Array, 'B T'],
+  logprobs: LogProbs,
+  settings: Correction,
+  *,
   mask: Bool[Array, 'B T'],
   advantage: Float[Array, 'B T'],
-  reward: Float[Array, ' B'],
   corrected: Corrected,
-  settings: Correction,
 ) -> Metrics:
-  """The sampler against the learner before the update; `corrected` is what `correct` made of the same log-probs."""
-  old, roll = (jnp.where(mask, x, 0) for x in (old_logp, sampler_logp))
+  """Compare `logprobs.old` with `logprobs.sampler` over the tokens in `mask`, which the model wrote.
+
+  `corrected` is the result of `correct` for the same log-probs. Means are over tokens, or over rows with a token. Log ratios and
+  KL estimates are in nats.
+
+  rollout_corr/
+    kl, k3_kl                    mean of -log rho, and of k3(log rho) (eq. 37)
+    policy_kl_error              mean of k3(-log rho) (eq. 38)
+    js_divergence_error          Jensen-Shannon divergence (eq. 39)
+    chi2_token, chi2_seq         mean of rho^2, minus 1, for tokens and for sequences (eq. 36)
+    token_mult_prob_error        mean of exp |log rho| (eq. 40)
+    abs_dlogp_mean, _p99, _max   |log rho|
+    ppl_ratio                    perplexity of `old` over that of `sampler`, mean over rows (eq. 41)
+    probs_pearson                correlation of the two probabilities
+    adv_signed_bias              correlation of log rho with the advantage (eq. 42)
+    corrected_fraction           surviving tokens with a weight other than 1; 1 if none survives (eq. 43)
+    rollout_is_mean              mean of the bounded weight
+    rollout_is_std, rollout_is_eff_sample_size        of the weight clipped to [0, cap] (eq. 35)
+    rollout_is_ratio_fraction_high, _low              weights above the cap; below the floor, or 1 / cap without one
+    rollout_rs_masked_fraction, rollout_rs_seq_masked_fraction   rejected tokens, and rows with a rejected token
+    rollout_rs_OPTION_mean, rollout_rs_OPTION_masked_fraction    statistic and rejected tokens of each rejection option
+  sparse/
+    agreement_mean, _p05         exp(-|log rho|) (eq. 40)
+    ess                          effective sample size of rho clipped to the cap, whatever the level of the weight (eq. 35)
+    veto_fraction                rows that the veto rejects
+    catastrophic_sequence_fraction   rows with a token below the veto, or below 1e-4 where no veto is set
+  """
+  if logprobs.old is None:
+    raise ValueError('LogProbs.old = None: the mismatch compares it with LogProbs.sampler')
+  old, sampler = (jnp.where(mask, x, 0) for x in (logprobs.old, logprobs.sampler))
   advantage = jnp.where(mask, advantage, 0)
+  log_rho = old - sampler
   corr = {
-    **_perplexities(old, roll, mask),
-    **_divergences(old, roll, mask),
-    **_probabilities(old, roll, mask),
-    'adv_signed_bias': _ratio(mean(advantage * (old - roll), mask), mean(jnp.abs(advantage), mask)),
-    # Of the tokens that survive, those weighted other than 1 (1 where none does): a rejection corrects nothing of what it leaves.
+    **_divergences(old, sampler, mask),
+    'adv_signed_bias': _ratio(mean(advantage * log_rho, mask), mean(jnp.abs(advantage), mask)),
+    # Surviving tokens only: a rejection corrects nothing of the tokens that it keeps.
     'corrected_fraction': jnp.where(corrected.mask.any(), share(corrected.applied != 1, corrected.mask), 1),
     **_weights(corrected, mask, settings),
-    **_rejections(corrected, mask, settings),
-    **_vetoes(old - roll, mask, settings),
+    **_rejections(corrected, mask),
   }
-  sparse = _sparse(old - roll, mask, reward, corrected, settings)
+  sparse = _agreement(log_rho, mask, settings)
   return {f'rollout_corr/{k}': v for k, v in corr.items()} | {f'sparse/{k}': v for k, v in sparse.items()}
 
 
 def effective_sample_size(w: Float[Array, 'B T'], mask: Bool[Array, 'B T']) -> Float[Array, '']:
-  """1 / mean((w / mean w)^2), in (0, 1]: the share of the tokens that equal weights would need for the same variance."""
+  """Return (mean w)^2 / mean(w^2), in (0, 1] (eq. 35): the share of the tokens that equal weights would need."""
   return _ratio(mean(w, mask) ** 2, mean(w**2, mask))
 
 
-def _perplexities(old, roll, mask):
+def _divergences(old, sampler, mask):
+  log_rho = old - sampler
   rows = mask.any(axis=1)
-  of_old, of_roll = (-mean(x, mask, axis=1) for x in (old, roll))  # log-perplexity of each row
-  delta = of_old - of_roll
-  return {
-    'training_ppl': mean(bounded_exp(of_old), rows),
-    'rollout_ppl': mean(bounded_exp(of_roll), rows),
-    'training_log_ppl': mean(of_old, rows),
-    'rollout_log_ppl': mean(of_roll, rows),
-    'log_ppl_diff': mean(delta, rows),
-    'log_ppl_abs_diff': mean(jnp.abs(delta), rows),
-    'log_ppl_diff_max': largest(delta, rows),
-    'log_ppl_diff_min': smallest(delta, rows),
-    'ppl_ratio': mean(bounded_exp(delta), rows),  # mean of exp, not exp of mean
-  }
-
-
-def _divergences(old, roll, mask):
-  log_rho = old - roll
-  rows = mask.any(axis=1)
-  log_m = jnp.logaddexp(old, roll) - jnp.log(2.0)  # of the even mixture of the two policies
+  log_m = jnp.logaddexp(old, sampler) - jnp.log(2.0)  # of the even mixture of the two policies
   size = jnp.abs(log_rho)
+  row_gap = mean(sampler, mask, axis=1) - mean(old, mask, axis=1)
+  p, q = jnp.exp(old), jnp.exp(sampler)
+  dp, dq = p - mean(p, mask), q - mean(q, mask)
   return {
     'kl': mean(-log_rho, mask),
     'k3_kl': mean(k3(log_rho), mask),
+    'policy_kl_error': mean(k3(-log_rho), mask),
+    'js_divergence_error': mean((k3(old - log_m) + k3(sampler - log_m)) / 2, mask),
     'chi2_token': jnp.where(mask.any(), mean(bounded_exp(log_rho) ** 2, mask) - 1, 0),
     'chi2_seq': jnp.where(mask.any(), mean(jnp.exp(2 * bounded(masked.total(log_rho, mask, axis=1))), rows) - 1, 0),
     'token_mult_prob_error': mean(bounded_exp(size), mask),
-    'gen_kl_error': mean(k3(log_rho), mask),
-    'policy_kl_error': mean(k3(-log_rho), mask),
-    'js_divergence_error': mean((k3(old - log_m) + k3(roll - log_m)) / 2, mask),
     'abs_dlogp_mean': mean(size, mask),
-    'abs_dlogp_p99': quantile(size, mask, (0.99,))[0],
+    'abs_dlogp_p99': quantile(size, mask, 0.99),
     'abs_dlogp_max': largest(size, mask),
-  }
-
-
-def _probabilities(old, roll, mask):
-  p, q = jnp.exp(old), jnp.exp(roll)
-  dp, dq = p - mean(p, mask), q - mean(q, mask)
-  return {
-    'probs_diff_valid': mask.any().astype(p.dtype),  # 0: there was no token to compare
-    'probs_diff_max': largest(p - q, mask),
-    'probs_diff_mean': mean(p - q, mask),
-    'probs_diff_std': std(p - q, mask),
+    'ppl_ratio': mean(bounded_exp(row_gap), rows),  # the mean of exponentials, not the exponential of the mean
     'probs_pearson': _ratio(mean(dp * dq, mask), jnp.sqrt(mean(dp**2, mask)) * jnp.sqrt(mean(dq**2, mask))),
   }
 
 
 def _weights(corrected, mask, settings):
-  rows = mask.any(axis=1)
   low = settings.floor if settings.weight in ('clip', 'icepop') else 1 / settings.cap
   within = jnp.clip(corrected.raw, 0, settings.cap)
-  row = mean(corrected.applied, mask, axis=1)
-  raw_row = mean(corrected.raw, mask, axis=1)
-  metrics = {
-    'mean': mean(corrected.applied, mask),
-    'min': smallest(corrected.applied, mask),
-    'max': largest(corrected.applied, mask),
-    'raw_min': smallest(corrected.raw, mask),
-    'raw_max': largest(corrected.raw, mask),
-    'std': std(within, mask),
-    'eff_sample_size': effective_sample_size(within, mask),
-    'ratio_fraction_high': share(corrected.raw > settings.cap, mask),
-    'ratio_fraction_low': share(corrected.raw < low, mask),
-    'seq_mean': mean(row, rows),
-    'seq_std': std(row, rows, ddof=1),
-    'seq_max': largest(row, rows),
-    'seq_min': smallest(row, rows),
-    'seq_max_deviation': largest(jnp.abs(row - 1), rows),
-    'seq_fraction_high': share(raw_row > settings.cap, rows),
-    'seq_fraction_low': share(raw_row < low, rows),
-    'batch_norm_factor': mean(corrected.norm, rows),
-  }
-  if settings.weight == 'icepop':
-    metrics['oob_ratio'] = share((corrected.raw < low) | (corrected.raw > settings.cap), mask)
-  return {f'rollout_is_{name}': value for name, value in metrics.items()}
-
-
-def _rejections(corrected, mask, settings):
-  """Of every option its statistic (log rho for k1), how much of it lies beyond each bound, and what it took out."""
-  rows = mask.any(axis=1)
-  metrics = _masked_fractions(mask & ~corrected.mask, mask)
-  for option, (low, high) in rejection_limits(settings).items():
-    x, keep = corrected.rejections[option]
-    per_row = x.ndim == 1
-    where = rows if per_row else mask
-    row = x if per_row else mean(x, mask, axis=1)
-    of_option = {
-      'mean': mean(x, where),
-      'max': largest(x, where),
-      'min': smallest(x, where),
-      'std': std(jnp.clip(x, low, high), where),
-      'fraction_high': share(x > high, where),
-      'fraction_low': share(x < low, where),
-      'seq_mean': mean(row, rows),
-      'seq_std': std(row, rows, ddof=1),
-      'seq_max': largest(row, rows),
-      'seq_min': smallest(row, rows),
-      'seq_max_deviation': largest(jnp.abs(row), rows),
-      'seq_fraction_high': share(row > high, rows),
-      'seq_fraction_low': share(row < low, rows),
-      **_masked_fractions(mask & ~(keep[:, None] if per_row else keep), mask),
-    }
-    metrics |= {f'{option}_{name}': value for name, value in of_option.items()}
-  return {f'rollout_rs_{name}': value for name, value in metrics.items()}
-
-
-def _masked_fractions(rejected, mask):
-  return {'masked_fraction': share(rejected, mask), 'seq_masked_fraction': share(rejected.any(axis=1), mask.any(axis=1))}
-
-
-def _vetoes(log_rho, mask, settings):
-  vetoed = catastrophic(log_rho, mask, settings.veto).any(axis=1)
   return {
-    'veto_fraction': share(vetoed, mask.any(axis=1)),
-    'catastrophic_token_fraction': share(catastrophic(log_rho, mask, settings.veto or USUAL_VETO), mask),
-    'catastrophic_sequence_fraction': share(
-      catastrophic(log_rho, mask, settings.veto or USUAL_VETO).any(axis=1), mask.any(axis=1)
-    ),
+    'rollout_is_mean': mean(corrected.applied, mask),
+    'rollout_is_std': std(within, mask),
+    'rollout_is_eff_sample_size': effective_sample_size(within, mask),
+    'rollout_is_ratio_fraction_high': share(corrected.raw > settings.cap, mask),
+    'rollout_is_ratio_fraction_low': share(corrected.raw < low, mask),
   }
 
 
-def _sparse(log_rho, mask, reward, corrected, settings):
-  xi = bounded_exp(log_rho)
+def _rejections(corrected, mask):
+  rejected = mask & ~corrected.mask
+  metrics = {
+    'rollout_rs_masked_fraction': share(rejected, mask),
+    'rollout_rs_seq_masked_fraction': share(rejected.any(axis=1), mask.any(axis=1)),
+  }
+  for option, (statistic, keep) in corrected.rejections.items():
+    per_row = keep.ndim == 1
+    metrics[f'rollout_rs_{option}_mean'] = mean(statistic, mask.any(axis=1) if per_row else mask)
+    metrics[f'rollout_rs_{option}_masked_fraction'] = share(~(keep[:, None] if per_row else keep) & mask, mask)
+  return metrics
+
+
+def _agreement(log_rho, mask, settings):
   agreement = jnp.exp(-jnp.abs(log_rho))
   rows = mask.any(axis=1)
-  vetoed = catastrophic(log_rho, mask, settings.veto).any(axis=1)
-  length = mask.sum(axis=1).astype(xi.dtype)
-  xi_p05, xi_p50, xi_p95 = quantile(xi, mask, (0.05, 0.5, 0.95))
+  vetoed = catastrophic(log_rho, mask, settings.veto or 0.0)
+  catastrophes = catastrophic(log_rho, mask, settings.veto or DEFAULT_VETO)
   return {
-    **_vetoes(log_rho, mask, settings),
-    'masked_token_fraction': share(~corrected.mask, mask),
-    'xi_mean': mean(xi, mask),
-    'xi_p05': xi_p05,
-    'xi_p50': xi_p50,
-    'xi_p95': xi_p95,
-    'xi_max': largest(xi, mask),
-    'ess': effective_sample_size(jnp.minimum(xi, settings.cap), mask),
-    'k3_kl': mean(k3(log_rho), mask),
-    'kl': mean(-log_rho, mask),
     'agreement_mean': mean(agreement, mask),
-    'agreement_p05': quantile(agreement, mask, (0.05,))[0],
-    'response_length_vetoed': mean(length, rows & vetoed),
-    'response_length_kept': mean(length, rows & ~vetoed),
-    'reward_vetoed': mean(reward, rows & vetoed),
-    'reward_kept': mean(reward, rows & ~vetoed),
+    'agreement_p05': quantile(agreement, mask, 0.05),
+    'ess': effective_sample_size(jnp.minimum(bounded_exp(log_rho), settings.cap), mask),
+    'veto_fraction': share(vetoed.any(axis=1), rows),
+    'catastrophic_sequence_fraction': share(catastrophes.any(axis=1), rows),
   }
 
 
 # --- the update ------------------------------------------------------------------------------------------------------
 
 
-def policy_sums(facts: Facts, mask: Bool[Array, 'B T']) -> Metrics:
-  """Sums over a microbatch's tokens, which add up over microbatches, for `policy_metrics`."""
-  r = bounded_exp(facts.log_ratio)
+def policy_sums(ratios: TokenRatios, mask: Bool[Array, 'B T']) -> Metrics:
+  """Sum over the tokens of a microbatch for `policy_metrics`. The sums of microbatches add up."""
+  r = bounded_exp(ratios.log_ratio)
   terms = {
     'tokens': jnp.ones_like(r),
     'r': r,
     'r2': r**2,
     'deviation': jnp.abs(r - 1),
-    'kl': -facts.log_ratio,
-    'k3': k3(facts.log_ratio),
-    'clipped': facts.clipped.astype(r.dtype),
+    'kl': -ratios.log_ratio,
+    'k3': k3(ratios.log_ratio),
+    'clipped': ratios.clipped.astype(r.dtype),
   }
   return {name: masked.total(x, mask) for name, x in terms.items()}
 
 
 def policy_metrics(sums: Metrics) -> Metrics:
-  """The update's ratio: its mean, mean |r - 1|, kl and k3 to the ratio's denominator, effective sample size, clip fraction."""
+  """Return means over tokens of the ratio r that the loss used, from `policy_sums` of the whole batch.
+
+  policy/
+    ratio_mean, ratio_deviation   r and |r - 1|
+    kl, k3_kl                     KL estimates between the denominator of r and the current policy, in nats
+    ess                           effective sample size of r
+    clip_fraction                 tokens on whose loss a bound took effect
+  """
   n = sums['tokens']
   return {
     'policy/ratio_mean': _ratio(sums['r'], n),
@@ -236,7 +181,7 @@ def policy_metrics(sums: Metrics) -> Metrics:
 
 
 def _ratio(a, b):
-  """a / b, and 0 where b is 0."""
+  """Return a / b, and 0 where b is 0."""
   return a / jnp.where(b == 0, 1, b) * (b != 0)
 
 
@@ -244,10 +189,12 @@ def _ratio(a, b):
 
 
 def repetition(tokens: Int[np.ndarray, ' C']) -> float:
-  """Length of the longest n-gram that occurs twice (overlapping or not) over the completion's length: near 1 in an endless loop.
+  """Return the length of the longest n-gram that occurs twice, over the length of the completion (eq. 44).
 
-  A repeated n-gram holds repeated shorter ones, so bisection finds the longest. Grams of 2^k tokens get numbers by pairing
-  those of 2^(k-1); one of n tokens is two overlapping ones: n = 7 is the grams of 4 at i and at i + 3. O(C log^2 C).
+  The two occurrences may overlap. Near 1 in an endless loop. O(C log^2 C).
+
+  A repeated n-gram contains repeated shorter ones, so bisection finds the longest. Grams of 2^k tokens are numbered by pairing
+  the numbers of two grams of 2^(k-1). A gram of n tokens is two overlapping grams: n = 7 is the grams of 4 at i and at i + 3.
   """
   length = len(tokens)
   if length < 2:
@@ -262,7 +209,7 @@ def repetition(tokens: Int[np.ndarray, ' C']) -> float:
     grams = _pairs(numbers[k], n - 2**k, length)
     return len(np.unique(grams)) < len(grams)
 
-  low, high = 0, length - 1  # the longest lies in low..high
+  low, high = 0, length - 1  # bounds of the longest repeated length
   while low < high:
     middle = (low + high + 1) // 2
     low, high = (middle, high) if repeats(middle) else (low, middle - 1)
@@ -270,6 +217,6 @@ def repetition(tokens: Int[np.ndarray, ' C']) -> float:
 
 
 def _pairs(number, shift, length):
-  """One integer for the grams at i and i + shift together, wherever both exist."""
+  """Return one integer for the grams at i and i + shift together, wherever both exist."""
   number = number.astype(np.int64)
   return number[: len(number) - shift] * length + number[shift:]

@@ -1,6 +1,7 @@
-"""When the metrics say that a run is broken, or unwell (fp8_rollouts 5 and 7, sparse_rollouts 8).
+"""Predicates on the metrics of one step: reasons to stop a run, and metrics outside their healthy range.
 
-Predicates on one step's metrics: the trainer raises on `sentinels` and logs `warnings`.
+The loop raises on `sentinels` and logs `warnings`. Ranges and reasons: docs/methods/losses.md, Health ranges and Stop
+conditions.
 """
 
 import math
@@ -18,14 +19,16 @@ HEALTHY: dict[str, tuple[float, float]] = {
 }
 
 
-MAX_SATURATION = 1e-4  # of the FP8 cache's numbers
+MAX_SATURATION = 1e-4  # fraction of the numbers in the FP8 cache
+MAX_KL = 1.0  # nats per token
+MAX_CAPPED_STEPS = 2
 
 
 def sentinels(metrics: Mapping[str, float], capped_steps: int = 0, weighted: bool = True) -> list[str]:
-  """Why the run must stop, one sentence each; empty: go on.
+  """Return the reasons to stop the run, one sentence each; none means go on.
 
-  `capped_steps`: how many steps in a row, this one included, every response ran into the length limit.
-  `weighted`: whether the correction's weight is all that accounts for who sampled (losses.weighted).
+  `capped_steps` counts the latest consecutive steps, this one included, in which every response hit the length limit.
+  `weighted` says whether the correction's weight is all that corrects for the sampler (`losses.weighted`).
   """
   reasons = [
     f'{name} = {value}: a log-prob of the sampler or the learner is not finite'
@@ -33,27 +36,29 @@ def sentinels(metrics: Mapping[str, float], capped_steps: int = 0, weighted: boo
     if name.startswith(('rollout_corr/', 'sparse/', 'fp8/')) and not math.isfinite(value)
   ]
   kl = metrics.get('rollout_corr/kl', 0.0)
-  if math.isfinite(kl) and abs(kl) > 1.0:
-    reasons.append(f'rollout_corr/kl = {kl:.3g}, beyond 1.0: sampler and learner are different policies (typical: 0.001 to 0.03)')
+  if math.isfinite(kl) and abs(kl) > MAX_KL:
+    reasons.append(
+      f'rollout_corr/kl = {kl:.3g}, beyond {MAX_KL}: sampler and learner are different policies (typical: 0.001 to 0.03)'
+    )
   saturation = metrics.get('fp8/kv_saturation', 0.0)
   if saturation > MAX_SATURATION:
     reasons.append(
-      f'fp8/kv_saturation = {saturation:.3g}, beyond {MAX_SATURATION:g}: keys or values outgrew the scales of the FP8 cache '
-      "(config.quant.kv_scale, kv_margin; or config.quant.sampler = 'w8a8' leaves the cache as it is)"
+      f'fp8/kv_saturation = {saturation:.3g}, beyond {MAX_SATURATION:g}: keys or values exceed the scales of the FP8 cache '
+      "(set config.quant.kv_scale; config.quant.sampler = 'w8a8' keeps the cache in the compute dtype)"
     )
   if metrics.get('async/stale_tokens', 0) > 0 and weighted and metrics.get('rollout_corr/corrected_fraction') == 0:
     reasons.append(
-      'tokens were sampled by older weights, ratios are to what the learner itself has scored, and every weight is exactly 1: '
-      'nothing corrects for it '
-      "(config.correction.level = 'token', or config.correction.mode = 'bypass', divides by the log-probs that sampled)"
+      'older weights sampled some tokens, but every weight is exactly 1 and the ratio is to the log-probs of the learner: '
+      "nothing corrects for the staleness (set config.correction.level = 'token', or config.correction.mode = 'bypass', whose "
+      'ratio is to the log-probs of the sampler)'
     )
-  if capped_steps >= 2:
+  if capped_steps >= MAX_CAPPED_STEPS:
     reasons.append(f'every response hit the length limit for {capped_steps} steps in a row: the policy does not end its answers')
   return reasons
 
 
 def warnings(metrics: Mapping[str, float]) -> dict[str, str]:
-  """Which metrics have left their healthy range: a sentence for each by its name."""
+  """Return a sentence for each metric outside its healthy range, by the name of the metric."""
   return {
     name: f'{name} = {metrics[name]:.4g}, outside {low:g} to {high:g}'
     for name, (low, high) in HEALTHY.items()

@@ -1,64 +1,69 @@
-"""Policy losses, the KL penalty, and the aggregation of tokens into one number (async_rollouts 7, fp8_rollouts 4.4).
+"""Policy losses, the KL penalty and the aggregation of tokens into one number (docs/methods/losses.md, eq. 9, 10, 21 to 34).
 
-Three log-probs of a token: l (the weights being trained, differentiated), p = old_logp (dense, before this update) and
-b = sampler_logp (what really drew it). The correction's mode says which ratio a variant sees, the same for every variant:
+`LogProbs` names the log-probs: `current` (the weights being trained, differentiated), `old` (dense, before this step's updates)
+and `sampler` (the policy that drew the token). The mode of the correction decides the ratio of every variant:
 
-  decoupled   r = exp(l - p), and the loss is multiplied by w, the correction for p against b
-  bypass      r = exp(l - b), which corrects already, so no w; `reinforce` alone has no ratio of its own and keeps its w
+  decoupled   r = exp(current - old), and the loss is multiplied by w, which corrects old against sampler
+  bypass      r = exp(current - sampler), which corrects already, so there is no w; `reinforce` has no ratio and keeps its w
 
-so that the gap between sampler and learner is paid for exactly once. Every ratio is exp of a log clamped to +-20.
+so the gap between sampler and learner is corrected exactly once. Every ratio is the exponential of a log clamped to +-20.
 
-For `exact on-policy` sequences, whose whole generation used the weights being trained, hand over p (in bypass mode b) as
-stop_gradient(l): the ratio is then 1 and its gradient that of l.
+For a sequence generated entirely by the weights being trained, hand over stop_gradient(current) as the denominator: its ratio
+is then 1, and the gradient of the ratio is that of `current`.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from sprl.config import Loss
 from sprl.objective.correction import pooled
 from sprl.objective.masked import bounded_exp, k3
-from sprl.settings import Loss
+from sprl.types import LogProbs
 
 sg = jax.lax.stop_gradient
+KL_CLIP = 10.0  # bound on the |kl| of a token
 
 
-class Tokens(NamedTuple):
-  """What a variant is a function of, over [B, T]. Only l carries a gradient."""
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+  """Arguments of a loss variant. Only `logp` carries a gradient; all are 0 where the model wrote nothing."""
 
-  l: Float[Array, 'B T']  # log-prob under the weights being trained
-  reference: Float[Array, 'B T']  # p or b, the ratio's denominator
-  A: Float[Array, 'B T']
-  weight: Float[Array, 'B T']  # w, or 1 where the mode has none
+  logp: Float[Array, 'B T']  # under the weights being trained
+  reference: Float[Array, 'B T']  # log-prob in the denominator of the ratio
+  A: Float[Array, 'B T']  # advantage
   reward: Float[Array, 'B 1']
-  mask: Bool[Array, 'B T']  # what the model wrote
+  mask: Bool[Array, 'B T']  # tokens that the model wrote
 
   @property
   def log_r(self) -> Float[Array, 'B T']:
-    """The token's log ratio, differentiable."""
-    return self.l - self.reference
+    """The log ratio of the token, differentiable."""
+    return self.logp - self.reference
 
 
-class Facts(NamedTuple):
-  """What the policy metrics are made of, over [B, T]. Detached."""
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class TokenRatios:
+  """Ratio of each token to the denominator of its loss, for the policy metrics. Without gradient."""
 
   log_ratio: Float[Array, 'B T']  # the log ratio that the loss used, at its level
-  clipped: Bool[Array, 'B T']  # whether a bound took effect on the token's loss
+  clipped: Bool[Array, 'B T']  # whether a bound took effect on the loss of the token
 
 
-# --- one function a variant: tokens, settings -> loss of each token, its log ratio, whether a bound took effect -----------
+# --- variants: (tokens, settings) -> loss of each token, its log ratio, whether a bound took effect -----------------------
 
 
 def _ppo(t: Tokens, s: Loss, level: str = 'token'):
+  """Eq. 22 and 23; at level `geometric` or `segment` eq. 24."""
   log_r = pooled(t.log_r, t.mask, level)
   r = bounded_exp(log_r)
-  free, held = -r * t.A, -_clipped(r, s) * t.A
-  loss = jnp.maximum(free, held)
-  bound = held > free
-  if s.dual_clip > 0:
+  unclipped, clipped = -r * t.A, -_clipped(r, s) * t.A
+  loss = jnp.maximum(unclipped, clipped)
+  bound = clipped > unclipped
+  if s.dual_clip is not None:
     worst = -s.dual_clip * t.A
     bound |= (t.A < 0) & (loss > worst)
     loss = jnp.where(t.A < 0, jnp.minimum(loss, worst), loss)
@@ -73,40 +78,44 @@ def _segment(t: Tokens, s: Loss):
   return _ppo(t, s, 'segment')
 
 
-def _vanilla(t: Tokens, s: Loss):
-  return -t.A * t.l, t.log_r, _never(t)
+def _reinforce(t: Tokens, s: Loss):
+  """Eq. 21."""
+  return -t.A * t.logp, t.log_r, _never(t)
 
 
 def _tis(t: Tokens, s: Loss):
+  """Eq. 25."""
   r = bounded_exp(t.log_r)
-  return -sg(jnp.clip(r, s.tis_low, s.tis_high)) * t.A * t.l, t.log_r, (r < s.tis_low) | (r > s.tis_high)
+  low, high = s.tis.low, s.tis.high
+  return -sg(jnp.clip(r, low, high)) * t.A * t.logp, t.log_r, (r < low) | (r > high)
 
 
 def _topr(t: Tokens, s: Loss):
+  """Eq. 26. The raw reward decides the branch, not the advantage."""
   r = bounded_exp(t.log_r)
-  good = t.reward > 0  # the raw reward decides, not the advantage
-  coefficient = jnp.where(good, s.topr_positive, s.topr_negative * jnp.clip(r, 0, 1))
-  return -sg(coefficient) * t.A * t.l, t.log_r, ~good & (r > 1)
+  good = t.reward > 0
+  coefficient = jnp.where(good, s.topr.positive_weight, jnp.clip(r, 0, 1))
+  return -sg(coefficient) * t.A * t.logp, t.log_r, ~good & (r > 1)
 
 
 def _cispo(t: Tokens, s: Loss):
+  """Eq. 27."""
   r = bounded_exp(t.log_r)
-  loss = -sg(_clipped(r, s)) * t.A * t.l
-  if s.cispo_mask:
-    left = ((t.A > 0) & (r > 1 + s.clip_high)) | ((t.A < 0) & (r < 1 - s.clip_low))
-    loss = jnp.where(left, 0, loss)
-  return loss, t.log_r, _clipped(r, s) != r
+  return -sg(_clipped(r, s)) * t.A * t.logp, t.log_r, _clipped(r, s) != r
 
 
 def _kimi15(t: Tokens, s: Loss):
-  return -t.A * t.l + s.kimi_tau / 2 * t.log_r**2, t.log_r, _never(t)
+  """Eq. 28."""
+  return -t.A * t.logp + s.kimi15.tau / 2 * t.log_r**2, t.log_r, _never(t)
 
 
 def _dppo_kl(t: Tokens, s: Loss):
-  moved = jnp.exp(t.l) - jnp.exp(t.reference)  # P - q
-  left = ((t.A > 0) & (moved > s.dppo_delta)) | ((t.A < 0) & (moved < -s.dppo_delta))
+  """Eq. 29."""
+  moved = jnp.exp(t.logp) - jnp.exp(t.reference)  # Delta: the change of the token's probability
+  delta, penalty = s.dppo_kl.delta, s.dppo_kl.penalty
+  left = ((t.A > 0) & (moved > delta)) | ((t.A < 0) & (moved < -delta))
   kept = jnp.where(left, 0, -t.A * bounded_exp(t.log_r))
-  return kept + s.dppo_penalty * t.log_r**2, t.log_r, left
+  return kept + penalty * t.log_r**2, t.log_r, left
 
 
 def _clipped(r, s):
@@ -118,10 +127,8 @@ def _never(t):
 
 
 VARIANTS: dict[str, Callable] = {
-  'vanilla': _vanilla,
-  'reinforce': _vanilla,  # apart only in bypass mode, where it keeps its weight
+  'reinforce': _reinforce,  # keeps its weight in bypass mode
   'ppo': _ppo,
-  'decoupled_ppo': _ppo,  # ppo that insists on decoupled mode; AReaL's cap on w is the correction preset `areal`
   'gspo': _gspo,
   'segment': _segment,
   'tis': _tis,
@@ -132,68 +139,69 @@ VARIANTS: dict[str, Callable] = {
 }
 
 
-def weighted(settings: Loss, correction_mode: str) -> bool:
-  """Whether w is all that corrects for who sampled; if not, the variant's own ratio is to the sampler's log-probs.
+def weighted(settings: Loss, mode: str) -> bool:
+  """Return whether the loss is multiplied by w; otherwise the ratio of the variant is to the sampler's log-probs.
 
-  `vanilla` has none, which is why settings refuse it in bypass mode where rollouts run ahead.
+  `mode` is correction.mode.
   """
-  return correction_mode == 'decoupled' or settings.variant == 'reinforce'
+  return mode == 'decoupled' or settings.variant == 'reinforce'
 
 
 def token_loss(
-  logp: Float[Array, 'B T'],
-  old_logp: Float[Array, 'B T'],
-  sampler_logp: Float[Array, 'B T'],
+  logprobs: LogProbs,
+  settings: Loss,
+  mode: str,
+  *,
   advantage: Float[Array, 'B T'],
   reward: Float[Array, ' B'],
   weight: Float[Array, 'B T'],
   mask: Bool[Array, 'B T'],
-  settings: Loss,
-  correction_mode: str,
-) -> tuple[Float[Array, 'B T'], Facts]:
-  """The loss of each token, 0 outside the mask, differentiable in `logp` alone.
+) -> tuple[Float[Array, 'B T'], TokenRatios]:
+  """Return the weighted policy loss of each token, 0 outside the mask, and its ratios. Differentiable in `current` alone.
 
-  `mask` is all that the model wrote: sequence and segment ratios are means over it, also over rejected tokens, which
-  `aggregation` takes out. `weight` is `Corrected.weight`.
+  `mode` is correction.mode: it selects `old` or `sampler` as the denominator of the ratio. `mask` is True on all tokens that
+  the model wrote: ratios of sequences and segments are means over them, rejected tokens included, which `aggregation` leaves
+  out of the sum. `weight` is `Corrected.weight`.
+
+  Raises ValueError if a log-prob that the mode needs is missing.
   """
-  reference = old_logp if correction_mode == 'decoupled' else sampler_logp
-  # Values outside the mask may be anything, nan too, so they go before the arithmetic: 0 * nan is nan, in gradients as well.
-  l, p, A, w = (jnp.where(mask, x, 0) for x in (logp, reference, advantage, weight))
-  w = w if weighted(settings, correction_mode) else mask.astype(w.dtype)
-  tokens = Tokens(l, sg(p), sg(A), sg(w), sg(reward)[:, None], mask)
+  reference = logprobs.old if mode == 'decoupled' else logprobs.sampler
+  if logprobs.current is None or reference is None:
+    raise ValueError(f'LogProbs.current and .old in mode {mode!r}: expected arrays, got None')
+  # Values outside the mask may be NaN. They are replaced before the arithmetic: 0 * NaN is NaN, in gradients as well.
+  logp, reference, A, w = (jnp.where(mask, x, 0) for x in (logprobs.current, reference, advantage, weight))
+  w = w if weighted(settings, mode) else mask.astype(w.dtype)
+  tokens = Tokens(logp=logp, reference=sg(reference), A=sg(A), reward=sg(reward)[:, None], mask=mask)
   loss, log_ratio, clipped = VARIANTS[settings.variant](tokens, settings)
-  return jnp.where(mask, tokens.weight * loss, 0), Facts(sg(log_ratio), sg(clipped & mask))
+  return jnp.where(mask, sg(w) * loss, 0), TokenRatios(log_ratio=sg(log_ratio), clipped=sg(clipped & mask))
 
 
-def kl(
-  logp: Float[Array, 'B T'], ref_logp: Float[Array, 'B T'], estimator: str = 'k3', clip: float = 10.0
-) -> Float[Array, 'B T']:
-  """Each token's estimate of KL(policy || reference), clamped to +-clip. Only logp carries a gradient.
+def kl(logprobs: LogProbs, estimator: str = 'k3') -> Float[Array, 'B T']:
+  """Estimate KL(current || ref) of each token, clamped to +-10 (eq. 30). Only `current` carries a gradient.
 
-  With u = lref - l: k1 = -u, k2 = u^2 / 2, k3 = e^u - 1 - u.
+  With u = ref - current: k1 = -u, k2 = u^2 / 2, k3 = e^u - 1 - u. Raises ValueError if one of the two is missing.
   """
-  u = sg(ref_logp) - logp
-  return jnp.clip({'k1': lambda u: -u, 'k2': lambda u: u**2 / 2, 'k3': k3}[estimator](u), -clip, clip)
+  if logprobs.current is None or logprobs.ref is None:
+    raise ValueError('LogProbs.current and .ref: expected arrays where loss.kl_coef is above 0, got None')
+  u = sg(logprobs.ref) - logprobs.current
+  return jnp.clip({'k1': lambda u: -u, 'k2': lambda u: u**2 / 2, 'k3': k3}[estimator](u), -KL_CLIP, KL_CLIP)
 
 
-def aggregation(
-  surviving: Bool[Array, 'B T'], mask: Bool[Array, 'B T'], settings: Loss, count_rejected: bool
-) -> Float[Array, 'B T']:
-  """Coefficients c such that the batch's loss is sum(c * loss of each token): also summed microbatch by microbatch.
+def aggregation(*, surviving: Bool[Array, 'B T'], mask: Bool[Array, 'B T'], settings: Loss) -> Float[Array, 'B T']:
+  """Return coefficients c such that the loss of the batch is sum(c * loss of each token) (eq. 33).
 
-  n = surviving tokens of a row, N = rows of the batch.
+  The sum may be taken microbatch by microbatch. With n the surviving tokens of a row and N the rows of the batch:
     seq-mean-token-mean 1/(N n)   token-mean 1/sum(n)   seq-mean-token-sum 1/N   seq-mean-token-sum-norm 1/(N T)
-  A row whose tokens were all rejected counts in N, and with all its tokens in sum(n), unless count_rejected is off.
-  Rows in which the model wrote nothing are padding and count nowhere.
+  A row whose tokens were all rejected counts in N, and with all its tokens in sum(n). Rows in which the model wrote nothing are
+  padding and count nowhere.
   """
   n = surviving.sum(axis=1)
-  counted = mask.any(axis=1) if count_rejected else n > 0
-  rows = jnp.maximum(counted.sum(), 1)
+  rows = jnp.maximum(mask.any(axis=1).sum(), 1)
   match settings.aggregate:
     case 'seq-mean-token-mean':
       denominator = (rows * jnp.maximum(n, 1))[:, None]
     case 'token-mean':
-      tokens = jnp.where(n > 0, n, mask.sum(axis=1) if count_rejected else 0)
+      tokens = jnp.where(n > 0, n, mask.sum(axis=1))
       denominator = jnp.maximum(tokens.sum(), 1)
     case 'seq-mean-token-sum':
       denominator = rows
@@ -203,30 +211,30 @@ def aggregation(
 
 
 def objective(
-  logp: Float[Array, 'B T'],
-  old_logp: Float[Array, 'B T'],
-  sampler_logp: Float[Array, 'B T'],
-  ref_logp: Float[Array, 'B T'] | None,
-  entropy: Float[Array, 'B T'] | None,
+  logprobs: LogProbs,
+  settings: Loss,
+  mode: str,
+  *,
   advantage: Float[Array, 'B T'],
   reward: Float[Array, ' B'],
   weight: Float[Array, 'B T'],
   mask: Bool[Array, 'B T'],
   coefficient: Float[Array, 'B T'],
-  settings: Loss,
-  correction_mode: str,
-) -> tuple[Float[Array, ''], Facts]:
-  """sum of coefficient * (policy loss + beta * kl - entropy_coef * entropy): one microbatch's part of the loss.
+  entropy: Float[Array, 'B T'] | None = None,
+) -> tuple[Float[Array, ''], TokenRatios]:
+  """Return sum(coefficient * (policy loss + kl_coef * kl - entropy_coef * entropy)), a microbatch's part of eq. 34.
 
-  The coefficients are `aggregation`'s, so that rejected tokens give no policy loss, no kl and no entropy bonus.
-  `ref_logp` and `entropy` may be None where their coefficients are 0. The weight scales the policy loss alone.
+  `coefficient` comes from `aggregation`: rejected tokens add no policy loss, no KL and no entropy. `weight` scales the policy
+  loss alone. `logprobs.ref` and `entropy` (nats) may be None where their coefficients are 0. `mode` is correction.mode.
+
+  Raises ValueError if a log-prob or entropy that the settings need is missing.
   """
-  loss, facts = token_loss(logp, old_logp, sampler_logp, advantage, reward, weight, mask, settings, correction_mode)
+  loss, ratios = token_loss(logprobs, settings, mode, advantage=advantage, reward=reward, weight=weight, mask=mask)
   if settings.kl_coef > 0:
-    assert ref_logp is not None, 'loss.kl_coef is above 0: the reference log-probs are needed'
-    l, ref = (jnp.where(mask, x, 0) for x in (logp, ref_logp))
-    loss += settings.kl_coef * kl(l, ref, settings.kl_estimator, settings.kl_clip)
+    written = jax.tree.map(lambda x: jnp.where(mask, x, 0), logprobs)
+    loss += settings.kl_coef * kl(written, settings.kl_estimator)
   if settings.entropy_coef > 0:
-    assert entropy is not None, 'loss.entropy_coef is above 0: the entropies are needed'
+    if entropy is None:
+      raise ValueError(f'entropy = None: expected an array, because loss.entropy_coef = {settings.entropy_coef}')
     loss -= settings.entropy_coef * jnp.where(mask, entropy, 0)
-  return (sg(coefficient) * loss).sum(), facts
+  return (sg(coefficient) * loss).sum(), ratios

@@ -1,1 +1,1 @@
-"""What a run will need of devices that need not be there: memory, operations, bytes, and the time they take at the least."""
+"""Memory and time of a run on devices that need not be present."""

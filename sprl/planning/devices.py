@@ -1,9 +1,9 @@
-"""Ceilings of the devices that a plan may be made for, as their vendors state them; measured ones may take their place."""
+"""Ceilings of the devices that a plan can be made for, as their vendors state them. Measured ceilings can replace them."""
 
 import dataclasses
 from dataclasses import dataclass
 
-from sprl.settings import SettingsError
+from sprl.config import SettingsError
 
 
 @dataclass(frozen=True)
@@ -14,10 +14,10 @@ class Device:
   memory: float  # bytes
   bandwidth: float  # bytes/s between memory and chip
   bfloat16: float  # FLOP/s of matrix products
-  float32: float  # FLOP/s of matrix products as JAX multiplies float32 by default: TF32 on these GPUs, bfloat16 on TPUs
-  link: float  # bytes/s that it sends, and as many that it receives, among the `node` devices that it is linked with
-  network: float  # the same beyond them
-  node: int
+  float32: float  # FLOP/s of JAX's float32 matrix products at default precision: TF32 on these GPUs, bfloat16 on TPUs
+  link: float  # bytes/s in each direction to the other devices of its node
+  network: float  # bytes/s in each direction beyond the node
+  node: int  # devices that are linked to each other
   source: str
   hopper: bool = False  # a GPU that sprl's kernels are written for
 
@@ -40,13 +40,11 @@ DEVICES = {
   ),
 }  # fmt: skip
 
-CEILINGS = ('memory', 'bandwidth', 'bfloat16', 'float32', 'link', 'network')  # what measured figures may replace
-
 
 def device(name: str, **measured: float | None) -> Device:
-  """The device of that name, with those of its CEILINGS that are given (not None).
+  """Return a device by name, with measured ceilings in place of stated ones; None keeps the stated ceiling.
 
-  Raises SettingsError: an unknown name, a ceiling that is not above 0.
+  Raises SettingsError for an unknown name or a ceiling that is not above 0.
   """
   if name not in DEVICES:
     raise SettingsError(f'--device={name}: expected one of {", ".join(DEVICES)}')

@@ -1,1 +1,1 @@
-"""Number formats of the weights and the cache, and the one matrix product that understands them."""
+"""FP8 number format, block scales, and the matrix product of plain and quantised weights."""

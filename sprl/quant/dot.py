@@ -1,4 +1,4 @@
-"""The one matrix product of the house: `dot(x, w)`, and what its weight may be."""
+"""`dot(x, w)`: the matrix product of all linears, and the forms that its weight may have."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -8,19 +8,19 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float, Int
 
+from sprl.config import Kernels
 from sprl.kernels.grouped_matmul import grouped_matmul
-from sprl.parallel.rules import Names, kept, shard
 from sprl.quant import block
 from sprl.quant.block import BlockScaled, Emulated, block_dot, fake_groups
-from sprl.settings import Kernels
+from sprl.sharding.rules import Names, kept, shard
 
-PRODUCT = 'product'  # what a policy of recomputation knows these products by
+PRODUCT = 'product'  # name of these products in checkpoint policies
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LowRank:
-  """A frozen weight and what is trained beside it: w + scale * b @ a (sprl/models/lora.py)."""
+  """A frozen weight with a trained adapter: w + scale * b @ a (sprl/models/lora.py)."""
 
   w: Float[Array, 'N M']
   a: Float[Array, 'R M']
@@ -28,22 +28,23 @@ class LowRank:
   scale: float = field(metadata={'static': True})
 
   def merged(self) -> Float[Array, 'N M']:
-    """The sum as one weight, in float32."""
+    """Return the sum as one float32 weight."""
     a, b = self.a.astype(jnp.float32), self.b.astype(jnp.float32)
     return self.w.astype(jnp.float32) + self.scale * jnp.matmul(b, a, precision='highest')
 
 
 def plain(w: Float[Array, '*S'] | LowRank) -> Float[Array, '*S']:
-  """A weight as one array, whatever it is trained as."""
+  """Return a weight as one array: an adapter is merged, other weights stay as they are."""
   return w.merged() if isinstance(w, LowRank) else w
 
 
 def dot(
   x: Float[Array, '*B M'], w: Float[Array, 'N M'] | LowRank | BlockScaled | Emulated, axes: Names | None = None
 ) -> Float[Array, '*B N']:
-  """x @ w^T in x's dtype; `axes` name w's for a mesh. Under a quantised weight x is quantised too, and nothing differentiated.
+  """Return x @ w^T in x's dtype. `axes` are the names of w's axes on a mesh.
 
-  Under a low-rank one neither it nor its gradient is ever a matrix of w's shape.
+  A quantised weight quantises x too; its product has no gradient. The adapter of a LowRank weight is never expanded to a matrix
+  of w's shape, and neither is its gradient.
   """
   match w:
     case LowRank():
@@ -65,9 +66,9 @@ def grouped_dot(
   used: Int[Array, ''],
   kernels: Kernels = 'auto',
 ) -> Float[Array, 'n T N']:
-  """`dot` of blocks of tokens with the weights of their experts, in the first `used` blocks; others may be anything.
+  """Return `dot` of each block of T tokens with the weight of its expert. Blocks from `used` on are undefined. No gradient.
 
-  Not differentiated. `kernels` says what multiplies; FP8 codes bring that with them.
+  `kernels` selects the implementation; a BlockScaled weight has its own.
   """
   match w:
     case BlockScaled():
@@ -80,24 +81,25 @@ def grouped_dot(
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def _dot(x: Float[Array, '*B M'], w: Float[Array, 'N M'], axes: Names | None) -> Float[Array, '*B N']:
-  """x @ w^T in x's dtype; w may be held in a wider one (float32 master weights under bfloat16 activations).
+  """Return x @ w^T in x's dtype. w may have a wider dtype (float32 master weights under bfloat16 activations).
 
   w is [out, in]: the layout of checkpoints, and the one that CPUs and FP8 tensor cores read fastest.
-  The gradient of w is one product over all leading dims, summed in float32 and returned in w's own dtype. Written out because
-  autodiff would emit a transposed product, for which XLA's CPU backend has no fast bfloat16 path, and would round the
-  gradient of a float32 weight to bfloat16 on the way.
+
+  The gradient of w is one product over all leading dims, summed in float32 and returned in w's dtype. It is written by hand:
+  autodiff would emit a transposed product, for which XLA's CPU backend has no fast bfloat16 path, and would round the gradient
+  of a float32 weight to bfloat16.
   """
   return jax.lax.dot_general(x, _gathered(w, x.dtype, axes), (((x.ndim - 1,), (1,)), ((), ())))
 
 
 def _gathered(w, dtype, axes):
-  """The weight in use; cast before it is gathered. Said to be kept until then, or the layer before would gather it already."""
+  """Cast the weight, then gather it. The sharding constraint in between stops XLA from gathering it a layer earlier."""
   w = w.astype(dtype)
   return w if axes is None else shard(kept(w, *axes), *axes)
 
 
 def _forward(x, w, axes):
-  return _dot(x, w, axes), (x, w)  # w as it is kept, to be gathered once more: all gathered ones would not fit
+  return _dot(x, w, axes), (x, w)  # w before it is gathered: all gathered weights together would not fit
 
 
 def _backward(axes, saved, g):

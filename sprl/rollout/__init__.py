@@ -1,1 +1,1 @@
-"""The host side of rollouts: requests, grading, groups."""
+"""Rollouts on the host: prompts, episodes, the scheduler and its window, evaluation."""

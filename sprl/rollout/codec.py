@@ -1,8 +1,8 @@
-"""A conversation as ids, without encoding anything twice (async_rollouts 6).
+"""Conversations as token ids, where no text is encoded twice (docs/methods/async.md, Environments).
 
-What the model wrote stays as it wrote it. Between one answer and the next stands what the chat template writes there: the end of
-the answer's turn, the environment's messages, the beginning of the next answer. Those ids are found once for each turn, from a
-conversation in which a mark stands for the answer.
+The model's tokens stay as they are. Between two answers stands the text that the chat template writes there: the end of the first
+answer's turn, the environment's messages, and the beginning of the next answer. These ids are found once a turn, by rendering a
+conversation in which a marker stands for the answer.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 from sprl.io.tokenizer import Tokenizer, TokenizerError
 
-MARK = '\x02answer\x03'  # no template writes this
+MARK = '\x02answer\x03'  # no chat template writes this
 
 
 @dataclass(frozen=True)
 class ChatCodec:
-  """Messages through the tokenizer's chat template, after a `system` message if there is one.
+  """Encodes messages with the tokenizer's chat template, after a `system` message if there is one.
 
-  Raises TokenizerError where the template cannot continue a conversation.
+  Raises TokenizerError if the template cannot continue a conversation.
   """
 
   tokenizer: Tokenizer
@@ -27,16 +27,16 @@ class ChatCodec:
     self._between([{'role': 'user', 'content': 'go on'}])
 
   def opening(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """The ids up to where the first answer begins."""
+    """The ids before the first answer."""
     return self.tokenizer.chat([*self._first(), *messages])
 
   def reply(self, messages: Sequence[Mapping[str, str]], answer: Sequence[int]) -> list[int]:
-    """The ids between an answer and the next. An answer that ended its turn itself is not ended again."""
+    """The ids between an answer and the next. If the answer has the token that ends its turn, the ids begin after it."""
     ids = self.tokenizer.encode(self._between(messages))
     return ids[1:] if ids and answer and answer[-1] == ids[0] else ids
 
   def text(self, ids: Sequence[int]) -> str:
-    """What an answer says."""
+    """The text of an answer, without special tokens."""
     return self.tokenizer.decode(ids, skip_special=True)
 
   def _first(self) -> list[Mapping[str, str]]:
@@ -54,12 +54,12 @@ class ChatCodec:
 
 @dataclass(frozen=True)
 class PlainCodec:
-  """Texts as they are, a line each, for models without a chat template."""
+  """Encodes each message as a line of plain text, for models without a chat template."""
 
   tokenizer: Tokenizer
 
   def opening(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """The ids up to where the first answer begins."""
+    """The ids before the first answer."""
     return self.tokenizer.encode(''.join(m['content'] + '\n' for m in messages))
 
   def reply(self, messages: Sequence[Mapping[str, str]], answer: Sequence[int]) -> list[int]:
@@ -67,5 +67,5 @@ class PlainCodec:
     return self.tokenizer.encode('\n' + ''.join(m['content'] + '\n' for m in messages))
 
   def text(self, ids: Sequence[int]) -> str:
-    """What an answer says."""
+    """The text of an answer, without special tokens."""
     return self.tokenizer.decode(ids, skip_special=True)

@@ -1,4 +1,4 @@
-"""Problems as ids before a rollout, and what there is to say of trajectories after it."""
+"""Prompts as token ids, checks of their lengths, and metrics and sample tables of rollouts."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -7,36 +7,39 @@ import numpy as np
 from jaxtyping import Int
 
 from sprl.cache.kv_cache import KVCache
-from sprl.cache.plan import CachePlan
+from sprl.cache.layout import CacheLayout
+from sprl.config import SettingsError
 from sprl.io.tokenizer import Tokenizer
-from sprl.settings import SettingsError
+from sprl.objective.diagnostics import repetition
 from sprl.tasks.problems import Problem
-from sprl.trajectory import Trajectory
+from sprl.types import Trajectory
 
-STATUSES = ('ok', 'timeout', 'crash', 'error', 'invalid')  # of a Grade
+STATUSES = ('ok', 'timeout', 'crash', 'error', 'invalid')  # of a Grade (sprl/tasks/grader_pool.py)
 
 
 def encode(problem: Problem, tokenizer: Tokenizer) -> Int[np.ndarray, ' P']:
-  """The prompt's ids: the conversation up to where the model's answer begins, or the plain text where there is none."""
+  """Returns the prompt's ids: the chat conversation up to the model's answer, or the plain text if there is no chat."""
   ids = tokenizer.chat(problem.messages) if problem.messages else tokenizer.encode(problem.prompt)
   return np.array(ids, np.int32)
 
 
 class Length(NamedTuple):
-  """How many tokens a prompt has, and where it is in the order of asking."""
+  """The length of a prompt, and its place in the order of asking."""
 
   place: int
   tokens: int
-  id: str  # the problem's
+  id: str  # of the problem
 
 
 def check_lengths(lengths: Iterable[Length], max_prompt: int) -> None:
-  """Raises SettingsError where a prompt is longer than `config.sampling.max_prompt`, naming the longest, or has no token; of
-  several, the one that is asked first."""
+  """Raises SettingsError if a prompt has no token, or more than `max_prompt`.
+
+  The error names the first empty prompt, or the longest prompt; of several longest, the one that is asked first.
+  """
   found = sorted(lengths)
   for length in found:
     if not length.tokens:
-      raise SettingsError(f'config.task: the prompt of {length.id} is empty: expected a token or more')
+      raise SettingsError(f'config.task: the prompt of {length.id} is empty: expected at least one token')
   if over := [length for length in found if length.tokens > max_prompt]:
     longest = max(over, key=lambda length: length.tokens)
     raise SettingsError(
@@ -48,7 +51,10 @@ def check_lengths(lengths: Iterable[Length], max_prompt: int) -> None:
 def sample_rows(
   trajectories: Sequence[Trajectory], answer: Callable[[int], str], tokenizer: Tokenizer, count: int
 ) -> list[dict[str, Any]]:
-  """Rows of a sample table: the first trajectory of each of the first `count` groups; `answer` is a group's right one."""
+  """Returns the rows of a sample table: the first trajectory of each of the first `count` groups.
+
+  `answer(number)` is the right answer of a group.
+  """
   first: dict[int, Trajectory] = {}
   for t in trajectories:
     first.setdefault(t.group, t)
@@ -65,25 +71,26 @@ def sample_rows(
   ]
 
 
-def metrics(trajectories: Sequence[Trajectory], plan: CachePlan, rows: int) -> dict[str, float]:
-  """Rewards and lengths of a batch of rollouts, and what its cache kept and took.
+def metrics(trajectories: Sequence[Trajectory], layout: CacheLayout, rows: int) -> dict[str, float]:
+  """Returns metrics of a batch of rollouts: rewards, lengths, and the cache.
 
-  sparse/accounting_saving   share of the tokens that a dense cache would have attended to and this one did not
-  sparse/cache_bytes         all that `rows` rows take; sparse/bytes_saving: against dense keys and values, unquantised
-  grading/ok, timeout ...    how many were graded with what success; env/NAME is what an environment says of its episodes
-  fp8/kv_saturation          share of the keys' and values' numbers that FP8 had to clamp
+  sparse/accounting_saving   share of the tokens in a dense cache that this cache did not attend to
+  sparse/cache_bytes         bytes of the cache of `rows` rows
+  sparse/bytes_saving        share of the bytes of a dense, unquantised cache that this one saves
+  grading/STATUS             samples that were graded with this status
+  env/NAME                   mean of a metric that environments report for their episodes
+  fp8/kv_saturation          share of the elements of keys and values that FP8 clamped
   """
   reward = np.array([t.reward for t in trajectories])
   length = np.array([t.mask.sum() for t in trajectories])
   group = np.array([t.group for t in trajectories])
   equal = [np.ptp(reward[group == g]) == 0 for g in np.unique(group)]
   kept = np.concatenate([t.kept[t.mask] for t in trajectories])
-  full = np.concatenate([np.flatnonzero(t.mask) for t in trajectories])  # a dense cache holds all tokens before the one drawn
-  size = KVCache.bytes(plan, rows)
-  evicting = sum(map(plan.evicts, range(plan.layers))) / plan.layers
-  numbers = 2 * plan.layers * plan.kv_heads * plan.head_dim * sum(len(t.tokens) for t in trajectories)
-  fp8 = {'fp8/kv_saturation': sum(t.saturated for t in trajectories) / numbers} if plan.fp8 else {}
-  said = {name for t in trajectories for name in t.metrics}
+  full = np.concatenate([np.flatnonzero(t.mask) for t in trajectories])  # a dense cache holds all tokens before the drawn one
+  size = KVCache.bytes(layout, rows)
+  numbers = 2 * layout.layers * layout.kv_heads * layout.head_dim * sum(len(t.tokens) for t in trajectories)
+  fp8 = {'fp8/kv_saturation': sum(t.saturated for t in trajectories) / numbers} if layout.fp8 else {}
+  reported = {name for t in trajectories for name in t.metrics}
   return {
     'reward/mean': float(reward.mean()),
     'reward/std': float(reward.std()),
@@ -94,11 +101,12 @@ def metrics(trajectories: Sequence[Trajectory], plan: CachePlan, rows: int) -> d
     'completion/truncated': float(np.mean([t.finish == 'length' for t in trajectories])),
     'sparse/kept_mean': float(kept.mean()),
     'sparse/kept_peak': float(kept.max()),
-    'sparse/accounting_saving': float(1 - kept.sum() / full.sum()) * evicting,
+    'sparse/accounting_saving': float(1 - kept.sum() / full.sum()) if layout.sparse else 0.0,
     'sparse/compressed': float(np.mean([np.any(t.kept[t.mask] < np.flatnonzero(t.mask)) for t in trajectories])),
     'sparse/cache_bytes': float(size),
-    'sparse/bytes_saving': 1 - size / plan.dense_bytes(rows),
+    'sparse/bytes_saving': 1 - size / layout.dense_bytes(rows),
+    'sparse/repetition': float(np.mean([repetition(t.tokens[t.mask]) for t in trajectories])),
     **{f'grading/{status}': float(sum(t.status == status for t in trajectories)) for status in STATUSES},
-    **{f'env/{name}': float(np.mean([t.metrics[name] for t in trajectories if name in t.metrics])) for name in sorted(said)},
+    **{f'env/{name}': float(np.mean([t.metrics[name] for t in trajectories if name in t.metrics])) for name in sorted(reported)},
     **fp8,
   }

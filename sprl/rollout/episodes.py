@@ -1,11 +1,13 @@
-"""What one member of a group goes through, from its prompt to its reward: a generator that says what it waits for.
+"""Episodes: what one member of a group goes through, from its prompt to its reward.
+
+An episode is a generator. It yields what it waits for, and is resumed with the result:
 
     yield Generate(prompt, given, max_tokens)    ->  a Completion
-    yield Work(call)                             ->  what the call returned, from a worker
+    yield Work(call)                             ->  the result of the call, from a worker
     return Trajectory
 
-It knows neither engines nor clocks nor other members. The scheduler keeps as many of them going as it likes and resumes each
-when what it waits for is there; a single answer that is graded and a conversation with an environment differ in here only.
+An episode knows neither engines nor clocks nor other members. The scheduler keeps many of them going. A single graded answer
+(`answered`) and a conversation with an environment (`conversation`) differ in this file only.
 """
 
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -16,12 +18,12 @@ import numpy as np
 from jaxtyping import Int
 
 from sprl.tasks.environments.protocol import Outcome, episode_metrics, turn_messages
-from sprl.trajectory import NOTHING, Completion, Trajectory
+from sprl.types import NOTHING, Completion, Trajectory
 
 
 @dataclass(frozen=True)
 class Generate:
-  """A completion is wanted of `prompt` with `given` behind it."""
+  """Asks for a completion of `prompt` followed by `given`."""
 
   prompt: Int[np.ndarray, ' P']
   given: Int[np.ndarray, ' N']
@@ -30,16 +32,16 @@ class Generate:
 
 @dataclass(frozen=True)
 class Work:
-  """Something that takes time and is not the engine's: a grader's mark, an environment's step."""
+  """Asks the workers for the result of a call: a grade, or an environment's reset or step."""
 
-  call: Any  # for the workers to know what to do with
+  call: Any
 
 
 Episode = Generator[Generate | Work, Any, Trajectory]
 
 
 def answered(prompt: Int[np.ndarray, ' P'], max_tokens: int, grading: Callable[[Completion], Any]) -> Episode:
-  """One completion and its mark. `grading` is what the workers are to be asked."""
+  """The episode of one graded answer. `grading` returns the workers' call that grades a completion."""
   completion = yield Generate(prompt, NOTHING, max_tokens)
   grade = yield Work(grading(completion))
   return Trajectory.of(completion, reward=float(grade.score), status=grade.status)
@@ -47,18 +49,18 @@ def answered(prompt: Int[np.ndarray, ' P'], max_tokens: int, grading: Callable[[
 
 @runtime_checkable
 class Codec(Protocol):
-  """Messages to ids and ids to text, for a conversation of which earlier turns are never encoded again."""
+  """Turns messages into token ids and ids into text. In a conversation, earlier turns are never encoded again."""
 
   def opening(self, messages: Sequence[Mapping[str, str]]) -> Sequence[int]:
-    """The ids up to where the first answer begins."""
+    """The ids before the first answer."""
     ...
 
   def reply(self, messages: Sequence[Mapping[str, str]], answer: Sequence[int]) -> Sequence[int]:
-    """The ids between an answer and the next: what of the end of its turn it did not write itself, then the messages."""
+    """The ids between an answer and the next: the end of the answer's turn, unless the answer has it, then the messages."""
     ...
 
   def text(self, ids: Sequence[int]) -> str:
-    """What an answer says."""
+    """The text of an answer."""
     ...
 
 
@@ -66,61 +68,69 @@ class Codec(Protocol):
 class Limits:
   """How long a conversation may be."""
 
-  turns: int
-  turn_tokens: int
-  max_prompt: int
-  max_tokens: int  # behind the prompt, all turns and observations together
+  turns: int  # answers
+  turn_tokens: int  # tokens of one answer
+  max_prompt: int  # tokens of the first observation
+  max_tokens: int  # tokens after the prompt: all answers and observations together
 
 
 @dataclass
 class Transcript:
-  """A conversation as ids: what the model wrote, and what it was told, in the order in which an engine takes it in."""
+  """A conversation as token ids: completions of the model and ids of observations, in the order in which an engine reads them."""
 
   prompt: Int[np.ndarray, ' P']
   parts: list[Completion | Int[np.ndarray, ' N']] = field(default_factory=list)
 
   @property
   def given(self) -> Int[np.ndarray, ' N']:
-    """All ids behind the prompt."""
+    """The ids after the prompt."""
     return np.concatenate([NOTHING, *(p.tokens if isinstance(p, Completion) else p for p in self.parts)]).astype(np.int32)
 
   def trajectory(self, **changes: Any) -> Trajectory:
-    """The sequence to train on; what follows the last answer is left out, for nobody learns from it."""
+    """The sequence to train on. Ids after the last answer are left out, because no token of the model follows them."""
     parts = list(self.parts)
     while not isinstance(parts[-1], Completion):
       parts.pop()
 
-    def laid(name: str, elsewhere: int) -> np.ndarray:
+    def per_token(name: str, elsewhere: int) -> np.ndarray:
       of_parts = [getattr(p, name) if isinstance(p, Completion) else np.full(len(p), elsewhere) for p in parts]
       return np.concatenate([np.full(len(self.prompt), elsewhere), *of_parts])
 
+    version = per_token('version', -1).astype(np.int32)
     fields = {
-      'mask': laid('version', -1) >= 0,
-      'version': laid('version', -1).astype(np.int32),
-      'sampler_logp': laid('logp', 0).astype(np.float32),
-      'kept': laid('kept', 0).astype(np.int32),
+      'mask': version >= 0,
+      'version': version,
+      'sampler_logp': per_token('logp', 0).astype(np.float32),
+      'kept': per_token('kept', 0).astype(np.int32),
       'prefilled': next(p.prefilled for p in parts if isinstance(p, Completion)),
     }
     return Trajectory.of(parts[-1], **fields, **changes)
 
 
 def conversation(
-  seed: int, limits: Limits, codec: Codec, call: Callable[[str, Any], Any], release: Callable[[], None]
+  seed: int, limits: Limits, codec: Codec, call: Callable[[Any, Any], Any], release: Callable[[], None]
 ) -> Episode:
-  """Turns with an environment until it ends, or a limit does; the reward is the sum of its steps'.
+  """The episode of a conversation with an environment. It lasts until the environment ends it or a limit is reached.
 
-  `call(method, argument)` is what the workers are to be asked: `reset` with a seed returns (observation, info), `step` with a
-  text an Outcome. `release` is called in the end, however it comes. An environment that still waits for an answer when turns or
-  tokens run out is not asked again.
+  The reward is the sum of the steps' rewards. If turns or tokens run out, the last observation gets no answer.
 
-  Raises EpisodeError where not even a first answer fits.
+  Args:
+    seed: the argument of the environment's reset.
+    limits: how long the conversation may be.
+    codec: turns messages into ids and back.
+    call: call(method, argument) returns the workers' call. `reset` results in (observation, info), `step` in an Outcome.
+    release: called once at the end, also if the episode is closed early or raises.
+
+  Raises:
+    EpisodeError: the first observation is longer than `limits.max_prompt`.
   """
   try:
     observation, info = yield Work(call('reset', seed))
     transcript = Transcript(np.array(codec.opening(turn_messages(observation, info)), np.int32))
     if len(transcript.prompt) > limits.max_prompt:
       raise EpisodeError(
-        f'the first observation makes {len(transcript.prompt)} tokens; config.sampling.max_prompt = {limits.max_prompt}'
+        f'config.sampling.max_prompt = {limits.max_prompt}: expected at least {len(transcript.prompt)}, the tokens of the first '
+        'observation'
       )
     outcomes: list[Outcome] = []
     finish = 'turns'
@@ -151,4 +161,4 @@ def conversation(
 
 
 class EpisodeError(RuntimeError):
-  """An episode that cannot go on, and would not if it were tried again in the same way."""
+  """An episode that cannot continue. Another attempt starts from the beginning."""

@@ -1,4 +1,4 @@
-"""Who was busy when: spans of time on named tracks, as a trace file for Perfetto and as a picture."""
+"""The timeline of a run: which part was busy when, as spans on named tracks. Written as a trace file for Perfetto."""
 
 import itertools
 import json
@@ -13,7 +13,7 @@ from sprl.io import files
 
 @dataclass(frozen=True)
 class Span:
-  """What a track did from `start` to `end`, in seconds of the run's clock."""
+  """One activity of a track, from `start` to `end` in seconds of the run's clock."""
 
   track: str
   name: str
@@ -23,21 +23,24 @@ class Span:
 
 
 class Timeline:
-  """The spans of a run: at least the newest `limit` of them, at most twice as many. Appending is safe from several threads."""
+  """The newest spans of a run, between `limit` and twice as many. Several threads may add spans.
+
+  `now` is the clock, in seconds.
+  """
 
   def __init__(self, now: Callable[[], float], limit: int = 100_000):
     self.now, self._limit = now, limit
     self.spans: list[Span] = []
 
   def add(self, track: str, name: str, start: float, end: float, **facts: Any) -> None:
-    """A span that is over."""
+    """Adds a span that is over."""
     self.spans.append(Span(track, name, start, end, facts))
     if len(self.spans) > 2 * self._limit:
       del self.spans[: -self._limit]
 
   @contextmanager
   def span(self, track: str, name: str, **facts: Any):
-    """The time within."""
+    """Adds the time inside a `with` block as a span, also if the block raises."""
     start = self.now()
     try:
       yield
@@ -45,25 +48,25 @@ class Timeline:
       self.add(track, name, start, self.now(), **facts)
 
   def busy(self, track: str, start: float, end: float) -> float:
-    """Seconds between `start` and `end` in which a track was busy; its spans do not overlap."""
+    """Seconds between `start` and `end` in which a track was busy. Its spans must not overlap."""
     return sum((max(0.0, min(s.end, end) - max(s.start, start)) for s in self._since(start) if s.track == track), 0.0)
 
   def idle(self, tracks: Sequence[str], start: float, end: float) -> float:
-    """The share of the time from `start` to `end` in which a track was not busy, a mean over `tracks`."""
+    """Share of the time from `start` to `end` in which a track was not busy; the mean over `tracks`."""
     return 1 - sum(self.busy(track, start, end) for track in tracks) / (len(tracks) * (end - start))
 
   def _since(self, start: float) -> Iterator[Span]:
-    """The spans that end after `start`: the newest, for they are added as they end."""
+    """The spans that end after `start`. Spans are added in the order in which they end."""
     return itertools.takewhile(lambda span: span.end > start, reversed(self.spans))
 
   def overlap(self, one: str, other: str) -> float:
-    """Seconds in which both tracks were busy."""
+    """Seconds in which both tracks were busy at the same time."""
     return sum((self.busy(other, s.start, s.end) for s in self.spans if s.track == one), 0.0)
 
   def write(self, path: Path) -> None:
-    """A trace in Chrome's JSON form: open it at ui.perfetto.dev, or in chrome://tracing.
+    """Writes a trace in Chrome's JSON format, for ui.perfetto.dev or chrome://tracing.
 
-    Viewers drop a span that overlaps another of its row without being within it: a track takes as many rows as it needs.
+    Viewers drop a span that overlaps another of its row unless one contains the other. So a track gets as many rows as it needs.
     """
     spans = list(self.spans)
     rows, order = _rows(spans), list(dict.fromkeys(s.track for s in spans))
@@ -75,15 +78,15 @@ class Timeline:
     events = [
       {'ph': 'X', 'pid': 0, 'tid': ids[row], 'name': s.name, 'ts': start / 1e3, 'dur': (end - start) / 1e3, 'args': s.facts}
       for s, row in zip(spans, rows)
-      for start, end in [(round(s.start * 1e9), round(s.end * 1e9))]  # so that what ends with the next one's start does so still
+      for start, end in [(round(s.start * 1e9), round(s.end * 1e9))]  # rounded once: equal times stay equal, adjacent spans too
     ]
     files.write_text(path, json.dumps({'traceEvents': [*names, *events], 'displayTimeUnit': 'ms'}))
 
 
 def _rows(spans: Sequence[Span]) -> list[tuple[str, int]]:
-  """(track, row) of each: the first row in which it lies apart from all others, or within those that it overlaps."""
+  """(track, row) of each span: the first row in which it contains, or lies inside, every span that it overlaps."""
   rows: dict[int, tuple[str, int]] = {}
-  tracks: dict[str, list[list[float]]] = {}  # of each row, the ends of the spans that are not over, the innermost last
+  tracks: dict[str, list[list[float]]] = {}  # track -> row -> ends of the spans that are open, the innermost last
 
   def fits(ends: list[float], span: Span) -> bool:
     while ends and ends[-1] <= span.start:

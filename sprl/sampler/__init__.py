@@ -1,1 +1,1 @@
-"""The KV-cache sampler: weights as served, drawing, prefill, decode."""
+"""The KV-cache sampler: its weights, prefill, decode, drawing."""

@@ -1,86 +1,96 @@
-"""The sampler's jitted functions: prefill prompts, admit them to rows, decode a chunk of steps.
+"""The sampler's jitted functions: prefill prompts, insert them into rows, decode a chunk of tokens.
 
-A row is one sequence being generated. Its state never leaves the device between chunks:
+A row is one sequence that is being generated. Its state stays on the device between chunks:
 
-    prompts = prefill(served, tokens, lengths)            # [P, bucket] distinct prompts, each read once
-    state   = admit(served, state, prompts, ...)          # rows start as copies of a prompt's cache, first token drawn
-    state   = decode(served, state)                       # up to `chunk` tokens a row; stops early when all are done
-    news    = read(state, counts)                         # what was drawn since: the host's one look
+    prompts = prefill(graphdef, layout, weights, tokens, lengths)   # [P, bucket] distinct prompts, each read once
+    state = insert(weights, state, prompts, new_rows, ...)          # rows start on a prompt; their first token is drawn
+    state = decode(graphdef, weights, state, ..., steps)            # up to `steps` tokens a row; stops early if all are done
+    news = read(state, since, steps)                                # the tokens drawn since: what the host fetches
 """
 
 import dataclasses
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from sprl.cache.key_bias import KeyBias
-from sprl.cache.kv_cache import KVCache
-from sprl.cache.plan import CachePlan
+from sprl.cache.kv_cache import CachedAttention, KVCache, Step
+from sprl.cache.layout import CacheLayout
+from sprl.config import Sampling
 from sprl.models import transformer
-from sprl.models.routing import MISSING, Routed, record_dtype
-from sprl.parallel.rules import OnMesh, anew, is_names, local, shard
+from sprl.models.routing import MISSING, route_dtype
 from sprl.sampler.draw import draw, uniforms
-from sprl.sampler.served import Served
-from sprl.settings import Sampling
+from sprl.sampler.weights import SamplerWeights
+from sprl.sharding.rules import OnMesh, anew, is_names, local, shard
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Rows:
-  """The rows being decoded. A row's newest token is drawn and recorded, but not yet in its cache."""
+class DecodeState:
+  """The state of B rows. A row's newest token is drawn and recorded, but not yet in its cache."""
 
   cache: KVCache
   seed: Array  # random key of the run
   uid: Int[Array, ' B']
   attempt: Int[Array, ' B']
-  limit: Int[Array, ' B']  # completion tokens allowed
-  count: Int[Array, ' B']  # completion tokens drawn
+  limit: Int[Array, ' B']  # the largest number of completion tokens
+  count: Int[Array, ' B']  # completion tokens drawn so far
   done: Bool[Array, ' B']
-  tokens: Int[Array, 'B C']
-  logp: Float[Array, 'B C']  # of the distribution drawn from
-  kept: Int[Array, 'B C']  # slots attended, the query's own included
-  routes: Int[Array, 'B T M k'] | None = None  # by position, the experts that its token went through; MISSING where none is yet
+  tokens: Int[Array, 'B C']  # the completion
+  logp: Float[Array, 'B C']  # under the distribution that the token was drawn from
+  kept: Int[Array, 'B C']  # cache slots attended, including the query's own
+  routes: Int[Array, 'B T M k'] | None = None  # experts of the token at each position; MISSING where no token is yet
 
   @property
-  def axes(self) -> 'Rows':
-    """The names of its arrays' axes."""
+  def axes(self) -> 'DecodeState':
+    """The names of the arrays' axes."""
     names: dict[str, Any] = {
       field: None if x is None else ('rows', *[None] * (x.ndim - 1)) for field, x in vars(self).items() if field != 'cache'
     }
-    return Rows(**names | {'cache': self.cache.axes, 'seed': ()})
+    return DecodeState(**names | {'cache': self.cache.axes, 'seed': ()})
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Prompts:
-  """Prefilled prompts: their cache, and the hidden state that predicts their first completion token."""
+  """Prefilled prompts: their cache, and the hidden state that predicts the first completion token."""
 
   cache: KVCache
   hidden: Float[Array, 'P E']
-  routes: Int[Array, 'P T M k'] | None = None  # as in Rows
+  routes: Int[Array, 'P T M k'] | None = None  # as in DecodeState
 
 
-def empty_cache(plan: CachePlan, served: Served, rows: int, slots: int | None = None) -> KVCache:
-  """A cache with no tokens in it, with the scales and key biases that the weights come with."""
-  return KVCache.empty(plan, rows, slots, served.scales, _biases(plan, served))
+class NewRows(NamedTuple):
+  """The requests that rows start on. Row b starts on prompt `parent[b]`; a row with parent -1 continues unchanged."""
+
+  parent: Int[Array | np.ndarray, ' B']
+  uid: Int[Array | np.ndarray, ' B']
+  attempt: Int[Array | np.ndarray, ' B']
+  limit: Int[Array | np.ndarray, ' B']  # the largest number of completion tokens
 
 
-def _biases(plan, served):
-  return KeyBias.of(plan, transformer.key_biases(served.params)) if plan.key_bias else None
+def empty_cache(layout: CacheLayout, weights: SamplerWeights, rows: int, slots: int | None = None) -> KVCache:
+  """Return a cache without tokens, with the scales and key biases of the weights. `slots` replaces the layout's number."""
+  return KVCache.empty(layout, rows, slots, weights.scales, _biases(layout, weights))
+
+
+def _biases(layout, weights):
+  return KeyBias.of(layout, transformer.key_biases(weights.params)) if layout.key_bias else None
 
 
 @OnMesh
-@partial(jax.jit, static_argnames=('plan', 'rows', 'max_tokens'))
-def empty_rows(plan: CachePlan, served: Served, rows: int, max_tokens: int, seed: Array) -> Rows:
-  """Rows with nothing to do: all done."""
+@partial(jax.jit, static_argnames=('layout', 'rows', 'max_tokens'))
+def empty_state(layout: CacheLayout, weights: SamplerWeights, rows: int, max_tokens: int, seed: Array) -> DecodeState:
+  """Return the state of `rows` rows without requests: all are done. A completion has at most `max_tokens` tokens."""
   ints = jnp.zeros(rows, jnp.int32)
-  made = Rows(
-    cache=empty_cache(plan, served, rows),
+  state = DecodeState(
+    cache=empty_cache(layout, weights, rows),
     seed=seed,
     uid=ints,
     attempt=ints + 0,
@@ -90,43 +100,45 @@ def empty_rows(plan: CachePlan, served: Served, rows: int, max_tokens: int, seed
     tokens=jnp.zeros((rows, max_tokens), jnp.int32),
     logp=jnp.zeros((rows, max_tokens)),
     kept=jnp.zeros((rows, max_tokens), jnp.int32),
-    routes=_no_routes(plan, rows),
+    routes=_no_routes(layout, rows),
   )
-  return _at_home(made)
+  return _sharded(state)
 
 
 @OnMesh
-@partial(jax.jit, static_argnames=('graphdef', 'plan'))
+@partial(jax.jit, static_argnames=('graphdef', 'layout'))
 def prefill(
   graphdef: nnx.GraphDef,
-  plan: CachePlan,
-  served: Served,
+  layout: CacheLayout,
+  weights: SamplerWeights,
   tokens: Int[Array, 'P T'],
   lengths: Int[Array, ' P'],
   given: Int[Array, 'P N'] | None = None,
   counts: Int[Array, ' P'] | None = None,
 ) -> Prompts:
-  """Right-padded prompts through the network once. Padding is written beyond each length, where nothing looks.
+  """Read right-padded prompts of `lengths` tokens in one forward pass.
 
-  `given`, of which `counts` tokens are real, follows the prompts and is taken in as decoding would have: with the compressions
-  of a cache that evicts.
+  `given` follows the prompts: earlier turns, or tokens that an aborted request had drawn. `counts` are their lengths. They are
+  read as decode steps would have read them, so a cache that evicts compresses at the same tokens.
+
+  Padding is written behind each row's length, where no query attends.
   """
   P, T = tokens.shape
-  cache = empty_cache(plan, served, P, T if given is None else None).expecting(lengths)
+  cache = empty_cache(layout, weights, P, T if given is None else None)
   positions = jnp.broadcast_to(jnp.arange(T), (P, T))
-  hidden, cache, routes = _pass(graphdef, served, tokens, positions, cache)
+  hidden, cache, routes = _pass(graphdef, weights, tokens, positions, cache, Step(lengths))
   last = jnp.take_along_axis(hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
-  prompts = Prompts(cache.advance(), last, _noted(_no_routes(plan, P), routes, positions[:, 0], lengths))
-  return prompts if given is None or counts is None else _continued(graphdef, plan, served, prompts, given, counts)
+  prompts = Prompts(cache, last, _record_routes(_no_routes(layout, P), routes, positions[:, 0], lengths))
+  return prompts if given is None or counts is None else _read_given(graphdef, layout, weights, prompts, given, counts)
 
 
-def _continued(graphdef, plan, served, prompts, given, counts):
-  """The prompts with what is given behind them, an interval at a time.
+def _read_given(graphdef, layout, weights, prompts, given, counts):
+  """Read the given tokens behind the prompts, one eviction interval at a time.
 
-  Between two compressions a cache only grows: all of an interval's tokens but the last go through the network together, and
-  the last as a decode step, which compresses.
+  Between two compressions a cache only grows. So all tokens of an interval but the last go through the network together, and
+  the last one as a decode step, which compresses.
   """
-  interval = plan.settings.interval
+  interval = layout.settings.interval
   given = jnp.pad(given, ((0, 0), (0, interval)))
 
   def more(carry):
@@ -139,109 +151,112 @@ def _continued(graphdef, plan, served, prompts, given, counts):
       tokens = jax.lax.dynamic_slice_in_dim(given, done, interval - 1, axis=1)
       real = jnp.clip(counts - done, 0, interval - 1)
       positions = cache.seen[:, None] + jnp.arange(interval - 1)
-      new, cache, taken = _pass(graphdef, served, tokens, positions, cache.expecting(real))
-      routes = _noted(routes, taken, cache.seen, real)
-      cache = cache.advance(decoding=True)
+      seen = cache.seen
+      new, cache, taken = _pass(graphdef, weights, tokens, positions, cache, Step(real, decoding=True))
+      routes = _record_routes(routes, taken, seen, real)
       newest = jnp.take_along_axis(new, jnp.maximum(real - 1, 0)[:, None, None], axis=1)[:, 0]
       hidden = jnp.where((real > 0)[:, None], newest, hidden)
     active = counts >= done + interval
     token = jax.lax.dynamic_slice_in_dim(given, done + interval - 1, 1, axis=1)[:, 0]
     seen = cache.seen
-    newest, _, cache, taken = take_in(graphdef, served, cache, token, active)
-    routes = _noted(routes, taken, seen, active)
+    newest, _, cache, taken = decode_step(graphdef, weights, cache, token, active)
+    routes = _record_routes(routes, taken, seen, active)
     return done + interval, Prompts(cache, jnp.where(active[:, None], newest, hidden), routes)
 
   return jax.lax.while_loop(more, stretch, (jnp.int32(0), prompts))[1]
 
 
-def started(
-  graphdef: nnx.GraphDef, plan: CachePlan, served: Served, tokens: Int[Array, 'B T'], lengths: Int[Array, ' B']
+def prefilled_cache(
+  graphdef: nnx.GraphDef, layout: CacheLayout, weights: SamplerWeights, tokens: Int[Array, 'B T'], lengths: Int[Array, ' B']
 ) -> tuple[KVCache, Float[Array, 'B E']]:
-  """A cache of the plan's slots with a prompt in each row, and the hidden states that predict what follows."""
-  prompts = prefill(graphdef, plan, served, tokens, lengths)
+  """Return a cache of the layout's slots with one prompt in each row, and the hidden states that predict the next tokens."""
+  prompts = prefill(graphdef, layout, weights, tokens, lengths)
   rows = jnp.arange(tokens.shape[0])
-  return empty_cache(plan, served, tokens.shape[0]).fork(prompts.cache, rows, jnp.ones(rows.shape, bool)), prompts.hidden
+  return empty_cache(layout, weights, tokens.shape[0]).fork(prompts.cache, rows, jnp.ones(rows.shape, bool)), prompts.hidden
 
 
 @OnMesh
-@partial(jax.jit, static_argnames=('sampling', 'stop_ids'), donate_argnames='rows')
-def admit(
-  served: Served,
-  rows: Rows,
+@partial(jax.jit, static_argnames=('sampling', 'stop_ids'), donate_argnames='state')
+def insert(
+  weights: SamplerWeights,
+  state: DecodeState,
   prompts: Prompts,
-  parent: Int[Array, ' B'],
-  uid: Int[Array, ' B'],
-  attempt: Int[Array, ' B'],
-  limit: Int[Array, ' B'],
+  new_rows: NewRows,
   sampling: Sampling,
   stop_ids: tuple[int, ...],
-) -> Rows:
-  """Row b starts request uid[b] on prompt parent[b], its first token drawn; rows with parent -1 go on as they are."""
-  new = parent >= 0
-  parent = jnp.maximum(parent, 0)
-  rows = dataclasses.replace(
-    rows,
-    cache=rows.cache.fork(prompts.cache, parent, new),
-    uid=jnp.where(new, uid, rows.uid),
-    attempt=jnp.where(new, attempt, rows.attempt),
-    limit=jnp.where(new, limit, rows.limit),
-    count=jnp.where(new, 0, rows.count),
-    done=jnp.where(new, limit <= 0, rows.done),
+) -> DecodeState:
+  """Start rows on prefilled prompts and draw their first token. `state` is donated."""
+  new = jnp.asarray(new_rows.parent >= 0)
+  parent = jnp.maximum(new_rows.parent, 0)
+  state = dataclasses.replace(
+    state,
+    cache=state.cache.fork(prompts.cache, parent, new),
+    uid=jnp.where(new, new_rows.uid, state.uid),
+    attempt=jnp.where(new, new_rows.attempt, state.attempt),
+    limit=jnp.where(new, new_rows.limit, state.limit),
+    count=jnp.where(new, 0, state.count),
+    done=jnp.where(new, new_rows.limit <= 0, state.done),
     routes=jax.tree.map(
-      lambda mine, theirs: jnp.where(new[:, None, None, None], theirs[parent], mine), rows.routes, prompts.routes
+      lambda mine, theirs: jnp.where(new[:, None, None, None], theirs[parent], mine), state.routes, prompts.routes
     ),
   )
   hidden = shard(shard(prompts.hidden, None, None)[parent], 'rows', None)
-  return _draw_into(rows, served, hidden, new & ~rows.done, rows.cache.length, sampling, stop_ids)
+  return _draw_token(
+    state, weights, hidden, active=new & ~state.done, attended=state.cache.length, sampling=sampling, stop_ids=stop_ids
+  )
 
 
 @OnMesh
-@partial(jax.jit, static_argnames=('graphdef', 'sampling', 'stop_ids', 'steps'), donate_argnames='rows')
-def decode(graphdef: nnx.GraphDef, served: Served, rows: Rows, sampling: Sampling, stop_ids: tuple[int, ...], steps: int) -> Rows:
-  """Up to `steps` more tokens for every row that is not done."""
+@partial(jax.jit, static_argnames=('graphdef', 'sampling', 'stop_ids', 'steps'), donate_argnames='state')
+def decode(
+  graphdef: nnx.GraphDef, weights: SamplerWeights, state: DecodeState, sampling: Sampling, stop_ids: tuple[int, ...], steps: int
+) -> DecodeState:
+  """Draw up to `steps` more tokens for every row that is not done. `state` is donated."""
 
   def unfinished(carry):
-    step, rows = carry
-    return (step < steps) & ~jnp.all(rows.done)
+    step, state = carry
+    return (step < steps) & ~jnp.all(state.done)
 
   def advance(carry):
-    step, rows = carry
-    active = ~rows.done
-    newest = jnp.take_along_axis(rows.tokens, jnp.maximum(rows.count - 1, 0)[:, None], axis=1)[:, 0]
-    hidden, attended, cache, routes = take_in(graphdef, anew(served, step), rows.cache, newest, active)
-    rows = dataclasses.replace(rows, cache=cache, routes=_noted(rows.routes, routes, rows.cache.seen, active))
-    return step + 1, _draw_into(rows, served, hidden, active, attended, sampling, stop_ids)
+    step, state = carry
+    active = ~state.done
+    newest = jnp.take_along_axis(state.tokens, jnp.maximum(state.count - 1, 0)[:, None], axis=1)[:, 0]
+    hidden, attended, cache, routes = decode_step(graphdef, anew(weights, step), state.cache, newest, active)
+    state = dataclasses.replace(state, cache=cache, routes=_record_routes(state.routes, routes, state.cache.seen, active))
+    state = _draw_token(state, weights, hidden, active=active, attended=attended, sampling=sampling, stop_ids=stop_ids)
+    return step + 1, state
 
-  return jax.lax.while_loop(unfinished, advance, (0, rows))[1]
+  return jax.lax.while_loop(unfinished, advance, (0, state))[1]
 
 
-def take_in(graphdef: nnx.GraphDef, served: Served, cache: KVCache, token: Int[Array, ' B'], active: Bool[Array, ' B']):
-  """One decode step: each active row takes its token in.
+def decode_step(
+  graphdef: nnx.GraphDef, weights: SamplerWeights, cache: KVCache, token: Int[Array, ' B'], active: Bool[Array, ' B']
+) -> tuple[Float[Array, 'B E'], Int[Array, ' B'], KVCache, Int[Array, 'B 1 M k'] | None]:
+  """Read one token of each active row.
 
-  Hidden states [B, E] that predict the next, slots seen, the cache, and the token's experts where they are recorded.
+  Returns the hidden states that predict the next tokens, the number of slots that each query attended to, the cache, and the
+  token's experts if the layout records them.
   """
-  cache = cache.expecting(active.astype(jnp.int32))
-  attended = cache.attended
-  hidden, cache, routes = _pass(graphdef, served, token[:, None], cache.seen[:, None], cache)
-  if cache.plan.sparse and cache.plan.settings.when == 'after':  # or XLA keeps copies for attention that may come later
-    hidden, cache = jax.lax.optimization_barrier((hidden, cache))
-  return hidden[:, 0], attended, cache.advance(decoding=True), routes
+  step = Step(active.astype(jnp.int32), decoding=True)
+  attended = cache.attended(step)
+  hidden, cache, routes = _pass(graphdef, weights, token[:, None], cache.seen[:, None], cache, step)
+  return hidden[:, 0], attended, cache, routes
 
 
-def _pass(graphdef, served, tokens, positions, cache):
-  """Hidden states, the cache, and the experts [B, T, M, k] that the tokens went through, where the plan says to record them."""
-  plan = cache.plan
-  memory = Routed(cache)
-  hidden, routed = transformer.forward(graphdef, served.params, tokens, positions, memory, plan.dtype, kernels=plan.kernels)
-  return hidden, routed.inner, routed.routes if plan.routes else None
+def _pass(graphdef, weights, tokens, positions, cache, step):
+  """Return hidden states, the cache with the step's tokens, and the tokens' experts [B, T, M, k] if the layout records them."""
+  layout = cache.layout
+  attention = CachedAttention(cache, step)
+  out = transformer.forward(graphdef, weights.params, tokens, positions, attention, layout.dtype, kernels=layout.kernels)
+  return out.hidden, out.attention.cache.advance(step), out.routing.routes if layout.routes else None
 
 
-def _no_routes(plan, rows):
-  return jnp.full((rows, plan.positions, *plan.routes[:2]), MISSING, record_dtype(plan.routes[2])) if plan.routes else None
+def _no_routes(layout, rows):
+  return jnp.full((rows, layout.positions, *layout.routes[:2]), MISSING, route_dtype(layout.routes[2])) if layout.routes else None
 
 
-def _noted(routes, taken, first, count):
-  """The routes with those of each row's first `count` new tokens, which stand at positions from `first` on."""
+def _record_routes(routes, taken, first, count):
+  """Write the experts of each row's first `count` new tokens, whose positions begin at `first`."""
   if routes is None:
     return None
   step = jnp.arange(taken.shape[1])
@@ -249,68 +264,70 @@ def _noted(routes, taken, first, count):
   return routes.at[jnp.arange(len(taken))[:, None], position].set(taken, mode='drop')
 
 
-def predict(served: Served, hidden: Float[Array, 'B E']) -> Float[Array, 'B V']:
-  """Logits, float32, each row's whole on one device.
+def logits(weights: SamplerWeights, hidden: Float[Array, 'B E']) -> Float[Array, 'B V']:
+  """Return float32 logits. On a mesh each row's logits are whole on one device, because sampling needs the whole row.
 
-  A split vocabulary gives each device a part of every row's. They change hands all to all, and each gets some rows whole.
+  A split vocabulary first gives each device a part of every row's logits; an all-to-all then gives it some rows whole.
   """
-  hidden, head = shard(hidden, 'gathered_rows', None), shard(served.head, 'vocab', None)
+  hidden, head = shard(hidden, 'gathered_rows', None), shard(weights.head, 'vocab', None)
   logits = jax.lax.dot_general(hidden, head, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
   return shard(shard(logits, 'gathered_rows', 'vocab'), 'drawn_rows', None)
 
 
-def _draw_into(rows, served, hidden, active, attended, sampling, stop_ids):
-  """Draw one token for the active rows and record it: it ends the row if it is a stop id or the last one allowed."""
+def _draw_token(state, weights, hidden, *, active, attended, sampling, stop_ids):
+  """Draw and record one token for each active row. A stop id or the last allowed token ends the row."""
   with jax.named_scope('draw'):
-    uniform = uniforms(rows.seed, rows.uid, rows.attempt, rows.cache.seen)
-    drawn = draw(predict(served, hidden), shard(uniform, 'drawn_rows', None), sampling)
+    uniform = uniforms(state.seed, state.uid, state.attempt, state.cache.seen)
+    drawn = draw(logits(weights, hidden), shard(uniform, 'drawn_rows', None), sampling)
     token, logp = (shard(x, 'rows') for x in drawn)
-  column = jnp.where(active, rows.count, rows.tokens.shape[1])  # out of bounds: dropped
-  count = rows.count + active
+  column = jnp.where(active, state.count, state.tokens.shape[1])  # out of bounds: dropped
+  count = state.count + active
   ended = jnp.isin(token, jnp.array(stop_ids, jnp.int32)) if stop_ids else jnp.zeros_like(active)
   row, cells = ('rows',), ('rows', None)
-  record = local(_recorded, (cells, row, row), cells)
-  rows = dataclasses.replace(
-    rows,
+  record = local(_set_column, (cells, row, row), cells)
+  state = dataclasses.replace(
+    state,
     count=count,
-    done=rows.done | (active & (ended | (count >= rows.limit))),
-    tokens=record(rows.tokens, column, token),
-    logp=record(rows.logp, column, logp),
-    kept=record(rows.kept, column, attended),
+    done=state.done | (active & (ended | (count >= state.limit))),
+    tokens=record(state.tokens, column, token),
+    logp=record(state.logp, column, logp),
+    kept=record(state.kept, column, attended),
   )
-  return _at_home(rows)
+  return _sharded(state)
 
 
-def _at_home(rows: Rows) -> Rows:
-  """The rows where their names say; or what is known of them would spread to where their tokens are drawn."""
-  return jax.tree.map(lambda names, x: shard(x, *names), rows.axes, rows, is_leaf=is_names)
+def _sharded(state: DecodeState) -> DecodeState:
+  """Constrain the state to its named axes. Otherwise XLA would spread the sharding of the drawn tokens to it."""
+  return jax.tree.map(lambda names, x: shard(x, *names), state.axes, state, is_leaf=is_names)
 
 
-def _recorded(cells, column, new):
+def _set_column(cells, column, new):
   return cells.at[jnp.arange(len(new)), column].set(new, mode='drop')
 
 
 @OnMesh
 @partial(jax.jit, static_argnames='steps')
-def read(rows: Rows, since: Int[Array, ' B'], steps: int) -> dict[str, Array]:
-  """What the host looks at between chunks: who is done, and each row's up to `steps` tokens from its `since`-th on."""
-  columns = jnp.minimum(since[:, None] + jnp.arange(steps), rows.tokens.shape[1] - 1)
-  news = {name: jnp.take_along_axis(getattr(rows, name), columns, axis=1) for name in ('tokens', 'logp', 'kept')}
-  news |= {'done': rows.done, 'count': rows.count, 'saturated': jnp.sum(rows.cache.saturated, axis=1)}
-  return {name: shard(x, *[None] * x.ndim) for name, x in news.items()}  # whole everywhere: every host looks at all rows
+def read(state: DecodeState, since: Int[Array, ' B'], steps: int) -> dict[str, Array]:
+  """Return what the host needs between chunks: `done`, `count` and `saturated` of each row, and its newest records.
+
+  `tokens`, `logp` and `kept` are [B, steps]: up to `steps` completion tokens of row b, beginning with number `since[b]`.
+  """
+  columns = jnp.minimum(since[:, None] + jnp.arange(steps), state.tokens.shape[1] - 1)
+  news = {name: jnp.take_along_axis(getattr(state, name), columns, axis=1) for name in ('tokens', 'logp', 'kept')}
+  news |= {'done': state.done, 'count': state.count, 'saturated': jnp.sum(state.cache.saturated, axis=1)}
+  return {name: shard(x, *[None] * x.ndim) for name, x in news.items()}  # replicated: every host reads all rows
 
 
 @OnMesh
-@partial(jax.jit, donate_argnames='rows')
-def rescale(rows: Rows, served: Served) -> Rows:
-  """The rows with what their cache holds in FP8 on the scales, and beside the key biases, of other weights."""
-  cache = rows.cache
-  return (
-    rows if served.scales is None else dataclasses.replace(rows, cache=cache.rescaled(served.scales, _biases(cache.plan, served)))
-  )
+@partial(jax.jit, donate_argnames='state')
+def rescale(state: DecodeState, weights: SamplerWeights) -> DecodeState:
+  """Convert an FP8 cache to the scales and key biases of other weights (docs/methods/fp8.md, eq. 6). `state` is donated."""
+  if weights.scales is None:
+    return state
+  return dataclasses.replace(state, cache=state.cache.rescaled(weights.scales, _biases(state.cache.layout, weights)))
 
 
-@partial(jax.jit, donate_argnames='rows')
-def release(rows: Rows, which: Bool[Array, ' B']) -> Rows:
-  """The rows with those of `which` ended."""
-  return dataclasses.replace(rows, done=rows.done | which)
+@partial(jax.jit, donate_argnames='state')
+def release(state: DecodeState, which: Bool[Array, ' B']) -> DecodeState:
+  """End the rows of `which`. `state` is donated."""
+  return dataclasses.replace(state, done=state.done | which)

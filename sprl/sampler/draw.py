@@ -1,20 +1,20 @@
-"""From logits to a token and the log-prob of the distribution that it was really drawn from."""
+"""From logits to a token, and to its log-prob under the distribution that it was drawn from."""
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from sprl.settings import Sampling
+from sprl.config import Sampling
 
-BLOCK = 256  # vocabulary entries a block of the two-level search
+BLOCK = 256  # vocabulary entries in a block of the two-level search
 
 
 def draw(
   logits: Float[Array, 'B V'], uniform: Float[Array, 'B 2'], sampling: Sampling
 ) -> tuple[Int[Array, ' B'], Float[Array, ' B']]:
-  """One token a row and its log-prob under the processed distribution (after temperature and filters), float32.
+  """Draw one token a row. Returns the tokens and their float32 log-probs after temperature and filters.
 
-  Greedy at temperature 0: that distribution has all its mass on one token, whose log-prob is 0.
+  `uniform` are two random numbers a row in [0, 1). At temperature 0 the likeliest token is taken; its log-prob is 0.
   """
   if sampling.temperature == 0:
     return jnp.argmax(logits, axis=-1).astype(jnp.int32), jnp.zeros(logits.shape[0])
@@ -27,7 +27,7 @@ def draw(
 
 
 def logp_of(logits: Float[Array, 'B V'], token: Int[Array, ' B'], sampling: Sampling) -> Float[Array, ' B']:
-  """What `draw` would report, had it drawn these tokens."""
+  """Return the log-probs that `draw` reports when it draws `token`; -inf for a token that the filters exclude."""
   if sampling.temperature == 0:
     return jnp.zeros(logits.shape[0])
   logp = jax.nn.log_softmax(process(logits, sampling))
@@ -35,9 +35,12 @@ def logp_of(logits: Float[Array, 'B V'], token: Int[Array, ' B'], sampling: Samp
 
 
 def process(logits: Float[Array, 'B V'], sampling: Sampling) -> Float[Array, 'B V']:
-  """Logits over the temperature, then -inf on what top-k, top-p and min-p leave out, in that order; ties at top-k stay."""
+  """Divide logits by the temperature, then set tokens to -inf that top-k, top-p and min-p exclude, in this order.
+
+  Tokens that tie with the k-th largest logit stay.
+  """
   logits = logits.astype(jnp.float32) / sampling.temperature
-  if 0 < sampling.top_k < logits.shape[-1]:
+  if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
     lowest = jax.lax.top_k(logits, sampling.top_k)[0][:, -1:]
     logits = jnp.where(logits < lowest, -jnp.inf, logits)
   if sampling.top_p < 1:
@@ -53,8 +56,10 @@ def process(logits: Float[Array, 'B V'], sampling: Sampling) -> Float[Array, 'B 
 
 
 def uniforms(seed: Array, uid: Int[Array, ' B'], attempt: Int[Array, ' B'], position: Int[Array, ' B']) -> Float[Array, 'B 2']:
-  """The two random numbers of the token at `position` of sequence `uid`: the same whatever row, batch or chunk it is drawn in,
-  and the same for a sequence that was aborted and goes on. Another attempt at it has others."""
+  """Return the two random numbers, in [0, 1), for the token at `position` of attempt `attempt` of sequence `uid`.
+
+  They depend on nothing else: not on the row, the batch or the chunk, and not on whether the sequence was aborted and continued.
+  """
 
   def one(uid, attempt, position):
     key = jax.random.fold_in(jax.random.fold_in(jax.random.fold_in(seed, uid), attempt), position)
@@ -64,25 +69,26 @@ def uniforms(seed: Array, uid: Int[Array, ' B'], attempt: Int[Array, ' B'], posi
 
 
 def _inverse_cdf(mass, uniform):
-  """A token with probability proportional to its mass, and the total mass: a block by one number, a token in it by the other.
+  """Draw a token with probability proportional to its mass. Returns the token and the row's total mass.
 
-  Two short cumulative sums read the row once; one over the whole vocabulary costs several times as much.
+  The first random number picks a block, the second a token in it. Two short cumulative sums read the row once; one cumulative
+  sum over the whole vocabulary costs several times as much.
   """
   B, V = mass.shape
   blocks = jnp.pad(mass, ((0, 0), (0, -V % BLOCK))).reshape(B, -1, BLOCK)
   block, total = _pick(jnp.sum(blocks, axis=-1), uniform[:, 0])
   inside, _ = _pick(jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0], uniform[:, 1])
-  return jnp.minimum(block * BLOCK + inside, V - 1), total  # of logits that are not numbers, still a token
+  return jnp.minimum(block * BLOCK + inside, V - 1), total  # a valid token even if the logits are NaN
 
 
 def _pick(mass, uniform):
-  """The first index with mass whose cumulative mass exceeds uniform * total.
+  """Return the first index with mass whose cumulative mass exceeds uniform * total, and the total.
 
-  Mass is asked for by itself: XLA adds long rows up in a tree, where a cumulative sum may grow by rounding at an entry of 0.
+  The test `mass > 0` is needed: XLA sums long rows in a tree, so the cumulative sum can grow by rounding at an entry of 0.
   """
   cumulative = jnp.cumsum(mass, axis=-1)
   total = cumulative[:, -1]
-  threshold = jnp.minimum(uniform, 1 - 1e-6) * total  # rounding must not carry the threshold up to the total itself
+  threshold = jnp.minimum(uniform, 1 - 1e-6) * total  # rounding must not raise the threshold to the total itself
   beyond = (cumulative > threshold[:, None]) & (mass > 0)
   index = jnp.arange(mass.shape[1], dtype=jnp.int32)
   return jnp.min(jnp.where(beyond, index, mass.shape[1] - 1), axis=-1), total

@@ -1,25 +1,53 @@
-"""The engine: what stays the same for a run's rollouts. Its rows at work are `Slots` (sprl/sampler/slots.py)."""
+"""The engine: continuous batching over a fixed number of rows.
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+Requests are added and finish between chunks of decode steps. A chunk is one jitted call:
+
+    engine.add(request) ...        # at any time: puts the request in the queue
+    engine.dispatch()              # moves requests from the queue to free rows, starts a chunk
+    done = engine.collect()        # waits for the chunk; returns the requests that ended and frees their rows
+
+1. Requests with the same prompt, one behind the other in the queue, share one prefill. Each row starts on a copy of its cache.
+2. All rows decode one chunk of steps. Meanwhile the host may do other work.
+3. Rows that ended, and rows whose text contains a stop string, become free.
+
+`swap` changes the weights between chunks. Running rows then continue with their old keys and values (`rollout.sync = keep`). To
+recompute them with the new weights, abort the requests and add `completion.rest()` of each.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 
-from sprl.cache.plan import CachePlan
+import jax
+import numpy as np
+from jaxtyping import Int
+
+from sprl.cache.layer import NEVER
+from sprl.cache.layout import CacheLayout
+from sprl.config import Sampling, SettingsError
 from sprl.models import transformer
 from sprl.models.config import ModelConfig
-from sprl.settings import Sampling, SettingsError
-from sprl.trajectory import Request
+from sprl.sampler import decode
+from sprl.sampler.weights import SamplerWeights
+from sprl.sharding.transfer import fetch, home
+from sprl.types import NOTHING, Completion, Request, Trajectory
 
-SMALLEST_BUCKET = 32
+type Text = tuple[bytes, bytes]  # the tokens of a request's prompt, and its given tokens, as int32
+
+SMALLEST_BUCKET = 32  # tokens
+POLL = 2e-4  # seconds between two checks whether a chunk is over
 
 
 def prompt_buckets(sampling: Sampling) -> tuple[int, ...]:
-  """The padded prompt lengths that prefill is compiled for, ascending; the last is the longest prompt allowed."""
+  """Return the padded prompt lengths that prefill is compiled for, ascending. The last is the longest prompt allowed."""
   return sampling.prompt_buckets or _doubling(SMALLEST_BUCKET, sampling.max_prompt)
 
 
 def _doubling(first: int, last: int) -> tuple[int, ...]:
-  """first, twice that, and so on; `last` instead of what would exceed it."""
+  """Return first, 2 * first, 4 * first and so on below `last`, then `last`."""
   sizes = [first]
   while sizes[-1] < last:
     sizes.append(sizes[-1] * 2)
@@ -27,42 +55,344 @@ def _doubling(first: int, last: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Engine:
-  """What stays the same for a run's rollouts.
+class EngineConfig:
+  """The parts of an engine that do not change during a run."""
 
-  `rows` sequences decode side by side; `prefill` distinct prompts go through the network at a time, or one alone. The log-probs
-  recorded are of the distribution after temperature and filters. `plan` is the memory: what is kept of each sequence, and how.
-  `text` decodes ids, for stop strings.
-  """
-
-  config: ModelConfig
+  model: ModelConfig
   sampling: Sampling
-  plan: CachePlan
-  rows: int
-  prefill: int
+  layout: CacheLayout
+  rows: int  # sequences that decode side by side
+  prefill: int  # distinct prompts of a prefill; a prefill of one prompt is compiled too
   seed: int
   stop_ids: tuple[int, ...]
-  text: Callable[[Sequence[int]], str]
+  text: Callable[[Sequence[int]], str]  # decodes token ids, to find stop strings
 
   @cached_property
   def graphdef(self):
-    """The network, without weights."""
-    return transformer.graph(self.config)
+    """The network without weights."""
+    return transformer.graph(self.model)
 
   @cached_property
   def buckets(self) -> tuple[int, ...]:
-    """The lengths that prefill is compiled for: of prompts, and beyond them of prompts with what is given behind them."""
+    """The padded lengths that prefill is compiled for.
+
+    A dense cache reads given tokens together with the prompt, so it needs buckets beyond the longest prompt.
+    """
     prompts = prompt_buckets(self.sampling)
-    return prompts if self.plan.sparse else (*prompts, *_doubling(2 * prompts[-1], self.plan.positions))
+    return prompts if self.layout.sparse else (*prompts, *_doubling(2 * prompts[-1], self.layout.positions))
 
   def check(self, request: Request) -> None:
-    """Raises SettingsError where a prompt is longer than `sampling.max_prompt`, or more is asked for than there is room."""
+    """Raise SettingsError if the prompt is empty or longer than the last bucket, or if the completion may be too long."""
     longest, most = prompt_buckets(self.sampling)[-1], self.sampling.max_tokens
     if not 0 < len(request.prompt) <= longest:
       raise SettingsError(
         f'config.sampling.max_prompt = {longest}: request {request.uid} has a prompt of {len(request.prompt)} tokens; '
-        'raise the setting or leave such problems out'
+        f'expected 1 to {longest}. Raise the setting or leave out such problems'
       )
     if len(request.given) + request.max_tokens > most:
-      behind = f' behind {len(request.given)} that are given' if len(request.given) else ''
-      raise SettingsError(f'config.sampling.max_tokens = {most}: request {request.uid} asks for {request.max_tokens}{behind}')
+      behind = f' after {len(request.given)} given tokens' if len(request.given) else ''
+      raise SettingsError(
+        f'config.sampling.max_tokens = {most}: request {request.uid} asks for {request.max_tokens} tokens{behind}; '
+        f'expected at most {most} together. Raise the setting or ask for fewer'
+      )
+
+
+@dataclass
+class _Row:
+  """A running request and the tokens that the host has seen of it."""
+
+  request: Request
+  tokens: list[int] = field(default_factory=list)
+  logp: list[float] = field(default_factory=list)
+  version: list[int] = field(default_factory=list)
+  kept: list[int] = field(default_factory=list)
+  prefilled: tuple[int, int] | None = None  # shape of the prefill batch of its prompt
+  aborted: bool = False  # during a chunk: the row becomes free after it, and its tokens are dropped
+
+
+@dataclass
+class Usage:
+  """Counts and times of an engine since its `usage` was last replaced."""
+
+  chunks: int = 0
+  steps: int = 0  # decode steps; a step of all rows counts once
+  tokens: int = 0  # drawn in decode steps
+  prefills: int = 0
+  waited: float = 0.0  # seconds in which the devices had a chunk to work on
+  busy: float = 0.0  # seconds with work to do, until the end of the last `collect`
+
+  def metrics(self, rows: int) -> dict[str, float]:
+    """Return the share of row-steps that drew a token, and the numbers of chunks and prefills."""
+    return {
+      'engine/occupancy': self.tokens / max(self.steps * rows, 1),
+      'engine/chunks': float(self.chunks),
+      'engine/prefills': float(self.prefills),
+    }
+
+  @property
+  def host_overhead(self) -> float:
+    """Share of the time in which the devices waited for the host. A lower bound: a chunk counts until the host sees its end."""
+    return 1 - self.waited / self.busy if self.busy else 0.0
+
+
+class Engine:
+  """Samples requests with one set of weights at a time. Not thread-safe.
+
+  `version` is the number of updates behind the weights; each token records it.
+  """
+
+  def __init__(self, config: EngineConfig, weights: SamplerWeights, version: int = 0):
+    self.config, self.version = config, version
+    self.weights: SamplerWeights | None = weights
+    self.usage = Usage()
+    self._waiting: deque[Request] = deque()
+    # The last prefill under these weights: the index of each text, the prompts, the batch's shape.
+    self._prompts: tuple[dict[Text, int], decode.Prompts, tuple[int, int]] | None = None
+    self._rows: list[_Row | None] = [None] * config.rows
+    self._state: decode.DecodeState | None = None  # created by the first dispatch
+    self._chunk: dict[str, jax.Array] | None = None  # results of the chunk that runs now
+    self._since: float | None = None  # when the previous chunk was collected, or the first was dispatched
+    self._launched = 0.0  # when the chunk that runs now was started
+    self._over: float | None = None  # when it was found to be over
+
+  @property
+  def capacity(self) -> int:
+    """The number of requests that can run side by side."""
+    return self.config.rows
+
+  @property
+  def load(self) -> int:
+    """The number of requests that wait or run."""
+    return len(self._waiting) + sum(row is not None for row in self._rows)
+
+  def add(self, request: Request) -> None:
+    """Put a request in the queue. Raises SettingsError if it does not fit (EngineConfig.check)."""
+    self.config.check(request)
+    self._waiting.append(request)
+
+  def abort(self, uids: Collection[int] | None = None) -> list[Completion]:
+    """End these requests, or all, and return the tokens that the last `collect` saw of each.
+
+    A request that runs in a chunk keeps its row until the chunk is collected.
+    """
+    wanted = {r.uid for r in self._waiting} | {r.request.uid for r in self._rows if r} if uids is None else set(uids)
+    aborted = []
+    gone = np.zeros(len(self._rows), bool)
+    for i, row in enumerate(self._rows):
+      if row is not None and row.request.uid in wanted and not row.aborted:
+        aborted.append(_completion(row, 'abort'))
+        row.aborted = gone[i] = True
+    aborted += [_completion(_Row(request), 'abort') for request in self._waiting if request.uid in wanted]
+    self._waiting = deque(request for request in self._waiting if request.uid not in wanted)
+    if self._chunk is None:
+      self._rows = [None if left else row for left, row in zip(gone, self._rows)]
+      self._release(gone)
+    return aborted
+
+  def swap(self, weights: SamplerWeights, version: int) -> None:
+    """Use other weights from the next chunk on. Running rows keep their keys and values; an FP8 cache takes the new scales."""
+    assert self._chunk is None, 'a chunk is running: collect it first'
+    if self._state is not None and weights.scales is not None:
+      self._state = decode.rescale(self._state, weights)
+    self.weights, self.version, self._prompts = weights, version, None
+
+  def unload(self) -> None:
+    """Free the weights until the next `swap`, and the rows' memory if no request runs."""
+    assert self._chunk is None, 'a chunk is running: collect it first'
+    self.weights = self._prompts = self._since = None
+    if not any(row is not None for row in self._rows):
+      self._state = None
+
+  def dispatch(self) -> None:
+    """Fill free rows from the queue and start a chunk. Does nothing if no request waits or runs.
+
+    Running rows wait for one prefill at most.
+    """
+    self._since = self._since or time.perf_counter()
+    config, weights = self.config, self.weights
+    assert weights is not None, 'no weights: swap some in first'
+    if self._state is None:
+      with jax.default_device(home(weights.head.sharding)):
+        key = jax.random.key(config.seed)
+        self._state = decode.empty_state(config.layout, weights, config.rows, config.sampling.max_tokens, key)
+    while self._prefill_next(weights):
+      if any(row is not None and row.tokens for row in self._rows):
+        break
+    if not any(row is not None for row in self._rows):
+      return
+    since = np.array([0 if row is None else len(row.tokens) for row in self._rows], np.int32)
+    self._state = decode.decode(config.graphdef, weights, self._state, config.sampling, config.stop_ids, config.sampling.chunk)
+    self._chunk = decode.read(self._state, since, config.sampling.chunk + 1)
+    self._launched, self._over = time.perf_counter(), None
+
+  @property
+  def ready(self) -> bool:
+    """Whether `collect` returns without waiting: the chunk is over, or none runs."""
+    if self._over is None and self._done():
+      self._over = time.perf_counter()
+    return self._over is not None
+
+  def _done(self) -> bool:
+    return self._chunk is None or all(x.is_ready() for x in self._chunk.values())  # pyright: ignore[reportAttributeAccessIssue]
+
+  def wait(self, seconds: float) -> None:
+    """Wait until the chunk is over, at most `seconds`."""
+    start = time.perf_counter()
+    while not self.ready and time.perf_counter() < start + seconds:
+      time.sleep(POLL)
+
+  def collect(self) -> list[Completion]:
+    """Wait for the chunk. Returns the requests that ended in it or whose text now contains a stop string."""
+    if self._chunk is None:
+      return []
+    news, self._chunk = fetch(self._chunk), None
+    self.usage.waited += (self._over or time.perf_counter()) - self._launched
+    finished, drawn = [], [0]
+    stopped = np.zeros(len(self._rows), bool)
+    for i, row in enumerate(self._rows):
+      if row is None:
+        continue
+      before = len(row.tokens)
+      new = int(news['count'][i]) - before
+      row.tokens += news['tokens'][i, :new].tolist()
+      row.logp += news['logp'][i, :new].tolist()
+      row.kept += news['kept'][i, :new].tolist()
+      row.version += [self.version] * new
+      drawn.append(new - (before == 0))  # `insert` draws a row's first token, not a decode step
+      cut = None if row.aborted else self._stop_string(row)
+      if cut is None and not news['done'][i] and not row.aborted:
+        continue
+      self._rows[i], stopped[i] = None, not news['done'][i]
+      if row.aborted:
+        continue
+      n = len(row.tokens) if cut is None else cut
+      stop = cut is not None or (n > 0 and row.tokens[n - 1] in self.config.stop_ids)
+      finish = 'stop' if stop else 'length'
+      records = self._evicted(i, row.request.start + n), self._routes(i, row.request.start + n)
+      finished.append(_completion(row, finish, n, int(news['saturated'][i]), *records))
+    self._release(stopped)
+    self.usage.chunks += 1
+    self.usage.steps += max(drawn)
+    self.usage.tokens += sum(drawn)
+    now = time.perf_counter()
+    self.usage.busy += now - (self._since or now)
+    self._since = now if self.load else None
+    return finished
+
+  def _prefill_next(self, weights: SamplerWeights) -> bool:
+    """Fill free rows from the queue, with at most one prefill. Returns whether it made one."""
+    config = self.config
+    self._insert(weights)
+    free = sum(row is None for row in self._rows)
+    worth = min(len(self._waiting), config.rows // config.prefill)  # wait until a prompt's share of the rows is free
+    if not self._waiting or free < max(worth, 1):
+      return False
+    texts: dict[Text, int] = {}
+    for request in islice(self._waiting, free):
+      if (text := self._text(request)) not in texts and len(texts) == config.prefill:
+        break
+      texts.setdefault(text, len(texts))
+    prompts, givens = ([np.frombuffer(part, np.int32) for part in parts] for parts in zip(*texts))
+    bucket = next(b for b in config.buckets if b >= max(map(len, prompts)))
+    together = 1 if len(texts) == 1 else config.prefill  # rows become free one by one, so most prompts come alone
+    tokens = padded(prompts, together, bucket)
+    if any(map(len, givens)):
+      tokens += padded(givens, together, config.sampling.max_tokens)
+    self._prompts = texts, decode.prefill(config.graphdef, config.layout, weights, *tokens), (together, bucket)
+    self.usage.prefills += 1
+    self._insert(weights)
+    return True
+
+  def _insert(self, weights: SamplerWeights) -> None:
+    """Start the first requests of the queue on the last prefilled prompts, as long as they match and rows are free."""
+    if self._prompts is None:
+      return
+    (texts, prompts, shape), config, B = self._prompts, self.config, self.config.rows
+    free = deque(i for i, row in enumerate(self._rows) if row is None)
+    new = decode.NewRows(np.full(B, -1, np.int32), *np.zeros((3, B), np.int32))
+    while self._waiting and free and (text := self._text(self._waiting[0])) in texts:
+      row, request = free.popleft(), self._waiting.popleft()
+      self._rows[row], new.parent[row] = _Row(request, prefilled=shape), texts[text]
+      new.uid[row], new.attempt[row], new.limit[row] = request.uid, request.attempt, request.max_tokens
+    if (new.parent >= 0).any():
+      assert self._state is not None
+      self._state = decode.insert(weights, self._state, prompts, new, config.sampling, config.stop_ids)
+
+  def _text(self, request: Request) -> 'Text':
+    prompt, given = request.prompt.astype(np.int32), request.given.astype(np.int32)
+    if not self.config.layout.sparse:  # without eviction a given token is read like a prompt's
+      prompt, given = np.concatenate([prompt, given]), NOTHING
+    return prompt.tobytes(), given.tobytes()
+
+  def _release(self, which: np.ndarray) -> None:
+    if which.any() and self._state is not None:
+      self._state = decode.release(self._state, which)
+
+  def _evicted(self, row: int, tokens: int) -> Int[np.ndarray, 'L K T'] | None:
+    """Return the first position that no longer saw each token; None if the layout does not record it."""
+    layout = self.config.layout
+    if not (layout.record and layout.sparse) or self._state is None:
+      return None
+    never = np.full((layout.kv_heads, tokens), NEVER, np.int32)
+    layers = [layer.evicted for layer in self._state.cache.layers]
+    return np.stack([never if steps is None else fetch(steps[row])[:, :tokens] for steps in layers])
+
+  def _routes(self, row: int, tokens: int) -> Int[np.ndarray, 'T M k'] | None:
+    """Return the experts of the row's tokens; None if the layout does not record them."""
+    routes = None if self._state is None else self._state.routes
+    return None if routes is None else fetch(routes[row])[:tokens]
+
+  def _stop_string(self, row: _Row) -> int | None:
+    """Return the number of the row's tokens up to the end of the first stop string; None if the text contains none."""
+    sampling, text = self.config.sampling, self.config.text
+    if not sampling.stop:
+      return None
+    earlier = row.request.given[len(row.request.given) - row.request.resumed :].tolist()
+    ids = earlier + row.tokens
+
+    def stops(some: list[int]) -> bool:
+      return any(s in text(some) for s in sampling.stop)
+
+    longest = max(len(s.encode()) for s in sampling.stop)  # in tokens too: a token is at least one byte
+    if not stops(ids[-sampling.chunk - 1 - longest :]):  # earlier calls searched the tokens before these
+      return None
+    low, high = len(earlier) + 1, len(ids)  # a longer prefix contains the text of a shorter one, so bisect
+    while low < high:
+      middle = (low + high) // 2
+      if stops(ids[:middle]):
+        high = middle
+      else:
+        low = middle + 1
+    return low - len(earlier)
+
+
+def generate(config: EngineConfig, weights: SamplerWeights, requests: Sequence[Request], version: int = 0) -> list[Trajectory]:
+  """Sample one trajectory for each request, in the requests' order.
+
+  Raises SettingsError if a request does not fit (EngineConfig.check).
+  """
+  engine = Engine(config, weights, version)
+  for request in requests:
+    engine.add(request)
+  finished: dict[tuple[int, int], Trajectory] = {}
+  while engine.load:
+    engine.dispatch()
+    for completion in engine.collect():
+      finished[completion.request.uid, completion.request.attempt] = Trajectory.of(completion, start_version=version)
+  return [finished[r.uid, r.attempt] for r in requests]
+
+
+def padded(
+  rows: Collection[Int[np.ndarray, ' _']], count: int, width: int
+) -> tuple[Int[np.ndarray, 'count width'], Int[np.ndarray, ' count']]:
+  """Return the rows padded on the right to [count, width], and their lengths. Missing rows have length 0."""
+  tokens, lengths = np.zeros((count, width), np.int32), np.zeros(count, np.int32)
+  for i, row in enumerate(rows):
+    tokens[i, : len(row)], lengths[i] = row, len(row)
+  return tokens, lengths
+
+
+def _completion(row: _Row, finish: str, n: int | None = None, saturated: int = 0, evicted=None, routes=None) -> Completion:
+  ints, logp = (np.array(x[:n], np.int32) for x in (row.tokens, row.version, row.kept)), np.array(row.logp[:n], np.float32)
+  tokens, version, kept = ints
+  return Completion(row.request, tokens, logp, version, kept, finish, saturated, evicted, routes, row.prefilled)

@@ -1,12 +1,12 @@
-"""Replay: the sampler's own path over tokens that are given.
+"""Replay: the sampler's log-probs of tokens that are given.
 
-The same prefill, the same cache with the same evictions and quantisers, step by step; only the token is looked up where
-sampling draws one. Under the settings that sampled a trajectory it gives the recorded log-probs back, and under others what
-those would have said of the same tokens, which is how a mismatch is traced to its cause (sprl/ledger.py).
+Replay runs the sampler's own prefill and decode steps, with the same cache, evictions and quantisation. Only the token is looked
+up where sampling draws one. Under the settings that sampled a trajectory it returns the recorded log-probs. Under other settings
+it returns their log-probs of the same tokens, which traces a mismatch to its cause (sprl/mismatch.py).
 
-Arrays have the shapes that they had: as many rows, and prompts read in batches like the one that each was read in. A product
-of another shape may be summed in another order, and the last digit of a number can decide which FP8 code it gets: a deviation
-of 1e-6 comes out as one of 1e-2 and, where scores are close, as another eviction.
+Arrays have the shapes that they had during sampling: the same number of rows, and prefill batches of the recorded shapes. XLA
+may sum a product of another shape in another order, and the last digit of a number can decide its FP8 code. A deviation of 1e-6
+then becomes one of 1e-2, or another eviction if two scores are close.
 """
 
 from collections import defaultdict
@@ -21,74 +21,67 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from sprl.cache.kv_cache import KVCache
-from sprl.cache.plan import CachePlan
-from sprl.parallel.rules import OnMesh, shard
-from sprl.parallel.transfer import fetch
-from sprl.sampler.decode import Prompts, empty_cache, predict, prefill, take_in
+from sprl.cache.layout import CacheLayout
+from sprl.config import Sampling
+from sprl.sampler.decode import Prompts, decode_step, empty_cache, logits, prefill
 from sprl.sampler.draw import logp_of
-from sprl.sampler.engine import Engine, prompt_buckets
-from sprl.sampler.served import Served
-from sprl.sampler.slots import padded
-from sprl.settings import Sampling, SettingsError
-from sprl.trajectory import Trajectory
+from sprl.sampler.engine import EngineConfig, padded, prompt_buckets
+from sprl.sampler.weights import SamplerWeights
+from sprl.sharding.rules import OnMesh, shard
+from sprl.sharding.transfer import fetch
+from sprl.types import Trajectory
 
 
-def replay(engine: Engine, served: Served, trajectories: Sequence[Trajectory]) -> list[Float[np.ndarray, ' _']]:
-  """The sampler's log-probs of the trajectories' tokens, 0 where the model wrote nothing.
+def replay(config: EngineConfig, weights: SamplerWeights, trajectories: Sequence[Trajectory]) -> list[Float[np.ndarray, ' _']]:
+  """Return the sampler's log-probs of each trajectory's tokens; 0 where the model wrote nothing.
 
-  With the engine and weights that sampled them, the recorded ones: to 1e-5 in float32, but for what was given behind a prompt
-  (a conversation's history, an interrupted request), of which the engine takes in several tokens at a time.
-
-  Raises SettingsError where evictions depend on the batch that a sequence shared (config.cache.trigger_scope = 'batch').
+  With the config and weights that sampled them these are the recorded log-probs, to 1e-5 in float32. The exception is a
+  trajectory with given tokens (turns of a conversation, an interrupted request): the engine reads several of those at a time.
   """
-  plan, B, C = engine.plan, engine.rows, engine.sampling.max_tokens
-  if plan.sparse and plan.settings.trigger_scope == 'batch':
-    raise SettingsError(
-      "config.cache.trigger_scope = 'batch': expected 'row' to replay a sequence, whose evictions must be its own"
-    )
+  layout, B, C = config.layout, config.rows, config.sampling.max_tokens
   results = []
   for part in batched(trajectories, B):
-    state = _nothing(plan, served, B)
-    for (together, bucket), rows in _read_alike(engine, part).items():
+    state = _empty(layout, weights, B)
+    for (together, bucket), rows in _by_prefill_shape(config, part).items():
       for prompts in batched(rows, together):
         parent = np.full(B, -1, np.int32)
         for i, prompt in enumerate(prompts):
           parent[rows[prompt]] = i
         tokens = padded([np.frombuffer(prompt, np.int32) for prompt in prompts], together, bucket)
-        state = _begun(*state, prefill(engine.graphdef, plan, served, *tokens), parent)
-    completions = padded([t.completion for t in part], B, C)
-    logp, _ = _replay(engine.graphdef, engine.sampling, served, *state, *completions)
+        state = _insert(*state, prefill(config.graphdef, layout, weights, *tokens), parent)
+    tokens, counts = padded([t.completion for t in part], B, C)
+    logp, _ = _replay(config.graphdef, config.sampling, weights, *state, tokens=tokens, counts=counts)
     results += [t.per_token(row) for t, row in zip(part, fetch(logp))]
   return results
 
 
-def _read_alike(engine: Engine, trajectories: Sequence[Trajectory]) -> dict[tuple[int, int], dict[bytes, list[int]]]:
-  """The rows that begin with each prompt, by the shape of the batch that the prompt is to be read in.
+def _by_prefill_shape(config: EngineConfig, trajectories: Sequence[Trajectory]) -> dict[tuple[int, int], dict[bytes, list[int]]]:
+  """Return, for each shape of a prefill batch, its prompts, and for each prompt the rows that start with it.
 
-  A batch that was wider than any prompt had read more than prompts.
+  The recorded shape is used unless its bucket is wider than any prompt's: that batch also read given tokens.
   """
-  buckets = prompt_buckets(engine.sampling)
-  alike: dict[tuple[int, int], dict[bytes, list[int]]] = defaultdict(lambda: defaultdict(list))
+  buckets = prompt_buckets(config.sampling)
+  by_shape: dict[tuple[int, int], dict[bytes, list[int]]] = defaultdict(lambda: defaultdict(list))
   for row, t in enumerate(trajectories):
     shape = t.prefilled
     if shape is None or shape[1] not in buckets:
-      shape = engine.prefill, next(b for b in buckets if b >= t.prompt_length)
-    alike[shape][t.tokens[: t.prompt_length].astype(np.int32).tobytes()].append(row)
-  return alike
+      shape = config.prefill, next(b for b in buckets if b >= t.prompt_length)
+    by_shape[shape][t.tokens[: t.prompt_length].astype(np.int32).tobytes()].append(row)
+  return by_shape
 
 
 @OnMesh
-@partial(jax.jit, static_argnames=('plan', 'rows'))
-def _nothing(plan: CachePlan, served: Served, rows: int) -> tuple[KVCache, Float[Array, 'B E']]:
-  return empty_cache(plan, served, rows), jnp.zeros((rows, served.head.shape[1]), plan.dtype)
+@partial(jax.jit, static_argnames=('layout', 'rows'))
+def _empty(layout: CacheLayout, weights: SamplerWeights, rows: int) -> tuple[KVCache, Float[Array, 'B E']]:
+  return empty_cache(layout, weights, rows), jnp.zeros((rows, weights.head.shape[1]), layout.dtype)
 
 
 @OnMesh
 @partial(jax.jit, donate_argnames=('cache', 'hidden'))
-def _begun(
+def _insert(
   cache: KVCache, hidden: Float[Array, 'B E'], prompts: Prompts, parent: Int[Array, ' B']
 ) -> tuple[KVCache, Float[Array, 'B E']]:
-  """Row b on prompt parent[b], and the hidden state that predicts what follows; rows with parent -1 as they are."""
+  """Start row b on prompt parent[b], with the hidden state that predicts its next token. Rows with parent -1 stay unchanged."""
   new, parent = parent >= 0, jnp.maximum(parent, 0)
   theirs = shard(shard(prompts.hidden, None, None)[parent], 'rows', None)
   return cache.fork(prompts.cache, parent, new), jnp.where(new[:, None], theirs, hidden)
@@ -99,20 +92,21 @@ def _begun(
 def _replay(
   graphdef: nnx.GraphDef,
   sampling: Sampling,
-  served: Served,
+  weights: SamplerWeights,
   cache: KVCache,
   hidden: Float[Array, 'B E'],
-  completions: Int[Array, 'B C'],
+  *,
+  tokens: Int[Array, 'B C'],
   counts: Int[Array, ' B'],
 ) -> tuple[Float[Array, 'B C'], KVCache]:
-  """Log-probs of the completions' tokens, 0 behind each row's count; and the cache, written in place."""
+  """Return the log-probs of the first `counts` tokens of each row, 0 behind them, and the cache. The cache is donated."""
 
   def step(i, carry):
     cache, hidden, logp = carry
-    token = completions[:, i]
-    logp = logp.at[:, i].set(jnp.where(i < counts, logp_of(predict(served, hidden), token, sampling), 0))
-    hidden, _, cache, _ = take_in(graphdef, served, cache, token, i + 1 < counts)
+    token = tokens[:, i]
+    logp = logp.at[:, i].set(jnp.where(i < counts, logp_of(logits(weights, hidden), token, sampling), 0))
+    hidden, _, cache, _ = decode_step(graphdef, weights, cache, token, i + 1 < counts)
     return cache, hidden, logp
 
-  cache, _, logp = jax.lax.fori_loop(0, jnp.max(counts), step, (cache, hidden, jnp.zeros(completions.shape)))
+  cache, _, logp = jax.lax.fori_loop(0, jnp.max(counts), step, (cache, hidden, jnp.zeros(tokens.shape)))
   return logp, cache

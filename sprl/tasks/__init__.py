@@ -1,6 +1,7 @@
-"""Prompts, graders, and the pipeline that deals the prompts out.
+"""Tasks: problems and their prompts, graders, environments, and the workers that run graders and environments.
 
-Data: `problems` poses what `gsm8k`, `reasoning` and `jsonl` hold; `prompts` deals it out, shuffled and sharded.
-Rewards: `graders` says what an answer is worth; `grading_pool` asks it in processes that may be killed (`grading_worker`).
-Tasks of several turns: `environments`.
+Problems      `gsm8k`, `reasoning` and `jsonl` read or generate rows, `problems` poses them, `prompts` orders them.
+Graders       `graders` scores an answer; `grader_pool` runs graders in workers.
+Environments  `environments` has them; `environment_pool` runs them in workers.
+Workers       `worker_pool` is the pool, `workers` are threads, processes and Ray actors, `worker_process` is a process's program.
 """

@@ -1,14 +1,13 @@
-"""What a completion is worth: functions of (prompt, completion, answer), and how a task names the one it wants.
+"""Graders: functions of (prompt, completion, answer) that return a reward, and how a task names its grader.
 
-`math`     the last box, else the text or the last expression in it, equals the answer in mathematics (math-verify)
-`gsm8k`    what follows the last `####`, else the last box, else the last number, has the answer's value
-`numeric`  the final answer's last number has the answer's value
-`exact`    the whole completion is the answer, space around it aside
+`math`     1 if the last box, else the text or its last expression, equals the answer mathematically (math-verify)
+`gsm8k`    1 if the text after the last `####`, else the last box, else the last number, has the value of the answer
+`numeric`  1 if the last number of the final answer has the value of the answer
+`exact`    1 if the whole completion is the answer, apart from surrounding space
 
-A reasoning-gym task asks its data set's own scorer, which gives part of a mark to a text that merely contains the answer
-(0.05 for `The answer is 7` where 7 is right). So the scorer sees the final answer only, and nothing less than full marks
-is a reward. The final answer is the last `<answer>` tag, else the last box, else the whole text; where the answer is a number,
-the last number in it.
+A reasoning-gym task uses the scorer of its data set. That scorer gives partial marks to any text that contains the answer (0.05
+for `The answer is 7` where 7 is right). So it is given the final answer only, and only full marks count as reward 1. The final
+answer is the last `<answer>` tag, else the last box, else the whole text; if the answer is a number, the last number in it.
 """
 
 import ast
@@ -24,32 +23,34 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
-from sprl.settings import GRADERS, SettingsError, Task, grader_file
+from sprl.config import SettingsError, Task
+from sprl.config_checks import GRADERS, grader_file
 
 Grader = Callable[[str, str, str, Mapping[str, Any]], Any]  # (prompt, completion, answer, a Problem's extra)
 
 
 @dataclass(frozen=True)
 class GraderSpec:
-  """A grader by name, for another process to load."""
+  """A grader by name, which a worker process loads."""
 
-  label: str  # as people call it, in messages
+  label: str  # its name in messages
   kind: str  # math, gsm8k, numeric, exact, reasoning_gym, file
   name: str = ''  # reasoning_gym: the data set; file: the function
   path: str = ''  # file: absolute
-  args: Mapping[str, Any] = field(default_factory=dict)  # reasoning_gym: the data set's
+  args: Mapping[str, Any] = field(default_factory=dict)  # reasoning_gym: arguments of the data set
 
 
 # --- from a task to its grader ---------------------------------------------------------------------------------------
 
 
 def resolve(task: Task) -> GraderSpec:
-  """The task's grader, found but not loaded: a user's file is read and not run, which is the grading processes' work.
+  """Return the task's grader, found but not loaded: a user's file is parsed here and run in the grading processes.
 
-  Raises SettingsError: unknown grader; a file that is missing, is no Python, or does not name the function.
+  Raises SettingsError for an unknown grader, and for a file that is missing, is not Python, or lacks the function.
   """
   if task.grader == 'auto':
     if task.kind == 'reasoning_gym':
+      assert task.name, 'checked with the settings'
       return GraderSpec(f'auto ({task.name})', 'reasoning_gym', task.name, args=task.args)
     return GraderSpec('auto', 'gsm8k' if task.kind == 'gsm8k' else 'math')
   if task.grader in GRADERS:
@@ -69,7 +70,7 @@ def resolve(task: Task) -> GraderSpec:
 
 
 def _names(module: ast.Module) -> set[str]:
-  """What the statements of a module define, assign or import; '*' of an import is among them."""
+  """Return the names that a module defines, assigns or imports, and '*' for a star import."""
   found = set()
   for node in ast.walk(module):
     match node:
@@ -81,7 +82,7 @@ def _names(module: ast.Module) -> set[str]:
 
 
 def load(spec: GraderSpec) -> Grader:
-  """The grader itself, ready to be called. Raises whatever a user's file raises, and TypeError where it cannot be called so."""
+  """Load the grader. Raises whatever a user's file raises, and TypeError if the function takes other arguments."""
   match spec.kind:
     case 'reasoning_gym':
       return _reasoning_gym(spec)
@@ -89,15 +90,13 @@ def load(spec: GraderSpec) -> Grader:
       function = _from_file(spec)
     case _:
       function = {'math': math, 'gsm8k': gsm8k, 'numeric': numeric, 'exact': exact}[spec.kind]
-      function(
-        '', r'\boxed{\frac{1}{2}}', '0.5'
-      )  # what is slow the first time (sympy, grammars) is not on the first sample's clock
+      function('', r'\boxed{\frac{1}{2}}', '0.5')  # loads sympy and its grammars before the first sample's clock starts
   return lambda prompt, completion, answer, extra: function(prompt, completion, answer)
 
 
 def _from_file(spec: GraderSpec) -> Callable[[str, str, str], float]:
   path = Path(spec.path)
-  sys.path.append(str(path.parent))  # it may import its neighbours; last, so that they shadow nothing
+  sys.path.append(str(path.parent))  # the file may import its neighbours; last, so that they shadow nothing
   loader = importlib.machinery.SourceFileLoader('user_grader', str(path))
   module = importlib.util.module_from_spec(importlib.machinery.ModuleSpec('user_grader', loader, origin=str(path)))
   sys.modules['user_grader'] = module
@@ -122,12 +121,12 @@ def _reasoning_gym(spec: GraderSpec) -> Grader:
 
 
 def math(prompt: str, completion: str, answer: str) -> float:
-  """1 if the last box is mathematically the answer; without a box, if the text or the last expression in it is."""
+  """Return 1 if the last box equals the answer mathematically; without a box, if the text or its last expression does."""
   return float(_same_mathematics(last_boxed(completion), completion, answer))
 
 
 def gsm8k(prompt: str, completion: str, answer: str) -> float:
-  """1 if the final number is the answer's; what stands after `####` or in a box may also be an expression of that value."""
+  """Return 1 if the final number has the value of the answer. After `####` or in a box it may be an expression."""
   _, mark, after = completion.rpartition('####')
   text = after.strip().partition('\n')[0] if mark else last_boxed(completion) or last_number(completion) or ''
   if number(text) is not None and number(answer) is not None:
@@ -136,7 +135,7 @@ def gsm8k(prompt: str, completion: str, answer: str) -> float:
 
 
 def numeric(prompt: str, completion: str, answer: str) -> float:
-  """1 if the last number of the final answer has the answer's value. Raises ValueError where the answer is no number."""
+  """Return 1 if the last number of the final answer has the value of the answer. Raises ValueError if that is not a number."""
   wanted = number(answer)
   if wanted is None:
     raise ValueError(f'answer = {answer!r}: the numeric grader expects a number')
@@ -144,14 +143,14 @@ def numeric(prompt: str, completion: str, answer: str) -> float:
 
 
 def exact(prompt: str, completion: str, answer: str) -> float:
-  """1 if the completion is the answer, space around both aside."""
+  """Return 1 if the completion is the answer, apart from space around both."""
   return float(completion.strip() == answer.strip())
 
 
 def _same_mathematics(boxed: str | None, text: str, answer: str) -> bool:
-  """Whether math-verify finds `boxed` equal to the answer; or else `text`, read whole if it is no prose, or its last expression.
+  """Whether math-verify finds `boxed` equal to the answer; without a box, `text` or its last expression.
 
-  Its own time limits are off: they are alarms, which some computations outlive; the grading pool kills instead.
+  The time limits of math-verify are off: they are alarms, which some computations ignore. The grading pool kills workers instead.
   """
   import math_verify
 
@@ -163,7 +162,7 @@ def _same_mathematics(boxed: str | None, text: str, answer: str) -> bool:
 
 # --- reading a completion --------------------------------------------------------------------------------------------
 
-# A minus after a digit, letter or closing bracket subtracts; elsewhere it is the number's sign: `5-7` ends in 7, `= -2` in -2.
+# A minus after a digit, letter or closing bracket is a subtraction; elsewhere it is a sign: `5-7` ends in 7, `= -2` in -2.
 _NUMBER = re.compile(
   r'(?:(?<![A-Za-z0-9_.)\]}])(?P<sign>[-+])|(?<![A-Za-z0-9_.]))[$€£]?'
   r'(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)(?P<exponent>[eE][-+]?[0-9]{1,3}(?![0-9]))?%?'
@@ -173,20 +172,20 @@ _PROSE = re.compile(r'[A-Za-z]{2,}\s+[A-Za-z]{2,}|\n')  # two words, or two line
 
 
 def final_answer(completion: str, answer: str) -> str:
-  """The last <answer> tag, else the last box, else the whole text; if `answer` is a number, its last number ('' if none)."""
+  """Return the last <answer> tag, else the last box, else the whole text; if `answer` is a number, its last number or ''."""
   tagged = last_tagged(completion)
   text = tagged if tagged is not None else last_boxed(completion) or completion
   return (last_number(text) or '') if number(answer) is not None else text.strip()
 
 
 def last_tagged(text: str) -> str | None:
-  """What the last whole <answer> tag holds; None if there is none."""
+  """Return the content of the last complete <answer> tag, or None."""
   *_, last = [None, *_TAG.findall(text)]
   return last
 
 
 def last_boxed(text: str) -> str | None:
-  r"""What the last whole `\boxed{...}` holds, braces within it balanced; None if there is none."""
+  r"""Return the content of the last complete `\boxed{...}`, with balanced braces, or None."""
   start = len(text)
   while (start := text.rfind(r'\boxed{', 0, start)) >= 0:
     depth = 0
@@ -198,12 +197,12 @@ def last_boxed(text: str) -> str | None:
 
 
 def last_number(text: str) -> str | None:
-  """The last number in the text, as it is written there but for thousands commas, currency and percent signs."""
+  """Return the last number in the text as written, without thousands commas, currency and percent signs."""
   *_, last = [None, *_NUMBER.finditer(text.replace('\u2212', '-'))]
   return last and (last['sign'] or '') + last['digits'].replace(',', '') + (last['exponent'] or '')
 
 
 def number(text: str) -> Decimal | None:
-  """The value of a text that is one number and no more (`18`, `-1,000.0`, `$18.`, `50%` as 50); None of any other."""
+  """Return the value of a text that is one number (`18`, `-1,000.0`, `$18.`, `50%` as 50), or None."""
   text = text.strip().removesuffix('.').replace('\u2212', '-')
   return Decimal(last_number(text) or '') if _NUMBER.fullmatch(text) else None

@@ -1,7 +1,7 @@
 """GSM8K (Cobbe et al. 2021, arXiv 2110.14168): 7,473 training and 1,319 test problems of grade-school mathematics.
 
-From the Hugging Face hub, or a local folder of train.jsonl and test.jsonl with the fields `question` and `answer`, whose last
-line is `#### ` and the final number.
+It is loaded from the Hugging Face hub, or from a local folder of train.jsonl and test.jsonl with the fields `question` and
+`answer`. The last line of an answer is `#### ` and the final number.
 """
 
 import re
@@ -9,21 +9,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from sprl.settings import SettingsError, Task
+from sprl.config import SettingsError, Task
 from sprl.tasks import jsonl
 
 _HUB = 'openai/gsm8k'
-_AT_ONCE = 1024  # rows of a parquet file that are looked at
+_AT_ONCE = 1024  # rows of a parquet file that are read at a time
 _HUB_NAME = re.compile(r'[\w.-]+/[\w.-]+')
 _LOCAL = 'a local folder that holds train.jsonl and test.jsonl (lines of `question` and `answer`, ending in `#### N`)'
 
 
 def rows(task: Task, split: str) -> Iterator[dict[str, Any]]:
-  """The problems of a split, each {id, prompt, answer, extra}: `answer` the number after `####`, `extra` the worked solution.
+  """Yield the problems of a split as {id, prompt, answer, extra}: `answer` is the number after `####`, `extra` the solution.
 
-  task.path names a folder or a hub data set; '' is openai/gsm8k.
+  task.path names a folder or a hub data set, by default openai/gsm8k.
 
-  Raises SettingsError: neither can be had, a split is missing, or a problem without its fields or final answer.
+  Raises SettingsError if neither can be loaded, a split is missing, or a problem lacks a field or its final answer.
   """
   name = task.path or _HUB
   folder = Path(name).expanduser()
@@ -38,7 +38,7 @@ def rows(task: Task, split: str) -> Iterator[dict[str, Any]]:
 
 
 def _download(name: str) -> Path:
-  """The hub data set's files in the hub's cache."""
+  """Return the folder of the hub's cache with the files of the data set."""
   if not _HUB_NAME.fullmatch(name):
     raise SettingsError(f'config.task.path = {name!r}: no such folder; expected {_LOCAL}, or a hub name such as {_HUB}')
   try:
@@ -48,13 +48,13 @@ def _download(name: str) -> Path:
     return Path(snapshot_download(name, repo_type='dataset', allow_patterns=patterns))
   except Exception as error:  # the hub's client raises errors of several libraries
     raise SettingsError(
-      f'config.task.path = {name!r}: no such folder, and it cannot be had from the Hugging Face hub '
-      f'({type(error).__name__}: {error}); without the hub, name {_LOCAL}'
+      f'config.task.path = {name!r}: no such folder, and the Hugging Face hub does not provide it '
+      f'({type(error).__name__}: {error}); without the hub, expected {_LOCAL}'
     ) from error
 
 
 def _lines(name: str, folder: Path, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
-  """Every line of a split and where it stands: split.jsonl, or the hub's main/split-*.parquet."""
+  """Yield (position, row) of a split: from SPLIT.jsonl, or from the hub's main/SPLIT-*.parquet."""
   path = folder / f'{split}.jsonl'
   if path.is_file():
     yield from ((f'{path}:{number}', line) for number, line in jsonl.lines(path))
@@ -66,7 +66,7 @@ def _lines(name: str, folder: Path, split: str) -> Iterator[tuple[str, dict[str,
     import pyarrow.parquet as parquet  # pyright: ignore[reportMissingImports]
   except ImportError as error:
     raise SettingsError(
-      f'config.task.path = {name!r}: its parquet files need the package pyarrow (pip install pyarrow); without it, name {_LOCAL}'
+      f'config.task.path = {name!r}: its parquet files need pyarrow (pip install pyarrow); without it, expected {_LOCAL}'
     ) from error
   for table in tables:
     batches = parquet.ParquetFile(table).iter_batches(_AT_ONCE)

@@ -1,8 +1,8 @@
-"""A user's own problems: a JSONL file, one problem a line.
+"""Problems from a folder of train.jsonl and test.jsonl, one problem a line.
 
 {"prompt": "What is 2 + 3?", "answer": "5"}
 {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 3?"}], "answer": 5}
-{"prompt": "What is 2 + 3 + 4?", "answer": "9", "solution": "2 + 3 = 5, and 5 + 4 = 9."}     (sprl.warmstart learns from it)
+{"prompt": "What is 2 + 3 + 4?", "answer": "9", "solution": "2 + 3 = 5, and 5 + 4 = 9."}     (for sprl.sft)
 """
 
 import json
@@ -10,31 +10,32 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from sprl.settings import SettingsError, Task
+from sprl.config import SettingsError, Task
 
 _ROLES = ('system', 'user', 'assistant')
 
 
 def rows(task: Task, split: str) -> Iterator[dict[str, Any]]:
-  """The problems of task.path (train) or task.eval_path (test), each {id, prompt or messages, answer}; `extra` holds a solution.
+  """Yield the problems of SPLIT.jsonl in the folder task.path: {id, prompt or messages, answer}; `extra` has a solution.
 
-  Raises SettingsError: no such file, no problem in it, or a malformed line, by file and line number.
+  Raises SettingsError for a missing or empty file, and for a malformed line, by file and line number.
   """
-  key, name = ('config.task.path', task.path) if split == 'train' else ('config.task.eval_path', task.eval_path)
-  path = Path(name).expanduser()
-  if not name or not path.is_file():
-    raise SettingsError(f'{key} = {name!r}: no such file; expected a JSONL file of `prompt` or `messages`, and `answer`')
+  path = Path(task.path or '').expanduser() / f'{split}.jsonl'
+  if not path.is_file():
+    raise SettingsError(
+      f'config.task.path = {task.path!r}: expected a folder of train.jsonl and test.jsonl; {path}: no such file'
+    )
   number = 0
   for number, line in lines(path):
     yield _row(f'{path}:{number}', line, task.chat)
   if not number:
-    raise SettingsError(f'{key} = {name!r}: the file holds no problem')
+    raise SettingsError(f'config.task.path = {task.path!r}: expected at least one problem; {path} is empty')
 
 
 def lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-  """The objects of a JSONL file with their line numbers, from 1; blank lines are skipped.
+  """Yield (line number, object) of a JSONL file, from line 1; blank lines are skipped.
 
-  Raises SettingsError naming file and line where it is no JSON object in UTF-8.
+  Raises SettingsError, with file and line, for a line that is not a JSON object in UTF-8.
   """
   with open(path, 'rb') as file:
     for number, line in enumerate(file, 1):
@@ -43,7 +44,7 @@ def lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
       try:
         value = json.loads(line.decode('utf-8-sig'))
         if b'\\u' in line:
-          json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair is JSON, and no text
+          json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair is valid JSON, but UTF-8 cannot encode it
       except (ValueError, RecursionError) as error:
         raise SettingsError(f'{path}:{number}: not JSON in UTF-8: {error}') from error
       if not isinstance(value, dict):
@@ -79,4 +80,4 @@ def _check_messages(where: str, messages: Any) -> None:
     if not isinstance(message, dict) or not isinstance(message.get('content'), str) or message.get('role') not in _ROLES:
       raise SettingsError(f'{where}: messages[{i}] = {message!r}: expected a role of {", ".join(_ROLES)}, and content in text')
   if messages[-1]['role'] != 'user':
-    raise SettingsError(f'{where}: messages end with the role {messages[-1]["role"]!r}: expected user, whom the model answers')
+    raise SettingsError(f'{where}: messages end with the role {messages[-1]["role"]!r}: expected user')

@@ -1,14 +1,14 @@
-"""A problem as it is put to the model, and the sequence of all of a task's.
+"""Problems: what a task asks the model.
 
-The sources (gsm8k, reasoning, jsonl) give rows, dicts of `id`, `prompt` or `messages`, `answer` and perhaps `extra`; what the
-settings do to every question (task.system, task.suffix, task.chat) is done here, once for all.
+The sources (gsm8k, reasoning, jsonl) yield rows: dicts of `id`, `prompt` or `messages`, `answer`, and optionally `extra`. This
+file applies the settings that change every question: task.system, task.suffix, task.chat.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, overload
 
-from sprl.settings import Task
+from sprl.config import Task
 from sprl.tasks import gsm8k, jsonl, reasoning
 
 
@@ -17,16 +17,16 @@ class Problem:
   """One question and its answer."""
 
   id: str
-  prompt: str  # the question with task.suffix: the last message's text, or all that the model reads where there is no chat
+  prompt: str  # the question with task.suffix: the text of the last message; without a chat, all that the model reads
   messages: tuple[Mapping[str, str], ...]  # {role, content} each, for the chat template; () under task.chat = False
   answer: str
-  extra: Mapping[str, Any] = field(default_factory=dict)  # what only the source's own grader understands
+  extra: Mapping[str, Any] = field(default_factory=dict)  # for the grader of the source
 
 
 def load(task: Task, split: Literal['train', 'test'], process: int = 0, processes: int = 1) -> 'Problems':
-  """The problems of one split: of several processes each looks through all of a file and keeps those that it is the `holder` of.
+  """Return the problems of one split. Over several processes, each reads the whole file and keeps the problems it holds.
 
-  Raises SettingsError where they cannot be had, naming the setting or the file and line.
+  Raises SettingsError if they cannot be loaded; the message names the setting, or the file and line.
   """
   source = {'gsm8k': gsm8k, 'reasoning_gym': reasoning, 'jsonl': jsonl}[task.kind]
   rows = source.rows(task, split)
@@ -34,12 +34,12 @@ def load(task: Task, split: Literal['train', 'test'], process: int = 0, processe
 
 
 def holder(index: int, processes: int) -> int:
-  """The process that has the problem of that index."""
+  """Return the process that holds the problem at `index`."""
   return index % processes
 
 
 class Share(Sequence[Mapping[str, Any]]):
-  """One process's part of some rows, by their indices among all of them; as many as there are in all."""
+  """The rows that one process holds, indexed as among all rows. Its length is that of all rows."""
 
   def __init__(self, rows: Iterable[Mapping[str, Any]], process: int, processes: int):
     self._process, self._processes = process, processes
@@ -58,9 +58,9 @@ class Share(Sequence[Mapping[str, Any]]):
 
 
 class Problems(Sequence[Problem]):
-  """Problems by index; generated ones are made when asked for. A slice gives a list.
+  """The problems of a split, by index. Generated problems are created on demand. A slice gives a list.
 
-  Raises KeyError for one that another process holds.
+  Raises KeyError for a problem that another process holds.
   """
 
   def __init__(self, task: Task, rows: Sequence[Mapping[str, Any]]):
@@ -80,7 +80,7 @@ class Problems(Sequence[Problem]):
 
 
 def pose(task: Task, row: Mapping[str, Any]) -> Problem:
-  """The row's problem: task.suffix after its question, task.system before a conversation that has no system message."""
+  """Return the problem of a row: add task.suffix to the question, and task.system if there is no system message."""
   *before, last = row.get('messages') or [{'role': 'user', 'content': row['prompt']}]
   question = {'role': last['role'], 'content': last['content'] + task.suffix}
   messages = (*before, question)

@@ -1,138 +1,140 @@
-"""The KV cache: who is written where, who sees what, who is kept, and that all of it happens in place."""
+"""The KV cache against loops over lists: where tokens are written, what queries see, what is kept, and that it works in place."""
 
 import dataclasses
+from functools import partial
 
+import eviction_oracle as oracle
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import scores_oracle as oracle
 
-from sprl.cache.evict import compress
-from sprl.cache.kv_cache import KVCache
-from sprl.cache.layer import Layer
-from sprl.cache.scores import window
+from sprl.cache.compaction import compress
+from sprl.cache.eviction import METHODS, window
+from sprl.cache.kv_cache import CachedAttention, KVCache, Step
+from sprl.cache.layer import NEVER, LayerCache
+from sprl.cache.layout import cache_layout
+from sprl.config import Cache, Quant, Streaming
+from sprl.models.attention import Attention
 from sprl.models.config import tiny
-from sprl.models.memory import CausalMemory, Memory
-from sprl.sampler.cache_plan import cache_plan
-from sprl.settings import Cache, Quant
 
-DENSE, BF16 = Cache(), Quant()
+DENSE, PLAIN, KV8 = Cache(), Quant(), Quant(sampler='kv8')
+B, T, H, K, D = 3, 9, 4, 2, 4
 
 
-def plan_of(cache=DENSE, layers=1, prompt=8, completion=32, D=4, dtype='float32', quant=BF16, record=False):
+def layout_of(cache=DENSE, layers=1, prompt=T, completion=19, D=D, dtype='float32', quant=PLAIN, record=False):
   config = tiny('llama', num_hidden_layers=layers, head_dim=D)
-  return cache_plan(config, cache, quant, prompt, completion, dtype, record)
+  return cache_layout(config, cache, quant, prompt, completion, dtype, record)
 
 
-def tokens(T, B=2, H=4, K=2, D=4, seed=0):
+def tokens(T, seed=0):
   rng = np.random.default_rng(seed)
   return tuple(jnp.asarray(rng.normal(size=(B, T, n, D)), jnp.float32) for n in (H, K, K))
 
 
-@jax.jit
-def prefill(cache, count, *qkv):
-  out, cache = cache.expecting(count).attend(0, *qkv)
-  return out, cache.advance()
+@partial(jax.jit, static_argnames='layer')
+def prefill(cache, count, *qkv, layer=0):
+  out, cache = cache.attend(layer, Step(count), *qkv)
+  return out, cache.advance(Step(count))
 
 
 @jax.jit
-def step(cache, *qkv):
-  out, cache = cache.expecting(jnp.ones(qkv[0].shape[0], jnp.int32)).attend(0, *qkv)
-  return out, cache.advance(decoding=True)
+def decode(cache, *qkv):
+  step = Step(jnp.ones(B, jnp.int32), decoding=True)
+  out, cache = cache.attend(0, step, *qkv)
+  return out, cache.advance(step)
 
 
-def started(plan, prefilled, rows):
-  """Row b a copy of row b of a prefilled cache."""
-  return jax.jit(lambda other: KVCache.empty(plan, rows).fork(other, jnp.arange(rows), jnp.ones(rows, bool)))(prefilled)
+# --- a dense cache ---------------------------------------------------------------------------------------------------
 
 
-def filled(cache, *count):
-  """The cache with so many tokens in its rows, whatever they are."""
-  return cache.expecting(jnp.array(count)).advance()
+def causal(q, k, v):
+  """[H, D] float64: the output of the last of T queries [T, H, D] over T keys and values [T, K, D]."""
+  q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
+  out = []
+  for h in range(H):
+    weight = oracle.softmax([oracle.logit(q[-1, h], key) for key in k[:, h * K // H]])
+    out.append(sum(w * value for w, value in zip(weight, v[:, h * K // H])))
+  return np.array(out)
 
 
-def test_a_new_token_goes_behind_the_row_s_length():
-  cache = filled(KVCache.empty(plan_of(layers=2), 2, 6), 1, 3)
-  q, k, v = tokens(2)
-  _, cache = cache.expecting(jnp.array([2, 0])).attend(1, q, k, v)
-  assert cache.layers[1].k.shape[2] == 6
-  assert not np.any(cache.layers[0].k)  # the other layer's
-  held = cache.layers[1]
-  for row, start in ((0, 1), (1, 3)):
-    np.testing.assert_array_equal(held.k[row, :, start : start + 2], jnp.swapaxes(k[row], 0, 1))
-    np.testing.assert_array_equal(held.v[row, :, start : start + 2], jnp.swapaxes(v[row], 0, 1))
-    assert np.count_nonzero(np.any(np.asarray(held.k[row]), axis=(0, 2))) == 2
+def test_pieces_of_a_sequence_get_the_outputs_of_the_whole_sequence():
+  """Prompts of 9, 2 and 6 tokens, the padding of which holds other numbers, then two decode steps."""
+  prompts, steps = [9, 2, 6], 2
+  q, k, v = tokens(T + steps)
+  keys, values = ([np.asarray(x[b, :n]) for b, n in enumerate(prompts)] for x in (k, v))
+  out, cache = prefill(KVCache.empty(layout_of(), B), jnp.array(prompts), q[:, :T], k[:, :T], v[:, :T])
+  for b, n in enumerate(prompts):
+    for t in range(n):
+      np.testing.assert_allclose(out[b, t], causal(q[b, : t + 1], keys[b][: t + 1], values[b][: t + 1]), atol=1e-6)
+  for t in range(T, T + steps):
+    new = tuple(x[:, t : t + 1] for x in (q, k, v))
+    out, cache = decode(cache, *new)
+    for b in range(B):
+      keys[b], values[b] = np.concatenate([keys[b], new[1][b]]), np.concatenate([values[b], new[2][b]])
+      np.testing.assert_allclose(out[b, 0], causal(q[b, t : t + 1], keys[b], values[b]), atol=1e-6)
   for name in ('length', 'seen'):
-    np.testing.assert_array_equal(getattr(cache, name), [1, 3])
-    np.testing.assert_array_equal(getattr(cache.advance(), name), [3, 3])
+    assert getattr(cache, name).tolist() == [n + steps for n in prompts]
+  assert cache.decoded.tolist() == [steps] * B
 
 
-def test_a_sequence_in_pieces_gets_the_answers_of_the_sequence_whole():
-  q, k, v = tokens(7)
-  whole, _ = CausalMemory.of(jnp.ones((2, 7), jnp.int32)).attend(0, q, k, v)
-  out, cache = prefill(KVCache.empty(plan_of(), 2, 8), jnp.array([4, 4]), q[:, :4], k[:, :4], v[:, :4])
-  pieces = [out]
-  for t in (4, 5, 6):
-    out, cache = step(cache, q[:, t : t + 1], k[:, t : t + 1], v[:, t : t + 1])
-    pieces.append(out)
-  np.testing.assert_allclose(jnp.concatenate(pieces, axis=1), whole, atol=1e-6)
+def test_new_tokens_go_behind_the_row_and_to_their_layer_only():
+  layout = layout_of(layers=2)
+  start = dataclasses.replace(KVCache.empty(layout, B), length=jnp.array([1, 3, 28]), seen=jnp.array([1, 3, 28]))
+  q, k, v = tokens(T)
+  _, cache = prefill(start, jnp.array([2, 0, 1]), q, k, v, layer=1)
+  held = cache.layers[1]
+  assert held.k.shape[2] == 28
+  assert not np.any(cache.layers[0].k)
+  for row, first in ((0, 1), (1, 3)):
+    np.testing.assert_array_equal(held.k[row, :, first : first + T], jnp.swapaxes(k[row], 0, 1))
+    np.testing.assert_array_equal(held.v[row, :, first : first + T], jnp.swapaxes(v[row], 0, 1))
+    assert np.count_nonzero(np.any(np.asarray(held.k[row]), axis=(0, 2))) == T
+  assert not np.any(held.k[2])  # a token beyond the last slot is dropped
+  assert cache.length.tolist() == cache.seen.tolist() == [3, 3, 29]
 
 
-def test_padding_written_behind_the_length_is_overwritten_and_never_seen():
-  q, k, v = tokens(5)
-  empty, count = KVCache.empty(plan_of(), 2, 8), jnp.array([3, 5])  # row 0: two tokens of padding
-  _, padded = prefill(empty, count, q, k, v)
-  _, other = prefill(empty, count, q, k.at[0, 3:].set(9.0), v.at[0, 3:].set(9.0))
-  new = tokens(1, seed=1)
-  a, b = (step(cache, *new)[0] for cache in (padded, other))
-  np.testing.assert_array_equal(a, b)
+def test_keys_are_stored_in_the_compute_dtype():
+  layer = LayerCache.empty(layout_of(dtype='bfloat16'), 2, 3)
+  assert layer.k.dtype == layer.v.dtype == jnp.bfloat16
 
 
-def test_a_token_beyond_the_last_slot_is_dropped():
-  cache = filled(KVCache.empty(plan_of(), 2, 3), 3, 2)
-  _, after = cache.expecting(jnp.array([1, 1])).attend(0, *tokens(1))
-  assert not np.any(after.layers[0].k[0])
-  assert np.any(after.layers[0].k[1, :, 2])
+def test_a_cache_and_a_step_are_an_attention_argument():
+  attention = CachedAttention(KVCache.empty(layout_of(), B), Step(jnp.array([9, 2, 6])))
+  assert isinstance(attention, Attention)
+  out, after = jax.eval_shape(lambda attention: attention.attend(0, *tokens(T)), attention)
+  assert out.shape == (B, T, H, D)
+  assert jax.tree.structure(after) == jax.tree.structure(attention)
 
 
-def test_rows_start_as_copies_of_a_shorter_cache_s_rows():
-  mine = jax.tree.map(lambda x: x + 1, KVCache.empty(plan_of(), 3, 6))
-  q, k, v = tokens(4)
-  _, prompts = prefill(KVCache.empty(plan_of(), 2, 4), jnp.array([4, 2]), q, k, v)
-  forked = mine.fork(prompts, jnp.array([1, 0, 1]), jnp.array([True, False, True]))
-  np.testing.assert_array_equal(forked.length, [2, 1, 2])
-  np.testing.assert_array_equal(forked.seen, [2, 1, 2])
-  np.testing.assert_array_equal(forked.count, [0, 1, 0])
-  held, theirs = forked.layers[0], prompts.layers[0]
-  for row in (0, 2):
-    np.testing.assert_array_equal(held.k[row, :, :4], theirs.k[1])
-    np.testing.assert_array_equal(held.v[row, :, :4], theirs.v[1])
-  np.testing.assert_array_equal(held.k[1], mine.layers[0].k[1])
+def test_forked_rows_are_copies_of_a_shorter_cache_without_old_values():
+  """A row with history, records and stored queries: what it held before must be gone."""
+  layout = layout_of(Cache(method='gkv', budget=8, interval=3, window=3), record=True)
+  rng = np.random.default_rng(0)
+
+  def random(cache):
+    return jax.tree.map(lambda x: jnp.asarray(rng.integers(2, 9, x.shape), x.dtype), cache)
+
+  mine, prompts = random(KVCache.empty(layout, B)), random(KVCache.empty(layout, 2, T))
+  parent, take = np.array([1, 0, 1]), np.array([True, False, True])
+  forked = jax.device_get(jax.jit(KVCache.fork)(mine, prompts, jnp.array(parent), jnp.array(take)))
+  empty = {'k': 0, 'v': 0, 'position': -1, 'carried': -1}
+  for name in ('k', 'v', 'position', 'carried', 'queries', 'evicted'):
+    got, old, new = (getattr(cache.layers[0], name) for cache in (forked, mine, prompts))
+    for b in range(B):
+      if not take[b]:
+        np.testing.assert_array_equal(got[b], old[b])
+      elif name in empty:
+        np.testing.assert_array_equal(got[b][:, :T], new[parent[b]])
+        assert np.all(got[b][:, T:] == empty[name])
+      else:
+        np.testing.assert_array_equal(got[b], new[parent[b]])
+  for name in ('length', 'seen', 'decoded', 'saturated'):
+    got, old, new = (np.asarray(getattr(cache, name)) for cache in (forked, mine, prompts))
+    np.testing.assert_array_equal(got, np.where(take.reshape(-1, *[1] * (got.ndim - 1)), new[parent], old))
 
 
-@pytest.mark.parametrize('method', ['h2o', 'gkv'])
-def test_a_row_that_starts_again_remembers_nothing_of_its_last_tenant(method):
-  plan = plan_of(Cache(method=method, budget=4, interval=2, window=2), record=True)
-  used = jax.tree.map(lambda x: x + 1, KVCache.empty(plan, 2))
-  q, k, v = tokens(3)
-  _, prompts = prefill(KVCache.empty(plan, 2, 4), jnp.array([3, 2]), q, k, v)
-  fresh, again = (c.fork(prompts, jnp.array([1, 0]), jnp.array([True, True])) for c in (KVCache.empty(plan, 2), used))
-  jax.tree.map(np.testing.assert_array_equal, again.layers, fresh.layers)
-  np.testing.assert_array_equal(again.layers[0].position[:, :, 4:], -1)
-  np.testing.assert_array_equal(again.layers[0].carried[:, :, 4:], 0.0 if method == 'h2o' else -1.0)
-  for name in ('length', 'seen', 'count'):
-    np.testing.assert_array_equal(getattr(again, name), getattr(fresh, name))
-
-
-def test_keys_are_stored_in_the_cache_s_dtype():
-  cache = KVCache.empty(plan_of(dtype='bfloat16'), 2, 3).expecting(jnp.array([1, 1]))
-  _, after = cache.attend(0, *(x.astype(jnp.bfloat16) for x in tokens(1)))
-  assert after.layers[0].k.dtype == after.layers[0].v.dtype == jnp.bfloat16
-  assert isinstance(after, Memory)
-
-
-# --- sizes -----------------------------------------------------------------------------------------------------------
+# --- sizes and memory ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -144,150 +146,111 @@ def test_keys_are_stored_in_the_cache_s_dtype():
     (300, 4096, Cache(), 4396),
   ],
 )
-@pytest.mark.parametrize('quant', [Quant(), Quant(sampler='kv8')], ids=lambda q: q.sampler)
-def test_slots_and_bytes_are_what_the_plan_says(prompt, completion, cache, S, quant):
-  plan = plan_of(cache, layers=2, prompt=prompt, completion=completion, dtype='bfloat16', quant=quant)
-  held = jax.eval_shape(lambda: KVCache.empty(plan, 3)).layers
+@pytest.mark.parametrize('quant', [PLAIN, KV8], ids=lambda q: q.sampler)
+def test_slots_and_bytes_follow_the_layout(prompt, completion, cache, S, quant):
+  layout = layout_of(cache, layers=2, prompt=prompt, completion=completion, dtype='bfloat16', quant=quant)
+  held = jax.eval_shape(lambda: KVCache.empty(layout, 3)).layers
   assert [layer.k.shape for layer in held] == [layer.v.shape for layer in held] == [(3, 2, S, 4)] * 2
   itemsize = 1 if quant.sampler == 'kv8' else 2
-  assert plan.bytes(3) == sum(x.size * x.dtype.itemsize for layer in held for x in (layer.k, layer.v))
-  assert plan.bytes(3) == 2 * 2 * 3 * 2 * S * 4 * itemsize
-  assert plan.dense_bytes(3) == 2 * 2 * 3 * 2 * (prompt + completion) * 4 * 2
-
-
-def test_the_first_layers_can_be_left_whole():
-  plan = plan_of(Cache(budget=16, interval=4, dense_layers=1), layers=3, prompt=8, completion=100)
-  held = KVCache.empty(plan, 2).layers
-  assert [layer.k.shape[2] for layer in held] == [108, 20, 20]
-  assert plan.bytes(2) == sum(layer.k.nbytes + layer.v.nbytes for layer in held)
-  assert [layer.position is None for layer in held] == [True, False, False]
+  assert layout.bytes(3) == sum(x.size * x.dtype.itemsize for layer in held for x in (layer.k, layer.v))
+  assert layout.bytes(3) == 2 * 2 * 3 * 2 * S * 4 * itemsize
+  assert layout.dense_bytes(3) == 2 * 2 * 3 * 2 * (prompt + completion) * 4 * 2
 
 
 def test_a_donated_decode_step_writes_in_place():
-  cache = KVCache.empty(plan_of(layers=2, D=16), 4, 512)
-  q, k, v = tokens(1, B=4, D=16)
+  rows, layout = 4, layout_of(layers=2, D=16, completion=503)
+  cache = jax.eval_shape(lambda: KVCache.empty(layout, rows))
+  q, k, v = (jax.ShapeDtypeStruct((rows, 1, n, 16), jnp.float32) for n in (H, K, K))
 
   def step(cache, q, k, v):
-    cache = cache.expecting(jnp.ones(4, jnp.int32))
+    step = Step(jnp.ones(rows, jnp.int32), decoding=True)
     for layer in range(2):
-      q, cache = cache.attend(layer, q, k, v)
-    return q, cache.advance(decoding=True)
+      q, cache = cache.attend(layer, step, q, k, v)
+    return q, cache.advance(step)
 
   memory = jax.jit(step, donate_argnums=0).lower(cache, q, k, v).compile().memory_analysis()
-  held = sum(layer.k.nbytes + layer.v.nbytes for layer in cache.layers)
+  held = layout.bytes(rows)
   assert memory.alias_size_in_bytes >= held
   assert memory.temp_size_in_bytes < held / 4
 
 
 @pytest.mark.parametrize(
-  ('settings', 'quant'),
-  [
-    (Cache(method='rkv', scope='global'), Quant()),
-    (Cache(method='h2o', scope='head'), Quant()),
-    (Cache(method='keydiff', scope='layer'), Quant(sampler='kv8')),
-  ],
-  ids=lambda x: getattr(x, 'method', getattr(x, 'sampler', '')),
+  ('method', 'quant'),
+  [('rkv', PLAIN), ('keydiff', KV8), ('h2o', PLAIN)],
+  ids=['rkv', 'keydiff, FP8', 'h2o'],
 )
-def test_eviction_takes_next_to_no_memory_beside_the_cache(settings, quant):
-  settings = dataclasses.replace(settings, budget=64, interval=32, when='after')
-  B = 64 if quant.sampler == 'kv8' else 32  # a block's scores are float32 whatever the keys are
-  plan = plan_of(settings, layers=12, prompt=64, completion=1000, D=64, quant=quant, record=True)
-  cache = jax.eval_shape(lambda: KVCache.empty(plan, B).expecting(jnp.ones(B, jnp.int32)))
-  memory = jax.jit(lambda cache: cache.advance(decoding=True), donate_argnums=0).lower(cache).compile().memory_analysis()
-  peak = memory.argument_size_in_bytes + memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-  assert memory.alias_size_in_bytes > plan.bytes(B)
-  assert peak <= 1.15 * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
+def test_a_compression_needs_little_memory_beside_the_cache(method, quant):
+  rows = 64 if quant.sampler == 'kv8' else 32  # scores are float32 whatever the keys are
+  settings = Cache(method=method, budget=64, interval=32)
+  layout = layout_of(settings, layers=12, prompt=64, completion=1000, D=64, quant=quant, record=True)
+  layer = jax.eval_shape(lambda: LayerCache.empty(layout, rows, layout.slots))
+  due, number = jax.ShapeDtypeStruct((rows,), bool), jax.ShapeDtypeStruct((rows,), jnp.int32)
+
+  def compressed(layer, due, occupied, now):
+    scale = jnp.float32(1) if layout.fp8 else None
+    return compress(layout, layer, due, occupied=occupied, now=now, k_scale=scale)[0]
+
+  compiled = jax.jit(compressed, donate_argnums=0).lower(layer, due, number, number).compile()
+  memory = compiled.memory_analysis()
+  assert memory.alias_size_in_bytes > layout.bytes(rows) / 12
+  beside = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+  assert beside <= 0.15 * KVCache.bytes(layout, rows)
+  if layout.fp8:  # XLA's CPU backend moves FP8 numbers as float16, whole arrays at a time, but bytes as they are
+    assert f'u8[{rows},2,{layout.slots},64]' in compiled.as_text()
+    assert f'f16[{rows},2,{layout.slots},64]' not in compiled.as_text()
 
 
-def test_the_compression_of_an_fp8_cache_widens_rows_and_not_the_cache():
-  """XLA's CPU backend moves FP8 numbers as float16, whole arrays at a time; bytes it moves as they are."""
-  B, quant = 64, Quant(sampler='kv8')
-  plan = plan_of(Cache(budget=64, interval=32, window=8, method='snapkv'), prompt=64, completion=1000, D=64, quant=quant)
-  layer, now = Layer.empty(plan, 0, B, 96), jnp.full(B, 95)
-  compiled = jax.jit(lambda layer, due: compress(plan, layer, due, now + 1, now, now, jnp.float32(1))[0], donate_argnums=0)
-  text = compiled.lower(layer, jnp.ones(B, bool)).compile().as_text()
-  assert f'u8[{B},2,96,64]' in text
-  assert f'f16[{B},2,96,64]' not in text
+# --- when rows are compressed, without a network ---------------------------------------------------------------------
 
 
-# --- bookkeeping, without a network ----------------------------------------------------------------------------------
-
-
-def attended(plan, prompts, steps, slots=None):
-  """[steps, B] slots that each decode step sees, by the cache's own bookkeeping."""
-  cache = filled(KVCache.empty(plan, len(prompts), slots), *prompts)
+def attended(layout, prompts, steps):
+  """[steps, rows] slots that each decode step attends to, by the cache's own bookkeeping."""
+  cache = KVCache.empty(layout, len(prompts)).advance(Step(jnp.array(prompts)))
 
   @jax.jit
   def run(cache):
-    def step(cache, active):
-      cache = cache.expecting(active)
-      return cache.advance(decoding=True), cache.attended
+    def one(cache, active):
+      step = Step(active, decoding=True)
+      return cache.advance(step), cache.attended(step)
 
-    return jax.lax.scan(step, cache, jnp.asarray(steps, jnp.int32))
+    return jax.lax.scan(one, cache, jnp.asarray(steps, jnp.int32))
 
   cache, seen = run(cache)
   return np.asarray(seen), cache
 
 
-@pytest.mark.parametrize(('steps', 'mean', 'saving'), [(1200, 542.5, 39.8), (4096, 566.3, 75.9)])
-def test_a_row_of_the_spec_s_numbers_sees_as_much_as_the_spec_says(steps, mean, saving):
-  """sparse_rollouts 10.3."""
-  plan = plan_of(Cache(budget=512, interval=128, method='streaming'), prompt=300, completion=4096)
-  seen, _ = attended(plan, [300], np.ones((steps, 1)))
-  whole = 300 + np.arange(1, steps + 1)
-  assert seen.max() == 639
-  assert round(float(seen.mean()), 1) == mean
-  assert round(100 * (1 - float(seen.sum()) / whole.sum()), 1) == saving
-  early = 212 + 44  # until the first compression, at the first multiple of 128 behind 212 tokens, nothing is gone
-  np.testing.assert_array_equal(seen[: early - 1, 0], whole[: early - 1])
-  assert seen[early - 1, 0] == 512
+def test_attended_slots_of_the_worked_example():
+  """docs/methods/sparse.md, eq. 6: prompt 300, budget 512, interval 128."""
+  layout = layout_of(Cache(budget=512, interval=128, method='streaming'), prompt=300, completion=4096)
+  every, _ = attended(layout, [300], np.ones((4096, 1)))
+  for steps, mean, saving in ((1200, 542.5, 39.8), (4096, 566.3, 75.9)):
+    seen, whole = every[:steps], 300 + np.arange(1, steps + 1)
+    assert seen.max() == 639
+    assert round(float(seen.mean()), 1) == mean
+    assert round(100 * (1 - float(seen.sum()) / whole.sum()), 1) == saving
+  first = 212 + 44  # the first compression is at the first multiple of 128 after 212 tokens
+  np.testing.assert_array_equal(every[: first - 1, 0], whole[: first - 1])
+  assert every[first - 1, 0] == 512
 
 
-@pytest.mark.parametrize('when', ['before', 'after'])
-def test_rows_of_any_length_with_pauses_count_for_themselves(when):
+def test_each_row_counts_its_own_steps_through_pauses():
   budget, interval, prompts, steps = 10, 4, [3, 12, 10, 7], 60
   active = np.random.default_rng(0).random((steps, 4)) < [1.0, 0.7, 0.5, 0.9]
-  settings = Cache(budget=budget, interval=interval, method='keydiff', window=2, when=when)
-  plan = plan_of(settings, prompt=12, completion=steps)
-  seen, cache = attended(plan, prompts, active)
+  layout = layout_of(Cache(budget=budget, interval=interval, method='keydiff', window=2), prompt=12, completion=steps)
+  seen, cache = attended(layout, prompts, active)
   for row, n in enumerate(prompts):
     count = 0
     for t in range(steps):
       if not active[t, row]:
         continue
       count, n = count + 1, n + 1
-      due = count % interval == 0 and n > budget
-      assert seen[t, row] == (budget if due and when == 'before' else n)
-      n = budget if due else n
-      assert n <= plan.slots(0)
-    assert (cache.length[row], cache.seen[row], cache.count[row]) == (n, prompts[row] + count, count)
+      n = budget if count % interval == 0 and n > budget else n
+      assert seen[t, row] == n
+      assert n <= layout.slots
+    assert (cache.length[row], cache.seen[row], cache.decoded[row]) == (n, prompts[row] + count, count)
 
 
-def test_counting_by_batch_starts_again_with_every_admission_but_never_overflows_a_row():
-  """Two rows start again every third step, so that a count of 8 is never reached; then nobody comes any more."""
-  settings = Cache(budget=10, interval=8, method='keydiff', window=2, trigger_scope='batch')
-  plan = plan_of(settings, prompt=6, completion=200)
-  S = plan.slots(0)
-  assert S == 18
-  fork = jax.jit(lambda cache, prompts: cache.fork(prompts, jnp.zeros(3, jnp.int32), jnp.array([True, True, False])))
-  one = jax.jit(lambda cache: (cache.attended, cache.advance(decoding=True)))
-  cache, prompts = filled(KVCache.empty(plan, 3), 5, 5, 5), filled(KVCache.empty(plan, 1, 6), 5)
-  n, count, full, rung = [5, 5, 5], 0, 0, 0
-  for t in range(60):
-    if t % 3 == 0 and t < 40:
-      cache, n[:2], count = fork(cache, prompts), [5, 5], 0
-    due = [x + 1 > 10 and ((count + 1) % 8 == 0 or x + 1 == S) for x in n]
-    full, rung, count = full + (n[2] + 1 == S), rung + sum(due[:2]), count + 1
-    seen, cache = one(cache.expecting(jnp.ones(3, jnp.int32)))
-    assert seen.tolist() == [10 if d else x + 1 for d, x in zip(due, n)]
-    n = [10 if d else x + 1 for d, x in zip(due, n)]
-    assert cache.length.tolist() == n
-    assert max(n) < S
-  assert full >= 3
-  assert rung >= 3
-
-
-# --- who is kept: the whole cache against loops ----------------------------------------------------------------------
+# --- what is kept: the whole cache against loops ---------------------------------------------------------------------
 
 
 class Loops:
@@ -299,10 +262,10 @@ class Loops:
 
   def prefill(self, q, k, v):
     for x in zip(q, k, v):
-      self.take_in(*x)
+      self.append(*x)
       self.attend(x[0])
 
-  def take_in(self, q, k, v):
+  def append(self, q, k, v):
     self.k.append(k)
     self.v.append(v)
     self.position.append(len(self.queries))
@@ -315,14 +278,11 @@ class Loops:
       self.carried = [c + sum(w[i] for w in weights) / len(weights) for i, c in enumerate(self.carried)]
     return np.array([sum(w * v for w, v in zip(row, self.v)) for row in weights])
 
-  def step(self, q, k, v, keep=None):
-    """The answer, and the slots kept where this step compressed; `keep` are those that another head or layer chose."""
-    self.take_in(q, k, v)
+  def step(self, q, k, v):
+    """Return the output, and the slots kept if this step compresses."""
+    self.append(q, k, v)
     self.count += 1
     due = self.count % self.settings.interval == 0 and len(self.k) > self.settings.budget
-    if self.settings.when == 'after':
-      out = self.attend(q)
-      return out, self.compress(len(self.queries)) if due else None
     kept = self.compress(len(self.queries) - 1) if due else None
     return self.attend(q), kept
 
@@ -332,7 +292,7 @@ class Loops:
     q = np.array([[self.queries[p][h] for p in at] for h in range(self.group)])
     score, carried = oracle.score(settings.method, np.array(self.k), self.position, q, [*at], self.carried, a, settings)
     best = sorted(range(n - a), key=lambda i: (-score[i], i))[: settings.budget - a]
-    kept = [*(sorted(best) if settings.sort_kept else best), *range(n - a, n)]
+    kept = [*sorted(best), *range(n - a, n)]
     if settings.method == 'gkv':
       self.carried = [*carried, *[-1.0] * a]
     self.gone |= {self.position[i]: gone for i in range(n) if i not in kept}
@@ -341,43 +301,21 @@ class Loops:
     return kept
 
 
-METHODS_AND_ORDERS = [
-  *(Cache(method=method) for method in ('rkv', 'snapkv', 'h2o', 'streaming', 'keydiff', 'gkv', 'tova_like')),
-  Cache(method='rkv', sort_kept=False, mix=0.7),
-  Cache(method='gkv', sort_kept=False, pool=3, window=5),
-]
-
-
-@pytest.mark.parametrize(
-  ('settings', 'when'),
-  [
-    pytest.param(
-      settings,
-      when,
-      marks=[pytest.mark.slow] if when == 'after' and settings.method not in ('rkv', 'h2o', 'gkv') else [],
-      id=f'{settings.method}-{when}' + ('' if settings.sort_kept else '-unsorted'),
-    )
-    for settings in METHODS_AND_ORDERS
-    for when in ('before', 'after')
-    if settings.sort_kept or (when == 'after') == (settings.method == 'gkv')
-  ],
-)
-def test_ragged_rows_keep_and_answer_what_loops_keep_and_answer(settings, when):
-  B, H, K, steps, prompts = 3, 4, 2, 19, [9, 2, 6]
-  settings = dataclasses.replace(settings, budget=8, interval=3, when=when, sinks=2)
-  settings = settings if settings.window or settings.method == 'h2o' else dataclasses.replace(settings, window=3)
-  plan = plan_of(settings, prompt=9, completion=steps, record=True)
-  q, k, v = tokens(9, B=B, seed=3)
-  _, prefilled = prefill(KVCache.empty(plan, B, 9), jnp.array(prompts), q, k, v)
-  cache = started(plan, prefilled, B)
+@pytest.mark.parametrize('method', METHODS)
+def test_ragged_rows_keep_and_return_the_same_as_loops(method):
+  steps, prompts = 19, [9, 2, 6]
+  settings = Cache(method=method, budget=8, interval=3, streaming=Streaming(2), window=None if method == 'h2o' else 3)
+  layout = layout_of(settings, completion=steps, record=True)
+  q, k, v = tokens(T, seed=3)
+  _, cache = prefill(KVCache.empty(layout, B), jnp.array(prompts), q, k, v)
   loops = [[Loops(settings, H // K) for _ in range(K)] for _ in range(B)]
   for b, h in np.ndindex(B, K):
     mine = slice(h * 2, h * 2 + 2)
     loops[b][h].prefill(*(np.asarray(x[b, : prompts[b]], np.float64) for x in (q[:, :, mine], k[:, :, h], v[:, :, h])))
   compressions = 0
   for t in range(steps):
-    q, k, v = tokens(1, B=B, seed=100 + t)
-    out, cache = step(cache, q, k, v)
+    q, k, v = tokens(1, seed=100 + t)
+    out, cache = decode(cache, q, k, v)
     (out, (q, k, v)), held = jax.device_get((out, (q, k, v))), jax.device_get(cache.layers[0])
     for b, h in np.ndindex(B, K):
       mine = slice(h * 2, h * 2 + 2)
@@ -394,60 +332,7 @@ def test_ragged_rows_keep_and_answer_what_loops_keep_and_answer(settings, when):
         np.testing.assert_allclose(held.carried[b, h, :n], loops[b][h].carried, atol=1e-5)
   assert compressions >= 3 * B * K
   assert cache.length.tolist() == [len(row[0].k) for row in loops]
-  never = np.iinfo(np.int32).max
   for b, h in np.ndindex(B, K):
-    gone = [loops[b][h].gone.get(p, never) for p in range(prompts[b] + steps)]
+    gone = [loops[b][h].gone.get(p, NEVER) for p in range(prompts[b] + steps)]
     assert held.evicted[b, h, : prompts[b] + steps].tolist() == gone
-  ascending = all(np.all(np.diff(head.position) > 0) for row in loops for head in row)
-  assert ascending == (settings.sort_kept or settings.method == 'streaming')
-
-
-# --- positions = in_cache --------------------------------------------------------------------------------------------
-
-
-def turned(x, position):
-  """A head's vector at a position, float64: plane i holds coordinates i and i + D/2."""
-  half = len(x) // 2
-  angle = position * 10_000.0 ** (-2 * np.arange(half) / len(x))
-  a, b = np.asarray(x[:half], np.float64), np.asarray(x[half:], np.float64)
-  return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)])
-
-
-@pytest.mark.parametrize('when', ['before', 'after'])
-def test_streaming_in_cache_turns_keys_and_query_by_their_slots(when):
-  B, steps, prompts, budget, interval, sinks = 2, 14, [5, 2], 6, 3, 2
-  settings = Cache(method='streaming', positions='in_cache', budget=budget, interval=interval, sinks=sinks, window=2, when=when)
-  plan = plan_of(settings, prompt=5, completion=steps)
-  plain = jax.device_get(tokens(5 + steps, B=B, seed=5))  # before the rotation
-
-  def rotated(start, T):
-    """Tokens `start[b]` and the next of each row, turned to their true positions as the network hands them over."""
-    at = np.asarray(start)[:, None] + np.arange(T)
-    q, k, v = (np.stack([np.asarray(x)[b, at[b]] for b in range(B)]) for x in plain)
-    q, k = (np.stack([[[turned(h, p) for h in x[b, t]] for t, p in enumerate(at[b])] for b in range(B)]) for x in (q, k))
-    return tuple(jnp.asarray(x, jnp.float32) for x in (q, k, v))
-
-  out, prefilled = prefill(KVCache.empty(plan, B, 5), jnp.array(prompts), *rotated([0, 0], 5))
-  dense, _ = CausalMemory.of(jnp.ones((B, 5), jnp.int32)).attend(0, *rotated([0, 0], 5))
-  np.testing.assert_allclose(out, dense, atol=1e-5)
-  cache = started(plan, prefilled, B)
-  held = [[*range(n)] for n in prompts]
-  moved = False
-  for t in range(steps):
-    start = [n + t for n in prompts]
-    out, cache = step(cache, *rotated(start, 1))
-    out = jax.device_get(out)
-    for b in range(B):
-      held[b].append(start[b])
-      due = (t + 1) % interval == 0 and len(held[b]) > budget
-      evicted = held[b][:sinks] + held[b][-(budget - sinks) :]
-      seen = evicted if due and when == 'before' else held[b]
-      held[b] = evicted if due else held[b]
-      moved |= len(seen) <= start[b]
-      for h in range(4):
-        q = turned(plain[0][b, start[b], h], len(seen) - 1)
-        keys = [turned(plain[1][b, p, h // 2], slot) for slot, p in enumerate(seen)]
-        weights = oracle.softmax([oracle.logit(q, key) for key in keys])
-        expected = sum(w * np.asarray(plain[2][b, p, h // 2], np.float64) for w, p in zip(weights, seen))
-        np.testing.assert_allclose(out[b, 0, h], expected, atol=1e-5)
-  assert moved
+    assert np.all(np.diff(loops[b][h].position) > 0)  # kept tokens stay in the order of their positions

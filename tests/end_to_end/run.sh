@@ -19,9 +19,9 @@ export JAX_COMPILATION_CACHE_DIR=$folder/compiled # three processes compile the 
 
 train() {
   exec "$python" -m sprl.main --config=configs/smollm2_gsm8k.py --workdir="$workdir" --config.task.path="$gsm8k" \
-    --config.steps=3 --config.rollout.prompts=2 --config.rollout.group=4 --config.rollout.filter_equal=False \
+    --config.steps=3 --config.rollout.prompts=2 --config.rollout.group=4 --config.rollout.equal_groups=train \
     --config.sampling.max_tokens=48 --config.sampling.rows=8 --config.packing.row_tokens=448 --config.packing.rows=1 --config.model.remat=none \
-    --config.eval.problems=2 --config.checkpoint.every=1 --config.checkpoint.keep_last=1 --config.checkpoint.keep_best=0 \
+    --config.eval.problems=2 --config.checkpoint.every=1 --config.checkpoint.keep_last=1 \
     --config.rollout.stop_when_capped=False
 }
 

@@ -8,10 +8,10 @@ import threading
 import time
 
 from sprl import command_line, main
-from sprl.acting import Placed
-from sprl.sampler.slots import Slots
+from sprl.rollout.setup import PlacedEngine
+from sprl.sampler.engine import Engine
 
-dispatch, place = Slots.dispatch, Placed.place
+dispatch, place = Engine.dispatch, PlacedEngine.place
 chunk, waited = threading.Event(), []
 
 
@@ -33,5 +33,5 @@ def run():
   return status
 
 
-Slots.dispatch, Placed.place = dispatching, placing
+Engine.dispatch, PlacedEngine.place = dispatching, placing
 command_line.start(run)

@@ -7,24 +7,24 @@ import signal
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
 
-from sprl import settings
+from sprl.config_reader import resolve
 from sprl.io.metrics import read_metrics
-from sprl.learner.packing import pack, shape
-from sprl.learner.state import TrainState, make_optimizer
-from sprl.learner.update import Computation, make_update
+from sprl.learner.batch import pack, shape
+from sprl.learner.optimizer import make_optimizer
+from sprl.learner.state import TrainState
+from sprl.learner.update import UpdateConfig, make_update
+from sprl.model import Model
 from sprl.objective.advantages import advantages
-from sprl.policy import Policy
 from sprl.rollout.collect import encode
-from sprl.sampler.slots import generate
+from sprl.sampler.engine import generate
 from sprl.tasks import problems
 from sprl.tasks.prompts import PromptStream
-from sprl.trainer import train
-from sprl.trajectory import Request
+from sprl.train import train
+from sprl.types import LogProbs, Request
 
 TWO_DEVICES = '--xla_force_host_platform_device_count=2'
 
@@ -48,21 +48,23 @@ def loaded(path: Path, name: str):
 def plain(inputs: Path, steps: int, **changes):
   """The tiny run's settings, dense and unquantised, with no more than the objective's own passes."""
   config = loaded(inputs / 'config.py', 'tiny_config').get_config()
-  config.steps, config.arm, config.quant.sampler, config.ledger.every = steps, 'dense', 'bf16', 0
+  config.steps, config.arm, config.quant.sampler, config.ledger.every = steps, 'dense', 'none', None
   config.loss.kl_coef, config.optimizer.minibatches, config.model.dtype = 0.0, 1, 'float32'
-  config.checkpoint.every = 0
+  config.checkpoint.every = None
   config.update_from_flattened_dict(changes)
-  return settings.resolve(config)
+  return resolve(config)
 
 
 def by_hand(run, grade):
   """The synchronous trainer as part 1 has it, a few lines: prompts, rollouts, rewards, advantages, scores, update."""
-  policy = Policy.open(run)
+  policy = Model.open(run)
   n = run.rollout.group
-  engine = policy.engine(run.sampling, policy.plan(run.sampling, run.cache, run.quant), run.rollout.prompts * n, 4, run.seed)
+  engine = policy.engine(
+    run.sampling, policy.cache_layout(run.sampling, run.cache, run.quant), run.rollout.prompts * n, 4, run.seed
+  )
   optimizer = make_optimizer(run.optimizer, run.steps * run.optimizer.updates)
   state = TrainState.create(policy.load(), optimizer)
-  update = make_update(policy.graphdef, optimizer, Computation.of(run, policy.dtype))
+  update = make_update(policy.graphdef, optimizer, UpdateConfig.of(run, policy.dtype))
   stream = PromptStream(problems.load(run.task, 'train'), run.seed)
   rewards, losses = [], []
   for step in range(run.steps):
@@ -72,14 +74,14 @@ def by_hand(run, grade):
       for i, problem in enumerate(asked)
       for k in range(n)
     ]
-    trajectories = generate(engine, policy.serve(state.params, run.quant), requests, step)
+    trajectories = generate(engine, policy.sampler_weights(state.params, run.quant), requests, step)
     reward = [grade('', policy.tokenizer.decode(t.completion, skip_special=True), '') for t in trajectories]
     trajectories = [dataclasses.replace(t, reward=float(r)) for t, r in zip(trajectories, reward)]
-    group = jnp.array([t.group for t in trajectories], jnp.int32)
-    advantage = advantages(jnp.array(reward, jnp.float32), group, jnp.ones(len(reward), bool), run.advantage)
+    group = np.array([t.group for t in trajectories], np.int32)
+    advantage = advantages(np.array(reward, np.float32), group, np.ones(len(reward), bool), run.advantage)
     sizes = shape(run.sampling, run.rollout, run.packing, run.optimizer.minibatches)
-    batch, _ = pack(trajectories, np.array(advantage, np.float32), sizes, run.packing.share_prefix)
-    state, metrics = update(state, batch, None, None)  # the learner's forward pass is the old policy's
+    batch, _ = pack(trajectories, advantage, sizes, run.packing.share_prefix)
+    state, metrics = update(state, batch, LogProbs(sampler=batch.sampler_logp))  # the learner's forward pass is the old policy's
     rewards.append(float(np.mean(reward)))
     losses.append(float(metrics['update/loss']))
   return state.params, rewards, losses
@@ -91,7 +93,7 @@ def test_a_synchronous_run_is_the_plain_loop_bit_for_bit(inputs, tmp_path, caplo
   expected, rewards, losses = by_hand(run, loaded(inputs / 'grader.py', 'tiny_grader').grade)
   with jax.log_compiles(), caplog.at_level('WARNING', logger='jax'):
     finished = train(run, tmp_path / 'run')
-  compiled = [r.getMessage() for r in caplog.records if 'Finished XLA compilation of jit(_update)' in r.getMessage()]
+  compiled = [r.getMessage() for r in caplog.records if 'Finished XLA compilation of jit(update)' in r.getMessage()]
   assert len(compiled) == 1  # before there were weights, and never again
   jax.tree.map(np.testing.assert_array_equal, finished.params, expected)
   records = [r for r in read_metrics(tmp_path / 'run') if r['kind'] == 'train']
@@ -159,7 +161,9 @@ def test_an_asynchronous_run_overlaps_and_after_a_kill_loses_nothing(inputs, mon
 def test_rollouts_on_devices_of_their_own_go_on_while_new_weights_are_sent(inputs, monkeypatch):
   monkeypatch.setenv('XLA_FLAGS', TWO_DEVICES)
   workdir = inputs / 'served-meanwhile'
-  flags = asynchronous('--config.devices.learner=0', '--config.devices.rollout=1', '--config.steps=3', '--config.ledger.every=0')
+  flags = asynchronous(
+    '--config.devices.learner=0', '--config.devices.rollout=1', '--config.steps=3', '--config.ledger.every=None'
+  )
   status, out, err = tiny.run(
     Path(__file__).with_name('served_meanwhile.py'), f'--config={inputs / "config.py"}', f'--workdir={workdir}', *flags,
     compiled=inputs / 'compiled',
@@ -185,8 +189,8 @@ def test_on_one_device_rollouts_and_updates_take_turns(inputs, sync):
 def test_staleness_that_nothing_corrects_stops_the_run_with_an_explanation(inputs):
   workdir = inputs / 'uncorrected'
   flags = asynchronous(
-    '--config.arm=',
-    '--config.cache.budget=0',
+    '--config.arm=None',
+    '--config.cache.budget=None',
     '--config.optimizer.minibatches=2',
     '--config.correction.weight=clip',
     '--config.correction.floor=1.0',
@@ -203,11 +207,11 @@ def test_conversations_are_trained_on(inputs):
   """FrozenLake with a model that knows nothing: every sequence has its turns, its marks and its mask, and the run ends."""
   workdir = inputs / 'lake'
   flags = [
-    '--config.task.kind=environment', '--config.task.path=', '--config.task.eval_path=', '--config.task.grader=auto',
-    '--config.environment.name=frozen_lake', '--config.environment.turns=3', '--config.environment.turn_tokens=6',
+    '--config.task.kind=environment', '--config.task.path=None', '--config.task.workers=None', '--config.task.grader=auto',
+    '--config.task.name=frozen_lake', '--config.task.turns=3', '--config.task.turn_tokens=6',
     '--config.sampling.max_prompt=1024', '--config.sampling.prompt_buckets=()', '--config.sampling.max_tokens=512',
-    '--config.packing.row_tokens=1536', '--config.arm=dense', '--config.quant.sampler=bf16', '--config.eval.max_tokens=0',
-    '--config.rollout.async_ratio=1.0', '--config.ledger.every=0', '--config.steps=2', '--config.loss.kl_coef=0',
+    '--config.packing.row_tokens=1536', '--config.arm=dense', '--config.quant.sampler=none', '--config.eval.max_tokens=None',
+    '--config.rollout.async_ratio=1.0', '--config.ledger.every=None', '--config.steps=2', '--config.loss.kl_coef=0',
   ]  # fmt: skip
   status, _, err = tiny.run('main', f'--config={inputs / "config.py"}', f'--workdir={workdir}', *flags)
   assert status == 0, err

@@ -9,7 +9,9 @@ import jax
 import pytest
 import tiny
 
-from sprl import settings, trainer
+from sprl import config as settings
+from sprl import session, train
+from sprl.config_reader import resolve
 from sprl.io.progress import Progress
 
 pytestmark = pytest.mark.usefixtures('compiled_fast')
@@ -26,22 +28,22 @@ def ragged(inputs: Path) -> settings.Run:
   exec((inputs / 'config.py').read_text(), scope)
   config = scope['get_config']()
   config.sampling.prompt_buckets, config.sampling.rows = BUCKETS, 8
-  config.arm, config.quant.sampler, config.model.dtype, config.loss.kl_coef = 'dense', 'bf16', 'float32', 0.0
-  config.eval.every, config.checkpoint.every, config.ledger.every, config.optimizer.minibatches = 0, 0, 0, 1
-  return settings.resolve(config)
+  config.arm, config.quant.sampler, config.model.dtype, config.loss.kl_coef = 'dense', 'none', 'float32', 0.0
+  config.eval.every, config.checkpoint.every, config.ledger.every, config.optimizer.minibatches = None, None, None, 1
+  return resolve(config)
 
 
 def test_a_run_of_ragged_prompts_compiles_each_program_once(tmp_path, monkeypatch, caplog):
   # An evaluation has programs of its own, which the log cannot tell from the rollouts'.
-  monkeypatch.setattr(trainer, 'evaluate', lambda *_, **__: {'metrics': {'eval/avg@k': 0.0}, 'samples': []})
+  monkeypatch.setattr(session, 'evaluate', lambda *_, **__: {'metrics': {'eval/avg@k': 0.0}, 'samples': []})
   ends = []  # how much had been logged when a step was over
   monkeypatch.setattr(Progress, 'step', lambda *_: ends.append(len(caplog.records)))
   with jax.log_compiles(), caplog.at_level('WARNING', logger='jax'):
-    trainer.train(ragged(tmp_path / 'inputs'), tmp_path / 'run')
+    train.train(ragged(tmp_path / 'inputs'), tmp_path / 'run')
   compiled = [re.match(r'Compiling jit\((\w+)\) with .* types (.*)', record.getMessage(), re.DOTALL) for record in caplog.records]
   times = Counter(found.groups() for found in compiled if found)
-  assert {'_update', 'prefill', 'admit', 'decode'} <= {name for name, _ in times}
+  assert {'update', 'prefill', 'insert', 'decode'} <= {name for name, _ in times}
   assert {program for program, n in times.items() if n > 1} == set()
   late = Counter(found[1] for found in compiled[ends[1] :] if found)
-  assert set(late) <= {'prefill', 'admit', 'release'}  # of a bucket, alone or together; of a row that a stop string ends
+  assert set(late) <= {'prefill', 'insert', 'release'}  # of a bucket, alone or together; of a row that a stop string ends
   assert late['prefill'] < 2 * len(BUCKETS)

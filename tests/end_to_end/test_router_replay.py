@@ -1,4 +1,4 @@
-"""R2: all updates of a batch send its tokens to the experts that the scoring of the old policy did (fp8_rollouts 5)."""
+"""Router replay R2: all updates of a batch use the experts of the old policy's scoring (docs/methods/fp8.md, Router replay)."""
 
 from dataclasses import replace
 
@@ -6,13 +6,14 @@ import jax
 import numpy as np
 import pytest
 import tiny
-from test_ledger import opened, sampled
+from test_mismatch import opened, sampled
 
-from sprl.learner.score import score_and_route
-from sprl.learner.state import TrainState, make_optimizer
-from sprl.learner.update import Computation, make_update
-from sprl.learning import Learning
-from sprl.settings import UNQUANTISED, Cache, Optimizer
+from sprl.config import UNQUANTISED, Cache, Optimizer
+from sprl.learner.learner import Learner
+from sprl.learner.logprobs import ForwardConfig, score_and_route
+from sprl.learner.optimizer import make_optimizer
+from sprl.learner.state import TrainState
+from sprl.learner.update import UpdateConfig, make_update
 
 pytestmark = pytest.mark.slow
 
@@ -23,18 +24,19 @@ def test_both_updates_of_a_batch_take_the_experts_of_its_scoring(tmp_path):
   run = replace(run, rollout=replace(run.rollout, prompts=2), loss=replace(run.loss, kl_coef=0.0))
   run = replace(run, optimizer=Optimizer(learning_rate=0.02, epochs=2))
   optimizer, given = make_optimizer(run.optimizer, 1), []
-  update = make_update(policy.graphdef, optimizer, Computation.of(run, policy.dtype))
+  update = make_update(policy.graphdef, optimizer, UpdateConfig.of(run, policy.dtype))
 
-  def watched(state, batch, old_logp, ref_logp, base):
-    given.append((jax.device_get(state.params), batch, old_logp))
-    return update(state, batch, old_logp, ref_logp, base)
+  def watched(state, batch, logprobs, base):
+    given.append((jax.device_get(state.params), batch, logprobs.old))
+    return update(state, batch, logprobs, base)
 
-  plan = policy.plan(run.sampling, Cache(), UNQUANTISED)
-  learning = Learning(run, policy, plan, watched, TrainState.create(params, optimizer))
-  learning.learn([replace(t, reward=float(t.uid % 3)) for t in trajectories])
+  plan = policy.cache_layout(run.sampling, Cache(), UNQUANTISED)
+  learner = Learner(run=run, model=policy, layout=plan, jitted_update=watched, state=TrainState.create(params, optimizer))
+  batches, _ = learner.pack([replace(t, reward=float(t.uid % 3)) for t in trajectories])
+  learner.update(*learner.score(batches))
 
   def scored(weights, batch):
-    return score_and_route(policy.graphdef, weights, batch, run.sampling.temperature, policy.dtype, run.packing.score_chunk)
+    return score_and_route(policy.graphdef, weights, batch, ForwardConfig.of(run, policy.dtype))
 
   (before, batch, old), (moved, again, same) = given
   logp, chosen = scored(before, replace(batch, routes=None))

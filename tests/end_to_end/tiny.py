@@ -29,15 +29,15 @@ def grade(prompt, completion, answer):
 """
 
 CONFIG = """
-from sprl.settings import default_config
+from sprl.config import default_config
 
 
 def get_config():
   config = default_config()
   config.steps = {steps}
   config.model.path = {folder!r} + '/model'
-  config.task.kind, config.task.chat, config.task.grader_workers = 'jsonl', False, 1
-  config.task.path, config.task.eval_path = {folder!r} + '/train.jsonl', {folder!r} + '/test.jsonl'
+  config.task.kind, config.task.chat, config.task.workers = 'jsonl', False, 1
+  config.task.path = {folder!r}
   config.task.grader = {folder!r} + '/grader.py:grade'
   config.rollout.prompts, config.rollout.group, config.rollout.stop_when_capped = 4, 4, False
   config.sampling.max_prompt, config.sampling.max_tokens, config.sampling.chunk = 16, 12, 4
@@ -46,7 +46,7 @@ def get_config():
   config.packing.row_tokens, config.packing.rows, config.packing.score_chunk = 64, 1, 16
   config.loss.kl_coef = 1e-3
   config.arm, config.cache.budget, config.cache.interval, config.cache.window = 'sparse_rl', 12, 3, 2
-  config.quant.sampler, config.quant.kv_scale, config.quant.kv_batches = 'w8a8_kv8', 'running_max', 1
+  config.quant.sampler, config.quant.kv_scale = 'w8a8_kv8', 'running_max'
   config.ledger.every = 2
   config.eval.every, config.eval.problems, config.eval.max_tokens = 3, 3, 4
   config.checkpoint.every, config.log.samples_every, config.log.tensorboard = 1, 2, False

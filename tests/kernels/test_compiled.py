@@ -1,8 +1,9 @@
 """What an H200's compiler makes of the kernels, on a machine without one: no spills, no copy of the cache, memory within bounds.
 
-Skipped, with the reason, where sprl/parallel/aot.py finds that the compiler is not installed.
+Skipped, with the reason, where sprl/planning/aot.py finds that the compiler is not installed.
 """
 
+import dataclasses
 import re
 import sys
 from collections import Counter
@@ -16,22 +17,22 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / 'benchmarks'))
 from kernel_resources import CASES, EXPERTS, FP8, MODELS, attention
 
+from sprl.cache.layout import cache_layout
 from sprl.cache.scales import Scales
+from sprl.config import Cache, Quant, Sampling
 from sprl.kernels.attention import attention as attend_rows
 from sprl.kernels.block_matmul import block_matmul
 from sprl.kernels.decode_attention import decode_attention
 from sprl.kernels.eviction import compact
 from sprl.kernels.hopper_block_matmul import obstacle
 from sprl.models import transformer
+from sprl.models.attention import PackedAttention
 from sprl.models.config import tiny
-from sprl.models.memory import CausalMemory
 from sprl.models.moe import blocks, mixture
-from sprl.parallel.aot import compile_for_h200, missing
+from sprl.planning.aot import compile_for_h200, missing
 from sprl.quant import fp8
 from sprl.sampler import decode
-from sprl.sampler.cache_plan import cache_plan
-from sprl.sampler.served import serve
-from sprl.settings import Cache, Quant, Sampling
+from sprl.sampler.weights import sampler_weights
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
@@ -173,7 +174,7 @@ def gradients(model, rows, T):
   ids = jax.ShapeDtypeStruct((rows, T), jnp.int32)
 
   def both(q, k, v, segments, prefixes, dout):
-    allowed = CausalMemory.of(segments, prefixes).allowed
+    allowed = PackedAttention.of(segments, prefixes).allowed
     out, back = jax.vjp(lambda *x: attend_rows(*x, allowed, causal=True), q, k, v)
     return out, back(dout)
 
@@ -211,9 +212,12 @@ def sampler_of(sampler, cache, key_bias=False, **sizes):
   """Two layers, with Qwen2.5-7B's heads but for `sizes`: their config, the plan of their memory, and their weights as served."""
   heads = {'num_attention_heads': 28, 'num_key_value_heads': 4, 'head_dim': 128}
   config = tiny('qwen2', num_hidden_layers=2, **(heads | sizes))
-  quant = Quant(sampler=sampler, key_bias=key_bias, arithmetic='blockwise')
-  plan = cache_plan(config, cache, quant, 512, 1536, jnp.bfloat16, kernels='mosaic_gpu')
-  served = jax.eval_shape(partial(serve, dtype=jnp.dtype(jnp.bfloat16), quant=quant), transformer.abstract_params(config))
+  quant = Quant(sampler=sampler, arithmetic='blockwise')
+  plan = cache_layout(config, cache, quant, 512, 1536, jnp.bfloat16, kernels='mosaic_gpu')
+  plan = dataclasses.replace(plan, key_bias=key_bias)
+  served = jax.eval_shape(
+    partial(sampler_weights, dtype=jnp.dtype(jnp.bfloat16), quant=quant), transformer.abstract_params(config)
+  )
   if plan.fp8:
     served = served._replace(scales=Scales(*[jax.ShapeDtypeStruct((2,), jnp.float32)] * 3))
   return config, plan, served
@@ -223,24 +227,24 @@ def decode_loop(sampler, cache, **sizes):
   """Decode steps, compiled; the shape of a layer's keys; bytes of the cache."""
   rows, (config, plan, served) = 64, sampler_of(sampler, cache, **sizes)
   seed = jax.eval_shape(lambda: jax.random.key(0))
-  state = jax.eval_shape(partial(decode.empty_rows, plan, rows=rows, max_tokens=64), served, seed=seed)
+  state = jax.eval_shape(partial(decode.empty_state, plan, rows=rows, max_tokens=64), served, seed=seed)
   steps = partial(decode.decode, transformer.graph(config), sampling=Sampling(), stop_ids=(), steps=8)
   held = 'u8' if plan.fp8 else 'bf16'
-  keys = f'{held}[{rows},4,{plan.slots(0)},{plan.head_dim}]'
+  keys = f'{held}[{rows},4,{plan.slots},{plan.head_dim}]'
   return compile_for_h200(steps, served, state, donate=(1,)), keys, plan.bytes(rows)
 
 
 @pytest.mark.parametrize(
   ('sampler', 'cache', 'D', 'kernels'),
   [
-    pytest.param('bf16', DENSE, 128, {'decode_attention'}, id='dense'),
+    pytest.param('none', DENSE, 128, {'decode_attention'}, id='dense'),
     pytest.param('kv8', H2O, 128, {'decode_attention', 'compact'}, id='h2o FP8'),
-    pytest.param('bf16', RKV, 128, {'decode_attention', 'compact', 'similarity'}, id='rkv'),
+    pytest.param('none', RKV, 128, {'decode_attention', 'compact', 'similarity'}, id='rkv'),
     pytest.param('kv8', DENSE, 128, {'decode_attention'}, id='dense FP8', marks=pytest.mark.slow),
-    pytest.param('bf16', H2O, 128, {'decode_attention', 'compact'}, id='h2o', marks=pytest.mark.slow),
+    pytest.param('none', H2O, 128, {'decode_attention', 'compact'}, id='h2o', marks=pytest.mark.slow),
     pytest.param('kv8', RKV, 128, {'decode_attention', 'compact', 'similarity'}, id='rkv FP8', marks=pytest.mark.slow),
     pytest.param('kv8', H2O, 64, {'decode_attention', 'compact'}, id='h2o FP8, heads of 64', marks=pytest.mark.slow),
-    pytest.param('bf16', RKV, 64, {'decode_attention', 'compact', 'similarity'}, id='rkv, heads of 64', marks=pytest.mark.slow),
+    pytest.param('none', RKV, 64, {'decode_attention', 'compact', 'similarity'}, id='rkv, heads of 64', marks=pytest.mark.slow),
   ],
 )
 def test_the_decode_loop_leaves_the_cache_where_it_is(sampler, cache, D, kernels):
@@ -276,7 +280,7 @@ def test_an_activation_is_quantised_once_for_all_products_that_take_it():
   assert made.count(('f32[64,1024]', 'fusion')) <= 2 * 2 + 1  # and the last, for the head
 
 
-@pytest.mark.parametrize('sampler', ['bf16', 'kv8', 'w8a8_kv8'])
+@pytest.mark.parametrize('sampler', ['none', 'kv8', 'w8a8_kv8'])
 def test_prompts_are_attended_to_by_cudnn_beside_a_mask_and_three_arrays_of_all_heads(sampler):
   """Queries, keys and values as they are projected, as they are rotated, and what is attended to, with codes of one of them where
   they are FP8 (which jax 0.12 finds room for in the others, and 0.11.2 does not); no scores, no second cache."""

@@ -1,6 +1,6 @@
 """What benchmarks/gpu_check.py runs on a GPU, at its real sizes, as an H200's compiler makes it: so that it runs the first time.
 
-Skipped, with the reason, where sprl/parallel/aot.py finds that the compiler is not installed.
+Skipped, with the reason, where sprl/planning/aot.py finds that the compiler is not installed.
 """
 
 import sys
@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / 'benchmarks'))
 import gpu_check
 from device_timing import Ceilings
 
-from sprl.parallel.aot import compile_for_h200, missing
+from sprl.planning.aot import compile_for_h200, missing
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 

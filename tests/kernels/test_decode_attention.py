@@ -1,7 +1,7 @@
 """Decode attention: reference and kernel against loops in float64, and the choice between them.
 
-The kernel runs in Pallas's GPU interpreter, which raises on races: blocks, barriers and copies as on the device, the
-arithmetic as on the CPU. tests/kernels/test_compiled.py compiles it for the device.
+The kernel runs in Pallas's GPU interpreter, which raises on races. Blocks, barriers and copies are those of the device, the
+arithmetic is the CPU's. tests/kernels/test_compiled.py compiles the kernel for the device.
 """
 
 import dataclasses
@@ -16,21 +16,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from sprl.cache.kv_cache import KVCache
-from sprl.cache.plan import CachePlan
+from sprl.cache.kv_cache import KVCache, Step
+from sprl.cache.layout import CacheLayout
 from sprl.cache.scales import Scales
+from sprl.config import Cache, SettingsError
 from sprl.kernels import hopper_decode_attention as hopper
 from sprl.kernels import hopper_eviction, platform
 from sprl.kernels.decode_attention import Attended, cost, decode_attention, reference
 from sprl.kernels.rope import Rope
-from sprl.settings import Cache, SettingsError
 
 BF16, FP8 = jnp.bfloat16, jnp.float8_e4m3fn
+slow = pytest.mark.slow
 INTERPRETED = partial(hopper.decode_attention, interpret=plgpu.InterpretGPUParams(detect_races=True))
+KERNEL = jax.jit(INTERPRETED, static_argnums=6)  # tests with equal shapes share a compilation
 
 
 def by_hand(q, k, v, length, k_scale, v_scale, bias):
-  """float64, one row and head at a time."""
+  """Compute decode attention in float64, one row and head at a time."""
   q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
   (B, H, D), (K, S) = q.shape, k.shape[1:3]
   out, share, lse = np.zeros((B, H, D)), np.zeros((B, K, S)), np.full((B, H), -np.inf)
@@ -49,7 +51,7 @@ def by_hand(q, k, v, length, k_scale, v_scale, bias):
 
 
 def some(B, K, G, S, D, dtype, length, bias=False, seed=0):
-  """Arguments of decode_attention; slots that no row occupies hold what a longer tenant has left."""
+  """Return random arguments of decode_attention. Slots from a row's length on hold large stale numbers."""
   rng = np.random.default_rng(seed)
   q = jnp.asarray(rng.normal(size=(B, K * G, D)), BF16)
   k, v = (rng.normal(size=(B, K, S, D)) for _ in range(2))
@@ -62,10 +64,10 @@ def some(B, K, G, S, D, dtype, length, bias=False, seed=0):
 
 
 def check(found, arguments, bits):
-  """Within the rounding of probabilities and output to 16-bit numbers of so many bits."""
+  """Compare with float64, within the rounding of probabilities and output to `bits` bits."""
   q, k, v, length, scales, bias = arguments
   expected = by_hand(q, k, v, np.asarray(length), *(float(s) for s in scales), bias)
-  # A sum of weights that add up to 1, each rounded, times values of a few units; then the output itself is rounded.
+  # Weights that add up to 1 are rounded one by one and multiply values of a few units. Then the output is rounded.
   largest = np.abs(np.asarray(expected.out)).max(initial=1.0)
   np.testing.assert_allclose(np.asarray(found.out, np.float64), expected.out, atol=3 * largest * 2.0**-bits)
   np.testing.assert_allclose(found.lse, expected.lse, atol=1e-5, rtol=1e-5)
@@ -75,30 +77,38 @@ def check(found, arguments, bits):
 
 def interpreted(arguments, share=True):
   assert hopper.obstacle(arguments[0], arguments[1], arguments[5], share) is None
-  out, lse, shares = INTERPRETED(*arguments, share)
+  out, lse, shares = KERNEL(*arguments, share)
   assert (shares is not None) == share
   return Attended(out, shares, lse)
 
 
 @pytest.mark.parametrize('dtype', [BF16, FP8])
 @pytest.mark.parametrize('bias', [False, True])
-def test_the_reference(dtype, bias):
+def test_reference_matches_float64(dtype, bias):
   arguments = some(4, 2, 3, 9, 6, dtype, [0, 1, 5, 9], bias)
   exact = (arguments[0].astype(jnp.float32), *arguments[1:])
   check(reference(*exact), exact, 20)
   assert reference(*exact, share=False).share is None
 
 
-@pytest.mark.parametrize('dtype', [BF16, FP8])
-@pytest.mark.parametrize(('K', 'G', 'D', 'bias'), [(2, 7, 64, False), (1, 8, 128, True), (2, 3, 96, False), (1, 1, 256, True)])
-def test_the_kernel_over_ragged_rows(dtype, K, G, D, bias):
-  # Lengths: none, one, either side of a block's end, all. 200 slots are no multiple of a block.
-  arguments = some(6, K, G, 200, D, dtype, [0, 1, 63, 64, 65, 200], bias)
+# Lengths: none, one, both sides of a block's end, all. 200 slots are not a multiple of a block.
+RAGGED = 200, [0, 1, 63, 64, 65, 200]
+HEADS = [(2, 3, 96, False), (1, 8, 128, True), (2, 7, 64, False), (1, 1, 256, True)]
+DEFAULT = (BF16, *HEADS[0]), (FP8, *HEADS[1])
+
+
+@pytest.mark.parametrize(
+  ('dtype', 'K', 'G', 'D', 'bias'),
+  [pytest.param(*case, marks=() if case in DEFAULT else slow) for heads in HEADS for case in ((BF16, *heads), (FP8, *heads))],
+)
+def test_kernel_matches_float64_over_ragged_rows(dtype, K, G, D, bias):
+  S, length = RAGGED
+  arguments = some(len(length), K, G, S, D, dtype, length, bias)
   check(interpreted(arguments), arguments, 8)
 
 
-@pytest.mark.parametrize('dtype', [BF16, FP8])
-def test_splits_are_merged(dtype):
+@pytest.mark.parametrize('dtype', [BF16, pytest.param(FP8, marks=slow)])
+def test_kernel_merges_splits(dtype):
   arguments = some(3, 1, 4, 776, 64, dtype, [0, 1, 776])
   assert hopper.launch(3, 776, 64, dtype, share=False, bias=False).splits == 4
   check(interpreted(arguments, share=False), arguments, 8)
@@ -106,7 +116,7 @@ def test_splits_are_merged(dtype):
 
 @st.composite
 def shapes(draw):
-  """Arguments of `some`, all that the kernel takes."""
+  """Draw arguments of `some` from all that the kernel takes."""
   dtype = draw(st.sampled_from([BF16, FP8]))
   S = 8 * draw(st.integers(1, 20))
   length = draw(st.lists(st.one_of(st.sampled_from([0, 1, S]), st.integers(0, S)), min_size=1, max_size=3))
@@ -116,40 +126,34 @@ def shapes(draw):
 
 
 @given(shapes(), st.booleans())
-@settings(max_examples=12, deadline=None, derandomize=True)
-def test_the_kernel_over_random_shapes(shape, share):
+@settings(max_examples=40, deadline=None, derandomize=True)
+@slow
+def test_kernel_matches_float64_on_random_shapes(shape, share):
   arguments = some(*shape)
   check(interpreted(arguments, share), arguments, 8)
 
 
-@given(shapes(), st.booleans())
-@settings(max_examples=150, deadline=None, derandomize=True)
-@pytest.mark.slow
-def test_the_kernel_over_many_shapes(shape, share):
-  arguments = some(*shape)
-  check(interpreted(arguments, share), arguments, 8)
-
-
-def test_a_row_with_one_slot_more_than_there_are_sees_them_all():
-  arguments = some(2, 1, 2, 64, 64, BF16, [64, 64])
-  beyond = (*arguments[:3], arguments[3].at[1].set(65), *arguments[4:])
+def test_row_longer_than_its_slots_attends_to_all():
+  S, length = RAGGED
+  arguments = some(len(length), 2, 3, S, 96, BF16, length)
+  beyond = (*arguments[:3], arguments[3].at[-1].set(S + 1), *arguments[4:])
   for found, expected in zip(interpreted(beyond), interpreted(arguments)):
     np.testing.assert_array_equal(found, expected)
 
 
 def test_queries_beyond_float16_attend_to_one_slot():
   q, k, v, length, scales, _ = some(1, 1, 1, 8, 64, FP8, [8])
-  out, _, _ = INTERPRETED(q * 1e6, k, v, length, scales, None, False)
+  out, _, _ = KERNEL(q * 1e6, k, v, length, scales, None, False)
   slot = np.argmax(np.asarray(k[0, 0], np.float64) @ np.asarray(q[0, 0], np.float64))
   np.testing.assert_allclose(out[0, 0].astype(jnp.float32), v[0, 0, slot].astype(jnp.float32) * scales[1], rtol=0.01)
 
 
-@pytest.mark.parametrize('storage', [BF16, FP8])
-def test_a_cache_decodes_as_with_the_reference(monkeypatch, storage):
+@pytest.mark.parametrize('storage', [pytest.param(BF16, marks=slow), FP8])
+def test_cache_decodes_alike_with_kernels_and_references(monkeypatch, storage):
   monkeypatch.setattr(hopper, 'decode_attention', INTERPRETED)
   monkeypatch.setattr(hopper_eviction, 'compact', partial(hopper_eviction.compact, interpret=plgpu.InterpretGPUParams()))
   B, T, K, G, D = 2, 40, 2, 3, 128
-  plan = CachePlan(
+  plan = CacheLayout(
     settings=Cache(budget=56, interval=8, window=4, method='h2o'),
     layers=1,
     kv_heads=K,
@@ -164,17 +168,19 @@ def test_a_cache_decodes_as_with_the_reference(monkeypatch, storage):
   rng = np.random.default_rng(0)
   q, k, v = (jnp.asarray(rng.normal(size=(B, T + 1, n, D)), BF16) for n in (K * G, K, K))
 
+  @partial(jax.jit, static_argnums=0)
   def decoded(kernels):
     cache = KVCache.empty(dataclasses.replace(plan, kernels=kernels), B, scales=Scales(*(jnp.full(1, 0.02) for _ in range(3))))
-    _, cache = cache.expecting(jnp.array([T, T - 7])).attend(0, q[:, :T], k[:, :T], v[:, :T])
-    out, cache = cache.advance().expecting(jnp.ones(B, jnp.int32)).attend(0, q[:, T:], k[:, T:], v[:, T:])
+    prompt, token = Step(jnp.array([T, T - 7])), Step(jnp.ones(B, jnp.int32), decoding=True)
+    _, cache = cache.attend(0, prompt, q[:, :T], k[:, :T], v[:, :T])
+    out, cache = cache.advance(prompt).attend(0, token, q[:, T:], k[:, T:], v[:, T:])
     return out.astype(jnp.float32), cache.layers[0].carried
 
   for found, expected in zip(decoded('mosaic_gpu'), decoded('reference')):
     np.testing.assert_allclose(found, expected, atol=0.02)
 
 
-def test_a_cost_by_hand():
+def test_cost_by_hand():
   # 2 rows, 4 heads over 2, 8 slots of 64: keys and values 2*2*2*8*64 bytes in FP8; q and out 2*4*64 numbers of 2 bytes each
   assert cost(2, 4, 2, 8, 64, FP8) == (2 * 2 * 2 * 8 * 64 + 2 * 2 * 2 * 4 * 64 + 4 * 2 * 4, 4 * 2 * 4 * 8 * 64)
   assert cost(2, 4, 2, 8, 64, BF16, share=True, bias=True).bytes - cost(2, 4, 2, 8, 64, BF16).bytes == 4 * 2 * 8 * (2 + 4)
@@ -200,7 +206,7 @@ TAKEN = {'B': 1, 'K': 1, 'G': 4, 'S': 64, 'D': 64, 'cache': BF16, 'queries': BF1
     ({'cache': jnp.float32}, 'the cache is float32'),
   ],
 )
-def test_what_the_kernel_takes(changes, reason):
+def test_obstacle_names_the_shape_or_dtype(changes, reason):
   is_ = TAKEN | changes
   q = jax.ShapeDtypeStruct((is_['B'], is_['K'] * is_['G'], is_['D']), is_['queries'])
   k = jax.ShapeDtypeStruct((is_['B'], is_['K'], is_['S'], is_['D']), is_['cache'])
@@ -208,44 +214,45 @@ def test_what_the_kernel_takes(changes, reason):
   assert found is None if reason is None else reason in found
 
 
-def arguments_of_an_odd_cache():
+def arguments_of_an_odd_cache():  # 9 slots: not a multiple of 8
   q, k, v, length, scales, _ = some(1, 1, 2, 9, 64, BF16, [9])
   return q, k, v, length, scales
 
 
-def test_a_forced_kernel_that_cannot_run_is_refused():
-  with pytest.raises(SettingsError, match=r"config.model.kernels = 'mosaic_gpu'.*decode attention.*9 slots"):
+def test_forced_kernel_that_cannot_run_raises():
+  with pytest.raises(SettingsError, match=r"config\.model\.kernels = 'mosaic_gpu'.*decode attention.*9 slots"):
     decode_attention(*arguments_of_an_odd_cache(), kernels='mosaic_gpu')
 
 
 @pytest.fixture
 def on_a_gpu(monkeypatch, caplog):
   monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
-  monkeypatch.setattr(hopper, 'decode_attention', INTERPRETED)
+  monkeypatch.setattr(hopper, 'decode_attention', KERNEL)
   platform._note.cache_clear()
   caplog.set_level(logging.INFO, logger='sprl')
   return caplog
 
 
-def test_on_a_hopper_gpu_the_kernel_runs_and_the_log_says_so(monkeypatch, on_a_gpu):
+def test_kernel_runs_on_hopper_and_is_logged_once(monkeypatch, on_a_gpu):
   monkeypatch.setattr(platform, 'hopper', lambda: True)
-  arguments = some(1, 1, 2, 16, 64, BF16, [9])
+  S, length = RAGGED
+  arguments = some(len(length), 2, 3, S, 96, BF16, length)
   for _ in range(2):
     check(decode_attention(*arguments), arguments, 8)
   assert on_a_gpu.messages == ['decode attention: the Mosaic GPU kernel runs']
 
 
-@pytest.mark.parametrize(('generation', 'reason'), [(True, '9 slots are no multiple of 8'), (False, 'not of the Hopper')])
-def test_on_a_gpu_the_log_says_why_the_reference_runs(monkeypatch, on_a_gpu, generation, reason):
+@pytest.mark.parametrize(('generation', 'reason'), [(True, '9 slots'), (False, 'not of the Hopper generation')])
+def test_log_says_why_the_reference_runs_on_a_gpu(monkeypatch, on_a_gpu, generation, reason):
   monkeypatch.setattr(platform, 'hopper', lambda: generation)
   arguments = arguments_of_an_odd_cache()
   np.testing.assert_array_equal(decode_attention(*arguments).out, reference(*arguments).out)
   [line] = on_a_gpu.messages
-  assert line.startswith('decode attention: the reference runs, as')
+  assert line.startswith('decode attention: the reference runs')
   assert reason in line
 
 
-def test_the_reference_can_be_forced_and_is_all_that_a_cpu_has(monkeypatch, on_a_gpu):
+def test_reference_runs_if_forced_and_on_cpu(monkeypatch, on_a_gpu):
   arguments = arguments_of_an_odd_cache()
   decode_attention(*arguments, kernels='reference')
   monkeypatch.setattr(jax, 'default_backend', lambda: 'cpu')

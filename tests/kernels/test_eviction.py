@@ -1,4 +1,4 @@
-"""Compaction and the comparison of keys: reference and kernel against loops in float64, and the choice between them.
+"""Compaction and similarity of keys: references and kernels against loops in float64, and the choice between them.
 
 The kernels run in Pallas's GPU interpreter, which raises on races. tests/kernels/test_compiled.py compiles them for the device.
 """
@@ -14,31 +14,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from sprl.cache.evict import compress
-from sprl.cache.layer import Layer
-from sprl.cache.plan import CachePlan
+from sprl.cache.compaction import compress
+from sprl.cache.layer import LayerCache
+from sprl.cache.layout import CacheLayout
+from sprl.config import Cache, SettingsError
 from sprl.kernels import hopper_eviction as hopper
-from sprl.kernels.eviction import (
-  compact,
-  compact_cost,
-  compact_reference,
-  similarity,
-  similarity_cost,
-  similarity_reference,
-)
+from sprl.kernels.eviction import compact, compact_cost, compact_reference, similarity, similarity_cost, similarity_reference
 from sprl.kernels.rope import Rope
-from sprl.settings import Cache, SettingsError
 
 BF16 = jnp.bfloat16
+slow = pytest.mark.slow
 RACES = plgpu.InterpretGPUParams(detect_races=True)
-COMPACT, SIMILARITY = partial(hopper.compact, interpret=RACES), partial(hopper.similarity, interpret=RACES)
+COMPACT = jax.jit(partial(hopper.compact, interpret=RACES))
+SIMILARITY = jax.jit(partial(hopper.similarity, interpret=RACES), static_argnums=(2, 3))
 
 
 # --- compaction --------------------------------------------------------------------------------------------------------
 
 
 def slots(B, K, S, D, N, dtype, rows, ordered=True, seed=0):
-  """Arguments of compact: distinct slots of each row and kv head."""
+  """Return random arguments of compact: distinct slots in each row and kv head."""
   rng = np.random.default_rng(seed)
   k, v = (jnp.asarray(rng.integers(0, 200, (B, K, S, D)), dtype) for _ in range(2))
   keep = np.stack([[rng.permutation(S)[:N] for _ in range(K)] for _ in rows])
@@ -56,22 +51,28 @@ def check_moved(found, arguments):
 
 
 @pytest.mark.parametrize('ordered', [True, False])
-def test_the_reference_moves_what_is_kept(ordered):
+def test_reference_moves_kept_slots(ordered):
   arguments = slots(4, 2, 12, 6, 7, BF16, [2, 0, 4, 4], ordered)
   check_moved(compact_reference(*arguments), arguments)
 
 
-@pytest.mark.parametrize('dtype', [BF16, jnp.uint8])
-@pytest.mark.parametrize(('S', 'N', 'D'), [(70, 37, 256), (40, 40, 128), (9, 1, 128), (150, 131, 64), (40, 17, 80), (40, 33, 96)])
-def test_the_kernel_moves_what_is_kept(dtype, S, N, D):
+SHAPES = [(70, 37, 256), (40, 33, 96), (150, 131, 64), (40, 40, 128), (9, 1, 128), (40, 17, 80)]
+DEFAULT = (BF16, *SHAPES[0]), (jnp.uint8, *SHAPES[1])
+
+
+@pytest.mark.parametrize(
+  ('dtype', 'S', 'N', 'D'),
+  [pytest.param(*case, marks=() if case in DEFAULT else slow) for s in SHAPES for case in ((BF16, *s), (jnp.uint8, *s))],
+)
+def test_kernel_moves_kept_slots(dtype, S, N, D):
   arguments = slots(3, 2, S, D, N, dtype, [2, 3, 0])
   check_moved(COMPACT(*arguments), arguments)
 
 
 @given(st.integers(1, 80), st.data())
-@settings(max_examples=40, deadline=None, derandomize=True)
-@pytest.mark.slow
-def test_the_kernel_moves_any_slots(S, data):
+@settings(max_examples=15, deadline=None, derandomize=True)
+@slow
+def test_kernel_moves_any_slots(S, data):
   N = data.draw(st.integers(1, S))
   arguments = slots(2, 1, S, 128, N, BF16, data.draw(st.permutations([0, 1, 2])), seed=data.draw(st.integers(0, 99)))
   check_moved(COMPACT(*arguments), arguments)
@@ -81,7 +82,7 @@ def test_the_kernel_moves_any_slots(S, data):
 
 
 def keys(R, K, S, D, n, dtype, seed=0):
-  """Keys of which many are near-duplicates of others; what lies behind a row's n is none of its keys."""
+  """Return random keys with many near-duplicates. Slots from a row's n on hold stale numbers."""
   rng = np.random.default_rng(seed)
   directions = rng.normal(size=(R, K, 5, D))
   k = np.take_along_axis(directions, rng.integers(0, 5, (R, K, S, 1)), axis=2) + 0.9 * rng.normal(size=(R, K, S, D))
@@ -90,7 +91,7 @@ def keys(R, K, S, D, n, dtype, seed=0):
 
 
 def by_hand(k, n, threshold, nearest_of_none):
-  """float64, key by key, as R-KV writes it: rows spare columns."""
+  """Compute similarity in float64, key by key, as R-KV writes it: rows spare columns."""
   k = np.asarray(k, np.float64)
   total = np.zeros(k.shape[:2])
   for h in range(len(k)):
@@ -112,28 +113,31 @@ def check_compared(found, arguments, threshold, none, tolerance):
 
 
 @pytest.mark.parametrize('none', [0, -1])
-def test_the_reference_compares_keys(none):
+def test_reference_similarity_matches_float64(none):
   arguments = keys(3, 2, 23, 8, [23, 11, 1], jnp.float32)
-  found = jax.vmap(partial(similarity_reference, threshold=0.5, nearest_of_none=none))(*arguments)
+  found = jax.jit(jax.vmap(partial(similarity_reference, threshold=0.5, nearest_of_none=none)))(*arguments)
   check_compared(found, arguments, 0.5, none, 1e-5)
 
 
-@pytest.mark.parametrize('dtype', [BF16, jnp.float32])
-@pytest.mark.parametrize('none', [0, -1])
-def test_the_kernel_compares_keys(dtype, none):
+@pytest.mark.parametrize(
+  ('dtype', 'none'), [(BF16, 0), (jnp.float32, -1), pytest.param(BF16, -1, marks=slow), pytest.param(jnp.float32, 0, marks=slow)]
+)
+def test_kernel_similarity_matches_float64(dtype, none):
   arguments = keys(6, 1, 200, 64, [0, 1, 63, 64, 65, 200], dtype)
-  # Cosines of float32 keys are off by 2^-16 each, at most.
+  # Each cosine of float32 keys has an error of at most 2^-16.
   check_compared(SIMILARITY(*arguments, 0.5, none), arguments, 0.5, none, 2e-5 if dtype == BF16 else 200 * 2**-16)
 
 
-def test_more_blocks_than_the_ring_holds_and_several_heads():
+@slow
+def test_kernel_compares_more_blocks_than_stages():
   arguments = keys(1, 2, 300, 128, [290], BF16)
   check_compared(SIMILARITY(*arguments, 0.3, 0), arguments, 0.3, 0, 2e-5)
 
 
 @given(st.integers(1, 150), st.sampled_from([0.1, 0.5]), st.sampled_from([0, -1]), st.integers(0, 99), st.data())
-@settings(max_examples=5, deadline=None, derandomize=True)
-def test_the_kernel_compares_any_number_of_keys(S, threshold, none, seed, data):
+@settings(max_examples=8, deadline=None, derandomize=True)
+@slow
+def test_kernel_compares_any_number_of_keys(S, threshold, none, seed, data):
   n = data.draw(st.lists(st.integers(0, S), min_size=1, max_size=2))
   arguments = keys(len(n), 2, S, 64, n, BF16, seed)
   check_compared(SIMILARITY(*arguments, threshold, none), arguments, threshold, none, 2e-5)
@@ -142,12 +146,12 @@ def test_the_kernel_compares_any_number_of_keys(S, threshold, none, seed, data):
 # --- together ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize('method', ['rkv', 'gkv'])
-def test_a_layer_is_compressed_as_with_the_references(monkeypatch, method):
+@pytest.mark.parametrize('method', ['rkv', pytest.param('gkv', marks=slow)])
+def test_layer_is_compressed_alike_with_kernels_and_references(monkeypatch, method):
   monkeypatch.setattr(hopper, 'compact', COMPACT)
   monkeypatch.setattr(hopper, 'similarity', SIMILARITY)
   B, K, S, D = 3, 2, 64, 128
-  plan = CachePlan(
+  plan = CacheLayout(
     settings=Cache(budget=40, interval=24, window=4, method=method),
     layers=1,
     kv_heads=K,
@@ -161,7 +165,7 @@ def test_a_layer_is_compressed_as_with_the_references(monkeypatch, method):
   )
   rng = np.random.default_rng(0)
   layer = dataclasses.replace(
-    Layer.empty(plan, 0, B, S),
+    LayerCache.empty(plan, B, S),
     k=keys(B, K, S, D, [S] * B, BF16)[0],
     v=jnp.asarray(rng.normal(size=(B, K, S, D)), BF16),
     position=jnp.broadcast_to(jnp.arange(S), (B, K, S)),
@@ -169,9 +173,10 @@ def test_a_layer_is_compressed_as_with_the_references(monkeypatch, method):
   )
   occupied, now = jnp.array([64, 50, 64]), jnp.array([63, 49, 63])
 
+  @partial(jax.jit, static_argnums=0)
   def compressed(kernels):
     due = jnp.array([True, True, False])
-    return compress(dataclasses.replace(plan, kernels=kernels), layer, due, occupied, now, now)[0]
+    return compress(dataclasses.replace(plan, kernels=kernels), layer, due, occupied=occupied, now=now)[0]
 
   found, expected = compressed('mosaic_gpu'), compressed('reference')
   jax.tree.map(np.testing.assert_array_equal, (found.k, found.v, found.position), (expected.k, expected.v, expected.position))
@@ -179,13 +184,13 @@ def test_a_layer_is_compressed_as_with_the_references(monkeypatch, method):
 
 
 def test_costs_by_hand():
-  # 2 rows, 3 heads: 5 slots of 8 numbers of 2 bytes, of keys and of values, read and written; their indices
+  # 2 rows, 3 heads: 5 slots of 8 numbers of 2 bytes, for keys and values, read and written; and their indices
   assert compact_cost(2, 3, 5, 8, BF16) == (2 * 2 * 2 * 3 * 5 * 8 * 2 + 2 * 3 * 5 * 4, 0)
   assert similarity_cost(2, 3, 5, 8) == (2 * 3 * 5 * (8 * 2 + 4), 2 * 2 * 3 * 5 * 5 * 8)
 
 
 @pytest.mark.parametrize(('D', 'ordered', 'reason'), [(64, True, None), (20, True, '20 wide'), (64, False, 'not in the order')])
-def test_a_forced_compaction_computes_or_refuses(monkeypatch, D, ordered, reason):
+def test_forced_compaction_runs_or_raises(monkeypatch, D, ordered, reason):
   monkeypatch.setattr(hopper, 'compact', lambda k, v, rows, keep: (v, k))
   k, v, rows, keep = slots(1, 1, 4, D, 2, BF16, [0])
   run = partial(compact, k, v, rows, keep, ordered, 'mosaic_gpu')
@@ -197,7 +202,7 @@ def test_a_forced_compaction_computes_or_refuses(monkeypatch, D, ordered, reason
 
 
 @pytest.mark.parametrize(('D', 'dtype', 'reason'), [(96, BF16, '96 wide'), (64, jnp.float16, 'keys are float16')])
-def test_a_forced_comparison_that_cannot_run_is_refused(D, dtype, reason):
+def test_forced_similarity_that_cannot_run_raises(D, dtype, reason):
   k, n = keys(1, 1, 8, D, [8], dtype)
   with pytest.raises(SettingsError, match=f"config.model.kernels = 'mosaic_gpu'.*similarity of keys.*{reason}"):
     similarity(k[0], n[0], 0.5, 0, 'mosaic_gpu')

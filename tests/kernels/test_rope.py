@@ -23,14 +23,14 @@ def test_default_frequencies_are_powers_of_theta():
   np.testing.assert_allclose(frequencies(Rope(theta=100.0), 4)[0], [1.0, 0.1], rtol=1e-7)
 
 
-def test_linear_divides_every_frequency():
+def test_linear_scaling_divides_every_frequency():
   inv_freq, scale = frequencies(Rope('linear', factor=4.0), D)
   np.testing.assert_allclose(inv_freq, plain() / 4, rtol=1e-6)
   assert scale == 1.0
 
 
-def test_llama3_keeps_high_slows_low_and_blends_between():
-  # Llama 3.1's own numbers: wavelengths below 8192 / 4 are kept, above 8192 / 1 divided by 8.
+def test_llama3_keeps_high_divides_low_and_blends_between():
+  # Llama 3.1's numbers: wavelengths below 8192 / 4 are kept, frequencies of wavelengths above 8192 / 1 are divided by 8.
   rope = Rope('llama3', 500_000.0, factor=8.0, original_positions=8192, low_freq_factor=1.0, high_freq_factor=4.0)
   expected, seen = [], set()
   for frequency in plain(500_000.0):
@@ -52,7 +52,7 @@ def test_llama3_keeps_high_slows_low_and_blends_between():
 
 
 @pytest.mark.parametrize('truncate', [True, False])
-def test_yarn_ramps_between_the_planes_of_beta_fast_and_beta_slow_turns(truncate):
+def test_yarn_ramps_between_beta_fast_and_beta_slow(truncate):
   rope = Rope('yarn', factor=4.0, original_positions=2048, truncate=truncate)
   low, high = (D * math.log(2048 / (turns * 2 * math.pi)) / (2 * math.log(10_000.0)) for turns in (32.0, 1.0))
   if truncate:
@@ -66,7 +66,7 @@ def test_yarn_ramps_between_the_planes_of_beta_fast_and_beta_slow_turns(truncate
   assert scale == pytest.approx(0.1 * math.log(4.0) + 1.0)
 
 
-def test_yarn_bounds_that_coincide_make_a_step():
+def test_yarn_with_equal_bounds_makes_a_step():
   inv_freq, _ = frequencies(Rope('yarn', factor=2.0, original_positions=64, beta_fast=1.0, beta_slow=1.0, truncate=False), D)
   assert np.isfinite(inv_freq).all()
   step = D * math.log(64 / (2 * math.pi)) / (2 * math.log(10_000.0))
@@ -83,11 +83,11 @@ def test_yarn_bounds_that_coincide_make_a_step():
     ({'factor': 1.0}, 1.0),
   ],
 )
-def test_yarn_scale(settings, expected):
+def test_yarn_attention_scale(settings, expected):
   assert frequencies(Rope('yarn', **{'factor': 40.0, 'original_positions': 4096} | settings), D)[1] == pytest.approx(expected)
 
 
-def test_rotation_multiplies_the_planes_as_complex_numbers():
+def test_rotation_is_complex_multiplication():
   rng = np.random.default_rng(0)
   x = rng.standard_normal((2, 5, 3, 8)).astype(np.float32)
   positions = np.array([[0, 1, 2, 3, 4], [7, 7, 100, 0, 999]])
@@ -98,14 +98,14 @@ def test_rotation_multiplies_the_planes_as_complex_numbers():
   np.testing.assert_allclose(actual, np.concatenate([turned.real, turned.imag], -1), atol=2e-4)
 
 
-def test_position_zero_is_left_alone_and_dtype_is_kept():
+def test_position_zero_and_dtype_are_unchanged():
   x = jnp.asarray(np.random.default_rng(1).standard_normal((1, 2, 1, 8)), jnp.bfloat16)
   actual = rotate(x, turns(jnp.zeros((1, 2), jnp.int32), 8, Rope()))
   assert actual.dtype == jnp.bfloat16
   np.testing.assert_array_equal(actual, x)
 
 
-def test_a_score_depends_on_the_distance_alone():
+def test_score_depends_only_on_the_distance():
   rng = np.random.default_rng(2)
   q, k = (jnp.asarray(rng.standard_normal((1, 1, 1, 16)), jnp.float32) for _ in range(2))
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from test_block_matmul import check, some
 
-from sprl.parallel.aot import compile_for_h200, missing
+from sprl.planning.aot import compile_for_h200, missing
 
 pytest.importorskip('jax_triton', reason='jax-triton is not installed')
 sys.path.insert(0, str(Path(__file__).parents[2] / 'benchmarks' / 'peers'))

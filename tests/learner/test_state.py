@@ -1,92 +1,128 @@
-"""Schedules by hand, and what the optimisers do to matrices and vectors."""
+"""The train state: how it starts, and the guarded step of the optimiser."""
+
+import re
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sprl.learner.state import TrainState, clipped, make_optimizer, schedule
-from sprl.settings import Optimizer
+from sprl.config import Mesh, Optimizer
+from sprl.learner.optimizer import make_optimizer
+from sprl.learner.state import TrainState, guarded_step
+from sprl.sharding.mesh import make_mesh, replicated
+
+PARAMS = {'matrix': jnp.full((2, 3), 4.0, jnp.float32), 'vector': jnp.full(3, 4.0, jnp.float32)}  # not weakly typed
+GRADIENT = jax.tree.map(lambda p: jnp.full_like(p, 0.3), PARAMS)
+ADAMW = make_optimizer(Optimizer(learning_rate=0.1), 10)
 
 
-def rates(updates, **settings):
-  rate = schedule(Optimizer(learning_rate=1.0, **settings), updates)
-  return [float(rate(i)) for i in range(updates + 1)]
+def jitted(optimizer):
+  def step(state, gradient, loss, microbatches):
+    return guarded_step(state, optimizer, gradient, loss, microbatches)
+
+  return jax.jit(step, donate_argnums=0)
 
 
-def test_constant_after_a_linear_warm_up():
-  np.testing.assert_allclose(rates(4), [1, 1, 1, 1, 1])
-  np.testing.assert_allclose(rates(5, warmup_steps=3), [0.25, 0.5, 0.75, 1, 1, 1])
+@pytest.fixture(scope='module')
+def step():
+  """step(state, gradient=..., loss=..., microbatches=...) with AdamW."""
+  compiled = jitted(ADAMW)
+
+  def call(state, gradient=GRADIENT, loss=1.0, microbatches=1):
+    return compiled(state, gradient, jnp.float32(loss), jnp.int32(microbatches))
+
+  return call
 
 
-def test_linear_down_to_the_final_fraction():
-  np.testing.assert_allclose(rates(4, schedule='linear'), [1, 0.75, 0.5, 0.25, 0], atol=1e-6)
-  np.testing.assert_allclose(rates(4, schedule='linear', final_fraction=0.2), [1, 0.8, 0.6, 0.4, 0.2], rtol=1e-6)
-  np.testing.assert_allclose(rates(5, schedule='linear', warmup_steps=1), [0.5, 1, 0.75, 0.5, 0.25, 0], atol=1e-6)
+def fresh(optimizer=ADAMW, params=PARAMS):
+  return TrainState.create(jax.tree.map(jnp.copy, params), optimizer)
 
 
-def test_cosine_down_to_the_final_fraction():
-  expected = [0.1 + 0.9 * (1 + np.cos(np.pi * i / 4)) / 2 for i in range(5)]
-  np.testing.assert_allclose(rates(4, schedule='cosine', final_fraction=0.1), expected, rtol=1e-6)
-
-
-def test_a_warm_up_longer_than_the_run_keeps_rising():
-  np.testing.assert_allclose(rates(2, schedule='cosine', warmup_steps=9), [0.1, 0.2, 0.3], rtol=1e-6)
-
-
-PARAMS = {'matrix': jnp.full((2, 3), 4.0), 'vector': jnp.full(3, 4.0)}
-
-
-def first_update(gradient, **settings):
-  optimizer = make_optimizer(Optimizer(learning_rate=0.01, **settings), 10)
-  grads = jax.tree.map(lambda p: jnp.full_like(p, gradient), PARAMS)
-  return optimizer.update(grads, optimizer.init(PARAMS), PARAMS)
-
-
-@pytest.mark.parametrize('name', ['adamw', 'lion', 'adafactor'])
-def test_weight_decay_follows_the_learning_rate_and_spares_vectors(name):
-  update, _ = first_update(0.0, name=name, weight_decay=0.5)
-  np.testing.assert_allclose(update['matrix'], -0.01 * 0.5 * 4.0, rtol=1e-6)
-  assert not np.any(update['vector'])
-
-
-@pytest.mark.parametrize(('name', 'size'), [('sgd', 0.01 * 0.3), ('adamw', 0.01), ('adam', 0.01), ('lion', 0.01)])
-def test_a_first_step_goes_down_the_gradient(name, size):
-  update, _ = first_update(0.3, name=name, weight_decay=0.0, clip_norm=0.0)
-  for step in jax.tree.leaves(update):
-    np.testing.assert_allclose(step, -size, rtol=1e-4)
-
-
-def test_adafactor_steps_in_proportion_to_the_weights():
-  update, _ = first_update(0.3, name='adafactor', weight_decay=0.0)
-  for step in jax.tree.leaves(update):
-    np.testing.assert_allclose(step, -0.01 * 4.0, rtol=1e-3)
-
-
-def test_gradients_are_clipped_by_their_norm_over_all_weights():
-  update, _ = first_update(2.0, name='sgd', clip_norm=0.6)
-  np.testing.assert_allclose(update['vector'], -0.01 * 2.0 * 0.6 / np.sqrt(9 * 4.0), rtol=1e-6)
-  update, _ = first_update(0.1, name='sgd', clip_norm=0.6)  # norm 0.3
-  np.testing.assert_allclose(update['vector'], -0.01 * 0.1, rtol=1e-6)
-
-
-def test_a_norm_that_is_known_is_not_found_again():
-  grads = {'matrix': jnp.full((2, 3), 2.0), 'vector': jnp.full(3, jnp.nan)}  # of which no norm could be found
-  update, _ = clipped(0.5).update(grads, clipped(0.5).init(grads), None, norm=jnp.float32(4.0))
-  np.testing.assert_allclose(update['matrix'], 2.0 * 0.5 / 4.0, rtol=1e-6)
-  for limit in (0.0, np.inf):
-    unclipped = make_optimizer(Optimizer(name='sgd', learning_rate=1.0, clip_norm=limit), 1)
-    update, _ = unclipped.update(grads, unclipped.init(grads), grads, norm=jnp.float32(4.0))
-    np.testing.assert_array_equal(update['matrix'], -2.0)
-
-
-def test_a_gradient_of_zeros_is_clipped_to_zeros():
-  nothing = jnp.zeros(3)
-  np.testing.assert_array_equal(clipped(0.5).update(nothing, clipped(0.5).init(nothing))[0], nothing)
+def arrays(state):
+  return jax.tree.map(np.array, (state.params, state.opt_state))
 
 
 def test_a_state_starts_at_version_0():
-  state = TrainState.create(PARAMS, make_optimizer(Optimizer(), 10))
+  state = fresh()
   assert (int(state.version), int(state.skipped), int(state.bad_streak)) == (0, 0, 0)
   buffers = [x.unsafe_buffer_pointer() for x in (state.version, state.skipped, state.bad_streak)]
   assert len(set(buffers)) == 3  # each can be donated
+
+
+def test_a_finite_step_moves_weights_and_moments(step):
+  state, metrics = step(fresh())
+  assert {name: float(x) for name, x in metrics.items()} == {
+    'update/loss': 1.0,
+    'update/grad_norm': pytest.approx(0.3 * 3),
+    'update/skipped': 0.0,
+    'update/bad_streak': 0.0,
+  }
+  np.testing.assert_allclose(state.params['vector'], 4 - 0.1, rtol=1e-5)  # the first step of Adam has the size of the rate
+  assert (int(state.version), int(state.skipped)) == (1, 0)
+
+
+def test_steps_that_are_not_finite_are_skipped_and_counted(step):
+  state, _ = step(fresh())
+  before = arrays(state)
+  bad = GRADIENT | {'vector': jnp.array([0.1, jnp.inf, 0.1])}
+  for streak, wrong in enumerate(({'gradient': bad}, {'loss': np.nan}), start=1):
+    state, metrics = step(state, **wrong)
+    jax.tree.map(np.testing.assert_array_equal, before, arrays(state))
+    assert (int(metrics['update/skipped']), int(metrics['update/bad_streak'])) == (1, streak)
+    assert (int(state.version), int(state.skipped), int(state.bad_streak)) == (1 + streak, streak, streak)
+  state, _ = step(state)
+  assert (int(state.version), int(state.skipped), int(state.bad_streak)) == (4, 2, 0)
+  assert np.any(state.params['vector'] != before[0]['vector'])
+
+
+def test_without_a_microbatch_momentum_moves_nothing(step):
+  state, _ = step(fresh())
+  before = arrays(state)
+  state, metrics = step(state, jax.tree.map(jnp.zeros_like, PARAMS), 0.0, microbatches=0)
+  jax.tree.map(np.testing.assert_array_equal, before, arrays(state))
+  assert (int(state.version), int(metrics['update/skipped'])) == (2, 0)
+
+
+def test_offloaded_moments_change_only_where_they_lie():
+  here = replicated(make_mesh(Mesh(), jax.devices()[:1]))
+  abstract = jax.eval_shape(partial(TrainState.create, optimizer=ADAMW), PARAMS)
+
+  def two_updates(kind):
+    places = jax.tree.map(lambda _: here, abstract)
+    moments = jax.tree.map(lambda leaf: here.with_memory_kind(kind) if leaf.ndim else here, abstract.opt_state)
+    places = TrainState(places.params, moments, places.version, places.skipped, places.bad_streak)
+    state = TrainState.create(jax.device_put(jax.tree.map(jnp.copy, PARAMS), here), ADAMW, places)
+    update = jitted(ADAMW)
+    for _ in range(2):
+      state, _ = update(state, GRADIENT, jnp.float32(1), jnp.int32(1))
+    assert update._cache_size() == 1
+    assert jax.tree.map(lambda leaf: leaf.sharding.memory_kind, state) == jax.tree.map(lambda place: place.memory_kind, places)
+    return state
+
+  default = jax.devices()[0].default_memory().kind
+  jax.tree.map(np.testing.assert_array_equal, two_updates('pinned_host'), two_updates(default))
+
+
+@pytest.mark.parametrize(
+  'name', ['adamw', 'adafactor', *(pytest.param(name, marks=pytest.mark.slow) for name in ('adam', 'lion', 'sgd'))]
+)
+def test_weights_and_moments_in_bfloat16_stay_so_and_move(name):
+  half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
+  optimizer = make_optimizer(Optimizer(name=name, learning_rate=0.1, moment_dtype='bfloat16'), 10)
+  state = fresh(optimizer, half)
+  kinds = jax.tree.map(lambda x: (x.shape, x.dtype), state)
+  after, _ = jitted(optimizer)(state, GRADIENT, jnp.float32(1), jnp.int32(1))  # gradients are float32
+  assert jax.tree.map(lambda x: (x.shape, x.dtype), after) == kinds
+  assert np.all(after.params['matrix'] != half['matrix'])
+
+
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_adam_overwrites_weights_and_moments_without_copies(dtype):
+  held = {'a': jnp.ones((24, 40), dtype), 'b': jnp.ones((56, 8), dtype)}
+  optimizer = make_optimizer(Optimizer(moment_dtype=dtype), 10)
+  gradient = jax.tree.map(lambda p: p.astype(jnp.float32), held)
+  text = jitted(optimizer).lower(fresh(optimizer, held), gradient, jnp.float32(1), jnp.int32(1)).compile().as_text()
+  copied = set(re.findall(r'= \w+\[([\d,]*)\]\S* copy\(%?(?:state|get-tuple-element)', text))  # of the donated arrays
+  assert not {'24,40', '56,8'} & copied

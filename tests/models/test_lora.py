@@ -1,4 +1,4 @@
-"""Adapters: what they compute, what is trained and what is not, and what they spare."""
+"""Adapters: their product, the weights they train, the sampler weights they give, and what they save."""
 
 import functools
 
@@ -9,27 +9,27 @@ import pytest
 import small
 from jax.sharding import AbstractMesh
 
-from sprl.learner.packing import Shape, pack
-from sprl.learner.state import TrainState, make_optimizer
-from sprl.learner.update import Computation, make_update
+from sprl.config import LINEARS, Correction, Lora, Loss, Optimizer, Quant, SettingsError
+from sprl.learner.batch import Shape, pack
+from sprl.learner.logprobs import ForwardConfig
+from sprl.learner.optimizer import make_optimizer
+from sprl.learner.state import TrainState
+from sprl.learner.update import UpdateConfig, make_update
 from sprl.models import transformer
+from sprl.models.attention import PackedAttention
 from sprl.models.config import tiny
 from sprl.models.lora import Base, abstract_adapters, adapter_axes, fingerprint, init_adapters, network
-from sprl.models.memory import CausalMemory
-from sprl.parallel.rules import shardings
 from sprl.quant.dot import LowRank, dot, plain
-from sprl.sampler.served import self_check, serve
-from sprl.settings import LINEARS, Correction, Lora, Loss, Optimizer, Quant, SettingsError
-
-pytestmark = pytest.mark.usefixtures('compiled_fast')
+from sprl.sampler.weights import sampler_weights, self_check
+from sprl.sharding.rules import shardings
 
 LORA = Lora(rank=3, alpha=6.0)
 TOKENS = jnp.asarray(np.random.default_rng(0).integers(0, 259, (2, 9)), jnp.int32)
 
 
-def adapted(family='llama', lora=LORA, **changes):
-  """(config, frozen weights, adapters that are all random)."""
-  config, params = small.model(family, **changes)
+def adapted(family='qwen2', lora=LORA):
+  """Return (config, frozen weights, random adapters) of a model with one layer."""
+  config, params = small.model(family, num_hidden_layers=1)
   leaves, tree = jax.tree.flatten(init_adapters(config, lora, jax.random.key(2)))
   keys = jax.random.split(jax.random.key(3), len(leaves))
   return (
@@ -40,7 +40,7 @@ def adapted(family='llama', lora=LORA, **changes):
 
 
 def merged_by_hand(base, adapters):
-  """The weights W + alpha / rank B A, in numpy and float64."""
+  """Return the weights W + alpha / rank B A, computed in numpy and float64."""
   out = jax.tree.map(lambda w: np.asarray(w, np.float64), base.params)
   for i, layer in adapters['layers'].items():
     for part, linears in layer.items():
@@ -53,18 +53,24 @@ def merged_by_hand(base, adapters):
 @functools.partial(jax.jit, static_argnames='config')
 def hidden(config, params):
   positions = jnp.broadcast_to(jnp.arange(TOKENS.shape[1]), TOKENS.shape)
-  return transformer.forward(transformer.graph(config), params, TOKENS, positions, CausalMemory.of(jnp.ones_like(TOKENS)))[0]
+  attention = PackedAttention.of(jnp.ones_like(TOKENS))
+  return transformer.forward(transformer.graph(config), params, TOKENS, positions, attention).hidden
 
 
-# --- what they compute -----------------------------------------------------------------------------------------------
+# --- product ---------------------------------------------------------------------------------------------------------
 
 
 def test_product_and_gradients_of_a_low_rank_weight():
   rng = np.random.default_rng(0)
   x, w, a, b, g = (rng.normal(size=s) for s in ((5, 4), (6, 4), (2, 4), (6, 2), (5, 6)))
   arrays = [jnp.asarray(each, jnp.float32) for each in (x, w, a, b)]
-  y, back = jax.vjp(lambda x, w, a, b: dot(x, LowRank(w, a, b, 0.5)), *arrays)
-  dx, dw, da, db = back(jnp.asarray(g, jnp.float32))
+
+  @jax.jit
+  def product(arrays, g):
+    y, back = jax.vjp(lambda x, w, a, b: dot(x, LowRank(w, a, b, 0.5)), *arrays)
+    return y, back(g)
+
+  y, (dx, dw, da, db) = product(arrays, jnp.asarray(g, jnp.float32))
   whole = w + 0.5 * b @ a
   np.testing.assert_allclose(y, x @ whole.T, atol=1e-5)
   np.testing.assert_allclose(dx, g @ whole, atol=1e-5)
@@ -74,26 +80,26 @@ def test_product_and_gradients_of_a_low_rank_weight():
   np.testing.assert_allclose(plain(LowRank(*arrays[1:], 0.5)), whole, atol=1e-6)
 
 
-@pytest.mark.parametrize('family', ['llama', 'qwen2', 'qwen3'])
-def test_the_network_under_adapters_is_the_one_with_merged_weights(family):
+@pytest.mark.parametrize('family', ['qwen2', *(pytest.param(name, marks=pytest.mark.slow) for name in ('llama', 'qwen3'))])
+def test_a_network_with_adapters_equals_one_with_merged_weights(family):
   config, base, adapters = adapted(family)
   expected = hidden(config, merged_by_hand(base, adapters))
   np.testing.assert_allclose(hidden(config, base.under(adapters)), expected, atol=2e-4)
   assert np.abs(hidden(config, base.params) - expected).max() > 0.1
 
 
-def test_adapters_begin_by_changing_nothing():
+def test_new_adapters_change_nothing():
   config, base, _ = adapted()
   adapters = init_adapters(config, LORA, jax.random.key(0))
-  a, b = (adapters['layers'][1]['mlp']['down'][name] for name in 'ab')
+  a, b = (adapters['layers'][0]['mlp']['down'][name] for name in 'ab')
   assert (a.shape, b.shape) == ((3, 96), (64, 3))
   assert not np.any(b)
   assert 0.9 * 96**-0.5 < np.abs(a).max() <= 96**-0.5
-  assert np.any(np.asarray(a) != np.asarray(adapters['layers'][0]['mlp']['down']['a']))
+  assert np.any(np.asarray(a)[:, :64] != np.asarray(adapters['layers'][0]['mlp']['up']['a']))
   np.testing.assert_array_equal(hidden(config, base.under(adapters)), hidden(config, base.params))
 
 
-def test_only_targets_have_adapters_and_what_the_model_lacks_is_refused():
+def test_only_targets_have_adapters_and_unknown_targets_are_named():
   config = tiny('llama')
   adapters = abstract_adapters(config, Lora(rank=2, targets=('v', 'down')))
   assert jax.tree.map(lambda leaf: leaf.shape, adapters['layers'][0]) == {
@@ -101,11 +107,11 @@ def test_only_targets_have_adapters_and_what_the_model_lacks_is_refused():
     'mlp': {'down': {'a': (2, 96), 'b': (64, 2)}},
   }
   assert set(abstract_adapters(config, Lora(rank=2, targets=('q',)))['layers'][0]) == {'attention'}
-  with pytest.raises(SettingsError, match="layer 0 of this model has no linear 'router'; it has k, o, q, v, down, gate, up"):
+  with pytest.raises(SettingsError, match=r"config.lora.targets = .*'router'.* k, o, q, v, down, gate, up"):
     abstract_adapters(config, Lora(rank=2, targets=('q', 'router')))
 
 
-def test_adapters_are_split_as_their_kernels_are():
+def test_adapters_are_sharded_as_their_kernels_are():
   config, mesh = tiny('llama'), AbstractMesh((2, 2), ('fsdp', 'tensor_kv'))
   axes = adapter_axes(config, LORA)
   assert axes['layers'][0]['attention']['o'] == {'a': ('rank', 'heads'), 'b': ('embed', 'rank')}
@@ -119,14 +125,14 @@ def test_adapters_are_split_as_their_kernels_are():
     assert None not in (outputs, inputs)
 
 
-# --- what is served --------------------------------------------------------------------------------------------------
+# --- sampler weights -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize('quant', [Quant(), Quant(sampler='w8a8'), Quant(sampler='w8a8', arithmetic='blockwise')])
-def test_the_sampler_is_served_merged_weights(quant):
+def test_the_sampler_gets_merged_weights(quant):
   _, base, adapters = adapted()
-  served = serve(base.under(adapters), jnp.dtype('float32'), quant)
-  expected = serve(jax.tree.map(jnp.asarray, merged_by_hand(base, adapters)), jnp.dtype('float32'), quant)
+  served = sampler_weights(base.under(adapters), jnp.dtype('float32'), quant)
+  expected = sampler_weights(jax.tree.map(jnp.asarray, merged_by_hand(base, adapters)), jnp.dtype('float32'), quant)
   assert jax.tree.structure(served) == jax.tree.structure(expected)
   for got, want in zip(jax.tree.leaves(served), jax.tree.leaves(expected)):
     got, want = (np.asarray(each).astype(np.float32) for each in (got, want))
@@ -136,26 +142,26 @@ def test_the_sampler_is_served_merged_weights(quant):
   assert self_check(base.under(adapters), served, jnp.dtype('float32'), quant) == []
 
 
-# --- what is trained -------------------------------------------------------------------------------------------------
+# --- training --------------------------------------------------------------------------------------------------------
 
 BATCH, _ = pack(small.rollouts([(5, 3), (4, 6)], (6, 3)), np.array([1, -1, 0.5, -2], np.float32), Shape(2, 1, 32, 4, 6), True)
 
 
 def computation(**changes):
-  return Computation(Correction(), Loss(), 1.0, jnp.dtype('float32'), 8, **{'remat': 'none', **changes})
+  return UpdateConfig(Correction(), Loss(), ForwardConfig(1.0, jnp.dtype('float32'), 8), **changes)
 
 
-def test_a_step_of_the_adapters_follows_from_the_gradient_of_the_merged_weights():
-  """dA = s B^T dW and dB = s dW A^T, with dW what plain gradient descent does to the merged weights."""
-  config, base, adapters = adapted(num_hidden_layers=1)
+def test_a_step_of_adapters_follows_the_gradient_of_merged_weights():
+  """dA = s B^T dW and dB = s dW A^T, with dW the step of plain gradient descent on the merged weights."""
+  config, base, adapters = adapted()
   rate = 10.0
-  optimizer = make_optimizer(Optimizer(name='sgd', learning_rate=rate, clip_norm=0.0), 10)
+  optimizer = make_optimizer(Optimizer(name='sgd', learning_rate=rate, clip_norm=None), 10)
   update = make_update(transformer.graph(config), optimizer, computation())
   whole = jax.tree.map(jnp.asarray, merged_by_hand(base, adapters))
   before = jax.tree.map(np.asarray, jax.device_get(jax.tree.map(jnp.copy, (whole, adapters))))
-  of_whole, _ = update(TrainState.create(whole, optimizer), BATCH, None, None)
+  of_whole, _ = update(TrainState.create(whole, optimizer), BATCH, small.unscored(BATCH))
   frozen = jax.tree.map(np.array, base.params)
-  stepped, _ = update(TrainState.create(jax.tree.map(jnp.copy, adapters), optimizer), BATCH, None, None, base)
+  stepped, _ = update(TrainState.create(jax.tree.map(jnp.copy, adapters), optimizer), BATCH, small.unscored(BATCH), base)
   for part, name in (('attention', 'q'), ('attention', 'o'), ('mlp', 'down')):
     old, new = (tree['layers'][0][part][name] for tree in (before[1], stepped.params))
     was, now = (tree['layers'][0][part][name]['kernel'] for tree in (before[0], of_whole.params))
@@ -167,15 +173,16 @@ def test_a_step_of_the_adapters_follows_from_the_gradient_of_the_merged_weights(
 
 
 def test_no_gradient_of_a_frozen_weight_is_computed():
-  """A linear takes four products a step: forward, again for the backward pass, and towards x and W. The last is spared."""
-  config, base, _ = adapted(num_hidden_layers=1, hidden_size=256, intermediate_size=768)
+  """A linear layer needs four products a step: forward, recomputed, and towards x and W. Adapters need no last one."""
+  config, params = small.model(num_hidden_layers=1, hidden_size=256, intermediate_size=768)
+  base = Base(params, 1.0)
   adapters = init_adapters(config, Lora(rank=1), jax.random.key(0))
-  optimizer = make_optimizer(Optimizer(name='sgd', clip_norm=0.0), 10)
+  optimizer = make_optimizer(Optimizer(name='sgd', clip_norm=None), 10)
   update = make_update(transformer.graph(config), optimizer, computation(remat='layer'))
 
   def cost(trained, *frozen):
     state = jax.eval_shape(lambda: TrainState.create(trained, optimizer))
-    compiled = update.lower(state, BATCH, None, None, *frozen).compile()
+    compiled = update.lower(state, BATCH, small.unscored(BATCH), *frozen).compile()
     memory = compiled.memory_analysis()
     assert memory is not None
     return compiled.cost_analysis()['flops'], memory.temp_size_in_bytes
@@ -195,10 +202,10 @@ def test_a_state_of_adapters_is_small():
   assert size(abstract_adapters(config, Lora(rank=16))) < 0.02 * size(transformer.abstract_params(config))
 
 
-# --- which weights they belong to ------------------------------------------------------------------------------------
+# --- fingerprint -----------------------------------------------------------------------------------------------------
 
 
-def test_a_fingerprint_tells_weights_apart_but_not_their_dtype():
+def test_a_fingerprint_depends_on_the_weights_but_not_on_their_dtype():
   _, params = small.model()
   params = jax.tree.map(lambda w: w.astype(jnp.bfloat16), params)
   name = fingerprint(params)
@@ -211,7 +218,7 @@ def test_a_fingerprint_tells_weights_apart_but_not_their_dtype():
   assert fingerprint(swapped) != name
 
 
-def test_without_a_base_the_network_is_what_is_trained():
+def test_without_a_base_the_network_is_the_trained_weights():
   _, params = small.model()
   assert network(params, None) is params
   assert set(LINEARS) == set(Lora().targets)

@@ -1,5 +1,6 @@
-"""The network: its description of its weights, and what its outputs may depend on."""
+"""The network against a decoder in numpy: its weights, its outputs, and what its backward pass recomputes."""
 
+import functools
 import re
 
 import jax
@@ -9,21 +10,30 @@ import pytest
 import small
 
 from sprl.models import transformer
+from sprl.models.attention import PackedAttention
 from sprl.models.config import tiny
-from sprl.models.memory import CausalMemory
 
 FAMILIES = ('llama', 'qwen2', 'qwen3', 'qwen2_moe', 'qwen3_moe')
 
 
-def run(config, params, tokens, segments=None, positions=None, **how):
-  B, T = tokens.shape
-  memory = CausalMemory.of(jnp.ones((B, T), jnp.int32) if segments is None else segments)
-  positions = jnp.broadcast_to(jnp.arange(T), (B, T)) if positions is None else positions
-  return transformer.forward(transformer.graph(config), params, tokens, positions, memory, **how)[0]
+T = 8
+
+
+def run(config, params, tokens, segments=None, positions=None, dtype=jnp.float32):
+  """Return the hidden states of one row of T tokens. All rows of a model share one program."""
+  segments = np.ones((1, T)) if segments is None else segments
+  positions = np.arange(T)[None] if positions is None else positions
+  return _run(config, params, *(jnp.asarray(x, jnp.int32) for x in (tokens, segments, positions)), dtype=dtype)
+
+
+@functools.partial(jax.jit, static_argnames=('config', 'dtype'))
+def _run(config, params, tokens, segments, positions, dtype):
+  attention = PackedAttention.of(segments)
+  return transformer.forward(transformer.graph(config), params, tokens, positions, attention, dtype).hidden
 
 
 def by_hand(config, params, ids):
-  """A decoder in numpy float64, written from the papers: one sequence, one head, one position at a time."""
+  """Return the hidden states of a decoder in numpy float64, written from the papers, one head and position at a time."""
   w = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
   T, H, K, D = len(ids), config.num_heads, config.num_kv_heads, config.head_dim
 
@@ -42,7 +52,7 @@ def by_hand(config, params, ids):
     gate = linear(x, p['gate'])
     return linear(gate / (1 + np.exp(-gate)) * linear(x, p['up']), p['down'])
 
-  def mixture(x, p):  # of one token
+  def mixture(x, p):  # for one token
     scores = np.exp(linear(x, p['router']))
     scores = scores / scores.sum()
     chosen = np.argsort(-scores)[: config.experts.chosen]
@@ -72,11 +82,10 @@ def by_hand(config, params, ids):
 
 
 @pytest.mark.parametrize('family', FAMILIES)
-def test_hidden_states_are_those_of_the_decoder_written_out(family):
+def test_hidden_states_equal_those_of_a_decoder_in_numpy(family):
   config, params = small.model(family)
-  ids = np.random.default_rng(0).integers(0, 259, 6)
-  got = run(config, params, jnp.asarray(ids[None], jnp.int32))[0]
-  np.testing.assert_allclose(got, by_hand(config, params, ids), atol=2e-4)
+  ids = np.random.default_rng(0).integers(0, 259, T)
+  np.testing.assert_allclose(run(config, params, ids[None])[0], by_hand(config, params, ids), atol=2e-4)
 
 
 @pytest.mark.parametrize('family', FAMILIES)
@@ -100,7 +109,7 @@ def test_every_weight_is_described_once(family):
     assert (experts['up']['kernel'], experts['down']['kernel']) == (('expert', 'mlp', 'embed'), ('expert', 'embed', 'mlp'))
 
 
-def test_weights_from_scratch():
+def test_initial_weights():
   params = transformer.init_params(tiny('qwen2'), jax.random.key(0), jnp.bfloat16, scale=0.5)
   layer = params['layers'][0]
   assert np.all(layer['attention_norm']['scale'] == 1)
@@ -109,80 +118,84 @@ def test_weights_from_scratch():
   assert abs(float(layer['mlp']['up']['kernel'].astype(jnp.float32).std()) - 0.5) < 0.02
 
 
-def test_the_head_is_the_embedding_where_they_are_tied():
+def test_a_tied_head_is_the_embedding():
   _, tied = small.model('qwen2')
   _, free = small.model('llama')
   assert transformer.head_weight(tied) is tied['embed']
   np.testing.assert_array_equal(transformer.head_weight(free), free['head']['kernel'])
 
 
-def test_a_token_sees_nothing_later():
+def test_a_token_sees_no_later_token():
   config, params = small.model()
-  tokens = jnp.arange(3, 11)[None]
-  changed = tokens.at[0, 5].set(99)
+  tokens = np.arange(3, 3 + T)[None]
+  changed = tokens.copy()
+  changed[0, 5] = 99
   before, after = run(config, params, tokens), run(config, params, changed)
   np.testing.assert_array_equal(before[:, :5], after[:, :5])
   assert np.all(np.any(np.asarray(before[0, 5:] != after[0, 5:]), axis=-1))
 
 
 @pytest.mark.parametrize('side', ['left', 'right'])
-def test_padding_changes_nothing_whatever_it_holds(side):
+def test_padding_has_no_influence(side):
   config, params = small.model()
-  real, pad = jnp.arange(20, 27)[None], jnp.full((1, 5), 7)
-  alone = run(config, params, real)
+  n, ids = T - 3, np.arange(20, 20 + T - 3)
+  here = slice(3, None) if side == 'left' else slice(n)
 
   def padded(pad):
-    parts = [(pad, 0, jnp.zeros((1, 5), jnp.int32)), (real, 1, jnp.arange(7)[None])]
-    parts = parts if side == 'left' else parts[::-1]
-    tokens, positions = (jnp.concatenate([p[i] for p in parts], axis=1) for i in (0, 2))
-    segments = jnp.concatenate([jnp.full(p[0].shape, p[1]) for p in parts], axis=1)
-    out = run(config, params, tokens, segments, positions)
-    return out[:, 5:] if side == 'left' else out[:, :7]
+    tokens, positions, segments = np.full((1, T), pad), np.zeros((1, T), np.int64), np.zeros((1, T), np.int32)
+    tokens[0, here], positions[0, here], segments[0, here] = ids, np.arange(n), 1
+    return run(config, params, tokens, segments, positions)[0, here]
 
-  np.testing.assert_allclose(padded(pad), alone, atol=1e-5)
-  np.testing.assert_array_equal(padded(pad), padded(pad + 200))
+  np.testing.assert_allclose(padded(7), by_hand(config, params, ids), atol=2e-4)
+  np.testing.assert_array_equal(padded(7), padded(207))
+
+
+def test_activations_have_the_requested_dtype():
+  config, params = small.model()
+  narrow = run(config, params, np.arange(3, 3 + T)[None], dtype=jnp.bfloat16)
+  wide = run(config, params, np.arange(3, 3 + T)[None])
+  assert narrow.dtype == jnp.bfloat16
+  assert 0 < float(jnp.abs(narrow - wide).mean()) < 0.05
+
+
+# --- recomputation ---------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def compiled_gradient(family, remat):
+  """The gradient of the sum of the hidden states' sines over 64 tokens of one layer, compiled."""
+  config, params = small.model(family, num_hidden_layers=1)
+  tokens = jnp.arange(3, 67)[None]
+
+  def value(params):
+    attention, positions = PackedAttention.of(jnp.ones_like(tokens)), jnp.arange(64)[None]
+    return jnp.sum(
+      jnp.sin(transformer.forward(transformer.graph(config), params, tokens, positions, attention, remat=remat).hidden)
+    )
+
+  return params, jax.jit(jax.grad(value)).lower(params).compile()
 
 
 @pytest.mark.parametrize(('family', 'remat'), [('llama', 'dots'), ('llama', 'layer'), ('qwen3_moe', 'layer')])
-def test_recomputing_layers_changes_no_gradient(family, remat):
-  config, params = small.model(family, num_hidden_layers=1)
-  tokens = jnp.arange(3, 11)[None]
-
-  def loss(params, remat):
-    return jnp.sum(jnp.sin(run(config, params, tokens, remat=remat)))
-
-  kept, recomputed = (jax.jit(jax.grad(lambda p, r=r: loss(p, r)))(params) for r in ('none', remat))
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), kept, recomputed)
+def test_recomputation_changes_no_gradient(family, remat):
+  params, saved = compiled_gradient(family, 'none')
+  _, recomputed = compiled_gradient(family, remat)
+  close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
+  jax.tree.map(close, saved(params), recomputed(params))
 
 
-def test_products_with_weights_are_computed_again_only_where_a_whole_layer_is():
-  config, params = small.model()
-  tokens = jnp.arange(3, 67)[None]
-
-  def flops(remat):
-    compiled = jax.jit(jax.grad(lambda p: jnp.sum(jnp.sin(run(config, p, tokens, remat=remat))))).lower(params).compile()
-    return compiled.cost_analysis()['flops']
-
-  none, dots, layer = map(flops, ('none', 'dots', 'layer'))
+def test_matrix_products_are_recomputed_with_remat_layer_only():
+  flops = {remat: compiled_gradient('llama', remat)[1].cost_analysis()['flops'] for remat in ('none', 'dots', 'layer')}
+  params = compiled_gradient('llama', 'none')[0]
   weights = jax.tree_util.tree_flatten_with_path(params['layers'])[0]
-  # what the last product of a layer says is added to the stream, and no gradient asks for it
-  products = 2 * tokens.size * sum(w.size for path, w in weights if w.ndim == 2 and 'down' not in jax.tree_util.keystr(path))
-  assert dots - none < 0.5 * products  # attention's own
-  assert layer - dots == pytest.approx(products, rel=0.1)
+  # The output of the layer's last product is added to the stream, and no gradient needs it.
+  products = 2 * 64 * sum(w.size for path, w in weights if w.ndim == 2 and 'down' not in jax.tree_util.keystr(path))
+  assert flops['dots'] - flops['none'] < 0.5 * products  # those of attention
+  assert flops['layer'] - flops['dots'] == pytest.approx(products, rel=0.1)
 
 
-@pytest.mark.parametrize('remat', ['none', 'dots', 'layer'])
+@pytest.mark.parametrize('remat', ['none', 'layer', pytest.param('dots', marks=pytest.mark.slow)])
 def test_experts_are_chosen_once_and_computed_once_in_each_direction(remat):
-  config, params = small.model('qwen3_moe', num_hidden_layers=1)
-  tokens = jnp.arange(3, 67)[None]
-  text = jax.jit(jax.grad(lambda p: jnp.sum(jnp.sin(run(config, p, tokens, remat=remat))))).lower(params).compile().as_text()
+  text = compiled_gradient('qwen3_moe', remat)[1].as_text()
   assert len(re.findall(r' while\(', text)) == 2
   assert text.count('custom_call_target="TopK"') == 1
-
-
-def test_activations_are_in_the_dtype_asked_for():
-  config, params = small.model()
-  narrow = run(config, params, jnp.arange(3, 11)[None], dtype=jnp.bfloat16)
-  wide = run(config, params, jnp.arange(3, 11)[None])
-  assert narrow.dtype == jnp.bfloat16
-  assert 0 < float(jnp.abs(narrow - wide).mean()) < 0.05

@@ -21,8 +21,8 @@ from sprl.io.huggingface import export_folder, load_params
 from sprl.io.tokenizer import Tokenizer, write_tiny
 from sprl.kernels.rope import frequencies
 from sprl.models import transformer
+from sprl.models.attention import PackedAttention
 from sprl.models.config import ModelConfig, tiny
-from sprl.models.memory import CausalMemory
 
 pytestmark = pytest.mark.skipif(
   'SPRL_REFERENCE_PYTHON' not in os.environ, reason='SPRL_REFERENCE_PYTHON names no interpreter with torch and transformers'
@@ -123,7 +123,7 @@ def ours(folder: Path, prompts: list[list[int]], new: int = 32) -> tuple[ModelCo
   @jax.jit
   def logits_of(params, tokens):
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    hidden, _ = transformer.forward(graph, params, tokens, positions, CausalMemory.of(jnp.ones_like(tokens)))
+    hidden = transformer.forward(graph, params, tokens, positions, PackedAttention.of(jnp.ones_like(tokens))).hidden
     return hidden @ transformer.head_weight(params).T
 
   length = len(prompts[0])

@@ -13,14 +13,14 @@ import pytest
 import test_parity
 from test_parity import PROMPTS, compare, random_params, reference
 
+from sprl.config import Lora
 from sprl.io.huggingface import export_folder
 from sprl.io.peft import export_adapters
 from sprl.io.tokenizer import write_tiny
 from sprl.models import transformer
+from sprl.models.attention import PackedAttention
 from sprl.models.config import tiny
 from sprl.models.lora import Base, init_adapters
-from sprl.models.memory import CausalMemory
-from sprl.settings import Lora
 
 pytestmark = test_parity.pytestmark
 
@@ -68,8 +68,8 @@ def test_logits_under_adapters_are_those_of_peft(where, name):
   positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
 
   def logits(params):
-    graph, memory = transformer.graph(config), CausalMemory.of(jnp.ones_like(tokens))
-    return transformer.forward(graph, params, tokens, positions, memory)[0] @ transformer.head_weight(params).T
+    graph, memory = transformer.graph(config), PackedAttention.of(jnp.ones_like(tokens))
+    return transformer.forward(graph, params, tokens, positions, memory).hidden @ transformer.head_weight(params).T
 
   theirs = np.load(where / f'{name}.npz')['logits']
   np.testing.assert_allclose(jax.jit(logits)(base.under(adapters)), theirs, atol=1e-4)

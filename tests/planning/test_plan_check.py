@@ -22,10 +22,9 @@ def test_largest_batches_are_beside_an_optimiser_whose_update_fits_or_say_so(gb,
 
   monkeypatch.setattr(plan_check.ModelConfig, 'read', shallow)
   monkeypatch.setattr(plan_check, 'device', lambda name: device(name, memory=gb * 1e9))
-  monkeypatch.setattr(plan_check, 'decoded', lambda *_, **more: more)
   jobs = list(plan_check.largest(('Qwen2.5-7B',)))
-  assert [job.name for job in jobs] == [f'largest Qwen2.5-7B {kind} {optimiser}' for kind in plan_check.LARGEST]
+  assert [job.name for job in jobs] == [f'largest Qwen2.5-7B {kind} {optimiser}' for kind in plan_check.KINDS]
   for job in jobs:
-    told = job.compiled()
+    told = job.more
     assert (told['optimiser'], told['update fits']) == (optimiser, fits)
     assert (told['update'] <= 0.9 * gb * 1e9 / 2**30) == fits

@@ -1,6 +1,6 @@
 """The plan beside XLA's compilers, for an H200 and for TPUs that are not here.
 
-Skipped, with the reason, where sprl/parallel/aot.py finds that a compiler is not installed: make aot, make tpu.
+Skipped, with the reason, where sprl/planning/aot.py finds that a compiler is not installed: make aot, make tpu.
 """
 
 import dataclasses
@@ -10,21 +10,20 @@ from pathlib import Path
 
 import jax
 import pytest
+from sprl.planning.layout import Axes, shards, size
 
-from sprl import compiled
+from sprl.config import Cache, ModelSettings, Optimizer, Packing, Rollout, Run, Sampling, SettingsError
 from sprl.models import transformer
 from sprl.models.config import ModelConfig, tiny
-from sprl.parallel import aot
+from sprl.planning import aot, compile_check
 from sprl.planning.devices import device
-from sprl.planning.layout import Axes, shards, size
+from sprl.planning.estimate import plan
 from sprl.planning.memory import FLOAT32
-from sprl.planning.plan import plan
-from sprl.settings import Cache, Model, Optimizer, Packing, Rollout, Run, Sampling, SettingsError
 
 MODELS = Path(__file__).parents[2] / 'benchmarks' / 'models'
 QWEN = ModelConfig.read(MODELS / 'Qwen2.5-0.5B')
 RUN = Run(
-  model=Model(path='Qwen2.5-0.5B'),
+  model=ModelSettings(path='Qwen2.5-0.5B'),
   sampling=Sampling(max_prompt=512, max_tokens=1536, rows=64),
   rollout=Rollout(prompts=16, group=4),
   packing=Packing(row_tokens=4096, rows=1),
@@ -48,7 +47,7 @@ def planned(config, run, axes, name='h200'):
 @h200
 def test_the_memory_of_an_update_is_planned_within_a_tenth():
   config = dataclasses.replace(QWEN, num_layers=2)
-  check = compiled.check_update(config, RUN, planned(config, RUN, Axes()))
+  check = compile_check.check_update(config, RUN, planned(config, RUN, Axes()))
   assert check.planned == pytest.approx(check.compiled.total, rel=0.1)
   assert check.compiled.collectives == ()
 
@@ -58,7 +57,7 @@ def test_the_memory_of_an_update_is_planned_within_a_tenth():
 def test_the_memory_of_decode_steps_is_planned_within_a_tenth(kind):
   config = dataclasses.replace(QWEN, num_layers=2)
   made = planned(config, RUN, Axes())
-  check = compiled.check_decode(config, RUN, made, made.kinds[kind])
+  check = compile_check.check_decode(config, RUN, made, made.kinds[kind])
   assert check.planned == pytest.approx(check.compiled.total, rel=0.1)
 
 
@@ -66,7 +65,7 @@ def test_the_memory_of_decode_steps_is_planned_within_a_tenth(kind):
 def test_the_memory_of_an_update_on_eight_is_planned_within_a_tenth():
   """Of all 24 layers, whose gradients XLA's scheduler would let wait for each other: without `rules.in_turn` twice of what is
   planned."""
-  check = compiled.check_update(QWEN, RUN, planned(QWEN, RUN, Axes(fsdp=4, tensor=2)))
+  check = compile_check.check_update(QWEN, RUN, planned(QWEN, RUN, Axes(fsdp=4, tensor=2)))
   assert check.planned == pytest.approx(check.compiled.total, rel=0.1)
   assert {each.kind for each in check.compiled.collectives} >= {'all-gather', 'reduce-scatter', 'all-reduce'}
 
@@ -79,7 +78,7 @@ def test_an_update_sends_what_is_planned(axes):
   config, LAYERS = dataclasses.replace(QWEN, num_layers=4), 4
   made = planned(config, RUN, axes)
   found = Counter()
-  for each in compiled.check_update(config, RUN, made).compiled.collectives:
+  for each in compile_check.check_update(config, RUN, made).compiled.collectives:
     if 'layer' in each.name and each.depth == 1:
       found[each.kind, each.devices] += each.moved
   sent = {(each.kind, each.axis): each.bytes / made.shape.micros for each in made.work.collectives}
@@ -102,7 +101,7 @@ def among_experts(check):
 
 @h200
 def test_an_update_of_a_mixture_is_planned_within_a_tenth_and_sends_tokens_to_experts():
-  check = compiled.check_update(MIXTURE, RUN, planned(MIXTURE, RUN, SPLIT))
+  check = compile_check.check_update(MIXTURE, RUN, planned(MIXTURE, RUN, SPLIT))
   assert check.planned == pytest.approx(check.compiled.total, rel=0.1)
   tokens = 4 * 4096
   hidden, gates = 2 * tokens * MIXTURE.hidden_size, 4 * tokens * MIXTURE.experts.chosen
@@ -120,7 +119,7 @@ def test_an_update_of_a_mixture_is_planned_within_a_tenth_and_sends_tokens_to_ex
 @pytest.mark.slow
 def test_an_update_of_experts_on_eight_holds_the_blocks_of_one_layer_at_a_time():
   config = dataclasses.replace(MIXTURE, num_layers=6)
-  check = compiled.check_update(config, RUN, planned(config, RUN, Axes(expert=8)))
+  check = compile_check.check_update(config, RUN, planned(config, RUN, Axes(expert=8)))
   assert check.planned == pytest.approx(check.compiled.total, rel=0.1)
 
 
@@ -128,7 +127,7 @@ def test_an_update_of_experts_on_eight_holds_the_blocks_of_one_layer_at_a_time()
 @pytest.mark.parametrize('kind', [0, 3], ids=['dense', 'sparse fp8'])
 def test_decode_steps_of_a_mixture_are_planned_within_a_tenth_and_send_tokens_to_experts(kind):
   made = planned(MIXTURE, RUN, SPLIT)
-  check = compiled.check_decode(MIXTURE, RUN, made, made.kinds[kind])
+  check = compile_check.check_decode(MIXTURE, RUN, made, made.kinds[kind])
   assert check.planned == pytest.approx(check.compiled.total, rel=0.1)
   rows = 4 * made.kinds[kind].rows
   hidden, chosen = 2 * MIXTURE.hidden_size, 8 * MIXTURE.experts.chosen
@@ -139,7 +138,7 @@ def test_decode_steps_of_a_mixture_are_planned_within_a_tenth_and_send_tokens_to
 @tpu
 def test_an_update_compiles_for_eight_tpus():
   config = tiny('qwen2')
-  check = compiled.check_update(config, SMALL, planned(config, SMALL, Axes(fsdp=4, tensor=2), 'v5e'))
+  check = compile_check.check_update(config, SMALL, planned(config, SMALL, Axes(fsdp=4, tensor=2), 'v5e'))
   assert {each.kind for each in check.compiled.collectives} >= {'all-gather', 'all-reduce'}
 
 
@@ -148,7 +147,7 @@ def test_an_update_compiles_for_eight_tpus():
 def test_decode_steps_compile_for_eight_tpus(kind):
   config = tiny('qwen2')
   made = planned(config, SMALL, Axes(data=4, tensor=2), 'v5e')
-  check = compiled.check_decode(config, SMALL, made, made.kinds[kind])
+  check = compile_check.check_decode(config, SMALL, made, made.kinds[kind])
   assert check.compiled.total >= made.kinds[kind].rows * made.kinds[kind].kv_bytes // 2
 
 
@@ -157,18 +156,18 @@ def test_devices_that_cannot_be_compiled_for_are_refused(name, count, monkeypatc
   monkeypatch.setattr(aot, 'missing', lambda: None)
   monkeypatch.setattr(aot, 'missing_tpu', lambda: None)
   with pytest.raises(SettingsError, match='--compile'):
-    compiled.devices(name, count)
+    compile_check.devices(name, count)
 
 
 def test_offloaded_moments_cannot_be_compiled_for_devices_that_are_not_here(monkeypatch):
-  monkeypatch.setattr(compiled, 'devices', lambda name, count: [])
-  compiled.check_compilable(RUN, 'h200', 1)
+  monkeypatch.setattr(compile_check, 'devices', lambda name, count: [])
+  compile_check.check_compilable(RUN, 'h200', 1)
   run = dataclasses.replace(RUN, optimizer=Optimizer(offload=True))
   with pytest.raises(SettingsError, match=r'config\.optimizer\.offload = True: expected False with --compile'):
-    compiled.check_compilable(run, 'h200', 1)
+    compile_check.check_compilable(run, 'h200', 1)
 
 
 def test_a_compiler_that_is_missing_is_told(monkeypatch):
   monkeypatch.setattr(aot, 'missing', lambda: 'there is no ptxas')
   with pytest.raises(SettingsError, match='--compile: there is no ptxas'):
-    compiled.devices('h200', 8)
+    compile_check.devices('h200', 8)

@@ -1,13 +1,28 @@
 """Block-wise quantisation and its product, against loops over blocks in numpy."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
-from sprl.quant import fp8
-from sprl.quant.block import BlockScaled, block_dot, fake_groups, quantise, quantise_groups
+from sprl.quant import block, fp8
+from sprl.quant.block import BlockScaled, block_dot
+
+quantise, quantise_groups, fake_groups = (
+  jax.jit(f, static_argnames='format') for f in (block.quantise, block.quantise_groups, block.fake_groups)
+)
+fake, product = jax.jit(fp8.fake), jax.jit(block_dot)
+
+
+@partial(jax.jit, static_argnames='format')
+def round_trip(w, format):
+  """(quantised weight, its values)."""
+  q = block.quantise(w, format)
+  return q, q.dequantised()
+
 
 E4M3 = ml_dtypes.float8_e4m3fn
 LAYOUT = {'float32': (128, 128, False), 'pow2': (128, 128, True), 'mxfp8': (1, 32, True)}  # rows, columns, power of two
@@ -47,25 +62,38 @@ def error(x, reference):
   return np.linalg.norm(np.asarray(x, np.float64) - reference) / np.linalg.norm(reference)
 
 
-@pytest.mark.parametrize('shape', [(128, 128), (256, 384), (200, 300), (5, 7), (130, 31)])
-@pytest.mark.parametrize('format', LAYOUT)
-def test_weights(format, shape):
+SHAPES = [(128, 128), (256, 384), (200, 300), (5, 7), (130, 31)]  # one block, whole blocks, ragged edges
+
+
+@pytest.mark.parametrize(
+  ('format', 'shape'),
+  [*(('float32', shape) for shape in SHAPES), ('pow2', SHAPES[2]), ('mxfp8', SHAPES[1]), ('mxfp8', SHAPES[4])],
+)
+def test_quantise_equals_the_oracle(format, shape):
   w = normal(*shape, scale=0.02)
   rows, columns, pow2 = LAYOUT[format]
-  q = jax.jit(quantise, static_argnums=1)(jnp.asarray(w), format)
+  q = quantise(w, format)
   codes, scale = oracle(half(w), rows, columns, pow2)
   assert (q.codes.dtype, q.scale.dtype, q.codes.shape) == (jnp.float8_e4m3fn, jnp.float32, shape)
   np.testing.assert_allclose(q.scale, scale, rtol=0 if pow2 else 2e-7)  # XLA multiplies by 1 / 448 where numpy divides
   assert (np.asarray(q.codes, np.float64) != codes).mean() <= (0 if pow2 else 1e-4)
   values = spread(np.asarray(q.codes, np.float64), np.asarray(q.scale, np.float64), rows, columns)
-  np.testing.assert_allclose(q.dequantised(), values, rtol=1e-7)
-  np.testing.assert_array_equal(q.emulated(jnp.bfloat16).values, q.dequantised(jnp.bfloat16))
+  exact, rounded, emulated = jax.jit(lambda q: (q.dequantised(), q.dequantised(jnp.bfloat16), q.emulated(jnp.bfloat16)))(q)
+  np.testing.assert_allclose(exact, values, rtol=1e-7)
+  np.testing.assert_array_equal(emulated.values, rounded)
 
 
-@pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize('shape', [(256,), (3, 200), (2, 3, 31)])
-@pytest.mark.parametrize('format', LAYOUT)
-def test_activations(format, shape, dtype):
+@pytest.mark.parametrize(
+  ('format', 'shape', 'dtype'),
+  [
+    ('float32', (256,), jnp.bfloat16),
+    ('float32', (2, 3, 31), jnp.float32),
+    ('pow2', (3, 200), jnp.float32),
+    ('mxfp8', (3, 200), jnp.bfloat16),
+    ('mxfp8', (2, 3, 31), jnp.float32),
+  ],
+)
+def test_quantise_groups_equals_the_oracle(format, shape, dtype):
   x = jnp.asarray(normal(*shape), dtype)
   _, group, pow2 = LAYOUT[format]
   codes, scale = quantise_groups(x, format)
@@ -82,7 +110,7 @@ def test_activations(format, shape, dtype):
 
 
 @pytest.mark.parametrize('format', LAYOUT)
-def test_float32_weights_and_their_bfloat16_rounding_have_the_same_codes(format):
+def test_float32_weights_and_their_bfloat16_rounding_have_equal_codes(format):
   w = jnp.asarray(normal(200, 300, scale=0.02))
   a, b = quantise(w, format), quantise(w.astype(jnp.bfloat16), format)
   np.testing.assert_array_equal(np.asarray(a.codes).view(np.uint8), np.asarray(b.codes).view(np.uint8))
@@ -97,19 +125,18 @@ def test_float32_activations_are_not_rounded_to_bfloat16():
 @pytest.mark.parametrize(('format', 'expected'), [('float32', 0.02642), ('pow2', 0.0265), ('mxfp8', 0.0265)])
 def test_round_trip_error_of_weights(format, expected):
   w = half(normal(1024, 1024, scale=0.02))
-  assert error(quantise(jnp.asarray(w, jnp.float32), format).dequantised(), w) == pytest.approx(expected, abs=2e-4)
+  assert error(round_trip(w.astype(np.float32), format)[1], w) == pytest.approx(expected, abs=2e-4)
 
 
 @pytest.mark.parametrize(('format', 'expected'), [('float32', 0.02569), ('pow2', 0.0265), ('mxfp8', 0.0265)])
 def test_round_trip_error_of_activations(format, expected):
   x = normal(256, 1024)
-  assert error(fake_groups(jnp.asarray(x), format), x) == pytest.approx(expected, abs=2e-4)
+  assert error(fake_groups(x, format), x) == pytest.approx(expected, abs=2e-4)
 
 
 def test_round_trip_error_of_groups_of_32_with_float32_scales():
   x = normal(1024, 32)
-  back = fp8.fake(jnp.asarray(x), jnp.asarray(np.abs(x).max(1, keepdims=True) / 448))
-  assert error(back, x) == pytest.approx(0.02396, abs=3e-4)
+  assert error(fake(x, np.abs(x).max(1, keepdims=True) / 448), x) == pytest.approx(0.02396, abs=3e-4)
 
 
 @pytest.mark.parametrize(('outlier', 'tensor', 'block'), [(1e2, 0.0265, 0.0264), (1e4, 0.046, 0.0264), (1e5, 0.456, 0.0264)])
@@ -118,58 +145,67 @@ def test_only_huge_outliers_tell_granularities_apart(outlier, tensor, block):
   w[:, 7] *= outlier
   w = half(w).astype(np.float32)
   rest = np.s_[:, 128:]  # the blocks without the outlying column
-  assert error(fp8.fake(jnp.asarray(w), float(np.abs(w).max() / 448))[rest], w[rest]) == pytest.approx(tensor, rel=0.05)
-  assert error(quantise(jnp.asarray(w), 'float32').dequantised()[rest], w[rest]) == pytest.approx(block, abs=2e-4)
+  assert error(fake(w, np.abs(w).max() / 448)[rest], w[rest]) == pytest.approx(tensor, rel=0.05)
+  assert error(round_trip(w, 'float32')[1][rest], w[rest]) == pytest.approx(block, abs=2e-4)
+
+
+# --- special values, all of one shape ----------------------------------------------------------------------------------
+
+RAGGED = 130, 260
 
 
 @pytest.mark.parametrize('format', LAYOUT)
 def test_blocks_of_zeros_come_back_as_zeros(format):
-  zeros = jnp.zeros((130, 260))
-  q = quantise(zeros, format)
+  zeros = np.zeros(RAGGED, np.float32)
+  q, back = round_trip(zeros, format)
   assert (q.scale > 0).all()
-  np.testing.assert_array_equal(q.dequantised(), zeros)
+  np.testing.assert_array_equal(back, zeros)
   np.testing.assert_array_equal(fake_groups(zeros, format), zeros)
-  np.testing.assert_array_equal(block_dot(zeros, q), jnp.zeros((130, 130)))
+  np.testing.assert_array_equal(product(zeros, q), np.zeros((130, 130)))
 
 
 @pytest.mark.parametrize('format', LAYOUT)
 def test_denormals_come_back_as_zeros(format):
-  np.testing.assert_array_equal(quantise(jnp.full((3, 5), 1e-40), format).dequantised(), jnp.zeros((3, 5)))
+  np.testing.assert_array_equal(round_trip(np.full(RAGGED, 1e-40, np.float32), format)[1], np.zeros(RAGGED))
 
 
 @pytest.mark.parametrize('format', LAYOUT)
 def test_a_largest_value_of_448_has_scale_one(format):
-  w = np.full((4, 32), 0.5, np.float32)
-  w[:, 0] = -448
-  q = quantise(jnp.asarray(w), format)
+  w = np.full(RAGGED, 0.5, np.float32)
+  w[:, ::32] = -448
+  q, back = round_trip(w, format)
   np.testing.assert_array_equal(q.scale, np.ones_like(q.scale))
-  np.testing.assert_array_equal(q.dequantised(), w)
+  np.testing.assert_array_equal(back, w)
+
+
+@pytest.mark.parametrize('format', LAYOUT)
+def test_values_that_are_not_finite_stay_not_finite(format):
+  w = np.ones(RAGGED, np.float32)
+  w[0, 0], w[1, 40] = np.nan, np.inf
+  _, back = round_trip(w, format)
+  assert not np.isfinite(back[0, 0])
+  assert not np.isfinite(back[1, 40])
 
 
 @pytest.mark.parametrize('format', ['pow2', 'mxfp8'])
 def test_power_of_two_scales_are_rounded_up(format):
   top = np.ldexp(np.float32(448), np.arange(-20, 12))
   x = np.stack([top, np.nextafter(top, np.float32(np.inf)), np.nextafter(top, np.float32(0))]).reshape(-1, 1)
-  codes, scale = quantise_groups(jnp.asarray(x), format)
-  np.testing.assert_array_equal(scale[32:64], 2 * scale[:32])  # the least above 448 needs the next scale
-  assert not fp8.saturated(jnp.asarray(x), scale).any()
+  codes, scale = quantise_groups(x, format)
+  np.testing.assert_array_equal(scale[32:64], 2 * scale[:32])  # the least number above 448 needs the next scale
+  assert not jax.jit(fp8.saturated)(x, scale).any()
   np.testing.assert_array_equal(np.asarray(codes, np.float32)[:, 0], np.repeat(np.float32([448, 224, 448]), 32))
 
 
-def test_what_is_not_finite_stays_visible():
-  w = np.ones((4, 64), np.float32)
-  w[0, 0], w[1, 40] = np.nan, np.inf
-  for format in LAYOUT:
-    values = np.asarray(quantise(jnp.asarray(w), format).dequantised())
-    assert not np.isfinite(values[0, 0])
-    assert not np.isfinite(values[1, 40])
+# --- products, trees, experts ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize('format', LAYOUT)
-def test_product_is_the_contract(format, dtype):
+def test_block_dot_equals_the_formula(format, dtype):
+  """docs/methods/fp8.md, eq. 4, in float64."""
   rows, group, _ = LAYOUT[format]
-  x, w = jnp.asarray(normal(2, 5, 200), dtype), quantise(jnp.asarray(normal(150, 200, seed=1, scale=0.02)), format)
+  x, w = jnp.asarray(normal(2, 5, 200), dtype), quantise(normal(150, 200, seed=1, scale=0.02), format)
   codes, scale = (np.asarray(a, np.float64).reshape(10, -1) for a in quantise_groups(x, format))
   weights, scale_w = np.asarray(w.codes, np.float64), np.asarray(w.scale, np.float64)
   expected = np.zeros((10, 150))
@@ -177,22 +213,34 @@ def test_product_is_the_contract(format, dtype):
     for k in range(-(-200 // group)):
       inner = codes[:, k * group : (k + 1) * group] @ weights[n, k * group : (k + 1) * group]
       expected[:, n] += inner * scale[:, k] * scale_w[n // rows, k]
-  y = jax.jit(block_dot)(x, w)
+  y = product(x, w)
   assert (y.dtype, y.shape) == (dtype, (2, 5, 150))
   tolerance = 1e-6 if dtype == jnp.float32 else 2**-8
   np.testing.assert_allclose(np.asarray(y, np.float64).reshape(10, 150), expected, rtol=tolerance, atol=1e-6)
-  plain = np.asarray(fake_groups(x.astype(jnp.float32), format)).reshape(10, 200) @ np.asarray(w.dequantised()).T
-  np.testing.assert_allclose(plain, expected, rtol=1e-5, atol=1e-5)
+  if dtype == jnp.float32:
+    values = round_trip(normal(150, 200, seed=1, scale=0.02), format)[1]
+    plain = np.asarray(fake_groups(x, format)).reshape(10, 200) @ np.asarray(values).T
+    np.testing.assert_allclose(plain, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_error_of_a_product():
   x, w = normal(256, 1024), half(normal(1024, 1024, seed=1, scale=0.02))
-  y = block_dot(jnp.asarray(x), quantise(jnp.asarray(w, jnp.float32), 'float32'))
+  y = product(x, quantise(w.astype(np.float32), 'float32'))
   assert error(y, x.astype(np.float64) @ w.T) == pytest.approx(0.037, abs=1e-3)
 
 
+def test_a_token_is_quantised_as_if_it_were_alone():
+  """Bit for bit: a token's codes and scales depend on no other token."""
+  x = normal(16, 200)
+  codes, scale = quantise_groups(x, 'float32')
+  for i in (0, 7, 15):
+    alone, of_one = quantise_groups(np.repeat(x[i : i + 1], 16, axis=0), 'float32')
+    np.testing.assert_array_equal(np.asarray(alone).view(np.uint8)[3], np.asarray(codes).view(np.uint8)[i])
+    np.testing.assert_array_equal(of_one[3], scale[i])
+
+
 def test_a_quantised_weight_is_a_tree_of_its_arrays():
-  q = quantise(jnp.ones((4, 32)), 'mxfp8')
+  q = quantise(np.ones((4, 32), np.float32), 'mxfp8')
   leaves, tree = jax.tree.flatten(q)
   assert [leaf.dtype for leaf in leaves] == [jnp.float8_e4m3fn, jnp.float32]
   again = jax.tree.unflatten(tree, leaves)
@@ -202,10 +250,9 @@ def test_a_quantised_weight_is_a_tree_of_its_arrays():
 
 @pytest.mark.parametrize('format', LAYOUT)
 def test_experts_are_quantised_each_by_itself(format):
-  w = jnp.asarray(normal(3, 200, 140) * np.array([1, 1e-3, 50])[:, None, None], jnp.float32)
-  together = quantise(w, format)
-  for x, apart in enumerate(quantise(expert, format) for expert in w):
-    np.testing.assert_array_equal(fp8.to_bytes(together.codes[x]), fp8.to_bytes(apart.codes))
+  w = (normal(3, 200, 140) * np.array([1, 1e-3, 50])[:, None, None]).astype(np.float32)
+  together, values = round_trip(w, format)
+  for x, (apart, of_one) in enumerate(round_trip(expert, format) for expert in w):
+    np.testing.assert_array_equal(np.asarray(together.codes[x]).view(np.uint8), np.asarray(apart.codes).view(np.uint8))
     np.testing.assert_array_equal(together.scale[x], apart.scale)
-    np.testing.assert_array_equal(together.dequantised()[x], apart.dequantised())
-    np.testing.assert_array_equal(together.emulated().values[x], apart.emulated().values)
+    np.testing.assert_array_equal(values[x], of_one)

@@ -1,4 +1,4 @@
-"""e4m3 against ml_dtypes' cast and float64 arithmetic in numpy."""
+"""Casts to e4m3 against those of ml_dtypes and float64 arithmetic in numpy."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Conversations as ids: turn by turn they are what the chat template writes of the whole, and no answer is encoded twice."""
+"""Codecs: the ids of the turns are those of the whole conversation, and no answer is encoded twice."""
 
 import json
 
@@ -36,7 +36,7 @@ def tokenizer(folder, template=None):
 
 
 def conversation(codec, tokens, end):
-  """The ids of TALK as an engine is given them, each answer ended by `end`; the last one is left as it is."""
+  """The ids of TALK as an engine reads them. `end` follows each answer but the last."""
   ids, answer = codec.opening(TALK[0]), []
   for i, part in enumerate(TALK[1:], 1):
     if isinstance(part, str):
@@ -57,7 +57,7 @@ def messages(system):
 @pytest.mark.parametrize('end', ['<eos>', ''], ids=['its turn ended', 'cut short'])
 @pytest.mark.parametrize('system', [None, 'Be brief.'])
 @pytest.mark.parametrize('template', [None, CHATML], ids=['tiny', 'chatml'])
-def test_turn_by_turn_the_ids_are_those_of_the_whole_conversation(tmp_path, template, system, end):
+def test_the_ids_of_the_turns_are_those_of_the_whole_conversation(tmp_path, template, system, end):
   tokens = tokenizer(tmp_path, template)
   whole = tokens.render(messages(system), add_generation_prompt=False)
   closing = '<eos>\n' if template else '<eos>'
@@ -80,8 +80,8 @@ def test_a_conversation_by_hand(tmp_path):
   assert codec.text(ended) == codec.text(short) == 'a'
 
 
-def test_answers_are_not_told_apart_by_what_they_say(tmp_path):
-  """What stands between two answers is the same for all of them: none is rendered or encoded again."""
+def test_the_ids_between_answers_do_not_depend_on_their_text(tmp_path):
+  """No answer is rendered or encoded again."""
   tokens = tokenizer(tmp_path)
   codec = ChatCodec(tokens)
   said = [tokens.encode(text) for text in ('a', 'long ' * 50, '{{ messages }}', 'answer')]
@@ -97,7 +97,7 @@ def test_a_template_without_end_of_turn_tokens_can_be_continued(tmp_path):
     assert tokens.decode(ids) == 'user: u\nassistant: a\nuser: u\nassistant: '
 
 
-def test_a_template_may_say_the_system_message_again(tmp_path):
+def test_a_template_may_repeat_the_system_message(tmp_path):
   again = "{% if m.role == 'user' and messages[0].role == 'system' %}{{ messages[0].content + ' ' }}{% endif %}"
   tokens = tokenizer(tmp_path, CHATML.replace('{{', again + '{{', 1))
   user, answer = [{'role': 'user', 'content': 'u'}], tokens.encode('a<eos>')
@@ -114,7 +114,7 @@ def test_a_template_may_say_the_system_message_again(tmp_path):
     (CHATML.replace('m.content', 'm.content + m.content'), 2),
   ],
 )
-def test_a_template_that_does_not_write_earlier_answers_as_they_are_is_refused(tmp_path, template, times):
+def test_a_template_that_changes_earlier_answers_is_refused(tmp_path, template, times):
   tokens = tokenizer(tmp_path, template)
   with pytest.raises(TokenizerError, match=f'writes an earlier answer {times} times, expected once') as error:
     ChatCodec(tokens)
@@ -127,11 +127,11 @@ def test_a_tokenizer_without_a_template_is_refused(tmp_path):
   settings = json.loads(file.read_text())
   del settings['chat_template']
   file.write_text(json.dumps(settings))
-  with pytest.raises(TokenizerError, match='no chat template'):
+  with pytest.raises(TokenizerError, match=r'no chat_template\.jinja.*config\.task\.chat'):
     ChatCodec(Tokenizer.load(tmp_path))
 
 
-def test_plain_texts_are_a_line_each(tmp_path):
+def test_each_plain_message_is_a_line(tmp_path):
   tokens = tokenizer(tmp_path)
   codec = PlainCodec(tokens)
   ids = conversation(codec, tokens, '')

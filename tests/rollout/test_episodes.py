@@ -1,37 +1,38 @@
-"""Episodes, driven by hand and by the scheduler: what is asked, what is learned from, and that environments are let go of.
+"""Episodes, driven by hand and by the scheduler: what they ask for, what is trained on, and that environments are closed.
 
-The ids of a conversation are put together here a second time, from the environment's own words and the answers.
+The ids of a conversation are put together here a second time, from the environment's own texts and the answers.
 """
 
+import itertools
 import threading
 import time
 from collections import Counter
-from concurrent.futures import Executor, Future
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from pools import Inline
+from simulation import Clock, SimulatedEngine
 
+from sprl.config import Rollout
 from sprl.io.tokenizer import Tokenizer, write_tiny
 from sprl.rollout.codec import PlainCodec
 from sprl.rollout.episodes import EpisodeError, Generate, Limits, Work, answered, conversation
-from sprl.rollout.lanes import Lanes
+from sprl.rollout.prompts import ConversationSource, seeds
 from sprl.rollout.scheduler import Scheduler
-from sprl.rollout.simulation import Clock, SimulatedEngine
-from sprl.rollout.sources import Conversations, seeds
-from sprl.settings import Rollout
+from sprl.tasks import environment_pool
 from sprl.tasks.environments.frozen_lake import FrozenLake
 from sprl.tasks.environments.latency import faulty
 from sprl.tasks.environments.protocol import Outcome, checked_reset, checked_step, episode_metrics, turn_messages
-from sprl.tasks.executors import Daemon
-from sprl.trajectory import Completion, Request
+from sprl.types import Completion, Request
 
 WIDE = Limits(turns=10, turn_tokens=100, max_prompt=1000, max_tokens=1000)
 
 
 class Letters:
-  """A codec in which a character is its own id: messages end in `/`, answers begin after `>`."""
+  """A codec in which each character is its own id. Messages end in `/`, answers begin after `>`."""
 
   def opening(self, messages):
     return [ord(c) for c in self._told(messages)]
@@ -51,7 +52,7 @@ def ids(text):
 
 
 def completion(wanted, text, version=0, finish='stop'):
-  """An answer of that text; its records say at which place of the sequence each token is."""
+  """An answer of that text. Its records tell the position of each token in the sequence."""
   places = len(wanted.prompt) + len(wanted.given) + np.arange(len(text), dtype=np.int32)
   request = Request(5, 2, wanted.prompt, wanted.max_tokens, wanted.given)
   return Completion(request, ids(text), -(places / 8).astype(np.float32), np.full(len(text), version, np.int32), places, finish)
@@ -62,7 +63,7 @@ def step(observation, reward=0.0, done=False, **info):
 
 
 class Talk:
-  """An episode with the scripted outcomes, and the answers that it is given; `asked` is all that it wanted."""
+  """An episode with scripted outcomes and answers. `asked` has everything that the episode yielded."""
 
   def __init__(self, answers, outcomes, limits=WIDE, first=('first', {})):
     self.answers, self.outcomes, self.first = iter(answers), iter(outcomes), first
@@ -74,7 +75,7 @@ class Talk:
     self.released += 1
 
   def run(self, turns=None):
-    """Up to its end, or after so many answers of what is asked."""
+    """Runs the episode to its end, or through `turns` of its requests."""
     wanted = next(self.episode)
     try:
       while turns is None or len(self.asked) < turns:
@@ -117,7 +118,7 @@ def test_an_answer_is_generated_and_graded():
 # --- a conversation, by hand -----------------------------------------------------------------------------------------
 
 
-def test_a_conversation_is_one_sequence_whose_tokens_know_where_they_are_from():
+def test_a_conversation_is_one_sequence_with_a_record_of_each_token():
   talk = Talk(
     ['up.', ('down', 1, 'length'), ('left.', 2)],
     [step('wall', 0.25), step('ice', -0.5, suffix='Go on.'), step('goal', 1.0, True)],
@@ -144,8 +145,8 @@ def test_a_conversation_is_one_sequence_whose_tokens_know_where_they_are_from():
   assert talk.released == 1
 
 
-def test_an_engine_is_asked_with_the_ids_that_are_trained_on():
-  """Token in, token out: each request continues what the last one drew, and the last is the trajectory."""
+def test_engines_read_the_ids_that_are_trained_on():
+  """Token in, token out: each request continues the one before, and the last one is the trajectory."""
   talk = Talk(['a', 'bb.', 'ccc'], [step('x'), step('y'), step('z', done=True)]).run()
   whole = talk.trajectory.tokens.tolist()
   consumed = [np.concatenate([w.prompt, w.given]).tolist() for w in talk.generated]
@@ -155,14 +156,14 @@ def test_an_engine_is_asked_with_the_ids_that_are_trained_on():
   assert whole == consumed[-1] + ids('ccc').tolist()
 
 
-def test_metrics_of_the_steps_are_those_of_the_episode():
+def test_the_metrics_of_the_steps_become_those_of_the_episode():
   first = {'metrics': {'valid': 1, 'success': 0}, 'metrics_agg_mode': {'success': 'last'}}
   last = {'metrics': {'valid': 0, 'success': 1}, 'metrics_agg_mode': {'success': 'last'}}
   talk = Talk('ab', [step('x', **first), step('y', done=True, **last)]).run()
   assert talk.trajectory.metrics == {'valid': 0.5, 'success': 1.0}
 
 
-def test_an_episode_ends_where_its_environment_says_so_in_either_way():
+def test_an_episode_ends_when_terminated_or_truncated():
   for end in (Outcome('o', 1.0, True, False, {}), Outcome('o', 1.0, False, True, {})):
     talk = Talk('abc', [end]).run()
     assert (len(talk.generated), talk.trajectory.finish, talk.trajectory.reward) == (1, 'stop', 1.0)
@@ -171,7 +172,7 @@ def test_an_episode_ends_where_its_environment_says_so_in_either_way():
 def test_turns_run_out():
   talk = Talk('abcd', [step('x', 1.0)] * 4, replace(WIDE, turns=3)).run()
   assert len(talk.generated) == 3
-  assert ''.join(map(chr, talk.trajectory.completion)) == 'a.x/>b.x/>c'  # nobody answers the last observation
+  assert ''.join(map(chr, talk.trajectory.completion)) == 'a.x/>b.x/>c'  # without the last observation
   assert (talk.trajectory.finish, talk.trajectory.rewards) == ('turns', (1.0, 1.0, 1.0))
 
 
@@ -181,7 +182,7 @@ def test_tokens_run_out():
   assert [w.max_tokens for w in talk.generated] == [4, 2]  # .x/> is four tokens
   assert ''.join(map(chr, talk.trajectory.completion)) == 'aaaa.x/>bb'
   assert talk.trajectory.finish == 'length'
-  long = Talk(['a', 'b'], [step('a long observation')] * 2, limits).run()  # leaves room for no second answer
+  long = Talk(['a', 'b'], [step('a long observation')] * 2, limits).run()  # no room for a second answer
   assert ''.join(map(chr, long.trajectory.completion)) == 'a'
   assert len(long.trajectory.rewards) == 1
 
@@ -202,21 +203,21 @@ def test_no_conversation_is_longer_than_its_limits():
     assert all(1 <= w.max_tokens <= limits.turn_tokens for w in talk.generated)
     assert len(t.completion) <= limits.max_tokens
     assert t.mask[-1]
-    if t.finish != 'stop':  # of the two limits, that which cut it
+    if t.finish != 'stop':  # the limit that was reached
       assert (t.finish == 'turns') == (len(talk.generated) == limits.turns)
 
 
-def test_a_first_observation_that_does_not_fit_is_an_error_by_name():
+def test_a_first_observation_that_is_too_long_is_refused():
   talk = Talk([], [], replace(WIDE, max_prompt=6))
-  with pytest.raises(EpisodeError, match=r'makes 7 tokens; config\.sampling\.max_prompt = 6'):
+  with pytest.raises(EpisodeError, match=r'config\.sampling\.max_prompt = 6: expected at least 7'):
     talk.run()
   assert talk.released == 1
   assert Talk('a', [step('x', done=True)], replace(WIDE, max_prompt=7)).run().trajectory is not None
 
 
 @pytest.mark.parametrize('asked', range(1, 6))
-def test_an_episode_that_is_closed_early_lets_go_of_its_environment(asked):
-  """Whatever it waits for: an environment's reset, an answer, a step."""
+def test_an_episode_that_is_closed_early_releases_its_environment(asked):
+  """It may wait for a reset, an answer or a step."""
   talk = Talk('ab', [step('x'), step('y', done=True)]).run(turns=asked - 1)
   assert talk.released == 0
   talk.episode.close()
@@ -225,7 +226,7 @@ def test_an_episode_that_is_closed_early_lets_go_of_its_environment(asked):
 
 
 @pytest.mark.parametrize('asked', range(1, 6))
-def test_an_episode_that_raises_lets_go_of_its_environment(asked):
+def test_an_episode_that_raises_releases_its_environment(asked):
   talk = Talk('ab', [step('x'), step('y', done=True)]).run(turns=asked - 1)
   with pytest.raises(ZeroDivisionError):
     talk.episode.throw(ZeroDivisionError())
@@ -239,7 +240,7 @@ DIRECTIONS = ('Left', 'Down', 'Right', 'Up')
 
 
 def said(uid, attempt, turn):
-  """What the model answers at that turn: most often a direction, and often its own end of the turn."""
+  """The answer at a turn: usually a direction, and often with the end of the turn."""
   rng = np.random.default_rng([uid, attempt, turn])
   text = f'<answer>{rng.choice(DIRECTIONS)}</answer>' if rng.random() < 0.8 else 'I do not know'
   return text + '<eos>' * bool(rng.random() < 0.5)
@@ -253,7 +254,7 @@ def tokens(tmp_path_factory):
 
 
 def replayed(tokens, seed, answers, env):
-  """What a conversation of these answers is: (ids, mask, rewards, metrics), from the environment itself."""
+  """(ids, mask, rewards, metrics, whether it is over) of a conversation with these answers, from the environment itself."""
   observation, info = checked_reset(env, seed)
   written, mask, outcomes = [], [], []
 
@@ -271,9 +272,7 @@ def replayed(tokens, seed, answers, env):
   return written, mask, tuple(o.reward for o in outcomes), metrics, outcomes[-1].done
 
 
-def test_the_same_seed_and_actions_are_the_same_trajectory(tokens):
-  """async_rollouts 13.9."""
-
+def test_the_same_seed_and_answers_make_the_same_trajectory(tokens):
   def play(seed, uid):
     env, turn = FrozenLake(), 0
     limits = Limits(turns=10, turn_tokens=64, max_prompt=1000, max_tokens=3000)
@@ -303,21 +302,6 @@ def test_the_same_seed_and_actions_are_the_same_trajectory(tokens):
     assert one.reward == pytest.approx(sum(rewards))
 
 
-class Inline(Executor):
-  """Computes at once, in the thread that asks: no run of it differs from another."""
-
-  def submit(self, fn, /, *args, **kwargs):
-    future: Future = Future()
-    try:
-      future.set_result(fn(*args, **kwargs))
-    except Exception as error:
-      future.set_exception(error)
-    return future
-
-  def shutdown(self, wait=True, *, cancel_futures=False):
-    pass
-
-
 class Talking(SimulatedEngine):
   """Says what `said` says, in the time of the simulation; remembers what it was asked."""
 
@@ -340,35 +324,35 @@ class Talking(SimulatedEngine):
 
 
 class Played:
-  """A run of the scheduler over a lake: its groups, and what there was besides."""
+  """A run of the scheduler over frozen lakes: its groups, and the environments that it made and closed."""
 
-  def __init__(self, tokens, start, make=FrozenLake, steps=5, limit=3600.0, gate=None, **rollout):
+  def __init__(self, tokens, make=FrozenLake, steps=5, limit=3600.0, gate=None, **rollout):
     self.made = self.closed = 0
     self.lock = threading.Lock()
-    clock = Clock()
-    limits = Limits(turns=8, turn_tokens=64, max_prompt=1000, max_tokens=3000)
-    self.groups = []
-    with Lanes(lambda salt: self.counted(make, salt), 4, start, limit) as lanes:
-      source = Conversations(lambda n: seeds(40, n, False, False), limits, PlainCodec(tokens), lanes.release, FrozenLake(), limit)
+    clock, limits, self.groups = Clock(), Limits(turns=8, turn_tokens=64, max_prompt=1000, max_tokens=3000), []
+    with environment_pool.environment_pool(lambda: self.counted(make()), 4, limit) as pool:
+      source = ConversationSource(
+        lambda n: seeds(40 + n, False, False), limits, PlainCodec(tokens), pool.release, FrozenLake(), limit
+      )
       self.engine = Talking(clock, 4, tokens, chunk=0.2)
       settings = Rollout(prompts=2, group=3, **rollout)
-      scheduler = Scheduler([self.engine], lanes, source, settings, clock, steps * settings.prompts)
+      scheduler = Scheduler([self.engine], pool, source, settings, clock, steps * settings.prompts)
       for _ in range(steps):
         self.groups += scheduler.batch()
         for _ in range(3):
           if not scheduler.idle:
-            scheduler.pump()
+            scheduler.pump(patience=0.01)
         scheduler.sync([None])
       assert scheduler.idle
       self.counts, self.source = scheduler.counts, source
       if gate is not None:
-        gate.set()  # calls that hung return after all
-      end = time.monotonic() + 30  # environments are closed in their lanes
-      while self.closed < self.made and time.monotonic() < end:
-        time.sleep(0.01)
+        gate.set()  # the calls that hang return at last
+    end = time.monotonic() + 30  # a thread closes its environments when it ends
+    while self.closed < self.made and time.monotonic() < end:
+      time.sleep(0.01)
 
-  def counted(self, make, salt):
-    played, env = self, make() if make is FrozenLake else make(salt)
+  def counted(self, env):
+    played = self
 
     class Counted:
       name, reset, step = 'lake', staticmethod(env.reset), staticmethod(env.step)
@@ -386,16 +370,16 @@ class Played:
     return [t for group in self.groups for t in group.trajectories]
 
   def check(self, tokens):
-    """What every trajectory must be, whatever the order of events was."""
+    """Compares every trajectory with the environment alone, whatever the order of events was."""
     for group in self.groups:
       opening = self.source.prompt(group.number).tolist()
       for t in group.trajectories:
-        assert t.tokens[: t.prompt_length].tolist() == opening  # the members' first observation is one
+        assert t.tokens[: t.prompt_length].tolist() == opening  # the members share the first observation
         attempt = max(a for uid, a in self.engine.asked if uid == t.uid)
         asked = self.engine.asked[t.uid, attempt]
         starts = sorted({r.start - r.resumed for r in asked})
         answers = [said(t.uid, attempt, turn) for turn in range(len(starts))]
-        written, mask, rewards, metrics, done = replayed(tokens, seeds(40, group.number, False, False), answers, FrozenLake())
+        written, mask, rewards, metrics, done = replayed(tokens, seeds(40 + group.number, False, False), answers, FrozenLake())
         assert t.tokens.tolist() == written
         assert t.mask.tolist() == mask
         assert (t.rewards, t.metrics) == (rewards, metrics)
@@ -412,30 +396,38 @@ class Played:
         assert t.version[t.mask][0] >= t.start_version == group.start_version
 
 
-def test_conversations_under_the_scheduler_are_those_of_the_environment_alone(tokens):
-  played = Played(tokens, Inline, async_ratio=1.0)
+def test_scheduled_conversations_are_those_of_the_environment_alone(tokens, monkeypatch):
+  monkeypatch.setattr(environment_pool, 'starter', lambda executor, load: partial(Inline, load))  # the same in every run
+  played = Played(tokens, async_ratio=1.0)
   played.check(tokens)
   assert [g.number for g in played.groups] == list(range(10))
   assert len({tuple(t.tokens[: t.prompt_length]) for t in played.trajectories}) == 10
-  assert len({tuple(t.tokens) for t in played.trajectories}) > 20  # members differ in what they answer
+  assert len({tuple(t.tokens) for t in played.trajectories}) > 20  # members differ in their answers
   assert any(len(set(t.version[t.mask])) > 1 for t in played.trajectories)
   assert played.counts['resumed_tokens'] > 0
-  assert played.made == played.closed == 30
-  threads = Played(tokens, Daemon, async_ratio=1.0)
-  threads.check(tokens)
-  alone = {t.uid: t.tokens.tolist() for t in played.trajectories}
-  assert {t.uid: t.tokens.tolist() for t in threads.trajectories} == alone
-  assert threads.made == threads.closed == 30
+  assert played.made == 30
 
 
-def test_conversations_with_faults_and_hangs_end_and_are_told(tokens, caplog):
-  """async_rollouts 13.10: members that fail are tried again or given up, and what is handed over is whole."""
+class Unreliable:
+  """A lake that raises or hangs, by its seed and the number of lakes that were reset to it before."""
+
+  def __init__(self, gate, resets):
+    self.gate, self.resets, self.env = gate, resets, FrozenLake()
+
+  def reset(self, seed):
+    salt = 100 * next(self.resets[seed])
+    self.env = faulty(FrozenLake(), raising=0.05, hanging=0.02, salt=salt, sleep=lambda seconds: self.gate.wait(60))
+    return self.env.reset(seed)
+
+  def step(self, action):
+    return self.env.step(action)
+
+
+def test_conversations_with_faults_and_hangs_are_whole(tokens, caplog):
+  """Members that fail are retried or given up; the trajectories that are handed over are complete."""
   gate = threading.Event()
-
-  def make(salt):
-    return faulty(FrozenLake(), raising=0.05, hanging=0.02, salt=salt, sleep=lambda seconds: gate.wait(60))
-
-  played = Played(tokens, Daemon, make, limit=0.3, gate=gate, async_ratio=1.0, retries=1)
+  resets = {seeds(40 + number, False, False): itertools.count() for number in range(100)}  # atomic, for threads
+  played = Played(tokens, partial(Unreliable, gate, resets), limit=0.15, gate=gate, async_ratio=1.0)
   played.check(tokens)
   assert played.made == played.closed
   counts = Counter(played.counts)
@@ -444,4 +436,4 @@ def test_conversations_with_faults_and_hangs_end_and_are_told(tokens, caplog):
   assert counts['started'] == 10 + counts['failed']
   assert len(played.groups) == 10
   assert any('InjectedFault' in record.getMessage() for record in caplog.records)
-  assert any('config.environment.time_limit' in record.getMessage() for record in caplog.records)
+  assert any('config.task.time_limit' in record.getMessage() for record in caplog.records)

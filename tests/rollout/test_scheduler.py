@@ -1,7 +1,7 @@
-"""The scheduler under a virtual clock: credits and window hold whatever happens, nothing is lost, nothing deadlocks.
+"""The scheduler on a virtual clock: the window's invariants hold, no group is lost, nothing deadlocks.
 
-Durations, failures, filters and aborts are drawn at random; engine and workers only take time (rollout/simulation.py). What is
-checked is counted here, from what the scheduler hands over, not read from its own counters alone.
+Durations, failures, filters and aborts are drawn at random. Engines and workers only take time (benchmarks/simulation.py). The
+checks count groups as the scheduler hands them over; they do not rely on its own counters alone.
 """
 
 import math
@@ -12,23 +12,39 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulation import Clock, Episodes, SimulatedEngine, SimulatedWorkers
 
+from sprl.config import Rollout
 from sprl.rollout.episodes import Generate, Work, answered
-from sprl.rollout.scheduler import Failure, Scheduler, Stalled
-from sprl.rollout.simulation import Clock, SimulatedEngine, SimulatedWorkers
-from sprl.settings import Rollout
-from sprl.trajectory import NOTHING, Trajectory
+from sprl.rollout.scheduler import RETRIES, Scheduler, Stalled
+from sprl.tasks.worker_pool import Failure
+from sprl.types import NOTHING, Trajectory
 
 TOKENS = 100
 
+pytestmark = pytest.mark.usefixtures('unchecked')
+
 
 class World:
-  """A scheduler in a simulated cluster, and a record of what went through it.
+  """A scheduler in a simulated cluster, and a record of the groups that it handed over.
 
-  Request durations are log-normal by (uid, attempt), rewards random by uid, and a share of the gradings fails or hangs.
+  Durations are log-normal by (uid, attempt), rewards random by uid, and a share of the gradings fails or hangs.
   """
 
-  def __init__(self, rollout, capacity=8, engines=1, seed=0, fails=0.0, steps=None, chunk=0.0, sigma=1.0, turns=1, grading=0.5):
+  def __init__(
+    self,
+    rollout,
+    capacity=8,
+    engines=1,
+    seed=0,
+    fails=0.0,
+    steps=None,
+    chunk=0.0,
+    sigma=1.0,
+    turns=1,
+    grading=0.5,
+    retries=RETRIES,
+  ):
     self.clock, self.rollout, self.turns = Clock(), rollout, turns
     self.draw = lambda *key: np.random.default_rng([seed, *map(int, key)])
     self.fails, self.attempts = fails, Counter()
@@ -43,24 +59,19 @@ class World:
       for _ in range(engines)
     ]
     groups = None if steps is None else steps * rollout.prompts
-    self.scheduler = Scheduler(self.engines, self.workers, self.source, rollout, self.clock, groups)
-    self.opened: list[int] = []
-    self.consumed: list[tuple[int, int, int]] = []  # (version it was consumed at, number, version it was started under)
+    self.scheduler = Scheduler(self.engines, self.workers, Episodes(self.episode), rollout, self.clock, groups, retries=retries)
+    self.consumed: list[tuple[int, int, int]] = []  # (version at the update, number, version at the start)
 
   def result(self, call):
     uid, attempt = call
     if self.draw(3, uid, attempt).random() < self.fails:
-      return Failure('hang' if uid % 2 else 'error', f'call {uid % 3}')
+      return Failure('timeout' if uid % 2 else 'error', f'call {uid % 3}')
     return SimpleNamespace(score=float(self.draw(4, uid).integers(0, 2)), status='ok')
 
-  def source(self, number):
-    def make(uid, attempt):
-      if self.turns == 1:
-        return answered(np.array([number % 97]), TOKENS, lambda c: (c.request.uid, c.request.attempt))
-      return self.talk(number)
-
-    self.opened.append(number)
-    return make
+  def episode(self, number, uid, attempt):
+    if self.turns == 1:
+      return answered(np.array([number % 97]), TOKENS, lambda c: (c.request.uid, c.request.attempt))
+    return self.talk(number)
 
   def talk(self, number):
     given, reward = NOTHING, 0.0
@@ -71,7 +82,7 @@ class World:
     return Trajectory.of(completion, reward=reward)
 
   def check(self):
-    """I1 and I2, and that every group is accounted for."""
+    """Checks I1 and I2, and that every group is accounted for."""
     w, r = self.scheduler.window, self.rollout
     ahead = round(r.async_ratio * r.prompts)
     assert w.started - w.refunded <= (w.version + 1) * r.prompts + ahead + r.extra_prompts
@@ -84,7 +95,7 @@ class World:
     assert counts['started'] == fates + len(self.scheduler._groups)
 
   def step(self, train=1.0):
-    """One step of the controller: batch, train while rollouts go on, sync."""
+    """Takes one step of the controller: batch, train while rollouts continue, sync."""
     w = self.scheduler.window
     while w.ready() is None:
       self.scheduler.pump()
@@ -113,13 +124,12 @@ rollouts = st.builds(
   async_ratio=st.sampled_from([0.0, 0.2, 0.3, 0.5, 1.0, 1.1, 2.0, 4.0]),
   order=st.sampled_from(['start', 'deadline']),
   sync=st.sampled_from(['recompute', 'keep', 'drain']),
-  replica_routing=st.sampled_from(['affinity', 'spread']),
   extra_members=st.integers(0, 2),
-  query_filter=st.sampled_from(['none', 'std', 'mean']),
-  max_running=st.sampled_from([0, 5]),
-  retries=st.integers(0, 2),
+  equal_groups=st.sampled_from(['train', 'replace']),
 ).filter(
-  lambda r: abs(r.async_ratio * r.prompts - round(r.async_ratio * r.prompts)) < 1e-9 and (r.group > 1 or r.query_filter == 'none')
+  lambda r: (
+    abs(r.async_ratio * r.prompts - round(r.async_ratio * r.prompts)) < 1e-9 and (r.group > 1 or r.equal_groups == 'train')
+  )
 )
 redundant = st.builds(
   Rollout,
@@ -131,15 +141,14 @@ redundant = st.builds(
   replicate_prompts=st.booleans(),
   extra_prompts=st.sampled_from([0, 1, 3]),
   extra_members=st.integers(0, 2),
-  query_filter=st.sampled_from(['none', 'std']),
-  retries=st.integers(0, 2),
-).filter(lambda r: (r.group > 1 or r.query_filter == 'none') and (r.replicate_prompts or not r.async_ratio or r.group == 1))
+  equal_groups=st.sampled_from(['train', 'replace']),
+).filter(lambda r: (r.group > 1 or r.equal_groups == 'train') and (r.replicate_prompts or not r.async_ratio or r.group == 1))
 
 
 @settings(max_examples=20, deadline=None)
 @given(rollouts, st.integers(0, 1000), st.sampled_from([0.0, 0.2]), st.sampled_from([1, 2]), st.integers(1, 3))
-def test_credits_and_window_hold_and_nothing_is_discarded_for_its_age(rollout, seed, fails, engines, turns):
-  """async_rollouts 13.2 and 13.3: I1, I2, I3 under random durations, filters, aborts and failures; zero expired groups."""
+def test_window_invariants_hold_and_no_group_expires(rollout, seed, fails, engines, turns):
+  """I1, I2 and I3 under random durations, filters, aborts and failures."""
   world = World(rollout, seed=seed, fails=fails, engines=engines, turns=turns, capacity=6)
   for _ in range(6):
     groups = world.step()
@@ -157,7 +166,7 @@ def test_credits_and_window_hold_and_nothing_is_discarded_for_its_age(rollout, s
 
 @pytest.mark.parametrize('alpha', [0.0, 1.0, 2.0, 4.0])
 @pytest.mark.parametrize('order', ['start', 'deadline'])
-def test_the_oldest_sample_is_as_old_as_the_window_allows_and_no_older(alpha, order):
+def test_the_oldest_group_reaches_the_window_and_no_more(alpha, order):
   world = World(Rollout(prompts=4, group=2, async_ratio=alpha, order=order), capacity=4, sigma=1.5)
   for _ in range(30):
     world.step(train=4.0)
@@ -165,8 +174,8 @@ def test_the_oldest_sample_is_as_old_as_the_window_allows_and_no_older(alpha, or
   assert world.scheduler.counts['expired'] == 0
 
 
-def test_the_fastest_first_without_eviction_become_older_than_the_window(monkeypatch):
-  """async_rollouts 13.3: why order completion must drop what expires."""
+def test_order_completion_must_drop_expired_groups(monkeypatch):
+  """Without the drops its groups become older than the window."""
   rollout = Rollout(prompts=4, group=1, async_ratio=1.0, order='completion', sync='keep')
   world = World(rollout, capacity=8, sigma=2.0)
   for _ in range(60):
@@ -181,19 +190,19 @@ def test_the_fastest_first_without_eviction_become_older_than_the_window(monkeyp
 
 
 @pytest.mark.parametrize('alpha', [0.0, 1.0])
-def test_redundant_prompts_are_dropped_once_a_batch_is_there(alpha):
+def test_redundant_groups_are_dropped_after_a_batch(alpha):
   rollout = Rollout(prompts=4, group=2, async_ratio=alpha, order='completion', extra_prompts=3)
   world = World(rollout, capacity=32, sigma=1.5)
   for _ in range(10):
     world.step()
-    assert world.scheduler.window.live <= 4 * alpha + 4  # what was surplus is gone; the next version's extras may have come
+    assert world.scheduler.window.live <= 4 * alpha + 4  # without the surplus; the next version's groups may have started
   counts = world.scheduler.counts
   assert counts['surplus'] > 0
   assert counts['consumed'] == 40
   assert max(world.ages) <= alpha
 
 
-def test_redundant_members_leave_the_slowest_out():
+def test_redundant_members_leave_out_the_slowest():
   world = World(Rollout(prompts=4, group=3, extra_members=2), capacity=40, sigma=1.5, grading=0.0)
   for group in world.step():
     durations = {uid: world.draw(2, uid, 0).lognormal(0, 1.5) for uid in range(group.number * 5, group.number * 5 + 5)}
@@ -201,30 +210,29 @@ def test_redundant_members_leave_the_slowest_out():
     assert [t.uid for t in group.trajectories] == sorted(t.uid for t in group.trajectories)
 
 
-@pytest.mark.parametrize('query_filter', ['std', 'mean'])
-def test_filtered_groups_are_replaced_and_refunded(query_filter):
-  world = World(Rollout(prompts=4, group=2, query_filter=query_filter), capacity=16)
+def test_groups_of_equal_rewards_are_replaced_and_refunded():
+  world = World(Rollout(prompts=4, group=2, equal_groups='replace'), capacity=16)
   for _ in range(5):
     for group in world.step():
       assert len({t.reward for t in group.trajectories}) == 2
   assert world.scheduler.window.refunded == world.scheduler.counts['filtered'] > 0
 
 
-def test_a_filter_that_lets_nothing_pass_ends_the_run():
-  world = World(Rollout(prompts=2, group=2, query_filter='std', filter_std=1.0), capacity=16)
-  with pytest.raises(Stalled, match=r"\d+ groups in a row were filtered out .*query_filter = 'std'"):
+def test_a_filter_that_passes_nothing_ends_the_run():
+  world = World(Rollout(prompts=2, group=2, equal_groups='replace'), capacity=16)
+  world.workers._result = lambda call: SimpleNamespace(score=1.0, status='ok')
+  with pytest.raises(Stalled, match=r"\d+ groups in a row were .*config\.rollout\.equal_groups = 'replace'"):
     world.step()
 
 
 def test_graders_that_always_fail_end_the_run_with_their_reason():
-  world = World(Rollout(prompts=2, group=2, retries=1), capacity=16, fails=1.0)
+  world = World(Rollout(prompts=2, group=2), retries=1, capacity=16, fails=1.0)
   with pytest.raises(Stalled, match=r'\d+ groups in a row were given up .* because call \d'):
     world.step()
 
 
-def test_without_refunds_the_scheduler_says_that_it_is_stuck(monkeypatch):
-  """async_rollouts 13.7 and trap 2."""
-  world = World(Rollout(prompts=4, group=2, query_filter='std', async_ratio=1.0), capacity=16)
+def test_missing_refunds_end_the_run(monkeypatch):
+  world = World(Rollout(prompts=4, group=2, equal_groups='replace', async_ratio=1.0), capacity=16)
   window = world.scheduler.window
   monkeypatch.setattr(window, 'refund', lambda number: window.running.pop(number, None) or window.complete.pop(number))
 
@@ -237,8 +245,8 @@ def test_without_refunds_the_scheduler_says_that_it_is_stuck(monkeypatch):
     train()
 
 
-def test_a_member_that_fails_is_tried_again_with_other_random_numbers_and_its_group_given_up_after_that(caplog):
-  world = World(Rollout(prompts=4, group=2, retries=1), capacity=16, fails=0.4)
+def test_failed_members_are_retried_then_their_group_is_dropped(caplog):
+  world = World(Rollout(prompts=4, group=2), retries=1, capacity=16, fails=0.4)
   for _ in range(6):
     for group in world.step():
       for t in group.trajectories:
@@ -247,11 +255,11 @@ def test_a_member_that_fails_is_tried_again_with_other_random_numbers_and_its_gr
   assert counts['errors'] > 0
   assert counts['hung'] > 0
   assert counts['failed'] == world.scheduler.window.refunded > 0
-  assert sum('said once' in r.getMessage() for r in caplog.records) == 3  # one line for each of three reasons
+  assert sum('logged once' in r.getMessage() for r in caplog.records) == 3  # one line a reason
 
 
-def test_interrupted_requests_go_on_and_are_handed_over_whole():
-  """Under recompute each sync aborts what runs; the trajectory is one sequence whose tokens know their version."""
+def test_interrupted_requests_become_one_trajectory():
+  """Under recompute each sync aborts what runs. Each token of the trajectory has the version that drew it."""
   world = World(Rollout(prompts=2, group=2, async_ratio=2.0), capacity=4, sigma=0.8, chunk=0.1)
   mixed = 0
   for _ in range(12):
@@ -267,7 +275,7 @@ def test_interrupted_requests_go_on_and_are_handed_over_whole():
   assert world.scheduler.counts['resumed_tokens'] > 0
 
 
-def test_drain_waits_for_what_runs_and_keep_does_not():
+def test_drain_waits_for_running_requests_and_keep_does_not():
   for sync in ('drain', 'keep'):
     world = World(Rollout(prompts=2, group=2, async_ratio=2.0, sync=sync), capacity=4, chunk=0.1)
     (engine,), running = world.engines, []
@@ -279,31 +287,31 @@ def test_drain_waits_for_what_runs_and_keep_does_not():
     assert (max(running) > 0) == (sync == 'keep')
 
 
-def test_members_of_a_group_go_to_one_engine_or_are_spread():
-  for routing in ('affinity', 'spread'):
-    world = World(Rollout(prompts=4, group=4, replica_routing=routing), capacity=8, engines=2)
-    homes: dict[int, set[int]] = {}
-    for i, engine in enumerate(world.engines):
-      add = engine.add
-      engine.add = lambda r, i=i, add=add, homes=homes: (homes.setdefault(r.group, set()).add(i), add(r))
-    world.step()
-    assert all((len(home) == 1) == (routing == 'affinity') for home in homes.values())
+def test_members_of_a_group_go_to_one_engine():
+  world = World(Rollout(prompts=4, group=4), capacity=8, engines=2)
+  homes: dict[int, set[int]] = {}
+  for i, engine in enumerate(world.engines):
+    add = engine.add
+    engine.add = lambda r, i=i, add=add: (homes.setdefault(r.group, set()).add(i), add(r))
+  world.step()
+  assert {len(home) for home in homes.values()} == {1}
+  assert set.union(*homes.values()) == {0, 1}
 
 
-def test_a_group_that_is_one_task_holds_its_places_until_its_last_member_is_done():
-  """Prompt replication, async_rollouts 3: without it, four candidates occupy four places until the longest ends."""
+def test_a_group_without_replication_holds_its_rows():
+  """Without prompt replication four samples occupy four rows until the longest ends."""
   times = {}
   for replicate in (True, False):
     world = World(Rollout(prompts=8, group=4, replicate_prompts=replicate), capacity=8, sigma=1.5, grading=0.0)
     world.step(train=0.0)
     times[replicate] = world.clock()
     durations = np.array([[world.draw(2, g * 4 + k, 0).lognormal(0, 1.5) for k in range(4)] for g in range(8)])
-    if not replicate:  # two places of four; a group takes as long as its longest member
+    if not replicate:  # two times four rows; a group takes as long as its longest member
       free = [0.0, 0.0]
       for longest in durations.max(axis=1):
         free[free.index(min(free))] += longest
       assert times[replicate] == pytest.approx(max(free))
-    else:  # eight places; list scheduling in order
+    else:  # eight rows; list scheduling in order
       free = [0.0] * 8
       for each in durations.ravel():
         free[free.index(min(free))] += each
@@ -311,7 +319,7 @@ def test_a_group_that_is_one_task_holds_its_places_until_its_last_member_is_done
   assert times[True] < times[False]
 
 
-def test_no_more_groups_are_started_than_the_run_will_consume():
+def test_no_more_groups_start_than_the_run_needs():
   world = World(Rollout(prompts=4, group=2, async_ratio=2.0), steps=5, capacity=64)
   for _ in range(5):
     world.step()
@@ -321,8 +329,7 @@ def test_no_more_groups_are_started_than_the_run_will_consume():
 
 @settings(max_examples=25, deadline=None)
 @given(redundant, st.integers(0, 1000), st.sampled_from([0.0, 0.2]), st.sampled_from([1, 2]), st.integers(1, 3))
-def test_the_fastest_first_no_sample_is_older_than_the_window_and_every_group_has_a_fate(rollout, seed, fails, engines, turns):
-  """async_rollouts 13.2 with redundancy; every group's fate is counted (World.check)."""
+def test_redundant_rollouts_stay_in_the_window(rollout, seed, fails, engines, turns):
   world = World(rollout, seed=seed, fails=fails, engines=engines, turns=turns, capacity=8)
   for _ in range(5):
     assert all(len(g.trajectories) == rollout.group for g in world.step())
@@ -332,10 +339,12 @@ def test_the_fastest_first_no_sample_is_older_than_the_window_and_every_group_ha
 
 @settings(max_examples=30, deadline=None)
 @given(rollouts | redundant, st.integers(0, 1000), st.lists(st.tuples(st.integers(1, 60), st.booleans()), min_size=1, max_size=4))
-def test_killed_at_any_event_and_resumed_no_prompt_is_lost_or_trained_twice(rollout, seed, ends):
-  """async_rollouts 13.11. A run ends after so many turns, wherever that is: killed, when what it had saved after its last update
-  is all that the next one knows, or by a signal, which saves amid a batch. In what is left of the history each prompt was
-  trained once, or filtered, given up, or one too many."""
+def test_a_killed_run_loses_no_group_and_repeats_none(rollout, seed, ends):
+  """A run ends after a random number of turns, by a kill or by a signal.
+
+  After a kill the next run knows the state saved after the last update; a signal saves within a batch. In the surviving history
+  each group was trained on once or has another fate.
+  """
   steps = 5
   saved, history = None, []
   for kill, signalled in [*ends, (10**9, False)]:
@@ -370,28 +379,28 @@ def test_killed_at_any_event_and_resumed_no_prompt_is_lost_or_trained_twice(roll
   assert max(v - s for v, _, s in history) <= math.ceil(rollout.async_ratio)
 
 
-def test_what_is_late_from_a_group_that_is_gone_is_ignored():
-  """Trap 10: completions and results of dropped groups, or of an attempt that was given up."""
+def test_late_results_of_dropped_groups_are_ignored():
+  """Completions of dropped groups, and of an attempt that was given up."""
   world = World(Rollout(prompts=2, group=2, async_ratio=1.0), capacity=8)
   scheduler = world.scheduler
   scheduler.pump()
-  (uid, member), *_ = scheduler._by_uid.items()
+  (uid, member), *_ = scheduler._dispatcher._members.items()
   late = SimulatedEngine(Clock(), 1, lambda r: 1.0, chunk=1.0)
   late.add(member.request)
   late.dispatch()
   completion = late.collect()[0]
-  scheduler._failed(member, 'error', 'the first attempt')
+  scheduler._failed(member, Failure('error', 'the first attempt'))
   scheduler._completed(completion)
   assert (member.attempt, member.result) == (1, None)
-  assert scheduler._by_uid[uid] is member  # still waits, for the second
+  assert scheduler._dispatcher._members[uid] is member  # still waits, for the second
   scheduler._drop(member.group.number, 'expired')
   scheduler._completed(completion)
   world.check()
-  assert uid not in scheduler._by_uid
+  assert uid not in scheduler._dispatcher._members
 
 
-def test_a_member_too_many_that_is_lost_costs_its_group_nothing():
-  world = World(Rollout(prompts=2, group=2, extra_members=1, retries=0), capacity=6)
+def test_losing_a_redundant_member_costs_nothing():
+  world = World(Rollout(prompts=2, group=2, extra_members=1), retries=0, capacity=6)
   world.workers._result = lambda call: Failure('error', 'spare') if call[0] % 3 == 2 else SimpleNamespace(score=1.0, status='ok')
   world.workers._duration = lambda call: 0.0 if call[0] % 3 == 2 else 5.0  # it fails before the others are through
   for group in world.step():
@@ -400,8 +409,8 @@ def test_a_member_too_many_that_is_lost_costs_its_group_nothing():
   assert world.scheduler.counts['errors'] == 2
 
 
-def test_a_group_of_which_too_few_are_left_is_given_up():
-  world = World(Rollout(prompts=1, group=2, extra_members=1, retries=0), capacity=3)
+def test_a_group_with_too_few_members_is_dropped():
+  world = World(Rollout(prompts=1, group=2, extra_members=1), retries=0, capacity=3)
   world.workers._result = lambda call: Failure('error', 'x') if call[0] in (1, 2) else SimpleNamespace(score=1.0, status='ok')
   (group,) = world.step()
   assert group.number == 1
@@ -409,32 +418,32 @@ def test_a_group_of_which_too_few_are_left_is_given_up():
 
 
 def test_no_more_environments_begin_than_engines_have_room_for():
-  """async_rollouts 2: a group's age counts from its first request, so none is started that could not be asked soon."""
+  """A group's age counts from its start, so no group starts whose first request would have to wait long."""
 
-  def episode(uid, attempt):
+  def episode(number, uid, attempt):
     yield Work((uid, attempt))  # the first observation
     completion = yield Generate(np.array([1]), NOTHING, TOKENS)
     return Trajectory.of(completion, reward=1.0)
 
   world = World(Rollout(prompts=8, group=4, async_ratio=2.0), capacity=8)
-  world.scheduler._source = lambda number: episode
+  world.scheduler.source = Episodes(episode)
   world.scheduler.pump()
   assert world.scheduler.counts['started'] == 2
   assert len(world.scheduler.batch()) == 8
 
 
-def test_nobody_waits_for_a_slow_engine():
-  """An engine in a long chunk (a prefill, say) keeps no other from its own."""
+def test_a_slow_engine_does_not_delay_the_others():
+  """An engine may be in a long chunk, such as a prefill."""
   world = World(Rollout(prompts=20, group=1, async_ratio=0.0), capacity=1, engines=2)
   for engine, seconds in zip(world.engines, (10.0, 0.5)):
     engine.duration, engine.chunk = (lambda r, seconds=seconds: seconds), seconds
   assert len(world.scheduler.batch()) == 20
-  assert world.clock() == pytest.approx(10.0, abs=0.6)  # in which the other serves the 19 that are left
+  assert world.clock() == pytest.approx(10.0, abs=0.6)  # meanwhile the other engine completes the other 19
 
 
-def test_requests_may_be_stopped_in_the_middle_of_a_chunk():
-  """The last member that a group waits for ends on one engine while the member too many is in a chunk of the other."""
-  world = World(Rollout(prompts=1, group=1, extra_members=1, replica_routing='spread'), capacity=1, engines=2)
+def test_requests_may_be_stopped_within_a_chunk():
+  """A group is complete with a member on one engine while its redundant member is in a chunk of the other."""
+  world = World(Rollout(prompts=1, group=1, extra_members=1), capacity=1, engines=2)
   for engine, seconds in zip(world.engines, (10.0, 0.5)):
     engine.duration, engine.chunk = (lambda r, seconds=seconds: seconds), seconds
   (group,) = world.scheduler.batch()
@@ -444,8 +453,8 @@ def test_requests_may_be_stopped_in_the_middle_of_a_chunk():
   assert world.scheduler.counts['aborted_tokens'] > 0
 
 
-def test_nobody_waits_for_a_slow_grader():
-  """The engine goes on while marks are out: the next group's requests run meanwhile."""
+def test_engines_continue_while_graders_are_slow():
+  """The next group's requests run while grades are awaited."""
   world = World(Rollout(prompts=1, group=1, async_ratio=1.0), capacity=1, grading=50.0)
   for _ in range(5):
     world.step(train=0.0)
@@ -454,8 +463,8 @@ def test_nobody_waits_for_a_slow_grader():
   assert world.clock() < sum(marking) + generated
 
 
-def test_a_fraction_that_floats_cannot_hold_is_still_whole_groups():
-  """0.3 of 10 prompts is 2.9999999999999982 groups by way of floats, and 1.1 of 50 is 55.00000000000001."""
+def test_a_fractional_alpha_makes_whole_groups():
+  """In floating point 0.3 of 10 prompts is 2.9999999999999982 groups, and 1.1 of 50 is 55.00000000000001."""
   for alpha, prompts in ((0.3, 10), (0.2, 5), (1.1, 10), (1.1, 50)):
     for order in ('start', 'deadline'):
       world = World(Rollout(prompts=prompts, group=1, async_ratio=alpha, order=order), capacity=16)
@@ -465,31 +474,31 @@ def test_a_fraction_that_floats_cannot_hold_is_still_whole_groups():
         assert oldest <= round(prompts * (alpha % 1))
 
 
-def test_affinity_does_not_leave_an_engine_idle_while_requests_wait():
-  """Members go where their group is if there is room; where there is none, elsewhere."""
-  times = {}
-  for routing in ('affinity', 'spread'):
-    world = World(Rollout(prompts=8, group=8, replica_routing=routing), capacity=4, engines=2, sigma=1.5, grading=0.0)
-    world.step(train=0.0)
-    times[routing] = world.clock()
-  assert times['affinity'] < 1.1 * times['spread']
+def test_a_group_does_not_wait_for_its_engine_while_another_has_room():
+  """8 groups of 8 on 2 x 4 rows take as long as list scheduling on 8 rows, which knows no groups."""
+  world = World(Rollout(prompts=8, group=8), capacity=4, engines=2, sigma=1.5, grading=0.0, chunk=0.05)
+  world.step(train=0.0)
+  free = [0.0] * 8
+  for uid in range(64):
+    free[free.index(min(free))] += world.draw(2, uid, 0).lognormal(0, 1.5) + 0.025  # half a chunk until it is seen to end
+  assert world.clock() == pytest.approx(max(free), rel=0.1)
 
 
-def test_rewards_that_are_equal_are_filtered_whatever_rounding_says():
+def test_equal_rewards_are_filtered_despite_rounding():
   assert np.std([0.1] * 6) > 0
-  world = World(Rollout(prompts=1, group=6, query_filter='std'))
-  assert world.scheduler._dull([0.1] * 6)
-  assert not world.scheduler._dull([0.1] * 5 + [0.2])
+  world = World(Rollout(prompts=1, group=6, equal_groups='replace'))
+  assert world.scheduler._filtered([0.1] * 6)
+  assert not world.scheduler._filtered([0.1] * 5 + [0.2])
 
 
-def test_a_batch_that_is_not_wanted_any_more_is_not_waited_for():
+def test_batch_returns_early_when_stopped():
   world = World(Rollout(prompts=4, group=2), capacity=2)
   turns = iter([False, False, True])
   assert world.scheduler.batch(lambda: next(turns)) is None
   assert set(world.scheduler.state()['live']) == set(world.scheduler._groups)
 
 
-def test_the_first_metrics_after_a_resume_are_of_what_happened_since():
+def test_metrics_after_a_resume_count_from_the_resume():
   rollout = Rollout(prompts=4, group=2)
   whole, first = (World(rollout, steps=4, capacity=16) for _ in range(2))
   for _ in range(2):
@@ -505,8 +514,8 @@ def test_the_first_metrics_after_a_resume_are_of_what_happened_since():
   assert whole.scheduler.state() == resumed.scheduler.state()
 
 
-def test_metrics_tell_what_happened_since_the_last_time():
-  world = World(Rollout(prompts=4, group=2, query_filter='std'), capacity=16)
+def test_metrics_count_since_the_last_call():
+  world = World(Rollout(prompts=4, group=2, equal_groups='replace'), capacity=16)
   world.scheduler.batch()
   (first, waits), counts = world.scheduler.metrics(), dict(world.scheduler.counts)
   assert first['async/filtered'] == counts.get('filtered', 0)
@@ -518,28 +527,29 @@ def test_metrics_tell_what_happened_since_the_last_time():
   assert first['async/filtered'] + second['async/filtered'] == world.scheduler.counts['filtered']
 
 
-def test_what_was_drawn_in_vain_is_counted_whether_it_runs_or_waits_to_go_on():
+def test_aborted_tokens_count_running_and_interrupted_requests():
   for quiet in (False, True):
     world = World(Rollout(prompts=2, group=1, order='completion', extra_prompts=2), capacity=4, chunk=0.1, grading=0.0)
     scheduler = world.scheduler
     while scheduler.window.ready() is None:
       scheduler.pump()
-    drawing = [m for m in scheduler._by_uid.values() if m.engine is not None]
+    drawing = [m for m in scheduler._dispatcher._members.values() if m.engine is not None]
     if quiet:
       scheduler.quiesce()
     scheduler.batch()
     metrics, _ = scheduler.metrics()
     assert len(drawing) > 0
     assert metrics['async/aborted_tokens'] > 0
-    assert metrics['async/length_consumed'] == TOKENS > metrics['async/length_started'] > 0  # of what was cut off, less is known
+    assert metrics['async/length_consumed'] == TOKENS
+    assert 0 < metrics['async/length_started'] < TOKENS  # aborted requests count as far as they came
 
 
-def test_requests_that_nobody_waits_for_any_more_are_nothing_to_do():
-  """Redundant ones that never reached an engine: a turn after that would find the scheduler stalled."""
+def test_stopped_requests_in_the_queue_are_no_work():
+  """Redundant members that never reached an engine leave nothing to do: another turn would raise Stalled."""
   world = World(Rollout(prompts=1, group=1, extra_members=2), capacity=1, grading=0.0)
   for _ in range(3):
     world.scheduler.batch()
-    assert world.scheduler._pending
+    assert world.scheduler._dispatcher.queued
     assert world.scheduler.idle
     world.scheduler.sync([None])
     assert not world.scheduler.idle

@@ -1,20 +1,22 @@
-"""Propositions 1 and 2 against schedules made by an oracle, and against what the real scheduler takes (async_rollouts 13)."""
+"""benchmarks/theory.py: the propositions against list schedules, and against the times of the real scheduler."""
 
 import heapq
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from simulation import Clock, Episodes, SimulatedEngine, SimulatedWorkers
+from theory import Costs
 
+from sprl.config import Rollout
 from sprl.rollout.episodes import answered
 from sprl.rollout.scheduler import Scheduler
-from sprl.rollout.simulation import Clock, SimulatedEngine, SimulatedWorkers
-from sprl.rollout.theory import Costs
-from sprl.settings import Rollout
+
+pytestmark = pytest.mark.usefixtures('unchecked')
 
 
 def list_schedule(durations, workers):
-  """When the last task ends, each given to the worker that is free first."""
+  """The time when the last task ends, if each goes to the worker that is free first."""
   free = [0.0] * min(workers, len(durations))
   for duration in durations:
     heapq.heapreplace(free, free[0] + duration)
@@ -22,14 +24,12 @@ def list_schedule(durations, workers):
 
 
 def scheduled(durations, rollout, workers, updates, training=0.0):
-  """When the real scheduler has handed over, and a learner trained on, so many batches; rollouts go on meanwhile."""
+  """The time of some updates with the real scheduler. Rollouts continue while the learner trains."""
   clock = Clock()
   graders = SimulatedWorkers(clock, lambda seconds: seconds, lambda call: SimpleNamespace(score=0.0, status='ok'))
   engine = SimulatedEngine(clock, workers, lambda r: durations[r.uid])
 
-  def source(number):
-    return lambda uid, attempt: answered(np.array([1]), 100, lambda completion: 0.0)
-
+  source = Episodes(lambda number, uid, attempt: answered(np.array([1]), 100, lambda completion: 0.0))
   scheduler = Scheduler([engine], graders, source, rollout, clock, updates * rollout.prompts)
   for _ in range(updates):
     scheduler.batch()
@@ -42,8 +42,8 @@ def scheduled(durations, rollout, workers, updates, training=0.0):
   return clock()
 
 
-def test_no_list_schedule_exceeds_the_bound_of_proposition_1():
-  """13.6; the bound holds even with (1 - 1/K) Lmax."""
+def test_no_list_schedule_exceeds_proposition_1():
+  """The bound holds even with (1 - 1/K) Lmax."""
   rng, tightest = np.random.default_rng(0), 0.0
   for _ in range(20_000):
     tasks, workers = rng.integers(1, 40), int(rng.integers(1, 20))
@@ -53,10 +53,10 @@ def test_no_list_schedule_exceeds_the_bound_of_proposition_1():
     taken = list_schedule(durations, workers)
     assert taken <= bound * (1 + 1e-12)
     tightest = max(tightest, taken / bound)
-  assert tightest > 0.95  # and it is not a bound that anything would keep
+  assert tightest > 0.95
 
 
-def test_at_the_best_share_training_takes_the_bound_of_proposition_2_and_generation_no_longer():
+def test_at_the_best_share_training_takes_the_bound_of_prop_2():
   rng = np.random.default_rng(1)
   for _ in range(1000):
     mean, alpha = rng.uniform(0.1, 10), rng.uniform(1, 8)
@@ -70,7 +70,7 @@ def test_at_the_best_share_training_takes_the_bound_of_proposition_2_and_generat
 
 
 @pytest.mark.parametrize('seed', range(40))
-def test_a_synchronous_batch_of_the_scheduler_keeps_within_proposition_1(seed):
+def test_a_synchronous_batch_keeps_within_proposition_1(seed):
   rng = np.random.default_rng(seed)
   prompts, group, workers = int(rng.integers(1, 12)), int(rng.integers(1, 5)), int(rng.integers(1, 30))
   durations = rng.lognormal(0, 1.5, prompts * group)
@@ -80,8 +80,8 @@ def test_a_synchronous_batch_of_the_scheduler_keeps_within_proposition_1(seed):
 
 
 @pytest.mark.parametrize('seed', range(5))
-def test_queue_scheduling_beats_the_batch_barrier_by_no_more_than_the_bound_allows(seed):
-  """13.12: the same samples with a barrier a batch, and with batches that run ahead."""
+def test_running_ahead_gains_no_more_than_the_bound(seed):
+  """The same samples with a barrier a batch, and with batches that run ahead."""
   updates, workers, prompts, group = 12, 16, 8, 4
   durations = np.random.default_rng(seed).lognormal(0, 1.0, (updates + 9) * prompts * group)
   barrier = scheduled(durations, Rollout(prompts=prompts, group=group), workers, updates)
@@ -95,8 +95,8 @@ def test_queue_scheduling_beats_the_batch_barrier_by_no_more_than_the_bound_allo
 
 
 @pytest.mark.parametrize('alpha', [1.0, 2.0])
-def test_training_counts_in_a_samples_age_so_that_proposition_2_can_be_exceeded(alpha):
-  """Not in the paper: at beta*, with many workers and a long tail, no scheduler within the window reaches Prop 2's time."""
+def test_proposition_2_can_be_exceeded_under_the_window(alpha):
+  """Not in the paper: at beta*, with many workers and a long tail, no scheduler keeps both the window and Prop 2's bound."""
   updates, prompts, group, workers, training = 40, 8, 4, 128, 1.0
   durations = np.random.default_rng(0).lognormal(0, 1.5, (updates, prompts * group))
   costs = Costs(workers, prompts * group, durations.mean(), durations.max(axis=1).mean(), training)

@@ -1,4 +1,4 @@
-"""Who was busy when, against time cut into small pieces; and the trace file, as a viewer reads it."""
+"""The timeline against seconds counted one by one, and the trace file as a viewer reads it."""
 
 import contextlib
 import itertools
@@ -23,7 +23,7 @@ class Hand:
 
 
 def drawn(rng, tracks, end=60):
-  """Spans between whole seconds, added as they end, and which seconds each track is busy: [end] of bool by track."""
+  """A timeline of spans between whole seconds, and by track whether each second is busy ([end] bool)."""
   timeline, busy, spans = Timeline(Hand()), {}, []
   for track in tracks:
     edges = rng.choice(end + 1, size=2 * int(rng.integers(0, 10)), replace=False)
@@ -37,7 +37,7 @@ def drawn(rng, tracks, end=60):
 
 
 @pytest.mark.parametrize('seed', range(5))
-def test_busy_and_overlapping_time_are_those_of_the_seconds_counted_one_by_one(seed):
+def test_busy_and_overlapping_time_are_counted_second_by_second(seed):
   rng = np.random.default_rng(seed)
   timeline, busy = drawn(rng, ('learner', 'engine 0', 'engine 1'))
   for track, seconds in busy.items():
@@ -49,7 +49,7 @@ def test_busy_and_overlapping_time_are_those_of_the_seconds_counted_one_by_one(s
 
 
 @pytest.mark.parametrize('seed', range(3))
-def test_idle_is_the_share_of_the_seconds_in_which_nothing_is_done(seed):
+def test_idle_is_the_share_of_seconds_without_a_span(seed):
   rng = np.random.default_rng(seed)
   timeline, busy = drawn(rng, ('learner', 'engine 0', 'engine 1'))
   for start, stop in [(0, 60), (20, 40), (59, 60)]:
@@ -58,7 +58,7 @@ def test_idle_is_the_share_of_the_seconds_in_which_nothing_is_done(seed):
     assert timeline.idle(['engine 0', 'engine 1'], float(start), float(stop)) == pytest.approx(1 - engines.mean())
 
 
-def test_parts_of_seconds_count():
+def test_fractions_of_seconds_count():
   timeline = Timeline(Hand())
   timeline.add('a', 'x', 0.5, 2.0)
   timeline.add('b', 'y', 1.75, 3.0)
@@ -68,7 +68,7 @@ def test_parts_of_seconds_count():
   assert timeline.overlap('a', 'b') == timeline.overlap('b', 'a') == 0.25
 
 
-def test_a_span_is_the_time_within_even_where_that_raises():
+def test_a_span_ends_also_if_its_block_raises():
   now = Hand()
   timeline = Timeline(now)
   now.time = 3.0
@@ -83,7 +83,7 @@ def test_a_span_is_the_time_within_even_where_that_raises():
   ]
 
 
-def test_the_newest_spans_are_kept_and_no_more_than_twice_as_many():
+def test_the_newest_spans_are_kept():
   timeline = Timeline(Hand(), limit=10)
   for i in range(95):
     timeline.add('a', f'{i}', float(i), i + 1.0)
@@ -113,7 +113,7 @@ def test_threads_add_side_by_side():
 
 
 def read(timeline, folder):
-  """(name of each row's id, spans): what a viewer makes of the file."""
+  """(row id -> name, spans) of the file."""
   timeline.write(folder / 'trace.json')
   events = json.loads((folder / 'trace.json').read_text(encoding='utf-8'))['traceEvents']
   names = {e['tid']: e['args']['name'] for e in events if e['ph'] == 'M' and e['name'] == 'thread_name'}
@@ -124,7 +124,7 @@ def read(timeline, folder):
   return names, spans
 
 
-def test_the_trace_is_in_chromes_form_with_a_named_row_for_each_track(tmp_path):
+def test_the_trace_has_a_named_row_for_each_track(tmp_path):
   timeline = Timeline(Hand())
   timeline.add('learner', 'update 1', 1.5, 2.25, version=0)
   timeline.add('engine 0', 'chunk', 0.0, 3.0, load=4)
@@ -139,11 +139,11 @@ def test_the_trace_is_in_chromes_form_with_a_named_row_for_each_track(tmp_path):
   ]
 
 
-def test_an_empty_trace_is_one_too(tmp_path):
+def test_an_empty_timeline_writes_a_valid_trace(tmp_path):
   assert read(Timeline(Hand()), tmp_path) == ({}, [])
 
 
-def test_spans_that_lie_within_another_share_its_row(tmp_path):
+def test_nested_spans_share_a_row(tmp_path):
   timeline = Timeline(Hand())
   for start, end in ((0, 9), (1, 4), (2, 3), (4, 9), (9, 10)):
     timeline.add('controller', f'{start}', float(start), float(end))
@@ -152,11 +152,11 @@ def test_spans_that_lie_within_another_share_its_row(tmp_path):
 
 
 @pytest.mark.parametrize('seed', range(3))
-def test_spans_that_overlap_otherwise_get_rows_of_their_own(tmp_path, seed):
-  """Viewers drop a span that ends within a later one of its row: groups of prompts overlap in every way."""
+def test_overlapping_spans_get_rows_of_their_own(tmp_path, seed):
+  """Viewers drop a span that overlaps another of its row without being inside it. Groups overlap in every way."""
   rng = np.random.default_rng(seed)
   timeline = Timeline(Hand())
-  start = 1e5 + rng.random(60) * 10  # as of a clock that has run for a day
+  start = 1e5 + rng.random(60) * 10  # on a clock that has run for a day
   for i, (a, b) in enumerate(zip(start, start + rng.random(60))):
     timeline.add('groups', f'group {i}', float(a), float(b))
   timeline.add('learner', 'update', 0.0, 10.0)
@@ -176,8 +176,8 @@ def test_spans_that_overlap_otherwise_get_rows_of_their_own(tmp_path, seed):
   assert len(rows) - 1 <= most
 
 
-def test_what_follows_at_once_does_not_overlap_in_the_file(tmp_path):
-  """Microseconds since a clock began are long numbers, whose sums are rounded."""
+def test_adjacent_spans_do_not_overlap_in_the_file(tmp_path):
+  """Microseconds on a clock that has run for long are large numbers, and their sums are rounded."""
   rng = np.random.default_rng(0)
   edges = 1e5 + np.cumsum(rng.random(2000) * 1e-3)
   timeline = Timeline(Hand())

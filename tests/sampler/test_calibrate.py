@@ -1,6 +1,7 @@
-"""The scales' life: found on real tokens only, with the weights' latest version, remembered as long as the mode says."""
+"""Cache scales: found on real tokens only, under the newest weights, remembered as long as `quant.kv_scale` says."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -8,26 +9,27 @@ import numpy as np
 import pytest
 import small
 
-from sprl.learner.packing import Shape, pack
+from sprl.cache.layout import cache_layout
+from sprl.config import DENSE, Quant
+from sprl.learner.batch import Shape, pack
 from sprl.models import transformer
-from sprl.models.memory import CausalMemory, Memory
+from sprl.models.attention import Attention, PackedAttention
 from sprl.sampler import calibrate
-from sprl.sampler.cache_plan import cache_plan
-from sprl.sampler.calibrate import CalibratingMemory
-from sprl.settings import DENSE, Quant
+from sprl.sampler.calibrate import HISTORY, CalibratingAttention
 
 KV8 = Quant(sampler='kv8')
 
 
-@pytest.fixture(scope='module', params=['llama', 'qwen2'])
+@pytest.fixture(scope='module', params=['qwen2', pytest.param('llama', marks=pytest.mark.slow)])
 def world(request):
+  """(config, params, graphdef, layout) of a family with biased keys; of one without in the slow suite."""
   config, params = small.model(request.param)
-  return config, params, transformer.graph(config), cache_plan(config, DENSE, KV8, 16, 12, 'float32')
+  return config, params, transformer.graph(config), cache_layout(config, DENSE, KV8, 16, 12, 'float32')
 
 
 @dataclasses.dataclass(frozen=True)
 class Watching:
-  """A memory that keeps all it is given."""
+  """A memory that keeps all queries, keys and values."""
 
   inner: object
   seen: list
@@ -38,92 +40,103 @@ class Watching:
     return out, self
 
 
+@partial(jax.jit, static_argnums=0)
+def states(config, params, tokens):
+  """Each layer's (q, k, v) of one row; tokens behind the sequence change none of those before."""
+  seen = []
+  memory = Watching(PackedAttention.of(jnp.ones((1, len(tokens)), jnp.int32)), seen)
+  transformer.forward(transformer.graph(config), params, tokens[None], jnp.arange(len(tokens))[None], memory)
+  return seen
+
+
 def by_hand(config, params, tokens):
   """[3, L] largest |Q|, |K| without its rotated bias, |V| of one sequence."""
-  seen = []
-  memory = Watching(CausalMemory.of(jnp.ones((1, len(tokens)), jnp.int32)), seen)
-  positions = np.arange(len(tokens))
-  transformer.forward(transformer.graph(config), params, jnp.asarray(tokens)[None], jnp.asarray(positions)[None], memory)
+  n = len(tokens)
+  positions = np.arange(n)
   found = []
-  for (q, k, v), layer in zip(seen, transformer.layers(params)):
-    k = np.asarray(k, np.float64)[0]
+  for (q, k, v), layer in zip(states(config, params, jnp.asarray(np.pad(tokens, (0, 16 - n)))), transformer.layers(params)):
+    k = np.asarray(k, np.float64)[0, :n]
     if 'bias' in layer['attention']['k']:
       b = np.asarray(layer['attention']['k']['bias'], np.float64).reshape(-1, config.head_dim)
       half = config.head_dim // 2
       angle = positions[:, None] * config.rope.theta ** (-np.arange(half) / half)
       cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
       k = k - np.concatenate([b[:, :half] * cos - b[:, half:] * sin, b[:, half:] * cos + b[:, :half] * sin], axis=-1)
-    found.append([np.abs(np.asarray(q)).max(), np.abs(k).max(), np.abs(np.asarray(v)).max()])
+    found.append([np.abs(np.asarray(q)[0, :n]).max(), np.abs(k).max(), np.abs(np.asarray(v)[0, :n]).max()])
   return np.array(found).T
 
 
 @pytest.mark.parametrize('biased', [False, True])
-def test_every_token_of_every_layer_is_seen_and_no_padding(biased):
+def test_memory_sees_every_token_of_every_layer_and_no_padding(biased):
   B, T, H, K, D, layers = 2, 24, 4, 2, 16, 3
   segments = np.array([[1] * 20 + [0] * 4, [0] * 3 + [1] * 21])
-  inner = CausalMemory.of(jnp.asarray(segments, jnp.int32))
+  inner = PackedAttention.of(jnp.asarray(segments, jnp.int32))
   real = segments > 0
   rng = np.random.default_rng(0)
   bias = tuple(jnp.asarray(rng.normal(size=(B, T, K, D)) * 30, jnp.float32) for _ in range(layers)) if biased else None
-  memory = CalibratingMemory.around(inner, layers, jnp.asarray(real, jnp.float32), bias)
-  assert isinstance(memory, Memory)
-  attend = jax.jit(lambda memory, layer, *qkv: memory.attend(layer, *qkv), static_argnums=1)
+  memory = CalibratingAttention.around(inner, layers, jnp.asarray(real, jnp.float32), bias)
+  assert isinstance(memory, Attention)
   expected = np.zeros((3, layers))
+  rounds = []
   for layer in (2, 0, 1):
-    for again in range(2):  # what was larger before stays
+    for again in range(2):  # the second values are smaller, so the first ones stay
       given = [rng.normal(size=(B, T, heads, D)) * (layer + 1) * (2 - again) for heads in (H, K, K)]
       kept = [given[0], given[1] - np.asarray(bias[layer]) if biased else given[1], given[2]]
       here = [max(np.abs(x[b, t]).max() for b, t in zip(*np.nonzero(real))) for x in kept]
       expected[:, layer] = np.maximum(expected[:, layer], here)
       for x in given:
         x[~real] = 1e6
-      given = [jnp.asarray(x, jnp.float32) for x in given]
-      out, memory = attend(memory, layer, *given)
-      np.testing.assert_allclose(out, attend(inner, layer, *given)[0], rtol=1e-6)
-  np.testing.assert_allclose(memory.amax, expected, rtol=1e-6)
+      rounds.append((layer, [jnp.asarray(x, jnp.float32) for x in given]))
+
+  @jax.jit
+  def attend(memory, inner, given):
+    outs = []
+    for (layer, _), qkv in zip(rounds, given):
+      out, memory = memory.attend(layer, *qkv)
+      outs.append((out, inner.attend(layer, *qkv)[0]))
+    return memory.amax, outs
+
+  amax, outs = attend(memory, inner, [qkv for _, qkv in rounds])
+  np.testing.assert_allclose(amax, expected, rtol=1e-6)
+  for out, of_inner in outs:
+    np.testing.assert_allclose(out, of_inner, rtol=1e-6)
 
 
-def test_prompts_are_looked_at_without_their_padding(world):
-  config, params, graph, plan = world
+def test_prompts_count_without_their_padding(world):
+  config, params, graph, layout = world
   rng = np.random.default_rng(0)
   prompts = [rng.integers(0, 259, n).astype(np.int32) for n in (16, 3, 7)]
   expected = np.max([by_hand(config, params, prompt) for prompt in prompts[:2]], axis=0)
   for mode, room in (('first_forward', 1), ('trainer', 2), ('running_max', 2)):
-    found = calibrate.amax_of_prompts(graph, plan, params, prompts, 2, Quant(sampler='kv8', kv_scale=mode))
+    found = calibrate.amax_of_prompts(graph, layout, params, prompts, 2, Quant(sampler='kv8', kv_scale=mode))
     np.testing.assert_allclose(found, room * expected, rtol=1e-5)
 
 
-def test_a_batch_is_looked_at_microbatch_by_microbatch(world):
-  config, params, graph, plan = world
+def test_a_batch_counts_its_filled_microbatches(world):
+  config, params, graph, layout = world
   trajectories = small.rollouts([(5,), (4,), (6,)], (6, 3, 9))
   shape = Shape(micros=4, rows=1, tokens=16, sequences=3, columns=6)
   batch, _ = pack(trajectories, np.ones(3, np.float32), shape, share_prefix=True)
-  batch = jax.device_put(batch)
+  packed = {name: jnp.asarray(getattr(batch, name)) for name in ('tokens', 'positions', 'segments', 'prefixes', 'used')}
   assert int(batch.used) == 3
   each = [by_hand(config, params, t.tokens) for t in trajectories]
-  np.testing.assert_allclose(calibrate.amax_of_batch(graph, plan, params, batch, 0), np.max(each, axis=0), rtol=1e-5)
-  np.testing.assert_allclose(calibrate.amax_of_batch(graph, plan, params, batch, 2), np.max(each[:2], axis=0), rtol=1e-5)
+  np.testing.assert_allclose(calibrate.amax(graph, layout, params, **packed), np.max(each, axis=0), rtol=1e-5)
+  fewer = calibrate.amax(graph, layout, params, **packed | {'used': jnp.int32(2)})
+  np.testing.assert_allclose(fewer, np.max(each[:2], axis=0), rtol=1e-5)
 
 
 def test_only_the_running_maximum_looks_back():
-  looks = [np.full((3, 2), x, np.float32) for x in (5.0, 9.0, 2.0, 3.0)]
-  for mode, expected in (('trainer', 3.0), ('first_forward', 3.0), ('running_max', 3.0)):
-    quant = Quant(sampler='kv8', kv_scale=mode, kv_history=2, kv_margin=1.5)
-    history = ()
+  looks = [np.full((3, 2), x, np.float32) for x in (9.0, 5.0, *[3.0] * (HISTORY - 1))]  # the first is too long ago
+  for mode, expected in (('trainer', 3.0), ('first_forward', 3.0), ('running_max', 5.0)):
+    quant, history = Quant(sampler='kv8', kv_scale=mode), ()
     for look in looks:
-      history = calibrate.remembered(history, look, quant)
-    q, k, v = calibrate.scales(history, quant, 2)
-    divisors = (200, 200, 100) if mode == 'first_forward' else (448 / 1.5,) * 3
-    for scale, divisor in zip((q, k, v), divisors):
+      history = calibrate.remember(history, look, quant)
+    divisors = (200, 200, 100) if mode == 'first_forward' else (448 / 1.05,) * 3
+    for scale, divisor in zip(calibrate.scales(history, quant, 2), divisors):
       np.testing.assert_allclose(scale, expected / divisor, rtol=1e-6)
-  longer = dataclasses.replace(KV8, kv_scale='running_max', kv_history=3)
-  history = ()
-  for look in looks:
-    history = calibrate.remembered(history, look, longer)
-  np.testing.assert_allclose(calibrate.scales(history, longer, 2).k, 9.0 * 1.05 / 448, rtol=1e-6)
 
 
-def test_unit_scales_are_one_and_layers_without_values_too():
+def test_unit_scales_and_those_of_layers_without_values_are_one():
   for quant, history in ((Quant(sampler='kv8', kv_scale='unit'), (np.full((3, 2), 7.0, np.float32),)), (KV8, ())):
     for scale in calibrate.scales(history, quant, 2):
       np.testing.assert_array_equal(scale, [1, 1])
@@ -131,7 +144,7 @@ def test_unit_scales_are_one_and_layers_without_values_too():
   np.testing.assert_allclose(calibrate.scales((found,), KV8, 2).v, [1, 2 * 1.05 / 448], rtol=1e-6)
 
 
-def test_weights_that_are_broken_have_no_scales():
+def test_values_that_are_not_finite_give_no_scales():
   fine = np.ones((3, 2), np.float32)
   assert calibrate.usable(())
   assert calibrate.usable((fine, fine))

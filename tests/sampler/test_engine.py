@@ -1,201 +1,321 @@
-"""The engine: the same request is the same trajectory in any company, and ends where it should."""
+"""Continuous batching: requests are added, finish, are aborted and continued, and weights change between chunks."""
 
 import dataclasses
+import time
+from functools import cache
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import small
+import tiny_engine
+from code_flips import flipped
+from tiny_engine import C, network, requests
 
-from sprl.models.transformer import graph
+from sprl.config import Cache, Quant, SettingsError, Streaming
 from sprl.sampler import decode
-from sprl.sampler.cache_plan import cache_plan
-from sprl.sampler.engine import Engine, prompt_buckets
-from sprl.sampler.served import serve
-from sprl.sampler.slots import generate
-from sprl.settings import Cache, Quant, Sampling, SettingsError
-from sprl.trajectory import Request
+from sprl.sampler.engine import Engine
+from sprl.sampler.replay import replay
+from sprl.sampler.weights import sampler_weights
+from sprl.types import Request, Trajectory
 
-SAMPLING = Sampling(temperature=0.9, max_tokens=10, max_prompt=12, prompt_buckets=(6, 12), chunk=4)
-
-
-def text(ids):
-  return ''.join(chr(ord('a') + i % 26) for i in ids)
-
-
-@pytest.fixture(scope='module')
-def policy():
-  config, params = small.model(num_hidden_layers=1)
-  plan = cache_plan(config, Cache(), Quant(), 12, 10, 'float32')
-  engine = Engine(config, SAMPLING, plan, rows=6, prefill=3, seed=0, stop_ids=(), text=text)
-  return engine, serve(params, jnp.dtype('float32'))
-
-
-def some(lengths=(4, 9, 6), group=3, max_tokens=10):
-  rng = np.random.default_rng(0)
-  prompts = [rng.integers(0, 259, n).astype(np.int32) for n in lengths]
-  return [Request(100 + g * group + k, g, prompt, max_tokens) for g, prompt in enumerate(prompts) for k in range(group)]
+SPARSE = Cache(budget=8, interval=4, window=2)
+# Cache, quantisation, layers. The default ones cover queries and history that a method carries, an interval of 1 (given tokens
+# are read one by one, as they were drawn), and FP8.
+MEMORIES = {
+  'dense': (Cache(), Quant(), 1),
+  'sparse': (dataclasses.replace(SPARSE, method='gkv', scope='global', interval=3), Quant(), 1),
+  'fp8': (dataclasses.replace(SPARSE, interval=1), Quant(sampler='w8a8_kv8'), 1),
+}
+SLOW = {
+  'rkv': (SPARSE, Quant(), 1),
+  'h2o': (dataclasses.replace(SPARSE, method='h2o', window=None), Quant(), 1),
+  'gkv, every step': (dataclasses.replace(SPARSE, method='gkv', interval=1), Quant(), 1),
+  'snapkv, one choice': (dataclasses.replace(SPARSE, method='snapkv', scope='global', interval=3), Quant(), 2),
+  'streaming': (dataclasses.replace(SPARSE, method='streaming', streaming=Streaming(sinks=2), interval=2), Quant(), 1),
+}
+FLIPPED = {'fp8': 1}  # completions of six that may differ because codes flip (code_flips)
+SOME = pytest.mark.parametrize('memory', MEMORIES)
 
 
-@pytest.fixture(scope='module')
-def free(policy):
-  """Nine trajectories that nothing stopped, sampled in one go over six rows."""
-  engine, served = policy
-  return generate(engine, served, some())
+def config_of(memory='dense'):
+  return tiny_engine.engine_config(*(MEMORIES | SLOW)[memory])
 
 
-def same(a, b):
-  assert (a.uid, a.group, a.prompt_length, a.finish) == (b.uid, b.group, b.prompt_length, b.finish)
-  for name in ('tokens', 'mask', 'kept', 'version'):
-    np.testing.assert_array_equal(getattr(a, name), getattr(b, name), err_msg=name)
-  np.testing.assert_allclose(a.sampler_logp, b.sampler_logp, atol=1e-5)
+def weights_of(memory='dense', seed=0):
+  _, quant, layers = (MEMORIES | SLOW)[memory]
+  return tiny_engine.weights(quant, seed, layers)
 
 
-def test_a_trajectory_holds_prompt_and_completion_with_their_records(free):
-  for request, t in zip(some(), free):
-    P = len(request.prompt)
-    assert (t.uid, t.group, t.prompt_length, t.finish) == (request.uid, request.group, P, 'length')
-    np.testing.assert_array_equal(t.tokens[:P], request.prompt)
-    assert len(t.completion) == 10
-    np.testing.assert_array_equal(t.mask, [False] * P + [True] * 10)
-    assert not np.any(t.sampler_logp[:P])
-    assert np.all(t.sampler_logp[P:] < 0)
-    np.testing.assert_array_equal(t.version, [-1] * P + [0] * 10)
-    # the query that predicts completion token i stands at position P + i - 1 and attends to itself and all before it
-    np.testing.assert_array_equal(t.kept, [0] * P + [P + i for i in range(10)])
+def engine_of(memory='dense', asked=(), version=0):
+  engine = Engine(config_of(memory), weights_of(memory), version)
+  for request in asked:
+    engine.add(request)
+  return engine
 
 
-def test_samples_of_a_prompt_differ(free):
-  assert len({t.tokens.tobytes() for t in free}) == len(free)
+def run(engine):
+  """Everything that ends, by uid, until nothing runs."""
+  done = []
+  while engine.load:
+    engine.dispatch()
+    done += engine.collect()
+  return {c.request.uid: c for c in done}
 
 
-def test_the_order_of_the_requests_does_not_matter(policy, free):
-  engine, served = policy
-  for a, b in zip(free, reversed(generate(engine, served, some()[::-1]))):
-    same(a, b)
+def begun(memory='dense', version=0, chunks=1):
+  """All requests running, with so many chunks behind them."""
+  engine = engine_of(memory, requests(), version)
+  for _ in range(chunks):
+    engine.dispatch()
+    assert not engine.collect()
+  return engine
 
 
-def test_a_request_alone_is_the_same_as_in_company_prompts_prefilled_once_as_prefilled_apart(policy, free):
-  engine, served = policy
-  for i in (0, 4, 8):
-    same(free[i], generate(engine, served, [some()[i]])[0])
+def restart(engine):
+  """Abort all requests and add the rest of each. Returns the aborted parts by uid."""
+  parts = {c.request.uid: c for c in engine.abort()}
+  for part in parts.values():
+    engine.add(part.rest())
+  return parts
 
 
-def test_rows_are_refilled_and_their_number_does_not_matter(policy, free):
-  engine, served = policy
-  narrow = dataclasses.replace(engine, rows=2, prefill=1)
-  limits = [3, 10, 1, 7, 10, 2, 10, 5, 9]  # rows end at different times, inside chunks
-  requests = [dataclasses.replace(r, max_tokens=n) for r, n in zip(some(), limits)]
-  for t, n, whole in zip(generate(narrow, served, requests), limits, free):
-    assert t.finish == 'length'
-    np.testing.assert_array_equal(t.completion, whole.completion[:n])
-    np.testing.assert_allclose(t.sampler_logp, whole.sampler_logp[: len(t.tokens)], atol=1e-5)
+def alike(a, b, atol=1e-5):
+  equal = a.finish == b.finish and np.array_equal(a.tokens, b.tokens) and np.array_equal(a.kept, b.kept)
+  return equal and np.abs(a.logp - b.logp).max() <= atol
 
 
-def test_the_version_of_the_weights_is_recorded(policy):
-  engine, served = policy
-  t = generate(engine, served, some()[:1], version=7)[0]
-  assert set(t.version[t.mask].tolist()) == {7}
+def different(found, memory='dense', atol=1e-5):
+  """The uids of the completions that differ from those that nothing interrupted."""
+  return [uid for uid, completion in found.items() if not alike(completion, whole(memory)[uid], atol)]
 
 
-def test_no_requests_no_trajectories(policy):
-  engine, served = policy
-  assert generate(engine, served, []) == []
+@cache
+def whole(memory='dense'):
+  """The completions that nothing interrupted: nine of a dense cache, six of others."""
+  return run(engine_of(memory, requests(group=3 if memory == 'dense' else 2)))
 
 
-def test_another_seed_draws_other_tokens(policy, free):
-  engine, served = policy
-  other = generate(dataclasses.replace(engine, seed=1), served, some())
-  assert all(a.tokens.tolist() != b.tokens.tolist() for a, b in zip(free, other))
+# --- abort, continue, swap ---------------------------------------------------------------------------------------------
 
 
-def test_stop_ids_end_a_completion_and_stay_in_it(policy, free):
-  engine, served = policy
-  stop = (int(free[0].completion[4]), int(free[5].completion[9]))
-  stopping = dataclasses.replace(engine, stop_ids=stop)
-  for t, whole in zip(generate(stopping, served, some()), free):
-    hits = np.flatnonzero(np.isin(whole.completion, stop))
-    n = hits[0] + 1 if len(hits) else 10
-    assert t.finish == ('stop' if len(hits) else 'length')
-    np.testing.assert_array_equal(t.completion, whole.completion[:n])
+@pytest.mark.parametrize('memory', [*MEMORIES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.mark.parametrize('chunks', [1, 3])
+def test_an_aborted_request_continues_as_if_never_aborted(memory, chunks):
+  engine = begun(memory, chunks=chunks)
+  parts = restart(engine)
+  assert all(c.finish == 'abort' and len(c.tokens) == 4 * chunks + 1 for c in parts.values())
+  found = {uid: parts[uid].then(later) for uid, later in run(engine).items()}
+  assert set(found) == set(parts)
+  assert len(different(found, memory)) <= FLIPPED.get(memory, 0)
 
 
-def test_stop_strings_end_a_completion_with_the_token_that_completes_them(policy, free):
-  engine, served = policy
-  spanning = text(free[1].completion[5:7])
-  stop = (spanning, text(free[7].completion[2:5]))
-  stopping = dataclasses.replace(engine, sampling=dataclasses.replace(SAMPLING, stop=stop))
-  stopped = 0
-  for t, whole in zip(generate(stopping, served, some()), free):
-    ends = [n for n in range(1, 11) if any(s in text(whole.completion[:n]) for s in stop)]
-    n = ends[0] if ends else 10
-    assert t.finish == ('stop' if ends else 'length')
-    np.testing.assert_array_equal(t.completion, whole.completion[:n])
-    np.testing.assert_allclose(t.sampler_logp, whole.sampler_logp[: len(t.tokens)], atol=1e-5)
-    stopped += bool(ends)
-  assert 2 <= stopped < len(free)
+def test_swapping_in_the_same_weights_changes_no_bit():
+  for memory in ('dense', 'sparse'):
+    engine = begun(memory)
+    engine.swap(sampler_weights(network()[1], jnp.dtype('float32')), 0)
+    assert not different(run(engine), memory, atol=0)
 
 
-@pytest.mark.parametrize(
-  ('request_', 'words'),
-  [
-    (Request(5, 0, np.zeros(13, np.int32), 4), ('max_prompt = 12', 'request 5', '13 tokens')),
-    (Request(6, 0, np.zeros(0, np.int32), 4), ('max_prompt = 12', 'request 6', '0 tokens')),
-    (Request(7, 0, np.zeros(3, np.int32), 11), ('max_tokens = 10', 'request 7', '11')),
-  ],
-)
-def test_requests_that_do_not_fit_are_refused_by_name(policy, request_, words):
-  engine, served = policy
-  with pytest.raises(SettingsError) as error:
-    generate(engine, served, [request_])
-  assert all(word in str(error.value) for word in words)
+@SOME
+def test_tokens_record_the_version_that_drew_them(memory):
+  engine = begun(memory, version=3)
+  engine.swap(weights_of(memory, 1), 4)
+  changed = 0
+  for uid, c in run(engine).items():
+    expected = whole(memory)[uid]
+    assert c.version.tolist() == [3] * 5 + [4] * (len(c.tokens) - 5)
+    np.testing.assert_array_equal(c.tokens[:5], expected.tokens[:5])
+    np.testing.assert_allclose(c.logp[:5], expected.logp[:5], atol=1e-6)
+    changed += not np.array_equal(c.tokens, expected.tokens)
+  assert changed >= 4
 
 
-def test_nothing_compiles_once_each_bucket_has_been_seen(policy, free, caplog):
-  engine, served = policy
-  jitted = (decode.prefill, decode.admit, decode.decode, decode.release)
-  requests = some()
-  for length in prompt_buckets(SAMPLING):
-    for prompts in ([0], [0, 1]):  # alone, and together with another
-      generate(engine, served, [dataclasses.replace(requests[0], uid=i, prompt=np.full(length, i, np.int32)) for i in prompts])
-  sizes = [f._cache_size() for f in jitted]
-  with jax.log_compiles(), caplog.at_level('WARNING', logger='jax'):
-    generate(engine, served, some(lengths=(1, 12, 5), max_tokens=7))
-    generate(engine, served, some(lengths=(2, 3), group=4))
-    generate(engine, serve(served.params, jnp.dtype('float32')), requests[:5])
-  assert [f._cache_size() for f in jitted] == sizes
-  assert not [r.getMessage() for r in caplog.records if 'Compiling' in r.getMessage() and 'serve' not in r.getMessage()]
-  with jax.log_compiles(), caplog.at_level('WARNING', logger='jax'):
-    jax.jit(lambda x: x * 3 + 1)(jnp.ones(3))
-  assert any('Compiling' in r.getMessage() for r in caplog.records)  # the count above can see
+@SOME
+def test_each_version_s_tokens_have_its_log_probs(memory):
+  """A continued request: replay under the old weights returns the old part, replay under the new weights the new part."""
+  engine = begun(memory, version=3)
+  parts = {c.request.uid: c for c in engine.abort()}
+  engine.swap(weights_of(memory, 1), 4)
+  for part in parts.values():
+    engine.add(part.rest())
+  trajectories = [Trajectory.of(parts[uid].then(later)) for uid, later in run(engine).items()]
+  old, new = (replay(config_of(memory), weights_of(memory, seed), trajectories) for seed in (0, 1))
+  for t, a, b in zip(trajectories, old, new):
+    assert t.version[t.mask].tolist() == [3] * 5 + [4] * (C - 5)
+    assert np.abs(a - b)[t.mask].min() > 1e-4
+  expected = [np.where(t.version == 3, a, b) for t, a, b in zip(trajectories, old, new)]
+  assert len(flipped([t.sampler_logp for t in trajectories], expected)) <= FLIPPED.get(memory, 0)
 
 
-def test_decoding_writes_into_the_rows_it_is_given(policy):
-  engine, served = policy
-  rows = decode.empty_rows(dataclasses.replace(engine.plan, positions=512), served, 6, 10, jax.random.key(0))
-  lowered = decode.decode.lower(graph(engine.config), served, rows, SAMPLING, (), 4)
-  memory = lowered.compile().memory_analysis()
-  cache = sum(layer.k.nbytes + layer.v.nbytes for layer in rows.cache.layers)
-  assert memory.alias_size_in_bytes >= cache
-  assert memory.temp_size_in_bytes < cache / 4
+@SOME
+def test_nothing_remains_of_earlier_weights_and_prompts(memory):
+  """After NaN weights, NaN prompts and NaN caches a swap gives the completions of a new engine."""
+  good = weights_of(memory)
+  engine = Engine(config_of(memory), jax.tree.map(lambda w: jnp.full(w.shape, jnp.nan, w.dtype), good))
+  for request in requests():
+    engine.add(request)
+  engine.dispatch()
+  engine.collect()
+  assert any(np.isnan(c.logp).any() for c in engine.abort())
+  engine.swap(good, 1)
+  for request in requests():
+    engine.add(request)
+  assert not different(run(engine), memory)
 
 
-@pytest.mark.parametrize(
-  ('max_prompt', 'buckets'), [(256, (32, 64, 128, 256)), (200, (32, 64, 128, 200)), (32, (32,)), (20, (20,)), (33, (32, 33))]
-)
-def test_prompt_buckets_double_up_to_the_longest_prompt(max_prompt, buckets):
-  assert prompt_buckets(Sampling(max_prompt=max_prompt)) == buckets
+def test_keep_and_recompute_differ():
+  """`keep` goes on with keys and values of the old weights, `recompute` replaces them."""
+  kept, recomputed = begun(), begun()
+  kept.swap(weights_of(seed=1), 1)
+  parts = {c.request.uid: c for c in recomputed.abort()}
+  recomputed.swap(weights_of(seed=1), 1)
+  for part in parts.values():
+    recomputed.add(part.rest())
+  a, b = run(kept), {uid: parts[uid].then(c) for uid, c in run(recomputed).items()}
+  assert any(abs(a[uid].logp[5] - b[uid].logp[5]) > 1e-3 for uid in a)
 
 
-def test_prompt_buckets_can_be_given():
-  assert prompt_buckets(SAMPLING) == (6, 12)
+@SOME
+def test_given_tokens_count_as_context_not_as_completion(memory):
+  """A second turn has the log-probs of teacher forcing through the same cache."""
+  rng = np.random.default_rng(5)
+  engine = engine_of(memory)
+  for request in requests():
+    given = rng.integers(0, 259, 3 + request.uid % 8).astype(np.int32)
+    engine.add(dataclasses.replace(request, given=given, max_tokens=10))
+  trajectories = [Trajectory.of(c) for c in run(engine).values()]
+  assert all(t.mask.sum() == 10 and t.mask[-10:].all() for t in trajectories)
+  again = replay(config_of(memory), weights_of(memory), trajectories)
+  assert len(flipped([t.sampler_logp for t in trajectories], again)) <= FLIPPED.get(memory, 0)
 
 
-def test_served_weights_are_the_learner_s_in_the_sampler_s_dtype():
-  for family in ('llama', 'qwen2'):
-    _, params = small.model(family, num_hidden_layers=1)
-    served = serve(params, jnp.dtype('bfloat16'))
-    head = params['embed'] if family == 'qwen2' else params['head']['kernel']
-    np.testing.assert_array_equal(served.head, head.astype(jnp.bfloat16))
-    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b.astype(jnp.bfloat16)), served.params, params)
+# --- the queue ---------------------------------------------------------------------------------------------------------
+
+
+def test_requests_that_come_later_change_no_completion():
+  engine = engine_of(asked=requests(group=3)[:4])
+  engine.dispatch()
+  found = {c.request.uid: c for c in engine.collect()}
+  for request in requests(group=3)[4:]:
+    engine.add(request)
+  found |= run(engine)
+  assert set(found) == set(whole())
+  assert not different(found)
+
+
+def test_running_rows_wait_for_one_prefill_at_most(monkeypatch):
+  calls = []
+  for name in ('prefill', 'decode'):
+    function = getattr(decode, name)
+    monkeypatch.setattr(decode, name, lambda *args, f=function, name=name: calls.append(name) or f(*args))
+  engine = engine_of(asked=requests()[:1])
+  engine.dispatch()
+  engine.collect()
+  calls.clear()
+  rng = np.random.default_rng(1)
+  for uid in range(5):  # three prompts a prefill
+    engine.add(Request(uid, uid, rng.integers(0, 259, 5).astype(np.int32), C))
+  for _ in range(3):
+    engine.dispatch()
+    engine.collect()
+  assert calls == ['prefill', 'decode', 'prefill', 'decode', 'decode']
+
+
+def test_samples_of_a_prompt_share_its_prefill():
+  engine = engine_of(asked=requests())
+  engine.dispatch()
+  engine.collect()
+  assert engine.usage.prefills == 1
+
+
+def test_later_samples_share_the_prefill_too():
+  rng = np.random.default_rng(3)
+  engine = engine_of()
+  for prompt in range(4):
+    tokens = rng.integers(0, 259, 5).astype(np.int32)
+    for sample in range(5):
+      engine.add(Request(5 * prompt + sample, prompt, tokens, 3 + (5 * sample + prompt) % 7))
+  assert len(run(engine)) == 20
+  assert engine.usage.prefills <= 4
+
+
+def test_new_weights_prefill_a_prompt_again():
+  engine, request = engine_of(), requests(max_tokens=5)[0]
+  for version in (1, 2):
+    for uid in (100, 101):
+      engine.add(dataclasses.replace(request, uid=uid))
+      run(engine)
+    assert engine.usage.prefills == version
+    engine.swap(weights_of(), version)
+
+
+def test_abort_frees_a_row_and_changes_no_other():
+  engine = engine_of(asked=requests(group=3))
+  engine.dispatch()
+  engine.collect()
+  running, waiting = engine.abort([100, 122])
+  assert (running.request.uid, len(running.tokens), waiting.request.uid, len(waiting.tokens)) == (100, 5, 122, 0)
+  done = run(engine)
+  assert set(done) == set(whole()) - {100, 122}
+  assert not different(done)
+
+
+def test_abort_during_a_chunk_takes_effect_after_it():
+  engine = engine_of(asked=requests(group=3)[:7])
+  engine.dispatch()
+  engine.collect()
+  engine.dispatch()
+  (aborted,) = engine.abort([100])
+  assert aborted.tokens.tolist() == whole()[100].tokens[:5].tolist()
+  assert not engine.abort([100])
+  assert engine.load == 7  # its row is not free yet
+  engine.wait(60.0)
+  assert engine.ready
+  assert not engine.collect()
+  assert engine.load == 6
+  done = run(engine)
+  assert set(done) == {101, 102, 110, 111, 112, 120}
+  assert not different(done)
+
+
+def test_another_attempt_draws_other_tokens():
+  found = run(engine_of(asked=[dataclasses.replace(request, attempt=1) for request in requests()]))
+  for uid, completion in found.items():
+    assert completion.tokens.tolist() != whole()[uid].tokens.tolist()
+
+
+def test_given_tokens_count_towards_max_tokens():
+  with pytest.raises(SettingsError, match=r'config\.sampling\.max_tokens = 24: request 100 .*24 tokens after 3 given'):
+    engine_of(asked=[dataclasses.replace(requests()[0], given=np.zeros(3, np.int32))])
+
+
+# --- usage -------------------------------------------------------------------------------------------------------------
+
+
+def test_usage_counts_row_steps_and_tokens():
+  limits = [1, 5, 9, 13]  # one token at insertion, then 0, 1, 2 and 3 chunks of 4
+  engine = engine_of(asked=[dataclasses.replace(request, max_tokens=n) for request, n in zip(requests(), limits)])
+  run(engine)
+  usage = engine.usage
+  assert (usage.chunks, usage.steps, usage.tokens, usage.prefills) == (3, 12, 24, 1)
+  assert usage.metrics(engine.capacity)['engine/occupancy'] == 24 / (12 * 6)
+  assert 0 <= usage.host_overhead <= 1
+
+
+def test_usage_counts_the_host_s_time_but_not_the_learner_s():
+  engine = engine_of(asked=requests()[:1])
+  engine.dispatch()
+  engine.collect()
+  before = engine.usage.busy
+  time.sleep(0.5)
+  engine.dispatch()
+  engine.collect()
+  assert engine.usage.busy - before >= 0.5
+  before = engine.usage.busy
+  engine.unload()
+  time.sleep(0.5)
+  engine.swap(weights_of(), 1)
+  engine.dispatch()
+  engine.collect()
+  assert 0 < engine.usage.busy - before < 0.5

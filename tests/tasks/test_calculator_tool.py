@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sprl.settings import Task
+from sprl.config import Task
 from sprl.tasks.environments import arithmetic
 from sprl.tasks.environments.arithmetic import CalculationError, calculate
 from sprl.tasks.environments.calculator import MAX_CALCULATIONS, Calculator, gsm8k

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sprl.settings import SettingsError
+from sprl.config import SettingsError
 from sprl.tasks.environments import from_verifiers, registry
 from sprl.tasks.environments.from_gem import Gem
 from sprl.tasks.environments.play import random_episode
@@ -48,7 +48,7 @@ def package(name, install):
 
 
 gem = package('gem', 'gem-llm, whose metadata refuses Python above 3.12.0')
-verifiers = package('verifiers', "pip install 'sprl[verifiers]'")
+verifiers = package('verifiers', 'make install EXTRAS=verifiers')
 skyrl_gym = package('skyrl_gym', 'pip install skyrl-gym')
 
 
@@ -259,7 +259,7 @@ def test_a_multi_turn_environment_of_verifiers_is_stepped(small_env):
   assert outcome.info['messages'] == [{'role': 'user', 'content': 'No.'}, {'role': 'user', 'content': 'Again.'}]
   outcome = checked_step(env, '2')
   assert (outcome.reward, outcome.terminated, outcome.info['stop_condition']) == (1.0, True, 'solved')
-  with pytest.raises(EnvironmentFault, match='no episode is under way'):
+  with pytest.raises(EnvironmentFault, match='no episode is in progress'):
     checked_step(env, '2')
 
 
@@ -298,8 +298,8 @@ def test_a_malformed_call_is_text_like_any_other(small_env, text):
   [
     ('crash', 'KeyError'),
     ('fail', 'RuntimeError: the rollout failed: .*told'),
-    ('rewrite', 'RuntimeError: it rewrote the conversation so far'),
-    ('silence', 'RuntimeError: it asked again without a new message'),
+    ('rewrite', 'RuntimeError: the rollout rewrote the conversation'),
+    ('silence', 'RuntimeError: the rollout asked again without a new message'),
   ],
 )
 def test_what_fails_in_verifiers_is_a_fault_and_the_next_episode_is_whole(small_env, action, complaint):
@@ -364,7 +364,7 @@ def test_a_verifiers_without_load_environment_is_named(monkeypatch):
   module.__version__ = '0.4.0'
   monkeypatch.setitem(sys.modules, 'verifiers', module)
   from_verifiers._load.cache_clear()
-  with pytest.raises(SettingsError, match=r'verifiers 0\.4\.0 has no load_environment: pip install'):
+  with pytest.raises(SettingsError, match=r'verifiers 0\.4\.0 has no load_environment: make install'):
     registry.make('verifiers', {'id': 'small-env'})
 
 
@@ -447,7 +447,7 @@ def test_a_users_class_of_the_chat_form(tmp_path, prompts):
     ('{"question": "2?"}', r'prompts\.jsonl:1: prompt = None: expected text or a list of messages'),
     ('{"prompt": []}', r'prompts\.jsonl:1: prompt = \[\]'),
     ('{"prompt"', r'prompts\.jsonl:1: not JSON'),
-    ('', r'the file holds no row'),
+    ('', r'expected at least one row'),
   ],
 )
 def test_bad_rows_of_the_chat_form_are_named(tmp_path, line, complaint):
@@ -519,14 +519,14 @@ def test_a_users_class_is_made_with_its_arguments(own):
 @pytest.mark.parametrize(
   ('name', 'args', 'complaint'),
   [
-    ('none.py:Own', {}, r'environment\.name = .*none\.py: no such file'),
+    ('none.py:Own', {}, r'task\.name = .*none\.py: no such file'),
     ('own.py:Other', {}, r'own\.py has no class Other; it has Failing, Half, Mute, Own'),
     ('own.py:number', {}, r'own\.py has no class number'),
     ('own.py:Half', {}, r'Half has no method step; expected reset, step'),
     ('own.py:Mute', {}, r'Mute has no method step'),
     ('broken.py:Own', {}, r'broken\.py fails to import \(ModuleNotFoundError: .*no_such_module_at_all'),
     ('leaving.py:Own', {}, r'leaving\.py fails to import \(SystemExit'),
-    ('own.py:Own', {'malus': 1}, r"environment\.args = \{'malus': 1\}: Own takes \(bonus: .*unexpected keyword argument 'malus'"),
+    ('own.py:Own', {'malus': 1}, r"task\.args = \{'malus': 1\}: Own takes \(bonus: .*unexpected keyword argument 'malus'"),
     ('own.py:Failing', {}, r"Failing takes \(when\).*missing a required argument: 'when'"),
     ('own.py:Failing', {'when': 'today'}, r'Failing failed \(OSError: no database, today\)'),
   ],
@@ -543,7 +543,7 @@ def test_what_is_wrong_with_a_users_class_is_named(own, name, args, complaint):
   ('name', 'args', 'complaint'),
   [
     ('gem', {'id': 'game:Game2048-v0-easy'}, r'gem-llm .*pip install --no-deps --ignore-requires-python gem-llm'),
-    ('verifiers', {'id': 'some-env'}, r"verifiers is not installed .*pip install 'sprl\[verifiers\]'"),
+    ('verifiers', {'id': 'some-env'}, r'verifiers is not installed .*EXTRAS=verifiers'),
     ('chat', {'environment': 'gsm8k'}, r'skyrl-gym, which is not installed \(pip install skyrl-gym\)'),
   ],
 )

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sprl.settings import SettingsError
+from sprl.config import SettingsError
 from sprl.tasks.environments import registry
 from sprl.tasks.environments.latency import InjectedFault, delay, delayed, faulty
 from sprl.tasks.environments.play import random_episode
@@ -212,10 +212,10 @@ def test_it_has_the_form(make):
 
 def test_steps_outside_an_episode_are_faults(make):
   env = make()
-  with pytest.raises(EnvironmentFault, match='no episode is under way'):
+  with pytest.raises(EnvironmentFault, match='no episode is in progress'):
     checked_step(env, 'a')
   random_episode(env, 0, np.random.default_rng(0), 50)
-  with pytest.raises(EnvironmentFault, match='no episode is under way'):
+  with pytest.raises(EnvironmentFault, match='no episode is in progress'):
     checked_step(env, 'a')
   checked_reset(env, 1)
   checked_step(env, 'a')
@@ -270,19 +270,19 @@ def test_no_text_raises(name, actions, tmp_path_factory):
     (
       'frozen_lakes',
       {},
-      r"environment\.name = 'frozen_lakes': expected one of frozen_lake, sokoban, .*chat, or `file\.py:Class`",
+      r"task\.name = 'frozen_lakes': expected one of frozen_lake, sokoban, .*chat, or `file\.py:Class`",
     ),
-    ('frozen_lake', {'width': 4}, r"environment\.args has 'width': frozen_lake takes size, max_actions, holes, slippery"),
-    ('frozen_lake', {'size': 1}, r"environment\.args = \{'size': 1\}: refused by frozen_lake \(size = 1: expected 2 to 20"),
-    ('frozen_lake', {'size': 'four'}, r"environment\.args\.size = 'four': expected int, got str"),
+    ('frozen_lake', {'width': 4}, r"task\.args has 'width': frozen_lake takes size, max_actions, holes, slippery"),
+    ('frozen_lake', {'size': 1}, r"task\.args = \{'size': 1\}: refused by frozen_lake \(size = 1: expected 2 to 20"),
+    ('frozen_lake', {'size': 'four'}, r"task\.args\.size = 'four': expected int, got str"),
     ('frozen_lake', {'holes': 0.9}, r'holes = 0.9: expected a part in \[0, 0.5\]'),
     ('frozen_lake', {'max_actions': 0}, r'max_actions = 0: expected 1 or more'),
     ('sokoban', {'boxes': 9}, r'boxes = 9: expected 1 to 4'),
     ('sokoban', {'size': 3}, r'size = 3: expected 5 to 20'),
     ('guess_number', {'low': 5, 'high': 5}, r'low = 5, high = 5: expected low below high'),
     ('calculator', {'path': '/no/such/folder'}, r"config\.task\.path = '/no/such/folder'"),
-    ('calculator', {'split': 'dev'}, r"environment\.args\.split = 'dev': expected one of 'train', 'test'"),
-    ('reasoning_gym', {}, r"environment\.args lacks 'dataset': reasoning_gym takes dataset, args"),
+    ('calculator', {'split': 'dev'}, r"task\.args\.split = 'dev': expected one of 'train', 'test'"),
+    ('reasoning_gym', {}, r"task\.args lacks 'dataset': reasoning_gym takes dataset, args"),
     ('reasoning_gym', {'dataset': 'leg_count'}, r"'leg_count': reasoning-gym has no such data set; .*leg_counting"),
     ('reasoning_gym', {'dataset': 'leg_counting', 'split': 'dev'}, r"split = 'dev'"),
   ],

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sprl.settings import SettingsError, Task
+from sprl.config import SettingsError, Task
 from sprl.tasks import graders, problems
 
 
@@ -146,7 +146,7 @@ def test_last_boxed(text, inner):
 
 
 def test_a_generators_scorer_is_asked_about_the_final_answer_and_pays_full_marks_only():
-  task = Task(kind='reasoning_gym', name='chain_sum', args={'max_terms': 2, 'max_digits': 2}, size=50)
+  task = Task(kind='reasoning_gym', name='chain_sum', args={'max_terms': 2, 'max_digits': 2})
   grade = graders.load(graders.resolve(task))
   for p in problems.load(task, 'train')[:10]:
     wrong = str(int(p.answer) + 1)
@@ -166,7 +166,7 @@ def test_a_generators_scorer_is_asked_about_the_final_answer_and_pays_full_marks
 
 def test_a_scorer_that_accepts_any_right_answer_does():
   """countdown: any expression of the given numbers that makes the target."""
-  task = Task(kind='reasoning_gym', name='countdown', size=20)
+  task = Task(kind='reasoning_gym', name='countdown')
   grade = graders.load(graders.resolve(task))
   p = problems.load(task, 'train')[0]
   assert grade(p.prompt, f'<answer>{p.answer}</answer>', p.answer, p.extra) == 1.0
@@ -175,7 +175,7 @@ def test_a_scorer_that_accepts_any_right_answer_does():
 
 
 def test_text_answers_are_compared_whole():
-  task = Task(kind='reasoning_gym', name='spell_backward', size=20)
+  task = Task(kind='reasoning_gym', name='spell_backward')
   grade = graders.load(graders.resolve(task))
   p = problems.load(task, 'train')[0]
   assert grade(p.prompt, f' {p.answer}\n', p.answer, p.extra) == 1.0

@@ -7,7 +7,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 
-from sprl.settings import SettingsError, Task
+from sprl.config import SettingsError, Task
 from sprl.tasks import graders, problems
 
 DATA = Path(__file__).parents[3] / 'shared/data/gsm8k'

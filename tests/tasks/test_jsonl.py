@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from sprl.settings import SettingsError, Task
+from sprl.config import SettingsError, Task
 from sprl.tasks import problems
 
 
@@ -15,8 +15,8 @@ def write(path, *lines):
 
 def test_prompts_and_messages_become_problems_and_answers_text(tmp_path):
   chat = [{'role': 'system', 'content': 'Be brief.'}, {'role': 'user', 'content': '1 + 1?'}]
-  path = write(tmp_path / 'a.jsonl', {'prompt': '2 + 3?', 'answer': '5'}, '', {'messages': chat, 'answer': 2})
-  found = problems.load(Task(kind='jsonl', path=str(path)), 'train')
+  path = write(tmp_path / 'train.jsonl', {'prompt': '2 + 3?', 'answer': '5'}, '', {'messages': chat, 'answer': 2})
+  found = problems.load(Task(kind='jsonl', path=str(tmp_path)), 'train')
 
   assert [p.answer for p in found] == ['5', '2']
   assert [p.id for p in found] == [f'{path}:1', f'{path}:3']  # the blank line counts
@@ -26,15 +26,15 @@ def test_prompts_and_messages_become_problems_and_answers_text(tmp_path):
 
 
 def test_a_worked_solution_is_kept(tmp_path):
-  path = write(tmp_path / 'a.jsonl', {'prompt': '2 + 3?', 'answer': 5, 'solution': '2 + 3 = 5'}, {'prompt': 'p', 'answer': 1})
-  found = problems.load(Task(kind='jsonl', path=str(path)), 'train')
+  write(tmp_path / 'train.jsonl', {'prompt': '2 + 3?', 'answer': 5, 'solution': '2 + 3 = 5'}, {'prompt': 'p', 'answer': 1})
+  found = problems.load(Task(kind='jsonl', path=str(tmp_path)), 'train')
   assert [p.extra for p in found] == [{'solution': '2 + 3 = 5'}, {}]
 
 
-def test_the_test_split_is_eval_path(tmp_path):
-  train = write(tmp_path / 'a.jsonl', {'prompt': 'p', 'answer': '1'})
-  test = write(tmp_path / 'b.jsonl', {'prompt': 'q', 'answer': '2'})
-  task = Task(kind='jsonl', path=str(train), eval_path=str(test))
+def test_the_test_split_is_a_file_of_its_own(tmp_path):
+  write(tmp_path / 'train.jsonl', {'prompt': 'p', 'answer': '1'})
+  write(tmp_path / 'test.jsonl', {'prompt': 'q', 'answer': '2'})
+  task = Task(kind='jsonl', path=str(tmp_path))
   assert [p.prompt for p in problems.load(task, 'train')] == ['p']
   assert [p.prompt for p in problems.load(task, 'test')] == ['q']
 
@@ -57,38 +57,39 @@ def test_the_test_split_is_eval_path(tmp_path):
   ],
 )
 def test_a_malformed_line_is_named_by_file_and_line(tmp_path, line, complaint):
-  path = write(tmp_path / 'a.jsonl', {'prompt': 'fine', 'answer': '1'}, line)
+  path = write(tmp_path / 'train.jsonl', {'prompt': 'fine', 'answer': '1'}, line)
   with pytest.raises(SettingsError) as error:
-    problems.load(Task(kind='jsonl', path=str(path)), 'train')
+    problems.load(Task(kind='jsonl', path=str(tmp_path)), 'train')
   assert f'{path}:2: ' in str(error.value)
   assert complaint in str(error.value)
 
 
 @pytest.mark.parametrize('line', [r'{"prompt": "a\ud800b", "answer": "1"}', '[' * 100_000])
 def test_a_line_that_json_allows_and_nothing_can_read_is_named(tmp_path, line):
-  path = tmp_path / 'a.jsonl'
+  path = tmp_path / 'train.jsonl'
   path.write_text(r'{"prompt": "\ud83d\ude00", "answer": "1"}' + f'\n{line}\n')  # the first is a pair, and an emoji
-  with pytest.raises(SettingsError, match=r'a\.jsonl:2: not JSON in UTF-8'):
-    problems.load(Task(kind='jsonl', path=str(path)), 'train')
+  with pytest.raises(SettingsError, match=r'train\.jsonl:2: not JSON in UTF-8'):
+    problems.load(Task(kind='jsonl', path=str(tmp_path)), 'train')
 
 
 def test_a_line_that_is_not_utf8_is_named(tmp_path):
-  path = tmp_path / 'a.jsonl'
+  path = tmp_path / 'train.jsonl'
   path.write_bytes(b'{"prompt": "caf\xe9", "answer": "1"}\n')
-  with pytest.raises(SettingsError, match=r'a\.jsonl:1: not JSON in UTF-8'):
-    problems.load(Task(kind='jsonl', path=str(path)), 'train')
+  with pytest.raises(SettingsError, match=r'train\.jsonl:1: not JSON in UTF-8'):
+    problems.load(Task(kind='jsonl', path=str(tmp_path)), 'train')
 
 
 def test_messages_are_refused_where_there_is_no_chat(tmp_path):
-  path = write(tmp_path / 'a.jsonl', {'messages': [{'role': 'user', 'content': 'x'}], 'answer': '1'})
-  with pytest.raises(SettingsError, match=r'a\.jsonl:1: .*config\.task\.chat = False'):
-    problems.load(Task(kind='jsonl', path=str(path), chat=False), 'train')
+  write(tmp_path / 'train.jsonl', {'messages': [{'role': 'user', 'content': 'x'}], 'answer': '1'})
+  with pytest.raises(SettingsError, match=r'train\.jsonl:1: .*config\.task\.chat = False'):
+    problems.load(Task(kind='jsonl', path=str(tmp_path), chat=False), 'train')
 
 
 @pytest.mark.parametrize('split', ['train', 'test'])
 def test_a_missing_or_empty_file_is_named_by_its_setting(tmp_path, split):
-  empty = write(tmp_path / 'empty.jsonl')
-  key = {'train': r'config\.task\.path', 'test': r'config\.task\.eval_path'}[split]
-  for path, complaint in (tmp_path / 'none.jsonl', 'no such file'), (empty, 'holds no problem'):
-    with pytest.raises(SettingsError, match=f'{key} = .*{complaint}'):
-      problems.load(Task(kind='jsonl', path=str(path), eval_path=str(path)), split)
+  task = Task(kind='jsonl', path=str(tmp_path))
+  with pytest.raises(SettingsError, match=rf'config\.task\.path = .*{split}\.jsonl: no such file'):
+    problems.load(task, split)
+  write(tmp_path / f'{split}.jsonl')
+  with pytest.raises(SettingsError, match=r'config\.task\.path = .*at least one problem'):
+    problems.load(task, split)

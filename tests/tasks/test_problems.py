@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from sprl.settings import Task
+from sprl.config import Task
 from sprl.tasks.problems import Problems, Share, holder, pose
 
 ROW = {'id': 'a', 'prompt': '2 + 3?', 'answer': '5'}

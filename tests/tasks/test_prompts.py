@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sprl.settings import Task
+from sprl.config import Task
 from sprl.tasks.problems import Problems
 from sprl.tasks.prompts import PromptStream
 
@@ -77,12 +77,12 @@ def test_the_state_in_an_older_checkpoint_is_that_of_the_same_stream():
 def test_only_what_is_asked_for_is_generated_and_no_thread_remains():
   asked = []
 
-  class Rows(list):
+  class DecodeState(list):
     def __getitem__(self, index):
       asked.append(index)
       return super().__getitem__(index)
 
-  rows = Rows({'id': str(i), 'prompt': '?', 'answer': ''} for i in range(1000))
+  rows = DecodeState({'id': str(i), 'prompt': '?', 'answer': ''} for i in range(1000))
   threads = threading.active_count()
   stream = PromptStream(Problems(Task(), rows), seed=0)
   asked.clear()

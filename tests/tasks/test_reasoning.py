@@ -7,11 +7,16 @@ import sys
 
 import pytest
 
-from sprl.settings import SettingsError, Task
+from sprl.config import SettingsError, Task
 from sprl.tasks import graders, problems, reasoning
 
-SUMS = Task(kind='reasoning_gym', name='chain_sum', args={'min_terms': 2, 'max_terms': 2, 'max_digits': 1}, size=3000)
-LEGS = Task(kind='reasoning_gym', name='leg_counting', size=500, held_out=20)
+SUMS = Task(kind='reasoning_gym', name='chain_sum', args={'min_terms': 2, 'max_terms': 2, 'max_digits': 1})
+LEGS = Task(kind='reasoning_gym', name='leg_counting')
+
+
+def load(task, split, seed=0):
+  size = 3000 if task is SUMS else 500
+  return problems.Problems(task, reasoning.rows(task, split, size, held_out=128 if task is SUMS else 20, seed=seed))
 
 
 def questions(found):
@@ -20,16 +25,16 @@ def questions(found):
 
 @pytest.mark.parametrize('task', [SUMS, LEGS])
 def test_a_problem_depends_on_seed_and_index_only(task):
-  one, other = problems.load(task, 'train'), problems.load(task, 'train')
+  one, other = load(task, 'train'), load(task, 'train')
   forward = questions(one[:50])
   backward = [other[i].prompt for i in reversed(range(50))]
   assert forward == backward[::-1]
-  assert questions(problems.load(Task(**{**vars(task), 'seed': 1000}), 'train')[:50]) != forward
+  assert questions(load(task, 'train', seed=1000)[:50]) != forward
 
 
 def test_problems_are_the_same_in_another_process():
   program = (
-    'from sprl.settings import Task; from sprl.tasks import problems; '
+    'from sprl.config import Task; from sprl.tasks import problems; '
     f'print([p.prompt for s in ("train", "test") for p in problems.load(Task(**{vars(LEGS)!r}), s)[:10]])'
   )
   run = subprocess.run(
@@ -47,27 +52,27 @@ def test_training_never_asks_a_held_out_question():
   held_out = {q for q in every if int(hashlib.sha256(q.encode()).hexdigest()[:16], 16) % 4 == 0}
   assert len(held_out) == 46
 
-  assert set(questions(problems.load(SUMS, 'train'))) == every - held_out
-  test = questions(problems.load(SUMS, 'test'))
+  assert set(questions(load(SUMS, 'train'))) == every - held_out
+  test = questions(load(SUMS, 'test'))
   assert set(test) == held_out
   assert len(test) == 46  # each once
 
 
 def test_splits_are_disjoint_whatever_the_seed():
-  test = set(questions(problems.load(LEGS, 'test')))
+  test = set(questions(load(LEGS, 'test')))
   assert len(test) == 20
   for seed in range(3):
-    train = problems.load(Task(**{**vars(LEGS), 'seed': seed}), 'train')
+    train = load(LEGS, 'train', seed=seed)
     assert test.isdisjoint(questions(train))
 
 
 def test_replacements_repeat_no_problem_of_their_own_epoch():
   """leg_counting draws from a large space: its 500 training problems stay distinct, the replaced quarter included."""
-  assert len(set(questions(problems.load(LEGS, 'train')))) == 500
+  assert len(set(questions(load(LEGS, 'train')))) == 500
 
 
 def test_an_index_beyond_the_size_is_an_error():
-  train = problems.load(LEGS, 'train')
+  train = load(LEGS, 'train')
   assert len(train) == 500
   with pytest.raises(IndexError):
     train[500]
@@ -75,8 +80,8 @@ def test_an_index_beyond_the_size_is_an_error():
 
 def test_a_mixture_is_given_by_its_parts():
   parts = [{'name': 'chain_sum', 'weight': 1.0, 'config': {}}, {'name': 'leg_counting', 'weight': 1.0, 'config': {}}]
-  task = Task(kind='reasoning_gym', name='composite', args={'datasets': parts}, size=100, held_out=5)
-  train = problems.load(task, 'train')
+  task = Task(kind='reasoning_gym', name='composite', args={'datasets': parts})
+  train = load(task, 'train')
   assert {p.extra['entry']['metadata']['source_dataset'] for p in train} == {'chain_sum', 'leg_counting'}
   grade = graders.load(graders.resolve(task))
   assert [grade(p.prompt, p.answer, p.answer, p.extra) for p in train[:10]] == [1.0] * 10
@@ -99,16 +104,15 @@ def test_what_cannot_be_generated_is_named(change, complaint, split):
 
 
 def test_a_size_that_the_generator_refuses_is_named():
-  task = Task(kind='reasoning_gym', name='word_ladder', size=10**6)
-  with pytest.raises(SettingsError, match=r'config\.task\.size = 1000000: refused by word_ladder'):
-    problems.load(task, 'train')
+  with pytest.raises(SettingsError, match=r'config\.task\.args = \{\}: 1000000 problems are refused by word_ladder'):
+    reasoning.generator('word_ladder', {}, seed=0, size=10**6)
 
 
 @pytest.mark.parametrize(
   ('held_out', 'split', 'complaint'),
-  [(True, 'train', 'all its questions are held out'), (False, 'test', 'too few distinct questions')],
+  [(True, 'train', 'every question is held out'), (False, 'test', 'too few distinct questions')],
 )
 def test_a_generator_whose_questions_all_fall_on_one_side_is_named(monkeypatch, held_out, split, complaint):
   monkeypatch.setattr(reasoning, 'is_held_out', lambda question: held_out)
   with pytest.raises(SettingsError, match=rf"config\.task\.name = 'leg_counting', args .*{complaint}"):
-    problems.load(LEGS, split)
+    load(LEGS, split)

@@ -1,7 +1,6 @@
-"""A calculator for text that a model wrote: numbers, + - * / // % **, brackets; exact, and bounded in every direction.
+"""A calculator for text that a model wrote: numbers, + - * / // % **, brackets. It is exact, and bounded in size and depth.
 
-Python's parser reads the text, and nothing of Python runs it: six operators over fractions, whose size is known to stay small
-before they are applied. 0.1 + 0.2 is 0.3.
+Python's parser reads the text, but Python does not run it: seven operators act on fractions of bounded size. 0.1 + 0.2 is 0.3.
 """
 
 import ast
@@ -11,23 +10,23 @@ from collections.abc import Callable
 from fractions import Fraction
 
 MAX_LENGTH = 200  # characters of an expression
-MAX_DEPTH = 40  # operations and signs within one another
-MAX_BITS = 512  # of a numerator or denominator, also amid a calculation: some 150 digits
+MAX_DEPTH = 40  # nested operations and signs
+MAX_BITS = 512  # of any numerator or denominator, about 150 digits
 MAX_EXPONENT = 64
 
-_ALLOWED = re.compile(r'[0-9.+\-*/%()\s]*')  # no letters: no names, no attributes, no calls by name
-_COMMA = re.compile(r'(?<=[0-9]),(?=[0-9]{3}(?![0-9]))')  # of thousands
+_ALLOWED = re.compile(r'[0-9.+\-*/%()\s]*')  # no letters, so no names, attributes or calls
+_COMMA = re.compile(r'(?<=[0-9]),(?=[0-9]{3}(?![0-9]))')  # thousands commas
 _SIGNS = str.maketrans({'×': '*', '·': '*', '÷': '/', '−': '-', '–': '-', '$': None, '€': None, '£': None})
 
 
 class CalculationError(ValueError):
-  """An expression that the calculator refuses or that has no value; the message is for who wrote it."""
+  """An expression that is refused or has no value. The message is shown to the model."""
 
 
 def calculate(text: str) -> str:
-  """The value of an expression, exactly where it has 12 decimals at most and to 12 significant digits otherwise.
+  """Return the value of an expression: exact with at most 12 decimals, else to 12 significant digits.
 
-  Raises CalculationError: more than MAX_LENGTH characters, anything but arithmetic, division by zero, numbers too large.
+  Raises CalculationError for more than MAX_LENGTH characters, anything but arithmetic, division by zero, and too large numbers.
   """
   if len(text) > MAX_LENGTH:
     raise CalculationError(f'the expression is longer than {MAX_LENGTH} characters')
@@ -38,7 +37,7 @@ def calculate(text: str) -> str:
     raise CalculationError('only numbers, + - * / // % ** and brackets are understood')
   try:
     tree = ast.parse(plain, mode='eval')
-  except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two: how the parser gives up on deep nesting
+  except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two come from deep nesting
     raise CalculationError(f'{plain} is not a well-formed expression') from None
   return _written(_value(plain, tree.body, 0))
 
@@ -48,7 +47,7 @@ def _value(plain: str, node: ast.AST, depth: int) -> Fraction:
     raise CalculationError('the expression is nested too deeply')
   match node:
     case ast.Constant(value=int() | float(), col_offset=start, end_col_offset=end):
-      return _small(Fraction(plain[start:end]))  # the decimal that was written, not its binary neighbour
+      return _small(Fraction(plain[start:end]))  # the decimal as written, not its binary neighbour
     case ast.UnaryOp(op=ast.USub(), operand=operand):
       return -_value(plain, operand, depth + 1)
     case ast.UnaryOp(op=ast.UAdd(), operand=operand):
@@ -80,7 +79,7 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
     raise CalculationError(f'an exponent is a whole number from -{MAX_EXPONENT} to {MAX_EXPONENT}')
   if base == 0 and exponent < 0:
     raise CalculationError('division by zero')
-  return _small(base**exponent.numerator)  # at most MAX_BITS * MAX_EXPONENT bits for a moment
+  return _small(base**exponent.numerator)  # at most MAX_BITS * MAX_EXPONENT bits before the check
 
 
 def _small(value: Fraction | int) -> Fraction:

@@ -1,7 +1,7 @@
-"""Word problems with a calculator: the model may ask for `<calc>3*(4+5)</calc>` and reads the value in the next turn.
+"""Word problems with a calculator: the model may write `<calc>3*(4+5)</calc>` and reads the value in the next turn.
 
-The episode ends with a final answer, `<answer>42</answer>` or `#### 42`, also where calculations stand before it. It is worth
-1 if its number is the answer's. A turn with neither costs `invalid_penalty`.
+The episode ends with a final answer, `<answer>42</answer>` or `#### 42`, even after calculations in the same turn. The reward is
+1 if its number is the answer's. A turn with neither gets `invalid_penalty`.
 """
 
 import functools
@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from sprl.settings import Task
+from sprl.config import Task
 from sprl.tasks import graders, problems
 from sprl.tasks.environments.arithmetic import CalculationError, calculate
 from sprl.tasks.environments.turns import Turns
@@ -28,9 +28,9 @@ _RULES = (
 
 
 class Calculator:
-  """Asks problem `seed` modulo their number, of `problems` whose answers are numbers.
+  """Asks problem number `seed` modulo their count. Answers of `problems` must be numbers.
 
-  Raises ValueError where there is no problem.
+  Raises ValueError if there is no problem.
   """
 
   name = 'calculator'
@@ -42,7 +42,7 @@ class Calculator:
     self._turns = Turns(max_actions)
 
   def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
-    """The question; `info['problem']` has its id, and `messages` the conversation around it where it has one."""
+    """Ask the question. `info['problem']` holds its id, `info['messages']` its conversation if it has one."""
     self._problem = self._problems[seed % len(self._problems)]
     self._turns.begin()
     info: dict[str, Any] = {'problem': self._problem.id}
@@ -52,7 +52,7 @@ class Calculator:
     return observation, info
 
   def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-    """Grades a final answer, or calculates. Raises ValueError where the problem's answer is no number."""
+    """Grade a final answer, or calculate. Raises ValueError if the answer of the problem is not a number."""
     self._turns.take()
     final, asked, failed, reward = _final(action), _CALC.findall(action)[:MAX_CALCULATIONS], 0, 0.0
     if final is not None:
@@ -76,26 +76,26 @@ class Calculator:
     return text, float(reward), terminated, truncated, info
 
   def sample_random_action(self, rng: np.random.Generator | None = None) -> str:
-    """A calculation or, half the time, an answer."""
+    """Return a calculation or, half of the time, an answer."""
     rng = rng or np.random.default_rng()
     a, b = rng.integers(100, size=2)
     return f'<answer>{a}</answer>' if rng.random() < 0.5 else f'<calc>{a}*{b}</calc>'
 
 
 def gsm8k(
-  path: str = '', split: Literal['train', 'test'] = 'train', max_actions: int = 5, invalid_penalty: float = 0.0
+  path: str | None = None, split: Literal['train', 'test'] = 'train', max_actions: int = 5, invalid_penalty: float = 0.0
 ) -> Calculator:
-  """The environment over GSM8K; `path` and `split` (train, test) as config.task.path has them. Raises SettingsError."""
+  """Return the environment over GSM8K; `path` is as config.task.path. Raises SettingsError."""
   return Calculator(_gsm8k(path, split), max_actions, invalid_penalty)
 
 
-@functools.cache  # every environment of a run asks the same ones
-def _gsm8k(path: str, split: Literal['train', 'test']) -> Sequence[Problem]:
+@functools.cache  # shared by all environments of a process
+def _gsm8k(path: str | None, split: Literal['train', 'test']) -> Sequence[Problem]:
   return problems.load(Task(kind='gsm8k', path=path), split)
 
 
 def _final(action: str) -> str | None:
-  """The text of the final answer: the last tag's, else the rest of the line after the last `####`."""
+  """Return the final answer: the content of the last tag, else the rest of the line after the last `####`."""
   tagged = graders.last_tagged(action)
   if tagged is not None:
     return tagged
@@ -104,7 +104,7 @@ def _final(action: str) -> str | None:
 
 
 def _answered(expression: str) -> tuple[str, bool]:
-  """What the calculator says to an expression, and whether it had a value."""
+  """Return the calculator's reply to an expression, and whether the expression has a value."""
   plain = ' '.join(expression.split())
   try:
     return f'{plain} = {calculate(expression)}', True

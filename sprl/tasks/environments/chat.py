@@ -1,30 +1,30 @@
 """The chat form of SkyRL-gym (NovaSky-AI/SkyRL): `init(prompt)`, then `step` to {observations, reward, done, metadata}.
 
-There, an environment object is one episode: it is constructed with `env_config` and the data row's `extras`, and its `init`
-turns the row's prompt, a conversation, into the one that the model answers. Here, rows come from a JSONL file,
+In SkyRL-gym an environment object is one episode. It is constructed with `env_config` and the `extras` of a data row, and its
+`init` turns the prompt of the row into the conversation that the model answers. Here rows come from a JSONL file,
 
     {"prompt": [{"role": "user", "content": "2 + 3?"}], "reward_spec": {"ground_truth": "5"}}
 
-and the seed fixes the row. What that form cannot say: whether the end was a truncation (`truncated` is always False). Its
-`postprocessed_action`, a rewriting of the model's text, is not followed: tokens are trained on as they were sampled.
+and the seed fixes the row. That form cannot report a truncation, so `truncated` is True only at `max_actions`. Its
+`postprocessed_action`, which rewrites the model's text, is ignored: training uses the tokens that were sampled.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from sprl.settings import SettingsError
+from sprl.config import SettingsError
 from sprl.tasks import jsonl
 from sprl.tasks.environments import user_file
 from sprl.tasks.environments.turns import Turns
 
-Build = Callable[[Mapping[str, Any]], Any]  # extras of a row -> that episode's environment
+Build = Callable[[Mapping[str, Any]], Any]  # extras of a row -> environment of the episode
 
 
 class Chat:
-  """Environments of the chat form, one built an episode, over `rows` of `prompt` and extras.
+  """Builds one environment of the chat form for each episode, from `rows` of `prompt` and extras.
 
-  `max_actions` truncates episodes that the environment itself would let go on.
+  `max_actions` truncates an episode that the environment does not end.
   """
 
   def __init__(self, name: str, build: Build, rows: Sequence[Mapping[str, Any]], max_actions: int = 100):
@@ -32,24 +32,24 @@ class Chat:
     self._turns, self._env = Turns(max_actions), None
 
   def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
-    """The last message of the conversation that `init` gives; all of it is in info['messages']."""
+    """Return the last message of the conversation that `init` gives; info['messages'] holds all of it."""
     self.close()
     row = dict(self._rows[seed % len(self._rows)])
     prompt = row.pop('prompt')
     self._env = self._build(row)
     conversation, metadata = self._env.init([{'role': 'user', 'content': prompt}] if isinstance(prompt, str) else prompt)
     if not conversation:
-      raise TypeError('init gave no message to answer')
+      raise TypeError('init returned no message: expected at least one')
     self._turns.begin()
     return _text(conversation[-1:]), {**(metadata or {}), 'messages': _messages(conversation)}
 
   def step(self, action: str) -> Any:
-    """The observations' texts, a paragraph each; they are in info['messages'] too. The reward is as the environment gave it.
+    """Return the observations as paragraphs, and in info['messages'].
 
-    Raises TypeError where a key is missing.
+    Raises TypeError if a key is missing.
     """
     self._turns.take()
-    assert self._env is not None  # an episode is under way
+    assert self._env is not None  # an episode is in progress
     returned = self._env.step(action)
     if not isinstance(returned, Mapping) or not {'observations', 'reward', 'done'} <= returned.keys():
       raise TypeError(f'step returned {returned!r:.100}: expected a dict of observations, reward, done, metadata')
@@ -60,20 +60,22 @@ class Chat:
     return _text(observations), returned['reward'], done, self._turns.end(bool(done)), info
 
   def close(self) -> None:
-    """Closes the episode's environment."""
+    """Close the environment of the episode."""
     env, self._env = self._env, None
     if callable(release := getattr(env, 'close', None)):
       release()
 
 
 def chat(environment: str, prompts: str, config: Mapping[str, Any] | None = None, max_actions: int = 100) -> Chat:
-  """`environment`: `file.py:Class`, or the id of one that skyrl_gym has registered; `prompts`: the JSONL file of rows; `config`:
-  its env_config. Raises SettingsError.
+  """Return environments of the chat form.
+
+  `environment` is `file.py:Class` or an id registered with skyrl_gym, `prompts` a JSONL file of rows, `config` the env_config.
+  Raises SettingsError.
   """
   rows = [_row(f'{prompts}:{number}', line) for number, line in jsonl.lines(_file(prompts))]
   if not rows:
-    raise SettingsError(f'config.environment.args.prompts = {prompts!r}: the file holds no row')
-  where = 'config.environment.args.environment'
+    raise SettingsError(f'config.task.args.prompts = {prompts!r}: expected at least one row; the file is empty')
+  where = 'config.task.args.environment'
   if user_file.split_reference(environment):
     make = user_file.load_class(environment, ('init', 'step'), where)
   else:
@@ -98,7 +100,7 @@ def _registered(identifier: str, where: str) -> Callable[..., Any]:
 def _file(name: str) -> Path:
   path = Path(name).expanduser()
   if not path.is_file():
-    raise SettingsError(f'config.environment.args.prompts = {name!r}: no such file; expected a JSONL file of `prompt` and extras')
+    raise SettingsError(f'config.task.args.prompts = {name!r}: no such file; expected a JSONL file of `prompt` and extras')
   return path
 
 

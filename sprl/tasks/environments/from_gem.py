@@ -1,9 +1,9 @@
-"""Environments of GEM (the package gem-llm, axon-rl/gem) by their id, such as `game:GuessTheNumber-v0-easy`.
+"""Environments of GEM (the package gem-llm, axon-rl/gem) by id, such as `game:GuessTheNumber-v0-easy`.
 
-Their form is this package's own. What needs adapting is their chance: they draw from the global generators of `random` and
-numpy, which `reset(seed)` seeds. Two episodes in two threads would draw from one another's. So each environment here has a
-state of these generators of its own, which is put in place for its calls, one at a time in a process, and taken out again.
-Other code that draws from them in another thread at that moment is not kept apart.
+sprl uses the protocol of GEM. Only the random numbers need adapting: GEM's environments draw from the global generators of
+`random` and numpy, which `reset(seed)` seeds, so episodes in two threads would mix their numbers. Here each environment has its
+own state of these generators. It is installed during a call, for one call at a time in a process. Other code that draws from
+these generators in another thread during a call is not isolated.
 """
 
 import contextlib
@@ -16,16 +16,16 @@ from typing import Any
 
 import numpy as np
 
-from sprl.settings import SettingsError
+from sprl.config import SettingsError
 
 _ONE_AT_A_TIME = threading.RLock()
 
 
 class Gem:
-  """A GEM environment with its own chance.
+  """A GEM environment with its own random state.
 
-  `exclusive = False` lets `step` run beside other steps: for environments whose steps are slow and draw nothing (tools, code).
-  Otherwise one that hangs in a thread stops every other GEM environment of its process: such ones belong into processes.
+  `exclusive = False` lets `step` run beside other steps, for environments whose steps are slow and draw no numbers (tools, code).
+  Otherwise an environment that hangs in a thread blocks every other GEM environment of its process; run such ones in processes.
   """
 
   def __init__(self, name: str, env: Any, exclusive: bool = True):
@@ -33,29 +33,29 @@ class Gem:
     self._state = _state()
 
   def reset(self, seed: int) -> Any:
-    """As GEM's; numpy takes seeds of 32 bits, so larger ones are folded."""
-    with self._own_chance():
+    """Reset the environment. numpy takes seeds of 32 bits; larger ones are taken modulo 2^32."""
+    with self._own_random_state():
       return self._env.reset(seed=seed % 2**32)
 
   def step(self, action: str) -> Any:
-    """As GEM's."""
+    """Step the environment."""
     if not self._exclusive:
       return self._env.step(action)
-    with self._own_chance():
+    with self._own_random_state():
       return self._env.step(action)
 
   def sample_random_action(self) -> Any:
-    """As GEM's; drawing it changes the episode's chance."""
-    with self._own_chance():
+    """Return a random action. This advances the random state of the episode."""
+    with self._own_random_state():
       return self._env.sample_random_action()
 
   def close(self) -> None:
-    """Closes it where it can be closed."""
+    """Close the environment if it can be closed."""
     if callable(release := getattr(self._env, 'close', None)):
       release()
 
   @contextlib.contextmanager
-  def _own_chance(self) -> Iterator[None]:
+  def _own_random_state(self) -> Iterator[None]:
     with _ONE_AT_A_TIME:
       outer = _state()
       _restore(self._state)
@@ -67,8 +67,8 @@ class Gem:
 
 
 def gem(id: str, args: Mapping[str, Any] | None = None, exclusive: bool = True) -> Gem:
-  """The environment that `gem.make(id, **args)` makes. Raises SettingsError: no gem-llm, no such id, arguments it refuses."""
-  where = 'config.environment.args'
+  """Return `gem.make(id, **args)`. Raises SettingsError if gem-llm is missing, or the id or the arguments are refused."""
+  where = 'config.task.args'
   handlers, level = logging.root.handlers[:], logging.root.level
   try:
     import gem as package  # pyright: ignore[reportMissingImports]
@@ -76,10 +76,10 @@ def gem(id: str, args: Mapping[str, Any] | None = None, exclusive: bool = True) 
     from gem.envs.registration import ENV_REGISTRY  # pyright: ignore[reportMissingImports]
   except ImportError as error:
     raise SettingsError(
-      f"config.environment.name = 'gem' needs the package gem-llm ({error}). Its metadata admits Python up to 3.12.0 only, its "
+      f"config.task.name = 'gem' needs the package gem-llm ({error}). Its metadata admits Python up to 3.12.0 only, its "
       'code runs on later ones: pip install --no-deps --ignore-requires-python gem-llm, and pip install nltk msgspec'
     ) from error
-  finally:  # its import configures everybody's logging
+  finally:  # importing gem configures the root logger
     logging.root.handlers[:] = handlers
     logging.root.setLevel(level)
   if id not in ENV_REGISTRY:
@@ -88,7 +88,7 @@ def gem(id: str, args: Mapping[str, Any] | None = None, exclusive: bool = True) 
   with _ONE_AT_A_TIME:
     outer = _state()
     try:
-      made = package.make(id, **(args or {}))  # some reset themselves, drawing
+      made = package.make(id, **(args or {}))  # some draw numbers when made
     except Exception as error:
       raise SettingsError(f'{where}.args = {dict(args or {})!r}: refused by {id} ({type(error).__name__}: {error})') from error
     finally:

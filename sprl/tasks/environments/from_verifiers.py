@@ -1,18 +1,18 @@
-"""Environments of verifiers (PrimeIntellect-ai/verifiers, 0.1.14 to 0.3) by their id: those that `load_environment` gives.
+"""Environments of verifiers (PrimeIntellect-ai/verifiers, 0.1.14 to 0.3) by id, as `load_environment` returns them.
 
-They are not stepped: they run a whole rollout and ask a client for each answer of the model. So here the client is the other
-way round: a rollout runs in an event loop of its own thread, and where it asks, it waits. `reset` starts it and gives what it
-asks first, `step` hands it the model's text and gives what it asks next; at its end, the rubric's reward, all on the last step.
+They have no `step`: they run a whole rollout and ask a client for each answer of the model. Here the client waits instead. A
+rollout runs in an event loop in its own thread. `reset` starts it and returns its first request; `step` gives it the model's
+text and returns its next request. The reward of the rubric comes with the last step.
 
     caller    reset ----------> observation    step(action) -----------> observation ...   step -> reward
     rollout     run_rollout ... get_response (waits) ... env_response ... get_response (waits) ... score_rollout
 
-Whatever asks its client works so: SingleTurnEnv, MultiTurnEnv, ToolEnv and their children. Tools are described in the first
-message, and called by `<tool_call>{"name": "search", "arguments": {"query": "..."}}</tool_call>`.
+This works for SingleTurnEnv, MultiTurnEnv, ToolEnv and their subclasses. Tools are described in the first message, and called by
+`<tool_call>{"name": "search", "arguments": {"query": "..."}}</tool_call>`.
 
-Limits. A conversation may only grow: one that rewrites its history raises, since tokens are trained on as they were sampled.
-Rubrics that score a group at once are refused. A reward function that raises counts 0, as everywhere in verifiers. Its time
-limits run while the model writes. Only text. The tasksets of its 0.4, which have no `load_environment`, cannot be stepped.
+Limits. A conversation may only grow: one that rewrites its history raises, because training uses the sampled tokens. Rubrics that
+score a group at once are refused. A reward function that raises counts 0, as in verifiers. Its time limits include the time in
+which the model writes. Only text is supported. verifiers 0.4 has no `load_environment` and is not supported.
 """
 
 import asyncio
@@ -26,43 +26,43 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from sprl.settings import SettingsError
+from sprl.config import SettingsError
 from sprl.tasks.environments.turns import Turns
 
 _TOOL_CALL = re.compile(r'<tool_call>(.*?)</tool_call>', re.DOTALL)
 _CUT_SHORT = ('max_turns_reached', 'timeout_reached', 'max_total_completion_tokens_reached', 'prompt_too_long')
-_NEEDED = "pip install 'sprl[verifiers]', for Python below 3.14"
+_NEEDED = 'make install EXTRAS=verifiers, for Python below 3.14'
 
 
 @dataclass(frozen=True)
 class _Asked:
-  """A rollout that waits for the model."""
+  """A request of a rollout that waits for the model."""
 
-  messages: Sequence[Any]  # verifiers' messages: the whole conversation
-  tools: Sequence[Any]  # verifiers' tool definitions
+  messages: Sequence[Any]  # the whole conversation, as messages of verifiers
+  tools: Sequence[Any]  # tool definitions of verifiers
   reply: asyncio.Future
 
 
 @dataclass(frozen=True)
 class _Loaded:
-  """An environment, its problems, and the event loop of all its rollouts."""
+  """An environment, its problems, and the event loop of its rollouts."""
 
   env: Any
   rows: Any  # a Dataset
   loop: asyncio.AbstractEventLoop
-  client: type  # of verifiers' Client; its instances ask a queue
+  client: type  # a subclass of verifiers' Client that puts requests into a queue
 
 
 class Verifiers:
-  """One episode at a time of an environment of verifiers; the seed, modulo the number of problems, fixes the problem."""
+  """Plays one episode of an environment of verifiers at a time. The problem is number `seed` modulo their count."""
 
   def __init__(self, name: str, loaded: _Loaded):
     self.name, self._loaded = name, loaded
-    self._turns = Turns(10**6)  # its own limits end it
+    self._turns = Turns(10**6)  # the environment has its own limits
     self._rollout, self._events = None, queue.SimpleQueue()
 
   def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
-    """The problem's conversation is in info['messages'], its last message the observation, `env_instruction` the tools."""
+    """Start the rollout. info['messages'] is the conversation, its last message the observation, `env_instruction` the tools."""
     self.close()
     self._events = queue.SimpleQueue()
     row = self._loaded.rows[seed % len(self._loaded.rows)]
@@ -81,7 +81,7 @@ class Verifiers:
     return info['messages'][-1]['content'], info
 
   def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-    """Goes on with the model's text. Raises RuntimeError where the rollout fails."""
+    """Continue with the model's text. Raises RuntimeError if the rollout fails."""
     self._turns.take()
     self._seen.append({'role': 'assistant', 'content': action})
     self._loaded.loop.call_soon_threadsafe(_reply, self._asked, action)
@@ -93,20 +93,20 @@ class Verifiers:
     if got.get('error'):
       raise RuntimeError(f'the rollout failed: {got["error"]}')
     stop = str(got.get('stop_condition') or '')
-    # A single turn is over after its turn by the same condition that cuts others short.
+    # A single-turn environment ends by the condition that truncates others.
     truncated = stop in _CUT_SHORT and not (stop == 'max_turns_reached' and getattr(self._loaded.env, 'max_turns', 0) == 1)
     metrics = {name: float(value) for name, value in (got.get('metrics') or {}).items()}
     info = {'metrics': metrics, 'metrics_agg_mode': dict.fromkeys(metrics, 'last'), 'stop_condition': stop}
     return '', float(got['reward']), not truncated, truncated, info
 
   def close(self) -> None:
-    """Ends the rollout under way, if there is one."""
+    """Cancel the rollout in progress, if any."""
     if self._rollout is not None:
       self._rollout.cancel()
       self._rollout = None
 
   def _next(self) -> Any:
-    """Waits until the rollout asks (an _Asked) or ends (its output)."""
+    """Wait until the rollout asks (an _Asked) or ends (its output)."""
     got = self._events.get()
     if isinstance(got, _Asked):
       self._asked = got
@@ -114,29 +114,29 @@ class Verifiers:
     return got.result()
 
   def _grown(self, asked: _Asked) -> list[dict[str, str]]:
-    """The messages that are new to the conversation."""
+    """Return the new messages of the conversation."""
     messages = [_plain(message) for message in asked.messages]
     known = len(self._seen)
     if messages[:known] != self._seen:
-      raise RuntimeError('it rewrote the conversation so far; only one that grows can be trained on token by token')
+      raise RuntimeError('the rollout rewrote the conversation: expected one that only grows')
     if not messages[known:]:
-      raise RuntimeError('it asked again without a new message')
+      raise RuntimeError('the rollout asked again without a new message')
     self._seen = messages
     return messages[known:]
 
 
 def verifiers(id: str, args: Mapping[str, Any] | None = None, split: Literal['train', 'test'] = 'train') -> Verifiers:
-  """The environment that `verifiers.load_environment(id, **args)` gives; loaded once a process, however many are made.
+  """Return `verifiers.load_environment(id, **args)`, loaded once per process.
 
-  Raises SettingsError: no verifiers or one without `load_environment`, no such environment, arguments it refuses, a rubric
-  that scores groups; RuntimeError where it is loaded outside the main thread, since it sets signal handlers.
+  Raises SettingsError if verifiers or its `load_environment` is missing, the environment or its arguments are refused, or its
+  rubric scores groups. Raises RuntimeError outside the main thread, because verifiers sets signal handlers.
   """
   return Verifiers(f'verifiers {id}', _load(id, json.dumps(dict(args or {}), sort_keys=True), split))
 
 
 @functools.cache
 def _load(id: str, args: str, split: str) -> _Loaded:
-  where = f'config.environment.args.id = {id!r}'
+  where = f'config.task.args.id = {id!r}'
   try:
     import verifiers as vf  # pyright: ignore[reportMissingImports]
   except ImportError as error:
@@ -144,17 +144,17 @@ def _load(id: str, args: str, split: str) -> _Loaded:
   if not hasattr(vf, 'load_environment'):
     raise SettingsError(f'{where}: verifiers {getattr(vf, "__version__", "")} has no load_environment: {_NEEDED}')
   if threading.current_thread() is not threading.main_thread():
-    raise RuntimeError(f'{where}: environments of verifiers set signal handlers, so they are to be made in the main thread')
+    raise RuntimeError(f'{where}: expected to be made in the main thread: verifiers sets signal handlers')
   handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
   try:
     env = vf.load_environment(id, **json.loads(args))
   except Exception as error:
     raise SettingsError(f'{where}, args = {args}: verifiers cannot load it ({type(error).__name__}: {error})') from error
-  finally:  # the handlers of this process are sprl's
+  finally:  # restores sprl's handlers
     for number, handler in handlers.items():
       signal.signal(number, handler)
   if getattr(env, 'requires_group_rollouts', False):
-    raise SettingsError(f'{where}: its rubric scores a group of rollouts at once, which cannot be done an episode at a time')
+    raise SettingsError(f'{where}: its rubric scores a group of rollouts at once, expected one that scores each rollout')
   rows = env.get_dataset() if split == 'train' else env.get_eval_dataset()
   loop = asyncio.new_event_loop()
   threading.Thread(target=loop.run_forever, name=f'verifiers {id}', daemon=True).start()
@@ -178,14 +178,14 @@ def _client_class() -> type:
   def unused(self, *_, **__):
     raise NotImplementedError
 
-  # What Client asks of its children serves get_response, which is whole here.
+  # The abstract methods of Client only serve its get_response, which is replaced here.
   members = dict.fromkeys(Client.__abstractmethods__, unused)
   return type('AskedClient', (Client,), {**members, '__init__': __init__, 'get_response': get_response})
 
 
 def _reply(asked: _Asked, action: str) -> None:
-  """In the loop's thread: the model's text as verifiers' Response."""
-  if not asked.reply.done():  # it may have been cancelled by a time limit
+  """Give the model's text to the waiting rollout. Runs in the thread of the event loop."""
+  if not asked.reply.done():  # a time limit may have cancelled it
     asked.reply.set_result(_response(action, bool(asked.tools)))
 
 
@@ -203,7 +203,7 @@ def _response(action: str, with_tools: bool) -> Any:
 
 
 def _tool_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
-  """(name, arguments) of each well-formed call; what is malformed is text like any other."""
+  """Return (name, arguments) of each well-formed call; malformed calls count as text."""
   found = []
   for call in _TOOL_CALL.findall(text):
     try:
@@ -228,7 +228,7 @@ def _described(tools: Sequence[Any]) -> str:
 
 
 def _plain(message: Any) -> dict[str, str]:
-  """{role, content} of a message of verifiers. Raises TypeError where its content is not only text."""
+  """Return {role, content} of a message of verifiers. Raises TypeError if its content is not text."""
   content = message['content']
   if isinstance(content, list) and all(part['type'] == 'text' for part in content):
     content = '\n'.join(part['text'] for part in content)

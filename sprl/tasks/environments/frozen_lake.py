@@ -2,7 +2,7 @@
 
     P player   _ ice   O hole   G goal   X player in a hole   √ player at the goal
 
-The model answers `<answer>Right</answer>`. Reaching the goal is worth 1, an answer that is no direction -0.01, all else 0.
+The model answers `<answer>Right</answer>`. Rewards: the goal 1, an answer that is not a direction -0.01, else 0.
 """
 
 from collections import deque
@@ -20,12 +20,12 @@ Cell = tuple[int, int]
 
 
 class FrozenLake:
-  """The game on a square of `size`; every map can be crossed within `max_actions`.
+  """The game on a square of `size` cells a side. Every map can be crossed within `max_actions`.
 
-  `slippery`: a move goes as told one time in three, else to one of its two sides. `holes`: the part of the cells that are, in
-  [0, 0.5], before start and goal are freed.
+  `slippery`: a move goes in its direction one time in three, else to one of its two sides. `holes`: the fraction of cells that
+  are holes, in [0, 0.5], before start and goal are cleared.
 
-  Raises ValueError where an argument is out of its range.
+  Raises ValueError if an argument is out of range.
   """
 
   name = 'frozen_lake'
@@ -46,9 +46,9 @@ class FrozenLake:
     self._turns = Turns(max_actions)
 
   def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
-    """The rules and the map of that seed."""
+    """Draw the map of the seed. Returns rules and map."""
     self._rng = np.random.default_rng(seed)
-    while True:  # two neighbours are soon drawn, if nothing else
+    while True:  # ends soon: two neighbouring cells always qualify
       self._player, self._goal, self._is_hole = self._draw()
       distance = shortest_path(self._is_hole, self._player, self._goal)
       if distance is not None and 1 <= distance <= self._turns.limit:
@@ -63,7 +63,7 @@ class FrozenLake:
     return f'{rules}\n\n{self._grid()}', {'suffix': _SUFFIX}
 
   def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-    """Moves the player by the last answer in `action`."""
+    """Move the player by the last answer in `action`."""
     self._turns.take()
     told = (graders.last_tagged(action) or '').strip().lower()
     before, reward = self._player, 0.0
@@ -89,7 +89,7 @@ class FrozenLake:
     return f'{text}\n\n{self._grid()}', reward, terminated, truncated, info
 
   def sample_random_action(self, rng: np.random.Generator | None = None) -> str:
-    """Any of the four directions."""
+    """Return a random direction as an answer."""
     direction = (rng or np.random.default_rng()).choice(sorted(MOVES))
     return f'<answer>{str(direction).capitalize()}</answer>'
 
@@ -100,10 +100,10 @@ class FrozenLake:
     return divmod(int(start), self._size), divmod(int(goal), self._size), is_hole
 
   def _slip(self, direction: str) -> str:
-    """Where a move really goes."""
+    """Return the direction in which a move goes."""
     if not self._slippery:
       return direction
-    order = list(MOVES)  # each between the two that are its sides
+    order = list(MOVES)  # each direction stands between its two sides
     return order[(order.index(direction) + int(self._rng.integers(-1, 2))) % 4]
 
   def _neighbour(self, direction: str) -> Cell:
@@ -121,7 +121,7 @@ _SUFFIX = 'Answer with <answer>Left</answer>, <answer>Down</answer>, <answer>Rig
 
 
 def shortest_path(is_hole: np.ndarray, start: Cell, goal: Cell) -> int | None:
-  """Moves from start to goal around the holes; None where there is no way."""
+  """Return the number of moves from start to goal around the holes, or None if there is no path."""
   reached, queue = {start: 0}, deque([start])
   while queue:
     cell = queue.popleft()

@@ -1,6 +1,6 @@
 """Guess the number: after each guess the game says whether the number is higher or lower.
 
-The model answers `<answer>37</answer>`. The number is worth 1, an answer that is no whole number of the range -0.1, all else 0.
+The model answers `<answer>37</answer>`. Rewards: the number 1, an answer that is not a whole number of the range -0.1, else 0.
 """
 
 import re
@@ -16,9 +16,9 @@ _AGGREGATION = {'success': 'last', 'valid_action': 'mean'}
 
 
 class GuessNumber:
-  """The game on the whole numbers `low` to `high`; `max_actions` guesses, the invalid ones included.
+  """The game on the whole numbers `low` to `high`, with `max_actions` guesses, invalid ones included.
 
-  Raises ValueError where the range holds fewer than two numbers.
+  Raises ValueError if the range has fewer than two numbers.
   """
 
   name = 'guess_number'
@@ -30,7 +30,7 @@ class GuessNumber:
     self._turns = Turns(max_actions)
 
   def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
-    """The rules; the seed fixes the number."""
+    """Draw the number from the seed. Returns the rules."""
     self._number = int(np.random.default_rng(seed).integers(self._low, self._high, endpoint=True))
     self._turns.begin()
     rules = (
@@ -40,7 +40,7 @@ class GuessNumber:
     return rules, {'suffix': _SUFFIX}
 
   def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-    """Answers the last guess in `action`."""
+    """Answer the last guess in `action`."""
     self._turns.take()
     told = (graders.last_tagged(action) or '').strip()
     guess = int(told) if _WHOLE.fullmatch(told) else None
@@ -61,7 +61,7 @@ class GuessNumber:
     return text, reward, success, truncated, info
 
   def sample_random_action(self, rng: np.random.Generator | None = None) -> str:
-    """Any number of the range."""
+    """Return a random number of the range as an answer."""
     return f'<answer>{(rng or np.random.default_rng()).integers(self._low, self._high, endpoint=True)}</answer>'
 
 

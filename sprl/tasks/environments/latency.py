@@ -1,7 +1,7 @@
-"""Delays and faults put on top of an environment, to test and to simulate what schedules them.
+"""Delays and faults injected into an environment, to test and simulate schedulers.
 
-What happens in a turn is fixed by (salt, seed of the episode, turn) alone; `reset` is turn 0. Members of a group share the
-seed: give each a `salt` of its own where they should not all be slow at once.
+(salt, seed of the episode, turn) fixes what happens in a turn; `reset` is turn 0. Members of a group share the seed: give each
+its own `salt` if they should not all be slow at once.
 """
 
 import time
@@ -16,16 +16,16 @@ Sleep = Callable[[float], object]  # seconds
 
 
 class InjectedFault(RuntimeError):
-  """What a faulty environment raises."""
+  """The error that a faulty environment raises."""
 
 
 def delay(mean: float, std: float, salt: int, seed: int, turn: int) -> float:
-  """Seconds that a turn is delayed by: drawn from N(mean, std), 0 where that is negative."""
+  """Return the delay of a turn in seconds: drawn from N(mean, std), or 0 if that is negative."""
   return max(0.0, float(_draws(salt, seed, turn, 0).normal(mean, std)))
 
 
 class Before:
-  """`env`, before each call of which `act(seed, turn)` is called: the optional methods are there iff the environment has them."""
+  """Wraps `env` and calls `act(seed, turn)` before each call. It has the optional methods that the environment has."""
 
   def __init__(self, env: Environment, act: Callable[[int, int], object]):
     self._env, self._act = env, act
@@ -33,17 +33,17 @@ class Before:
 
   @property
   def name(self) -> str:
-    """That of the environment."""
+    """The name of the environment."""
     return name_of(self._env)
 
   def reset(self, seed: int) -> Any:
-    """The environment's, after turn 0's act."""
+    """Act for turn 0, then reset the environment."""
     self._seed, self._turn = seed, 0
     self._act(seed, 0)
     return self._env.reset(seed)
 
   def step(self, action: str) -> Any:
-    """The environment's, after the turn's act."""
+    """Act for this turn, then step the environment."""
     self._turn += 1
     self._act(self._seed, self._turn)
     return self._env.step(action)
@@ -55,7 +55,7 @@ class Before:
 
 
 def delayed(env: Environment, mean: float, std: float = 0.0, salt: int = 0, sleep: Sleep = time.sleep) -> Before:
-  """`env`, each call of which takes a delay longer. Raises ValueError where mean or std is negative."""
+  """Delay each call of `env`. Raises ValueError if mean or std is negative."""
   if not (mean >= 0 and std >= 0):
     raise ValueError(f'mean = {mean}, std = {std}: expected seconds, 0 or more')
   return Before(env, lambda seed, turn: sleep(delay(mean, std, salt, seed, turn)))
@@ -69,9 +69,9 @@ def faulty(
   salt: int = 0,
   sleep: Sleep = time.sleep,
 ) -> Before:
-  """`env`, which in a turn raises InjectedFault (probability `raising`) or sleeps `hang_seconds` (probability `hanging`).
+  """Make `env` raise InjectedFault in a turn (probability `raising`) or sleep `hang_seconds` (probability `hanging`).
 
-  Raises ValueError where these are no probabilities.
+  Raises ValueError if these are not probabilities.
   """
   if not (raising >= 0 and hanging >= 0 and raising + hanging <= 1):
     raise ValueError(f'raising = {raising}, hanging = {hanging}: expected probabilities, together at most 1')

@@ -1,4 +1,4 @@
-"""An agent that acts at random, to try out any environment without a model."""
+"""A random agent, to try an environment without a model."""
 
 import inspect
 from dataclasses import dataclass
@@ -13,27 +13,27 @@ _WORDS = ('<answer>', '</answer>', '<calc>', '</calc>', 'left', 'Up', '7', '-1',
 
 @dataclass(frozen=True)
 class Episode:
-  """What came of an episode."""
+  """The record of an episode."""
 
-  observations: tuple[str, ...]  # the reset's, then one a step
+  observations: tuple[str, ...]  # that of reset, then one per step
   actions: tuple[str, ...]
-  outcomes: tuple[Outcome, ...]  # one an action; one fewer after a fault
+  outcomes: tuple[Outcome, ...]  # one per action; one fewer after a fault
   finish: Literal['terminated', 'truncated', 'max_turns', 'fault']
-  fault: str = ''  # the EnvironmentFault's message
+  fault: str = ''  # message of the EnvironmentFault
 
   @property
   def reward(self) -> float:
-    """The sum over the steps."""
+    """The sum of the rewards of the steps."""
     return sum(outcome.reward for outcome in self.outcomes)
 
   @property
   def metrics(self) -> dict[str, float]:
-    """Of the episode, as its infos say."""
+    """The metrics of the episode, from its infos."""
     return episode_metrics([outcome.info for outcome in self.outcomes])
 
 
 def random_episode(env: Any, seed: int, rng: np.random.Generator, max_turns: int) -> Episode:
-  """Plays `seed` with random actions, `max_turns` at most: the environment's own, else any text. A fault ends it, and is told."""
+  """Play episode `seed` with at most `max_turns` random actions. A fault ends the episode and is recorded."""
   observations: list[str] = []
   actions: list[str] = []
   outcomes: list[Outcome] = []
@@ -54,7 +54,7 @@ def random_episode(env: Any, seed: int, rng: np.random.Generator, max_turns: int
 
 
 def random_action(env: Any, rng: np.random.Generator) -> str:
-  """What `sample_random_action` gives, with or without taking `rng`; of an environment without it, a jumble of words."""
+  """Return an action of `sample_random_action`, or random words if the environment has no such method."""
   method = getattr(env, 'sample_random_action', None)
   if method is None:
     return ''.join(rng.choice(_WORDS, size=rng.integers(8)))

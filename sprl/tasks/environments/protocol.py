@@ -1,16 +1,16 @@
-"""What an environment is (the form of GEM, axon-rl/gem), and what it may return.
+"""The protocol of an environment (that of GEM, axon-rl/gem), and checks of what one returns.
 
-An environment is foreign code: it may raise, return a number where a text belongs, or a reward that is no number. So nobody
-calls `reset` and `step` themselves: `checked_reset` and `checked_step` do, and whatever is wrong ends as an EnvironmentFault
-that names the environment and the fault. A hang is the caller's to notice, who knows the time.
+An environment is foreign code: it may raise, or return values of wrong types. So only `checked_reset` and `checked_step` call
+`reset` and `step`. Whatever is wrong becomes an EnvironmentFault that names the environment and the fault. The caller has the
+clock and must notice a hang.
 
-`info` may hold, each checked where it is there:
+`info` may hold these keys, which are checked:
 
-    suffix             text that ends every turn's message, such as how to answer
+    suffix             text at the end of a turn's message, such as the form of an answer
     env_instruction    text before the first observation
-    messages           the turn as chat messages, {role, content} each, where it is more than one text of the user's
+    messages           the turn as chat messages, {role, content} each, if it is more than one user message
     metrics            numbers of this step, by name
-    metrics_agg_mode   how an episode's value comes of its steps', by the metric's name: mean (the default) or last
+    metrics_agg_mode   how steps combine into an episode, by metric: mean (the default) or last
 """
 
 import math
@@ -29,33 +29,33 @@ Message = dict[str, str]  # {role, content}
 
 @runtime_checkable
 class Environment(Protocol):
-  """One episode at a time: `reset`, then `step` until it is terminated or truncated.
+  """An environment plays one episode at a time: `reset`, then `step` until it is terminated or truncated.
 
-  Two further methods are optional: `sample_random_action()` or `sample_random_action(rng)` gives an action for tests, `close()`
-  releases what the environment holds.
+  Two methods are optional: `sample_random_action()` or `sample_random_action(rng)` returns an action for tests; `close()`
+  releases resources.
   """
 
   def reset(self, seed: int) -> tuple[str, Info]:
-    """Begins the episode that `seed` (0 or more) fixes: (first observation, info)."""
+    """Begin the episode that `seed` (0 or more) fixes. Returns (first observation, info)."""
     ...
 
   def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
-    """Answers the model's text: (observation, reward, terminated, truncated, info)."""
+    """Answer the model's text. Returns (observation, reward, terminated, truncated, info)."""
     ...
 
 
 class EnvironmentFault(RuntimeError):
-  """An environment that raised or returned what it must not; the message names it and the fault."""
+  """An environment raised, or returned a wrong value; the message names the environment and the fault."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-  """What a step gave."""
+  """The result of a step."""
 
   observation: str
   reward: float  # of this step, finite
-  terminated: bool  # the task has come to its end
-  truncated: bool  # it was cut short, by a limit of the environment's own
+  terminated: bool  # the task has ended
+  truncated: bool  # a limit of the environment cut it short
   info: Info
 
   @property
@@ -65,7 +65,7 @@ class Outcome:
 
 
 def name_of(env: object) -> str:
-  """What people call it in messages: its `name` where it has one, else its class."""
+  """Return the name for messages: the attribute `name` if there is one, else the class."""
   name = getattr(env, 'name', None)
   return name if isinstance(name, str) else type(env).__name__
 
@@ -74,7 +74,7 @@ def name_of(env: object) -> str:
 
 
 def checked_reset(env: Any, seed: int) -> tuple[str, Info]:
-  """`env.reset(seed)`. Raises EnvironmentFault."""
+  """Call `env.reset(seed)` and check the result. Raises EnvironmentFault."""
   where = f'environment {name_of(env)}: reset({seed})'
   observation, info = _parts(where, _call(where, env.reset, seed), ('observation', 'info'))
   _check(where, observation, info)
@@ -82,7 +82,7 @@ def checked_reset(env: Any, seed: int) -> tuple[str, Info]:
 
 
 def checked_step(env: Any, action: str) -> Outcome:
-  """`env.step(action)`. Raises EnvironmentFault."""
+  """Call `env.step(action)` and check the result. Raises EnvironmentFault."""
   where = f'environment {name_of(env)}: step'
   returned = _call(where, env.step, action)
   observation, reward, *ends, info = _parts(where, returned, ('observation', 'reward', 'terminated', 'truncated', 'info'))
@@ -123,7 +123,7 @@ def _check(where: str, observation: Any, info: Any) -> None:
       raise EnvironmentFault(f'{where}: info[{key!r}] is {info[key]!r:.100}: expected {expected}')
 
 
-TEXT = 'text that UTF-8 can encode'  # and so a tokenizer can: one surrogate of a pair is no character
+TEXT = 'text that UTF-8 can encode'  # tokenizers need it; half a surrogate pair cannot be encoded
 
 
 def _is_text(value: Any) -> bool:
@@ -134,7 +134,7 @@ def _is_text(value: Any) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-  """Python's and numpy's numbers; not True, which in the place of a reward is a mistaken order of the tuple."""
+  """Whether the value is a Python or numpy number. A bool is refused: as a reward it means a tuple in the wrong order."""
   return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
@@ -160,15 +160,16 @@ _INFO = {
     "a dict of 'mean' or 'last' by the metric's name",
   ),
 }
+INFO_KEYS = tuple(_INFO)
 
 
 # --- from what it returned to what the model reads -----------------------------------------------------------------------
 
 
 def turn_messages(observation: str, info: Mapping[str, Any]) -> list[Message]:
-  """A turn's observation as the chat messages that the model answers: one of the user's, or those of info['messages'].
+  """Return the chat messages of a turn: one user message with the observation, or info['messages'].
 
-  `env_instruction` stands before it and `suffix` after it, each a paragraph; both are put into the last message.
+  `env_instruction` precedes and `suffix` follows the text of the last message, each as a paragraph.
   """
   *before, last = info.get('messages') or [{'role': 'user', 'content': observation}]
   texts = (info.get('env_instruction', ''), last['content'], info.get('suffix', ''))
@@ -176,7 +177,7 @@ def turn_messages(observation: str, info: Mapping[str, Any]) -> list[Message]:
 
 
 def episode_metrics(infos: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-  """An episode's metrics out of its steps' infos: of each metric the mean of the steps that give it, or the last of them."""
+  """Return the metrics of an episode from the infos of its steps: for each metric the mean over its steps, or the last value."""
   values: dict[str, list[float]] = {}
   modes: dict[str, str] = {}
   for info in infos:

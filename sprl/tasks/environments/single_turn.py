@@ -1,19 +1,19 @@
-"""Problems and a grader as an environment of one turn: the question, the answer, its worth."""
+"""Problems and a grader as an environment of one turn."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from sprl.settings import Task
-from sprl.tasks import graders, problems
+from sprl.config import Task
+from sprl.tasks import graders, reasoning
 from sprl.tasks.environments.turns import Turns
 from sprl.tasks.graders import Grader
-from sprl.tasks.problems import Problem
+from sprl.tasks.problems import Problem, Problems
 
 
 class SingleTurn:
-  """Asks problem `seed` modulo their number, and gives what `grade(prompt, completion, answer, extra)` says of the answer.
+  """Asks problem number `seed` modulo their count; the reward is `grade(prompt, completion, answer, extra)`.
 
-  The grader runs in the caller's thread without a time limit: one that may hang belongs into the grading pool instead.
+  The grader runs in the caller's thread without a time limit. Use the grading pool for a grader that may hang.
   """
 
   def __init__(self, name: str, problems: Sequence[Problem], grade: Grader):
@@ -32,7 +32,7 @@ class SingleTurn:
     return self._problem.prompt, info
 
   def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-    """Grades the answer, which ends the episode."""
+    """Grade the answer; the episode ends."""
     self._turns.take()
     reward = float(self._grade(self._problem.prompt, action, self._problem.answer, self._problem.extra))
     self._turns.end(terminated=True)
@@ -43,14 +43,16 @@ def reasoning_gym(
   dataset: str,
   args: Mapping[str, Any] | None = None,
   split: Literal['train', 'test'] = 'train',
-  size: int = 100_000,
-  held_out: int = 128,
+  size: int = reasoning.SIZE,
+  held_out: int = reasoning.HELD_OUT,
   seed: int = 0,
 ) -> SingleTurn:
-  """A reasoning-gym data set as an environment, with its own scorer; the arguments are those of config.task of that kind.
+  """Return a reasoning-gym data set as an environment, with its scorer.
 
-  Raises SettingsError: no such data set, arguments it refuses, too few distinct questions.
+  `size`, `held_out` and `seed` are as in tasks/reasoning.py.
+
+  Raises SettingsError for an unknown data set, refused arguments, and too few distinct questions.
   """
-  task = Task(kind='reasoning_gym', name=dataset, args=args or {}, size=size, held_out=held_out, seed=seed)
-  found = problems.load(task, split)
+  task = Task(kind='reasoning_gym', name=dataset, args=args or {})
+  found = Problems(task, reasoning.rows(task, split, size, held_out, seed))
   return SingleTurn(f'reasoning_gym {dataset}', found, graders.load(graders.resolve(task)))

@@ -2,11 +2,11 @@
 
     # wall   _ floor   . target   $ box   * box on a target   @ player   + player on a target
 
-The model answers `<answer>Right</answer>`. A box pushed onto a target is worth 0.1, one pushed off it -0.1, the solved room
-1 more, an answer that is no direction -0.15, all else 0.
+The model answers `<answer>Right</answer>`. Rewards: a box pushed onto a target 0.1, off it -0.1, the solved room 1 more, an
+answer that is not a direction -0.15, else 0.
 
-Rooms are made backwards: from the solved room the player walks and pulls the boxes away, `max_actions` moves at most. The way
-back is a solution, so that no room needs a search, however large.
+Rooms are made backwards: from the solved room the player walks and pulls the boxes away, in at most `max_actions` moves. The
+reverse is a solution, so no room needs a search.
 """
 
 from typing import Any
@@ -17,17 +17,17 @@ from sprl.tasks import graders
 from sprl.tasks.environments.frozen_lake import MOVES
 from sprl.tasks.environments.turns import Turns
 
-_WALLS = 0.15  # the part of the inner cells that are
-_PULL = 4.0  # how much rather than just walking the player pulls a box where it can
+_WALLS = 0.15  # fraction of the inner cells
+_PULL = 4.0  # weight of a move that pulls a box, against 1 of a move that does not
 _AGGREGATION = {'success': 'last', 'boxes_on_target': 'last', 'valid_action': 'mean', 'effective_action': 'mean'}
 
 Cell = tuple[int, int]
 
 
 class Sokoban:
-  """The game in a room of `size` cells a side, its outer wall included, with `boxes` boxes and as many targets.
+  """The game in a room of `size` cells a side, outer wall included, with `boxes` boxes and as many targets.
 
-  Raises ValueError where an argument is out of its range.
+  Raises ValueError if an argument is out of range.
   """
 
   name = 'sokoban'
@@ -41,10 +41,10 @@ class Sokoban:
     self._turns = Turns(max_actions)
 
   def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
-    """The rules and the room of that seed."""
+    """Draw the room of the seed. Returns rules and room."""
     rng = np.random.default_rng(seed)
     self._boxes = self._targets = frozenset()
-    while self._boxes == self._targets:  # nothing was pulled, or back again
+    while self._boxes == self._targets:  # no box was pulled, or it was pulled back
       self._draw(rng)
       self._unplay(rng)
     self._turns.begin()
@@ -57,7 +57,7 @@ class Sokoban:
     return f'{rules}\n\n{self._grid()}', {'suffix': _SUFFIX}
 
   def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-    """Walks or pushes by the last answer in `action`."""
+    """Walk or push by the last answer in `action`."""
     self._turns.take()
     told = (graders.last_tagged(action) or '').strip().lower()
     before, placed = self._player, len(self._boxes & self._targets)
@@ -84,12 +84,12 @@ class Sokoban:
     return f'{text}\n\n{self._grid()}', reward, solved, truncated, info
 
   def sample_random_action(self, rng: np.random.Generator | None = None) -> str:
-    """Any of the four directions."""
+    """Return a random direction as an answer."""
     direction = (rng or np.random.default_rng()).choice(sorted(MOVES))
     return f'<answer>{str(direction).capitalize()}</answer>'
 
   def _walk(self, direction: str) -> str:
-    """Moves the player, and the box before it, where there is room; says what happened."""
+    """Move the player, and the box in front if there is room. Return what happened."""
     to = _next(self._player, direction)
     if to in self._boxes:
       behind = _next(to, direction)
@@ -103,7 +103,7 @@ class Sokoban:
     return f'You moved {direction}.'
 
   def _draw(self, rng: np.random.Generator) -> None:
-    """A room with every box on its target."""
+    """Draw a room with every box on its target."""
     cells = [(row, column) for row in range(self._size) for column in range(self._size)]
     inner = [cell for cell in cells if min(cell) > 0 and max(cell) < self._size - 1]
     places = [inner[i] for i in rng.choice(len(inner), size=self._count + 1, replace=False)]
@@ -113,7 +113,7 @@ class Sokoban:
     self._walls = frozenset(cells) - inside
 
   def _unplay(self, rng: np.random.Generator) -> None:
-    """Plays backwards: a step back, which pulls along the box that stood before the player or does not."""
+    """Play backwards: each step back pulls the box in front of the player, or leaves it."""
     for _ in range(self._turns.limit):
       choices = []  # (weight, player, boxes)
       for direction in MOVES:

@@ -1,8 +1,8 @@
-"""The actions of an episode, counted: the one piece of state that all shipped environments share."""
+"""A counter of the actions of an episode, shared by the shipped environments."""
 
 
 class Turns:
-  """Counts actions up to `limit`, after which the episode is cut short; refuses one before the first reset or after the end."""
+  """Counts actions up to `limit`, which truncates the episode. Refuses actions before the first reset and after the end."""
 
   def __init__(self, limit: int):
     if limit < 1:
@@ -10,17 +10,17 @@ class Turns:
     self.limit, self.taken, self._open = limit, 0, False
 
   def begin(self) -> None:
-    """A new episode."""
+    """Begin a new episode."""
     self.taken, self._open = 0, True
 
   def take(self) -> None:
-    """One action more. Raises RuntimeError where no episode is under way."""
+    """Count one action. Raises RuntimeError if no episode is in progress."""
     if not self._open:
-      raise RuntimeError('no episode is under way: reset comes before step')
+      raise RuntimeError('no episode is in progress: call reset before step')
     self.taken += 1
 
   def end(self, terminated: bool) -> bool:
-    """Whether the episode is truncated by this action, which is its last if it terminated it."""
+    """Return whether this action truncates the episode. `terminated` says whether it ended it."""
     truncated = self.taken >= self.limit and not terminated
     self._open = not (terminated or truncated)
     return truncated

@@ -1,4 +1,4 @@
-"""A user's own class out of a file, named as `file.py:Class`."""
+"""A user's class from a file, named `file.py:Class`."""
 
 import hashlib
 import importlib.util
@@ -8,21 +8,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from sprl.settings import SettingsError
+from sprl.config import SettingsError
 
 
 def split_reference(text: str) -> tuple[str, str] | None:
-  """(file, class) of `file.py:Class`; None where the text is not of that form."""
+  """Split `file.py:Class` into (file, class). Return None if the text has another form."""
   file, _, name = text.rpartition(':')
   return (file, name) if file.endswith('.py') and name.isidentifier() else None
 
 
 def load_class(reference: str, methods: tuple[str, ...], where: str) -> type:
-  """The class that `file.py:Class` names, which must have `methods`. The file is run, once a process, and
-  may import its neighbours.
+  """Return the class that `file.py:Class` names, which must have `methods`.
 
-  Raises SettingsError that begins with `where`, the setting's key: no such file, a file that fails, no such class, a method
-  that is missing.
+  The file runs once per process and may import its neighbours. Raises SettingsError, which begins with the setting `where`, for
+  a missing or failing file, a missing class and a missing method.
   """
   found = split_reference(reference)
   said = f'{where} = {reference!r}'
@@ -42,7 +41,7 @@ def load_class(reference: str, methods: tuple[str, ...], where: str) -> type:
 
 
 def construct(kind: type, args: Mapping[str, Any], where: str) -> Any:
-  """`kind(**args)`. Raises SettingsError that begins with `where`: arguments it does not take, or whatever it raises."""
+  """Return `kind(**args)`. Raises SettingsError, which begins with `where`, for wrong arguments and for whatever it raises."""
   signature = inspect.signature(kind)
   try:
     signature.bind(**args)
@@ -61,10 +60,10 @@ def _module(path: Path, said: str) -> Any:
   if str(path.parent) not in sys.path:
     sys.path.append(str(path.parent))  # last, so that its neighbours shadow nothing
   spec = importlib.util.spec_from_file_location(name, path)
-  assert spec is not None  # as of every path that ends in .py
+  assert spec is not None  # true of every path that ends in .py
   assert spec.loader is not None
   module = importlib.util.module_from_spec(spec)
-  sys.modules[name] = module  # where dataclasses and pickles of its classes look for it
+  sys.modules[name] = module  # dataclasses and pickle look it up here
   try:
     spec.loader.exec_module(module)
   except (Exception, SystemExit) as error:

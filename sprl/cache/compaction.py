@@ -1,0 +1,134 @@
+"""Compression of a layer: score the slots, choose which to keep, move those to the front (docs/methods/sparse.md, eq. 4).
+
+Only rows that are due are compressed, in place and a few at a time, so work and memory grow with the evictions and not with the
+batch. On a mesh each device compresses its own rows and heads.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from sprl.cache.eviction import METHODS, View
+from sprl.cache.layer import LayerCache
+from sprl.cache.layout import CacheLayout
+from sprl.kernels.eviction import compact
+from sprl.quant import fp8
+from sprl.sharding.rules import total
+
+SHARE = 0.05  # temporary memory of a compression, as a share of the cache
+
+
+def compress(
+  layout: CacheLayout,
+  layer: LayerCache,
+  due: Bool[Array, ' B'],
+  *,
+  occupied: Int[Array, ' B'],
+  now: Int[Array, ' B'],
+  k_scale: Float[Array, ''] | None = None,
+  bias: Callable[[Int[Array, 'K S']], Float[Array, 'K S D']] | None = None,
+  chosen: Int[Array, 'B N'] | None = None,
+  choose: bool = True,
+) -> tuple[LayerCache, Int[Array, 'B N'] | None]:
+  """Compress a layer to N = `budget` tokens in each row that is due.
+
+  Args:
+    layout: the cache's layout; it must be sparse.
+    layer: the layer before the compression.
+    due: the rows to compress.
+    occupied: occupied slots of each row, the current token's included.
+    now: position of the current query. It is recorded as the first query that does not find an evicted token.
+    k_scale: scale of FP8 keys, None if keys are stored as numbers.
+    bias: function of positions that returns the key bias to add, None if keys are stored whole.
+    chosen: with scope `global`, the slots that the first layer chose for all layers.
+    choose: whether this layer chooses. If False, it keeps the `chosen` slots.
+
+  Returns:
+    The compressed layer, and `chosen`, updated if this layer chooses.
+  """
+  B = due.shape[0]
+  size = _rows_at_once(layout, B, layer.k.shape[2])
+  order = jnp.where(jnp.arange(B) < jnp.sum(due), jnp.argsort(~due, stable=True), B)  # B is no row: its writes are dropped
+  order = jnp.pad(order, (0, -B % size), constant_values=B)
+
+  def compress_block(i, carry):
+    layer, chosen = carry
+    rows = jax.lax.dynamic_slice_in_dim(order, i * size, size)
+    row = jnp.minimum(rows, B - 1)
+    part = jax.tree.map(lambda x: x[row], layer)
+    if choose:
+      keep, carried = jax.vmap(partial(_choose, layout, k_scale, bias))(part, occupied[row], now[row])
+    else:
+      assert chosen is not None
+      keep = jnp.broadcast_to(chosen[row, None], (size, layer.k.shape[1], chosen.shape[1]))
+      carried = part.carried
+    others = jax.vmap(partial(_compacted, layout))(part, carried, keep, occupied[row], now[row])
+    k, v = compact(layer.k, layer.v, rows, keep, True, layout.kernels)
+    others = {name: getattr(layer, name).at[rows].set(new, mode='drop') for name, new in others.items()}
+    if choose and chosen is not None:
+      chosen = chosen.at[rows].set(keep[:, 0], mode='drop')
+    return replace(layer, k=k, v=v, **others), chosen
+
+  blocks = (jnp.sum(due) + size - 1) // size
+  with jax.named_scope('compress'):
+    return jax.lax.fori_loop(0, blocks, compress_block, (layer, chosen))
+
+
+def _rows_at_once(layout: CacheLayout, rows: int, slots: int) -> int:
+  """Return how many rows to compress together, so that their cosines and their copies of keys and values stay within SHARE."""
+  D, itemsize = layout.head_dim, layout.storage.itemsize
+  row = layout.kv_heads * slots * (4 * slots + D * (4 + 4 * itemsize))
+  return max(1, min(rows, int(SHARE * layout.bytes(rows) / row)))
+
+
+def _choose(layout, k_scale, bias, layer, occupied, now):
+  """Return the slots to keep of one row, ascending [K, N], and what the method carries on [K, S]."""
+  settings, a = layout.settings, layout.window
+  K, S = layer.position.shape
+  G = layout.heads // layout.kv_heads
+  ring = jnp.arange(max(layout.queries, 1))
+  q_position = now - (now - ring) % max(layout.queries, 1)  # the newest position p with p % A at each index
+  q = jnp.zeros((K, G, 1, layout.head_dim)) if layer.queries is None else layer.queries
+  carried = jnp.zeros((K, S)) if layer.carried is None else layer.carried
+  keys = layer.keys if k_scale is None else fp8.decast(layer.keys, k_scale)
+  view = View(
+    k=keys if bias is None else keys + bias(layer.position),
+    n=occupied,
+    position=layer.position,
+    q=q.reshape(K, G, -1, layout.head_dim).astype(jnp.float32),
+    q_position=jnp.maximum(q_position, -1),
+    carried=carried,
+    kernels=layout.kernels,
+  )
+  score, carried = METHODS[settings.method].score(view, settings)
+  if settings.scope != 'head':
+    score = jnp.broadcast_to(total(jnp.sum(jnp.where(view.position >= 0, score, 0), axis=0), 'kv_heads'), score.shape)
+  score = jnp.where(jnp.arange(S) < occupied - a, score, -jnp.inf)
+  best = jnp.sort(jax.lax.top_k(score, layout.budget - a)[1], axis=-1)
+  newest = jnp.broadcast_to(occupied - a + jnp.arange(a), (K, a))
+  return jnp.concatenate([best, newest], axis=-1), carried
+
+
+def _compacted(layout, layer, carried, keep, occupied, now):
+  """Return the new `position`, `carried` and `evicted` of one row, by name: kept slots in front, other slots empty."""
+  K, S = layer.position.shape
+  N = keep.shape[1]
+
+  def move(x, empty):
+    kept = jnp.take_along_axis(x, keep, axis=1)
+    return jnp.concatenate([kept, jnp.full_like(x[:, N:], empty)], axis=1)
+
+  new = {'position': move(layer.position, -1)}
+  if layer.carried is not None:
+    new['carried'] = move(carried, layout.initial_carried)
+  if layer.evicted is not None:
+    head = jnp.arange(K)[:, None]
+    kept = jnp.zeros((K, S), bool).at[head, keep].set(True)
+    lost = (jnp.arange(S) < occupied) & ~kept
+    place = jnp.where(lost, layer.position, layer.evicted.shape[1])  # out of bounds: dropped
+    new['evicted'] = layer.evicted.at[head, place].set(now, mode='drop')
+  return new

@@ -1,0 +1,158 @@
+"""The static description of a KV cache: its sizes, its number formats and its eviction settings."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax.numpy as jnp
+
+from sprl.cache.eviction import METHODS, window
+from sprl.config import Cache, Kernels, Quant, SettingsError
+from sprl.kernels.rope import Rope
+from sprl.models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+  """The static part of a KVCache. It is hashable, and a new layout compiles new programs."""
+
+  settings: Cache
+  layers: int  # L
+  kv_heads: int  # K
+  heads: int  # H
+  head_dim: int  # D
+  rope: Rope
+  prompt: int  # tokens of the longest prompt
+  positions: int  # tokens of the longest sequence
+  dtype: Any  # compute dtype
+  storage: Any  # dtype of stored keys and values
+  fp8_queries: bool = False  # round queries to FP8 too
+  key_bias: bool = False  # keep the biases of keys out of FP8
+  record: bool = False  # record when each token is evicted
+  routes: tuple[int, int, int] | None = None  # to record routes: layers with experts, experts of a token, experts of a layer
+  kernels: Kernels = 'auto'  # implementation of attention, eviction and the experts' products
+
+  @property
+  def sparse(self) -> bool:
+    """Whether the cache evicts."""
+    return self.settings.budget is not None
+
+  @property
+  def fp8(self) -> bool:
+    """Whether keys and values are stored in FP8."""
+    return self.storage == jnp.float8_e4m3fn
+
+  @property
+  def budget(self) -> int:
+    """Tokens that a compression keeps. The layout must be sparse."""
+    assert self.settings.budget is not None, 'a dense cache has no budget'
+    return self.settings.budget
+
+  @property
+  def slots(self) -> int:
+    """S, the slots of each layer: the longest sequence, or less if the cache evicts (docs/methods/sparse.md, eq. 5)."""
+    return min(self.positions, max(self.prompt, self.budget) + self.settings.interval) if self.sparse else self.positions
+
+  @property
+  def window(self) -> int:
+    """The number of newest tokens that a compression always keeps."""
+    return window(self.settings)
+
+  @property
+  def queries(self) -> int:
+    """The number of newest queries that are stored for the eviction method."""
+    return self.window if self.sparse and METHODS[self.settings.method].queries else 0
+
+  @property
+  def carries(self) -> bool:
+    """Whether the eviction method stores a number for each slot."""
+    return self.sparse and METHODS[self.settings.method].carries
+
+  @property
+  def accumulates(self) -> bool:
+    """Whether the stored number grows by each step's attention probabilities."""
+    return self.sparse and METHODS[self.settings.method].accumulates
+
+  @property
+  def initial_carried(self) -> float:
+    """The stored number of a new token: 0 for a sum of probabilities, -1 (no history yet) otherwise."""
+    return 0.0 if self.accumulates else -1.0
+
+  def bytes(self, rows: int) -> int:
+    """Bytes of the keys and values of `rows` sequences, without the arrays that eviction adds."""
+    return 2 * rows * self.kv_heads * self.head_dim * jnp.dtype(self.storage).itemsize * self.slots * self.layers
+
+  def dense_bytes(self, rows: int) -> int:
+    """Bytes of the keys and values of `rows` sequences in a dense cache of the compute dtype."""
+    return 2 * rows * self.kv_heads * self.head_dim * jnp.dtype(self.dtype).itemsize * self.positions * self.layers
+
+
+def cache_layout(
+  config: ModelConfig,
+  cache: Cache,
+  quant: Quant,
+  prompt: int,
+  completion: int,
+  dtype: Any,
+  record: bool = False,
+  kernels: Kernels = 'auto',
+  routes: bool = False,
+) -> CacheLayout:
+  """Return the layout of a model's cache.
+
+  `prompt` and `completion` are the most tokens of each, `dtype` is the compute dtype. `record` stores when each token is evicted,
+  `routes` stores the experts of each token.
+
+  Raises SettingsError if the budget or the window does not fit the method or the prompts.
+  """
+  if cache.budget is not None:
+    cache = _fitted(cache, cache.budget, prompt, completion)
+  fp8, experts = 'kv8' in quant.sampler, config.experts
+  return CacheLayout(
+    settings=cache,
+    layers=config.num_layers,
+    kv_heads=config.num_kv_heads,
+    heads=config.num_heads,
+    head_dim=config.head_dim,
+    rope=config.rope,
+    prompt=prompt,
+    positions=prompt + completion,
+    dtype=jnp.dtype(dtype),
+    storage=jnp.dtype(jnp.float8_e4m3fn) if fp8 else jnp.dtype(dtype),
+    fp8_queries=quant.sampler == 'w8a8_kv8',
+    key_bias=fp8 and config.qkv_bias,
+    record=record,
+    kernels=kernels,
+    routes=(len(experts.layers), experts.chosen, experts.count) if routes and experts else None,
+  )
+
+
+def _fitted(cache: Cache, budget: int, prompt: int, completion: int) -> Cache:
+  """Return the settings with an explicit window and a budget of at most the longest sequence."""
+  a = window(cache)
+  sinks = cache.streaming.sinks if cache.method == 'streaming' else 0
+  if budget <= a + sinks:
+    kept = f'the window of {a} newest tokens' + (f' and {sinks} sinks' if sinks else '')
+    raise SettingsError(f'config.cache.budget = {budget}: expected more than {a + sinks}, {kept}')
+  if cache.window is not None and cache.window > prompt:
+    raise SettingsError(f'config.cache.window = {cache.window}: expected at most {prompt}, the longest prompt bucket')
+  budget = min(budget, prompt + completion)
+  return replace(cache, budget=budget, window=min(a, budget - 1))
+
+
+def never_evicts(cache: Cache, prompt: int, completion: int) -> str | None:
+  """Return the reason why a budget never evicts anything, or None if it can.
+
+  `prompt` and `completion` are the most tokens of each.
+  """
+  if cache.budget is None:
+    return None
+  steps = completion - 1  # the last token is drawn and never enters the cache
+  if cache.budget >= prompt + steps:
+    return f'config.cache.budget = {cache.budget} never evicts: the cache never holds more than {prompt + steps} tokens'
+  last = steps // cache.interval * cache.interval
+  if last == 0 or cache.budget >= prompt + last:
+    return (
+      f'config.cache.interval = {cache.interval} never evicts with config.cache.budget = {cache.budget}: a completion of '
+      f'{completion} tokens is last looked at after {last} steps'
+    )
+  return None

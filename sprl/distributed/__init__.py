@@ -1,0 +1,1 @@
+"""Host processes: who decides, who is told, and who has died."""

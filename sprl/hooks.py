@@ -1,0 +1,177 @@
+"""Hooks of a step: the ledger before the update; logs, guards, evaluation and checkpoints after it.
+
+A hook is a function of the session. `Session.before_update` holds those that need the weights that sampled,
+`Session.after_step` those at the end of a step, which run in order.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+
+import jax
+
+from sprl import mismatch
+from sprl.cache.layout import CacheLayout, never_evicts
+from sprl.config import Kernels, Run
+from sprl.kernels.platform import can_run
+from sprl.models.lora import network
+from sprl.objective import guards, losses
+from sprl.rollout import collect
+from sprl.sampler import calibrate
+from sprl.sampler.weights import multiplies_codes, self_check
+from sprl.session import Session, StepReport
+from sprl.sharding.transfer import Parked
+from sprl.step_metrics import lags
+from sprl.types import Trajectory
+
+log = logging.getLogger(__name__)
+
+SAMPLES = 4  # completions in a table of samples
+MOST_BAD_UPDATES = 3  # in a row without a finite gradient; then the run stops
+
+
+class StopRun(RuntimeError):
+  """A guard found that training is broken. The message is the report."""
+
+
+# --- before an update --------------------------------------------------------------------------------------------------
+
+
+class Ledger:
+  """Splits the mismatch by its causes every `run.ledger.every` steps (sprl/mismatch.py).
+
+  Keeps the weights of older versions that may have sampled, parked on the host.
+  """
+
+  def __init__(self):
+    self._older: mismatch.Older = {}
+
+  def __call__(self, session: Session, step: int, trajectories: Sequence[Trajectory]) -> None:
+    """Measure and log the ledger of this step, if it is due."""
+    run, learner, weights = session.run, session.learner, session.weights
+    assert weights is not None
+    if mismatch.may_need(step - 1, run):
+      self._older = mismatch.with_version(self._older, step - 1, learner.state.params, weights.scales, run)
+    if not run.ledger.every or step % run.ledger.every:
+      return
+    version, probed = mismatch.of_one_version(trajectories, mismatch.GROUPS * run.rollout.group)
+    sampled_with, scales = None, weights.scales
+    if version < step - 1 and version in self._older:
+      parked, scales = self._older[version]
+      sampled_with = network(jax.tree.map(Parked.back, parked), learner.base)
+    engine_config = session.placed[0].engine
+    entries = mismatch.ledger(
+      run, session.model, engine_config, probed, params=learner.params, scales=scales, sampled_with=sampled_with
+    )
+    if session.run_log:
+      session.run_log.ledger(step, mismatch.scalars(entries), mismatch.histograms(entries), entries)
+
+
+# --- after a step ------------------------------------------------------------------------------------------------------
+
+
+def log_step(session: Session, report: StepReport) -> None:
+  """Write the line of metrics.jsonl, and every `log.samples_every` steps a table of samples."""
+  run, step = session.run, report.step
+  if session.run_log:
+    clocked = {**report.seconds, 'tokens_per_second': report.tokens_per_second}
+    session.run_log.write(step, report.metrics, clocked, {'async/token_lag': lags(report.trajectories, step - 1)})
+  if run.log.samples_every and step % run.log.samples_every == 0:
+    # Every process asks for the answers, which the others may hold; process 0 writes.
+    rows = collect.sample_rows(report.trajectories, session.source.answer, session.model.tokenizer, SAMPLES)
+    if session.run_log:
+      session.run_log.samples(step, rows)
+
+
+def check_step(session: Session, report: StepReport) -> None:
+  """Raise StopRun if a guard finds that training is broken."""
+  state, run = session.state, session.run
+  state.capped = state.capped + 1 if report.metrics['completion/truncated'] == 1 else 0
+  reasons = wrong_weights(session, last=report.step == run.steps)
+  weighted = losses.weighted(run.loss, run.correction.mode)
+  reasons += guards.sentinels(report.metrics, state.capped if run.rollout.stop_when_capped else 0, weighted)
+  bad_streak = int(report.metrics.get('update/bad_streak', 0))
+  if bad_streak >= MOST_BAD_UPDATES:
+    reasons.append(f'the gradient of {bad_streak} updates in a row was not finite; the weights are those before these updates')
+  stop_if(reasons, session)
+
+
+class Warn:
+  """Logs each warning of the guards once a run."""
+
+  def __init__(self):
+    self._said: set[str] = set()
+
+  def __call__(self, session: Session, report: StepReport) -> None:
+    """Log the warnings of this step that were not logged before."""
+    for name, warning in guards.warnings(report.metrics).items():
+      if name not in self._said:
+        log.warning('step %d: %s (logged once a run)', report.step, warning)
+        self._said.add(name)
+
+
+def print_progress(session: Session, report: StepReport) -> None:
+  """Print one line: step, reward, tokens per second, time left."""
+  if session.team.leads:
+    session.progress.step(report.step, report.metrics['reward/mean'], report.tokens_per_second)
+
+
+def evaluate_and_save(session: Session, report: StepReport) -> None:
+  """Evaluate every `eval.every` steps and after the last; save then and every `checkpoint.every` steps."""
+  run, step = session.run, report.step
+  if step == run.steps or (run.eval.every and step % run.eval.every == 0):
+    session.state.after = session.evaluate()
+    session.save()
+  elif run.checkpoint.every and step % run.checkpoint.every == 0:
+    session.save()
+
+
+def after_step() -> list[Callable[[Session, StepReport], None]]:
+  """Return the hooks at the end of a step, in order. A guard stops a run before its broken state is saved."""
+  return [log_step, check_step, Warn(), print_progress, evaluate_and_save]
+
+
+# --- guards ------------------------------------------------------------------------------------------------------------
+
+
+def stop_if(reasons: Sequence[str], session: Session) -> None:
+  """Raise StopRun with a report if there are reasons to stop."""
+  if reasons:
+    raise StopRun(
+      f'stopped at step {session.state.step}:\n  ' + '\n  '.join(reasons) + f'\nmetrics: {session.workdir / "metrics.jsonl"}\n'
+      f'checkpoints before this step: {session.workdir / "checkpoints"}'
+    )
+
+
+def wrong_weights(session: Session, last: bool = False) -> list[str]:
+  """Return the faults of the sampler's weights and scales. After the `last` step nothing is sampled, and scales may be older."""
+  learner, run, wrong = session.learner, session.run, []
+  assert session.weights is not None
+  if not calibrate.usable(learner.amax):
+    wrong.append('queries, keys or values are not finite: the FP8 cache has no scales')
+  if not last and not learner.scales_current:
+    wrong.append('the scales of the FP8 cache were found with older weights than the sampler has')
+  if run.quant.sampler != 'none':
+    wrong += self_check(learner.params, session.weights, session.model.dtype, run.quant)
+  return wrong
+
+
+def remarks(run: Run, layout: CacheLayout, linears: Kernels, max_positions: int) -> list[str]:
+  """Return warnings about a cache or a number format that will not do what its settings suggest.
+
+  `linears` is the implementation of FP8 products, `max_positions` the number of positions the model is made for.
+  """
+  found = [never_evicts(run.cache, layout.prompt, layout.positions - layout.prompt)]
+  if layout.positions > max_positions:
+    found.append(
+      f'config.sampling.max_prompt and max_tokens allow sequences of {layout.positions} tokens; the model is made for '
+      f'{max_positions} (max_position_embeddings in its config.json)'
+    )
+  if 'w8a8' in run.quant.sampler and not multiplies_codes(run.quant, linears):
+    found.append(f'FP8 linears are emulated: numbers rounded to FP8 are multiplied in {layout.dtype} (config.quant.arithmetic)')
+  if 'w8a8' in run.quant.sampler and run.quant.arithmetic == 'blockwise' and not can_run(linears):
+    found.append('FP8 linears are emulated: FP8 codes are multiplied as bfloat16, block by block (config.quant.arithmetic)')
+  if layout.fp8 and not can_run(layout.kernels):
+    found.append(f'the FP8 cache is emulated: it is stored in FP8 and converted to {layout.dtype} when read')
+  if run.masked_learner and run.quant.sampler != 'none':
+    found.append(f'the learner evicts as the sampler does, but the mismatch that {run.quant.sampler} adds is not corrected')
+  return [remark for remark in found if remark]

@@ -1,0 +1,218 @@
+"""The meaning of every metric that a run writes: the one list from which docs/reference/metrics.md is generated.
+
+A name in braces stands for several keys: `grading/{status}` covers `grading/ok` and `grading/timeout`. `undocumented` finds keys
+that no entry covers. Add an entry here when you add a metric.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from typing import Any
+
+# Prefix -> introduction of its section, in the order of the page.
+GROUPS: dict[str, str] = {
+  'reward': "Rewards of the step's trajectories.",
+  'completion': 'Lengths and ends of the completions.',
+  'grading': 'Number of samples by the outcome of grading. A sample that is not `ok` has reward 0.',
+  'env': 'Values that the environment reports in `info["metrics"]`, averaged over the episodes that report them.',
+  'policy': 'The policy during the update, on the tokens that the model wrote. `r` is the ratio in the loss.',
+  'update': 'The optimiser step.',
+  'rollout_corr': (
+    'The sampler against the learner before the update, on the tokens that the model wrote. `rho = exp(old log-prob - sampler '
+    'log-prob)`, with the logarithm clamped to +-20. `w` is the correction weight.'
+  ),
+  'sparse': 'The cache, and the consequences of evicting from it.',
+  'fp8': 'FP8 weights and cache. Present only with FP8.',
+  'moe': 'Load of the experts, averaged over layers. Present only for mixtures of experts.',
+  'ledger': (
+    'The log-ratio between learner and sampler (`gap`), split by cause, in nats per token. Lines of kind `ledger`, on the steps '
+    'that `config.ledger` selects. `edges` and `histograms` of such a line count the tokens between values of each part.\n\n'
+    'The parts:\n\n'
+    '- `staleness`: older weights. 0 if rollouts do not run ahead.\n'
+    '- `numerics`: another order of computation. The learner reads packed rows in one pass, the sampler a dense cache.\n'
+    '- `weights`: FP8 linears.\n'
+    '- `kv`: FP8 cache.\n'
+    '- `eviction`: cache eviction.\n'
+    "- `routing`: the part that replaying the rollout's experts removes.\n"
+    '- `residual`: the remainder, which holds the interaction of the causes. By this definition the parts sum to `gap`.\n'
+    '- `unreplayed`: the gap without router replay. Present only with router replay R3.'
+  ),
+  'async': 'The scheduler: age of the samples, and groups that were dropped. Counts are for the step.',
+  'engine': "Use of the sampler's rows since the step before, averaged over engines.",
+  'packing': "The learner's packed rows, averaged over minibatches.",
+  'eval': 'Held-out evaluation. Lines of kind `eval`.',
+  'time': (
+    'Seconds, unless the meaning says otherwise. `metrics.jsonl` holds them in the object `time`, without the prefix. They are '
+    'the only entries that differ between two runs of the same synchronous command on the same machine.'
+  ),
+}
+
+_WEIGHT = 'rollout_corr/rollout_is'
+_REJECT = 'rollout_corr/rollout_rs'
+
+METRICS: dict[str, str] = {
+  # --- rollouts ---------------------------------------------------------------------------------------------------------
+  'reward/mean': 'Mean reward.',
+  'reward/std': 'Standard deviation of the reward over the batch.',
+  'reward/groups_equal': 'Share of the groups in which all rewards are equal. Group-relative advantages are 0 there.',
+  'completion/length_mean': 'Mean number of tokens that the model wrote.',
+  'completion/length_max': 'Largest number of tokens that the model wrote.',
+  'completion/turns': 'Mean number of turns. 1 for single answers.',
+  'completion/truncated': 'Share of the completions that ran into the token limit.',
+  'grading/{status}': (
+    'Samples with this outcome: `ok`, `timeout` (time limit), `crash` (the process ended or met its memory limit), `error` (the '
+    'grader raised) or `invalid` (no finite number).'
+  ),
+  'env/{name}': 'Mean of the value that the environment calls `name`.',
+  # --- update -----------------------------------------------------------------------------------------------------------
+  'policy/entropy': "Mean entropy of the learner's distribution, in nats.",
+  'policy/ratio_mean': 'Mean of `r`.',
+  'policy/ratio_deviation': 'Mean of `|r - 1|`.',
+  'policy/kl': 'Mean of `-log r`.',
+  'policy/k3_kl': 'Mean of `r - 1 - log r`, a KL estimate that is never negative.',
+  'policy/ess': 'Effective sample size of `r`, from 0 to 1.',
+  'policy/clip_fraction': 'Share of the tokens whose loss a bound changed.',
+  'policy/kl_ref': 'Mean KL to the reference model, by the estimator of the settings. Present only with a KL term.',
+  'update/loss': 'Loss of the update.',
+  'update/grad_norm': 'Global gradient norm before clipping.',
+  'update/skipped': '1 if the gradient or the loss was not finite and the step was skipped.',
+  'update/bad_streak': 'Consecutive skipped updates, this one included. The largest of the step.',
+  # --- mismatch: the two policies ---------------------------------------------------------------------------------------
+  'rollout_corr/ppl_ratio': 'Mean over sequences of the ratio of perplexities.',
+  'rollout_corr/kl': 'Mean of `-log rho`. A run stops if its absolute value exceeds 1.',
+  'rollout_corr/k3_kl': 'Mean of `rho - 1 - log rho`.',
+  'rollout_corr/policy_kl_error': 'Mean of `1/rho - 1 + log rho`.',
+  'rollout_corr/js_divergence_error': 'Jensen-Shannon divergence, estimated by k3 against the even mixture of both policies.',
+  'rollout_corr/chi2_token': 'Mean of `rho^2`, minus 1, over tokens.',
+  'rollout_corr/chi2_seq': "Mean of the squared product of a sequence's `rho`, minus 1, over sequences.",
+  'rollout_corr/token_mult_prob_error': 'Mean of `exp(|log rho|)`. 1 for equal policies.',
+  'rollout_corr/abs_dlogp_mean': 'Mean of `|log rho|`.',
+  'rollout_corr/abs_dlogp_p99': '99th percentile of `|log rho|`.',
+  'rollout_corr/abs_dlogp_max': 'Largest `|log rho|`.',
+  'rollout_corr/probs_pearson': "Correlation of the two policies' probabilities.",
+  'rollout_corr/adv_signed_bias': 'Mean of advantage times `log rho`, over the mean absolute advantage.',
+  'rollout_corr/corrected_fraction': 'Share of the surviving tokens whose weight is not 1. It is 1 if no token survives.',
+  # --- mismatch: weights ------------------------------------------------------------------------------------------------
+  f'{_WEIGHT}_mean': 'Mean of `w` after its bounds, before normalisation.',
+  f'{_WEIGHT}_std': 'Standard deviation of `w`, clipped to [0, cap].',
+  f'{_WEIGHT}_eff_sample_size': 'Effective sample size of `w`, clipped to [0, cap]; from 0 to 1.',
+  f'{_WEIGHT}_ratio_fraction_high': 'Share of the tokens whose raw `w` is above the cap.',
+  f'{_WEIGHT}_ratio_fraction_low': 'Share of the tokens whose raw `w` is below the floor (`truncate`: 1 / cap).',
+  # --- mismatch: rejection ----------------------------------------------------------------------------------------------
+  f'{_REJECT}_masked_fraction': 'Share of the tokens that rejection removed.',
+  f'{_REJECT}_seq_masked_fraction': 'Share of the sequences that lost at least one token to rejection.',
+  f'{_REJECT}_{{option}}_mean': 'Of each rejection option: mean of its statistic (`k1` is `log rho`).',
+  f'{_REJECT}_{{option}}_masked_fraction': 'Share of the tokens that this option removed.',
+  # --- the cache --------------------------------------------------------------------------------------------------------
+  'sparse/kept_mean': 'Mean number of cached tokens that a drawn token attended to.',
+  'sparse/kept_peak': 'Largest number of cached tokens that a drawn token attended to.',
+  'sparse/accounting_saving': 'Share of the attended tokens that eviction saved against a dense cache.',
+  'sparse/compressed': 'Share of the sequences from which tokens were evicted.',
+  'sparse/cache_bytes': 'Bytes of the cache of all rows.',
+  'sparse/bytes_saving': 'Share of the bytes saved against a dense, unquantised cache of the same rows.',
+  'sparse/repetition': "Longest n-gram that occurs twice, over the completion's length. Near 1 in an endless loop.",
+  'sparse/veto_fraction': 'Share of the sequences that the veto removed. 0 without a veto.',
+  'sparse/catastrophic_sequence_fraction': (
+    'Share of the sequences with a token whose `rho` is below the veto (1e-4 if no veto is set).'
+  ),
+  'sparse/ess': 'Effective sample size of `min(rho, cap)`, from 0 to 1.',
+  'sparse/agreement_mean': 'Mean agreement, `exp(-|log rho|)`, from 0 to 1.',
+  'sparse/agreement_p05': '5th percentile of the agreement.',
+  'fp8/kv_saturation': 'Share of the cached numbers that FP8 clamped. A run stops above 1e-4.',
+  'fp8/codes_changed_fraction': "Share of the middle layer's FP8 weight codes that the update changed.",
+  'fp8/scale_{tensor}/{layer}': 'Scale of the FP8 cache for `q`, `k` or `v` in this layer.',
+  # --- mixtures of experts ----------------------------------------------------------------------------------------------
+  'moe/load_max': 'Load of the busiest expert over the mean load.',
+  'moe/load_max_worst': 'The same for the layer in which it is largest.',
+  'moe/load_entropy': 'Entropy of the loads over the entropy of an even load.',
+  'moe/router_entropy': "Mean entropy of the router's distributions, over the entropy of a uniform one.",
+  'moe/unused': 'Mean number of experts that no token used.',
+  'moe/dropped': 'Share of the assignments that no expert computed. Always 0: experts have no capacity limit.',
+  'moe/balance_loss': 'Load-balance loss of all tokens. 1 for an even load.',
+  # --- ledger -----------------------------------------------------------------------------------------------------------
+  'ledger/{part}_mean': 'Mean of the part over tokens.',
+  'ledger/{part}_abs': 'Mean absolute value of the part.',
+  'ledger/{part}_p99': '99th percentile of the absolute value.',
+  # --- scheduler --------------------------------------------------------------------------------------------------------
+  'async/off_policy_ratio': 'Mean age of the groups in the batch, in updates.',
+  'async/age_max': 'Largest age of a group in the batch, in updates.',
+  'async/token_lag_mean': 'Mean number of updates between the weights that drew a token and the weights before this update.',
+  'async/token_lag_max': 'Largest such number.',
+  'async/stale_tokens': 'Share of the tokens that older weights drew.',
+  'async/token_lag_counts': 'Number of tokens by lag: lag 0, lag 1, ... A list in `metrics.jsonl`.',
+  'async/token_lag': 'The same numbers as a TensorBoard histogram.',
+  'async/filtered': 'Groups that the query filter replaced.',
+  'async/expired': 'Groups that became too old (order `completion`).',
+  'async/surplus': 'Redundant groups that the update did not need.',
+  'async/failed': 'Groups given up after a member failed too often.',
+  'async/started': 'Groups started.',
+  'async/errors': 'Calls of graders or environments that failed.',
+  'async/hung': 'Calls of graders or environments that exceeded their time limit.',
+  'async/aborted_tokens': 'Tokens drawn by requests that were aborted.',
+  'async/resumed_tokens': 'Tokens of interrupted requests that were kept and continued.',
+  'async/live': 'Groups that are running or complete and not consumed.',
+  'async/length_consumed': 'Mean length of the completions that the update consumed.',
+  'async/length_started': 'Mean length of all completions that ended or were aborted. Larger: a bias to short answers.',
+  'engine/occupancy': 'Share of the row-steps that drew a token.',
+  'engine/chunks': 'Chunks of decode steps.',
+  'engine/prefills': 'Prompt batches that were prefilled.',
+  # --- packing ----------------------------------------------------------------------------------------------------------
+  'packing/waste': 'Share of the positions that hold no token.',
+  'packing/tokens': 'Tokens in the rows.',
+  'packing/microbatches': 'Microbatches of the update.',
+  'packing/tokens_saved_by_sharing': 'Prompt tokens saved because samples of a group share their prompt.',
+  # --- evaluation -------------------------------------------------------------------------------------------------------
+  'eval/avg@k': "Mean score over problems. Each problem's samples are averaged first.",
+  'eval/low': 'Lower end of the 95 % confidence interval of `eval/avg@k`.',
+  'eval/high': 'Upper end of that interval.',
+  'eval/pass@{j}': 'Estimated chance that at least one of `j` samples gets full marks, for `j` = 1 and the number of samples.',
+  'eval/problems': 'Number of problems.',
+  'eval/samples': 'Samples a problem.',
+  'eval/length_mean': 'Mean number of tokens that the model wrote.',
+  'eval/truncated': 'Share of the completions that ran into the token limit.',
+  'eval/ungraded': 'Completions scored 0 because grading failed.',
+  # --- time -------------------------------------------------------------------------------------------------------------
+  'time/rollout': 'From the start of the step until its batch is complete.',
+  'time/ledger': 'Mismatch ledger.',
+  'time/learn': 'Learner: pack, score, update, calibrate.',
+  'time/pack': 'Part of `learn`: advantages and packing.',
+  'time/score': 'Part of `learn`: old and reference log-probs.',
+  'time/update': 'Part of `learn`: gradient and optimiser.',
+  'time/calibrate': 'Part of `learn`: scales of the FP8 cache.',
+  'time/sync': 'New weights from the learner to the engines.',
+  'time/log': 'Metrics of the step.',
+  'time/batch_wait': 'Time for which the controller waited for a batch.',
+  'time/queue': 'Mean time for which a request waited for a row.',
+  'time/trainer_idle': 'Share of the step in which the learner was idle.',
+  'time/rollout_idle': 'Share of the step in which an engine was idle, averaged over engines.',
+  'time/tokens_per_second': 'Tokens that the model wrote, per second of rollout.',
+  'time/engine_host_share': "Share of an engine's time in which its devices waited for the host; a lower bound.",
+}
+
+
+def documented(name: str) -> str | None:
+  """The entry of METRICS that covers the key `name`; None if there is none."""
+  if name in METRICS:
+    return name
+  return next((entry for entry, pattern in _patterns().items() if pattern.fullmatch(name)), None)
+
+
+def names(record: Mapping[str, Any]) -> Iterator[str]:
+  """The metric names of one line of metrics.jsonl; keys without a prefix (`step`, `kind`) are not metrics."""
+  yield from (name for name in record if '/' in name)
+  yield from (f'time/{name}' for name in record.get('time', {}))
+
+
+def undocumented(records: Iterable[Mapping[str, Any]]) -> list[str]:
+  """The metric names in these lines of metrics.jsonl that have no entry, sorted."""
+  return sorted({name for record in records for name in names(record) if documented(name) is None})
+
+
+@cache
+def _patterns() -> dict[str, re.Pattern[str]]:
+  """Entries with braces as patterns; a brace matches anything but a slash."""
+  return {
+    entry: re.compile(''.join('[^/]+' if part.startswith('{') else re.escape(part) for part in re.split(r'(\{\w+\})', entry)))
+    for entry in METRICS
+    if '{' in entry
+  }

@@ -1,0 +1,195 @@
+"""The learner's half of a step: graded trajectories to new weights, and to the weights and scales that the sampler uses next.
+
+    batches, packing = learner.pack(trajectories)            # one TrainBatch an update; advantages are computed here
+    batches, logprobs = learner.score(batches)               # LogProbs(sampler, old, ref) of each
+    metrics = learner.update(batches, logprobs)              # correct -> loss -> gradient -> optimiser, jitted
+    learner.measure_scales(batches)                          # scales of the FP8 cache
+    weights = learner.sampler_weights()
+
+The learner uses its own devices and none of the rollouts'. On devices of its own it may run while rollouts go on.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import jax
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from sprl.cache.layout import CacheLayout
+from sprl.config import Run
+from sprl.learner.batch import Shape, TrainBatch, empty, pack, put, shape
+from sprl.learner.logprobs import ForwardConfig, score, score_and_route
+from sprl.learner.state import TrainState
+from sprl.learner.update import abstract_logprobs, needs_old_logprobs
+from sprl.model import Model
+from sprl.models.lora import Base, network
+from sprl.models.transformer import Params
+from sprl.objective.advantages import advantages, equal_groups
+from sprl.sampler import calibrate
+from sprl.sampler.weights import SamplerWeights
+from sprl.sharding.rules import OnMesh, row_shards
+from sprl.sharding.transfer import fetch, home, return_free_memory
+from sprl.types import LogProbs, Trajectory
+
+
+@dataclass(kw_only=True)
+class Learner:
+  """The train state and the calls that move it."""
+
+  run: Run
+  model: Model
+  layout: CacheLayout  # of the sampler's cache
+  jitted_update: Callable  # from `make_update`
+  state: TrainState
+  reference: Params | None = None  # frozen weights of the KL term
+  base: Base | None = None  # frozen weights under `state`, where it holds adapters
+  amax: calibrate.History = field(default_factory=tuple)  # largest queries, keys and values behind the scales of the FP8 cache
+  calibrated_version: int = -1  # finished updates of the weights that `amax` was last measured with
+  seconds: dict[str, float] = field(default_factory=dict)  # of the parts of the latest step
+
+  def pack(self, trajectories: Sequence[Trajectory]) -> tuple[list[TrainBatch], dict[str, float]]:
+    """Compute advantages and pack the trajectories into one batch for each minibatch, on the learner's devices.
+
+    Groups must be adjacent and in order. Returns the batches and the means of their `packing/` metrics. A minibatch whose groups
+    were all filtered out has no batch.
+    """
+    run, n = self.run, len(trajectories)
+    advantage, sizes = batch_advantages(trajectories, run), batch_shape(run, self.model)
+    edges = [i * n // run.optimizer.minibatches for i in range(run.optimizer.minibatches + 1)]
+    packed = [
+      pack(trajectories[start:end], advantage[start:end], sizes, run.packing.share_prefix) for start, end in pairwise(edges)
+    ]
+    packed = [(batch, metrics) for batch, metrics in packed if batch.used]
+    means = {name: float(np.mean([metrics[name] for _, metrics in packed])) for name in (packed[0][1] if packed else ())}
+    with self._on_its_devices('pack'):
+      return [put(batch, self.model.mesh) for batch, _ in packed], means
+
+  def score(self, batches: Sequence[TrainBatch]) -> tuple[list[TrainBatch], list[LogProbs]]:
+    """Score each batch with the weights before the step's updates, where an update needs that, and with the reference.
+
+    Returns the batches too: under router replay R2 they carry the experts of this pass, which the updates replay.
+    """
+    return_free_memory()  # the update needs the most memory of a step
+    with self._on_its_devices('score'):
+      scored = [self._score(batch) for batch in batches]
+      jax.block_until_ready([logprobs for _, logprobs in scored])
+    return [batch for batch, _ in scored], [logprobs for _, logprobs in scored]
+
+  def update(self, batches: Sequence[TrainBatch], logprobs: Sequence[LogProbs]) -> dict[str, float]:
+    """Take one update a batch, in order, as often as there are epochs.
+
+    Returns the mean of each metric over the updates, but the largest `update/bad_streak`; nothing if there was no update.
+    """
+    measured = []
+    with self._on_its_devices('update'):
+      for _ in range(self.run.optimizer.epochs):
+        for batch, of_batch in zip(batches, logprobs, strict=True):
+          self.state, metrics = self.jitted_update(self.state, batch, of_batch, self.base)
+          measured.append(metrics)
+      measured = fetch(measured)
+    if not measured:
+      return {}
+    means = {name: float(np.mean([metrics[name] for metrics in measured])) for name in measured[0]}
+    return means | {'update/bad_streak': float(max(metrics['update/bad_streak'] for metrics in measured))}
+
+  def measure_scales(self, batches: Sequence[TrainBatch]) -> None:
+    """Measure the scales of the FP8 cache on the batches just trained on, with the newest weights.
+
+    Does nothing without an FP8 cache, without batches, and where quant.kv_scale takes its scales elsewhere.
+    """
+    quant = self.run.quant
+    if not self.calibrates or not batches or quant.kv_scale == 'first_forward':
+      return
+    with self._on_its_devices('calibrate'):
+      params = self.params
+      found = [
+        calibrate.amax(
+          self.model.graphdef, self.layout, params, tokens=batch.tokens, positions=batch.positions, segments=batch.segments,
+          prefixes=batch.prefixes, used=batch.used,
+        )
+        for batch in batches
+      ]  # fmt: skip
+      self._remember(np.max(fetch(found), axis=0))
+
+  def measure_scales_on_prompts(self, prompts: Sequence[Int[np.ndarray, ' _']], rows: int) -> None:
+    """Measure the scales of the FP8 cache on the first `rows` prompts: before the first update, or for `first_forward`."""
+    self._remember(calibrate.amax_of_prompts(self.model.graphdef, self.layout, self.params, prompts, rows, self.run.quant))
+
+  def sampler_weights(self) -> SamplerWeights:
+    """Return the newest weights as the sampler multiplies them, with the scales of its cache."""
+    scales = calibrate.scales(self.amax, self.run.quant, self.layout.layers) if self.layout.fp8 else None
+    return self.model.sampler_weights(self.params, self.run.quant, scales)
+
+  @property
+  def params(self) -> Params:
+    """The newest weights of the network."""
+    return network(self.state.params, self.base)
+
+  @property
+  def calibrates(self) -> bool:
+    """Whether the sampler's cache has scales to be measured."""
+    return self.layout.fp8 and self.run.quant.kv_scale != 'unit'
+
+  @property
+  def scales_current(self) -> bool:
+    """Whether the scales of the cache, if it has any, belong to the newest weights (docs/methods/fp8.md, Cache scales)."""
+    return not self.calibrates or self.calibrated_version == int(jax.device_get(self.state.version))
+
+  def _score(self, batch: TrainBatch) -> tuple[TrainBatch, LogProbs]:
+    run, graphdef = self.run, self.model.graphdef
+    config, old, ref = ForwardConfig.of(run, self.model.dtype), None, None
+    if self.reference is not None:  # the router of the reference chooses its own experts
+      ref = score(graphdef, self.reference, replace(batch, routes=None), config)
+    if run.model.router_replay == 'R2':
+      old, routes = score_and_route(graphdef, self.params, batch, config)
+      batch = replace(batch, routes=routes)
+    elif needs_old_logprobs(run.correction, run.optimizer.updates):
+      old = score(graphdef, self.params, batch, config)
+    return batch, LogProbs(sampler=batch.sampler_logp, old=old, ref=ref)
+
+  def _remember(self, found: Float[Array | np.ndarray, '3 L']) -> None:
+    self.amax = calibrate.remember(self.amax, found, self.run.quant)
+    self.calibrated_version = int(jax.device_get(self.state.version))
+
+  @contextmanager
+  def _on_its_devices(self, part: str) -> Iterator[None]:
+    """Create arrays on the learner's devices, not on the rollouts', and refuse implicit transfers between host and device.
+
+    Notes the seconds of the part of a step.
+    """
+    start = time.perf_counter()
+    with jax.default_device(home(self.model.replicated)), jax.transfer_guard('disallow'):
+      yield
+    self.seconds[part] = time.perf_counter() - start
+
+
+def batch_advantages(trajectories: Sequence[Trajectory], run: Run) -> Float[np.ndarray, ' B']:
+  """Return the advantage of each trajectory; NaN leaves it out, for members of groups that rollout.equal_groups skips."""
+  reward = np.array([t.reward for t in trajectories], np.float32)
+  group = np.array([t.group for t in trajectories], np.int32)
+  valid = np.ones(len(trajectories), bool)
+  if run.rollout.equal_groups == 'skip':
+    valid = ~equal_groups(reward, group, valid)
+  return np.where(valid, advantages(reward, group, valid, run.advantage), np.nan)
+
+
+def batch_shape(run: Run, model: Model) -> Shape:
+  """Return the static sizes of the run's minibatches."""
+  return shape(run.sampling, run.rollout, run.packing, run.optimizer.minibatches, row_shards(model.mesh))
+
+
+def compile_ahead(update: OnMesh, run: Run, model: Model, state: TrainState, base: Base | None) -> None:
+  """Compile the update for a state of these shapes and shardings before the weights exist: compilation takes memory too.
+
+  Does nothing where batches carry evictions or routes: the first update compiles then.
+  """
+  if run.masked_learner or run.model.router_replay != 'none':
+    return
+  batch = put(empty(batch_shape(run, model)), model.mesh)
+  with jax.default_device(home(model.replicated)):  # part of the key of a compiled program, as in `Learner.update`
+    update.lower(state, batch, abstract_logprobs(batch, run), base).compile()
+  return_free_memory()

@@ -1,0 +1,99 @@
+"""Dense scoring: the log-prob of every sampled token under given weights, from packed rows to the rectangle of sequences."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from sprl.config import Kernels, Remat, Run
+from sprl.kernels.linear_logprob import linear_logprob
+from sprl.learner.batch import TrainBatch
+from sprl.models import transformer
+from sprl.models.attention import Attention, EvictedAttention, PackedAttention
+from sprl.models.routing import MISSING, Routing
+from sprl.models.transformer import Params
+from sprl.sharding.rules import OnMesh, anew, shard
+
+
+@dataclass(frozen=True)
+class ForwardConfig:
+  """Static, hashable settings of the learner's forward pass."""
+
+  temperature: float  # sampling temperature, by which logits are divided, as the sampler's are
+  dtype: Any  # compute dtype
+  chunk: int  # positions whose logits exist at one time
+  kernels: Kernels = 'auto'  # of attention and of the experts' products
+
+  @classmethod
+  def of(cls, run: Run, dtype: Any) -> 'ForwardConfig':
+    """Return the settings of a run that computes in `dtype`."""
+    return cls(run.sampling.temperature, dtype, run.packing.score_chunk, run.model.kernels)
+
+
+def micro_logprobs(
+  graphdef: nnx.GraphDef,
+  params: Params,
+  batch: TrainBatch,
+  i: Int[Array, ''] | int,
+  config: ForwardConfig,
+  remat: Remat = 'none',
+) -> tuple[Float[Array, 'B C'], Float[Array, 'B C'], Routing]:
+  """Return log-probs and entropies (nats) of the tokens of microbatch i, and the routing of all its tokens.
+
+  Both are rectangles of the whole batch, 0 at the tokens of other microbatches. The entropy is that of the policy at the
+  sampling temperature (docs/methods/losses.md, eq. 31). `remat` says what the backward pass recomputes.
+  """
+  attention: Attention = PackedAttention.of(batch.segments[i], batch.prefixes[i], config.kernels)
+  if batch.evicted is not None:
+    attention = EvictedAttention(attention, batch.positions[i], batch.evicted[i])
+  out = transformer.forward(
+    graphdef, params, batch.tokens[i], batch.positions[i], attention, dtype=config.dtype, remat=remat, kernels=config.kernels,
+    routes=None if batch.routes is None else batch.routes[i], mask=batch.segments[i] > 0,
+  )  # fmt: skip
+  with jax.named_scope('head'):
+    S, N = batch.source.shape[1:]
+    of_shard = shard(out.hidden.reshape(S, N, -1), 'rows', None, None)
+    predictors = jnp.take_along_axis(of_shard, batch.source[i, :, :, None], axis=1)
+    head = transformer.head_weight(params)
+    scored = linear_logprob(
+      predictors, head, batch.target[i], temperature=config.temperature, chunk=config.chunk, count=batch.scored[i]
+    )
+  here = batch.mask & (batch.micro == i)[:, None]
+  logp, entropy = (jnp.where(here, shard(x, None, None).reshape(-1)[batch.place], 0.0) for x in scored)
+  return logp, entropy, out.routing
+
+
+@OnMesh
+@partial(jax.jit, static_argnames=('graphdef', 'config'))
+def score(graphdef: nnx.GraphDef, params: Params, batch: TrainBatch, config: ForwardConfig) -> Float[Array, 'B C']:
+  """Return the log-probs of all tokens of the batch under `params`: the old policy's, or the reference model's."""
+
+  def body(i, logp):
+    return logp + micro_logprobs(graphdef, anew(params, i), batch, i, config)[0]
+
+  return jax.lax.fori_loop(0, batch.used, body, jnp.zeros(batch.mask.shape))
+
+
+@OnMesh
+@partial(jax.jit, static_argnames=('graphdef', 'config'))
+def score_and_route(
+  graphdef: nnx.GraphDef, params: Params, batch: TrainBatch, config: ForwardConfig
+) -> tuple[Float[Array, 'B C'], Int[Array, 'A R T M k']]:
+  """Return the log-probs of all tokens under `params`, and the k experts of each token in each of the M layers with experts."""
+
+  def one(i):
+    logp, _, routed = micro_logprobs(graphdef, anew(params, i), batch, i, config)
+    return logp, routed.routes
+
+  def body(i, carry):
+    logp, routes = carry
+    new, taken = one(i)
+    return logp + new, routes.at[i].set(taken)
+
+  like = jax.eval_shape(lambda: one(jnp.int32(0))[1])
+  routes = jnp.full((batch.tokens.shape[0], *like.shape), MISSING, like.dtype)
+  return jax.lax.fori_loop(0, batch.used, body, (jnp.zeros(batch.mask.shape), routes))

@@ -1,0 +1,182 @@
+"""A model folder, understood: config, tokenizer, meshes and dtypes, checked before a weight is read. It holds no weights."""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding
+
+from sprl import config as settings
+from sprl.cache.layout import CacheLayout, cache_layout
+from sprl.cache.scales import Scales
+from sprl.config import UNQUANTISED, Cache, Quant, Run, Sampling
+from sprl.io import huggingface
+from sprl.io.pretrained import locate
+from sprl.io.tokenizer import Tokenizer
+from sprl.kernels.platform import check_device, compute_dtype
+from sprl.models import transformer
+from sprl.models.config import ModelConfig
+from sprl.models.lora import Base, abstract_adapters, adapter_axes, fingerprint, init_adapters
+from sprl.models.moe import check_split
+from sprl.models.transformer import Params
+from sprl.sampler.engine import EngineConfig, prompt_buckets
+from sprl.sampler.weights import SamplerWeights, check_linears, linear_kernels, sampler_weights
+from sprl.sharding.mesh import check_dealt, divide, make_mesh, replicated, sizes
+from sprl.sharding.rules import row_shards, shardings
+
+HOST = 'pinned_host'  # JAX's name for host memory that a device can read and write
+
+
+@dataclass(frozen=True)
+class Model:
+  """All that is needed to load a model, sample from it and train it, except its weights."""
+
+  folder: Path
+  config: ModelConfig
+  tokenizer: Tokenizer
+  graphdef: nnx.GraphDef
+  mesh: Mesh  # of the learner
+  serving: Mesh  # of the sampler weights after a sync: the learner's devices, in the rollouts' layout if rollouts share them
+  engine_meshes: tuple[Mesh, ...]  # one for each engine
+  shares_devices: bool  # rollouts and updates take turns on the same devices
+  dtype: Any  # of computation
+  param_dtype: Any  # of the trained weights: master weights, or adapters
+  lora: settings.Lora
+  kernels: settings.Kernels
+
+  @classmethod
+  def open(cls, run: Run) -> 'Model':
+    """Read and checks the files of the folder `run.model.path`; of weights, only the headers.
+
+    Raises PretrainedError, ConfigError, WeightsError, TokenizerError or SettingsError; each names the file or the setting.
+    """
+    folder = locate(run.model.path)
+    config = ModelConfig.read(folder)
+    check_linears(run.quant, config.num_layers)
+    check_experts(run, config)
+    check_stops(run, config)
+    check_device(run.model.kernels)
+    huggingface.check_weights(folder, config)
+    if run.lora.rank:
+      abstract_adapters(config, run.lora)  # raises if the model lacks a target
+    tokenizer = Tokenizer.load(folder)
+    tokenizer.check_against(config)
+    memories = [memory.kind for memory in jax.local_devices()[0].addressable_memories()]
+    if run.optimizer.offload and HOST not in memories:
+      raise settings.SettingsError(
+        f'config.optimizer.offload = True: expected False. These devices have {", ".join(memories)} and no {HOST} memory'
+      )
+    learner, engines = divide(run.devices, jax.devices())
+    if jax.process_count() > 1:
+      check_dealt(run.devices, learner, learner if engines is None else engines[0], jax.process_count())
+    heads = config.num_heads, config.num_kv_heads
+    mesh = make_mesh(run.mesh.learner, learner, heads)
+    apart = [make_mesh(run.mesh.rollout, devices, heads, 'rollout') for devices in engines or [learner]]
+    for each, name, quant in ((mesh, 'learner', UNQUANTISED), (apart[0], 'rollout', run.quant)):
+      check_split(config, sizes(each)['expert'], sizes(each)['tensor'], f'config.mesh.{name}', quant)
+    model = cls(
+      folder=folder,
+      config=config,
+      tokenizer=tokenizer,
+      graphdef=transformer.graph(config),
+      mesh=mesh,
+      serving=mesh if engines else apart[0],
+      engine_meshes=tuple(apart),
+      shares_devices=engines is None or not {d for each in engines for d in each}.isdisjoint(learner),
+      dtype=compute_dtype(run.model.dtype),
+      param_dtype=jnp.dtype(run.model.param_dtype),
+      lora=run.lora,
+      kernels=run.model.kernels,
+    )
+    model.linears(run.quant)  # raises if a mesh cuts a weight inside its blocks
+    return model
+
+  @property
+  def shardings(self) -> Params:
+    """Shardings of the master weights."""
+    return shardings(self.mesh, transformer.logical_axes(self.config), transformer.abstract_params(self.config))
+
+  @property
+  def replicated(self) -> NamedSharding:
+    """The sharding of an array that every learner device holds whole."""
+    return replicated(self.mesh)
+
+  def load(self, dtype=None) -> Params:
+    """Load the pretrained weights onto the learner's devices, in `dtype`, by default that of the master weights."""
+    return huggingface.load_params(self.folder, self.config, self.shardings, dtype or self.param_dtype)
+
+  def base(self, dtype=None) -> Base | None:
+    """Load the frozen weights under adapters, in `dtype`, by default the compute dtype. None if all weights are trained."""
+    if not self.lora.rank:
+      return None
+    params = self.load(dtype or self.dtype)
+    return Base(params, self.lora.alpha / self.lora.rank, fingerprint(params))
+
+  def first(self, seed: int) -> Params:
+    """Return the weights that a run trains, before its first update: the pretrained ones, or adapters that are still zero."""
+    if not self.lora.rank:
+      return self.load()
+    init = partial(init_adapters, self.config, self.lora, dtype=self.param_dtype)
+    places = jax.tree.map(lambda a: a.sharding, abstract_params(self))
+    return jax.jit(init, out_shardings=places)(jax.random.key(seed))
+
+  def engine(self, sampling: Sampling, layout: CacheLayout, rows: int, prefill: int, seed: int) -> EngineConfig:
+    """Return the config of an engine. `rows` and `prefill` are rounded up so that every device has an equal share."""
+    meshes = self.serving, self.engine_meshes[0]  # evaluations use the first, rollouts the second
+    rows = whole(rows, math.lcm(*(mesh.size for mesh in meshes)))
+    prefill = whole(prefill, math.lcm(*map(row_shards, meshes)))
+    text = partial(self.tokenizer.decode, skip_special=False)
+    stop_ids = tuple(sorted({*self.tokenizer.eos_ids, *self.config.eos_token_ids, *sampling.stop_ids}))
+    return EngineConfig(self.config, sampling, layout, rows, prefill, seed, stop_ids, text)
+
+  def sampler_weights(self, params: Params, quant: Quant, scales: Scales | None = None) -> SamplerWeights:
+    """Return the sampler weights, with the scales of its FP8 cache, on the learner's devices."""
+    placed = {'config': self.config, 'mesh': self.serving, 'source': self.mesh}
+    return sampler_weights(params, self.dtype, quant, self.linears(quant), **placed)._replace(scales=scales)
+
+  def linears(self, quant: Quant) -> settings.Kernels:
+    """Return which implementation multiplies FP8 linears on these meshes."""
+    return linear_kernels(self.config, quant, self.kernels, (self.serving, *self.engine_meshes))
+
+  def cache_layout(
+    self, sampling: Sampling, cache: Cache, quant: Quant, record: bool = False, routes: bool = False
+  ) -> CacheLayout:
+    """Return the cache layout of the sampler. `record` and `routes` say whether it records evictions and expert choices."""
+    prompt, completion = prompt_buckets(sampling)[-1], sampling.max_tokens
+    return cache_layout(self.config, cache, quant, prompt, completion, self.dtype, record, self.kernels, routes)
+
+
+def check_experts(run: Run, config: ModelConfig) -> None:
+  """Raise SettingsError if a setting needs experts and the model has none."""
+  replay, balance = run.model.router_replay, run.loss.balance_coef
+  for key, value, off in (('model.router_replay', replay, 'none'), ('loss.balance_coef', balance, 0.0)):
+    if config.experts is None and value != off:
+      raise settings.SettingsError(
+        f'config.{key} = {value!r}: expected {off!r}: a model of family {config.family} has no experts'
+      )
+
+
+def check_stops(run: Run, config: ModelConfig) -> None:
+  """Raise SettingsError if a stop token is not in the vocabulary."""
+  for stop in run.sampling.stop_ids:
+    if not 0 <= stop < config.vocab_size:
+      raise settings.SettingsError(f'config.sampling.stop_ids has {stop}: expected token ids from 0 to {config.vocab_size - 1}')
+
+
+def whole(n: int, share: int) -> int:
+  """Return `n` rounded up to a multiple of `share`."""
+  return -(-n // share) * share
+
+
+def abstract_params(model: Model) -> Params:
+  """Return shapes and shardings of the trained weights: those of the network, or those of its adapters."""
+  shapes, places = transformer.abstract_params(model.config, model.param_dtype), model.shardings
+  if model.lora.rank:
+    shapes = abstract_adapters(model.config, model.lora, model.param_dtype)
+    places = shardings(model.mesh, adapter_axes(model.config, model.lora), shapes)
+  return jax.tree.map(lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, places)

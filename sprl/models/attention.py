@@ -1,0 +1,94 @@
+"""The attention argument of the network: where keys and values come from, and which of them a query sees.
+
+In each layer the network calls `out, attention = attention.attend(layer, q, k, v)`. The learner passes packed rows
+(PackedAttention, EvictedAttention), the sampler its KV cache (sprl/cache/kv_cache.py). Masks, storage formats and eviction
+belong to the attention object.
+
+Letters: B rows, T tokens, H query heads, K kv heads, L layers, D head width.
+"""
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from sprl.config import Kernels
+from sprl.kernels.attention import attention
+from sprl.sharding.rules import local
+
+
+@runtime_checkable
+class Attention(Protocol):
+  """Anything that takes a layer's rotated keys and values and answers its queries."""
+
+  def attend(
+    self, layer: int, q: Float[Array, 'B T H D'], k: Float[Array, 'B T K D'], v: Float[Array, 'B T K D']
+  ) -> tuple[Float[Array, 'B T H D'], 'Attention']:
+    """Return the outputs of the queries, and the attention object for the next layer."""
+    ...
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PackedAttention:
+  """Causal attention within packed rows. A token sees earlier tokens of its own segment and of the segment that it continues.
+
+  Worked example, a prompt `ab` with two completions `cd` and `e`, then padding:
+
+      tokens    a b c d e .
+      segments  1 1 2 2 3 0      0 is padding, which nobody sees
+      prefixes  0 0 1 1 1 0      segments 2 and 3 continue segment 1
+      d sees a b c d;  e sees a b e
+  """
+
+  allowed: Bool[Array, 'B 1 T T']  # query t may see key s
+  kernels: Kernels = field(default='auto', metadata={'static': True})  # implementation of attention
+
+  @classmethod
+  def of(
+    cls, segments: Int[Array, 'B T'], prefixes: Int[Array, 'B T'] | None = None, kernels: Kernels = 'auto'
+  ) -> 'PackedAttention':
+    """Return the attention of packed rows. `prefixes`: the segment that a token's segment continues, None if none does."""
+    key, query = segments[:, None, :], segments[:, :, None]
+    allowed = key == query
+    if prefixes is not None:
+      allowed |= key == prefixes[:, :, None]
+    T = segments.shape[1]
+    return cls((allowed & (key != 0) & jnp.tril(jnp.ones((T, T), bool)))[:, None], kernels)
+
+  def attend(
+    self, layer: int, q: Float[Array, 'B T H D'], k: Float[Array, 'B T K D'], v: Float[Array, 'B T K D']
+  ) -> tuple[Float[Array, 'B T H D'], 'PackedAttention']:
+    """Return the outputs within each row, and this object unchanged."""
+    return _masked_attention(q, k, v, self.allowed, self.kernels), self
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class EvictedAttention:
+  """Packed rows in which a query sees only the tokens that the sampler's cache still held (docs/methods/sparse.md, eq. 22).
+
+  The [B, K, T, T] mask exists for one layer at a time.
+  """
+
+  dense: PackedAttention
+  positions: Int[Array, 'B T']  # position of each token in its own sequence
+  evicted: Int[Array, 'B L K T']  # position of the first query that did not find the token in the cache of a layer and kv head
+
+  def attend(
+    self, layer: int, q: Float[Array, 'B T H D'], k: Float[Array, 'B T K D'], v: Float[Array, 'B T K D']
+  ) -> tuple[Float[Array, 'B T H D'], 'EvictedAttention']:
+    """Return the outputs over the tokens that the sampler still held, and this object unchanged."""
+    held = self.positions[:, None, :, None] < self.evicted[:, layer, :, None, :]
+    return _masked_attention(q, k, v, self.dense.allowed & held, self.dense.kernels), self
+
+
+def _masked_attention(q, k, v, allowed, kernels):
+  """Return masked attention. Each device computes its own rows and heads."""
+  queries, keys = ('rows', None, 'heads', None), ('rows', None, 'kv_heads', None)
+  mask = ('rows', None if allowed.shape[1] == 1 else 'kv_heads', None, None)
+  attend = partial(attention, causal=True, kernels=kernels)
+  return local(attend, (queries, keys, keys, mask), queries)(q, k, v, allowed)

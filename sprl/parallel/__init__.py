@@ -1,1 +1,0 @@
-"""Meshes and the rules that shard by logical axis name."""

@@ -1,0 +1,198 @@
+"""Compile JAX programs for devices that are not here, and read the resources that they would take.
+
+XLA's compilers need no device if they are told its properties: an H200's are below, and libtpu knows those of TPUs. This finds
+spills, memory, collectives and lowering errors on any machine. There is no autotuning, and there are no timings.
+
+    make install EXTRAS=aot    # GPUs; also needs ptxas: on PATH, under /usr/local/cuda, or from the package nvidia-cuda-nvcc
+    make install EXTRAS=tpu    # TPUs
+
+This is the only file that patches a private part of JAX: before it lowers attention to cuDNN, JAX asks the installed cuDNN for
+its version, and no public option answers in its place. Compile-only topologies and Mosaic's dumps are semi-private too, and are
+used only here. Checked with jax 0.11.2 and 0.12.0.1.
+"""
+
+import contextlib
+import importlib.util
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+# Read when the plugins are imported: do not look for libraries that only running needs, nor for a cloud machine's metadata.
+os.environ.setdefault('JAX_SKIP_CUDA_CONSTRAINTS_CHECK', '1')
+os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
+
+import jax
+import numpy as np
+from jax._src.cudnn import fused_attention_stablehlo
+from jax.experimental import topologies
+from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec
+
+from sprl.config import SettingsError
+from sprl.planning.collectives import Collective, collectives
+
+# Text form of XLA's GpuTargetConfigProto: an H200 according to its driver and NVIDIA's CUDA documentation (compute capability
+# 9.0). Clock, bandwidth and L2 feed XLA's cost model only.
+H200 = """
+gpu_device_info {
+  cuda_compute_capability { major: 9 minor: 0 }
+  core_count: 132 fpus_per_core: 128 threads_per_warp: 32 threads_per_block_limit: 1024 threads_per_core_limit: 2048
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+  shared_memory_per_block: 49152 shared_memory_per_block_optin: 232448 shared_memory_per_core: 233472
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  device_memory_size: 150754820096 memory_bandwidth: 4800000000000 l2_cache_size: 52428800 clock_rate_ghz: 1.98
+}
+platform_name: "CUDA"
+device_description_str: "NVIDIA H200"
+dnn_version_info { major: 9 minor: 8 patch: 0 }
+runtime_version { major: 13 minor: 0 patch: 0 }
+"""
+CUDNN = 90800  # dnn_version_info above, as cuDNN numbers its versions
+NODE = 8  # GPUs
+MODULES = {'h200': ('jax_cuda13_plugin', 'jax_plugins.xla_cuda13'), 'v5e': ('libtpu',)}  # XLA's compilers
+V5E = {1: '1x1', 4: '2x2', 8: '2x4', 16: '4x4', 32: '4x8', 64: '8x8', 128: '8x16', 256: '16x16'}  # topologies by size
+
+
+@dataclass(frozen=True)
+class Kernel:
+  """A Mosaic GPU kernel, as ptxas and Mosaic report it."""
+
+  name: str
+  registers: int  # per thread
+  spills: int  # bytes that a thread stores to and loads from local memory for lack of registers
+  shared: int  # bytes of shared memory per program, without barriers; the most, if kernels of one name differ
+
+
+@dataclass(frozen=True)
+class Compiled:
+  """A compiled program. Bytes of one device's memory; donated arguments count as argument and as output."""
+
+  kernels: tuple[Kernel, ...]  # Mosaic's, if this process compiles them for the first time; XLA's own are not reported
+  text: str  # the HLO after XLA's optimisations
+  arguments: int
+  outputs: int
+  aliased: int  # the part of the outputs that overwrites arguments
+  temporary: int
+  collectives: tuple[Collective, ...]
+
+  @property
+  def total(self) -> int:
+    """Bytes that the program needs."""
+    return self.arguments + self.outputs - self.aliased + self.temporary
+
+
+def missing(device: str = 'h200') -> str | None:
+  """Return what this machine lacks to compile for `device`, or None."""
+  absent = [name for name in MODULES[device] if not _importable(name)]
+  if device == 'h200' and not (
+    shutil.which('ptxas') or any(Path('/usr/local').glob('cuda*/bin/ptxas')) or _importable('nvidia.cu13')
+  ):
+    absent.append('ptxas')
+  return f'{", ".join(absent)} not found: make install EXTRAS={"aot" if device == "h200" else "tpu"}' if absent else None
+
+
+def _importable(name: str) -> bool:
+  try:
+    return importlib.util.find_spec(name) is not None
+  except ModuleNotFoundError:
+    return False
+
+
+def devices(name: str, count: int = 1) -> list[Any]:
+  """Return compile-only devices: `name` is h200, in nodes of eight, or v5e.
+
+  Raises SettingsError for another name, a count that has no topology, or a compiler that is missing.
+  """
+  if name not in MODULES:
+    raise SettingsError(f'--device={name}: expected h200 or v5e with --compile')
+  if reason := missing(name):
+    raise SettingsError(f'--compile: {reason}')
+  nodes = -(-count // NODE)
+  if name == 'h200' and count % nodes == 0:
+    return list(topologies.get_topology_desc('h200', 'cuda', topology=f'{nodes}x{count // nodes}x1', target_config=H200).devices)
+  if name == 'v5e' and count in V5E:
+    with _silence():  # libtpu warns that this is no cloud machine
+      return list(topologies.get_topology_desc(f'v5e:{V5E[count]}', 'tpu').devices)
+  accepted = f'at most {NODE}, or a multiple of {NODE}' if name == 'h200' else f'one of {", ".join(map(str, V5E))}'
+  raise SettingsError(f'--mesh: found {count} devices; expected {accepted}, with --device={name} --compile')
+
+
+def lowering_for(mesh: Mesh) -> contextlib.AbstractContextManager:
+  """Context in which functions are traced for the devices of `mesh`: kernels and sharding rules read the mesh in use."""
+  device = None if _is_tpu(mesh) else AbstractDevice(device_kind='NVIDIA H200', num_cores=132, platform='gpu')
+  return jax.sharding.use_abstract_mesh(
+    AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types, abstract_device=device)
+  )
+
+
+def _is_tpu(mesh: Mesh) -> bool:
+  return mesh.devices.flat[0].platform == 'tpu'
+
+
+def compile_for(jitted: Any, *arguments: Any, **static: Any) -> Compiled:
+  """Compile a jitted function for the compile-only devices of its arguments, trees of ShapeDtypeStruct with shardings.
+
+  Static arguments are passed by name.
+  """
+  mesh: Any = next(x.sharding.mesh for x in jax.tree.leaves(arguments) if isinstance(x, jax.ShapeDtypeStruct))
+  cudnn = mock.patch.object(fused_attention_stablehlo, 'check_cudnn_version', return_value=CUDNN)  # see the top of this file
+  with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, MOSAIC_GPU_DUMP_TO=folder):
+    with lowering_for(mesh), cudnn, _silence():  # Mosaic warns if there is no disassembler
+      lowered = jitted.trace(*arguments, **static).lower(lowering_platforms=('tpu' if _is_tpu(mesh) else 'cuda',))
+      compiled = lowered.compile()
+    kernels = tuple(_kernel(path) for path in sorted(Path(folder).glob('*.ptxas')))
+  memory = compiled.memory_analysis()
+  assert memory is not None, 'these backends have a memory analysis'
+  text = compiled.as_text() or ''
+  return Compiled(
+    kernels=kernels,
+    text=text,
+    arguments=memory.argument_size_in_bytes,
+    outputs=memory.output_size_in_bytes,
+    aliased=memory.alias_size_in_bytes,
+    temporary=memory.temp_size_in_bytes,
+    collectives=tuple(collectives(text)),
+  )
+
+
+def compile_for_h200(function: Callable, *shapes: Any, donate: tuple[int, ...] = ()) -> Compiled:
+  """Compile a function for one H200; `shapes` are its arguments, trees of jax.ShapeDtypeStruct."""
+  there = NamedSharding(Mesh(np.array(devices('h200')), ('x',)), PartitionSpec())
+  placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=there), shapes)
+  return compile_for(jax.jit(function, out_shardings=there, donate_argnums=donate), *placed)
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+  """Drop what libraries write to standard error. Errors are exceptions."""
+  stderr = os.dup(2)
+  with open(os.devnull, 'w') as nowhere:
+    os.dup2(nowhere.fileno(), 2)
+    try:
+      yield
+    finally:
+      os.dup2(stderr, 2)
+      os.close(stderr)
+
+
+def _kernel(report: Path) -> Kernel:
+  # The two kinds of reports have separate numbers, such as hopper_decode_attention_3.ptxas, so they are matched by name only.
+  text, name = report.read_text(), report.stem.rpartition('_')[0]
+  resources = [path.read_text() for path in report.parent.glob(f'{name}_[0-9]*.resources.txt')]
+  return Kernel(
+    name=name,
+    registers=_number(r'Used (\d+) registers', text),
+    spills=sum(map(int, re.findall(r'(\d+) bytes spill', text))),
+    shared=max(_number(r'smem_scratch_bytes=(\d+)', each) for each in resources),
+  )
+
+
+def _number(pattern: str, text: str) -> int:
+  if (match := re.search(pattern, text)) is None:
+    raise ValueError(f'found no {pattern!r} in the report of Mosaic or ptxas: {text!r}')
+  return int(match[1])

@@ -1,0 +1,167 @@
+"""The plan of a run: memory, work and least time of one device, for rollouts of several kinds and for the update."""
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from sprl.config import DENSE, UNQUANTISED, Cache, Quant, Run, SettingsError
+from sprl.learner.batch import Shape, shape
+from sprl.models import transformer
+from sprl.models.config import ModelConfig
+from sprl.models.moe import check_split
+from sprl.planning import memory
+from sprl.planning.devices import Device
+from sprl.planning.memory import RolloutMemory, UpdateMemory, kv_bytes, rollout_cache, rollout_memory
+from sprl.planning.mesh_axes import MeshAxes, separate_devices
+from sprl.planning.work import Work, decode_work, update_work
+from sprl.sampler.weights import check_linears
+
+BUDGET = 512  # of sparse rollouts if the config sets none: the smallest budget in the papers
+SAMPLERS = {'none': '', 'w8a8_kv8': ' fp8'}  # part of every plan, with the suffix of their name; others go by their own name
+
+
+@dataclass(frozen=True)
+class RolloutPlan:
+  """One kind of rollouts on one device."""
+
+  name: str
+  budget: int | None  # None: nothing is evicted
+  sampler: str  # config.quant.sampler
+  kv_bytes: int  # of a sequence, on all devices that share its heads
+  slots: int  # of a sequence, in the last layer
+  memory: RolloutMemory
+  most_rows: int  # sequences that fit on a device; negative if the weights alone do not fit
+  rows: int  # sequences that decode on a device: as many as the run asks for, or as fit
+  step: Work  # one decode step of `rows` sequences
+  full: Work  # one decode step of `most_rows` sequences
+
+
+@dataclass(frozen=True)
+class EvaluationPlan:
+  """Answers to held-out problems on the learner's devices, beside the learner's state and the sampler weights of the rollouts."""
+
+  memory: str  # config.eval.memory
+  rows: int  # sequences on a device
+  rows_asked: int  # on all devices
+  total: int  # bytes
+
+
+@dataclass(frozen=True)
+class Plan:
+  """What a run needs of each device. Bytes, operations and seconds are of one device unless said otherwise."""
+
+  model: str
+  parameters: int  # of the whole model
+  device: Device
+  usable: float  # bytes of its memory that a run may fill
+  learner: MeshAxes
+  rollout: MeshAxes  # all engines together
+  apart: bool  # rollouts have devices of their own
+  flags: tuple[str, ...]  # that give a run this layout
+  shape: Shape  # of a minibatch
+  update: UpdateMemory
+  work: Work  # all updates of a step
+  evaluation: EvaluationPlan
+  rows_asked: int  # on all devices
+  kinds: tuple[RolloutPlan, ...]
+
+  @property
+  def fits(self) -> dict[str, bool]:
+    """Whether the usable memory suffices."""
+    return {'update': self.update.total <= self.usable, 'evaluation': self.evaluation.total <= self.usable}
+
+
+def plan(config: ModelConfig, run: Run, learner: MeshAxes, rollout: MeshAxes, device: Device, usable: float = 0.9) -> Plan:
+  """Plan a run for these meshes; `usable` is the fraction of a device's memory that it may fill.
+
+  Raises SettingsError if the run itself would refuse its settings for this model, if it trains adapters, or if rollouts share the
+  learner's devices but have another number of them.
+  """
+  if not 0 < usable <= 1:
+    raise SettingsError(f'--usable={usable}: expected a number above 0, and at most 1')
+  if run.lora.rank:
+    raise SettingsError(f'config.lora.rank = {run.lora.rank}: expected None; the planner does not know the memory of adapters')
+  run = on(device, run)
+  apart = separate_devices(run.devices, learner, rollout)
+  if not apart and learner.devices != rollout.devices:
+    raise SettingsError(
+      f'--rollout_mesh: found {rollout.devices} devices; expected {learner.devices}, as in --mesh, because rollouts share the '
+      "learner's devices; config.devices gives them others"
+    )
+  engine = dataclasses.replace(rollout, data=rollout.data // run.devices.engines)
+  check_linears(run.quant, config.num_layers)
+  check_split(config, learner.expert, learner.tensor, '--mesh')
+  check_split(config, rollout.expert, rollout.tensor, '--rollout_mesh', run.quant)
+  packed = shape(run.sampling, run.rollout, run.packing, run.optimizer.minibatches, learner.rows)
+  update = memory.update_memory(config, run, packed, learner)
+  capacity = usable * device.memory
+  room = capacity - (0 if apart else update.state)
+  return Plan(
+    model=run.model.path,
+    parameters=memory.size(transformer.abstract_params(config)),
+    device=device,
+    usable=capacity,
+    learner=learner,
+    rollout=rollout,
+    apart=apart,
+    flags=(*learner.flags(run.mesh.learner, 'learner'), *engine.flags(run.mesh.rollout, 'rollout')),
+    shape=packed,
+    update=update,
+    work=update_work(config, run, packed, update, learner, device),
+    evaluation=_evaluation(config, run, learner if apart or run.devices.engines > 1 else rollout, update.state),
+    rows_asked=run.rows,
+    kinds=tuple(_rollouts(name, config, run, cache, quant, rollout, device, room) for name, (cache, quant) in kinds(run).items()),
+  )
+
+
+def on(device: Device, run: Run) -> Run:
+  """Return the run with the kernels that `auto` selects on this device. Raises SettingsError if the device has none."""
+  kernels = run.model.kernels
+  if kernels == 'mosaic_gpu' and not device.hopper:
+    raise SettingsError(f"config.model.kernels = 'mosaic_gpu': {device.name} is no GPU of the Hopper generation; expected 'auto'")
+  there = ('mosaic_gpu' if device.hopper else 'reference') if kernels == 'auto' else kernels
+  return dataclasses.replace(run, model=dataclasses.replace(run.model, kernels=there))
+
+
+def own_kind(run: Run) -> str:
+  """Name of the kind of rollouts that the run asks for."""
+  return ('sparse' if run.cache.budget else 'dense') + SAMPLERS.get(run.quant.sampler, f' {run.quant.sampler}')
+
+
+def kinds(run: Run) -> dict[str, tuple[Cache, Quant]]:
+  """Dense and sparse rollouts, unquantised and in FP8, with the run's other settings; and the run's own kind if it is another."""
+  caches = {
+    'dense': dataclasses.replace(run.cache, budget=None),
+    'sparse': run.cache if run.cache.budget else dataclasses.replace(run.cache, budget=BUDGET),
+  }
+  named = {
+    name + suffix: (cache, dataclasses.replace(run.quant, sampler=sampler))
+    for name, cache in caches.items()
+    for sampler, suffix in SAMPLERS.items()
+  }
+  return named | {own_kind(run): (caches['sparse' if run.cache.budget else 'dense'], run.quant)}
+
+
+def _rollouts(
+  name: str, config: ModelConfig, run: Run, cache: Cache, quant: Quant, axes: MeshAxes, device: Device, room: float
+) -> RolloutPlan:  # fmt: skip
+  layout = rollout_cache(config, run, cache, quant)
+  held = rollout_memory(config, run, cache, quant, run.prefill * run.devices.engines, axes)
+  most = math.floor((room - held.total(0)) / held.row)
+  rows = max(min(most, math.ceil(run.rows / axes.rows)), 0)
+  step, full = (decode_work(config, run, layout, held.weights, n, axes, device) for n in (rows, max(most, 0)))
+  budget, kv = layout.settings.budget, kv_bytes(layout)
+  return RolloutPlan(name, budget, quant.sampler, kv, layout.slots, held, most_rows=most, rows=rows, step=step, full=full)
+
+
+def _evaluation(config: ModelConfig, run: Run, axes: MeshAxes, state: int) -> EvaluationPlan:
+  """The evaluation as `sprl.rollout.evaluate` runs it."""
+  settings, k = run.eval, run.eval.samples
+  cache, quant = (run.cache, run.quant) if settings.memory == 'sampler' else (DENSE, UNQUANTISED)
+  asked = min(run.sampling.rows or run.rollout.prompts * run.rollout.group, settings.problems * k)
+  answers = dataclasses.replace(run.sampling, max_tokens=settings.max_tokens or run.sampling.max_tokens)
+  prompts, rows = min(run.rollout.prompts, math.ceil(asked / k)), math.ceil(asked / axes.rows)
+  held = rollout_memory(config, dataclasses.replace(run, sampling=answers), cache, quant, prompts, axes)
+  return EvaluationPlan(
+    settings.memory, rows, asked, state + memory.served_bytes(config, run, run.quant, axes) + held.total(rows)
+  )

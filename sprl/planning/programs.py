@@ -1,0 +1,97 @@
+"""A run's two large programs, the update and a chunk of decode steps, with the shapes and shardings of their arguments.
+
+The programs follow from the model's config, the settings and a mesh; nothing is read from
+files or placed on devices. With an AbstractMesh
+the arguments can be counted (`memory`); with a mesh of compile-only devices the programs can be compiled (`aot`).
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, Mesh
+
+from sprl.cache.layout import CacheLayout
+from sprl.cache.scales import Scales
+from sprl.config import Quant, Run
+from sprl.learner.batch import Shape, empty
+from sprl.learner.optimizer import make_optimizer
+from sprl.learner.state import TrainState, abstract_state
+from sprl.learner.update import UpdateConfig, abstract_logprobs, make_update
+from sprl.models import transformer
+from sprl.models.config import ModelConfig
+from sprl.models.transformer import Params
+from sprl.sampler import decode
+from sprl.sampler.weights import SamplerWeights, linear_kernels, sampler_weight_axes, sampler_weights
+from sprl.sharding.mesh import replicated
+from sprl.sharding.rules import shardings
+
+AnyMesh = Mesh | AbstractMesh
+
+
+class Program(NamedTuple):
+  """A jitted function and its arguments."""
+
+  jitted: Any
+  arguments: tuple[Any, ...]  # trees of ShapeDtypeStruct with shardings
+  static: Mapping[str, Any] = {}
+
+
+def compute_dtype(run: Run) -> Any:
+  """The dtype of products on an accelerator: `auto` is bfloat16."""
+  return jnp.dtype('bfloat16' if run.model.dtype == 'auto' else run.model.dtype)
+
+
+def sharded[T](tree: T, axes: Any, mesh: AnyMesh) -> T:
+  """Return the arrays of a tree as ShapeDtypeStruct, each with the sharding of its axes' names."""
+  places = shardings(mesh, axes, tree)
+  return jax.tree.map(lambda x, place: jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=place), tree, places)
+
+
+def abstract_weights(config: ModelConfig, dtype: Any, mesh: AnyMesh) -> Params:
+  """Shapes and shardings of the network's weights in `dtype`."""
+  return sharded(transformer.abstract_params(config, dtype), transformer.logical_axes(config), mesh)
+
+
+def train_state(config: ModelConfig, run: Run, mesh: AnyMesh) -> TrainState:
+  """Shapes and shardings of the train state."""
+  params = abstract_weights(config, jnp.dtype(run.model.param_dtype), mesh)
+  return abstract_state(params, make_optimizer(run.optimizer, 1), run.optimizer.offload)
+
+
+def served_weights(config: ModelConfig, run: Run, quant: Quant, mesh: AnyMesh) -> SamplerWeights:
+  """Shapes and shardings of the sampler weights, without the scales of the cache."""
+  params = transformer.abstract_params(config, run.model.param_dtype)
+  cut = linear_kernels(config, quant, 'auto', (mesh,)) == 'reference'  # within blocks, on this mesh
+  kernels = 'reference' if cut else run.model.kernels
+  served = jax.eval_shape(partial(sampler_weights, dtype=compute_dtype(run), quant=quant, kernels=kernels), params)
+  return sharded(served, sampler_weight_axes(served, config), mesh)
+
+
+def update(config: ModelConfig, run: Run, shape: Shape, mesh: Mesh) -> Program:
+  """The update of one minibatch of this shape."""
+  batch = empty(shape)
+  batch = sharded(batch, batch.axes, mesh)
+  settings = UpdateConfig.of(run, compute_dtype(run))
+  jitted = make_update(transformer.graph(config), make_optimizer(run.optimizer, 1), settings)
+  return Program(jitted, (train_state(config, run, mesh), batch, abstract_logprobs(batch, run)))
+
+
+def decoding(config: ModelConfig, run: Run, layout: CacheLayout, quant: Quant, rows: int, mesh: Mesh) -> Program:
+  """A chunk of decode steps of `rows` sequences, on all devices of the mesh together."""
+  layout = dataclasses.replace(layout, kernels=run.model.kernels)
+  served = served_weights(config, run, quant, mesh)._replace(probe=None)
+  if layout.fp8:
+    scale: Any = jax.ShapeDtypeStruct((config.num_layers,), jnp.float32, sharding=replicated(mesh))
+    served = served._replace(scales=Scales(scale, scale, scale))
+  seed = jax.eval_shape(lambda: jax.random.key(0))
+  state = jax.eval_shape(
+    partial(decode.empty_state.jitted, layout, rows=rows, max_tokens=run.sampling.max_tokens), served, seed=seed
+  )
+  stops = tuple(sorted({*config.eos_token_ids, *run.sampling.stop_ids}))
+  static = {'sampling': run.sampling, 'stop_ids': stops, 'steps': run.sampling.chunk}
+  return Program(decode.decode, (transformer.graph(config), served, sharded(state, state.axes, mesh)), static)

@@ -1,0 +1,80 @@
+"""Read trained weights back from a run's checkpoints, and export them."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from sprl.cache.scales import Scales
+from sprl.config import Run, SettingsError
+from sprl.io.checkpoint import CheckpointError, Checkpoints, Restored
+from sprl.io.huggingface import export_folder
+from sprl.io.peft import export_adapters
+from sprl.learner.state import TrainState
+from sprl.model import Model, abstract_params
+from sprl.models.lora import Base, network
+from sprl.models.transformer import Params
+from sprl.sampler import calibrate
+
+
+def restore(model: Model, run: Run, workdir: Path, step: int | None = None, dtype=None) -> tuple[Params, int, Scales | None]:
+  """Restore the network's weights from a checkpoint; `step=None` takes the newest intact one.
+
+  Returns the weights, the step of the checkpoint, and the FP8 cache scales that belong to the weights (None where the checkpoint
+  has none). Frozen weights under adapters are loaded in `dtype`, by default the compute dtype.
+
+  Raises CheckpointError as `restore_trained` does, and SettingsError if the adapters were trained with other frozen weights.
+  """
+  restored, base = restore_trained(model, run, workdir, step), model.base(dtype)
+  check_base(base, restored.extra, run.model.path)
+  largest = tuple(np.array(found, np.float32) for found in restored.extra['amax'])
+  has_scales = largest and run.quant.kv_scale != 'first_forward'
+  return (
+    network(restored.arrays.params, base),
+    restored.step,
+    calibrate.scales(largest, run.quant, model.config.num_layers) if has_scales else None,
+  )
+
+
+def restore_trained(model: Model, run: Run, workdir: Path, step: int | None = None) -> Restored:
+  """Restore only the trained weights of a checkpoint: those of the network, or those of its adapters.
+
+  The folder is not modified, so the run may be in progress. Raises CheckpointError if the checkpoint does not exist or holds
+  arrays of other shapes.
+  """
+  checkpoints = Checkpoints(workdir / 'checkpoints', run.checkpoint.keep_last)
+  absent: Any = None
+  try:
+    restored = checkpoints.restore(TrainState(abstract_params(model), *[absent] * 4), step, partial=True)
+  finally:
+    checkpoints.close()
+  if restored is None:
+    raise CheckpointError(
+      f'{checkpoints.folder}: no checkpoint yet. The run saves one every config.checkpoint.every = {run.checkpoint.every} steps, '
+      'at its end, and on SIGTERM'
+    )
+  return restored
+
+
+def check_base(base: Base | None, extra: Mapping[str, Any], path: str) -> None:
+  """Raise SettingsError if the adapters of a checkpoint were trained with other frozen weights. `extra` is its record."""
+  if base is not None and base.fingerprint != extra['base']:
+    raise SettingsError(
+      f'config.model.path = {path!r}: expected the weights that the adapters were trained with (fingerprint {extra["base"]}), '
+      f'found others ({base.fingerprint})'
+    )
+
+
+def export(model: Model, params: Params, out: Path, dtype: str = 'bfloat16') -> Path:
+  """Write the weights as a Hugging Face folder at `out`, with the tokenizer of the base model. Returns `out`."""
+  export_folder(out, params, model.config, model.folder, dtype=jnp.dtype(dtype))
+  return out
+
+
+def export_adapter(model: Model, adapters: Params, out: Path, path: str) -> Path:
+  """Write the adapters as a PEFT folder at `out`, which names the model at `path` as their base. Returns `out`."""
+  on_hub = not path.startswith('wheel:') and not Path(path).expanduser().is_dir()
+  export_adapters(out, adapters, model.config, model.lora, path if on_hub else str(model.folder.absolute()))
+  return out

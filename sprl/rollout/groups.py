@@ -1,0 +1,52 @@
+"""Groups and their members: the live ones that the scheduler moves, and the finished ones that it hands over."""
+
+from dataclasses import dataclass, field
+
+from sprl.rollout.episodes import Episode
+from sprl.types import Completion, Request, Trajectory
+
+
+@dataclass(frozen=True)
+class Group:
+  """A finished group."""
+
+  number: int  # in the order of asking
+  start_version: int  # version of the weights when it started
+  trajectories: tuple[Trajectory, ...]  # of its members, in order
+
+
+@dataclass(eq=False)
+class Member:
+  """One sample of a live group, and what its episode waits for: a request or a ticket."""
+
+  group: 'LiveGroup'
+  uid: int
+  episode: Episode
+  attempt: int = 0
+  request: Request | None = None  # that an engine is to complete
+  partial: Completion | None = None  # tokens of the request that were drawn before it was interrupted
+  engine: int | None = None  # that runs the request
+  asked: float | None = None  # time of its newest request; None: it has made none yet
+  ticket: int | None = None  # of a worker's call
+  lost: bool = False  # whether it failed too often
+  result: Trajectory | None = None
+
+  def whole(self, completion: Completion) -> Completion:
+    """Joins a completion with the tokens that were drawn before the request was interrupted."""
+    return completion if self.partial is None else self.partial.then(completion)
+
+
+@dataclass(eq=False)
+class LiveGroup:
+  """A group that has started and is not consumed yet."""
+
+  number: int
+  start_version: int
+  opened: float  # time of its start
+  members: list[Member] = field(default_factory=list)
+  engine: int | None = None  # that its members share
+
+  @property
+  def results(self) -> list[Trajectory]:
+    """The trajectories of the members that are finished."""
+    return [member.result for member in self.members if member.result is not None]

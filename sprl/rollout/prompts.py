@@ -1,0 +1,158 @@
+"""The sources of a run's episodes: problems that are answered once, or an environment's conversations.
+
+Groups are numbered in the order of asking. A group's number fixes its problem, or its environment's seed. So the members of a
+group, and a group that starts again after a resume, are about the same thing.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Int
+
+from sprl.io.tokenizer import Tokenizer
+from sprl.rollout.collect import encode
+from sprl.rollout.episodes import Codec, Episode, Limits, answered, conversation
+from sprl.tasks.environment_pool import Call
+from sprl.tasks.environments.protocol import Environment, EnvironmentFault, checked_reset, name_of, turn_messages
+from sprl.tasks.grader_pool import Sample
+from sprl.tasks.problems import Problem
+from sprl.tasks.workers import within
+from sprl.types import Completion
+
+OPEN = 256  # groups whose problem and prompt are kept
+TRIES = 4  # groups tried for each prompt that is looked for
+
+
+@runtime_checkable
+class Source(Protocol):
+  """Makes the episodes of groups by number, and tells their prompts and answers."""
+
+  def episode(self, number: int, uid: int, attempt: int) -> Episode:
+    """Returns the episode of one member of a group."""
+    ...
+
+  def prompt(self, number: int) -> Int[np.ndarray, ' P']:
+    """Returns the ids that the group's episodes begin with."""
+    ...
+
+  def answer(self, number: int) -> str:
+    """Returns the right answer, for people to compare with; '' if there is none."""
+    ...
+
+
+class ProblemSource:
+  """Problems that are answered once and graded. The workers are those of `sprl.tasks.grader_pool`.
+
+  `problem(number)` returns the problem of a group. `max_tokens` is the length of the longest answer.
+  """
+
+  def __init__(self, problem: Callable[[int], Problem], tokenizer: Tokenizer, max_tokens: int):
+    self._tokenizer, self._max_tokens = tokenizer, max_tokens
+
+    @lru_cache(OPEN)  # the members of a group have the same prompt, and another process may have to send the problem
+    def opened(number: int) -> tuple[Problem, Int[np.ndarray, ' P']]:
+      found = problem(number)
+      return found, encode(found, tokenizer)
+
+    self._opened = opened
+
+  def episode(self, number: int, uid: int, attempt: int) -> Episode:
+    """One answer and its grade. The members of a group differ in their random numbers only."""
+    problem, prompt = self._opened(number)
+
+    def grading(completion: Completion) -> Sample:
+      text = self._tokenizer.decode(completion.tokens.tolist(), skip_special=True)
+      return problem.prompt, text, problem.answer, problem.extra
+
+    return answered(prompt, self._max_tokens, grading)
+
+  def prompt(self, number: int) -> Int[np.ndarray, ' P']:
+    """The ids of the problem."""
+    return self._opened(number)[1]
+
+  def answer(self, number: int) -> str:
+    """The answer of the problem."""
+    return self._opened(number)[0].answer
+
+
+@dataclass(frozen=True)
+class ConversationSource:
+  """Conversations with environments. The workers are those of `sprl.tasks.environment_pool`."""
+
+  seed: Callable[[int], int]  # of a group's environments, by the group's number
+  limits: Limits
+  codec: Codec
+  release: Callable[[Call], None]  # makes the last call of an environment (WorkerPool.release)
+  sample: Environment | None  # an environment outside the pool, to read first observations; None: this process has none
+  time_limit: float  # seconds that a reset of `sample` may take
+
+  def episode(self, number: int, uid: int, attempt: int) -> Episode:
+    """A conversation with a new environment of the group's seed."""
+    call = partial(Call, (uid, attempt))
+    return conversation(self.seed(number), self.limits, self.codec, call, lambda: self.release(call('close')))
+
+  def prompt(self, number: int) -> Int[np.ndarray, ' P']:
+    """The ids of the first observation. Raises EnvironmentFault."""
+    assert self.sample is not None, 'process 0 has the environments'
+    seed = self.seed(number)
+    try:
+      first = within(self.time_limit, checked_reset, self.sample, seed)
+    except TimeoutError:
+      limit = f'config.task.time_limit = {self.time_limit:g} s'
+      raise EnvironmentFault(f'environment {name_of(self.sample)}: reset({seed}) took longer than {limit}') from None
+    return np.array(self.codec.opening(turn_messages(*first)), np.int32)
+
+  def answer(self, number: int) -> str:
+    """Returns '': an environment has no right answer."""
+    return ''
+
+
+@dataclass(frozen=True)
+class OffsetSource:
+  """A source whose numbers begin with `first`, so that its uids differ from those of another source."""
+
+  inner: Source
+  first: int
+
+  def episode(self, number: int, uid: int, attempt: int) -> Episode:
+    """The episode of group `number - first`."""
+    return self.inner.episode(number - self.first, uid, attempt)
+
+  def prompt(self, number: int) -> Int[np.ndarray, ' P']:
+    """The prompt of group `number - first`."""
+    return self.inner.prompt(number - self.first)
+
+  def answer(self, number: int) -> str:
+    """The answer of group `number - first`."""
+    return self.inner.answer(number - self.first)
+
+
+def seeds(number: int, held_out: bool, split: bool) -> int:
+  """Return the seed of a group's environments. No two groups of a run share one.
+
+  With `split` the environment itself tells training from test problems. Otherwise training has even seeds and held-out episodes
+  have odd ones.
+  """
+  return number if split else 2 * number + held_out
+
+
+def prompts(source: Source, first: int, count: int) -> Sequence[Int[np.ndarray, ' _']]:
+  """Returns the prompts of up to `count` groups from number `first` on. Groups whose environment fails are left out.
+
+  Raises EnvironmentFault if all of the TRIES * count groups fail.
+  """
+  found: list[Int[np.ndarray, ' _']] = []
+  fault: EnvironmentFault | None = None
+  for number in range(first, first + TRIES * count):
+    try:
+      found.append(source.prompt(number))
+    except EnvironmentFault as error:
+      fault = error
+    if len(found) == count:
+      break
+  if fault is not None and not found:
+    raise fault
+  return found

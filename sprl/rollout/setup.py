@@ -1,0 +1,219 @@
+"""Sets up the rollouts of a run from its settings: problems, graders or environments, and engines on their devices.
+
+With several processes the wrappers of sprl/rollout/broadcast.py are installed here, and nowhere else.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from sprl.cache.layout import CacheLayout
+from sprl.config import Run, SettingsError
+from sprl.distributed.team import ALONE, Team
+from sprl.io.metrics import mean_of
+from sprl.io.tokenizer import Tokenizer, TokenizerError
+from sprl.model import Model
+from sprl.rollout import collect
+from sprl.rollout.broadcast import BroadcastEngine, BroadcastProblems, BroadcastSource, BroadcastWorkers, across
+from sprl.rollout.codec import ChatCodec, PlainCodec
+from sprl.rollout.episodes import Limits
+from sprl.rollout.interfaces import EngineLike, WorkersLike
+from sprl.rollout.prompts import ConversationSource, ProblemSource, Source, prompts, seeds
+from sprl.sampler.engine import Engine, EngineConfig, Usage
+from sprl.sampler.weights import SamplerWeights, sampler_weight_axes
+from sprl.sharding.reshard import reshard
+from sprl.sharding.rules import shardings
+from sprl.tasks import graders, problems
+from sprl.tasks.environment_pool import environment_pool, make_environment
+from sprl.tasks.environments import registry
+from sprl.tasks.environments.protocol import EnvironmentFault
+from sprl.tasks.grader_pool import grader_pool
+from sprl.tasks.problems import Problem, holder
+from sprl.tasks.prompts import PromptStream
+from sprl.tasks.worker_pool import WorkerPool
+from sprl.tasks.workers import cpus
+
+REFUSALS = SettingsError, TokenizerError, OSError  # errors of problems; possibly in one process only, whose share has them
+GRADING_WORKERS, GRADING_SECONDS, GRADING_MEMORY_GB = 2, 10.0, 4.0  # processes, time per answer, address space each may add
+STEP_SECONDS = 3600.0  # for a reset or step; then the environment counts as hung, and its member is tried again
+LOOKED_AHEAD = 10_000  # prompts whose lengths are checked before the first step; the engine checks all others
+
+
+@dataclass(frozen=True)
+class EvalSet:
+  """The held-out groups: `count` of them, with numbers from 0 on."""
+
+  source: Source
+  workers: WorkersLike
+  count: int
+
+
+@dataclass(frozen=True)
+class RolloutSetup:
+  """The problems or environments of a run, checked before any process is started and any device is used."""
+
+  run: Run
+  tokenizer: Tokenizer
+  team: Team
+  stream: PromptStream | None  # None: conversations
+  test: Sequence[Problem]
+
+  @classmethod
+  def open(cls, run: Run, tokenizer: Tokenizer, team: Team = ALONE) -> 'RolloutSetup':
+    """Reads this process's share of the problems, or makes one environment in process 0 to check it.
+
+    Raises the following in all processes if one of them raises:
+
+    SettingsError    files, data sets or environments cannot be used, or prompts are too long
+    TokenizerError   the chat template fails
+    OSError          files cannot be read
+    """
+    asked, found = team.fail_together('problems', lambda: cls._open(run, tokenizer, team), REFUSALS)
+    for of_split in zip(*team.gather('lengths', lambda: found)):
+      collect.check_lengths(chain(*of_split), run.sampling.max_prompt)
+    return asked
+
+  @classmethod
+  def _open(cls, run: Run, tokenizer: Tokenizer, team: Team) -> tuple['RolloutSetup', list[list[collect.Length]]]:
+    """Also returns the lengths of this process's share of the first prompts, for evaluation and for training."""
+    if run.task.kind == 'environment':
+      asked = cls(run, tokenizer, team, None, ())
+      if team.leads:
+        _check_first_observation(run, asked._conversations(run.sampling.max_tokens, None))
+      return asked, []
+    train, test = (problems.load(run.task, split, team.process, team.processes) for split in ('train', 'test'))
+    stream = PromptStream(across(team, BroadcastProblems, train), run.seed)
+
+    def length(place: int, problem: Problem) -> collect.Length:
+      return collect.Length(place, len(collect.encode(problem, tokenizer)), problem.id)
+
+    ahead = min(run.steps * run.rollout.prompts, len(train), LOOKED_AHEAD)
+    asked_first = (test, range(min(run.eval.problems, len(test)))), (train, map(stream.index, range(ahead)))
+    lengths = [
+      [length(place, some[i]) for place, i in enumerate(indices) if holder(i, team.processes) == team.process]
+      for some, indices in asked_first
+    ]
+    return cls(run, tokenizer, team, stream, across(team, BroadcastProblems, test)), lengths
+
+  def begin(self, enter: Callable[[Any], Any]) -> tuple[WorkersLike, Source, EvalSet]:
+    """Starts the workers in process 0. Returns workers and source for training, and the held-out groups.
+
+    `enter` enters a context that ends the workers (ExitStack.enter_context).
+    """
+    run, team, limit = self.run, self.team, self.run.sampling.max_tokens
+    eval_limit = run.eval.max_tokens or limit
+
+    def started(pool: WorkerPool | None) -> WorkersLike:
+      return across(team, BroadcastWorkers, pool and enter(pool))
+
+    if self.stream is not None:
+      workers = started(self._graders() if team.leads else None)
+      test = ProblemSource(self.test.__getitem__, self.tokenizer, eval_limit)
+      held_out = EvalSet(test, workers, min(run.eval.problems, len(self.test)))
+      return workers, ProblemSource(self.stream.at, self.tokenizer, limit), held_out
+
+    def conversations(limit: int, held_out: bool) -> tuple[WorkersLike, Source]:
+      pool = self._environments(held_out) if team.leads else None
+      return started(pool), across(team, BroadcastSource, self._conversations(limit, pool, held_out))
+
+    workers, source = conversations(limit, held_out=False)
+    test_workers, test = conversations(eval_limit, held_out=True)
+    return workers, source, EvalSet(test, test_workers, run.eval.problems)
+
+  def state(self) -> dict[str, Any]:
+    """The order of asking, for a checkpoint."""
+    return self.stream.state() if self.stream else {}
+
+  def check(self, saved: Mapping[str, Any], workdir: Path) -> None:
+    """Raises SettingsError if the run of `workdir` began with other problems."""
+    try:
+      if self.stream:
+        self.stream.check(saved)
+    except ValueError as error:
+      raise SettingsError(f'config.task: the run of {workdir} began with other problems: {error}') from error
+
+  # --- conversations ---------------------------------------------------------------------------------------------------
+
+  def _conversations(self, limit: int, pool: WorkerPool | None, held_out: bool = False) -> ConversationSource:
+    run, task = self.run, self.run.task
+    assert task.name, 'checked with the settings'
+    codec = ChatCodec(self.tokenizer, task.system) if task.chat else PlainCodec(self.tokenizer)
+    limits = Limits(task.turns, task.turn_tokens, run.sampling.max_prompt, limit)
+    seed = partial(seeds, held_out=held_out, split=registry.takes(task.name, 'split'))
+    release = (lambda call: None) if pool is None else pool.release
+    sample = make_environment(task, held_out) if self.team.leads else None
+    return ConversationSource(seed, limits, codec, release, sample, task.time_limit or STEP_SECONDS)
+
+  # --- workers ---------------------------------------------------------------------------------------------------------
+
+  def _graders(self) -> WorkerPool:
+    task = self.run.task
+    limits = task.time_limit or GRADING_SECONDS, GRADING_MEMORY_GB
+    return grader_pool(graders.resolve(task), task.workers or GRADING_WORKERS, *limits, task.executor or 'processes')
+
+  def _environments(self, held_out: bool) -> WorkerPool:
+    task, r, executor = self.run.task, self.run.rollout, self.run.task.executor or 'threads'
+    episodes = math.ceil((1 + r.async_ratio) * r.prompts + r.extra_prompts) * (r.group + r.extra_members)
+    workers = task.workers or (episodes if executor == 'threads' else cpus(executor))
+    return environment_pool(partial(make_environment, task, held_out), workers, task.time_limit or STEP_SECONDS, executor)
+
+
+def _check_first_observation(run: Run, source: Source) -> None:
+  """Raises SettingsError if no environment can be reset, or if the first observation is longer than `sampling.max_prompt`."""
+  try:
+    (first,) = prompts(source, 0, 1)
+  except EnvironmentFault as error:
+    raise SettingsError(f'config.task.name = {run.task.name!r}: no episode can begin: {error}') from error
+  if len(first) > run.sampling.max_prompt:
+    raise SettingsError(
+      f'config.sampling.max_prompt = {run.sampling.max_prompt}: expected at least {len(first)}, the tokens of the first '
+      f'observation of {run.task.name}'
+    )
+
+
+# --- engines ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PlacedEngine:
+  """An engine and its devices. `mesh` is None if the weights are already laid out on these devices."""
+
+  engine: EngineConfig
+  mesh: Mesh | None
+
+  def place(self, weights: SamplerWeights) -> SamplerWeights:
+    """Returns the weights on the engine's devices, laid out for its mesh."""
+    if self.mesh is None:
+      return weights
+    weights = weights._replace(probe=None)
+    return reshard(weights, shardings(self.mesh, sampler_weight_axes(weights, self.engine.model), weights))
+
+  def open(self, weights: SamplerWeights, version: int) -> Engine:
+    """Returns the engine, ready to decode with weights of a version."""
+    return Engine(self.engine, self.place(weights), version)
+
+
+def engines(run: Run, model: Model, layout: CacheLayout) -> list[PlacedEngine]:
+  """Returns the engines of a run."""
+  engine = model.engine(run.sampling, layout, run.engine_rows, run.prefill, run.seed)
+  return [PlacedEngine(engine, None if mesh is model.serving else mesh) for mesh in model.engine_meshes]
+
+
+def on_all_processes(team: Team, engines: Sequence[Engine]) -> list[EngineLike]:
+  """Returns the engines as the scheduler uses them."""
+  return [across(team, BroadcastEngine, engine) for engine in engines]
+
+
+def usage(opened: Sequence[Engine]) -> tuple[dict[str, float], float]:
+  """Returns the engines' metrics since the last call, and the host's share of their time; both are means over the engines."""
+  found = [engine.usage for engine in opened]
+  metrics = [used.metrics(engine.capacity) for used, engine in zip(found, opened)]
+  for engine in opened:
+    engine.usage = Usage()
+  return mean_of(metrics), sum(used.host_overhead for used in found) / len(found)

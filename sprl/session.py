@@ -1,0 +1,270 @@
+"""A run at work: the calls of a step that are not the learner's, and what they need to remember.
+
+On devices shared with the learner, rollouts and updates take turns. On devices of their own, rollouts go on from the end of
+`Session.rollout` to `Session.sync`, in a thread that turns the scheduler while the loop's own thread learns.
+"""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Int
+
+from sprl.cache.layout import CacheLayout
+from sprl.config import Run
+from sprl.distributed.signals import Stop
+from sprl.distributed.team import Team
+from sprl.io.checkpoint import Checkpoints
+from sprl.io.metrics import RunLog
+from sprl.io.progress import Progress
+from sprl.learner.batch import TrainBatch
+from sprl.learner.learner import Learner
+from sprl.model import Model
+from sprl.models.transformer import Params
+from sprl.rollout import collect
+from sprl.rollout.evaluate import evaluate
+from sprl.rollout.prompts import Source, prompts
+from sprl.rollout.scheduler import Group, Scheduler
+from sprl.rollout.setup import EvalSet, PlacedEngine, usage
+from sprl.rollout.timeline import Timeline
+from sprl.run_state import RunState
+from sprl.sampler.engine import Engine
+from sprl.sampler.weights import SamplerWeights, sync_metrics
+from sprl.step_metrics import staleness
+from sprl.types import Trajectory
+
+log = logging.getLogger(__name__)
+
+
+class Stopwatch:
+  """Seconds of the parts of a step, in the order in which they end."""
+
+  def __init__(self):
+    self.seconds: dict[str, float] = {}
+    self._last = time.perf_counter()
+
+  def lap(self, name: str) -> None:
+    """End part `name`."""
+    now = time.perf_counter()
+    self.seconds[name] = now - self._last
+    self._last = now
+
+
+@dataclass(frozen=True)
+class Finished:
+  """How a call of `train` ended."""
+
+  step: int
+  completed: bool  # False: a signal ended it early, with all of it saved
+  model: Model
+  params: Params  # the trained weights
+  before: Mapping[str, Any]  # held-out evaluation before the first update: metrics and samples
+  after: Mapping[str, Any]  # held-out evaluation after the last update; empty if the run is not complete
+
+
+@dataclass(frozen=True)
+class StepReport:
+  """One step as the hooks at its end see it."""
+
+  step: int
+  trajectories: Sequence[Trajectory]
+  metrics: Mapping[str, float]  # the scalars of one line of metrics.jsonl
+  seconds: Mapping[str, float]  # the parts of the step, and shares of idle time
+  tokens_per_second: float
+
+
+@dataclass
+class Session:
+  """Everything that `train.setup` opened. One thread calls it."""
+
+  run: Run
+  workdir: Path
+  team: Team
+  model: Model
+  layout: CacheLayout
+  learner: Learner
+  weights: SamplerWeights | None  # None while an update may overwrite the arrays they share with the learner
+  placed: Sequence[PlacedEngine]
+  engines: Sequence[Engine]
+  scheduler: Scheduler
+  source: Source
+  eval_set: EvalSet
+  state: RunState
+  checkpoints: Checkpoints
+  timeline: Timeline
+  trace: Path | None  # where the timeline is written; None: nowhere
+  run_log: RunLog | None  # None in the processes that write no logs
+  progress: Progress
+  stop: Stop
+  before_update: Sequence[Callable[['Session', int, Sequence[Trajectory]], None]] = ()
+  after_step: Sequence[Callable[['Session', StepReport], None]] = ()
+  _times: Stopwatch = field(default_factory=Stopwatch)
+  _since: float = 0.0
+  _next_prompts: Sequence[Int[np.ndarray, ' P']] = ()  # prompts of the coming rollouts, where the cache is calibrated on them
+  _released: float = 0.0  # when the learner was given the devices
+  _groups: Sequence[Group] = ()  # of the step in progress
+  _probe: Any = None  # of the weights that sampled them
+  _rollout_metrics: dict[str, float] = field(default_factory=dict)
+  _rollout_seconds: dict[str, float] = field(default_factory=dict)
+  _pump: 'Pump | None' = None
+
+  # --- the calls of a step -------------------------------------------------------------------------------------------
+
+  def steps(self) -> Iterator[int]:
+    """Evaluate before the first step; then yield the numbers of the steps that are left, until a signal comes."""
+    if not self.state.before:
+      self.state.before = self.evaluate(stopped=self.stopped)
+    for step in range(self.state.step + 1, self.run.steps + 1):
+      if self.stopped():
+        return
+      yield step
+
+  def rollout(self, step: int) -> list[Trajectory] | None:
+    """Return the trajectories of the step's groups, group by group, and hand the devices over to the learner.
+
+    Returns None if a signal came; a resumed run asks for the same groups again.
+    """
+    self._times, self._since = Stopwatch(), self.timeline.now()
+    groups = self.scheduler.batch(self.stopped)
+    if groups is None:
+      return None
+    if self.model.shares_devices:
+      self.scheduler.quiesce()
+    self._times.lap('rollout')
+    trajectories = [t for group in groups for t in group.trajectories]
+    for hook in self.before_update:
+      hook(self, step, trajectories)
+    if self.run.ledger.every:
+      self._times.lap('ledger')
+    engine_metrics, host_share = usage(self.engines)
+    scheduler_metrics, waits = self.scheduler.metrics()
+    assert self.weights is not None
+    self._groups, self._probe = groups, self.weights.probe
+    self._rollout_metrics = {
+      **collect.metrics(trajectories, self.layout, sum(engine.capacity for engine in self.engines)),
+      **engine_metrics,
+      **scheduler_metrics,
+      **staleness(groups, step - 1),
+    }
+    self._rollout_seconds = {**waits, 'engine_host_share': host_share}
+    self._next_prompts = self._look_ahead(step)
+    self.weights = None  # in float32 they share arrays with the learner, and the update writes over those
+    if self.model.shares_devices:
+      for engine in self.engines:
+        engine.unload()  # frees their memory for the update
+    else:
+      self._pump = Pump(self.scheduler, self.team)
+    self._released = self.timeline.now()
+    return trajectories
+
+  def sync(self, batches: Sequence[TrainBatch]) -> None:
+    """Measure new scales for an FP8 cache, and give the new weights to the engines.
+
+    Rollouts on devices of their own go on until the weights lie there.
+    """
+    step, learned = self.state.step + 1, self.timeline.now()
+    self.timeline.add('learner', f'update {step}', self._released, learned)
+    self._times.lap('learn')
+    self.learner.measure_scales(batches)
+    if self._next_prompts:
+      self.learner.measure_scales_on_prompts(self._next_prompts, self.run.prefill)
+    self.weights = weights = jax.block_until_ready(self.learner.sampler_weights())
+    placed = jax.block_until_ready([engine.place(weights) for engine in self.placed])
+    self.timeline.add('learner', f'sync {step}', learned, self.timeline.now())
+    if self._pump is not None:
+      self._pump.stop()
+      self._pump = None
+    self.scheduler.sync(placed)
+    self._times.lap('sync')
+
+  def finish_step(self, step: int, metrics: Mapping[str, float]) -> None:
+    """End the step with the learner's metrics of it: the hooks log, check, evaluate and save."""
+    assert self.weights is not None
+    trajectories = [t for group in self._groups for t in group.trajectories]
+    metrics = {**self._rollout_metrics, **metrics, **sync_metrics(self.weights, self._probe)}
+    now, tracks = self.timeline.now(), [f'engine {i}' for i in range(len(self.engines))]
+    idle = {'trainer_idle': self.timeline.idle(['learner'], self._since, now)}
+    idle['rollout_idle'] = self.timeline.idle(tracks, self._since, now)
+    self._times.lap('log')
+    seconds = {**self._times.seconds, **self.learner.seconds, **self._rollout_seconds, **idle}
+    sampling = ('rollout',) if self.model.shares_devices else ('rollout', 'learn', 'sync')  # the parts in which tokens are drawn
+    rate = sum(int(t.mask.sum()) for t in trajectories) / sum(seconds[part] for part in sampling)
+    self.state.step, self.state.after = step, {}
+    report = StepReport(step, trajectories, metrics, seconds, rate)
+    for hook in self.after_step:
+      hook(self, report)
+
+  def finish(self) -> Finished:
+    """Evaluate and save if that is not done yet, and return how the run ended."""
+    state, completed = self.state, self.state.step == self.run.steps
+    if completed and not state.after:  # no step was left to take; the last checkpoint was saved when more were to come
+      state.after = state.before if state.step == 0 else self.evaluate(logged=False)
+    self.save()
+    if not completed:
+      log.warning('%s: saved after step %d of %d; the same command resumes', self.stopped(), state.step, self.run.steps)
+    return Finished(state.step, completed, self.model, self.learner.state.params, state.before, state.after)
+
+  # --- what the hooks call ---------------------------------------------------------------------------------------------
+
+  def stopped(self) -> str:
+    """Return the name of the signal that asks the run to stop, or ''. All processes get the same answer."""
+    return self.team.stopped(self.stop.received)
+
+  def evaluate(self, logged: bool = True, stopped: Callable[[], Any] = lambda: False) -> dict[str, Any]:
+    """Evaluate the newest weights on held-out problems; return {} if `stopped` said so meanwhile."""
+    calibrated = self.learner.calibrates and self.run.quant.kv_scale != 'first_forward'  # else on the prompts of the evaluation
+    scales = self.weights.scales if calibrated and self.weights is not None else None
+    with self.timeline.span('controller', 'evaluate'):
+      result = evaluate(self.run, self.model, self.learner.params, self.eval_set, scales=scales, stopped=stopped, team=self.team)
+    if result and logged and self.run_log:
+      self.run_log.evaluation(self.state.step, result['metrics'])
+    return result
+
+  def save(self) -> None:
+    """Save a checkpoint of the step, unless there is one, and the timeline."""
+    self.state.scheduler = self.scheduler.state()
+    self.state.amax = [found.tolist() for found in self.learner.amax]
+    self.state.calibrated_version = self.learner.calibrated_version
+    score = self.state.after['metrics']['eval/avg@k'] if self.state.after else None
+    self.checkpoints.save(self.state.step, self.learner.state, self.state.to_json(), score)
+    if self.trace is not None:
+      self.timeline.write(self.trace)
+
+  def _look_ahead(self, step: int) -> Sequence[Int[np.ndarray, ' P']]:
+    """Return the next prompts if the FP8 cache is calibrated on the prompts that it will serve, else ()."""
+    if not self.learner.calibrates or self.run.quant.kv_scale != 'first_forward' or step == self.run.steps:
+      return ()
+    return prompts(self.source, self.scheduler.next, self.run.rollout.prompts)
+
+
+class Pump:
+  """Turns the scheduler in a thread of its own until `stop`, or until its rollouts wait for the learner."""
+
+  def __init__(self, scheduler: Scheduler, team: Team):
+    self._scheduler, self._team = scheduler, team
+    self._learned = threading.Event()
+    self._error: BaseException | None = None
+    # A daemon: if the learner raises, nobody stops the thread, and the process must end.
+    self._thread = threading.Thread(target=self._turn, name='rollouts', daemon=True)
+    self._thread.start()
+
+  def stop(self) -> None:
+    """End the thread between two turns, and raise the error that ended it before, if any."""
+    self._learned.set()
+    self._thread.join()
+    if self._error is not None:
+      raise self._error
+
+  def _turn(self) -> None:
+    try:
+      # Process 0 says when the update is over, so that all processes turn their schedulers equally often.
+      while not self._scheduler.idle and not self._team.broadcast('learned', self._learned.is_set):
+        self._scheduler.pump(patience=0.05)
+    except BaseException as error:  # reported by `stop`, in the loop's thread
+      self._error = error

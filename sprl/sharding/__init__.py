@@ -1,0 +1,1 @@
+"""Arrays and meshes of devices: layouts, collectives and transfers."""

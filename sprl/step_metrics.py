@@ -1,0 +1,27 @@
+"""The metrics of one step that come from the rollout: those of the engines, the scheduler, the completions and their age."""
+
+from collections.abc import Sequence
+
+import numpy as np
+from jaxtyping import Int
+
+from sprl.rollout.scheduler import Group
+from sprl.types import Trajectory
+
+
+def staleness(groups: Sequence[Group], version: int) -> dict[str, float]:
+  """Return the age of the data of an update of `version`: of groups since their start, of tokens since they were drawn."""
+  ages = [version - group.start_version for group in groups]
+  lag = lags([t for group in groups for t in group.trajectories], version)
+  return {
+    'async/off_policy_ratio': float(np.mean(ages)),
+    'async/age_max': float(max(ages)),
+    'async/token_lag_mean': float(lag.mean()),
+    'async/token_lag_max': float(lag.max()),
+    'async/stale_tokens': float(np.mean(lag > 0)),
+  }
+
+
+def lags(trajectories: Sequence[Trajectory], version: int) -> Int[np.ndarray, ' N']:
+  """Return the number of updates between the drawing of each of the N tokens and an update of `version`."""
+  return np.concatenate([version - t.version[t.mask] for t in trajectories])

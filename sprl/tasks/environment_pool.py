@@ -1,0 +1,118 @@
+"""Environments in a pool of workers. An environment stays in the worker that made it until its episode is over.
+
+A worker holds many environments and makes one call at a time. If a call hangs or ends the worker's process, the other
+environments there are lost too, and the next step of each fails.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from sprl.config import Task
+from sprl.tasks.environments import registry
+from sprl.tasks.environments.protocol import INFO_KEYS, Environment, Info, Outcome, checked_reset, checked_step
+from sprl.tasks.foreign import attempt
+from sprl.tasks.worker_pool import Failure, WorkerPool
+from sprl.tasks.workers import starter
+
+
+@dataclass(frozen=True)
+class Call:
+  """A call of one environment. `reset` makes the environment, `close` forgets it."""
+
+  key: tuple[int, int]  # (uid, attempt) of the episode
+  method: str  # reset, step or close
+  argument: Any = None  # reset: the seed; step: the model's text
+
+
+class EnvironmentLost(RuntimeError):
+  """A step of an environment that was lost with its worker."""
+
+
+def environment_pool(
+  make: Callable[[], Environment],
+  workers: int,
+  time_limit: float,
+  executor: str = 'threads',
+  now: Callable[[], float] = time.monotonic,
+) -> WorkerPool:
+  """Returns the pool that steps environments: its calls are Calls with affinity by key.
+
+  The result of `reset` is (observation, info), that of `step` an Outcome. `make` makes an environment; it is pickled for
+  processes and Ray. `time_limit` is the seconds that a call may take.
+  """
+  return WorkerPool(
+    starter(executor, partial(_Stage, make)),
+    workers,
+    limit=time_limit,
+    limit_setting='config.task.time_limit',
+    blame=f'config.task.executor = {executor!r}',
+    key=lambda call: call.key,
+    read=_result,
+    now=now,
+  )
+
+
+def make_environment(task: Task, held_out: bool) -> Environment:
+  """Return a new environment. One that knows its test problems gets those if `held_out`, else the training problems."""
+  assert task.name, 'checked with the settings'
+  split = {'split': 'test' if held_out else 'train'} if registry.takes(task.name, 'split') else {}
+  return registry.make(task.name, {**split, **task.args})
+
+
+class _Stage:
+  """The service of a worker: its environments by key. Its answers are plain data, because processes answer in JSON."""
+
+  def __init__(self, make: Callable[[], Environment]):
+    self._make = make
+    self._environments: dict[tuple[int, int], Environment] = {}
+
+  def __call__(self, call: Call) -> Any:
+    """(observation, info) of a reset; (observation, reward, terminated, truncated, info) of a step; None of a close."""
+    match call.method:
+      case 'reset':
+        env = self._environments[call.key] = self._make()
+        observation, info = checked_reset(env, call.argument)
+        return observation, _plain(info)
+      case 'step':
+        if call.key not in self._environments:
+          raise EnvironmentLost('another environment in its worker hung or ended the process')
+        outcome = checked_step(self._environments[call.key], call.argument)
+        return outcome.observation, outcome.reward, outcome.terminated, outcome.truncated, _plain(outcome.info)
+      case 'close':
+        _close(self._environments.pop(call.key, None))
+
+  def close(self) -> None:
+    """Closes the environments."""
+    for env in self._environments.values():
+      attempt(_close, env)
+
+
+def _close(env: Environment | None) -> None:
+  if (close := getattr(env, 'close', None)) is not None:
+    close()
+
+
+def _plain(info: Info) -> Info:
+  """The keys of `info` that the protocol knows, with metrics as floats."""
+  plain = {key: info[key] for key in INFO_KEYS if key in info}
+  if 'messages' in plain:
+    plain['messages'] = [dict(message) for message in plain['messages']]
+  for key, number in (('metrics', float), ('metrics_agg_mode', str)):
+    if key in plain:
+      plain[key] = {name: number(value) for name, value in plain[key].items()}
+  return plain
+
+
+def _result(answer: Any) -> Any:
+  """An answer as the scheduler passes it to the episode."""
+  match answer:
+    case (str() as observation, Mapping() as info):
+      return observation, info
+    case (str() as observation, int() | float() as reward, bool() as terminated, bool() as truncated, Mapping() as info):
+      return Outcome(observation, reward, terminated, truncated, dict(info))
+    case Failure():
+      return answer
+  return Failure('crash', 'malformed answer')

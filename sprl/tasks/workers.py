@@ -1,0 +1,254 @@
+"""The three kinds of worker of a pool (sprl/tasks/worker_pool.py).
+
+    thread       of this process; cannot be killed, so a call that hangs keeps its thread until this process ends
+    process      of this machine; a fresh interpreter, killed with all that it has started; its memory can be limited
+    Ray actor    a process in the cluster that RAY_ADDRESS names; killed, too; the cluster limits its memory
+
+`starter` chooses one by the name that the settings have.
+"""
+
+import contextlib
+import json
+import os
+import pickle
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+from sprl.config import SettingsError
+from sprl.tasks import lifeline
+from sprl.tasks.foreign import attempt
+from sprl.tasks.worker_pool import Worker, WorkerDied
+from sprl.tasks.worker_process import OUT_OF_MEMORY
+
+Service = Callable[[Any], Any]
+Load = Callable[[], Service]  # builds a worker's service, in the worker. For processes and Ray it is pickled
+
+MAX_REPLY = 1 << 26  # bytes of one answer from a process
+
+
+def starter(executor: str, load: Load, memory_gb: float | None = None) -> Callable[[], Worker]:
+  """Returns the function that starts a worker of an executor: threads, processes or ray.
+
+  `memory_gb` limits the address space that a process may add to what its service takes; threads and Ray ignore it.
+  """
+  kinds: dict[str, Callable[[], Worker]] = {
+    'threads': partial(ThreadWorker, load),
+    'processes': partial(ProcessWorker, load, memory_gb),
+    'ray': partial(RayWorker, load),
+  }
+  return kinds[executor]
+
+
+def cpus(executor: str) -> int:
+  """The number of CPUs that workers of an executor share."""
+  return int(_joined().cluster_resources().get('CPU', 1)) if executor == 'ray' else os.cpu_count() or 1
+
+
+# --- threads -------------------------------------------------------------------------------------------------------------
+
+
+class DaemonThread:
+  """A thread that calls functions one after the other, and does not keep the process from exiting."""
+
+  def __init__(self):
+    self._calls: queue.SimpleQueue = queue.SimpleQueue()
+    threading.Thread(target=self._work, daemon=True, name='worker').start()
+
+  def submit[R](self, fn: Callable[..., R], *args: Any) -> Future[R]:
+    """Queues a call of `fn`."""
+    future: Future = Future()
+    self._calls.put((future, fn, args))
+    return future
+
+  def end(self) -> None:
+    """Ends the thread after the calls in its queue, without waiting for it."""
+    self._calls.put(None)
+
+  def _work(self) -> None:
+    while (item := self._calls.get()) is not None:
+      future, fn, args = item
+      try:
+        future.set_result(fn(*args))
+      except BaseException as error:
+        future.set_exception(error)
+
+
+def within[R](seconds: float, fn: Callable[..., R], *args: Any) -> R:
+  """Returns fn(*args), called in a thread. Raises TimeoutError after `seconds`; the thread is left behind."""
+  thread = DaemonThread()
+  future = thread.submit(fn, *args)
+  thread.end()
+  return future.result(seconds)
+
+
+class ThreadWorker:
+  """A worker in a thread. When it ends, it closes its service, if that has a method `close`."""
+
+  def __init__(self, load: Load):
+    self._thread, self._service = DaemonThread(), None
+    self.ready = self._thread.submit(self._load, load)
+
+  def ask(self, call: Any) -> Future[tuple[Any, str]]:
+    """Gives the service a call."""
+    return self._thread.submit(lambda: attempt(self._service, call))
+
+  def died(self) -> str:
+    """Returns '': a thread does not die."""
+    return ''
+
+  def end(self) -> None:
+    """Ends the thread after its call."""
+    self._thread.submit(lambda: getattr(self._service, 'close', lambda: None)())
+    self._thread.end()
+
+  def _load(self, load: Load) -> str:
+    self._service, why = attempt(load)
+    return why
+
+
+# --- processes -----------------------------------------------------------------------------------------------------------
+
+
+class ProcessWorker:
+  """A worker in a process of its own (sprl/tasks/worker_process.py).
+
+  The process is a fresh interpreter. A fork would copy the run's threads and its hold on the accelerator; a spawned process of
+  multiprocessing would import the run's main module, and jax with it. A thread of this process talks to it, so a process that
+  neither reads nor writes holds up nobody else.
+
+  Calls are pickled on their way there. Answers come back as JSON: a pickle from a process that runs text written by a model could
+  run code here.
+  """
+
+  def __init__(self, load: Load, memory_gb: float | None = None):
+    ours, theirs = socket.socketpair()
+    held, self._lifeline = os.pipe()
+    with theirs:
+      descriptors = theirs.fileno(), held
+      self._process = subprocess.Popen(
+        [sys.executable, '-P', '-m', 'sprl.tasks.worker_process', *map(str, descriptors)],
+        pass_fds=descriptors,
+        stdin=subprocess.DEVNULL,
+        process_group=0,  # a kill reaches all that the process has started; a Ctrl-C in the terminal does not reach it
+        env={
+          **os.environ,
+          'PYTHONPATH': os.pathsep.join(path or os.getcwd() for path in sys.path),
+          'JAX_PLATFORMS': 'cpu',  # the accelerators belong to the run
+          'CUDA_VISIBLE_DEVICES': '',
+          'OMP_NUM_THREADS': '1',
+        },
+      )
+    os.close(held)
+    self._connection = Connection(ours.detach())
+    self._ended = threading.Lock()
+    self._thread = DaemonThread()
+    self.ready: Future[str] = self._thread.submit(self._exchange, (load, memory_gb))
+
+  def ask(self, call: Any) -> Future[tuple[Any, str]]:
+    """Gives the service a call."""
+    return self._thread.submit(self._answer, call)
+
+  def died(self) -> str:
+    """How the process ended, or '' if it runs."""
+    return '' if self._process.poll() is None else self._last_words()
+
+  def end(self) -> None:
+    """Kills the process and all that it has started."""
+    self._kill()
+    self._thread.submit(self._process.wait)
+    self._thread.submit(self._connection.close)
+    self._thread.end()
+
+  def _answer(self, call: Any) -> tuple[Any, str]:
+    match self._exchange(call):
+      case [answer, str() as why]:
+        return answer, why
+    raise WorkerDied('malformed answer')
+
+  def _exchange(self, message: Any) -> Any:
+    """Sends a message and returns the reply. Raises WorkerDied."""
+    try:
+      self._connection.send_bytes(pickle.dumps(message))
+      return json.loads(self._connection.recv_bytes(MAX_REPLY))
+    except (OSError, EOFError, ValueError):  # the process is dead, or has closed or misused its end of the connection
+      self._kill()
+      raise WorkerDied(self._last_words()) from None
+
+  def _kill(self) -> None:
+    with self._ended:
+      if self._lifeline >= 0:
+        lifeline.kill(self._process.pid)  # also if it has ended: processes that it has started may live
+        os.close(self._lifeline)
+        self._lifeline = -1
+        # A process that escaped from the group may hold the other end: shut it, for the thread may be reading.
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as ours:
+          ours.shutdown(socket.SHUT_RDWR)
+
+  def _last_words(self) -> str:
+    status = self._process.wait()
+    if status == OUT_OF_MEMORY:
+      return 'out of memory'
+    return f'killed by {signal.Signals(-status).name}' if status < 0 else f'exit status {status}'
+
+
+# --- Ray -----------------------------------------------------------------------------------------------------------------
+
+
+class RayWorker:
+  """A worker in an actor of a Ray cluster.
+
+  The cluster is the one that RAY_ADDRESS names. Without RAY_ADDRESS a cluster starts on this machine and ends with this process.
+  An actor takes a CPU while it is placed, and none after that: many actors that wait for something share one.
+
+  Raises SettingsError if Ray is not installed.
+  """
+
+  def __init__(self, load: Load):
+    self._actor = _joined().remote(max_restarts=0)(_Actor).remote()
+    self.ready: Future[str] = self._actor.load.remote(load).future()
+
+  def ask(self, call: Any) -> Future[tuple[Any, str]]:
+    """Gives the service a call."""
+    return self._actor.ask.remote(call).future()
+
+  def died(self) -> str:
+    """Returns '': Ray reports the death of an actor at its next call."""
+    return ''
+
+  def end(self) -> None:
+    """Kills the actor."""
+    _joined().kill(self._actor)
+
+
+class _Actor:
+  """The actor's side."""
+
+  def load(self, load: Load) -> str:
+    self._service, why = attempt(load)
+    return why
+
+  def ask(self, call: Any) -> tuple[Any, str]:
+    return attempt(self._service, call)
+
+
+def _joined() -> Any:
+  """The module `ray`, connected to its cluster."""
+  try:
+    import ray
+  except ImportError:
+    raise SettingsError("config.task.executor = 'ray': expected Ray to be installed: make install EXTRAS=ray") from None
+  if not ray.is_initialized():
+    variables = {'JAX_PLATFORMS': 'cpu'}  # the accelerators belong to the run
+    if 'RAY_ADDRESS' not in os.environ:  # on this machine, actors can import all that this process can
+      variables['PYTHONPATH'] = os.pathsep.join(folder or os.getcwd() for folder in sys.path)
+    ray.init(log_to_driver=False, include_dashboard=False, configure_logging=False, runtime_env={'env_vars': variables})
+  return ray

@@ -1,0 +1,198 @@
+"""Set-up, then the loop: one step is six calls.
+
+    prompt -> rollout -> reward -> score -> correct -> update -> sync -> (next) rollout
+
+`setup` opens everything a run needs and finds every mistake before the first device computation. `train` is the loop. Rollouts
+belong to the scheduler (sprl/rollout/scheduler.py), updates to the learner (sprl/learner/learner.py), and everything between
+them to the session (sprl/session.py).
+
+A step depends on the settings, its number, the groups it consumes and the train state. The number of a group fixes its problem;
+(seed, sequence, position) fixes the random number of a token. A synchronous run that is killed and resumed therefore writes the
+same metrics and ends with the same weights, bit for bit. In an asynchronous run the clock decides what is generated when; a
+resumed run loses no group and trains none twice.
+"""
+
+import logging
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from sprl import config as settings
+from sprl.cache.layout import CacheLayout
+from sprl.config import Run, SettingsError
+from sprl.config_checks import GRADING_COSTS
+from sprl.distributed.signals import signals
+from sprl.distributed.team import ALONE, Team
+from sprl.hooks import Ledger, after_step, remarks, stop_if, wrong_weights
+from sprl.io.checkpoint import Checkpoints
+from sprl.io.config_file import config_differences, write_config
+from sprl.io.metrics import RunLog
+from sprl.io.progress import Progress
+from sprl.io.run_folder import exclusive
+from sprl.learner.learner import Learner, compile_ahead
+from sprl.learner.optimizer import make_optimizer
+from sprl.learner.state import TrainState, abstract_state
+from sprl.learner.update import UpdateConfig, make_update
+from sprl.model import Model, abstract_params
+from sprl.restore import check_base
+from sprl.rollout.prompts import prompts
+from sprl.rollout.scheduler import Scheduler
+from sprl.rollout.setup import RolloutSetup, engines, on_all_processes
+from sprl.rollout.timeline import Timeline
+from sprl.run_state import RunState
+from sprl.session import Finished, Session
+
+log = logging.getLogger(__name__)
+
+# Settings that a resumed run may change. On another mesh its numbers agree to rounding.
+MAY_CHANGE = ('steps', 'export', 'patience', 'eval', 'checkpoint', 'ledger', 'log', 'mesh', 'devices', *GRADING_COSTS)
+
+
+def train(run: Run, workdir: Path, team: Team = ALONE) -> Finished:
+  """Train the run of `workdir`, or resumes it, up to its last step.
+
+  SIGTERM and SIGINT end it early with all of it saved: after the update or evaluation in progress, or during the rollouts of the
+  next update, which a resumed run asks for again.
+
+  Every process of a team calls this function. Process 0 decides what the settings do not fix, and alone writes to `workdir`,
+  except for checkpoints, of which each process writes its part.
+
+  Raises SettingsError and its kin before any device work, and StopRun if a guard finds that training is broken.
+  """
+  with ExitStack() as stack:
+    session = setup(run, workdir, team, stack)
+    learner = session.learner
+    for step in session.steps():
+      trajectories = session.rollout(step)
+      if trajectories is None:
+        break  # a signal came
+      batches, packing = learner.pack(trajectories)
+      batches, logprobs = learner.score(batches)
+      metrics = learner.update(batches, logprobs)
+      session.sync(batches)
+      session.finish_step(step, metrics | packing)
+    return session.finish()
+
+
+def setup(run: Run, workdir: Path, team: Team, stack: ExitStack) -> Session:
+  """Open the run; what it opens is closed with `stack`. Wrong settings and files are found here, before any device work."""
+  # --- settings, model folder, problems ------------------------------------------------------------------------------
+  check_processes(run, team)
+  model = Model.open(run)
+  layout = model.cache_layout(run.sampling, run.cache, run.quant, run.masked_learner, run.model.router_replay == 'R3')
+  here = {'computes in': str(model.dtype), 'kernels': model.kernels, '--workdir': str(workdir)}
+  check_alike('settings', settings.to_dict(run) | here, team)
+  rollouts = RolloutSetup.open(run, model.tokenizer, team)
+  check_alike('problems', {'problems': rollouts.state()}, team)
+  for remark in remarks(run, layout, model.linears(run.quant), model.config.max_positions):
+    log.warning(remark)
+
+  # --- processes, threads, the work directory ------------------------------------------------------------------------
+  checkpoints = Checkpoints(workdir / 'checkpoints', run.checkpoint.keep_last, team=team)
+  done = team.broadcast('steps', checkpoints.latest) or 0
+  if done > run.steps:
+    raise SettingsError(f'config.steps = {run.steps}: expected at least {done}, the steps that {workdir} has done')
+  stop = stack.enter_context(signals())
+  workers, source, eval_set = rollouts.begin(stack.enter_context)
+  if team.leads:
+    stack.enter_context(exclusive(workdir))
+    for difference in write_config(workdir, settings.to_dict(run), MAY_CHANGE, settings.to_dict(Run())):
+      log.warning('settings changed since this run began: %s', difference)
+  stack.callback(checkpoints.close)
+
+  # --- learner: from a checkpoint, or from the pretrained weights ----------------------------------------------------
+  learner, state = open_learner(run, model, layout, checkpoints, rollouts, workdir)
+  if not learner.scales_current:  # no step has measured the scales for these weights
+    first = (state.scheduler or {}).get('next', 0)
+    learner.measure_scales_on_prompts(prompts(source, first, run.rollout.prompts), run.prefill)
+  weights = learner.sampler_weights()
+
+  # --- engines, scheduler --------------------------------------------------------------------------------------------
+  timeline = Timeline(time.perf_counter)
+  placed = engines(run, model, layout)
+  opened = [engine.open(weights, state.step) for engine in placed]
+  groups = run.steps * run.rollout.prompts
+  wrapped = on_all_processes(team, opened)
+  scheduler = Scheduler(wrapped, workers, source, run.rollout, time.perf_counter, groups, timeline, version=state.step)
+  if state.scheduler is not None:
+    scheduler.restore(state.scheduler)
+
+  # --- logs ----------------------------------------------------------------------------------------------------------
+  run_log = RunLog(workdir, state.step if checkpoints.steps() else None, run.log.tensorboard) if team.leads else None
+  if run_log:
+    stack.callback(run_log.close)
+  session = Session(
+    run=run, workdir=workdir, team=team, model=model, layout=layout, learner=learner, weights=weights, placed=placed,
+    engines=opened, scheduler=scheduler, source=source, eval_set=eval_set, state=state, checkpoints=checkpoints,
+    timeline=timeline, trace=trace_file(workdir, state.step, run.steps) if team.leads else None, run_log=run_log,
+    progress=Progress(run.steps, show=partial(print, flush=True)), stop=stop,
+    before_update=[Ledger()], after_step=after_step(),
+  )  # fmt: skip
+  stop_if(wrong_weights(session), session)  # before anything is sampled from them
+  return session
+
+
+def open_learner(
+  run: Run, model: Model, layout: CacheLayout, checkpoints: Checkpoints, rollouts: RolloutSetup, workdir: Path
+) -> tuple[Learner, RunState]:
+  """Return the learner and the run state: those of the newest checkpoint, or those before the first step.
+
+  Compiles the update before it loads any weights, because compilation takes memory too.
+  """
+  optimizer = make_optimizer(run.optimizer, run.steps * run.optimizer.updates)
+  abstract = abstract_state(abstract_params(model), optimizer, run.optimizer.offload)
+  base = model.base()
+  update = make_update(model.graphdef, optimizer, UpdateConfig.of(run, model.dtype))
+  if (checkpoints.latest() or 0) < run.steps:
+    compile_ahead(update, run, model, abstract, base)
+  restored = checkpoints.restore(abstract)
+  if restored is None:
+    shardings = jax.tree.map(lambda a: a.sharding, abstract)
+    train_state = TrainState.create(model.first(run.seed), optimizer, shardings)
+    state = RunState(prompts=rollouts.state(), base=base and base.fingerprint)
+  else:
+    train_state, state = restored.arrays, RunState.from_json(restored.step, restored.extra)
+    rollouts.check(state.prompts, workdir)
+    check_base(base, restored.extra, run.model.path)
+    log.info('resuming after step %d', state.step)
+  reference = None
+  if run.loss.kl_coef:
+    reference = model.load(model.dtype) if base is None else base.params
+  learner = Learner(
+    run=run, model=model, layout=layout, jitted_update=update, state=train_state, reference=reference, base=base,
+    amax=tuple(np.array(found, np.float32) for found in state.amax), calibrated_version=state.calibrated_version,
+  )  # fmt: skip
+  return learner, state
+
+
+def trace_file(workdir: Path, done: int, steps: int) -> Path | None:
+  """Return where to write the timeline, or None if the run is finished. Renames that of earlier steps to trace_until_N.json."""
+  trace = workdir / 'trace.json'
+  if trace.exists():
+    if done == steps:
+      return None
+    trace.replace(workdir / f'trace_until_{done}.json')
+  return trace
+
+
+# --- several processes ------------------------------------------------------------------------------------------------
+
+
+def check_processes(run: Run, team: Team) -> None:
+  """Raise SettingsError if these settings do not work over several processes."""
+  if team.processes > 1 and run.devices.engines > 1:
+    raise SettingsError(
+      f'config.devices.engines = {run.devices.engines}: expected 1 over SPRL_PROCESSES = {team.processes}, which share one engine'
+    )
+
+
+def check_alike(about: str, mine: Mapping[str, Any], team: Team) -> None:
+  """Raise SettingsError if this process was started with another run than process 0, or would resolve it differently."""
+  if differences := config_differences(team.broadcast(about, lambda: mine), mine, {}):
+    raise SettingsError(f'SPRL_PROCESS=0 -> SPRL_PROCESS={team.process}: expected the same run\n  ' + '\n  '.join(differences))

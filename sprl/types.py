@@ -1,0 +1,147 @@
+"""The types that cross the wall between rollouts and learner.
+
+    Request       one completion to sample: a prompt, and the tokens that already follow it
+    Completion    the tokens drawn for a request, with a record of each
+    Trajectory    one sequence to train on: a prompt and its completion, or a conversation of several turns
+    LogProbs      log-probs of the sampled tokens under up to four policies, on the learner's devices
+
+The first three are ragged numpy arrays on the host. Token-in, token-out: training uses the token ids that the sampler read and
+drew. Text is decoded for graders and people; it is never encoded again.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int
+
+NOTHING = np.zeros(0, np.int32)
+
+
+@dataclass(frozen=True)
+class Request:
+  """One completion to sample.
+
+  `given` follows the prompt: earlier turns of a conversation, or the tokens that an aborted request had drawn. A sampler that
+  evicts reads these tokens step by step, as if it had drawn them, so that its cache is the same as after drawing.
+  """
+
+  uid: int  # number of the sequence; (seed, uid, attempt, position) fixes the random number of each token
+  group: int  # shared by the requests of one prompt
+  prompt: Int[np.ndarray, ' P']
+  max_tokens: int
+  given: Int[np.ndarray, ' N'] = dataclasses.field(default_factory=lambda: NOTHING)
+  resumed: int = 0  # the last `resumed` tokens of `given` belong to the completion
+  attempt: int = 0
+
+  @property
+  def start(self) -> int:
+    """Number of tokens before the first one to draw."""
+    return len(self.prompt) + len(self.given)
+
+
+@dataclass(frozen=True)
+class Completion:
+  """The tokens drawn for a request, and a record of each."""
+
+  request: Request
+  tokens: Int[np.ndarray, ' C']
+  logp: Float[np.ndarray, ' C']  # under the distribution that the token was drawn from
+  version: Int[np.ndarray, ' C']  # finished updates of the weights that sampled it
+  kept: Int[np.ndarray, ' C']  # cache slots attended, including the token's own
+  finish: str  # stop, length, abort
+  saturated: int = 0  # elements of the row's keys and values that FP8 clamped
+  evicted: Int[np.ndarray, 'L K T'] | None = None  # the first position that no longer saw the token, if recorded
+  routes: Int[np.ndarray, 'T M k'] | None = None  # experts of each token in each of M MoE layers, if recorded
+  prefilled: tuple[int, int] | None = None  # shape of its prompt's prefill batch: prompts, padded length
+
+  def rest(self) -> Request:
+    """Return the request that continues an aborted completion."""
+    request, n = self.request, len(self.tokens)
+    return dataclasses.replace(
+      request,
+      max_tokens=request.max_tokens - n,
+      given=np.concatenate([request.given, self.tokens]).astype(np.int32),
+      resumed=request.resumed + n,
+    )
+
+  def then(self, later: 'Completion') -> 'Completion':
+    """Join this aborted completion and its continuation into one answer to the first request."""
+    joined = {name: np.concatenate([getattr(self, name), getattr(later, name)]) for name in ('tokens', 'logp', 'version', 'kept')}
+    return dataclasses.replace(later, request=self.request, prefilled=self.prefilled or later.prefilled, **joined)
+
+
+@dataclass(frozen=True)
+class Trajectory:
+  """One sequence to train on: prompt and completion, with a record of each token.
+
+  `mask` is True on tokens that the model wrote. Elsewhere the records are 0 (`sampler_logp`, `kept`) or -1 (`version`).
+  """
+
+  uid: int
+  group: int
+  tokens: Int[np.ndarray, ' T']
+  mask: Bool[np.ndarray, ' T']
+  sampler_logp: Float[np.ndarray, ' T']  # under the distribution that the token was drawn from
+  version: Int[np.ndarray, ' T']  # finished updates of the weights that sampled it
+  kept: Int[np.ndarray, ' T']  # cache slots attended, including the token's own
+  prompt_length: int
+  finish: str  # stop, length, abort; turns: a conversation reached its limit of turns
+  reward: float = 0.0
+  saturated: int = 0  # elements of its keys and values that FP8 clamped
+  evicted: Int[np.ndarray, 'L K T'] | None = None  # the first position that no longer saw the token, if recorded
+  routes: Int[np.ndarray, 'T M k'] | None = None  # experts of each token in each of M MoE layers, if recorded
+  prefilled: tuple[int, int] | None = None  # shape of its prompt's first prefill batch: prompts, padded length
+  start_version: int = 0  # finished updates when its group started; staleness counts from here
+  status: str = 'ok'  # how it was graded (a Grade's status)
+  rewards: tuple[float, ...] = ()  # of the turns of a conversation; `reward` is their sum
+  metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)  # reported by its environment
+
+  @classmethod
+  def of(cls, completion: Completion, **changes: Any) -> 'Trajectory':
+    """Return the trajectory of one completion: prompt, given tokens (outside the mask), and the tokens drawn."""
+    before, request = np.zeros(completion.request.start, np.int32), completion.request
+    fields: dict[str, Any] = {
+      'uid': request.uid,
+      'group': request.group,
+      'tokens': np.concatenate([request.prompt, request.given, completion.tokens]).astype(np.int32),
+      'mask': np.concatenate([before > 0, np.ones(len(completion.tokens), bool)]),
+      'sampler_logp': np.concatenate([before, completion.logp]).astype(np.float32),
+      'version': np.concatenate([before - 1, completion.version]).astype(np.int32),
+      'kept': np.concatenate([before, completion.kept]).astype(np.int32),
+      'prompt_length': len(request.prompt),
+      'finish': completion.finish,
+      'saturated': completion.saturated,
+      'evicted': completion.evicted,
+      'routes': completion.routes,
+      'prefilled': completion.prefilled,
+    }
+    return cls(**fields | changes)
+
+  @property
+  def completion(self) -> Int[np.ndarray, ' C']:
+    """The token ids after the prompt."""
+    return self.tokens[self.prompt_length :]
+
+  def per_token(self, values: Float[np.ndarray, ' C']) -> Float[np.ndarray, ' T']:
+    """Place values of the completion's tokens (padded at the end) in the sequence; 0 outside the mask."""
+    whole = np.concatenate([np.zeros(self.prompt_length, np.float32), values[: len(self.completion)]])
+    return np.where(self.mask, whole, 0).astype(np.float32)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class LogProbs:
+  """Log-probs of the sampled tokens under up to four policies, as in docs/methods/losses.md, Notation.
+
+  Rows are sequences, columns are tokens of the completion. Fields are keyword-only: no two can be swapped by position. Values
+  where the model wrote nothing are undefined. All are at the sampling temperature.
+  """
+
+  sampler: Float[Array, 'B T']  # the policy that drew the token: sparse, FP8, perhaps older weights
+  old: Float[Array, 'B T'] | None = None  # the learner, dense, with the weights before this step's updates
+  current: Float[Array, 'B T'] | None = None  # the learner with the weights being trained; the only one with a gradient
+  ref: Float[Array, 'B T'] | None = None  # the frozen reference model

@@ -1,0 +1,166 @@
+"""The ledger: its parts sum to the gap, a cause that is off is 0, and one that is on explains the gap.
+
+By default, random tokens have the log-probs that a replay gives them under the settings of a case; tests/sampler/ checks that a
+replay gives the log-probs of a sampler. Slow tests sample.
+"""
+
+import dataclasses
+import importlib.util
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small
+import tiny
+
+from sprl.config import UNQUANTISED, Cache, Quant
+from sprl.config_reader import resolve
+from sprl.mismatch import CAUSES, EDGES, histograms, ledger, scalars
+from sprl.model import Model
+from sprl.sampler import calibrate
+from sprl.sampler.engine import generate
+from sprl.sampler.replay import replay
+from sprl.types import Request
+
+SPARSE = Cache(budget=12, interval=3, window=2)
+
+
+@pytest.fixture(scope='module')
+def world(tmp_path_factory):
+  """(settings of a dense, unquantised float32 run, its model, weights)."""
+  return opened(tiny.write_inputs(tmp_path_factory.mktemp('ledger'), num_hidden_layers=1))
+
+
+def opened(file, **settings):
+  spec = importlib.util.spec_from_file_location('config', file)
+  assert spec is not None
+  assert spec.loader is not None
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  config = module.get_config()
+  config.arm, config.cache.budget, config.quant.sampler, config.model.dtype = None, None, 'none', 'float32'
+  config.model.update(settings)
+  run = resolve(config)
+  model = Model.open(run)
+  return run, model, model.load()
+
+
+def sampler(world, cache=SPARSE, quant=UNQUANTISED, weights=None):
+  """Return (run, model, engine), what a ledger is given of weights and scales, and the sampler's weights."""
+  run, model, params = world
+  run = dataclasses.replace(run, cache=cache, quant=quant)
+  layout = model.cache_layout(run.sampling, cache, quant, routes=run.model.router_replay == 'R3')
+  engine = model.engine(run.sampling, layout, 4, 2, 0)
+  scales = None
+  if layout.fp8:
+    scales = calibrate.scales_of_prompts(model.graphdef, layout, params, prompts(), 2, quant)
+  sampled_with = params if weights is None else weights
+  return (run, model, engine), {'params': params, 'scales': scales}, model.sampler_weights(sampled_with, quant, scales)
+
+
+def prompts():
+  rng = np.random.default_rng(0)
+  return [rng.integers(3, 259, n).astype(np.int32) for n in (9, 14)]
+
+
+def sampled(world, cache=SPARSE, quant=UNQUANTISED):
+  """Return the arguments of a ledger for two groups of trajectories that this sampler drew."""
+  settings, given, served = sampler(world, cache, quant)
+  requests = [Request(g * 4 + k, g, prompt, 12) for g, prompt in enumerate(prompts()) for k in range(4)]
+  return settings, given, generate(settings[2], served, requests)
+
+
+def rescored(world, cache=SPARSE, quant=UNQUANTISED, weights=None):
+  """Return the arguments of a ledger for random tokens, as if this sampler had drawn them."""
+  settings, given, served = sampler(world, cache, quant, weights)
+  trajectories = small.rollouts([(12, 11, 9, 12), (12, 4, 10, 12)], (9, 14))
+  logprobs = replay(settings[2], served, trajectories)
+  return settings, given, [dataclasses.replace(t, sampler_logp=logp) for t, logp in zip(trajectories, logprobs)]
+
+
+def size(x):
+  return float(np.mean(np.abs(x)))
+
+
+def entries_of(arguments, **more):
+  """Return the ledger's entries, after a check that they sum to the gap."""
+  settings, given, trajectories = arguments
+  entries = ledger(*settings, trajectories, **given, **more)
+  assert {*entries} - {'unreplayed'} == {'gap', *CAUSES}
+  assert all(x.shape == (sum(t.mask.sum() for t in trajectories),) for x in entries.values())
+  np.testing.assert_allclose(sum(entries[cause] for cause in CAUSES), entries['gap'], atol=1e-6)
+  return entries
+
+
+def check_alone(cause, entries):
+  assert size(entries[cause]) > 1e-3
+  np.testing.assert_allclose(entries[cause], entries['gap'], atol=2e-5)
+  for other in {*CAUSES} - {cause, 'numerics', 'residual'}:
+    assert not np.any(entries[other])
+  assert np.max(np.abs(entries['residual'])) < 1e-5
+
+
+@pytest.mark.parametrize(
+  ('cause', 'cache', 'quant'),
+  [('eviction', SPARSE, UNQUANTISED), ('weights', Cache(), Quant(sampler='w8a8')), ('kv', Cache(), Quant(sampler='kv8'))],
+)
+def test_one_cause_alone_explains_the_gap(world, cause, cache, quant):
+  check_alone(cause, entries_of(rescored(world, cache, quant)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+  ('causes', 'cache', 'quant'),
+  [
+    ({'eviction'}, SPARSE, UNQUANTISED),
+    ({'weights'}, Cache(), Quant(sampler='w8a8')),
+    ({'kv'}, Cache(), Quant(sampler='kv8')),
+    ({'weights', 'kv', 'eviction'}, SPARSE, Quant(sampler='w8a8_kv8')),
+  ],
+)
+def test_the_causes_of_a_sampler_s_own_log_probs(world, causes, cache, quant):
+  entries = entries_of(sampled(world, cache, quant))
+  if len(causes) == 1:
+    return check_alone(*causes, entries)
+  alone = [size(entries[cause]) for cause in causes]
+  assert min(alone) > 1e-3
+  assert 0 < size(entries['residual']) < sum(alone)
+
+
+@pytest.mark.slow
+def test_router_replay_removes_the_effect_of_other_experts(tmp_path):
+  mixed = opened(tiny.write_inputs(tmp_path, 'qwen3_moe'), router_replay='R3')
+  entries = entries_of(sampled(mixed, Cache(), Quant(sampler='w8a8')))
+  unreplayed = entries['unreplayed']
+  np.testing.assert_allclose(unreplayed + entries['routing'], entries['gap'], atol=1e-6)
+  np.testing.assert_allclose(entries['weights'], unreplayed, atol=2e-5)  # FP8 linears alone explain the gap without replay
+  assert np.max(np.abs(entries['residual'])) < 1e-5
+  assert size(entries['gap']) < 0.9 * size(unreplayed)
+
+
+def test_older_weights_are_staleness(world):
+  older = jax.tree.map(lambda w: w + 0.02 * jnp.sin(jnp.arange(w.size, dtype=w.dtype)).reshape(w.shape), world[2])
+  check_alone('staleness', entries_of(rescored(world, Cache(), weights=older), sampled_with=older))
+
+
+def test_forged_log_probs_are_in_the_residual(world):
+  settings, given, trajectories = rescored(world)
+  forged = [
+    dataclasses.replace(t, sampler_logp=np.where(t.mask, t.sampler_logp - 0.25, 0).astype(np.float32)) for t in trajectories
+  ]
+  np.testing.assert_allclose(entries_of((settings, given, forged))['residual'], 0.25, atol=1e-5)
+
+
+def test_scalars_and_histograms_by_hand():
+  entries = {'gap': np.array([-20.0, -0.5, 0.0, 0.0005, 0.02, 4.0])}
+  found = scalars(entries)
+  assert found['ledger/gap_mean'] == pytest.approx(np.mean(entries['gap']))
+  assert found['ledger/gap_abs'] == pytest.approx(24.5205 / 6)
+  assert found['ledger/gap_p99'] == pytest.approx(np.quantile(np.abs(entries['gap']), 0.99))
+  counts = histograms(entries)
+  assert counts['edges'] == list(EDGES)
+  gap = counts['histograms']['gap']
+  assert len(gap) == len(EDGES) + 1
+  assert (gap[0], sum(gap)) == (1, 6)  # below the first edge
+  assert gap[EDGES.index(-0.001) + 1] == 2

@@ -1,0 +1,118 @@
+"""The learner's calls of a step: minibatches, filtered groups, means over the updates. The update itself is a stand-in."""
+
+import dataclasses
+import types
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small
+
+from sprl.config import Advantage, Optimizer, Packing, Rollout, Run, Sampling
+from sprl.io.tokenizer import Tokenizer
+from sprl.learner.learner import Learner, batch_advantages
+from sprl.learner.state import TrainState
+from sprl.model import Model
+from sprl.models import transformer
+from sprl.models.config import tiny
+from sprl.sharding.mesh import make_mesh
+from sprl.types import LogProbs
+
+RUN = Run(
+  rollout=Rollout(prompts=4, group=2, equal_groups='skip'),
+  sampling=Sampling(max_prompt=4, max_tokens=4),
+  advantage=Advantage('dr_grpo'),
+  optimizer=Optimizer(minibatches=2, epochs=2),
+  packing=Packing(rows=2),
+)
+REWARDS = (1.0, 0.0, 0.5, 0.5, 0.0, 1.0, 1.0, 0.0)  # the second group's are equal
+
+
+def rollouts(rewards):
+  made = small.rollouts([(2, 3)] * 4, [3] * 4)
+  return [dataclasses.replace(t, reward=r) for t, r in zip(made, rewards)]
+
+
+def learner(update=None, run=RUN):
+  mesh = make_mesh(run.mesh.learner, jax.devices()[:1])
+  config = tiny('llama')
+  model = Model(
+    folder=Path(), config=config, tokenizer=object.__new__(Tokenizer), graphdef=transformer.graph(config), mesh=mesh,
+    serving=mesh, engine_meshes=(mesh,), shares_devices=True,
+    dtype=jnp.float32, param_dtype=jnp.float32, lora=run.lora, kernels='auto',
+  )  # fmt: skip
+  layout = types.SimpleNamespace(fp8=False)
+  zero = jnp.zeros((), jnp.int32)
+  state = TrainState(params={}, opt_state=(), version=zero, skipped=zero, bad_streak=zero)
+  return Learner(run=run, model=model, layout=layout, jitted_update=update, state=state)
+
+
+def test_each_minibatch_has_its_groups_in_order():
+  batches, metrics = learner().pack(rollouts(REWARDS))
+  assert [int(batch.used) for batch in batches] == [1, 1]
+  np.testing.assert_array_equal(batches[0].reward, REWARDS[:4])
+  np.testing.assert_array_equal(batches[1].reward, REWARDS[4:])
+  np.testing.assert_array_equal(batches[0].mask.any(axis=1), [True, True, False, False])  # the group of equal rewards is left out
+  np.testing.assert_array_equal(batches[0].advantage, [0.5, -0.5, 0, 0])
+  assert metrics['packing/tokens'] == (8 + 16) / 2  # two prompts of 3 and completions of 2 + 3, shared; mean of the minibatches
+
+
+def test_a_minibatch_of_filtered_groups_has_no_batch():
+  batches, _ = learner().pack(rollouts((0.5, 0.5, 1.0, 1.0, 0.0, 1.0, 1.0, 0.0)))
+  assert len(batches) == 1
+  np.testing.assert_array_equal(batches[0].reward, REWARDS[4:])
+  assert learner().pack(rollouts((0.5,) * 8)) == ([], {})
+
+
+def test_filtered_groups_have_advantage_nan():
+  found = batch_advantages(rollouts(REWARDS), RUN)
+  np.testing.assert_array_equal(found, [0.5, -0.5, np.nan, np.nan, -0.5, 0.5, 0.5, -0.5])
+  unfiltered = dataclasses.replace(RUN, rollout=dataclasses.replace(RUN.rollout, equal_groups='train'))
+  np.testing.assert_array_equal(batch_advantages(rollouts(REWARDS), unfiltered)[2:4], 0)
+
+
+def test_metrics_are_means_over_the_updates_but_the_worst_streak():
+  seen = []
+
+  def update(state, batch, logprobs, base):
+    assert logprobs is of_batch[id(batch)]
+    seen.append(batch)
+    count = len(seen)
+    metrics = {'update/loss': np.float32(count), 'update/bad_streak': np.int32([1, 2, 0, 0][count - 1])}
+    return dataclasses.replace(state, version=state.version + jax.device_put(np.int32(1))), jax.device_put(metrics)
+
+  subject = learner(update)
+  batches, _ = subject.pack(rollouts(REWARDS))
+  logprobs = [LogProbs(sampler=batch.sampler_logp) for batch in batches]
+  of_batch = {id(batch): each for batch, each in zip(batches, logprobs)}
+  assert subject.update(batches, logprobs) == {'update/loss': 2.5, 'update/bad_streak': 2.0}
+  assert [batch is batches[i] for batch, i in zip(seen, (0, 1, 0, 1))] == [True] * 4  # two epochs, in order
+  assert int(subject.state.version) == 4
+  assert subject.update([], []) == {}
+
+
+def test_without_scoring_the_sampler_s_log_probs_are_all():
+  run = dataclasses.replace(RUN, optimizer=Optimizer())
+  subject = learner(run=run)
+  batches, _ = subject.pack(rollouts(REWARDS))
+  same, [logprobs] = subject.score(batches)
+  assert same[0] is batches[0]
+  assert (logprobs.sampler is batches[0].sampler_logp, logprobs.old, logprobs.ref, logprobs.current) == (True, None, None, None)
+
+
+def test_a_cache_without_fp8_has_no_scales_to_measure():
+  subject = learner()
+  subject.measure_scales(subject.pack(rollouts(REWARDS))[0])
+  assert (subject.calibrates, subject.scales_current, subject.amax) == (False, True, ())
+
+
+def test_implicit_transfers_are_refused_during_an_update():
+  def update(state, batch, logprobs, base):
+    return state, {'update/loss': jnp.sin(np.float32(1)), 'update/bad_streak': 0}
+
+  subject = learner(update)
+  batches, _ = subject.pack(rollouts(REWARDS))
+  with pytest.raises(Exception, match='transfer'):
+    subject.update(batches, [LogProbs(sampler=batch.sampler_logp) for batch in batches])

@@ -1,0 +1,100 @@
+"""Which tokens a token of a packed row sees."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sprl.cache.layer import NEVER
+from sprl.models.attention import Attention, EvictedAttention, PackedAttention
+
+attend = jax.jit(lambda attention, layer, q, k, v: attention.attend(layer, q, k, v)[0], static_argnums=1)
+
+
+@jax.jit
+def mask(segments, prefixes):
+  return PackedAttention.of(segments, prefixes).allowed
+
+
+def allowed(segments, prefixes=None):
+  """The mask of one row, which is padded to six tokens."""
+  n = len(segments)
+  rows = (np.pad(row, (0, 6 - n))[None] for row in (segments, prefixes or [0] * n))
+  return np.asarray(mask(*rows)[0, 0])[:n, :n].astype(int)
+
+
+def test_two_completions_of_one_prompt():
+  #              a  b  c  d  e  .
+  expected = [
+    [1, 0, 0, 0, 0, 0],  # a
+    [1, 1, 0, 0, 0, 0],  # b
+    [1, 1, 1, 0, 0, 0],  # c
+    [1, 1, 1, 1, 0, 0],  # d
+    [1, 1, 0, 0, 1, 0],  # e
+    [0, 0, 0, 0, 0, 0],  # padding
+  ]
+  np.testing.assert_array_equal(allowed([1, 1, 2, 2, 3, 0], [0, 0, 1, 1, 1, 0]), expected)
+
+
+def test_two_groups_in_one_row_do_not_see_each_other():
+  expected = [
+    [1, 0, 0, 0],
+    [1, 1, 0, 0],
+    [0, 0, 1, 0],
+    [0, 0, 1, 1],
+  ]
+  np.testing.assert_array_equal(allowed([1, 2, 3, 4], [0, 1, 0, 3]), expected)
+
+
+def test_padding_is_not_seen_on_either_side_nor_in_the_middle():
+  seen = allowed([0, 1, 0, 1, 0])
+  np.testing.assert_array_equal(seen, [[0] * 5, [0, 1, 0, 0, 0], [0] * 5, [0, 1, 0, 1, 0], [0] * 5])
+  np.testing.assert_array_equal(PackedAttention.of(jnp.array([[0, 1, 0, 1, 0]])).allowed[0, 0], seen)  # without prefixes
+
+
+def test_packed_attention_averages_what_a_token_sees_and_stays_unchanged():
+  attention = PackedAttention.of(jnp.array([[1, 1]]))
+  assert isinstance(attention, Attention)
+  q, v = jnp.ones((1, 2, 2, 4)), jnp.arange(16.0).reshape(1, 2, 2, 4)
+  out, after = attention.attend(0, q, jnp.zeros((1, 2, 2, 4)), v)
+  assert after is attention
+  np.testing.assert_allclose(out[0, 0], v[0, 0], atol=1e-6)
+  np.testing.assert_allclose(out[0, 1], (v[0, 0] + v[0, 1]) / 2, atol=1e-6)
+
+
+def test_evicted_tokens_are_not_seen_by_layer_and_head():
+  """Values are one-hot and scores equal, so an output is 1 / (tokens seen) on those seen and 0 elsewhere."""
+  T = 5
+  evicted = np.full((1, 2, 2, T), NEVER)
+  evicted[0, 0, 1, 0] = 3  # layer 0, head 1: the query at position 3 and later ones do not find token 0
+  evicted[0, 1, 0, 1] = 2
+  evicted[0, 1, 0, 2] = 4
+  segments, prefixes = jnp.array([[1, 1, 1, 2, 2]]), jnp.array([[0, 0, 0, 1, 1]])
+  attention = EvictedAttention(PackedAttention.of(segments, prefixes), jnp.arange(T)[None], jnp.asarray(evicted))
+  assert isinstance(attention, Attention)
+  q, k = jnp.ones((1, T, 4, T)), jnp.zeros((1, T, 2, T))
+  v = jnp.broadcast_to(jnp.eye(T)[None, :, None], (1, T, 2, T))
+  causal = np.tril(np.ones((T, T)))
+  gone = [(0, 1, slice(3, None), 0), (1, 0, slice(2, None), 1), (1, 0, slice(4, None), 2)]
+  for layer in (0, 1):
+    out = attend(attention, layer, q, k, v)
+    for head in (0, 1):
+      seen = causal.copy()
+      for at, which, queries, token in gone:
+        if (at, which) == (layer, head):
+          seen[queries, token] = 0
+      for query_head in (2 * head, 2 * head + 1):
+        np.testing.assert_allclose(out[0, :, query_head], seen / seen.sum(axis=1, keepdims=True), atol=1e-6)
+
+
+def test_evictions_follow_positions_not_places_in_the_row():
+  """The second completion of a shared prompt is after the first in the row, at the same positions."""
+  segments, prefixes = jnp.array([[1, 1, 2, 2, 3, 3]]), jnp.array([[0, 0, 1, 1, 1, 1]])
+  positions = jnp.array([[0, 1, 2, 3, 2, 3]])
+  evicted = np.full((1, 1, 1, 6), NEVER)
+  evicted[0, 0, 0, 0] = 3
+  attention = EvictedAttention(PackedAttention.of(segments, prefixes), positions, jnp.asarray(evicted))
+  out = attend(attention, 0, jnp.ones((1, 6, 1, 6)), jnp.zeros((1, 6, 1, 6)), jnp.eye(6)[None, :, None])
+  seen = np.array(
+    [[1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0], [0, 1, 1, 1, 0, 0], [1, 1, 0, 0, 1, 0], [0, 1, 0, 0, 1, 1]]
+  )
+  np.testing.assert_allclose(out[0, :, 0], seen / seen.sum(axis=1, keepdims=True), atol=1e-6)

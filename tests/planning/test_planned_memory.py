@@ -1,0 +1,179 @@
+"""Planned bytes of weights, train state, caches and activations, beside real arrays and literals."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+from plans import FEW, LAYER, MIXTURE, MODELS, PARAMETERS, QWEN, RUN, D, E, F, H, K, shallow
+
+from sprl.cache.kv_cache import KVCache
+from sprl.cache.layout import cache_layout
+from sprl.config import Cache, Loss, Mesh, Optimizer, Quant
+from sprl.learner.batch import Shape
+from sprl.learner.state import TrainState, make_optimizer
+from sprl.model import HOST
+from sprl.models import transformer
+from sprl.models.config import Experts, ModelConfig, tiny
+from sprl.planning import memory, programs
+from sprl.planning.devices import device
+from sprl.planning.estimate import kinds, on
+from sprl.planning.memory import kv_bytes, served_bytes, size, update_memory
+from sprl.planning.mesh_axes import MeshAxes
+from sprl.sampler.weights import sampler_weights
+from sprl.sharding.mesh import make_mesh
+
+SHAPE = Shape(micros=8, rows=8, tokens=2048, sequences=64, columns=1536)
+
+
+@pytest.mark.parametrize(
+  ('name', 'parameters'),
+  [
+    ('Qwen2.5-0.5B', 494_032_768),  # as published on the hub
+    ('Qwen2.5-1.5B', 1_543_714_304),
+    ('Qwen2.5-7B', PARAMETERS),
+    ('Qwen3-8B', 8_190_735_360),
+  ],
+)
+def test_benchmark_models_have_the_published_size(name, parameters):
+  assert size(transformer.abstract_params(ModelConfig.read(MODELS / name))) == parameters
+
+
+# --- the update ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('name', ['adamw', 'adafactor'])
+def test_planned_state_equals_the_bytes_of_real_arrays(name):
+  config, run = tiny('llama'), dataclasses.replace(RUN, optimizer=Optimizer(name=name))
+  params = transformer.init_params(config, jax.random.key(0))
+  state = jax.eval_shape(lambda params: TrainState.create(params, make_optimizer(run.optimizer, 1)), params)
+  held = update_memory(config, run, SHAPE, MeshAxes())
+  assert held.parameters == sum(w.nbytes for w in jax.tree.leaves(params))
+  assert held.optimiser == sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state.opt_state))
+  assert (held.host, held.reference) == (0, 0)
+
+
+def test_state_and_gradients_of_a_7b_in_bytes():
+  held = update_memory(QWEN, RUN, SHAPE, MeshAxes())
+  assert held.parameters == 30_462_466_048
+  assert held.optimiser == 60_924_932_104  # two moments, and two counts of updates
+  assert held.gradients == 30_462_466_048 + 2_179_989_504  # and those of the head, of the current microbatch
+
+
+def test_fsdp_and_tensor_split_the_state_and_data_does_not():
+  whole = update_memory(FEW, RUN, SHAPE, MeshAxes())
+  for axes in (MeshAxes(fsdp=8), MeshAxes(data=4, fsdp=2, tensor=4), MeshAxes(fsdp=2, tensor=4)):
+    part = update_memory(FEW, RUN, SHAPE, axes)
+    for name in ('parameters', 'optimiser', 'gradients'):
+      assert getattr(part, name) == pytest.approx(getattr(whole, name) / 8, rel=1e-3)  # norms and biases may be whole
+
+
+def test_a_kl_term_keeps_a_reference_in_the_compute_dtype():
+  run = dataclasses.replace(RUN, loss=Loss(kl_coef=1e-3))
+  assert update_memory(FEW, run, SHAPE, MeshAxes(tensor=4)).reference == pytest.approx(
+    2 * size(transformer.abstract_params(FEW)) / 4, rel=1e-3
+  )
+
+
+@pytest.mark.parametrize(('dtype', 'moments'), [('float32', 8), ('bfloat16', 4)])
+def test_offloaded_moments_are_counted_as_host_memory(dtype, moments):
+  kept, offloaded = (
+    update_memory(
+      FEW, dataclasses.replace(RUN, optimizer=Optimizer(moment_dtype=dtype, offload=offload)), SHAPE, MeshAxes(fsdp=8)
+    )
+    for offload in (False, True)
+  )
+  assert kept.host == 0
+  assert offloaded.host == pytest.approx(moments * size(transformer.abstract_params(FEW)) / 8, rel=1e-3)
+  assert offloaded.optimiser == 8  # two counts of updates
+  assert kept.total - offloaded.total == offloaded.host
+
+
+def test_offloaded_moments_of_the_update_program_lie_on_the_host():
+  config, mesh = tiny('qwen2'), make_mesh(Mesh(), jax.devices()[:1])
+  for offload in (False, True):
+    run = dataclasses.replace(RUN, optimizer=Optimizer(offload=offload))
+    state = programs.train_state(config, run, mesh)
+    moments = [x for x in jax.tree.leaves(state.opt_state) if x.ndim]
+    assert {x.sharding.memory_kind == HOST for x in moments} == {offload}
+
+
+def test_a_mixture_with_dense_layers_counts_each_layer_by_its_own_width():
+  """Every other layer is dense; the others have a shared expert of width 32."""
+  mixed = Experts(count=8, chosen=2, width=64, normalised=True, layers=(1, 3), shared_width=32)
+  config = dataclasses.replace(tiny('qwen2_moe'), num_layers=4, hidden_size=128, intermediate_size=512, experts=mixed)
+  assert memory.mlp_widths(config, 2) == [256, 16, 256, 16]
+  held = {
+    remat: update_memory(config, dataclasses.replace(RUN, model=dataclasses.replace(RUN.model, remat=remat)), SHAPE, MeshAxes())
+    for remat in ('dots', 'none')
+  }
+  q = config.num_heads * config.head_dim
+  tokens = 8 * 2048 * 2  # of a device, two bytes each
+  widths = 512 + 32 + 512 + 32
+  none = held['none'].activations - held['dots'].activations
+  assert none == pytest.approx(memory.MARGIN * tokens * (4 * (128 + q) + widths), rel=1e-6)
+
+
+# --- rollouts --------------------------------------------------------------------------------------------------------
+
+
+def test_bytes_of_a_sequence_in_the_cache():
+  kv = {name: kv_bytes(memory.rollout_cache(QWEN, RUN, cache, quant)) for name, (cache, quant) in kinds(RUN).items()}
+  # Keys and values; three counters of a row and one of each kv head; in a layer that evicts, positions and the last 8 queries.
+  assert kv['dense'] == 2 * 2 * 28 * K * D * 2048 + 28
+  assert kv['dense fp8'] == 2 * 28 * K * D * 2048 + 28
+  slots = 512 + 128
+  beside = 28 * (4 * K * slots + 2 * H * 8 * D) + 28
+  assert kv['sparse'] == 2 * 2 * 28 * K * D * slots + beside
+  assert kv['sparse fp8'] == 2 * 28 * K * D * slots + beside
+
+
+def test_bytes_of_a_sequence_equal_those_of_a_real_cache():
+  config, cache = tiny('qwen2'), Cache(budget=16, interval=4, method='h2o')
+  layout = cache_layout(config, cache, Quant(sampler='kv8'), 8, 24, jnp.float32)
+  assert 3 * kv_bytes(layout) == sum(x.nbytes for x in jax.tree.leaves(KVCache.empty(layout, 3)))
+
+
+@pytest.mark.parametrize('arithmetic', ['emulate', 'blockwise'])
+def test_bytes_of_sampler_weights_equal_those_of_real_ones(arithmetic):
+  config = tiny('qwen2', hidden_size=128, intermediate_size=256, num_hidden_layers=2)
+  params = transformer.init_params(config, jax.random.key(0))
+  for sampler in ('none', 'w8a8'):
+    quant = Quant(sampler=sampler, arithmetic=arithmetic)
+    served = jax.eval_shape(lambda params, quant=quant: sampler_weights(params, jnp.bfloat16, quant), params)
+    expected = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((served.params, served.probe)))
+    assert served_bytes(config, RUN, quant, MeshAxes()) == expected
+
+
+@pytest.mark.parametrize(
+  ('name', 'kernels', 'tensor', 'codes'),
+  [
+    ('h200', 'auto', 1, True),
+    ('h200', 'reference', 1, False),
+    ('h200', 'auto', 8, False),  # 18,944 features are cut within a block of 128
+    ('h100', 'mosaic_gpu', 1, True),
+    ('a100', 'auto', 1, False),
+    ('v5e', 'auto', 1, False),
+  ],
+)
+def test_the_planned_device_decides_the_form_of_fp8_weights(name, kernels, tensor, codes):
+  """FP8 linears are codes if a kernel multiplies them, else bfloat16 numbers; the codes of one layer are kept besides."""
+  run = on(device(name), dataclasses.replace(RUN, model=dataclasses.replace(RUN.model, kernels=kernels)))
+  config = shallow(QWEN, 2)
+  plain, fp8 = (served_bytes(config, run, Quant(sampler=sampler), MeshAxes(tensor=tensor)) for sampler in ('none', 'w8a8'))
+  # Of 28 query heads a device has at least 4; over tensor = 8, two devices share each kv head.
+  probe = {1: LAYER, 8: 3 * E * F // 8 + 2 * E * 4 * D + 2 * E * K * D}[tensor]
+  assert fp8 - plain == pytest.approx(probe - (2 * LAYER // tensor if codes else 0), rel=1e-2)
+
+
+def test_the_probe_of_fp8_codes_is_split_as_its_weights():
+  config = shallow(MIXTURE, 2)
+  attention, experts = 2048 * 128 * (2 * 32 + 2 * 4), 128 * 3 * 768 * 2048
+  for axes, expected in ((MeshAxes(), attention + experts), (MeshAxes(data=2, expert=4), attention + experts // 4)):
+    served = programs.served_weights(config, RUN, Quant(sampler='w8a8'), axes.mesh(config))
+    assert memory.nbytes(memory.local(served.probe)) == expected
+
+
+def test_float32_sampler_weights_are_a_second_copy_of_the_master_weights():
+  run = dataclasses.replace(RUN, model=dataclasses.replace(RUN.model, dtype='float32'))
+  assert served_bytes(QWEN, run, Quant(), MeshAxes()) == 30_462_466_048

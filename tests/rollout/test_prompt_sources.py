@@ -1,0 +1,87 @@
+"""The first observations of groups whose environments may raise, hang or return no text."""
+
+import threading
+
+import numpy as np
+import pytest
+from test_episodes import WIDE, Letters
+
+from sprl.io.tokenizer import Tokenizer, write_tiny
+from sprl.rollout.prompts import ConversationSource, ProblemSource, prompts
+from sprl.tasks.environments.protocol import EnvironmentFault
+from sprl.tasks.problems import Problem
+
+
+class Moody:
+  """An environment that returns its seed. At some seeds it raises, at some it hangs, at some it returns a number."""
+
+  def __init__(self, raising=(), hanging=(), dumb=()):
+    self.raising, self.hanging, self.dumb, self.gate = raising, hanging, dumb, threading.Event()
+
+  def reset(self, seed):
+    if seed in self.raising:
+      raise RuntimeError('no lake today')
+    if seed in self.hanging:
+      self.gate.wait()
+    return (42 if seed in self.dumb else f's{seed}'), {}
+
+  def step(self, action):
+    return '', 0.0, True, False, {}
+
+
+def source(env, time_limit=0.05):
+  return ConversationSource(lambda number: 10 + number, WIDE, Letters(), lambda call: None, env, time_limit)
+
+
+def text(ids):
+  return ''.join(map(chr, ids))
+
+
+def test_prompts_are_the_first_observations_by_seed():
+  assert [text(ids) for ids in prompts(source(Moody()), 3, 2)] == ['s13/>', 's14/>']
+
+
+@pytest.mark.parametrize(
+  ('mood', 'said'),
+  [
+    ({'raising': (10,)}, r'environment Moody: reset\(10\).*no lake today'),
+    ({'hanging': (10,)}, r'reset\(10\) took longer than config.task.time_limit = 0.05 s'),
+    ({'dumb': (10,)}, r'environment Moody: reset\(10\).*42'),
+  ],
+)
+def test_an_environment_that_cannot_be_reset_is_named(mood, said):
+  env = Moody(**mood)
+  with pytest.raises(EnvironmentFault, match=said):
+    source(env).prompt(0)
+  env.gate.set()
+
+
+def test_environments_that_cannot_be_reset_are_left_out():
+  env = Moody(raising=(10,), hanging=(11,), dumb=(13,))
+  assert [text(ids) for ids in prompts(source(env), 0, 2)] == ['s12/>', 's14/>']
+  env.gate.set()
+
+
+def test_prompts_raise_if_no_environment_can_be_reset():
+  with pytest.raises(EnvironmentFault, match='no lake today'):
+    prompts(source(Moody(raising=range(100))), 0, 2)
+
+
+def test_prompts_are_ids():
+  assert all(ids.dtype == np.int32 for ids in prompts(source(Moody()), 0, 3))
+
+
+def test_the_members_of_a_group_share_one_look_up_of_their_problem(tmp_path):
+  write_tiny(tmp_path)
+  tokenizer, asked = Tokenizer.load(tmp_path), []
+
+  def problem(number):
+    asked.append(number)
+    return Problem(str(number), 'how many', (), str(number), {})
+
+  episodes = ProblemSource(problem, tokenizer, 8)
+  wanted = [next(episodes.episode(3, uid, attempt=0)) for uid in range(4)]
+  assert [w.prompt.tolist() for w in wanted] == [tokenizer.encode('how many')] * 4
+  assert episodes.prompt(3).tolist() == tokenizer.encode('how many')
+  assert episodes.answer(3) == '3'
+  assert asked == [3]

@@ -1,0 +1,103 @@
+"""Set-up over several processes: each checks its share of the problems, and process 0 the environments."""
+
+import json
+import sys
+from contextlib import ExitStack
+
+from teams import together
+
+from sprl.config import Evaluation, ModelSettings, Run, Sampling, SettingsError, Task
+from sprl.io.tokenizer import Tokenizer, TokenizerError, write_tiny
+from sprl.rollout.prompts import prompts
+from sprl.rollout.setup import RolloutSetup
+from sprl.tasks.environments.user_file import load_class
+
+
+def a_run(folder, questions):
+  """A run that trains on these questions, and evaluates on the first of them."""
+  for name, some in (('train', questions), ('test', questions[:1])):
+    lines = [json.dumps({'prompt': question, 'answer': ''}) for question in some]
+    (folder / f'{name}.jsonl').write_text('\n'.join(lines))
+  task = Task(kind='jsonl', path=str(folder))
+  return Run(steps=1, model=ModelSettings(str(folder)), task=task, sampling=Sampling(max_prompt=256), eval=Evaluation(problems=1))
+
+
+GAME = """
+MADE = []
+
+class Game:
+  def __init__(self, greeting):
+    MADE.append(self)
+    self.greeting = greeting
+
+  def reset(self, seed):
+    if not self.greeting:
+      raise RuntimeError('no players')
+    return f'{self.greeting} {seed}', {}
+
+  def step(self, action):
+    return '', 0.0, True, False, {}
+"""
+
+
+def a_game(folder, greeting='Hello'):
+  """A run that plays the game, and the list of all games that are made."""
+  (folder / 'game.py').write_text(GAME)
+  task = Task(kind='environment', name=f'{folder / "game.py"}:Game', args={'greeting': greeting}, chat=False)
+  game = load_class(task.name, (), '')  # the file is run before threads, as processes are here, look for it
+  run = Run(seed=3, steps=1, model=ModelSettings(str(folder)), task=task, sampling=Sampling(max_prompt=256))
+  return run, sys.modules[game.__module__].MADE
+
+
+def opened(run, tokenizer, processes):
+  """The results of RolloutSetup.open in each process of a team."""
+  return together(*[lambda team: RolloutSetup.open(run, tokenizer, team)] * processes)
+
+
+TEMPLATE = "{% if 'Sesame' in messages[0].content %}{{ raise_exception('closed') }}{% endif %}{{ messages[0].content }}"
+
+
+def test_a_failing_chat_template_ends_all_processes(tmp_path):
+  write_tiny(tmp_path)
+  (tmp_path / 'chat_template.jinja').write_text(TEMPLATE)
+  said = opened(a_run(tmp_path, ['How?', 'Open Sesame!', 'Why?']), Tokenizer.load(tmp_path), 3)
+  assert [type(error) for error in said] == [SettingsError, TokenizerError, SettingsError]
+  assert all('the chat template failed' in str(error) and 'closed' in str(error) for error in said)
+
+
+def test_too_long_prompts_are_counted_over_all_processes(tmp_path):
+  write_tiny(tmp_path)
+  run, tokenizer = a_run(tmp_path, ['?' * n for n in (20, 400, 30, 600, 10, 500, 280)]), Tokenizer.load(tmp_path)
+  (alone,) = opened(run, tokenizer, 1)  # one process, which holds all problems
+  longest = len(tokenizer.chat([{'role': 'user', 'content': '?' * 600}]))
+  assert f'4 of 7 prompts are longer; expected at least {longest}, the tokens of {tmp_path}/train.jsonl:4' in str(alone)
+  for processes in (2, 3):
+    said = opened(run, tokenizer, processes)
+    assert [(type(error), str(error)) for error in said] == [(SettingsError, str(alone))] * processes
+
+
+def test_only_process_0_makes_environments(tmp_path):
+  """All processes know the first observations, in training and in evaluation."""
+  write_tiny(tmp_path)
+  (run, made), tokenizer = a_game(tmp_path), Tokenizer.load(tmp_path)
+
+  def program(team):
+    with ExitStack() as stack:
+      _, source, held_out = RolloutSetup.open(run, tokenizer, team).begin(stack.enter_context)
+      return [[tokenizer.decode(ids) for ids in prompts(each, 0, 2)] for each in (source, held_out.source)]
+
+  said = [['Hello 0\n', 'Hello 2\n'], ['Hello 1\n', 'Hello 3\n']]
+  assert together(program, program, program) == [said] * 3
+  with_followers = len(made)
+  assert together(program) == [said]
+  assert with_followers == len(made) - with_followers > 0
+
+
+def test_an_environment_that_cannot_be_reset_ends_all_processes(tmp_path):
+  write_tiny(tmp_path)
+  run, _ = a_game(tmp_path, greeting='')
+  said = opened(run, Tokenizer.load(tmp_path), 2)
+  assert [type(error) for error in said] == [SettingsError] * 2
+  assert str(said[1]) == f'SPRL_PROCESS=0: {said[0]}'
+  assert 'config.task.name' in str(said[0])
+  assert 'no players' in str(said[0])

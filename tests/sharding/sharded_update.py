@@ -1,0 +1,132 @@
+"""On 8 devices: where weights lie, and two updates on meshes beside two on one device. Prints JSON.
+
+Arguments: HEADS/KVHEADS:DATAxFSDPxTENSOR, one or more. With xEXPERT after it the model is a mixture of experts, some of whose
+tokens are sent to experts that a record says. With :OPTIMIZER behind it weights are moved by that of OPTIMIZERS, else by adam.
+"""
+
+import dataclasses
+import json
+import logging
+import sys
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import small
+
+from sprl.config import Correction, Loss, Mesh, Optimizer
+from sprl.learner import optimizer as adam
+from sprl.learner.batch import Shape, pack
+from sprl.learner.logprobs import ForwardConfig
+from sprl.learner.optimizer import make_optimizer
+from sprl.learner.state import TrainState, abstract_state
+from sprl.learner.update import UpdateConfig, make_update
+from sprl.models import transformer
+from sprl.sharding.mesh import make_mesh
+from sprl.sharding.rules import row_shards, shardings
+
+trajectories = small.rollouts([(5, 3), (4, 6), (3, 2), (6, 6)], (6, 3, 5, 4), vocab=260)
+advantage = np.array([1, -1, 0.5, -2, 1, -1, 0.3, 0.2], np.float32)
+# Above gradients of rounding's size: divided by themselves they would be steps of either sign.
+adam.ADAM_EPSILON = 0.01
+OPTIMIZERS = {  # of each the settings, and what its model is given
+  'adam': (Optimizer(name='adam', learning_rate=0.01), {}),
+  # Its moments are factored where both sides of a matrix have 128 numbers.
+  'adafactor': (Optimizer(name='adafactor', learning_rate=0.01), {'hidden_size': 128, 'intermediate_size': 128}),
+}
+computation = UpdateConfig(Correction(), Loss(balance_coef=0.1), ForwardConfig(1.0, jnp.dtype('float32'), 8), 'layer')
+
+
+class Compilations(logging.Handler):
+  """Counts what JAX compiles."""
+
+  count = 0
+
+  def emit(self, record):
+    self.count += record.getMessage().startswith('Compiling jit(update)')
+
+
+def packed(config, shards):
+  batch = pack(trajectories, advantage, Shape(2, 8, 16, 8, 6, shards), True)[0]
+  if config.experts is None:
+    return batch
+  # By token, so that they are the same wherever the batch has it.
+  first = batch.tokens.astype(np.int8) % 8
+  routes = np.where(batch.tokens % 3 == 0, np.stack([first, (first + 3) % 8]), -1).transpose(1, 2, 3, 0)[..., None, :]
+  return dataclasses.replace(batch, routes=routes)
+
+
+def train(config, optimizer, create, params, batch):
+  """(state, metrics, how often the update was compiled) after two updates."""
+  update = make_update(transformer.graph(config), optimizer, computation)
+  logging.getLogger('jax').addHandler(seen := Compilations())
+  with jax.log_compiles():
+    state = create(params)
+    for _ in range(2):
+      state, metrics = update(state, batch, small.unscored(batch))
+  logging.getLogger('jax').removeHandler(seen)
+  return state, jax.device_get(metrics), seen.count
+
+
+def furthest(a, b):
+  return max(float(np.abs(x - y).max()) for x, y in both(a, b))
+
+
+def relatively(a, b):
+  """The same, of each array's largest number."""
+  return max(float(np.abs(x - y).max() / max(np.abs(x).max(), 1e-30)) for x, y in both(a, b))
+
+
+def both(a, b):
+  return zip(jax.tree.leaves(jax.device_get(a)), jax.tree.leaves(jax.device_get(b)), strict=True)
+
+
+report, alone = {}, {}
+for argument in sys.argv[1:]:
+  heads, shape, name = [*argument.split(':'), 'adam'][:3]
+  H, K = map(int, heads.split('/'))
+  experts = shape.count('x') == 3
+  family, sizes = ('qwen2_moe', {'num_experts': 8, 'vocab_size': 264}) if experts else ('llama', {'vocab_size': 264})
+  settings, more = OPTIMIZERS[name]
+  config, params = small.model(family, num_hidden_layers=1, num_attention_heads=H, num_key_value_heads=K, **sizes, **more)
+  optimizer = make_optimizer(settings, 10)
+  create = partial(TrainState.create, optimizer=optimizer)
+  model = heads, experts, name
+  if model not in alone:
+    first, batch = jax.tree.map(jnp.copy, params), jax.device_put(packed(config, 1), jax.devices()[0])
+    alone[model] = train(config, optimizer, create, first, batch)
+  mesh = make_mesh(Mesh(*map(int, shape.split('x'))), heads=(H, K))
+  laid = shardings(mesh, transformer.logical_axes(config), params)
+  batch = packed(config, row_shards(mesh))
+  batch = jax.device_put(batch, shardings(mesh, batch.axes, batch))
+  params = jax.device_put(params, laid)
+  places = jax.tree.map(lambda a: a.sharding, abstract_state(params, optimizer))
+  state, metrics, compiled = train(config, optimizer, jax.jit(create, out_shardings=places), params, batch)
+  one, together = alone[model][0], state.params
+  layer = together['layers'][0]
+  weights = {
+    'embed': together['embed'],
+    'q': layer['attention']['q']['kernel'],
+    'k': layer['attention']['k']['kernel'],
+    'o': layer['attention']['o']['kernel'],
+    'down': layer['mlp'].get('experts', layer['mlp'])['down']['kernel'],
+    'norm': together['norm']['scale'],
+  }
+  report[argument] = {
+    'shards': {name: list(w.addressable_shards[0].data.shape) for name, w in weights.items()},
+    'as_given': all(jax.tree.leaves(jax.tree.map(lambda w, s: w.sharding.is_equivalent_to(s, w.ndim), together, laid))),
+    'compiled': compiled,
+    'moved': furthest(params, one.params),
+    'apart': furthest(one.params, together),
+    'moments_apart': relatively(one.opt_state, state.opt_state),
+    'metrics_apart': {
+      n: float(abs(value - metrics[n]))
+      for n, value in alone[model][1].items()
+      if n in ('update/loss', 'update/grad_norm') or n.startswith('moe/')
+    },
+  }
+print(json.dumps(report))

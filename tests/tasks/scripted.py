@@ -1,0 +1,36 @@
+"""An environment whose actions say how it behaves. Worker processes and Ray actors import it by name."""
+
+import math
+import os
+import threading
+
+ENTERED, GATE = threading.Event(), threading.Event()  # a call that hangs has begun; it may continue
+
+
+class Scripted:
+  """Echoes each action with the seed and the number of the step, unless the action is one of those below."""
+
+  def __init__(self):
+    self.seed, self.steps = None, 0
+
+  def reset(self, seed):
+    self.seed = seed
+    return f'reset {seed}', {'unknown': object(), 'metrics': {'valid': True}}
+
+  def step(self, action):
+    self.steps += 1
+    match action:
+      case 'raise':
+        raise ValueError('no such door')
+      case 'number':
+        return 7, 0.0, False, False, {}
+      case 'nan':
+        return '', math.nan, False, False, {}
+      case 'hang':
+        ENTERED.set()
+        GATE.wait(60)
+      case 'die':
+        os._exit(3)
+      case 'pid':
+        return str(os.getpid()), 0.0, False, False, {}
+    return f'{action} {self.seed}.{self.steps}', float(self.steps), False, False, {}

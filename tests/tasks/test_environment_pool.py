@@ -1,0 +1,188 @@
+"""Environments in workers: their life, their faults, and their answers through threads and processes."""
+
+import gc
+import os
+import threading
+import weakref
+
+import pytest
+import scripted
+from pools import PATIENCE, Hand, alive, answers, results, until
+from scripted import Scripted
+
+from sprl.tasks.environment_pool import Call, _result, environment_pool
+from sprl.tasks.environments.protocol import Outcome
+from sprl.tasks.worker_pool import Failure
+
+A, B, C = (1, 0), (2, 0), (3, 0)
+LOST = Failure('error', 'EnvironmentLost: another environment in its worker hung or ended the process')
+
+
+@pytest.fixture
+def gate():
+  """Holds calls that hang, until it is opened or the test is over."""
+  scripted.ENTERED.clear()
+  scripted.GATE.clear()
+  yield scripted.GATE
+  scripted.GATE.set()
+
+
+class Recorded(Scripted):
+  """Notes its calls by seed, and the threads they are made in."""
+
+  def __init__(self, log):
+    super().__init__()
+    self.log = log
+
+  def reset(self, seed):
+    self.log.append((seed, 'reset', threading.get_ident()))
+    return super().reset(seed)
+
+  def step(self, action):
+    self.log.append((self.seed, action, threading.get_ident()))
+    return super().step(action)
+
+  def close(self):
+    self.log.append((self.seed, 'close', threading.get_ident()))
+    if self.seed == 13:
+      raise OSError('a close that fails')
+
+
+def recorded(workers, time_limit=3600.0, **settings):
+  log: list[tuple[int, str, int]] = []
+  return environment_pool(lambda: Recorded(log), workers, time_limit, **settings), log
+
+
+def call(pool, *of_call):
+  return answers(pool, Call(*of_call))[0]
+
+
+def test_results_are_those_of_the_protocol_in_threads_and_in_processes():
+  for executor in ('threads', 'processes'):
+    with environment_pool(Scripted, 1, 3600.0, executor) as pool:
+      first, step = answers(pool, Call(A, 'reset', 5), Call(A, 'step', 'x'))
+    assert first == ('reset 5', {'metrics': {'valid': 1.0}})  # without what the protocol does not know
+    assert step == Outcome('x 5.1', 1.0, False, False, {})
+
+
+def test_an_environment_lives_from_reset_to_close_in_one_worker():
+  pool, log = recorded(2)
+  with pool:
+    call(pool, A, 'reset', 5)
+    call(pool, B, 'reset', 6)
+    assert call(pool, A, 'step', 'x').observation == 'x 5.1'
+    pool.release(Call(A, 'close'))
+    assert call(pool, A, 'step', 'gone') == LOST
+    assert call(pool, A, 'reset', 7)[0] == 'reset 7'
+    assert call(pool, A, 'step', 'y').observation == 'y 7.1'  # of a new environment
+  assert [entry[:2] for entry in log if entry[0] == 5] == [(5, 'reset'), (5, 'x'), (5, 'close')]
+  threads = {seed: {thread for of, _, thread in log if of == seed} for seed in (5, 6, 7)}
+  assert threads[5] == threads[7] != threads[6]
+  assert len(threads[5]) == 1
+
+
+def test_a_closed_environment_is_forgotten():
+  made = []
+
+  def make():
+    env = Scripted()
+    made.append(weakref.ref(env))
+    return env
+
+  with environment_pool(make, 1, 3600.0) as pool:
+    call(pool, A, 'reset', 0)
+    gc.collect()
+    assert made[0]() is not None
+    pool.release(Call(A, 'close'))
+    call(pool, B, 'reset', 0)  # so that the first is closed by now
+    gc.collect()
+    assert made[0]() is None
+
+
+def test_leaving_the_pool_closes_every_environment():
+  pool, log = recorded(2)
+  with pool:
+    for uid, seed in enumerate((13, 14, 15)):  # 13 fails to close, which costs the others nothing
+      call(pool, (uid, 0), 'reset', seed)
+  until(lambda: {seed for seed, what, _ in log if what == 'close'} == {13, 14, 15}, log)
+
+
+def test_pools_with_the_same_keys_do_not_share_environments():
+  """Training and an evaluation have pools of their own, whose keys may be equal."""
+  with environment_pool(Scripted, 1, 3600.0) as one, environment_pool(Scripted, 1, 3600.0) as other:
+    call(one, A, 'reset', 5)
+    call(other, A, 'reset', 6)
+    assert call(one, A, 'step', 'x').observation == 'x 5.1'
+    other.release(Call(A, 'close'))
+    call(other, B, 'reset', 0)
+    assert call(one, A, 'step', 'x').observation == 'x 5.2'
+
+
+@pytest.mark.parametrize(
+  ('action', 'reason'),
+  [
+    ('raise', 'step raised ValueError: no such door'),
+    ('number', 'step: observation is a int, 7: expected text'),
+    ('nan', 'step: reward is nan: expected a finite number'),
+  ],
+)
+def test_a_fault_names_the_environment_and_costs_one_call(action, reason):
+  with environment_pool(Scripted, 1, 3600.0) as pool:
+    answers(pool, Call(A, 'reset', 0), Call(B, 'reset', 0))
+    failure = call(pool, A, 'step', action)
+    assert failure.kind == 'error'
+    assert f'EnvironmentFault: environment Scripted: {reason}' in failure.reason
+    assert call(pool, B, 'step', 'x').observation == 'x 0.1'
+    assert call(pool, A, 'step', 'y').observation == 'y 0.2'
+
+
+@pytest.mark.parametrize('answer', [None, 'text', ['text'], ['text', []], ['text', '1', True, True, {}], ['text', 1.0, 1, 0, {}]])
+def test_a_forged_answer_is_a_failure(answer):
+  assert _result(answer) == Failure('crash', 'malformed answer')
+
+
+def test_an_environment_that_cannot_be_made_is_a_failure():
+  def make():
+    raise FileNotFoundError('no map')
+
+  with environment_pool(make, 1, 3600.0) as pool:
+    assert call(pool, A, 'reset', 0) == Failure('error', 'FileNotFoundError: no map')
+
+
+def test_a_hang_costs_the_environments_of_its_worker(gate):
+  now = Hand()
+  pool, log = recorded(2, time_limit=5.0, now=now)
+  with pool:
+    answers(pool, *(Call(key, 'reset', seed) for key, seed in ((A, 1), (B, 2), (C, 3))))  # A and C share a worker
+    hung, waits = pool.submit(Call(A, 'step', 'hang')), pool.submit(Call(C, 'step', 'never'))
+    assert scripted.ENTERED.wait(PATIENCE)
+    now.time = 5.0
+    limit = 'no answer in 5 s (config.task.time_limit)'
+    assert results(pool, hung, waits) == [Failure('timeout', limit), LOST]
+    assert call(pool, C, 'step', 'x') == LOST
+    assert call(pool, B, 'step', 'x').observation == 'x 2.1'
+    for key in (A, C):
+      pool.release(Call(key, 'close'))  # as their episodes do, though the environments are gone
+    assert call(pool, (3, 1), 'reset', 9)[0] == 'reset 9'
+    assert call(pool, (3, 1), 'step', 'x').observation == 'x 9.1'
+    gate.set()  # the call returns at last: nobody hears of it, and its worker closes what it has
+    until(lambda: {(1, 'close'), (3, 'close')} <= {entry[:2] for entry in log}, log)
+    assert pool.poll([hung, waits]) == {}
+  assert 'never' not in {what for _, what, _ in log}
+
+
+def test_a_process_that_ends_or_hangs_costs_its_environments():
+  now = Hand()
+  with environment_pool(Scripted, 1, 5.0, 'processes', now) as pool:
+    answers(pool, Call(A, 'reset', 4), Call(B, 'reset', 5))
+    first = int(call(pool, A, 'step', 'pid').observation)
+    assert first != os.getpid()
+    died, lost = answers(pool, Call(A, 'step', 'die'), Call(B, 'step', 'x'))
+    assert died == Failure('crash', 'exit status 3')
+    assert lost == LOST
+    call(pool, A, 'reset', 6)
+    second = int(call(pool, A, 'step', 'pid').observation)
+    hung = pool.submit(Call(A, 'step', 'hang'))
+    now.time = 5.0
+    assert results(pool, hung)[0].kind == 'timeout'
+    until(lambda: not alive(second), 'the process of a call that hangs lives on')

@@ -1,0 +1,219 @@
+"""Graders that misbehave in every way, in worker processes with limits."""
+
+import os
+from functools import partial
+
+import pytest
+from pools import Hand, answers, processes, results, until
+
+from sprl.config import SettingsError, Task
+from sprl.tasks import graders
+from sprl.tasks.grader_pool import Grade, _grade, grader_pool
+
+# The completion says what the grader does.
+WILD = """
+import ctypes, os, re, signal, subprocess, sys, threading, time
+
+hoard = []
+
+def grade(prompt, completion, answer):
+  what, _, value = completion.partition(' ')
+  match what:
+    case 'score':
+      return eval(value)
+    case 'pid':
+      return float(os.getpid())
+    case 'touch':
+      open(value, 'w').close()
+    case 'backtrack':  # a hang that holds the interpreter's lock
+      open(value, 'w').close()
+      re.match(r'(a+)+$', 'a' * 64 + 'b')
+    case 'ignore':  # no signal that Python handles ends this
+      signal.signal(signal.SIGTERM, signal.SIG_IGN)
+      open(value, 'w').close()
+      time.sleep(60)
+    case 'child':
+      subprocess.Popen(['sleep', '4242'])
+      open(value, 'w').close()
+      time.sleep(60)
+    case 'exit':
+      os._exit(int(value))
+    case 'sys.exit':
+      sys.exit(value)
+    case 'segfault':
+      ctypes.string_at(0)
+    case 'allocate':
+      bytearray(int(float(value)))
+    case 'leak':
+      while True:
+        hoard.append(bytearray(10_000_000))
+    case 'raise':
+      raise ValueError(value)
+    case 'unprintable':
+      class Mute(Exception):
+        def __str__(self): raise RuntimeError
+      raise Mute
+    case 'hangup':
+      os.closerange(3, 4096)
+    case 'later':  # dies when nobody asks
+      threading.Timer(0.05, os._exit, [3]).start()
+  return 1.0
+"""
+
+LIMIT = 10.0
+NOW = Hand()
+LATE = f'no answer in {LIMIT:g} s (config.task.time_limit)'
+
+
+def sample(completion):
+  return 'p', completion, 'a', {}
+
+
+def grades(pool, *completions):
+  return answers(pool, *map(sample, completions))
+
+
+def spec(folder, text=WILD):
+  (folder / 'mine.py').write_text(text)
+  return graders.resolve(Task(grader=f'{folder}/mine.py:grade'))
+
+
+@pytest.fixture(scope='module')
+def pool(tmp_path_factory):
+  with grader_pool(spec(tmp_path_factory.mktemp('wild')), 2, LIMIT, memory_gb=0.1, now=NOW) as pool:
+    yield pool
+
+
+def test_a_thousand_samples_take_no_new_process(pool):
+  found = grades(pool, *(f'score {i}' for i in range(1000)))
+  assert [g.score for g in found] == [float(i) for i in range(1000)]
+  assert {g.status for g in found} == {'ok'}
+  assert len({g.score for g in grades(pool, *['pid'] * 20)}) <= 2
+
+
+@pytest.mark.parametrize(
+  ('completion', 'status', 'reason'),
+  [
+    ('raise no such thing', 'error', 'ValueError: no such thing'),
+    ('sys.exit 0', 'error', 'SystemExit: 0'),
+    ('unprintable', 'error', 'Mute'),
+    ('score float("nan")', 'invalid', 'returned nan'),
+    ('score float("-inf")', 'invalid', 'returned -inf'),
+    ('score "1.0"', 'invalid', 'returned a str'),
+    ('score None', 'invalid', 'returned a NoneType'),
+    ('score 1j', 'invalid', 'returned a complex'),
+    ('score [1.0]', 'invalid', 'returned a list'),
+    ('exit 0', 'crash', 'exit status 0'),
+    ('exit 5', 'crash', 'exit status 5'),
+    ('segfault', 'crash', 'killed by SIGSEGV'),
+    ('hangup', 'crash', ''),
+    ('allocate 1e9', 'crash', 'out of memory'),
+    ('leak', 'crash', 'out of memory'),
+  ],
+)
+def test_a_wild_grader_costs_its_own_sample_only(pool, completion, status, reason):
+  first, wild, last = grades(pool, 'score 1.0', completion, 'score 0.25')
+  assert (first, last) == (Grade(1.0, 'ok'), Grade(0.25, 'ok'))
+  assert (wild.score, wild.status) == (0.0, status)
+  assert reason in wild.reason
+  assert [g.score for g in grades(pool, 'score 1.0', 'score 0.25')] == [1.0, 0.25]
+
+
+@pytest.mark.parametrize('what', ['backtrack', 'ignore', 'child'])
+def test_a_grader_that_hangs_is_killed_with_its_children(pool, tmp_path, what):
+  begun = tmp_path / 'begun'
+  ticket = pool.submit(sample(f'{what} {begun}'))
+  until(lambda: pool.wait(0.01) or begun.exists())
+  assert grades(pool, 'score 0.25', 'score 0.5') == [Grade(0.25, 'ok'), Grade(0.5, 'ok')]  # by the other worker
+  NOW.time += LIMIT
+  assert results(pool, ticket) == [Grade(0.0, 'timeout', LATE)]
+  until(lambda: not processes('sleep\x004242'), 'a child of the grader lives on')
+
+
+@pytest.mark.parametrize('score', ['True', 'False', '2', '__import__("numpy").float32(0.5)'])
+def test_any_real_number_is_a_score(pool, score):
+  assert grades(pool, f'score {score}') == [Grade(float(eval(score)), 'ok')]
+
+
+def test_all_workers_lost_at_once_are_replaced(pool):
+  found = grades(pool, 'exit 1', 'exit 1', 'segfault', 'score 0.5', 'exit 1', 'score 0.75')
+  assert [g.score for g in found] == [0, 0, 0, 0.5, 0, 0.75]
+
+
+def test_a_worker_that_dies_between_two_samples_costs_none(pool):
+  dying = {slot.worker for slot in pool._slots}
+  grades(pool, 'later', 'later')
+  until(lambda: any(worker.died() for worker in dying))
+  assert [g.score for g in grades(pool, *['score 1'] * 6)] == [1.0] * 6
+
+
+def test_long_texts_pass_both_ways(pool):
+  long = 'x' * 3_000_000
+  (grade,) = answers(pool, (long, 'score 1', long, {'much': long}))
+  assert grade == Grade(1.0, 'ok')
+  (grade,) = grades(pool, 'raise ' + long)
+  assert (grade.status, len(grade.reason)) == ('error', 500)
+
+
+def test_a_cancelled_sample_that_crashes_is_forgotten(pool):
+  cancelled = pool.submit(sample('exit 5'))
+  pool.cancel(cancelled)
+  assert [g.status for g in grades(pool, *['score 1'] * 6)] == ['ok'] * 6
+  until(lambda: pool.wait(0.01) or not any(slot.ticket == cancelled for slot in pool._slots))
+  assert pool.poll([cancelled]) == {}
+
+
+@pytest.mark.parametrize('answer', [None, 1.0, ['1', 'ok', ''], [1.0, 'fine', ''], [1.0, 'ok'], {}])
+def test_a_forged_grade_scores_nothing(answer):
+  assert _grade(answer) == Grade(0.0, 'crash', 'malformed answer')
+
+
+# --- starting and ending -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+  ('text', 'reason'),
+  [
+    ('grade = 1\nraise RuntimeError("at import")', 'RuntimeError: at import'),
+    ('import sys\ngrade = 1\nsys.exit("enough")', 'SystemExit: enough'),
+    ('import os\ngrade = 1\nos._exit(4)', 'exit status 4'),
+    ('grade = 1', 'TypeError: 1 is not a callable object'),
+    ('def grade(completion): return 1.0', 'TypeError: too many positional arguments'),
+    ('from no_such_package import grade', "ModuleNotFoundError: No module named 'no_such_package'"),
+  ],
+)
+def test_a_grader_that_cannot_be_loaded_is_an_error_at_the_start(tmp_path, text, reason):
+  executors = ['processes'] if 'exit' in text else ['threads']  # the reason is found the same way in both
+  for executor in executors:
+    pool = partial(grader_pool, spec(tmp_path, text), 1, 1.0, 1.0, executor)
+    with pytest.raises(SettingsError) as error, pool():
+      pytest.fail('entered')
+    assert f"config.task.grader = '{tmp_path}/mine.py:grade': a worker cannot start: " in str(error.value)
+    assert reason in str(error.value)
+
+
+def test_graders_that_can_no_longer_be_loaded_end_the_run_by_name(tmp_path):
+  with grader_pool(spec(tmp_path), 1, 1.0, 1.0) as pool:
+    (tmp_path / 'mine.py').write_text('raise RuntimeError("edited amid the run")')
+    with pytest.raises(SettingsError, match='edited amid the run'):
+      grades(pool, 'exit 1', 'score 1')
+
+
+def test_leaving_the_pool_ends_its_processes(tmp_path):
+  with grader_pool(spec(tmp_path), 1, 1.0, 1.0) as pool:
+    pid = int(grades(pool, 'pid')[0].score)
+    os.kill(pid, 0)
+
+  def gone():
+    try:
+      os.kill(pid, 0)
+    except ProcessLookupError:
+      return True
+    return False
+
+  until(gone)
+
+
+def test_a_grader_that_ships_is_loaded_by_its_name():
+  with grader_pool(graders.resolve(Task(grader='exact')), 1, 10.0, 4.0, 'threads') as pool:
+    assert answers(pool, ('p', ' 7 ', '7', {}), ('p', '8', '7', {})) == [Grade(1.0, 'ok'), Grade(0.0, 'ok')]

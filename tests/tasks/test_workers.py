@@ -1,0 +1,133 @@
+"""Worker processes: what ends them, and what they cannot do to the run."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+
+import pytest
+from pools import alive, processes, until
+
+from sprl.config import SettingsError
+from sprl.tasks.worker_pool import WorkerDied
+from sprl.tasks.workers import ProcessWorker, RayWorker, starter, within
+
+PROGRAM = """
+import sys, threading
+sys.path.insert(0, {tests!r})
+from functools import partial
+from sprl.tasks.worker_pool import WorkerPool
+from sprl.tasks.workers import starter
+from test_workers import behaviour
+
+
+with WorkerPool(starter('processes', behaviour), 3, limit=100.0, limit_setting='', blame='') as pool:
+  print(*(slot.worker._process.pid for slot in pool._slots), flush=True)
+  for call in ('backtrack', 'child 4243'):
+    pool.submit(call)
+  print('submitted', flush=True)
+  threading.Event().wait(60)
+"""
+
+
+def behaviour():
+  """A service whose calls say what it does."""
+  return do
+
+
+def do(call):
+  import re
+
+  what, _, value = call.partition(' ')
+  match what:
+    case 'pid':
+      return os.getpid()
+    case 'backtrack':  # a hang that holds the interpreter's lock
+      re.match(r'(a+)+$', 'a' * 64 + 'b')
+    case 'child':
+      subprocess.Popen(['sleep', value])
+      time.sleep(60)
+    case 'started':
+      return subprocess.Popen(['sleep', value]).pid
+    case 'environment':
+      return ['jax' in sys.modules, *(os.environ[name] for name in ('JAX_PLATFORMS', 'CUDA_VISIBLE_DEVICES'))]
+    case 'object':
+      return object()
+    case 'write':  # into the connection, past the program of the worker
+      os.write(int(sys.argv[1]), len(value).to_bytes(4, 'big') + value.encode())
+  return call
+
+
+@pytest.fixture(scope='module')
+def worker():
+  worker = ProcessWorker(behaviour)
+  assert worker.ready.result(60) == ''
+  yield worker
+  worker.end()
+
+
+@pytest.mark.skipif(not sys.platform.startswith('linux'), reason='only Linux can have the kernel kill them')
+def test_no_worker_outlives_a_run_that_is_killed():
+  """kill -9 of the run while its workers are idle, hang in C, and have a child."""
+  environment = {**os.environ, 'PYTHONPATH': os.pathsep.join(sys.path)}
+  program = PROGRAM.format(tests=os.path.dirname(__file__))
+  parent = subprocess.Popen([sys.executable, '-c', program], stdout=subprocess.PIPE, text=True, env=environment)
+  assert parent.stdout
+  pids = [int(pid) for pid in parent.stdout.readline().split()]
+  assert len(pids) == 3
+  assert parent.stdout.readline() == 'submitted\n'
+  until(lambda: processes('sleep\x004243'))
+  assert all(alive(pid) for pid in pids)
+  parent.kill()
+  parent.wait()
+  until(lambda: not any(alive(pid) for pid in pids) and not processes('sleep\x004243'), 'workers outlive the run')
+
+
+def test_signals_pass_a_worker_by_until_it_is_ended():
+  worker = ProcessWorker(behaviour)
+  pid, _ = worker.ask('pid').result(60)
+  assert os.getpgid(pid) == pid  # a Ctrl-C in the terminal does not reach it
+  for number in (signal.SIGINT, signal.SIGTERM):
+    os.kill(pid, number)
+  assert worker.ask('pid').result(60) == (pid, '')
+  child, _ = worker.ask('started 300').result(60)
+  worker.end()
+  until(lambda: not alive(pid) and not alive(child))
+
+
+def test_a_worker_imports_no_jax_and_leaves_the_accelerator_alone(worker):
+  assert worker.ask('environment').result(60) == ([False, 'cpu', ''], '')
+
+
+def test_an_answer_that_is_no_plain_data_costs_one_call(worker):
+  answer, why = worker.ask('object').result(60)
+  assert answer is None
+  assert 'not JSON serializable' in why
+  assert worker.ask('calm').result(60) == ('calm', '')
+
+
+@pytest.mark.parametrize('reply', ['[1', '[1, 2]', '[' * 100_000], ids=['no JSON', 'no reason', 'too deep'])
+def test_a_forged_answer_costs_one_call(reply):
+  worker = ProcessWorker(behaviour)
+  with pytest.raises((WorkerDied, RecursionError)):
+    worker.ask(f'write {reply}').result(60)
+  worker.end()
+
+
+def test_a_call_may_be_given_a_time():
+  assert within(60.0, divmod, 7, 2) == (3, 1)
+  with pytest.raises(ZeroDivisionError):
+    within(60.0, divmod, 7, 0)
+  with pytest.raises(TimeoutError):
+    within(0.01, time.sleep, 1.0)
+
+
+def test_ray_that_is_not_installed_is_named(monkeypatch):
+  monkeypatch.setitem(sys.modules, 'ray', None)
+  with pytest.raises(SettingsError, match=r"executor = 'ray'.*make install EXTRAS=ray"):
+    starter('ray', partial(json.loads, '1'))()
+  with pytest.raises(SettingsError, match='ray'):
+    RayWorker(behaviour)
