@@ -1,42 +1,43 @@
-"""Rollouts beside the learner: time a step and reward against time, for staleness bounds and for losses.
+"""Does training run faster, and as well, with rollouts beside the learner? Staleness bounds and losses compared.
 
     python benchmarks/async_training.py --folder FOLDER --save     # results/async_training.json and results/async_training.png
-    python benchmarks/async_training.py --draw                     # the picture again, from the saved result
+    python benchmarks/async_training.py --draw                     # redraw the figure from the saved result
 
-The small warm-started model of benchmarks/progressions.py, densely sampled, the learner on one device and the engine on another:
-on a CPU, two host devices which share its cores. Every loss takes its ratio to the log-probs that sampled; decoupled_ppo has a
-third policy between. Staleness bounds take turns, seed by seed. FOLDER keeps the runs: the same command goes on where it was
-interrupted.
+Trains the small warm-started model of benchmarks/progressions.py with dense rollouts. Learner and engine use separate devices; on
+a CPU, these are two host devices that share its cores. Every loss takes its ratio to the sampler's log-probs; decoupled_ppo puts
+the old policy between the two as a third. For each loss and seed, all staleness bounds run in turn. FOLDER keeps the runs: the
+same command resumes an interrupted benchmark.
 """
 
 import argparse
 import itertools
-import json
 import os
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from common import ROOT, report
-from matplotlib.figure import Figure
+from common import report
+from pictures import BLACK, BLUE, GREY, ORANGE, draw_band, draw_seeds, load, machine_label, new_figure, save, style
 from stability import LAST, command, config, prepare
 
 from sprl.io.metrics import read_metrics, series
+from sprl.io.plots import running_mean
 
 TWO_POLICIES = '--config.correction.mode=bypass', '--config.correction.level=None'
-LOSSES = {  # by name in the saved result; decoupled_ppo is variant ppo with three policies
+LOSSES = {  # name in the saved result -> flags; decoupled_ppo is variant ppo with three policies
   'ppo': TWO_POLICIES,
   'decoupled_ppo': ('--config.correction.level=token', '--config.correction.cap=5.0'),
   'tis': TWO_POLICIES,
   'cispo': TWO_POLICIES,
   'topr': TWO_POLICIES,
 }
-COLOURS = ('#5c6470', '#2a6f97', '#e07a1f')
+COLOURS = (BLACK, BLUE, ORANGE)
+MEANINGS = {'0': 'alpha = 0: synchronous', '1': 'alpha = 1: at most 1 update old', '2': 'alpha = 2: at most 2 updates old'}
 
 
 def main():
-  """Arguments to a report."""
+  """Print a report; save and draw it with --save."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument('--folder', type=Path, default=Path('runs/async_training'))
   parser.add_argument('--losses', default=','.join(LOSSES))
@@ -45,11 +46,11 @@ def main():
   parser.add_argument('--steps', type=int, default=30)
   parser.add_argument('--warm-steps', type=int, default=500)
   parser.add_argument('--save', action='store_true', help='write benchmarks/results/async_training.json')
-  parser.add_argument('--draw', action='store_true', help='only draw what was saved')
+  parser.add_argument('--draw', action='store_true', help='draw the saved result and exit')
   args = parser.parse_args()
   if args.draw:
     return draw()
-  if jax.default_backend() == 'cpu':  # for the runs, which are processes of their own
+  if jax.default_backend() == 'cpu':  # for the runs, which are separate processes
     os.environ['XLA_FLAGS'] = os.environ.get('XLA_FLAGS', '') + ' --xla_force_host_platform_device_count=2'
   prepare('progressions', args.folder.absolute(), args.warm_steps)
   runs: dict[str, dict[str, list[dict[str, Any]]]] = {}
@@ -62,7 +63,10 @@ def main():
 
 
 def run(args: argparse.Namespace, loss: str, alpha: str, seed: str) -> dict[str, Any]:
-  """One run: its rewards, the seconds at which each step ended (compilation left out: from the end of step 2), its staleness."""
+  """Train once. Return its rewards, the seconds at which steps ended, its staleness, and both idle shares.
+
+  Seconds count from the end of step 2, so that compilation is excluded.
+  """
   workdir = args.folder.absolute() / f'{loss}-{alpha}-{seed}'
   command(
     'main', *config('progressions', args.folder.absolute()), f'--workdir={workdir}', f'--config.seed={seed}',
@@ -82,7 +86,7 @@ def run(args: argparse.Namespace, loss: str, alpha: str, seed: str) -> dict[str,
 
 
 def row(loss: str, alpha: str, results: list[dict[str, Any]]) -> dict[str, Any]:
-  """A line of the table: means over seeds."""
+  """Return a row of the table: means over seeds."""
   last = [float(np.mean(r['reward'][-LAST:])) for r in results]
   return {
     'loss': loss,
@@ -97,23 +101,40 @@ def row(loss: str, alpha: str, results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def draw() -> None:
-  """results/async_training.png: reward against seconds, a loss a panel and a staleness bound a colour, each seed."""
-  results = ROOT / 'benchmarks' / 'results'
-  runs = json.loads((results / 'async_training.json').read_text())['result']['runs']
-  figure = Figure(figsize=(3.2 * len(runs), 3.4), layout='constrained')
-  panels = np.atleast_1d(figure.subplots(1, len(runs), sharey=True))
+  """Draw results/async_training.png: reward against seconds for each loss and staleness bound, and the seconds of a step."""
+  saved = load('async_training')
+  runs = saved['result']['runs']
+  seeds = max(len(results) for alphas in runs.values() for results in alphas.values())
+  setting = (
+    f'Llama of 0.85 M parameters on arithmetic progressions, dense rollouts; {saved["result"]["steps"]} steps, '
+    f'{seeds} seeds; {machine_label(saved)}'
+  )
+  figure = new_figure('Training with rollouts that run ahead of the learner: five losses', setting, 5.8)
+  *panels, last = figure.subplots(2, 3).flat
+  longest = max(np.mean([run['seconds'][-1] for run in results]) for alphas in runs.values() for results in alphas.values())
   for axes, (loss, alphas) in zip(panels, runs.items()):
-    for colour, (alpha, seeds) in zip(COLOURS, alphas.items()):
-      for i, one in enumerate(seeds):
-        reward = np.convolve(one['reward'][1:], np.ones(3) / 3, 'valid')
-        label = f'alpha = {alpha}' if i == 0 else None
-        axes.plot(one['seconds'][2:], reward[: len(one['seconds'][2:])], color=colour, linewidth=1.2, label=label)
-    axes.set_title(loss, loc='left', fontsize=10)
-    axes.set_xlabel('seconds')
-    axes.spines[['top', 'right']].set_visible(False)
-  panels[0].set_ylabel('sampled reward, mean of 3 steps')
-  panels[0].legend(frameon=False, fontsize=8)
-  figure.savefig(results / 'async_training.png', dpi=110)
+    style(axes, loss, 'seconds since the end of step 2', 'sampled reward')
+    axes.text(0.02, 0.05, f'last {LAST}:', transform=axes.transAxes, fontsize=8.5, color=GREY)
+    for i, (colour, (alpha, results)) in enumerate(zip(COLOURS, alphas.items())):
+      points = len(results[0]['seconds'])  # from the end of step 2, whose reward is the second
+      reward = np.array([running_mean(np.array(run['reward'][-points:]), 3) for run in results])
+      label = MEANINGS.get(alpha, f'alpha = {alpha}')
+      draw_band(axes, np.mean([run['seconds'] for run in results], axis=0), reward, colour, label)
+      final = np.mean([run['reward'][-LAST:] for run in results])
+      axes.text(0.29 + 0.22 * i, 0.05, f'{final:.3f}', transform=axes.transAxes, fontsize=8.5, color=colour)
+    axes.set(xlim=(0, 1.02 * longest), ylim=(0, 0.75))
+  for axes in panels[len(runs) :]:
+    axes.axis('off')
+  style(last, 'Time of a step', ylabel='seconds per step')
+  for i, alphas in enumerate(runs.values()):
+    for j, (colour, results) in enumerate(zip(COLOURS, alphas.values())):
+      draw_seeds(last, i + 0.27 * (j - 1), [float(np.diff(run['seconds']).mean()) for run in results], colour, bar=7)
+  last.set_xticks(range(len(runs)), runs, rotation=30, ha='right', rotation_mode='anchor')
+  last.set(xlim=(-0.6, len(runs) - 0.4), ylim=(0, None))
+  about = f'Reward: means over 3 steps, and over the last {LAST}. Lines, bars: mean of the seeds. Bands: their range. Dots: seeds'
+  legend = {'loc': 'outside lower center', 'ncols': 3, 'frameon': False, 'fontsize': 8.5, 'title_fontsize': 8.5}
+  figure.legend(*panels[0].get_legend_handles_labels(), title=about, **legend)
+  save(figure, 'async_training')
 
 
 if __name__ == '__main__':

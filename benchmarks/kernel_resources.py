@@ -1,9 +1,9 @@
-"""What do the GPU kernels take of an H200? Compiled for one at the shapes of real models; no GPU is needed, nothing is timed.
+"""Which resources do the GPU kernels need on an H200? They are compiled at real models' shapes, without a GPU and without timing.
 
-    python benchmarks/kernel_resources.py --save kernel_resources    # a minute; sprl/planning/aot.py says what must be installed
+    python benchmarks/kernel_resources.py --save kernel_resources    # a minute; sprl/planning/aot.py lists the requirements
 
-A row is a kernel at a model's shape and a batch: what ptxas and Mosaic report of it (registers a thread, bytes spilled, shared
-memory), the temporary memory of the compiled call, and the bytes and operations that it must do at the least.
+A row is a kernel at a model's shape and a batch. It shows the report of ptxas and Mosaic (registers per thread, spilled bytes,
+shared memory), the temporary memory of the compiled call, and the fewest bytes and operations that the call needs.
 """
 
 import argparse
@@ -27,17 +27,17 @@ Shape = jax.ShapeDtypeStruct
 
 
 class Model(NamedTuple):
-  """A model's shape, from its config.json."""
+  """The sizes of a model, from its config.json."""
 
   queries: int  # H
   kv: int  # K
   width: int  # D
   hidden: int  # E
-  ffn: int  # F; of one expert
+  ffn: int  # F; in a mixture, one expert's
 
   @property
   def linears(self) -> dict[str, tuple[int, int]]:
-    """[out, in] of the different products of a layer."""
+    """Return (out, in) of the distinct linears of a layer, by name."""
     H, K, D, E, F = self
     return {'q': (H * D, E), 'k': (K * D, E), 'o': (E, H * D), 'gate': (F, E), 'down': (E, F)}
 
@@ -49,11 +49,11 @@ MODELS = {
   'Qwen3-8B': Model(32, 8, 128, 4096, 12288),
   'Qwen3-30B-A3B': Model(32, 4, 128, 2048, 768),
 }
-EXPERTS = {'Qwen3-30B-A3B': (128, 8)}  # of a layer; those that a token goes through
+EXPERTS = {'Qwen3-30B-A3B': (128, 8)}  # experts of a layer; experts per token
 
 
 class Case(NamedTuple):
-  """A call of a kernel."""
+  """A kernel call to compile."""
 
   kernel: str
   model: str
@@ -61,20 +61,20 @@ class Case(NamedTuple):
   dtype: Any
   call: Callable
   arguments: tuple[Any, ...]
-  least: Cost
-  bound: float  # bytes of temporary memory that it may take
+  least: Cost  # lower bound of bytes and operations
+  bound: float  # most bytes of temporary memory
   donate: tuple[int, ...] = ()
 
   def __str__(self) -> str:
     return ' '.join([self.kernel, self.model, self.shape, str(self.dtype)])
 
   def compile(self) -> Compiled:
-    """Compiled for an H200."""
+    """Compile the call for an H200."""
     return compile_for_h200(self.call, *self.arguments, donate=self.donate)
 
 
 def attention(model: str, B: int, S: int, dtype: Any, share: bool = False) -> Case:
-  """One layer's decode attention over S slots; `share`: with every slot's probability, as methods that accumulate it ask for."""
+  """Return the decode attention of one layer over S slots. `share` adds the probability of every slot, as h2o and others need."""
   H, K, D, _, _ = MODELS[model]
   scale = Shape((), jnp.float32)
   cache = Shape((B, K, S, D), dtype)
@@ -86,13 +86,13 @@ def attention(model: str, B: int, S: int, dtype: Any, share: bool = False) -> Ca
     lambda *x: decode_attention.decode_attention(*x, share=share, kernels='mosaic_gpu'),
     (Shape((B, H, D), BF16), cache, cache, Shape((B,), jnp.int32), (scale, scale)),
     decode_attention.cost(B, H, K, S, D, dtype, share),
-    # What programs hand over: float32 outputs of each split, 8 queries to a group however few it has; twice that for merging.
+    # Partial results: float32 outputs of each split, padded to 8 queries per group; twice that for merging.
     0.08 * 2 * cache.size * dtype.itemsize,
   )
 
 
 def matmul(model: str, name: str, M: int) -> Case:
-  """One linear's product with M tokens."""
+  """Return the product of one linear with M tokens."""
   N, K = MODELS[model].linears[name]
   C, R = -(-K // 128), -(-N // 128)
   return Case(
@@ -103,17 +103,17 @@ def matmul(model: str, name: str, M: int) -> Case:
     partial(block_matmul.block_matmul, rows=128, group=128, dtype=BF16, kernels='mosaic_gpu'),
     (Shape((M, K), FP8), Shape((M, C), jnp.float32), Shape((N, K), FP8), Shape((R, C), jnp.float32)),
     block_matmul.cost(M, N, K),
-    # Tokens' scales laid out anew, and the float32 parts of sums: a tile for each multiprocessor at most.
+    # Re-laid-out scales of the tokens, and float32 partial sums: at most one tile per multiprocessor.
     4 * (M + 3) * C + 4 * 132 * 256 * 128,
   )
 
 
 def experts(model: str, name: str, tokens: int) -> Case:
-  """One linear of all experts, of each token through the model's number of them."""
+  """Return one linear of all experts, applied to the chosen experts of each token."""
   (N, K), (X, chosen) = MODELS[model].linears[name], EXPERTS[model]
   C, R = -(-K // 128), -(-N // 128)
-  laid = laid_out(model, tokens)
-  n, T = laid.assignment.shape
+  layout = block_shapes(model, tokens)
+  n, T = layout.assignment.shape
   return Case(
     'grouped_matmul',
     model,
@@ -122,25 +122,25 @@ def experts(model: str, name: str, tokens: int) -> Case:
     partial(block_matmul.grouped_matmul, rows=128, group=128, dtype=BF16, kernels='mosaic_gpu'),
     (
       Shape((n, T, K), FP8), Shape((n, T, C), jnp.float32), Shape((X, N, K), FP8), Shape((X, R, C), jnp.float32),
-      laid.expert, laid.used,
+      layout.expert, layout.used,
     ),
     block_matmul.grouped_cost(tokens * chosen, min(X, tokens * chosen), N, K),
-    4 * n * T * C,  # tokens' scales laid out anew
+    4 * n * T * C,  # re-laid-out scales of the tokens
   )  # fmt: skip
 
 
-def laid_out(model: str, tokens: int) -> Blocks:
-  """The shapes of the blocks that tokens lie in for the model's experts."""
+def block_shapes(model: str, tokens: int) -> Blocks:
+  """Return the shapes of the blocks that group tokens by expert."""
   X, chosen = EXPERTS[model]
   return jax.eval_shape(partial(blocks, experts=X), Shape((tokens, chosen), jnp.int32))
 
 
-def wide_experts(model: str, name: str, tokens: int) -> list[Case]:
-  """The same in bfloat16, and the gradients of tokens and weights."""
+def bf16_experts(model: str, name: str, tokens: int) -> list[Case]:
+  """Return one bfloat16 linear of all experts, and its gradients for tokens and for weights."""
   (N, K), (X, chosen) = MODELS[model].linears[name], EXPERTS[model]
-  laid = laid_out(model, tokens)
-  n, T = laid.assignment.shape
-  x, dy, w, owners = Shape((n, T, K), BF16), Shape((n, T, N), BF16), Shape((X, N, K), BF16), (laid.expert, laid.used)
+  layout = block_shapes(model, tokens)
+  n, T = layout.assignment.shape
+  x, dy, w, owners = Shape((n, T, K), BF16), Shape((n, T, N), BF16), Shape((X, N, K), BF16), (layout.expert, layout.used)
   multiply, case = partial(grouped_matmul.grouped_matmul, kernels='mosaic_gpu'), f'{name} {N}x{K} x{X} M {tokens}x{chosen}'
   rows, met = tokens * chosen, min(X, tokens * chosen)
   once, outer = grouped_matmul.cost(rows, met, N, K), grouped_matmul.outer_cost(rows, X, N, K)
@@ -148,12 +148,12 @@ def wide_experts(model: str, name: str, tokens: int) -> list[Case]:
   return [
     Case('grouped_matmul', model, case, BF16, multiply, (x, w, *owners), once, 0),
     Case('grouped_matmul_back', model, case, BF16, partial(multiply, back=True), (dy, w, *owners), once, 0),
-    Case('grouped_outer', model, case, BF16, sums, (dy, x, *owners), outer, 8 * (X + n)),  # where experts' blocks end
+    Case('grouped_outer', model, case, BF16, sums, (dy, x, *owners), outer, 8 * (X + n)),  # the ends of the experts' blocks
   ]
 
 
 def compaction(model: str, B: int, S: int, N: int, dtype: Any) -> Case:
-  """N of S slots moved to the front, in every row."""
+  """Return the move of N of S slots to the front, in every row."""
   _, K, D, _, _ = MODELS[model]
   cache = Shape((B, K, S, D), jnp.uint8 if dtype == FP8 else dtype)
   return Case(
@@ -170,7 +170,7 @@ def compaction(model: str, B: int, S: int, N: int, dtype: Any) -> Case:
 
 
 def similarity(model: str, B: int, S: int, dtype: Any = BF16) -> Case:
-  """All keys of every row compared with each other; float32 keys are those of an FP8 cache."""
+  """Return the comparison of all keys of every row with each other. Keys of an FP8 cache are compared in float32."""
   _, K, D, _, _ = MODELS[model]
   return Case(
     'similarity',
@@ -180,13 +180,13 @@ def similarity(model: str, B: int, S: int, dtype: Any = BF16) -> Case:
     jax.vmap(partial(eviction.similarity, threshold=0.5, nearest_of_none=0, kernels='mosaic_gpu')),
     (Shape((B, K, S, D), dtype), Shape((B,), jnp.int32)),
     eviction.similarity_cost(B, K, S, D),
-    # Three numbers a key, and its length; float32 keys as two in bfloat16, with room for making them; others where padded.
+    # Three numbers per key, and its length; float32 keys split into two bfloat16 arrays, with workspace; bfloat16 keys if padded.
     B * K * (S + 64) * (4 * 6 + D * (8 if dtype == jnp.float32 else 2 * (S % 8 > 0))),
   )
 
 
 def distinct(cases: Iterable[Case]) -> list[Case]:
-  """The first of those that are the same program: a process compiles each once, and models share shapes."""
+  """Return one case per distinct program, the first. Models share shapes, and a process compiles each program once."""
   return list({(case.kernel, 'share' in case.shape, str(case.arguments)): case for case in reversed(list(cases))}.values())[::-1]
 
 
@@ -195,19 +195,19 @@ CASES = distinct(
     *[attention(*each) for each in itertools.product(MODELS, (64, 256), (640, 4096), (BF16, FP8), (False, True))],
     *[compaction(model, 64, 640, 512, dtype) for model in MODELS for dtype in (BF16, FP8)],
     *[similarity(model, 16, S, dtype) for model in MODELS for S in (640, 4224) for dtype in (BF16, F32)],
-    *[similarity('Qwen2.5-1.5B', 16, 612, dtype) for dtype in (BF16, F32)],  # slots that fill no tile
+    *[similarity('Qwen2.5-1.5B', 16, 612, dtype) for dtype in (BF16, F32)],  # the slots do not fill a tile
     *[matmul(model, name, M) for model in MODELS for name in MODELS[model].linears for M in (16, 64, 256, 4096)],
     *[matmul('Qwen2.5-7B', name, M) for name in MODELS['Qwen2.5-7B'].linears for M in (1, 512, 16384)],
     *[experts(model, name, tokens) for model in EXPERTS for name in ('gate', 'down') for tokens in (1, 64, 256, 512, 1024, 4096)],
     *[
-      case for each in itertools.product(EXPERTS, ('gate', 'down'), (1, 64, 256, 512, 1024, 4096)) for case in wide_experts(*each)
+      case for each in itertools.product(EXPERTS, ('gate', 'down'), (1, 64, 256, 512, 1024, 4096)) for case in bf16_experts(*each)
     ],
   ]
 )
 
 
 def row(case: Case) -> dict[str, Any]:
-  """The case's line of the table."""
+  """Compile the case; return its row of the table."""
   compiled = case.compile()
   [kernel] = compiled.kernels
   return {
@@ -226,7 +226,7 @@ def row(case: Case) -> dict[str, Any]:
 
 
 def main() -> None:
-  """Arguments to a report."""
+  """Print a report; save it with --save."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument('--save', metavar='NAME', help='write benchmarks/results/NAME.json')
   args = parser.parse_args()

@@ -1,9 +1,9 @@
-"""What does an update of Qwen2.5-7B take of one H200? Compiled for one, by what is trained and how its moments are held.
+"""How much memory does an update of Qwen2.5-7B need on one H200? Compiled for full training and adapters, by optimiser.
 
-    python benchmarks/learner_memory.py --save learner_memory    # 4 minutes; sprl/planning/aot.py says what must be installed
+    python benchmarks/learner_memory.py --save learner_memory    # 4 minutes; sprl/planning/aot.py lists the requirements
 
-No GPU is needed. A row is an update of one row of 2,048 tokens, layers computed again in the backward pass: the bytes that lie
-on the device all the time (frozen weights, trained weights, moments), and those that it takes on top (gradients, activations).
+No GPU is needed. A row of the table is an update on one row of 2,048 tokens, with layers recomputed in the backward pass. `held`
+is permanent memory (frozen weights, trained weights, moments); `on top` is temporary memory (gradients, activations).
 """
 
 import argparse
@@ -39,6 +39,7 @@ CASES = {
 
 
 def qwen(layers: int) -> ModelConfig:
+  """Return the config of Qwen2.5-7B with this number of layers."""
   return tiny(
     'qwen2',
     vocab_size=152_064,
@@ -53,12 +54,12 @@ def qwen(layers: int) -> ModelConfig:
 
 
 def batch() -> Any:
-  """One microbatch of one row."""
+  """Return the shapes of a microbatch of one row."""
   return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), empty(Shape(1, 1, TOKENS, SEQUENCES, COMPLETION)))
 
 
 def program(name: str, config: ModelConfig) -> tuple[Callable, TrainState, Any, Base | None]:
-  """The update of a case, and the shapes of what it is given."""
+  """Return the update of a case, and the shapes of its state, batch and frozen weights."""
   settings, lora = CASES[name]
   optimizer = make_optimizer(settings, 100)
   trained, base = transformer.abstract_params(config), None
@@ -76,7 +77,7 @@ def program(name: str, config: ModelConfig) -> tuple[Callable, TrainState, Any, 
 
 
 def row(name: str, config: ModelConfig) -> dict[str, Any]:
-  """What XLA makes of it."""
+  """Compile a case; return its memory as a row of the table."""
   step, state, *given = program(name, config)
   start = time.perf_counter()
   compiled = compile_for_h200(step, state, *given, donate=(0,))
@@ -93,9 +94,9 @@ def row(name: str, config: ModelConfig) -> dict[str, Any]:
 
 
 def main() -> None:
-  """Arguments to a report."""
+  """Print a report; save it with --save."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument('--layers', type=int, default=28, help='of the model, whose 28 are the default')
+  parser.add_argument('--layers', type=int, default=28, help='layers of the model; Qwen2.5-7B has 28')
   parser.add_argument('--save', metavar='NAME', help='write benchmarks/results/NAME.json')
   args = parser.parse_args()
   if reason := missing():

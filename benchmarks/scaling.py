@@ -1,12 +1,13 @@
-"""What do more devices send each other? Collectives of the update and of a decode step on 1 to 8 devices, by how they are split.
+"""How much do devices send each other? Collectives of the update and of a decode step on 1 to 8 devices, by mesh axis.
 
     python benchmarks/scaling.py --save scaling
 
-Counted in programs compiled for devices of the host, which tells what is sent and by which collective, and nothing of speed.
-The programs are a run's own; those split along `expert` are a mixture's, the others a dense model's.
-Strong scaling: the same rows on more devices. Weak scaling: rows grow with the devices. Bytes are those that one device sends
-in one microbatch (update) or one step (decode), in a ring; a loop's body counts once. Compute is float32, as XLA's CPU backend
-widens what it sends in bfloat16. Gradients are summed whole over fsdp there, where a GPU scatters them as it sums.
+The programs of a run are compiled for host devices, and the collectives in them are counted. Counts only; no times. Programs on
+the axis `expert` are those of a mixture of experts; the others are those of a dense model.
+
+Strong scaling: the same rows on more devices. Weak scaling: rows grow with the devices. Bytes are sent by one device in one
+microbatch (update) or one step (decode), in a ring; the body of a loop counts once. Compute is float32, because XLA's CPU backend
+sends bfloat16 arrays as float32. It all-reduces gradients over fsdp; a GPU reduce-scatters them.
 """
 
 import argparse
@@ -29,20 +30,20 @@ from sprl.planning.collectives import KINDS, collectives
 from sprl.sharding.mesh import make_mesh
 from sprl.sharding.rules import row_shards
 
-TOKENS, PROMPT, NEW = 256, 128, 128  # of a packed row; of a sequence
+TOKENS, PROMPT, NEW = 256, 128, 128  # per packed row; per sequence
 RUN = Run(model=ModelSettings(dtype='float32'), sampling=Sampling(max_prompt=PROMPT, max_tokens=NEW))
 SPLITS = {'update': ('fsdp', 'data', 'tensor', 'expert'), 'decode': ('data', 'tensor', 'expert')}
 
 
 def main():
-  """Arguments to a report."""
+  """Print a report; save it with --save."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument('--layers', type=int, default=1)
-  parser.add_argument('--rows', type=int, default=8, help='rows of strong scaling; of weak scaling, rows a device')
-  parser.add_argument('--devices', default='1,2,4,8', help='several separated by commas')
+  parser.add_argument('--rows', type=int, default=8, help='rows in strong scaling; rows per device in weak scaling')
+  parser.add_argument('--devices', default='1,2,4,8', help='several numbers separated by commas')
   parser.add_argument('--save', metavar='NAME', help='write benchmarks/results/NAME.json')
   args = parser.parse_args()
-  # Eight queries to each of two kv heads, so that eight devices share them out; of a mixture two experts at least to a device.
+  # Two kv heads with eight query heads each: eight devices can share them. The mixture has at least two experts per device.
   sizes: dict = {'hidden_size': 512, 'num_hidden_layers': args.layers, 'num_attention_heads': 16, 'head_dim': 32}
   sizes |= {'num_key_value_heads': 2, 'vocab_size': 16384}
   dense = tiny('qwen2', intermediate_size=2560, **sizes)
@@ -59,21 +60,21 @@ def main():
 
 
 def weights_of(config: ModelConfig) -> int:
-  """How many a model has."""
+  """Return the number of weights of a model."""
   return sum(w.size for w in jax.tree.leaves(transformer.abstract_params(config)))
 
 
 def measured(config: ModelConfig, program: str, split: str, scaling: str, n: int, count: int) -> dict:
-  """A row of the table: `program` for `count` rows on n devices, all along the axis `split`."""
+  """Return the row of `program` with `count` rows on n devices, all of them on the mesh axis `split`."""
   axes = Mesh(**{'data': 1, 'fsdp': 1, 'tensor': 1, split: n})
   mesh = make_mesh(axes, jax.devices()[:n], (config.num_heads, config.num_kv_heads))
-  if program == 'update':  # of one microbatch
+  if program == 'update':  # one microbatch
     made = programs.update(config, RUN, Shape(1, count, TOKENS, count, NEW, row_shards(mesh)), mesh)
   else:
     plan = cache_layout(config, DENSE, UNQUANTISED, PROMPT, NEW, jnp.dtype(RUN.model.dtype))
     made = programs.decoding(config, RUN, plan, UNQUANTISED, count, mesh)
   text = made.jitted.lower(*made.arguments, **made.static).compile().as_text()
-  found = [c for c in collectives(text) if c.depth]  # once an update: the norm of the gradient
+  found = [c for c in collectives(text) if c.depth]  # without those outside loops: the gradient's norm, once per update
   sums = {kind: sum(c.moved for c in found if c.kind == kind) for kind in KINDS}
   return {
     'program': program, 'split': split, 'scaling': scaling, 'devices': n, 'rows': count, 'collectives': len(found),

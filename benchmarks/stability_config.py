@@ -1,6 +1,8 @@
-"""One run of benchmarks/stability.py: arithmetic progressions, by a small model or by SmolLM2.
+"""Config of a run of benchmarks/stability.py: arithmetic progressions with a small model or with SmolLM2.
 
---config=benchmarks/stability_config.py:FOLDER    as benchmarks/progressions.py wrote it; the model to start from is FOLDER/warm
+    --config=benchmarks/stability_config.py:FOLDER
+
+benchmarks/progressions.py writes FOLDER. The run starts from the model in FOLDER/warm.
 """
 
 from pathlib import Path
@@ -17,7 +19,7 @@ def get_config(folder):
   config.task.path = folder
   config.task.grader = str(Path(folder) / 'grader.py') + ':grade'
   config.rollout.prompts, config.rollout.group = 16, 8
-  config.rollout.stop_when_capped = False  # a collapse is a result here
+  config.rollout.stop_when_capped = False  # a collapse is a result of this benchmark
   config.sampling.max_prompt, config.sampling.max_tokens = 16, 112
   config.sampling.prompt_buckets, config.sampling.chunk = (16,), 16
   config.cache.method, config.cache.budget, config.cache.interval, config.cache.window = 'rkv', 48, 16, 8

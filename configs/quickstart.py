@@ -20,15 +20,15 @@ def get_config():
 
   config.task.kind, config.task.name = 'reasoning_gym', 'chain_sum'
   config.task.args = {'min_terms': 2, 'max_terms': 2, 'min_digits': 1, 'max_digits': 1}
-  config.task.system = ''  # without the template's system message prompts are a third shorter
+  config.task.system = ''  # without the template's system message, prompts are a third shorter
 
   config.rollout.prompts, config.rollout.group = 16, 8
-  config.rollout.equal_groups = 'skip'  # groups that are all right or all wrong cost no update
+  config.rollout.equal_groups = 'skip'  # groups with equal rewards cost no update
   config.rollout.stop_when_capped = False  # max_tokens cuts answers off on purpose
   config.sampling.max_prompt, config.sampling.max_tokens, config.sampling.chunk = 32, 12, 4
   config.sampling.stop = ('\n',)  # an answer is one line
 
-  # Cheap rollouts: FP8 linears, and an FP8 cache that keeps 24 tokens. Sparse-RL's correction makes up for them.
+  # Cheap rollouts: FP8 linears, and an FP8 cache that keeps 24 tokens. Sparse-RL's correction compensates for the mismatch.
   config.arm = 'sparse_rl'
   config.cache.method, config.cache.budget, config.cache.interval, config.cache.window = 'rkv', 24, 4, 4
   config.quant.sampler = 'w8a8_kv8'

@@ -1,15 +1,15 @@
 """Qwen2.5 and Qwen3 on GSM8K with the published settings of Sparse-RL (arXiv 2601.10079 and its scripts), except for the budget.
 
-The paper keeps 512 tokens. Within them the answers of these models would fit and nothing would be evicted, so 256 are kept here.
+The paper's budget is 512 tokens. These models' answers fit into 512 tokens, so nothing would be evicted. The budget here is 256.
 
-command   python -m sprl.main --config=configs/qwen_gsm8k.py:qwen2.5-1.5b      (or another variant of VARIANTS)
-          --config.arm=dense (naive, sparse_rl, ...) compares arms; --config.quant.sampler=w8a8_kv8 adds FP8
+command   python -m sprl.main --config=configs/qwen_gsm8k.py:qwen2.5-1.5b      (or another of VARIANTS)
+          --config.arm=dense (naive, sparse_rl, ...) selects an arm; --config.quant.sampler=w8a8_kv8 adds FP8
           --config.task.path=FOLDER reads train.jsonl and test.jsonl from a folder; by default the hub's openai/gsm8k is fetched
-hardware  GPUs. Weights and Adam's moments take 16 bytes a parameter, split over all devices. The sampler's cache has 640 slots
+hardware  GPUs. Weights and Adam's moments take 16 bytes per parameter, split over all devices. The sampler's cache has 640 slots
           (dense: 4,608) for each of `sampling.rows`. One GPU of 80 GB should hold up to qwen3-1.7b (an estimate)
 time      not measured
-expect    not measured. Published, for qwen3-1.7b after 100 steps of GRPO, on the test problems: 0.804 to 0.820 (NeMo-RL),
-          0.808 +- 0.005 (MaxText issue 4015)
+expect    not measured. Published test accuracy of qwen3-1.7b after 100 steps of GRPO: 0.804 to 0.820 (NeMo-RL), 0.808 +- 0.005
+          (MaxText issue 4015)
 """
 
 from sprl.config import SettingsError, default_config
@@ -24,7 +24,7 @@ VARIANTS = {
   'qwen2.5-3b-instruct': ('Qwen/Qwen2.5-3B-Instruct', 256),
   'qwen2.5-7b': ('Qwen/Qwen2.5-7B', 128),
   'qwen2.5-7b-instruct': ('Qwen/Qwen2.5-7B-Instruct', 128),
-  'qwen3-0.6b': ('Qwen/Qwen3-0.6B', 64),  # its cache has 8 heads of 128 a layer, 4 times that of Qwen2.5-1.5B
+  'qwen3-0.6b': ('Qwen/Qwen3-0.6B', 64),  # 8 kv heads of 128 per layer: its cache is 4 times that of Qwen2.5-1.5B
   'qwen3-1.7b': ('Qwen/Qwen3-1.7B', 64),
   'qwen3-4b': ('Qwen/Qwen3-4B', 64),
   'qwen3-8b': ('Qwen/Qwen3-8B', 64),
@@ -44,14 +44,14 @@ def get_config(variant='qwen2.5-1.5b'):
   config.task.path = 'openai/gsm8k'
   config.task.suffix = '\nPlease reason step by step, and put your final answer within \\boxed{}.'
 
-  # 128 x 8 rollouts a step of up to 4,096 tokens, drawn from the unmodified distribution.
+  # 128 x 8 rollouts per step, of up to 4,096 tokens, drawn from the unmodified distribution.
   config.rollout.prompts, config.rollout.group = 128, 8
   config.sampling.temperature, config.sampling.top_p = 1.0, 1.0
-  config.sampling.stop = ('<|im_end|>',)  # end of turn; the files of base models do not name it
+  config.sampling.stop = ('<|im_end|>',)  # end of turn; base models do not list it as a stop token
   config.sampling.max_prompt, config.sampling.max_tokens = 512, 4096
   config.packing.row_tokens, config.packing.rows = 8192, 2
 
-  # GRPO with a symmetric clip and a small k3 penalty to the reference model; four updates a rollout batch.
+  # GRPO with a symmetric clip and a small k3 penalty to the reference model; four updates per rollout batch.
   config.advantage.estimator = 'grpo'
   config.loss.variant, config.loss.clip_low, config.loss.clip_high = 'ppo', 0.2, 0.2
   config.loss.kl_coef, config.loss.kl_estimator, config.loss.entropy_coef = 1e-4, 'k3', 0.0
@@ -59,8 +59,8 @@ def get_config(variant='qwen2.5-1.5b'):
   config.optimizer.b1, config.optimizer.b2, config.optimizer.weight_decay = 0.9, 0.98, 0.1
   config.optimizer.minibatches = 4
 
-  # R-KV in the sampler. The correction of the released code: truncated and normalised weights, a token mask, and the veto of
-  # sequences with a token of almost no probability under the dense policy.
+  # R-KV in the sampler, with the released code's correction: truncated and normalised weights, a token mask, and a veto of
+  # sequences with a token that is almost impossible under the dense policy.
   config.arm = 'sparse_rl_code'
   config.cache.method, config.cache.budget, config.cache.interval, config.cache.window = 'rkv', 256, 128, 8
 

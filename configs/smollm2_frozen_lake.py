@@ -5,7 +5,7 @@ command   python -m sprl.main --config=configs/smollm2_frozen_lake.py --workdir=
           file.py:Class) and its arguments
 hardware  2 CPU cores, 8 GiB of memory
 time      not measured
-expect    not measured to the end. It shows conversations, their loss masks, and rollouts that do not wait for slow environments
+expect    no whole run was measured. The run shows conversations, loss masks, and rollouts that do not wait for slow environments
 """
 
 from sprl.config import default_config
@@ -19,7 +19,7 @@ def get_config():
   config.task.kind, config.task.name = 'environment', 'frozen_lake'
   config.task.args = {'size': 4, 'max_actions': 5, 'holes': 0.1}
   config.task.turns, config.task.turn_tokens = 5, 24
-  config.task.system = ''  # without the template's system message prompts are shorter
+  config.task.system = ''  # without the template's system message, prompts are shorter
 
   config.rollout.prompts, config.rollout.group = 4, 8
   config.rollout.async_ratio = 1.0

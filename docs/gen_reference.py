@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-CONFIG = next(path for path in (ROOT / 'sprl/config.py', ROOT / 'sprl/settings.py') if path.exists())
+CONFIG = ROOT / 'sprl/config.py'
 METRICS = ROOT / 'sprl/io/metrics_reference.py'
 RESULTS = ROOT / 'benchmarks/results'
-COMMANDS = ('main', 'evaluate', 'sft', 'warmstart', 'export', 'plan')
+COMMANDS = ('main', 'evaluate', 'sft', 'export', 'plan')
 
 # --- settings ---------------------------------------------------------------------------------------------------------
 
@@ -209,11 +209,6 @@ def settings_page() -> str:
   return '\n'.join(lines)
 
 
-def _row(setting: Setting) -> str:
-  default = f'`{setting.default}`' if setting.default else 'required'
-  return f'| `{setting.name}` | {setting.type} | {default} | {_cell(setting.meaning)} |'
-
-
 def _cell(text: str) -> str:
   return re.sub(r'(?<![`\\])([|<>*_])', lambda m: '\\' + m[1], text) if '`' not in text else text.replace('|', '\\|')
 
@@ -260,10 +255,7 @@ def commands_page() -> str:
   """reference/commands.md: each command's module docstring, its first line as code."""
   lines = ['# Commands', '', 'Generated from the docstrings of the command modules. `--help` lists every flag.', '']
   for name in COMMANDS:
-    path = ROOT / f'sprl/{name}.py'
-    if not path.exists():
-      continue
-    doc = ast.get_docstring(ast.parse(path.read_text(encoding='utf-8'))) or ''
+    doc = ast.get_docstring(ast.parse((ROOT / f'sprl/{name}.py').read_text(encoding='utf-8'))) or ''
     usage, _, rest = doc.partition('\n')
     lines += [f'## sprl.{name}', '', '```text', usage, '```', '', _sentences(rest.strip()), '']
   return '\n'.join(lines)
@@ -330,7 +322,7 @@ def on_files(files, config):
 
 _SETTING = re.compile(r'\bconfig((?:\.[a-z_0-9]+)+)')
 _SOURCE = re.compile(r'\b((?:sprl|benchmarks|tests|configs|launch|notebooks)/[\w./-]*[\w-](?:\.(?:py|sh|yaml|ipynb)|/)?)')
-_FREE = ('config.task.args', 'config.environment.args')
+_FREE = ('config.task.args',)
 _EXAMPLES = ('configs/mine.py',)
 
 

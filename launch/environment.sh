@@ -1,5 +1,5 @@
 #!/bin/sh
-# Makes a virtual environment with uv, or brings it up to date. Takes a fraction of a second when nothing has changed.
+# Makes a virtual environment with uv, or updates it. Takes a fraction of a second when nothing has changed.
 #
 #   environment.sh FOLDER [OPTIONS OF uv sync]     sprl in place, with the package versions of uv.lock
 #   environment.sh FOLDER --requirements FILE      the packages of FILE alone, on Python 3.11
@@ -44,7 +44,7 @@ if [ "${1:-}" = --requirements ]; then
 fi
 
 if [ -n "${UV_DEFAULT_INDEX:-${UV_INDEX_URL:-}}" ]; then
-  # uv.lock names the files on PyPI. Another index is asked for the same versions and hashes.
+  # uv.lock names files on PyPI. From another index, uv installs the same versions and checks the same hashes.
   say
   if ! { "$uv" venv --quiet --allow-existing "$folder" &&
     "$uv" export --quiet --frozen --output-file "$folder/requirements.txt" "$@" >/dev/null &&

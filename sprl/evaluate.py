@@ -63,7 +63,7 @@ def table(result: Mapping[str, Any]) -> str:
 
 
 def main() -> int:
-  """Run the command; returns its exit status."""
+  """Run the command and return its exit status."""
   workdir = Path(_WORKDIR.value)
   saved = to_dict(resolve(read_config(workdir)))
   config: Any = flags.FLAGS['config'].value

@@ -22,7 +22,7 @@ _DTYPE = flags.DEFINE_enum('dtype', 'bfloat16', ['bfloat16', 'float32'], 'The dt
 
 
 def main() -> int:
-  """Run the command; returns its exit status."""
+  """Run the command and return its exit status."""
   workdir = Path(_WORKDIR.value)
   run = resolve(read_config(workdir))
   # Imported late: an error in the settings is reported before jax loads.

@@ -96,7 +96,7 @@ def check_step(session: Session, report: StepReport) -> None:
 
 
 class Warn:
-  """Logs each warning of the guards once a run."""
+  """Logs each warning of the guards once per run."""
 
   def __init__(self):
     self._said: set[str] = set()
@@ -151,7 +151,7 @@ def wrong_weights(session: Session, last: bool = False) -> list[str]:
   if not last and not learner.scales_current:
     wrong.append('the scales of the FP8 cache were found with older weights than the sampler has')
   if run.quant.sampler != 'none':
-    wrong += self_check(learner.params, session.weights, session.model.dtype, run.quant)
+    wrong += self_check(learner.params, session.weights, session.model.dtype, run.quant, session.model.mesh)
   return wrong
 
 

@@ -31,7 +31,7 @@ _WORKDIR = flags.DEFINE_string('workdir', None, "The run's folder. Default: runs
 
 
 def main() -> int:
-  """Run the command; returns its exit status."""
+  """Run the command and return its exit status."""
   run = resolve(_CONFIG.value)
   from sprl.distributed.process_group import join  # imported late: an error in the settings is reported before jax loads
 

@@ -1,8 +1,8 @@
-"""The mismatch ledger: the gap between sampler and learner, split by cause.
+"""The mismatch ledger: the mismatch of sampler and learner, split by cause.
 
-The gap of a token is log pi_learner - log pi_sampler, the log of the ratio that corrections weigh it by
-(docs/methods/losses.md, eq. 1). For a few trajectories of a step, the ledger replays the sampler's path (sprl/sampler/replay.py)
-with one cause at a time, against a replay with a dense cache in the compute dtype and the newest weights, unquantised:
+The mismatch of a token is log pi_learner - log pi_sampler, the log of its correction ratio (docs/methods/losses.md, eq. 1).
+For a few trajectories of a step, the ledger replays the sampler's path (sprl/sampler/replay.py) with one cause at a time. Each
+replay is compared with a replay of a dense cache in the compute dtype and the newest weights, unquantised:
 
     staleness   the learner with the newest weights, against the learner with the weights that sampled
     numerics    the learner's path (packed rows, one pass), against the sampler's (a cache, token by token), both dense
@@ -10,11 +10,12 @@ with one cause at a time, against a replay with a dense cache in the compute dty
     kv          keys and values (and queries, where they are too) in FP8
     eviction    the cache evicted to its budget
     routing     the learner's tokens through the experts of its own router, against those of the rollout (router replay R3)
-    residual    the rest of the gap: interaction of causes, and recorded log-probs that no replay reproduces
+    residual    the remainder: interaction of causes, and recorded log-probs that no replay reproduces
 
-The parts sum to the gap, token by token, because the residual is the rest. With one cause on, the residual is rounding; a larger
-one means that the recorded log-probs are not those of the sampler that the settings describe. `unreplayed` is the gap without
-router replay, which removes the effect of other causes on the choice of experts.
+The parts sum to the mismatch, token by token, because the residual is the remainder. With one cause on, the residual is rounding.
+A larger residual means that the recorded log-probs are not those of the sampler that the settings describe. In the results the
+mismatch is named `gap`. `unreplayed` is the mismatch without router replay, which removes the effect of other causes on the
+choice of experts.
 """
 
 import math
@@ -38,7 +39,7 @@ from sprl.sharding.rules import row_shards
 from sprl.sharding.transfer import fetch, park
 from sprl.types import Trajectory
 
-GROUPS = 2  # of a step's rollouts that are replayed
+GROUPS = 2  # groups of a step that are replayed
 CAUSES = ('staleness', 'numerics', 'weights', 'kv', 'eviction', 'routing', 'residual')
 EDGES = (-10.0, -3.0, -1.0, -0.3, -0.1, -0.03, -0.01, -0.003, -0.001, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
@@ -56,10 +57,10 @@ def ledger(
   scales: Scales | None = None,
   sampled_with: Params | None = None,
 ) -> dict[str, Float[np.ndarray, ' N']]:
-  """Return the gap of each of the N tokens that the model wrote (`gap`), and its parts by cause (CAUSES), in nats.
+  """Return the mismatch of each of the N tokens that the model wrote (`gap`), and its parts by cause (CAUSES), in nats.
 
-  `engine` sampled the trajectories. `params` are the learner's weights, `sampled_with` the weights that sampled where those are
-  others, `scales` the FP8 cache's. Where the rollout's experts are replayed, the result has `unreplayed` too.
+  `engine` sampled the trajectories. `params` are the learner's weights. `sampled_with` are the weights that sampled, None if they
+  are `params`. `scales` are those of the FP8 cache. With router replay R3 the result has `unreplayed` too.
   """
   sampler_params = params if sampled_with is None else sampled_with
 
@@ -68,7 +69,9 @@ def ledger(
     weights = model.sampler_weights(sampler_params, linears, scales)
     # As many rows as sampled, so that products are summed alike. A cache larger than the engine's gets only the rows it needs.
     rows = engine.rows if layout.bytes(1) <= engine.layout.bytes(1) else min(engine.rows, len(trajectories))
-    return written(replay(replace(engine, layout=layout, rows=rows), weights, trajectories), trajectories)
+    return written(
+      replay(replace(engine, layout=layout, rows=rows, mesh=model.sampler_mesh), weights, trajectories), trajectories
+    )
 
   def dense(weights: Params) -> Float[np.ndarray, ' N']:
     unrouted = [replace(t, routes=None) for t in trajectories]
@@ -101,7 +104,7 @@ def learner_logprobs(run: Run, model: Model, params: Params, trajectories: Seque
   sizes = shape(run.sampling, rollout, run.packing, 1, row_shards(model.mesh))
   batch, _ = pack(trajectories, np.ones(len(trajectories), np.float32), sizes, run.packing.share_prefix)
   batch = put(batch, model.mesh)
-  logp = fetch(score(model.graphdef, params, batch, ForwardConfig.of(run, model.dtype)))
+  logp = fetch(score.on(model.mesh)(model.graphdef, params, batch, ForwardConfig.of(run, model.dtype)))
   return [t.per_token(row) for t, row in zip(trajectories, logp)]
 
 
@@ -149,7 +152,7 @@ def of_one_version(trajectories: Sequence[Trajectory], count: int) -> tuple[int,
 
 
 def scalars(entries: Mapping[str, Float[np.ndarray, ' N']]) -> dict[str, float]:
-  """Return mean, mean size and 99th percentile of the size of the gap and of each part, as `ledger/` metrics in nats."""
+  """Return `ledger/` metrics in nats: mean, mean absolute value and its 99th percentile, of the mismatch and of each part."""
   metrics = {}
   for name, x in entries.items():
     metrics |= {
@@ -161,6 +164,6 @@ def scalars(entries: Mapping[str, Float[np.ndarray, ' N']]) -> dict[str, float]:
 
 
 def histograms(entries: Mapping[str, Float[np.ndarray, ' N']]) -> dict[str, Any]:
-  """Return how many tokens of the gap and of each part lie between EDGES; the first and the last bin are open."""
+  """Return how many tokens lie between EDGES, by mismatch and by each part. The first and the last bin are open."""
   edges = (-np.inf, *EDGES, np.inf)
   return {'edges': list(EDGES), 'histograms': {name: np.histogram(x, edges)[0].tolist() for name, x in entries.items()}}

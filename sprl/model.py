@@ -1,4 +1,4 @@
-"""A model folder, understood: config, tokenizer, meshes and dtypes, checked before a weight is read. It holds no weights."""
+"""Read and check a model folder: config, tokenizer, meshes and dtypes, before any weight is read. A Model holds no weights."""
 
 import math
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class Model:
   tokenizer: Tokenizer
   graphdef: nnx.GraphDef
   mesh: Mesh  # of the learner
-  serving: Mesh  # of the sampler weights after a sync: the learner's devices, in the rollouts' layout if rollouts share them
+  sampler_mesh: Mesh  # of the sampler weights after a sync: the learner's devices, in the rollouts' layout if rollouts share them
   engine_meshes: tuple[Mesh, ...]  # one for each engine
   shares_devices: bool  # rollouts and updates take turns on the same devices
   dtype: Any  # of computation
@@ -51,7 +51,7 @@ class Model:
 
   @classmethod
   def open(cls, run: Run) -> 'Model':
-    """Read and checks the files of the folder `run.model.path`; of weights, only the headers.
+    """Read and check the files of `run.model.path`. Reads only the headers of the weights.
 
     Raises PretrainedError, ConfigError, WeightsError, TokenizerError or SettingsError; each names the file or the setting.
     """
@@ -85,7 +85,7 @@ class Model:
       tokenizer=tokenizer,
       graphdef=transformer.graph(config),
       mesh=mesh,
-      serving=mesh if engines else apart[0],
+      sampler_mesh=mesh if engines else apart[0],
       engine_meshes=tuple(apart),
       shares_devices=engines is None or not {d for each in engines for d in each}.isdisjoint(learner),
       dtype=compute_dtype(run.model.dtype),
@@ -126,22 +126,25 @@ class Model:
     return jax.jit(init, out_shardings=places)(jax.random.key(seed))
 
   def engine(self, sampling: Sampling, layout: CacheLayout, rows: int, prefill: int, seed: int) -> EngineConfig:
-    """Return the config of an engine. `rows` and `prefill` are rounded up so that every device has an equal share."""
-    meshes = self.serving, self.engine_meshes[0]  # evaluations use the first, rollouts the second
+    """Return the config of an engine on the mesh of the sampler weights.
+
+    `rows` and `prefill` are rounded up so that every device has an equal share.
+    """
+    meshes = self.sampler_mesh, self.engine_meshes[0]  # evaluations use the first, rollouts the second
     rows = whole(rows, math.lcm(*(mesh.size for mesh in meshes)))
     prefill = whole(prefill, math.lcm(*map(row_shards, meshes)))
     text = partial(self.tokenizer.decode, skip_special=False)
     stop_ids = tuple(sorted({*self.tokenizer.eos_ids, *self.config.eos_token_ids, *sampling.stop_ids}))
-    return EngineConfig(self.config, sampling, layout, rows, prefill, seed, stop_ids, text)
+    return EngineConfig(self.config, sampling, layout, rows, prefill, seed, stop_ids, text, mesh=self.sampler_mesh)
 
   def sampler_weights(self, params: Params, quant: Quant, scales: Scales | None = None) -> SamplerWeights:
     """Return the sampler weights, with the scales of its FP8 cache, on the learner's devices."""
-    placed = {'config': self.config, 'mesh': self.serving, 'source': self.mesh}
+    placed = {'config': self.config, 'mesh': self.sampler_mesh, 'source': self.mesh}
     return sampler_weights(params, self.dtype, quant, self.linears(quant), **placed)._replace(scales=scales)
 
   def linears(self, quant: Quant) -> settings.Kernels:
     """Return which implementation multiplies FP8 linears on these meshes."""
-    return linear_kernels(self.config, quant, self.kernels, (self.serving, *self.engine_meshes))
+    return linear_kernels(self.config, quant, self.kernels, (self.sampler_mesh, *self.engine_meshes))
 
   def cache_layout(
     self, sampling: Sampling, cache: Cache, quant: Quant, record: bool = False, routes: bool = False

@@ -16,7 +16,7 @@ from sprl.session import Finished
 
 
 def closing_report(run: Run, workdir: Path, finished: Finished) -> str:
-  """Draw the plots, writes the export if `run.export` is set, and returns the report as text.
+  """Draw the plots, write the export if `run.export` is set, and return the report as text.
 
   A run over several processes is not exported here, because no process holds all weights.
   """

@@ -1,6 +1,5 @@
 """Read trained weights back from a run's checkpoints, and export them."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from sprl.learner.state import TrainState
 from sprl.model import Model, abstract_params
 from sprl.models.lora import Base, network
 from sprl.models.transformer import Params
+from sprl.run_state import RunState
 from sprl.sampler import calibrate
 
 
@@ -28,12 +28,13 @@ def restore(model: Model, run: Run, workdir: Path, step: int | None = None, dtyp
   Raises CheckpointError as `restore_trained` does, and SettingsError if the adapters were trained with other frozen weights.
   """
   restored, base = restore_trained(model, run, workdir, step), model.base(dtype)
-  check_base(base, restored.extra, run.model.path)
-  largest = tuple(np.array(found, np.float32) for found in restored.extra['amax'])
+  state = RunState.from_json(restored.step, restored.extra)
+  check_base(base, state, run.model.path)
+  largest = tuple(np.array(found, np.float32) for found in state.amax)
   has_scales = largest and run.quant.kv_scale != 'first_forward'
   return (
     network(restored.arrays.params, base),
-    restored.step,
+    state.step,
     calibrate.scales(largest, run.quant, model.config.num_layers) if has_scales else None,
   )
 
@@ -58,11 +59,11 @@ def restore_trained(model: Model, run: Run, workdir: Path, step: int | None = No
   return restored
 
 
-def check_base(base: Base | None, extra: Mapping[str, Any], path: str) -> None:
-  """Raise SettingsError if the adapters of a checkpoint were trained with other frozen weights. `extra` is its record."""
-  if base is not None and base.fingerprint != extra['base']:
+def check_base(base: Base | None, state: RunState, path: str) -> None:
+  """Raise SettingsError if the adapters of a checkpoint were trained with other frozen weights."""
+  if base is not None and base.fingerprint != state.base:
     raise SettingsError(
-      f'config.model.path = {path!r}: expected the weights that the adapters were trained with (fingerprint {extra["base"]}), '
+      f'config.model.path = {path!r}: expected the weights that the adapters were trained with (fingerprint {state.base}), '
       f'found others ({base.fingerprint})'
     )
 

@@ -19,7 +19,7 @@ class RunState:
   prompts: dict[str, Any] = field(default_factory=dict)  # what the order of the prompts is made of (RolloutSetup.state)
   scheduler: dict[str, Any] | None = None  # groups in flight (Scheduler.state); None before the first step
   amax: list[Any] = field(default_factory=list)  # largest queries, keys and values of past calibrations, newest last
-  calibrated_version: int = -1  # finished updates of the weights that the newest calibration saw
+  calibrated_updates: int = -1  # updates of the weights that the newest calibration saw
   base: str | None = None  # fingerprint of the frozen weights under adapters
 
   def to_json(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A run at work: the calls of a step that are not the learner's, and what they need to remember.
+"""A running session: the calls of a step that are not the learner's, and the state between these calls.
 
 On devices shared with the learner, rollouts and updates take turns. On devices of their own, rollouts go on from the end of
 `Session.rollout` to `Session.sync`, in a thread that turns the scheduler while the loop's own thread learns.
@@ -230,7 +230,7 @@ class Session:
     """Save a checkpoint of the step, unless there is one, and the timeline."""
     self.state.scheduler = self.scheduler.state()
     self.state.amax = [found.tolist() for found in self.learner.amax]
-    self.state.calibrated_version = self.learner.calibrated_version
+    self.state.calibrated_updates = self.learner.calibrated_updates
     score = self.state.after['metrics']['eval/avg@k'] if self.state.after else None
     self.checkpoints.save(self.state.step, self.learner.state, self.state.to_json(), score)
     if self.trace is not None:
@@ -250,7 +250,7 @@ class Pump:
     self._scheduler, self._team = scheduler, team
     self._learned = threading.Event()
     self._error: BaseException | None = None
-    # A daemon: if the learner raises, nobody stops the thread, and the process must end.
+    # A daemon: if the learner raises, nothing stops the thread, and the process must still exit.
     self._thread = threading.Thread(target=self._turn, name='rollouts', daemon=True)
     self._thread.start()
 

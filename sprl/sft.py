@@ -24,6 +24,7 @@ import numpy as np
 import optax
 from absl import flags
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Float
 from ml_collections import config_flags
 
@@ -48,7 +49,7 @@ from sprl.types import Trajectory
 log = logging.getLogger(__name__)
 
 SHOWN_EVERY = 10  # steps between two lines of progress, when losses are read back
-PATIENCE = 1000  # consecutive problems without room, after which the search ends
+PATIENCE = 1000  # consecutive problems that do not fit, after which the search ends
 
 
 def fine_tune(
@@ -56,8 +57,8 @@ def fine_tune(
 ) -> dict[str, Any]:
   """Take `steps` steps on `batch` solutions each and write the model to `out`, which appears whole or not at all.
 
-  Returns {out, steps, loss_first, loss_last, skipped, seconds}. The losses are those of the first and the last batch, in nats a
-  token, each before its step. `skipped` counts problems whose prompt or solution is too long or empty. On one machine, equal
+  Returns {out, steps, loss_first, loss_last, skipped, seconds}. The losses are those of the first and the last batch, in nats
+  per token, each before its step. `skipped` counts problems whose prompt or solution is too long or empty. On one machine, equal
   settings give equal weights.
 
   Raises SettingsError, and the errors of `Model.open`, before any device work; SettingsError if the loss is not finite.
@@ -77,9 +78,8 @@ def fine_tune(
   optimizer = make_optimizer(settings, steps)
   shardings = jax.tree.map(lambda a: a.sharding, abstract_state(abstract_params(model), optimizer))
   state = jax.device_put(TrainState.create(model.load(), optimizer), shardings)
-  update = make_update(
-    model.graphdef, optimizer, ForwardConfig(1.0, model.dtype, packing.score_chunk, model.kernels), run.model.remat
-  )
+  forward = ForwardConfig(1.0, model.dtype, packing.score_chunk, model.kernels)
+  update = make_update(model.graphdef, optimizer, forward, run.model.remat, model.mesh)
 
   losses: list[float] = []
   unread: list[Float[Array, '']] = []  # losses on the device
@@ -116,7 +116,7 @@ def fine_tune(
 
 
 class SolutionStream:
-  """An endless stream of solved problems in the order that the seed fixes. Problems without room are skipped and counted."""
+  """An endless stream of solved problems in the order that the seed fixes. Problems that do not fit are skipped and counted."""
 
   def __init__(self, run: Run, model: Model, train_set: Sequence[Problem]):
     self.skipped = 0
@@ -125,7 +125,7 @@ class SolutionStream:
     self._stream = self._fitting(PromptStream(train_set, run.seed), min(PATIENCE, len(train_set)))
 
   def take(self, n: int) -> list[Trajectory]:
-    """Return the next n. Raises SettingsError, naming the setting, if problem after problem has no room."""
+    """Return the next n. Raises SettingsError, naming the setting, if PATIENCE problems in a row do not fit."""
     return list(itertools.islice(self._stream, n))
 
   def _fitting(self, stream: PromptStream, patience: int) -> Iterator[Trajectory]:
@@ -205,13 +205,17 @@ def solution_trajectory(prompt: Sequence[int] | np.ndarray, solution: Sequence[i
 
 
 def make_update(
-  graphdef: nnx.GraphDef, optimizer: optax.GradientTransformationExtraArgs, config: ForwardConfig, remat: Remat
+  graphdef: nnx.GraphDef,
+  optimizer: optax.GradientTransformationExtraArgs,
+  config: ForwardConfig,
+  remat: Remat,
+  mesh: Mesh | None = None,
 ) -> OnMesh:
-  """Return the jitted update(state, batch) -> (state, loss); `state` is donated.
+  """Return the jitted update(state, batch) -> (state, loss) on a mesh; `state` is donated.
 
   The loss is the mean of -log p over the tokens in the batch's mask, in nats, before the step.
   """
-  return OnMesh(jax.jit(partial(_update, graphdef, optimizer, config, remat), donate_argnums=0))
+  return OnMesh(jax.jit(partial(_update, graphdef, optimizer, config, remat), donate_argnums=0), mesh)
 
 
 def _update(graphdef, optimizer, config: ForwardConfig, remat: Remat, state: TrainState, batch: TrainBatch):

@@ -7,9 +7,9 @@ belong to the scheduler (sprl/rollout/scheduler.py), updates to the learner (spr
 them to the session (sprl/session.py).
 
 A step depends on the settings, its number, the groups it consumes and the train state. The number of a group fixes its problem;
-(seed, sequence, position) fixes the random number of a token. A synchronous run that is killed and resumed therefore writes the
-same metrics and ends with the same weights, bit for bit. In an asynchronous run the clock decides what is generated when; a
-resumed run loses no group and trains none twice.
+(seed, sequence, attempt, position) fixes the random number of a token. A synchronous run that is killed and resumed therefore
+writes the same metrics and ends with the same weights, bit for bit. In an asynchronous run the clock decides which weights draw
+a token. A resumed run loses no group and trains on none twice.
 """
 
 import logging
@@ -55,15 +55,15 @@ MAY_CHANGE = ('steps', 'export', 'patience', 'eval', 'checkpoint', 'ledger', 'lo
 
 
 def train(run: Run, workdir: Path, team: Team = ALONE) -> Finished:
-  """Train the run of `workdir`, or resumes it, up to its last step.
+  """Train or resume the run of `workdir` up to its last step.
 
-  SIGTERM and SIGINT end it early with all of it saved: after the update or evaluation in progress, or during the rollouts of the
-  next update, which a resumed run asks for again.
+  SIGTERM and SIGINT save the run and end it early: after the update or evaluation in progress, or during the rollouts of the next
+  update, which a resumed run samples again.
 
-  Every process of a team calls this function. Process 0 decides what the settings do not fix, and alone writes to `workdir`,
-  except for checkpoints, of which each process writes its part.
+  Every process of a team calls this function. Process 0 decides what the settings do not fix. Only process 0 writes to `workdir`,
+  except for checkpoints: each process writes its part of those.
 
-  Raises SettingsError and its kin before any device work, and StopRun if a guard finds that training is broken.
+  Raises SettingsError and other errors of input before any device work, and StopRun if a guard finds that training is broken.
   """
   with ExitStack() as stack:
     session = setup(run, workdir, team, stack)
@@ -148,7 +148,7 @@ def open_learner(
   optimizer = make_optimizer(run.optimizer, run.steps * run.optimizer.updates)
   abstract = abstract_state(abstract_params(model), optimizer, run.optimizer.offload)
   base = model.base()
-  update = make_update(model.graphdef, optimizer, UpdateConfig.of(run, model.dtype))
+  update = make_update(model.graphdef, optimizer, UpdateConfig.of(run, model.dtype), model.mesh)
   if (checkpoints.latest() or 0) < run.steps:
     compile_ahead(update, run, model, abstract, base)
   restored = checkpoints.restore(abstract)
@@ -159,14 +159,14 @@ def open_learner(
   else:
     train_state, state = restored.arrays, RunState.from_json(restored.step, restored.extra)
     rollouts.check(state.prompts, workdir)
-    check_base(base, restored.extra, run.model.path)
+    check_base(base, state, run.model.path)
     log.info('resuming after step %d', state.step)
   reference = None
   if run.loss.kl_coef:
     reference = model.load(model.dtype) if base is None else base.params
   learner = Learner(
     run=run, model=model, layout=layout, jitted_update=update, state=train_state, reference=reference, base=base,
-    amax=tuple(np.array(found, np.float32) for found in state.amax), calibrated_version=state.calibrated_version,
+    amax=tuple(np.array(found, np.float32) for found in state.amax), calibrated_updates=state.calibrated_updates,
   )  # fmt: skip
   return learner, state
 

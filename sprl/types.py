@@ -1,4 +1,4 @@
-"""The types that cross the wall between rollouts and learner.
+"""Types shared by rollouts and learner.
 
     Request       one completion to sample: a prompt, and the tokens that already follow it
     Completion    the tokens drawn for a request, with a record of each
@@ -43,14 +43,14 @@ class Request:
     return len(self.prompt) + len(self.given)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Completion:
   """The tokens drawn for a request, and a record of each."""
 
   request: Request
   tokens: Int[np.ndarray, ' C']
   logp: Float[np.ndarray, ' C']  # under the distribution that the token was drawn from
-  version: Int[np.ndarray, ' C']  # finished updates of the weights that sampled it
+  version: Int[np.ndarray, ' C']  # finished steps of the weights that sampled it
   kept: Int[np.ndarray, ' C']  # cache slots attended, including the token's own
   finish: str  # stop, length, abort
   saturated: int = 0  # elements of the row's keys and values that FP8 clamped
@@ -86,7 +86,7 @@ class Trajectory:
   tokens: Int[np.ndarray, ' T']
   mask: Bool[np.ndarray, ' T']
   sampler_logp: Float[np.ndarray, ' T']  # under the distribution that the token was drawn from
-  version: Int[np.ndarray, ' T']  # finished updates of the weights that sampled it
+  version: Int[np.ndarray, ' T']  # finished steps of the weights that sampled it
   kept: Int[np.ndarray, ' T']  # cache slots attended, including the token's own
   prompt_length: int
   finish: str  # stop, length, abort; turns: a conversation reached its limit of turns
@@ -95,7 +95,7 @@ class Trajectory:
   evicted: Int[np.ndarray, 'L K T'] | None = None  # the first position that no longer saw the token, if recorded
   routes: Int[np.ndarray, 'T M k'] | None = None  # experts of each token in each of M MoE layers, if recorded
   prefilled: tuple[int, int] | None = None  # shape of its prompt's first prefill batch: prompts, padded length
-  start_version: int = 0  # finished updates when its group started; staleness counts from here
+  start_version: int = 0  # finished steps when its group started; staleness counts from here
   status: str = 'ok'  # how it was graded (a Grade's status)
   rewards: tuple[float, ...] = ()  # of the turns of a conversation; `reward` is their sum
   metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)  # reported by its environment

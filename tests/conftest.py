@@ -1,4 +1,4 @@
-"""Every test runs with the shapes and types in sprl's signatures checked at run time, and on the CPU unless told otherwise."""
+"""Settings of the test suite: signatures are checked at run time, tests run on the CPU, compiled programs are cached."""
 
 import hashlib
 import os
@@ -9,13 +9,13 @@ import jaxtyping
 import pytest
 
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
-# Compilation is most of a test's time, and halves without XLA's optional passes. Subprocesses inherit this.
+# Compilation takes most of a test's time. Without XLA's optional passes it takes half. Subprocesses inherit this setting.
 os.environ.setdefault('JAX_DISABLE_MOST_OPTIMIZATIONS', '1')
 jaxtyping.install_import_hook('sprl', 'typechecking.checked')
 
 
 def machine_key() -> str:
-  """Return a short hash of the CPU's features: XLA's compiled CPU code may not run on a CPU that lacks some of them."""
+  """Return a short hash of the CPU's features. XLA's CPU code may not run on a CPU that lacks one of them."""
   try:
     lines = Path('/proc/cpuinfo').read_text().splitlines()
     features = next(line for line in lines if line.startswith(('flags', 'Features')))
@@ -25,10 +25,10 @@ def machine_key() -> str:
 
 
 def pytest_configure():
-  """Keep compiled programs in `.cache/jax`, or in the folder that `SPRL_TEST_CACHE` names.
+  """Cache compiled programs in `.cache/jax`, or in the folder that `SPRL_TEST_CACHE` names.
 
-  The cache is set in this process only, not in the environment: a program for several CPU devices that is read from the cache
-  loses the order of its collectives, and the subprocesses of some tests have several CPU devices.
+  Only this process uses the cache; the environment of its subprocesses does not name it. Some subprocesses have several CPU
+  devices. A program for several CPU devices loses the order of its collectives when XLA reads it from the cache.
   """
   if 'device_count' in os.environ.get('XLA_FLAGS', '') or 'JAX_NUM_CPU_DEVICES' in os.environ:
     return
@@ -41,14 +41,9 @@ def pytest_configure():
 
 
 @pytest.fixture(scope='module')
-def compiled_fast():
-  """Deprecated: every file is compiled without optional passes now."""
-
-
-@pytest.fixture(scope='module')
 def optimised():
-  """Compile a file's programs with all of XLA's passes: for files whose comparisons depend on them."""
-  import jax  # after the hook and the platform
+  """Compile the file's programs with all of XLA's passes, for comparisons that depend on them."""
+  import jax  # after the import hook and the platform are set
 
   jax.config.update('jax_disable_most_optimizations', False)
   yield
@@ -56,8 +51,8 @@ def optimised():
 
 
 @pytest.fixture(scope='module', autouse=True)
-def programs_end_with_their_file():
-  """Compiled programs are let go of: each holds memory maps, of which a process may have 65,530, and XLA crashes at the next."""
+def free_compiled_programs():
+  """Free compiled programs after each file: they hold memory maps, and XLA crashes if a process needs more than 65,530."""
   yield
   import jax
 

@@ -1,4 +1,4 @@
-"""What tests of worker pools share: a clock that the test turns, workers that answer at once, and waiting for results."""
+"""Helpers of tests of worker pools: a manual clock, workers that answer at once, and waits with a time limit."""
 
 import os
 import time
@@ -6,11 +6,11 @@ from concurrent.futures import Future
 
 from sprl.tasks.foreign import attempt
 
-PATIENCE = 30.0  # seconds that a broken pool may keep a test
+PATIENCE = 30.0  # seconds until a test of a broken pool fails
 
 
-class Hand:
-  """A clock that a test turns."""
+class ManualClock:
+  """A clock whose `time` the test sets."""
 
   def __init__(self):
     self.time = 0.0
@@ -19,8 +19,8 @@ class Hand:
     return self.time
 
 
-class Inline:
-  """A worker that answers at once, in the thread of the pool. `gone` says how it died while it was idle."""
+class InlineWorker:
+  """A worker that answers at once, in the pool's thread. Set `gone` to the reason of its death while it is idle."""
 
   def __init__(self, load):
     self.ready: Future[str] = Future()
@@ -41,7 +41,7 @@ class Inline:
 
 
 def results(pool, *tickets):
-  """The results of these tickets, once all are ready."""
+  """Wait for these tickets. Return their results."""
   found, until = {}, time.monotonic() + PATIENCE
   while len(found) < len(tickets):
     assert time.monotonic() < until, f'no results for {set(tickets) - found.keys()}'
@@ -51,12 +51,12 @@ def results(pool, *tickets):
 
 
 def answers(pool, *calls):
-  """The results of these calls."""
+  """Submit these calls and wait for them. Return their results."""
   return results(pool, *[pool.submit(call) for call in calls])
 
 
 def until(condition, what='in time'):
-  """Waits until the condition holds."""
+  """Wait until the condition holds. Fail after `PATIENCE` seconds."""
   end = time.monotonic() + PATIENCE
   while not condition():
     assert time.monotonic() < end, what
@@ -64,7 +64,7 @@ def until(condition, what='in time'):
 
 
 def alive(pid):
-  """Whether a process runs. One that has ended and waits for its parent does not."""
+  """Return whether a process runs. A zombie does not run."""
   try:
     with open(f'/proc/{pid}/stat') as file:
       return file.read().rpartition(')')[2].split()[0] != 'Z'
@@ -73,7 +73,7 @@ def alive(pid):
 
 
 def processes(command):
-  """The ids of running processes whose command line begins so (arguments separated by NUL)."""
+  """Return the ids of running processes whose command line starts with `command` (arguments separated by NUL)."""
   found = []
   for pid in filter(str.isdigit, os.listdir('/proc') if os.path.isdir('/proc') else []):
     try:

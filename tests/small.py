@@ -1,4 +1,4 @@
-"""A model small enough for every test, and rollouts that need no sampler."""
+"""Small models, and rollouts of random tokens that need no sampler."""
 
 from functools import partial
 
@@ -13,7 +13,7 @@ from sprl.types import LogProbs, Trajectory
 
 
 def model(family='llama', **changes):
-  """(config, weights): every weight random, norms and biases too, so that none can be left out unnoticed."""
+  """Return (config, weights) of a tiny model. Norms and biases are random too, so that every weight changes the outputs."""
   config = tiny(family, **changes)
   params = transformer.init_params(config, jax.random.key(0), scale=0.2)
   leaves, tree = jax.tree.flatten(params)
@@ -22,7 +22,7 @@ def model(family='llama', **changes):
 
 
 def rollouts(lengths, prompts, vocab=259, seed=0):
-  """Trajectories of random tokens: `lengths[g]` are the completions' lengths of group g, `prompts[g]` its prompt's."""
+  """Return trajectories of random tokens. `lengths[g]` are the completion lengths of group g, `prompts[g]` its prompt length."""
   rng = np.random.default_rng(seed)
   made = []
   for g, (completions, P) in enumerate(zip(lengths, prompts)):
@@ -47,14 +47,14 @@ def rollouts(lengths, prompts, vocab=259, seed=0):
 
 
 def unscored(batch):
-  """The log-probs of a batch before it is scored: the sampler's."""
+  """Return the log-probs of a batch that the old policy has not scored: the sampler's alone."""
   return LogProbs(sampler=batch.sampler_logp)
 
 
 def teacher_forced(config, params, trajectory, temperature=1.0):
-  """[T] log-probs of a sequence's tokens, alone in its row, from whole logits; the first token's is 0."""
+  """Return log-probs [T] of a sequence's tokens, from the logits of one row. The first token has 0."""
   n = len(trajectory.tokens)
-  tokens = np.pad(trajectory.tokens, (0, -n % 32))[None]  # few lengths, few compilations
+  tokens = np.pad(trajectory.tokens, (0, -n % 32))[None]  # multiples of 32: few shapes to compile
   logp = _teacher_forced(transformer.graph(config), params, jnp.asarray(tokens), jnp.arange(tokens.shape[1])[None], temperature)
   return np.concatenate([[0], logp[0, : n - 1]]).astype(np.float32)
 
@@ -68,7 +68,7 @@ def _teacher_forced(graph, params, tokens, positions, temperature):
 
 
 def rectangle(trajectories, per_token, columns):
-  """[B, C] of ragged [T] arrays, laid out as the learner lays out completions."""
+  """Return ragged [T] arrays as one array [B, C] in the learner's layout of completions."""
   out = np.zeros((len(trajectories), columns), np.float32)
   for b, (t, x) in enumerate(zip(trajectories, per_token)):
     out[b, : len(t.completion)] = np.where(t.mask, x, 0)[t.prompt_length :]

@@ -1,4 +1,4 @@
-"""The processes of a run as threads of a test."""
+"""Threads that stand for the processes of a run."""
 
 import threading
 from multiprocessing import Pipe
@@ -7,7 +7,7 @@ from sprl.distributed.team import Team
 
 
 def together(*programs):
-  """Runs `programs[k](team)` as process k. Returns the results; an exception that a program raises is its result."""
+  """Run `programs[k](team)` as process k. Return the results. If a program raises an exception, its result is the exception."""
   pairs = [Pipe() for _ in programs[1:]]
   teams = [Team(0, len(programs), [ours for ours, _ in pairs])]
   teams += [Team(k, len(programs), [theirs]) for k, (_, theirs) in enumerate(pairs, 1)]

@@ -1,4 +1,4 @@
-"""Settings: what resolves, what is refused, and that each refusal begins with the setting's name and value."""
+"""Settings: values that resolve, and refusals that begin with the setting's name and value."""
 
 import ast
 import dataclasses
@@ -19,11 +19,11 @@ from sprl.config import ARMS, Arm, Run, Sampling, SettingsError, default_config,
 from sprl.config_checks import RANGES, device_numbers, grader_file, within
 from sprl.config_reader import resolve
 
-MOST_SETTINGS = 125  # a setting earns its place by a user who needs it
+MOST_SETTINGS = 125  # every setting needs a user
 
 
 def config(**changes):
-  """The defaults with a model, and `section__key=value` changed."""
+  """Return the defaults with a model and with the changes `section__key=value`."""
   made = to_dict(Run())
   for key, value in {'model__path': 'some/model', **changes}.items():
     *sections, name = key.split('__')
@@ -35,7 +35,7 @@ def config(**changes):
 
 
 def refuses(key, value, **changes):
-  """Asserts that `value` is refused by name and value, and returns what is expected instead."""
+  """Assert that `value` is refused by name and value. Return the rest of the error, which names the accepted values."""
   with pytest.raises(SettingsError) as error:
     resolve(config(**changes))
   start = f'config.{key} = {value!r}: expected '
@@ -48,7 +48,7 @@ def accepts(**changes):
 
 
 def leaves(section, prefix='config'):
-  """(`config.rollout.group`, its value) of every setting."""
+  """Yield (name, value) of every setting, with names such as `config.rollout.group`."""
   for key, value in section.items():
     name = f'{prefix}.{key}'
     yield from leaves(value, name) if isinstance(value, dict) and name not in FREE else [(name, value)]
@@ -57,7 +57,7 @@ def leaves(section, prefix='config'):
 # --- the settings as a whole ------------------------------------------------------------------------------------------
 
 
-def test_number_of_settings():
+def test_the_number_of_settings_is_limited():
   count = len(list(leaves(to_dict(Run()))))
   print(f'{count} settings')
   assert count <= MOST_SETTINGS
@@ -93,7 +93,7 @@ def test_every_number_has_a_range_that_holds_its_default():
     ('[1, inf)', (1, 10**12), (0, float('inf'), float('nan'))),
   ],
 )
-def test_within_an_interval(interval, inside, outside):
+def test_within_checks_both_ends_of_an_interval(interval, inside, outside):
   assert all(within(value, interval) for value in inside)
   assert not any(within(value, interval) for value in outside)
 
@@ -115,7 +115,7 @@ def test_a_changed_config_dict_resolves():
 
 
 def parsed(monkeypatch, *arguments):
-  """The config after `arguments` on the command line."""
+  """Return the config after `arguments` on the command line."""
   monkeypatch.setattr('sys.argv', ['main', *arguments])
   given = flags.FlagValues()
   config_flags.DEFINE_config_dict('config', default_config(), flag_values=given)
@@ -198,7 +198,7 @@ def test_a_wrong_element_is_refused_by_index(key, given, value):
 
 
 @pytest.mark.parametrize('key', ['temperature', 'sampling.temprature', 'mesh.tensor', 'loss.tis_low', 'cache.rkv.decay'])
-def test_an_unknown_key_is_refused_with_those_that_exist(key):
+def test_an_unknown_key_is_refused_with_the_known_keys(key):
   with pytest.raises(SettingsError) as error:
     accepts(**{key.replace('.', '__'): 1.0})
   section = f'config.{key}'.rpartition('.')[0]
@@ -345,7 +345,7 @@ def test_grader_file_splits_at_the_last_colon():
   assert grader_file('math') is None
 
 
-def test_device_numbers():
+def test_device_numbers_are_read_from_text():
   assert device_numbers('0-2,5') == (0, 1, 2, 5)
   assert device_numbers('4') == (4,)
   assert device_numbers('1,0-1') is None
@@ -387,10 +387,10 @@ def test_every_arm_has_a_correction():
 
 
 @pytest.mark.parametrize(
-  ('key', 'value', 'arm', 'of_arm'),
+  ('key', 'value', 'arm', 'correction_of_arm'),
   [('correction.veto', 1e-3, 'naive', 'None'), ('correction.cap', 3.0, 'sparse_rl', '1.5')],
 )
-def test_a_correction_that_contradicts_the_arm_is_refused(key, value, arm, of_arm):
+def test_a_correction_that_contradicts_the_arm_is_refused(key, value, arm, correction_of_arm):
   expected = refuses(key, value, arm=arm, cache__budget=64, **{key.replace('.', '__'): value})
-  assert expected.startswith(of_arm)
+  assert expected.startswith(correction_of_arm)
   assert f'config.arm = {arm!r}' in expected

@@ -1,4 +1,4 @@
-"""docs/gen_reference.py reads settings and their meanings from source text, however a field carries its meaning."""
+"""docs/gen_reference.py reads settings, and their meanings from comments, strings, metadata and helper functions."""
 
 import importlib.util
 import sys
@@ -48,7 +48,7 @@ def gen_reference():
   assert spec is not None
   assert spec.loader is not None
   module = importlib.util.module_from_spec(spec)
-  sys.modules['gen_reference'] = module  # where dataclasses look for it
+  sys.modules['gen_reference'] = module  # dataclasses look up the module here
   spec.loader.exec_module(module)
   return module
 

@@ -1,12 +1,8 @@
-"""benchmarks/grpo_step.py asks both sides the same questions."""
+"""benchmarks/grpo_step.py gives sprl and its peer the same questions."""
 
 import json
-import sys
-from pathlib import Path
 
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).parents[1] / 'benchmarks'))
 from grpo_step import questions
 
 from sprl.config import Evaluation, ModelSettings, Run, Sampling, Task
@@ -15,7 +11,7 @@ from sprl.rollout.prompts import ProblemSource
 from sprl.rollout.setup import RolloutSetup
 
 
-def test_the_peer_gets_the_run_s_questions_in_the_same_form(tmp_path):
+def test_the_peer_gets_the_same_questions_as_the_run(tmp_path):
   write_tiny(tmp_path)
   for split in ('train', 'test'):
     lines = [json.dumps({'prompt': f'{i} + 1 = ?', 'answer': str(i + 1)}) for i in range(4)]

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: the model it writes, the tokens that carry loss, the problems that are skipped or refused."""
+"""Supervised fine-tuning: the written model, the tokens that carry loss, and skipped or refused problems."""
 
 import dataclasses
 import importlib.util
@@ -71,8 +71,8 @@ def inputs(progressions, tmp_path_factory) -> Path:
   return folder
 
 
-def changed(inputs, **changes) -> settings.Run:
-  """Return the settings of `inputs` with some changed (`sampling__max_prompt=4`)."""
+def run_with(inputs, **changes) -> settings.Run:
+  """Return the run of `inputs` with changes such as `sampling__max_prompt=4`."""
   scope: dict = {}
   exec((inputs / 'config.py').read_text(), scope)
   config = scope['get_config']()
@@ -89,7 +89,7 @@ def command(*arguments):
 
 
 def greedy(model, params, prompt, tokens) -> list[int]:
-  """Return the likeliest continuation up to the end of the turn, from whole logits."""
+  """Return the likeliest continuation up to the end of the turn, from the logits of all tokens."""
   ids = [int(i) for i in prompt]
   for _ in range(tokens):
     padded = jnp.asarray(np.pad(ids, (0, 16 - len(ids)))[None])
@@ -105,8 +105,8 @@ forward = partial(jax.jit, static_argnums=0)(transformer.forward)
 
 
 def check_taught(inputs, out):
-  """The model answers every training problem as taught."""
-  run = changed(inputs, model__path=str(out))
+  """Assert that the model answers every training problem as taught."""
+  run = run_with(inputs, model__path=str(out))
   model = Model.open(run)
   params = model.load()
   for problem in problems.load(run.task, 'train'):
@@ -126,12 +126,12 @@ LINES = [f'step {step:2d}/30' for step in (1, 10, 20, 30)]
 
 
 def test_fine_tuning_writes_a_model_that_answers_as_taught(inputs, tmp_path):
-  """Equal settings give equal weights, float32 whatever dtype the run trains in."""
+  """Equal settings give equal weights. The weights are float32 for every dtype of the run."""
   weights = []
   for param_dtype in ('float32', 'bfloat16'):
     lines: list[str] = []
     out = tmp_path / param_dtype / 'new'
-    run = changed(inputs, model__param_dtype=param_dtype)
+    run = run_with(inputs, model__param_dtype=param_dtype)
     facts = fine_tune(run, out, steps=30, batch=8, learning_rate=1e-2, show=lines.append)
     check_facts(facts, out)
     assert [line.split('  loss')[0] for line in lines] == LINES
@@ -148,7 +148,7 @@ def test_the_command_fine_tunes(inputs, tmp_path):
   out = tmp_path / 'new' / 'out'
   done = command(f'--config={inputs / "config.py"}', f'--out={out}', '--steps=30', '--batch=8', '--learning_rate=1e-2')
   assert done.returncode == 0
-  assert len(done.stderr.splitlines()) == 1  # the references run in place of kernels for GPUs
+  assert len(done.stderr.splitlines()) == 1  # the log line about reference implementations
   *progress, last = done.stdout.splitlines()
   check_facts(json.loads(last), out)
   assert [line.split('  loss')[0] for line in progress] == LINES
@@ -161,23 +161,23 @@ def test_the_command_fine_tunes(inputs, tmp_path):
 
 def test_a_folder_that_is_not_empty_is_refused(inputs):
   with pytest.raises(SettingsError, match=f'--out = {inputs}: '):
-    fine_tune(changed(inputs), inputs, steps=1, batch=1, learning_rate=1e-3)
+    fine_tune(run_with(inputs), inputs, steps=1, batch=1, learning_rate=1e-3)
 
 
 def test_a_loss_that_is_not_finite_is_reported_and_nothing_written(inputs, tmp_path, monkeypatch):
   monkeypatch.setattr(sft, 'make_update', lambda *_: lambda state, batch: (state, jnp.float32(np.nan)))
   with pytest.raises(SettingsError, match=r'--learning_rate = 1e\+30: .* at step 1;'):
-    fine_tune(changed(inputs), tmp_path / 'out', steps=20, batch=8, learning_rate=1e30, show=lambda line: None)
+    fine_tune(run_with(inputs), tmp_path / 'out', steps=20, batch=8, learning_rate=1e30, show=lambda line: None)
   assert not (tmp_path / 'out').exists()
 
 
-# --- what carries loss -----------------------------------------------------------------------------------------------
+# --- tokens that carry loss ------------------------------------------------------------------------------------------
 
 
 SIZES = Shape(micros=2, rows=1, tokens=8, sequences=3, columns=4)
 
 
-def packed(pairs):
+def pack_solutions(pairs):
   trajectories = [solution_trajectory(np.array(prompt), solution) for prompt, solution in pairs]
   return trajectories, pack(trajectories, np.ones(3, np.float32), SIZES, share_prefix=False)[0]
 
@@ -190,13 +190,13 @@ def sgd(rate):
 
 
 def test_only_the_solution_carries_loss(monkeypatch):
-  """The weights are a table of log-probs of the cells in place of a network: the gradient of each is minus its share."""
+  """A table of log-probs of the cells replaces the network. The gradient of a log-prob is minus its share of the loss."""
 
   def of_table(graphdef, params, batch, i, config, remat):
     return jnp.where(batch.mask & (batch.micro == i)[:, None], params['logp'], 0), None, None
 
   monkeypatch.setattr(sft, 'micro_logprobs', of_table)
-  _, batch = packed(PAIRS)
+  _, batch = pack_solutions(PAIRS)
   assert batch.used == 2  # accumulated over microbatches
   targets = np.concatenate([batch.target[a, 0, : batch.scored[a, 0]] for a in range(2)])
   assert sorted(targets) == sorted([8, 9, 2, 11, 2, 2])  # no token of a prompt
@@ -206,7 +206,7 @@ def test_only_the_solution_carries_loss(monkeypatch):
   state, loss = update(TrainState.create({'logp': jnp.array(logp)}, sgd(6.0)), jax.device_put(batch))
   assert float(loss) == pytest.approx((1 + 2 + 3 + 5 + 6 + 9) / 6)
   np.testing.assert_allclose(state.params['logp'] - logp, [[1, 1, 1, 0], [1, 1, 0, 0], [1, 0, 0, 0]], rtol=1e-6)
-  shorter = packed(PAIRS[:2] + PAIRS[1:2])[1]
+  shorter = pack_solutions(PAIRS[:2] + PAIRS[1:2])[1]
   update(state, jax.device_put(shorter))
   assert update._cache_size() == 1  # other lengths use the same program
 
@@ -214,7 +214,7 @@ def test_only_the_solution_carries_loss(monkeypatch):
 @pytest.mark.slow
 def test_the_step_follows_the_gradient_of_the_solutions():
   config, params = small.model(num_hidden_layers=1)
-  taught, batch = packed(PAIRS)
+  taught, batch = pack_solutions(PAIRS)
   longest = max(len(t.tokens) for t in taught)
   tokens = jnp.array([np.pad(t.tokens, (0, longest - len(t.tokens))) for t in taught])
   ours = jnp.array([np.pad(t.mask, (0, longest - len(t.mask))) for t in taught])
@@ -245,7 +245,7 @@ def test_the_worked_solution_is_taught_if_there_is_one():
 
 
 def test_trajectories_are_prompt_solution_and_end_of_turn(inputs):
-  run = changed(inputs)
+  run = run_with(inputs)
   model = Model.open(run)
   train_set = problems.load(run.task, 'train')
   taken = SolutionStream(run, model, train_set).take(len(train_set))
@@ -257,7 +257,7 @@ def test_trajectories_are_prompt_solution_and_end_of_turn(inputs):
 
 
 def test_the_chat_template_ends_a_turn_if_the_sampler_stops_there(inputs):
-  run = changed(inputs)
+  run = run_with(inputs)
   model = Model.open(run)
   chat = dataclasses.replace(run, task=dataclasses.replace(run.task, chat=True))
   assert end_of_turn(run, model) == end_of_turn(chat, model) == EOS
@@ -277,11 +277,11 @@ def test_the_chat_template_ends_a_turn_if_the_sampler_stops_there(inputs):
     end_of_turn(run, endless)
 
 
-def test_problems_without_room_or_answer_are_skipped_and_counted(inputs, tmp_path, caplog):
+def test_problems_that_are_too_long_or_lack_an_answer_are_skipped_and_counted(inputs, tmp_path, caplog):
   path = tmp_path / 'train.jsonl'
   lines = [('1=', '1'), ('2=', '12345678'), ('123456789', '3'), ('4=', ''), ('5=', '1234567')]  # the last just fits
   path.write_text('\n'.join(json.dumps({'prompt': p, 'answer': p, 'solution': s}) for p, s in lines))
-  run = changed(inputs, task__path=str(tmp_path))
+  run = run_with(inputs, task__path=str(tmp_path))
   model = Model.open(run)
   solutions = SolutionStream(run, model, problems.load(run.task, 'train'))
   taken = solutions.take(4)
@@ -304,13 +304,13 @@ def test_problems_without_room_or_answer_are_skipped_and_counted(inputs, tmp_pat
 def test_unusable_settings_are_refused_before_weights_are_read(inputs, tmp_path, monkeypatch, changes, said):
   monkeypatch.setattr(Model, 'load', lambda *_: pytest.fail('a weight was read'))
   with pytest.raises(ValueError, match=said):
-    fine_tune(changed(inputs, **changes), tmp_path / 'out', steps=2, batch=2, learning_rate=1e-3)
+    fine_tune(run_with(inputs, **changes), tmp_path / 'out', steps=2, batch=2, learning_rate=1e-3)
 
 
 # --- the task of the benchmark ---------------------------------------------------------------------------------------
 
 
-def test_a_slip_spoils_the_rest_of_a_solution_not_its_answer(progressions, tmp_path):
+def test_a_slip_changes_the_rest_of_a_solution_but_not_its_answer(progressions, tmp_path):
   assert progressions.problem(14, 7, 4, slip=(2, -1)) == {
     'prompt': '14+7*4=',
     'solution': '1=14 2=21 3=27 4=34 #34',

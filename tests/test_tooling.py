@@ -1,10 +1,12 @@
-"""The lock file, the set-up script and the Makefile. Nothing here uses the network."""
+"""The lock file, the set-up script, the Makefile, and the commands that benchmarks start. Nothing here uses the network."""
 
+import ast
 import os
 import re
 import shutil
 import subprocess
 import tomllib
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -59,7 +61,7 @@ def test_reference_requirements_are_exact_versions():
 
 
 class Checkout:
-  """A folder with environment.sh, in which every program that it calls is a stand-in that logs its arguments."""
+  """A folder with environment.sh. Each program that the script calls is a stand-in that logs its arguments."""
 
   def __init__(self, folder: Path):
     self.root, self.bin = folder / 'checkout', folder / 'bin'
@@ -77,7 +79,7 @@ class Checkout:
     file.chmod(0o755)
 
   def uv(self, path: Path | str = 'uv', sync: str = '') -> None:
-    """A uv whose `venv` makes a folder with a Python. `sync` runs for `uv sync`."""
+    """Make a stand-in for uv. Its `venv` makes a folder with a Python; `uv sync` runs the shell command `sync`."""
     python = 'for folder; do :; done; mkdir -p "$folder/bin"; cp "$0" "$folder/bin/python"'
     self.program(path, f'case $1 in venv) {python} ;; sync) {sync or ":"} ;; esac')
 
@@ -172,7 +174,7 @@ def test_the_newest_version_of_pyenv_comes_first(checkout, tmp_path, place):
 
 
 def make(*arguments: str) -> str:
-  """Return what make prints in the checkout. Variables of a make that runs this suite are removed."""
+  """Return the output of make in the checkout. Variables of a make that runs this suite are removed."""
   removed = ('MAKEFLAGS', 'MFLAGS', 'MAKEOVERRIDES', 'MAKELEVEL', 'JAX', 'PYTHON', 'VENV', 'WORKDIR', 'ARGS', 'EXTRAS')
   environment = {name: value for name, value in os.environ.items() if name not in removed}
   command = ['make', *arguments, '-C', str(ROOT)]
@@ -196,7 +198,7 @@ def test_quickstart_installs_its_extras_and_trains():
 
 
 @needs_make
-def test_another_jax_has_an_environment_and_a_group_of_its_own():
+def test_another_jax_has_its_own_environment_and_group():
   assert "launch/environment.sh '.venv-jax0.11.2' --group jax-0.11.2" in make('-n', 'setup', 'JAX=0.11.2')
 
 
@@ -206,3 +208,28 @@ def test_git_ignores_environments_caches_and_runs():
   paths = [f'{folder}/x' for folder in folders]
   result = subprocess.run(['git', '-C', str(ROOT), 'check-ignore', *paths], capture_output=True, text=True)
   assert result.stdout.split() == paths
+
+
+# --- benchmarks ------------------------------------------------------------------------------------------------------
+
+
+def started_modules(path: Path) -> set[str]:
+  """Return each NAME that a benchmark starts as `python -m sprl.NAME`: by command('NAME', ...), or in a list of arguments."""
+  found = set()
+  for node in ast.walk(ast.parse(path.read_text())):
+    match node:
+      case ast.Call(func=ast.Name('command'), args=[ast.Constant(str(name)), *_]):
+        found.add(name)
+      case ast.List(elts=arguments):
+        values = [argument.value if isinstance(argument, ast.Constant) else None for argument in arguments]
+        modules = [value for flag, value in pairwise(values) if flag == '-m' and isinstance(value, str)]
+        found |= {module.removeprefix('sprl.') for module in modules if module.startswith('sprl.')}
+  return found
+
+
+def test_every_command_that_a_benchmark_starts_exists():
+  started = {path.name: started_modules(path) for path in sorted((ROOT / 'benchmarks').rglob('*.py'))}
+  assert 'main' in started['stability.py']  # by command('main', ...)
+  assert 'main' in started['quickstart.py']  # by ['-m', 'sprl.main', ...]
+  named = [(file, name) for file, names in started.items() for name in names]
+  assert [(file, name) for file, name in named if not (ROOT / f'sprl/{name}.py').exists()] == []

@@ -1,4 +1,4 @@
-"""Log-probs are told apart by name: a swap by position raises. Calls are traced only, so that nothing is compiled."""
+"""Log-probs are passed by name: a swap by position raises. Calls are only traced, so nothing compiles."""
 
 import dataclasses
 
@@ -39,7 +39,7 @@ def test_log_probs_have_no_positional_fields():
 
 
 @pytest.mark.parametrize('name', CALLS)
-def test_a_bare_array_is_no_log_probs(name):
+def test_a_bare_array_is_not_accepted_as_log_probs(name):
   jax.eval_shape(CALLS[name], LOGPROBS)
   with pytest.raises(Exception, match='LogProbs'):
     jax.eval_shape(CALLS[name], ARRAY)

@@ -1,8 +1,8 @@
-"""The run-time checker of sprl's signatures under test."""
+"""Run-time checker of sprl's signatures in tests."""
 
 from beartype import beartype
 
 
 def checked(function):
-  """beartype, but for constructors: JAX rebuilds dataclasses of arrays around whatever stands in for an array at the time."""
+  """Return `function` with beartype's checks. Constructors are not checked: JAX rebuilds dataclasses with placeholders."""
   return function if function.__name__ == '__init__' else beartype(function)

@@ -2,9 +2,11 @@
 
     python torch_gpu.py '{"device": "cuda", "decode": [[256, 28, 4, 640, 128]], "rows": [], "generate": null}'
 
-decode: [B, H, K, S, D] of one new token each against a cache; rows: [B, T, H, K, D] of whole causal rows, forwards and backwards;
-generate: a folder of config.json, rows, prompt and new tokens of a model with random weights. Microseconds, by the shape as JSON;
-tokens a second after the prompt. The last line is JSON. Exits with a message where torch has no CUDA and CUDA is asked for.
+    decode     shapes [B, H, K, S, D]: one new token per row against a cache; microseconds, by shape
+    rows       shapes [B, T, H, K, D]: causal rows, forward and backward pass; microseconds, by shape
+    generate   [folder with config.json, rows, prompt tokens, new tokens]: a model with random weights; tokens per second
+
+The last line of the output is JSON. Exits with a message if CUDA is requested and torch does not have it.
 """
 
 import gc
@@ -18,7 +20,7 @@ from torch.nn.functional import scaled_dot_product_attention as attend
 
 
 def microseconds(call, inputs, device, runs=5, launches=20):
-  """The median of runs over rotating inputs, each of many launches."""
+  """Return the median microseconds of a call; a run launches it many times over rotating inputs."""
 
   def wait():
     if device == 'cuda':
@@ -37,19 +39,19 @@ def microseconds(call, inputs, device, runs=5, launches=20):
 
 
 def arrays(device, dtype, *shapes, gradients=False):
-  """Two sets of random inputs."""
+  """Return two sets of random inputs."""
   return [[torch.randn(shape, device=device, dtype=dtype, requires_grad=gradients) for shape in shapes] for _ in range(2)]
 
 
 def decode(device, B, H, K, S, D):
-  """One token of each row; the group's queries as positions, for which the library reads a kv head once."""
+  """Time one token per row. The queries of a group are positions, so that the library reads a kv head once."""
   inputs = arrays(device, torch.bfloat16, (B, K, H // K, D), (B, K, S, D), (B, K, S, D))
   with torch.inference_mode():
     return microseconds(attend, inputs, device)
 
 
 def rows(device, B, T, H, K, D):
-  """Causal rows and their gradients."""
+  """Time attention of causal rows and its gradients."""
 
   def both(q, k, v):
     torch.autograd.grad(attend(q, k, v, is_causal=True, enable_gqa=True), (q, k, v), torch.ones_like(q))
@@ -59,7 +61,7 @@ def rows(device, B, T, H, K, D):
 
 
 def generate(device, folder, B, prompt, new):
-  """Tokens a second of all rows: the time of `new` tokens less that of their first quarter, so that the prompt is left out."""
+  """Return tokens per second over all rows. The time of the first quarter is subtracted, which excludes the prompt."""
   import transformers
 
   transformers.logging.set_verbosity_error()
@@ -83,7 +85,7 @@ def generate(device, folder, B, prompt, new):
 
 
 def main():
-  """JSON to JSON."""
+  """Read the request as JSON from the command line; print the result as JSON."""
   asked = json.loads(sys.argv[1])
   device = asked['device']
   if device == 'cuda' and not torch.cuda.is_available():
@@ -102,7 +104,7 @@ def main():
   if asked['generate']:
     try:
       found['generate'] = generate(device, *asked['generate'])
-    except Exception as error:  # transformers may not be there, or not fit: said, and no reason to lose the rest
+    except Exception as error:  # transformers is missing, or memory is too small: report it and keep the other results
       print(f'generate: {type(error).__name__}: {error}', file=sys.stderr)
   print(json.dumps(found))
 

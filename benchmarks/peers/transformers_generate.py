@@ -1,11 +1,10 @@
-"""transformers' generate, measured: tokens a second on a Hugging Face folder. Runs in the environment of `make reference`.
+"""Measure transformers' generate: tokens per second of a Hugging Face model. Runs in the environment of `make reference`.
 
     python transformers_generate.py --model FOLDER --batch 16 --prompt 128 --new 128 --dtype bfloat16
 
-Random prompts without padding, exactly `new` tokens sampled at temperature 1, no end-of-sequence stop. The peer gets its best
-configuration: scaled-dot-product attention, all cores, one unmeasured call first, and the best of --repeats calls; of the
-dynamic and the static cache (uncompiled) the faster one, tried at these sizes, and with --compile the static cache through
-torch.compile too.
+Prompts are random and without padding. Exactly `new` tokens are sampled at temperature 1, without an end-of-sequence stop. The
+peer gets its fastest configuration: scaled-dot-product attention, all cores, a warm-up call, the best of --repeats calls, and the
+faster of the dynamic and the static cache at these sizes. --compile also tries the static cache with torch.compile.
 """
 
 import argparse

@@ -1,12 +1,13 @@
-"""The block-scaled FP8 product in Triton, through jax-triton: the other candidate beside sprl/kernels/hopper_block_matmul.py.
+"""Block-scaled FP8 product in Triton, through jax-triton: the alternative to sprl/kernels/hopper_block_matmul.py.
 
-A program has a tile of weights' rows and of tokens. As in the Mosaic kernel weights are the rows of a tensor core product, so few
-tokens waste none; each block's partial product starts from zero; and where tiles are few, programs share the blocks of each:
+A program computes a tile of weight rows by tokens. As in the Mosaic kernel, weights are the rows of the tensor core product, so a
+few tokens waste no rows. The partial product of each block starts from zero. If tiles are few, several programs split the blocks
+of a tile:
 
     partial [rows, tokens] = w8 [rows, 128] @ x8 [tokens, 128]^T
-    sum                   += partial * (sx [tokens] * sw)          rows are of one block: one number of sw for all of them
+    sum                   += partial * (sx [tokens] * sw)          the rows lie in one block, so sw is one number
 
-Needs jax-triton, which the extra `cuda` brings; tests/kernels/test_triton_peer.py compiles it for an H200 that is not here.
+Requires jax-triton, from the dependency group `bench`. tests/kernels/test_triton_peer.py compiles it for an H200 without a GPU.
 """
 
 from dataclasses import dataclass
@@ -18,30 +19,30 @@ import triton
 import triton.language as tl
 from jax._src.interpreters import partial_eval
 
-# jax-triton 0.4.1 would keep calls whose results nobody reads, by a rule of jax 0.11's form, which jax 0.12 cannot call.
+# jax-triton 0.4.1 registers a rule that keeps calls with unused results. Its signature is jax 0.11's; jax 0.12 cannot call it.
 partial_eval.dce_rules.pop(jax_triton.triton_lib.triton_kernel_call_p, None)
 
-BLOCK = 128  # features that share a scale, and rows of a weight's block
-MULTIPROCESSORS = 132
-PART = 4  # blocks that a split has at least
-PATCH = 16  # tiles of tokens
-PTX = 86  # Triton would write its own assembler's newest, which XLA's may not read
+BLOCK = 128  # features that share a scale; rows of a weight block
+MULTIPROCESSORS = 132  # of an H100 or H200
+PART = 4  # fewest blocks of a split
+PATCH = 16  # token tiles of a patch
+PTX = 86  # Triton's default is its assembler's newest version, which XLA's assembler may not read
 
 
 @dataclass(frozen=True)
 class Launch:
-  """How the kernel is laid out for a shape."""
+  """The launch parameters of a shape."""
 
-  rows: int  # weights' of a tile
-  tokens: int  # of a tile
-  tiles: tuple[int, int, int]  # along the weights' rows, the tokens and (splits) the blocks
-  depth: int  # blocks that a tile sums up
+  rows: int  # weight rows of a tile
+  tokens: int  # tokens of a tile
+  tiles: tuple[int, int, int]  # numbers of tiles along weight rows and tokens, and of splits along blocks
+  depth: int  # blocks of a split
   warps: int
   stages: int
 
 
 def launch(M: int, N: int, K: int) -> Launch:
-  """The layout for M tokens and weights [N, K]."""
+  """Return the launch parameters for M tokens and weights [N, K]."""
   tokens = min(128, max(16, triton.next_power_of_2(M)))
   rows, warps, stages = (64, 4, 6) if tokens <= 64 else (128, 8, 4)
   across, along, blocks = triton.cdiv(N, rows), triton.cdiv(M, tokens), triton.cdiv(K, BLOCK)
@@ -67,9 +68,9 @@ def triton_block_matmul(
   BLOCK: tl.constexpr,
   PATCH: tl.constexpr,
 ):
-  """A tile's sum over the blocks of a split; programs are [across * along, splits]."""
+  """Sum a tile over the blocks of a split; the grid is [across * along, splits]."""
   C: tl.constexpr = (K + BLOCK - 1) // BLOCK
-  # Programs that run side by side work on a patch of tiles, of few weights and few tokens, which stay in the L2 cache.
+  # Concurrent programs work on a patch of tiles, whose weights and tokens stay in the L2 cache.
   patch, within = tl.program_id(0) // (PATCH * across), tl.program_id(0) % (PATCH * across)
   high = tl.minimum(along - patch * PATCH, PATCH)
   first_row = within // high * rows
@@ -82,7 +83,7 @@ def triton_block_matmul(
   total = tl.full((rows, tokens), 0.0, tl.float32)
   for c in range(split * depth, tl.minimum(split * depth + depth, C)):
     w_in, x_in = row[:, None] < N, token[None, :] < M
-    if K % BLOCK:  # known when it is compiled
+    if K % BLOCK:  # a compile-time condition
       w_in = w_in & (feature[None, :] < K - c * BLOCK)
       x_in = x_in & (feature[:, None] < K - c * BLOCK)
     w = tl.load(w_at + c * BLOCK, mask=w_in, other=0.0)
@@ -94,14 +95,14 @@ def triton_block_matmul(
 
 
 def constants(plan: Launch, M: int, N: int, K: int) -> dict[str, int]:
-  """The kernel's arguments that are known when it is compiled."""
+  """Return the compile-time arguments of the kernel."""
   across, along, _ = plan.tiles
   tile = {'across': across, 'along': along, 'rows': plan.rows, 'tokens': plan.tokens, 'depth': plan.depth}
   return {'M': M, 'N': N, 'K': K, **tile, 'BLOCK': BLOCK, 'PATCH': PATCH}
 
 
 def block_matmul(x: jax.Array, x_scale: jax.Array, w: jax.Array, w_scale: jax.Array) -> jax.Array:
-  """x [M, K] @ w [N, K]^T of e4m3 codes, with scales [M, C] and [R, C], in bfloat16; see sprl/kernels/block_matmul.py."""
+  """Return x [M, K] @ w [N, K]^T in bfloat16: e4m3 codes, scales [M, C] and [R, C]. See sprl/kernels/block_matmul.py."""
   (M, K), N = x.shape, len(w)
   plan = launch(M, N, K)
   across, along, splits = plan.tiles

@@ -1,14 +1,15 @@
-"""TRL's GRPOTrainer, measured: seconds a whole step on a Hugging Face folder. Runs in the environment of `make reference`.
+"""Measure TRL's GRPOTrainer: seconds per step of a Hugging Face model. Runs in the environment of `make reference`.
 
     python trl_grpo.py --model FOLDER --problems problems.json --dtype bfloat16
 
-A step is what sprl's is: generation by transformers (no vLLM), a reward in the trainer's process, one update of every
-parameter with AdamW. problems.json: a list of {"prompt": text or messages, "answer": text}; the reward is 1 where the
-completion's last number is the answer.
+A step has the same phases as sprl's: generation by transformers (no vLLM), rewards in the trainer's process, one AdamW update of
+every parameter. problems.json is a list of {"prompt": text or messages, "answer": text}. The reward is 1 if the completion's last
+number is the answer.
 
---dtype  float32; bfloat16: weights, gradients and optimiser states too, TRL's quickest; mixed: float32 weights under autocast
---micro  sequences a forward and backward pass; gradients are accumulated up to a whole step
-All else is TRL's default (gradient checkpointing on), but that nothing is logged, reported or saved.
+--dtype  float32; bfloat16: also for gradients and optimiser states, TRL's fastest setting; mixed: float32 weights with autocast
+--micro  sequences per forward and backward pass; gradients are accumulated over a step
+
+Other settings are TRL's defaults (gradient checkpointing on), except that nothing is logged, reported or saved.
 """
 
 import argparse
@@ -76,7 +77,7 @@ def main():
     phases = {name: timed(trainer, method) for name, method in PHASES.items()}
     trainer.train()
 
-  spans = list(itertools.pairwise(clock.ends))  # of the steps after the first, which is the warm-up
+  spans = list(itertools.pairwise(clock.ends))  # the steps after the first, which is the warm-up
   steps = [end - start for start, end in spans]
   logs = [entry for entry in trainer.state.log_history if 'completions/mean_length' in entry][1:]
   result = {
@@ -97,12 +98,12 @@ def main():
   print(json.dumps(result))
 
 
-# Phase -> the trainer's method that is it. `rollout` contains `generate`; the rest of a step is the update.
+# Phase -> method of the trainer. `rollout` contains `generate`; the rest of a step is the update.
 PHASES = {'rollout': '_generate_and_score_completions', 'generate': '_generate_single_turn', 'reward': '_calculate_rewards'}
 
 
 def timed(trainer, method):
-  """Makes `trainer.method` record its calls; the list of (when it ended, seconds) grows as the trainer runs."""
+  """Make `trainer.method` record its calls. Return the list of (end time, seconds), which grows while the trainer runs."""
   calls = []
   inner = getattr(trainer, method)
 
@@ -118,18 +119,18 @@ def timed(trainer, method):
 
 
 class Clock(transformers.TrainerCallback):
-  """When each step ended."""
+  """Records the end time of each step."""
 
   def __init__(self):
     self.ends = []
 
   def on_step_end(self, args, state, control, **kwargs):
-    """Called by the trainer after the optimiser's step."""
+    """Record the time; the trainer calls this after the optimiser step."""
     self.ends.append(time.perf_counter())
 
 
 def last_number_is_answer(completions, answer, **kwargs):
-  """1.0 for each completion whose last number is the answer."""
+  """Return 1.0 for each completion whose last number is the answer, else 0.0."""
   texts = [text if isinstance(text, str) else text[0]['content'] for text in completions]
   numbers = [re.findall(r'-?\d+', text) for text in texts]
   return [float(bool(found) and found[-1] == wanted) for found, wanted in zip(numbers, answer)]

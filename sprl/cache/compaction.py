@@ -43,7 +43,7 @@ def compress(
     occupied: occupied slots of each row, the current token's included.
     now: position of the current query. It is recorded as the first query that does not find an evicted token.
     k_scale: scale of FP8 keys, None if keys are stored as numbers.
-    bias: function of positions that returns the key bias to add, None if keys are stored whole.
+    bias: function of positions that returns the key bias to add, None if stored keys include their bias.
     chosen: with scope `global`, the slots that the first layer chose for all layers.
     choose: whether this layer chooses. If False, it keeps the `chosen` slots.
 
@@ -86,12 +86,13 @@ def _rows_at_once(layout: CacheLayout, rows: int, slots: int) -> int:
 
 
 def _choose(layout, k_scale, bias, layer, occupied, now):
-  """Return the slots to keep of one row, ascending [K, N], and what the method carries on [K, S]."""
+  """Return the slots of one row to keep, in ascending order [K, N], and the stored numbers of the method [K, S]."""
   settings, a = layout.settings, layout.window
   K, S = layer.position.shape
   G = layout.heads // layout.kv_heads
   ring = jnp.arange(max(layout.queries, 1))
-  q_position = now - (now - ring) % max(layout.queries, 1)  # the newest position p with p % A at each index
+  # Index i holds the newest position p <= now with p % A == i; A = layout.queries.
+  q_position = now - (now - ring) % max(layout.queries, 1)
   q = jnp.zeros((K, G, 1, layout.head_dim)) if layer.queries is None else layer.queries
   carried = jnp.zeros((K, S)) if layer.carried is None else layer.carried
   keys = layer.keys if k_scale is None else fp8.decast(layer.keys, k_scale)

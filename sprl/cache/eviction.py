@@ -43,12 +43,12 @@ class View:
   position: Int[Array, 'K S']  # absolute position of each slot; -1: empty
   q: Float[Array, 'K G A D']  # the last A queries, in any order
   q_position: Int[Array, ' A']  # positions of the queries; -1: the row has had fewer than A queries
-  carried: Float[Array, 'K S']  # the method's number for each slot; gkv: -1 means no history yet
+  carried: Float[Array, 'K S']  # the stored number of the method for each slot; gkv: -1 means no history yet
   kernels: Kernels = field(default='auto', metadata={'static': True})  # implementation of the comparison of keys
 
 
 class Scored(NamedTuple):
-  """The score of each slot, and the number that the method carries to the next compression."""
+  """The score of each slot, and the number that the method stores for it until the next compression."""
 
   score: Float[Array, 'K S']  # higher is kept
   carried: Float[Array, 'K S']
@@ -60,7 +60,7 @@ class Method(NamedTuple):
   score: Callable[[View, Cache], Scored]
   window: Callable[[int], int] = lambda budget: 8  # budget -> default number of newest tokens that are always kept
   queries: bool = False  # needs the last `window` queries
-  carries: bool = False  # needs a number for each slot
+  carries: bool = False  # stores a number for each slot
   accumulates: bool = False  # the sampler adds each step's attention probabilities to that number
 
 
@@ -108,12 +108,12 @@ def keydiff(view: View, cache: Cache) -> Scored:
 def gkv(view: View, cache: Cache) -> Scored:
   """G-KV (arXiv 2512.00504; docs/methods/sparse.md, eq. 14 to 16).
 
-  Old slots carry their importance to the next compression. The window and empty slots carry -1, no history.
+  Old slots store their importance until the next compression. The window and empty slots store -1: no history.
   """
   old = _old(view, cache)
   per_query = _attention(view).max(axis=1)
   now = _relative(_query_mean(per_query, view), old)
-  lasting = jnp.maximum(cache.gkv.decay * view.carried, now)  # `now` is never negative, so it replaces a carried -1
+  lasting = jnp.maximum(cache.gkv.decay * view.carried, now)  # `now` is never negative, so it replaces a stored -1
   redundancy = _relative(_redundancy(view, nearest_of_none=-1), old)
   return Scored(GKV_MIX * lasting - (1 - GKV_MIX) * redundancy, jnp.where(old, lasting, -1))
 

@@ -1,8 +1,8 @@
 """Key biases kept out of FP8 (docs/methods/fp8.md, eq. 9 and 10).
 
 A key of Qwen2 at position p is R_p (W x + b). The cache stores R_p W x in FP8. R_p b depends on the position only and is added
-back exactly: the error of an FP8 number is relative to the number, so a bias of 100 would drown the part that depends on the
-token.
+back exactly. The rounding error of an FP8 number is relative to the number: with a bias of 100, it would exceed the part that
+depends on the token.
 
 All layers, heads and rows share one small table of cosines and sines by position. Where keys are needed, R_p b is computed for
 the slots. Attention needs only q . R_p b. For a plane with bias (a, b) rotated by p, and a query (q1, q2),

@@ -1,6 +1,6 @@
 """The sampler's KV cache: a fixed number of slots for each row, evicted to a budget and stored in FP8 if the layout says so.
 
-Dense, sparse and FP8 caches are the same cache with another CacheLayout. A forward pass of T tokens a row goes
+Dense, sparse and FP8 caches are the same cache with another CacheLayout. A forward pass of T tokens per row goes
 
     step  = Step(count, decoding=...)                        # the real tokens of each row
     out   = forward(..., CachedAttention(cache, step))       # each layer writes, compresses where due, and attends
@@ -70,7 +70,7 @@ class KVCache:
     scales: Scales | None = None,
     bias: KeyBias | None = None,
   ) -> 'KVCache':
-    """Return a cache of `rows` sequences without tokens, with `slots` slots a layer (None: the layout's)."""
+    """Return a cache of `rows` sequences without tokens, with `slots` slots per layer (None: the layout's)."""
     zeros = jnp.zeros(rows, jnp.int32)
     shared = layout.sparse and layout.settings.scope == 'global'
     return cls(
@@ -228,7 +228,7 @@ class KVCache:
     return attention(q, k, v, allowed, kernels=layout.kernels), self._with(layer, held)
 
   def _attend_one(self, layer, step, q):
-    """Return the outputs of one new query a row, which attends to the row's slots, and the cache."""
+    """Return the outputs of one new query per row, which attends to the row's slots, and the cache."""
     held, layout = self.layers[layer], self.layout
     scales = None if self.scales is None else (self.scales.k[layer], self.scales.v[layer])
     bias = None if self.bias is None else self._bias_scores(layer, q)

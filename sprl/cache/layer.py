@@ -25,7 +25,7 @@ class LayerCache:
   v: Float[Array, '*B K S D'] | UInt8[Array, '*B K S D']
   position: Int[Array, '*B K S'] | None = None  # absolute position of each slot's token; -1: empty
   queries: Float[Array, '*B H A D'] | None = None  # the newest A queries; position p is at index p % A
-  carried: Float[Array, '*B K S'] | None = None  # the eviction method's number for each slot
+  carried: Float[Array, '*B K S'] | None = None  # the stored number of the eviction method for each slot
   evicted: Int[Array, '*B K T'] | None = None  # for the token at each position: position of the first query without it, or NEVER
 
   @classmethod

@@ -65,7 +65,7 @@ def identity(environment: Mapping[str, str]) -> Identity | None:
 def initialize(environment: Mapping[str, str] = os.environ) -> int:
   """Join the other processes and return their number. From then on, `jax.devices()` are the devices of all processes.
 
-  Waits until all processes have called it. A single process joins nobody. Raises SettingsError as `identity` does.
+  Waits until all processes have called it. A single process does not wait. Raises SettingsError as `identity` does.
   """
   me = identity(environment)
   if me is not None and me.processes > 1:

@@ -44,7 +44,7 @@ class Member:
   closed: bool = False  # its connection is closed
 
   def mute(self, now: float) -> bool:
-    """Whether the last report is too old."""
+    """Whether the last report is more than MUTE seconds old. `now` is the time in seconds, on the clock of `heard`."""
     return now > self.heard + MUTE
 
 
@@ -57,7 +57,7 @@ class Stragglers:
     self._since = 0.0  # the time since when they are suspected
 
   def look(self, members: Sequence[Member], now: float) -> str:
-    """Return a sentence that names them and their places, or '' while the run makes progress."""
+    """Return a sentence that names the stragglers and their places, or '' while the run makes progress. `now` is in seconds."""
 
     def rank(member: Member) -> tuple[bool, int, bool]:
       assert member.progress is not None

@@ -100,7 +100,7 @@ class Team:
 
     def reason() -> str:
       for connection in self.connections:
-        while connection.poll():  # before this decision, nobody sends anything but requests to stop
+        while connection.poll():  # before this decision, processes send only requests to stop
           self._stop = self._guarded(connection.recv)[2]
       return here or self._stop
 

@@ -35,7 +35,7 @@ GROUPS: dict[str, str] = {
     '- `eviction`: cache eviction.\n'
     "- `routing`: the part that replaying the rollout's experts removes.\n"
     '- `residual`: the remainder, which holds the interaction of the causes. By this definition the parts sum to `gap`.\n'
-    '- `unreplayed`: the gap without router replay. Present only with router replay R3.'
+    '- `unreplayed`: the mismatch without router replay. Present only with router replay R3.'
   ),
   'async': 'The scheduler: age of the samples, and groups that were dropped. Counts are for the step.',
   'engine': "Use of the sampler's rows since the step before, averaged over engines.",
@@ -167,7 +167,7 @@ METRICS: dict[str, str] = {
   'eval/high': 'Upper end of that interval.',
   'eval/pass@{j}': 'Estimated chance that at least one of `j` samples gets full marks, for `j` = 1 and the number of samples.',
   'eval/problems': 'Number of problems.',
-  'eval/samples': 'Samples a problem.',
+  'eval/samples': 'Samples per problem.',
   'eval/length_mean': 'Mean number of tokens that the model wrote.',
   'eval/truncated': 'Share of the completions that ran into the token limit.',
   'eval/ungraded': 'Completions scored 0 because grading failed.',

@@ -17,7 +17,7 @@ def pass_at_k(correct: Int[np.ndarray, ' N'], n: int, k: int) -> Float[np.ndarra
   Raises ValueError if k is not in 1..n or a count is not in 0..n.
   """
   if not 1 <= k <= n:
-    raise ValueError(f'pass@{k} of {n} samples a problem: k must be between 1 and {n}')
+    raise ValueError(f'pass@{k} of {n} samples per problem: k must be between 1 and {n}')
   if not all(0 <= c <= n for c in correct):
     raise ValueError(f'correct = {correct}: every count must be between 0 and {n}')
   return np.array([1.0 - math.comb(n - int(c), k) / math.comb(n, k) for c in correct], float)
@@ -26,7 +26,7 @@ def pass_at_k(correct: Int[np.ndarray, ' N'], n: int, k: int) -> Float[np.ndarra
 def interval(scores: Float[np.ndarray, ' N']) -> tuple[float, float, float]:
   """Return (mean, low, high): the mean score of N problems and its 95 % confidence interval.
 
-  `scores` holds one score a problem. The samples of one problem are correlated, so average them first.
+  `scores` holds one score per problem. The samples of one problem are correlated, so average them first.
 
   If all scores are 0 or 1, the interval is Wilson's: it stays within [0, 1] and has a width even if all scores are equal.
   Otherwise it is the normal interval, mean +- 1.96 standard errors (ddof 1), limited to [0, 1] if all scores are in [0, 1]. For

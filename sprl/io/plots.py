@@ -133,7 +133,7 @@ def draw_step_times(axes: Axes, records: Records) -> None:
 
 
 def draw_ledger(axes: Axes, records: Records) -> None:
-  """Draw the mean |gap| between the log-probs of sampler and learner, and the mean |part| of each of its causes."""
+  """Draw the mean absolute mismatch of a token, and the mean absolute value of each of its parts by cause."""
   _prepare(axes, 'Mismatch by cause', 'mean |Δ log p|, nats per token')
   causes = ('gap', 'staleness', 'numerics', 'weights', 'kv', 'eviction', 'routing', 'residual', 'unreplayed')
   colors = ('#222222', _SAND, _GREY, _PURPLE, _GREEN, _ORANGE, _BLUE, '#b0b7bf', '#222222')
@@ -146,7 +146,7 @@ def draw_ledger(axes: Axes, records: Records) -> None:
 
 
 def draw_ledger_histogram(axes: Axes, records: Records) -> None:
-  """Draw the tokens of the latest ledger by the size of each part. Rejection and truncation are made for the tails."""
+  """Draw, for each part of the latest ledger, a histogram over tokens. Rejection and truncation act on its tails."""
   _prepare(axes, 'Tokens by mismatch, latest ledger', 'tokens')
   ledgers = [record for record in records if record.get('kind') == 'ledger']
   if ledgers:

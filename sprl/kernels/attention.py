@@ -143,7 +143,7 @@ def _scores(q, k, allowed):
 def attention_share(
   q: Float[Array, 'B T H D'], k: Float[Array, 'B S K D'], allowed: Bool[Array, 'B #K T S'], real: Bool[Array, 'B T']
 ) -> Float[Array, 'B K S']:
-  """Return the probability of each key, averaged over the queries of a group and summed over the `real` queries."""
+  """Return the attention probability of each key, averaged over the heads of a group and summed over the `real` queries."""
   B, T, _, D = q.shape
   queries = jnp.moveaxis(q.reshape(B, T, k.shape[2], -1, D), 1, 3)
 

@@ -1,4 +1,4 @@
-"""The least work of an operation: the yardstick of its kernel."""
+"""The least work of an operation, against which the time of its kernel is compared."""
 
 from typing import NamedTuple
 

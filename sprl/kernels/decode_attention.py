@@ -14,7 +14,7 @@ class Attended(NamedTuple):
   """The result of decode attention."""
 
   out: Float[Array, 'B H D']
-  share: Float[Array, 'B K S'] | None  # probability of each slot, averaged over the group; 0 on empty slots
+  share: Float[Array, 'B K S'] | None  # attention probability of each slot, averaged over the group; 0 on empty slots
   lse: Float[Array, 'B H']  # natural log of the sum of exp(score); -inf for a row of length 0
 
 
@@ -32,7 +32,7 @@ def decode_attention(
 
   Keys and values may be FP8 codes, which are exact in q's dtype; `scales` (of k, of v) multiply the scores and the output.
   `bias` is added to the scores q . k before the factor 1/sqrt(D). A row of length 0 gives zeros.
-  With `share`, the result has `Attended.share`.
+  With `share`, the result includes the attention probability of each slot.
   """
   if not chosen('decode attention', kernels, lambda: _obstacle(q, k, v, bias, share)):
     return reference(q, k, v, length, scales, bias, share)

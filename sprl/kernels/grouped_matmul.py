@@ -34,9 +34,20 @@ def grouped_matmul(
   back: bool = False,
   kernels: Kernels = 'auto',
 ) -> Float[Array, 'n T R']:
-  """Return x[i] @ w[expert[i]]^T for the first `used` of n blocks of T tokens; with `back`, x[i] @ w[expert[i]].
+  """Multiply each block of tokens by the weights of its expert: y[i] = x[i] @ w[expert[i]]^T.
 
-  x is [n, T, K], with `back` [n, T, N]. Sums are float32; x, w and the result share a dtype. Other blocks are undefined.
+  X is the number of experts. Sums are float32. x, w and the result have the same dtype.
+
+  Args:
+    x: n blocks of T tokens, [n, T, K]; with `back` [n, T, N].
+    w: the weights of all experts.
+    expert: the expert of each block. Consecutive blocks of one expert find its weights in the GPU's L2 cache.
+    used: number of blocks that hold tokens; they come first. The result is undefined in the other blocks.
+    back: multiply by w[expert[i]] without the transposition, as the gradient of x needs it.
+    kernels: implementation.
+
+  Returns:
+    y, [n, T, N]; with `back` [n, T, K].
   """
   if not runs(w.shape, x.dtype, x.shape[1], kernels):
     return grouped_reference(x, w, expert, used, back)
@@ -55,7 +66,15 @@ def grouped_outer(
 ) -> Float32[Array, 'X N K']:
   """Return the gradient of the weights of `grouped_matmul`: for each expert, the sum over its blocks of dy[i]^T @ x[i].
 
-  An expert without blocks gets zeros. Blocks must be in the order of their experts.
+  X = `experts` is the number of experts. An expert without blocks gets zeros.
+
+  Args:
+    dy: the gradient of y, n blocks of T tokens.
+    x: the input of `grouped_matmul`.
+    expert: the expert of each block, in ascending order over the first `used` blocks.
+    used: number of blocks that hold tokens; they come first. Other blocks do not count.
+    experts: number of experts.
+    kernels: implementation.
   """
   if not runs((dy.shape[2], x.shape[2]), x.dtype, x.shape[1], kernels):
     return outer_reference(dy, x, expert, used, experts)

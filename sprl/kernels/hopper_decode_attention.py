@@ -12,8 +12,8 @@ which holds every e4m3 number exactly. Keys are widened in registers. Values are
 core reads a transposed operand only from there.
 
 If rows and kv heads are too few to fill the device, several programs share the blocks of a row, and `_merged` combines their
-results by their log-sum-exp. The probabilities of the slots (`share`) need the final sum, so programs that return them do not
-split: they keep the scores in shared memory until the end.
+results by their log-sum-exp. The attention probabilities of the slots (`share`) need the final sum, so programs that return them
+do not split rows: they keep the scores in shared memory until the end.
 """
 
 import math
@@ -96,7 +96,7 @@ def decode_attention(
   share: bool,
   interpret: Any = None,
 ) -> tuple[Float[Array, 'B H D'], Float[Array, 'B H'], Float[Array, 'B K S'] | None]:
-  """Return output, log-sum-exp and, with `share`, the probability of each slot averaged over the group (else None).
+  """Return output, log-sum-exp and, with `share`, the attention probability of each slot averaged over the group (else None).
 
   `sprl.kernels.decode_attention.decode_attention` describes the arguments. `interpret=plgpu.InterpretGPUParams()` runs the kernel
   on a CPU.

@@ -5,12 +5,13 @@ product is cut into tiles; their float32 sums stay in registers:
 
     y[i]  [T, N] = x[i] @ w[e]^T               sum [64, T]   = w [64, 64] @ x [T, 64]^T, over K     tiles: blocks x rows of N
     dx[i] [T, K] = dy[i] @ w[e]                sum [64, T]   = w [64, 64]^T @ dy [T, 64]^T, over N  tiles: blocks x columns of K
-    dw[e] [N, K] = sum over i of dy[i]^T x[i]  sum [64, 128] = dy [64, 64]^T @ x [64, 128], over e's tokens tiles: of all experts
+    dw[e] [N, K] = sum over i of dy[i]^T x[i]  sum [64, 128] = dy [64, 64]^T @ x [64, 128], over t  tiles: experts x N x K
 
-Weights are the 64 rows of a product, so few tokens leave no row unused. As many programs as the device holds walk through the
-tiles. In each, one warpgroup copies into a ring of stages. It runs ahead of the warpgroups that multiply, also across the end of
-a tile. The tiles of a block are consecutive. The next block, if it has the same expert, finds the weights in the L2 cache.
-Unused blocks have no tiles. An expert without blocks has tiles of zeros.
+t are the tokens of expert e. Weights fill the 64 rows of a product, so a block of few tokens wastes no rows.
+The grid has as many programs as the device runs at the same time, and they divide the tiles. In each program one warpgroup
+copies operands into a ring of stages. It runs ahead of the warpgroups that multiply, also from one tile to the next. The tiles
+of a block are consecutive. If the next block has the same expert, it finds the weights in the L2 cache. Unused blocks have no
+tiles. An expert without blocks has tiles of zeros.
 """
 
 from collections.abc import Callable
@@ -80,7 +81,7 @@ def grouped_matmul(
   back: bool = False,
   interpret: Any = None,
 ) -> BFloat16[Array, 'n T R']:
-  """Return x[i] @ w[expert[i]]^T for the first `used` blocks; with `back`, x[i] @ w[expert[i]]. Other blocks are undefined.
+  """Return x[i] @ w[expert[i]]^T, or x[i] @ w[expert[i]] with `back`, for the first `used` blocks. Others are undefined.
 
   `sprl.kernels.grouped_matmul.grouped_matmul` describes the arguments. `interpret=plgpu.InterpretGPUParams()` runs it on a CPU.
   """
@@ -141,7 +142,7 @@ def grouped_outer(
   (n, T, N), K = dy.shape, x.shape[2]
   columns = COLUMNS if K % COLUMNS == 0 else DEPTH
   along = K // columns
-  part = min(T, DEPTH)  # tokens that are surely of one expert; a stage has one part, or parts of several blocks
+  part = min(T, DEPTH)  # tokens that are guaranteed to be of one expert; a stage has one part, or parts of several blocks
   pieces = DEPTH // part
   plan = launch(N, columns, 4 * ROWS, experts * along)
   across = -(-N // plan.rows)
@@ -160,7 +161,7 @@ def grouped_outer(
       first, last, row, column, _ = where
       for piece in range(pieces):
         token = first + step * DEPTH + piece * part
-        tokens = pl.ds(jnp.where(token < last, token, n * T), part)  # out of bounds the copy engine reads zeros
+        tokens = pl.ds(jnp.where(token < last, token, n * T), part)  # beyond the array the copy engine reads zeros
         here = stage, pl.ds(piece * part, part)
         plgpu.copy_gmem_to_smem(dy_ref.at[tokens, pl.ds(row, plan.rows)], a_s.at[here], came)
         plgpu.copy_gmem_to_smem(x_ref.at[tokens, pl.ds(column, columns)], x_s.at[here], came)
@@ -247,7 +248,7 @@ def _walk(plan: Launch, tiles, start: Callable, fetch: Callable, operands: Calla
           plgpu.barrier_wait(came.at[stage])
           for rows, total in zip(ours, sums, strict=True):
             plgpu.wgmma(total, *operands(stage, rows))
-          plgpu.wgmma_wait(plan.products)  # the products of the step before are done: its stage may be filled again
+          plgpu.wgmma_wait(plan.products)  # the products of the previous step are done, so its stage can be refilled
           pl.when(j > 0)(lambda: plgpu.barrier_arrive(free.at[lax.rem(done + j - 1, stages)]))
 
         lax.fori_loop(0, steps, step, None)

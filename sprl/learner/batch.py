@@ -8,9 +8,9 @@ of a group may share one copy of their prompt (`share_prefix`); the attention ma
     segments  1 1 1 1   2 2 2   3 3   4 4 4 4   0 0
     prefixes  0 0 0 0   1 1 1   1 1   1 1 1 1   0 0
 
-The objective sees a rectangle [B, C] instead: a sequence a row, a completion token a column. `source` says which hidden state
-predicts a scored position (for the first token of a completion, the state of the prompt's last token), and `place` says which
-scored position a cell of the rectangle is.
+The objective sees [B, C] arrays instead: one row per sequence, one column per completion token. `source` is the index of the
+hidden state that predicts a scored position (for the first token of a completion, the state of the prompt's last token).
+`place` is the scored position of each element of a [B, C] array.
 
 On a mesh the rows of a microbatch lie in S shards of R / S rows. Their scored positions lie in the same shards, so hidden states
 are gathered within their device.
@@ -34,7 +34,7 @@ from sprl.types import Trajectory
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, kw_only=True)
 class TrainBatch:
-  """One minibatch: packed rows of at most A microbatches, and the rectangles of its B sequences."""
+  """One minibatch: packed rows of at most A microbatches, and the [B, C] arrays of its B sequences."""
 
   tokens: Int[Array, 'A R T']
   positions: Int[Array, 'A R T']  # of each token in its sequence
@@ -45,17 +45,17 @@ class TrainBatch:
   scored: Int[Array, 'A S']  # number of scored positions, which come first among the N
   used: Int[Array, '']  # microbatches with tokens
   micro: Int[Array, ' B']  # microbatch of the sequence; -1: left out
-  place: Int[Array, 'B C']  # scored position of the cell, among the S * N of its microbatch
+  place: Int[Array, 'B C']  # scored position of the token, among the S * N of its microbatch
   mask: Bool[Array, 'B C']  # tokens that the model wrote
   sampler_logp: Float[Array, 'B C']
   advantage: Float[Array, ' B']
   reward: Float[Array, ' B']
-  evicted: Int[Array, 'A R L K T'] | None = None  # position from which each token is forgotten (arm learner_mask)
+  evicted: Int[Array, 'A R L K T'] | None = None  # position of the first query that does not see the token (arm learner_mask)
   routes: Int[Array, 'A R T M k'] | None = None  # experts to replay; -1: the router chooses
 
   @property
   def axes(self) -> 'TrainBatch':
-    """Names of the axes of each array: rows are split over devices, rectangles are small and replicated."""
+    """Names of the axes of each array. Rows are split over devices. The [B, C] arrays are small and replicated."""
     packed = dict.fromkeys(('tokens', 'positions', 'segments', 'prefixes', 'source', 'target'), (None, 'rows', None))
     split = packed | {
       'scored': (None, 'rows'),
@@ -90,7 +90,7 @@ def shape(sampling: Sampling, rollout: Rollout, packing: Packing, minibatches: i
       f'config.packing.row_tokens = {T}: expected at least {P + C}, the sum of config.sampling.max_prompt = {P} and '
       f'config.sampling.max_tokens = {C}'
     )
-  members = min(n, (T - P) // C) if packing.share_prefix else 1  # of a group that always fit beside its prompt
+  members = min(n, (T - P) // C) if packing.share_prefix else 1  # samples of a group that always fit into one row
   pieces = rollout.prompts // minibatches * -(-n // members)
   per_row = T // (P + members * C)  # first-fit fills every row but the last with at least this many pieces
   rows = -(-pieces // per_row)
@@ -110,9 +110,9 @@ def pack(
 ) -> tuple[TrainBatch, dict[str, float]]:
   """Return the batch of these trajectories as numpy arrays, and its `packing/` metrics.
 
-  Sequence b of the rectangles is trajectory b. Sequences with advantage NaN, or without a token of the model, are left out.
+  Row b of a [B, C] array is trajectory b. Sequences with advantage NaN, or without a token of the model, are left out.
   Members of a group must be adjacent to share their prompt. Trajectories that record evictions need `share_prefix` = False,
-  because each sample forgets its prompt in its own way. If one trajectory records evictions or routes, all must.
+  because samples evict different tokens of their prompt. If one trajectory records evictions or routes, all must.
 
   packing/
     tokens                    in the rows, shared prompts counted once
@@ -236,7 +236,7 @@ def _same_prompt(one: Trajectory, other: Trajectory) -> bool:
 
 
 def _first_fit(pieces, trajectories, T):
-  """Return rows of pieces, each piece in the first row of T tokens with room for it."""
+  """Return rows of pieces. Each piece is in the first row of T tokens that has enough free positions."""
   rows: list[list[list[int]]] = []
   room: list[int] = []
   for piece in pieces:

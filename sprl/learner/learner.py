@@ -48,7 +48,7 @@ class Learner:
   reference: Params | None = None  # frozen weights of the KL term
   base: Base | None = None  # frozen weights under `state`, where it holds adapters
   amax: calibrate.History = field(default_factory=tuple)  # largest queries, keys and values behind the scales of the FP8 cache
-  calibrated_version: int = -1  # finished updates of the weights that `amax` was last measured with
+  calibrated_updates: int = -1  # finished updates of the weights that `amax` was last measured with
   seconds: dict[str, float] = field(default_factory=dict)  # of the parts of the latest step
 
   def pack(self, trajectories: Sequence[Trajectory]) -> tuple[list[TrainBatch], dict[str, float]]:
@@ -107,7 +107,7 @@ class Learner:
     with self._on_its_devices('calibrate'):
       params = self.params
       found = [
-        calibrate.amax(
+        calibrate.amax.on(self.model.mesh)(
           self.model.graphdef, self.layout, params, tokens=batch.tokens, positions=batch.positions, segments=batch.segments,
           prefixes=batch.prefixes, used=batch.used,
         )
@@ -117,7 +117,9 @@ class Learner:
 
   def measure_scales_on_prompts(self, prompts: Sequence[Int[np.ndarray, ' _']], rows: int) -> None:
     """Measure the scales of the FP8 cache on the first `rows` prompts: before the first update, or for `first_forward`."""
-    self._remember(calibrate.amax_of_prompts(self.model.graphdef, self.layout, self.params, prompts, rows, self.run.quant))
+    model, quant = self.model, self.run.quant
+    found = calibrate.amax_of_prompts(model.graphdef, self.layout, self.params, prompts, rows, quant, model.mesh)
+    self._remember(found)
 
   def sampler_weights(self) -> SamplerWeights:
     """Return the newest weights as the sampler multiplies them, with the scales of its cache."""
@@ -137,23 +139,23 @@ class Learner:
   @property
   def scales_current(self) -> bool:
     """Whether the scales of the cache, if it has any, belong to the newest weights (docs/methods/fp8.md, Cache scales)."""
-    return not self.calibrates or self.calibrated_version == int(jax.device_get(self.state.version))
+    return not self.calibrates or self.calibrated_updates == int(jax.device_get(self.state.updates))
 
   def _score(self, batch: TrainBatch) -> tuple[TrainBatch, LogProbs]:
-    run, graphdef = self.run, self.model.graphdef
+    run, graphdef, mesh = self.run, self.model.graphdef, self.model.mesh
     config, old, ref = ForwardConfig.of(run, self.model.dtype), None, None
     if self.reference is not None:  # the router of the reference chooses its own experts
-      ref = score(graphdef, self.reference, replace(batch, routes=None), config)
+      ref = score.on(mesh)(graphdef, self.reference, replace(batch, routes=None), config)
     if run.model.router_replay == 'R2':
-      old, routes = score_and_route(graphdef, self.params, batch, config)
+      old, routes = score_and_route.on(mesh)(graphdef, self.params, batch, config)
       batch = replace(batch, routes=routes)
     elif needs_old_logprobs(run.correction, run.optimizer.updates):
-      old = score(graphdef, self.params, batch, config)
+      old = score.on(mesh)(graphdef, self.params, batch, config)
     return batch, LogProbs(sampler=batch.sampler_logp, old=old, ref=ref)
 
   def _remember(self, found: Float[Array | np.ndarray, '3 L']) -> None:
     self.amax = calibrate.remember(self.amax, found, self.run.quant)
-    self.calibrated_version = int(jax.device_get(self.state.version))
+    self.calibrated_updates = int(jax.device_get(self.state.updates))
 
   @contextmanager
   def _on_its_devices(self, part: str) -> Iterator[None]:

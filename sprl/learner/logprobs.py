@@ -1,4 +1,4 @@
-"""Dense scoring: the log-prob of every sampled token under given weights, from packed rows to the rectangle of sequences."""
+"""Dense scoring: the log-prob of every sampled token under given weights, from packed rows to [B, C] arrays."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -44,7 +44,7 @@ def micro_logprobs(
 ) -> tuple[Float[Array, 'B C'], Float[Array, 'B C'], Routing]:
   """Return log-probs and entropies (nats) of the tokens of microbatch i, and the routing of all its tokens.
 
-  Both are rectangles of the whole batch, 0 at the tokens of other microbatches. The entropy is that of the policy at the
+  Both are [B, C] arrays of the whole batch, 0 at the tokens of other microbatches. The entropy is that of the policy at the
   sampling temperature (docs/methods/losses.md, eq. 31). `remat` says what the backward pass recomputes.
   """
   attention: Attention = PackedAttention.of(batch.segments[i], batch.prefixes[i], config.kernels)

@@ -22,7 +22,7 @@ class TrainState:
 
   params: Params  # master weights, or adapters
   opt_state: Any
-  version: Int[Array, '']  # finished updates
+  updates: Int[Array, '']  # updates done, including skipped ones
   skipped: Int[Array, '']  # updates left out because the gradient or the loss was not finite
   bad_streak: Int[Array, '']  # the latest consecutive ones of them
 
@@ -32,7 +32,7 @@ class TrainState:
     zero = jnp.zeros((), jnp.int32)
     init = optimizer.init if places is None else jax.jit(optimizer.init, out_shardings=places.opt_state)
     # Distinct buffers, each of which can be donated.
-    state = cls(params=params, opt_state=init(params), version=zero, skipped=zero + 0, bad_streak=zero + 0)
+    state = cls(params=params, opt_state=init(params), updates=zero, skipped=zero + 0, bad_streak=zero + 0)
     return state if places is None else jax.device_put(state, places)
 
 
@@ -55,8 +55,8 @@ def abstract_state(params: Params, optimizer: optax.GradientTransformation, offl
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=p.sharding.with_memory_kind(HOST) if offload else p.sharding)
 
   opt_state = optax.tree_map_params(optimizer, moment, state.opt_state, params, transform_non_params=whole)
-  scalar = whole(state.version)
-  return TrainState(params=params, opt_state=opt_state, version=scalar, skipped=scalar, bad_streak=scalar)
+  scalar = whole(state.updates)
+  return TrainState(params=params, opt_state=opt_state, updates=scalar, skipped=scalar, bad_streak=scalar)
 
 
 def guarded_step(
@@ -96,7 +96,7 @@ def guarded_step(
   state = TrainState(
     params=params,
     opt_state=jax.tree.map(lambda new, old: _in_space(new, _space(old)), opt_state, state.opt_state),
-    version=state.version + 1,
+    updates=state.updates + 1,
     skipped=state.skipped + skipped,
     bad_streak=bad_streak,
   )

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from sprl.config import Correction, Loss, Remat, Run
@@ -65,9 +66,11 @@ def abstract_logprobs(batch: TrainBatch, run: Run) -> LogProbs:
   return LogProbs(sampler=like, old=old, ref=like if run.loss.kl_coef > 0 else None)
 
 
-def make_update(graphdef: nnx.GraphDef, optimizer: optax.GradientTransformationExtraArgs, config: UpdateConfig) -> OnMesh:
-  """Return the jitted update(state, batch, logprobs, base=None) -> (state, metrics); `state` is donated."""
-  return OnMesh(jax.jit(partial(update, graphdef, optimizer, config), donate_argnums=0))
+def make_update(
+  graphdef: nnx.GraphDef, optimizer: optax.GradientTransformationExtraArgs, config: UpdateConfig, mesh: Mesh | None = None
+) -> OnMesh:
+  """Return the jitted update(state, batch, logprobs, base=None) -> (state, metrics) on a mesh; `state` is donated."""
+  return OnMesh(jax.jit(partial(update, graphdef, optimizer, config), donate_argnums=0), mesh)
 
 
 def update(

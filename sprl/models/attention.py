@@ -39,7 +39,7 @@ class PackedAttention:
   Worked example, a prompt `ab` with two completions `cd` and `e`, then padding:
 
       tokens    a b c d e .
-      segments  1 1 2 2 3 0      0 is padding, which nobody sees
+      segments  1 1 2 2 3 0      0 is padding, which no token sees
       prefixes  0 0 1 1 1 0      segments 2 and 3 continue segment 1
       d sees a b c d;  e sees a b e
   """

@@ -1,4 +1,4 @@
-"""Correction of the gap between the sampler and the learner (docs/methods/losses.md, eq. 11 to 20).
+"""Correction of the mismatch between the sampler and the learner (docs/methods/losses.md, eq. 11 to 20).
 
 The sampler evicts, quantises or runs ahead, so a token is drawn from pi_sampler and not from pi_old, the learner's dense policy
 before the update. With log rho = old - sampler:
@@ -7,7 +7,7 @@ before the update. With log rho = old - sampler:
      the mean over all tokens that the model wrote, rejected ones too. Weights never change the mask.
   2. Rejection: tokens or whole sequences leave the mask. Rejection never changes the weights.
 
-Nothing here carries a gradient. The formulas do not depend on the cause of the gap.
+Nothing here carries a gradient. The formulas do not depend on the cause of the mismatch.
 """
 
 import math

@@ -1,7 +1,7 @@
-"""Predicates on the metrics of one step: reasons to stop a run, and metrics outside their healthy range.
+"""Guards: checks of the metrics of one step.
 
-The loop raises on `sentinels` and logs `warnings`. Ranges and reasons: docs/methods/losses.md, Health ranges and Stop
-conditions.
+`sentinels` returns the reasons to stop a run, and the loop raises them. `warnings` returns the metrics outside their healthy
+range, and the loop logs them. Ranges and reasons: docs/methods/losses.md, Health ranges and Stop conditions.
 """
 
 import math
@@ -25,10 +25,10 @@ MAX_CAPPED_STEPS = 2
 
 
 def sentinels(metrics: Mapping[str, float], capped_steps: int = 0, weighted: bool = True) -> list[str]:
-  """Return the reasons to stop the run, one sentence each; none means go on.
+  """Return the reasons to stop the run, one sentence each. An empty list means that the run continues.
 
   `capped_steps` counts the latest consecutive steps, this one included, in which every response hit the length limit.
-  `weighted` says whether the correction's weight is all that corrects for the sampler (`losses.weighted`).
+  `weighted` says whether the correction's weight alone corrects for the sampler (`losses.weighted`).
   """
   reasons = [
     f'{name} = {value}: a log-prob of the sampler or the learner is not finite'

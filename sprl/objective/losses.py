@@ -6,7 +6,7 @@ and `sampler` (the policy that drew the token). The mode of the correction decid
   decoupled   r = exp(current - old), and the loss is multiplied by w, which corrects old against sampler
   bypass      r = exp(current - sampler), which corrects already, so there is no w; `reinforce` has no ratio and keeps its w
 
-so the gap between sampler and learner is corrected exactly once. Every ratio is the exponential of a log clamped to +-20.
+so the mismatch of sampler and learner is corrected exactly once. Every ratio is the exponential of a log clamped to +-20.
 
 For a sequence generated entirely by the weights being trained, hand over stop_gradient(current) as the denominator: its ratio
 is then 1, and the gradient of the ratio is that of `current`.

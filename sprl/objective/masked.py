@@ -1,4 +1,4 @@
-"""Bounded ratios and statistics under a mask: the vocabulary of the formulas in this room.
+"""Bounded ratios and statistics under a mask: the building blocks of the formulas in this package.
 
 Values outside a mask may be anything, NaN included: they are replaced before any arithmetic, because 0 * NaN is NaN. A
 statistic of nothing is 0.

@@ -1,4 +1,4 @@
-"""Compile JAX programs for devices that are not here, and read the resources that they would take.
+"""Compile JAX programs for devices that this machine does not have, and read the resources that they would take.
 
 XLA's compilers need no device if they are told its properties: an H200's are below, and libtpu knows those of TPUs. This finds
 spills, memory, collectives and lowering errors on any machine. There is no autotuning, and there are no timings.
@@ -6,9 +6,8 @@ spills, memory, collectives and lowering errors on any machine. There is no auto
     make install EXTRAS=aot    # GPUs; also needs ptxas: on PATH, under /usr/local/cuda, or from the package nvidia-cuda-nvcc
     make install EXTRAS=tpu    # TPUs
 
-This is the only file that patches a private part of JAX: before it lowers attention to cuDNN, JAX asks the installed cuDNN for
-its version, and no public option answers in its place. Compile-only topologies and Mosaic's dumps are semi-private too, and are
-used only here. Checked with jax 0.11.2 and 0.12.0.1.
+Compile-only topologies and Mosaic's dumps are not stable parts of JAX, and are used only here. Attention lowers to cuDNN without
+cuDNN, by a patch of a private part of JAX: cudnn_version.py. Checked with jax 0.11.2 and 0.12.0.1.
 """
 
 import contextlib
@@ -29,12 +28,12 @@ os.environ.setdefault('TPU_SKIP_MDS_QUERY', '1')
 
 import jax
 import numpy as np
-from jax._src.cudnn import fused_attention_stablehlo
 from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from sprl.config import SettingsError
 from sprl.planning.collectives import Collective, collectives
+from sprl.planning.cudnn_version import cudnn_version
 
 # Text form of XLA's GpuTargetConfigProto: an H200 according to its driver and NVIDIA's CUDA documentation (compute capability
 # 9.0). Clock, bandwidth and L2 feed XLA's cost model only.
@@ -113,7 +112,7 @@ def devices(name: str, count: int = 1) -> list[Any]:
   if reason := missing(name):
     raise SettingsError(f'--compile: {reason}')
   nodes = -(-count // NODE)
-  if name == 'h200' and count % nodes == 0:
+  if name == 'h200' and (count <= NODE or count % NODE == 0):
     return list(topologies.get_topology_desc('h200', 'cuda', topology=f'{nodes}x{count // nodes}x1', target_config=H200).devices)
   if name == 'v5e' and count in V5E:
     with _silence():  # libtpu warns that this is no cloud machine
@@ -140,9 +139,8 @@ def compile_for(jitted: Any, *arguments: Any, **static: Any) -> Compiled:
   Static arguments are passed by name.
   """
   mesh: Any = next(x.sharding.mesh for x in jax.tree.leaves(arguments) if isinstance(x, jax.ShapeDtypeStruct))
-  cudnn = mock.patch.object(fused_attention_stablehlo, 'check_cudnn_version', return_value=CUDNN)  # see the top of this file
   with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, MOSAIC_GPU_DUMP_TO=folder):
-    with lowering_for(mesh), cudnn, _silence():  # Mosaic warns if there is no disassembler
+    with lowering_for(mesh), cudnn_version(CUDNN), _silence():  # Mosaic warns if there is no disassembler
       lowered = jitted.trace(*arguments, **static).lower(lowering_platforms=('tpu' if _is_tpu(mesh) else 'cuda',))
       compiled = lowered.compile()
     kernels = tuple(_kernel(path) for path in sorted(Path(folder).glob('*.ptxas')))

@@ -1,4 +1,4 @@
-"""A plan beside XLA's compilers: the memory of the run's programs, compiled for devices that are not here."""
+"""A plan beside XLA's compilers: the memory of the run's programs, compiled for absent devices."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -42,7 +42,9 @@ def planned_update(plan: Plan) -> int:
 
 def planned_decode(config: ModelConfig, run: Run, plan: Plan, kind: RolloutPlan) -> int:
   """Planned bytes of decode steps on a device, without the learner's state, prefill, or the probe of the FP8 codes."""
-  probe = programs.served_weights(config, on(plan.device, run), kinds(run)[kind.name][1], plan.rollout.mesh(config)).probe
+  probe = programs.abstract_sampler_weights(
+    config, on(plan.device, run), kinds(run)[kind.name][1], plan.rollout.mesh(config)
+  ).probe
   return kind.memory.total(kind.rows) - kind.memory.prefill - nbytes(local(probe))
 
 
@@ -66,7 +68,7 @@ def check_decode(config: ModelConfig, run: Run, plan: Plan, kind: RolloutPlan) -
 def as_text(checks: Sequence[Check]) -> str:
   """Return planned and compiled memory, and the collectives in each program, as text.
 
-  A collective stands once in the text of its program, however often its loop runs.
+  A collective in a loop appears once, whatever the number of iterations.
   """
   rows, sent = [], []
   for each in checks:

@@ -163,5 +163,5 @@ def _evaluation(config: ModelConfig, run: Run, axes: MeshAxes, state: int) -> Ev
   prompts, rows = min(run.rollout.prompts, math.ceil(asked / k)), math.ceil(asked / axes.rows)
   held = rollout_memory(config, dataclasses.replace(run, sampling=answers), cache, quant, prompts, axes)
   return EvaluationPlan(
-    settings.memory, rows, asked, state + memory.served_bytes(config, run, run.quant, axes) + held.total(rows)
+    settings.memory, rows, asked, state + memory.sampler_weight_bytes(config, run, run.quant, axes) + held.total(rows)
   )

@@ -24,7 +24,7 @@ from sprl.models import transformer
 from sprl.models.config import ModelConfig
 from sprl.models.moe import blocks
 from sprl.planning.mesh_axes import MeshAxes
-from sprl.planning.programs import abstract_weights, compute_dtype, served_weights, train_state
+from sprl.planning.programs import abstract_sampler_weights, abstract_weights, accelerator_dtype, train_state
 from sprl.sampler.engine import prompt_buckets
 
 FLOAT32 = 4  # bytes
@@ -102,7 +102,7 @@ def update_memory(config: ModelConfig, run: Run, shape: Shape, axes: MeshAxes) -
   held = local(state.params)
   host = nbytes(local([leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.sharding.memory_kind == HOST]))
   optimiser = nbytes(local(state.opt_state)) - host
-  reference = nbytes(local_weights(config, axes, compute_dtype(run))) if run.loss.kl_coef > 0 else 0
+  reference = nbytes(local_weights(config, axes, accelerator_dtype(run))) if run.loss.kl_coef > 0 else 0
   gradients = FLOAT32 * (size(held) + size(held['head' if 'head' in held else 'embed']))
   alive = gradients + _activations(config, run, held, math.ceil(shape.rows / axes.rows), shape.tokens, axes)
   return UpdateMemory(nbytes(held), optimiser, host, reference, gradients, activations=round(MARGIN * alive) - gradients)
@@ -120,7 +120,7 @@ def _activations(config: ModelConfig, run: Run, held: transformer.Params, rows: 
      on a mesh those of OVERLAP layers, or of one layer with the gathered weights of two. Attention by a library has no scores;
      the reference also has output buffers for every layer.
   """
-  L, E, D, b, N = config.num_layers, config.hidden_size, config.head_dim, compute_dtype(run).itemsize, rows * T
+  L, E, D, b, N = config.num_layers, config.hidden_size, config.head_dim, accelerator_dtype(run).itemsize, rows * T
   (H, K), F, V = axes.heads(config), mlp_widths(config, axes.tensor), config.vocab_size // axes.tensor
   # Saved for each token: elements of each layer, and multiples of its MLP's width; and the MLP's products that are not saved.
   saved, of_width, products = {
@@ -132,7 +132,7 @@ def _activations(config: ModelConfig, run: Run, held: transformer.Params, rows: 
   layer, gathered = b * N * products * max(F), 0
   if not library_attends(config, run, T, run.masked_learner):
     layer, beside = max(layer, FLOAT32 * N * SCORES * H * min(QUERY_CHUNK, T)), N * L * (2 * b * H * D + 2 * FLOAT32 * K * D)
-  whole = local_weights(config, dataclasses.replace(axes, data=1, fsdp=1), compute_dtype(run))
+  whole = local_weights(config, dataclasses.replace(axes, data=1, fsdp=1), accelerator_dtype(run))
   if config.experts:
     layer, beside = max(layer, _experts(config, run, N, axes, backward=True)), beside + FLOAT32 * max(map(size, experts(whole)))
   if axes.fsdp > 1:
@@ -150,7 +150,9 @@ def _activations(config: ModelConfig, run: Run, held: transformer.Params, rows: 
 
 def library_attends(config: ModelConfig, run: Run, T: int, masked: bool) -> bool:
   """Whether a library computes attention within rows of T tokens; `masked`: each kv head has a mask of its own."""
-  q, k = (jax.ShapeDtypeStruct((1, T, n, config.head_dim), compute_dtype(run)) for n in (config.num_heads, config.num_kv_heads))
+  q, k = (
+    jax.ShapeDtypeStruct((1, T, n, config.head_dim), accelerator_dtype(run)) for n in (config.num_heads, config.num_kv_heads)
+  )
   allowed = jax.ShapeDtypeStruct((1, config.num_kv_heads if masked else 1, T, T), jnp.bool)
   return run.model.kernels == 'mosaic_gpu' and attention.obstacle(q, k, allowed) is None
 
@@ -161,7 +163,7 @@ def _experts(config: ModelConfig, run: Run, tokens: int, axes: MeshAxes, backwar
   Kernels take all blocks at once: their inputs, the products of gate and up, and backward the gradients of these. The loop
   over blocks has their outputs only, and the same rows token by token, to sum them.
   """
-  mixed, dtype = config.experts, compute_dtype(run)
+  mixed, dtype = config.experts, accelerator_dtype(run)
   assert mixed is not None
   E, F = config.hidden_size, mixed.width // axes.tensor
   chosen = jax.ShapeDtypeStruct((tokens * axes.expert, mixed.chosen), jnp.int32)
@@ -192,7 +194,7 @@ def rollout_cache(config: ModelConfig, run: Run, cache: Cache, quant: Quant) -> 
   """The cache of a sequence. Raises SettingsError if the model or the prompts leave it no room."""
   prompt, completion = prompt_buckets(run.sampling)[-1], run.sampling.max_tokens
   record = run.masked_learner and cache.budget is not None
-  return cache_layout(config, cache, quant, prompt, completion, compute_dtype(run), record=record)
+  return cache_layout(config, cache, quant, prompt, completion, accelerator_dtype(run), record=record)
 
 
 def kv_bytes(layout: CacheLayout) -> int:
@@ -200,22 +202,22 @@ def kv_bytes(layout: CacheLayout) -> int:
   return KVCache.bytes(layout, 2) - KVCache.bytes(layout, 1)
 
 
-def served_bytes(config: ModelConfig, run: Run, quant: Quant, axes: MeshAxes) -> int:
+def sampler_weight_bytes(config: ModelConfig, run: Run, quant: Quant, axes: MeshAxes) -> int:
   """Bytes of the sampler weights, which are arrays of their own even if they have the dtype of the master weights."""
-  return nbytes(local(served_weights(config, run, quant, axes.mesh(config))))
+  return nbytes(local(abstract_sampler_weights(config, run, quant, axes.mesh(config))))
 
 
 def rollout_memory(config: ModelConfig, run: Run, cache: Cache, quant: Quant, prompts: int, axes: MeshAxes) -> RolloutMemory:
   """Memory of rollouts whose sequences, and the `prompts` that are prefilled together, are split over the devices."""
   layout, (H, K) = rollout_cache(config, run, cache, quant), axes.heads(config)
   part = dataclasses.replace(layout, heads=H, kv_heads=K)
-  P, b, together = layout.prompt, compute_dtype(run).itemsize, math.ceil(prompts / axes.rows)
+  P, b, together = layout.prompt, accelerator_dtype(run).itemsize, math.ceil(prompts / axes.rows)
   # The prompts' own cache has as many slots as the bucket; no layer of it is larger than the layout's.
   prefilled = together * kv_bytes(dataclasses.replace(part, positions=P))
   scores = b * P if library_attends(config, run, P, False) else FLOAT32 * 2 * H * min(QUERY_CHUNK, P)
   passing = together * P * (scores + 2 * b * (config.hidden_size + max(mlp_widths(config, axes.tensor))))
   passing += _experts(config, run, together * P, axes) if config.experts else 0
-  weights = served_bytes(config, run, quant, axes)
+  weights = sampler_weight_bytes(config, run, quant, axes)
   weights += FLOAT32 * layout.head_dim * (layout.layers * K + layout.positions) if layout.key_bias else 0
   drawn = FLOAT32 * (3 * run.sampling.max_tokens + config.vocab_size // axes.tensor)
   return RolloutMemory(weights, prefilled + passing, row=kv_bytes(part) + drawn)

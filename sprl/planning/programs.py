@@ -1,8 +1,7 @@
 """A run's two large programs, the update and a chunk of decode steps, with the shapes and shardings of their arguments.
 
-The programs follow from the model's config, the settings and a mesh; nothing is read from
-files or placed on devices. With an AbstractMesh
-the arguments can be counted (`memory`); with a mesh of compile-only devices the programs can be compiled (`aot`).
+The programs follow from the model's config, the settings and a mesh. Nothing is read from files or placed on devices. With an
+AbstractMesh the arguments can be counted (`memory`); with a mesh of compile-only devices the programs can be compiled (`aot`).
 """
 
 import dataclasses
@@ -41,7 +40,7 @@ class Program(NamedTuple):
   static: Mapping[str, Any] = {}
 
 
-def compute_dtype(run: Run) -> Any:
+def accelerator_dtype(run: Run) -> Any:
   """The dtype of products on an accelerator: `auto` is bfloat16."""
   return jnp.dtype('bfloat16' if run.model.dtype == 'auto' else run.model.dtype)
 
@@ -63,12 +62,12 @@ def train_state(config: ModelConfig, run: Run, mesh: AnyMesh) -> TrainState:
   return abstract_state(params, make_optimizer(run.optimizer, 1), run.optimizer.offload)
 
 
-def served_weights(config: ModelConfig, run: Run, quant: Quant, mesh: AnyMesh) -> SamplerWeights:
+def abstract_sampler_weights(config: ModelConfig, run: Run, quant: Quant, mesh: AnyMesh) -> SamplerWeights:
   """Shapes and shardings of the sampler weights, without the scales of the cache."""
   params = transformer.abstract_params(config, run.model.param_dtype)
   cut = linear_kernels(config, quant, 'auto', (mesh,)) == 'reference'  # within blocks, on this mesh
   kernels = 'reference' if cut else run.model.kernels
-  served = jax.eval_shape(partial(sampler_weights, dtype=compute_dtype(run), quant=quant, kernels=kernels), params)
+  served = jax.eval_shape(partial(sampler_weights, dtype=accelerator_dtype(run), quant=quant, kernels=kernels), params)
   return sharded(served, sampler_weight_axes(served, config), mesh)
 
 
@@ -76,15 +75,15 @@ def update(config: ModelConfig, run: Run, shape: Shape, mesh: Mesh) -> Program:
   """The update of one minibatch of this shape."""
   batch = empty(shape)
   batch = sharded(batch, batch.axes, mesh)
-  settings = UpdateConfig.of(run, compute_dtype(run))
-  jitted = make_update(transformer.graph(config), make_optimizer(run.optimizer, 1), settings)
+  settings = UpdateConfig.of(run, accelerator_dtype(run))
+  jitted = make_update(transformer.graph(config), make_optimizer(run.optimizer, 1), settings, mesh)
   return Program(jitted, (train_state(config, run, mesh), batch, abstract_logprobs(batch, run)))
 
 
 def decoding(config: ModelConfig, run: Run, layout: CacheLayout, quant: Quant, rows: int, mesh: Mesh) -> Program:
   """A chunk of decode steps of `rows` sequences, on all devices of the mesh together."""
   layout = dataclasses.replace(layout, kernels=run.model.kernels)
-  served = served_weights(config, run, quant, mesh)._replace(probe=None)
+  served = abstract_sampler_weights(config, run, quant, mesh)._replace(probe=None)
   if layout.fp8:
     scale: Any = jax.ShapeDtypeStruct((config.num_layers,), jnp.float32, sharding=replicated(mesh))
     served = served._replace(scales=Scales(scale, scale, scale))
@@ -94,4 +93,4 @@ def decoding(config: ModelConfig, run: Run, layout: CacheLayout, quant: Quant, r
   )
   stops = tuple(sorted({*config.eos_token_ids, *run.sampling.stop_ids}))
   static = {'sampling': run.sampling, 'stop_ids': stops, 'steps': run.sampling.chunk}
-  return Program(decode.decode, (transformer.graph(config), served, sharded(state, state.axes, mesh)), static)
+  return Program(decode.decode.on(mesh), (transformer.graph(config), served, sharded(state, state.axes, mesh)), static)

@@ -21,7 +21,7 @@ from sprl.models.config import ModelConfig
 from sprl.planning.devices import Device
 from sprl.planning.memory import FLOAT32, UpdateMemory, experts, library_attends, local_weights, mlp_widths, nbytes, size
 from sprl.planning.mesh_axes import NAMES, MeshAxes
-from sprl.planning.programs import compute_dtype
+from sprl.planning.programs import accelerator_dtype
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def decode_work(
   config: ModelConfig, run: Run, layout: CacheLayout, weights: int, rows: int, axes: MeshAxes, device: Device
 ) -> Work:
   """One decode step of `rows` sequences on each device, which holds `weights` bytes of sampler weights."""
-  dtype, E, L, t = compute_dtype(run), config.hidden_size, config.num_layers, axes.tensor
+  dtype, E, L, t = accelerator_dtype(run), config.hidden_size, config.num_layers, axes.tensor
   (H, K), b, head = axes.heads(config), dtype.itemsize, config.vocab_size * E // t
   table = 0 if config.tie_embeddings else b * head // axes.fsdp  # a step reads a few of its rows only
   cost = decode_attention.cost(rows, H, K, round(attended(layout)), config.head_dim, layout.storage, bias=layout.key_bias)
@@ -127,7 +127,7 @@ def decode_work(
 
 def update_work(config: ModelConfig, run: Run, shape: Shape, memory: UpdateMemory, axes: MeshAxes, device: Device) -> Work:
   """All updates of a step and the scoring before them, with completions of the greatest length."""
-  o, dtype, L, E, T, t = run.optimizer, compute_dtype(run), config.num_layers, config.hidden_size, shape.tokens, axes.tensor
+  o, dtype, L, E, T, t = run.optimizer, accelerator_dtype(run), config.num_layers, config.hidden_size, shape.tokens, axes.tensor
   (H, K), D, b, mixed, micros = axes.heads(config), config.head_dim, dtype.itemsize, config.experts, shape.micros
   held = local_weights(config, axes, run.model.param_dtype)
   stack, head = transformer.layers(held), config.vocab_size * E // t

@@ -29,7 +29,7 @@ from sprl.types import Completion, Request
 
 
 def across(team: Team, wrapper: Callable[[Any, Team], Any], inner: Any) -> Any:
-  """Returns `inner`, wrapped if the run has several processes."""
+  """Return `inner`, wrapped if the run has several processes."""
   return inner if team.processes == 1 else wrapper(inner, team)
 
 
@@ -50,23 +50,23 @@ class BroadcastEngine:
     return self.inner.load
 
   def add(self, request: Request) -> None:
-    """Queues a request."""
+    """Queue a request."""
     self.inner.add(request)
 
   def abort(self, uids: Collection[int] | None = None) -> list[Completion]:
-    """Ends these requests (None: all of them) and returns the tokens that they have."""
+    """End these requests (None: all of them) and return the tokens that they have."""
     return self.inner.abort(uids)
 
   def swap(self, weights: Any, version: int) -> None:
-    """Replaces the weights."""
+    """Replace the weights."""
     self.inner.swap(weights, version)
 
   def dispatch(self) -> None:
-    """Starts a chunk."""
+    """Start a chunk."""
     self.inner.dispatch()
 
   def collect(self) -> list[Completion]:
-    """Waits until the chunk is over. Returns the requests that ended."""
+    """Wait until the chunk is over. Returns the requests that ended."""
     return self.inner.collect()
 
   @property
@@ -75,7 +75,7 @@ class BroadcastEngine:
     return self._team.broadcast('ready', lambda: self.inner.ready)
 
   def wait(self, seconds: float) -> None:
-    """Waits in process 0. The others wait for its next message."""
+    """Wait in process 0. The others wait for its next message."""
     if self._team.leads:
       self.inner.wait(seconds)
 
@@ -89,19 +89,19 @@ class BroadcastWorkers:
     self._theirs: dict[int, int] = {}  # our ticket -> the inner workers'
 
   def submit(self, call: Any) -> int:
-    """Queues a call in process 0. Returns the ticket of its result."""
+    """Queue a call in process 0. Returns the ticket of its result."""
     ticket = next(self._tickets)
     if self._inner is not None:
       self._theirs[ticket] = self._inner.submit(call)
     return ticket
 
   def cancel(self, ticket: int) -> None:
-    """Drops a call."""
+    """Drop a call."""
     if self._inner is not None and ticket in self._theirs:
       self._inner.cancel(self._theirs.pop(ticket))
 
   def poll(self, wanted: Collection[int]) -> Mapping[int, Any]:
-    """Returns the wanted results that are ready in process 0."""
+    """Return the wanted results that are ready in process 0."""
     return self._team.broadcast('poll', lambda: self._poll(wanted))
 
   def _poll(self, wanted: Collection[int]) -> dict[int, Any]:
@@ -113,7 +113,7 @@ class BroadcastWorkers:
     return results
 
   def wait(self, seconds: float | None) -> None:
-    """Waits in process 0. The others wait for its next message."""
+    """Wait in process 0. The others wait for its next message."""
     if self._inner is not None:
       self._inner.wait(seconds)
 
@@ -140,11 +140,11 @@ class BroadcastSource:
   team: Team
 
   def episode(self, number: int, uid: int, attempt: int) -> Episode:
-    """Returns the episode of one member of a group."""
+    """Return the episode of one member of a group."""
     return self.inner.episode(number, uid, attempt)
 
   def prompt(self, number: int) -> Int[np.ndarray, ' P']:
-    """Returns the ids that the group's episodes begin with. Raises EnvironmentFault in all processes."""
+    """Return the ids that the group's episodes begin with. Raises EnvironmentFault in all processes."""
     first = self.team.broadcast('prompt', lambda: self._first(number))
     if isinstance(first, EnvironmentFault):
       raise first
@@ -157,5 +157,5 @@ class BroadcastSource:
       return fault
 
   def answer(self, number: int) -> str:
-    """Returns the right answer."""
+    """Return the right answer."""
     return self.inner.answer(number)

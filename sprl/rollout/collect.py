@@ -18,7 +18,7 @@ STATUSES = ('ok', 'timeout', 'crash', 'error', 'invalid')  # of a Grade (sprl/ta
 
 
 def encode(problem: Problem, tokenizer: Tokenizer) -> Int[np.ndarray, ' P']:
-  """Returns the prompt's ids: the chat conversation up to the model's answer, or the plain text if there is no chat."""
+  """Return the prompt's ids: the chat conversation up to the model's answer, or the plain text if there is no chat."""
   ids = tokenizer.chat(problem.messages) if problem.messages else tokenizer.encode(problem.prompt)
   return np.array(ids, np.int32)
 
@@ -32,7 +32,7 @@ class Length(NamedTuple):
 
 
 def check_lengths(lengths: Iterable[Length], max_prompt: int) -> None:
-  """Raises SettingsError if a prompt has no token, or more than `max_prompt`.
+  """Raise SettingsError if a prompt has no token, or more than `max_prompt`.
 
   The error names the first empty prompt, or the longest prompt; of several longest, the one that is asked first.
   """
@@ -51,7 +51,7 @@ def check_lengths(lengths: Iterable[Length], max_prompt: int) -> None:
 def sample_rows(
   trajectories: Sequence[Trajectory], answer: Callable[[int], str], tokenizer: Tokenizer, count: int
 ) -> list[dict[str, Any]]:
-  """Returns the rows of a sample table: the first trajectory of each of the first `count` groups.
+  """Return the rows of a sample table: the first trajectory of each of the first `count` groups.
 
   `answer(number)` is the right answer of a group.
   """
@@ -72,7 +72,7 @@ def sample_rows(
 
 
 def metrics(trajectories: Sequence[Trajectory], layout: CacheLayout, rows: int) -> dict[str, float]:
-  """Returns metrics of a batch of rollouts: rewards, lengths, and the cache.
+  """Return metrics of a batch of rollouts: rewards, lengths, and the cache.
 
   sparse/accounting_saving   share of the tokens in a dense cache that this cache did not attend to
   sparse/cache_bytes         bytes of the cache of `rows` rows

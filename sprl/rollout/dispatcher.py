@@ -1,8 +1,8 @@
 """Queue scheduling of requests: which request runs on which engine, and when an engine starts its next chunk.
 
-Requests wait in one queue, the oldest group's first. A request goes to the engine of its group if that has room, so that the
-engine prefills the prompt once; else to the least-loaded engine. With `replicate` off a group is one task: it holds a row for
-each member until its last member ends.
+Requests wait in one queue, the oldest group's first. A request goes to the engine of its group if that engine has a free row: the
+engine then prefills the prompt once. Otherwise it goes to the least-loaded engine. With `replicate` off a group is one task: it
+holds a row for each member until its last member ends.
 """
 
 import heapq
@@ -40,24 +40,24 @@ class Dispatcher:
   # --- members -----------------------------------------------------------------------------------------------------------
 
   def ask(self, member: Member) -> None:
-    """Queues the request of a member."""
+    """Queue the request of a member."""
     self._members[member.uid] = member
     member.asked, member.engine = self._now(), None
     heapq.heappush(self._queue, (member.group.number, member.uid))
 
   def match(self, completion: Completion) -> Member | None:
-    """Returns the member that waits for this completion. None: its group or attempt is gone, and the completion is late."""
+    """Return the member that waits for this completion. None: its group or attempt is gone, and the completion is late."""
     member = self._members.get(completion.request.uid)
     current = member is not None and member.request is not None and member.attempt == completion.request.attempt
     return member if current else None
 
   def done(self, member: Member) -> None:
-    """Forgets a member whose request is completed."""
+    """Remove a member whose request is completed."""
     self._members.pop(member.uid, None)
     member.request = member.partial = member.engine = None
 
   def stop(self, member: Member) -> int:
-    """Ends the request of a member, if it has one. Returns the number of tokens drawn for it."""
+    """End the request of a member, if it has one. Returns the number of tokens drawn for it."""
     drawn = 0 if member.partial is None else len(member.partial.tokens)
     if member.engine is not None:
       drawn += sum(len(completion.tokens) for completion in self.engines[member.engine].abort([member.uid]))
@@ -65,7 +65,7 @@ class Dispatcher:
     return drawn
 
   def let_go(self, group: LiveGroup) -> None:
-    """Frees the rows that a group holds."""
+    """Free the rows that a group holds."""
     if group.engine is not None and not self._replicate:
       self._held[group.engine] -= len(group.members)
     group.engine = None
@@ -78,7 +78,7 @@ class Dispatcher:
   # --- from the queue to the engines ---------------------------------------------------------------------------------------
 
   def send(self) -> list[float]:
-    """Gives requests to engines while there is room. Returns the seconds that each of them waited."""
+    """Give requests to engines while there is room. Returns the seconds that each of them waited."""
     waited, left = [], []
     while self._queue:
       entry = heapq.heappop(self._queue)
@@ -135,7 +135,7 @@ class Dispatcher:
   # --- chunks --------------------------------------------------------------------------------------------------------------
 
   def start_chunks(self) -> None:
-    """Starts a chunk on every engine that has requests and no chunk under way."""
+    """Start a chunk on every engine that has requests and no chunk under way."""
     for i, engine in enumerate(self.engines):
       if i not in self._chunks and engine.load:
         self._chunks[i] = self._now(), engine.load
@@ -147,7 +147,7 @@ class Dispatcher:
     return list(self._chunks)
 
   def collect(self, engines: Collection[int], version: int) -> list[Completion]:
-    """Waits for the chunks of these engines. Returns the completions; `version` is that of the weights, for the timeline."""
+    """Wait for the chunks of these engines. Returns the completions; `version` is that of the weights, for the timeline."""
     completions = []
     for i in engines:
       completions += self.engines[i].collect()

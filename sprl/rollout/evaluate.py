@@ -33,7 +33,7 @@ def evaluate(
   stopped: Callable[[], Any] = lambda: False,
   team: Team = ALONE,
 ) -> dict[str, Any]:
-  """Answers the held-out groups. Every call uses the same groups and random numbers.
+  """Answer the held-out groups. Every call uses the same groups and random numbers.
 
   Args:
     run: the settings. `eval.memory` decides between a dense, unquantised sampler and the rollouts' own.
@@ -67,7 +67,7 @@ def evaluate(
   source, first = OffsetSource(held_out.source, FIRST_UID // k), FIRST_UID // k
   if layout.fp8 and scales is None:
     some = prompts(source, first, min(count, config.prefill))
-    scales = calibrate.scales_of_prompts(model.graphdef, layout, params, some, config.prefill, quant)
+    scales = calibrate.scales_of_prompts(model.graphdef, layout, params, some, config.prefill, quant, model.mesh)
   engine = Engine(config, model.sampler_weights(params, quant, scales))
   scheduler = Scheduler(
     on_all_processes(team, [engine]),

@@ -32,7 +32,7 @@ class Member:
   result: Trajectory | None = None
 
   def whole(self, completion: Completion) -> Completion:
-    """Joins a completion with the tokens that were drawn before the request was interrupted."""
+    """Join a completion with the tokens that were drawn before the request was interrupted."""
     return completion if self.partial is None else self.partial.then(completion)
 
 

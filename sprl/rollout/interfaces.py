@@ -25,19 +25,19 @@ class EngineLike(Protocol):
     ...
 
   def add(self, request: Request) -> None:
-    """Queues a request."""
+    """Queue a request."""
     ...
 
   def abort(self, uids: Collection[int] | None = None) -> list[Completion]:
-    """Ends these requests (None: all of them) and returns the tokens that they have. Allowed at any time."""
+    """End these requests (None: all of them) and return the tokens that they have. Allowed at any time."""
     ...
 
   def swap(self, weights: Any, version: int) -> None:
-    """Replaces the weights, between chunks."""
+    """Replace the weights, between chunks."""
     ...
 
   def dispatch(self) -> None:
-    """Starts a chunk."""
+    """Start a chunk."""
     ...
 
   @property
@@ -46,11 +46,11 @@ class EngineLike(Protocol):
     ...
 
   def wait(self, seconds: float) -> None:
-    """Waits until the chunk is over, at most `seconds`."""
+    """Wait until the chunk is over, at most `seconds`."""
     ...
 
   def collect(self) -> list[Completion]:
-    """Waits until the chunk is over. Returns the requests that ended."""
+    """Wait until the chunk is over. Returns the requests that ended."""
     ...
 
 
@@ -59,19 +59,19 @@ class WorkersLike(Protocol):
   """Grades answers or steps environments. `sprl.tasks.worker_pool.WorkerPool` is one."""
 
   def submit(self, call: Any) -> int:
-    """Queues a call. Returns the ticket of its result."""
+    """Queue a call. Returns the ticket of its result."""
     ...
 
   def cancel(self, ticket: int) -> None:
-    """Drops a call: nobody waits for its result."""
+    """Drop a call. Its result is ignored."""
     ...
 
   def poll(self, wanted: Collection[int]) -> Mapping[int, Any]:
-    """Returns the wanted results that are ready, by ticket. Each result is returned once. A result may be a Failure."""
+    """Return the wanted results that are ready, by ticket. Each result is returned once. A result may be a Failure."""
     ...
 
   def wait(self, seconds: float | None) -> None:
-    """Waits until a result may be ready, at most `seconds` (None: no limit)."""
+    """Wait until a result may be ready, at most `seconds` (None: no limit)."""
     ...
 
 
@@ -80,5 +80,5 @@ class EpisodeSource(Protocol):
   """Makes the episodes of a run."""
 
   def episode(self, number: int, uid: int, attempt: int, /) -> Episode:
-    """Returns the episode of one member of group `number`. A member that failed gets another attempt."""
+    """Return the episode of one member of group `number`. A member that failed gets another attempt."""
     ...

@@ -31,15 +31,15 @@ class Source(Protocol):
   """Makes the episodes of groups by number, and tells their prompts and answers."""
 
   def episode(self, number: int, uid: int, attempt: int) -> Episode:
-    """Returns the episode of one member of a group."""
+    """Return the episode of one member of a group."""
     ...
 
   def prompt(self, number: int) -> Int[np.ndarray, ' P']:
-    """Returns the ids that the group's episodes begin with."""
+    """Return the ids that the group's episodes begin with."""
     ...
 
   def answer(self, number: int) -> str:
-    """Returns the right answer, for people to compare with; '' if there is none."""
+    """Return the right answer, for people to compare with; '' if there is none."""
     ...
 
 
@@ -106,7 +106,7 @@ class ConversationSource:
     return np.array(self.codec.opening(turn_messages(*first)), np.int32)
 
   def answer(self, number: int) -> str:
-    """Returns '': an environment has no right answer."""
+    """Return '': an environment has no right answer."""
     return ''
 
 
@@ -140,7 +140,7 @@ def seeds(number: int, held_out: bool, split: bool) -> int:
 
 
 def prompts(source: Source, first: int, count: int) -> Sequence[Int[np.ndarray, ' _']]:
-  """Returns the prompts of up to `count` groups from number `first` on. Groups whose environment fails are left out.
+  """Return the prompts of up to `count` groups from number `first` on. Groups whose environment fails are left out.
 
   Raises EnvironmentFault if all of the TRIES * count groups fail.
   """

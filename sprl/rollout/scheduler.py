@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 GLANCE = 0.01  # seconds to wait for one engine before the others and the workers are looked at
 RETRIES = 2  # further attempts at a member whose grader or environment failed, before its group is dropped
 WARNINGS = 20  # reasons of failures that are logged
-FRUITLESS_BATCHES = 50  # batches' worth of groups dropped in a row, after which the run stops
+FRUITLESS_BATCHES = 50  # if more groups than this many batches hold are dropped in a row, the run stops
 
 
 class Stalled(RuntimeError):
@@ -58,7 +58,7 @@ class Scheduler:
     retries: further attempts at a member whose grader or environment failed.
 
   Raises:
-    Stalled: from `pump`, if no batch can ever be ready.
+    Stalled: from `batch`, `sync`, `quiesce` and `pump`, if no batch can ever be ready.
   """
 
   def __init__(
@@ -93,7 +93,11 @@ class Scheduler:
   # --- the controller's calls ----------------------------------------------------------------------------------------------
 
   def batch(self, stopped: Callable[[], Any] = lambda: False) -> list[Group] | None:
-    """Returns the groups of the next update, by number. Pumps until they are complete; returns None once `stopped()` is true."""
+    """Return the groups of the next update, in the order of their numbers.
+
+    Pumps until the groups are complete. Returns None only if `stopped()` is true before that. Raises Stalled if the groups can
+    never be complete.
+    """
     start = self.now()
     while (numbers := self.window.ready()) is None:
       if stopped():
@@ -110,7 +114,10 @@ class Scheduler:
     return finished
 
   def sync(self, weights: Sequence[Any]) -> None:
-    """Gives new weights to each engine after an update (docs/methods/async.md, Weight synchronisation)."""
+    """Give new weights to each engine after an update (docs/methods/async.md, Weight synchronisation).
+
+    `weights` has one entry per engine. Raises Stalled if all groups fail or are filtered out.
+    """
     with self.timeline.span('controller', 'sync'):
       for number in self.window.expired():
         self._drop(number, 'expired')
@@ -120,11 +127,13 @@ class Scheduler:
         engine.swap(its_weights, self.window.version)
 
   def quiesce(self) -> None:
-    """Waits for the chunks under way and prepares the engines for new weights, by `rollout.sync`.
+    """Wait for the chunks under way and prepare the engines for new weights, by `rollout.sync`.
 
-    recompute   aborts what runs; each request is asked again with the tokens that it has
-    drain       waits until everything that runs has ended; nothing new goes to the engines meanwhile
+    recompute   aborts the running requests and queues each of them again, with the tokens that it has drawn
+    drain       waits until all running requests have ended; no new request goes to the engines meanwhile
     keep        leaves requests and caches as they are
+
+    Raises Stalled if all groups fail or are filtered out.
     """
     self._collect(self._dispatcher.busy)
     match self.settings.sync:
@@ -139,7 +148,9 @@ class Scheduler:
         self._draining = False
 
   def pump(self, patience: float = 1.0) -> None:
-    """Takes one turn. If nothing moves, waits for an engine; if no engine has work, waits at most `patience` seconds for workers.
+    """Take one turn.
+
+    If nothing moves, waits for an engine. If no engine has work, waits at most `patience` seconds for the workers.
 
     Raises Stalled if nothing runs and nothing may start.
     """
@@ -155,7 +166,7 @@ class Scheduler:
       return
     if not self._tickets:
       raise Stalled(self._report())
-    self.workers.wait(patience)  # not without a limit: a call may be too late by then
+    self.workers.wait(patience)  # bounded: a call may exceed its time limit during the wait
 
   @property
   def idle(self) -> bool:
@@ -164,21 +175,21 @@ class Scheduler:
 
   @property
   def counts(self) -> Counter[str]:
-    """Groups by fate, failures and tokens, since the run began."""
+    """Groups by outcome, failures and tokens, since the run began."""
     return self._tally.counts
 
   def metrics(self) -> tuple[dict[str, float], dict[str, float]]:
-    """Returns metrics and times (seconds) since the last call."""
+    """Return metrics and times (seconds) since the last call."""
     return self._tally.metrics(self.window.live)
 
   def state(self) -> dict[str, Any]:
-    """Returns the state for a checkpoint, as JSON. Live groups start again after a resume: none is lost or trained on twice."""
+    """Return the state for a checkpoint, as JSON. Live groups start again after a resume: none is lost or trained on twice."""
     live = sorted({*self._groups, *self._again})
     counts = self.counts - Counter(started=len(self._groups))  # they will be counted when they start again
     return {**self.window.state(), 'next': self.next, 'live': live, 'counts': dict(counts)}
 
   def restore(self, state: Mapping[str, Any]) -> None:
-    """Continues from a state, before the first turn."""
+    """Continue from a state, before the first turn."""
     self.window.restore(dict(state), len(state['live']))
     self.next, self._again, self._tally = state['next'], sorted(state['live']), Tally(Counter(state['counts']))
 
@@ -190,7 +201,7 @@ class Scheduler:
     return len(waited)
 
   def _start(self) -> int:
-    """Starts groups while an engine could take them, not earlier: their age counts from here. Returns how many."""
+    """Start groups while an engine could take them, not earlier: their age counts from here. Returns how many."""
     started = 0
     opening = sum(member.asked is None for member in self._tickets.values())  # their first requests come soon
     while not self._dispatcher.queued and self._dispatcher.room > opening and self._may_start():
@@ -213,14 +224,14 @@ class Scheduler:
     return not self._draining and not enough and self.window.may_start()
 
   def _collect(self, engines: Sequence[int]) -> int:
-    """Resumes the episodes whose completions these engines have. Returns how many requests ended."""
+    """Resume the episodes whose completions these engines have. Returns how many requests ended."""
     completions = self._dispatcher.collect(engines, self.window.version)
     for completion in completions:
       self._completed(completion)
     return len(completions)
 
   def _results(self) -> int:
-    """Resumes the episodes whose calls are answered. Returns how many."""
+    """Resume the episodes whose calls are answered. Returns how many."""
     moved = 0
     for ticket, result in self.workers.poll(self._tickets).items():
       member = self._tickets.pop(ticket, None)
@@ -237,7 +248,7 @@ class Scheduler:
   # --- one member --------------------------------------------------------------------------------------------------------------
 
   def _advance(self, member: Member, value: Any) -> None:
-    """Runs an episode up to the next thing that it waits for."""
+    """Run an episode up to the next thing that it waits for."""
     try:
       wanted = member.episode.send(value)
     except StopIteration as end:
@@ -262,14 +273,14 @@ class Scheduler:
       self._advance(member, whole)
 
   def _interrupted(self, completion: Completion) -> None:
-    """Asks for the rest of an aborted request."""
+    """Ask for the rest of an aborted request."""
     if (member := self._dispatcher.match(completion)) is not None:
       member.partial, member.request = member.whole(completion), completion.rest()
       self.counts['resumed_tokens'] += len(completion.tokens)
       self._dispatcher.ask(member)
 
   def _ended(self, member: Member, trajectory: Trajectory) -> None:
-    """Keeps the trajectory of a member. The group is complete when `rollout.group` members have one."""
+    """Keep the trajectory of a member. The group is complete when `rollout.group` members have one."""
     group = member.group
     member.result = replace(trajectory, uid=member.uid, group=group.number, start_version=group.start_version)
     self._tally.recent.started.append(int(trajectory.mask.sum()))
@@ -289,7 +300,7 @@ class Scheduler:
     return self.settings.equal_groups == 'replace' and max(rewards) == min(rewards)
 
   def _failed(self, member: Member, failure: Failure) -> None:
-    """Starts another attempt with other random numbers.
+    """Start another attempt with other random numbers.
 
     After `retries` further attempts the member is lost. A group with fewer than `rollout.group` members left is dropped.
     """
@@ -311,7 +322,7 @@ class Scheduler:
       self._count_fruitless(f'given up or filtered out; the last because {why}')
 
   def _stop(self, member: Member) -> None:
-    """Ends an episode and what it waits for. Later results for it are ignored."""
+    """End the episode of a member, and its pending request or call. Results that arrive later are ignored."""
     if member.ticket is not None:
       self._tickets.pop(member.ticket, None)
       self.workers.cancel(member.ticket)
@@ -324,20 +335,20 @@ class Scheduler:
   # --- one group ---------------------------------------------------------------------------------------------------------------
 
   def _stop_all(self, group: LiveGroup) -> None:
-    """Stops the members of a group that are not finished, and frees its rows."""
+    """Stop the members of a group that are not finished, and free its rows."""
     for member in group.members:
       if member.result is None:
         self._stop(member)
     self._dispatcher.let_go(group)
 
-  def _drop(self, number: int, fate: str) -> None:
-    """Gives up a group: its requests end, and its credit is refunded."""
+  def _drop(self, number: int, outcome: str) -> None:
+    """Drop a group: end its requests and refund its credit."""
     self._stop_all(self._groups.pop(number))
     self.window.refund(number)
-    self.counts[fate] += 1
+    self.counts[outcome] += 1
 
   def _count_fruitless(self, why: str) -> None:
-    """Counts a dropped group. Raises Stalled after FRUITLESS_BATCHES batches of them in a row."""
+    """Count a dropped group. Raises Stalled after more than FRUITLESS_BATCHES batches of them in a row."""
     self._fruitless += 1
     if self._fruitless > FRUITLESS_BATCHES * self.settings.prompts:
       raise Stalled(f'{self._fruitless} groups in a row were {why}')

@@ -5,13 +5,11 @@ With several processes the wrappers of sprl/rollout/broadcast.py are installed h
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
-
-from jax.sharding import Mesh
 
 from sprl.cache.layout import CacheLayout
 from sprl.config import Run, SettingsError
@@ -66,9 +64,9 @@ class RolloutSetup:
 
   @classmethod
   def open(cls, run: Run, tokenizer: Tokenizer, team: Team = ALONE) -> 'RolloutSetup':
-    """Reads this process's share of the problems, or makes one environment in process 0 to check it.
+    """Read this process's share of the problems, or make one environment in process 0 to check it.
 
-    Raises the following in all processes if one of them raises:
+    If one process raises one of the following, all processes raise it:
 
     SettingsError    files, data sets or environments cannot be used, or prompts are too long
     TokenizerError   the chat template fails
@@ -81,7 +79,7 @@ class RolloutSetup:
 
   @classmethod
   def _open(cls, run: Run, tokenizer: Tokenizer, team: Team) -> tuple['RolloutSetup', list[list[collect.Length]]]:
-    """Also returns the lengths of this process's share of the first prompts, for evaluation and for training."""
+    """Return the setup, and the lengths of this process's share of the first prompts, for evaluation and for training."""
     if run.task.kind == 'environment':
       asked = cls(run, tokenizer, team, None, ())
       if team.leads:
@@ -102,7 +100,7 @@ class RolloutSetup:
     return cls(run, tokenizer, team, stream, across(team, BroadcastProblems, test)), lengths
 
   def begin(self, enter: Callable[[Any], Any]) -> tuple[WorkersLike, Source, EvalSet]:
-    """Starts the workers in process 0. Returns workers and source for training, and the held-out groups.
+    """Start the workers in process 0. Returns workers and source for training, and the held-out groups.
 
     `enter` enters a context that ends the workers (ExitStack.enter_context).
     """
@@ -131,7 +129,7 @@ class RolloutSetup:
     return self.stream.state() if self.stream else {}
 
   def check(self, saved: Mapping[str, Any], workdir: Path) -> None:
-    """Raises SettingsError if the run of `workdir` began with other problems."""
+    """Raise SettingsError if the run of `workdir` began with other problems."""
     try:
       if self.stream:
         self.stream.check(saved)
@@ -165,7 +163,7 @@ class RolloutSetup:
 
 
 def _check_first_observation(run: Run, source: Source) -> None:
-  """Raises SettingsError if no environment can be reset, or if the first observation is longer than `sampling.max_prompt`."""
+  """Raise SettingsError if no environment can be reset, or if the first observation is longer than `sampling.max_prompt`."""
   try:
     (first,) = prompts(source, 0, 1)
   except EnvironmentFault as error:
@@ -182,36 +180,37 @@ def _check_first_observation(run: Run, source: Source) -> None:
 
 @dataclass(frozen=True)
 class PlacedEngine:
-  """An engine and its devices. `mesh` is None if the weights are already laid out on these devices."""
+  """An engine, and whether its mesh differs from the mesh of the sampler weights after a sync."""
 
   engine: EngineConfig
-  mesh: Mesh | None
+  moves: bool
 
   def place(self, weights: SamplerWeights) -> SamplerWeights:
-    """Returns the weights on the engine's devices, laid out for its mesh."""
-    if self.mesh is None:
+    """Return the weights on the engine's devices, laid out for its mesh."""
+    mesh = self.engine.mesh
+    if not self.moves or mesh is None:
       return weights
     weights = weights._replace(probe=None)
-    return reshard(weights, shardings(self.mesh, sampler_weight_axes(weights, self.engine.model), weights))
+    return reshard(weights, shardings(mesh, sampler_weight_axes(weights, self.engine.model), weights))
 
   def open(self, weights: SamplerWeights, version: int) -> Engine:
-    """Returns the engine, ready to decode with weights of a version."""
+    """Return the engine, ready to decode with weights of a version."""
     return Engine(self.engine, self.place(weights), version)
 
 
 def engines(run: Run, model: Model, layout: CacheLayout) -> list[PlacedEngine]:
-  """Returns the engines of a run."""
+  """Return the engines of a run."""
   engine = model.engine(run.sampling, layout, run.engine_rows, run.prefill, run.seed)
-  return [PlacedEngine(engine, None if mesh is model.serving else mesh) for mesh in model.engine_meshes]
+  return [PlacedEngine(replace(engine, mesh=mesh), moves=mesh is not model.sampler_mesh) for mesh in model.engine_meshes]
 
 
 def on_all_processes(team: Team, engines: Sequence[Engine]) -> list[EngineLike]:
-  """Returns the engines as the scheduler uses them."""
+  """Return the engines as the scheduler uses them."""
   return [across(team, BroadcastEngine, engine) for engine in engines]
 
 
 def usage(opened: Sequence[Engine]) -> tuple[dict[str, float], float]:
-  """Returns the engines' metrics since the last call, and the host's share of their time; both are means over the engines."""
+  """Return the engines' metrics since the last call, and the host's share of their time; both are means over the engines."""
   found = [engine.usage for engine in opened]
   metrics = [used.metrics(engine.capacity) for used, engine in zip(found, opened)]
   for engine in opened:

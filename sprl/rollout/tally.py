@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-FATES = ('filtered', 'expired', 'surplus', 'failed')  # reasons why a group is dropped
+DROPPED = ('filtered', 'expired', 'surplus', 'failed')  # outcomes of a group that is dropped
 EVENTS = ('started', 'errors', 'hung', 'aborted_tokens', 'resumed_tokens')
 
 
@@ -24,7 +24,7 @@ class _Recent:
 class Tally:
   """The counts of a run.
 
-  `counts` has the groups by fate (`consumed` and FATES) and the EVENTS, since the run began.
+  `counts` has the groups by outcome (`consumed`, or one of DROPPED) and the EVENTS, since the run began.
   """
 
   def __init__(self, counts: Counter[str] | None = None):
@@ -32,13 +32,13 @@ class Tally:
     self.recent = _Recent(self.counts.copy())
 
   def metrics(self, live: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Returns metrics and times (seconds) since the last call. `live` is the number of groups in the window now.
+    """Return metrics and times (seconds) since the last call. `live` is the number of groups in the window now.
 
     `length_consumed` is below `length_started` if redundancy favours short answers.
     """
     recent, self.recent = self.recent, _Recent(self.counts.copy())
     metrics = {
-      **{f'async/{name}': float(self.counts[name] - recent.before[name]) for name in (*FATES, *EVENTS)},
+      **{f'async/{name}': float(self.counts[name] - recent.before[name]) for name in (*DROPPED, *EVENTS)},
       'async/live': float(live),
       'async/length_consumed': _mean(recent.consumed),
       'async/length_started': _mean(recent.started),

@@ -33,14 +33,14 @@ class Timeline:
     self.spans: list[Span] = []
 
   def add(self, track: str, name: str, start: float, end: float, **facts: Any) -> None:
-    """Adds a span that is over."""
+    """Add a span that is over."""
     self.spans.append(Span(track, name, start, end, facts))
     if len(self.spans) > 2 * self._limit:
       del self.spans[: -self._limit]
 
   @contextmanager
   def span(self, track: str, name: str, **facts: Any):
-    """Adds the time inside a `with` block as a span, also if the block raises."""
+    """Add the time inside a `with` block as a span, also if the block raises."""
     start = self.now()
     try:
       yield
@@ -59,12 +59,8 @@ class Timeline:
     """The spans that end after `start`. Spans are added in the order in which they end."""
     return itertools.takewhile(lambda span: span.end > start, reversed(self.spans))
 
-  def overlap(self, one: str, other: str) -> float:
-    """Seconds in which both tracks were busy at the same time."""
-    return sum((self.busy(other, s.start, s.end) for s in self.spans if s.track == one), 0.0)
-
   def write(self, path: Path) -> None:
-    """Writes a trace in Chrome's JSON format, for ui.perfetto.dev or chrome://tracing.
+    """Write a trace in Chrome's JSON format, for ui.perfetto.dev or chrome://tracing.
 
     Viewers drop a span that overlaps another of its row unless one contains the other. So a track gets as many rows as it needs.
     """

@@ -65,18 +65,18 @@ class Window:
     return self.started - self.refunded < credit and self.live < self.most + extra
 
   def start(self, number: int) -> Entry:
-    """Spends a credit. The group's age counts from now."""
+    """Spend a credit. The group's age counts from now."""
     assert self.may_start(), 'no credit for another group'
     self.started += 1
     self.running[number] = Entry(number, self.version)
     return self.running[number]
 
   def finish(self, number: int) -> None:
-    """Marks a group as complete."""
+    """Mark a group as complete."""
     self.complete[number] = self.running.pop(number)
 
   def refund(self, number: int) -> None:
-    """Removes a group that will not be trained on, and gives its credit back."""
+    """Remove a group that will not be trained on, and give its credit back."""
     (self.running if number in self.running else self.complete).pop(number)
     self.refunded += 1
 
@@ -97,7 +97,7 @@ class Window:
     return all(sum(start <= s for start in left) <= max(0, (s - self.version) * self.prompts + self.ahead) for s in set(left))
 
   def consume(self, numbers: Sequence[int]) -> None:
-    """Removes the groups that an update trains on."""
+    """Remove the groups that an update trains on."""
     for number in numbers:
       del self.complete[number]
     self.consumed += len(numbers)
@@ -115,7 +115,7 @@ class Window:
     return [e.number for e in (*self.running.values(), *self.complete.values()) if e.start_version <= oldest]
 
   def advance(self) -> None:
-    """Counts a finished update."""
+    """Count a finished update."""
     self.version += 1
     self.gathering = True
 
@@ -124,7 +124,7 @@ class Window:
     return {'version': self.version, 'consumed': self.consumed}
 
   def restore(self, state: dict[str, int], live: int) -> None:
-    """Continues from a state, with `live` groups that will start again."""
+    """Continue from a state, with `live` groups that will start again."""
     self.version, self.consumed = state['version'], state['consumed']
     self.started, self.refunded = self.consumed, 0
     self.running, self.complete, self.gathering = {}, {}, True

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
 from sprl.cache.key_bias import rotated_biases
@@ -97,9 +98,15 @@ def amax(
 
 
 def amax_of_prompts(
-  graphdef: nnx.GraphDef, layout: CacheLayout, params: Params, prompts: Sequence[Int[np.ndarray, ' _']], rows: int, quant: Quant
+  graphdef: nnx.GraphDef,
+  layout: CacheLayout,
+  params: Params,
+  prompts: Sequence[Int[np.ndarray, ' _']],
+  rows: int,
+  quant: Quant,
+  mesh: Mesh | None = None,
 ) -> Float[Array, '3 L']:
-  """Return `amax` of the first `rows` prompts, each alone in its row.
+  """Return `amax` of the first `rows` prompts, each alone in its row; `mesh` holds the weights.
 
   Prompts do not show the values of completions, so these are doubled. `first_forward` has headroom of its own instead.
   """
@@ -108,7 +115,7 @@ def amax_of_prompts(
   for row, prompt in enumerate(prompts[:rows]):
     tokens[0, row, : len(prompt)], segments[0, row, : len(prompt)] = prompt, 1
   positions = np.broadcast_to(np.arange(T, dtype=np.int32), tokens.shape)
-  found = amax(
+  found = amax.on(mesh)(
     graphdef, layout, params, tokens=jnp.asarray(tokens), positions=jnp.asarray(positions), segments=jnp.asarray(segments),
     prefixes=jnp.zeros(tokens.shape, jnp.int32), used=jnp.int32(1),
   )  # fmt: skip
@@ -116,10 +123,17 @@ def amax_of_prompts(
 
 
 def scales_of_prompts(
-  graphdef: nnx.GraphDef, layout: CacheLayout, params: Params, prompts: Sequence[Int[np.ndarray, ' _']], rows: int, quant: Quant
+  graphdef: nnx.GraphDef,
+  layout: CacheLayout,
+  params: Params,
+  prompts: Sequence[Int[np.ndarray, ' _']],
+  rows: int,
+  quant: Quant,
+  mesh: Mesh | None = None,
 ) -> Scales:
-  """Return the scales that follow from the first `rows` prompts alone."""
-  return scales(remember((), amax_of_prompts(graphdef, layout, params, prompts, rows, quant), quant), quant, layout.layers)
+  """Return the scales that follow from the first `rows` prompts alone; `mesh` holds the weights."""
+  found = amax_of_prompts(graphdef, layout, params, prompts, rows, quant, mesh)
+  return scales(remember((), found, quant), quant, layout.layers)
 
 
 def remember(history: History, found: Float[Array | np.ndarray, '3 L'], quant: Quant) -> History:

@@ -12,9 +12,9 @@ BLOCK = 256  # vocabulary entries in a block of the two-level search
 def draw(
   logits: Float[Array, 'B V'], uniform: Float[Array, 'B 2'], sampling: Sampling
 ) -> tuple[Int[Array, ' B'], Float[Array, ' B']]:
-  """Draw one token a row. Returns the tokens and their float32 log-probs after temperature and filters.
+  """Draw one token per row. Returns the tokens and their float32 log-probs after temperature and filters.
 
-  `uniform` are two random numbers a row in [0, 1). At temperature 0 the likeliest token is taken; its log-prob is 0.
+  `uniform` holds two random numbers per row in [0, 1). At temperature 0 the likeliest token is taken; its log-prob is 0.
   """
   if sampling.temperature == 0:
     return jnp.argmax(logits, axis=-1).astype(jnp.int32), jnp.zeros(logits.shape[0])

@@ -23,6 +23,7 @@ from itertools import islice
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 from jaxtyping import Int
 
 from sprl.cache.layer import NEVER
@@ -66,6 +67,7 @@ class EngineConfig:
   seed: int
   stop_ids: tuple[int, ...]
   text: Callable[[Sequence[int]], str]  # decodes token ids, to find stop strings
+  mesh: Mesh | None = None  # of the weights; None: one device
 
   @cached_property
   def graphdef(self):
@@ -138,7 +140,7 @@ class Usage:
 class Engine:
   """Samples requests with one set of weights at a time. Not thread-safe.
 
-  `version` is the number of updates behind the weights; each token records it.
+  `version` is the number of steps behind the weights; each token records it.
   """
 
   def __init__(self, config: EngineConfig, weights: SamplerWeights, version: int = 0):
@@ -193,7 +195,7 @@ class Engine:
     """Use other weights from the next chunk on. Running rows keep their keys and values; an FP8 cache takes the new scales."""
     assert self._chunk is None, 'a chunk is running: collect it first'
     if self._state is not None and weights.scales is not None:
-      self._state = decode.rescale(self._state, weights)
+      self._state = decode.rescale.on(self.config.mesh)(self._state, weights)
     self.weights, self.version, self._prompts = weights, version, None
 
   def unload(self) -> None:
@@ -214,15 +216,17 @@ class Engine:
     if self._state is None:
       with jax.default_device(home(weights.head.sharding)):
         key = jax.random.key(config.seed)
-        self._state = decode.empty_state(config.layout, weights, config.rows, config.sampling.max_tokens, key)
+        empty = decode.empty_state.on(config.mesh)
+        self._state = empty(config.layout, weights, config.rows, config.sampling.max_tokens, key)
     while self._prefill_next(weights):
       if any(row is not None and row.tokens for row in self._rows):
         break
     if not any(row is not None for row in self._rows):
       return
     since = np.array([0 if row is None else len(row.tokens) for row in self._rows], np.int32)
-    self._state = decode.decode(config.graphdef, weights, self._state, config.sampling, config.stop_ids, config.sampling.chunk)
-    self._chunk = decode.read(self._state, since, config.sampling.chunk + 1)
+    sampling, run, read = config.sampling, decode.decode.on(config.mesh), decode.read.on(config.mesh)
+    self._state = run(config.graphdef, weights, self._state, sampling, config.stop_ids, sampling.chunk)
+    self._chunk = read(self._state, since, sampling.chunk + 1)
     self._launched, self._over = time.perf_counter(), None
 
   @property
@@ -298,7 +302,8 @@ class Engine:
     tokens = padded(prompts, together, bucket)
     if any(map(len, givens)):
       tokens += padded(givens, together, config.sampling.max_tokens)
-    self._prompts = texts, decode.prefill(config.graphdef, config.layout, weights, *tokens), (together, bucket)
+    prefilled = decode.prefill.on(config.mesh)(config.graphdef, config.layout, weights, *tokens)
+    self._prompts = texts, prefilled, (together, bucket)
     self.usage.prefills += 1
     self._insert(weights)
     return True
@@ -316,7 +321,8 @@ class Engine:
       new.uid[row], new.attempt[row], new.limit[row] = request.uid, request.attempt, request.max_tokens
     if (new.parent >= 0).any():
       assert self._state is not None
-      self._state = decode.insert(weights, self._state, prompts, new, config.sampling, config.stop_ids)
+      insert = decode.insert.on(config.mesh)
+      self._state = insert(weights, self._state, prompts, new, config.sampling, config.stop_ids)
 
   def _text(self, request: Request) -> 'Text':
     prompt, given = request.prompt.astype(np.int32), request.given.astype(np.int32)
@@ -393,6 +399,15 @@ def padded(
 
 
 def _completion(row: _Row, finish: str, n: int | None = None, saturated: int = 0, evicted=None, routes=None) -> Completion:
-  ints, logp = (np.array(x[:n], np.int32) for x in (row.tokens, row.version, row.kept)), np.array(row.logp[:n], np.float32)
-  tokens, version, kept = ints
-  return Completion(row.request, tokens, logp, version, kept, finish, saturated, evicted, routes, row.prefilled)
+  return Completion(
+    request=row.request,
+    tokens=np.array(row.tokens[:n], np.int32),
+    logp=np.array(row.logp[:n], np.float32),
+    version=np.array(row.version[:n], np.int32),
+    kept=np.array(row.kept[:n], np.int32),
+    finish=finish,
+    saturated=saturated,
+    evicted=evicted,
+    routes=routes,
+    prefilled=row.prefilled,
+  )

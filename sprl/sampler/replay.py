@@ -39,18 +39,19 @@ def replay(config: EngineConfig, weights: SamplerWeights, trajectories: Sequence
   trajectory with given tokens (turns of a conversation, an interrupted request): the engine reads several of those at a time.
   """
   layout, B, C = config.layout, config.rows, config.sampling.max_tokens
+  empty, fill, insert, score = (f.on(config.mesh) for f in (_empty, prefill, _insert, _replay))
   results = []
   for part in batched(trajectories, B):
-    state = _empty(layout, weights, B)
+    state = empty(layout, weights, B)
     for (together, bucket), rows in _by_prefill_shape(config, part).items():
       for prompts in batched(rows, together):
         parent = np.full(B, -1, np.int32)
         for i, prompt in enumerate(prompts):
           parent[rows[prompt]] = i
         tokens = padded([np.frombuffer(prompt, np.int32) for prompt in prompts], together, bucket)
-        state = _insert(*state, prefill(config.graphdef, layout, weights, *tokens), parent)
+        state = insert(*state, fill(config.graphdef, layout, weights, *tokens), parent)
     tokens, counts = padded([t.completion for t in part], B, C)
-    logp, _ = _replay(config.graphdef, config.sampling, weights, *state, tokens=tokens, counts=counts)
+    logp, _ = score(config.graphdef, config.sampling, weights, *state, tokens=tokens, counts=counts)
     results += [t.per_token(row) for t, row in zip(part, fetch(logp))]
   return results
 

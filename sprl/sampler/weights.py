@@ -186,8 +186,11 @@ def sync_metrics(weights: SamplerWeights, before: dict[str, Array] | None) -> di
   return metrics
 
 
-def self_check(params: Params, weights: SamplerWeights, dtype, quant: Quant) -> list[str]:
-  """Return one sentence for each fault of sampler weights made from `params` (docs/methods/fp8.md, self-checks)."""
+def self_check(params: Params, weights: SamplerWeights, dtype, quant: Quant, mesh: Mesh | None = None) -> list[str]:
+  """Return one sentence for each fault of sampler weights made from `params` (docs/methods/fp8.md, self-checks).
+
+  `mesh` holds the weights; None: one device.
+  """
   declared = set(quantised_linears(params, quant))
   found = {jax.tree_util.keystr(path) for path, w in _leaves(weights.params) if isinstance(w, BlockScaled | Emulated)}
   faults = [f'{name}: {"not " * (name in declared)}quantised, against config.quant' for name in sorted(declared ^ found)]
@@ -196,7 +199,7 @@ def self_check(params: Params, weights: SamplerWeights, dtype, quant: Quant) -> 
     for path, w in _leaves(weights.params)
     if isinstance(w, jax.Array) and w.dtype != dtype
   ]
-  finite, error = jax.device_get(_measure(params, weights, min(declared, default=None), jnp.dtype(dtype)))
+  finite, error = jax.device_get(_measure.on(mesh)(params, weights, min(declared, default=None), jnp.dtype(dtype)))
   if not finite:
     faults.append('a sampler weight is not finite')
   if not error <= MAX_PRODUCT_ERROR:

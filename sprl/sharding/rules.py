@@ -2,15 +2,15 @@
 
     shard(x, 'rows', None, 'mlp')     constrains x to the layout of these names
     local(f, names, names)(...)       runs f on each device's part of the arguments (shard_map)
-    OnMesh(jitted)                    makes names inside the jitted function mean the mesh of its arguments
+    OnMesh(jitted).on(mesh)(...)      calls a jitted function in which the names mean axes of this mesh
 
-On one device the names have no effect and no cost.
+Without a mesh, and on one device, the names have no effect and no cost.
 """
 
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -89,37 +89,45 @@ def shardings(mesh: Mesh | AbstractMesh, axes, shapes, rules: Mapping[str, tuple
 
 
 class OnMesh[**A, R]:
-  """A jitted function in which axis names mean the mesh of its arguments. They have no effect if one device holds them."""
+  """A jitted function whose axis names mean the axes of a mesh.
 
-  def __init__(self, jitted: Callable[A, R]):
+  `f.on(mesh)(...)` runs it on the mesh. `f(...)` is for one device, and for calls inside another jitted function, whose mesh then
+  applies. Both raise ValueError if an argument is split or copied over the devices of another mesh than the given one.
+  """
+
+  def __init__(self, jitted: Callable[A, R], mesh: Mesh | None = None):
     self.jitted: Any = jitted
+    self.mesh = mesh if mesh is not None and mesh.size > 1 else None
     functools.update_wrapper(self, jitted)
+
+  def on(self, mesh: Mesh | None) -> 'OnMesh[A, R]':
+    """Return the function for arrays on this mesh; None, or a mesh of one device: for one device."""
+    return OnMesh(self.jitted, mesh)
 
   def __call__(self, *args: A.args, **kwargs: A.kwargs) -> R:
     """Call the jitted function."""
-    with _mesh_of((args, kwargs)):
+    with self._entered((args, kwargs)):
       return self.jitted(*args, **kwargs)
 
   def lower(self, *args: A.args, **kwargs: A.kwargs):
     """Lower the function for these arguments, or for their shapes and shardings."""
-    with _mesh_of((args, kwargs)):
+    with self._entered((args, kwargs)):
       return self.jitted.lower(*args, **kwargs)
 
   def __getattr__(self, name: str) -> Any:
     return getattr(self.jitted, name)
 
-
-@contextlib.contextmanager
-def _mesh_of(tree) -> Iterator[None]:
-  arrays = [x for x in jax.tree.leaves(tree) if isinstance(x, jax.Array | jax.ShapeDtypeStruct)]
-  if not any(isinstance(x, Tracer) for x in arrays):  # inside another trace, the mesh of that trace applies
-    for x in arrays:
-      mesh = x.sharding.mesh if isinstance(x.sharding, NamedSharding) else None
-      if isinstance(mesh, Mesh) and mesh.size > 1:
-        with jax.set_mesh(mesh):
-          yield
-        return
-  yield
+  def _entered(self, arguments: Any) -> contextlib.AbstractContextManager:
+    """Return the context of a call with these arguments."""
+    for x in jax.tree.leaves(arguments):
+      if isinstance(x, Tracer):
+        return contextlib.nullcontext()
+      if isinstance(x, jax.Array | jax.ShapeDtypeStruct) and isinstance(x.sharding, NamedSharding):
+        theirs = x.sharding.mesh
+        if theirs.size > 1 and (self.mesh is None or theirs.size != self.mesh.size):
+          expected = None if self.mesh is None else dict(self.mesh.shape)
+          raise ValueError(f'{self.__name__}: an argument lies on mesh {dict(theirs.shape)}, the function was given {expected}')
+    return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
 
 def _mesh():

@@ -20,7 +20,7 @@ from sprl.tasks.workers import starter
 
 @dataclass(frozen=True)
 class Call:
-  """A call of one environment. `reset` makes the environment, `close` forgets it."""
+  """A call of one environment. `reset` makes the environment, `close` closes and removes it."""
 
   key: tuple[int, int]  # (uid, attempt) of the episode
   method: str  # reset, step or close
@@ -28,7 +28,7 @@ class Call:
 
 
 class EnvironmentLost(RuntimeError):
-  """A step of an environment that was lost with its worker."""
+  """Raised by a step of an environment whose worker died or was killed."""
 
 
 def environment_pool(
@@ -38,10 +38,21 @@ def environment_pool(
   executor: str = 'threads',
   now: Callable[[], float] = time.monotonic,
 ) -> WorkerPool:
-  """Returns the pool that steps environments: its calls are Calls with affinity by key.
+  """Return a pool of `workers` workers that steps environments. Its calls are of type Call.
 
-  The result of `reset` is (observation, info), that of `step` an Outcome. `make` makes an environment; it is pickled for
-  processes and Ray. `time_limit` is the seconds that a call may take.
+  All calls with the same `key` go to the same worker, because the environment lives there (affinity). The result of `reset` is
+  (observation, info), that of `step` an Outcome. A call that raises, hangs or ends its worker gives a Failure instead.
+
+  Args:
+    make: makes an environment. It is pickled for processes and Ray.
+    workers: the number of workers.
+    time_limit: seconds that a call may take.
+    executor: 'threads', 'processes' or 'ray'. A thread cannot be killed: a call that hangs keeps its thread.
+    now: the clock, in seconds.
+
+  Raises:
+    KeyError: for another executor.
+    SettingsError: from the pool, on entering, if a worker cannot start; later, if workers fail repeatedly.
   """
   return WorkerPool(
     starter(executor, partial(_Stage, make)),
@@ -56,7 +67,10 @@ def environment_pool(
 
 
 def make_environment(task: Task, held_out: bool) -> Environment:
-  """Return a new environment. One that knows its test problems gets those if `held_out`, else the training problems."""
+  """Return a new environment of the task. If it takes `split`, the split is 'test' if `held_out`, else 'train'.
+
+  Raises SettingsError if `task.name` is unknown or cannot be loaded, or if the environment refuses `task.args`.
+  """
   assert task.name, 'checked with the settings'
   split = {'split': 'test' if held_out else 'train'} if registry.takes(task.name, 'split') else {}
   return registry.make(task.name, {**split, **task.args})
@@ -85,7 +99,7 @@ class _Stage:
         _close(self._environments.pop(call.key, None))
 
   def close(self) -> None:
-    """Closes the environments."""
+    """Close the environments."""
     for env in self._environments.values():
       attempt(_close, env)
 
@@ -96,7 +110,7 @@ def _close(env: Environment | None) -> None:
 
 
 def _plain(info: Info) -> Info:
-  """The keys of `info` that the protocol knows, with metrics as floats."""
+  """Return the entries of `info` that the protocol knows, with metrics as floats."""
   plain = {key: info[key] for key in INFO_KEYS if key in info}
   if 'messages' in plain:
     plain['messages'] = [dict(message) for message in plain['messages']]
@@ -107,7 +121,7 @@ def _plain(info: Info) -> Info:
 
 
 def _result(answer: Any) -> Any:
-  """An answer as the scheduler passes it to the episode."""
+  """Convert a worker's answer into what the episode receives: (observation, info), an Outcome or a Failure."""
   match answer:
     case (str() as observation, Mapping() as info):
       return observation, info

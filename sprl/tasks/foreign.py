@@ -5,7 +5,7 @@ from typing import Any
 
 
 def attempt(fn: Callable[..., Any] | None, *args: Any) -> tuple[Any, str]:
-  """Returns (fn(*args), ''), or (None, the reason) if it raises. SystemExit counts as an error: user code may call sys.exit."""
+  """Return (fn(*args), ''), or (None, the reason) if it raises. SystemExit counts as an error: user code may call sys.exit."""
   assert fn is not None
   try:
     return fn(*args), ''
@@ -14,7 +14,7 @@ def attempt(fn: Callable[..., Any] | None, *args: Any) -> tuple[Any, str]:
 
 
 def reason(error: BaseException) -> str:
-  """Returns the type and the message of an error, at most 500 characters."""
+  """Return the type and the message of an error, at most 500 characters."""
   try:
     return f'{type(error).__name__}: {error}'[:500]
   except Exception:  # the error's own __str__ fails

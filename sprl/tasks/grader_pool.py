@@ -1,8 +1,8 @@
-"""Graders in a pool of workers: an answer, however wild, costs its own grade at most.
+"""Graders in a pool of workers. An answer that breaks its grader costs only its own grade.
 
-A sample scores 0, with a status that is counted, if its grader takes too long (`timeout`), ends its process or meets its memory
-limit (`crash`), raises (`error`), or returns anything but a finite number (`invalid`). The pool kills graders from outside: an
-alarm inside the worker would wait for C code that hangs.
+A sample scores 0, with a status that is counted, if its grader takes too long (`timeout`), ends its process or reaches its memory
+limit (`crash`), raises (`error`), or returns anything but a finite number (`invalid`). The pool kills graders from outside,
+because an alarm inside the worker does not interrupt C code that hangs.
 """
 
 import logging
@@ -39,7 +39,7 @@ def grader_pool(
   executor: str = 'processes',
   now: Callable[[], float] = time.monotonic,
 ) -> WorkerPool:
-  """Returns the pool that grades samples: its calls are Samples, its results Grades.
+  """Return the pool that grades samples: its calls are Samples, its results Grades.
 
   Args:
     spec: the grader.
@@ -61,7 +61,7 @@ def grader_pool(
 
 
 def load_service(spec: GraderSpec) -> Callable[[Sample], tuple[float, str, str]]:
-  """Returns the service of a grading worker. Raises whatever a user's file raises."""
+  """Return the service of a grading worker. Raises whatever a user's file raises."""
   logging.getLogger('math_verify').setLevel(logging.ERROR)  # it warns at every call that its own time limit is off
   return partial(_score, graders.load(spec))
 

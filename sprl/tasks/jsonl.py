@@ -1,4 +1,4 @@
-"""Problems from a folder of train.jsonl and test.jsonl, one problem a line.
+"""Problems from a folder of train.jsonl and test.jsonl, one problem per line.
 
 {"prompt": "What is 2 + 3?", "answer": "5"}
 {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 3?"}], "answer": 5}

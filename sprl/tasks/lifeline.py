@@ -8,7 +8,7 @@ import signal
 
 
 def hold(lifeline: int) -> None:
-  """Lets the kernel kill this process, and those it starts, when the other end of a pipe closes.
+  """Let the kernel kill this process, and those it starts, when the other end of a pipe closes.
 
   For the leader of a process group. The kernel sends SIGKILL to the group even if a call hangs in C and even if the parent was
   killed by SIGKILL itself. SIGINT and SIGTERM are ignored, because the parent handles them.
@@ -26,6 +26,6 @@ def hold(lifeline: int) -> None:
 
 
 def kill(leader: int) -> None:
-  """Kills a process group, if any of its processes is left."""
+  """Kill a process group, if any of its processes is left."""
   with contextlib.suppress(ProcessLookupError, PermissionError):  # Linux and macOS raise one each if no process is left
     os.killpg(leader, signal.SIGKILL)

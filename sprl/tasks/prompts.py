@@ -1,4 +1,4 @@
-"""The order of a run's prompts: endless, shuffled anew each epoch, the same in every process.
+"""The order of a run's prompts: endless, shuffled again in each epoch, the same in every process.
 
 The order is a grain pipeline of index arithmetic, so position n is known without visiting the positions before it. There is no
 iterator to replay and no thread to wait for, and the state is one number.

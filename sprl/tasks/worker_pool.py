@@ -45,7 +45,7 @@ class Worker(Protocol):
   ready: Future[str]  # why the service could not be built, or '' if it was
 
   def ask(self, call: Any) -> Future[tuple[Any, str]]:
-    """Gives the service a call.
+    """Give the service a call.
 
     The future holds (answer, ''), or (None, reason) if the service raises. It raises WorkerDied or another error if the worker
     dies.
@@ -57,7 +57,7 @@ class Worker(Protocol):
     ...
 
   def end(self) -> None:
-    """Kills the worker. A thread cannot be killed: it ends after its call."""
+    """Kill the worker. A thread cannot be killed: it ends after its call."""
     ...
 
 
@@ -69,7 +69,7 @@ class _Slot:
   future: Future | None  # of the worker's start or of its call; None: the worker is idle
   deadline: float  # of the start or the call
   ticket: int | None = None  # of the call under way
-  cancelled: bool = False  # whether nobody waits for the call under way
+  cancelled: bool = False  # whether the result of the call under way is ignored
   keys: set[Hashable] = field(default_factory=set)
   waiting: dict[int, Any] = field(default_factory=dict)  # calls of these keys by ticket, in order
 
@@ -90,7 +90,7 @@ class WorkerPool:
     now: the clock, in seconds.
 
   Raises:
-    SettingsError: a worker fails to start, on entering; or workers fail again and again, later.
+    SettingsError: on entering, if a worker fails to start; later, if workers fail repeatedly while no call is answered.
   """
 
   def __init__(
@@ -139,14 +139,14 @@ class WorkerPool:
   # --- the scheduler's four calls ----------------------------------------------------------------------------------------
 
   def submit(self, call: Any) -> int:
-    """Queues a call. Returns the ticket of its result."""
+    """Queue a call. Returns the ticket of its result."""
     ticket = next(self._tickets)
     (self._waiting if self._key is None else self._home(self._key(call)).waiting)[ticket] = call
     self._hand_out()
     return ticket
 
   def cancel(self, ticket: int) -> None:
-    """Drops a call that waits, or its result. A call under way continues up to its limit, and nobody waits for it."""
+    """Drop a call that waits, or its result. A call under way continues up to its limit, and its result is ignored."""
     self._results.pop(ticket, None)
     self._waiting.pop(ticket, None)
     for slot in self._slots:
@@ -154,13 +154,13 @@ class WorkerPool:
       slot.cancelled |= slot.ticket == ticket
 
   def poll(self, wanted: Collection[int]) -> dict[int, Any]:
-    """Returns the wanted results that are ready, by ticket. Each result is returned once."""
+    """Return the wanted results that are ready, by ticket. Each result is returned once."""
     self._collect()
     self._fresh = False
     return {ticket: self._read(self._results.pop(ticket)) for ticket in list(self._results) if ticket in wanted}
 
   def wait(self, seconds: float | None) -> None:
-    """Waits until a result may be ready, a call is too late, or `seconds` are over (None: no limit)."""
+    """Wait until a result may be ready, a call exceeds its limit, or `seconds` are over (None: no limit)."""
     pending = [(slot.future, slot.deadline) for slot in self._slots if slot.future is not None]
     if pending and not self._fresh:
       left = max(0.0, min(deadline for _, deadline in pending) - self._now())
@@ -171,7 +171,7 @@ class WorkerPool:
   # --- affinity ----------------------------------------------------------------------------------------------------------
 
   def release(self, last: Any) -> None:
-    """Makes a last call for its key, ignores the result, and forgets the key. Drops the calls of the key that wait."""
+    """Make a last call for its key, ignore the result, and remove the key. Drops the calls of the key that wait."""
     assert self._key is not None, 'the pool has no affinity'
     key = self._key(last)
     if (slot := self._homes.pop(key, None)) is None:
@@ -196,7 +196,7 @@ class WorkerPool:
   # --- calls to workers and back -------------------------------------------------------------------------------------------
 
   def _hand_out(self) -> None:
-    """Gives each idle worker the oldest call that waits for it."""
+    """Give each idle worker the oldest call that waits for it."""
     for slot in self._slots:
       queue = slot.waiting or self._waiting
       if slot.future is not None or not queue:
@@ -208,7 +208,7 @@ class WorkerPool:
       slot.future, slot.deadline = slot.worker.ask(queue.pop(slot.ticket)), self._now() + self._limit
 
   def _collect(self) -> None:
-    """Takes the results of calls that ended or are too late, and hands out the next calls."""
+    """Take the results of calls that ended or exceeded their limit, and hand out the next calls."""
     for slot in self._slots:
       if slot.future is None or not (slot.future.done() or self._now() >= slot.deadline):
         continue
@@ -221,7 +221,7 @@ class WorkerPool:
     self._hand_out()
 
   def _finish(self, slot: _Slot) -> None:
-    """Keeps the result of a call, and the worker if it is still fit."""
+    """Keep the result of a call, and the worker if it is still fit."""
     assert slot.future is not None
     assert slot.ticket is not None
     ticket, cancelled = slot.ticket, slot.cancelled
@@ -246,7 +246,7 @@ class WorkerPool:
     return Failure('error', why) if why else answer
 
   def _lose(self, slot: _Slot, why: str) -> None:
-    """Replaces a worker that failed without a call. Raises SettingsError if this happens again and again."""
+    """Replace a worker that failed without a call. Raises SettingsError after LOSSES such failures per worker."""
     self._losses += 1
     if self._losses >= LOSSES * self._size:
       raise self._cannot_start(why)

@@ -22,11 +22,12 @@ from typing import Any
 from sprl.tasks.foreign import attempt, reason
 from sprl.tasks.lifeline import hold
 
-OUT_OF_MEMORY = 77  # exit status: a process that met its limit may hold leaks, so it ends and the pool starts another
+# Exit status of a process that reached its memory limit. Its service may have leaked memory, so the pool starts a new process.
+OUT_OF_MEMORY = 77
 
 
 def main(connection: int, lifeline: int) -> None:
-  """Answers calls until the connection closes."""
+  """Answer calls until the connection closes."""
   hold(lifeline)
   pool = Connection(connection)
   try:
@@ -59,7 +60,7 @@ def _send(pool: Connection, message: Any) -> None:
 
 
 def _limit(memory_gb: float) -> None:
-  """Limits the address space to the space in use now plus `memory_gb` GiB, and disables core files."""
+  """Limit the address space to the space in use now plus `memory_gb` GiB, and disable core files."""
   resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
   statm = Path('/proc/self/statm')
   if not statm.exists():

@@ -36,7 +36,7 @@ MAX_REPLY = 1 << 26  # bytes of one answer from a process
 
 
 def starter(executor: str, load: Load, memory_gb: float | None = None) -> Callable[[], Worker]:
-  """Returns the function that starts a worker of an executor: threads, processes or ray.
+  """Return the function that starts a worker of `executor`: 'threads', 'processes' or 'ray'.
 
   `memory_gb` limits the address space that a process may add to what its service takes; threads and Ray ignore it.
   """
@@ -64,13 +64,13 @@ class DaemonThread:
     threading.Thread(target=self._work, daemon=True, name='worker').start()
 
   def submit[R](self, fn: Callable[..., R], *args: Any) -> Future[R]:
-    """Queues a call of `fn`."""
+    """Queue a call of `fn`."""
     future: Future = Future()
     self._calls.put((future, fn, args))
     return future
 
   def end(self) -> None:
-    """Ends the thread after the calls in its queue, without waiting for it."""
+    """End the thread after the calls in its queue, without waiting for it."""
     self._calls.put(None)
 
   def _work(self) -> None:
@@ -83,7 +83,7 @@ class DaemonThread:
 
 
 def within[R](seconds: float, fn: Callable[..., R], *args: Any) -> R:
-  """Returns fn(*args), called in a thread. Raises TimeoutError after `seconds`; the thread is left behind."""
+  """Return fn(*args), called in a thread. Raises TimeoutError after `seconds`; the thread is left behind."""
   thread = DaemonThread()
   future = thread.submit(fn, *args)
   thread.end()
@@ -98,15 +98,15 @@ class ThreadWorker:
     self.ready = self._thread.submit(self._load, load)
 
   def ask(self, call: Any) -> Future[tuple[Any, str]]:
-    """Gives the service a call."""
+    """Give the service a call."""
     return self._thread.submit(lambda: attempt(self._service, call))
 
   def died(self) -> str:
-    """Returns '': a thread does not die."""
+    """Return '': a thread does not die."""
     return ''
 
   def end(self) -> None:
-    """Ends the thread after its call."""
+    """End the thread after its call."""
     self._thread.submit(lambda: getattr(self._service, 'close', lambda: None)())
     self._thread.end()
 
@@ -123,7 +123,7 @@ class ProcessWorker:
 
   The process is a fresh interpreter. A fork would copy the run's threads and its hold on the accelerator; a spawned process of
   multiprocessing would import the run's main module, and jax with it. A thread of this process talks to it, so a process that
-  neither reads nor writes holds up nobody else.
+  neither reads nor writes delays no other worker.
 
   Calls are pickled on their way there. Answers come back as JSON: a pickle from a process that runs text written by a model could
   run code here.
@@ -154,7 +154,7 @@ class ProcessWorker:
     self.ready: Future[str] = self._thread.submit(self._exchange, (load, memory_gb))
 
   def ask(self, call: Any) -> Future[tuple[Any, str]]:
-    """Gives the service a call."""
+    """Give the service a call."""
     return self._thread.submit(self._answer, call)
 
   def died(self) -> str:
@@ -162,7 +162,7 @@ class ProcessWorker:
     return '' if self._process.poll() is None else self._last_words()
 
   def end(self) -> None:
-    """Kills the process and all that it has started."""
+    """Kill the process and all that it has started."""
     self._kill()
     self._thread.submit(self._process.wait)
     self._thread.submit(self._connection.close)
@@ -175,7 +175,7 @@ class ProcessWorker:
     raise WorkerDied('malformed answer')
 
   def _exchange(self, message: Any) -> Any:
-    """Sends a message and returns the reply. Raises WorkerDied."""
+    """Send a message and return the reply. Raises WorkerDied."""
     try:
       self._connection.send_bytes(pickle.dumps(message))
       return json.loads(self._connection.recv_bytes(MAX_REPLY))
@@ -217,15 +217,15 @@ class RayWorker:
     self.ready: Future[str] = self._actor.load.remote(load).future()
 
   def ask(self, call: Any) -> Future[tuple[Any, str]]:
-    """Gives the service a call."""
+    """Give the service a call."""
     return self._actor.ask.remote(call).future()
 
   def died(self) -> str:
-    """Returns '': Ray reports the death of an actor at its next call."""
+    """Return '': Ray reports the death of an actor at its next call."""
     return ''
 
   def end(self) -> None:
-    """Kills the actor."""
+    """Kill the actor."""
     _joined().kill(self._actor)
 
 

@@ -1,6 +1,7 @@
-"""The scores of docs/methods/sparse.md, eq. 7 to 17, as loops in float64, for one kv head of one row with nothing but its n keys.
+"""The scores of docs/methods/sparse.md, eq. 7 to 17, as loops in float64, for one kv head of one row without empty slots.
 
-k [n, D], position [n], q [G, A, D], q_position [A], carried [n] -> score and carried number of the slots before the window of a.
+`score` takes k [n, D], position [n], q [G, A, D], q_position [A] and carried [n]. It returns the scores and carried numbers of
+all slots before the window. The window is the newest `a` slots.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Each eviction method against loops in float64, what its scores must not depend on, and which slots it keeps."""
+"""Eviction methods: scores against loops in float64, independence of empty slots and other rows, and the kept slots."""
 
 import functools
 from dataclasses import replace
@@ -38,7 +38,7 @@ def scored(view, cache):
 
 
 def keys(rng, n, D):
-  """Return keys of which no two have a cosine that float32 could move across the threshold."""
+  """Return random keys. Their cosines are so far from the threshold that float32 cannot move one across it."""
   while True:
     k = rng.normal(size=(n, D)).astype(np.float32)
     direction = k / np.linalg.norm(k, axis=-1, keepdims=True)
@@ -48,7 +48,7 @@ def keys(rng, n, D):
 
 @functools.cache
 def random_view(shape, seed=0):
-  """Rows of ragged length with garbage in empty slots, and with all, some, one and none of their last queries."""
+  """Return rows of ragged length with garbage in empty slots. The rows have all, some, one or none of their last queries."""
   B, K, G, A, S, D = shape
   rng = np.random.default_rng(seed)
   n = np.array([S, A + 1, S - 3, (A + S) // 2][:B], np.int32)
@@ -115,7 +115,7 @@ def test_gkv_without_history_equals_gkv_without_decay():
   assert not np.allclose(present.score, scored(view, Cache(method='gkv', window=8)).score)
 
 
-# --- what must not matter --------------------------------------------------------------------------------------------
+# --- independence ----------------------------------------------------------------------------------------------------
 
 
 def compare(a, b, n):
@@ -166,7 +166,7 @@ def test_a_row_shorter_than_the_window_gives_no_nan(method):
     assert not any(np.any(np.isnan(x)) for x in result)
 
 
-# --- what is kept ----------------------------------------------------------------------------------------------------
+# --- kept slots ------------------------------------------------------------------------------------------------------
 
 
 def kept(score, n, a, budget):
@@ -192,7 +192,7 @@ def one_head(k, n=None, q=None, carried=None, position=None):
   )
 
 
-def test_default_windows():
+def test_each_method_has_its_default_window():
   defaults = {'rkv': 8, 'snapkv': 8, 'h2o': 256, 'streaming': 8, 'keydiff': 8, 'gkv': 16, 'tova_like': 1}
   assert {method: window(Cache(method=method, budget=512)) for method in defaults} == defaults
   assert window(Cache(method='gkv', window=3)) == 3
@@ -229,12 +229,12 @@ def test_keydiff_evicts_duplicates_of_the_mean_direction():
   mean = np.ones(8)
   k = np.array([mean + 0.01 * rng.normal(size=8) for _ in range(16)])
   k[distinct] = rng.normal(size=(4, 8))
-  k *= rng.uniform(0.5, 20, size=(16, 1))  # lengths do not count
+  k *= rng.uniform(0.5, 20, size=(16, 1))  # norms have no effect
   cache = Cache(method='keydiff', budget=6, window=2)
   assert kept(scored(one_head(k), cache).score[0, 0], 16, 2, 6) == [*distinct, 14, 15]
 
 
-def test_tova_like_keeps_what_the_last_query_attends_to():
+def test_tova_like_keeps_the_keys_that_the_last_query_attends_to():
   k, q = np.eye(8), np.zeros((2, 3, 8))
   q[:, 0, 1] = q[:, 1, 2] = 100.0  # earlier queries
   q[0, 2, 4] = q[1, 2, 5] = 100.0  # the heads of the last one
@@ -245,7 +245,7 @@ def test_tova_like_keeps_what_the_last_query_attends_to():
 
 
 def redundancy(k, method):
-  """Return the redundancy of the old slots (gkv: relative to the largest), the score where importance is 0 or has no weight."""
+  """Return the redundancy of the old slots, for gkv relative to the largest. Importance is 0 (gkv) or has weight 0 (rkv)."""
   view = one_head(k)
   if method == 'gkv':
     view = replace(view, q_position=np.full_like(view.q_position, -1))

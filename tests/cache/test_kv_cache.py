@@ -1,4 +1,4 @@
-"""The KV cache against loops over lists: where tokens are written, what queries see, what is kept, and that it works in place."""
+"""The KV cache against loops over lists: written slots, visible tokens, kept tokens, and updates in place."""
 
 import dataclasses
 from functools import partial
@@ -49,7 +49,7 @@ def decode(cache, *qkv):
 
 
 def causal(q, k, v):
-  """[H, D] float64: the output of the last of T queries [T, H, D] over T keys and values [T, K, D]."""
+  """Return the float64 output [H, D] of the last of T queries [T, H, D] over T keys and values [T, K, D]."""
   q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
   out = []
   for h in range(H):
@@ -58,8 +58,8 @@ def causal(q, k, v):
   return np.array(out)
 
 
-def test_pieces_of_a_sequence_get_the_outputs_of_the_whole_sequence():
-  """Prompts of 9, 2 and 6 tokens, the padding of which holds other numbers, then two decode steps."""
+def test_pieces_of_a_sequence_give_the_outputs_of_the_whole_sequence():
+  """Prompts have 9, 2 and 6 tokens, padded with other numbers. Two decode steps follow."""
   prompts, steps = [9, 2, 6], 2
   q, k, v = tokens(T + steps)
   keys, values = ([np.asarray(x[b, :n]) for b, n in enumerate(prompts)] for x in (k, v))
@@ -78,7 +78,7 @@ def test_pieces_of_a_sequence_get_the_outputs_of_the_whole_sequence():
   assert cache.decoded.tolist() == [steps] * B
 
 
-def test_new_tokens_go_behind_the_row_and_to_their_layer_only():
+def test_new_tokens_are_appended_to_their_row_and_layer_only():
   layout = layout_of(layers=2)
   start = dataclasses.replace(KVCache.empty(layout, B), length=jnp.array([1, 3, 28]), seen=jnp.array([1, 3, 28]))
   q, k, v = tokens(T)
@@ -108,7 +108,7 @@ def test_a_cache_and_a_step_are_an_attention_argument():
 
 
 def test_forked_rows_are_copies_of_a_shorter_cache_without_old_values():
-  """A row with history, records and stored queries: what it held before must be gone."""
+  """The cache has history, records and stored queries. No earlier value of a forked row remains."""
   layout = layout_of(Cache(method='gkv', budget=8, interval=3, window=3), record=True)
   rng = np.random.default_rng(0)
 
@@ -180,7 +180,7 @@ def test_a_donated_decode_step_writes_in_place():
   ids=['rkv', 'keydiff, FP8', 'h2o'],
 )
 def test_a_compression_needs_little_memory_beside_the_cache(method, quant):
-  rows = 64 if quant.sampler == 'kv8' else 32  # scores are float32 whatever the keys are
+  rows = 64 if quant.sampler == 'kv8' else 32  # scores are float32 for keys of any dtype
   settings = Cache(method=method, budget=64, interval=32)
   layout = layout_of(settings, layers=12, prompt=64, completion=1000, D=64, quant=quant, record=True)
   layer = jax.eval_shape(lambda: LayerCache.empty(layout, rows, layout.slots))
@@ -204,7 +204,7 @@ def test_a_compression_needs_little_memory_beside_the_cache(method, quant):
 
 
 def attended(layout, prompts, steps):
-  """[steps, rows] slots that each decode step attends to, by the cache's own bookkeeping."""
+  """Return the number of slots [steps, rows] that each decode step attends to, from the cache's own counts."""
   cache = KVCache.empty(layout, len(prompts)).advance(Step(jnp.array(prompts)))
 
   @jax.jit
@@ -250,7 +250,7 @@ def test_each_row_counts_its_own_steps_through_pauses():
     assert (cache.length[row], cache.seen[row], cache.decoded[row]) == (n, prompts[row] + count, count)
 
 
-# --- what is kept: the whole cache against loops ---------------------------------------------------------------------
+# --- kept tokens: the whole cache against loops ----------------------------------------------------------------------
 
 
 class Loops:
@@ -279,7 +279,7 @@ class Loops:
     return np.array([sum(w * v for w, v in zip(row, self.v)) for row in weights])
 
   def step(self, q, k, v):
-    """Return the output, and the slots kept if this step compresses."""
+    """Return (output, kept slots), with None for the slots if this step does not compress."""
     self.append(q, k, v)
     self.count += 1
     due = self.count % self.settings.interval == 0 and len(self.k) > self.settings.budget
@@ -302,7 +302,7 @@ class Loops:
 
 
 @pytest.mark.parametrize('method', METHODS)
-def test_ragged_rows_keep_and_return_the_same_as_loops(method):
+def test_ragged_rows_keep_the_slots_and_return_the_outputs_of_loops(method):
   steps, prompts = 19, [9, 2, 6]
   settings = Cache(method=method, budget=8, interval=3, streaming=Streaming(2), window=None if method == 'h2o' else 3)
   layout = layout_of(settings, completion=steps, record=True)

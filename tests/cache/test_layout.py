@@ -14,14 +14,14 @@ def layout(cache=Cache(), quant=Quant(), prompt=300, completion=4096, family='qw
   return cache_layout(tiny(family), cache, quant, prompt, completion, dtype)
 
 
-def test_a_sparse_cache_has_the_larger_of_prompt_and_budget_and_one_interval_of_slots():
+def test_a_sparse_cache_has_max_of_prompt_and_budget_plus_interval_slots():
   assert layout(Cache(budget=512)).slots == 512 + 128
   assert layout(Cache(budget=64)).slots == 300 + 128
   assert layout().slots == 300 + 4096
   assert layout(Cache(budget=512), completion=100).slots == 400  # no row can need more
 
 
-def test_bytes_are_those_of_keys_and_values():
+def test_bytes_count_keys_and_values():
   # 2 layers, 2 kv heads of 24: 2 x 2 x 2 x 24 numbers a token
   assert layout().bytes(5) == 5 * 4396 * 192 * 2
   assert layout(Cache(budget=64), Quant(sampler='kv8')).bytes(5) == 5 * 428 * 192
@@ -29,7 +29,7 @@ def test_bytes_are_those_of_keys_and_values():
   assert layout(Cache(budget=64), Quant(sampler='w8a8')).bytes(5) == 5 * 428 * 192 * 2
 
 
-def test_key_biases_stay_out_of_fp8_where_the_model_has_them():
+def test_key_biases_stay_out_of_fp8_if_the_model_has_them():
   assert layout(quant=Quant(sampler='kv8'), family='qwen2').key_bias
   assert not layout(quant=Quant(sampler='kv8'), family='qwen3').key_bias
   assert not layout(quant=Quant(sampler='w8a8'), family='qwen2').key_bias
@@ -49,7 +49,7 @@ def test_a_new_slot_carries_a_zero_sum_or_no_history():
     (Cache(budget=512, window=301), ('config.cache.window = 301', 'at most 300', 'prompt bucket')),
   ],
 )
-def test_a_budget_without_room_names_the_setting(cache, words):
+def test_a_budget_or_window_that_does_not_fit_names_the_setting(cache, words):
   with pytest.raises(SettingsError) as error:
     layout(cache)
   assert all(word in str(error.value) for word in words), error.value
@@ -63,7 +63,7 @@ def test_a_budget_beyond_the_longest_sequence_is_reduced_to_it(method):
 
 
 def compresses(cache, prompt, completion):
-  """Whether a row is ever compressed, step by step. The last drawn token never enters the cache."""
+  """Return whether a row is ever compressed, by simulation of its steps. The last drawn token never enters the cache."""
   for n in range(1, prompt + 1):
     for step in range(1, completion):
       if step % cache.interval == 0 and n + step > cache.budget:

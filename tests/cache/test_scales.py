@@ -1,4 +1,4 @@
-"""FP8 keys and values against another library's cast: scales, their error, and key biases kept out of FP8."""
+"""FP8 keys and values against the casts of ml_dtypes: scales, errors, and key biases outside of FP8."""
 
 import dataclasses
 from fractions import Fraction
@@ -64,7 +64,7 @@ def relative(got, exact):
 
 
 def rounded(x, scale):
-  """Return x after e4m3 by another library's cast. x / scale must be in its range."""
+  """Return x rounded to e4m3 by ml_dtypes. x / scale must be in range."""
   codes = (np.asarray(x, np.float32) / np.float32(scale)).astype(ml_dtypes.float8_e4m3fn)
   return codes.astype(np.float64) * float(scale)
 
@@ -85,7 +85,7 @@ def output(q, k, v):
 def test_scales_put_the_largest_value_at_the_divisor():
   seen = np.array([[100.0, 0.0, 3.0], [200.0, 50.0, 0.0], [10.0, 1.0, 7.0]], np.float32)
   scales = from_amax(seen, (200.0, 100.0, 50.0))
-  np.testing.assert_allclose(scales.q, [0.5, 1.0, 0.015], rtol=1e-6)  # 1 where nothing was seen
+  np.testing.assert_allclose(scales.q, [0.5, 1.0, 0.015], rtol=1e-6)  # 1 for layers without values
   np.testing.assert_allclose(scales.k, [2.0, 0.5, 1.0], rtol=1e-6)
   np.testing.assert_allclose(scales.v, [0.2, 0.02, 0.14], rtol=1e-6)
   assert {x.dtype for x in scales} == {jnp.dtype('float32')}
@@ -97,7 +97,7 @@ def test_scales_put_the_largest_value_at_the_divisor():
 
 
 def test_the_percentile_is_the_nearest_rank_of_99_9():
-  """The smallest value that at least 99.9 % of the values do not exceed."""
+  """The percentile is the smallest value that at least 99.9 % of the values do not exceed."""
   seen = np.random.default_rng(0).random((3503, 3, 2)).astype(np.float32)
   found = jax.jit(percentile)
   for N in (1, 2, 5, 999, 1000, 1001, 2000, 2001, 3500):  # microbatches after the N-th do not count
@@ -116,7 +116,7 @@ def test_the_percentile_is_the_nearest_rank_of_99_9():
 
 
 def stored(scales, qkv, count=(T, T)):
-  """Return keys and values read back from an FP8 cache, and how many numbers of each row it clamped."""
+  """Return (keys, values, number of clamped numbers of each row), read from an FP8 cache."""
   _, cache = prefill(KVCache.empty(layout_of(KV8), B, scales=scales), jnp.array(count), *qkv)
   held = jax.device_get(cache.layers[0])
   assert held.k.dtype == held.v.dtype == np.uint8
@@ -169,7 +169,7 @@ def test_decode_steps_count_saturation_of_active_rows_only():
 
 
 @pytest.mark.parametrize('sampler', ['kv8', 'w8a8_kv8'])
-def test_attention_is_that_of_the_rounded_numbers(sampler):
+def test_attention_equals_float64_attention_over_rounded_numbers(sampler):
   layout = layout_of(Quant(sampler=sampler))
   scales = Scales(jnp.array([0.013]), jnp.array([0.017]), jnp.array([0.019]))
   q, k, v = tokens()
@@ -189,7 +189,7 @@ def test_attention_is_that_of_the_rounded_numbers(sampler):
 
 
 def test_a_rescaled_cache_holds_the_same_keys_and_values():
-  """Other scales and another key bias: the numbers stay, to two roundings."""
+  """With other scales and another key bias keys and values are equal to two roundings."""
   layout = layout_of(KV8, family='qwen2')
   biases = [KeyBias.of(layout, (jnp.asarray(large_bias(seed).reshape(-1), jnp.float32),)) for seed in (0, 1)]
   old, new = Scales(*(jnp.full(1, x) for x in (1.0, 0.5, 0.02))), Scales(*(jnp.full(1, x) for x in (1.0, 0.9, 0.03)))
@@ -199,8 +199,8 @@ def test_a_rescaled_cache_holds_the_same_keys_and_values():
   held = dataclasses.replace(cache.layers[0], **dict(zip('kv', (jnp.asarray(x.view(np.uint8)) for x in codes))))
   rescaled = jax.jit(KVCache.rescaled)(dataclasses.replace(cache, layers=(held,)), new, biases[1])
   k, v = (np.asarray(x).view(ml_dtypes.float8_e4m3fn).astype(np.float64) for x in (rescaled.layers[0].k, rescaled.layers[0].v))
-  turned_biases = [np.stack([turned(large_bias(seed), p) for p in range(layout.slots)], axis=1) for seed in (0, 1)]
-  exact = codes[0].astype(np.float64) * 0.5 + turned_biases[0] - turned_biases[1]
+  bias_tables = [np.stack([rotated(large_bias(seed), p) for p in range(layout.slots)], axis=1) for seed in (0, 1)]
+  exact = codes[0].astype(np.float64) * 0.5 + bias_tables[0] - bias_tables[1]
   assert relative(k * 0.9, np.clip(exact, -448 * 0.9, 448 * 0.9)) < 0.03
   assert relative(v * 0.03, codes[1].astype(np.float64) * 0.02) < 0.03
 
@@ -208,7 +208,7 @@ def test_a_rescaled_cache_holds_the_same_keys_and_values():
 # --- key biases ------------------------------------------------------------------------------------------------------
 
 
-def turned(x, position):
+def rotated(x, position):
   """Return heads [..., D] rotated to a position, float64. Plane i holds coordinates i and i + D/2."""
   half = x.shape[-1] // 2
   angle = position * 10_000.0 ** (-2 * np.arange(half) / x.shape[-1])
@@ -225,7 +225,7 @@ def large_bias(seed=0):
   return bias
 
 
-def test_biases_of_tokens_are_rotated_as_keys_are():
+def test_biases_are_rotated_like_keys():
   config = tiny('qwen2', num_hidden_layers=2, head_dim=D)
   biases = [large_bias(seed) for seed in (0, 1)]
   positions = np.array([[0, 1, 2, 30], [7, 5, 3, 0]])
@@ -234,21 +234,21 @@ def test_biases_of_tokens_are_rotated_as_keys_are():
   assert [table.shape for table in tables] == [(2, 4, K, D)] * 2
   for bias, table in zip(biases, tables):
     for b, t in np.ndindex(positions.shape):
-      np.testing.assert_allclose(table[b, t], turned(bias, positions[b, t]), atol=1e-3)
+      np.testing.assert_allclose(table[b, t], rotated(bias, positions[b, t]), atol=1e-3)
 
 
 def test_large_key_biases_outside_of_fp8_cost_no_precision():
-  """Prefill, decode, and decode after evictions, against a float64 cache with the same evictions."""
+  """Decode steps, also after evictions, are compared with a float64 cache that has the same evictions."""
   budget, interval, sinks, steps, prompts = 20, 4, 4, 12, [T, T - 7]
   cache = Cache(method='streaming', budget=budget, interval=interval, window=4, streaming=Streaming(sinks))
   layout = layout_of(KV8, cache, 'qwen2')
   assert layout.key_bias
   bias = large_bias()
-  table = np.stack([turned(bias, p) for p in range(layout.positions)], axis=1)  # [K, positions, D]
+  table = np.stack([rotated(bias, p) for p in range(layout.positions)], axis=1)  # [K, positions, D]
   q, k, v = map(np.asarray, tokens(T + steps))
   at = np.concatenate([np.tile(np.arange(T), (B, 1)), [[n + i for i in range(steps)] for n in prompts]], axis=1)
   biased = k + np.moveaxis(table, 0, 1)[at]
-  q, v = q / 8, np.round(4 * v)  # scores of biased keys would leave no choice; small integers are exact in FP8
+  q, v = q / 8, np.round(4 * v)  # smaller queries, so that one key does not take all weight; small integers are exact in FP8
   scales = from_amax(amax(q, k, v), with_margin(1.05))._replace(v=jnp.ones(1))
   coarse = 1.05 * np.abs(biased).max() / 448
   arrays = tuple(jnp.asarray(x, jnp.float32) for x in (q, biased, v))
@@ -275,7 +275,7 @@ def test_large_key_biases_outside_of_fp8_cost_no_precision():
 def test_prefill_adds_key_biases_back():
   layout, bias = layout_of(KV8, family='qwen2'), large_bias()
   q, k, v = tokens()
-  biased = np.asarray(k) + np.stack([turned(bias, p) for p in range(T)])
+  biased = np.asarray(k) + np.stack([rotated(bias, p) for p in range(T)])
   scales = from_amax(amax(q, k, v), with_margin(1.05))
   key_bias = KeyBias.of(layout, (jnp.asarray(bias.reshape(-1), jnp.float32),))
   given = jnp.asarray(biased, jnp.float32)
@@ -285,7 +285,7 @@ def test_prefill_adds_key_biases_back():
 
 
 def test_the_cost_of_key_biases_does_not_grow_with_the_positions():
-  """The same slots, ten times the positions: a decode step multiplies no more, and holds one larger table of angles."""
+  """With ten times the positions and equal slots a decode step has equal operations, and only the table of angles is larger."""
   cache = Cache(method='keydiff', budget=T, interval=8, window=4)
   flops, held, temporary = [], [], []
   for completion in (1000, 10_000):
@@ -305,12 +305,12 @@ def test_the_cost_of_key_biases_does_not_grow_with_the_positions():
 
 @pytest.mark.parametrize('G', [1, 100], ids=['all positions', 'the slots only'])
 def test_scores_and_biases_at_slots_equal_those_of_rotated_biases(G):
-  """q . R_p b in float64, for slots at any position and for slots that are positions."""
+  """The oracle is q . R_p b in float64, over all positions and at the positions of given slots."""
   layout, bias, rng = layout_of(KV8, family='qwen2'), large_bias(), np.random.default_rng(0)
   key_bias = KeyBias.of(layout, (jnp.asarray(bias.reshape(-1), jnp.float32),))
   position, q = rng.integers(0, layout.positions, (B, K, 7)), rng.normal(size=(B, K, G, D)).astype(np.float32)
   assert (G * layout.positions > 7 * D) == (G == 100)
-  table = np.stack([turned(bias, p) for p in range(layout.positions)], axis=1)  # [K, positions, D]
+  table = np.stack([rotated(bias, p) for p in range(layout.positions)], axis=1)  # [K, positions, D]
   everywhere = np.einsum('bkgd,kpd->bkgp', q, table)
   scores = jax.jit(KeyBias.scores, static_argnums=1)
   np.testing.assert_allclose(scores(key_bias, 0, q, None), everywhere, atol=5e-3)
@@ -321,7 +321,7 @@ def test_scores_and_biases_at_slots_equal_those_of_rotated_biases(G):
 
 
 def test_the_sampler_takes_key_biases_from_its_weights():
-  """Hidden states after the prefill of a Qwen2 with large key biases, beside those of the float32 cache."""
+  """The prefill's hidden states are closer to those of a float32 cache if large key biases are outside of FP8."""
   config, params = small.model('qwen2', num_hidden_layers=1)
   params = jax.tree.map(lambda w: w, params)
   params['layers'][0]['attention']['k']['bias'] = jnp.asarray(large_bias().reshape(-1), jnp.float32)

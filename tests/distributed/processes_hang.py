@@ -20,7 +20,7 @@ with join(patience=4.0) as team:
   mesh = Mesh(np.array(jax.devices()), 'x')
   split = NamedSharding(mesh, PartitionSpec('x'))
   rows = jax.make_array_from_callback((team.processes,), split, lambda i: np.ones(1, np.float32))
-  total = OnMesh(jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, PartitionSpec())))
+  total = OnMesh(jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, PartitionSpec())), mesh)
   for turn in range(1000):
     team.broadcast('turn', lambda turn=turn: turn)
     if team.process == 1:

@@ -1,4 +1,4 @@
-"""One process of two: its share of weights, arrays and problems, as JSON. Arguments: model folder, folder of problems."""
+"""One process of two: prints its share of weights, arrays and problems as JSON. Arguments: model folder, folder of problems."""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Processes find each other by three environment variables, which launch/local.sh sets."""
+"""Processes of a run find each other through three environment variables, which launch/local.sh sets."""
 
 import json
 import os
@@ -62,7 +62,7 @@ def test_a_command_for_one_process_refuses_several():
 
 
 def test_processes_find_each_other_and_broadcast(monkeypatch):
-  """As threads; what JAX would carry from process 0 to the others goes through a queue."""
+  """Threads stand for processes. A queue replaces the broadcast of JAX from process 0."""
   shared, results = queue.SimpleQueue(), {}
 
   def share(key, port):
@@ -87,7 +87,7 @@ def test_processes_find_each_other_and_broadcast(monkeypatch):
   assert results == {k: ([0, 10, 20], k == 0, 0) for k in range(3)}
 
 
-def test_a_process_alone_joins_nobody():
+def test_a_single_process_has_the_team_alone():
   with process_group.join({}) as team:
     assert team is ALONE
 
@@ -100,8 +100,8 @@ def local(*command, **environment):
   )
 
 
-def told_by(processes, devices, script, *arguments):
-  """Run a script in several processes with `devices` each. Return the JSON that each prints, in the order of the processes."""
+def run_script(processes, devices, script, *arguments):
+  """Run a script in several processes with `devices` devices each. Return the JSON of each, in the order of the processes."""
   flags = f'--xla_force_host_platform_device_count={devices}'
   run = local(str(processes), sys.executable, str(ROOT / 'tests' / 'distributed' / script), *map(str, arguments), XLA_FLAGS=flags)
   out, err = run.communicate(timeout=120)
@@ -110,12 +110,12 @@ def told_by(processes, devices, script, *arguments):
 
 
 def test_each_process_reads_and_holds_its_share(tmp_path):
-  """Its share of weights, other arrays and problems. Arrays that are split over processes are gathered for the host."""
+  """A process holds its share of weights, other arrays and problems. `fetch` gathers arrays that are split over processes."""
   config, rng = tiny('qwen2', num_hidden_layers=1), np.random.default_rng(0)
   params = jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape), jnp.float32), transformer.abstract_params(config))
   export_folder(tmp_path / 'model', params, config, dtype=jnp.float32)
   (tmp_path / 'train.jsonl').write_text('\n'.join(json.dumps({'prompt': '?', 'answer': i}) for i in range(7)))
-  one, other = told_by(2, 2, 'processes_share.py', tmp_path / 'model', tmp_path)
+  one, other = run_script(2, 2, 'processes_share.py', tmp_path / 'model', tmp_path)
   assert one['devices'] == other['devices'] == [2, 4]
   for told in (one, other):
     assert told['whole'] / 2 <= told['read'] <= told['held'] < 0.52 * told['whole']  # every process holds all norms
@@ -132,14 +132,14 @@ def test_each_process_reads_and_holds_its_share(tmp_path):
 
 @pytest.mark.slow
 def test_arrays_move_to_other_devices_of_each_process():
-  """From every layout to every other, past the host; no device holds more than its half of what comes to its process."""
+  """Every layout moves to every other without the host. The parts that a device holds on the way are at most half of an array."""
   expected = [{'process': process, 'pairs': 100, 'wrong': [], 'most': 0.5} for process in (0, 1)]
-  assert told_by(2, 4, 'processes_reshard.py') == expected
+  assert run_script(2, 4, 'processes_reshard.py') == expected
 
 
 @pytest.mark.slow
-def test_a_process_that_sleeps_over_its_turn_is_named():
-  """Not the other process, which waits for it, nor both while they start and compile."""
+def test_a_process_that_misses_its_turn_is_named():
+  """The error does not name the process that waits for it. No process is named while both start and compile."""
   start = time.monotonic()
   process = local('2', sys.executable, str(ROOT / 'tests' / 'distributed' / 'processes_hang.py'))
   out, err = process.communicate(timeout=100)
@@ -154,7 +154,7 @@ def test_a_process_that_sleeps_over_its_turn_is_named():
 @pytest.mark.parametrize(('devices', 'enabled'), [(1, True), (2, False)])
 @pytest.mark.parametrize('begin', [initialize, partial(require_single_process, 'sprl.evaluate')])
 def test_several_cpus_disable_the_compilation_cache(monkeypatch, tmp_path, begin, devices, enabled):
-  """A program that XLA reads back from the cache has lost the order of its collectives."""
+  """A program for several CPU devices loses the order of its collectives when XLA reads it from the cache."""
   monkeypatch.setattr(jax, 'device_count', lambda: devices)
   before = jax.config.jax_enable_compilation_cache, jax.config.jax_compilation_cache_dir
   jax.config.update('jax_compilation_cache_dir', str(tmp_path))
@@ -179,8 +179,8 @@ def test_the_first_failure_ends_the_others_and_gives_the_status():
 
 
 @pytest.mark.slow
-def test_a_process_that_ignores_the_end_is_killed():
-  """As a process does that is stopped by a signal, or whose Python hangs."""
+def test_a_process_that_ignores_sigterm_is_killed():
+  """A process that SIGSTOP stops, or whose Python hangs, ignores SIGTERM too."""
   script = 'if [ "$SPRL_PROCESS" = 1 ]; then exit 7; fi; trap "" TERM; while true; do sleep 1; done'
   process = local('2', 'bash', '-c', script)
   process.communicate(timeout=30)

@@ -1,4 +1,4 @@
-"""A process that dies, fails or hangs is named by all others, which end in time."""
+"""Watchdogs: if a process dies, fails or hangs, all others name it and end in time."""
 
 import os
 import re
@@ -19,16 +19,16 @@ from sprl.distributed.watchdog import GRACE, LAST, LOST, SILENCE, Ended, Judge, 
 
 ROOT = Path(__file__).parents[2]
 
-# --- decisions, with a clock of our own ------------------------------------------------------------------------------
+# --- decisions, with given times -------------------------------------------------------------------------------------
 
 
 def hub_of(others, patience=float('inf')):
-  """The judge of process 0."""
+  """Return the judge of process 0, the hub of `others` processes."""
   return Judge(Member('process 0'), [Member(f'process {k}') for k in range(1, others + 1)], True, patience)
 
 
 def follower(patience=float('inf')):
-  """The judge of process 1."""
+  """Return the judge of process 1."""
   return Judge(Member('process 1'), [Member('process 0')], False, patience)
 
 
@@ -46,7 +46,7 @@ def test_a_closed_connection_is_a_death_and_the_hub_ends_after_the_others():
   assert judge.sentence(10.2).startswith('error: process 2 died, so process 0 ends; ')
 
 
-def test_the_hub_waits_for_the_others_only_so_long():
+def test_the_hub_waits_for_the_others_for_a_limited_time():
   judge = hub_of(2)
   judge.close(judge.peers[0], 'died', 10.0)
   assert judge.sentence(10.0 + 0.9 * LAST) == ''
@@ -62,7 +62,7 @@ def test_a_follower_ends_at_once_when_the_hub_is_gone():
 def test_an_error_leaves_the_others_time_to_report_their_own():
   hub, other = hub_of(2), follower()
   hub.receive(hub.peers[1], Ended(3), 10.0)
-  [(name, verdict)] = messages(hub, Verdict)  # process 2 knows it
+  [(name, verdict)] = messages(hub, Verdict)  # process 2 needs none
   assert name == 'process 1'
   other.receive(other.peers[0], verdict, 10.0)
   assert other.sentence(10.0 + 0.9 * GRACE) == ''
@@ -77,7 +77,7 @@ def test_a_process_that_reports_its_own_error_gets_no_verdict():
   assert messages(judge, Ended) == [('process 0', Ended(2))]
 
 
-def test_an_announced_end_is_no_death():
+def test_an_announced_end_is_not_reported():
   judge = hub_of(1)
   judge.receive(judge.peers[0], Ended(0), 10.0)
   judge.close(judge.peers[0], 'died', 11.0)
@@ -101,7 +101,7 @@ def test_a_follower_names_a_hub_that_does_not_report():
   assert judge.verdict == 'process 0 has not reported for 20 s'
 
 
-def test_the_hub_passes_on_who_hangs():
+def test_the_hub_tells_the_others_which_process_hangs():
   judge = hub_of(1, patience=2.0)
   for now in (0.0, 1.0, 2.0):
     judge.report(Progress(7, False, True, 'train:5'), now)
@@ -120,7 +120,7 @@ def test_a_silent_connection_is_closed_by_the_system():
 
 
 def connected_watchdogs():
-  """The watchdogs of processes 0 and 1, and the latter's connection."""
+  """Return (watchdog of process 0, watchdog of process 1, connection of process 1)."""
   ours, theirs = Pipe()
   hub = Watchdog('process 0', [(ours, 'process 1')], hub=True, progress=lambda: (1, False))
   return hub, Watchdog('process 1', [(theirs, 'process 0')], hub=False, progress=lambda: (1, False)), theirs
@@ -128,7 +128,7 @@ def connected_watchdogs():
 
 @pytest.fixture
 def exits(monkeypatch):
-  """The statuses with which watchdogs end the process; here only their thread ends. Times are a tenth."""
+  """Exit statuses of watchdogs. Only their thread ends, not the process. Their intervals are a tenth of the usual."""
   statuses = []
   for name in ('BEAT', 'GRACE'):
     monkeypatch.setattr(watchdog, name, getattr(watchdog, name) / 10)
@@ -150,7 +150,7 @@ def test_an_error_that_is_announced_ends_the_hub(exits, capfd):
   assert 'error: process 1 ended with status 3, so process 0 ends; ' in capfd.readouterr().err
 
 
-def test_no_verdict_comes_while_all_is_well(exits):
+def test_processes_that_end_well_get_no_verdict(exits):
   hub, other, connection = connected_watchdogs()
   hub.await_verdict()
   other.leave(0)
@@ -163,7 +163,7 @@ def test_no_verdict_comes_while_all_is_well(exits):
 
 
 class Watched:
-  """Three processes whose watchdogs are connected to that of process 0."""
+  """Three processes. Their watchdogs are connected to the watchdog of process 0."""
 
   def __init__(self, patience=60.0):
     pairs = {k: socket.socketpair() for k in (1, 2)}
@@ -196,7 +196,7 @@ class Watched:
     process.stdin.flush()
 
   def results(self):
-    """(exit status, standard error) of each process, when all have ended."""
+    """Wait until all processes end. Return (exit status, standard error) of each."""
     return [(process.wait(timeout=20), process.stderr.read() if process.stderr else '') for process in self.processes]
 
 
@@ -211,7 +211,7 @@ def test_a_killed_process_is_named_by_the_others(gone):
     assert k == gone or err.startswith(f'error: SPRL_PROCESS={gone} died, so SPRL_PROCESS={k} ends; ')
 
 
-def test_a_run_that_ends_well_ends_without_a_word():
+def test_a_run_that_ends_well_prints_nothing():
   watched = Watched()
   for k in (2, 0, 1):
     watched.tell(k, 'end 0')
@@ -239,7 +239,7 @@ def test_processes_that_find_the_same_error_keep_their_status():
 @pytest.mark.slow
 @pytest.mark.parametrize('stopped', [0, 2])
 def test_a_stopped_process_is_named_by_the_others(stopped):
-  """It reports nothing any more, although its connection stays open."""
+  """A stopped process sends no reports, but its connection stays open."""
   watched = Watched(patience=2.0)
   for k in range(3):
     watched.tell(k, 'waits 7')

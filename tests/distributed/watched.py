@@ -1,7 +1,7 @@
-"""A process of a run that only waits. Arguments: its number, 'hub' or '', the patience, and its peers as FD:NUMBER.
+"""A process with a watchdog and no work. Arguments: its number, 'hub' or '', the patience, and its peers as FD:NUMBER.
 
-It obeys lines on standard input: `at N` and `waits N` set its progress (N broadcasts begun; waiting for the last one or not);
-`end STATUS` ends it.
+It reads commands from standard input. `at N` and `waits N` set its progress to N broadcasts; `waits` means that it waits for the
+last one. `end STATUS` ends it.
 """
 
 import os

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# The main line on a real model and real problems: SmolLM2 on GSM8K takes three steps, is killed in the second or third, goes on,
-# is evaluated and exported; and transformers generates from the export where SPRL_REFERENCE_PYTHON names a Python that has it.
+# End-to-end check on a real model: SmolLM2 trains on GSM8K for three steps, is killed in step 2 or 3, resumes, is evaluated and is
+# exported. If SPRL_REFERENCE_PYTHON names a Python with transformers, transformers generates from the export.
 #
 #   GSM8K=FOLDER (default ../shared/data/gsm8k)   PYTHON=... (default .venv/bin/python)
 set -euo pipefail
@@ -25,11 +25,11 @@ train() {
     --config.rollout.stop_when_capped=False
 }
 
-lines() { # how many steps are logged
+lines() { # number of logged steps
   grep -c '"kind": "train"' "$workdir/metrics.jsonl" 2>/dev/null || true
 }
 
-echo '--- until killed, after one step is saved and before the last is'
+echo '--- train, kill after one step is saved and before the last'
 (train) &
 run=$!
 until [ "$(lines)" = 2 ] || ! kill -0 "$run" 2>/dev/null; do sleep 0.05; done
@@ -41,11 +41,11 @@ echo '--- the same command again'
 (train) 2>&1 | tee "$folder/log"
 grep -q 'resuming after step' "$folder/log"
 
-echo '--- evaluated and exported'
+echo '--- evaluate and export'
 "$python" -m sprl.evaluate --workdir="$workdir" --config.eval.problems=2 | tail -1
 "$python" -m sprl.export --workdir="$workdir" --out="$folder/export"
 
-echo '--- checked'
+echo '--- check the metrics'
 "$python" - "$workdir" <<'PYTHON'
 import math
 import sys
@@ -53,7 +53,7 @@ import sys
 from sprl.io.metrics import read_metrics
 from sprl.kernels.platform import compute_dtype
 
-# sampler and learner agree to the rounding of what this machine multiplies
+# Sampler and learner agree to the rounding of the compute dtype of this machine.
 rounding = {'float32': 1e-2, 'bfloat16': 0.5}[compute_dtype('auto').name]
 records = [r for r in read_metrics(sys.argv[1]) if r['kind'] == 'train']
 assert [r['step'] for r in records] == [1, 2, 3], records
@@ -80,5 +80,5 @@ print('transformers generates from the export:', repr(text))
 assert len(tokens) > 1 and '5' in text, text
 PYTHON
 else
-  echo 'SPRL_REFERENCE_PYTHON is not set: the export was not given to transformers'
+  echo 'SPRL_REFERENCE_PYTHON is not set: transformers did not load the export'
 fi

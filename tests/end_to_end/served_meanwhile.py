@@ -1,4 +1,4 @@
-"""A run whose chunks take a while: whether any of them was begun while weights were on their way to the engine. Prints JSON.
+"""Run sprl.main with slow chunks. Print JSON: for each transfer of weights to the engine, whether a chunk begins during it.
 
 Arguments: those of sprl.main.
 """
@@ -17,7 +17,7 @@ chunk, waited = threading.Event(), []
 
 def dispatching(slots):
   chunk.set()
-  time.sleep(0.5)  # so that a batch takes longer than an update, and there is always more to do
+  time.sleep(0.5)  # a batch then takes longer than an update, so the engine rarely runs out of work
   dispatch(slots)
 
 
@@ -29,7 +29,7 @@ def placing(placed, served):
 
 def run():
   status = main.main()
-  print(json.dumps(waited[1:]))  # the first are those that the engine begins with
+  print(json.dumps(waited[1:]))  # the first transfer brings the initial weights
   return status
 
 

@@ -1,4 +1,4 @@
-"""A run of adapters: FP8 linears in the sampler, moments in bfloat16 on the host, KL to the base; resumed, refused, exported."""
+"""A run with adapters, FP8 linears in the sampler, bfloat16 moments on the host and a KL penalty: resumed, refused, exported."""
 
 import json
 from pathlib import Path
@@ -53,13 +53,13 @@ def arrays(workdir: Path) -> dict[str, np.ndarray]:
 
 
 def adapter(workdir: Path, layer: int, part: str, name: str) -> list[np.ndarray]:
-  """A and B of a linear, from the checkpoint."""
+  """Return [A, B] of a linear, from the checkpoint."""
   held = arrays(workdir)
   return [held[f".params['layers'][{layer}]['{part}']['{name}']['{ab}']"] for ab in 'ab']
 
 
 @pytest.mark.slow
-def test_a_resumed_run_ends_in_the_same_bits(folder, workdir):
+def test_a_resumed_run_ends_with_equal_bits(folder, workdir):
   for steps in (1, 2):
     train.train(run(folder, steps=steps), folder / 'interrupted')
   resumed, straight = arrays(folder / 'interrupted'), arrays(workdir)
@@ -71,10 +71,10 @@ def test_a_checkpoint_holds_adapters_and_their_moments_alone(workdir):
   names = {key.rpartition('[')[2].strip("'[]") for key, value in held.items() if value.ndim}
   assert names == {'a', 'b'}
   assert {held[key].dtype.name for key in held if 'mu' in key or 'nu' in key} == {'bfloat16'}
-  assert any(np.any(adapter(workdir, layer, 'mlp', 'down')[1]) for layer in (0, 1))  # B began at 0
+  assert any(np.any(adapter(workdir, layer, 'mlp', 'down')[1]) for layer in (0, 1))  # B starts at 0
 
 
-def test_the_kl_is_that_of_the_frozen_weights(workdir):
+def test_the_kl_penalty_compares_with_the_frozen_weights(workdir):
   first, second = (r['policy/kl_ref'] for r in read_metrics(workdir) if r['kind'] == 'train')
   assert 0 == first < second
 
@@ -99,7 +99,7 @@ def restored(folder: Path, workdir: Path):
   return policy, *restore.restore(policy, run(folder), workdir, dtype='float32')
 
 
-def test_an_export_is_the_frozen_weights_and_the_adapters_in_one(folder, workdir):
+def test_an_export_merges_the_adapters_into_the_frozen_weights(folder, workdir):
   policy, params, step, _ = restored(folder, workdir)
   restore.export(policy, params, folder / 'merged', 'float32')
   base, merged = (load_file(folder / name / 'model.safetensors') for name in ('model', 'merged'))
@@ -112,7 +112,7 @@ def test_an_export_is_the_frozen_weights_and_the_adapters_in_one(folder, workdir
     np.testing.assert_allclose(merged[tensor.name], expected, atol=1e-6, err_msg=tensor.name)
 
 
-def test_adapters_are_exported_alone_as_peft_has_them(folder, workdir):
+def test_adapters_are_exported_alone_in_the_format_of_peft(folder, workdir):
   status, out, err = tiny.run('export', f'--workdir={workdir}', f'--out={folder / "adapter"}', '--adapter')
   assert (status, 'the adapters after step 2, of rank 2' in out) == (0, True), err
   config = json.loads((folder / 'adapter' / 'adapter_config.json').read_text())
@@ -124,7 +124,7 @@ def test_adapters_are_exported_alone_as_peft_has_them(folder, workdir):
     np.testing.assert_array_equal(weights[f'base_model.model.model.layers.1.mlp.down_proj.lora_{name}.weight'], expected)
 
 
-def test_a_run_without_adapters_has_none_to_export(folder, tmp_path):
+def test_a_run_without_adapters_refuses_to_export_them(folder, tmp_path):
   (tmp_path / 'config.json').write_text(json.dumps(settings.to_dict(run(folder, lora__rank=None))))
   status, out, err = tiny.run('export', f'--workdir={tmp_path}', f'--out={tmp_path / "x"}', '--adapter')
   assert (status, out) == (2, '')

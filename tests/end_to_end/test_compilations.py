@@ -1,4 +1,4 @@
-"""What a run's steps compile: each program once, and after two steps nothing but what meets something for the first time."""
+"""Compilations of a run: each program compiles once. After two steps only a new bucket or a first stop string compiles one."""
 
 import json
 import re
@@ -6,7 +6,6 @@ from collections import Counter
 from pathlib import Path
 
 import jax
-import pytest
 import tiny
 
 from sprl import config as settings
@@ -14,12 +13,11 @@ from sprl import session, train
 from sprl.config_reader import resolve
 from sprl.io.progress import Progress
 
-pytestmark = pytest.mark.usefixtures('compiled_fast')
 BUCKETS = (4, 8, 16)
 
 
 def ragged(inputs: Path) -> settings.Run:
-  """Problems of 1 to 16 tokens, whose 16 samples a step share eight rows, which free up one by one."""
+  """Return a run on prompts of 1 to 16 tokens. The 16 samples of a step share eight rows, which become free one by one."""
   tiny.write_inputs(inputs)
   for name in ('train', 'test'):
     lines = [json.dumps({'prompt': 'x' * (1 + 7 * i % 16), 'answer': '1'}) for i in range(16)]
@@ -34,9 +32,9 @@ def ragged(inputs: Path) -> settings.Run:
 
 
 def test_a_run_of_ragged_prompts_compiles_each_program_once(tmp_path, monkeypatch, caplog):
-  # An evaluation has programs of its own, which the log cannot tell from the rollouts'.
+  # The log cannot tell the programs of an evaluation from those of the rollouts.
   monkeypatch.setattr(session, 'evaluate', lambda *_, **__: {'metrics': {'eval/avg@k': 0.0}, 'samples': []})
-  ends = []  # how much had been logged when a step was over
+  ends = []  # number of log records at the end of each step
   monkeypatch.setattr(Progress, 'step', lambda *_: ends.append(len(caplog.records)))
   with jax.log_compiles(), caplog.at_level('WARNING', logger='jax'):
     train.train(ragged(tmp_path / 'inputs'), tmp_path / 'run')
@@ -45,5 +43,5 @@ def test_a_run_of_ragged_prompts_compiles_each_program_once(tmp_path, monkeypatc
   assert {'update', 'prefill', 'insert', 'decode'} <= {name for name, _ in times}
   assert {program for program, n in times.items() if n > 1} == set()
   late = Counter(found[1] for found in compiled[ends[1] :] if found)
-  assert set(late) <= {'prefill', 'insert', 'release'}  # of a bucket, alone or together; of a row that a stop string ends
+  assert set(late) <= {'prefill', 'insert', 'release'}  # first use of a bucket, for one or several prompts; first stop string
   assert late['prefill'] < 2 * len(BUCKETS)

@@ -1,7 +1,7 @@
-"""The ledger: its parts sum to the gap, a cause that is off is 0, and one that is on explains the gap.
+"""The ledger: its entries sum to the gap, the entry of an absent cause is 0, and a single cause explains the gap.
 
-By default, random tokens have the log-probs that a replay gives them under the settings of a case; tests/sampler/ checks that a
-replay gives the log-probs of a sampler. Slow tests sample.
+The default tests use random tokens with the log-probs of a replay. tests/sampler/ checks that a replay returns the log-probs of
+the sampler. The slow tests sample.
 """
 
 import dataclasses
@@ -47,7 +47,7 @@ def opened(file, **settings):
 
 
 def sampler(world, cache=SPARSE, quant=UNQUANTISED, weights=None):
-  """Return (run, model, engine), what a ledger is given of weights and scales, and the sampler's weights."""
+  """Return ((run, model, engine), the ledger's weights and scales, the sampler's weights)."""
   run, model, params = world
   run = dataclasses.replace(run, cache=cache, quant=quant)
   layout = model.cache_layout(run.sampling, cache, quant, routes=run.model.router_replay == 'R3')
@@ -84,7 +84,7 @@ def size(x):
 
 
 def entries_of(arguments, **more):
-  """Return the ledger's entries, after a check that they sum to the gap."""
+  """Return the entries of the ledger. Assert that they sum to the gap."""
   settings, given, trajectories = arguments
   entries = ledger(*settings, trajectories, **given, **more)
   assert {*entries} - {'unreplayed'} == {'gap', *CAUSES}
@@ -119,7 +119,7 @@ def test_one_cause_alone_explains_the_gap(world, cause, cache, quant):
     ({'weights', 'kv', 'eviction'}, SPARSE, Quant(sampler='w8a8_kv8')),
   ],
 )
-def test_the_causes_of_a_sampler_s_own_log_probs(world, causes, cache, quant):
+def test_the_causes_explain_the_gap_of_drawn_tokens(world, causes, cache, quant):
   entries = entries_of(sampled(world, cache, quant))
   if len(causes) == 1:
     return check_alone(*causes, entries)

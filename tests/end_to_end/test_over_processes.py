@@ -1,6 +1,7 @@
-"""A run over several processes equals that of one process; after a kill the others end, and the same command resumes.
+"""A run over several processes equals a run of one process. After a kill the others end, and the same command resumes.
 
-All of it is slow: tests/distributed and tests/rollout/test_broadcast.py have the parts, and test_resume.py a run that is killed.
+All tests here are slow. tests/distributed and tests/rollout/test_broadcast.py have faster tests of the parts, and test_resume.py
+has a faster test of a kill.
 """
 
 import json
@@ -18,7 +19,7 @@ import tiny
 from sprl.distributed.watchdog import LOST
 from sprl.io.metrics import read_metrics
 
-SOON = 20.0  # seconds within which the others end; usually less than one, but the machine may be busy
+SOON = 20.0  # seconds within which the others end; usually less than one, more on a busy machine
 DENSE = (
   '--config.arm=dense',
   '--config.cache.budget=None',
@@ -78,7 +79,7 @@ def train(inputs: Path, workdir: Path, processes: int, devices: int, *changes: s
   results = finish(start(inputs, workdir, processes, devices, *changes))
   for status, _, err in results:
     assert status == 0, err
-  assert [out for _, out, _ in results[1:] if 'reward' in out] == []  # process 0 alone reports
+  assert [out for _, out, _ in results[1:] if 'reward' in out] == []  # only process 0 reports
   return results[0][1]
 
 
@@ -132,7 +133,7 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(inputs, killed):
 
 
 @pytest.mark.slow
-def test_devices_that_not_all_processes_have_are_refused(inputs, tmp_path):
+def test_a_mesh_without_devices_of_every_process_is_refused(inputs, tmp_path):
   results = finish(start(inputs, tmp_path / 'run', 2, 1, '--config.devices.learner=0', '--config.devices.rollout=1'))
   for status, _, err in results:
     assert status == 2
@@ -154,7 +155,7 @@ def test_every_part_of_a_step_is_the_same_over_processes(inputs):
 
 @pytest.mark.slow
 def test_two_processes_resume_a_run_of_four_on_another_mesh(inputs):
-  """Process 0 is the one that is killed."""
+  """Process 0 is killed."""
   check_killed(inputs, inputs / 'fewer', 0, 4, *DENSE, '--config.mesh.learner.data=2', '--config.mesh.learner.fsdp=2')
   out = train(inputs, inputs / 'fewer', 2, 1, *DENSE, '--config.mesh.learner.data=1', '--config.mesh.rollout.tensor=2')
   assert 'What was learned in 4 steps' in out
@@ -174,7 +175,7 @@ def test_a_signal_to_one_process_saves_in_all_processes(inputs):
 
 @pytest.mark.slow
 def test_rollouts_may_run_ahead_over_processes(inputs):
-  """The clock of process 0 decides which weights sample what."""
+  """The clock of process 0 decides which weights sample each token."""
   ahead = '--config.rollout.async_ratio=1', '--config.sampling.rows=8', '--config.steps=4'
   train(inputs, inputs / 'ahead', 2, 1, *DENSE[:-1], *ahead)
   steps = [record for record in logged(inputs / 'ahead') if record['kind'] == 'train']
@@ -217,7 +218,7 @@ def test_rollouts_on_separate_devices_resume_over_processes(inputs, tmp_path):
   tracks = {e['tid']: e['args']['name'] for e in events if e['ph'] == 'M'}
   spans = [(tracks[e['tid']], e['ts'], e['ts'] + e['dur']) for e in events if e['ph'] == 'X']
   learner, engine = ([(a, b) for name, a, b in spans if name == track] for track in ('learner', 'engine 0'))
-  assert any(max(a, c) < min(b, d) for a, b in learner for c, d in engine)  # chunks were decoded during updates
+  assert any(max(a, c) < min(b, d) for a, b in learner for c, d in engine)  # the engine decodes during updates
 
 
 # --- adapters, conversations, experts --------------------------------------------------------------------------------
@@ -243,13 +244,13 @@ ADAPTERS = '--config.lora.rank=2', '--config.loss.kl_coef=1e-3'
 
 
 def check_alike(inputs: Path, workdir: Path, *changes: str) -> list[dict]:
-  """Train over 2 processes and in one with 2 devices. Assert equal metrics, and return those of the steps."""
-  two, one = in_both(inputs, workdir, *changes)
+  """Train over 2 processes and in one with 2 devices. Assert equal metrics. Return the metrics of the steps."""
+  two, one = train_both(inputs, workdir, *changes)
   assert two == one
   return [record for record in two if record['kind'] == 'train']
 
 
-def in_both(inputs: Path, workdir: Path, *changes: str) -> tuple[list[dict], list[dict]]:
+def train_both(inputs: Path, workdir: Path, *changes: str) -> tuple[list[dict], list[dict]]:
   """Train over 2 processes and in one with 2 devices. Return the metrics of both."""
   train(inputs, workdir / 'two', 2, 1, *DENSE, '--config.steps=2', *changes)
   train(inputs, workdir / 'one', 1, 2, *DENSE, '--config.steps=2', *changes)
@@ -264,9 +265,9 @@ def test_adapters_are_trained_over_processes(inputs, tmp_path):
 
 @pytest.mark.slow
 def test_conversations_agree_over_processes(inputs, tmp_path):
-  """To rounding: the order in which environments answer decides the row of each conversation in the batch."""
+  """Metrics are equal to rounding: the row of a conversation in the batch depends on the order in which environments answer."""
   (tmp_path / 'game.py').write_text(GAME)
-  pair = in_both(inputs, tmp_path, *CONVERSATIONS, f'--config.task.name={tmp_path / "game.py"}:Game')
+  pair = train_both(inputs, tmp_path, *CONVERSATIONS, f'--config.task.name={tmp_path / "game.py"}:Game')
   two, one = ([record for record in records if record['kind'] == 'train'] for records in pair)
   assert [record['completion/turns'] for record in two] == [2, 2]
   for found, expected in zip(two, one, strict=True):

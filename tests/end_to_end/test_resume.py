@@ -23,7 +23,7 @@ SMALL = (
   '--config.quant.sampler=kv8',
   '--config.ledger.every=None',
   '--config.eval.every=None',
-  '--config.eval.memory=sampler',  # with the next four: the programs of the rollouts
+  '--config.eval.memory=sampler',  # with the next four settings evaluations use the programs of the rollouts
   '--config.eval.temperature=1.0',
   '--config.eval.problems=4',
   '--config.eval.samples=4',
@@ -151,7 +151,7 @@ def test_every_interruption_leaves_the_same_run(inputs, uninterrupted):
   with exclusive(workdir):  # as during training
     check_evaluation(workdir)
 
-  # The newest checkpoint is truncated. The one before it is used, and the steps after that are repeated.
+  # The newest checkpoint is truncated. The run resumes from the checkpoint before it and repeats the later steps.
   newest = max((workdir / 'checkpoints').glob('step_*'))
   largest = max((path for path in newest.rglob('*') if path.is_file()), key=lambda path: path.stat().st_size)
   largest.write_bytes(largest.read_bytes()[:-1000])

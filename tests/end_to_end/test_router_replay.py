@@ -18,25 +18,26 @@ from sprl.learner.update import UpdateConfig, make_update
 pytestmark = pytest.mark.slow
 
 
-def test_both_updates_of_a_batch_take_the_experts_of_its_scoring(tmp_path):
-  *_, trajectories = world = sampled(opened(tiny.write_inputs(tmp_path, 'qwen3_moe'), router_replay='R2'), Cache(), UNQUANTISED)
-  run, policy, _, params, _ = world[:5]
+def test_both_updates_of_a_batch_use_the_experts_of_its_scoring(tmp_path):
+  world = opened(tiny.write_inputs(tmp_path, 'qwen3_moe'), router_replay='R2')
+  run, model, params = world
+  *_, trajectories = sampled(world, Cache(), UNQUANTISED)
   run = replace(run, rollout=replace(run.rollout, prompts=2), loss=replace(run.loss, kl_coef=0.0))
   run = replace(run, optimizer=Optimizer(learning_rate=0.02, epochs=2))
   optimizer, given = make_optimizer(run.optimizer, 1), []
-  update = make_update(policy.graphdef, optimizer, UpdateConfig.of(run, policy.dtype))
+  update = make_update(model.graphdef, optimizer, UpdateConfig.of(run, model.dtype))
 
   def watched(state, batch, logprobs, base):
     given.append((jax.device_get(state.params), batch, logprobs.old))
     return update(state, batch, logprobs, base)
 
-  plan = policy.cache_layout(run.sampling, Cache(), UNQUANTISED)
-  learner = Learner(run=run, model=policy, layout=plan, jitted_update=watched, state=TrainState.create(params, optimizer))
+  layout = model.cache_layout(run.sampling, Cache(), UNQUANTISED)
+  learner = Learner(run=run, model=model, layout=layout, jitted_update=watched, state=TrainState.create(params, optimizer))
   batches, _ = learner.pack([replace(t, reward=float(t.uid % 3)) for t in trajectories])
   learner.update(*learner.score(batches))
 
   def scored(weights, batch):
-    return score_and_route(policy.graphdef, weights, batch, ForwardConfig.of(run, policy.dtype))
+    return score_and_route(model.graphdef, weights, batch, ForwardConfig.of(run, model.dtype))
 
   (before, batch, old), (moved, again, same) = given
   logp, chosen = scored(before, replace(batch, routes=None))
@@ -48,5 +49,5 @@ def test_both_updates_of_a_batch_take_the_experts_of_its_scoring(tmp_path):
   free, elsewhere = scored(moved, replace(batch, routes=None))
   replayed, taken = scored(moved, again)
   np.testing.assert_array_equal(np.asarray(taken)[real], np.asarray(chosen)[real])
-  assert np.mean(np.asarray(elsewhere)[real] != np.asarray(chosen)[real]) > 0.01  # by itself the router has moved on
+  assert np.mean(np.asarray(elsewhere)[real] != np.asarray(chosen)[real]) > 0.01  # the router's own choices change
   assert np.abs(np.asarray(replayed) - np.asarray(free))[np.asarray(batch.mask)].max() > 1e-3

@@ -1,4 +1,4 @@
-"""A run small enough to be started many times: a random model of two layers, problems and a grader of our own."""
+"""A small run that tests can start many times: a random model of two layers, its problems, and a grader in a file."""
 
 import json
 import os
@@ -17,8 +17,8 @@ from sprl.models.config import Family, tiny
 ROOT = Path(__file__).parents[2]
 STEPS = 6
 
-# Rewards that differ within almost every group of random completions, so that every update is a real one; and steps of a
-# third of a second, so that a signal meets a run that is still under way.
+# Rewards differ within almost every group of random completions, so that every update has a gradient. A step takes a third of a
+# second, so that a signal arrives before the run ends.
 GRADER = """
 import time
 
@@ -55,7 +55,7 @@ def get_config():
 
 
 def write_inputs(folder: Path, family: Family = 'qwen2', **changes: Any) -> Path:
-  """Model, problems, grader and config of the tiny run in `folder`; returns the config file."""
+  """Write model, problems, grader and config of the tiny run to `folder`. Return the config file."""
   config, rng = tiny(family, **changes), np.random.default_rng(0)
   params: dict = {}
   for path, tensor in tensors(config).items():
@@ -74,8 +74,7 @@ def write_inputs(folder: Path, family: Family = 'qwen2', **changes: Any) -> Path
 
 
 def start(command: str | Path, *arguments: object, compiled: Path | None = None) -> subprocess.Popen:
-  """`python -m sprl.COMMAND ARGUMENTS`, or a script in its place, under way. `compiled` is a folder in which compilations are
-  kept for the next."""
+  """Start `python -m sprl.COMMAND ARGUMENTS`, or a script. `compiled` is the folder of the compilation cache."""
   program = [str(command)] if isinstance(command, Path) else ['-m', f'sprl.{command}']
   line = [sys.executable, *program, *map(str, arguments)]
   environment = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT)}
@@ -85,11 +84,11 @@ def start(command: str | Path, *arguments: object, compiled: Path | None = None)
 
 
 def finish(process: subprocess.Popen) -> tuple[int, str, str]:
-  """Its exit status and what it said."""
+  """Wait for a process. Return (exit status, standard output, standard error)."""
   out, err = process.communicate(timeout=300)
   return process.returncode, out, err
 
 
 def run(command: str | Path, *arguments: object, compiled: Path | None = None) -> tuple[int, str, str]:
-  """A command from start to end: exit status, standard output, standard error."""
+  """Run a command to its end. Return (exit status, standard output, standard error)."""
   return finish(start(command, *arguments, compiled=compiled))

@@ -1,4 +1,4 @@
-"""Checkpoints are exact, complete or absent, and damage is found."""
+"""Checkpoints are exact, complete or absent, and a restore finds damage."""
 
 import logging
 import multiprocessing
@@ -113,7 +113,7 @@ def test_partial_restore_reads_the_arrays_it_names(folder):
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason='needs two devices')
-def test_restored_onto_another_sharding(folder):
+def test_arrays_are_restored_onto_another_sharding(folder):
   mesh = jax.make_mesh((2,), ('fsdp',), devices=jax.devices()[:2])
   sharding = jax.NamedSharding(mesh, jax.P('fsdp'))
   checkpoints = saved(folder, 4)
@@ -135,7 +135,7 @@ def test_restored_onto_another_sharding(folder):
     ({'mu': {0: jax.ShapeDtypeStruct((), jnp.int32)}}, r"\['mu'\]\[0\] is missing.* int32\[\]"),
   ],
 )
-def test_other_arrays_are_refused_by_the_first_path_that_differs(folder, change, message):
+def test_other_arrays_are_refused_with_the_first_path_that_differs(folder, change, message):
   checkpoints = saved(folder, 1, 2)
   with pytest.raises(CheckpointError, match='step_000002.*' + message):
     checkpoints.restore(abstract_of(tiny(0)) | change)
@@ -256,7 +256,7 @@ def test_a_damaged_checkpoint_is_replaced_at_its_step(folder):
 
 
 def big(step: int):
-  """Arrays that take a while to write, with other bits at every step."""
+  """Return arrays that take a while to write, with other bits at every step."""
   bits = np.random.default_rng(step).integers(0, 2**32, (4, 500_000), dtype=np.uint32)
   return {'params': {i: jnp.asarray(row) for i, row in enumerate(bits)}, 'count': jnp.int32(step)}
 

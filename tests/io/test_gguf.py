@@ -122,7 +122,7 @@ def test_weights_config_and_tokenizer_are_converted(tmp_path):
   def pieces(text):
     return [tokenizer.backend.id_to_token(i) for i in tokenizer.encode(text)]
 
-  # Digits are split off first and do not take the space before them. GPT-2's own rule would give 'Ġ', 'Ġ', '1'.
+  # The tokenizer splits digits off first, without the space before them. The rule of GPT-2 gives 'Ġ', 'Ġ', '1'.
   assert pieces('hello  12') == ['hell', 'o', 'ĠĠ', '1', '2']
   assert pieces('the t<|im_end|>') == ['t', 'he', 'Ġt', '<|im_end|>']
   assert tokenizer.decode(tokenizer.encode('hello  12 é<|im_end|>')) == 'hello  12 é<|im_end|>'
@@ -160,7 +160,7 @@ def test_quantised_weights_are_dequantised(tmp_path):
     ({'extra': {'blk.0.attn_q.bias': np.ones(64, np.float32)}}, r'self_attn\.q_proj\.bias'),
   ],
 )
-def test_an_unsupported_file_is_refused_by_the_difference(tmp_path, arguments, named):
+def test_an_unsupported_file_is_refused_with_the_difference(tmp_path, arguments, named):
   write(tmp_path / 'm.gguf', **arguments)
   with pytest.raises(WeightsError, match=named):
     gguf.convert(tmp_path / 'm.gguf', tmp_path / 'out')

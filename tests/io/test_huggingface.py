@@ -26,7 +26,7 @@ def params_of(config, seed=0):
 
 
 def checkpoint(config, seed=0):
-  """Random tensors of a checkpoint by name, as numpy."""
+  """Return random tensors of a checkpoint by name, as numpy arrays."""
   rng = np.random.default_rng(seed)
   return {t.name: rng.standard_normal(t.shape).astype(np.float32) for t in tensors(config).values()}
 
@@ -75,7 +75,7 @@ def test_a_device_reads_its_part_of_the_stacked_experts(tmp_path, monkeypatch):
   np.testing.assert_array_equal(layer['mlp']['experts']['up']['kernel'], ups)
   np.testing.assert_array_equal(layer['mlp']['router']['kernel'], stored['model.layers.1.mlp.gate.weight'])
 
-  def held_in_part(shape, sharding, read):  # by a device with two of the six experts, and a half of their rows
+  def held_in_part(shape, sharding, read):  # a device with two of the six experts and half of their rows
     return read((slice(2, 4), slice(0, shape[1] // 2), slice(None))) if len(shape) == 3 else np.zeros(shape)
 
   monkeypatch.setattr(jax, 'make_array_from_callback', held_in_part)
@@ -151,7 +151,7 @@ def test_loading_holds_one_tensor_on_the_host(tmp_path):
   consumed = []
   original = jax.make_array_from_callback
 
-  def drop(shape, sharding, read):  # a device that holds nothing, so that what stays is the host's
+  def drop(shape, sharding, read):  # a device that holds nothing, so that only the host's memory is measured
     consumed.append(read(tuple(slice(None) for _ in shape)).nbytes)
     return original((1,), sharding, lambda index: np.zeros(1, np.float32))
 
@@ -240,7 +240,7 @@ def test_an_export_replaces_only_an_earlier_export(tmp_path):
 def test_an_export_replaces_no_run_and_no_other_model(tmp_path):
   config = tiny('llama')
   run, other, own = (tmp_path / name for name in ('run', 'other', 'own'))
-  write_config(run, {'steps': 3})  # its config.json is no model's
+  write_config(run, {'steps': 3})  # its config.json describes no model
   other.mkdir()
   (other / 'config.json').write_text(json.dumps(config.raw))
   save_file(checkpoint(config), other / 'model.safetensors', metadata={'format': 'pt'})
@@ -339,7 +339,7 @@ def test_a_bad_index_is_named(tmp_path, index, no_devices):
 
 
 @pytest.mark.parametrize('name', ['pytorch_model.bin', 'consolidated.00.pth', 'model.pt'])
-def test_pickle_files_are_refused_unread(tmp_path, name, no_devices):
+def test_pickle_files_are_refused_without_reading_them(tmp_path, name, no_devices):
   (tmp_path / name).write_bytes(b"cos\nsystem\n(S'touch pwned'\ntR.")
   refused(tmp_path, tiny('llama'), f'pickle.*{name}.*safetensors')
 

@@ -1,4 +1,4 @@
-"""Logs of a run: lines read back bit for bit, a resume drops exactly the later steps, samples become tables."""
+"""Logs of a run: exact lines, a resume that drops only later steps, TensorBoard events, and tables of samples."""
 
 import contextlib
 import json
@@ -32,7 +32,7 @@ def log_steps(log: RunLog, first: int, last: int, pace: float) -> None:
 # --- metrics.jsonl ---------------------------------------------------------------------------------------------------
 
 
-def test_a_line_is_sorted_json_with_times_apart(open_log, tmp_path):
+def test_a_line_is_sorted_json_with_separate_times(open_log, tmp_path):
   log = open_log(tmp_path, None)
   log.write(3, {'reward/mean': 0.5, 'completion/truncated': 2}, {'update': 1.25, 'rollout': 2.0})
   log.evaluation(3, {'eval/pass@1': 0.75})

@@ -13,7 +13,7 @@ KEY = re.compile(f'(?:{"|".join(GROUPS)})' + r'/[\w@{}]+(?:/[\w{}]+)?')
 
 
 def keys_in(source: str) -> set[str]:
-  """The metric keys that are dict keys in a module, each replaced expression of an f-string as `{}`."""
+  """Return the metric keys that are dict keys in a module. Each expression of an f-string becomes `{}`."""
   found = set()
   for node in ast.walk(ast.parse(source)):
     written = node.keys if isinstance(node, ast.Dict) else [node.key] if isinstance(node, ast.DictComp) else []

@@ -1,4 +1,4 @@
-"""Plots draw the logged values, and any log can be drawn."""
+"""Plots draw the logged values, also of an empty log and of values that are not finite."""
 
 import json
 import warnings

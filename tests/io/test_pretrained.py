@@ -1,4 +1,4 @@
-"""Models come from folders, from wheels (here without pip) and from the hub (here offline)."""
+"""Models from folders, from wheels (here without pip) and from the hub (here offline)."""
 
 import dataclasses
 import hashlib

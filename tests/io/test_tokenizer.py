@@ -1,4 +1,4 @@
-"""Ids, text, special tokens, and chat templates, which are not trusted."""
+"""Tokenizers: ids, text, special tokens, and chat templates, which are not trusted."""
 
 import json
 
@@ -64,7 +64,7 @@ def test_end_and_pad_ids_come_from_all_files(folder):
   assert (tokenizer.eos_ids, tokenizer.pad_id, tokenizer.vocab_size) == ((2,), 0, 259)
   (folder / 'generation_config.json').write_text('{"eos_token_id": [7, 2], "pad_token_id": 9}')
   assert Tokenizer.load(folder).eos_ids == (7, 2)
-  assert Tokenizer.load(folder).pad_id == 0  # the tokenizer's own comes first
+  assert Tokenizer.load(folder).pad_id == 0  # the tokenizer's own id takes precedence
   settings_of(folder, pad_token=None, eos_token={'content': '<bos>', 'special': True})
   assert Tokenizer.load(folder).pad_id == 9
   assert Tokenizer.load(folder).eos_ids == (7, 2, 1)

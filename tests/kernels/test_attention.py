@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sprl.kernels import attention as room
+from sprl.kernels import attention as attention_module
 from sprl.kernels import platform
 from sprl.kernels.attention import attention, attention_share, by_library, cost, reference
 from sprl.models.attention import PackedAttention
@@ -16,7 +16,7 @@ from sprl.models.attention import PackedAttention
 LIBRARY = partial(by_library, implementation='xla')
 FORMS = pytest.mark.parametrize('form', [reference, LIBRARY], ids=['reference', 'library'])
 slow = pytest.mark.slow
-# Tests with equal shapes share a compilation. A test that changes QUERY_CHUNK needs a jit of its own.
+# Tests with equal shapes share a compilation. A test that changes QUERY_CHUNK needs its own jit.
 REFERENCE, LIBRARY_JIT = jax.jit(reference), jax.jit(LIBRARY, static_argnames='causal')
 
 
@@ -47,7 +47,7 @@ def by_hand(q, k, v, allowed):
   return out
 
 
-def some(B=2, T=7, S=9, H=4, K=2, D=6, seed=0, masks=1):
+def random_arguments(B=2, T=7, S=9, H=4, K=2, D=6, seed=0, masks=1):
   rng = np.random.default_rng(seed)
   q, k, v = (rng.normal(size=s).astype(np.float32) for s in ((B, T, H, D), (B, S, K, D), (B, S, K, D)))
   allowed = rng.random((B, masks, T, S)) < 0.5
@@ -60,22 +60,22 @@ def some(B=2, T=7, S=9, H=4, K=2, D=6, seed=0, masks=1):
   ('H', 'K', 'masks'), [(4, 2, 1), (6, 3, 3), *(pytest.param(*case, marks=slow) for case in ((4, 4, 1), (3, 1, 1), (4, 2, 2)))]
 )
 def test_reference_matches_float64(H, K, masks):
-  q, k, v, allowed = some(H=H, K=K, masks=masks)
+  q, k, v, allowed = random_arguments(H=H, K=K, masks=masks)
   np.testing.assert_allclose(jax.jit(attention)(q, k, v, allowed), by_hand(q, k, v, allowed), atol=2e-6)
 
 
 @pytest.mark.parametrize(('H', 'K'), [(4, 2), *(pytest.param(*case, marks=slow) for case in ((4, 4), (6, 1)))])
 def test_library_matches_float64(H, K):
-  q, k, v, allowed = some(H=H, K=K)
+  q, k, v, allowed = random_arguments(H=H, K=K)
   np.testing.assert_allclose(LIBRARY_JIT(q, k, v, allowed), by_hand(q, k, v, allowed), atol=2e-6)
 
 
-def test_segments_that_share_a_prompt():
-  """Two prompts. The first has three completions, two of them in segments of their own. Padding is inside and at the end."""
+def test_segments_that_share_a_prompt_match_float64():
+  """The first of two prompts has three completions, two of them in separate segments. Padding is inside and at the end."""
   segments = np.array([[1, 1, 1, 2, 2, 3, 4, 4, 0, 5, 5, 6, 0, 0]])
   prefixes = np.array([[0, 0, 0, 1, 1, 1, 1, 1, 0, 0, 0, 5, 0, 0]])
   allowed = np.asarray(PackedAttention.of(jnp.asarray(segments), jnp.asarray(prefixes)).allowed)
-  q, k, v, _ = some(B=1, T=14, S=14, H=6, K=2)
+  q, k, v, _ = random_arguments(B=1, T=14, S=14, H=6, K=2)
   expected = by_hand(q, k, v, allowed)
   assert np.any(expected[0, 7])
   assert not np.any(expected[0, 8])
@@ -84,7 +84,7 @@ def test_segments_that_share_a_prompt():
 
 
 def test_query_with_one_key_returns_its_value():
-  q, k, v, allowed = some()
+  q, k, v, allowed = random_arguments()
   out = REFERENCE(q, k, v, allowed)
   v = np.repeat(v, 2, axis=2)
   np.testing.assert_allclose(out[:, 0], v[:, 3], atol=1e-6)
@@ -92,7 +92,7 @@ def test_query_with_one_key_returns_its_value():
 
 @FORMS
 def test_query_without_keys_gives_zeros_and_no_gradient(form):
-  q, k, v, allowed = map(jnp.asarray, some())
+  q, k, v, allowed = map(jnp.asarray, random_arguments())
 
   @jax.jit
   @partial(jax.value_and_grad, argnums=(0, 1, 2), has_aux=True)
@@ -107,7 +107,7 @@ def test_query_without_keys_gives_zeros_and_no_gradient(form):
 
 
 def test_huge_masked_keys_change_nothing():
-  q, k, v, allowed = some()
+  q, k, v, allowed = random_arguments()
   allowed[..., 5] = False
   changed_k, changed_v = k.copy(), v.copy()
   changed_k[:, 5], changed_v[:, 5] = 1e6, -1e6
@@ -116,20 +116,20 @@ def test_huge_masked_keys_change_nothing():
 
 @pytest.mark.parametrize(('T', 'masks'), [(11, 2), *(pytest.param(*case, marks=slow) for case in ((8, 1), (8, 2), (11, 1)))])
 def test_chunks_leave_outputs_and_gradients_equal(monkeypatch, T, masks):
-  q, k, v, allowed = map(jnp.asarray, some(T=T, S=T, masks=masks))
+  q, k, v, allowed = map(jnp.asarray, random_arguments(T=T, S=T, masks=masks))
 
   def outputs(q, k, v):
     out, back = jax.vjp(lambda *x: attention(*x, allowed), q, k, v)
     return (out, *back(jnp.sin(out)))
 
   whole = jax.jit(outputs)(q, k, v)
-  monkeypatch.setattr(room, 'QUERY_CHUNK', 4)
+  monkeypatch.setattr(attention_module, 'QUERY_CHUNK', 4)
   for a, b in zip(whole, jax.jit(lambda *x: outputs(*x))(q, k, v)):
     np.testing.assert_allclose(a, b, atol=1e-6)
 
 
-def plain(q, k, v, allowed):
-  """The definition in whole arrays, for automatic differentiation. Every query needs a key."""
+def by_definition(q, k, v, allowed):
+  """Return attention by its definition, in whole arrays, for automatic differentiation. Every query needs a key."""
   k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
   scores = jnp.einsum('bthd,bshd->bhts', q, k) / jnp.sqrt(q.shape[-1])
   return jnp.einsum(
@@ -148,8 +148,8 @@ MORE_GRADIENTS = [(*form, *dtype) for form in ((reference, 1024, 1), (reference,
   ('form', 'chunk', 'masks', 'dtype', 'atol'), [*GRADIENTS, *(pytest.param(*case, marks=slow) for case in MORE_GRADIENTS)]
 )
 def test_gradients_match_the_definition(monkeypatch, form, dtype, atol, chunk, masks):
-  monkeypatch.setattr(room, 'QUERY_CHUNK', chunk)
-  q, k, v, allowed = some(H=6, K=2, masks=masks)
+  monkeypatch.setattr(attention_module, 'QUERY_CHUNK', chunk)
+  q, k, v, allowed = random_arguments(H=6, K=2, masks=masks)
   allowed[..., 1] = True
   cotangent = np.random.default_rng(3).normal(size=q.shape).astype(np.float32)
 
@@ -157,7 +157,7 @@ def test_gradients_match_the_definition(monkeypatch, form, dtype, atol, chunk, m
   def gradients(function, cotangent, *qkv):
     return jax.vjp(lambda *x: function(*x, jnp.asarray(allowed)), *qkv)[1](cotangent)
 
-  exact = gradients(plain, cotangent, q, k, v)
+  exact = gradients(by_definition, cotangent, q, k, v)
   grads = gradients(form, *(jnp.asarray(x, dtype) for x in (cotangent, q, k, v)))
   for grad, expected in zip(grads, exact):
     assert grad.dtype == dtype
@@ -172,10 +172,10 @@ def test_backward_pass_saves_no_array_of_scores():
 
 
 def test_chunks_never_hold_all_scores():
-  T = room.QUERY_CHUNK + 64
+  T = attention_module.QUERY_CHUNK + 64
   x, allowed = jax.ShapeDtypeStruct((1, T, 1, 4), jnp.float32), jax.ShapeDtypeStruct((1, 1, T, T), bool)
   text = jax.jit(attention).lower(x, x, x, allowed).as_text()
-  assert f'{room.QUERY_CHUNK}x{T}xf32' in text
+  assert f'{attention_module.QUERY_CHUNK}x{T}xf32' in text
   assert f'{T}x{T}xf32' not in text
 
 
@@ -183,8 +183,8 @@ def test_chunks_never_hold_all_scores():
   ('chunk', 'H', 'masks'), [(1024, 4, 1), (4, 6, 2), *(pytest.param(*case, marks=slow) for case in ((4, 4, 1), (1024, 6, 2)))]
 )
 def test_attention_share_sums_the_real_queries(monkeypatch, H, masks, chunk):
-  monkeypatch.setattr(room, 'QUERY_CHUNK', chunk)
-  q, k, _, allowed = some(H=H, masks=masks)
+  monkeypatch.setattr(attention_module, 'QUERY_CHUNK', chunk)
+  q, k, _, allowed = random_arguments(H=H, masks=masks)
   allowed[..., 1] = True  # every real query has a key
   real = np.arange(7) < np.array([[4], [7]])
   q[0, 4:] = 1e3  # padding
@@ -195,21 +195,21 @@ def test_attention_share_sums_the_real_queries(monkeypatch, H, masks, chunk):
   np.testing.assert_allclose(np.asarray(share).sum(axis=-1), np.broadcast_to([[4.0], [7.0]], (2, 2)), rtol=1e-5)
 
 
-# --- the choice ------------------------------------------------------------------------------------------------------
+# --- choice of library or reference ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def on_hopper(monkeypatch, caplog):
   monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
   monkeypatch.setattr(platform, 'hopper', lambda: True)
-  monkeypatch.setattr(room, 'by_library', LIBRARY)
+  monkeypatch.setattr(attention_module, 'by_library', LIBRARY)
   platform._note.cache_clear()
   caplog.set_level(logging.INFO, logger='sprl')
   return caplog
 
 
 def narrow(dtype=jnp.bfloat16, **sizes):
-  q, k, v, allowed = some(**{'T': 8, 'S': 10, 'D': 8} | sizes)
+  q, k, v, allowed = random_arguments(**{'T': 8, 'S': 10, 'D': 8} | sizes)
   return *[jnp.asarray(x, dtype) for x in (q, k, v)], jnp.asarray(allowed)
 
 
@@ -231,7 +231,7 @@ def test_library_runs_on_hopper_and_is_logged(on_hopper, kernels):
   ],
 )
 def test_log_says_why_the_library_cannot_run(monkeypatch, on_hopper, changed, reason):
-  monkeypatch.setattr(room, 'reference', lambda q, k, v, allowed: jnp.full_like(q, 7))
+  monkeypatch.setattr(attention_module, 'reference', lambda q, k, v, allowed: jnp.full_like(q, 7))
   assert np.all(attention(*narrow(**changed), kernels='mosaic_gpu') == 7)
   [line] = on_hopper.messages
   assert line.startswith('attention of whole rows: the reference runs')

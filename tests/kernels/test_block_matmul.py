@@ -25,7 +25,7 @@ slow = pytest.mark.slow
 
 
 def interpreted(kernel):
-  """Return the kernel in the interpreter. A new jit each: its compiled programs depend on MULTIPROCESSORS, which tests change."""
+  """Return the kernel in the interpreter, in a new jit: compiled programs depend on MULTIPROCESSORS, which some tests change."""
   return jax.jit(partial(kernel, interpret=plgpu.InterpretGPUParams(detect_races=True)))
 
 
@@ -33,8 +33,8 @@ INTERPRETED, GROUPED = interpreted(hopper.block_matmul), interpreted(hopper.grou
 GROUPED_REFERENCE = jax.jit(partial(grouped_reference, rows=128, group=128, dtype=BF16))
 
 
-def some(M, N, K, format='float32', seed=0):
-  """Return arguments of the kernel. The sizes of their blocks and groups differ by up to a thousand times."""
+def random_arguments(M, N, K, format='float32', seed=0):
+  """Return random arguments of the kernel. The sizes of blocks and groups differ by up to a factor of 1,000."""
   rng = np.random.default_rng(seed)
 
   def numbers(rows, grain):
@@ -64,7 +64,7 @@ def check(found, arguments, bits=8):
 
 @pytest.mark.parametrize('format', ['float32', 'pow2'])
 def test_reference_matches_float64(format):
-  arguments = some(5, 200, 300, format)
+  arguments = random_arguments(5, 200, 300, format)
   check(reference(*arguments, 128, 128, jnp.float32), arguments, 20)
 
 
@@ -80,7 +80,7 @@ def test_reference_matches_float64(format):
 )
 def test_kernel_matches_float64(M, N, K, splits):
   assert hopper.launch(M, N, K).splits == splits
-  arguments = some(M, N, K)
+  arguments = random_arguments(M, N, K)
   check(INTERPRETED(*arguments), arguments)
 
 
@@ -90,7 +90,7 @@ def test_wide_program_walks_through_several_tiles(monkeypatch):
   plan = hopper.launch(M, N, K)
   assert (plan.programs, plan.tiles) == (2, (2, 2, 1))
   assert plan.depth > plan.stages
-  arguments = some(M, N, K)
+  arguments = random_arguments(M, N, K)
   check(interpreted(hopper.block_matmul)(*arguments), arguments)
 
 
@@ -104,11 +104,11 @@ def shapes(draw, tokens):
 @slow
 def test_kernel_matches_float64_on_random_shapes(shape, format):
   M, N, K, seed = shape
-  arguments = some(M, N, K, format, seed)
+  arguments = random_arguments(M, N, K, format, seed)
   check(INTERPRETED(*arguments), arguments)
 
 
-def test_block_dot_takes_the_kernel(monkeypatch):
+def test_block_dot_uses_the_kernel(monkeypatch):
   monkeypatch.setattr(hopper, 'block_matmul', INTERPRETED)
   rng = np.random.default_rng(0)
   x = jnp.asarray(rng.normal(size=(2, 3, 256)), BF16)
@@ -202,7 +202,7 @@ def test_forced_grouped_kernel_that_cannot_run_raises(T, K, reason):
     grouped_matmul(x, scales[0], w, scales[1], expert, expert[0], 128, 128, BF16, 'mosaic_gpu')
 
 
-def test_mixture_takes_the_grouped_kernel(monkeypatch):
+def test_mixture_uses_the_grouped_kernel(monkeypatch):
   seen = []
 
   def kernel(x, x_scale, w, *others):

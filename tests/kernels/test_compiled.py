@@ -1,20 +1,16 @@
-"""What an H200's compiler makes of the kernels, on a machine without one: no spills, no copy of the cache, memory within bounds.
+"""Kernels compiled for an H200 on a machine without one: no spilled registers, no copy of the cache, bounded memory.
 
-Skipped, with the reason, where sprl/planning/aot.py finds that the compiler is not installed.
+Skipped with a reason if sprl/planning/aot.py finds no compiler.
 """
 
 import dataclasses
 import re
-import sys
 from collections import Counter
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / 'benchmarks'))
 from kernel_resources import CASES, EXPERTS, FP8, MODELS, attention
 
 from sprl.cache.layout import cache_layout
@@ -38,7 +34,7 @@ pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 
 def quick(case):
-  """Whether a case is for every run of the tests."""
+  """Return whether the default tests compile a case. The slow tests compile the others."""
   match case.kernel:
     case 'decode_attention':
       return 'B 64' in case.shape and ('share' in case.shape) == ('S 640' in case.shape)
@@ -69,7 +65,7 @@ def test_no_spills_at_any_shape(case):
 @pytest.mark.parametrize(
   ('D', 'dtype'), [(80, 'bfloat16'), (96, 'bfloat16'), (96, 'float8_e4m3fn'), (256, 'bfloat16'), (256, 'float8_e4m3fn')]
 )
-def test_widths_that_fill_no_tile_and_a_bias(D, dtype):
+def test_attention_with_a_bias_compiles_at_head_widths_that_fill_no_tile(D, dtype):
   B, K, G, S = 64, 2, 3, 648
   shape, scale = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((), jnp.float32)
   cache, bias = shape((B, K, S, D), dtype), shape((B, K, G, S), jnp.float32)
@@ -90,11 +86,11 @@ def test_widths_that_fill_no_tile_and_a_bias(D, dtype):
   ('M', 'N', 'K'),
   [
     *[(M, *weights) for M in (16, 256) for weights in ((40, 256), (576, 80), (192, 1536))],
-    *[(M, 256, 1024) for M in (5, 12, 300)],  # which no other case is padded to: a process compiles a program once
+    *[(M, 256, 1024) for M in (5, 12, 300)],  # no other case pads to these shapes; a process compiles each program once
   ],
 )
-def test_weights_and_tokens_that_fill_no_tile(M, N, K):
-  """What the kernel says it can take, it can: of weights beyond a tile whole ones alone, of tokens any number."""
+def test_products_compile_at_sizes_that_fill_no_tile(M, N, K):
+  """The kernel compiles if `obstacle` is None: any number of tokens, and weights smaller than a tile or of whole tiles."""
   assert obstacle(jax.ShapeDtypeStruct((N, K), FP8), jnp.bfloat16, 128, 128) is None
   C, shape = -(-K // 128), jax.ShapeDtypeStruct
   tokens, weights = (shape((M, K), FP8), shape((M, C), jnp.float32)), (shape((N, K), FP8), shape((-(-N // 128), C), jnp.float32))
@@ -105,7 +101,7 @@ def test_weights_and_tokens_that_fill_no_tile(M, N, K):
 
 @pytest.mark.parametrize('dtype', ['bfloat16', 'uint8'])
 @pytest.mark.parametrize('D', [64, 80, 96, 256])
-def test_slots_of_any_width_are_moved_where_they_lie(D, dtype):
+def test_compaction_is_in_place_at_any_head_width(D, dtype):
   shape, cache = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((64, 2, 640, D), dtype)
   move = partial(compact, ordered=True, kernels='mosaic_gpu')
   kept = shape((64,), jnp.int32), shape((64, 2, 500), jnp.int32)
@@ -113,11 +109,11 @@ def test_slots_of_any_width_are_moved_where_they_lie(D, dtype):
   [kernel] = compiled.kernels
   assert kernel.spills == 0
   assert compiled.temporary <= 1024
-  assert compiled.aliased == compiled.outputs - 16  # beside the two pointers of a tuple
+  assert compiled.aliased == compiled.outputs - 16  # all but the two pointers of the tuple of outputs
 
 
-def whole_mixture(tokens, dtype, gradient):
-  """Qwen3-30B-A3B's experts of a layer, compiled, or their gradients; and n * C, the rows of all blocks."""
+def compile_mixture(tokens, dtype, gradient):
+  """Return (compiled experts of a layer of Qwen3-30B-A3B, or their gradients; number of rows in all blocks)."""
   (*_, E, F), (X, k) = MODELS['Qwen3-30B-A3B'], EXPERTS['Qwen3-30B-A3B']
   shape = jax.ShapeDtypeStruct
   weights = {'gate': shape((X, F, E), dtype), 'up': shape((X, F, E), dtype), 'down': shape((X, E, F), dtype)}
@@ -132,31 +128,31 @@ def whole_mixture(tokens, dtype, gradient):
 
 
 def calls(compiled):
-  """How often each kernel of experts' products is called."""
+  """Count the calls of each kernel for products of experts."""
   return Counter(re.findall(r'hopper_(grouped_\w+)/mpmd_map"', compiled.text))
 
 
 @pytest.mark.parametrize('tokens', [64, 4096])
-def test_a_mixture_in_bfloat16_is_three_products_without_a_loop_over_blocks(tokens):
-  compiled, rows = whole_mixture(tokens, jnp.bfloat16, gradient=False)
+def test_a_mixture_compiles_to_three_products_without_a_loop_over_blocks(tokens):
+  compiled, rows = compile_mixture(tokens, jnp.bfloat16, gradient=False)
   assert calls(compiled) == {'grouped_matmul': 3}
   assert ' while(' not in compiled.text
   assert all(kernel.spills == 0 for kernel in compiled.kernels)
   model = MODELS['Qwen3-30B-A3B']
-  assert compiled.temporary <= 2 * rows * (model.hidden + 2 * model.ffn) + 2**23  # tokens' rows and two products of them
+  assert compiled.temporary <= 2 * rows * (model.hidden + 2 * model.ffn) + 2**23  # rows of tokens and two products
 
 
-def test_the_gradients_of_a_mixture_are_eight_products_without_a_loop_over_blocks():
-  compiled, rows = whole_mixture(4096, jnp.float32, gradient=True)
+def test_gradients_of_a_mixture_compile_to_eight_products_without_a_loop():
+  compiled, rows = compile_mixture(4096, jnp.float32, gradient=True)
   assert calls(compiled) == {'grouped_matmul': 2, 'grouped_matmul_back': 3, 'grouped_outer': 3}
   assert ' while(' not in compiled.text
   assert all(kernel.spills == 0 for kernel in compiled.kernels)
   model = MODELS['Qwen3-30B-A3B']
-  summed = 4096 * EXPERTS['Qwen3-30B-A3B'][1] * model.hidden  # the rows of dx, token by token
-  assert compiled.temporary <= 2 * (rows * (2 * model.hidden + 4 * model.ffn) + summed) + 2**23  # dy, and four of products
+  summed = 4096 * EXPERTS['Qwen3-30B-A3B'][1] * model.hidden  # dx of each token and expert, before the sum over experts
+  assert compiled.temporary <= 2 * (rows * (2 * model.hidden + 4 * model.ffn) + summed) + 2**23  # tokens, dy, four products
 
 
-def test_a_cache_held_as_bytes_is_not_copied_into_codes():
+def test_a_cache_stored_as_bytes_is_not_copied():
   case = attention('Qwen2.5-7B', 64, 640, FP8)
   q, cache, _, length, scales = case.arguments
   held = jax.ShapeDtypeStruct(cache.shape, jnp.uint8)
@@ -167,8 +163,8 @@ def test_a_cache_held_as_bytes_is_not_copied_into_codes():
   assert compile_for_h200(attend, q, held, held, length, scales).temporary <= case.bound
 
 
-def gradients(model, rows, T):
-  """Attention of packed rows whose completions share prompts, and its gradients, compiled."""
+def compile_packed_attention(model, rows, T):
+  """Return compiled attention over packed rows whose completions share prompts, with its gradients."""
   H, K, D, *_ = MODELS[model]
   q, k = (jax.ShapeDtypeStruct((rows, T, heads, D), jnp.bfloat16) for heads in (H, K))
   ids = jax.ShapeDtypeStruct((rows, T), jnp.int32)
@@ -191,25 +187,25 @@ def gradients(model, rows, T):
     ('Qwen3-30B-A3B', 2, 2048),
   ],
 )
-def test_packed_rows_are_attended_to_by_cudnn_without_an_array_of_scores(model, rows, T):
-  """It is given what may be seen once for all heads, in bfloat16: the largest array that there is, and the only such one."""
-  compiled = gradients(model, rows, T)
+def test_packed_attention_uses_cudnn_and_makes_no_array_of_scores(model, rows, T):
+  """cuDNN reads one bfloat16 mask for all heads. The mask is the only array of T x T, and the largest array."""
+  compiled = compile_packed_attention(model, rows, T)
   called = re.findall(r'custom_call_target="__cudnn\$(\w+)"', compiled.text)
   assert sorted(called) == ['fmhaScaleBiasSoftmax', 'fmhaScaleBiasSoftmaxBackward']
   squares = {name for name in re.findall(r'(\w+\[[\d,]+\])', compiled.text) if f'{T},{T}' in name}
   assert f'bf16[{rows},1,{T},{T}]' in squares
   assert not [name for name in squares if not re.fullmatch(rf'\w+\[({rows},)?(1,)?{T},{T}\]', name)]
   H, _, D, *_ = MODELS[model]
-  outputs = 2 * 2 * rows * T * H * D  # and their gradients, zero where nothing is seen
-  assert compiled.temporary <= 2 * rows * T * T + outputs + 4 * rows * T * H + 2**20  # and the log of each one's normaliser
+  outputs = 2 * 2 * rows * T * H * D  # outputs and their gradients, with zeros for queries without keys
+  assert compiled.temporary <= 2 * rows * T * T + outputs + 4 * rows * T * H + 2**20  # mask, outputs, log-normalisers
 
 
 DENSE, H2O = Cache(), Cache(budget=512, interval=128, window=16, method='h2o')
 RKV = Cache(budget=512, interval=128, method='rkv')
 
 
-def sampler_of(sampler, cache, key_bias=False, **sizes):
-  """Two layers, with Qwen2.5-7B's heads but for `sizes`: their config, the plan of their memory, and their weights as served."""
+def abstract_sampler(sampler, cache, key_bias=False, **sizes):
+  """Return (config, cache layout, abstract sampler weights) of two layers with the heads of Qwen2.5-7B, changed by `sizes`."""
   heads = {'num_attention_heads': 28, 'num_key_value_heads': 4, 'head_dim': 128}
   config = tiny('qwen2', num_hidden_layers=2, **(heads | sizes))
   quant = Quant(sampler=sampler, arithmetic='blockwise')
@@ -223,9 +219,9 @@ def sampler_of(sampler, cache, key_bias=False, **sizes):
   return config, plan, served
 
 
-def decode_loop(sampler, cache, **sizes):
-  """Decode steps, compiled; the shape of a layer's keys; bytes of the cache."""
-  rows, (config, plan, served) = 64, sampler_of(sampler, cache, **sizes)
+def compile_decode_loop(sampler, cache, **sizes):
+  """Return (compiled decode steps, dtype and shape of a layer's keys, bytes of the cache)."""
+  rows, (config, plan, served) = 64, abstract_sampler(sampler, cache, **sizes)
   seed = jax.eval_shape(lambda: jax.random.key(0))
   state = jax.eval_shape(partial(decode.empty_state, plan, rows=rows, max_tokens=64), served, seed=seed)
   steps = partial(decode.decode, transformer.graph(config), sampling=Sampling(), stop_ids=(), steps=8)
@@ -247,9 +243,9 @@ def decode_loop(sampler, cache, **sizes):
     pytest.param('none', RKV, 64, {'decode_attention', 'compact', 'similarity'}, id='rkv, heads of 64', marks=pytest.mark.slow),
   ],
 )
-def test_the_decode_loop_leaves_the_cache_where_it_is(sampler, cache, D, kernels):
-  """It is written, and compacted, in place and nowhere copied; scoring, a block of rows at a time, takes what SHARE allows."""
-  compiled, keys, size = decode_loop(sampler, cache, head_dim=D)
+def test_the_decode_loop_updates_the_cache_in_place(sampler, cache, D, kernels):
+  """Decode steps write and compact the cache without a copy. Scoring takes blocks of rows, within `compaction.SHARE`."""
+  compiled, keys, size = compile_decode_loop(sampler, cache, head_dim=D)
   assert {name for name in ('decode_attention', 'compact', 'similarity') if f'hopper_{name}' in compiled.text} == kernels
   assert all(kernel.spills == 0 for kernel in compiled.kernels)
   assert compiled.temporary <= 0.08 * size
@@ -261,30 +257,29 @@ def test_the_decode_loop_leaves_the_cache_where_it_is(sampler, cache, D, kernels
 
 
 @pytest.mark.parametrize(('cache', 'most'), [(H2O, 0.3), pytest.param(DENSE, 0.08, marks=pytest.mark.slow)], ids=['h2o', 'dense'])
-def test_key_biases_that_are_kept_out_of_fp8_are_met_without_an_array_of_keys(cache, most):
-  """As Qwen2's are unless told otherwise: queries meet the turned biases of 2,048 positions, or slots; no key is made of them."""
-  compiled, keys, held = decode_loop('kv8', cache, key_bias=True)
+def test_key_biases_outside_of_fp8_need_no_array_of_keys(cache, most):
+  """The default for Qwen2: queries are multiplied with the rotated biases of 2,048 positions, or of the slots."""
+  compiled, keys, held = compile_decode_loop('kv8', cache, key_bias=True)
   assert keys.replace('u8', 'f32') not in compiled.text
   assert compiled.temporary <= most * held
 
 
-def test_an_activation_is_quantised_once_for_all_products_that_take_it():
-  """Its codes are written by one program, and nothing else of its size is for it: of a layer's seven products q, k and v share
-  one, gate and up another. Normalising leaves at most two arrays of a layer in float32, from which the codes are made (none with
-  jax 0.11.2)."""
-  compiled, *_ = decode_loop('w8a8_kv8', DENSE, hidden_size=1024, intermediate_size=2048)
+def test_an_activation_is_quantised_once_for_all_products_that_read_it():
+  """The seven products of a layer read four arrays of codes: q, k and v share one, gate and up share another. The norms leave at
+  most two float32 arrays in a layer, from which the codes are computed; none with jax 0.11.2."""
+  compiled, *_ = compile_decode_loop('w8a8_kv8', DENSE, hidden_size=1024, intermediate_size=2048)
   made = re.findall(r'^ +%[\w.]+ = (\w+\[64,\d+\])\S* (\w+)\(', compiled.text[compiled.text.index('\n%region_0') :], re.MULTILINE)
   codes = [name for name, operation in made if operation == 'fusion' and name.startswith('u8')]
   assert sorted(codes) == sorted(2 * ['u8[64,1024]', 'u8[64,3584]', 'u8[64,1024]', 'u8[64,2048]'])
   assert compiled.text.count('hopper_block_matmul/mpmd_map"') >= 2 * 7
-  assert made.count(('f32[64,1024]', 'fusion')) <= 2 * 2 + 1  # and the last, for the head
+  assert made.count(('f32[64,1024]', 'fusion')) <= 2 * 2 + 1  # and the final norm, for the head
 
 
 @pytest.mark.parametrize('sampler', ['none', 'kv8', 'w8a8_kv8'])
-def test_prompts_are_attended_to_by_cudnn_beside_a_mask_and_three_arrays_of_all_heads(sampler):
-  """Queries, keys and values as they are projected, as they are rotated, and what is attended to, with codes of one of them where
-  they are FP8 (which jax 0.12 finds room for in the others, and 0.11.2 does not); no scores, no second cache."""
-  config, plan, served = sampler_of(sampler, RKV)
+def test_a_prefill_uses_cudnn_with_a_mask_and_three_arrays_of_all_heads(sampler):
+  """The three arrays are projected heads, rotated heads and outputs. With FP8, jax 0.11.2 needs an array of codes too; jax 0.12
+  reuses the others' memory. There are no scores and no second cache."""
+  config, plan, served = abstract_sampler(sampler, RKV)
   shape, P, T = jax.ShapeDtypeStruct, 16, 512
 
   def prefill(served, tokens, lengths):

@@ -1,20 +1,18 @@
-"""What benchmarks/gpu_check.py runs on a GPU, at its real sizes, as an H200's compiler makes it: so that it runs the first time.
+"""The kernels and peers of benchmarks/gpu_check.py, compiled at their real sizes for an H200 on a machine without one.
 
-Skipped, with the reason, where sprl/planning/aot.py finds that the compiler is not installed.
+Skipped with a reason if sprl/planning/aot.py finds no compiler.
 """
 
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / 'benchmarks'))
-import gpu_check
 from device_timing import Ceilings
+from gpu_check import CHECKS
+from gpu_check_bench import Bench
+from gpu_check_parity import comparisons
 
 from sprl.planning.aot import compile_for_h200, missing
 
@@ -22,7 +20,7 @@ pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 
 class Call(NamedTuple):
-  """Something that is called on the GPU, and what makes its arguments."""
+  """A function to call on the GPU. `make(key)` returns its arguments; the first `moving` of them are donated."""
 
   name: str
   function: Callable
@@ -38,8 +36,8 @@ class Call(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Noted(gpu_check.Bench):
-  """Notes what is timed, and times nothing."""
+class RecordingBench(Bench):
+  """A bench that records the calls it would time, and times nothing."""
 
   calls: list[Call] = field(default_factory=list)
   peers: list[Call] = field(default_factory=list)
@@ -51,19 +49,19 @@ class Noted(gpu_check.Bench):
     return {'us': 1.0}
 
 
-REAL = Noted(rehearse=False, ceilings=Ceilings(copy=1.0, bf16=1.0, fp8=1.0))
-COMPARED = [Call(f'{each.check} {each.case}', each.kernel, each.make) for each in gpu_check.comparisons(REAL)]
+REAL = RecordingBench(rehearse=False, ceilings=Ceilings(copy=1.0, bf16=1.0, fp8=1.0))
+COMPARED = [Call(f'{each.check} {each.case}', each.kernel, each.make) for each in comparisons(REAL)]
 for check in ('attention', 'rows', 'matmul', 'eviction', 'append'):
-  list(gpu_check.CHECKS[check](REAL))
+  list(CHECKS[check](REAL))
 
 
 @pytest.mark.parametrize('call', [*COMPARED, *REAL.calls], ids=lambda call: call.name)
-def test_a_kernel_of_the_one_command_compiles_at_its_real_size_and_spills_nothing(call):
+def test_kernels_compile_at_their_real_sizes_without_spills(call):
   assert all(kernel.spills == 0 for kernel in call.compile().kernels)
 
 
 @pytest.mark.parametrize('call', [call for call in REAL.peers if call.name.startswith('cudnn')], ids=lambda call: call.name)
-def test_cudnn_reads_the_cache_where_it_lies(call):
+def test_cudnn_reads_the_cache_without_a_copy(call):
   compiled = call.compile()
   assert '__cudnn$fmhaSoftmax' in compiled.text
   assert compiled.temporary < 0.01 * compiled.arguments

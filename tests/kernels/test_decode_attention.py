@@ -1,7 +1,7 @@
 """Decode attention: reference and kernel against loops in float64, and the choice between them.
 
-The kernel runs in Pallas's GPU interpreter, which raises on races. Blocks, barriers and copies are those of the device, the
-arithmetic is the CPU's. tests/kernels/test_compiled.py compiles the kernel for the device.
+The kernel runs in Pallas's GPU interpreter, which raises on races. It has the blocks, barriers and copies of the device, and the
+arithmetic of the CPU. tests/kernels/test_compiled.py compiles the kernel for the device.
 """
 
 import dataclasses
@@ -50,7 +50,7 @@ def by_hand(q, k, v, length, k_scale, v_scale, bias):
   return Attended(out, share, lse)
 
 
-def some(B, K, G, S, D, dtype, length, bias=False, seed=0):
+def random_arguments(B, K, G, S, D, dtype, length, bias=False, seed=0):
   """Return random arguments of decode_attention. Slots from a row's length on hold large stale numbers."""
   rng = np.random.default_rng(seed)
   q = jnp.asarray(rng.normal(size=(B, K * G, D)), BF16)
@@ -85,7 +85,7 @@ def interpreted(arguments, share=True):
 @pytest.mark.parametrize('dtype', [BF16, FP8])
 @pytest.mark.parametrize('bias', [False, True])
 def test_reference_matches_float64(dtype, bias):
-  arguments = some(4, 2, 3, 9, 6, dtype, [0, 1, 5, 9], bias)
+  arguments = random_arguments(4, 2, 3, 9, 6, dtype, [0, 1, 5, 9], bias)
   exact = (arguments[0].astype(jnp.float32), *arguments[1:])
   check(reference(*exact), exact, 20)
   assert reference(*exact, share=False).share is None
@@ -103,20 +103,20 @@ DEFAULT = (BF16, *HEADS[0]), (FP8, *HEADS[1])
 )
 def test_kernel_matches_float64_over_ragged_rows(dtype, K, G, D, bias):
   S, length = RAGGED
-  arguments = some(len(length), K, G, S, D, dtype, length, bias)
+  arguments = random_arguments(len(length), K, G, S, D, dtype, length, bias)
   check(interpreted(arguments), arguments, 8)
 
 
 @pytest.mark.parametrize('dtype', [BF16, pytest.param(FP8, marks=slow)])
 def test_kernel_merges_splits(dtype):
-  arguments = some(3, 1, 4, 776, 64, dtype, [0, 1, 776])
+  arguments = random_arguments(3, 1, 4, 776, 64, dtype, [0, 1, 776])
   assert hopper.launch(3, 776, 64, dtype, share=False, bias=False).splits == 4
   check(interpreted(arguments, share=False), arguments, 8)
 
 
 @st.composite
 def shapes(draw):
-  """Draw arguments of `some` from all that the kernel takes."""
+  """Draw arguments of `random_arguments` that the kernel accepts."""
   dtype = draw(st.sampled_from([BF16, FP8]))
   S = 8 * draw(st.integers(1, 20))
   length = draw(st.lists(st.one_of(st.sampled_from([0, 1, S]), st.integers(0, S)), min_size=1, max_size=3))
@@ -129,20 +129,20 @@ def shapes(draw):
 @settings(max_examples=40, deadline=None, derandomize=True)
 @slow
 def test_kernel_matches_float64_on_random_shapes(shape, share):
-  arguments = some(*shape)
+  arguments = random_arguments(*shape)
   check(interpreted(arguments, share), arguments, 8)
 
 
 def test_row_longer_than_its_slots_attends_to_all():
   S, length = RAGGED
-  arguments = some(len(length), 2, 3, S, 96, BF16, length)
+  arguments = random_arguments(len(length), 2, 3, S, 96, BF16, length)
   beyond = (*arguments[:3], arguments[3].at[-1].set(S + 1), *arguments[4:])
   for found, expected in zip(interpreted(beyond), interpreted(arguments)):
     np.testing.assert_array_equal(found, expected)
 
 
 def test_queries_beyond_float16_attend_to_one_slot():
-  q, k, v, length, scales, _ = some(1, 1, 1, 8, 64, FP8, [8])
+  q, k, v, length, scales, _ = random_arguments(1, 1, 1, 8, 64, FP8, [8])
   out, _, _ = KERNEL(q * 1e6, k, v, length, scales, None, False)
   slot = np.argmax(np.asarray(k[0, 0], np.float64) @ np.asarray(q[0, 0], np.float64))
   np.testing.assert_allclose(out[0, 0].astype(jnp.float32), v[0, 0, slot].astype(jnp.float32) * scales[1], rtol=0.01)
@@ -186,7 +186,7 @@ def test_cost_by_hand():
   assert cost(2, 4, 2, 8, 64, BF16, share=True, bias=True).bytes - cost(2, 4, 2, 8, 64, BF16).bytes == 4 * 2 * 8 * (2 + 4)
 
 
-# --- which one runs ----------------------------------------------------------------------------------------------------
+# --- choice of kernel or reference -------------------------------------------------------------------------------------
 
 TAKEN = {'B': 1, 'K': 1, 'G': 4, 'S': 64, 'D': 64, 'cache': BF16, 'queries': BF16}
 
@@ -215,7 +215,7 @@ def test_obstacle_names_the_shape_or_dtype(changes, reason):
 
 
 def arguments_of_an_odd_cache():  # 9 slots: not a multiple of 8
-  q, k, v, length, scales, _ = some(1, 1, 2, 9, 64, BF16, [9])
+  q, k, v, length, scales, _ = random_arguments(1, 1, 2, 9, 64, BF16, [9])
   return q, k, v, length, scales
 
 
@@ -236,7 +236,7 @@ def on_a_gpu(monkeypatch, caplog):
 def test_kernel_runs_on_hopper_and_is_logged_once(monkeypatch, on_a_gpu):
   monkeypatch.setattr(platform, 'hopper', lambda: True)
   S, length = RAGGED
-  arguments = some(len(length), 2, 3, S, 96, BF16, length)
+  arguments = random_arguments(len(length), 2, 3, S, 96, BF16, length)
   for _ in range(2):
     check(decode_attention(*arguments), arguments, 8)
   assert on_a_gpu.messages == ['decode attention: the Mosaic GPU kernel runs']

@@ -143,7 +143,7 @@ def test_kernel_compares_any_number_of_keys(S, threshold, none, seed, data):
   check_compared(SIMILARITY(*arguments, threshold, none), arguments, threshold, none, 2e-5)
 
 
-# --- together ----------------------------------------------------------------------------------------------------------
+# --- compression of a layer --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize('method', ['rkv', pytest.param('gkv', marks=slow)])

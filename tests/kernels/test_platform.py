@@ -1,4 +1,4 @@
-"""The compute dtype, and where kernels run."""
+"""The compute dtype, and the devices on which kernels run."""
 
 import logging
 

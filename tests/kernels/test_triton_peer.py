@@ -1,30 +1,27 @@
-"""The Triton candidate of the block-scaled product: its numbers in Triton's interpreter against float64; compiled for an H200.
+"""The Triton kernel of the block-scaled product: its results in Triton's interpreter against float64, compiled for an H200.
 
-Skipped, with the reason, where jax-triton is not installed: the extra `cuda` brings it, the tests' environments do not (290 MB).
+Skipped if jax-triton is not installed. It is in the dependency group `bench`; the environments of the tests omit it (290 MB).
 """
 
 import re
 import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_block_matmul import check, some
+from test_block_matmul import check, random_arguments
 
 from sprl.planning.aot import compile_for_h200, missing
 
 pytest.importorskip('jax_triton', reason='jax-triton is not installed')
-sys.path.insert(0, str(Path(__file__).parents[2] / 'benchmarks' / 'peers'))
 import triton
-import triton_block_matmul as peer
+from peers import triton_block_matmul as peer
 from triton.runtime.interpreter import InterpretedFunction
 
 
 class Host:
-  """A numpy array as the interpreter takes one: by address and name of dtype. It is its own storage, and its own copy."""
+  """A numpy array with the interface of a tensor that Triton's interpreter expects. It is its own storage and its own copy."""
 
   def __init__(self, array):
     self.array = array
@@ -59,7 +56,7 @@ class Host:
 
 
 def interpreted(plan, x, sx, w, sw):
-  """The product by the interpreter, before it is rounded to bfloat16."""
+  """Return the product by Triton's interpreter, before it is rounded to bfloat16."""
   (M, K), N = x.shape, len(w)
   across, along, splits = plan.tiles
   y = np.full((splits, M, N), np.nan, np.float32)
@@ -73,13 +70,13 @@ def interpreted(plan, x, sx, w, sw):
   ('M', 'N', 'K'),
   [
     (1, 64, 128),  # one program, one block
-    (5, 200, 1040),  # nothing a multiple of anything; split sums
+    (5, 200, 1040),  # ragged in all directions; split sums
     (130, 264, 400),  # many tokens, ragged in all directions
     (2200, 136, 128),  # more tiles of tokens than a patch has
   ],
 )
-def test_the_numbers(M, N, K):
-  arguments = some(M, N, K)
+def test_interpreted_products_match_float64(M, N, K):
+  arguments = random_arguments(M, N, K)
   check(interpreted(peer.launch(M, N, K), *map(np.asarray, arguments)), arguments, 20)
 
 
@@ -88,9 +85,9 @@ def test_the_numbers(M, N, K):
   ('M', 'N', 'K'),
   [(1, 256, 896), (16, 18944, 3584), (64, 3584, 18944), (100, 1536, 400), (256, 3584, 3584), (16384, 18944, 3584)],
 )
-def test_it_compiles_for_an_h200_to_its_tensor_core_and_spills_nothing(M, N, K, tmp_path, monkeypatch):
+def test_it_compiles_for_the_tensor_cores_of_an_h200_without_spills(M, N, K, tmp_path, monkeypatch):
   monkeypatch.setattr(peer.jax_triton.triton_lib, '_JAX_TRITON_DUMP_DIR', str(tmp_path))
-  monkeypatch.setattr(peer.triton_block_matmul, '_jT_kernel_cache', {}, raising=False)  # what is not compiled anew is not dumped
+  monkeypatch.setattr(peer.triton_block_matmul, '_jT_kernel_cache', {}, raising=False)  # only a new compilation is dumped
   shape, C, R = jax.ShapeDtypeStruct, -(-K // 128), -(-N // 128)
   x, w = shape((M, K), jnp.float8_e4m3fn), shape((N, K), jnp.float8_e4m3fn)
   scales = shape((M, C), jnp.float32), shape((R, C), jnp.float32)

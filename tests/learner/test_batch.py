@@ -1,4 +1,4 @@
-"""Packing: the example of the docstring by literals, and the invariants of every batch."""
+"""Packing: the example of the docstring as literals, and the invariants of every batch."""
 
 import dataclasses
 
@@ -84,8 +84,8 @@ def test_only_tokens_of_the_model_are_scored():
   assert batch.sampler_logp[0].tolist() == [-2 / 8, -3 / 8, 0, 0, -6 / 8, 0]
 
 
-def test_sequences_left_out():
-  """A NaN advantage, or no token of the model, leaves a sequence out: it takes no room and counts nowhere."""
+def test_sequences_without_advantage_or_tokens_are_left_out():
+  """A sequence with a NaN advantage, or without a token of the model, takes no space and is not counted."""
   trajectories = [*EXAMPLE, trajectory([20, 21], [], group=1), trajectory([20, 21], [7], group=1)]
   advantage = np.array([np.nan, 1.0, np.nan, 1.0, 1.0], np.float32)
   batch, metrics = pack(trajectories, advantage, Shape(micros=1, rows=1, tokens=15, sequences=5, columns=4), share_prefix=True)
@@ -184,7 +184,7 @@ def test_sizes_by_hand():
     micros=3, rows=4, tokens=20, sequences=12, columns=6
   )
   assert shape(sampling, rollout, Packing(rows=2), 2) == Shape(micros=1, rows=2, tokens=32, sequences=6, columns=6)
-  # Four rows in two shards, at most two each at a time; in eight shards, half of which have none.
+  # Four rows: each of two shards has at most two rows at a time; half of eight shards have none.
   assert shape(sampling, rollout, Packing(rows=2), 1, 2) == Shape(micros=1, rows=4, tokens=32, sequences=12, columns=6, shards=2)
   assert shape(sampling, rollout, Packing(rows=1), 1, 2) == Shape(micros=2, rows=2, tokens=32, sequences=12, columns=6, shards=2)
   assert shape(sampling, rollout, Packing(rows=2), 1, 8) == Shape(micros=1, rows=8, tokens=32, sequences=12, columns=6, shards=8)
@@ -205,7 +205,7 @@ def test_members_of_a_group_need_not_be_adjacent():
 
 
 def test_members_with_different_prompts_share_none():
-  """An environment may begin differently for members of a group: each then has its own prompt in the row."""
+  """If an environment begins differently for the members of a group, each member has its own prompt in the row."""
   (first, other) = small.rollouts([(3, 4)], (5,))
   changed = other.tokens.copy()
   changed[2] = (changed[2] + 1) % 259

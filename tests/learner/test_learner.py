@@ -1,4 +1,4 @@
-"""The learner's calls of a step: minibatches, filtered groups, means over the updates. The update itself is a stand-in."""
+"""The learner's calls of a step: minibatches, filtered groups, means over the updates. A stub replaces the update."""
 
 import dataclasses
 import types
@@ -40,12 +40,12 @@ def learner(update=None, run=RUN):
   config = tiny('llama')
   model = Model(
     folder=Path(), config=config, tokenizer=object.__new__(Tokenizer), graphdef=transformer.graph(config), mesh=mesh,
-    serving=mesh, engine_meshes=(mesh,), shares_devices=True,
+    sampler_mesh=mesh, engine_meshes=(mesh,), shares_devices=True,
     dtype=jnp.float32, param_dtype=jnp.float32, lora=run.lora, kernels='auto',
   )  # fmt: skip
   layout = types.SimpleNamespace(fp8=False)
   zero = jnp.zeros((), jnp.int32)
-  state = TrainState(params={}, opt_state=(), version=zero, skipped=zero, bad_streak=zero)
+  state = TrainState(params={}, opt_state=(), updates=zero, skipped=zero, bad_streak=zero)
   return Learner(run=run, model=model, layout=layout, jitted_update=update, state=state)
 
 
@@ -73,7 +73,7 @@ def test_filtered_groups_have_advantage_nan():
   np.testing.assert_array_equal(batch_advantages(rollouts(REWARDS), unfiltered)[2:4], 0)
 
 
-def test_metrics_are_means_over_the_updates_but_the_worst_streak():
+def test_metrics_are_means_over_the_updates_except_the_worst_streak():
   seen = []
 
   def update(state, batch, logprobs, base):
@@ -81,7 +81,7 @@ def test_metrics_are_means_over_the_updates_but_the_worst_streak():
     seen.append(batch)
     count = len(seen)
     metrics = {'update/loss': np.float32(count), 'update/bad_streak': np.int32([1, 2, 0, 0][count - 1])}
-    return dataclasses.replace(state, version=state.version + jax.device_put(np.int32(1))), jax.device_put(metrics)
+    return dataclasses.replace(state, updates=state.updates + jax.device_put(np.int32(1))), jax.device_put(metrics)
 
   subject = learner(update)
   batches, _ = subject.pack(rollouts(REWARDS))
@@ -89,11 +89,11 @@ def test_metrics_are_means_over_the_updates_but_the_worst_streak():
   of_batch = {id(batch): each for batch, each in zip(batches, logprobs)}
   assert subject.update(batches, logprobs) == {'update/loss': 2.5, 'update/bad_streak': 2.0}
   assert [batch is batches[i] for batch, i in zip(seen, (0, 1, 0, 1))] == [True] * 4  # two epochs, in order
-  assert int(subject.state.version) == 4
+  assert int(subject.state.updates) == 4
   assert subject.update([], []) == {}
 
 
-def test_without_scoring_the_sampler_s_log_probs_are_all():
+def test_without_scoring_only_the_samplers_log_probs_are_passed():
   run = dataclasses.replace(RUN, optimizer=Optimizer())
   subject = learner(run=run)
   batches, _ = subject.pack(rollouts(REWARDS))

@@ -1,4 +1,4 @@
-"""The learner-side mask: attention forgets as the sampler's cache did (docs/methods/sparse.md, Learner-side mask)."""
+"""The learner-side mask hides the tokens that the sampler evicted (docs/methods/sparse.md, Learner-side mask)."""
 
 import dataclasses
 from functools import partial
@@ -35,7 +35,7 @@ def model():
 
 @partial(jax.jit, static_argnums=0)
 def alone(graph, params, tokens, evicted):
-  """[T] log-probs of one sequence under its evictions, from whole logits; the first token has none."""
+  """Return the log-probs of one sequence under its evictions, from the logits of one row. The first token has none."""
   positions = jnp.arange(tokens.shape[1])[None]
   attention = EvictedAttention(PackedAttention.of(jnp.ones(tokens.shape, jnp.int32)), positions, evicted)
   hidden = transformer.forward(graph, params, tokens, positions, attention).hidden
@@ -43,7 +43,7 @@ def alone(graph, params, tokens, evicted):
   return jnp.take_along_axis(logp[0, :-1], tokens[0, 1:, None], 1)[:, 0]
 
 
-def test_packed_rows_forget_as_each_sequence_alone(model):
+def test_packed_rows_have_the_log_probs_of_each_masked_sequence_alone(model):
   config, params = model
   graph, rng = transformer.graph(config), np.random.default_rng(0)
   trajectories, expected = [], []
@@ -80,7 +80,7 @@ def world(model):
 
 
 @pytest.mark.slow
-def test_packed_rows_score_as_the_sampler_did(world):
+def test_packed_rows_have_the_log_probs_of_the_sampler(world):
   config, params, trajectories, batch = world
   expected = small.rectangle(trajectories, [t.sampler_logp for t in trajectories], 20)
   np.testing.assert_allclose(score(transformer.graph(config), params, jax.device_put(batch), FORWARD), expected, atol=1e-4)

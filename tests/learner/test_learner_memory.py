@@ -1,12 +1,7 @@
-"""benchmarks/learner_memory.py: the shapes of its programs, of which nothing is compiled here."""
-
-import sys
-from pathlib import Path
+"""benchmarks/learner_memory.py: the shapes of its programs. Nothing is compiled here."""
 
 import jax
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[2] / 'benchmarks'))
 from learner_memory import CASES, program
 
 from sprl.models.config import tiny

@@ -1,4 +1,4 @@
-"""Schedules by hand, the optimisers on matrices and vectors, and moments in bfloat16."""
+"""Optimisers: schedules worked out by hand, updates of matrices and vectors, and moments in bfloat16."""
 
 import jax
 import jax.numpy as jnp
@@ -88,7 +88,7 @@ def test_a_gradient_of_zeros_is_clipped_to_zeros():
 
 
 def test_stochastic_rounding_keeps_the_mean():
-  """A quarter of the way from 1 to its successor 1 + 1/128 in bfloat16; also below 0 and for tiny numbers."""
+  """Numbers are a quarter of the way from a bfloat16 number to the next, such as from 1 to 1 + 1/128."""
   for low, high in ((1.0, 1 + 2**-7), (-3.0, -3 - 2**-6), (2.0**-120, 2.0**-120 * (1 + 2**-7))):
     x = np.float32(low + 0.25 * (high - low))
     found = np.asarray(rounded(jnp.full(40_000, x), jnp.uint32(7))).astype(np.float64)
@@ -134,7 +134,7 @@ def test_scale_by_adam_in_float32_is_adam():
 
 
 def test_the_second_moment_in_bfloat16_follows_shrinking_gradients():
-  """At b2 = 0.999 rounding to nearest would keep the moment of the large gradients, 100 times too high."""
+  """At b2 = 0.999, rounding to nearest keeps the moment of the large gradients, which is 100 times too high."""
   rng = np.random.default_rng(1)
   gradients = np.concatenate([rng.normal(size=(1000, 64)), 0.1 * rng.normal(size=(5000, 64))]).astype(np.float32)
   *_, (_, expected) = adam(gradients, 0.9, 0.999)

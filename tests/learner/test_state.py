@@ -1,4 +1,4 @@
-"""The train state: how it starts, and the guarded step of the optimiser."""
+"""The train state: its start, and the guarded step of the optimiser."""
 
 import re
 from functools import partial
@@ -27,7 +27,7 @@ def jitted(optimizer):
 
 @pytest.fixture(scope='module')
 def step():
-  """step(state, gradient=..., loss=..., microbatches=...) with AdamW."""
+  """A jitted guarded step of AdamW: step(state, gradient=..., loss=..., microbatches=...)."""
   compiled = jitted(ADAMW)
 
   def call(state, gradient=GRADIENT, loss=1.0, microbatches=1):
@@ -44,10 +44,10 @@ def arrays(state):
   return jax.tree.map(np.array, (state.params, state.opt_state))
 
 
-def test_a_state_starts_at_version_0():
+def test_a_state_starts_with_0_updates():
   state = fresh()
-  assert (int(state.version), int(state.skipped), int(state.bad_streak)) == (0, 0, 0)
-  buffers = [x.unsafe_buffer_pointer() for x in (state.version, state.skipped, state.bad_streak)]
+  assert (int(state.updates), int(state.skipped), int(state.bad_streak)) == (0, 0, 0)
+  buffers = [x.unsafe_buffer_pointer() for x in (state.updates, state.skipped, state.bad_streak)]
   assert len(set(buffers)) == 3  # each can be donated
 
 
@@ -60,7 +60,7 @@ def test_a_finite_step_moves_weights_and_moments(step):
     'update/bad_streak': 0.0,
   }
   np.testing.assert_allclose(state.params['vector'], 4 - 0.1, rtol=1e-5)  # the first step of Adam has the size of the rate
-  assert (int(state.version), int(state.skipped)) == (1, 0)
+  assert (int(state.updates), int(state.skipped)) == (1, 0)
 
 
 def test_steps_that_are_not_finite_are_skipped_and_counted(step):
@@ -71,9 +71,9 @@ def test_steps_that_are_not_finite_are_skipped_and_counted(step):
     state, metrics = step(state, **wrong)
     jax.tree.map(np.testing.assert_array_equal, before, arrays(state))
     assert (int(metrics['update/skipped']), int(metrics['update/bad_streak'])) == (1, streak)
-    assert (int(state.version), int(state.skipped), int(state.bad_streak)) == (1 + streak, streak, streak)
+    assert (int(state.updates), int(state.skipped), int(state.bad_streak)) == (1 + streak, streak, streak)
   state, _ = step(state)
-  assert (int(state.version), int(state.skipped), int(state.bad_streak)) == (4, 2, 0)
+  assert (int(state.updates), int(state.skipped), int(state.bad_streak)) == (4, 2, 0)
   assert np.any(state.params['vector'] != before[0]['vector'])
 
 
@@ -82,17 +82,17 @@ def test_without_a_microbatch_momentum_moves_nothing(step):
   before = arrays(state)
   state, metrics = step(state, jax.tree.map(jnp.zeros_like, PARAMS), 0.0, microbatches=0)
   jax.tree.map(np.testing.assert_array_equal, before, arrays(state))
-  assert (int(state.version), int(metrics['update/skipped'])) == (2, 0)
+  assert (int(state.updates), int(metrics['update/skipped'])) == (2, 0)
 
 
-def test_offloaded_moments_change_only_where_they_lie():
+def test_offloaded_moments_give_equal_states():
   here = replicated(make_mesh(Mesh(), jax.devices()[:1]))
   abstract = jax.eval_shape(partial(TrainState.create, optimizer=ADAMW), PARAMS)
 
   def two_updates(kind):
     places = jax.tree.map(lambda _: here, abstract)
     moments = jax.tree.map(lambda leaf: here.with_memory_kind(kind) if leaf.ndim else here, abstract.opt_state)
-    places = TrainState(places.params, moments, places.version, places.skipped, places.bad_streak)
+    places = TrainState(places.params, moments, places.updates, places.skipped, places.bad_streak)
     state = TrainState.create(jax.device_put(jax.tree.map(jnp.copy, PARAMS), here), ADAMW, places)
     update = jitted(ADAMW)
     for _ in range(2):
@@ -108,7 +108,7 @@ def test_offloaded_moments_change_only_where_they_lie():
 @pytest.mark.parametrize(
   'name', ['adamw', 'adafactor', *(pytest.param(name, marks=pytest.mark.slow) for name in ('adam', 'lion', 'sgd'))]
 )
-def test_weights_and_moments_in_bfloat16_stay_so_and_move(name):
+def test_weights_and_moments_in_bfloat16_keep_their_dtype_and_move(name):
   half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
   optimizer = make_optimizer(Optimizer(name=name, learning_rate=0.1, moment_dtype='bfloat16'), 10)
   state = fresh(optimizer, half)

@@ -1,4 +1,4 @@
-"""The update: its gradient is that of one plain loss written from the formulas, whatever the packing and accumulation."""
+"""The update: for any packing and accumulation its gradient equals that of a plain loss written from the formulas."""
 
 import dataclasses
 import re
@@ -33,9 +33,9 @@ TWO_ROWS = Shape(micros=2, rows=1, tokens=32, sequences=7, columns=COLUMNS)
 
 @pytest.fixture(scope='module')
 def world():
-  """A model and two groups of rollouts, one with an environment's tokens in between, one sequence filtered out.
+  """A model and two groups of rollouts. One rollout has tokens of an environment; one sequence is filtered out.
 
-  Their sampler is near the model but not equal, so that all corrections have work to do.
+  The sampler's log-probs differ a little from the model's, so that every correction has an effect.
   """
   config, params = small.model(num_hidden_layers=1)
   trajectories = small.rollouts([(5, 3, 7, 1), (4, 6, 2)], (6, 3))
@@ -86,7 +86,7 @@ def step(world, batch, config, **logprobs):
 
 @partial(jax.jit, static_argnums=0)
 def logprobs_and_gradient(graph, params, tokens, segments, cotangents):
-  """Return ([B, T] log-probs and entropies, gradient for their cotangents), from whole logits of sequences side by side."""
+  """Return (log-probs and entropies [B, T], gradient for their cotangents), from the logits of one sequence a row."""
 
   def forward(params):
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
@@ -101,9 +101,9 @@ def logprobs_and_gradient(graph, params, tokens, segments, cotangents):
 
 
 def plain(world, token_loss, aggregate, keep=lambda p, b: np.ones(p.shape, bool)):
-  """Return (loss, gradient) with all sequences side by side, whole logits, no packing, no chunks, no microbatches.
+  """Return (loss, gradient) with one sequence a row, without packing, chunks and microbatches.
 
-  token_loss(l, entropy, b, A, mask) takes [B, T] arrays; `aggregate` turns it, the surviving and all tokens into a number.
+  token_loss(l, entropy, b, A, mask) takes [B, T] arrays. aggregate(loss, surviving tokens, all tokens) returns a number.
   """
   B, T = len(world.trajectories), max(len(t.tokens) for t in world.trajectories)
   tokens, segments, b = np.zeros((B, T), np.int32), np.zeros((B, T), np.int32), np.zeros((B, T), np.float32)
@@ -188,8 +188,8 @@ def test_scored_old_log_probs_change_nothing_on_policy(world, batch, scored, on_
 
 
 @pytest.mark.slow
-def test_a_second_update_of_the_network_with_rejection(world, batch, scored):
-  """Clipped ratios to an older policy, token-mean over the survivors, k3 to a reference, an entropy bonus, recomputed layers."""
+def test_a_second_update_of_the_network_has_the_gradient_of_all_loss_terms(world, batch, scored):
+  """Terms: clipped ratios to an older policy, token-mean over survivors, k3 to a reference, entropy. Layers are recomputed."""
   rng = np.random.default_rng(5)
   correction = Correction(cap=1.5, reject=('token_k1=0.6:1.8',))
   loss = Loss(clip_high=0.28, aggregate='token-mean', kl_coef=0.3, entropy_coef=0.02)
@@ -214,7 +214,7 @@ def test_a_second_update_of_the_network_with_rejection(world, batch, scored):
 
   def token_mean(loss, survive, mask):
     n = survive.sum(axis=1)
-    counted = jnp.where(n > 0, n, mask.sum(axis=1))  # a sequence rejected whole still counts
+    counted = jnp.where(n > 0, n, mask.sum(axis=1))  # a fully rejected sequence still counts
     return loss.sum() / counted.sum()
 
   expected = plain(world, token_loss, token_mean, kept)
@@ -227,9 +227,9 @@ def test_a_second_update_of_the_network_with_rejection(world, batch, scored):
 
 
 class Table:
-  """A policy that is a table of logits [B, C, 4] beside a table of experts' logits [B, C, 3]; all tokens drawn are number 0.
+  """A policy of two tables: logits of tokens [B, C, 4] and of experts [B, C, 3]. All drawn tokens have the id 0.
 
-  It stands in for the network, so that settings can be tried at the price of a small program.
+  It replaces the network, so that a test of settings compiles only a small program.
   """
 
   def __init__(self, monkeypatch, graph, batch, experts=False):
@@ -242,12 +242,12 @@ class Table:
     monkeypatch.setattr('sprl.learner.update.micro_logprobs', self.micro_logprobs)
 
   def logprobs(self, params):
-    """Log-probs of token 0 and entropies, both [B, C]."""
+    """Return (log-probs of token 0, entropies), both [B, C]."""
     logp = jax.nn.log_softmax(params['logits'] / TEMPERATURE)
     return logp[..., 0], -jnp.sum(jnp.exp(logp) * logp, axis=-1)
 
   def balance(self, params, here):
-    """Every token of these cells goes to its likeliest expert."""
+    """Return the balance of these cells, if each token goes to its likeliest expert."""
     p = jax.nn.softmax(params['experts'])
     chosen = jax.nn.one_hot(jnp.argmax(p, axis=-1), 3)
     load, probability = (jnp.einsum('bcx,bc->x', x, here.astype(jnp.float32)) for x in (chosen, p))
@@ -270,7 +270,7 @@ class Table:
     return jax.tree.map(lambda a, b: (np.asarray(a) - b) / RATE, self.params, after.params), metrics
 
   def check(self, found, loss):
-    """The gradient and the loss are those of loss(l, entropy)."""
+    """Assert that an update found the gradient and the value of loss(l, entropy)."""
     gradient, metrics = found
     value, expected = jax.jit(jax.value_and_grad(lambda params: loss(*self.logprobs(params))))(self.params)
     np.testing.assert_allclose(metrics['update/loss'], value, rtol=1e-4)
@@ -282,8 +282,8 @@ def table(monkeypatch, world, batch):
   return Table(monkeypatch, world.graph, batch)
 
 
-def test_a_second_update_with_rejection_reference_and_entropy(table, batch):
-  """Clipped ratios to an older policy, token-mean over the survivors, k3 to a reference, an entropy bonus."""
+def test_a_second_update_has_the_gradient_of_all_loss_terms(table, batch):
+  """The terms are clipped ratios to an older policy, token-mean over survivors, k3 to a reference, and an entropy bonus."""
   rng = np.random.default_rng(5)
   correction = Correction(cap=1.5, reject=('token_k1=0.6:1.8',))
   loss = Loss(clip_high=0.28, aggregate='token-mean', kl_coef=0.3, entropy_coef=0.02)
@@ -293,7 +293,7 @@ def test_a_second_update_with_rejection_reference_and_entropy(table, batch):
   survive = mask & (rho >= 0.6) & (rho <= 1.8)
   assert 0 < survive.sum() < mask.sum()
   n = survive.sum(axis=1)
-  counted = np.where(n > 0, n, mask.sum(axis=1)).sum()  # a sequence rejected whole still counts
+  counted = np.where(n > 0, n, mask.sum(axis=1)).sum()  # a fully rejected sequence still counts
 
   def expected(l, entropy):
     r = jnp.exp(l - p)
@@ -316,7 +316,7 @@ def test_bypass_reinforce_weights_whole_sequences_by_the_current_policy(table, b
   def expected(l, entropy):
     return jnp.where(mask, -w * A * l, 0).sum() / (mask.any(axis=1).sum() * COLUMNS)
 
-  # A scored old policy enters nothing: the weight compares current and sampler.
+  # A scored old policy has no effect: the weight compares current and sampler.
   table.check(table.step(UpdateConfig(correction, loss, SETTINGS.forward), old=now + np.float32(1)), expected)
 
 
@@ -342,18 +342,18 @@ def test_the_balance_loss_weighs_microbatches_by_their_tokens(monkeypatch, world
 
 
 def alone(world):
-  """The log-probs of each sequence alone, as a rectangle; the sequence that is left out has none."""
+  """Return the log-probs of each sequence alone, as a rectangle. The sequence that is left out has zeros."""
   expected = small.rectangle(world.trajectories, world.forced, COLUMNS)
   expected[np.isnan(ADVANTAGE)] = 0
   return expected
 
 
-def test_scores_of_shared_rows_are_those_of_each_sequence_alone(world, scored):
+def test_scores_of_shared_rows_equal_those_of_each_sequence_alone(world, scored):
   np.testing.assert_allclose(scored, alone(world), atol=2e-5)
 
 
 @pytest.mark.slow
-def test_scores_of_unshared_rows_are_those_of_each_sequence_alone(world):
+def test_scores_of_unshared_rows_equal_those_of_each_sequence_alone(world):
   batch = packed(world, Shape(micros=3, rows=3, tokens=16, sequences=7, columns=COLUMNS), share=False)
   np.testing.assert_allclose(score(world.graph, world.params, batch, SETTINGS.forward), alone(world), atol=2e-5)
 
@@ -374,7 +374,7 @@ def test_the_state_is_donated_and_other_lengths_compile_nothing(world, adamw):
   assert int(batch.used) == 1
   state, _ = update(state, batch, small.unscored(batch))
   assert update._cache_size() == compiled
-  assert (int(state.version), int(state.skipped)) == (2, 0)
+  assert (int(state.updates), int(state.skipped)) == (2, 0)
 
 
 def test_an_infinite_advantage_skips_the_update(world, adamw):
@@ -386,7 +386,7 @@ def test_an_infinite_advantage_skips_the_update(world, adamw):
   bad = dataclasses.replace(good, advantage=np.where(np.arange(7) == 1, np.inf, good.advantage).astype(np.float32))
   state, metrics = update(state, bad, small.unscored(bad))
   jax.tree.map(np.testing.assert_array_equal, before, (state.params, state.opt_state))
-  assert (float(metrics['update/skipped']), int(state.version), int(state.skipped)) == (1, 2, 1)
+  assert (float(metrics['update/skipped']), int(state.updates), int(state.skipped)) == (1, 2, 1)
 
 
 def test_an_empty_batch_has_finite_metrics_and_moves_nothing(world, adamw):
@@ -399,7 +399,7 @@ def test_an_empty_batch_has_finite_metrics_and_moves_nothing(world, adamw):
   state, metrics = update(state, batch, small.unscored(batch))
   assert all(np.isfinite(v) for v in metrics.values())
   assert float(metrics['update/grad_norm']) == 0
-  assert (int(state.version), int(state.skipped)) == (2, 0)
+  assert (int(state.updates), int(state.skipped)) == (2, 0)
   jax.tree.map(np.testing.assert_array_equal, (state.params, state.opt_state), before)
 
 
@@ -410,8 +410,8 @@ def test_adam_overwrites_weights_and_moments_without_copies(world, adamw):
   assert not shapes & copied
 
 
-def test_no_array_of_whole_logits_is_ever_made(world, adamw):
-  """The largest array with a vocabulary axis is a chunk of logits or a weight, never a row of logits a position."""
+def test_no_array_has_the_logits_of_all_positions(world, adamw):
+  """The largest array with a vocabulary axis is a chunk of logits or a weight."""
   V, E = world.config.vocab_size, world.config.hidden_size
   sizes = [[int(n) for n in dims.split('x')] for dims in re.findall(r'tensor<((?:\d+x)*\d+)xf32>', adamw[2].as_text())]
   with_vocabulary = {int(np.prod(dims)) // V for dims in sizes if V in dims}
@@ -431,7 +431,7 @@ def test_bfloat16_activations_leave_float32_weights(world, batch):
 
 @pytest.fixture(scope='module')
 def mixed(world):
-  """The same rollouts, and a model with experts."""
+  """The rollouts of `world`, and a model with experts."""
   config, params = small.model('qwen3_moe', num_hidden_layers=1)
   changed = {'config': config, 'params': params, 'graph': transformer.graph(config)}
   return types.SimpleNamespace(**vars(world) | changed)
@@ -455,7 +455,7 @@ def test_the_balance_loss_covers_all_microbatches_and_spreads_the_tokens(mixed, 
     state, metrics = update(state, batch, logprobs)
     history.append({name: float(x) for name, x in metrics.items() if name.startswith(('update/', 'moe/'))})
   losses = [float(balance_loss(micro)) for micro in micros]
-  assert history[0]['update/loss'] == pytest.approx(np.average(losses, weights=tokens[:2]), rel=1e-5)  # there is no other loss
+  assert history[0]['update/loss'] == pytest.approx(np.average(losses, weights=tokens[:2]), rel=1e-5)  # the only loss
   for name, expected in balance_metrics(jax.tree.map(jnp.add, *micros)).items():
     assert history[0][name] == pytest.approx(float(expected), rel=1e-5), name
   assert np.mean([h['moe/balance_loss'] for h in history[-3:]]) < history[0]['moe/balance_loss'] - 0.05
@@ -463,7 +463,7 @@ def test_the_balance_loss_covers_all_microbatches_and_spreads_the_tokens(mixed, 
 
 
 @pytest.mark.slow
-def test_policy_gradients_of_experts_agree_whatever_the_microbatches(mixed, batch):
+def test_policy_gradients_of_experts_are_equal_for_any_microbatches(mixed, batch):
   one = packed(mixed, Shape(micros=1, rows=2, tokens=32, sequences=7, columns=COLUMNS))
   update, _ = balancing(mixed, 0.0)
   after = [update(balancing(mixed, 0.0)[1], each, small.unscored(each))[0].params for each in (batch, one)]

@@ -1,4 +1,4 @@
-"""Which tokens a token of a packed row sees."""
+"""Attention masks of packed rows: shared prompts, padding, evicted tokens."""
 
 import jax
 import jax.numpy as jnp
@@ -15,8 +15,8 @@ def mask(segments, prefixes):
   return PackedAttention.of(segments, prefixes).allowed
 
 
-def allowed(segments, prefixes=None):
-  """The mask of one row, which is padded to six tokens."""
+def mask_of_row(segments, prefixes=None):
+  """Return the mask of one row, padded to six tokens."""
   n = len(segments)
   rows = (np.pad(row, (0, 6 - n))[None] for row in (segments, prefixes or [0] * n))
   return np.asarray(mask(*rows)[0, 0])[:n, :n].astype(int)
@@ -32,7 +32,7 @@ def test_two_completions_of_one_prompt():
     [1, 1, 0, 0, 1, 0],  # e
     [0, 0, 0, 0, 0, 0],  # padding
   ]
-  np.testing.assert_array_equal(allowed([1, 1, 2, 2, 3, 0], [0, 0, 1, 1, 1, 0]), expected)
+  np.testing.assert_array_equal(mask_of_row([1, 1, 2, 2, 3, 0], [0, 0, 1, 1, 1, 0]), expected)
 
 
 def test_two_groups_in_one_row_do_not_see_each_other():
@@ -42,16 +42,16 @@ def test_two_groups_in_one_row_do_not_see_each_other():
     [0, 0, 1, 0],
     [0, 0, 1, 1],
   ]
-  np.testing.assert_array_equal(allowed([1, 2, 3, 4], [0, 1, 0, 3]), expected)
+  np.testing.assert_array_equal(mask_of_row([1, 2, 3, 4], [0, 1, 0, 3]), expected)
 
 
-def test_padding_is_not_seen_on_either_side_nor_in_the_middle():
-  seen = allowed([0, 1, 0, 1, 0])
+def test_padding_is_masked_on_both_sides_and_in_the_middle():
+  seen = mask_of_row([0, 1, 0, 1, 0])
   np.testing.assert_array_equal(seen, [[0] * 5, [0, 1, 0, 0, 0], [0] * 5, [0, 1, 0, 1, 0], [0] * 5])
   np.testing.assert_array_equal(PackedAttention.of(jnp.array([[0, 1, 0, 1, 0]])).allowed[0, 0], seen)  # without prefixes
 
 
-def test_packed_attention_averages_what_a_token_sees_and_stays_unchanged():
+def test_packed_attention_averages_visible_values_and_stays_unchanged():
   attention = PackedAttention.of(jnp.array([[1, 1]]))
   assert isinstance(attention, Attention)
   q, v = jnp.ones((1, 2, 2, 4)), jnp.arange(16.0).reshape(1, 2, 2, 4)
@@ -61,11 +61,11 @@ def test_packed_attention_averages_what_a_token_sees_and_stays_unchanged():
   np.testing.assert_allclose(out[0, 1], (v[0, 0] + v[0, 1]) / 2, atol=1e-6)
 
 
-def test_evicted_tokens_are_not_seen_by_layer_and_head():
-  """Values are one-hot and scores equal, so an output is 1 / (tokens seen) on those seen and 0 elsewhere."""
+def test_evicted_tokens_are_masked_by_layer_and_head():
+  """Values are one-hot and scores are equal, so an output is 1 / (number of visible tokens) at visible tokens, 0 elsewhere."""
   T = 5
   evicted = np.full((1, 2, 2, T), NEVER)
-  evicted[0, 0, 1, 0] = 3  # layer 0, head 1: the query at position 3 and later ones do not find token 0
+  evicted[0, 0, 1, 0] = 3  # layer 0, head 1: queries from position 3 on do not see token 0
   evicted[0, 1, 0, 1] = 2
   evicted[0, 1, 0, 2] = 4
   segments, prefixes = jnp.array([[1, 1, 1, 2, 2]]), jnp.array([[0, 0, 0, 1, 1]])

@@ -1,4 +1,4 @@
-"""Adapters: their product, the weights they train, the sampler weights they give, and what they save."""
+"""Adapters: their product, the merged sampler weights, the gradients, and the saved computation and memory."""
 
 import functools
 
@@ -136,7 +136,7 @@ def test_the_sampler_gets_merged_weights(quant):
   assert jax.tree.structure(served) == jax.tree.structure(expected)
   for got, want in zip(jax.tree.leaves(served), jax.tree.leaves(expected)):
     got, want = (np.asarray(each).astype(np.float32) for each in (got, want))
-    step = 2**-3 * np.abs(want) + 1e-5 if quant.sampler == 'w8a8' else 1e-6  # an FP8 code may fall on the other side
+    step = 2**-3 * np.abs(want) + 1e-5 if quant.sampler == 'w8a8' else 1e-6  # an FP8 code may flip
     assert np.all(np.abs(got - want) <= step)
     assert np.mean(np.abs(got - want) > 1e-5 * np.abs(want)) < 1e-2
   assert self_check(base.under(adapters), served, jnp.dtype('float32'), quant) == []
@@ -173,7 +173,7 @@ def test_a_step_of_adapters_follows_the_gradient_of_merged_weights():
 
 
 def test_no_gradient_of_a_frozen_weight_is_computed():
-  """A linear layer needs four products a step: forward, recomputed, and towards x and W. Adapters need no last one."""
+  """A linear needs four products a step: forward, recomputation, gradient of x, gradient of W. Adapters need no gradient of W."""
   config, params = small.model(num_hidden_layers=1, hidden_size=256, intermediate_size=768)
   base = Base(params, 1.0)
   adapters = init_adapters(config, Lora(rank=1), jax.random.key(0))
@@ -189,7 +189,7 @@ def test_no_gradient_of_a_frozen_weight_is_computed():
 
   (flops, temporary), (all_flops, all_temporary) = cost(adapters, base), cost(base.params)
   assert flops / all_flops == pytest.approx(3 / 4, abs=0.05)
-  assert all_temporary - temporary > 0.8 * sum(w.size * 4 for w in jax.tree.leaves(base.params))  # the gradients
+  assert all_temporary - temporary > 0.8 * sum(w.size * 4 for w in jax.tree.leaves(base.params))  # the gradients take no memory
 
 
 def test_a_state_of_adapters_is_small():

@@ -1,4 +1,4 @@
-"""Which config.json files are read, with the keys of transformers 4 and 5, and which are errors that name the key."""
+"""config.json with the keys of transformers 4 and 5. Unsupported values raise errors that name the key."""
 
 import json
 
@@ -149,7 +149,7 @@ def test_experts_with_the_keys_of_transformers_4_and_5():
   assert tiny('qwen2_moe').experts == Experts(6, 2, 40, False, (0, 1), shared_width=48)
   assert (tiny('qwen2_moe').qkv_bias, tiny('qwen2_moe', qkv_bias=False).qkv_bias) == (True, False)
   assert tiny('qwen3').experts is None
-  assert tiny('qwen3_moe', head_dim=None).head_dim == 16  # E/H, unlike its dense sibling's
+  assert tiny('qwen3_moe', head_dim=None).head_dim == 16  # E/H; the default of dense qwen3 is 128
 
 
 @pytest.mark.parametrize(

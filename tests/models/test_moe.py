@@ -23,7 +23,7 @@ def inputs(N, seed=0, X=X):
 
 
 def by_hand(weights, x, router, normalised):
-  """Return the mixture with every expert applied to every token, and a gate of 0 for those not chosen, in x's dtype."""
+  """Return the mixture in x's dtype: every expert on every token, with a gate of 0 for experts that are not chosen."""
   scores = x @ router.T
   scores = jnp.exp(scores - scores.max(-1, keepdims=True))
   scores = scores / scores.sum(-1, keepdims=True)
@@ -35,7 +35,7 @@ def by_hand(weights, x, router, normalised):
 
 
 def dense_mixture(weights, x, gate):
-  """Return the sum over all X experts by their gates [N, X]."""
+  """Return the sum over all X experts, weighted by their gates [N, X]."""
   a, b = (jnp.einsum('ne,xfe->nxf', x, weights[name]) for name in ('gate', 'up'))
   return jnp.einsum('nxf,xef,nx->ne', a / (1 + jnp.exp(-a)) * b, weights['down'], gate)
 
@@ -81,7 +81,7 @@ def test_all_tokens_may_use_one_expert():
 
 
 def test_parts_of_the_experts_add_up_to_the_mixture():
-  """Devices with three of six experts each: outputs and gradients of the gates add up, those of the weights are joined."""
+  """Each of two devices has three of six experts. Outputs and gate gradients add up; weight gradients are concatenated."""
   weights, x, _ = inputs(20, X=6)
   rng = np.random.default_rng(2)
   chosen = jnp.asarray(np.stack([rng.permutation(6)[:k] for _ in range(20)]), jnp.int32)

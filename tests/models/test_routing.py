@@ -1,4 +1,4 @@
-"""Routes: replayed ones are followed, the router still learns, and the balance is counted right."""
+"""Routes: the network follows replayed routes, the router still learns, and the balance loss equals loops."""
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ FREE = np.full((2, 9, 2, 2), MISSING, np.int8)
 
 @pytest.fixture(scope='module')
 def run():
-  """A jitted function of routes: hidden states, routes, and the gradient of the sum of the hidden states' sines."""
+  """A jitted function of routes. It returns (hidden states, routes, gradient of the sum of the hidden states' sines)."""
   config, params = small.model('qwen3_moe', num_hidden_layers=3, mlp_only_layers=[1])
 
   def value(params, routes):
@@ -83,7 +83,7 @@ def test_routes_take_one_byte_if_it_holds_the_experts():
 
 @jax.jit
 def metrics_of(probabilities, chosen, mask):
-  """Loss and metrics of several layers, stacked as in a forward pass."""
+  """Return (loss, metrics) of several layers, stacked as in a forward pass."""
   layers = [LayerRouting(c, balance_of(p, c, mask)) for p, c in zip(probabilities, chosen)]
   balance = Routing.of(layers).balance
   assert balance is not None

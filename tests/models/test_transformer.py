@@ -1,4 +1,4 @@
-"""The network against a decoder in numpy: its weights, its outputs, and what its backward pass recomputes."""
+"""The network against a decoder in numpy: weights, outputs, and recomputation in the backward pass."""
 
 import functools
 import re
@@ -43,7 +43,7 @@ def by_hand(config, params, ids):
   def linear(x, p):
     return x @ p['kernel'].T + p.get('bias', 0)
 
-  def turned(x, t):
+  def rotated(x, t):
     angle = t / 10_000.0 ** (np.arange(0, D, 2) / D)
     a, b = x[: D // 2], x[D // 2 :]
     return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)])
@@ -72,7 +72,7 @@ def by_hand(config, params, ids):
     for t in range(T):
       for h in range(H):
         kv = h // (H // K)
-        score = np.array([turned(q[t, h], t) @ turned(k[s, kv], s) for s in range(t + 1)]) / np.sqrt(D)
+        score = np.array([rotated(q[t, h], t) @ rotated(k[s, kv], s) for s in range(t + 1)]) / np.sqrt(D)
         weight = np.exp(score - score.max())
         heads[t, h] = weight / weight.sum() @ v[: t + 1, kv]
     x = x + linear(heads.reshape(T, -1), a['o'])
@@ -109,7 +109,7 @@ def test_every_weight_is_described_once(family):
     assert (experts['up']['kernel'], experts['down']['kernel']) == (('expert', 'mlp', 'embed'), ('expert', 'embed', 'mlp'))
 
 
-def test_initial_weights():
+def test_initial_weights_have_their_dtype_and_standard_deviation():
   params = transformer.init_params(tiny('qwen2'), jax.random.key(0), jnp.bfloat16, scale=0.5)
   layer = params['layers'][0]
   assert np.all(layer['attention_norm']['scale'] == 1)
@@ -163,7 +163,7 @@ def test_activations_have_the_requested_dtype():
 
 @functools.cache
 def compiled_gradient(family, remat):
-  """The gradient of the sum of the hidden states' sines over 64 tokens of one layer, compiled."""
+  """Return (params, compiled gradient of the sum of the hidden states' sines) for 64 tokens and one layer."""
   config, params = small.model(family, num_hidden_layers=1)
   tokens = jnp.arange(3, 67)[None]
 
@@ -190,7 +190,7 @@ def test_matrix_products_are_recomputed_with_remat_layer_only():
   weights = jax.tree_util.tree_flatten_with_path(params['layers'])[0]
   # The output of the layer's last product is added to the stream, and no gradient needs it.
   products = 2 * 64 * sum(w.size for path, w in weights if w.ndim == 2 and 'down' not in jax.tree_util.keystr(path))
-  assert flops['dots'] - flops['none'] < 0.5 * products  # those of attention
+  assert flops['dots'] - flops['none'] < 0.5 * products  # the products of attention
   assert flops['layer'] - flops['dots'] == pytest.approx(products, rel=0.1)
 
 

@@ -1,4 +1,4 @@
-"""The notebook runs on a work directory as a run writes it, and is kept without outputs."""
+"""The notebook runs on the work directory of a run, and is stored without outputs."""
 
 import math
 from pathlib import Path
@@ -14,7 +14,7 @@ NOTEBOOK = ROOT / 'notebooks' / 'reading_a_run.ipynb'
 
 
 def write_run(workdir: Path, steps: int) -> Path:
-  """A work directory with the metrics of a short run."""
+  """Write the metrics of a short run to `workdir`. Return `workdir`."""
   write_config(workdir, {'seed': 7, 'steps': steps})
   log = RunLog(workdir, None, tensorboard=False)
   for step in range(1, steps + 1):
@@ -41,7 +41,7 @@ def write_run(workdir: Path, steps: int) -> Path:
 
 
 def execute(workdir: Path, monkeypatch, folder: Path = ROOT) -> tuple[str, int]:
-  """All text that the notebook shows of `workdir`, run in a folder, and the number of its pictures."""
+  """Run the notebook on `workdir`, in `folder`. Return (text of its outputs, number of its pictures)."""
   monkeypatch.setenv('PYTHONPATH', str(ROOT))
   monkeypatch.setenv('IPYTHONDIR', str(workdir.parent / 'ipython'))
   monkeypatch.setenv('JUPYTER_RUNTIME_DIR', str(workdir.parent / 'jupyter'))
@@ -52,7 +52,7 @@ def execute(workdir: Path, monkeypatch, folder: Path = ROOT) -> tuple[str, int]:
   return '\n'.join(shown), sum('image/png' in output.get('data', {}) for output in outputs)
 
 
-def test_shows_rewards_lengths_mismatch_times_and_samples(tmp_path, monkeypatch):
+def test_the_notebook_shows_rewards_lengths_mismatch_times_and_samples(tmp_path, monkeypatch):
   monkeypatch.setenv('SPRL_WORKDIR', str(tmp_path / 'run'))
   text, pictures = execute(write_run(tmp_path / 'run', 4), monkeypatch)
   assert pictures == 6
@@ -63,7 +63,7 @@ def test_shows_rewards_lengths_mismatch_times_and_samples(tmp_path, monkeypatch)
   assert 'It is 5.' in text
 
 
-def test_a_quickstart_that_has_only_begun_can_be_read_from_where_jupyter_opens_the_notebook(tmp_path, monkeypatch):
+def test_a_quickstart_without_steps_can_be_read_from_the_folder_of_the_notebook(tmp_path, monkeypatch):
   workdir = tmp_path / 'runs' / 'quickstart'
   write_config(workdir, {'seed': 0, 'steps': 10})
   RunLog(workdir, None, tensorboard=False).close()
@@ -74,7 +74,7 @@ def test_a_quickstart_that_has_only_begun_can_be_read_from_where_jupyter_opens_t
   assert 'No ledger was kept' in text
 
 
-def test_the_notebook_is_kept_without_outputs():
+def test_the_notebook_is_stored_without_outputs():
   notebook = nbformat.read(NOTEBOOK, as_version=4)
   nbformat.validate(notebook)
   assert all(not cell.outputs and cell.execution_count is None for cell in notebook.cells if cell.cell_type == 'code')

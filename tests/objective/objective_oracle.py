@@ -1,4 +1,4 @@
-"""The formulas of docs/methods/losses.md a second time: in loops and float64."""
+"""The formulas of docs/methods/losses.md, in loops and float64."""
 
 import math
 
@@ -88,7 +88,7 @@ def options(c):
 
 
 def ratio_or_value(option, statistic):
-  """Return the quantity that the bounds of an option are on: rho for k1."""
+  """Return the quantity to which the bounds of an option apply: rho for k1, the statistic for the others."""
   return math.exp(statistic) if option.endswith('k1') else statistic
 
 

@@ -1,3 +1,5 @@
+"""Advantages: values worked out by hand, invalid sequences, and agreement with the oracle."""
+
 import numpy as np
 import objective_oracle as oracle
 import pytest
@@ -16,7 +18,7 @@ ALL = [
 ]
 
 
-def run(reward, group, valid, s):
+def computed(reward, group, valid, s):
   result = advantages(np.float32(reward), np.int32(group), np.asarray(valid, bool), s)
   assert result.dtype == np.float32
   return result
@@ -33,14 +35,14 @@ def test_two_groups_by_hand():
     'reinforce': [1, 0, 0, 1, 3, 5],
   }
   for estimator, expected in hand.items():
-    np.testing.assert_allclose(run(reward, group, valid, Advantage(estimator)), expected, rtol=1e-5)
+    np.testing.assert_allclose(computed(reward, group, valid, Advantage(estimator)), expected, rtol=1e-5)
 
 
-def test_an_invalid_sequence_gets_zero_and_enters_no_statistic():
+def test_an_invalid_sequence_has_advantage_0_and_is_in_no_statistic():
   valid = np.array([True, True, False, True, True, False])
   for s in ALL:
-    a = run([1, 0, 0, 2, 5, 0], [0, 0, 0, 3, 3, 3], valid, s)
-    b = run([1, 0, np.nan, 2, 5, 1e9], [0, 0, 0, 3, 3, 3], valid, s)
+    a = computed([1, 0, 0, 2, 5, 0], [0, 0, 0, 3, 3, 3], valid, s)
+    b = computed([1, 0, np.nan, 2, 5, 1e9], [0, 0, 0, 3, 3, 3], valid, s)
     np.testing.assert_array_equal(a, b)
     np.testing.assert_array_equal(a[~valid], 0)
 
@@ -48,12 +50,12 @@ def test_an_invalid_sequence_gets_zero_and_enters_no_statistic():
 @pytest.mark.parametrize('reward', [0.1, 1 / 3, 0.7])
 def test_equal_rewards_give_exact_zeros(reward):
   for s in ALL[:3]:
-    np.testing.assert_array_equal(run([reward] * 7, [2] * 7, [True] * 7, s), 0)
+    np.testing.assert_array_equal(computed([reward] * 7, [2] * 7, [True] * 7, s), 0)
 
 
 def test_a_group_of_one_gets_zero():
   for s in ALL[:3]:
-    np.testing.assert_array_equal(run([3.0, 1.0], [0, 1], [True, True], s), 0)
+    np.testing.assert_array_equal(computed([3.0, 1.0], [0, 1], [True, True], s), 0)
 
 
 def test_equal_groups_compare_valid_members():
@@ -66,15 +68,15 @@ def test_equal_groups_compare_valid_members():
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 7), st.booleans()), min_size=8, max_size=8), st.sampled_from(ALL))
 def test_advantages_agree_with_the_oracle(rows, s):
   reward, group, valid = np.array([r for r, _, _ in rows]) / 4, [g for _, g, _ in rows], [v for _, _, v in rows]
-  np.testing.assert_allclose(run(reward, group, valid, s), oracle.advantages(reward, group, valid, s), rtol=2e-4, atol=2e-5)
+  np.testing.assert_allclose(computed(reward, group, valid, s), oracle.advantages(reward, group, valid, s), rtol=2e-4, atol=2e-5)
 
 
 @settings(deadline=None, max_examples=20, derandomize=True)
 @given(st.lists(st.integers(0, 3), min_size=8, max_size=8), st.sampled_from(['grpo', 'dr_grpo', 'rloo']))
 def test_relative_advantages_ignore_a_shift_and_sum_to_zero(reward, estimator):
   group = [0, 0, 0, 0, 1, 1, 1, 1]
-  a = run(reward, group, [True] * 8, Advantage(estimator))
-  b = run(np.array(reward) + 16, group, [True] * 8, Advantage(estimator))
+  a = computed(reward, group, [True] * 8, Advantage(estimator))
+  b = computed(np.array(reward) + 16, group, [True] * 8, Advantage(estimator))
   np.testing.assert_array_equal(a, b)
   assert abs(a[:4].sum()) < 1e-5
   assert abs(a[4:].sum()) < 1e-5

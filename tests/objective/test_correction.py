@@ -1,3 +1,5 @@
+"""Corrections: weights, normalisation, rejection and presets, against values worked out by hand and the oracle."""
+
 import math
 from dataclasses import replace
 
@@ -17,25 +19,25 @@ from sprl.types import LogProbs
 BOUNDS = {'k1': '0.6:1.6', 'k2': '0.3', 'k3': '0.2'}
 
 
-SHAPE = (5, 11)  # of every batch here, so that each operation is compiled once
+SHAPE = (5, 11)  # one shape for all batches, so that each operation compiles once
 
 
-def run(x, s, micro=None):
-  """`correct` of a dictionary with `old`, `roll` and `mask`."""
+def corrected(x, s, micro=None):
+  """Return the result of `correct` for a dictionary with `old`, `roll` and `mask`."""
   logprobs = LogProbs(sampler=jnp.float32(x['roll']), old=jnp.float32(x['old']))
   return correct(logprobs, jnp.asarray(x['mask'], bool), s, None if micro is None else jnp.int32(micro))
 
 
 def padded(rows):
-  """These rows in the corner of an array of zeros."""
+  """Return an array of zeros with these rows in its corner."""
   rows = np.array(rows)
   out = np.zeros(SHAPE, rows.dtype)
   out[: rows.shape[0], : rows.shape[1]] = rows
   return out
 
 
-def of_rho(rho):
-  """A batch with these ratios; None: not written by the model."""
+def batch_with_ratios(rho):
+  """Return a batch with these ratios. None marks a token that the model did not write."""
   written = padded([[r is not None for r in row] for row in rho])
   log_rho = padded([[0.0 if r is None else math.log(r) for r in row] for row in rho])
   return {'old': log_rho - 2.0, 'roll': np.full(SHAPE, -2.0), 'mask': written}
@@ -45,7 +47,7 @@ def of_rho(rho):
 
 
 def test_two_rows_of_three_tokens_by_hand():
-  x = of_rho([[0.5, 2.0, 4.0], [0.25, 1.0, None]])
+  x = batch_with_ratios([[0.5, 2.0, 4.0], [0.25, 1.0, None]])
   third = 4 ** (1 / 3)  # (0.5 * 2 * 4)^(1/3)
   hand = {
     ('token', 'truncate'): [[0.5, 2, 3], [0.25, 1, 0]],
@@ -60,28 +62,28 @@ def test_two_rows_of_three_tokens_by_hand():
     (None, 'truncate'): [[1, 1, 1], [1, 1, 0]],
   }
   for (level, weight), expected in hand.items():
-    result = run(x, Correction(level=level, weight=weight, cap=3.0, floor=0.4))
+    result = corrected(x, Correction(level=level, weight=weight, cap=3.0, floor=0.4))
     np.testing.assert_allclose(result.weight, padded(expected), rtol=1e-5, err_msg=f'{level} {weight}')
-    np.testing.assert_array_equal(result.mask, x['mask'])  # weights never touch the mask
+    np.testing.assert_array_equal(result.mask, x['mask'])  # weights do not change the mask
 
 
 def test_segment_weight_is_the_geometric_mean_of_a_run():
-  result = run(of_rho([[0.5, 2.0, None, 0.25, None, 1.0, 0.25]]), Correction(level='segment', cap=9.0))
+  result = corrected(batch_with_ratios([[0.5, 2.0, None, 0.25, None, 1.0, 0.25]]), Correction(level='segment', cap=9.0))
   np.testing.assert_allclose(result.weight, padded([[1, 1, 0, 0.25, 0, 0.5, 0.5]]), rtol=1e-5)
 
 
-def test_a_sequence_weight_of_9000_tokens_sits_at_its_clamp():
+def test_a_sequence_weight_of_9000_tokens_is_clamped():
   old = np.full((2, 9000), -1.0)
   x = {'old': old, 'roll': old - np.array([[1e-3], [-1e-2]]), 'mask': np.ones((2, 9000), bool)}  # sums of +9 and -90
-  result = run(x, Correction(level='sequence'))
+  result = corrected(x, Correction(level='sequence'))
   np.testing.assert_allclose(result.raw[0], math.exp(9), rtol=2e-3)
   np.testing.assert_allclose(result.raw[1], math.exp(-20), rtol=1e-5)
   np.testing.assert_allclose(result.weight[0], 2.0)
 
 
 def test_normalisation_follows_truncation_and_counts_rejected_tokens():
-  x = of_rho([[1.0, 3.0, 0.1], [0.4, None, None]])
-  result = run(x, Correction(cap=1.5, normalise='global', reject=('token_k1=0.5:1.5',)))
+  x = batch_with_ratios([[1.0, 3.0, 0.1], [0.4, None, None]])
+  result = corrected(x, Correction(cap=1.5, normalise='global', reject=('token_k1=0.5:1.5',)))
   # Truncated: 1, 1.5, 0.1, 0.4, with mean 0.75, although two of them are masked out.
   np.testing.assert_allclose(result.weight, padded(np.array([[1, 1.5, 0.1], [0.4, 0, 0]]) / 0.75), rtol=1e-5)
   np.testing.assert_array_equal(result.mask, padded([[True, False, False], [False, False, False]]))
@@ -89,55 +91,55 @@ def test_normalisation_follows_truncation_and_counts_rejected_tokens():
 
 
 def test_sequence_weights_are_normalised_over_rows_with_tokens():
-  x = of_rho([[1.0, 1.5, 1.0], [0.5, None, None], [None, None, None]])
-  result = run(x, Correction(level='sequence', normalise='global'))
-  np.testing.assert_allclose(result.weight[:3, 0], [1.5, 0.5, 0], rtol=1e-5)  # mean of 1.5 and 0.5 is 1, whatever their lengths
+  x = batch_with_ratios([[1.0, 1.5, 1.0], [0.5, None, None], [None, None, None]])
+  result = corrected(x, Correction(level='sequence', normalise='global'))
+  np.testing.assert_allclose(result.weight[:3, 0], [1.5, 0.5, 0], rtol=1e-5)  # the mean over rows of 1.5 and 0.5 is 1
 
 
 def test_micro_scope_normalises_each_microbatch_by_itself():
-  x = of_rho([[1.0, 0.5], [1.0, 1.5], [0.25, 0.25]])
+  x = batch_with_ratios([[1.0, 0.5], [1.0, 1.5], [0.25, 0.25]])
   s = Correction(normalise='micro')
-  result = run(x, s, [0, 0, 2, 3, 3])
+  result = corrected(x, s, [0, 0, 2, 3, 3])
   np.testing.assert_allclose(result.weight, padded([[1, 0.5], [1, 1.5], [1, 1]]), rtol=1e-5)
   with pytest.raises(ValueError, match='normalise'):
-    run(x, s)
+    corrected(x, s)
 
 
 def test_normalisation_is_skipped_where_the_mean_vanishes():
-  result = run(of_rho([[9.0, 9.0]]), Correction(weight='icepop', normalise='global'))
+  result = corrected(batch_with_ratios([[9.0, 9.0]]), Correction(weight='icepop', normalise='global'))
   np.testing.assert_array_equal(result.weight, 0)
   np.testing.assert_array_equal(result.norm, 1)
 
 
 def test_a_nan_log_prob_has_no_weight_and_fails_every_bound():
-  x = of_rho([[1.0, 1.0, None]])
+  x = batch_with_ratios([[1.0, 1.0, None]])
   x['roll'][0, 1] = np.nan
   x['roll'][0, 2] = np.nan  # outside the mask: ignored
   for level in ('token', 'sequence'):
-    result = run(x, Correction(level=level, reject=('token_k1=0.5:2.0',)))
+    result = corrected(x, Correction(level=level, reject=('token_k1=0.5:2.0',)))
     np.testing.assert_array_equal(result.weight, padded([[float(level == 'token'), 0, 0]]))
     np.testing.assert_array_equal(result.mask, padded([[True, False, False]]))
 
 
 def test_an_infinite_gap_is_clamped():
-  x = of_rho([[1.0, 1.0]])
+  x = batch_with_ratios([[1.0, 1.0]])
   x['roll'][0, 0] = -np.inf
-  np.testing.assert_allclose(run(x, Correction(cap=1e9)).weight[0, :2], [math.exp(20), 1], rtol=1e-5)
+  np.testing.assert_allclose(corrected(x, Correction(cap=1e9)).weight[0, :2], [math.exp(20), 1], rtol=1e-5)
 
 
 # --- rejection -------------------------------------------------------------------------------------------------------
 
 
 def test_k1_bounds_are_on_rho_and_not_on_its_inverse():
-  x = of_rho([[0.61, 1.59, 1.0, None], [0.59, 1.61, 1.0, None], [0.51, 1.99, 0.49, 2.01]])
-  result = run(x, Correction(level=None, reject=('token_k1=0.6:1.6',)))
+  x = batch_with_ratios([[0.61, 1.59, 1.0, None], [0.59, 1.61, 1.0, None], [0.51, 1.99, 0.49, 2.01]])
+  result = corrected(x, Correction(level=None, reject=('token_k1=0.6:1.6',)))
   np.testing.assert_array_equal(result.mask[:2, :3], [[True, True, True], [False, False, True]])
-  one = run(x, Correction(level=None, reject=('token_k1=2.0',)))
+  one = corrected(x, Correction(level=None, reject=('token_k1=2.0',)))
   np.testing.assert_array_equal(one.mask[2, :4], [True, True, False, False])
 
 
 def test_sequence_options_keep_or_drop_whole_rows():
-  x = of_rho([[2.0, 0.5, 1.0], [1.1, 1.1, 1.1], [3.0, 1.0, None]])
+  x = batch_with_ratios([[2.0, 0.5, 1.0], [1.1, 1.1, 1.1], [3.0, 1.0, None]])
   kept = {
     ('seq_sum_k1', '0.9:1.2'): [True, False, False],  # products 1, 1.331, 3
     ('seq_mean_k1', '0.9:1.2'): [True, True, False],  # geometric means 1, 1.1, sqrt 3
@@ -149,31 +151,31 @@ def test_sequence_options_keep_or_drop_whole_rows():
     ('seq_max_k3', '0.31'): [True, True, False],  # 0.3069, 0.0047, 0.9014
   }
   for (option, bounds), expected in kept.items():
-    result = run(x, Correction(reject=(f'{option}={bounds}',)))
+    result = corrected(x, Correction(reject=(f'{option}={bounds}',)))
     np.testing.assert_array_equal(result.mask[:3], x['mask'][:3] & np.array(expected)[:, None], err_msg=option)
     np.testing.assert_array_equal(result.keep[:3], expected, err_msg=option)
-    np.testing.assert_allclose(result.weight, run(x, Correction()).weight)  # rejection never touches weights
+    np.testing.assert_allclose(result.weight, corrected(x, Correction()).weight)  # rejection does not change weights
 
 
 def test_all_options_must_keep():
   s = Correction(reject=('token_k1=0.5:2.0', 'token_k2=0.1'))
-  result = run(of_rho([[1.9, 1.0, 0.4], [1.0, 1.0, 1.0]]), s)
+  result = corrected(batch_with_ratios([[1.9, 1.0, 0.4], [1.0, 1.0, 1.0]]), s)
   np.testing.assert_array_equal(result.mask, padded([[False, True, False], [True, True, True]]))
   assert list(result.rejections) == ['token_k1', 'token_k2']
 
 
-def test_veto_looks_at_the_unclamped_ratio():
-  x = of_rho([[1.0, 1.0], [1.0, 1.0], [1.0, 1.0]])
+def test_veto_compares_the_unclamped_ratio():
+  x = batch_with_ratios([[1.0, 1.0], [1.0, 1.0], [1.0, 1.0]])
   x['old'][0, 0] += math.log(0.99e-4)
   x['old'][1, 0] += math.log(1.01e-4)
-  result = run(x, Correction(veto=1e-4))
+  result = corrected(x, Correction(veto=1e-4))
   np.testing.assert_array_equal(result.keep[:3], [False, True, True])
   x['old'][2, 0] -= 25.0
-  assert not run(x, Correction(veto=math.exp(-24))).keep[2]  # clamped at -20 it would pass
+  assert not corrected(x, Correction(veto=math.exp(-24))).keep[2]  # a ratio clamped at -20 passes
 
 
 def test_a_vetoed_row_has_no_surviving_token_but_keeps_its_weights():
-  result = run(of_rho([[1e-5, 1.2, 1.0], [0.9, 1.0, None]]), Correction(veto=1e-4))
+  result = corrected(batch_with_ratios([[1e-5, 1.2, 1.0], [0.9, 1.0, None]]), Correction(veto=1e-4))
   np.testing.assert_array_equal(result.mask, padded([[False] * 3, [True, True, False]]))
   np.testing.assert_allclose(result.weight, padded([[1e-5, 1.2, 1.0], [0.9, 1.0, 0]]), rtol=1e-4)
 
@@ -199,7 +201,7 @@ def test_corrections_agree_with_the_oracle(s):
   x = oracle.batch(3)
   micro = np.array([0, 1, 0, 1, 4])
   expected = oracle.correct(x['old'], x['roll'], x['mask'], s, micro)
-  got = run(x, s, micro)
+  got = corrected(x, s, micro)
   for name, value in expected.items():
     np.testing.assert_allclose(np.asarray(getattr(got, name), float), value, rtol=2e-5, atol=1e-6, err_msg=name)
 
@@ -208,7 +210,7 @@ def test_corrections_agree_with_the_oracle(s):
 @given(st.integers(0, 10_000), st.floats(0.0, 8.0), st.sampled_from(list(PRESETS.values())))
 def test_weights_are_finite_and_bounded_and_the_mask_only_shrinks(seed, spread, s):
   x = oracle.batch(seed, spread=spread)
-  result = run(x, s)
+  result = corrected(x, s)
   weight = np.asarray(result.applied)
   assert np.isfinite(np.asarray(result.weight)).all()
   assert (weight >= 0).all()
@@ -222,15 +224,15 @@ def test_a_row_does_not_depend_on_the_other_rows():
   mixed = {key: np.where(np.arange(5)[:, None] == 2, x[key], other[key]) for key in ('old', 'roll', 'mask')}
   for s in PRESETS.values():
     s = replace(s, normalise=None)
-    one, two = run(x, s), run(mixed, s)
+    one, two = corrected(x, s), corrected(mixed, s)
     np.testing.assert_array_equal(one.weight[2], two.weight[2])
     np.testing.assert_array_equal(one.mask[2], two.mask[2])
 
 
 @pytest.mark.parametrize('name', sorted(PRESETS))
-def test_equal_policies_have_unit_weights_and_lose_nothing(name):
+def test_equal_policies_have_weights_of_1_and_lose_no_token(name):
   x = oracle.batch(1)
-  result = run(x | {'roll': x['old']}, preset(name))
+  result = corrected(x | {'roll': x['old']}, preset(name))
   np.testing.assert_array_equal(result.weight, x['mask'])
   np.testing.assert_array_equal(result.mask, x['mask'])
   assert result.keep.all()
@@ -241,7 +243,7 @@ def test_correct_compiles_with_static_settings():
   s = replace(preset('sparse_rl_code'), reject=('seq_mean_k3=0.5', 'token_k2=1.0'))
   logprobs = LogProbs(sampler=jnp.float32(x['roll']), old=jnp.float32(x['old']))
   compiled = jax.jit(correct, static_argnums=2)(logprobs, jnp.asarray(x['mask']), s)
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), compiled, run(x, s))
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), compiled, corrected(x, s))
 
 
 def test_no_gradient_flows_through_weights():

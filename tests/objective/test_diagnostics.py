@@ -1,3 +1,5 @@
+"""Diagnostics of the mismatch and of the update, and repetition, against the oracle and values worked out by hand."""
+
 import math
 
 import jax
@@ -34,10 +36,10 @@ SETTINGS = [
 ]
 
 
-SHAPE = (6, 11)  # of every batch here, so that each operation is compiled once
+SHAPE = (6, 11)  # one shape for all batches, so that each operation compiles once
 
 
-def run(x, s):
+def metrics_of(x, s):
   logprobs = LogProbs(sampler=jnp.asarray(x['roll']), old=jnp.asarray(x['old']))
   mask = jnp.asarray(x['mask'])
   return mismatch(logprobs, s, mask=mask, advantage=jnp.asarray(x['advantage']), corrected=correct(logprobs, mask, s))
@@ -47,8 +49,8 @@ def batch(seed):
   return {k: np.asarray(v, bool if k == 'mask' else np.float32) for k, v in oracle.batch(seed, B=6).items()}
 
 
-def gap(old, roll):
-  """A batch with these log-probs in its corner."""
+def batch_with(old, roll):
+  """Return a batch with these log-probs in its corner."""
   old, roll = np.float32(old), np.float32(roll)
   x = {name: np.zeros(SHAPE, np.float32) for name in ('old', 'roll')} | {'mask': np.zeros(SHAPE, bool)}
   corner = tuple(slice(0, n) for n in old.shape)
@@ -60,7 +62,7 @@ def gap(old, roll):
 def test_every_metric_agrees_with_the_oracle(s):
   x = oracle.batch(0, B=6)
   with jax.enable_x64(True):
-    got = run(x, s)
+    got = metrics_of(x, s)
     expected = oracle.mismatch(x['old'], x['roll'], x['mask'], x['advantage'], s)
     assert set(got) == set(expected)
     for name, value in expected.items():
@@ -70,23 +72,23 @@ def test_every_metric_agrees_with_the_oracle(s):
 def test_single_precision_is_enough():
   x = oracle.batch(3, B=6)
   expected = oracle.mismatch(x['old'], x['roll'], x['mask'], x['advantage'], EVERYTHING)
-  for name, value in run(batch(3), EVERYTHING).items():
+  for name, value in metrics_of(batch(3), EVERYTHING).items():
     np.testing.assert_allclose(value, expected[name], rtol=1e-4, atol=1e-5, err_msg=name)
 
 
 @pytest.mark.parametrize('s', SETTINGS, ids=range(len(SETTINGS)))
-def test_a_batch_of_nothing_has_finite_metrics(s):
+def test_an_empty_batch_has_finite_metrics(s):
   x = batch(0)
   x['mask'][:] = False
   x['old'][:] = np.nan
-  for name, value in run(x, s).items():
+  for name, value in metrics_of(x, s).items():
     assert np.isfinite(value), name
 
 
-def test_identical_policies():
+def test_identical_policies_have_no_mismatch():
   x = batch(1)
   x['roll'] = x['old']
-  m = run(x, Correction(reject=('token_k1=2.0', 'seq_sum_k3=0.1'), veto=1e-4))
+  m = metrics_of(x, Correction(reject=('token_k1=2.0', 'seq_sum_k3=0.1'), veto=1e-4))
   ones = ('ppl_ratio', 'probs_pearson', 'token_mult_prob_error', 'rollout_is_mean', 'rollout_is_eff_sample_size')
   zeros = ('kl', 'k3_kl', 'chi2_token', 'chi2_seq', 'js_divergence_error', 'rollout_is_std', 'abs_dlogp_max')
   for name in ones:
@@ -97,11 +99,11 @@ def test_identical_policies():
   assert m['sparse/veto_fraction'] == 0
 
 
-def test_the_two_kl_directions_are_blind_to_different_gaps():
-  m = run(gap([[-5.0]], [[-15.0]]), Correction())
+def test_each_kl_direction_misses_gaps_that_the_other_shows():
+  m = metrics_of(batch_with([[-5.0]], [[-15.0]]), Correction())
   np.testing.assert_allclose(m['rollout_corr/k3_kl'], 22_015, atol=1)
   np.testing.assert_allclose(m['rollout_corr/policy_kl_error'], 9.0, atol=1e-3)
-  m = run(gap([[-15.0]], [[-5.0]]), Correction())
+  m = metrics_of(batch_with([[-15.0]], [[-5.0]]), Correction())
   np.testing.assert_allclose(m['rollout_corr/k3_kl'], 9.0, atol=1e-3)
   np.testing.assert_allclose(m['rollout_corr/policy_kl_error'], 22_015, atol=1)
 
@@ -118,7 +120,7 @@ def test_the_veto_fraction_counts_rejected_sequences():
   x['roll'] = x['old'] + np.float32(0.01)
   x['mask'][:], x['mask'][4:], x['mask'][0, 6:] = True, False, False
   x['old'][0, 3] = x['roll'][0, 3] - 12
-  m = run(x, preset('sparse_rl'))
+  m = metrics_of(x, preset('sparse_rl'))
   expected = {
     'sparse/veto_fraction': 1 / 4,
     'sparse/catastrophic_sequence_fraction': 1 / 4,
@@ -127,26 +129,26 @@ def test_the_veto_fraction_counts_rejected_sequences():
   }
   for name, value in expected.items():
     np.testing.assert_allclose(m[name], value, rtol=1e-6, err_msg=name)
-  without = run(x, preset('token_is'))
+  without = metrics_of(x, preset('token_is'))
   assert without['sparse/veto_fraction'] == 0
   np.testing.assert_allclose(without['sparse/catastrophic_sequence_fraction'], 1 / 4)
 
 
-def test_a_rejection_corrects_nothing_of_the_survivors():
+def test_a_rejection_does_not_count_as_a_correction_of_the_survivors():
   roll = np.log([[0.5, 0.5, 0.5], [0.5, 0.5, 0.5]])
-  x = gap(np.log([[0.4, 0.6, 0.01], [0.4, 0.6, 0.5]]), roll)  # the learner all but excludes one token
-  rejecting = run(x, Correction(level=None, veto=0.1))
+  x = batch_with(np.log([[0.4, 0.6, 0.01], [0.4, 0.6, 0.5]]), roll)  # the learner all but excludes one token
+  rejecting = metrics_of(x, Correction(level=None, veto=0.1))
   assert rejecting['rollout_corr/rollout_rs_masked_fraction'] == 0.5
   assert rejecting['rollout_corr/corrected_fraction'] == 0
-  weighted = run(x, Correction(level='token', veto=0.1))
+  weighted = metrics_of(x, Correction(level='token', veto=0.1))
   np.testing.assert_allclose(weighted['rollout_corr/corrected_fraction'], 2 / 3)
-  assert run(x, Correction(level=None, veto=0.9))['rollout_corr/corrected_fraction'] == 1  # nothing survives
+  assert metrics_of(x, Correction(level=None, veto=0.9))['rollout_corr/corrected_fraction'] == 1  # nothing survives
 
 
-def test_a_nan_of_the_sampler_shows():
+def test_a_nan_of_the_sampler_appears_in_the_metrics():
   x = batch(3)
   x['roll'][0, 0] = np.nan
-  assert np.isnan(run(x, Correction())['rollout_corr/kl'])
+  assert np.isnan(metrics_of(x, Correction())['rollout_corr/kl'])
 
 
 # --- the update ------------------------------------------------------------------------------------------------------
@@ -172,7 +174,7 @@ def test_policy_metrics_by_hand_and_summed_over_microbatches():
     np.testing.assert_allclose(m[name], value, rtol=1e-5, err_msg=name)
 
 
-def test_policy_metrics_of_nothing_are_finite():
+def test_policy_metrics_without_tokens_are_finite():
   ratios = TokenRatios(log_ratio=jnp.zeros((1, 2)), clipped=jnp.zeros((1, 2), bool))
   assert all(np.isfinite(v) for v in policy_metrics(policy_sums(ratios, jnp.zeros((1, 2), bool))).values())
 
@@ -196,7 +198,7 @@ def test_repetition_agrees_with_trying_every_length(tokens, scale):
   assert repetition(np.array(tokens, np.int64) * scale) == longest / max(len(tokens), 1)
 
 
-def test_repetition_of_a_long_answer_is_quick_and_exact():
+def test_repetition_of_a_long_answer_is_fast_and_exact():
   rng = np.random.default_rng(0)
   tokens = rng.integers(0, 100_000, 9000).astype(np.int32)
   tokens[5000:7000] = tokens[1000:3000]

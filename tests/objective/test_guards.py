@@ -1,3 +1,5 @@
+"""Guards: metrics that stop a run (sentinels), and health ranges that warn."""
+
 import math
 
 import pytest
@@ -46,9 +48,9 @@ def test_a_kl_spike_stops_the_run():
 UNCORRECTED = HEALTHY | {'async/stale_tokens': 0.4, 'rollout_corr/corrected_fraction': 0.0}
 
 
-@pytest.mark.parametrize('deviation', [0.0, 0.03])  # from the old policy, in later minibatches
+@pytest.mark.parametrize('deviation', [0.0, 0.03])  # of the ratio to the old policy, in later minibatches
 def test_uncorrected_staleness_stops_the_run(deviation):
-  """A ratio to recomputed log-probs says nothing about the weights that sampled (docs/methods/async.md, Traps)."""
+  """A ratio to recomputed log-probs does not correct for the weights that sampled (docs/methods/async.md, Traps)."""
   (reason,) = sentinels(UNCORRECTED | {'policy/ratio_deviation': deviation})
   assert "config.correction.level = 'token'" in reason
   assert "config.correction.mode = 'bypass'" in reason

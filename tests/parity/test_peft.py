@@ -1,6 +1,6 @@
-"""Adapters exported here, put by PEFT on the model in transformers, compute what they compute here; and once merged, too.
+"""Exported adapters give the same logits in PEFT as in sprl, separate and merged.
 
-PEFT lives beside transformers in the environment that SPRL_REFERENCE_PYTHON names; see test_parity.py.
+SPRL_REFERENCE_PYTHON names an interpreter with transformers and PEFT; see test_parity.py.
 """
 
 import os
@@ -33,14 +33,14 @@ CASES = {
 
 @pytest.fixture(scope='module')
 def where(tmp_path_factory):
-  """For every case a base, an adapter and the two merged, and what transformers with PEFT computes from them."""
+  """A folder with base, adapter and merged model of every case, and the results of transformers with PEFT."""
   has_peft = subprocess.run([os.environ['SPRL_REFERENCE_PYTHON'], '-c', 'import peft'], capture_output=True, check=False)
   if has_peft.returncode:
-    pytest.skip(f'{os.environ["SPRL_REFERENCE_PYTHON"]} has no peft (make reference installs it)')
+    pytest.skip(f'{os.environ["SPRL_REFERENCE_PYTHON"]} has no peft: make reference')
   where, jobs = tmp_path_factory.mktemp('peft'), []
   write_tiny(where / 'tokenizer')
   for name in CASES:
-    config, base, adapters = made(name)
+    config, base, adapters = random_adapters(name)
     export_folder(where / name, base.params, config, where / 'tokenizer', dtype=jnp.float32)
     export_folder(where / f'{name}.merged', base.under(adapters), config, where / 'tokenizer', dtype=jnp.float32)
     export_adapters(where / f'{name}.adapter', adapters, config, CASES[name][1], str(where / name))
@@ -51,8 +51,8 @@ def where(tmp_path_factory):
   return where
 
 
-def made(name):
-  """(config, frozen weights, adapters that change every linear they are on)."""
+def random_adapters(name):
+  """Return (config, frozen weights, random adapters) of a case."""
   family, lora = CASES[name]
   config = tiny(family)
   adapters = init_adapters(config, lora, jax.random.key(0))
@@ -62,8 +62,8 @@ def made(name):
 
 
 @pytest.mark.parametrize('name', CASES)
-def test_logits_under_adapters_are_those_of_peft(where, name):
-  config, base, adapters = made(name)
+def test_logits_with_adapters_equal_those_of_peft(where, name):
+  config, base, adapters = random_adapters(name)
   tokens = jnp.asarray(PROMPTS, jnp.int32)
   positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
 
@@ -73,10 +73,10 @@ def test_logits_under_adapters_are_those_of_peft(where, name):
 
   theirs = np.load(where / f'{name}.npz')['logits']
   np.testing.assert_allclose(jax.jit(logits)(base.under(adapters)), theirs, atol=1e-4)
-  assert np.abs(np.asarray(jax.jit(logits)(base.params)) - theirs).max() > 0.1  # the adapters do something
+  assert np.abs(np.asarray(jax.jit(logits)(base.params)) - theirs).max() > 0.1  # the adapters change the logits
 
 
 @pytest.mark.parametrize('name', CASES)
-def test_the_merged_export_computes_what_peft_computes(where, name):
+def test_logits_of_the_merged_export_equal_those_of_peft(where, name):
   merged = compare(where / f'{name}.merged', where / f'{name}.merged.npz', PROMPTS)
   np.testing.assert_allclose(merged.logits, np.load(where / f'{name}.npz')['logits'], atol=1e-4)

@@ -1,4 +1,4 @@
-"""Models and runs that the tests of the planner share."""
+"""Models and runs for the tests of the planner."""
 
 import dataclasses
 from pathlib import Path
@@ -11,7 +11,7 @@ MODELS = ROOT / 'benchmarks' / 'models'
 
 
 def shallow(config: ModelConfig, layers: int) -> ModelConfig:
-  """The model with its first layers only."""
+  """Return the config with the first `layers` layers only."""
   experts = config.experts and dataclasses.replace(config.experts, layers=tuple(range(layers)))
   return dataclasses.replace(config, num_layers=layers, experts=experts)
 

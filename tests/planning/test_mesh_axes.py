@@ -43,8 +43,8 @@ def test_axes_follow_from_flags_and_settings(run, flags, learner, rollout):
 @pytest.mark.parametrize(
   ('run', 'flags', 'setting'),
   [
-    (Run(mesh=TENSORS), ['fsdp=16'], 'config.mesh.rollout = '),  # which has 8 devices
-    (Run(mesh=Meshes(Mesh(tensor=2))), [], 'config.mesh.learner.fsdp = -1'),  # of an unknown number of devices
+    (Run(mesh=TENSORS), ['fsdp=16'], 'config.mesh.rollout = '),  # the rollout mesh has 8 devices
+    (Run(mesh=Meshes(Mesh(tensor=2))), [], 'config.mesh.learner.fsdp = -1'),  # the number of devices is unknown
     (Run(mesh=TENSORS, devices=Devices(engines=3)), [], 'config.devices.engines = 3'),
   ],
 )

@@ -30,7 +30,7 @@ def sent(done):
   return {(part.name, part.axis): part.sent for part in done.parts if part.sent}
 
 
-def test_heads_are_split_where_they_can_be():
+def test_heads_are_split_if_they_divide():
   assert [MeshAxes(tensor=n).heads(QWEN) for n in (1, 2, 4, 8, 28)] == [(28, 4), (14, 2), (7, 1), (7, 1), (1, 1)]
 
 

@@ -30,7 +30,7 @@ from sprl.models import transformer
 from sprl.planning import aot, compile_check
 from sprl.planning.devices import device
 from sprl.planning.estimate import on, plan
-from sprl.planning.memory import served_bytes, size
+from sprl.planning.memory import sampler_weight_bytes, size
 from sprl.planning.mesh_axes import MeshAxes
 from sprl.planning.show import as_json, as_text
 from sprl.sharding.mesh import filled
@@ -45,7 +45,7 @@ def whole():
   return plan(FEW, RUN, ONE, ONE, H200)
 
 
-def test_most_rows_are_the_most_that_fit():
+def test_planned_rows_are_the_most_that_fit():
   planned = plan(FEW, RUN, MeshAxes(fsdp=8), MeshAxes(data=8), H200)
   for kind in planned.kinds:
     filled = [planned.update.state + kind.memory.total(rows) for rows in (kind.most_rows, kind.most_rows + 1)]
@@ -55,7 +55,7 @@ def test_most_rows_are_the_most_that_fit():
   assert [kind.rows for kind in planned.kinds] == [8] * 4  # of 64 sequences, on 8 devices
 
 
-def test_a_plan_says_what_does_not_fit():
+def test_a_plan_names_the_parts_that_do_not_fit():
   planned = plan(FEW, RUN, ONE, ONE, device('v5e'))
   assert not planned.fits['update']
   assert all(kind.most_rows < 0 and kind.rows == 0 for kind in planned.kinds)
@@ -88,9 +88,9 @@ def test_an_evaluation_by_hand():
   assert (found.rows, found.rows_asked) == (32, 128)  # problems, one sample each
   assert planned.update.state == pytest.approx((4 + 8 + 2) * parameters / 4, rel=1e-3)
   drawn = 4 * (3 * 4096 + V)  # tokens, their log-probs, numbers of kept slots; logits
-  prefill = 8 * 512 * (2 * 2 * 4 * K * D + 2 * (2 * E + 2 * F) + 2 * 512)  # of 8 prompts: keys, values, one layer, the mask
+  prefill = 8 * 512 * (2 * 2 * 4 * K * D + 2 * (2 * E + 2 * F) + 2 * 512)  # 8 prompts: keys, values, one layer, the mask
   own = 2 * parameters + 32 * (2 * 2 * 4 * K * D * 4608 + drawn) + prefill
-  served = served_bytes(FEW, on(device('h100'), run), run.quant, MeshAxes(data=4))
+  served = sampler_weight_bytes(FEW, on(device('h100'), run), run.quant, MeshAxes(data=4))
   assert found.total == pytest.approx(planned.update.state + served + own, rel=1e-3)
   assert planned.kinds[3].rows == 64
   assert planned.fits == {'update': True, 'evaluation': False}
@@ -104,11 +104,11 @@ def test_an_evaluation_has_no_more_rows_than_samples(samples, temperature, rows)
   assert (found.rows, found.rows_asked) == (rows, rows)
 
 
-def test_an_evaluation_with_the_samplers_memory_takes_what_rollouts_take():
+def test_an_evaluation_with_the_samplers_memory_needs_as_much_as_rollouts():
   run = dataclasses.replace(RUN, eval=Evaluation(memory='sampler'), quant=Quant(sampler='w8a8_kv8'))
   planned = plan(FEW, run, ONE, ONE, H200)
   own, held = planned.kinds[3], planned.update.state
-  served = served_bytes(FEW, on(H200, run), run.quant, ONE)
+  served = sampler_weight_bytes(FEW, on(H200, run), run.quant, ONE)
   assert planned.evaluation.total == held + served + own.memory.total(64)
   short = dataclasses.replace(run, eval=Evaluation(max_tokens=64), cache=Cache())
   dense = plan(FEW, short, ONE, ONE, H200)
@@ -128,7 +128,7 @@ def test_an_evaluation_is_on_the_learners_devices_if_rollouts_have_their_own():
   ('sampler', 'budget', 'name'),
   [('none', None, 'dense'), ('w8a8_kv8', 512, 'sparse fp8'), ('w8a8', None, 'dense w8a8'), ('kv8', 512, 'sparse kv8')],
 )
-def test_the_runs_own_kind_of_rollouts_is_planned_and_compiled(sampler, budget, name, monkeypatch):
+def test_the_kind_of_rollouts_of_the_run_is_planned_and_compiled(sampler, budget, name, monkeypatch):
   run = dataclasses.replace(RUN, quant=Quant(sampler=sampler), cache=Cache(budget=budget))
   planned = plan(FEW, run, ONE, ONE, H200)
   assert [kind.name for kind in planned.kinds] == list(dict.fromkeys(['dense', 'dense fp8', 'sparse', 'sparse fp8', name]))

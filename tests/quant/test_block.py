@@ -19,7 +19,7 @@ fake, product = jax.jit(fp8.fake), jax.jit(block_dot)
 
 @partial(jax.jit, static_argnames='format')
 def round_trip(w, format):
-  """(quantised weight, its values)."""
+  """Return (quantised weight, dequantised weight)."""
   q = block.quantise(w, format)
   return q, q.dequantised()
 
@@ -29,7 +29,7 @@ LAYOUT = {'float32': (128, 128, False), 'pow2': (128, 128, True), 'mxfp8': (1, 3
 
 
 def oracle(x, rows, columns, pow2):
-  """Codes as float64 and scales of x [N, M], block by block."""
+  """Return (codes as float64, scales) of x [N, M], computed block by block."""
   N, M = x.shape
   codes, scale = np.zeros(x.shape), np.zeros((-(-N // rows), -(-M // columns)))
   for i in range(scale.shape[0]):
@@ -42,7 +42,7 @@ def oracle(x, rows, columns, pow2):
 
 
 def spread(codes, scale, rows, columns):
-  """The values that codes and scales stand for."""
+  """Return codes times scales, number by number."""
   out = np.zeros(codes.shape)
   for i in range(codes.shape[0]):
     for j in range(codes.shape[1]):
@@ -140,7 +140,7 @@ def test_round_trip_error_of_groups_of_32_with_float32_scales():
 
 
 @pytest.mark.parametrize(('outlier', 'tensor', 'block'), [(1e2, 0.0265, 0.0264), (1e4, 0.046, 0.0264), (1e5, 0.456, 0.0264)])
-def test_only_huge_outliers_tell_granularities_apart(outlier, tensor, block):
+def test_blocks_are_more_precise_than_tensors_only_with_huge_outliers(outlier, tensor, block):
   w = normal(512, 512, scale=0.02)
   w[:, 7] *= outlier
   w = half(w).astype(np.float32)
@@ -229,8 +229,8 @@ def test_error_of_a_product():
   assert error(y, x.astype(np.float64) @ w.T) == pytest.approx(0.037, abs=1e-3)
 
 
-def test_a_token_is_quantised_as_if_it_were_alone():
-  """Bit for bit: a token's codes and scales depend on no other token."""
+def test_the_quantisation_of_a_token_depends_on_no_other_token():
+  """Codes and scales of a token are equal alone and in a batch, bit for bit."""
   x = normal(16, 200)
   codes, scale = quantise_groups(x, 'float32')
   for i in (0, 7, 15):
@@ -239,7 +239,7 @@ def test_a_token_is_quantised_as_if_it_were_alone():
     np.testing.assert_array_equal(of_one[3], scale[i])
 
 
-def test_a_quantised_weight_is_a_tree_of_its_arrays():
+def test_a_quantised_weight_is_a_pytree_of_its_arrays():
   q = quantise(np.ones((4, 32), np.float32), 'mxfp8')
   leaves, tree = jax.tree.flatten(q)
   assert [leaf.dtype for leaf in leaves] == [jnp.float8_e4m3fn, jnp.float32]
@@ -249,7 +249,7 @@ def test_a_quantised_weight_is_a_tree_of_its_arrays():
 
 
 @pytest.mark.parametrize('format', LAYOUT)
-def test_experts_are_quantised_each_by_itself(format):
+def test_each_expert_is_quantised_independently(format):
   w = (normal(3, 200, 140) * np.array([1, 1e-3, 50])[:, None, None]).astype(np.float32)
   together, values = round_trip(w, format)
   for x, (apart, of_one) in enumerate(round_trip(expert, format) for expert in w):

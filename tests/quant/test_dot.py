@@ -10,7 +10,7 @@ from sprl.quant.dot import dot
 
 
 @pytest.mark.parametrize('lead', [(), (5,), (2, 3)])
-def test_product_and_gradients(lead):
+def test_product_and_gradients_match_numpy(lead):
   rng = np.random.default_rng(0)
   x, w, g = rng.normal(size=(*lead, 4)), rng.normal(size=(6, 4)), rng.normal(size=(*lead, 6))
   y, back = jax.vjp(dot, jnp.asarray(x, jnp.float32), jnp.asarray(w, jnp.float32))
@@ -28,7 +28,7 @@ def test_float32_weights_under_bfloat16_activations():
   dx, dw = back(g)
   assert (y.dtype, dx.dtype, dw.dtype) == (jnp.bfloat16, jnp.bfloat16, jnp.float32)
   exact = np.asarray(g, np.float64).T @ np.asarray(x, np.float64)
-  np.testing.assert_allclose(dw, exact, rtol=1e-5, atol=1e-5)  # summed in float32: bfloat16 is good for 1e-2
+  np.testing.assert_allclose(dw, exact, rtol=1e-5, atol=1e-5)  # float32 sums; the error of bfloat16 sums is 1e-2
   assert np.abs(np.asarray(dw.astype(jnp.bfloat16), np.float64) - exact).max() > 1e-3
 
 

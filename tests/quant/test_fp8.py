@@ -1,4 +1,4 @@
-"""Casts to e4m3 against those of ml_dtypes and float64 arithmetic in numpy."""
+"""Casts to e4m3 against the casts of ml_dtypes and float64 arithmetic in numpy."""
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ def codes_of(array):
 
 
 def probes():
-  """Every e4m3 value, every tie between two, their float32 neighbours, and a million values over and beyond the range."""
+  """Return e4m3 values, the ties between two, their float32 neighbours, and a million values over and beyond the range."""
   rng = np.random.default_rng(0)
   ties = (FINITE[1:] + FINITE[:-1]) / 2
   near = [np.nextafter(v, np.float32(s * np.inf)) for v in (FINITE, ties) for s in (-1, 1)]
@@ -43,7 +43,7 @@ def test_nan_stays_nan_and_infinity_becomes_the_largest():
 @pytest.mark.parametrize(
   ('x', 'code'), [(448, 448), (449, 448), (464, 448), (464.1, 448), (-464.1, -448), (2.0**-10, 0), (2.0**-9, 2.0**-9)]
 )
-def test_edges(x, code):
+def test_values_at_the_edges_of_the_range(x, code):
   assert float(fp8.cast(jnp.asarray([x], jnp.float32), 1.0)[0]) == code
 
 
@@ -72,7 +72,7 @@ def test_scales_broadcast_and_dtypes_are_kept():
   np.testing.assert_array_equal(back, (codes.astype(np.float32) * scale).astype(ml_dtypes.bfloat16))
 
 
-def test_saturated():
+def test_saturated_marks_values_beyond_448_but_not_nan():
   x = jnp.asarray([447, 448, 448.1, -449, jnp.inf, jnp.nan])
   np.testing.assert_array_equal(fp8.saturated(x, 1.0), [False, False, True, True, True, False])
   assert not fp8.saturated(x[:5], 2.0)[:4].any()

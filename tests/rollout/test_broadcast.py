@@ -1,4 +1,4 @@
-"""The schedulers of several processes take the same decisions, whatever the clock, engines and workers of process 0 do."""
+"""The schedulers of several processes take the same decisions for any clock, engines and workers of process 0."""
 
 import time
 from types import SimpleNamespace
@@ -21,7 +21,7 @@ from sprl.types import Completion
 
 
 class ChunkEngine:
-  """An engine that notes its calls. A request takes 1 to 4 chunks, by its uid. A chunk is over when `over()` is true."""
+  """An engine that records its calls. A request takes 1 to 4 chunks, by its uid. A chunk is over when `over()` is true."""
 
   def __init__(self, over, capacity=4):
     self.over, self.capacity, self.log = over, capacity, []
@@ -67,7 +67,8 @@ class ChunkEngine:
 
   def drawn(self, request, n, finish):
     ints = np.full(n, request.uid % 7, np.int32)
-    return Completion(request, ints, np.zeros(n, np.float32), np.full(n, self.version, np.int32), ints, finish)
+    logp, version = np.zeros(n, np.float32), np.full(n, self.version, np.int32)
+    return Completion(request=request, tokens=ints, logp=logp, version=version, kept=ints, finish=finish)
 
 
 class Graders:
@@ -97,12 +98,12 @@ class Graders:
 
 
 def NEVER():
-  """Only process 0 may look whether a chunk is over."""
+  """Raise an error: only process 0 may ask whether a chunk is over."""
   raise AssertionError('asked')
 
 
-def controller(seed):
-  """Four steps of one process. Returns the groups of each update, the calls of the engines, and the counts."""
+def four_steps(seed):
+  """Return a program of four steps. It returns (groups of each update, calls of the engines, counts of the scheduler)."""
 
   def program(team):
     rng = np.random.default_rng(seed)
@@ -129,16 +130,16 @@ def controller(seed):
   return program
 
 
-def test_all_processes_do_the_same():
-  first, *others = together(*[controller(0)] * 3)
+def test_all_processes_take_the_same_decisions():
+  first, *others = together(*[four_steps(0)] * 3)
   assert not isinstance(first, Exception), first
   taken, logs, counts = first
   assert [number for groups in taken for number, *_ in groups] == list(range(12))
   assert counts['errors'] > 0
   assert all(len(log) > 10 for log in logs)
   assert others == [first, first]
-  (other,) = together(controller(1))
-  assert other[1] != first[1]  # process 0 does not do the same each time
+  (other,) = together(four_steps(1))
+  assert other[1] != first[1]  # another seed leads to other decisions
 
 
 def test_one_process_has_no_wrapper():
@@ -149,14 +150,14 @@ def test_one_process_has_no_wrapper():
 def test_a_problem_comes_from_the_process_that_holds_it():
   fetched = []
 
-  class Noted(Share):
+  class RecordingShare(Share):
     def __getitem__(self, index):
       fetched.append((index, index % 3))
       return super().__getitem__(index)
 
   def program(team):
     rows = ({'id': str(i), 'prompt': f'{i}?', 'answer': str(i), 'extra': {'solution': f'{team.process}'}} for i in range(8))
-    problems = BroadcastProblems(Problems(Task(), Noted(rows, team.process, team.processes)), team)
+    problems = BroadcastProblems(Problems(Task(), RecordingShare(rows, team.process, team.processes)), team)
     return [(p.id, p.answer, p.extra['solution']) for p in (problems[i] for i in (5, 0, 7, 5))]
 
   told = [('5', '5', '2'), ('0', '0', '0'), ('7', '7', '1'), ('5', '5', '2')]

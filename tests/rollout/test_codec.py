@@ -1,4 +1,4 @@
-"""Codecs: the ids of the turns are those of the whole conversation, and no answer is encoded twice."""
+"""Codecs: the ids of the turns equal those of the whole conversation, and no answer is encoded twice."""
 
 import json
 
@@ -8,7 +8,7 @@ from sprl.io.tokenizer import Tokenizer, TokenizerError, write_tiny
 from sprl.rollout.codec import ChatCodec, PlainCodec
 from sprl.rollout.episodes import Codec
 
-# As ChatML: a token ends each turn, and a newline follows it.
+# Like ChatML: a token ends each turn, and a newline follows the token.
 CHATML = (
   "{% for m in messages %}{{ '<bos>' + m.role + '\\n' + m.content + '<eos>\\n' }}{% endfor %}"
   "{% if add_generation_prompt %}{{ '<bos>assistant\\n' }}{% endif %}"
@@ -36,7 +36,7 @@ def tokenizer(folder, template=None):
 
 
 def conversation(codec, tokens, end):
-  """The ids of TALK as an engine reads them. `end` follows each answer but the last."""
+  """Return the ids of TALK as an engine reads them. `end` follows each answer except the last."""
   ids, answer = codec.opening(TALK[0]), []
   for i, part in enumerate(TALK[1:], 1):
     if isinstance(part, str):
@@ -57,7 +57,7 @@ def messages(system):
 @pytest.mark.parametrize('end', ['<eos>', ''], ids=['its turn ended', 'cut short'])
 @pytest.mark.parametrize('system', [None, 'Be brief.'])
 @pytest.mark.parametrize('template', [None, CHATML], ids=['tiny', 'chatml'])
-def test_the_ids_of_the_turns_are_those_of_the_whole_conversation(tmp_path, template, system, end):
+def test_the_ids_of_the_turns_equal_those_of_the_whole_conversation(tmp_path, template, system, end):
   tokens = tokenizer(tmp_path, template)
   whole = tokens.render(messages(system), add_generation_prompt=False)
   closing = '<eos>\n' if template else '<eos>'
@@ -92,7 +92,7 @@ def test_a_template_without_end_of_turn_tokens_can_be_continued(tmp_path):
   tokens = tokenizer(tmp_path, NO_SPECIAL)
   codec = ChatCodec(tokens)
   user = [{'role': 'user', 'content': 'u'}]
-  for answer in ('a', 'a\n'):  # one that ended its line is not ended again
+  for answer in ('a', 'a\n'):  # an answer that ends with a newline gets no second one
     ids = codec.opening(user) + tokens.encode(answer) + codec.reply(user, tokens.encode(answer))
     assert tokens.decode(ids) == 'user: u\nassistant: a\nuser: u\nassistant: '
 
@@ -140,7 +140,7 @@ def test_each_plain_message_is_a_line(tmp_path):
   assert codec.text(tokens.encode('yes<eos>')) == 'yes'
 
 
-def test_both_are_codecs(tmp_path):
+def test_both_classes_have_the_interface_of_a_codec(tmp_path):
   tokens = tokenizer(tmp_path)
   assert isinstance(ChatCodec(tokens), Codec)
   assert isinstance(PlainCodec(tokens), Codec)

@@ -30,7 +30,7 @@ def test_savings_follow_from_kept_slots_and_allocated_bytes():
   slots, width = 6 + 1, 2 * 2 * 2 * 16  # max(prompt, budget) + interval; 2 layers, k and v, 2 heads of 16
   positions, queries = 4 * 2 * 2 * slots, 2 * 2 * 4 * 2 * 16  # of 2 layers: 2 heads' slots; 4 heads' last 2 queries, bfloat16
   row = slots * width + positions + queries + 4 * 5  # and five numbers a row
-  assert found['sparse/cache_bytes'] == pytest.approx(3 * row, rel=0.01)  # and the scales
+  assert found['sparse/cache_bytes'] == pytest.approx(3 * row, rel=0.01)  # the scales are within the tolerance
   assert found['sparse/bytes_saving'] == pytest.approx(1 - row / (10 * 2 * width), abs=0.01)
   assert found['fp8/kv_saturation'] == pytest.approx(32 / (17 * width))
 
@@ -39,7 +39,7 @@ def test_a_dense_cache_saves_nothing():
   found = collect.metrics(small.rollouts([(3, 2)], (6,)), plan(), 3)
   assert found['sparse/accounting_saving'] == 0
   assert found['sparse/compressed'] == 0
-  assert found['sparse/bytes_saving'] == pytest.approx(0.5, abs=0.02)  # by FP8 alone
+  assert found['sparse/bytes_saving'] == pytest.approx(0.5, abs=0.02)  # only FP8 saves bytes
 
 
 def test_prompts_that_are_too_long_or_empty_are_named():

@@ -1,6 +1,6 @@
-"""Episodes, driven by hand and by the scheduler: what they ask for, what is trained on, and that environments are closed.
+"""Episodes, driven by hand and by the scheduler: their requests, their trajectories, and the closing of environments.
 
-The ids of a conversation are put together here a second time, from the environment's own texts and the answers.
+The tests compose the ids of a conversation again, from the environment's texts and the answers.
 """
 
 import itertools
@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from pools import Inline
+from pools import InlineWorker
 from simulation import Clock, SimulatedEngine
 
 from sprl.config import Rollout
@@ -52,10 +52,11 @@ def ids(text):
 
 
 def completion(wanted, text, version=0, finish='stop'):
-  """An answer of that text. Its records tell the position of each token in the sequence."""
+  """Return an answer with this text. Its records hold the position of each token in the sequence."""
   places = len(wanted.prompt) + len(wanted.given) + np.arange(len(text), dtype=np.int32)
   request = Request(5, 2, wanted.prompt, wanted.max_tokens, wanted.given)
-  return Completion(request, ids(text), -(places / 8).astype(np.float32), np.full(len(text), version, np.int32), places, finish)
+  logp, version = -(places / 8).astype(np.float32), np.full(len(text), version, np.int32)
+  return Completion(request=request, tokens=ids(text), logp=logp, version=version, kept=places, finish=finish)
 
 
 def step(observation, reward=0.0, done=False, **info):
@@ -63,7 +64,7 @@ def step(observation, reward=0.0, done=False, **info):
 
 
 class Talk:
-  """An episode with scripted outcomes and answers. `asked` has everything that the episode yielded."""
+  """An episode with scripted outcomes and answers. `asked` has everything that the episode yields."""
 
   def __init__(self, answers, outcomes, limits=WIDE, first=('first', {})):
     self.answers, self.outcomes, self.first = iter(answers), iter(outcomes), first
@@ -75,7 +76,7 @@ class Talk:
     self.released += 1
 
   def run(self, turns=None):
-    """Runs the episode to its end, or through `turns` of its requests."""
+    """Run the episode to its end, or through `turns` of its requests."""
     wanted = next(self.episode)
     try:
       while turns is None or len(self.asked) < turns:
@@ -146,7 +147,7 @@ def test_a_conversation_is_one_sequence_with_a_record_of_each_token():
 
 
 def test_engines_read_the_ids_that_are_trained_on():
-  """Token in, token out: each request continues the one before, and the last one is the trajectory."""
+  """Each request continues the ids of the request before it. The trajectory is the last request and its answer."""
   talk = Talk(['a', 'bb.', 'ccc'], [step('x'), step('y'), step('z', done=True)]).run()
   whole = talk.trajectory.tokens.tolist()
   consumed = [np.concatenate([w.prompt, w.given]).tolist() for w in talk.generated]
@@ -156,7 +157,7 @@ def test_engines_read_the_ids_that_are_trained_on():
   assert whole == consumed[-1] + ids('ccc').tolist()
 
 
-def test_the_metrics_of_the_steps_become_those_of_the_episode():
+def test_metrics_of_the_steps_become_metrics_of_the_episode():
   first = {'metrics': {'valid': 1, 'success': 0}, 'metrics_agg_mode': {'success': 'last'}}
   last = {'metrics': {'valid': 0, 'success': 1}, 'metrics_agg_mode': {'success': 'last'}}
   talk = Talk('ab', [step('x', **first), step('y', done=True, **last)]).run()
@@ -169,20 +170,20 @@ def test_an_episode_ends_when_terminated_or_truncated():
     assert (len(talk.generated), talk.trajectory.finish, talk.trajectory.reward) == (1, 'stop', 1.0)
 
 
-def test_turns_run_out():
+def test_an_episode_ends_after_its_last_turn():
   talk = Talk('abcd', [step('x', 1.0)] * 4, replace(WIDE, turns=3)).run()
   assert len(talk.generated) == 3
   assert ''.join(map(chr, talk.trajectory.completion)) == 'a.x/>b.x/>c'  # without the last observation
   assert (talk.trajectory.finish, talk.trajectory.rewards) == ('turns', (1.0, 1.0, 1.0))
 
 
-def test_tokens_run_out():
+def test_an_episode_ends_at_its_token_limit():
   limits = Limits(turns=10, turn_tokens=4, max_prompt=100, max_tokens=10)
   talk = Talk(['aaaa', 'bb', 'c'], [step('x')] * 3, limits).run()
   assert [w.max_tokens for w in talk.generated] == [4, 2]  # .x/> is four tokens
   assert ''.join(map(chr, talk.trajectory.completion)) == 'aaaa.x/>bb'
   assert talk.trajectory.finish == 'length'
-  long = Talk(['a', 'b'], [step('a long observation')] * 2, limits).run()  # no room for a second answer
+  long = Talk(['a', 'b'], [step('a long observation')] * 2, limits).run()  # no tokens are left for a second answer
   assert ''.join(map(chr, long.trajectory.completion)) == 'a'
   assert len(long.trajectory.rewards) == 1
 
@@ -203,7 +204,7 @@ def test_no_conversation_is_longer_than_its_limits():
     assert all(1 <= w.max_tokens <= limits.turn_tokens for w in talk.generated)
     assert len(t.completion) <= limits.max_tokens
     assert t.mask[-1]
-    if t.finish != 'stop':  # the limit that was reached
+    if t.finish != 'stop':  # a limit ended the episode
       assert (t.finish == 'turns') == (len(talk.generated) == limits.turns)
 
 
@@ -217,7 +218,7 @@ def test_a_first_observation_that_is_too_long_is_refused():
 
 @pytest.mark.parametrize('asked', range(1, 6))
 def test_an_episode_that_is_closed_early_releases_its_environment(asked):
-  """It may wait for a reset, an answer or a step."""
+  """The episode waits for a reset, an answer or a step when it is closed."""
   talk = Talk('ab', [step('x'), step('y', done=True)]).run(turns=asked - 1)
   assert talk.released == 0
   talk.episode.close()
@@ -239,8 +240,8 @@ def test_an_episode_that_raises_releases_its_environment(asked):
 DIRECTIONS = ('Left', 'Down', 'Right', 'Up')
 
 
-def said(uid, attempt, turn):
-  """The answer at a turn: usually a direction, and often with the end of the turn."""
+def scripted_answer(uid, attempt, turn):
+  """Return the answer at a turn: usually a direction, often with the end of the turn."""
   rng = np.random.default_rng([uid, attempt, turn])
   text = f'<answer>{rng.choice(DIRECTIONS)}</answer>' if rng.random() < 0.8 else 'I do not know'
   return text + '<eos>' * bool(rng.random() < 0.5)
@@ -254,7 +255,7 @@ def tokens(tmp_path_factory):
 
 
 def replayed(tokens, seed, answers, env):
-  """(ids, mask, rewards, metrics, whether it is over) of a conversation with these answers, from the environment itself."""
+  """Play these answers in the environment alone. Return (ids, mask, rewards, metrics, whether the conversation is over)."""
   observation, info = checked_reset(env, seed)
   written, mask, outcomes = [], [], []
 
@@ -272,7 +273,7 @@ def replayed(tokens, seed, answers, env):
   return written, mask, tuple(o.reward for o in outcomes), metrics, outcomes[-1].done
 
 
-def test_the_same_seed_and_answers_make_the_same_trajectory(tokens):
+def test_equal_seeds_and_answers_give_equal_trajectories(tokens):
   def play(seed, uid):
     env, turn = FrozenLake(), 0
     limits = Limits(turns=10, turn_tokens=64, max_prompt=1000, max_tokens=3000)
@@ -281,7 +282,7 @@ def test_the_same_seed_and_answers_make_the_same_trajectory(tokens):
     try:
       while True:
         if isinstance(wanted, Generate):
-          text, turn = said(uid, 0, turn), turn + 1
+          text, turn = scripted_answer(uid, 0, turn), turn + 1
           answer = np.array(tokens.encode(text), np.int32)
           filled = completion(wanted, 'x' * len(answer))
           wanted = episode.send(replace(filled, tokens=answer))
@@ -289,7 +290,7 @@ def test_the_same_seed_and_answers_make_the_same_trajectory(tokens):
           method, argument = wanted.call
           wanted = episode.send(checked_reset(env, argument) if method == 'reset' else checked_step(env, argument))
     except StopIteration as end:
-      return end.value, [said(uid, 0, i) for i in range(turn)]
+      return end.value, [scripted_answer(uid, 0, i) for i in range(turn)]
 
   for seed in range(8):
     (one, answers), (again, _) = play(seed, uid=seed), play(seed, uid=seed)
@@ -303,7 +304,7 @@ def test_the_same_seed_and_answers_make_the_same_trajectory(tokens):
 
 
 class Talking(SimulatedEngine):
-  """Says what `said` says, in the time of the simulation; remembers what it was asked."""
+  """A simulated engine that answers with `scripted_answer` and records its requests."""
 
   def __init__(self, clock, capacity, tokens, **settings):
     super().__init__(clock, capacity, lambda r: 0.5 + r.uid % 3, **settings)
@@ -316,15 +317,16 @@ class Talking(SimulatedEngine):
   def _drawn(self, running, finish):
     drawn, r = super()._drawn(running, finish), running.request
     turn = len({a.start - a.resumed for a in self.asked[r.uid, r.attempt]}) - 1
-    left = self.tokens.encode(said(r.uid, r.attempt, turn))[r.resumed :][: r.max_tokens]
+    left = self.tokens.encode(scripted_answer(r.uid, r.attempt, turn))[r.resumed :][: r.max_tokens]
     n = min(len(drawn.tokens), len(left) - 1) if finish == 'abort' else len(left)
     places = r.start + np.arange(n, dtype=np.int32)
     version = np.full(n, running.version, np.int32)
-    return Completion(r, np.array(left[:n], np.int32), -(places / 8).astype(np.float32), version, places, finish)
+    tokens, logp = np.array(left[:n], np.int32), -(places / 8).astype(np.float32)
+    return Completion(request=r, tokens=tokens, logp=logp, version=version, kept=places, finish=finish)
 
 
 class Played:
-  """A run of the scheduler over frozen lakes: its groups, and the environments that it made and closed."""
+  """A run of the scheduler over FrozenLake: its groups, and the numbers of environments that it made and closed."""
 
   def __init__(self, tokens, make=FrozenLake, steps=5, limit=3600.0, gate=None, **rollout):
     self.made = self.closed = 0
@@ -346,7 +348,7 @@ class Played:
       assert scheduler.idle
       self.counts, self.source = scheduler.counts, source
       if gate is not None:
-        gate.set()  # the calls that hang return at last
+        gate.set()  # hanging calls return
     end = time.monotonic() + 30  # a thread closes its environments when it ends
     while self.closed < self.made and time.monotonic() < end:
       time.sleep(0.01)
@@ -370,7 +372,7 @@ class Played:
     return [t for group in self.groups for t in group.trajectories]
 
   def check(self, tokens):
-    """Compares every trajectory with the environment alone, whatever the order of events was."""
+    """Assert that every trajectory equals that of the environment alone, for any order of events."""
     for group in self.groups:
       opening = self.source.prompt(group.number).tolist()
       for t in group.trajectories:
@@ -378,7 +380,7 @@ class Played:
         attempt = max(a for uid, a in self.engine.asked if uid == t.uid)
         asked = self.engine.asked[t.uid, attempt]
         starts = sorted({r.start - r.resumed for r in asked})
-        answers = [said(t.uid, attempt, turn) for turn in range(len(starts))]
+        answers = [scripted_answer(t.uid, attempt, turn) for turn in range(len(starts))]
         written, mask, rewards, metrics, done = replayed(tokens, seeds(40 + group.number, False, False), answers, FrozenLake())
         assert t.tokens.tolist() == written
         assert t.mask.tolist() == mask
@@ -396,8 +398,8 @@ class Played:
         assert t.version[t.mask][0] >= t.start_version == group.start_version
 
 
-def test_scheduled_conversations_are_those_of_the_environment_alone(tokens, monkeypatch):
-  monkeypatch.setattr(environment_pool, 'starter', lambda executor, load: partial(Inline, load))  # the same in every run
+def test_scheduled_conversations_equal_those_of_the_environment_alone(tokens, monkeypatch):
+  monkeypatch.setattr(environment_pool, 'starter', lambda executor, load: partial(InlineWorker, load))  # the same in every run
   played = Played(tokens, async_ratio=1.0)
   played.check(tokens)
   assert [g.number for g in played.groups] == list(range(10))
@@ -409,7 +411,7 @@ def test_scheduled_conversations_are_those_of_the_environment_alone(tokens, monk
 
 
 class Unreliable:
-  """A lake that raises or hangs, by its seed and the number of lakes that were reset to it before."""
+  """A FrozenLake that raises or hangs. Its seed and the number of earlier resets to that seed decide which."""
 
   def __init__(self, gate, resets):
     self.gate, self.resets, self.env = gate, resets, FrozenLake()
@@ -423,8 +425,8 @@ class Unreliable:
     return self.env.step(action)
 
 
-def test_conversations_with_faults_and_hangs_are_whole(tokens, caplog):
-  """Members that fail are retried or given up; the trajectories that are handed over are complete."""
+def test_conversations_with_faults_and_hangs_are_complete(tokens, caplog):
+  """The scheduler retries or drops members that fail. All trajectories that it returns are complete."""
   gate = threading.Event()
   resets = {seeds(40 + number, False, False): itertools.count() for number in range(100)}  # atomic, for threads
   played = Played(tokens, partial(Unreliable, gate, resets), limit=0.15, gate=gate, async_ratio=1.0)

@@ -1,4 +1,4 @@
-"""The first observations of groups whose environments may raise, hang or return no text."""
+"""First observations of groups. Environments may raise, hang or return no text."""
 
 import threading
 
@@ -13,7 +13,7 @@ from sprl.tasks.problems import Problem
 
 
 class Moody:
-  """An environment that returns its seed. At some seeds it raises, at some it hangs, at some it returns a number."""
+  """An environment that returns its seed. At given seeds it raises, hangs or returns a number."""
 
   def __init__(self, raising=(), hanging=(), dumb=()):
     self.raising, self.hanging, self.dumb, self.gate = raising, hanging, dumb, threading.Event()
@@ -71,7 +71,7 @@ def test_prompts_are_ids():
   assert all(ids.dtype == np.int32 for ids in prompts(source(Moody()), 0, 3))
 
 
-def test_the_members_of_a_group_share_one_look_up_of_their_problem(tmp_path):
+def test_members_of_a_group_look_up_their_problem_once(tmp_path):
   write_tiny(tmp_path)
   tokenizer, asked = Tokenizer.load(tmp_path), []
 

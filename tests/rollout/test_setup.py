@@ -1,4 +1,4 @@
-"""Set-up over several processes: each checks its share of the problems, and process 0 the environments."""
+"""Set-up over several processes: each process checks its share of the problems, and process 0 checks the environments."""
 
 import json
 import sys
@@ -13,8 +13,8 @@ from sprl.rollout.setup import RolloutSetup
 from sprl.tasks.environments.user_file import load_class
 
 
-def a_run(folder, questions):
-  """A run that trains on these questions, and evaluates on the first of them."""
+def run_on(folder, questions):
+  """Return a run that trains on these questions and evaluates on the first of them."""
   for name, some in (('train', questions), ('test', questions[:1])):
     lines = [json.dumps({'prompt': question, 'answer': ''}) for question in some]
     (folder / f'{name}.jsonl').write_text('\n'.join(lines))
@@ -40,17 +40,17 @@ class Game:
 """
 
 
-def a_game(folder, greeting='Hello'):
-  """A run that plays the game, and the list of all games that are made."""
+def run_of_game(folder, greeting='Hello'):
+  """Return (a run that plays the game, the list of all games that are made)."""
   (folder / 'game.py').write_text(GAME)
   task = Task(kind='environment', name=f'{folder / "game.py"}:Game', args={'greeting': greeting}, chat=False)
-  game = load_class(task.name, (), '')  # the file is run before threads, as processes are here, look for it
+  game = load_class(task.name, (), '')  # imports the file once, before the threads that stand for processes do
   run = Run(seed=3, steps=1, model=ModelSettings(str(folder)), task=task, sampling=Sampling(max_prompt=256))
   return run, sys.modules[game.__module__].MADE
 
 
-def opened(run, tokenizer, processes):
-  """The results of RolloutSetup.open in each process of a team."""
+def open_in_processes(run, tokenizer, processes):
+  """Return the results of RolloutSetup.open in each process of a team."""
   return together(*[lambda team: RolloutSetup.open(run, tokenizer, team)] * processes)
 
 
@@ -60,26 +60,26 @@ TEMPLATE = "{% if 'Sesame' in messages[0].content %}{{ raise_exception('closed')
 def test_a_failing_chat_template_ends_all_processes(tmp_path):
   write_tiny(tmp_path)
   (tmp_path / 'chat_template.jinja').write_text(TEMPLATE)
-  said = opened(a_run(tmp_path, ['How?', 'Open Sesame!', 'Why?']), Tokenizer.load(tmp_path), 3)
+  said = open_in_processes(run_on(tmp_path, ['How?', 'Open Sesame!', 'Why?']), Tokenizer.load(tmp_path), 3)
   assert [type(error) for error in said] == [SettingsError, TokenizerError, SettingsError]
   assert all('the chat template failed' in str(error) and 'closed' in str(error) for error in said)
 
 
 def test_too_long_prompts_are_counted_over_all_processes(tmp_path):
   write_tiny(tmp_path)
-  run, tokenizer = a_run(tmp_path, ['?' * n for n in (20, 400, 30, 600, 10, 500, 280)]), Tokenizer.load(tmp_path)
-  (alone,) = opened(run, tokenizer, 1)  # one process, which holds all problems
+  run, tokenizer = run_on(tmp_path, ['?' * n for n in (20, 400, 30, 600, 10, 500, 280)]), Tokenizer.load(tmp_path)
+  (alone,) = open_in_processes(run, tokenizer, 1)  # one process holds all problems
   longest = len(tokenizer.chat([{'role': 'user', 'content': '?' * 600}]))
   assert f'4 of 7 prompts are longer; expected at least {longest}, the tokens of {tmp_path}/train.jsonl:4' in str(alone)
   for processes in (2, 3):
-    said = opened(run, tokenizer, processes)
+    said = open_in_processes(run, tokenizer, processes)
     assert [(type(error), str(error)) for error in said] == [(SettingsError, str(alone))] * processes
 
 
 def test_only_process_0_makes_environments(tmp_path):
   """All processes know the first observations, in training and in evaluation."""
   write_tiny(tmp_path)
-  (run, made), tokenizer = a_game(tmp_path), Tokenizer.load(tmp_path)
+  (run, made), tokenizer = run_of_game(tmp_path), Tokenizer.load(tmp_path)
 
   def program(team):
     with ExitStack() as stack:
@@ -95,8 +95,8 @@ def test_only_process_0_makes_environments(tmp_path):
 
 def test_an_environment_that_cannot_be_reset_ends_all_processes(tmp_path):
   write_tiny(tmp_path)
-  run, _ = a_game(tmp_path, greeting='')
-  said = opened(run, Tokenizer.load(tmp_path), 2)
+  run, _ = run_of_game(tmp_path, greeting='')
+  said = open_in_processes(run, Tokenizer.load(tmp_path), 2)
   assert [type(error) for error in said] == [SettingsError] * 2
   assert str(said[1]) == f'SPRL_PROCESS=0: {said[0]}'
   assert 'config.task.name' in str(said[0])

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures('unchecked')
 
 
 def list_schedule(durations, workers):
-  """The time when the last task ends, if each goes to the worker that is free first."""
+  """Return the time when the last task ends, if each task goes to the worker that is free first."""
   free = [0.0] * min(workers, len(durations))
   for duration in durations:
     heapq.heapreplace(free, free[0] + duration)
@@ -24,7 +24,7 @@ def list_schedule(durations, workers):
 
 
 def scheduled(durations, rollout, workers, updates, training=0.0):
-  """The time of some updates with the real scheduler. Rollouts continue while the learner trains."""
+  """Return the time of some updates with the real scheduler. Rollouts continue while the learner trains."""
   clock = Clock()
   graders = SimulatedWorkers(clock, lambda seconds: seconds, lambda call: SimpleNamespace(score=0.0, status='ok'))
   engine = SimulatedEngine(clock, workers, lambda r: durations[r.uid])
@@ -81,7 +81,7 @@ def test_a_synchronous_batch_keeps_within_proposition_1(seed):
 
 @pytest.mark.parametrize('seed', range(5))
 def test_running_ahead_gains_no_more_than_the_bound(seed):
-  """The same samples with a barrier a batch, and with batches that run ahead."""
+  """The samples are equal: once with a barrier after each batch, once with batches that run ahead."""
   updates, workers, prompts, group = 12, 16, 8, 4
   durations = np.random.default_rng(seed).lognormal(0, 1.0, (updates + 9) * prompts * group)
   barrier = scheduled(durations, Rollout(prompts=prompts, group=group), workers, updates)
@@ -96,7 +96,7 @@ def test_running_ahead_gains_no_more_than_the_bound(seed):
 
 @pytest.mark.parametrize('alpha', [1.0, 2.0])
 def test_proposition_2_can_be_exceeded_under_the_window(alpha):
-  """Not in the paper: at beta*, with many workers and a long tail, no scheduler keeps both the window and Prop 2's bound."""
+  """At beta*, with many workers and a long tail, no scheduler keeps both the window and the bound. The paper does not say so."""
   updates, prompts, group, workers, training = 40, 8, 4, 128, 1.0
   durations = np.random.default_rng(0).lognormal(0, 1.5, (updates, prompts * group))
   costs = Costs(workers, prompts * group, durations.mean(), durations.max(axis=1).mean(), training)

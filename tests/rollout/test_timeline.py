@@ -1,4 +1,4 @@
-"""The timeline against seconds counted one by one, and the trace file as a viewer reads it."""
+"""The timeline against seconds counted one by one, and the trace file against the rules of its viewers."""
 
 import contextlib
 import itertools
@@ -12,8 +12,8 @@ import pytest
 from sprl.rollout.timeline import Timeline
 
 
-class Hand:
-  """A clock that a test turns."""
+class ManualClock:
+  """A clock whose `time` the test sets."""
 
   def __init__(self):
     self.time = 0.0
@@ -22,9 +22,9 @@ class Hand:
     return self.time
 
 
-def drawn(rng, tracks, end=60):
-  """A timeline of spans between whole seconds, and by track whether each second is busy ([end] bool)."""
-  timeline, busy, spans = Timeline(Hand()), {}, []
+def random_timeline(rng, tracks, end=60):
+  """Return (timeline of spans between whole seconds, {track: whether each second is busy, [end] bool})."""
+  timeline, busy, spans = Timeline(ManualClock()), {}, []
   for track in tracks:
     edges = rng.choice(end + 1, size=2 * int(rng.integers(0, 10)), replace=False)
     busy[track] = np.zeros(end, bool)
@@ -37,21 +37,19 @@ def drawn(rng, tracks, end=60):
 
 
 @pytest.mark.parametrize('seed', range(5))
-def test_busy_and_overlapping_time_are_counted_second_by_second(seed):
+def test_busy_time_equals_a_count_second_by_second(seed):
   rng = np.random.default_rng(seed)
-  timeline, busy = drawn(rng, ('learner', 'engine 0', 'engine 1'))
+  timeline, busy = random_timeline(rng, ('learner', 'engine 0', 'engine 1'))
   for track, seconds in busy.items():
     for start, stop in [(0, 60), *np.sort(rng.integers(0, 61, (5, 2))).tolist()]:
       assert timeline.busy(track, float(start), float(stop)) == seconds[start:stop].sum()
-    for other in busy:
-      assert timeline.overlap(track, other) == (seconds & busy[other]).sum()
-  assert timeline.busy('nobody', 0.0, 60.0) == timeline.overlap('nobody', 'learner') == timeline.overlap('learner', 'nobody') == 0
+  assert timeline.busy('unknown', 0.0, 60.0) == 0
 
 
 @pytest.mark.parametrize('seed', range(3))
 def test_idle_is_the_share_of_seconds_without_a_span(seed):
   rng = np.random.default_rng(seed)
-  timeline, busy = drawn(rng, ('learner', 'engine 0', 'engine 1'))
+  timeline, busy = random_timeline(rng, ('learner', 'engine 0', 'engine 1'))
   for start, stop in [(0, 60), (20, 40), (59, 60)]:
     assert timeline.idle(['learner'], float(start), float(stop)) == pytest.approx(1 - busy['learner'][start:stop].mean())
     engines = np.stack([busy['engine 0'], busy['engine 1']])[:, start:stop]
@@ -59,17 +57,16 @@ def test_idle_is_the_share_of_seconds_without_a_span(seed):
 
 
 def test_fractions_of_seconds_count():
-  timeline = Timeline(Hand())
+  timeline = Timeline(ManualClock())
   timeline.add('a', 'x', 0.5, 2.0)
   timeline.add('b', 'y', 1.75, 3.0)
   assert timeline.busy('a', 1.0, 1.25) == 0.25
   assert timeline.busy('a', -5.0, 0.75) == 0.25
   assert timeline.busy('a', 2.0, 9.0) == 0
-  assert timeline.overlap('a', 'b') == timeline.overlap('b', 'a') == 0.25
 
 
-def test_a_span_ends_also_if_its_block_raises():
-  now = Hand()
+def test_a_span_ends_even_if_its_block_raises():
+  now = ManualClock()
   timeline = Timeline(now)
   now.time = 3.0
   with timeline.span('learner', 'update 1', version=7):
@@ -84,7 +81,7 @@ def test_a_span_ends_also_if_its_block_raises():
 
 
 def test_the_newest_spans_are_kept():
-  timeline = Timeline(Hand(), limit=10)
+  timeline = Timeline(ManualClock(), limit=10)
   for i in range(95):
     timeline.add('a', f'{i}', float(i), i + 1.0)
     kept = [int(s.name) for s in timeline.spans]
@@ -93,8 +90,8 @@ def test_the_newest_spans_are_kept():
   assert len(kept) < 95
 
 
-def test_threads_add_side_by_side():
-  timeline, barrier = Timeline(Hand()), threading.Barrier(4)
+def test_threads_add_spans_in_parallel():
+  timeline, barrier = Timeline(ManualClock()), threading.Barrier(4)
 
   def work(track):
     barrier.wait(30)
@@ -112,8 +109,8 @@ def test_threads_add_side_by_side():
 # --- the trace file --------------------------------------------------------------------------------------------------
 
 
-def read(timeline, folder):
-  """(row id -> name, spans) of the file."""
+def read_trace(timeline, folder):
+  """Return ({row id: name}, spans) of the trace file."""
   timeline.write(folder / 'trace.json')
   events = json.loads((folder / 'trace.json').read_text(encoding='utf-8'))['traceEvents']
   names = {e['tid']: e['args']['name'] for e in events if e['ph'] == 'M' and e['name'] == 'thread_name'}
@@ -125,11 +122,11 @@ def read(timeline, folder):
 
 
 def test_the_trace_has_a_named_row_for_each_track(tmp_path):
-  timeline = Timeline(Hand())
+  timeline = Timeline(ManualClock())
   timeline.add('learner', 'update 1', 1.5, 2.25, version=0)
   timeline.add('engine 0', 'chunk', 0.0, 3.0, load=4)
   timeline.add('learner', 'update 2', 2.25, 4.0, reason='größer ✓')
-  names, spans = read(timeline, tmp_path)
+  names, spans = read_trace(timeline, tmp_path)
   assert list(names.values()) == ['learner', 'engine 0']
   found = [(names[e['tid']], e['name'], e['ts'], e['dur'], e['args']) for e in spans]
   assert found == [  # in microseconds
@@ -140,27 +137,27 @@ def test_the_trace_has_a_named_row_for_each_track(tmp_path):
 
 
 def test_an_empty_timeline_writes_a_valid_trace(tmp_path):
-  assert read(Timeline(Hand()), tmp_path) == ({}, [])
+  assert read_trace(Timeline(ManualClock()), tmp_path) == ({}, [])
 
 
 def test_nested_spans_share_a_row(tmp_path):
-  timeline = Timeline(Hand())
+  timeline = Timeline(ManualClock())
   for start, end in ((0, 9), (1, 4), (2, 3), (4, 9), (9, 10)):
     timeline.add('controller', f'{start}', float(start), float(end))
-  names, _ = read(timeline, tmp_path)
+  names, _ = read_trace(timeline, tmp_path)
   assert list(names.values()) == ['controller']
 
 
 @pytest.mark.parametrize('seed', range(3))
-def test_overlapping_spans_get_rows_of_their_own(tmp_path, seed):
-  """Viewers drop a span that overlaps another of its row without being inside it. Groups overlap in every way."""
+def test_overlapping_spans_get_separate_rows(tmp_path, seed):
+  """Viewers drop a span that overlaps another span of its row only in part. Groups overlap in every way."""
   rng = np.random.default_rng(seed)
-  timeline = Timeline(Hand())
+  timeline = Timeline(ManualClock())
   start = 1e5 + rng.random(60) * 10  # on a clock that has run for a day
   for i, (a, b) in enumerate(zip(start, start + rng.random(60))):
     timeline.add('groups', f'group {i}', float(a), float(b))
   timeline.add('learner', 'update', 0.0, 10.0)
-  names, spans = read(timeline, tmp_path)
+  names, spans = read_trace(timeline, tmp_path)
   assert len(set(names.values())) == len(names)
   assert [name for name in names.values() if not name.startswith('groups')] == ['learner']
   assert 'groups' in names.values()
@@ -177,12 +174,12 @@ def test_overlapping_spans_get_rows_of_their_own(tmp_path, seed):
 
 
 def test_adjacent_spans_do_not_overlap_in_the_file(tmp_path):
-  """Microseconds on a clock that has run for long are large numbers, and their sums are rounded."""
+  """On a clock that has run for long, microseconds are large numbers, so sums of them are rounded."""
   rng = np.random.default_rng(0)
   edges = 1e5 + np.cumsum(rng.random(2000) * 1e-3)
-  timeline = Timeline(Hand())
+  timeline = Timeline(ManualClock())
   for a, b in itertools.pairwise(edges):
     timeline.add('engine 0', 'chunk', float(a), float(b))
-  _, spans = read(timeline, tmp_path)
+  _, spans = read_trace(timeline, tmp_path)
   nanoseconds = [(round(e['ts'] * 1e3), round(e['dur'] * 1e3)) for e in spans]
   assert all(start + lasts == following for (start, lasts), (following, _) in itertools.pairwise(nanoseconds))

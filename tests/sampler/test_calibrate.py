@@ -1,4 +1,4 @@
-"""Cache scales: found on real tokens only, under the newest weights, remembered as long as `quant.kv_scale` says."""
+"""Cache scales: measured on real tokens only, with the newest weights, over the history of `quant.kv_scale`."""
 
 import dataclasses
 from functools import partial
@@ -22,14 +22,14 @@ KV8 = Quant(sampler='kv8')
 
 @pytest.fixture(scope='module', params=['qwen2', pytest.param('llama', marks=pytest.mark.slow)])
 def world(request):
-  """(config, params, graphdef, layout) of a family with biased keys; of one without in the slow suite."""
+  """(config, params, graphdef, layout) of a family with biased keys. The slow suite adds a family without biases."""
   config, params = small.model(request.param)
   return config, params, transformer.graph(config), cache_layout(config, DENSE, KV8, 16, 12, 'float32')
 
 
 @dataclasses.dataclass(frozen=True)
-class Watching:
-  """A memory that keeps all queries, keys and values."""
+class RecordingMemory:
+  """A memory that records all queries, keys and values."""
 
   inner: object
   seen: list
@@ -42,15 +42,15 @@ class Watching:
 
 @partial(jax.jit, static_argnums=0)
 def states(config, params, tokens):
-  """Each layer's (q, k, v) of one row; tokens behind the sequence change none of those before."""
+  """Return (q, k, v) of each layer for one row. Padding behind the sequence does not change earlier tokens."""
   seen = []
-  memory = Watching(PackedAttention.of(jnp.ones((1, len(tokens)), jnp.int32)), seen)
+  memory = RecordingMemory(PackedAttention.of(jnp.ones((1, len(tokens)), jnp.int32)), seen)
   transformer.forward(transformer.graph(config), params, tokens[None], jnp.arange(len(tokens))[None], memory)
   return seen
 
 
 def by_hand(config, params, tokens):
-  """[3, L] largest |Q|, |K| without its rotated bias, |V| of one sequence."""
+  """Return [3, L]: the largest |Q|, |K| without its rotated bias, and |V| of one sequence."""
   n = len(tokens)
   positions = np.arange(n)
   found = []
@@ -79,7 +79,7 @@ def test_memory_sees_every_token_of_every_layer_and_no_padding(biased):
   expected = np.zeros((3, layers))
   rounds = []
   for layer in (2, 0, 1):
-    for again in range(2):  # the second values are smaller, so the first ones stay
+    for again in range(2):  # the second values are smaller, so the first maxima stay
       given = [rng.normal(size=(B, T, heads, D)) * (layer + 1) * (2 - again) for heads in (H, K, K)]
       kept = [given[0], given[1] - np.asarray(bias[layer]) if biased else given[1], given[2]]
       here = [max(np.abs(x[b, t]).max() for b, t in zip(*np.nonzero(real))) for x in kept]
@@ -125,8 +125,8 @@ def test_a_batch_counts_its_filled_microbatches(world):
   np.testing.assert_allclose(fewer, np.max(each[:2], axis=0), rtol=1e-5)
 
 
-def test_only_the_running_maximum_looks_back():
-  looks = [np.full((3, 2), x, np.float32) for x in (9.0, 5.0, *[3.0] * (HISTORY - 1))]  # the first is too long ago
+def test_only_the_running_maximum_uses_earlier_steps():
+  looks = [np.full((3, 2), x, np.float32) for x in (9.0, 5.0, *[3.0] * (HISTORY - 1))]  # the first is older than the history
   for mode, expected in (('trainer', 3.0), ('first_forward', 3.0), ('running_max', 5.0)):
     quant, history = Quant(sampler='kv8', kv_scale=mode), ()
     for look in looks:
@@ -136,7 +136,7 @@ def test_only_the_running_maximum_looks_back():
       np.testing.assert_allclose(scale, expected / divisor, rtol=1e-6)
 
 
-def test_unit_scales_and_those_of_layers_without_values_are_one():
+def test_scales_are_1_in_unit_mode_and_for_layers_without_values():
   for quant, history in ((Quant(sampler='kv8', kv_scale='unit'), (np.full((3, 2), 7.0, np.float32),)), (KV8, ())):
     for scale in calibrate.scales(history, quant, 2):
       np.testing.assert_array_equal(scale, [1, 1])

@@ -35,7 +35,7 @@ def drawn(logits, uniform, given, sampling):
 
 @cache
 def sample(sampling):
-  """Random logits [B, V], a token of each row that is given, and all that `draw` and `logp_of` say of them."""
+  """Return (random logits [B, V], a given token of each row, results of `draw` and `logp_of`)."""
   rng = np.random.default_rng(1)
   logits, uniform = rng.normal(0, 2, (B, V)).astype(np.float32), rng.random((B, 2)).astype(np.float32)
   given = rng.integers(0, V, B).astype(np.int32)
@@ -44,7 +44,7 @@ def sample(sampling):
 
 
 def by_hand(logits, sampling):
-  """float64 probabilities of one row: temperature, then top-k, top-p and min-p, one token at a time."""
+  """Return float64 probabilities of one row: temperature, then top-k, top-p and min-p, one token at a time."""
   logits = [float(x) / sampling.temperature for x in logits]
   kept = set(range(len(logits)))
   if sampling.top_k:
@@ -65,7 +65,7 @@ def by_hand(logits, sampling):
 
 
 @pytest.mark.parametrize('sampling', SETTINGS)
-def test_filters(sampling):
+def test_filters_equal_loops(sampling):
   logits, _, got = sample(sampling)
   np.testing.assert_allclose(got['filtered'], [by_hand(row, sampling) for row in logits], atol=1e-6)
 
@@ -79,8 +79,8 @@ def test_filters_by_literals():
   assert kept() == [True] * 4
   assert kept(top_k=2) == [True, True, False, False]
   assert kept(top_k=4) == kept(top_k=9) == [True] * 4
-  assert kept(top_p=0.4) == [True, False, False, False]  # the first always stays
-  assert kept(top_p=0.6) == [True, True, False, False]  # the one that carries the mass past 0.6 stays
+  assert kept(top_p=0.4) == [True, False, False, False]  # the likeliest token always stays
+  assert kept(top_p=0.6) == [True, True, False, False]  # the token with which the sum exceeds 0.6 stays
   assert kept(min_p=0.29) == [True, True, True, False]  # 0.15 / 0.5 = 0.3
 
 
@@ -96,7 +96,7 @@ def test_the_log_prob_is_of_the_filtered_distribution(sampling):
 
 
 @pytest.mark.parametrize('sampling', [*SETTINGS, Sampling(temperature=0.0)])
-def test_logp_of_a_drawn_token_is_what_draw_reports(sampling):
+def test_logp_of_a_drawn_token_equals_the_log_prob_of_draw(sampling):
   _, _, got = sample(sampling)
   np.testing.assert_allclose(got['logp_of_drawn'], got['logp'], atol=2e-6)
 

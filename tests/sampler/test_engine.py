@@ -17,11 +17,12 @@ from sprl.sampler import decode
 from sprl.sampler.engine import Engine
 from sprl.sampler.replay import replay
 from sprl.sampler.weights import sampler_weights
+from sprl.sharding.rules import OnMesh
 from sprl.types import Request, Trajectory
 
 SPARSE = Cache(budget=8, interval=4, window=2)
-# Cache, quantisation, layers. The default ones cover queries and history that a method carries, an interval of 1 (given tokens
-# are read one by one, as they were drawn), and FP8.
+# Cache, quantisation, layers. The default entries cover methods that carry queries or history, an interval of 1 (the engine reads
+# given tokens one by one, as it drew them), and FP8.
 MEMORIES = {
   'dense': (Cache(), Quant(), 1),
   'sparse': (dataclasses.replace(SPARSE, method='gkv', scope='global', interval=3), Quant(), 1),
@@ -55,7 +56,7 @@ def engine_of(memory='dense', asked=(), version=0):
 
 
 def run(engine):
-  """Everything that ends, by uid, until nothing runs."""
+  """Run the engine until it is idle. Return the completions by uid."""
   done = []
   while engine.load:
     engine.dispatch()
@@ -63,8 +64,8 @@ def run(engine):
   return {c.request.uid: c for c in done}
 
 
-def begun(memory='dense', version=0, chunks=1):
-  """All requests running, with so many chunks behind them."""
+def begun_engine(memory='dense', version=0, chunks=1):
+  """Return an engine that runs all requests, after `chunks` chunks."""
   engine = engine_of(memory, requests(), version)
   for _ in range(chunks):
     engine.dispatch()
@@ -73,7 +74,7 @@ def begun(memory='dense', version=0, chunks=1):
 
 
 def restart(engine):
-  """Abort all requests and add the rest of each. Returns the aborted parts by uid."""
+  """Abort all requests and add the rest of each. Return the aborted parts by uid."""
   parts = {c.request.uid: c for c in engine.abort()}
   for part in parts.values():
     engine.add(part.rest())
@@ -85,14 +86,14 @@ def alike(a, b, atol=1e-5):
   return equal and np.abs(a.logp - b.logp).max() <= atol
 
 
-def different(found, memory='dense', atol=1e-5):
-  """The uids of the completions that differ from those that nothing interrupted."""
-  return [uid for uid, completion in found.items() if not alike(completion, whole(memory)[uid], atol)]
+def differing(found, memory='dense', atol=1e-5):
+  """Return the uids of the completions that differ from the uninterrupted completions."""
+  return [uid for uid, completion in found.items() if not alike(completion, uninterrupted(memory)[uid], atol)]
 
 
 @cache
-def whole(memory='dense'):
-  """The completions that nothing interrupted: nine of a dense cache, six of others."""
+def uninterrupted(memory='dense'):
+  """Return completions without interruption: nine for a dense cache, six for others."""
   return run(engine_of(memory, requests(group=3 if memory == 'dense' else 2)))
 
 
@@ -102,28 +103,28 @@ def whole(memory='dense'):
 @pytest.mark.parametrize('memory', [*MEMORIES, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
 @pytest.mark.parametrize('chunks', [1, 3])
 def test_an_aborted_request_continues_as_if_never_aborted(memory, chunks):
-  engine = begun(memory, chunks=chunks)
+  engine = begun_engine(memory, chunks=chunks)
   parts = restart(engine)
   assert all(c.finish == 'abort' and len(c.tokens) == 4 * chunks + 1 for c in parts.values())
   found = {uid: parts[uid].then(later) for uid, later in run(engine).items()}
   assert set(found) == set(parts)
-  assert len(different(found, memory)) <= FLIPPED.get(memory, 0)
+  assert len(differing(found, memory)) <= FLIPPED.get(memory, 0)
 
 
 def test_swapping_in_the_same_weights_changes_no_bit():
   for memory in ('dense', 'sparse'):
-    engine = begun(memory)
+    engine = begun_engine(memory)
     engine.swap(sampler_weights(network()[1], jnp.dtype('float32')), 0)
-    assert not different(run(engine), memory, atol=0)
+    assert not differing(run(engine), memory, atol=0)
 
 
 @SOME
 def test_tokens_record_the_version_that_drew_them(memory):
-  engine = begun(memory, version=3)
+  engine = begun_engine(memory, version=3)
   engine.swap(weights_of(memory, 1), 4)
   changed = 0
   for uid, c in run(engine).items():
-    expected = whole(memory)[uid]
+    expected = uninterrupted(memory)[uid]
     assert c.version.tolist() == [3] * 5 + [4] * (len(c.tokens) - 5)
     np.testing.assert_array_equal(c.tokens[:5], expected.tokens[:5])
     np.testing.assert_allclose(c.logp[:5], expected.logp[:5], atol=1e-6)
@@ -132,9 +133,9 @@ def test_tokens_record_the_version_that_drew_them(memory):
 
 
 @SOME
-def test_each_version_s_tokens_have_its_log_probs(memory):
-  """A continued request: replay under the old weights returns the old part, replay under the new weights the new part."""
-  engine = begun(memory, version=3)
+def test_tokens_of_each_version_have_its_log_probs(memory):
+  """Replay of a continued request returns its old part under the old weights, and its new part under the new weights."""
+  engine = begun_engine(memory, version=3)
   parts = {c.request.uid: c for c in engine.abort()}
   engine.swap(weights_of(memory, 1), 4)
   for part in parts.values():
@@ -161,12 +162,12 @@ def test_nothing_remains_of_earlier_weights_and_prompts(memory):
   engine.swap(good, 1)
   for request in requests():
     engine.add(request)
-  assert not different(run(engine), memory)
+  assert not differing(run(engine), memory)
 
 
 def test_keep_and_recompute_differ():
-  """`keep` goes on with keys and values of the old weights, `recompute` replaces them."""
-  kept, recomputed = begun(), begun()
+  """`keep` continues with keys and values of the old weights; `recompute` replaces them."""
+  kept, recomputed = begun_engine(), begun_engine()
   kept.swap(weights_of(seed=1), 1)
   parts = {c.request.uid: c for c in recomputed.abort()}
   recomputed.swap(weights_of(seed=1), 1)
@@ -178,7 +179,7 @@ def test_keep_and_recompute_differ():
 
 @SOME
 def test_given_tokens_count_as_context_not_as_completion(memory):
-  """A second turn has the log-probs of teacher forcing through the same cache."""
+  """A second turn has the log-probs that teacher forcing through an equal cache gives."""
   rng = np.random.default_rng(5)
   engine = engine_of(memory)
   for request in requests():
@@ -200,15 +201,15 @@ def test_requests_that_come_later_change_no_completion():
   for request in requests(group=3)[4:]:
     engine.add(request)
   found |= run(engine)
-  assert set(found) == set(whole())
-  assert not different(found)
+  assert set(found) == set(uninterrupted())
+  assert not differing(found)
 
 
-def test_running_rows_wait_for_one_prefill_at_most(monkeypatch):
+def test_running_rows_wait_for_at_most_one_prefill(monkeypatch):
   calls = []
   for name in ('prefill', 'decode'):
     function = getattr(decode, name)
-    monkeypatch.setattr(decode, name, lambda *args, f=function, name=name: calls.append(name) or f(*args))
+    monkeypatch.setattr(decode, name, OnMesh(lambda *args, f=function, name=name: calls.append(name) or f(*args)))
   engine = engine_of(asked=requests()[:1])
   engine.dispatch()
   engine.collect()
@@ -229,7 +230,7 @@ def test_samples_of_a_prompt_share_its_prefill():
   assert engine.usage.prefills == 1
 
 
-def test_later_samples_share_the_prefill_too():
+def test_later_samples_of_a_prompt_share_its_prefill():
   rng = np.random.default_rng(3)
   engine = engine_of()
   for prompt in range(4):
@@ -257,8 +258,8 @@ def test_abort_frees_a_row_and_changes_no_other():
   running, waiting = engine.abort([100, 122])
   assert (running.request.uid, len(running.tokens), waiting.request.uid, len(waiting.tokens)) == (100, 5, 122, 0)
   done = run(engine)
-  assert set(done) == set(whole()) - {100, 122}
-  assert not different(done)
+  assert set(done) == set(uninterrupted()) - {100, 122}
+  assert not differing(done)
 
 
 def test_abort_during_a_chunk_takes_effect_after_it():
@@ -267,7 +268,7 @@ def test_abort_during_a_chunk_takes_effect_after_it():
   engine.collect()
   engine.dispatch()
   (aborted,) = engine.abort([100])
-  assert aborted.tokens.tolist() == whole()[100].tokens[:5].tolist()
+  assert aborted.tokens.tolist() == uninterrupted()[100].tokens[:5].tolist()
   assert not engine.abort([100])
   assert engine.load == 7  # its row is not free yet
   engine.wait(60.0)
@@ -276,13 +277,13 @@ def test_abort_during_a_chunk_takes_effect_after_it():
   assert engine.load == 6
   done = run(engine)
   assert set(done) == {101, 102, 110, 111, 112, 120}
-  assert not different(done)
+  assert not differing(done)
 
 
 def test_another_attempt_draws_other_tokens():
   found = run(engine_of(asked=[dataclasses.replace(request, attempt=1) for request in requests()]))
   for uid, completion in found.items():
-    assert completion.tokens.tolist() != whole()[uid].tokens.tolist()
+    assert completion.tokens.tolist() != uninterrupted()[uid].tokens.tolist()
 
 
 def test_given_tokens_count_towards_max_tokens():
@@ -303,7 +304,7 @@ def test_usage_counts_row_steps_and_tokens():
   assert 0 <= usage.host_overhead <= 1
 
 
-def test_usage_counts_the_host_s_time_but_not_the_learner_s():
+def test_usage_counts_the_time_of_the_host_but_not_of_the_learner():
   engine = engine_of(asked=requests()[:1])
   engine.dispatch()
   engine.collect()

@@ -1,4 +1,4 @@
-"""Generation: a request gives the same trajectory in any company, and ends where it should."""
+"""Generation: a trajectory does not depend on the other requests, and ends at its first stop."""
 
 import dataclasses
 
@@ -19,7 +19,7 @@ from sprl.types import Request
 
 @pytest.fixture(scope='module')
 def free():
-  """Nine trajectories that nothing stopped, over six rows."""
+  """Nine trajectories of full length, over six rows."""
   return generate(engine_config(), weights(), requests(group=3))
 
 
@@ -53,7 +53,7 @@ def test_the_order_of_requests_changes_nothing(free):
     same(a, b)
 
 
-def test_a_request_alone_is_the_same_as_in_company(free):
+def test_a_request_alone_gives_the_same_trajectory(free):
   """Its prompt is prefilled alone, not in a batch of three."""
   for i in (0, 4, 8):
     same(free[i], generate(engine_config(), weights(), [requests(group=3)[i]])[0])
@@ -88,14 +88,14 @@ def test_another_seed_draws_other_tokens(free):
 
 @pytest.fixture(scope='module')
 def stopping(free):
-  """An engine with stop ids and stop strings that some of the completions contain; each string spans several tokens."""
+  """The config of an engine with stop ids and stop strings that some completions contain. Each string spans several tokens."""
   ids = int(free[0].completion[4]), int(free[5].completion[9])
   strings = text(free[1].completion[5:7]), text(free[7].completion[2:5]), text(free[3].completion[3:7])
   return dataclasses.replace(engine_config(), stop_ids=ids, sampling=dataclasses.replace(SAMPLING, stop=strings))
 
 
-def end(config, ids):
-  """(number of tokens up to the first stop, whether there is one)."""
+def first_stop(config, ids):
+  """Return (number of tokens up to the first stop, whether there is one)."""
   for n in range(1, len(ids) + 1):
     if ids[n - 1] in config.stop_ids or any(s in text(ids[:n].tolist()) for s in config.sampling.stop):
       return n, True
@@ -105,7 +105,7 @@ def end(config, ids):
 def test_stop_ids_and_strings_end_a_completion_and_stay_in_it(free, stopping):
   by_string = 0
   for t, whole in zip(generate(stopping, weights(), requests(group=3)), free):
-    n, stopped = end(stopping, whole.completion)
+    n, stopped = first_stop(stopping, whole.completion)
     assert t.finish == ('stop' if stopped else 'length')
     np.testing.assert_array_equal(t.completion, whole.completion[:n])
     np.testing.assert_allclose(t.sampler_logp, whole.sampler_logp[: len(t.tokens)], atol=1e-5)
@@ -115,7 +115,7 @@ def test_stop_ids_and_strings_end_a_completion_and_stay_in_it(free, stopping):
 
 def test_a_stop_string_may_begin_before_an_interruption(free, stopping):
   ids, uid = free[3].completion, free[3].uid
-  n, _ = end(stopping, ids)
+  n, _ = first_stop(stopping, ids)
   assert 5 < n <= 7  # the first chunk ends after five tokens
   engine = Engine(stopping, weights())
   engine.add(next(r for r in requests(group=3) if r.uid == uid))
@@ -134,7 +134,7 @@ def test_a_stop_string_may_begin_before_an_interruption(free, stopping):
 
 @pytest.mark.parametrize('offset', range(8))
 def test_a_stop_string_is_found_at_any_offset(offset):
-  """A token may be one byte of a character: nine tokens for three characters, over four chunks."""
+  """A token is one byte of a character: nine tokens for three characters, over four chunks."""
   stop, chunk = '終わり', 4
   sampling = dataclasses.replace(SAMPLING, stop=(stop,), chunk=chunk)
   config = dataclasses.replace(
@@ -167,7 +167,7 @@ def test_requests_that_do_not_fit_raise(request_, words):
 # --- compilations, memory, buckets -------------------------------------------------------------------------------------
 
 
-def test_nothing_compiles_once_each_shape_was_seen(free, caplog):
+def test_nothing_compiles_after_the_first_use_of_each_shape(free, caplog):
   config, asked = engine_config(), requests(group=3)
   jitted = (decode.prefill, decode.insert, decode.decode, decode.release)
   for count in (1, 2):  # a prompt alone, and together with another
@@ -182,7 +182,7 @@ def test_nothing_compiles_once_each_shape_was_seen(free, caplog):
   assert not [r.getMessage() for r in caplog.records if 'Compiling' in r.getMessage()]
   with jax.log_compiles(), caplog.at_level('WARNING', logger='jax'):
     jax.jit(lambda x: x * 3 + 1)(jnp.ones(3))
-  assert any('Compiling' in r.getMessage() for r in caplog.records)  # so the check above can see compilations
+  assert any('Compiling' in r.getMessage() for r in caplog.records)  # the check above can detect a compilation
 
 
 def test_decoding_updates_the_cache_in_place():

@@ -1,4 +1,4 @@
-"""Identity: the learner's teacher-forced log-probs equal the sampler's recorded ones, to rounding, however rows are laid out."""
+"""Identity: in every layout of rows, the learner's teacher-forced log-probs equal the sampler's log-probs to rounding."""
 
 import dataclasses
 from functools import cache, partial
@@ -34,7 +34,7 @@ def network(family):
 
 
 def sample(config, weights):
-  """Trajectories of three groups of three; 30 stop ids give them many lengths."""
+  """Return trajectories of three groups of three. 30 stop ids give them many lengths."""
   layout = cache_layout(config, Cache(), Quant(), 16, 12, 'float32')
   engine = EngineConfig(config, SAMPLING, layout, 5, 1, 0, tuple(range(30)), lambda ids: '')
   rng = np.random.default_rng(0)
@@ -53,7 +53,7 @@ def sampled(request):
 
 
 def teacher_forced(config, params, trajectories, side='right', pad=5):
-  """Log-probs of each completion's tokens, from one pass over rows padded with token `pad` on one side."""
+  """Return the log-probs of each completion's tokens, from one pass over rows padded with token `pad` on one side."""
   starts = [T - len(t.tokens) if side == 'left' else 0 for t in trajectories]
   tokens = np.full((len(trajectories), T), pad, np.int32)
   positions, segments = np.zeros((2, len(trajectories), T), np.int32)
@@ -75,7 +75,7 @@ def _logprobs(config, params, tokens, positions, segments):
   return jnp.take_along_axis(logp[:, :-1], tokens[:, 1:, None], 2)[..., 0]
 
 
-def test_packed_rows_of_groups_that_share_their_prompts(sampled):
+def test_packed_rows_that_share_prompts_have_the_log_probs_of_the_sampler(sampled):
   config, params, trajectories = sampled
   shape = Shape(micros=2, rows=1, tokens=96, sequences=9, columns=12)
   batch, metrics = pack(trajectories, np.ones(9, np.float32), shape, share_prefix=True)
@@ -94,7 +94,7 @@ def test_packed_rows_of_groups_that_share_their_prompts(sampled):
 
 
 @pytest.mark.parametrize('side', ['left', 'right'])
-def test_rows_padded_on_either_side(sampled, side):
+def test_rows_padded_on_either_side_have_the_log_probs_of_the_sampler(sampled, side):
   *network, trajectories = sampled
   logp, other = (teacher_forced(*network, trajectories, side, pad) for pad in (5, 250))
   for t, row, of_other_pad in zip(trajectories, logp, other):
@@ -103,10 +103,10 @@ def test_rows_padded_on_either_side(sampled, side):
 
 
 def test_fp8_experts_token_by_token_equal_one_pass():
-  """The sampler's weights through the learner's path: the FP8 error of a token depends on that token alone.
+  """The learner's path runs with the sampler's weights. The FP8 error of a token depends on that token alone.
 
-  The two paths sum in different orders, which flips a code here and there (code_flips). One FP8 layer then moves a log-prob by
-  about 0.01. If tokens shared their scales, all sequences would differ.
+  The two paths sum in different orders, which flips a few codes (code_flips). One FP8 layer then moves a log-prob by about 0.01.
+  If tokens shared their scales, all sequences would differ.
   """
   config, params = network('qwen3_moe')
   weights = sampler_weights(params, jnp.dtype('float32'), Quant(sampler='w8a8'))
@@ -117,4 +117,4 @@ def test_fp8_experts_token_by_token_equal_one_pass():
   assert np.quantile(np.abs(np.concatenate(logp) - np.concatenate(recorded)), 0.75) < TOLERANCE
   assert max(np.abs(a - b).max() for a, b in zip(logp, recorded)) < 0.1
   unquantised = teacher_forced(config, params, trajectories)
-  assert np.abs(np.concatenate(unquantised) - np.concatenate(recorded)).mean() > 0.01  # so the weights are FP8
+  assert np.abs(np.concatenate(unquantised) - np.concatenate(recorded)).mean() > 0.01  # the weights are FP8

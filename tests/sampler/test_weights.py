@@ -1,4 +1,4 @@
-"""Sampler weights: which are FP8, and that the self-check finds a broken sync."""
+"""Sampler weights: the set of FP8 weights, their values, and a self-check that finds a broken sync."""
 
 from functools import partial
 
@@ -39,7 +39,7 @@ def params():
 
 
 def shapes(layers=3, family='qwen2', quant=W8A8, **changes):
-  """Shapes and dtypes of the sampler weights; nothing is compiled."""
+  """Return shapes and dtypes of the sampler weights. Nothing is compiled."""
   params = transformer.abstract_params(tiny(family, num_hidden_layers=layers))
   return jax.eval_shape(partial(sampler_weights, dtype=FLOAT32, quant=quant, **changes), params)
 
@@ -49,7 +49,7 @@ def is_fp8(w):
 
 
 def formats(weights):
-  """The names of the quantised weights of each layer, and all other weights."""
+  """Return (names of the quantised weights of each layer, all other weights)."""
   found = [
     {name for block, names in BLOCKS.items() for name in names if is_fp8(layer[block][name]['kernel'])}
     for layer in transformer.layers(weights.params)
@@ -57,11 +57,11 @@ def formats(weights):
   return found, [w for w in jax.tree.leaves(weights.params, is_leaf=is_fp8) if not is_fp8(w)]
 
 
-# --- which weights are FP8 ---------------------------------------------------------------------------------------------
+# --- the set of FP8 weights --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize('quant', [W8A8, BLOCKWISE])
-def test_the_linears_of_all_layers_are_fp8_and_nothing_else(quant):
+def test_only_the_linears_of_all_layers_are_fp8(quant):
   found, others = formats(shapes(quant=quant))
   assert found == [{*'qkvo', 'gate', 'up', 'down'}] * 3
   assert all(w.dtype == FLOAT32 for w in others)  # embedding, head, norms, biases
@@ -100,7 +100,7 @@ def test_skipping_every_linear_raises(quant, words):
   assert all(word in str(error.value) for word in words), error.value
 
 
-def test_one_linear_left_or_none_asked_for_is_accepted():
+def test_one_remaining_linear_or_no_quantisation_is_accepted():
   check_linears(Quant(sampler='w8a8', skip_layers=(0, 2), skip_names=LINEARS[1:]), 3)
   check_linears(Quant(sampler='kv8', skip_layers=(40,)), 3)
 
@@ -116,7 +116,7 @@ def test_sampler_weights_survive_an_update_in_place(params, quant):
 
 
 @pytest.mark.parametrize('family', ['llama', 'qwen2'])
-def test_unquantised_weights_are_the_learner_s_in_another_dtype(family):
+def test_unquantised_weights_equal_the_learners_in_another_dtype(family):
   _, params = small.model(family, num_hidden_layers=1)
   cast = sampler_weights(params, BFLOAT16)
   head = params['embed'] if family == 'qwen2' else params['head']['kernel']
@@ -135,8 +135,8 @@ def test_blockwise_and_emulated_products_agree(params):
     return transformer.forward(transformer.graph(config), params, tokens, positions, memory)[0]
 
   blockwise, emulated, plain = (hidden(sampler_weights(params, FLOAT32, quant).params) for quant in (BLOCKWISE, W8A8, Quant()))
-  assert np.linalg.norm(blockwise - plain) / np.linalg.norm(plain) > 0.01  # so it is FP8
-  # Not to the last digit: an activation that rounds to another code moves a product by an FP8 step.
+  assert np.linalg.norm(blockwise - plain) / np.linalg.norm(plain) > 0.01  # the products are FP8
+  # The products differ a little: an activation that rounds to another code moves a product by an FP8 step.
   assert np.linalg.norm(blockwise - emulated) / np.linalg.norm(plain) < 0.01
 
 
@@ -186,7 +186,7 @@ def test_self_check_accepts_sampler_weights(params):
 
 
 def broken(weights, name, change):
-  """The weights with one leaf of the first layer changed."""
+  """Return the weights with one leaf of the first layer changed."""
   layer = weights.params['layers'][0]
   attention = {**layer['attention'], name: {**layer['attention'][name], 'kernel': change(layer['attention'][name]['kernel'])}}
   return weights._replace(params={**weights.params, 'layers': {**weights.params['layers'], 0: {**layer, 'attention': attention}}})
@@ -242,8 +242,8 @@ def test_self_check_finds_a_broken_expert():
 
 
 @pytest.mark.parametrize('quant', [W8A8, BLOCKWISE])
-def test_fp8_experts_multiply_as_each_would_alone(quant):
-  """Against `dot` with one expert's weights at a time, on all tokens, which the gates then leave out."""
+def test_fp8_experts_multiply_as_each_does_alone(quant):
+  """The oracle is `dot` with the weights of one expert on all tokens. Gates of 0 leave out the tokens of other experts."""
   config, params = small.model('qwen3_moe', num_hidden_layers=1)
   mlp = sampler_weights(params, FLOAT32, quant).params['layers'][0]['mlp']
   kernels = {name: mlp['experts'][name]['kernel'] for name in BLOCKS['mlp']}

@@ -1,4 +1,4 @@
-"""One small engine for all tests of the engine: the same programs again and again, so that they compile once."""
+"""One small engine for all tests of engines, so that each program compiles once."""
 
 from functools import cache
 
@@ -25,7 +25,7 @@ def text(ids):
 
 @cache
 def network(seed=0, layers=1):
-  """(config, params); another seed gives other weights."""
+  """Return (config, params). Another seed gives other weights."""
   config, params = small.model('qwen2', num_hidden_layers=layers)
   if seed:
     rng = np.random.default_rng(seed)
@@ -51,7 +51,7 @@ def engine_config(settings=Cache(), quant=UNQUANTISED, layers=1):  # noqa: B008
 
 
 def requests(group=2, max_tokens=C):
-  """Requests of three prompts. The requests of a smaller group are among those of a larger one."""
+  """Return requests of three prompts. A larger group contains the requests of a smaller group."""
   rng = np.random.default_rng(0)
   prompts = [rng.integers(0, 259, n).astype(np.int32) for n in (4, 9, 6)]
   return [Request(100 + 10 * g + k, g, prompt, max_tokens) for g, prompt in enumerate(prompts) for k in range(group)]

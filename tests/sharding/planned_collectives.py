@@ -1,14 +1,10 @@
-"""On 8 devices: what an update, a decode step and a sync send, read off the compiled programs. Prints JSON."""
+"""Print as JSON the collectives of an update, a decode step and a sync, read from programs compiled for 8 host devices."""
 
 import json
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 import small
 
 from sprl.cache.layout import cache_layout
@@ -32,7 +28,7 @@ MIXTURE = small.model('qwen3_moe', num_hidden_layers=1, vocab_size=264, num_expe
 
 
 def sent(lowered):
-  """[kind, bytes, devices, loops around it] of every array that a collective makes."""
+  """Return [kind, bytes, devices, loops around it] of each array that a collective produces."""
   return [(c.kind, size, c.devices, c.depth) for c in collectives(lowered.compile().as_text()) for size in c.arrays]
 
 
@@ -44,15 +40,15 @@ def update(model, mesh):
   trajectories = small.rollouts([(5, 3), (4, 6), (3, 2), (6, 6)], (6, 3, 5, 4), vocab=260)
   batch, _ = pack(trajectories, np.ones(8, np.float32), Shape(2, 8, 16, 8, 6, row_shards(mesh)), True)
   batch = jax.device_put(batch, shardings(mesh, batch.axes, batch))
-  return sent(make_update(transformer.graph(config), optimizer, computation).lower(state, batch, small.unscored(batch)))
+  return sent(make_update(transformer.graph(config), optimizer, computation, mesh).lower(state, batch, small.unscored(batch)))
 
 
 def step(model, mesh):
   (config, params), mesh = model, make_mesh(mesh, heads=(4, 2))
-  plan = cache_layout(config, Cache(budget=10, interval=3, window=2), Quant(sampler='kv8'), 8, 16, FLOAT32)
-  served = sampler_weights(params, FLOAT32, config=config, mesh=mesh)._replace(scales=Scales(*[jnp.ones(1)] * 3))
-  state = decode.empty_state(plan, served, 16, 16, jax.random.key(0))
-  return sent(decode.decode.lower(transformer.graph(config), served, state, Sampling(max_tokens=16), (), 5))
+  layout = cache_layout(config, Cache(budget=10, interval=3, window=2), Quant(sampler='kv8'), 8, 16, FLOAT32)
+  weights = sampler_weights(params, FLOAT32, config=config, mesh=mesh)._replace(scales=Scales(*[jnp.ones(1)] * 3))
+  state = decode.empty_state.on(mesh)(layout, weights, 16, 16, jax.random.key(0))
+  return sent(decode.decode.on(mesh).lower(transformer.graph(config), weights, state, Sampling(max_tokens=16), (), 5))
 
 
 def sync(model, learner, rollout):

@@ -1,4 +1,4 @@
-"""On 8 devices: arrays of three dtypes from every layout over four devices to every layout over two, three or four others."""
+"""Reshard arrays of three dtypes from layouts over 4 host devices to layouts over 2, 3 or 4 others. Prints JSON."""
 
 import itertools
 import json

@@ -1,10 +1,7 @@
-"""On 8 devices: rows of benchmarks/scaling.py, of models of one layer on two of them. Prints JSON."""
+"""Compute rows of benchmarks/scaling.py for models of one layer on 2 of 8 host devices. Prints JSON."""
 
 import json
-import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / 'benchmarks'))
 from scaling import measured, weights_of
 
 from sprl.models.config import tiny

@@ -1,7 +1,7 @@
-"""On 8 devices: the kernels in Pallas's GPU interpreter, each device with its part, beside the references of one. Prints JSON.
+"""Compare the kernels on 8 host devices, in Pallas's GPU interpreter, with the references on one device. Prints JSON.
 
-The interpreter has one memory for all devices: it counts on all of them to run each kernel equally often, and where one has
-done with a kernel, it takes another's barriers for forgotten ones. So all rows are due together, and it is not asked.
+The interpreter shares one memory between devices and expects each device to run a kernel equally often. Therefore all rows are
+due together. Its check for forgotten barriers is off: barriers of a slower device would look forgotten.
 
 Arguments: CHECK:DATAxFSDPxTENSOR, one or more.
 """
@@ -10,7 +10,6 @@ import dataclasses
 import json
 import sys
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,9 +17,7 @@ import numpy as np
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from sprl.cache.kv_cache import KVCache
+from sprl.cache.kv_cache import KVCache, Step
 from sprl.cache.layout import CacheLayout
 from sprl.cache.scales import Scales
 from sprl.config import Cache, Mesh
@@ -37,7 +34,7 @@ ran = set()
 
 
 def interpreted():
-  """Lets the kernels run in the interpreter, and notes which do."""
+  """Make the kernels run in the interpreter, and record their names in `ran`."""
   gpu_callbacks.call_assert_no_barriers_allocated = lambda token: token
   for module, name in (
     (hopper_decode_attention, 'decode_attention'),
@@ -58,17 +55,17 @@ def numbers(*shape, dtype=BF16):
 
 
 def off(found, expected):
-  """The largest error, relative to the largest number."""
+  """Return the largest error, relative to the largest expected number."""
   found, expected = (np.asarray(x, np.float64) for x in (found, expected))
   return float(np.abs(found - expected).max() / np.abs(expected).max())
 
 
 def attending(storage, B):
-  """A cache of B rows that are all due, and the next token's queries, keys and values."""
+  """Return a cache of B rows, the next token's step, queries, keys and values. All rows are due."""
   settings = Cache(budget=6, interval=4, window=2, method='rkv')
-  plan = CacheLayout(settings, 1, K, H, D, Rope(1e4), 12, 32, BF16, storage)
+  layout = CacheLayout(settings, 1, K, H, D, Rope(1e4), 12, 32, BF16, storage)
   scales = Scales(*(jnp.full(1, x) for x in (1.0, 0.02, 0.03))) if storage == FP8 else None
-  cache = KVCache.empty(plan, B, scales=scales)
+  cache = KVCache.empty(layout, B, scales=scales)
   held = cache.layers[0]
   k, v = ((rng.integers(0, 120, (B, K, S, D)).astype(np.uint8) if storage == FP8 else numbers(B, K, S, D)) for _ in range(2))
   length = rng.integers(8, S, B)
@@ -77,28 +74,29 @@ def attending(storage, B):
     held, k=jnp.asarray(k), v=jnp.asarray(v), position=jnp.asarray(position, jnp.int32), queries=numbers(*held.queries.shape)
   )
   length, ones = jnp.asarray(length, jnp.int32), jnp.ones(B, jnp.int32)
-  cache = dataclasses.replace(cache, layers=(held,), length=length, seen=length, count=3 * ones, expected=ones)
-  return cache, numbers(B, 1, H, D), numbers(B, 1, K, D), numbers(B, 1, K, D)
+  cache = dataclasses.replace(cache, layers=(held,), length=length, seen=length, decoded=3 * ones)
+  return cache, Step(ones, decoding=True), numbers(B, 1, H, D), numbers(B, 1, K, D), numbers(B, 1, K, D)
 
 
 @OnMesh
 @partial(jax.jit, donate_argnums=0)
-def attend(cache, q, k, v):
-  return cache.attend(0, q, k, v)
+def attend(cache, step, q, k, v):
+  return cache.attend(0, step, q, k, v)
 
 
-def by(kernels, cache):
+def with_kernels(kernels, cache):
   return dataclasses.replace(cache, layout=dataclasses.replace(cache.layout, kernels=kernels))
 
 
 def check_cache(mesh, storage):
-  """Errors of the output, and of what is kept and where."""
+  """Return the error of the outputs, and whether the kept slots and positions are equal."""
   B = max(4, row_shards(mesh))
-  cache, *new = attending(jnp.dtype(storage), B)
-  out, kept = attend(by('reference', jax.tree.map(jnp.copy, cache)), *new)
-  laid = by('mosaic_gpu', jax.device_put(cache, shardings(mesh, cache.axes, cache)))
+  cache, step, *new = attending(jnp.dtype(storage), B)
+  out, kept = attend(with_kernels('reference', jax.tree.map(jnp.copy, cache)), step, *new)
+  laid = with_kernels('mosaic_gpu', jax.device_put(cache, shardings(mesh, cache.axes, cache)))
   heads = [('rows', None, 'kv_heads', None)] * 3
-  out_there, kept_there = attend(laid, *jax.device_put(new, shardings(mesh, heads, new)))
+  on_mesh = jax.device_put((step, *new), shardings(mesh, (step.axes, *heads), (step, *new)))
+  out_there, kept_there = attend.on(mesh)(laid, *on_mesh)
   used = (slice(None), slice(None), slice(cache.layout.settings.budget))
   sides = [[getattr(each.layers[0], name)[used] for name in ('k', 'v', 'position')] for each in (kept, kept_there)]
   return {
@@ -115,14 +113,14 @@ def product(x, w, axes):
 
 
 def check_product(mesh, axes, N, M):
-  """The errors of a product whose weight is split by its axes, by kernel and reference."""
+  """Return the errors of kernel and reference for a product whose weight is split along `axes`."""
   x, w = numbers(max(4, row_shards(mesh)), 1, M), quantise(numbers(N, M), 'float32')
   expected = product(x, w, (None, None))
   found = {}
   for kernels in ('mosaic_gpu', 'reference'):
     held = dataclasses.replace(w, kernels=kernels)
     where = shardings(mesh, (('rows', None, axes[1]), dataclasses.replace(held, codes=axes, scale=(None, None))), (x, held))
-    found[kernels] = off(product(*jax.device_put((x, held), where), axes), expected)
+    found[kernels] = off(product.on(mesh)(*jax.device_put((x, held), where), axes), expected)
   return found
 
 

@@ -1,16 +1,12 @@
-"""On 8 devices: adapters with their moments on the host, three updates on the mesh beside three on one device. Prints JSON."""
+"""Compare three updates of adapters on 8 host devices, with moments in host memory, with one device. Prints JSON."""
 
 import json
-import sys
 import types
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 import small
 
 from sprl.config import Correction, Lora, Loss, Mesh, Optimizer
@@ -37,16 +33,17 @@ def packed(shards):
 
 
 optimizer = make_optimizer(Optimizer(learning_rate=1e-2), 10)
-update = make_update(transformer.graph(config), optimizer, UpdateConfig(Correction(), Loss(), ForwardConfig(1.0, FLOAT32, 8)))
+settings = UpdateConfig(Correction(), Loss(), ForwardConfig(1.0, FLOAT32, 8))
+update = make_update(transformer.graph(config), optimizer, settings)
 mesh = make_mesh(Mesh(data=-1, fsdp=2, tensor=2), heads=(config.num_heads, config.num_kv_heads))
 laid = shardings(mesh, transformer.logical_axes(config), transformer.abstract_params(config))
-policy = types.SimpleNamespace(config=config, param_dtype=FLOAT32, lora=lora, mesh=mesh, shardings=laid)
-places = jax.tree.map(lambda a: a.sharding, abstract_state(abstract_params(policy), optimizer, offload=True))
+model = types.SimpleNamespace(config=config, param_dtype=FLOAT32, lora=lora, mesh=mesh, shardings=laid)
+places = jax.tree.map(lambda a: a.sharding, abstract_state(abstract_params(model), optimizer, offload=True))
 init = partial(init_adapters, config, lora)
 
 
-def train(adapters, base, batch, places=None):
-  """(state, weights as served) after three updates."""
+def train(adapters, base, batch, update, places=None):
+  """Return the state and the sampler weights after three updates."""
   state = TrainState.create(adapters, optimizer, places)
   for _ in range(3):
     state, _ = update(state, batch, small.unscored(batch), base)
@@ -58,11 +55,12 @@ def apart(a, b):
 
 
 first = init(jax.random.key(0))
-alone, served_alone = train(init(jax.random.key(0)), Base(params, scale), packed(1))
+alone, sampler_alone = train(init(jax.random.key(0)), Base(params, scale), packed(1), update)
 split = jax.jit(init, out_shardings=places.params)(jax.random.key(0))
 begun_apart = apart(first, split)
 base, batch = Base(jax.device_put(params, laid), scale), packed(row_shards(mesh))
-together, served_together = train(split, base, jax.device_put(batch, shardings(mesh, batch.axes, batch)), places)
+batch = jax.device_put(batch, shardings(mesh, batch.axes, batch))
+together, sampler_together = train(split, base, batch, update.on(mesh), places)
 up = together.params['layers'][0]['mlp']['up']
 print(
   json.dumps(
@@ -70,7 +68,7 @@ print(
       'begun_apart': begun_apart,
       'moved': apart(alone.params, first),
       'apart': apart(alone.params, together.params),
-      'served_apart': apart(served_alone, served_together),
+      'sampler_apart': apart(sampler_alone, sampler_together),
       'shards': {name: list(up[name].addressable_shards[0].data.shape) for name in 'ab'},
       'moments': sorted({leaf.sharding.memory_kind for leaf in jax.tree.leaves(together.opt_state) if leaf.ndim}),
     }

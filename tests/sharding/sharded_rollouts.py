@@ -1,20 +1,18 @@
-"""On 8 devices: rollouts, calibration, self-check and an update on meshes beside those of one device. Prints JSON.
+"""Compare rollouts, calibration, self-check and an update on meshes of 8 host devices with one device. Prints JSON.
 
-Arguments: MEMORY:DATAxFSDPxTENSOR of the rollouts, one or more; the learner has the same devices as fsdp alone. Of the memories
-whose name is of experts the model has eight of them, for xEXPERT devices after the others, and the learner's fsdp is halved.
+Arguments: MEMORY:DATAxFSDPxTENSOR of the rollouts, one or more. The learner has the same devices, all along fsdp. For memories
+whose name starts with `experts`, the model has eight experts, xEXPERT follows the other sizes, and the learner has two parts of
+experts.
 """
 
 import json
 import logging
 import sys
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 import small
 
 from sprl.cache.layout import cache_layout
@@ -62,52 +60,54 @@ class Compilations(logging.Handler):
 
 
 def step(memory, sizes):
-  """Everything that a step takes from the devices."""
-  config, weights = MODELS[memory.startswith('experts')]
-  graphdef, weights, heads = transformer.graph(config), jax.device_get(weights), (config.num_heads, config.num_kv_heads)
+  """Return the results of rollouts, calibration, self-check and an update."""
+  config, pretrained = MODELS[memory.startswith('experts')]
+  graphdef, pretrained, heads = transformer.graph(config), jax.device_get(pretrained), (config.num_heads, config.num_kv_heads)
   devices = jax.devices()[: sizes.data * sizes.fsdp * sizes.tensor * sizes.expert]
   mesh, rollout = make_mesh(Mesh(expert=min(sizes.expert, 2)), devices, heads), make_mesh(sizes, devices, heads, 'rollout')
   cache, quant = MEMORIES[memory]
   axes = transformer.logical_axes(config)
   laid = shardings(mesh, axes, transformer.abstract_params(config))
-  params = jax.device_put(weights, laid)
-  plan = cache_layout(config, cache, quant, SAMPLING.max_prompt, SAMPLING.max_tokens, FLOAT32, routes=config.experts is not None)
-  found = [calibrate.amax_of_prompts(graphdef, plan, params, prompts, 2, quant)]
-  served = sampler_weights(params, FLOAT32, quant, config=config, mesh=rollout, source=mesh)
-  served = served._replace(scales=calibrate.scales(calibrate.remember((), found[0], quant), quant, plan.layers))
-  engine = EngineConfig(
-    config, SAMPLING, plan, rows=8, prefill=max(2, row_shards(rollout)), seed=0, stop_ids=(), text=lambda ids: ''
+  params = jax.device_put(pretrained, laid)
+  layout = cache_layout(
+    config, cache, quant, SAMPLING.max_prompt, SAMPLING.max_tokens, FLOAT32, routes=config.experts is not None
   )
-  trajectories = generate(engine, served, requests)
+  found = [calibrate.amax_of_prompts(graphdef, layout, params, prompts, 2, quant, mesh)]
+  weights = sampler_weights(params, FLOAT32, quant, config=config, mesh=rollout, source=mesh)
+  weights = weights._replace(scales=calibrate.scales(calibrate.remember((), found[0], quant), quant, layout.layers))
+  engine = EngineConfig(
+    config, SAMPLING, layout, rows=8, prefill=max(2, row_shards(rollout)), seed=0, stop_ids=(), text=lambda ids: '', mesh=rollout
+  )
+  trajectories = generate(engine, weights, requests)
   logging.getLogger('jax').addHandler(seen := Compilations())
   with jax.log_compiles():
-    again = generate(engine, served, requests)
+    again = generate(engine, weights, requests)
   logging.getLogger('jax').removeHandler(seen)
   result = {
     'trajectories': trajectories,
     'again': all(np.array_equal(a.sampler_logp, b.sampler_logp) for a, b in zip(trajectories, again)),
     'compiled_again': seen.count,
-    'wrong': self_check(params, served, FLOAT32, quant),
-    'split': len({str(s.index) for s in jax.tree.leaves(served.params['layers'][0]['mlp'])[0].addressable_shards}),
+    'wrong': self_check(params, weights, FLOAT32, quant, mesh),
+    'split': len({str(s.index) for s in jax.tree.leaves(weights.params['layers'][0]['mlp'])[0].addressable_shards}),
   }
-  state = decode.empty_state(plan, served, 8, SAMPLING.max_tokens, jax.random.key(0))
+  state = decode.empty_state.on(rollout)(layout, weights, 8, SAMPLING.max_tokens, jax.random.key(0))
   result['cache'] = list(state.cache.layers[0].k.addressable_shards[0].data.shape)
-  if not plan.sparse:
+  if not layout.sparse:
     return result
   S = row_shards(mesh)
   shape = Shape(2, 1, 40, 4, 16) if S == 1 else Shape(1, S, 40, 4, 16, S)
   batch, _ = pack(trajectories, np.array([1, -1, 0.5, -2], np.float32), shape, share_prefix=True)
   batch = jax.device_put(batch, shardings(mesh, batch.axes, batch))
   rows = {name: getattr(batch, name) for name in ('tokens', 'positions', 'segments', 'prefixes', 'used')}
-  found.append(calibrate.amax(graphdef, plan, params, **rows))
+  found.append(calibrate.amax.on(mesh)(graphdef, layout, params, **rows))
   optimizer = make_optimizer(Optimizer(name='sgd', learning_rate=0.1, clip_norm=None), 10)
   config_of_pass = ForwardConfig(1.0, FLOAT32, 16)
-  update = make_update(graphdef, optimizer, UpdateConfig(ARMS['sparse_rl'], Loss(), config_of_pass))
+  update = make_update(graphdef, optimizer, UpdateConfig(ARMS['sparse_rl'], Loss(), config_of_pass), mesh)
   places = jax.tree.map(lambda a: a.sharding, abstract_state(params, optimizer))
   state = jax.jit(partial(TrainState.create, optimizer=optimizer), out_shardings=places)(params)
-  old = score(graphdef, params, batch, config_of_pass)
+  old = score.on(mesh)(graphdef, params, batch, config_of_pass)
   state, metrics = update(state, batch, LogProbs(sampler=batch.sampler_logp, old=old))
-  return result | {'amax': np.stack(found), 'params': state.params, 'loss': float(metrics['update/loss']), 'first': weights}
+  return result | {'amax': np.stack(found), 'params': state.params, 'loss': float(metrics['update/loss']), 'first': pretrained}
 
 
 def furthest(a, b):
@@ -115,7 +115,7 @@ def furthest(a, b):
 
 
 def beside(alone, together):
-  """What the mesh made of it."""
+  """Return the results of the mesh, and their differences from one device."""
   pairs = list(zip(alone['trajectories'], together['trajectories']))
   same = all(np.array_equal(getattr(a, x), getattr(b, x)) for a, b in pairs for x in ('tokens', 'kept', 'routes'))
   apart = np.concatenate([np.abs(a.sampler_logp - b.sampler_logp)[a.mask] for a, b in pairs]) if same else np.full(1, np.inf)

@@ -1,7 +1,7 @@
-"""On 8 devices: where weights lie, and two updates on meshes beside two on one device. Prints JSON.
+"""Compare two updates on meshes of 8 host devices with two updates on one device. Prints JSON.
 
-Arguments: HEADS/KVHEADS:DATAxFSDPxTENSOR, one or more. With xEXPERT after it the model is a mixture of experts, some of whose
-tokens are sent to experts that a record says. With :OPTIMIZER behind it weights are moved by that of OPTIMIZERS, else by adam.
+Arguments: HEADS/KVHEADS:DATAxFSDPxTENSOR, one or more. With xEXPERT after it the model is a mixture of experts, and the routes of
+some tokens are replayed. :OPTIMIZER after that selects an entry of OPTIMIZERS; the default is adam.
 """
 
 import dataclasses
@@ -9,13 +9,10 @@ import json
 import logging
 import sys
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 import small
 
 from sprl.config import Correction, Loss, Mesh, Optimizer
@@ -31,11 +28,11 @@ from sprl.sharding.rules import row_shards, shardings
 
 trajectories = small.rollouts([(5, 3), (4, 6), (3, 2), (6, 6)], (6, 3, 5, 4), vocab=260)
 advantage = np.array([1, -1, 0.5, -2, 1, -1, 0.3, 0.2], np.float32)
-# Above gradients of rounding's size: divided by themselves they would be steps of either sign.
+# Larger than gradients that are rounding errors: Adam would turn these into steps of random sign.
 adam.ADAM_EPSILON = 0.01
-OPTIMIZERS = {  # of each the settings, and what its model is given
+OPTIMIZERS = {  # name -> settings, and changes of the model
   'adam': (Optimizer(name='adam', learning_rate=0.01), {}),
-  # Its moments are factored where both sides of a matrix have 128 numbers.
+  # Adafactor factors the moments of matrices with at least 128 rows and columns.
   'adafactor': (Optimizer(name='adafactor', learning_rate=0.01), {'hidden_size': 128, 'intermediate_size': 128}),
 }
 computation = UpdateConfig(Correction(), Loss(balance_coef=0.1), ForwardConfig(1.0, jnp.dtype('float32'), 8), 'layer')
@@ -54,15 +51,15 @@ def packed(config, shards):
   batch = pack(trajectories, advantage, Shape(2, 8, 16, 8, 6, shards), True)[0]
   if config.experts is None:
     return batch
-  # By token, so that they are the same wherever the batch has it.
+  # By token, so that routes do not depend on the place in the batch.
   first = batch.tokens.astype(np.int8) % 8
   routes = np.where(batch.tokens % 3 == 0, np.stack([first, (first + 3) % 8]), -1).transpose(1, 2, 3, 0)[..., None, :]
   return dataclasses.replace(batch, routes=routes)
 
 
-def train(config, optimizer, create, params, batch):
-  """(state, metrics, how often the update was compiled) after two updates."""
-  update = make_update(transformer.graph(config), optimizer, computation)
+def train(config, optimizer, create, params, batch, mesh=None):
+  """Return state and metrics after two updates, and the number of compilations of the update."""
+  update = make_update(transformer.graph(config), optimizer, computation, mesh)
   logging.getLogger('jax').addHandler(seen := Compilations())
   with jax.log_compiles():
     state = create(params)
@@ -77,7 +74,7 @@ def furthest(a, b):
 
 
 def relatively(a, b):
-  """The same, of each array's largest number."""
+  """Return the largest difference, relative to each array's largest number."""
   return max(float(np.abs(x - y).max() / max(np.abs(x).max(), 1e-30)) for x, y in both(a, b))
 
 
@@ -105,7 +102,7 @@ for argument in sys.argv[1:]:
   batch = jax.device_put(batch, shardings(mesh, batch.axes, batch))
   params = jax.device_put(params, laid)
   places = jax.tree.map(lambda a: a.sharding, abstract_state(params, optimizer))
-  state, metrics, compiled = train(config, optimizer, jax.jit(create, out_shardings=places), params, batch)
+  state, metrics, compiled = train(config, optimizer, jax.jit(create, out_shardings=places), params, batch, mesh)
   one, together = alone[model][0], state.params
   layer = together['layers'][0]
   weights = {

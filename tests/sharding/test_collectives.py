@@ -1,11 +1,11 @@
-"""Collectives read off HLO: by hand-written programs, and off the real ones, which send what is planned and nothing else."""
+"""Collectives parsed from HLO: of a hand-written program, and of the programs of a step, compared with the planned ones."""
 
 from collections import Counter
 
 import pytest
-from test_mesh import on_devices
+from host_devices import on_devices
 
-from sprl.planning.collectives import by_kind, collectives
+from sprl.planning.collectives import collectives
 
 PROGRAM = """HloModule jit_f, is_scheduled=true
 
@@ -37,28 +37,24 @@ replica_groups=mesh['data'=2,'fsdp'=4] {'fsdp'}, to_apply=%add, metadata={op_nam
 """
 
 
-def test_a_program_by_hand():
-  found = [(c.kind, c.arrays, c.devices, c.depth, c.dtypes) for c in collectives(PROGRAM)]
+def test_collectives_of_a_hand_written_program():
+  found = [(c.kind, c.arrays, c.devices, c.depth) for c in collectives(PROGRAM)]
   assert found == [
-    ('all-gather', (128,), 2, 1, ('bf16',)),
-    ('all-reduce', (1,), 4, 1, ('pred',)),
-    ('all-reduce', (64, 24), 4, 0, ('f32', 's32')),
-    ('reduce-scatter', (512,), 4, 0, ('f8e4m3fn',)),
-    ('all-gather', (32,), 2, 0, ('f32',)),
-    ('all-reduce', (256,), 4, 0, ('bf16',)),
-    ('collective-permute', (100,), 2, 0, ('u8',)),
-    ('all-to-all', (64,), 4, 0, ('f32',)),
+    ('all-gather', (128,), 2, 1),
+    ('all-reduce', (1,), 4, 1),
+    ('all-reduce', (64, 24), 4, 0),
+    ('reduce-scatter', (512,), 4, 0),
+    ('all-gather', (32,), 2, 0),
+    ('all-reduce', (256,), 4, 0),
+    ('collective-permute', (100,), 2, 0),
+    ('all-to-all', (64,), 4, 0),
   ]
   assert [c.name for c in collectives(PROGRAM)][2] == 'jit(f)/sum'
 
 
-def test_what_a_device_sends_in_a_ring():
-  table = by_kind(collectives(PROGRAM))
-  assert table['all-gather'] == {'count': 2, 'bytes': 160, 'moved': 80.0}
-  assert table['all-reduce'] == {'count': 3, 'bytes': 345, 'moved': 1.5 * 345}
-  assert table['reduce-scatter'] == {'count': 1, 'bytes': 512, 'moved': 384.0}
-  assert table['collective-permute'] == {'count': 1, 'bytes': 100, 'moved': 100.0}
-  assert table['all-to-all'] == {'count': 1, 'bytes': 64, 'moved': 48.0}
+def test_bytes_that_one_device_sends_in_a_ring():
+  moved = [c.moved for c in collectives(PROGRAM)]
+  assert moved == [64.0, 1.5, 1.5 * 88, 0.75 * 512, 16.0, 1.5 * 256, 100.0, 48.0]
 
 
 # --- the programs of a step ------------------------------------------------------------------------------------------
@@ -80,55 +76,54 @@ def larger(counts, least):
 
 
 def test_an_update_sends_what_is_planned(sent):
-  """data 2 x fsdp 2 x tensor 2; 2 rows of 16 tokens each on 4 devices, 8 rows a microbatch; a layer computed again."""
-  t = 2  # of the matrices, in use
+  """data 2 x fsdp 2 x tensor 2; 8 rows of 16 tokens per microbatch, 2 on each of 4 devices; layers are recomputed."""
+  t = 2  # parts of a matrix in use
   weights = {'q': HD * E, 'k': KD * E, 'v': KD * E, 'o': E * HD, 'gate': F * E, 'up': F * E, 'down': E * F}
   in_use = {name: 4 * size // t for name, size in weights.items()}
-  rows = 4 * 2 * 16 * E  # hidden states of a device
-  table = 4 * V // (2 * 2) * E  # its part of the vocabulary
-  shards = 4 * 2 * 8 * E  # hidden states of a chunk of the head, of the two shards that meet a part of the vocabulary
+  rows = 4 * 2 * 16 * E  # bytes of a device's hidden states
+  table = 4 * V // (2 * 2) * E  # bytes of a device's part of the embedding
+  shards = 4 * 2 * 8 * E  # hidden states of a chunk, of the two shards that use one part of the vocabulary
   planned = Counter()
   for name, size in in_use.items():
-    # fsdp: gathered forwards, again (but for the last product, which nothing needs), and for the gradient of what went in
+    # fsdp: gathered forward, for recomputation (except the last product), and for the gradient of the input
     planned['all-gather', size, 2, 1] += 2 if name == 'down' else 3
-    planned['all-reduce', size, 2, 1] += 1  # its gradient over fsdp, where a GPU scatters it as it sums,
-    planned['all-reduce', size // 2, 2, 1] += 1  # and the part that is kept, over data
-  planned['all-reduce', rows, 2, 1] += 3 + 5  # tensor: o forwards and again, down; backwards from q, k, v, gate and up
-  planned['all-reduce', 2 * rows, 4, 1] += 1  # the tokens' embeddings, from whichever part of the vocabulary has them
-  planned['all-gather', 2 * rows, 2, 1] += 1  # and their gradients
+    planned['all-reduce', size, 2, 1] += 1  # its gradient over fsdp; a GPU would reduce-scatter
+    planned['all-reduce', size // 2, 2, 1] += 1  # the device's part of the gradient, over data
+  planned['all-reduce', rows, 2, 1] += 3 + 5  # tensor: o forward and recomputed, down; backward from q, k, v, gate and up
+  planned['all-reduce', 2 * rows, 4, 1] += 1  # the embeddings of the tokens, summed over parts of the vocabulary
+  planned['all-gather', 2 * rows, 2, 1] += 1  # the gradients of the embeddings
   planned['all-reduce', table, 2, 1] += 2  # gradients of embedding and head, over data
-  planned['all-gather', shards, 2, 2] += 2  # a chunk to the vocabulary, forwards and backwards,
-  planned['all-reduce', shards, 4, 2] += 1  # and its gradient
+  planned['all-gather', shards, 2, 2] += 2  # hidden states of a chunk, forward and backward
+  planned['all-reduce', shards, 4, 2] += 1  # the gradient of a chunk
   assert larger(sent['update'], 1024) == planned
 
 
 def test_a_decode_step_sends_what_is_planned(sent):
-  """data 2 x tensor 4, of which 2 split the kv heads; 16 rows, 8 on each four devices; a sparse FP8 cache."""
+  """data 2 x tensor 4, of which 2 split the kv heads; 16 rows, 8 on each group of 4 devices; a sparse FP8 cache."""
   rows = 4 * 8 * E
   planned = Counter()
   planned['all-reduce', rows, 4, 1] += 3  # the tokens' embeddings, o, down
-  planned['all-gather', 4 * 8 * HD // 2, 2, 1] += 1  # queries, to all that have their kv head
-  planned['all-to-all', 4 * (8 // 4) * V // 4, 4, 1] += 4  # logits: from a part of every row's to all of some rows'
-  planned['all-gather', 4 * 8, 4, 1] += 2  # tokens and their log-probs
+  planned['all-gather', 4 * 8 * HD // 2, 2, 1] += 1  # queries, to the devices that have their kv head
+  planned['all-to-all', 4 * (8 // 4) * V // 4, 4, 1] += 4  # logits: from parts of all rows to whole rows
+  planned['all-gather', 4 * 8, 4, 1] += 2  # drawn tokens and their log-probs
   assert larger(sent['decode'], 2) == planned
   assert sum(n for key, n in sent['decode'].items() if key[1] == 1) == 1  # whether all rows are done
 
 
 @pytest.mark.parametrize('sync', ['sync', 'sync from tensor 2'])
 def test_a_sync_moves_codes_and_no_weight_whole(sent, sync):
-  """fsdp 8, or 4 x tensor 2, to data 2 x tensor 4, linears in FP8: a byte a weight, and what is served of one is the most that a
-  device gets."""
-  largest = 4 * V * E // 4  # the embedding's part, which a CPU moves in float32
+  """fsdp 8, or 4 x tensor 2, to data 2 x tensor 4, FP8 linears: one byte per weight, and a device receives at most its part."""
+  largest = 4 * V * E // 4  # a part of the embedding; a CPU moves it in float32
   assert max(size for _, size, _, _ in sent[sync]) <= largest
   linears = {HD * E // 4, KD * E // 2, F * E // 4}
   assert linears <= {size for kind, size, _, _ in sent[sync] if kind == 'all-gather'}
 
 
-# A mixture of one layer: 16 experts, two a token, F = 48 of each; D = 24.
+# A mixture of one layer: 16 experts of width 48, two per token; D = 24.
 
 
 def test_an_update_of_experts_sends_tokens_to_them_and_no_expert_to_tokens(sent):
-  """fsdp 2 x expert 2 x tensor 2; 2 rows of 16 tokens each on 4 devices, half of all 16 experts on a device."""
+  """fsdp 2 x expert 2 x tensor 2; 2 rows of 16 tokens on each of 4 devices; 8 of the 16 experts on a device."""
   t = 2
   weights = {'q': 96 * E, 'k': 48 * E, 'v': 48 * E, 'o': E * 96}
   rows, table = 4 * 2 * 16 * E, 4 * V // (2 * 2) * E
@@ -138,16 +133,16 @@ def test_an_update_of_experts_sends_tokens_to_them_and_no_expert_to_tokens(sent)
   for size in (4 * size // t for size in weights.values()):
     planned['all-gather', size, 2, 1] += 3
     planned['all-reduce', size, 2, 1] += 1
-    planned['all-reduce', size // 2, 2, 1] += 1  # over expert, whose devices have rows of their own and the same weights
-  planned['all-gather', 4 * 16 * E, 2, 1] += 3  # the router, which no axis but fsdp splits,
-  planned['all-reduce', 4 * 16 * E // 2, 4, 1] += 1  # and the half of its gradient that a device keeps,
-  planned['collective-permute', 4 * 16 * E // 2, 2, 1] += 1  # which XLA hands on
-  planned['all-gather', experts, 2, 1] += 3 * 2  # over fsdp, forwards and backwards,
-  planned['reduce-scatter', experts, 2, 1] += 3  # and their gradients
-  planned['all-gather', 2 * rows, 2, 1] += 3  # tokens to experts, forwards and backwards, and with their gradients
-  planned['reduce-scatter', 2 * rows, 2, 1] += 2  # back, and their gradients
-  planned['all-reduce', rows, 2, 1] += 3 + 4  # tensor: o forwards and again, experts; backwards from q, k, v and experts
-  planned['all-reduce', 2 * rows, 4, 1] += 1  # the vocabulary's, as of the other model
+    planned['all-reduce', size // 2, 2, 1] += 1  # over expert, whose devices have other rows and the same weights
+  planned['all-gather', 4 * 16 * E, 2, 1] += 3  # the router; only fsdp splits it
+  planned['all-reduce', 4 * 16 * E // 2, 4, 1] += 1  # the half of its gradient that a device keeps
+  planned['collective-permute', 4 * 16 * E // 2, 2, 1] += 1  # moved by XLA
+  planned['all-gather', experts, 2, 1] += 3 * 2  # over fsdp, forward and backward
+  planned['reduce-scatter', experts, 2, 1] += 3  # the gradients of the experts
+  planned['all-gather', 2 * rows, 2, 1] += 3  # tokens to experts, forward and backward, and the gradients of outputs
+  planned['reduce-scatter', 2 * rows, 2, 1] += 2  # outputs of experts, and the gradients of tokens
+  planned['all-reduce', rows, 2, 1] += 3 + 4  # tensor: o forward and recomputed, experts; backward from q, k, v and experts
+  planned['all-reduce', 2 * rows, 4, 1] += 1  # the vocabulary, as in the dense model
   planned['all-gather', 2 * rows, 2, 1] += 1
   planned['all-reduce', table, 2, 1] += 2
   planned['all-gather', shards, 2, 2] += 2
@@ -156,17 +151,17 @@ def test_an_update_of_experts_sends_tokens_to_them_and_no_expert_to_tokens(sent)
 
 
 def test_a_decode_step_of_experts_sends_tokens_to_them_and_back(sent):
-  """data 2 x expert 4; 16 rows, two on each device."""
+  """data 2 x expert 4; 16 rows, 2 on each device."""
   rows = 4 * 8 * E
   planned = Counter()
   planned['all-gather', rows, 4, 1] += 1
-  planned['all-gather', 4 * 8 * 2, 4, 1] += 2  # which experts, and their gates
+  planned['all-gather', 4 * 8 * 2, 4, 1] += 2  # the numbers of the experts, and their gates
   planned['reduce-scatter', rows, 4, 1] += 1
   assert larger(sent['decode of experts'], 2) == planned
 
 
-def test_a_sync_gathers_experts_where_they_are_to_be(sent):
-  """fsdp 4 x expert 2 to data 2 x expert 4: codes, of which two copies meet last; the vocabulary is whole on every device."""
+def test_a_sync_gathers_experts_on_the_devices_that_sample_with_them(sent):
+  """fsdp 4 x expert 2 to data 2 x expert 4: FP8 codes; every device has the whole vocabulary."""
   experts = 16 * E * 48 // 4
   gathered = {size: n for (kind, size, *_), n in sent['sync of experts'].items() if kind == 'all-gather' and size >= experts}
   assert gathered == {experts: 3, 4 * V * E: 2}
@@ -175,10 +170,10 @@ def test_a_sync_gathers_experts_where_they_are_to_be(sent):
 # --- benchmarks/scaling.py ---------------------------------------------------------------------------------------------
 
 
-def test_the_table_of_what_more_devices_send_counts_gradients_once_and_tokens_to_experts():
+def test_scaling_counts_gradients_once_and_tokens_to_experts():
   found = on_devices('scaled.py')
   data, expert = found['data'], found['expert']
-  assert data['all-reduce MB'] == data['MB sent'] == pytest.approx(4 * found['weights'] / 1e6)  # every gradient's, once
-  rows, chosen = 4 * 4 * E, 4 * 4 * 2  # hidden states of four rows, and which two experts or their gates
+  assert data['all-reduce MB'] == data['MB sent'] == pytest.approx(4 * found['weights'] / 1e6)  # each gradient once
+  rows, chosen = 4 * 4 * E, 4 * 4 * 2  # hidden states of 4 rows; numbers or gates of 2 experts
   assert expert['all-gather MB'] == pytest.approx((rows + 2 * chosen) / 2 / 1e6)
   assert expert['reduce-scatter MB'] == pytest.approx(rows / 2 / 1e6)

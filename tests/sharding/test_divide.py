@@ -1,4 +1,4 @@
-"""Which devices sample and which train: the same, or disjoint; everything else is refused by name."""
+"""Division of devices between rollouts and learner: the same devices or disjoint ones; others are refused by name."""
 
 from types import SimpleNamespace
 
@@ -8,7 +8,7 @@ from sprl.config import Devices, SettingsError
 from sprl.config_checks import device_numbers
 from sprl.sharding.mesh import check_dealt, divide
 
-EIGHT = [f'device {i}' for i in range(8)]  # `divide` only tells them apart
+EIGHT = [f'device {i}' for i in range(8)]  # `divide` only compares them
 
 
 def named(*numbers):
@@ -61,13 +61,13 @@ def test_disjoint_devices_are_used_side_by_side_in_the_order_given(settings, lea
     (Devices('7', '0', engines=2), r'config\.devices\.engines = 2: expected a divisor of 1'),
   ],
 )
-def test_devices_that_cannot_be_divided_so_are_refused_by_name(settings, message):
+def test_impossible_divisions_are_refused_by_name(settings, message):
   with pytest.raises(SettingsError, match=message):
     divide(settings, EIGHT)
 
 
 def dealt(settings, processes, platform='cuda'):
-  """What is said of eight devices that so many processes have."""
+  """Call `check_dealt` for 8 devices, of which each process has the same number."""
 
   class Device(SimpleNamespace):
     __hash__ = object.__hash__
@@ -94,12 +94,12 @@ def test_each_process_may_have_devices_of_both_sets(settings):
     (Devices('5,1', '0,4'), r"config\.devices\.rollout = '5,1': expected"),
   ],
 )
-def test_sets_of_which_processes_have_no_equal_share_are_refused_by_name(settings, message):
+def test_sets_with_unequal_shares_per_process_are_refused_by_name(settings, message):
   with pytest.raises(SettingsError, match=message):
     dealt(settings, 2)
 
 
-def test_on_cpus_two_programs_over_several_devices_of_a_process_are_refused():
+def test_on_cpus_only_one_set_may_have_several_devices_per_process():
   both = Devices('2-3,6-7', '0-1,4-5')
   with pytest.raises(SettingsError, match=r"rollout = '2-3,6-7': expected one device per process"):
     dealt(both, 2, 'cpu')

@@ -1,16 +1,12 @@
-"""The mesh of the settings, the rules, and that updates and rollouts on several devices are those on one."""
+"""The mesh of the settings, the sharding rules, and updates and rollouts on 8 devices compared with one device."""
 
-import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from host_devices import FAST, on_devices
 from jax.sharding import PartitionSpec as P
 
 from sprl.config import Mesh, Meshes, SettingsError
@@ -20,7 +16,7 @@ from sprl.sharding.mesh import make_mesh, replicated, sizes, tensor_axes
 from sprl.sharding.rules import IN_USE, local, shard, shardings, spec, total
 
 ONE = [jax.devices('cpu')[0]]
-EIGHT = ONE * 8  # a mesh only counts them
+EIGHT = ONE * 8  # these tests only need their number
 TENSOR = ('tensor_kv', 'tensor_group', 'tensor_rest')
 
 
@@ -53,27 +49,27 @@ def test_axes_that_do_not_multiply_up_to_the_devices_are_refused(settings):
   [
     (8, (32, 8), (8, 1, 1)),
     (2, (28, 4), (2, 1, 1)),
-    (8, (12, 2), (2, 2, 2)),  # six queries a kv head: halves of three, and two copies of each
+    (8, (12, 2), (2, 2, 2)),  # six queries per kv head: halves of three, and two copies of each
     (8, (64, 2), (2, 4, 1)),
-    (8, (28, 4), (4, 1, 2)),  # seven queries a kv head cannot be halved
+    (8, (28, 4), (4, 1, 2)),  # seven queries per kv head cannot be halved
     (4, (6, 3), (1, 1, 4)),
-    (4, (24, 6), (2, 1, 2)),  # three kv heads together cannot have their queries cut: each half would want all three
+    (4, (24, 6), (2, 1, 2)),  # three kv heads on a device: half of their queries would still need all three
     (3, (9, 3), (3, 1, 1)),
     (1, (9, 3), (1, 1, 1)),
   ],
 )
-def test_heads_are_cut_where_they_may_be(tensor, heads, axes):
+def test_tensor_splits_heads_where_their_numbers_allow(tensor, heads, axes):
   assert tensor_axes(tensor, heads) == axes
 
 
-def test_rules_lay_weights_by_the_names_of_their_axes():
+def test_rules_place_weights_by_the_names_of_their_axes():
   config = tiny('qwen2', num_hidden_layers=1)  # V = 259 is odd; H = 4, K = 2, F = 96
   mesh = make_mesh(Mesh(data=1, fsdp=2, tensor=4), EIGHT, (4, 2))
   laid = shardings(mesh, transformer.logical_axes(config), transformer.abstract_params(config))
   specs = jax.tree.map(lambda s: s.spec, laid)
   layer = specs['layers'][0]
   heads = ('tensor_kv', 'tensor_group')
-  assert specs['embed'] == P(None, ('fsdp',))  # 259 stays whole, and fsdp is free for the other axis
+  assert specs['embed'] == P(None, ('fsdp',))  # 259 stays whole; fsdp splits the other axis
   assert layer['attention']['q']['kernel'] == P(heads, ('fsdp',))
   assert layer['attention']['k']['kernel'] == P(('tensor_kv',), ('fsdp',))  # the other half has the same kv heads
   assert layer['attention']['q']['bias'] == P(heads)
@@ -84,10 +80,10 @@ def test_rules_lay_weights_by_the_names_of_their_axes():
   assert laid['embed'].spec == laid['head']['kernel'].spec == P((*heads, 'fsdp'))
 
 
-def test_a_mesh_axis_is_taken_once_and_only_where_it_divides():
+def test_a_mesh_axis_splits_one_array_axis_that_it_divides():
   mesh = make_mesh(Mesh(data=2, fsdp=2, tensor=2), EIGHT, (4, 2))
   assert spec(mesh, ('rows', 'mlp'), (4, 6)) == P(('data', 'fsdp'), ('tensor_kv',))
-  assert spec(mesh, ('rows', None), (6, 6)) == P(('data',))  # as JAX writes it of results
+  assert spec(mesh, ('rows', None), (6, 6)) == P(('data',))  # as JAX writes the specs of results
   assert spec(mesh, ('rows', 'rows'), (2, 2)) == P(('data',), ('fsdp',))
   assert spec(mesh, ('drawn_rows',), (8,)) == P(('data', 'fsdp', 'tensor_kv'))
   with pytest.raises(ValueError, match='zip'):
@@ -99,31 +95,19 @@ def test_replicated_is_whole_on_every_device():
   assert jax.device_put(jnp.ones((3, 2)), sharding).sharding.is_fully_replicated
 
 
-def test_without_a_mesh_names_mean_nothing():
+def test_without_a_mesh_names_have_no_effect():
   x = jnp.arange(6.0).reshape(2, 3)
   assert shard(x, 'rows', 'mlp') is x
   assert total(x, 'kv_heads') is x
   np.testing.assert_array_equal(local(lambda a, b: a + b, (('rows', None), (None,)), ('rows', None))(x, x[0]), x + x[0])
 
 
-def test_every_name_that_a_weight_has_is_known_or_whole_on_purpose():
+def test_only_three_names_of_weight_axes_have_no_rule():
   names = {name for axes in jax.tree.leaves(transformer.logical_axes(tiny('qwen3'))) for name in [axes]}
   assert names - IN_USE.keys() == {'embed', 'norm', 'head_dim'}
 
 
-def on_devices(script, *arguments, **env):
-  """What a script prints, run on 8 devices of the host: its last line, read as JSON."""
-  env |= {'XLA_FLAGS': '--xla_force_host_platform_device_count=8', 'JAX_PLATFORMS': 'cpu'}
-  env['PYTHONPATH'] = str(Path(__file__).parents[2])
-  line = [sys.executable, str(Path(__file__).with_name(script)), *arguments]
-  result = subprocess.run(line, env=os.environ | env, capture_output=True, text=True, timeout=900)
-  assert result.returncode == 0, result.stderr[-3000:]
-  return json.loads(result.stdout.splitlines()[-1])
-
-
-FAST = {'JAX_DISABLE_MOST_OPTIMIZATIONS': '1'}  # compiles in half the time
-
-# --- updates: HEADS/KVHEADS:DATAxFSDPxTENSOR, and of a mixture xEXPERT; of another optimiser than adam :NAME ----------
+# --- updates: HEADS/KVHEADS:DATAxFSDPxTENSOR; then xEXPERT for a mixture, :NAME for an optimiser other than adam -------
 
 UPDATES = ('4/2:1x8x1', '4/2:1x1x8', '4/2:1x4x2', '4/2:2x2x2', '6/3:1x2x4:adafactor', '4/2:1x2x2x2')
 MORE_UPDATES = ('4/2:8x1x1', '4/2:1x2x4', '4/2:2x1x4', '8/2:1x1x8', '6/3:4x1x2', '4/2:1x1x1x8', '4/2:2x2x1x2', '4/2:4x1x2x1')
@@ -140,34 +124,34 @@ def more_updates():
 
 
 def check_update(found):
-  assert found['as_given']  # weights lie as the rules say after an update too
+  assert found['as_given']  # an update keeps the layout of the weights
   assert found['compiled'] == 1  # the second update compiles nothing
   assert found['moved'] > 1e-2
   assert found['apart'] < 1e-5
-  assert found['moments_apart'] < 1e-4  # of the largest of each
+  assert found['moments_apart'] < 1e-4  # relative to the largest of each
   assert all(apart < 1e-4 for apart in found['metrics_apart'].values())
 
 
 @pytest.mark.parametrize('mesh', UPDATES)
-def test_updates_on_a_mesh_are_those_of_one_device(updates, mesh):
+def test_updates_on_a_mesh_equal_those_of_one_device(updates, mesh):
   check_update(updates[mesh])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('mesh', MORE_UPDATES)
-def test_updates_on_other_meshes_are_too(more_updates, mesh):
+def test_updates_on_more_meshes_equal_those_of_one_device(more_updates, mesh):
   check_update(more_updates[mesh])
 
 
 def test_each_device_has_its_part_of_the_weights(updates):
   parts = {'embed': [33, 64], 'q': [16, 64], 'k': [16, 64], 'o': [64, 16], 'down': [64, 12], 'norm': [64]}
-  assert updates['4/2:1x1x8']['shards'] == parts  # a query head each, twice; four devices to a kv head
+  assert updates['4/2:1x1x8']['shards'] == parts  # two devices share a query head, four a kv head
   parts = {'embed': [66, 64], 'q': [32, 32], 'k': [16, 32], 'o': [32, 32], 'down': [32, 48], 'norm': [64]}
   assert updates['4/2:2x2x2']['shards'] == parts
-  assert updates['4/2:1x2x2x2']['shards']['down'] == [4, 32, 20]  # of eight experts [64, 40], split by all three axes
+  assert updates['4/2:1x2x2x2']['shards']['down'] == [4, 32, 20]  # of eight experts [64, 40]; all three axes split them
 
 
-# --- rollouts: MEMORY:DATAxFSDPxTENSOR, and of a mixture xEXPERT ------------------------------------------------------
+# --- rollouts: MEMORY:DATAxFSDPxTENSOR; then xEXPERT for a mixture ----------------------------------------------------
 
 ROLLOUTS = ('dense:8x1x1', 'sparse:2x1x4')
 MORE_ROLLOUTS = (
@@ -191,19 +175,19 @@ def check_rollouts(found, mesh):
   data, fsdp, tensor, *expert = map(int, shape.split('x'))
   experts = math.prod(expert)
   assert found['split'] == fsdp * tensor * experts
-  assert found['cache'][:2] == [8 // (data * fsdp * experts), 2 // min(tensor, 2)]  # a row's kv heads lie with their queries
+  assert found['cache'][:2] == [8 // (data * fsdp * experts), 2 // min(tensor, 2)]  # kv heads are on the devices of their queries
   assert found['compresses'] == (memory != 'dense')
   assert found['same']
   apart = found['logp_apart']
-  # A mesh sums in another order. Where that carries a number over to the other of two FP8 codes, the sequence goes on from
-  # there an FP8 step apart: not seen with these seeds, and no fault where another machine's sums are others.
+  # A mesh sums in another order, which can move a number to the neighbouring FP8 code. The later tokens of that sequence then
+  # differ by about an FP8 step. These seeds do not show it on the machines seen; another CPU may.
   fine = [a for a in apart if a < 1e-5]
   assert len(fine) == len(apart) if memory == 'dense' else len(fine) > 0.7 * len(apart)
   assert max(apart) < 1e-2
   assert found['again']
   assert found['compiled_again'] == 0  # a second rollout compiles nothing
-  assert found['wrong'] == []  # with the weights as served
-  if memory != 'dense':  # scales and the update after the rollouts
+  assert found['wrong'] == []  # faults of the sampler weights
+  if memory != 'dense':  # compares scales, and the update after the rollouts
     assert found['amax_apart'] < 1e-6
     assert found['moved'] > 1e-2
     assert found['params_apart'] < 1e-5
@@ -211,11 +195,11 @@ def check_rollouts(found, mesh):
 
 
 @pytest.mark.parametrize('mesh', ROLLOUTS)
-def test_rollouts_on_a_mesh_are_those_of_one_device(rollouts, mesh):
+def test_rollouts_on_a_mesh_equal_those_of_one_device(rollouts, mesh):
   check_rollouts(rollouts[mesh], mesh)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize('mesh', MORE_ROLLOUTS)
-def test_rollouts_on_other_meshes_are_too(more_rollouts, mesh):
+def test_rollouts_on_more_meshes_equal_those_of_one_device(more_rollouts, mesh):
   check_rollouts(more_rollouts[mesh], mesh)

@@ -1,14 +1,14 @@
-"""An environment whose actions say how it behaves. Worker processes and Ray actors import it by name."""
+"""An environment whose actions select its behaviour. Worker processes and Ray actors import it by name."""
 
 import math
 import os
 import threading
 
-ENTERED, GATE = threading.Event(), threading.Event()  # a call that hangs has begun; it may continue
+ENTERED, GATE = threading.Event(), threading.Event()  # a hanging call has begun; a hanging call may return
 
 
 class Scripted:
-  """Echoes each action with the seed and the number of the step, unless the action is one of those below."""
+  """Returns each action with the seed and the step number. The actions that `step` lists behave otherwise."""
 
   def __init__(self):
     self.seed, self.steps = None, 0

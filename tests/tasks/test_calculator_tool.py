@@ -1,4 +1,4 @@
-"""The calculator: what it computes, what it refuses, and the episodes of word problems around it."""
+"""The calculator: exact values, refusals, and episodes of word problems."""
 
 import ast
 import time
@@ -54,7 +54,7 @@ def posed(*answers, **task):
     ('1/10**20', '1e-20'),
   ],
 )
-def test_values(text, value):
+def test_calculations_have_exact_values(text, value):
   assert calculate(text) == value
 
 
@@ -107,7 +107,7 @@ def test_values(text, value):
     ('-' * 100 + '1', 'nested too deeply'),
   ],
 )
-def test_refusals(text, complaint):
+def test_invalid_calculations_are_refused(text, complaint):
   with pytest.raises(CalculationError, match=complaint):
     calculate(text)
 
@@ -134,7 +134,7 @@ EXPRESSIONS = st.recursive(
 
 
 def exactly(node):
-  """By Fraction's own operators on literals read as decimals: the oracle of the test below."""
+  """Return the exact value of an expression, with the operators of Fraction on literals read as decimals."""
   if isinstance(node, ast.Constant):
     return Fraction(str(node.value))
   left, right = exactly(node.left), exactly(node.right)
@@ -144,7 +144,7 @@ def exactly(node):
 
 @settings(max_examples=200, deadline=None)
 @given(EXPRESSIONS.filter(lambda text: len(text) <= arithmetic.MAX_LENGTH))
-def test_values_are_those_of_exact_fractions(text):
+def test_values_equal_those_of_exact_fractions(text):
   try:
     wanted = exactly(ast.parse(text, mode='eval').body)
   except ZeroDivisionError:
@@ -172,7 +172,7 @@ def test_any_text_has_a_value_or_is_refused(text):
 # --- episodes --------------------------------------------------------------------------------------------------------------
 
 
-def test_a_calculation_is_answered_and_then_the_answer_graded():
+def test_a_calculation_gets_its_value_and_an_answer_its_score():
   env = Calculator(posed('27'))
   observation, _ = checked_reset(env, 0)
   assert observation.startswith('Question 0?\n\n')
@@ -203,14 +203,14 @@ def test_a_calculation_is_answered_and_then_the_answer_graded():
     ('#### 1028', 0),
   ],
 )
-def test_final_answers(action, reward):
+def test_a_final_answer_ends_the_episode_with_its_score(action, reward):
   env = Calculator(posed('1027'))
   checked_reset(env, 0)
   outcome = checked_step(env, action)
   assert (outcome.reward, outcome.terminated) == (reward, True)
 
 
-def test_a_refusal_is_told_and_the_episode_goes_on():
+def test_a_refusal_is_an_observation_and_the_episode_continues():
   env = Calculator(posed('1'))
   checked_reset(env, 0)
   outcome = checked_step(env, '<calc>1/0</calc> and <calc>2+2</calc> and <calc>9**9**9</calc>')
@@ -221,14 +221,14 @@ def test_a_refusal_is_told_and_the_episode_goes_on():
   assert not outcome.done
 
 
-def test_only_so_many_calculations_are_done_in_a_turn():
+def test_the_number_of_calculations_in_a_turn_is_limited():
   env = Calculator(posed('1'))
   checked_reset(env, 0)
   assert checked_step(env, '<calc>1+1</calc>' * 100).observation.count('= 2') == MAX_CALCULATIONS
 
 
 @pytest.mark.parametrize('action', ['', 'It is 1.', '<calc>1+1', '<answer>1'])
-def test_neither_calculation_nor_answer_costs_and_is_told(action):
+def test_an_action_without_calculation_or_answer_costs_a_penalty(action):
   env = Calculator(posed('1'), invalid_penalty=-0.5)
   checked_reset(env, 0)
   outcome = checked_step(env, action)
@@ -245,18 +245,18 @@ def test_the_last_action_truncates_unless_it_answers():
     assert (outcome.terminated, outcome.truncated) == ends
 
 
-def test_the_seed_fixes_the_problem_and_all_are_asked():
+def test_the_seed_selects_the_problem_and_all_problems_occur():
   env = Calculator(posed('1', '2', '3'))
   assert [checked_reset(env, seed)[1]['problem'] for seed in (0, 1, 2, 3, 2**40)] == ['p0', 'p1', 'p2', 'p0', f'p{2**40 % 3}']
 
 
-def test_a_system_message_stands_before_the_question():
+def test_a_system_message_precedes_the_question():
   env = Calculator(posed('1', system='Be brief.'))
   observation, info = checked_reset(env, 0)
   assert info['messages'] == [{'role': 'system', 'content': 'Be brief.'}, {'role': 'user', 'content': observation}]
 
 
-def test_gsm8k_asks_the_split_it_is_told(tmp_path):
+def test_gsm8k_asks_questions_of_the_given_split(tmp_path):
   for split, number in (('train', 5), ('test', 7)):
     (tmp_path / f'{split}.jsonl').write_text(f'{{"question": "Which of {split}?", "answer": "#### {number}"}}')
   for split, number in (('train', 5), ('test', 7)):
@@ -265,7 +265,7 @@ def test_gsm8k_asks_the_split_it_is_told(tmp_path):
     assert checked_step(env, f'#### {number}').reward == 1.0
 
 
-def test_an_answer_that_is_no_number_is_the_environments_fault():
+def test_a_gold_answer_that_is_no_number_is_a_fault():
   env = Calculator(posed('blue'))
   checked_reset(env, 0)
   with pytest.raises(EnvironmentFault, match="environment calculator: step raised ValueError: answer = 'blue'"):

@@ -1,4 +1,4 @@
-"""Environments in workers: their life, their faults, and their answers through threads and processes."""
+"""Environments in workers: creation, faults, closing, and results through threads and processes."""
 
 import gc
 import os
@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import scripted
-from pools import PATIENCE, Hand, alive, answers, results, until
+from pools import PATIENCE, ManualClock, alive, answers, results, until
 from scripted import Scripted
 
 from sprl.tasks.environment_pool import Call, _result, environment_pool
@@ -20,15 +20,15 @@ LOST = Failure('error', 'EnvironmentLost: another environment in its worker hung
 
 @pytest.fixture
 def gate():
-  """Holds calls that hang, until it is opened or the test is over."""
+  """The gate of hanging calls. It opens when the test sets it, or at the end of the test."""
   scripted.ENTERED.clear()
   scripted.GATE.clear()
   yield scripted.GATE
   scripted.GATE.set()
 
 
-class Recorded(Scripted):
-  """Notes its calls by seed, and the threads they are made in."""
+class Recording(Scripted):
+  """An environment that records its calls as (seed, call, thread)."""
 
   def __init__(self, log):
     super().__init__()
@@ -48,25 +48,25 @@ class Recorded(Scripted):
       raise OSError('a close that fails')
 
 
-def recorded(workers, time_limit=3600.0, **settings):
+def recording_pool(workers, time_limit=3600.0, **settings):
   log: list[tuple[int, str, int]] = []
-  return environment_pool(lambda: Recorded(log), workers, time_limit, **settings), log
+  return environment_pool(lambda: Recording(log), workers, time_limit, **settings), log
 
 
 def call(pool, *of_call):
   return answers(pool, Call(*of_call))[0]
 
 
-def test_results_are_those_of_the_protocol_in_threads_and_in_processes():
+def test_threads_and_processes_return_results_of_the_protocol():
   for executor in ('threads', 'processes'):
     with environment_pool(Scripted, 1, 3600.0, executor) as pool:
       first, step = answers(pool, Call(A, 'reset', 5), Call(A, 'step', 'x'))
-    assert first == ('reset 5', {'metrics': {'valid': 1.0}})  # without what the protocol does not know
+    assert first == ('reset 5', {'metrics': {'valid': 1.0}})  # without fields that the protocol does not have
     assert step == Outcome('x 5.1', 1.0, False, False, {})
 
 
 def test_an_environment_lives_from_reset_to_close_in_one_worker():
-  pool, log = recorded(2)
+  pool, log = recording_pool(2)
   with pool:
     call(pool, A, 'reset', 5)
     call(pool, B, 'reset', 6)
@@ -74,7 +74,7 @@ def test_an_environment_lives_from_reset_to_close_in_one_worker():
     pool.release(Call(A, 'close'))
     assert call(pool, A, 'step', 'gone') == LOST
     assert call(pool, A, 'reset', 7)[0] == 'reset 7'
-    assert call(pool, A, 'step', 'y').observation == 'y 7.1'  # of a new environment
+    assert call(pool, A, 'step', 'y').observation == 'y 7.1'  # a new environment
   assert [entry[:2] for entry in log if entry[0] == 5] == [(5, 'reset'), (5, 'x'), (5, 'close')]
   threads = {seed: {thread for of, _, thread in log if of == seed} for seed in (5, 6, 7)}
   assert threads[5] == threads[7] != threads[6]
@@ -94,21 +94,21 @@ def test_a_closed_environment_is_forgotten():
     gc.collect()
     assert made[0]() is not None
     pool.release(Call(A, 'close'))
-    call(pool, B, 'reset', 0)  # so that the first is closed by now
+    call(pool, B, 'reset', 0)  # by then the first is closed
     gc.collect()
     assert made[0]() is None
 
 
 def test_leaving_the_pool_closes_every_environment():
-  pool, log = recorded(2)
+  pool, log = recording_pool(2)
   with pool:
-    for uid, seed in enumerate((13, 14, 15)):  # 13 fails to close, which costs the others nothing
+    for uid, seed in enumerate((13, 14, 15)):  # 13 raises in `close`; the others close
       call(pool, (uid, 0), 'reset', seed)
   until(lambda: {seed for seed, what, _ in log if what == 'close'} == {13, 14, 15}, log)
 
 
 def test_pools_with_the_same_keys_do_not_share_environments():
-  """Training and an evaluation have pools of their own, whose keys may be equal."""
+  """Training and evaluation have separate pools, whose keys may be equal."""
   with environment_pool(Scripted, 1, 3600.0) as one, environment_pool(Scripted, 1, 3600.0) as other:
     call(one, A, 'reset', 5)
     call(other, A, 'reset', 6)
@@ -150,8 +150,8 @@ def test_an_environment_that_cannot_be_made_is_a_failure():
 
 
 def test_a_hang_costs_the_environments_of_its_worker(gate):
-  now = Hand()
-  pool, log = recorded(2, time_limit=5.0, now=now)
+  now = ManualClock()
+  pool, log = recording_pool(2, time_limit=5.0, now=now)
   with pool:
     answers(pool, *(Call(key, 'reset', seed) for key, seed in ((A, 1), (B, 2), (C, 3))))  # A and C share a worker
     hung, waits = pool.submit(Call(A, 'step', 'hang')), pool.submit(Call(C, 'step', 'never'))
@@ -162,17 +162,17 @@ def test_a_hang_costs_the_environments_of_its_worker(gate):
     assert call(pool, C, 'step', 'x') == LOST
     assert call(pool, B, 'step', 'x').observation == 'x 2.1'
     for key in (A, C):
-      pool.release(Call(key, 'close'))  # as their episodes do, though the environments are gone
+      pool.release(Call(key, 'close'))  # their episodes release them, although the environments are gone
     assert call(pool, (3, 1), 'reset', 9)[0] == 'reset 9'
     assert call(pool, (3, 1), 'step', 'x').observation == 'x 9.1'
-    gate.set()  # the call returns at last: nobody hears of it, and its worker closes what it has
+    gate.set()  # the call returns: its result is dropped, and its worker closes its environments
     until(lambda: {(1, 'close'), (3, 'close')} <= {entry[:2] for entry in log}, log)
     assert pool.poll([hung, waits]) == {}
   assert 'never' not in {what for _, what, _ in log}
 
 
 def test_a_process_that_ends_or_hangs_costs_its_environments():
-  now = Hand()
+  now = ManualClock()
   with environment_pool(Scripted, 1, 5.0, 'processes', now) as pool:
     answers(pool, Call(A, 'reset', 4), Call(B, 'reset', 5))
     first = int(call(pool, A, 'step', 'pid').observation)

@@ -1,4 +1,4 @@
-"""What holds of every environment: the checks of what it returns, how it is named, delays, faults, and a random agent."""
+"""Properties of every environment: checks of its results, names, delays, faults, and episodes of a random agent."""
 
 import math
 import pickle
@@ -26,7 +26,7 @@ GOOD = ('seen', 0.5, False, False, {})
 
 
 class Returning:
-  """Returns, or raises, what it is told."""
+  """An environment that returns the given results, or raises them if they are exceptions."""
 
   def __init__(self, step=GOOD, reset=('first', {})):
     self._step, self._reset = step, reset
@@ -119,7 +119,7 @@ def test_a_bad_step_is_a_fault_that_names_the_environment(step, complaint):
   with pytest.raises(EnvironmentFault, match=f'^environment Returning: step:? {complaint}') as caught:
     checked_step(Returning(step), 'act')
   assert caught.value.__cause__ is (step if isinstance(step, BaseException) else None)
-  assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)  # it crosses processes
+  assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)  # a fault goes from process to process
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_a_bad_reset_is_a_fault_that_names_the_environment_and_the_seed(reset, c
     checked_reset(Returning(reset=reset), 11)
 
 
-def test_an_error_that_cannot_be_printed_is_a_fault_all_the_same():
+def test_an_error_that_cannot_be_printed_is_a_fault():
   class Unprintable(Exception):
     def __str__(self):
       raise RuntimeError
@@ -147,15 +147,15 @@ def test_an_error_that_cannot_be_printed_is_a_fault_all_the_same():
     checked_step(Returning(Unprintable()), '')
 
 
-def test_an_interrupt_is_nobodys_fault():
+def test_a_keyboard_interrupt_is_no_fault():
   with pytest.raises(KeyboardInterrupt):
     checked_step(Returning(KeyboardInterrupt()), '')
 
 
-# --- what the model reads ------------------------------------------------------------------------------------------------
+# --- messages to the model -----------------------------------------------------------------------------------------------
 
 
-def test_a_turn_is_one_message_of_the_users():
+def test_a_turn_is_one_user_message():
   assert turn_messages('seen', {}) == [{'role': 'user', 'content': 'seen'}]
   info = {'env_instruction': 'Rules.', 'suffix': 'Answer.'}
   assert turn_messages('seen', info) == [{'role': 'user', 'content': 'Rules.\n\nseen\n\nAnswer.'}]
@@ -165,10 +165,10 @@ def test_a_turn_of_several_messages_ends_with_the_suffix():
   given_ = [{'role': 'system', 'content': 'Be brief.'}, {'role': 'user', 'content': 'seen'}]
   found = turn_messages('seen', {'messages': given_, 'suffix': 'Answer.'})
   assert found == [{'role': 'system', 'content': 'Be brief.'}, {'role': 'user', 'content': 'seen\n\nAnswer.'}]
-  assert given_[1]['content'] == 'seen'  # untouched
+  assert given_[1]['content'] == 'seen'  # unchanged
 
 
-def test_metrics_of_an_episode():
+def test_metrics_of_an_episode_follow_their_aggregation():
   infos = [
     {'metrics': {'success': 0, 'valid': 1}, 'metrics_agg_mode': {'success': 'last'}},
     {},
@@ -181,11 +181,11 @@ def test_metrics_of_an_episode():
 # --- every shipped environment ---------------------------------------------------------------------------------------------
 
 
-def test_same_seed_and_actions_same_trajectory(make):
+def test_equal_seeds_and_actions_give_equal_trajectories(make):
   env, other = make(), make()
   for seed in range(5):
     first = random_episode(env, seed, np.random.default_rng(seed), 30)
-    random_episode(other, seed + 50, np.random.default_rng(9), 3)  # whatever it did before
+    random_episode(other, seed + 50, np.random.default_rng(9), 3)  # earlier episodes have no effect
     again = random_episode(other, seed, np.random.default_rng(seed), 30)
     assert first == again
     assert first.finish in ('terminated', 'truncated'), first.fault
@@ -201,7 +201,7 @@ def test_seeds_pose_different_tasks(make):
   assert len(first) > 2
 
 
-def test_it_has_the_form(make):
+def test_an_environment_has_the_interface(make):
   env = make()
   assert isinstance(env, Environment)
   assert episode_metrics([checked_reset(env, 0)[1]]) == {}
@@ -247,7 +247,7 @@ PIECES = st.sampled_from(
 @settings(max_examples=60, deadline=None)
 @given(actions=st.lists(st.one_of(st.text(max_size=40), st.lists(PIECES, max_size=12).map(''.join)), min_size=1, max_size=4))
 @pytest.mark.parametrize('name', ['frozen_lake', 'sokoban', 'guess_number', 'calculator'])
-def test_no_text_raises(name, actions, tmp_path_factory):
+def test_no_action_raises(name, actions, tmp_path_factory):
   args = {}
   if name == 'calculator':
     folder = tmp_path_factory.getbasetemp() / 'fuzzed'
@@ -287,17 +287,17 @@ def test_no_text_raises(name, actions, tmp_path_factory):
     ('reasoning_gym', {'dataset': 'leg_counting', 'split': 'dev'}, r"split = 'dev'"),
   ],
 )
-def test_what_cannot_be_made_is_named(name, args, complaint):
+def test_an_environment_that_cannot_be_made_is_named(name, args, complaint):
   with pytest.raises(SettingsError, match=complaint):
     registry.make(name, args)
 
 
-def test_which_environments_take_a_split():
+def test_environments_with_questions_take_a_split():
   assert {name for name in registry.NAMES if registry.takes(name, 'split')} == {'calculator', 'reasoning_gym', 'verifiers'}
   assert not registry.takes('no_such', 'split')
 
 
-def test_reasoning_gym_gives_its_scorers_mark_and_keeps_test_questions_apart():
+def test_reasoning_gym_rewards_with_its_score_and_holds_out_test_questions():
   args = {'dataset': 'chain_sum', 'args': {'min_terms': 2, 'max_terms': 2, 'max_digits': 1}, 'size': 300}
   train, test = registry.make('reasoning_gym', args), registry.make('reasoning_gym', {**args, 'split': 'test'})
   asked = {checked_reset(train, seed)[0] for seed in range(300)}
@@ -316,15 +316,15 @@ def test_reasoning_gym_gives_its_scorers_mark_and_keeps_test_questions_apart():
 # --- delays and faults ----------------------------------------------------------------------------------------------------
 
 
-def test_delays_are_of_the_distribution_never_negative_and_fixed_by_seed_and_turn():
+def test_delays_follow_a_clipped_normal_and_depend_on_seed_and_turn_only():
   drawn = np.array([delay(10.0, 5.0, 0, seed, turn) for seed in range(60) for turn in range(20)])
-  kept = np.clip(np.random.default_rng(0).normal(10, 5, 10**6), 0, None)  # what it should be distributed as
+  kept = np.clip(np.random.default_rng(0).normal(10, 5, 10**6), 0, None)  # the expected distribution
   assert drawn.min() >= 0
   assert abs(drawn.mean() - kept.mean()) < 4 * kept.std() / len(drawn) ** 0.5
   assert abs(drawn.std() - kept.std()) < 0.5
   assert (np.array([delay(1.0, 3.0, 0, seed, 1) for seed in range(200)]) == 0).any()
   above = drawn[drawn > 0]
-  assert len(set(above)) == len(above)  # none is drawn twice
+  assert len(set(above)) == len(above)  # no delay occurs twice
   assert delay(10.0, 5.0, 0, 3, 4) == drawn[3 * 20 + 4]
   assert delay(10.0, 5.0, 1, 3, 4) != drawn[3 * 20 + 4]
 
@@ -339,12 +339,12 @@ def test_a_delayed_environment_sleeps_and_plays_the_same():
     checked_step(delayed(registry.make('guess_number', {}), 0.0), 'a')
 
 
-def test_wrappers_have_the_optional_methods_of_what_they_wrap():
+def test_wrappers_have_the_optional_methods_of_the_wrapped_environment():
   assert not hasattr(delayed(Returning(), 0.0), 'close')
   assert faulty(registry.make('guess_number', {})).sample_random_action().startswith('<answer>')
 
 
-def test_faults_strike_as_often_as_told_at_the_same_turns():
+def test_injected_faults_have_their_rates_and_repeat_at_the_same_turns():
   def outcomes(salt):
     found = []
     for seed in range(40):
@@ -395,12 +395,12 @@ def test_impossible_delays_and_faults_are_refused(wrap, complaint):
 @pytest.mark.parametrize(
   ('ends', 'finish'), [((True, False), 'terminated'), ((False, True), 'truncated'), ((True, True), 'terminated')]
 )
-def test_an_episode_tells_how_it_ended(ends, finish):
+def test_an_episode_records_its_finish(ends, finish):
   episode = random_episode(Returning(('seen', 0.5, *ends, {})), 0, np.random.default_rng(0), 9)
   assert (episode.finish, episode.reward, episode.observations) == (finish, 0.5, ('first', 'seen'))
 
 
-def test_an_agent_without_actions_of_the_environments_says_anything():
+def test_an_agent_writes_random_text_without_actions_of_the_environment():
   env = Returning(('seen', 1.0, False, False, {}))
   episode = random_episode(env, 0, np.random.default_rng(0), 25)
   assert (episode.finish, episode.reward, len(episode.observations)) == ('max_turns', 25.0, 26)

@@ -19,7 +19,7 @@ def find(cells, symbol):
 
 
 def solve(cells):
-  """The shortest way from P to G around O, by breadth-first search of the text; None if there is none."""
+  """Return the shortest way from P to G around O, by breadth-first search of the text, or None."""
   queue, seen = collections.deque([(find(cells, 'P'), ())]), set()
   while queue:
     (r, c), path = queue.popleft()
@@ -66,7 +66,7 @@ def test_the_map_is_four_by_four_with_one_player_and_one_goal():
   assert '<answer>Left</answer>' in info['suffix']
 
 
-def test_moves_go_where_they_say_and_stop_at_the_edge():
+def test_moves_have_their_direction_and_stop_at_the_edge():
   env = FrozenLake(holes=0.0, max_actions=1000)
   rng = np.random.default_rng(0)
   player = find(grid(env.reset(3)[0]), 'P')
@@ -101,7 +101,7 @@ def test_a_hole_ends_the_episode_without_a_reward():
 @pytest.mark.parametrize(
   'action', ['', 'Left', '<answer>West</answer>', '<answer></answer>', '<answer>Left', '<answer>Left Up</answer>']
 )
-def test_an_invalid_answer_costs_and_moves_nobody(action):
+def test_an_invalid_answer_costs_a_penalty_and_moves_nothing(action):
   env = FrozenLake()
   before = grid(env.reset(0)[0])
   observation, reward, terminated, truncated, info = env.step(action)

@@ -1,16 +1,16 @@
-"""Graders that misbehave in every way, in worker processes with limits."""
+"""Graders that crash, hang or leak, in worker processes with limits of time and memory."""
 
 import os
 from functools import partial
 
 import pytest
-from pools import Hand, answers, processes, results, until
+from pools import ManualClock, answers, processes, results, until
 
 from sprl.config import SettingsError, Task
 from sprl.tasks import graders
 from sprl.tasks.grader_pool import Grade, _grade, grader_pool
 
-# The completion says what the grader does.
+# The completion selects the behaviour of the grader.
 WILD = """
 import ctypes, os, re, signal, subprocess, sys, threading, time
 
@@ -61,7 +61,7 @@ def grade(prompt, completion, answer):
 """
 
 LIMIT = 10.0
-NOW = Hand()
+NOW = ManualClock()
 LATE = f'no answer in {LIMIT:g} s (config.task.time_limit)'
 
 
@@ -84,7 +84,7 @@ def pool(tmp_path_factory):
     yield pool
 
 
-def test_a_thousand_samples_take_no_new_process(pool):
+def test_a_thousand_samples_start_no_new_process(pool):
   found = grades(pool, *(f'score {i}' for i in range(1000)))
   assert [g.score for g in found] == [float(i) for i in range(1000)]
   assert {g.status for g in found} == {'ok'}
@@ -111,7 +111,7 @@ def test_a_thousand_samples_take_no_new_process(pool):
     ('leak', 'crash', 'out of memory'),
   ],
 )
-def test_a_wild_grader_costs_its_own_sample_only(pool, completion, status, reason):
+def test_a_grader_that_fails_costs_only_its_own_sample(pool, completion, status, reason):
   first, wild, last = grades(pool, 'score 1.0', completion, 'score 0.25')
   assert (first, last) == (Grade(1.0, 'ok'), Grade(0.25, 'ok'))
   assert (wild.score, wild.status) == (0.0, status)
@@ -183,7 +183,7 @@ def test_a_forged_grade_scores_nothing(answer):
   ],
 )
 def test_a_grader_that_cannot_be_loaded_is_an_error_at_the_start(tmp_path, text, reason):
-  executors = ['processes'] if 'exit' in text else ['threads']  # the reason is found the same way in both
+  executors = ['processes'] if 'exit' in text else ['threads']  # both executors find the reason in the same way
   for executor in executors:
     pool = partial(grader_pool, spec(tmp_path, text), 1, 1.0, 1.0, executor)
     with pytest.raises(SettingsError) as error, pool():
@@ -192,7 +192,7 @@ def test_a_grader_that_cannot_be_loaded_is_an_error_at_the_start(tmp_path, text,
     assert reason in str(error.value)
 
 
-def test_graders_that_can_no_longer_be_loaded_end_the_run_by_name(tmp_path):
+def test_graders_that_no_longer_load_end_the_run_by_name(tmp_path):
   with grader_pool(spec(tmp_path), 1, 1.0, 1.0) as pool:
     (tmp_path / 'mine.py').write_text('raise RuntimeError("edited amid the run")')
     with pytest.raises(SettingsError, match='edited amid the run'):
@@ -214,6 +214,6 @@ def test_leaving_the_pool_ends_its_processes(tmp_path):
   until(gone)
 
 
-def test_a_grader_that_ships_is_loaded_by_its_name():
+def test_a_shipped_grader_is_loaded_by_its_name():
   with grader_pool(graders.resolve(Task(grader='exact')), 1, 10.0, 4.0, 'threads') as pool:
     assert answers(pool, ('p', ' 7 ', '7', {}), ('p', '8', '7', {})) == [Grade(1.0, 'ok'), Grade(0.0, 'ok')]

@@ -1,4 +1,4 @@
-"""What answers are worth, and how a grader is named."""
+"""Graders: scores of answers, and names of graders."""
 
 import math
 import pickle
@@ -17,7 +17,7 @@ from sprl.tasks import graders, problems
   [
     (r'so \boxed{18}', '18', 1),
     (r'\boxed{\frac{36}{2}} it is', '18', 1),
-    (r'\boxed{11}, no, \boxed{12}', '12', 1),  # the last box alone
+    (r'\boxed{11}, no, \boxed{12}', '12', 1),  # only the last box counts
     (r'\boxed{12}, no, \boxed{11}', '12', 0),
     (r'\boxed{1+x^2}', 'x^2+1', 1),
     ('1+x^2', '$x^2+1$', 1),
@@ -33,7 +33,7 @@ from sprl.tasks import graders, problems
     ('I cannot say', '18', 0),
   ],
 )
-def test_math(completion, answer, score):
+def test_scores_of_math(completion, answer, score):
   assert graders.math('', completion, answer) == score
 
 
@@ -48,12 +48,12 @@ def test_math(completion, answer, score):
     ('#### 1,000', '1000', 1),
     ('#### 1000', '1,000', 1),
     ('#### 18 dollars', '18', 1),
-    ('####18\nThat leaves 5.', '18', 1),  # the mark's line only
+    ('####18\nThat leaves 5.', '18', 1),  # only the line of the mark counts
     ('#### 17\nwait\n#### 18', '18', 1),
-    (r'\boxed{17} #### 18', '18', 1),  # the mark before the box
+    (r'\boxed{17} #### 18', '18', 1),  # the mark precedes the box
     (r'#### \boxed{18}', '18', 1),
     (r'#### \frac{36}{2}', '18', 1),
-    (r'\boxed{18}, not 17', '18', 1),  # the box before the last number
+    (r'\boxed{18}, not 17', '18', 1),  # the box precedes the last number
     (r'\boxed{\$1,000}', '1000', 1),
     (r'\boxed{18 \text{ apples}}', '18', 1),
     ('16 - 3 = 13, so 18', '18', 1),
@@ -73,11 +73,11 @@ def test_math(completion, answer, score):
     ('none', '18', 0),
   ],
 )
-def test_gsm8k(completion, answer, score):
+def test_scores_of_gsm8k(completion, answer, score):
   assert graders.gsm8k('', completion, answer) == score
 
 
-def test_numeric_wants_the_value_and_exact_the_text():
+def test_numeric_compares_values_and_exact_compares_text():
   assert graders.numeric('', 'It is 2.50 euros', '2.5') == 1
   assert graders.numeric('', '<answer>3</answer> or 4', '3') == 1
   assert graders.numeric('', 'It is 2.51', '2.5') == 0
@@ -116,14 +116,14 @@ def test_last_number(text, last):
 
 
 @given(st.decimals(allow_nan=False, allow_infinity=False, places=3, min_value=-(10**12), max_value=10**12))
-def test_a_number_is_read_back_however_it_is_dressed(value):
+def test_a_number_is_read_in_any_notation(value):
   for text in (f'{value:f}', f'{value:,f}', f'{value:f}.', f' {value:f}% ', f'{value:.3e}' if value == 0 else f'{value:f}'):
     assert graders.number(text) == value
   assert Decimal(graders.last_number(f'From 3 and 4 we get ${value:,f}. Done') or '') == abs(value) or value < 0
 
 
 @pytest.mark.parametrize('text', ['', 'x', '1 2', '18 apples', '5-7', '1,2', '--1', '1.2.3', '١٢'])
-def test_what_is_more_or_less_than_one_number_is_none(text):
+def test_text_that_is_not_exactly_one_number_gives_none(text):
   assert graders.number(text) is None
 
 
@@ -145,7 +145,7 @@ def test_last_boxed(text, inner):
 # --- reasoning-gym ---------------------------------------------------------------------------------------------------
 
 
-def test_a_generators_scorer_is_asked_about_the_final_answer_and_pays_full_marks_only():
+def test_a_generators_scorer_gets_the_final_answer_and_partial_scores_count_0():
   task = Task(kind='reasoning_gym', name='chain_sum', args={'max_terms': 2, 'max_digits': 2})
   grade = graders.load(graders.resolve(task))
   for p in problems.load(task, 'train')[:10]:
@@ -159,19 +159,19 @@ def test_a_generators_scorer_is_asked_about_the_final_answer_and_pays_full_marks
     ]
     right.append(f'{wrong} <answer>{p.answer}</answer> {wrong}')
     assert [grade(p.prompt, text, p.answer, p.extra) for text in right] == [1.0] * len(right)
-    # The scorer alone gives the third of these 1/len(text) for the digits it contains.
+    # The scorer gives the third text 1/len(text), because it contains the digits of the answer.
     no = ['', wrong, f'{p.answer} or {wrong}', 'I do not know', f'<answer>{wrong}</answer> {p.answer}']
     assert [grade(p.prompt, text, p.answer, p.extra) for text in no] == [0.0] * len(no)
 
 
-def test_a_scorer_that_accepts_any_right_answer_does():
-  """countdown: any expression of the given numbers that makes the target."""
+def test_a_scorer_may_accept_several_answers():
+  """countdown accepts any expression of the given numbers whose value is the target."""
   task = Task(kind='reasoning_gym', name='countdown')
   grade = graders.load(graders.resolve(task))
   p = problems.load(task, 'train')[0]
   assert grade(p.prompt, f'<answer>{p.answer}</answer>', p.answer, p.extra) == 1.0
-  assert grade(p.prompt, f'<answer>({p.answer}) + 0 * 1</answer>', p.answer, p.extra) == 0.0  # numbers that were not given
-  assert grade(p.prompt, f'<answer>({p.answer})</answer>', p.answer, p.extra) == 1.0  # written otherwise
+  assert grade(p.prompt, f'<answer>({p.answer}) + 0 * 1</answer>', p.answer, p.extra) == 0.0  # other numbers
+  assert grade(p.prompt, f'<answer>({p.answer})</answer>', p.answer, p.extra) == 1.0  # another notation
 
 
 def test_text_answers_are_compared_whole():
@@ -196,7 +196,7 @@ def test_text_answers_are_compared_whole():
     (Task(kind='reasoning_gym', name='chain_sum', grader='numeric'), 'numeric'),
   ],
 )
-def test_auto_is_the_data_sets_own(task, kind):
+def test_auto_selects_the_grader_of_the_data_set(task, kind):
   spec = graders.resolve(task)
   assert spec.kind == kind
   assert pickle.loads(pickle.dumps(spec)) == spec
@@ -209,7 +209,7 @@ def test_a_users_function_is_found_and_called(tmp_path):
   assert grade('p', 'c', 'a', {}) == 0.5
 
 
-def test_a_users_file_is_not_run_to_be_found(tmp_path):
+def test_a_users_file_is_found_without_running_it(tmp_path):
   (tmp_path / 'mine.py').write_text('grade = lambda p, c, a: 1.0\nraise RuntimeError("ran")\n')
   spec = graders.resolve(Task(grader=f'{tmp_path}/mine.py:grade'))
   with pytest.raises(RuntimeError, match='ran'):
@@ -225,13 +225,13 @@ def test_a_users_file_is_not_run_to_be_found(tmp_path):
     ('def grade(:', '{}/mine.py:grade', r'mine\.py is not Python'),
   ],
 )
-def test_a_grader_that_is_not_there_is_named(tmp_path, text, grader, complaint):
+def test_a_missing_grader_is_named(tmp_path, text, grader, complaint):
   (tmp_path / 'mine.py').write_text(text)
   with pytest.raises(SettingsError, match=complaint):
     graders.resolve(Task(grader=grader.format(tmp_path)))
 
 
-def test_a_function_of_other_arguments_cannot_be_loaded(tmp_path):
+def test_a_function_with_other_arguments_is_refused(tmp_path):
   (tmp_path / 'mine.py').write_text('def grade(completion): return 1.0\n')
   with pytest.raises(TypeError, match='too many positional arguments'):
     graders.load(graders.resolve(Task(grader=f'{tmp_path}/mine.py:grade')))

@@ -1,4 +1,4 @@
-"""GSM8K from a folder and from the hub, and its own solutions under its grader."""
+"""GSM8K from a folder and from the hub, and the scores of its gold solutions."""
 
 import json
 import re
@@ -68,7 +68,7 @@ def test_a_name_that_is_neither_folder_nor_hub_name_is_refused_without_the_hub(m
     problems.load(Task(path='/no/such/folder'), 'train')
 
 
-def test_a_hub_that_cannot_be_reached_says_how_to_do_without(monkeypatch):
+def test_the_error_of_an_unreachable_hub_names_the_local_folder(monkeypatch):
   def unreachable(*_, **__):
     raise OSError('no route to host')
 
@@ -79,7 +79,7 @@ def test_a_hub_that_cannot_be_reached_says_how_to_do_without(monkeypatch):
     assert part in str(error.value)
 
 
-def test_the_hub_gives_the_same_as_a_folder(monkeypatch, tmp_path):
+def test_the_hub_gives_the_problems_of_a_folder(monkeypatch, tmp_path):
   asked = {}
 
   def download(name, **how):
@@ -99,27 +99,27 @@ def test_the_hubs_parquet_files_are_read(tmp_path):
 
 
 @needs_data
-def test_the_published_splits_are_whole():
+def test_the_published_splits_are_complete():
   task = Task(path=str(DATA))
   assert [len(problems.load(task, split)) for split in ('train', 'test')] == [7473, 1319]
 
 
 @needs_data
-def test_every_gold_solution_is_right_and_no_longer_so_when_its_number_is_changed():
+def test_gold_solutions_score_1_and_changed_final_numbers_score_0():
   test = problems.load(Task(path=str(DATA)), 'test')
   right = [graders.gsm8k(p.prompt, p.extra['solution'], p.answer) for p in test]
-  wrong = [graders.gsm8k(p.prompt, changed(p.extra['solution']), p.answer) for p in test]
+  wrong = [graders.gsm8k(p.prompt, with_wrong_number(p.extra['solution']), p.answer) for p in test]
   assert right == [1.0] * 1319
   assert wrong == [0.0] * 1319
 
 
 @needs_data
-def test_gold_answers_are_right_in_boxes_and_in_sentences_too():
+def test_gold_answers_score_1_in_boxes_and_in_sentences():
   for p in problems.load(Task(path=str(DATA)), 'test')[::10]:
     for completion in (rf'so \boxed{{{p.answer}}}.', f'The answer is ${p.answer}.00.', f'= {p.answer.replace(",", "")}'):
       assert graders.gsm8k(p.prompt, completion, p.answer) == 1.0, completion
 
 
-def changed(solution):
-  """The solution with 1 added to the number after `####`."""
+def with_wrong_number(solution):
+  """Return the solution with 1 added to the number after `####`."""
   return re.sub(r'#### (-?[\d,]+)', lambda found: f'#### {int(found[1].replace(",", "")) + 1}', solution)

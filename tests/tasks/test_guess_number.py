@@ -1,4 +1,4 @@
-"""Guess the number: hints that are true, and what a guess costs."""
+"""Guess the number: hints and rewards."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def test_bisection_by_the_hints_finds_the_number(seed):
   pytest.fail('not found')
 
 
-def test_every_number_of_the_range_is_asked():
+def test_every_number_of_the_range_occurs():
   asked = set()
   for seed in range(200):
     env = GuessNumber(low=-2, high=2)
@@ -39,7 +39,7 @@ def test_every_number_of_the_range_is_asked():
 
 
 @pytest.mark.parametrize('guess', ['', 'seven', '0', '51', '7.0', '7 8', '9' * 5000, '٧', '--7', '1_0'])
-def test_an_invalid_guess_costs_and_gives_no_hint(guess):
+def test_an_invalid_guess_costs_a_penalty_and_gives_no_hint(guess):
   env = GuessNumber()
   env.reset(0)
   text, reward, terminated, truncated, info = env.step(answer(guess))

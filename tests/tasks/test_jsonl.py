@@ -1,4 +1,4 @@
-"""A user's JSONL: what is read, and how a bad line is named."""
+"""Problems from a user's JSONL: the fields of a line, and errors that name the line."""
 
 import json
 
@@ -31,7 +31,7 @@ def test_a_worked_solution_is_kept(tmp_path):
   assert [p.extra for p in found] == [{'solution': '2 + 3 = 5'}, {}]
 
 
-def test_the_test_split_is_a_file_of_its_own(tmp_path):
+def test_the_test_split_is_a_separate_file(tmp_path):
   write(tmp_path / 'train.jsonl', {'prompt': 'p', 'answer': '1'})
   write(tmp_path / 'test.jsonl', {'prompt': 'q', 'answer': '2'})
   task = Task(kind='jsonl', path=str(tmp_path))
@@ -65,9 +65,9 @@ def test_a_malformed_line_is_named_by_file_and_line(tmp_path, line, complaint):
 
 
 @pytest.mark.parametrize('line', [r'{"prompt": "a\ud800b", "answer": "1"}', '[' * 100_000])
-def test_a_line_that_json_allows_and_nothing_can_read_is_named(tmp_path, line):
+def test_a_line_with_a_lone_surrogate_or_deep_nesting_is_named(tmp_path, line):
   path = tmp_path / 'train.jsonl'
-  path.write_text(r'{"prompt": "\ud83d\ude00", "answer": "1"}' + f'\n{line}\n')  # the first is a pair, and an emoji
+  path.write_text(r'{"prompt": "\ud83d\ude00", "answer": "1"}' + f'\n{line}\n')  # the first line has a pair: an emoji
   with pytest.raises(SettingsError, match=r'train\.jsonl:2: not JSON in UTF-8'):
     problems.load(Task(kind='jsonl', path=str(tmp_path)), 'train')
 
@@ -79,7 +79,7 @@ def test_a_line_that_is_not_utf8_is_named(tmp_path):
     problems.load(Task(kind='jsonl', path=str(tmp_path)), 'train')
 
 
-def test_messages_are_refused_where_there_is_no_chat(tmp_path):
+def test_messages_are_refused_without_chat(tmp_path):
   write(tmp_path / 'train.jsonl', {'messages': [{'role': 'user', 'content': 'x'}], 'answer': '1'})
   with pytest.raises(SettingsError, match=r'train\.jsonl:1: .*config\.task\.chat = False'):
     problems.load(Task(kind='jsonl', path=str(tmp_path), chat=False), 'train')

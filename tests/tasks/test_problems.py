@@ -1,4 +1,4 @@
-"""How the settings put a question to the model."""
+"""Problems: the messages that settings and rows give, and the shares of processes."""
 
 import gc
 import weakref
@@ -22,15 +22,15 @@ def test_suffix_and_system_surround_the_question():
   assert (posed.id, posed.answer, posed.extra) == ('a', '5', {})
 
 
-def test_without_a_system_setting_none_is_sent():
+def test_without_a_system_setting_there_is_no_system_message():
   assert pose(Task(), ROW).messages == (user('2 + 3?'),)
 
 
-def test_the_suffix_goes_to_the_last_question_of_a_conversation_whose_own_system_message_stays():
+def test_a_conversation_keeps_its_system_message_and_ends_with_the_suffix():
   own = [{'role': 'system', 'content': 'Mine.'}, user('1?'), {'role': 'assistant', 'content': '1'}, user('2?')]
   posed = pose(Task(system='Theirs.', suffix='!'), {'id': 'a', 'messages': own, 'answer': '2'})
   assert posed.messages == (*own[:3], user('2?!'))
-  assert own[3] == user('2?')  # the row is untouched
+  assert own[3] == user('2?')  # the row is unchanged
 
 
 def test_plain_text_has_no_messages():
@@ -48,9 +48,9 @@ def test_problems_are_a_sequence():
     found[5]
 
 
-def test_a_process_holds_its_share_of_what_it_reads():
+def test_a_process_holds_only_its_share_of_the_rows():
   class Row(dict):
-    """One that can be seen to be gone."""
+    """A row with weak references, which show when it is freed."""
 
   made = []
 
@@ -74,6 +74,6 @@ def test_a_process_holds_its_share_of_what_it_reads():
     found[22]
 
 
-def test_the_shares_of_all_are_all():
+def test_the_shares_of_all_processes_are_all_rows():
   shares = [Share(({'id': str(i)} for i in range(11)), process, 4) for process in range(4)]
   assert [shares[holder(i, 4)][i]['id'] for i in range(11)] == [str(i) for i in range(11)]

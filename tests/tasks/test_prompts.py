@@ -1,4 +1,4 @@
-"""The stream of prompts: a permutation an epoch, resumed exactly."""
+"""The stream of prompts: a new permutation for each epoch, and exact resumption."""
 
 import json
 import threading
@@ -24,14 +24,14 @@ def test_each_epoch_is_another_permutation_of_all():
   stream = PromptStream(problems(50), seed=0)
   epochs = [ids(stream.next(50)) for _ in range(4)]
   assert all(sorted(epoch) == list(range(50)) for epoch in epochs)
-  assert len({tuple(epoch) for epoch in epochs} | {tuple(range(50))}) == 5  # five different orders, none as filed
+  assert len({tuple(epoch) for epoch in epochs} | {tuple(range(50))}) == 5  # five different orders, none as in the file
 
 
-def test_the_order_is_the_seeds():
+def test_the_seed_decides_the_order():
   a, b, c = (ids(PromptStream(problems(50), seed=seed).next(120)) for seed in (7, 7, 8))
   assert a == b
   assert a != c
-  assert a[50:100] != c[:50]  # seeds that follow each other do not follow each other's epochs
+  assert a[50:100] != c[:50]  # epoch 1 of a seed is not epoch 0 of the next seed
 
 
 def test_batches_do_not_change_the_order():
@@ -42,7 +42,7 @@ def test_batches_do_not_change_the_order():
 @settings(deadline=None, max_examples=30)
 @given(size=st.integers(20, 60), before=st.integers(0, 200), after=st.integers(1, 70), seed=st.integers(0, 2**31 - 1))
 def test_a_restored_stream_continues_at_the_exact_next_problem(size, before, after, seed):
-  """At any place, epoch borders included; the state passes through JSON."""
+  """The position is any, also the border of two epochs. The state passes through JSON."""
   stream = PromptStream(problems(size), seed)
   stream.next(before)
   state = json.loads(json.dumps(stream.state()))
@@ -67,14 +67,14 @@ def test_another_streams_state_is_refused(name, size, seed):
     PromptStream(problems(size), seed).restore(state)
 
 
-def test_the_state_in_an_older_checkpoint_is_that_of_the_same_stream():
-  """It also said to which of how many processes the problems went: always to one that had all of them."""
+def test_a_state_from_an_older_checkpoint_is_restored():
+  """An older state also has the index and the number of the processes: always one process with all problems."""
   whole, resumed = PromptStream(problems(8), 3), PromptStream(problems(8), 3)
   resumed.restore({'problems': 8, 'seed': 3, 'process_index': 0, 'process_count': 1, 'position': 11})
   assert ids(resumed.next(9)) == ids(whole.next(20))[11:]
 
 
-def test_only_what_is_asked_for_is_generated_and_no_thread_remains():
+def test_problems_are_generated_on_demand_and_no_thread_remains():
   asked = []
 
   class DecodeState(list):

@@ -3,7 +3,7 @@
 import os
 
 import pytest
-from pools import Hand, answers, results
+from pools import ManualClock, answers, results
 from scripted import Scripted
 
 from sprl.config import Task
@@ -12,7 +12,7 @@ from sprl.tasks.environment_pool import Call, environment_pool
 from sprl.tasks.grader_pool import Grade, grader_pool
 from sprl.tasks.workers import cpus
 
-pytestmark = pytest.mark.slow  # a cluster starts
+pytestmark = pytest.mark.slow  # starts a Ray cluster
 
 ray = pytest.importorskip('ray', reason='Ray is not installed: make install EXTRAS=ray')
 
@@ -35,7 +35,7 @@ def cluster():
 
 
 def test_environments_live_in_actors_that_are_replaced():
-  now, key = Hand(), (1, 0)
+  now, key = ManualClock(), (1, 0)
 
   def call(*of_call):
     return answers(pool, Call(*of_call))[0]
@@ -58,7 +58,7 @@ def test_environments_live_in_actors_that_are_replaced():
 
 def test_graders_run_in_actors_that_are_replaced(tmp_path):
   (tmp_path / 'grader.py').write_text(GRADER)
-  spec, now = graders.resolve(Task(grader=f'{tmp_path / "grader.py"}:grade')), Hand()
+  spec, now = graders.resolve(Task(grader=f'{tmp_path / "grader.py"}:grade')), ManualClock()
   with grader_pool(spec, 1, 30.0, 4.0, 'ray', now) as pool:
     first, second = answers(pool, ('', 'die', 'yes', {}), ('', 'yes', 'yes', {}))
     assert (first.score, first.status) == (0.0, 'crash')

@@ -1,4 +1,4 @@
-"""reasoning-gym's problems: deterministic, by index, and held out for good."""
+"""Problems of reasoning-gym: deterministic by index, with test questions that training never asks."""
 
 import hashlib
 import itertools
@@ -44,7 +44,7 @@ def test_problems_are_the_same_in_another_process():
 
 
 def test_training_never_asks_a_held_out_question():
-  """Of the 200 sums of two digits, the hash holds 46 out; 3000 problems ask all of the others and none of these."""
+  """The hash holds out 46 of the 200 sums of two digits. 3000 training problems ask all other sums and none of the 46."""
   every = {
     f'State the final answer to the following arithmetic problem: {a} {sign} {b} ='
     for a, sign, b in itertools.product(range(10), '+-', range(10))
@@ -55,10 +55,10 @@ def test_training_never_asks_a_held_out_question():
   assert set(questions(load(SUMS, 'train'))) == every - held_out
   test = questions(load(SUMS, 'test'))
   assert set(test) == held_out
-  assert len(test) == 46  # each once
+  assert len(test) == 46  # each question once
 
 
-def test_splits_are_disjoint_whatever_the_seed():
+def test_splits_are_disjoint_for_every_seed():
   test = set(questions(load(LEGS, 'test')))
   assert len(test) == 20
   for seed in range(3):
@@ -66,8 +66,8 @@ def test_splits_are_disjoint_whatever_the_seed():
     assert test.isdisjoint(questions(train))
 
 
-def test_replacements_repeat_no_problem_of_their_own_epoch():
-  """leg_counting draws from a large space: its 500 training problems stay distinct, the replaced quarter included."""
+def test_replacements_repeat_no_problem_of_an_epoch():
+  """leg_counting draws from a large space. Its 500 training problems are distinct, with the replaced quarter."""
   assert len(set(questions(load(LEGS, 'train')))) == 500
 
 
@@ -78,7 +78,7 @@ def test_an_index_beyond_the_size_is_an_error():
     train[500]
 
 
-def test_a_mixture_is_given_by_its_parts():
+def test_a_composite_data_set_is_defined_by_its_parts():
   parts = [{'name': 'chain_sum', 'weight': 1.0, 'config': {}}, {'name': 'leg_counting', 'weight': 1.0, 'config': {}}]
   task = Task(kind='reasoning_gym', name='composite', args={'datasets': parts})
   train = load(task, 'train')
@@ -98,7 +98,7 @@ def test_a_mixture_is_given_by_its_parts():
   ],
 )
 @pytest.mark.parametrize('split', ['train', 'test'])
-def test_what_cannot_be_generated_is_named(change, complaint, split):
+def test_a_data_set_that_cannot_be_generated_is_named(change, complaint, split):
   with pytest.raises(SettingsError, match=complaint):
     problems.load(Task(**{**vars(SUMS), **change}), split)
 
@@ -112,7 +112,7 @@ def test_a_size_that_the_generator_refuses_is_named():
   ('held_out', 'split', 'complaint'),
   [(True, 'train', 'every question is held out'), (False, 'test', 'too few distinct questions')],
 )
-def test_a_generator_whose_questions_all_fall_on_one_side_is_named(monkeypatch, held_out, split, complaint):
+def test_a_generator_whose_questions_are_all_in_one_split_is_named(monkeypatch, held_out, split, complaint):
   monkeypatch.setattr(reasoning, 'is_held_out', lambda question: held_out)
   with pytest.raises(SettingsError, match=rf"config\.task\.name = 'leg_counting', args .*{complaint}"):
     load(LEGS, split)

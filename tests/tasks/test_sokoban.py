@@ -1,4 +1,4 @@
-"""Sokoban: its rooms, its pushes, its rewards; the solver is a search of the text, written here."""
+"""Sokoban: its rooms, its pushes, its rewards. The solver here searches the text of a room."""
 
 import collections
 
@@ -11,7 +11,7 @@ STEPS = {'Left': (0, -1), 'Down': (1, 0), 'Right': (0, 1), 'Up': (-1, 0)}
 
 
 def read(observation):
-  """(walls, targets, boxes, player) of the room in a text."""
+  """Return (walls, targets, boxes, player) of the room in a text."""
   cells = {
     (r, c): cell for r, line in enumerate(observation.split('\n\n')[-1].split('\n')) for c, cell in enumerate(line.split(' '))
   }
@@ -21,7 +21,7 @@ def read(observation):
 
 
 def move(room, direction):
-  """The room after a move, by the rules of the game."""
+  """Return the room after a move, by the rules of the game."""
   walls, targets, boxes, (r, c) = room
   dr, dc = STEPS[direction]
   to, behind = (r + dr, c + dc), (r + 2 * dr, c + 2 * dc)
@@ -58,14 +58,14 @@ def test_every_room_can_be_solved_in_time_and_solving_it_is_rewarded(args, seeds
     assert room[3] not in room[0] | room[2]
     placed = len(room[1] & room[2])
     path = solve(room, limit)
-    assert path, seed  # () would be a room that is solved already
+    assert path, seed  # () is the path of a room that is already solved
     lengths.append(len(path))
     steps = [env.step(answer(direction)) for direction in path]
     assert not any(step[2] or step[3] for step in steps[:-1])
     assert steps[-1][2:4] == (True, False)
     assert steps[-1][4]['metrics']['success'] == 1.0
     assert sum(step[1] for step in steps) == pytest.approx(1 + 0.1 * (args.get('boxes', 1) - placed))
-  assert np.mean(lengths) > 2  # not all a push away
+  assert np.mean(lengths) > 2  # most rooms need several moves
   assert len(set(lengths)) > 2
 
 
@@ -97,7 +97,7 @@ def test_random_play_follows_the_rules(args):
 
 
 @pytest.mark.parametrize('action', ['', 'Left', '<answer>West</answer>', '<answer>Left'])
-def test_an_invalid_answer_costs_and_moves_nobody(action):
+def test_an_invalid_answer_costs_a_penalty_and_moves_nothing(action):
   env = Sokoban()
   before = read(env.reset(0)[0])
   observation, reward, terminated, truncated, info = env.step(action)

@@ -1,4 +1,4 @@
-"""The pool: tickets, limits, replacement and affinity, with threads that are held at events and a clock that the test turns."""
+"""The worker pool: tickets, limits, replacement and affinity, with threads that wait for events and a manual clock."""
 
 import threading
 import time
@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from functools import partial
 
 import pytest
-from pools import PATIENCE, Hand, Inline, answers, results, until
+from pools import PATIENCE, InlineWorker, ManualClock, answers, results, until
 
 from sprl.config import SettingsError
 from sprl.rollout.interfaces import WorkersLike
@@ -20,12 +20,12 @@ def pool_of(start, size, **settings):
 
 
 def threads(service, size, **settings):
-  """A pool of threads that call `service`."""
+  """Return a pool of threads that call `service`."""
   return pool_of(partial(ThreadWorker, lambda: service), size, **settings)
 
 
 class Gated:
-  """A service that notes its calls, and holds those that are named until the gate opens."""
+  """A service that records its calls. The calls in `held` wait until the gate opens."""
 
   def __init__(self, *held):
     self.held, self.calls = held, []
@@ -64,7 +64,7 @@ def test_answers_have_the_tickets_of_their_calls():
     assert answers(pool, *range(50)) == [i**2 for i in range(50)]
 
 
-def test_workers_answer_side_by_side():
+def test_workers_answer_in_parallel():
   barrier = threading.Barrier(8)  # eight calls that wait for one another, twice
   with threads(lambda call: barrier.wait(PATIENCE) >= 0, 8) as pool:
     assert answers(pool, *range(16)) == [True] * 16
@@ -83,7 +83,7 @@ def test_one_worker_answers_one_call_at_a_time_in_order(gated):
 
 
 def test_a_result_is_returned_once_and_to_its_owner():
-  """Training and an evaluation share a pool of graders: whoever waits collects for both."""
+  """Training and evaluation share a pool of graders. Each collects the results of both while it waits."""
   with threads(str, 2) as pool:
     training, evaluation = ([pool.submit(i) for i in range(k, k + 10)] for k in (0, 100))
     assert results(pool, *evaluation) == [str(i) for i in range(100, 110)]
@@ -106,7 +106,7 @@ def test_a_result_that_another_caller_left_does_not_end_a_wait(gated):
     assert pool.poll([other]) == {other: 'other'}
 
 
-def test_what_the_service_raises_costs_one_call():
+def test_an_exception_of_the_service_costs_one_call():
   def service(call):
     if call == 'exit':
       raise SystemExit(call)
@@ -120,7 +120,7 @@ def test_what_the_service_raises_costs_one_call():
     ]
 
 
-def test_results_are_read_as_the_pool_is_told():
+def test_the_read_function_of_the_pool_converts_results():
   with threads(lambda call: 1 // call, 1, read=lambda answer: ('read', answer)) as pool:
     (kind, failure), one = answers(pool, 0, 1)
   assert (kind, failure.kind, one) == ('read', 'error', ('read', 1))
@@ -155,7 +155,7 @@ def test_the_result_of_a_cancelled_call_is_dropped(gated, when):
       while len(pool._slots) and not pool._slots[0].future.done():
         time.sleep(0.001)
       pool.cancel(ticket)
-    assert answers(pool, 'next') == ['next']  # in the same worker, so the other result is collected by now
+    assert answers(pool, 'next') == ['next']  # the same worker answers, so the pool has collected the other result
     if when == 'after it was collected':
       pool.cancel(ticket)
     assert pool.poll([ticket]) == {}
@@ -164,8 +164,8 @@ def test_the_result_of_a_cancelled_call_is_dropped(gated, when):
 # --- time ----------------------------------------------------------------------------------------------------------------
 
 
-def test_waiting_ends_with_a_result_a_limit_or_the_seconds(gated):
-  service, now = gated('held'), Hand()
+def test_wait_returns_after_a_result_a_limit_or_the_seconds(gated):
+  service, now = gated('held'), ManualClock()
 
   def waited(seconds):
     start = time.monotonic()
@@ -173,13 +173,13 @@ def test_waiting_ends_with_a_result_a_limit_or_the_seconds(gated):
     return time.monotonic() - start
 
   with threads(service, 2, now=now) as pool:
-    assert waited(None) < PATIENCE  # no call is under way
+    assert waited(None) < PATIENCE  # no call is running
     held = pool.submit('held')
     assert waited(0.05) >= 0.05 - 1e-3
     assert pool.poll([held]) == {}
     other = pool.submit('other')
     assert waited(PATIENCE) < PATIENCE
-    assert waited(PATIENCE) < PATIENCE  # there is a result already
+    assert waited(PATIENCE) < PATIENCE  # a result is ready
     assert pool.poll([other]) == {other: 'other'}
     now.time = 100.0
     assert waited(None) < PATIENCE
@@ -187,7 +187,7 @@ def test_waiting_ends_with_a_result_a_limit_or_the_seconds(gated):
 
 
 def test_the_limit_counts_from_the_beginning_of_a_call():
-  now, gates = Hand(), {'a': threading.Event(), 'b': threading.Event()}
+  now, gates = ManualClock(), {'a': threading.Event(), 'b': threading.Event()}
   with threads(lambda call: gates[call].wait(PATIENCE), 1, limit=5.0, now=now) as pool:
     first, second = pool.submit('a'), pool.submit('b')
     now.time = 4.0
@@ -201,7 +201,7 @@ def test_the_limit_counts_from_the_beginning_of_a_call():
 
 
 def test_a_call_beyond_its_limit_costs_its_worker(gated):
-  services, now = iter([gated('held'), gated()]), Hand()
+  services, now = iter([gated('held'), gated()]), ManualClock()
   with pool_of(partial(ThreadWorker, lambda: next(services)), 1, now=now) as pool:
     held, waits = pool.submit('held'), pool.submit('next')
     now.time = 99.0
@@ -213,7 +213,7 @@ def test_a_call_beyond_its_limit_costs_its_worker(gated):
 # --- workers that die or cannot start --------------------------------------------------------------------------------------
 
 
-class Dying(Inline):
+class Dying(InlineWorker):
   """A worker that dies in a call of 'die'."""
 
   def ask(self, call):
@@ -233,7 +233,7 @@ def test_a_worker_that_dies_in_a_call_is_replaced():
 
 def test_a_worker_that_dies_idle_costs_no_call():
   made = []
-  with pool_of(lambda: made.append(Inline(lambda: str)) or made[-1], 1) as pool:
+  with pool_of(lambda: made.append(InlineWorker(lambda: str)) or made[-1], 1) as pool:
     assert answers(pool, 1) == ['1']
     made[0].gone = 'exit status 3'
     assert answers(pool, 2) == ['2']
@@ -242,13 +242,13 @@ def test_a_worker_that_dies_idle_costs_no_call():
 
 def test_a_service_that_cannot_be_built_is_refused_by_its_setting():
   made = []
-  pool = pool_of(lambda: made.append(Inline(partial(int, 'no number'))) or made[-1], 2)
+  pool = pool_of(lambda: made.append(InlineWorker(partial(int, 'no number'))) or made[-1], 2)
   with pytest.raises(SettingsError, match=r"config.service = 'it': a worker cannot start: ValueError: .*no number"), pool:
     pytest.fail('entered')
   assert all(worker.ended for worker in made)
 
 
-def test_workers_that_fail_again_and_again_end_the_run_by_name():
+def test_workers_that_fail_repeatedly_end_the_run_by_name():
   made = []
 
   def start():
@@ -265,7 +265,7 @@ def test_workers_that_fail_again_and_again_end_the_run_by_name():
 
 
 def test_the_start_of_a_replacement_does_not_count_in_a_calls_limit():
-  now, started = Hand(), threading.Event()
+  now, started = ManualClock(), threading.Event()
   loads = iter([lambda: str, lambda: started.wait(PATIENCE) and str])
 
   class Dies(ThreadWorker):
@@ -319,8 +319,8 @@ def test_a_released_key_makes_one_last_call(gated):
     held, waits = pool.submit('a1'), pool.submit('b1')
     pool.submit('b2')
     pool.release('b-')
-    pool.release('b-')  # it is forgotten by now
-    pool.release('c-')  # it never lived
+    pool.release('b-')  # the pool has already forgotten it
+    pool.release('c-')  # the pool never had it
     service.gate.set()
     assert results(pool, held) == ['a1']
     assert answers(pool, 'a2') == ['a2']
@@ -330,7 +330,7 @@ def test_a_released_key_makes_one_last_call(gated):
 
 
 def test_a_replacement_takes_over_keys_and_waiting_calls(gated):
-  services, now = iter([gated('a1'), gated(), gated()]), Hand()
+  services, now = iter([gated('a1'), gated(), gated()]), ManualClock()
   with pool_of(partial(ThreadWorker, lambda: next(services)), 1, key=first, now=now) as pool:
     held, waits = pool.submit('a1'), pool.submit('b1')
     pool.wait(0.0)

@@ -1,4 +1,4 @@
-"""Worker processes: what ends them, and what they cannot do to the run."""
+"""Worker processes: their end, signals, and faults that cost one call."""
 
 import json
 import os
@@ -16,8 +16,7 @@ from sprl.tasks.worker_pool import WorkerDied
 from sprl.tasks.workers import ProcessWorker, RayWorker, starter, within
 
 PROGRAM = """
-import sys, threading
-sys.path.insert(0, {tests!r})
+import threading
 from functools import partial
 from sprl.tasks.worker_pool import WorkerPool
 from sprl.tasks.workers import starter
@@ -34,7 +33,7 @@ with WorkerPool(starter('processes', behaviour), 3, limit=100.0, limit_setting='
 
 
 def behaviour():
-  """A service whose calls say what it does."""
+  """Return a service whose calls select its behaviour."""
   return do
 
 
@@ -56,7 +55,7 @@ def do(call):
       return ['jax' in sys.modules, *(os.environ[name] for name in ('JAX_PLATFORMS', 'CUDA_VISIBLE_DEVICES'))]
     case 'object':
       return object()
-    case 'write':  # into the connection, past the program of the worker
+    case 'write':  # into the connection, around the worker's program
       os.write(int(sys.argv[1]), len(value).to_bytes(4, 'big') + value.encode())
   return call
 
@@ -69,12 +68,11 @@ def worker():
   worker.end()
 
 
-@pytest.mark.skipif(not sys.platform.startswith('linux'), reason='only Linux can have the kernel kill them')
+@pytest.mark.skipif(not sys.platform.startswith('linux'), reason='only the Linux kernel ends workers with their parent')
 def test_no_worker_outlives_a_run_that_is_killed():
-  """kill -9 of the run while its workers are idle, hang in C, and have a child."""
+  """SIGKILL ends the run while one worker is idle, one hangs in C, and one has a child process."""
   environment = {**os.environ, 'PYTHONPATH': os.pathsep.join(sys.path)}
-  program = PROGRAM.format(tests=os.path.dirname(__file__))
-  parent = subprocess.Popen([sys.executable, '-c', program], stdout=subprocess.PIPE, text=True, env=environment)
+  parent = subprocess.Popen([sys.executable, '-c', PROGRAM], stdout=subprocess.PIPE, text=True, env=environment)
   assert parent.stdout
   pids = [int(pid) for pid in parent.stdout.readline().split()]
   assert len(pids) == 3
@@ -86,10 +84,10 @@ def test_no_worker_outlives_a_run_that_is_killed():
   until(lambda: not any(alive(pid) for pid in pids) and not processes('sleep\x004243'), 'workers outlive the run')
 
 
-def test_signals_pass_a_worker_by_until_it_is_ended():
+def test_a_worker_ignores_signals_until_the_pool_ends_it():
   worker = ProcessWorker(behaviour)
   pid, _ = worker.ask('pid').result(60)
-  assert os.getpgid(pid) == pid  # a Ctrl-C in the terminal does not reach it
+  assert os.getpgid(pid) == pid  # Ctrl-C in the terminal does not reach it
   for number in (signal.SIGINT, signal.SIGTERM):
     os.kill(pid, number)
   assert worker.ask('pid').result(60) == (pid, '')
@@ -102,7 +100,7 @@ def test_a_worker_imports_no_jax_and_leaves_the_accelerator_alone(worker):
   assert worker.ask('environment').result(60) == ([False, 'cpu', ''], '')
 
 
-def test_an_answer_that_is_no_plain_data_costs_one_call(worker):
+def test_an_answer_that_is_not_plain_data_costs_one_call(worker):
   answer, why = worker.ask('object').result(60)
   assert answer is None
   assert 'not JSON serializable' in why
@@ -117,7 +115,7 @@ def test_a_forged_answer_costs_one_call(reply):
   worker.end()
 
 
-def test_a_call_may_be_given_a_time():
+def test_a_call_may_have_a_time_limit():
   assert within(60.0, divmod, 7, 2) == (3, 1)
   with pytest.raises(ZeroDivisionError):
     within(60.0, divmod, 7, 0)
@@ -125,7 +123,7 @@ def test_a_call_may_be_given_a_time():
     within(0.01, time.sleep, 1.0)
 
 
-def test_ray_that_is_not_installed_is_named(monkeypatch):
+def test_a_missing_ray_is_named(monkeypatch):
   monkeypatch.setitem(sys.modules, 'ray', None)
   with pytest.raises(SettingsError, match=r"executor = 'ray'.*make install EXTRAS=ray"):
     starter('ray', partial(json.loads, '1'))()

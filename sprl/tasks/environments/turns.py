@@ -20,7 +20,7 @@ class Turns:
     self.taken += 1
 
   def end(self, terminated: bool) -> bool:
-    """Return whether this action truncates the episode. `terminated` says whether it ended it."""
+    """Return whether this action truncates the episode. `terminated` says whether the action ended the episode by itself."""
     truncated = self.taken >= self.limit and not terminated
     self._open = not (terminated or truncated)
     return truncated

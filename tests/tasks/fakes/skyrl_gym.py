@@ -1,4 +1,4 @@
-"""As much of skyrl-gym 0.4.0 as its environments run on: `make` by id, and one of its environments, rewritten."""
+"""A fake of the part of skyrl-gym 0.4.0 that its environments use: `make` by id, and one environment, rewritten."""
 
 registry = {}
 

@@ -1,4 +1,4 @@
-"""As much of verifiers 0.3 as its environments run on: load_environment, rollouts that ask a client, rubrics."""
+"""A fake of the part of verifiers 0.3 that its environments use: load_environment, rollouts that ask a client, rubrics."""
 
 import importlib
 import signal
@@ -23,7 +23,7 @@ class MultiTurnEnv:
     self.dataset, self.rubric, self.max_turns = dataset, rubric, max_turns
     self.before = [{'role': 'system', 'content': system_prompt}] if system_prompt else []
     self.tool_defs = []
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # the real one sets its own, too
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the real package sets its own too
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
   requires_group_rollouts = property(lambda self: any('completions' in f.__code__.co_varnames for f in self.rubric.funcs))
@@ -57,7 +57,7 @@ class MultiTurnEnv:
       else:
         try:
           if state['trajectory']:
-            response = await self.env_response(conversation, state)  # which may rewrite it
+            response = await self.env_response(conversation, state)  # may change `conversation`
             conversation = [*conversation, *response]
           response = await client.get_response(
             prompt=conversation, model=model, tools=self.tool_defs or None, sampling_args=sampling_args, state=state

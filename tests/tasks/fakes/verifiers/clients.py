@@ -1,4 +1,4 @@
-"""The client's abstract class."""
+"""The abstract class of clients."""
 
 import abc
 

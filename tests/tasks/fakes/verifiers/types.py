@@ -1,4 +1,4 @@
-"""A response and its parts: here plain dataclasses of the same fields."""
+"""A response and its parts, as plain dataclasses with the fields of the real ones."""
 
 from dataclasses import dataclass
 

@@ -1,0 +1,225 @@
+"""The check `parity` of gpu_check.py: every kernel, and the library's attention, against its reference on random numbers."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from gpu_check_bench import BF16, FP8, TOY, Bench, Row, failed
+from gpu_check_calls import (
+  attention_inputs,
+  bf16_expert_inputs,
+  biased_inputs,
+  compaction_inputs,
+  expert_inputs,
+  in_float32,
+  library_attention,
+  linear_inputs,
+  packed_inputs,
+  triton_candidate,
+  with_gradients,
+)
+from kernel_resources import MODELS
+
+from sprl.kernels import attention, block_matmul, decode_attention, eviction, grouped_matmul, linear_logprob
+
+
+class Comparison(NamedTuple):
+  """A kernel and its reference."""
+
+  check: str
+  case: str
+  make: Callable[[jax.Array], tuple[Any, ...]]  # random key -> arguments of both
+  kernel: Callable[..., dict]  # returns outputs by name
+  reference: Callable[..., dict]
+  bound: float  # on the relative error of each output
+
+
+def check_parity(bench: Bench) -> Iterator[Row]:
+  """Compare every kernel with its reference. A failed comparison is a row; the others continue."""
+  for each in comparisons(bench):
+    try:
+      rows = compared(each)
+    except Exception as error:
+      rows = [failed(each.check, each.case, error)]
+    yield from rows
+
+
+def compared(each: Comparison) -> list[Row]:
+  """Run a comparison; return a row for each output."""
+  arguments = jax.jit(each.make)(jax.random.key(7))
+  found = jax.jit(each.kernel)(*arguments)
+  with jax.default_matmul_precision('highest'):
+    expected = jax.jit(each.reference)(*arguments)
+  return [parity(each.check, f'{name} {each.case}', relative_error(found[name], x), each.bound) for name, x in expected.items()]
+
+
+def parity(name: str, case: str, error: float, bound: float) -> Row:
+  """Return the row of a comparison."""
+  return {'check': name, 'case': case, 'error': error, 'status': 'ok' if error <= bound else f'WRONG: beyond {bound:g}'}
+
+
+def relative_error(found: Any, expected: Any) -> float:
+  """Return the norm of the error over the norm of the expected array."""
+  found, expected = (np.asarray(x, np.float64) for x in (found, expected))
+  return float(np.linalg.norm(found - expected) / max(np.linalg.norm(expected), 1e-30))
+
+
+def comparisons(bench: Bench) -> Iterator[Comparison]:
+  """Yield all comparisons."""
+  yield from attention_comparisons(bench)
+  yield from matmul_comparisons(bench)
+  yield from eviction_comparisons(bench)
+  yield from row_comparisons(bench)
+  yield logprob_comparison(bench)
+
+
+def attention_comparisons(bench: Bench) -> Iterator[Comparison]:
+  """Yield decode attention with rows of all lengths, one of them empty: with shares, and with a bias and split slots."""
+
+  def outputs(attend):
+    def call(*inputs):
+      out, share, lse = attend(*inputs)
+      found = {'out': out, 'sum': jnp.exp(lse)}  # sum of exponentials; 0 for an empty row, whose lse is -inf
+      return found if share is None else found | {'share': share}
+
+    return call
+
+  for model, S in bench.sizes([(MODELS['Qwen2.5-0.5B'], 640), (MODELS['Qwen2.5-7B'], 1000)], [(TOY, 72)]):
+    lengths = [0, 1, 63, 64, 65, S // 2, S - 1, S]
+    for dtype, share in ((BF16, True), (FP8, True), (BF16, False)):
+      make, variant = (attention_inputs, 'share') if share else (biased_inputs, 'bias')
+      yield Comparison(
+        'parity attention',
+        f'D {model.width} G {model.queries // model.kv} S {S} {dtype} {variant}',
+        partial(make, model, len(lengths), S, dtype, length=lengths),
+        outputs(partial(decode_attention.decode_attention, share=share, kernels='mosaic_gpu')),
+        outputs(lambda *inputs, share=share: decode_attention.reference(*in_float32(inputs), share=share)),
+        0.01,
+      )
+
+
+def matmul_comparisons(bench: Bench) -> Iterator[Comparison]:
+  """Yield block-scaled products of one weight and of experts, and bfloat16 products of experts."""
+  blocked = {'rows': 128, 'group': 128}
+  shapes = bench.sizes([(1, 256, 896), (16, 1536, 1536), (64, 3584, 18944), (300, 3584, 3584), (4096, 4864, 896)], [(9, 64, 384)])
+  ours = partial(block_matmul.block_matmul, **blocked, dtype=BF16, kernels='mosaic_gpu')
+  for name, multiply in {'block_matmul': ours, **triton_candidate(bench)}.items():
+    for M, N, K in shapes if multiply is ours else shapes[2:4]:  # the Triton candidate: one shape with few tokens, one with many
+      yield Comparison(
+        f'parity {name}',
+        f'{M}x{N}x{K}',
+        partial(linear_inputs, M, N, K),
+        lambda *x, multiply=multiply: {'y': multiply(*x)},
+        lambda *x: {'y': block_matmul.reference(*x, **blocked, dtype=jnp.float32)},
+        0.005,
+      )
+
+  def used_tiles(multiply):
+    def call(x, x_scale, w, w_scale, expert, used):
+      y = multiply(x, x_scale, w, w_scale, expert, used, **blocked)
+      return {'y': jnp.where((jnp.arange(len(x)) < used)[:, None, None], y, 0)}
+
+    return call
+
+  for X, chosen, tokens, N, K in bench.sizes([(128, 8, 64, 768, 2048), (128, 8, 4096, 2048, 768)], [(4, 2, 9, 64, 384)]):
+    yield Comparison(
+      'parity grouped_matmul',
+      f'{tokens}x{chosen} of {X} {N}x{K}',
+      partial(expert_inputs, X, chosen, tokens, N, K),
+      used_tiles(partial(block_matmul.grouped_matmul, dtype=BF16, kernels='mosaic_gpu')),
+      used_tiles(partial(block_matmul.grouped_reference, dtype=jnp.float32)),
+      0.005,
+    )
+
+  def experts(matmul, outer):  # the product, and the gradients for tokens and weights
+    def call(x, dy, w, expert, used):
+      here = (jnp.arange(len(x)) < used)[:, None, None]
+      y, dx = matmul(x, w, expert, used), matmul(dy, w, expert, used, back=True)
+      return {'y': jnp.where(here, y, 0), 'dx': jnp.where(here, dx, 0), 'dw': outer(dy, x, expert, used, len(w))}
+
+    return call
+
+  by_kernel = [partial(each, kernels='mosaic_gpu') for each in (grouped_matmul.grouped_matmul, grouped_matmul.grouped_outer)]
+  by_loop = experts(grouped_matmul.grouped_reference, grouped_matmul.outer_reference)
+  for X, chosen, tokens, N, K in bench.sizes([(128, 8, 64, 768, 2048), (128, 8, 4096, 2048, 768)], [(4, 2, 9, 64, 192)]):
+    yield Comparison(
+      'parity grouped_matmul bf16',
+      f'{tokens}x{chosen} of {X} {N}x{K}',
+      partial(bf16_expert_inputs, X, chosen, tokens, N, K),
+      experts(*by_kernel),
+      lambda *inputs: by_loop(*in_float32(inputs)),
+      0.005,
+    )
+
+
+def eviction_comparisons(bench: Bench) -> Iterator[Comparison]:
+  """Yield compaction, which must be bit-identical, and the comparison of keys."""
+  B, S, N = bench.sizes((16, 640, 512), (2, 40, 24))
+
+  def front(move):
+    return lambda *inputs: {name: x[:, :, :N] for name, x in zip(('k', 'v'), move(*inputs))}
+
+  models = bench.sizes([MODELS['Qwen2.5-0.5B'], MODELS['Qwen2.5-7B']], [TOY])
+  for model, dtype in itertools.product(models, (BF16, FP8)):
+    yield Comparison(
+      'parity compact',
+      f'D {model.width} S {S} N {N} {dtype}',
+      partial(compaction_inputs, model, B, S, N, dtype),
+      front(partial(eviction.compact, ordered=True, kernels='mosaic_gpu')),
+      front(eviction.compact_reference),
+      0,
+    )
+
+  model = models[-1]
+
+  def keys(key):  # cosines near 0.5; later rows have more occupied slots
+    return jax.random.normal(key, (B, model.kv, S, model.width), BF16) + 1, jnp.arange(B) * S // max(B - 1, 1)
+
+  def occupied(compare):
+    one = partial(compare, threshold=0.5, nearest_of_none=0)
+    return lambda k, n: {'sums': jnp.where((jnp.arange(S) < n[:, None])[:, None], jax.vmap(one)(k, n), 0)}
+
+  # Rounding can move a cosine across the threshold. This changes one of several hundred terms of a sum.
+  kernel = partial(eviction.similarity, kernels='mosaic_gpu')
+  yield Comparison('parity similarity', f'S {S}', keys, occupied(kernel), occupied(eviction.similarity_reference), 1e-3)
+
+
+def row_comparisons(bench: Bench) -> Iterator[Comparison]:
+  """Yield the library's attention on packed rows, with gradients."""
+
+  def outputs(attend):
+    return lambda *inputs: dict(zip(('out', 'dq', 'dk', 'dv'), with_gradients(attend)(*inputs)))
+
+  for name in bench.sizes(('Qwen2.5-0.5B', 'Qwen2.5-7B'), ('toy',)):
+    model, T = MODELS.get(name, TOY), bench.sizes(1024, 64)
+    yield Comparison(
+      'parity rows',
+      f'D {model.width} G {model.queries // model.kv} T {T}',
+      partial(packed_inputs, model, 2, T),
+      outputs(library_attention(bench)),
+      lambda *inputs: outputs(attention.reference)(*in_float32(inputs)),
+      0.01,
+    )
+
+
+def logprob_comparison(bench: Bench) -> Comparison:
+  """Return the comparison of the chunked log-probs and entropies of the learner's head with those of float32 logits."""
+  T, V, E = bench.sizes((1024, 151936, 1536), (9, 50, 64))
+
+  def make(key):
+    hidden, head, target = jax.random.split(key, 3)
+    return (
+      jax.random.normal(hidden, (T, E), BF16),
+      2 * E**-0.5 * jax.random.normal(head, (V, E), BF16),
+      jax.random.randint(target, (T,), 0, V),
+    )
+
+  def outputs(of):
+    return lambda *inputs: dict(zip(('log-prob', 'entropy'), of(*inputs)))
+
+  kernel, reference = outputs(linear_logprob.linear_logprob), outputs(linear_logprob.reference)
+  return Comparison('parity linear_logprob', f'{T}x{V}x{E}', make, kernel, reference, 1e-4)
