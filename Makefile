@@ -11,7 +11,8 @@ BIN := $(VENV)/bin
 ENVIRONMENT := $(if $(PYTHON),UV_PYTHON='$(PYTHON)') sh launch/environment.sh
 INSTALL := $(ENVIRONMENT) '$(VENV)' $(if $(JAX),--group jax-$(JAX))
 TESTED := --group test --extra gguf --extra ray --extra reasoning
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
+# Files keep their order: xdist would start those of few tests last, and some of these take longest.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # XLA cannot read programs for absent devices back from the compilation cache.
 COMPILE_ONLY := JAX_PLATFORMS=cpu JAX_ENABLE_COMPILATION_CACHE=false
 # The caller's Python settings do not apply. Packages keep the bytecode of their first import.

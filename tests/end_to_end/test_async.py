@@ -120,6 +120,7 @@ def check_all_groups(workdir: Path, steps: int) -> dict:
   return state
 
 
+@pytest.mark.slow
 def test_an_asynchronous_run_overlaps_and_resumes_after_a_kill(inputs, monkeypatch):
   monkeypatch.setenv('XLA_FLAGS', TWO_DEVICES)
   workdir = inputs / 'asynchronous'
@@ -158,12 +159,14 @@ def test_an_asynchronous_run_overlaps_and_resumes_after_a_kill(inputs, monkeypat
   assert both > 0  # the engine decodes during updates
 
 
+@pytest.mark.slow
 def test_rollouts_on_their_own_devices_continue_while_weights_are_sent(inputs, monkeypatch):
   monkeypatch.setenv('XLA_FLAGS', TWO_DEVICES)
   workdir = inputs / 'served-meanwhile'
   flags = asynchronous(
-    '--config.devices.learner=0', '--config.devices.rollout=1', '--config.steps=3', '--config.ledger.every=None'
-  )
+    '--config.devices.learner=0', '--config.devices.rollout=1', '--config.steps=3', '--config.ledger.every=None',
+    '--config.arm=dense', '--config.quant.sampler=none', '--config.loss.kl_coef=0',
+  )  # fmt: skip
   status, out, err = tiny.run(
     Path(__file__).with_name('served_meanwhile.py'), f'--config={inputs / "config.py"}', f'--workdir={workdir}', *flags,
     compiled=inputs / 'compiled',

@@ -1,6 +1,10 @@
-"""Print as JSON the collectives of an update, a decode step and a sync, read from programs compiled for 8 host devices."""
+"""Print as JSON the collectives of an update, a decode step and a sync, read from programs compiled for 8 host devices.
+
+Argument: dense or mixture.
+"""
 
 import json
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -58,16 +62,18 @@ def sync(model, learner, rollout):
   return sent(cast.lower(held))
 
 
-print(
-  json.dumps(
-    {
-      'update': update(DENSE, Mesh(data=2, fsdp=2, tensor=2)),
-      'decode': step(DENSE, Mesh(data=2, fsdp=1, tensor=4)),
-      'sync': sync(DENSE, Mesh(), Mesh(data=2, fsdp=1, tensor=4)),
-      'sync from tensor 2': sync(DENSE, Mesh(tensor=2), Mesh(data=2, fsdp=1, tensor=4)),
-      'update of experts': update(MIXTURE, Mesh(data=1, fsdp=2, tensor=2, expert=2)),
-      'decode of experts': step(MIXTURE, Mesh(data=2, fsdp=1, tensor=1, expert=4)),
-      'sync of experts': sync(MIXTURE, Mesh(expert=2), Mesh(data=2, fsdp=1, expert=4)),
-    }
-  )
-)
+PROGRAMS = {
+  'dense': lambda: {
+    'update': update(DENSE, Mesh(data=2, fsdp=2, tensor=2)),
+    'decode': step(DENSE, Mesh(data=2, fsdp=1, tensor=4)),
+    'sync': sync(DENSE, Mesh(), Mesh(data=2, fsdp=1, tensor=4)),
+    'sync from tensor 2': sync(DENSE, Mesh(tensor=2), Mesh(data=2, fsdp=1, tensor=4)),
+  },
+  'mixture': lambda: {
+    'update': update(MIXTURE, Mesh(data=1, fsdp=2, tensor=2, expert=2)),
+    'decode': step(MIXTURE, Mesh(data=2, fsdp=1, tensor=1, expert=4)),
+    'sync': sync(MIXTURE, Mesh(expert=2), Mesh(data=2, fsdp=1, expert=4)),
+  },
+}
+
+print(json.dumps(PROGRAMS[sys.argv[1]]()))

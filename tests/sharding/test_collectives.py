@@ -63,12 +63,20 @@ def test_bytes_that_one_device_sends_in_a_ring():
 E, HD, KD, F, V = 64, 64, 32, 96, 264  # KD: K * D
 
 
+def collectives_of(model):
+  """Return the number of collectives of each program of a model, by kind, bytes, devices and loops around it."""
+  found = on_devices('planned_collectives.py', model)
+  return {name: Counter(tuple(each) for each in arrays) for name, arrays in found.items()}
+
+
 @pytest.fixture(scope='module')
 def sent():
-  return {
-    name: Counter((kind, size, devices, depth) for kind, size, devices, depth in arrays)
-    for name, arrays in on_devices('planned_collectives.py').items()
-  }
+  return collectives_of('dense')
+
+
+@pytest.fixture(scope='module')
+def sent_by_mixture():
+  return collectives_of('mixture')
 
 
 def larger(counts, least):
@@ -122,7 +130,8 @@ def test_a_sync_moves_codes_and_no_weight_whole(sent, sync):
 # A mixture of one layer: 16 experts of width 48, two per token; D = 24.
 
 
-def test_an_update_of_experts_sends_tokens_to_them_and_no_expert_to_tokens(sent):
+@pytest.mark.slow
+def test_an_update_of_experts_sends_tokens_to_them_and_no_expert_to_tokens(sent_by_mixture):
   """fsdp 2 x expert 2 x tensor 2; 2 rows of 16 tokens on each of 4 devices; 8 of the 16 experts on a device."""
   t = 2
   weights = {'q': 96 * E, 'k': 48 * E, 'v': 48 * E, 'o': E * 96}
@@ -147,29 +156,32 @@ def test_an_update_of_experts_sends_tokens_to_them_and_no_expert_to_tokens(sent)
   planned['all-reduce', table, 2, 1] += 2
   planned['all-gather', shards, 2, 2] += 2
   planned['all-reduce', shards, 4, 2] += 1
-  assert larger(sent['update of experts'], 1024) == planned
+  assert larger(sent_by_mixture['update'], 1024) == planned
 
 
-def test_a_decode_step_of_experts_sends_tokens_to_them_and_back(sent):
+@pytest.mark.slow
+def test_a_decode_step_of_experts_sends_tokens_to_them_and_back(sent_by_mixture):
   """data 2 x expert 4; 16 rows, 2 on each device."""
   rows = 4 * 8 * E
   planned = Counter()
   planned['all-gather', rows, 4, 1] += 1
   planned['all-gather', 4 * 8 * 2, 4, 1] += 2  # the numbers of the experts, and their gates
   planned['reduce-scatter', rows, 4, 1] += 1
-  assert larger(sent['decode of experts'], 2) == planned
+  assert larger(sent_by_mixture['decode'], 2) == planned
 
 
-def test_a_sync_gathers_experts_on_the_devices_that_sample_with_them(sent):
+@pytest.mark.slow
+def test_a_sync_gathers_experts_on_the_devices_that_sample_with_them(sent_by_mixture):
   """fsdp 4 x expert 2 to data 2 x expert 4: FP8 codes; every device has the whole vocabulary."""
   experts = 16 * E * 48 // 4
-  gathered = {size: n for (kind, size, *_), n in sent['sync of experts'].items() if kind == 'all-gather' and size >= experts}
+  gathered = {size: n for (kind, size, *_), n in sent_by_mixture['sync'].items() if kind == 'all-gather' and size >= experts}
   assert gathered == {experts: 3, 4 * V * E: 2}
 
 
 # --- benchmarks/scaling.py ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_scaling_counts_gradients_once_and_tokens_to_experts():
   found = on_devices('scaled.py')
   data, expert = found['data'], found['expert']

@@ -109,8 +109,11 @@ def test_only_three_names_of_weight_axes_have_no_rule():
 
 # --- updates: HEADS/KVHEADS:DATAxFSDPxTENSOR; then xEXPERT for a mixture, :NAME for an optimiser other than adam -------
 
-UPDATES = ('4/2:1x8x1', '4/2:1x1x8', '4/2:1x4x2', '4/2:2x2x2', '6/3:1x2x4:adafactor', '4/2:1x2x2x2')
-MORE_UPDATES = ('4/2:8x1x1', '4/2:1x2x4', '4/2:2x1x4', '8/2:1x1x8', '6/3:4x1x2', '4/2:1x1x1x8', '4/2:2x2x1x2', '4/2:4x1x2x1')
+UPDATES = ('4/2:2x2x2', '4/2:1x2x2x2')
+MORE_UPDATES = (
+  '4/2:1x1x8', '4/2:1x8x1', '4/2:8x1x1', '4/2:1x4x2', '4/2:1x2x4', '4/2:2x1x4', '8/2:1x1x8', '6/3:4x1x2', '6/3:1x2x4:adafactor',
+  '4/2:1x1x1x8', '4/2:2x2x1x2', '4/2:4x1x2x1',
+)  # fmt: skip
 
 
 @pytest.fixture(scope='module')
@@ -143,9 +146,13 @@ def test_updates_on_more_meshes_equal_those_of_one_device(more_updates, mesh):
   check_update(more_updates[mesh])
 
 
-def test_each_device_has_its_part_of_the_weights(updates):
+@pytest.mark.slow
+def test_devices_share_heads_if_there_are_more_devices_than_heads(more_updates):
   parts = {'embed': [33, 64], 'q': [16, 64], 'k': [16, 64], 'o': [64, 16], 'down': [64, 12], 'norm': [64]}
-  assert updates['4/2:1x1x8']['shards'] == parts  # two devices share a query head, four a kv head
+  assert more_updates['4/2:1x1x8']['shards'] == parts  # two devices share a query head, four a kv head
+
+
+def test_each_device_has_its_part_of_the_weights(updates):
   parts = {'embed': [66, 64], 'q': [32, 32], 'k': [16, 32], 'o': [32, 32], 'down': [32, 48], 'norm': [64]}
   assert updates['4/2:2x2x2']['shards'] == parts
   assert updates['4/2:1x2x2x2']['shards']['down'] == [4, 32, 20]  # of eight experts [64, 40]; all three axes split them
@@ -153,9 +160,9 @@ def test_each_device_has_its_part_of_the_weights(updates):
 
 # --- rollouts: MEMORY:DATAxFSDPxTENSOR; then xEXPERT for a mixture ----------------------------------------------------
 
-ROLLOUTS = ('dense:8x1x1', 'sparse:2x1x4')
+ROLLOUTS = ('sparse:2x1x4',)
 MORE_ROLLOUTS = (
-  'dense:1x1x8', 'dense:1x2x4', 'sparse:8x1x1', 'sparse:1x1x8', 'sparse:2x2x2', 'sparse:4x1x2', 'layer:2x1x4',
+  'dense:8x1x1', 'dense:1x1x8', 'dense:1x2x4', 'sparse:8x1x1', 'sparse:1x1x8', 'sparse:2x2x2', 'sparse:4x1x2', 'layer:2x1x4',
   'experts:2x1x2x2', 'experts:1x1x1x8', 'experts_emulated:1x2x2x2',
 )  # fmt: skip
 

@@ -1,8 +1,10 @@
 """Adapters on a mesh, compared with one device."""
 
+import pytest
 from host_devices import on_devices
 
 
+@pytest.mark.slow
 def test_adapters_on_a_mesh_train_as_on_one_device():
   found = on_devices('sharded_lora.py', JAX_DISABLE_MOST_OPTIMIZATIONS='1')
   assert found['begun_apart'] == 0  # the same random numbers
