@@ -197,8 +197,8 @@ def main() -> None:
   args = parser.parse_args()
   jobs = [job for part in args.parts.split(',') for job in PARTS[part](tuple(args.models.split(',')))]
   if args.recheck:
-    saved = json.loads(args.recheck.read_text())['rows']
-    found = {job.name: saved_row(job, saved) for job in jobs}
+    saved = json.loads(args.recheck.read_text())
+    found = {job.name: saved_row(job, saved['rows']) for job in jobs}
   else:
     found = {job.name: row(job, args.rows, args.only) for job in jobs}
   rows = [each for each in found.values() if each is not None]
@@ -212,6 +212,8 @@ def main() -> None:
     'beyond_10_percent': sum(abs(ratio - 1) > 0.1 for ratio in ratios),
     'not_compiled': [name for name, each in found.items() if each is None],
   }
+  if args.recheck:
+    result['compiled_at_commit'] = saved['result'].get('compiled_at_commit', saved['commit'])
   report(args.save or 'plan_check', rows, result, bool(args.save))
 
 
