@@ -1,12 +1,12 @@
-"""Does training run faster, and as well, with rollouts beside the learner? Staleness bounds and losses compared.
+"""Is training faster if rollouts run beside the learner, and does the model learn as well? By staleness bound and loss.
 
     python benchmarks/async_training.py --folder FOLDER --save     # results/async_training.json and results/async_training.png
     python benchmarks/async_training.py --draw                     # redraw the figure from the saved result
 
 Trains the small warm-started model of benchmarks/progressions.py with dense rollouts. Learner and engine use separate devices; on
-a CPU, these are two host devices that share its cores. Every loss takes its ratio to the sampler's log-probs; decoupled_ppo puts
-the old policy between the two as a third. For each loss and seed, all staleness bounds run in turn. FOLDER keeps the runs: the
-same command resumes an interrupted benchmark.
+a CPU, these are two host devices that share its cores. Every loss takes its ratio to the sampler's log-probs, except
+decoupled_ppo, which uses the old policy as a third policy. For each loss and seed, all staleness bounds run in turn. FOLDER keeps
+the runs: the same command resumes an interrupted benchmark.
 """
 
 import argparse
@@ -63,7 +63,7 @@ def main():
 
 
 def run(args: argparse.Namespace, loss: str, alpha: str, seed: str) -> dict[str, Any]:
-  """Train once. Return its rewards, the seconds at which steps ended, its staleness, and both idle shares.
+  """Train once. Return rewards, the seconds at which steps ended, the mean staleness, and the idle shares of both sides.
 
   Seconds count from the end of step 2, so that compilation is excluded.
   """
@@ -80,8 +80,8 @@ def run(args: argparse.Namespace, loss: str, alpha: str, seed: str) -> dict[str,
   return {
     'reward': series(records, 'reward/mean')[1].tolist(),
     'seconds': np.cumsum([0.0, *seconds[2:]]).tolist(),
-    'age': float(np.mean([r['async/off_policy_ratio'] for r in records])),
-    **{name: float(np.mean([r['time'][name] for r in records[2:]])) for name in ('trainer_idle', 'rollout_idle')},
+    'age': float(np.mean([r['async/age_mean'] for r in records])),
+    **{name: float(np.mean([r['time'][name] for r in records[2:]])) for name in ('learner_idle', 'rollout_idle')},
   }
 
 
@@ -92,7 +92,7 @@ def row(loss: str, alpha: str, results: list[dict[str, Any]]) -> dict[str, Any]:
     'loss': loss,
     'alpha': alpha,
     'seconds a step': float(np.mean([np.diff(r['seconds']).mean() for r in results])),
-    'learner idle': float(np.mean([r['trainer_idle'] for r in results])),
+    'learner idle': float(np.mean([r['learner_idle'] for r in results])),
     'engine idle': float(np.mean([r['rollout_idle'] for r in results])),
     'mean age': float(np.mean([r['age'] for r in results])),
     'last reward': float(np.mean(last)),

@@ -87,7 +87,7 @@ SLOW, SLOWER = 0.01, 10.0  # slow environments: 1 % of the episodes take ten tim
 # Training time makes rollouts ROLLOUT_SHARE of the step with a barrier per turn. Graders, weight transfer and re-prefilling
 # interrupted samples take no time (assumed). The last two favour running ahead.
 
-TOKENS = 256  # of every response, whatever its time; the resolution of an interruption
+TOKENS = 256  # of every response, fast or slow; an interruption falls between two tokens
 UPDATES, WARM = 24, 6  # updates of a run; the first WARM fill the queue and do not count
 AGENT_UPDATES, AGENT_WARM = 8, 2  # if rollouts run ahead
 SYNCHRONOUS_UPDATES = 4  # synchronous updates are alike

@@ -40,15 +40,15 @@ def main():
   folder = locate(args.model)
   config = ModelConfig.read(folder)
   dtype = compute_dtype(args.dtype)
-  served = jax.block_until_ready(sampler_weights(load_params(folder, config, dtype=dtype), dtype))
-  weights = config.num_layers * sum(w.size for w in jax.tree.leaves(served.params['layers'][0])) + served.head.size
+  weights = jax.block_until_ready(sampler_weights(load_params(folder, config, dtype=dtype), dtype))
+  weight_count = config.num_layers * sum(w.size for w in jax.tree.leaves(weights.params['layers'][0])) + weights.head.size
   bandwidth, rate = memory_bandwidth(), matmul_rate(dtype)
 
   rows = []
   for batch in map(int, args.batch.split(',')):
-    seconds = measure(config, served, dtype, batch, args.prompt, args.new, args.repeats)
-    step = max(weights * dtype.itemsize / bandwidth, 2 * batch * weights / rate)
-    prefill = 2 * batch * args.prompt * weights / rate
+    seconds = measure(config, weights, dtype, batch, args.prompt, args.new, args.repeats)
+    step = max(weight_count * dtype.itemsize / bandwidth, 2 * batch * weight_count / rate)
+    prefill = 2 * batch * args.prompt * weight_count / rate
     row = {
       'batch': batch,
       'tokens/s': batch * args.new / seconds,
@@ -69,16 +69,16 @@ def main():
   report(args.save or 'decode', rows, result, save=bool(args.save))
 
 
-def measure(config, served, dtype, batch: int, prompt: int, new: int, repeats: int) -> float:
+def measure(config, weights, dtype, batch: int, prompt: int, new: int, repeats: int) -> float:
   """Return the seconds of the fastest of `repeats` generations, after one that compiles."""
   sampling = Sampling(max_tokens=new, max_prompt=prompt, prompt_buckets=(prompt,), chunk=32)
-  plan = cache_layout(config, DENSE, UNQUANTISED, prompt, new, dtype)
-  engine = EngineConfig(config, sampling, plan, rows=batch, prefill=min(batch, 16), seed=0, stop_ids=(), text=lambda ids: '')
+  layout = cache_layout(config, DENSE, UNQUANTISED, prompt, new, dtype)
+  engine = EngineConfig(config, sampling, layout, rows=batch, prefill=min(batch, 16), seed=0, stop_ids=(), text=lambda ids: '')
   tokens = np.random.default_rng(0).integers(3, config.vocab_size, (batch, prompt), dtype=np.int32)
   best = float('inf')
   for repeat in range(repeats + 1):
     start = time.perf_counter()
-    done = generate(engine, served, [Request(repeat * batch + i, i, row, new) for i, row in enumerate(tokens)])
+    done = generate(engine, weights, [Request(repeat * batch + i, i, row, new) for i, row in enumerate(tokens)])
     seconds = time.perf_counter() - start
     assert all(len(t.completion) == new for t in done)
     best = min(best, seconds) if repeat else best

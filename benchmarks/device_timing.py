@@ -62,7 +62,7 @@ def seconds(
 
 
 def ceilings(rehearse: bool) -> Ceilings:
-  """Measure a copy, and square matrix products of random numbers."""
+  """Measure the rates of a copy and of square matrix products of random numbers."""
   size, side = (2**20, 64) if rehearse else (2**30, 8192)
 
   def square(dtype):

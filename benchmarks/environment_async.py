@@ -88,15 +88,15 @@ def main():
   if args.draw:
     return draw()
   config = tiny('llama')
-  served = sampler_weights(transformer.init_params(config, jax.random.key(0), scale=0.1), jnp.dtype('float32'))
-  plan = cache_layout(config, DENSE, UNQUANTISED, 8, SAMPLING.max_tokens, 'float32')
+  weights = sampler_weights(transformer.init_params(config, jax.random.key(0), scale=0.1), jnp.dtype('float32'))
+  layout = cache_layout(config, DENSE, UNQUANTISED, 8, SAMPLING.max_tokens, 'float32')
   measured: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
   for i, seed in enumerate([100, *map(int, args.seeds.split(','))]):  # the first seed compiles and does not count
     for arm in ARMS:
-      engine = EngineConfig(config, SAMPLING, plan, SPARE, 8, seed, (), lambda ids: '')
+      engine = EngineConfig(config, SAMPLING, layout, SPARE, 8, seed, (), lambda ids: '')
       with environment_pool(environment, SPARE, 60.0) as workers:
         start = time.perf_counter()
-        steps = (barrier if arm == 'barrier' else partial(scheduled, arm))(Engine(engine, served), workers, seed, start)
+        steps = (barrier if arm == 'barrier' else partial(scheduled, arm))(Engine(engine, weights), workers, seed, start)
         seconds = time.perf_counter() - start
       if i:
         measured[arm].append({'seed': seed, 'seconds': seconds, 'turns': steps})
@@ -112,7 +112,7 @@ def limits() -> Limits:
   return Limits(TURNS, TURN_TOKENS, 8, SAMPLING.max_tokens)
 
 
-def barrier(slots: Engine, workers: WorkerPool, seed: int, start: float) -> list[float]:
+def barrier(engine: Engine, workers: WorkerPool, seed: int, start: float) -> list[float]:
   """Run all resets, then turns in lockstep. Return the seconds at which environment calls ended."""
   codec, done = FixedLengthCodec(), []
 
@@ -131,10 +131,10 @@ def barrier(slots: Engine, workers: WorkerPool, seed: int, start: float) -> list
   texts = {i: Transcript(np.array(codec.opening(turn_messages(*observed[i])), np.int32)) for i in live}
   for turn in range(TURNS):
     for i, text in texts.items():
-      slots.add(Request(i, i // N, text.prompt, TURN_TOKENS, text.given))
-    while slots.load:
-      slots.dispatch()
-      for completion in slots.collect():
+      engine.add(Request(i, i // N, text.prompt, TURN_TOKENS, text.given))
+    while engine.load:
+      engine.dispatch()
+      for completion in engine.collect():
         texts[completion.request.uid].parts.append(completion)
     answers = {i: codec.text(text.parts[-1].tokens.tolist()) for i, text in texts.items()}  # pyright: ignore
     outcomes = call_all({i: Call((i, 0), 'step', answer) for i, answer in answers.items()})
@@ -146,7 +146,7 @@ def barrier(slots: Engine, workers: WorkerPool, seed: int, start: float) -> list
   return done
 
 
-def scheduled(arm: str, slots: Engine, workers: WorkerPool, seed: int, start: float) -> list[float]:
+def scheduled(arm: str, engine: Engine, workers: WorkerPool, seed: int, start: float) -> list[float]:
   """Run one batch of the scheduler. Return the seconds at which environment calls ended."""
   redundant = arm == 'redundant'
   settings = Rollout(
@@ -165,7 +165,7 @@ def scheduled(arm: str, slots: Engine, workers: WorkerPool, seed: int, start: fl
   source = ConversationSource(
     lambda number: 2 * (number + seed * GROUPS), limits(), FixedLengthCodec(), workers.release, sample=None, time_limit=60.0
   )
-  Scheduler([slots], workers, source, settings, time.perf_counter, GROUPS, Timeline(time.perf_counter)).batch()
+  Scheduler([engine], workers, source, settings, time.perf_counter, GROUPS, Timeline(time.perf_counter)).batch()
   return done
 
 

@@ -84,51 +84,51 @@ def main():
     parser.error(f'--methods={args.methods}: unknown: {", ".join(sorted(unknown))}; accepted: {", ".join(METHODS)}')
   self_check()
 
-  policy = Model.open(Run(model=ModelSettings(path=args.model, dtype=args.dtype)))
-  params = policy.load()
+  model = Model.open(Run(model=ModelSettings(path=args.model, dtype=args.dtype)))
+  params = model.load()
   sampling = Sampling(max_tokens=args.new, max_prompt=args.prompt, prompt_buckets=(args.prompt,), chunk=32)
-  tokens = np.array(policy.tokenizer.encode(prose() if args.text is None else problems(args.text)), np.int32)
+  tokens = np.array(model.tokenizer.encode(prose() if args.text is None else problems(args.text)), np.int32)
   if len(tokens) < args.samples * args.prompt:
     parser.error(f'--samples={args.samples}: the text has {len(tokens)} tokens, too few for prompts of {args.prompt} tokens')
   starts = np.linspace(0, len(tokens) - args.prompt, args.samples).astype(int)
   prompts = np.stack([tokens[start : start + args.prompt] for start in starts])
-  written, counts = continuations(policy, params, sampling, prompts, args.seed)
+  written, counts = continuations(model, params, sampling, prompts, args.seed)
 
-  def run_with(policy: Model, cache: Cache = DENSE, quant: Quant = UNQUANTISED):
+  def run_with(model: Model, cache: Cache = DENSE, quant: Quant = UNQUANTISED):
     """Return the sampler's weights, and the hidden states and attended slots of the tokens with this cache."""
-    plan, scales = policy.cache_layout(sampling, cache, quant), None
-    if plan.fp8:
-      scales = calibrate.scales_of_prompts(policy.graphdef, plan, params, list(prompts), len(prompts), quant)
-    served = policy.sampler_weights(params, quant, scales)
-    return served, *states(policy.graphdef, plan, served, jnp.asarray(prompts), jnp.asarray(written), jnp.asarray(counts))
+    layout, scales = model.cache_layout(sampling, cache, quant), None
+    if layout.fp8:
+      scales = calibrate.scales_of_prompts(model.graphdef, layout, params, list(prompts), len(prompts), quant)
+    weights = model.sampler_weights(params, quant, scales)
+    return weights, *states(model.graphdef, layout, weights, jnp.asarray(prompts), jnp.asarray(written), jnp.asarray(counts))
 
-  dense, hidden, full = run_with(policy)
+  dense, hidden, full = run_with(model)
   index = np.arange(args.new)[:, None]
   real = index < counts
   counted = real & (index >= args.interval)
   token, owner = jnp.asarray(written.T[counted]), np.nonzero(counted)[1]
 
-  def row(name: str, budget: int | None, served, found, kept) -> dict:
+  def row(name: str, budget: int | None, weights, found, kept) -> dict:
     if budget is not None:  # the counted tokens are those after the first eviction
       assert np.array_equal(np.asarray(kept < full) & real, counted)
-    compared = jax.device_get(compare(dense, hidden[counted], served, found[counted], token))
+    compared = jax.device_get(compare(dense, hidden[counted], weights, found[counted], token))
     line = summary(name, budget, compared, owner) | {'saving': float(1 - kept[real].sum() / full[real].sum())}
     print('  '.join(f'{value:.4g}' if isinstance(value, float) else str(value) for value in line.values()), file=sys.stderr)
     return line
 
   whole = Cache(budget=args.prompt + args.new - 1, interval=args.interval)
   rows = [
-    row('dense: rkv with room for all', None, *run_with(policy, whole)),
-    row('dense, bfloat16', None, *run_with(dataclasses.replace(policy, dtype=jnp.dtype('bfloat16')))),
-    row('dense, FP8 cache (kv8)', None, *run_with(policy, quant=Quant(sampler='kv8'))),
-    row('dense, FP8 linears (w8a8)', None, *run_with(policy, quant=Quant(sampler='w8a8'))),
+    row('dense: rkv with room for all', None, *run_with(model, whole)),
+    row('dense, bfloat16', None, *run_with(dataclasses.replace(model, dtype=jnp.dtype('bfloat16')))),
+    row('dense, FP8 cache (kv8)', None, *run_with(model, quant=Quant(sampler='kv8'))),
+    row('dense, FP8 linears (w8a8)', None, *run_with(model, quant=Quant(sampler='w8a8'))),
   ]
   assert rows[0]['KL'] == 0, 'a cache with room for all tokens does not give the distributions of the dense cache'
   for method in methods:
     for budget in budgets:
-      rows.append(row(method, budget, *run_with(policy, Cache(budget=budget, interval=args.interval, method=method))))
+      rows.append(row(method, budget, *run_with(model, Cache(budget=budget, interval=args.interval, method=method))))
   result = {
-    'model': policy.folder.name, 'dtype': policy.dtype.name, 'text': 'In the Year 2889' if args.text is None else args.text.name,
+    'model': model.folder.name, 'dtype': model.dtype.name, 'text': 'In the Year 2889' if args.text is None else args.text.name,
     'prompt': args.prompt, 'new': args.new, 'interval': args.interval, 'samples': args.samples, 'seed': args.seed,
     'tokens_written': int(real.sum()), 'tokens_counted': int(counted.sum()),
     'dense_entropy': float(compare(dense, hidden[counted], dense, hidden[counted], token)['entropy'].mean()),
@@ -158,11 +158,11 @@ def problems(folder: Path) -> str:
   return '\n\n'.join(f'Question: {question}\nAnswer: {answer}' for question, answer in pairs)
 
 
-def continuations(policy: Model, params, sampling: Sampling, prompts, seed: int):
+def continuations(model: Model, params, sampling: Sampling, prompts, seed: int):
   """Sample a continuation of each prompt with a dense cache. Return tokens [B, C] and their numbers [B]."""
-  engine = policy.engine(sampling, policy.cache_layout(sampling, DENSE, UNQUANTISED), len(prompts), len(prompts), seed)
+  engine = model.engine_config(sampling, model.cache_layout(sampling, DENSE, UNQUANTISED), len(prompts), len(prompts), seed)
   asked = [Request(i, i, prompt, sampling.max_tokens) for i, prompt in enumerate(prompts)]
-  done = [t.completion for t in generate(engine, policy.sampler_weights(params, UNQUANTISED), asked)]
+  done = [t.completion for t in generate(engine, model.sampler_weights(params, UNQUANTISED), asked)]
   tokens = np.zeros((len(done), sampling.max_tokens), np.int32)
   for line, completion in zip(tokens, done):
     line[: len(completion)] = completion
@@ -172,18 +172,18 @@ def continuations(policy: Model, params, sampling: Sampling, prompts, seed: int)
 # --- the comparison --------------------------------------------------------------------------------------------------
 
 
-@partial(jax.jit, static_argnames=('graphdef', 'plan'))
-def states(graphdef, plan, served, prompts, written, counts):
+@partial(jax.jit, static_argnames=('graphdef', 'layout'))
+def states(graphdef, layout, weights, prompts, written, counts):
   """Return, for each step, the hidden states [C, B, E] that predict the tokens, and the numbers of attended slots [C, B].
 
   A hidden state determines the distribution at a hundredth of its size, so caches can run one after the other.
   """
   lengths = jnp.full(prompts.shape[0], prompts.shape[1])
-  cache, hidden = prefilled_cache(graphdef, plan, served, prompts, lengths)
+  cache, hidden = prefilled_cache(graphdef, layout, weights, prompts, lengths)
 
   def step(carry, i):
     cache, hidden, kept = carry
-    after, attended, cache, _ = decode_step(graphdef, served, cache, written[:, i], i + 1 < counts)
+    after, attended, cache, _ = decode_step(graphdef, weights, cache, written[:, i], i + 1 < counts)
     return (cache, after, attended), (hidden, kept)
 
   start = cache, hidden, lengths
@@ -230,13 +230,13 @@ def summary(name: str, budget: int | None, compared, owner) -> dict:
 def self_check():
   """Check on a small model that with room for all tokens every method gives bit-identical hidden states."""
   config = tiny('llama')
-  served = sampler_weights(transformer.init_params(config, jax.random.key(0), scale=0.2), jnp.float32)
+  weights = sampler_weights(transformer.init_params(config, jax.random.key(0), scale=0.2), jnp.float32)
   P, C = 24, 12
   prompts, written = jnp.split(jax.random.randint(jax.random.key(1), (3, P + C), 0, config.vocab_size), [P], axis=1)
 
   def hidden_states(cache: Cache):
-    plan = cache_layout(config, cache, UNQUANTISED, P, C, jnp.float32)
-    return states(transformer.graph(config), plan, served, prompts, written, jnp.full(3, C))[0]
+    layout = cache_layout(config, cache, UNQUANTISED, P, C, jnp.float32)
+    return states(transformer.graph(config), layout, weights, prompts, written, jnp.full(3, C))[0]
 
   dense = hidden_states(DENSE)
   for method in METHODS:

@@ -221,12 +221,12 @@ def whole_evictions(bench: Bench) -> Iterator[Row]:
   name, B, prompt, budget, interval, window = bench.sizes(('Qwen2.5-7B', 256, 512, 512, 128, 16), ('toy', 2, 24, 24, 8, 4))
   for method in ('snapkv', 'rkv'):
     cache = Cache(budget=budget, interval=interval, window=window, method=method)
-    plan = cache_layout(config_of(name), cache, UNQUANTISED, prompt, 4 * prompt, BF16, kernels='mosaic_gpu')
-    S, K, D = plan.slots, plan.kv_heads, plan.head_dim
+    layout = cache_layout(config_of(name), cache, UNQUANTISED, prompt, 4 * prompt, BF16, kernels='mosaic_gpu')
+    S, K, D = layout.slots, layout.kv_heads, layout.head_dim
 
-    def make(key, plan=plan, S=S, K=K, D=D):
+    def make(key, layout=layout, S=S, K=K, D=D):
       k, v, q = jax.random.split(key, 3)
-      empty = LayerCache.empty(plan, B, S)
+      empty = LayerCache.empty(layout, B, S)
       assert empty.queries is not None  # both methods use the newest queries
       layer = dataclasses.replace(
         empty,
@@ -237,8 +237,8 @@ def whole_evictions(bench: Bench) -> Iterator[Row]:
       )
       return layer, jnp.ones(B, bool), jnp.full(B, S), jnp.full(B, S - 1)
 
-    def call(layer, due, occupied, now, plan=plan):
-      return compress(plan, layer, due, occupied=occupied, now=now)[:1]
+    def call(layer, due, occupied, now, layout=layout):
+      return compress(layout, layer, due, occupied=occupied, now=now)[:1]
 
     least = Cost(2 * B * K * S * D + eviction.compact_cost(B, K, budget, D, BF16).bytes, 0)
     yield bench.timed(f'eviction {method}', f'{name} B {B} S {S}', call, make, least, moving=1)

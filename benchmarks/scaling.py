@@ -3,7 +3,7 @@
     python benchmarks/scaling.py --save scaling
 
 The programs of a run are compiled for host devices, and the collectives in them are counted. Counts only; no times. Programs on
-the axis `expert` are those of a mixture of experts; the others are those of a dense model.
+the axis `expert` are programs of a mixture of experts; the others are programs of a dense model.
 
 Strong scaling: the same rows on more devices. Weak scaling: rows grow with the devices. Bytes are sent by one device in one
 microbatch (update) or one step (decode), in a ring; the body of a loop counts once. Compute is float32, because XLA's CPU backend
@@ -71,8 +71,8 @@ def measured(config: ModelConfig, program: str, split: str, scaling: str, n: int
   if program == 'update':  # one microbatch
     made = programs.update(config, RUN, Shape(1, count, TOKENS, count, NEW, row_shards(mesh)), mesh)
   else:
-    plan = cache_layout(config, DENSE, UNQUANTISED, PROMPT, NEW, jnp.dtype(RUN.model.dtype))
-    made = programs.decoding(config, RUN, plan, UNQUANTISED, count, mesh)
+    layout = cache_layout(config, DENSE, UNQUANTISED, PROMPT, NEW, jnp.dtype(RUN.model.dtype))
+    made = programs.decoding(config, RUN, layout, UNQUANTISED, count, mesh)
   text = made.jitted.lower(*made.arguments, **made.static).compile().as_text()
   found = [c for c in collectives(text) if c.depth]  # without those outside loops: the gradient's norm, once per update
   sums = {kind: sum(c.moved for c in found if c.kind == kind) for kind in KINDS}

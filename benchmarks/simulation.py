@@ -58,7 +58,7 @@ class _Running:
 
 @dataclass
 class SimulatedEngine:
-  """An engine that runs `capacity` requests side by side. A request takes `duration(request)` seconds, whatever runs beside it.
+  """An engine that runs `capacity` requests side by side. A request takes `duration(request)` seconds at any load.
 
   A chunk takes `chunk` seconds; with 0 it lasts until a request ends, or until a waiting request has room. Tokens come at a
   constant rate: an aborted request has its share of them, and its rest takes the rest of its time.

@@ -41,11 +41,11 @@ class Costs:
 
   @property
   def most(self) -> float:
-    """The limit of the synchronous bound over the asynchronous one as alpha grows; without training, that of Prop 1 (eq. 11)."""
+    """Limit of the synchronous over the asynchronous bound as alpha grows; without training, the limit of Prop 1 (eq. 11)."""
     return 1 + self.workers * self.longest / (self.samples * (self.mean + self.training))
 
   def asynchronous_at_least(self, alpha: float, training_workers: int) -> float:
-    """Lower bound of an update under the window, if nothing is discarded and `longest` is that of one update (eq. 12).
+    """Lower bound of an update under the window (eq. 12), if nothing is discarded; `longest` is of the samples of one update.
 
     A sample that starts under version s is trained on by the update of version s + alpha at the latest. So alpha + 1 updates take
     at least its generation and the training of one update: (Lmax + T_train) / (alpha + 1) each.

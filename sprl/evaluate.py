@@ -69,8 +69,8 @@ def main() -> int:
   config: Any = flags.FLAGS['config'].value
   run = overridden(saved, resolve(config))
   from sprl.distributed.process_group import require_single_process
+  from sprl.learner.restore import restore
   from sprl.model import Model
-  from sprl.restore import restore
   from sprl.rollout.evaluate import evaluate
   from sprl.rollout.setup import RolloutSetup  # imported late: an error in the settings is reported before jax loads
 

@@ -27,8 +27,8 @@ def main() -> int:
   run = resolve(read_config(workdir))
   # Imported late: an error in the settings is reported before jax loads.
   from sprl.distributed.process_group import require_single_process
+  from sprl.learner.restore import export, export_adapter, restore, restore_trained
   from sprl.model import Model
-  from sprl.restore import export, export_adapter, restore, restore_trained
 
   if _ADAPTER.value and not run.lora.rank:
     raise SettingsError(f'--adapter: the run of {workdir} has config.lora.rank = None, so there are no adapters')

@@ -1,7 +1,7 @@
 """Hooks of a step: the ledger before the update; logs, guards, evaluation and checkpoints after it.
 
-A hook is a function of the session. `Session.before_update` holds those that need the weights that sampled,
-`Session.after_step` those at the end of a step, which run in order.
+A hook is a function of the session. `Session.before_update` holds the hooks that need the weights that sampled.
+`Session.after_step` holds the hooks at the end of a step. Hooks run in order.
 """
 
 import logging
@@ -16,11 +16,11 @@ from sprl.kernels.platform import can_run
 from sprl.models.lora import network
 from sprl.objective import guards, losses
 from sprl.rollout import collect
+from sprl.rollout.staleness import lags
 from sprl.sampler import calibrate
 from sprl.sampler.weights import multiplies_codes, self_check
 from sprl.session import Session, StepReport
 from sprl.sharding.transfer import Parked
-from sprl.step_metrics import lags
 from sprl.types import Trajectory
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class StopRun(RuntimeError):
 # --- before an update --------------------------------------------------------------------------------------------------
 
 
-class Ledger:
+class LedgerHook:
   """Splits the mismatch by its causes every `run.ledger.every` steps (sprl/mismatch.py).
 
   Keeps the weights of older versions that may have sampled, parked on the host.
@@ -58,7 +58,7 @@ class Ledger:
     if version < step - 1 and version in self._older:
       parked, scales = self._older[version]
       sampled_with = network(jax.tree.map(Parked.back, parked), learner.base)
-    engine_config = session.placed[0].engine
+    engine_config = session.placed[0].config
     entries = mismatch.ledger(
       run, session.model, engine_config, probed, params=learner.params, scales=scales, sampled_with=sampled_with
     )

@@ -9,7 +9,7 @@ replay is compared with a replay of a dense cache in the compute dtype and the n
     weights     linears in FP8
     kv          keys and values (and queries, where they are too) in FP8
     eviction    the cache evicted to its budget
-    routing     the learner's tokens through the experts of its own router, against those of the rollout (router replay R3)
+    routing     the learner with the experts that its router chooses, against the rollout's experts (router replay R3)
     residual    the remainder: interaction of causes, and recorded log-probs that no replay reproduces
 
 The parts sum to the mismatch, token by token, because the residual is the remainder. With one cause on, the residual is rounding.
@@ -60,14 +60,14 @@ def ledger(
   """Return the mismatch of each of the N tokens that the model wrote (`gap`), and its parts by cause (CAUSES), in nats.
 
   `engine` sampled the trajectories. `params` are the learner's weights. `sampled_with` are the weights that sampled, None if they
-  are `params`. `scales` are those of the FP8 cache. With router replay R3 the result has `unreplayed` too.
+  are `params`. `scales` are the scales of the FP8 cache. With router replay R3 the result has `unreplayed` too.
   """
   sampler_params = params if sampled_with is None else sampled_with
 
   def replayed(cache: Cache = DENSE, linears: Quant = UNQUANTISED, kv: Quant = UNQUANTISED) -> Float[np.ndarray, ' N']:
     layout = model.cache_layout(run.sampling, cache, kv)
     weights = model.sampler_weights(sampler_params, linears, scales)
-    # As many rows as sampled, so that products are summed alike. A cache larger than the engine's gets only the rows it needs.
+    # As many rows as in sampling, for the same order of summation. A cache larger than the engine's has only the rows it needs.
     rows = engine.rows if layout.bytes(1) <= engine.layout.bytes(1) else min(engine.rows, len(trajectories))
     return written(
       replay(replace(engine, layout=layout, rows=rows, mesh=model.sampler_mesh), weights, trajectories), trajectories
@@ -148,7 +148,7 @@ def of_one_version(trajectories: Sequence[Trajectory], count: int) -> tuple[int,
   return newest, pure[newest][:count]
 
 
-# --- what is logged --------------------------------------------------------------------------------------------------
+# --- metrics ---------------------------------------------------------------------------------------------------------
 
 
 def scalars(entries: Mapping[str, Float[np.ndarray, ' N']]) -> dict[str, float]:

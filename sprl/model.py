@@ -125,7 +125,7 @@ class Model:
     places = jax.tree.map(lambda a: a.sharding, abstract_params(self))
     return jax.jit(init, out_shardings=places)(jax.random.key(seed))
 
-  def engine(self, sampling: Sampling, layout: CacheLayout, rows: int, prefill: int, seed: int) -> EngineConfig:
+  def engine_config(self, sampling: Sampling, layout: CacheLayout, rows: int, prefill: int, seed: int) -> EngineConfig:
     """Return the config of an engine on the mesh of the sampler weights.
 
     `rows` and `prefill` are rounded up so that every device has an equal share.
@@ -177,7 +177,7 @@ def whole(n: int, share: int) -> int:
 
 
 def abstract_params(model: Model) -> Params:
-  """Return shapes and shardings of the trained weights: those of the network, or those of its adapters."""
+  """Return shapes and shardings of the trained weights: the network, or its adapters."""
   shapes, places = transformer.abstract_params(model.config, model.param_dtype), model.shardings
   if model.lora.rank:
     shapes = abstract_adapters(model.config, model.lora, model.param_dtype)

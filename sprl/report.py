@@ -10,8 +10,8 @@ import jax
 from sprl.config import Run
 from sprl.io.metrics import read_metrics, series
 from sprl.io.plots import plot_run, plot_timeline
+from sprl.learner.restore import export
 from sprl.models.lora import network
-from sprl.restore import export
 from sprl.session import Finished
 
 

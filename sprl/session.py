@@ -1,7 +1,7 @@
 """A running session: the calls of a step that are not the learner's, and the state between these calls.
 
-On devices shared with the learner, rollouts and updates take turns. On devices of their own, rollouts go on from the end of
-`Session.rollout` to `Session.sync`, in a thread that turns the scheduler while the loop's own thread learns.
+If rollouts and learner share devices, they take turns. On separate devices, rollouts continue from the end of `Session.rollout`
+to `Session.sync`: a second thread runs the scheduler while the loop's thread runs the learner.
 """
 
 import logging
@@ -23,6 +23,7 @@ from sprl.distributed.team import Team
 from sprl.io.checkpoint import Checkpoints
 from sprl.io.metrics import RunLog
 from sprl.io.progress import Progress
+from sprl.io.run_state import RunState
 from sprl.learner.batch import TrainBatch
 from sprl.learner.learner import Learner
 from sprl.model import Model
@@ -32,11 +33,10 @@ from sprl.rollout.evaluate import evaluate
 from sprl.rollout.prompts import Source, prompts
 from sprl.rollout.scheduler import Group, Scheduler
 from sprl.rollout.setup import EvalSet, PlacedEngine, usage
+from sprl.rollout.staleness import staleness
 from sprl.rollout.timeline import Timeline
-from sprl.run_state import RunState
 from sprl.sampler.engine import Engine
 from sprl.sampler.weights import SamplerWeights, sync_metrics
-from sprl.step_metrics import staleness
 from sprl.types import Trajectory
 
 log = logging.getLogger(__name__)
@@ -166,7 +166,7 @@ class Session:
   def sync(self, batches: Sequence[TrainBatch]) -> None:
     """Measure new scales for an FP8 cache, and give the new weights to the engines.
 
-    Rollouts on devices of their own go on until the weights lie there.
+    Rollouts on separate devices continue until the weights are on those devices.
     """
     step, learned = self.state.step + 1, self.timeline.now()
     self.timeline.add('learner', f'update {step}', self._released, learned)
@@ -189,7 +189,7 @@ class Session:
     trajectories = [t for group in self._groups for t in group.trajectories]
     metrics = {**self._rollout_metrics, **metrics, **sync_metrics(self.weights, self._probe)}
     now, tracks = self.timeline.now(), [f'engine {i}' for i in range(len(self.engines))]
-    idle = {'trainer_idle': self.timeline.idle(['learner'], self._since, now)}
+    idle = {'learner_idle': self.timeline.idle(['learner'], self._since, now)}
     idle['rollout_idle'] = self.timeline.idle(tracks, self._since, now)
     self._times.lap('log')
     seconds = {**self._times.seconds, **self.learner.seconds, **self._rollout_seconds, **idle}
@@ -244,7 +244,7 @@ class Session:
 
 
 class Pump:
-  """Turns the scheduler in a thread of its own until `stop`, or until its rollouts wait for the learner."""
+  """Runs the scheduler in a second thread until `stop`, or until its rollouts wait for the learner."""
 
   def __init__(self, scheduler: Scheduler, team: Team):
     self._scheduler, self._team = scheduler, team

@@ -1,10 +1,10 @@
-"""Supervised fine-tuning before reinforcement learning.
+"""python -m sprl.sft --config=FILE --out=FOLDER [--steps=200] [--batch=32] [--learning_rate=1e-4] [--config.key=value ...]
 
-    python -m sprl.sft --config=FILE --out=FOLDER [--steps=200] [--batch=32] [--learning_rate=1e-4] [--config.key=value ...]
+Supervised fine-tuning before reinforcement learning. Fine-tunes all weights of a run's model on worked solutions of its training
+problems, so that reinforcement learning starts from a model that answers in the expected form. Writes a Hugging Face folder in
+float32; pass it to the run as `--config.model.path=FOLDER`. The solution is GSM8K's worked text, the `solution` of a JSONL line,
+or else the answer; a token that ends the turn follows it.
 
-Fine-tunes all weights of a run's model on worked solutions of its training problems, so that reinforcement learning starts from a
-model that answers in their form. Writes a Hugging Face folder in float32, which the run takes as `--config.model.path=FOLDER`.
-The solution is GSM8K's worked text, the `solution` of a JSONL line, or else the answer; a token that ends the turn follows it.
 The last line printed is JSON. The exit status is 2, with a line that gives the reason, if settings or files cannot be used.
 """
 
@@ -35,10 +35,10 @@ from sprl.distributed.process_group import require_single_process
 from sprl.learner.batch import TrainBatch, pack, put, shape
 from sprl.learner.logprobs import ForwardConfig, micro_logprobs
 from sprl.learner.optimizer import make_optimizer
+from sprl.learner.restore import export
 from sprl.learner.state import TrainState, abstract_state, guarded_step
 from sprl.learner.update import accumulate
 from sprl.model import Model, abstract_params
-from sprl.restore import export
 from sprl.rollout import collect
 from sprl.sharding.rules import OnMesh, row_shards
 from sprl.tasks import problems
@@ -55,11 +55,11 @@ PATIENCE = 1000  # consecutive problems that do not fit, after which the search 
 def fine_tune(
   run: Run, out: Path, *, steps: int, batch: int, learning_rate: float, show: Callable[[str], None] = print
 ) -> dict[str, Any]:
-  """Take `steps` steps on `batch` solutions each and write the model to `out`, which appears whole or not at all.
+  """Take `steps` steps on `batch` solutions each and write the model to `out`, a folder that appears when it is complete.
 
-  Returns {out, steps, loss_first, loss_last, skipped, seconds}. The losses are those of the first and the last batch, in nats
-  per token, each before its step. `skipped` counts problems whose prompt or solution is too long or empty. On one machine, equal
-  settings give equal weights.
+  Returns {out, steps, loss_first, loss_last, skipped, seconds}. The losses are the losses of the first and the last batch, in
+  nats per token, each before its step. `skipped` counts problems whose prompt is too long, or whose solution is too long or
+  empty. On one machine, equal settings give equal weights.
 
   Raises SettingsError, and the errors of `Model.open`, before any device work; SettingsError if the loss is not finite.
   """
@@ -116,7 +116,7 @@ def fine_tune(
 
 
 class SolutionStream:
-  """An endless stream of solved problems in the order that the seed fixes. Problems that do not fit are skipped and counted."""
+  """An endless stream of solved problems; the seed fixes their order. Problems that do not fit are skipped and counted."""
 
   def __init__(self, run: Run, model: Model, train_set: Sequence[Problem]):
     self.skipped = 0
@@ -125,7 +125,7 @@ class SolutionStream:
     self._stream = self._fitting(PromptStream(train_set, run.seed), min(PATIENCE, len(train_set)))
 
   def take(self, n: int) -> list[Trajectory]:
-    """Return the next n. Raises SettingsError, naming the setting, if PATIENCE problems in a row do not fit."""
+    """Return the next n trajectories. Raises SettingsError if PATIENCE problems in a row do not fit; it names the setting."""
     return list(itertools.islice(self._stream, n))
 
   def _fitting(self, stream: PromptStream, patience: int) -> Iterator[Trajectory]:
@@ -137,7 +137,7 @@ class SolutionStream:
       if reason := self._obstacle(problem, len(prompt), len(solution)):
         skipped, self.skipped = skipped + 1, self.skipped + 1
         if skipped == patience:
-          raise SettingsError(f'{reason}. The {patience} training problems tried in a row are all like this.')
+          raise SettingsError(f'{reason}. None of {patience} training problems in a row can be used.')
         if self.skipped == 1:
           log.warning('%s. This problem and others like it are skipped; their number is reported at the end.', reason)
         continue
@@ -185,7 +185,7 @@ def end_of_turn(run: Run, model: Model) -> int:
 
 
 def solution_trajectory(prompt: Sequence[int] | np.ndarray, solution: Sequence[int]) -> Trajectory:
-  """Return the trajectory of a model that wrote this solution: the mask covers its tokens alone."""
+  """Return a trajectory whose mask covers the solution's tokens only, as if the model had written them."""
   P, T = len(prompt), len(prompt) + len(solution)
   zeros = np.zeros(T, np.int32)
   return Trajectory(
@@ -233,10 +233,12 @@ def _update(graphdef, optimizer, config: ForwardConfig, remat: Remat, state: Tra
 
 def define_flags(argv: list[str]) -> None:
   """Define the flags of the command. Not at import, so that other commands can use the module's functions."""
-  config_flags.DEFINE_config_file('config', None, 'The run: a Python file with get_config(), `file.py:argument` to pass it one.')
+  config_flags.DEFINE_config_file(
+    'config', None, 'The config: a Python file with get_config(). `file.py:argument` passes it an argument.'
+  )
   flags.DEFINE_string('out', None, 'The folder to write.', required=True)
   flags.DEFINE_integer('steps', 200, 'Updates.', lower_bound=1)
-  flags.DEFINE_integer('batch', 32, 'Solutions an update.', lower_bound=1)
+  flags.DEFINE_integer('batch', 32, 'Solutions per update.', lower_bound=1)
   flags.DEFINE_float(
     'learning_rate', 1e-4, 'Peak learning rate, reached after a tenth of the steps; then linear to 0.', lower_bound=0.0
   )
@@ -244,7 +246,7 @@ def define_flags(argv: list[str]) -> None:
 
 
 def main() -> int:
-  """Run the command: from flags to a model folder."""
+  """Fine-tune as the flags say, and print the result as JSON."""
   given: Any = flags.FLAGS
   run, show = resolve(given.config), partial(print, flush=True)
   require_single_process('sprl.sft')

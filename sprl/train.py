@@ -29,23 +29,23 @@ from sprl.config import Run, SettingsError
 from sprl.config_checks import GRADING_COSTS
 from sprl.distributed.signals import signals
 from sprl.distributed.team import ALONE, Team
-from sprl.hooks import Ledger, after_step, remarks, stop_if, wrong_weights
+from sprl.hooks import LedgerHook, after_step, remarks, stop_if, wrong_weights
 from sprl.io.checkpoint import Checkpoints
 from sprl.io.config_file import config_differences, write_config
 from sprl.io.metrics import RunLog
 from sprl.io.progress import Progress
 from sprl.io.run_folder import exclusive
+from sprl.io.run_state import RunState
 from sprl.learner.learner import Learner, compile_ahead
 from sprl.learner.optimizer import make_optimizer
+from sprl.learner.restore import check_base
 from sprl.learner.state import TrainState, abstract_state
 from sprl.learner.update import UpdateConfig, make_update
 from sprl.model import Model, abstract_params
-from sprl.restore import check_base
 from sprl.rollout.prompts import prompts
 from sprl.rollout.scheduler import Scheduler
-from sprl.rollout.setup import RolloutSetup, engines, on_all_processes
+from sprl.rollout.setup import RolloutSetup, on_all_processes, place_engines
 from sprl.rollout.timeline import Timeline
-from sprl.run_state import RunState
 from sprl.session import Finished, Session
 
 log = logging.getLogger(__name__)
@@ -81,7 +81,11 @@ def train(run: Run, workdir: Path, team: Team = ALONE) -> Finished:
 
 
 def setup(run: Run, workdir: Path, team: Team, stack: ExitStack) -> Session:
-  """Open the run; what it opens is closed with `stack`. Wrong settings and files are found here, before any device work."""
+  """Open the run; `stack` closes what it opens.
+
+  Finds wrong settings and files before any device work. A resumed run compiles the update before it compares the checkpoint with
+  its problems and its frozen weights.
+  """
   # --- settings, model folder, problems ------------------------------------------------------------------------------
   check_processes(run, team)
   model = Model.open(run)
@@ -115,7 +119,7 @@ def setup(run: Run, workdir: Path, team: Team, stack: ExitStack) -> Session:
 
   # --- engines, scheduler --------------------------------------------------------------------------------------------
   timeline = Timeline(time.perf_counter)
-  placed = engines(run, model, layout)
+  placed = place_engines(run, model, layout)
   opened = [engine.open(weights, state.step) for engine in placed]
   groups = run.steps * run.rollout.prompts
   wrapped = on_all_processes(team, opened)
@@ -132,7 +136,7 @@ def setup(run: Run, workdir: Path, team: Team, stack: ExitStack) -> Session:
     engines=opened, scheduler=scheduler, source=source, eval_set=eval_set, state=state, checkpoints=checkpoints,
     timeline=timeline, trace=trace_file(workdir, state.step, run.steps) if team.leads else None, run_log=run_log,
     progress=Progress(run.steps, show=partial(print, flush=True)), stop=stop,
-    before_update=[Ledger()], after_step=after_step(),
+    before_update=[LedgerHook()], after_step=after_step(),
   )  # fmt: skip
   stop_if(wrong_weights(session), session)  # before anything is sampled from them
   return session
@@ -141,7 +145,7 @@ def setup(run: Run, workdir: Path, team: Team, stack: ExitStack) -> Session:
 def open_learner(
   run: Run, model: Model, layout: CacheLayout, checkpoints: Checkpoints, rollouts: RolloutSetup, workdir: Path
 ) -> tuple[Learner, RunState]:
-  """Return the learner and the run state: those of the newest checkpoint, or those before the first step.
+  """Return the learner and the run state, from the newest checkpoint or as they are before the first step.
 
   Compiles the update before it loads any weights, because compilation takes memory too.
   """

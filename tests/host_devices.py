@@ -1,4 +1,4 @@
-"""Run a script on 8 devices of the host, in a process of its own: the devices of a process cannot change."""
+"""Run a script on 8 host devices, in a separate process: JAX cannot change the devices of a running process."""
 
 import json
 import os

@@ -17,7 +17,7 @@ from sprl.cache.layer import LayerCache
 from sprl.cache.layout import CacheLayout
 from sprl.kernels.eviction import compact
 from sprl.quant import fp8
-from sprl.sharding.rules import total
+from sprl.sharding.rules import psum
 
 SHARE = 0.05  # temporary memory of a compression, as a share of the cache
 
@@ -107,7 +107,7 @@ def _choose(layout, k_scale, bias, layer, occupied, now):
   )
   score, carried = METHODS[settings.method].score(view, settings)
   if settings.scope != 'head':
-    score = jnp.broadcast_to(total(jnp.sum(jnp.where(view.position >= 0, score, 0), axis=0), 'kv_heads'), score.shape)
+    score = jnp.broadcast_to(psum(jnp.sum(jnp.where(view.position >= 0, score, 0), axis=0), 'kv_heads'), score.shape)
   score = jnp.where(jnp.arange(S) < occupied - a, score, -jnp.inf)
   best = jnp.sort(jax.lax.top_k(score, layout.budget - a)[1], axis=-1)
   newest = jnp.broadcast_to(occupied - a + jnp.arange(a), (K, a))

@@ -76,7 +76,7 @@ class KVCache:
     return cls(
       layers=tuple(LayerCache.empty(layout, rows, slots or layout.slots) for _ in range(layout.layers)),
       length=zeros,
-      seen=zeros + 0,  # arrays of their own: a donated buffer may be used once
+      seen=zeros + 0,  # separate arrays, because a buffer can be donated only once
       decoded=zeros + 0,
       saturated=jnp.zeros((rows, layout.kv_heads), jnp.int32),
       scales=scales if layout.fp8 else None,
@@ -233,7 +233,9 @@ class KVCache:
     scales = None if self.scales is None else (self.scales.k[layer], self.scales.v[layer])
     bias = None if self.bias is None else self._bias_scores(layer, q)
     accumulates = held.carried is not None and layout.accumulates
-    found = decode_attention(q, held.keys, held.values, self.attended(step), scales, bias, accumulates, layout.kernels)
+    found = decode_attention(
+      q, held.keys, held.values, length=self.attended(step), scales=scales, bias=bias, share=accumulates, kernels=layout.kernels
+    )
     if held.carried is not None and found.share is not None:
       held = dataclasses.replace(held, carried=held.carried + jnp.where((step.count > 0)[:, None, None], found.share, 0))
     return found.out[:, None], self._with(layer, held)

@@ -31,7 +31,7 @@ def from_amax(amax: Float[np.ndarray, '3 L'], divisors: tuple[float, float, floa
 
 
 def with_margin(margin: float) -> tuple[float, float, float]:
-  """Return the divisors for which `margin` times the largest value seen is just representable."""
+  """Return divisors of the largest values: the scales then make `margin` times the largest value representable."""
   return fp8.MAX / margin, fp8.MAX / margin, fp8.MAX / margin
 
 

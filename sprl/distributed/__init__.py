@@ -1,1 +1,1 @@
-"""Host processes: who decides, who is told, and who has died."""
+"""Runs over several host processes: start, shared decisions, signals, and detection of lost processes."""

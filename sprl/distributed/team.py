@@ -122,7 +122,7 @@ class Team:
     return status
 
   def fail(self, status: int) -> NoReturn:
-    """End this process at once, and thereby the others. JAX's exit handlers would wait for the others, so they do not run."""
+    """End this process at once, which ends the others. JAX's exit handlers would wait for the others, so they do not run."""
     if self.watchdog is not None:
       self.watchdog.leave(status)
     sys.stdout.flush()

@@ -6,7 +6,7 @@ that is connected to the watchdog of process 0, the hub:
 1. Every BEAT seconds a watchdog reports the progress of its process: to the hub, or from the hub to all others.
 2. A process that ends by itself announces its exit status. A connection that closes without this announcement means that the
    process died. The system closes it at once if the process is killed, and after SILENCE seconds if its machine or network fails.
-3. If no process makes progress for `patience` seconds, the hub names those that hold up the others (stragglers.py).
+3. If no process makes progress for `patience` seconds, the hub names the processes that hold up the others (stragglers.py).
 4. The first cause found is the verdict. The hub passes it on. Each process prints it in one line and exits with status LOST.
 
 JAX notices a lost process by its own heartbeat. It needs 100 s for it, names the process by number inside a stack trace, and
@@ -33,7 +33,7 @@ LOST = 4  # exit status of a process that ends because of another
 # Seconds:
 BEAT = 1.0  # between two reports
 SILENCE = 60.0  # without an acknowledgement, after which the system closes a connection
-GRACE = 3.0  # for a process to report an error of its own after another process ended with an error
+GRACE = 3.0  # for a process to report its own error after another process ended with an error
 LAST = 5.0  # for the others to exit before the hub does: JAX aborts them at once when process 0 ends
 
 
@@ -44,7 +44,7 @@ class Ended(NamedTuple):
 
 
 class Verdict(NamedTuple):
-  """The cause for which all processes end, and the seconds that they have to report an error of their own."""
+  """The cause for which all processes end, and the seconds that each has to report its own error."""
 
   cause: str
   grace: float
@@ -159,7 +159,7 @@ class Watchdog:
       self._thread.join(GRACE + LAST)
 
   def await_verdict(self) -> None:
-    """Wait for the end of this process. Returns if no verdict comes in the time that one takes to arrive."""
+    """Wait until a verdict ends this process. Returns if none arrives within 2 * BEAT."""
     if self._decided.wait(2 * BEAT):
       self._thread.join(GRACE + 2 * LAST)
 

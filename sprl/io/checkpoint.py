@@ -58,13 +58,13 @@ class Restored:
 class Checkpoints:
   """The checkpoints of one run, in one folder.
 
-  The `keep_last` newest checkpoints and the `keep_best` with the highest scores are kept. Saving a step deletes the checkpoints
-  of later steps: they are damaged, or a restore named an earlier step, so the run no longer continues from them.
+  The `keep_last` newest checkpoints and the one with the highest score are kept. Saving a step deletes the checkpoints of later
+  steps: they are damaged, or a restore named an earlier step, so the run no longer continues from them.
   """
 
-  def __init__(self, folder: str | os.PathLike, keep_last: int, keep_best: int = 1, team: Team = ALONE):
+  def __init__(self, folder: str | os.PathLike, keep_last: int, team: Team = ALONE):
     self.folder = Path(folder).absolute()
-    self._keep_last, self._keep_best, self._team = keep_last, keep_best, team
+    self._keep_last, self._team = keep_last, team
     # Without compression: zstd saves 7 % of float32 weights, but needs ten times the CPU time.
     self._orbax = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler(use_compression=False))
     self._thread = ThreadPoolExecutor(1, 'checkpoint')
@@ -127,8 +127,8 @@ class Checkpoints:
 
     A damaged checkpoint is named in a warning, and the one before it is tried.
 
-    Raises CheckpointError if every checkpoint is damaged, if that of `step` is damaged or missing, or if arrays, shapes or dtypes
-    differ from `abstract`; the message names the first path that differs.
+    Raises CheckpointError if every checkpoint is damaged, if the checkpoint of `step` is damaged or missing, or if arrays, shapes
+    or dtypes differ from `abstract`; the message names the first path that differs.
     """
     self.wait()
     found = self._team.broadcast('checkpoint', lambda: self._intact(step))
@@ -178,7 +178,7 @@ class Checkpoints:
     past = [step for step in self.steps() if step <= saved]
     scores = {step: _read_record(self._path(step)).get('score') for step in past}
     best = sorted((step for step in past if scores[step] is not None), key=lambda step: (scores[step], step), reverse=True)
-    keep = {*past[-self._keep_last :], *best[: self._keep_best]}
+    keep = {*past[-self._keep_last :], *best[:1]}
     return [step for step in self.steps() if step not in keep]
 
 

@@ -1,4 +1,4 @@
-"""Health gates: the ranges in which the mismatch metrics of a healthy run stay (docs/methods/losses.md, "Health ranges")."""
+"""Health checks: the ranges in which the mismatch metrics of a healthy run stay (docs/methods/losses.md, "Health ranges")."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from sprl.objective.guards import HEALTHY
 
 
 @dataclass(frozen=True)
-class Gate:
+class HealthCheck:
   """The value of a metric and the range in which it should be."""
 
   metric: str
@@ -22,13 +22,13 @@ class Gate:
     return self.low <= self.value <= self.high
 
 
-def gates(record: Mapping[str, Any]) -> list[Gate]:
-  """Return a gate for each metric of a line of metrics.jsonl that has a range."""
-  return [Gate(name, record[name], low, high) for name, (low, high) in HEALTHY.items() if name in record]
+def health_checks(record: Mapping[str, Any]) -> list[HealthCheck]:
+  """Return a check for each metric of a line of metrics.jsonl that has a range."""
+  return [HealthCheck(name, record[name], low, high) for name, (low, high) in HEALTHY.items() if name in record]
 
 
-def gates_markdown(found: list[Gate]) -> str:
-  """Return the gates as a Markdown table."""
+def health_markdown(found: list[HealthCheck]) -> str:
+  """Return the checks as a Markdown table."""
   rows = [
     f'| `{g.metric}` | {g.value:.3g} | {g.low:.3g} to {g.high:.3g} | {"ok" if g.passed else "**look closer**"} |' for g in found
   ]

@@ -4,7 +4,7 @@
     samples/step_000010.md     a few completions, to be read by people; step_000010.jsonl holds the same rows
     tensorboard/               events with the same scalars
 
-metrics.jsonl has one line a step, with sorted keys. Floats have the shortest form that reads back to the same bits. Times are
+metrics.jsonl has one line per step, with sorted keys. Floats have the shortest form that reads back to the same bits. Times are
 under `time`. The rest of a line depends only on config and seed, so the lines of a resumed run equal those of an uninterrupted
 one. JSON has no NaN or infinity: they are written as the strings 'NaN', 'Infinity' and '-Infinity', as in protobuf's JSON, and
 `read_metrics` turns them back into floats.

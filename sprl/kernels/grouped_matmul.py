@@ -1,4 +1,4 @@
-"""Matrix products of the experts of a mixture, and their gradients: the reference, and the choice of kernel."""
+"""Matrix products of a mixture's experts and their gradients: reference implementation and choice of kernel."""
 
 from typing import Any
 
@@ -14,13 +14,13 @@ from sprl.kernels.platform import chosen
 def runs(shape: tuple[int, ...], dtype: Any, tokens: int, kernels: Kernels = 'auto') -> bool:
   """Whether the kernels compute products and gradients for weights [.., N, K] in `dtype` and blocks of `tokens` tokens.
 
-  Raises SettingsError if they are forced and cannot.
+  Raises SettingsError if `kernels` forces them and they cannot run.
   """
   return chosen('grouped matmul', kernels, lambda: obstacle(shape, dtype, tokens))
 
 
 def obstacle(shape: tuple[int, ...], dtype: Any, tokens: int) -> str | None:
-  """Return why the kernels cannot take these shapes, or None if they can."""
+  """Return why the kernels cannot run for these shapes, or None if they can."""
   from sprl.kernels import hopper_grouped_matmul  # imported here: Mosaic takes a second to import
 
   return hopper_grouped_matmul.obstacle(shape, dtype, tokens)
@@ -108,10 +108,10 @@ def outer_reference(
 
 
 def cost(M: int, X: int, N: int, K: int) -> Cost:
-  """Return the cost of M tokens in bfloat16, each times the weights [N, K] of one of the X experts in use."""
+  """Return the cost of multiplying M tokens in bfloat16, each by the weights [N, K] of one of X experts."""
   return Cost(2 * (M * K + X * N * K + M * N), 2 * M * N * K)
 
 
 def outer_cost(M: int, X: int, N: int, K: int) -> Cost:
-  """Return the cost of the weight gradients of X experts over M tokens in all."""
+  """Return the cost of the weight gradients of X experts over M tokens in total."""
   return Cost(2 * M * (N + K) + 4 * X * N * K, 2 * M * N * K)

@@ -168,7 +168,8 @@ def similarity(
     compiler_params=plgpu.CompilerParams(lowering_semantics=LANE),
     interpret=interpret,
   )(parts, inverse, n)
-  # What each key spares is taken off the sum of the key that it spares. -1 lies outside, as all do that stand for no key.
+  # Subtract each key's cosine from the sum of the key that it spares. -1 stands for no key: it maps to an index out of range,
+  # which `drop` ignores.
   nearest = jnp.where(jnp.arange(S + padded) < jnp.repeat(n, K)[:, None], nearest, -1).astype(jnp.int32)
   entry = jnp.arange(R * K)[:, None]
   total = total.at[entry, jnp.where(nearest < 0, S + padded, nearest)].add(-cosine, mode='drop')

@@ -47,7 +47,7 @@ def reference(hidden, head, target, temperature=1.0):
 
 
 def _rows(i, chunk, hidden, *numbers):
-  """Return chunk i of the hidden states and of the numbers beside them, laid out as they meet the vocabulary."""
+  """Return chunk i of the hidden states and of `numbers`, in the sharding of the product with the vocabulary."""
   parts = (jax.lax.dynamic_slice_in_dim(_at_home(x), i * chunk, chunk, axis=1) for x in (hidden, *numbers))
   h, *numbers = map(_at_home, parts)
   return shard(h, 'gathered_rows', None, None), *[shard(x, 'gathered_rows', None) for x in numbers]
@@ -102,7 +102,8 @@ def _backward(temperature, chunk, saved, cotangents):
 
   def body(i, carry):
     dhidden, dhead = carry
-    h, t, z, ent, dlogp, dent = _rows(i, chunk, hidden, target, lse, entropy, *cotangents)
+    h, t = _rows(i, chunk, hidden, target)
+    z, ent, dlogp, dent = _rows(i, chunk, lse, entropy, *cotangents)
     logp = _logits(h, narrow, temperature) - z[..., None]
     # d logp[t] / d logits = onehot - p ;  d entropy / d logits = -p (log p + entropy)
     d = -jnp.exp(logp) * (dlogp[..., None] + dent[..., None] * (logp + ent[..., None]))

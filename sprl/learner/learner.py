@@ -6,7 +6,7 @@
     learner.measure_scales(batches)                          # scales of the FP8 cache
     weights = learner.sampler_weights()
 
-The learner uses its own devices and none of the rollouts'. On devices of its own it may run while rollouts go on.
+The learner's programs run on the learner's devices only. If rollouts use separate devices, they continue meanwhile.
 """
 
 import time
@@ -58,14 +58,15 @@ class Learner:
     were all filtered out has no batch.
     """
     run, n = self.run, len(trajectories)
-    advantage, sizes = batch_advantages(trajectories, run), batch_shape(run, self.model)
-    edges = [i * n // run.optimizer.minibatches for i in range(run.optimizer.minibatches + 1)]
-    packed = [
-      pack(trajectories[start:end], advantage[start:end], sizes, run.packing.share_prefix) for start, end in pairwise(edges)
-    ]
-    packed = [(batch, metrics) for batch, metrics in packed if batch.used]
-    means = {name: float(np.mean([metrics[name] for _, metrics in packed])) for name in (packed[0][1] if packed else ())}
+    self.seconds = {}
     with self._on_its_devices('pack'):
+      advantage, sizes = batch_advantages(trajectories, run), batch_shape(run, self.model)
+      edges = [i * n // run.optimizer.minibatches for i in range(run.optimizer.minibatches + 1)]
+      packed = [
+        pack(trajectories[start:end], advantage[start:end], sizes, run.packing.share_prefix) for start, end in pairwise(edges)
+      ]
+      packed = [(batch, metrics) for batch, metrics in packed if batch.used]
+      means = {name: float(np.mean([metrics[name] for _, metrics in packed])) for name in (packed[0][1] if packed else ())}
       return [put(batch, self.model.mesh) for batch, _ in packed], means
 
   def score(self, batches: Sequence[TrainBatch]) -> tuple[list[TrainBatch], list[LogProbs]]:

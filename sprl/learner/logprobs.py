@@ -16,7 +16,7 @@ from sprl.models import transformer
 from sprl.models.attention import Attention, EvictedAttention, PackedAttention
 from sprl.models.routing import MISSING, Routing
 from sprl.models.transformer import Params
-from sprl.sharding.rules import OnMesh, anew, shard
+from sprl.sharding.rules import OnMesh, shard, tie_to_iteration
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def micro_logprobs(
 ) -> tuple[Float[Array, 'B C'], Float[Array, 'B C'], Routing]:
   """Return log-probs and entropies (nats) of the tokens of microbatch i, and the routing of all its tokens.
 
-  Both are [B, C] arrays of the whole batch, 0 at the tokens of other microbatches. The entropy is that of the policy at the
+  Both are [B, C] arrays of the whole batch, 0 at the tokens of other microbatches. The entropy is of the policy at the
   sampling temperature (docs/methods/losses.md, eq. 31). `remat` says what the backward pass recomputes.
   """
   attention: Attention = PackedAttention.of(batch.segments[i], batch.prefixes[i], config.kernels)
@@ -73,7 +73,7 @@ def score(graphdef: nnx.GraphDef, params: Params, batch: TrainBatch, config: For
   """Return the log-probs of all tokens of the batch under `params`: the old policy's, or the reference model's."""
 
   def body(i, logp):
-    return logp + micro_logprobs(graphdef, anew(params, i), batch, i, config)[0]
+    return logp + micro_logprobs(graphdef, tie_to_iteration(params, i), batch, i, config)[0]
 
   return jax.lax.fori_loop(0, batch.used, body, jnp.zeros(batch.mask.shape))
 
@@ -86,7 +86,7 @@ def score_and_route(
   """Return the log-probs of all tokens under `params`, and the k experts of each token in each of the M layers with experts."""
 
   def one(i):
-    logp, _, routed = micro_logprobs(graphdef, anew(params, i), batch, i, config)
+    logp, _, routed = micro_logprobs(graphdef, tie_to_iteration(params, i), batch, i, config)
     return logp, routed.routes
 
   def body(i, carry):

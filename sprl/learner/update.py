@@ -28,7 +28,7 @@ from sprl.models.routing import balance_loss, balance_metrics
 from sprl.models.transformer import Params
 from sprl.objective import diagnostics, losses
 from sprl.objective.correction import correct
-from sprl.sharding.rules import OnMesh, anew
+from sprl.sharding.rules import OnMesh, tie_to_iteration
 from sprl.types import LogProbs
 
 sg = jax.lax.stop_gradient
@@ -156,7 +156,7 @@ def accumulate[A](
   gradient_of = jax.jit(jax.value_and_grad(loss_of, has_aux=True), inline=True)  # one trace for the shapes and for the loop
 
   def body(i, sums):
-    (loss, auxiliary), gradient = gradient_of(anew(params, i), i)
+    (loss, auxiliary), gradient = gradient_of(tie_to_iteration(params, i), i)
     return jax.tree.map(jnp.add, sums, (loss, gradient, auxiliary))
 
   first = jnp.int32(0)

@@ -2,7 +2,7 @@
 
     y = x W^T + alpha / rank * (x A^T) B^T,   A [rank, in] uniform in +-1 / sqrt(in),   B [out, rank] 0
 
-The adapters are a params tree of their own, {'layers': {0: {'attention': {'q': {'a': A, 'b': B}, ... Only they have gradients
+The adapters are a separate params tree, {'layers': {0: {'attention': {'q': {'a': A, 'b': B}, ... Only they have gradients
 and moments, and only they are in a checkpoint. `Base.under` joins them to the frozen weights. The result is a params tree in
 which the kernel of an adapted layer is a `LowRank` (sprl/quant/dot.py).
 """
@@ -66,7 +66,7 @@ def abstract_adapters(config: ModelConfig, lora: Lora, dtype=jnp.float32) -> Par
 
 
 def adapter_axes(config: ModelConfig, lora: Lora) -> Params:
-  """Return the axis names of each adapter in the same tree. The rank is an axis of its own, the others are the kernel's."""
+  """Return the axis names of each adapter in the same tree. The rank's axis is named `rank`; other axes are the kernel's."""
   return _of_targets(transformer.logical_axes(config), lora, lambda axes: {'a': ('rank', axes[1]), 'b': (axes[0], 'rank')})
 
 

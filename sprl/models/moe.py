@@ -11,7 +11,7 @@ products that are needed are computed. Worked example, three tokens, two of thre
 Where a grouped kernel runs (`runs`: bfloat16 on a Hopper GPU), each product of the mixture is one kernel call over all blocks,
 forward and backward. Temporary memory then covers all blocks: n * C rows, at most N * k + X * C. The forward pass holds the
 inputs [n, C, E] and two products [n, C, F]. The backward pass adds the rows of dy and four arrays [n, C, F], and casts float32
-weights as a whole. FP8 codes take the same path, with a kernel of their own or its reference, and have no backward pass.
+weights as a whole. FP8 codes take the same path, with an FP8 kernel or its reference, and have no backward pass.
 Elsewhere a loop runs over the filled blocks and holds the activations of one block at a time, forward and backward.
 
 `jax.lax.ragged_dot` would be one line, but on CPUs and GPUs XLA turns it into a masked product for every expert;
@@ -43,7 +43,7 @@ from sprl.models.config import ModelConfig
 from sprl.quant import fp8
 from sprl.quant.block import FORMATS, BlockScaled, Emulated
 from sprl.quant.dot import dot, grouped_dot
-from sprl.sharding.rules import KEPT, apart, joined, local, number, parts, summed, total
+from sprl.sharding.rules import KEPT, all_gather, apart, axis_index, local, parts, psum, psum_scatter
 
 Weights = dict[str, Any]  # gate and up [X, F, E], down [X, E, F]: arrays, or quantised weights with a leading axis X
 AXES = {'gate': ('expert', 'mlp', 'embed'), 'up': ('expert', 'mlp', 'embed'), 'down': ('expert', 'embed', 'mlp')}
@@ -156,8 +156,8 @@ def _backward(kernels, saved, dy):
     dweights, dx, dgates = _gradients(weights, x, gates, dy, _own_blocks(weights, chosen), kernels)
     for name, w in kept.items():
       axis = AXES[name].index('embed')
-      of_rows = summed(dweights[name], 'embed', axis) if w.shape[axis] < x.shape[-1] else total(dweights[name], 'embed')
-      dweights[name] = total(of_rows, 'copies').astype(w.dtype)
+      of_rows = psum_scatter(dweights[name], 'embed', axis) if w.shape[axis] < x.shape[-1] else psum(dweights[name], 'embed')
+      dweights[name] = psum(of_rows, 'copies').astype(w.dtype)
     return dweights, _back(dx, spread), _back(dgates, spread)
 
   dweights, dx, dgates = local(own, (AXES, ROWS, ROWS, ROWS, ROWS), (AXES, ROWS, ROWS), KEPT)(weights, x, chosen, gates, dy)
@@ -216,20 +216,20 @@ def _together(weights: Weights, rows, spread: bool):
       return w
     codes = w.dtype == jnp.float8_e4m3fn
     sent = fp8.to_bytes(w) if codes else w.astype(x.dtype)  # cast before the gather, which then moves fewer bytes
-    sent = joined(sent, 'embed', names.index('embed'))
+    sent = all_gather(sent, 'embed', names.index('embed'))
     return fp8.from_bytes(sent) if codes else sent
 
-  return jax.tree.map(whole, weights, _names(weights)), [joined(each, 'expert', 0) if spread else each for each in rows]
+  return jax.tree.map(whole, weights, _names(weights)), [all_gather(each, 'expert', 0) if spread else each for each in rows]
 
 
 def _own_blocks(weights: Weights, chosen) -> Blocks:
   X = _count(weights)
-  return blocks(chosen - number('expert') * X, X)
+  return blocks(chosen - axis_index('expert') * X, X)
 
 
 def _back(y, spread: bool):
   """Sum the outputs of all devices' experts, and of all parts of them, for a device's own tokens."""
-  return total(summed(y, 'expert', 0) if spread else total(y, 'expert'), 'mlp')
+  return psum(psum_scatter(y, 'expert', 0) if spread else psum(y, 'expert'), 'mlp')
 
 
 # --- experts on one device -------------------------------------------------------------------------------------------

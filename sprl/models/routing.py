@@ -49,7 +49,7 @@ class Routing(NamedTuple):
 
 
 def replayed(chosen: Int[Array, 'B T k'], routes: Int[Array, 'B T k'] | None) -> Int[Array, 'B T k']:
-  """Return the experts of recorded `routes` where they are not MISSING, else those that the router chose."""
+  """Return the experts of recorded `routes` where they are not MISSING, else the experts that the router chose."""
   if routes is None:
     return chosen
   routes = routes.astype(chosen.dtype)
@@ -72,7 +72,7 @@ def balance_of(
 
 
 def route_dtype(experts: int):
-  """Return the smallest integer dtype that holds the numbers of so many experts, and MISSING."""
+  """Return the smallest integer dtype that holds every expert's number and MISSING."""
   return jnp.dtype(jnp.int8 if experts <= 128 else jnp.int16)
 
 

@@ -28,7 +28,7 @@ from sprl.models.config import Experts, ModelConfig
 from sprl.models.moe import AXES, ROUTER, gated, gates, mixture, probabilities, top_experts
 from sprl.models.routing import LayerRouting, Routing, balance_of, replayed
 from sprl.quant.dot import PRODUCT, dot
-from sprl.sharding.rules import in_turn, kept, shard
+from sprl.sharding.rules import kept, prefetch_barrier, shard
 
 Params = dict[str, Any]  # nested dict of arrays
 ROUTE = 'route'  # name of the chosen experts, which are saved: recomputation could choose different ones
@@ -215,7 +215,7 @@ class Decoder(nnx.Module):
     layers, routings = list(self.layers), []
     for i, layer in enumerate(layers):
       if i + 1 < len(layers):
-        x, layers[i + 1] = in_turn(x, layers[i + 1])
+        x, layers[i + 1] = prefetch_barrier(x, layers[i + 1])
       replay = routes[:, :, len(routings)] if routes is not None and isinstance(layer.mlp, Mixture) else None
       with jax.named_scope(f'layer{i}'):
         block = partial(layer, i, kernels=kernels)

@@ -3,8 +3,8 @@
 `mismatch` gives `rollout_corr/...` and `sparse/...`, `policy_metrics` gives `policy/...`. Every metric is a finite scalar, also
 for rows and batches in which the model wrote nothing. A log-prob that is not finite does show, so that the guards stop the run.
 
-KL alone misses some collapses for hundreds of steps. Read the effective sample size, chi2, the largest |log rho| and the 5th
-percentile of the agreement beside it.
+KL alone misses some collapses for hundreds of steps. Also read the effective sample size, chi2, the largest |log rho| and the
+5th percentile of the agreement.
 """
 
 import jax.numpy as jnp
@@ -53,7 +53,7 @@ def mismatch(
     rollout_rs_OPTION_mean, rollout_rs_OPTION_masked_fraction    statistic and rejected tokens of each rejection option
   sparse/
     agreement_mean, _p05         exp(-|log rho|) (eq. 40)
-    ess                          effective sample size of rho clipped to the cap, whatever the level of the weight (eq. 35)
+    ess                          effective sample size of rho clipped to the cap, at every `correction.level` (eq. 35)
     veto_fraction                rows that the veto rejects
     catastrophic_sequence_fraction   rows with a token below the veto, or below 1e-4 where no veto is set
   """

@@ -8,8 +8,8 @@ and `sampler` (the policy that drew the token). The mode of the correction decid
 
 so the mismatch of sampler and learner is corrected exactly once. Every ratio is the exponential of a log clamped to +-20.
 
-For a sequence generated entirely by the weights being trained, hand over stop_gradient(current) as the denominator: its ratio
-is then 1, and the gradient of the ratio is that of `current`.
+For a sequence generated entirely by the weights being trained, pass stop_gradient(current) as the denominator: its ratio is
+then 1, and the ratio has the gradient of `current`.
 """
 
 from collections.abc import Callable

@@ -1,6 +1,6 @@
 """Compile JAX programs for devices that this machine does not have, and read the resources that they would take.
 
-XLA's compilers need no device if they are told its properties: an H200's are below, and libtpu knows those of TPUs. This finds
+XLA's compilers need the properties of a device, not the device: an H200's are below, and libtpu knows the TPUs'. This finds
 spills, memory, collectives and lowering errors on any machine. There is no autotuning, and there are no timings.
 
     make install EXTRAS=aot    # GPUs; also needs ptxas: on PATH, under /usr/local/cuda, or from the package nvidia-cuda-nvcc

@@ -1,4 +1,4 @@
-"""A plan beside XLA's compilers: the memory of the run's programs, compiled for absent devices."""
+"""Compares a plan with XLA's compilers: memory of the run's programs, compiled for absent devices."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -68,7 +68,7 @@ def check_decode(config: ModelConfig, run: Run, plan: Plan, kind: RolloutPlan) -
 def as_text(checks: Sequence[Check]) -> str:
   """Return planned and compiled memory, and the collectives in each program, as text.
 
-  A collective in a loop appears once, whatever the number of iterations.
+  A collective in a loop is listed once, for any number of iterations.
   """
   rows, sent = [], []
   for each in checks:

@@ -56,7 +56,7 @@ class Plan:
   usable: float  # bytes of its memory that a run may fill
   learner: MeshAxes
   rollout: MeshAxes  # all engines together
-  apart: bool  # rollouts have devices of their own
+  apart: bool  # rollouts and learner use separate devices
   flags: tuple[str, ...]  # that give a run this layout
   shape: Shape  # of a minibatch
   update: UpdateMemory

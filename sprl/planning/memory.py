@@ -117,8 +117,8 @@ def _activations(config: ModelConfig, run: Run, held: transformer.Params, rows: 
   2. In the head: its shard in the compute dtype, the logits of a chunk and their gradients. With fsdp also the hidden states of
      all devices that share the vocabulary, and their gradients, in float32.
   3. In a layer: the stream, the mask, and the largest of the MLP's products, the experts, and the scores of a chunk of queries;
-     on a mesh those of OVERLAP layers, or of one layer with the gathered weights of two. Attention by a library has no scores;
-     the reference also has output buffers for every layer.
+     on a mesh the arrays of OVERLAP layers, or of one layer with the gathered weights of two. Attention by a library has no
+     scores; the reference also has output buffers for every layer.
   """
   L, E, D, b, N = config.num_layers, config.hidden_size, config.head_dim, accelerator_dtype(run).itemsize, rows * T
   (H, K), F, V = axes.heads(config), mlp_widths(config, axes.tensor), config.vocab_size // axes.tensor
@@ -149,7 +149,7 @@ def _activations(config: ModelConfig, run: Run, held: transformer.Params, rows: 
 
 
 def library_attends(config: ModelConfig, run: Run, T: int, masked: bool) -> bool:
-  """Whether a library computes attention within rows of T tokens; `masked`: each kv head has a mask of its own."""
+  """Return whether a library computes attention within rows of T tokens; `masked`: each kv head has its own mask."""
   q, k = (
     jax.ShapeDtypeStruct((1, T, n, config.head_dim), accelerator_dtype(run)) for n in (config.num_heads, config.num_kv_heads)
   )
@@ -160,8 +160,8 @@ def library_attends(config: ModelConfig, run: Run, T: int, masked: bool) -> bool
 def _experts(config: ModelConfig, run: Run, tokens: int, axes: MeshAxes, backward: bool = False) -> int:
   """Bytes that one mixture layer needs: the tokens of all devices that share its experts, and a row for each assignment.
 
-  Kernels take all blocks at once: their inputs, the products of gate and up, and backward the gradients of these. The loop
-  over blocks has their outputs only, and the same rows token by token, to sum them.
+  Kernels hold all blocks at once: inputs, the products of gate and up, and in the backward pass the gradients of these. The
+  loop over blocks holds the outputs of all blocks, and again in token order, to sum them.
   """
   mixed, dtype = config.experts, accelerator_dtype(run)
   assert mixed is not None
@@ -203,7 +203,7 @@ def kv_bytes(layout: CacheLayout) -> int:
 
 
 def sampler_weight_bytes(config: ModelConfig, run: Run, quant: Quant, axes: MeshAxes) -> int:
-  """Bytes of the sampler weights, which are arrays of their own even if they have the dtype of the master weights."""
+  """Bytes of the sampler weights, which are a copy even if they have the dtype of the master weights."""
   return nbytes(local(abstract_sampler_weights(config, run, quant, axes.mesh(config))))
 
 

@@ -110,7 +110,7 @@ def run_axes(run: Run, mesh: str | None = None, rollout_mesh: str | None = None)
 
 
 def separate_devices(devices: Devices, learner: MeshAxes, rollout: MeshAxes) -> bool:
-  """Whether rollouts have devices of their own. Raises SettingsError if config.devices contradicts the axes."""
+  """Return whether rollouts and learner use separate devices. Raises SettingsError if config.devices contradicts the axes."""
   named = [n for text in (devices.learner, devices.rollout) if text for n in device_numbers(text) or ()]
   there = range(max(learner.devices, rollout.devices, *(n + 1 for n in named)))  # None is all of them
   learns, engines = divide(devices, there)

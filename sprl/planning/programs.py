@@ -67,8 +67,8 @@ def abstract_sampler_weights(config: ModelConfig, run: Run, quant: Quant, mesh: 
   params = transformer.abstract_params(config, run.model.param_dtype)
   cut = linear_kernels(config, quant, 'auto', (mesh,)) == 'reference'  # within blocks, on this mesh
   kernels = 'reference' if cut else run.model.kernels
-  served = jax.eval_shape(partial(sampler_weights, dtype=accelerator_dtype(run), quant=quant, kernels=kernels), params)
-  return sharded(served, sampler_weight_axes(served, config), mesh)
+  weights = jax.eval_shape(partial(sampler_weights, dtype=accelerator_dtype(run), quant=quant, kernels=kernels), params)
+  return sharded(weights, sampler_weight_axes(weights, config), mesh)
 
 
 def update(config: ModelConfig, run: Run, shape: Shape, mesh: Mesh) -> Program:
@@ -83,14 +83,14 @@ def update(config: ModelConfig, run: Run, shape: Shape, mesh: Mesh) -> Program:
 def decoding(config: ModelConfig, run: Run, layout: CacheLayout, quant: Quant, rows: int, mesh: Mesh) -> Program:
   """A chunk of decode steps of `rows` sequences, on all devices of the mesh together."""
   layout = dataclasses.replace(layout, kernels=run.model.kernels)
-  served = abstract_sampler_weights(config, run, quant, mesh)._replace(probe=None)
+  weights = abstract_sampler_weights(config, run, quant, mesh)._replace(probe=None)
   if layout.fp8:
     scale: Any = jax.ShapeDtypeStruct((config.num_layers,), jnp.float32, sharding=replicated(mesh))
-    served = served._replace(scales=Scales(scale, scale, scale))
+    weights = weights._replace(scales=Scales(scale, scale, scale))
   seed = jax.eval_shape(lambda: jax.random.key(0))
   state = jax.eval_shape(
-    partial(decode.empty_state.jitted, layout, rows=rows, max_tokens=run.sampling.max_tokens), served, seed=seed
+    partial(decode.empty_state.jitted, layout, rows=rows, max_tokens=run.sampling.max_tokens), weights, seed=seed
   )
   stops = tuple(sorted({*config.eos_token_ids, *run.sampling.stop_ids}))
   static = {'sampling': run.sampling, 'stop_ids': stops, 'steps': run.sampling.chunk}
-  return Program(decode.decode.on(mesh), (transformer.graph(config), served, sharded(state, state.axes, mesh)), static)
+  return Program(decode.decode.on(mesh), (transformer.graph(config), weights, sharded(state, state.axes, mesh)), static)

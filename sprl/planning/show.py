@@ -27,7 +27,7 @@ def as_json(value: Any) -> Any:
 def as_text(plan: Plan) -> str:
   """Return the plan as a page of text."""
   d, shape, update, work, asked = plan.device, plan.shape, plan.update, plan.work, plan.evaluation
-  where = 'on devices of their own' if plan.apart else "on the learner's devices"
+  where = 'on separate devices' if plan.apart else "on the learner's devices"
   parts = [f'{getattr(update, name) / GIB:.2f}' for name in _PARTS]
   lines = [
     f'{plan.model}: {plan.parameters / 1e9:.2f} B parameters; learner {plan.learner}, rollouts {plan.rollout}, {where}',

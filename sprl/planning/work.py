@@ -63,7 +63,7 @@ class Work:
 
 
 def link_speed(device: Device, axes: MeshAxes, axis: str) -> float:
-  """Return the bytes/s along an axis: those of the network if the axis, with the axes inside it, spans more than a node."""
+  """Return the bytes/s along an axis: network speed if the axis and the axes inside it span several nodes, else link speed."""
   inside = NAMES[NAMES.index(axis) :] if axis else ()
   return device.link if math.prod(getattr(axes, name) for name in inside) <= device.node else device.network
 
@@ -146,7 +146,7 @@ def update_work(config: ModelConfig, run: Run, shape: Shape, memory: UpdateMemor
   summed, stepped = 2 * micros * FLOAT32 * size(held), 2 * (memory.parameters + memory.optimiser + memory.host)
 
   # The recomputation stops before the last product of each MLP; experts gather their weights themselves. Devices with the same
-  # weights sum the layers' gradients in every microbatch (`rules.in_turn`), and the vocabulary's once.
+  # weights sum the layers' gradients in every microbatch (`rules.prefetch_barrier`), and the vocabulary's once.
   layers, vocabulary = size(stack), size(held) - size(stack)  # elements on a device
   leaves = jax.tree_util.tree_flatten_with_path(stack)[0]
   repeated = sum(size(w) for path, w in leaves if not {'down', 'experts'} & {getattr(key, 'key', None) for key in path})

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Float8e4m3fn, Float32, Int
 from sprl.config import Kernels
 from sprl.kernels.block_matmul import block_matmul, grouped_matmul
 from sprl.quant import fp8
-from sprl.sharding.rules import Names, local, shares, total
+from sprl.sharding.rules import Names, local, psum, shares
 
 
 class Format(NamedTuple):
@@ -48,7 +48,7 @@ class Emulated:
 class BlockScaled:
   """A quantised weight as e4m3 codes and one scale a block. Blocks at the edges may be smaller.
 
-  The weights of experts are stacked, [X, N, M]; each expert has blocks of its own.
+  The weights of experts are stacked, [X, N, M]; each expert has its own blocks.
   """
 
   codes: Float8e4m3fn[Array, '*X N M']
@@ -104,7 +104,7 @@ def block_dot(x: Float[Array, '*B M'], w: BlockScaled, axes: Names = (None, None
   def product(x, codes, scale):
     x8, x_scale = quantise_groups(x.reshape(-1, x.shape[-1]), w.format)
     y = block_matmul(x8, x_scale, codes, scale, rows, group, x.dtype, w.kernels).reshape(*x.shape[:-1], len(codes))
-    return y if features is None else total(y, features)
+    return y if features is None else psum(y, features)
 
   lead, part = ('rows', *[None] * (x.ndim - 2)), (outputs, features)
   return local(product, ((*lead, features), part, part), (*lead, outputs))(x, w.codes, w.scale)

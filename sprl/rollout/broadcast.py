@@ -1,11 +1,11 @@
 """Runs over several processes: wrappers that make every process see the same engines, workers and problems.
 
-Every process runs the same scheduler and must take the same decisions. Whatever depends on time or on one process only is decided
-by one process and sent to the others:
+Every process runs the same scheduler and must take the same decisions. One process takes each decision that depends on time or on
+the state of one process, and sends it to the others:
 
-    engine     all processes have it, because each holds its devices' part; process 0 says whether a chunk is over
+    engine     all processes have it, because each holds its devices' part; process 0 decides whether a chunk is over
     workers    only process 0 has them, and sends their results
-    problems   each process holds a share, and sends a problem when it is asked for
+    problems   each process holds a share, and sends a problem when the scheduler needs it
     prompts    of environments: only process 0 has environments
 
 With one process there are no wrappers (`across`).
@@ -34,7 +34,7 @@ def across(team: Team, wrapper: Callable[[Any, Team], Any], inner: Any) -> Any:
 
 
 class BroadcastEngine:
-  """An engine over several processes, whose chunks are over for all processes at the same turn."""
+  """An engine over several processes. All processes see the end of a chunk at the same turn of the scheduler."""
 
   def __init__(self, inner: EngineLike, team: Team):
     self.inner, self._team = inner, team

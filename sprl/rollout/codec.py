@@ -1,7 +1,7 @@
 """Conversations as token ids, where no text is encoded twice (docs/methods/async.md, Environments).
 
 The model's tokens stay as they are. Between two answers stands the text that the chat template writes there: the end of the first
-answer's turn, the environment's messages, and the beginning of the next answer. These ids are found once a turn, by rendering a
+answer's turn, the environment's messages, and the beginning of the next answer. These ids are found once per turn, by rendering a
 conversation in which a marker stands for the answer.
 """
 

@@ -19,7 +19,7 @@ class Dispatcher:
 
   Args:
     engines: the engines.
-    replicate: whether each member of a group is a task of its own.
+    replicate: whether each member of a group is a separate task.
     now: the clock, in seconds.
     timeline: where chunks are recorded.
   """
@@ -147,7 +147,7 @@ class Dispatcher:
     return list(self._chunks)
 
   def collect(self, engines: Collection[int], version: int) -> list[Completion]:
-    """Wait for the chunks of these engines. Returns the completions; `version` is that of the weights, for the timeline."""
+    """Wait for the chunks of these engines. Returns the completions; `version` of the weights is for the timeline."""
     completions = []
     for i in engines:
       completions += self.engines[i].collect()

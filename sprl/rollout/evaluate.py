@@ -63,7 +63,7 @@ def evaluate(
   as_sampled = settings.memory == 'sampler'
   cache, quant = (run.cache, run.quant) if as_sampled else (DENSE, UNQUANTISED)
   layout = model.cache_layout(sampling, cache, quant)
-  config = model.engine(sampling, layout, rows, min(run.rollout.prompts, -(-rows // k)), run.seed)
+  config = model.engine_config(sampling, layout, rows, min(run.rollout.prompts, -(-rows // k)), run.seed)
   source, first = OffsetSource(held_out.source, FIRST_UID // k), FIRST_UID // k
   if layout.fp8 and scales is None:
     some = prompts(source, first, min(count, config.prefill))

@@ -1,7 +1,7 @@
 """The sources of a run's episodes: problems that are answered once, or an environment's conversations.
 
-Groups are numbered in the order of asking. A group's number fixes its problem, or its environment's seed. So the members of a
-group, and a group that starts again after a resume, are about the same thing.
+Groups are numbered in the order of asking. A group's number fixes its problem, or its environment's seed. So all members of a
+group have the same problem, also if the group starts again after a resume.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,7 +44,7 @@ class Source(Protocol):
 
 
 class ProblemSource:
-  """Problems that are answered once and graded. The workers are those of `sprl.tasks.grader_pool`.
+  """Problems that are answered once and graded. The workers come from `sprl.tasks.grader_pool`.
 
   `problem(number)` returns the problem of a group. `max_tokens` is the length of the longest answer.
   """
@@ -80,7 +80,7 @@ class ProblemSource:
 
 @dataclass(frozen=True)
 class ConversationSource:
-  """Conversations with environments. The workers are those of `sprl.tasks.environment_pool`."""
+  """Conversations with environments. The workers come from `sprl.tasks.environment_pool`."""
 
   seed: Callable[[int], int]  # of a group's environments, by the group's number
   limits: Limits

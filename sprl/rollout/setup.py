@@ -125,7 +125,7 @@ class RolloutSetup:
     return workers, source, EvalSet(test, test_workers, run.eval.problems)
 
   def state(self) -> dict[str, Any]:
-    """The order of asking, for a checkpoint."""
+    """Return the state of the stream of problems, for a checkpoint."""
     return self.stream.state() if self.stream else {}
 
   def check(self, saved: Mapping[str, Any], workdir: Path) -> None:
@@ -182,26 +182,26 @@ def _check_first_observation(run: Run, source: Source) -> None:
 class PlacedEngine:
   """An engine, and whether its mesh differs from the mesh of the sampler weights after a sync."""
 
-  engine: EngineConfig
+  config: EngineConfig
   moves: bool
 
   def place(self, weights: SamplerWeights) -> SamplerWeights:
     """Return the weights on the engine's devices, laid out for its mesh."""
-    mesh = self.engine.mesh
+    mesh = self.config.mesh
     if not self.moves or mesh is None:
       return weights
     weights = weights._replace(probe=None)
-    return reshard(weights, shardings(mesh, sampler_weight_axes(weights, self.engine.model), weights))
+    return reshard(weights, shardings(mesh, sampler_weight_axes(weights, self.config.model), weights))
 
   def open(self, weights: SamplerWeights, version: int) -> Engine:
     """Return the engine, ready to decode with weights of a version."""
-    return Engine(self.engine, self.place(weights), version)
+    return Engine(self.config, self.place(weights), version)
 
 
-def engines(run: Run, model: Model, layout: CacheLayout) -> list[PlacedEngine]:
-  """Return the engines of a run."""
-  engine = model.engine(run.sampling, layout, run.engine_rows, run.prefill, run.seed)
-  return [PlacedEngine(replace(engine, mesh=mesh), moves=mesh is not model.sampler_mesh) for mesh in model.engine_meshes]
+def place_engines(run: Run, model: Model, layout: CacheLayout) -> list[PlacedEngine]:
+  """Return the engines of a run, not yet opened."""
+  config = model.engine_config(run.sampling, layout, run.engine_rows, run.prefill, run.seed)
+  return [PlacedEngine(replace(config, mesh=mesh), moves=mesh is not model.sampler_mesh) for mesh in model.engine_meshes]
 
 
 def on_all_processes(team: Team, engines: Sequence[Engine]) -> list[EngineLike]:

@@ -2,7 +2,7 @@
 
 `quant.kv_scale` selects the largest values that the scales come from:
 
-    trainer        largest |Q|, |K|, |V| of each layer over the batch just trained on; over prompts before the first rollout
+    learner        largest |Q|, |K|, |V| of each layer over the batch just trained on; over prompts before the first rollout
     running_max    the same, maximum of the last HISTORY steps
     first_forward  over the first prompts of the rollout, with fixed headroom
     unit           none: all scales are 1
@@ -29,7 +29,7 @@ from sprl.config import Quant
 from sprl.models import transformer
 from sprl.models.attention import Attention, PackedAttention
 from sprl.models.transformer import Params
-from sprl.sharding.rules import OnMesh, anew
+from sprl.sharding.rules import OnMesh, tie_to_iteration
 from sprl.sharding.transfer import fetch
 
 MARGIN = 1.05  # headroom above the largest value seen
@@ -89,7 +89,7 @@ def amax(
       bias = rotated_biases(transformer.key_biases(params), positions[i], layout.head_dim, layout.rope)
     inner = PackedAttention.of(segments[i], prefixes[i], layout.kernels)
     attention = CalibratingAttention.around(inner, layout.layers, (segments[i] > 0).astype(jnp.float32), bias)
-    weights = anew(params, i)
+    weights = tie_to_iteration(params, i)
     out = transformer.forward(graphdef, weights, tokens[i], positions[i], attention, layout.dtype, kernels=layout.kernels)
     return found.at[i].set(out.attention.amax)
 
@@ -108,7 +108,7 @@ def amax_of_prompts(
 ) -> Float[Array, '3 L']:
   """Return `amax` of the first `rows` prompts, each alone in its row; `mesh` holds the weights.
 
-  Prompts do not show the values of completions, so these are doubled. `first_forward` has headroom of its own instead.
+  The result is doubled, because completions may have larger values; `first_forward` has other headroom (`scales`).
   """
   T = layout.prompt
   tokens, segments = (np.zeros((1, rows, T), np.int32) for _ in range(2))

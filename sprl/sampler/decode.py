@@ -27,7 +27,7 @@ from sprl.models import transformer
 from sprl.models.routing import MISSING, route_dtype
 from sprl.sampler.draw import draw, uniforms
 from sprl.sampler.weights import SamplerWeights
-from sprl.sharding.rules import OnMesh, anew, is_names, local, shard
+from sprl.sharding.rules import OnMesh, is_names, local, shard, tie_to_iteration
 
 
 @jax.tree_util.register_dataclass
@@ -221,7 +221,7 @@ def decode(
     step, state = carry
     active = ~state.done
     newest = jnp.take_along_axis(state.tokens, jnp.maximum(state.count - 1, 0)[:, None], axis=1)[:, 0]
-    hidden, attended, cache, routes = decode_step(graphdef, anew(weights, step), state.cache, newest, active)
+    hidden, attended, cache, routes = decode_step(graphdef, tie_to_iteration(weights, step), state.cache, newest, active)
     state = dataclasses.replace(state, cache=cache, routes=_record_routes(state.routes, routes, state.cache.seen, active))
     state = _draw_token(state, weights, hidden, active=active, attended=attended, sampling=sampling, stop_ids=stop_ids)
     return step + 1, state
@@ -327,6 +327,7 @@ def rescale(state: DecodeState, weights: SamplerWeights) -> DecodeState:
   return dataclasses.replace(state, cache=state.cache.rescaled(weights.scales, _biases(state.cache.layout, weights)))
 
 
+@OnMesh
 @partial(jax.jit, donate_argnames='state')
 def release(state: DecodeState, which: Bool[Array, ' B']) -> DecodeState:
   """End the rows of `which`. `state` is donated."""

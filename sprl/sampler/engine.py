@@ -332,7 +332,7 @@ class Engine:
 
   def _release(self, which: np.ndarray) -> None:
     if which.any() and self._state is not None:
-      self._state = decode.release(self._state, which)
+      self._state = decode.release.on(self.config.mesh)(self._state, which)
 
   def _evicted(self, row: int, tokens: int) -> Int[np.ndarray, 'L K T'] | None:
     """Return the first position that no longer saw each token; None if the layout does not record it."""

@@ -101,7 +101,7 @@ def sampler_weights(
   Emulation keeps code times scale, so that decoding does not repeat this product for every token.
 
   `mesh` is the sampler's mesh, and `config` names the axes of the weights; without a mesh the weights stay where they are.
-  `source` is the mesh that they lie on now (the default: `mesh`), of the same devices. Weights are cast before they move.
+  `source` is the current mesh of the params (the default: `mesh`), with the same devices. Weights are cast before they move.
   """
   return weights_function(jnp.dtype(dtype), quant, kernels, config, mesh, source)(params)
 

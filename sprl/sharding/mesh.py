@@ -72,7 +72,7 @@ def sizes(mesh: Mesh) -> Mapping[str, int]:
   return {axis: mesh.shape.get(axis, 1) for axis in AXES if axis not in TENSOR} | {'tensor': tensor}
 
 
-def divide(settings: settings.Devices, devices) -> tuple[list, list[list] | None]:
+def divide(asked: settings.Devices, devices: Sequence) -> tuple[list, list[list] | None]:
   """Return the learner's devices and the devices of each engine; None instead if the only engine uses the learner's devices.
 
   Raises SettingsError for a device that does not exist, for sets that overlap in part, and if `engines` does not divide the
@@ -80,11 +80,11 @@ def divide(settings: settings.Devices, devices) -> tuple[list, list[list] | None
   """
 
   def chosen(key: str) -> list:
-    numbers = device_numbers(getattr(settings, key)) if getattr(settings, key) else range(len(devices))
+    numbers = device_numbers(getattr(asked, key)) if getattr(asked, key) else range(len(devices))
     assert numbers is not None, 'checked with the settings'
     if missing := [n for n in numbers if n >= len(devices)]:
       raise SettingsError(
-        f'config.devices.{key} = {getattr(settings, key)!r}: expected device numbers below {len(devices)}, '
+        f'config.devices.{key} = {getattr(asked, key)!r}: expected device numbers below {len(devices)}, '
         f'the number of devices; there is no device {missing[0]}'
       )
     return [devices[n] for n in numbers]
@@ -92,20 +92,20 @@ def divide(settings: settings.Devices, devices) -> tuple[list, list[list] | None
   learner, rollout = chosen('learner'), chosen('rollout')
   if set(learner) != set(rollout) and set(learner) & set(rollout):
     raise SettingsError(
-      f'config.devices.rollout = {settings.rollout!r}, learner = {settings.learner!r}: expected the same devices, or sets '
+      f'config.devices.rollout = {asked.rollout!r}, learner = {asked.learner!r}: expected the same devices, or sets '
       'without a common device'
     )
-  if len(rollout) % settings.engines:
+  if len(rollout) % asked.engines:
     raise SettingsError(
-      f'config.devices.engines = {settings.engines}: expected a divisor of {len(rollout)}, the number of rollout devices'
+      f'config.devices.engines = {asked.engines}: expected a divisor of {len(rollout)}, the number of rollout devices'
     )
-  if set(learner) == set(rollout) and settings.engines == 1:
+  if set(learner) == set(rollout) and asked.engines == 1:
     return learner, None
-  size = len(rollout) // settings.engines
+  size = len(rollout) // asked.engines
   return learner, [rollout[i : i + size] for i in range(0, len(rollout), size)]
 
 
-def check_dealt(settings: settings.Devices, learner: Sequence, rollout: Sequence, processes: int) -> None:
+def check_dealt(asked: settings.Devices, learner: Sequence, rollout: Sequence, processes: int) -> None:
   """Check that `processes` host processes have equal shares of the learner's and of the rollout devices, in process order.
 
   Then an array cut into one part per process has one contiguous part in each. Raises SettingsError otherwise.
@@ -115,7 +115,7 @@ def check_dealt(settings: settings.Devices, learner: Sequence, rollout: Sequence
   have only one device per process.
   """
   for key, devices in (('learner', learner), ('rollout', rollout)):
-    setting, owners = f'config.devices.{key} = {getattr(settings, key)!r}', [device.process_index for device in devices]
+    setting, owners = f'config.devices.{key} = {getattr(asked, key)!r}', [device.process_index for device in devices]
     if missing := sorted(set(range(processes)) - set(owners)):
       raise SettingsError(f'{setting}: expected devices of every process; SPRL_PROCESS={missing[0]} has none')
     if owners != sorted(owners) or len({owners.count(process) for process in owners}) > 1:
@@ -124,7 +124,7 @@ def check_dealt(settings: settings.Devices, learner: Sequence, rollout: Sequence
       )
   if set(learner).isdisjoint(rollout) and learner[0].platform == 'cpu' and min(len(learner), len(rollout)) > processes:
     raise SettingsError(
-      f'config.devices.learner = {settings.learner!r}, rollout = {settings.rollout!r}: expected one device per process '
+      f'config.devices.learner = {asked.learner!r}, rollout = {asked.rollout!r}: expected one device per process '
       'for one of them: a CPU process runs one program over several devices at a time'
     )
 

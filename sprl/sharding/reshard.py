@@ -50,7 +50,7 @@ def _moved(x: jax.Array, target: Sharding) -> jax.Array:
 
 
 def complete_per_process(x: jax.Array) -> jax.Array:
-  """Return x laid out so that the devices of each process hold all of it together, split over them if an axis divides."""
+  """Reshard x so that each process holds all of x, split over the devices of the process if an axis is divisible."""
   parts: dict[int, set[Part]] = {}
   for device, index in x.sharding.devices_indices_map(x.shape).items():
     parts.setdefault(device.process_index, set()).add(_part(index, x.shape))

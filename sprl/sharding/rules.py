@@ -25,7 +25,7 @@ Names = tuple[str | None, ...]  # one name per axis of an array; None: the axis 
 
 ROWS = ('data', 'expert', 'fsdp')
 
-# Axis name -> mesh axes, the outermost first. An array's axis is split by each of them that divides the rest of its size.
+# Axis name -> mesh axes, the outermost first. Each mesh axis in turn splits the array's axis if its size divides what remains.
 IN_USE: dict[str, tuple[str, ...]] = {  # activations and caches, and weights while a layer multiplies them
   'rows': ROWS,  # sequences of a rollout, or packed rows of the learner
   'gathered_rows': ('data', 'expert'),  # rows at the product with the vocabulary, which fsdp splits
@@ -72,9 +72,9 @@ def _splits(mesh, axes: tuple[str, ...], size: int, taken: set[str]) -> tuple[st
   return tuple(found)
 
 
-def row_shards(mesh) -> int:
+def row_shards(mesh: Mesh | AbstractMesh) -> int:
   """Return the number of parts into which the mesh splits rows, if their number is a multiple of it."""
-  return math.prod(mesh.shape.get(axis, 1) for axis in ROWS)
+  return shares('rows', mesh)
 
 
 # --- outside jitted functions ------------------------------------------------------------------------------------------
@@ -92,7 +92,7 @@ class OnMesh[**A, R]:
   """A jitted function whose axis names mean the axes of a mesh.
 
   `f.on(mesh)(...)` runs it on the mesh. `f(...)` is for one device, and for calls inside another jitted function, whose mesh then
-  applies. Both raise ValueError if an argument is split or copied over the devices of another mesh than the given one.
+  applies. Both raise ValueError if an argument is split or copied over other devices than those of the given mesh.
   """
 
   def __init__(self, jitted: Callable[A, R], mesh: Mesh | None = None):
@@ -119,14 +119,19 @@ class OnMesh[**A, R]:
 
   def _entered(self, arguments: Any) -> contextlib.AbstractContextManager:
     """Return the context of a call with these arguments."""
+    seen = {self.mesh}
     for x in jax.tree.leaves(arguments):
       if isinstance(x, Tracer):
         return contextlib.nullcontext()
-      if isinstance(x, jax.Array | jax.ShapeDtypeStruct) and isinstance(x.sharding, NamedSharding):
-        theirs = x.sharding.mesh
-        if theirs.size > 1 and (self.mesh is None or theirs.size != self.mesh.size):
+      theirs = x.sharding.mesh if isinstance(getattr(x, 'sharding', None), NamedSharding) else None
+      if isinstance(theirs, Mesh) and theirs.size > 1 and theirs not in seen:
+        seen.add(theirs)
+        if self.mesh is None or set(theirs.devices.flat) != set(self.mesh.devices.flat):
           expected = None if self.mesh is None else dict(self.mesh.shape)
-          raise ValueError(f'{self.__name__}: an argument lies on mesh {dict(theirs.shape)}, the function was given {expected}')
+          raise ValueError(
+            f'{self.__name__}: found an argument on the {theirs.size} devices of mesh {dict(theirs.shape)}; expected the devices '
+            f'of the given mesh {expected}'
+          )
     return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
 
@@ -161,13 +166,13 @@ def from_mesh[T: jax.Array](x: T, names: Names, source: Mesh, target: Mesh) -> T
   return x
 
 
-def anew[T](weights: T, i: Any) -> T:
+def tie_to_iteration[T](weights: T, i: Any) -> T:
   """Tie the weights to iteration i of a loop. Otherwise XLA gathers all weights over fsdp before the loop, and keeps them."""
   mesh = _mesh()
   return weights if mesh is None or 'fsdp' not in mesh.shape else jax.lax.optimization_barrier((weights, i))[0]
 
 
-def in_turn[X, W](x: X, weights: W) -> tuple[X, W]:
+def prefetch_barrier[X, W](x: X, weights: W) -> tuple[X, W]:
   """Barrier that limits FSDP prefetch to one layer ahead: x, a layer's input, and the next layer's weights wait for each other.
 
   In the backward pass it applies to gradients: a layer starts after the gradients of the layer above are computed and summed
@@ -203,8 +208,8 @@ def local(f: Callable, ins: tuple, outs, rules: Mapping[str, tuple[str, ...]] = 
   """Return a function that runs f on each device, on the device's part of every argument (`jax.shard_map`).
 
   `ins` and `outs` are trees of axis names like f's arguments and result. A name is split by the mesh axes that divide all array
-  axes of that name, so parts of different arrays fit together. Inside f, `total`, `summed` and `joined` combine the parts of an
-  axis, and `number` returns the index of a device's part.
+  axes of that name, so parts of different arrays fit together. Inside f, `psum`, `psum_scatter` and `all_gather` combine the
+  parts of an axis, and `axis_index` returns the index of a device's part.
 
   The returned function raises ValueError if the mesh's axes do not divide an axis other than `rows` and `embed`.
   """
@@ -219,7 +224,7 @@ def local(f: Callable, ins: tuple, outs, rules: Mapping[str, tuple[str, ...]] = 
         if name is not None:
           sizes[name] = math.gcd(size, sizes.get(name, 0))
     split = {name: _splits(mesh, rules[name], size, set()) for name, size in sizes.items()}
-    # `rows` and `embed` may stay whole. Others must be split by all their mesh axes: `total` sums over all of them.
+    # `rows` and `embed` may stay whole. Others must be split by all their mesh axes: `psum` sums over all of them.
     for name in split.keys() - {'rows', 'embed'}:
       if len(split[name]) < len([axis for axis in rules[name] if axis in mesh.shape]):
         raise ValueError(
@@ -235,12 +240,12 @@ def local(f: Callable, ins: tuple, outs, rules: Mapping[str, tuple[str, ...]] = 
   return run
 
 
-def total[T: jax.Array](x: T, name: str) -> T:
+def psum[T: jax.Array](x: T, name: str) -> T:
   """Return the sum of x over the parts of the axis `name` (psum). Outside `local`, return x."""
   return jax.lax.psum(x, axes) if (axes := _divided(name)) else x
 
 
-def summed[T: jax.Array](x: T, name: str, axis: int) -> T:
+def psum_scatter[T: jax.Array](x: T, name: str, axis: int) -> T:
   """Return this device's part, along array axis `axis`, of the sum of x over the parts of the axis `name` (psum_scatter).
 
   Outside `local`, return x.
@@ -248,12 +253,12 @@ def summed[T: jax.Array](x: T, name: str, axis: int) -> T:
   return jax.lax.psum_scatter(x, axes, scatter_dimension=axis, tiled=True) if (axes := _divided(name)) else x
 
 
-def joined[T: jax.Array](x: T, name: str, axis: int) -> T:
+def all_gather[T: jax.Array](x: T, name: str, axis: int) -> T:
   """Return the parts of the axis `name` joined along array axis `axis` (all_gather). Outside `local`, return x."""
   return jax.lax.all_gather(x, axes, axis=axis, tiled=True) if (axes := _divided(name)) else x
 
 
-def number(name: str) -> Int[Array, ''] | int:
+def axis_index(name: str) -> Int[Array, ''] | int:
   """Return the index of this device's part of the axis `name`. Outside `local`, return 0."""
   return jax.lax.axis_index(axes) if (axes := _divided(name)) else 0
 

@@ -40,8 +40,8 @@ def environment_pool(
 ) -> WorkerPool:
   """Return a pool of `workers` workers that steps environments. Its calls are of type Call.
 
-  All calls with the same `key` go to the same worker, because the environment lives there (affinity). The result of `reset` is
-  (observation, info), that of `step` an Outcome. A call that raises, hangs or ends its worker gives a Failure instead.
+  All calls with the same `key` go to the same worker, because the environment lives there (affinity). `reset` returns
+  (observation, info), `step` an Outcome. A call that raises, hangs or ends its worker gives a Failure instead.
 
   Args:
     make: makes an environment. It is pickled for processes and Ray.

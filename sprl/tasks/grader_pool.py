@@ -61,7 +61,7 @@ def grader_pool(
 
 
 def load_service(spec: GraderSpec) -> Callable[[Sample], tuple[float, str, str]]:
-  """Return the service of a grading worker. Raises whatever a user's file raises."""
+  """Return the service of a grading worker. Raises any error of a user's file."""
   logging.getLogger('math_verify').setLevel(logging.ERROR)  # it warns at every call that its own time limit is off
   return partial(_score, graders.load(spec))
 

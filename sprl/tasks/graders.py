@@ -82,7 +82,7 @@ def _names(module: ast.Module) -> set[str]:
 
 
 def load(spec: GraderSpec) -> Grader:
-  """Load the grader. Raises whatever a user's file raises, and TypeError if the function takes other arguments."""
+  """Load the grader. Raises any error of a user's file, and TypeError if the function takes other arguments."""
   match spec.kind:
     case 'reasoning_gym':
       return _reasoning_gym(spec)

@@ -39,7 +39,7 @@ def holder(index: int, processes: int) -> int:
 
 
 class Share(Sequence[Mapping[str, Any]]):
-  """The rows that one process holds, indexed as among all rows. Its length is that of all rows."""
+  """The rows that one process holds. Its indices and its length are the indices and the length of the whole data set."""
 
   def __init__(self, rows: Iterable[Mapping[str, Any]], process: int, processes: int):
     self._process, self._processes = process, processes

@@ -1,10 +1,10 @@
 """The three kinds of worker of a pool (sprl/tasks/worker_pool.py).
 
-    thread       of this process; cannot be killed, so a call that hangs keeps its thread until this process ends
-    process      of this machine; a fresh interpreter, killed with all that it has started; its memory can be limited
-    Ray actor    a process in the cluster that RAY_ADDRESS names; killed, too; the cluster limits its memory
+    thread       in this process; cannot be killed, so a call that hangs keeps its thread until this process ends
+    process      a fresh interpreter on this machine; can be killed with all its child processes; its memory can be limited
+    Ray actor    a process in the cluster that RAY_ADDRESS names; can be killed; the cluster limits its memory
 
-`starter` chooses one by the name that the settings have.
+`starter` chooses the kind by the value of `config.task.executor`.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ from sprl.tasks.worker_pool import Worker, WorkerDied
 from sprl.tasks.worker_process import OUT_OF_MEMORY
 
 Service = Callable[[Any], Any]
-Load = Callable[[], Service]  # builds a worker's service, in the worker. For processes and Ray it is pickled
+Load = Callable[[], Service]  # builds a worker's service, in the worker. Processes and Ray receive it as a pickle
 
 MAX_REPLY = 1 << 26  # bytes of one answer from a process
 
@@ -38,7 +38,7 @@ MAX_REPLY = 1 << 26  # bytes of one answer from a process
 def starter(executor: str, load: Load, memory_gb: float | None = None) -> Callable[[], Worker]:
   """Return the function that starts a worker of `executor`: 'threads', 'processes' or 'ray'.
 
-  `memory_gb` limits the address space that a process may add to what its service takes; threads and Ray ignore it.
+  `memory_gb` (GiB) limits the address space that a process may add after its service is loaded. Threads and Ray ignore it.
   """
   kinds: dict[str, Callable[[], Worker]] = {
     'threads': partial(ThreadWorker, load),
@@ -49,7 +49,7 @@ def starter(executor: str, load: Load, memory_gb: float | None = None) -> Callab
 
 
 def cpus(executor: str) -> int:
-  """The number of CPUs that workers of an executor share."""
+  """Return the number of CPUs that the workers of an executor share."""
   return int(_joined().cluster_resources().get('CPU', 1)) if executor == 'ray' else os.cpu_count() or 1
 
 
@@ -57,7 +57,7 @@ def cpus(executor: str) -> int:
 
 
 class DaemonThread:
-  """A thread that calls functions one after the other, and does not keep the process from exiting."""
+  """A thread that calls functions one after the other. The process can exit while it runs."""
 
   def __init__(self):
     self._calls: queue.SimpleQueue = queue.SimpleQueue()
@@ -83,7 +83,7 @@ class DaemonThread:
 
 
 def within[R](seconds: float, fn: Callable[..., R], *args: Any) -> R:
-  """Return fn(*args), called in a thread. Raises TimeoutError after `seconds`; the thread is left behind."""
+  """Return fn(*args), called in a thread. Raises TimeoutError after `seconds`; the thread keeps running."""
   thread = DaemonThread()
   future = thread.submit(fn, *args)
   thread.end()
@@ -91,7 +91,7 @@ def within[R](seconds: float, fn: Callable[..., R], *args: Any) -> R:
 
 
 class ThreadWorker:
-  """A worker in a thread. When it ends, it closes its service, if that has a method `close`."""
+  """A worker in a thread. When it ends, it calls the method `close` of its service, if there is one."""
 
   def __init__(self, load: Load):
     self._thread, self._service = DaemonThread(), None
@@ -106,7 +106,7 @@ class ThreadWorker:
     return ''
 
   def end(self) -> None:
-    """End the thread after its call."""
+    """Close the service and end the thread, after the call that runs."""
     self._thread.submit(lambda: getattr(self._service, 'close', lambda: None)())
     self._thread.end()
 
@@ -119,14 +119,14 @@ class ThreadWorker:
 
 
 class ProcessWorker:
-  """A worker in a process of its own (sprl/tasks/worker_process.py).
+  """A worker in a separate process (sprl/tasks/worker_process.py).
 
   The process is a fresh interpreter. A fork would copy the run's threads and its hold on the accelerator; a spawned process of
-  multiprocessing would import the run's main module, and jax with it. A thread of this process talks to it, so a process that
-  neither reads nor writes delays no other worker.
+  multiprocessing would import the run's main module, and jax with it. Each worker has a thread here that talks to its process, so
+  a process that neither reads nor writes delays no other worker.
 
-  Calls are pickled on their way there. Answers come back as JSON: a pickle from a process that runs text written by a model could
-  run code here.
+  Calls are sent as pickles, answers as JSON. The process may run code that a model wrote, and an answer in the form of a pickle
+  could then run code here.
   """
 
   def __init__(self, load: Load, memory_gb: float | None = None):
@@ -138,7 +138,7 @@ class ProcessWorker:
         [sys.executable, '-P', '-m', 'sprl.tasks.worker_process', *map(str, descriptors)],
         pass_fds=descriptors,
         stdin=subprocess.DEVNULL,
-        process_group=0,  # a kill reaches all that the process has started; a Ctrl-C in the terminal does not reach it
+        process_group=0,  # so a kill also ends its child processes, and Ctrl-C in the terminal does not end it
         env={
           **os.environ,
           'PYTHONPATH': os.pathsep.join(path or os.getcwd() for path in sys.path),
@@ -158,11 +158,11 @@ class ProcessWorker:
     return self._thread.submit(self._answer, call)
 
   def died(self) -> str:
-    """How the process ended, or '' if it runs."""
+    """Return how the process ended, or '' if it runs."""
     return '' if self._process.poll() is None else self._last_words()
 
   def end(self) -> None:
-    """Kill the process and all that it has started."""
+    """Kill the process and its child processes."""
     self._kill()
     self._thread.submit(self._process.wait)
     self._thread.submit(self._connection.close)
@@ -179,17 +179,17 @@ class ProcessWorker:
     try:
       self._connection.send_bytes(pickle.dumps(message))
       return json.loads(self._connection.recv_bytes(MAX_REPLY))
-    except (OSError, EOFError, ValueError):  # the process is dead, or has closed or misused its end of the connection
+    except (OSError, EOFError, ValueError):  # the process died, closed the connection, or sent something else
       self._kill()
       raise WorkerDied(self._last_words()) from None
 
   def _kill(self) -> None:
     with self._ended:
       if self._lifeline >= 0:
-        lifeline.kill(self._process.pid)  # also if it has ended: processes that it has started may live
+        lifeline.kill(self._process.pid)  # even if it has ended: its child processes may still run
         os.close(self._lifeline)
         self._lifeline = -1
-        # A process that escaped from the group may hold the other end: shut it, for the thread may be reading.
+        # A process that left the group may hold the other end open. Shut down this end, because the thread may wait in a read.
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as ours:
           ours.shutdown(socket.SHUT_RDWR)
 
@@ -207,7 +207,7 @@ class RayWorker:
   """A worker in an actor of a Ray cluster.
 
   The cluster is the one that RAY_ADDRESS names. Without RAY_ADDRESS a cluster starts on this machine and ends with this process.
-  An actor takes a CPU while it is placed, and none after that: many actors that wait for something share one.
+  Ray reserves a CPU for an actor while it starts, and none afterwards, so many actors that wait can share a CPU.
 
   Raises SettingsError if Ray is not installed.
   """
@@ -230,7 +230,7 @@ class RayWorker:
 
 
 class _Actor:
-  """The actor's side."""
+  """The part of a RayWorker that runs in the actor."""
 
   def load(self, load: Load) -> str:
     self._service, why = attempt(load)
@@ -241,7 +241,7 @@ class _Actor:
 
 
 def _joined() -> Any:
-  """The module `ray`, connected to its cluster."""
+  """Return the module `ray`, connected to its cluster."""
   try:
     import ray
   except ImportError:

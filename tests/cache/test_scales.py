@@ -327,7 +327,7 @@ def test_the_sampler_takes_key_biases_from_its_weights():
   params['layers'][0]['attention']['k']['bias'] = jnp.asarray(large_bias().reshape(-1), jnp.float32)
   graph, rng = transformer.graph(config), np.random.default_rng(0)
   ids, lengths = jnp.asarray(rng.integers(0, 259, (3, 16)), jnp.int32), jnp.array([16, 9, 12])
-  served = sampler_weights(params, jnp.dtype('float32'))._replace(scales=Scales(*(jnp.full(1, 0.6) for _ in range(3))))
+  weights = sampler_weights(params, jnp.dtype('float32'))._replace(scales=Scales(*(jnp.full(1, 0.6) for _ in range(3))))
   fp8 = cache_layout(config, DENSE, KV8, 16, 4, 'float32')
   hidden = {}
   for name, layout in (
@@ -335,7 +335,7 @@ def test_the_sampler_takes_key_biases_from_its_weights():
     ('outside', fp8),
     ('inside', dataclasses.replace(fp8, key_bias=False)),
   ):
-    prompts = decode.prefill(graph, layout, served, ids, lengths)
+    prompts = decode.prefill(graph, layout, weights, ids, lengths)
     assert (prompts.cache.bias is not None) == (name == 'outside')
     assert prompts.cache.saturated.sum(1).tolist() == [0, 0, 0]
     hidden[name] = prompts.hidden

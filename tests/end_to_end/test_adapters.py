@@ -95,16 +95,16 @@ def test_adapters_of_other_weights_or_another_rank_are_refused(folder, workdir):
 
 
 def restored(folder: Path, workdir: Path):
-  policy = Model.open(run(folder))
-  return policy, *restore.restore(policy, run(folder), workdir, dtype='float32')
+  model = Model.open(run(folder))
+  return model, *restore.restore(model, run(folder), workdir, dtype='float32')
 
 
 def test_an_export_merges_the_adapters_into_the_frozen_weights(folder, workdir):
-  policy, params, step, _ = restored(folder, workdir)
-  restore.export(policy, params, folder / 'merged', 'float32')
+  model, params, step, _ = restored(folder, workdir)
+  restore.export(model, params, folder / 'merged', 'float32')
   base, merged = (load_file(folder / name / 'model.safetensors') for name in ('model', 'merged'))
   assert step == 2
-  for path, tensor in tensors(policy.config).items():
+  for path, tensor in tensors(model.config).items():
     expected = base[tensor.name].astype(np.float64)
     if path[-1] == 'kernel' and path[-2] in ('q', 'v', 'down'):
       a, b = adapter(workdir, *path[1:4])

@@ -57,25 +57,25 @@ def dense_run(inputs: Path, steps: int, **changes):
 
 def plain_loop(run, grade):
   """Train synchronously in a plain loop: prompts, rollouts, rewards, advantages, update. Return (params, rewards, losses)."""
-  policy = Model.open(run)
+  model = Model.open(run)
   n = run.rollout.group
-  engine = policy.engine(
-    run.sampling, policy.cache_layout(run.sampling, run.cache, run.quant), run.rollout.prompts * n, 4, run.seed
+  engine = model.engine_config(
+    run.sampling, model.cache_layout(run.sampling, run.cache, run.quant), run.rollout.prompts * n, 4, run.seed
   )
   optimizer = make_optimizer(run.optimizer, run.steps * run.optimizer.updates)
-  state = TrainState.create(policy.load(), optimizer)
-  update = make_update(policy.graphdef, optimizer, UpdateConfig.of(run, policy.dtype))
+  state = TrainState.create(model.load(), optimizer)
+  update = make_update(model.graphdef, optimizer, UpdateConfig.of(run, model.dtype))
   stream = PromptStream(problems.load(run.task, 'train'), run.seed)
   rewards, losses = [], []
   for step in range(run.steps):
     asked = stream.next(run.rollout.prompts)
     requests = [
-      Request((step * run.rollout.prompts + i) * n + k, i, encode(problem, policy.tokenizer), run.sampling.max_tokens)
+      Request((step * run.rollout.prompts + i) * n + k, i, encode(problem, model.tokenizer), run.sampling.max_tokens)
       for i, problem in enumerate(asked)
       for k in range(n)
     ]
-    trajectories = generate(engine, policy.sampler_weights(state.params, run.quant), requests, step)
-    reward = [grade('', policy.tokenizer.decode(t.completion, skip_special=True), '') for t in trajectories]
+    trajectories = generate(engine, model.sampler_weights(state.params, run.quant), requests, step)
+    reward = [grade('', model.tokenizer.decode(t.completion, skip_special=True), '') for t in trajectories]
     trajectories = [dataclasses.replace(t, reward=float(r)) for t, r in zip(trajectories, reward)]
     group = np.array([t.group for t in trajectories], np.int32)
     advantage = advantages(np.array(reward, np.float32), group, np.ones(len(reward), bool), run.advantage)
@@ -137,7 +137,7 @@ def test_an_asynchronous_run_overlaps_and_resumes_after_a_kill(inputs, monkeypat
   check_all_groups(workdir, 8)
   records = [r for r in read_metrics(workdir) if r['kind'] == 'train']
   assert max(r['async/age_max'] for r in records) == 1
-  assert all(0 <= round(r['time'][idle], 6) <= 1 for r in records for idle in ('trainer_idle', 'rollout_idle'))
+  assert all(0 <= round(r['time'][idle], 6) <= 1 for r in records for idle in ('learner_idle', 'rollout_idle'))
   for r in records:
     tokens = np.array(r['async/token_lag_counts'])
     assert np.average(np.arange(len(tokens)), weights=tokens) == pytest.approx(r['async/token_lag_mean'])
@@ -162,13 +162,13 @@ def test_an_asynchronous_run_overlaps_and_resumes_after_a_kill(inputs, monkeypat
 @pytest.mark.slow
 def test_rollouts_on_their_own_devices_continue_while_weights_are_sent(inputs, monkeypatch):
   monkeypatch.setenv('XLA_FLAGS', TWO_DEVICES)
-  workdir = inputs / 'served-meanwhile'
+  workdir = inputs / 'synced-meanwhile'
   flags = asynchronous(
     '--config.devices.learner=0', '--config.devices.rollout=1', '--config.steps=3', '--config.ledger.every=None',
     '--config.arm=dense', '--config.quant.sampler=none', '--config.loss.kl_coef=0',
   )  # fmt: skip
   status, out, err = tiny.run(
-    Path(__file__).with_name('served_meanwhile.py'), f'--config={inputs / "config.py"}', f'--workdir={workdir}', *flags,
+    Path(__file__).with_name('synced_meanwhile.py'), f'--config={inputs / "config.py"}', f'--workdir={workdir}', *flags,
     compiled=inputs / 'compiled',
   )  # fmt: skip
   assert status == 0, err

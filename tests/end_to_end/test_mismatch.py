@@ -51,7 +51,7 @@ def sampler(world, cache=SPARSE, quant=UNQUANTISED, weights=None):
   run, model, params = world
   run = dataclasses.replace(run, cache=cache, quant=quant)
   layout = model.cache_layout(run.sampling, cache, quant, routes=run.model.router_replay == 'R3')
-  engine = model.engine(run.sampling, layout, 4, 2, 0)
+  engine = model.engine_config(run.sampling, layout, 4, 2, 0)
   scales = None
   if layout.fp8:
     scales = calibrate.scales_of_prompts(model.graphdef, layout, params, prompts(), 2, quant)
@@ -66,16 +66,16 @@ def prompts():
 
 def sampled(world, cache=SPARSE, quant=UNQUANTISED):
   """Return the arguments of a ledger for two groups of trajectories that this sampler drew."""
-  settings, given, served = sampler(world, cache, quant)
+  settings, given, weights = sampler(world, cache, quant)
   requests = [Request(g * 4 + k, g, prompt, 12) for g, prompt in enumerate(prompts()) for k in range(4)]
-  return settings, given, generate(settings[2], served, requests)
+  return settings, given, generate(settings[2], weights, requests)
 
 
 def rescored(world, cache=SPARSE, quant=UNQUANTISED, weights=None):
   """Return the arguments of a ledger for random tokens, as if this sampler had drawn them."""
-  settings, given, served = sampler(world, cache, quant, weights)
+  settings, given, sampler_weights = sampler(world, cache, quant, weights)
   trajectories = small.rollouts([(12, 11, 9, 12), (12, 4, 10, 12)], (9, 14))
-  logprobs = replay(settings[2], served, trajectories)
+  logprobs = replay(settings[2], sampler_weights, trajectories)
   return settings, given, [dataclasses.replace(t, sampler_logp=logp) for t, logp in zip(trajectories, logprobs)]
 
 

@@ -273,12 +273,12 @@ def test_weights_that_are_not_finite_stop_the_run_before_sampling(inputs, tmp_pa
 
 def test_first_sampler_weights_are_checked_before_sampling(inputs, tmp_path, monkeypatch):
   """The self-check runs after the first sync too (docs/methods/fp8.md, Self-checks)."""
-  served = model.Model.sampler_weights
+  sampler_weights = model.Model.sampler_weights
   run = run_with(inputs)
   assert run.quant.sampler == 'w8a8_kv8'
   monkeypatch.setattr(train, 'compile_ahead', lambda *arguments: None)
   monkeypatch.setattr(
-    model.Model, 'sampler_weights', lambda self, params, quant, scales=None: served(self, params, UNQUANTISED, scales)
+    model.Model, 'sampler_weights', lambda self, params, quant, scales=None: sampler_weights(self, params, UNQUANTISED, scales)
   )
   with pytest.raises(hooks.StopRun, match=r"stopped at step 0:\n  .*\['kernel'\]: not quantised, against config\.quant"):
     train.train(run, tmp_path / 'run')
@@ -288,10 +288,10 @@ def test_first_sampler_weights_are_checked_before_sampling(inputs, tmp_path, mon
 @pytest.mark.slow
 def test_a_sampler_with_another_policy_stops_the_run(inputs, tmp_path, monkeypatch):
   """Wrong sampler weights raise the KL of the mismatch above 1 (docs/methods/losses.md, Stop conditions, 2)."""
-  served = model.Model.sampler_weights
+  sampler_weights = model.Model.sampler_weights
 
   def too_sharp(self, params, quant, scales=None):
-    return served(self, {**params, 'embed': jax.tree.map(lambda w: 30 * w, params['embed'])}, quant, scales)
+    return sampler_weights(self, {**params, 'embed': jax.tree.map(lambda w: 30 * w, params['embed'])}, quant, scales)
 
   run = run_with(inputs, arm='dense', quant__sampler='none', ledger__every=None, sampling__temperature=1.0)
   monkeypatch.setattr(model.Model, 'sampler_weights', too_sharp)

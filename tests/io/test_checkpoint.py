@@ -37,8 +37,8 @@ def tiny(step: int):
   return {'w': jnp.arange(6, dtype=jnp.float32).reshape(2, 3) + step, 'n': jnp.int32(step)}
 
 
-def saved(folder: Path, *steps: int, scores=None, keep_last=5, keep_best=0) -> Checkpoints:
-  checkpoints = Checkpoints(folder, keep_last, keep_best)
+def saved(folder: Path, *steps: int, scores=None, keep_last=5) -> Checkpoints:
+  checkpoints = Checkpoints(folder, keep_last)
   for step in steps:
     checkpoints.save(step, tiny(step), {'step': step}, (scores or {}).get(step))
   checkpoints.wait()
@@ -60,7 +60,7 @@ def test_every_dtype_and_container_comes_back_bit_for_bit(folder):
   optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3, mu_dtype=jnp.bfloat16))
   state = optimizer.init({'a': jnp.ones((4,)), 'b': {2: jnp.zeros((2, 2))}})
   arrays = {'params': params, 'optimizer': state, 'ints': (jnp.int32(-7), jnp.asarray(bits)), 'flags': jnp.array([True, False])}
-  checkpoints = Checkpoints(folder, 1, 0)
+  checkpoints = Checkpoints(folder, 1)
   checkpoints.save(3, arrays, {'prompts': {'next': 12}, 'note': 'é', 'rate': 0.1}, 0.25)
   restored = checkpoints.restore(abstract_of(arrays))
   checkpoints.close()
@@ -74,7 +74,7 @@ def test_every_dtype_and_container_comes_back_bit_for_bit(folder):
 def test_arrays_in_host_memory_come_back_to_host_memory(folder):
   host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind='pinned_host')
   arrays = {'moment': jax.device_put(jnp.arange(8, dtype=jnp.bfloat16) / 3, host), 'weight': jnp.arange(8.0)}
-  checkpoints = Checkpoints(folder, 1, 0)
+  checkpoints = Checkpoints(folder, 1)
   checkpoints.save(1, arrays, {})
   restored = checkpoints.restore(abstract_of(arrays))
   checkpoints.close()
@@ -84,7 +84,7 @@ def test_arrays_in_host_memory_come_back_to_host_memory(folder):
 
 
 def test_an_empty_folder_restores_nothing(folder):
-  checkpoints = Checkpoints(folder, 1, 0)
+  checkpoints = Checkpoints(folder, 1)
   assert checkpoints.restore(abstract_of(tiny(0))) is None
   assert checkpoints.steps() == []
   assert checkpoints.latest() is None
@@ -97,7 +97,7 @@ def test_arrays_may_be_donated_as_soon_as_save_returns(folder):
   places = {x.unsafe_buffer_pointer() for x in control}
   assert {x.unsafe_buffer_pointer() for x in jax.block_until_ready(update(control))} == places  # donated buffers are overwritten
   arrays = [jnp.array(x) for x in expected]
-  checkpoints = Checkpoints(folder, 1, 0)
+  checkpoints = Checkpoints(folder, 1)
   checkpoints.save(1, arrays, {})
   changed = jax.block_until_ready(update(arrays))
   restored = checkpoints.restore(abstract_of(changed))
@@ -151,14 +151,14 @@ def test_arrays_that_are_not_requested_are_refused_unless_partial(folder):
 
 
 def test_the_last_and_the_best_checkpoints_are_kept(folder):
-  checkpoints = saved(folder, 1, 2, 3, 4, 5, 6, scores={1: 0.1, 2: 0.9, 3: 0.8, 4: 0.2}, keep_last=2, keep_best=1)
+  checkpoints = saved(folder, 1, 2, 3, 4, 5, 6, scores={1: 0.1, 2: 0.9, 3: 0.8, 4: 0.2}, keep_last=2)
   assert checkpoints.steps() == [2, 5, 6]
   assert checkpoints.latest() == 6
   assert sorted(os.listdir(folder)) == ['step_000002', 'step_000005', 'step_000006']
 
 
 def test_equal_scores_keep_the_later_and_nan_is_no_score(folder):
-  checkpoints = saved(folder, 1, 2, 3, 4, scores={1: 0.5, 2: 0.5, 3: float('nan'), 4: 0.1}, keep_last=1, keep_best=1)
+  checkpoints = saved(folder, 1, 2, 3, 4, scores={1: 0.5, 2: 0.5, 3: float('nan'), 4: 0.1}, keep_last=1)
   assert checkpoints.steps() == [2, 4]
 
 
@@ -176,7 +176,7 @@ def test_a_save_after_restoring_a_step_deletes_later_steps(folder):
 
 def test_the_restored_step_is_not_written_again(folder):
   saved(folder, 10).close()
-  checkpoints = Checkpoints(folder, 1, 0)
+  checkpoints = Checkpoints(folder, 1)
   checkpoints.restore(abstract_of(tiny(0)))
   before = (folder / 'step_000010' / 'record.json').stat()
   checkpoints.save(10, tiny(10), {})
@@ -190,7 +190,7 @@ def test_a_missing_step_is_refused_with_the_existing_ones(folder):
 
 
 def test_wait_raises_a_failed_write_which_can_be_repeated(folder, monkeypatch):
-  checkpoints = Checkpoints(folder, 1, 0)
+  checkpoints = Checkpoints(folder, 1)
   with monkeypatch.context() as patch:
     patch.setattr('sprl.io.files.write_text', lambda *_: (_ for _ in ()).throw(OSError('disk full')))
     checkpoints.save(1, tiny(1), {})
@@ -272,7 +272,7 @@ def continue_run(folder: Path, first_event: int, progress):
       if left == 0:
         os.kill(os.getpid(), signal.SIGKILL)
 
-  checkpoints = Checkpoints(folder, 1, 0)
+  checkpoints = Checkpoints(folder, 1)
   restored = checkpoints.restore(abstract_of(big(0)))
   step = restored.step if restored else 0
   sys.addaudithook(count_down)
@@ -308,7 +308,7 @@ def killed_run(folder: Path, events: int, seconds: float) -> int:
 
 def newest_whole(folder: Path) -> int:
   """Return the step that a restore finds (0: none), after a check of every bit of all committed checkpoints."""
-  checkpoints = Checkpoints(folder, 1, 0)
+  checkpoints = Checkpoints(folder, 1)
   for step in checkpoints.steps():
     restored = checkpoints.restore(abstract_of(big(0)), step)  # raises if damaged
     assert restored is not None
@@ -320,7 +320,7 @@ def newest_whole(folder: Path) -> int:
 @pytest.mark.parametrize('operations', [(5, 36, 70), pytest.param((20, *range(31, 41)), marks=pytest.mark.slow)])
 def test_a_kill_at_a_file_operation_leaves_a_complete_checkpoint(folder, operations):
   """One checkpoint is kept, so writing, committing and deleting the old one could each lose it."""
-  checkpoints = Checkpoints(folder, 1, 0)
+  checkpoints = Checkpoints(folder, 1)
   checkpoints.save(1, big(1), {'step': 1})
   checkpoints.close()
   outcomes = []

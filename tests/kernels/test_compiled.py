@@ -209,25 +209,25 @@ def abstract_sampler(sampler, cache, key_bias=False, **sizes):
   heads = {'num_attention_heads': 28, 'num_key_value_heads': 4, 'head_dim': 128}
   config = tiny('qwen2', num_hidden_layers=2, **(heads | sizes))
   quant = Quant(sampler=sampler, arithmetic='blockwise')
-  plan = cache_layout(config, cache, quant, 512, 1536, jnp.bfloat16, kernels='mosaic_gpu')
-  plan = dataclasses.replace(plan, key_bias=key_bias)
-  served = jax.eval_shape(
+  layout = cache_layout(config, cache, quant, 512, 1536, jnp.bfloat16, kernels='mosaic_gpu')
+  layout = dataclasses.replace(layout, key_bias=key_bias)
+  weights = jax.eval_shape(
     partial(sampler_weights, dtype=jnp.dtype(jnp.bfloat16), quant=quant), transformer.abstract_params(config)
   )
-  if plan.fp8:
-    served = served._replace(scales=Scales(*[jax.ShapeDtypeStruct((2,), jnp.float32)] * 3))
-  return config, plan, served
+  if layout.fp8:
+    weights = weights._replace(scales=Scales(*[jax.ShapeDtypeStruct((2,), jnp.float32)] * 3))
+  return config, layout, weights
 
 
 def compile_decode_loop(sampler, cache, **sizes):
   """Return (compiled decode steps, dtype and shape of a layer's keys, bytes of the cache)."""
-  rows, (config, plan, served) = 64, abstract_sampler(sampler, cache, **sizes)
+  rows, (config, layout, weights) = 64, abstract_sampler(sampler, cache, **sizes)
   seed = jax.eval_shape(lambda: jax.random.key(0))
-  state = jax.eval_shape(partial(decode.empty_state, plan, rows=rows, max_tokens=64), served, seed=seed)
+  state = jax.eval_shape(partial(decode.empty_state, layout, rows=rows, max_tokens=64), weights, seed=seed)
   steps = partial(decode.decode, transformer.graph(config), sampling=Sampling(), stop_ids=(), steps=8)
-  held = 'u8' if plan.fp8 else 'bf16'
-  keys = f'{held}[{rows},4,{plan.slots},{plan.head_dim}]'
-  return compile_for_h200(steps, served, state, donate=(1,)), keys, plan.bytes(rows)
+  held = 'u8' if layout.fp8 else 'bf16'
+  keys = f'{held}[{rows},4,{layout.slots},{layout.head_dim}]'
+  return compile_for_h200(steps, weights, state, donate=(1,)), keys, layout.bytes(rows)
 
 
 @pytest.mark.parametrize(
@@ -279,16 +279,16 @@ def test_an_activation_is_quantised_once_for_all_products_that_read_it():
 def test_a_prefill_uses_cudnn_with_a_mask_and_three_arrays_of_all_heads(sampler):
   """The three arrays are projected heads, rotated heads and outputs. With FP8, jax 0.11.2 needs an array of codes too; jax 0.12
   reuses the others' memory. There are no scores and no second cache."""
-  config, plan, served = abstract_sampler(sampler, RKV)
+  config, layout, weights = abstract_sampler(sampler, RKV)
   shape, P, T = jax.ShapeDtypeStruct, 16, 512
 
-  def prefill(served, tokens, lengths):
-    return decode.prefill(transformer.graph(config), plan, served, tokens, lengths)
+  def prefill(weights, tokens, lengths):
+    return decode.prefill(transformer.graph(config), layout, weights, tokens, lengths)
 
-  compiled = compile_for_h200(prefill, served, shape((P, T), jnp.int32), shape((P,), jnp.int32))
+  compiled = compile_for_h200(prefill, weights, shape((P, T), jnp.int32), shape((P,), jnp.int32))
   assert re.findall(r'custom_call_target="__cudnn\$(\w+)"', compiled.text) == ['fmhaScaleBiasSoftmax'] * 2
-  heads = plan.heads + 2 * plan.kv_heads
-  codes = P * T * heads * plan.head_dim if plan.fp8 else 0
-  assert compiled.temporary <= 2 * P * T * (3 * heads * plan.head_dim + T) + codes + 2**20
+  heads = layout.heads + 2 * layout.kv_heads
+  codes = P * T * heads * layout.head_dim if layout.fp8 else 0
+  assert compiled.temporary <= 2 * P * T * (3 * heads * layout.head_dim + T) + codes + 2**20
   assert {kernel.name for kernel in compiled.kernels} == ({'hopper_block_matmul'} if sampler == 'w8a8_kv8' else set())
   assert all(kernel.spills == 0 for kernel in compiled.kernels)

@@ -1,4 +1,4 @@
-"""The kernels and peers of benchmarks/gpu_check.py, compiled at their real sizes for an H200 on a machine without one.
+"""The kernels of benchmarks/gpu_check.py and their peers (library calls), compiled at real sizes for an H200; needs no GPU.
 
 Skipped with a reason if sprl/planning/aot.py finds no compiler.
 """
@@ -37,7 +37,7 @@ class Call(NamedTuple):
 
 @dataclass(frozen=True)
 class RecordingBench(Bench):
-  """A bench that records the calls it would time, and times nothing."""
+  """A bench that records the calls and times nothing."""
 
   calls: list[Call] = field(default_factory=list)
   peers: list[Call] = field(default_factory=list)

@@ -153,7 +153,7 @@ def test_cache_decodes_alike_with_kernels_and_references(monkeypatch, storage):
   monkeypatch.setattr(hopper, 'decode_attention', INTERPRETED)
   monkeypatch.setattr(hopper_eviction, 'compact', partial(hopper_eviction.compact, interpret=plgpu.InterpretGPUParams()))
   B, T, K, G, D = 2, 40, 2, 3, 128
-  plan = CacheLayout(
+  layout = CacheLayout(
     settings=Cache(budget=56, interval=8, window=4, method='h2o'),
     layers=1,
     kv_heads=K,
@@ -170,7 +170,7 @@ def test_cache_decodes_alike_with_kernels_and_references(monkeypatch, storage):
 
   @partial(jax.jit, static_argnums=0)
   def decoded(kernels):
-    cache = KVCache.empty(dataclasses.replace(plan, kernels=kernels), B, scales=Scales(*(jnp.full(1, 0.02) for _ in range(3))))
+    cache = KVCache.empty(dataclasses.replace(layout, kernels=kernels), B, scales=Scales(*(jnp.full(1, 0.02) for _ in range(3))))
     prompt, token = Step(jnp.array([T, T - 7])), Step(jnp.ones(B, jnp.int32), decoding=True)
     _, cache = cache.attend(0, prompt, q[:, :T], k[:, :T], v[:, :T])
     out, cache = cache.advance(prompt).attend(0, token, q[:, T:], k[:, T:], v[:, T:])

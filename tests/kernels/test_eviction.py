@@ -151,7 +151,7 @@ def test_layer_is_compressed_alike_with_kernels_and_references(monkeypatch, meth
   monkeypatch.setattr(hopper, 'compact', COMPACT)
   monkeypatch.setattr(hopper, 'similarity', SIMILARITY)
   B, K, S, D = 3, 2, 64, 128
-  plan = CacheLayout(
+  layout = CacheLayout(
     settings=Cache(budget=40, interval=24, window=4, method=method),
     layers=1,
     kv_heads=K,
@@ -165,7 +165,7 @@ def test_layer_is_compressed_alike_with_kernels_and_references(monkeypatch, meth
   )
   rng = np.random.default_rng(0)
   layer = dataclasses.replace(
-    LayerCache.empty(plan, B, S),
+    LayerCache.empty(layout, B, S),
     k=keys(B, K, S, D, [S] * B, BF16)[0],
     v=jnp.asarray(rng.normal(size=(B, K, S, D)), BF16),
     position=jnp.broadcast_to(jnp.arange(S), (B, K, S)),
@@ -176,7 +176,7 @@ def test_layer_is_compressed_alike_with_kernels_and_references(monkeypatch, meth
   @partial(jax.jit, static_argnums=0)
   def compressed(kernels):
     due = jnp.array([True, True, False])
-    return compress(dataclasses.replace(plan, kernels=kernels), layer, due, occupied=occupied, now=now)[0]
+    return compress(dataclasses.replace(layout, kernels=kernels), layer, due, occupied=occupied, now=now)[0]
 
   found, expected = compressed('mosaic_gpu'), compressed('reference')
   jax.tree.map(np.testing.assert_array_equal, (found.k, found.v, found.position), (expected.k, expected.v, expected.position))

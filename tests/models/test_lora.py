@@ -131,15 +131,15 @@ def test_adapters_are_sharded_as_their_kernels_are():
 @pytest.mark.parametrize('quant', [Quant(), Quant(sampler='w8a8'), Quant(sampler='w8a8', arithmetic='blockwise')])
 def test_the_sampler_gets_merged_weights(quant):
   _, base, adapters = adapted()
-  served = sampler_weights(base.under(adapters), jnp.dtype('float32'), quant)
+  weights = sampler_weights(base.under(adapters), jnp.dtype('float32'), quant)
   expected = sampler_weights(jax.tree.map(jnp.asarray, merged_by_hand(base, adapters)), jnp.dtype('float32'), quant)
-  assert jax.tree.structure(served) == jax.tree.structure(expected)
-  for got, want in zip(jax.tree.leaves(served), jax.tree.leaves(expected)):
+  assert jax.tree.structure(weights) == jax.tree.structure(expected)
+  for got, want in zip(jax.tree.leaves(weights), jax.tree.leaves(expected)):
     got, want = (np.asarray(each).astype(np.float32) for each in (got, want))
     step = 2**-3 * np.abs(want) + 1e-5 if quant.sampler == 'w8a8' else 1e-6  # an FP8 code may flip
     assert np.all(np.abs(got - want) <= step)
     assert np.mean(np.abs(got - want) > 1e-5 * np.abs(want)) < 1e-2
-  assert self_check(base.under(adapters), served, jnp.dtype('float32'), quant) == []
+  assert self_check(base.under(adapters), weights, jnp.dtype('float32'), quant) == []
 
 
 # --- training --------------------------------------------------------------------------------------------------------

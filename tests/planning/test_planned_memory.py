@@ -58,7 +58,7 @@ def test_state_and_gradients_of_a_7b_in_bytes():
   held = update_memory(QWEN, RUN, SHAPE, MeshAxes())
   assert held.parameters == 30_462_466_048
   assert held.optimiser == 60_924_932_104  # two moments, and two counts of updates
-  assert held.gradients == 30_462_466_048 + 2_179_989_504  # and those of the head, of the current microbatch
+  assert held.gradients == 30_462_466_048 + 2_179_989_504  # and the gradients of the head, of the current microbatch
 
 
 def test_fsdp_and_tensor_split_the_state_and_data_does_not():
@@ -140,8 +140,8 @@ def test_bytes_of_sampler_weights_equal_those_of_real_ones(arithmetic):
   params = transformer.init_params(config, jax.random.key(0))
   for sampler in ('none', 'w8a8'):
     quant = Quant(sampler=sampler, arithmetic=arithmetic)
-    served = jax.eval_shape(lambda params, quant=quant: sampler_weights(params, jnp.bfloat16, quant), params)
-    expected = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((served.params, served.probe)))
+    weights = jax.eval_shape(lambda params, quant=quant: sampler_weights(params, jnp.bfloat16, quant), params)
+    expected = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((weights.params, weights.probe)))
     assert sampler_weight_bytes(config, RUN, quant, MeshAxes()) == expected
 
 
@@ -157,7 +157,7 @@ def test_bytes_of_sampler_weights_equal_those_of_real_ones(arithmetic):
   ],
 )
 def test_the_planned_device_decides_the_form_of_fp8_weights(name, kernels, tensor, codes):
-  """FP8 linears are codes if a kernel multiplies them, else bfloat16 numbers; the codes of one layer are kept besides."""
+  """FP8 linears are codes if a kernel multiplies them, else bfloat16 numbers. The probe adds the codes of one layer."""
   run = on(device(name), dataclasses.replace(RUN, model=dataclasses.replace(RUN.model, kernels=kernels)))
   config = shallow(QWEN, 2)
   plain, fp8 = (
@@ -172,8 +172,8 @@ def test_the_probe_of_fp8_codes_is_split_as_its_weights():
   config = shallow(MIXTURE, 2)
   attention, experts = 2048 * 128 * (2 * 32 + 2 * 4), 128 * 3 * 768 * 2048
   for axes, expected in ((MeshAxes(), attention + experts), (MeshAxes(data=2, expert=4), attention + experts // 4)):
-    served = programs.abstract_sampler_weights(config, RUN, Quant(sampler='w8a8'), axes.mesh(config))
-    assert memory.nbytes(memory.local(served.probe)) == expected
+    weights = programs.abstract_sampler_weights(config, RUN, Quant(sampler='w8a8'), axes.mesh(config))
+    assert memory.nbytes(memory.local(weights.probe)) == expected
 
 
 def test_float32_sampler_weights_are_a_second_copy_of_the_master_weights():

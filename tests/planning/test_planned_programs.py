@@ -56,7 +56,7 @@ def test_the_memory_of_decode_steps_is_planned_within_a_tenth(kind):
 
 @h200
 def test_the_memory_of_an_update_on_eight_is_planned_within_a_tenth():
-  """Without the barrier of `rules.in_turn`, XLA would need twice the planned memory for these 24 layers."""
+  """Without the barrier of `rules.prefetch_barrier`, XLA would need twice the planned memory for these 24 layers."""
   check = compile_check.check_update(QWEN, UPDATE, planned(QWEN, UPDATE, MeshAxes(fsdp=4, tensor=2)))
   assert check.planned == pytest.approx(check.compiled.total, rel=0.1)
   assert {each.kind for each in check.compiled.collectives} >= {'all-gather', 'reduce-scatter', 'all-reduce'}

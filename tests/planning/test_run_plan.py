@@ -90,8 +90,8 @@ def test_an_evaluation_by_hand():
   drawn = 4 * (3 * 4096 + V)  # tokens, their log-probs, numbers of kept slots; logits
   prefill = 8 * 512 * (2 * 2 * 4 * K * D + 2 * (2 * E + 2 * F) + 2 * 512)  # 8 prompts: keys, values, one layer, the mask
   own = 2 * parameters + 32 * (2 * 2 * 4 * K * D * 4608 + drawn) + prefill
-  served = sampler_weight_bytes(FEW, on(device('h100'), run), run.quant, MeshAxes(data=4))
-  assert found.total == pytest.approx(planned.update.state + served + own, rel=1e-3)
+  weights = sampler_weight_bytes(FEW, on(device('h100'), run), run.quant, MeshAxes(data=4))
+  assert found.total == pytest.approx(planned.update.state + weights + own, rel=1e-3)
   assert planned.kinds[3].rows == 64
   assert planned.fits == {'update': True, 'evaluation': False}
   assert f'fits: no, {(found.total - planned.usable) / 2**30:.1f} too much' in as_text(planned)
@@ -108,11 +108,11 @@ def test_an_evaluation_with_the_samplers_memory_needs_as_much_as_rollouts():
   run = dataclasses.replace(RUN, eval=Evaluation(memory='sampler'), quant=Quant(sampler='w8a8_kv8'))
   planned = plan(FEW, run, ONE, ONE, H200)
   own, held = planned.kinds[3], planned.update.state
-  served = sampler_weight_bytes(FEW, on(H200, run), run.quant, ONE)
-  assert planned.evaluation.total == held + served + own.memory.total(64)
+  weights = sampler_weight_bytes(FEW, on(H200, run), run.quant, ONE)
+  assert planned.evaluation.total == held + weights + own.memory.total(64)
   short = dataclasses.replace(run, eval=Evaluation(max_tokens=64), cache=Cache())
   dense = plan(FEW, short, ONE, ONE, H200)
-  sampling = dense.evaluation.total - held - served
+  sampling = dense.evaluation.total - held - weights
   assert dense.kinds[0].memory.total(64) - sampling == 64 * (1536 - 64) * (2 * 2 * 4 * K * D + 12)
 
 

@@ -42,7 +42,7 @@ class ChunkEngine:
     self.running = {uid: entry for uid, entry in self.running.items() if entry[0] not in gone}
     return [self.drawn(r, 0, 'abort') for r in gone]
 
-  def swap(self, served, version):
+  def swap(self, weights, version):
     self.version = version
 
   def dispatch(self):

@@ -13,7 +13,7 @@ from sprl.rollout import collect
 from sprl.rollout.collect import Length, check_lengths
 
 
-def plan(**changes):
+def layout(**changes):
   return cache_layout(tiny('llama'), Cache(**changes), Quant(sampler='kv8'), 6, 4, 'bfloat16')
 
 
@@ -22,7 +22,7 @@ def test_savings_follow_from_kept_slots_and_allocated_bytes():
   # a dense cache attends to all tokens before the drawn one
   assert first.kept[first.mask].tolist() == [6, 7, 8]
   sparse = dataclasses.replace(first, kept=np.where(first.mask, [0] * 6 + [6, 5, 5], 0).astype(np.int32), saturated=32)
-  found = collect.metrics([sparse, second], plan(budget=5, interval=1, window=2), 3)
+  found = collect.metrics([sparse, second], layout(budget=5, interval=1, window=2), 3)
   assert found['sparse/kept_mean'] == pytest.approx((6 + 5 + 5 + 6 + 7) / 5)
   assert found['sparse/kept_peak'] == 6 + 1
   assert found['sparse/accounting_saving'] == pytest.approx(1 - 29 / 34)
@@ -36,7 +36,7 @@ def test_savings_follow_from_kept_slots_and_allocated_bytes():
 
 
 def test_a_dense_cache_saves_nothing():
-  found = collect.metrics(small.rollouts([(3, 2)], (6,)), plan(), 3)
+  found = collect.metrics(small.rollouts([(3, 2)], (6,)), layout(), 3)
   assert found['sparse/accounting_saving'] == 0
   assert found['sparse/compressed'] == 0
   assert found['sparse/bytes_saving'] == pytest.approx(0.5, abs=0.02)  # only FP8 saves bytes

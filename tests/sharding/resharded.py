@@ -1,4 +1,4 @@
-"""Reshard arrays of three dtypes from layouts over 4 host devices to layouts over 2, 3 or 4 others. Prints JSON."""
+"""Reshard arrays of three dtypes from layouts over 4 host devices to layouts over 2, 3 or 4 devices. Prints JSON."""
 
 import itertools
 import json

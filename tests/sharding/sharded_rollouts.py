@@ -1,8 +1,8 @@
-"""Compare rollouts, calibration, self-check and an update on meshes of 8 host devices with one device. Prints JSON.
+"""Compare rollouts, calibration, self-check and an update on meshes of up to 8 host devices with one device. Prints JSON.
 
-Arguments: MEMORY:DATAxFSDPxTENSOR of the rollouts, one or more. The learner has the same devices, all along fsdp. For memories
-whose name starts with `experts`, the model has eight experts, xEXPERT follows the other sizes, and the learner has two parts of
-experts.
+Arguments: one or more MEMORY:DATAxFSDPxTENSOR, a key of MEMORIES and the mesh of the rollouts. The learner has the same devices,
+all along fsdp. If the key starts with `experts`, the model has eight experts, the argument ends with xEXPERT, and the learner
+splits the experts into two parts.
 """
 
 import json
@@ -51,7 +51,7 @@ requests = [Request(2 * g + k, g, prompt, 16 - 3 * k) for g, prompt in enumerate
 
 
 class Compilations(logging.Handler):
-  """Counts what JAX compiles."""
+  """Counts the compilations that JAX logs."""
 
   count = 0
 
@@ -115,7 +115,7 @@ def furthest(a, b):
 
 
 def beside(alone, together):
-  """Return the results of the mesh, and their differences from one device."""
+  """Return the results of the mesh and their differences from the results of one device."""
   pairs = list(zip(alone['trajectories'], together['trajectories']))
   same = all(np.array_equal(getattr(a, x), getattr(b, x)) for a, b in pairs for x in ('tokens', 'kept', 'routes'))
   apart = np.concatenate([np.abs(a.sampler_logp - b.sampler_logp)[a.mask] for a, b in pairs]) if same else np.full(1, np.inf)

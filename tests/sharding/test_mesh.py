@@ -13,7 +13,7 @@ from sprl.config import Mesh, Meshes, SettingsError
 from sprl.models import transformer
 from sprl.models.config import tiny
 from sprl.sharding.mesh import make_mesh, replicated, sizes, tensor_axes
-from sprl.sharding.rules import IN_USE, local, shard, shardings, spec, total
+from sprl.sharding.rules import IN_USE, local, psum, shard, shardings, spec
 
 ONE = [jax.devices('cpu')[0]]
 EIGHT = ONE * 8  # these tests only need their number
@@ -98,7 +98,7 @@ def test_replicated_is_whole_on_every_device():
 def test_without_a_mesh_names_have_no_effect():
   x = jnp.arange(6.0).reshape(2, 3)
   assert shard(x, 'rows', 'mlp') is x
-  assert total(x, 'kv_heads') is x
+  assert psum(x, 'kv_heads') is x
   np.testing.assert_array_equal(local(lambda a, b: a + b, (('rows', None), (None,)), ('rows', None))(x, x[0]), x + x[0])
 
 

@@ -1,8 +1,8 @@
 """The protocol of an environment (that of GEM, axon-rl/gem), and checks of what one returns.
 
 An environment is foreign code: it may raise, or return values of wrong types. So only `checked_reset` and `checked_step` call
-`reset` and `step`. Whatever is wrong becomes an EnvironmentFault that names the environment and the fault. The caller has the
-clock and must notice a hang.
+`reset` and `step`. They turn every error into an EnvironmentFault that names the environment and the error. They have no time
+limit; the caller must notice a hang.
 
 `info` may hold these keys, which are checked:
 

@@ -41,7 +41,7 @@ def load_class(reference: str, methods: tuple[str, ...], where: str) -> type:
 
 
 def construct(kind: type, args: Mapping[str, Any], where: str) -> Any:
-  """Return `kind(**args)`. Raises SettingsError, which begins with `where`, for wrong arguments and for whatever it raises."""
+  """Return `kind(**args)`. Raises SettingsError, which begins with `where`, for wrong arguments and for any error of `kind`."""
   signature = inspect.signature(kind)
   try:
     signature.bind(**args)

@@ -23,7 +23,7 @@ class MultiTurnEnv:
     self.dataset, self.rubric, self.max_turns = dataset, rubric, max_turns
     self.before = [{'role': 'system', 'content': system_prompt}] if system_prompt else []
     self.tool_defs = []
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # the real package sets its own too
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the real package also replaces both handlers
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
   requires_group_rollouts = property(lambda self: any('completions' in f.__code__.co_varnames for f in self.rubric.funcs))

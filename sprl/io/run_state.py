@@ -7,7 +7,7 @@ from typing import Any
 
 @dataclass
 class RunState:
-  """What a resumed run needs to go on exactly where it stopped.
+  """The state that a resumed run needs to continue exactly where it stopped.
 
   Everything else follows from the settings, the step number and the train state.
   """
@@ -16,7 +16,7 @@ class RunState:
   capped: int = 0  # consecutive steps in which every completion was cut at its token limit
   before: dict[str, Any] = field(default_factory=dict)  # held-out evaluation before the first update: metrics and samples
   after: dict[str, Any] = field(default_factory=dict)  # held-out evaluation after `step`; empty if there was none
-  prompts: dict[str, Any] = field(default_factory=dict)  # what the order of the prompts is made of (RolloutSetup.state)
+  prompts: dict[str, Any] = field(default_factory=dict)  # state of the stream of problems (RolloutSetup.state)
   scheduler: dict[str, Any] | None = None  # groups in flight (Scheduler.state); None before the first step
   amax: list[Any] = field(default_factory=list)  # largest queries, keys and values of past calibrations, newest last
   calibrated_updates: int = -1  # updates of the weights that the newest calibration saw

@@ -15,16 +15,16 @@ dispatch, place = Engine.dispatch, PlacedEngine.place
 chunk, waited = threading.Event(), []
 
 
-def dispatching(slots):
+def dispatching(engine):
   chunk.set()
   time.sleep(0.5)  # a batch then takes longer than an update, so the engine rarely runs out of work
-  dispatch(slots)
+  dispatch(engine)
 
 
-def placing(placed, served):
+def placing(placed, weights):
   chunk.clear()
   waited.append(chunk.wait(1))
-  return place(placed, served)
+  return place(placed, weights)
 
 
 def run():

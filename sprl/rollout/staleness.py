@@ -1,11 +1,11 @@
-"""The metrics of one step that come from the rollout: those of the engines, the scheduler, the completions and their age."""
+"""Metrics of the age of an update's data: of groups since their start, of tokens since they were drawn."""
 
 from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Int
 
-from sprl.rollout.scheduler import Group
+from sprl.rollout.groups import Group
 from sprl.types import Trajectory
 
 
@@ -14,7 +14,7 @@ def staleness(groups: Sequence[Group], version: int) -> dict[str, float]:
   ages = [version - group.start_version for group in groups]
   lag = lags([t for group in groups for t in group.trajectories], version)
   return {
-    'async/off_policy_ratio': float(np.mean(ages)),
+    'async/age_mean': float(np.mean(ages)),
     'async/age_max': float(max(ages)),
     'async/token_lag_mean': float(lag.mean()),
     'async/token_lag_max': float(lag.max()),

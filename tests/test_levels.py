@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LEVELS = (  # the lowest first; packages and modules of sprl/
-  ('__init__', 'config', 'types', 'run_state'),
+  ('__init__', 'config', 'types'),
   ('config_checks',),
   ('config_reader',),
   ('sharding', 'distributed'),
@@ -18,7 +18,7 @@ LEVELS = (  # the lowest first; packages and modules of sprl/
   ('sampler', 'tasks', 'io'),
   ('model',),
   ('rollout', 'learner'),
-  ('mismatch', 'planning', 'restore', 'step_metrics', 'command_line'),
+  ('mismatch', 'planning', 'command_line'),
   ('session',),
   ('hooks', 'report'),
   ('train',),

@@ -11,11 +11,11 @@ from sprl.config import Run, SettingsError
 from sprl.io.checkpoint import CheckpointError, Checkpoints, Restored
 from sprl.io.huggingface import export_folder
 from sprl.io.peft import export_adapters
+from sprl.io.run_state import RunState
 from sprl.learner.state import TrainState
 from sprl.model import Model, abstract_params
 from sprl.models.lora import Base, network
 from sprl.models.transformer import Params
-from sprl.run_state import RunState
 from sprl.sampler import calibrate
 
 
@@ -40,7 +40,7 @@ def restore(model: Model, run: Run, workdir: Path, step: int | None = None, dtyp
 
 
 def restore_trained(model: Model, run: Run, workdir: Path, step: int | None = None) -> Restored:
-  """Restore only the trained weights of a checkpoint: those of the network, or those of its adapters.
+  """Restore only the trained weights of a checkpoint: the network, or its adapters.
 
   The folder is not modified, so the run may be in progress. Raises CheckpointError if the checkpoint does not exist or holds
   arrays of other shapes.
