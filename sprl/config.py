@@ -138,7 +138,7 @@ class Rollout:
   group: int = 8  # samples per prompt
   equal_groups: Literal['train', 'skip', 'replace'] = 'train'  # groups of equal rewards: train on, leave out, or sample others
   stop_when_capped: bool = True  # end the run when every completion of 2 steps in a row reaches max_tokens
-  async_ratio: float = 0.0  # alpha: how many updates behind the newest weights a sample may be; 0: synchronous
+  async_ratio: float = 0.0  # alpha: how many steps behind the newest weights a sample may be; 0: synchronous
   order: Literal['start', 'deadline', 'completion'] = 'start'  # groups an update takes: oldest, in time, or first to end
   sync: Literal['recompute', 'keep', 'drain'] = 'recompute'  # caches of running sequences at an update: recompute, keep, or wait
   replicate_prompts: bool = True  # schedule each sample of a prompt alone; False: reserve rows for the group until all end

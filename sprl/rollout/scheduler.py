@@ -53,7 +53,7 @@ class Scheduler:
     now: the clock, in seconds.
     groups: groups that the run will consume; no more than it needs are started. None: no limit.
     timeline: where spans are recorded. None: a timeline of the scheduler's own.
-    version: the version of the engines' weights (finished updates).
+    version: the version of the engines' weights (finished steps).
     first: the number of the first group of the run.
     retries: further attempts at a member whose grader or environment failed.
 
@@ -93,7 +93,7 @@ class Scheduler:
   # --- the controller's calls ----------------------------------------------------------------------------------------------
 
   def batch(self, stopped: Callable[[], Any] = lambda: False) -> list[Group] | None:
-    """Return the groups of the next update, in the order of their numbers.
+    """Return the groups of the next step, in the order of their numbers.
 
     Pumps until the groups are complete. Returns None only if `stopped()` is true before that. Raises Stalled if the groups can
     never be complete.

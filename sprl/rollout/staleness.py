@@ -1,4 +1,4 @@
-"""Metrics of the age of an update's data: of groups since their start, of tokens since they were drawn."""
+"""Metrics of the age of a step's data: of groups since their start, of tokens since they were drawn."""
 
 from collections.abc import Sequence
 
@@ -10,7 +10,7 @@ from sprl.types import Trajectory
 
 
 def staleness(groups: Sequence[Group], version: int) -> dict[str, float]:
-  """Return the age of the data of an update of `version`: of groups since their start, of tokens since they were drawn."""
+  """Return the ages of groups and tokens in the step that changes weights of this `version`."""
   ages = [version - group.start_version for group in groups]
   lag = lags([t for group in groups for t in group.trajectories], version)
   return {
@@ -23,5 +23,5 @@ def staleness(groups: Sequence[Group], version: int) -> dict[str, float]:
 
 
 def lags(trajectories: Sequence[Trajectory], version: int) -> Int[np.ndarray, ' N']:
-  """Return the number of updates between the drawing of each of the N tokens and an update of `version`."""
+  """Return the lag of each of the N tokens: steps between its drawing and the step that changes weights of this `version`."""
   return np.concatenate([version - t.version[t.mask] for t in trajectories])

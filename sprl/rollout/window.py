@@ -1,7 +1,7 @@
-"""The staleness window: how far rollouts may run ahead, and which groups an update consumes (docs/methods/async.md, eq. 1 to 6).
+"""The staleness window: how far rollouts may run ahead, and which groups a step consumes (docs/methods/async.md, eq. 1 to 6).
 
-alpha bounds the age of every sample: a group that the update v -> v + 1 consumes started under a version s >= v - alpha of the
-weights. The invariants, in numbers of groups with Bp groups an update:
+alpha bounds the age of every sample: a group that the step v -> v + 1 consumes started under a version s >= v - alpha of the
+weights. The invariants, in numbers of groups with Bp groups per step:
 
     (I1) admission   started - refunded <= (v + 1) Bp + alpha Bp + extra
     (I2) buffer      running + complete <= (1 + alpha) Bp + extra
@@ -35,8 +35,8 @@ class Window:
   alpha: float
   order: Literal['start', 'deadline', 'completion'] = 'start'
   extra: int = 0
-  version: int = 0  # v: finished updates
-  gathering: bool = True  # whether the next update still needs groups; after that only later updates do
+  version: int = 0  # v: finished steps
+  gathering: bool = True  # whether the next step still needs groups; after that only later steps do
   started: int = 0
   refunded: int = 0
   consumed: int = 0
@@ -45,7 +45,7 @@ class Window:
 
   @property
   def ahead(self) -> int:
-    """alpha Bp: groups that may start before their update's turn. The settings make it a whole number."""
+    """alpha Bp: groups that may start before their step's turn. The settings make it a whole number."""
     return round(self.alpha * self.prompts)
 
   @property
@@ -81,7 +81,7 @@ class Window:
     self.refunded += 1
 
   def ready(self) -> list[int] | None:
-    """The groups that this update consumes, by number. None: it has to wait."""
+    """The groups that this step consumes, by number. None: it has to wait."""
     if self.live < self.prompts or len(self.complete) < self.prompts:
       return None
     if self.order == 'start':
@@ -97,7 +97,7 @@ class Window:
     return all(sum(start <= s for start in left) <= max(0, (s - self.version) * self.prompts + self.ahead) for s in set(left))
 
   def consume(self, numbers: Sequence[int]) -> None:
-    """Remove the groups that an update trains on."""
+    """Remove the groups that a step trains on."""
     for number in numbers:
       del self.complete[number]
     self.consumed += len(numbers)
@@ -110,12 +110,12 @@ class Window:
     return [*sorted(self.running), *sorted(self.complete)][: max(over, 0)]
 
   def expired(self) -> list[int]:
-    """The groups that will be too old for the update after this one (eq. 4)."""
+    """The groups that will be too old for the step after this one (eq. 4)."""
     oldest = self.version - math.ceil(self.alpha)
     return [e.number for e in (*self.running.values(), *self.complete.values()) if e.start_version <= oldest]
 
   def advance(self) -> None:
-    """Count a finished update."""
+    """Count a finished step."""
     self.version += 1
     self.gathering = True
 
