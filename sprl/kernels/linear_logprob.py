@@ -102,8 +102,7 @@ def _backward(temperature, chunk, saved, cotangents):
 
   def body(i, carry):
     dhidden, dhead = carry
-    h, t = _rows(i, chunk, hidden, target)
-    z, ent, dlogp, dent = _rows(i, chunk, lse, entropy, *cotangents)
+    h, t, z, ent, dlogp, dent = _rows(i, chunk, hidden, target, lse, entropy, *cotangents)
     logp = _logits(h, narrow, temperature) - z[..., None]
     # d logp[t] / d logits = onehot - p ;  d entropy / d logits = -p (log p + entropy)
     d = -jnp.exp(logp) * (dlogp[..., None] + dent[..., None] * (logp + ent[..., None]))
