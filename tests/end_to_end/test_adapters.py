@@ -10,11 +10,12 @@ import tiny
 from safetensors.numpy import load_file, save_file
 
 from sprl import config as settings
-from sprl import restore, train
+from sprl import train
 from sprl.config import SettingsError
 from sprl.config_reader import resolve
 from sprl.io.huggingface import tensors
 from sprl.io.metrics import read_metrics
+from sprl.learner import restore
 from sprl.model import Model
 
 CHANGES = {
