@@ -20,7 +20,9 @@ import ml_collections
 Kernels = Literal['auto', 'reference', 'mosaic_gpu']
 Remat = Literal['none', 'dots', 'layer']
 RouterReplay = Literal['none', 'R2', 'R3']
-Aggregate = Literal['seq-mean-token-mean', 'token-mean', 'seq-mean-token-sum', 'seq-mean-token-sum-norm']
+Aggregate = Literal[
+  'seq-mean-token-mean', 'token-mean', 'prompt-mean-token-mean', 'seq-mean-token-sum', 'seq-mean-token-sum-norm'
+]  # fmt: skip
 
 LINEARS = ('q', 'k', 'v', 'o', 'gate', 'up', 'down')
 
@@ -163,6 +165,7 @@ class Advantage:
   """How a reward becomes an advantage (docs/methods/losses.md, Advantages)."""
 
   estimator: Literal['grpo', 'dr_grpo', 'rloo', 'reinforce_baseline', 'reinforce'] = 'grpo'  # formulas in objective/advantages.py
+  overlong: float | None = None  # last share of max_tokens, over which the reward falls by up to 1 (DAPO); None: no penalty
 
 
 @dataclass(frozen=True)
@@ -195,6 +198,7 @@ class Topr:
   """TOPR."""
 
   positive_weight: float = 1.0  # weight of sequences with a reward above 0; others have their ratio, clipped to [0, 1]
+  level: Literal['token', 'geometric', 'sequence'] = 'token'  # whose ratio: the token's, or the answer's mean or product (paper)
 
 
 @dataclass(frozen=True)
@@ -217,8 +221,8 @@ class Loss:
   """The policy objective (docs/methods/losses.md, eq. 21 to 34)."""
 
   variant: Literal['ppo', 'gspo', 'segment', 'reinforce', 'tis', 'topr', 'cispo', 'kimi15', 'dppo_kl'] = 'ppo'  # token loss
-  clip_low: float = 0.2  # ratios are clipped to [1 - clip_low, 1 + clip_high]; cispo: 1 or more removes the lower bound
-  clip_high: float = 0.2  # upper clip width: ratios are clipped to [1 - clip_low, 1 + clip_high]
+  clip_low: float | None = None  # ratios are clipped to [1 - clip_low, 1 + clip_high]; None: 0.2, gspo 3e-4, cispo no lower bound
+  clip_high: float | None = None  # upper clip width; None: 0.2, gspo 4e-4
   dual_clip: float | None = None  # c: bounds the ppo loss at c * |A| for negative advantages
   tis: Tis = field(default_factory=Tis)
   topr: Topr = field(default_factory=Topr)
@@ -226,7 +230,7 @@ class Loss:
   dppo_kl: Dppo = field(default_factory=Dppo)
   aggregate: Aggregate = 'seq-mean-token-mean'  # how token losses become one number: formulas in objective/losses.py
   kl_coef: float = 0.0  # beta; above 0 a frozen reference model is kept and scored
-  kl_estimator: Literal['k1', 'k2', 'k3'] = 'k3'  # estimate of the KL divergence from the reference
+  kl_estimator: Literal['k2', 'k3'] = 'k3'  # estimate of the KL divergence from the reference; k1 has an expected gradient of 0
   entropy_coef: float = 0.0  # weight of the entropy bonus
   balance_coef: float = 0.0  # mixture of experts: weight of the load-balancing loss (sprl/models/routing.py)
 
@@ -342,6 +346,7 @@ class Run:
   steps: int = 100  # steps of the run; each trains on one rollout batch
   export: bool = False  # write a Hugging Face folder at the end
   patience: float = 1800.0  # seconds without progress of an unblocked process, after which a run over several processes ends
+  preset: str | None = None  # settings of a published method, by name (sprl/presets.py); None: sets nothing
   arm: Arm | None = None  # an arm of Sparse-RL: sets the correction and whether rollouts are sparse (ARMS); None: sets nothing
   model: ModelSettings = field(default_factory=ModelSettings)
   task: Task = field(default_factory=Task)

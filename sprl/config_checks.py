@@ -42,10 +42,11 @@ RANGES = {
   'rollout.extra_prompts': '[0, inf)',
   'rollout.extra_members': '[0, inf)',
   'devices.engines': '[1, inf)',
+  'advantage.overlong': '(0, 1]',
   'correction.cap': '(0, inf)',
   'correction.floor': '[0, inf)',
   'correction.veto': '(0, 1)',
-  'loss.clip_low': '[0, inf)',
+  'loss.clip_low': '[0, 1)',  # below 1, so that ratios have a lower bound above 0
   'loss.clip_high': '[0, inf)',
   'loss.dual_clip': '(1, inf)',
   'loss.tis.low': '[0, inf)',
@@ -318,12 +319,24 @@ def validate_correction(run: Run) -> None:
     require(run, 'correction.level', corrects, f"'token', 'segment', 'sequence' or 'geometric' {stale}")
 
 
+# These bound the ratio to the policy that drew the token, which is the sampler: docs/methods/losses.md, Two modes.
+BEHAVIOUR_LOSSES = ('tis', 'topr', 'cispo')
+
+
 def validate_loss(run: Run) -> None:
-  """Raise SettingsError if a clip range is empty or reaches 0."""
-  loss = run.loss
-  below = 'a number below 1, so that ratios have a lower bound above 0'
-  require(run, 'loss.clip_low', loss.variant == 'cispo' or loss.clip_low < 1, below)
+  """Raise SettingsError if a range is empty, or if the ratio of the variant could not differ from 1."""
+  loss, mode = run.loss, run.correction.mode
   require(run, 'loss.tis.low', loss.tis.low <= loss.tis.high, f'at most config.loss.tis.high = {loss.tis.high}')
+  to_sampler = (
+    f"'bypass' (and config.correction.level = None) with config.loss.variant = {loss.variant!r}, which bounds the ratio"
+  )
+  published = mode == 'bypass' or loss.variant not in BEHAVIOUR_LOSSES
+  require(
+    run, 'correction.mode', published, f'{to_sampler} to the sampler; in decoupled mode it would bound the drift of updates'
+  )
+  moves = mode == 'bypass' or run.optimizer.updates > 1 or loss.variant in ('ppo', 'reinforce')
+  require(run, 'correction.mode', moves, f'{to_sampler}: it is 1 in decoupled mode with one update per rollout batch '
+          '(config.optimizer.minibatches * config.optimizer.epochs = 1)')  # fmt: skip
 
 
 def validate_optimizer(run: Run) -> None:

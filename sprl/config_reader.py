@@ -9,6 +9,7 @@ import ml_collections
 
 from sprl.config import Run, SettingsError, unless_none, with_arm
 from sprl.config_checks import validate
+from sprl.presets import with_preset
 
 
 def resolve(config: Mapping[str, Any] | ml_collections.ConfigDict) -> Run:
@@ -17,7 +18,7 @@ def resolve(config: Mapping[str, Any] | ml_collections.ConfigDict) -> Run:
   Raises SettingsError for an unknown key, a wrong type, a value out of range, or an impossible combination.
   """
   plain = config.to_dict() if isinstance(config, ml_collections.ConfigDict) else dict(config)
-  run = with_arm(_build(Run, plain, 'config'))
+  run = with_arm(with_preset(_build(Run, plain, 'config')))
   validate(run)
   return run
 

@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LEVELS = (  # the lowest first; packages and modules of sprl/
   ('__init__', 'config', 'types'),
-  ('config_checks',),
+  ('config_checks', 'presets'),
   ('config_reader',),
   ('sharding', 'distributed'),
   ('kernels',),

@@ -54,6 +54,7 @@ METRICS: dict[str, str] = {
   # --- rollouts ---------------------------------------------------------------------------------------------------------
   'reward/mean': 'Mean reward.',
   'reward/std': 'Standard deviation of the reward over the batch.',
+  'reward/overlong_penalty': 'Mean penalty for long completions in the advantage. Present with `advantage.overlong`.',
   'reward/groups_equal': 'Share of the groups in which all rewards are equal. Group-relative advantages are 0 there.',
   'completion/length_mean': 'Mean number of tokens that the model wrote.',
   'completion/length_max': 'Largest number of tokens that the model wrote.',

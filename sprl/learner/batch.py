@@ -45,6 +45,7 @@ class TrainBatch:
   scored: Int[Array, 'A S']  # number of scored positions, which come first among the N
   used: Int[Array, '']  # microbatches with tokens
   micro: Int[Array, ' B']  # microbatch of the sequence; -1: left out
+  prompt: Int[Array, ' B']  # number of the sequence's prompt among those of the batch
   place: Int[Array, 'B C']  # scored position of the token, among the S * N of its microbatch
   mask: Bool[Array, 'B C']  # tokens that the model wrote
   sampler_logp: Float[Array, 'B C']
@@ -132,6 +133,7 @@ def pack(
     batch,
     advantage=np.nan_to_num(advantage).astype(np.float32),
     reward=np.array([t.reward for t in trajectories], np.float32),
+    prompt=np.unique([t.group for t in trajectories], return_inverse=True)[1].astype(np.int32),
   )
   rows = _first_fit(_pieces(trajectories, advantage, shape.tokens, share_prefix), trajectories, shape.tokens)
   for index, pieces in enumerate(rows):
@@ -159,6 +161,7 @@ def empty(shape: Shape) -> TrainBatch:
     'scored': np.zeros((A, S), np.int32),
     'used': np.int32(0),
     'micro': np.full(B, -1, np.int32),
+    'prompt': np.zeros(B, np.int32),
     'place': np.zeros(cells, np.int32),
     'mask': np.zeros(cells, bool),
     'sampler_logp': np.zeros(cells, np.float32),

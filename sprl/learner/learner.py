@@ -28,7 +28,7 @@ from sprl.learner.update import abstract_logprobs, needs_old_logprobs
 from sprl.model import Model
 from sprl.models.lora import Base, network
 from sprl.models.transformer import Params
-from sprl.objective.advantages import advantages, equal_groups
+from sprl.objective.advantages import advantages, equal_groups, overlong_penalty
 from sprl.sampler import calibrate
 from sprl.sampler.weights import SamplerWeights
 from sprl.sharding.rules import OnMesh, row_shards
@@ -67,6 +67,8 @@ class Learner:
       ]
       packed = [(batch, metrics) for batch, metrics in packed if batch.used]
       means = {name: float(np.mean([metrics[name] for _, metrics in packed])) for name in (packed[0][1] if packed else ())}
+      if run.advantage.overlong is not None:
+        means['reward/overlong_penalty'] = float(np.mean(overlong(trajectories, run)))
       return [put(batch, self.model.mesh) for batch, _ in packed], means
 
   def score(self, batches: Sequence[TrainBatch]) -> tuple[list[TrainBatch], list[LogProbs]]:
@@ -171,13 +173,22 @@ class Learner:
 
 
 def batch_advantages(trajectories: Sequence[Trajectory], run: Run) -> Float[np.ndarray, ' B']:
-  """Return the advantage of each trajectory; NaN leaves it out, for members of groups that rollout.equal_groups skips."""
+  """Return the advantage of each trajectory; NaN leaves it out, for members of groups that rollout.equal_groups skips.
+
+  Penalties for overlong answers count in the advantage, not in the reward, so that they do not make rewards of a group differ.
+  """
   reward = np.array([t.reward for t in trajectories], np.float32)
   group = np.array([t.group for t in trajectories], np.int32)
   valid = np.ones(len(trajectories), bool)
   if run.rollout.equal_groups == 'skip':
     valid = ~equal_groups(reward, group, valid)
-  return np.where(valid, advantages(reward, group, valid, run.advantage), np.nan)
+  return np.where(valid, advantages(reward - overlong(trajectories, run), group, valid, run.advantage), np.nan)
+
+
+def overlong(trajectories: Sequence[Trajectory], run: Run) -> Float[np.ndarray, ' B']:
+  """Return what the length of each completion subtracts from its reward."""
+  length = np.array([len(t.completion) for t in trajectories], np.int32)
+  return overlong_penalty(length, run.sampling.max_tokens, run.advantage.overlong)
 
 
 def batch_shape(run: Run, model: Model) -> Shape:

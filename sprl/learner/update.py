@@ -93,7 +93,7 @@ def update(
   # --- 1. correct ----------------------------------------------------------------------------------------------------
   corrected = None if logprobs.old is None else correct(logprobs, mask, correction, batch.micro)
   surviving = mask if corrected is None else corrected.mask
-  coefficient = losses.aggregation(surviving=surviving, mask=mask, settings=loss_settings)
+  coefficient = losses.aggregation(surviving=surviving, mask=mask, prompt=batch.prompt, settings=loss_settings)
   of_current = correction.mode == 'bypass' and loss_settings.variant == 'reinforce'  # w compares current with sampler
 
   # --- 2. loss of a microbatch ---------------------------------------------------------------------------------------

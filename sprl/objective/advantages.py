@@ -20,6 +20,16 @@ from sprl.config import Advantage
 EPSILON = 1e-6  # added to the standard deviation of a group
 
 
+def overlong_penalty(length: Int[np.ndarray, ' B'], longest: int, share: float | None) -> Float[np.ndarray, ' B']:
+  """Return what is subtracted from the reward of a completion for its length, 0 to 1 (DAPO, arXiv 2503.14476, eq. 13).
+
+  It rises linearly over the last `share` of the `longest` tokens. None: it is 0.
+  """
+  if share is None:
+    return np.zeros(len(length))
+  return np.clip(1 - (longest - length) / (share * longest), 0, 1)
+
+
 def advantages(
   reward: Float[np.ndarray, ' B'], group: Int[np.ndarray, ' B'], valid: Bool[np.ndarray, ' B'], settings: Advantage
 ) -> Float[np.ndarray, ' B']:

@@ -11,14 +11,14 @@ Nothing here carries a gradient. The formulas do not depend on the cause of the 
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from sprl.config import ARMS, Correction, SettingsError
+from sprl.config import Correction
 from sprl.config_checks import rejection_bounds
 from sprl.objective import masked
 from sprl.objective.masked import bounded, bounded_exp, k3
@@ -166,65 +166,3 @@ def _statistic(option, log_rho, mask):
       return masked.mean(divergence, mask, axis=1)
     case _:  # seq_max; k2 and k3 are not negative
       return jnp.where(mask, divergence, 0).max(axis=1)
-
-
-# --- presets ---------------------------------------------------------------------------------------------------------
-
-_off, _token, _sequence = Correction(level=None), Correction(level='token'), Correction(level='sequence')
-_icepop = replace(_token, weight='icepop', floor=0.5, cap=5.0)
-
-
-def _bypass(base: Correction) -> Correction:
-  return replace(base, mode='bypass')
-
-
-def _reject(base: Correction, rule: str) -> Correction:
-  return replace(base, reject=(rule,))
-
-
-def _geo(base: Correction) -> Correction:
-  return _reject(base, 'seq_mean_k1=0.999:1.001')
-
-
-def _k3(base: Correction) -> Correction:
-  return _reject(base, 'seq_mean_k3=0.01')
-
-
-# Origins: docs/methods/losses.md, Presets. `ppo_clip*` go with loss.variant = ppo, `pg_*` with reinforce.
-PRESETS: dict[str, Correction] = {
-  'disabled': _off,  # metrics only
-  'token_is': _token,  # the default
-  'seq_is': _sequence,
-  'token_icepop': _icepop,
-  'seq_is_rs': _reject(_sequence, 'seq_sum_k1=0.5:2.0'),  # Seq-MIS
-  'geo_rs': _geo(_off),
-  'geo_rs_seq_tis': _geo(_sequence),
-  'geo_rs_token_tis': _geo(_token),
-  'k3_rs': _k3(_off),
-  'k3_rs_seq_tis': _k3(_sequence),
-  'k3_rs_token_tis': _k3(_token),
-  'ppo_clip': _bypass(_off),
-  'ppo_clip_geo_rs': _bypass(_geo(_off)),
-  'ppo_clip_k3_rs': _bypass(_k3(_off)),
-  'pg_is': _bypass(_sequence),
-  'pg_token_icepop': _bypass(_icepop),
-  'pg_geo_rs': _bypass(_geo(_off)),
-  'pg_geo_rs_seq_tis': _bypass(_geo(_sequence)),
-  'pg_geo_rs_token_tis': _bypass(_geo(_token)),
-  'seq_mask_tis': _reject(replace(_token, cap=1e9), 'seq_mean_k1=0.999:1.002'),  # NeMo-RL; S bounds rho below this cap
-  'slime': replace(_token, normalise='global', veto=1e-4),
-  **{arm: correction for arm, correction in ARMS.items() if correction is not None},
-  'roll': replace(_token, cap=1.2),
-  'areal': replace(_token, weight='icepop', floor=0.0, cap=5.0),  # AReaL, w above 5 becomes 0; with loss.variant = ppo
-  'areal_clamp': replace(_token, cap=5.0),  # AReaL, w above 5 becomes 5
-}
-
-
-def preset(name: str) -> Correction:
-  """Return the correction settings under a published name.
-
-  Raises SettingsError, with the known names, for any other.
-  """
-  if name not in PRESETS:
-    raise SettingsError(f'preset {name!r}: expected one of {", ".join(PRESETS)}')
-  return PRESETS[name]

@@ -47,7 +47,7 @@ def mismatch(
     adv_signed_bias              correlation of log rho with the advantage (eq. 42)
     corrected_fraction           surviving tokens with a weight other than 1; 1 if none survives (eq. 43)
     rollout_is_mean              mean of the bounded weight
-    rollout_is_std, rollout_is_eff_sample_size        of the weight clipped to [0, cap] (eq. 35)
+    rollout_is_std, rollout_is_eff_sample_size        of the weight clipped to [0, cap]; icepop: as it is applied (eq. 35)
     rollout_is_ratio_fraction_high, _low              weights above the cap; below the floor, or 1 / cap without one
     rollout_rs_masked_fraction, rollout_rs_seq_masked_fraction   rejected tokens, and rows with a rejected token
     rollout_rs_OPTION_mean, rollout_rs_OPTION_masked_fraction    statistic and rejected tokens of each rejection option
@@ -105,7 +105,8 @@ def _divergences(old, sampler, mask):
 
 def _weights(corrected, mask, settings):
   low = settings.floor if settings.weight in ('clip', 'icepop') else 1 / settings.cap
-  within = jnp.clip(corrected.raw, 0, settings.cap)
+  zeroed = settings.weight == 'icepop' and settings.level is not None
+  within = corrected.applied if zeroed else jnp.clip(corrected.raw, 0, settings.cap)
   return {
     'rollout_is_mean': mean(corrected.applied, mask),
     'rollout_is_std': std(within, mask),

@@ -6,7 +6,9 @@ and `sampler` (the policy that drew the token). The mode of the correction decid
   decoupled   r = exp(current - old), and the loss is multiplied by w, which corrects old against sampler
   bypass      r = exp(current - sampler), which corrects already, so there is no w; `reinforce` has no ratio and keeps its w
 
-so the mismatch of sampler and learner is corrected exactly once. Every ratio is the exponential of a log clamped to +-20.
+so the mismatch of sampler and learner is corrected exactly once. `tis`, `topr` and `cispo` bound the ratio to the policy that
+drew the token: they are for bypass mode, and `sprl.config_checks` refuses them in decoupled mode. Every ratio is the exponential
+of a log clamped to +-20.
 
 For a sequence generated entirely by the weights being trained, pass stop_gradient(current) as the denominator: its ratio is
 then 1, and the ratio has the gradient of `current`.
@@ -17,7 +19,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from sprl.config import Loss
 from sprl.objective.correction import pooled
@@ -60,7 +62,7 @@ def _ppo(t: Tokens, s: Loss, level: str = 'token'):
   """Eq. 22 and 23; at level `geometric` or `segment` eq. 24."""
   log_r = pooled(t.log_r, t.mask, level)
   r = bounded_exp(log_r)
-  unclipped, clipped = -r * t.A, -_clipped(r, s) * t.A
+  unclipped, clipped = -r * t.A, -jnp.clip(r, *ratio_bounds(s)) * t.A
   loss = jnp.maximum(unclipped, clipped)
   bound = clipped > unclipped
   if s.dual_clip is not None:
@@ -92,16 +94,18 @@ def _tis(t: Tokens, s: Loss):
 
 def _topr(t: Tokens, s: Loss):
   """Eq. 26. The raw reward decides the branch, not the advantage."""
-  r = bounded_exp(t.log_r)
+  log_r = pooled(t.log_r, t.mask, s.topr.level)
+  r = bounded_exp(log_r)
   good = t.reward > 0
   coefficient = jnp.where(good, s.topr.positive_weight, jnp.clip(r, 0, 1))
-  return -sg(coefficient) * t.A * t.logp, t.log_r, ~good & (r > 1)
+  return -sg(coefficient) * t.A * t.logp, log_r, ~good & (r > 1)
 
 
 def _cispo(t: Tokens, s: Loss):
   """Eq. 27."""
   r = bounded_exp(t.log_r)
-  return -sg(_clipped(r, s)) * t.A * t.logp, t.log_r, _clipped(r, s) != r
+  bounded = jnp.clip(r, *ratio_bounds(s))
+  return -sg(bounded) * t.A * t.logp, t.log_r, bounded != r
 
 
 def _kimi15(t: Tokens, s: Loss):
@@ -118,8 +122,13 @@ def _dppo_kl(t: Tokens, s: Loss):
   return kept + penalty * t.log_r**2, t.log_r, left
 
 
-def _clipped(r, s):
-  return jnp.clip(r, 1 - s.clip_low, 1 + s.clip_high)
+def ratio_bounds(s: Loss) -> tuple[float, float]:
+  """Return the bounds of the clipped ratio: those of the settings, or the variant's own.
+
+  GSPO clips a geometric mean, so its range is narrow (arXiv 2507.18071). CISPO has no lower bound (arXiv 2506.13585).
+  """
+  low, high = {'gspo': (3e-4, 4e-4), 'cispo': (1.0, 0.2)}.get(s.variant, (0.2, 0.2))
+  return 1 - (low if s.clip_low is None else s.clip_low), 1 + (high if s.clip_high is None else s.clip_high)
 
 
 def _never(t):
@@ -177,32 +186,40 @@ def token_loss(
 
 
 def kl(logprobs: LogProbs, estimator: str = 'k3') -> Float[Array, 'B T']:
-  """Estimate KL(current || ref) of each token, clamped to +-10 (eq. 30). Only `current` carries a gradient.
+  """Estimate KL(current || ref) of each token, clamped to 10 (eq. 30). Only `current` carries a gradient.
 
-  With u = ref - current: k1 = -u, k2 = u^2 / 2, k3 = e^u - 1 - u. Raises ValueError if one of the two is missing.
+  With u = ref - current: k2 = u^2 / 2, k3 = e^u - 1 - u. (The gradient of k1 = -u is that of the log-prob, which is 0 in
+  expectation.) Raises ValueError if one of the two is missing.
   """
   if logprobs.current is None or logprobs.ref is None:
     raise ValueError('LogProbs.current and .ref: expected arrays where loss.kl_coef is above 0, got None')
   u = sg(logprobs.ref) - logprobs.current
-  return jnp.clip({'k1': lambda u: -u, 'k2': lambda u: u**2 / 2, 'k3': k3}[estimator](u), -KL_CLIP, KL_CLIP)
+  return jnp.minimum(u**2 / 2 if estimator == 'k2' else k3(u), KL_CLIP)
 
 
-def aggregation(*, surviving: Bool[Array, 'B T'], mask: Bool[Array, 'B T'], settings: Loss) -> Float[Array, 'B T']:
+def aggregation(
+  *, surviving: Bool[Array, 'B T'], mask: Bool[Array, 'B T'], prompt: Int[Array, ' B'], settings: Loss
+) -> Float[Array, 'B T']:
   """Return coefficients c such that the loss of the batch is sum(c * loss of each token) (eq. 33).
 
-  The sum may be taken microbatch by microbatch. With n the surviving tokens of a row and N the rows of the batch:
+  The sum may be taken microbatch by microbatch. With n the surviving tokens of a row, N the rows and P the prompts of the batch:
     seq-mean-token-mean 1/(N n)   token-mean 1/sum(n)   seq-mean-token-sum 1/N   seq-mean-token-sum-norm 1/(N T)
-  A row whose tokens were all rejected counts in N, and with all its tokens in sum(n). Rows in which the model wrote nothing are
-  padding and count nowhere.
+    prompt-mean-token-mean 1/(P sum(n over the rows of the prompt))
+  `prompt` is the number of each row's prompt, 0 to B - 1. A row whose tokens were all rejected counts in N, its prompt in P, and
+  all its tokens in sum(n). Rows in which the model wrote nothing are padding and count nowhere.
   """
   n = surviving.sum(axis=1)
+  tokens = jnp.where(n > 0, n, mask.sum(axis=1))
   rows = jnp.maximum(mask.any(axis=1).sum(), 1)
   match settings.aggregate:
     case 'seq-mean-token-mean':
       denominator = (rows * jnp.maximum(n, 1))[:, None]
     case 'token-mean':
-      tokens = jnp.where(n > 0, n, mask.sum(axis=1))
       denominator = jnp.maximum(tokens.sum(), 1)
+    case 'prompt-mean-token-mean':
+      of_prompt = jnp.zeros(len(prompt), tokens.dtype).at[prompt].add(tokens)
+      prompts = jnp.maximum(jnp.sum(of_prompt > 0), 1)
+      denominator = (prompts * jnp.maximum(of_prompt[prompt], 1))[:, None]
     case 'seq-mean-token-sum':
       denominator = rows
     case _:  # seq-mean-token-sum-norm

@@ -39,6 +39,7 @@ def test_three_completions_sharing_a_prompt():
   assert batch.place.tolist() == [[0, 1, 2, 0], [3, 4, 0, 0], [5, 6, 7, 8]]
   assert batch.mask.astype(int).tolist() == [[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1]]
   assert batch.micro.tolist() == [0, 0, 0]
+  assert batch.prompt.tolist() == [0, 0, 0]
   assert int(batch.used) == 1
   assert batch.sampler_logp[1].tolist() == [-4 / 8, -5 / 8, 0, 0]
   assert batch.advantage.tolist() == [1.0, -2.0, 0.5]

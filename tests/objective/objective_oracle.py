@@ -156,9 +156,15 @@ def clip(x, low, high):
   return min(max(x, low), high)
 
 
+def clipped(r, s):
+  low, high = {'gspo': (3e-4, 4e-4), 'cispo': (math.inf, 0.2)}.get(s.variant, (0.2, 0.2))
+  low, high = (own if given is None else given for own, given in ((low, s.clip_low), (high, s.clip_high)))
+  return clip(r, 1 - low, 1 + high)
+
+
 def ppo(r, A, s):
   """Return minus the objective of PPO, min(r A, clip(r) A), with the dual clip."""
-  loss = -min(r * A, clip(r, 1 - s.clip_low, 1 + s.clip_high) * A)
+  loss = -min(r * A, clipped(r, s) * A)
   if s.dual_clip is not None and A < 0:
     loss = min(loss, -s.dual_clip * A)
   return loss
@@ -169,12 +175,13 @@ def token_loss(l, old, roll, A, reward, weight, mask, s, mode, frozen=None):
   B, T = mask.shape
   frozen = l if frozen is None else frozen
   reference = old if mode == 'decoupled' else roll
-  level = {'gspo': 'geometric', 'segment': 'segment'}.get(s.variant, 'token')
+  level = {'gspo': 'geometric', 'segment': 'segment', 'topr': s.topr.level}.get(s.variant, 'token')
   log_r = at_level(np.where(mask, l - reference, 0.0), mask, level)
+  log_frozen = at_level(np.where(mask, frozen - reference, 0.0), mask, level)
   out = np.zeros((B, T))
   for b in range(B):
     for t in written(mask, b):
-      r, still, a, lt = math.exp(safe(log_r[b, t])), math.exp(safe(frozen[b, t] - reference[b, t])), A[b, t], l[b, t]
+      r, still, a, lt = math.exp(safe(log_r[b, t])), math.exp(safe(log_frozen[b, t])), A[b, t], l[b, t]
       if s.variant in ('ppo', 'gspo', 'segment'):
         x = ppo(r, a, s)
       elif s.variant == 'reinforce':
@@ -184,7 +191,7 @@ def token_loss(l, old, roll, A, reward, weight, mask, s, mode, frozen=None):
       elif s.variant == 'topr':
         x = -s.topr.positive_weight * a * lt if reward[b] > 0 else -clip(still, 0, 1) * a * lt
       elif s.variant == 'cispo':
-        x = -clip(still, 1 - s.clip_low, 1 + s.clip_high) * a * lt
+        x = -clipped(still, s) * a * lt
       elif s.variant == 'kimi15':
         x = -a * lt + s.kimi15.tau / 2 * (lt - reference[b, t]) ** 2
       elif s.variant == 'dppo_kl':
@@ -197,13 +204,13 @@ def token_loss(l, old, roll, A, reward, weight, mask, s, mode, frozen=None):
 
 def kl(l, ref, estimator, bound):
   u = ref - l
-  values = {'k1': -u, 'k2': u * u / 2, 'k3': np.exp(u) - 1 - u}[estimator]
+  values = {'k2': u * u / 2, 'k3': np.exp(u) - 1 - u}[estimator]
   return np.minimum(np.maximum(values, -bound), bound)
 
 
-def aggregated(loss, survive, mask, s):
+def aggregated(loss, survive, mask, s, prompt):
   """Return the loss of the batch, row by row."""
-  rows, row_means, row_sums, counts = 0, [], [], []
+  rows, row_means, row_sums, counts, prompts = 0, [], [], [], {}
   for b in range(mask.shape[0]):
     ts = written(survive, b)
     if not written(mask, b):
@@ -212,10 +219,13 @@ def aggregated(loss, survive, mask, s):
     row_sums.append(sum(loss[b, t] for t in ts))
     row_means.append(row_sums[-1] / max(len(ts), 1))
     counts.append(len(ts) or len(written(mask, b)))
+    prompts.setdefault(prompt[b], []).append((row_sums[-1], counts[-1]))
   rows = max(rows, 1)
   return {
     'seq-mean-token-mean': sum(row_means) / rows,
     'token-mean': sum(row_sums) / max(sum(counts), 1),
+    'prompt-mean-token-mean': sum(sum(x for x, _ in of) / sum(n for _, n in of) for of in prompts.values())
+    / max(len(prompts), 1),
     'seq-mean-token-sum': sum(row_sums) / rows,
     'seq-mean-token-sum-norm': sum(row_sums) / rows / mask.shape[1],
   }[s.aggregate]
@@ -254,7 +264,7 @@ def mismatch(old, roll, mask, A, c):
   raw, applied = [fixed['raw'][i] for i in at], [fixed['applied'][i] for i in at]
   surviving = [fixed['applied'][i] for i in at if fixed['mask'][i]]
   low = c.floor if c.weight in ('clip', 'icepop') else 1 / c.cap
-  held = [clip(w, 0, c.cap) for w in raw]
+  held = applied if c.weight == 'icepop' and c.level is not None else [clip(w, 0, c.cap) for w in raw]
   m |= {
     'corrected_fraction': np.mean([w != 1 for w in surviving]) if surviving else 1.0,
     'rollout_is_mean': np.mean(applied),

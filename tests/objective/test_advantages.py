@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sprl.config import Advantage
-from sprl.objective.advantages import advantages, equal_groups
+from sprl.objective.advantages import advantages, equal_groups, overlong_penalty
 
 ALL = [
   Advantage(),
@@ -56,6 +56,13 @@ def test_equal_rewards_give_exact_zeros(reward):
 def test_a_group_of_one_gets_zero():
   for s in ALL[:3]:
     np.testing.assert_array_equal(computed([3.0, 1.0], [0, 1], [True, True], s), 0)
+
+
+def test_the_overlong_penalty_is_that_of_dapo():
+  """16,384 tokens are free, the next 4,096 cost up to 1 (arXiv 2503.14476, eq. 13)."""
+  length = np.array([100, 16_384, 17_408, 18_432, 20_480])
+  np.testing.assert_allclose(overlong_penalty(length, 20_480, 0.2), [0, 0, 0.25, 0.5, 1], atol=1e-12)
+  np.testing.assert_array_equal(overlong_penalty(length, 20_480, None), 0)
 
 
 def test_equal_groups_compare_valid_members():

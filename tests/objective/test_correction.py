@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from sprl.config import Correction, SettingsError
 from sprl.config_checks import REJECTIONS
-from sprl.objective.correction import PRESETS, correct, preset
+from sprl.objective.correction import correct
+from sprl.presets import CORRECTIONS, correction_of
 from sprl.types import LogProbs
 
 BOUNDS = {'k1': '0.6:1.6', 'k2': '0.3', 'k3': '0.2'}
@@ -193,7 +194,7 @@ def corrections():
   yield from (Correction(reject=(f'{o}={BOUNDS[o[-2:]]}',)) for o in REJECTIONS)
   yield Correction(reject=('token_k1=0.4:1.9', 'seq_max_k3=2.0', 'token_k2=0.6'))
   yield Correction(reject=('token_k1=0.5:1.5',), veto=0.3)
-  yield from PRESETS.values()
+  yield from CORRECTIONS.values()
 
 
 @pytest.mark.parametrize('s', list(dict.fromkeys(corrections())), ids=oracle.name)
@@ -207,7 +208,7 @@ def test_corrections_agree_with_the_oracle(s):
 
 
 @settings(deadline=None, max_examples=25, derandomize=True)
-@given(st.integers(0, 10_000), st.floats(0.0, 8.0), st.sampled_from(list(PRESETS.values())))
+@given(st.integers(0, 10_000), st.floats(0.0, 8.0), st.sampled_from(list(CORRECTIONS.values())))
 def test_weights_are_finite_and_bounded_and_the_mask_only_shrinks(seed, spread, s):
   x = oracle.batch(seed, spread=spread)
   result = corrected(x, s)
@@ -222,17 +223,17 @@ def test_weights_are_finite_and_bounded_and_the_mask_only_shrinks(seed, spread, 
 def test_a_row_does_not_depend_on_the_other_rows():
   x, other = oracle.batch(5), oracle.batch(6)
   mixed = {key: np.where(np.arange(5)[:, None] == 2, x[key], other[key]) for key in ('old', 'roll', 'mask')}
-  for s in PRESETS.values():
+  for s in CORRECTIONS.values():
     s = replace(s, normalise=None)
     one, two = corrected(x, s), corrected(mixed, s)
     np.testing.assert_array_equal(one.weight[2], two.weight[2])
     np.testing.assert_array_equal(one.mask[2], two.mask[2])
 
 
-@pytest.mark.parametrize('name', sorted(PRESETS))
+@pytest.mark.parametrize('name', sorted(CORRECTIONS))
 def test_equal_policies_have_weights_of_1_and_lose_no_token(name):
   x = oracle.batch(1)
-  result = corrected(x | {'roll': x['old']}, preset(name))
+  result = corrected(x | {'roll': x['old']}, correction_of(name))
   np.testing.assert_array_equal(result.weight, x['mask'])
   np.testing.assert_array_equal(result.mask, x['mask'])
   assert result.keep.all()
@@ -240,7 +241,7 @@ def test_equal_policies_have_weights_of_1_and_lose_no_token(name):
 
 def test_correct_compiles_with_static_settings():
   x = oracle.batch(4)
-  s = replace(preset('sparse_rl_code'), reject=('seq_mean_k3=0.5', 'token_k2=1.0'))
+  s = replace(correction_of('sparse_rl_code'), reject=('seq_mean_k3=0.5', 'token_k2=1.0'))
   logprobs = LogProbs(sampler=jnp.float32(x['roll']), old=jnp.float32(x['old']))
   compiled = jax.jit(correct, static_argnums=2)(logprobs, jnp.asarray(x['mask']), s)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), compiled, corrected(x, s))
@@ -261,10 +262,11 @@ def test_no_gradient_flows_through_weights():
 
 
 def test_presets_are_the_published_settings():
-  assert preset('token_is') == Correction()
-  assert preset('sparse_rl') == Correction(cap=1.5, normalise='global', veto=1e-4)
-  assert preset('sparse_rl_code') == Correction(cap=1.5, normalise='global', veto=1e-4, reject=('token_k1=0.5:1.5',))
-  assert preset('slime') == Correction(cap=2.0, floor=0.5, normalise='global', veto=1e-4)
-  assert preset('pg_geo_rs_seq_tis') == Correction(mode='bypass', level='sequence', reject=('seq_mean_k1=0.999:1.001',))
-  with pytest.raises(SettingsError, match=r"'token_si'.*token_is, seq_is"):
-    preset('token_si')
+  assert correction_of('token_is') == Correction()
+  assert correction_of('sparse_rl') == Correction(cap=1.5, normalise='global', veto=1e-4)
+  assert correction_of('sparse_rl_code') == Correction(cap=1.5, normalise='global', veto=1e-4, reject=('token_k1=0.5:1.5',))
+  assert correction_of('slime') == Correction(cap=2.0, floor=0.5, normalise='global', veto=1e-4)
+  assert correction_of('pg_geo_rs_seq_tis') == Correction(mode='bypass', level='sequence', reject=('seq_mean_k1=0.999:1.001',))
+  assert correction_of('token_mis') == Correction(cap=2.0, reject=('token_k1=0.5:2.0',))
+  with pytest.raises(SettingsError, match=r"'token_si'.*token_is, token_mis"):
+    correction_of('token_si')

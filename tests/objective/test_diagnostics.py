@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from sprl.config import Correction
 from sprl.config_checks import REJECTIONS
-from sprl.objective.correction import correct, preset
+from sprl.objective.correction import correct
 from sprl.objective.diagnostics import effective_sample_size, mismatch, policy_metrics, policy_sums, repetition
 from sprl.objective.losses import TokenRatios
+from sprl.presets import correction_of
 from sprl.types import LogProbs
 
 EVERYTHING = Correction(
@@ -30,9 +31,9 @@ SETTINGS = [
   EVERYTHING,
   Correction(level='sequence', weight='clip', normalise='global'),
   Correction(reject=('token_k1=0:1.2',)),
-  preset('disabled'),
-  preset('sparse_rl_code'),
-  preset('geo_rs_seq_tis'),
+  correction_of('disabled'),
+  correction_of('sparse_rl_code'),
+  correction_of('geo_rs_seq_tis'),
 ]
 
 
@@ -114,13 +115,21 @@ def test_effective_sample_size_by_hand():
   np.testing.assert_allclose(effective_sample_size(jnp.asarray(w), jnp.asarray(mask)), (12 / 4) ** 2 / (84 / 4), rtol=1e-6)
 
 
+def test_the_effective_sample_size_of_icepop_counts_weights_that_it_zeroes():
+  log_rho = np.log(np.float32([1, 1, 1, 9]))  # 9 is above the cap: its weight is 0
+  x = batch_with(log_rho[None], np.zeros((1, 4), np.float32))
+  m = metrics_of(x, Correction(weight='icepop', floor=0.5, cap=5.0))
+  np.testing.assert_allclose(m['rollout_corr/rollout_is_eff_sample_size'], (3 / 4) ** 2 / (3 / 4), rtol=1e-6)
+  np.testing.assert_allclose(m['rollout_corr/rollout_is_std'], np.std([1, 1, 1, 0]), rtol=1e-6)
+
+
 def test_the_veto_fraction_counts_rejected_sequences():
   """The released code of Sparse-RL counts accepted ones."""
   x = batch(2)
   x['roll'] = x['old'] + np.float32(0.01)
   x['mask'][:], x['mask'][4:], x['mask'][0, 6:] = True, False, False
   x['old'][0, 3] = x['roll'][0, 3] - 12
-  m = metrics_of(x, preset('sparse_rl'))
+  m = metrics_of(x, correction_of('sparse_rl'))
   expected = {
     'sparse/veto_fraction': 1 / 4,
     'sparse/catastrophic_sequence_fraction': 1 / 4,
@@ -129,7 +138,7 @@ def test_the_veto_fraction_counts_rejected_sequences():
   }
   for name, value in expected.items():
     np.testing.assert_allclose(m[name], value, rtol=1e-6, err_msg=name)
-  without = metrics_of(x, preset('token_is'))
+  without = metrics_of(x, correction_of('token_is'))
   assert without['sparse/veto_fraction'] == 0
   np.testing.assert_allclose(without['sparse/catastrophic_sequence_fraction'], 1 / 4)
 

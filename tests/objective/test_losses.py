@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from sprl.config import Advantage, Correction, Dppo, Loss, Tis, Topr
 from sprl.objective.advantages import advantages
-from sprl.objective.correction import correct, preset
+from sprl.objective.correction import correct
 from sprl.objective.losses import VARIANTS, aggregation, kl, objective, token_loss
+from sprl.presets import correction_of
 from sprl.types import LogProbs
 
 LOSSES = [
@@ -23,12 +24,15 @@ LOSSES = [
   Loss(variant='gspo', dual_clip=1.05, clip_low=0.6, clip_high=1.5),
   Loss(variant='tis', tis=Tis(0.7, 1.1)),
   Loss(variant='topr', topr=Topr(positive_weight=0.5)),
+  Loss(variant='topr', topr=Topr(level='geometric')),
+  Loss(variant='topr', topr=Topr(level='sequence')),
   Loss(variant='cispo', clip_low=0.1, clip_high=0.1),
-  Loss(variant='cispo', clip_low=1.5, clip_high=3.0),
+  Loss(variant='cispo', clip_high=3.0),
   Loss(variant='dppo_kl', dppo_kl=Dppo(delta=0.05)),
 ]
 MODES = ('decoupled', 'bypass')
-AGGREGATES = ('seq-mean-token-mean', 'token-mean', 'seq-mean-token-sum', 'seq-mean-token-sum-norm')
+AGGREGATES = ('seq-mean-token-mean', 'token-mean', 'prompt-mean-token-mean', 'seq-mean-token-sum', 'seq-mean-token-sum-norm')
+PROMPT = np.array([0, 0, 1, 1, 1])  # of each row
 SHAPE = (5, 11)  # one shape and float64 for all batches, so that each operation compiles once
 
 
@@ -81,9 +85,10 @@ HAND = {  # variant: losses at r = 0.5, 1, 1.5 for A = 2, and for A = -2
   'reinforce': ([2, 2, 2], [-2, -2, -2]),
   'tis': ([1, 2, 2], [-1, -2, -2]),
   'topr': ([1, 2, 2], [-1, -2, -2]),
-  'cispo': ([1.6, 2, 2.4], [-1.6, -2, -2.4]),
+  'cispo': ([1, 2, 2.4], [-1, -2, -2.4]),
   'kimi15': ([2 + 0.05 * q for q in SQUARE.values()], [-2 + 0.05 * q for q in SQUARE.values()]),
-  'gspo': ([-2 * 0.75 ** (1 / 3)] * 3, [2 * 0.75 ** (1 / 3)] * 3),  # r = (0.5 * 1 * 1.5)^(1/3) = 0.909, inside the clip range
+  # r = (0.5 * 1 * 1.5)^(1/3) = 0.909: below gspo's range, which binds for A < 0, and inside that of segment
+  'gspo': ([-2 * 0.75 ** (1 / 3)] * 3, [2 * 0.9997] * 3),
   'segment': ([-2 * 0.75 ** (1 / 3)] * 3, [2 * 0.75 ** (1 / 3)] * 3),
 }
 
@@ -115,6 +120,20 @@ def test_topr_splits_on_the_reward_and_not_on_the_advantage():
   np.testing.assert_allclose(losses_of([0.5, 2.0], 2.0, s)[0], [1, 2], rtol=1e-5)
 
 
+def test_topr_at_sequence_level_bounds_the_ratio_of_the_whole_answer():
+  for level, ratio in (('sequence', 0.5 * 0.8), ('geometric', math.sqrt(0.5 * 0.8))):
+    s = Loss(variant='topr', topr=Topr(level=level))
+    np.testing.assert_allclose(losses_of([0.5, 0.8], -2.0, s)[0], [-2 * ratio] * 2, rtol=1e-5, err_msg=level)
+    np.testing.assert_allclose(losses_of([2.0, 1.5], -2.0, s)[0], [-2, -2], rtol=1e-5, err_msg=level)
+    np.testing.assert_allclose(losses_of([0.5, 0.8], 2.0, s, reward=1.0)[0], [2, 2], rtol=1e-5, err_msg=level)
+
+
+def test_cispo_has_no_lower_bound_by_default():
+  np.testing.assert_allclose(losses_of([0.3, 1.8], 1.0, Loss(variant='cispo'))[0], [0.3, 1.2], rtol=1e-5)
+  bounded = Loss(variant='cispo', clip_low=0.2)
+  np.testing.assert_allclose(losses_of([0.3, 1.8], 1.0, bounded)[0], [0.8, 1.2], rtol=1e-5)
+
+
 def test_dppo_drops_tokens_by_probability_difference():
   s = Loss(variant='dppo_kl')  # P = e^-1 = 0.368; q = 0.736, 0.368, 0.123: P - q = -0.368, 0, 0.245
   penalty = [1e-3 * math.log(r) ** 2 for r in (0.5, 1, 3)]
@@ -125,7 +144,7 @@ def test_dppo_drops_tokens_by_probability_difference():
 def test_segment_uses_the_mean_of_each_contiguous_run():
   loss, _ = losses_of([0.9, 1.1, None, 1.1, None], 1.0, Loss(variant='segment'))
   np.testing.assert_allclose(loss, [-math.sqrt(0.99), -math.sqrt(0.99), 0, -1.1, 0], rtol=1e-5)
-  loss, _ = losses_of([0.9, 1.1, None, 1.1, None], 1.0, Loss(variant='gspo'))
+  loss, _ = losses_of([0.9, 1.1, None, 1.1, None], 1.0, Loss(variant='gspo', clip_high=0.2))
   np.testing.assert_allclose(loss, [-(1.089 ** (1 / 3))] * 2 + [0, -(1.089 ** (1 / 3)), 0], rtol=1e-5)
 
 
@@ -173,7 +192,7 @@ def test_equal_policies_give_the_plain_policy_gradient(mode):
   """Without a gap and before any update every weight is 1, and the gradient is the gradient of -A l."""
   x = oracle.batch(5)
   x['roll'] = x['new'] = x['old']
-  fixed = correct(log_probs_of(x), jnp.asarray(x['mask']), preset('sparse_rl_code'))
+  fixed = correct(log_probs_of(x), jnp.asarray(x['mask']), correction_of('sparse_rl_code'))
   assert (np.asarray(fixed.mask) == x['mask']).all()
   plain = np.where(x['mask'], -x['advantage'], 0)
   for variant in ('ppo', 'tis', 'topr', 'cispo', 'kimi15', 'dppo_kl', 'reinforce'):
@@ -206,10 +225,10 @@ def test_gradients_equal_finite_differences_and_reach_only_current(s, mode):
 
   def expected(l):
     loss = oracle.token_loss(l, x['old'], x['roll'], x['advantage'], x['reward'], weight, x['mask'], s, mode, frozen=x['new'])
-    return oracle.aggregated(loss + 0.1 * oracle.kl(l, ref, 'k3', 10.0), survive, x['mask'], s)
+    return oracle.aggregated(loss + 0.1 * oracle.kl(l, ref, 'k3', 10.0), survive, x['mask'], s, PROMPT)
 
   mask = jnp.asarray(x['mask'])
-  coefficient = aggregation(surviving=jnp.asarray(survive), mask=mask, settings=s)
+  coefficient = aggregation(surviving=jnp.asarray(survive), mask=mask, prompt=jnp.asarray(PROMPT), settings=s)
 
   def loss(logprobs, others):
     return objective(logprobs, s, mode, **others, mask=mask, coefficient=coefficient)[0]
@@ -266,7 +285,7 @@ def kl_of(current, ref, estimator='k3'):
 
 def test_kl_estimators_by_hand():
   log2 = math.log(2)  # u = -log 2, log 2
-  for estimator, expected in {'k1': [log2, -log2], 'k2': [log2**2 / 2] * 2, 'k3': [log2 - 0.5, 1 - log2]}.items():
+  for estimator, expected in {'k2': [log2**2 / 2] * 2, 'k3': [log2 - 0.5, 1 - log2]}.items():
     np.testing.assert_allclose(kl_of(np.log([0.5, 0.2]), np.log([0.25, 0.4]), estimator), expected, rtol=1e-12)
 
 
@@ -282,7 +301,8 @@ def test_kl_is_clamped_and_its_small_values_are_exact():
 
 
 def coefficients(survive, mask, s):
-  return np.asarray(aggregation(surviving=jnp.asarray(survive), mask=jnp.asarray(mask), settings=s))
+  arrays = {'surviving': survive, 'mask': mask, 'prompt': PROMPT}
+  return np.asarray(aggregation(**{name: jnp.asarray(x) for name, x in arrays.items()}, settings=s))
 
 
 def test_aggregation_by_hand():
@@ -293,6 +313,7 @@ def test_aggregation_by_hand():
   hand = {  # coefficient of the tokens in row 0 and in row 2
     'seq-mean-token-mean': (1 / 9, 1 / 3),
     'token-mean': (1 / 6, 1 / 6),  # 3 + 2 + 1
+    'prompt-mean-token-mean': (1 / 10, 1 / 2),  # 3 + 2 tokens of prompt 0, 1 of prompt 1
     'seq-mean-token-sum': (1 / 3, 1 / 3),
     'seq-mean-token-sum-norm': (1 / 33, 1 / 33),  # of 11 columns
   }
@@ -317,7 +338,9 @@ def test_microbatches_add_up_to_the_oracle_of_the_whole_batch(seed, name):
   survive = x['mask'] & (rng.random(SHAPE) < 0.5) & (rng.random((len(loss), 1)) < 0.7)
   c = coefficients(survive, x['mask'], Loss(aggregate=name))
   parts = sum((c[i : i + 2] * loss[i : i + 2]).sum() for i in range(0, len(loss), 2))
-  np.testing.assert_allclose(parts, oracle.aggregated(loss, survive, x['mask'], Loss(aggregate=name)), rtol=1e-9, atol=1e-12)
+  np.testing.assert_allclose(
+    parts, oracle.aggregated(loss, survive, x['mask'], Loss(aggregate=name), PROMPT), rtol=1e-9, atol=1e-12
+  )
 
 
 # --- the objective ---------------------------------------------------------------------------------------------------
@@ -340,7 +363,7 @@ def test_objective_by_hand_of_two_sequences_one_of_them_vetoed():
   a = 1 / math.sqrt(2)
   np.testing.assert_allclose(A[:2], [a, -a], rtol=1e-5)  # the vetoed reward still counts
   x = {'new': new, 'old': old, 'roll': roll}
-  fixed = correct(log_probs_of(x), jnp.asarray(mask), preset('sparse_rl'))
+  fixed = correct(log_probs_of(x), jnp.asarray(mask), correction_of('sparse_rl'))
   s = Loss(kl_coef=0.1, entropy_coef=0.01)
   others = {
     'advantage': np.broadcast_to(A[:, None], SHAPE), 'reward': reward, 'weight': fixed.weight, 'mask': mask,

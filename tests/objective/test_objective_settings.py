@@ -4,10 +4,11 @@ import dataclasses
 
 import pytest
 
-from sprl.config import Correction, Loss, ModelSettings, Rollout, Run, SettingsError, Tis
-from sprl.config_checks import REJECTIONS, rejection_bounds, validate
-from sprl.objective.correction import PRESETS
+from sprl.config import Correction, Loss, ModelSettings, Optimizer, Rollout, Run, SettingsError, Tis
+from sprl.config_checks import BEHAVIOUR_LOSSES, REJECTIONS, rejection_bounds, validate
+from sprl.config_reader import resolve
 from sprl.objective.losses import VARIANTS
+from sprl.presets import CORRECTIONS
 
 DEFAULT = Correction()
 
@@ -28,9 +29,9 @@ def refuses(key, value, *arguments, **changes):
 BYPASS = Correction(mode='bypass', level=None)
 
 
-@pytest.mark.parametrize('name', PRESETS)
-def test_presets_are_accepted(name):
-  validate(run_with(PRESETS[name], 'reinforce' if name.startswith('pg_') else 'ppo'))
+@pytest.mark.parametrize('name', CORRECTIONS)
+def test_presets_of_corrections_are_accepted(name):
+  validate(run_with(CORRECTIONS[name], 'reinforce' if name.startswith('pg_') else 'ppo'))
 
 
 # --- rejections -------------------------------------------------------------------------------------------------------
@@ -80,9 +81,32 @@ def test_bounds_that_contradict_each_other_are_refused():
   assert 'config.loss.tis.high = 1.0' in refuses('loss.tis.low', 2.0, loss=Loss(tis=Tis(low=2.0)))
 
 
-def test_clip_low_leaves_ratios_a_lower_bound_except_in_cispo():
+def test_clip_low_leaves_ratios_a_lower_bound():
   refuses('loss.clip_low', 1.0, loss=Loss(clip_low=1.0))
-  validate(run_with(loss=Loss(variant='cispo', clip_low=1.0)))
+
+
+def test_losses_that_bound_the_ratio_to_the_sampler_need_bypass_mode():
+  """In decoupled mode all three would be the weight times REINFORCE, as the ratio to the old policy is 1 or nearly so."""
+  for variant in ('tis', 'topr', 'cispo'):
+    for optimizer in (Optimizer(), Optimizer(minibatches=4)):
+      message = refuses('correction.mode', 'decoupled', variant=variant, optimizer=optimizer)
+      assert "'bypass' (and config.correction.level = None)" in message
+    validate(run_with(BYPASS, variant))
+
+
+@pytest.mark.parametrize('variant', ['gspo', 'segment', 'kimi15', 'dppo_kl'])
+def test_a_loss_whose_ratio_would_always_be_1_is_refused(variant):
+  message = refuses('correction.mode', 'decoupled', variant=variant)
+  assert 'config.optimizer.minibatches' in message
+  validate(run_with(variant=variant, optimizer=Optimizer(minibatches=2)))
+  validate(run_with(variant=variant, optimizer=Optimizer(epochs=2)))
+  validate(run_with(BYPASS, variant))
+  validate(run_with(variant='ppo'))  # with one update it is the plain policy gradient, which is what it is for
+
+
+def test_k1_is_refused_as_a_loss():
+  with pytest.raises(SettingsError, match=r"config\.loss\.kl_estimator = 'k1': expected one of 'k2', 'k3'"):
+    resolve({'model': {'path': 'x'}, 'loss': {'kl_coef': 0.1, 'kl_estimator': 'k1'}})
 
 
 @pytest.mark.parametrize('variant', VARIANTS)
@@ -102,7 +126,7 @@ def test_bypass_has_either_a_weight_or_a_ratio(variant):
   [
     (Correction(level=None), 'ppo'),
     (Correction(level=None, veto=0.9), 'ppo'),
-    (Correction(level=None, reject=('token_k1=2.0',)), 'gspo'),
+    (Correction(level=None, reject=('token_k1=2.0',)), 'ppo'),
     (Correction(level=None), 'reinforce'),
     (BYPASS, 'reinforce'),
   ],
@@ -115,7 +139,8 @@ def test_rollouts_that_run_ahead_uncorrected_are_refused(correction, variant):
 
 @pytest.mark.parametrize('variant', VARIANTS)
 def test_rollouts_may_run_ahead_of_a_weight_or_a_ratio(variant):
-  validate(run_with(Correction(), variant, ahead=1.0))
+  if variant not in BEHAVIOUR_LOSSES:
+    validate(run_with(Correction(), variant, ahead=1.0, optimizer=Optimizer(minibatches=2)))
   bypass = dataclasses.replace(BYPASS, level='token' if variant == 'reinforce' else None)
   validate(run_with(bypass, variant, ahead=1.0))
 

@@ -1,0 +1,143 @@
+"""Presets: the settings of published methods under their names (docs/methods/losses.md, Presets).
+
+`CORRECTIONS` has corrections alone. `RECIPES` has whole methods, as settings by key. `config.preset` accepts either name.
+
+A preset has the choices that define the method. Model, data, learning rate, batch and lengths stay the run's own.
+"""
+
+import dataclasses
+from dataclasses import replace
+from typing import Any
+
+from sprl.config import ARMS, Correction, Run, SettingsError
+
+# --- corrections ------------------------------------------------------------------------------------------------------
+
+_off, _token, _sequence = Correction(level=None), Correction(level='token'), Correction(level='sequence')
+_icepop = replace(_token, weight='icepop', floor=0.5, cap=5.0)
+
+
+def _bypass(base: Correction) -> Correction:
+  return replace(base, mode='bypass')
+
+
+def _reject(base: Correction, rule: str) -> Correction:
+  return replace(base, reject=(rule,))
+
+
+def _geo(base: Correction) -> Correction:
+  return _reject(base, 'seq_mean_k1=0.999:1.001')
+
+
+def _k3(base: Correction) -> Correction:
+  return _reject(base, 'seq_mean_k3=0.01')
+
+
+# Origins: docs/methods/losses.md, Presets. `pg_*` set loss.variant = reinforce, which keeps its weight in bypass mode.
+CORRECTIONS: dict[str, Correction] = {
+  'disabled': _off,  # metrics only
+  'token_is': _token,  # the default: token-level TIS
+  'token_mis': _reject(_token, 'token_k1=0.5:2.0'),
+  'seq_is': _sequence,
+  'token_icepop': _icepop,
+  'seq_is_rs': _reject(_sequence, 'seq_sum_k1=0.5:2.0'),  # Seq-MIS
+  'geo_rs': _geo(_off),
+  'geo_rs_seq_tis': _geo(_sequence),
+  'geo_rs_token_tis': _geo(_token),
+  'k3_rs': _k3(_off),
+  'k3_rs_seq_tis': _k3(_sequence),
+  'k3_rs_token_tis': _k3(_token),
+  'ppo_clip': _bypass(_off),
+  'ppo_clip_geo_rs': _bypass(_geo(_off)),
+  'ppo_clip_k3_rs': _bypass(_k3(_off)),
+  'pg_is': _bypass(_sequence),
+  'pg_token_icepop': _bypass(_icepop),
+  'pg_geo_rs': _bypass(_geo(_off)),
+  'pg_geo_rs_seq_tis': _bypass(_geo(_sequence)),
+  'pg_geo_rs_token_tis': _bypass(_geo(_token)),
+  'seq_mask_tis': _reject(replace(_token, cap=1e9), 'seq_mean_k1=0.999:1.002'),  # NeMo-RL; S bounds rho below this cap
+  'slime': replace(_token, normalise='global', veto=1e-4),
+  **{arm: correction for arm, correction in ARMS.items() if correction is not None},
+  'roll': replace(_token, cap=1.2),
+  'areal': replace(_token, weight='icepop', floor=0.0, cap=5.0),  # AReaL, w above 5 becomes 0; with loss.variant = ppo
+  'areal_clamp': replace(_token, cap=5.0),  # AReaL, w above 5 becomes 5
+}
+
+
+def correction_of(name: str) -> Correction:
+  """Return the correction under a published name.
+
+  Raises SettingsError, with the known names, for any other.
+  """
+  if name not in CORRECTIONS:
+    raise SettingsError(f'preset {name!r}: expected one of {", ".join(CORRECTIONS)}')
+  return CORRECTIONS[name]
+
+
+# --- recipes ----------------------------------------------------------------------------------------------------------
+
+_DAPO = {  # arXiv 2503.14476: clip-higher, dynamic sampling, token-level loss, overlong reward shaping; no KL penalty
+  'advantage.estimator': 'grpo',
+  'advantage.overlong': 0.2,  # 4,096 of 20,480 tokens
+  'loss.variant': 'ppo',
+  'loss.clip_low': 0.2,
+  'loss.clip_high': 0.28,
+  'loss.aggregate': 'token-mean',
+  'loss.kl_coef': 0.0,
+  'rollout.equal_groups': 'replace',
+}
+_FP8_RL = _DAPO | {'correction.level': 'token', 'correction.weight': 'truncate', 'correction.cap': 2.0}  # token-level TIS
+
+RECIPES: dict[str, dict[str, Any]] = {
+  'dapo': _DAPO,
+  'gspo': {  # arXiv 2507.18071: four updates a rollout batch; the variant's own clip range is the published one
+    'advantage.estimator': 'grpo',
+    'loss.variant': 'gspo',
+    'loss.clip_low': 3e-4,
+    'loss.clip_high': 4e-4,
+    'loss.aggregate': 'seq-mean-token-mean',
+    'optimizer.minibatches': 4,
+  },
+  'fp8_rl': _FP8_RL | {'quant.sampler': 'w8a8'},  # arXiv 2601.18150
+  'fp8_rl_kv': _FP8_RL | {'quant.sampler': 'w8a8_kv8'},
+  'fp8_rl_mis': _FP8_RL | {'quant.sampler': 'w8a8', 'correction.reject': ('token_k1=0.5:2.0',)},
+}
+
+
+def settings_of(name: str) -> dict[str, Any]:
+  """Return the settings of a preset by key.
+
+  Raises SettingsError, with the known names, for an unknown one.
+  """
+  if name in RECIPES:
+    return RECIPES[name]
+  if name not in CORRECTIONS:
+    raise SettingsError(f'config.preset = {name!r}: expected one of {", ".join([*RECIPES, *CORRECTIONS])}')
+  found = {f'correction.{f.name}': getattr(CORRECTIONS[name], f.name) for f in dataclasses.fields(Correction)}
+  return found | ({'loss.variant': 'reinforce'} if name.startswith('pg_') else {})
+
+
+def with_preset(run: Run) -> Run:
+  """Return the run with the settings of its preset.
+
+  Raises SettingsError if a setting that the preset sets has another value that is not its default.
+  """
+  if run.preset is None:
+    return run
+  for key, value in settings_of(run.preset).items():
+    given, default = _get(run, key), _get(Run(), key)
+    if given not in (default, value):
+      raise SettingsError(f'config.{key} = {given!r}: expected {value!r}, which config.preset = {run.preset!r} sets')
+    run = _set(run, key.split('.'), value)
+  return run
+
+
+def _get(section: Any, key: str) -> Any:
+  for part in key.split('.'):
+    section = getattr(section, part)
+  return section
+
+
+def _set(section: Any, path: list[str], value: Any) -> Any:
+  first, *rest = path
+  return replace(section, **{first: _set(getattr(section, first), rest, value) if rest else value})

@@ -1,0 +1,63 @@
+"""Presets: each is accepted, sets what its paper states, and refuses settings that contradict it."""
+
+import pytest
+
+from sprl.config import Correction, Rollout, Run, SettingsError
+from sprl.config_reader import resolve
+from sprl.presets import CORRECTIONS, RECIPES, settings_of, with_preset
+
+MODEL = {'path': 'x'}
+
+
+@pytest.mark.parametrize('name', [*RECIPES, *CORRECTIONS])
+def test_a_preset_is_accepted_and_sets_every_setting_that_it_names(name):
+  run = resolve({'preset': name, 'model': MODEL, 'cache': {'budget': 64}})
+  for key, value in settings_of(name).items():
+    section, setting = key.split('.')
+    assert getattr(getattr(run, section), setting) == value, key
+
+
+def test_dapo_has_the_published_choices():
+  run = resolve({'preset': 'dapo', 'model': MODEL})
+  assert (run.loss.clip_low, run.loss.clip_high, run.loss.aggregate, run.loss.kl_coef) == (0.2, 0.28, 'token-mean', 0)
+  assert run.rollout.equal_groups == 'replace'
+  assert run.advantage.overlong * 20_480 == 4096
+
+
+def test_gspo_has_the_published_clip_range_and_four_updates_a_batch():
+  run = resolve({'preset': 'gspo', 'model': MODEL})
+  assert (run.loss.variant, run.loss.clip_low, run.loss.clip_high) == ('gspo', 3e-4, 4e-4)
+  assert run.optimizer.updates == 4
+
+
+def test_fp8_rl_is_dapo_with_fp8_rollouts_and_a_token_correction():
+  dapo = settings_of('dapo')
+  for name, sampler, reject in (
+    ('fp8_rl', 'w8a8', ()),
+    ('fp8_rl_kv', 'w8a8_kv8', ()),
+    ('fp8_rl_mis', 'w8a8', ('token_k1=0.5:2.0',)),
+  ):
+    run = resolve({'preset': name, 'model': MODEL})
+    assert settings_of(name).items() >= dapo.items()
+    assert run.quant.sampler == sampler
+    assert run.correction == Correction(level='token', weight='truncate', cap=2.0, reject=reject)
+
+
+def test_a_preset_leaves_other_settings_to_the_run():
+  run = resolve({'preset': 'dapo', 'model': MODEL, 'rollout': {'group': 16}, 'optimizer': {'learning_rate': 1e-5}})
+  assert (run.rollout.group, run.optimizer.learning_rate) == (16, 1e-5)
+
+
+def test_a_setting_that_contradicts_its_preset_is_refused():
+  with pytest.raises(SettingsError, match=r"config\.loss\.clip_high = 0\.3: expected 0\.28, which config\.preset = 'dapo' sets"):
+    resolve({'preset': 'dapo', 'model': MODEL, 'loss': {'clip_high': 0.3}})
+
+
+def test_an_unknown_preset_is_refused_with_the_known_ones():
+  with pytest.raises(SettingsError, match=r"config\.preset = 'dpo': expected one of dapo, gspo.*token_mis"):
+    resolve({'preset': 'dpo', 'model': MODEL})
+
+
+def test_without_a_preset_nothing_changes():
+  run = Run(rollout=Rollout(group=3))
+  assert with_preset(run) is run
