@@ -5,7 +5,8 @@
 
 Trains the small warm-started model of benchmarks/progressions.py with dense rollouts. Learner and engine use separate devices; on
 a CPU, these are two host devices that share its cores. Every loss takes its ratio to the sampler's log-probs, except
-decoupled_ppo, which uses the old policy as a third policy. For each loss and seed, all staleness bounds run in turn. FOLDER keeps
+decoupled_ppo, which uses the old policy as a third policy. The sampled reward of a step belongs to weights up to alpha
+updates old, so the newest weights are also evaluated on held-out problems, sampled densely. For each loss and seed, all staleness bounds run in turn. FOLDER keeps
 the runs: the same command resumes an interrupted benchmark.
 """
 
@@ -73,12 +74,13 @@ def run(args: argparse.Namespace, loss: str, alpha: str, seed: str) -> dict[str,
     f'--config.steps={args.steps}', '--config.arm=dense', '--config.export=False',
     f'--config.loss.variant={loss.removeprefix("decoupled_")}', *LOSSES[loss],
     f'--config.rollout.async_ratio={float(alpha)}', '--config.devices.learner=0', '--config.devices.rollout=1',
-    '--config.eval.problems=2',
+    '--config.eval.problems=200', '--config.eval.temperature=1.0', '--config.eval.samples=4',
   )  # fmt: skip
   records = [r for r in read_metrics(workdir) if r['kind'] == 'train']
   seconds = [sum(r['time'][name] for name in ('rollout', 'learn', 'sync')) for r in records]
   return {
     'reward': series(records, 'reward/mean')[1].tolist(),
+    'held out': float(series(read_metrics(workdir), 'eval/avg@k')[1][-1]),  # the newest weights
     'seconds': np.cumsum([0.0, *seconds[2:]]).tolist(),
     'age': float(np.mean([r['async/age_mean'] for r in records])),
     **{name: float(np.mean([r['time'][name] for r in records[2:]])) for name in ('learner_idle', 'rollout_idle')},
@@ -95,6 +97,7 @@ def row(loss: str, alpha: str, results: list[dict[str, Any]]) -> dict[str, Any]:
     'learner idle': float(np.mean([r['learner_idle'] for r in results])),
     'engine idle': float(np.mean([r['rollout_idle'] for r in results])),
     'mean age': float(np.mean([r['age'] for r in results])),
+    'held out': float(np.mean([r['held out'] for r in results])),
     'last reward': float(np.mean(last)),
     'std over seeds': float(np.std(last, ddof=1)) if len(last) > 1 else None,
   }

@@ -61,7 +61,7 @@ WARM = {  # initial model, folder of the warm-started model, flags of its traini
 }
 EVALUATED = {'sums': ('--config.eval.problems=128',), 'progressions': ('--config.eval.samples=4',), 'smollm2': ()}
 LAST = 10  # last steps of a run over which its figures are averaged
-COLLAPSED = 0.5  # a run that ends below this share of its best mean over LAST steps has collapsed
+COLLAPSED = 0.5  # a run has collapsed if its held-out greedy accuracy ends below this share of the accuracy before training
 
 
 def main():
@@ -187,12 +187,8 @@ def row(arm: str, results: list[dict[str, Any]]) -> dict[str, Any]:
   def last(name: str) -> list[float]:
     return [float(np.mean(result['curves'][name][-LAST:])) for result in results]
 
-  def best(result: dict[str, Any]) -> float:
-    reward = np.array(result['curves']['reward/mean'])
-    return max(float(np.mean(reward[i : i + LAST])) for i in range(max(1, len(reward) - LAST + 1)))
-
   reward = last('reward/mean')
-  collapsed = sum(end < COLLAPSED * best(result) or result['stopped'] is not None for end, result in zip(reward, results))
+  collapsed = sum(r['stopped'] is not None or r['greedy, dense'] < COLLAPSED * r['greedy, before'] for r in results)
   judged = {
     f'evaluated, {name}': float(np.mean(values)) if (values := [r[key] for r in results if key in r]) else None
     for name, key in (('greedy', 'greedy, dense'), ('dense', 'dense evaluation'), ('sparse', 'sampler evaluation'))
