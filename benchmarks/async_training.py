@@ -5,9 +5,9 @@
 
 Trains the small warm-started model of benchmarks/progressions.py with dense rollouts. Learner and engine use separate devices; on
 a CPU, these are two host devices that share its cores. Every loss takes its ratio to the sampler's log-probs, except
-decoupled_ppo, which uses the old policy as a third policy. The sampled reward of a step belongs to weights up to alpha
-updates old, so the newest weights are also evaluated on held-out problems, sampled densely. For each loss and seed, all staleness bounds run in turn. FOLDER keeps
-the runs: the same command resumes an interrupted benchmark.
+decoupled_ppo, which uses the old policy as a third policy. The sampled reward of a step belongs to weights up to alpha updates
+old, so the newest weights are also evaluated on held-out problems, sampled densely. For each loss and seed, all staleness bounds
+run in turn. FOLDER keeps the runs: the same command resumes an interrupted benchmark.
 """
 
 import argparse
