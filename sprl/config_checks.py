@@ -101,7 +101,6 @@ def validate(run: Run) -> None:
   validate_optimizer(run)
   validate_lora(run)
   validate_eval(run)
-  validate_ledger(run)
 
 
 def numbers(section: Any, prefix: str = '') -> Iterator[tuple[str, int | float]]:
@@ -359,11 +358,3 @@ def validate_eval(run: Run) -> None:
   """Raise SettingsError if an evaluation takes several greedy samples, which are equal."""
   one = run.eval.samples == 1 or run.eval.temperature > 0
   require(run, 'eval.samples', one, '1 with config.eval.temperature = 0, at which samples are equal')
-
-
-def validate_ledger(run: Run) -> None:
-  """Raise SettingsError if the ledger would need sequences that a replay cannot reproduce."""
-  if run.ledger.every is not None:
-    for key, off in (('top_k', None), ('top_p', 1.0), ('min_p', 0.0)):
-      value = getattr(run.sampling, key)
-      require(run, f'sampling.{key}', value == off, f'{off} with config.ledger.every: a replay would filter other tokens')

@@ -36,6 +36,7 @@ from sprl.io.metrics import RunLog
 from sprl.io.progress import Progress
 from sprl.io.run_folder import exclusive
 from sprl.io.run_state import RunState
+from sprl.kernels.support import record_format
 from sprl.learner.learner import Learner, compile_ahead
 from sprl.learner.optimizer import make_optimizer
 from sprl.learner.restore import check_base
@@ -89,6 +90,7 @@ def setup(run: Run, workdir: Path, team: Team, stack: ExitStack) -> Session:
   # --- settings, model folder, problems ------------------------------------------------------------------------------
   check_processes(run, team)
   model = Model.open(run)
+  record_format(run.sampling, model.config.vocab_size)  # raises if the filters of the rollouts cannot be recorded
   layout = model.cache_layout(run.sampling, run.cache, run.quant, run.masked_learner, run.model.router_replay == 'R3')
   here = {'computes in': str(model.dtype), 'kernels': model.kernels, '--workdir': str(workdir)}
   check_alike('settings', settings.to_dict(run) | here, team)

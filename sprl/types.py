@@ -10,13 +10,13 @@ drew. Text is decoded for graders and people; it is never encoded again.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 NOTHING = np.zeros(0, np.int32)
 
@@ -56,6 +56,7 @@ class Completion:
   saturated: int = 0  # elements of the row's keys and values that FP8 clamped
   evicted: Int[np.ndarray, 'L K T'] | None = None  # the first position that no longer saw the token, if recorded
   routes: Int[np.ndarray, 'T M k'] | None = None  # experts of each token in each of M MoE layers, if recorded
+  support: Integer[np.ndarray, 'C W'] | None = None  # the tokens that filters kept (sprl/kernels/support.py), if recorded
   prefilled: tuple[int, int] | None = None  # shape of its prompt's prefill batch: prompts, padded length
 
   def rest(self) -> Request:
@@ -70,8 +71,17 @@ class Completion:
 
   def then(self, later: 'Completion') -> 'Completion':
     """Join this aborted completion and its continuation into one answer to the first request."""
-    joined = {name: np.concatenate([getattr(self, name), getattr(later, name)]) for name in ('tokens', 'logp', 'version', 'kept')}
+    fields = ('tokens', 'logp', 'version', 'kept')
+    joined: dict[str, Any] = {name: np.concatenate([getattr(self, name), getattr(later, name)]) for name in fields}
+    joined['support'] = joined_supports([self, later])
     return dataclasses.replace(later, request=self.request, prefilled=self.prefilled or later.prefilled, **joined)
+
+
+def joined_supports(completions: Sequence[Completion]) -> Integer[np.ndarray, 'C W'] | None:
+  """Return the supports of the completions' tokens, one completion after the other; None if they record none."""
+  recorded = [c.support for c in completions if c.support is not None]
+  assert len(recorded) in (0, len(completions)), 'all completions of a sequence record supports, or none'
+  return np.concatenate(recorded) if recorded else None
 
 
 @dataclass(frozen=True)
@@ -94,6 +104,7 @@ class Trajectory:
   saturated: int = 0  # elements of its keys and values that FP8 clamped
   evicted: Int[np.ndarray, 'L K T'] | None = None  # the first position that no longer saw the token, if recorded
   routes: Int[np.ndarray, 'T M k'] | None = None  # experts of each token in each of M MoE layers, if recorded
+  support: Integer[np.ndarray, 'C W'] | None = None  # of each of the C tokens of the mask, as in Completion
   prefilled: tuple[int, int] | None = None  # shape of its prompt's first prefill batch: prompts, padded length
   start_version: int = 0  # finished steps when its group started; staleness counts from here
   status: str = 'ok'  # how it was graded (a Grade's status)
@@ -117,6 +128,7 @@ class Trajectory:
       'saturated': completion.saturated,
       'evicted': completion.evicted,
       'routes': completion.routes,
+      'support': completion.support,
       'prefilled': completion.prefilled,
     }
     return cls(**fields | changes)

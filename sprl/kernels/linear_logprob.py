@@ -1,7 +1,8 @@
 """Log-probs and entropies from hidden states and the head, without a [T, V] array of logits.
 
 Positions go through the head in chunks. The backward pass recomputes the logits of each chunk from the saved log-normalisers, so
-at most `chunk` rows of logits exist at a time. At temperature t the distribution is softmax(h @ W / t).
+at most `chunk` rows of logits exist at a time. At temperature t the distribution is softmax(h @ W / t). With supports it is that
+distribution over the tokens of the support only, renormalised (sprl/kernels/support.py).
 
 On a mesh, positions come in shards S that lie with their rows, and the vocabulary is split. A chunk of every shard is sent to the
 parts of the vocabulary; the vocabulary never moves.
@@ -11,9 +12,12 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 
+from sprl.kernels.support import support_mask
 from sprl.sharding.rules import parts, shard
+
+EXCLUDED = -1e30  # logit of a token outside the support: its probability is 0, and 0 * logit too, which infinity would make NaN
 
 
 def linear_logprob(
@@ -23,39 +27,50 @@ def linear_logprob(
   temperature: float = 1.0,
   chunk: int = 256,
   count: Int[Array, '*S'] | None = None,
+  support: Integer[Array, '*S T W'] | None = None,
 ) -> tuple[Float[Array, '*S T'], Float[Array, '*S T']]:
   """Return log softmax(hidden @ head^T / temperature)[target] and the entropy (nats), float32, differentiable.
 
-  With `count`, only chunks that hold one of a shard's first `count` positions are computed; other chunks give zeros.
+  With `count`, only chunks that hold one of a shard's first `count` positions are computed; other chunks give zeros. With
+  `support`, both are of the distribution over the recorded tokens of each position, of which the target must be one.
   """
   *shards, T, E = hidden.shape
   chunk = min(chunk, T)
   pad = -T % chunk
   hidden = jnp.pad(hidden.reshape(-1, T, E), ((0, 0), (0, pad), (0, 0)))
   target = jnp.pad(target.reshape(-1, T), ((0, 0), (0, pad)))
+  if support is not None:
+    support = jnp.pad(support.reshape(-1, T, support.shape[-1]), ((0, 0), (0, pad), (0, 0)))
   counted = T if count is None or chunk == T else jnp.max(count)  # XLA removes a loop over one chunk
   chunks = jnp.asarray(counted + chunk - 1, jnp.int32) // chunk
-  found = _chunked(hidden, shard(head, 'vocab', None), target, chunks, temperature, chunk)
+  found = _chunked(hidden, shard(head, 'vocab', None), target, support, chunks, temperature, chunk)
   logp, entropy = (x[:, :T].reshape(*shards, T) for x in found)
   return logp, entropy
 
 
-def reference(hidden, head, target, temperature=1.0):
+def reference(hidden, head, target, temperature=1.0, support=None):
   """Compute log-probs and entropies from whole logits: the definition, for tests."""
-  logp = jax.nn.log_softmax(hidden.astype(jnp.float32) @ head.astype(jnp.float32).T / temperature)
+  logits = hidden.astype(jnp.float32) @ head.astype(jnp.float32).T / temperature
+  logp = jax.nn.log_softmax(logits if support is None else jnp.where(support_mask(support, len(head)), logits, EXCLUDED))
   return jnp.take_along_axis(logp, target[:, None], 1)[:, 0], -jnp.sum(jnp.exp(logp) * logp, axis=-1)
 
 
-def _rows(i, chunk, hidden, *numbers):
-  """Return chunk i of the hidden states and of `numbers`, in the sharding of the product with the vocabulary."""
-  parts = (jax.lax.dynamic_slice_in_dim(_at_home(x), i * chunk, chunk, axis=1) for x in (hidden, *numbers))
-  h, *numbers = map(_at_home, parts)
-  return shard(h, 'gathered_rows', None, None), *[shard(x, 'gathered_rows', None) for x in numbers]
+def _rows(i, chunk, *arrays):
+  """Return chunk i of arrays [S, T, ...], in the sharding of the product with the vocabulary. None stays None."""
+
+  def part(x):
+    of_chunk = _at_home(jax.lax.dynamic_slice_in_dim(_at_home(x), i * chunk, chunk, axis=1))
+    return shard(of_chunk, 'gathered_rows', *[None] * (x.ndim - 1))
+
+  return jax.tree.map(part, arrays)
 
 
-def _logits(h, head, temperature):
+def _logits(h, head, temperature, support):
   logits = jax.lax.dot_general(h, head, (((2,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-  return shard(logits, 'gathered_rows', None, 'vocab') / temperature
+  logits = shard(logits, 'gathered_rows', None, 'vocab') / temperature
+  if support is None:
+    return logits
+  return jnp.where(shard(support_mask(support, head.shape[0]), 'gathered_rows', None, 'vocab'), logits, EXCLUDED)
 
 
 def _is(target, V):
@@ -72,18 +87,18 @@ def _at_home(x):
   return shard(x, 'rows', *[None] * (x.ndim - 1))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _chunked(hidden, head, target, chunks, temperature, chunk):
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _chunked(hidden, head, target, support, chunks, temperature, chunk):
   """Return log-probs and entropies [S, T] of hidden states [S, T, E]; only the first `chunks` chunks are computed."""
-  return _forward(hidden, head, target, chunks, temperature, chunk)[0]
+  return _forward(hidden, head, target, support, chunks, temperature, chunk)[0]
 
 
-def _forward(hidden, head, target, chunks, temperature, chunk):
+def _forward(hidden, head, target, support, chunks, temperature, chunk):
   narrow = head.astype(hidden.dtype)
 
   def body(i, out):
-    h, t = _rows(i, chunk, hidden, target)
-    logits = _logits(h, narrow, temperature)
+    h, t, kept = _rows(i, chunk, hidden, target, support)
+    logits = _logits(h, narrow, temperature, kept)
     top = jnp.max(logits, axis=-1)
     exp = jnp.exp(logits - top[..., None])
     total = jnp.sum(exp, axis=-1)
@@ -93,17 +108,17 @@ def _forward(hidden, head, target, chunks, temperature, chunk):
     return [_placed(x, new, i, chunk) for x, new in zip(out, (logp, entropy, lse))]
 
   logp, entropy, lse = jax.lax.fori_loop(0, chunks, body, [jnp.zeros(hidden.shape[:2])] * 3)
-  return (logp, entropy), (hidden, head, target, chunks, lse, entropy)
+  return (logp, entropy), (hidden, head, target, support, chunks, lse, entropy)
 
 
 def _backward(temperature, chunk, saved, cotangents):
-  hidden, head, target, chunks, lse, entropy = saved
+  hidden, head, target, support, chunks, lse, entropy = saved
   narrow = head.astype(hidden.dtype)
 
   def body(i, carry):
     dhidden, dhead = carry
-    h, t, z, ent, dlogp, dent = _rows(i, chunk, hidden, target, lse, entropy, *cotangents)
-    logp = _logits(h, narrow, temperature) - z[..., None]
+    h, t, kept, z, ent, dlogp, dent = _rows(i, chunk, hidden, target, support, lse, entropy, *cotangents)
+    logp = _logits(h, narrow, temperature, kept) - z[..., None]
     # d logp[t] / d logits = onehot - p ;  d entropy / d logits = -p (log p + entropy)
     d = -jnp.exp(logp) * (dlogp[..., None] + dent[..., None] * (logp + ent[..., None]))
     d = ((d + jnp.where(_is(t, head.shape[0]), dlogp[..., None], 0)) / temperature).astype(h.dtype)
@@ -115,7 +130,7 @@ def _backward(temperature, chunk, saved, cotangents):
   groups = parts('gathered_rows', hidden.shape[0])
   start = jnp.zeros_like(hidden), jnp.zeros((groups, *head.shape), jnp.float32)
   dhidden, dhead = jax.lax.fori_loop(0, chunks, body, start)
-  return dhidden, shard(jnp.sum(dhead, axis=0), 'vocab', None).astype(head.dtype), None, None
+  return dhidden, shard(jnp.sum(dhead, axis=0), 'vocab', None).astype(head.dtype), None, None, None
 
 
 _chunked.defvjp(_forward, _backward)

@@ -23,9 +23,10 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from sprl.config import Packing, Rollout, Sampling, SettingsError
+from sprl.kernels.support import Format
 from sprl.sharding import transfer
 from sprl.sharding.rules import shardings
 from sprl.types import Trajectory
@@ -53,6 +54,7 @@ class TrainBatch:
   reward: Float[Array, ' B']
   evicted: Int[Array, 'A R L K T'] | None = None  # position of the first query that does not see the token (arm learner_mask)
   routes: Int[Array, 'A R T M k'] | None = None  # experts to replay; -1: the router chooses
+  support: Integer[Array, 'A S N W'] | None = None  # of scored position n: the tokens that the sampler's filters kept
 
   @property
   def axes(self) -> 'TrainBatch':
@@ -62,6 +64,7 @@ class TrainBatch:
       'scored': (None, 'rows'),
       'evicted': (None, 'rows', None, 'kv_heads', None),
       'routes': (None, 'rows', None, None, None),
+      'support': (None, 'rows', None, None),
     }
     axes: Any = {name: None if x is None else split.get(name, (None,) * x.ndim) for name, x in vars(self).items()}
     return TrainBatch(**axes)
@@ -113,7 +116,7 @@ def pack(
 
   Row b of a [B, C] array is trajectory b. Sequences with advantage NaN, or without a token of the model, are left out.
   Members of a group must be adjacent to share their prompt. Trajectories that record evictions need `share_prefix` = False,
-  because samples evict different tokens of their prompt. If one trajectory records evictions or routes, all must.
+  because samples evict different tokens of their prompt. If one trajectory records evictions, routes or supports, all must.
 
   packing/
     tokens                    in the rows, shared prompts counted once
@@ -121,7 +124,8 @@ def pack(
     microbatches              used
     tokens_saved_by_sharing   tokens that separate prompts would add
   """
-  batch = empty(shape)
+  support = trajectories[0].support if trajectories else None
+  batch = empty(shape, None if support is None else Format(support.shape[1], support.dtype))
   if trajectories and trajectories[0].evicted is not None:
     L, K, _ = trajectories[0].evicted.shape
     batch = replace(batch, evicted=np.zeros((shape.micros, shape.rows, L, K, shape.tokens), np.int32))
@@ -151,8 +155,8 @@ def pack(
   return replace(batch, used=np.int32(used)), metrics
 
 
-def empty(shape: Shape) -> TrainBatch:
-  """Return a batch of these sizes without tokens, as numpy arrays."""
+def empty(shape: Shape, support: Format | None = None) -> TrainBatch:
+  """Return a batch of these sizes without tokens, as numpy arrays. `support` is the form of its supports, if it has any."""
   A, R, T, B, C, S = shape.micros, shape.rows, shape.tokens, shape.sequences, shape.columns, shape.shards
   packed, scored, cells = (A, R, T), (A, S, R // S * T), (B, C)
   arrays: dict[str, Any] = {  # numpy until they are placed on the devices
@@ -167,6 +171,7 @@ def empty(shape: Shape) -> TrainBatch:
     'sampler_logp': np.zeros(cells, np.float32),
     'advantage': np.zeros(B, np.float32),
     'reward': np.zeros(B, np.float32),
+    'support': None if support is None else np.zeros((*scored, support.words), support.dtype),
   }
   return TrainBatch(**arrays)
 
@@ -209,6 +214,9 @@ def _fill_row(batch: Any, shape: Shape, index: int, pieces: list[list[int]], tra
       predictor = np.concatenate([[last_of_prompt], np.arange(start, start + n - 1)])
       batch.source[a, s, position] = within * shape.tokens + predictor[column]
       batch.target[a, s, position] = trajectory.completion[column]
+      if batch.support is not None:
+        assert trajectory.support is not None, 'all trajectories of a batch record supports, or none'
+        batch.support[a, s, position] = trajectory.support
       batch.place[b, column], batch.mask[b, column], batch.micro[b] = s * N + position, True, a
       batch.sampler_logp[b, column] = trajectory.sampler_logp[P:][column]
       batch.scored[a, s] += len(column)

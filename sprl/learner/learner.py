@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from sprl.cache.layout import CacheLayout
 from sprl.config import Run
+from sprl.kernels.support import record_format
 from sprl.learner.batch import Shape, TrainBatch, empty, pack, put, shape
 from sprl.learner.logprobs import ForwardConfig, score, score_and_route
 from sprl.learner.state import TrainState
@@ -203,7 +204,8 @@ def compile_ahead(update: OnMesh, run: Run, model: Model, state: TrainState, bas
   """
   if run.masked_learner or run.model.router_replay != 'none':
     return
-  batch = put(empty(batch_shape(run, model)), model.mesh)
+  support = record_format(run.sampling, model.config.vocab_size)
+  batch = put(empty(batch_shape(run, model), support), model.mesh)
   with jax.default_device(home(model.replicated)):  # part of the key of a compiled program, as in `Learner.update`
     update.lower(state, batch, abstract_logprobs(batch, run), base).compile()
   return_free_memory()

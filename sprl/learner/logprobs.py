@@ -44,8 +44,9 @@ def micro_logprobs(
 ) -> tuple[Float[Array, 'B C'], Float[Array, 'B C'], Routing]:
   """Return log-probs and entropies (nats) of the tokens of microbatch i, and the routing of all its tokens.
 
-  Both are [B, C] arrays of the whole batch, 0 at the tokens of other microbatches. The entropy is of the policy at the
-  sampling temperature (docs/methods/losses.md, eq. 31). `remat` says what the backward pass recomputes.
+  Both are [B, C] arrays of the whole batch, 0 at the tokens of other microbatches. They are of the policy at the sampling
+  temperature, over the tokens that the sampler's filters kept (docs/methods/losses.md, Notation, and eq. 31). `remat` says what
+  the backward pass recomputes.
   """
   attention: Attention = PackedAttention.of(batch.segments[i], batch.prefixes[i], config.kernels)
   if batch.evicted is not None:
@@ -60,8 +61,9 @@ def micro_logprobs(
     predictors = jnp.take_along_axis(of_shard, batch.source[i, :, :, None], axis=1)
     head = transformer.head_weight(params)
     scored = linear_logprob(
-      predictors, head, batch.target[i], temperature=config.temperature, chunk=config.chunk, count=batch.scored[i]
-    )
+      predictors, head, batch.target[i], temperature=config.temperature, chunk=config.chunk, count=batch.scored[i],
+      support=None if batch.support is None else batch.support[i],
+    )  # fmt: skip
   here = batch.mask & (batch.micro == i)[:, None]
   logp, entropy = (jnp.where(here, shard(x, None, None).reshape(-1)[batch.place], 0.0) for x in scored)
   return logp, entropy, out.routing

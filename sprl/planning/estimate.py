@@ -159,7 +159,9 @@ def _evaluation(config: ModelConfig, run: Run, axes: MeshAxes, state: int) -> Ev
   settings, k = run.eval, run.eval.samples
   cache, quant = (run.cache, run.quant) if settings.memory == 'sampler' else (DENSE, UNQUANTISED)
   asked = min(run.sampling.rows or run.rollout.prompts * run.rollout.group, settings.problems * k)
-  answers = dataclasses.replace(run.sampling, max_tokens=settings.max_tokens or run.sampling.max_tokens)
+  answers = dataclasses.replace(
+    run.sampling, top_p=1.0, top_k=None, min_p=0.0, max_tokens=settings.max_tokens or run.sampling.max_tokens
+  )  # without filters: the supports of answers are not recorded
   prompts, rows = min(run.rollout.prompts, math.ceil(asked / k)), math.ceil(asked / axes.rows)
   held = rollout_memory(config, dataclasses.replace(run, sampling=answers), cache, quant, prompts, axes)
   return EvaluationPlan(

@@ -18,6 +18,7 @@ from sprl.cache.layout import CacheLayout, cache_layout
 from sprl.config import Cache, Quant, Run
 from sprl.kernels import attention, grouped_matmul
 from sprl.kernels.attention import QUERY_CHUNK
+from sprl.kernels.support import filtered, record_format
 from sprl.learner.batch import Shape
 from sprl.model import HOST
 from sprl.models import transformer
@@ -83,7 +84,7 @@ class UpdateMemory:
   host: int  # moments in the host's memory (`optimizer.offload`); not part of `total`
   reference: int  # the frozen model of a KL term
   gradients: int  # float32: the sum over microbatches, and the vocabulary's of the current microbatch
-  activations: int  # estimate of all other temporary arrays
+  activations: int  # estimate of all other temporary arrays, and the record of the tokens that the rollouts' filters kept
 
   @property
   def state(self) -> int:
@@ -105,7 +106,10 @@ def update_memory(config: ModelConfig, run: Run, shape: Shape, axes: MeshAxes) -
   reference = nbytes(local_weights(config, axes, accelerator_dtype(run))) if run.loss.kl_coef > 0 else 0
   gradients = FLOAT32 * (size(held) + size(held['head' if 'head' in held else 'embed']))
   alive = gradients + _activations(config, run, held, math.ceil(shape.rows / axes.rows), shape.tokens, axes)
-  return UpdateMemory(nbytes(held), optimiser, host, reference, gradients, activations=round(MARGIN * alive) - gradients)
+  activations = round(MARGIN * alive) - gradients
+  if (form := record_format(run.sampling, config.vocab_size)) is not None:  # of all batches of a step
+    activations += run.optimizer.minibatches * shape.micros * math.ceil(shape.rows / axes.rows) * shape.tokens * form.bytes
+  return UpdateMemory(nbytes(held), optimiser, host, reference, gradients, activations)
 
 
 def _activations(config: ModelConfig, run: Run, held: transformer.Params, rows: int, T: int, axes: MeshAxes) -> int:
@@ -114,8 +118,8 @@ def _activations(config: ModelConfig, run: Run, held: transformer.Params, rows: 
   1. Throughout: the saved inputs of all layers, which gradients that wait to be added to the sum gradually replace. With fsdp
      the gradients of all layers wait, and the master weights are also held transposed, because XLA gathers along the first
      axis. Without it only the experts' gradients wait.
-  2. In the head: its shard in the compute dtype, the logits of a chunk and their gradients. With fsdp also the hidden states of
-     all devices that share the vocabulary, and their gradients, in float32.
+  2. In the head: its shard in the compute dtype, the logits of a chunk, their gradients, and the mask of the tokens that filters
+     kept. With fsdp also the hidden states of all devices that share the vocabulary, and their gradients, in float32.
   3. In a layer: the stream, the mask, and the largest of the MLP's products, the experts, and the scores of a chunk of queries;
      on a mesh the arrays of OVERLAP layers, or of one layer with the gathered weights of two. Attention by a library has no
      scores; the reference also has output buffers for every layer.
@@ -129,6 +133,7 @@ def _activations(config: ModelConfig, run: Run, held: transformer.Params, rows: 
   inputs = b * N * (L * saved + of_width * sum(F))
   waiting, transposed, beside = FLOAT32 * size(experts(held)), 0, 0
   head = b * math.ceil(V / axes.fsdp) * E + 2 * FLOAT32 * V * run.packing.score_chunk
+  head += config.vocab_size * run.packing.score_chunk * filtered(run.sampling, config.vocab_size)  # one byte, before it is split
   layer, gathered = b * N * products * max(F), 0
   if not library_attends(config, run, T, run.masked_learner):
     layer, beside = max(layer, FLOAT32 * N * SCORES * H * min(QUERY_CHUNK, T)), N * L * (2 * b * H * D + 2 * FLOAT32 * K * D)
@@ -220,4 +225,6 @@ def rollout_memory(config: ModelConfig, run: Run, cache: Cache, quant: Quant, pr
   weights = sampler_weight_bytes(config, run, quant, axes)
   weights += FLOAT32 * layout.head_dim * (layout.layers * K + layout.positions) if layout.key_bias else 0
   drawn = FLOAT32 * (3 * run.sampling.max_tokens + config.vocab_size // axes.tensor)
+  if (form := record_format(run.sampling, config.vocab_size)) is not None:
+    drawn += form.bytes * (run.sampling.chunk + 1)
   return RolloutMemory(weights, prefilled + passing, row=kv_bytes(part) + drawn)

@@ -17,6 +17,7 @@ from jax.sharding import AbstractMesh, Mesh
 from sprl.cache.layout import CacheLayout
 from sprl.cache.scales import Scales
 from sprl.config import Quant, Run
+from sprl.kernels.support import record_format
 from sprl.learner.batch import Shape, empty
 from sprl.learner.optimizer import make_optimizer
 from sprl.learner.state import TrainState, abstract_state
@@ -73,7 +74,7 @@ def abstract_sampler_weights(config: ModelConfig, run: Run, quant: Quant, mesh: 
 
 def update(config: ModelConfig, run: Run, shape: Shape, mesh: Mesh) -> Program:
   """The update of one minibatch of this shape."""
-  batch = empty(shape)
+  batch = empty(shape, record_format(run.sampling, config.vocab_size))
   batch = sharded(batch, batch.axes, mesh)
   settings = UpdateConfig.of(run, accelerator_dtype(run))
   jitted = make_update(transformer.graph(config), make_optimizer(run.optimizer, 1), settings, mesh)
@@ -89,7 +90,9 @@ def decoding(config: ModelConfig, run: Run, layout: CacheLayout, quant: Quant, r
     weights = weights._replace(scales=Scales(scale, scale, scale))
   seed = jax.eval_shape(lambda: jax.random.key(0))
   state = jax.eval_shape(
-    partial(decode.empty_state.jitted, layout, rows=rows, max_tokens=run.sampling.max_tokens), weights, seed=seed
+    partial(decode.empty_state.jitted, layout, rows=rows, max_tokens=run.sampling.max_tokens, recorded=run.sampling),
+    weights,
+    seed=seed,
   )
   stops = tuple(sorted({*config.eos_token_ids, *run.sampling.stop_ids}))
   static = {'sampling': run.sampling, 'stop_ids': stops, 'steps': run.sampling.chunk}

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Int
 
 from sprl.tasks.environments.protocol import Outcome, episode_metrics, turn_messages
-from sprl.types import NOTHING, Completion, Trajectory
+from sprl.types import NOTHING, Completion, Trajectory, joined_supports
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,7 @@ class Transcript:
     parts = list(self.parts)
     while not isinstance(parts[-1], Completion):
       parts.pop()
+    answers = [p for p in parts if isinstance(p, Completion)]
 
     def per_token(name: str, elsewhere: int) -> np.ndarray:
       of_parts = [getattr(p, name) if isinstance(p, Completion) else np.full(len(p), elsewhere) for p in parts]
@@ -102,7 +103,8 @@ class Transcript:
       'version': version,
       'sampler_logp': per_token('logp', 0).astype(np.float32),
       'kept': per_token('kept', 0).astype(np.int32),
-      'prefilled': next(p.prefilled for p in parts if isinstance(p, Completion)),
+      'support': joined_supports(answers),
+      'prefilled': answers[0].prefilled,
     }
     return Trajectory.of(parts[-1], **fields, **changes)
 

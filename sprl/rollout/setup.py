@@ -201,7 +201,10 @@ class PlacedEngine:
 def place_engines(run: Run, model: Model, layout: CacheLayout) -> list[PlacedEngine]:
   """Return the engines of a run, not yet opened."""
   config = model.engine_config(run.sampling, layout, run.engine_rows, run.prefill, run.seed)
-  return [PlacedEngine(replace(config, mesh=mesh), moves=mesh is not model.sampler_mesh) for mesh in model.engine_meshes]
+  return [
+    PlacedEngine(replace(config, mesh=mesh, record_support=True), moves=mesh is not model.sampler_mesh)
+    for mesh in model.engine_meshes
+  ]
 
 
 def on_all_processes(team: Team, engines: Sequence[Engine]) -> list[EngineLike]:

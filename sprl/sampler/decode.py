@@ -17,12 +17,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Integer
 
 from sprl.cache.key_bias import KeyBias
 from sprl.cache.kv_cache import CachedAttention, KVCache, Step
 from sprl.cache.layout import CacheLayout
 from sprl.config import Sampling
+from sprl.kernels.support import Format, record_format
 from sprl.models import transformer
 from sprl.models.routing import MISSING, route_dtype
 from sprl.sampler.draw import draw, uniforms
@@ -46,6 +47,7 @@ class DecodeState:
   logp: Float[Array, 'B C']  # under the distribution that the token was drawn from
   kept: Int[Array, 'B C']  # cache slots attended, including the query's own
   routes: Int[Array, 'B T M k'] | None = None  # experts of the token at each position; MISSING where no token is yet
+  support: Integer[Array, 'B R W'] | None = None  # of the last R tokens, token t in column t mod R (sprl/kernels/support.py)
 
   @property
   def axes(self) -> 'DecodeState':
@@ -85,9 +87,14 @@ def _biases(layout, weights):
 
 
 @OnMesh
-@partial(jax.jit, static_argnames=('layout', 'rows', 'max_tokens'))
-def empty_state(layout: CacheLayout, weights: SamplerWeights, rows: int, max_tokens: int, seed: Array) -> DecodeState:
-  """Return the state of `rows` rows without requests: all are done. A completion has at most `max_tokens` tokens."""
+@partial(jax.jit, static_argnames=('layout', 'rows', 'max_tokens', 'recorded'))
+def empty_state(
+  layout: CacheLayout, weights: SamplerWeights, rows: int, max_tokens: int, seed: Array, recorded: Sampling | None = None
+) -> DecodeState:
+  """Return the state of `rows` rows without requests: all are done. A completion has at most `max_tokens` tokens.
+
+  If `recorded` has filters, the state records the supports of the tokens that these settings draw between two reads.
+  """
   ints = jnp.zeros(rows, jnp.int32)
   state = DecodeState(
     cache=empty_cache(layout, weights, rows),
@@ -101,8 +108,16 @@ def empty_state(layout: CacheLayout, weights: SamplerWeights, rows: int, max_tok
     logp=jnp.zeros((rows, max_tokens)),
     kept=jnp.zeros((rows, max_tokens), jnp.int32),
     routes=_no_routes(layout, rows),
+    support=_no_supports(recorded, weights.head.shape[0], rows),
   )
   return _sharded(state)
+
+
+def _no_supports(recorded, vocab, rows):
+  if recorded is None or (form := record_format(recorded, vocab)) is None:
+    return None
+  # Between two reads a row draws at most one token in `insert` and `chunk` in `decode`.
+  return jnp.zeros((rows, recorded.chunk + 1, form.words), form.dtype)
 
 
 @OnMesh
@@ -278,8 +293,9 @@ def _draw_token(state, weights, hidden, *, active, attended, sampling, stop_ids)
   """Draw and record one token for each active row. A stop id or the last allowed token ends the row."""
   with jax.named_scope('draw'):
     uniform = uniforms(state.seed, state.uid, state.attempt, state.cache.seen)
-    drawn = draw(logits(weights, hidden), shard(uniform, 'drawn_rows', None), sampling)
-    token, logp = (shard(x, 'rows') for x in drawn)
+    form = None if state.support is None else Format(state.support.shape[2], state.support.dtype)
+    drawn = draw(logits(weights, hidden), shard(uniform, 'drawn_rows', None), sampling, form)
+    token, logp = shard(drawn.token, 'rows'), shard(drawn.logp, 'rows')
   column = jnp.where(active, state.count, state.tokens.shape[1])  # out of bounds: dropped
   count = state.count + active
   ended = jnp.isin(token, jnp.array(stop_ids, jnp.int32)) if stop_ids else jnp.zeros_like(active)
@@ -293,6 +309,11 @@ def _draw_token(state, weights, hidden, *, active, attended, sampling, stop_ids)
     logp=record(state.logp, column, logp),
     kept=record(state.kept, column, attended),
   )
+  if drawn.support is not None:
+    R = state.support.shape[1]
+    record = local(_set_column, (('rows', None, None), row, cells), ('rows', None, None))
+    support = record(state.support, jnp.where(active, (count - active) % R, R), shard(drawn.support, *cells))
+    state = dataclasses.replace(state, support=support)
   return _sharded(state)
 
 
@@ -310,10 +331,14 @@ def _set_column(cells, column, new):
 def read(state: DecodeState, since: Int[Array, ' B'], steps: int) -> dict[str, Array]:
   """Return what the host needs between chunks: `done`, `count` and `saturated` of each row, and its newest records.
 
-  `tokens`, `logp` and `kept` are [B, steps]: up to `steps` completion tokens of row b, beginning with number `since[b]`.
+  `tokens`, `logp` and `kept` are [B, steps]: up to `steps` completion tokens of row b, beginning with number `since[b]`. If the
+  state records supports, `support` is [B, steps, W]; `steps` is then at most the R tokens that it holds.
   """
   columns = jnp.minimum(since[:, None] + jnp.arange(steps), state.tokens.shape[1] - 1)
   news = {name: jnp.take_along_axis(getattr(state, name), columns, axis=1) for name in ('tokens', 'logp', 'kept')}
+  if state.support is not None:
+    recent = (since[:, None] + jnp.arange(steps)) % state.support.shape[1]
+    news['support'] = jnp.take_along_axis(state.support, recent[:, :, None], axis=1)
   news |= {'done': state.done, 'count': state.count, 'saturated': jnp.sum(state.cache.saturated, axis=1)}
   return {name: shard(x, *[None] * x.ndim) for name, x in news.items()}  # replicated: every host reads all rows
 

@@ -1,50 +1,60 @@
-"""From logits to a token, and to its log-prob under the distribution that it was drawn from."""
+"""From logits to a token, to its log-prob under the distribution that it was drawn from, and to that distribution's support."""
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 
 from sprl.config import Sampling
+from sprl.kernels.support import Format, mask_of_ids, pack_mask, support_mask
 
 BLOCK = 256  # vocabulary entries in a block of the two-level search
 
 
-def draw(
-  logits: Float[Array, 'B V'], uniform: Float[Array, 'B 2'], sampling: Sampling
-) -> tuple[Int[Array, ' B'], Float[Array, ' B']]:
-  """Draw one token per row. Returns the tokens and their float32 log-probs after temperature and filters.
+class Drawn(NamedTuple):
+  """One token of each row."""
 
-  `uniform` holds two random numbers per row in [0, 1). At temperature 0 the likeliest token is taken; its log-prob is 0.
+  token: Int[Array, ' B']
+  logp: Float[Array, ' B']  # float32, after temperature and filters
+  support: Integer[Array, 'B W'] | None  # the tokens that the filters kept (sprl/kernels/support.py), if recorded
+
+
+class Candidates(NamedTuple):
+  """The tokens that may be drawn: the top_k most likely, or all."""
+
+  logits: Float[Array, 'B N']  # after temperature; -inf: excluded by a filter
+  ids: Int[Array, 'B N'] | None  # their tokens; None: token n is candidate n
+
+
+def draw(logits: Float[Array, 'B V'], uniform: Float[Array, 'B 2'], sampling: Sampling, record: Format | None = None) -> Drawn:
+  """Draw one token per row, with its log-prob and, in the form `record`, its support.
+
+  `uniform` holds two random numbers per row in [0, 1). At temperature 0 the likeliest token is taken; its log-prob is 0, and it
+  has no support.
   """
   if sampling.temperature == 0:
-    return jnp.argmax(logits, axis=-1).astype(jnp.int32), jnp.zeros(logits.shape[0])
-  logits = process(logits, sampling)
-  top = jnp.max(logits, axis=-1)
-  mass = jnp.exp(logits - top[:, None])
-  token, total = _inverse_cdf(mass, uniform)
-  chosen = jnp.take_along_axis(logits, token[:, None], axis=1)[:, 0]
-  return token, chosen - top - jnp.log(total)
+    return Drawn(jnp.argmax(logits, axis=-1).astype(jnp.int32), jnp.zeros(logits.shape[0]), None)
+  found = candidates(logits, sampling)
+  top = jnp.max(found.logits, axis=-1)
+  mass = jnp.exp(found.logits - top[:, None])
+  index, total = _inverse_cdf(mass, uniform)
+  token = index if found.ids is None else _at(found.ids, index)
+  support = None if record is None else support_record(found, logits.shape[1], record)
+  return Drawn(token, _at(found.logits, index) - top - jnp.log(total), support)
 
 
-def logp_of(logits: Float[Array, 'B V'], token: Int[Array, ' B'], sampling: Sampling) -> Float[Array, ' B']:
-  """Return the log-probs that `draw` reports when it draws `token`; -inf for a token that the filters exclude."""
-  if sampling.temperature == 0:
-    return jnp.zeros(logits.shape[0])
-  logp = jax.nn.log_softmax(process(logits, sampling))
-  return jnp.take_along_axis(logp, token[:, None], axis=1)[:, 0]
+def candidates(logits: Float[Array, 'B V'], sampling: Sampling) -> Candidates:
+  """Divide logits by the temperature and exclude tokens by top-k, top-p and min-p, in this order.
 
-
-def process(logits: Float[Array, 'B V'], sampling: Sampling) -> Float[Array, 'B V']:
-  """Divide logits by the temperature, then set tokens to -inf that top-k, top-p and min-p exclude, in this order.
-
-  Tokens that tie with the k-th largest logit stay.
+  Exactly top_k tokens pass top-k: of tokens that tie with the k-th largest logit, those with the smallest ids. Tokens that tie
+  with the last token of top-p stay.
   """
-  logits = logits.astype(jnp.float32) / sampling.temperature
+  logits, ids = logits.astype(jnp.float32) / sampling.temperature, None
   if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
-    lowest = jax.lax.top_k(logits, sampling.top_k)[0][:, -1:]
-    logits = jnp.where(logits < lowest, -jnp.inf, logits)
+    logits, ids = jax.lax.top_k(logits, sampling.top_k)
   if sampling.top_p < 1:
-    ordered = -jnp.sort(-logits, axis=-1)
+    ordered = logits if ids is not None else -jnp.sort(-logits, axis=-1)
     p = jax.nn.softmax(ordered)
     kept = jnp.cumsum(p, axis=-1) - p < sampling.top_p  # the mass before a token decides, so the first always stays
     lowest = jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True)
@@ -52,7 +62,35 @@ def process(logits: Float[Array, 'B V'], sampling: Sampling) -> Float[Array, 'B 
   if sampling.min_p > 0:
     top = jnp.max(logits, axis=-1, keepdims=True)
     logits = jnp.where(logits < top + jnp.log(sampling.min_p), -jnp.inf, logits)
-  return logits
+  return Candidates(logits, ids)
+
+
+def support_record(found: Candidates, vocab: int, form: Format) -> Integer[Array, 'B W']:
+  """Return the candidates that no filter excludes, as a record."""
+  kept = found.logits > -jnp.inf
+  if found.ids is None:
+    return pack_mask(kept)
+  ids = jnp.where(kept, found.ids, -1)
+  return ids if form.dtype == jnp.int32 else pack_mask(mask_of_ids(ids, vocab))
+
+
+def logp_of(
+  logits: Float[Array, 'B V'], token: Int[Array, ' B'], sampling: Sampling, support: Integer[Array, 'B W'] | None = None
+) -> Float[Array, ' B']:
+  """Return the log-probs that `draw` reports when it draws `token` from these supports; None: from the whole vocabulary.
+
+  A token outside its support has -inf.
+  """
+  if sampling.temperature == 0:
+    return jnp.zeros(logits.shape[0])
+  logits = logits.astype(jnp.float32) / sampling.temperature
+  if support is not None:
+    logits = jnp.where(support_mask(support, logits.shape[1]), logits, -jnp.inf)
+  return _at(jax.nn.log_softmax(logits), token)
+
+
+def _at(x, index):
+  return jnp.take_along_axis(x, index[:, None], axis=1)[:, 0]
 
 
 def uniforms(seed: Array, uid: Int[Array, ' B'], attempt: Int[Array, ' B'], position: Int[Array, ' B']) -> Float[Array, 'B 2']:

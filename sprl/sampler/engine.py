@@ -29,6 +29,7 @@ from jaxtyping import Int
 from sprl.cache.layer import NEVER
 from sprl.cache.layout import CacheLayout
 from sprl.config import Sampling, SettingsError
+from sprl.kernels.support import Format, record_format
 from sprl.models import transformer
 from sprl.models.config import ModelConfig
 from sprl.sampler import decode
@@ -68,11 +69,17 @@ class EngineConfig:
   stop_ids: tuple[int, ...]
   text: Callable[[Sequence[int]], str]  # decodes token ids, to find stop strings
   mesh: Mesh | None = None  # of the weights; None: one device
+  record_support: bool = False  # record the tokens that top-k, top-p and min-p keep; training under such filters needs it
 
   @cached_property
   def graphdef(self):
     """The network without weights."""
     return transformer.graph(self.model)
+
+  @cached_property
+  def support(self) -> Format | None:
+    """The form of the recorded supports; None if none are recorded. Raises SettingsError if a record would be too large."""
+    return record_format(self.sampling, self.model.vocab_size) if self.record_support else None
 
   @cached_property
   def buckets(self) -> tuple[int, ...]:
@@ -108,6 +115,7 @@ class _Row:
   logp: list[float] = field(default_factory=list)
   version: list[int] = field(default_factory=list)
   kept: list[int] = field(default_factory=list)
+  support: list[np.ndarray] = field(default_factory=list)  # [W] of each token, if recorded
   prefilled: tuple[int, int] | None = None  # shape of the prefill batch of its prompt
   aborted: bool = False  # during a chunk: the row becomes free after it, and its tokens are dropped
 
@@ -182,9 +190,9 @@ class Engine:
     gone = np.zeros(len(self._rows), bool)
     for i, row in enumerate(self._rows):
       if row is not None and row.request.uid in wanted and not row.aborted:
-        aborted.append(_completion(row, 'abort'))
+        aborted.append(self._completion(row, 'abort'))
         row.aborted = gone[i] = True
-    aborted += [_completion(_Row(request), 'abort') for request in self._waiting if request.uid in wanted]
+    aborted += [self._completion(_Row(request), 'abort') for request in self._waiting if request.uid in wanted]
     self._waiting = deque(request for request in self._waiting if request.uid not in wanted)
     if self._chunk is None:
       self._rows = [None if left else row for left, row in zip(gone, self._rows)]
@@ -217,7 +225,8 @@ class Engine:
       with jax.default_device(home(weights.head.sharding)):
         key = jax.random.key(config.seed)
         empty = decode.empty_state.on(config.mesh)
-        self._state = empty(config.layout, weights, config.rows, config.sampling.max_tokens, key)
+        recorded = config.sampling if config.record_support else None
+        self._state = empty(config.layout, weights, config.rows, config.sampling.max_tokens, key, recorded)
     while self._prefill_next(weights):
       if any(row is not None and row.tokens for row in self._rows):
         break
@@ -262,6 +271,8 @@ class Engine:
       row.logp += news['logp'][i, :new].tolist()
       row.kept += news['kept'][i, :new].tolist()
       row.version += [self.version] * new
+      if 'support' in news:
+        row.support += list(news['support'][i, :new].copy())  # a copy: a view would keep all rows of the chunk alive
       drawn.append(new - (before == 0))  # `insert` draws a row's first token, not a decode step
       cut = None if row.aborted else self._stop_string(row)
       if cut is None and not news['done'][i] and not row.aborted:
@@ -273,7 +284,7 @@ class Engine:
       stop = cut is not None or (n > 0 and row.tokens[n - 1] in self.config.stop_ids)
       finish = 'stop' if stop else 'length'
       records = self._evicted(i, row.request.start + n), self._routes(i, row.request.start + n)
-      finished.append(_completion(row, finish, n, int(news['saturated'][i]), *records))
+      finished.append(self._completion(row, finish, n, int(news['saturated'][i]), *records))
     self._release(stopped)
     self.usage.chunks += 1
     self.usage.steps += max(drawn)
@@ -348,6 +359,23 @@ class Engine:
     routes = None if self._state is None else self._state.routes
     return None if routes is None else fetch(routes[row])[:tokens]
 
+  def _completion(self, row: _Row, finish: str, n: int | None = None, saturated=0, evicted=None, routes=None) -> Completion:
+    """Return the first `n` tokens of a row, by default all, with their records."""
+    form, support = self.config.support, row.support[:n]
+    return Completion(
+      request=row.request,
+      tokens=np.array(row.tokens[:n], np.int32),
+      logp=np.array(row.logp[:n], np.float32),
+      version=np.array(row.version[:n], np.int32),
+      kept=np.array(row.kept[:n], np.int32),
+      finish=finish,
+      saturated=saturated,
+      evicted=evicted,
+      routes=routes,
+      support=None if form is None else np.array(support, form.dtype).reshape(len(support), form.words),
+      prefilled=row.prefilled,
+    )
+
   def _stop_string(self, row: _Row) -> int | None:
     """Return the number of the row's tokens up to the end of the first stop string; None if the text contains none."""
     sampling, text = self.config.sampling, self.config.text
@@ -396,18 +424,3 @@ def padded(
   for i, row in enumerate(rows):
     tokens[i, : len(row)], lengths[i] = row, len(row)
   return tokens, lengths
-
-
-def _completion(row: _Row, finish: str, n: int | None = None, saturated: int = 0, evicted=None, routes=None) -> Completion:
-  return Completion(
-    request=row.request,
-    tokens=np.array(row.tokens[:n], np.int32),
-    logp=np.array(row.logp[:n], np.float32),
-    version=np.array(row.version[:n], np.int32),
-    kept=np.array(row.kept[:n], np.int32),
-    finish=finish,
-    saturated=saturated,
-    evicted=evicted,
-    routes=routes,
-    prefilled=row.prefilled,
-  )

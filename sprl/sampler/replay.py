@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Integer
 
 from sprl.cache.kv_cache import KVCache
 from sprl.cache.layout import CacheLayout
@@ -37,6 +37,7 @@ def replay(config: EngineConfig, weights: SamplerWeights, trajectories: Sequence
 
   With the config and weights that sampled them these are the recorded log-probs, to 1e-5 in float32. The exception is a
   trajectory with given tokens (turns of a conversation, an interrupted request): the engine reads several of those at a time.
+  All log-probs are of the recorded supports. Without a record they are of the whole vocabulary.
   """
   layout, B, C = config.layout, config.rows, config.sampling.max_tokens
   empty, fill, insert, score = (f.on(config.mesh) for f in (_empty, prefill, _insert, _replay))
@@ -51,7 +52,8 @@ def replay(config: EngineConfig, weights: SamplerWeights, trajectories: Sequence
         tokens = padded([np.frombuffer(prompt, np.int32) for prompt in prompts], together, bucket)
         state = insert(*state, fill(config.graphdef, layout, weights, *tokens), parent)
     tokens, counts = padded([t.completion for t in part], B, C)
-    logp, _ = score(config.graphdef, config.sampling, weights, *state, tokens=tokens, counts=counts)
+    supports = _supports(part, B, C)
+    logp, _ = score(config.graphdef, config.sampling, weights, *state, tokens=tokens, counts=counts, supports=supports)
     results += [t.per_token(row) for t, row in zip(part, fetch(logp))]
   return results
 
@@ -69,6 +71,17 @@ def _by_prefill_shape(config: EngineConfig, trajectories: Sequence[Trajectory]) 
       shape = config.prefill, next(b for b in buckets if b >= t.prompt_length)
     by_shape[shape][t.tokens[: t.prompt_length].astype(np.int32).tobytes()].append(row)
   return by_shape
+
+
+def _supports(trajectories: Sequence[Trajectory], B: int, C: int) -> Integer[np.ndarray, 'B C W'] | None:
+  """Return the recorded supports of the tokens of each completion; None if there are none. Other tokens have arbitrary values."""
+  first = trajectories[0].support
+  if first is None:
+    return None
+  supports = np.zeros((B, C, first.shape[1]), first.dtype)
+  for row, t in zip(supports, trajectories):
+    row[np.flatnonzero(t.mask[t.prompt_length :])] = t.support
+  return supports
 
 
 @OnMesh
@@ -99,13 +112,15 @@ def _replay(
   *,
   tokens: Int[Array, 'B C'],
   counts: Int[Array, ' B'],
+  supports: Integer[Array, 'B C W'] | None = None,
 ) -> tuple[Float[Array, 'B C'], KVCache]:
   """Return the log-probs of the first `counts` tokens of each row, 0 behind them, and the cache. The cache is donated."""
 
   def step(i, carry):
     cache, hidden, logp = carry
     token = tokens[:, i]
-    logp = logp.at[:, i].set(jnp.where(i < counts, logp_of(logits(weights, hidden), token, sampling), 0))
+    support = None if supports is None else supports[:, i]
+    logp = logp.at[:, i].set(jnp.where(i < counts, logp_of(logits(weights, hidden), token, sampling, support), 0))
     hidden, _, cache, _ = decode_step(graphdef, weights, cache, token, i + 1 < counts)
     return cache, hidden, logp
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from sprl.kernels.linear_logprob import linear_logprob, reference
+from sprl.kernels.support import pack_mask
 
 T, E, V = 13, 6, 31
 slow = pytest.mark.slow
@@ -20,23 +21,43 @@ def inputs():
   return jnp.asarray(hidden), jnp.asarray(head), jnp.asarray(rng.integers(0, V, T).astype(np.int32))
 
 
-def by_hand(hidden, head, target, temperature):
+EVERYTHING = np.ones((T, V), bool)
+
+
+def supports(target):
+  """Return random sets of tokens [T, V], each with its target, and the two forms of their record: ids and a bit mask."""
+  kept = np.random.default_rng(2).random((T, V)) < 0.3
+  kept[np.arange(T), target] = True
+  ids = np.full((T, V), -1, np.int32)
+  for t in range(T):
+    found = np.flatnonzero(kept[t])[::-1]
+    ids[t, : len(found)] = found
+  return kept, {'ids': jnp.asarray(ids), 'mask': pack_mask(jnp.asarray(kept))}
+
+
+def by_hand(hidden, head, target, temperature, kept=EVERYTHING):
+  """Return float64 log-probs and entropies over the kept tokens [T, V]."""
   logits = np.asarray(hidden, np.float64) @ np.asarray(head, np.float64).T / temperature
-  p = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
-  return np.log(p[np.arange(T), target]), -(p * np.log(p)).sum(axis=1)
+  logp, entropy = np.zeros((2, T))
+  for t in range(T):
+    p = {v: np.exp(logits[t, v]) for v in np.flatnonzero(kept[t])}
+    p = {v: each / sum(p.values()) for v, each in p.items()}
+    logp[t], entropy[t] = np.log(p[int(target[t])]), -sum(each * np.log(each) for each in p.values())
+  return logp, entropy
 
 
-def gradient_by_hand(hidden, head, target, temperature, of_logp, of_entropy):
-  """Return the float64 gradient of sum(of_logp * logp + of_entropy * entropy), term by term."""
+def gradient_by_hand(hidden, head, target, temperature, of_logp, of_entropy, kept=EVERYTHING):
+  """Return the float64 gradient of sum(of_logp * logp + of_entropy * entropy) over the kept tokens, term by term."""
   hidden, head = np.asarray(hidden, np.float64), np.asarray(head, np.float64)
-  logits = hidden @ head.T / temperature
-  p = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
+  mass = np.exp(hidden @ head.T / temperature) * kept
+  p = mass / mass.sum(axis=1, keepdims=True)
   d = np.zeros((T, V))
   for t in range(T):
-    for v in range(V):
+    among = np.flatnonzero(kept[t])
+    for v in among:
       d[t, v] += of_logp[t] * ((v == target[t]) - p[t, v])
       # entropy = -sum_u p_u log p_u;  d p_u / d logit_v = p_u ((u == v) - p_v)
-      d[t, v] -= of_entropy[t] * sum(p[t, u] * ((u == v) - p[t, v]) * (np.log(p[t, u]) + 1) for u in range(V))
+      d[t, v] -= of_entropy[t] * sum(p[t, u] * ((u == v) - p[t, v]) * (np.log(p[t, u]) + 1) for u in among)
   return d @ head / temperature, d.T @ hidden / temperature
 
 
@@ -71,6 +92,57 @@ def test_gradients_match_float64(inputs, chunk, temperature):
   expected = gradient_by_hand(hidden, head, np.asarray(target), temperature, of_logp, of_entropy)
   for a, b in zip(jax.jit(jax.grad(total, (0, 1)))(hidden, head), expected):
     np.testing.assert_allclose(a, b, atol=2e-5)
+
+
+@pytest.mark.parametrize('form', ['ids', 'mask'])
+def test_over_a_support_values_and_gradients_match_float64(inputs, form):
+  """Central differences of the float64 oracle confirm its gradient."""
+  hidden, head, target = inputs
+  kept, records = supports(np.asarray(target))
+  rng = np.random.default_rng(1)
+  of_logp, of_entropy = (rng.normal(size=T).astype(np.float32) for _ in range(2))
+
+  def total(hidden, head):
+    logp, entropy = linear_logprob(hidden, head, target, 0.6, 4, support=records[form])
+    return jnp.sum(of_logp * logp + of_entropy * entropy), (logp, entropy)
+
+  gradient, values = jax.jit(jax.grad(total, (0, 1), has_aux=True))(hidden, head)
+  for got in (values, reference(hidden, head, target, 0.6, records[form])):
+    for a, b in zip(got, by_hand(hidden, head, target, 0.6, kept)):
+      np.testing.assert_allclose(a, b, atol=5e-6)
+  expected = gradient_by_hand(hidden, head, np.asarray(target), 0.6, of_logp, of_entropy, kept)
+  for a, b in zip(gradient, expected):
+    np.testing.assert_allclose(a, b, atol=2e-5)
+
+  weights = np.asarray(head, np.float64)
+  for v, e in ((0, 0), (7, 3), (30, 5)):
+    moved = [weights.copy(), weights.copy()]
+    moved[0][v, e] += 1e-5
+    moved[1][v, e] -= 1e-5
+    up, down = (sum(w @ x for w, x in zip((of_logp, of_entropy), by_hand(hidden, m, target, 0.6, kept))) for m in moved)
+    np.testing.assert_allclose(expected[1][v, e], (up - down) / 2e-5, atol=1e-6)
+
+
+def test_tokens_outside_every_support_have_no_gradient(inputs):
+  hidden, head, target = inputs
+  kept, _ = supports(np.asarray(target))
+  unused = np.isin(np.arange(V), [1, 30])
+  assert not np.isin(target, [1, 30]).any()
+  kept[:, unused] = False
+  record = pack_mask(jnp.asarray(kept))
+  gradient = np.asarray(jax.jit(jax.grad(lambda w: jnp.sum(linear_logprob(hidden, w, target, support=record)[0])))(head))
+  assert not np.any(gradient[unused])
+  assert np.all(np.any(gradient[~unused], axis=1))
+
+
+def test_a_support_of_one_token_has_log_prob_0_and_no_gradient(inputs):
+  hidden, head, target = inputs
+  alone = jnp.stack([target, jnp.full(T, -1)], axis=1).astype(jnp.int32)
+  logp, entropy = linear_logprob(hidden, head, target, chunk=4, support=alone)
+  np.testing.assert_allclose(logp, np.zeros(T), atol=1e-6)
+  np.testing.assert_allclose(entropy, np.zeros(T), atol=1e-6)
+  gradient = jax.grad(lambda h: sum(jnp.sum(x) for x in linear_logprob(h, head, target, chunk=4, support=alone)))(hidden)
+  np.testing.assert_allclose(gradient, np.zeros((T, E)), atol=1e-5)
 
 
 def test_chunks_beyond_count_are_skipped(inputs):

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from sprl.config import Sampling
-from sprl.sampler.draw import draw, logp_of, process, uniforms
+from sprl.kernels.support import record_format
+from sprl.sampler.draw import candidates, draw, logp_of, uniforms
 
 SETTINGS = [
   Sampling(),
@@ -23,14 +24,21 @@ B, V = 32, 300  # two blocks of the search, the second one ragged
 
 @partial(jax.jit, static_argnames='sampling')
 def drawn(logits, uniform, given, sampling):
-  token, logp = draw(logits, uniform, sampling)
+  token, logp, support = draw(logits, uniform, sampling, record_format(sampling, V))
   return {
-    'filtered': jax.nn.softmax(process(logits, sampling)) if sampling.temperature else logits,
+    'filtered': probabilities(logits, sampling) if sampling.temperature else logits,
     'token': token,
     'logp': logp,
-    'logp_of_drawn': logp_of(logits, token, sampling),
-    'logp_of_given': logp_of(logits, given, sampling),
+    'logp_of_drawn': logp_of(logits, token, sampling, support),
+    'logp_of_given': logp_of(logits, given, sampling, support),
   }
+
+
+def probabilities(logits, sampling):
+  """Return the probabilities [B, V] after temperature and filters."""
+  found = candidates(logits, sampling)
+  p = jax.nn.softmax(found.logits)
+  return p if found.ids is None else jnp.zeros(logits.shape).at[jnp.arange(len(p))[:, None], found.ids].set(p)
 
 
 @cache
@@ -74,7 +82,7 @@ def test_filters_by_literals():
   logits = jnp.log(jnp.array([[0.5, 0.25, 0.15, 0.1]]))
 
   def kept(**settings):
-    return np.isfinite(process(logits, Sampling(**settings)))[0].tolist()
+    return (probabilities(logits, Sampling(**settings)) > 0)[0].tolist()
 
   assert kept() == [True] * 4
   assert kept(top_k=2) == [True, True, False, False]
@@ -84,8 +92,9 @@ def test_filters_by_literals():
   assert kept(min_p=0.29) == [True, True, True, False]  # 0.15 / 0.5 = 0.3
 
 
-def test_tokens_that_tie_with_the_kth_stay():
-  assert np.isfinite(process(jnp.array([[1.0, 3.0, 2.0, 2.0]]), Sampling(top_k=2)))[0].tolist() == [False, True, True, True]
+def test_of_tokens_that_tie_with_the_kth_the_first_stay():
+  kept = probabilities(jnp.array([[1.0, 3.0, 2.0, 2.0]]), Sampling(top_k=2)) > 0
+  assert kept[0].tolist() == [False, True, True, False]
 
 
 @pytest.mark.parametrize('sampling', SETTINGS)
@@ -144,7 +153,7 @@ def test_ends_of_the_unit_interval_draw_ends_of_the_support(V):
   first, last = 1, V - 2
   logits[:, [first, last]] = 0.0
   uniform = np.repeat(np.array([[0.0], [np.nextafter(np.float32(1), np.float32(0))]], np.float32), 2, axis=1)
-  token, logp = jax.jit(partial(draw, sampling=Sampling()))(logits, uniform)
+  token, logp, _ = jax.jit(partial(draw, sampling=Sampling()))(logits, uniform)
   assert token.tolist() == [first, last]
   np.testing.assert_allclose(logp, [0.0 if first == last else -np.log(2)] * 2, atol=1e-6)
 
@@ -162,14 +171,14 @@ def test_a_token_without_mass_is_never_drawn():
   steps = np.concatenate([near + k * np.spacing(near) for k in range(-4, 5)]).clip(0, 1 - 1e-7)
   uniform = np.stack([steps, np.full_like(steps, 0.5)], axis=1)
   one = jax.jit(lambda u: draw(jnp.asarray(logits), u[None], Sampling()))
-  token, logp = jax.lax.map(lambda u: jax.tree.map(lambda x: x[0], one(u)), jnp.asarray(uniform, jnp.float32))
+  token, logp, _ = jax.lax.map(lambda u: jax.tree.map(lambda x: x[0], one(u)), jnp.asarray(uniform, jnp.float32))
   assert np.isin(token, alive).all()
   assert np.isfinite(logp).all()
 
 
 def test_greedy_takes_the_likeliest_with_log_prob_0():
   logits = jnp.array([[0.0, 2.0, 1.0], [3.0, -1.0, 3.0]])
-  token, logp = draw(logits, jnp.full((2, 2), 0.9), Sampling(temperature=0.0))
+  token, logp, _ = draw(logits, jnp.full((2, 2), 0.9), Sampling(temperature=0.0))
   assert token.tolist() == [1, 0]
   assert logp.tolist() == [0.0, 0.0]
 
