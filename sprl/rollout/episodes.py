@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Int
 
 from sprl.tasks.environments.protocol import Outcome, episode_metrics, turn_messages
-from sprl.types import NOTHING, Completion, Trajectory
+from sprl.types import NOTHING, Completion, Trajectory, joined_routes
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,14 @@ class Transcript:
     return np.concatenate([NOTHING, *(p.tokens if isinstance(p, Completion) else p for p in self.parts)]).astype(np.int32)
 
   def trajectory(self, **changes: Any) -> Trajectory:
-    """The sequence to train on. Ids after the last answer are left out, because no token of the model follows them."""
+    """The sequence to train on. Ids after the last answer are left out, because no token of the model follows them.
+
+    Each turn reads the history again. A token keeps the experts of its first reading.
+    """
     parts = list(self.parts)
     while not isinstance(parts[-1], Completion):
       parts.pop()
+    answers = [part for part in parts if isinstance(part, Completion)]
 
     def per_token(name: str, elsewhere: int) -> np.ndarray:
       of_parts = [getattr(p, name) if isinstance(p, Completion) else np.full(len(p), elsewhere) for p in parts]
@@ -102,7 +106,9 @@ class Transcript:
       'version': version,
       'sampler_logp': per_token('logp', 0).astype(np.float32),
       'kept': per_token('kept', 0).astype(np.int32),
-      'prefilled': next(p.prefilled for p in parts if isinstance(p, Completion)),
+      'saturated': max(answer.saturated for answer in answers),
+      'routes': joined_routes([answer.routes for answer in answers]),
+      'prefilled': answers[0].prefilled,
     }
     return Trajectory.of(parts[-1], **fields, **changes)
 

@@ -108,6 +108,7 @@ class _Row:
   logp: list[float] = field(default_factory=list)
   version: list[int] = field(default_factory=list)
   kept: list[int] = field(default_factory=list)
+  saturated: int = 0
   prefilled: tuple[int, int] | None = None  # shape of the prefill batch of its prompt
   aborted: bool = False  # during a chunk: the row becomes free after it, and its tokens are dropped
 
@@ -175,14 +176,16 @@ class Engine:
   def abort(self, uids: Collection[int] | None = None) -> list[Completion]:
     """End these requests, or all, and return the tokens that the last `collect` saw of each.
 
-    A request that runs in a chunk keeps its row until the chunk is collected.
+    A request that runs in a chunk keeps its row until the chunk is collected. Its experts are not returned: that would wait for
+    the chunk.
     """
     wanted = {r.uid for r in self._waiting} | {r.request.uid for r in self._rows if r} if uids is None else set(uids)
     aborted = []
     gone = np.zeros(len(self._rows), bool)
     for i, row in enumerate(self._rows):
       if row is not None and row.request.uid in wanted and not row.aborted:
-        aborted.append(_completion(row, 'abort'))
+        routes = self._routes(i, row.request.start + len(row.tokens)) if self._chunk is None else None
+        aborted.append(_completion(row, 'abort', routes=routes))
         row.aborted = gone[i] = True
     aborted += [_completion(_Row(request), 'abort') for request in self._waiting if request.uid in wanted]
     self._waiting = deque(request for request in self._waiting if request.uid not in wanted)
@@ -262,6 +265,7 @@ class Engine:
       row.logp += news['logp'][i, :new].tolist()
       row.kept += news['kept'][i, :new].tolist()
       row.version += [self.version] * new
+      row.saturated = int(news['saturated'][i])
       drawn.append(new - (before == 0))  # `insert` draws a row's first token, not a decode step
       cut = None if row.aborted else self._stop_string(row)
       if cut is None and not news['done'][i] and not row.aborted:
@@ -273,7 +277,7 @@ class Engine:
       stop = cut is not None or (n > 0 and row.tokens[n - 1] in self.config.stop_ids)
       finish = 'stop' if stop else 'length'
       records = self._evicted(i, row.request.start + n), self._routes(i, row.request.start + n)
-      finished.append(_completion(row, finish, n, int(news['saturated'][i]), *records))
+      finished.append(_completion(row, finish, n, *records))
     self._release(stopped)
     self.usage.chunks += 1
     self.usage.steps += max(drawn)
@@ -398,7 +402,7 @@ def padded(
   return tokens, lengths
 
 
-def _completion(row: _Row, finish: str, n: int | None = None, saturated: int = 0, evicted=None, routes=None) -> Completion:
+def _completion(row: _Row, finish: str, n: int | None = None, evicted=None, routes=None) -> Completion:
   return Completion(
     request=row.request,
     tokens=np.array(row.tokens[:n], np.int32),
@@ -406,7 +410,7 @@ def _completion(row: _Row, finish: str, n: int | None = None, saturated: int = 0
     version=np.array(row.version[:n], np.int32),
     kept=np.array(row.kept[:n], np.int32),
     finish=finish,
-    saturated=saturated,
+    saturated=row.saturated,
     evicted=evicted,
     routes=routes,
     prefilled=row.prefilled,
