@@ -143,7 +143,10 @@ class Rollout:
   sync: Literal['recompute', 'keep', 'drain'] = 'recompute'  # caches of running sequences at an update: recompute, keep, or wait
   replicate_prompts: bool = True  # schedule each sample of a prompt alone; False: reserve rows for the group until all end
   extra_prompts: int = 0  # redundant groups: the first `prompts` to finish count (order completion)
-  extra_members: int = 0  # redundant samples of a prompt: the first `group` to finish count
+  extra_members: int = 0  # more samples of a prompt than `group`
+  members: Literal['first', 'all'] = (
+    'first'  # with extra members: keep the first `group` to end; or compare all, train on `group`
+  )
 
 
 @dataclass(frozen=True)

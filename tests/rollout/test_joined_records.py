@@ -1,4 +1,4 @@
-"""The records of a sequence that was read several times: interrupted requests, and the turns of a conversation. Worked by hand."""
+"""The records of a sequence that was read several times: an interrupted request, the turns of a conversation. Worked by hand."""
 
 from dataclasses import replace
 
