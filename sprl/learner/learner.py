@@ -57,9 +57,9 @@ class Learner:
     Groups must be adjacent and in order. Returns the batches and the means of their `packing/` metrics. A minibatch whose groups
     were all filtered out has no batch.
     """
-    self.seconds = {}
+    run, self.seconds = self.run, {}
     with self._on_its_devices('pack'):
-      packed = minibatches(trajectories, self.run, batch_shape(self.run, self.model))
+      packed = minibatches(trajectories, run, batch_shape(run, self.model))
       packed = [(batch, metrics) for batch, metrics in packed if batch.used]
       means = {name: float(np.mean([metrics[name] for _, metrics in packed])) for name in (packed[0][1] if packed else ())}
       return [put(batch, self.model.mesh) for batch, _ in packed], means

@@ -16,7 +16,6 @@ from simulation import Clock, Episodes, SimulatedEngine, SimulatedWorkers
 from sprl.config import Advantage, Packing, Rollout, Run, Sampling
 from sprl.learner.batch import shape
 from sprl.learner.learner import minibatches
-from sprl.objective.losses import aggregation
 from sprl.rollout.episodes import answered
 from sprl.rollout.scheduler import Scheduler
 from sprl.rollout.staleness import staleness
@@ -49,10 +48,9 @@ def update(trajectories, arms, p):
   run = Run(rollout=rollout, advantage=Advantage('dr_grpo'), packing=Packing(row_tokens=16))
   ((batch, _),) = minibatches(trajectories, run, shape(Sampling(max_prompt=4, max_tokens=4), rollout, run.packing, 1))
   assert batch.mask.shape[0] == rows
-  weight = np.asarray(aggregation(surviving=batch.mask, mask=batch.mask, settings=run.loss)).sum(axis=1) * rows
   derivative = {'a': 1 - p, 'b': -p}
   trained = [t.uid for t in trajectories if not t.withheld]
-  return sum(w * A * derivative[arms[uid]] for w, A, uid in zip(weight, batch.advantage, trained, strict=True))
+  return sum(A * derivative[arms[uid]] for A, uid, row in zip(batch.advantage, trained, batch.mask, strict=True) if row.any())
 
 
 def expected(update_of, p, members=MEMBERS):
