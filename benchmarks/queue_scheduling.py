@@ -4,12 +4,13 @@
     python benchmarks/queue_scheduling.py --draw     # redraw the figure from the saved result
 
 SmolLM2-135M-Instruct answers reasoning-gym problems in its own words until it ends its turn, so lengths are long-tailed. Every
-arm decodes ROWS sequences together, in the same memory. A sequence has the same tokens in all arms.
+arm decodes ROWS sequences together, in the same memory. A sequence has the same tokens in all arms, but the redundant arm
+returns other, shorter sequences.
 
     barrier       as many groups as fit decode together; the next groups start when the last of these sequences ends
     queue         a group starts when N rows are free, and holds them until its last sample ends
     replication   every sample is a separate task (sprl's default)
-    redundant     replication with EXTRA more groups than needed; the first B complete groups count
+    redundant     replication with EXTRA more groups than needed; the first B complete groups count, which favours short answers
 """
 
 import argparse
