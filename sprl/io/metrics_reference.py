@@ -168,7 +168,8 @@ METRICS: dict[str, str] = {
   ),
   'async/dropped_reward_bias': (
     'Mean reward of the trained samples, minus the mean reward of all graded samples. Dropped samples that were not graded are '
-    'left out. Absent if samples were dropped and none of them had been graded.'
+    'left out. Absent if samples were dropped and none of them had been graded. With `rollout.members=all` the trained samples '
+    'are a random part, so both biases vary around 0.'
   ),
   'async/live': 'Groups that are running or complete and not consumed.',
   'async/length_consumed': 'Mean number of tokens of the trained samples.',
