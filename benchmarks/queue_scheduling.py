@@ -10,7 +10,7 @@ returns other, shorter sequences.
     barrier       as many groups as fit decode together; the next groups start when the last of these sequences ends
     queue         a group starts when N rows are free, and holds them until its last sample ends
     replication   every sample is a separate task (sprl's default)
-    redundant     replication with EXTRA more groups than needed; the first B complete groups count, which favours short answers
+    redundant     replication with EXTRA more groups than needed; the first B complete groups count
 """
 
 import argparse
