@@ -17,7 +17,8 @@ cost more here.
                   The best split is alpha = 2 with the best of SHARES. Synchronous arms use all workers for both phases
     generation    rollouts of `rlvr` without training, against alpha, for two orders in which updates take groups (Prop 1)
     environments  rollouts of 32 x 8 conversations without training: a barrier per turn against environment-level asynchrony, for
-                  several numbers of turns; then redundant groups and members, of which the first 32 x 8 count
+                  several numbers of turns; then redundant groups and members, of which the first 32 x 8 to finish count. These
+                  are other, shorter episodes
     agentic       32 x 8 conversations with training; each arm adds one change: a barrier per turn; environment-level asynchrony;
                   alpha = 1 on disjoint workers; redundancy. A second series has 1 % slow environments
 

@@ -9,7 +9,8 @@ experiment. Engine, scheduler and workers are those of a training run.
 
     barrier       all environments step, then all answers are generated, in turns
     asynchronous  each episode continues as soon as its own environment has answered (sprl's scheduler)
-    redundant     asynchronous, with one more group and one more member per group; the first to finish count
+    redundant     asynchronous, with one more group and one more member per group; the first to finish count, so that these are
+                  other episodes than those of the other arms
 """
 
 import argparse

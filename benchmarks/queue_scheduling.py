@@ -4,7 +4,8 @@
     python benchmarks/queue_scheduling.py --draw     # redraw the figure from the saved result
 
 SmolLM2-135M-Instruct answers reasoning-gym problems in its own words until it ends its turn, so lengths are long-tailed. Every
-arm decodes ROWS sequences together, in the same memory. A sequence has the same tokens in all arms.
+arm decodes ROWS sequences together, in the same memory. A sequence has the same tokens in all arms, but the redundant arm
+returns other, shorter sequences.
 
     barrier       static batches: the next groups start when the last sequence of the batch ends
     queue         a group starts when N rows are free, and holds them until its last sample ends

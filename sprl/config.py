@@ -148,7 +148,8 @@ class Rollout:
   sync: Literal['recompute', 'keep', 'drain'] = 'recompute'  # caches of running sequences at an update: recompute, keep, or wait
   replicate_prompts: bool = True  # schedule each sample of a prompt alone; False: reserve rows for the group until all end
   extra_prompts: int = 0  # redundant groups: the first `prompts` to finish count (order completion)
-  extra_members: int = 0  # redundant samples of a prompt: the first `group` to finish count
+  extra_members: int = 0  # samples of a prompt beyond `group`
+  members: Literal['first', 'all'] = 'first'  # the first `group` to end count; or all rewards count and a drawn `group` trains
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from sprl.sampler import calibrate
 from sprl.sampler.weights import multiplies_codes, self_check
 from sprl.session import Session, StepReport
 from sprl.sharding.transfer import Parked
-from sprl.types import Trajectory
+from sprl.types import Trajectory, trained_on
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class LedgerHook:
       self._older = mismatch.with_version(self._older, step - 1, learner.state.params, weights.scales, run)
     if not run.ledger.every or step % run.ledger.every:
       return
-    version, probed = mismatch.of_one_version(trajectories, mismatch.GROUPS * run.rollout.group)
+    version, probed = mismatch.of_one_version(trained_on(trajectories), mismatch.GROUPS * run.rollout.group)
     sampled_with, scales = None, weights.scales
     if version < step - 1 and version in self._older:
       parked, scales = self._older[version]

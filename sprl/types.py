@@ -53,9 +53,9 @@ class Completion:
   version: Int[np.ndarray, ' C']  # finished steps of the weights that sampled it
   kept: Int[np.ndarray, ' C']  # cache slots attended, including the token's own
   finish: str  # stop, length, abort
-  saturated: int = 0  # elements of the row's keys and values that FP8 clamped
+  saturated: int = 0  # elements of the row's keys and values that FP8 clamped; of several caches: the most in one
   evicted: Int[np.ndarray, 'L K T'] | None = None  # the first position that no longer saw the token, if recorded
-  routes: Int[np.ndarray, 'T M k'] | None = None  # experts of each token in each of M MoE layers, if recorded
+  routes: Int[np.ndarray, 'T M k'] | None = None  # experts of each token in each of M MoE layers, if recorded; -1: not read
   support: Integer[np.ndarray, 'C W'] | None = None  # the tokens that filters kept (sprl/kernels/support.py), if recorded
   prefilled: tuple[int, int] | None = None  # shape of its prompt's prefill batch: prompts, padded length
 
@@ -70,11 +70,22 @@ class Completion:
     )
 
   def then(self, later: 'Completion') -> 'Completion':
-    """Join this aborted completion and its continuation into one answer to the first request."""
-    fields = ('tokens', 'logp', 'version', 'kept')
-    joined: dict[str, Any] = {name: np.concatenate([getattr(self, name), getattr(later, name)]) for name in fields}
-    joined['support'] = joined_supports([self, later])
-    return dataclasses.replace(later, request=self.request, prefilled=self.prefilled or later.prefilled, **joined)
+    """Join this aborted completion and its continuation into one answer to the first request.
+
+    The continuation may read the earlier tokens with other weights. A token keeps the records of its first reading. Evictions
+    cannot be joined, because one number per token cannot describe two caches; config.rollout.async_ratio = 0 avoids that.
+    """
+    assert later.evicted is None, 'the continuation of a request evicts other tokens than its first part'
+    joined = {name: np.concatenate([getattr(self, name), getattr(later, name)]) for name in ('tokens', 'logp', 'version', 'kept')}
+    return dataclasses.replace(
+      later,
+      request=self.request,
+      saturated=max(self.saturated, later.saturated),
+      routes=joined_routes([self.routes, later.routes]),
+      support=joined_supports([self, later]),
+      prefilled=self.prefilled or later.prefilled,
+      **joined,
+    )
 
 
 def joined_supports(completions: Sequence[Completion]) -> Integer[np.ndarray, 'C W'] | None:
@@ -86,7 +97,7 @@ def joined_supports(completions: Sequence[Completion]) -> Integer[np.ndarray, 'C
 
 @dataclass(frozen=True)
 class Trajectory:
-  """One sequence to train on: prompt and completion, with a record of each token.
+  """One sequence of a step: prompt and completion, with a record of each token.
 
   `mask` is True on tokens that the model wrote. Elsewhere the records are 0 (`sampler_logp`, `kept`) or -1 (`version`).
   """
@@ -101,7 +112,7 @@ class Trajectory:
   prompt_length: int
   finish: str  # stop, length, abort; turns: a conversation reached its limit of turns
   reward: float = 0.0
-  saturated: int = 0  # elements of its keys and values that FP8 clamped
+  saturated: int = 0  # elements of its keys and values that FP8 clamped; of several caches: the most in one
   evicted: Int[np.ndarray, 'L K T'] | None = None  # the first position that no longer saw the token, if recorded
   routes: Int[np.ndarray, 'T M k'] | None = None  # experts of each token in each of M MoE layers, if recorded
   support: Integer[np.ndarray, 'C W'] | None = None  # of each of the C tokens of the mask, as in Completion
@@ -110,6 +121,7 @@ class Trajectory:
   status: str = 'ok'  # how it was graded (a Grade's status)
   rewards: tuple[float, ...] = ()  # of the turns of a conversation; `reward` is their sum
   metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)  # reported by its environment
+  withheld: bool = False  # its reward counts in the advantages of its group; its tokens are not trained on
 
   @classmethod
   def of(cls, completion: Completion, **changes: Any) -> 'Trajectory':
@@ -142,6 +154,26 @@ class Trajectory:
     """Place values of the completion's tokens (padded at the end) in the sequence; 0 outside the mask."""
     whole = np.concatenate([np.zeros(self.prompt_length, np.float32), values[: len(self.completion)]])
     return np.where(self.mask, whole, 0).astype(np.float32)
+
+
+def joined_routes(readings: Sequence[Int[np.ndarray, '_ M k'] | None]) -> Int[np.ndarray, 'T M k'] | None:
+  """Return the experts of each token at its first reading. `readings` are in order, and each begins with the prompt.
+
+  Returns None if no reading recorded experts.
+  """
+  recorded = [routes for routes in readings if routes is not None]
+  if not recorded:
+    return None
+  joined = recorded[0]
+  for routes in recorded[1:]:
+    known = np.pad(joined, [(0, len(routes) - len(joined)), (0, 0), (0, 0)], constant_values=-1)
+    joined = np.where(known >= 0, known, routes)
+  return joined
+
+
+def trained_on(trajectories: Sequence[Trajectory]) -> list[Trajectory]:
+  """Return the trajectories whose tokens an update trains on."""
+  return [t for t in trajectories if not t.withheld]
 
 
 @jax.tree_util.register_dataclass

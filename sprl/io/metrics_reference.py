@@ -37,7 +37,13 @@ GROUPS: dict[str, str] = {
     '- `residual`: the remainder, which holds the interaction of the causes. By this definition the parts sum to `gap`.\n'
     '- `unreplayed`: the mismatch without router replay. Present only with router replay R3.'
   ),
-  'async': 'The scheduler: age of the samples, and groups that were dropped. Counts are for the step.',
+  'async': (
+    'The scheduler: age of the samples, and what was dropped. Counts are for the step.\n\n'
+    'The `dropped_` metrics and the two lengths are about samples of groups that the step consumed, or that were dropped since '
+    'the step before. *Trained* samples are those that the step consumed and did not withhold. Of a member that failed and was '
+    'tried again, the last attempt counts. A sample that was stopped counts with the tokens that it had drawn when the host last '
+    'looked, a lower bound of its length.'
+  ),
   'engine': "Use of the sampler's rows since the step before, averaged over engines.",
   'packing': "The learner's packed rows, averaged over minibatches.",
   'eval': 'Held-out evaluation. Lines of kind `eval`.',
@@ -139,7 +145,7 @@ METRICS: dict[str, str] = {
   'async/age_max': 'Largest age of a group in the batch, in steps.',
   'async/token_lag_mean': 'Mean number of steps between the weights that drew a token and the weights before this step.',
   'async/token_lag_max': 'Largest such number.',
-  'async/stale_tokens': 'Share of the tokens that older weights drew.',
+  'async/stale_tokens': 'Share of the trained tokens that older weights drew.',
   'async/token_lag_counts': 'Number of tokens by lag: lag 0, lag 1, ... A list in `metrics.jsonl`.',
   'async/token_lag': 'The same numbers as a TensorBoard histogram.',
   'async/filtered': 'Groups replaced because their rewards are equal (`rollout.equal_groups=replace`).',
@@ -151,9 +157,24 @@ METRICS: dict[str, str] = {
   'async/hung': 'Calls of graders or environments that exceeded their time limit.',
   'async/aborted_tokens': 'Tokens drawn by requests that were aborted.',
   'async/resumed_tokens': 'Tokens of interrupted requests that were kept and continued.',
+  'async/dropped_prompts': 'Groups that were dropped: the sum of `filtered`, `expired`, `surplus` and `failed`.',
+  'async/dropped_members': (
+    'Samples without any use: redundant members that were stopped, members lost after failures, and members of dropped groups.'
+  ),
+  'async/dropped_tokens': 'Tokens that these samples had drawn.',
+  'async/dropped_graded': 'How many of these samples had been graded.',
+  'async/dropped_length_bias': (
+    '`length_consumed / length_started - 1`. Negative: shorter samples were preferred. The true bias is at most this value, '
+    'because stopped samples count with a lower bound. Absent if nothing was trained.'
+  ),
+  'async/dropped_reward_bias': (
+    'Mean reward of the trained samples, minus the mean reward of all graded samples. Dropped samples that were not graded are '
+    'left out. Absent if samples were dropped and none of them had been graded. With `rollout.members=all` the trained samples '
+    'are a random part, so both biases vary around 0.'
+  ),
   'async/live': 'Groups that are running or complete and not consumed.',
-  'async/length_consumed': 'Mean length of the completions that the step consumed.',
-  'async/length_started': 'Mean length of all completions that ended or were aborted. Larger: a bias to short answers.',
+  'async/length_consumed': 'Mean number of tokens of the trained samples.',
+  'async/length_started': 'Mean number of tokens of all samples that drew any: trained, withheld and dropped.',
   'engine/occupancy': 'Share of the row-steps that drew a token.',
   'engine/chunks': 'Chunks of decode steps.',
   'engine/prefills': 'Prompt batches that were prefilled.',

@@ -34,7 +34,7 @@ from sprl.sampler import calibrate
 from sprl.sampler.weights import SamplerWeights
 from sprl.sharding.rules import OnMesh, row_shards
 from sprl.sharding.transfer import fetch, home, return_free_memory
-from sprl.types import LogProbs, Trajectory
+from sprl.types import LogProbs, Trajectory, trained_on
 
 
 @dataclass(kw_only=True)
@@ -58,14 +58,9 @@ class Learner:
     Groups must be adjacent and in order. Returns the batches and the means of their `packing/` metrics. A minibatch whose groups
     were all filtered out has no batch.
     """
-    run, n = self.run, len(trajectories)
-    self.seconds = {}
+    run, self.seconds = self.run, {}
     with self._on_its_devices('pack'):
-      advantage, sizes = batch_advantages(trajectories, run), batch_shape(run, self.model)
-      edges = [i * n // run.optimizer.minibatches for i in range(run.optimizer.minibatches + 1)]
-      packed = [
-        pack(trajectories[start:end], advantage[start:end], sizes, run.packing.share_prefix) for start, end in pairwise(edges)
-      ]
+      packed = minibatches(trajectories, run, batch_shape(run, self.model))
       packed = [(batch, metrics) for batch, metrics in packed if batch.used]
       means = {name: float(np.mean([metrics[name] for _, metrics in packed])) for name in (packed[0][1] if packed else ())}
       if run.advantage.overlong is not None:
@@ -171,6 +166,17 @@ class Learner:
     with jax.default_device(home(self.model.replicated)), jax.transfer_guard('disallow'):
       yield
     self.seconds[part] = time.perf_counter() - start
+
+
+def minibatches(trajectories: Sequence[Trajectory], run: Run, sizes: Shape) -> list[tuple[TrainBatch, dict[str, float]]]:
+  """Return the minibatches of a step as numpy arrays, each with its `packing/` metrics.
+
+  Advantages compare all trajectories. Those that are withheld take no room in the rows.
+  """
+  advantage = batch_advantages(trajectories, run)[~np.array([t.withheld for t in trajectories], bool)]
+  trained = trained_on(trajectories)
+  edges = [i * len(trained) // run.optimizer.minibatches for i in range(run.optimizer.minibatches + 1)]
+  return [pack(trained[start:end], advantage[start:end], sizes, run.packing.share_prefix) for start, end in pairwise(edges)]
 
 
 def batch_advantages(trajectories: Sequence[Trajectory], run: Run) -> Float[np.ndarray, ' B']:

@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Int
 
 from sprl.tasks.environments.protocol import Outcome, episode_metrics, turn_messages
-from sprl.types import NOTHING, Completion, Trajectory, joined_supports
+from sprl.types import NOTHING, Completion, Trajectory, joined_routes, joined_supports
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,10 @@ class Transcript:
     return np.concatenate([NOTHING, *(p.tokens if isinstance(p, Completion) else p for p in self.parts)]).astype(np.int32)
 
   def trajectory(self, **changes: Any) -> Trajectory:
-    """The sequence to train on. Ids after the last answer are left out, because no token of the model follows them."""
+    """The sequence to train on. Ids after the last answer are left out, because no token of the model follows them.
+
+    Each turn reads the history again. A token keeps the experts of its first reading.
+    """
     parts = list(self.parts)
     while not isinstance(parts[-1], Completion):
       parts.pop()
@@ -103,6 +106,8 @@ class Transcript:
       'version': version,
       'sampler_logp': per_token('logp', 0).astype(np.float32),
       'kept': per_token('kept', 0).astype(np.int32),
+      'saturated': max(answer.saturated for answer in answers),
+      'routes': joined_routes([answer.routes for answer in answers]),
       'support': joined_supports(answers),
       'prefilled': answers[0].prefilled,
     }

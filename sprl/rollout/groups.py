@@ -1,6 +1,8 @@
 """Groups and their members: the live ones that the scheduler moves, and the finished ones that it hands over."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from sprl.rollout.episodes import Episode
 from sprl.types import Completion, Request, Trajectory
@@ -12,7 +14,7 @@ class Group:
 
   number: int  # in the order of asking
   start_version: int  # version of the weights when it started
-  trajectories: tuple[Trajectory, ...]  # of its members, in order
+  trajectories: tuple[Trajectory, ...]  # of its members, in order; some may be withheld
 
 
 @dataclass(eq=False)
@@ -28,6 +30,7 @@ class Member:
   engine: int | None = None  # that runs the request
   asked: float | None = None  # time of its newest request; None: it has made none yet
   ticket: int | None = None  # of a worker's call
+  drawn: int = 0  # tokens that this attempt has drawn; updated when a request ends or is stopped
   lost: bool = False  # whether it failed too often
   result: Trajectory | None = None
 
@@ -50,3 +53,12 @@ class LiveGroup:
   def results(self) -> list[Trajectory]:
     """The trajectories of the members that are finished."""
     return [member.result for member in self.members if member.result is not None]
+
+  def finished(self, train: int) -> Group:
+    """Return the group with the trajectories of its finished members. All but `train` of them are withheld.
+
+    The number of the group fixes the draw, so it does not depend on outcomes or on the order of finishing.
+    """
+    results = self.results
+    taken = np.random.default_rng(self.number).permutation(len(results))[:train]
+    return Group(self.number, self.start_version, tuple(replace(t, withheld=i not in taken) for i, t in enumerate(results)))

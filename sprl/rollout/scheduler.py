@@ -109,8 +109,9 @@ class Scheduler:
     for number in self.window.surplus():
       self._drop(number, 'surplus')
     self.counts['consumed'] += len(groups)
-    finished = [Group(group.number, group.start_version, tuple(group.results)) for group in groups]
-    self._tally.recent.consumed += [int(t.mask.sum()) for group in finished for t in group.trajectories]
+    finished = [group.finished(self.settings.group) for group in groups]
+    for live, group in zip(groups, finished):
+      self._tally.ended(live.members, group.trajectories)
     return finished
 
   def sync(self, weights: Sequence[Any]) -> None:
@@ -269,6 +270,7 @@ class Scheduler:
   def _completed(self, completion: Completion) -> None:
     if (member := self._dispatcher.match(completion)) is not None:
       whole = member.whole(completion)
+      member.drawn += len(whole.tokens)
       self._dispatcher.done(member)
       self._advance(member, whole)
 
@@ -280,11 +282,14 @@ class Scheduler:
       self._dispatcher.ask(member)
 
   def _ended(self, member: Member, trajectory: Trajectory) -> None:
-    """Keep the trajectory of a member. The group is complete when `rollout.group` members have one."""
+    """Keep the trajectory of a member."""
     group = member.group
     member.result = replace(trajectory, uid=member.uid, group=group.number, start_version=group.start_version)
-    self._tally.recent.started.append(int(trajectory.mask.sum()))
-    if len(group.results) < self.settings.group:
+    self._finish(group)
+
+  def _finish(self, group: LiveGroup) -> None:
+    """Finish a group if it is complete (docs/methods/async.md, Redundancy)."""
+    if not self._complete(group):
       return
     self._stop_all(group)
     if self._filtered([t.reward for t in group.results]):
@@ -294,6 +299,12 @@ class Scheduler:
       self._fruitless = 0
       self.window.finish(group.number)
       self.timeline.add('groups', f'group {group.number}', group.opened, self.now(), version=group.start_version)
+
+  def _complete(self, group: LiveGroup) -> bool:
+    """Whether `rollout.group` members have a trajectory; with `rollout.members = 'all'`, whether all have that are not lost."""
+    if self.settings.members == 'all':
+      return all(member.lost or member.result is not None for member in group.members)
+    return len(group.results) >= self.settings.group
 
   def _filtered(self, rewards: Sequence[float]) -> bool:
     """Whether a group is replaced because its rewards are equal (docs/methods/async.md, Filters and failures)."""
@@ -312,7 +323,7 @@ class Scheduler:
       self._warned.add(why)
     self._stop(member)
     if member.attempt < self.retries:
-      member.attempt += 1
+      member.attempt, member.drawn = member.attempt + 1, 0
       member.episode = self.source.episode(number, member.uid, member.attempt)
       self._advance(member, None)
       return
@@ -320,6 +331,8 @@ class Scheduler:
     if sum(not each.lost for each in member.group.members) < self.settings.group:
       self._drop(number, 'failed')
       self._count_fruitless(f'given up or filtered out; the last because {why}')
+    else:
+      self._finish(member.group)  # the others may have waited for this member
 
   def _stop(self, member: Member) -> None:
     """End the episode of a member, and its pending request or call. Results that arrive later are ignored."""
@@ -327,9 +340,9 @@ class Scheduler:
       self._tickets.pop(member.ticket, None)
       self.workers.cancel(member.ticket)
       member.ticket = None
-    if drawn := self._dispatcher.stop(member):
-      self.counts['aborted_tokens'] += drawn
-      self._tally.recent.started.append(drawn)
+    drawn = self._dispatcher.stop(member)
+    member.drawn += drawn
+    self.counts['aborted_tokens'] += drawn
     member.episode.close()
 
   # --- one group ---------------------------------------------------------------------------------------------------------------
@@ -343,7 +356,9 @@ class Scheduler:
 
   def _drop(self, number: int, outcome: str) -> None:
     """Drop a group: end its requests and refund its credit."""
-    self._stop_all(self._groups.pop(number))
+    group = self._groups.pop(number)
+    self._stop_all(group)
+    self._tally.ended(group.members, ())
     self.window.refund(number)
     self.counts[outcome] += 1
 

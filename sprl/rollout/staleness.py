@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Int
 
 from sprl.rollout.groups import Group
-from sprl.types import Trajectory
+from sprl.types import Trajectory, trained_on
 
 
 def staleness(groups: Sequence[Group], version: int) -> dict[str, float]:
@@ -23,5 +23,8 @@ def staleness(groups: Sequence[Group], version: int) -> dict[str, float]:
 
 
 def lags(trajectories: Sequence[Trajectory], version: int) -> Int[np.ndarray, ' N']:
-  """Return the lag of each of the N tokens: steps between its drawing and the step that changes weights of this `version`."""
-  return np.concatenate([version - t.version[t.mask] for t in trajectories])
+  """Return the lag of each of the N tokens: steps between its drawing and the step that changes weights of this `version`.
+
+  Withheld tokens do not count.
+  """
+  return np.concatenate([version - t.version[t.mask] for t in trained_on(trajectories)])

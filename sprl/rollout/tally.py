@@ -3,11 +3,24 @@
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
+from sprl.rollout.groups import Member
+from sprl.types import Trajectory
+
 DROPPED = ('filtered', 'expired', 'surplus', 'failed')  # outcomes of a group that is dropped
 EVENTS = ('started', 'errors', 'hung', 'aborted_tokens', 'resumed_tokens')
+
+
+@dataclass(frozen=True)
+class Sample:
+  """A member of a group that was consumed or dropped."""
+
+  tokens: int  # that it drew; of a member that was stopped, a lower bound of its length
+  reward: float | None  # None: it was not graded
+  fate: Literal['trained', 'withheld', 'dropped']
 
 
 @dataclass
@@ -17,8 +30,7 @@ class _Recent:
   before: Counter[str] = field(default_factory=Counter)  # the counts at that time
   waited: float = 0.0  # seconds in which the controller waited for a batch
   queued: list[float] = field(default_factory=list)  # seconds that each request waited for an engine
-  consumed: list[int] = field(default_factory=list)  # tokens of each trajectory that was handed over
-  started: list[int] = field(default_factory=list)  # tokens of each that ended or was aborted
+  samples: list[Sample] = field(default_factory=list)  # of the groups that were consumed or dropped
 
 
 class Tally:
@@ -31,19 +43,55 @@ class Tally:
     self.counts: Counter[str] = counts or Counter()
     self.recent = _Recent(self.counts.copy())
 
-  def metrics(self, live: int) -> tuple[dict[str, float], dict[str, float]]:
-    """Return metrics and times (seconds) since the last call. `live` is the number of groups in the window now.
+  def ended(self, members: Sequence[Member], trajectories: Sequence[Trajectory]) -> None:
+    """Record the members of a group that was consumed with these trajectories, or dropped, without any."""
+    withheld = {t.uid: t.withheld for t in trajectories}
+    for member in members:
+      fate = 'dropped' if member.uid not in withheld else 'withheld' if withheld[member.uid] else 'trained'
+      self.recent.samples.append(Sample(member.drawn, None if member.result is None else member.result.reward, fate))
 
-    `length_consumed` is below `length_started` if redundancy favours short answers.
-    """
+  def metrics(self, live: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Return metrics and times (seconds) since the last call. `live` is the number of groups in the window now."""
     recent, self.recent = self.recent, _Recent(self.counts.copy())
+    since = self.counts - recent.before
     metrics = {
-      **{f'async/{name}': float(self.counts[name] - recent.before[name]) for name in (*DROPPED, *EVENTS)},
+      **{f'async/{name}': float(since[name]) for name in (*DROPPED, *EVENTS)},
       'async/live': float(live),
-      'async/length_consumed': _mean(recent.consumed),
-      'async/length_started': _mean(recent.started),
+      'async/dropped_prompts': float(sum(since[name] for name in DROPPED)),
+      **selection(recent.samples),
     }
     return metrics, {'batch_wait': recent.waited, 'queue': _mean(recent.queued)}
+
+
+def selection(samples: Sequence[Sample]) -> dict[str, float]:
+  """Return metrics of the selection of the samples that an update trains on, from all samples of the same groups.
+
+  dropped_members, dropped_tokens    samples that nothing uses, and the tokens that they drew
+  dropped_graded                     how many of them have a reward
+  length_consumed, length_started    mean tokens of the trained samples, and of all samples that drew any
+  dropped_length_bias                length_consumed / length_started - 1. The true value is not larger, because a stopped sample
+                                     counts with the tokens that it drew
+  dropped_reward_bias                mean reward of the trained samples, minus that of all graded samples
+
+  A bias that is not known is absent: without a trained sample, or that of the reward if no dropped sample was graded.
+  """
+  dropped = [s for s in samples if s.fate == 'dropped']
+  trained = [s for s in samples if s.fate == 'trained']
+  consumed, started = _mean([s.tokens for s in trained]), _mean([s.tokens for s in samples if s.tokens])
+  graded = [s.reward for s in dropped if s.reward is not None]
+  metrics = {
+    'dropped_members': float(len(dropped)),
+    'dropped_tokens': float(sum(s.tokens for s in dropped)),
+    'dropped_graded': float(len(graded)),
+    'length_consumed': consumed,
+    'length_started': started,
+  }
+  if trained and started:
+    metrics['dropped_length_bias'] = consumed / started - 1
+  if trained and (graded or not dropped):
+    every = [s.reward for s in samples if s.reward is not None]
+    metrics['dropped_reward_bias'] = _mean([s.reward for s in trained if s.reward is not None]) - _mean(every)
+  return {f'async/{name}': value for name, value in metrics.items()}
 
 
 def _mean(values: Sequence[float | int]) -> float:

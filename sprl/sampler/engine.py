@@ -116,6 +116,7 @@ class _Row:
   version: list[int] = field(default_factory=list)
   kept: list[int] = field(default_factory=list)
   support: list[np.ndarray] = field(default_factory=list)  # [W] of each token, if recorded
+  saturated: int = 0
   prefilled: tuple[int, int] | None = None  # shape of the prefill batch of its prompt
   aborted: bool = False  # during a chunk: the row becomes free after it, and its tokens are dropped
 
@@ -183,14 +184,16 @@ class Engine:
   def abort(self, uids: Collection[int] | None = None) -> list[Completion]:
     """End these requests, or all, and return the tokens that the last `collect` saw of each.
 
-    A request that runs in a chunk keeps its row until the chunk is collected.
+    A request that runs in a chunk keeps its row until the chunk is collected. Its experts are not returned: that would wait for
+    the chunk.
     """
     wanted = {r.uid for r in self._waiting} | {r.request.uid for r in self._rows if r} if uids is None else set(uids)
     aborted = []
     gone = np.zeros(len(self._rows), bool)
     for i, row in enumerate(self._rows):
       if row is not None and row.request.uid in wanted and not row.aborted:
-        aborted.append(self._completion(row, 'abort'))
+        routes = self._routes(i, row.request.start + len(row.tokens)) if self._chunk is None else None
+        aborted.append(self._completion(row, 'abort', routes=routes))
         row.aborted = gone[i] = True
     aborted += [self._completion(_Row(request), 'abort') for request in self._waiting if request.uid in wanted]
     self._waiting = deque(request for request in self._waiting if request.uid not in wanted)
@@ -271,6 +274,7 @@ class Engine:
       row.logp += news['logp'][i, :new].tolist()
       row.kept += news['kept'][i, :new].tolist()
       row.version += [self.version] * new
+      row.saturated = int(news['saturated'][i])
       if 'support' in news:
         row.support += list(news['support'][i, :new].copy())  # a copy: a view would keep all rows of the chunk alive
       drawn.append(new - (before == 0))  # `insert` draws a row's first token, not a decode step
@@ -284,7 +288,7 @@ class Engine:
       stop = cut is not None or (n > 0 and row.tokens[n - 1] in self.config.stop_ids)
       finish = 'stop' if stop else 'length'
       records = self._evicted(i, row.request.start + n), self._routes(i, row.request.start + n)
-      finished.append(self._completion(row, finish, n, int(news['saturated'][i]), *records))
+      finished.append(self._completion(row, finish, n, *records))
     self._release(stopped)
     self.usage.chunks += 1
     self.usage.steps += max(drawn)
@@ -359,7 +363,7 @@ class Engine:
     routes = None if self._state is None else self._state.routes
     return None if routes is None else fetch(routes[row])[:tokens]
 
-  def _completion(self, row: _Row, finish: str, n: int | None = None, saturated=0, evicted=None, routes=None) -> Completion:
+  def _completion(self, row: _Row, finish: str, n: int | None = None, evicted=None, routes=None) -> Completion:
     """Return the first `n` tokens of a row, by default all, with their records."""
     form, support = self.config.support, row.support[:n]
     return Completion(
@@ -369,7 +373,7 @@ class Engine:
       version=np.array(row.version[:n], np.int32),
       kept=np.array(row.kept[:n], np.int32),
       finish=finish,
-      saturated=saturated,
+      saturated=row.saturated,
       evicted=evicted,
       routes=routes,
       support=None if form is None else np.array(support, form.dtype).reshape(len(support), form.words),

@@ -56,9 +56,12 @@ def dense_run(inputs: Path, steps: int, **changes):
 
 
 def plain_loop(run, grade):
-  """Train synchronously in a plain loop: prompts, rollouts, rewards, advantages, update. Return (params, rewards, losses)."""
+  """Train synchronously in a plain loop: prompts, rollouts, rewards, advantages, update. Return (params, rewards, losses).
+
+  Of the n samples of a prompt, a draw fixed by the group's number trains. The rewards of all count.
+  """
   model = Model.open(run)
-  n = run.rollout.group
+  n = run.rollout.group + run.rollout.extra_members
   engine = model.engine_config(
     run.sampling, model.cache_layout(run.sampling, run.cache, run.quant), run.rollout.prompts * n, 4, run.seed
   )
@@ -80,16 +83,20 @@ def plain_loop(run, grade):
     group = np.array([t.group for t in trajectories], np.int32)
     advantage = advantages(np.array(reward, np.float32), group, np.ones(len(reward), bool), run.advantage)
     sizes = shape(run.sampling, run.rollout, run.packing, run.optimizer.minibatches)
-    batch, _ = pack(trajectories, advantage, sizes, run.packing.share_prefix)
+    numbers = range(step * run.rollout.prompts, (step + 1) * run.rollout.prompts)
+    draws = [np.random.default_rng(number).permutation(n)[: run.rollout.group] for number in numbers]
+    taken = np.concatenate([i * n + np.sort(draw) for i, draw in enumerate(draws)])
+    batch, _ = pack([trajectories[i] for i in taken], advantage[taken], sizes, run.packing.share_prefix)
     state, metrics = update(state, batch, LogProbs(sampler=batch.sampler_logp))  # its forward pass gives the old log-probs
     rewards.append(float(np.mean(reward)))
     losses.append(float(metrics['update/loss']))
   return state.params, rewards, losses
 
 
-def test_a_synchronous_run_equals_the_plain_loop_bit_for_bit(inputs, tmp_path, caplog):
+@pytest.mark.parametrize('members', [{}, {'rollout.extra_members': 2, 'rollout.members': 'all'}], ids=['group', 'all'])
+def test_a_synchronous_run_equals_the_plain_loop_bit_for_bit(inputs, tmp_path, caplog, members):
   """Rewards, losses and weights are equal. The ratio to the old policy is exactly 1, because a step has one update."""
-  run = dense_run(inputs, 3)
+  run = dense_run(inputs, 3, **members)
   expected, rewards, losses = plain_loop(run, load_module(inputs / 'grader.py', 'tiny_grader').grade)
   with jax.log_compiles(), caplog.at_level('WARNING', logger='jax'):
     finished = train(run, tmp_path / 'run')

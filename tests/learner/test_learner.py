@@ -59,6 +59,19 @@ def test_each_minibatch_has_its_groups_in_order():
   assert metrics['packing/tokens'] == (8 + 16) / 2  # two prompts of 3 and completions of 2 + 3, shared; mean of the minibatches
 
 
+def test_withheld_trajectories_count_in_the_advantages_and_take_no_room():
+  made = small.rollouts([(2, 4, 3)] * 4, [3] * 4)
+  rewards = (1.0, 0.5, 0.0, 0.25, 1.0, 0.25, 0.0, 0.75, 0.0, 1.0, 0.0, 0.5)
+  withheld = [t.uid % 3 == 1 for t in made]
+  mixed = [dataclasses.replace(t, reward=r, withheld=w) for t, r, w in zip(made, rewards, withheld)]
+  batches, metrics = learner().pack(mixed)
+  np.testing.assert_array_equal(batches[0].reward, [1.0, 0.0, 0.25, 0.25])
+  np.testing.assert_array_equal(batches[0].advantage, [0.5, -0.5, -0.25, -0.25])  # from the mean of three
+  np.testing.assert_array_equal(batches[1].advantage, [-0.25, -0.25, 0.5, 0])
+  assert batches[0].mask.sum(axis=1).tolist() == [2, 3, 2, 3]
+  assert metrics['packing/tokens'] == 16  # as without the withheld ones
+
+
 def test_a_minibatch_of_filtered_groups_has_no_batch():
   batches, _ = learner().pack(rollouts((0.5, 0.5, 1.0, 1.0, 0.0, 1.0, 1.0, 0.0)))
   assert len(batches) == 1

@@ -4,6 +4,7 @@ import time
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 from simulation import Episodes
 from teams import together
 
@@ -102,7 +103,7 @@ def NEVER():
   raise AssertionError('asked')
 
 
-def four_steps(seed):
+def four_steps(seed, members='first'):
   """Return a program of four steps. It returns (groups of each update, calls of the engines, counts of the scheduler)."""
 
   def program(team):
@@ -116,29 +117,30 @@ def four_steps(seed):
       assert stream.at(number).id == str(stream.index(number))
       return answered(np.array([number]), 8, lambda completion: (uid, attempt))
 
-    settings = Rollout(prompts=3, group=2, async_ratio=1.0, extra_members=1)
+    settings = Rollout(prompts=3, group=2, async_ratio=1.0, extra_members=1, members=members)
     wrapped = [BroadcastEngine(engine, team) for engine in engines]
     scheduler = Scheduler(wrapped, workers, Episodes(episode), settings, time.perf_counter, groups=12)
     taken = []
     for _ in range(4):
       groups = scheduler.batch()
       assert groups is not None
-      taken.append([(g.number, g.start_version, [(t.uid, t.reward) for t in g.trajectories]) for g in groups])
+      taken.append([(g.number, g.start_version, [(t.uid, t.reward, t.withheld) for t in g.trajectories]) for g in groups])
       scheduler.sync([None, None])
     return taken, [engine.log for engine in engines], dict(scheduler.counts)
 
   return program
 
 
-def test_all_processes_take_the_same_decisions():
-  first, *others = together(*[four_steps(0)] * 3)
+@pytest.mark.parametrize('members', ['first', 'all'])
+def test_all_processes_take_the_same_decisions(members):
+  first, *others = together(*[four_steps(0, members)] * 3)
   assert not isinstance(first, Exception), first
   taken, logs, counts = first
   assert [number for groups in taken for number, *_ in groups] == list(range(12))
   assert counts['errors'] > 0
   assert all(len(log) > 10 for log in logs)
   assert others == [first, first]
-  (other,) = together(four_steps(1))
+  (other,) = together(four_steps(1, members))
   assert other[1] != first[1]  # another seed leads to other decisions
 
 

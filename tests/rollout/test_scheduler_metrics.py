@@ -1,9 +1,16 @@
 """The scheduler's metrics: what they count, and since when."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 from scheduler_world import TOKENS, World
+from simulation import Clock, Episodes, SimulatedEngine, SimulatedWorkers
 
 from sprl.config import Rollout
+from sprl.rollout.episodes import Generate, Work, answered
+from sprl.rollout.scheduler import Scheduler
+from sprl.types import Trajectory
 
 pytestmark = pytest.mark.usefixtures('unchecked')
 
@@ -52,3 +59,100 @@ def test_aborted_tokens_count_running_and_interrupted_requests():
     assert metrics['async/aborted_tokens'] > 0
     assert metrics['async/length_consumed'] == TOKENS
     assert 0 < metrics['async/length_started'] < TOKENS  # an aborted request counts with the tokens that it drew
+
+
+# --- what is dropped -------------------------------------------------------------------------------------------------
+
+
+def selected(rollout, lengths, rewards, grading=lambda uid: 0.0, episode=None):
+  """Return the metrics of one batch. The answer of sequence `uid` has lengths[uid] tokens and draws one in a second."""
+  clock = Clock()
+  workers = SimulatedWorkers(clock, grading, lambda uid: SimpleNamespace(score=rewards[uid], status='ok'))
+  engine = SimulatedEngine(clock, len(lengths), lambda request: float(request.max_tokens))
+
+  def answer(number, uid, attempt):
+    return answered(np.array([7]), int(lengths[uid]), lambda completion: uid)
+
+  scheduler = Scheduler([engine], workers, Episodes(episode or answer), rollout, clock, groups=rollout.prompts)
+  assert scheduler.batch() is not None
+  return scheduler.metrics()[0]
+
+
+def test_stopped_members_are_counted_with_the_tokens_that_they_drew():
+  """Members 0 and 1 complete the group after 4 seconds. Member 2 waits for its grade then, and member 3 draws."""
+  rollout = Rollout(prompts=1, group=2, extra_members=2)
+  found = selected(rollout, [2, 4, 3, 20], [1.0, 0.0, 1.0, 1.0], grading=lambda uid: 100.0 * (uid == 2))
+  assert found['async/dropped_members'] == 2
+  assert found['async/dropped_prompts'] == 0
+  assert found['async/dropped_tokens'] == 3 + 4
+  assert found['async/dropped_graded'] == 0
+  assert found['async/length_consumed'] == 3
+  assert found['async/length_started'] == (2 + 4 + 3 + 4) / 4
+  assert found['async/dropped_length_bias'] == pytest.approx(3 / 3.25 - 1)
+  assert 'async/dropped_reward_bias' not in found  # no reward of a dropped member is known
+
+
+def test_rewards_of_dropped_members_count_where_they_are_known():
+  """Group 1 completes after 4 seconds. Member 0 of group 0 is graded then, and member 1 draws."""
+  rollout = Rollout(prompts=1, group=2, order='completion', extra_prompts=1)
+  found = selected(rollout, [2, 10, 4, 4], [1.0, 1.0, 0.5, 0.0])
+  assert found['async/surplus'] == found['async/dropped_prompts'] == 1
+  assert found['async/dropped_members'] == 2
+  assert found['async/dropped_tokens'] == 2 + 4
+  assert found['async/dropped_graded'] == 1
+  assert found['async/dropped_length_bias'] == pytest.approx(4 / 3.5 - 1)
+  assert found['async/dropped_reward_bias'] == pytest.approx(0.25 - 0.5)
+
+
+def test_a_member_that_had_no_row_is_not_in_the_lengths():
+  rollout = Rollout(prompts=1, group=1, extra_members=1)
+  clock = Clock()
+  workers = SimulatedWorkers(clock, lambda uid: 0.0, lambda uid: SimpleNamespace(score=1.0, status='ok'))
+  engine = SimulatedEngine(clock, 1, lambda request: 5.0)
+  episodes = Episodes(lambda number, uid, attempt: answered(np.array([7]), 6, lambda completion: uid))
+  scheduler = Scheduler([engine], workers, episodes, rollout, clock, groups=1)
+  scheduler.batch()
+  found, _ = scheduler.metrics()
+  assert (found['async/dropped_members'], found['async/dropped_tokens']) == (1, 0)
+  assert found['async/length_started'] == 6
+  assert found['async/dropped_length_bias'] == 0
+
+
+def test_without_redundancy_nothing_is_dropped():
+  found = selected(Rollout(prompts=2, group=2), [2, 10, 4, 4], [1.0, 1.0, 0.5, 0.0])
+  dropped = {name: value for name, value in found.items() if name.startswith('async/dropped_')}
+  assert len(dropped) == 6
+  assert not any(dropped.values())
+
+
+def test_withheld_members_are_not_dropped():
+  found = selected(Rollout(prompts=1, group=2, extra_members=2, members='all'), [2, 4, 8, 16], [1.0, 0.0, 0.0, 0.0])
+  taken = np.random.default_rng(0).permutation(4)[:2]
+  assert found['async/dropped_members'] == found['async/dropped_tokens'] == 0
+  assert found['async/length_consumed'] == np.mean(np.array([2, 4, 8, 16])[taken])
+  assert found['async/length_started'] == 7.5
+  assert found['async/dropped_reward_bias'] == pytest.approx(np.mean(np.array([1.0, 0, 0, 0])[taken]) - 0.25)
+
+
+def test_the_turns_of_a_stopped_conversation_count():
+  """Each sequence has two turns. Those of sequence 0 take 2 seconds each, those of sequence 1 take 3."""
+
+  def talk(number, uid, attempt):
+    for turn in range(2):
+      given = np.full(turn, 7, np.int32)
+      completion = yield Generate(np.array([7]), given, 2 + uid)
+      yield Work(uid)
+    return Trajectory.of(completion, reward=1.0)
+
+  found = selected(Rollout(prompts=1, group=1, extra_members=1), [0, 0], [1.0, 1.0], episode=talk)
+  assert found['async/dropped_tokens'] == 3 + 1
+
+
+def test_the_reported_length_bias_is_an_upper_bound_of_the_true_one():
+  rng = np.random.default_rng(0)
+  right = rng.random((64, 9)) < 0.5
+  lengths = np.maximum(rng.lognormal(3 + (~right) * 0.7, 0.5), 1).astype(int)  # wrong answers are longer
+  found = selected(Rollout(prompts=64, group=8, extra_members=1), lengths.ravel(), right.ravel().astype(float))
+  true = np.sort(lengths)[:, :8].mean() / lengths.mean() - 1
+  assert true < found['async/dropped_length_bias'] < 0
+  assert found['async/dropped_members'] == 64

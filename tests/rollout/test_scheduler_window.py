@@ -9,6 +9,7 @@ from scheduler_world import World
 
 from sprl.config import Rollout
 from sprl.rollout.scheduler import Stalled
+from sprl.types import trained_on
 
 pytestmark = pytest.mark.usefixtures('unchecked')
 
@@ -20,6 +21,7 @@ rollouts = st.builds(
   order=st.sampled_from(['start', 'deadline']),
   sync=st.sampled_from(['recompute', 'keep', 'drain']),
   extra_members=st.integers(0, 2),
+  members=st.sampled_from(['first', 'all']),
   equal_groups=st.sampled_from(['train', 'replace']),
 ).filter(
   lambda r: (
@@ -36,6 +38,7 @@ redundant = st.builds(
   replicate_prompts=st.booleans(),
   extra_prompts=st.sampled_from([0, 1, 3]),
   extra_members=st.integers(0, 2),
+  members=st.sampled_from(['first', 'all']),
   equal_groups=st.sampled_from(['train', 'replace']),
 ).filter(lambda r: (r.group > 1 or r.equal_groups == 'train') and (r.replicate_prompts or not r.async_ratio or r.group == 1))
 
@@ -48,7 +51,7 @@ def test_window_invariants_hold_and_no_group_expires(rollout, seed, fails, engin
   for _ in range(6):
     groups = world.step()
     assert [g.number for g in groups] == sorted(g.number for g in groups)
-    assert all(len(g.trajectories) == rollout.group for g in groups)
+    assert all(len(trained_on(g.trajectories)) == rollout.group for g in groups)
   assert max(world.ages) <= math.ceil(rollout.async_ratio)
   assert world.scheduler.counts['expired'] == world.scheduler.counts['surplus'] == 0
   numbers = [number for _, number, _ in world.consumed]
@@ -64,7 +67,7 @@ def test_window_invariants_hold_and_no_group_expires(rollout, seed, fails, engin
 def test_redundant_rollouts_stay_in_the_window(rollout, seed, fails, engines, turns):
   world = World(rollout, seed=seed, fails=fails, engines=engines, turns=turns, capacity=8)
   for _ in range(5):
-    assert all(len(g.trajectories) == rollout.group for g in world.step())
+    assert all(len(trained_on(g.trajectories)) == rollout.group for g in world.step())
   assert max(world.ages) <= rollout.async_ratio
   assert len({number for _, number, _ in world.consumed}) == 5 * rollout.prompts
 

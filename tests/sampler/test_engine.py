@@ -13,7 +13,7 @@ from code_flips import flipped
 from tiny_engine import C, network, requests
 
 from sprl.config import Cache, Quant, SettingsError, Streaming
-from sprl.sampler import decode
+from sprl.sampler import calibrate, decode
 from sprl.sampler.engine import Engine
 from sprl.sampler.replay import replay
 from sprl.sampler.weights import sampler_weights
@@ -109,6 +109,29 @@ def test_an_aborted_request_continues_as_if_never_aborted(memory, chunks):
   found = {uid: parts[uid].then(later) for uid, later in run(engine).items()}
   assert set(found) == set(parts)
   assert len(differing(found, memory)) <= FLIPPED.get(memory, 0)
+
+
+def test_an_interrupted_request_keeps_the_larger_count_of_clamped_numbers():
+  """The first part is sampled with scales that clamp numbers, the continuation with scales that clamp none."""
+  engine = Engine(config_of('fp8'), with_amax(0.5))
+  for request in requests():
+    engine.add(request)
+  engine.dispatch()
+  engine.collect()
+  parts = {c.request.uid: c for c in engine.abort()}
+  engine.swap(with_amax(100.0), 1)
+  for part in parts.values():
+    engine.add(part.rest())
+  for uid, later in run(engine).items():
+    assert later.saturated == 0
+    assert parts[uid].then(later).saturated == parts[uid].saturated > 0
+
+
+def with_amax(largest):
+  """Return FP8 weights whose cache has scales for numbers up to `largest`."""
+  _, quant, layers = MEMORIES['fp8']
+  amax = np.full((3, network(0, layers)[0].num_layers), largest, np.float32)
+  return weights_of('fp8')._replace(scales=calibrate.scales((amax,), quant, layers))
 
 
 def test_swapping_in_the_same_weights_changes_no_bit():

@@ -13,9 +13,9 @@ from sprl.config import DENSE, Cache, Quant, Sampling, Streaming
 from sprl.learner.batch import Shape, pack
 from sprl.learner.logprobs import ForwardConfig, score, score_and_route
 from sprl.models import transformer
-from sprl.sampler.engine import EngineConfig, generate
+from sprl.sampler.engine import Engine, EngineConfig, generate
 from sprl.sampler.weights import sampler_weights
-from sprl.types import Request
+from sprl.types import Request, Trajectory
 
 FLOAT32 = jnp.dtype('float32')
 FORWARD = ForwardConfig(1.0, FLOAT32, 16)
@@ -103,6 +103,35 @@ def test_given_tokens_have_the_experts_of_their_first_reading(model, sampled):
   for t in generate(engine(model, UNEVICTED), sampler_weights(model[1], FLOAT32), asked):
     np.testing.assert_array_equal(t.tokens, whole[t.uid].tokens)
     np.testing.assert_array_equal(t.routes, whole[t.uid].routes)
+
+
+@pytest.mark.parametrize('cache', [DENSE, UNEVICTED], ids=['dense', 'sparse'])
+def test_an_interrupted_request_keeps_the_experts_of_its_first_reading(model, cache):
+  """Other weights read the tokens again after the interruption. Tokens that were read before it keep their experts."""
+  before, after = (sampler_weights(params, FLOAT32) for params in (model[1], jax.tree.map(jnp.negative, model[1])))
+  config = dataclasses.replace(engine(model, cache), stop_ids=())
+  whole = {t.uid: t for t in generate(config, before, requests())}
+  running, done = Engine(config, before), {}
+  for request in requests():
+    running.add(request)
+  running.dispatch()
+  running.collect()
+  parts = {part.request.uid: part for part in running.abort() if len(part.tokens)}  # without those that wait for a row
+  running.swap(after, 1)
+  for part in parts.values():
+    running.add(part.rest())
+  while running.load:
+    running.dispatch()
+    done |= {c.request.uid: c for c in running.collect()}
+  changed = 0
+  for uid, part in parts.items():
+    later, read = done[uid], part.request.start + len(part.tokens) - 1  # the last token was drawn and not read yet
+    joined = Trajectory.of(part.then(later))
+    np.testing.assert_array_equal(joined.routes[:read], whole[uid].routes[:read])
+    np.testing.assert_array_equal(joined.routes[read:], later.routes[read:])
+    assert joined.routes.shape == (len(joined.tokens), 1, 2)
+    changed += not np.array_equal(later.routes[:read], whole[uid].routes[:read])
+  assert changed == len(parts) == 2
 
 
 def test_replayed_routes_reduce_the_mismatch_of_fp8():
