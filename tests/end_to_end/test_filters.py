@@ -1,5 +1,6 @@
 """A run that samples with top-k, top-p and min-p: dense float32 rollouts have no mismatch, in the metrics and in the ledger."""
 
+import jax
 import numpy as np
 import pytest
 import tiny
@@ -28,9 +29,11 @@ def run(folder, **changes) -> settings.Run:
   [{'top_k': 6, 'top_p': 0.8}, pytest.param({'top_p': 0.7, 'min_p': 0.02}, marks=pytest.mark.slow)],
   ids=['ids', 'mask'],
 )
-def test_equal_policies_have_no_mismatch(tmp_path, filters):
+def test_equal_policies_have_no_mismatch(tmp_path, caplog, filters):
   tiny.write_inputs(tmp_path, num_hidden_layers=1)
-  assert train.train(run(tmp_path, **filters), tmp_path / 'run').completed
+  with jax.log_compiles(), caplog.at_level('WARNING', logger='jax'):
+    assert train.train(run(tmp_path, **filters), tmp_path / 'run').completed
+  assert sum(record.getMessage().startswith('Compiling jit(update)') for record in caplog.records) == 1
   records = read_metrics(tmp_path / 'run')
   steps = [record for record in records if record['kind'] == 'train']
   assert len(steps) == STEPS
