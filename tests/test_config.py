@@ -280,8 +280,6 @@ REFUSED = [  # key, its value, the other setting that the error names, changes
   ('quant.skip_names', ('lm_head',), '', {}),
   ('cache.budget', None, "arm = 'naive'", {'arm': 'naive'}),
   ('ledger.every', 1, "arm = 'learner_mask'", MASKED),
-  ('sampling.top_p', 0.9, 'ledger.every', {'ledger__every': 1}),
-  ('sampling.top_k', 5, 'ledger.every', {'ledger__every': 1}),
   ('rollout.async_ratio', 1.0, "arm = 'learner_mask'", MASKED),
   ('task.kind', 'environment', "arm = 'learner_mask'", {**MASKED, **ENVIRONMENT}),
   ('rollout.async_ratio', 0.3, 'rollout.prompts = 16', {}),

@@ -72,7 +72,7 @@ METRICS: dict[str, str] = {
   ),
   'env/{name}': 'Mean of the value that the environment calls `name`.',
   # --- update -----------------------------------------------------------------------------------------------------------
-  'policy/entropy': "Mean entropy of the learner's distribution, in nats.",
+  'policy/entropy': "Mean entropy of the learner's distribution over the tokens that the sampler's filters kept, in nats.",
   'policy/ratio_mean': 'Mean of `r`.',
   'policy/ratio_deviation': 'Mean of `|r - 1|`.',
   'policy/kl': 'Mean of `-log r`.',

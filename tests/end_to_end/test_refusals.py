@@ -22,6 +22,7 @@ from sprl.io.metrics import LogError, read_metrics
 from sprl.io.pretrained import PretrainedError
 from sprl.io.run_folder import exclusive
 from sprl.io.tokenizer import TokenizerError
+from sprl.kernels import support
 from sprl.models.config import ConfigError
 from sprl.rollout.scheduler import Stalled
 
@@ -140,6 +141,16 @@ def test_settings_that_do_not_fit_the_files_or_the_model_are_refused(inputs, tmp
     ({'loss__balance_coef': 0.01}, 'config.loss.balance_coef = 0.01: expected 0.0'),
     ({'cache__method': 'streaming', 'cache__streaming__sinks': 30}, 'config.cache.budget = 12: expected '),
     ({'quant__skip_layers': (40,)}, 'config.quant.skip_layers = (40,): expected'),
+  ]:
+    assert said in refusal_of(run_with(inputs, **changes), tmp_path / 'run', monkeypatch)
+
+
+def test_filters_whose_tokens_cannot_be_recorded_are_refused(inputs, tmp_path, monkeypatch):
+  monkeypatch.setattr(support, 'MOST_WORDS', 8)  # the mask of this vocabulary of 259 tokens has 9 words
+  for changes, said in [
+    ({'sampling__top_p': 0.9}, 'config.sampling.top_p = 0.9: expected config.sampling.top_k of at most 8 beside it'),
+    ({'sampling__min_p': 0.1}, 'config.sampling.min_p = 0.1: expected config.sampling.top_k of at most 8 beside it'),
+    ({'sampling__top_p': 0.9, 'sampling__top_k': 9}, 'config.sampling.top_k = 9: expected at most 8'),
   ]:
     assert said in refusal_of(run_with(inputs, **changes), tmp_path / 'run', monkeypatch)
 

@@ -85,6 +85,27 @@ def test_only_tokens_of_the_model_are_scored():
   assert batch.sampler_logp[0].tolist() == [-2 / 8, -3 / 8, 0, 0, -6 / 8, 0]
 
 
+def test_supports_lie_beside_their_targets():
+  """Two members share a prompt; the first has two tokens of an environment. The support of token t is {t, 100 + t}."""
+  turns, other = trajectory([10, 11], [1, 2, 8, 9, 3], mask=[1, 1, 0, 0, 1]), trajectory([10, 11], [4, 5])
+  made = [dataclasses.replace(t, support=np.array([[v, 100 + v] for v in t.tokens[t.mask]], np.int32)) for t in (turns, other)]
+  sizes = Shape(micros=1, rows=2, tokens=10, sequences=2, columns=5, shards=2)
+  batch, _ = pack(made, np.ones(2, np.float32), sizes, share_prefix=True)
+  assert batch.support.shape == (1, 2, 10, 2)
+  assert batch.target[0, 0, :5].tolist() == [1, 2, 3, 4, 5]
+  assert batch.support[0, 0, :5].tolist() == [[v, 100 + v] for v in (1, 2, 3, 4, 5)]
+  assert not batch.support[0, 1].any()
+  apart, _ = pack(made, np.array([np.nan, 1.0], np.float32), sizes, share_prefix=True)
+  assert apart.support[0, 0, :2].tolist() == [[4, 104], [5, 105]]
+  assert pack([turns, other], np.ones(2, np.float32), sizes, share_prefix=True)[0].support is None
+
+
+def test_a_batch_in_which_some_sequences_lack_their_supports_is_refused():
+  recorded = dataclasses.replace(trajectory([10], [1]), support=np.ones((1, 2), np.int32))
+  with pytest.raises(AssertionError, match='record supports'):
+    pack([recorded, trajectory([10], [2])], np.ones(2, np.float32), Shape(1, 1, 10, 2, 5), share_prefix=True)
+
+
 def test_sequences_without_advantage_or_tokens_are_left_out():
   """A sequence with a NaN advantage, or without a token of the model, takes no space and is not counted."""
   trajectories = [*EXAMPLE, trajectory([20, 21], [], group=1), trajectory([20, 21], [7], group=1)]

@@ -85,13 +85,17 @@ def step(world, batch, config, **logprobs):
 
 
 @partial(jax.jit, static_argnums=0)
-def logprobs_and_gradient(graph, params, tokens, segments, cotangents):
-  """Return (log-probs and entropies [B, T], gradient for their cotangents), from the logits of one sequence a row."""
+def logprobs_and_gradient(graph, params, tokens, segments, kept, cotangents):
+  """Return (log-probs and entropies [B, T], gradient for their cotangents), from the logits of one sequence a row.
+
+  `kept` [B, T, V] are the tokens among which each token was drawn.
+  """
 
   def forward(params):
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     hidden = transformer.forward(graph, params, tokens, positions, PackedAttention.of(segments)).hidden
-    logp = jax.nn.log_softmax(hidden @ transformer.head_weight(params).T / TEMPERATURE)
+    logits = jnp.where(jnp.roll(kept, -1, axis=1), hidden @ transformer.head_weight(params).T / TEMPERATURE, -1e9)
+    logp = jax.nn.log_softmax(logits)
     chosen = jnp.take_along_axis(logp[:, :-1], tokens[:, 1:, None], 2)[..., 0]
     entropy = -jnp.sum(jnp.exp(logp) * logp, axis=-1)
     return jnp.pad(chosen, ((0, 0), (1, 0))), jnp.pad(entropy[:, :-1], ((0, 0), (1, 0)))
@@ -107,11 +111,13 @@ def plain(world, token_loss, aggregate, keep=lambda p, b: np.ones(p.shape, bool)
   """
   B, T = len(world.trajectories), max(len(t.tokens) for t in world.trajectories)
   tokens, segments, b = np.zeros((B, T), np.int32), np.zeros((B, T), np.int32), np.zeros((B, T), np.float32)
-  mask = np.zeros((B, T), bool)
+  mask, kept = np.zeros((B, T), bool), np.ones((B, T, world.config.vocab_size), bool)
   for i, t in enumerate(world.trajectories):
     n = len(t.tokens)
     tokens[i, :n], segments[i, :n], b[i, :n] = t.tokens, 1, t.sampler_logp
     mask[i, :n] = t.mask & np.isfinite(ADVANTAGE[i])
+    for at, ids in zip(np.flatnonzero(t.mask), t.support if t.support is not None else ()):
+      kept[i, at] = np.isin(np.arange(kept.shape[2]), ids)
   A = np.nan_to_num(ADVANTAGE)[:, None]
 
   @jax.jit
@@ -119,7 +125,7 @@ def plain(world, token_loss, aggregate, keep=lambda p, b: np.ones(p.shape, bool)
     survive = mask & keep(sg(l), b)
     return aggregate(jnp.where(survive, token_loss(l, entropy, b, A, mask), 0), survive, mask)
 
-  network = partial(logprobs_and_gradient, world.graph, world.params, tokens, segments)
+  network = partial(logprobs_and_gradient, world.graph, world.params, tokens, segments, kept)
   (l, entropy), _ = network((np.zeros((B, T), np.float32),) * 2)
   value, cotangents = jax.value_and_grad(loss, argnums=(0, 1))(l, entropy)
   return value, network(cotangents)[1]
@@ -173,6 +179,29 @@ def test_microbatches_of_shared_rows_sum_to_the_plain_gradient(world, batch, on_
 
 def is_adam(state):
   return isinstance(state, optax.ScaleByAdamState)
+
+
+@pytest.mark.slow
+def test_supports_restrict_the_gradient_of_log_probs_and_entropy(world):
+  """Each token was drawn from itself and up to nine other tokens."""
+  rng = np.random.default_rng(8)
+  recorded = []
+  for t in world.trajectories:
+    ids = np.where(rng.random((t.mask.sum(), 10)) < 0.3, -1, rng.integers(0, world.config.vocab_size, (t.mask.sum(), 10)))
+    ids[:, 4] = t.tokens[t.mask]
+    recorded.append(dataclasses.replace(t, support=ids.astype(np.int32)))
+  world = types.SimpleNamespace(**vars(world) | {'trajectories': recorded})
+
+  def token_loss(l, entropy, b, A, mask):
+    r, w = jnp.exp(l - sg(l)), jnp.minimum(jnp.exp(sg(l) - b), 2.0)
+    return -w * r * A - 0.1 * entropy
+
+  settings = dataclasses.replace(SETTINGS, loss=Loss(entropy_coef=0.1))
+  gradient, metrics = step(world, packed(world), settings)
+  expected = plain(world, token_loss, seq_mean_token_mean)
+  check_gradient(gradient, expected[1])
+  np.testing.assert_allclose(metrics['update/loss'], expected[0], rtol=1e-5)
+  assert metrics['policy/entropy'] < np.log(10)
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from sprl.models.config import Experts, ModelConfig, tiny
 from sprl.planning import memory, programs
 from sprl.planning.devices import device
 from sprl.planning.estimate import kinds, on
-from sprl.planning.memory import kv_bytes, sampler_weight_bytes, size, update_memory
+from sprl.planning.memory import kv_bytes, rollout_memory, sampler_weight_bytes, size, update_memory
 from sprl.planning.mesh_axes import MeshAxes
 from sprl.sampler.weights import sampler_weights
 from sprl.sharding.mesh import make_mesh
@@ -112,6 +112,17 @@ def test_a_mixture_with_dense_layers_counts_each_layer_by_its_own_width():
   # (4 of width 16), and as its MLP. 4 * (128 + 64) + (512 + 32 + 512 + 32) = 1,856 numbers per token. The device has 8 rows of
   # 2,048 tokens, and a number takes two bytes: 1,856 * 16,384 * 2 = 60,817,408 bytes. XLA needs 5% more for gaps: 63,858,278.
   assert held['none'].activations - held['dots'].activations == pytest.approx(63_858_278, abs=2)
+
+
+def test_the_record_of_filters_is_counted():
+  """With top_k = 50 it has 200 bytes a token: of all tokens of a batch, and of 17 tokens of a row of the sampler."""
+  filtered = dataclasses.replace(RUN, sampling=dataclasses.replace(RUN.sampling, top_k=50))
+  assert filtered.sampling.chunk == 16
+  rows = [rollout_memory(FEW, run, run.cache, run.quant, 4, MeshAxes()).row for run in (RUN, filtered)]
+  assert rows[1] - rows[0] == 17 * 200
+  # The mask of a chunk's 256 positions: 152,064 bytes each, where the head is the peak.
+  updates = [update_memory(FEW, run, SHAPE, MeshAxes(data=8)).activations for run in (RUN, filtered)]
+  assert 0 <= updates[1] - updates[0] - 8 * 2048 * 200 <= memory.MARGIN * 256 * 152_064 + 1
 
 
 # --- rollouts --------------------------------------------------------------------------------------------------------

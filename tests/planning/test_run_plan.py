@@ -174,6 +174,7 @@ def test_printed_flags_give_a_run_the_planned_layout(given, mesh):
   [
     (RUN, MeshAxes(fsdp=8), MeshAxes(data=4), '--rollout_mesh: found 4 devices; expected 8'),
     (dataclasses.replace(RUN, lora=Lora(rank=8)), ONE, ONE, 'config.lora.rank = 8'),
+    (dataclasses.replace(RUN, sampling=dataclasses.replace(RUN.sampling, top_p=0.9)), ONE, ONE, 'config.sampling.top_p = 0.9'),
     (RUN, MeshAxes(expert=3), MeshAxes(data=3), '--mesh: expert = 3'),
     (RUN, MeshAxes(data=3), MeshAxes(expert=3), '--rollout_mesh: expert = 3'),
   ],

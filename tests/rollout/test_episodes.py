@@ -119,6 +119,22 @@ def test_an_answer_is_generated_and_graded():
 # --- a conversation, by hand -----------------------------------------------------------------------------------------
 
 
+def test_a_conversation_joins_the_supports_of_its_answers():
+  """An answer's token c is drawn from {c, c + 1}; observations have no support."""
+  episode = conversation(11, WIDE, Letters(), lambda method, argument: (method, argument), lambda: None)
+  next(episode)
+  wanted, outcomes = episode.send(('first', {})), iter([step('wall'), step('goal', 1.0, True)])
+  for text in ('up.', 'down'):
+    answer = replace(completion(wanted, text), support=np.stack([ids(text), ids(text) + 1], axis=1))
+    episode.send(answer)
+    try:
+      wanted = episode.send(next(outcomes))
+    except StopIteration as end:
+      t = end.value
+  assert t.support.tolist() == [[v, v + 1] for v in ids('up.down')]
+  assert t.mask.sum() == len(t.support)
+
+
 def test_a_conversation_is_one_sequence_with_a_record_of_each_token():
   talk = Talk(
     ['up.', ('down', 1, 'length'), ('left.', 2)],

@@ -2,12 +2,13 @@
 
 Arguments: one or more MEMORY:DATAxFSDPxTENSOR, a key of MEMORIES and the mesh of the rollouts. The learner has the same devices,
 all along fsdp. If the key starts with `experts`, the model has eight experts, the argument ends with xEXPERT, and the learner
-splits the experts into two parts.
+splits the experts into two parts. The key `filtered` samples with top-k, and `masked` with top-p.
 """
 
 import json
 import logging
 import sys
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -35,11 +36,14 @@ SPARSE = Cache(budget=10, interval=3, window=2, method='rkv')
 MEMORIES = {
   'dense': (DENSE, UNQUANTISED),
   'sparse': (SPARSE, Quant(sampler='w8a8_kv8')),
+  'filtered': (SPARSE, Quant(sampler='kv8')),
+  'masked': (SPARSE, Quant(sampler='kv8')),
   'experts': (SPARSE, Quant(sampler='w8a8_kv8', format='mxfp8', arithmetic='blockwise')),
   'experts_emulated': (SPARSE, Quant(sampler='w8a8_kv8', format='mxfp8', arithmetic='emulated')),
   'layer': (Cache(budget=10, interval=3, window=2, method='h2o', scope='layer'), Quant(sampler='kv8')),
 }
 SAMPLING = Sampling(max_tokens=16, max_prompt=8, prompt_buckets=(8,), chunk=5)
+FILTERS = {'filtered': {'top_k': 6, 'top_p': 0.9}, 'masked': {'top_p': 0.8}}
 
 MODELS = {
   False: small.model('qwen2', num_hidden_layers=1, vocab_size=264),
@@ -76,8 +80,9 @@ def step(memory, sizes):
   weights = sampler_weights(params, FLOAT32, quant, config=config, mesh=rollout, source=mesh)
   weights = weights._replace(scales=calibrate.scales(calibrate.remember((), found[0], quant), quant, layout.layers))
   engine = EngineConfig(
-    config, SAMPLING, layout, rows=8, prefill=max(2, row_shards(rollout)), seed=0, stop_ids=(), text=lambda ids: '', mesh=rollout
-  )
+    config, replace(SAMPLING, **FILTERS.get(memory, {})), layout, rows=8, prefill=max(2, row_shards(rollout)), seed=0,
+    stop_ids=(), text=lambda ids: '', mesh=rollout, record_support=True,
+  )  # fmt: skip
   trajectories = generate(engine, weights, requests)
   logging.getLogger('jax').addHandler(seen := Compilations())
   with jax.log_compiles():
@@ -117,7 +122,7 @@ def furthest(a, b):
 def beside(alone, together):
   """Return the results of the mesh and their differences from the results of one device."""
   pairs = list(zip(alone['trajectories'], together['trajectories']))
-  same = all(np.array_equal(getattr(a, x), getattr(b, x)) for a, b in pairs for x in ('tokens', 'kept', 'routes'))
+  same = all(np.array_equal(getattr(a, x), getattr(b, x)) for a, b in pairs for x in ('tokens', 'kept', 'routes', 'support'))
   apart = np.concatenate([np.abs(a.sampler_logp - b.sampler_logp)[a.mask] for a, b in pairs]) if same else np.full(1, np.inf)
   said = {name: together[name] for name in ('again', 'compiled_again', 'wrong', 'split', 'cache')}
   said |= {'same': same, 'logp_apart': [float(x) for x in np.sort(apart)]}
