@@ -54,6 +54,7 @@ class Completion:
   kept: Int[np.ndarray, ' C']  # cache slots attended, including the token's own
   finish: str  # stop, length, abort
   saturated: int = 0  # elements of the row's keys and values that FP8 clamped
+  saturated_queries: int = 0  # elements of its queries that FP8 clamped
   evicted: Int[np.ndarray, 'L K T'] | None = None  # the first position that no longer saw the token, if recorded
   routes: Int[np.ndarray, 'T M k'] | None = None  # experts of each token in each of M MoE layers, if recorded
   prefilled: tuple[int, int] | None = None  # shape of its prompt's prefill batch: prompts, padded length
@@ -92,6 +93,7 @@ class Trajectory:
   finish: str  # stop, length, abort; turns: a conversation reached its limit of turns
   reward: float = 0.0
   saturated: int = 0  # elements of its keys and values that FP8 clamped
+  saturated_queries: int = 0  # elements of its queries that FP8 clamped
   evicted: Int[np.ndarray, 'L K T'] | None = None  # the first position that no longer saw the token, if recorded
   routes: Int[np.ndarray, 'T M k'] | None = None  # experts of each token in each of M MoE layers, if recorded
   prefilled: tuple[int, int] | None = None  # shape of its prompt's first prefill batch: prompts, padded length
@@ -115,6 +117,7 @@ class Trajectory:
       'prompt_length': len(request.prompt),
       'finish': completion.finish,
       'saturated': completion.saturated,
+      'saturated_queries': completion.saturated_queries,
       'evicted': completion.evicted,
       'routes': completion.routes,
       'prefilled': completion.prefilled,

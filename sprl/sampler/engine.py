@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
+from typing import Any
 
 import jax
 import numpy as np
@@ -272,8 +273,9 @@ class Engine:
       n = len(row.tokens) if cut is None else cut
       stop = cut is not None or (n > 0 and row.tokens[n - 1] in self.config.stop_ids)
       finish = 'stop' if stop else 'length'
-      records = self._evicted(i, row.request.start + n), self._routes(i, row.request.start + n)
-      finished.append(_completion(row, finish, n, int(news['saturated'][i]), *records))
+      records = {name: int(news[name][i]) for name in ('saturated', 'saturated_queries')}
+      records |= {'evicted': self._evicted(i, row.request.start + n), 'routes': self._routes(i, row.request.start + n)}
+      finished.append(_completion(row, finish, n, **records))
     self._release(stopped)
     self.usage.chunks += 1
     self.usage.steps += max(drawn)
@@ -398,7 +400,7 @@ def padded(
   return tokens, lengths
 
 
-def _completion(row: _Row, finish: str, n: int | None = None, saturated: int = 0, evicted=None, routes=None) -> Completion:
+def _completion(row: _Row, finish: str, n: int | None = None, **records: Any) -> Completion:
   return Completion(
     request=row.request,
     tokens=np.array(row.tokens[:n], np.int32),
@@ -406,8 +408,6 @@ def _completion(row: _Row, finish: str, n: int | None = None, saturated: int = 0
     version=np.array(row.version[:n], np.int32),
     kept=np.array(row.kept[:n], np.int32),
     finish=finish,
-    saturated=saturated,
-    evicted=evicted,
-    routes=routes,
     prefilled=row.prefilled,
+    **records,
   )

@@ -168,6 +168,27 @@ def test_decode_steps_count_saturation_of_active_rows_only():
   assert decode_step(cache, np.array([1, 0], np.int32), *one)[1].saturated.sum(1).tolist() == [expected[0], 0]
 
 
+def test_clamped_queries_of_real_tokens_are_counted_apart_from_the_cache():
+  """The scales saturate queries only. The counts are of prefill and decode steps, by row and kv head."""
+  q, k, v = tokens(T + 1)
+  scale = 1.5 / 448  # clamps queries beyond 1.5
+  scales = Scales(jnp.array([scale]), jnp.ones(1), jnp.ones(1))
+  empty = KVCache.empty(layout_of(Quant(sampler='w8a8_kv8')), B, scales=scales)
+  lengths = [20, T]
+  _, cache = prefill(empty, jnp.array(lengths), *(x[:, :T] for x in (q, k, v)))
+  active = np.array([0, 1], np.int32)
+  _, cache = decode_step(cache, active, *(x[:, T:] for x in (q, k, v)))
+  expected = np.zeros((B, K), int)
+  for b, t, h in np.ndindex(B, T + 1, H):
+    if t < lengths[b] or (t == T and active[b]):
+      expected[b, h // (H // K)] += np.sum(np.abs(np.asarray(q, np.float64)[b, t, h]) > 448 * np.float32(scale))
+  assert expected.min() > 20
+  np.testing.assert_array_equal(cache.saturated_queries, expected)
+  assert cache.saturated.sum() == 0
+  _, unrounded = prefill(KVCache.empty(layout_of(KV8), B, scales=scales), jnp.array(lengths), *(x[:, :T] for x in (q, k, v)))
+  assert unrounded.saturated_queries.sum() == 0  # kv8 does not round queries
+
+
 @pytest.mark.parametrize('sampler', ['kv8', 'w8a8_kv8'])
 def test_attention_equals_float64_attention_over_rounded_numbers(sampler):
   layout = layout_of(Quant(sampler=sampler))
