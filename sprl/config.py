@@ -124,7 +124,7 @@ class Quant:
   arithmetic: Literal['auto', 'emulate', 'blockwise'] = 'auto'  # rounded floats, or FP8 codes; auto: codes where a kernel can run
   skip_layers: tuple[int, ...] = ()  # layers whose linears are not quantised; negative numbers count from the last
   skip_names: tuple[str, ...] = ()  # linears that are not quantised in any layer: q, k, v, o, gate, up, down
-  kv_scale: Literal['learner', 'first_forward', 'unit', 'running_max'] = 'learner'  # how the cache's scales are found
+  kv_scale: Literal['learner', 'first_forward', 'unit', 'running_max', 'frozen'] = 'learner'  # how the cache's scales are found
 
 
 DENSE, UNQUANTISED = Cache(), Quant()  # nothing evicted; everything in the compute dtype
