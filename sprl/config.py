@@ -125,6 +125,7 @@ class Quant:
   skip_layers: tuple[int, ...] = ()  # layers whose linears are not quantised; negative numbers count from the last
   skip_names: tuple[str, ...] = ()  # linears that are not quantised in any layer: q, k, v, o, gate, up, down
   kv_scale: Literal['learner', 'first_forward', 'unit', 'running_max', 'frozen'] = 'learner'  # how the cache's scales are found
+  softmax: Literal['none', 'fp8'] = 'none'  # round attention probabilities to FP8 before their product with FP8 values, or not
 
 
 DENSE, UNQUANTISED = Cache(), Quant()  # nothing evicted; everything in the compute dtype

@@ -235,7 +235,8 @@ class KVCache:
     if held.carried is not None and layout.accumulates:
       real = jnp.arange(q.shape[1]) < step.count[:, None]
       held = dataclasses.replace(held, carried=held.carried + attention_share(q, k, allowed, real))
-    return attention(q, k, v, allowed, kernels=layout.kernels), self._with(layer, held)
+    out = attention(q, k, v, allowed, fp8_softmax=layout.fp8_softmax, kernels=layout.kernels)
+    return out, self._with(layer, held)
 
   def _attend_one(self, layer, step, q):
     """Return the outputs of one new query per row, which attends to the row's slots, and the cache."""
@@ -244,8 +245,9 @@ class KVCache:
     bias = None if self.bias is None else self._bias_scores(layer, q)
     accumulates = held.carried is not None and layout.accumulates
     found = decode_attention(
-      q, held.keys, held.values, length=self.attended(step), scales=scales, bias=bias, share=accumulates, kernels=layout.kernels
-    )
+      q, held.keys, held.values, length=self.attended(step), scales=scales, bias=bias, share=accumulates,
+      fp8_softmax=layout.fp8_softmax, kernels=layout.kernels,
+    )  # fmt: skip
     if held.carried is not None and found.share is not None:
       held = dataclasses.replace(held, carried=held.carried + jnp.where((step.count > 0)[:, None, None], found.share, 0))
     return found.out[:, None], self._with(layer, held)
