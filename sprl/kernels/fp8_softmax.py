@@ -1,4 +1,4 @@
-"""Softmax weights rounded to e4m3 for their product with FP8 values (docs/methods/fp8.md, eq. 8).
+"""Softmax weights rounded to e4m3 for their product with FP8 values (docs/methods/fp8.md, FP8 attention probabilities).
 
     weights = exp2(scores - origin(max(scores)))       # scores in base 2; the largest weight is about 2^8
     out     = rounded(weights) @ values / sum(weights)
