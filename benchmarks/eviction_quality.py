@@ -98,7 +98,8 @@ def main():
     """Return the sampler's weights, and the hidden states and attended slots of the tokens with this cache."""
     layout, scales = model.cache_layout(sampling, cache, quant), None
     if layout.fp8:
-      scales = calibrate.scales_of_prompts(model.graphdef, layout, params, list(prompts), len(prompts), quant)
+      found = calibrate.amax_of_prompts(model.graphdef, layout, params, list(prompts), len(prompts), quant)
+      scales = calibrate.scales((found,), quant, layout.layers)
     weights = model.sampler_weights(params, quant, scales)
     return weights, *states(model.graphdef, layout, weights, jnp.asarray(prompts), jnp.asarray(written), jnp.asarray(counts))
 

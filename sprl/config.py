@@ -129,7 +129,8 @@ class Quant:
   arithmetic: Literal['auto', 'emulate', 'blockwise'] = 'auto'  # rounded floats, or FP8 codes; auto: codes where a kernel can run
   skip_layers: tuple[int, ...] = ()  # layers whose linears are not quantised; negative numbers count from the last
   skip_names: tuple[str, ...] = ()  # linears that are not quantised in any layer: q, k, v, o, gate, up, down
-  kv_scale: Literal['learner', 'first_forward', 'unit', 'running_max'] = 'learner'  # how the cache's scales are found
+  kv_scale: Literal['learner', 'first_forward', 'unit', 'running_max', 'frozen'] = 'learner'  # how the cache's scales are found
+  softmax: Literal['none', 'fp8'] = 'none'  # round attention probabilities to FP8 before their product with FP8 values, or not
 
 
 DENSE, UNQUANTISED = Cache(), Quant()  # nothing evicted; everything in the compute dtype

@@ -195,8 +195,10 @@ def validate_cache(run: Run) -> None:
 
 
 def validate_quant(run: Run) -> None:
-  """Raise SettingsError if `quant.skip_names` names an unknown linear layer."""
+  """Raise SettingsError if `quant.skip_names` names an unknown linear layer, or if the softmax is FP8 and the cache is not."""
   require(run, 'quant.skip_names', set(run.quant.skip_names) <= set(LINEARS), f'any of {", ".join(LINEARS)}')
+  unrounded = f"'none' with config.quant.sampler = {run.quant.sampler!r}: only 'kv8' and 'w8a8_kv8' store values in FP8"
+  require(run, 'quant.softmax', run.quant.softmax == 'none' or 'kv8' in run.quant.sampler, unrounded)
 
 
 def validate_rollout(run: Run) -> None:

@@ -88,7 +88,8 @@ def check_step(session: Session, report: StepReport) -> None:
   state.capped = state.capped + 1 if report.metrics['completion/truncated'] == 1 else 0
   reasons = wrong_weights(session, last=report.step == run.steps)
   weighted = losses.weighted(run.loss, run.correction.mode)
-  reasons += guards.sentinels(report.metrics, state.capped if run.rollout.stop_when_capped else 0, weighted)
+  capped, frozen = state.capped if run.rollout.stop_when_capped else 0, run.quant.kv_scale == 'frozen'
+  reasons += guards.sentinels(report.metrics, capped, weighted, frozen)
   bad_streak = int(report.metrics.get('update/bad_streak', 0))
   if bad_streak >= MOST_BAD_UPDATES:
     reasons.append(f'the gradient of {bad_streak} updates in a row was not finite; the weights are those before these updates')

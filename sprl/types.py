@@ -54,6 +54,7 @@ class Completion:
   kept: Int[np.ndarray, ' C']  # cache slots attended, including the token's own
   finish: str  # stop, length, abort
   saturated: int = 0  # elements of the row's keys and values that FP8 clamped; of several caches: the most in one
+  saturated_queries: int = 0  # elements of its queries that FP8 clamped, counted likewise
   evicted: Int[np.ndarray, 'L K T'] | None = None  # the first position that no longer saw the token, if recorded
   routes: Int[np.ndarray, 'T M k'] | None = None  # experts of each token in each of M MoE layers, if recorded; -1: not read
   support: Integer[np.ndarray, 'C W'] | None = None  # the tokens that filters kept (sprl/kernels/support.py), if recorded
@@ -81,6 +82,7 @@ class Completion:
       later,
       request=self.request,
       saturated=max(self.saturated, later.saturated),
+      saturated_queries=max(self.saturated_queries, later.saturated_queries),
       routes=joined_routes([self.routes, later.routes]),
       support=joined_supports([self, later]),
       prefilled=self.prefilled or later.prefilled,
@@ -113,6 +115,7 @@ class Trajectory:
   finish: str  # stop, length, abort; turns: a conversation reached its limit of turns
   reward: float = 0.0
   saturated: int = 0  # elements of its keys and values that FP8 clamped; of several caches: the most in one
+  saturated_queries: int = 0  # elements of its queries that FP8 clamped, counted likewise
   evicted: Int[np.ndarray, 'L K T'] | None = None  # the first position that no longer saw the token, if recorded
   routes: Int[np.ndarray, 'T M k'] | None = None  # experts of each token in each of M MoE layers, if recorded
   support: Integer[np.ndarray, 'C W'] | None = None  # of each of the C tokens of the mask, as in Completion
@@ -138,6 +141,7 @@ class Trajectory:
       'prompt_length': len(request.prompt),
       'finish': completion.finish,
       'saturated': completion.saturated,
+      'saturated_queries': completion.saturated_queries,
       'evicted': completion.evicted,
       'routes': completion.routes,
       'support': completion.support,

@@ -19,7 +19,7 @@ from sprl.config import ARMS, Arm, Run, Sampling, SettingsError, default_config,
 from sprl.config_checks import RANGES, device_numbers, grader_file, within
 from sprl.config_reader import resolve
 
-MOST_SETTINGS = 132  # every setting needs a user
+MOST_SETTINGS = 133  # every setting needs a user
 
 
 def config(**changes):
@@ -278,6 +278,8 @@ REFUSED = [  # key, its value, the other setting that the error names, changes
   ('lora.targets', (), '', {}),
   ('lora.targets', ('q', 'lm_head'), '', {}),
   ('quant.skip_names', ('lm_head',), '', {}),
+  ('quant.softmax', 'fp8', "quant.sampler = 'none'", {}),
+  ('quant.softmax', 'fp8', "quant.sampler = 'w8a8'", {'quant__sampler': 'w8a8'}),
   ('cache.budget', None, "arm = 'naive'", {'arm': 'naive'}),
   ('ledger.every', 1, "arm = 'learner_mask'", MASKED),
   ('rollout.async_ratio', 1.0, "arm = 'learner_mask'", MASKED),

@@ -56,6 +56,7 @@ class KVCache:
   seen: Int[Array, ' B']  # tokens taken in, which is the position of the next one
   decoded: Int[Array, ' B']  # tokens taken in by decode steps, which time the compressions
   saturated: Int[Array, 'B K']  # numbers of the row's keys and values that FP8 clamped
+  saturated_queries: Int[Array, 'B K']  # numbers of its queries that FP8 clamped, by kv head
   scales: Scales | None  # None: not FP8
   bias: KeyBias | None  # the part of the keys that is not in FP8
   chosen: Int[Array, 'B N'] | None  # scope global: the slots that the first layer kept
@@ -71,14 +72,15 @@ class KVCache:
     bias: KeyBias | None = None,
   ) -> 'KVCache':
     """Return a cache of `rows` sequences without tokens, with `slots` slots per layer (None: the layout's)."""
-    zeros = jnp.zeros(rows, jnp.int32)
+    zeros, counts = jnp.zeros(rows, jnp.int32), jnp.zeros((rows, layout.kv_heads), jnp.int32)
     shared = layout.sparse and layout.settings.scope == 'global'
     return cls(
       layers=tuple(LayerCache.empty(layout, rows, slots or layout.slots) for _ in range(layout.layers)),
       length=zeros,
       seen=zeros + 0,  # separate arrays, because a buffer can be donated only once
       decoded=zeros + 0,
-      saturated=jnp.zeros((rows, layout.kv_heads), jnp.int32),
+      saturated=counts,
+      saturated_queries=counts + 0,
       scales=scales if layout.fp8 else None,
       bias=bias if layout.key_bias else None,
       chosen=jnp.zeros((rows, layout.budget), jnp.int32) if shared else None,
@@ -148,6 +150,7 @@ class KVCache:
       seen=row(self.seen, other.seen),
       decoded=row(self.decoded, other.decoded),
       saturated=row(self.saturated, other.saturated),
+      saturated_queries=row(self.saturated_queries, other.saturated_queries),
     )
 
   def rescaled(self, scales: Scales, bias: KeyBias | None = None) -> 'KVCache':
@@ -177,7 +180,16 @@ class KVCache:
     alone, heads = self._only(layer), ('rows', None, 'kv_heads', None)
     attend = local(partial(_attend, layer), (alone.axes, step.axes, heads, heads, heads), (heads, alone.axes))
     out, after = attend(alone, step, q, k, v)
-    return out, self._with(layer, after.layers[layer], saturated=after.saturated, chosen=after.chosen)
+    counts = {name: getattr(after, name) for name in ('saturated', 'saturated_queries')}
+    return out, self._with(layer, after.layers[layer], chosen=after.chosen, **counts)
+
+  def _round_queries(self, layer, step, q):
+    """Return the queries rounded to FP8, and the cache that counts the numbers clamped (docs/methods/fp8.md, eq. 7)."""
+    assert self.scales is not None
+    scale = self.scales.q[layer]
+    clamped = _clamped(q, scale, step).reshape(*self.saturated_queries.shape, -1)  # [B, K, G]
+    count = self.saturated_queries + jnp.sum(clamped, axis=-1, dtype=jnp.int32)
+    return fp8.fake(q, scale), dataclasses.replace(self, saturated_queries=count)
 
   def _write(self, layer, step, q, k, v):
     """Return the cache with the new tokens in the slots after the row's."""
@@ -189,9 +201,7 @@ class KVCache:
       if self.bias is not None:
         k = k.astype(jnp.float32) - self.bias.of_tokens(layer, positions)
       k_scale, v_scale = self.scales.k[layer], self.scales.v[layer]
-      real = (jnp.arange(T) < step.count[:, None])[..., None, None]
-      for x, scale in ((k, k_scale), (v, v_scale)):
-        saturated = saturated + jnp.sum(fp8.saturated(x, scale) & real, axis=(1, 3), dtype=jnp.int32)
+      saturated = saturated + _clamped(k, k_scale, step) + _clamped(v, v_scale, step)
       k, v = fp8.to_bytes(fp8.cast(k, k_scale)), fp8.to_bytes(fp8.cast(v, v_scale))
 
     def write(store, new):
@@ -225,7 +235,8 @@ class KVCache:
     if held.carried is not None and layout.accumulates:
       real = jnp.arange(q.shape[1]) < step.count[:, None]
       held = dataclasses.replace(held, carried=held.carried + attention_share(q, k, allowed, real))
-    return attention(q, k, v, allowed, kernels=layout.kernels), self._with(layer, held)
+    out = attention(q, k, v, allowed, fp8_softmax=layout.fp8_softmax, kernels=layout.kernels)
+    return out, self._with(layer, held)
 
   def _attend_one(self, layer, step, q):
     """Return the outputs of one new query per row, which attends to the row's slots, and the cache."""
@@ -234,8 +245,9 @@ class KVCache:
     bias = None if self.bias is None else self._bias_scores(layer, q)
     accumulates = held.carried is not None and layout.accumulates
     found = decode_attention(
-      q, held.keys, held.values, length=self.attended(step), scales=scales, bias=bias, share=accumulates, kernels=layout.kernels
-    )
+      q, held.keys, held.values, length=self.attended(step), scales=scales, bias=bias, share=accumulates,
+      fp8_softmax=layout.fp8_softmax, kernels=layout.kernels,
+    )  # fmt: skip
     if held.carried is not None and found.share is not None:
       held = dataclasses.replace(held, carried=held.carried + jnp.where((step.count > 0)[:, None, None], found.share, 0))
     return found.out[:, None], self._with(layer, held)
@@ -269,6 +281,7 @@ class KVCache:
     row: Any = ('rows',)
     others: dict[str, Any] = {
       'saturated': ('rows', 'kv_heads'),
+      'saturated_queries': ('rows', 'kv_heads'),
       'scales': None if self.scales is None else jax.tree.map(lambda x: (None,), self.scales),
     }
     return dataclasses.replace(
@@ -310,7 +323,7 @@ def _attend(layer: int, cache: KVCache, step: Step, q, k, v):
   """`KVCache.attend` for rows and kv heads of one device."""
   layout = cache.layout
   if layout.fp8_queries and cache.scales is not None:
-    q = fp8.fake(q, cache.scales.q[layer])
+    q, cache = cache._round_queries(layer, step, q)
   with jax.named_scope('write'):
     cache = cache._write(layer, step, q, k, v)
   if q.shape[1] > 1:
@@ -318,3 +331,9 @@ def _attend(layer: int, cache: KVCache, step: Step, q, k, v):
   if layout.sparse and step.decoding:
     cache = cache._compress(layer, step)
   return cache._attend_one(layer, step, q[:, 0])
+
+
+def _clamped(x, scale, step):
+  """Return how many numbers of each row's real tokens FP8 clamps, by head: [B, T, N, D] -> [B, N]."""
+  real = jnp.arange(x.shape[1]) < step.count[:, None]
+  return jnp.sum(fp8.saturated(x, scale) & real[..., None, None], axis=(1, 3), dtype=jnp.int32)

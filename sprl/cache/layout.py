@@ -26,6 +26,7 @@ class CacheLayout:
   dtype: Any  # compute dtype
   storage: Any  # dtype of stored keys and values
   fp8_queries: bool = False  # round queries to FP8 too
+  fp8_softmax: bool = False  # round softmax weights to FP8 too
   key_bias: bool = False  # keep the biases of keys out of FP8
   record: bool = False  # record when each token is evicted
   routes: tuple[int, int, int] | None = None  # to record routes: layers with experts, experts of a token, experts of a layer
@@ -119,6 +120,7 @@ def cache_layout(
     dtype=jnp.dtype(dtype),
     storage=jnp.dtype(jnp.float8_e4m3fn) if fp8 else jnp.dtype(dtype),
     fp8_queries=quant.sampler == 'w8a8_kv8',
+    fp8_softmax=fp8 and quant.softmax == 'fp8',
     key_bias=fp8 and config.qkv_bias,
     record=record,
     kernels=kernels,

@@ -125,7 +125,8 @@ METRICS: dict[str, str] = {
   'sparse/ess': 'Effective sample size of `min(rho, cap)`, from 0 to 1.',
   'sparse/agreement_mean': 'Mean agreement, `exp(-|log rho|)`, from 0 to 1.',
   'sparse/agreement_p05': '5th percentile of the agreement.',
-  'fp8/kv_saturation': 'Share of the cached numbers that FP8 clamped. A run stops above 1e-4.',
+  'fp8/kv_saturation': 'Share of the cached numbers that FP8 clamped. A run stops above 1e-4; with frozen scales it warns.',
+  'fp8/query_saturation': 'Share of the numbers of FP8 queries that FP8 clamped. Limit as for `fp8/kv_saturation`.',
   'fp8/codes_changed_fraction': "Share of the middle layer's FP8 weight codes that the update changed.",
   'fp8/scale_{tensor}/{layer}': 'Scale of the FP8 cache for `q`, `k` or `v` in this layer.',
   # --- mixtures of experts ----------------------------------------------------------------------------------------------

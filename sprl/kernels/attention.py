@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float
 
 from sprl.config import Kernels
 from sprl.kernels.cost import Cost
+from sprl.kernels.fp8_softmax import LOG2E, origin, rounded
 from sprl.kernels.platform import chosen
 
 QUERY_CHUNK = 1024  # queries whose [Q, S] scores exist at one time
@@ -28,16 +29,19 @@ def attention(
   v: Float[Array, 'B S K D'],
   allowed: Bool[Array, 'B #K T S'],
   causal: bool = False,
+  fp8_softmax: bool = False,
   kernels: Kernels = 'auto',
 ) -> Float[Array, 'B T H D']:
   """Softmax attention with grouped heads; scores and softmax are float32. A query with no allowed key gives zeros.
 
   `allowed` is one mask for all kv heads ([B, 1, T, S]) or one for each. `causal` promises that no query t sees a key beyond t,
-  which halves the work of the library.
+  which halves the work of the library. `fp8_softmax` rounds the softmax weights to e4m3 (sprl/kernels/fp8_softmax.py), which no
+  library does and which has no gradient.
   """
-  if chosen('attention of whole rows', kernels, lambda: obstacle(q, k, allowed), library='cuDNN'):
+  unrounded = 'cuDNN does not round the softmax weights to FP8' if fp8_softmax else None
+  if chosen('attention of whole rows', kernels, lambda: unrounded or obstacle(q, k, allowed), library='cuDNN'):
     return by_library(q, k, v, allowed, causal)
-  return reference(q, k, v, allowed)
+  return reference_fp8_softmax(q, k, v, allowed) if fp8_softmax else reference(q, k, v, allowed)
 
 
 def by_library(
@@ -87,6 +91,24 @@ def reference(
   B, T, H, D = q.shape
   grouped = q.reshape(B, T, k.shape[2], -1, D)
   out = _attend(jnp.moveaxis(grouped, 1, 3), jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), allowed)
+  return jnp.moveaxis(out, 3, 1).reshape(B, T, H, D)
+
+
+def reference_fp8_softmax(
+  q: Float[Array, 'B T H D'], k: Float[Array, 'B S K D'], v: Float[Array, 'B S K D'], allowed: Bool[Array, 'B #K T S']
+) -> Float[Array, 'B T H D']:
+  """Compute `attention` with `fp8_softmax` in jnp. Rounding has no useful gradient."""
+  B, T, H, D = q.shape
+  queries, k, v = jnp.moveaxis(q.reshape(B, T, k.shape[2], -1, D), 1, 3), jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+
+  def chunk(_, queries):
+    scores = _scores(queries[0], k, queries[1])
+    top = jnp.maximum(origin(jnp.max(scores, axis=-1, keepdims=True) * LOG2E) / LOG2E, LOWEST / 2)
+    weights = jnp.exp(scores - top)
+    sums = jnp.einsum('bkgts,bksd->bkgtd', rounded(weights).astype(v.dtype), v, preferred_element_type=jnp.float32)
+    return None, ((sums / jnp.maximum(jnp.sum(weights, axis=-1, keepdims=True), 1e-30)).astype(q.dtype),)
+
+  [out] = _joined(queries, jax.lax.scan(chunk, None, (_chunks(queries, 3), _chunks(allowed, 2)))[1])
   return jnp.moveaxis(out, 3, 1).reshape(B, T, H, D)
 
 

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from sprl.config import Kernels
 from sprl.kernels.cost import Cost
+from sprl.kernels.fp8_softmax import LOG2E, origin, rounded
 from sprl.kernels.platform import chosen
 
 
@@ -26,20 +27,23 @@ def decode_attention(
   scales: tuple[Float[Array, ''], Float[Array, '']] | None = None,
   bias: Float[Array, 'B K G S'] | None = None,
   share: bool = True,
+  fp8_softmax: bool = False,
   kernels: Kernels = 'auto',
 ) -> Attended:
   """Softmax attention over slots 0..length-1 of each row. The G = H/K queries of a group share one read of its slots.
 
   Keys and values may be FP8 codes, which are exact in q's dtype; `scales` (of k, of v) multiply the scores and the output.
   `bias` is added to the scores q . k before the factor 1/sqrt(D). A row of length 0 gives zeros.
-  With `share`, the result includes the attention probability of each slot.
+  With `share`, the result includes the attention probability of each slot. `fp8_softmax` rounds the weights of the product with
+  the values to e4m3 (sprl/kernels/fp8_softmax.py); `share` and `lse` are of the unrounded weights.
   """
   if not chosen('decode attention', kernels, lambda: _obstacle(q, k, v, bias, share)):
-    return reference(q, k, v, length, scales, bias, share)
+    return reference(q, k, v, length, scales, bias, share, fp8_softmax)
   from sprl.kernels import hopper_decode_attention  # imported here: Mosaic takes a second to import
 
   one = jnp.ones((), jnp.float32)
-  out, lse, shares = hopper_decode_attention.decode_attention(q, k, v, length, scales or (one, one), bias, share)
+  scales = scales or (one, one)
+  out, lse, shares = hopper_decode_attention.decode_attention(q, k, v, length, scales, bias, share, fp8_softmax)
   return Attended(out, shares, lse)
 
 
@@ -51,6 +55,7 @@ def reference(
   scales: tuple[Float[Array, ''], Float[Array, '']] | None = None,
   bias: Float[Array, 'B K G S'] | None = None,
   share: bool = True,
+  fp8_softmax: bool = False,
 ) -> Attended:
   """Compute `decode_attention` in jnp."""
   B, H, D = q.shape
@@ -62,14 +67,21 @@ def reference(
   if bias is not None:
     scores = scores + bias * D**-0.5
   scores = jnp.where(jnp.arange(S) < length[:, None, None, None], scores, -jnp.inf)
-  top = jnp.maximum(jnp.max(scores, axis=-1, keepdims=True), jnp.finfo(jnp.float32).min)  # finite for a row of length 0 too
+  top = jnp.max(scores, axis=-1, keepdims=True)
+  if fp8_softmax:
+    top = origin(top * LOG2E) / LOG2E
+  top = jnp.maximum(top, jnp.finfo(jnp.float32).min)  # finite for a row of length 0 too
   weights = jnp.exp(scores - top)
   total = jnp.sum(weights, axis=-1, keepdims=True)  # at least 1, from the largest score; 0 for a row of length 0
-  weights = weights / jnp.maximum(total, 1)
-  out = jnp.einsum('bkgs,bksd->bkgd', weights.astype(q.dtype), v.astype(q.dtype))
-  out = out if v_scale is None else (out * v_scale).astype(q.dtype)
+  probabilities = weights / jnp.maximum(total, 1)
+  if fp8_softmax:
+    sums = jnp.einsum('bkgs,bksd->bkgd', rounded(weights).astype(q.dtype), v.astype(q.dtype), preferred_element_type=jnp.float32)
+    out = sums / jnp.maximum(total, 1)
+  else:
+    out = jnp.einsum('bkgs,bksd->bkgd', probabilities.astype(q.dtype), v.astype(q.dtype))
+  out = (out if v_scale is None else out * v_scale).astype(q.dtype)
   lse = (top + jnp.log(total)).reshape(B, H)
-  return Attended(out.reshape(B, H, D), jnp.mean(weights, axis=2) if share else None, lse)
+  return Attended(out.reshape(B, H, D), jnp.mean(probabilities, axis=2) if share else None, lse)
 
 
 def cost(B: int, H: int, K: int, S: int, D: int, dtype: Any, share: bool = False, bias: bool = False) -> Cost:

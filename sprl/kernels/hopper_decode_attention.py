@@ -9,7 +9,8 @@ The bytes of the cache bound a decode step. A program therefore reads them once,
 
 The G <= 8 queries of a group are the 8 columns of one product and share one read of the cache. FP8 codes are widened to float16,
 which holds every e4m3 number exactly. Keys are widened in registers. Values are widened into shared memory, because the tensor
-core reads a transposed operand only from there.
+core reads a transposed operand only from there, and none of 8 bits. `fp8_softmax` therefore rounds p to e4m3 numbers and stores
+these as float16 too: the product is that of the codes.
 
 If rows and kv heads are too few to fill the device, several programs share the blocks of a row, and `_merged` combines their
 results by their log-sum-exp. The attention probabilities of the slots (`share`) need the final sum, so programs that return them
@@ -27,6 +28,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
+
+from sprl.kernels.fp8_softmax import origin, rounded
 
 QUERIES = 8  # columns of a tensor core product: its minimum, and the largest group that the kernel takes
 BLOCK = 64  # slots per step: the tensor core's rows
@@ -94,6 +97,7 @@ def decode_attention(
   scales: tuple[Float[Array, ''], Float[Array, '']],
   bias: Float[Array, 'B K G S'] | None,
   share: bool,
+  fp8_softmax: bool = False,
   interpret: Any = None,
 ) -> tuple[Float[Array, 'B H D'], Float[Array, 'B H'], Float[Array, 'B K S'] | None]:
   """Return output, log-sum-exp and, with `share`, the attention probability of each slot averaged over the group (else None).
@@ -135,7 +139,7 @@ def decode_attention(
   ]
 
   def hopper_decode_attention(*refs, **scratch):  # the program's name in profiles
-    _program(*refs, **scratch, kv_heads=K, group=G, splits=plan.splits, stages=plan.stages)
+    _program(*refs, **scratch, kv_heads=K, group=G, splits=plan.splits, stages=plan.stages, fp8_softmax=fp8_softmax)
 
   out, lse, shares = plgpu.kernel(
     hopper_decode_attention,
@@ -188,6 +192,7 @@ def _program(
   group,
   splits,
   stages,
+  fp8_softmax,
 ):
   row, split = lax.axis_index('row'), lax.axis_index('split')
   # A finished row may have length S + 1: there is no slot for its next token.
@@ -222,9 +227,10 @@ def _program(
     scores = jnp.where(_slots(j) < length, scores, -jnp.inf)
     if scores_s is not None:
       scores_s[pl.ds(j * BLOCK, BLOCK)] = scores
-    new_top = jnp.maximum(top, jnp.max(scores, axis=0))
+    largest = jnp.max(scores, axis=0)
+    new_top = jnp.maximum(top, origin(largest) if fp8_softmax else largest)
     p, shrink = jnp.exp2(scores - _rows(new_top, scores)), jnp.exp2(top - new_top)
-    p_s.T[...] = plgpu.layout_cast(p.astype(p_s.dtype), TRANSPOSED)
+    p_s.T[...] = plgpu.layout_cast((rounded(p) if fp8_softmax else p).astype(p_s.dtype), TRANSPOSED)
     plgpu.barrier_wait(v_came.at[stage])
     values = v_s.at[stage]
     if wide_s is not None:

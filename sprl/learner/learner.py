@@ -101,7 +101,7 @@ class Learner:
     Does nothing without an FP8 cache, without batches, and where quant.kv_scale takes its scales elsewhere.
     """
     quant = self.run.quant
-    if not self.calibrates or not batches or quant.kv_scale == 'first_forward':
+    if not self.calibrates or not batches or quant.kv_scale not in ('learner', 'running_max'):
       return
     with self._on_its_devices('calibrate'):
       params = self.params
@@ -115,7 +115,10 @@ class Learner:
       self._remember(np.max(fetch(found), axis=0))
 
   def measure_scales_on_prompts(self, prompts: Sequence[Int[np.ndarray, ' _']], rows: int) -> None:
-    """Measure the scales of the FP8 cache on the first `rows` prompts: before the first update, or for `first_forward`."""
+    """Measure the scales of the FP8 cache on the first `rows` prompts: before the first update, or for `first_forward`.
+
+    With quant.kv_scale 'frozen' the first call decides, and later calls change nothing.
+    """
     model, quant = self.model, self.run.quant
     found = calibrate.amax_of_prompts(model.graphdef, self.layout, self.params, prompts, rows, quant, model.mesh)
     self._remember(found)
@@ -137,7 +140,12 @@ class Learner:
 
   @property
   def scales_current(self) -> bool:
-    """Whether the scales of the cache, if it has any, belong to the newest weights (docs/methods/fp8.md, Cache scales)."""
+    """Whether the scales of the cache, if it has any, belong to the newest weights (docs/methods/fp8.md, Cache scales).
+
+    Frozen scales are current once they exist.
+    """
+    if self.run.quant.kv_scale == 'frozen' and self.amax:
+      return True
     return not self.calibrates or self.calibrated_updates == int(jax.device_get(self.state.updates))
 
   def _score(self, batch: TrainBatch) -> tuple[TrainBatch, LogProbs]:

@@ -80,6 +80,7 @@ def metrics(trajectories: Sequence[Trajectory], layout: CacheLayout, rows: int) 
   grading/STATUS             samples that were graded with this status
   env/NAME                   mean of a metric that environments report for their episodes
   fp8/kv_saturation          share of the elements of keys and values that FP8 clamped
+  fp8/query_saturation       share of the elements of queries that FP8 clamped, where queries are FP8
   """
   reward = np.array([t.reward for t in trajectories])
   length = np.array([t.mask.sum() for t in trajectories])
@@ -88,8 +89,12 @@ def metrics(trajectories: Sequence[Trajectory], layout: CacheLayout, rows: int) 
   kept = np.concatenate([t.kept[t.mask] for t in trajectories])
   full = np.concatenate([np.flatnonzero(t.mask) for t in trajectories])  # a dense cache holds all tokens before the drawn one
   size = KVCache.bytes(layout, rows)
-  numbers = 2 * layout.layers * layout.kv_heads * layout.head_dim * sum(len(t.tokens) for t in trajectories)
-  fp8 = {'fp8/kv_saturation': sum(t.saturated for t in trajectories) / numbers} if layout.fp8 else {}
+  numbers = layout.layers * layout.head_dim * sum(len(t.tokens) for t in trajectories)  # of one head
+  fp8: dict[str, float] = {}
+  if layout.fp8:
+    fp8['fp8/kv_saturation'] = sum(t.saturated for t in trajectories) / (2 * layout.kv_heads * numbers)
+  if layout.fp8_queries:
+    fp8['fp8/query_saturation'] = sum(t.saturated_queries for t in trajectories) / (layout.heads * numbers)
   reported = {name for t in trajectories for name in t.metrics}
   return {
     'reward/mean': float(reward.mean()),

@@ -107,6 +107,7 @@ class Transcript:
       'sampler_logp': per_token('logp', 0).astype(np.float32),
       'kept': per_token('kept', 0).astype(np.int32),
       'saturated': max(answer.saturated for answer in answers),
+      'saturated_queries': max(answer.saturated_queries for answer in answers),
       'routes': joined_routes([answer.routes for answer in answers]),
       'support': joined_supports(answers),
       'prefilled': answers[0].prefilled,

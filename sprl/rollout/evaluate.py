@@ -67,7 +67,8 @@ def evaluate(
   source, first = OffsetSource(held_out.source, FIRST_UID // k), FIRST_UID // k
   if layout.fp8 and scales is None:
     some = prompts(source, first, min(count, config.prefill))
-    scales = calibrate.scales_of_prompts(model.graphdef, layout, params, some, config.prefill, quant, model.mesh)
+    found = calibrate.amax_of_prompts(model.graphdef, layout, params, some, config.prefill, quant, model.mesh)
+    scales = calibrate.scales((found,), quant, layout.layers)
   engine = Engine(config, model.sampler_weights(params, quant, scales))
   scheduler = Scheduler(
     on_all_processes(team, [engine]),

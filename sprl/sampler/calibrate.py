@@ -1,4 +1,4 @@
-"""Scales of an FP8 cache, renewed after every weight update (docs/methods/fp8.md, eq. 8).
+"""Scales of an FP8 cache, renewed after every weight update unless they are frozen (docs/methods/fp8.md, eq. 8).
 
 `quant.kv_scale` selects the largest values that the scales come from:
 
@@ -6,8 +6,9 @@
     running_max    the same, maximum of the last HISTORY steps
     first_forward  over the first prompts of the rollout, with fixed headroom
     unit           none: all scales are 1
+    frozen         over prompts before the first rollout, and never again
 
-The values belong to one version of the weights. They are host arrays, so a checkpoint can store them.
+Except for `frozen` the values belong to one version of the weights. They are host arrays, so a checkpoint can store them.
 """
 
 import dataclasses
@@ -105,10 +106,11 @@ def amax_of_prompts(
   rows: int,
   quant: Quant,
   mesh: Mesh | None = None,
-) -> Float[Array, '3 L']:
-  """Return `amax` of the first `rows` prompts, each alone in its row; `mesh` holds the weights.
+) -> Float[np.ndarray, '3 L']:
+  """Return `amax` of the first `rows` prompts, each alone in its row, on the host; `mesh` holds the weights.
 
   The result is doubled, because completions may have larger values; `first_forward` has other headroom (`scales`).
+  `scales((amax_of_prompts(...),), quant, layers)` are the scales that follow from these prompts alone.
   """
   T = layout.prompt
   tokens, segments = (np.zeros((1, rows, T), np.int32) for _ in range(2))
@@ -119,25 +121,16 @@ def amax_of_prompts(
     graphdef, layout, params, tokens=jnp.asarray(tokens), positions=jnp.asarray(positions), segments=jnp.asarray(segments),
     prefixes=jnp.zeros(tokens.shape, jnp.int32), used=jnp.int32(1),
   )  # fmt: skip
-  return found if quant.kv_scale == 'first_forward' else found * UNSEEN
-
-
-def scales_of_prompts(
-  graphdef: nnx.GraphDef,
-  layout: CacheLayout,
-  params: Params,
-  prompts: Sequence[Int[np.ndarray, ' _']],
-  rows: int,
-  quant: Quant,
-  mesh: Mesh | None = None,
-) -> Scales:
-  """Return the scales that follow from the first `rows` prompts alone; `mesh` holds the weights."""
-  found = amax_of_prompts(graphdef, layout, params, prompts, rows, quant, mesh)
-  return scales(remember((), found, quant), quant, layout.layers)
+  return np.asarray(fetch(found)) * np.float32(1 if quant.kv_scale == 'first_forward' else UNSEEN)
 
 
 def remember(history: History, found: Float[Array | np.ndarray, '3 L'], quant: Quant) -> History:
-  """Return the history with the newest values appended; only `running_max` keeps more than one, HISTORY steps."""
+  """Return the history with the newest values appended.
+
+  Only `running_max` keeps more than one, HISTORY steps. `frozen` keeps the first and drops all later values.
+  """
+  if quant.kv_scale == 'frozen' and history:
+    return history
   return (*history, np.asarray(fetch(found)))[-(HISTORY if quant.kv_scale == 'running_max' else 1) :]
 
 

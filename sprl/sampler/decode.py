@@ -329,7 +329,9 @@ def _set_column(cells, column, new):
 @OnMesh
 @partial(jax.jit, static_argnames='steps')
 def read(state: DecodeState, since: Int[Array, ' B'], steps: int) -> dict[str, Array]:
-  """Return what the host needs between chunks: `done`, `count` and `saturated` of each row, and its newest records.
+  """Return what the host needs between chunks: state and counts of each row, and its newest records.
+
+  `done`, `count`, `saturated` and `saturated_queries` are [B].
 
   `tokens`, `logp` and `kept` are [B, steps]: up to `steps` completion tokens of row b, beginning with number `since[b]`. If the
   state records supports, `support` is [B, steps, W]; `steps` is then at most the R tokens that it holds.
@@ -339,7 +341,8 @@ def read(state: DecodeState, since: Int[Array, ' B'], steps: int) -> dict[str, A
   if state.support is not None:
     recent = (since[:, None] + jnp.arange(steps)) % state.support.shape[1]
     news['support'] = jnp.take_along_axis(state.support, recent[:, :, None], axis=1)
-  news |= {'done': state.done, 'count': state.count, 'saturated': jnp.sum(state.cache.saturated, axis=1)}
+  news |= {'done': state.done, 'count': state.count}
+  news |= {name: jnp.sum(getattr(state.cache, name), axis=1) for name in ('saturated', 'saturated_queries')}
   return {name: shard(x, *[None] * x.ndim) for name, x in news.items()}  # replicated: every host reads all rows
 
 

@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
+from typing import Any
 
 import jax
 import numpy as np
@@ -117,6 +118,7 @@ class _Row:
   kept: list[int] = field(default_factory=list)
   support: list[np.ndarray] = field(default_factory=list)  # [W] of each token, if recorded
   saturated: int = 0
+  saturated_queries: int = 0
   prefilled: tuple[int, int] | None = None  # shape of the prefill batch of its prompt
   aborted: bool = False  # during a chunk: the row becomes free after it, and its tokens are dropped
 
@@ -274,7 +276,7 @@ class Engine:
       row.logp += news['logp'][i, :new].tolist()
       row.kept += news['kept'][i, :new].tolist()
       row.version += [self.version] * new
-      row.saturated = int(news['saturated'][i])
+      row.saturated, row.saturated_queries = int(news['saturated'][i]), int(news['saturated_queries'][i])
       if 'support' in news:
         row.support += list(news['support'][i, :new].copy())  # a copy: a view would keep all rows of the chunk alive
       drawn.append(new - (before == 0))  # `insert` draws a row's first token, not a decode step
@@ -374,6 +376,7 @@ class Engine:
       kept=np.array(row.kept[:n], np.int32),
       finish=finish,
       saturated=row.saturated,
+      saturated_queries=row.saturated_queries,
       evicted=evicted,
       routes=routes,
       support=None if form is None else np.array(support, form.dtype).reshape(len(support), form.words),

@@ -129,7 +129,7 @@ def test_forked_rows_are_copies_of_a_shorter_cache_without_old_values():
         assert np.all(got[b][:, T:] == empty[name])
       else:
         np.testing.assert_array_equal(got[b], new[parent[b]])
-  for name in ('length', 'seen', 'decoded', 'saturated'):
+  for name in ('length', 'seen', 'decoded', 'saturated', 'saturated_queries'):
     got, old, new = (np.asarray(getattr(cache, name)) for cache in (forked, mine, prompts))
     np.testing.assert_array_equal(got, np.where(take.reshape(-1, *[1] * (got.ndim - 1)), new[parent], old))
 

@@ -69,13 +69,14 @@ def rounded(x, scale):
   return codes.astype(np.float64) * float(scale)
 
 
-def output(q, k, v):
-  """Return [H, D] float64, the output of one query over keys and values [n, K, D]."""
+def output(q, k, v, softmax='none'):
+  """Return [H, D] float64, the output of one query over keys and values [n, K, D]. An FP8 softmax has rounded weights."""
   out = []
   for h, query in enumerate(q):
     score = k[:, h // (H // K)] @ query / np.sqrt(D)
-    weight = np.exp(score - score.max())
-    out.append(weight / weight.sum() @ v[:, h // (H // K)])
+    weight = 2.0 ** (np.log2(np.e) * score - np.round(np.log2(np.e) * score.max()) + 8)
+    seen = rounded(weight, 1.0) if softmax == 'fp8' else weight
+    out.append(seen / weight.sum() @ v[:, h // (H // K)])
   return np.array(out)
 
 
@@ -168,9 +169,31 @@ def test_decode_steps_count_saturation_of_active_rows_only():
   assert decode_step(cache, np.array([1, 0], np.int32), *one)[1].saturated.sum(1).tolist() == [expected[0], 0]
 
 
-@pytest.mark.parametrize('sampler', ['kv8', 'w8a8_kv8'])
-def test_attention_equals_float64_attention_over_rounded_numbers(sampler):
-  layout = layout_of(Quant(sampler=sampler))
+def test_clamped_queries_of_real_tokens_are_counted_apart_from_the_cache():
+  """The scales saturate queries only. The counts are of prefill and decode steps, by row and kv head."""
+  q, k, v = tokens(T + 1)
+  scale = 1.5 / 448  # clamps queries beyond 1.5
+  scales = Scales(jnp.array([scale]), jnp.ones(1), jnp.ones(1))
+  empty = KVCache.empty(layout_of(Quant(sampler='w8a8_kv8')), B, scales=scales)
+  lengths = [20, T]
+  _, cache = prefill(empty, jnp.array(lengths), *(x[:, :T] for x in (q, k, v)))
+  active = np.array([0, 1], np.int32)
+  _, cache = decode_step(cache, active, *(x[:, T:] for x in (q, k, v)))
+  expected = np.zeros((B, K), int)
+  for b, t, h in np.ndindex(B, T + 1, H):
+    if t < lengths[b] or (t == T and active[b]):
+      expected[b, h // (H // K)] += np.sum(np.abs(np.asarray(q, np.float64)[b, t, h]) > 448 * np.float32(scale))
+  assert expected.min() > 20
+  np.testing.assert_array_equal(cache.saturated_queries, expected)
+  assert cache.saturated.sum() == 0
+  _, unrounded = prefill(KVCache.empty(layout_of(KV8), B, scales=scales), jnp.array(lengths), *(x[:, :T] for x in (q, k, v)))
+  assert unrounded.saturated_queries.sum() == 0  # kv8 does not round queries
+
+
+@pytest.mark.parametrize(('sampler', 'softmax'), [('kv8', 'none'), ('w8a8_kv8', 'none'), ('w8a8_kv8', 'fp8')])
+def test_attention_equals_float64_attention_over_rounded_numbers(sampler, softmax):
+  """Prefill and decode steps round the same numbers."""
+  layout = layout_of(Quant(sampler=sampler, softmax=softmax))
   scales = Scales(jnp.array([0.013]), jnp.array([0.017]), jnp.array([0.019]))
   q, k, v = tokens()
   n = T - 3
@@ -183,7 +206,10 @@ def test_attention_equals_float64_attention_over_rounded_numbers(sampler):
   queries = rounded(q, 0.013) if sampler == 'w8a8_kv8' else np.asarray(q, np.float64)
   keys, values = rounded(k, 0.017), rounded(v, 0.019)
   for b, t in np.ndindex(B, T):
-    np.testing.assert_allclose(got[b, t], output(queries[b, t], keys[b, : t + 1], values[b, : t + 1]), atol=2e-5)
+    np.testing.assert_allclose(got[b, t], output(queries[b, t], keys[b, : t + 1], values[b, : t + 1], softmax), atol=2e-5)
+  if softmax == 'fp8':
+    last = [output(queries[b, -1], keys[b], values[b]) for b in range(B)]
+    assert relative(got[:, -1], last) > 0.005  # rounding shows
   if sampler == 'w8a8_kv8':
     assert relative(queries, q) > 0.02
 

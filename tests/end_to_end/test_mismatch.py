@@ -54,7 +54,8 @@ def sampler(world, cache=SPARSE, quant=UNQUANTISED, weights=None):
   engine = model.engine_config(run.sampling, layout, 4, 2, 0)
   scales = None
   if layout.fp8:
-    scales = calibrate.scales_of_prompts(model.graphdef, layout, params, prompts(), 2, quant)
+    found = calibrate.amax_of_prompts(model.graphdef, layout, params, prompts(), 2, quant)
+    scales = calibrate.scales((found,), quant, layout.layers)
   sampled_with = params if weights is None else weights
   return (run, model, engine), {'params': params, 'scales': scales}, model.sampler_weights(sampled_with, quant, scales)
 

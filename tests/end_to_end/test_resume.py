@@ -177,20 +177,29 @@ def test_every_interruption_leaves_the_same_run(inputs, uninterrupted):
   assert 'Traceback' not in err
 
 
+def steps_of_runs(inputs: Path, workdir: Path, mode: str, *last: int) -> list[dict]:
+  """Train to each of the last steps, one run after the other. Return the metrics of all steps, without times."""
+  for steps in last:
+    flags = f'--config.steps={steps}', f'--config.quant.kv_scale={mode}', '--config.optimizer.schedule=constant'
+    status, _, err = train(inputs, workdir, *flags)
+    assert status == 0, err
+  return [{k: v for k, v in record.items() if k != 'time'} for record in read_metrics(workdir) if record['kind'] == 'train']
+
+
 @pytest.mark.slow
 def test_a_run_with_more_steps_first_measures_missing_scales(inputs):
   """At the end of a run there are no next prompts, on which `first_forward` measures the scales of the cache."""
+  extended = steps_of_runs(inputs, inputs / 'extended', 'first_forward', 1, 2)
+  assert extended[1] == steps_of_runs(inputs, inputs / 'at-once', 'first_forward', 2)[1]
 
-  def step_2(workdir, *steps):
-    for last in steps:
-      flags = f'--config.steps={last}', '--config.quant.kv_scale=first_forward', '--config.optimizer.schedule=constant'
-      status, _, err = train(inputs, workdir, *flags)
-      assert status == 0, err
-    return next(
-      {k: v for k, v in r.items() if k != 'time'} for r in read_metrics(workdir) if r['kind'] == 'train' and r['step'] == 2
-    )
 
-  assert step_2(inputs / 'extended', 1, 2) == step_2(inputs / 'at-once', 2)
+@pytest.mark.slow
+def test_a_resumed_run_keeps_the_scales_of_its_first_rollout(inputs):
+  extended = steps_of_runs(inputs, inputs / 'extended-frozen', 'frozen', 1, 2)
+  assert extended == steps_of_runs(inputs, inputs / 'at-once-frozen', 'frozen', 2)
+  scales = [{k: v for k, v in record.items() if k.startswith('fp8/scale_')} for record in extended]
+  assert scales[0]
+  assert scales[0] == scales[1]
 
 
 def check_evaluation(workdir: Path) -> None:

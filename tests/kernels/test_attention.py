@@ -5,12 +5,13 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
 from sprl.kernels import attention as attention_module
 from sprl.kernels import platform
-from sprl.kernels.attention import attention, attention_share, by_library, cost, reference
+from sprl.kernels.attention import attention, attention_share, by_library, cost, reference, reference_fp8_softmax
 from sprl.models.attention import PackedAttention
 
 LIBRARY = partial(by_library, implementation='xla')
@@ -62,6 +63,34 @@ def random_arguments(B=2, T=7, S=9, H=4, K=2, D=6, seed=0, masks=1):
 def test_reference_matches_float64(H, K, masks):
   q, k, v, allowed = random_arguments(H=H, K=K, masks=masks)
   np.testing.assert_allclose(jax.jit(attention)(q, k, v, allowed), by_hand(q, k, v, allowed), atol=2e-6)
+
+
+@pytest.mark.parametrize('chunk', [1024, 3])  # 3: a shorter last chunk
+def test_fp8_softmax_matches_float64(monkeypatch, chunk):
+  """ml_dtypes rounds unnormalised weights, of which the largest is 2^8 up to half a power of two; their sum is not rounded."""
+  monkeypatch.setattr(attention_module, 'QUERY_CHUNK', chunk)
+  q, k, v, allowed = random_arguments()
+  exact, group = np.zeros(q.shape), q.shape[2] // k.shape[2]
+  for b, t, h in np.ndindex(*q.shape[:3]):
+    seen = np.flatnonzero(allowed[b, 0, t])
+    if len(seen):
+      score = np.log2(np.e) * k[b, seen, h // group].astype(np.float64) @ q[b, t, h] / np.sqrt(q.shape[3])
+      weight = 2.0 ** (score - np.round(score.max()) + 8)
+      codes = weight.astype(np.float32).astype(ml_dtypes.float8_e4m3fn).astype(np.float64)
+      exact[b, t, h] = codes / weight.sum() @ v[b, seen, h // group].astype(np.float64)
+  np.testing.assert_allclose(jax.jit(partial(attention, fp8_softmax=True))(q, k, v, allowed), exact, atol=2e-6)
+  assert np.abs(by_hand(q, k, v, allowed) - exact).max() > 0.01  # rounding shows
+
+
+def test_no_library_rounds_the_softmax(monkeypatch, caplog):
+  monkeypatch.setattr(platform, 'on_gpu', lambda: True)
+  monkeypatch.setattr(platform, 'hopper', lambda: True)
+  platform._note.cache_clear()
+  caplog.set_level(logging.INFO, logger='sprl')
+  q, k, v = (jnp.ones((1, 2, 1, 8), jnp.bfloat16) for _ in range(3))
+  allowed = jnp.ones((1, 1, 2, 2), bool)
+  np.testing.assert_array_equal(attention(q, k, v, allowed, fp8_softmax=True), reference_fp8_softmax(q, k, v, allowed))
+  assert 'cuDNN does not round' in caplog.text
 
 
 @pytest.mark.parametrize(('H', 'K'), [(4, 2), *(pytest.param(*case, marks=slow) for case in ((4, 4), (6, 1)))])

@@ -82,6 +82,17 @@ def test_attention_with_a_bias_compiles_at_head_widths_that_fill_no_tile(D, dtyp
   assert kernel.spills == 0
 
 
+@pytest.mark.parametrize(('D', 'S', 'share'), [(128, 4608, False), (64, 640, True)])
+def test_attention_with_an_fp8_softmax_compiles_without_spills(D, S, share):
+  B, K, G = 64, 4, 7
+  shape, scale = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((), jnp.float32)
+  cache = shape((B, K, S, D), FP8)
+  attend = partial(decode_attention, share=share, fp8_softmax=True, kernels='mosaic_gpu')
+  queries, length = shape((B, K * G, D), jnp.bfloat16), shape((B,), jnp.int32)
+  [kernel] = compile_for_h200(attend, queries, cache, cache, length, (scale, scale)).kernels
+  assert kernel.spills == 0
+
+
 @pytest.mark.parametrize(
   ('M', 'N', 'K'),
   [

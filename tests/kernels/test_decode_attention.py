@@ -10,6 +10,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -28,11 +29,11 @@ from sprl.kernels.rope import Rope
 BF16, FP8 = jnp.bfloat16, jnp.float8_e4m3fn
 slow = pytest.mark.slow
 INTERPRETED = partial(hopper.decode_attention, interpret=plgpu.InterpretGPUParams(detect_races=True))
-KERNEL = jax.jit(INTERPRETED, static_argnums=6)  # tests with equal shapes share a compilation
+KERNEL = jax.jit(INTERPRETED, static_argnums=(6, 7))  # tests with equal shapes share a compilation
 
 
-def by_hand(q, k, v, length, k_scale, v_scale, bias):
-  """Compute decode attention in float64, one row and head at a time."""
+def by_hand(q, k, v, length, k_scale, v_scale, bias, fp8_softmax=False):
+  """Compute decode attention in float64, one row and head at a time. ml_dtypes rounds the weights of an FP8 softmax."""
   q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
   (B, H, D), (K, S) = q.shape, k.shape[1:3]
   out, share, lse = np.zeros((B, H, D)), np.zeros((B, K, S)), np.full((B, H), -np.inf)
@@ -45,7 +46,11 @@ def by_hand(q, k, v, length, k_scale, v_scale, bias):
     weight = np.exp(score - score.max())
     lse[b, h] = score.max() + np.log(weight.sum())
     weight /= weight.sum()
-    out[b, h] = v_scale * weight @ v[b, kv, :n]
+    seen = weight
+    if fp8_softmax:  # the largest weight is 2^8, up to half a power of two
+      total = 2 ** (np.log2(np.e) * score - np.round(np.log2(np.e) * score.max()) + 8)
+      seen = total.astype(np.float32).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) / total.sum()
+    out[b, h] = v_scale * seen @ v[b, kv, :n]
     share[b, kv, :n] += weight / (H // K)
   return Attended(out, share, lse)
 
@@ -75,9 +80,24 @@ def check(found, arguments, bits):
     np.testing.assert_allclose(found.share, expected.share, atol=2e-6)
 
 
-def interpreted(arguments, share=True):
+def check_fp8_softmax(found, arguments, rtol):
+  """Compare with float64 and weights rounded by ml_dtypes. Only the output's own rounding separates the two.
+
+  Subnormal weights differ with the blocks of a kernel, by less than 2^-16 of the largest weight each.
+  """
+  q, k, v, length, scales, bias = arguments
+  exact, unrounded = (by_hand(q, k, v, np.asarray(length), *(float(s) for s in scales), bias, fp8) for fp8 in (True, False))
+  out, tolerance = np.asarray(found.out, np.float64), rtol * np.abs(exact.out) + 1e-5
+  assert np.all(np.abs(out - exact.out) <= tolerance)
+  assert np.mean(np.abs(out - unrounded.out) > tolerance) > 0.5  # rounding shows
+  np.testing.assert_allclose(found.lse, exact.lse, atol=1e-5, rtol=1e-5)
+  if found.share is not None:
+    np.testing.assert_allclose(found.share, exact.share, atol=2e-6)
+
+
+def interpreted(arguments, share=True, fp8_softmax=False):
   assert hopper.obstacle(arguments[0], arguments[1], arguments[5], share) is None
-  out, lse, shares = KERNEL(*arguments, share)
+  out, lse, shares = KERNEL(*arguments, share, fp8_softmax)
   assert (shares is not None) == share
   return Attended(out, shares, lse)
 
@@ -89,6 +109,13 @@ def test_reference_matches_float64(dtype, bias):
   exact = (arguments[0].astype(jnp.float32), *arguments[1:])
   check(reference(*exact), exact, 20)
   assert reference(*exact, share=False).share is None
+
+
+@pytest.mark.parametrize('bias', [False, True])
+def test_reference_with_fp8_softmax_matches_float64(bias):
+  q, *others = random_arguments(4, 2, 3, 90, 6, FP8, [0, 1, 50, 90], bias)
+  arguments = q.astype(jnp.float32), *others
+  check_fp8_softmax(jax.jit(partial(reference, fp8_softmax=True))(*arguments), arguments, 1e-5)
 
 
 # Lengths: none, one, both sides of a block's end, all. 200 slots are not a multiple of a block.
@@ -112,6 +139,22 @@ def test_kernel_merges_splits(dtype):
   arguments = random_arguments(3, 1, 4, 776, 64, dtype, [0, 1, 776])
   assert hopper.launch(3, 776, 64, dtype, share=False, bias=False).splits == 4
   check(interpreted(arguments, share=False), arguments, 8)
+
+
+@pytest.mark.parametrize(('K', 'G', 'D', 'bias'), [HEADS[1], *(pytest.param(*heads, marks=slow) for heads in HEADS[2:])])
+def test_kernel_with_fp8_softmax_matches_float64_over_ragged_rows(K, G, D, bias):
+  S, length = RAGGED
+  arguments = random_arguments(len(length), K, G, S, D, FP8, length, bias)
+  check_fp8_softmax(interpreted(arguments, fp8_softmax=True), arguments, 2.0**-8)
+
+
+def test_kernel_with_fp8_softmax_merges_splits_and_growing_maxima():
+  """Later slots have larger scores, so that most blocks raise the running maximum."""
+  q, k, v, length, scales, bias = random_arguments(3, 1, 4, 776, 64, FP8, [0, 1, 776])
+  growing = (k.astype(jnp.float32) * jnp.linspace(0.2, 2, 776)[:, None]).astype(FP8)
+  arguments = q, growing, v, length, scales, bias
+  assert hopper.launch(3, 776, 64, FP8, share=False, bias=False).splits == 4
+  check_fp8_softmax(interpreted(arguments, share=False, fp8_softmax=True), arguments, 2.0**-8)
 
 
 @st.composite
@@ -148,8 +191,8 @@ def test_queries_beyond_float16_attend_to_one_slot():
   np.testing.assert_allclose(out[0, 0].astype(jnp.float32), v[0, 0, slot].astype(jnp.float32) * scales[1], rtol=0.01)
 
 
-@pytest.mark.parametrize('storage', [pytest.param(BF16, marks=slow), FP8])
-def test_cache_decodes_alike_with_kernels_and_references(monkeypatch, storage):
+@pytest.mark.parametrize(('storage', 'fp8_softmax'), [pytest.param(BF16, False, marks=slow), (FP8, False), (FP8, True)])
+def test_cache_decodes_alike_with_kernels_and_references(monkeypatch, storage, fp8_softmax):
   monkeypatch.setattr(hopper, 'decode_attention', INTERPRETED)
   monkeypatch.setattr(hopper_eviction, 'compact', partial(hopper_eviction.compact, interpret=plgpu.InterpretGPUParams()))
   B, T, K, G, D = 2, 40, 2, 3, 128
@@ -164,6 +207,7 @@ def test_cache_decodes_alike_with_kernels_and_references(monkeypatch, storage):
     positions=T + 40,
     dtype=jnp.dtype(BF16),
     storage=jnp.dtype(storage),
+    fp8_softmax=fp8_softmax,
   )
   rng = np.random.default_rng(0)
   q, k, v = (jnp.asarray(rng.normal(size=(B, T + 1, n, D)), BF16) for n in (K * G, K, K))
@@ -177,7 +221,8 @@ def test_cache_decodes_alike_with_kernels_and_references(monkeypatch, storage):
     return out.astype(jnp.float32), cache.layers[0].carried
 
   for found, expected in zip(decoded('mosaic_gpu'), decoded('reference')):
-    np.testing.assert_allclose(found, expected, atol=0.02)
+    # The reference rounds unquantised weights to bfloat16, the kernel to float16. Weights in e4m3 are equal: only outputs differ.
+    np.testing.assert_allclose(found, expected, **({'rtol': 2.0**-7, 'atol': 1e-5} if fp8_softmax else {'atol': 0.02}))
 
 
 def test_cost_by_hand():

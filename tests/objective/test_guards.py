@@ -30,11 +30,19 @@ def test_a_metric_that_is_not_finite_stops_the_run_by_name():
   assert sentinels(HEALTHY | {'reward': math.nan}) == []  # not a metric of log-probs
 
 
-def test_a_saturated_fp8_cache_stops_the_run():
-  assert sentinels(HEALTHY | {'fp8/kv_saturation': 9e-5}) == []
-  (reason,) = sentinels(HEALTHY | {'fp8/kv_saturation': 2e-4})
-  assert 'fp8/kv_saturation = 0.0002' in reason
+@pytest.mark.parametrize('name', ['fp8/kv_saturation', 'fp8/query_saturation'])
+def test_saturated_fp8_stops_the_run(name):
+  assert sentinels(HEALTHY | {name: 9e-5}) == []
+  (reason,) = sentinels(HEALTHY | {name: 2e-4})
+  assert f'{name} = 0.0002' in reason
   assert 'config.quant.kv_scale' in reason
+
+
+@pytest.mark.parametrize('name', ['fp8/kv_saturation', 'fp8/query_saturation'])
+def test_saturation_of_frozen_scales_warns_that_they_are_out_of_date(name):
+  assert sentinels(HEALTHY | {name: 0.5}, frozen_scales=True) == []
+  assert "out of date (config.quant.kv_scale = 'frozen')" in warnings(HEALTHY | {name: 2e-4})[name]
+  assert warnings(HEALTHY | {name: 9e-5}) == {}
 
 
 def test_a_kl_spike_stops_the_run():
@@ -84,6 +92,8 @@ def test_each_health_range_warns_by_name():
     'rollout_corr/chi2_token': 1.1,
     'rollout_corr/token_mult_prob_error': 1.06,
     'sparse/agreement_p05': 0.85,
+    'fp8/kv_saturation': 2e-4,
+    'fp8/query_saturation': 2e-4,
   }
   said = warnings(HEALTHY | unwell)
   assert list(said) == list(unwell)

@@ -29,10 +29,22 @@ def test_savings_follow_from_kept_slots_and_allocated_bytes():
   assert found['sparse/compressed'] == 0.5
   slots, width = 6 + 1, 2 * 2 * 2 * 16  # max(prompt, budget) + interval; 2 layers, k and v, 2 heads of 16
   positions, queries = 4 * 2 * 2 * slots, 2 * 2 * 4 * 2 * 16  # of 2 layers: 2 heads' slots; 4 heads' last 2 queries, bfloat16
-  row = slots * width + positions + queries + 4 * 5  # and five numbers a row
+  row = slots * width + positions + queries + 4 * 7  # and seven numbers a row
   assert found['sparse/cache_bytes'] == pytest.approx(3 * row, rel=0.01)  # the scales are within the tolerance
   assert found['sparse/bytes_saving'] == pytest.approx(1 - row / (10 * 2 * width), abs=0.01)
   assert found['fp8/kv_saturation'] == pytest.approx(32 / (17 * width))
+
+
+def test_saturation_is_the_share_of_clamped_numbers_of_cache_and_queries():
+  rollouts = [
+    dataclasses.replace(t, saturated=s, saturated_queries=q) for t, s, q in zip(small.rollouts([(3, 2)], (6,)), (32, 2), (5, 3))
+  ]
+  tokens, heads, kv_heads, width = 17, 4, 2, 2 * 16  # two layers of 16 numbers a head
+  both = cache_layout(tiny('llama'), Cache(), Quant(sampler='w8a8_kv8'), 6, 4, 'bfloat16')
+  found = collect.metrics(rollouts, both, 3)
+  assert found['fp8/kv_saturation'] == pytest.approx(34 / (tokens * 2 * kv_heads * width))
+  assert found['fp8/query_saturation'] == pytest.approx(8 / (tokens * heads * width))
+  assert 'fp8/query_saturation' not in collect.metrics(rollouts, layout(), 3)  # kv8: queries are not FP8
 
 
 def test_a_dense_cache_saves_nothing():

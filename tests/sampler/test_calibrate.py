@@ -107,7 +107,7 @@ def test_prompts_count_without_their_padding(world):
   rng = np.random.default_rng(0)
   prompts = [rng.integers(0, 259, n).astype(np.int32) for n in (16, 3, 7)]
   expected = np.max([by_hand(config, params, prompt) for prompt in prompts[:2]], axis=0)
-  for mode, room in (('first_forward', 1), ('learner', 2), ('running_max', 2)):
+  for mode, room in (('first_forward', 1), ('learner', 2), ('running_max', 2), ('frozen', 2)):
     found = calibrate.amax_of_prompts(graph, layout, params, prompts, 2, Quant(sampler='kv8', kv_scale=mode))
     np.testing.assert_allclose(found, room * expected, rtol=1e-5)
 
@@ -125,9 +125,9 @@ def test_a_batch_counts_its_filled_microbatches(world):
   np.testing.assert_allclose(fewer, np.max(each[:2], axis=0), rtol=1e-5)
 
 
-def test_only_the_running_maximum_uses_earlier_steps():
+def test_only_the_running_maximum_and_frozen_scales_use_earlier_steps():
   looks = [np.full((3, 2), x, np.float32) for x in (9.0, 5.0, *[3.0] * (HISTORY - 1))]  # the first is older than the history
-  for mode, expected in (('learner', 3.0), ('first_forward', 3.0), ('running_max', 5.0)):
+  for mode, expected in (('learner', 3.0), ('first_forward', 3.0), ('running_max', 5.0), ('frozen', 9.0)):
     quant, history = Quant(sampler='kv8', kv_scale=mode), ()
     for look in looks:
       history = calibrate.remember(history, look, quant)
