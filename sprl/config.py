@@ -122,15 +122,21 @@ class Cache:
 
 @dataclass(frozen=True)
 class Quant:
-  """FP8 (e4m3) in the sampler's linear layers and cache (docs/methods/fp8.md). The learner does not use it."""
+  """FP8 (e4m3) in the linear layers of sampler and learner, and in the sampler's cache (docs/methods/fp8.md)."""
 
   sampler: Literal['none', 'w8a8', 'kv8', 'w8a8_kv8'] = 'none'  # parts in FP8: none; linears; KV cache; or both, and queries
+  learner: Literal['none', 'w8a8'] = 'none'  # linears of the learner's forward passes: in the compute dtype, or in FP8 as well
   format: Literal['float32', 'pow2', 'mxfp8'] = 'float32'  # scales; pow2: powers of two; mxfp8: powers of two over 32 values
   arithmetic: Literal['auto', 'emulate', 'blockwise'] = 'auto'  # rounded floats, or FP8 codes; auto: codes where a kernel can run
   skip_layers: tuple[int, ...] = ()  # layers whose linears are not quantised; negative numbers count from the last
   skip_names: tuple[str, ...] = ()  # linears that are not quantised in any layer: q, k, v, o, gate, up, down
   kv_scale: Literal['learner', 'first_forward', 'unit', 'running_max', 'frozen'] = 'learner'  # how the cache's scales are found
   softmax: Literal['none', 'fp8'] = 'none'  # round attention probabilities to FP8 before their product with FP8 values, or not
+
+  @property
+  def in_learner(self) -> 'Quant':
+    """The settings of a sampler whose linears have the learner's format."""
+    return replace(self, sampler=self.learner)
 
 
 DENSE, UNQUANTISED = Cache(), Quant()  # nothing evicted; everything in the compute dtype

@@ -167,10 +167,15 @@ def remarks(run: Run, layout: CacheLayout, linears: Kernels, max_positions: int)
       f'config.sampling.max_prompt and max_tokens allow sequences of {layout.positions} tokens; the model is made for '
       f'{max_positions} (max_position_embeddings in its config.json)'
     )
-  if 'w8a8' in run.quant.sampler and not multiplies_codes(run.quant, linears):
+  fp8 = 'w8a8' in run.quant.sampler or run.quant.learner == 'w8a8'
+  if fp8 and not multiplies_codes(run.quant, linears):
     found.append(f'FP8 linears are emulated: numbers rounded to FP8 are multiplied in {layout.dtype} (config.quant.arithmetic)')
-  if 'w8a8' in run.quant.sampler and run.quant.arithmetic == 'blockwise' and not can_run(linears):
+  if fp8 and run.quant.arithmetic == 'blockwise' and not can_run(linears):
     found.append('FP8 linears are emulated: FP8 codes are multiplied as bfloat16, block by block (config.quant.arithmetic)')
+  if run.quant.learner == 'w8a8' and 'w8a8' not in run.quant.sampler:
+    found.append(
+      'the linears of the learner are FP8 and those of the sampler are not, which adds mismatch (config.quant.learner)'
+    )
   if layout.fp8 and not can_run(layout.kernels):
     found.append(f'the FP8 cache is emulated: it is stored in FP8 and converted to {layout.dtype} when read')
   if run.masked_learner and run.quant.sampler != 'none':

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from sprl import config as settings
 from sprl.cache.layout import CacheLayout, cache_layout
 from sprl.cache.scales import Scales
-from sprl.config import UNQUANTISED, Cache, Quant, Run, Sampling
+from sprl.config import Cache, Quant, Run, Sampling
 from sprl.io import huggingface
 from sprl.io.pretrained import locate
 from sprl.io.tokenizer import Tokenizer
@@ -25,7 +25,7 @@ from sprl.models.lora import Base, abstract_adapters, adapter_axes, fingerprint,
 from sprl.models.moe import check_split
 from sprl.models.transformer import Params
 from sprl.sampler.engine import EngineConfig, prompt_buckets
-from sprl.sampler.weights import SamplerWeights, check_linears, linear_kernels, sampler_weights
+from sprl.sampler.weights import SamplerWeights, check_learner_mesh, check_linears, linear_kernels, sampler_weights
 from sprl.sharding.mesh import check_dealt, divide, make_mesh, replicated, sizes
 from sprl.sharding.rules import row_shards, shardings
 
@@ -77,8 +77,9 @@ class Model:
     heads = config.num_heads, config.num_kv_heads
     mesh = make_mesh(run.mesh.learner, learner, heads)
     apart = [make_mesh(run.mesh.rollout, devices, heads, 'rollout') for devices in engines or [learner]]
-    for each, name, quant in ((mesh, 'learner', UNQUANTISED), (apart[0], 'rollout', run.quant)):
+    for each, name, quant in ((mesh, 'learner', run.quant.in_learner), (apart[0], 'rollout', run.quant)):
       check_split(config, sizes(each)['expert'], sizes(each)['tensor'], f'config.mesh.{name}', quant)
+    check_learner_mesh(config, run.quant, run.model.kernels, mesh)
     model = cls(
       folder=folder,
       config=config,

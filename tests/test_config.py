@@ -19,7 +19,7 @@ from sprl.config import ARMS, Arm, Run, Sampling, SettingsError, default_config,
 from sprl.config_checks import RANGES, device_numbers, grader_file, within
 from sprl.config_reader import resolve
 
-MOST_SETTINGS = 133  # every setting needs a user
+MOST_SETTINGS = 134  # every setting needs a user
 
 
 def config(**changes):

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from sprl.config import Kernels, Remat, Run
+from sprl.config import UNQUANTISED, Kernels, Quant, Remat, Run
 from sprl.kernels.linear_logprob import linear_logprob
 from sprl.learner.batch import TrainBatch
+from sprl.learner.fp8_copies import copies_of, with_copies
 from sprl.models import transformer
 from sprl.models.attention import Attention, EvictedAttention, PackedAttention
 from sprl.models.routing import MISSING, Routing
@@ -26,12 +27,13 @@ class ForwardConfig:
   temperature: float  # sampling temperature, by which logits are divided, as the sampler's are
   dtype: Any  # compute dtype
   chunk: int  # positions whose logits exist at one time
-  kernels: Kernels = 'auto'  # of attention and of the experts' products
+  kernels: Kernels = 'auto'  # of attention, of the experts' products and of FP8 linears
+  quant: Quant = UNQUANTISED  # the linears' format, as that of a sampler (`Quant.in_learner`)
 
   @classmethod
   def of(cls, run: Run, dtype: Any) -> 'ForwardConfig':
     """Return the settings of a run that computes in `dtype`."""
-    return cls(run.sampling.temperature, dtype, run.packing.score_chunk, run.model.kernels)
+    return cls(run.sampling.temperature, dtype, run.packing.score_chunk, run.model.kernels, run.quant.in_learner)
 
 
 def micro_logprobs(
@@ -73,6 +75,7 @@ def micro_logprobs(
 @partial(jax.jit, static_argnames=('graphdef', 'config'))
 def score(graphdef: nnx.GraphDef, params: Params, batch: TrainBatch, config: ForwardConfig) -> Float[Array, 'B C']:
   """Return the log-probs of all tokens of the batch under `params`: the old policy's, or the reference model's."""
+  params = _in_format(params, config)
 
   def body(i, logp):
     return logp + micro_logprobs(graphdef, tie_to_iteration(params, i), batch, i, config)[0]
@@ -86,6 +89,7 @@ def score_and_route(
   graphdef: nnx.GraphDef, params: Params, batch: TrainBatch, config: ForwardConfig
 ) -> tuple[Float[Array, 'B C'], Int[Array, 'A R T M k']]:
   """Return the log-probs of all tokens under `params`, and the k experts of each token in each of the M layers with experts."""
+  params = _in_format(params, config)
 
   def one(i):
     logp, _, routed = micro_logprobs(graphdef, tie_to_iteration(params, i), batch, i, config)
@@ -99,3 +103,8 @@ def score_and_route(
   like = jax.eval_shape(lambda: one(jnp.int32(0))[1])
   routes = jnp.full((batch.tokens.shape[0], *like.shape), MISSING, like.dtype)
   return jax.lax.fori_loop(0, batch.used, body, (jnp.zeros(batch.mask.shape), routes))
+
+
+def _in_format(params: Params, config: ForwardConfig) -> Params:
+  """Return the weights with an FP8 copy of each linear that `config.quant` names, made before the loop over microbatches."""
+  return with_copies(params, copies_of(params, config.quant, config.dtype, config.kernels))

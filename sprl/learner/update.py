@@ -1,7 +1,7 @@
 """The update: one jitted function from (state, batch, log-probs) to (state, metrics), the state donated.
 
 1. correct: importance weights and surviving tokens of the whole minibatch, constants from here on;
-2. loss of a microbatch: forward pass and policy objective; logits exist a chunk at a time;
+2. loss of a microbatch: forward pass (`quant.learner` with FP8 copies) and policy objective; logits exist a chunk at a time;
 3. gradient: summed over the microbatches, one after the other;
 4. optimiser: one step, unless the gradient is not finite, which is counted instead;
 5. metrics.
@@ -21,6 +21,7 @@ from jaxtyping import Array, Float, Int
 
 from sprl.config import Correction, Loss, Remat, Run
 from sprl.learner.batch import TrainBatch
+from sprl.learner.fp8_copies import copies_of, with_copies
 from sprl.learner.logprobs import ForwardConfig, micro_logprobs
 from sprl.learner.state import TrainState, guarded_step
 from sprl.models.lora import Base, network
@@ -97,8 +98,12 @@ def update(
   of_current = correction.mode == 'bypass' and loss_settings.variant == 'reinforce'  # w compares current with sampler
 
   # --- 2. loss of a microbatch ---------------------------------------------------------------------------------------
+  forward = config.forward
+  copies = copies_of(network(state.params, base), forward.quant, forward.dtype, forward.kernels)
+
   def micro_loss(params, i):
-    logp, entropy, routed = micro_logprobs(graphdef, network(params, base), batch, i, config.forward, config.remat)
+    weights = with_copies(network(params, base), tie_to_iteration(copies, i))
+    logp, entropy, routed = micro_logprobs(graphdef, weights, batch, i, forward, config.remat)
     here = mask & (batch.micro == i)[:, None]
     old = sg(logp) if logprobs.old is None else logprobs.old
     if corrected is None or of_current:

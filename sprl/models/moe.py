@@ -11,7 +11,8 @@ products that are needed are computed. Worked example, three tokens, two of thre
 Where a grouped kernel runs (`runs`: bfloat16 on a Hopper GPU), each product of the mixture is one kernel call over all blocks,
 forward and backward. Temporary memory then covers all blocks: n * C rows, at most N * k + X * C. The forward pass holds the
 inputs [n, C, E] and two products [n, C, F]. The backward pass adds the rows of dy and four arrays [n, C, F], and casts float32
-weights as a whole. FP8 codes take the same path, with an FP8 kernel or its reference, and have no backward pass.
+weights as a whole. FP8 codes take the same path, with an FP8 kernel or its reference; their backward pass multiplies the numbers
+that the codes stand for.
 Elsewhere a loop runs over the filled blocks and holds the activations of one block at a time, forward and backward.
 
 `jax.lax.ragged_dot` would be one line, but on CPUs and GPUs XLA turns it into a masked product for every expert;
@@ -42,10 +43,10 @@ from sprl.kernels.grouped_matmul import grouped_matmul, grouped_outer, runs
 from sprl.models.config import ModelConfig
 from sprl.quant import fp8
 from sprl.quant.block import FORMATS, BlockScaled, Emulated
-from sprl.quant.dot import dot, grouped_dot
+from sprl.quant.dot import StraightThrough, dot, grouped_dot, operand, values
 from sprl.sharding.rules import KEPT, all_gather, apart, axis_index, local, parts, psum, psum_scatter
 
-Weights = dict[str, Any]  # gate and up [X, F, E], down [X, E, F]: arrays, or quantised weights with a leading axis X
+Weights = dict[str, Any]  # gate and up [X, F, E], down [X, E, F]: arrays, quantised or StraightThrough weights
 AXES = {'gate': ('expert', 'mlp', 'embed'), 'up': ('expert', 'mlp', 'embed'), 'down': ('expert', 'embed', 'mlp')}
 ROUTER = 'router', 'embed'
 ROWS = 'rows', None
@@ -89,8 +90,8 @@ def mixture(
 ) -> Float[Array, 'N E']:
   """Return the sum over k of gate * expert(x), summed in float32, in x's dtype.
 
-  An index outside of 0..X-1 adds nothing: each device numbers its own experts from 0 and ignores the others. Quantised weights
-  are multiplied as in `dot` and cannot be differentiated. `kernels` selects the implementation of the products.
+  An index outside of 0..X-1 adds nothing: each device numbers its own experts from 0 and ignores the others. Quantised and
+  StraightThrough weights are multiplied as in `dot`. `kernels` selects the implementation of the products.
   """
   return _mixture(weights, x, chosen, gates, kernels)
 
@@ -132,7 +133,7 @@ def _expert(weights: Weights, x: Float[Array, '*B C E'], gate: Float32[Array, '*
 # The gates are applied inside and the backward pass recomputes each block, so nothing between x and the sum is saved.
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _mixture(weights: Weights, x, chosen, gates, kernels: Kernels):
-  spread = apart('rows', len(x), by='expert')
+  spread, weights = apart('rows', len(x), by='expert'), _multiplied(weights)
 
   def own(weights, *rows):
     weights, (x, chosen, gates) = _together(weights, rows, spread)
@@ -147,7 +148,7 @@ def _forward(weights, x, chosen, gates, kernels):
 
 def _backward(kernels, saved, dy):
   weights, x, chosen, gates = saved
-  spread = apart('rows', len(x), by='expert')
+  spread, multiplied = apart('rows', len(x), by='expert'), _multiplied(weights)
   if parts('rows', len(x)) < parts('rows', 0):  # 0 rows divide by every axis
     raise ValueError(f'{len(x)} tokens; a gradient needs a multiple of {parts("rows", 0)}, the devices that split rows')
 
@@ -156,15 +157,26 @@ def _backward(kernels, saved, dy):
     dweights, dx, dgates = _gradients(weights, x, gates, dy, _own_blocks(weights, chosen), kernels)
     for name, w in kept.items():
       axis = AXES[name].index('embed')
-      of_rows = psum_scatter(dweights[name], 'embed', axis) if w.shape[axis] < x.shape[-1] else psum(dweights[name], 'embed')
-      dweights[name] = psum(of_rows, 'copies').astype(w.dtype)
+      here = jax.tree.leaves(w)[0].shape[axis]
+      of_rows = psum_scatter(dweights[name], 'embed', axis) if here < x.shape[-1] else psum(dweights[name], 'embed')
+      dweights[name] = psum(of_rows, 'copies').astype(dtypes[name])
     return dweights, _back(dx, spread), _back(dgates, spread)
 
-  dweights, dx, dgates = local(own, (AXES, ROWS, ROWS, ROWS, ROWS), (AXES, ROWS, ROWS), KEPT)(weights, x, chosen, gates, dy)
+  dtypes = {name: jax.tree.leaves(w)[0].dtype for name, w in weights.items()}  # of master weights: they are the first leaves
+  ins = _names(multiplied), ROWS, ROWS, ROWS, ROWS
+  dweights, dx, dgates = local(own, ins, (AXES, ROWS, ROWS), KEPT)(multiplied, x, chosen, gates, dy)
+  for name, w in weights.items():
+    if isinstance(w, StraightThrough):
+      dweights[name] = replace(w, w=dweights[name], copy=None)  # None: no gradient
   return dweights, dx, None, dgates
 
 
 _mixture.defvjp(_forward, _backward)
+
+
+def _multiplied(weights: Weights) -> Weights:
+  """Return the weights that products use: the FP8 copies of StraightThrough weights."""
+  return {name: w.copy if isinstance(w, StraightThrough) else w for name, w in weights.items()}
 
 
 # --- experts on a mesh -----------------------------------------------------------------------------------------------
@@ -263,14 +275,15 @@ def _gradients(weights: Weights, x, gates, dy, blocks: Blocks, kernels: Kernels)
     dx, dgates, dweights = carry
     expert, *inputs = _block(i, weights, x, gates, blocks)
     cotangent = _rows(dy, _at(blocks.assignment, i) // gates.shape[1])
-    new, *rest = jax.vjp(_expert, expert, *inputs)[1](cotangent)
+    new, *rest = jax.vjp(_expert, {name: _with_gradient(w) for name, w in expert.items()}, *inputs)[1](cotangent)
+    new = {name: d.w if isinstance(d, StraightThrough) else d for name, d in new.items()}
     e = blocks.expert[i]
     dweights = jax.tree.map(lambda sums, d: _set(sums, e, _at(sums, e) + d), dweights, new)
     return *(_set(sums, i, d) for sums, d in zip((dx, dgates), rest)), dweights
 
   if _at_once(weights, x, blocks, kernels):
     return _gradients_at_once(weights, x, gates, dy, blocks, kernels)
-  shape, sums = blocks.assignment.shape, jax.tree.map(partial(jnp.zeros_like, dtype='float32'), weights)
+  shape, sums = blocks.assignment.shape, {name: jnp.zeros(jax.tree.leaves(w)[0].shape) for name, w in weights.items()}
   start = jnp.zeros((*shape, x.shape[-1]), x.dtype), jnp.zeros(shape), sums
   dx, dgates, dweights = jax.lax.fori_loop(0, blocks.used, body, start)
   return dweights, _summed(dx, blocks, x), _rows(dgates.reshape(-1), blocks.place).reshape(gates.shape)
@@ -281,24 +294,31 @@ def _gradients_at_once(weights: Weights, x, gates, dy, blocks: Blocks, kernels: 
 
   The output that a gate multiplies is not recomputed: the gate's gradient is also h . (down^T dy).
   """
-  product = partial(grouped_matmul, expert=blocks.expert, used=blocks.used, kernels=kernels)
+  product = partial(grouped_dot, expert=blocks.expert, used=blocks.used, kernels=kernels)
+  back = partial(grouped_matmul, expert=blocks.expert, used=blocks.used, back=True, kernels=kernels)
   outer = partial(grouped_outer, expert=blocks.expert, used=blocks.used, experts=_count(weights), kernels=kernels)
   tokens, gate = blocks.assignment // gates.shape[1], _rows(gates.reshape(-1), blocks.assignment)[..., None]
   inputs, cotangent = _rows(x, tokens), _rows(dy, tokens)
-  w = jax.tree.map(lambda w: w.astype(x.dtype), weights)
-  hidden, pull = jax.vjp(gated, product(inputs, w['gate']), product(inputs, w['up']))
-  ungated = product(cotangent, w['down'], back=True).astype(jnp.float32)
+  w = {name: values(each, x.dtype) for name, each in weights.items()}
+  hidden, pull = jax.vjp(gated, product(inputs, weights['gate']), product(inputs, weights['up']))
+  ungated = back(cotangent, w['down']).astype(jnp.float32)
   dgate, dup = pull((gate * ungated).astype(x.dtype))
+  hidden = operand(hidden, weights['down'])
   dweights = {
-    'gate': outer(dgate, inputs),
-    'up': outer(dup, inputs),
+    'gate': outer(dgate, operand(inputs, weights['gate'])),
+    'up': outer(dup, operand(inputs, weights['up'])),
     'down': outer(cotangent, (gate * hidden).astype(x.dtype)),
   }
-  dx = product(dgate, w['gate'], back=True) + product(dup, w['up'], back=True)
+  dx = back(dgate, w['gate']) + back(dup, w['up'])
   dgates = jnp.sum(hidden * ungated, axis=-1)
   # Without the barrier XLA continues with dx and delays the weights' gradients, which keeps the blocks of all layers alive.
   dweights, dx = jax.lax.optimization_barrier((dweights, dx))
   return dweights, _summed(dx, blocks, x), _rows(dgates.reshape(-1), blocks.place).reshape(gates.shape)
+
+
+def _with_gradient(w):
+  """Return one expert's weight so that it has a float32 gradient. Products use the FP8 copy, so any master weight will do."""
+  return StraightThrough(jnp.zeros(jax.tree.leaves(w)[0].shape), w) if isinstance(w, BlockScaled | Emulated) else w
 
 
 def _block(i, weights, x, gates, blocks: Blocks):

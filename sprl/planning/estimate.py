@@ -14,7 +14,7 @@ from sprl.planning.devices import Device
 from sprl.planning.memory import RolloutMemory, UpdateMemory, kv_bytes, rollout_cache, rollout_memory
 from sprl.planning.mesh_axes import MeshAxes, separate_devices
 from sprl.planning.work import Work, decode_work, update_work
-from sprl.sampler.weights import check_linears
+from sprl.sampler.weights import check_learner_mesh, check_linears
 
 BUDGET = 512  # of sparse rollouts if the config sets none: the smallest budget in the papers
 SAMPLERS = {'none': '', 'w8a8_kv8': ' fp8'}  # part of every plan, with the suffix of their name; others go by their own name
@@ -90,8 +90,9 @@ def plan(config: ModelConfig, run: Run, learner: MeshAxes, rollout: MeshAxes, de
     )
   engine = dataclasses.replace(rollout, data=rollout.data // run.devices.engines)
   check_linears(run.quant, config.num_layers)
-  check_split(config, learner.expert, learner.tensor, '--mesh')
+  check_split(config, learner.expert, learner.tensor, '--mesh', run.quant.in_learner)
   check_split(config, rollout.expert, rollout.tensor, '--rollout_mesh', run.quant)
+  check_learner_mesh(config, run.quant, run.model.kernels, learner.mesh(config))
   packed = shape(run.sampling, run.rollout, run.packing, run.optimizer.minibatches, learner.rows)
   update = memory.update_memory(config, run, packed, learner)
   capacity = usable * device.memory

@@ -25,7 +25,7 @@ from sprl.models import transformer
 from sprl.models.config import ModelConfig
 from sprl.models.moe import blocks
 from sprl.planning.mesh_axes import MeshAxes
-from sprl.planning.programs import abstract_sampler_weights, abstract_weights, accelerator_dtype, train_state
+from sprl.planning.programs import abstract_copies, abstract_sampler_weights, abstract_weights, accelerator_dtype, train_state
 from sprl.sampler.engine import prompt_buckets
 
 FLOAT32 = 4  # bytes
@@ -83,6 +83,7 @@ class UpdateMemory:
   optimiser: int  # moments on the device
   host: int  # moments in the host's memory (`optimizer.offload`); not part of `total`
   reference: int  # the frozen model of a KL term
+  fp8: int  # copies of the linears in FP8 (`quant.learner`)
   gradients: int  # float32: the sum over microbatches, and the vocabulary's of the current microbatch
   activations: int  # estimate of all other temporary arrays, and the record of the tokens that the rollouts' filters kept
 
@@ -94,7 +95,7 @@ class UpdateMemory:
   @property
   def total(self) -> int:
     """Bytes at the peak."""
-    return self.state + self.gradients + self.activations
+    return self.state + self.fp8 + self.gradients + self.activations
 
 
 def update_memory(config: ModelConfig, run: Run, shape: Shape, axes: MeshAxes) -> UpdateMemory:
@@ -106,10 +107,11 @@ def update_memory(config: ModelConfig, run: Run, shape: Shape, axes: MeshAxes) -
   reference = nbytes(local_weights(config, axes, accelerator_dtype(run))) if run.loss.kl_coef > 0 else 0
   gradients = FLOAT32 * (size(held) + size(held['head' if 'head' in held else 'embed']))
   alive = gradients + _activations(config, run, held, math.ceil(shape.rows / axes.rows), shape.tokens, axes)
+  fp8 = nbytes(local(abstract_copies(config, run, axes.mesh(config))))
   activations = round(MARGIN * alive) - gradients
   if (form := record_format(run.sampling, config.vocab_size)) is not None:  # of all batches of a step
     activations += run.optimizer.minibatches * shape.micros * math.ceil(shape.rows / axes.rows) * shape.tokens * form.bytes
-  return UpdateMemory(nbytes(held), optimiser, host, reference, gradients, activations)
+  return UpdateMemory(nbytes(held), optimiser, host, reference, fp8, gradients, activations)
 
 
 def _activations(config: ModelConfig, run: Run, held: transformer.Params, rows: int, T: int, axes: MeshAxes) -> int:

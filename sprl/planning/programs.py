@@ -25,6 +25,7 @@ from sprl.learner.update import UpdateConfig, abstract_logprobs, make_update
 from sprl.models import transformer
 from sprl.models.config import ModelConfig
 from sprl.models.transformer import Params
+from sprl.quant.block import BlockScaled, Emulated
 from sprl.sampler import decode
 from sprl.sampler.weights import SamplerWeights, linear_kernels, sampler_weight_axes, sampler_weights
 from sprl.sharding.mesh import replicated
@@ -70,6 +71,17 @@ def abstract_sampler_weights(config: ModelConfig, run: Run, quant: Quant, mesh: 
   kernels = 'reference' if cut else run.model.kernels
   weights = jax.eval_shape(partial(sampler_weights, dtype=accelerator_dtype(run), quant=quant, kernels=kernels), params)
   return sharded(weights, sampler_weight_axes(weights, config), mesh)
+
+
+def abstract_copies(config: ModelConfig, run: Run, mesh: AnyMesh) -> list[BlockScaled | Emulated]:
+  """Shapes and shardings of the FP8 copies of the learner's linears; [] without `quant.learner`."""
+  if run.quant.learner == 'none':
+    return []
+  weights = jax.tree.leaves(
+    abstract_sampler_weights(config, run, run.quant.in_learner, mesh).params,
+    is_leaf=lambda w: isinstance(w, BlockScaled | Emulated),
+  )
+  return [w for w in weights if isinstance(w, BlockScaled | Emulated)]
 
 
 def update(config: ModelConfig, run: Run, shape: Shape, mesh: Mesh) -> Program:

@@ -22,6 +22,7 @@ from sprl.planning.devices import Device
 from sprl.planning.memory import FLOAT32, UpdateMemory, experts, library_attends, local_weights, mlp_widths, nbytes, size
 from sprl.planning.mesh_axes import NAMES, MeshAxes
 from sprl.planning.programs import accelerator_dtype
+from sprl.sampler.weights import multiplies_codes
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,7 @@ class Part:
   name: str
   flops: int = 0
   bytes: int = 0  # read and written, each array once
+  fp8: int = 0  # of the flops, those of FP8 products, which GPUs do twice as fast as those of bfloat16
   sent: int = 0  # bytes to other devices
   axis: str = ''  # of the mesh, along which they are sent
 
@@ -51,7 +53,8 @@ class Work:
     """The sum of the parts, with products in `dtype`."""
     rate = device.bfloat16 if jnp.dtype(dtype).itemsize == 2 else device.float32
     times = [
-      max(part.flops / rate, part.bytes / device.bandwidth, part.sent / link_speed(device, axes, part.axis)) for part in parts
+      max((part.flops - part.fp8 / 2) / rate, part.bytes / device.bandwidth, part.sent / link_speed(device, axes, part.axis))
+      for part in parts
     ]
     flops, bytes_, sent = (sum(getattr(part, name) for part in parts) for name in ('flops', 'bytes', 'sent'))
     return cls(tokens, flops, bytes_, sent, sum(times), parts)
@@ -141,6 +144,9 @@ def update_work(config: ModelConfig, run: Run, shape: Shape, memory: UpdateMemor
   passes, of_head = 3 * updates + again + scorings, 4 * updates + scorings
   of_attention = updates * (2 + 5 + 2 * (run.model.remat != 'none')) + 2 * scorings
   of_attention *= 0.5 if library_attends(config, run, T, run.masked_learner) else 1.0
+  linears = 2 * linear_weights(config, axes) * N
+  # The FP8 kernel runs in forward passes, also in those of the recomputation.
+  codes = run.quant.learner == 'w8a8' and run.model.kernels == 'mosaic_gpu' and multiplies_codes(run.quant, run.model.kernels)
   F = sum(mlp_widths(config, t)) + (len(mixed.layers) * mixed.chosen * mixed.width // t if mixed else 0)
   width = L * (4 * E + 2 * H * D + 2 * K * D) + 3 * F  # elements that a token's products read and write, in all layers
   summed, stepped = 2 * micros * FLOAT32 * size(held), 2 * (memory.parameters + memory.optimiser + memory.host)
@@ -157,8 +163,9 @@ def update_work(config: ModelConfig, run: Run, shape: Shape, memory: UpdateMemor
   parts = (
     Part(
       'products with weights',
-      2 * linear_weights(config, axes) * N * passes,
+      linears * passes,
       passes * (micros * nbytes(held) * axes.fsdp + N * b * width),
+      fp8=linears * (passes - 2 * updates) if codes else 0,
     ),
     Part('attention', round(2 * L * N * T * H * D * of_attention), passes * L * N * b * 4 * H * D),
     Part('head', 2 * head * scored * of_head, of_head * b * (micros * head + scored * E)),

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,18 +34,27 @@ class LowRank:
     return self.w.astype(jnp.float32) + self.scale * jnp.matmul(b, a, precision='highest')
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StraightThrough:
+  """A trained weight and its FP8 copy: products use the copy, and their gradients go to the weight."""
+
+  w: Float[Array, '*X N M'] | LowRank
+  copy: BlockScaled | Emulated  # of the weight, or of the sum of weight and adapter
+
+
 def plain(w: Float[Array, '*S'] | LowRank) -> Float[Array, '*S']:
   """Return a weight as one array: an adapter is merged, other weights stay as they are."""
   return w.merged() if isinstance(w, LowRank) else w
 
 
 def dot(
-  x: Float[Array, '*B M'], w: Float[Array, 'N M'] | LowRank | BlockScaled | Emulated, axes: Names | None = None
+  x: Float[Array, '*B M'], w: Float[Array, 'N M'] | LowRank | BlockScaled | Emulated | StraightThrough, axes: Names | None = None
 ) -> Float[Array, '*B N']:
   """Return x @ w^T in x's dtype. `axes` are the names of w's axes on a mesh.
 
-  A quantised weight quantises x too; its product has no gradient. The adapter of a LowRank weight is never expanded to a matrix
-  of w's shape, and neither is its gradient.
+  A quantised weight quantises x too, and its product has no gradient. A StraightThrough weight has the product of its copy, with
+  gradients. The adapter of a LowRank weight is never expanded to a matrix of w's shape, and neither is its gradient.
   """
   match w:
     case LowRank():
@@ -55,8 +65,26 @@ def dot(
       return block_dot(x, w, axes or (None, None))
     case Emulated():
       return _dot(fake_groups(x, w.format), w.values, axes)
+    case StraightThrough():
+      return checkpoint_name(_straight_through(x, w.w, w.copy, axes), PRODUCT)
     case _:
       return checkpoint_name(_dot(x, w, axes), PRODUCT)
+
+
+def operand(x: Float[Array, '*B M'], w: Float[Array, '*X N M'] | BlockScaled | Emulated) -> Float[Array, '*B M']:
+  """Return activations as their product with w multiplies them: rounded to FP8 if w is quantised."""
+  return fake_groups(x, w.format) if isinstance(w, BlockScaled | Emulated) else x
+
+
+def values(w: Float[Array, '*S'] | BlockScaled | Emulated, dtype: Any) -> Float[Array, '*S']:
+  """Return a weight as its products multiply it, in `dtype`: code times scale if it is quantised."""
+  match w:
+    case BlockScaled():
+      return w.dequantised(dtype)
+    case Emulated():
+      return w.values.astype(dtype)
+    case _:
+      return w.astype(dtype)
 
 
 def grouped_dot(
@@ -77,6 +105,27 @@ def grouped_dot(
       return grouped_matmul(fake_groups(x, w.format), w.values, expert, used, kernels=kernels)
     case _:
       return grouped_matmul(x, w.astype(x.dtype), expert, used, kernels=kernels)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _straight_through(x, w, copy, axes: Names | None):
+  """Return the product of x and the FP8 copy of w. Gradients ignore both roundings (docs/methods/fp8.md, eq. 12 to 14)."""
+  return dot(x, copy, axes)
+
+
+def _straight_forward(x, w, copy, axes):
+  return _straight_through(x, w, copy, axes), (x, w, copy)
+
+
+def _straight_backward(axes, saved, g):
+  """Return the gradients of the plain product at the rounded operands. XLA removes the products that `vjp` does not need."""
+  x, w, copy = saved
+  (dx,) = jax.vjp(lambda x: _dot(x, values(copy, x.dtype), axes), x)[1](g)
+  (dw,) = jax.vjp(lambda w: dot(operand(x, copy), w, axes), w)[1](g)
+  return dx, dw, None
+
+
+_straight_through.defvjp(_straight_forward, _straight_backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))

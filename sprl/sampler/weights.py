@@ -47,9 +47,11 @@ class SamplerWeights(NamedTuple):
 
 def check_linears(quant: Quant, layers: int) -> None:
   """Raise SettingsError if FP8 linears are asked for and `skip_*` excludes every linear of a model with `layers` layers."""
-  if 'w8a8' not in quant.sampler:
+  if 'w8a8' not in quant.sampler and quant.learner == 'none':
     return
   instead = f'config.quant.sampler = {"kv8" if "kv8" in quant.sampler else "none"!r} quantises no linears'
+  if quant.learner != 'none':
+    instead = f"config.quant.learner = 'none' with {instead}"
   said = f'config.quant.skip_layers = {quant.skip_layers}: expected'
   if not all(-layers <= layer < layers for layer in quant.skip_layers):
     raise SettingsError(f'{said} numbers from {-layers} to {layers - 1} with a model of {layers} layers')
@@ -69,14 +71,32 @@ def linear_kernels(config: ModelConfig, quant: Quant, kernels: Kernels, meshes: 
 
   Raises SettingsError if `kernels` forces the kernel in that case.
   """
+  if (reason := _cut(config, quant, meshes)) is None:
+    return kernels
+  chosen('block-scaled matmul', kernels, lambda: reason)  # logs the reason, or raises
+  return 'reference'
+
+
+def check_learner_mesh(config: ModelConfig, quant: Quant, kernels: Kernels, mesh: Mesh | AbstractMesh) -> None:
+  """Raise SettingsError if the learner would multiply FP8 codes of weights that its mesh cuts within their blocks.
+
+  Each device would gather such a weight and repeat the product of the others. Emulated products are split on any mesh.
+  """
+  if multiplies_codes(quant, kernels) and (reason := _cut(config, quant.in_learner, (mesh,))):
+    raise SettingsError(
+      f"config.quant.learner = {quant.learner!r}: expected 'none', or config.quant.arithmetic = 'emulate', or another "
+      f'config.mesh.learner: {reason}'
+    )
+
+
+def _cut(config: ModelConfig, quant: Quant, meshes: Iterable[Mesh | AbstractMesh]) -> str | None:
+  """Return which FP8 linear a mesh cuts within its blocks; None if there is none."""
   params = abstract_params(config)
   for (path, w), names in zip(_leaves(params), jax.tree.leaves(logical_axes(config), is_leaf=is_names), strict=True):
     for mesh in meshes if _is_quantised(path, params, quant) else ():
       if cut_within_blocks(names, w.shape, quant.format, mesh):
-        reason = f'{jax.tree_util.keystr(path)} {list(w.shape)} is cut within its blocks on a mesh of {dict(mesh.shape)}'
-        chosen('block-scaled matmul', kernels, lambda reason=reason: reason)  # logs the reason, or raises
-        return 'reference'
-  return kernels
+        return f'{jax.tree_util.keystr(path)} {list(w.shape)} is cut within its blocks on a mesh of {dict(mesh.shape)}'
+  return None
 
 
 def multiplies_codes(quant: Quant, kernels: Kernels) -> bool:

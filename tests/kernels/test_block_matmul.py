@@ -19,6 +19,7 @@ from sprl.kernels import hopper_block_matmul as hopper
 from sprl.kernels.block_matmul import block_matmul, cost, grouped_cost, grouped_matmul, grouped_reference, reference
 from sprl.models.moe import mixture
 from sprl.quant.block import BlockScaled, block_dot, quantise, quantise_groups
+from sprl.quant.dot import StraightThrough, dot
 
 BF16 = jnp.bfloat16
 slow = pytest.mark.slow
@@ -116,6 +117,26 @@ def test_block_dot_uses_the_kernel(monkeypatch):
   forced = BlockScaled(w.codes, w.scale, w.format, kernels='mosaic_gpu')
   found, expected = (np.asarray(jax.jit(block_dot)(x, each), np.float32) for each in (forced, w))
   np.testing.assert_allclose(found, expected, rtol=2**-7, atol=1e-3)
+
+
+def test_fp8_copies_of_the_learner_use_the_kernel_forward(monkeypatch):
+  """The gradients are products in the compute dtype: they do not depend on the implementation."""
+  calls = []
+  monkeypatch.setattr(hopper, 'block_matmul', lambda *arguments: calls.append(arguments[2].shape) or INTERPRETED(*arguments))
+  rng = np.random.default_rng(0)
+  x, g = jnp.asarray(rng.normal(size=(6, 256)), BF16), jnp.asarray(rng.normal(size=(6, 64)), BF16)
+  w = jnp.asarray(rng.normal(size=(64, 256)), jnp.float32)
+
+  @partial(jax.jit, static_argnums=0)
+  def product(kernels, x, w):
+    copy = replace(quantise(w, 'float32'), kernels=kernels)
+    y, back = jax.vjp(lambda x, w: dot(x, StraightThrough(w, copy)), x, w)
+    return y, back(g)
+
+  (y, gradients), (expected, others) = product('mosaic_gpu', x, w), product('reference', x, w)
+  np.testing.assert_allclose(np.float32(y), np.float32(expected), rtol=2**-7, atol=1e-3)
+  jax.tree.map(np.testing.assert_array_equal, gradients, others)
+  assert calls == [(64, 256)]
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from sprl.kernels.grouped_matmul import cost, grouped_matmul, grouped_outer, gro
 from sprl.models import moe
 from sprl.models.moe import mixture
 from sprl.quant.block import quantise
+from sprl.quant.dot import StraightThrough
 
 BF16 = jnp.bfloat16
 slow = pytest.mark.slow
@@ -279,3 +280,29 @@ def test_mixture_in_float32_or_odd_widths_takes_the_reference(monkeypatch):
   monkeypatch.setattr('sprl.kernels.platform.hopper', lambda: True)
   found, expected = (jax.jit(partial(mixture, kernels=kernels))(odd, x, chosen, gates) for kernels in ('auto', 'reference'))
   np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize('arithmetic', ['blockwise', 'emulate'])
+def test_gradients_of_fp8_copies_take_the_kernels(interpreted, arithmetic):
+  """The backward pass multiplies code times scale in bfloat16; the FP8 kernel of the forward pass has its own tests."""
+  weights, x, chosen, gates = routed(14)
+  dy = np.random.default_rng(1).normal(size=x.shape)
+
+  def gradients(kernels):
+    def loss(weights, x, gates):
+      copies = {name: quantise(w, 'float32') for name, w in weights.items()}
+      if arithmetic == 'emulate':
+        copies = {name: copy.emulated(BF16) for name, copy in copies.items()}
+      held = {name: StraightThrough(w, copies[name]) for name, w in weights.items()}
+      return jnp.sum(mixture(held, x, chosen, gates, kernels) * dy)
+
+    return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(weights, x, gates)
+
+  found, expected = gradients('mosaic_gpu'), gradients('reference')
+  n, C = moe.blocks(chosen, X).assignment.shape
+  backward = [((n, C, E), (X, E, F)), *[((n, C, F), (X, F, E))] * 2]
+  assert all(interpreted.count(call) >= backward.count(call) for call in backward)
+  for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected)):
+    a, b = (np.asarray(each, np.float64) for each in (a, b))
+    assert a.shape == b.shape
+    assert np.linalg.norm(a - b) < 0.02 * np.linalg.norm(b)  # bfloat16 sums in another order, and flipped codes of hidden numbers
