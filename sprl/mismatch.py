@@ -1,26 +1,29 @@
-"""The mismatch ledger: the mismatch of sampler and learner, split by cause.
+"""The mismatch ledger: the mismatch of sampler and learner, split by cause (docs/methods/ledger.md).
 
-The mismatch of a token is log pi_learner - log pi_sampler, the log of its correction ratio (docs/methods/losses.md, eq. 1).
-For a few trajectories of a step, the ledger replays the sampler's path (sprl/sampler/replay.py) with one cause at a time. Each
-replay is compared with a replay of a dense cache in the compute dtype and the newest weights, unquantised:
+The mismatch of a token is log pi_learner - log pi_sampler, the log of its correction ratio (docs/methods/losses.md, eq. 1). Its
+name in the results is `gap`. For a few trajectories of a step, the ledger scores their tokens again and splits the gap:
 
-    staleness   the learner with the newest weights, against the learner with the weights that sampled
-    numerics    the learner's path (packed rows, one pass), against the sampler's (a cache, token by token), both dense
-    weights     linears in FP8
-    kv          keys and values (and queries, where they are too) in FP8
-    eviction    the cache evicted to its budget
-    routing     the learner with the experts that its router chooses, against the rollout's experts (router replay R3)
-    residual    the remainder: interaction of causes, and recorded log-probs that no replay reproduces
+1. Three parts are differences along the path from the learner to a dense, unquantised replay (sprl/sampler/replay.py):
 
-The parts sum to the mismatch, token by token, because the residual is the remainder. With one cause on, the residual is rounding.
-A larger residual means that the recorded log-probs are not those of the sampler that the settings describe. In the results the
-mismatch is named `gap`. `unreplayed` is the mismatch without router replay, which removes the effect of other causes on the
-choice of experts.
+    routing       the learner with the rollout's experts (router replay R3), against the experts that its router chooses
+    staleness     the learner with the newest weights, against the learner with the weights that sampled
+    numerics      the learner's path (packed rows, one pass), against the sampler's (a cache, token by token)
+
+2. The sampler's own causes are switches: `weights` (linears in FP8), `kv` (keys, values and perhaps queries in FP8) and
+   `eviction`. The ledger replays every subset of the active switches. The part of a cause is its Shapley value: the effect of
+   its switch, averaged over all orders in which the switches can be turned on.
+3. `reproduction` is the replay with all switches on, minus the recorded log-probs. It is rounding. A larger one means that the
+   recorded log-probs are not those of the sampler that the settings describe.
+
+The parts sum to the gap, token by token. `interaction` is not a part. It is the effect of all switches together, minus the sum
+of their effects alone; `interaction_A_B` is the pair's share of it. `unreplayed` is the mismatch without router replay, which
+removes the effect of other causes on the choice of experts.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations, pairwise
 from typing import Any
 
 import jax
@@ -39,10 +42,27 @@ from sprl.sharding.rules import row_shards
 from sprl.sharding.transfer import fetch, park
 from sprl.types import Trajectory
 
+
+@dataclass(frozen=True)
+class Replayed:
+  """The settings of a replay. The defaults are the dense, unquantised sampler."""
+
+  linears: Quant = UNQUANTISED
+  kv: Quant = UNQUANTISED
+  cache: Cache = DENSE
+
+
+# Switch -> function that turns it on in a replay's settings, as the run has it. A run without the cause leaves them unchanged.
+SWITCHES: dict[str, Callable[[Replayed, Run], Replayed]] = {
+  'weights': lambda given, run: replace(given, linears=run.quant) if 'w8a8' in run.quant.sampler else given,
+  'kv': lambda given, run: replace(given, kv=run.quant) if 'kv8' in run.quant.sampler else given,
+  'eviction': lambda given, run: replace(given, cache=run.cache) if run.cache.budget else given,
+}
+PARTS = ('routing', 'staleness', 'numerics', *SWITCHES, 'reproduction')  # they sum to the gap
 GROUPS = 2  # groups of a step that are replayed
-CAUSES = ('staleness', 'numerics', 'weights', 'kv', 'eviction', 'routing', 'residual')
 EDGES = (-10.0, -3.0, -1.0, -0.3, -0.1, -0.03, -0.01, -0.003, -0.001, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
+Causes = frozenset[str]  # the switches that are on
 Older = dict[int, tuple[Any, Scales | None]]  # version -> parked weights of the learner, and scales of the cache
 TokenLogProbs = list[Float[np.ndarray, ' _']]  # of each trajectory; 0 where the model wrote nothing
 
@@ -57,44 +77,78 @@ def ledger(
   scales: Scales | None = None,
   sampled_with: Params | None = None,
 ) -> dict[str, Float[np.ndarray, ' N']]:
-  """Return the mismatch of each of the N tokens that the model wrote (`gap`), and its parts by cause (CAUSES), in nats.
+  """Return the mismatch of each of the N tokens that the model wrote (`gap`), its PARTS, and the interactions, in nats.
 
   `engine` sampled the trajectories. `params` are the learner's weights. `sampled_with` are the weights that sampled, None if they
-  are `params`. `scales` are the scales of the FP8 cache. With router replay R3 the result has `unreplayed` too.
+  are `params`. `scales` are the scales of the FP8 cache. The result has `interaction_A_B` for each pair of active switches, and
+  `unreplayed` with router replay R3.
   """
   sampler_params = params if sampled_with is None else sampled_with
-
-  def replayed(cache: Cache = DENSE, linears: Quant = UNQUANTISED, kv: Quant = UNQUANTISED) -> Float[np.ndarray, ' N']:
-    layout = model.cache_layout(run.sampling, cache, kv)
-    weights = model.sampler_weights(sampler_params, linears, scales)
-    # As many rows as in sampling, for the same order of summation. A cache larger than the engine's has only the rows it needs.
-    rows = engine.rows if layout.bytes(1) <= engine.layout.bytes(1) else min(engine.rows, len(trajectories))
-    return written(
-      replay(replace(engine, layout=layout, rows=rows, mesh=model.sampler_mesh), weights, trajectories), trajectories
-    )
 
   def dense(weights: Params) -> Float[np.ndarray, ' N']:
     unrouted = [replace(t, routes=None) for t in trajectories]
     return written(learner_logprobs(run, model, weights, unrouted), trajectories)
 
-  quant, sampler = run.quant, np.concatenate([t.sampler_logp[t.mask] for t in trajectories])
   newest = dense(params)
   stale = newest if sampled_with is None else dense(sampled_with)
-  routed = newest
+  learner = newest
   if trajectories[0].routes is not None:
-    routed = written(learner_logprobs(run, model, params, trajectories), trajectories)
-  plain = replayed()
-  gap = routed - sampler
-  parts = {
-    'staleness': newest - stale,
-    'numerics': stale - plain,
-    'weights': plain - (replayed(linears=quant) if 'w8a8' in quant.sampler else plain),
-    'kv': plain - (replayed(kv=quant) if 'kv8' in quant.sampler else plain),
-    'eviction': plain - (replayed(cache=run.cache) if run.cache.budget else plain),
-    'routing': routed - newest,
-  }
-  entries = {'gap': gap, **parts, 'residual': gap - np.sum(list(parts.values()), axis=0)}
-  return entries if routed is newest else entries | {'unreplayed': gap - parts['routing']}
+    learner = written(learner_logprobs(run, model, params, trajectories), trajectories)
+  replayed = replays(run, model, engine, trajectories, sampler_params, scales)
+  plain, everything = replayed[frozenset()], max(replayed, key=len)
+  recorded = np.concatenate([t.sampler_logp[t.mask] for t in trajectories])
+
+  # From the learner to the plain replay. Each entry removes one difference, which becomes its part. For another cause on the
+  # learner's side, add an entry: the learner without this cause.
+  path = [('', learner), ('routing', newest), ('staleness', stale), ('numerics', plain)]
+  parts = {name: before - after for (_, before), (name, after) in pairwise(path)}
+  effects = {on: plain - logp for on, logp in replayed.items()}
+  parts |= {name: np.zeros_like(plain) for name in SWITCHES} | shapley(effects)
+  parts['reproduction'] = replayed[everything] - recorded
+  alone = np.sum([effects[frozenset({name})] for name in SWITCHES if name in everything], axis=0)
+  pairs = {'_'.join(name for name in SWITCHES if name in pair): x for pair, x in interactions(effects).items()}
+  entries = {'gap': learner - recorded, **parts, 'interaction': effects[everything] - alone}
+  entries |= {f'interaction_{pair}': x for pair, x in pairs.items()}
+  return entries if learner is newest else entries | {'unreplayed': entries['gap'] - parts['routing']}
+
+
+def replays(
+  run: Run,
+  model: Model,
+  engine: EngineConfig,
+  trajectories: Sequence[Trajectory],
+  params: Params,
+  scales: Scales | None,
+) -> dict[Causes, Float[np.ndarray, ' N']]:
+  """Return the sampler's log-probs of the N written tokens, in nats, under each subset of the run's active switches."""
+  active = [name for name in SWITCHES if switched(run, frozenset({name})) != Replayed()]
+  settings = {on: switched(run, on) for on in subsets(active)}
+
+  def with_linears(linears: Quant) -> dict[Causes, Float[np.ndarray, ' N']]:
+    weights, found = model.sampler_weights(params, linears, scales), {}
+    for on, given in settings.items():
+      if given.linears == linears:
+        layout = model.cache_layout(run.sampling, given.cache, given.kv)
+        # As many rows as in sampling, for the same order of summation. A cache larger than the engine's has only the rows that
+        # it needs.
+        rows = engine.rows if layout.bytes(1) <= engine.layout.bytes(1) else min(engine.rows, len(trajectories))
+        config = replace(engine, layout=layout, rows=rows, mesh=model.sampler_mesh)
+        found[on] = written(replay(config, weights, trajectories), trajectories)
+    return found
+
+  # One format of the weights after the other, so that only one copy of the sampler weights exists at a time.
+  found = {}
+  for linears in dict.fromkeys(given.linears for given in settings.values()):
+    found |= with_linears(linears)
+  return {on: found[on] for on in settings}
+
+
+def switched(run: Run, on: Causes) -> Replayed:
+  """Return the settings of a replay with these switches on."""
+  given = Replayed()
+  for name, switch in SWITCHES.items():
+    given = switch(given, run) if name in on else given
+  return given
 
 
 def learner_logprobs(run: Run, model: Model, params: Params, trajectories: Sequence[Trajectory]) -> TokenLogProbs:
@@ -132,7 +186,7 @@ def of_one_version(trajectories: Sequence[Trajectory], count: int) -> tuple[int,
   """Return the newest version that sampled whole groups alone, and at most `count` trajectories of these groups.
 
   Where every group is of several versions, the first groups count as the newest version's: the effect of the older versions is
-  then in the residual.
+  then in the reproduction error.
   """
   groups: dict[int, list[Trajectory]] = {}
   for t in trajectories:
@@ -146,6 +200,40 @@ def of_one_version(trajectories: Sequence[Trajectory], count: int) -> tuple[int,
     return max(int(t.version.max()) for t in trajectories), list(trajectories[:count])
   newest = max(pure)
   return newest, pure[newest][:count]
+
+
+# --- Shapley values --------------------------------------------------------------------------------------------------
+
+
+def subsets(names: Sequence[str]) -> list[Causes]:
+  """Return all subsets, from the empty one to all names."""
+  return [frozenset(on) for size in range(len(names) + 1) for on in combinations(names, size)]
+
+
+def shapley(values: Mapping[Causes, Float[np.ndarray, ' N']]) -> dict[str, Float[np.ndarray, ' N']]:
+  """Return the Shapley value of each cause, in float64 (docs/methods/ledger.md, eq. 3; Shapley 1953).
+
+  `values` has the effect of every subset of the causes. The results sum to values[all causes] - values[no cause].
+  """
+  dividends, causes = _dividends(values), max(values, key=len)
+  return {name: np.sum([x / len(on) for on, x in dividends.items() if name in on], axis=0) for name in causes}
+
+
+def interactions(values: Mapping[Causes, Float[np.ndarray, ' N']]) -> dict[Causes, Float[np.ndarray, ' N']]:
+  """Return the Shapley-Taylor interaction of each pair of causes (docs/methods/ledger.md, eq. 5; arXiv 1902.05622).
+
+  `values` has the effect of every subset of the causes. The results sum to the effect of all causes minus the effects of each
+  cause alone.
+  """
+  dividends, pairs = _dividends(values), [on for on in values if len(on) == 2]
+  shares = {pair: [x / math.comb(len(on), 2) for on, x in dividends.items() if pair <= on] for pair in pairs}
+  return {pair: np.sum(x, axis=0) for pair, x in shares.items()}
+
+
+def _dividends(values: Mapping[Causes, Float[np.ndarray, ' N']]) -> dict[Causes, Float[np.ndarray, ' N']]:
+  """Return, for each subset, the effect that none of its own subsets has (docs/methods/ledger.md, eq. 2)."""
+  signed = {on: [(-1.0) ** len(on - of) * x.astype(np.float64) for of, x in values.items() if of <= on] for on in values}
+  return {on: np.sum(x, axis=0) for on, x in signed.items()}
 
 
 # --- metrics ---------------------------------------------------------------------------------------------------------

@@ -26,15 +26,20 @@ GROUPS: dict[str, str] = {
   'moe': 'Load of the experts, averaged over layers. Present only for mixtures of experts.',
   'ledger': (
     'The log-ratio between learner and sampler (`gap`), split by cause, in nats per token. Lines of kind `ledger`, on the steps '
-    'that `config.ledger` selects. `edges` and `histograms` of such a line count the tokens between values of each part.\n\n'
-    'The parts:\n\n'
+    'that `config.ledger` selects. `edges` and `histograms` of such a line count the tokens between values of each entry. '
+    '[The ledger](../methods/ledger.md) has the formulas.\n\n'
+    'The parts, which sum to `gap`:\n\n'
+    "- `routing`: the part that replaying the rollout's experts removes.\n"
     '- `staleness`: older weights. 0 if rollouts do not run ahead.\n'
     '- `numerics`: another order of computation. The learner reads packed rows in one pass, the sampler a dense cache.\n'
-    '- `weights`: FP8 linears.\n'
-    '- `kv`: FP8 cache.\n'
-    '- `eviction`: cache eviction.\n'
-    "- `routing`: the part that replaying the rollout's experts removes.\n"
-    '- `residual`: the remainder, which holds the interaction of the causes. By this definition the parts sum to `gap`.\n'
+    '- `weights`: FP8 linears (Shapley value).\n'
+    '- `kv`: FP8 cache (Shapley value).\n'
+    '- `eviction`: cache eviction (Shapley value).\n'
+    '- `reproduction`: the replay with all causes, minus the recorded log-probs. It is rounding if the settings describe the '
+    'sampler.\n\n'
+    'Not parts:\n\n'
+    '- `interaction`: the effect of the FP8 linears, the FP8 cache and eviction together, minus the effect of each alone.\n'
+    '- `interaction_weights_kv` and so on: the share of a pair of active causes. The shares sum to `interaction`.\n'
     '- `unreplayed`: the mismatch without router replay. Present only with router replay R3.'
   ),
   'async': (
@@ -138,8 +143,8 @@ METRICS: dict[str, str] = {
   'moe/dropped': 'Share of the assignments that no expert computed. Always 0: experts have no capacity limit.',
   'moe/balance_loss': 'Load-balance loss of all tokens. 1 for an even load.',
   # --- ledger -----------------------------------------------------------------------------------------------------------
-  'ledger/{part}_mean': 'Mean of the part over tokens.',
-  'ledger/{part}_abs': 'Mean absolute value of the part.',
+  'ledger/{part}_mean': 'Mean of the entry over tokens. The mean of -`gap` estimates KL(sampler || learner).',
+  'ledger/{part}_abs': 'Mean absolute value of the entry.',
   'ledger/{part}_p99': '99th percentile of the absolute value.',
   # --- scheduler --------------------------------------------------------------------------------------------------------
   'async/age_mean': 'Mean age of the groups in the batch, in steps.',

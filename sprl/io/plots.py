@@ -25,6 +25,11 @@ Records = Sequence[Mapping[str, Any]]
 
 _BLUE, _ORANGE, _GREEN, _PURPLE, _SAND, _RED, _GREY = '#2a6f97', '#e07a1f', '#4c956c', '#7b5ea7', '#c9a27e', '#c1121f', '#5c6470'
 _PARTS = {'rollout': _BLUE, 'ledger': _PURPLE, 'learn': _ORANGE, 'sync': _GREEN, 'log': _GREY}  # of a step's seconds
+_LEDGER = {  # entry of the ledger -> colour
+  'gap': '#222222', 'routing': _BLUE, 'staleness': _SAND, 'numerics': _GREY, 'weights': _PURPLE, 'kv': _GREEN,
+  'eviction': _ORANGE, 'reproduction': _RED, 'interaction': '#b0b7bf', 'unreplayed': '#222222',
+}  # fmt: skip
+_NO_CAUSE = ('reproduction', 'interaction', 'unreplayed')  # entries of the ledger that are drawn dashed
 _NOT_SECONDS = ('tokens_per_second', 'learner_idle', 'rollout_idle', 'engine_host_share')  # entries of `time`
 
 
@@ -133,28 +138,29 @@ def draw_step_times(axes: Axes, records: Records) -> None:
 
 
 def draw_ledger(axes: Axes, records: Records) -> None:
-  """Draw the mean absolute mismatch of a token, and the mean absolute value of each of its parts by cause."""
+  """Draw the mean absolute mismatch of a token and of its parts; dashed: interaction, reproduction error, and no replay."""
   _prepare(axes, 'Mismatch by cause', 'mean |Δ log p|, nats per token')
-  causes = ('gap', 'staleness', 'numerics', 'weights', 'kv', 'eviction', 'routing', 'residual', 'unreplayed')
-  colors = ('#222222', _SAND, _GREY, _PURPLE, _GREEN, _ORANGE, _BLUE, '#b0b7bf', '#222222')
-  for cause, color in zip(causes, colors):
-    steps, values = series(records, f'ledger/{cause}_abs')
+  for name, color in _LEDGER.items():
+    steps, values = series(records, f'ledger/{name}_abs')
     if np.any(values > 0.0):
-      _curve(axes, steps, values, color=color, label=cause, linestyle='--' if cause in ('residual', 'unreplayed') else '-')
+      _curve(axes, steps, values, color=color, label=name, linestyle='--' if name in _NO_CAUSE else '-')
   axes.set_ylim(bottom=0.0)
   _legend(axes)
 
 
 def draw_ledger_histogram(axes: Axes, records: Records) -> None:
-  """Draw, for each part of the latest ledger, a histogram over tokens. Rejection and truncation act on its tails."""
+  """Draw a histogram over tokens for the mismatch in the latest ledger and each of its parts that are not all near 0.
+
+  Rejection and truncation act on the tails.
+  """
   _prepare(axes, 'Tokens by mismatch, latest ledger', 'tokens')
   ledgers = [record for record in records if record.get('kind') == 'ledger']
   if ledgers:
-    counts = {name: c for name, c in ledgers[-1]['histograms'].items() if sum(c) > c[len(c) // 2]}
+    counts = {name: c for name, c in ledgers[-1]['histograms'].items() if name in _LEDGER and sum(c) > c[len(c) // 2]}
     width = 0.8 / max(len(counts), 1)
-    colors = ('#222222', _PURPLE, _GREEN, _ORANGE, _GREY, _SAND, '#b0b7bf', _BLUE, '#e0a0a0')
-    for i, ((name, values), color) in enumerate(zip(counts.items(), colors)):
-      axes.bar(np.arange(len(values)) + (i - len(counts) / 2) * width, values, width, align='edge', color=color, label=name)
+    for i, (name, values) in enumerate(counts.items()):
+      places = np.arange(len(values)) + (i - len(counts) / 2) * width
+      axes.bar(places, values, width, align='edge', color=_LEDGER[name], label=name)
     edges = ledgers[-1]['edges']
     axes.set_xticks(np.arange(len(edges)) + 0.5, [f'{edge:g}' for edge in edges], rotation=60)
     axes.set_xlabel('Δ log p of a token (learner - sampler), nats')

@@ -1,4 +1,4 @@
-"""The ledger: its entries sum to the gap, the entry of an absent cause is 0, and a single cause explains the gap.
+"""The ledger: its parts sum to the gap, the part of an absent cause is 0, and only rounding is left of the replayed whole.
 
 The default tests use random tokens with the log-probs of a replay. tests/sampler/ checks that a replay returns the log-probs of
 the sampler. The slow tests sample.
@@ -6,6 +6,7 @@ the sampler. The slow tests sample.
 
 import dataclasses
 import importlib.util
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +17,7 @@ import tiny
 
 from sprl.config import UNQUANTISED, Cache, Quant
 from sprl.config_reader import resolve
-from sprl.mismatch import CAUSES, EDGES, histograms, ledger, scalars
+from sprl.mismatch import EDGES, PARTS, histograms, ledger, scalars
 from sprl.model import Model
 from sprl.sampler import calibrate
 from sprl.sampler.engine import generate
@@ -85,21 +86,27 @@ def size(x):
 
 
 def entries_of(arguments, **more):
-  """Return the entries of the ledger. Assert that they sum to the gap."""
+  """Return the entries of the ledger. Assert that the parts sum to the gap."""
   settings, given, trajectories = arguments
   entries = ledger(*settings, trajectories, **given, **more)
-  assert {*entries} - {'unreplayed'} == {'gap', *CAUSES}
+  pairs = {name for name in entries if name.startswith('interaction_')}
+  assert {*entries} - {'unreplayed'} - pairs == {'gap', *PARTS, 'interaction'}
   assert all(x.shape == (sum(t.mask.sum() for t in trajectories),) for x in entries.values())
-  np.testing.assert_allclose(sum(entries[cause] for cause in CAUSES), entries['gap'], atol=1e-6)
+  np.testing.assert_allclose(sum(entries[part] for part in PARTS), entries['gap'], atol=1e-6)
+  np.testing.assert_allclose(sum(entries[pair] for pair in pairs), entries['interaction'], atol=1e-6)
   return entries
+
+
+def check_reproduced(entries):
+  assert np.max(np.abs(entries['reproduction'])) < 1e-5
 
 
 def check_alone(cause, entries):
   assert size(entries[cause]) > 1e-3
   np.testing.assert_allclose(entries[cause], entries['gap'], atol=2e-5)
-  for other in {*CAUSES} - {cause, 'numerics', 'residual'}:
+  for other in {*PARTS, 'interaction'} - {cause, 'numerics', 'reproduction'}:
     assert not np.any(entries[other])
-  assert np.max(np.abs(entries['residual'])) < 1e-5
+  check_reproduced(entries)
 
 
 @pytest.mark.parametrize(
@@ -110,23 +117,51 @@ def test_one_cause_alone_explains_the_gap(world, cause, cache, quant):
   check_alone(cause, entries_of(rescored(world, cache, quant)))
 
 
+def check_together(world, arguments):
+  """Assert that the parts of three causes are their averages over all orders, from replays that this function makes itself."""
+  (run, model, engine), given, trajectories = arguments
+  entries = entries_of(arguments)
+  check_reproduced(entries)
+
+  def log_probs(on):
+    quant = run.quant if 'weights' in on else UNQUANTISED
+    cache, kv = run.cache if 'eviction' in on else Cache(), run.quant if 'kv' in on else UNQUANTISED
+    layout = model.cache_layout(run.sampling, cache, kv)
+    weights = model.sampler_weights(given['params'], quant, given['scales'])
+    logp = replay(dataclasses.replace(engine, layout=layout), weights, trajectories)
+    return np.concatenate([x[t.mask] for x, t in zip(logp, trajectories)]).astype(np.float64)
+
+  names = ('weights', 'kv', 'eviction')
+  found = {frozenset(on): log_probs(on) for n in range(4) for on in itertools.combinations(names, n)}
+  for name in names:
+    orders = [order[: order.index(name)] for order in itertools.permutations(names)]
+    expected = np.mean([found[frozenset(before)] - found[frozenset({*before, name})] for before in orders], axis=0)
+    assert size(expected) > 1e-3
+    np.testing.assert_allclose(entries[name], expected, atol=1e-5)
+  alone = sum(found[frozenset()] - found[frozenset({name})] for name in names)
+  np.testing.assert_allclose(entries['interaction'], found[frozenset()] - found[frozenset(names)] - alone, atol=1e-5)
+  assert {name for name in entries if name.startswith('interaction_')} == {
+    'interaction_weights_kv', 'interaction_weights_eviction', 'interaction_kv_eviction'
+  }  # fmt: skip
+  assert size(entries['interaction']) > 1e-3
+
+
+def test_three_causes_have_their_averages_over_all_orders(world):
+  check_together(world, rescored(world, SPARSE, Quant(sampler='w8a8_kv8')))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-  ('causes', 'cache', 'quant'),
-  [
-    ({'eviction'}, SPARSE, UNQUANTISED),
-    ({'weights'}, Cache(), Quant(sampler='w8a8')),
-    ({'kv'}, Cache(), Quant(sampler='kv8')),
-    ({'weights', 'kv', 'eviction'}, SPARSE, Quant(sampler='w8a8_kv8')),
-  ],
+  ('cause', 'cache', 'quant'),
+  [('eviction', SPARSE, UNQUANTISED), ('weights', Cache(), Quant(sampler='w8a8')), ('kv', Cache(), Quant(sampler='kv8'))],
 )
-def test_the_causes_explain_the_gap_of_drawn_tokens(world, causes, cache, quant):
-  entries = entries_of(sampled(world, cache, quant))
-  if len(causes) == 1:
-    return check_alone(*causes, entries)
-  alone = [size(entries[cause]) for cause in causes]
-  assert min(alone) > 1e-3
-  assert 0 < size(entries['residual']) < sum(alone)
+def test_one_cause_explains_the_gap_of_drawn_tokens(world, cause, cache, quant):
+  check_alone(cause, entries_of(sampled(world, cache, quant)))
+
+
+@pytest.mark.slow
+def test_three_causes_of_drawn_tokens_have_their_averages_over_all_orders(world):
+  check_together(world, sampled(world, SPARSE, Quant(sampler='w8a8_kv8')))
 
 
 @pytest.mark.slow
@@ -136,7 +171,7 @@ def test_router_replay_removes_the_effect_of_other_experts(tmp_path):
   unreplayed = entries['unreplayed']
   np.testing.assert_allclose(unreplayed + entries['routing'], entries['gap'], atol=1e-6)
   np.testing.assert_allclose(entries['weights'], unreplayed, atol=2e-5)  # FP8 linears alone explain the gap without replay
-  assert np.max(np.abs(entries['residual'])) < 1e-5
+  check_reproduced(entries)
   assert size(entries['gap']) < 0.9 * size(unreplayed)
 
 
@@ -145,12 +180,12 @@ def test_older_weights_are_staleness(world):
   check_alone('staleness', entries_of(rescored(world, Cache(), weights=older), sampled_with=older))
 
 
-def test_forged_log_probs_are_in_the_residual(world):
+def test_forged_log_probs_are_a_reproduction_error(world):
   settings, given, trajectories = rescored(world)
   forged = [
     dataclasses.replace(t, sampler_logp=np.where(t.mask, t.sampler_logp - 0.25, 0).astype(np.float32)) for t in trajectories
   ]
-  np.testing.assert_allclose(entries_of((settings, given, forged))['residual'], 0.25, atol=1e-5)
+  np.testing.assert_allclose(entries_of((settings, given, forged))['reproduction'], 0.25, atol=1e-5)
 
 
 def test_scalars_and_histograms_by_hand():

@@ -8,6 +8,8 @@ from matplotlib.figure import Figure
 
 from sprl.io.metrics import RunLog
 from sprl.io.plots import (
+  draw_ledger,
+  draw_ledger_histogram,
   draw_length,
   draw_mismatch,
   draw_reward,
@@ -93,6 +95,33 @@ def test_seconds_of_a_step_are_stacked_and_compilation_is_named():
 def test_only_seconds_are_drawn_as_times():
   [axes] = panel_figure(draw_times, [times(1, 2.0, 1.0)]).axes
   assert [label.get_text() for label in axes.get_yticklabels()] == ['learn', 'rollout']
+
+
+LEDGER = {
+  'step': 2, 'kind': 'ledger', 'ledger/gap_abs': 0.3, 'ledger/weights_abs': 0.2, 'ledger/kv_abs': 0.1, 'ledger/routing_abs': 0.0,
+  'ledger/interaction_abs': 0.05, 'ledger/interaction_weights_kv_abs': 0.05, 'ledger/reproduction_abs': 1e-6,
+  'edges': [-0.1, 0.1],
+  'histograms': {
+    'gap': [1, 2, 3], 'weights': [0, 4, 2], 'kv': [2, 4, 0], 'routing': [0, 6, 0], 'interaction': [1, 5, 0],
+    'interaction_weights_kv': [1, 5, 0],
+  },
+}  # fmt: skip
+
+
+def test_the_ledger_panel_draws_parts_as_lines_and_what_is_no_cause_dashed():
+  figure = panel_figure(draw_ledger, [LEDGER])
+  drawn = {'gap': 0.3, 'weights': 0.2, 'kv': 0.1, 'reproduction': 1e-6, 'interaction': 0.05}
+  assert curves(figure) == {name: [(2, value)] for name, value in drawn.items()}
+  styles = {str(line.get_label()): line.get_linestyle() for line in figure.axes[0].lines}
+  assert [name for name, style in styles.items() if style == '--'] == ['reproduction', 'interaction']
+
+
+def test_the_ledger_histogram_draws_entries_that_are_not_all_near_0_without_the_pairs():
+  [axes] = panel_figure(draw_ledger_histogram, [LEDGER]).axes
+  assert bars_of(axes) == [[1, 2, 3], [0, 4, 2], [2, 4, 0], [1, 5, 0]]
+  assert [container.get_label() for container in axes.containers] == ['gap', 'weights', 'kv', 'interaction']
+  colours = [container[0].get_facecolor() for container in axes.containers]
+  assert len(set(colours)) == 4
 
 
 # --- timeline.png ----------------------------------------------------------------------------------------------------
