@@ -232,7 +232,7 @@ def test_a_row_does_not_depend_on_the_other_rows():
 @pytest.mark.parametrize('name', sorted(PRESETS))
 def test_equal_policies_have_weights_of_1_and_lose_no_token(name):
   x = oracle.batch(1)
-  result = corrected(x | {'roll': x['old']}, preset(name))
+  result = corrected(x | {'roll': x['old']}, preset(name), np.arange(len(x['old'])) // 2)
   np.testing.assert_array_equal(result.weight, x['mask'])
   np.testing.assert_array_equal(result.mask, x['mask'])
   assert result.keep.all()
@@ -241,9 +241,9 @@ def test_equal_policies_have_weights_of_1_and_lose_no_token(name):
 def test_correct_compiles_with_static_settings():
   x = oracle.batch(4)
   s = replace(preset('sparse_rl_code'), reject=('seq_mean_k3=0.5', 'token_k2=1.0'))
-  logprobs = LogProbs(sampler=jnp.float32(x['roll']), old=jnp.float32(x['old']))
-  compiled = jax.jit(correct, static_argnums=2)(logprobs, jnp.asarray(x['mask']), s)
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), compiled, corrected(x, s))
+  logprobs, micro = LogProbs(sampler=jnp.float32(x['roll']), old=jnp.float32(x['old'])), jnp.arange(len(x['old'])) // 2
+  compiled = jax.jit(correct, static_argnums=2)(logprobs, jnp.asarray(x['mask']), s, micro)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), compiled, corrected(x, s, micro))
 
 
 def test_no_gradient_flows_through_weights():
@@ -263,7 +263,7 @@ def test_no_gradient_flows_through_weights():
 def test_presets_are_the_published_settings():
   assert preset('token_is') == Correction()
   assert preset('sparse_rl') == Correction(cap=1.5, normalise='global', veto=1e-4)
-  assert preset('sparse_rl_code') == Correction(cap=1.5, normalise='global', veto=1e-4, reject=('token_k1=0.5:1.5',))
+  assert preset('sparse_rl_code') == Correction(cap=1.5, normalise='micro', veto=1e-4, reject=('token_k1=0.5:1.5',))
   assert preset('slime') == Correction(cap=2.0, floor=0.5, normalise='global', veto=1e-4)
   assert preset('pg_geo_rs_seq_tis') == Correction(mode='bypass', level='sequence', reject=('seq_mean_k1=0.999:1.001',))
   with pytest.raises(SettingsError, match=r"'token_si'.*token_is, seq_is"):
