@@ -238,7 +238,7 @@ def whole_evictions(bench: Bench) -> Iterator[Row]:
       return layer, jnp.ones(B, bool), jnp.full(B, S), jnp.full(B, S - 1)
 
     def call(layer, due, occupied, now, layout=layout):
-      return compress(layout, layer, due, occupied=occupied, now=now)[:1]
+      return compress(layout, layer, due, occupied=occupied, newest=now, gone=now)[:1]
 
     least = Cost(2 * B * K * S * D + eviction.compact_cost(B, K, budget, D, BF16).bytes, 0)
     yield bench.timed(f'eviction {method}', f'{name} B {B} S {S}', call, make, least, moving=1)

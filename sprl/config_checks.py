@@ -185,9 +185,13 @@ _ANOTHER_ROW = 'a sequence that continues in another row evicts other tokens'
 
 
 def validate_cache(run: Run) -> None:
-  """Raise SettingsError if an arm that evicts has no budget, or if the learner cannot mask the same tokens as the sampler."""
+  """Raise SettingsError if the budget does not suit the arm, or if the learner cannot mask the same tokens as the sampler."""
   if run.arm not in (None, 'dense'):
     require(run, 'cache.budget', run.cache.budget is not None, f'tokens to keep with config.arm = {run.arm!r}')
+  if run.arm == 'sparse_rl_code':
+    whole = f'at least config.sampling.max_prompt = {run.sampling.max_prompt} with config.arm = {run.arm!r}'
+    whole += ', because the released sampler never compresses a prompt'
+    require(run, 'cache.budget', (run.cache.budget or 0) >= run.sampling.max_prompt, whole)
   if run.masked_learner:
     with_arm = f'with config.arm = {run.arm!r}'
     require(run, 'rollout.async_ratio', run.rollout.async_ratio == 0, f'0 {with_arm}: {_ANOTHER_ROW}')

@@ -281,6 +281,8 @@ REFUSED = [  # key, its value, the other setting that the error names, changes
   ('quant.softmax', 'fp8', "quant.sampler = 'none'", {}),
   ('quant.softmax', 'fp8', "quant.sampler = 'w8a8'", {'quant__sampler': 'w8a8'}),
   ('cache.budget', None, "arm = 'naive'", {'arm': 'naive'}),
+  ('cache.budget', 255, 'sampling.max_prompt = 256', {'arm': 'sparse_rl_code'}),
+  ('cache.scope', 'layer', "'global'", {'arm': 'sparse_rl_code', 'cache__budget': 256}),
   ('ledger.every', 1, "arm = 'learner_mask'", MASKED),
   ('rollout.async_ratio', 1.0, "arm = 'learner_mask'", MASKED),
   ('task.kind', 'environment', "arm = 'learner_mask'", {**MASKED, **ENVIRONMENT}),
@@ -365,12 +367,13 @@ TABLE = {  # arm: weighted, veto, token mask, masked learner
 
 @pytest.mark.parametrize('arm', TABLE)
 def test_an_arm_sets_the_correction(arm):
-  run = accepts(arm=arm, cache__budget=64)
+  run = accepts(arm=arm, cache__budget=512)
   c = run.correction
   assert (c.level is not None, c.veto is not None, bool(c.reject), run.masked_learner) == TABLE[arm]
-  assert run.cache.budget == 64
+  assert run.cache.budget == 512
   if c.level is not None:
-    assert (c.level, c.weight, c.cap, c.normalise) == ('token', 'truncate', 1.5, 'global')
+    released = arm == 'sparse_rl_code'  # tests/sampler/test_released_arm.py
+    assert (c.level, c.weight, c.cap, c.normalise) == ('token', 'truncate', 1.5, 'micro' if released else 'global')
   assert c.veto in (None, 1e-4)
   assert c.reject in ((), ('token_k1=0.5:1.5',))
   assert run.packing.share_prefix == (arm != 'learner_mask')

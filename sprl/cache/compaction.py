@@ -1,5 +1,8 @@
 """Compression of a layer: score the slots, choose which to keep, move those to the front (docs/methods/sparse.md, eq. 4).
 
+A long prompt is compressed after its queries attended, a row that decodes before its query attends. The caller says so by the
+position from which on queries do not find the evicted tokens (`gone`).
+
 Only rows that are due are compressed, in place and a few at a time, so work and memory grow with the evictions and not with the
 batch. On a mesh each device compresses its own rows and heads.
 """
@@ -28,7 +31,8 @@ def compress(
   due: Bool[Array, ' B'],
   *,
   occupied: Int[Array, ' B'],
-  now: Int[Array, ' B'],
+  newest: Int[Array, ' B'],
+  gone: Int[Array, ' B'],
   k_scale: Float[Array, ''] | None = None,
   bias: Callable[[Int[Array, 'K S']], Float[Array, 'K S D']] | None = None,
   chosen: Int[Array, 'B N'] | None = None,
@@ -40,8 +44,9 @@ def compress(
     layout: the cache's layout; it must be sparse.
     layer: the layer before the compression.
     due: the rows to compress.
-    occupied: occupied slots of each row, the current token's included.
-    now: position of the current query. It is recorded as the first query that does not find an evicted token.
+    occupied: occupied slots of each row, those of this step's tokens included.
+    newest: position of the newest query.
+    gone: position of the first query that does not find an evicted token, which is what the record of evictions holds.
     k_scale: scale of FP8 keys, None if keys are stored as numbers.
     bias: function of positions that returns the key bias to add, None if stored keys include their bias.
     chosen: with scope `global`, the slots that the first layer chose for all layers.
@@ -61,12 +66,12 @@ def compress(
     row = jnp.minimum(rows, B - 1)
     part = jax.tree.map(lambda x: x[row], layer)
     if choose:
-      keep, carried = jax.vmap(partial(_choose, layout, k_scale, bias))(part, occupied[row], now[row])
+      keep, carried = jax.vmap(partial(_choose, layout, k_scale, bias))(part, occupied[row], newest[row])
     else:
       assert chosen is not None
       keep = jnp.broadcast_to(chosen[row, None], (size, layer.k.shape[1], chosen.shape[1]))
       carried = part.carried
-    others = jax.vmap(partial(_compacted, layout))(part, carried, keep, occupied[row], now[row])
+    others = jax.vmap(partial(_compacted, layout))(part, carried, keep, occupied[row], gone[row])
     k, v = compact(layer.k, layer.v, rows, keep, True, layout.kernels)
     others = {name: getattr(layer, name).at[rows].set(new, mode='drop') for name, new in others.items()}
     if choose and chosen is not None:
@@ -85,14 +90,14 @@ def _rows_at_once(layout: CacheLayout, rows: int, slots: int) -> int:
   return max(1, min(rows, int(SHARE * layout.bytes(rows) / row)))
 
 
-def _choose(layout, k_scale, bias, layer, occupied, now):
+def _choose(layout, k_scale, bias, layer, occupied, newest):
   """Return the slots of one row to keep, in ascending order [K, N], and the stored numbers of the method [K, S]."""
   settings, a = layout.settings, layout.window
   K, S = layer.position.shape
   G = layout.heads // layout.kv_heads
   ring = jnp.arange(max(layout.queries, 1))
-  # Index i holds the newest position p <= now with p % A == i; A = layout.queries.
-  q_position = now - (now - ring) % max(layout.queries, 1)
+  # Index i holds the largest position p <= newest with p % A == i; A = layout.queries.
+  q_position = newest - (newest - ring) % max(layout.queries, 1)
   q = jnp.zeros((K, G, 1, layout.head_dim)) if layer.queries is None else layer.queries
   carried = jnp.zeros((K, S)) if layer.carried is None else layer.carried
   keys = layer.keys if k_scale is None else fp8.decast(layer.keys, k_scale)
@@ -110,11 +115,11 @@ def _choose(layout, k_scale, bias, layer, occupied, now):
     score = jnp.broadcast_to(psum(jnp.sum(jnp.where(view.position >= 0, score, 0), axis=0), 'kv_heads'), score.shape)
   score = jnp.where(jnp.arange(S) < occupied - a, score, -jnp.inf)
   best = jnp.sort(jax.lax.top_k(score, layout.budget - a)[1], axis=-1)
-  newest = jnp.broadcast_to(occupied - a + jnp.arange(a), (K, a))
-  return jnp.concatenate([best, newest], axis=-1), carried
+  window = jnp.broadcast_to(occupied - a + jnp.arange(a), (K, a))
+  return jnp.concatenate([best, window], axis=-1), carried
 
 
-def _compacted(layout, layer, carried, keep, occupied, now):
+def _compacted(layout, layer, carried, keep, occupied, gone):
   """Return the new `position`, `carried` and `evicted` of one row, by name: kept slots in front, other slots empty."""
   K, S = layer.position.shape
   N = keep.shape[1]
@@ -131,5 +136,5 @@ def _compacted(layout, layer, carried, keep, occupied, now):
     kept = jnp.zeros((K, S), bool).at[head, keep].set(True)
     lost = (jnp.arange(S) < occupied) & ~kept
     place = jnp.where(lost, layer.position, layer.evicted.shape[1])  # out of bounds: dropped
-    new['evicted'] = layer.evicted.at[head, place].set(now, mode='drop')
+    new['evicted'] = layer.evicted.at[head, place].set(gone, mode='drop')
   return new

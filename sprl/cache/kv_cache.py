@@ -101,11 +101,11 @@ class KVCache:
   # --- between forward passes ----------------------------------------------------------------------------------------
 
   def due(self, step: Step) -> Bool[Array, ' B']:
-    """Return the rows that this step compresses (docs/methods/sparse.md, eq. 3)."""
-    if not (self.layout.sparse and step.decoding):
+    """Return the rows that this step compresses: at an interval, or when the prompt is read (docs/methods/sparse.md, eq. 3)."""
+    if not self.layout.sparse:
       return jnp.zeros(self.length.shape, bool)
-    at_interval = (self.decoded + 1) % self.layout.settings.interval == 0
-    return (step.count > 0) & at_interval & (self.length + 1 > self.layout.budget)
+    over = (step.count > 0) & (self.length + step.count > self.layout.budget)
+    return over & ((self.decoded + 1) % self.layout.settings.interval == 0) if step.decoding else over
 
   def attended(self, step: Step) -> Int[Array, ' B']:
     """Return the slots that the query of a decode step attends to, its own included (docs/methods/sparse.md, eq. 6)."""
@@ -174,8 +174,9 @@ class KVCache:
   ) -> tuple[Float[Array, 'B T H D'], 'KVCache']:
     """Write a layer's new keys and values, compress rows that are due, and return the outputs and the cache.
 
-    New token t of row b goes to slot length[b] + t and attends to the slots up to its own. Only steps of one token compress.
-    The rows' lengths stay as they are until `advance`.
+    New token t of row b goes to slot length[b] + t and attends to the slots up to its own. A decode step compresses before its
+    query attends. A prompt is compressed after its queries attended; the layer then has the layout's slots at most, however
+    many the prompt needed. Several tokens of decode steps do not compress. The rows' lengths stay as they are until `advance`.
     """
     alone, heads = self._only(layer), ('rows', None, 'kv_heads', None)
     attend = local(partial(_attend, layer), (alone.axes, step.axes, heads, heads, heads), (heads, alone.axes))
@@ -227,8 +228,10 @@ class KVCache:
     k, v = jnp.swapaxes(held.keys, 1, 2), jnp.swapaxes(held.values, 1, 2)
     if self.scales is not None:
       k, v = fp8.decast(k, self.scales.k[layer]), fp8.decast(v, self.scales.v[layer])
-      if self.bias is not None:
+      if self.bias is not None and (held.position is None or not step.decoding):  # each slot holds the token of its number
         k = k + self.bias.of_tokens(layer, jnp.arange(k.shape[1])[None])
+      elif self.bias is not None:
+        k = k + jnp.swapaxes(self.bias.at(layer, held.position), 1, 2)
       k, v = k.astype(q.dtype), v.astype(q.dtype)
     slot = self.length[:, None] + jnp.arange(q.shape[1])
     allowed = (jnp.arange(k.shape[1]) <= slot[:, :, None])[:, None]
@@ -260,12 +263,15 @@ class KVCache:
     return self.bias.scores(layer, q, held.position)[..., : held.k.shape[2]]  # without `position` a slot is its position
 
   def _compress(self, layer, step):
+    count = jnp.maximum(step.count, 1)  # a row without a new token is not due, but is computed to fill up a block of rows
+    newest = self.seen + count - 1
     held, chosen = compress(
       self.layout,
       self.layers[layer],
       self.due(step),
-      occupied=self.length + 1,
-      now=self.seen,
+      occupied=self.length + count,
+      newest=newest,
+      gone=newest if step.decoding else newest + 1,  # the queries of a prompt have attended to all of it
       k_scale=None if self.scales is None else self.scales.k[layer],
       bias=None if self.bias is None else partial(self.bias.at, layer),
       chosen=self.chosen,
@@ -326,11 +332,17 @@ def _attend(layer: int, cache: KVCache, step: Step, q, k, v):
     q, cache = cache._round_queries(layer, step, q)
   with jax.named_scope('write'):
     cache = cache._write(layer, step, q, k, v)
-  if q.shape[1] > 1:
-    return cache._attend_many(layer, step, q)
-  if layout.sparse and step.decoding:
+  if q.shape[1] == 1:
+    if layout.sparse and step.decoding:
+      cache = cache._compress(layer, step)
+    return cache._attend_one(layer, step, q[:, 0])
+  out, cache = cache._attend_many(layer, step, q)
+  if layout.sparse and not step.decoding and q.shape[1] > layout.budget:
     cache = cache._compress(layer, step)
-  return cache._attend_one(layer, step, q[:, 0])
+    # Nothing in the next layer needs this compression, so without the barrier XLA delays it and holds all layers' whole prompts.
+    out, held = jax.lax.optimization_barrier((out, cache.layers[layer].cut(layout.slots)))
+    cache = cache._with(layer, held)
+  return out, cache
 
 
 def _clamped(x, scale, step):

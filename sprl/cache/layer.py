@@ -1,6 +1,6 @@
 """The cache of one layer: the keys and values of the tokens that are kept, and what eviction stores beside them."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -43,6 +43,11 @@ class LayerCache:
       carried=jnp.full(shape, layout.initial_carried) if layout.carries else None,
       evicted=jnp.full((*shape[:2], layout.positions), NEVER, jnp.int32) if layout.record else None,
     )
+
+  def cut(self, slots: int) -> 'LayerCache':
+    """Return the layer with its first `slots` slots only. The others must be empty or padding."""
+    of_slots = {name: getattr(self, name) for name in ('k', 'v', 'position', 'carried')}
+    return replace(self, **{name: None if x is None else x[:, :, :slots] for name, x in of_slots.items()})
 
   @property
   def axes(self) -> 'LayerCache':

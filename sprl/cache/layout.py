@@ -51,7 +51,8 @@ class CacheLayout:
   @property
   def slots(self) -> int:
     """S, the slots of each layer: the longest sequence, or less if the cache evicts (docs/methods/sparse.md, eq. 5)."""
-    return min(self.positions, max(self.prompt, self.budget) + self.settings.interval) if self.sparse else self.positions
+    # A compression is due `interval` steps after the previous one, and comes after the current token is written.
+    return min(self.positions, self.budget + self.settings.interval) if self.sparse else self.positions
 
   @property
   def window(self) -> int:
@@ -146,7 +147,7 @@ def never_evicts(cache: Cache, prompt: int, completion: int) -> str | None:
 
   `prompt` and `completion` are the most tokens of each.
   """
-  if cache.budget is None:
+  if cache.budget is None or cache.budget < prompt:  # a longer prompt is compressed when it is read
     return None
   steps = completion - 1  # the last token is drawn and never enters the cache
   if cache.budget >= prompt + steps:

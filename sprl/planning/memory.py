@@ -219,8 +219,12 @@ def rollout_memory(config: ModelConfig, run: Run, cache: Cache, quant: Quant, pr
   layout, (H, K) = rollout_cache(config, run, cache, quant), axes.heads(config)
   part = dataclasses.replace(layout, heads=H, kv_heads=K)
   P, b, together = layout.prompt, accelerator_dtype(run).itemsize, math.ceil(prompts / axes.rows)
-  # The prompts' own cache has as many slots as the bucket; no layer of it is larger than the layout's.
+  # The prompts' own cache has as many slots as the bucket, but no more than the layout's. Before a layer is compressed, it holds
+  # the whole prompt.
   prefilled = together * kv_bytes(dataclasses.replace(part, positions=P))
+  if layout.sparse and layout.budget < P:
+    whole_layer = dataclasses.replace(part, positions=P, layers=1, settings=dataclasses.replace(cache, budget=None))
+    prefilled += together * kv_bytes(whole_layer)
   scores = b * P if library_attends(config, run, P, False) else FLOAT32 * 2 * H * min(QUERY_CHUNK, P)
   passing = together * P * (scores + 2 * b * (config.hidden_size + max(mlp_widths(config, axes.tensor))))
   passing += _experts(config, run, together * P, axes) if config.experts else 0

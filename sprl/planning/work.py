@@ -93,7 +93,7 @@ def linear_weights(config: ModelConfig, axes: MeshAxes) -> int:
 
 def attended(layout: CacheLayout) -> float:
   """Mean number of slots that a decode step attends to, over the longest completion of the longest prompt."""
-  length, total = layout.prompt, 0
+  length, total = min(layout.prompt, layout.budget) if layout.sparse else layout.prompt, 0
   steps = layout.positions - layout.prompt
   for step in range(1, steps + 1):
     length += 1

@@ -133,13 +133,16 @@ def prefill(
 ) -> Prompts:
   """Read right-padded prompts of `lengths` tokens in one forward pass.
 
+  A prompt longer than the budget is compressed layer by layer, after its queries attended to all of it. So only one layer at a
+  time holds the whole prompt, and the prompts' caches have no more slots than the rows that start on them.
+
   `given` follows the prompts: earlier turns, or tokens that an aborted request had drawn. `counts` are their lengths. They are
   read as decode steps would have read them, so a cache that evicts compresses at the same tokens.
 
   Padding is written behind each row's length, where no query attends.
   """
   P, T = tokens.shape
-  cache = empty_cache(layout, weights, P, T if given is None else None)
+  cache = empty_cache(layout, weights, P, T if given is None else max(T, layout.slots))
   positions = jnp.broadcast_to(jnp.arange(T), (P, T))
   hidden, cache, routes = _pass(graphdef, weights, tokens, positions, cache, Step(lengths))
   last = jnp.take_along_axis(hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
@@ -216,9 +219,9 @@ def insert(
     ),
   )
   hidden = shard(shard(prompts.hidden, None, None)[parent], 'rows', None)
-  return _draw_token(
-    state, weights, hidden, active=new & ~state.done, attended=state.cache.length, sampling=sampling, stop_ids=stop_ids
-  )
+  # The last query of a prompt attended to all of it. The last query of given tokens was a decode step's.
+  attended = jnp.where(state.cache.decoded > 0, state.cache.length, state.cache.seen)
+  return _draw_token(state, weights, hidden, active=new & ~state.done, attended=attended, sampling=sampling, stop_ids=stop_ids)
 
 
 @OnMesh

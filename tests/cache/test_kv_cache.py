@@ -141,7 +141,7 @@ def test_forked_rows_are_copies_of_a_shorter_cache_without_old_values():
   ('prompt', 'completion', 'cache', 'S'),
   [
     (300, 4096, Cache(budget=512, interval=128), 640),
-    (700, 4096, Cache(budget=512, interval=128), 828),
+    (700, 4096, Cache(budget=512, interval=128), 640),  # a longer prompt needs no more: it is compressed
     (300, 300, Cache(budget=512, interval=128), 600),  # never more than the whole sequence
     (300, 4096, Cache(), 4396),
   ],
@@ -188,7 +188,7 @@ def test_a_compression_needs_little_memory_beside_the_cache(method, quant):
 
   def compressed(layer, due, occupied, now):
     scale = jnp.float32(1) if layout.fp8 else None
-    return compress(layout, layer, due, occupied=occupied, now=now, k_scale=scale)[0]
+    return compress(layout, layer, due, occupied=occupied, newest=now, gone=now, k_scale=scale)[0]
 
   compiled = jax.jit(compressed, donate_argnums=0).lower(layer, due, number, number).compile()
   memory = compiled.memory_analysis()
@@ -239,7 +239,7 @@ def test_each_row_counts_its_own_steps_through_pauses():
   layout = layout_of(Cache(budget=budget, interval=interval, method='keydiff', window=2), prompt=12, completion=steps)
   seen, cache = attended(layout, prompts, active)
   for row, n in enumerate(prompts):
-    count = 0
+    n, count = min(n, budget), 0  # the longer prompts are compressed when they are read
     for t in range(steps):
       if not active[t, row]:
         continue
@@ -264,6 +264,8 @@ class Loops:
     for x in zip(q, k, v):
       self.append(*x)
       self.attend(x[0])
+    if len(self.k) > self.settings.budget:
+      self.compress(len(self.queries))  # all queries of the prompt have attended to all of it
 
   def append(self, q, k, v):
     self.k.append(k)
@@ -303,11 +305,13 @@ class Loops:
 
 @pytest.mark.parametrize('method', METHODS)
 def test_ragged_rows_keep_the_slots_and_return_the_outputs_of_loops(method):
-  steps, prompts = 19, [9, 2, 6]
+  """The prompt of the first row exceeds the budget, and has more tokens than a row has slots."""
+  steps, prompts = 19, [14, 2, 6]
   settings = Cache(method=method, budget=8, interval=3, streaming=Streaming(2), window=None if method == 'h2o' else 3)
-  layout = layout_of(settings, completion=steps, record=True)
-  q, k, v = tokens(T, seed=3)
-  _, cache = prefill(KVCache.empty(layout, B), jnp.array(prompts), q, k, v)
+  layout = layout_of(settings, prompt=14, completion=steps, record=True)
+  q, k, v = tokens(14, seed=3)
+  _, cache = prefill(KVCache.empty(layout, B, 14), jnp.array(prompts), q, k, v)
+  assert cache.layers[0].k.shape[2] == layout.slots == 8 + 3
   loops = [[Loops(settings, H // K) for _ in range(K)] for _ in range(B)]
   for b, h in np.ndindex(B, K):
     mine = slice(h * 2, h * 2 + 2)
@@ -331,6 +335,7 @@ def test_ragged_rows_keep_the_slots_and_return_the_outputs_of_loops(method):
       if held.carried is not None:
         np.testing.assert_allclose(held.carried[b, h, :n], loops[b][h].carried, atol=1e-5)
   assert compressions >= 3 * B * K
+  assert any(gone == 14 for gone in loops[0][0].gone.values())  # evicted with the prompt
   assert cache.length.tolist() == [len(row[0].k) for row in loops]
   for b, h in np.ndindex(B, K):
     gone = [loops[b][h].gone.get(p, NEVER) for p in range(prompts[b] + steps)]

@@ -14,9 +14,10 @@ def layout(cache=Cache(), quant=Quant(), prompt=300, completion=4096, family='qw
   return cache_layout(tiny(family), cache, quant, prompt, completion, dtype)
 
 
-def test_a_sparse_cache_has_max_of_prompt_and_budget_plus_interval_slots():
+def test_a_sparse_cache_has_budget_plus_interval_slots_for_prompts_of_any_length():
   assert layout(Cache(budget=512)).slots == 512 + 128
-  assert layout(Cache(budget=64)).slots == 300 + 128
+  assert layout(Cache(budget=64)).slots == 64 + 128
+  assert layout(Cache(budget=64), prompt=3000).slots == 64 + 128
   assert layout().slots == 300 + 4096
   assert layout(Cache(budget=512), completion=100).slots == 400  # no row can need more
 
@@ -24,9 +25,9 @@ def test_a_sparse_cache_has_max_of_prompt_and_budget_plus_interval_slots():
 def test_bytes_count_keys_and_values():
   # 2 layers, 2 kv heads of 24: 2 x 2 x 2 x 24 numbers a token
   assert layout().bytes(5) == 5 * 4396 * 192 * 2
-  assert layout(Cache(budget=64), Quant(sampler='kv8')).bytes(5) == 5 * 428 * 192
+  assert layout(Cache(budget=64), Quant(sampler='kv8')).bytes(5) == 5 * 192 * 192
   assert layout(Cache(budget=64), Quant(sampler='kv8')).dense_bytes(5) == 5 * 4396 * 192 * 2
-  assert layout(Cache(budget=64), Quant(sampler='w8a8')).bytes(5) == 5 * 428 * 192 * 2
+  assert layout(Cache(budget=64), Quant(sampler='w8a8')).bytes(5) == 5 * 192 * 192 * 2
 
 
 def test_key_biases_stay_out_of_fp8_if_the_model_has_them():
@@ -65,6 +66,8 @@ def test_a_budget_beyond_the_longest_sequence_is_reduced_to_it(method):
 def compresses(cache, prompt, completion):
   """Return whether a row is ever compressed, by simulation of its steps. The last drawn token never enters the cache."""
   for n in range(1, prompt + 1):
+    if n > cache.budget:
+      return True
     for step in range(1, completion):
       if step % cache.interval == 0 and n + step > cache.budget:
         return True
@@ -77,9 +80,10 @@ def test_a_budget_that_never_evicts_is_reported():
     reason = never_evicts(cache, prompt, completion)
     assert (reason is None) == compresses(cache, prompt, completion), (cache, prompt, completion)
   assert never_evicts(Cache(), 300, 100) is None
+  assert never_evicts(Cache(budget=299, interval=100), 300, 100) is None  # it compresses the longest prompt
   for cache, words in (
     (Cache(budget=399, interval=4), ('config.cache.budget = 399', '399 tokens')),
-    (Cache(budget=64, interval=100), ('config.cache.interval = 100', 'config.cache.budget = 64')),
+    (Cache(budget=364, interval=100), ('config.cache.interval = 100', 'config.cache.budget = 364')),
     (Cache(budget=395, interval=45), ('config.cache.interval = 45', 'after 90 steps')),
   ):
     reason = never_evicts(cache, 300, 100)

@@ -280,7 +280,7 @@ def test_large_key_biases_outside_of_fp8_cost_no_precision():
   arrays = tuple(jnp.asarray(x, jnp.float32) for x in (q, biased, v))
   key_bias = KeyBias.of(layout, (jnp.asarray(bias.reshape(-1), jnp.float32),))
   _, held = prefill(KVCache.empty(layout, B, scales=scales, bias=key_bias), jnp.array(prompts), *(x[:, :T] for x in arrays))
-  kept = [list(range(n)) for n in prompts]  # columns of the arrays
+  kept = [[*range(sinks), *range(n - budget + sinks, n)] if n > budget else [*range(n)] for n in prompts]  # columns of the arrays
   for i in range(steps):
     out, held = decode_step(held, BOTH, *(x[:, T + i : T + i + 1] for x in arrays))
     for b in range(B):
@@ -296,6 +296,32 @@ def test_large_key_biases_outside_of_fp8_cost_no_precision():
   assert held.saturated.sum(1).tolist() == [0, 0]
   assert held.seen.tolist() == [n + steps for n in prompts]
   assert held.length.tolist() == [budget] * B
+
+
+@jax.jit
+def read_given(cache, count, *qkv):
+  step = Step(count, decoding=True)
+  out, cache = cache.attend(0, step, *qkv)
+  return out, cache.advance(step)
+
+
+def test_given_tokens_after_an_eviction_find_key_biases_at_their_true_positions():
+  """Streaming keeps 4 sinks and the newest 8 tokens of the prompt, so slot i no longer holds the token at position i."""
+  cache = Cache(method='streaming', budget=12, interval=4, window=4, streaming=Streaming(4))
+  layout, bias = layout_of(KV8, cache, 'qwen2'), large_bias()
+  q, k, v = map(np.asarray, tokens(T + 2))
+  q, v = q / 8, np.round(4 * v)
+  biased = k + np.stack([rotated(bias, p) for p in range(T + 2)])
+  scales = from_amax(amax(q, k, v), with_margin(1.05))._replace(v=jnp.ones(1))
+  arrays = tuple(jnp.asarray(x, jnp.float32) for x in (q, biased, v))
+  key_bias = KeyBias.of(layout, (jnp.asarray(bias.reshape(-1), jnp.float32),))
+  start = KVCache.empty(layout, B, T, scales=scales, bias=key_bias)
+  _, held = prefill(start, jnp.array([T, T]), *(x[:, :T] for x in arrays))
+  assert held.layers[0].k.shape[2] == layout.slots == 16
+  out, _ = read_given(held, jnp.array([2, 2]), *(x[:, T:] for x in arrays))
+  kept = [0, 1, 2, 3, *range(T - 8, T + 2)]
+  exact = np.stack([output(q[b, T + 1].astype(np.float64), biased[b, kept].astype(np.float64), v[b, kept]) for b in range(B)])
+  assert 0 < relative(out[:, 1], exact) < 0.05
 
 
 def test_prefill_adds_key_biases_back():

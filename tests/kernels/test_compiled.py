@@ -303,3 +303,20 @@ def test_a_prefill_uses_cudnn_with_a_mask_and_three_arrays_of_all_heads(sampler)
   assert compiled.temporary <= 2 * P * T * (3 * heads * layout.head_dim + T) + codes + 2**20
   assert {kernel.name for kernel in compiled.kernels} == ({'hopper_block_matmul'} if sampler == 'w8a8_kv8' else set())
   assert all(kernel.spills == 0 for kernel in compiled.kernels)
+
+
+@pytest.mark.parametrize('kernels', ['reference', 'mosaic_gpu'])
+def test_one_layer_at_a_time_holds_a_prompt_longer_than_the_budget(kernels):
+  """Without the barrier behind a prompt's compression, XLA would hold the whole prompt in all layers."""
+  temporary = []
+  for layers in (2, 6):
+    config = tiny('llama', num_hidden_layers=layers, head_dim=64)
+    params = jax.eval_shape(lambda config=config: transformer.init_params(config, jax.random.key(0)))
+    weights = jax.eval_shape(lambda params: sampler_weights(params, jnp.dtype('bfloat16')), params)
+    layout = cache_layout(config, Cache(budget=96, interval=32), Quant(), 1024, 1024, 'bfloat16', kernels=kernels)
+    prompts, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((8, 1024), (8,)))
+    compiled = compile_for_h200(partial(decode.prefill, transformer.graph(config), layout), weights, prompts, lengths)
+    temporary.append(compiled.temporary)
+    assert compiled.outputs < 1.1 * layout.bytes(8)
+  whole = 2 * 2 * 8 * 1024 * layout.kv_heads * layout.head_dim  # bytes of the keys and values of the prompts in a layer
+  assert temporary[1] - temporary[0] < 0.5 * 4 * whole

@@ -176,7 +176,7 @@ def test_layer_is_compressed_alike_with_kernels_and_references(monkeypatch, meth
   @partial(jax.jit, static_argnums=0)
   def compressed(kernels):
     due = jnp.array([True, True, False])
-    return compress(dataclasses.replace(layout, kernels=kernels), layer, due, occupied=occupied, now=now)[0]
+    return compress(dataclasses.replace(layout, kernels=kernels), layer, due, occupied=occupied, newest=now, gone=now)[0]
 
   found, expected = compressed('mosaic_gpu'), compressed('reference')
   jax.tree.map(np.testing.assert_array_equal, (found.k, found.v, found.position), (expected.k, expected.v, expected.position))

@@ -42,8 +42,8 @@ SHAPE = (6, 11)  # one shape for all batches, so that each operation compiles on
 
 def metrics_of(x, s):
   logprobs = LogProbs(sampler=jnp.asarray(x['roll']), old=jnp.asarray(x['old']))
-  mask = jnp.asarray(x['mask'])
-  return mismatch(logprobs, s, mask=mask, advantage=jnp.asarray(x['advantage']), corrected=correct(logprobs, mask, s))
+  mask, micro = jnp.asarray(x['mask']), jnp.zeros(len(x['mask']), jnp.int32)
+  return mismatch(logprobs, s, mask=mask, advantage=jnp.asarray(x['advantage']), corrected=correct(logprobs, mask, s, micro))
 
 
 def batch(seed):

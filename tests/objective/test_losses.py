@@ -192,7 +192,7 @@ def test_equal_policies_give_the_plain_policy_gradient(mode):
   """Without a gap and before any update every weight is 1, and the gradient is the gradient of -A l."""
   x = oracle.batch(5)
   x['roll'] = x['new'] = x['old']
-  fixed = correct(log_probs_of(x), jnp.asarray(x['mask']), correction_of('sparse_rl_code'))
+  fixed = correct(log_probs_of(x), jnp.asarray(x['mask']), correction_of('sparse_rl_code'), jnp.arange(len(x['mask'])) // 2)
   assert (np.asarray(fixed.mask) == x['mask']).all()
   plain = np.where(x['mask'], -x['advantage'], 0)
   for variant in ('ppo', 'tis', 'topr', 'cispo', 'kimi15', 'dppo_kl', 'reinforce'):

@@ -145,6 +145,13 @@ def test_bytes_of_a_sequence_equal_those_of_a_real_cache():
   assert 3 * kv_bytes(layout) == sum(x.nbytes for x in jax.tree.leaves(KVCache.empty(layout, 3)))
 
 
+def test_prompts_longer_than_the_budget_are_planned_with_the_slots_of_rows_and_one_whole_layer():
+  prefill = {n: memory.rollout_memory(QWEN, RUN, Cache(budget=n), Quant(), 4, MeshAxes()).prefill for n in (512, 256)}
+  slot = 28 * (2 * 2 * K * D + 4 * K)  # keys, values and a position
+  whole_layer = 2 * 2 * K * D * 512 + 28  # of a prompt of 512 tokens, with the counters of a row
+  assert prefill[512] - prefill[256] == 4 * ((512 - (256 + 128)) * slot - whole_layer)
+
+
 @pytest.mark.parametrize('arithmetic', ['emulate', 'blockwise'])
 def test_bytes_of_sampler_weights_equal_those_of_real_ones(arithmetic):
   config = tiny('qwen2', hidden_size=128, intermediate_size=256, num_hidden_layers=2)

@@ -41,6 +41,9 @@ def test_mean_number_of_attended_slots():
   sparse = cache_layout(config, Cache(budget=6, interval=3, window=2), Quant(), prompt, completion, jnp.float32)
   # Steps 3, 6 and 9 compress 7, 9 and 9 slots to 6.
   assert work.attended(sparse) == (5 + 6 + 6 + 7 + 8 + 6 + 7 + 8 + 6 + 7) / 10
+  longer = cache_layout(config, Cache(budget=6, interval=3, window=2), Quant(), 40, completion, jnp.float32)
+  # The prompt is compressed to 6 when it is read, then steps 3, 6 and 9 compress 9 slots.
+  assert work.attended(longer) == (7 + 8 + 6 + 7 + 8 + 6 + 7 + 8 + 6 + 7) / 10
 
 
 def test_a_decode_step_by_hand():

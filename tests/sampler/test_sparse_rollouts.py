@@ -1,9 +1,12 @@
 """Sparse and FP8 rollouts end to end: prompts are ragged, and rows end at different times and are refilled.
 
+The longest prompts exceed the budget and do not fit into the slots of a row.
+
 All tests use one small network. `sampled` caches, because a layout compiles once and several tests inspect its trajectories.
 """
 
 import dataclasses
+import itertools
 from functools import cache, partial
 
 import jax
@@ -33,9 +36,9 @@ from sprl.sharding.rules import OnMesh
 from sprl.types import Request
 
 BUDGET, INTERVAL, CHUNK = 12, 4, 7  # chunks end at any point between two compressions
-PROMPTS, LIMITS = (4, 14, 9), (30, 25, 20)  # of three groups of three
-T = 44
-SAMPLING = Sampling(temperature=0.9, max_tokens=30, max_prompt=14, prompt_buckets=(14,), chunk=CHUNK)
+PROMPTS, LIMITS = (4, 20, 9), (30, 25, 20)  # of three groups of three
+T = 50
+SAMPLING = Sampling(temperature=0.9, max_tokens=30, max_prompt=20, prompt_buckets=(20,), chunk=CHUNK)
 ATOL = 1e-4
 PLAIN, W8A8_KV8 = Quant(), Quant(sampler='w8a8_kv8')
 
@@ -51,8 +54,7 @@ def name(settings):
 
 RKV, STREAMING = sparse('rkv'), sparse('streaming')
 COVERING = [RKV, sparse('h2o', 'layer'), sparse('gkv', 'global'), STREAMING]  # queries, sums and history; every scope
-# Every method twice, with the scopes in turn. tests/cache compares each method with its own oracle.
-ROTATED = [sparse(method, ('head', 'layer', 'global')[(i + j) % 3]) for i, method in enumerate(METHODS) for j in range(2)]
+EVERY = [sparse(method, scope) for method in METHODS for scope in ('head', 'layer', 'global')]
 
 
 @cache
@@ -67,10 +69,10 @@ def network(quant=PLAIN, family='qwen2', layers=2):
 
 def engine_config(settings, quant=PLAIN):
   config = network(quant)[0]
-  layout = cache_layout(config, settings, quant, 14, 30, 'float32', record=True)
+  layout = cache_layout(config, settings, quant, 20, 30, 'float32', record=True)
   sampling, prefill = SAMPLING, 1
   if settings == RKV:  # rows are refilled one by one, not all together, with more programs
-    sampling, prefill = dataclasses.replace(SAMPLING, prompt_buckets=(5, 14)), 2
+    sampling, prefill = dataclasses.replace(SAMPLING, prompt_buckets=(5, 20)), 2
   return EngineConfig(config, sampling, layout, rows=4, prefill=prefill, seed=0, stop_ids=(), text=lambda ids: '')
 
 
@@ -135,8 +137,9 @@ def largest_gap(trajectories, logp):
 
 
 def schedule(settings, prompt, completion):
-  """Return (slots that the query of each token sees, first position after each compression)."""
-  n, kept, compressions = prompt, [prompt], []
+  """Return (slots that the query of each token sees, position of the first query without the tokens of each compression)."""
+  n, kept = min(prompt, settings.budget), [prompt]  # the last query of a prompt sees all of it
+  compressions = [prompt] if prompt > n else []
   for step in range(1, completion):
     n += 1
     due = step % settings.interval == 0 and n > settings.budget
@@ -159,7 +162,12 @@ def check_bookkeeping(settings, trajectories):
       assert np.all(np.count_nonzero(t.evicted[..., : query + 1] > query, axis=-1) == slots)
     assert set(np.unique(t.evicted).tolist()) - {NEVER} == set(compressions)
     for gone in compressions:  # the window of newest tokens stays
-      assert np.argwhere(t.evicted == gone)[:, -1].max() <= gone - window(settings)
+      newest = gone - 1 if gone == P else gone
+      assert np.argwhere(t.evicted == gone)[:, -1].max() <= newest - window(settings)
+  for a, b in itertools.pairwise(trajectories):
+    if a.group == b.group:  # samples of a group start on the same tokens of their prompt
+      P = a.prompt_length
+      np.testing.assert_array_equal(a.evicted[..., :P] == P, b.evicted[..., :P] == P)
 
 
 def check_against_the_masked_learner(settings):
@@ -176,8 +184,8 @@ def test_masked_learner_agrees_with_the_sampler(settings):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize('settings', [s for s in ROTATED if s not in COVERING], ids=name)
-def test_masked_learner_agrees_with_every_method(settings):
+@pytest.mark.parametrize('settings', [s for s in EVERY if s not in COVERING], ids=name)
+def test_masked_learner_agrees_with_every_method_and_scope(settings):
   check_against_the_masked_learner(settings)
   check_scope(settings)
 
@@ -212,8 +220,9 @@ def test_streaming_keeps_the_sinks_and_the_newest():
   """After a compression: positions 0 to 3 and the last budget - 4 (docs/methods/sparse.md, eq. 12)."""
   for t in sampled(STREAMING):
     for gone in schedule(STREAMING, t.prompt_length, len(t.completion))[1]:
-      left = np.flatnonzero(t.evicted[0, 0, : gone + 1] > gone)
-      assert left.tolist() == [0, 1, 2, 3, *range(gone + 1 - (BUDGET - 4), gone + 1)]
+      read = gone if gone == t.prompt_length else gone + 1  # tokens in the cache when it is compressed
+      left = np.flatnonzero(t.evicted[0, 0, :read] > gone)
+      assert left.tolist() == [0, 1, 2, 3, *range(read - (BUDGET - 4), read)]
 
 
 @pytest.mark.parametrize('settings', COVERING, ids=name)
@@ -301,7 +310,7 @@ def test_replay_uses_the_shapes_of_sampling(monkeypatch):
   """Few trajectories use these shapes too. Another shape may sum in another order and flip FP8 codes."""
   trajectories, config, weights = sampled(RKV), engine_config(RKV), network()[2]
   shapes = {shape for shape, _ in PREFILLED}
-  assert shapes == {(1, 14), (2, 14)}
+  assert shapes == {(1, 20), (2, 20)}
   assert all((t.prefilled, t.tokens[: t.prompt_length].tobytes()) in PREFILLED for t in trajectories)
   read, ran = [], []
   monkeypatch.setattr(replays, 'prefill', recording(replays.prefill, read))
@@ -360,6 +369,18 @@ def test_new_requests_and_scales_compile_nothing(caplog):
   assert [f._cache_size() for f in jitted] == sizes
   assert not [r.getMessage() for r in caplog.records if 'Compiling' in r.getMessage()]
   assert seen[0][0].sampler_logp.tolist() != trajectories[0].sampler_logp.tolist()  # the scales have an effect
+
+
+def test_prefilled_prompts_have_no_more_slots_than_rows():
+  config, _, weights = network()
+  tokens, lengths = jax.ShapeDtypeStruct((3, 20), jnp.int32), jax.ShapeDtypeStruct((3,), jnp.int32)
+  for budget, slots in ((12, 16), (17, 20), (25, 20)):
+    layout = cache_layout(config, sparse('gkv', budget=budget), PLAIN, 20, 30, 'float32')
+    for given in ((), (jax.ShapeDtypeStruct((3, 30), jnp.int32), lengths)):
+      prompts = jax.eval_shape(partial(decode.prefill, transformer.graph(config), layout), weights, tokens, lengths, *given)
+      expected = layout.slots if given else slots
+      assert [layer.k.shape[2] for layer in prompts.cache.layers] == [layer.carried.shape[2] for layer in prompts.cache.layers]
+      assert {layer.position.shape[2] for layer in prompts.cache.layers} == {expected}
 
 
 @pytest.mark.slow

@@ -40,7 +40,7 @@ MEMORIES = {
   'masked': (SPARSE, Quant(sampler='kv8')),
   'experts': (SPARSE, Quant(sampler='w8a8_kv8', format='mxfp8', arithmetic='blockwise')),
   'experts_emulated': (SPARSE, Quant(sampler='w8a8_kv8', format='mxfp8', arithmetic='emulated')),
-  'layer': (Cache(budget=10, interval=3, window=2, method='h2o', scope='layer'), Quant(sampler='kv8')),
+  'layer': (Cache(budget=6, interval=3, window=2, method='h2o', scope='layer'), Quant(sampler='kv8')),
 }
 SAMPLING = Sampling(max_tokens=16, max_prompt=8, prompt_buckets=(8,), chunk=5)
 FILTERS = {'filtered': {'top_k': 6, 'top_p': 0.9}, 'masked': {'top_p': 0.8}}
