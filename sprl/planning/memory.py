@@ -232,5 +232,6 @@ def rollout_memory(config: ModelConfig, run: Run, cache: Cache, quant: Quant, pr
   weights += FLOAT32 * layout.head_dim * (layout.layers * K + layout.positions) if layout.key_bias else 0
   drawn = FLOAT32 * (3 * run.sampling.max_tokens + config.vocab_size // axes.tensor)
   if (form := record_format(run.sampling, config.vocab_size)) is not None:
-    drawn += form.bytes * (run.sampling.chunk + 1)
+    sorting = 2 * FLOAT32 * config.vocab_size // axes.tensor  # the logits of a row and their tokens, sorted
+    drawn += form.bytes * (run.sampling.chunk + 1) + sorting
   return RolloutMemory(weights, prefilled + passing, row=kv_bytes(part) + drawn)

@@ -115,11 +115,14 @@ def test_a_mixture_with_dense_layers_counts_each_layer_by_its_own_width():
 
 
 def test_the_record_of_filters_is_counted():
-  """With top_k = 50 it has 200 bytes a token: of all tokens of a batch, and of 17 tokens of a row of the sampler."""
+  """With top_k = 50 it has 200 bytes a token: of all tokens of a batch, and of 17 tokens of a row of the sampler.
+
+  The sampler also sorts the 152,064 logits of a row with their ids.
+  """
   filtered = dataclasses.replace(RUN, sampling=dataclasses.replace(RUN.sampling, top_k=50))
   assert filtered.sampling.chunk == 16
   rows = [rollout_memory(FEW, run, run.cache, run.quant, 4, MeshAxes()).row for run in (RUN, filtered)]
-  assert rows[1] - rows[0] == 17 * 200
+  assert rows[1] - rows[0] == 17 * 200 + 2 * 4 * 152_064
   # The mask of a chunk's 256 positions: 152,064 bytes each, where the head is the peak.
   updates = [update_memory(FEW, run, SHAPE, MeshAxes(data=8)).activations for run in (RUN, filtered)]
   assert 0 <= updates[1] - updates[0] - 8 * 2048 * 200 <= memory.MARGIN * 256 * 152_064 + 1
