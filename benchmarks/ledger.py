@@ -143,7 +143,8 @@ def rollouts(run: Run, model: Model, params: Params) -> tuple[EngineConfig, Any,
   prompts = [prompt for prompt, _ in zip(fitting, range(run.rollout.prompts))]
   layout = model.cache_layout(run.sampling, run.cache, run.quant)
   engine = model.engine_config(run.sampling, layout, len(prompts) * run.rollout.group, len(prompts), run.seed)
-  scales = calibrate.scales_of_prompts(model.graphdef, layout, params, prompts, len(prompts), run.quant)
+  amax = calibrate.amax_of_prompts(model.graphdef, layout, params, prompts, len(prompts), run.quant)
+  scales = calibrate.scales((amax,), run.quant, layout.layers)
   requests = [
     Request(g * run.rollout.group + i, g, prompt, run.sampling.max_tokens)
     for g, prompt in enumerate(prompts)
