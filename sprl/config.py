@@ -359,7 +359,7 @@ class Run:
   export: bool = False  # write a Hugging Face folder at the end
   patience: float = 1800.0  # seconds without progress of an unblocked process, after which a run over several processes ends
   preset: str | None = None  # settings of a published method, by name (sprl/presets.py); None: sets nothing
-  arm: Arm | None = None  # an arm of Sparse-RL: sets the correction, and what its method does in the cache (ARMS); None: nothing
+  arm: Arm | None = None  # an arm of Sparse-RL (sprl/presets.py): sets the correction and parts of the cache; None: nothing
   model: ModelSettings = field(default_factory=ModelSettings)
   task: Task = field(default_factory=Task)
   sampling: Sampling = field(default_factory=Sampling)
@@ -398,50 +398,6 @@ class Run:
   def prefill(self) -> int:
     """Prompts that go through the network together."""
     return min(self.rollout.prompts, -(-self.engine_rows // self.rollout.group))
-
-
-# --- arms of Sparse-RL (arXiv 2601.10079; docs/methods/sparse.md) -------------------------------------------------------
-
-_UNCORRECTED = Correction(level=None)
-_REWEIGHTED = Correction(level='token', weight='truncate', cap=1.5, normalise='global')
-
-# Arm -> its correction; None: the arm leaves the correction to its settings. Every arm but `dense` evicts.
-ARMS: dict[str, Correction | None] = {
-  'dense': None,
-  'naive': _UNCORRECTED,
-  'veto_only': replace(_UNCORRECTED, veto=1e-4),
-  'reweight_only': _REWEIGHTED,
-  'sparse_rl': replace(_REWEIGHTED, veto=1e-4),  # as the paper describes it
-  'sparse_rl_code': replace(
-    _REWEIGHTED, normalise='micro', veto=1e-4, reject=('token_k1=0.5:1.5',)
-  ),  # as its authors released it
-  'learner_mask': _UNCORRECTED,  # nothing to correct: the learner's attention masks the tokens that the sampler evicted
-}
-
-# Arm -> the cache settings that belong to its method.
-ARM_CACHES: dict[str, dict[str, Any]] = {'sparse_rl_code': {'scope': 'global'}}
-
-
-def with_arm(run: Run) -> Run:
-  """Return the run with the cache, correction and packing of its arm.
-
-  Raises SettingsError if a setting of the cache or the correction contradicts the arm.
-  """
-  if run.arm is None:
-    return run
-  correction = ARMS[run.arm]
-  if correction is None:
-    return replace(run, cache=replace(run.cache, budget=None))
-  caches = ARM_CACHES.get(run.arm, {})
-  for section, of_arm in (('correction', vars(correction)), ('cache', caches)):
-    for name, value in of_arm.items():
-      given, default = (getattr(getattr(r, section), name) for r in (run, Run()))
-      if given not in (default, value):
-        raise SettingsError(f'config.{section}.{name} = {given!r}: expected {value!r}, which config.arm = {run.arm!r} sets')
-  shared = run.packing.share_prefix and not run.masked_learner  # samples evict different tokens of their prompt
-  return replace(
-    run, correction=correction, cache=replace(run.cache, **caches), packing=replace(run.packing, share_prefix=shared)
-  )
 
 
 # --- as dictionaries ----------------------------------------------------------------------------------------------------

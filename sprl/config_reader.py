@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 import ml_collections
 
-from sprl.config import Run, SettingsError, unless_none, with_arm
+from sprl.config import Run, SettingsError, unless_none
 from sprl.config_checks import validate
-from sprl.presets import with_preset
+from sprl.presets import with_arm, with_preset
 
 
 def resolve(config: Mapping[str, Any] | ml_collections.ConfigDict) -> Run:

@@ -3,10 +3,11 @@
 The mismatch of a token is log pi_learner - log pi_sampler, the log of its correction ratio (docs/methods/losses.md, eq. 1). Its
 name in the results is `gap`. For a few trajectories of a step, the ledger scores their tokens again and splits the gap:
 
-1. Three parts are differences along the path from the learner to a dense, unquantised replay (sprl/sampler/replay.py):
+1. Four parts are differences along the path from the learner to a dense, unquantised replay (sprl/sampler/replay.py):
 
     routing       the learner with the rollout's experts (router replay R3), against the experts that its router chooses
     staleness     the learner with the newest weights, against the learner with the weights that sampled
+    learner_fp8   the learner with its linears in FP8 (quant.learner), against the learner in the compute dtype
     numerics      the learner's path (packed rows, one pass), against the sampler's (a cache, token by token)
 
 2. The sampler's own causes are switches: `weights` (linears in FP8), `kv` (keys, values and perhaps queries in FP8) and
@@ -58,7 +59,7 @@ SWITCHES: dict[str, Callable[[Replayed, Run], Replayed]] = {
   'kv': lambda given, run: replace(given, kv=run.quant) if 'kv8' in run.quant.sampler else given,
   'eviction': lambda given, run: replace(given, cache=run.cache) if run.cache.budget else given,
 }
-PARTS = ('routing', 'staleness', 'numerics', *SWITCHES, 'reproduction')  # they sum to the gap
+PARTS = ('routing', 'staleness', 'learner_fp8', 'numerics', *SWITCHES, 'reproduction')  # they sum to the gap
 GROUPS = 2  # groups of a step that are replayed
 EDGES = (-10.0, -3.0, -1.0, -0.3, -0.1, -0.03, -0.01, -0.003, -0.001, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
@@ -85,22 +86,23 @@ def ledger(
   """
   sampler_params = params if sampled_with is None else sampled_with
 
-  def dense(weights: Params) -> Float[np.ndarray, ' N']:
+  def dense(weights: Params, run: Run = run) -> Float[np.ndarray, ' N']:
     unrouted = [replace(t, routes=None) for t in trajectories]
     return written(learner_logprobs(run, model, weights, unrouted), trajectories)
 
   newest = dense(params)
   stale = newest if sampled_with is None else dense(sampled_with)
-  learner = newest
+  unquantised, learner = stale, newest
+  if run.quant.learner != 'none':
+    unquantised = dense(sampler_params, replace(run, quant=replace(run.quant, learner='none')))
   if trajectories[0].routes is not None:
     learner = written(learner_logprobs(run, model, params, trajectories), trajectories)
   replayed = replays(run, model, engine, trajectories, sampler_params, scales)
   plain, everything = replayed[frozenset()], max(replayed, key=len)
   recorded = np.concatenate([t.sampler_logp[t.mask] for t in trajectories])
 
-  # From the learner to the plain replay. Each entry removes one difference, which becomes its part. For another cause on the
-  # learner's side, add an entry: the learner without this cause.
-  path = [('', learner), ('routing', newest), ('staleness', stale), ('numerics', plain)]
+  # From the learner to the plain replay. Each entry removes one difference, which becomes its part.
+  path = [('', learner), ('routing', newest), ('staleness', stale), ('learner_fp8', unquantised), ('numerics', plain)]
   parts = {name: before - after for (_, before), (name, after) in pairwise(path)}
   effects = {on: plain - logp for on, logp in replayed.items()}
   parts |= {name: np.zeros_like(plain) for name in SWITCHES} | shapley(effects)

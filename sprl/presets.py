@@ -1,19 +1,55 @@
-"""Presets: the settings of published methods under their names (docs/methods/losses.md, Presets).
+"""Settings of published methods by name: arms of Sparse-RL (config.arm) and presets (config.preset).
 
-`CORRECTIONS` has corrections alone. `RECIPES` has whole methods, as settings by key. `config.preset` accepts either name.
+`ARMS` are compared with each other in an experiment (docs/methods/sparse.md, Arms). `CORRECTIONS` has corrections alone,
+`RECIPES` has whole methods, as settings by key (docs/methods/losses.md, Presets). `config.preset` accepts a name of either.
 
-A preset has the choices that define the method. Model, data, learning rate, batch and lengths stay the run's own.
+A name sets the choices that define its method, and refuses settings that contradict them. Model, data, learning rate, batch and
+lengths stay the run's own.
 """
 
 import dataclasses
 from dataclasses import replace
 from typing import Any
 
-from sprl.config import ARMS, Correction, Run, SettingsError
+from sprl.config import Arm, Correction, Run, SettingsError
+
+# --- arms -------------------------------------------------------------------------------------------------------------
+
+_off, _token, _sequence = Correction(level=None), Correction(level='token'), Correction(level='sequence')
+_reweighted = replace(_token, cap=1.5, normalise='global')
+
+# Arm -> its correction; None: the arm leaves the correction to its settings. Every arm but `dense` evicts.
+ARMS: dict[Arm, Correction | None] = {
+  'dense': None,
+  'naive': _off,
+  'veto_only': replace(_off, veto=1e-4),
+  'reweight_only': _reweighted,
+  'sparse_rl': replace(_reweighted, veto=1e-4),  # as the paper (arXiv 2601.10079) describes it
+  'sparse_rl_code': replace(_token, cap=1.5, normalise='micro', veto=1e-4, reject=('token_k1=0.5:1.5',)),  # as released
+  'learner_mask': _off,  # nothing to correct: the learner's attention masks the tokens that the sampler evicted
+}
+
+# Arm -> the cache settings that belong to its method.
+ARM_CACHES: dict[str, dict[str, Any]] = {'sparse_rl_code': {'cache.scope': 'global'}}
+
+
+def with_arm(run: Run) -> Run:
+  """Return the run with the cache, correction and packing of its arm.
+
+  Raises SettingsError if a setting of the cache or the correction contradicts the arm.
+  """
+  if run.arm is None:
+    return run
+  correction = ARMS[run.arm]
+  if correction is None:
+    return replace(run, cache=replace(run.cache, budget=None))
+  run = _with(run, _keys(correction) | ARM_CACHES.get(run.arm, {}), f'config.arm = {run.arm!r}')
+  shared = run.packing.share_prefix and not run.masked_learner  # samples evict different tokens of their prompt
+  return replace(run, packing=replace(run.packing, share_prefix=shared))
+
 
 # --- corrections ------------------------------------------------------------------------------------------------------
 
-_off, _token, _sequence = Correction(level=None), Correction(level='token'), Correction(level='sequence')
 _icepop = replace(_token, weight='icepop', floor=0.5, cap=5.0)
 
 
@@ -100,6 +136,7 @@ RECIPES: dict[str, dict[str, Any]] = {
   },
   'fp8_rl': _FP8_RL | {'quant.sampler': 'w8a8'},  # arXiv 2601.18150
   'fp8_rl_kv': _FP8_RL | {'quant.sampler': 'w8a8_kv8'},
+  'fp8_rl_end_to_end': _FP8_RL | {'quant.sampler': 'w8a8', 'quant.learner': 'w8a8'},
   'fp8_rl_mis': _FP8_RL | {'quant.sampler': 'w8a8', 'correction.reject': ('token_k1=0.5:2.0',)},
 }
 
@@ -113,8 +150,7 @@ def settings_of(name: str) -> dict[str, Any]:
     return RECIPES[name]
   if name not in CORRECTIONS:
     raise SettingsError(f'config.preset = {name!r}: expected one of {", ".join([*RECIPES, *CORRECTIONS])}')
-  found = {f'correction.{f.name}': getattr(CORRECTIONS[name], f.name) for f in dataclasses.fields(Correction)}
-  return found | ({'loss.variant': 'reinforce'} if name.startswith('pg_') else {})
+  return _keys(CORRECTIONS[name]) | ({'loss.variant': 'reinforce'} if name.startswith('pg_') else {})
 
 
 def with_preset(run: Run) -> Run:
@@ -122,12 +158,22 @@ def with_preset(run: Run) -> Run:
 
   Raises SettingsError if a setting that the preset sets has another value that is not its default.
   """
-  if run.preset is None:
-    return run
-  for key, value in settings_of(run.preset).items():
+  return run if run.preset is None else _with(run, settings_of(run.preset), f'config.preset = {run.preset!r}')
+
+
+# --- settings by key --------------------------------------------------------------------------------------------------
+
+
+def _keys(correction: Correction) -> dict[str, Any]:
+  return {f'correction.{f.name}': getattr(correction, f.name) for f in dataclasses.fields(correction)}
+
+
+def _with(run: Run, settings: dict[str, Any], source: str) -> Run:
+  """Return the run with these settings, which `source` sets; each must have its default or the same value before."""
+  for key, value in settings.items():
     given, default = _get(run, key), _get(Run(), key)
     if given not in (default, value):
-      raise SettingsError(f'config.{key} = {given!r}: expected {value!r}, which config.preset = {run.preset!r} sets')
+      raise SettingsError(f'config.{key} = {given!r}: expected {value!r}, which {source} sets')
     run = _set(run, key.split('.'), value)
   return run
 

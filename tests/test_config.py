@@ -15,9 +15,10 @@ from ml_collections import config_flags
 
 from sprl import config as settings
 from sprl.command_line import FREE
-from sprl.config import ARMS, Arm, Run, Sampling, SettingsError, default_config, to_dict
+from sprl.config import Arm, Run, Sampling, SettingsError, default_config, to_dict
 from sprl.config_checks import RANGES, device_numbers, grader_file, within
 from sprl.config_reader import resolve
+from sprl.presets import ARMS
 
 MOST_SETTINGS = 134  # every setting needs a user
 

@@ -32,14 +32,15 @@ def test_gspo_has_the_published_clip_range_and_four_updates_a_batch():
 
 def test_fp8_rl_is_dapo_with_fp8_rollouts_and_a_token_correction():
   dapo = settings_of('dapo')
-  for name, sampler, reject in (
-    ('fp8_rl', 'w8a8', ()),
-    ('fp8_rl_kv', 'w8a8_kv8', ()),
-    ('fp8_rl_mis', 'w8a8', ('token_k1=0.5:2.0',)),
+  for name, sampler, learner, reject in (
+    ('fp8_rl', 'w8a8', 'none', ()),
+    ('fp8_rl_kv', 'w8a8_kv8', 'none', ()),
+    ('fp8_rl_end_to_end', 'w8a8', 'w8a8', ()),
+    ('fp8_rl_mis', 'w8a8', 'none', ('token_k1=0.5:2.0',)),
   ):
     run = resolve({'preset': name, 'model': MODEL})
     assert settings_of(name).items() >= dapo.items()
-    assert run.quant.sampler == sampler
+    assert (run.quant.sampler, run.quant.learner) == (sampler, learner)
     assert run.correction == Correction(level='token', weight='truncate', cap=2.0, reject=reject)
 
 

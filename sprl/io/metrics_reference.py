@@ -31,6 +31,7 @@ GROUPS: dict[str, str] = {
     'The parts, which sum to `gap`:\n\n'
     "- `routing`: the part that replaying the rollout's experts removes.\n"
     '- `staleness`: older weights. 0 if rollouts do not run ahead.\n'
+    "- `learner_fp8`: FP8 in the learner's linears (`config.quant.learner`), which the sampler's FP8 linears may cancel.\n"
     '- `numerics`: another order of computation. The learner reads packed rows in one pass, the sampler a dense cache.\n'
     '- `weights`: FP8 linears (Shapley value).\n'
     '- `kv`: FP8 cache (Shapley value).\n'

@@ -24,10 +24,11 @@ from sprl.io.metrics import read_metrics, series
 Records = Sequence[Mapping[str, Any]]
 
 _BLUE, _ORANGE, _GREEN, _PURPLE, _SAND, _RED, _GREY = '#2a6f97', '#e07a1f', '#4c956c', '#7b5ea7', '#c9a27e', '#c1121f', '#5c6470'
+_PINK = '#c77da0'
 _PARTS = {'rollout': _BLUE, 'ledger': _PURPLE, 'learn': _ORANGE, 'sync': _GREEN, 'log': _GREY}  # of a step's seconds
 _LEDGER = {  # entry of the ledger -> colour
-  'gap': '#222222', 'routing': _BLUE, 'staleness': _SAND, 'numerics': _GREY, 'weights': _PURPLE, 'kv': _GREEN,
-  'eviction': _ORANGE, 'reproduction': _RED, 'interaction': '#b0b7bf', 'unreplayed': '#222222',
+  'gap': '#222222', 'routing': _BLUE, 'staleness': _SAND, 'learner_fp8': _PINK, 'numerics': _GREY, 'weights': _PURPLE,
+  'kv': _GREEN, 'eviction': _ORANGE, 'reproduction': _RED, 'interaction': '#b0b7bf', 'unreplayed': '#222222',
 }  # fmt: skip
 _NO_CAUSE = ('reproduction', 'interaction', 'unreplayed')  # entries of the ledger that are drawn dashed
 _NOT_SECONDS = ('tokens_per_second', 'learner_idle', 'rollout_idle', 'engine_host_share')  # entries of `time`

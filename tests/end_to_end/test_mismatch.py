@@ -117,6 +117,18 @@ def test_one_cause_alone_explains_the_gap(world, cause, cache, quant):
   check_alone(cause, entries_of(rescored(world, cache, quant)))
 
 
+def test_fp8_in_learner_and_sampler_cancels(world):
+  """The learner's linears and the sampler's round alike. Alone, either is a mismatch; together little of it remains."""
+  quant = Quant(sampler='w8a8', learner='w8a8')
+  together = entries_of(rescored(world, Cache(), quant))
+  alone = entries_of(rescored(world, Cache(), Quant(learner='w8a8')))
+  assert size(together['learner_fp8']) > 1e-3
+  assert size(together['gap']) < size(together['weights']) / 5
+  np.testing.assert_allclose(together['learner_fp8'] + together['weights'], together['gap'], atol=5e-5)
+  np.testing.assert_allclose(alone['learner_fp8'], alone['gap'], atol=2e-5)
+  check_reproduced(together)
+
+
 def check_together(world, arguments):
   """Assert that the parts of three causes are their averages over all orders, from replays that this function makes itself."""
   (run, model, engine), given, trajectories = arguments

@@ -17,13 +17,14 @@ import numpy as np
 import small
 
 from sprl.cache.layout import cache_layout
-from sprl.config import ARMS, DENSE, UNQUANTISED, Cache, Loss, Mesh, Optimizer, Quant, Sampling
+from sprl.config import DENSE, UNQUANTISED, Cache, Loss, Mesh, Optimizer, Quant, Sampling
 from sprl.learner.batch import Shape, pack
 from sprl.learner.logprobs import ForwardConfig, score
 from sprl.learner.optimizer import make_optimizer
 from sprl.learner.state import TrainState, abstract_state
 from sprl.learner.update import UpdateConfig, make_update
 from sprl.models import transformer
+from sprl.presets import ARMS
 from sprl.sampler import calibrate, decode
 from sprl.sampler.engine import EngineConfig, generate
 from sprl.sampler.weights import sampler_weights, self_check
