@@ -122,7 +122,13 @@ _DAPO = {  # arXiv 2503.14476: clip-higher, dynamic sampling, token-level loss, 
   'loss.kl_coef': 0.0,
   'rollout.equal_groups': 'replace',
 }
-_FP8_RL = _DAPO | {'correction.level': 'token', 'correction.weight': 'truncate', 'correction.cap': 2.0}  # token-level TIS
+_FP8_RL = _DAPO | {  # the recipe scripts of arXiv 2601.18150: DAPO with token-level TIS, one update a rollout batch
+  'advantage.overlong': 0.025,  # 512 of 20,480 tokens
+  'loss.dual_clip': 10.0,
+  'correction.level': 'token',
+  'correction.weight': 'truncate',
+  'correction.cap': 2.0,
+}
 
 RECIPES: dict[str, dict[str, Any]] = {
   'dapo': _DAPO,
@@ -134,7 +140,7 @@ RECIPES: dict[str, dict[str, Any]] = {
     'loss.aggregate': 'seq-mean-token-mean',
     'optimizer.minibatches': 4,
   },
-  'fp8_rl': _FP8_RL | {'quant.sampler': 'w8a8'},  # arXiv 2601.18150
+  'fp8_rl': _FP8_RL | {'quant.sampler': 'w8a8'},
   'fp8_rl_kv': _FP8_RL | {'quant.sampler': 'w8a8_kv8'},
   'fp8_rl_end_to_end': _FP8_RL | {'quant.sampler': 'w8a8', 'quant.learner': 'w8a8'},
   'fp8_rl_mis': _FP8_RL | {'quant.sampler': 'w8a8', 'correction.reject': ('token_k1=0.5:2.0',)},

@@ -31,7 +31,7 @@ def test_gspo_has_the_published_clip_range_and_four_updates_a_batch():
 
 
 def test_fp8_rl_is_dapo_with_fp8_rollouts_and_a_token_correction():
-  dapo = settings_of('dapo')
+  dapo = settings_of('dapo') | {'advantage.overlong': 512 / 20_480, 'loss.dual_clip': 10.0}
   for name, sampler, learner, reject in (
     ('fp8_rl', 'w8a8', 'none', ()),
     ('fp8_rl_kv', 'w8a8_kv8', 'none', ()),

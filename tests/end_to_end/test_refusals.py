@@ -141,6 +141,10 @@ def test_settings_that_do_not_fit_the_files_or_the_model_are_refused(inputs, tmp
     ({'loss__balance_coef': 0.01}, 'config.loss.balance_coef = 0.01: expected 0.0'),
     ({'cache__method': 'streaming', 'cache__streaming__sinks': 30}, 'config.cache.budget = 12: expected '),
     ({'quant__skip_layers': (40,)}, 'config.quant.skip_layers = (40,): expected'),
+    (
+      {'quant__sampler': 'kv8', 'quant__learner': 'w8a8', 'quant__skip_layers': (0, 1)},
+      'config.quant.skip_layers = (0, 1): expected to leave one of the 2 layers',
+    ),
   ]:
     assert said in refusal_of(run_with(inputs, **changes), tmp_path / 'run', monkeypatch)
 
@@ -164,6 +168,12 @@ def test_a_mesh_that_cannot_split_the_experts_is_refused(inputs, tmp_path, monke
     (tmp_path / 'mixture', {'mesh__learner__expert': 4}, 'config.mesh.learner: expert = 4'),
     (tmp_path / 'mixture', {'mesh__rollout__expert': 4}, 'config.mesh.rollout: expert = 4'),
     (tmp_path / 'mixture', {'mesh__rollout__tensor': 2}, 'config.mesh.rollout: tensor = 2 '),
+    (tmp_path / 'mixture', {'mesh__learner__tensor': 2, 'quant__learner': 'w8a8'}, 'config.mesh.learner: tensor = 2 '),
+    (
+      inputs,
+      {'mesh__learner__tensor': 2, 'quant__learner': 'w8a8', 'quant__arithmetic': 'blockwise'},
+      "config.quant.learner = 'w8a8': expected 'none', or config.quant.arithmetic = 'emulate'",
+    ),
   ]:
     assert said in refusal_of(run_with(folder, **changes), tmp_path / 'run', monkeypatch)
 
@@ -245,6 +255,21 @@ def test_sequences_beyond_the_positions_of_the_model_are_remarked(inputs):
     'config.sampling.max_prompt and max_tokens allow sequences of 28 tokens; the model is made for 27 '
     '(max_position_embeddings in its config.json)'
   ]
+
+
+def test_an_fp8_learner_of_a_sampler_without_fp8_is_remarked(inputs):
+  for sampler, learner, expected in (
+    ('none', 'w8a8', True),
+    ('kv8', 'w8a8', True),
+    ('w8a8', 'w8a8', False),
+    ('w8a8', 'none', False),
+  ):
+    run = run_with(inputs, quant__sampler=sampler, quant__learner=learner)
+    opened = model.Model.open(run)
+    layout = opened.cache_layout(run.sampling, run.cache, run.quant)
+    said = hooks.remarks(run, layout, 'reference', 512)
+    assert any('config.quant.learner' in remark for remark in said) == expected
+    assert any(remark.startswith('FP8 linears are emulated') for remark in said)
 
 
 def test_a_work_directory_in_use_is_refused(inputs, tmp_path, monkeypatch):

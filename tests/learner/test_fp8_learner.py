@@ -20,6 +20,7 @@ from sprl.learner.optimizer import make_optimizer
 from sprl.learner.state import TrainState
 from sprl.learner.update import UpdateConfig, make_update
 from sprl.models import transformer
+from sprl.models.config import tiny
 from sprl.models.lora import Base, init_adapters
 from sprl.quant.block import BlockScaled, Emulated
 from sprl.sampler.engine import EngineConfig, generate
@@ -169,29 +170,49 @@ def test_rematerialisation_does_not_change_the_gradient(world, remat):
 # --- against the sampler ---------------------------------------------------------------------------------------------
 
 
+def log_rho(config, params, sampler, learners, dtype=FLOAT32, length=12):
+  """Return |log rho| of the tokens that a sampler draws in three groups of three, for each value of quant.learner."""
+  quant = Quant(sampler=sampler)
+  sampling = Sampling(max_tokens=length, max_prompt=16, prompt_buckets=(16,), chunk=6)
+  engine = EngineConfig(config, sampling, cache_layout(config, Cache(), quant, 16, length, dtype), 9, 1, 0, (), lambda ids: '')
+  rng = np.random.default_rng(0)
+  prompts = [rng.integers(0, 259, n).astype(np.int32) for n in (3, 16, 9)]
+  requests = [Request(g * 3 + k, g, prompt, length) for g, prompt in enumerate(prompts) for k in range(3)]
+  trajectories = generate(engine, sampler_weights(params, dtype, quant), requests)
+  batch = pack(trajectories, np.ones(9, np.float32), Shape(3, 1, 96, 9, length), True)[0]
+  assert batch.mask.sum() == 9 * length
+
+  def gap(learner):
+    logp = score(transformer.graph(config), params, batch, forward_config(Quant(learner=learner), dtype=dtype))
+    return np.abs(np.asarray(logp) - batch.sampler_logp)[batch.mask]
+
+  return [gap(learner) for learner in learners]
+
+
 @pytest.mark.parametrize('family', ['qwen2', 'qwen3_moe'])
 def test_with_an_fp8_sampler_the_mismatch_almost_vanishes(family):
   """End-to-end FP8: sampler and learner multiply the same rounded operands. The remainder is flipped codes (code_flips)."""
   config, params = small.model(family, num_hidden_layers=1 if family == 'qwen3_moe' else 2)
-  quant = Quant(sampler='w8a8', learner='w8a8')
-  sampling = Sampling(max_tokens=12, max_prompt=16, prompt_buckets=(16,), chunk=6)
-  layout = cache_layout(config, Cache(), quant, 16, 12, 'float32')
-  engine = EngineConfig(config, sampling, layout, 5, 1, 0, (), lambda ids: '')
-  rng = np.random.default_rng(0)
-  prompts = [rng.integers(0, 259, n).astype(np.int32) for n in (3, 16, 9)]
-  requests = [Request(g * 3 + k, g, prompt, 12) for g, prompt in enumerate(prompts) for k in range(3)]
-  trajectories = generate(engine, sampler_weights(params, FLOAT32, quant), requests)
-  batch = pack(trajectories, np.ones(9, np.float32), Shape(micros=2, rows=1, tokens=96, sequences=9, columns=12), True)[0]
-  log_rho = {
-    learner: np.abs(score(transformer.graph(config), params, batch, forward_config(Quant(learner=learner))) - batch.sampler_logp)[
-      batch.mask
-    ]
-    for learner in ('none', 'w8a8')
-  }
-  assert len(log_rho['none']) == 9 * 12
-  assert np.median(log_rho['none']) > 0.02
-  assert np.median(log_rho['w8a8']) < 1e-4
-  assert log_rho['w8a8'].mean() < log_rho['none'].mean() / 20
+  rollout_only, end_to_end = log_rho(config, params, 'w8a8', ('none', 'w8a8'))
+  assert np.median(rollout_only) > 0.02
+  assert np.median(end_to_end) < 1e-4
+  assert end_to_end.mean() < rollout_only.mean() / 20
+
+
+@pytest.mark.slow
+def test_in_bfloat16_the_mismatch_halves():
+  """The two paths sum in different orders. In bfloat16 this moves many numbers, and FP8 codes with them. `-s` prints a table."""
+  config = tiny('qwen2', hidden_size=256, intermediate_size=512, num_hidden_layers=4)
+  params = transformer.init_params(config, jax.random.key(0), scale=0.06)
+  mean = {}
+  for dtype in ('float32', 'bfloat16'):
+    for sampler in ('none', 'w8a8'):
+      learners = ('none', 'w8a8') if sampler == 'w8a8' else ('none',)
+      for learner, gap in zip(learners, log_rho(config, params, sampler, learners, jnp.dtype(dtype), 24)):
+        mean[dtype, sampler, learner] = gap.mean()
+        print(f'{dtype} sampler={sampler} learner={learner}: mean {gap.mean():.1e}, median {np.median(gap):.1e}')
+  assert mean['float32', 'w8a8', 'w8a8'] < 0.1 * mean['float32', 'w8a8', 'none']
+  assert mean['bfloat16', 'none', 'none'] < mean['bfloat16', 'w8a8', 'w8a8'] < 0.7 * mean['bfloat16', 'w8a8', 'none']
 
 
 def test_the_linears_and_their_codes_are_those_of_the_sampler(world):

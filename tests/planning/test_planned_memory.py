@@ -1,6 +1,7 @@
 """Planned bytes of weights, train state, caches and activations, beside real arrays and literals."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from sprl.cache.kv_cache import KVCache
 from sprl.cache.layout import cache_layout
 from sprl.config import Cache, Loss, Mesh, Optimizer, Quant
 from sprl.learner.batch import Shape
+from sprl.learner.fp8_copies import copies_of
 from sprl.learner.optimizer import make_optimizer
 from sprl.learner.state import TrainState
 from sprl.model import HOST
@@ -74,6 +76,29 @@ def test_a_kl_term_keeps_a_reference_in_the_compute_dtype():
   assert update_memory(FEW, run, SHAPE, MeshAxes(tensor=4)).reference == pytest.approx(
     2 * size(transformer.abstract_params(FEW)) / 4, rel=1e-3
   )
+
+
+@pytest.mark.parametrize(('arithmetic', 'number'), [('emulate', 2), ('blockwise', 1)])
+def test_fp8_copies_of_the_learner_are_counted(arithmetic, number):
+  run = dataclasses.replace(RUN, quant=Quant(learner='w8a8', arithmetic=arithmetic, skip_names=('down',)))
+  linears = 4 * (LAYER - E * F)
+  scales = 4 * linears / 128**2 if arithmetic == 'blockwise' else 0
+  for axes in (MeshAxes(), MeshAxes(fsdp=8)):
+    copied, plain = (update_memory(FEW, each, SHAPE, axes) for each in (run, RUN))
+    assert plain.fp8 == 0
+    assert copied.fp8 == pytest.approx(number * linears / axes.fsdp + scales, rel=1e-3)  # every device has all scales
+    assert copied.total - plain.total == copied.fp8
+
+
+def test_planned_copies_equal_the_bytes_of_real_ones():
+  config = tiny('qwen3_moe', hidden_size=128)
+  for arithmetic in ('emulate', 'blockwise'):
+    run = dataclasses.replace(RUN, quant=Quant(learner='w8a8', arithmetic=arithmetic))
+    copies = jax.eval_shape(
+      partial(copies_of, quant=run.quant.in_learner, dtype=jnp.bfloat16), transformer.abstract_params(config)
+    )
+    expected = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(copies))
+    assert update_memory(config, run, SHAPE, MeshAxes()).fp8 == expected
 
 
 @pytest.mark.parametrize(('dtype', 'moments'), [('float32', 8), ('bfloat16', 4)])

@@ -107,6 +107,18 @@ def test_scoring_adds_a_forward_pass():
   assert more[1].flops / plain[1].flops == 22 / 18
 
 
+def test_fp8_forward_passes_take_half_the_time_where_a_kernel_multiplies_codes():
+  shape = Shape(micros=8, rows=1, tokens=2048, sequences=64, columns=1536)
+  fp8 = dataclasses.replace(RUN, quant=Quant(learner='w8a8'))
+  for name, arithmetic, expected in (('h200', 'auto', True), ('h200', 'emulate', False), ('a100', 'blockwise', False)):
+    run = dataclasses.replace(fp8, quant=dataclasses.replace(fp8.quant, arithmetic=arithmetic))
+    linears, plain = (updated(on(device(name), each), shape, MeshAxes()).parts[0] for each in (run, RUN))
+    assert linears.flops == plain.flops
+    assert plain.fp8 == 0
+    # An update is a forward pass, two gradients and the recomputed forward pass.
+    assert linears.fp8 == (linears.flops / 2 if expected else 0)
+
+
 def test_the_least_time_sums_the_bounds_of_the_parts():
   parts = (Part('a', 989 * 10**12, 1), Part('b', 1, 96 * 10**11), Part('all-reduce', sent=450 * 10**9, axis='tensor'))
 
@@ -116,6 +128,8 @@ def test_the_least_time_sums_the_bounds_of_the_parts():
   assert seconds(8, jnp.bfloat16) == pytest.approx(1 + 2 + 1)
   assert seconds(16, jnp.bfloat16) == pytest.approx(1 + 2 + 9)  # beyond a node
   assert seconds(8, jnp.float32) == pytest.approx(989 / 494 + 2 + 1)
+  half = Part('a', 989 * 10**12, 1, fp8=989 * 10**12 // 2)
+  assert Work.of((half,), 1, H200, MeshAxes(), jnp.bfloat16).seconds == pytest.approx(0.75)
 
 
 def test_an_axis_uses_the_network_if_it_spans_more_than_a_node():

@@ -19,6 +19,7 @@ from sprl.quant.block import BlockScaled, Emulated, quantise
 from sprl.quant.dot import dot
 from sprl.sampler.weights import (
   SamplerWeights,
+  check_learner_mesh,
   check_linears,
   codes_changed,
   linear_kernels,
@@ -103,6 +104,12 @@ def test_skipping_every_linear_raises(quant, words):
 def test_one_remaining_linear_or_no_quantisation_is_accepted():
   check_linears(Quant(sampler='w8a8', skip_layers=(0, 2), skip_names=LINEARS[1:]), 3)
   check_linears(Quant(sampler='kv8', skip_layers=(40,)), 3)
+
+
+def test_skipping_every_linear_of_an_fp8_learner_raises():
+  with pytest.raises(SettingsError, match=r"config.quant.skip_layers = \(0, 1, 2\): .*config.quant.learner = 'none'"):
+    check_linears(Quant(learner='w8a8', skip_layers=(0, 1, 2)), 3)
+  check_linears(Quant(learner='w8a8', skip_layers=(0, 2)), 3)
 
 
 # --- their values ------------------------------------------------------------------------------------------------------
@@ -292,3 +299,14 @@ def test_a_mesh_that_cuts_within_blocks_rules_out_the_kernel(F, tensor, quant, e
   if expected == 'reference':
     with pytest.raises(SettingsError, match=r"kernels = 'mosaic_gpu'.*'down'.*\[64, 640\] is cut within its blocks"):
       linear_kernels(config, quant, 'mosaic_gpu', meshes)
+
+
+def test_a_learner_refuses_to_multiply_codes_that_its_mesh_cuts_within_blocks():
+  config, quant = tiny('qwen2', **HEADS, intermediate_size=640), Quant(learner='w8a8', arithmetic='blockwise')
+  meshes = [make_mesh(Mesh(data=-1, fsdp=1, tensor=n), jax.devices() * 8, (4, 2)) for n in (1, 2)]
+  check_learner_mesh(config, quant, 'auto', meshes[0])
+  said = r"config.quant.learner = 'w8a8': .* config.quant.arithmetic = 'emulate', .* config.mesh.learner: .*'down'.* cut within"
+  with pytest.raises(SettingsError, match=said):
+    check_learner_mesh(config, quant, 'auto', meshes[1])
+  for accepted in (Quant(sampler='w8a8', arithmetic='blockwise'), Quant(learner='w8a8'), Quant(learner='w8a8', format='mxfp8')):
+    check_learner_mesh(config, accepted, 'auto', meshes[1])  # another setting's concern; emulated; cut between blocks
