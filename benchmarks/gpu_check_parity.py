@@ -78,7 +78,7 @@ def comparisons(bench: Bench) -> Iterator[Comparison]:
 
 
 def attention_comparisons(bench: Bench) -> Iterator[Comparison]:
-  """Yield decode attention with rows of all lengths, one of them empty: with shares, and with a bias and split slots."""
+  """Yield decode attention with rows of all lengths, one of them empty: with shares, with a bias and split slots, FP8 softmax."""
 
   def outputs(attend):
     def call(*inputs):
@@ -90,14 +90,14 @@ def attention_comparisons(bench: Bench) -> Iterator[Comparison]:
 
   for model, S in bench.sizes([(MODELS['Qwen2.5-0.5B'], 640), (MODELS['Qwen2.5-7B'], 1000)], [(TOY, 72)]):
     lengths = [0, 1, 63, 64, 65, S // 2, S - 1, S]
-    for dtype, share in ((BF16, True), (FP8, True), (BF16, False)):
+    for dtype, share, softmax in ((BF16, True, False), (FP8, True, False), (BF16, False, False), (FP8, False, True)):
       make, variant = (attention_inputs, 'share') if share else (biased_inputs, 'bias')
       yield Comparison(
         'parity attention',
-        f'D {model.width} G {model.queries // model.kv} S {S} {dtype} {variant}',
+        f'D {model.width} G {model.queries // model.kv} S {S} {dtype} {variant}{" fp8 softmax" * softmax}',
         partial(make, model, len(lengths), S, dtype, length=lengths),
-        outputs(partial(decode_attention.decode_attention, share=share, kernels='mosaic_gpu')),
-        outputs(lambda *inputs, share=share: decode_attention.reference(*in_float32(inputs), share=share)),
+        outputs(partial(decode_attention.decode_attention, share=share, fp8_softmax=softmax, kernels='mosaic_gpu')),
+        outputs(lambda *x, form=(share, softmax): decode_attention.reference(*in_float32(x), share=form[0], fp8_softmax=form[1])),
         0.01,
       )
 
