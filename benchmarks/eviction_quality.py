@@ -9,6 +9,7 @@ then go through each cache, step by step, in the sampler's order (sprl/sampler/r
 compared with the dense cache's. Metrics cover tokens after the first eviction, up to the end of the continuation:
 
     KL             KL(dense || sparse), nats: mean over tokens, its standard error (between continuations), 95th percentile
+    above best     KL minus that of the best method at this budget, and its standard error, paired: all read the same tokens
     agreement      exp(-|log p_dense - log p_sparse|) of the sampled token: mean, 5th percentile (docs/methods/sparse.md)
     same top       share of tokens for which both distributions have the same most likely token
     vetoed         share of sampled tokens with p_dense / p_sparse below 1e-4, for which Sparse-RL drops the sequence (rare
@@ -78,7 +79,7 @@ def main():
   budgets = [int(budget) for budget in args.budgets.split(',')]
   if max(budgets) >= args.prompt + args.interval:
     limit = args.prompt + args.interval
-    parser.error(f'--budgets={args.budgets}: must be below --prompt + --interval = {limit}, so that rows cover the same tokens')
+    parser.error(f'--budgets={args.budgets}: must be below --prompt + --interval = {limit}, so that every cache evicts')
   methods = args.methods.split(',')
   if unknown := set(methods) - set(METHODS):
     parser.error(f'--methods={args.methods}: unknown: {", ".join(sorted(unknown))}; accepted: {", ".join(METHODS)}')
@@ -109,10 +110,13 @@ def main():
   counted = real & (index >= args.interval)
   token, owner = jnp.asarray(written.T[counted]), np.nonzero(counted)[1]
 
+  divergences = {}
+
   def row(name: str, budget: int | None, weights, found, kept) -> dict:
-    if budget is not None:  # the counted tokens are those after the first eviction
-      assert np.array_equal(np.asarray(kept < full) & real, counted)
+    if budget is not None:
+      assert np.all(np.asarray(kept < full)[counted]), 'a counted token comes before the first eviction'
     compared = jax.device_get(compare(dense, hidden[counted], weights, found[counted], token))
+    divergences[name, budget] = compared['kl']
     line = summary(name, budget, compared, owner) | {'saving': float(1 - kept[real].sum() / full[real].sum())}
     print('  '.join(f'{value:.4g}' if isinstance(value, float) else str(value) for value in line.values()), file=sys.stderr)
     return line
@@ -128,6 +132,7 @@ def main():
   for method in methods:
     for budget in budgets:
       rows.append(row(method, budget, *run_with(model, Cache(budget=budget, interval=args.interval, method=method))))
+  rows = [line | above_best(line, divergences, owner) for line in rows]
   result = {
     'model': model.folder.name, 'dtype': model.dtype.name, 'text': 'In the Year 2889' if args.text is None else args.text.name,
     'prompt': args.prompt, 'new': args.new, 'interval': args.interval, 'samples': args.samples, 'seed': args.seed,
@@ -212,13 +217,12 @@ def compare(dense, dense_states, sparse, sparse_states, written):
 def summary(name: str, budget: int | None, compared, owner) -> dict:
   """Return a row of the table; `owner` [N] is the continuation of each token."""
   kl, gap, same, veto = (compared[key] for key in ('kl', 'gap', 'same', 'veto'))
-  of_owner = np.bincount(owner, kl - kl.mean())  # tokens of one continuation are not independent
   agreement = np.exp(-np.abs(gap))
   return {
     'cache': name,
     'budget': budget,
     'KL': float(kl.mean()),
-    '+-': float(np.linalg.norm(of_owner) / len(kl)),
+    '+-': standard_error(kl, owner),
     'KL p95': float(np.quantile(kl, 0.95)),
     'agreement': float(agreement.mean()),
     'agreement p5': float(np.quantile(agreement, 0.05)),
@@ -226,6 +230,21 @@ def summary(name: str, budget: int | None, compared, owner) -> dict:
     'vetoed': float((gap < np.log(VETO)).mean()),
     'would veto': float(veto.mean()),
   }
+
+
+def above_best(line: dict, divergences: dict, owner) -> dict[str, float | None]:
+  """Return how far the KL of a row is above that of the best method at its budget, with the paired standard error."""
+  name, budget = line['cache'], line['budget']
+  if budget is None:
+    return {'above best': None, 'paired +-': None}
+  best = min((kl for (_, of), kl in divergences.items() if of == budget), key=np.mean)
+  difference = divergences[name, budget] - best
+  return {'above best': float(difference.mean()), 'paired +-': standard_error(difference, owner)}
+
+
+def standard_error(x, owner) -> float:
+  """Return the standard error of the mean of x [N]; the tokens of one continuation are not independent."""
+  return float(np.linalg.norm(np.bincount(owner, x - x.mean())) / len(x))
 
 
 def self_check():
