@@ -396,7 +396,9 @@ ARMS: dict[str, Correction | None] = {
   'veto_only': replace(_UNCORRECTED, veto=1e-4),
   'reweight_only': _REWEIGHTED,
   'sparse_rl': replace(_REWEIGHTED, veto=1e-4),  # as the paper describes it
-  'sparse_rl_code': replace(_REWEIGHTED, normalise='micro', veto=1e-4, reject=('token_k1=0.5:1.5',)),  # as its authors released it
+  'sparse_rl_code': replace(
+    _REWEIGHTED, normalise='micro', veto=1e-4, reject=('token_k1=0.5:1.5',)
+  ),  # as its authors released it
   'learner_mask': _UNCORRECTED,  # nothing to correct: the learner's attention masks the tokens that the sampler evicted
 }
 
