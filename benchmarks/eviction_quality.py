@@ -6,7 +6,7 @@
 
 Prompts are spans of the text, all of one length. The model continues each with a dense cache at temperature 1. The same tokens
 then go through each cache, step by step, in the sampler's order (sprl/sampler/replay.py). The distributions of the next token are
-compared with the dense cache's. Metrics cover tokens after the first eviction, up to the end of the continuation:
+compared with the dense cache's. Metrics cover tokens after the first interval, up to the end of the continuation:
 
     KL             KL(dense || sparse), nats: mean over tokens, its standard error (between continuations), 95th percentile
     above best     KL minus that of the best method at this budget, and its standard error, paired: all read the same tokens
@@ -113,8 +113,8 @@ def main():
   divergences = {}
 
   def row(name: str, budget: int | None, weights, found, kept) -> dict:
-    if budget is not None:
-      assert np.all(np.asarray(kept < full)[counted]), 'a counted token comes before the first eviction'
+    if budget is not None:  # the counted tokens come after an eviction; the prompt's is earlier if the budget is smaller
+      assert np.all(np.asarray(kept < full)[counted])
     compared = jax.device_get(compare(dense, hidden[counted], weights, found[counted], token))
     divergences[name, budget] = compared['kl']
     line = summary(name, budget, compared, owner) | {'saving': float(1 - kept[real].sum() / full[real].sum())}

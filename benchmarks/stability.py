@@ -73,7 +73,7 @@ def main():
   parser.add_argument('--seeds', default='0,1,2')
   parser.add_argument('--steps', type=int, default=30)
   parser.add_argument('--warm-steps', type=int, default=500, help='steps of the warm start')
-  parser.add_argument('--budget', type=int, default=20)
+  parser.add_argument('--budget', type=int, default=32)  # sparse_rl_code needs room for the longest prompt
   parser.add_argument('--save', action='store_true', help='write benchmarks/results/stability_TASK_BUDGET.json and .png')
   parser.add_argument('--draw', action='store_true', help='draw the saved result and exit')
   parser.add_argument('flags', nargs='*', help='more flags for sprl.main, after --')
