@@ -171,8 +171,8 @@ METRICS: dict[str, str] = {
   'async/dropped_tokens': 'Tokens that these samples had drawn.',
   'async/dropped_graded': 'How many of these samples had been graded.',
   'async/dropped_length_bias': (
-    '`length_consumed / length_started - 1`. Negative: shorter samples were preferred. The true bias is at most this value, '
-    'because stopped samples count with a lower bound. Absent if nothing was trained.'
+    'The ratio `length_consumed / length_started`, minus 1. Negative: shorter samples were preferred. The true bias is at most '
+    'this value, because stopped samples count with a lower bound. Absent if nothing was trained.'
   ),
   'async/dropped_reward_bias': (
     'Mean reward of the trained samples, minus the mean reward of all graded samples. Dropped samples that were not graded are '
