@@ -1,6 +1,6 @@
 """`dot(x, w)`: the matrix product of all linears, and the forms that its weight may have."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -110,6 +110,9 @@ def grouped_dot(
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _straight_through(x, w, copy, axes: Names | None):
   """Return the product of x and the FP8 copy of w. Gradients ignore both roundings (docs/methods/fp8.md, eq. 12 to 14)."""
+  if isinstance(copy, BlockScaled) and axes is not None:
+    # Gather the codes here, not before the layer: codes that are gathered before it would live until the backward pass.
+    copy = replace(copy, codes=kept(copy.codes, *axes))
   return dot(x, copy, axes)
 
 
@@ -118,11 +121,15 @@ def _straight_forward(x, w, copy, axes):
 
 
 def _straight_backward(axes, saved, g):
-  """Return the gradients of the plain product at the rounded operands. XLA removes the products that `vjp` does not need."""
+  """Return the gradients of the plain product at the rounded operands. XLA removes the product that `vjp` does not need."""
   x, w, copy = saved
-  (dx,) = jax.vjp(lambda x: _dot(x, values(copy, x.dtype), axes), x)[1](g)
+  if isinstance(copy, BlockScaled):
+    codes = copy.codes if axes is None else shard(kept(copy.codes, *axes), *axes)  # one byte a weight is gathered
+    whole = replace(copy, codes=codes).dequantised(x.dtype)
+  else:
+    whole = _gathered(copy.values, x.dtype, axes)
   (dw,) = jax.vjp(lambda w: dot(operand(x, copy), w, axes), w)[1](g)
-  return dx, dw, None
+  return _input_gradient(g, whole, axes), dw, None
 
 
 _straight_through.defvjp(_straight_forward, _straight_backward)
@@ -153,12 +160,15 @@ def _forward(x, w, axes):
 
 def _backward(axes, saved, g):
   x, w = saved
-  dx = jnp.matmul(g, _gathered(w, x.dtype, axes))
   rows = tuple(range(x.ndim - 1))
   dw = jax.lax.dot_general(g, x, ((rows, rows), ((), ())), preferred_element_type=jnp.float32)
-  if axes is not None:
-    dx, dw = shard(dx, 'rows', *[None] * (x.ndim - 2), axes[1]), kept(dw, *axes)
-  return dx, dw.astype(w.dtype)
+  dw = dw if axes is None else kept(dw, *axes)
+  return _input_gradient(g, _gathered(w, x.dtype, axes), axes), dw.astype(w.dtype)
+
+
+def _input_gradient(g, w, axes):
+  dx = jnp.matmul(g, w)
+  return dx if axes is None else shard(dx, 'rows', *[None] * (g.ndim - 2), axes[1])
 
 
 _dot.defvjp(_forward, _backward)

@@ -11,7 +11,7 @@ import jax
 import pytest
 from plans import MODELS, RUN, shallow
 
-from sprl.config import Cache, Optimizer, Packing, Sampling, SettingsError
+from sprl.config import Cache, Optimizer, Packing, Quant, Sampling, SettingsError
 from sprl.models import transformer
 from sprl.models.config import ModelConfig, tiny
 from sprl.planning import aot, compile_check
@@ -43,6 +43,28 @@ def test_the_memory_of_an_update_is_planned_within_a_tenth():
   check = compile_check.check_update(config, UPDATE, planned(config, UPDATE, MeshAxes()))
   assert check.planned == pytest.approx(check.compiled.total, rel=0.1)
   assert check.compiled.collectives == ()
+
+
+@h200
+def test_an_fp8_learner_multiplies_codes_and_its_memory_is_planned_within_a_tenth():
+  config, run = dataclasses.replace(QWEN, num_layers=2), dataclasses.replace(UPDATE, quant=Quant(learner='w8a8'))
+  check = compile_check.check_update(config, run, planned(config, run, MeshAxes()))
+  assert check.planned == pytest.approx(check.compiled.total, rel=0.1)
+  # Seven products a layer; the recomputation needs all but the last.
+  assert check.compiled.text.count('custom_call_target="mosaic_gpu_v2"') == 2 * (7 + 6)
+
+
+@h200
+@pytest.mark.slow
+def test_an_fp8_learner_gathers_codes_one_layer_at_a_time():
+  config, run = dataclasses.replace(QWEN, num_layers=2), dataclasses.replace(UPDATE, quant=Quant(learner='w8a8'))
+  check = compile_check.check_update(config, run, planned(config, run, MeshAxes(fsdp=8)))
+  E, F, KD = 896, 4864, 128
+  codes = [E * KD, E * KD, E * E, E * E, E * F, E * F, E * F]  # a byte each
+  layers = [c for c in check.compiled.collectives if c.kind == 'all-gather' and c.depth == 1 and E * F in c.arrays]
+  gathered = sorted((sorted(n for n in c.arrays if n in codes) for c in layers), key=len)
+  # The gradient of a layer's input needs all codes again, and so does the recomputation except for the last product.
+  assert gathered == [codes, codes, *[sorted([*codes, *codes[:-1]])] * 2]
 
 
 @h200
