@@ -396,9 +396,7 @@ ARMS: dict[str, Correction | None] = {
   'veto_only': replace(_UNCORRECTED, veto=1e-4),
   'reweight_only': _REWEIGHTED,
   'sparse_rl': replace(_REWEIGHTED, veto=1e-4),  # as the paper describes it
-  'sparse_rl_code': replace(
-    _REWEIGHTED, normalise='micro', veto=1e-4, reject=('token_k1=0.5:1.5',)
-  ),  # as its authors released it
+  'sparse_rl_code': replace(_REWEIGHTED, normalise='micro', veto=1e-4, reject=('token_k1=0.5:1.5',)),  # as released
   'learner_mask': _UNCORRECTED,  # nothing to correct: the learner's attention masks the tokens that the sampler evicted
 }
 
@@ -417,7 +415,7 @@ def with_arm(run: Run) -> Run:
   if correction is None:
     return replace(run, cache=replace(run.cache, budget=None))
   caches = ARM_CACHES.get(run.arm, {})
-  for section, of_arm in (('correction', vars(correction)), ('cache', caches)):
+  for section, of_arm in ('correction', vars(correction)), ('cache', caches):
     for name, value in of_arm.items():
       given, default = (getattr(getattr(r, section), name) for r in (run, Run()))
       if given not in (default, value):
