@@ -26,8 +26,8 @@ def overlong_penalty(length: Int[np.ndarray, ' B'], longest: int, share: float |
   It rises linearly over the last `share` of the `longest` tokens. None: it is 0.
   """
   if share is None:
-    return np.zeros(len(length))
-  return np.clip(1 - (longest - length) / (share * longest), 0, 1)
+    return np.zeros(len(length), np.float32)
+  return np.clip(1 - (longest - length) / (share * longest), 0, 1).astype(np.float32)
 
 
 def advantages(

@@ -44,5 +44,5 @@ def test_equal_policies_have_no_mismatch(tmp_path, caplog, filters):
   found = [record for record in records if 'ledger/gap_abs' in record]
   assert len(found) == 1
   assert found[0]['ledger/gap_abs'] < 1e-5
-  assert found[0]['ledger/residual_abs'] < 1e-5
+  assert found[0]['ledger/reproduction_abs'] < 1e-5
   assert np.isfinite(found[0]['ledger/gap_p99'])

@@ -1,8 +1,8 @@
 """The expected update on two arms, whose policy gradient is known, under settings drawn at random.
 
-An answer is arm 0 (one token) or arm 1 (two tokens, of which the second has no effect). Tokens 2 and 3 are improbable answers,
-which filters exclude. The reward is 1 for one of the arms. All groups of answers are enumerated, so an expectation is a sum
-without sampling noise. Filters, log-probs, corrections and losses are the project's. The policy gradient is in NumPy.
+An answer is arm 0 (one token) or arm 1 (two tokens; the second has no effect). Tokens 2 and 3 are improbable answers, which
+filters exclude. The reward is 1 for one of the arms. The test enumerates all groups of answers, so an expectation is a sum
+without sampling noise. Filters, log-probs, corrections and losses are sprl's. The reference policy gradient is in NumPy.
 """
 
 import itertools
@@ -33,10 +33,10 @@ FILTERS = {  # name -> settings, form of the record
   'min_p': (Sampling(min_p=0.2), MASK),
   'mask of top_p': (Sampling(top_p=0.9), MASK),
 }
-OLD = np.float32([[1.0, 0.8, -2.0, -2.5], [0.5, 0.0, -0.3, -2.5]])  # logits of the first token, and of the second one of arm 1
-SPARSE = np.float32([[-0.15, 0.1, 0.2, -0.1], [0.2, -0.1, 0.1, 0.1]])  # what eviction and FP8 change
-STALE = np.float32([[0.3, -0.2, 0.1, 0.2], [-0.2, 0.3, 0.1, 0.0]])  # what one more update has changed
-DRIFT = np.float32([[-0.05, 0.04, 0.0, 0.02], [0.03, -0.02, 0.0, 0.0]])  # of the update before, on the same batch
+OLD = np.float32([[1.0, 0.8, -2.0, -2.5], [0.5, 0.0, -0.3, -2.5]])  # logits of the first token, and of arm 1's second
+SPARSE = np.float32([[-0.15, 0.1, 0.2, -0.1], [0.2, -0.1, 0.1, 0.1]])  # change by eviction and FP8
+STALE = np.float32([[0.3, -0.2, 0.1, 0.2], [-0.2, 0.3, 0.1, 0.0]])  # change by one more update
+DRIFT = np.float32([[-0.05, 0.04, 0.0, 0.02], [0.03, -0.02, 0.0, 0.0]])  # change by the previous update on the same batch
 
 
 def refused(run):
@@ -60,7 +60,7 @@ def policy_gradient(logits, kept, good):
 
 
 def expected_update(run, sampling, form, *, sampler, old, current, good):
-  """Return minus the expected gradient of the loss in the logits, over all groups of GROUP answers, and the kept tokens."""
+  """Return minus the expected gradient of the loss by the logits, over all groups of GROUP answers, and the kept tokens."""
   kept, support = np.ones((2, V), bool), None
   if form is not None:
     support = draw(jnp.asarray(sampler), jnp.zeros((2, 2)), sampling, form).support
@@ -117,7 +117,7 @@ def run_of(variant, mode, level, ahead, updates, topr='token', estimator='dr_grp
 CHOICES = {
   'variant': sorted(VARIANTS),
   'mode': ['decoupled', 'bypass'],
-  'level': [None, None, None, 'token', 'segment', 'sequence', 'geometric'],  # None: as bypass mode needs
+  'level': [None, None, None, 'token', 'segment', 'sequence', 'geometric'],  # None often: most losses in bypass mode need it
   'weight': ['truncate', 'clip', 'icepop'],
   'topr': ['token', 'geometric', 'sequence'],
   'estimator': ['grpo', 'dr_grpo', 'rloo'],
@@ -148,7 +148,7 @@ def test_the_expected_update_points_the_right_way_or_the_settings_are_refused(ca
   update, tokens = expected_update(run, sampling, form, sampler=sampler, old=OLD, current=current, good=good)
   wanted = policy_gradient(current, tokens, good)
   along = float(np.sum(update * wanted))
-  # A clip may take out all tokens that have moved the right way. Then there is no update, but never one against the gradient.
+  # A clip may remove all tokens that have moved in the right direction. The update is then 0, but never against the gradient.
   clips = case['variant'] in ('ppo', 'gspo', 'segment', 'dppo_kl') and (case['mode'] == 'bypass' or case['updates'] > 1)
   if clips:
     assert along >= 0
@@ -168,7 +168,7 @@ def test_the_draw_holds_every_variant_and_both_outcomes():
 @pytest.mark.parametrize('kept', sorted(FILTERS))
 @pytest.mark.parametrize('variant', ['reinforce', 'ppo'])
 def test_untruncated_sequence_weights_give_the_policy_gradient_itself(variant, kept):
-  """With dr_grpo and sums over tokens it is (1 - 1/n) of the gradient, whatever sampled: one nth is the baseline's."""
+  """With dr_grpo and sums over tokens, the factor is 1 - 1/n for any sampler: the baseline contains the answer itself."""
   run = run_of(variant, 'decoupled', 'sequence', False, 1, cap=1e9)
   run = Run(**vars(run) | {'loss': Loss(variant=variant, aggregate='seq-mean-token-sum')})
   sampling, form = FILTERS[kept]
@@ -178,7 +178,7 @@ def test_untruncated_sequence_weights_give_the_policy_gradient_itself(variant, k
 
 @pytest.mark.parametrize('kept', sorted(FILTERS))
 def test_equal_policies_have_log_rho_0_under_every_filter(kept):
-  """A rule that accepts only ratios of almost exactly 1 then keeps every token."""
+  """Rules that accept only ratios near 1 then keep every token."""
   sampling, form = FILTERS[kept]
   changes = {'reject': ('token_k1=1.00001', 'seq_mean_k1=1.00001')}
   run = run_of('reinforce', 'decoupled', 'token', False, 1, **changes)

@@ -158,11 +158,11 @@ def test_the_record_of_filters_is_counted():
 
 def test_bytes_of_a_sequence_in_the_cache():
   kv = {name: kv_bytes(memory.rollout_cache(QWEN, RUN, cache, quant)) for name, (cache, quant) in kinds(RUN).items()}
-  # Keys and values; three counters of a row and one of each kv head; in a layer that evicts, positions and the last 8 queries.
-  assert kv['dense'] == 2 * 2 * 28 * K * D * 2048 + 28
-  assert kv['dense fp8'] == 2 * 28 * K * D * 2048 + 28
+  # Keys and values; three counters of a row and two of each kv head; in a layer that evicts, positions and the last 8 queries.
+  assert kv['dense'] == 2 * 2 * 28 * K * D * 2048 + 44
+  assert kv['dense fp8'] == 2 * 28 * K * D * 2048 + 44
   slots = 512 + 128
-  beside = 28 * (4 * K * slots + 2 * H * 8 * D) + 28
+  beside = 28 * (4 * K * slots + 2 * H * 8 * D) + 44
   assert kv['sparse'] == 2 * 2 * 28 * K * D * slots + beside
   assert kv['sparse fp8'] == 2 * 28 * K * D * slots + beside
 
@@ -176,7 +176,7 @@ def test_bytes_of_a_sequence_equal_those_of_a_real_cache():
 def test_prompts_longer_than_the_budget_are_planned_with_the_slots_of_rows_and_one_whole_layer():
   prefill = {n: memory.rollout_memory(QWEN, RUN, Cache(budget=n), Quant(), 4, MeshAxes()).prefill for n in (512, 256)}
   slot = 28 * (2 * 2 * K * D + 4 * K)  # keys, values and a position
-  whole_layer = 2 * 2 * K * D * 512 + 28  # of a prompt of 512 tokens, with the counters of a row
+  whole_layer = 2 * 2 * K * D * 512 + 44  # of a prompt of 512 tokens, with the counters of a row
   assert prefill[512] - prefill[256] == 4 * ((512 - (256 + 128)) * slot - whole_layer)
 
 
