@@ -4,8 +4,8 @@
     python benchmarks/ledger.py --steps=1 --batch=2 --prompts=2 --new=24       # a trial
     python benchmarks/ledger.py --draw                                         # redraw the figure from the saved result
 
-1. Supervised fine-tuning on GSM8K's worked solutions (sprl/sft.py), so that the model is trained and its answers have the form
-   of the task. --folder keeps the trained model; a second run with the same folder does not train again.
+1. The model is fine-tuned on GSM8K's worked solutions (sprl/sft.py), so that its answers have the form of the task. --folder
+   keeps the trained model. A second run with the same folder does not train again.
 2. The model answers held-out problems at temperature 1 with the sparse FP8 sampler (w8a8_kv8, R-KV). The scales of the cache come
    from the prompts, as in the first step of a run.
 3. The ledger (sprl/mismatch.py, docs/methods/ledger.md) splits the mismatch of each token. The learner and the sampler have the
@@ -16,8 +16,8 @@ The table has a row for each entry, in nats per token:
     mean       mean over tokens. The mean of -gap estimates KL(sampler || learner), so -mean of a part is its share of this KL
     |x|        mean absolute value
     p99        99th percentile of the absolute value
-    alone      mean absolute effect of a switch alone, when the other switches are off
-    low, high  95 % intervals: bootstrap over sequences, because the tokens of one sequence are not independent
+    alone      mean absolute effect of a switch while the other switches are off
+    low, high  95 % interval: bootstrap over sequences, because the tokens of one sequence are not independent
 
 k3 is the mean of exp(gap) - 1 - gap, another estimate of the same KL.
 """
@@ -51,7 +51,7 @@ from sprl.types import Request, Trajectory
 
 SUFFIX = '\nThink step by step, and end with #### and the number.'
 SOLUTION = 128  # tokens of the longest worked solution that the model is fine-tuned on
-DRAWS = 4000  # of the bootstrap
+DRAWS = 4000  # resamples of the bootstrap
 LOOKS = {  # entry -> label and colour
   'gap': ('mismatch', BLACK),
   'eviction': ('eviction', ORANGE),
@@ -126,14 +126,17 @@ def main():
 
 
 def fine_tuned(run: Run, args: argparse.Namespace) -> dict[str, Any]:
-  """Fine-tune the model into FOLDER/model, unless it is there. Return the result of `fine_tune` with its settings."""
+  """Fine-tune the model into FOLDER/model, unless FOLDER has a result. Return the result of `fine_tune` with its settings."""
   said = args.folder / 'training.json'
+  given = {'steps': args.steps, 'batch': args.batch, 'learning_rate': args.learning_rate}
   if not said.exists():
-    given = {'steps': args.steps, 'batch': args.batch, 'learning_rate': args.learning_rate}
     short = dataclasses.replace(run, sampling=dataclasses.replace(run.sampling, max_tokens=SOLUTION))
     found = given | fine_tune(short, args.folder.absolute() / 'model', **given)
     said.write_text(json.dumps(found))
-  return json.loads(said.read_text())
+  trained = json.loads(said.read_text())
+  if given != {name: trained[name] for name in given}:
+    raise SystemExit(f'--folder={args.folder}: holds a model trained with other settings than {given}; give another folder')
+  return trained
 
 
 def rollouts(run: Run, model: Model, params: Params) -> tuple[EngineConfig, Any, list[Trajectory]]:

@@ -13,12 +13,12 @@ name in the results is `gap`. For a few trajectories of a step, the ledger score
 2. The sampler's own causes are switches: `weights` (linears in FP8), `kv` (keys, values and perhaps queries in FP8) and
    `eviction`. The ledger replays every subset of the active switches. The part of a cause is its Shapley value: the effect of
    its switch, averaged over all orders in which the switches can be turned on.
-3. `reproduction` is the replay with all switches on, minus the recorded log-probs. It is rounding. A larger one means that the
-   recorded log-probs are not those of the sampler that the settings describe.
+3. `reproduction` is the replay with all switches on, minus the recorded log-probs. It should be rounding error only. A larger
+   value means that the recorded log-probs are not those of the sampler that the settings describe.
 
 The parts sum to the gap, token by token. `interaction` is not a part. It is the effect of all switches together, minus the sum
-of their effects alone; `interaction_A_B` is the pair's share of it. `unreplayed` is the mismatch without router replay, which
-removes the effect of other causes on the choice of experts.
+of their effects alone; `interaction_A_B` is the pair's share of it. `unreplayed` is the mismatch without router replay. Router
+replay removes the effect of the other causes on the choice of experts.
 """
 
 import math
@@ -53,7 +53,7 @@ class Replayed:
   cache: Cache = DENSE
 
 
-# Switch -> function that turns it on in a replay's settings, as the run has it. A run without the cause leaves them unchanged.
+# Switch -> function that gives a replay the run's settings of this cause. It changes nothing if the run does not have the cause.
 SWITCHES: dict[str, Callable[[Replayed, Run], Replayed]] = {
   'weights': lambda given, run: replace(given, linears=run.quant) if 'w8a8' in run.quant.sampler else given,
   'kv': lambda given, run: replace(given, kv=run.quant) if 'kv8' in run.quant.sampler else given,
@@ -131,14 +131,14 @@ def replays(
     for on, given in settings.items():
       if given.linears == linears:
         layout = model.cache_layout(run.sampling, given.cache, given.kv)
-        # As many rows as in sampling, for the same order of summation. A cache larger than the engine's has only the rows that
-        # it needs.
+        # As many rows as the engine has, for the same order of summation. If a row is larger than the engine's, there are
+        # at most as many rows as trajectories, to limit the memory.
         rows = engine.rows if layout.bytes(1) <= engine.layout.bytes(1) else min(engine.rows, len(trajectories))
         config = replace(engine, layout=layout, rows=rows, mesh=model.sampler_mesh)
         found[on] = written(replay(config, weights, trajectories), trajectories)
     return found
 
-  # One format of the weights after the other, so that only one copy of the sampler weights exists at a time.
+  # One format of the weights at a time, so that only one copy of the sampler weights exists.
   found = {}
   for linears in dict.fromkeys(given.linears for given in settings.values()):
     found |= with_linears(linears)
@@ -187,8 +187,8 @@ def with_version(older: Older, version: int, params: Params, scales: Scales | No
 def of_one_version(trajectories: Sequence[Trajectory], count: int) -> tuple[int, list[Trajectory]]:
   """Return the newest version that sampled whole groups alone, and at most `count` trajectories of these groups.
 
-  Where every group is of several versions, the first groups count as the newest version's: the effect of the older versions is
-  then in the reproduction error.
+  If several versions sampled every group, return the newest version and the first trajectories. The effect of the older versions
+  is then in the reproduction error.
   """
   groups: dict[int, list[Trajectory]] = {}
   for t in trajectories:
@@ -254,6 +254,6 @@ def scalars(entries: Mapping[str, Float[np.ndarray, ' N']]) -> dict[str, float]:
 
 
 def histograms(entries: Mapping[str, Float[np.ndarray, ' N']]) -> dict[str, Any]:
-  """Return how many tokens lie between EDGES, by mismatch and by each part. The first and the last bin are open."""
+  """Return the token counts of the mismatch and of each part between EDGES. The first and the last bin are open."""
   edges = (-np.inf, *EDGES, np.inf)
   return {'edges': list(EDGES), 'histograms': {name: np.histogram(x, edges)[0].tolist() for name, x in entries.items()}}

@@ -1,7 +1,8 @@
 """Settings of published methods by name: arms of Sparse-RL (config.arm) and presets (config.preset).
 
-`ARMS` are compared with each other in an experiment (docs/methods/sparse.md, Arms). `CORRECTIONS` has corrections alone,
-`RECIPES` has whole methods, as settings by key (docs/methods/losses.md, Presets). `config.preset` accepts a name of either.
+An experiment compares `ARMS` with each other (docs/methods/sparse.md, Arms). `CORRECTIONS` has corrections only. `RECIPES` has
+whole methods, as settings by key (docs/methods/losses.md, Presets). `config.preset` accepts the names in `CORRECTIONS` and
+`RECIPES`.
 
 A name sets the choices that define its method, and refuses settings that contradict them. Model, data, learning rate, batch and
 lengths stay the run's own.
@@ -100,16 +101,6 @@ CORRECTIONS: dict[str, Correction] = {
 }
 
 
-def correction_of(name: str) -> Correction:
-  """Return the correction under a published name.
-
-  Raises SettingsError, with the known names, for any other.
-  """
-  if name not in CORRECTIONS:
-    raise SettingsError(f'preset {name!r}: expected one of {", ".join(CORRECTIONS)}')
-  return CORRECTIONS[name]
-
-
 # --- recipes ----------------------------------------------------------------------------------------------------------
 
 _DAPO = {  # arXiv 2503.14476: clip-higher, dynamic sampling, token-level loss, overlong reward shaping; no KL penalty
@@ -150,7 +141,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 def settings_of(name: str) -> dict[str, Any]:
   """Return the settings of a preset by key.
 
-  Raises SettingsError, with the known names, for an unknown one.
+  Raises SettingsError, which lists the known names, if the name is unknown.
   """
   if name in RECIPES:
     return RECIPES[name]
@@ -175,7 +166,10 @@ def _keys(correction: Correction) -> dict[str, Any]:
 
 
 def _with(run: Run, settings: dict[str, Any], source: str) -> Run:
-  """Return the run with these settings, which `source` sets; each must have its default or the same value before."""
+  """Return the run with these settings. `source` names the arm or preset, for the error.
+
+  Raises SettingsError if a setting has another value that is not its default.
+  """
   for key, value in settings.items():
     given, default = _get(run, key), _get(Run(), key)
     if given not in (default, value):

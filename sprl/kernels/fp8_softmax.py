@@ -3,9 +3,10 @@
     weights = exp2(scores - origin(max(scores)))       # scores in base 2; the largest weight is about 2^8
     out     = rounded(weights) @ values / sum(weights)
 
-The sum is of the unrounded weights. FlashAttention-3 rounds the same way, but takes the maximum itself for the origin. Here the
+The sum is of the unrounded weights. FlashAttention-3 rounds the same way, but uses the maximum itself as the origin. Here the
 origin is a whole number. A kernel that finds a larger score in a later block then rescales its sums by a power of two, which
-commutes with rounding. The blocks therefore change no rounded weight, except subnormal ones: those below 2^-14 of the largest.
+commutes with rounding. So the split into blocks changes only subnormal rounded weights, which are below about 2^-14 of the
+largest.
 """
 
 import math
@@ -26,8 +27,8 @@ def origin(largest: Float[Array, '*S']) -> Float[Array, '*S']:
 def rounded(weights: Float32[Array, '*S']) -> Float32[Array, '*S']:
   """Return weights from 0 to 448 rounded to the nearest e4m3, ties to even.
 
-  For x in [2^e, 2^(e+1)) the spacing of float32 at 2^(e+20) is the spacing of e4m3 at x, so adding 2^(e+20) rounds x. Plain
-  arithmetic, because XLA may remove a cast there and back, and a kernel's registers need no narrow layout.
+  For x in [2^e, 2^(e+1)) the spacing of float32 at 2^(e+20) is the spacing of e4m3 at x, so adding 2^(e+20) rounds x. This is
+  plain arithmetic, not a cast: XLA may remove a cast to e4m3 and back, and a kernel would need a register layout for e4m3.
   """
   bits = lax.bitcast_convert_type(weights, jnp.int32)
   exponent = jnp.maximum(bits & 0x7F800000, 121 << 23)  # below 2^-6, the smallest normal, the spacing is constant

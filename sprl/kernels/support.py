@@ -1,7 +1,7 @@
 """The support of a drawn token: the tokens that top-k, top-p and min-p keep, among which it was drawn.
 
 A log-prob under filters depends on the support. The sampler records the support of each drawn token; every other policy then
-renormalises over the same tokens. A record has W 32-bit words a token, in one of two forms, told apart by its dtype:
+renormalises over the same tokens. A record has W 32-bit words per token. The dtype shows which of two forms it has:
 
     int32     token ids, padded with -1; W = top_k, because top-p and min-p only remove ids
     uint32    a bit mask of the vocabulary: bit i of word w is token 32 * w + i; W = V / 32, rounded up
@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Int, Integer, UInt32
 
 from sprl.config import Sampling, SettingsError
 
-MOST_WORDS = 256  # of a record: 1 KiB a token
+MOST_WORDS = 256  # in a record: 1 KiB per token
 BITS = 32  # in a word
 
 
@@ -66,7 +66,7 @@ def pack_mask(kept: Bool[Array, '*N V']) -> UInt32[Array, '*N W']:
 
 
 def mask_of_ids(ids: Int[Array, '*N W'], vocab: int) -> Bool[Array, '*N V']:
-  """Return the tokens that are among the ids. Negative ids are no token."""
+  """Return a mask of the tokens that are among the ids. Negative ids are padding."""
 
   def one(ids):
     return jnp.zeros(vocab, bool).at[jnp.where(ids < 0, vocab, ids)].set(True, mode='drop')
@@ -75,7 +75,7 @@ def mask_of_ids(ids: Int[Array, '*N W'], vocab: int) -> Bool[Array, '*N V']:
 
 
 def support_mask(record: Integer[Array, '*N W'], vocab: int) -> Bool[Array, '*N V']:
-  """Return the tokens of each recorded support."""
+  """Return a mask of the tokens of each recorded support."""
   if record.dtype == jnp.int32:
     return mask_of_ids(record, vocab)
   bits = (record[..., None] >> jnp.arange(BITS, dtype=jnp.uint32)) & 1

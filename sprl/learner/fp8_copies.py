@@ -3,8 +3,8 @@
     copies = copies_of(params, quant, dtype)       # once an update, before the loop over microbatches
     params = with_copies(params, copies)           # for each microbatch; gradients go to `params`
 
-The linears are those that a sampler with the same settings has in FP8, with the same codes (docs/methods/fp8.md, FP8 in the
-learner). The copies exist while an update or a scoring pass runs: no checkpoint and no optimiser sees them.
+The copies are of the linears that a sampler with the same settings has in FP8, with the same codes (docs/methods/fp8.md, FP8 in
+the learner). They exist only while an update or a scoring pass runs. Checkpoints and optimiser states do not have them.
 """
 
 from dataclasses import replace
@@ -24,8 +24,8 @@ Copies = dict[str, BlockScaled | Emulated]  # path of a linear -> its FP8 copy
 def copies_of(params: Params, quant: Quant, dtype: Any, kernels: Kernels = 'auto') -> Copies:
   """Return the FP8 copies of the linears that `quant` names; {} if it quantises none. For use inside a jitted function.
 
-  An adapter is merged into its frozen weight in float32 first, as in the sampler. `dtype` is that of emulated products, `kernels`
-  the implementation of blockwise products.
+  An adapter is merged into its frozen weight in float32 first, as in the sampler. `dtype` is that of emulated products.
+  `kernels` selects the implementation of blockwise products.
   """
   named, codes = set(quantised_linears(params, quant)), multiplies_codes(quant, kernels)
 

@@ -53,8 +53,8 @@ def dot(
 ) -> Float[Array, '*B N']:
   """Return x @ w^T in x's dtype. `axes` are the names of w's axes on a mesh.
 
-  A quantised weight quantises x too, and its product has no gradient. A StraightThrough weight has the product of its copy, with
-  gradients. The adapter of a LowRank weight is never expanded to a matrix of w's shape, and neither is its gradient.
+  A quantised weight quantises x too, and its product has no gradient. A product with a StraightThrough weight uses its copy,
+  and has gradients. The adapter of a LowRank weight is never expanded to a matrix of w's shape, and neither is its gradient.
   """
   match w:
     case LowRank():
@@ -72,12 +72,12 @@ def dot(
 
 
 def operand(x: Float[Array, '*B M'], w: Float[Array, '*X N M'] | BlockScaled | Emulated) -> Float[Array, '*B M']:
-  """Return activations as their product with w multiplies them: rounded to FP8 if w is quantised."""
+  """Return the activations that a product with w multiplies: x, rounded to FP8 if w is quantised."""
   return fake_groups(x, w.format) if isinstance(w, BlockScaled | Emulated) else x
 
 
 def values(w: Float[Array, '*S'] | BlockScaled | Emulated, dtype: Any) -> Float[Array, '*S']:
-  """Return a weight as its products multiply it, in `dtype`: code times scale if it is quantised."""
+  """Return the values of a weight that its products multiply, in `dtype`: code times scale if it is quantised."""
   match w:
     case BlockScaled():
       return w.dequantised(dtype)
@@ -111,7 +111,8 @@ def grouped_dot(
 def _straight_through(x, w, copy, axes: Names | None):
   """Return the product of x and the FP8 copy of w. Gradients ignore both roundings (docs/methods/fp8.md, eq. 12 to 14)."""
   if isinstance(copy, BlockScaled) and axes is not None:
-    # Gather the codes here, not before the layer: codes that are gathered before it would live until the backward pass.
+    # Constrain the codes here, so that they are gathered inside the layer. Codes that are gathered before the layer would live
+    # until the backward pass.
     copy = replace(copy, codes=kept(copy.codes, *axes))
   return dot(x, copy, axes)
 
@@ -121,10 +122,10 @@ def _straight_forward(x, w, copy, axes):
 
 
 def _straight_backward(axes, saved, g):
-  """Return the gradients of the plain product at the rounded operands. XLA removes the product that `vjp` does not need."""
+  """Return the gradients of the plain product at the rounded operands. XLA removes the unused forward product of `vjp`."""
   x, w, copy = saved
   if isinstance(copy, BlockScaled):
-    codes = copy.codes if axes is None else shard(kept(copy.codes, *axes), *axes)  # one byte a weight is gathered
+    codes = copy.codes if axes is None else shard(kept(copy.codes, *axes), *axes)  # gathers one byte per weight
     whole = replace(copy, codes=codes).dequantised(x.dtype)
   else:
     whole = _gathered(copy.values, x.dtype, axes)
@@ -139,7 +140,7 @@ _straight_through.defvjp(_straight_forward, _straight_backward)
 def _dot(x: Float[Array, '*B M'], w: Float[Array, 'N M'], axes: Names | None) -> Float[Array, '*B N']:
   """Return x @ w^T in x's dtype. w may have a wider dtype (float32 master weights under bfloat16 activations).
 
-  w is [out, in]: the layout of checkpoints, and the one that CPUs and FP8 tensor cores read fastest.
+  w is [out, in]: the layout of checkpoints, which is also the fastest for CPUs and FP8 tensor cores.
 
   The gradient of w is one product over all leading dims, summed in float32 and returned in w's dtype. It is written by hand:
   autodiff would emit a transposed product, for which XLA's CPU backend has no fast bfloat16 path, and would round the gradient

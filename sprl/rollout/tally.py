@@ -1,4 +1,4 @@
-"""What happened in a run's rollouts: counts since it began, and metrics since they were read last."""
+"""Statistics of a run's rollouts: counts since the run began, and metrics since they were last read."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -18,17 +18,17 @@ EVENTS = ('started', 'errors', 'hung', 'aborted_tokens', 'resumed_tokens')
 class Sample:
   """A member of a group that was consumed or dropped."""
 
-  tokens: int  # that it drew; of a member that was stopped, a lower bound of its length
+  tokens: int  # drawn tokens; for a stopped member a lower bound of its length
   reward: float | None  # None: it was not graded
   fate: Literal['trained', 'withheld', 'dropped']
 
 
 @dataclass
 class _Recent:
-  """Sums since the metrics were read last."""
+  """Sums since the metrics were last read."""
 
   before: Counter[str] = field(default_factory=Counter)  # the counts at that time
-  waited: float = 0.0  # seconds in which the controller waited for a batch
+  waited: float = 0.0  # seconds that the controller waited for a batch
   queued: list[float] = field(default_factory=list)  # seconds that each request waited for an engine
   samples: list[Sample] = field(default_factory=list)  # of the groups that were consumed or dropped
 
@@ -44,7 +44,7 @@ class Tally:
     self.recent = _Recent(self.counts.copy())
 
   def ended(self, members: Sequence[Member], trajectories: Sequence[Trajectory]) -> None:
-    """Record the members of a group that was consumed with these trajectories, or dropped, without any."""
+    """Record the members of a group that was consumed with these trajectories, or of a dropped group, which has none."""
     withheld = {t.uid: t.withheld for t in trajectories}
     for member in members:
       fate = 'dropped' if member.uid not in withheld else 'withheld' if withheld[member.uid] else 'trained'
@@ -64,16 +64,17 @@ class Tally:
 
 
 def selection(samples: Sequence[Sample]) -> dict[str, float]:
-  """Return metrics of the selection of the samples that an update trains on, from all samples of the same groups.
+  """Return `async/` metrics that compare the trained samples with all samples of the same groups.
 
-  dropped_members, dropped_tokens    samples that nothing uses, and the tokens that they drew
-  dropped_graded                     how many of them have a reward
+  dropped_members, dropped_tokens    number of dropped samples, and the tokens that they drew
+  dropped_graded                     number of dropped samples with a reward
   length_consumed, length_started    mean tokens of the trained samples, and of all samples that drew any
-  dropped_length_bias                length_consumed / length_started - 1. The true value is not larger, because a stopped sample
-                                     counts with the tokens that it drew
+  dropped_length_bias                length_consumed / length_started - 1: an upper bound of the true value, because a stopped
+                                     sample counts with the tokens that it drew
   dropped_reward_bias                mean reward of the trained samples, minus that of all graded samples
 
-  A bias that is not known is absent: without a trained sample, or that of the reward if no dropped sample was graded.
+  Without a trained sample both biases are absent. dropped_reward_bias is also absent if samples were dropped and none
+  of them was graded.
   """
   dropped = [s for s in samples if s.fate == 'dropped']
   trained = [s for s in samples if s.fate == 'trained']

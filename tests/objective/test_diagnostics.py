@@ -15,7 +15,7 @@ from sprl.config_checks import REJECTIONS
 from sprl.objective.correction import correct
 from sprl.objective.diagnostics import effective_sample_size, mismatch, policy_metrics, policy_sums, repetition
 from sprl.objective.losses import TokenRatios
-from sprl.presets import correction_of
+from sprl.presets import CORRECTIONS
 from sprl.types import LogProbs
 
 EVERYTHING = Correction(
@@ -31,9 +31,9 @@ SETTINGS = [
   EVERYTHING,
   Correction(level='sequence', weight='clip', normalise='global'),
   Correction(reject=('token_k1=0:1.2',)),
-  correction_of('disabled'),
-  correction_of('sparse_rl_code'),
-  correction_of('geo_rs_seq_tis'),
+  CORRECTIONS['disabled'],
+  CORRECTIONS['sparse_rl_code'],
+  CORRECTIONS['geo_rs_seq_tis'],
 ]
 
 
@@ -129,7 +129,7 @@ def test_the_veto_fraction_counts_rejected_sequences():
   x['roll'] = x['old'] + np.float32(0.01)
   x['mask'][:], x['mask'][4:], x['mask'][0, 6:] = True, False, False
   x['old'][0, 3] = x['roll'][0, 3] - 12
-  m = metrics_of(x, correction_of('sparse_rl'))
+  m = metrics_of(x, CORRECTIONS['sparse_rl'])
   expected = {
     'sparse/veto_fraction': 1 / 4,
     'sparse/catastrophic_sequence_fraction': 1 / 4,
@@ -138,7 +138,7 @@ def test_the_veto_fraction_counts_rejected_sequences():
   }
   for name, value in expected.items():
     np.testing.assert_allclose(m[name], value, rtol=1e-6, err_msg=name)
-  without = metrics_of(x, correction_of('token_is'))
+  without = metrics_of(x, CORRECTIONS['token_is'])
   assert without['sparse/veto_fraction'] == 0
   np.testing.assert_allclose(without['sparse/catastrophic_sequence_fraction'], 1 / 4)
 
