@@ -177,7 +177,7 @@ class Advantage:
   """How a reward becomes an advantage (docs/methods/losses.md, Advantages)."""
 
   estimator: Literal['grpo', 'dr_grpo', 'rloo', 'reinforce_baseline', 'reinforce'] = 'grpo'  # formulas in objective/advantages.py
-  overlong: float | None = None  # last share of max_tokens, over which the reward falls by up to 1 (DAPO); None: no penalty
+  overlong: float | None = None  # last share of max_tokens, over which the reward falls by up to 0.5 (DAPO); None: no penalty
 
 
 @dataclass(frozen=True)

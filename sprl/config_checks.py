@@ -199,10 +199,12 @@ def validate_cache(run: Run) -> None:
 
 
 def validate_quant(run: Run) -> None:
-  """Raise SettingsError if `quant.skip_names` names an unknown linear layer, or if the softmax is FP8 and the cache is not."""
+  """Raise SettingsError if `quant.skip_names` names an unknown linear layer, or if a setting needs an FP8 cache and has none."""
   require(run, 'quant.skip_names', set(run.quant.skip_names) <= set(LINEARS), f'any of {", ".join(LINEARS)}')
   unrounded = f"'none' with config.quant.sampler = {run.quant.sampler!r}: only 'kv8' and 'w8a8_kv8' store values in FP8"
   require(run, 'quant.softmax', run.quant.softmax == 'none' or 'kv8' in run.quant.sampler, unrounded)
+  no_cache = f"another value with config.quant.sampler = {run.quant.sampler!r}: only 'kv8' and 'w8a8_kv8' have scales to freeze"
+  require(run, 'quant.kv_scale', run.quant.kv_scale != 'frozen' or 'kv8' in run.quant.sampler, no_cache)
 
 
 def validate_rollout(run: Run) -> None:
@@ -227,6 +229,10 @@ def validate_rollout(run: Run) -> None:
   require(run, 'rollout.async_ratio', r.async_ratio % 1 == 0 or not whole, whole)
   first = f"0 with config.rollout.order = {r.order!r}; 'completion' takes the groups that finish first"
   require(run, 'rollout.extra_prompts', r.extra_prompts == 0 or r.order == 'completion', first)
+  unbiased = "with config.rollout.members = 'all'"
+  require(run, 'rollout.extra_members', r.members == 'first' or r.extra_members > 0, f'1 or more {unbiased}')
+  fast = f'0 {unbiased}: the groups that finish first would count'
+  require(run, 'rollout.extra_prompts', r.members == 'first' or r.extra_prompts == 0, fast)
 
   if not r.replicate_prompts:
     one_by_one = 'True with config.rollout.async_ratio > 0, which interrupts samples one by one'
@@ -329,19 +335,20 @@ BEHAVIOUR_LOSSES = ('tis', 'topr', 'cispo')
 
 
 def validate_loss(run: Run) -> None:
-  """Raise SettingsError if a range is empty, or if the ratio of the variant could not differ from 1."""
-  loss, mode = run.loss, run.correction.mode
+  """Raise SettingsError if a range is empty, or if the ratio of the variant would be another than published or always 1."""
+  loss, bypass = run.loss, run.correction.mode == 'bypass'
   require(run, 'loss.tis.low', loss.tis.low <= loss.tis.high, f'at most config.loss.tis.high = {loss.tis.high}')
-  to_sampler = (
-    f"'bypass' (and config.correction.level = None) with config.loss.variant = {loss.variant!r}, which bounds the ratio"
-  )
-  published = mode == 'bypass' or loss.variant not in BEHAVIOUR_LOSSES
-  require(
-    run, 'correction.mode', published, f'{to_sampler} to the sampler; in decoupled mode it would bound the drift of updates'
-  )
-  moves = mode == 'bypass' or run.optimizer.updates > 1 or loss.variant in ('ppo', 'reinforce')
-  require(run, 'correction.mode', moves, f'{to_sampler}: it is 1 in decoupled mode with one update per rollout batch '
-          '(config.optimizer.minibatches * config.optimizer.epochs = 1)')  # fmt: skip
+  beside = 'config.correction.level = None' + ('' if run.arm in (None, 'dense') else ' and config.arm = None')
+  with_loss = f'with config.loss.variant = {loss.variant!r}'
+  to_sampler = f"'bypass' (and {beside}) {with_loss}, which bounds the ratio to the sampler and not the drift of updates"
+  require(run, 'correction.mode', bypass or loss.variant not in BEHAVIOUR_LOSSES, to_sampler)
+
+  fp8 = run.quant.sampler != 'none' or run.quant.learner != 'none'
+  differs = run.rollout.async_ratio > 0 or run.cache.budget is not None or fp8  # sampler and learner
+  moves = run.optimizer.updates > 1 or (bypass and differs) or loss.variant in ('ppo', 'reinforce')
+  otherwise = 'rollouts that run ahead, evict or are in FP8' if bypass else "config.correction.mode = 'bypass'"
+  ratio = f'2 or more {with_loss}, whose ratio is 1 in the only update of a rollout batch; or {otherwise}'
+  require(run, 'optimizer.minibatches', moves, ratio)
 
 
 def validate_optimizer(run: Run) -> None:

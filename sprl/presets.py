@@ -30,21 +30,35 @@ ARMS: dict[Arm, Correction | None] = {
   'learner_mask': _off,  # nothing to correct: the learner's attention masks the tokens that the sampler evicted
 }
 
-# Arm -> the cache settings that belong to its method.
-ARM_CACHES: dict[str, dict[str, Any]] = {'sparse_rl_code': {'cache.scope': 'global'}}
+# Arm -> other settings that belong to its method.
+ARM_SETTINGS: dict[Arm, dict[str, Any]] = {
+  'sparse_rl_code': {
+    'cache.method': 'rkv',
+    'cache.scope': 'global',
+    'cache.rkv.mix': 0.1,
+    'advantage.estimator': 'grpo',
+    'loss.variant': 'ppo',
+    'loss.aggregate': 'seq-mean-token-mean',
+  }
+}
 
 
 def with_arm(run: Run) -> Run:
-  """Return the run with the cache, correction and packing of its arm.
+  """Return the run with the settings of its arm. A run with a preset has that preset's settings already.
 
-  Raises SettingsError if a setting of the cache or the correction contradicts the arm.
+  Raises SettingsError if a setting or the preset contradicts the arm.
   """
   if run.arm is None:
     return run
   correction = ARMS[run.arm]
   if correction is None:
     return replace(run, cache=replace(run.cache, budget=None))
-  run = _with(run, _keys(correction) | ARM_CACHES.get(run.arm, {}), f'config.arm = {run.arm!r}')
+  settings = _keys(correction) | ARM_SETTINGS.get(run.arm, {})
+  for key, value in ({} if run.preset is None else settings_of(run.preset)).items():
+    if settings.get(key, value) != value:
+      of_preset = f'config.{key} = {value!r}, which config.preset = {run.preset!r} sets'
+      raise SettingsError(f'config.arm = {run.arm!r}: expected None, or an arm with {of_preset}')
+  run = _with(run, settings, f'config.arm = {run.arm!r}')
   shared = run.packing.share_prefix and not run.masked_learner  # samples evict different tokens of their prompt
   return replace(run, packing=replace(run.packing, share_prefix=shared))
 
@@ -70,7 +84,7 @@ def _k3(base: Correction) -> Correction:
   return _reject(base, 'seq_mean_k3=0.01')
 
 
-# Origins: docs/methods/losses.md, Presets. `pg_*` set loss.variant = reinforce, which keeps its weight in bypass mode.
+# Origins: docs/methods/losses.md, Presets.
 CORRECTIONS: dict[str, Correction] = {
   'disabled': _off,  # metrics only
   'token_is': _token,  # the default: token-level TIS
@@ -94,11 +108,14 @@ CORRECTIONS: dict[str, Correction] = {
   'pg_geo_rs_token_tis': _bypass(_geo(_token)),
   'seq_mask_tis': _reject(replace(_token, cap=1e9), 'seq_mean_k1=0.999:1.002'),  # NeMo-RL; S bounds rho below this cap
   'slime': replace(_token, normalise='global', veto=1e-4),
-  **{arm: correction for arm, correction in ARMS.items() if correction is not None},
   'roll': replace(_token, cap=1.2),
-  'areal': replace(_token, weight='icepop', floor=0.0, cap=5.0),  # AReaL, w above 5 becomes 0; with loss.variant = ppo
+  'areal': replace(_token, weight='icepop', floor=0.0, cap=5.0),  # AReaL, w above 5 becomes 0
   'areal_clamp': replace(_token, cap=5.0),  # AReaL, w above 5 becomes 5
 }
+
+
+# Beginning of a name -> the loss that its correction is made for. `reinforce` keeps its weight in bypass mode.
+_LOSSES = {'pg_': 'reinforce', 'ppo_clip': 'ppo', 'areal': 'ppo'}
 
 
 # --- recipes ----------------------------------------------------------------------------------------------------------
@@ -112,6 +129,7 @@ _DAPO = {  # arXiv 2503.14476: clip-higher, dynamic sampling, token-level loss, 
   'loss.aggregate': 'token-mean',
   'loss.kl_coef': 0.0,
   'rollout.equal_groups': 'replace',
+  'optimizer.minibatches': 16,  # of 512 of 8,192 answers
 }
 _FP8_RL = _DAPO | {  # the recipe scripts of arXiv 2601.18150: DAPO with token-level TIS, one update a rollout batch
   'advantage.overlong': 0.025,  # 512 of 20,480 tokens
@@ -119,6 +137,7 @@ _FP8_RL = _DAPO | {  # the recipe scripts of arXiv 2601.18150: DAPO with token-l
   'correction.level': 'token',
   'correction.weight': 'truncate',
   'correction.cap': 2.0,
+  'optimizer.minibatches': 1,
 }
 
 RECIPES: dict[str, dict[str, Any]] = {
@@ -147,7 +166,9 @@ def settings_of(name: str) -> dict[str, Any]:
     return RECIPES[name]
   if name not in CORRECTIONS:
     raise SettingsError(f'config.preset = {name!r}: expected one of {", ".join([*RECIPES, *CORRECTIONS])}')
-  return _keys(CORRECTIONS[name]) | ({'loss.variant': 'reinforce'} if name.startswith('pg_') else {})
+  return _keys(CORRECTIONS[name]) | next(
+    ({'loss.variant': loss} for start, loss in _LOSSES.items() if name.startswith(start)), {}
+  )
 
 
 def with_preset(run: Run) -> Run:

@@ -2,9 +2,9 @@
 
 import pytest
 
-from sprl.config import Correction, Rollout, Run, SettingsError
+from sprl.config import Correction, Rollout, Run, SettingsError, to_dict
 from sprl.config_reader import resolve
-from sprl.presets import CORRECTIONS, RECIPES, settings_of, with_preset
+from sprl.presets import ARMS, CORRECTIONS, RECIPES, settings_of, with_preset
 
 MODEL = {'path': 'x'}
 
@@ -12,6 +12,7 @@ MODEL = {'path': 'x'}
 @pytest.mark.parametrize('name', [*RECIPES, *CORRECTIONS])
 def test_a_preset_is_accepted_and_sets_every_setting_that_it_names(name):
   run = resolve({'preset': name, 'model': MODEL, 'cache': {'budget': 64}})
+  assert resolve(to_dict(run)) == run
   for key, value in settings_of(name).items():
     section, setting = key.split('.')
     assert getattr(getattr(run, section), setting) == value, key
@@ -22,6 +23,7 @@ def test_dapo_has_the_published_choices():
   assert (run.loss.clip_low, run.loss.clip_high, run.loss.aggregate, run.loss.kl_coef) == (0.2, 0.28, 'token-mean', 0)
   assert run.rollout.equal_groups == 'replace'
   assert run.advantage.overlong * 20_480 == 4096
+  assert run.optimizer.updates == 512 * 16 // 512
 
 
 def test_gspo_has_the_published_clip_range_and_four_updates_a_batch():
@@ -31,7 +33,8 @@ def test_gspo_has_the_published_clip_range_and_four_updates_a_batch():
 
 
 def test_fp8_rl_is_dapo_with_fp8_rollouts_and_a_token_correction():
-  dapo = settings_of('dapo') | {'advantage.overlong': 512 / 20_480, 'loss.dual_clip': 10.0}
+  own = {'advantage.overlong': 512 / 20_480, 'loss.dual_clip': 10.0, 'optimizer.minibatches': 1}
+  dapo = settings_of('dapo') | own
   for name, sampler, learner, reject in (
     ('fp8_rl', 'w8a8', 'none', ()),
     ('fp8_rl_kv', 'w8a8_kv8', 'none', ()),
@@ -42,6 +45,39 @@ def test_fp8_rl_is_dapo_with_fp8_rollouts_and_a_token_correction():
     assert settings_of(name).items() >= dapo.items()
     assert (run.quant.sampler, run.quant.learner) == (sampler, learner)
     assert run.correction == Correction(level='token', weight='truncate', cap=2.0, reject=reject)
+
+
+def refusal(given):
+  try:
+    resolve(given)
+  except SettingsError as error:
+    return str(error)
+  return None
+
+
+@pytest.mark.parametrize('arm', ARMS)
+@pytest.mark.parametrize('name', [*RECIPES, *CORRECTIONS])
+def test_an_arm_keeps_the_settings_of_a_preset_or_refuses_it(name, arm):
+  given = {'preset': name, 'arm': arm, 'model': MODEL, 'cache': {'budget': 256}}
+  if reason := refusal(given):
+    assert f'config.preset = {name!r}' in reason or 'config.arm = None' in reason
+    return
+  run = resolve(given)
+  for key, value in settings_of(name).items():
+    section, setting = key.split('.')
+    assert getattr(getattr(run, section), setting) == value, key
+  assert resolve(to_dict(run)) == run
+
+
+def test_an_arm_is_no_preset():
+  with pytest.raises(SettingsError, match=r"config\.preset = 'learner_mask': expected one of dapo"):
+    resolve({'preset': 'learner_mask', 'model': MODEL, 'cache': {'budget': 64}})
+
+
+@pytest.mark.parametrize(('name', 'variant'), [('ppo_clip', 'reinforce'), ('areal', 'reinforce'), ('pg_is', 'gspo')])
+def test_a_correction_is_refused_with_a_loss_that_it_is_not_made_for(name, variant):
+  with pytest.raises(SettingsError, match=r'config\.loss\.variant'):
+    resolve({'preset': name, 'model': MODEL, 'cache': {'budget': 64}, 'loss': {'variant': variant}})
 
 
 def test_a_preset_leaves_other_settings_to_the_run():

@@ -34,7 +34,7 @@ GROUPS: dict[str, str] = {
     "- `learner_fp8`: FP8 in the learner's linears (`config.quant.learner`), which the sampler's FP8 linears may cancel.\n"
     '- `numerics`: another order of computation. The learner reads packed rows in one pass, the sampler a dense cache.\n'
     '- `weights`: FP8 linears (Shapley value).\n'
-    '- `kv`: FP8 cache (Shapley value).\n'
+    '- `kv`: FP8 cache, with `quant.softmax` (Shapley value).\n'
     '- `eviction`: cache eviction (Shapley value).\n'
     '- `reproduction`: the replay with all causes, minus the recorded log-probs. It is rounding if the settings describe the '
     'sampler.\n\n'
@@ -107,8 +107,8 @@ METRICS: dict[str, str] = {
   'rollout_corr/corrected_fraction': 'Share of the surviving tokens whose weight is not 1. It is 1 if no token survives.',
   # --- mismatch: weights ------------------------------------------------------------------------------------------------
   f'{_WEIGHT}_mean': 'Mean of `w` after its bounds, before normalisation.',
-  f'{_WEIGHT}_std': 'Standard deviation of `w`, clipped to [0, cap].',
-  f'{_WEIGHT}_eff_sample_size': 'Effective sample size of `w`, clipped to [0, cap]; from 0 to 1.',
+  f'{_WEIGHT}_std': 'Standard deviation of `w`, clipped to [0, cap]; `icepop`: as applied.',
+  f'{_WEIGHT}_eff_sample_size': 'Effective sample size of `w`, clipped to [0, cap]; `icepop`: as applied. From 0 to 1.',
   f'{_WEIGHT}_ratio_fraction_high': 'Share of the tokens whose raw `w` is above the cap.',
   f'{_WEIGHT}_ratio_fraction_low': 'Share of the tokens whose raw `w` is below the floor (`truncate`: 1 / cap).',
   # --- mismatch: rejection ----------------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ METRICS: dict[str, str] = {
   'sparse/catastrophic_sequence_fraction': (
     'Share of the sequences with a token whose `rho` is below the veto (1e-4 if no veto is set).'
   ),
-  'sparse/ess': 'Effective sample size of `min(rho, cap)`, from 0 to 1.',
+  'sparse/ess': 'Effective sample size of `min(rho, cap)`, which is not always the applied weight; from 0 to 1.',
   'sparse/agreement_mean': 'Mean agreement, `exp(-|log rho|)`, from 0 to 1.',
   'sparse/agreement_p05': '5th percentile of the agreement.',
   'fp8/kv_saturation': 'Share of the cached numbers that FP8 clamped. A run stops above 1e-4; with frozen scales it warns.',
@@ -178,6 +178,14 @@ METRICS: dict[str, str] = {
     'Mean reward of the trained samples, minus the mean reward of all graded samples. Dropped samples that were not graded are '
     'left out. Absent if samples were dropped and none of them had been graded. With `rollout.members=all` the trained samples '
     'are a random part, so both biases vary around 0.'
+  ),
+  'async/first_length_bias': (
+    'What `rollout.members=first` would have done to the length: mean tokens of the first `rollout.group` members to finish, '
+    'divided by the mean of all members, minus 1. Exact, because all members end. Present with `rollout.members=all`.'
+  ),
+  'async/first_reward_bias': (
+    'What `rollout.members=first` would have done to the reward: mean reward of the first `rollout.group` members to finish, '
+    'minus the mean of all members. Exact. Present with `rollout.members=all`.'
   ),
   'async/live': 'Groups that are running or complete and not consumed.',
   'async/length_consumed': 'Mean number of tokens of the trained samples.',

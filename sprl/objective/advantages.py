@@ -18,16 +18,17 @@ from jaxtyping import Bool, Float, Int
 from sprl.config import Advantage
 
 EPSILON = 1e-6  # added to the standard deviation of a group
+OVERLONG = 0.5  # largest penalty of a long answer. DAPO's is 1, for rewards of -1 and 1; here graders give 0 and 1
 
 
 def overlong_penalty(length: Int[np.ndarray, ' B'], longest: int, share: float | None) -> Float[np.ndarray, ' B']:
-  """Return what is subtracted from the reward of a completion for its length, 0 to 1 (DAPO, arXiv 2503.14476, eq. 13).
+  """Return what is subtracted from the reward of a completion for its length (DAPO, arXiv 2503.14476, eq. 13, halved).
 
   It rises linearly over the last `share` of the `longest` tokens. None: it is 0.
   """
   if share is None:
     return np.zeros(len(length), np.float32)
-  return np.clip(1 - (longest - length) / (share * longest), 0, 1).astype(np.float32)
+  return (OVERLONG * np.clip(1 - (longest - length) / (share * longest), 0, 1)).astype(np.float32)
 
 
 def advantages(

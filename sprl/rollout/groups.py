@@ -33,6 +33,7 @@ class Member:
   drawn: int = 0  # tokens that this attempt has drawn; updated when a request ends or is stopped
   lost: bool = False  # whether it failed too often
   result: Trajectory | None = None
+  rank: int | None = None  # number of members of its group that finished before it
 
   def whole(self, completion: Completion) -> Completion:
     """Join a completion with the tokens that were drawn before the request was interrupted."""

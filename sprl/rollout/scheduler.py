@@ -284,6 +284,7 @@ class Scheduler:
   def _ended(self, member: Member, trajectory: Trajectory) -> None:
     """Keep the trajectory of a member."""
     group = member.group
+    member.rank = len(group.results)
     member.result = replace(trajectory, uid=member.uid, group=group.number, start_version=group.start_version)
     self._finish(group)
 

@@ -21,6 +21,7 @@ class Sample:
   tokens: int  # drawn tokens; for a stopped member a lower bound of its length
   reward: float | None  # None: it was not graded
   fate: Literal['trained', 'withheld', 'dropped']
+  first: bool | None = None  # in a group whose members all finished: whether `rollout.members = 'first'` would have kept it
 
 
 @dataclass
@@ -46,9 +47,12 @@ class Tally:
   def ended(self, members: Sequence[Member], trajectories: Sequence[Trajectory]) -> None:
     """Record the members of a group that was consumed with these trajectories, or of a dropped group, which has none."""
     withheld = {t.uid: t.withheld for t in trajectories}
+    kept = sum(not t.withheld for t in trajectories)
+    chosen = kept < len(trajectories)  # whether a draw chose the members that train, so that the order of finishing did not
     for member in members:
       fate = 'dropped' if member.uid not in withheld else 'withheld' if withheld[member.uid] else 'trained'
-      self.recent.samples.append(Sample(member.drawn, None if member.result is None else member.result.reward, fate))
+      first = member.rank < kept if chosen and member.rank is not None else None
+      self.recent.samples.append(Sample(member.drawn, None if member.result is None else member.result.reward, fate, first))
 
   def metrics(self, live: int) -> tuple[dict[str, float], dict[str, float]]:
     """Return metrics and times (seconds) since the last call. `live` is the number of groups in the window now."""
@@ -72,9 +76,11 @@ def selection(samples: Sequence[Sample]) -> dict[str, float]:
   dropped_length_bias                length_consumed / length_started - 1: an upper bound of the true value, because a stopped
                                      sample counts with the tokens that it drew
   dropped_reward_bias                mean reward of the trained samples, minus that of all graded samples
+  first_length_bias                  in groups whose members all finished: mean tokens of the first to finish / mean of all - 1
+  first_reward_bias                  there: mean reward of the first to finish, minus that of all
 
-  Without a trained sample both biases are absent. dropped_reward_bias is also absent if samples were dropped and none
-  of them was graded.
+  Without a trained sample both biases of what was dropped are absent. dropped_reward_bias is also absent if samples were dropped
+  and none of them was graded. The biases of the first are present with rollout.members = 'all' and extra members alone.
   """
   dropped = [s for s in samples if s.fate == 'dropped']
   trained = [s for s in samples if s.fate == 'trained']
@@ -92,6 +98,10 @@ def selection(samples: Sequence[Sample]) -> dict[str, float]:
   if trained and (graded or not dropped):
     every = [s.reward for s in samples if s.reward is not None]
     metrics['dropped_reward_bias'] = _mean([s.reward for s in trained if s.reward is not None]) - _mean(every)
+  if finished := [s for s in samples if s.first is not None]:
+    first = [s for s in finished if s.first]
+    metrics['first_length_bias'] = _mean([s.tokens for s in first]) / max(_mean([s.tokens for s in finished]), 1.0) - 1
+    metrics['first_reward_bias'] = _mean([s.reward or 0.0 for s in first]) - _mean([s.reward or 0.0 for s in finished])
   return {f'async/{name}': value for name, value in metrics.items()}
 
 

@@ -80,14 +80,14 @@ def test_a_minibatch_of_filtered_groups_has_no_batch():
 
 
 def test_a_long_completion_loses_reward_in_its_advantage_alone():
-  """Completions of 2 and 3 tokens; the last half of 4 tokens costs up to 1."""
+  """Completions of 2 and 3 tokens; the last half of 4 tokens costs up to 0.5."""
   run = dataclasses.replace(RUN, advantage=Advantage('dr_grpo', overlong=0.5))
   found = batch_advantages(rollouts((1.0, 1.0, 0.0, 1.0) * 2), dataclasses.replace(run, rollout=Rollout(prompts=4, group=2)))
-  np.testing.assert_allclose(found[:4], [0.25, -0.25, -0.25, 0.25])  # penalties 0 and 0.5
+  np.testing.assert_allclose(found[:4], [0.125, -0.125, -0.375, 0.375])  # penalties 0 and 0.25
   assert np.isnan(batch_advantages(rollouts((0.5,) * 8), run)).all()  # rewards of the group are equal: lengths do not change that
   batches, metrics = learner(run=run).pack(rollouts(REWARDS))
   np.testing.assert_array_equal(batches[0].reward, REWARDS[:4])
-  assert metrics['reward/overlong_penalty'] == 0.25
+  assert metrics['reward/overlong_penalty'] == 0.125
 
 
 def test_filtered_groups_have_advantage_nan():

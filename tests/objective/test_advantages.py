@@ -59,9 +59,9 @@ def test_a_group_of_one_gets_zero():
 
 
 def test_the_overlong_penalty_is_that_of_dapo():
-  """16,384 tokens are free, the next 4,096 cost up to 1 (arXiv 2503.14476, eq. 13)."""
+  """16,384 tokens are free, the next 4,096 cost up to half of the reward's range (arXiv 2503.14476, eq. 13)."""
   length = np.array([100, 16_384, 17_408, 18_432, 20_480])
-  np.testing.assert_allclose(overlong_penalty(length, 20_480, 0.2), [0, 0, 0.25, 0.5, 1], atol=1e-12)
+  np.testing.assert_allclose(overlong_penalty(length, 20_480, 0.2), [0, 0, 0.125, 0.25, 0.5], atol=1e-12)
   np.testing.assert_array_equal(overlong_penalty(length, 20_480, None), 0)
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from sprl.config import Correction
 from sprl.config_checks import REJECTIONS
 from sprl.objective.correction import correct
-from sprl.presets import CORRECTIONS
+from sprl.presets import ARMS, CORRECTIONS
 from sprl.types import LogProbs
 
 BOUNDS = {'k1': '0.6:1.6', 'k2': '0.3', 'k3': '0.2'}
@@ -195,6 +195,7 @@ def corrections():
   yield Correction(reject=('token_k1=0.4:1.9', 'seq_max_k3=2.0', 'token_k2=0.6'))
   yield Correction(reject=('token_k1=0.5:1.5',), veto=0.3)
   yield from CORRECTIONS.values()
+  yield from (correction for correction in ARMS.values() if correction is not None)
 
 
 @pytest.mark.parametrize('s', list(dict.fromkeys(corrections())), ids=oracle.name)
@@ -241,7 +242,7 @@ def test_equal_policies_have_weights_of_1_and_lose_no_token(name):
 
 def test_correct_compiles_with_static_settings():
   x = oracle.batch(4)
-  s = replace(CORRECTIONS['sparse_rl_code'], reject=('seq_mean_k3=0.5', 'token_k2=1.0'))
+  s = replace(ARMS['sparse_rl_code'], reject=('seq_mean_k3=0.5', 'token_k2=1.0'))
   logprobs, micro = LogProbs(sampler=jnp.float32(x['roll']), old=jnp.float32(x['old'])), jnp.arange(len(x['old'])) // 2
   compiled = jax.jit(correct, static_argnums=2)(logprobs, jnp.asarray(x['mask']), s, micro)
   jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), compiled, corrected(x, s, micro))
@@ -263,8 +264,8 @@ def test_no_gradient_flows_through_weights():
 
 def test_presets_are_the_published_settings():
   assert CORRECTIONS['token_is'] == Correction()
-  assert CORRECTIONS['sparse_rl'] == Correction(cap=1.5, normalise='global', veto=1e-4)
-  assert CORRECTIONS['sparse_rl_code'] == Correction(cap=1.5, normalise='micro', veto=1e-4, reject=('token_k1=0.5:1.5',))
+  assert ARMS['sparse_rl'] == Correction(cap=1.5, normalise='global', veto=1e-4)
+  assert ARMS['sparse_rl_code'] == Correction(cap=1.5, normalise='micro', veto=1e-4, reject=('token_k1=0.5:1.5',))
   assert CORRECTIONS['slime'] == Correction(cap=2.0, floor=0.5, normalise='global', veto=1e-4)
   assert CORRECTIONS['pg_geo_rs_seq_tis'] == Correction(mode='bypass', level='sequence', reject=('seq_mean_k1=0.999:1.001',))
   assert CORRECTIONS['token_mis'] == Correction(cap=2.0, reject=('token_k1=0.5:2.0',))

@@ -15,7 +15,7 @@ from sprl.config_checks import REJECTIONS
 from sprl.objective.correction import correct
 from sprl.objective.diagnostics import effective_sample_size, mismatch, policy_metrics, policy_sums, repetition
 from sprl.objective.losses import TokenRatios
-from sprl.presets import CORRECTIONS
+from sprl.presets import ARMS, CORRECTIONS
 from sprl.types import LogProbs
 
 EVERYTHING = Correction(
@@ -32,7 +32,7 @@ SETTINGS = [
   Correction(level='sequence', weight='clip', normalise='global'),
   Correction(reject=('token_k1=0:1.2',)),
   CORRECTIONS['disabled'],
-  CORRECTIONS['sparse_rl_code'],
+  ARMS['sparse_rl_code'],
   CORRECTIONS['geo_rs_seq_tis'],
 ]
 
@@ -129,7 +129,7 @@ def test_the_veto_fraction_counts_rejected_sequences():
   x['roll'] = x['old'] + np.float32(0.01)
   x['mask'][:], x['mask'][4:], x['mask'][0, 6:] = True, False, False
   x['old'][0, 3] = x['roll'][0, 3] - 12
-  m = metrics_of(x, CORRECTIONS['sparse_rl'])
+  m = metrics_of(x, ARMS['sparse_rl'])
   expected = {
     'sparse/veto_fraction': 1 / 4,
     'sparse/catastrophic_sequence_fraction': 1 / 4,

@@ -15,7 +15,7 @@ from sprl.config import Advantage, Correction, Dppo, Loss, Tis, Topr
 from sprl.objective.advantages import advantages
 from sprl.objective.correction import correct
 from sprl.objective.losses import VARIANTS, aggregation, kl, objective, token_loss
-from sprl.presets import CORRECTIONS
+from sprl.presets import ARMS
 from sprl.types import LogProbs
 
 LOSSES = [
@@ -192,7 +192,7 @@ def test_equal_policies_give_the_plain_policy_gradient(mode):
   """Without a gap and before any update every weight is 1, and the gradient is the gradient of -A l."""
   x = oracle.batch(5)
   x['roll'] = x['new'] = x['old']
-  fixed = correct(log_probs_of(x), jnp.asarray(x['mask']), CORRECTIONS['sparse_rl_code'], jnp.arange(len(x['mask'])) // 2)
+  fixed = correct(log_probs_of(x), jnp.asarray(x['mask']), ARMS['sparse_rl_code'], jnp.arange(len(x['mask'])) // 2)
   assert (np.asarray(fixed.mask) == x['mask']).all()
   plain = np.where(x['mask'], -x['advantage'], 0)
   for variant in ('ppo', 'tis', 'topr', 'cispo', 'kimi15', 'dppo_kl', 'reinforce'):
@@ -363,7 +363,7 @@ def test_objective_by_hand_of_two_sequences_one_of_them_vetoed():
   a = 1 / math.sqrt(2)
   np.testing.assert_allclose(A[:2], [a, -a], rtol=1e-5)  # the vetoed reward still counts
   x = {'new': new, 'old': old, 'roll': roll}
-  fixed = correct(log_probs_of(x), jnp.asarray(mask), CORRECTIONS['sparse_rl'])
+  fixed = correct(log_probs_of(x), jnp.asarray(mask), ARMS['sparse_rl'])
   s = Loss(kl_coef=0.1, entropy_coef=0.01)
   others = {
     'advantage': np.broadcast_to(A[:, None], SHAPE), 'reward': reward, 'weight': fixed.weight, 'mask': mask,

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from sprl.config import Correction, Loss, ModelSettings, Optimizer, Rollout, Run, SettingsError, Tis
+from sprl.config import Cache, Correction, Loss, ModelSettings, Optimizer, Quant, Rollout, Run, SettingsError, Tis
 from sprl.config_checks import BEHAVIOUR_LOSSES, REJECTIONS, rejection_bounds, validate
 from sprl.config_reader import resolve
 from sprl.objective.losses import VARIANTS
@@ -14,8 +14,8 @@ DEFAULT = Correction()
 
 
 def run_with(correction=DEFAULT, variant='ppo', ahead=0.0, **changes):
-  """Return a run with a model and these settings."""
-  sections = {'loss': Loss(variant=variant), 'model': ModelSettings(path='x')} | changes
+  """Return a run with a model, rollouts that evict, and these settings."""
+  sections = {'loss': Loss(variant=variant), 'model': ModelSettings(path='x'), 'cache': Cache(budget=64)} | changes
   return Run(correction=correction, rollout=Rollout(async_ratio=ahead), **sections)
 
 
@@ -94,13 +94,20 @@ def test_losses_that_bound_the_ratio_to_the_sampler_need_bypass_mode():
     validate(run_with(BYPASS, variant))
 
 
+def test_the_error_of_a_behaviour_loss_names_an_arm_in_its_way():
+  with pytest.raises(SettingsError, match=r'config\.correction\.level = None and config\.arm = None'):
+    resolve({'model': {'path': 'x'}, 'arm': 'naive', 'cache': {'budget': 64}, 'loss': {'variant': 'topr'}})
+
+
 @pytest.mark.parametrize('variant', ['gspo', 'segment', 'kimi15', 'dppo_kl'])
 def test_a_loss_whose_ratio_would_always_be_1_is_refused(variant):
-  message = refuses('correction.mode', 'decoupled', variant=variant)
-  assert 'config.optimizer.minibatches' in message
+  assert "config.correction.mode = 'bypass'" in refuses('optimizer.minibatches', 1, variant=variant)
   validate(run_with(variant=variant, optimizer=Optimizer(minibatches=2)))
   validate(run_with(variant=variant, optimizer=Optimizer(epochs=2)))
   validate(run_with(BYPASS, variant))
+  assert 'run ahead' in refuses('optimizer.minibatches', 1, BYPASS, variant, cache=Cache())  # sampler and learner are equal
+  for differs in ({'ahead': 1.0}, {'quant': Quant(sampler='w8a8')}, {'optimizer': Optimizer(epochs=2)}):
+    validate(run_with(BYPASS, variant, **{'cache': Cache(), **differs}))
   validate(run_with(variant='ppo'))  # with one update it is the plain policy gradient, which is what it is for
 
 

@@ -6,13 +6,27 @@ without sampling noise. Filters, log-probs, corrections and losses are sprl's. T
 """
 
 import itertools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from sprl.config import Advantage, Correction, Loss, ModelSettings, Optimizer, Rollout, Run, Sampling, SettingsError, Topr
+from sprl.config import (
+  Advantage,
+  Cache,
+  Correction,
+  Dppo,
+  Loss,
+  ModelSettings,
+  Optimizer,
+  Rollout,
+  Run,
+  Sampling,
+  SettingsError,
+  Topr,
+)
 from sprl.config_checks import validate
 from sprl.kernels.linear_logprob import linear_logprob
 from sprl.kernels.support import Format, support_mask
@@ -106,6 +120,7 @@ def expected_update(run, sampling, form, *, sampler, old, current, good):
 def run_of(variant, mode, level, ahead, updates, topr='token', estimator='dr_grpo', **correction):
   return Run(
     model=ModelSettings(path='x'),
+    cache=Cache(budget=64),  # rollouts evict, so that the sampler differs
     advantage=Advantage(estimator),
     correction=Correction(mode=mode, level=level, **correction),
     loss=Loss(variant=variant, topr=Topr(level=topr)),
@@ -149,9 +164,15 @@ def test_the_expected_update_points_the_right_way_or_the_settings_are_refused(ca
   wanted = policy_gradient(current, tokens, good)
   along = float(np.sum(update * wanted))
   # A clip may remove all tokens that have moved in the right direction. The update is then 0, but never against the gradient.
+  # With wide bounds the same settings do update.
   clips = case['variant'] in ('ppo', 'gspo', 'segment', 'dppo_kl') and (case['mode'] == 'bypass' or case['updates'] > 1)
   if clips:
     assert along >= 0
+    wide = replace(run, loss=replace(run.loss, clip_low=0.99, clip_high=20.0, dppo_kl=Dppo(delta=1.0)))
+    update, _ = expected_update(wide, sampling, form, sampler=sampler, old=OLD, current=current, good=good)
+    along = float(np.sum(update * wanted))
+    assert along > 0.5 * np.linalg.norm(update) * np.linalg.norm(wanted), (update, wanted)
+    assert along > 0.01 * float(np.sum(wanted**2))
   else:
     assert along > 0.01 * float(np.sum(wanted**2))
     assert along > 0.5 * np.linalg.norm(update) * np.linalg.norm(wanted), (update, wanted)

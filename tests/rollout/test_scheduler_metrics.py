@@ -156,3 +156,20 @@ def test_the_reported_length_bias_is_an_upper_bound_of_the_true_one():
   true = np.sort(lengths)[:, :8].mean() / lengths.mean() - 1
   assert true < found['async/dropped_length_bias'] < 0
   assert found['async/dropped_members'] == 64
+
+
+def test_members_that_all_finish_show_what_keeping_the_first_would_have_done():
+  rng = np.random.default_rng(0)
+  right = rng.random((64, 9)) < 0.5
+  lengths = np.maximum(rng.lognormal(3 + (~right) * 0.7, 0.5), 1).astype(int) * 9 + np.arange(9)  # all of a group differ
+  rollout = Rollout(prompts=64, group=8, extra_members=1, members='all')
+  found = selected(rollout, lengths.ravel(), right.ravel().astype(float))
+  first = np.argsort(lengths, axis=1)[:, :8]
+  kept = np.take_along_axis(lengths, first, 1), np.take_along_axis(right, first, 1)
+  assert found['async/first_length_bias'] == pytest.approx(kept[0].mean() / lengths.mean() - 1)
+  assert found['async/first_reward_bias'] == pytest.approx(kept[1].mean() - right.mean())
+  assert found['async/first_length_bias'] < -0.05
+  assert found['async/first_reward_bias'] > 0.02
+  assert not {'async/first_length_bias', 'async/first_reward_bias'} & set(
+    selected(Rollout(prompts=64, group=8, extra_members=1), lengths.ravel(), right.ravel().astype(float))
+  )
