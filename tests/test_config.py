@@ -268,6 +268,7 @@ MASKED = {'arm': 'learner_mask', 'cache__budget': 64}
 ALONE = {'rollout__group': 1, 'advantage__estimator': 'reinforce'}
 ONE_TASK = {'rollout__replicate_prompts': False}
 
+ALL_MEMBERS = {'rollout__members': 'all', 'rollout__extra_members': 1, 'rollout__order': 'completion'}
 REFUSED = [  # key, its value, the other setting that the error names, changes
   ('sampling.stop', ('\n', ''), '', {}),
   *(('sampling.prompt_buckets', b, 'sampling.max_prompt = 256', {})
@@ -280,6 +281,9 @@ REFUSED = [  # key, its value, the other setting that the error names, changes
   ('lora.targets', ('q', 'lm_head'), '', {}),
   ('quant.skip_names', ('lm_head',), '', {}),
   ('quant.softmax', 'fp8', "quant.sampler = 'none'", {}),
+  ('quant.kv_scale', 'frozen', "quant.sampler = 'w8a8'", {'quant__sampler': 'w8a8'}),
+  ('rollout.extra_members', 0, "rollout.members = 'all'", {'rollout__members': 'all'}),
+  ('rollout.extra_prompts', 2, "rollout.members = 'all'", ALL_MEMBERS),
   ('quant.softmax', 'fp8', "quant.sampler = 'w8a8'", {'quant__sampler': 'w8a8'}),
   ('cache.budget', None, "arm = 'naive'", {'arm': 'naive'}),
   ('cache.budget', 255, 'sampling.max_prompt = 256', {'arm': 'sparse_rl_code'}),
