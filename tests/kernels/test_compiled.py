@@ -305,6 +305,7 @@ def test_a_prefill_uses_cudnn_with_a_mask_and_three_arrays_of_all_heads(sampler)
   assert all(kernel.spills == 0 for kernel in compiled.kernels)
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 12), reason='XLA of jax 0.11 ignores the barrier (docs/limits.md)')
 @pytest.mark.parametrize('kernels', ['reference', 'mosaic_gpu'])
 def test_one_layer_at_a_time_holds_a_prompt_longer_than_the_budget(kernels):
   """Without the barrier behind a prompt's compression, XLA would hold the whole prompt in all layers."""
