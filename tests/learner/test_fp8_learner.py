@@ -145,7 +145,10 @@ def distances(got, expected):
   }
 
 
-@pytest.mark.parametrize('quant', [W8A8, dataclasses.replace(W8A8, arithmetic='blockwise')], ids=['emulate', 'blockwise'])
+BLOCKWISE = pytest.param(dataclasses.replace(W8A8, arithmetic='blockwise'), marks=pytest.mark.slow, id='blockwise')
+
+
+@pytest.mark.parametrize('quant', [pytest.param(W8A8, id='emulate'), BLOCKWISE])
 def test_log_probs_and_all_gradients_are_those_of_rounded_operands(world, quant):
   config, params, trajectories, batch = world
   logp, gradient = by_hand(config, params, trajectories)
@@ -189,7 +192,7 @@ def log_rho(config, params, sampler, learners, dtype=FLOAT32, length=12):
   return [gap(learner) for learner in learners]
 
 
-@pytest.mark.parametrize('family', ['qwen2', 'qwen3_moe'])
+@pytest.mark.parametrize('family', ['qwen2', pytest.param('qwen3_moe', marks=pytest.mark.slow)])
 def test_with_an_fp8_sampler_the_mismatch_almost_vanishes(family):
   """End-to-end FP8: sampler and learner multiply the same rounded operands. The remainder is flipped codes (code_flips)."""
   config, params = small.model(family, num_hidden_layers=1 if family == 'qwen3_moe' else 2)

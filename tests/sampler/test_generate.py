@@ -171,7 +171,7 @@ def test_nothing_compiles_after_the_first_use_of_each_shape(free, caplog):
   config, asked = engine_config(), requests(group=3)
   jitted = (decode.prefill, decode.insert, decode.decode, decode.release)
   for count in (1, 2):  # a prompt alone, and together with another
-    generate(config, weights(), asked[: 3 * count])
+    generate(config, sampler_weights(network()[1], jnp.dtype('float32')), asked[: 3 * count])
   sizes = [f._cache_size() for f in jitted]
   rng = np.random.default_rng(1)
   other = [Request(i, i, rng.integers(0, 259, n).astype(np.int32), 3 + i) for i, n in enumerate((1, 12, 5, 2, 3, 7, 9))]

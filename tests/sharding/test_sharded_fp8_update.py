@@ -26,6 +26,7 @@ def check(found):
   assert np.median(found['rounding']) > 0.1  # without FP8 the gradient is another
 
 
+@pytest.mark.slow  # 40 seconds of compilation on 8 host devices
 @pytest.mark.parametrize('mesh', MESHES)
 def test_fp8_updates_on_a_mesh_have_the_gradient_of_one_device(updates, mesh):
   check(updates[mesh])
