@@ -27,7 +27,7 @@ from sprl.objective.masked import bounded_exp, k3
 from sprl.types import LogProbs
 
 sg = jax.lax.stop_gradient
-KL_CLIP = 10.0  # bound on the |kl| of a token
+KL_CLIP = 10.0  # bound on the KL estimate of a token
 
 
 @dataclass(frozen=True, kw_only=True)
