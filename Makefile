@@ -10,7 +10,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 ENVIRONMENT := $(if $(PYTHON),UV_PYTHON='$(PYTHON)') sh launch/environment.sh
 INSTALL := $(ENVIRONMENT) '$(VENV)' $(if $(JAX),--group jax-$(JAX))
-TESTED := --group test --extra gguf --extra ray --extra reasoning
+TESTED := --group test --extra gguf --extra mlflow --extra ray --extra reasoning --extra serve --extra wandb
 # Files keep their order: xdist would start those of few tests last, and some of these take longest.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # XLA cannot read programs for absent devices back from the compilation cache.
