@@ -25,7 +25,7 @@ from sprl.models.lora import Base, abstract_adapters, adapter_axes, fingerprint,
 from sprl.models.moe import check_split
 from sprl.models.transformer import Params
 from sprl.sampler.engine import EngineConfig, prompt_buckets
-from sprl.sampler.weights import SamplerWeights, check_learner_mesh, check_linears, linear_kernels, sampler_weights
+from sprl.sampler.weights import SamplerWeights, check_learner_mesh, check_linears, linear_kernels, weights_function
 from sprl.sharding.mesh import check_dealt, divide, make_mesh, replicated, sizes
 from sprl.sharding.rules import row_shards, shardings
 
@@ -140,8 +140,11 @@ class Model:
 
   def sampler_weights(self, params: Params, quant: Quant, scales: Scales | None = None) -> SamplerWeights:
     """Return the sampler weights, with the scales of its FP8 cache, on the learner's devices."""
-    placed = {'config': self.config, 'mesh': self.sampler_mesh, 'source': self.mesh}
-    return sampler_weights(params, self.dtype, quant, self.linears(quant), **placed)._replace(scales=scales)
+    return self.sampler_weights_function(quant)(params)._replace(scales=scales)
+
+  def sampler_weights_function(self, quant: Quant) -> Any:
+    """Return the jitted function from the network's weights to the sampler weights without scales."""
+    return weights_function(jnp.dtype(self.dtype), quant, self.linears(quant), self.config, self.sampler_mesh, self.mesh)
 
   def linears(self, quant: Quant) -> settings.Kernels:
     """Return which implementation multiplies FP8 linears on these meshes."""

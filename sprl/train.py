@@ -15,6 +15,7 @@ a token. A resumed run loses no group and trains on none twice.
 import logging
 import time
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -43,10 +44,13 @@ from sprl.learner.restore import check_base
 from sprl.learner.state import TrainState, abstract_state
 from sprl.learner.update import UpdateConfig, make_update
 from sprl.model import Model, abstract_params
+from sprl.models.lora import Base, network
 from sprl.rollout.prompts import prompts
 from sprl.rollout.scheduler import Scheduler
 from sprl.rollout.setup import RolloutSetup, on_all_processes, place_engines
 from sprl.rollout.timeline import Timeline
+from sprl.sampler import calibrate
+from sprl.sampler.compile_ahead import compile_engine, outputs
 from sprl.session import Finished, Session
 
 log = logging.getLogger(__name__)
@@ -113,7 +117,7 @@ def setup(run: Run, workdir: Path, team: Team, stack: ExitStack) -> Session:
   stack.callback(checkpoints.close)
 
   # --- learner: from a checkpoint, or from the pretrained weights ----------------------------------------------------
-  learner, state = open_learner(run, model, layout, checkpoints, rollouts, workdir)
+  learner, state = open_learner(run, model, layout, checkpoints, rollouts, workdir, team)
   if not learner.scales_current:  # no step has measured the scales for these weights
     first = (state.scheduler or {}).get('next', 0)
     learner.measure_scales_on_prompts(prompts(source, first, run.rollout.prompts), run.prefill)
@@ -145,18 +149,24 @@ def setup(run: Run, workdir: Path, team: Team, stack: ExitStack) -> Session:
 
 
 def open_learner(
-  run: Run, model: Model, layout: CacheLayout, checkpoints: Checkpoints, rollouts: RolloutSetup, workdir: Path
+  run: Run, model: Model, layout: CacheLayout, checkpoints: Checkpoints, rollouts: RolloutSetup, workdir: Path, team: Team
 ) -> tuple[Learner, RunState]:
   """Return the learner and the run state, from the newest checkpoint or as they are before the first step.
 
-  Compiles the update before it loads any weights, because compilation takes memory too.
+  Compiles the update and the rollouts before it loads any weights, because compilation takes memory too.
   """
   optimizer = make_optimizer(run.optimizer, run.steps * run.optimizer.updates)
   abstract = abstract_state(abstract_params(model), optimizer, run.optimizer.offload)
   base = model.base()
   update = make_update(model.graphdef, optimizer, UpdateConfig.of(run, model.dtype), model.mesh)
   if (checkpoints.latest() or 0) < run.steps:
-    compile_ahead(update, run, model, abstract, base)
+    # Two threads, because XLA uses about one core for a program. All processes of a team compile in the same order.
+    with ThreadPoolExecutor(1) as background:
+      engine = background.submit(compile_rollouts, run, model, layout, abstract, base)
+      if team.processes > 1:
+        engine.result()
+      compile_ahead(update, run, model, abstract, base)
+      engine.result()
   restored = checkpoints.restore(abstract)
   if restored is None:
     shardings = jax.tree.map(lambda a: a.sharding, abstract)
@@ -175,6 +185,19 @@ def open_learner(
     amax=tuple(np.array(found, np.float32) for found in state.amax), calibrated_updates=state.calibrated_updates,
   )  # fmt: skip
   return learner, state
+
+
+def compile_rollouts(run: Run, model: Model, layout: CacheLayout, state: TrainState, base: Base | None) -> None:
+  """Compile the programs of the engine for the weights of a state of these shapes and shardings.
+
+  Does nothing if the engines have other devices than the learner: they compile at their first call.
+  """
+  engine = place_engines(run, model, layout)[0]
+  if engine.moves:
+    return
+  weights = outputs(model.sampler_weights_function(run.quant), network(state.params, base))
+  scales = calibrate.scales((), run.quant, layout.layers) if layout.fp8 else None
+  compile_engine(engine.config, weights._replace(scales=scales))
 
 
 def trace_file(workdir: Path, done: int, steps: int) -> Path | None:

@@ -212,7 +212,7 @@ def batch_shape(run: Run, model: Model) -> Shape:
 
 
 def compile_ahead(update: OnMesh, run: Run, model: Model, state: TrainState, base: Base | None) -> None:
-  """Compile the update for a state of these shapes and shardings before the weights exist: compilation takes memory too.
+  """Compile the learner's programs for a state of these shapes and shardings before the weights exist, which take memory too.
 
   Does nothing where batches carry evictions or routes: the first update compiles then.
   """
@@ -222,4 +222,7 @@ def compile_ahead(update: OnMesh, run: Run, model: Model, state: TrainState, bas
   batch = put(empty(batch_shape(run, model), support), model.mesh)
   with jax.default_device(home(model.replicated)):  # part of the key of a compiled program, as in `Learner.update`
     update.lower(state, batch, abstract_logprobs(batch, run), base).compile()
+    if needs_old_logprobs(run.correction, run.optimizer.updates):
+      config = ForwardConfig.of(run, model.dtype)
+      score.on(model.mesh).lower(model.graphdef, network(state.params, base), batch, config).compile()
   return_free_memory()

@@ -20,10 +20,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Int
 
 from sprl.cache.layer import NEVER
@@ -226,11 +227,7 @@ class Engine:
     config, weights = self.config, self.weights
     assert weights is not None, 'no weights: swap some in first'
     if self._state is None:
-      with jax.default_device(home(weights.head.sharding)):
-        key = jax.random.key(config.seed)
-        empty = decode.empty_state.on(config.mesh)
-        recorded = config.sampling if config.record_support else None
-        self._state = empty(config.layout, weights, config.rows, config.sampling.max_tokens, key, recorded)
+      self._state = empty_rows(config, weights)
     while self._prefill_next(weights):
       if any(row is not None and row.tokens for row in self._rows):
         break
@@ -404,6 +401,36 @@ class Engine:
       else:
         low = middle + 1
     return low - len(earlier)
+
+
+def empty_rows(config: EngineConfig, weights: SamplerWeights) -> decode.DecodeState:
+  """Return the state of an engine's rows before the first request, on the devices of the weights."""
+  with jax.default_device(home(sharding_of(weights))):
+    empty = decode.empty_state.on(config.mesh)(*arguments_of_empty_rows(config, weights))
+  place = sharding_of_rows(config, weights)
+  return empty if place is None else jax.device_put(empty, place)
+
+
+def arguments_of_empty_rows(config: EngineConfig, weights: SamplerWeights) -> tuple[Any, ...]:
+  """Return the arguments of `decode.empty_state`."""
+  recorded = config.sampling if config.record_support else None
+  return config.layout, weights, config.rows, config.sampling.max_tokens, jax.random.key(config.seed), recorded
+
+
+def sharding_of(weights: SamplerWeights) -> Sharding:
+  """Return the sharding of one array of the weights; all are on the same devices."""
+  return jax.tree.leaves(weights.params)[0].sharding
+
+
+def sharding_of_rows(config: EngineConfig, weights: SamplerWeights) -> Sharding | None:
+  """Return the sharding of the state's arrays on one device; None: `decode.empty_state` has split them over the mesh.
+
+  A program compiles again for another form of sharding, and all later states have the form of the weights.
+  """
+  if config.mesh is not None and config.mesh.size > 1:
+    return None
+  theirs = sharding_of(weights)
+  return NamedSharding(theirs.mesh, PartitionSpec()) if isinstance(theirs, NamedSharding) else theirs
 
 
 def generate(config: EngineConfig, weights: SamplerWeights, requests: Sequence[Request], version: int = 0) -> list[Trajectory]:

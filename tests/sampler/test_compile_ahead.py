@@ -1,0 +1,37 @@
+"""Compiling an engine before its weights exist: what it compiles is what the engine calls."""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from tiny_engine import engine_config, network, requests
+
+from sprl.config import UNQUANTISED, Cache, Quant
+from sprl.sampler import calibrate
+from sprl.sampler.compile_ahead import compile_engine, outputs
+from sprl.sampler.engine import generate
+from sprl.sampler.weights import weights_function
+
+
+@pytest.mark.parametrize(
+  ('settings', 'quant'),
+  [(Cache(), UNQUANTISED), (Cache(budget=10, interval=4, window=4), Quant(sampler='w8a8_kv8'))],
+  ids=['dense', 'sparse fp8'],
+)
+def test_an_engine_that_was_compiled_ahead_compiles_nothing(settings, quant, caplog):
+  config = replace(engine_config(settings, quant), seed=7, record_support=True)  # a program of no other test
+  here = NamedSharding(Mesh(np.array(jax.devices()[:1]), ('data',)), PartitionSpec())
+  config = replace(config, mesh=here.mesh)
+  params = jax.device_put(network()[1], here)
+  convert = weights_function(jnp.dtype('float32'), quant, 'reference')
+  scales = calibrate.scales((), quant, config.layout.layers) if config.layout.fp8 else None
+  abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), params)
+  compile_engine(config, outputs(convert, abstract)._replace(scales=scales))
+  with jax.log_compiles(), caplog.at_level('WARNING', logger='jax'):
+    found = generate(config, convert(params)._replace(scales=scales), requests(group=2))
+  assert len(found) == 6
+  compiled = [r.getMessage() for r in caplog.records if 'Compiling' in r.getMessage()]
+  assert not [m for m in compiled if any(f'jit({name})' in m for name in ('prefill', 'insert', 'decode', 'read', 'function'))]
