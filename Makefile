@@ -10,7 +10,7 @@ ARGS ?=
 BIN := $(VENV)/bin
 ENVIRONMENT := $(if $(PYTHON),UV_PYTHON='$(PYTHON)') sh launch/environment.sh
 INSTALL := $(ENVIRONMENT) '$(VENV)' $(if $(JAX),--group jax-$(JAX))
-TESTED := --group test --extra gguf --extra mlflow --extra ray --extra reasoning --extra serve --extra wandb
+TESTED := --group test --extra mlflow --extra ray --extra reasoning --extra serve --extra wandb
 # Files keep their order: xdist would start those of few tests last, and some of these take longest.
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 # XLA cannot read programs for absent devices back from the compilation cache.
@@ -26,7 +26,7 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  %-12s%s\n", $$1, $$2 }' Makefile
 
 quickstart: ## train a small model to add, on a CPU (WORKDIR=runs/quickstart; the same command resumes)
-	@$(INSTALL) --extra gguf --extra reasoning
+	@$(INSTALL)
 	$(BIN)/python -m sprl.main --config=configs/quickstart.py --workdir='$(WORKDIR)' $(ARGS)
 
 install: ## install sprl for its users (EXTRAS='cuda reasoning'; docs/install.md lists the extras)

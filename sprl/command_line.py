@@ -4,6 +4,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from absl import app, flags
 from absl import logging as absl_logging
@@ -24,7 +25,22 @@ def start(main: Callable[[], int], prepare: Callable[[list[str]], None] = lambda
     130  a second Ctrl-C; the first one only asks the run to stop
   """
   os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')  # set before jax loads: hides XLA's warnings
-  app.run(lambda _: reported(main), flags_parser=lambda argv: _parse(argv, prepare))
+  app.run(lambda _: reported(main), flags_parser=lambda argv: _parse(with_shipped_config(argv), prepare))
+
+
+def with_shipped_config(argv: list[str], package: Path = Path(__file__).parent) -> list[str]:
+  """Return the arguments with a config of an installed sprl in place of a file that does not exist.
+
+  `--config=configs/quickstart.py` thus works outside a checkout too: a wheel has the folder configs/ in its package.
+  """
+  found = list(argv)
+  for i, argument in enumerate(argv):
+    flag, equals, value = argument.partition('=') if argument.startswith('-') else ('', '', argument)
+    given = flag.lstrip('-') == 'config' if equals else i > 0 and argv[i - 1].lstrip('-') == 'config'
+    file, colon, variant = value.partition(':')
+    if given and not Path(file).exists() and (package / file).is_file() and not Path(file).is_absolute():
+      found[i] = f'{flag}{equals}{package / file}{colon}{variant}'
+  return found
 
 
 def reported(main: Callable[[], int]) -> int:

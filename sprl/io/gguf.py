@@ -40,12 +40,10 @@ def convert(source: str | Path, folder: str | Path) -> None:
   """Convert the GGUF file `source` to a Hugging Face folder, which appears complete or not at all.
 
   Raises WeightsError if the file is not GGUF, has missing or unknown tensors, or needs an unsupported architecture, tokenizer or
-  setting. Raises ImportError if the `gguf` package is not installed.
+  setting.
   """
-  try:
-    import gguf
-  except ImportError:
-    raise ImportError(f'{source}: reading GGUF needs the package gguf: make install EXTRAS=gguf') from None
+  import gguf  # imported late: few runs need it
+
   try:
     reader = gguf.GGUFReader(source)
   except (ValueError, IndexError) as error:

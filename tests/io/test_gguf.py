@@ -1,6 +1,5 @@
 """Conversion of a small GGUF file, written with the gguf package, to a Hugging Face folder."""
 
-import sys
 
 import numpy as np
 import pytest
@@ -175,10 +174,4 @@ def test_a_truncated_file_and_another_format_are_named(tmp_path):
   data = (tmp_path / 'm.gguf').read_bytes()
   (tmp_path / 'm.gguf').write_bytes(data[: len(data) // 2])
   with pytest.raises(WeightsError, match=r'm\.gguf: '):
-    gguf.convert(tmp_path / 'm.gguf', tmp_path / 'out')
-
-
-def test_without_the_gguf_package_the_error_names_the_extra(tmp_path, monkeypatch):
-  monkeypatch.setitem(sys.modules, 'gguf', None)
-  with pytest.raises(ImportError, match='EXTRAS=gguf'):
     gguf.convert(tmp_path / 'm.gguf', tmp_path / 'out')
