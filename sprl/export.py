@@ -35,7 +35,7 @@ def main() -> int:
   require_single_process('sprl.export')
   model = Model.open(run)
   if _ADAPTER.value:
-    restored = restore_trained(model, run, workdir, _STEP.value)
+    restored = restore_trained(model, workdir, _STEP.value)
     out = export_adapter(model, restored.arrays.params, Path(_OUT.value), run.model.path)
     print(f'{out}: the adapters after step {restored.step}, of rank {run.lora.rank}, to {run.model.path}')
     return 0
