@@ -5,6 +5,7 @@ from pathlib import Path
 
 import ml_dtypes
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
 import tiny
@@ -14,12 +15,14 @@ from sprl import train
 from sprl.config import SettingsError
 from sprl.config_reader import resolve
 from sprl.io.checkpoint import CheckpointError
+from sprl.io.metrics import read_metrics
 from sprl.io.starts import Start, read_starts
 from sprl.session import Finished
 
 CHANGES = {
   'arm': 'dense', 'cache.budget': None, 'quant.sampler': 'none', 'ledger.every': None, 'eval.every': None, 'eval.problems': 1,
-  'loss.kl_coef': 0.0, 'optimizer.minibatches': 1, 'rollout.prompts': 2, 'steps': 2, 'checkpoint.keep_last': 2,
+  'loss.kl_coef': 0.0, 'optimizer.minibatches': 2, 'optimizer.schedule': 'linear', 'rollout.prompts': 2, 'steps': 2,
+  'checkpoint.keep_last': 2,
 }  # fmt: skip
 
 
@@ -77,6 +80,19 @@ def test_a_new_run_starts_from_the_weights_of_a_step_and_resumes(folder, source)
   assert starts['from'] == {'workdir': str(source), 'step': 1}
   assert [start['step'] for start in starts['starts']] == [0, 0, 1, 1]
   assert starts['starts'][0]['command'] == 'the command'
+
+
+def test_a_run_logs_its_learning_rate_its_tokens_and_the_memory_of_its_host(folder, source):
+  lines = [line for line in read_metrics(source) if line['kind'] == 'train']
+  rate = optax.linear_schedule(1e-3, 0.0, 4)  # two updates a step: a step logs that of the second
+  assert [line['optimizer/learning_rate'] for line in lines] == pytest.approx([float(rate(1)), float(rate(3))])
+  means = [line['completion/length_mean'] for line in lines]
+  written = np.cumsum([8 * mean for mean in means])  # two prompts, four completions each
+  assert [line['tokens/sampled'] for line in lines] == pytest.approx(written)
+  assert [line['tokens/trained'] for line in lines] == pytest.approx(written)
+  for line in lines:
+    assert 1e8 < line['time']['host_memory'] < 1e11
+    assert not {'mfu_update', 'mfu_step', 'device_memory'} & line['time'].keys()  # of a CPU
 
 
 def test_without_a_step_the_newest_weights_are_taken_in_the_dtype_of_the_new_run(folder, source):
