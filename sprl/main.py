@@ -48,6 +48,9 @@ def main() -> int:
 
 def _train(run: Run, team: 'Team') -> int:
   from sprl.hooks import StopRun
+  from sprl.learner.model_card import model_card
+  from sprl.learner.restore import export
+  from sprl.models.lora import network
   from sprl.report import closing_report
   from sprl.train import train
 
@@ -63,6 +66,11 @@ def _train(run: Run, team: 'Team') -> int:
     if team.leads:
       print(error, file=sys.stderr)
     return 3
+  if finished.completed and run.export:
+    model = finished.model
+    params = network(finished.params, model.base('float32'))  # the precision in which adapters are merged
+    card = model_card(workdir, finished.step, model.folder, workdir.name)
+    export(model, params, workdir / 'export', card=card, team=team)
   if finished.completed and team.leads:
     print(closing_report(run, workdir, finished))
   return 0

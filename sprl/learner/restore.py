@@ -12,6 +12,7 @@ from sprl.distributed.team import ALONE, Team
 from sprl.io.checkpoint import CheckpointError, Checkpoints, Restored
 from sprl.io.huggingface import export_folder
 from sprl.io.peft import export_adapters
+from sprl.io.pretrained import on_hub
 from sprl.io.run_state import RunState
 from sprl.learner.state import TrainState
 from sprl.model import Model, abstract_params
@@ -74,14 +75,20 @@ def check_base(base: Base | None, state: RunState, path: str) -> None:
     )
 
 
-def export(model: Model, params: Params, out: Path, dtype: str = 'bfloat16') -> Path:
-  """Write the weights as a Hugging Face folder at `out`, with the tokenizer of the base model. Returns `out`."""
-  export_folder(out, params, model.config, model.folder, dtype=jnp.dtype(dtype))
+def export(model: Model, params: Params, out: Path, dtype: str = 'bfloat16', card: str | None = None, team: Team = ALONE) -> Path:
+  """Write the weights as a Hugging Face folder at `out`, with the tokenizer of the base model. Returns `out`.
+
+  `card` is the text of its README.md. With several processes, all call this, and process 0 writes.
+  """
+  export_folder(out, params, model.config, model.folder, dtype=jnp.dtype(dtype), card=card, leads=team.leads)
   return out
 
 
-def export_adapter(model: Model, adapters: Params, out: Path, path: str) -> Path:
-  """Write the adapters as a PEFT folder at `out`, which names the model at `path` as their base. Returns `out`."""
-  on_hub = not path.startswith('wheel:') and not Path(path).expanduser().is_dir()
-  export_adapters(out, adapters, model.config, model.lora, path if on_hub else str(model.folder.absolute()))
+def export_adapter(model: Model, adapters: Params, out: Path, path: str, card: str | None = None, team: Team = ALONE) -> Path:
+  """Write the adapters as a PEFT folder at `out`, which names the model at `path` as their base. Returns `out`.
+
+  `card` and `team` are those of `export`.
+  """
+  base = path if on_hub(path) else str(model.folder.absolute())
+  export_adapters(out, adapters, model.config, model.lora, base, card, team.leads)
   return out

@@ -1,4 +1,4 @@
-"""A new run starts from the weights of another run's checkpoint: equal bits, and refusals by name."""
+"""What a run logs and its model card says, and a new run from the weights of another run: equal bits, refusals by name."""
 
 import json
 from pathlib import Path
@@ -9,6 +9,7 @@ import optax
 import orbax.checkpoint as ocp
 import pytest
 import tiny
+import yaml
 
 from sprl import config as settings
 from sprl import train
@@ -17,6 +18,7 @@ from sprl.config_reader import resolve
 from sprl.io.checkpoint import CheckpointError
 from sprl.io.metrics import read_metrics
 from sprl.io.starts import Start, read_starts
+from sprl.learner.model_card import model_card
 from sprl.session import Finished
 
 CHANGES = {
@@ -99,6 +101,41 @@ def test_without_a_step_the_newest_weights_are_taken_in_the_dtype_of_the_new_run
   begin(folder, 'rounded', source, steps=0, model__param_dtype='bfloat16', model__dtype='float32')
   expected = {name: array.astype(ml_dtypes.bfloat16) for name, array in weights(source, 2).items()}
   assert_equal(weights(folder / 'rounded', 0), expected)
+
+
+def test_the_model_card_has_the_results_the_settings_and_the_command(folder, source):
+  """Against the lines of metrics.jsonl, read here."""
+  (folder / 'base').mkdir()
+  (folder / 'base' / 'README.md').write_text('---\nlanguage: en\nlicense: apache-2.0\n---\n# Base\n')
+  card = model_card(source, 2, folder / 'base', 'my-model')
+  _, front, body = card.split('---\n', 2)
+  facts = yaml.safe_load(front)
+  assert facts['license'] == 'apache-2.0'
+  assert facts['library_name'] == 'transformers'
+  assert not {'base_model', 'datasets'} & facts.keys()  # both are folders here
+  lines = [json.loads(line) for line in (source / 'metrics.jsonl').read_text().splitlines()]
+  before, after = (line for line in lines if line['kind'] == 'eval')
+  for line in (before, after):
+    assert f'| {line["step"]} | `eval/avg@k` | {line["eval/avg@k"]:.3f} |' in body
+  kl = np.mean([line['rollout_corr/k3_kl'] for line in lines if line['kind'] == 'train'])
+  assert f'| `rollout_corr/k3_kl` | {kl:.4g} |' in body
+  assert '| `optimizer.learning_rate` | `0.001` |' in body
+  assert '`optimizer.b1`' not in body  # a default
+  assert '* from step 0: `the command`, sprl 0.' in body
+  assert "AutoModelForCausalLM.from_pretrained('my-model')" in body
+  assert '| 2 | `eval' not in model_card(source, 1, folder / 'base', 'my-model')  # the evaluation of a later step
+
+
+def test_the_card_names_models_and_data_of_the_hub(folder, source, tmp_path):
+  config = json.loads((source / 'config.json').read_text())
+  config['model']['path'], config['task'] = 'someone/base', {'kind': 'gsm8k'}
+  config['lora'] |= {'rank': 4}
+  (tmp_path / 'config.json').write_text(json.dumps(config))
+  card = model_card(tmp_path, 5, tmp_path, 'me/mine', adapter=True)
+  facts = yaml.safe_load(card.split('---\n')[1])
+  assert (facts['base_model'], facts['datasets'], facts['library_name']) == ('someone/base', ['openai/gsm8k'], 'peft')
+  assert 'license' not in facts
+  assert "PeftModel.from_pretrained(base, 'me/mine')" in card
 
 
 def test_a_run_keeps_its_origin(folder, source):
