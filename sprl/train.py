@@ -33,6 +33,7 @@ from sprl.distributed.team import ALONE, Team
 from sprl.hooks import LedgerHook, after_step, remarks, stop_if, wrong_weights
 from sprl.io.checkpoint import Checkpoints
 from sprl.io.config_file import config_differences, write_config
+from sprl.io.files import local_folder
 from sprl.io.metrics import RunLog
 from sprl.io.progress import Progress
 from sprl.io.run_folder import exclusive
@@ -46,6 +47,7 @@ from sprl.learner.restore import check_base
 from sprl.learner.state import TrainState, abstract_state
 from sprl.learner.update import UpdateConfig, make_update
 from sprl.model import Model, abstract_params
+from sprl.planning.room import check_caches_fit
 from sprl.rollout.prompts import prompts
 from sprl.rollout.scheduler import Scheduler
 from sprl.rollout.setup import RolloutSetup, on_all_processes, place_engines
@@ -91,10 +93,12 @@ def setup(run: Run, workdir: Path, team: Team, stack: ExitStack, start: Start = 
   its problems and its frozen weights.
   """
   # --- settings, model folder, problems ------------------------------------------------------------------------------
+  local_folder('--workdir', workdir)
   check_processes(run, team)
   model = Model.open(run)
   record_format(run.sampling, model.config.vocab_size)  # raises if the filters of the rollouts cannot be recorded
   layout = model.cache_layout(run.sampling, run.cache, run.quant, run.masked_learner, run.model.router_replay == 'R3')
+  check_caches_fit(run, layout, model.engine_meshes)
   here = {'computes in': str(model.dtype), 'kernels': model.kernels, '--workdir': str(workdir), '--from': start.source}
   check_alike('settings', settings.to_dict(run) | here, team)
   rollouts = RolloutSetup.open(run, model.tokenizer, team)
