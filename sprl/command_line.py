@@ -2,7 +2,9 @@
 
 import logging
 import os
+import re
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -91,22 +93,63 @@ def _parse(argv: list[str], prepare: Callable[[list[str]], None]) -> list[str]:
     return rest
   except flags.Error as error:
     message = str(error).strip()
-    if 'Traceback' in message:  # from a config file that raised; the last line is the error
-      message = message.rpartition('\n')[2].removeprefix('sprl.config.SettingsError: ')
+    if 'Traceback' in message:  # from a config file that raised a ValueError; the last line is the error
+      last = message.rpartition('\n')[2]
+      message = last.removeprefix('sprl.config.SettingsError: ')
+      if message == last and (file := _config_file(argv)) is not None:
+        lines = re.findall(rf'File "{re.escape(file)}", line (\d+)', str(error))
+        message = _of_config_file(file, lines[-1] if lines else None, last)
     sys.exit(_refuse(message))
   except (SettingsError, OSError) as error:
     sys.exit(_refuse(error))
   except AttributeError as error:
     unknown = [name for name in _config_flags(argv) if name.rpartition('.')[0] in FREE]
     if not unknown:
-      raise
+      sys.exit(_refuse(_raised_by_config_file(argv, error)))
     whole = unknown[0].rpartition('.')[0]
     sys.exit(_refuse(f'{", ".join(unknown)}: {error} is not set in the config; set all of --{whole}="{{...}}"'))
+  except Exception as error:
+    sys.exit(_refuse(_raised_by_config_file(argv, error)))
 
 
 def _refuse(error: object, status: int = 2) -> int:
   print(f'error: {error}', file=sys.stderr)
   return status
+
+
+# --- config files that raise -----------------------------------------------------------------------------------------
+
+
+def _raised_by_config_file(argv: list[str], error: Exception) -> str:
+  """Return the message for an error in the code of the file of --config. Raises `error` again if it is not from there."""
+  file = _config_file(argv)
+  if file is None:
+    raise error
+  if isinstance(error, SyntaxError):
+    return _of_config_file(error.filename or file, error.lineno, f'SyntaxError: {error.msg}')
+  frames = traceback.extract_tb(error.__traceback__)
+  inside = [i for i, frame in enumerate(frames) if os.path.realpath(frame.filename) == os.path.realpath(file)]
+  if inside:
+    called = traceback.format_list(frames[inside[0] :])
+    print(''.join(called), end='', file=sys.stderr)
+    return _of_config_file(file, frames[inside[-1]].lineno, f'{type(error).__name__}: {error}')
+  if isinstance(error, AttributeError) and error.name == 'get_config':
+    return f'{file}: has no function get_config(); expected one that returns sprl.config.default_config() with changes'
+  raise error
+
+
+def _of_config_file(file: str, line: object, cause: str) -> str:
+  where = f'{file}, line {line}' if line else file
+  return f'{where}: {cause}. The code of the config file raised this, not sprl'
+
+
+def _config_file(argv: list[str]) -> str | None:
+  """Return the file of --config=FILE:ARGUMENT; None without the flag."""
+  for argument, after in zip(argv[1:], [*argv[2:], '']):
+    name, equals, value = argument.partition('=')
+    if argument.startswith('-') and name.lstrip('-') == 'config':
+      return (value if equals else after).partition(':')[0]
+  return None
 
 
 # --- names of settings -----------------------------------------------------------------------------------------------

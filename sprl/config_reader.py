@@ -17,7 +17,11 @@ def resolve(config: Mapping[str, Any] | ml_collections.ConfigDict) -> Run:
 
   Raises SettingsError for an unknown key, a wrong type, a value out of range, or an impossible combination.
   """
-  plain = config.to_dict() if isinstance(config, ml_collections.ConfigDict) else dict(config)
+  try:
+    plain = config.to_dict() if isinstance(config, ml_collections.ConfigDict) else dict(config)
+  except TypeError:
+    name = type(config).__name__
+    raise SettingsError(f'get_config() returned {name}: expected sprl.config.default_config() with changes') from None
   run = with_arm(with_preset(_build(Run, plain, 'config')))
   validate(run)
   return run

@@ -1,47 +1,85 @@
-"""python -m sprl.export --workdir=runs/quickstart --out=FOLDER [--step=N] [--dtype=bfloat16] [--adapter]
+"""python -m sprl.export --workdir=runs/quickstart --out=FOLDER [--step=N] [--dtype=bfloat16] [--adapter] [--push=OWNER/NAME]
 
-Writes a checkpoint as a Hugging Face folder: weights, config, tokenizer, chat template. The run may be in progress.
-Adapters (config.lora) are merged into the weights; --adapter writes them alone, in float32, as a folder that PEFT loads.
-Exit status 2: the run or the checkpoint does not exist.
+Writes a checkpoint as a Hugging Face folder: weights, config, tokenizer, chat template, and a model card with the settings and
+the results of the run. The run may be in progress. Adapters (config.lora) are merged into the weights; --adapter writes them
+alone, in float32, as a folder that PEFT loads. --push also uploads the folder to the Hugging Face hub, with --private to a
+private repository. The command may run over several processes, as sprl.main does. Exit status 2: the run, the checkpoint or the
+repository cannot be used.
 """
 
+import dataclasses
+import logging
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from absl import flags
 
 from sprl import command_line
-from sprl.config import SettingsError
+from sprl.config import Run, SettingsError
 from sprl.config_reader import resolve
+from sprl.io import hub
 from sprl.io.config_file import read_config
+from sprl.io.files import local_folder
+
+if TYPE_CHECKING:
+  from sprl.distributed.team import Team
 
 _WORKDIR = flags.DEFINE_string('workdir', None, 'The run to export.', required=True)
 _OUT = flags.DEFINE_string('out', None, 'The folder to write.', required=True)
 _STEP = flags.DEFINE_integer('step', None, 'The step of the checkpoint. Default: the newest.')
 _ADAPTER = flags.DEFINE_bool('adapter', False, 'Write the adapters alone, as a PEFT folder.')
 _DTYPE = flags.DEFINE_enum('dtype', 'bfloat16', ['bfloat16', 'float32'], 'The dtype of the exported weights.')
+_PUSH = flags.DEFINE_string('push', None, 'OWNER/NAME: the repository of the Hugging Face hub to upload the folder to.')
+_PRIVATE = flags.DEFINE_bool('private', False, 'Create the repository of --push as a private one.')
 
 
 def main() -> int:
   """Run the command and return its exit status."""
-  workdir = Path(_WORKDIR.value)
-  run = resolve(read_config(workdir))
-  # Imported late: an error in the settings is reported before jax loads.
-  from sprl.distributed.process_group import require_single_process
+  workdir, out = local_folder('--workdir', _WORKDIR.value), local_folder('--out', _OUT.value)
+  run = on_all_devices(resolve(read_config(workdir)))
+  if _ADAPTER.value and not run.lora.rank:
+    raise SettingsError(f'--adapter: the run of {workdir} has config.lora.rank = None, so there are no adapters')
+  if _PUSH.value is not None:
+    hub.check_name(_PUSH.value)
+  elif _PRIVATE.value:
+    raise SettingsError('--private: expected --push=OWNER/NAME with it')
+  from sprl.distributed.process_group import join  # imported late: an error in the settings is reported before jax loads
+
+  with join() as team:
+    return team.leave(command_line.reported(partial(_export, run, workdir, out, team)))
+
+
+def on_all_devices(run: Run) -> Run:
+  """Return the run with the learner on all devices that are here. An export does not depend on the mesh of the run."""
+  default = Run()
+  return dataclasses.replace(run, mesh=default.mesh, devices=default.devices)
+
+
+def _export(run: Run, workdir: Path, out: Path, team: 'Team') -> int:
+  from sprl.learner.model_card import model_card
   from sprl.learner.restore import export, export_adapter, restore, restore_trained
   from sprl.model import Model
 
-  if _ADAPTER.value and not run.lora.rank:
-    raise SettingsError(f'--adapter: the run of {workdir} has config.lora.rank = None, so there are no adapters')
-  require_single_process('sprl.export')
-  model = Model.open(run)
+  if not team.leads:
+    logging.getLogger('sprl').setLevel(logging.ERROR)  # process 0 logs for all
+  if _PUSH.value and team.leads:
+    hub.create(_PUSH.value, _PRIVATE.value)  # before any device work: a missing token is found here
+  model, name = Model.open(run), _PUSH.value or out.name
   if _ADAPTER.value:
-    restored = restore_trained(model, run, workdir, _STEP.value)
-    out = export_adapter(model, restored.arrays.params, Path(_OUT.value), run.model.path)
-    print(f'{out}: the adapters after step {restored.step}, of rank {run.lora.rank}, to {run.model.path}')
-    return 0
-  params, step, _ = restore(model, run, workdir, _STEP.value, 'float32')  # the precision in which adapters are merged
-  out = export(model, params, Path(_OUT.value), _DTYPE.value)
-  print(f'{out}: the weights after step {step}, in {_DTYPE.value}')
+    restored = restore_trained(model, workdir, _STEP.value, team)
+    step = restored.step
+    card = model_card(workdir, step, model.folder, name, adapter=True)
+    export_adapter(model, restored.arrays.params, out, run.model.path, card, team)
+    what = f'the adapters after step {step}, of rank {run.lora.rank}, to {run.model.path}'
+  else:
+    params, step, _ = restore(model, run, workdir, _STEP.value, 'float32', team)  # the precision in which adapters are merged
+    export(model, params, out, _DTYPE.value, model_card(workdir, step, model.folder, name), team)
+    what = f'the weights after step {step}, in {_DTYPE.value}'
+  if team.leads:
+    print(f'{out}: {what}')
+    if _PUSH.value:
+      print(hub.push(_PUSH.value, out, f'{what}, by sprl.export'))
   return 0
 
 

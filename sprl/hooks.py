@@ -162,6 +162,8 @@ def remarks(run: Run, layout: CacheLayout, linears: Kernels, max_positions: int)
   `linears` is the implementation of FP8 products, `max_positions` the number of positions the model is made for.
   """
   found = [never_evicts(run.cache, layout.prompt, layout.positions - layout.prompt)]
+  if run.steps == 0:
+    found.append('config.steps = 0: the run evaluates and saves its first weights, and trains on nothing')
   if layout.positions > max_positions:
     found.append(
       f'config.sampling.max_prompt and max_tokens allow sequences of {layout.positions} tokens; the model is made for '

@@ -1,6 +1,7 @@
-"""python -m sprl.main --config=configs/quickstart.py [--workdir=...] [--config.key=value ...]
+"""python -m sprl.main --config=configs/quickstart.py [--workdir=...] [--from=RUN[:STEP]] [--config.key=value ...]
 
-Trains the run of one work directory, or resumes it, and prints a report at the end. Exit status:
+Trains the run of one work directory, or resumes it, and prints a report at the end. With --from, a new run starts from the
+weights of another run: of its newest checkpoint, or of that of STEP. The same command resumes it. Exit status:
 
     0  the run is complete, or a signal ended it and its state is saved
     2  a setting or file cannot be used; found before any device work
@@ -9,6 +10,7 @@ Trains the run of one work directory, or resumes it, and prints a report at the 
 """
 
 import logging
+import shlex
 import sys
 from functools import partial
 from pathlib import Path
@@ -20,6 +22,8 @@ from ml_collections import config_flags
 from sprl import command_line
 from sprl.config import Run
 from sprl.config_reader import resolve
+from sprl.io.files import local_folder
+from sprl.io.starts import Start
 
 if TYPE_CHECKING:
   from sprl.distributed.team import Team
@@ -28,6 +32,9 @@ _CONFIG = config_flags.DEFINE_config_file(
   'config', None, 'The config: a Python file with get_config(). `file.py:argument` passes it an argument.'
 )
 _WORKDIR = flags.DEFINE_string('workdir', None, "The run's folder. Default: runs/NAME, after the config file.")
+_FROM = flags.DEFINE_string(
+  'from', None, "RUN or RUN:STEP: the work directory whose weights a new run starts from. Default: the model's own weights."
+)
 
 
 def main() -> int:
@@ -41,6 +48,9 @@ def main() -> int:
 
 def _train(run: Run, team: 'Team') -> int:
   from sprl.hooks import StopRun
+  from sprl.learner.model_card import model_card
+  from sprl.learner.restore import export
+  from sprl.models.lora import network
   from sprl.report import closing_report
   from sprl.train import train
 
@@ -48,13 +58,19 @@ def _train(run: Run, team: 'Team') -> int:
     logging.getLogger('sprl').setLevel(logging.ERROR)  # process 0 logs for all
   file, _, variant = config_flags.get_config_filename(flags.FLAGS['config']).partition(':')
   name = '-'.join(filter(None, (Path(file).stem, variant)))
-  workdir = Path(_WORKDIR.value or Path('runs') / name).absolute()
+  workdir = local_folder('--workdir', _WORKDIR.value or Path('runs') / name).absolute()
+  start = Start(_FROM.value, shlex.join(['python', '-m', 'sprl.main', *sys.argv[1:]]))
   try:
-    finished = train(run, workdir, team)
+    finished = train(run, workdir, team, start)
   except StopRun as error:
     if team.leads:
       print(error, file=sys.stderr)
     return 3
+  if finished.completed and run.export:
+    model = finished.model
+    params = network(finished.params, model.base('float32'))  # the precision in which adapters are merged
+    card = model_card(workdir, finished.step, model.folder, workdir.name)
+    export(model, params, workdir / 'export', card=card, team=team)
   if finished.completed and team.leads:
     print(closing_report(run, workdir, finished))
   return 0

@@ -5,21 +5,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from sprl.config import Run
 from sprl.io.metrics import read_metrics, series
 from sprl.io.plots import plot_run, plot_timeline
-from sprl.learner.restore import export
-from sprl.models.lora import network
 from sprl.session import Finished
 
 
 def closing_report(run: Run, workdir: Path, finished: Finished) -> str:
-  """Draw the plots, write the export if `run.export` is set, and return the report as text.
-
-  A run over several processes is not exported here, because no process holds all weights.
-  """
+  """Draw the plots and return the report as text."""
   before, after = finished.before, finished.after
   count, k = int(after['metrics']['eval/problems']), int(after['metrics']['eval/samples'])
   how = 'greedy' if run.eval.temperature == 0 else f'{k} sampled at temperature {run.eval.temperature:g}'
@@ -44,10 +37,8 @@ def closing_report(run: Run, workdir: Path, finished: Finished) -> str:
     f'metrics:     {workdir / "metrics.jsonl"}',
   ]
   lines += [f'samples:     {workdir / "samples"}', f'checkpoints: {workdir / "checkpoints"}']
-  if run.export and jax.process_count() == 1:
-    params = network(finished.params, finished.model.base('float32'))
-    folder = export(finished.model, params, workdir / 'export')
-    lines.append(f'export:      {folder}  (a Hugging Face folder)')
+  if run.export:
+    lines.append(f'export:      {workdir / "export"}  (a Hugging Face folder)')
   else:
     lines.append(f'export with: python -m sprl.export --workdir={workdir} --out=FOLDER')
   return '\n'.join(lines)

@@ -28,6 +28,7 @@ from sprl.learner.batch import TrainBatch
 from sprl.learner.learner import Learner
 from sprl.model import Model
 from sprl.models.transformer import Params
+from sprl.planning import utilisation
 from sprl.rollout import collect
 from sprl.rollout.evaluate import evaluate
 from sprl.rollout.prompts import Source, prompts
@@ -187,12 +188,14 @@ class Session:
     """End the step with the learner's metrics of it: the hooks log, check, evaluate and save."""
     assert self.weights is not None
     trajectories = [t for group in self._groups for t in group.trajectories]
-    metrics = {**self._rollout_metrics, **metrics, **sync_metrics(self.weights, self._probe)}
+    metrics = {**self._rollout_metrics, **metrics, **sync_metrics(self.weights, self._probe), **self._count(trajectories)}
+    if self.learner.tokens.trained:
+      metrics['optimizer/learning_rate'] = self.learner.learning_rate
     now, tracks = self.timeline.now(), [f'engine {i}' for i in range(len(self.engines))]
     idle = {'learner_idle': self.timeline.idle(['learner'], self._since, now)}
     idle['rollout_idle'] = self.timeline.idle(tracks, self._since, now)
     self._times.lap('log')
-    seconds = {**self._times.seconds, **self.learner.seconds, **self._rollout_seconds, **idle}
+    seconds = {**self._times.seconds, **self.learner.seconds, **self._rollout_seconds, **idle, **self._machine(now - self._since)}
     sampling = ('rollout',) if self.model.shares_devices else ('rollout', 'learn', 'sync')  # the parts in which tokens are drawn
     rate = sum(int(t.mask.sum()) for t in trajectories) / sum(seconds[part] for part in sampling)
     self.state.step, self.state.after = step, {}
@@ -235,6 +238,24 @@ class Session:
     self.checkpoints.save(self.state.step, self.learner.state, self.state.to_json(), score)
     if self.trace is not None:
       self.timeline.write(self.trace)
+
+  def _count(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Add the tokens of this step to those of the run, and return both sums."""
+    dropped = int(self._rollout_metrics.get('async/dropped_tokens', 0))
+    self.state.tokens_sampled += sum(int(t.mask.sum()) for t in trajectories) + dropped
+    self.state.tokens_trained += self.learner.tokens.trained
+    return {'tokens/sampled': float(self.state.tokens_sampled), 'tokens/trained': float(self.state.tokens_trained)}
+
+  def _machine(self, seconds: float) -> dict[str, float]:
+    """Return the share of its devices' peak that a step of so many seconds used, where that is known, and bytes of memory."""
+    model, run = self.model, self.run
+    found: dict[str, float] = {}
+    meshes = (model.mesh, *model.engine_meshes)
+    if (peak := utilisation.peak(model.mesh.devices.flat[0], model.dtype)) is not None and self.learner.tokens.trained:
+      flops = run.optimizer.epochs * utilisation.update_flops(model.config, run.lora, self.learner.tokens)
+      found['mfu_update'] = flops / (self.learner.seconds['update'] * model.mesh.size * peak)
+      found['mfu_step'] = flops / (seconds * len({device for mesh in meshes for device in mesh.devices.flat}) * peak)
+    return found | utilisation.memory(utilisation.local_devices(meshes))
 
   def _look_ahead(self, step: int) -> Sequence[Int[np.ndarray, ' P']]:
     """Return the next prompts if the FP8 cache is calibrated on the prompts that it will serve, else ()."""

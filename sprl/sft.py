@@ -32,6 +32,7 @@ from sprl import command_line
 from sprl.config import Lora, Optimizer, Remat, Rollout, Run, SettingsError
 from sprl.config_reader import resolve
 from sprl.distributed.process_group import require_single_process
+from sprl.io.files import local_folder
 from sprl.learner.batch import TrainBatch, pack, put, shape
 from sprl.learner.logprobs import ForwardConfig, micro_logprobs
 from sprl.learner.optimizer import make_optimizer
@@ -250,7 +251,9 @@ def main() -> int:
   given: Any = flags.FLAGS
   run, show = resolve(given.config), partial(print, flush=True)
   require_single_process('sprl.sft')
-  result = fine_tune(run, Path(given.out), steps=given.steps, batch=given.batch, learning_rate=given.learning_rate, show=show)
+  result = fine_tune(
+    run, local_folder('--out', given.out), steps=given.steps, batch=given.batch, learning_rate=given.learning_rate, show=show
+  )
   print(json.dumps(result))
   return 0
 

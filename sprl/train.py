@@ -24,6 +24,7 @@ from typing import Any
 import jax
 import numpy as np
 
+import sprl
 from sprl import config as settings
 from sprl.cache.layout import CacheLayout
 from sprl.config import Run, SettingsError
@@ -33,18 +34,22 @@ from sprl.distributed.team import ALONE, Team
 from sprl.hooks import LedgerHook, after_step, remarks, stop_if, wrong_weights
 from sprl.io.checkpoint import Checkpoints
 from sprl.io.config_file import config_differences, write_config
+from sprl.io.files import local_folder
 from sprl.io.metrics import RunLog
 from sprl.io.progress import Progress
 from sprl.io.run_folder import exclusive
 from sprl.io.run_state import RunState
+from sprl.io.starts import PLAIN, Origin, Start, add_start
 from sprl.kernels.support import record_format
 from sprl.learner.learner import Learner, compile_ahead
 from sprl.learner.optimizer import make_optimizer
+from sprl.learner.origin import find_origin, weights_of
 from sprl.learner.restore import check_base
 from sprl.learner.state import TrainState, abstract_state
 from sprl.learner.update import UpdateConfig, make_update
 from sprl.model import Model, abstract_params
 from sprl.models.lora import Base, network
+from sprl.planning.room import check_caches_fit
 from sprl.rollout.prompts import prompts
 from sprl.rollout.scheduler import Scheduler
 from sprl.rollout.setup import RolloutSetup, on_all_processes, place_engines
@@ -59,8 +64,8 @@ log = logging.getLogger(__name__)
 MAY_CHANGE = ('steps', 'export', 'patience', 'eval', 'checkpoint', 'ledger', 'log', 'mesh', 'devices', *GRADING_COSTS)
 
 
-def train(run: Run, workdir: Path, team: Team = ALONE) -> Finished:
-  """Train or resume the run of `workdir` up to its last step.
+def train(run: Run, workdir: Path, team: Team = ALONE, start: Start = PLAIN) -> Finished:
+  """Train or resume the run of `workdir` up to its last step. `start` says how a new run begins (sprl/learner/origin.py).
 
   SIGTERM and SIGINT save the run and end it early: after the update or evaluation in progress, or during the rollouts of the next
   update, which a resumed run samples again.
@@ -71,7 +76,7 @@ def train(run: Run, workdir: Path, team: Team = ALONE) -> Finished:
   Raises SettingsError and other errors of input before any device work, and StopRun if a guard finds that training is broken.
   """
   with ExitStack() as stack:
-    session = setup(run, workdir, team, stack)
+    session = setup(run, workdir, team, stack, start)
     learner = session.learner
     for step in session.steps():
       trajectories = session.rollout(step)
@@ -85,18 +90,20 @@ def train(run: Run, workdir: Path, team: Team = ALONE) -> Finished:
     return session.finish()
 
 
-def setup(run: Run, workdir: Path, team: Team, stack: ExitStack) -> Session:
+def setup(run: Run, workdir: Path, team: Team, stack: ExitStack, start: Start = PLAIN) -> Session:
   """Open the run; `stack` closes what it opens.
 
   Finds wrong settings and files before any device work. A resumed run compiles the update before it compares the checkpoint with
   its problems and its frozen weights.
   """
   # --- settings, model folder, problems ------------------------------------------------------------------------------
+  local_folder('--workdir', workdir)
   check_processes(run, team)
   model = Model.open(run)
   record_format(run.sampling, model.config.vocab_size)  # raises if the filters of the rollouts cannot be recorded
   layout = model.cache_layout(run.sampling, run.cache, run.quant, run.masked_learner, run.model.router_replay == 'R3')
-  here = {'computes in': str(model.dtype), 'kernels': model.kernels, '--workdir': str(workdir)}
+  check_caches_fit(run, layout, model.engine_meshes)
+  here = {'computes in': str(model.dtype), 'kernels': model.kernels, '--workdir': str(workdir), '--from': start.source}
   check_alike('settings', settings.to_dict(run) | here, team)
   rollouts = RolloutSetup.open(run, model.tokenizer, team)
   check_alike('problems', {'problems': rollouts.state()}, team)
@@ -104,6 +111,7 @@ def setup(run: Run, workdir: Path, team: Team, stack: ExitStack) -> Session:
     log.warning(remark)
 
   # --- processes, threads, the work directory ------------------------------------------------------------------------
+  origin = team.broadcast('origin', lambda: find_origin(start.source, run, model, workdir))
   checkpoints = Checkpoints(workdir / 'checkpoints', run.checkpoint.keep_last, team=team)
   done = team.broadcast('steps', checkpoints.latest) or 0
   if done > run.steps:
@@ -114,10 +122,11 @@ def setup(run: Run, workdir: Path, team: Team, stack: ExitStack) -> Session:
     stack.enter_context(exclusive(workdir))
     for difference in write_config(workdir, settings.to_dict(run), MAY_CHANGE, settings.to_dict(Run())):
       log.warning('settings changed since this run began: %s', difference)
+    add_start(workdir, origin, {'step': done, 'command': start.command, **versions()})
   stack.callback(checkpoints.close)
 
   # --- learner: from a checkpoint, or from the pretrained weights ----------------------------------------------------
-  learner, state = open_learner(run, model, layout, checkpoints, rollouts, workdir, team)
+  learner, state = open_learner(run, model, layout, checkpoints, rollouts, workdir, origin, team)
   if not learner.scales_current:  # no step has measured the scales for these weights
     first = (state.scheduler or {}).get('next', 0)
     learner.measure_scales_on_prompts(prompts(source, first, run.rollout.prompts), run.prefill)
@@ -149,9 +158,18 @@ def setup(run: Run, workdir: Path, team: Team, stack: ExitStack) -> Session:
 
 
 def open_learner(
-  run: Run, model: Model, layout: CacheLayout, checkpoints: Checkpoints, rollouts: RolloutSetup, workdir: Path, team: Team
+  run: Run,
+  model: Model,
+  layout: CacheLayout,
+  checkpoints: Checkpoints,
+  rollouts: RolloutSetup,
+  workdir: Path,
+  origin: Origin | None = None,
+  team: Team = ALONE,
 ) -> tuple[Learner, RunState]:
   """Return the learner and the run state, from the newest checkpoint or as they are before the first step.
+
+  Before the first step the weights are those of `origin`, if there is one.
 
   Compiles the update and the rollouts before it loads any weights, because compilation takes memory too.
   """
@@ -170,7 +188,8 @@ def open_learner(
   restored = checkpoints.restore(abstract)
   if restored is None:
     shardings = jax.tree.map(lambda a: a.sharding, abstract)
-    train_state = TrainState.create(model.first(run.seed), optimizer, shardings)
+    params = model.first(run.seed) if origin is None else weights_of(origin, run, model, base, team)
+    train_state = TrainState.create(params, optimizer, shardings)
     state = RunState(prompts=rollouts.state(), base=base and base.fingerprint)
   else:
     train_state, state = restored.arrays, RunState.from_json(restored.step, restored.extra)
@@ -208,6 +227,12 @@ def trace_file(workdir: Path, done: int, steps: int) -> Path | None:
       return None
     trace.replace(workdir / f'trace_until_{done}.json')
   return trace
+
+
+def versions() -> dict[str, str]:
+  """Return what a start of a run ran on: the versions of sprl and jax, and the devices of all processes."""
+  devices = jax.devices()
+  return {'sprl': sprl.__version__, 'jax': jax.__version__, 'devices': f'{len(devices)} x {devices[0].device_kind}'}
 
 
 # --- several processes ------------------------------------------------------------------------------------------------

@@ -46,6 +46,15 @@ class CheckpointError(RuntimeError):
 
 
 @dataclass(frozen=True)
+class Record:
+  """What a checkpoint says of itself."""
+
+  step: int
+  arrays: dict[str, str]  # path in the saved pytree -> dtype and shape, such as `float32[2,3]`
+  extra: dict[str, Any]  # the value given to `save`, after a round trip through JSON
+
+
+@dataclass(frozen=True)
 class Restored:
   """A checkpoint that was read."""
 
@@ -111,19 +120,20 @@ class Checkpoints:
 
   def steps(self) -> list[int]:
     """Return the committed steps, oldest first, intact or not."""
-    return sorted(step for path in self.folder.glob('step_*') if (step := files.step_of(path)) is not None)
+    return committed(self.folder)
 
   def latest(self) -> int | None:
     """Return the newest committed step; None if there is none."""
     return max(self.steps(), default=None)
 
-  def restore(self, abstract: Any, step: int | None = None, partial: bool = False) -> Restored | None:
+  def restore(self, abstract: Any, step: int | None = None, partial: bool = False, cast: bool = False) -> Restored | None:
     """Read the newest intact checkpoint. Returns None if there is no checkpoint.
 
     Args:
       abstract: a pytree of ShapeDtypeStructs with the shardings of the result; without a sharding, the first device.
       step: the step to read instead of the newest.
       partial: whether `abstract` may lack saved arrays, which are then not read.
+      cast: whether saved arrays of another dtype are converted to that of `abstract`.
 
     A damaged checkpoint is named in a warning, and the one before it is tried.
 
@@ -134,14 +144,14 @@ class Checkpoints:
     found = self._team.broadcast('checkpoint', lambda: self._intact(step))
     if found is None:
       return None
-    restored = _restore(self._path(found), abstract, partial)
+    restored = _restore(self._path(found), abstract, partial, cast)
     self._current = found
     return restored
 
   def _intact(self, step: int | None) -> int | None:
     """Return the step of the checkpoint to restore."""
-    if step is not None and step not in self.steps():
-      raise CheckpointError(f'{self.folder} has no checkpoint of step {step}; expected one of {self.steps()}')
+    if step is not None:
+      _check_exists(self.folder, step)
     damaged = []
     for candidate in reversed(self.steps()) if step is None else [step]:
       path = self._path(candidate)
@@ -182,6 +192,31 @@ class Checkpoints:
     return [step for step in self.steps() if step not in keep]
 
 
+# --- what a folder of checkpoints says, without their arrays -----------------------------------------------------------
+
+
+def committed(folder: Path) -> list[int]:
+  """Return the committed steps in a folder of checkpoints, oldest first, intact or not."""
+  return sorted(step for path in folder.glob('step_*') if (step := files.step_of(path)) is not None)
+
+
+def read_record(folder: Path, step: int) -> Record:
+  """Return the record of a committed checkpoint in a folder of checkpoints. The files of its arrays are not verified.
+
+  Raises CheckpointError if there is no checkpoint of `step`, which names those that exist, or if its record is damaged.
+  """
+  _check_exists(folder, step)
+  path = folder / files.step_name(step)
+  if not (record := _read_record(path)):
+    raise CheckpointError(f'{path}: record.json is missing or damaged')
+  return Record(step, record['arrays'], record['extra'])
+
+
+def _check_exists(folder: Path, step: int) -> None:
+  if step not in committed(folder):
+    raise CheckpointError(f'{folder} has no checkpoint of step {step}; expected one of {committed(folder)}')
+
+
 # --- arrays ----------------------------------------------------------------------------------------------------------
 
 
@@ -195,10 +230,14 @@ def _describe(leaf) -> str:
   return f'{leaf.dtype}[{",".join(map(str, leaf.shape))}]'
 
 
-def _restore(path: Path, abstract: Any, partial: bool) -> Restored:
+def _restore(path: Path, abstract: Any, partial: bool, cast: bool) -> Restored:
   record = _read_record(path)
   wanted = _flatten(abstract)
-  for difference in _differences(record['arrays'], {name: _describe(leaf) for name, leaf in wanted.items()}, partial):
+  described = {name: _describe(leaf) for name, leaf in wanted.items()}
+  saved = record['arrays']
+  if cast:  # the shapes alone must agree
+    saved, described = ({name: text[text.index('[') :] for name, text in each.items()} for each in (saved, described))
+  for difference in _differences(saved, described, partial):
     raise CheckpointError(f'{path} belongs to another model or optimizer setting: {difference}')
   first = jax.sharding.SingleDeviceSharding(jax.devices()[0])
   item = {k: jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=v.sharding or first) for k, v in wanted.items()}

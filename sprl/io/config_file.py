@@ -40,9 +40,9 @@ def write_config(
 def read_config(workdir: str | os.PathLike) -> dict[str, Any]:
   """Read the settings of the run in a work directory.
 
-  Raises FileNotFoundError if the folder has no config.json, and SettingsError if that file is damaged.
+  Raises FileNotFoundError if the folder has no config.json, and SettingsError if that file is damaged or `workdir` an address.
   """
-  path = Path(workdir) / _CONFIG
+  path = files.local_folder('--workdir', workdir) / _CONFIG
   if not path.exists():
     raise FileNotFoundError(f'{path}: no such file; expected a work directory that sprl.main has written')
   try:

@@ -4,6 +4,22 @@ import os
 import re
 from pathlib import Path
 
+from sprl.config import SettingsError
+
+
+def local_folder(name: str, path: str | os.PathLike) -> Path:
+  """Return `path` as a Path. Raises SettingsError, which begins with the flag or setting `name`, if it is an address `scheme://`.
+
+  A run locks its work directory, appends to files and renames folders. Object stores have none of these operations.
+  """
+  text = os.fspath(path)
+  if found := re.match(r'([A-Za-z][A-Za-z0-9+.-]*):/', text):
+    raise SettingsError(
+      f'{name}={text}: expected a folder of this machine or of a mounted file system, not an address ({found[1]}://). Object '
+      'stores have no locks and no renames; copy finished runs there, for example with gsutil, aws s3 or rclone'
+    )
+  return Path(text)
+
 
 def write_text(path: Path, text: str) -> None:
   """Replace the file `path` by one that holds `text` (UTF-8). The file is on disk when the function returns."""

@@ -24,6 +24,7 @@ from safetensors import SafetensorError, safe_open
 
 from sprl.models.config import ARCHITECTURES, ModelConfig
 from sprl.quant.dot import plain
+from sprl.sharding.transfer import fetch
 
 Params = dict[Any, Any]  # nested dict of arrays
 Keys = tuple[str | int, ...]  # the path of a leaf: ('layers', 0, 'mlp', 'up', 'kernel')
@@ -216,25 +217,35 @@ def export_folder(
   tokenizer_source: str | Path | None = None,
   max_shard_bytes: int = 5_000_000_000,
   dtype: DTypeLike = jnp.bfloat16,
+  card: str | None = None,
+  leads: bool = True,
 ) -> None:
   """Write a folder that transformers loads: weights, config, generation config and tokenizer.
 
+  Over several processes, all call this: they gather one tensor at a time, and process 0 writes it.
+
   Args:
     folder: the folder to write. It appears complete or not at all. An earlier export is replaced.
-    params: the params tree. The host holds one tensor at a time.
+    params: the params tree. The host, and each device of a mesh, hold one whole tensor at a time.
     config: the model's config.
     tokenizer_source: the folder from which the tokenizer's files are copied; None copies none.
     max_shard_bytes: the largest size of one weight file.
     dtype: the dtype of the weights.
+    card: the text of README.md; None writes none.
+    leads: whether this process writes: process 0, or one that is alone.
 
   Raises WeightsError if `folder` is anything but an earlier export, or if it is `tokenizer_source`.
   """
 
   def weights():
     for path, tensor in tensors(config).items():
-      yield tensor, (lambda path=path: np.asarray(plain(get(params, path)).astype(dtype)))
+      yield tensor, (lambda path=path: np.asarray(fetch(plain(get(params, path)).astype(dtype))))
 
-  write_folder(folder, config, weights(), jnp.dtype(dtype).name, tokenizer_source, max_shard_bytes)
+  if leads:
+    write_folder(folder, config, weights(), jnp.dtype(dtype).name, tokenizer_source, max_shard_bytes, card)
+  else:
+    for _, gather in weights():  # the same tensors in the same order as process 0
+      gather()
 
 
 def write_folder(
@@ -244,6 +255,7 @@ def write_folder(
   dtype: str,
   tokenizer_source: str | Path | None,
   max_shard_bytes: int = 5_000_000_000,
+  card: str | None = None,
 ) -> None:
   """Write the folder of `export_folder` from pairs (tensor, function that makes it), one tensor at a time."""
   if tokenizer_source is not None and Path(folder).resolve() == Path(tokenizer_source).resolve():
@@ -259,6 +271,13 @@ def write_folder(
       source = Path(tokenizer_source or '') / name
       if source.is_file():
         shutil.copyfile(source, draft / name)
+    write_card(draft, card)
+
+
+def write_card(folder: Path, card: str | None) -> None:
+  """Write the model card as README.md, if there is one."""
+  if card is not None:
+    (folder / 'README.md').write_text(card, encoding='utf-8')
 
 
 @contextmanager

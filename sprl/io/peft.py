@@ -7,15 +7,25 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from sprl.config import Lora
-from sprl.io.huggingface import MARK, Params, get, tensors, whole_folder, write_json
+from sprl.io.huggingface import MARK, Params, get, tensors, whole_folder, write_card, write_json
 from sprl.models.config import ModelConfig
+from sprl.sharding.transfer import fetch
 
 _NAMES = {'a': 'lora_A', 'b': 'lora_B'}
 
 
-def export_adapters(folder: str | os.PathLike, adapters: Params, config: ModelConfig, lora: Lora, base: str) -> None:
+def export_adapters(
+  folder: str | os.PathLike,
+  adapters: Params,
+  config: ModelConfig,
+  lora: Lora,
+  base: str,
+  card: str | None = None,
+  leads: bool = True,
+) -> None:
   """Write adapters (models/lora.py) in float32. `base` is the model that they belong to: a hub name or a folder.
 
+  `card` is the text of README.md; None writes none. Over several processes, all call this, and process 0, which `leads`, writes.
   The folder appears complete or not at all. An earlier export at `folder` is replaced. Raises WeightsError if `folder` is
   anything else.
   """
@@ -27,7 +37,9 @@ def export_adapters(folder: str | os.PathLike, adapters: Params, config: ModelCo
     module = tensor.name.removesuffix('.weight')
     modules.add(module.rpartition('.')[2])
     for name, matrix in get(adapters, tuple(parents)).items():
-      weights[f'base_model.model.{module}.{_NAMES[name]}.weight'] = np.asarray(matrix, np.float32)
+      weights[f'base_model.model.{module}.{_NAMES[name]}.weight'] = np.asarray(fetch(matrix), np.float32)
+  if not leads:
+    return
   settings = {
     'peft_type': 'LORA',
     'task_type': 'CAUSAL_LM',
@@ -44,3 +56,4 @@ def export_adapters(folder: str | os.PathLike, adapters: Params, config: ModelCo
   with whole_folder(Path(folder)) as draft:
     save_file(weights, draft / 'adapter_model.safetensors', metadata=MARK)
     write_json(draft / 'adapter_config.json', settings)
+    write_card(draft, card)

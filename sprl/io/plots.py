@@ -31,7 +31,10 @@ _LEDGER = {  # entry of the ledger -> colour
   'kv': _GREEN, 'eviction': _ORANGE, 'reproduction': _RED, 'interaction': '#b0b7bf', 'unreplayed': '#222222',
 }  # fmt: skip
 _NO_CAUSE = ('reproduction', 'interaction', 'unreplayed')  # entries of the ledger that are drawn dashed
-_NOT_SECONDS = ('tokens_per_second', 'learner_idle', 'rollout_idle', 'engine_host_share')  # entries of `time`
+_NOT_SECONDS = (  # entries of `time`
+  'tokens_per_second', 'learner_idle', 'rollout_idle', 'engine_host_share', 'mfu_update', 'mfu_step', 'device_memory',
+  'device_memory_peak', 'host_memory',
+)  # fmt: skip
 
 
 def plot_run(workdir: str | os.PathLike) -> Path:

@@ -45,7 +45,7 @@ WHEELS = {
 }
 HUB_NAME = re.compile(r'[\w-][\w.-]*/[\w.-]+')
 _HUB_FILES = ['*.safetensors', '*.safetensors.index.json', '*config.json', 'tokenizer*', 'special_tokens_map.json', '*.jinja']
-_HUB_FILES += ['vocab.json', 'merges.txt', 'added_tokens.json', 'LICENSE*']
+_HUB_FILES += ['vocab.json', 'merges.txt', 'added_tokens.json', 'LICENSE*', 'README.md']
 
 
 def locate(path: str | Path, cache: str | Path | None = None) -> Path:
@@ -67,6 +67,11 @@ def locate(path: str | Path, cache: str | Path | None = None) -> Path:
   if not (folder / 'config.json').is_file():
     raise PretrainedError(f'{folder}: has no config.json; expected a Hugging Face model folder')
   return folder
+
+
+def on_hub(path: str | Path) -> bool:
+  """Return whether `path` is a name on the Hugging Face hub, such as Qwen/Qwen2.5-1.5B, and no folder here."""
+  return HUB_NAME.fullmatch(str(path)) is not None and not Path(path).expanduser().is_dir()
 
 
 def config_folder(path: str | Path) -> Path:

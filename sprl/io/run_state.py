@@ -16,6 +16,8 @@ class RunState:
   capped: int = 0  # consecutive steps in which every completion was cut at its token limit
   before: dict[str, Any] = field(default_factory=dict)  # held-out evaluation before the first update: metrics and samples
   after: dict[str, Any] = field(default_factory=dict)  # held-out evaluation after `step`; empty if there was none
+  tokens_sampled: int = 0  # that the sampler drew for all steps, used or not
+  tokens_trained: int = 0  # that the model wrote and an update saw
   prompts: dict[str, Any] = field(default_factory=dict)  # state of the stream of problems (RolloutSetup.state)
   scheduler: dict[str, Any] | None = None  # groups in flight (Scheduler.state); None before the first step
   amax: list[Any] = field(default_factory=list)  # largest queries, keys and values of past calibrations, newest last

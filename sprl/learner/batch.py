@@ -109,6 +109,25 @@ def shape(sampling: Sampling, rollout: Rollout, packing: Packing, minibatches: i
   )
 
 
+@dataclass(frozen=True)
+class Tokens:
+  """Numbers of tokens in the packed rows of a step's minibatches."""
+
+  read: int = 0  # in the rows
+  pairs: int = 0  # of a token with itself or an earlier token of its sequence, which attention compares
+  trained: int = 0  # that the model wrote and the loss sees
+
+  @classmethod
+  def of(cls, batches: Sequence[TrainBatch]) -> 'Tokens':
+    """Count the tokens of batches that are still numpy arrays."""
+    real = [np.asarray(batch.segments) > 0 for batch in batches]
+    return cls(
+      read=sum(int(np.count_nonzero(there)) for there in real),
+      pairs=sum(int(np.sum(np.asarray(batch.positions)[there] + 1, dtype=np.int64)) for batch, there in zip(batches, real)),
+      trained=sum(int(np.count_nonzero(batch.mask)) for batch in batches),
+    )
+
+
 def pack(
   trajectories: Sequence[Trajectory], advantage: Float[np.ndarray, ' B'], shape: Shape, share_prefix: bool
 ) -> tuple[TrainBatch, dict[str, float]]:

@@ -22,8 +22,9 @@ from jaxtyping import Array, Float, Int
 from sprl.cache.layout import CacheLayout
 from sprl.config import Run
 from sprl.kernels.support import record_format
-from sprl.learner.batch import Shape, TrainBatch, empty, pack, put, shape
+from sprl.learner.batch import Shape, Tokens, TrainBatch, empty, pack, put, shape
 from sprl.learner.logprobs import ForwardConfig, score, score_and_route
+from sprl.learner.optimizer import last_rate, schedule
 from sprl.learner.state import TrainState
 from sprl.learner.update import abstract_logprobs, needs_old_logprobs
 from sprl.model import Model
@@ -51,6 +52,7 @@ class Learner:
   amax: calibrate.History = field(default_factory=tuple)  # largest queries, keys and values behind the scales of the FP8 cache
   calibrated_updates: int = -1  # finished updates of the weights that `amax` was last measured with
   seconds: dict[str, float] = field(default_factory=dict)  # of the parts of the latest step
+  tokens: Tokens = field(default_factory=Tokens)  # of the latest step
 
   def pack(self, trajectories: Sequence[Trajectory]) -> tuple[list[TrainBatch], dict[str, float]]:
     """Compute advantages and pack the trajectories into one batch for each minibatch, on the learner's devices.
@@ -62,6 +64,7 @@ class Learner:
     with self._on_its_devices('pack'):
       packed = minibatches(trajectories, run, batch_shape(run, self.model))
       packed = [(batch, metrics) for batch, metrics in packed if batch.used]
+      self.tokens = Tokens.of([batch for batch, _ in packed])
       means = {name: float(np.mean([metrics[name] for _, metrics in packed])) for name in (packed[0][1] if packed else ())}
       if run.advantage.overlong is not None:
         means['reward/overlong_penalty'] = float(np.mean(overlong(trajectories, run)))
@@ -127,6 +130,14 @@ class Learner:
     """Return the newest weights as the sampler multiplies them, with the scales of its cache."""
     scales = calibrate.scales(self.amax, self.run.quant, self.layout.layers) if self.layout.fp8 else None
     return self.model.sampler_weights(self.params, self.run.quant, scales)
+
+  @property
+  def learning_rate(self) -> float:
+    """The learning rate of the latest update: see `last_rate`."""
+    settings = self.run.optimizer
+    rate = schedule(settings, self.run.steps * settings.updates)
+    with jax.default_device(home(self.model.replicated)):
+      return last_rate(rate, self.state.opt_state, skipped=int(fetch(self.state.bad_streak)) > 0)
 
   @property
   def params(self) -> Params:

@@ -10,6 +10,7 @@ import optax
 from jaxtyping import Array, BFloat16, Float32, UInt32
 
 from sprl.config import Optimizer
+from sprl.sharding.transfer import fetch
 
 ADAM_EPSILON = 1e-8
 
@@ -50,6 +51,21 @@ def schedule(settings: Optimizer, updates: int) -> optax.Schedule:
     'cosine': optax.cosine_decay_schedule(peak, left),
   }[settings.schedule]
   return optax.join_schedules([optax.linear_schedule(peak / (warm + 1), peak, warm), after], [warm]) if warm else after
+
+
+def last_rate(rate: optax.Schedule, opt_state: Any, skipped: bool) -> float:
+  """Return the learning rate of the latest update, from the optimiser's state after it.
+
+  `skipped` says that its gradient was not finite. A skipped update does not advance the schedule: it has the rate with which it
+  would have been taken, and the next update has the same rate.
+  """
+  [state] = [s for s in jax.tree.leaves(opt_state, is_leaf=_is_schedule) if _is_schedule(s)]
+  taken = int(fetch(state.count))
+  return np.asarray(rate(np.int32(max(taken - (not skipped), 0)))).item()
+
+
+def _is_schedule(state: Any) -> bool:
+  return isinstance(state, optax.ScaleByScheduleState)
 
 
 def clip_by_norm(limit: float) -> optax.GradientTransformationExtraArgs:

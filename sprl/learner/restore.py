@@ -8,9 +8,11 @@ import numpy as np
 
 from sprl.cache.scales import Scales
 from sprl.config import Run, SettingsError
+from sprl.distributed.team import ALONE, Team
 from sprl.io.checkpoint import CheckpointError, Checkpoints, Restored
 from sprl.io.huggingface import export_folder
 from sprl.io.peft import export_adapters
+from sprl.io.pretrained import on_hub
 from sprl.io.run_state import RunState
 from sprl.learner.state import TrainState
 from sprl.model import Model, abstract_params
@@ -19,15 +21,18 @@ from sprl.models.transformer import Params
 from sprl.sampler import calibrate
 
 
-def restore(model: Model, run: Run, workdir: Path, step: int | None = None, dtype=None) -> tuple[Params, int, Scales | None]:
+def restore(
+  model: Model, run: Run, workdir: Path, step: int | None = None, dtype=None, team: Team = ALONE
+) -> tuple[Params, int, Scales | None]:
   """Restore the network's weights from a checkpoint; `step=None` takes the newest intact one.
 
   Returns the weights, the step of the checkpoint, and the FP8 cache scales that belong to the weights (None where the checkpoint
-  has none). Frozen weights under adapters are loaded in `dtype`, by default the compute dtype.
+  has none). Frozen weights under adapters are loaded in `dtype`, by default the compute dtype. With several processes, all call
+  this.
 
   Raises CheckpointError as `restore_trained` does, and SettingsError if the adapters were trained with other frozen weights.
   """
-  restored, base = restore_trained(model, run, workdir, step), model.base(dtype)
+  restored, base = restore_trained(model, workdir, step, team), model.base(dtype)
   state = RunState.from_json(restored.step, restored.extra)
   check_base(base, state, run.model.path)
   largest = tuple(np.array(found, np.float32) for found in state.amax)
@@ -39,24 +44,26 @@ def restore(model: Model, run: Run, workdir: Path, step: int | None = None, dtyp
   )
 
 
-def restore_trained(model: Model, run: Run, workdir: Path, step: int | None = None) -> Restored:
-  """Restore only the trained weights of a checkpoint: the network, or its adapters.
+def restore_trained(model: Model, workdir: Path, step: int | None = None, team: Team = ALONE, cast: bool = False) -> Restored:
+  """Restore only the trained weights of a checkpoint: the network, or its adapters. With several processes, all call this.
 
-  The folder is not modified, so the run may be in progress. Raises CheckpointError if the checkpoint does not exist or holds
-  arrays of other shapes.
+  The folder is not modified, so the run may be in progress. `cast` converts weights of another dtype than `model` trains in.
+  Raises CheckpointError if the checkpoint does not exist or holds arrays of other shapes.
   """
-  checkpoints = Checkpoints(workdir / 'checkpoints', run.checkpoint.keep_last)
+  checkpoints = Checkpoints(workdir / 'checkpoints', keep_last=1, team=team)  # keeps nothing: it only reads
   absent: Any = None
   try:
-    restored = checkpoints.restore(TrainState(abstract_params(model), *[absent] * 4), step, partial=True)
+    restored = checkpoints.restore(TrainState(abstract_params(model), *[absent] * 4), step, partial=True, cast=cast)
   finally:
     checkpoints.close()
   if restored is None:
-    raise CheckpointError(
-      f'{checkpoints.folder}: no checkpoint yet. The run saves one every config.checkpoint.every = {run.checkpoint.every} steps, '
-      'at its end, and on SIGTERM'
-    )
+    raise CheckpointError(no_checkpoint(checkpoints.folder))
   return restored
+
+
+def no_checkpoint(folder: Path) -> str:
+  """Return the error for a run that has not saved a checkpoint."""
+  return f'{folder}: no checkpoint yet. A run saves one every config.checkpoint.every steps, at its end, and on SIGTERM'
 
 
 def check_base(base: Base | None, state: RunState, path: str) -> None:
@@ -68,14 +75,20 @@ def check_base(base: Base | None, state: RunState, path: str) -> None:
     )
 
 
-def export(model: Model, params: Params, out: Path, dtype: str = 'bfloat16') -> Path:
-  """Write the weights as a Hugging Face folder at `out`, with the tokenizer of the base model. Returns `out`."""
-  export_folder(out, params, model.config, model.folder, dtype=jnp.dtype(dtype))
+def export(model: Model, params: Params, out: Path, dtype: str = 'bfloat16', card: str | None = None, team: Team = ALONE) -> Path:
+  """Write the weights as a Hugging Face folder at `out`, with the tokenizer of the base model. Returns `out`.
+
+  `card` is the text of its README.md. With several processes, all call this, and process 0 writes.
+  """
+  export_folder(out, params, model.config, model.folder, dtype=jnp.dtype(dtype), card=card, leads=team.leads)
   return out
 
 
-def export_adapter(model: Model, adapters: Params, out: Path, path: str) -> Path:
-  """Write the adapters as a PEFT folder at `out`, which names the model at `path` as their base. Returns `out`."""
-  on_hub = not path.startswith('wheel:') and not Path(path).expanduser().is_dir()
-  export_adapters(out, adapters, model.config, model.lora, path if on_hub else str(model.folder.absolute()))
+def export_adapter(model: Model, adapters: Params, out: Path, path: str, card: str | None = None, team: Team = ALONE) -> Path:
+  """Write the adapters as a PEFT folder at `out`, which names the model at `path` as their base. Returns `out`.
+
+  `card` and `team` are those of `export`.
+  """
+  base = path if on_hub(path) else str(model.folder.absolute())
+  export_adapters(out, adapters, model.config, model.lora, base, card, team.leads)
   return out

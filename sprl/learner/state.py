@@ -28,12 +28,18 @@ class TrainState:
 
   @classmethod
   def create(cls, params: Params, optimizer: optax.GradientTransformation, places: 'TrainState | None' = None) -> 'TrainState':
-    """Return the state before the first update, on the shardings in `places`. Moments are created in their place."""
-    zero = jnp.zeros((), jnp.int32)
-    init = optimizer.init if places is None else jax.jit(optimizer.init, out_shardings=places.opt_state)
-    # Distinct buffers, each of which can be donated.
-    state = cls(params=params, opt_state=init(params), updates=zero, skipped=zero + 0, bad_streak=zero + 0)
-    return state if places is None else jax.device_put(state, places)
+    """Return the state before the first update, on the shardings in `places`. Moments and counts are created in their place."""
+
+    def init(params):
+      zero = jnp.zeros((), jnp.int32)
+      # Distinct buffers, each of which can be donated.
+      return optimizer.init(params), zero, zero + 0, zero + 0
+
+    if places is None:
+      return cls(params, *init(params))
+    # Jitted, because `device_put` of one process's array does not make an array of all processes that orbax can save.
+    begin = jax.jit(init, out_shardings=(places.opt_state, places.updates, places.skipped, places.bad_streak))
+    return cls(jax.device_put(params, places.params), *begin(params))
 
 
 def abstract_state(params: Params, optimizer: optax.GradientTransformation, offload: bool = False) -> TrainState:

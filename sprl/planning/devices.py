@@ -40,6 +40,17 @@ DEVICES = {
   ),
 }  # fmt: skip
 
+# JAX's device_kind -> name. Variants of these chips with other ceilings, such as PCIe cards, have no entry.
+KINDS = {
+  'NVIDIA H100 80GB HBM3': 'h100', 'NVIDIA H200': 'h200', 'NVIDIA A100-SXM4-80GB': 'a100',
+  'TPU v5 lite': 'v5e', 'TPU v5e': 'v5e', 'TPU v5': 'v5p', 'TPU v5p': 'v5p',
+}  # fmt: skip
+
+
+def of_kind(kind: str) -> Device | None:
+  """Return the device that JAX calls `kind`; None if its ceilings are not known here."""
+  return DEVICES[KINDS[kind]] if kind in KINDS else None
+
 
 def device(name: str, **measured: float | None) -> Device:
   """Return a device by name, with measured ceilings in place of stated ones; None keeps the stated ceiling.

@@ -264,6 +264,18 @@ def test_adapters_are_trained_over_processes(inputs, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_run_over_processes_starts_from_another_and_exports_at_its_end(inputs, tmp_path):
+  """The weights come from a run of one process. The export equals that of one process, bit for bit."""
+  train(inputs, tmp_path / 'first', 1, 1, *DENSE, '--config.steps=2')
+  train(inputs, tmp_path / 'second', 2, 1, *DENSE, '--config.steps=0', f'--from={tmp_path / "first"}', '--config.export=True')
+  status, _, err = tiny.run('export', f'--workdir={tmp_path / "first"}', f'--out={tmp_path / "one"}')
+  assert status == 0, err
+  one, two = ((folder / 'model.safetensors').read_bytes() for folder in (tmp_path / 'one', tmp_path / 'second' / 'export'))
+  assert one == two
+  assert 'after step 2' in (tmp_path / 'second' / 'export' / 'README.md').read_text()
+
+
+@pytest.mark.slow
 def test_conversations_agree_over_processes(inputs, tmp_path):
   """Metrics are equal to rounding: the row of a conversation in the batch depends on the order in which environments answer."""
   (tmp_path / 'game.py').write_text(GAME)

@@ -3,11 +3,14 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
 import tiny
+from absl import flags
+from ml_collections import config_flags
 from safetensors.numpy import load_file, save_file
 from teams import together
 
@@ -24,6 +27,8 @@ from sprl.io.run_folder import exclusive
 from sprl.io.tokenizer import TokenizerError
 from sprl.kernels import support
 from sprl.models.config import ConfigError
+from sprl.models.config import tiny as tiny_config
+from sprl.planning import room
 from sprl.rollout.scheduler import Stalled
 
 
@@ -69,6 +74,45 @@ def test_an_unusable_config_file_is_refused(config, said):
   assert (status, out) == (2, '')
   assert said in err
   assert 'Traceback' not in err
+
+
+@pytest.mark.parametrize(
+  ('code', 'said'),
+  [
+    ('x = 1', 'error: {file}: has no function get_config(); expected '),
+    ('def get_config():\n  return {}["a"]', "error: {file}, line 2: KeyError: 'a'. The code of the config file raised"),
+    ('def get_config():\n  raise ValueError("bad")', 'error: {file}, line 2: ValueError: bad. The code of the config file'),
+    ('import nowhere_at_all', "error: {file}, line 1: ModuleNotFoundError: No module named 'nowhere_at_all'. The code"),
+    ('def get_config(:', 'error: {file}, line 1: SyntaxError: invalid syntax. The code of the config file raised'),
+  ],
+)
+def test_an_error_in_the_code_of_a_config_file_is_named(tmp_path, monkeypatch, capsys, code, said):
+  file = tmp_path / 'mine.py'
+  file.write_text(code)
+
+  values = flags.FlagValues()
+  config_flags.DEFINE_config_file('config', flag_values=values)
+  monkeypatch.setattr(command_line.flags, 'FLAGS', values)
+  with pytest.raises(SystemExit) as ended:
+    command_line._parse(['program', f'--config={file}'], lambda argv: None)
+  assert ended.value.code == 2
+  err = capsys.readouterr().err
+  assert said.format(file=file) in err
+  assert 'Traceback' not in err
+
+
+def test_a_config_file_that_returns_no_config_is_refused(tmp_path):
+  (tmp_path / 'mine.py').write_text('def get_config():\n  return 3')
+  status, out, err = tiny.run('main', f'--config={tmp_path / "mine.py"}')
+  assert (status, out) == (2, '')
+  assert err == 'error: get_config() returned int: expected sprl.config.default_config() with changes\n'
+
+
+@pytest.mark.parametrize('command', ['evaluate', 'export'])
+def test_an_address_is_refused_as_a_work_directory(command):
+  status, out, err = tiny.run(command, '--workdir=s3://bucket/run', *(['--out=x'] if command == 'export' else []))
+  assert (status, out) == (2, '')
+  assert err.startswith('error: --workdir=s3://bucket/run: expected a folder of this machine or of a mounted file system')
 
 
 @pytest.mark.parametrize('command', ['evaluate', 'export'])
@@ -244,6 +288,37 @@ def test_unusable_model_folders_are_refused(inputs, tmp_path, monkeypatch):
     (torn, 'model.safetensors: '),
   ]:
     assert said in refusal_of(run_with(inputs, model__path=str(folder)), tmp_path / 'run', monkeypatch)
+
+
+def test_a_cache_larger_than_the_memory_is_refused(inputs, tmp_path, monkeypatch):
+  """A row has 28 positions of 2 layers, each a key and a value of 2 heads of 16 numbers of 4 bytes: see tiny('qwen2')."""
+  monkeypatch.setattr(room, 'memory_of', lambda devices: 10 * 2**30)
+  dense = {'arm': 'dense', 'cache__budget': None, 'quant__sampler': 'none', 'model__dtype': 'float32', 'ledger__every': None}
+  said = refusal_of(run_with(inputs, sampling__rows=100_000_000, **dense), tmp_path / 'run', monkeypatch)
+  config = tiny_config('qwen2')
+  row = 28 * config.num_layers * 2 * config.num_kv_heads * config.head_dim * 4
+  assert said.startswith('config.sampling.rows = 100000000: expected a KV cache of at most 10 GiB, the memory of its 1 devices')
+  found = float(re.search(r'found ([\d,]+) GiB', said)[1].replace(',', ''))
+  assert 1e8 * row / 2**30 <= found < 1.3 * 1e8 * row / 2**30  # beside keys and values: positions, ...
+  said = refusal_of(run_with(inputs, rollout__prompts=10_000_000, **dense), tmp_path / 'run', monkeypatch)
+  assert said.startswith('config.sampling.rows = None and config.rollout.prompts, group: 40000000 sequences side by side: ')
+
+
+def test_the_memory_of_devices_is_that_which_they_report():
+  def gpu(process, limit):
+    return SimpleNamespace(platform='gpu', process_index=process, memory_stats=lambda: {'bytes_limit': limit})
+
+  assert room.memory_of([gpu(0, 5), gpu(0, 7), gpu(1, None)]) == 3 * 7  # those of another process do not answer
+  assert room.memory_of([SimpleNamespace(platform='gpu', process_index=0, memory_stats=lambda: None)]) is None
+  total = int(re.search(r'MemTotal:\s+(\d+) kB', Path('/proc/meminfo').read_text())[1]) * 1024
+  assert room.memory_of(jax.devices()) == pytest.approx(total, rel=0.01)
+
+
+def test_a_run_of_no_steps_is_remarked(inputs):
+  run = run_with(inputs, steps=0)
+  layout = model.Model.open(run).cache_layout(run.sampling, run.cache, run.quant)
+  said = hooks.remarks(run, layout, 'reference', 100)
+  assert 'config.steps = 0: the run evaluates and saves its first weights, and trains on nothing' in said
 
 
 def test_sequences_beyond_the_positions_of_the_model_are_remarked(inputs):

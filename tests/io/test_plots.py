@@ -76,7 +76,8 @@ def test_an_empty_log_is_drawn_without_warnings(tmp_path):
 
 
 def times(step, rollout, learn):
-  return {'step': step, 'kind': 'train', 'time': {'rollout': rollout, 'learn': learn, 'tokens_per_second': 900.0}}
+  others = {'tokens_per_second': 900.0, 'mfu_update': 0.4, 'mfu_step': 0.2, 'device_memory': 1e9, 'host_memory': 1e9}
+  return {'step': step, 'kind': 'train', 'time': {'rollout': rollout, 'learn': learn, **others}}
 
 
 def bars_of(axes):

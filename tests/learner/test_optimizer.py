@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from sprl.config import Optimizer
-from sprl.learner.optimizer import clip_by_norm, make_optimizer, rounded, scale_by_adam, schedule
+from sprl.learner.optimizer import clip_by_norm, last_rate, make_optimizer, rounded, scale_by_adam, schedule
+from sprl.learner.state import TrainState, guarded_step
 
 
 def rates(updates, **settings):
@@ -31,6 +32,20 @@ def test_cosine_down_to_0():
 
 def test_a_warm_up_longer_than_the_run_keeps_rising():
   np.testing.assert_allclose(rates(2, schedule='cosine', warmup_steps=9), [0.1, 0.2, 0.3], rtol=1e-6)
+
+
+@pytest.mark.parametrize('name', ['adamw', 'adam', 'lion', 'sgd', 'adafactor'])
+def test_the_logged_rate_is_that_of_the_schedule_and_a_skipped_update_does_not_advance_it(name):
+  """Updates 0 and 1 are taken, update 2 is skipped, update 3 is taken with the rate that update 2 would have had."""
+  settings = Optimizer(name=name, schedule='cosine', learning_rate=0.1, warmup_steps=1, clip_norm=1.0)
+  state, rate, found = TrainState.create(PARAMS, make_optimizer(settings, 4)), schedule(settings, 4), []
+  for gradient in (0.3, 0.3, np.nan, 0.3):
+    grads = jax.tree.map(lambda p, g=gradient: jnp.full_like(p, g), PARAMS)
+    state, metrics = guarded_step(state, make_optimizer(settings, 4), grads, jnp.float32(0), jnp.int32(1))
+    assert int(metrics['update/skipped']) == int(np.isnan(gradient))
+    found.append(last_rate(rate, state.opt_state, skipped=bool(metrics['update/skipped'])))
+  after = 0.05 * (1 + np.cos(np.pi / 3))
+  np.testing.assert_allclose(found, [0.05, 0.1, after, after], rtol=1e-6)
 
 
 PARAMS = {'matrix': jnp.full((2, 3), 4.0), 'vector': jnp.full(3, 4.0)}

@@ -1,0 +1,80 @@
+"""starts.json of a work directory: where the first weights of its run come from, and each start of the run."""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sprl.config import SettingsError
+from sprl.io import files
+
+_STARTS = 'starts.json'
+
+
+@dataclass(frozen=True)
+class Origin:
+  """A checkpoint of another run, whose weights a new run starts from."""
+
+  workdir: Path  # absolute
+  step: int
+
+  def __str__(self) -> str:
+    return f'{self.workdir}:{self.step}'
+
+
+@dataclass(frozen=True)
+class Start:
+  """What a caller says of a start of a run."""
+
+  source: str | None = None  # RUN or RUN:STEP, the run whose weights a new run starts from; None: the model's own weights
+  command: str | None = None  # that starts it; None: a Python program
+
+
+PLAIN = Start()
+
+
+def parse_source(text: str) -> tuple[Path, int | None]:
+  """Return folder and step of `RUN:STEP`; the step is None for `RUN`. A folder whose name ends in `:12` is read as a folder.
+
+  Raises SettingsError if the text names no folder.
+  """
+  folder = files.local_folder('--from', text)
+  name, colon, step = text.rpartition(':')
+  if folder.is_dir() or not (colon and name and step.isdecimal()):
+    return folder.absolute(), None
+  return Path(name).absolute(), int(step)
+
+
+def read_starts(workdir: str | os.PathLike) -> dict[str, Any]:
+  """Return the content of starts.json: `from`, which is None or a folder and a step, and the list `starts`.
+
+  A run of an older version has no such file: its list is empty. Raises SettingsError if the file is damaged.
+  """
+  path = Path(workdir) / _STARTS
+  if not path.exists():
+    return {'from': None, 'starts': []}
+  try:
+    content = json.loads(path.read_text(encoding='utf-8'))
+    return {'from': content['from'], 'starts': list(content['starts'])}
+  except (ValueError, KeyError, TypeError) as error:
+    raise SettingsError(f'{path}: damaged ({error!r}); expected the starts that a run has written') from None
+
+
+def recorded_origin(workdir: str | os.PathLike) -> Origin | None:
+  """Return where the first weights of the run in a work directory come from; None: from the model of its settings."""
+  found = read_starts(workdir)['from']
+  return None if found is None else Origin(Path(found['workdir']), int(found['step']))
+
+
+def has_begun(workdir: str | os.PathLike) -> bool:
+  """Return whether a work directory holds a run that has been set up."""
+  return any((Path(workdir) / name).exists() for name in (_STARTS, 'metrics.jsonl'))
+
+
+def add_start(workdir: str | os.PathLike, origin: Origin | None, facts: Mapping[str, Any]) -> None:
+  """Append a start of the run to starts.json: `facts` has the step, the command, versions and devices."""
+  starts = [*read_starts(workdir)['starts'], dict(facts)]
+  source = None if origin is None else {'workdir': str(origin.workdir), 'step': origin.step}
+  files.write_text(Path(workdir) / _STARTS, json.dumps({'from': source, 'starts': starts}, indent=2) + '\n')

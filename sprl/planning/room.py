@@ -1,0 +1,43 @@
+"""A check before any device work: the KV caches of the rollouts alone must fit into memory."""
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from sprl.cache.layout import CacheLayout
+from sprl.config import Run, SettingsError
+from sprl.planning.memory import kv_bytes
+
+GIB = 2**30
+
+
+def check_caches_fit(run: Run, layout: CacheLayout, engines: Sequence[Mesh]) -> None:
+  """Raise SettingsError if the caches of all rows are larger than the memory of the devices that hold them.
+
+  Only the caches count, each row once, so a run that passes may still be too large: sprl.plan estimates all of its memory.
+  """
+  needed = kv_bytes(layout) * run.engine_rows
+  for mesh in engines:
+    if (room := memory_of(list(mesh.devices.flat))) is not None and needed > room:
+      rows = f'config.sampling.rows = {run.sampling.rows}'
+      if run.sampling.rows is None:
+        rows += f' and config.rollout.prompts, group: {run.rows} sequences side by side'
+      raise SettingsError(
+        f'{rows}: expected a KV cache of at most {room / GIB:,.0f} GiB, the memory of its {mesh.size} devices; found '
+        f'{needed / GIB:,.0f} GiB, for sequences of {layout.positions} tokens. Lower config.sampling.rows, max_prompt or '
+        'max_tokens, or set config.cache.budget'
+      )
+
+
+def memory_of(devices: Sequence[Any]) -> int | None:
+  """Return the bytes of memory of devices: of CPU devices together that of their host; None where it is not known."""
+  if devices[0].platform == 'cpu':
+    hosts = len({device.process_index for device in devices})
+    known = {'SC_PHYS_PAGES', 'SC_PAGE_SIZE'} <= os.sysconf_names.keys()
+    return hosts * os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') if known else None
+  here = [device for device in devices if device.process_index == jax.process_index()]  # the others do not answer
+  limits = [limit for device in here if (limit := (device.memory_stats() or {}).get('bytes_limit')) is not None]
+  return len(devices) * max(limits) if limits else None
