@@ -1,6 +1,5 @@
 """Conversion of a small GGUF file, written with the gguf package, to a Hugging Face folder."""
 
-
 import numpy as np
 import pytest
 from tokenizers import pre_tokenizers
