@@ -36,8 +36,12 @@ def test_a_run_of_ragged_prompts_compiles_each_program_once(tmp_path, monkeypatc
   monkeypatch.setattr(session, 'evaluate', lambda *_, **__: {'metrics': {'eval/avg@k': 0.0}, 'samples': []})
   ends = []  # number of log records at the end of each step
   monkeypatch.setattr(Progress, 'step', lambda *_: ends.append(len(caplog.records)))
-  with jax.log_compiles(), caplog.at_level('WARNING', logger='jax'):
+  jax.config.update('jax_log_compiles', True)  # of all threads: the rollouts compile in another
+  try:
+    caplog.set_level('WARNING', logger='jax')
     train.train(ragged(tmp_path / 'inputs'), tmp_path / 'run')
+  finally:
+    jax.config.update('jax_log_compiles', False)
   compiled = [re.match(r'Compiling jit\((\w+)\) with .* types (.*)', record.getMessage(), re.DOTALL) for record in caplog.records]
   times = Counter(found.groups() for found in compiled if found)
   assert {'update', 'prefill', 'insert', 'decode'} <= {name for name, _ in times}
