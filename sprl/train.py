@@ -36,6 +36,7 @@ from sprl.io.metrics import RunLog
 from sprl.io.progress import Progress
 from sprl.io.run_folder import exclusive
 from sprl.io.run_state import RunState
+from sprl.io.trackers import check_installed, open_trackers
 from sprl.kernels.support import record_format
 from sprl.learner.learner import Learner, compile_ahead
 from sprl.learner.optimizer import make_optimizer
@@ -89,6 +90,7 @@ def setup(run: Run, workdir: Path, team: Team, stack: ExitStack) -> Session:
   """
   # --- settings, model folder, problems ------------------------------------------------------------------------------
   check_processes(run, team)
+  check_installed(run.log.trackers)
   model = Model.open(run)
   record_format(run.sampling, model.config.vocab_size)  # raises if the filters of the rollouts cannot be recorded
   layout = model.cache_layout(run.sampling, run.cache, run.quant, run.masked_learner, run.model.router_replay == 'R3')
@@ -130,9 +132,12 @@ def setup(run: Run, workdir: Path, team: Team, stack: ExitStack) -> Session:
     scheduler.restore(state.scheduler)
 
   # --- logs ----------------------------------------------------------------------------------------------------------
-  run_log = RunLog(workdir, state.step if checkpoints.steps() else None, run.log.tensorboard) if team.leads else None
-  if run_log:
+  run_log = None
+  if team.leads:
+    resume_step = state.step if checkpoints.steps() else None
+    run_log = RunLog(workdir, resume_step, open_trackers(run.log, workdir, resume_step))
     stack.callback(run_log.close)
+    run_log.settings(settings.to_dict(run))
   session = Session(
     run=run, workdir=workdir, team=team, model=model, layout=layout, learner=learner, weights=weights, placed=placed,
     engines=opened, scheduler=scheduler, source=source, eval_set=eval_set, state=state, checkpoints=checkpoints,

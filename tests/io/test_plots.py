@@ -59,7 +59,7 @@ def test_values_that_are_not_finite_are_left_out():
 
 
 def test_a_run_is_drawn_into_its_work_directory(tmp_path):
-  log = RunLog(tmp_path, None, tensorboard=False)
+  log = RunLog(tmp_path, None)
   for record in RECORDS:
     log.write(record['step'], {name: value for name, value in record.items() if '/' in name}, {})
   log.close()
@@ -69,7 +69,7 @@ def test_a_run_is_drawn_into_its_work_directory(tmp_path):
 
 
 def test_an_empty_log_is_drawn_without_warnings(tmp_path):
-  RunLog(tmp_path, None, tensorboard=False).close()
+  RunLog(tmp_path, None).close()
   with warnings.catch_warnings():
     warnings.simplefilter('error')
     assert plot_run(tmp_path).stat().st_size > 0
