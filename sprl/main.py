@@ -41,7 +41,7 @@ def main() -> int:
 
 def _train(run: Run, team: 'Team') -> int:
   from sprl.hooks import StopRun
-  from sprl.report import closing_report
+  from sprl.summary import closing_report
   from sprl.train import train
 
   if not team.leads:
