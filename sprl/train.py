@@ -36,7 +36,6 @@ from sprl.io.metrics import RunLog
 from sprl.io.progress import Progress
 from sprl.io.run_folder import exclusive
 from sprl.io.run_state import RunState
-from sprl.io.starts import record_start
 from sprl.io.trackers import check_installed, open_trackers
 from sprl.kernels.support import record_format
 from sprl.learner.learner import Learner, compile_ahead
@@ -139,7 +138,6 @@ def setup(run: Run, workdir: Path, team: Team, stack: ExitStack) -> Session:
     run_log = RunLog(workdir, resume_step, open_trackers(run.log, workdir, resume_step))
     stack.callback(run_log.close)
     run_log.settings(settings.to_dict(run))
-    record_start(workdir, resume_step)
   session = Session(
     run=run, workdir=workdir, team=team, model=model, layout=layout, learner=learner, weights=weights, placed=placed,
     engines=opened, scheduler=scheduler, source=source, eval_set=eval_set, state=state, checkpoints=checkpoints,

@@ -23,7 +23,7 @@ import numpy as np
 from sprl.config import Run, SettingsError, to_dict
 from sprl.io import files
 from sprl.io.config_file import read_config
-from sprl.io.metrics import read_metrics, read_samples, sample_steps, series
+from sprl.io.metrics import held_out_sets, read_metrics, read_samples, sample_steps, series
 from sprl.io.metrics_reference import GROUPS, METRICS, documented
 from sprl.io.report_charts import (
   CURVES,
@@ -36,14 +36,12 @@ from sprl.io.report_charts import (
   all_names,
   charts,
   curve,
-  held_out_sets,
   ledger_charts,
   memory,
   reward_chart,
   step_times,
   timeline_data,
 )
-from sprl.io.starts import read_starts
 from sprl.io.trackers import flat
 from sprl.objective import guards
 
@@ -114,27 +112,35 @@ def report_html(workdir: Path) -> str:
 
 
 def _header(name: str, workdir: Path, config: Mapping[str, Any], records: Records) -> str:
-  starts, settings = read_starts(workdir), flat(config)
+  (origin, starts), settings = _starts(workdir), flat(config)
   done, steps = max(record['step'] for record in records), int(settings.get('steps') or 0)
   state = f'finished after {done} steps' if done >= steps else f'{done} of {steps} steps'
   facts = [state, f'model {settings.get("model.path")}', f'task {settings.get("task.name") or settings.get("task.kind")}']
+  if origin:
+    facts.append(f'from step {origin.get("step")} of {Path(str(origin.get("workdir"))).name}')
   if starts:
-    last = starts[-1]
-    devices = ', '.join(f'{count} × {kind}' for kind, count in last['devices'].items())
-    facts += [
-      devices + (f' ({last["cores"]} cores)' if set(last['devices']) == {'cpu'} else ''),
-      f'sprl {last["sprl"]}' + (f' at {last["commit"]}' if last['commit'] else ''),
-      f'jax {last["jax"]}',
-      f'started {_date(starts[0]["time"])}' + (f', resumed {len(starts) - 1} times' if len(starts) > 1 else ''),
-    ]
+    first, last = starts[0], starts[-1]
+    version = f'sprl {last.get("sprl")}' + (f' at {last["commit"]}' if last.get('commit') else '')
+    facts += [last.get('devices'), version, f'jax {last.get("jax")}']
+    facts += [f'started {_date(first["time"])}'] if 'time' in first else []
+    facts += [f'started {len(starts)} times'] if len(starts) > 1 else []
   else:
-    facts.append('versions and devices: not recorded by the version that ran it')
+    facts.append('version and devices are not recorded')
   line = ''.join(f'<span>{escape(str(fact))}</span>' for fact in facts)
   cards = ''.join(
     f'<div class="card"><div class="value">{escape(value)}</div><div class="label">{escape(label)}</div></div>'
     for label, value in _figures(records)
   )
   return f'<h1>{escape(name)}</h1><p class="facts">{line}</p><div class="cards">{cards}</div>'
+
+
+def _starts(workdir: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+  """Return where the first weights come from ({}: the model itself), and the starts of the run; ({}, []) without starts.json."""
+  try:
+    content = json.loads((workdir / 'starts.json').read_text(encoding='utf-8'))
+    return content['from'] or {}, content['starts']
+  except (OSError, ValueError, KeyError):
+    return {}, []
 
 
 def _figures(records: Records) -> Iterator[tuple[str, str]]:
@@ -254,12 +260,18 @@ def held_out_samples(workdir: Path) -> tuple[list[dict[str, Any]], list[dict[str
   for folder in sorted(folders, reverse=True):
     try:
       extra = json.loads((folder / 'record.json').read_text(encoding='utf-8'))['record']['extra']
-      before, after = ((extra.get(name) or {}).get('samples', []) for name in ('before', 'after'))
+      before, after = (_all_samples(extra.get(name) or {}) for name in ('before', 'after'))
       if before:
         return before, after
     except (OSError, ValueError, KeyError):  # deleted meanwhile, or damaged
       continue
   return [], []
+
+
+def _all_samples(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+  """Return the samples of an evaluation, those of other held-out sets (config.eval.sets) last."""
+  others = [{**row, 'set': name} for name, found in result.get('sets', {}).items() for row in found['samples']]
+  return [*result.get('samples', []), *others]
 
 
 def _pair(old: Mapping[str, Any], new: Mapping[str, Any] | None) -> str:

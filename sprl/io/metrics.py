@@ -159,6 +159,13 @@ def series(records: Sequence[Mapping[str, Any]], name: str) -> tuple[np.ndarray,
   return np.array([step for step, _ in found], int), np.array([value for _, value in found], float)
 
 
+def held_out_sets(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+  """Return the metric of the score of each held-out set, and a label: `eval/avg@k`, or `eval/SET/avg@k` of others."""
+  found = {name for record in records for name in record if name.endswith('avg@k')}
+  ordered = sorted(found, key=lambda name: (name.count('/'), name))
+  return {name: ' '.join(['held out', *name.split('/')[1:-1]]) for name in ordered}
+
+
 def sample_steps(workdir: str | os.PathLike) -> list[int]:
   """Return the steps that have a table of samples."""
   found = (files.step_of(path) for path in (Path(workdir) / _SAMPLES).glob('*.jsonl'))

@@ -4,7 +4,9 @@ A panel is one function `draw_*(axes, records)`; `run_figure` stacks the main pa
 pyplot, so drawing needs no display and leaves no global state.
 """
 
+import itertools
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from sprl.io.metrics import read_metrics, series
+from sprl.io.metrics import held_out_sets, read_metrics, series
 
 Records = Sequence[Mapping[str, Any]]
 
@@ -31,7 +33,10 @@ _LEDGER = {  # entry of the ledger -> colour
   'kv': _GREEN, 'eviction': _ORANGE, 'reproduction': _RED, 'interaction': '#b0b7bf', 'unreplayed': '#222222',
 }  # fmt: skip
 _NO_CAUSE = ('reproduction', 'interaction', 'unreplayed')  # entries of the ledger that are drawn dashed
-_NOT_SECONDS = ('tokens_per_second', 'learner_idle', 'rollout_idle', 'engine_host_share')  # entries of `time`
+_NOT_SECONDS = (  # entries of `time`
+  'tokens_per_second', 'learner_idle', 'rollout_idle', 'engine_host_share', 'mfu_update', 'mfu_step', 'device_memory',
+  'device_memory_peak', 'host_memory',
+)  # fmt: skip
 
 
 def plot_run(workdir: str | os.PathLike) -> Path:
@@ -74,20 +79,23 @@ def draw_reward(axes: Axes, records: Records) -> None:
   steps, reward = series(records, 'reward/mean')
   _curve(axes, steps, reward, color=_BLUE, alpha=0.35, linewidth=1.0, label='sampled, one step')
   _curve(axes, steps, running_mean(reward, 5), color=_BLUE, linewidth=2.2, label='sampled, mean over 5 steps')
-  steps, score = series(records, 'eval/avg@k')
-  if len(steps):
-    low, high = (series(records, f'eval/{bound}')[1] for bound in ('low', 'high'))
-    errors = np.stack([score - low, high - score]).clip(0.0) if len(low) == len(high) == len(score) else None
-    label = 'held out' + (', 95 % interval' if errors is not None else '')
-    axes.errorbar(steps, score, errors, color=_ORANGE, fmt='D', markersize=6, capsize=4, linewidth=1.6, zorder=3, label=label)
-    for i in {0, len(steps) - 1}:
-      beside = {'xytext': (8 if i == 0 else -8, 6), 'ha': 'left' if i == 0 else 'right'}
-      axes.annotate(
-        f'{score[i]:.2f}', (steps[i], score[i]), textcoords='offset points', color=_ORANGE, fontweight='bold', **beside
-      )
+  for color, (name, label) in zip(itertools.cycle((_ORANGE, _GREEN, _PURPLE, _PINK)), held_out_sets(records).items()):
+    _draw_scores(axes, records, name, label, color)
   if axes.dataLim.ymin >= 0.0:
     axes.set_ylim(bottom=0.0)
   _legend(axes)
+
+
+def _draw_scores(axes: Axes, records: Records, name: str, label: str, color: str) -> None:
+  """Draw the scores of a held-out set as diamonds with their 95 % intervals. The first and the last carry their number."""
+  steps, score = series(records, name)
+  low, high = (series(records, f'{name.removesuffix("avg@k")}{bound}')[1] for bound in ('low', 'high'))
+  errors = np.stack([score - low, high - score]).clip(0.0) if len(low) == len(high) == len(score) else None
+  label += ', 95 % interval' if errors is not None else ''
+  axes.errorbar(steps, score, errors, color=color, fmt='D', markersize=6, capsize=4, linewidth=1.6, zorder=3, label=label)
+  for i in {0, len(steps) - 1}:
+    beside = {'xytext': (8 if i == 0 else -8, 6), 'ha': 'left' if i == 0 else 'right'}
+    axes.annotate(f'{score[i]:.2f}', (steps[i], score[i]), textcoords='offset points', color=color, fontweight='bold', **beside)
 
 
 def draw_length(axes: Axes, records: Records) -> None:
@@ -121,21 +129,35 @@ def draw_mismatch(axes: Axes, records: Records) -> None:
 
 
 def draw_step_times(axes: Axes, records: Records) -> None:
-  """Draw the seconds of each step as a stack of its parts. A first step that is cut off carries its seconds as a label."""
+  """Draw the seconds of each step as a stack of its parts. A bar that is cut off carries its seconds as a label.
+
+  The first step compiles, and so does the first step with a part that earlier steps lack, such as the ledger.
+  """
   _prepare(axes, 'Time of a step', 'seconds')
   steps, _ = series(records, 'time/learn')
-  total = np.zeros(len(steps))
+  total, compiles = np.zeros(len(steps)), set(steps[:1])
   for part, color in _PARTS.items():
     found = dict(zip(*series(records, f'time/{part}')))
     values = np.array([found.get(step, 0.0) for step in steps])
     if np.any(values > 0.0):
       axes.bar(steps, values, 0.85, total, color=color, label=part)
+      compiles.add(steps[np.argmax(values > 0.0)])
     total = total + values
-  if len(total) > 1 and total[0] > 1.5 * (limit := 1.2 * total[1:].max()):
+  if (limit := cut_bars(total)) is not None:
     axes.set_ylim(0.0, limit)
-    text = f'{total[0]:.0f} s: compiles'
-    axes.annotate(text, (steps[0], limit), xytext=(10, -12), textcoords='offset points', color=_RED, fontsize=9)
+    for step, seconds in zip(steps, total):
+      if seconds > limit:
+        text = f'{seconds:.0f} s' + (': compiles' if step in compiles else '')
+        axes.annotate(text, (step, limit), xytext=(10, -12), textcoords='offset points', color=_RED, fontsize=9)
   _legend(axes)
+
+
+def cut_bars(seconds: Float[np.ndarray, ' N']) -> float | None:
+  """Return where to cut bars off so that the others can be read, if some are much taller: compilations, mostly."""
+  usual = float(np.quantile(seconds, 0.5, method='lower')) if len(seconds) else 0.0
+  others = seconds[seconds <= 3.0 * usual]
+  limit = 1.2 * float(others.max(initial=0.0))
+  return limit if limit > 0.0 and seconds.max() > 1.5 * limit else None
 
 
 def draw_ledger(axes: Axes, records: Records) -> None:
@@ -238,11 +260,11 @@ def timeline_figure(
   _bars(axes, others, [(rows.index(span.track) - 0.35, 0.7) for span in others], linewidth=0.4)
   thickness = 3.0 / max(1, len(groups))
   _bars(axes, groups, [(len(rows) - 0.4 + i * thickness, 0.8 * thickness) for i in range(len(groups))], linewidth=0.0)
+  axes.set_xlim(low, high)
   _mark_steps(axes, others, low, high)
   _mark_compilation(axes, everything, rows)
   axes.set_yticks([*range(len(rows)), *([len(rows) + 1.1] if groups else [])], [*rows, *(['groups'] if groups else [])])
   axes.set_ylim(len(rows) + (2.8 if groups else -0.4), -0.6)
-  axes.set_xlim(low, high)
   axes.set_xlabel('seconds since the start of the trace')
   _quiet(axes)
   figure.suptitle(title, x=0.02, ha='left', fontsize=12, fontweight='bold', color='#222222')
@@ -286,21 +308,28 @@ def _bars(axes: Axes, spans: Sequence[_Span], places: Sequence[tuple[float, floa
 
 
 def _mark_steps(axes: Axes, spans: Sequence[_Span], low: float, high: float) -> None:
-  """Write the number of each step, or of every n-th one, where its update ends."""
+  """Draw a line where the update of each step ends, with its number where there is room."""
   shown = [(span.name.removeprefix('update '), span.end) for span in spans if span.kind == 'update' and low <= span.end <= high]
-  for number, end in shown[:: 1 + len(shown) // _MAX_STEPS_NAMED]:
+  free = -math.inf  # where the last label ends
+  for number, end in shown:
     axes.axvline(end, color='#9aa0a6', linewidth=0.8, linestyle=':', zorder=0)
-    axes.annotate(f'step {number}', (end, 1.0), xycoords=('data', 'axes fraction'), xytext=(0, 3), textcoords='offset points',
-                  ha='center', fontsize=8, color=_GREY)  # fmt: skip
+    if end >= free:
+      axes.annotate(f'step {number}', (end, 1.0), xycoords=('data', 'axes fraction'), xytext=(0, 3), textcoords='offset points',
+                    ha='center', fontsize=8, color=_GREY)  # fmt: skip
+      free = end + (high - low) / _MAX_STEPS_NAMED
 
 
 def _mark_compilation(axes: Axes, spans: Sequence[_Span], rows: Sequence[str]) -> None:
-  """Write 'compiles' into the first span of a kind if it takes three times as long as the median of the later ones."""
+  """Write 'compiles' into the first span of a kind if it takes three times as long as the median of the later ones.
+
+  Only where the text fits into the bar.
+  """
   kinds: dict[tuple[str, str], list[_Span]] = {}
   for span in spans:
     kinds.setdefault((span.track, span.kind), []).append(span)
   for (track, _), (first, *later) in kinds.items():
-    if track in rows and len(later) > 1 and first.length > 3 * float(np.median([span.length for span in later])):
+    fits = first.length > (axes.get_xlim()[1] - axes.get_xlim()[0]) / _MAX_STEPS_NAMED
+    if track in rows and fits and len(later) > 1 and first.length > 3 * float(np.median([span.length for span in later])):
       style = {'ha': 'center', 'va': 'center', 'color': 'white', 'fontsize': 8, 'clip_on': True}
       axes.text(first.start + first.length / 2, rows.index(track), 'compiles', **style)
 

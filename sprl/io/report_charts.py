@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from sprl.io.metrics import series
+from sprl.io.metrics import held_out_sets, series
 from sprl.io.metrics_reference import names
-from sprl.io.plots import running_mean
+from sprl.io.plots import cut_bars, running_mean
 
 Records = Sequence[Mapping[str, Any]]
 Chart = dict[str, Any]  # as report.js reads it: title, unit, series, and `log`, `stacked` or `categories`
@@ -41,6 +41,7 @@ CURVES = (
   ),
   Panel('KL', 'nats per token', {'policy/kl': 'update: old to new policy', 'policy/kl_ref': 'policy to reference'}),
   Panel('Gradient norm', 'before clipping', {'update/grad_norm': 'gradient'}),
+  Panel('Learning rate', 'of the last update', {'optimizer/learning_rate': 'learning rate'}),
 )  # fmt: skip
 MISMATCH = (
   Panel(
@@ -65,6 +66,10 @@ SPEED = (
     'Idle', 'share of the step',
     {'time/learner_idle': 'learner', 'time/rollout_idle': 'engines', 'time/engine_host_share': 'devices wait for the host'},
   ),
+  Panel(
+    'Model FLOPs utilisation', "share of the devices' peak", {'time/mfu_update': 'update', 'time/mfu_step': 'whole step'}
+  ),
+  Panel('Tokens', 'since the run began', {'tokens/sampled': 'sampled', 'tokens/trained': 'trained'}),
   Panel('Age of the samples', 'steps', {'async/token_lag_mean': 'mean lag of a token', 'async/token_lag_max': 'largest lag'}),
 )  # fmt: skip
 
@@ -91,12 +96,6 @@ def reward_chart(records: Records) -> Chart:
   return {'title': 'Reward', 'unit': 'mean reward', 'series': [c for c in curves if c['x']], 'wide': True}
 
 
-def held_out_sets(records: Records) -> dict[str, str]:
-  """Return the metric of the score of each held-out set, and a label: `eval/avg@k`, or `eval/SET/avg@k` of several."""
-  found = dict.fromkeys(name for r in records if r.get('kind') == 'eval' for name in r if name.endswith('avg@k'))
-  return {name: ' '.join(['held out', *name.split('/')[1:-1]]) for name in found}
-
-
 def charts(records: Records, panels: Sequence[Panel]) -> list[Chart]:
   """Return a chart for each panel that has a finite value."""
   made = []
@@ -108,7 +107,7 @@ def charts(records: Records, panels: Sequence[Panel]) -> list[Chart]:
 
 
 def step_times(records: Records) -> list[Chart]:
-  """Return the seconds of each step as a stack of its parts. The first step is marked where it compiles."""
+  """Return the seconds of each step as a stack of its parts. Bars that are much taller are cut off, and named."""
   steps, _ = series(records, 'time/learn')
   if not len(steps):
     return []
@@ -119,18 +118,25 @@ def step_times(records: Records) -> list[Chart]:
     'title': 'Time of a step', 'unit': 'seconds', 'stacked': True, 'wide': True,
     'series': [curve(part, steps, y, color=i) for i, (part, y) in enumerate(stack.items()) if y.any()],
   }  # fmt: skip
-  if len(total) > 1 and total[0] > 1.5 * (limit := 1.2 * float(total[1:].max())):
-    chart |= {'limit': limit, 'cut': f'step {steps[0]}: {total[0]:.0f} s, most of it compilation'}
+  if (cut := cut_bars(total)) is not None:
+    tall = ', '.join(f'step {step}: {seconds:.0f} s' for step, seconds in zip(steps, total) if seconds > cut)
+    chart |= {'limit': cut, 'cut': f'cut off: {tall} (the first steps compile)'}
   return [chart]
 
 
+MEMORY = {
+  'sparse/cache_bytes': 'KV cache of the engines', 'time/device_memory': 'device', 'time/device_memory_peak': 'device, peak',
+  'time/host_memory': 'host, process 0',
+}  # fmt: skip
+
+
 def memory(records: Records) -> list[Chart]:
-  """Return the bytes of the KV cache, and every metric of device memory, in MiB."""
-  found = [name for name in all_names(records) if name == 'sparse/cache_bytes' or ('memory' in name and 'bytes' in name)]
-  labels = {'sparse/cache_bytes': 'KV cache of the engines'}
-  curves = [curve(labels.get(name, name), steps, y / 2**20, color=i) for i, name in enumerate(found)
-            for steps, y in [series(records, name)]]  # fmt: skip
-  return [{'title': 'Memory', 'unit': 'MiB', 'series': curves}] if curves else []
+  """Return the chart of the bytes of the KV cache, of the devices and of the host, in GiB or MiB."""
+  found = {name: series(records, name) for name in MEMORY}
+  most = max((float(values.max()) for _, values in found.values() if len(values)), default=0.0)
+  unit, size = ('GiB', 2**30) if most >= 2**30 else ('MiB', 2**20)
+  curves = [curve(MEMORY[name], steps, values / size, color=i) for i, (name, (steps, values)) in enumerate(found.items())]
+  return [{'title': 'Memory', 'unit': unit, 'series': [c for c in curves if c['x']]}] if most else []
 
 
 def curve(label: str, steps: np.ndarray, values: np.ndarray, color: int, kind: str = 'line', **bounds: np.ndarray) -> Chart:

@@ -13,19 +13,18 @@ from sprl.config import Run, SettingsError, to_dict
 from sprl.io import html_report
 from sprl.io.config_file import write_config
 from sprl.io.html_report import held_out_samples, report_html, write_report
-from sprl.io.metrics import RunLog
+from sprl.io.metrics import RunLog, held_out_sets
+from sprl.io.provenance import commit, provenance
 from sprl.io.report_charts import (
   CURVES,
   charts,
   curve,
-  held_out_sets,
   ledger_charts,
   memory,
   reward_chart,
   step_times,
   timeline_data,
 )
-from sprl.io.starts import read_starts, record_start
 from sprl.rollout.timeline import Timeline
 
 ATTACK = '</script><script>document.documentElement.dataset.attacked = 1</script><img src=x onerror="document.title = 1"> & <b>'
@@ -46,7 +45,11 @@ def write_run(workdir, steps=3, ledger=True, samples=True, trace=True, checkpoin
   """Write the folder of a run. Every text that a model or a user could write is an attack."""
   write_config(workdir, settings(task={**to_dict(Run())['task'], 'system': ATTACK}))
   if starts:
-    record_start(workdir, None)
+    starts = [
+      {'step': 0, 'sprl': '0.2', 'jax': '0.12', 'devices': '2 x cpu', 'time': 0.0, 'commit': 'abc'},
+      {'step': 2, 'sprl': '0.2'},
+    ]
+    (workdir / 'starts.json').write_text(json.dumps({'from': {'workdir': '/runs/sft', 'step': 9}, 'starts': starts}))
   log = RunLog(workdir, None)
   log.evaluation(0, evaluated(0.25))
   for step in range(1, steps + 1):
@@ -137,7 +140,7 @@ def test_text_of_a_model_stays_text(tmp_path):
     ('ledger', 'set config.ledger.every'),
     ('samples', 'No table of samples'),
     ('trace', 'trace.json is not written yet'),
-    ('starts', 'not recorded'),
+    ('starts', 'are not recorded'),
   ],
 )
 def test_a_section_says_why_it_is_empty(tmp_path, without, said):
@@ -193,14 +196,30 @@ def test_samples_of_a_damaged_checkpoint_are_those_of_the_one_before(tmp_path):
   assert held_out_samples(tmp_path / 'nothing') == ([], [])
 
 
-def test_each_start_of_a_run_is_on_record(tmp_path):
-  record_start(tmp_path, None)
-  record_start(tmp_path, 4)
-  assert [start['resume_step'] for start in read_starts(tmp_path)] == [None, 4]
-  record_start(tmp_path, None)
-  (start,) = read_starts(tmp_path)
-  assert start['devices'] == {'cpu': sum(start['devices'].values())}
-  assert start['sprl']
+def test_the_header_names_origin_versions_devices_and_starts(tmp_path):
+  text = ' '.join(Outline(report_html(write_run(tmp_path))).text)
+  for fact in ('from step 9 of sft', 'sprl 0.2', 'started 1970-01-01 00:00 UTC', 'started 2 times'):
+    assert fact in text
+
+
+def test_the_commit_is_that_of_the_checkout_that_holds_the_package(tmp_path):
+  def git(*arguments):
+    subprocess.run(
+      ['git', '-C', tmp_path, '-c', 'user.name=a', '-c', 'user.email=a', *arguments], check=True, capture_output=True
+    )
+
+  package = tmp_path / 'package'
+  package.mkdir()
+  (package / '__init__.py').write_text('a = 1')
+  git('init')
+  assert commit(package) is None  # not a file of the checkout
+  git('add', '.')
+  git('commit', '-m', 'one')
+  found = commit(package)
+  assert re.fullmatch('[0-9a-f]{12}', found)
+  (package / '__init__.py').write_text('a = 2')
+  assert commit(package) == f'{found}+changes'
+  assert provenance()['time'] > 1.7e9
 
 
 # --- the data of the charts -------------------------------------------------------------------------------------------
@@ -220,8 +239,8 @@ def test_the_reward_chart_has_every_held_out_set_with_its_interval():
     {'kind': 'train', 'step': 1, 'reward/mean': 0.0}, {'kind': 'train', 'step': 2, 'reward/mean': 1.0},
     {'kind': 'eval', 'step': 2, 'eval/sums/avg@k': 0.5, 'eval/sums/low': 0.25, 'eval/sums/high': 0.75, 'eval/avg@k': 0.5},
   ]  # fmt: skip
-  assert held_out_sets(records) == {'eval/sums/avg@k': 'held out sums', 'eval/avg@k': 'held out'}
-  one, mean, sums, other = reward_chart(records)['series']
+  assert held_out_sets(records) == {'eval/avg@k': 'held out', 'eval/sums/avg@k': 'held out sums'}
+  one, mean, other, sums = reward_chart(records)['series']
   assert (one['y'], mean['y']) == ([0.0, 1.0], [0.0, 0.5])
   assert (sums['label'], sums['x'], sums['low'], sums['high']) == ('held out sums', [2], [0.25], [0.75])
   assert 'low' not in other
@@ -237,13 +256,16 @@ def test_a_first_step_that_compiles_is_cut_and_named():
   (chart,) = step_times(records)
   assert [(c['label'], c['y']) for c in chart['series']] == [('rollout', [40.0, 2.0, 3.0]), ('learn', [1.0, 1.0, 1.0])]
   assert chart['limit'] == pytest.approx(1.2 * 4.0)
-  assert chart['cut'].startswith('step 1: 41 s')
+  assert 'step 1: 41 s' in chart['cut']
   assert 'limit' not in step_times(records[1:])[0]
 
 
-def test_memory_is_in_mib():
+def test_memory_has_the_unit_of_its_largest_value():
   (chart,) = memory([{'kind': 'train', 'step': 1, 'sparse/cache_bytes': 3 * 2**20}])
-  assert chart['series'][0]['y'] == [3.0]
+  assert (chart['unit'], chart['series'][0]['y']) == ('MiB', [3.0])
+  (chart,) = memory([{'kind': 'train', 'step': 1, 'sparse/cache_bytes': 2**29, 'time': {'host_memory': 2.0**32}}])
+  assert (chart['unit'], [c['y'] for c in chart['series']]) == ('GiB', [[0.5], [4.0]])
+  assert memory([]) == []
 
 
 def test_the_ledger_stacks_the_causes_that_are_not_zero():

@@ -4,10 +4,12 @@ import json
 import warnings
 
 import numpy as np
+import pytest
 from matplotlib.figure import Figure
 
 from sprl.io.metrics import RunLog
 from sprl.io.plots import (
+  cut_bars,
   draw_ledger,
   draw_ledger_histogram,
   draw_length,
@@ -92,6 +94,27 @@ def test_seconds_of_a_step_are_stacked_and_compilation_is_named():
   assert list(axes.texts) == []
 
 
+def test_a_later_step_that_compiles_is_cut_too():
+  later = times(2, 2.0, 1.0)
+  later['time']['ledger'] = 90.0
+  [axes] = panel_figure(draw_step_times, [times(1, 30.0, 12.0), later, *(times(step, 2.0, 1.0) for step in range(3, 7))]).axes
+  assert [text.get_text() for text in axes.texts] == ['42 s: compiles', '93 s: compiles']
+  assert axes.get_ylim()[1] < 4
+
+
+def test_bars_are_cut_if_some_are_much_taller():
+  assert cut_bars(np.array([40.0, 3.0])) == pytest.approx(3.6)
+  assert cut_bars(np.array([5.0, 3.0, 4.0])) is None
+  assert cut_bars(np.array([40.0])) is None
+  assert cut_bars(np.array([])) is None
+
+
+def test_every_held_out_set_is_drawn():
+  scores = {'eval/avg@k': 0.5, 'eval/sums/avg@k': 0.25, 'eval/sums/low': 0.0, 'eval/sums/high': 0.5}
+  [axes] = panel_figure(draw_reward, [{'step': 3, 'kind': 'eval', **scores}]).axes
+  assert [container.get_label() for container in axes.containers] == ['held out', 'held out sums, 95 % interval']
+
+
 def test_only_seconds_are_drawn_as_times():
   [axes] = panel_figure(draw_times, [times(1, 2.0, 1.0)]).axes
   assert [label.get_text() for label in axes.get_yticklabels()] == ['learn', 'rollout']
@@ -162,3 +185,16 @@ def test_a_part_of_the_timeline_is_drawn(tmp_path):
 
 def test_an_empty_trace_is_drawn():
   assert timeline_figure([]).axes[0].collections
+
+
+def test_labels_of_steps_keep_their_distance():
+  spans = [('learner', 'update 1', 0.0, 60.0), *(('learner', f'update {i}', 60.0 + i, 0.5) for i in range(2, 12))]
+  events = [{'ph': 'M', 'tid': 0, 'args': {'name': 'learner'}}] + [
+    {'ph': 'X', 'tid': 0, 'name': name, 'ts': start * 1e6, 'dur': length * 1e6} for _, name, start, length in spans
+  ]
+  [axes] = timeline_figure(events).axes
+  assert [text.get_text() for text in axes.texts if 'step' in text.get_text()] == [
+    'step 1',
+    'step 4',
+    'step 8',
+  ]  # ends 60, 64.5, 68.5: 3.6 apart
