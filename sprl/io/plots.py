@@ -38,6 +38,8 @@ _NOT_SECONDS = (  # entries of `time`
   'device_memory_peak', 'host_memory',
 )  # fmt: skip
 
+_MOST_NAMED = 3  # bars that are cut off
+
 
 def plot_run(workdir: str | os.PathLike) -> Path:
   """Draw the metrics of the run in `workdir` into `curves.png` there. Return the path of the picture."""
@@ -105,7 +107,7 @@ def draw_length(axes: Axes, records: Records) -> None:
   right = _right_axis(axes, 'nats per token')
   _curve(right, *series(records, 'policy/entropy'), color=_PURPLE, label='entropy (right)')
   for each, color in ((axes, _GREEN), (right, _PURPLE)):
-    each.set_ylim(bottom=0.0)
+    each.set_ylim(0.0, 1.08 * each.dataLim.ymax if each.lines else None)
     each.yaxis.label.set_color(color)
   _legend(axes, right)
 
@@ -129,35 +131,42 @@ def draw_mismatch(axes: Axes, records: Records) -> None:
 
 
 def draw_step_times(axes: Axes, records: Records) -> None:
-  """Draw the seconds of each step as a stack of its parts. A bar that is cut off carries its seconds as a label.
-
-  The first step compiles, and so does the first step with a part that earlier steps lack, such as the ledger.
-  """
+  """Draw the seconds of each step as a stack of its parts. Bars that are much taller than the others are cut off and named."""
   _prepare(axes, 'Time of a step', 'seconds')
-  steps, _ = series(records, 'time/learn')
-  total, compiles = np.zeros(len(steps)), set(steps[:1])
-  for part, color in _PARTS.items():
-    found = dict(zip(*series(records, f'time/{part}')))
-    values = np.array([found.get(step, 0.0) for step in steps])
-    if np.any(values > 0.0):
-      axes.bar(steps, values, 0.85, total, color=color, label=part)
-      compiles.add(steps[np.argmax(values > 0.0)])
-    total = total + values
-  if (limit := cut_bars(total)) is not None:
+  steps, parts = seconds_of_parts(records, tuple(_PARTS))
+  bottom = np.zeros(len(steps))
+  for part, values in parts.items():
+    axes.bar(steps, values, 0.85, bottom, color=_PARTS[part], label=part)
+    bottom = bottom + values
+  if (cut := cut_bars(steps, parts)) is not None:
+    limit, note = cut
     axes.set_ylim(0.0, limit)
-    for step, seconds in zip(steps, total):
-      if seconds > limit:
-        text = f'{seconds:.0f} s' + (': compiles' if step in compiles else '')
-        axes.annotate(text, (step, limit), xytext=(10, -12), textcoords='offset points', color=_RED, fontsize=9)
+    axes.set_title(note, loc='right', fontsize=9, color=_RED)
   _legend(axes)
 
 
-def cut_bars(seconds: Float[np.ndarray, ' N']) -> float | None:
-  """Return where to cut bars off so that the others can be read, if some are much taller: compilations, mostly."""
-  usual = float(np.quantile(seconds, 0.5, method='lower')) if len(seconds) else 0.0
-  others = seconds[seconds <= 3.0 * usual]
-  limit = 1.2 * float(others.max(initial=0.0))
-  return limit if limit > 0.0 and seconds.max() > 1.5 * limit else None
+def seconds_of_parts(records: Records, parts: Sequence[str]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+  """Return the steps [N], and the seconds [N] of each part of a step that is not always 0."""
+  steps, _ = series(records, 'time/learn')
+  found = {part: dict(zip(*series(records, f'time/{part}'))) for part in parts}
+  seconds = {part: np.array([of.get(step, 0.0) for step in steps]) for part, of in found.items()}
+  return steps, {part: values for part, values in seconds.items() if np.any(values > 0.0)}
+
+
+def cut_bars(steps: np.ndarray, parts: Mapping[str, np.ndarray]) -> tuple[float, str] | None:
+  """Return where to cut tall bars off so that the others can be read, and a note that names them; None if no bar is tall.
+
+  The first step compiles, and so does the first step with a part that the steps before it lack, such as the ledger.
+  """
+  total = np.sum(list(parts.values()), axis=0) if parts else np.zeros(0)
+  usual = float(np.quantile(total, 0.5, method='lower')) if len(total) else 0.0
+  limit = 1.2 * float(total[total <= 3.0 * usual].max(initial=0.0))
+  if limit == 0.0 or total.max() <= 1.5 * limit:
+    return None
+  begun = {int(np.argmax(values > 0.05 * values.max())) for values in parts.values()}  # index of the first step with each part
+  tall = np.flatnonzero(total > limit)
+  named = [f'step {steps[i]}, {total[i]:.0f} s{" (compiles)" if i in begun | {0} else ""}' for i in tall[:_MOST_NAMED]]
+  return limit, f'cut off: {"; ".join(named)}' + ('; ...' if len(tall) > _MOST_NAMED else '')
 
 
 def draw_ledger(axes: Axes, records: Records) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from sprl.io.metrics import held_out_sets, series
 from sprl.io.metrics_reference import names
-from sprl.io.plots import cut_bars, running_mean
+from sprl.io.plots import cut_bars, running_mean, seconds_of_parts
 
 Records = Sequence[Mapping[str, Any]]
 Chart = dict[str, Any]  # as report.js reads it: title, unit, series, and `log`, `stacked` or `categories`
@@ -108,20 +108,14 @@ def charts(records: Records, panels: Sequence[Panel]) -> list[Chart]:
 
 def step_times(records: Records) -> list[Chart]:
   """Return the seconds of each step as a stack of its parts. Bars that are much taller are cut off, and named."""
-  steps, _ = series(records, 'time/learn')
-  if not len(steps):
+  steps, parts = seconds_of_parts(records, PARTS)
+  if not parts:
     return []
-  parts = {part: dict(zip(*series(records, f'time/{part}'))) for part in PARTS}
-  stack = {part: np.array([at.get(step, 0.0) for step in steps]) for part, at in parts.items()}
-  total = np.sum(list(stack.values()), axis=0)
-  chart: Chart = {
-    'title': 'Time of a step', 'unit': 'seconds', 'stacked': True, 'wide': True,
-    'series': [curve(part, steps, y, color=i) for i, (part, y) in enumerate(stack.items()) if y.any()],
-  }  # fmt: skip
-  if (cut := cut_bars(total)) is not None:
-    tall = ', '.join(f'step {step}: {seconds:.0f} s' for step, seconds in zip(steps, total) if seconds > cut)
-    chart |= {'limit': cut, 'cut': f'cut off: {tall} (the first steps compile)'}
-  return [chart]
+  curves = [curve(part, steps, values, color=i) for i, (part, values) in enumerate(parts.items())]
+  limit, note = cut_bars(steps, parts) or (None, '')
+  return [
+    {'title': 'Time of a step', 'unit': 'seconds', 'stacked': True, 'wide': True, 'series': curves, 'limit': limit, 'cut': note}
+  ]
 
 
 MEMORY = {

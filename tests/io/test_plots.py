@@ -88,25 +88,38 @@ def bars_of(axes):
 def test_seconds_of_a_step_are_stacked_and_compilation_is_named():
   [axes] = panel_figure(draw_step_times, [times(1, 30.0, 12.0), times(2, 2.0, 1.0), times(3, 1.0, 1.0)]).axes
   assert bars_of(axes) == [[30.0, 2.0, 1.0], [12.0, 1.0, 1.0]]
-  assert [text.get_text() for text in axes.texts] == ['42 s: compiles']
+  assert axes.get_title(loc='right') == 'cut off: step 1, 42 s (compiles)'
   assert axes.get_ylim()[1] < 4
   [axes] = panel_figure(draw_step_times, [times(1, 2.0, 1.0), times(2, 2.0, 1.0)]).axes
-  assert list(axes.texts) == []
+  assert axes.get_title(loc='right') == ''
 
 
 def test_a_later_step_that_compiles_is_cut_too():
   later = times(2, 2.0, 1.0)
   later['time']['ledger'] = 90.0
-  [axes] = panel_figure(draw_step_times, [times(1, 30.0, 12.0), later, *(times(step, 2.0, 1.0) for step in range(3, 7))]).axes
-  assert [text.get_text() for text in axes.texts] == ['42 s: compiles', '93 s: compiles']
+  first = times(1, 30.0, 12.0)
+  first['time']['ledger'] = 1e-5  # no ledger is due, but its time is measured
+  [axes] = panel_figure(draw_step_times, [first, later, *(times(step, 2.0, 1.0) for step in range(3, 7))]).axes
+  assert axes.get_title(loc='right') == 'cut off: step 1, 42 s (compiles); step 2, 93 s (compiles)'
   assert axes.get_ylim()[1] < 4
 
 
-def test_bars_are_cut_if_some_are_much_taller():
-  assert cut_bars(np.array([40.0, 3.0])) == pytest.approx(3.6)
-  assert cut_bars(np.array([5.0, 3.0, 4.0])) is None
-  assert cut_bars(np.array([40.0])) is None
-  assert cut_bars(np.array([])) is None
+@pytest.mark.parametrize(
+  ('seconds', 'limit', 'note'),
+  [
+    ([40.0, 3.0], 3.6, 'cut off: step 1, 40 s (compiles)'),
+    ([1.0, 1.0, 9.0], 1.2, 'cut off: step 3, 9 s'),
+    ([9.0, 1.0, 9.0, 1.0, 8.0, 7.0, 1.0, 1.0, 1.0], 1.2, 'cut off: step 1, 9 s (compiles); step 3, 9 s; step 5, 8 s; ...'),
+  ],
+)
+def test_tall_bars_are_cut_off_and_named(seconds, limit, note):
+  found = cut_bars(np.arange(1, len(seconds) + 1), {'rollout': np.array(seconds)})
+  assert found == (pytest.approx(limit), note)
+
+
+@pytest.mark.parametrize('seconds', [[5.0, 3.0, 4.0], [40.0], []])
+def test_bars_of_similar_height_are_not_cut(seconds):
+  assert cut_bars(np.arange(len(seconds)), {'rollout': np.array(seconds)}) is None
 
 
 def test_every_held_out_set_is_drawn():
