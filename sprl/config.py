@@ -19,7 +19,7 @@ import ml_collections
 
 Kernels = Literal['auto', 'reference', 'mosaic_gpu']
 Remat = Literal['none', 'dots', 'layer']
-Tracker = Literal['tensorboard', 'wandb', 'mlflow']
+TrackerName = Literal['tensorboard', 'wandb', 'mlflow']
 RouterReplay = Literal['none', 'R2', 'R3']
 Aggregate = Literal[
   'seq-mean-token-mean', 'token-mean', 'prompt-mean-token-mean', 'seq-mean-token-sum', 'seq-mean-token-sum-norm'
@@ -345,7 +345,7 @@ class Log:
   """Records written beside the checkpoints."""
 
   samples_every: int | None = 10  # steps between tables of four sampled completions; None: never
-  trackers: tuple[Tracker, ...] = ('tensorboard',)  # who gets the metrics too: tensorboard, wandb, mlflow
+  trackers: tuple[TrackerName, ...] = ('tensorboard',)  # who gets the metrics too: tensorboard, wandb, mlflow
   project: str | None = None  # wandb: name of the project; mlflow: of the experiment; None: sprl
 
 

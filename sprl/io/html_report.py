@@ -177,7 +177,7 @@ def _section_of_charts(found: dict[str, Any], key: str, made: Sequence[Chart], a
   for number, chart in enumerate(made):
     found[f'{key}-{number}'] = chart
     wide = ' wide' if chart.get('wide') else ''
-    places.append(f'<figure class="chart{wide}" data-chart="{key}-{number}"></figure>')
+    places.append(f'<figure class="chart{wide}" data-chart="{escape(key)}-{number}"></figure>')
   return f'<div class="grid">{"".join(places)}</div>'
 
 

@@ -38,14 +38,13 @@ function ticks(low, high, most) {
   const rough = (high - low) / Math.max(1, most) || 1;
   const power = 10 ** Math.floor(Math.log10(rough));
   const distance = [1, 2, 5, 10].map(factor => factor * power).find(d => d >= rough * 0.999);
-  const found = [];
-  for (let i = Math.ceil(low / distance - 1e-9); i * distance <= high + distance * 1e-9; i++) found.push(+(i * distance).toPrecision(12));
-  return found;
+  const first = Math.ceil(low / distance - 1e-9), last = Math.floor(high / distance + 1e-9);
+  return Array.from({ length: Math.max(0, last - first + 1) }, (_, i) => +((first + i) * distance).toPrecision(12));
 }
 
 function powers(low, high) {
-  const found = [], first = Math.floor(Math.log10(low)), last = Math.ceil(Math.log10(high)), every = Math.ceil((last - first) / 6);
-  for (let p = first; p <= last; p += Math.max(1, every)) found.push(10 ** p);
+  const found = [], first = Math.floor(Math.log10(low)), last = Math.ceil(Math.log10(high));
+  for (let p = first; p <= last; p += Math.max(1, Math.ceil((last - first) / 6))) found.push(10 ** p);
   return found.filter(value => value >= low * 0.999 && value <= high * 1.001);
 }
 
@@ -114,7 +113,8 @@ function chart(figure) {
     if (!spec.categories) svg('text', { x: area.left - 6, y: area.bottom + 16, 'text-anchor': 'end' }, place, 'step');
     for (const value of x.ticks) {
       const label = spec.categories ? spec.categories[value] : String(value);
-      const at = spec.categories ? { transform: `translate(${x(value) + 3} ${area.bottom + 12}) rotate(-38)`, 'text-anchor': 'end' }
+      const at = spec.categories
+        ? { transform: `translate(${x(value) + 3} ${area.bottom + 12}) rotate(-38)`, 'text-anchor': 'end' }
         : { x: x(value), y: area.bottom + 16, 'text-anchor': 'middle' };
       svg('text', at, place, label);
     }
@@ -189,21 +189,26 @@ function bars(parent, curve, pairs, x, y, area) {
   pairs.forEach(([bottom, top], i) => {
     if (top > bottom) {
       const high = Math.max(y(top), area.top - 6);
-      svg('rect', { x: x(curve.x[i]) - width / 2, width, y: high, height: Math.max(0, y(bottom) - high), fill: color(curve.color) }, parent);
+      const height = Math.max(0, y(bottom) - high);
+      svg('rect', { x: x(curve.x[i]) - width / 2, width, y: high, height, fill: color(curve.color) }, parent);
     }
   });
 }
 
 function line(parent, curve, x, y) {
   const drawn = curve.x.map((value, i) => [x(value), y(curve.y[i])]);
-  const path = curve.kind === 'steps'
-    ? drawn.map(([a, b], i) => `${i ? 'L' : 'M'}${(a - x.step / 2).toFixed(1)} ${b.toFixed(1)}H${(a + x.step / 2).toFixed(1)}`).join('')
-    : drawn.map(([a, b], i) => `${i ? 'L' : 'M'}${a.toFixed(1)} ${b.toFixed(1)}`).join('');
+  const half = curve.kind === 'steps' ? x.step / 2 : 0;  // a step is flat from half a category before its point to half one after
+  const path = drawn.map(([a, b], i) => {
+    const flat = half ? `H${(a + half).toFixed(1)}` : '';
+    return `${i ? 'L' : 'M'}${(a - half).toFixed(1)} ${b.toFixed(1)}${flat}`;
+  }).join('');
   const faint = curve.kind === 'faint';
   const look = { d: path, fill: 'none', stroke: color(curve.color), 'stroke-width': faint ? 1.2 : 2, 'stroke-linejoin': 'round' };
   svg('path', { ...look, opacity: faint ? 0.4 : 1 }, parent);
   if (drawn.length < 8 && curve.kind !== 'steps') {
-    for (const [a, b] of drawn) svg('circle', { cx: a, cy: b, r: 2.6, fill: color(curve.color), opacity: faint ? 0.4 : 1 }, parent);
+    for (const [a, b] of drawn) {
+      svg('circle', { cx: a, cy: b, r: 2.6, fill: color(curve.color), opacity: faint ? 0.4 : 1 }, parent);
+    }
   }
 }
 
@@ -212,7 +217,8 @@ function points(parent, curve, x, y) {
     const [a, b, stroke] = [x(value), y(curve.y[i]), color(curve.color)];
     if (curve.low?.[i] != null && curve.high?.[i] != null) {
       const [low, high] = [y(curve.low[i]), y(curve.high[i])];
-      svg('path', { d: `M${a} ${low}V${high}M${a - 4} ${low}h8M${a - 4} ${high}h8`, stroke, 'stroke-width': 1.5, fill: 'none' }, parent);
+      const d = `M${a} ${low}V${high}M${a - 4} ${low}h8M${a - 4} ${high}h8`;
+      svg('path', { d, stroke, 'stroke-width': 1.5, fill: 'none' }, parent);
     }
     svg('circle', { cx: a, cy: b, r: 4.5, fill: stroke, stroke: 'var(--card)', 'stroke-width': 1.5 }, parent);
   });
@@ -297,7 +303,9 @@ function timeline(box, data) {
     }
     let named = false;
     data.rows.forEach((name, row) => {
-      if (!isGroup[row] || !named) svg('text', { x: left - 8, y: tops[row] + (isGroup[row] ? 8 : 15), 'text-anchor': 'end' }, place, name);
+      if (!isGroup[row] || !named) {
+        svg('text', { x: left - 8, y: tops[row] + (isGroup[row] ? 8 : 15), 'text-anchor': 'end' }, place, name);
+      }
       named ||= isGroup[row];
       let drawnTo = -Infinity;
       for (const [span, i] of byRow[row]) {
@@ -306,7 +314,8 @@ function timeline(box, data) {
         const a = Math.max(left, x(start)), b = Math.min(right, x(start + length));
         if (b - drawnTo < 0.6) continue;  // hidden by the bar before it
         const bar = svg('rect', {
-          x: a, y: tops[row], width: Math.max(0.8, b - a - (b - a > 3 ? 0.6 : 0)), height: heights[row], fill: color(kind), rx: 1.5, 'data-span': i,
+          x: a, y: tops[row], width: Math.max(0.8, b - a - (b - a > 3 ? 0.6 : 0)), height: heights[row],
+          fill: color(kind), rx: 1.5, 'data-span': i,
         }, place);
         if (isGroup[row]) bar.setAttribute('opacity', 0.85);
         drawnTo = Math.max(drawnTo, b);
@@ -317,7 +326,10 @@ function timeline(box, data) {
       }
     });
     const band = svg('rect', { y: 16, height: bottom - 16, fill: 'var(--accent)', opacity: 0.18, visibility: 'hidden' }, place);
-    const time = event => view[0] + (event.clientX - place.getBoundingClientRect().left - left) / (right - left) * (view[1] - view[0]);
+    const time = event => {
+      const at = event.clientX - place.getBoundingClientRect().left - left;
+      return view[0] + at / (right - left) * (view[1] - view[0]);
+    };
     let from = null;
     place.onpointerdown = event => { from = time(event); };
     place.onpointerup = event => {
@@ -337,8 +349,9 @@ function timeline(box, data) {
       const span = data.spans[event.target.dataset?.span];
       if (!span) return hideTip(box);
       const outer = box.getBoundingClientRect(), name = data.kinds[span[1]] + (span[4] !== null ? `, ${span[4]}` : '');
+      const when = `${data.rows[span[0]]}: ${seconds(span[2])} to ${seconds(span[2] + span[3])}`;
       showTip(box, event.clientX - outer.left, event.clientY - outer.top,
-        [[color(span[1]), name], [null, `${data.rows[span[0]]}: ${seconds(span[2])} to ${seconds(span[2] + span[3])}`], [null, `takes ${seconds(span[3])}`]]);
+        [[color(span[1]), name], [null, when], [null, `takes ${seconds(span[3])}`]]);
     };
   }
 
