@@ -102,7 +102,7 @@ function chart(figure) {
     place.setAttribute('viewBox', `0 0 ${width} ${height}`);
     place.setAttribute('height', height);
     const shown = spec.series.filter((_, i) => !hidden.has(i));
-    const area = { left: 46, right: width - 10, top: 8, bottom: height - (spec.categories ? 52 : 22) };
+    const area = { left: 46, right: width - 10, top: 8, bottom: height - (spec.categories ? 68 : 22) };
     const x = horizontal(spec, shown, area), stack = spec.stacked ? stacked(shown) : null, y = vertical(spec, shown, stack, area);
 
     for (const value of y.ticks) {
@@ -136,7 +136,11 @@ function chart(figure) {
 function horizontal(spec, shown, area) {
   const values = (shown.length ? shown : spec.series).flatMap(curve => curve.x);
   let low = Math.min(...values), high = Math.max(...values);
-  if (spec.stacked || spec.categories || low === high) { low -= 0.6; high += 0.6; }
+  if (spec.stacked || spec.categories || low === high) {
+    const room = 0.6 * distance([...new Set(values)]);
+    low -= room;
+    high += room;
+  }
   const scale = value => area.left + 6 + (value - low) / (high - low) * (area.right - area.left - 12);
   const every = Math.ceil((spec.categories?.length ?? 0) * 26 / (area.right - area.left)) || 1;
   scale.ticks = spec.categories ? spec.categories.map((_, i) => i).filter(i => i % every === 0)
@@ -169,6 +173,12 @@ function vertical(spec, shown, stack, area) {
   return scale;
 }
 
+// The smallest distance of two steps; 1 for one step.
+function distance(xs) {
+  const sorted = xs.toSorted((a, b) => a - b);
+  return sorted.length > 1 ? Math.min(...sorted.slice(1).map((value, i) => value - sorted[i])) : 1;
+}
+
 // Bottom and top of each bar, by curve.
 function stacked(shown) {
   const sums = new Map(), found = new Map();
@@ -184,8 +194,7 @@ function stacked(shown) {
 }
 
 function bars(parent, curve, pairs, x, y, area) {
-  const xs = [...new Set(curve.x)], gaps = xs.slice(1).map((value, i) => value - xs[i]);
-  const width = Math.max(1, Math.min(40, x.step * 0.8 * (gaps.length ? Math.min(...gaps) : 1)));
+  const width = Math.max(1, Math.min(40, x.step * 0.8 * distance([...new Set(curve.x)])));
   pairs.forEach(([bottom, top], i) => {
     if (top > bottom) {
       const high = Math.max(y(top), area.top - 6);
