@@ -240,12 +240,13 @@ def history(records):
 
 
 def test_wandb_has_the_metrics_the_settings_and_the_tables_and_continues_a_resumed_run(tmp_path, monkeypatch):
-  pytest.importorskip('wandb')
+  wandb = pytest.importorskip('wandb')
   monkeypatch.setenv('WANDB_MODE', 'offline')
   monkeypatch.setenv('WANDB_SILENT', 'true')
   workdir = tmp_path / 'run-3'
   log_run(workdir, trackers_of(workdir, None, 'wandb', project='sums'))
   log_run(workdir, trackers_of(workdir, 2, 'wandb', project='sums'), 3, 4, resume_step=2, settings={**SETTINGS, 'steps': 9})
+  wandb.teardown()  # ends wandb's process, which writes the files
   records = wandb_records(workdir)
   runs = {path: record.run for path, record in records if record.WhichOneof('record_type') == 'run'}
   first, second = dict.fromkeys(path for path, _ in records)
