@@ -17,6 +17,8 @@ GROUPS: dict[str, str] = {
   'env': 'Values that the environment reports in `info["metrics"]`, averaged over the episodes that report them.',
   'policy': 'The policy during the update, on the tokens that the model wrote. `r` is the ratio in the loss.',
   'update': 'The optimiser step.',
+  'optimizer': 'The settings of the optimiser that change during a run.',
+  'tokens': 'Tokens since the run began. A resumed run continues the sums of its checkpoint.',
   'rollout_corr': (
     'The sampler against the learner before the update, on the tokens that the model wrote. `rho = exp(old log-prob - sampler '
     'log-prob)`, with the logarithm clamped to +-20. `w` is the correction weight.'
@@ -90,6 +92,12 @@ METRICS: dict[str, str] = {
   'update/grad_norm': 'Global gradient norm before clipping.',
   'update/skipped': '1 if the gradient or the loss was not finite and the step was skipped.',
   'update/bad_streak': 'Consecutive skipped updates, this one included. The largest of the step.',
+  'optimizer/learning_rate': (
+    'Learning rate of the last update of the step. A skipped update does not advance the schedule: this is then the rate that it '
+    'would have had, and the next update has the same. Absent if the step had no update.'
+  ),
+  'tokens/sampled': 'Tokens that the model wrote for the steps so far, with those of dropped samples (`async/dropped_tokens`).',
+  'tokens/trained': 'Tokens that the model wrote and the updates so far saw. Several epochs count a token once.',
   # --- mismatch: the two policies ---------------------------------------------------------------------------------------
   'rollout_corr/ppl_ratio': 'Mean over sequences of the ratio of perplexities.',
   'rollout_corr/kl': 'Mean of `-log rho`. A run stops if its absolute value exceeds 1.',
@@ -223,6 +231,14 @@ METRICS: dict[str, str] = {
   'time/learner_idle': 'Share of the step in which the learner was idle.',
   'time/rollout_idle': 'Share of the step in which an engine was idle, averaged over engines.',
   'time/tokens_per_second': 'Tokens that the model wrote, per second of rollout.',
+  'time/mfu_update': (
+    "Model FLOPs of the step's updates, over `time/update` and the peak of the learner's devices in the compute dtype. The "
+    'recomputation in the backward pass does not count. Absent if the peak is not known, as on CPUs.'
+  ),
+  'time/mfu_step': 'The same FLOPs, over the time of the whole step and the peak of all devices of the run.',
+  'time/device_memory': 'Bytes in use on a device at the end of the step: the most of the devices of process 0. Absent on CPUs.',
+  'time/device_memory_peak': 'Most bytes that were in use on such a device since the process started. Absent on CPUs.',
+  'time/host_memory': "Bytes of the host's memory that process 0 holds, without its workers. Linux only.",
   'time/engine_host_share': "Share of an engine's time in which its devices waited for the host; a lower bound.",
 }
 
