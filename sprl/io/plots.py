@@ -38,8 +38,6 @@ _NOT_SECONDS = (  # entries of `time`
   'device_memory_peak', 'host_memory',
 )  # fmt: skip
 
-_MOST_NAMED = 3  # bars that are cut off
-
 
 def plot_run(workdir: str | os.PathLike) -> Path:
   """Draw the metrics of the run in `workdir` into `curves.png` there. Return the path of the picture."""
@@ -151,6 +149,9 @@ def seconds_of_parts(records: Records, parts: Sequence[str]) -> tuple[np.ndarray
   found = {part: dict(zip(*series(records, f'time/{part}'))) for part in parts}
   seconds = {part: np.array([of.get(step, 0.0) for step in steps]) for part, of in found.items()}
   return steps, {part: values for part, values in seconds.items() if np.any(values > 0.0)}
+
+
+_MOST_NAMED = 3  # bars that are cut off
 
 
 def cut_bars(steps: np.ndarray, parts: Mapping[str, np.ndarray]) -> tuple[float, str] | None:
