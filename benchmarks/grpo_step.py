@@ -92,7 +92,7 @@ def work(args):
   config.task.workers = 1  # grading a sum takes almost no time
   # Evaluate with the settings of the rollouts, so that nothing else is compiled.
   config.eval.problems, config.eval.samples, config.eval.temperature = args.prompts, args.group, 1.0
-  config.checkpoint.every, config.log.tensorboard = None, False
+  config.checkpoint.every, config.log.trackers = None, ()
   run = resolve(config)
   with tempfile.TemporaryDirectory() as workdir:
     train(run, Path(workdir))

@@ -29,5 +29,5 @@ def get_config(folder):
   config.optimizer.learning_rate, config.optimizer.weight_decay, config.optimizer.minibatches = 5e-5, 0.0, 2
   config.eval.every, config.eval.problems = None, 200
   config.checkpoint.every, config.log.samples_every = None, None
-  config.log.tensorboard = False
+  config.log.trackers = ()
   return config

@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / 'sprl/config.py'
 METRICS = ROOT / 'sprl/io/metrics_reference.py'
 RESULTS = ROOT / 'benchmarks/results'
-COMMANDS = ('main', 'evaluate', 'sft', 'export', 'plan')
+COMMANDS = ('main', 'evaluate', 'report', 'sft', 'export', 'plan')
 
 # --- settings ---------------------------------------------------------------------------------------------------------
 
@@ -123,6 +123,8 @@ def _type(annotation: ast.AST, constants: dict[str, ast.expr]) -> str:
   if text.startswith('Literal[') and isinstance(annotation, ast.Subscript):
     values = annotation.slice.elts if isinstance(annotation.slice, ast.Tuple) else [annotation.slice]
     return ', '.join(f'`{ast.unparse(value)}`' for value in values)
+  if text.startswith('tuple[') and _names(annotation)[1:2] and _names(annotation)[1] in constants:  # of a named Literal
+    return f'any of {_type(constants[_names(annotation)[1]], constants)}'
   return f'`{text}`'
 
 

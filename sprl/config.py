@@ -19,6 +19,7 @@ import ml_collections
 
 Kernels = Literal['auto', 'reference', 'mosaic_gpu']
 Remat = Literal['none', 'dots', 'layer']
+TrackerName = Literal['tensorboard', 'wandb', 'mlflow']
 RouterReplay = Literal['none', 'R2', 'R3']
 Aggregate = Literal[
   'seq-mean-token-mean', 'token-mean', 'prompt-mean-token-mean', 'seq-mean-token-sum', 'seq-mean-token-sum-norm'
@@ -344,7 +345,8 @@ class Log:
   """Records written beside the checkpoints."""
 
   samples_every: int | None = 10  # steps between tables of four sampled completions; None: never
-  tensorboard: bool = True  # write TensorBoard event files
+  trackers: tuple[TrackerName, ...] = ('tensorboard',)  # who gets the metrics too: tensorboard, wandb, mlflow
+  project: str | None = None  # wandb: name of the project; mlflow: of the experiment; None: sprl
 
 
 Arm = Literal['dense', 'naive', 'veto_only', 'reweight_only', 'sparse_rl', 'sparse_rl_code', 'learner_mask']

@@ -101,6 +101,7 @@ def validate(run: Run) -> None:
   validate_optimizer(run)
   validate_lora(run)
   validate_eval(run)
+  validate_log(run)
 
 
 def numbers(section: Any, prefix: str = '') -> Iterator[tuple[str, int | float]]:
@@ -371,3 +372,10 @@ def validate_eval(run: Run) -> None:
   """Raise SettingsError if an evaluation takes several greedy samples, which are equal."""
   one = run.eval.samples == 1 or run.eval.temperature > 0
   require(run, 'eval.samples', one, '1 with config.eval.temperature = 0, at which samples are equal')
+
+
+def validate_log(run: Run) -> None:
+  """Raise SettingsError if a tracker is named twice, or if the project has no name."""
+  trackers = run.log.trackers
+  require(run, 'log.trackers', len(trackers) == len(set(trackers)), 'each tracker once')
+  require(run, 'log.project', run.log.project != '', 'a name, or None for sprl')

@@ -59,7 +59,7 @@ def coerce(hint: Any, value: Any, where: str) -> Any:
     return value
   if origin is tuple:
     if isinstance(value, str) or not isinstance(value, list | tuple):
-      raise SettingsError(f'{where} = {value!r}: expected a list of {args[0].__name__}')
+      raise SettingsError(f'{where} = {value!r}: expected a list of {_element(args[0])}')
     return tuple(coerce(args[0], v, f'{where}[{i}]') for i, v in enumerate(value))
   if origin is Mapping:
     if not isinstance(value, Mapping):
@@ -70,3 +70,8 @@ def coerce(hint: Any, value: Any, where: str) -> Any:
   if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):
     raise SettingsError(f'{where} = {value!r}: expected {hint.__name__}, got {type(value).__name__}')
   return value
+
+
+def _element(hint: Any) -> str:
+  """Return a name for the elements of a list."""
+  return ', '.join(map(repr, typing.get_args(hint))) if typing.get_origin(hint) is Literal else hint.__name__

@@ -51,7 +51,7 @@ def _train(run: Run, team: 'Team') -> int:
   from sprl.learner.model_card import model_card
   from sprl.learner.restore import export
   from sprl.models.lora import network
-  from sprl.report import closing_report
+  from sprl.summary import closing_report
   from sprl.train import train
 
   if not team.leads:

@@ -1,79 +1,27 @@
-"""The report printed at the end of a run: scores before and after, costs of the rollouts, files."""
+"""python -m sprl.report --workdir=runs/quickstart [--out=FILE]
 
-import textwrap
-from collections.abc import Mapping, Sequence
+Writes the report of a run as one HTML file, by default report.html in the work directory: curves, evaluations, mismatch,
+samples, timeline and warnings. The file needs no server and no network. The run may be in progress. Exit status 2: the folder
+holds no run, or one that has logged nothing yet.
+"""
+
 from pathlib import Path
-from typing import Any
 
-from sprl.config import Run
-from sprl.io.metrics import read_metrics, series
-from sprl.io.plots import plot_run, plot_timeline
-from sprl.session import Finished
+from absl import flags
 
+from sprl import command_line
 
-def closing_report(run: Run, workdir: Path, finished: Finished) -> str:
-  """Draw the plots and return the report as text."""
-  before, after = finished.before, finished.after
-  count, k = int(after['metrics']['eval/problems']), int(after['metrics']['eval/samples'])
-  how = 'greedy' if run.eval.temperature == 0 else f'{k} sampled at temperature {run.eval.temperature:g}'
-  lines = ['', f'What was learned in {finished.step} steps, on {count} held-out problems ({how}):', '']
-  for name, result in (('before', before), ('after', after)):
-    m = result['metrics']
-    lines.append(f'  {name:7s} reward {m["eval/avg@k"]:.3f}   (95 % interval {m["eval/low"]:.3f} to {m["eval/high"]:.3f})')
-  for title, old, new in _examples(before['samples'], after['samples']):
-    question = ' '.join(old['prompt'].split())  # shows its end: the beginning may be a system message
-    lines += [
-      '', f'{title}: {question if len(question) <= 160 else "... " + question[-156:]}',
-      f'  answer: {old["answer"]}',
-      f'  before: {_one_line(old["completion"])}   [reward {old["reward"]:g}]',
-      f'  after:  {_one_line(new["completion"])}   [reward {new["reward"]:g}]',
-    ]  # fmt: skip
-  lines += [
-    '',
-    *_savings(run, read_metrics(workdir)),
-    '',
-    f'plot:        {plot_run(workdir)}',
-    f'timeline:    {plot_timeline(workdir)}  (trace.json opens in ui.perfetto.dev)',
-    f'metrics:     {workdir / "metrics.jsonl"}',
-  ]
-  lines += [f'samples:     {workdir / "samples"}', f'checkpoints: {workdir / "checkpoints"}']
-  if run.export:
-    lines.append(f'export:      {workdir / "export"}  (a Hugging Face folder)')
-  else:
-    lines.append(f'export with: python -m sprl.export --workdir={workdir} --out=FOLDER')
-  return '\n'.join(lines)
+_WORKDIR = flags.DEFINE_string('workdir', None, 'The run.', required=True)
+_OUT = flags.DEFINE_string('out', None, 'The file to write. Default: report.html in the work directory.')
 
 
-def _savings(run: Run, records: Sequence[Mapping[str, Any]]) -> list[str]:
-  """Return lines on the memory that rollouts saved and on their mismatch with the learner; means over the run."""
+def main() -> int:
+  """Run the command and return its exit status."""
+  from sprl.io.html_report import write_report  # imported late: an error in the flags is reported before jax loads
 
-  def mean(name: str) -> float:
-    values = series(records, name)[1]
-    return float(values.mean()) if len(values) else 0.0
-
-  size = mean('sparse/cache_bytes')
-  dense = size / (1 - mean('sparse/bytes_saving'))
-  saved = round(mean('sparse/bytes_saving'), 2) + 0.0  # + 0.0 turns -0.0 into 0.0
-  kept = f'budget of {run.cache.budget} ({run.cache.method})' if run.cache.budget else 'no eviction'
-  return [
-    f'What the rollouts cost ({kept}, {run.quant.sampler} sampler):',
-    '',
-    f'  KV cache   {size / 2**20:.1f} MiB, {saved:.0%} less than a dense one of {dense / 2**20:.1f} MiB',
-    f'  attended   {mean("sparse/accounting_saving"):.0%} fewer tokens; {mean("sparse/compressed"):.0%} of sequences compressed',
-    f'  mismatch   agreement {mean("sparse/agreement_mean"):.3f} (5th percentile {mean("sparse/agreement_p05"):.3f}), '
-    f'{mean("sparse/veto_fraction"):.1%} of the sequences vetoed, effective sample size {mean("sparse/ess"):.2f}',
-  ]
+  print(write_report(Path(_WORKDIR.value), Path(_OUT.value) if _OUT.value else None))
+  return 0
 
 
-def _examples(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any, Any]]:
-  """Return two problems with their samples before and after: the first that improved, and the first that did not."""
-  pairs = list(zip(before, after))
-  learned = [('Improved', old, new) for old, new in pairs if new['reward'] > old['reward']]
-  lost = [('Worse', old, new) for old, new in pairs if new['reward'] < old['reward']]
-  same = [('Unchanged', old, new) for old, new in pairs if new['reward'] == old['reward']]
-  wrong = [row for row in same if row[2]['reward'] < 1]
-  return [*learned[:1], *[*lost, *wrong, *same, *learned[1:]][:1]]
-
-
-def _one_line(text: str) -> str:
-  return textwrap.shorten(text.replace('\n', ' / '), 200, placeholder=' ...')
+if __name__ == '__main__':
+  command_line.start(main)

@@ -37,9 +37,11 @@ from sprl.io.config_file import config_differences, write_config
 from sprl.io.files import local_folder
 from sprl.io.metrics import RunLog
 from sprl.io.progress import Progress
+from sprl.io.provenance import provenance
 from sprl.io.run_folder import exclusive
 from sprl.io.run_state import RunState
 from sprl.io.starts import PLAIN, Origin, Start, add_start
+from sprl.io.trackers import check_installed, open_trackers
 from sprl.kernels.support import record_format
 from sprl.learner.learner import Learner, compile_ahead
 from sprl.learner.optimizer import make_optimizer
@@ -99,6 +101,7 @@ def setup(run: Run, workdir: Path, team: Team, stack: ExitStack, start: Start = 
   # --- settings, model folder, problems ------------------------------------------------------------------------------
   local_folder('--workdir', workdir)
   check_processes(run, team)
+  check_installed(run.log.trackers)
   model = Model.open(run)
   record_format(run.sampling, model.config.vocab_size)  # raises if the filters of the rollouts cannot be recorded
   layout = model.cache_layout(run.sampling, run.cache, run.quant, run.masked_learner, run.model.router_replay == 'R3')
@@ -122,7 +125,7 @@ def setup(run: Run, workdir: Path, team: Team, stack: ExitStack, start: Start = 
     stack.enter_context(exclusive(workdir))
     for difference in write_config(workdir, settings.to_dict(run), MAY_CHANGE, settings.to_dict(Run())):
       log.warning('settings changed since this run began: %s', difference)
-    add_start(workdir, origin, {'step': done, 'command': start.command, **versions()})
+    add_start(workdir, origin, {'step': done, 'command': start.command, **versions(), **provenance()})
   stack.callback(checkpoints.close)
 
   # --- learner: from a checkpoint, or from the pretrained weights ----------------------------------------------------
@@ -143,9 +146,12 @@ def setup(run: Run, workdir: Path, team: Team, stack: ExitStack, start: Start = 
     scheduler.restore(state.scheduler)
 
   # --- logs ----------------------------------------------------------------------------------------------------------
-  run_log = RunLog(workdir, state.step if checkpoints.steps() else None, run.log.tensorboard) if team.leads else None
-  if run_log:
+  run_log = None
+  if team.leads:
+    resume_step = state.step if checkpoints.steps() else None
+    run_log = RunLog(workdir, resume_step, open_trackers(run.log, workdir, resume_step))
     stack.callback(run_log.close)
+    run_log.settings(settings.to_dict(run))
   session = Session(
     run=run, workdir=workdir, team=team, model=model, layout=layout, learner=learner, weights=weights, placed=placed,
     engines=opened, scheduler=scheduler, source=source, eval_set=eval_set, state=state, checkpoints=checkpoints,

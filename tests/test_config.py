@@ -20,7 +20,7 @@ from sprl.config_checks import RANGES, device_numbers, grader_file, within
 from sprl.config_reader import resolve
 from sprl.presets import ARMS
 
-MOST_SETTINGS = 134  # every setting needs a user
+MOST_SETTINGS = 135  # every setting needs a user
 
 
 def config(**changes):
@@ -143,6 +143,9 @@ def test_every_setting_has_a_flag(monkeypatch):
     ('--config.devices.learner=4', 'devices.learner', '4'),
     ('--config.devices.learner=4,5', 'devices.learner', '4,5'),
     ("--config.correction.reject=('token_k1=2.0',)", 'correction.reject', ('token_k1=2.0',)),
+    ("--config.log.trackers=('wandb', 'mlflow')", 'log.trackers', ('wandb', 'mlflow')),
+    ('--config.log.trackers=()', 'log.trackers', ()),
+    ('--config.log.project=sums', 'log.project', 'sums'),
   ],
 )
 def test_optional_settings_on_the_command_line(monkeypatch, flag, section, value):
@@ -185,6 +188,7 @@ def test_ints_become_floats_and_lists_tuples():
     ('task.executor', 'dask', "one of 'threads', 'processes'"),
     ('task.args', [1], 'a dictionary'),
     ('task.system', 5, 'str'),
+    ('log.trackers', 'wandb', "a list of 'tensorboard', 'wandb', 'mlflow'"),
   ],
 )
 def test_a_wrong_type_is_refused(key, value, expected):
@@ -274,6 +278,8 @@ REFUSED = [  # key, its value, the other setting that the error names, changes
   *(('sampling.prompt_buckets', b, 'sampling.max_prompt = 256', {})
     for b in ((256, 64), (64, 64, 256), (0, 256), (64, 128), (64, 300))),
   ('eval.samples', 4, 'eval.temperature = 0', {}),
+  ('log.trackers', ('wandb', 'wandb'), 'once', {}),
+  ('log.project', '', 'None', {}),
   ('optimizer.minibatches', 3, 'rollout.prompts = 16', {}),
   ('optimizer.moment_dtype', 'bfloat16', "optimizer.name = 'sgd'", {'optimizer__name': 'sgd'}),
   ('optimizer.offload', True, "optimizer.name = 'adafactor'", {'optimizer__name': 'adafactor'}),

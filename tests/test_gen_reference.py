@@ -23,6 +23,7 @@ class Inner:
   kind: Kind = 'a'
   names: tuple[str, ...] = NAMES
   """Names of linears."""
+  kinds: tuple[Kind, ...] = ('a',)  # which of them
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,7 @@ def test_sections_reads_comments_strings_metadata_and_helpers(gen_reference):
     ('size', '`int`', '3', 'tokens kept'),
     ('kind', "`'a'`, `'b'`", "'a'", 'how it is chosen'),
     ('names', '`tuple[str, ...]`', "('q', 'k')", 'Names of linears.'),
+    ('kinds', "any of `'a'`, `'b'`", "('a',)", 'which of them'),
     ('weight', '`float`', '1.0', 'weight of positive samples'),
   ]
 

@@ -20,9 +20,9 @@ LEVELS = (  # the lowest first; packages and modules of sprl/
   ('rollout', 'learner'),
   ('mismatch', 'planning', 'command_line'),
   ('session',),
-  ('hooks', 'report'),
+  ('hooks', 'summary'),
   ('train',),
-  ('main', 'evaluate', 'sft', 'export', 'plan'),
+  ('main', 'evaluate', 'sft', 'export', 'plan', 'report'),
 )
 LEVEL = {module: i for i, modules in enumerate(LEVELS) for module in modules}
 

@@ -51,7 +51,16 @@ def read_config(workdir: str | os.PathLike) -> dict[str, Any]:
     raise SettingsError(f'{path}: not JSON ({error}); expected the settings that a run has written') from None
   if not isinstance(config, dict):
     raise SettingsError(f'{path}: not a JSON object; expected the settings that a run has written')
-  return config
+  return _renamed(config)
+
+
+def _renamed(config: dict[str, Any]) -> dict[str, Any]:
+  """Return settings that an older version wrote under their present names."""
+  log = config.get('log')
+  if not isinstance(log, dict) or 'tensorboard' not in log:
+    return config
+  others = {name: value for name, value in log.items() if name != 'tensorboard'}
+  return {**config, 'log': {'trackers': ['tensorboard'] if log['tensorboard'] else [], **others}}
 
 
 def config_differences(old: Mapping[str, Any], new: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:

@@ -1,23 +1,22 @@
-"""The logs of a run: metrics.jsonl, tables of samples, and TensorBoard events.
+"""The logs of a run: metrics.jsonl and tables of samples; trackers get the same.
 
     metrics.jsonl              {"completion/length_mean": 7.5, ..., "kind": "train", "step": 12, "time": {"rollout": 1.9, ...}}
     samples/step_000010.md     a few completions, to be read by people; step_000010.jsonl holds the same rows
-    tensorboard/               events with the same scalars
+    tensorboard/, wandb/, ...  what trackers write (sprl/io/trackers.py)
 
 metrics.jsonl has one line per step, with sorted keys. Floats have the shortest form that reads back to the same bits. Times are
 under `time`. The rest of a line depends only on config and seed, so the lines of a resumed run equal those of an uninterrupted
 one. JSON has no NaN or infinity: they are written as the strings 'NaN', 'Infinity' and '-Infinity', as in protobuf's JSON, and
 `read_metrics` turns them back into floats.
 
-A line is on disk when the call that writes it returns. Events follow within a second. Log a step before saving its checkpoint: a
-resume at step s drops the lines after s and then finds every line up to s.
+A line is on disk when the call that writes it returns. Log a step before saving its checkpoint: a resume at step s drops the
+lines after s and then finds every line up to s.
 """
 
 import json
 import math
 import os
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -26,9 +25,12 @@ import numpy as np
 from jaxtyping import Int
 
 from sprl.io import files
+from sprl.io.tables import samples_markdown
+from sprl.io.trackers import Tracker, flat, switched_off
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
-_METRICS, _SAMPLES, _EVENTS = 'metrics.jsonl', 'samples', 'tensorboard'
+_METRICS, _SAMPLES = 'metrics.jsonl', 'samples'
+_STATISTICS = ('mean', 'abs', 'p99')  # of an entry of the ledger
 _NOT_FINITE = {'NaN': math.nan, 'Infinity': math.inf, '-Infinity': -math.inf}
 
 
@@ -41,12 +43,12 @@ class RunLog:
 
   Args:
     workdir: the work directory.
-    resume_step: the step of the checkpoint from which the run continues. Later lines, tables and events are dropped, as is an
-      incomplete last line. None drops everything.
-    tensorboard: whether to write events.
+    resume_step: the step of the checkpoint from which the run continues. Later lines and tables are dropped, as is an incomplete
+      last line. None drops everything.
+    trackers: open trackers, which get the same. `close` closes them. One that raises is logged once and gets no more calls.
   """
 
-  def __init__(self, workdir: str | os.PathLike, resume_step: int | None, tensorboard: bool):
+  def __init__(self, workdir: str | os.PathLike, resume_step: int | None, trackers: Sequence[Tracker] = ()):
     self._workdir = Path(workdir)
     (self._workdir / _SAMPLES).mkdir(parents=True, exist_ok=True)
     last = -1 if resume_step is None else resume_step
@@ -56,7 +58,11 @@ class RunLog:
       if (step := files.step_of(table)) is not None and step > last:
         table.unlink()
     self._file = open(path, 'a', encoding='utf-8', newline='\n')  # noqa: SIM115
-    self._events = _event_writer(self._workdir / _EVENTS, last + 1) if tensorboard else None
+    self._trackers = list(trackers)
+
+  def settings(self, settings: Mapping[str, Any]) -> None:
+    """Give the settings of the run, nested, to the trackers. config.json holds them already."""
+    self._track(lambda tracker: tracker.settings(flat(settings)))
 
   def write(
     self, step: int, scalars: Mapping[str, Any], times: Mapping[str, Any], numbers: Mapping[str, Int[np.ndarray, '...']] = NOTHING
@@ -71,19 +77,29 @@ class RunLog:
     """
     counts = {f'{name}_counts': np.bincount(n).tolist() for name, n in numbers.items()}
     self._append({**_plain(scalars), **counts, 'kind': 'train', 'step': step, 'time': _plain(times)})
-    self._event(step, {**scalars, **{f'time/{name}': value for name, value in times.items()}})
-    self._histograms(step, numbers)
+    self._track_scalars(step, {**scalars, **{f'time/{name}': value for name, value in times.items()}})
+    self._track_histograms(step, numbers)
 
   def evaluation(self, step: int, scalars: Mapping[str, Any]) -> None:
     """Log an evaluation of the weights after `step` updates."""
     self._append({**_plain(scalars), 'kind': 'eval', 'step': step})
-    self._event(step, scalars)
+    self._track_scalars(step, scalars)
 
   def ledger(self, step: int, scalars: Mapping[str, Any], counts: Mapping[str, Any], values: Mapping[str, Any]) -> None:
-    """Log the causes of the mismatch between sampler and learner: scalars and counts in a line, values as histograms."""
+    """Log the causes of the mismatch between sampler and learner.
+
+    `scalars` are named `ledger/ENTRY_STATISTIC`. A line holds them and the `counts`. Trackers get them also as a table, and the
+    `values` of each entry as histograms.
+    """
     self._append({**_plain(scalars), 'kind': 'ledger', 'step': step, **counts})
-    self._event(step, scalars)
-    self._histograms(step, {f'ledger/{name}': x for name, x in values.items()})
+    self._track_scalars(step, scalars)
+    self._track_histograms(step, {f'ledger/{name}': x for name, x in values.items()})
+    rows = [
+      {'entry': name}
+      | {stat: float(scalars[f'ledger/{name}_{stat}']) for stat in _STATISTICS if f'ledger/{name}_{stat}' in scalars}
+      for name in values
+    ]
+    self._track(lambda tracker: tracker.table(step, 'ledger', rows))
 
   def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
     """Write a table of completions. A row has a prompt, a completion, and other facts such as answer, reward and finish."""
@@ -91,34 +107,35 @@ class RunLog:
     plain = [_plain(row) for row in rows]
     files.write_text(stem.with_suffix('.jsonl'), ''.join(json.dumps(row) + '\n' for row in plain))
     files.write_text(stem.with_suffix('.md'), f'# Samples of step {step}\n\n{samples_markdown(plain)}')
+    self._track(lambda tracker: tracker.table(step, 'samples', plain))
 
   def close(self) -> None:
-    """Close the files."""
+    """Close the files and the trackers."""
     self._file.close()
-    if self._events is not None:
-      self._events.close()
+    self._track(lambda tracker: tracker.close())
+    self._trackers = []
 
   def _append(self, line: dict[str, Any]) -> None:
     self._file.write(json.dumps(line, sort_keys=True, allow_nan=False) + '\n')
     self._file.flush()
     os.fsync(self._file.fileno())
 
-  def _event(self, step: int, scalars: Mapping[str, Any]) -> None:
-    if self._events is not None:
-      for name, value in scalars.items():
-        self._events.add_scalar(name, float(value), step)
+  def _track_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
+    numbers = {name: float(value) for name, value in scalars.items()}
+    self._track(lambda tracker: tracker.scalars(step, numbers))
 
-  def _histograms(self, step: int, values: Mapping[str, Any]) -> None:
-    if self._events is not None:
-      for name, x in values.items():
-        self._events.add_histogram(name, x, step)
+  def _track_histograms(self, step: int, values: Mapping[str, Any]) -> None:
+    if values:
+      self._track(lambda tracker: tracker.histograms(step, values))
 
-
-def _event_writer(folder: Path, first_step: int):
-  from tensorboardX import SummaryWriter  # imported late, because it is slow and optional
-
-  # File names contain the second. The suffix keeps a resume within the same second from overwriting earlier events.
-  return SummaryWriter(str(folder), purge_step=first_step, flush_secs=1, filename_suffix=f'.from_{first_step}')
+  def _track(self, call: Callable[[Tracker], None]) -> None:
+    """Call each tracker. One that raises is logged, and dropped."""
+    for tracker in list(self._trackers):
+      try:
+        call(tracker)
+      except Exception as error:  # a network that is down, a disk that is full: no reason to lose the run
+        switched_off(type(tracker).__name__, error)
+        self._trackers.remove(tracker)
 
 
 # --- reading back ----------------------------------------------------------------------------------------------------
@@ -140,6 +157,13 @@ def series(records: Sequence[Mapping[str, Any]], name: str) -> tuple[np.ndarray,
   pairs = [(r['step'], r.get('time', {}).get(rest) if group == 'time' else r.get(name)) for r in records]
   found = [(step, value) for step, value in pairs if value is not None]
   return np.array([step for step, _ in found], int), np.array([value for _, value in found], float)
+
+
+def held_out_sets(records: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+  """Return the metric of the score of each held-out set, and a label: `eval/avg@k`, or `eval/SET/avg@k` of others."""
+  found = {name for record in records for name in record if name.endswith('avg@k')}
+  ordered = sorted(found, key=lambda name: (name.count('/'), name))
+  return {name: ' '.join(['held out', *name.split('/')[1:-1]]) for name in ordered}
 
 
 def sample_steps(workdir: str | os.PathLike) -> list[int]:
@@ -186,25 +210,3 @@ def _floats(record: dict[str, Any]) -> dict[str, Any]:
     name: _floats(value) if isinstance(value, dict) else _NOT_FINITE.get(value, value) if isinstance(value, str) else value
     for name, value in record.items()
   }
-
-
-# --- samples for people ----------------------------------------------------------------------------------------------
-
-
-def samples_markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-  """Return rows as Markdown: a heading `### 1 · reward 1.0 · finish stop` for each, then prompt, completion and answer."""
-  blocks = []
-  for number, row in enumerate(rows, 1):
-    facts = [f'{name} {value}' for name, value in row.items() if name not in ('prompt', 'completion', 'answer')]
-    blocks.append(f'### {" · ".join([str(number), *facts])}\n')
-    blocks.append(f'Prompt\n\n{_fenced(row["prompt"])}\n')
-    blocks.append(f'Completion\n\n{_fenced(row["completion"])}\n')
-    if 'answer' in row:
-      blocks.append(f'Answer\n\n{_fenced(str(row["answer"]))}\n')
-  return '\n'.join(blocks)
-
-
-def _fenced(text: str) -> str:
-  """Return a code block whose fence is longer than every run of backticks in `text`."""
-  fence = '`' * max([3, *(len(run) + 1 for run in re.findall('`+', text))])
-  return f'{fence}text\n{text}\n{fence}'

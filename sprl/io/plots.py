@@ -4,7 +4,9 @@ A panel is one function `draw_*(axes, records)`; `run_figure` stacks the main pa
 pyplot, so drawing needs no display and leaves no global state.
 """
 
+import itertools
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
-from sprl.io.metrics import read_metrics, series
+from sprl.io.metrics import held_out_sets, read_metrics, series
 
 Records = Sequence[Mapping[str, Any]]
 
@@ -77,20 +79,23 @@ def draw_reward(axes: Axes, records: Records) -> None:
   steps, reward = series(records, 'reward/mean')
   _curve(axes, steps, reward, color=_BLUE, alpha=0.35, linewidth=1.0, label='sampled, one step')
   _curve(axes, steps, running_mean(reward, 5), color=_BLUE, linewidth=2.2, label='sampled, mean over 5 steps')
-  steps, score = series(records, 'eval/avg@k')
-  if len(steps):
-    low, high = (series(records, f'eval/{bound}')[1] for bound in ('low', 'high'))
-    errors = np.stack([score - low, high - score]).clip(0.0) if len(low) == len(high) == len(score) else None
-    label = 'held out' + (', 95 % interval' if errors is not None else '')
-    axes.errorbar(steps, score, errors, color=_ORANGE, fmt='D', markersize=6, capsize=4, linewidth=1.6, zorder=3, label=label)
-    for i in {0, len(steps) - 1}:
-      beside = {'xytext': (8 if i == 0 else -8, 6), 'ha': 'left' if i == 0 else 'right'}
-      axes.annotate(
-        f'{score[i]:.2f}', (steps[i], score[i]), textcoords='offset points', color=_ORANGE, fontweight='bold', **beside
-      )
+  for color, (name, label) in zip(itertools.cycle((_ORANGE, _GREEN, _PURPLE, _PINK)), held_out_sets(records).items()):
+    _draw_scores(axes, records, name, label, color)
   if axes.dataLim.ymin >= 0.0:
     axes.set_ylim(bottom=0.0)
   _legend(axes)
+
+
+def _draw_scores(axes: Axes, records: Records, name: str, label: str, color: str) -> None:
+  """Draw the scores of a held-out set as diamonds with their 95 % intervals. The first and the last carry their number."""
+  steps, score = series(records, name)
+  low, high = (series(records, f'{name.removesuffix("avg@k")}{bound}')[1] for bound in ('low', 'high'))
+  errors = np.stack([score - low, high - score]).clip(0.0) if len(low) == len(high) == len(score) else None
+  label += ', 95 % interval' if errors is not None else ''
+  axes.errorbar(steps, score, errors, color=color, fmt='D', markersize=6, capsize=4, linewidth=1.6, zorder=3, label=label)
+  for i in {0, len(steps) - 1}:
+    beside = {'xytext': (8 if i == 0 else -8, 6), 'ha': 'left' if i == 0 else 'right'}
+    axes.annotate(f'{score[i]:.2f}', (steps[i], score[i]), textcoords='offset points', color=color, fontweight='bold', **beside)
 
 
 def draw_length(axes: Axes, records: Records) -> None:
@@ -100,7 +105,7 @@ def draw_length(axes: Axes, records: Records) -> None:
   right = _right_axis(axes, 'nats per token')
   _curve(right, *series(records, 'policy/entropy'), color=_PURPLE, label='entropy (right)')
   for each, color in ((axes, _GREEN), (right, _PURPLE)):
-    each.set_ylim(bottom=0.0)
+    each.set_ylim(0.0, 1.08 * each.dataLim.ymax if each.lines else None)
     each.yaxis.label.set_color(color)
   _legend(axes, right)
 
@@ -124,21 +129,45 @@ def draw_mismatch(axes: Axes, records: Records) -> None:
 
 
 def draw_step_times(axes: Axes, records: Records) -> None:
-  """Draw the seconds of each step as a stack of its parts. A first step that is cut off carries its seconds as a label."""
+  """Draw the seconds of each step as a stack of its parts. Bars that are much taller than the others are cut off and named."""
   _prepare(axes, 'Time of a step', 'seconds')
-  steps, _ = series(records, 'time/learn')
-  total = np.zeros(len(steps))
-  for part, color in _PARTS.items():
-    found = dict(zip(*series(records, f'time/{part}')))
-    values = np.array([found.get(step, 0.0) for step in steps])
-    if np.any(values > 0.0):
-      axes.bar(steps, values, 0.85, total, color=color, label=part)
-    total = total + values
-  if len(total) > 1 and total[0] > 1.5 * (limit := 1.2 * total[1:].max()):
+  steps, parts = seconds_of_parts(records, tuple(_PARTS))
+  bottom = np.zeros(len(steps))
+  for part, values in parts.items():
+    axes.bar(steps, values, 0.85, bottom, color=_PARTS[part], label=part)
+    bottom = bottom + values
+  if (cut := cut_bars(steps, parts)) is not None:
+    limit, note = cut
     axes.set_ylim(0.0, limit)
-    text = f'{total[0]:.0f} s: compiles'
-    axes.annotate(text, (steps[0], limit), xytext=(10, -12), textcoords='offset points', color=_RED, fontsize=9)
+    axes.set_title(note, loc='right', fontsize=9, color=_RED)
   _legend(axes)
+
+
+def seconds_of_parts(records: Records, parts: Sequence[str]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+  """Return the steps [N], and the seconds [N] of each part of a step that is not always 0."""
+  steps, _ = series(records, 'time/learn')
+  found = {part: dict(zip(*series(records, f'time/{part}'))) for part in parts}
+  seconds = {part: np.array([of.get(step, 0.0) for step in steps]) for part, of in found.items()}
+  return steps, {part: values for part, values in seconds.items() if np.any(values > 0.0)}
+
+
+_MOST_NAMED = 3  # bars that are cut off
+
+
+def cut_bars(steps: np.ndarray, parts: Mapping[str, np.ndarray]) -> tuple[float, str] | None:
+  """Return where to cut tall bars off so that the others can be read, and a note that names them; None if no bar is tall.
+
+  The first step compiles, and so does the first step with a part that the steps before it lack, such as the ledger.
+  """
+  total = np.sum(list(parts.values()), axis=0) if parts else np.zeros(0)
+  usual = float(np.quantile(total, 0.5, method='lower')) if len(total) else 0.0
+  limit = 1.2 * float(total[total <= 3.0 * usual].max(initial=0.0))
+  if limit == 0.0 or total.max() <= 1.5 * limit:
+    return None
+  begun = {int(np.argmax(values > 0.05 * values.max())) for values in parts.values()}  # index of the first step with each part
+  tall = np.flatnonzero(total > limit)
+  named = [f'step {steps[i]}, {total[i]:.0f} s{" (compiles)" if i in begun | {0} else ""}' for i in tall[:_MOST_NAMED]]
+  return limit, f'cut off: {"; ".join(named)}' + ('; ...' if len(tall) > _MOST_NAMED else '')
 
 
 def draw_ledger(axes: Axes, records: Records) -> None:
@@ -241,11 +270,11 @@ def timeline_figure(
   _bars(axes, others, [(rows.index(span.track) - 0.35, 0.7) for span in others], linewidth=0.4)
   thickness = 3.0 / max(1, len(groups))
   _bars(axes, groups, [(len(rows) - 0.4 + i * thickness, 0.8 * thickness) for i in range(len(groups))], linewidth=0.0)
+  axes.set_xlim(low, high)
   _mark_steps(axes, others, low, high)
   _mark_compilation(axes, everything, rows)
   axes.set_yticks([*range(len(rows)), *([len(rows) + 1.1] if groups else [])], [*rows, *(['groups'] if groups else [])])
   axes.set_ylim(len(rows) + (2.8 if groups else -0.4), -0.6)
-  axes.set_xlim(low, high)
   axes.set_xlabel('seconds since the start of the trace')
   _quiet(axes)
   figure.suptitle(title, x=0.02, ha='left', fontsize=12, fontweight='bold', color='#222222')
@@ -289,21 +318,28 @@ def _bars(axes: Axes, spans: Sequence[_Span], places: Sequence[tuple[float, floa
 
 
 def _mark_steps(axes: Axes, spans: Sequence[_Span], low: float, high: float) -> None:
-  """Write the number of each step, or of every n-th one, where its update ends."""
+  """Draw a line where the update of each step ends, with its number where there is room."""
   shown = [(span.name.removeprefix('update '), span.end) for span in spans if span.kind == 'update' and low <= span.end <= high]
-  for number, end in shown[:: 1 + len(shown) // _MAX_STEPS_NAMED]:
+  free = -math.inf  # where the last label ends
+  for number, end in shown:
     axes.axvline(end, color='#9aa0a6', linewidth=0.8, linestyle=':', zorder=0)
-    axes.annotate(f'step {number}', (end, 1.0), xycoords=('data', 'axes fraction'), xytext=(0, 3), textcoords='offset points',
-                  ha='center', fontsize=8, color=_GREY)  # fmt: skip
+    if end >= free:
+      axes.annotate(f'step {number}', (end, 1.0), xycoords=('data', 'axes fraction'), xytext=(0, 3), textcoords='offset points',
+                    ha='center', fontsize=8, color=_GREY)  # fmt: skip
+      free = end + (high - low) / _MAX_STEPS_NAMED
 
 
 def _mark_compilation(axes: Axes, spans: Sequence[_Span], rows: Sequence[str]) -> None:
-  """Write 'compiles' into the first span of a kind if it takes three times as long as the median of the later ones."""
+  """Write 'compiles' into the first span of a kind if it takes three times as long as the median of the later ones.
+
+  Only where the text fits into the bar.
+  """
   kinds: dict[tuple[str, str], list[_Span]] = {}
   for span in spans:
     kinds.setdefault((span.track, span.kind), []).append(span)
   for (track, _), (first, *later) in kinds.items():
-    if track in rows and len(later) > 1 and first.length > 3 * float(np.median([span.length for span in later])):
+    fits = first.length > (axes.get_xlim()[1] - axes.get_xlim()[0]) / _MAX_STEPS_NAMED
+    if track in rows and fits and len(later) > 1 and first.length > 3 * float(np.median([span.length for span in later])):
       style = {'ha': 'center', 'va': 'center', 'color': 'white', 'fontsize': 8, 'clip_on': True}
       axes.text(first.start + first.length / 2, rows.index(track), 'compiles', **style)
 

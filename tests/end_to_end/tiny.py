@@ -49,7 +49,7 @@ def get_config():
   config.quant.sampler, config.quant.kv_scale = 'w8a8_kv8', 'running_max'
   config.ledger.every = 2
   config.eval.every, config.eval.problems, config.eval.max_tokens = 3, 3, 4
-  config.checkpoint.every, config.log.samples_every, config.log.tensorboard = 1, 2, False
+  config.checkpoint.every, config.log.samples_every, config.log.trackers = 1, 2, ()
   return config
 """
 

@@ -1,5 +1,7 @@
 """config.json is compared with the settings at every resume."""
 
+import json
+
 import pytest
 
 from sprl.config import SettingsError
@@ -58,3 +60,11 @@ def test_a_damaged_file_is_named(tmp_path, text, said):
 def test_a_folder_without_config_json_is_named(tmp_path):
   with pytest.raises(FileNotFoundError, match=r'config\.json'):
     read_config(tmp_path)
+
+
+@pytest.mark.parametrize(('written', 'trackers'), [(True, ['tensorboard']), (False, [])])
+def test_settings_of_an_older_version_are_read_under_their_present_names(tmp_path, written, trackers):
+  (tmp_path / 'config.json').write_text(json.dumps({'steps': 3, 'log': {'samples_every': 10, 'tensorboard': written}}))
+  assert read_config(tmp_path) == {'steps': 3, 'log': {'samples_every': 10, 'trackers': trackers}}
+  given = {'steps': 3, 'log': {'samples_every': 10, 'trackers': trackers, 'project': None}}
+  assert write_config(tmp_path, given, defaults={'log': {'project': None}}) == []

@@ -1,4 +1,4 @@
-"""Logs of a run: exact lines, a resume that drops only later steps, TensorBoard events, and tables of samples."""
+"""Logs of a run: exact lines, a resume that drops only later steps, and tables of samples."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ ROW = {'prompt': 'What is 2 + 3?', 'completion': '5', 'answer': '5', 'reward': 1
 @pytest.fixture
 def open_log():
   with contextlib.ExitStack() as stack:
-    yield lambda *args, tensorboard=False: stack.enter_context(contextlib.closing(RunLog(*args, tensorboard)))
+    yield lambda *args: stack.enter_context(contextlib.closing(RunLog(*args)))
 
 
 def log_steps(log: RunLog, first: int, last: int, pace: float) -> None:
@@ -43,12 +43,10 @@ def test_a_line_is_sorted_json_with_separate_times(open_log, tmp_path):
 
 
 def test_natural_numbers_are_counted(open_log, tmp_path):
-  log = open_log(tmp_path, None, tensorboard=True)
+  log = open_log(tmp_path, None)
   log.write(1, {'reward/mean': 0.5}, {}, {'async/token_lag': np.array([0, 2, 2, 0, 5, 0])})
   (record,) = read_metrics(tmp_path)
   assert record['async/token_lag_counts'] == [3, 0, 2, 0, 0, 1]
-  log.close()
-  assert {tag for _, tag, _ in read_events(tmp_path)} == {'restart', 'reward/mean', 'async/token_lag'}
 
 
 def test_numbers_of_every_library_read_back_bit_for_bit(open_log, tmp_path):
@@ -159,37 +157,6 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
   with pytest.raises(OSError, match='no space'):
     files.write_text(path, 'new')
   assert path.read_text() == 'old'
-
-
-# --- tensorboard -----------------------------------------------------------------------------------------------------
-
-
-def read_events(workdir):
-  """Return every (step, name, value) of the event files, in order. The name 'restart' marks the drop of later steps."""
-  from tensorboardX.proto.event_pb2 import Event, SessionLog
-
-  found = []
-  for path in sorted((workdir / 'tensorboard').iterdir(), key=lambda path: path.stat().st_mtime_ns):
-    data, at = path.read_bytes(), 0
-    while at < len(data):  # a record: size (8 bytes), checksum (4), event, checksum (4)
-      size = int.from_bytes(data[at : at + 8], 'little')
-      event = Event.FromString(data[at + 12 : at + 12 + size])
-      found += [(event.step, v.tag, v.simple_value) for v in event.summary.value]
-      if event.session_log.status == SessionLog.START:
-        found.append((event.step, 'restart', 0.0))
-      at += 12 + size + 4
-  return found
-
-
-def test_a_resumed_log_drops_later_events(open_log, tmp_path):
-  log = open_log(tmp_path, None, tensorboard=True)
-  log.write(5, {'reward/mean': 0.5}, {'total': 2.0})
-  log.evaluation(5, {'eval/pass@1': 0.25})
-  log.close()
-  written = [(5, 'reward/mean', 0.5), (5, 'time/total', 2.0), (5, 'eval/pass_1', 0.25)]  # a tag cannot contain @
-  assert read_events(tmp_path) == [(0, 'restart', 0.0), *written]
-  open_log(tmp_path, 3, tensorboard=True).close()
-  assert read_events(tmp_path) == [(0, 'restart', 0.0), *written, (4, 'restart', 0.0)]
 
 
 # --- samples ---------------------------------------------------------------------------------------------------------

@@ -4,10 +4,12 @@ import json
 import warnings
 
 import numpy as np
+import pytest
 from matplotlib.figure import Figure
 
 from sprl.io.metrics import RunLog
 from sprl.io.plots import (
+  cut_bars,
   draw_ledger,
   draw_ledger_histogram,
   draw_length,
@@ -59,7 +61,7 @@ def test_values_that_are_not_finite_are_left_out():
 
 
 def test_a_run_is_drawn_into_its_work_directory(tmp_path):
-  log = RunLog(tmp_path, None, tensorboard=False)
+  log = RunLog(tmp_path, None)
   for record in RECORDS:
     log.write(record['step'], {name: value for name, value in record.items() if '/' in name}, {})
   log.close()
@@ -69,7 +71,7 @@ def test_a_run_is_drawn_into_its_work_directory(tmp_path):
 
 
 def test_an_empty_log_is_drawn_without_warnings(tmp_path):
-  RunLog(tmp_path, None, tensorboard=False).close()
+  RunLog(tmp_path, None).close()
   with warnings.catch_warnings():
     warnings.simplefilter('error')
     assert plot_run(tmp_path).stat().st_size > 0
@@ -87,10 +89,44 @@ def bars_of(axes):
 def test_seconds_of_a_step_are_stacked_and_compilation_is_named():
   [axes] = panel_figure(draw_step_times, [times(1, 30.0, 12.0), times(2, 2.0, 1.0), times(3, 1.0, 1.0)]).axes
   assert bars_of(axes) == [[30.0, 2.0, 1.0], [12.0, 1.0, 1.0]]
-  assert [text.get_text() for text in axes.texts] == ['42 s: compiles']
+  assert axes.get_title(loc='right') == 'cut off: step 1, 42 s (compiles)'
   assert axes.get_ylim()[1] < 4
   [axes] = panel_figure(draw_step_times, [times(1, 2.0, 1.0), times(2, 2.0, 1.0)]).axes
-  assert list(axes.texts) == []
+  assert axes.get_title(loc='right') == ''
+
+
+def test_a_later_step_that_compiles_is_cut_too():
+  later = times(2, 2.0, 1.0)
+  later['time']['ledger'] = 90.0
+  first = times(1, 30.0, 12.0)
+  first['time']['ledger'] = 1e-5  # no ledger is due, but its time is measured
+  [axes] = panel_figure(draw_step_times, [first, later, *(times(step, 2.0, 1.0) for step in range(3, 7))]).axes
+  assert axes.get_title(loc='right') == 'cut off: step 1, 42 s (compiles); step 2, 93 s (compiles)'
+  assert axes.get_ylim()[1] < 4
+
+
+@pytest.mark.parametrize(
+  ('seconds', 'limit', 'note'),
+  [
+    ([40.0, 3.0], 3.6, 'cut off: step 1, 40 s (compiles)'),
+    ([1.0, 1.0, 9.0], 1.2, 'cut off: step 3, 9 s'),
+    ([9.0, 1.0, 9.0, 1.0, 8.0, 7.0, 1.0, 1.0, 1.0], 1.2, 'cut off: step 1, 9 s (compiles); step 3, 9 s; step 5, 8 s; ...'),
+  ],
+)
+def test_tall_bars_are_cut_off_and_named(seconds, limit, note):
+  found = cut_bars(np.arange(1, len(seconds) + 1), {'rollout': np.array(seconds)})
+  assert found == (pytest.approx(limit), note)
+
+
+@pytest.mark.parametrize('seconds', [[5.0, 3.0, 4.0], [40.0], []])
+def test_bars_of_similar_height_are_not_cut(seconds):
+  assert cut_bars(np.arange(len(seconds)), {'rollout': np.array(seconds)}) is None
+
+
+def test_every_held_out_set_is_drawn():
+  scores = {'eval/avg@k': 0.5, 'eval/sums/avg@k': 0.25, 'eval/sums/low': 0.0, 'eval/sums/high': 0.5}
+  [axes] = panel_figure(draw_reward, [{'step': 3, 'kind': 'eval', **scores}]).axes
+  assert [container.get_label() for container in axes.containers] == ['held out', 'held out sums, 95 % interval']
 
 
 def test_only_seconds_are_drawn_as_times():
@@ -163,3 +199,16 @@ def test_a_part_of_the_timeline_is_drawn(tmp_path):
 
 def test_an_empty_trace_is_drawn():
   assert timeline_figure([]).axes[0].collections
+
+
+def test_labels_of_steps_keep_their_distance():
+  spans = [('learner', 'update 1', 0.0, 60.0), *(('learner', f'update {i}', 60.0 + i, 0.5) for i in range(2, 12))]
+  events = [{'ph': 'M', 'tid': 0, 'args': {'name': 'learner'}}] + [
+    {'ph': 'X', 'tid': 0, 'name': name, 'ts': start * 1e6, 'dur': length * 1e6} for _, name, start, length in spans
+  ]
+  [axes] = timeline_figure(events).axes
+  assert [text.get_text() for text in axes.texts if 'step' in text.get_text()] == [
+    'step 1',
+    'step 4',
+    'step 8',
+  ]  # ends 60, 64.5, 68.5: 3.6 apart

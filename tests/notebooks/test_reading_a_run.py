@@ -16,7 +16,7 @@ NOTEBOOK = ROOT / 'notebooks' / 'reading_a_run.ipynb'
 def write_run(workdir: Path, steps: int) -> Path:
   """Write the metrics of a short run to `workdir`. Return `workdir`."""
   write_config(workdir, {'seed': 7, 'steps': steps})
-  log = RunLog(workdir, None, tensorboard=False)
+  log = RunLog(workdir, None)
   for step in range(1, steps + 1):
     scalars = {
       'reward/mean': step / (steps + 1),
@@ -66,7 +66,7 @@ def test_the_notebook_shows_rewards_lengths_mismatch_times_and_samples(tmp_path,
 def test_a_quickstart_without_steps_can_be_read_from_the_folder_of_the_notebook(tmp_path, monkeypatch):
   workdir = tmp_path / 'runs' / 'quickstart'
   write_config(workdir, {'seed': 0, 'steps': 10})
-  RunLog(workdir, None, tensorboard=False).close()
+  RunLog(workdir, None).close()
   monkeypatch.delenv('SPRL_WORKDIR', raising=False)
   (tmp_path / 'notebooks').mkdir()
   text, _ = execute(workdir, monkeypatch, tmp_path / 'notebooks')

@@ -1,0 +1,426 @@
+"""The report of a run as one HTML file: curves, evaluations, mismatch, samples, timeline and warnings.
+
+The file is complete in itself: the browser asks no server for anything. Python writes all text and tables; sprl/web/report.js
+draws the charts and the timeline from data in the page. Everything that a model wrote is escaped. A content security policy lets
+the browser run this one script only.
+
+Works for a run in progress, and for one without ledger, timeline or samples: the section says why it is empty.
+"""
+
+import base64
+import hashlib
+import json
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from importlib.resources import files as resources
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from sprl.config import Run, SettingsError, to_dict
+from sprl.io import files
+from sprl.io.config_file import read_config
+from sprl.io.metrics import held_out_sets, read_metrics, read_samples, sample_steps, series
+from sprl.io.metrics_reference import GROUPS, METRICS, documented
+from sprl.io.report_charts import (
+  CURVES,
+  MISMATCH,
+  MOST_SPANS,
+  PARTS,
+  SPEED,
+  Chart,
+  Records,
+  all_names,
+  charts,
+  curve,
+  ledger_charts,
+  memory,
+  reward_chart,
+  step_times,
+  timeline_data,
+)
+from sprl.io.trackers import flat
+from sprl.objective import guards
+
+MOST_TABLES = 40  # of samples
+_FIRST_PAIRS = 4  # held-out problems that are visible at first: those whose reward changed most
+MOST_TEXT = 6_000  # characters of a prompt or completion
+_BY_LAYER = re.compile(r'fp8/scale_\w+/\d+')  # dozens of curves that say little
+
+
+def write_report(workdir: Path, out: Path | None = None) -> Path:
+  """Write the report of the run in `workdir` to `out`, or to report.html there. Return the path of the file.
+
+  Raises FileNotFoundError if the folder has no run, and SettingsError if it has logged nothing.
+  """
+  path = out or workdir / 'report.html'
+  files.write_text(path, report_html(workdir))
+  return path
+
+
+def report_html(workdir: Path) -> str:
+  """Return the page."""
+  config, records = read_config(workdir), read_metrics(workdir)
+  if not records:
+    raise SettingsError(f'{workdir}: expected a run that has logged an evaluation or a step; metrics.jsonl is empty')
+  script, style = (resources('sprl').joinpath(f'web/report.{end}').read_text(encoding='utf-8') for end in ('js', 'css'))
+  digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+  name = workdir.absolute().name
+  found: dict[str, Any] = {}  # id -> what report.js draws there
+  sections = {
+    'Curves': _section_of_charts(found, 'curves', [reward_chart(records), *charts(records, CURVES)], _no_step(records)),
+    'Evaluations': _evaluations(records),
+    'Mismatch': _mismatch(found, records),
+    'Samples': _samples(workdir),
+    'Speed': _section_of_charts(
+      found, 'speed', [*step_times(records), *charts(records, SPEED), *memory(records)], _no_step(records)
+    ),
+    'Timeline': _timeline(found, workdir),
+    'Warnings': _warnings(records, config),
+    'Settings': _settings(config),
+    'All metrics': _all_metrics(found, records),
+  }
+  links = ''.join(f'<a href="#{_anchor(title)}">{title}</a>' for title in sections)
+  body = ''.join(f'<section id="{_anchor(title)}"><h2>{title}</h2>{text}</section>' for title, text in sections.items())
+  return f"""<!DOCTYPE html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'">
+<title>{escape(name)} · sprl</title>
+<style>{style}</style>
+</head>
+<body>
+<header>{_header(name, workdir, config, records)}</header>
+<nav>{links}</nav>
+<main>{body}</main>
+<footer>Written by sprl at {_date(time.time())}. metrics.jsonl in the work directory holds the numbers.</footer>
+<noscript><p class="absent">The charts and the timeline need JavaScript. It is part of this file.</p></noscript>
+<script type="application/json" id="data">{_json(found)}</script>
+<script>{script}</script>
+</body>
+</html>
+"""
+
+
+# --- the header -------------------------------------------------------------------------------------------------------
+
+
+def _header(name: str, workdir: Path, config: Mapping[str, Any], records: Records) -> str:
+  (origin, starts), settings = _starts(workdir), flat(config)
+  done, steps = max(record['step'] for record in records), int(settings.get('steps') or 0)
+  state = f'finished after {done} steps' if done >= steps else f'{done} of {steps} steps'
+  facts = [state, f'model {settings.get("model.path")}', f'task {settings.get("task.name") or settings.get("task.kind")}']
+  if origin:
+    facts.append(f'from step {origin.get("step")} of {Path(str(origin.get("workdir"))).name}')
+  if starts:
+    first, last = starts[0], starts[-1]
+    version = f'sprl {last.get("sprl")}' + (f' at {last["commit"]}' if last.get('commit') else '')
+    facts += [last.get('devices'), version, f'jax {last.get("jax")}']
+    facts += [f'started {_date(first["time"])}'] if 'time' in first else []
+    facts += [f'started {len(starts)} times'] if len(starts) > 1 else []
+  else:
+    facts.append('version and devices are not recorded')
+  line = ''.join(f'<span>{escape(str(fact))}</span>' for fact in facts)
+  cards = ''.join(
+    f'<div class="card"><div class="value">{escape(value)}</div><div class="label">{escape(label)}</div></div>'
+    for label, value in _figures(records)
+  )
+  return f'<h1>{escape(name)}</h1><p class="facts">{line}</p><div class="cards">{cards}</div>'
+
+
+def _starts(workdir: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+  """Return where the first weights come from ({}: the model itself), and the starts of the run; ({}, []) without starts.json."""
+  try:
+    content = json.loads((workdir / 'starts.json').read_text(encoding='utf-8'))
+    return content['from'] or {}, content['starts']
+  except (OSError, ValueError, KeyError):
+    return {}, []
+
+
+def _figures(records: Records) -> Iterator[tuple[str, str]]:
+  """Yield the main figures of the run as (label, value)."""
+  _, reward = series(records, 'reward/mean')
+  if len(reward):
+    yield 'sampled reward, first → last 5 steps', f'{reward[:5].mean():.2f} → {reward[-5:].mean():.2f}'
+  for name, label in held_out_sets(records).items():
+    _, score = series(records, name)
+    yield f'{label}, first → last', f'{score[0]:.2f} → {score[-1]:.2f}'
+  seconds = sum(sum(r['time'].get(part, 0.0) for part in PARTS) for r in records if 'time' in r)
+  if seconds:
+    yield 'in steps', _duration(seconds)
+  for name, label, form in (
+    ('time/tokens_per_second', 'tokens per second of rollout, median', '{:,.0f}'),
+    ('sparse/agreement_mean', 'agreement of sampler and learner', '{:.3f}'),
+    ('rollout_corr/rollout_is_eff_sample_size', 'effective sample size', '{:.2f}'),
+    ('sparse/bytes_saving', 'less KV cache than dense', '{:.0%}'),
+  ):
+    _, values = series(records, name)
+    if np.isfinite(values).any():
+      yield label, form.format(float(np.nanmedian(values)) + 0.0)
+
+
+# --- charts -----------------------------------------------------------------------------------------------------------
+
+
+def _section_of_charts(found: dict[str, Any], key: str, made: Sequence[Chart], absent: str) -> str:
+  """Return the places of the charts, whose data is added to `found`; the sentence `absent` if there are none."""
+  made = [chart for chart in made if chart['series']]
+  if not made:
+    return _absent(absent)
+  places = []
+  for number, chart in enumerate(made):
+    found[f'{key}-{number}'] = chart
+    wide = ' wide' if chart.get('wide') else ''
+    places.append(f'<figure class="chart{wide}" data-chart="{escape(key)}-{number}"></figure>')
+  return f'<div class="grid">{"".join(places)}</div>'
+
+
+def _no_step(records: Records) -> str:
+  return 'No step is finished yet.' if not any(r.get('kind') == 'train' for r in records) else 'Nothing was logged.'
+
+
+# --- evaluations, mismatch --------------------------------------------------------------------------------------------
+
+
+def _evaluations(records: Records) -> str:
+  rows = []
+  for record in records:
+    if record.get('kind') == 'eval':
+      for name, label in held_out_sets([record]).items():
+        stem = name.removesuffix('avg@k')
+        low, high = record.get(f'{stem}low'), record.get(f'{stem}high')
+        interval = f'{low:.3f} to {high:.3f}' if low is not None and high is not None else ''
+        others = {key.removeprefix(stem): value for key, value in record.items() if key.startswith(stem)}
+        passes = ', '.join(f'{key} {value:.3f}' for key, value in others.items() if key.startswith('pass@'))
+        rows.append([
+          str(record['step']), label, f'{record[name]:.3f}', interval, passes,
+          *(f'{others[key]:{form}}' if key in others else '' for key, form in _EVALUATED.items()),
+        ])  # fmt: skip
+  if not rows:
+    return _absent('No evaluation is logged.')
+  heads = ['step', 'set', 'score', '95 % interval', 'pass', 'problems', 'mean length', 'cut at the limit', 'not graded']
+  return _table(heads, rows)
+
+
+_EVALUATED = {'problems': '.0f', 'length_mean': '.1f', 'truncated': '.1%', 'ungraded': '.0f'}
+
+
+def _mismatch(found: dict[str, Any], records: Records) -> str:
+  text = _section_of_charts(found, 'mismatch', charts(records, MISMATCH), _no_step(records))
+  ledgers = [record for record in records if record.get('kind') == 'ledger']
+  if not ledgers:
+    off = 'The ledger splits this mismatch by its causes. This run has logged none: set config.ledger.every.'
+    return text + '<h3>By cause</h3>' + _absent(off)
+  made = ledger_charts(ledgers)
+  explained = (
+    'Each token\'s mismatch is split into parts that sum to it. The bars show the mean size of each part, so their sum is at '
+    'least the mean size of the whole (points). <b>reproduction</b> should be rounding error only.'
+  )  # fmt: skip
+  return text + f'<h3>By cause</h3><p class="note">{explained}</p>' + _section_of_charts(found, 'ledger', made, '')
+
+
+# --- samples ----------------------------------------------------------------------------------------------------------
+
+
+def _samples(workdir: Path) -> str:
+  blocks = []
+  before, after = held_out_samples(workdir)
+  if before:
+    pairs = list(zip(before, after or [None] * len(before)))
+    pairs.sort(key=lambda pair: -abs(pair[1]['reward'] - pair[0]['reward']) if pair[1] else 0.0)
+    shown, others = (''.join(_pair(old, new) for old, new in some) for some in (pairs[:_FIRST_PAIRS], pairs[_FIRST_PAIRS:]))
+    if others:
+      shown += f'<details class="more"><summary>{len(pairs) - _FIRST_PAIRS} more</summary>{others}</details>'
+    when = 'before training and at the newest evaluation in a checkpoint' if after else 'before training'
+    blocks.append(f'<details open><summary>Held-out problems, {when}</summary>{shown}</details>')
+  steps = sample_steps(workdir)
+  if len(steps) > MOST_TABLES:
+    picked = np.unique(np.linspace(0, len(steps) - 1, MOST_TABLES).round().astype(int))
+    blocks.append(f'<p class="note">{MOST_TABLES} of {len(steps)} tables are shown; samples/ holds all.</p>')
+    steps = [steps[i] for i in picked]
+  for step in reversed(steps):
+    rows = read_samples(workdir, step)
+    rewards = ' '.join(_badge(row.get('reward')) for row in rows)
+    cards = ''.join(f'<article>{_prompt(row)}{_completion(row)}</article>' for row in rows)
+    blocks.append(f'<details class="step"><summary>Step {step} {rewards}</summary>{cards}</details>')
+  if not steps:
+    blocks.append(_absent('No table of samples is written: config.log.samples_every is None, or no such step is reached yet.'))
+  return ''.join(blocks)
+
+
+def held_out_samples(workdir: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+  """Return samples of the same held-out problems before training and later, from the newest readable checkpoint."""
+  folders = [path for path in (workdir / 'checkpoints').glob('step_*') if files.step_of(path) is not None]
+  for folder in sorted(folders, reverse=True):
+    try:
+      extra = json.loads((folder / 'record.json').read_text(encoding='utf-8'))['record']['extra']
+      before, after = (_all_samples(extra.get(name) or {}) for name in ('before', 'after'))
+      if before:
+        return before, after
+    except (OSError, ValueError, KeyError):  # deleted meanwhile, or damaged
+      continue
+  return [], []
+
+
+def _all_samples(result: Mapping[str, Any]) -> list[dict[str, Any]]:
+  """Return the samples of an evaluation, those of other held-out sets (config.eval.sets) last."""
+  others = [{**row, 'set': name} for name, found in result.get('sets', {}).items() for row in found['samples']]
+  return [*result.get('samples', []), *others]
+
+
+def _pair(old: Mapping[str, Any], new: Mapping[str, Any] | None) -> str:
+  columns = _completion(old, 'before') + (_completion(new, 'after') if new else '')
+  return f'<article>{_prompt(old)}<div class="pair">{columns}</div></article>'
+
+
+def _prompt(row: Mapping[str, Any]) -> str:
+  answer = f'<span class="answer">answer {escape(_cut(str(row["answer"])))}</span>' if row.get('answer') is not None else ''
+  return (
+    f'<div class="prompt"><span class="kind">prompt</span>{answer}<pre>{escape(_cut(str(row.get("prompt", ""))))}</pre></div>'
+  )
+
+
+def _completion(row: Mapping[str, Any], when: str = 'completion') -> str:
+  others = [f'{name} {value}' for name, value in row.items() if name not in ('prompt', 'completion', 'answer', 'reward')]
+  facts = f'<span class="kind">{when}</span>{_badge(row.get("reward"))}<span class="fact">{escape(" · ".join(others))}</span>'
+  return f'<div class="completion">{facts}<pre>{escape(_cut(str(row.get("completion", ""))))}</pre></div>'
+
+
+def _badge(reward: Any) -> str:
+  if not isinstance(reward, int | float):
+    return ''
+  look = 'good' if reward >= 1 else 'bad' if reward <= 0 else 'middle'
+  return f'<span class="badge {look}">{reward:.3g}</span>'
+
+
+def _cut(text: str) -> str:
+  return text if len(text) <= MOST_TEXT else f'{text[:MOST_TEXT]} ... ({len(text) - MOST_TEXT} more characters)'
+
+
+# --- timeline ---------------------------------------------------------------------------------------------------------
+
+
+def _timeline(found: dict[str, Any], workdir: Path) -> str:
+  path = workdir / 'trace.json'
+  if not path.exists():
+    return _absent('trace.json is not written yet; a run writes it with each checkpoint.')
+  try:
+    data = timeline_data(json.loads(path.read_text(encoding='utf-8'))['traceEvents'])
+  except (ValueError, KeyError) as error:
+    return _absent(f'trace.json cannot be read ({error}).')
+  if not data['spans']:
+    return _absent('trace.json has no spans yet.')
+  found['timeline'] = data
+  notes = ['Drag to zoom, double-click for the whole. Bars that are too narrow are left out until you zoom in.']
+  if earlier := sorted(workdir.glob('trace_until_*.json')):
+    notes.append(f'The timeline begins at the last resume; {", ".join(escape(p.name) for p in earlier)} hold the time before it.')
+  if data['dropped']:
+    notes.append(f'The newest {MOST_SPANS:,} spans are shown; trace.json has {data["dropped"]:,} earlier ones.')
+  buttons = ''.join(
+    f'<button type="button" data-zoom="{how}">{label}</button>'
+    for how, label in (('in', 'zoom in'), ('out', 'zoom out'), ('left', '←'), ('right', '→'), ('all', 'whole'))
+  )
+  return f'<p class="note">{" ".join(notes)}</p><div class="buttons">{buttons}</div><div id="gantt"></div>'
+
+
+# --- warnings, settings, all metrics ----------------------------------------------------------------------------------
+
+
+def _warnings(records: Records, config: Mapping[str, Any]) -> str:
+  trained = [record for record in records if record.get('kind') == 'train']
+  if not trained:
+    return _absent(_no_step(records))
+  frozen = flat(config).get('quant.kv_scale') == 'frozen'
+  stops = [
+    f'<p class="stop">Step {record["step"]}: {escape(reason)}</p>'
+    for record in trained
+    for reason in guards.sentinels(record, weighted=False, frozen_scales=frozen)
+  ]
+  rows = []
+  for name, (low, high) in guards.HEALTHY.items():
+    outside = [record for record in trained if name in guards.warnings(record)]
+    if outside:
+      worst = max(outside, key=lambda record: max(low - record[name], record[name] - high))
+      of = f'{len(outside)} of {sum(name in record for record in trained)}'
+      wanted = f'{low:g} to {high:g}'.replace('-inf to', 'at most').replace(' to inf', ' or more')
+      rows.append([name, wanted, of, str(outside[0]['step']), f'{worst[name]:.4g} (step {worst["step"]})'])
+  text = ''.join(stops)
+  if rows:
+    text += _table(['metric', 'healthy', 'steps outside', 'first', 'worst'], rows)
+  return text or f'<p class="fine">All {len(guards.HEALTHY)} guarded metrics stayed in their healthy ranges.</p>'
+
+
+def _settings(config: Mapping[str, Any]) -> str:
+  defaults = flat(to_dict(Run()))
+  rows = [
+    [f'config.{name}', _value(value), _value(defaults[name]) if name in defaults else '']
+    for name, value in flat(config).items()
+    if name not in defaults or defaults[name] != value
+  ]
+  return _table(['setting', 'value', 'default'], rows) + '<p class="note">All others have their defaults.</p>'
+
+
+def _value(value: Any) -> str:
+  return value if isinstance(value, str) and value else repr(value)
+
+
+def _all_metrics(found: dict[str, Any], records: Records) -> str:
+  groups: dict[str, list[str]] = {prefix: [] for prefix in GROUPS}
+  hidden = 0
+  for name in all_names(records):
+    if _BY_LAYER.fullmatch(name):
+      hidden += 1
+    else:
+      groups.setdefault(name.partition('/')[0], []).append(name)
+  blocks = []
+  for prefix, members in groups.items():
+    made = []
+    for name in members:
+      drawn, about = curve(name, *series(records, name), color=0), METRICS.get(documented(name) or '', '')
+      if drawn['x']:
+        made.append({'title': name, 'unit': '', 'series': [drawn], 'small': True, 'about': about})
+    if made:
+      text = _section_of_charts(found, f'all-{prefix}', made, '')
+      blocks.append(
+        f'<details class="all"><summary>{escape(prefix)} <span class="fact">{len(made)}</span></summary>{text}</details>'
+      )
+  if hidden:
+    blocks.append(f'<p class="note">{hidden} scales of layers are left out; metrics.jsonl has them.</p>')
+  return ''.join(blocks)
+
+
+# --- HTML -------------------------------------------------------------------------------------------------------------
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+  head = ''.join(f'<th>{escape(name)}</th>' for name in heads)
+  body = ''.join(f'<tr>{"".join(f"<td>{escape(cell)}</td>" for cell in row)}</tr>' for row in rows)
+  return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _absent(why: str) -> str:
+  return f'<p class="absent">{escape(why)}</p>'
+
+
+def _anchor(title: str) -> str:
+  return title.lower().replace(' ', '-')
+
+
+def _json(data: Mapping[str, Any]) -> str:
+  """Return JSON that a script element can hold: without `<`, which could end the element."""
+  return json.dumps(data, separators=(',', ':'), allow_nan=False).replace('<', '\\u003c')
+
+
+def _date(seconds: float) -> str:
+  return time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime(seconds))
+
+
+def _duration(seconds: float) -> str:
+  hours, minutes = divmod(int(seconds // 60), 60)
+  return f'{hours} h {minutes} min' if hours else f'{minutes} min {int(seconds % 60)} s' if minutes else f'{seconds:.0f} s'
