@@ -2,8 +2,8 @@
 
 Arguments: one or more MEMORY:DATAxFSDPxTENSOR, a key of MEMORIES and the mesh of the rollouts. The learner has the same devices,
 all along fsdp. If the key starts with `experts`, the model has eight experts, the argument ends with xEXPERT, and the learner
-splits the experts into two parts. The key `filtered` samples with top-k, and `masked` with top-p. The key `windows` has a model of
-two layers, the first with a sliding window.
+splits the experts into two parts. The key `filtered` samples with top-k, and `masked` with top-p. The key `windows` has a model
+of two layers, the first with a sliding window.
 """
 
 import json
