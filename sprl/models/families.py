@@ -38,7 +38,9 @@ class Traits:
 
 FAMILIES: dict[Family, Traits] = {
   'llama': Traits('LlamaForCausalLM', 'Llama, SmolLM2 and others with this architecture'),
-  'mistral': Traits('MistralForCausalLM', 'Mistral 7B, Mistral Small, Mistral Nemo', sliding_windows='all', sliding_window=4096),
+  'mistral': Traits(
+    'MistralForCausalLM', 'Mistral 7B, Mistral Nemo, Mistral Small without images', sliding_windows='all', sliding_window=4096
+  ),
   'qwen2': Traits('Qwen2ForCausalLM', 'Qwen2, Qwen2.5', qkv_bias=True),
   'qwen3': Traits('Qwen3ForCausalLM', 'Qwen3', qk_norm='head', head_dim=128),
   'qwen2_moe': Traits('Qwen2MoeForCausalLM', 'Qwen2-MoE', qkv_bias=True, experts='routed and shared'),
