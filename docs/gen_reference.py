@@ -288,7 +288,7 @@ def families_page() -> str:
     '# Families of models',
     '',
     f'Generated from `{FAMILIES.relative_to(ROOT)}`. One network computes all families. `make parity` compares them with the',
-    f'peers in the last column (`{PARITY.relative_to(ROOT)}`). [Models](../models.md) says what else sprl reads from a model folder.',
+    f'peers in the last column (`{PARITY.relative_to(ROOT)}`). [Models](../models.md) says what else sprl reads from a folder.',
     '',
     f'| {" | ".join(_COLUMNS)} |',
     '|---' * len(_COLUMNS) + '|',
