@@ -6,9 +6,8 @@ docs/gen_reference.py makes the table of families from this file, which therefor
 from dataclasses import dataclass
 from typing import Literal
 
-Family = Literal[
-  'llama', 'mistral', 'qwen2', 'qwen3', 'qwen2_moe', 'qwen3_moe', 'gemma3_text', 'olmo2'
-]  # model_type in config.json  # fmt: skip
+# `model_type` in config.json
+Family = Literal['llama', 'mistral', 'qwen2', 'qwen3', 'qwen2_moe', 'qwen3_moe', 'gemma3_text', 'olmo2']
 Norms = Literal['before', 'after', 'both']
 QKNorm = Literal['head', 'whole']
 Activation = Literal['silu', 'gelu_tanh']

@@ -97,10 +97,11 @@ class SelfAttention(nnx.Module):
     self.k = Linear(('kv_heads', 'embed'), K * D, E, config.qkv_bias)
     self.v = Linear(('kv_heads', 'embed'), K * D, E, config.qkv_bias)
     self.o = Linear(('embed', 'heads'), E, H * D)
-    of_heads = config.qk_norm == 'whole'  # one norm over all heads
-    self.q_norm = RMSNorm('norm' if of_heads else 'head_dim', H * D if of_heads else D, config) if config.qk_norm else None
-    self.k_norm = RMSNorm('norm' if of_heads else 'head_dim', K * D if of_heads else D, config) if config.qk_norm else None
-    self.head_dim, self.of_heads = D, of_heads
+    whole = config.qk_norm == 'whole'
+    axis, of_q, of_k = ('norm', H * D, K * D) if whole else ('head_dim', D, D)
+    self.q_norm = RMSNorm(axis, of_q, config) if config.qk_norm else None
+    self.k_norm = RMSNorm(axis, of_k, config) if config.qk_norm else None
+    self.head_dim, self.whole_norm = D, whole
     self.sliding_window, self.query_scale = config.sliding_window(layer), config.query_scale
 
   def __call__(self, layer: int, x: Float[Array, 'B T E'], turns: Turns, attention: Attention):
@@ -108,10 +109,9 @@ class SelfAttention(nnx.Module):
     heads = (*x.shape[:2], -1, self.head_dim)
     with jax.named_scope('qkv'):
       q, k, v = self.q(x), self.k(x), self.v(x).reshape(heads)
-      if self.of_heads:
-        q, k = _maybe(self.q_norm, q).reshape(heads), _maybe(self.k_norm, k).reshape(heads)
-      else:
-        q, k = _maybe(self.q_norm, q.reshape(heads)), _maybe(self.k_norm, k.reshape(heads))
+      if not self.whole_norm:
+        q, k = q.reshape(heads), k.reshape(heads)
+      q, k = _maybe(self.q_norm, q).reshape(heads), _maybe(self.k_norm, k).reshape(heads)
       q, k = rotate(q, turns, self.query_scale), rotate(k, turns)
     with jax.named_scope('attend'):
       out, attention = attention.attend(layer, q, k, v, self.sliding_window)

@@ -159,3 +159,19 @@ def test_a_budget_needs_a_layer_that_evicts():
     SettingsError, match=r'config.cache.budget = 6: expected None: every layer of the model has a sliding window'
   ):
     layout_of(SPARSE, types=['sliding_attention'])
+
+
+def test_a_donated_decode_step_writes_the_ring_in_place():
+  rows, layout = 64, layout_of(types=['sliding_attention'] * 2, window=256, completion=1000)
+  cache = jax.eval_shape(lambda: KVCache.empty(layout, rows))
+  q, k, v = (jax.ShapeDtypeStruct((rows, 1, n, D), jnp.float32) for n in (H, K, K))
+
+  def step(cache, q, k, v):
+    step = Step(jnp.ones(rows, jnp.int32), decoding=True)
+    for layer in range(2):
+      q, cache = cache.attend(layer, step, q, k, v)
+    return q, cache.advance(step)
+
+  memory = jax.jit(step, donate_argnums=0).lower(cache, q, k, v).compile().memory_analysis()
+  assert memory.alias_size_in_bytes >= layout.bytes(rows)
+  assert memory.temp_size_in_bytes < layout.bytes(rows) / 2  # float32 scores of the heads, whose width is only 4
