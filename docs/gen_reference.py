@@ -1,4 +1,4 @@
-"""Generates the reference pages from the code: settings, metrics, commands and benchmark results.
+"""Generates the reference pages from the code: settings, metrics, commands, families of models and benchmark results.
 
 MkDocs calls `on_files` (mkdocs.yml, `hooks`), which adds the pages to the site without writing them to the source tree. It also
 publishes the pictures and JSON files of benchmarks/results as `results/`.
@@ -24,6 +24,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / 'sprl/config.py'
 METRICS = ROOT / 'sprl/io/metrics_reference.py'
+FAMILIES = ROOT / 'sprl/models/families.py'
+PARITY = ROOT / 'tests/parity'
 RESULTS = ROOT / 'benchmarks/results'
 COMMANDS = ('main', 'evaluate', 'report', 'sft', 'export', 'plan')
 
@@ -263,6 +265,68 @@ def commands_page() -> str:
   return '\n'.join(lines)
 
 
+# --- families of models -----------------------------------------------------------------------------------------------
+
+_COLUMNS = (
+  '`model_type`', 'Models', 'RMS norms', 'Norms of q and k', 'Biases', 'Activation', 'Layers with a sliding window', 'Experts',
+  'Tested with',
+)  # fmt: skip
+_NORMS = {'before': 'before attention and MLP', 'after': 'after attention and MLP', 'both': 'before and after attention and MLP'}
+_QK_NORMS = {None: 'none', 'head': 'of each head', 'whole': 'of all heads together'}
+_ACTIVATIONS = {'silu': 'SiLU', 'gelu_tanh': 'GELU (tanh)'}
+_WINDOWS = {
+  'none': 'none',
+  'all': 'all layers, or none if `sliding_window` is null',
+  'some': 'the layers that `layer_types` or `sliding_window_pattern` names',
+}
+
+
+def families_page() -> str:
+  """reference/families.md."""
+  module: dict[str, Any] = {'__name__': 'families'}
+  exec(compile(FAMILIES.read_text(encoding='utf-8'), str(FAMILIES), 'exec'), module)
+  peers = tested_families()
+  lines = [
+    '# Families of models',
+    '',
+    f'Generated from `{FAMILIES.relative_to(ROOT)}`. One network computes all families. `make parity` compares them with the',
+    f'peers in the last column (`{PARITY.relative_to(ROOT)}`). [Models](../models.md) says what else sprl reads from a folder.',
+    '',
+    f'| {" | ".join(_COLUMNS)} |',
+    '|---' * len(_COLUMNS) + '|',
+  ]
+  for name, traits in module['FAMILIES'].items():
+    norms = _NORMS[traits.norms] + (', stored as scale - 1' if traits.norm_offset else '')
+    biases = 'q, k and v' if traits.qkv_bias else 'none'
+    tested = ', '.join(peer for peer, families in peers.items() if name in families) or 'nothing'
+    cells = (
+      f'`{name}`', traits.models, norms, _QK_NORMS[traits.qk_norm], biases, _ACTIVATIONS[traits.activation],
+      _WINDOWS[traits.sliding_windows], traits.experts, tested,
+    )  # fmt: skip
+    lines.append(f'| {" | ".join(cells)} |')
+  lines += ['', '## Refused families', '', 'sprl names the reason when it reads the `config.json` of one of these:', '']
+  lines += ['| `model_type` | Reason |', '|---|---|']
+  lines += [f'| `{name}` | {reason} |' for name, reason in module['REFUSED'].items()]
+  return '\n'.join([*lines, ''])
+
+
+def tested_families() -> dict[str, set[str]]:
+  """The families in the cases of the parity tests, by peer."""
+  cases = {'transformers': 'test_parity.py', 'PEFT': 'test_peft.py'}
+  return {peer: set(_families_of(ast.parse((PARITY / file).read_text(encoding='utf-8')))) for peer, file in cases.items()}
+
+
+def _families_of(tree: ast.Module) -> Iterator[str]:
+  """The families of a module's CASES, a dict of dicts with a key `family`, or of tuples that begin with the family."""
+  cases = next(n.value for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == 'CASES')
+  assert isinstance(cases, ast.Dict)
+  for case in cases.values:
+    if isinstance(case, ast.Dict):
+      yield next(_text(value) for key, value in zip(case.keys, case.values) if _text(key) == 'family')
+    elif isinstance(case, ast.Tuple):
+      yield _text(case.elts[0])
+
+
 # --- benchmark results ------------------------------------------------------------------------------------------------
 
 
@@ -302,6 +366,7 @@ PAGES = {
   'reference/settings.md': settings_page,
   'reference/metrics.md': metrics_page,
   'reference/commands.md': commands_page,
+  'reference/families.md': families_page,
   'reference/results.md': results_page,
 }
 

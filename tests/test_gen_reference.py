@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from sprl.models.families import FAMILIES
+
 PATH = Path(__file__).parents[1] / 'docs' / 'gen_reference.py'
 
 SOURCE = '''
@@ -82,3 +84,11 @@ def test_pages_are_generated_from_the_repository(gen_reference):
   assert '`reward/mean`' in pages['reference/metrics.md']
   assert 'python -m sprl.main' in pages['reference/commands.md']
   assert 'quickstart' in pages['reference/results.md']
+  assert '| `gpt_oss` | attention sinks' in pages['reference/families.md']
+
+
+def test_the_table_of_families_names_the_peers_of_their_parity_tests(gen_reference):
+  [gemma] = [line for line in gen_reference.families_page().splitlines() if line.startswith('| `gemma3_text` |')]
+  cells = gemma.split(' | ')
+  assert (cells[3], cells[5], cells[-1]) == ('of each head', 'GELU (tanh)', 'transformers, PEFT |')
+  assert gen_reference.tested_families()['transformers'] == set(FAMILIES)  # every family is compared with transformers

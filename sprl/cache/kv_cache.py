@@ -1,5 +1,8 @@
 """The sampler's KV cache: a fixed number of slots for each row, evicted to a budget and stored in FP8 if the layout says so.
 
+A layer with a sliding window keeps a ring of its window instead, which the budget does not concern. Lengths, and the records of
+kept tokens and evictions, are of the full layers: those without a window.
+
 Dense, sparse and FP8 caches are the same cache with another CacheLayout. A forward pass of T tokens per row goes
 
     step  = Step(count, decoding=...)                        # the real tokens of each row
@@ -16,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from sprl.cache import ring
 from sprl.cache.compaction import compress
 from sprl.cache.key_bias import KeyBias
 from sprl.cache.layer import LayerCache
@@ -52,14 +56,14 @@ class KVCache:
   """
 
   layers: tuple[LayerCache, ...]
-  length: Int[Array, ' B']  # occupied slots
+  length: Int[Array, ' B']  # occupied slots of the full layers
   seen: Int[Array, ' B']  # tokens taken in, which is the position of the next one
   decoded: Int[Array, ' B']  # tokens taken in by decode steps, which time the compressions
   saturated: Int[Array, 'B K']  # numbers of the row's keys and values that FP8 clamped
   saturated_queries: Int[Array, 'B K']  # numbers of its queries that FP8 clamped, by kv head
   scales: Scales | None  # None: not FP8
   bias: KeyBias | None  # the part of the keys that is not in FP8
-  chosen: Int[Array, 'B N'] | None  # scope global: the slots that the first layer kept
+  chosen: Int[Array, 'B N'] | None  # scope global: the slots that the first full layer kept
   layout: CacheLayout = dataclasses.field(metadata={'static': True})
 
   @classmethod
@@ -71,11 +75,14 @@ class KVCache:
     scales: Scales | None = None,
     bias: KeyBias | None = None,
   ) -> 'KVCache':
-    """Return a cache of `rows` sequences without tokens, with `slots` slots per layer (None: the layout's)."""
+    """Return a cache of `rows` sequences without tokens, with `slots` slots per full layer (None: the layout's)."""
     zeros, counts = jnp.zeros(rows, jnp.int32), jnp.zeros((rows, layout.kv_heads), jnp.int32)
     shared = layout.sparse and layout.settings.scope == 'global'
     return cls(
-      layers=tuple(LayerCache.empty(layout, rows, slots or layout.slots) for _ in range(layout.layers)),
+      layers=tuple(
+        LayerCache.empty(layout, rows, layout.slots_of(layer, slots), evicts=layout.sliding_window(layer) is None)
+        for layer in range(layout.layers)
+      ),
       length=zeros,
       seen=zeros + 0,  # separate arrays, because a buffer can be donated only once
       decoded=zeros + 0,
@@ -108,7 +115,7 @@ class KVCache:
     return over & ((self.decoded + 1) % self.layout.settings.interval == 0) if step.decoding else over
 
   def attended(self, step: Step) -> Int[Array, ' B']:
-    """Return the slots that the query of a decode step attends to, its own included (docs/methods/sparse.md, eq. 6)."""
+    """Return the slots of a full layer that the query of a decode step sees, its own included (docs/methods/sparse.md, eq. 6)."""
     return jnp.where(self.due(step), self.layout.budget, self.length + 1) if self.layout.sparse else self.length + 1
 
   def advance(self, step: Step) -> 'KVCache':
@@ -177,6 +184,8 @@ class KVCache:
     New token t of row b goes to slot length[b] + t and attends to the slots up to its own. A decode step compresses before its
     query attends. A prompt is compressed after its queries attended; the layer then has the layout's slots at most, however
     many the prompt needed. Several tokens of decode steps do not compress. The rows' lengths stay as they are until `advance`.
+
+    A layer with a sliding window writes to its ring, and its queries see the newest tokens of the window.
     """
     alone, heads = self._only(layer), ('rows', None, 'kv_heads', None)
     attend = local(partial(_attend, layer), (alone.axes, step.axes, heads, heads, heads), (heads, alone.axes))
@@ -192,18 +201,22 @@ class KVCache:
     count = self.saturated_queries + jnp.sum(clamped, axis=-1, dtype=jnp.int32)
     return fp8.fake(q, scale), dataclasses.replace(self, saturated_queries=count)
 
+  def _stored(self, layer, step, k, v):
+    """Return new keys and values as they are stored, numbers or FP8 codes, and the cache that counts the numbers clamped."""
+    if self.scales is None:
+      return k, v, self
+    if self.bias is not None:
+      k = k.astype(jnp.float32) - self.bias.of_tokens(layer, self.seen[:, None] + jnp.arange(k.shape[1]))
+    k_scale, v_scale = self.scales.k[layer], self.scales.v[layer]
+    saturated = self.saturated + _clamped(k, k_scale, step) + _clamped(v, v_scale, step)
+    k, v = fp8.to_bytes(fp8.cast(k, k_scale)), fp8.to_bytes(fp8.cast(v, v_scale))
+    return k, v, dataclasses.replace(self, saturated=saturated)
+
   def _write(self, layer, step, q, k, v):
-    """Return the cache with the new tokens in the slots after the row's."""
+    """Return the cache with the new tokens, as they are stored, in the slots after the row's."""
     T, held = k.shape[1], self.layers[layer]
     rows, slot = jnp.arange(k.shape[0])[:, None], self.length[:, None] + jnp.arange(T)
     positions = self.seen[:, None] + jnp.arange(T)
-    saturated = self.saturated
-    if self.scales is not None:
-      if self.bias is not None:
-        k = k.astype(jnp.float32) - self.bias.of_tokens(layer, positions)
-      k_scale, v_scale = self.scales.k[layer], self.scales.v[layer]
-      saturated = saturated + _clamped(k, k_scale, step) + _clamped(v, v_scale, step)
-      k, v = fp8.to_bytes(fp8.cast(k, k_scale)), fp8.to_bytes(fp8.cast(v, v_scale))
 
     def write(store, new):
       return store.at[rows, :, slot].set(new.astype(store.dtype), mode='drop')
@@ -213,7 +226,7 @@ class KVCache:
       new = dataclasses.replace(new, position=write(held.position, jnp.broadcast_to(positions[..., None], k.shape[:3])))
     if held.queries is not None:
       new = dataclasses.replace(new, queries=self._newest_queries(held.queries, step, q))
-    return self._with(layer, new, saturated=saturated)
+    return self._with(layer, new)
 
   def _newest_queries(self, ring, step, q):
     """Return the ring of newest queries [B, H, A, D] with the new ones in it: position p is at index p % A."""
@@ -241,14 +254,41 @@ class KVCache:
     out = attention(q, k, v, allowed, fp8_softmax=layout.fp8_softmax, kernels=layout.kernels)
     return out, self._with(layer, held)
 
-  def _attend_one(self, layer, step, q):
-    """Return the outputs of one new query per row, which attends to the row's slots, and the cache."""
+  def _attend_window(self, layer, window, step, q, k, v):
+    """Write the new tokens, as they are stored, to the ring of a layer with a sliding window.
+
+    Return the outputs and the cache. Several queries see the ring before this step and the new tokens, because a later token may
+    overwrite one that an earlier query sees.
+    """
+    before, layout, T = self.layers[layer], self.layout, q.shape[1]
+    slots = before.k.shape[2]
+    write = partial(ring.write, seen=self.seen, count=step.count, window=window)
+    with jax.named_scope('write'):
+      cache = self._with(layer, LayerCache(write(before.k, k), write(before.v, v)))
+    if T == 1:
+      return cache._attend_one(layer, step, q[:, 0], jnp.minimum(self.seen + 1, slots))
+    query = self.seen[:, None] + jnp.arange(T)
+    if slots < window:  # never wraps: slots are positions
+      held, position = cache.layers[layer], jnp.arange(slots)[None]
+    else:
+      new = (jnp.swapaxes(x, 1, 2).astype(before.k.dtype) for x in (k, v))
+      held = LayerCache(*(jnp.concatenate(pair, axis=2) for pair in zip((before.k, before.v), new)))
+      position = jnp.concatenate([ring.positions(self.seen, slots, window), query], axis=1)
+    distance = query[:, :, None] - position[:, None]
+    allowed = (position >= 0)[:, None] & (distance >= 0) & (distance < window)
+    k, v = jnp.swapaxes(held.keys, 1, 2), jnp.swapaxes(held.values, 1, 2)
+    if self.scales is not None:
+      k, v = (fp8.decast(x, scale[layer]).astype(q.dtype) for x, scale in ((k, self.scales.k), (v, self.scales.v)))
+    return attention(q, k, v, allowed[:, None], fp8_softmax=layout.fp8_softmax, kernels=layout.kernels), cache
+
+  def _attend_one(self, layer, step, q, length):
+    """Return the outputs of one new query per row, which attends to the row's first `length` slots, and the cache."""
     held, layout = self.layers[layer], self.layout
     scales = None if self.scales is None else (self.scales.k[layer], self.scales.v[layer])
     bias = None if self.bias is None else self._bias_scores(layer, q)
     accumulates = held.carried is not None and layout.accumulates
     found = decode_attention(
-      q, held.keys, held.values, length=self.attended(step), scales=scales, bias=bias, share=accumulates,
+      q, held.keys, held.values, length=length, scales=scales, bias=bias, share=accumulates,
       fp8_softmax=layout.fp8_softmax, kernels=layout.kernels,
     )  # fmt: skip
     if held.carried is not None and found.share is not None:
@@ -275,7 +315,7 @@ class KVCache:
       k_scale=None if self.scales is None else self.scales.k[layer],
       bias=None if self.bias is None else partial(self.bias.at, layer),
       chosen=self.chosen,
-      choose=layer == 0 or self.chosen is None,
+      choose=layer == self.layout.full_layers[0] or self.chosen is None,
     )
     return self._with(layer, held, chosen=chosen)
 
@@ -318,9 +358,15 @@ class CachedAttention:
   step: Step
 
   def attend(
-    self, layer: int, q: Float[Array, 'B T H D'], k: Float[Array, 'B T K D'], v: Float[Array, 'B T K D']
+    self,
+    layer: int,
+    q: Float[Array, 'B T H D'],
+    k: Float[Array, 'B T K D'],
+    v: Float[Array, 'B T K D'],
+    sliding_window: int | None = None,
   ) -> tuple[Float[Array, 'B T H D'], 'CachedAttention']:
     """Return the outputs of `KVCache.attend`, and the attention with the new cache."""
+    assert sliding_window == self.cache.layout.sliding_window(layer), 'the cache has the layout of another model'
     out, cache = self.cache.attend(layer, self.step, q, k, v)
     return out, CachedAttention(cache, self.step)
 
@@ -331,11 +377,15 @@ def _attend(layer: int, cache: KVCache, step: Step, q, k, v):
   if layout.fp8_queries and cache.scales is not None:
     q, cache = cache._round_queries(layer, step, q)
   with jax.named_scope('write'):
+    k, v, cache = cache._stored(layer, step, k, v)
+  if (window := layout.sliding_window(layer)) is not None:
+    return cache._attend_window(layer, window, step, q, k, v)
+  with jax.named_scope('write'):
     cache = cache._write(layer, step, q, k, v)
   if q.shape[1] == 1:
     if layout.sparse and step.decoding:
       cache = cache._compress(layer, step)
-    return cache._attend_one(layer, step, q[:, 0])
+    return cache._attend_one(layer, step, q[:, 0], cache.attended(step))
   out, cache = cache._attend_many(layer, step, q)
   if layout.sparse and not step.decoding and q.shape[1] > layout.budget:
     cache = cache._compress(layer, step)

@@ -18,7 +18,8 @@ NEVER = jnp.iinfo(jnp.int32).max  # recorded for a token that was not evicted
 class LayerCache:
   """Keys and values of one layer, and what eviction stores beside them (None if the method does not need it).
 
-  Slots 0..n-1 of a row are occupied. The other slots hold padding or old values, which nothing reads.
+  Slots 0..n-1 of a row are occupied. The other slots hold padding or old values, which nothing reads. A layer with a sliding
+  window is a ring (sprl/cache/ring.py).
   """
 
   k: Float[Array, '*B K S D'] | UInt8[Array, '*B K S D']  # rotated keys; FP8 codes are stored as bytes, see `fp8.to_bytes`
@@ -29,11 +30,11 @@ class LayerCache:
   evicted: Int[Array, '*B K T'] | None = None  # for the token at each position: position of the first query without it, or NEVER
 
   @classmethod
-  def empty(cls, layout: CacheLayout, rows: int, slots: int) -> 'LayerCache':
-    """Return a layer of `rows` sequences without tokens."""
+  def empty(cls, layout: CacheLayout, rows: int, slots: int, evicts: bool = True) -> 'LayerCache':
+    """Return a layer of `rows` sequences without tokens. A layer with a sliding window never evicts."""
     shape = (rows, layout.kv_heads, slots)
     k, v = (jnp.zeros((*shape, layout.head_dim), jnp.uint8 if layout.fp8 else layout.storage) for _ in range(2))
-    if not layout.sparse:
+    if not (layout.sparse and evicts):
       return cls(k, v)
     return cls(
       k,
@@ -69,5 +70,5 @@ class LayerCache:
 
   @property
   def positions(self) -> Int[Array, '*B K S']:
-    """The absolute position of each slot. In a dense cache it is the slot's index."""
+    """The absolute position of each slot. In a dense layer without a sliding window it is the slot's index."""
     return jnp.broadcast_to(jnp.arange(self.k.shape[-2]), self.k.shape[:-1]) if self.position is None else self.position

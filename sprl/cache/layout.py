@@ -31,6 +31,7 @@ class CacheLayout:
   record: bool = False  # record when each token is evicted
   routes: tuple[int, int, int] | None = None  # to record routes: layers with experts, experts of a token, experts of a layer
   kernels: Kernels = 'auto'  # implementation of attention, eviction and the experts' products
+  sliding_windows: tuple[int | None, ...] = ()  # of each layer; None: a query sees all tokens; (): no layer has a window
 
   @property
   def sparse(self) -> bool:
@@ -48,9 +49,27 @@ class CacheLayout:
     assert self.settings.budget is not None, 'a dense cache has no budget'
     return self.settings.budget
 
+  def sliding_window(self, layer: int) -> int | None:
+    """Return the newest tokens that a query of the layer sees, its own included; None: all tokens."""
+    return self.sliding_windows[layer] if self.sliding_windows else None
+
+  @property
+  def full_layers(self) -> tuple[int, ...]:
+    """The layers without a sliding window. Only they evict."""
+    return tuple(layer for layer in range(self.layers) if self.sliding_window(layer) is None)
+
+  def slots_of(self, layer: int, slots: int | None = None) -> int:
+    """Return the slots of a layer, where `slots` is the number of a full layer; None: the layout's.
+
+    A layer with a sliding window has a ring of its window (sprl/cache/ring.py). A cache with fewer slots than the layout's never
+    holds more tokens than slots, so its rings need no more.
+    """
+    slots, window = slots or self.slots, self.sliding_window(layer)
+    return slots if window is None else min(window, slots if slots < self.slots else self.positions)
+
   @property
   def slots(self) -> int:
-    """S, the slots of each layer: the longest sequence, or less if the cache evicts (docs/methods/sparse.md, eq. 5)."""
+    """S, the slots of each full layer: the longest sequence, or less if the cache evicts (docs/methods/sparse.md, eq. 5)."""
     # A compression is due `interval` steps after the previous one, and comes after the current token is written.
     return min(self.positions, self.budget + self.settings.interval) if self.sparse else self.positions
 
@@ -81,11 +100,13 @@ class CacheLayout:
 
   def bytes(self, rows: int) -> int:
     """Bytes of the keys and values of `rows` sequences, without the arrays that eviction adds."""
-    return 2 * rows * self.kv_heads * self.head_dim * jnp.dtype(self.storage).itemsize * self.slots * self.layers
+    slots = sum(self.slots_of(layer) for layer in range(self.layers))
+    return 2 * rows * self.kv_heads * self.head_dim * jnp.dtype(self.storage).itemsize * slots
 
   def dense_bytes(self, rows: int) -> int:
     """Bytes of the keys and values of `rows` sequences in a dense cache of the compute dtype."""
-    return 2 * rows * self.kv_heads * self.head_dim * jnp.dtype(self.dtype).itemsize * self.positions * self.layers
+    slots = sum(min(self.sliding_window(layer) or self.positions, self.positions) for layer in range(self.layers))
+    return 2 * rows * self.kv_heads * self.head_dim * jnp.dtype(self.dtype).itemsize * slots
 
 
 def cache_layout(
@@ -104,9 +125,13 @@ def cache_layout(
   `prompt` and `completion` are the most tokens of each, `dtype` is the compute dtype. `record` stores when each token is evicted,
   `routes` stores the experts of each token.
 
-  Raises SettingsError if the budget or the window does not fit the method or the prompts.
+  Raises SettingsError if the budget or the window does not fit the method or the prompts, or if no layer of the model can evict.
   """
   if cache.budget is not None:
+    if config.sliding_windows and None not in config.sliding_windows:
+      raise SettingsError(
+        f'config.cache.budget = {cache.budget}: expected None: every layer of the model has a sliding window and evicts nothing'
+      )
     cache = _fitted(cache, cache.budget, prompt, completion)
   fp8, experts = 'kv8' in quant.sampler, config.experts
   return CacheLayout(
@@ -126,6 +151,7 @@ def cache_layout(
     record=record,
     kernels=kernels,
     routes=(len(experts.layers), experts.chosen, experts.count) if routes and experts else None,
+    sliding_windows=config.sliding_windows,
   )
 
 

@@ -44,6 +44,19 @@ _TOKENIZER_FILES = (
 )
 
 
+# Name of each norm of a layer in checkpoints, by where a family's norms are: one name has three meanings.
+_NORMS = {
+  'before': {'attention_norm': 'input_layernorm', 'mlp_norm': 'post_attention_layernorm'},
+  'after': {'attention_out_norm': 'post_attention_layernorm', 'mlp_out_norm': 'post_feedforward_layernorm'},
+  'both': {
+    'attention_norm': 'input_layernorm',
+    'attention_out_norm': 'post_attention_layernorm',
+    'mlp_norm': 'pre_feedforward_layernorm',
+    'mlp_out_norm': 'post_feedforward_layernorm',
+  },
+}
+
+
 class WeightsError(ValueError):
   """Weights that are incomplete or do not match config.json. The message names the file or tensor."""
 
@@ -65,15 +78,16 @@ def tensors(config: ModelConfig) -> dict[Keys, Tensor]:
   table: dict[Keys, Tensor] = {('embed',): Tensor('model.embed_tokens.weight', (V, E))}
   for i in range(config.num_layers):
     layer, name = ('layers', i), f'model.layers.{i}'
-    table[*layer, 'attention_norm', 'scale'] = Tensor(f'{name}.input_layernorm.weight', (E,))
+    for norm, stored in _NORMS[config.norms].items():
+      table[*layer, norm, 'scale'] = Tensor(f'{name}.{stored}.weight', (E,))
     for part, width in outputs.items():
       table[*layer, 'attention', part, 'kernel'] = Tensor(f'{name}.self_attn.{part}_proj.weight', (width, E))
       if config.qkv_bias:
         table[*layer, 'attention', part, 'bias'] = Tensor(f'{name}.self_attn.{part}_proj.bias', (width,))
       if config.qk_norm and part != 'v':
-        table[*layer, 'attention', f'{part}_norm', 'scale'] = Tensor(f'{name}.self_attn.{part}_norm.weight', (D,))
+        normed = D if config.qk_norm == 'head' else width
+        table[*layer, 'attention', f'{part}_norm', 'scale'] = Tensor(f'{name}.self_attn.{part}_norm.weight', (normed,))
     table[*layer, 'attention', 'o', 'kernel'] = Tensor(f'{name}.self_attn.o_proj.weight', (E, outputs['q']))
-    table[*layer, 'mlp_norm', 'scale'] = Tensor(f'{name}.post_attention_layernorm.weight', (E,))
     if config.experts is None or i not in config.experts.layers:
       table |= _mlp((*layer, 'mlp'), f'{name}.mlp', E, config.intermediate_size)
       continue

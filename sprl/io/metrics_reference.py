@@ -125,8 +125,8 @@ METRICS: dict[str, str] = {
   f'{_REJECT}_{{option}}_mean': 'Of each rejection option: mean of its statistic (`k1` is `log rho`).',
   f'{_REJECT}_{{option}}_masked_fraction': 'Share of the tokens that this option removed.',
   # --- the cache --------------------------------------------------------------------------------------------------------
-  'sparse/kept_mean': 'Mean number of cached tokens that a drawn token attended to.',
-  'sparse/kept_peak': 'Largest number of cached tokens that a drawn token attended to.',
+  'sparse/kept_mean': 'Mean number of cached tokens that a drawn token attended to, in layers without a sliding window.',
+  'sparse/kept_peak': 'Largest number of cached tokens that a drawn token attended to, in layers without a sliding window.',
   'sparse/accounting_saving': 'Share of the attended tokens that eviction saved against a dense cache.',
   'sparse/compressed': 'Share of the sequences from which tokens were evicted.',
   'sparse/cache_bytes': 'Bytes of the cache of all rows.',

@@ -71,13 +71,14 @@ def turns(positions: Int[Array, 'B T'], head_dim: int, rope: Rope) -> Turns:
   return jax.lax.optimization_barrier(Turns(jnp.stack([cos, cos], axis=-2), jnp.stack([-sin, sin], axis=-2)))
 
 
-def rotate(x: Float[Array, 'B T N D'], turns: Turns) -> Float[Array, 'B T N D']:
-  """Rotate every head of `x` to its token's position. Computes in float32 and returns x's dtype.
+def rotate(x: Float[Array, 'B T N D'], turns: Turns, scale: float = 1.0) -> Float[Array, 'B T N D']:
+  """Rotate every head of `x` to its token's position and multiply it by `scale`. Computes in float32 and returns x's dtype.
 
   (a, b) -> (a cos - b sin, b cos + a sin), written as one expression over both halves, so that it compiles to one loop.
   """
   halves = x.reshape(*x.shape[:-1], 2, -1).astype(jnp.float32)
   turned = halves * turns.cos[:, :, None] + jnp.flip(halves, axis=-2) * turns.sin[:, :, None]
+  turned = turned if scale == 1 else turned * scale
   return turned.astype(x.dtype).reshape(x.shape)
 
 

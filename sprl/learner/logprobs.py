@@ -50,7 +50,7 @@ def micro_logprobs(
   temperature, over the tokens that the sampler's filters kept (docs/methods/losses.md, Notation, and eq. 31). `remat` says what
   the backward pass recomputes.
   """
-  attention: Attention = PackedAttention.of(batch.segments[i], batch.prefixes[i], config.kernels)
+  attention: Attention = PackedAttention.of(batch.segments[i], batch.prefixes[i], config.kernels, batch.positions[i])
   if batch.evicted is not None:
     attention = EvictedAttention(attention, batch.positions[i], batch.evicted[i])
   out = transformer.forward(

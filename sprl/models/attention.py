@@ -1,7 +1,7 @@
 """The attention argument of the network: where keys and values come from, and which of them a query sees.
 
-In each layer the network calls `out, attention = attention.attend(layer, q, k, v)`. The learner passes packed rows
-(PackedAttention, EvictedAttention), the sampler its KV cache (sprl/cache/kv_cache.py). Masks, storage formats and eviction
+In each layer the network calls `out, attention = attention.attend(layer, q, k, v, sliding_window)`. The learner passes packed
+rows (PackedAttention, EvictedAttention), the sampler its KV cache (sprl/cache/kv_cache.py). Masks, storage formats and eviction
 belong to the attention object.
 
 Letters: B rows, T tokens, H query heads, K kv heads, L layers, D head width.
@@ -25,9 +25,17 @@ class Attention(Protocol):
   """Anything that takes a layer's rotated keys and values and answers its queries."""
 
   def attend(
-    self, layer: int, q: Float[Array, 'B T H D'], k: Float[Array, 'B T K D'], v: Float[Array, 'B T K D']
+    self,
+    layer: int,
+    q: Float[Array, 'B T H D'],
+    k: Float[Array, 'B T K D'],
+    v: Float[Array, 'B T K D'],
+    sliding_window: int | None = None,
   ) -> tuple[Float[Array, 'B T H D'], 'Attention']:
-    """Return the outputs of the queries, and the attention object for the next layer."""
+    """Return the outputs of the queries, and the attention object for the next layer.
+
+    `sliding_window` is the number of newest tokens that a query of this layer sees, its own included; None: all tokens.
+    """
     ...
 
 
@@ -45,25 +53,47 @@ class PackedAttention:
   """
 
   allowed: Bool[Array, 'B 1 T T']  # query t may see key s
+  positions: Int[Array, 'B T'] | None = None  # of each token in its sequence; layers with a sliding window need them
   kernels: Kernels = field(default='auto', metadata={'static': True})  # implementation of attention
 
   @classmethod
   def of(
-    cls, segments: Int[Array, 'B T'], prefixes: Int[Array, 'B T'] | None = None, kernels: Kernels = 'auto'
+    cls,
+    segments: Int[Array, 'B T'],
+    prefixes: Int[Array, 'B T'] | None = None,
+    kernels: Kernels = 'auto',
+    positions: Int[Array, 'B T'] | None = None,
   ) -> 'PackedAttention':
-    """Return the attention of packed rows. `prefixes`: the segment that a token's segment continues, None if none does."""
+    """Return the attention of packed rows. `prefixes`: the segment that a token's segment continues, None if none does.
+
+    `positions` are those of the tokens in their sequences. Without prefixes their default is the index in the row, from which the
+    positions of a segment differ by a constant.
+    """
     key, query = segments[:, None, :], segments[:, :, None]
     allowed = key == query
     if prefixes is not None:
       allowed |= key == prefixes[:, :, None]
     T = segments.shape[1]
-    return cls((allowed & (key != 0) & jnp.tril(jnp.ones((T, T), bool)))[:, None], kernels)
+    if positions is None and prefixes is None:
+      positions = jnp.broadcast_to(jnp.arange(T), segments.shape)
+    return cls((allowed & (key != 0) & jnp.tril(jnp.ones((T, T), bool)))[:, None], positions, kernels)
 
   def attend(
-    self, layer: int, q: Float[Array, 'B T H D'], k: Float[Array, 'B T K D'], v: Float[Array, 'B T K D']
+    self,
+    layer: int,
+    q: Float[Array, 'B T H D'],
+    k: Float[Array, 'B T K D'],
+    v: Float[Array, 'B T K D'],
+    sliding_window: int | None = None,
   ) -> tuple[Float[Array, 'B T H D'], 'PackedAttention']:
-    """Return the outputs within each row, and this object unchanged."""
-    return _masked_attention(q, k, v, self.allowed, self.kernels), self
+    """Return the outputs within each row, and this object unchanged. Raises ValueError for a window without positions."""
+    allowed = self.allowed
+    if sliding_window is not None:
+      if self.positions is None:
+        raise ValueError(f'layer {layer} has a sliding window of {sliding_window}: expected the positions of rows with prefixes')
+      distance = self.positions[:, :, None] - self.positions[:, None, :]
+      allowed = allowed & (distance < sliding_window)[:, None]
+    return _masked_attention(q, k, v, allowed, self.kernels), self
 
 
 @jax.tree_util.register_dataclass
@@ -71,7 +101,7 @@ class PackedAttention:
 class EvictedAttention:
   """Packed rows in which a query sees only the tokens that the sampler's cache still held (docs/methods/sparse.md, eq. 22).
 
-  The [B, K, T, T] mask exists for one layer at a time.
+  The [B, K, T, T] mask exists for one layer at a time. Layers with a sliding window evict nothing.
   """
 
   dense: PackedAttention
@@ -79,9 +109,16 @@ class EvictedAttention:
   evicted: Int[Array, 'B L K T']  # position of the first query that did not find the token in the cache of a layer and kv head
 
   def attend(
-    self, layer: int, q: Float[Array, 'B T H D'], k: Float[Array, 'B T K D'], v: Float[Array, 'B T K D']
+    self,
+    layer: int,
+    q: Float[Array, 'B T H D'],
+    k: Float[Array, 'B T K D'],
+    v: Float[Array, 'B T K D'],
+    sliding_window: int | None = None,
   ) -> tuple[Float[Array, 'B T H D'], 'EvictedAttention']:
     """Return the outputs over the tokens that the sampler still held, and this object unchanged."""
+    if sliding_window is not None:
+      return self.dense.attend(layer, q, k, v, sliding_window)[0], self
     held = self.positions[:, None, :, None] < self.evicted[:, layer, :, None, :]
     return _masked_attention(q, k, v, self.dense.allowed & held, self.dense.kernels), self
 

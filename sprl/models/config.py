@@ -1,8 +1,7 @@
 """Sizes and variants of a model, read from a Hugging Face config.json. Features that the network does not compute are errors.
 
-One network covers five families: Llama, Qwen2 and Qwen2.5 (biases on q, k and v), Qwen3 (norms on q and k), and the
-mixture-of-experts versions of Qwen2 and Qwen3. Their config.json files share their keys. Both the keys of transformers 4
-(`rope_theta`, `rope_scaling`, `num_experts`) and of transformers 5 (`rope_parameters`, `num_local_experts`) are read.
+One network covers all families of sprl/models/families.py. Their config.json files share most keys. Both the keys of transformers
+4 (`rope_theta`, `rope_scaling`, `num_experts`) and of transformers 5 (`rope_parameters`, `num_local_experts`) are read.
 """
 
 import dataclasses
@@ -11,28 +10,25 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from sprl.kernels.rope import Rope
+from sprl.models.families import FAMILIES, REFUSED, Activation, Family, Norms, QKNorm
 
-Family = Literal['llama', 'qwen2', 'qwen3', 'qwen2_moe', 'qwen3_moe']
-ARCHITECTURES: dict[Family, str] = {
-  'llama': 'LlamaForCausalLM',
-  'qwen2': 'Qwen2ForCausalLM',
-  'qwen3': 'Qwen3ForCausalLM',
-  'qwen2_moe': 'Qwen2MoeForCausalLM',
-  'qwen3_moe': 'Qwen3MoeForCausalLM',
-}
+ARCHITECTURES: dict[Family, str] = {family: traits.architecture for family, traits in FAMILIES.items()}
 
 # Keys that change the computation, each with the only value that the network supports.
 _ONLY = {
-  'hidden_act': 'silu',
   'attention_bias': False,
   'mlp_bias': False,
   'use_sliding_window': False,
   'quantization_config': None,
   'partial_rotary_factor': 1.0,
+  'attn_logit_softcapping': None,
+  'final_logit_softcapping': None,
+  'use_bidirectional_attention': False,
 }
+_ACTIVATIONS = {'silu': ('hidden_act', 'silu'), 'gelu_tanh': ('hidden_activation', 'gelu_pytorch_tanh')}  # key, its only value
 _ROPE_KEYS = {
   'factor': 'factor',
   'original_max_position_embeddings': 'original_positions',
@@ -83,10 +79,17 @@ class ModelConfig:
   head_dim: int  # D, not always E/H
   rms_norm_eps: float
   tie_embeddings: bool  # the head is the transposed embedding
+  norms: Norms  # RMS norms before attention and MLP, after them, or both
+  norm_offset: float  # added to the scale of every RMS norm
   qkv_bias: bool
-  qk_norm: bool  # RMS norm over each head of q and k, before the rotation
+  qk_norm: QKNorm | None  # RMS norm before the rotation: over each head of q and k, or over all heads together
+  activation: Activation  # of the MLP's gate
+  embed_scale: float  # factor of the embeddings
+  query_scale: float  # factor of the rotated queries, beside attention's own 1 / sqrt(D)
   experts: Experts | None
-  rope: Rope
+  rope: Rope  # of layers that see all tokens
+  sliding_rope: Rope  # of layers with a sliding window
+  sliding_windows: tuple[int | None, ...]  # of each layer: the newest tokens that a query sees; None: all; (): no layer has one
   max_positions: int
   eos_token_ids: tuple[int, ...]
   bos_token_id: int | None
@@ -103,12 +106,16 @@ class ModelConfig:
     for key, accepted in _ONLY.items():
       if raw.get(key, accepted) not in (accepted, None):
         raise ConfigError(f'config.json: {key} = {raw[key]!r} is not supported; accepted: {json.dumps(accepted)}')
-    if sliding := set(raw.get('layer_types') or ()) - {'full_attention'}:
-      raise ConfigError(f"config.json: layer_types has {sorted(sliding)}; accepted: 'full_attention' on every layer")
+    traits = FAMILIES[family]
+    key, accepted = _ACTIVATIONS[traits.activation]
+    if raw.get(key, accepted) not in (accepted, None):
+      raise ConfigError(f'config.json: {key} = {raw[key]!r} is not supported; accepted: {json.dumps(accepted)}')
 
     hidden_size, num_heads = _size(raw, 'hidden_size'), _size(raw, 'num_attention_heads')
-    if raw.get('head_dim') is None and family != 'qwen3' and hidden_size % num_heads:
+    if raw.get('head_dim') is None and traits.head_dim is None and hidden_size % num_heads:
       raise ConfigError(f'config.json: hidden_size = {hidden_size}; accepted: a multiple of num_attention_heads = {num_heads}')
+    head_dim = _size(raw, 'head_dim', traits.head_dim or hidden_size // num_heads)
+    rope, sliding_rope = _ropes(raw, family)
     config = cls(
       family=family,
       vocab_size=_size(raw, 'vocab_size'),
@@ -117,13 +124,20 @@ class ModelConfig:
       num_layers=_size(raw, 'num_hidden_layers'),
       num_heads=num_heads,
       num_kv_heads=_size(raw, 'num_key_value_heads', num_heads),
-      head_dim=_size(raw, 'head_dim', 128 if family == 'qwen3' else hidden_size // num_heads),
-      rms_norm_eps=_positive('rms_norm_eps', raw.get('rms_norm_eps', 1e-6)),
-      tie_embeddings=_flag(raw, 'tie_word_embeddings', False),
-      qkv_bias=family == 'qwen2' or (family == 'qwen2_moe' and _flag(raw, 'qkv_bias', True)),
-      qk_norm=family in ('qwen3', 'qwen3_moe'),
+      head_dim=head_dim,
+      rms_norm_eps=_positive('rms_norm_eps', raw.get('rms_norm_eps', traits.rms_norm_eps)),
+      tie_embeddings=_flag(raw, 'tie_word_embeddings', traits.tie_word_embeddings),
+      norms=traits.norms,
+      norm_offset=traits.norm_offset,
+      qkv_bias=_flag(raw, 'qkv_bias', True) if family == 'qwen2_moe' else traits.qkv_bias,
+      qk_norm=traits.qk_norm,
+      activation=traits.activation,
+      embed_scale=math.sqrt(hidden_size) if traits.scaled_embeddings else 1.0,
+      query_scale=_query_scale(raw, head_dim) if family == 'gemma3_text' else 1.0,
       experts=_experts(raw, family),
-      rope=_rope(raw),
+      rope=rope,
+      sliding_rope=sliding_rope,
+      sliding_windows=_sliding_windows(raw, family),
       max_positions=_size(raw, 'max_position_embeddings'),
       eos_token_ids=as_ids(raw.get('eos_token_id')),
       bos_token_id=raw.get('bos_token_id'),
@@ -137,6 +151,10 @@ class ModelConfig:
     if config.head_dim % 2:
       raise ConfigError(f'config.json: head_dim = {config.head_dim}; accepted: an even number, which rotary embeddings need')
     return config
+
+  def sliding_window(self, layer: int) -> int | None:
+    """Return the newest tokens that a query of the layer sees, its own included; None: all tokens."""
+    return self.sliding_windows[layer] if self.sliding_windows else None
 
   @classmethod
   def read(cls, folder: str | Path) -> 'ModelConfig':
@@ -167,7 +185,7 @@ def tiny(family: Family, **changes: Any) -> ModelConfig:
     'num_hidden_layers': 2,
     'num_attention_heads': 4,
     'num_key_value_heads': 2,
-    'head_dim': 24 if family in ('qwen3', 'qwen3_moe') else 16,
+    'head_dim': 24 if FAMILIES[family].qk_norm == 'head' else 16,
     'hidden_act': 'silu',
     'rms_norm_eps': 1e-6,
     'rope_theta': 10_000.0,
@@ -183,6 +201,12 @@ def tiny(family: Family, **changes: Any) -> ModelConfig:
     raw |= {'decoder_sparse_step': 1, 'mlp_only_layers': []}
   if family == 'qwen2_moe':
     raw |= {'shared_expert_intermediate_size': 48, 'qkv_bias': True}
+  if family == 'mistral':
+    raw |= {'sliding_window': 6}
+  if family == 'gemma3_text':
+    del raw['hidden_act']
+    raw |= {'hidden_activation': 'gelu_pytorch_tanh', 'query_pre_attn_scalar': 20, 'tie_word_embeddings': True}
+    raw |= {'num_hidden_layers': 3, 'sliding_window': 6, 'sliding_window_pattern': 3, 'rope_local_base_freq': 1_000.0}
   if unknown := set(changes) - set(raw) - set(_ONLY) - {'rope_parameters', 'layer_types'}:
     raise ConfigError(f'tiny: {sorted(unknown)} are not keys of config.json; accepted: {sorted(raw)}')
   return ModelConfig.from_json(raw | changes)
@@ -198,6 +222,10 @@ def as_ids(value: Any) -> tuple[int, ...]:
 
 def _family(raw: Mapping[str, Any]) -> Family:
   family = raw.get('model_type')
+  if isinstance(family, str) and family in REFUSED:
+    raise ConfigError(
+      f'config.json: model_type = {family!r} is not supported: {REFUSED[family]}; accepted: {", ".join(ARCHITECTURES)}'
+    )
   if not isinstance(family, str) or family not in ARCHITECTURES:
     raise ConfigError(f'config.json: model_type = {family!r} is not supported; accepted: {", ".join(ARCHITECTURES)}')
   architectures = raw.get('architectures') or [ARCHITECTURES[family]]
@@ -253,7 +281,63 @@ def _experts(raw: Mapping[str, Any], family: Family) -> Experts | None:
   return Experts(count, chosen, width, _flag(raw, 'norm_topk_prob', False), sparse, shared)
 
 
-def _rope(raw: Mapping[str, Any]) -> Rope:
+def _query_scale(raw: Mapping[str, Any], head_dim: int) -> float:
+  """Return the factor that turns 1 / sqrt(D) into 1 / sqrt(query_pre_attn_scalar)."""
+  return math.sqrt(head_dim / _positive('query_pre_attn_scalar', raw.get('query_pre_attn_scalar', 256)))
+
+
+def _sliding_windows(raw: Mapping[str, Any], family: Family) -> tuple[int | None, ...]:
+  """Return each layer's sliding window, None for a layer that sees all tokens; () if no layer has a window.
+
+  In Gemma 3, `layer_types` names the layers with a window, or every `sliding_window_pattern`-th layer has none. In Mistral all
+  layers have the window, or none if `sliding_window` is null.
+  """
+  traits, layers, kinds = FAMILIES[family], _size(raw, 'num_hidden_layers'), ('full_attention', 'sliding_attention')
+  window = raw.get('sliding_window', traits.sliding_window)
+  match traits.sliding_windows:
+    case 'none':
+      accepted, default = kinds[:1], kinds[:1] * layers
+    case 'all':
+      accepted = kinds[:1] if window is None else kinds[1:]
+      default = accepted * layers
+    case 'some':
+      pattern = _size(raw, 'sliding_window_pattern', 6)
+      accepted, default = kinds, [kinds[(i + 1) % pattern > 0] for i in range(layers)]
+  types = raw.get('layer_types') or list(default)
+  if not isinstance(types, list) or len(types) != layers or not set(types) <= set(accepted):
+    raise ConfigError(
+      f'config.json: layer_types = {types!r}; accepted: {" or ".join(map(repr, accepted))} for each of the {layers} layers'
+    )
+  if kinds[1] not in types:
+    return ()
+  _size({'sliding_window': window}, 'sliding_window')
+  return tuple(window if kind == kinds[1] else None for kind in types)
+
+
+def _ropes(raw: Mapping[str, Any], family: Family) -> tuple[Rope, Rope]:
+  """Return the rotary settings of layers that see all tokens, and of layers with a window.
+
+  Only Gemma 3's differ. `rope_parameters` has a section for each kind of layer, or `rope_local_base_freq` is the base of the
+  layers with a window, whose positions are never scaled.
+  """
+  traits = FAMILIES[family]
+  if traits.sliding_rope_theta is None:
+    rope = _rope(raw, traits.rope_theta)
+    return rope, rope
+  of_kind = raw.get('rope_parameters') or {'full_attention': raw.get('rope_scaling')}
+  if not isinstance(of_kind, Mapping) or not set(of_kind) <= {'full_attention', 'sliding_attention'}:
+    raise ConfigError(f"config.json: rope_parameters = {of_kind!r}; accepted: sections 'full_attention' and 'sliding_attention'")
+
+  def of(kind, theta, default):
+    return _rope({**raw, 'rope_parameters': None, 'rope_scaling': of_kind.get(kind), 'rope_theta': theta}, default)
+
+  return (
+    of('full_attention', raw.get('rope_theta'), traits.rope_theta),
+    of('sliding_attention', raw.get('rope_local_base_freq'), traits.sliding_rope_theta),
+  )
+
+
+def _rope(raw: Mapping[str, Any], default_theta: float) -> Rope:
   """Return the rotary settings: `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` of transformers 4."""
   section = 'rope_parameters' if raw.get('rope_parameters') else 'rope_scaling'
   if not isinstance(raw.get(section) or {}, Mapping):
@@ -263,7 +347,7 @@ def _rope(raw: Mapping[str, Any]) -> Rope:
   given.pop('type', None)
   if kind not in _ROPE_REQUIRED:
     raise ConfigError(f'config.json: {section}.rope_type = {kind!r} is not supported; accepted: {", ".join(_ROPE_REQUIRED)}')
-  thetas = given.pop('rope_theta', None), raw.get('rope_theta'), 10_000.0
+  thetas = given.pop('rope_theta', None), raw.get('rope_theta'), default_theta
   theta = _positive('rope_theta', next(value for value in thetas if value is not None))
   if given.pop('partial_rotary_factor', None) not in (None, 1.0):
     raise ConfigError(f'config.json: {section}.partial_rotary_factor is not supported; accepted: 1.0')

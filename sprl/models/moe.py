@@ -41,6 +41,7 @@ from jaxtyping import Array, Float, Float32, Int
 from sprl.config import UNQUANTISED, Kernels, Quant, SettingsError
 from sprl.kernels.grouped_matmul import grouped_matmul, grouped_outer, runs
 from sprl.models.config import ModelConfig
+from sprl.models.families import Activation
 from sprl.quant import fp8
 from sprl.quant.block import FORMATS, BlockScaled, Emulated
 from sprl.quant.dot import StraightThrough, dot, grouped_dot, operand, values
@@ -118,10 +119,17 @@ def blocks(chosen: Int[Array, 'N k'], experts: int) -> Blocks:
   )
 
 
-@jax.checkpoint  # saves the inputs, not the float32 intermediates, which are cheap to recompute
-def gated(gate: Float[Array, '*B F'], up: Float[Array, '*B F']) -> Float[Array, '*B F']:
-  """Return silu(gate) * up, computed in float32."""
-  return (jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate.dtype)
+ACTIVATIONS = {'silu': jax.nn.silu, 'gelu_tanh': partial(jax.nn.gelu, approximate=True)}
+
+
+def gated(gate: Float[Array, '*B F'], up: Float[Array, '*B F'], activation: Activation = 'silu') -> Float[Array, '*B F']:
+  """Return activation(gate) * up, computed in float32."""
+
+  @jax.checkpoint  # saves the inputs, not the float32 intermediates, which are cheap to recompute
+  def product(gate, up):
+    return (ACTIVATIONS[activation](gate.astype(jnp.float32)) * up.astype(jnp.float32)).astype(gate.dtype)
+
+  return product(gate, up)
 
 
 def _expert(weights: Weights, x: Float[Array, '*B C E'], gate: Float32[Array, '*B C'], product=dot) -> Float[Array, '*B C E']:

@@ -1,4 +1,4 @@
-"""The policy network: one decoder for Llama, Qwen2, Qwen2.5 and Qwen3, dense or with experts. ModelConfig alone tells them apart.
+"""The policy network: one decoder for all families of sprl/models/families.py. ModelConfig alone tells them apart.
 
 Each weight is described once, where its module is created: shape and logical axes. `abstract_params` and the sharding rules
 follow from that description. Values come from a checkpoint or from `init_params`. Split the network once at the start:
@@ -25,6 +25,7 @@ from sprl.config import Kernels, Remat
 from sprl.kernels.rope import Turns, rotate, turns
 from sprl.models.attention import Attention
 from sprl.models.config import Experts, ModelConfig
+from sprl.models.families import Activation
 from sprl.models.moe import AXES, ROUTER, gated, gates, mixture, probabilities, top_experts
 from sprl.models.routing import LayerRouting, Routing, balance_of, replayed
 from sprl.quant.dot import PRODUCT, dot
@@ -71,55 +72,65 @@ def _normalised(x: Float[Array, '*B M'], scale: Float[Array, ' M'], eps: float) 
 
 
 class RMSNorm(nnx.Module):
-  """x / rms(x) * scale over the last axis, computed in float32."""
+  """x / rms(x) * (offset + scale) over the last axis, computed in float32. Gemma stores scale - 1, an offset of 1."""
 
-  def __init__(self, axis: str, width: int, eps: float):
+  def __init__(self, axis: str, width: int, config: ModelConfig):
     self.scale = _weight((axis,), width)
-    self.eps = eps
+    self.eps, self.offset = config.rms_norm_eps, config.norm_offset
 
   def __call__(self, x: Float[Array, '*B M']) -> Float[Array, '*B M']:
     """Normalise x. Shape and dtype stay."""
-    return _normalised(x, shard(self.scale.get_value(), None), self.eps)
+    scale = shard(self.scale.get_value(), None)
+    return _normalised(x, self.offset + scale.astype(jnp.float32) if self.offset else scale, self.eps)
+
+
+def _maybe(norm: RMSNorm | None, x: Float[Array, '*B M']) -> Float[Array, '*B M']:
+  return x if norm is None else norm(x)
 
 
 class SelfAttention(nnx.Module):
   """Projections and rotary positions around the attention argument."""
 
-  def __init__(self, config: ModelConfig):
+  def __init__(self, config: ModelConfig, layer: int):
     E, H, K, D = config.hidden_size, config.num_heads, config.num_kv_heads, config.head_dim
     self.q = Linear(('heads', 'embed'), H * D, E, config.qkv_bias)
     self.k = Linear(('kv_heads', 'embed'), K * D, E, config.qkv_bias)
     self.v = Linear(('kv_heads', 'embed'), K * D, E, config.qkv_bias)
     self.o = Linear(('embed', 'heads'), E, H * D)
-    self.q_norm = RMSNorm('head_dim', D, config.rms_norm_eps) if config.qk_norm else None
-    self.k_norm = RMSNorm('head_dim', D, config.rms_norm_eps) if config.qk_norm else None
-    self.head_dim = D
+    whole = config.qk_norm == 'whole'
+    axis, of_q, of_k = ('norm', H * D, K * D) if whole else ('head_dim', D, D)
+    self.q_norm = RMSNorm(axis, of_q, config) if config.qk_norm else None
+    self.k_norm = RMSNorm(axis, of_k, config) if config.qk_norm else None
+    self.head_dim, self.whole_norm = D, whole
+    self.sliding_window, self.query_scale = config.sliding_window(layer), config.query_scale
 
   def __call__(self, layer: int, x: Float[Array, 'B T E'], turns: Turns, attention: Attention):
     """Return the output [B, T, E] and the attention object after these tokens."""
     heads = (*x.shape[:2], -1, self.head_dim)
     with jax.named_scope('qkv'):
-      q, k, v = self.q(x).reshape(heads), self.k(x).reshape(heads), self.v(x).reshape(heads)
-      if self.q_norm is not None and self.k_norm is not None:
-        q, k = self.q_norm(q), self.k_norm(k)
-      q, k = rotate(q, turns), rotate(k, turns)
+      q, k, v = self.q(x), self.k(x), self.v(x).reshape(heads)
+      if not self.whole_norm:
+        q, k = q.reshape(heads), k.reshape(heads)
+      q, k = _maybe(self.q_norm, q).reshape(heads), _maybe(self.k_norm, k).reshape(heads)
+      q, k = rotate(q, turns, self.query_scale), rotate(k, turns)
     with jax.named_scope('attend'):
-      out, attention = attention.attend(layer, q, k, v)
+      out, attention = attention.attend(layer, q, k, v, self.sliding_window)
     with jax.named_scope('o'):
       return self.o(out.reshape(*x.shape[:2], -1)), attention
 
 
 class MLP(nnx.Module):
-  """down(silu(gate(x)) * up(x)), with the activation in float32."""
+  """down(activation(gate(x)) * up(x)), with the activation in float32."""
 
-  def __init__(self, E: int, F: int):
+  def __init__(self, E: int, F: int, activation: Activation = 'silu'):
     self.gate = Linear(('mlp', 'embed'), F, E)
     self.up = Linear(('mlp', 'embed'), F, E)
     self.down = Linear(('embed', 'mlp'), E, F)
+    self.activation: Activation = activation
 
   def __call__(self, x: Float[Array, 'B T E']) -> Float[Array, 'B T E']:
     """Apply the MLP to each token."""
-    return self.down(gated(self.gate(x), self.up(x)))
+    return self.down(gated(self.gate(x), self.up(x), self.activation))
 
 
 class Stack(nnx.Module):
@@ -169,27 +180,31 @@ class Mixture(nnx.Module):
 
 
 class Layer(nnx.Module):
-  """Attention and an MLP or experts. Each takes a normalised input, and its output is added to the residual stream."""
+  """Attention and an MLP or experts, each added to the residual stream. Norms are before them, after them, or both."""
 
   def __init__(self, config: ModelConfig, layer: int):
-    self.attention_norm = RMSNorm('norm', config.hidden_size, config.rms_norm_eps)
-    self.attention = SelfAttention(config)
-    self.mlp_norm = RMSNorm('norm', config.hidden_size, config.rms_norm_eps)
     E, experts = config.hidden_size, config.experts
-    self.mlp = Mixture(E, experts) if experts and layer in experts.layers else MLP(E, config.intermediate_size)
+    before, after = (config.norms in (where, 'both') for where in ('before', 'after'))
+    self.attention_norm = RMSNorm('norm', E, config) if before else None
+    self.attention = SelfAttention(config, layer)
+    self.attention_out_norm = RMSNorm('norm', E, config) if after else None
+    self.mlp_norm = RMSNorm('norm', E, config) if before else None
+    mixture = Mixture(E, experts) if experts and layer in experts.layers else None
+    self.mlp = mixture or MLP(E, config.intermediate_size, config.activation)
+    self.mlp_out_norm = RMSNorm('norm', E, config) if after else None
 
   def __call__(self, layer: int, x: Float[Array, 'B T E'], turns: Turns, attention: Attention, routes, mask, kernels: Kernels):
     """Return the stream [B, T, E], the attention object, and the routing of a layer with experts (else None)."""
     with jax.named_scope('attention'):
-      out, attention = self.attention(layer, self.attention_norm(x), turns, attention)
-      x = x + out
+      out, attention = self.attention(layer, _maybe(self.attention_norm, x), turns, attention)
+      x = x + _maybe(self.attention_out_norm, out)
     with jax.named_scope('mlp'):
-      normed = self.mlp_norm(x)
+      normed = _maybe(self.mlp_norm, x)
       if isinstance(self.mlp, Mixture):
         out, routing = self.mlp(normed, routes, mask, kernels)
       else:
         out, routing = self.mlp(normed), None
-      return x + out, attention, routing
+      return x + _maybe(self.mlp_out_norm, out), attention, routing
 
 
 class Decoder(nnx.Module):
@@ -199,8 +214,9 @@ class Decoder(nnx.Module):
     V, E = config.vocab_size, config.hidden_size
     self.embed = _weight(('vocab', 'embed'), V, E)
     self.layers = nnx.List([Layer(config, i) for i in range(config.num_layers)])
-    self.norm = RMSNorm('norm', E, config.rms_norm_eps)
-    self.rope, self.head_dim = config.rope, config.head_dim
+    self.norm = RMSNorm('norm', E, config)
+    self.rope, self.sliding_rope, self.head_dim = config.rope, config.sliding_rope, config.head_dim
+    self.embed_scale = config.embed_scale
     self.head = None if config.tie_embeddings else Linear(('vocab', 'embed'), V, E)
 
   def __call__(self, tokens, positions, attention, routes, mask, dtype, remat: Remat, kernels: Kernels) -> Forward:
@@ -211,7 +227,9 @@ class Decoder(nnx.Module):
       tokens = shard(tokens, 'gathered_rows', None)
       x = shard(jnp.take(table, tokens, axis=0).astype(dtype), 'gathered_rows', None, None)
       x = shard(x, 'rows', None, None)
+      x = x if self.embed_scale == 1 else x * jnp.asarray(self.embed_scale, dtype)  # rounded first, as in transformers
     angles = turns(positions, self.head_dim, self.rope)
+    sliding_angles = angles if self.sliding_rope == self.rope else turns(positions, self.head_dim, self.sliding_rope)
     layers, routings = list(self.layers), []
     for i, layer in enumerate(layers):
       if i + 1 < len(layers):
@@ -220,7 +238,8 @@ class Decoder(nnx.Module):
       with jax.named_scope(f'layer{i}'):
         block = partial(layer, i, kernels=kernels)
         block = block if remat == 'none' else jax.checkpoint(block, policy=SAVED[remat])
-        x, attention, routing = block(x, angles, attention, replay, mask)
+        of_layer = angles if layer.attention.sliding_window is None else sliding_angles
+        x, attention, routing = block(x, of_layer, attention, replay, mask)
       routings += [routing] if routing is not None else []
     with jax.named_scope('norm'):
       return Forward(self.norm(x), attention, Routing.of(routings))
@@ -292,7 +311,7 @@ def init_params(config: ModelConfig, key: Array, dtype=jnp.float32, scale: float
   def init(path, leaf, key):
     name = path[-1].key
     if name in ('scale', 'bias'):
-      return jnp.full(leaf.shape, float(name == 'scale'), dtype)
+      return jnp.full(leaf.shape, 1 - config.norm_offset if name == 'scale' else 0, dtype)
     return (scale * jax.random.normal(key, leaf.shape)).astype(dtype)
 
   return jax.tree_util.tree_unflatten(tree, [init(p, leaf, k) for (p, leaf), k in zip(leaves, keys)])

@@ -43,7 +43,7 @@ def planned_update(plan: Plan) -> int:
 def planned_decode(config: ModelConfig, run: Run, plan: Plan, kind: RolloutPlan) -> int:
   """Planned bytes of decode steps on a device, without the learner's state, prefill, or the probe of the FP8 codes."""
   probe = programs.abstract_sampler_weights(
-    config, on(plan.device, run), kinds(run)[kind.name][1], plan.rollout.mesh(config)
+    config, on(plan.device, run), kinds(run, config)[kind.name][1], plan.rollout.mesh(config)
   ).probe
   return kind.memory.total(kind.rows) - kind.memory.prefill - nbytes(local(probe))
 
@@ -57,7 +57,7 @@ def check_update(config: ModelConfig, run: Run, plan: Plan) -> Check:
 
 def check_decode(config: ModelConfig, run: Run, plan: Plan, kind: RolloutPlan) -> Check:
   """Compile the decode steps of one kind of rollouts."""
-  axes, (cache, quant) = plan.rollout, kinds(run)[kind.name]
+  axes, (cache, quant) = plan.rollout, kinds(run, config)[kind.name]
   mesh = axes.mesh_of(config, aot.devices(plan.device.name, axes.devices))
   with aot.lowering_for(mesh):  # the device decides which form the sampler weights have
     program = programs.decoding(config, run, rollout_cache(config, run, cache, quant), quant, kind.rows * axes.rows, mesh)

@@ -111,7 +111,9 @@ def plan(config: ModelConfig, run: Run, learner: MeshAxes, rollout: MeshAxes, de
     work=update_work(config, run, packed, update, learner, device),
     evaluation=_evaluation(config, run, learner if apart or run.devices.engines > 1 else rollout, update.state),
     rows_asked=run.rows,
-    kinds=tuple(_rollouts(name, config, run, cache, quant, rollout, device, room) for name, (cache, quant) in kinds(run).items()),
+    kinds=tuple(
+      _rollouts(name, config, run, cache, quant, rollout, device, room) for name, (cache, quant) in kinds(run, config).items()
+    ),
   )
 
 
@@ -129,12 +131,17 @@ def own_kind(run: Run) -> str:
   return ('sparse' if run.cache.budget else 'dense') + SAMPLERS.get(run.quant.sampler, f' {run.quant.sampler}')
 
 
-def kinds(run: Run) -> dict[str, tuple[Cache, Quant]]:
-  """Dense and sparse rollouts, unquantised and in FP8, with the run's other settings; and the run's own kind if it is another."""
+def kinds(run: Run, config: ModelConfig) -> dict[str, tuple[Cache, Quant]]:
+  """Dense and sparse rollouts, unquantised and in FP8, with the run's other settings; and the run's own kind if it is another.
+
+  A model with a sliding window on every layer has only dense rollouts, unless the run asks for a budget, which is an error.
+  """
   caches = {
     'dense': dataclasses.replace(run.cache, budget=None),
     'sparse': run.cache if run.cache.budget else dataclasses.replace(run.cache, budget=BUDGET),
   }
+  if config.sliding_windows and None not in config.sliding_windows and not run.cache.budget:
+    del caches['sparse']
   named = {
     name + suffix: (cache, dataclasses.replace(run.quant, sampler=sampler))
     for name, cache in caches.items()

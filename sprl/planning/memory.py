@@ -223,7 +223,8 @@ def rollout_memory(config: ModelConfig, run: Run, cache: Cache, quant: Quant, pr
   # the whole prompt.
   prefilled = together * kv_bytes(dataclasses.replace(part, positions=P))
   if layout.sparse and layout.budget < P:
-    whole_layer = dataclasses.replace(part, positions=P, layers=1, settings=dataclasses.replace(cache, budget=None))
+    dense = dataclasses.replace(cache, budget=None)
+    whole_layer = dataclasses.replace(part, positions=P, layers=1, settings=dense, sliding_windows=())
     prefilled += together * kv_bytes(whole_layer)
   scores = b * P if library_attends(config, run, P, False) else FLOAT32 * 2 * H * min(QUERY_CHUNK, P)
   passing = together * P * (scores + 2 * b * (config.hidden_size + max(mlp_widths(config, axes.tensor))))

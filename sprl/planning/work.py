@@ -5,6 +5,7 @@ the speed of the link. No program is faster than the sum of the parts; only a de
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,8 +92,11 @@ def linear_weights(config: ModelConfig, axes: MeshAxes) -> int:
 # --- decoding --------------------------------------------------------------------------------------------------------
 
 
-def attended(layout: CacheLayout) -> float:
-  """Mean number of slots that a decode step attends to, over the longest completion of the longest prompt."""
+def attended(layout: CacheLayout, sliding_window: int | None = None) -> float:
+  """Mean number of slots that a decode step attends to in a layer, over the longest completion of the longest prompt."""
+  if sliding_window is not None:
+    seen = range(layout.prompt + 1, layout.positions + 1)
+    return sum(min(tokens, sliding_window) for tokens in seen) / len(seen)
   length, total = min(layout.prompt, layout.budget) if layout.sparse else layout.prompt, 0
   steps = layout.positions - layout.prompt
   for step in range(1, steps + 1):
@@ -110,12 +114,16 @@ def decode_work(
   dtype, E, L, t = accelerator_dtype(run), config.hidden_size, config.num_layers, axes.tensor
   (H, K), b, head = axes.heads(config), dtype.itemsize, config.vocab_size * E // t
   table = 0 if config.tie_embeddings else b * head // axes.fsdp  # a step reads a few of its rows only
-  cost = decode_attention.cost(rows, H, K, round(attended(layout)), config.head_dim, layout.storage, bias=layout.key_bias)
+  flops = moved = 0  # of attention
+  for window, count in Counter(layout.sliding_window(layer) for layer in range(L)).items():
+    slots = round(attended(layout, window))
+    cost = decode_attention.cost(rows, H, K, slots, config.head_dim, layout.storage, bias=layout.key_bias)
+    flops, moved = flops + count * cost.flops, moved + count * cost.bytes
   hidden = b * rows * E
   routed = len(config.experts.layers) * hidden * axes.expert if config.experts else 0
   parts = (
     Part('products with weights', 2 * linear_weights(config, axes) * rows, weights * axes.fsdp - table - b * head),
-    Part('attention', L * cost.flops, L * cost.bytes),
+    Part('attention', flops, moved),
     Part('head and draw', 2 * head * rows, b * head + 3 * FLOAT32 * rows * config.vocab_size // t),
     ring(axes, 'all-reduce', 'tensor', 2 * L * hidden),
     ring(axes, 'all-gather', 'fsdp', weights * axes.fsdp),

@@ -53,12 +53,19 @@ class CalibratingAttention:
     """Return a calibrating attention around `inner` that has seen nothing."""
     return cls(inner, jnp.zeros((3, layers)), real, bias)
 
-  def attend(self, layer: int, q: Float[Array, 'B T H D'], k: Float[Array, 'B T K D'], v: Float[Array, 'B T K D']):
+  def attend(
+    self,
+    layer: int,
+    q: Float[Array, 'B T H D'],
+    k: Float[Array, 'B T K D'],
+    v: Float[Array, 'B T K D'],
+    sliding_window: int | None = None,
+  ):
     """Return the output of the inner attention, and this object with the layer's largest values updated."""
     stored = k if self.bias is None else k.astype(jnp.float32) - self.bias[layer]
     real = self.real[..., None, None] > 0
     largest = [jnp.max(jnp.where(real, jnp.abs(x.astype(jnp.float32)), 0)) for x in (q, stored, v)]
-    out, inner = self.inner.attend(layer, q, k, v)
+    out, inner = self.inner.attend(layer, q, k, v, sliding_window)
     return out, dataclasses.replace(self, inner=inner, amax=self.amax.at[:, layer].max(jnp.stack(largest)))
 
 
@@ -88,7 +95,7 @@ def amax(
     bias = None
     if layout.key_bias:
       bias = rotated_biases(transformer.key_biases(params), positions[i], layout.head_dim, layout.rope)
-    inner = PackedAttention.of(segments[i], prefixes[i], layout.kernels)
+    inner = PackedAttention.of(segments[i], prefixes[i], layout.kernels, positions[i])
     attention = CalibratingAttention.around(inner, layout.layers, (segments[i] > 0).astype(jnp.float32), bias)
     weights = tie_to_iteration(params, i)
     out = transformer.forward(graphdef, weights, tokens[i], positions[i], attention, layout.dtype, kernels=layout.kernels)

@@ -41,7 +41,7 @@ def no_devices(monkeypatch):
   monkeypatch.setattr(jax, 'make_array_from_callback', touched)
 
 
-@pytest.mark.parametrize('family', ['llama', 'qwen2', 'qwen3', 'qwen2_moe', 'qwen3_moe'])
+@pytest.mark.parametrize('family', ['llama', 'qwen2', 'qwen3', 'qwen2_moe', 'qwen3_moe', 'gemma3_text', 'olmo2'])
 def test_the_table_covers_every_leaf_of_the_network(family):
   config = tiny(family)
   table = {}
@@ -167,7 +167,7 @@ def test_loading_holds_one_tensor_on_the_host(tmp_path):
   assert peak < 3 * largest + 1_000_000 < total
 
 
-@pytest.mark.parametrize('family', ['llama', 'qwen2', 'qwen3', 'qwen2_moe', 'qwen3_moe'])
+@pytest.mark.parametrize('family', ['llama', 'qwen2', 'qwen3', 'qwen2_moe', 'qwen3_moe', 'gemma3_text', 'olmo2'])
 def test_export_then_load_gives_the_same_weights(tmp_path, family):
   config = tiny(family)
   params = params_of(config)

@@ -3,11 +3,14 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from sprl.cache.layer import NEVER
 from sprl.models.attention import Attention, EvictedAttention, PackedAttention
 
-attend = jax.jit(lambda attention, layer, q, k, v: attention.attend(layer, q, k, v)[0], static_argnums=1)
+attend = jax.jit(
+  lambda attention, layer, q, k, v, window=None: attention.attend(layer, q, k, v, window)[0], static_argnums=(1, 5)
+)
 
 
 @jax.jit
@@ -98,3 +101,21 @@ def test_evictions_follow_positions_not_places_in_the_row():
     [[1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0], [0, 1, 1, 1, 0, 0], [1, 1, 0, 0, 1, 0], [0, 1, 0, 0, 1, 1]]
   )
   np.testing.assert_allclose(out[0, :, 0], seen / seen.sum(axis=1, keepdims=True), atol=1e-6)
+
+
+def test_a_sliding_window_follows_positions_not_places_in_the_row():
+  """A window of 3: the second completion of a shared prompt sees the last token of the prompt, although b stands before it."""
+  segments, prefixes = jnp.array([[1, 1, 2, 2, 3, 3]]), jnp.array([[0, 0, 1, 1, 1, 1]])
+  positions = jnp.array([[0, 1, 2, 3, 2, 3]])
+  seen = np.array(
+    [[1, 0, 0, 0, 0, 0], [1, 1, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0], [0, 1, 1, 1, 0, 0], [1, 1, 0, 0, 1, 0], [0, 1, 0, 0, 1, 1]]
+  )
+  expected = seen / seen.sum(axis=1, keepdims=True)
+  packed = PackedAttention.of(segments, prefixes, positions=positions)
+  # Nothing is evicted in a layer with a window, so it does not read the record.
+  evicted = EvictedAttention(packed, positions, jnp.zeros((1, 1, 1, 6), jnp.int32))
+  for attention in (packed, evicted):
+    out = attend(attention, 0, jnp.ones((1, 6, 1, 6)), jnp.zeros((1, 6, 1, 6)), jnp.eye(6)[None, :, None], 3)
+    np.testing.assert_allclose(out[0, :, 0], expected, atol=1e-6)
+  with pytest.raises(ValueError, match='layer 0 has a sliding window of 3: expected the positions'):
+    attend(PackedAttention.of(segments, prefixes), 0, jnp.ones((1, 6, 1, 6)), *[jnp.ones((1, 6, 1, 6))] * 2, 3)

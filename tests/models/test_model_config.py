@@ -42,7 +42,7 @@ def test_a_llama_config_of_transformers_4():
     }
   )
   assert (config.num_layers, config.num_heads, config.num_kv_heads, config.head_dim) == (16, 32, 8, 64)
-  assert (config.family, config.tie_embeddings, config.qkv_bias, config.qk_norm) == ('llama', True, False, False)
+  assert (config.family, config.tie_embeddings, config.qkv_bias, config.qk_norm) == ('llama', True, False, None)
   assert config.eos_token_ids == (128001, 128008, 128009)
   assert config.pad_token_id is None
   assert config.rope == Rope('llama3', 500_000.0, factor=32.0, original_positions=8192, low_freq_factor=1.0, high_freq_factor=4.0)
@@ -50,12 +50,68 @@ def test_a_llama_config_of_transformers_4():
 
 def test_families_differ_in_biases_norms_and_head_width():
   qwen2, qwen3 = tiny('qwen2'), tiny('qwen3')
-  assert (qwen2.qkv_bias, qwen2.qk_norm, qwen2.tie_embeddings) == (True, False, True)
-  assert (qwen3.qkv_bias, qwen3.qk_norm) == (False, True)
+  assert (qwen2.qkv_bias, qwen2.qk_norm, qwen2.tie_embeddings) == (True, None, True)
+  assert (qwen3.qkv_bias, qwen3.qk_norm) == (False, 'head')
   assert qwen3.head_dim * qwen3.num_heads != qwen3.hidden_size
   assert tiny('qwen3', head_dim=None).head_dim == 128  # transformers' default for the family
   assert tiny('llama', head_dim=None).head_dim == 16  # E/H
   assert tiny('llama', num_key_value_heads=None).num_kv_heads == 4
+
+
+def test_a_gemma_config_of_transformers_4():
+  """The sizes of Gemma 3 1B. Its config.json has no key for tied embeddings."""
+  config = ModelConfig.from_json(
+    {
+      'architectures': ['Gemma3ForCausalLM'],
+      'attention_bias': False,
+      'attn_logit_softcapping': None,
+      'bos_token_id': 2,
+      'eos_token_id': [1, 106],
+      'final_logit_softcapping': None,
+      'head_dim': 256,
+      'hidden_activation': 'gelu_pytorch_tanh',
+      'hidden_size': 1152,
+      'intermediate_size': 6912,
+      'max_position_embeddings': 32768,
+      'model_type': 'gemma3_text',
+      'num_attention_heads': 4,
+      'num_hidden_layers': 26,
+      'num_key_value_heads': 1,
+      'pad_token_id': 0,
+      'query_pre_attn_scalar': 256,
+      'rms_norm_eps': 1e-06,
+      'rope_local_base_freq': 10000,
+      'rope_scaling': None,
+      'rope_theta': 1000000,
+      'sliding_window': 512,
+      'sliding_window_pattern': 6,
+      'vocab_size': 262144,
+    }
+  )
+  assert (config.norms, config.norm_offset, config.qk_norm, config.activation) == ('both', 1.0, 'head', 'gelu_tanh')
+  assert (config.tie_embeddings, config.query_scale, config.embed_scale) == (True, 1.0, 1152**0.5)
+  assert [layer for layer in range(26) if config.sliding_window(layer) is None] == [5, 11, 17, 23]
+  assert config.sliding_windows[0] == 512
+  assert (config.rope, config.sliding_rope) == (Rope(theta=1e6), Rope(theta=1e4))
+
+
+def test_gemma_configs_of_transformers_4_and_5_are_equal():
+  linear = {'rope_type': 'linear', 'factor': 8.0}
+  four = raw('gemma3_text', rope_theta=1e6, rope_scaling=linear)
+  new = {'rope_parameters': {'full_attention': linear | {'rope_theta': 1e6}, 'sliding_attention': {'rope_theta': 1e3}}}
+  new |= {'layer_types': ['sliding_attention', 'sliding_attention', 'full_attention']}
+  old = ('rope_theta', 'rope_scaling', 'rope_local_base_freq', 'sliding_window_pattern')
+  config = ModelConfig.from_json({key: value for key, value in four.items() if key not in old} | new)
+  assert config == ModelConfig.from_json(four)
+  assert (config.rope, config.sliding_rope) == (Rope('linear', 1e6, factor=8.0), Rope(theta=1e3))
+
+
+def test_a_mistral_has_its_window_on_all_layers_or_none():
+  assert tiny('mistral').sliding_windows == (6, 6)
+  assert tiny('mistral', sliding_window=None).sliding_windows == ()
+  missing = {key: value for key, value in tiny('mistral').raw.items() if key != 'sliding_window'}
+  assert ModelConfig.from_json(missing).sliding_windows == (4096, 4096)  # transformers' default for the family
+  assert tiny('mistral').sliding_rope == tiny('mistral').rope
 
 
 def test_rope_parameters_of_transformers_5_equal_rope_scaling():
@@ -76,7 +132,35 @@ def test_old_name_of_rope_type_and_default_original_length():
 @pytest.mark.parametrize(
   ('family', 'changes', 'named'),
   [
-    ('llama', {'model_type': 'mistral'}, "model_type = 'mistral'.*llama, qwen2, qwen3"),
+    ('llama', {'model_type': 'phi'}, "model_type = 'phi' is not supported; accepted: llama, mistral, qwen2, qwen3"),
+    ('llama', {'model_type': 'gpt_oss'}, "'gpt_oss' is not supported: attention sinks.* missing; accepted: llama, mistral"),
+    ('llama', {'model_type': 'gemma2'}, "'gemma2' is not supported: soft caps .* missing; accepted: .*gemma3_text"),
+    ('llama', {'model_type': 'gemma3'}, "'gemma3' is not supported: images .* gemma3_text"),
+    ('llama', {'model_type': 'olmo3'}, "'olmo3' is not supported: .* missing"),
+    ('llama', {'model_type': 'deepseek_v3'}, "'deepseek_v3' is not supported: latent attention is missing"),
+    (
+      'gemma3_text',
+      {'hidden_activation': 'silu'},
+      'hidden_activation = \'silu\' is not supported; accepted: "gelu_pytorch_tanh"',
+    ),
+    ('gemma3_text', {'final_logit_softcapping': 30.0}, 'final_logit_softcapping = 30.0 is not supported; accepted: null'),
+    ('gemma3_text', {'use_bidirectional_attention': True}, 'use_bidirectional_attention = True'),
+    ('gemma3_text', {'query_pre_attn_scalar': 0}, 'query_pre_attn_scalar = 0; accepted: a number above 0'),
+    ('gemma3_text', {'sliding_window': None}, 'sliding_window = None; accepted: a positive integer'),
+    ('gemma3_text', {'sliding_window_pattern': 0}, 'sliding_window_pattern = 0; accepted: a positive integer'),
+    (
+      'gemma3_text',
+      {'layer_types': ['full_attention']},
+      r"layer_types = \['full_attention'\]; accepted: .* each of the 3 layers",
+    ),
+    ('gemma3_text', {'rope_parameters': {'rope_type': 'default'}}, "rope_parameters.*'full_attention' and 'sliding_attention'"),
+    ('mistral', {'sliding_window': 0}, 'sliding_window = 0; accepted: a positive integer'),
+    (
+      'mistral',
+      {'layer_types': ['sliding_attention', 'full_attention']},
+      "accepted: 'sliding_attention' for each of the 2 layers",
+    ),
+    ('olmo2', {'attention_bias': True}, 'attention_bias'),
     ('llama', {'model_type': None}, 'model_type'),
     ('llama', {'architectures': ['LlamaForSequenceClassification']}, 'architectures.*LlamaForCausalLM'),
     ('llama', {'hidden_act': 'gelu'}, 'hidden_act.*silu'),

@@ -13,7 +13,7 @@ from sprl.models import transformer
 from sprl.models.attention import PackedAttention
 from sprl.models.config import tiny
 
-FAMILIES = ('llama', 'qwen2', 'qwen3', 'qwen2_moe', 'qwen3_moe')
+FAMILIES = ('llama', 'qwen2', 'qwen3', 'qwen2_moe', 'qwen3_moe', 'mistral', 'gemma3_text', 'olmo2')
 
 
 T = 8
@@ -36,21 +36,26 @@ def by_hand(config, params, ids):
   """Return the hidden states of a decoder in numpy float64, written from the papers, one head and position at a time."""
   w = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
   T, H, K, D = len(ids), config.num_heads, config.num_kv_heads, config.head_dim
+  raw, gemma = config.raw, config.family == 'gemma3_text'
 
-  def norm(x, scale):
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + config.rms_norm_eps) * scale
+  def norm(x, p):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + config.rms_norm_eps) * (p['scale'] + gemma)
+
+  def maybe(x, p, name):
+    return norm(x, p[name]) if name in p else x
 
   def linear(x, p):
     return x @ p['kernel'].T + p.get('bias', 0)
 
-  def rotated(x, t):
-    angle = t / 10_000.0 ** (np.arange(0, D, 2) / D)
+  def rotated(x, t, theta):
+    angle = t / theta ** (np.arange(0, D, 2) / D)
     a, b = x[: D // 2], x[D // 2 :]
     return np.concatenate([a * np.cos(angle) - b * np.sin(angle), b * np.cos(angle) + a * np.sin(angle)])
 
   def mlp(x, p):
     gate = linear(x, p['gate'])
-    return linear(gate / (1 + np.exp(-gate)) * linear(x, p['up']), p['down'])
+    slope = 2 * np.sqrt(2 / np.pi) * (gate + 0.044715 * gate**3) if gemma else gate  # tanh(y / 2) = 2 / (1 + exp(-y)) - 1
+    return linear(gate / (1 + np.exp(-slope)) * linear(x, p['up']), p['down'])
 
   def mixture(x, p):  # for one token
     scores = np.exp(linear(x, p['router']))
@@ -61,24 +66,30 @@ def by_hand(config, params, ids):
     y = sum(scores[e] / whole * mlp(x, expert) for e, expert in zip(chosen, of_expert))
     return y + mlp(x, p['shared']) / (1 + np.exp(-linear(x, p['shared_gate']))) if 'shared' in p else y
 
-  x = w['embed'][ids]
+  x = w['embed'][ids] * (np.sqrt(config.hidden_size) if gemma else 1)
   for i in range(config.num_layers):
     p = w['layers'][i]
-    a, n = p['attention'], norm(x, p['attention_norm']['scale'])
-    q, k, v = (linear(n, a[name]).reshape(T, -1, D) for name in 'qkv')
-    if config.qk_norm:
-      q, k = norm(q, a['q_norm']['scale']), norm(k, a['k_norm']['scale'])
+    a, n = p['attention'], maybe(x, p, 'attention_norm')
+    local = raw.get('sliding_window') and (not gemma or (i + 1) % raw['sliding_window_pattern'])
+    theta = raw['rope_local_base_freq'] if gemma and local else raw['rope_theta']
+    q, k, v = (linear(n, a[name]) for name in 'qkv')
+    if config.family == 'olmo2':
+      q, k = norm(q, a['q_norm']), norm(k, a['k_norm'])
+    q, k, v = (x.reshape(T, -1, D) for x in (q, k, v))
+    if config.family != 'olmo2':
+      q, k = maybe(q, a, 'q_norm'), maybe(k, a, 'k_norm')
     heads = np.zeros((T, H, D))
     for t in range(T):
+      seen = range(max(0, t + 1 - raw['sliding_window']) if local else 0, t + 1)
       for h in range(H):
         kv = h // (H // K)
-        score = np.array([rotated(q[t, h], t) @ rotated(k[s, kv], s) for s in range(t + 1)]) / np.sqrt(D)
-        weight = np.exp(score - score.max())
-        heads[t, h] = weight / weight.sum() @ v[: t + 1, kv]
-    x = x + linear(heads.reshape(T, -1), a['o'])
-    m, n = p['mlp'], norm(x, p['mlp_norm']['scale'])
-    x = x + (np.stack([mixture(token, m) for token in n]) if 'router' in m else mlp(n, m))
-  return norm(x, w['norm']['scale'])
+        score = np.array([rotated(q[t, h], t, theta) @ rotated(k[s, kv], s, theta) for s in seen])
+        weight = np.exp((score - score.max()) / np.sqrt(raw.get('query_pre_attn_scalar', D)))
+        heads[t, h] = weight / weight.sum() @ v[seen, kv]
+    x = x + maybe(linear(heads.reshape(T, -1), a['o']), p, 'attention_out_norm')
+    m, n = p['mlp'], maybe(x, p, 'mlp_norm')
+    x = x + maybe(np.stack([mixture(token, m) for token in n]) if 'router' in m else mlp(n, m), p, 'mlp_out_norm')
+  return norm(x, w['norm'])
 
 
 @pytest.mark.parametrize('family', FAMILIES)
@@ -102,11 +113,18 @@ def test_every_weight_is_described_once(family):
   assert attention['q']['kernel'] == ('heads', 'embed')
   assert attention['o']['kernel'] == ('embed', 'heads')
   assert axes['embed'] == ('vocab', 'embed')
-  assert ('bias' in attention['k'], 'q_norm' in attention) == (family.startswith('qwen2'), family.startswith('qwen3'))
+  normed = family.startswith('qwen3') or family in ('gemma3_text', 'olmo2')
+  assert ('bias' in attention['k'], 'q_norm' in attention) == (family.startswith('qwen2'), normed)
   experts = axes['layers'][0]['mlp'].get('experts')
   assert (experts is not None) == family.endswith('_moe')
   if experts:
     assert (experts['up']['kernel'], experts['down']['kernel']) == (('expert', 'mlp', 'embed'), ('expert', 'embed', 'mlp'))
+
+
+def test_the_initial_norms_of_a_gemma_are_1():
+  params = transformer.init_params(tiny('gemma3_text'), jax.random.key(0))
+  assert not np.any(params['norm']['scale'])  # 1 is added to it
+  assert set(params['layers'][0]) == {'attention', 'mlp', 'attention_norm', 'attention_out_norm', 'mlp_norm', 'mlp_out_norm'}
 
 
 def test_initial_weights_have_their_dtype_and_standard_deviation():

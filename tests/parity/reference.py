@@ -2,7 +2,8 @@
 
     python reference.py jobs.json
 
-jobs.json is a list of dicts. A job with `tokens` writes logits [B, T, V], greedy [B, N], inv_freq and scale to the .npz `out`:
+jobs.json is a list of dicts. A job with `tokens` writes logits [B, T, V], greedy [B, N], inv_freq and scale to the .npz `out`. If
+layers with a sliding window have rotary embeddings of their own, it writes inv_freq_sliding too:
 
   make    contents of config.json; a random model of it is saved to `folder` first
   folder  folder of the model
@@ -50,13 +51,15 @@ def run(job):
     logits = model(tokens).logits
     whole = model.generate(tokens, attention_mask=torch.ones_like(tokens), do_sample=False, max_new_tokens=32)
   rotary = model.model.rotary_emb
-  np.savez(
-    job['out'],
-    logits=logits.numpy(),
-    greedy=whole[:, tokens.shape[1] :].numpy(),
-    inv_freq=rotary.inv_freq.float().numpy(),
-    scale=rotary.attention_scaling,
-  )
+  if hasattr(rotary, 'inv_freq'):
+    angles = {'inv_freq': rotary.inv_freq.float().numpy(), 'scale': rotary.attention_scaling}
+  else:
+    angles = {
+      'inv_freq': rotary.full_attention_inv_freq.float().numpy(),
+      'scale': rotary.full_attention_attention_scaling,
+      'inv_freq_sliding': rotary.sliding_attention_inv_freq.float().numpy(),
+    }
+  np.savez(job['out'], logits=logits.numpy(), greedy=whole[:, tokens.shape[1] :].numpy(), **angles)
 
 
 def tokenize(job):

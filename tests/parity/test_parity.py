@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from sprl.cache.layout import cache_layout
+from sprl.config import Cache, Quant
 from sprl.io import pretrained
 from sprl.io.huggingface import export_folder, load_params
 from sprl.io.tokenizer import Tokenizer, write_tiny
@@ -23,6 +25,8 @@ from sprl.kernels.rope import frequencies
 from sprl.models import transformer
 from sprl.models.attention import PackedAttention
 from sprl.models.config import ModelConfig, tiny
+from sprl.sampler import decode
+from sprl.sampler.weights import sampler_weights
 
 pytestmark = pytest.mark.skipif(
   'SPRL_REFERENCE_PYTHON' not in os.environ, reason='SPRL_REFERENCE_PYTHON names no interpreter with torch and transformers'
@@ -58,6 +62,18 @@ CASES = {
     'num_experts_per_tok': 3,
   },
   'qwen2_moe': {'family': 'qwen2_moe'},
+  'mistral': {'family': 'mistral'},
+  'mistral_without_window': {'family': 'mistral', 'sliding_window': None, 'head_dim': 24},
+  'gemma3': {'family': 'gemma3_text'},
+  'gemma3_linear': {
+    'family': 'gemma3_text',
+    'num_key_value_heads': 1,
+    'layer_types': ['sliding_attention', 'full_attention', 'sliding_attention'],
+    'rope_theta': 1e6,
+    'rope_scaling': {'rope_type': 'linear', 'factor': 8.0},
+  },
+  'olmo2': {'family': 'olmo2'},
+  'olmo2_mha_tied': {'family': 'olmo2', 'num_key_value_heads': 4, 'tie_word_embeddings': True},
 }
 PROMPTS = np.random.default_rng(0).integers(3, 259, (2, 40)).tolist()
 
@@ -209,6 +225,24 @@ def test_rotary_frequencies_equal_those_of_transformers(small, case):
   inv_freq, scale = frequencies(config.rope, config.head_dim)
   np.testing.assert_allclose(inv_freq, theirs['inv_freq'], rtol=3e-7)
   assert scale == pytest.approx(float(theirs['scale']), rel=1e-7)
+  if 'inv_freq_sliding' in theirs:
+    np.testing.assert_allclose(frequencies(config.sliding_rope, config.head_dim)[0], theirs['inv_freq_sliding'], rtol=3e-7)
+
+
+@pytest.mark.parametrize('case', ['mistral', 'gemma3', 'olmo2'])
+def test_greedy_tokens_through_the_cache_equal_those_of_transformers(small, case):
+  """The prompts and the completion are several times longer than the windows, so the rings wrap."""
+  config = ModelConfig.read(small / case)
+  weights = sampler_weights(load_params(small / case, config), jnp.float32)
+  graph, prompts, steps = transformer.graph(config), jnp.asarray(PROMPTS, jnp.int32), 32
+  layout = cache_layout(config, Cache(), Quant(), prompts.shape[1], steps, jnp.float32)
+  decode_step = jax.jit(decode.decode_step, static_argnums=0)
+  cache, hidden = decode.prefilled_cache(graph, layout, weights, prompts, jnp.full(len(prompts), prompts.shape[1]))
+  drawn = []
+  for _ in range(steps):
+    drawn.append(jnp.argmax(decode.logits(weights, hidden), axis=-1).astype(jnp.int32))
+    hidden, _, cache, _ = decode_step(graph, weights, cache, drawn[-1], jnp.ones(len(prompts), bool))
+  np.testing.assert_array_equal(np.stack(drawn, axis=1), np.load(small / f'{case}.npz')['greedy'])
 
 
 def assert_same_tokenizer(folder: Path, expected: dict) -> None:

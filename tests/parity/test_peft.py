@@ -28,6 +28,8 @@ CASES = {
   'llama': ('llama', Lora(rank=5, alpha=7.5)),
   'qwen2': ('qwen2', Lora(rank=4, alpha=16.0, targets=('k', 'o', 'up'))),
   'qwen3': ('qwen3', Lora(rank=1, alpha=2.0)),
+  'gemma3': ('gemma3_text', Lora(rank=2, alpha=4.0)),
+  'olmo2': ('olmo2', Lora(rank=2, alpha=4.0, targets=('q', 'k', 'down'))),
 }
 
 

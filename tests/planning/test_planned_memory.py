@@ -157,7 +157,7 @@ def test_the_record_of_filters_is_counted():
 
 
 def test_bytes_of_a_sequence_in_the_cache():
-  kv = {name: kv_bytes(memory.rollout_cache(QWEN, RUN, cache, quant)) for name, (cache, quant) in kinds(RUN).items()}
+  kv = {name: kv_bytes(memory.rollout_cache(QWEN, RUN, cache, quant)) for name, (cache, quant) in kinds(RUN, QWEN).items()}
   # Keys and values; three counters of a row and two of each kv head; in a layer that evicts, positions and the last 8 queries.
   assert kv['dense'] == 2 * 2 * 28 * K * D * 2048 + 44
   assert kv['dense fp8'] == 2 * 28 * K * D * 2048 + 44

@@ -34,9 +34,9 @@ class RecordingMemory:
   inner: object
   seen: list
 
-  def attend(self, layer, q, k, v):
+  def attend(self, layer, q, k, v, sliding_window=None):
     self.seen.append((q, k, v))
-    out, _ = self.inner.attend(layer, q, k, v)
+    out, _ = self.inner.attend(layer, q, k, v, sliding_window)
     return out, self
 
 

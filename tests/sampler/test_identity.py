@@ -25,7 +25,11 @@ SAMPLING = Sampling(temperature=TEMPERATURE, max_tokens=12, max_prompt=16, promp
 T = 28
 LAYERS = {'qwen3_moe': 1}
 # Together the default families have biases, tied and untied heads, normalised queries and keys, and experts.
-FAMILIES = ['qwen2', 'qwen3_moe', *(pytest.param(family, marks=pytest.mark.slow) for family in ('llama', 'qwen3'))]
+FAMILIES = [
+  'qwen2',
+  'qwen3_moe',
+  *(pytest.param(family, marks=pytest.mark.slow) for family in ('llama', 'qwen3', 'mistral', 'olmo2')),
+]
 
 
 @cache

@@ -2,7 +2,8 @@
 
 Arguments: one or more MEMORY:DATAxFSDPxTENSOR, a key of MEMORIES and the mesh of the rollouts. The learner has the same devices,
 all along fsdp. If the key starts with `experts`, the model has eight experts, the argument ends with xEXPERT, and the learner
-splits the experts into two parts. The key `filtered` samples with top-k, and `masked` with top-p.
+splits the experts into two parts. The key `filtered` samples with top-k, and `masked` with top-p. The key `windows` has a model
+of two layers, the first with a sliding window.
 """
 
 import json
@@ -41,14 +42,16 @@ MEMORIES = {
   'masked': (SPARSE, Quant(sampler='kv8')),
   'experts': (SPARSE, Quant(sampler='w8a8_kv8', format='mxfp8', arithmetic='blockwise')),
   'experts_emulated': (SPARSE, Quant(sampler='w8a8_kv8', format='mxfp8', arithmetic='emulated')),
+  'windows': (SPARSE, Quant(sampler='kv8')),
   'layer': (Cache(budget=6, interval=3, window=2, method='h2o', scope='layer'), Quant(sampler='kv8')),
 }
 SAMPLING = Sampling(max_tokens=16, max_prompt=8, prompt_buckets=(8,), chunk=5)
 FILTERS = {'filtered': {'top_k': 6, 'top_p': 0.9}, 'masked': {'top_p': 0.8}}
 
 MODELS = {
-  False: small.model('qwen2', num_hidden_layers=1, vocab_size=264),
-  True: small.model('qwen3_moe', num_hidden_layers=1, vocab_size=264, num_experts=8, moe_intermediate_size=64),
+  'dense': small.model('qwen2', num_hidden_layers=1, vocab_size=264),
+  'experts': small.model('qwen3_moe', num_hidden_layers=1, vocab_size=264, num_experts=8, moe_intermediate_size=64),
+  'windows': small.model('gemma3_text', num_hidden_layers=2, sliding_window_pattern=2, vocab_size=264),
 }
 rng = np.random.default_rng(0)
 prompts = [rng.integers(0, 260, n).astype(np.int32) for n in (8, 5)]
@@ -66,7 +69,7 @@ class Compilations(logging.Handler):
 
 def step(memory, sizes):
   """Return the results of rollouts, calibration, self-check and an update."""
-  config, pretrained = MODELS[memory.startswith('experts')]
+  config, pretrained = MODELS.get(memory.partition('_')[0], MODELS['dense'])
   graphdef, pretrained, heads = transformer.graph(config), jax.device_get(pretrained), (config.num_heads, config.num_kv_heads)
   devices = jax.devices()[: sizes.data * sizes.fsdp * sizes.tensor * sizes.expert]
   mesh, rollout = make_mesh(Mesh(expert=min(sizes.expert, 2)), devices, heads), make_mesh(sizes, devices, heads, 'rollout')

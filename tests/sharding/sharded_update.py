@@ -1,7 +1,8 @@
 """Compare two updates on meshes of 8 host devices with two updates on one device. Prints JSON.
 
 Arguments: HEADS/KVHEADS:DATAxFSDPxTENSOR, one or more. With xEXPERT after it the model is a mixture of experts, and the routes of
-some tokens are replayed. :OPTIMIZER after that selects an entry of OPTIMIZERS; the default is adam.
+some tokens are replayed. :OPTIMIZER after that selects an entry of OPTIMIZERS, and :FAMILY another family than Llama; the default
+optimiser is adam.
 """
 
 import dataclasses
@@ -23,6 +24,7 @@ from sprl.learner.optimizer import make_optimizer
 from sprl.learner.state import TrainState, abstract_state
 from sprl.learner.update import UpdateConfig, make_update
 from sprl.models import transformer
+from sprl.models.config import ARCHITECTURES
 from sprl.sharding.mesh import make_mesh
 from sprl.sharding.rules import row_shards, shardings
 
@@ -88,7 +90,8 @@ for argument in sys.argv[1:]:
   H, K = map(int, heads.split('/'))
   experts = shape.count('x') == 3
   family, sizes = ('qwen2_moe', {'num_experts': 8, 'vocab_size': 264}) if experts else ('llama', {'vocab_size': 264})
-  settings, more = OPTIMIZERS[name]
+  family = name if name in ARCHITECTURES else family
+  settings, more = OPTIMIZERS.get(name, OPTIMIZERS['adam'])
   config, params = small.model(family, num_hidden_layers=1, num_attention_heads=H, num_key_value_heads=K, **sizes, **more)
   optimizer = make_optimizer(settings, 10)
   create = partial(TrainState.create, optimizer=optimizer)

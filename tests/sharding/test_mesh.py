@@ -103,16 +103,17 @@ def test_without_a_mesh_names_have_no_effect():
 
 
 def test_only_three_names_of_weight_axes_have_no_rule():
-  names = {name for axes in jax.tree.leaves(transformer.logical_axes(tiny('qwen3'))) for name in [axes]}
+  families = ('qwen3', 'gemma3_text', 'olmo2')
+  names = {name for family in families for name in jax.tree.leaves(transformer.logical_axes(tiny(family)))}
   assert names - IN_USE.keys() == {'embed', 'norm', 'head_dim'}
 
 
-# --- updates: HEADS/KVHEADS:DATAxFSDPxTENSOR; then xEXPERT for a mixture, :NAME for an optimiser other than adam -------
+# --- updates: HEADS/KVHEADS:DATAxFSDPxTENSOR; then xEXPERT for a mixture, :NAME for another optimiser or family --------
 
 UPDATES = ('4/2:2x2x2', '4/2:1x2x2x2')
 MORE_UPDATES = (
   '4/2:1x1x8', '4/2:1x8x1', '4/2:8x1x1', '4/2:1x4x2', '4/2:1x2x4', '4/2:2x1x4', '8/2:1x1x8', '6/3:4x1x2', '6/3:1x2x4:adafactor',
-  '4/2:1x1x1x8', '4/2:2x2x1x2', '4/2:4x1x2x1',
+  '4/2:1x1x1x8', '4/2:2x2x1x2', '4/2:4x1x2x1', '4/2:1x2x4:olmo2', '4/2:2x2x2:gemma3_text',
 )  # fmt: skip
 
 
@@ -164,6 +165,7 @@ ROLLOUTS = ('sparse:2x1x4',)
 MORE_ROLLOUTS = (
   'dense:8x1x1', 'dense:1x1x8', 'dense:1x2x4', 'sparse:8x1x1', 'sparse:1x1x8', 'sparse:2x2x2', 'sparse:4x1x2', 'layer:2x1x4',
   'experts:2x1x2x2', 'experts:1x1x1x8', 'experts_emulated:1x2x2x2', 'filtered:2x2x2', 'masked:1x2x4',
+  'windows:2x1x4',
 )  # fmt: skip
 
 

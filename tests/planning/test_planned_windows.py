@@ -1,0 +1,48 @@
+"""Plans of models with sliding windows, by hand for Gemma 3 1B: 22 layers with a window of 512, and 4 full layers."""
+
+import dataclasses
+
+import pytest
+from plans import MODELS, RUN
+
+from sprl.config import Cache, Quant
+from sprl.models.config import ModelConfig, tiny
+from sprl.planning.devices import DEVICES
+from sprl.planning.estimate import kinds, plan
+from sprl.planning.memory import kv_bytes, rollout_cache
+from sprl.planning.mesh_axes import MeshAxes
+from sprl.planning.work import attended, decode_work
+
+GEMMA = ModelConfig.read(MODELS / 'gemma-3-1b-it')
+PROMPT, TOKENS, WINDOW, SLOT = 512, 2048, 512, 2 * 256 * 2  # SLOT: bytes of a key and a value of one head of width 256
+BUDGET, INTERVAL = RUN.cache.budget or 0, RUN.cache.interval
+
+
+def test_the_cache_of_a_sequence_has_a_ring_for_each_layer_with_a_window():
+  assert kv_bytes(rollout_cache(GEMMA, RUN, Cache(), Quant())) == SLOT * (22 * WINDOW + 4 * TOKENS) + 3 * 4 + 2 * 4
+  sparse = rollout_cache(GEMMA, RUN, Cache(method='streaming', budget=BUDGET, interval=INTERVAL), Quant())
+  position = 4  # bytes of a slot's position, in the layers that evict
+  assert kv_bytes(sparse) == SLOT * 22 * WINDOW + (SLOT + position) * 4 * (BUDGET + INTERVAL) + 3 * 4 + 2 * 4
+
+
+def test_a_decode_step_reads_the_window_of_most_layers():
+  dense = rollout_cache(GEMMA, RUN, Cache(), Quant())
+  assert attended(dense, WINDOW) == WINDOW  # the longest prompt fills the window
+  full = round(PROMPT + (TOKENS - PROMPT + 1) / 2)
+  assert round(attended(dense)) == full
+  _, attention, *_ = decode_work(GEMMA, RUN, dense, 2 * 10**9, 64, MeshAxes(), DEVICES['h200']).parts
+  assert attention.bytes == pytest.approx(64 * SLOT * (22 * WINDOW + 4 * full), rel=0.01)
+  assert attention.flops == 64 * 4 * 4 * 256 * (22 * WINDOW + 4 * full)
+
+
+def test_a_plan_of_gemma_3():
+  found = plan(GEMMA, RUN, MeshAxes(), MeshAxes(), DEVICES['h200'])
+  assert found.parameters == 999_885_952
+  assert {kind.name for kind in found.kinds} == {'dense', 'dense fp8', 'sparse', 'sparse fp8'}
+  assert all(kind.rows > 0 for kind in found.kinds)
+
+
+def test_a_model_with_windows_on_every_layer_has_dense_rollouts_only():
+  dense = dataclasses.replace(RUN, cache=Cache())
+  assert set(kinds(dense, tiny('mistral'))) == {'dense', 'dense fp8'}
+  assert 'sparse' in kinds(dense, tiny('mistral', sliding_window=None))
