@@ -55,6 +55,7 @@ class Task:
   system: str | None = None  # system message; None: the template's own, if it has one
   suffix: str = ''  # text appended to every question, such as an instruction on the form of the answer
   grader: str = 'auto'  # auto, math, gsm8k, numeric, exact, or `file.py:function`; auto: the data set's own, math for jsonl
+  rewards: tuple[str, ...] = ()  # several graders, as GRADER or GRADER=WEIGHT; the reward is their weighted sum; (): `grader`
   workers: int | None = None  # graders (None: 2), or environments (None: one per episode; in processes, one per core)
   executor: Literal['threads', 'processes', 'ray'] | None = None  # None: processes for graders, threads for environments
   time_limit: float | None = None  # seconds for grading an answer (None: 10), or an environment's reset or step (None: 3600)
