@@ -54,7 +54,7 @@ class Task:
   chat: bool = True  # render prompts with the tokenizer's chat template; False: use their text as it is
   system: str | None = None  # system message; None: the template's own, if it has one
   suffix: str = ''  # text appended to every question, such as an instruction on the form of the answer
-  grader: str = 'auto'  # auto, math, gsm8k, numeric, exact, or `file.py:function`; auto: the data set's own, math for jsonl
+  grader: str = 'auto'  # auto, math, gsm8k, numeric, exact, code, or `file.py:function`; auto: the data set's own
   rewards: tuple[str, ...] = ()  # several graders, as GRADER or GRADER=WEIGHT; the reward is their weighted sum; (): `grader`
   workers: int | None = None  # graders (None: 2), or environments (None: one per episode; in processes, one per core)
   executor: Literal['threads', 'processes', 'ray'] | None = None  # None: processes for graders, threads for environments

@@ -142,7 +142,7 @@ def validate_model(run: Run) -> None:
   require(run, 'model.router_replay', scored, "'none' or 'R3' with config.correction.mode = 'bypass', which has no old policy")
 
 
-GRADERS = ('auto', 'math', 'gsm8k', 'numeric', 'exact')
+GRADERS = ('auto', 'math', 'gsm8k', 'numeric', 'exact', 'code')
 GRADING_COSTS = ('task.workers', 'task.executor', 'task.time_limit')  # these depend on the machine and do not change rewards
 
 

@@ -39,7 +39,7 @@ from sprl.tasks.worker_pool import WorkerPool
 from sprl.tasks.workers import cpus
 
 REFUSALS = SettingsError, TokenizerError, OSError  # errors of problems; possibly in one process only, whose share has them
-GRADING_SECONDS, GRADING_MEMORY_GB = 10.0, 4.0  # time per answer and reward, address space that a process may add
+GRADING_MEMORY_GB = 4.0  # address space that a grading process may add
 STEP_SECONDS = 3600.0  # for a reset or step; then the environment counts as hung, and its member is tried again
 LOOKED_INTO = 100  # problems of each split whose columns rewards may ask for
 LOOKED_AHEAD = 10_000  # prompts whose lengths are checked before the first step; the engine checks all others
@@ -159,7 +159,7 @@ class RolloutSetup:
 
   def _graders(self) -> GraderPool:
     task = self.run.task
-    limits = task.time_limit or GRADING_SECONDS, GRADING_MEMORY_GB
+    limits = task.time_limit or graders.SECONDS, GRADING_MEMORY_GB
     return grader_pool(self.rewards, task.workers, *limits, task.executor or 'processes', columns=self.columns)
 
   def _environments(self, held_out: bool) -> WorkerPool:

@@ -4,6 +4,7 @@
 `gsm8k`    1 if the text after the last `####`, else the last box, else the last number, has the value of the answer
 `numeric`  1 if the last number of the final answer has the value of the answer
 `exact`    1 if the whole completion is the answer, apart from surrounding space
+`code`     1 if the code of the completion passes the tests of the row (sprl/tasks/code_grader.py)
 
 A user's grader is a function in a file or a Python callable; sprl/tasks/rewards.py describes the forms that it may have.
 
@@ -13,7 +14,6 @@ answer is the last `<answer>` tag, else the last box, else the whole text; if th
 """
 
 import ast
-import functools
 import importlib.machinery
 import importlib.util
 import inspect
@@ -23,12 +23,16 @@ import types
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sprl.config import SettingsError, Task
 from sprl.config_checks import GRADERS, grader_file, python_name, reward_name, weighted
+from sprl.tasks import code_grader
 from sprl.tasks.rewards import Grader, for_groups, for_samples, is_async, is_groupwise
+
+SECONDS = 10.0  # for grading a sample, unless task.time_limit is set
 
 
 @dataclass(frozen=True)
@@ -36,10 +40,10 @@ class GraderSpec:
   """A grader by name, which a worker loads."""
 
   label: str  # its name in messages
-  kind: str  # math, gsm8k, numeric, exact, reasoning_gym, file, function
+  kind: str  # math, gsm8k, numeric, exact, code, reasoning_gym, file, function
   name: str = ''  # reasoning_gym: the data set; file: the function
   path: str = ''  # file: absolute
-  args: Mapping[str, Any] = field(default_factory=dict)  # reasoning_gym: arguments of the data set
+  args: Mapping[str, Any] = field(default_factory=dict)  # reasoning_gym: arguments of the data set; code: seconds
   function: Callable[..., Any] | None = None  # function: a Python callable, which runs in a thread of this process
   groupwise: bool = False  # whether it grades all samples of a prompt at once
   asynchronous: bool = False  # whether it is an `async def`
@@ -83,6 +87,8 @@ def resolve(task: Task, functions: Mapping[str, Callable[..., Any]] | None = Non
       assert task.name, 'checked with the settings'
       return GraderSpec(f'auto ({task.name})', 'reasoning_gym', task.name, args=task.args)
     return GraderSpec('auto', 'gsm8k' if task.kind == 'gsm8k' else 'math')
+  if task.grader == 'code':  # slow code scores 0 before the pool ends the grader, which would count as its failure
+    return GraderSpec('code', 'code', args={'seconds': 0.8 * (task.time_limit or SECONDS)})
   if task.grader in GRADERS:
     return GraderSpec(task.grader, task.grader)
   if (name := python_name(task.grader)) is not None:
@@ -149,6 +155,9 @@ def load(spec: GraderSpec, columns: Collection[str] = ()) -> Callable[[Any], Any
   match spec.kind:
     case 'reasoning_gym':
       return _reasoning_gym(spec)
+    case 'code':
+      code_grader.check_columns(columns)
+      return partial(code_grader.grade, seconds=spec.args['seconds'])
     case 'file':
       function = _from_file(spec)
     case 'function':
@@ -228,7 +237,7 @@ def _same_mathematics(boxed: str | None, text: str, answer: str) -> bool:
   """
   import math_verify
 
-  parse = functools.partial(math_verify.parse, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+  parse = partial(math_verify.parse, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
   readings = [rf'\boxed{{{boxed}}}'] if boxed else [text] if _PROSE.search(text) else [rf'\boxed{{{text.strip()}}}', text]
   wanted = parse(rf'\boxed{{{last_boxed(answer) or answer.strip().strip("$")}}}')
   return any(math_verify.verify(wanted, parse(reading), timeout_seconds=None) for reading in readings)

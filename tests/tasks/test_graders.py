@@ -220,7 +220,11 @@ def test_a_users_file_is_found_without_running_it(tmp_path):
 @pytest.mark.parametrize(
   ('text', 'grader', 'complaint'),
   [
-    ('', 'maths', r"config\.task\.grader = 'maths': expected one of auto, math, gsm8k, numeric, exact, or `file\.py:function`"),
+    (
+      '',
+      'maths',
+      r"config\.task\.grader = 'maths': expected one of auto, math, gsm8k, numeric, exact, code, or `file\.py:function`",
+    ),
     ('', '{}/none.py:grade', r'none\.py: no such file'),
     ('def score(p, c, a): return 1.0', '{}/mine.py:grade', r'mine\.py has no grade; it has score'),
     ('def grade(:', '{}/mine.py:grade', r'mine\.py is not Python'),
