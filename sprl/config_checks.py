@@ -142,7 +142,7 @@ def validate_model(run: Run) -> None:
   require(run, 'model.router_replay', scored, "'none' or 'R3' with config.correction.mode = 'bypass', which has no old policy")
 
 
-GRADERS = ('auto', 'math', 'gsm8k', 'numeric', 'exact', 'code')
+GRADERS = ('auto', 'math', 'gsm8k', 'numeric', 'exact', 'code', 'judge')
 GRADING_COSTS = ('task.workers', 'task.executor', 'task.time_limit')  # these depend on the machine and do not change rewards
 
 
@@ -195,6 +195,9 @@ def _validate_rewards(run: Run) -> None:
   require(run, 'task.rewards', len(set(names)) == len(names), f'functions of different names; got {", ".join(names)}')
   free = not set(names) & set(REWARD_METRICS)
   require(run, 'task.rewards', free, f'other names than {", ".join(REWARD_METRICS)}, which are metrics of the reward')
+  used = 'judge' in (run.task.grader, *graders)
+  require(run, 'task.judge', bool(run.task.judge) or not used, "a dictionary with url and model for the grader 'judge'")
+  require(run, 'task.judge', used or not run.task.judge, "{} without the grader 'judge'")
   if rewards:
     require(run, 'task.grader', run.task.grader == 'auto', "'auto' with config.task.rewards, which name all graders")
     require(run, 'task.rewards', run.task.kind != 'environment', "() with config.task.kind = 'environment', which rewards itself")

@@ -124,6 +124,7 @@ class Trajectory:
   status: str = 'ok'  # how it was graded (a Grade's status)
   parts: Mapping[str, float] = dataclasses.field(default_factory=dict)  # score by each of several named rewards, without weights
   failed: tuple[str, ...] = ()  # the named rewards whose graders failed; they count 0
+  costs: Mapping[str, float] = dataclasses.field(default_factory=dict)  # what its grading used, such as judge/tokens
   rewards: tuple[float, ...] = ()  # of the turns of a conversation; `reward` is their sum
   metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)  # reported by its environment
   withheld: bool = False  # its reward counts in the advantages of its group; its tokens are not trained on

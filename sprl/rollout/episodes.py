@@ -13,6 +13,7 @@ An episode knows neither engines nor clocks nor other members. The scheduler kee
 (`answered`) and a conversation with an environment (`conversation`) differ in this file only.
 """
 
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
@@ -60,13 +61,15 @@ def compared(trajectories: Sequence[Trajectory], call: Any, names: Sequence[str]
 def graded(grade: Grade, before: Trajectory | None = None, names: Sequence[str] = ()) -> dict[str, Any]:
   """Return the fields of a trajectory that a Grade changes. An earlier grade of the trajectory `before` is added to it."""
   if before is None:
-    return {'reward': float(grade.score), 'status': grade.status, 'parts': grade.parts, 'failed': grade.failed}
+    fields = {'status': grade.status, 'parts': grade.parts, 'failed': grade.failed, 'costs': grade.costs}
+    return {'reward': float(grade.score), **fields}
   parts = {**before.parts, **grade.parts}
   return {
     'reward': before.reward + float(grade.score),
     'status': grade.status if before.status == 'ok' else before.status,
     'parts': {name: parts[name] for name in names if name in parts},
     'failed': (*before.failed, *grade.failed),
+    'costs': Counter(before.costs) + Counter(grade.costs),
   }
 
 

@@ -101,6 +101,7 @@ def evaluate(
       'eval/truncated': float(np.mean([t.finish == 'length' for t in trajectories])),
       'eval/ungraded': float(sum(t.status != 'ok' for t in trajectories)),
       **collect.reward_parts(trajectories, 'eval/reward'),
+      **{f'eval/{name}': used for name, used in collect.grading_costs(trajectories).items()},
     },
     'intervals': intervals,
     'samples': collect.sample_rows(trajectories, source.answer, model.tokenizer, shown),

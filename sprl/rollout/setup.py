@@ -159,7 +159,7 @@ class RolloutSetup:
 
   def _graders(self) -> GraderPool:
     task = self.run.task
-    limits = task.time_limit or graders.SECONDS, GRADING_MEMORY_GB
+    limits = task.time_limit, GRADING_MEMORY_GB
     return grader_pool(self.rewards, task.workers, *limits, task.executor or 'processes', columns=self.columns)
 
   def _environments(self, held_out: bool) -> WorkerPool:

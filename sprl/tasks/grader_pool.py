@@ -5,7 +5,7 @@ limit (`crash`), raises (`error`), or returns anything but a finite number (`inv
 because an alarm inside the worker does not interrupt C code that hangs.
 
 Each reward of a sample is a separate call of a worker. Rewards in files run in processes (or on Ray), Python callables in threads
-of this process.
+of this process. Async rewards run many at a time on one event loop, which is in a process or, for Python callables, in a thread.
 """
 
 import itertools
@@ -13,23 +13,25 @@ import logging
 import math
 import numbers
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
 from sprl.tasks import graders
+from sprl.tasks.async_workers import Lanes, async_starter
 from sprl.tasks.foreign import reason
 from sprl.tasks.graders import GraderSpec, Reward
+from sprl.tasks.judge import COSTS, Judgement
 from sprl.tasks.rewards import Sample
 from sprl.tasks.worker_pool import Failure, WorkerPool, wait_for_any
 from sprl.tasks.workers import starter
 
-WORKERS = 2  # samples that are graded at the same time, unless the settings say otherwise
+WORKERS, ASYNC_CALLS = 2, 64  # calls of rewards at the same time, unless task.workers is set; the second: of async ones
 
 Status = Literal['ok', 'timeout', 'crash', 'error', 'invalid']
-Score = tuple[float, str, str]  # (score, status, reason) of one reward of a sample
+Score = tuple[float, str, str, dict[str, float]]  # (score, status, reason, costs) of one reward of a sample
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ class Grade:
   reason: str = ''  # why the status is not ok
   parts: Mapping[str, float] = field(default_factory=dict)  # the score of each named reward, without its weight
   failed: tuple[str, ...] = ()  # the named rewards that failed; their scores are 0
+  costs: Mapping[str, float] = field(default_factory=dict)  # what grading used, such as judge/tokens
 
 
 @dataclass(frozen=True)
@@ -137,21 +140,23 @@ class GraderPool:
   def _grade(self, scores: Mapping[int, Score]) -> Grade:
     """The grade of a sample from its scores by the index of their rewards."""
     found = [(self._rewards[index], *score) for index, score in scores.items()]
-    failures = [(status, f'{reward.name}: {why}' if reward.name else why) for reward, _, status, why in found if status != 'ok']
-    status, why = failures[0] if failures else ('ok', '')
+    failures = [(status, reward.name, why) for reward, _, status, why, _ in found if status != 'ok']
+    status, name, why = failures[0] if failures else ('ok', '', '')
+    used = sorted({name for *_, costs in found for name in costs})
     return Grade(
-      sum((reward.weight * score for reward, score, _, _ in found), start=0.0),
+      sum((reward.weight * score for reward, score, *_ in found), start=0.0),
       status,  # pyright: ignore[reportArgumentType]
-      why,
-      {reward.name: score for reward, score, _, _ in found if reward.name},
-      tuple(reward.name for reward, _, status, _ in found if reward.name and status != 'ok'),
+      f'{name}: {why}' if name else why,
+      {reward.name: score for reward, score, *_ in found if reward.name},
+      tuple(reward.name for reward, _, status, *_ in found if reward.name and status != 'ok'),
+      {name: sum(costs.get(name, 0.0) for *_, costs in found) for name in used},
     )
 
 
 def grader_pool(
   rewards: Sequence[Reward],
   workers: int | None,
-  timeout: float,
+  timeout: float | None,
   memory_gb: float,
   executor: str = 'processes',
   now: Callable[[], float] = time.monotonic,
@@ -161,38 +166,64 @@ def grader_pool(
 
   Args:
     rewards: the rewards.
-    workers: calls of rewards that run at the same time. None: WORKERS.
-    timeout: seconds that each reward of a sample may take.
+    workers: calls of rewards that run at the same time. None: WORKERS, and ASYNC_CALLS of async rewards.
+    timeout: seconds that each reward of a sample may take. None: graders.SECONDS, and graders.ASYNC_SECONDS of async rewards.
     memory_gb: GiB of address space that a grading process may add after its graders are loaded.
     executor: processes, or ray, which limits memory itself. Python callables run in threads in any case.
     now: the clock, in seconds.
     columns: the columns that rows have, which rewards may ask for.
   """
-  here = [reward.grader.kind == 'function' for reward in rewards]
 
-  def pool(threads: bool) -> WorkerPool:
-    specs = {i: reward.grader for i, reward in enumerate(rewards) if here[i] == threads}
+  def place(spec: GraderSpec) -> tuple[str, bool]:
+    return 'threads' if spec.kind == 'function' else executor, spec.asynchronous
+
+  def pool(executor: str, asynchronous: bool) -> WorkerPool:
+    specs = {i: r.grader for i, r in enumerate(rewards) if place(r.grader) == (executor, asynchronous)}
     labels = ', '.join(spec.label for spec in specs.values())
+    if asynchronous:
+      start = Lanes(async_starter(executor, partial(load_async_service, specs, tuple(columns)), memory_gb))
+    else:
+      start = starter(executor, partial(load_service, specs, tuple(columns)), memory_gb)
     return WorkerPool(
-      starter('threads' if threads else executor, partial(load_service, specs, tuple(columns)), memory_gb),
-      workers or WORKERS,
-      limit=timeout,
+      start,
+      workers or (ASYNC_CALLS if asynchronous else WORKERS),
+      limit=timeout or graders.time_limit(asynchronous),
       limit_setting='config.task.time_limit',
       blame=f'config.task.grader = {labels!r}' if len(rewards) == 1 else f'config.task.rewards: {labels}',
       now=now,
     )
 
-  by_place = {threads: pool(threads) for threads in set(here)}
-  return GraderPool(rewards, [by_place[threads] for threads in here])
+  places = [place(reward.grader) for reward in rewards]
+  pools = {each: pool(*each) for each in dict.fromkeys(places)}
+  return GraderPool(rewards, [pools[each] for each in places])
 
 
 # --- in a worker -----------------------------------------------------------------------------------------------------
 
 
-def load_service(
-  specs: Mapping[int, GraderSpec], columns: Collection[str]
-) -> Callable[[tuple[int, Sample | Group]], list[Score]]:
+def load_service(specs: Mapping[int, GraderSpec], columns: Collection[str]) -> Callable[[Asked], list[Score]]:
   """Return the service of a grading worker. Raises any error of a user's file."""
+  loaded = _load(specs, columns)
+
+  def answer(asked: Asked) -> list[Score]:
+    index, given = asked
+    return _checked(loaded[index](_what(given)), given)
+
+  return answer
+
+
+def load_async_service(specs: Mapping[int, GraderSpec], columns: Collection[str]) -> Callable[[Asked], Awaitable[list[Score]]]:
+  """Return the service of an async grading worker. Raises any error of a user's file."""
+  loaded = _load(specs, columns)
+
+  async def answer(asked: Asked) -> list[Score]:
+    index, given = asked
+    return _checked(await loaded[index](_what(given)), given)
+
+  return answer
+
+
+def _load(specs: Mapping[int, GraderSpec], columns: Collection[str]) -> dict[int, Callable[[Any], Any]]:
   logging.getLogger('math_verify').setLevel(logging.ERROR)  # it warns at every call that its own time limit is off
   loaded = {}
   for index, spec in specs.items():
@@ -202,30 +233,34 @@ def load_service(
       if len(specs) == 1:
         raise
       raise RuntimeError(f'{spec.label}: {reason(error)}') from error
-  return partial(_answer, loaded)
+  return loaded
 
 
-def _answer(loaded: Mapping[int, Callable[[Any], Any]], call: Asked) -> list[Score]:
-  """The scores of a sample, or of the samples of a group, by one reward."""
-  index, given = call
+def _what(given: Sample | Group) -> Sample | tuple[Sample, ...]:
+  return given.samples if isinstance(given, Group) else given
+
+
+def _checked(returned: Any, given: Sample | Group) -> list[Score]:
+  """The scores of a sample, or of the samples of a group, that a reward returned."""
   if isinstance(given, Sample):
-    return [_checked(loaded[index](given))]
-  scores = loaded[index](given.samples)
+    return [_score_of(returned)]
   try:
-    found = list(scores)
+    found = list(returned)
   except TypeError:
-    return [(0.0, 'invalid', f'returned a {type(scores).__name__}, expected a list of numbers')] * len(given.samples)
+    return [(0.0, 'invalid', f'returned a {type(returned).__name__}, expected a list of numbers', {})] * len(given.samples)
   if len(found) != len(given.samples):
-    return [(0.0, 'invalid', f'returned {len(found)} scores of {len(given.samples)} samples')] * len(given.samples)
-  return [_checked(score) for score in found]
+    return [(0.0, 'invalid', f'returned {len(found)} scores of {len(given.samples)} samples', {})] * len(given.samples)
+  return [_score_of(each) for each in found]
 
 
-def _checked(score: Any) -> Score:
-  if not isinstance(score, numbers.Real):
-    return 0.0, 'invalid', f'returned a {type(score).__name__}'
-  if not math.isfinite(score):
-    return 0.0, 'invalid', f'returned {score!r:.100}'
-  return float(score), 'ok', ''
+def _score_of(returned: Any) -> Score:
+  if isinstance(returned, Judgement):
+    return returned.score, returned.status, returned.reason, dict(returned.costs)
+  if not isinstance(returned, numbers.Real):
+    return 0.0, 'invalid', f'returned a {type(returned).__name__}', {}
+  if not math.isfinite(returned):
+    return 0.0, 'invalid', f'returned {returned!r:.100}', {}
+  return float(returned), 'ok', '', {}
 
 
 # --- from a worker ---------------------------------------------------------------------------------------------------
@@ -234,16 +269,17 @@ def _checked(score: Any) -> Score:
 def _scores(answer: Any, count: int) -> list[Score]:
   """The scores that a worker answered, one per sample. Its process may run code of a model, which can forge an answer."""
   if isinstance(answer, Failure):
-    return [(0.0, answer.kind, answer.reason)] * count
+    return [(0.0, answer.kind, answer.reason, {})] * count
   scores = [_score(each) for each in answer] if isinstance(answer, list) else []
   return scores if len(scores) == count else [_MALFORMED] * count
 
 
-_MALFORMED: Score = 0.0, 'crash', 'malformed answer'
+_MALFORMED: Score = 0.0, 'crash', 'malformed answer', {}
 
 
 def _score(answer: Any) -> Score:
   match answer:
-    case (int() | float() as score, 'ok' | 'invalid' as status, str() as why) if math.isfinite(score):
-      return score, status, why
+    case (int() | float() as score, 'ok' | 'invalid' | 'error' as status, str() as why, dict() as costs) if math.isfinite(score):
+      known = {name: float(used) for name, used in costs.items() if name in COSTS and isinstance(used, int | float)}
+      return score if status == 'ok' else 0.0, status, why, known
   return _MALFORMED

@@ -5,6 +5,7 @@
 `numeric`  1 if the last number of the final answer has the value of the answer
 `exact`    1 if the whole completion is the answer, apart from surrounding space
 `code`     1 if the code of the completion passes the tests of the row (sprl/tasks/code_grader.py)
+`judge`    the score that a language model behind an HTTP endpoint gives (sprl/tasks/judge.py)
 
 A user's grader is a function in a file or a Python callable; sprl/tasks/rewards.py describes the forms that it may have.
 
@@ -29,10 +30,15 @@ from typing import Any
 
 from sprl.config import SettingsError, Task
 from sprl.config_checks import GRADERS, grader_file, python_name, reward_name, weighted
-from sprl.tasks import code_grader
+from sprl.tasks import code_grader, judge
 from sprl.tasks.rewards import Grader, for_groups, for_samples, is_async, is_groupwise
 
-SECONDS = 10.0  # for grading a sample, unless task.time_limit is set
+SECONDS, ASYNC_SECONDS = 10.0, 60.0  # for grading a sample, unless task.time_limit is set; the second: by an async grader
+
+
+def time_limit(asynchronous: bool) -> float:
+  """Return the seconds that a grader may take unless task.time_limit is set."""
+  return ASYNC_SECONDS if asynchronous else SECONDS
 
 
 @dataclass(frozen=True)
@@ -40,10 +46,10 @@ class GraderSpec:
   """A grader by name, which a worker loads."""
 
   label: str  # its name in messages
-  kind: str  # math, gsm8k, numeric, exact, code, reasoning_gym, file, function
+  kind: str  # math, gsm8k, numeric, exact, code, judge, reasoning_gym, file, function
   name: str = ''  # reasoning_gym: the data set; file: the function
   path: str = ''  # file: absolute
-  args: Mapping[str, Any] = field(default_factory=dict)  # reasoning_gym: arguments of the data set; code: seconds
+  args: Mapping[str, Any] = field(default_factory=dict)  # reasoning_gym: of the data set; code: seconds; judge: task.judge
   function: Callable[..., Any] | None = None  # function: a Python callable, which runs in a thread of this process
   groupwise: bool = False  # whether it grades all samples of a prompt at once
   asynchronous: bool = False  # whether it is an `async def`
@@ -89,6 +95,10 @@ def resolve(task: Task, functions: Mapping[str, Callable[..., Any]] | None = Non
     return GraderSpec('auto', 'gsm8k' if task.kind == 'gsm8k' else 'math')
   if task.grader == 'code':  # slow code scores 0 before the pool ends the grader, which would count as its failure
     return GraderSpec('code', 'code', args={'seconds': 0.8 * (task.time_limit or SECONDS)})
+  if task.grader == 'judge':
+    judge.settings(task.judge)
+    args = {**task.judge, 'seconds': 0.9 * (task.time_limit or ASYNC_SECONDS)}
+    return GraderSpec('judge', 'judge', args=args, asynchronous=True)
   if task.grader in GRADERS:
     return GraderSpec(task.grader, task.grader)
   if (name := python_name(task.grader)) is not None:
@@ -158,6 +168,8 @@ def load(spec: GraderSpec, columns: Collection[str] = ()) -> Callable[[Any], Any
     case 'code':
       code_grader.check_columns(columns)
       return partial(code_grader.grade, seconds=spec.args['seconds'])
+    case 'judge':
+      return judge.load(spec.args)
     case 'file':
       function = _from_file(spec)
     case 'function':
