@@ -128,7 +128,7 @@ def test_every_setting_has_a_flag(monkeypatch):
   wanted = {name: value for name, value in leaves(to_dict(Run())) if name not in FREE}
   wanted['config.model.path'] = 'text'
   config = parsed(monkeypatch, *(f'--{name}={value}' for name, value in wanted.items()))
-  assert dict(leaves(to_dict(resolve(config)))) == {**wanted, **dict.fromkeys(FREE, {})}
+  assert dict(leaves(to_dict(resolve(config)))) == {**wanted, **{key: {} for key in FREE}}
 
 
 @pytest.mark.parametrize(

@@ -165,12 +165,21 @@ def test_a_cancelled_sample_that_crashes_is_forgotten(pool):
   assert pool.poll([cancelled]) == {}
 
 
-FORGED = [None, 1.0, {}, [], [None], [['1', 'ok', '']], [[1.0, 'fine', '']], [[1.0, 'ok']], [[float('inf'), 'ok', '']]]
+FORGED = [
+  None, 1.0, {}, [], [None], [['1', 'ok', '', {}]], [[1.0, 'fine', '', {}]], [[1.0, 'ok', '']], [[float('inf'), 'ok', '', {}]],
+  [[1.0, 'timeout', '', {}]], [[1.0, 'ok', '', {}]] * 2,
+]  # fmt: skip
 
 
-@pytest.mark.parametrize('answer', [*FORGED, [[1.0, 'ok', '']] * 2])
+@pytest.mark.parametrize('answer', FORGED)
 def test_a_forged_grade_scores_nothing(answer):
-  assert _scores(answer, 1) == [(0.0, 'crash', 'malformed answer')]
+  assert _scores(answer, 1) == [(0.0, 'crash', 'malformed answer', {})]
+
+
+def test_a_forged_failure_scores_0_and_forged_costs_are_left_out():
+  assert _scores([[5.0, 'error', 'why', {'judge/tokens': 3, 'reward/mean': 9, 'judge/cost': 'x'}]], 1) == [
+    (0.0, 'error', 'why', {'judge/tokens': 3.0})
+  ]
 
 
 # --- starting and ending -------------------------------------------------------------------------------------------------
