@@ -100,6 +100,7 @@ def metrics(trajectories: Sequence[Trajectory], layout: CacheLayout, rows: int) 
   if layout.fp8_queries:
     fp8['fp8/query_saturation'] = sum(t.saturated_queries for t in trajectories) / (layout.heads * numbers)
   reported = {name for t in trajectories for name in t.metrics}
+  parts = dict.fromkeys(name for t in trajectories for name in t.parts)
   return {
     'reward/mean': float(reward.mean()),
     'reward/std': float(reward.std()),
@@ -118,7 +119,7 @@ def metrics(trajectories: Sequence[Trajectory], layout: CacheLayout, rows: int) 
     **reward_parts(trajectories, 'reward'),
     **grading_costs(trajectories),
     **{f'grading/{status}': float(sum(t.status == status for t in trajectories)) for status in STATUSES},
-    **{f'grading/failed/{name}': float(sum(name in t.failed for t in trajectories)) for name in trajectories[0].parts},
+    **{f'grading/failed/{name}': float(sum(name in t.failed for t in trajectories)) for name in parts},
     **{f'env/{name}': float(np.mean([t.metrics[name] for t in trajectories if name in t.metrics])) for name in sorted(reported)},
     **fp8,
   }
@@ -126,7 +127,8 @@ def metrics(trajectories: Sequence[Trajectory], layout: CacheLayout, rows: int) 
 
 def reward_parts(trajectories: Sequence[Trajectory], prefix: str) -> dict[str, float]:
   """Return the mean score by each of several rewards, without its weight, as PREFIX/NAME; {} with one reward."""
-  return {f'{prefix}/{name}': float(np.mean([t.parts[name] for t in trajectories])) for name in trajectories[0].parts}
+  names = dict.fromkeys(name for t in trajectories for name in t.parts)
+  return {f'{prefix}/{name}': float(np.mean([t.parts[name] for t in trajectories if name in t.parts])) for name in names}
 
 
 def grading_costs(trajectories: Sequence[Trajectory]) -> dict[str, float]:
