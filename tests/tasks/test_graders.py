@@ -223,7 +223,7 @@ def test_a_users_file_is_found_without_running_it(tmp_path):
     (
       '',
       'maths',
-      r"config\.task\.grader = 'maths': expected one of auto, math, gsm8k, numeric, exact, code, or `file\.py:function`",
+      r"config\.task\.grader = 'maths': expected one of auto, math, gsm8k, numeric, exact, code, judge, or `file\.py:function`",
     ),
     ('', '{}/none.py:grade', r'none\.py: no such file'),
     ('def score(p, c, a): return 1.0', '{}/mine.py:grade', r'mine\.py has no grade; it has score'),
