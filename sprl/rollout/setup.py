@@ -31,15 +31,17 @@ from sprl.tasks import graders, problems
 from sprl.tasks.environment_pool import environment_pool, make_environment
 from sprl.tasks.environments import registry
 from sprl.tasks.environments.protocol import EnvironmentFault
-from sprl.tasks.grader_pool import grader_pool
+from sprl.tasks.grader_pool import GraderPool, grader_pool
+from sprl.tasks.graders import Reward
 from sprl.tasks.problems import Problem, holder
 from sprl.tasks.prompts import PromptStream
 from sprl.tasks.worker_pool import WorkerPool
 from sprl.tasks.workers import cpus
 
 REFUSALS = SettingsError, TokenizerError, OSError  # errors of problems; possibly in one process only, whose share has them
-GRADING_WORKERS, GRADING_SECONDS, GRADING_MEMORY_GB = 2, 10.0, 4.0  # processes, time per answer, address space each may add
+GRADING_MEMORY_GB = 4.0  # address space that a grading process may add
 STEP_SECONDS = 3600.0  # for a reset or step; then the environment counts as hung, and its member is tried again
+LOOKED_INTO = 100  # problems of each split whose columns rewards may ask for
 LOOKED_AHEAD = 10_000  # prompts whose lengths are checked before the first step; the engine checks all others
 
 
@@ -61,6 +63,8 @@ class RolloutSetup:
   team: Team
   stream: PromptStream | None  # None: conversations
   test: Sequence[Problem]
+  rewards: tuple[Reward, ...] = ()  # () in conversations
+  columns: frozenset[str] = frozenset()  # of the rows of the first problems, for rewards
 
   @classmethod
   def open(cls, run: Run, tokenizer: Tokenizer, team: Team = ALONE) -> 'RolloutSetup':
@@ -75,7 +79,7 @@ class RolloutSetup:
     asked, found = team.fail_together('problems', lambda: cls._open(run, tokenizer, team), REFUSALS)
     for of_split in zip(*team.gather('lengths', lambda: found)):
       collect.check_lengths(chain(*of_split), run.sampling.max_prompt)
-    return asked
+    return replace(asked, rewards=team.broadcast('rewards', lambda: asked.rewards))
 
   @classmethod
   def _open(cls, run: Run, tokenizer: Tokenizer, team: Team) -> tuple['RolloutSetup', list[list[collect.Length]]]:
@@ -97,7 +101,10 @@ class RolloutSetup:
       [length(place, some[i]) for place, i in enumerate(indices) if holder(i, team.processes) == team.process]
       for some, indices in asked_first
     ]
-    return cls(run, tokenizer, team, stream, across(team, BroadcastProblems, test)), lengths
+    rewards = graders.rewards(run.task) if team.leads else ()
+    held = [some[i] for some in (train, test) for i in range(team.process, min(len(some), LOOKED_INTO), team.processes)]
+    shared_test = across(team, BroadcastProblems, test)
+    return cls(run, tokenizer, team, stream, shared_test, rewards, frozenset(chain(*(p.row for p in held)))), lengths
 
   def begin(self, enter: Callable[[Any], Any]) -> tuple[WorkersLike, Source, EvalSet]:
     """Start the workers in process 0. Returns workers and source for training, and the held-out groups.
@@ -107,14 +114,14 @@ class RolloutSetup:
     run, team, limit = self.run, self.team, self.run.sampling.max_tokens
     eval_limit = run.eval.max_tokens or limit
 
-    def started(pool: WorkerPool | None) -> WorkersLike:
+    def started(pool: WorkerPool | GraderPool | None) -> WorkersLike:
       return across(team, BroadcastWorkers, pool and enter(pool))
 
     if self.stream is not None:
       workers = started(self._graders() if team.leads else None)
-      test = ProblemSource(self.test.__getitem__, self.tokenizer, eval_limit)
+      test = ProblemSource(self.test.__getitem__, self.tokenizer, eval_limit, self.rewards)
       held_out = EvalSet(test, workers, min(run.eval.problems, len(self.test)))
-      return workers, ProblemSource(self.stream.at, self.tokenizer, limit), held_out
+      return workers, ProblemSource(self.stream.at, self.tokenizer, limit, self.rewards), held_out
 
     def conversations(limit: int, held_out: bool) -> tuple[WorkersLike, Source]:
       pool = self._environments(held_out) if team.leads else None
@@ -150,10 +157,10 @@ class RolloutSetup:
 
   # --- workers ---------------------------------------------------------------------------------------------------------
 
-  def _graders(self) -> WorkerPool:
+  def _graders(self) -> GraderPool:
     task = self.run.task
-    limits = task.time_limit or GRADING_SECONDS, GRADING_MEMORY_GB
-    return grader_pool(graders.resolve(task), task.workers or GRADING_WORKERS, *limits, task.executor or 'processes')
+    limits = task.time_limit, GRADING_MEMORY_GB
+    return grader_pool(self.rewards, task.workers, *limits, task.executor or 'processes', columns=self.columns)
 
   def _environments(self, held_out: bool) -> WorkerPool:
     task, r, executor = self.run.task, self.run.rollout, self.run.task.executor or 'threads'

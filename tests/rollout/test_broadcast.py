@@ -1,7 +1,6 @@
 """The schedulers of several processes take the same decisions for any clock, engines and workers of process 0."""
 
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,10 +10,11 @@ from teams import together
 from sprl.config import Rollout, Task
 from sprl.distributed.team import ALONE
 from sprl.rollout.broadcast import BroadcastEngine, BroadcastProblems, BroadcastSource, BroadcastWorkers, across
-from sprl.rollout.episodes import answered
+from sprl.rollout.episodes import answered, compared
 from sprl.rollout.prompts import prompts
 from sprl.rollout.scheduler import Scheduler
 from sprl.tasks.environments.protocol import EnvironmentFault
+from sprl.tasks.grader_pool import Grade
 from sprl.tasks.problems import Problems, Share
 from sprl.tasks.prompts import PromptStream
 from sprl.tasks.worker_pool import Failure
@@ -91,8 +91,10 @@ class Graders:
     return {int(ticket): self.grade(self.open.pop(ticket)) for ticket in done}
 
   def grade(self, call):
+    if isinstance(call, list):  # of a group
+      return [Grade(10.0 * (uid == max(call)), 'ok') for uid in call]
     uid, attempt = call
-    return Failure('error', 'at first') if uid % 7 == 3 and attempt == 0 else SimpleNamespace(score=uid % 2, status='ok')
+    return Failure('error', 'at first') if uid % 7 == 3 and attempt == 0 else Grade(uid % 2, 'ok')
 
   def wait(self, seconds):
     time.sleep(0)
@@ -117,9 +119,12 @@ def four_steps(seed, members='first'):
       assert stream.at(number).id == str(stream.index(number))
       return answered(np.array([number]), 8, lambda completion: (uid, attempt))
 
+    def comparison(number, trajectories):
+      return compared(trajectories, [t.uid for t in trajectories], [])
+
     settings = Rollout(prompts=3, group=2, async_ratio=1.0, extra_members=1, members=members)
     wrapped = [BroadcastEngine(engine, team) for engine in engines]
-    scheduler = Scheduler(wrapped, workers, Episodes(episode), settings, time.perf_counter, groups=12)
+    scheduler = Scheduler(wrapped, workers, Episodes(episode, comparison), settings, time.perf_counter, groups=12)
     taken = []
     for _ in range(4):
       groups = scheduler.batch()
@@ -138,6 +143,9 @@ def test_all_processes_take_the_same_decisions(members):
   taken, logs, counts = first
   assert [number for groups in taken for number, *_ in groups] == list(range(12))
   assert counts['errors'] > 0
+  for _, _, members_of in (group for groups in taken for group in groups):
+    uids = [uid for uid, *_ in members_of]
+    assert [reward for _, reward, _ in members_of] == [uid % 2 + 10 * (uid == max(uids)) for uid in uids]
   assert all(len(log) > 10 for log in logs)
   assert others == [first, first]
   (other,) = together(four_steps(1, members))

@@ -8,6 +8,7 @@ import small
 
 from sprl.cache.layout import cache_layout
 from sprl.config import Cache, Quant, SettingsError
+from sprl.io.tokenizer import Tokenizer, write_tiny
 from sprl.models.config import tiny
 from sprl.rollout import collect
 from sprl.rollout.collect import Length, check_lengths
@@ -52,6 +53,31 @@ def test_a_dense_cache_saves_nothing():
   assert found['sparse/accounting_saving'] == 0
   assert found['sparse/compressed'] == 0
   assert found['sparse/bytes_saving'] == pytest.approx(0.5, abs=0.02)  # only FP8 saves bytes
+
+
+def several_rewards():
+  first, second = small.rollouts([(3, 2)], (6,))
+  used = {'judge/tokens': 110.0, 'judge/cost': 0.25}
+  first = dataclasses.replace(first, reward=1.5, parts={'exact': 1.0, 'brief': 5.0}, costs=used)
+  second = dataclasses.replace(second, reward=0.0, parts={'exact': 0.0, 'brief': 0.0}, failed=('brief',), status='timeout')
+  return first, dataclasses.replace(second, costs={'judge/tokens': 100.0})
+
+
+def test_each_of_several_rewards_is_logged_with_its_failures():
+  found = collect.metrics(several_rewards(), layout(), 3)
+  assert (found['reward/mean'], found['reward/exact'], found['reward/brief']) == (0.75, 0.5, 2.5)
+  assert (found['grading/failed/exact'], found['grading/failed/brief'], found['grading/timeout']) == (0, 1, 1)
+  assert (found['judge/tokens'], found['judge/cost']) == (210.0, 0.25)
+  alone = collect.metrics(small.rollouts([(3, 2)], (6,)), layout(), 3)
+  assert not [name for name in alone if name.startswith(('judge/', 'grading/failed/'))]
+  assert [t.score for t in several_rewards()] == [1.0, 0.0]  # the first reward; with one, the reward
+  assert dataclasses.replace(several_rewards()[0], parts={}).score == 1.5
+
+
+def test_tables_of_samples_show_each_reward(tmp_path):
+  write_tiny(tmp_path)
+  (row,) = collect.sample_rows(several_rewards(), lambda number: '7', Tokenizer.load(tmp_path), 4)
+  assert [(key, row[key]) for key in row if 'reward' in key] == [('reward', 1.5), ('reward/exact', 1.0), ('reward/brief', 5.0)]
 
 
 def test_prompts_that_are_too_long_or_empty_are_named():

@@ -3,7 +3,9 @@
 import json
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 
+import numpy as np
 from teams import together
 
 from sprl.config import Evaluation, ModelSettings, Run, Sampling, SettingsError, Task
@@ -11,15 +13,22 @@ from sprl.io.tokenizer import Tokenizer, TokenizerError, write_tiny
 from sprl.rollout.prompts import prompts
 from sprl.rollout.setup import RolloutSetup
 from sprl.tasks.environments.user_file import load_class
+from sprl.types import Completion, Request, Trajectory
 
 
-def run_on(folder, questions):
+def run_on(folder, questions, **columns):
   """Return a run that trains on these questions and evaluates on the first of them."""
   for name, some in (('train', questions), ('test', questions[:1])):
-    lines = [json.dumps({'prompt': question, 'answer': ''}) for question in some]
+    lines = [json.dumps({'prompt': question, 'answer': '', **columns}) for question in some]
     (folder / f'{name}.jsonl').write_text('\n'.join(lines))
   task = Task(kind='jsonl', path=str(folder))
   return Run(steps=1, model=ModelSettings(str(folder)), task=task, sampling=Sampling(max_prompt=256), eval=Evaluation(problems=1))
+
+
+def tiny_completion(prompt):
+  one = np.ones(1, np.int32)
+  logp = np.zeros(1, np.float32)
+  return Completion(request=Request(0, 0, prompt, 1), tokens=one, logp=logp, version=one, kept=one, finish='stop')
 
 
 GAME = """
@@ -74,6 +83,26 @@ def test_too_long_prompts_are_counted_over_all_processes(tmp_path):
   for processes in (2, 3):
     said = open_in_processes(run, tokenizer, processes)
     assert [(type(error), str(error)) for error in said] == [(SettingsError, str(alone))] * processes
+
+
+def test_process_0_finds_the_rewards_for_all(tmp_path):
+  """The other machines may lack the file of a reward. All processes know that groups are compared."""
+  write_tiny(tmp_path)
+  tokenizer, rewards = Tokenizer.load(tmp_path), tmp_path / 'rewards.py'
+  rewards.write_text('def rank(completions, parity):\n  return [1.0 for _ in completions]\n')
+  run = run_on(tmp_path, ['1?', '2?', '3?'], parity=1)
+  run = replace(run, task=replace(run.task, rewards=('exact', f'{rewards}:rank=0.5')))
+
+  def program(team):
+    with ExitStack() as stack:
+      _, source, held_out = RolloutSetup.open(run, tokenizer, team).begin(stack.enter_context)
+      completion = Trajectory.of(tiny_completion(source.prompt(0)))
+      return [each.comparison(0, [completion]) is not None for each in (source, held_out.source)]
+
+  assert together(program, program) == [[True, True]] * 2
+  rewards.write_text('def rank(completions, colour): ...')
+  said = together(program)
+  assert "the function wants 'colour'; a reward may take answer, completions, finish, messages, parity, prompts" in str(said[0])
 
 
 def test_only_process_0_makes_environments(tmp_path):
