@@ -11,7 +11,8 @@ from absl import logging as absl_logging
 from sprl.config import Run, SettingsError, to_dict
 from sprl.config_reader import no_such_setting
 
-FREE = ('config.task.args',)  # their keys are defined by the data set or the environment
+# Dictionaries whose keys are not settings of sprl: arguments and columns of a data set, and names that the user chooses.
+FREE = ('config.task.args', 'config.task.columns', 'config.task.mixture', 'config.eval.sets')
 
 
 def start(main: Callable[[], int], prepare: Callable[[list[str]], None] = lambda argv: None) -> None:

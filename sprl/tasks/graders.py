@@ -5,6 +5,8 @@
 `numeric`  1 if the last number of the final answer has the value of the answer
 `exact`    1 if the whole completion is the answer, apart from surrounding space
 
+A task of several sources has a grader for each (`by_source`). A problem names the grader of its source.
+
 A reasoning-gym task uses the scorer of its data set. That scorer gives partial marks to any text that contains the answer (0.05
 for `The answer is 7` where 7 is right). So it is given the final answer only, and only full marks count as reward 1. The final
 answer is the last `<answer>` tag, else the last box, else the whole text; if the answer is a number, the last number in it.
@@ -34,10 +36,10 @@ class GraderSpec:
   """A grader by name, which a worker process loads."""
 
   label: str  # its name in messages
-  kind: str  # math, gsm8k, numeric, exact, reasoning_gym, file
+  kind: str  # math, gsm8k, numeric, exact, reasoning_gym, file, by_source
   name: str = ''  # reasoning_gym: the data set; file: the function
   path: str = ''  # file: absolute
-  args: Mapping[str, Any] = field(default_factory=dict)  # reasoning_gym: arguments of the data set
+  args: Mapping[str, Any] = field(default_factory=dict)  # reasoning_gym: arguments of the data set; by_source: name -> GraderSpec
 
 
 # --- from a task to its grader ---------------------------------------------------------------------------------------
@@ -69,6 +71,17 @@ def resolve(task: Task) -> GraderSpec:
   return GraderSpec(task.grader, 'file', function, str(path))
 
 
+def by_source(sources: Mapping[str, Task]) -> GraderSpec:
+  """Return the grader of several sources: the grader of the source that the entry `grader` of a problem's `extra` names.
+
+  A problem without that entry has the source ''. Raises SettingsError, as `resolve` does.
+  """
+  specs = {name: resolve(task) for name, task in sources.items()}
+  if specs.keys() == {''}:
+    return specs['']
+  return GraderSpec(', '.join(f'{name} {spec.label}'.strip() for name, spec in specs.items()), 'by_source', args=specs)
+
+
 def _names(module: ast.Module) -> set[str]:
   """Return the names that a module defines, assigns or imports, and '*' for a star import."""
   found = set()
@@ -86,6 +99,9 @@ def load(spec: GraderSpec) -> Grader:
   match spec.kind:
     case 'reasoning_gym':
       return _reasoning_gym(spec)
+    case 'by_source':
+      parts = {name: load(part) for name, part in spec.args.items()}
+      return lambda prompt, completion, answer, extra: parts[extra.get('grader', '')](prompt, completion, answer, extra)
     case 'file':
       function = _from_file(spec)
     case _:
