@@ -167,6 +167,7 @@ def validate_task(run: Run) -> None:
   elif task.kind == 'mixture':
     require(run, 'task.mixture', bool(task.mixture), f"one source or more, such as {{'sums': {{'path': ...}}}},{with_kind}")
     require(run, 'task.path', task.path is None, f'None{with_kind}, whose sources have their own')
+    require(run, 'task.grader', task.grader == 'auto', f"'auto'{with_kind}, whose sources have their own")
   elif task.kind == 'environment':
     require(run, 'task.name', bool(task.name), f"an environment, such as 'frozen_lake',{with_kind}")
     require(run, 'task.kind', not run.masked_learner, f'another kind with config.arm = {run.arm!r}: {_ANOTHER_ROW}')
@@ -212,9 +213,10 @@ def validate_mixture(run: Run) -> None:
       _expect(steps, f'{key}.weight', source.weight, 'weights by the steps from which they hold, the first for step 0')
     weights = source.stages.values()
     _expect(all(within(w, '[0, inf)') for w in weights), f'{key}.weight', source.weight, 'numbers in [0, inf)')
-  if task.mixture:
-    held_out = any(source.splits[1] for source in task.mixture.values())
-    _expect(held_out, 'task.mixture', list(task.mixture), 'at least one source with a split for evaluation')
+  if not task.mixture:
+    return
+  held_out = any(source.splits[1] for source in task.mixture.values())
+  _expect(held_out, 'task.mixture', list(task.mixture), 'at least one source with a split for evaluation')
   trained = [source for source in task.mixture.values() if source.splits[0]]
   for step in sorted({0, *(step for source in trained for step in source.stages)}):
     some = any(source.weight_at(step) for source in trained)

@@ -115,3 +115,21 @@ def metrics(trajectories: Sequence[Trajectory], layout: CacheLayout, rows: int) 
     **{f'env/{name}': float(np.mean([t.metrics[name] for t in trajectories if name in t.metrics])) for name in sorted(reported)},
     **fp8,
   }
+
+
+def by_source(
+  trajectories: Sequence[Trajectory], sources: Sequence[str], source: Callable[[int], str | None]
+) -> dict[str, float]:
+  """Return metrics of a batch by the source of its problems: `source(group)` of the names `sources`.
+
+  data/NAME/share    share of the trajectories
+  data/NAME/reward   their mean reward; absent if there are none
+  """
+  names = {t.group: source(t.group) for t in trajectories} if sources else {}
+  found: dict[str, float] = {}
+  for name in sources:
+    rewards = [t.reward for t in trajectories if names[t.group] == name]
+    found[f'data/{name}/share'] = len(rewards) / len(trajectories)
+    if rewards:
+      found[f'data/{name}/reward'] = float(np.mean(rewards))
+  return found

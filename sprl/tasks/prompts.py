@@ -84,6 +84,11 @@ class PromptStream:
       return None
     return list(self._mix.sizes)[cast(Any, self._sources)[position][0]]
 
+  @property
+  def sources(self) -> list[str]:
+    """The names of the sources of a mixture."""
+    return [] if self._mix is None else list(self._mix.sizes)
+
   def next(self, n: int) -> list[Problem]:
     """Return the next n problems."""
     start, self._position = self._position, self._position + n
