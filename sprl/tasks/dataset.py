@@ -66,7 +66,8 @@ def _found(task: Task, split: str, names: Sequence[str], config: str | None = No
   """Return the files of the split. Raises SettingsError if there are none; the message says which splits there are."""
   by_split = files_by_split(names, config)
   if split not in by_split:
-    whole = f"; a part of another split can serve, such as '{min(by_split)}[95%:]'" if by_split else ''
+    other = 'train' if 'train' in by_split else min(by_split, default='')
+    whole = f"; a part of another split can serve, such as '{other}[95%:]'" if other else ''
     there = ', '.join(sorted(by_split)) or f'no files that end in {", ".join(ENDINGS)} and are named after a split'
     of = f' of {config}' if config else ''
     raise SettingsError(f'config.task.splits has {split!r}: expected a split{of} of {task.path}, which has {there}{whole}')

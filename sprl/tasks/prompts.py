@@ -32,8 +32,9 @@ class Mix:
   prompts: int  # positions per step: the weights of step s hold from position s * prompts on
 
   @classmethod
-  def of(cls, task: Task, problems: Sequence[Problem], prompts: int) -> 'Mix | None':
+  def of(cls, task: Task, problems: object, prompts: int) -> 'Mix | None':
     """Return the mix of a task's training problems, or None if they are no mixture. `prompts` are the problems per step."""
+    # `object`: a run-time check of Sequence[Problem] would read a problem, which another process may hold.
     if not isinstance(problems, Mixture):
       return None
     sizes = {name: len(part) for name, part in problems.parts.items()}
