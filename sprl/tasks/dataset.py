@@ -62,8 +62,8 @@ def _listed(folder: Path) -> list[str]:
   return [str(path.relative_to(folder).as_posix()) for path in folder.rglob('*') if path.is_file()]
 
 
-def _found(task: Task, split: str, names: Sequence[str], config: str | None = None) -> list[str]:
-  """Return the files of the split. Raises SettingsError if there are none; the message says which splits there are."""
+def _found(task: Task, split: str, names: Sequence[str], config: str | None = None, hub: bool = False) -> list[str]:
+  """Return the files of the split. Raises SettingsError if there are none, or if several folders have some."""
   by_split = files_by_split(names, config)
   if split not in by_split:
     other = 'train' if 'train' in by_split else min(by_split, default='')
@@ -71,6 +71,13 @@ def _found(task: Task, split: str, names: Sequence[str], config: str | None = No
     there = ', '.join(sorted(by_split)) or f'no files that end in {", ".join(ENDINGS)} and are named after a split'
     of = f' of {config}' if config else ''
     raise SettingsError(f'config.task.splits has {split!r}: expected a split{of} of {task.path}, which has {there}{whole}')
+  folders = sorted({str(PurePosixPath(name).parent) for name in by_split[split]})
+  if len(folders) > 1:
+    one = f'the path of one of them, such as {task.path}/{folders[0]}'
+    if hub:
+      one = f'a configuration after a colon, such as {task.path}:{PurePosixPath(folders[0]).parts[0]}'
+    several = f'{len(folders)} folders have files of the split {split}: {", ".join(folders)}'
+    raise SettingsError(f'config.task.path = {task.path!r}: {several}; expected {one}')
   return by_split[split]
 
 
@@ -78,8 +85,10 @@ def files_by_split(names: Sequence[str], config: str | None = None) -> dict[str,
   """Return the data files of each split, sorted, of the paths of a folder.
 
   A split names its files (train.jsonl, train-00000-of-00004.parquet) or their folder (train/0000.parquet). Files in the folder
-  of a configuration belong to `config` only; None accepts all folders. Data sets without splits are the split train: one file
-  of another name, and the files data-00000-of-00001.arrow of `datasets`, whose cache files are left out.
+  of a configuration belong to `config` only; None accepts all folders. Of a split only the files nearest to the top count.
+
+  Data sets without splits are the split train: one file of another name, and the files data-00000-of-00001.arrow of `datasets`,
+  whose cache files are left out.
   """
   found: dict[str, list[str]] = {}
   for name in sorted(names):
@@ -96,8 +105,9 @@ def files_by_split(names: Sequence[str], config: str | None = None) -> dict[str,
       split = folder if folder not in ('', 'data', config) else 'train'
     found.setdefault(split, []).append(name)
   if len(found) == 1 and not any(word in split for split in found for word in _SPLITS):
-    return {'train': found.popitem()[1]}
-  return found
+    found = {'train': found.popitem()[1]}
+  nearest = {split: min(name.count('/') for name in files) for split, files in found.items()}
+  return {split: [name for name in files if name.count('/') == nearest[split]] for split, files in found.items()}
 
 
 def _from_hub(task: Task, split: str) -> tuple[Path, ...]:
@@ -114,7 +124,7 @@ def _from_hub(task: Task, split: str) -> tuple[Path, ...]:
     there = huggingface_hub.HfApi().list_repo_files(repository, repo_type='dataset', revision=revision)
     if not files_by_split(there, config):
       return ()
-    wanted = _found(task, split, there, _one_config(task, there, config))
+    wanted = _found(task, split, there, config, hub=True)
     folder = huggingface_hub.snapshot_download(repository, repo_type='dataset', revision=revision, allow_patterns=wanted)
     return tuple(Path(folder) / each for each in wanted)
 
@@ -127,8 +137,7 @@ def _from_hub(task: Task, split: str) -> tuple[Path, ...]:
   except Exception as error:  # the hub's client raises errors of several libraries
     cached = _cached(huggingface_hub.snapshot_download, repository)
     if cached is not None:
-      there = _listed(cached)
-      return tuple(cached / each for each in _found(task, split, there, _one_config(task, there, config)))
+      return tuple(cached / each for each in _found(task, split, _listed(cached), config, hub=True))
     raise SettingsError(
       f'config.task.path = {task.path!r}: no such file or folder, and the Hugging Face hub does not provide it '
       f'({type(error).__name__}: {error})'
@@ -142,18 +151,6 @@ def _cached(download: Callable[..., str], repository: str) -> Path | None:
     return Path(download(repository, repo_type='dataset', local_files_only=True))
   except Exception:  # nothing is there
     return None
-
-
-def _one_config(task: Task, names: Sequence[str], config: str | None) -> str | None:
-  """Return the configuration to use. Raises SettingsError if there are several and none is named."""
-  folders = {PurePosixPath(name).parts[0] for name in names if PurePosixPath(name).suffix in ENDINGS and '/' in name}
-  several = sorted(folders - {'data'} - set(files_by_split(names)))
-  if config is None and len(several) > 1:
-    raise SettingsError(
-      f'config.task.path = {task.path!r}: expected a configuration after a colon, one of {", ".join(several)}: '
-      f'{task.path}:{several[0]}'
-    )
-  return config
 
 
 # --- a row and its columns -------------------------------------------------------------------------------------------

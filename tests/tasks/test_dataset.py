@@ -233,7 +233,21 @@ def test_only_the_files_of_the_split_are_downloaded(monkeypatch, tmp_path):
   said = hub(monkeypatch, tmp_path, {None: [wanted, 'main/test-00000-of-00001.parquet', 'socratic/train-00000-of-00001.parquet']})
   assert asked(load('openai/gsm8k:main')) == EXPECTED
   assert said == [('openai/gsm8k', 'dataset', None), ('openai/gsm8k', 'dataset', None, [wanted], False)]
-  assert 'expected a configuration after a colon, one of main, socratic: openai/gsm8k:main' in refused('openai/gsm8k')
+  said = refused('openai/gsm8k')
+  assert '2 folders have files of the split train: main, socratic; expected a configuration after a colon, such as ' in said
+  assert said.endswith('openai/gsm8k:main')
+
+
+def test_files_of_several_folders_are_not_mixed(tmp_path):
+  for name in ('easy', 'hard'):
+    write_jsonl(tmp_path / name / 'train.jsonl')
+  assert (
+    f'2 folders have files of the split train: easy, hard; expected the path of one of them, such as {tmp_path}/easy'
+    in refused(tmp_path)
+  )
+  assert asked(load(tmp_path / 'easy')) == EXPECTED
+  write_jsonl(tmp_path / 'train.jsonl', ROWS[:1])
+  assert asked(load(tmp_path)) == EXPECTED[:1]  # the nearest file
 
 
 def test_a_data_set_of_another_format_is_read_from_the_hubs_conversion(monkeypatch, tmp_path):
