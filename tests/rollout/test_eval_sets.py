@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -9,11 +10,13 @@ import small
 from teams import together
 
 from sprl.config import Evaluation, HeldOutSet, MixtureSource, ModelSettings, Rollout, Run, Sampling, SettingsError, Task
+from sprl.config_checks import validate
 from sprl.io.metrics_reference import documented
 from sprl.io.tokenizer import Tokenizer, write_tiny
 from sprl.rollout import collect
 from sprl.rollout.evaluate import scores
 from sprl.rollout.setup import RolloutSetup, problem_sources
+from sprl.tasks.grader_pool import Grade
 
 
 def write(folder, name, split, count):
@@ -40,7 +43,7 @@ def mixed_run(folder):
     task=Task(kind='mixture', mixture=sources, suffix='?'),
     sampling=Sampling(max_prompt=64),
     rollout=Rollout(prompts=4),
-    eval=Evaluation(problems=4, sets=sets),
+    eval=Evaluation(problems=4, temperature=1.0, sets=sets),
   )
 
 
@@ -87,6 +90,25 @@ def test_evaluation_alone_reads_no_training_problems(tmp_path):
     SettingsError, match=r"config\.task\.mixture\.one\.splits has 'train': expected a split of .*, which has test"
   ):
     RolloutSetup.open(run, Tokenizer.load(tmp_path))
+
+
+def test_an_environment_run_may_have_sets_of_problems(tmp_path):
+  """Limits of an environment do not limit the graders of the sets."""
+  run = mixed_run(tmp_path)
+  task = Task(kind='environment', name='frozen_lake', executor='threads', time_limit=77.0, suffix='?')
+  run = dataclasses.replace(
+    run, task=task, sampling=Sampling(max_prompt=512), eval=dataclasses.replace(run.eval, sets={'dev': run.eval.sets['dev']})
+  )
+  validate(run)
+  assert {name: (task.kind, task.executor) for name, task in problem_sources(run).items()} == {'eval/dev': ('dataset', None)}
+  with ExitStack() as stack:
+    _, _, held_out = RolloutSetup.open(run, Tokenizer.load(tmp_path)).begin(stack.enter_context)
+    dev = held_out.more['dev']
+    ticket = dev.workers.submit(('', 'dev0', 'dev0', {'grader': 'eval/dev'}))
+    while not (found := dev.workers.poll([ticket])):
+      dev.workers.wait(1.0)
+  assert (held_out.count, dev.count, dev.samples) == (4, 3, 2)
+  assert found == {ticket: Grade(1.0, 'ok')}
 
 
 def test_a_wrong_set_is_named_in_every_process(tmp_path):
