@@ -25,7 +25,7 @@ def rows(task: Task, split: str) -> Iterator[dict[str, Any]]:
   line, by file and line number.
   """
   for _, (where, line) in selected(task, split, lambda name: _table(task, name)):
-    yield {**_row(where, line, task.chat), 'row': line}
+    yield _row(where, line, task.chat)
 
 
 def _table(task: Task, name: str) -> Table:
@@ -43,7 +43,7 @@ def _row(where: str, line: Mapping[str, Any], chat: bool) -> dict[str, Any]:
   answer = line.get('answer')
   if not isinstance(answer, str | int | float) or isinstance(answer, bool):
     raise SettingsError(f'{where}: answer = {answer!r}: expected text or a number')
-  row: dict[str, Any] = {'id': where, 'answer': str(answer)}
+  row: dict[str, Any] = {'id': where, 'answer': str(answer), 'row': line}
   if 'solution' in line:
     if not isinstance(line['solution'], str):
       raise SettingsError(f'{where}: solution = {line["solution"]!r}: expected text')
