@@ -38,7 +38,7 @@ def load(task: Task, split: Literal['train', 'test'], process: int = 0, processe
   if task.kind != 'mixture':
     return _load(task, split, process, processes, 0)
   parts: dict[str, Problems] = {}
-  for name, source in task.mixture.items():
+  for name, source in sorted(task.mixture.items()):  # config.json does not keep the order in which a config names them
     if source.splits[split == 'test']:
       first = sum(map(len, parts.values()))
       parts[name] = load_source(f'task.mixture.{name}', source.task(task, source.splits), split, process, processes, first)

@@ -43,7 +43,7 @@ class Mix:
   def to_json(self) -> dict[str, Any]:
     """Return the mix as JSON values."""
     weights = {name: {str(step): weight for step, weight in source.stages.items()} for name, source in self.sources.items()}
-    return {'sizes': dict(self.sizes), 'weights': weights, 'prompts': self.prompts}
+    return {'sizes': [[name, size] for name, size in self.sizes.items()], 'weights': weights, 'prompts': self.prompts}
 
 
 class PromptStream:

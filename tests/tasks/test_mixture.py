@@ -1,6 +1,7 @@
 """Mixtures and curricula: shares, the order of each source, boundaries of stages, exact resumption, graders and processes."""
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -149,6 +150,17 @@ def test_a_problem_names_its_source_and_has_the_settings_of_the_source(tmp_path)
   assert train[-1].answer == 'second3'
   with pytest.raises(IndexError):
     train[11]
+
+
+def test_the_order_in_which_a_config_names_the_sources_does_not_matter(tmp_path):
+  task = task_of(tmp_path)
+  turned = replace(task, mixture=dict(reversed(task.mixture.items())))
+  one, other = (PromptStream(problems.load(t, 'train'), 0, Mix.of(t, problems.load(t, 'train'), 4)) for t in (task, turned))
+  assert [one.source(i) for i in range(20)] == [other.source(i) for i in range(20)]
+  assert one.at(0) == other.at(0)
+  other.check(one.state())
+  with pytest.raises(ValueError, match='the saved prompt stream has mixture'):
+    stream(made_of(b=30, a=50), {'a': 1.0, 'b': 1.0}).check(stream(made_of(a=50, b=30), {'a': 1.0, 'b': 1.0}).state())
 
 
 def test_held_out_problems_are_asked_of_each_source_in_turn(tmp_path):
