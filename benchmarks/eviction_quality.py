@@ -48,7 +48,7 @@ from sprl.sampler import calibrate
 from sprl.sampler.decode import decode_step, logits, prefilled_cache
 from sprl.sampler.engine import generate
 from sprl.sampler.weights import sampler_weights
-from sprl.tasks import jsonl
+from sprl.tasks import tables
 from sprl.types import Request
 
 VETO = 1e-4
@@ -160,7 +160,7 @@ def prose() -> str:
 
 def problems(folder: Path) -> str:
   """Return the worked problems of FOLDER/test.jsonl, without the calculator annotations of GSM8K."""
-  pairs = [(line['question'], re.sub(r'<<.*?>>', '', line['answer'])) for _, line in jsonl.lines(folder / 'test.jsonl')]
+  pairs = [(line['question'], re.sub(r'<<.*?>>', '', line['answer'])) for _, line in tables.lines(folder / 'test.jsonl')]
   return '\n\n'.join(f'Question: {question}\nAnswer: {answer}' for question, answer in pairs)
 
 

@@ -79,17 +79,21 @@ def sections(source: str) -> list[Section]:
   def walk(node: ast.ClassDef, path: str, optional: bool) -> Iterator[Section]:
     section = Section(path, ast.get_docstring(node) or '', optional)
     below: list[Section] = []
-    for position, statement in enumerate(node.body):
+    bases = [classes[base.id] for base in node.bases if isinstance(base, ast.Name) and base.id in classes]
+    body = [statement for each in (*bases, node) for statement in each.body]
+    for position, statement in enumerate(body):
       if not isinstance(statement, ast.AnnAssign) or not isinstance(statement.target, ast.Name):
         continue
       name = statement.target.id
       of = [found for found in _names(statement.annotation) if found in classes]
+      named = ast.unparse(statement.annotation).startswith('Mapping[')  # a section for each name that the user chooses
       if of:
-        below += walk(classes[of[0]], f'{path}.{name}', 'None' in ast.unparse(statement.annotation))
+        below += walk(classes[of[0]], f'{path}.{name}{".NAME" if named else ""}', 'None' in ast.unparse(statement.annotation))
+      if of and not named:
         continue
       default, meaning = _default(statement.value, constants)
-      after = node.body[position + 1] if position + 1 < len(node.body) else None
-      meaning = meaning or _string_after(after) or _comment_of(statement, node.body, position, comments)
+      after = body[position + 1] if position + 1 < len(body) else None
+      meaning = meaning or _string_after(after) or _comment_of(statement, body, position, comments)
       section.settings.append(Setting(name, _type(statement.annotation, constants), default, meaning))
     return iter([section, *below])
 
@@ -188,7 +192,7 @@ def _comment_of(statement: ast.stmt, body: list[ast.stmt], position: int, commen
 def settings_page() -> str:
   """reference/settings.md."""
   found = sections(CONFIG.read_text(encoding='utf-8'))
-  count = sum(len(section.settings) for section in found)
+  count = sum(len(section.settings) for section in found if not section.path.endswith('.NAME'))
   lines = [
     '# Settings',
     '',
@@ -389,7 +393,7 @@ def on_files(files, config):
 
 _SETTING = re.compile(r'\bconfig((?:\.[a-z_0-9]+)+)')
 _SOURCE = re.compile(r'\b((?:sprl|benchmarks|tests|configs|launch|notebooks)/[\w./-]*[\w-](?:\.(?:py|sh|yaml|ipynb)|/)?)')
-_FREE = ('config.task.args',)
+_FREE = ('config.task.args', 'config.task.columns', 'config.task.mixture', 'config.eval.sets')
 _EXAMPLES = ('configs/mine.py',)
 
 

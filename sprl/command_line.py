@@ -14,7 +14,8 @@ from absl import logging as absl_logging
 from sprl.config import Run, SettingsError, to_dict
 from sprl.config_reader import no_such_setting
 
-FREE = ('config.task.args', 'config.task.judge')  # their keys are defined by the data set, the environment or the judge
+# Dictionaries whose keys are not settings of sprl: of a data set, an environment or a judge, or names that the user chooses.
+FREE = ('config.task.args', 'config.task.judge', 'config.task.columns', 'config.task.mixture', 'config.eval.sets')
 
 
 def start(main: Callable[[], int], prepare: Callable[[list[str]], None] = lambda argv: None) -> None:

@@ -25,6 +25,7 @@ Aggregate = Literal[
   'seq-mean-token-mean', 'token-mean', 'prompt-mean-token-mean', 'seq-mean-token-sum', 'seq-mean-token-sum-norm'
 ]  # fmt: skip
 
+UNIONS = (types.UnionType, typing.Union)
 LINEARS = ('q', 'k', 'v', 'o', 'gate', 'up', 'down')
 
 
@@ -45,13 +46,68 @@ class ModelSettings:
 
 
 @dataclass(frozen=True)
+class Source:
+  """Where some of the problems come from. The settings of Task with these names mean the same."""
+
+  kind: Literal['dataset', 'gsm8k', 'jsonl', 'reasoning_gym'] = 'dataset'  # where problems come from
+  path: str | None = None  # dataset, gsm8k, jsonl: file, folder or hub name
+  name: str | None = None  # reasoning_gym: data set
+  args: Mapping[str, Any] = field(default_factory=dict)  # reasoning_gym: arguments of the data set
+  columns: Mapping[str, str] = field(default_factory=dict)  # dataset: what the columns mean
+  filters: tuple[str, ...] = ()  # conditions that a row must meet
+  grader: str = 'auto'  # grader of its answers
+  system: str | None = None  # system message; None: that of the task
+  suffix: str | None = None  # text appended to every question; None: that of the task
+
+  def task(self, task: 'Task', splits: tuple[str, ...]) -> 'Task':
+    """Return the settings of a task with this source only. All other settings are those of `task`."""
+    own: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(Source)}
+    own['system'] = task.system if self.system is None else self.system
+    own['suffix'] = task.suffix if self.suffix is None else self.suffix
+    if task.kind == 'environment':  # these are about its environments
+      own |= {'workers': None, 'executor': None, 'time_limit': None}
+    return replace(task, **own, splits=splits, mixture={})
+
+
+@dataclass(frozen=True)
+class MixtureSource(Source):
+  """One source of a mixture, an entry of `config.task.mixture`."""
+
+  splits: tuple[str, ...] = ('train', 'test')  # splits for training and for held-out evaluation; '': no problems for it
+  weight: float | Mapping[str, float] = 1.0  # share, relative to the other sources; or shares from a step on: {0: 1.0, 200: 0.2}
+
+  @property
+  def stages(self) -> dict[int, float]:
+    """The weights by the step from which each holds, in the order of the steps."""
+    given = self.weight if isinstance(self.weight, Mapping) else {'0': self.weight}
+    return dict(sorted((int(step), weight) for step, weight in given.items()))
+
+  def weight_at(self, step: int) -> float:
+    """Return the weight that holds at a step."""
+    return self.stages[max(start for start in self.stages if start <= step)]
+
+
+@dataclass(frozen=True)
+class HeldOutSet(Source):
+  """Held-out problems, an entry of `config.eval.sets`."""
+
+  split: str = 'test'  # split of the data set
+  problems: int | None = None  # problems asked; None: eval.problems
+  samples: int | None = None  # answers per problem; None: eval.samples
+
+
+@dataclass(frozen=True)
 class Task:
   """The problems, their prompts, and their graders or environments."""
 
-  kind: Literal['gsm8k', 'reasoning_gym', 'jsonl', 'environment'] = 'gsm8k'  # where problems come from
-  path: str | None = None  # gsm8k, jsonl: folder of train.jsonl and test.jsonl; gsm8k: or a hub name (None: openai/gsm8k)
+  kind: Literal['gsm8k', 'dataset', 'jsonl', 'reasoning_gym', 'mixture', 'environment'] = 'gsm8k'  # where problems come from
+  path: str | None = None  # dataset: file, folder or hub name; jsonl: folder; gsm8k: folder or hub name (None: openai/gsm8k)
   name: str | None = None  # reasoning_gym: data set; environment: frozen_lake, sokoban, ..., or `file.py:Class`
   args: Mapping[str, Any] = field(default_factory=dict)  # arguments of the data set or environment called `name`
+  columns: Mapping[str, str] = field(default_factory=dict)  # dataset: prompt, answer, ... -> column, template or pattern
+  filters: tuple[str, ...] = ()  # conditions that a row must meet, such as ('level>=3', 'type==algebra')
+  splits: tuple[str, ...] = ('train', 'test')  # splits for training and for evaluation, such as ('train[:95%]', 'train[95%:]')
+  mixture: Mapping[str, MixtureSource] = field(default_factory=dict)  # mixture: a name for each source -> its settings
   chat: bool = True  # render prompts with the tokenizer's chat template; False: use their text as it is
   system: str | None = None  # system message; None: the template's own, if it has one
   suffix: str = ''  # text appended to every question, such as an instruction on the form of the answer
@@ -325,6 +381,7 @@ class Evaluation:
   top_p: float = 1.0  # draw from the smallest set of tokens with this probability
   max_tokens: int | None = None  # longest answer; None: sampling.max_tokens
   memory: Literal['dense', 'sampler'] = 'dense'  # cache of the answers: dense and unquantised, or that of the rollouts
+  sets: Mapping[str, HeldOutSet] = field(default_factory=dict)  # more held-out sets: a name for each -> its settings
 
 
 @dataclass(frozen=True)
@@ -432,7 +489,7 @@ def _config_dict(section: Any) -> ml_collections.ConfigDict:
 
 def unless_none(hint: Any) -> Any:
   """Return T for the type hint `T | None`, and any other hint unchanged."""
-  if typing.get_origin(hint) not in (types.UnionType, typing.Union):
+  if typing.get_origin(hint) not in UNIONS or type(None) not in typing.get_args(hint):
     return hint
   (inner,) = (each for each in typing.get_args(hint) if each is not type(None))
   return inner

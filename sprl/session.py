@@ -38,6 +38,7 @@ from sprl.rollout.staleness import staleness
 from sprl.rollout.timeline import Timeline
 from sprl.sampler.engine import Engine
 from sprl.sampler.weights import SamplerWeights, sync_metrics
+from sprl.tasks.prompts import PromptStream
 from sprl.types import Trajectory
 
 log = logging.getLogger(__name__)
@@ -103,6 +104,7 @@ class Session:
   run_log: RunLog | None  # None in the processes that write no logs
   progress: Progress
   stop: Stop
+  stream: PromptStream | None = None  # the order of the problems; None: conversations
   before_update: Sequence[Callable[['Session', int, Sequence[Trajectory]], None]] = ()
   after_step: Sequence[Callable[['Session', StepReport], None]] = ()
   _times: Stopwatch = field(default_factory=Stopwatch)
@@ -152,6 +154,7 @@ class Session:
       **engine_metrics,
       **scheduler_metrics,
       **staleness(groups, step - 1),
+      **(collect.by_source(trajectories, self.stream.sources, self.stream.source) if self.stream else {}),
     }
     self._rollout_seconds = {**waits, 'engine_host_share': host_share}
     self._next_prompts = self._look_ahead(step)

@@ -2,8 +2,8 @@
 
 Supervised fine-tuning before reinforcement learning. Fine-tunes all weights of a run's model on worked solutions of its training
 problems, so that reinforcement learning starts from a model that answers in the expected form. Writes a Hugging Face folder in
-float32; pass it to the run as `--config.model.path=FOLDER`. The solution is GSM8K's worked text, the `solution` of a JSONL line,
-or else the answer; a token that ends the turn follows it.
+float32; pass it to the run as `--config.model.path=FOLDER`. The solution is GSM8K's worked text, the `solution` of a JSONL line
+or of a data set's columns, the last message of the assistant, or else the answer; a token that ends the turn follows it.
 
 The last line printed is JSON. The exit status is 2, with a line that gives the reason, if settings or files cannot be used.
 """
@@ -44,7 +44,7 @@ from sprl.rollout import collect
 from sprl.sharding.rules import OnMesh, row_shards
 from sprl.tasks import problems
 from sprl.tasks.problems import Problem
-from sprl.tasks.prompts import PromptStream
+from sprl.tasks.prompts import Mix, PromptStream
 from sprl.types import Trajectory
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ def fine_tune(
   model = dataclasses.replace(model, param_dtype=jnp.dtype('float32'))
   packing = dataclasses.replace(run.packing, share_prefix=False)
   sizes = shape(run.sampling, Rollout(prompts=batch, group=1), packing, minibatches=1, shards=row_shards(model.mesh))
-  solutions = SolutionStream(run, model, train_set)
+  solutions = SolutionStream(run, model, train_set, batch)
   first = solutions.take(batch)  # before the weights are read, so that unusable problems are found early
 
   settings = Optimizer(learning_rate=learning_rate, schedule='linear', warmup_steps=steps // 10, weight_decay=0.0)
@@ -117,13 +117,17 @@ def fine_tune(
 
 
 class SolutionStream:
-  """An endless stream of solved problems; the seed fixes their order. Problems that do not fit are skipped and counted."""
+  """An endless stream of solved problems; the seed fixes their order. Problems that do not fit are skipped and counted.
 
-  def __init__(self, run: Run, model: Model, train_set: Sequence[Problem]):
+  `batch` is the number of problems per step, by which a mixture counts the steps of its weights.
+  """
+
+  def __init__(self, run: Run, model: Model, train_set: Sequence[Problem], batch: int = 1):
     self.skipped = 0
     self._sampling, self._tokenizer = run.sampling, model.tokenizer
     self._end = end_of_turn(run, model)
-    self._stream = self._fitting(PromptStream(train_set, run.seed), min(PATIENCE, len(train_set)))
+    stream = PromptStream(train_set, run.seed, Mix.of(run.task, train_set, batch))
+    self._stream = self._fitting(stream, min(PATIENCE, len(train_set)))
 
   def take(self, n: int) -> list[Trajectory]:
     """Return the next n trajectories. Raises SettingsError if PATIENCE problems in a row do not fit; it names the setting."""

@@ -24,6 +24,7 @@ def closing_report(run: Run, workdir: Path, finished: Finished) -> str:
   for name, result in (('before', before), ('after', after)):
     m = result['metrics']
     lines.append(f'  {name:7s} reward {m["eval/avg@k"]:.3f}   (95 % interval {m["eval/low"]:.3f} to {m["eval/high"]:.3f})')
+  lines += _more_sets(before, after)
   for title, old, new in _examples(before['samples'], after['samples']):
     question = ' '.join(old['prompt'].split())  # shows its end: the beginning may be a system message
     lines += [
@@ -56,6 +57,24 @@ def _html_report(workdir: Path) -> str:
   except Exception as error:
     log.warning('the HTML report could not be written (%s: %s)', type(error).__name__, error)
     return 'not written'
+
+
+def _more_sets(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+  """Return lines on the other held-out sets: the reward before and after, and a sample after."""
+  lines = []
+  for name, result in after.get('sets', {}).items():
+    old, new, low, high = (
+      found['metrics'].get(f'eval/{name}/{metric}', float('nan'))
+      for found, metric in ((before, 'avg@k'), (after, 'avg@k'), (after, 'low'), (after, 'high'))
+    )
+    count = int(after['metrics'][f'eval/{name}/problems'])
+    lines += [
+      '',
+      f'  {name} ({count} problems): reward {old:.3f} before, {new:.3f} after (95 % interval {low:.3f} to {high:.3f})',
+    ]
+    for row in result['samples'][:1]:
+      lines.append(f'    after: {_one_line(row["completion"])}   [answer {row["answer"]}, reward {row["reward"]:g}]')
+  return lines
 
 
 def _savings(run: Run, records: Sequence[Mapping[str, Any]]) -> list[str]:

@@ -156,7 +156,7 @@ def setup(run: Run, workdir: Path, team: Team, stack: ExitStack, start: Start = 
     run=run, workdir=workdir, team=team, model=model, layout=layout, learner=learner, weights=weights, placed=placed,
     engines=opened, scheduler=scheduler, source=source, eval_set=eval_set, state=state, checkpoints=checkpoints,
     timeline=timeline, trace=trace_file(workdir, state.step, run.steps) if team.leads else None, run_log=run_log,
-    progress=Progress(run.steps, show=partial(print, flush=True)), stop=stop,
+    progress=Progress(run.steps, show=partial(print, flush=True)), stop=stop, stream=rollouts.stream,
     before_update=[LedgerHook()], after_step=after_step(),
   )  # fmt: skip
   stop_if(wrong_weights(session), session)  # before anything is sampled from them

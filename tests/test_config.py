@@ -20,7 +20,7 @@ from sprl.config_checks import RANGES, device_numbers, grader_file, within
 from sprl.config_reader import resolve
 from sprl.presets import ARMS
 
-MOST_SETTINGS = 137  # every setting needs a user
+MOST_SETTINGS = 142  # every setting needs a user
 
 
 def config(**changes):
@@ -99,6 +99,71 @@ def test_within_checks_both_ends_of_an_interval(interval, inside, outside):
   assert not any(within(value, interval) for value in outside)
 
 
+@pytest.mark.parametrize(
+  ('key', 'value', 'changes'),
+  [
+    ('task.path', None, {'kind': 'dataset'}),
+    ('task.columns', {'question': 'x'}, {'kind': 'dataset', 'path': 'x', 'columns': {'question': 'x'}}),
+    (
+      'task.columns',
+      {'prompt': 'x', 'messages': 'y'},
+      {'kind': 'dataset', 'path': 'x', 'columns': {'prompt': 'x', 'messages': 'y'}},
+    ),
+    ('task.columns', {'prompt': 'x'}, {'kind': 'jsonl', 'path': 'x', 'columns': {'prompt': 'x'}}),
+    ('task.filters', ('x>1',), {'kind': 'reasoning_gym', 'name': 'x', 'filters': ('x>1',)}),
+    ('task.splits', ('train',), {'splits': ('train',)}),
+    ('task.splits', ('train', ''), {'splits': ('train', '')}),
+    ('task.splits', ('a', 'b'), {'kind': 'reasoning_gym', 'name': 'x', 'splits': ('a', 'b')}),
+    ('task.mixture', {}, {'kind': 'mixture'}),
+    ('task.mixture.a.weight', -1.0, {'kind': 'mixture', 'mixture': {'a': {'path': 'x', 'weight': -1}}}),
+    ('task.mixture.a.weight', {'5': 1.0}, {'kind': 'mixture', 'mixture': {'a': {'path': 'x', 'weight': {5: 1}}}}),
+    ('task.mixture.a.weight', {'x': 1.0}, {'kind': 'mixture', 'mixture': {'a': {'path': 'x', 'weight': {'x': 1}}}}),
+    ('task.mixture.a.path', None, {'kind': 'mixture', 'mixture': {'a': {}}}),
+    ('task.mixture.a.grader', 'good', {'kind': 'mixture', 'mixture': {'a': {'path': 'x', 'grader': 'good'}}}),
+    ('task.mixture.a.splits', ('x',), {'kind': 'mixture', 'mixture': {'a': {'path': 'x', 'splits': ['x']}}}),
+    ('task.mixture.a.weight', 'x', {'kind': 'mixture', 'mixture': {'a': {'path': 'x', 'weight': 'x'}}}),
+    ('task.mixture.a', 3, {'kind': 'mixture', 'mixture': {'a': 3}}),
+    ('task.mixture', ['a'], {'kind': 'mixture', 'mixture': {'a': {'path': 'x', 'weight': 0}}}),
+    ('task.mixture', ['a'], {'kind': 'mixture', 'mixture': {'a': {'path': 'x', 'weight': {0: 1, 4: 0}}}}),
+    ('task.mixture', ['a'], {'kind': 'mixture', 'mixture': {'a': {'path': 'x', 'splits': ('train', '')}}}),
+    ('task.grader', 'exact', {'kind': 'mixture', 'mixture': {'a': {'path': 'x'}}, 'grader': 'exact'}),
+  ],
+)
+def test_a_source_of_problems_is_checked(key, value, changes):
+  refuses(key, value, **{f'task__{name}': given for name, given in changes.items()})
+
+
+@pytest.mark.parametrize(
+  ('key', 'value', 'given'),
+  [
+    ('eval.sets.a.samples', 2, {'path': 'x', 'samples': 2}),
+    ('eval.sets.a.problems', 0, {'path': 'x', 'problems': 0}),
+    ('eval.sets.a.path', None, {}),
+    ('eval.sets.a.split', '', {'path': 'x', 'split': ''}),
+    ('eval.sets.a.kind', 'environment', {'kind': 'environment'}),
+  ],
+)
+def test_a_held_out_set_is_checked(key, value, given):
+  refuses(key, value, eval__sets={'a': given})
+
+
+def test_names_and_keys_of_sources_are_checked():
+  with pytest.raises(
+    SettingsError, match=r'config\.task\.mixture\.a\.pathh: no such setting; config\.task\.mixture\.a has args, '
+  ):
+    accepts(task__kind='mixture', task__mixture={'a': {'pathh': 'x'}})
+  refuses('eval.sets.a/b', '{...}', eval__sets={'a/b': {'path': 'x'}})
+
+
+def test_sources_survive_config_json():
+  given = {'a': {'path': 'x', 'weight': {0: 1, 20: 0.5}}, 'b': {'kind': 'gsm8k', 'weight': 2, 'splits': ('train', '')}}
+  run = accepts(task__kind='mixture', task__mixture=given, eval__sets={'c': {'path': 'y', 'split': 'train[:9]', 'problems': 3}})
+  assert run.task.mixture['a'].stages == {0: 1.0, 20: 0.5}
+  assert [run.task.mixture['a'].weight_at(step) for step in (0, 19, 20, 21)] == [1.0, 1.0, 0.5, 0.5]
+  assert run.task.mixture['b'].stages == {0: 2.0}
+  assert resolve(json.loads(json.dumps(to_dict(run)))) == run
+
+
 # --- values become settings -------------------------------------------------------------------------------------------
 
 
@@ -128,7 +193,7 @@ def test_every_setting_has_a_flag(monkeypatch):
   wanted = {name: value for name, value in leaves(to_dict(Run())) if name not in FREE}
   wanted['config.model.path'] = 'text'
   config = parsed(monkeypatch, *(f'--{name}={value}' for name, value in wanted.items()))
-  assert dict(leaves(to_dict(resolve(config)))) == {**wanted, **{key: {} for key in FREE}}
+  assert dict(leaves(to_dict(resolve(config)))) == {**wanted, **{name: {} for name in FREE}}
 
 
 @pytest.mark.parametrize(

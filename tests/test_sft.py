@@ -291,6 +291,23 @@ def test_problems_that_are_too_long_or_lack_an_answer_are_skipped_and_counted(in
   assert 'skipped' in warning
 
 
+def test_a_mixture_of_conversations_and_columns_is_taught_by_the_weights_of_its_steps(inputs, tmp_path):
+  spoken = [{'role': 'user', 'content': '1='}, {'role': 'assistant', 'content': 'one'}]
+  (tmp_path / 'chats.jsonl').write_text(json.dumps({'messages': spoken}))
+  (tmp_path / 'rows.jsonl').write_text(json.dumps({'q': '2', 'a': 'two'}))
+  mixture = {
+    'chats': {'path': str(tmp_path / 'chats.jsonl'), 'splits': ('train', 'train'), 'weight': {'0': 1.0, '2': 0.0}},
+    'rows': {'path': str(tmp_path / 'rows.jsonl'), 'columns': {'prompt': '{q}=', 'answer': 'a'}, 'splits': ('train', ''),
+             'weight': {'0': 0.0, '2': 1.0}},
+  }  # fmt: skip
+  changes = {'kind': 'mixture', 'path': None, 'chat': True, 'grader': 'auto', 'mixture': mixture}
+  lengths = {'sampling__max_prompt': 32, 'sampling__prompt_buckets': (32,), 'sampling__max_tokens': 32, 'packing__row_tokens': 64}
+  run = run_with(inputs, **{f'task__{name}': value for name, value in changes.items()}, **lengths)
+  model = Model.open(run)
+  taken = SolutionStream(run, model, problems.load(run.task, 'train'), batch=3).take(12)
+  assert [model.tokenizer.decode(t.completion) for t in taken] == ['one<eos>'] * 6 + ['two<eos>'] * 6
+
+
 @pytest.mark.parametrize(
   ('changes', 'said'),
   [

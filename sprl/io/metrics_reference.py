@@ -55,7 +55,8 @@ GROUPS: dict[str, str] = {
   ),
   'engine': "Use of the sampler's rows since the step before, averaged over engines.",
   'packing': "The learner's packed rows, averaged over minibatches.",
-  'eval': 'Held-out evaluation. Lines of kind `eval`.',
+  'data': 'The sources of a mixture (`config.task.mixture`). Present only with one.',
+  'eval': 'Held-out evaluation. Lines of kind `eval`. A set of `config.eval.sets` has metrics with its name.',
   'time': (
     'Seconds, unless the meaning says otherwise. `metrics.jsonl` holds them in the object `time`, without the prefix. They are '
     'the only entries that differ between two runs of the same synchronous command on the same machine.'
@@ -214,6 +215,9 @@ METRICS: dict[str, str] = {
   'packing/microbatches': 'Microbatches of the update.',
   'packing/tokens_saved_by_sharing': 'Prompt tokens saved because samples of a group share their prompt.',
   # --- evaluation -------------------------------------------------------------------------------------------------------
+  'data/{name}/share': "Share of the step's trajectories whose problems are from the source.",
+  'data/{name}/reward': 'Mean reward of these trajectories. Absent in a step that has none.',
+  'eval/{set}/{metric}': 'The metric `eval/{metric}` of another held-out set.',
   'eval/avg@k': "Mean score over problems. Each problem's samples are averaged first.",
   'eval/low': 'Lower end of the 95 % confidence interval of `eval/avg@k`.',
   'eval/high': 'Upper end of that interval.',

@@ -135,3 +135,21 @@ def grading_costs(trajectories: Sequence[Trajectory]) -> dict[str, float]:
   """Return the sums of what grading used, such as judge/tokens; {} without a judge."""
   names = sorted({name for t in trajectories for name in t.costs})
   return {name: float(sum(t.costs.get(name, 0.0) for t in trajectories)) for name in names}
+
+
+def by_source(
+  trajectories: Sequence[Trajectory], sources: Sequence[str], source: Callable[[int], str | None]
+) -> dict[str, float]:
+  """Return metrics of a batch by the source of its problems: `source(group)` of the names `sources`.
+
+  data/NAME/share    share of the trajectories
+  data/NAME/reward   their mean reward; absent if there are none
+  """
+  names = {t.group: source(t.group) for t in trajectories} if sources else {}
+  found: dict[str, float] = {}
+  for name in sources:
+    rewards = [t.reward for t in trajectories if names[t.group] == name]
+    found[f'data/{name}/share'] = len(rewards) / len(trajectories)
+    if rewards:
+      found[f'data/{name}/reward'] = float(np.mean(rewards))
+  return found

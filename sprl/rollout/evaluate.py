@@ -1,7 +1,7 @@
 """Held-out evaluation: pass@k and avg@k with confidence intervals, and samples to read."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from sprl.rollout.scheduler import Scheduler
 from sprl.rollout.setup import EvalSet, on_all_processes
 from sprl.sampler import calibrate
 from sprl.sampler.engine import Engine
+from sprl.types import Trajectory
 
 FIRST_UID = 1 << 30  # uids of evaluation begin here, so that they differ from those of training
 
@@ -46,44 +47,58 @@ def evaluate(
     team: the processes of the run.
 
   Returns:
-    metrics    scalars for the log: eval/avg@k with eval/low and eval/high, its 95 % interval, and others
+    metrics    scalars for the log: eval/avg@k with eval/low and eval/high, its 95 % interval, and others; those of another set
+               are named eval/SET/avg@k
     intervals  (mean, low, high) of avg@k (the mean score) and of pass@1 and pass@k (the probability that one sample, or any of k,
                scores 1); the samples of a problem are averaged first. With several rewards, the first one scores
     samples    rows of `shown` completions
+    sets       intervals and samples of each other set by name; absent if there is none
 
     An empty dict if `stopped` ended the evaluation.
   """
   settings = run.eval
-  k, count = settings.samples, held_out.count
+  sets = {'': held_out, **held_out.more}
+  samples = {name: each.samples or settings.samples for name, each in sets.items()}
+  k, answers = max(samples.values()), max(each.count * samples[name] for name, each in sets.items())
   limit = settings.max_tokens or run.sampling.max_tokens
   sampling = replace(
     run.sampling, temperature=settings.temperature, top_p=settings.top_p, top_k=None, min_p=0.0, max_tokens=limit
   )
-  rows = min(run.sampling.rows or run.rollout.prompts * run.rollout.group, count * k)
+  rows = min(run.sampling.rows or run.rollout.prompts * run.rollout.group, answers)
   as_sampled = settings.memory == 'sampler'
   cache, quant = (run.cache, run.quant) if as_sampled else (DENSE, UNQUANTISED)
   layout = model.cache_layout(sampling, cache, quant)
   config = model.engine_config(sampling, layout, rows, min(run.rollout.prompts, -(-rows // k)), run.seed)
-  source, first = OffsetSource(held_out.source, FIRST_UID // k), FIRST_UID // k
   if layout.fp8 and scales is None:
-    some = prompts(source, first, min(count, config.prefill))
+    some = prompts(held_out.source, 0, min(held_out.count, config.prefill))
     found = calibrate.amax_of_prompts(model.graphdef, layout, params, some, config.prefill, quant, model.mesh)
     scales = calibrate.scales((found,), quant, layout.layers)
   engine = Engine(config, model.sampler_weights(params, quant, scales))
-  scheduler = Scheduler(
-    on_all_processes(team, [engine]),
-    held_out.workers,
-    source,
-    Rollout(prompts=count, group=k),
-    time.perf_counter,
-    groups=count,
-    first=first,
-  )
-  groups = scheduler.batch(stopped)
-  if groups is None:
-    return {}
-  trajectories = [t for group in groups for t in group.trajectories]
 
+  results: dict[str, dict[str, Any]] = {}
+  for name, each in sets.items():
+    source, first = OffsetSource(each.source, FIRST_UID // samples[name]), FIRST_UID // samples[name]
+    asked = Rollout(prompts=each.count, group=samples[name])
+    scheduler = Scheduler(
+      on_all_processes(team, [engine]), each.workers, source, asked, time.perf_counter, groups=each.count, first=first
+    )
+    groups = scheduler.batch(stopped)
+    if groups is None:
+      return {}
+    trajectories = [t for group in groups for t in group.trajectories]
+    results[name] = scores(trajectories, each.count, samples[name])
+    results[name]['samples'] = collect.sample_rows(trajectories, source.answer, model.tokenizer, shown)
+  own = results.pop('')
+  if results:
+    for name, result in results.items():
+      found = result.pop('metrics')
+      own['metrics'] |= {f'eval/{name}/{metric.removeprefix("eval/")}': value for metric, value in found.items()}
+    own['sets'] = results
+  return own
+
+
+def scores(trajectories: Sequence[Trajectory], count: int, k: int) -> dict[str, Any]:
+  """Return metrics and intervals of the answers to `count` problems, `k` to each, problem by problem."""
   score = np.array([t.score for t in trajectories]).reshape(count, k)
   right = (score >= 1).sum(axis=1)
   intervals = {f'avg@{k}': interval(score.mean(axis=1))}
@@ -104,5 +119,4 @@ def evaluate(
       **{f'eval/{name}': used for name, used in collect.grading_costs(trajectories).items()},
     },
     'intervals': intervals,
-    'samples': collect.sample_rows(trajectories, source.answer, model.tokenizer, shown),
   }

@@ -4,15 +4,15 @@ With several processes the wrappers of sprl/rollout/broadcast.py are installed h
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from sprl.cache.layout import CacheLayout
-from sprl.config import Run, SettingsError
+from sprl.config import Run, SettingsError, Task
 from sprl.distributed.team import ALONE, Team
 from sprl.io.metrics import mean_of
 from sprl.io.tokenizer import Tokenizer, TokenizerError
@@ -33,8 +33,8 @@ from sprl.tasks.environments import registry
 from sprl.tasks.environments.protocol import EnvironmentFault
 from sprl.tasks.grader_pool import GraderPool, grader_pool
 from sprl.tasks.graders import Reward
-from sprl.tasks.problems import Problem, holder
-from sprl.tasks.prompts import PromptStream
+from sprl.tasks.problems import Mixture, Problem, holder
+from sprl.tasks.prompts import Mix, PromptStream
 from sprl.tasks.worker_pool import WorkerPool
 from sprl.tasks.workers import cpus
 
@@ -52,6 +52,21 @@ class EvalSet:
   source: Source
   workers: WorkersLike
   count: int
+  samples: int | None = None  # of each group; None: eval.samples
+  more: Mapping[str, 'EvalSet'] = field(default_factory=dict)  # sets that are evaluated after this one, by name
+
+
+@dataclass(frozen=True)
+class HeldOut:
+  """The problems of one held-out set."""
+
+  problems: Sequence[Problem]
+  order: Sequence[int]  # indices of the problems that are asked
+  samples: int | None = None  # answers to each; None: eval.samples
+
+  def problem(self, number: int) -> Problem:
+    """Return the problem of a group."""
+    return self.problems[self.order[number]]
 
 
 @dataclass(frozen=True)
@@ -61,75 +76,81 @@ class RolloutSetup:
   run: Run
   tokenizer: Tokenizer
   team: Team
-  stream: PromptStream | None  # None: conversations
-  test: Sequence[Problem]
-  rewards: tuple[Reward, ...] = ()  # () in conversations
+  stream: PromptStream | None  # None: conversations, or evaluation only
+  held_out: Mapping[str, HeldOut]  # '': the task's own; with conversations, it has none
+  rewards: tuple[Reward, ...] = ()  # () if no problem is graded
   columns: frozenset[str] = frozenset()  # of the rows of the first problems, for rewards
 
   @classmethod
-  def open(cls, run: Run, tokenizer: Tokenizer, team: Team = ALONE) -> 'RolloutSetup':
+  def open(cls, run: Run, tokenizer: Tokenizer, team: Team = ALONE, train: bool = True) -> 'RolloutSetup':
     """Read this process's share of the problems, or make one environment in process 0 to check it.
 
-    If one process raises one of the following, all processes raise it:
+    Without `train` only held-out problems are read, and only `begin_evaluation` may be called. If one process raises one of the
+    following, all processes raise it:
 
     SettingsError    files, data sets or environments cannot be used, or prompts are too long
     TokenizerError   the chat template fails
     OSError          files cannot be read
     """
-    asked, found = team.fail_together('problems', lambda: cls._open(run, tokenizer, team), REFUSALS)
+    asked, found = team.fail_together('problems', lambda: cls._open(run, tokenizer, team, train), REFUSALS)
     for of_split in zip(*team.gather('lengths', lambda: found)):
       collect.check_lengths(chain(*of_split), run.sampling.max_prompt)
     return replace(asked, rewards=team.broadcast('rewards', lambda: asked.rewards))
 
   @classmethod
-  def _open(cls, run: Run, tokenizer: Tokenizer, team: Team) -> tuple['RolloutSetup', list[list[collect.Length]]]:
+  def _open(cls, run: Run, tokenizer: Tokenizer, team: Team, train: bool) -> tuple['RolloutSetup', list[list[collect.Length]]]:
     """Return the setup, and the lengths of this process's share of the first prompts, for evaluation and for training."""
-    if run.task.kind == 'environment':
-      asked = cls(run, tokenizer, team, None, ())
-      if team.leads:
-        _check_first_observation(run, asked._conversations(run.sampling.max_tokens, None))
-      return asked, []
-    train, test = (problems.load(run.task, split, team.process, team.processes) for split in ('train', 'test'))
-    stream = PromptStream(across(team, BroadcastProblems, train), run.seed)
+    stream, ahead = None, []
+    if train and run.task.kind != 'environment':
+      given = problems.load(run.task, 'train', team.process, team.processes)
+      stream = PromptStream(across(team, BroadcastProblems, given), run.seed, Mix.of(run.task, given, run.rollout.prompts))
+      count = min(run.steps * run.rollout.prompts, len(given), LOOKED_AHEAD)
+      ahead = [(given, [stream.index(i) for i in range(count)])]
+    held_out = dict(_held_out(run, team))
 
     def length(place: int, problem: Problem) -> collect.Length:
       return collect.Length(place, len(collect.encode(problem, tokenizer)), problem.id)
 
-    ahead = min(run.steps * run.rollout.prompts, len(train), LOOKED_AHEAD)
-    asked_first = (test, range(min(run.eval.problems, len(test)))), (train, map(stream.index, range(ahead)))
     lengths = [
       [length(place, some[i]) for place, i in enumerate(indices) if holder(i, team.processes) == team.process]
-      for some, indices in asked_first
+      for some, indices in [*((some.problems, some.order) for some in held_out.values()), *ahead]
     ]
-    rewards = graders.rewards(run.task) if team.leads else ()
-    held = [some[i] for some in (train, test) for i in range(team.process, min(len(some), LOOKED_INTO), team.processes)]
-    shared_test = across(team, BroadcastProblems, test)
-    return cls(run, tokenizer, team, stream, shared_test, rewards, frozenset(chain(*(p.row for p in held)))), lengths
+    rewards = graders.of_sources(problem_sources(run)) if team.leads else ()
+    loaded = [*(some.problems for some in held_out.values()), *(given for given, _ in ahead)]
+    held = [some[i] for some in loaded for i in range(team.process, min(len(some), LOOKED_INTO), team.processes)]
+    wrapped = {name: replace(some, problems=across(team, BroadcastProblems, some.problems)) for name, some in held_out.items()}
+    opened = cls(run, tokenizer, team, stream, wrapped, rewards, frozenset(chain(*(p.row for p in held))))
+    if run.task.kind == 'environment' and team.leads:
+      _check_first_observation(run, opened._conversations(run.sampling.max_tokens, None))
+    return opened, lengths
 
   def begin(self, enter: Callable[[Any], Any]) -> tuple[WorkersLike, Source, EvalSet]:
     """Start the workers in process 0. Returns workers and source for training, and the held-out groups.
 
     `enter` enters a context that ends the workers (ExitStack.enter_context).
     """
-    run, team, limit = self.run, self.team, self.run.sampling.max_tokens
-    eval_limit = run.eval.max_tokens or limit
-
-    def started(pool: WorkerPool | GraderPool | None) -> WorkersLike:
-      return across(team, BroadcastWorkers, pool and enter(pool))
-
+    limit, held_out = self.run.sampling.max_tokens, self.begin_evaluation(enter)
     if self.stream is not None:
-      workers = started(self._graders() if team.leads else None)
-      test = ProblemSource(self.test.__getitem__, self.tokenizer, eval_limit, self.rewards)
-      held_out = EvalSet(test, workers, min(run.eval.problems, len(self.test)))
-      return workers, ProblemSource(self.stream.at, self.tokenizer, limit, self.rewards), held_out
+      return held_out.workers, ProblemSource(self.stream.at, self.tokenizer, limit, self.rewards), held_out
+    return *self._begin_conversations(limit, enter, held_out=False), held_out
 
-    def conversations(limit: int, held_out: bool) -> tuple[WorkersLike, Source]:
-      pool = self._environments(held_out) if team.leads else None
-      return started(pool), across(team, BroadcastSource, self._conversations(limit, pool, held_out))
+  def begin_evaluation(self, enter: Callable[[Any], Any]) -> EvalSet:
+    """Start the workers of evaluation in process 0. Returns the held-out groups. `enter` is as in `begin`."""
+    run = self.run
+    limit = run.eval.max_tokens or run.sampling.max_tokens
+    sets: dict[str, EvalSet] = {}
+    if self.held_out:
+      workers = self._started(self._graders() if self.team.leads else None, enter)
+      for name, some in self.held_out.items():
+        source = ProblemSource(some.problem, self.tokenizer, limit, self.rewards)
+        sets[name] = EvalSet(source, workers, len(some.order), some.samples)
+    if run.task.kind == 'environment':
+      workers, source = self._begin_conversations(limit, enter, held_out=True)
+      sets[''] = EvalSet(source, workers, run.eval.problems)
+    return replace(sets.pop(''), more=sets)
 
-    workers, source = conversations(limit, held_out=False)
-    test_workers, test = conversations(eval_limit, held_out=True)
-    return workers, source, EvalSet(test, test_workers, run.eval.problems)
+  def _started(self, pool: WorkerPool | GraderPool | None, enter: Callable[[Any], Any]) -> WorkersLike:
+    return across(self.team, BroadcastWorkers, pool and enter(pool))
 
   def state(self) -> dict[str, Any]:
     """Return the state of the stream of problems, for a checkpoint."""
@@ -145,6 +166,11 @@ class RolloutSetup:
 
   # --- conversations ---------------------------------------------------------------------------------------------------
 
+  def _begin_conversations(self, limit: int, enter: Callable[[Any], Any], held_out: bool) -> tuple[WorkersLike, Source]:
+    pool = self._environments(held_out) if self.team.leads else None
+    workers = self._started(pool, enter)
+    return workers, across(self.team, BroadcastSource, self._conversations(limit, pool, held_out))
+
   def _conversations(self, limit: int, pool: WorkerPool | None, held_out: bool = False) -> ConversationSource:
     run, task = self.run, self.run.task
     assert task.name, 'checked with the settings'
@@ -158,7 +184,7 @@ class RolloutSetup:
   # --- workers ---------------------------------------------------------------------------------------------------------
 
   def _graders(self) -> GraderPool:
-    task = self.run.task
+    task = grading_task(self.run)
     limits = task.time_limit, GRADING_MEMORY_GB
     return grader_pool(self.rewards, task.workers, *limits, task.executor or 'processes', columns=self.columns)
 
@@ -167,6 +193,35 @@ class RolloutSetup:
     episodes = math.ceil((1 + r.async_ratio) * r.prompts + r.extra_prompts) * (r.group + r.extra_members)
     workers = task.workers or (episodes if executor == 'threads' else cpus(executor))
     return environment_pool(partial(make_environment, task, held_out), workers, task.time_limit or STEP_SECONDS, executor)
+
+
+def problem_sources(run: Run) -> dict[str, Task]:
+  """Return the task of each source of problems, by the name with which its problems ask for its grader; '': the task's own."""
+  task = run.task
+  sources = {name: source.task(task, source.splits) for name, source in task.mixture.items()}
+  if task.kind not in ('mixture', 'environment'):
+    sources[''] = task
+  return sources | {f'eval/{name}': some.task(task, ('train', some.split)) for name, some in run.eval.sets.items()}
+
+
+def grading_task(run: Run) -> Task:
+  """Return the task whose settings limit the graders. Those of an environment limit its steps, and leave graders the defaults."""
+  task = run.task
+  return replace(task, workers=None, executor=None, time_limit=None) if task.kind == 'environment' else task
+
+
+def _held_out(run: Run, team: Team) -> Iterator[tuple[str, HeldOut]]:
+  """Yield the held-out sets by name, of which this process reads its share; '' is the task's own."""
+  share = team.process, team.processes
+  if run.task.kind != 'environment':
+    own = problems.load(run.task, 'test', *share)
+    order = own.in_turn(run.eval.problems) if isinstance(own, Mixture) else range(min(run.eval.problems, len(own)))
+    yield '', HeldOut(own, order)
+  for name, some in run.eval.sets.items():
+    found = problems.load_source(f'eval.sets.{name}', some.task(run.task, ('train', some.split)), 'test', *share)
+    posed = Mixture({f'eval/{name}': found})
+    order = range(min(some.problems or run.eval.problems, len(posed)))
+    yield name, HeldOut(posed, order, some.samples)
 
 
 def _check_first_observation(run: Run, source: Source) -> None:

@@ -98,8 +98,9 @@ class GraderPool:
     """Queue a sample or a group. Returns the ticket of its result."""
     ticket = next(self._tickets)
     self._calls[ticket] = _Call(call, {})
+    source = _source(call)
     for index, reward in enumerate(self._rewards):
-      if reward.grader.groupwise == isinstance(call, Group):
+      if reward.grader.groupwise == isinstance(call, Group) and reward.source in (None, source):
         pool = self._pools[index]
         at = pool, pool.submit((index, call))
         self._calls[ticket].tickets[index], self._owners[at] = at, (ticket, index)
@@ -151,6 +152,12 @@ class GraderPool:
       tuple(reward.name for reward, _, status, *_ in found if reward.name and status != 'ok'),
       {name: sum(costs.get(name, 0.0) for *_, costs in found) for name in used},
     )
+
+
+def _source(call: Sample | Group) -> str:
+  """Return the source of a problem: the samples of a group have the same problem."""
+  sample = call.samples[0] if isinstance(call, Group) else call
+  return sample.extra.get('grader', '')
 
 
 def grader_pool(

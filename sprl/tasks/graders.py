@@ -9,6 +9,8 @@
 
 A user's grader is a function in a file or a Python callable; sprl/tasks/rewards.py describes the forms that it may have.
 
+A task of several sources has a grader for each (`of_sources`). A problem names the grader of its source.
+
 A reasoning-gym task uses the scorer of its data set. That scorer gives partial marks to any text that contains the answer (0.05
 for `The answer is 7` where 7 is right). So it is given the final answer only, and only full marks count as reward 1. The final
 answer is the last `<answer>` tag, else the last box, else the whole text; if the answer is a number, the last number in it.
@@ -62,6 +64,7 @@ class Reward:
   name: str  # in metrics; '' for the only reward of a task without task.rewards
   weight: float
   grader: GraderSpec
+  source: str | None = None  # of the problems that it grades (the entry `grader` of their `extra`); None: all problems
 
 
 # --- from a task to its rewards --------------------------------------------------------------------------------------
@@ -78,6 +81,14 @@ def rewards(task: Task, functions: Mapping[str, Callable[..., Any]] | None = Non
     Reward(reward_name(grader), weight, resolve(replace(task, grader=grader), functions, f'config.task.rewards: {grader!r}'))
     for grader, weight in map(weighted, task.rewards)
   )
+
+
+def of_sources(sources: Mapping[str, Task], functions: Mapping[str, Callable[..., Any]] | None = None) -> tuple[Reward, ...]:
+  """Return the rewards of several sources of problems, each with the settings of its task. Raises SettingsError as `resolve`."""
+  if len(sources) == 1:
+    (task,) = sources.values()
+    return rewards(task, functions)
+  return tuple(replace(reward, source=name) for name, task in sources.items() for reward in rewards(task, functions))
 
 
 def resolve(task: Task, functions: Mapping[str, Callable[..., Any]] | None = None, where: str = '') -> GraderSpec:

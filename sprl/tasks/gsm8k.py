@@ -10,31 +10,37 @@ from pathlib import Path
 from typing import Any
 
 from sprl.config import SettingsError, Task
-from sprl.tasks import jsonl
+from sprl.tasks.selection import parse_split, selected
+from sprl.tasks.tables import Table
 
 _HUB = 'openai/gsm8k'
-_AT_ONCE = 1024  # rows of a parquet file that are read at a time
 _HUB_NAME = re.compile(r'[\w.-]+/[\w.-]+')
 _LOCAL = 'a local folder that holds train.jsonl and test.jsonl (lines of `question` and `answer`, ending in `#### N`)'
 
 
 def rows(task: Task, split: str) -> Iterator[dict[str, Any]]:
-  """Yield the problems of a split as {id, prompt, answer, extra, row}: `answer` is the number after `####`.
+  """Yield the problems of a split as {id, prompt, answer, extra, row}: `answer` is the number after `####`, `extra` the solution.
 
-  task.path names a folder or a hub data set, by default openai/gsm8k.
+  task.path names a folder or a hub data set, by default openai/gsm8k. `split` may be a part, such as `train[:95%]`.
 
   Raises SettingsError if neither can be loaded, a split is missing, or a problem lacks a field or its final answer.
   """
+  name = parse_split(split).name
+  for i, (where, line) in selected(task, split, lambda name: _table(task, name)):
+    yield {**_row(where, f'gsm8k/{name}/{i}', line), 'row': line}
+
+
+def _table(task: Task, split: str) -> Table:
+  """Return the rows of a split: those of SPLIT.jsonl, or of the hub's main/SPLIT-*.parquet."""
   name = task.path or _HUB
   folder = Path(name).expanduser()
   if not folder.is_dir():
     folder = _download(name)
-  count = 0
-  for where, line in _lines(name, folder, split):
-    yield _row(where, f'gsm8k/{split}/{count}', line)
-    count += 1
-  if not count:
-    raise SettingsError(f'config.task.path = {name!r}: its {split} split is empty')
+  path = folder / f'{split}.jsonl'
+  files = (path,) if path.is_file() else tuple(sorted(folder.glob(f'main/{split}-*.parquet')))
+  if not files:
+    raise SettingsError(f'config.task.path = {name!r}: {folder} has neither {path.name} nor main/{split}-*.parquet')
+  return Table(files)
 
 
 def _download(name: str) -> Path:
@@ -51,26 +57,6 @@ def _download(name: str) -> Path:
       f'config.task.path = {name!r}: no such folder, and the Hugging Face hub does not provide it '
       f'({type(error).__name__}: {error}); without the hub, expected {_LOCAL}'
     ) from error
-
-
-def _lines(name: str, folder: Path, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
-  """Yield (position, row) of a split: from SPLIT.jsonl, or from the hub's main/SPLIT-*.parquet."""
-  path = folder / f'{split}.jsonl'
-  if path.is_file():
-    yield from ((f'{path}:{number}', line) for number, line in jsonl.lines(path))
-    return
-  tables = sorted(folder.glob(f'main/{split}-*.parquet'))
-  if not tables:
-    raise SettingsError(f'config.task.path = {name!r}: {folder} has neither {path.name} nor main/{split}-*.parquet')
-  try:
-    import pyarrow.parquet as parquet  # pyright: ignore[reportMissingImports]
-  except ImportError as error:
-    raise SettingsError(
-      f'config.task.path = {name!r}: its parquet files need pyarrow (pip install pyarrow); without it, expected {_LOCAL}'
-    ) from error
-  for table in tables:
-    batches = parquet.ParquetFile(table).iter_batches(_AT_ONCE)
-    yield from ((f'{table}:{i}', line) for i, line in enumerate(line for batch in batches for line in batch.to_pylist()))
 
 
 def _row(where: str, name: str, line: dict[str, Any]) -> dict[str, Any]:

@@ -3,14 +3,17 @@
 {"prompt": "What is 2 + 3?", "answer": "5"}
 {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 3?"}], "answer": 5}
 {"prompt": "What is 2 + 3 + 4?", "answer": "9", "solution": "2 + 3 = 5, and 5 + 4 = 9."}     (for sprl.sft)
+
+A line may have more keys. The grader sees all of them.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from sprl.config import SettingsError, Task
+from sprl.tasks.selection import selected
+from sprl.tasks.tables import Table
 
 _ROLES = ('system', 'user', 'assistant')
 
@@ -18,38 +21,20 @@ _ROLES = ('system', 'user', 'assistant')
 def rows(task: Task, split: str) -> Iterator[dict[str, Any]]:
   """Yield the problems of SPLIT.jsonl in the folder task.path: {id, prompt or messages, answer, row}; `extra` has a solution.
 
-  Raises SettingsError for a missing or empty file, and for a malformed line, by file and line number.
+  `split` may be a part of a file, such as `train[:95%]`. Raises SettingsError for a missing or empty file, and for a malformed
+  line, by file and line number.
   """
-  path = Path(task.path or '').expanduser() / f'{split}.jsonl'
+  for _, (where, line) in selected(task, split, lambda name: _table(task, name)):
+    yield _row(where, line, task.chat)
+
+
+def _table(task: Task, name: str) -> Table:
+  path = Path(task.path or '').expanduser() / f'{name}.jsonl'
   if not path.is_file():
     raise SettingsError(
       f'config.task.path = {task.path!r}: expected a folder of train.jsonl and test.jsonl; {path}: no such file'
     )
-  number = 0
-  for number, line in lines(path):
-    yield _row(f'{path}:{number}', line, task.chat)
-  if not number:
-    raise SettingsError(f'config.task.path = {task.path!r}: expected at least one problem; {path} is empty')
-
-
-def lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-  """Yield (line number, object) of a JSONL file, from line 1; blank lines are skipped.
-
-  Raises SettingsError, with file and line, for a line that is not a JSON object in UTF-8.
-  """
-  with open(path, 'rb') as file:
-    for number, line in enumerate(file, 1):
-      if not line.strip():
-        continue
-      try:
-        value = json.loads(line.decode('utf-8-sig'))
-        if b'\\u' in line:
-          json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair is valid JSON, but UTF-8 cannot encode it
-      except (ValueError, RecursionError) as error:
-        raise SettingsError(f'{path}:{number}: not JSON in UTF-8: {error}') from error
-      if not isinstance(value, dict):
-        raise SettingsError(f'{path}:{number}: expected a JSON object, got {type(value).__name__}')
-      yield number, value
+  return Table((path,))
 
 
 def _row(where: str, line: Mapping[str, Any], chat: bool) -> dict[str, Any]:
@@ -58,7 +43,7 @@ def _row(where: str, line: Mapping[str, Any], chat: bool) -> dict[str, Any]:
   answer = line.get('answer')
   if not isinstance(answer, str | int | float) or isinstance(answer, bool):
     raise SettingsError(f'{where}: answer = {answer!r}: expected text or a number')
-  row: dict[str, Any] = {'id': where, 'answer': str(answer), 'row': dict(line)}
+  row: dict[str, Any] = {'id': where, 'answer': str(answer), 'row': line}
   if 'solution' in line:
     if not isinstance(line['solution'], str):
       raise SettingsError(f'{where}: solution = {line["solution"]!r}: expected text')
@@ -69,11 +54,12 @@ def _row(where: str, line: Mapping[str, Any], chat: bool) -> dict[str, Any]:
     return {**row, 'prompt': line['prompt']}
   if not chat:
     raise SettingsError(f'{where}: `messages` need a chat template; expected `prompt` under config.task.chat = False')
-  _check_messages(where, line['messages'])
+  check_messages(where, line['messages'])
   return {**row, 'messages': line['messages']}
 
 
-def _check_messages(where: str, messages: Any) -> None:
+def check_messages(where: str, messages: Any) -> None:
+  """Raise SettingsError, with the place, unless the value is a conversation that ends with the user."""
   if not isinstance(messages, list) or not messages:
     raise SettingsError(f'{where}: messages = {messages!r}: expected a list of messages')
   for i, message in enumerate(messages):

@@ -1,15 +1,21 @@
 """Problems: what a task asks the model.
 
-The sources (gsm8k, reasoning, jsonl) yield rows: dicts of `id`, `prompt` or `messages`, `answer`, and optionally `extra` and
-`row`. This file applies the settings that change every question: task.system, task.suffix, task.chat.
+The sources (dataset, gsm8k, jsonl, reasoning) yield rows: dicts of `id`, `prompt` or `messages`, `answer`, `row` with all
+columns, and optionally `extra`. This file applies the settings that change every question (task.system, task.suffix, task.chat)
+and joins the sources of a mixture.
 """
 
+import itertools
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, overload
 
-from sprl.config import Task
-from sprl.tasks import gsm8k, jsonl, reasoning
+from sprl.config import SettingsError, Task
+from sprl.tasks import dataset, gsm8k, jsonl, reasoning
+from sprl.tasks.tables import plain
+
+SOURCES = {'dataset': dataset, 'gsm8k': gsm8k, 'jsonl': jsonl, 'reasoning_gym': reasoning}
 
 
 @dataclass(frozen=True)
@@ -21,17 +27,40 @@ class Problem:
   messages: tuple[Mapping[str, str], ...]  # {role, content} each, for the chat template; () under task.chat = False
   answer: str
   extra: Mapping[str, Any] = field(default_factory=dict)  # for the grader of the source
-  row: Mapping[str, Any] = field(default_factory=dict)  # the row of the data set with all its columns, for rewards
+  row: Mapping[str, Any] = field(default_factory=dict)  # all columns of the source, as values that JSON can hold
 
 
-def load(task: Task, split: Literal['train', 'test'], process: int = 0, processes: int = 1) -> 'Problems':
+def load(task: Task, split: Literal['train', 'test'], process: int = 0, processes: int = 1) -> 'Problems | Mixture':
   """Return the problems of one split. Over several processes, each reads the whole file and keeps the problems it holds.
 
   Raises SettingsError if they cannot be loaded; the message names the setting, or the file and line.
   """
-  source = {'gsm8k': gsm8k, 'reasoning_gym': reasoning, 'jsonl': jsonl}[task.kind]
-  rows = source.rows(task, split)
-  return Problems(task, rows if isinstance(rows, Sequence) else Share(rows, process, processes))
+  if task.kind != 'mixture':
+    return _load(task, split, process, processes, 0)
+  parts: dict[str, Problems] = {}
+  for name, source in sorted(task.mixture.items()):  # config.json does not keep the order in which a config names them
+    if source.splits[split == 'test']:
+      first = sum(map(len, parts.values()))
+      parts[name] = load_source(f'task.mixture.{name}', source.task(task, source.splits), split, process, processes, first)
+  return Mixture(parts)
+
+
+def load_source(
+  key: str, task: Task, split: Literal['train', 'test'], process: int = 0, processes: int = 1, first: int = 0
+) -> 'Problems':
+  """Return the problems of one source, the entry `key` of the settings. `first` is the index of its first problem in a mixture.
+
+  Raises SettingsError, which names the settings below `key`.
+  """
+  try:
+    return _load(task, split, process, processes, first)
+  except SettingsError as error:
+    raise SettingsError(str(error).replace('config.task.', f'config.{key}.')) from error
+
+
+def _load(task: Task, split: Literal['train', 'test'], process: int, processes: int, first: int) -> 'Problems':
+  rows = SOURCES[task.kind].rows(task, split if task.kind == 'reasoning_gym' else task.splits[split == 'test'])
+  return Problems(task, rows if isinstance(rows, Sequence) else Share(rows, process, processes, first))
 
 
 def holder(index: int, processes: int) -> int:
@@ -40,14 +69,17 @@ def holder(index: int, processes: int) -> int:
 
 
 class Share(Sequence[Mapping[str, Any]]):
-  """The rows that one process holds. Its indices and its length are the indices and the length of the whole data set."""
+  """The rows that one process holds. Its indices and its length are the indices and the length of the whole data set.
 
-  def __init__(self, rows: Iterable[Mapping[str, Any]], process: int, processes: int):
+  `first` is the index of the first row among the problems of a mixture, which decides who holds it.
+  """
+
+  def __init__(self, rows: Iterable[Mapping[str, Any]], process: int, processes: int, first: int = 0):
     self._process, self._processes = process, processes
     self._held: dict[int, Mapping[str, Any]] = {}
     self._count = 0
     for row in rows:
-      if holder(self._count, processes) == process:
+      if holder(first + self._count, processes) == process:
         self._held[self._count] = row
       self._count += 1
 
@@ -80,6 +112,41 @@ class Problems(Sequence[Problem]):
     return pose(self._task, self._rows[index])
 
 
+class Mixture(Sequence[Problem]):
+  """The problems of several sources, one source after another. A slice gives a list.
+
+  The id of a problem begins with the name of its source, and its `extra` names the grader of the source.
+  """
+
+  def __init__(self, parts: Mapping[str, Problems]):
+    self.parts = parts
+    self.starts = dict(zip(parts, itertools.accumulate(map(len, parts.values()), initial=0)))  # index of each source's first
+
+  def __len__(self) -> int:
+    return sum(map(len, self.parts.values()))
+
+  @overload
+  def __getitem__(self, index: int) -> Problem: ...
+  @overload
+  def __getitem__(self, index: slice) -> list[Problem]: ...
+  def __getitem__(self, index):
+    if isinstance(index, slice):
+      return [self[i] for i in range(*index.indices(len(self)))]
+    i = range(len(self))[index]
+    name = list(self.parts)[bisect_right(list(self.starts.values()), i) - 1]
+    return named(self.parts[name][i - self.starts[name]], name)
+
+  def in_turn(self, count: int) -> list[int]:
+    """Return the indices of up to `count` problems: one of each source in turn, as long as a source has more."""
+    places = sorted((i, start) for name, start in self.starts.items() for i in range(min(count, len(self.parts[name]))))
+    return [start + i for i, start in places[:count]]
+
+
+def named(problem: Problem, grader: str) -> Problem:
+  """Return the problem with the name of its grader in front of its id, and in `extra` for `graders.of_sources`."""
+  return replace(problem, id=f'{grader}/{problem.id}', extra={**problem.extra, 'grader': grader})
+
+
 def pose(task: Task, row: Mapping[str, Any]) -> Problem:
   """Return the problem of a row: add task.suffix to the question, and task.system if there is no system message."""
   *before, last = row.get('messages') or [{'role': 'user', 'content': row['prompt']}]
@@ -87,5 +154,5 @@ def pose(task: Task, row: Mapping[str, Any]) -> Problem:
   messages = (*before, question)
   if task.system is not None and messages[0]['role'] != 'system':
     messages = ({'role': 'system', 'content': task.system}, *messages)
-  shown = messages if task.chat else ()
-  return Problem(row['id'], question['content'], shown, row['answer'], row.get('extra', {}), row.get('row', {}))
+  extra, columns = row.get('extra', {}), plain(row.get('row', {}))
+  return Problem(row['id'], question['content'], messages if task.chat else (), row['answer'], extra, columns)

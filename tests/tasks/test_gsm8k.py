@@ -105,6 +105,16 @@ def test_the_published_splits_are_complete():
 
 
 @needs_data
+def test_the_column_map_of_a_data_set_gives_the_same_problems():
+  columns = {'prompt': 'question', 'answer': r'answer ~ ####\s*(.+)', 'solution': 'answer'}
+  for split in ('train', 'test'):
+    own, mapped = (
+      problems.load(Task(kind=kind, path=str(DATA), columns=c), split) for kind, c in (('gsm8k', {}), ('dataset', columns))
+    )
+    assert [(p.prompt, p.answer, p.extra, p.row) for p in mapped] == [(p.prompt, p.answer, p.extra, p.row) for p in own]
+
+
+@needs_data
 def test_gold_solutions_score_1_and_changed_final_numbers_score_0():
   test = problems.load(Task(path=str(DATA)), 'test')
   right = [graders.gsm8k(p.prompt, p.extra['solution'], p.answer) for p in test]

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sprl.config import SettingsError
-from sprl.tasks import jsonl
+from sprl.tasks import tables
 from sprl.tasks.environments import user_file
 from sprl.tasks.environments.turns import Turns
 
@@ -72,7 +72,7 @@ def chat(environment: str, prompts: str, config: Mapping[str, Any] | None = None
   `environment` is `file.py:Class` or an id registered with skyrl_gym, `prompts` a JSONL file of rows, `config` the env_config.
   Raises SettingsError.
   """
-  rows = [_row(f'{prompts}:{number}', line) for number, line in jsonl.lines(_file(prompts))]
+  rows = [_row(f'{prompts}:{number}', line) for number, line in tables.lines(_file(prompts))]
   if not rows:
     raise SettingsError(f'config.task.args.prompts = {prompts!r}: expected at least one row; the file is empty')
   where = 'config.task.args.environment'

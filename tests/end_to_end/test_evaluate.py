@@ -1,0 +1,110 @@
+"""`python -m sprl.evaluate`: a model without a run, several sets, and mistakes."""
+
+import json
+from pathlib import Path
+
+import pytest
+import tiny
+
+from sprl.io.metrics import read_metrics
+from sprl.io.metrics_reference import undocumented
+
+SMALL = ('--config.task.chat=False', '--config.sampling.max_prompt=32', '--config.sampling.max_tokens=6')
+
+
+@pytest.fixture(scope='module')
+def inputs(tmp_path_factory) -> Path:
+  folder = tmp_path_factory.mktemp('inputs')
+  tiny.write_inputs(folder, num_hidden_layers=1)
+  return folder
+
+
+def evaluated(*arguments):
+  status, out, err = tiny.run('evaluate', *arguments)
+  assert status == 0, err
+  return out, json.loads(out.splitlines()[-1])
+
+
+def test_a_model_is_evaluated_without_a_run_on_several_sets(inputs):
+  """A set of the same problems has the same scores; the cache is sparse and in FP8."""
+  grader = f'{inputs}/grader.py:grade'
+  sets = {
+    'same': {'path': str(inputs / 'test.jsonl'), 'split': 'train', 'grader': grader},
+    'lines': {'kind': 'jsonl', 'path': str(inputs), 'problems': 2, 'grader': 'exact'},
+  }
+  out, found = evaluated(
+    f'--model={inputs}/model', f'--data={inputs}/test.jsonl', *SMALL, f'--config.task.grader={grader}',
+    f'--config.eval.sets={sets}', '--config.eval.memory=sampler', '--config.cache.budget=12', '--config.cache.interval=3',
+    '--config.quant.sampler=kv8',
+  )  # fmt: skip
+  assert found['model'] == f'{inputs}/model'
+  own = {key.removeprefix('eval/'): value for key, value in found.items() if key.startswith('eval/') and key.count('/') == 1}
+  same = {key.removeprefix('eval/same/'): value for key, value in found.items() if key.startswith('eval/same/')}
+  assert own == same
+  assert own['problems'] == 5
+  assert own['avg@k'] > 0
+  assert (found['eval/lines/problems'], found['eval/lines/avg@k']) == (2, 0)
+  assert 'same: 5 problems of ' in out
+  assert found['intervals/same'] == found['intervals']
+
+
+@pytest.mark.parametrize(
+  ('arguments', 'said'),
+  [
+    ((), 'expected either --workdir=RUN or --model=FOLDER, got neither'),
+    (('--model=x', '--workdir=y'), 'expected either --workdir=RUN or --model=FOLDER, got both'),
+    (('--model=x', '--step=3'), '--step = 3: expected none with --model'),
+    (('--model=x', '--split=test'), "--split = 'test': expected --data=DATA with it"),
+    (
+      ('--model=x', '--config.eval.sets={"a": {"pathh": 1}}'),
+      'config.eval.sets.a.pathh: no such setting; config.eval.sets.a has',
+    ),
+  ],
+)
+def test_a_mistake_is_one_line_and_status_2(arguments, said):
+  status, out, err = tiny.run('evaluate', *arguments)
+  assert (status, out) == (2, '')
+  assert err.startswith(f'error: {said}')
+  assert err.count('\n') == 1
+
+
+@pytest.mark.slow  # two runs, the second interrupted at the boundary of a stage
+def test_a_run_of_a_mixture_resumes_exactly_and_is_evaluated_on_other_data(inputs):
+  config = inputs / 'mixed.py'
+  config.write_text(
+    (inputs / 'config.py').read_text().replace(
+      '  return config',
+      f"""
+  config.task.kind, config.task.path, config.task.grader = 'mixture', None, 'auto'
+  grader = {str(inputs)!r} + '/grader.py:grade'
+  config.task.mixture = {{
+    'files': {{'path': {str(inputs)!r}, 'grader': grader, 'weight': {{0: 1.0, 2: 0.25}}}},
+    'lines': {{'kind': 'jsonl', 'path': {str(inputs)!r}, 'grader': grader, 'weight': {{0: 0.0, 2: 0.75}}, 'suffix': '?'}},
+  }}
+  config.eval.sets = {{'dev': {{'path': {str(inputs)!r}, 'problems': 2, 'grader': grader}}}}
+  config.steps, config.eval.every, config.ledger.every, config.sampling.max_prompt = 4, 2, None, 17
+  config.sampling.prompt_buckets = (17,)
+  return config""",
+    )
+  )  # fmt: skip
+  whole, parts, compiled = inputs / 'whole', inputs / 'parts', inputs / 'compiled'
+
+  def train(workdir, *changes):
+    status, out, err = tiny.run('main', f'--config={config}', f'--workdir={workdir}', *changes, compiled=compiled)
+    assert status == 0, err
+    return out, [{key: value for key, value in line.items() if key != 'time'} for line in read_metrics(workdir)]
+
+  out, expected = train(whole)
+  assert 'dev (2 problems): reward ' in out
+  assert undocumented(expected) == []
+  assert [line['data/lines/share'] for line in expected if line['kind'] == 'train'] == [0, 0, 0.75, 0.75]
+  train(parts, '--config.steps=2')
+  _, found = train(parts)
+  assert found == expected
+
+  status, _, err = tiny.run('main', f'--config={config}', f'--workdir={parts}', '--config.steps=5', '--config.task.suffix=!')
+  assert (status, 'task.suffix' in err) == (2, True)
+  _, scored = evaluated(f'--workdir={parts}', f'--data={inputs}', '--split=train', '--config.task.grader=exact')
+  assert (scored['step'], scored['eval/problems'], scored['eval/dev/problems']) == (4, 3, 2)
+  status, _, err = tiny.run('evaluate', f'--workdir={parts}', f'--data={inputs}', '--config.seed=3')
+  assert (status, 'it may not change\n  config.seed: 0 -> 3' in err) == (2, True)
