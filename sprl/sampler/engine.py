@@ -381,12 +381,14 @@ class Engine:
     """Start waiting requests on the kept caches that they continue, at most `config.prefill`. Returns whether it started any."""
     config = self.config
     free = sum(row is None for row in self._rows)
-    found = [r for r in islice(self._waiting, free) if self._kept.extended_by(r)]
-    found = list({r.continues: r for r in reversed(found)}.values())[::-1][: config.prefill]  # the first request of each cache
-    if not found:
+    first: dict[tuple[int, int] | None, Request] = {}  # request of each cache, by the cache's key
+    for request in islice(self._waiting, free):
+      if len(first) < config.prefill and self._kept.extended_by(request):
+        first.setdefault(request.continues, request)
+    if not first:
       return False
-    taken = {id(request) for request in found}
-    self._waiting = deque(request for request in self._waiting if id(request) not in taken)
+    found = list(first.values())
+    self._waiting = deque(request for request in self._waiting if request is not first.get(request.continues))
     together = 1 if len(found) == 1 else config.prefill
     prompts, known = self._kept.go_on(config.graphdef, weights, found, together, config.reply_buckets)
     self.usage.prefix_hits += len(found)
