@@ -11,15 +11,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import small
 import tiny_engine
 from code_flips import flipped
 from test_engine import FLIPPED, MEMORIES, SLOW, config_of, run, weights_of
 from tiny_engine import C, network
 
+from sprl.cache.layout import cache_layout
+from sprl.config import Cache, Quant
 from sprl.models import transformer
 from sprl.models.attention import PackedAttention
 from sprl.sampler import decode, kept
-from sprl.sampler.engine import Engine
+from sprl.sampler.engine import Engine, EngineConfig
+from sprl.sampler.weights import sampler_weights
 from sprl.types import NOTHING, Request
 
 UIDS = (7, 3, 9, 4)
@@ -133,6 +137,26 @@ def test_numbers_that_fp8_clamps_are_counted_once():
     a, b = again.found[last, uid], reused.found[last, uid]
     assert abs(a.saturated - b.saturated) <= 1
     assert abs(a.saturated_queries - b.saturated_queries) <= 1
+
+
+@pytest.mark.slow
+def test_turns_record_the_experts_of_all_tokens():
+  """Also where a stop string ended an answer within a chunk: the tokens behind it leave no experts."""
+  found = {}
+  config, params = small.model('qwen3_moe', num_hidden_layers=1, num_experts=8, moe_intermediate_size=64)
+  made, stop = sampler_weights(params, jnp.dtype('float32')), ('a', 'e', 'i', 'o', 'u')
+  layout = cache_layout(config, Cache(), Quant(), 12, C, 'float32', routes=True)
+  sampling = dataclasses.replace(tiny_engine.SAMPLING, stop=stop)
+  for reuse in (True, False):
+    engine = Engine(EngineConfig(config, sampling, layout, 4, 2, 0, (), tiny_engine.text), made)
+    found[reuse] = (
+      Talk(engine, reuse, max_tokens=lambda uid: 4, reply=lambda uid, turn: reply_of(uid, turn)[:2]).turns(TURNS).found
+    )
+  assert not differing(found[True], found[False])
+  assert any(len(c.tokens) < 4 for c in found[True].values())
+  for at, c in found[True].items():
+    np.testing.assert_array_equal(c.routes, found[False][at].routes)
+    assert (c.routes[:-1] >= 0).all()
 
 
 # --- which caches are kept ---------------------------------------------------------------------------------------------
