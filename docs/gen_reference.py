@@ -322,7 +322,7 @@ def on_files(files, config):
 
 _SETTING = re.compile(r'\bconfig((?:\.[a-z_0-9]+)+)')
 _SOURCE = re.compile(r'\b((?:sprl|benchmarks|tests|configs|launch|notebooks)/[\w./-]*[\w-](?:\.(?:py|sh|yaml|ipynb)|/)?)')
-_FREE = ('config.task.args',)
+_FREE = ('config.task.args', 'config.task.template_args')
 _EXAMPLES = ('configs/mine.py',)
 
 

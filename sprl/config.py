@@ -52,6 +52,7 @@ class Task:
   name: str | None = None  # reasoning_gym: data set; environment: frozen_lake, sokoban, ..., or `file.py:Class`
   args: Mapping[str, Any] = field(default_factory=dict)  # arguments of the data set or environment called `name`
   chat: bool = True  # render prompts with the tokenizer's chat template; False: use their text as it is
+  template_args: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template, such as enable_thinking: False
   system: str | None = None  # system message; None: the template's own, if it has one
   suffix: str = ''  # text appended to every question, such as an instruction on the form of the answer
   grader: str = 'auto'  # auto, math, gsm8k, numeric, exact, or `file.py:function`; auto: the data set's own, math for jsonl

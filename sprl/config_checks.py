@@ -166,6 +166,7 @@ def validate_task(run: Run) -> None:
     require(run, 'task.name', task.name is None, f'None{with_kind}, which needs no name')
   if task.kind != 'environment':
     require(run, 'task.executor', task.executor != 'threads', f"'processes' or 'ray'{with_kind}: a thread cannot be killed")
+  require(run, 'task.template_args', task.chat or not task.template_args, '{} with config.task.chat = False')
   require(run, 'task.system', task.chat or task.system is None, 'None with config.task.chat = False')
   known = f'one of {", ".join(GRADERS)}, or `file.py:function` with def function(prompt, completion, answer) -> float'
   require(run, 'task.grader', task.grader in GRADERS or grader_file(task.grader) is not None, known)

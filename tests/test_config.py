@@ -20,7 +20,7 @@ from sprl.config_checks import RANGES, device_numbers, grader_file, within
 from sprl.config_reader import resolve
 from sprl.presets import ARMS
 
-MOST_SETTINGS = 134  # every setting needs a user
+MOST_SETTINGS = 135  # every setting needs a user
 
 
 def config(**changes):
@@ -128,7 +128,7 @@ def test_every_setting_has_a_flag(monkeypatch):
   wanted = {name: value for name, value in leaves(to_dict(Run())) if name not in FREE}
   wanted['config.model.path'] = 'text'
   config = parsed(monkeypatch, *(f'--{name}={value}' for name, value in wanted.items()))
-  assert dict(leaves(to_dict(resolve(config)))) == {**wanted, 'config.task.args': {}}
+  assert dict(leaves(to_dict(resolve(config)))) == {**wanted, 'config.task.args': {}, 'config.task.template_args': {}}
 
 
 @pytest.mark.parametrize(
