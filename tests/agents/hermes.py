@@ -17,7 +17,8 @@ TEMPLATE = """
 {%- if message.role == 'assistant' %}
 {{- '<bos>assistant\\n' + (message.content or '') }}
 {%- for call in message.tool_calls or [] %}
-{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' + call.function.arguments | tojson + '}\\n</tool_call>' }}
+{{- '<tool_call>\\n{"name": "' + call.function.name }}
+{{- '", "arguments": ' + call.function.arguments | tojson + '}\\n</tool_call>' }}
 {%- endfor %}
 {{- '<eos>\\n' }}
 {%- elif message.role == 'tool' %}

@@ -19,8 +19,8 @@ CHAT = [
 ]
 WRITTEN = """<bos>system
 Be brief.
-{"type": "function", "function": {"name": "add", "description": "Add two numbers.", "parameters": {"type": "object", "properties": \
-{"a": {"type": "number"}, "b": {"type": "number"}}}}}
+{"type": "function", "function": {"name": "add", "description": "Add two numbers.", "parameters": {"type": "object", \
+"properties": {"a": {"type": "number"}, "b": {"type": "number"}}}}}
 <eos>
 <bos>user
 1 + 2 < 4?<eos>
@@ -89,7 +89,7 @@ def test_the_ids_of_the_turns_equal_those_of_the_whole_conversation(folder):
 
 
 @pytest.mark.skipif(
-  'SPRL_AGENTS_PYTHON' not in os.environ, reason='SPRL_AGENTS_PYTHON, an interpreter with transformers, is not set'
+  'SPRL_AGENTS_PYTHON' not in os.environ, reason='needs SPRL_AGENTS_PYTHON, an interpreter with transformers'
 )
 def test_the_text_equals_that_of_transformers(folder):
   command = [os.environ['SPRL_AGENTS_PYTHON'], '-c', TRANSFORMERS, folder, json.dumps(CHAT), json.dumps([hermes.ADD])]
