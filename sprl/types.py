@@ -27,6 +27,8 @@ class Request:
 
   `given` follows the prompt: earlier turns of a conversation, or the tokens that an aborted request had drawn. A sampler that
   evicts reads these tokens step by step, as if it had drawn them, so that its cache is the same as after drawing.
+
+  `keep` and `continues` save work and change no result: a turn of a conversation goes on from the cache of the turn before.
   """
 
   uid: int  # number of the sequence; (seed, uid, attempt, position) fixes the random number of each token
@@ -36,6 +38,13 @@ class Request:
   given: Int[np.ndarray, ' N'] = dataclasses.field(default_factory=lambda: NOTHING)
   resumed: int = 0  # the last `resumed` tokens of `given` belong to the completion
   attempt: int = 0
+  keep: bool = False  # keep the KV cache of the sequence after its end, under the key (uid, attempt)
+  continues: tuple[int, int] | None = None  # key of a kept cache; if it holds the first tokens, only the others are read
+
+  @property
+  def key(self) -> tuple[int, int]:
+    """What names its kept cache."""
+    return self.uid, self.attempt
 
   @property
   def start(self) -> int:

@@ -203,6 +203,13 @@ class Engine:
       self._release(gone)
     return aborted
 
+  def partial(self, uid: int) -> Int[np.ndarray, ' C'] | None:
+    """Return the tokens that the last `collect` saw of a request; None if it neither waits nor runs. Reads no device."""
+    for row in self._rows:
+      if row is not None and row.request.uid == uid and not row.aborted:
+        return np.array(row.tokens, np.int32)
+    return NOTHING if any(request.uid == uid for request in self._waiting) else None
+
   def swap(self, weights: SamplerWeights, version: int) -> None:
     """Use other weights from the next chunk on. Running rows keep their keys and values; an FP8 cache takes the new scales."""
     assert self._chunk is None, 'a chunk is running: collect it first'
