@@ -10,7 +10,7 @@ If a client disconnects, the endpoint closes the backend's generator of its answ
 import asyncio
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -26,6 +26,7 @@ MAX_BODY = 1 << 25  # bytes of a request
 CLIENT_CLOSED = 499  # status, seen by nobody, of a request whose client disconnected
 
 
+@runtime_checkable
 class Backend(Protocol):
   """Answers requests."""
 

@@ -88,9 +88,7 @@ def test_the_ids_of_the_turns_equal_those_of_the_whole_conversation(folder):
   assert tokenizer.decode(ids) == WRITTEN.removesuffix('<think>\n\n</think>\n\n')
 
 
-@pytest.mark.skipif(
-  'SPRL_AGENTS_PYTHON' not in os.environ, reason='needs SPRL_AGENTS_PYTHON, an interpreter with transformers'
-)
+@pytest.mark.skipif('SPRL_AGENTS_PYTHON' not in os.environ, reason='needs SPRL_AGENTS_PYTHON, an interpreter with transformers')
 def test_the_text_equals_that_of_transformers(folder):
   command = [os.environ['SPRL_AGENTS_PYTHON'], '-c', TRANSFORMERS, folder, json.dumps(CHAT), json.dumps([hermes.ADD])]
   rendered = subprocess.run(command, check=True, capture_output=True, text=True).stdout
