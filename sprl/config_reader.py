@@ -9,7 +9,7 @@ import ml_collections
 
 from sprl.config import Run, SettingsError, unless_none
 from sprl.config_checks import validate
-from sprl.presets import with_arm, with_preset
+from sprl.presets import with_arm, with_preset, with_task
 
 
 def resolve(config: Mapping[str, Any] | ml_collections.ConfigDict) -> Run:
@@ -18,7 +18,7 @@ def resolve(config: Mapping[str, Any] | ml_collections.ConfigDict) -> Run:
   Raises SettingsError for an unknown key, a wrong type, a value out of range, or an impossible combination.
   """
   plain = config.to_dict() if isinstance(config, ml_collections.ConfigDict) else dict(config)
-  run = with_arm(with_preset(_build(Run, plain, 'config')))
+  run = with_task(with_arm(with_preset(_build(Run, plain, 'config'))))
   validate(run)
   return run
 

@@ -1,4 +1,4 @@
-"""python -m sprl.serve --model=FOLDER [--host=127.0.0.1] [--port=8000] [--config.cache.budget=512 --config.quant.sampler=w8a8 ...]
+"""python -m sprl.serve --model=FOLDER [--host=127.0.0.1] [--port=8000] [--config.cache.budget=512 ...]
 
 Serves a model over an OpenAI-compatible endpoint (docs/agents.md), with any cache and quantisation of the rollouts. Concurrent
 requests decode side by side on one engine of `config.sampling.rows` rows; at most --queue more wait, others get status 429.

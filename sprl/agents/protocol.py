@@ -1,9 +1,10 @@
 """Requests and responses of OpenAI's chat completions as data: `read` checks a request, the other functions write JSON.
 
-The engine draws all tokens from one distribution, so a request cannot choose its own: `read` refuses another temperature, filters,
-penalties and stop strings, and says which setting to change. Fields that do not change the answer, such as `user`, are ignored.
+The engine draws all tokens from one distribution, so a request cannot choose its own: `read` refuses another temperature, filters
+and stop strings, and says which setting to change. Fields that do not change the answer, such as `user`, are ignored.
 """
 
+import contextlib
 import json
 import time
 import uuid
@@ -169,10 +170,8 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     case {'function': {'name': str() as name, **rest}}:
       arguments = rest.get('arguments') or {}
       if isinstance(arguments, str):
-        try:
+        with contextlib.suppress(ValueError):  # the template gets the text that a model wrote wrongly
           arguments = json.loads(arguments)
-        except ValueError:
-          pass  # a program may return what a model wrote wrongly; the template gets the text
       return {'id': str(call.get('id') or ''), 'type': 'function', 'function': {'name': name, 'arguments': arguments}}
   raise Refused(400, f'{where}: expected {{"id", "type": "function", "function": {{"name", "arguments"}}}}', where)
 

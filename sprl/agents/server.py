@@ -42,7 +42,8 @@ class ServerThread:
   def __exit__(self, *_) -> None:
     """Accept no more requests, wait for those that run, at most the time of grace, and close the server."""
     self._server.should_exit = True
-    self._thread.join(self._grace + 2)
-    self._server.force_exit = True
-    self._thread.join(2)
+    if self._thread.is_alive():
+      self._thread.join(self._grace + 2)
+      self._server.force_exit = True
+      self._thread.join(2)
     self._socket.close()

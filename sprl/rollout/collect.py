@@ -78,7 +78,8 @@ def metrics(trajectories: Sequence[Trajectory], layout: CacheLayout, rows: int) 
   sparse/cache_bytes         bytes of the cache of `rows` rows
   sparse/bytes_saving        share of the bytes of a dense, unquantised cache that this one saves
   grading/STATUS             samples that were graded with this status
-  env/NAME                   mean of a metric that environments report for their episodes
+  env/NAME                   mean of a metric that environments or agents report for their episodes
+  agent/NAME                 mean over the episodes of agents
   fp8/kv_saturation          share of the elements of keys and values that FP8 clamped
   fp8/query_saturation       share of the elements of queries that FP8 clamped, where queries are FP8
   """
@@ -112,6 +113,11 @@ def metrics(trajectories: Sequence[Trajectory], layout: CacheLayout, rows: int) 
     'sparse/bytes_saving': 1 - size / layout.dense_bytes(rows),
     'sparse/repetition': float(np.mean([repetition(t.tokens[t.mask]) for t in trajectories])),
     **{f'grading/{status}': float(sum(t.status == status for t in trajectories)) for status in STATUSES},
-    **{f'env/{name}': float(np.mean([t.metrics[name] for t in trajectories if name in t.metrics])) for name in sorted(reported)},
+    **{
+      name if name.startswith('agent/') else f'env/{name}': float(
+        np.mean([t.metrics[name] for t in trajectories if name in t.metrics])
+      )
+      for name in sorted(reported)
+    },
     **fp8,
   }

@@ -28,6 +28,7 @@ class Generate:
   prompt: Int[np.ndarray, ' P']
   given: Int[np.ndarray, ' N']
   max_tokens: int
+  branch: int = 0  # sequences of one episode draw other random numbers
 
 
 @dataclass(frozen=True)

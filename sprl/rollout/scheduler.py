@@ -261,7 +261,8 @@ class Scheduler:
     match wanted:
       case Generate():
         number = member.group.number
-        member.request = Request(member.uid, number, wanted.prompt, wanted.max_tokens, wanted.given, attempt=member.attempt)
+        attempt = member.attempt + wanted.branch * (self.retries + 1)
+        member.request = Request(member.uid, number, wanted.prompt, wanted.max_tokens, wanted.given, attempt=attempt)
         self._dispatcher.ask(member)
       case Work():
         member.ticket = self.workers.submit(wanted.call)

@@ -18,12 +18,7 @@ def model(tmp_path_factory):
 @pytest.mark.slow
 def test_a_request_that_runs_when_sigterm_arrives_is_answered_and_the_command_ends(model):
   settings = ['--config.cache.budget=24', '--config.cache.interval=8', '--config.quant.sampler=w8a8_kv8']
-  lengths = [
-    '--config.sampling.chunk=2',
-    '--config.sampling.max_prompt=64',
-    '--config.sampling.max_tokens=128',
-    '--config.sampling.rows=4',
-  ]
+  lengths = [f'--config.sampling.{setting}' for setting in ('chunk=2', 'max_prompt=64', 'max_tokens=128', 'rows=4')]
   process = tiny.start('serve', f'--model={model}', '--port=0', *settings, *lengths)
   line = process.stdout.readline()
   url = line.split()[0]
