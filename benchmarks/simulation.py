@@ -94,6 +94,9 @@ class SimulatedEngine:
     self._waiting = [r for r in self._waiting if r.uid not in wanted]
     return aborted
 
+  def forget(self, uids: Collection[int] | None = None) -> None:
+    """Does nothing: a simulated engine keeps no caches."""
+
   def swap(self, weights: Any, version: int) -> None:
     """Changes the version of the weights."""
     self.version = version

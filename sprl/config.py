@@ -81,6 +81,7 @@ class Sampling:
   max_prompt: int = 256  # longest prompt, in tokens; a longer one is an error
   prompt_buckets: tuple[int, ...] = ()  # padded prompt lengths; (): powers of two from 32 up to max_prompt
   rows: int | None = None  # sequences that decode side by side; None: all of a step
+  kept_caches: int | None = None  # caches that an engine keeps between the turns of conversations; None: as many as its rows
   chunk: int = 16  # decode steps between two checks by the host for stop strings and finished rows
 
 

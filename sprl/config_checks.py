@@ -30,6 +30,7 @@ RANGES = {
   'sampling.max_tokens': '[1, inf)',
   'sampling.max_prompt': '[1, inf)',
   'sampling.rows': '[1, inf)',
+  'sampling.kept_caches': '[0, inf)',
   'sampling.chunk': '[1, inf)',
   'cache.budget': '[1, inf)',
   'cache.interval': '[1, inf)',

@@ -153,6 +153,26 @@ class KVCache:
       saturated_queries=row(self.saturated_queries, other.saturated_queries),
     )
 
+  def rows(self, which: Int[Array, ' P']) -> 'KVCache':
+    """Return the cache of these rows."""
+    own = self._of_rows
+    taken = jax.tree.map(lambda names, x: shard(x[which], *names), own.axes, own, is_leaf=is_names)
+    return dataclasses.replace(taken, scales=self.scales, bias=self.bias)
+
+  def with_rows(self, which: Int[Array, ' P'], other: 'KVCache') -> 'KVCache':
+    """Return this cache with row which[i] replaced by row i of `other`. A row beyond the last stands for no row.
+
+    Both caches must have the same slots, scales and key biases.
+    """
+    mine, theirs = self._of_rows, other._of_rows
+    changed = jax.tree.map(lambda x, new: x.at[which].set(new, mode='drop'), mine, theirs)
+    return dataclasses.replace(changed, scales=self.scales, bias=self.bias)
+
+  @property
+  def _of_rows(self) -> 'KVCache':
+    """The arrays that have an entry for each row."""
+    return dataclasses.replace(self, scales=None, bias=None)
+
   def rescaled(self, scales: Scales, bias: KeyBias | None = None) -> 'KVCache':
     """Return the same keys and values, to FP8 precision, with the scales and key biases of other weights."""
     if self.scales is None:

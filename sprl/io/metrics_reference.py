@@ -197,6 +197,10 @@ METRICS: dict[str, str] = {
   'engine/occupancy': 'Share of the row-steps that drew a token.',
   'engine/chunks': 'Chunks of decode steps.',
   'engine/prefills': 'Prompt batches that were prefilled.',
+  'engine/read_tokens': 'Tokens of prompts and given tokens that engines read.',
+  'engine/prefix_hits': 'Turns that went on from the cache of the turn before.',
+  'engine/prefix_misses': 'Turns that read all tokens again, because the cache was gone or held other tokens.',
+  'engine/prefix_tokens': 'Tokens of kept caches that were not read again.',
   # --- packing ----------------------------------------------------------------------------------------------------------
   'packing/waste': 'Share of the positions that hold no token.',
   'packing/tokens': 'Tokens in the rows.',

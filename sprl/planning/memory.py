@@ -190,11 +190,12 @@ class RolloutMemory:
 
   weights: int  # sampler weights, and the biases of keys that an FP8 cache keeps apart
   prefill: int  # the prompts that are prefilled together, and the estimate of their forward pass
-  row: int  # one sequence: keys, values, what the eviction method stores, tokens, logits
+  kept: int  # caches kept between the turns of conversations, if sampling.kept_caches says how many
+  row: int  # one sequence: keys, values, what the eviction method stores, tokens, logits; and a kept cache if each row has one
 
   def total(self, rows: int) -> int:
     """Bytes with `rows` sequences on the device."""
-    return self.weights + self.prefill + rows * self.row
+    return self.weights + self.prefill + self.kept + rows * self.row
 
 
 def rollout_cache(config: ModelConfig, run: Run, cache: Cache, quant: Quant) -> CacheLayout:
@@ -234,4 +235,9 @@ def rollout_memory(config: ModelConfig, run: Run, cache: Cache, quant: Quant, pr
   if (form := record_format(run.sampling, config.vocab_size)) is not None:
     sorting = 2 * FLOAT32 * config.vocab_size // axes.tensor  # the logits of a row and their tokens, sorted
     drawn += form.bytes * (run.sampling.chunk + 1) + sorting
-  return RolloutMemory(weights, prefilled + passing, row=kv_bytes(part) + drawn)
+  row, kept = kv_bytes(part), 0
+  if run.task.kind == 'environment':
+    prefilled = max(prefilled, together * row)  # new tokens are read behind copies of kept caches
+    asked = run.sampling.kept_caches
+    row, kept = (2 * row, 0) if asked is None else (row, math.ceil(asked * run.devices.engines / axes.rows) * row)
+  return RolloutMemory(weights, prefilled + passing, kept, row=row + drawn)

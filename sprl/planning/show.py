@@ -91,7 +91,7 @@ def as_figure(plan: Plan) -> Figure:
   bars = {'update': (update, '')}
   for kind in plan.kinds:
     held, label = kind.memory, f'{kind.rows:,} sequences; {kind.most_rows:,} would fit' if kind.most_rows > 0 else 'does not fit'
-    own = {'sampler weights': held.weights, 'prefill': held.prefill, 'sequences': kind.rows * held.row}
+    own = {'sampler weights': held.weights, 'prefill': held.prefill, 'sequences': kind.rows * held.row + held.kept}
     bars[kind.name] = state | own, label
   figure = Figure(figsize=(8.0, 3.2), layout='constrained')
   axes = figure.subplots()

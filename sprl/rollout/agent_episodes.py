@@ -95,7 +95,7 @@ def agent_episode(
         event = yield Work(Call(key, 'answer', refused))
         continue
       wanted = branch.transcript.prompt, branch.transcript.given, min(room, asked, limits.turn_tokens)
-      completion: Completion = yield Generate(*wanted, branch=branch.number)
+      completion: Completion = yield Generate(*wanted, keep=answers + 1 < limits.turns, branch=branch.number)
       answers += 1
       prompt_ids = np.concatenate(wanted[:2]).tolist()
       answer = answer_of(codec.tokenizer, event.request, prompt_ids, completion, f'{key[0]}_{answers}', tool_format)

@@ -57,6 +57,10 @@ class BroadcastEngine:
     """End these requests (None: all of them) and return the tokens that they have."""
     return self.inner.abort(uids)
 
+  def forget(self, uids: Collection[int] | None = None) -> None:
+    """Drop the caches that are kept of these sequences (None: of all)."""
+    self.inner.forget(uids)
+
   def swap(self, weights: Any, version: int) -> None:
     """Replace the weights."""
     self.inner.swap(weights, version)

@@ -1,7 +1,8 @@
 """Queue scheduling of requests: which request runs on which engine, and when an engine starts its next chunk.
 
 Requests wait in one queue, the oldest group's first. A request goes to the engine of its group if that engine has a free row: the
-engine then prefills the prompt once. Otherwise it goes to the least-loaded engine. With `replicate` off a group is one task: it
+engine then prefills the prompt once. A later turn goes to the engine that keeps its cache, if that has a free row. Otherwise a
+request goes to the least-loaded engine. With `replicate` off a group is one task: it
 holds a row for each member until its last member ends.
 """
 
@@ -54,6 +55,8 @@ class Dispatcher:
   def done(self, member: Member) -> None:
     """Remove a member whose request is completed."""
     self._members.pop(member.uid, None)
+    if member.request is not None:
+      member.kept = member.engine if member.request.keep else None
     member.request = member.partial = member.engine = None
 
   def stop(self, member: Member) -> int:
@@ -62,7 +65,14 @@ class Dispatcher:
     if member.engine is not None:
       drawn += sum(len(completion.tokens) for completion in self.engines[member.engine].abort([member.uid]))
     self.done(member)
+    self.forget(member)
     return drawn
+
+  def forget(self, member: Member) -> None:
+    """Drop the cache that an engine keeps of a member."""
+    if member.kept is not None:
+      self.engines[member.kept].forget([member.uid])
+      member.kept = None
 
   def let_go(self, group: LiveGroup) -> None:
     """Free the rows that a group holds."""
@@ -84,11 +94,13 @@ class Dispatcher:
       entry = heapq.heappop(self._queue)
       if (member := self._waiting(entry[1])) is None or member.request is None or member.asked is None:
         continue
-      if (engine := self._engine_for(member.group)) is None:
+      if (engine := self._engine_for(member)) is None:
         left.append(entry)
         if not self.room:
           break
         continue
+      if engine != member.kept:
+        self.forget(member)
       member.engine = engine
       self.engines[engine].add(member.request)
       waited.append(self._now() - member.asked)
@@ -119,8 +131,11 @@ class Dispatcher:
   def _room(self, engine: int) -> int:
     return self.engines[engine].capacity - (self.engines[engine].load if self._replicate else self._held[engine])
 
-  def _engine_for(self, group: LiveGroup) -> int | None:
-    """The engine for a member of the group; None if there is no room."""
+  def _engine_for(self, member: Member) -> int | None:
+    """The engine for the request of a member; None if there is no room."""
+    group = member.group
+    if member.kept is not None and self._replicate and self._room(member.kept) > 0:
+      return member.kept
     if group.engine is not None and (not self._replicate or self._room(group.engine) > 0):
       return group.engine
     needed = 1 if self._replicate else len(group.members)

@@ -2,7 +2,7 @@
 
 An episode is a generator. It yields what it waits for, and is resumed with the result:
 
-    yield Generate(prompt, given, max_tokens)    ->  a Completion
+    yield Generate(prompt, given, ...)           ->  a Completion
     yield Work(call)                             ->  the result of the call, from a worker
     return Trajectory
 
@@ -23,11 +23,15 @@ from sprl.types import NOTHING, Completion, Trajectory, joined_routes, joined_su
 
 @dataclass(frozen=True)
 class Generate:
-  """Asks for a completion of `prompt` followed by `given`."""
+  """Asks for a completion of `prompt` followed by `given`.
+
+  With `keep` the engine keeps the cache of the sequence. The next Generate of the episode then goes on from it.
+  """
 
   prompt: Int[np.ndarray, ' P']
   given: Int[np.ndarray, ' N']
   max_tokens: int
+  keep: bool = False
   branch: int = 0  # sequences of one episode draw other random numbers
 
 
@@ -90,7 +94,7 @@ class Transcript:
   def trajectory(self, **changes: Any) -> Trajectory:
     """The sequence to train on. Ids after the last answer are left out, because no token of the model follows them.
 
-    Each turn reads the history again. A token keeps the experts of its first reading.
+    A turn may read the history again. A token keeps the experts of its first reading.
     """
     parts = list(self.parts)
     while not isinstance(parts[-1], Completion):
@@ -143,13 +147,13 @@ def conversation(
       )
     outcomes: list[Outcome] = []
     finish = 'turns'
-    for _ in range(limits.turns):
+    for turn in range(1, limits.turns + 1):
       given = transcript.given
       room = min(limits.turn_tokens, limits.max_tokens - len(given))
       if room <= 0:
         finish = 'length'
         break
-      completion: Completion = yield Generate(transcript.prompt, given, room)
+      completion: Completion = yield Generate(transcript.prompt, given, room, keep=turn < limits.turns)
       transcript.parts.append(completion)
       answer = completion.tokens.tolist()
       outcomes.append((yield Work(call('step', codec.text(answer)))))

@@ -32,6 +32,10 @@ class EngineLike(Protocol):
     """End these requests (None: all of them) and return the tokens that they have. Allowed at any time."""
     ...
 
+  def forget(self, uids: Collection[int] | None = None) -> None:
+    """Drop the caches that are kept of these sequences (None: of all)."""
+    ...
+
   def swap(self, weights: Any, version: int) -> None:
     """Replace the weights, between chunks."""
     ...

@@ -134,6 +134,8 @@ class Scheduler:
     drain       waits until all running requests have ended; no new request goes to the engines meanwhile
     keep        leaves requests and caches as they are
 
+    Except with keep, the caches that are kept between the turns of conversations are dropped.
+
     Raises Stalled if all groups fail or are filtered out.
     """
     self._collect(self._dispatcher.busy)
@@ -147,6 +149,9 @@ class Scheduler:
         while self._dispatcher.load:
           self.pump()
         self._draining = False
+    if self.settings.sync != 'keep':
+      for engine in self.engines:
+        engine.forget()
 
   def pump(self, patience: float = 1.0) -> None:
     """Take one turn.
@@ -262,7 +267,9 @@ class Scheduler:
       case Generate():
         number = member.group.number
         attempt = member.attempt + wanted.branch * (self.retries + 1)
-        member.request = Request(member.uid, number, wanted.prompt, wanted.max_tokens, wanted.given, attempt=attempt)
+        request = Request(member.uid, number, wanted.prompt, wanted.max_tokens, wanted.given, attempt=attempt)
+        continues = None if member.kept is None else request.key
+        member.request = replace(request, keep=wanted.keep, continues=continues)
         self._dispatcher.ask(member)
       case Work():
         member.ticket = self.workers.submit(wanted.call)
@@ -286,6 +293,7 @@ class Scheduler:
     """Keep the trajectory of a member."""
     group = member.group
     member.rank = len(group.results)
+    self._dispatcher.forget(member)
     member.result = replace(trajectory, uid=member.uid, group=group.number, start_version=group.start_version)
     self._finish(group)
 

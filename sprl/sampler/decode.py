@@ -107,7 +107,7 @@ def empty_state(
     tokens=jnp.zeros((rows, max_tokens), jnp.int32),
     logp=jnp.zeros((rows, max_tokens)),
     kept=jnp.zeros((rows, max_tokens), jnp.int32),
-    routes=_no_routes(layout, rows),
+    routes=no_routes(layout, rows),
     support=_no_supports(recorded, weights.head.shape[0], rows),
   )
   return _sharded(state)
@@ -146,42 +146,58 @@ def prefill(
   positions = jnp.broadcast_to(jnp.arange(T), (P, T))
   hidden, cache, routes = _pass(graphdef, weights, tokens, positions, cache, Step(lengths))
   last = jnp.take_along_axis(hidden, jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
-  prompts = Prompts(cache, last, _record_routes(_no_routes(layout, P), routes, positions[:, 0], lengths))
-  return prompts if given is None or counts is None else _read_given(graphdef, layout, weights, prompts, given, counts)
+  prompts = Prompts(cache, last, _record_routes(no_routes(layout, P), routes, positions[:, 0], lengths))
+  return prompts if given is None or counts is None else read_given(graphdef, layout, weights, prompts, given, counts)
 
 
-def _read_given(graphdef, layout, weights, prompts, given, counts):
-  """Read the given tokens behind the prompts, one eviction interval at a time.
+def read_given(
+  graphdef: nnx.GraphDef,
+  layout: CacheLayout,
+  weights: SamplerWeights,
+  prompts: Prompts,
+  given: Int[Array, 'P N'],
+  counts: Int[Array, ' P'],
+) -> Prompts:
+  """Read the first `counts` given tokens of each row behind the tokens of its cache.
 
-  Between two compressions a cache only grows. So all tokens of an interval but the last go through the network together, and
-  the last one as a decode step, which compresses.
+  A dense cache reads them in one forward pass. A cache that evicts reads up to its next compression at a time: until then it only
+  grows. So all tokens up to a compression but the last go through the network together, and the last one as a decode step, which
+  compresses. Rows may be at different steps of their interval.
   """
-  interval = layout.settings.interval
-  given = jnp.pad(given, ((0, 0), (0, interval)))
+  interval, N = layout.settings.interval, given.shape[1]
+  width = min(interval - 1, N) if layout.sparse else N
+  given = jnp.pad(given, ((0, 0), (0, max(width, 1))))
 
   def more(carry):
-    return carry[0] < jnp.max(counts)
+    return jnp.any(carry[0] < counts)
 
   def stretch(carry):
     done, prompts = carry
     cache, hidden, routes = prompts.cache, prompts.hidden, prompts.routes
-    if interval > 1:
-      tokens = jax.lax.dynamic_slice_in_dim(given, done, interval - 1, axis=1)
-      real = jnp.clip(counts - done, 0, interval - 1)
-      positions = cache.seen[:, None] + jnp.arange(interval - 1)
+    if width:
+      tokens = jnp.take_along_axis(given, done[:, None] + jnp.arange(width), axis=1)
+      real = counts - done
+      if layout.sparse:
+        real = jnp.minimum(real, interval - 1 - cache.decoded % interval)  # the step after these compresses
+      positions = cache.seen[:, None] + jnp.arange(width)
       seen = cache.seen
       new, cache, taken = _pass(graphdef, weights, tokens, positions, cache, Step(real, decoding=True))
       routes = _record_routes(routes, taken, seen, real)
       newest = jnp.take_along_axis(new, jnp.maximum(real - 1, 0)[:, None, None], axis=1)[:, 0]
       hidden = jnp.where((real > 0)[:, None], newest, hidden)
-    active = counts >= done + interval
-    token = jax.lax.dynamic_slice_in_dim(given, done + interval - 1, 1, axis=1)[:, 0]
-    seen = cache.seen
-    newest, _, cache, taken = decode_step(graphdef, weights, cache, token, active)
-    routes = _record_routes(routes, taken, seen, active)
-    return done + interval, Prompts(cache, jnp.where(active[:, None], newest, hidden), routes)
+      done = done + real
+    if layout.sparse:
+      active = (done < counts) & ((cache.decoded + 1) % interval == 0)
+      token = jnp.take_along_axis(given, done[:, None], axis=1)[:, 0]
+      seen = cache.seen
+      newest, _, cache, taken = decode_step(graphdef, weights, cache, token, active)
+      routes = _record_routes(routes, taken, seen, active)
+      hidden = jnp.where(active[:, None], newest, hidden)
+      done = done + active
+    return done, Prompts(cache, hidden, routes)
 
-  return jax.lax.while_loop(more, stretch, (jnp.int32(0), prompts))[1]
+  start = jnp.zeros_like(counts), prompts
+  return jax.lax.while_loop(more, stretch, start)[1] if layout.sparse else stretch(start)[1]
 
 
 def prefilled_cache(
@@ -269,7 +285,8 @@ def _pass(graphdef, weights, tokens, positions, cache, step):
   return out.hidden, out.attention.cache.advance(step), out.routing.routes if layout.routes else None
 
 
-def _no_routes(layout, rows):
+def no_routes(layout: CacheLayout, rows: int) -> Int[Array, 'B T M k'] | None:
+  """Return the experts of rows without tokens; None if the layout does not record them."""
   return jnp.full((rows, layout.positions, *layout.routes[:2]), MISSING, route_dtype(layout.routes[2])) if layout.routes else None
 
 
@@ -353,9 +370,12 @@ def read(state: DecodeState, since: Int[Array, ' B'], steps: int) -> dict[str, A
 @partial(jax.jit, donate_argnames='state')
 def rescale(state: DecodeState, weights: SamplerWeights) -> DecodeState:
   """Convert an FP8 cache to the scales and key biases of other weights (docs/methods/fp8.md, eq. 6). `state` is donated."""
-  if weights.scales is None:
-    return state
-  return dataclasses.replace(state, cache=state.cache.rescaled(weights.scales, _biases(state.cache.layout, weights)))
+  return dataclasses.replace(state, cache=rescaled(state.cache, weights))
+
+
+def rescaled(cache: KVCache, weights: SamplerWeights) -> KVCache:
+  """Return an FP8 cache with the scales and key biases of other weights; another cache is returned as it is."""
+  return cache if weights.scales is None else cache.rescaled(weights.scales, _biases(cache.layout, weights))
 
 
 @OnMesh

@@ -10,8 +10,12 @@ Requests are added and finish between chunks of decode steps. A chunk is one jit
 2. All rows decode one chunk of steps. Meanwhile the host may do other work.
 3. Rows that ended, and rows whose text contains a stop string, become free.
 
-`swap` changes the weights between chunks. Running rows then continue with their old keys and values (`rollout.sync = keep`). To
-recompute them with the new weights, abort the requests and add `completion.rest()` of each.
+A request with `keep` leaves its cache to a later request that `continues` it: the next turn of a conversation reads only the
+tokens that are new (sprl/sampler/kept.py). Without the cache it reads all of them, with the same result.
+
+`swap` changes the weights between chunks. Running rows and kept caches then continue with their old keys and values
+(`rollout.sync = keep`). To recompute them with the new weights, abort the requests, add `completion.rest()` of each, and `forget`
+the kept caches.
 """
 
 import time
@@ -33,7 +37,9 @@ from sprl.kernels.support import Format, record_format
 from sprl.models import transformer
 from sprl.models.config import ModelConfig
 from sprl.sampler import decode
+from sprl.sampler.kept import Ended, KeptCaches
 from sprl.sampler.weights import SamplerWeights
+from sprl.sharding.rules import row_shards
 from sprl.sharding.transfer import fetch, home
 from sprl.types import NOTHING, Completion, Request, Trajectory
 
@@ -90,6 +96,17 @@ class EngineConfig:
     prompts = prompt_buckets(self.sampling)
     return prompts if self.layout.sparse else (*prompts, *_doubling(2 * prompts[-1], self.layout.positions))
 
+  @cached_property
+  def reply_buckets(self) -> tuple[int, ...]:
+    """The padded numbers of tokens that are read behind a kept cache."""
+    return _doubling(SMALLEST_BUCKET, self.sampling.max_tokens)
+
+  @cached_property
+  def kept(self) -> int:
+    """The most caches that are kept for later requests, a whole number for each part of the rows on the mesh."""
+    asked = self.rows if self.sampling.kept_caches is None else self.sampling.kept_caches
+    return asked + -asked % (1 if self.mesh is None else row_shards(self.mesh))
+
   def check(self, request: Request) -> None:
     """Raise SettingsError if the prompt is empty or longer than the last bucket, or if the completion may be too long."""
     longest, most = prompt_buckets(self.sampling)[-1], self.sampling.max_tokens
@@ -130,15 +147,23 @@ class Usage:
   steps: int = 0  # decode steps; a step of all rows counts once
   tokens: int = 0  # drawn in decode steps
   prefills: int = 0
+  read: int = 0  # tokens of prompts and given tokens that were read
+  prefix_hits: int = 0  # requests that went on from a kept cache
+  prefix_misses: int = 0  # requests whose kept cache was gone, or held other tokens
+  prefix_tokens: int = 0  # tokens of kept caches that were not read again
   waited: float = 0.0  # seconds in which the devices had a chunk to work on
   busy: float = 0.0  # seconds with work to do, until the end of the last `collect`
 
   def metrics(self, rows: int) -> dict[str, float]:
-    """Return the share of row-steps that drew a token, and the numbers of chunks and prefills."""
+    """Return the share of row-steps that drew a token, and counts of chunks, prefills, and tokens read and not read again."""
     return {
       'engine/occupancy': self.tokens / max(self.steps * rows, 1),
       'engine/chunks': float(self.chunks),
       'engine/prefills': float(self.prefills),
+      'engine/read_tokens': float(self.read),
+      'engine/prefix_hits': float(self.prefix_hits),
+      'engine/prefix_misses': float(self.prefix_misses),
+      'engine/prefix_tokens': float(self.prefix_tokens),
     }
 
   @property
@@ -161,6 +186,7 @@ class Engine:
     # The last prefill under these weights: the index of each text, the prompts, the batch's shape.
     self._prompts: tuple[dict[Text, int], decode.Prompts, tuple[int, int]] | None = None
     self._rows: list[_Row | None] = [None] * config.rows
+    self._kept = KeptCaches(config.layout, config.kept, config.mesh)
     self._state: decode.DecodeState | None = None  # created by the first dispatch
     self._chunk: dict[str, jax.Array] | None = None  # results of the chunk that runs now
     self._since: float | None = None  # when the previous chunk was collected, or the first was dispatched
@@ -210,16 +236,25 @@ class Engine:
         return np.array(row.tokens, np.int32)
     return NOTHING if any(request.uid == uid for request in self._waiting) else None
 
+  def forget(self, uids: Collection[int] | None = None) -> None:
+    """Drop the kept caches of these sequences, or all. A request that continues one reads all its tokens."""
+    self._kept.forget(uids)
+
   def swap(self, weights: SamplerWeights, version: int) -> None:
-    """Use other weights from the next chunk on. Running rows keep their keys and values; an FP8 cache takes the new scales."""
+    """Use other weights from the next chunk on.
+
+    Running rows and kept caches keep their keys and values; an FP8 cache takes the new scales.
+    """
     assert self._chunk is None, 'a chunk is running: collect it first'
+    self._kept.swap(weights)
     if self._state is not None and weights.scales is not None:
       self._state = decode.rescale.on(self.config.mesh)(self._state, weights)
     self.weights, self.version, self._prompts = weights, version, None
 
   def unload(self) -> None:
-    """Free the weights until the next `swap`, and the rows' memory if no request runs."""
+    """Free the weights until the next `swap`, and the memory of rows and kept caches if no request runs or no cache is kept."""
     assert self._chunk is None, 'a chunk is running: collect it first'
+    self._kept.unload()
     self.weights = self._prompts = self._since = None
     if not any(row is not None for row in self._rows):
       self._state = None
@@ -227,7 +262,7 @@ class Engine:
   def dispatch(self) -> None:
     """Fill free rows from the queue and start a chunk. Does nothing if no request waits or runs.
 
-    Running rows wait for one prefill at most.
+    Running rows wait for the new tokens behind kept caches, and for one prefill at most.
     """
     self._since = self._since or time.perf_counter()
     config, weights = self.config, self.weights
@@ -271,7 +306,7 @@ class Engine:
       return []
     news, self._chunk = fetch(self._chunk), None
     self.usage.waited += (self._over or time.perf_counter()) - self._launched
-    finished, drawn = [], [0]
+    finished, drawn, kept = [], [0], []
     stopped = np.zeros(len(self._rows), bool)
     for i, row in enumerate(self._rows):
       if row is None:
@@ -297,6 +332,13 @@ class Engine:
       finish = 'stop' if stop else 'length'
       records = self._evicted(i, row.request.start + n), self._routes(i, row.request.start + n)
       finished.append(self._completion(row, finish, n, *records))
+      # A dense cache is cut after token n; the evictions since then cannot be undone.
+      if row.request.keep and n > 0 and (n == len(row.tokens) or not self.config.layout.sparse):
+        kept.append(Ended(i, row.request, finished[-1].tokens))
+    if kept:
+      assert self.weights is not None
+      assert self._state is not None
+      self._kept.keep(self.weights, self._state, kept, self.config.prefill)
     self._release(stopped)
     self.usage.chunks += 1
     self.usage.steps += max(drawn)
@@ -310,6 +352,8 @@ class Engine:
     """Fill free rows from the queue, with at most one prefill. Returns whether it made one."""
     config = self.config
     self._insert(weights)
+    while self._go_on(weights):
+      pass
     free = sum(row is None for row in self._rows)
     worth = min(len(self._waiting), config.rows // config.prefill)  # wait until a prompt's share of the rows is free
     if not self._waiting or free < max(worth, 1):
@@ -328,24 +372,61 @@ class Engine:
     prefilled = decode.prefill.on(config.mesh)(config.graphdef, config.layout, weights, *tokens)
     self._prompts = texts, prefilled, (together, bucket)
     self.usage.prefills += 1
+    self.usage.read += sum(map(len, prompts)) + sum(map(len, givens))
     self._insert(weights)
+    return True
+
+  def _go_on(self, weights: SamplerWeights) -> bool:
+    """Start waiting requests on the kept caches that they continue, at most `config.prefill`. Returns whether it started any."""
+    config = self.config
+    free = sum(row is None for row in self._rows)
+    found = [r for r in islice(self._waiting, free) if self._kept.extended_by(r)]
+    found = list({r.continues: r for r in reversed(found)}.values())[::-1][: config.prefill]  # the first request of each cache
+    if not found:
+      return False
+    taken = {id(request) for request in found}
+    self._waiting = deque(request for request in self._waiting if id(request) not in taken)
+    together = 1 if len(found) == 1 else config.prefill
+    prompts, known = self._kept.go_on(config.graphdef, weights, found, together, config.reply_buckets)
+    self.usage.prefix_hits += len(found)
+    self.usage.prefix_tokens += known
+    self.usage.read += sum(request.start for request in found) - known
+    self._start(weights, prompts, list(enumerate(found)))
     return True
 
   def _insert(self, weights: SamplerWeights) -> None:
     """Start the first requests of the queue on the last prefilled prompts, as long as they match and rows are free."""
     if self._prompts is None:
       return
-    (texts, prompts, shape), config, B = self._prompts, self.config, self.config.rows
-    free = deque(i for i, row in enumerate(self._rows) if row is None)
+    texts, prompts, shape = self._prompts
+    free = sum(row is None for row in self._rows)
+    starts = []
+    while self._waiting and len(starts) < free and (text := self._text(self._waiting[0])) in texts:
+      if self._kept.extended_by(self._waiting[0]):
+        break
+      starts.append((texts[text], self._waiting.popleft()))
+    self.usage.prefix_misses += sum(request.continues is not None for _, request in starts)
+    self._start(weights, prompts, starts, shape)
+
+  def _start(
+    self,
+    weights: SamplerWeights,
+    prompts: decode.Prompts,
+    starts: Sequence[tuple[int, Request]],
+    prefilled: tuple[int, int] | None = None,
+  ) -> None:
+    """Start each of these requests in a free row, on one of the prompts by its index. `prefilled`: the shape of their prefill."""
+    if not starts:
+      return
+    config, B = self.config, self.config.rows
     new = decode.NewRows(np.full(B, -1, np.int32), *np.zeros((3, B), np.int32))
-    while self._waiting and free and (text := self._text(self._waiting[0])) in texts:
-      row, request = free.popleft(), self._waiting.popleft()
-      self._rows[row], new.parent[row] = _Row(request, prefilled=shape), texts[text]
+    free = [i for i, row in enumerate(self._rows) if row is None]
+    for row, (parent, request) in zip(free, starts):
+      self._rows[row], new.parent[row] = _Row(request, prefilled=prefilled), parent
       new.uid[row], new.attempt[row], new.limit[row] = request.uid, request.attempt, request.max_tokens
-    if (new.parent >= 0).any():
-      assert self._state is not None
-      insert = decode.insert.on(config.mesh)
-      self._state = insert(weights, self._state, prompts, new, config.sampling, config.stop_ids)
+    assert self._state is not None
+    insert = decode.insert.on(config.mesh)
+    self._state = insert(weights, self._state, prompts, new, config.sampling, config.stop_ids)
 
   def _text(self, request: Request) -> 'Text':
     prompt, given = request.prompt.astype(np.int32), request.given.astype(np.int32)

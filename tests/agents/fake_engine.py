@@ -28,6 +28,9 @@ class FakeEngine:
     self._rows = [(r, tokens) for r, tokens in self._rows if not gone(r)]
     return aborted
 
+  def forget(self, uids=None):
+    pass
+
   def swap(self, weights, version):
     pass
 

@@ -180,6 +180,17 @@ def test_prompts_longer_than_the_budget_are_planned_with_the_slots_of_rows_and_o
   assert prefill[512] - prefill[256] == 4 * ((512 - (256 + 128)) * slot - whole_layer)
 
 
+def test_kept_caches_of_conversations_are_counted():
+  """A kept cache takes as much as a row's, plus the engine's rounding to whole parts of the rows."""
+  talking = dataclasses.replace(RUN, task=dataclasses.replace(RUN.task, kind='environment', name='frozen_lake'))
+  few = dataclasses.replace(talking, sampling=dataclasses.replace(talking.sampling, kept_caches=10))
+  found = [rollout_memory(QWEN, run, Cache(budget=512), Quant(), 4, MeshAxes(data=4)) for run in (RUN, talking, few)]
+  kv = kv_bytes(memory.rollout_cache(QWEN, RUN, Cache(budget=512), Quant()))
+  assert [m.row - found[0].row for m in found] == [0, kv, 0]
+  assert [m.kept for m in found] == [0, 0, 3 * kv]  # 10 on four devices
+  assert found[2].total(8) == found[2].weights + found[2].prefill + 3 * kv + 8 * found[2].row
+
+
 @pytest.mark.parametrize('arithmetic', ['emulate', 'blockwise'])
 def test_bytes_of_sampler_weights_equal_those_of_real_ones(arithmetic):
   config = tiny('qwen2', hidden_size=128, intermediate_size=256, num_hidden_layers=2)

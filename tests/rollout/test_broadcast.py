@@ -43,6 +43,9 @@ class ChunkEngine:
     self.running = {uid: entry for uid, entry in self.running.items() if entry[0] not in gone}
     return [self.drawn(r, 0, 'abort') for r in gone]
 
+  def forget(self, uids=None):
+    self.log.append(('forget', uids))
+
   def swap(self, weights, version):
     self.version = version
 
