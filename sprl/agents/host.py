@@ -15,11 +15,14 @@ The kernel kills the host and its agents when the run ends (sprl/tasks/lifeline.
 
 import asyncio
 import contextlib
+import gc
+import importlib
 import importlib.util
 import inspect
 import json
 import math
 import os
+import platform
 import random
 import runpy
 import selectors
@@ -97,6 +100,10 @@ class Host:
       self.agent = getattr(module, name)
       if prepare := getattr(module, 'prepare', None):
         prepare(**self.args)
+      if 'openai' in sys.modules:  # its first request would load these in every process, for half a second
+        importlib.import_module('openai.resources')
+        platform.platform()
+      gc.freeze()  # a collection in a fork would copy the pages that it shares with the host
     except BaseException as error:  # a user's file may also call sys.exit
       why = reason(error)
     self.send({'ready': why})
