@@ -15,6 +15,7 @@ from absl import flags
 from ml_collections import config_flags
 
 from sprl import command_line
+from sprl.agents.extra import check_installed
 from sprl.agents.tool_calls import PARSERS
 from sprl.config import Run, SettingsError, default_config
 from sprl.config_reader import resolve
@@ -50,6 +51,7 @@ def main() -> int:
 
 def serve(run: Run, host: str, port: int, queue: int, grace: float, tool_format: str) -> int:
   """Serve until a signal arrives. Returns the exit status."""
+  check_installed('sprl.serve')
   # Imported late: an error in the settings is reported before jax loads.
   from sprl.agents.endpoint import application
   from sprl.agents.engine_thread import EngineBackend, EngineThread

@@ -1,15 +1,15 @@
 """Environments of verifiers 0.4 (PrimeIntellect-ai/verifiers) as an agent: config.task.kind = 'agent', task.name = 'verifiers'.
 
-The host of the agents imports this file, in the interpreter that has verifiers. verifiers runs its own harness and tools, and sends
-the requests of its agents to the episode's URL. Arguments (config.task.args):
+The host of the agents imports this file, in the interpreter that has verifiers. verifiers runs its own harness and tools, and
+sends the requests of its agents to the episode's URL. Arguments (config.task.args):
 
     taskset    the id of a taskset, or its config: {"id": ..., ...}
     env        further settings of the environment, such as {"agent": {"harness": {"id": "null"}, "max_turns": 5}}
     path       a folder with packages of tasksets and harnesses
     held_out   tasks that evaluation alone uses; 0: training and evaluation share all tasks
 
-Programs of the role `agent` run as subprocesses on this machine unless `env` names another runtime. The reward of an episode is the
-mean over its trainable agents. An episode that verifiers reports as failed raises, and is tried again.
+Programs of the role `agent` run as subprocesses on this machine unless `env` names another runtime. The reward of an episode is
+the mean over its trainable agents. An episode that verifiers reports as failed raises, and is tried again.
 """
 
 import itertools

@@ -27,9 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from sprl.agents import host
-from sprl.agents.endpoint import application
+from sprl.agents.extra import check_installed
 from sprl.agents.protocol import Answer, ChatRequest, Partial, Refused
-from sprl.agents.server import ServerThread
 from sprl.config import Sampling, SettingsError
 from sprl.tasks import lifeline
 from sprl.tasks.worker_pool import LOSSES, START_SECONDS, Failure
@@ -125,6 +124,9 @@ class AgentPool:
     port: int = 0,
     now: Callable[[], float] = time.monotonic,
   ):
+    from sprl.agents.endpoint import application  # imported late: the packages are an extra
+    from sprl.agents.server import ServerThread
+
     self.program, self.sampling, self.model, self._limit, self._now = program, sampling, model, limit, now
     self._most = most or sys.maxsize
     self._changed = threading.Condition()
@@ -390,7 +392,8 @@ class _Host:
 
 
 def check_program(agent: str, python: str | None) -> None:
-  """Raise SettingsError if the file of an agent or its interpreter does not exist."""
+  """Raise SettingsError if the file of an agent, its interpreter or the packages of the endpoint are missing."""
+  check_installed("config.task.kind = 'agent'")
   file = Path(agent.rpartition(':')[0])
   if not file.is_file():
     raise SettingsError(f'config.task.name = {agent!r}: {file}: no such file')

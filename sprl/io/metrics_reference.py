@@ -79,8 +79,8 @@ METRICS: dict[str, str] = {
   'env/{name}': 'Mean of the value that the environment or agent calls `name`.',
   'agent/branches': 'Mean number of sequences of an episode: one for each conversation that does not continue a known one.',
   'agent/turns': 'Mean number of answers of an episode, in all its sequences.',
-  'agent/tokens_dropped': 'Mean tokens of an episode that are not trained: beyond task.branches sequences, or read by no client.',
-  'agent/cut': 'Share of the episodes in which a limit of turns or tokens refused a request. If the agent raises, its reward is 0.',
+  'agent/tokens_dropped': 'Mean tokens of an episode that are not trained: beyond task.branches, or read by no client.',
+  'agent/cut': 'Share of the episodes in which a limit of turns or tokens refused a request. If the agent raises, it gets 0.',
   # --- update -----------------------------------------------------------------------------------------------------------
   'policy/entropy': "Mean entropy of the learner's distribution over the tokens that the sampler's filters kept, in nats.",
   'policy/ratio_mean': 'Mean of `r`.',

@@ -117,8 +117,9 @@ def pack(
   """Return the batch of these trajectories as numpy arrays, and its `packing/` metrics.
 
   Row b of a [B, C] array is trajectory b; rows after the last trajectory are empty. Sequences with advantage NaN, or without a
-  token of the model, are left out. Members of a group must be adjacent to share their prompt. Trajectories that record evictions need `share_prefix` = False,
-  because samples evict different tokens of their prompt. If one trajectory records evictions, routes or supports, all must.
+  token of the model, are left out. Members of a group must be adjacent to share their prompt. Trajectories that record evictions
+  need `share_prefix` = False, because samples evict different tokens of their prompt. If one trajectory records evictions, routes
+  or supports, all must.
 
   packing/
     tokens                    in the rows, shared prompts counted once

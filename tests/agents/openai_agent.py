@@ -1,5 +1,6 @@
 """An agent with the official client: it offers a function, streams one answer, and may kill itself or hang up."""
 
+import contextlib
 import os
 import random
 import signal
@@ -18,10 +19,10 @@ async def agent(base_url, row, kills=0.0):
       if turn == at and fate == 'die':
         os.kill(os.getpid(), signal.SIGKILL)
       if turn == at and fate == 'hang up':
-        try:
-          await client.with_options(timeout=0.03, max_retries=0).chat.completions.create(model='m', messages=messages, tools=[TOOL])
-        except openai.APITimeoutError:
-          pass
+        with contextlib.suppress(openai.APITimeoutError):
+          await client.with_options(timeout=0.03, max_retries=0).chat.completions.create(
+            model='m', messages=messages, tools=[TOOL]
+          )
       if turn == 1:
         async with client.chat.completions.stream(model='m', messages=messages, tools=[TOOL]) as stream:
           message = (await stream.get_final_completion()).choices[0].message

@@ -9,11 +9,11 @@ import threading
 import time
 from pathlib import Path
 
+import hermes
 import pytest
 from fake_engine import FakeEngine
 from test_agent_episodes import alive, drawn, trained
 
-import hermes
 from sprl.agents.pool import AgentPool, Program
 from sprl.config import Rollout, Sampling
 from sprl.io.tokenizer import Tokenizer
