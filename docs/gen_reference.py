@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / 'sprl/config.py'
 METRICS = ROOT / 'sprl/io/metrics_reference.py'
 RESULTS = ROOT / 'benchmarks/results'
-COMMANDS = ('main', 'evaluate', 'sft', 'export', 'plan')
+COMMANDS = ('main', 'evaluate', 'serve', 'sft', 'export', 'plan')
 
 # --- settings ---------------------------------------------------------------------------------------------------------
 

@@ -29,6 +29,7 @@ import selectors
 import signal
 import socket
 import sys
+import time
 from dataclasses import dataclass
 
 GLANCE = 0.2  # seconds between two looks at processes that end without a word
@@ -153,7 +154,7 @@ class Host:
     os.close(agent.pipe)
     line, whole, _ = agent.written.partition(b'\n')
     if agent.status is None and not (whole or silent):
-      agent.status = os.waitpid(pid, os.WNOHANG)[1]  # how it ended by itself
+      agent.status = how_it_ends(pid)
     self.tie['kill'](pid)  # and the processes that it started
     with contextlib.suppress(ChildProcessError):  # it was waited for before
       os.waitpid(pid, 0)
@@ -169,6 +170,16 @@ class Host:
   def send(self, message):
     """Send a message to the run."""
     self.connection.sendall((json.dumps(message) + '\n').encode())
+
+
+def how_it_ends(pid):
+  """Return the status of a process that has closed its pipe and so is about to end; None if it still runs after a second."""
+  for _ in range(100):
+    ended, status = os.waitpid(pid, os.WNOHANG)
+    if ended:
+      return status
+    time.sleep(0.01)
+  return None
 
 
 def outcome(agent, url, row, args):

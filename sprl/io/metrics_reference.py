@@ -15,6 +15,7 @@ GROUPS: dict[str, str] = {
   'completion': 'Lengths and ends of the completions.',
   'grading': 'Number of samples by the outcome of grading. A sample that is not `ok` has reward 0.',
   'env': 'Values that the environment reports in `info["metrics"]`, averaged over the episodes that report them.',
+  'agent': 'Episodes of agents (`config.task.kind=agent`): means over the episodes of the step.',
   'policy': 'The policy during the update, on the tokens that the model wrote. `r` is the ratio in the loss.',
   'update': 'The optimiser step.',
   'rollout_corr': (

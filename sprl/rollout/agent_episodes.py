@@ -10,13 +10,11 @@ request starts a new branch: another sequence, with a prompt of its own, or with
     request 4   [other messages]                        branch 2   other prompt | answer
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
-from jaxtyping import Int
 
 from sprl.agents.engine_thread import answer_of
 from sprl.agents.pool import Asked, Call, Ended, Key
@@ -181,44 +179,3 @@ def trajectory(
   }
   finish = 'length' if end.cut else 'stop'
   return replace(main, reward=end.reward, finish=finish, metrics={**end.metrics, **metrics}, branches=tuple(others))
-
-
-@dataclass(frozen=True)
-class AgentSource:
-  """Episodes of agents. The workers are a `sprl.agents.pool.AgentPool`."""
-
-  row: Callable[[int], Mapping[str, Any]]  # of a group, by its number
-  limits: Limits
-  most: int  # sequences of an episode that are trained
-  codec: ChatCodec
-  release: Callable[[Key], None]
-  tool_format: str
-
-  def episode(self, number: int, uid: int, attempt: int) -> Episode:
-    """An episode with a new agent and the group's row."""
-    row = self.row(number)
-    return agent_episode(row, self.limits, self.most, self.codec, (uid, attempt), self.release, self.tool_format)
-
-  def prompt(self, number: int) -> Int[np.ndarray, ' P']:
-    """The ids of the row as text. The agent alone knows the prompt, so this only measures the scales of an FP8 cache."""
-    row = self.row(number)
-    text = row['prompt'] if isinstance(row.get('prompt'), str) else json.dumps(row)
-    return np.array(self.codec.opening([{'role': 'user', 'content': text}])[: self.limits.max_prompt], np.int32)
-
-  def answer(self, number: int) -> str:
-    """Return '': only the agent knows the right answer."""
-    return ''
-
-
-def rows(
-  data: Sequence[Mapping[str, Any]], split: str, seed: Callable[[int], int], shuffle: int | None, number: int
-) -> dict[str, Any]:
-  """Return the row of group `number`: its columns, if there is data, and `seed` and `split`.
-
-  The data is shuffled again in each epoch by `shuffle`; None: it is in order.
-  """
-  row: Mapping[str, Any] = {}
-  if data:
-    epoch, place = divmod(number, len(data))
-    row = data[place if shuffle is None else int(np.random.default_rng([shuffle, epoch]).permutation(len(data))[place])]
-  return {**row, 'seed': seed(number), 'split': split}

@@ -11,17 +11,14 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from sprl import agents
-from sprl.agents.pool import AgentPool, Program, check_program
-from sprl.agents.tool_calls import PARSERS
 from sprl.cache.layout import CacheLayout
-from sprl.config import Run, SettingsError, Task
+from sprl.config import Run, SettingsError
 from sprl.distributed.team import ALONE, Team
 from sprl.io.metrics import mean_of
 from sprl.io.tokenizer import Tokenizer, TokenizerError
 from sprl.model import Model
-from sprl.rollout import agent_episodes, collect
-from sprl.rollout.agent_episodes import AgentSource
+from sprl.rollout import collect
+from sprl.rollout.agent_setup import begin_agents, check_agents
 from sprl.rollout.broadcast import BroadcastEngine, BroadcastProblems, BroadcastSource, BroadcastWorkers, across
 from sprl.rollout.codec import ChatCodec, PlainCodec
 from sprl.rollout.episodes import Limits
@@ -31,7 +28,7 @@ from sprl.sampler.engine import Engine, EngineConfig, Usage
 from sprl.sampler.weights import SamplerWeights, sampler_weight_axes
 from sprl.sharding.reshard import reshard
 from sprl.sharding.rules import shardings
-from sprl.tasks import graders, jsonl, problems
+from sprl.tasks import graders, problems
 from sprl.tasks.environment_pool import environment_pool, make_environment
 from sprl.tasks.environments import registry
 from sprl.tasks.environments.protocol import EnvironmentFault
@@ -90,7 +87,8 @@ class RolloutSetup:
         _check_first_observation(run, asked._conversations(run.sampling.max_tokens, None))
       return asked, []
     if run.task.kind == 'agent':
-      return cls._open_agents(run, tokenizer, team), []
+      check_agents(run.task, tokenizer)
+      return cls(run, tokenizer, team, None, ()), []
     train, test = (problems.load(run.task, split, team.process, team.processes) for split in ('train', 'test'))
     stream = PromptStream(across(team, BroadcastProblems, train), run.seed)
 
@@ -104,16 +102,6 @@ class RolloutSetup:
       for some, indices in asked_first
     ]
     return cls(run, tokenizer, team, stream, across(team, BroadcastProblems, test)), lengths
-
-  @classmethod
-  def _open_agents(cls, run: Run, tokenizer: Tokenizer, team: Team) -> 'RolloutSetup':
-    program, options = agent_program(run.task)
-    check_program(program.agent, program.python)
-    if options['tool_format'] not in PARSERS:
-      known = ', '.join(PARSERS)
-      raise SettingsError(f"config.task.args['tool_format'] = {options['tool_format']!r}: expected one of {known}")
-    ChatCodec(tokenizer)  # raises if the chat template cannot continue a conversation
-    return cls(run, tokenizer, team, None, ())
 
   def begin(self, enter: Callable[[Any], Any]) -> tuple[WorkersLike, Source, EvalSet]:
     """Start the workers in process 0. Returns workers and source for training, and the held-out groups.
@@ -133,7 +121,8 @@ class RolloutSetup:
       return workers, ProblemSource(self.stream.at, self.tokenizer, limit), held_out
 
     if run.task.kind == 'agent':
-      return self._begin_agents(enter, eval_limit)
+      workers, source, test = begin_agents(run, self.tokenizer, team, enter, eval_limit)
+      return workers, source, EvalSet(test, workers, run.eval.problems)
 
     def conversations(limit: int, held_out: bool) -> tuple[WorkersLike, Source]:
       pool = self._environments(held_out) if team.leads else None
@@ -167,30 +156,6 @@ class RolloutSetup:
     sample = make_environment(task, held_out) if self.team.leads else None
     return ConversationSource(seed, limits, codec, release, sample, task.time_limit or STEP_SECONDS)
 
-  # --- agents ----------------------------------------------------------------------------------------------------------
-
-  def _begin_agents(self, enter: Callable[[Any], Any], eval_limit: int) -> tuple[WorkersLike, Source, EvalSet]:
-    run, task, team = self.run, self.run.task, self.team
-    program, options = agent_program(task)
-    limit = task.time_limit or STEP_SECONDS
-    pool = None
-    if team.leads:
-      made = AgentPool(program, run.sampling, run.model.path, limit, task.workers, options['port'])
-      pool = enter(made)
-    workers = across(team, BroadcastWorkers, pool)
-
-    def source(split: str, held_out: bool, max_tokens: int) -> AgentSource:
-      data = agent_data(task, split)
-      row = partial(
-        agent_episodes.rows, data, split, partial(seeds, held_out=held_out, split=False), None if held_out else run.seed
-      )
-      limits = Limits(task.turns, task.turn_tokens, run.sampling.max_prompt, max_tokens)
-      release = (lambda key: None) if pool is None else pool.release
-      return AgentSource(row, limits, task.branches, ChatCodec(self.tokenizer), release, options['tool_format'])
-
-    train, test = source('train', False, run.sampling.max_tokens), source('test', True, eval_limit)
-    return workers, train, EvalSet(test, workers, run.eval.problems)
-
   # --- workers ---------------------------------------------------------------------------------------------------------
 
   def _graders(self) -> WorkerPool:
@@ -203,32 +168,6 @@ class RolloutSetup:
     episodes = math.ceil((1 + r.async_ratio) * r.prompts + r.extra_prompts) * (r.group + r.extra_members)
     workers = task.workers or (episodes if executor == 'threads' else cpus(executor))
     return environment_pool(partial(make_environment, task, held_out), workers, task.time_limit or STEP_SECONDS, executor)
-
-
-AGENT_OPTIONS = {'python': None, 'port': 0, 'tool_format': 'hermes'}  # keys of task.args that the agent does not get
-
-
-def agent_program(task: Task) -> tuple[Program, dict[str, Any]]:
-  """Return the agent of a task, and the options of `task.args` that are not its arguments."""
-  options = {**AGENT_OPTIONS, **{key: value for key, value in task.args.items() if key in AGENT_OPTIONS}}
-  args = {key: value for key, value in task.args.items() if key not in AGENT_OPTIONS}
-  assert task.name, 'checked with the settings'
-  shipped = Path(agents.__file__).parent / 'from_verifiers.py'
-  agent = f'{shipped}:agent' if task.name == 'verifiers' else str(Path(task.name).expanduser().absolute())
-  return Program(agent, args, options['python']), options
-
-
-def agent_data(task: Task, split: str) -> Sequence[Mapping[str, Any]]:
-  """Return the rows of a split in `task.path`; none if it is None. Raises SettingsError."""
-  if task.path is None:
-    return []
-  file = Path(task.path).expanduser() / f'{split}.jsonl'
-  if not file.is_file():
-    raise SettingsError(f'config.task.path = {task.path!r}: {file}: no such file')
-  found = [row for _, row in jsonl.lines(file)]
-  if not found:
-    raise SettingsError(f'config.task.path = {task.path!r}: {file} has no rows')
-  return found
 
 
 def _check_first_observation(run: Run, source: Source) -> None:

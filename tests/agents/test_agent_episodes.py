@@ -5,19 +5,19 @@ import os
 import subprocess
 import sys
 import time
-from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
 
 import hermes
 import numpy as np
 import pytest
+from checks import alive, drawn, trained, wait_until
 from fake_engine import FakeEngine
 
 from sprl.agents.pool import AgentPool, Program
 from sprl.config import Rollout, Sampling, SettingsError
 from sprl.io.tokenizer import Tokenizer
-from sprl.rollout.agent_episodes import AgentSource, rows
+from sprl.rollout.agent_setup import AgentSource, rows
 from sprl.rollout.codec import ChatCodec
 from sprl.rollout.episodes import Limits
 from sprl.rollout.scheduler import Scheduler
@@ -49,20 +49,6 @@ def batch(folder, name, **options):
   with running(folder, name, **options) as (scheduler, _, engine):
     groups = scheduler.batch()
   return [t for group in groups for t in group.trajectories], engine
-
-
-def trained(trajectory):
-  """Return the runs of tokens of the model in an episode: (position, tokens, log-probs)."""
-  found = Counter()
-  for sequence in sequences(trajectory):
-    edges = np.flatnonzero(np.diff(np.concatenate([[0], sequence.mask, [0]])))
-    for start, end in edges.reshape(-1, 2):
-      found[start, tuple(sequence.tokens[start:end]), tuple(sequence.sampler_logp[start:end])] += 1
-  return found
-
-
-def drawn(engine, uid):
-  return Counter((c.request.start, tuple(c.tokens), tuple(c.logp)) for c in engine.completions if c.request.uid == uid)
 
 
 def test_what_was_generated_is_trained_token_for_token(tmp_path):
@@ -231,17 +217,3 @@ def test_rows_are_shuffled_in_each_epoch_and_have_the_seed_and_the_split():
   assert orders[0] != orders[1]
   assert rows(data, 'test', lambda n: n, None, 6) == {'prompt': '1', 'seed': 6, 'split': 'test'}
   assert json.dumps(rows([], 'test', lambda n: n, None, 6)) == '{"seed": 6, "split": "test"}'
-
-
-def alive(pid):
-  try:
-    return Path(f'/proc/{pid}/stat').read_text().split(')')[-1].split()[0] != 'Z'
-  except OSError:
-    return False
-
-
-def wait_until(condition, seconds=20):
-  until = time.monotonic() + seconds
-  while not condition():
-    assert time.monotonic() < until
-    time.sleep(0.01)

@@ -2,12 +2,12 @@
 
 import json
 import socket
-import time
 
 import hermes
 import numpy as np
 import openai
 import pytest
+from checks import wait_until
 from serving import ROWS, served, together
 
 from sprl.agents import protocol
@@ -91,13 +91,6 @@ def test_a_client_that_disconnects_frees_its_row(endpoint):
       wait_until(lambda: endpoint.thread.load == 1)
     wait_until(lambda: endpoint.thread.load == 0)
     wait_until(lambda: endpoint.thread._engine.load == 0)
-
-
-def wait_until(condition, seconds=20):
-  until = time.monotonic() + seconds
-  while not condition():
-    assert time.monotonic() < until
-    time.sleep(0.001)
 
 
 def test_more_requests_than_rows_and_queue_get_429(tmp_path):

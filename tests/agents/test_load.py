@@ -11,13 +11,13 @@ from pathlib import Path
 
 import hermes
 import pytest
+from checks import alive, drawn, trained
 from fake_engine import FakeEngine
-from test_agent_episodes import alive, drawn, trained
 
 from sprl.agents.pool import AgentPool, Program
 from sprl.config import Rollout, Sampling
 from sprl.io.tokenizer import Tokenizer
-from sprl.rollout.agent_episodes import AgentSource, rows
+from sprl.rollout.agent_setup import AgentSource, rows
 from sprl.rollout.codec import ChatCodec
 from sprl.rollout.episodes import Limits
 from sprl.rollout.scheduler import Scheduler
