@@ -94,7 +94,7 @@ class Transcript:
   def trajectory(self, **changes: Any) -> Trajectory:
     """The sequence to train on. Ids after the last answer are left out, because no token of the model follows them.
 
-    A turn may read the history again. A token keeps the experts of its first reading.
+    A turn without a kept cache reads the history again. A token keeps the experts of its first reading.
     """
     parts = list(self.parts)
     while not isinstance(parts[-1], Completion):

@@ -338,7 +338,8 @@ class Engine:
     if kept:
       assert self.weights is not None
       assert self._state is not None
-      self._kept.keep(self.weights, self._state, kept, self.config.prefill)
+      awaited = {request.continues for request in self._waiting}
+      self._kept.keep(self.weights, self._state, kept, awaited, self.config.prefill)
     self._release(stopped)
     self.usage.chunks += 1
     self.usage.steps += max(drawn)

@@ -128,7 +128,7 @@ class KeptCaches:
 
   Args:
     layout: of the engine's cache.
-    places: the most caches that are kept at once. The one that was kept first is dropped for another.
+    places: the most caches that are kept at once. For another the one that was kept first is dropped.
     mesh: of the engine.
   """
 
@@ -140,28 +140,37 @@ class KeptCaches:
   def __len__(self) -> int:
     return len(self._sequences)
 
-  def keep(self, weights: SamplerWeights, state: DecodeState, ended: Sequence[Ended], together: int) -> None:
-    """Keep the caches of rows whose requests ended. At most `together` are copied at once."""
-    if not ended or not self._places:
+  def keep(
+    self,
+    weights: SamplerWeights,
+    state: DecodeState,
+    ended: Sequence[Ended],
+    awaited: Collection[tuple[int, int] | None],
+    together: int,
+  ) -> None:
+    """Keep the caches of rows whose requests ended, as long as there are places. At most `together` are copied at once.
+
+    `awaited` are the keys that waiting requests continue. Their caches make no room for others.
+    """
+    for each in ended:
+      self._sequences.pop(each.request.key, None)
+    taken = {sequence.place for sequence in self._sequences.values()}
+    unused = [place for place in range(self._places) if place not in taken]
+    droppable = [key for key in self._sequences if key not in awaited]
+    stored = ended[: len(unused) + len(droppable)]
+    if not stored:
       return
     if self._store is None:
       with jax.default_device(home(weights.head.sharding)):
         self._store = empty_store.on(self._mesh)(self._layout, weights, self._places)
-    for some in batched(ended[-self._places :], together):
-      rows, places, seen = np.array([(0, self._places, 0)] * (1 if len(some) == 1 else together), np.int32).T
+    free = iter(unused + [self._sequences.pop(key).place for key in droppable[: max(len(stored) - len(unused), 0)]])
+    for some in batched(stored, together):
+      rows, places, seen = np.array([(0, self._places, 0)] * (1 if len(some) == 1 else together), np.int32).T.copy()
       for i, (row, request, tokens) in enumerate(some):
         text = np.concatenate([request.prompt, request.given, tokens]).astype(np.int32)
-        rows[i], places[i], seen[i] = row, self._free_place(request.key), len(text) - 1
+        rows[i], places[i], seen[i] = row, next(free), len(text) - 1
         self._sequences[request.key] = _Sequence(int(places[i]), len(request.prompt), text)
       self._store = store_rows.on(self._mesh)(self._store, state, rows, places, seen)
-
-  def _free_place(self, key: tuple[int, int]) -> int:
-    if key in self._sequences:
-      return self._sequences.pop(key).place
-    if len(self._sequences) == self._places:
-      del self._sequences[next(iter(self._sequences))]
-    taken = {sequence.place for sequence in self._sequences.values()}
-    return next(place for place in range(self._places) if place not in taken)
 
   def extended_by(self, request: Request) -> bool:
     """Whether a request continues a kept cache, and its tokens begin with those of the cache."""

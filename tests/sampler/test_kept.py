@@ -147,6 +147,19 @@ def test_the_cache_that_was_kept_first_makes_room_for_another():
   assert not differing(talk.found, again.found)
 
 
+def test_a_cache_that_a_waiting_request_continues_makes_no_room():
+  """Six rows are busy with others. The cache of 3 waits for a row; of the others two end and find one place."""
+  engine = engine_of()
+  engine._kept = kept.KeptCaches(engine.config.layout, places=2, mesh=None)
+  (first,) = run_one(engine, Request(3, 0, prompt_of(3), 4, keep=True))
+  for uid in range(10, 16):
+    engine.add(Request(uid, 0, prompt_of(3), 4, keep=uid < 12))
+  given = np.append(first.tokens, 5).astype(np.int32)
+  engine.add(Request(3, 0, prompt_of(3), 4, given, continues=(3, 0)))
+  assert len(run(engine)) == 7
+  assert (engine.usage.prefix_hits, engine.usage.prefix_misses, len(engine._kept)) == (1, 0, 1)
+
+
 def test_no_cache_is_kept_with_kept_caches_0():
   engine = engine_of(kept_caches=0)
   talk = Talk(engine, reuse=True).turns(TURNS)
