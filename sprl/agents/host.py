@@ -221,4 +221,5 @@ def main(connection, lifeline, tie):
 
 
 if __name__ == '__main__':
+  sys.path.remove(os.path.dirname(os.path.abspath(__file__)))  # its modules would hide those of agents
   main(int(sys.argv[1]), int(sys.argv[2]), runpy.run_path(sys.argv[3]))

@@ -30,7 +30,7 @@ CHANGES = """
   config.task.kind, config.task.chat, config.task.name = 'agent', True, {folder!r} + '/agent.py:agent'
   config.task.grader, config.task.turn_tokens, config.task.branches = 'auto', 6, 2
   config.sampling.max_prompt, config.sampling.max_tokens, config.sampling.prompt_buckets = 32, 64, (32,)
-  config.packing.row_tokens, config.sampling.stop = 96, ()
+  config.packing.row_tokens, config.sampling.stop, config.ledger.every = 96, (), None
   return config
 """
 
