@@ -27,7 +27,7 @@ METRICS = ROOT / 'sprl/io/metrics_reference.py'
 FAMILIES = ROOT / 'sprl/models/families.py'
 PARITY = ROOT / 'tests/parity'
 RESULTS = ROOT / 'benchmarks/results'
-COMMANDS = ('main', 'evaluate', 'report', 'sft', 'export', 'plan')
+COMMANDS = ('main', 'evaluate', 'serve', 'report', 'sft', 'export', 'plan')
 
 # --- settings ---------------------------------------------------------------------------------------------------------
 
@@ -393,7 +393,7 @@ def on_files(files, config):
 
 _SETTING = re.compile(r'\bconfig((?:\.[a-z_0-9]+)+)')
 _SOURCE = re.compile(r'\b((?:sprl|benchmarks|tests|configs|launch|notebooks)/[\w./-]*[\w-](?:\.(?:py|sh|yaml|ipynb)|/)?)')
-_FREE = ('config.task.args', 'config.task.columns', 'config.task.mixture', 'config.eval.sets')
+_FREE = ('config.task.args', 'config.task.template_args', 'config.task.columns', 'config.task.mixture', 'config.eval.sets')
 _EXAMPLES = ('configs/mine.py',)
 
 

@@ -14,8 +14,11 @@ from absl import logging as absl_logging
 from sprl.config import Run, SettingsError, to_dict
 from sprl.config_reader import no_such_setting
 
-# Dictionaries whose keys are not settings of sprl: of a data set, an environment or a judge, or names that the user chooses.
-FREE = ('config.task.args', 'config.task.judge', 'config.task.columns', 'config.task.mixture', 'config.eval.sets')
+# Dictionaries whose keys are not settings of sprl: a data set, environment, judge or chat template has them, or the user chooses.
+FREE = (
+  'config.task.args', 'config.task.template_args', 'config.task.judge', 'config.task.columns', 'config.task.mixture',
+  'config.eval.sets',
+)  # fmt: skip
 
 
 def start(main: Callable[[], int], prepare: Callable[[list[str]], None] = lambda argv: None) -> None:

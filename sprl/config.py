@@ -100,25 +100,27 @@ class HeldOutSet(Source):
 class Task:
   """The problems, their prompts, and their graders or environments."""
 
-  kind: Literal['gsm8k', 'dataset', 'jsonl', 'reasoning_gym', 'mixture', 'environment'] = 'gsm8k'  # where problems come from
-  path: str | None = None  # dataset: file, folder or hub name; jsonl: folder; gsm8k: folder or hub name (None: openai/gsm8k)
-  name: str | None = None  # reasoning_gym: data set; environment: frozen_lake, sokoban, ..., or `file.py:Class`
-  args: Mapping[str, Any] = field(default_factory=dict)  # arguments of the data set or environment called `name`
+  kind: Literal['gsm8k', 'dataset', 'jsonl', 'reasoning_gym', 'mixture', 'environment', 'agent'] = 'gsm8k'  # source of problems
+  path: str | None = None  # dataset: file, folder or hub name; jsonl, agent: folder; gsm8k: folder or hub name
+  name: str | None = None  # data set; environment: frozen_lake, ..., or `file.py:Class`; agent: verifiers or `file.py:function`
+  args: Mapping[str, Any] = field(default_factory=dict)  # arguments of the data set, environment or agent called `name`
   columns: Mapping[str, str] = field(default_factory=dict)  # dataset: prompt, answer, ... -> column, template or pattern
   filters: tuple[str, ...] = ()  # conditions that a row must meet, such as ('level>=3', 'type==algebra')
   splits: tuple[str, ...] = ('train', 'test')  # splits for training and for evaluation, such as ('train[:95%]', 'train[95%:]')
   mixture: Mapping[str, MixtureSource] = field(default_factory=dict)  # mixture: a name for each source -> its settings
   chat: bool = True  # render prompts with the tokenizer's chat template; False: use their text as it is
+  template_args: Mapping[str, Any] = field(default_factory=dict)  # variables of the chat template, such as enable_thinking: False
   system: str | None = None  # system message; None: the template's own, if it has one
   suffix: str = ''  # text appended to every question, such as an instruction on the form of the answer
   grader: str = 'auto'  # auto, math, gsm8k, numeric, exact, code, judge, or `file.py:function`; auto: the data set's own
   rewards: tuple[str, ...] = ()  # several graders, as GRADER or GRADER=WEIGHT; the reward is their weighted sum; (): `grader`
   judge: Mapping[str, Any] = field(default_factory=dict)  # url, model and other settings of the grader `judge`; {}: none
-  workers: int | None = None  # graders (None: 2; 64 async), or environments (None: one per episode; in processes, one per core)
+  workers: int | None = None  # graders (None: 2; 64 async); environments, agents (None: one per episode; processes: one per core)
   executor: Literal['threads', 'processes', 'ray'] | None = None  # None: processes for graders, threads for environments
-  time_limit: float | None = None  # seconds for a grade (None: 10; async 60), or an environment's reset or step (None: 3600)
-  turns: int = 10  # environment: maximum answers in an episode
-  turn_tokens: int = 64  # environment: maximum tokens of one answer; sampling.max_tokens bounds all turns after the first prompt
+  time_limit: float | None = None  # seconds for a grade (None: 10; async 60), or a step of environment or agent (None: 3600)
+  turns: int = 10  # environment, agent: maximum answers in an episode
+  turn_tokens: int = 64  # environment, agent: maximum tokens of one answer; sampling.max_tokens bounds all turns of a sequence
+  branches: int = 4  # agent: most sequences of an episode that are trained; each edit of its history starts another sequence
 
 
 @dataclass(frozen=True)
@@ -445,6 +447,11 @@ class Run:
   def masked_learner(self) -> bool:
     """Whether the learner's attention masks the tokens that the sampler evicted."""
     return self.arm == 'learner_mask'
+
+  @property
+  def branches(self) -> int:
+    """Sequences of an episode that an update can train on."""
+    return self.task.branches if self.task.kind == 'agent' else 1
 
   @property
   def rows(self) -> int:

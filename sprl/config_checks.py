@@ -25,6 +25,7 @@ RANGES = {
   'task.time_limit': f'(0, {MOST_SECONDS}]',
   'task.turns': '[1, inf)',
   'task.turn_tokens': '[1, inf)',
+  'task.branches': '[1, inf)',
   'sampling.temperature': '(0, inf)',  # greedy samples of a group are equal and teach nothing; eval.temperature may be 0
   'sampling.top_k': '[1, inf)',
   'sampling.top_p': '(0, 1]',
@@ -225,10 +226,18 @@ def validate_task(run: Run) -> None:
   elif task.kind == 'environment':
     require(run, 'task.name', bool(task.name), f"an environment, such as 'frozen_lake',{with_kind}")
     require(run, 'task.kind', not run.masked_learner, f'another kind with config.arm = {run.arm!r}: {_ANOTHER_ROW}')
-  if task.kind not in ('reasoning_gym', 'environment'):
+  elif task.kind == 'agent':
+    known = task.name == 'verifiers' or grader_file(task.name or '') is not None
+    require(run, 'task.name', known, f"'verifiers', or `file.py:function` with def function(base_url, row){with_kind}")
+    require(run, 'task.kind', not run.masked_learner, f'another kind with config.arm = {run.arm!r}: {_ANOTHER_ROW}')
+    require(run, 'task.chat', task.chat, f'True{with_kind}, which sends chat messages')
+    require(run, 'task.system', task.system is None, f'None{with_kind}, which sends its own system message')
+    require(run, 'task.executor', task.executor is None, f'None{with_kind}, which runs in processes of its own')
+  if task.kind not in ('reasoning_gym', 'environment', 'agent'):
     require(run, 'task.name', task.name is None, f'None{with_kind}, which needs no name')
-  if task.kind != 'environment':
+  if task.kind not in ('environment', 'agent'):
     require(run, 'task.executor', task.executor != 'threads', f"'processes' or 'ray'{with_kind}: a thread cannot be killed")
+  require(run, 'task.template_args', task.chat or not task.template_args, '{} with config.task.chat = False')
   validate_selection(run)
   validate_mixture(run)
   require(run, 'task.system', task.chat or task.system is None, 'None with config.task.chat = False')
@@ -342,8 +351,8 @@ def validate_rollout(run: Run) -> None:
 
   ahead = r.async_ratio * r.prompts
   whole = 'a whole number'
-  if run.task.kind == 'environment':
-    whole += " with config.task.kind = 'environment'"
+  if run.task.kind in ('environment', 'agent'):
+    whole += f' with config.task.kind = {run.task.kind!r}'
   elif r.order == 'completion':
     whole += " with config.rollout.order = 'completion'"
   elif abs(ahead - round(ahead)) < 1e-9:

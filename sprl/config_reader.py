@@ -9,7 +9,7 @@ import ml_collections
 
 from sprl.config import UNIONS, Run, SettingsError, unless_none
 from sprl.config_checks import validate
-from sprl.presets import with_arm, with_preset
+from sprl.presets import with_arm, with_preset, with_task
 
 
 def resolve(config: Mapping[str, Any] | ml_collections.ConfigDict) -> Run:
@@ -22,7 +22,7 @@ def resolve(config: Mapping[str, Any] | ml_collections.ConfigDict) -> Run:
   except TypeError:
     name = type(config).__name__
     raise SettingsError(f'get_config() returned {name}: expected sprl.config.default_config() with changes') from None
-  run = with_arm(with_preset(_build(Run, plain, 'config')))
+  run = with_task(with_arm(with_preset(_build(Run, plain, 'config'))))
   validate(run)
   return run
 

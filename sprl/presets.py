@@ -63,6 +63,13 @@ def with_arm(run: Run) -> Run:
   return replace(run, packing=replace(run.packing, share_prefix=shared))
 
 
+def with_task(run: Run) -> Run:
+  """Return the run with the packing that its task needs: agents of one group may begin with different prompts."""
+  if run.task.kind != 'agent':
+    return run
+  return replace(run, packing=replace(run.packing, share_prefix=False))
+
+
 # --- corrections ------------------------------------------------------------------------------------------------------
 
 _icepop = replace(_token, weight='icepop', floor=0.5, cap=5.0)

@@ -39,7 +39,7 @@ from sprl.rollout.timeline import Timeline
 from sprl.sampler.engine import Engine
 from sprl.sampler.weights import SamplerWeights, sync_metrics
 from sprl.tasks.prompts import PromptStream
-from sprl.types import Trajectory
+from sprl.types import Trajectory, sequences
 
 log = logging.getLogger(__name__)
 
@@ -200,7 +200,7 @@ class Session:
     self._times.lap('log')
     seconds = {**self._times.seconds, **self.learner.seconds, **self._rollout_seconds, **idle, **self._machine(now - self._since)}
     sampling = ('rollout',) if self.model.shares_devices else ('rollout', 'learn', 'sync')  # the parts in which tokens are drawn
-    rate = sum(int(t.mask.sum()) for t in trajectories) / sum(seconds[part] for part in sampling)
+    rate = sum(int(s.mask.sum()) for t in trajectories for s in sequences(t)) / sum(seconds[part] for part in sampling)
     self.state.step, self.state.after = step, {}
     report = StepReport(step, trajectories, metrics, seconds, rate)
     for hook in self.after_step:

@@ -137,6 +137,7 @@ class Trajectory:
   rewards: tuple[float, ...] = ()  # of the turns of a conversation; `reward` is their sum
   metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)  # reported by its environment
   withheld: bool = False  # its reward counts in the advantages of its group; its tokens are not trained on
+  branches: tuple['Trajectory', ...] = ()  # further sequences of the same episode, which share its reward
 
   @classmethod
   def of(cls, completion: Completion, **changes: Any) -> 'Trajectory':
@@ -190,6 +191,12 @@ def joined_routes(readings: Sequence[Int[np.ndarray, '_ M k'] | None]) -> Int[np
     known = np.pad(joined, [(0, len(routes) - len(joined)), (0, 0), (0, 0)], constant_values=-1)
     joined = np.where(known >= 0, known, routes)
   return joined
+
+
+def sequences(trajectory: Trajectory) -> list[Trajectory]:
+  """Return the sequences of an episode: the trajectory, and its branches with the uid, group, reward and start of the episode."""
+  shared = {name: getattr(trajectory, name) for name in ('uid', 'group', 'reward', 'start_version', 'withheld')}
+  return [trajectory, *(dataclasses.replace(branch, **shared) for branch in trajectory.branches)]
 
 
 def trained_on(trajectories: Sequence[Trajectory]) -> list[Trajectory]:

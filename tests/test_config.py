@@ -20,7 +20,7 @@ from sprl.config_checks import RANGES, device_numbers, grader_file, within
 from sprl.config_reader import resolve
 from sprl.presets import ARMS
 
-MOST_SETTINGS = 143  # every setting needs a user
+MOST_SETTINGS = 145  # every setting needs a user
 
 
 def config(**changes):

@@ -17,12 +17,13 @@ LEVELS = (  # the lowest first; packages and modules of sprl/
   ('cache',),
   ('sampler', 'tasks', 'io'),
   ('model',),
+  ('agents',),
   ('rollout', 'learner'),
   ('mismatch', 'planning', 'command_line'),
   ('session',),
   ('hooks', 'summary'),
   ('train',),
-  ('main', 'evaluate', 'sft', 'export', 'plan', 'report'),
+  ('main', 'evaluate', 'serve', 'sft', 'export', 'plan', 'report'),
 )
 LEVEL = {module: i for i, modules in enumerate(LEVELS) for module in modules}
 

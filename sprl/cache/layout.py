@@ -54,6 +54,11 @@ class CacheLayout:
     return self.sliding_windows[layer] if self.sliding_windows else None
 
   @property
+  def forgets(self) -> bool:
+    """Whether a new token may take the place of an older one: an eviction, or a full ring, cannot be undone."""
+    return self.sparse or any(window is not None for window in self.sliding_windows)
+
+  @property
   def full_layers(self) -> tuple[int, ...]:
     """The layers without a sliding window. Only they evict."""
     return tuple(layer for layer in range(self.layers) if self.sliding_window(layer) is None)

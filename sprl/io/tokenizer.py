@@ -5,15 +5,17 @@ sandbox, sees only plain strings, lists and dicts, and gets the functions that t
 output are bounded. Every failure of a template raises TokenizerError.
 """
 
+import dataclasses
 import datetime
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.sandbox
 import jinja2.utils
@@ -27,6 +29,7 @@ from jinja2.exceptions import SecurityError
 from sprl.models.config import ConfigError, ModelConfig, as_ids
 
 MAX_RENDERED = 4_000_000  # characters of a rendered conversation
+_OURS = ('messages', 'tools', 'add_generation_prompt')  # variables of a template that are not its arguments
 _SPECIAL = ('bos_token', 'eos_token', 'unk_token', 'sep_token', 'pad_token', 'cls_token', 'mask_token')
 
 
@@ -45,12 +48,17 @@ class Tokenizer:
   eos_ids: tuple[int, ...]  # ids that end a completion: from generation_config.json, then the tokenizer's own
   pad_id: int  # fills rows. It is never attended, so any id serves if the folder names none
   vocab_size: int  # the largest id plus one, including added tokens
+  variables: frozenset[str] = frozenset()  # names that the template reads
+  template_args: Mapping[str, Any] = field(default_factory=dict)  # variables that every rendering sets, such as enable_thinking
 
   @classmethod
-  def load(cls, folder: str | Path) -> 'Tokenizer':
+  def load(cls, folder: str | Path, template_args: Mapping[str, Any] | None = None) -> 'Tokenizer':
     """Read tokenizer.json and, if they exist, tokenizer_config.json, generation_config.json and chat_template.jinja.
 
-    Raises TokenizerError if tokenizer.json is missing, or if files are invalid or contradict each other.
+    Every rendering of the chat template sets `template_args`.
+
+    Raises TokenizerError if tokenizer.json is missing, if files are invalid or contradict each other, or if the template does not
+    read one of `template_args`.
     """
     folder = Path(folder)
     path = folder / 'tokenizer.json'
@@ -66,11 +74,13 @@ class Tokenizer:
     settings = _json(folder / 'special_tokens_map.json') | _json(folder / 'tokenizer_config.json')
     generation = _json(folder / 'generation_config.json')
     try:
-      return cls._of(folder, backend, settings, generation)
+      loaded = cls._of(folder, backend, settings, generation)
     except (AttributeError, ConfigError, TypeError, ValueError) as error:
       if isinstance(error, TokenizerError):
         raise
       raise TokenizerError(f'{folder}: invalid value in tokenizer_config.json or generation_config.json ({error})') from error
+    loaded._check_args(template_args or {})
+    return dataclasses.replace(loaded, template_args=dict(template_args or {}))
 
   @classmethod
   def _of(
@@ -86,10 +96,12 @@ class Tokenizer:
       return () if i is None else (i,)
 
     eos_ids = tuple(dict.fromkeys(as_ids(generation.get('eos_token_id')) + named('eos_token')))
+    template, variables = _template(folder, settings)
     return cls(
       folder=folder,
       backend=backend,
-      template=_template(folder, settings),
+      template=template,
+      variables=variables,
       special=special,
       eos_ids=eos_ids,
       pad_id=(named('pad_token') + as_ids(generation.get('pad_token_id')) + eos_ids + (0,))[0],
@@ -104,18 +116,37 @@ class Tokenizer:
     """Return the text of ids. Bytes that are not valid UTF-8 become U+FFFD."""
     return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
-  def render(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
-    """Render a conversation, a list of dicts with role and content, with the chat template. Raises TokenizerError."""
+  def render(
+    self,
+    messages: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    **template_args: Any,
+  ) -> str:
+    """Render a conversation with the chat template.
+
+    Args:
+      messages: dicts with role and content, and where the template reads them, tool_calls, tool_call_id and name.
+      add_generation_prompt: whether the text ends with the beginning of the model's answer.
+      tools: JSON schemas of the functions that the model may call, as in OpenAI's API.
+      **template_args: further variables of the template. They take precedence over those of the tokenizer.
+
+    Raises:
+      TokenizerError: there is no template, the template raises, or it does not read `tools` or one of the arguments.
+    """
     if self.template is None:
       raise TokenizerError(
         f'{self.folder}: no chat_template.jinja and no template in tokenizer_config.json; set config.task.chat = False'
       )
-    plain = json.loads(json.dumps(messages))  # plain copies, so that the template gets no object with methods
+    self._check_args(template_args)
+    if tools and 'tools' not in self.variables:
+      raise TokenizerError(f'{self.folder}: the chat template does not read `tools`: this model cannot be offered functions')
+    given = {'documents': None, **self.special, **self.template_args, **template_args}
+    # Plain copies, so that the template gets no object with methods.
+    plain = json.loads(json.dumps({**given, 'messages': messages, 'tools': tools or None}))
     parts, length = [], 0
     try:
-      for part in self.template.generate(
-        messages=plain, tools=None, documents=None, add_generation_prompt=add_generation_prompt, **self.special
-      ):
+      for part in self.template.generate(plain, add_generation_prompt=add_generation_prompt):
         parts.append(part)
         length += len(part)
         if length > MAX_RENDERED:
@@ -124,9 +155,24 @@ class Tokenizer:
       raise TokenizerError(f'{self.folder}: the chat template failed: {type(error).__name__}: {error}') from error
     return ''.join(parts)
 
-  def chat(self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True) -> list[int]:
-    """Render a conversation and return its ids. Raises TokenizerError."""
-    return self.encode(self.render(messages, add_generation_prompt))
+  def chat(
+    self,
+    messages: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    **template_args: Any,
+  ) -> list[int]:
+    """Render a conversation (see `render`) and return its ids. Raises TokenizerError."""
+    return self.encode(self.render(messages, add_generation_prompt, tools, **template_args))
+
+  def _check_args(self, template_args: Mapping[str, Any]) -> None:
+    for name in template_args:
+      accepted = self.variables - {*_OURS, *_SPECIAL}
+      if self.template is not None and name not in accepted:
+        read = ', '.join(sorted(accepted)) or 'no argument'
+        raise TokenizerError(
+          f'{self.folder}: the chat template does not read {name!r} (config.task.template_args); it reads {read}'
+        )
 
   def check_against(self, config: ModelConfig) -> None:
     """Raise TokenizerError if an id of the tokenizer, or an end or pad id, has no row in the model's embedding."""
@@ -179,18 +225,23 @@ def _content(token: Any) -> str:
   return text
 
 
-def _template(folder: Path, settings: Mapping[str, Any]) -> jinja2.Template | None:
-  """Read the template of chat_template.jinja, or else of tokenizer_config.json: of several, the one named `default`."""
+def _template(folder: Path, settings: Mapping[str, Any]) -> tuple[jinja2.Template | None, frozenset[str]]:
+  """Return the chat template and the names of the variables that it reads.
+
+  It is in chat_template.jinja, or else in tokenizer_config.json: of several, the one named `default`.
+  """
   path = folder / 'chat_template.jinja'
   source = path.read_text(encoding='utf-8') if path.is_file() else settings.get('chat_template')
   if isinstance(source, list):
     source = next((entry['template'] for entry in source if entry['name'] == 'default'), None)
   if source is None:
-    return None
+    return None, frozenset()
   if not isinstance(source, str):
     raise TypeError(f'chat_template = {source!r} is not text')
+  environment = _environment()
   try:
-    return _environment().from_string(source)
+    variables = jinja2.meta.find_undeclared_variables(environment.parse(source)) - environment.globals.keys()
+    return environment.from_string(source), frozenset(variables)
   except jinja2.TemplateError as error:
     raise TokenizerError(f'{folder}: the chat template is not valid: {error}') from None
 

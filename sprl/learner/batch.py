@@ -82,12 +82,14 @@ class Shape:
   shards: int = 1  # S
 
 
-def shape(sampling: Sampling, rollout: Rollout, packing: Packing, minibatches: int, shards: int = 1) -> Shape:
+def shape(sampling: Sampling, rollout: Rollout, packing: Packing, minibatches: int, shards: int = 1, branches: int = 1) -> Shape:
   """Return sizes that fit any batch of these settings, for devices that split rows into `shards` parts.
 
-  `minibatches` divides rollout.prompts. Raises SettingsError if rows are too short for the longest sequence.
+  `minibatches` divides rollout.prompts. An episode has at most `branches` sequences.
+
+  Raises SettingsError if rows are too short for the longest sequence.
   """
-  P, C, n = sampling.max_prompt, sampling.max_tokens, rollout.group
+  P, C, n = sampling.max_prompt, sampling.max_tokens, rollout.group * branches
   T = packing.row_tokens or -(-(P + (n if packing.share_prefix else 1) * C) // 32) * 32
   if T < P + C:
     raise SettingsError(
@@ -133,9 +135,10 @@ def pack(
 ) -> tuple[TrainBatch, dict[str, float]]:
   """Return the batch of these trajectories as numpy arrays, and its `packing/` metrics.
 
-  Row b of a [B, C] array is trajectory b. Sequences with advantage NaN, or without a token of the model, are left out.
-  Members of a group must be adjacent to share their prompt. Trajectories that record evictions need `share_prefix` = False,
-  because samples evict different tokens of their prompt. If one trajectory records evictions, routes or supports, all must.
+  Row b of a [B, C] array is trajectory b; rows after the last trajectory are empty. Sequences with advantage NaN, or without a
+  token of the model, are left out. Members of a group must be adjacent to share their prompt. Trajectories that record evictions
+  need `share_prefix` = False, because samples evict different tokens of their prompt. If one trajectory records evictions, routes
+  or supports, all must.
 
   packing/
     tokens                    in the rows, shared prompts counted once
@@ -154,9 +157,9 @@ def pack(
     batch = replace(batch, routes=np.full(sizes, -1, recorded.dtype))
   batch = replace(
     batch,
-    advantage=np.nan_to_num(advantage).astype(np.float32),
-    reward=np.array([t.reward for t in trajectories], np.float32),
-    prompt=np.unique([t.group for t in trajectories], return_inverse=True)[1].astype(np.int32),
+    advantage=_rows(np.nan_to_num(advantage).astype(np.float32), shape.sequences),
+    reward=_rows(np.array([t.reward for t in trajectories], np.float32), shape.sequences),
+    prompt=_rows(np.unique([t.group for t in trajectories], return_inverse=True)[1].astype(np.int32), shape.sequences),
   )
   rows = _first_fit(_pieces(trajectories, advantage, shape.tokens, share_prefix), trajectories, shape.tokens)
   for index, pieces in enumerate(rows):
@@ -172,6 +175,11 @@ def pack(
     'packing/tokens_saved_by_sharing': float(sum(len(t.tokens) for t, a in zip(trajectories, batch.micro) if a >= 0) - filled),
   }
   return replace(batch, used=np.int32(used)), metrics
+
+
+def _rows(values: np.ndarray, count: int) -> np.ndarray:
+  """Return the values [n] followed by zeros, as an array [count]."""
+  return np.pad(values, (0, max(0, count - len(values))))
 
 
 def empty(shape: Shape, support: Format | None = None) -> TrainBatch:

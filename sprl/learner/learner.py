@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import jax
 import numpy as np
@@ -35,7 +35,7 @@ from sprl.sampler import calibrate
 from sprl.sampler.weights import SamplerWeights
 from sprl.sharding.rules import OnMesh, row_shards
 from sprl.sharding.transfer import fetch, home, return_free_memory
-from sprl.types import LogProbs, Trajectory, trained_on
+from sprl.types import LogProbs, Trajectory, sequences, trained_on
 
 
 @dataclass(kw_only=True)
@@ -190,12 +190,18 @@ class Learner:
 def minibatches(trajectories: Sequence[Trajectory], run: Run, sizes: Shape) -> list[tuple[TrainBatch, dict[str, float]]]:
   """Return the minibatches of a step as numpy arrays, each with its `packing/` metrics.
 
-  Advantages compare all trajectories. Those that are withheld take no room in the rows.
+  Advantages compare all trajectories, one of each episode. Those that are withheld take no room in the rows. All sequences of an
+  episode have its advantage.
   """
   advantage = batch_advantages(trajectories, run)[~np.array([t.withheld for t in trajectories], bool)]
   trained = trained_on(trajectories)
   edges = [i * len(trained) // run.optimizer.minibatches for i in range(run.optimizer.minibatches + 1)]
-  return [pack(trained[start:end], advantage[start:end], sizes, run.packing.share_prefix) for start, end in pairwise(edges)]
+  made = []
+  for start, end in pairwise(edges):
+    episodes = [sequences(trajectory) for trajectory in trained[start:end]]
+    repeated = np.repeat(advantage[start:end], [len(episode) for episode in episodes])
+    made.append(pack(list(chain(*episodes)), repeated, sizes, run.packing.share_prefix))
+  return made
 
 
 def batch_advantages(trajectories: Sequence[Trajectory], run: Run) -> Float[np.ndarray, ' B']:
@@ -219,7 +225,7 @@ def overlong(trajectories: Sequence[Trajectory], run: Run) -> Float[np.ndarray, 
 
 def batch_shape(run: Run, model: Model) -> Shape:
   """Return the static sizes of the run's minibatches."""
-  return shape(run.sampling, run.rollout, run.packing, run.optimizer.minibatches, row_shards(model.mesh))
+  return shape(run.sampling, run.rollout, run.packing, run.optimizer.minibatches, row_shards(model.mesh), run.branches)
 
 
 def compile_ahead(update: OnMesh, run: Run, model: Model, state: TrainState, base: Base | None) -> None:

@@ -93,7 +93,7 @@ def plan(config: ModelConfig, run: Run, learner: MeshAxes, rollout: MeshAxes, de
   check_split(config, learner.expert, learner.tensor, '--mesh', run.quant.in_learner)
   check_split(config, rollout.expert, rollout.tensor, '--rollout_mesh', run.quant)
   check_learner_mesh(config, run.quant, run.model.kernels, learner.mesh(config))
-  packed = shape(run.sampling, run.rollout, run.packing, run.optimizer.minibatches, learner.rows)
+  packed = shape(run.sampling, run.rollout, run.packing, run.optimizer.minibatches, learner.rows, run.branches)
   update = memory.update_memory(config, run, packed, learner)
   capacity = usable * device.memory
   room = capacity - (0 if apart else update.state)

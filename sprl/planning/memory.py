@@ -237,7 +237,7 @@ def rollout_memory(config: ModelConfig, run: Run, cache: Cache, quant: Quant, pr
     sorting = 2 * FLOAT32 * config.vocab_size // axes.tensor  # the logits of a row and their tokens, sorted
     drawn += form.bytes * (run.sampling.chunk + 1) + sorting
   row, kept = kv_bytes(part), 0
-  if run.task.kind == 'environment':
+  if run.task.kind in ('environment', 'agent'):
     prefilled = max(prefilled, together * row)  # new tokens are read behind copies of kept caches
     asked = run.sampling.kept_caches
     row, kept = (2 * row, 0) if asked is None else (row, math.ceil(asked * run.devices.engines / axes.rows) * row)

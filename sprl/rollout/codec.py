@@ -7,6 +7,7 @@ conversation in which a marker stands for the answer.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from sprl.io.tokenizer import Tokenizer, TokenizerError
 
@@ -26,25 +27,35 @@ class ChatCodec:
   def __post_init__(self):
     self._between([{'role': 'user', 'content': 'go on'}])
 
-  def opening(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-    """The ids before the first answer."""
-    return self.tokenizer.chat([*self._first(), *messages])
+  def opening(
+    self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None, **template_args: Any
+  ) -> list[int]:
+    """The ids before the first answer. `tools` and `template_args` are those of `Tokenizer.render`."""
+    return self.tokenizer.chat([*self._first(), *messages], tools=tools, **template_args)
 
-  def reply(self, messages: Sequence[Mapping[str, str]], answer: Sequence[int]) -> list[int]:
+  def reply(
+    self,
+    messages: Sequence[Mapping[str, Any]],
+    answer: Sequence[int],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    **template_args: Any,
+  ) -> list[int]:
     """The ids between an answer and the next. If the answer has the token that ends its turn, the ids begin after it."""
-    ids = self.tokenizer.encode(self._between(messages))
+    ids = self.tokenizer.encode(self._between(messages, tools, **template_args))
     return ids[1:] if ids and answer and answer[-1] == ids[0] else ids
 
   def text(self, ids: Sequence[int]) -> str:
     """The text of an answer, without special tokens."""
     return self.tokenizer.decode(ids, skip_special=True)
 
-  def _first(self) -> list[Mapping[str, str]]:
+  def _first(self) -> list[Mapping[str, Any]]:
     return [] if self.system is None else [{'role': 'system', 'content': self.system}]
 
-  def _between(self, messages: Sequence[Mapping[str, str]]) -> str:
+  def _between(
+    self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None, **template_args: Any
+  ) -> str:
     start = [*self._first(), {'role': 'user', 'content': '.'}, {'role': 'assistant', 'content': MARK}]
-    parts = self.tokenizer.render([*start, *messages]).split(MARK)
+    parts = self.tokenizer.render([*start, *messages], tools=tools, **template_args).split(MARK)
     if len(parts) != 2:
       raise TokenizerError(
         f'{self.tokenizer.folder}: the chat template writes an earlier answer {len(parts) - 1} times, expected once'

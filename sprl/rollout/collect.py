@@ -82,7 +82,8 @@ def metrics(trajectories: Sequence[Trajectory], layout: CacheLayout, rows: int) 
   grading/STATUS             samples that were graded with this status
   grading/failed/NAME        samples that one of several rewards could not grade
   judge/NAME                 what the grader `judge` used
-  env/NAME                   mean of a metric that environments report for their episodes
+  env/NAME                   mean of a metric that environments or agents report for their episodes
+  agent/NAME                 mean over the episodes of agents
   fp8/kv_saturation          share of the elements of keys and values that FP8 clamped
   fp8/query_saturation       share of the elements of queries that FP8 clamped, where queries are FP8
   """
@@ -120,7 +121,12 @@ def metrics(trajectories: Sequence[Trajectory], layout: CacheLayout, rows: int) 
     **grading_costs(trajectories),
     **{f'grading/{status}': float(sum(t.status == status for t in trajectories)) for status in STATUSES},
     **{f'grading/failed/{name}': float(sum(name in t.failed for t in trajectories)) for name in parts},
-    **{f'env/{name}': float(np.mean([t.metrics[name] for t in trajectories if name in t.metrics])) for name in sorted(reported)},
+    **{
+      name if name.startswith('agent/') else f'env/{name}': float(
+        np.mean([t.metrics[name] for t in trajectories if name in t.metrics])
+      )
+      for name in sorted(reported)
+    },
     **fp8,
   }
 

@@ -49,7 +49,7 @@ class Dispatcher:
   def match(self, completion: Completion) -> Member | None:
     """Return the member that waits for this completion. None: its group or attempt is gone, and the completion is late."""
     member = self._members.get(completion.request.uid)
-    current = member is not None and member.request is not None and member.attempt == completion.request.attempt
+    current = member is not None and member.request is not None and member.request.attempt == completion.request.attempt
     return member if current else None
 
   def done(self, member: Member) -> None:

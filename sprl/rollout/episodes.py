@@ -37,6 +37,7 @@ class Generate:
   given: Int[np.ndarray, ' N']
   max_tokens: int
   keep: bool = False
+  branch: int = 0  # sequences of one episode draw other random numbers
 
 
 @dataclass(frozen=True)

@@ -271,7 +271,8 @@ class Scheduler:
     match wanted:
       case Generate():
         number = member.group.number
-        request = Request(member.uid, number, wanted.prompt, wanted.max_tokens, wanted.given, attempt=member.attempt)
+        attempt = member.attempt + wanted.branch * (self.retries + 1)
+        request = Request(member.uid, number, wanted.prompt, wanted.max_tokens, wanted.given, attempt=attempt)
         continues = None if member.kept is None else request.key
         member.request = replace(request, keep=wanted.keep, continues=continues)
         self._dispatcher.ask(member)

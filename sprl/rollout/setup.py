@@ -18,6 +18,7 @@ from sprl.io.metrics import mean_of
 from sprl.io.tokenizer import Tokenizer, TokenizerError
 from sprl.model import Model
 from sprl.rollout import collect
+from sprl.rollout.agent_setup import begin_agents, check_agents
 from sprl.rollout.broadcast import BroadcastEngine, BroadcastProblems, BroadcastSource, BroadcastWorkers, across
 from sprl.rollout.codec import ChatCodec, PlainCodec
 from sprl.rollout.episodes import Limits
@@ -41,6 +42,7 @@ from sprl.tasks.workers import cpus
 REFUSALS = SettingsError, TokenizerError, OSError  # errors of problems; possibly in one process only, whose share has them
 GRADING_MEMORY_GB = 4.0  # address space that a grading process may add
 STEP_SECONDS = 3600.0  # for a reset or step; then the environment counts as hung, and its member is tried again
+EPISODES = 'environment', 'agent'  # kinds of task whose episodes are conversations
 LOOKED_INTO = 100  # problems of each split whose columns rewards may ask for
 LOOKED_AHEAD = 10_000  # prompts whose lengths are checked before the first step; the engine checks all others
 
@@ -101,7 +103,7 @@ class RolloutSetup:
   def _open(cls, run: Run, tokenizer: Tokenizer, team: Team, train: bool) -> tuple['RolloutSetup', list[list[collect.Length]]]:
     """Return the setup, and the lengths of this process's share of the first prompts, for evaluation and for training."""
     stream, ahead = None, []
-    if train and run.task.kind != 'environment':
+    if train and run.task.kind not in EPISODES:
       given = problems.load(run.task, 'train', team.process, team.processes)
       stream = PromptStream(across(team, BroadcastProblems, given), run.seed, Mix.of(run.task, given, run.rollout.prompts))
       count = min(run.steps * run.rollout.prompts, len(given), LOOKED_AHEAD)
@@ -120,6 +122,8 @@ class RolloutSetup:
     held = [some[i] for some in loaded for i in range(team.process, min(len(some), LOOKED_INTO), team.processes)]
     wrapped = {name: replace(some, problems=across(team, BroadcastProblems, some.problems)) for name, some in held_out.items()}
     opened = cls(run, tokenizer, team, stream, wrapped, rewards, frozenset(chain(*(p.row for p in held))))
+    if run.task.kind == 'agent':
+      check_agents(run.task, tokenizer)
     if run.task.kind == 'environment' and team.leads:
       _check_first_observation(run, opened._conversations(run.sampling.max_tokens, None))
     return opened, lengths
@@ -129,7 +133,11 @@ class RolloutSetup:
 
     `enter` enters a context that ends the workers (ExitStack.enter_context).
     """
-    limit, held_out = self.run.sampling.max_tokens, self.begin_evaluation(enter)
+    limit = self.run.sampling.max_tokens
+    if self.run.task.kind == 'agent':  # training and evaluation share one server
+      workers, source, test = begin_agents(self.run, self.tokenizer, self.team, enter, self._eval_limit)
+      return workers, source, self._with_sets(enter, EvalSet(test, workers, self.run.eval.problems))
+    held_out = self.begin_evaluation(enter)
     if self.stream is not None:
       return held_out.workers, ProblemSource(self.stream.at, self.tokenizer, limit, self.rewards), held_out
     return *self._begin_conversations(limit, enter, held_out=False), held_out
@@ -137,16 +145,26 @@ class RolloutSetup:
   def begin_evaluation(self, enter: Callable[[Any], Any]) -> EvalSet:
     """Start the workers of evaluation in process 0. Returns the held-out groups. `enter` is as in `begin`."""
     run = self.run
-    limit = run.eval.max_tokens or run.sampling.max_tokens
-    sets: dict[str, EvalSet] = {}
+    if run.task.kind == 'environment':
+      workers, source = self._begin_conversations(self._eval_limit, enter, held_out=True)
+      return self._with_sets(enter, EvalSet(source, workers, run.eval.problems))
+    if run.task.kind == 'agent':
+      workers, _, test = begin_agents(run, self.tokenizer, self.team, enter, self._eval_limit)
+      return self._with_sets(enter, EvalSet(test, workers, run.eval.problems))
+    return self._with_sets(enter, None)
+
+  @property
+  def _eval_limit(self) -> int:
+    return self.run.eval.max_tokens or self.run.sampling.max_tokens
+
+  def _with_sets(self, enter: Callable[[Any], Any], own: EvalSet | None) -> EvalSet:
+    """Return `own`, the groups of the task itself (None: they are problems), with the sets of problems beside it."""
+    sets: dict[str, EvalSet] = {} if own is None else {'': own}
     if self.held_out:
       workers = self._started(self._graders() if self.team.leads else None, enter)
       for name, some in self.held_out.items():
-        source = ProblemSource(some.problem, self.tokenizer, limit, self.rewards)
+        source = ProblemSource(some.problem, self.tokenizer, self._eval_limit, self.rewards)
         sets[name] = EvalSet(source, workers, len(some.order), some.samples)
-    if run.task.kind == 'environment':
-      workers, source = self._begin_conversations(limit, enter, held_out=True)
-      sets[''] = EvalSet(source, workers, run.eval.problems)
     return replace(sets.pop(''), more=sets)
 
   def _started(self, pool: WorkerPool | GraderPool | None, enter: Callable[[Any], Any]) -> WorkersLike:
@@ -199,21 +217,21 @@ def problem_sources(run: Run) -> dict[str, Task]:
   """Return the task of each source of problems, by the name with which its problems ask for its grader; '': the task's own."""
   task = run.task
   sources = {name: source.task(task, source.splits) for name, source in task.mixture.items()}
-  if task.kind not in ('mixture', 'environment'):
+  if task.kind not in ('mixture', *EPISODES):
     sources[''] = task
   return sources | {f'eval/{name}': some.task(task, ('train', some.split)) for name, some in run.eval.sets.items()}
 
 
 def grading_task(run: Run) -> Task:
-  """Return the task whose settings limit the graders. Those of an environment limit its steps, and leave graders the defaults."""
+  """Return the task whose settings limit graders. Those of environments and agents limit steps; graders have the defaults."""
   task = run.task
-  return replace(task, workers=None, executor=None, time_limit=None) if task.kind == 'environment' else task
+  return replace(task, workers=None, executor=None, time_limit=None) if task.kind in EPISODES else task
 
 
 def _held_out(run: Run, team: Team) -> Iterator[tuple[str, HeldOut]]:
   """Yield the held-out sets by name, of which this process reads its share; '' is the task's own."""
   share = team.process, team.processes
-  if run.task.kind != 'environment':
+  if run.task.kind not in EPISODES:
     own = problems.load(run.task, 'test', *share)
     order = own.in_turn(run.eval.problems) if isinstance(own, Mixture) else range(min(run.eval.problems, len(own)))
     yield '', HeldOut(own, order)

@@ -6,7 +6,7 @@ import numpy as np
 from jaxtyping import Int
 
 from sprl.rollout.groups import Group
-from sprl.types import Trajectory, trained_on
+from sprl.types import Trajectory, sequences, trained_on
 
 
 def staleness(groups: Sequence[Group], version: int) -> dict[str, float]:
@@ -27,4 +27,4 @@ def lags(trajectories: Sequence[Trajectory], version: int) -> Int[np.ndarray, ' 
 
   Withheld tokens do not count.
   """
-  return np.concatenate([version - t.version[t.mask] for t in trained_on(trajectories)])
+  return np.concatenate([version - s.version[s.mask] for t in trained_on(trajectories) for s in sequences(t)])

@@ -329,8 +329,8 @@ class Engine:
       finish = 'stop' if stop else 'length'
       records = self._evicted(i, row.request.start + n), self._routes(i, row.request.start + n)
       finished.append(self._completion(row, finish, n, *records))
-      # A dense cache is cut after token n; the evictions since then cannot be undone.
-      if row.request.keep and n > 0 and (n == len(row.tokens) or not self.config.layout.sparse):
+      # The cache is cut after token n, if it still has all tokens before it.
+      if row.request.keep and n > 0 and (n == len(row.tokens) or not self.config.layout.forgets):
         kept.append(Ended(i, row.request, finished[-1].tokens))
     if kept:
       assert self.weights is not None

@@ -12,7 +12,8 @@ import small
 
 from sprl.config import Advantage, Optimizer, Packing, Rollout, Run, Sampling
 from sprl.io.tokenizer import Tokenizer
-from sprl.learner.learner import Learner, batch_advantages
+from sprl.learner.batch import shape
+from sprl.learner.learner import Learner, batch_advantages, minibatches
 from sprl.learner.state import TrainState
 from sprl.model import Model
 from sprl.models import transformer
@@ -47,6 +48,37 @@ def learner(update=None, run=RUN):
   zero = jnp.zeros((), jnp.int32)
   state = TrainState(params={}, opt_state=(), updates=zero, skipped=zero, bad_streak=zero)
   return Learner(run=run, model=model, layout=layout, jitted_update=update, state=state)
+
+
+def test_all_sequences_of_an_episode_have_its_advantage_and_it_counts_once_in_its_group():
+  episodes, others = rollouts(REWARDS), small.rollouts([(1, 4)], [2], seed=1)
+  episodes[1] = dataclasses.replace(episodes[1], branches=tuple(others))
+  packing = dataclasses.replace(RUN.packing, share_prefix=False)
+  run = dataclasses.replace(RUN, packing=packing)
+  sizes = shape(run.sampling, run.rollout, packing, 2, branches=3)
+  (batch, metrics), _ = minibatches(episodes, run, sizes)
+  assert batch.mask.shape == (2 * 2 * 3, 4)
+  np.testing.assert_array_equal(batch.advantage, [0.5, -0.5, -0.5, -0.5, *[0] * 8])  # the mean of two episodes, not of four
+  np.testing.assert_array_equal(batch.mask.sum(axis=1), [2, 3, 1, 4, *[0] * 8])
+  np.testing.assert_array_equal(batch.micro >= 0, batch.mask.any(axis=1))
+  np.testing.assert_array_equal(batch.prompt[:4], [0, 0, 0, 0])
+  assert metrics['packing/tokens'] == (3 + 2) + (3 + 3) + (2 + 1) + (2 + 4)
+  for b, sequence in enumerate([*episodes[:2], *others]):
+    np.testing.assert_array_equal(
+      batch.target[batch.micro[b], 0, batch.place[b, : len(sequence.completion)]], sequence.completion
+    )
+
+
+@pytest.mark.parametrize('branches', [1, 3])
+@pytest.mark.parametrize('row_tokens', [None, 16, 20])
+def test_the_longest_sequences_of_all_episodes_fit(branches, row_tokens):
+  packing = Packing(rows=2, share_prefix=False, row_tokens=row_tokens)
+  sizes = shape(RUN.sampling, RUN.rollout, packing, 1, branches=branches)
+  run = dataclasses.replace(RUN, packing=packing, optimizer=Optimizer(), rollout=Rollout(prompts=4, group=2))
+  longest = small.rollouts([(4, 4)] * 4, [4] * 4)
+  episodes = [dataclasses.replace(t, branches=(t,) * (branches - 1)) for t in longest]
+  ((batch, _),) = minibatches(episodes, run, sizes)
+  assert batch.mask.sum() == 8 * branches * 4
 
 
 def test_each_minibatch_has_its_groups_in_order():

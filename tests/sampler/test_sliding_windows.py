@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import small
+from test_kept import TURNS, UIDS, Talk, differing
 
 from sprl.cache.layer import NEVER
 from sprl.cache.layout import cache_layout
@@ -19,7 +20,7 @@ from sprl.learner.batch import Shape, pack
 from sprl.learner.logprobs import ForwardConfig, score
 from sprl.models import transformer
 from sprl.sampler import calibrate
-from sprl.sampler.engine import EngineConfig, generate
+from sprl.sampler.engine import Engine, EngineConfig, generate
 from sprl.sampler.replay import replay
 from sprl.sampler.weights import quantised_linears, sampler_weights
 from sprl.types import Request
@@ -107,3 +108,20 @@ def test_fp8_concerns_the_linears_and_the_cache_of_every_layer():
   assert rounded[0].tokens[: rounded[0].prompt_length].tolist() == plain[0].tokens[: plain[0].prompt_length].tolist()
   logp, recorded = learner(without_evictions(rounded), share_prefix=True)
   assert 0.001 < np.abs(logp - recorded)[recorded != 0].mean() < 0.3
+
+
+@pytest.mark.parametrize('settings', [Cache(), SPARSE], ids=['dense', 'sparse'])
+def test_turns_that_go_on_from_kept_rings_equal_turns_that_read_everything(settings):
+  """Stop strings end answers within a chunk. A ring that has drawn past one is not kept: it may have lost older tokens."""
+  config = engine_config(settings, Quant())
+  text = lambda ids: ''.join('.' if i % 5 == 0 else 'x' for i in ids)  # noqa: E731
+  config = dataclasses.replace(config, text=text, sampling=dataclasses.replace(SAMPLING, stop=('.',)))
+  again, reused = (Talk(Engine(config, weights_of(Quant())), reuse).turns(TURNS) for reuse in (False, True))
+  assert differing(reused.found, again.found) == []
+  past = sum(
+    c.finish == 'stop' and len(c.tokens) % SAMPLING.chunk != 1 for (turn, _), c in again.found.items() if turn + 1 < TURNS
+  )
+  usage = reused.engine.usage
+  assert usage.prefix_hits + usage.prefix_misses == len(UIDS) * (TURNS - 1)
+  assert 0 < usage.prefix_misses <= past
+  assert usage.prefix_hits > 0

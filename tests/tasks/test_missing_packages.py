@@ -6,22 +6,20 @@ import pytest
 from foreign_packages import write_prompts
 
 from sprl.config import SettingsError
-from sprl.tasks.environments import from_verifiers, registry
+from sprl.tasks.environments import registry
 
 
 @pytest.fixture
 def missing(monkeypatch):
   """Make imports of the packages fail."""
-  for name in ('gem', 'verifiers', 'skyrl_gym'):
+  for name in ('gem', 'skyrl_gym'):
     monkeypatch.setitem(sys.modules, name, None)
-  from_verifiers._load.cache_clear()
 
 
 @pytest.mark.parametrize(
   ('name', 'args', 'complaint'),
   [
     ('gem', {'id': 'game:Game2048-v0-easy'}, r'gem-llm .*pip install --no-deps --ignore-requires-python gem-llm'),
-    ('verifiers', {'id': 'some-env'}, r'verifiers is not installed .*EXTRAS=verifiers'),
     ('chat', {'environment': 'gsm8k'}, r'skyrl-gym, which is not installed \(pip install skyrl-gym\)'),
   ],
 )

@@ -11,7 +11,6 @@ from sprl.tasks.environments import user_file
 from sprl.tasks.environments.calculator import gsm8k
 from sprl.tasks.environments.chat import chat
 from sprl.tasks.environments.from_gem import gem
-from sprl.tasks.environments.from_verifiers import verifiers
 from sprl.tasks.environments.frozen_lake import FrozenLake
 from sprl.tasks.environments.guess_number import GuessNumber
 from sprl.tasks.environments.protocol import Environment
@@ -25,7 +24,6 @@ _BUILDERS: dict[str, Callable[..., Environment]] = {
   'calculator': gsm8k,
   'reasoning_gym': reasoning_gym,
   'gem': gem,
-  'verifiers': verifiers,
   'chat': chat,
 }
 NAMES = tuple(_BUILDERS)

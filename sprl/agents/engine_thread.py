@@ -1,0 +1,197 @@
+"""A thread that decodes the requests of a server on one engine, and the backend of an endpoint over it.
+
+Requests may arrive, and be cancelled, at any time. Between two chunks the thread gives new requests to the engine, aborts the
+cancelled ones, which frees their rows, and reports the tokens of all others.
+"""
+
+import asyncio
+import itertools
+import logging
+import threading
+from collections.abc import AsyncGenerator, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int
+
+from sprl.agents.protocol import Answer, ChatRequest, Partial, Refused, message_of
+from sprl.config import Sampling
+from sprl.io.tokenizer import Tokenizer, TokenizerError
+from sprl.sampler.engine import Engine
+from sprl.types import Completion, Request
+
+log = logging.getLogger(__name__)
+
+type News = Int[np.ndarray, ' C'] | Completion | Exception  # tokens so far, the end, or why there is none
+
+
+class Overloaded(Exception):
+  """The engine's rows and the places of its queue are taken."""
+
+
+@dataclass(frozen=True)
+class _Job:
+  request: Request
+  tell: Callable[[News], Any]  # called in the engine's thread
+
+
+class EngineThread:
+  """Runs an engine in a thread. A context manager; leaving ends the thread after the chunk under way.
+
+  Args:
+    engine: the engine. Only the thread may call it.
+    queue: requests that may wait beside those that decode.
+  """
+
+  def __init__(self, engine: Engine, queue: int):
+    self._engine, self._most = engine, engine.capacity + queue
+    self._changed = threading.Condition()
+    self._jobs: dict[int, _Job] = {}  # by uid: all that are not finished
+    self._new: list[_Job] = []
+    self._cancelled: set[int] = set()
+    self._uids = itertools.count()
+    self._ends = False
+    self.error: Exception | None = None  # that ended the thread
+    self.ended = threading.Event()
+    self._thread = threading.Thread(target=self._run, name='engine', daemon=True)
+
+  def __enter__(self) -> 'EngineThread':
+    self._thread.start()
+    return self
+
+  def __exit__(self, *_) -> None:
+    with self._changed:
+      self._ends = True
+      self._changed.notify()
+    self._thread.join()
+
+  @property
+  def load(self) -> int:
+    """Requests that wait or decode."""
+    return len(self._jobs)
+
+  def submit(
+    self, prompt: Int[np.ndarray, ' P'], given: Int[np.ndarray, ' N'], max_tokens: int, tell: Callable[[News], Any]
+  ) -> int:
+    """Queue a request and return its uid. `tell` is called in the engine's thread, the last time with the end or an error.
+
+    Raises Overloaded, and SettingsError if the request does not fit the engine.
+    """
+    with self._changed:
+      if self._ends or self.error is not None:
+        raise Overloaded('the engine has stopped')
+      if len(self._jobs) >= self._most:
+        raise Overloaded(f'{len(self._jobs)} requests wait or run, the most that this server accepts')
+      uid = next(self._uids)
+      job = _Job(Request(uid, uid, prompt, max_tokens, given), tell)
+      self._engine.config.check(job.request)
+      self._jobs[uid] = job
+      self._new.append(job)
+      self._changed.notify()
+    return uid
+
+  def cancel(self, uid: int) -> None:
+    """End a request and free its row. Does nothing if the request has ended."""
+    with self._changed:
+      if self._jobs.pop(uid, None) is not None:
+        self._cancelled.add(uid)
+        self._changed.notify()
+
+  def _run(self) -> None:
+    try:
+      while self._turn():
+        pass
+    except Exception as error:
+      log.exception('the engine failed')
+      self.error = error
+    finally:
+      with self._changed:
+        left, self._jobs = self._jobs, {}
+      for job in left.values():
+        job.tell(self.error or RuntimeError('the server ends'))
+      self.ended.set()
+
+  def _turn(self) -> bool:
+    """Decode one chunk. Returns False at the end."""
+    engine = self._engine
+    with self._changed:
+      self._changed.wait_for(lambda: self._ends or self._new or self._cancelled or engine.load)
+      if self._ends:
+        return False
+      new, self._new = self._new, []
+      cancelled, self._cancelled = self._cancelled, set()
+    for job in new:
+      engine.add(job.request)
+    engine.abort(cancelled)
+    if not engine.load:
+      return True
+    engine.dispatch()
+    ended = engine.collect()
+    with self._changed:
+      ending = [(self._jobs.pop(c.request.uid, None), c) for c in ended]
+      running = list(self._jobs.values())
+    for job, completion in ending:
+      if job is not None:
+        job.tell(completion)
+    for job in running:
+      tokens = engine.partial(job.request.uid)
+      if tokens is not None and len(tokens):
+        job.tell(tokens)
+    return True
+
+
+class EngineBackend:
+  """Answers the requests of an endpoint with an engine. Each request is encoded whole: no state is kept between requests."""
+
+  def __init__(self, thread: EngineThread, tokenizer: Tokenizer, sampling: Sampling, model: str, tool_format: str = 'hermes'):
+    self.thread, self.tokenizer, self.sampling, self.model, self._tool_format = thread, tokenizer, sampling, model, tool_format
+
+  async def answer(self, episode: str, request: ChatRequest) -> AsyncGenerator[Partial | Answer, None]:
+    """Yield the text as it grows, then the Answer. Closing the generator ends the request. Raises Refused."""
+    ids = encoded(self.tokenizer, request)
+    prompt, given, room = split(ids, self.sampling)
+    loop, news = asyncio.get_running_loop(), asyncio.Queue[News]()
+    try:
+      uid = self.thread.submit(
+        prompt, given, min(room, request.max_tokens or room), lambda item: loop.call_soon_threadsafe(news.put_nowait, item)
+      )
+    except Overloaded as error:
+      raise Refused(429 if self.thread.error is None else 503, str(error), code='overloaded') from None
+    try:
+      while not isinstance(item := await news.get(), Completion):
+        if isinstance(item, Exception):
+          raise Refused(500, f'the engine stopped: {item}')
+        yield Partial(self.tokenizer.decode(item, skip_special=True))
+      yield answer_of(self.tokenizer, request, ids, item, f'{uid}', self._tool_format)
+    finally:
+      self.thread.cancel(uid)
+
+
+def encoded(tokenizer: Tokenizer, request: ChatRequest) -> list[int]:
+  """Return the ids of a request's conversation up to the answer. Raises Refused if the chat template refuses it."""
+  try:
+    return tokenizer.chat(request.messages, tools=request.tools, **request.template_args)
+  except TokenizerError as error:
+    raise Refused(400, str(error), 'messages') from None
+
+
+def split(ids: Sequence[int], sampling: Sampling) -> tuple[Int[np.ndarray, ' P'], Int[np.ndarray, ' N'], int]:
+  """Return the prompt, the given tokens behind it, and how many tokens may follow. Raises Refused if none may."""
+  P = sampling.max_prompt
+  room = sampling.max_tokens - max(0, len(ids) - P)
+  if room <= 0:
+    limits = f'config.sampling.max_prompt = {P} and config.sampling.max_tokens = {sampling.max_tokens}'
+    raise Refused(400, f'the conversation has {len(ids)} tokens, which leaves no room: {limits}', code='context_length_exceeded')
+  return np.array(ids[:P], np.int32), np.array(ids[P:], np.int32), room
+
+
+def answer_of(
+  tokenizer: Tokenizer, request: ChatRequest, prompt_ids: Sequence[int], completion: Completion, name: str, tool_format: str
+) -> Answer:
+  """Return the Answer of a completion. `name` begins the ids of its tool calls."""
+  ids = completion.tokens.tolist()
+  message = message_of(tokenizer.decode(ids, skip_special=True), request.calls, tool_format, name)
+  finish = 'tool_calls' if 'tool_calls' in message else 'length' if completion.finish == 'length' else 'stop'
+  pieces = [tokenizer.decode([i]) for i in ids] if request.logprobs else []
+  return Answer(message, finish, prompt_ids, ids, completion.logp.tolist(), pieces)

@@ -1,0 +1,250 @@
+"""Requests and responses of OpenAI's chat completions as data: `read` checks a request, the other functions write JSON.
+
+The engine draws all tokens from one distribution, so a request cannot choose its own: `read` refuses another temperature, filters
+and stop strings, and says which setting to change. Fields that do not change the answer, such as `user`, are ignored.
+"""
+
+import contextlib
+import json
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from sprl.agents.tool_calls import PARSERS
+from sprl.config import Sampling
+
+IGNORED = (
+  'metadata', 'model', 'parallel_tool_calls', 'prompt_cache_key', 'safety_identifier', 'service_tier', 'store', 'user',
+)  # fmt: skip
+_ROLES = ('system', 'developer', 'user', 'assistant', 'tool')
+_OFF = {  # fields that are accepted with these values only, because the engine has no such feature
+  'n': (1,),
+  'frequency_penalty': (0,),
+  'presence_penalty': (0,),
+  'logit_bias': ({},),
+  'top_logprobs': (0,),
+  'response_format': ({'type': 'text'},),
+  'modalities': (['text'],),
+}
+
+Message = dict[str, Any]
+
+
+class Refused(Exception):
+  """A request that is not answered. `status` is the HTTP status, `code` names the reason for programs."""
+
+  def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
+    super().__init__(message)
+    self.status, self.param, self.code = status, param, code
+
+  def body(self) -> dict[str, Any]:
+    """Return the error in OpenAI's form."""
+    kind = 'invalid_request_error' if self.status < 500 and self.status != 429 else 'server_error'
+    return {'error': {'message': str(self), 'type': kind, 'param': self.param, 'code': self.code}}
+
+
+@dataclass(frozen=True)
+class ChatRequest:
+  """A request that the endpoint can answer."""
+
+  messages: tuple[Message, ...]  # in the form of `canonical`
+  tools: tuple[Mapping[str, Any], ...] = ()  # offered in the prompt
+  calls: bool = False  # whether calls in the answer are parsed
+  max_tokens: int | None = None
+  template_args: Mapping[str, Any] = field(default_factory=dict)
+  stream: bool = False
+  usage: bool = False  # whether a stream ends with the numbers of tokens
+  logprobs: bool = False
+  token_ids: bool = False  # whether the response has the ids of prompt and answer
+
+
+@dataclass(frozen=True)
+class Answer:
+  """The model's answer to a request."""
+
+  message: Message  # as it is sent
+  finish: str  # stop, length or tool_calls
+  prompt_ids: Sequence[int]
+  ids: Sequence[int]
+  logprobs: Sequence[float]  # of each id, under the distribution that it was drawn from
+  pieces: Sequence[str]  # the text of each id
+
+
+@dataclass(frozen=True)
+class Partial:
+  """The text of an answer that is not finished."""
+
+  text: str
+
+
+# --- requests --------------------------------------------------------------------------------------------------------------
+
+
+def read(body: Any, sampling: Sampling) -> ChatRequest:
+  """Return the request of a JSON body. Raises Refused (400) if a field is malformed, or if the engine cannot do what it asks."""
+  if not isinstance(body, Mapping):
+    raise Refused(400, 'expected a JSON object')
+  given = {key: value for key, value in body.items() if value is not None and key not in IGNORED}
+  for key, accepted in _OFF.items():
+    value = given.pop(key, accepted[0])
+    if value not in accepted:
+      raise Refused(400, f'{key} = {value!r}: this endpoint accepts {accepted[0]!r} only', key)
+  _check_sampling(given, sampling)
+  messages, tools = given.pop('messages', None), given.pop('tools', [])
+  if not isinstance(messages, list) or not messages:
+    raise Refused(400, 'messages: expected a list of at least one message', 'messages')
+  choice, options = given.pop('tool_choice', 'auto'), given.pop('stream_options', {})
+  if choice not in ('none', 'auto'):
+    raise Refused(400, f"tool_choice = {choice!r}: expected 'none' or 'auto'", 'tool_choice')
+  if not isinstance(tools, list) or not all(isinstance(t, Mapping) and isinstance(t.get('function'), Mapping) for t in tools):
+    raise Refused(400, 'tools: expected a list of {"type": "function", "function": {...}}', 'tools')
+  limit = given.pop('max_completion_tokens', None) or given.pop('max_tokens', None)
+  given.pop('max_tokens', None)
+  if limit is not None and not (isinstance(limit, int) and limit > 0):
+    raise Refused(400, f'max_tokens = {limit!r}: expected a whole number above 0', 'max_tokens')
+  template_args = given.pop('chat_template_kwargs', {})
+  if not isinstance(template_args, Mapping) or not isinstance(options, Mapping):
+    raise Refused(400, 'chat_template_kwargs, stream_options: expected objects')
+  request = ChatRequest(
+    messages=tuple(canonical(message, f'messages[{i}]') for i, message in enumerate(messages)),
+    tools=tuple(tools),
+    calls=bool(tools) and choice == 'auto',
+    max_tokens=limit,
+    template_args=dict(template_args),
+    stream=bool(given.pop('stream', False)),
+    usage=bool(options.get('include_usage')),
+    logprobs=bool(given.pop('logprobs', False)),
+    token_ids=bool(given.pop('return_token_ids', False)),
+  )
+  if given:
+    raise Refused(400, f'{", ".join(sorted(given))}: this endpoint has no such field', min(given))
+  return request
+
+
+def _check_sampling(given: dict[str, Any], sampling: Sampling) -> None:
+  """Remove the fields of the distribution from a request. Raises Refused if one differs from the engine's."""
+  engine = {'temperature': sampling.temperature, 'top_p': sampling.top_p, 'top_k': sampling.top_k or -1, 'min_p': sampling.min_p}
+  for key, value in engine.items():
+    asked = given.pop(key, value)
+    if asked != value and not (key == 'top_k' and asked in (0, -1) and value == -1):
+      why = f'all requests draw from one distribution, whose {key} is {value!r} (config.sampling.{key}). Leave the field out'
+      raise Refused(400, f'{key} = {asked!r}: {why}', key, 'unsupported_value')
+  stop = given.pop('stop', [])
+  if stop and tuple([stop] if isinstance(stop, str) else stop) != tuple(sampling.stop):
+    why = f'the stop strings are those of config.sampling.stop = {sampling.stop!r}. Leave the field out'
+    raise Refused(400, f'stop = {stop!r}: {why}', 'stop', 'unsupported_value')
+  if 'seed' in given:
+    raise Refused(400, 'seed: the random numbers are those of config.seed. Leave the field out', 'seed', 'unsupported_value')
+
+
+def canonical(message: Any, where: str) -> Message:
+  """Return a message with the fields that a chat template reads: equal conversations have equal canonical messages.
+
+  Text parts are joined, empty fields are left out, and the arguments of tool calls are objects. Raises Refused.
+  """
+  if not isinstance(message, Mapping) or message.get('role') not in _ROLES:
+    raise Refused(400, f'{where}: expected an object with a role of {", ".join(_ROLES)}', where)
+  role, calls = message['role'], message.get('tool_calls') or []
+  kept: Message = {'role': 'system' if role == 'developer' else role, 'content': _text(message.get('content'), where)}
+  for key in ('name', 'tool_call_id', 'reasoning_content'):
+    if message.get(key):
+      kept[key] = str(message[key])
+  if calls:
+    kept['tool_calls'] = [_tool_call(call, f'{where}.tool_calls') for call in calls]
+  return kept
+
+
+def _text(content: Any, where: str) -> str:
+  if content is None or isinstance(content, str):
+    return content or ''
+  match content:
+    case [*parts] if all(isinstance(part, Mapping) and isinstance(part.get('text'), str) for part in parts):
+      return ''.join(part['text'] for part in parts)
+  raise Refused(400, f'{where}.content: expected text, or a list of parts with text; this model reads nothing else', where)
+
+
+def _tool_call(call: Any, where: str) -> dict[str, Any]:
+  match call:
+    case {'function': {'name': str() as name, **rest}}:
+      arguments = rest.get('arguments') or {}
+      if isinstance(arguments, str):
+        with contextlib.suppress(ValueError):  # the template gets the text that a model wrote wrongly
+          arguments = json.loads(arguments)
+      return {'id': str(call.get('id') or ''), 'type': 'function', 'function': {'name': name, 'arguments': arguments}}
+  raise Refused(400, f'{where}: expected {{"id", "type": "function", "function": {{"name", "arguments"}}}}', where)
+
+
+# --- answers ---------------------------------------------------------------------------------------------------------------
+
+
+def message_of(text: str, calls: bool, tool_format: str, name: str) -> Message:
+  """Return the message of a model's text. `calls` says whether tool calls are parsed; `name` begins their ids."""
+  content, found = PARSERS[tool_format](text) if calls else (text, [])
+  if not found:
+    return {'role': 'assistant', 'content': text}
+  written = [
+    {'id': f'call_{name}_{i}', 'type': 'function', 'function': {'name': call.name, 'arguments': json.dumps(call.arguments)}}
+    for i, call in enumerate(found)
+  ]
+  return {'role': 'assistant', 'content': content or None, 'tool_calls': written}
+
+
+def completion(request: ChatRequest, answer: Answer, model: str) -> dict[str, Any]:
+  """Return the response to a request that does not stream."""
+  choice = {'index': 0, 'message': {**answer.message, 'refusal': None}, **_end_of_choice(request, answer)}
+  whole = {**_head('chat.completion', model), 'choices': [choice], 'usage': _usage(answer)}
+  return {**whole, 'prompt_token_ids': list(answer.prompt_ids)} if request.token_ids else whole
+
+
+class Chunks:
+  """Writes the chunks of one stream: `delta` for each Partial, then `end` for the Answer."""
+
+  def __init__(self, request: ChatRequest, model: str):
+    self._request, self._head, self._sent = request, _head('chat.completion.chunk', model), 0
+
+  def delta(self, content: str) -> list[dict[str, Any]]:
+    """Return the chunks that extend what was sent to `content`."""
+    if len(content) <= self._sent:
+      return []
+    delta: Message = {'role': 'assistant'} if self._sent == 0 else {}
+    new, self._sent = content[self._sent :], len(content)
+    return [self._chunk(delta | {'content': new}, {'finish_reason': None})]
+
+  def end(self, answer: Answer) -> list[dict[str, Any]]:
+    """Return the last chunks: the rest of the content, the tool calls, the reason, and the usage if it was asked for."""
+    first: Message = {'role': 'assistant', 'content': ''} if self._sent == 0 and not answer.message['content'] else {}
+    chunks = self.delta(answer.message['content'] or '')
+    if calls := answer.message.get('tool_calls'):
+      chunks.append(self._chunk({**first, 'tool_calls': [{'index': i, **call} for i, call in enumerate(calls)]}, {}))
+      first = {}
+    chunks.append(self._chunk(first, _end_of_choice(self._request, answer)))
+    if self._request.token_ids:
+      chunks[-1]['prompt_token_ids'] = list(answer.prompt_ids)
+    if self._request.usage:
+      chunks.append({**self._head, 'choices': [], 'usage': _usage(answer)})
+    return chunks
+
+  def _chunk(self, delta: Message, end: Mapping[str, Any]) -> dict[str, Any]:
+    return {**self._head, 'choices': [{'index': 0, 'delta': delta, 'finish_reason': None, **end}]}
+
+
+def _head(kind: str, model: str) -> dict[str, Any]:
+  return {'id': f'chatcmpl-{uuid.uuid4().hex}', 'object': kind, 'created': int(time.time()), 'model': model}
+
+
+def _end_of_choice(request: ChatRequest, answer: Answer) -> dict[str, Any]:
+  end: dict[str, Any] = {'finish_reason': answer.finish, 'logprobs': None}
+  if request.logprobs:
+    content = [
+      {'token': piece, 'logprob': float(logprob), 'bytes': list(piece.encode(errors='replace')), 'top_logprobs': []}
+      for piece, logprob in zip(answer.pieces, answer.logprobs)
+    ]
+    end['logprobs'] = {'content': content, 'refusal': None}
+  return {**end, 'token_ids': list(answer.ids)} if request.token_ids else end
+
+
+def _usage(answer: Answer) -> dict[str, int]:
+  prompt, completion = len(answer.prompt_ids), len(answer.ids)
+  return {'prompt_tokens': prompt, 'completion_tokens': completion, 'total_tokens': prompt + completion}

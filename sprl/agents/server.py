@@ -1,0 +1,49 @@
+"""An HTTP server in a thread of the run."""
+
+import socket
+import threading
+
+import uvicorn
+from starlette.applications import Starlette
+
+from sprl.config import SettingsError
+
+START_SECONDS = 30.0
+
+
+class ServerThread:
+  """Serves an application on `host`. Port 0: a free one. A context manager; entering waits until the server answers.
+
+  Raises SettingsError if the port cannot be used; `setting` names it.
+  """
+
+  def __init__(self, app: Starlette, host: str = '127.0.0.1', port: int = 0, setting: str = 'port', grace: float = 1.0):
+    self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+      self._socket.bind((host, port))
+    except OSError as error:
+      self._socket.close()
+      raise SettingsError(f'{setting} = {port}: expected a free port of {host} ({error})') from None
+    self.port: int = self._socket.getsockname()[1]
+    config = uvicorn.Config(
+      app, log_level='warning', access_log=False, lifespan='off', backlog=2048, timeout_graceful_shutdown=max(1, round(grace))
+    )
+    self._server = uvicorn.Server(config)
+    # A daemon: the process can exit if the server does not end.
+    self._thread = threading.Thread(target=self._server.run, args=([self._socket],), name='endpoint', daemon=True)
+    self._grace = grace
+
+  def __enter__(self) -> 'ServerThread':
+    self._socket.listen(2048)  # from here on the kernel accepts connections, so no client is refused
+    self._thread.start()
+    return self
+
+  def __exit__(self, *_) -> None:
+    """Accept no more requests, wait for those that run, at most the time of grace, and close the server."""
+    self._server.should_exit = True
+    if self._thread.is_alive():
+      self._thread.join(self._grace + 2)
+      self._server.force_exit = True
+      self._thread.join(2)
+    self._socket.close()

@@ -1,0 +1,94 @@
+"""python -m sprl.serve --model=FOLDER [--host=127.0.0.1] [--port=8000] [--config.cache.budget=512 ...]
+
+Serves a model over an OpenAI-compatible endpoint (docs/agents.md), with any cache and quantisation of the rollouts. Concurrent
+requests decode side by side on one engine of `config.sampling.rows` rows; at most --queue more wait, others get status 429.
+SIGTERM or Ctrl-C: no new requests, those that run have --grace seconds to end. Exit status: 2 where the model, a setting or the
+port cannot be used; 1 where the engine fails.
+"""
+
+import signal
+import threading
+from typing import Any
+
+import numpy as np
+from absl import flags
+from ml_collections import config_flags
+
+from sprl import command_line
+from sprl.agents.extra import check_installed
+from sprl.agents.tool_calls import PARSERS
+from sprl.config import Run, SettingsError, default_config
+from sprl.config_reader import resolve
+
+CALIBRATION = (  # texts whose keys and values give the scales of an FP8 cache
+  'Write a short story about a lighthouse keeper who finds a letter in a bottle.',
+  'Solve for x: 3 * (x - 4) = 27. Show each step.',
+  'def median(values):\n  values = sorted(values)\n  middle = len(values) // 2\n  return values[middle]',
+  'The treaty was signed in 1648 and ended thirty years of war in central Europe.',
+)
+
+_MODEL = flags.DEFINE_string('model', None, 'A Hugging Face folder, hub name or wheel, as config.model.path.', required=True)
+_HOST = flags.DEFINE_string('host', '127.0.0.1', 'The address to serve on. There is no authentication.')
+_PORT = flags.DEFINE_integer('port', 8000, 'The port to serve on. 0: a free one.')
+_QUEUE = flags.DEFINE_integer('queue', 256, 'Requests that may wait beside those that decode.', lower_bound=0)
+_GRACE = flags.DEFINE_float('grace', 30.0, 'Seconds that running requests have to end after a signal.', lower_bound=0.0)
+_TOOLS = flags.DEFINE_enum('tool_format', 'hermes', [*PARSERS], 'The form of tool calls in the text of the model.')
+
+
+def define_config(argv: list[str]) -> None:
+  """Define the flags --config.*, whose defaults suit a server."""
+  config = default_config()
+  config.sampling.max_prompt, config.sampling.max_tokens, config.sampling.rows = 2048, 1024, 8
+  config_flags.DEFINE_config_dict('config', config)
+
+
+def main() -> int:
+  """Run the command and return its exit status."""
+  config: Any = flags.FLAGS['config'].value
+  config.model.path = _MODEL.value
+  return serve(resolve(config), _HOST.value, _PORT.value, _QUEUE.value, _GRACE.value, _TOOLS.value)
+
+
+def serve(run: Run, host: str, port: int, queue: int, grace: float, tool_format: str) -> int:
+  """Serve until a signal arrives. Returns the exit status."""
+  check_installed('sprl.serve')
+  # Imported late: an error in the settings is reported before jax loads.
+  from sprl.agents.endpoint import application
+  from sprl.agents.engine_thread import EngineBackend, EngineThread
+  from sprl.agents.server import ServerThread
+
+  stop = threading.Event()
+  for number in signal.SIGTERM, signal.SIGINT:
+    signal.signal(number, lambda *_: stop.set())
+  engine, tokenizer = open_engine(run)
+  with EngineThread(engine, queue) as thread:
+    app = application(EngineBackend(thread, tokenizer, run.sampling, run.model.path, tool_format))
+    with ServerThread(app, host, port, '--port', grace) as server:
+      print(f'http://{host}:{server.port}/v1 serves {run.model.path}, {engine.capacity} rows', flush=True)
+      while not stop.wait(0.2) and not thread.ended.is_set():
+        pass
+  return 0 if thread.error is None else 1
+
+
+def open_engine(run: Run) -> tuple[Any, Any]:
+  """Return an engine with the weights of `run.model.path` and the run's cache and quantisation, and the tokenizer."""
+  from sprl.model import Model
+  from sprl.sampler import calibrate
+  from sprl.sampler.engine import Engine
+
+  model = Model.open(run)
+  if model.tokenizer.template is None:
+    raise SettingsError(f'--model = {run.model.path!r}: expected a model with a chat template')
+  layout = model.cache_layout(run.sampling, run.cache, run.quant)
+  params, scales = model.load(model.dtype), None
+  if layout.fp8:
+    texts = [np.array(model.tokenizer.encode(text)[: run.sampling.max_prompt], np.int32) for text in CALIBRATION]
+    found = calibrate.amax_of_prompts(model.graphdef, layout, params, texts, len(texts), run.quant, model.mesh)
+    scales = calibrate.scales((found,), run.quant, layout.layers)
+  rows = run.sampling.rows or 8
+  config = model.engine_config(run.sampling, layout, rows, min(rows, 4), run.seed)
+  return Engine(config, model.sampler_weights(params, run.quant, scales)), model.tokenizer
+
+
+if __name__ == '__main__':
+  command_line.start(main, define_config)

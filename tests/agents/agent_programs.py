@@ -1,0 +1,96 @@
+"""Agents of the tests, for the standard library only: one process of the host imports this file, then forks."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+import urllib.error
+import urllib.request
+
+
+def ask(base_url, messages, **options):
+  """Return the message of the model's answer."""
+  body = json.dumps({'model': 'tiny', 'messages': messages, **options}).encode()
+  request = urllib.request.Request(f'{base_url}/chat/completions', body, {'content-type': 'application/json'})
+  with urllib.request.urlopen(request, timeout=60) as response:
+    return json.load(response)['choices'][0]['message']
+
+
+def user(text):
+  return {'role': 'user', 'content': text}
+
+
+def talk(base_url, row, turns=2):
+  """A conversation that only grows. The reward is the length of the last answer."""
+  messages, answer = [user(f'seed {row["seed"]}')], {}
+  for turn in range(turns):
+    answer = ask(base_url, messages)
+    messages += [answer, user(f'turn {turn}')]
+  return {'reward': len(answer['content'] or '') / 100, 'metrics': {'length': len(messages)}}
+
+
+def edits(base_url, row):
+  """Goes on, goes back to the first answer, and starts another conversation."""
+  first = [user('a')]
+  one = [*first, ask(base_url, first), user('b')]
+  ask(base_url, one)
+  ask(base_url, [*one[:2], user('c')])
+  ask(base_url, [user('summary')])
+  return 1.0
+
+
+def lengthy(base_url, row):
+  """Talks until it is refused."""
+  messages = [user('on')]
+  while True:
+    messages += [ask(base_url, messages), user('on')]
+
+
+def catches(base_url, row):
+  """Talks until it is refused, and returns a reward."""
+  try:
+    lengthy(base_url, row)
+  except urllib.error.HTTPError as error:
+    return {'reward': 0.5, 'metrics': {'status': error.code}}
+
+
+def odd(base_url, row, how='hang'):
+  """Talks if its seed is a multiple of 4; otherwise hangs, dies, raises or says nothing."""
+  if row['seed'] % 4 == 0:
+    return talk(base_url, row)
+  if how == 'hang':
+    time.sleep(600)
+  if how == 'die':
+    ask(base_url, [user('last words')])
+    os.kill(os.getpid(), signal.SIGKILL)
+  if how == 'raise':
+    raise ValueError('no')
+  if how == 'exit':
+    os._exit(3)
+  return 1.0
+
+
+def children(base_url, row, pids=''):
+  """Starts a process that would outlive it, and hangs."""
+  child = subprocess.Popen(['sleep', '300'])
+  with open(os.path.join(pids, str(os.getpid())), 'w') as file:
+    file.write(str(child.pid))
+  time.sleep(600)
+
+
+async def impatient(base_url, row):
+  """Closes a connection before the answer, asks again, and uses two conversations at once."""
+  import asyncio
+
+  host, port = base_url.removeprefix('http://').split('/')[0].split(':')
+  body = json.dumps({'messages': [user('x')]}).encode()
+  head = f'POST /{base_url.split("/", 3)[3]}/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n'
+  _, writer = await asyncio.open_connection(host, int(port))
+  writer.write(head.encode() + body)
+  await writer.drain()
+  await asyncio.sleep(0.02)
+  writer.close()
+  await asyncio.sleep(0.02)
+  both = await asyncio.gather(*(asyncio.to_thread(ask, base_url, [user(text)]) for text in 'xy'))
+  return float(len(both))

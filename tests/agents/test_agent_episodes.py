@@ -1,0 +1,219 @@
+"""Agents that are trained: their conversations token for token, branches, limits, failures, and what is left behind."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import hermes
+import numpy as np
+import pytest
+from checks import alive, drawn, trained, wait_until
+from fake_engine import FakeEngine
+
+from sprl.agents.pool import AgentPool, Program
+from sprl.config import Rollout, Sampling, SettingsError
+from sprl.io.tokenizer import Tokenizer
+from sprl.rollout.agent_setup import AgentSource, rows
+from sprl.rollout.codec import ChatCodec
+from sprl.rollout.episodes import Limits
+from sprl.rollout.scheduler import Scheduler
+from sprl.types import sequences
+
+PROGRAMS = Path(__file__).parent / 'agent_programs.py'
+EOS = 2
+
+
+@contextmanager
+def running(folder, name, groups=2, group=2, most=4, limits=None, time_limit=30.0, workers=None, engine=None, **args):
+  """Yield (scheduler, pool, engine) of agents called `name`."""
+  hermes.write_tokenizer(folder)
+  tokenizer = Tokenizer.load(folder)
+  engine = engine or FakeEngine()
+  program = Program(f'{PROGRAMS}:{name}', args)
+  with AgentPool(program, Sampling(), 'tiny', time_limit, workers) as pool:
+    limits = limits or Limits(turns=10, turn_tokens=16, max_prompt=100, max_tokens=400)
+    row = lambda number: rows([], 'train', lambda n: 2 * n, 0, number)  # noqa: E731
+    source = AgentSource(row, limits, most, ChatCodec(tokenizer), pool.release, 'hermes')
+    settings = Rollout(prompts=groups, group=group)
+    yield Scheduler([engine], pool, source, settings, time.monotonic, groups=groups), pool, engine
+    assert engine.load == 0
+    assert not pool._episodes
+
+
+def batch(folder, name, **options):
+  """Return the trajectories of one batch, and the engine."""
+  with running(folder, name, **options) as (scheduler, _, engine):
+    groups = scheduler.batch()
+  return [t for group in groups for t in group.trajectories], engine
+
+
+def test_what_was_generated_is_trained_token_for_token(tmp_path):
+  trajectories, engine = batch(tmp_path, 'talk', turns=3)
+  tokenizer = Tokenizer.load(tmp_path)
+  assert len(trajectories) == 4
+  for t in trajectories:
+    assert t.branches == ()
+    assert trained(t) == drawn(engine, t.uid)
+    messages = [{'role': 'user', 'content': f'seed {2 * t.group}'}]
+    answers = [c for c in engine.completions if c.request.uid == t.uid]
+    for turn, completion in enumerate(answers):
+      text = tokenizer.decode(completion.tokens, skip_special=True)
+      messages += [{'role': 'assistant', 'content': text}, {'role': 'user', 'content': f'turn {turn}'}]
+    whole = tokenizer.render(messages[:-1], add_generation_prompt=False)
+    end = '<eos>\n' if t.tokens[-1] != EOS else '\n'
+    assert tokenizer.decode(t.tokens) + end == whole
+    last = messages[-2]['content']
+    assert t.reward == pytest.approx(len(last) / 100)
+    assert (t.metrics['length'], t.metrics['agent/branches'], t.metrics['agent/turns']) == (7, 1, 3)
+
+
+def test_an_edited_history_is_another_branch_and_no_token_is_trained_twice(tmp_path):
+  (t, *_), engine = batch(tmp_path, 'edits')
+  assert trained(t) == drawn(engine, t.uid)
+  assert t.metrics['agent/branches'] == 3
+  assert len(t.branches) == 2
+  summary, first, second = sequences(t)
+  begin = lambda sequence: Tokenizer.load(tmp_path).decode(sequence.tokens)[:15]  # noqa: E731
+  assert begin(summary) == '<bos>user\nsumma'
+  assert begin(first) == begin(second) == '<bos>user\na<eos'
+  shared = np.flatnonzero(first.mask)[0]
+  assert not second.mask[shared]  # the answer that both go on from
+  assert first.tokens[shared] == second.tokens[shared]
+  assert (summary.reward, first.reward, second.reward) == (1, 1, 1)
+  assert len({(c.request.attempt, c.request.start) for c in engine.completions if c.request.uid == t.uid}) == 4
+
+
+def test_the_sequences_of_an_episode_are_limited_and_what_is_left_out_is_counted(tmp_path):
+  (t, *_), engine = batch(tmp_path, 'edits', most=2)
+  assert len(t.branches) == 1
+  total = sum(len(c.tokens) for c in engine.completions if c.request.uid == t.uid)
+  kept = sum(int(s.mask.sum()) for s in sequences(t))
+  assert t.metrics['agent/tokens_dropped'] == total - kept > 0
+
+
+@pytest.mark.parametrize(
+  ('limits', 'answers'),
+  [(Limits(3, 16, 100, 400), 3), (Limits(50, 16, 20, 100), None)],
+  ids=['turns', 'tokens'],
+)
+def test_an_agent_that_is_refused_over_a_limit_ends_with_reward_0(tmp_path, limits, answers):
+  trajectories, _ = batch(tmp_path, 'lengthy', limits=limits)
+  for t in trajectories:
+    assert (t.reward, t.finish, t.metrics['agent/cut']) == (0, 'length', 1)
+    assert len(t.completion) <= limits.max_tokens
+    assert answers is None or t.metrics['agent/turns'] == answers
+
+
+def test_an_agent_may_catch_the_refusal_and_return_its_own_reward(tmp_path):
+  (t, *_), _ = batch(tmp_path, 'catches', limits=Limits(3, 16, 100, 400))
+  assert (t.reward, t.metrics['status'], t.finish) == (0.5, 400, 'length')
+
+
+@pytest.mark.parametrize(
+  ('how', 'why'), [('die', 'SIGKILL'), ('raise', 'ValueError: no'), ('exit', 'it exited'), ('mute', 'no answer')]
+)
+def test_an_agent_that_fails_costs_its_own_group_only(tmp_path, caplog, how, why):
+  with running(tmp_path, 'odd', groups=2, how=how) as (scheduler, _, engine):
+    scheduler._needed = None
+    groups = scheduler.batch()
+    scheduler_counts = scheduler.counts
+    for number in [*scheduler._groups]:
+      scheduler._drop(number, 'expired')
+    engine.collect()
+  assert [group.number % 2 for group in groups] == [0, 0]
+  assert scheduler_counts['failed'] >= 1
+  assert why in caplog.text
+
+
+def test_an_agent_that_hangs_is_ended_after_the_time_limit(tmp_path):
+  start = time.monotonic()
+  with running(tmp_path, 'odd', groups=2, time_limit=1.0, how='hang') as (scheduler, _, engine):
+    scheduler._needed = None
+    groups = scheduler.batch()
+    counts = scheduler.counts
+    for number in [*scheduler._groups]:
+      scheduler._drop(number, 'expired')
+    engine.collect()
+  assert [group.number % 2 for group in groups] == [0, 0]
+  assert counts['hung'] >= 1
+  assert time.monotonic() - start < 20
+
+
+def test_a_request_whose_client_disconnects_is_not_trained_and_others_are_answered_in_turn(tmp_path):
+  trajectories, engine = batch(tmp_path, 'impatient', engine=FakeEngine(chunk=1, stop=0.01))
+  for t in trajectories:
+    assert t.reward == 2
+    total = sum(len(c.tokens) for c in engine.completions if c.request.uid == t.uid)
+    assert int(sum(s.mask.sum() for s in sequences(t))) + t.metrics['agent/tokens_dropped'] == total
+
+
+def test_no_more_agents_run_than_asked(tmp_path):
+  trajectories, engine = batch(tmp_path, 'talk', groups=4, workers=2)
+  assert len(trajectories) == 8
+  assert engine.most <= 2
+
+
+def test_processes_of_an_agent_end_with_it(tmp_path):
+  folder = tmp_path / 'pids'
+  folder.mkdir()
+  with running(tmp_path, 'children', groups=1, group=2, pids=str(folder)) as (scheduler, *_):
+    scheduler.pump()
+    wait_until(lambda: len([f for f in folder.iterdir() if f.read_text()]) == 2)
+    pids = [int(text) for file in folder.iterdir() for text in (file.name, file.read_text())]
+    assert all(alive(pid) for pid in pids)
+    scheduler._drop(0, 'expired')
+    wait_until(lambda: not any(alive(pid) for pid in pids))
+
+
+def test_agents_and_their_processes_end_when_the_run_is_killed(tmp_path):
+  folder = tmp_path / 'pids'
+  folder.mkdir()
+  script = f"""
+import sys, time
+sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[2])]!r}
+from sprl.agents.pool import AgentPool, Call, Program
+from sprl.config import Sampling
+pool = AgentPool(Program({str(PROGRAMS)!r} + ':children', {{'pids': {str(folder)!r}}}), Sampling(), 'm', 600.0).__enter__()
+pool.submit(Call((0, 0), 'run', {{}}))
+time.sleep(600)
+"""
+  run = subprocess.Popen([sys.executable, '-c', script])
+  wait_until(lambda: any(f.read_text() for f in folder.iterdir()), 60)
+  pids = [int(text) for file in folder.iterdir() for text in (file.name, file.read_text())]
+  run.kill()
+  run.wait()
+  wait_until(lambda: not any(alive(pid) for pid in pids))
+
+
+def test_a_host_that_is_killed_is_replaced_and_its_agents_are_tried_again(tmp_path):
+  with running(tmp_path, 'talk', groups=2) as (scheduler, pool, _):
+    scheduler.pump()
+    os.kill(pool._host._process.pid, 9)
+    groups = scheduler.batch()
+    assert scheduler.counts['errors'] >= 1
+  assert sum(len(group.trajectories) for group in groups) == 4
+
+
+def test_agents_that_cannot_be_loaded_are_refused(tmp_path):
+  for name, why in (('missing', 'missing'), ('talk', 'refused')):
+    file = tmp_path / f'{name}.py'
+    file.write_text(
+      f'def {"talk" if name == "talk" else "other"}(url, row): pass\nraise_ = {name == "talk"}\nassert not raise_, "refused"'
+    )
+    with pytest.raises(SettingsError, match=f'cannot be loaded.*{why}'):
+      AgentPool(Program(f'{file}:{name}', {}), Sampling(), 'tiny', 1.0).__enter__()
+
+
+def test_rows_are_shuffled_in_each_epoch_and_have_the_seed_and_the_split():
+  data = [{'prompt': str(i)} for i in range(5)]
+  seen = [rows(data, 'train', lambda n: 2 * n, 7, number) for number in range(10)]
+  assert [row['seed'] for row in seen] == [2 * n for n in range(10)]
+  orders = [[row['prompt'] for row in seen[i : i + 5]] for i in (0, 5)]
+  assert sorted(orders[0]) == sorted(orders[1]) == list('01234')
+  assert orders[0] != orders[1]
+  assert rows(data, 'test', lambda n: n, None, 6) == {'prompt': '1', 'seed': 6, 'split': 'test'}
+  assert json.dumps(rows([], 'test', lambda n: n, None, 6)) == '{"seed": 6, "split": "test"}'

@@ -1,0 +1,66 @@
+"""Settings of agents: what is refused before any process is started, and what the program of a task is."""
+
+import hermes
+import pytest
+
+from sprl.config import Run, SettingsError, Task, to_dict
+from sprl.config_reader import resolve
+from sprl.io.tokenizer import Tokenizer
+from sprl.rollout.agent_setup import agent_program, check_agents
+
+
+def settings(**task):
+  given = to_dict(Run())
+  given['model']['path'] = 'model'
+  given['task'] |= {'kind': 'agent', 'name': 'mine.py:agent', **task}
+  return given
+
+
+@pytest.mark.parametrize(
+  ('task', 'said'),
+  [
+    ({'name': None}, r"config\.task\.name = None: expected 'verifiers', or `file\.py:function`"),
+    ({'name': 'frozen_lake'}, r"config\.task\.name = 'frozen_lake'"),
+    ({'chat': False}, r'config\.task\.chat = False'),
+    ({'system': 'Be brief.'}, r'config\.task\.system'),
+    ({'executor': 'ray'}, r'config\.task\.executor'),
+    ({'branches': 0}, r'config\.task\.branches = 0'),
+  ],
+)
+def test_settings_that_contradict_agents_are_refused(task, said):
+  with pytest.raises(SettingsError, match=said):
+    resolve(settings(**task))
+
+
+def test_agents_do_not_share_prompts_in_rows():
+  assert resolve(settings()).packing.share_prefix is False
+  assert resolve(settings(kind='environment', name='frozen_lake')).packing.share_prefix is True
+  assert (resolve(settings()).branches, resolve(settings(kind='environment', name='frozen_lake')).branches) == (4, 1)
+
+
+def test_the_program_of_a_task(tmp_path, monkeypatch):
+  monkeypatch.chdir(tmp_path)
+  program, options = agent_program(Task(kind='agent', name='mine.py:agent', args={'word': 'x', 'python': '/p', 'port': 7}))
+  assert (program.agent, program.args, program.python) == (f'{tmp_path}/mine.py:agent', {'word': 'x'}, '/p')
+  assert options == {'python': '/p', 'port': 7, 'tool_format': 'hermes'}
+  shipped, _ = agent_program(Task(kind='agent', name='verifiers', args={'taskset': 'letters'}))
+  assert shipped.agent.endswith('sprl/agents/from_verifiers.py:agent')
+
+
+@pytest.mark.parametrize(
+  ('task', 'said'),
+  [
+    ({'name': 'absent.py:agent'}, r'absent\.py: no such file'),
+    ({'args': {'python': '/no/such/python'}}, r"config\.task\.args\['python'\] = '/no/such/python'"),
+    ({'args': {'tool_format': 'xml'}}, r"config\.task\.args\['tool_format'\] = 'xml': expected one of hermes"),
+    ({'path': 'nowhere'}, r"config\.task\.path = 'nowhere'.*train\.jsonl: no such file"),
+  ],
+)
+def test_files_that_cannot_be_used_are_refused(tmp_path, monkeypatch, task, said):
+  monkeypatch.chdir(tmp_path)
+  hermes.write_tokenizer(tmp_path)
+  (tmp_path / 'mine.py').write_text('def agent(base_url, row): return 0.0\n')
+  tokenizer = Tokenizer.load(tmp_path)
+  check_agents(Task(kind='agent', name='mine.py:agent'), tokenizer)
+  with pytest.raises(SettingsError, match=said):
+    check_agents(Task(kind='agent', **{'name': 'mine.py:agent', **task}), tokenizer)

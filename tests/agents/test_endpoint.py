@@ -1,0 +1,153 @@
+"""The endpoint over an engine, used by the official client: answers, streams, refusals, load, and clients that disconnect."""
+
+import json
+import socket
+
+import hermes
+import numpy as np
+import openai
+import pytest
+from checks import wait_until
+from serving import ROWS, served, together
+
+from sprl.agents import protocol
+from sprl.agents.endpoint import application
+from sprl.agents.protocol import Answer, Partial
+from sprl.agents.server import ServerThread
+from sprl.config import Sampling
+from sprl.types import Request
+
+HELLO = [{'role': 'user', 'content': 'Hello'}]
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+
+
+@pytest.fixture(scope='module')
+def endpoint(tmp_path_factory):
+  with served(tmp_path_factory.mktemp('model')) as found:
+    yield found
+
+
+def ask(endpoint, **options):
+  return endpoint.client.chat.completions.create(model='tiny', messages=HELLO, **options)
+
+
+def test_an_answer_has_the_tokens_and_log_probs_that_the_engine_drew(endpoint):
+  response = ask(endpoint, max_tokens=9, logprobs=True, extra_body={'return_token_ids': True})
+  choice, tokenizer = response.choices[0], endpoint.tokenizer
+  ids, prompt = choice.token_ids, response.prompt_token_ids
+  assert prompt == tokenizer.chat(HELLO)
+  assert choice.message.content == tokenizer.decode(ids, skip_special=True)
+  assert [entry.token for entry in choice.logprobs.content] == [tokenizer.decode([i]) for i in ids]
+  assert (response.usage.prompt_tokens, response.usage.completion_tokens) == (len(prompt), len(ids))
+  assert choice.finish_reason == ('stop' if ids[-1] in tokenizer.eos_ids else 'length')
+  assert all(entry.logprob < 0 for entry in choice.logprobs.content)
+
+
+def test_a_stream_has_the_text_of_its_tokens_in_several_events(endpoint):
+  stream = ask(
+    endpoint, max_tokens=40, stream=True, stream_options={'include_usage': True}, extra_body={'return_token_ids': True}
+  )
+  chunks = list(stream)
+  content = ''.join(chunk.choices[0].delta.content or '' for chunk in chunks if chunk.choices)
+  *_, last, usage = chunks
+  assert content == endpoint.tokenizer.decode(last.choices[0].token_ids, skip_special=True)
+  assert usage.usage.completion_tokens == len(last.choices[0].token_ids)
+  assert last.choices[0].finish_reason in ('stop', 'length')
+  assert len(chunks) > 4 or usage.usage.completion_tokens < 8  # a chunk of the engine has 4 tokens
+
+
+def test_requests_that_arrive_together_are_all_answered(endpoint):
+  answers = together([lambda: ask(endpoint, max_tokens=12)] * (3 * ROWS))
+  assert all(answer.usage.completion_tokens <= 12 for answer in answers)
+  assert endpoint.thread.load == 0
+
+
+def test_refusals_are_errors_of_the_client_in_openais_form(endpoint):
+  with pytest.raises(openai.BadRequestError, match='temperature') as error:
+    ask(endpoint, temperature=0.5)
+  assert (error.value.param, error.value.code) == ('temperature', 'unsupported_value')
+  with pytest.raises(openai.BadRequestError, match=r'config\.sampling\.max_prompt = 256') as error:
+    endpoint.client.chat.completions.create(model='tiny', messages=[{'role': 'user', 'content': 'x' * 400}])
+  assert error.value.code == 'context_length_exceeded'
+  with pytest.raises(openai.NotFoundError, match='/v1/embeddings'):
+    endpoint.client.embeddings.create(model='tiny', input='x')
+  assert [model.id for model in endpoint.client.models.list()] == ['tiny']
+
+
+def test_a_prompt_longer_than_max_prompt_continues_in_the_tokens_behind_it(endpoint):
+  messages = [{'role': 'user', 'content': 'x' * 250}]
+  response = endpoint.client.chat.completions.create(model='tiny', messages=messages, extra_body={'return_token_ids': True})
+  assert len(response.prompt_token_ids) > 256
+  assert response.usage.total_tokens <= 256 + 64
+
+
+def test_a_client_that_disconnects_frees_its_row(endpoint):
+  host, _, port = endpoint.url.removeprefix('http://').removesuffix('/v1').partition(':')
+  for stream in (False, True):
+    body = json.dumps({'messages': HELLO, 'stream': stream}).encode()
+    with socket.create_connection((host, int(port))) as connection:
+      head = f'POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n'
+      connection.sendall(head.encode() + body)
+      wait_until(lambda: endpoint.thread.load == 1)
+    wait_until(lambda: endpoint.thread.load == 0)
+    wait_until(lambda: endpoint.thread._engine.load == 0)
+
+
+def test_more_requests_than_rows_and_queue_get_429(tmp_path):
+  with served(tmp_path, queue=1) as endpoint:
+    calls = [lambda: ask(endpoint, max_tokens=60)] * 16
+    answers = together(calls)
+    refused = [answer for answer in answers if isinstance(answer, openai.RateLimitError)]
+    others = [answer for answer in answers if answer not in refused]
+    assert all(answer.choices for answer in others)
+    assert len(others) >= ROWS + 1
+    assert 'the most that this server accepts' in str(refused[0])
+
+
+# --- texts that a random model does not write ------------------------------------------------------------------------------
+
+
+class Scripted:
+  """A backend that writes one text, four characters at a time."""
+
+  model, sampling = 'scripted', Sampling()
+
+  def __init__(self, text):
+    self.text = text
+
+  async def answer(self, episode, request):
+    for n in range(4, len(self.text), 4):
+      yield Partial(self.text[:n])
+    message = protocol.message_of(self.text, request.calls, 'hermes', '0')
+    yield Answer(message, 'tool_calls' if 'tool_calls' in message else 'stop', [1, 2], [3], [-1.0], ['x'])
+
+
+@pytest.mark.parametrize('text', [f'Let me add.\n{CALL}', CALL, 'no call <tool', f'{CALL}{CALL}'])
+def test_a_stream_and_a_whole_answer_have_equal_contents_and_calls(text):
+  with ServerThread(application(Scripted(text))) as server:
+    client = openai.OpenAI(base_url=f'http://127.0.0.1:{server.port}/v1', api_key='none', max_retries=0)
+    options = {'model': 'x', 'messages': HELLO, 'tools': [hermes.ADD]}
+    whole = client.chat.completions.create(**options).choices[0]
+    with client.chat.completions.stream(**options) as stream:
+      streamed = stream.get_final_completion().choices[0]
+  assert (streamed.message.content or None, streamed.finish_reason) == (whole.message.content or None, whole.finish_reason)
+  calls = [[(c.id, c.function.name, json.loads(c.function.arguments)) for c in m.tool_calls or []]
+           for m in (whole.message, streamed.message)]  # fmt: skip
+  assert calls[0] == calls[1]
+  assert len(calls[0]) == text.count('</tool_call>')
+
+
+def test_the_engine_draws_what_it_draws_without_a_server(endpoint):
+  """The first request of a new engine has uid 0, as the first request of a server."""
+  prompt = np.array(endpoint.tokenizer.chat(HELLO), np.int32)
+  from serving import engine
+
+  direct = engine(endpoint.tokenizer)
+  direct.add(Request(0, 0, prompt, 6))
+  done = []
+  while direct.load:
+    direct.dispatch()
+    done += direct.collect()
+  with served(endpoint.tokenizer.folder) as other:
+    response = ask(other, max_tokens=6, extra_body={'return_token_ids': True})
+  assert response.choices[0].token_ids == done[0].tokens.tolist()

@@ -1,0 +1,91 @@
+"""Requests and tool calls: what is read, what is refused, and how a model's text becomes a message."""
+
+import json
+
+import pytest
+
+from sprl.agents.protocol import ChatRequest, Refused, canonical, message_of, read
+from sprl.agents.tool_calls import ToolCall, hermes, visible
+from sprl.config import Sampling
+
+HELLO = [{'role': 'user', 'content': 'Hello'}]
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+  ('text', 'expected'),
+  [
+    ('no call', ('no call', [])),
+    (f'I add.\n{CALL}', ('I add.', [ToolCall('add', {'a': 1})])),
+    (f'{CALL}\n{CALL}', ('', [ToolCall('add', {'a': 1})] * 2)),
+    ('<tool_call>{"name": "add"', ('<tool_call>{"name": "add"', [])),
+    (f'{CALL}<tool_call>{{"name": 1}}</tool_call>', (f'{CALL}<tool_call>{{"name": 1}}</tool_call>', [])),
+  ],
+  ids=['none', 'after text', 'two', 'cut short', 'one malformed'],
+)
+def test_hermes_calls(text, expected):
+  assert hermes(text) == expected
+
+
+@pytest.mark.parametrize('text', ['I add.\n' + CALL, 'a <tool_x>', 'ends in space ', 'a<tool_call>{}</tool_call>'])
+def test_what_a_stream_shows_early_begins_the_content(text):
+  content = message_of(text, True, 'hermes', 'x')['content'] or ''
+  for n in range(len(text) + 1):
+    assert content.startswith(visible(text[:n]))
+
+
+def test_a_message_has_the_calls_of_its_text():
+  message = message_of('Wait. ' + CALL, True, 'hermes', '7')
+  call = {'id': 'call_7_0', 'type': 'function', 'function': {'name': 'add', 'arguments': '{"a": 1}'}}
+  assert message == {'role': 'assistant', 'content': 'Wait.', 'tool_calls': [call]}
+  assert message_of(CALL, False, 'hermes', '7') == {'role': 'assistant', 'content': CALL}
+
+
+def test_a_message_equals_itself_after_a_client_has_returned_it():
+  sent = message_of(CALL, True, 'hermes', '7')
+  returned = {
+    **sent, 'refusal': None, 'annotations': [], 'audio': None, 'function_call': None,
+    'tool_calls': [{**sent['tool_calls'][0], 'index': 0}],
+  }  # fmt: skip
+  returned['tool_calls'][0]['function'] = {'name': 'add', 'arguments': '{"a":1}'}
+  assert canonical(returned, '') == canonical(sent, '')
+  assert canonical({'role': 'user', 'content': [{'type': 'text', 'text': 'a'}, {'type': 'text', 'text': 'b'}]}, '') == {
+    'role': 'user',
+    'content': 'ab',
+  }
+
+
+def test_all_fields_of_a_request_are_read():
+  tools = [{'type': 'function', 'function': {'name': 'add'}}]
+  body = {
+    'model': 'any', 'messages': HELLO, 'tools': tools, 'max_completion_tokens': 5, 'temperature': 1, 'stream': True, 'user': 'me',
+    'stream_options': {'include_usage': True}, 'logprobs': True, 'return_token_ids': True, 'n': 1, 'stop': None,
+    'chat_template_kwargs': {'enable_thinking': False},
+  }  # fmt: skip
+  expected = ChatRequest(tuple(HELLO), tuple(tools), True, 5, {'enable_thinking': False}, True, True, True, True)
+  assert read(body, Sampling()) == expected
+  assert read({**body, 'tool_choice': 'none'}, Sampling()).calls is False
+
+
+@pytest.mark.parametrize(
+  ('changes', 'said'),
+  [
+    ({'temperature': 0.5}, r'temperature = 0\.5.*1\.0 \(config\.sampling\.temperature\)'),
+    ({'top_p': 0.5}, r'config\.sampling\.top_p'),
+    ({'n': 2}, 'n = 2: this endpoint accepts 1 only'),
+    ({'stop': ['x']}, r'config\.sampling\.stop = \(\)'),
+    ({'seed': 1}, r'config\.seed'),
+    ({'tool_choice': 'required'}, "'none' or 'auto'"),
+    ({'response_format': {'type': 'json_object'}}, 'response_format'),
+    ({'messages': []}, 'at least one message'),
+    ({'messages': [{'role': 'user', 'content': [{'type': 'image_url'}]}]}, r'messages\[0\]\.content: expected text'),
+    ({'messages': [{'role': 'bot', 'content': ''}]}, 'role of system'),
+    ({'max_tokens': 0}, 'max_tokens = 0'),
+    ({'guided_json': {}}, 'guided_json: this endpoint has no such field'),
+  ],
+)
+def test_what_the_engine_cannot_do_is_refused(changes, said):
+  with pytest.raises(Refused, match=said) as error:
+    read({'messages': HELLO, **changes}, Sampling())
+  assert error.value.status == 400
+  assert json.dumps(error.value.body())
