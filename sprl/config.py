@@ -47,7 +47,7 @@ class ModelSettings:
 class Task:
   """The problems, their prompts, and their graders or environments."""
 
-  kind: Literal['gsm8k', 'reasoning_gym', 'jsonl', 'environment'] = 'gsm8k'  # where problems come from
+  kind: Literal['gsm8k', 'reasoning_gym', 'jsonl', 'environment', 'rows'] = 'gsm8k'  # where problems come from; rows: sprl.fit
   path: str | None = None  # gsm8k, jsonl: folder of train.jsonl and test.jsonl; gsm8k: or a hub name (None: openai/gsm8k)
   name: str | None = None  # reasoning_gym: data set; environment: frozen_lake, sokoban, ..., or `file.py:Class`
   args: Mapping[str, Any] = field(default_factory=dict)  # arguments of the data set or environment called `name`

@@ -14,7 +14,7 @@ a token. A resumed run loses no group and trains on none twice.
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -45,17 +45,21 @@ from sprl.learner.update import UpdateConfig, make_update
 from sprl.model import Model, abstract_params
 from sprl.rollout.prompts import prompts
 from sprl.rollout.scheduler import Scheduler
-from sprl.rollout.setup import RolloutSetup, on_all_processes, place_engines
+from sprl.rollout.setup import FROM_SETTINGS, Inputs, RolloutSetup, on_all_processes, place_engines
 from sprl.rollout.timeline import Timeline
-from sprl.session import Finished, Session
+from sprl.session import Finished, Session, StepReport
 
 log = logging.getLogger(__name__)
+
+AfterStep = Callable[[Session, StepReport], None]
 
 # Settings that a resumed run may change. On another mesh its numbers agree to rounding.
 MAY_CHANGE = ('steps', 'export', 'patience', 'eval', 'checkpoint', 'ledger', 'log', 'mesh', 'devices', *GRADING_COSTS)
 
 
-def train(run: Run, workdir: Path, team: Team = ALONE) -> Finished:
+def train(
+  run: Run, workdir: Path, team: Team = ALONE, inputs: Inputs = FROM_SETTINGS, hooks: Sequence[AfterStep] = ()
+) -> Finished:
   """Train or resume the run of `workdir` up to its last step.
 
   SIGTERM and SIGINT save the run and end it early: after the update or evaluation in progress, or during the rollouts of the next
@@ -64,10 +68,13 @@ def train(run: Run, workdir: Path, team: Team = ALONE) -> Finished:
   Every process of a team calls this function. Process 0 decides what the settings do not fix. Only process 0 writes to `workdir`,
   except for checkpoints: each process writes its part of those.
 
+  `inputs` are problems, rewards and environments as Python objects. `hooks` are called at the end of each step, after those of
+  sprl/hooks.py.
+
   Raises SettingsError and other errors of input before any device work, and StopRun if a guard finds that training is broken.
   """
   with ExitStack() as stack:
-    session = setup(run, workdir, team, stack)
+    session = setup(run, workdir, team, stack, inputs, hooks)
     learner = session.learner
     for step in session.steps():
       trajectories = session.rollout(step)
@@ -81,8 +88,15 @@ def train(run: Run, workdir: Path, team: Team = ALONE) -> Finished:
     return session.finish()
 
 
-def setup(run: Run, workdir: Path, team: Team, stack: ExitStack) -> Session:
-  """Open the run; `stack` closes what it opens.
+def setup(
+  run: Run,
+  workdir: Path,
+  team: Team,
+  stack: ExitStack,
+  inputs: Inputs = FROM_SETTINGS,
+  hooks: Sequence[AfterStep] = (),
+) -> Session:
+  """Open the run; `stack` closes what it opens. `inputs` and `hooks` are those of `train`.
 
   Finds wrong settings and files before any device work. A resumed run compiles the update before it compares the checkpoint with
   its problems and its frozen weights.
@@ -94,7 +108,7 @@ def setup(run: Run, workdir: Path, team: Team, stack: ExitStack) -> Session:
   layout = model.cache_layout(run.sampling, run.cache, run.quant, run.masked_learner, run.model.router_replay == 'R3')
   here = {'computes in': str(model.dtype), 'kernels': model.kernels, '--workdir': str(workdir)}
   check_alike('settings', settings.to_dict(run) | here, team)
-  rollouts = RolloutSetup.open(run, model.tokenizer, team)
+  rollouts = RolloutSetup.open(run, model.tokenizer, team, inputs)
   check_alike('problems', {'problems': rollouts.state()}, team)
   for remark in remarks(run, layout, model.linears(run.quant), model.config.max_positions):
     log.warning(remark)
@@ -138,7 +152,7 @@ def setup(run: Run, workdir: Path, team: Team, stack: ExitStack) -> Session:
     engines=opened, scheduler=scheduler, source=source, eval_set=eval_set, state=state, checkpoints=checkpoints,
     timeline=timeline, trace=trace_file(workdir, state.step, run.steps) if team.leads else None, run_log=run_log,
     progress=Progress(run.steps, show=partial(print, flush=True)), stop=stop,
-    before_update=[LedgerHook()], after_step=after_step(),
+    before_update=[LedgerHook()], after_step=[*after_step(), *hooks],
   )  # fmt: skip
   stop_if(wrong_weights(session), session)  # before anything is sampled from them
   return session

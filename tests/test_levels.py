@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LEVELS = (  # the lowest first; packages and modules of sprl/
-  ('__init__', 'config', 'types'),
+  ('config', 'types'),
   ('config_checks', 'presets'),
   ('config_reader',),
   ('sharding', 'distributed'),
@@ -22,7 +22,9 @@ LEVELS = (  # the lowest first; packages and modules of sprl/
   ('session',),
   ('hooks', 'report'),
   ('train',),
+  ('api',),
   ('main', 'evaluate', 'sft', 'export', 'plan'),
+  ('__init__',),  # imports the names of `api` when they are used
 )
 LEVEL = {module: i for i, modules in enumerate(LEVELS) for module in modules}
 

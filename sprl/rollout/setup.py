@@ -27,11 +27,11 @@ from sprl.sampler.engine import Engine, EngineConfig, Usage
 from sprl.sampler.weights import SamplerWeights, sampler_weight_axes
 from sprl.sharding.reshard import reshard
 from sprl.sharding.rules import shardings
-from sprl.tasks import graders, problems
-from sprl.tasks.environment_pool import environment_pool, make_environment
-from sprl.tasks.environments import registry
+from sprl.tasks import graders, in_memory, problems
+from sprl.tasks.environment_pool import Kind, environment_pool, make_environment, takes_split
 from sprl.tasks.environments.protocol import EnvironmentFault
 from sprl.tasks.grader_pool import grader_pool
+from sprl.tasks.in_memory import Row
 from sprl.tasks.problems import Problem, holder
 from sprl.tasks.prompts import PromptStream
 from sprl.tasks.worker_pool import WorkerPool
@@ -41,6 +41,22 @@ REFUSALS = SettingsError, TokenizerError, OSError  # errors of problems; possibl
 GRADING_WORKERS, GRADING_SECONDS, GRADING_MEMORY_GB = 2, 10.0, 4.0  # processes, time per answer, address space each may add
 STEP_SECONDS = 3600.0  # for a reset or step; then the environment counts as hung, and its member is tried again
 LOOKED_AHEAD = 10_000  # prompts whose lengths are checked before the first step; the engine checks all others
+
+
+@dataclass(frozen=True)
+class Inputs:
+  """Python objects that a run uses where a command names files. A field that is None is left to the settings.
+
+  Rewards and environments run in threads of this process. They need not be importable.
+  """
+
+  train: Sequence[Row] | None = None  # rows to train on, with task.kind = 'rows' (sprl/tasks/in_memory.py)
+  test: Sequence[Row] | None = None  # held-out rows
+  reward: Callable[..., Any] | None = None  # grades answers in place of task.grader (graders.from_function)
+  environment: Kind | None = None  # makes an environment from task.args; task.name is only its name in messages
+
+
+FROM_SETTINGS = Inputs()
 
 
 @dataclass(frozen=True)
@@ -61,9 +77,10 @@ class RolloutSetup:
   team: Team
   stream: PromptStream | None  # None: conversations
   test: Sequence[Problem]
+  inputs: Inputs = FROM_SETTINGS
 
   @classmethod
-  def open(cls, run: Run, tokenizer: Tokenizer, team: Team = ALONE) -> 'RolloutSetup':
+  def open(cls, run: Run, tokenizer: Tokenizer, team: Team = ALONE, inputs: Inputs = FROM_SETTINGS) -> 'RolloutSetup':
     """Read this process's share of the problems, or make one environment in process 0 to check it.
 
     If one process raises one of the following, all processes raise it:
@@ -72,20 +89,24 @@ class RolloutSetup:
     TokenizerError   the chat template fails
     OSError          files cannot be read
     """
-    asked, found = team.fail_together('problems', lambda: cls._open(run, tokenizer, team), REFUSALS)
+    check_inputs(run, inputs)
+    asked, found = team.fail_together('problems', lambda: cls._open(run, tokenizer, team, inputs), REFUSALS)
     for of_split in zip(*team.gather('lengths', lambda: found)):
       collect.check_lengths(chain(*of_split), run.sampling.max_prompt)
     return asked
 
   @classmethod
-  def _open(cls, run: Run, tokenizer: Tokenizer, team: Team) -> tuple['RolloutSetup', list[list[collect.Length]]]:
+  def _open(cls, run: Run, tokenizer: Tokenizer, team: Team, inputs: Inputs) -> tuple['RolloutSetup', list[list[collect.Length]]]:
     """Return the setup, and the lengths of this process's share of the first prompts, for evaluation and for training."""
     if run.task.kind == 'environment':
-      asked = cls(run, tokenizer, team, None, ())
+      asked = cls(run, tokenizer, team, None, (), inputs)
       if team.leads:
         _check_first_observation(run, asked._conversations(run.sampling.max_tokens, None))
       return asked, []
-    train, test = (problems.load(run.task, split, team.process, team.processes) for split in ('train', 'test'))
+    if inputs.train is None:
+      train, test = (problems.load(run.task, split, team.process, team.processes) for split in ('train', 'test'))
+    else:
+      train, test = in_memory.load(run.task, inputs.train, 'rows'), in_memory.load(run.task, inputs.test or (), 'test')
     stream = PromptStream(across(team, BroadcastProblems, train), run.seed)
 
     def length(place: int, problem: Problem) -> collect.Length:
@@ -97,7 +118,7 @@ class RolloutSetup:
       [length(place, some[i]) for place, i in enumerate(indices) if holder(i, team.processes) == team.process]
       for some, indices in asked_first
     ]
-    return cls(run, tokenizer, team, stream, across(team, BroadcastProblems, test)), lengths
+    return cls(run, tokenizer, team, stream, across(team, BroadcastProblems, test), inputs), lengths
 
   def begin(self, enter: Callable[[Any], Any]) -> tuple[WorkersLike, Source, EvalSet]:
     """Start the workers in process 0. Returns workers and source for training, and the held-out groups.
@@ -126,13 +147,16 @@ class RolloutSetup:
 
   def state(self) -> dict[str, Any]:
     """Return the state of the stream of problems, for a checkpoint."""
-    return self.stream.state() if self.stream else {}
+    state = self.stream.state() if self.stream else {}
+    return state if self.inputs.train is None else {**state, 'rows': in_memory.fingerprint(self.inputs.train)}
 
   def check(self, saved: Mapping[str, Any], workdir: Path) -> None:
     """Raise SettingsError if the run of `workdir` began with other problems."""
     try:
       if self.stream:
         self.stream.check(saved)
+      if saved.get('rows') != self.state().get('rows'):
+        raise ValueError('the rows differ from those of the steps before')
     except ValueError as error:
       raise SettingsError(f'config.task: the run of {workdir} began with other problems: {error}') from error
 
@@ -143,9 +167,9 @@ class RolloutSetup:
     assert task.name, 'checked with the settings'
     codec = ChatCodec(self.tokenizer, task.system) if task.chat else PlainCodec(self.tokenizer)
     limits = Limits(task.turns, task.turn_tokens, run.sampling.max_prompt, limit)
-    seed = partial(seeds, held_out=held_out, split=registry.takes(task.name, 'split'))
+    seed = partial(seeds, held_out=held_out, split=takes_split(task, self.inputs.environment))
     release = (lambda call: None) if pool is None else pool.release
-    sample = make_environment(task, held_out) if self.team.leads else None
+    sample = make_environment(task, held_out, self.inputs.environment) if self.team.leads else None
     return ConversationSource(seed, limits, codec, release, sample, task.time_limit or STEP_SECONDS)
 
   # --- workers ---------------------------------------------------------------------------------------------------------
@@ -153,13 +177,35 @@ class RolloutSetup:
   def _graders(self) -> WorkerPool:
     task = self.run.task
     limits = task.time_limit or GRADING_SECONDS, GRADING_MEMORY_GB
-    return grader_pool(graders.resolve(task), task.workers or GRADING_WORKERS, *limits, task.executor or 'processes')
+    workers, reward = task.workers or GRADING_WORKERS, self.inputs.reward
+    if reward is not None:
+      return grader_pool(graders.from_function(reward), workers, *limits, 'threads')
+    return grader_pool(graders.resolve(task), workers, *limits, task.executor or 'processes')
 
   def _environments(self, held_out: bool) -> WorkerPool:
     task, r, executor = self.run.task, self.run.rollout, self.run.task.executor or 'threads'
     episodes = math.ceil((1 + r.async_ratio) * r.prompts + r.extra_prompts) * (r.group + r.extra_members)
     workers = task.workers or (episodes if executor == 'threads' else cpus(executor))
-    return environment_pool(partial(make_environment, task, held_out), workers, task.time_limit or STEP_SECONDS, executor)
+    make = partial(make_environment, task, held_out, self.inputs.environment)
+    return environment_pool(make, workers, task.time_limit or STEP_SECONDS, executor)
+
+
+def check_inputs(run: Run, inputs: Inputs) -> None:
+  """Raise SettingsError if the settings and the Python objects do not belong together."""
+  task = run.task
+  if (task.kind == 'rows') != (inputs.train is not None):
+    raise SettingsError(f"config.task.kind = {task.kind!r}: 'rows' stands for rows in memory, which sprl.fit passes to a run")
+  if inputs.environment is not None and task.kind != 'environment':
+    raise SettingsError(f"config.task.kind = {task.kind!r}: expected 'environment' with an environment in memory")
+  if inputs.reward is not None:
+    if task.kind == 'environment':
+      raise SettingsError("config.task.kind = 'environment': expected no reward function: an environment gives its rewards")
+    graders.from_function(inputs.reward)
+  here = inputs.reward is not None or inputs.environment is not None
+  if here and task.executor not in (None, 'threads'):
+    raise SettingsError(
+      f'config.task.executor = {task.executor!r}: expected None with a reward or an environment in memory, which runs in threads'
+    )
 
 
 def _check_first_observation(run: Run, source: Source) -> None:

@@ -46,7 +46,8 @@ def grader_pool(
     workers: samples that are graded at the same time.
     timeout: seconds that a sample may take.
     memory_gb: GiB of address space that a grading process may add after its grader is loaded.
-    executor: processes, or ray, which limits memory itself.
+    executor: processes; ray, which limits memory itself; or threads, for a grader that is a Python object. A thread has no limit
+      of memory, and one that hangs is left behind: its sample counts as a timeout, and another thread takes its place.
     now: the clock, in seconds.
   """
   return WorkerPool(

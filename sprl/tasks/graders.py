@@ -34,10 +34,11 @@ class GraderSpec:
   """A grader by name, which a worker process loads."""
 
   label: str  # its name in messages
-  kind: str  # math, gsm8k, numeric, exact, reasoning_gym, file
+  kind: str  # math, gsm8k, numeric, exact, reasoning_gym, file, function
   name: str = ''  # reasoning_gym: the data set; file: the function
   path: str = ''  # file: absolute
   args: Mapping[str, Any] = field(default_factory=dict)  # reasoning_gym: arguments of the data set
+  function: Callable[..., Any] | None = None  # function: the Python object, which threads of this process call
 
 
 # --- from a task to its grader ---------------------------------------------------------------------------------------
@@ -81,11 +82,52 @@ def _names(module: ast.Module) -> set[str]:
   return found
 
 
+def from_function(function: Callable[..., Any]) -> GraderSpec:
+  """Return the grader that calls a Python object: f(prompt, completion, answer), or by name if it has a parameter `row`.
+
+  `row` is the whole row of a problem, with all of its columns. Raises SettingsError if the function takes other arguments.
+  """
+  label = getattr(function, '__name__', repr(function))
+  try:
+    _arguments(function)
+  except (TypeError, ValueError) as error:
+    raise SettingsError(
+      f'reward = {label}: expected a function of (prompt, completion, answer), or of some of these and `row`: {error}'
+    ) from None
+  return GraderSpec(label, 'function', function=function)
+
+
+def _arguments(function: Callable[..., Any]) -> tuple[str, ...] | None:
+  """Return the names by which a function is given its arguments; None: by position. Raises TypeError if it takes others."""
+  signature = inspect.signature(function)
+  if 'row' not in signature.parameters:
+    signature.bind('prompt', 'completion', 'answer')
+    return None
+  names = tuple(name for name in ('prompt', 'completion', 'answer', 'row') if name in signature.parameters)
+  signature.bind(**dict.fromkeys(names))
+  return names
+
+
+def _by_name(function: Callable[..., Any]) -> Grader:
+  names = _arguments(function)
+
+  def grade(prompt: str, completion: str, answer: str, extra: Mapping[str, Any]) -> Any:
+    if names is None:
+      return function(prompt, completion, answer)
+    given = {'prompt': prompt, 'completion': completion, 'answer': answer, 'row': extra.get('row', {})}
+    return function(**{name: given[name] for name in names})
+
+  return grade
+
+
 def load(spec: GraderSpec) -> Grader:
   """Load the grader. Raises any error of a user's file, and TypeError if the function takes other arguments."""
   match spec.kind:
     case 'reasoning_gym':
       return _reasoning_gym(spec)
+    case 'function':
+      assert spec.function is not None
+      return _by_name(spec.function)
     case 'file':
       function = _from_file(spec)
     case _:

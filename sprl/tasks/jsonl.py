@@ -27,7 +27,7 @@ def rows(task: Task, split: str) -> Iterator[dict[str, Any]]:
     )
   number = 0
   for number, line in lines(path):
-    yield _row(f'{path}:{number}', line, task.chat)
+    yield problem(f'{path}:{number}', line, task.chat)
   if not number:
     raise SettingsError(f'config.task.path = {task.path!r}: expected at least one problem; {path} is empty')
 
@@ -52,7 +52,11 @@ def lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
       yield number, value
 
 
-def _row(where: str, line: Mapping[str, Any], chat: bool) -> dict[str, Any]:
+def problem(where: str, line: Mapping[str, Any], chat: bool) -> dict[str, Any]:
+  """Return the problem of a line: {id, prompt or messages, answer}, and `extra` if the line has a solution.
+
+  `where` names the line, and becomes the id. Raises SettingsError, which begins with `where`, for a malformed line.
+  """
   if ('prompt' in line) == ('messages' in line):
     raise SettingsError(f'{where}: expected either `prompt` or `messages`, got the keys {", ".join(line) or "(none)"}')
   answer = line.get('answer')

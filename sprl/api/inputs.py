@@ -1,0 +1,56 @@
+"""Data, rewards and environments as a caller of `fit` gives them, turned into settings and `Inputs` of a run."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+from sprl.api.settings import Settings, merged
+from sprl.config import Evaluation, SettingsError
+from sprl.rollout.setup import Inputs
+from sprl.tasks import in_memory
+from sprl.tasks.environment_pool import Kind
+from sprl.tasks.in_memory import Row
+
+Data = Iterable[Row] | str | Path | None
+Reward = Callable[..., Any] | str | None
+
+
+def inputs_of(
+  data: Data,
+  reward: Reward = None,
+  *,
+  test: Iterable[Row] | None = None,
+  environment: Kind | None = None,
+  problems: int | None = None,
+) -> tuple[Settings, Inputs]:
+  """Return the settings that the arguments stand for, and the Python objects among them.
+
+  Args:
+    data: rows; a folder of train.jsonl and test.jsonl; None: what the settings name, or the environment.
+    reward: a function, or the name of a grader; None: the grader of the settings.
+    test: held-out rows; None: the last of `data` (in_memory.split).
+    environment: a class, or a function that makes an environment.
+    problems: the most rows to hold out (eval.problems); None: the default of the setting.
+
+  Raises SettingsError for arguments that contradict each other.
+  """
+  given: Settings = {'task': {}}
+  task, train = given['task'], None
+  if environment is not None:
+    if data is not None or test is not None or reward is not None:
+      raise SettingsError('environment: expected no rows and no reward beside it: an environment has its own')
+    task |= {'kind': 'environment', 'name': getattr(environment, '__name__', repr(environment))}
+  elif isinstance(data, str | Path):
+    task |= {'kind': 'jsonl', 'path': str(data)}
+  elif data is not None:
+    train, task['kind'] = list(data), 'rows'
+    if test is None:
+      train, test = in_memory.split(train, problems or Evaluation().problems)
+  if test is not None and train is None:
+    raise SettingsError('test: expected None, because the training data are not rows in memory')
+  if isinstance(reward, str):
+    task['grader'] = reward
+  elif reward is not None and not callable(reward):
+    raise SettingsError(f'reward = {reward!r:.200}: expected a function, or the name of a grader')
+  function = reward if callable(reward) else None
+  return merged(given), Inputs(train, None if test is None else list(test), function, environment)
