@@ -5,9 +5,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from sprl.api.rollouts import Rollouts, Sample, describe
-from sprl.api.settings import Settings, merged
+from sprl.api.settings import Settings
 from sprl.config import Run, SettingsError
-from sprl.config_reader import resolve
 from sprl.kernels.support import record_format
 from sprl.model import Model
 from sprl.rollout import collect
@@ -47,8 +46,8 @@ class Sampler:
 
     Raises SettingsError if a prompt is empty or longer than sampling.max_prompt.
     """
-    size = {'rollout': {'prompts': len(prompts), 'group': samples}}
-    run, loaded = resolve(merged(self.settings, size)), self.loaded
+    run, loaded = self.run, self.loaded
+    run = replace(run, rollout=replace(run.rollout, prompts=len(prompts), group=samples))
     asked = list(in_memory.load(run.task, [{'prompt': p} if isinstance(p, str) else p for p in prompts], 'prompts'))
     ids = [collect.encode(problem, self.model.tokenizer) for problem in asked]
     collect.check_lengths((collect.Length(i, len(x), asked[i].id) for i, x in enumerate(ids)), run.sampling.max_prompt)
