@@ -20,12 +20,12 @@ Row = Mapping[str, Any]
 HELD_OUT = 0.1  # share of the rows that are held out where the caller names none
 
 
-def load(task: Task, rows: Iterable[Row], name: str = 'rows') -> Problems:
+def load(task: Task, rows: Iterable[Any], name: str = 'rows') -> Problems:
   """Return the problems of rows. Raises SettingsError as `checked` does."""
   return Problems(task, checked(rows, task.chat, name))
 
 
-def checked(rows: Iterable[Row], chat: bool, name: str = 'rows') -> list[dict[str, Any]]:
+def checked(rows: Iterable[Any], chat: bool, name: str = 'rows') -> list[dict[str, Any]]:
   """Return the rows as problems: {id, prompt or messages, answer, extra}. `extra['row']` is the row as given.
 
   `chat` is task.chat. Raises SettingsError, which begins with NAME[index], for a row without a usable prompt or answer, and if
@@ -58,7 +58,7 @@ def split(rows: Sequence[Row], most: int) -> tuple[Sequence[Row], Sequence[Row]]
   return rows[:-held_out], rows[-held_out:]
 
 
-def fingerprint(rows: Iterable[Row]) -> str:
+def fingerprint(rows: Iterable[Any]) -> str:
   """Return a checksum of the rows. A run keeps it, so that a resumed run notices other rows."""
   checksum = 0
   for row in rows:
