@@ -54,7 +54,7 @@ def visibility_figure(samples: Mapping[str, Sample], width: int = 110) -> Figure
   if missing := [title for title, share in seen.items() if share is None]:
     raise ValueError(f'{missing[0]}: no evictions are recorded; expected samples of generate(..., evictions=True)')
   longest = min(max(len(sample.pieces) for sample in samples.values()), width)
-  figure = Figure(figsize=(min(0.115 * longest + 2.0, 13.0), 2.3 * len(samples) + 0.7), layout='constrained')
+  figure = Figure(figsize=(min(max(0.115 * longest, 5.5) + 2.0, 13.0), 2.3 * len(samples) + 0.7), layout='constrained')
   panels = np.atleast_1d(figure.subplots(len(samples), 1, sharex=True))
   image = None
   for axes, (title, share) in zip(panels, seen.items()):

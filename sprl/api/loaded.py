@@ -9,6 +9,7 @@ model.save('folder')
 
 from collections.abc import Iterable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from sprl.models.transformer import Params
 from sprl.rollout.evaluate import evaluate
 from sprl.rollout.setup import Inputs, RolloutSetup
 from sprl.tasks.in_memory import Row
+from sprl.types import Trajectory
 
 WHERE_LOADED = ('model', 'lora', 'mesh', 'devices')  # sections that decide how a model is loaded, so that only `load` takes them
 
@@ -111,7 +113,7 @@ class LoadedModel:
       raise SettingsError(f'config.arm = {run.arm!r}: expected rollouts with evictions; give the arm to the sampler as well')
     record_format(run.sampling, self.model.config.vocab_size)  # raises if the filters of the rollouts were not recorded
     self._learner = learner = self._learner_of(run)
-    batches, packing = learner.pack(rollouts.trajectories)
+    batches, packing = learner.pack(rollouts.trajectories if run.masked_learner else unmasked(rollouts))
     batches, logprobs = learner.score(batches)
     metrics = learner.update(batches, logprobs)
     self._trained, self.version = learner.state.params, self.version + 1
@@ -124,7 +126,7 @@ class LoadedModel:
     """
     self._check(rollouts, 'ledger')
     model = Model.open(rollouts.run)
-    return Ledger(ledger(rollouts.run, model, rollouts.engine, rollouts.trajectories, params=self.params, scales=rollouts.scales))
+    return Ledger(ledger(rollouts.run, model, rollouts.engine, unmasked(rollouts), params=self.params, scales=rollouts.scales))
 
   def evaluate(self, rows: Iterable[Row], reward: Reward = None, **settings: Any) -> dict[str, Any]:
     """Answer rows and return the scores: `metrics`, `intervals` and `samples` (sprl.rollout.evaluate).
@@ -173,6 +175,11 @@ class LoadedModel:
     if run.loss.kl_coef:
       reference = model.load(model.dtype) if self._base is None else self._base.params
     return Learner(run=run, model=model, layout=layout, jitted_update=update, state=state, reference=reference, base=self._base)
+
+
+def unmasked(rollouts: Rollouts) -> list[Trajectory]:
+  """Return the trajectories without recorded evictions: a learner masks the tokens of a record, which is an arm of its own."""
+  return [replace(t, evicted=None) for t in rollouts.trajectories]
 
 
 def evaluate_on(run: Run, loaded: LoadedModel, inputs: Inputs) -> dict[str, Any]:

@@ -99,6 +99,8 @@ def test_rows_and_functions_in_memory_train_as_files_do_bit_for_bit(folder, by_f
   assert (steps.tolist(), means.tolist()) == ([1, 2], [report.metrics['reward/mean'] for report in reports])
   assert 'eval/avg@k' not in reports[0].metrics
   assert reports[1].metrics['eval/avg@k'] == run.after['metrics']['eval/avg@k'] == run.evaluate()['metrics']['eval/avg@k']
+  again = run.model.evaluate(rows(folder, 'test')[:2], reward, **{'task.workers': 2})
+  assert again['metrics'] == run.after['metrics']
   assert len(run.plot().axes) > 3
   assert 'complete' in repr(run)
 
@@ -125,7 +127,10 @@ def test_one_update_of_a_loaded_model_is_a_step_of_a_run(folder, by_files, monke
   sampler = model.sampler(
     **{name: SETTINGS[name] for name in ('sampling', 'cache', 'packing', 'arm')}, quant={'sampler': 'w8a8_kv8'}
   )
-  rollouts = sampler.generate(prompts, samples=4).grade(reward)
+  rollouts = sampler.generate(prompts, samples=4, evictions=True).grade(reward)  # recorded evictions do not change the update
+  seen = rollouts[0].visible
+  assert seen.shape == (len(rollouts[0].tokens), len(rollouts[0].trajectory.tokens))
+  np.testing.assert_allclose(seen.sum(axis=1), rollouts[0].kept - 1, atol=1e-6)  # `kept` counts the drawn token as well
   metrics = model.update(rollouts, steps=1, rollout={'stop_when_capped': False})
   (logged,) = [record for record in read_metrics(folder / 'one-step') if record['kind'] == 'train']
   assert {name: logged[name] for name in metrics} == metrics
