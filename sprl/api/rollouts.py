@@ -58,7 +58,7 @@ class Sample:
 
   @property
   def kept(self) -> Int[np.ndarray, ' C']:
-    """The cache slots that each token attended to, including its own."""
+    """The cache slots that each head attended to when a token was drawn."""
     return self.trajectory.kept[self.trajectory.prompt_length :]
 
   @property
