@@ -41,7 +41,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from time import perf_counter
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -54,6 +53,7 @@ from theory import Costs
 from sprl.config import Rollout
 from sprl.rollout.episodes import Episode, Generate, Work, answered
 from sprl.rollout.scheduler import Scheduler
+from sprl.tasks.grader_pool import Grade
 from sprl.types import NOTHING, Request, Trajectory
 
 # --- costs: published or assumed -------------------------------------------------------------------------------------
@@ -131,7 +131,7 @@ class Cluster:
     self, rollout: Rollout, slots: int, generation: Callable[[Request], float], episode: Callable[[int, int], Episode]
   ):
     self.clock = Clock()
-    self.workers = SimulatedWorkers(self.clock, lambda seconds: seconds, lambda seconds: SimpleNamespace(score=0.0, status='ok'))
+    self.workers = SimulatedWorkers(self.clock, lambda seconds: seconds, lambda seconds: Grade(0.0, 'ok'))
     engine = SimulatedEngine(self.clock, slots, generation)
     source = Episodes(lambda number, uid, attempt: episode(uid, attempt))
     self.scheduler = Scheduler([engine], self.workers, source, rollout, self.clock)

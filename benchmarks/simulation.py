@@ -6,21 +6,22 @@ is collected. Nothing is computed.
 
 import heapq
 import itertools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from sprl.rollout.episodes import Episode
-from sprl.types import Completion, Request
+from sprl.rollout.episodes import Comparison, Episode
+from sprl.types import Completion, Request, Trajectory
 
 
 @dataclass(frozen=True)
 class Episodes:
-  """A source of episodes from a function of (number, uid, attempt)."""
+  """A source of episodes from a function of (number, uid, attempt), and of comparisons from (number, trajectories)."""
 
   episode: Callable[[int, int, int], Episode]
+  comparison: Callable[[int, Sequence[Trajectory]], Comparison | None] = lambda number, trajectories: None
 
 
 class Clock:

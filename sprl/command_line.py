@@ -11,7 +11,7 @@ from absl import logging as absl_logging
 from sprl.config import Run, SettingsError, to_dict
 from sprl.config_reader import no_such_setting
 
-FREE = ('config.task.args',)  # their keys are defined by the data set or the environment
+FREE = ('config.task.args', 'config.task.judge')  # their keys are defined by the data set, the environment or the judge
 
 
 def start(main: Callable[[], int], prepare: Callable[[list[str]], None] = lambda argv: None) -> None:

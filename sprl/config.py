@@ -54,10 +54,12 @@ class Task:
   chat: bool = True  # render prompts with the tokenizer's chat template; False: use their text as it is
   system: str | None = None  # system message; None: the template's own, if it has one
   suffix: str = ''  # text appended to every question, such as an instruction on the form of the answer
-  grader: str = 'auto'  # auto, math, gsm8k, numeric, exact, or `file.py:function`; auto: the data set's own, math for jsonl
-  workers: int | None = None  # graders (None: 2), or environments (None: one per episode; in processes, one per core)
+  grader: str = 'auto'  # auto, math, gsm8k, numeric, exact, code, judge, or `file.py:function`; auto: the data set's own
+  rewards: tuple[str, ...] = ()  # several graders, as GRADER or GRADER=WEIGHT; the reward is their weighted sum; (): `grader`
+  judge: Mapping[str, Any] = field(default_factory=dict)  # url, model and other settings of the grader `judge`; {}: none
+  workers: int | None = None  # graders (None: 2; 64 async), or environments (None: one per episode; in processes, one per core)
   executor: Literal['threads', 'processes', 'ray'] | None = None  # None: processes for graders, threads for environments
-  time_limit: float | None = None  # seconds for grading an answer (None: 10), or an environment's reset or step (None: 3600)
+  time_limit: float | None = None  # seconds for a grade (None: 10; async 60), or an environment's reset or step (None: 3600)
   turns: int = 10  # environment: maximum answers in an episode
   turn_tokens: int = 64  # environment: maximum tokens of one answer; sampling.max_tokens bounds all turns after the first prompt
 

@@ -5,6 +5,7 @@ modules that read them; their errors have the same form.
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -141,7 +142,7 @@ def validate_model(run: Run) -> None:
   require(run, 'model.router_replay', scored, "'none' or 'R3' with config.correction.mode = 'bypass', which has no old policy")
 
 
-GRADERS = ('auto', 'math', 'gsm8k', 'numeric', 'exact')
+GRADERS = ('auto', 'math', 'gsm8k', 'numeric', 'exact', 'code', 'judge')
 GRADING_COSTS = ('task.workers', 'task.executor', 'task.time_limit')  # these depend on the machine and do not change rewards
 
 
@@ -149,6 +150,57 @@ def grader_file(grader: str) -> tuple[str, str] | None:
   """(file, function) of a grader given as `file.py:function`; None for any other text."""
   file, _, function = grader.rpartition(':')
   return (file, function) if file.endswith('.py') and function.isidentifier() else None
+
+
+def python_name(grader: str) -> str | None:
+  """NAME of a grader given as `python:NAME`, a function that a Python program gives to sprl; None for any other text."""
+  name = grader.removeprefix('python:')
+  return name if name != grader and name.isidentifier() else None
+
+
+def is_grader(text: str) -> bool:
+  """Return whether a text has the form of a grader."""
+  return text in GRADERS or grader_file(text) is not None or python_name(text) is not None
+
+
+def weighted(reward: str) -> tuple[str, float]:
+  """(grader, weight) of an entry of task.rewards, such as `mine.py:brief=0.2`. The weight of `GRADER` alone is 1.
+
+  Raises ValueError if the weight is not a number.
+  """
+  grader, mark, weight = reward.rpartition('=')
+  return (grader, float(weight)) if mark else (reward, 1.0)
+
+
+def reward_name(grader: str) -> str:
+  """The name of a grader in metrics: that of its function."""
+  return grader.rpartition(':')[2]
+
+
+REWARD_METRICS = ('mean', 'std', 'groups_equal', 'overlong_penalty')  # reward/NAME of these is taken
+
+
+def _validate_rewards(run: Run) -> None:
+  """Raise SettingsError if an entry of task.rewards cannot be read, a name repeats, or task.grader is set too."""
+  rewards, graders = run.task.rewards, []
+  form = 'entries GRADER or GRADER=WEIGHT, such as `math` or `mine.py:brief=0.2`, with finite weights'
+  for reward in rewards:
+    try:
+      grader, weight = weighted(reward)
+    except ValueError:
+      grader, weight = '', 0.0
+    require(run, 'task.rewards', is_grader(grader) and math.isfinite(weight), f'{form}; got {reward!r}')
+    graders.append(grader)
+  names = [reward_name(grader) for grader in graders]
+  require(run, 'task.rewards', len(set(names)) == len(names), f'functions of different names; got {", ".join(names)}')
+  free = not set(names) & set(REWARD_METRICS)
+  require(run, 'task.rewards', free, f'other names than {", ".join(REWARD_METRICS)}, which are metrics of the reward')
+  used = 'judge' in (run.task.grader, *graders)
+  require(run, 'task.judge', bool(run.task.judge) or not used, "a dictionary with url and model for the grader 'judge'")
+  require(run, 'task.judge', used or not run.task.judge, "{} without the grader 'judge'")
+  if rewards:
+    require(run, 'task.grader', run.task.grader == 'auto', "'auto' with config.task.rewards, which name all graders")
+    require(run, 'task.rewards', run.task.kind != 'environment', "() with config.task.kind = 'environment', which rewards itself")
 
 
 def validate_task(run: Run) -> None:
@@ -168,7 +220,8 @@ def validate_task(run: Run) -> None:
     require(run, 'task.executor', task.executor != 'threads', f"'processes' or 'ray'{with_kind}: a thread cannot be killed")
   require(run, 'task.system', task.chat or task.system is None, 'None with config.task.chat = False')
   known = f'one of {", ".join(GRADERS)}, or `file.py:function` with def function(prompt, completion, answer) -> float'
-  require(run, 'task.grader', task.grader in GRADERS or grader_file(task.grader) is not None, known)
+  require(run, 'task.grader', is_grader(task.grader), known)
+  _validate_rewards(run)
 
 
 def validate_sampling(run: Run) -> None:

@@ -56,6 +56,9 @@ def table(result: Mapping[str, Any]) -> str:
     bounds = f'{low:.3f} to {high:.3f}' if math.isfinite(low) else 'unknown: one problem'
     lines.append(f'  {name:9s} {mean:.3f}   {bounds}')
   metrics = result['metrics']
+  prefix = 'eval/reward/'
+  if parts := [f'{name.removeprefix(prefix)} {value:.3f}' for name, value in metrics.items() if name.startswith(prefix)]:
+    lines.append(f'  mean rewards: {", ".join(parts)}; the scores above count the first')
   lines.append(f'  mean length {metrics["eval/length_mean"]:.1f} tokens; {metrics["eval/truncated"]:.1%} cut at the limit')
   if metrics['eval/ungraded']:
     lines.append(f'  {metrics["eval/ungraded"]:.0f} completions scored 0 because their grader failed')
@@ -92,7 +95,8 @@ def main() -> int:
   for row in result['samples']:
     prompt, completion = (textwrap.indent(row[key].strip(), '    ') for key in ('prompt', 'completion'))
     print(f'\n  Prompt\n{prompt}\n  Completion, {row["tokens"]} tokens\n{completion}')
-    print(f'  Answer {row["answer"]!r}   reward {row["reward"]:g}')
+    parts = ''.join(f'   {name} {score:g}' for name, score in row.items() if name.startswith('reward/'))
+    print(f'  Answer {row["answer"]!r}   reward {row["reward"]:g}{parts}')
   settings = {key: value for key, value in to_dict(run)['eval'].items() if key != 'every'}
   facts = {'workdir': str(workdir), 'step': step, 'seconds': round(seconds, 2), 'settings': settings}
   print(json.dumps(_json({**facts, **result['metrics'], 'intervals': result['intervals']}), allow_nan=False))

@@ -122,6 +122,9 @@ class Trajectory:
   prefilled: tuple[int, int] | None = None  # shape of its prompt's first prefill batch: prompts, padded length
   start_version: int = 0  # finished steps when its group started; staleness counts from here
   status: str = 'ok'  # how it was graded (a Grade's status)
+  parts: Mapping[str, float] = dataclasses.field(default_factory=dict)  # score by each of several named rewards, without weights
+  failed: tuple[str, ...] = ()  # the named rewards whose graders failed; they count 0
+  costs: Mapping[str, float] = dataclasses.field(default_factory=dict)  # what its grading used, such as judge/tokens
   rewards: tuple[float, ...] = ()  # of the turns of a conversation; `reward` is their sum
   metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)  # reported by its environment
   withheld: bool = False  # its reward counts in the advantages of its group; its tokens are not trained on
@@ -148,6 +151,11 @@ class Trajectory:
       'prefilled': completion.prefilled,
     }
     return cls(**fields | changes)
+
+  @property
+  def score(self) -> float:
+    """The score that evaluations count: of the first of several named rewards, else the reward."""
+    return next(iter(self.parts.values()), self.reward)
 
   @property
   def completion(self) -> Int[np.ndarray, ' C']:

@@ -20,7 +20,7 @@ from sprl.config_checks import RANGES, device_numbers, grader_file, within
 from sprl.config_reader import resolve
 from sprl.presets import ARMS
 
-MOST_SETTINGS = 134  # every setting needs a user
+MOST_SETTINGS = 136  # every setting needs a user
 
 
 def config(**changes):
@@ -128,7 +128,7 @@ def test_every_setting_has_a_flag(monkeypatch):
   wanted = {name: value for name, value in leaves(to_dict(Run())) if name not in FREE}
   wanted['config.model.path'] = 'text'
   config = parsed(monkeypatch, *(f'--{name}={value}' for name, value in wanted.items()))
-  assert dict(leaves(to_dict(resolve(config)))) == {**wanted, 'config.task.args': {}}
+  assert dict(leaves(to_dict(resolve(config)))) == {**wanted, **{key: {} for key in FREE}}
 
 
 @pytest.mark.parametrize(
@@ -312,7 +312,15 @@ REFUSED = [  # key, its value, the other setting that the error names, changes
   ('task.path', None, "task.kind = 'jsonl'", {'task__kind': 'jsonl'}),
   ('task.system', 'Be brief.', 'task.chat = False', {'task__chat': False}),
   ('task.executor', 'threads', "task.kind = 'gsm8k'", {}),
-  *(('task.grader', grader, '', {}) for grader in ('maths', 'mine.py', 'mine.py:not a name', 'mine.txt:grade')),
+  *(('task.grader', grader, '', {}) for grader in ('maths', 'mine.py', 'mine.py:not a name', 'mine.txt:grade', 'python:a b')),
+  *(('task.rewards', (r,), f'got {r!r}', {}) for r in ('maths', 'math=x', 'math=inf', 'math=', '=1', 'mine.py:f=1=2')),
+  ('task.rewards', ('math', 'exact', 'math=2'), 'got math, exact, math', {}),
+  ('task.rewards', ('a.py:f', 'b.py:f'), 'got f, f', {}),
+  ('task.rewards', ('mine.py:std',), 'mean, std', {}),
+  ('task.rewards', ('math',), "task.kind = 'environment'", ENVIRONMENT),
+  ('task.grader', 'exact', 'config.task.rewards', {'task__rewards': ('math',)}),
+  ('task.judge', {}, "'judge'", {'task__grader': 'judge'}),
+  ('task.judge', {'url': 'http://x', 'model': 'm'}, "'judge'", {}),
 ]  # fmt: skip
 
 
@@ -338,6 +346,8 @@ def test_contradicting_settings_are_refused(key, value, other, changes):
     {**ENVIRONMENT, 'rollout__async_ratio': 2.0, 'task__executor': 'threads', 'task__time_limit': 0.5},
     {'task__kind': 'jsonl', 'task__path': 'data', 'task__grader': '../mine.py:grade'},
     {'task__kind': 'reasoning_gym', 'task__name': 'chain_sum', 'task__args': {'max_terms': 2}},
+    {'task__rewards': ('judge=0.1', 'code'), 'task__judge': {'url': 'http://x', 'model': 'm'}},
+    {'task__rewards': ('auto', 'exact=0.5', 'a=b/mine.py:brief=-2e-1', 'python:calm')},
     {'task__chat': False},
     {'task__system': 'Be brief.', 'task__grader': 'exact'},
     MASKED,

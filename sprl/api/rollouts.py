@@ -2,21 +2,25 @@
 
 import html
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, overload
 
 import numpy as np
 from jaxtyping import Float, Int
 
+from sprl.api.inputs import Reward, rewards_of
 from sprl.api.settings import Settings
 from sprl.cache.scales import Scales
 from sprl.config import Run
-from sprl.rollout.setup import GRADING_MEMORY_GB, GRADING_SECONDS, GRADING_WORKERS
+from sprl.rollout.episodes import graded
+from sprl.rollout.setup import GRADING_MEMORY_GB
 from sprl.sampler.engine import EngineConfig
 from sprl.tasks import graders
-from sprl.tasks.grader_pool import Grade, grader_pool
+from sprl.tasks.grader_pool import GraderPool, Group, grader_pool
 from sprl.tasks.problems import Problem
+from sprl.tasks.rewards import Sample as Asked
 from sprl.types import Trajectory
 
 log = logging.getLogger(__name__)
@@ -117,31 +121,32 @@ class Rollouts(Sequence[Sample]):
     """The rewards: one row for each of the G prompts, one column for each of its N samples."""
     return np.array([sample.reward for sample in self.samples]).reshape(-1, self.run.rollout.group)
 
-  def grade(self, reward: Callable[..., Any] | str | None = None) -> 'Rollouts':
+  def grade(self, reward: Reward = None) -> 'Rollouts':
     """Return the rollouts with rewards.
 
     Args:
-      reward: a function as `sprl.fit` takes it, or the name of a grader of sprl. None: the grader of the settings.
+      reward: a function, the name of a grader, or several, as `sprl.fit` takes them. None: the grader of the settings.
 
     A sample whose grading fails has reward 0 and a status that says how (`trajectory.status`), as in training; the reason of each
-    failure is logged. Raises SettingsError for an unknown grader or a function of other arguments.
+    failure is logged. Raises SettingsError for an unknown grader, and for a function that wants other arguments than there are.
     """
-    task = self.run.task
-    if isinstance(reward, str):
-      task = replace(task, grader=reward)
-    spec = graders.from_function(reward) if callable(reward) else graders.resolve(task)
-    calls = [(s.problem.prompt, s.text, s.problem.answer, s.problem.extra) for s in self.samples]
-    limit = task.time_limit or GRADING_SECONDS
-    executor = 'threads' if callable(reward) else task.executor or 'processes'
-    with grader_pool(spec, task.workers or GRADING_WORKERS, limit, GRADING_MEMORY_GB, executor) as pool:
-      tickets, grades = [pool.submit(call) for call in calls], {}
-      while len(grades) < len(tickets):
-        pool.wait(None)
-        grades |= pool.poll(tickets)
-    for reason in dict.fromkeys(grade.reason for grade in grades.values() if grade.status != 'ok'):
-      log.warning('reward %s failed, which scores 0: %s', spec.label, reason)
-    graded = tuple(_graded(sample, grades[ticket]) for sample, ticket in zip(self.samples, tickets))
-    return replace(self, samples=graded, graded=True)
+    settings, functions = rewards_of(reward)
+    task = replace(self.run.task, **settings)
+    rewards, columns = graders.rewards(task, functions), frozenset(chain(*(s.problem.row for s in self.samples)))
+    executor = task.executor or 'processes'
+    with grader_pool(rewards, task.workers, task.time_limit, GRADING_MEMORY_GB, executor, columns=columns) as pool:
+      grades = answers(pool, [_asked(sample) for sample in self.samples])
+      for grade in (each for each in grades if each.status != 'ok'):
+        log.warning('a reward failed, which scores 0: %s', grade.reason)
+      names = [each.name for each in rewards]
+      trajectories = [replace(sample.trajectory, **graded(grade)) for sample, grade in zip(self.samples, grades)]
+      if any(each.grader.groupwise for each in rewards):
+        N = self.run.rollout.group
+        groups = [Group(tuple(map(_asked, self.samples[i : i + N]))) for i in range(0, len(trajectories), N)]
+        compared = chain(*answers(pool, groups))
+        trajectories = [replace(t, **graded(grade, t, names)) for t, grade in zip(trajectories, compared)]
+    samples = tuple(replace(sample, trajectory=trajectory) for sample, trajectory in zip(self.samples, trajectories))
+    return replace(self, samples=samples, graded=True)
 
   def __repr__(self) -> str:
     rewards = f', mean reward {self.rewards.mean():.3f}' if self.graded else ', not graded'
@@ -157,8 +162,19 @@ class Rollouts(Sequence[Sample]):
     return f'<p>{html.escape(repr(self))}</p>{_table(columns, rows)}'
 
 
-def _graded(sample: Sample, grade: Grade) -> Sample:
-  return replace(sample, trajectory=replace(sample.trajectory, reward=grade.score, status=grade.status))
+def _asked(sample: Sample) -> Asked:
+  """Return a sample as rewards read it."""
+  p, t = sample.problem, sample.trajectory
+  return Asked(p.prompt, sample.text, p.answer, p.row, p.messages, tuple(sample.tokens.tolist()), t.finish, p.extra)
+
+
+def answers(pool: GraderPool, calls: Sequence[Asked | Group]) -> list[Any]:
+  """Return the results of the calls, in order."""
+  tickets, found = [pool.submit(call) for call in calls], {}
+  while len(found) < len(tickets):
+    pool.wait(None)
+    found |= pool.poll(tickets)
+  return [found[ticket] for ticket in tickets]
 
 
 def describe(run: Run) -> str:

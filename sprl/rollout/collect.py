@@ -53,7 +53,7 @@ def sample_rows(
 ) -> list[dict[str, Any]]:
   """Return the rows of a sample table: the first trajectory of each of the first `count` groups.
 
-  `answer(number)` is the right answer of a group.
+  `answer(number)` is the right answer of a group. Named rewards have columns `reward/NAME`.
   """
   first: dict[int, Trajectory] = {}
   for t in trajectories:
@@ -64,6 +64,7 @@ def sample_rows(
       'completion': tokenizer.decode(t.completion.tolist()),
       'answer': answer(t.group),
       'reward': t.reward,
+      **{f'reward/{name}': score for name, score in t.parts.items()},
       'finish': t.finish,
       'tokens': int(t.mask.sum()),
     }
@@ -77,7 +78,10 @@ def metrics(trajectories: Sequence[Trajectory], layout: CacheLayout, rows: int) 
   sparse/accounting_saving   share of the tokens in a dense cache that this cache did not attend to
   sparse/cache_bytes         bytes of the cache of `rows` rows
   sparse/bytes_saving        share of the bytes of a dense, unquantised cache that this one saves
+  reward/NAME                mean score of one of several rewards, without its weight
   grading/STATUS             samples that were graded with this status
+  grading/failed/NAME        samples that one of several rewards could not grade
+  judge/NAME                 what the grader `judge` used
   env/NAME                   mean of a metric that environments report for their episodes
   fp8/kv_saturation          share of the elements of keys and values that FP8 clamped
   fp8/query_saturation       share of the elements of queries that FP8 clamped, where queries are FP8
@@ -111,7 +115,21 @@ def metrics(trajectories: Sequence[Trajectory], layout: CacheLayout, rows: int) 
     'sparse/cache_bytes': float(size),
     'sparse/bytes_saving': 1 - size / layout.dense_bytes(rows),
     'sparse/repetition': float(np.mean([repetition(t.tokens[t.mask]) for t in trajectories])),
+    **reward_parts(trajectories, 'reward'),
+    **grading_costs(trajectories),
     **{f'grading/{status}': float(sum(t.status == status for t in trajectories)) for status in STATUSES},
+    **{f'grading/failed/{name}': float(sum(name in t.failed for t in trajectories)) for name in trajectories[0].parts},
     **{f'env/{name}': float(np.mean([t.metrics[name] for t in trajectories if name in t.metrics])) for name in sorted(reported)},
     **fp8,
   }
+
+
+def reward_parts(trajectories: Sequence[Trajectory], prefix: str) -> dict[str, float]:
+  """Return the mean score by each of several rewards, without its weight, as PREFIX/NAME; {} with one reward."""
+  return {f'{prefix}/{name}': float(np.mean([t.parts[name] for t in trajectories])) for name in trajectories[0].parts}
+
+
+def grading_costs(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+  """Return the sums of what grading used, such as judge/tokens; {} without a judge."""
+  names = sorted({name for t in trajectories for name in t.costs})
+  return {name: float(sum(t.costs.get(name, 0.0) for t in trajectories)) for name in names}

@@ -6,18 +6,23 @@ An episode is a generator. It yields what it waits for, and is resumed with the 
     yield Work(call)                             ->  the result of the call, from a worker
     return Trajectory
 
+Groupwise rewards see all answers of a group. A comparison (`compared`) is a generator of the same form. It begins when all
+members that count have their trajectories.
+
 An episode knows neither engines nor clocks nor other members. The scheduler keeps many of them going. A single graded answer
 (`answered`) and a conversation with an environment (`conversation`) differ in this file only.
 """
 
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int
 
 from sprl.tasks.environments.protocol import Outcome, episode_metrics, turn_messages
+from sprl.tasks.grader_pool import Grade
 from sprl.types import NOTHING, Completion, Trajectory, joined_routes, joined_supports
 
 
@@ -38,13 +43,34 @@ class Work:
 
 
 Episode = Generator[Generate | Work, Any, Trajectory]
+Comparison = Generator[Work, Any, Sequence[Trajectory]]  # of the members of a group that count, by their trajectories
 
 
 def answered(prompt: Int[np.ndarray, ' P'], max_tokens: int, grading: Callable[[Completion], Any]) -> Episode:
   """The episode of one graded answer. `grading` returns the workers' call that grades a completion."""
   completion = yield Generate(prompt, NOTHING, max_tokens)
-  grade = yield Work(grading(completion))
-  return Trajectory.of(completion, reward=float(grade.score), status=grade.status)
+  return Trajectory.of(completion, **graded((yield Work(grading(completion)))))
+
+
+def compared(trajectories: Sequence[Trajectory], call: Any, names: Sequence[str]) -> Comparison:
+  """Add the grades of groupwise rewards. `call` grades all members at once; `names` are the names of all rewards, in order."""
+  grades = yield Work(call)
+  return [replace(t, **graded(grade, t, names)) for t, grade in zip(trajectories, grades, strict=True)]
+
+
+def graded(grade: Grade, before: Trajectory | None = None, names: Sequence[str] = ()) -> dict[str, Any]:
+  """Return the fields of a trajectory that a Grade changes. An earlier grade of the trajectory `before` is added to it."""
+  if before is None:
+    fields = {'status': grade.status, 'parts': grade.parts, 'failed': grade.failed, 'costs': grade.costs}
+    return {'reward': float(grade.score), **fields}
+  parts = {**before.parts, **grade.parts}
+  return {
+    'reward': before.reward + float(grade.score),
+    'status': grade.status if before.status == 'ok' else before.status,
+    'parts': {name: parts[name] for name in names if name in parts},
+    'failed': (*before.failed, *grade.failed),
+    'costs': Counter(before.costs) + Counter(grade.costs),
+  }
 
 
 @runtime_checkable

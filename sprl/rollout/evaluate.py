@@ -48,7 +48,7 @@ def evaluate(
   Returns:
     metrics    scalars for the log: eval/avg@k with eval/low and eval/high, its 95 % interval, and others
     intervals  (mean, low, high) of avg@k (the mean score) and of pass@1 and pass@k (the probability that one sample, or any of k,
-               scores 1); the samples of a problem are averaged first
+               scores 1); the samples of a problem are averaged first. With several rewards, the first one scores
     samples    rows of `shown` completions
 
     An empty dict if `stopped` ended the evaluation.
@@ -84,7 +84,7 @@ def evaluate(
     return {}
   trajectories = [t for group in groups for t in group.trajectories]
 
-  score = np.array([t.reward for t in trajectories]).reshape(count, k)
+  score = np.array([t.score for t in trajectories]).reshape(count, k)
   right = (score >= 1).sum(axis=1)
   intervals = {f'avg@{k}': interval(score.mean(axis=1))}
   intervals |= {f'pass@{j}': interval(pass_at_k(right, k, j)) for j in (1, k)}
@@ -100,6 +100,8 @@ def evaluate(
       'eval/length_mean': float(np.mean([t.mask.sum() for t in trajectories])),
       'eval/truncated': float(np.mean([t.finish == 'length' for t in trajectories])),
       'eval/ungraded': float(sum(t.status != 'ok' for t in trajectories)),
+      **collect.reward_parts(trajectories, 'eval/reward'),
+      **{f'eval/{name}': used for name, used in collect.grading_costs(trajectories).items()},
     },
     'intervals': intervals,
     'samples': collect.sample_rows(trajectories, source.answer, model.tokenizer, shown),

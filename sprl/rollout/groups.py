@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from sprl.rollout.episodes import Episode
+from sprl.rollout.episodes import Comparison, Episode
 from sprl.types import Completion, Request, Trajectory
 
 
@@ -49,6 +49,8 @@ class LiveGroup:
   opened: float  # time of its start
   members: list[Member] = field(default_factory=list)
   engine: int | None = None  # that its members share
+  comparison: Comparison | None = None  # of the members that count, once they have trajectories
+  ticket: int | None = None  # of the worker's call that the comparison waits for
 
   @property
   def results(self) -> list[Trajectory]:

@@ -3,11 +3,11 @@
 The scheduler knows neither devices nor processes. Tests and simulations implement these interfaces without either.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from sprl.rollout.episodes import Episode
-from sprl.types import Completion, Request
+from sprl.rollout.episodes import Comparison, Episode
+from sprl.types import Completion, Request, Trajectory
 
 
 @runtime_checkable
@@ -81,4 +81,8 @@ class EpisodeSource(Protocol):
 
   def episode(self, number: int, uid: int, attempt: int, /) -> Episode:
     """Return the episode of one member of group `number`. A member that failed gets another attempt."""
+    ...
+
+  def comparison(self, number: int, trajectories: Sequence[Trajectory], /) -> Comparison | None:
+    """Return the comparison of the members of a group that count, or None if each was graded alone."""
     ...

@@ -14,13 +14,15 @@ from jaxtyping import Int
 
 from sprl.io.tokenizer import Tokenizer
 from sprl.rollout.collect import encode
-from sprl.rollout.episodes import Codec, Episode, Limits, answered, conversation
+from sprl.rollout.episodes import Codec, Comparison, Episode, Limits, answered, compared, conversation
 from sprl.tasks.environment_pool import Call
 from sprl.tasks.environments.protocol import Environment, EnvironmentFault, checked_reset, name_of, turn_messages
-from sprl.tasks.grader_pool import Sample
+from sprl.tasks.grader_pool import Group
+from sprl.tasks.graders import Reward
 from sprl.tasks.problems import Problem
+from sprl.tasks.rewards import Sample
 from sprl.tasks.workers import within
-from sprl.types import Completion
+from sprl.types import Trajectory
 
 OPEN = 256  # groups whose problem and prompt are kept
 TRIES = 4  # groups tried for each prompt that is looked for
@@ -32,6 +34,10 @@ class Source(Protocol):
 
   def episode(self, number: int, uid: int, attempt: int) -> Episode:
     """Return the episode of one member of a group."""
+    ...
+
+  def comparison(self, number: int, trajectories: Sequence[Trajectory]) -> Comparison | None:
+    """Return the comparison of the members of a group that count, or None if each was graded alone."""
     ...
 
   def prompt(self, number: int) -> Int[np.ndarray, ' P']:
@@ -46,11 +52,14 @@ class Source(Protocol):
 class ProblemSource:
   """Problems that are answered once and graded. The workers come from `sprl.tasks.grader_pool`.
 
-  `problem(number)` returns the problem of a group. `max_tokens` is the length of the longest answer.
+  `problem(number)` returns the problem of a group. `max_tokens` is the length of the longest answer. `rewards` are those of the
+  workers.
   """
 
-  def __init__(self, problem: Callable[[int], Problem], tokenizer: Tokenizer, max_tokens: int):
+  def __init__(self, problem: Callable[[int], Problem], tokenizer: Tokenizer, max_tokens: int, rewards: Sequence[Reward] = ()):
     self._tokenizer, self._max_tokens = tokenizer, max_tokens
+    self._names = [reward.name for reward in rewards]
+    self._groupwise = any(reward.grader.groupwise for reward in rewards)
 
     @lru_cache(OPEN)  # the members of a group have the same prompt, and another process may have to send the problem
     def opened(number: int) -> tuple[Problem, Int[np.ndarray, ' P']]:
@@ -62,12 +71,20 @@ class ProblemSource:
   def episode(self, number: int, uid: int, attempt: int) -> Episode:
     """One answer and its grade. The members of a group differ in their random numbers only."""
     problem, prompt = self._opened(number)
+    return answered(prompt, self._max_tokens, lambda c: self._sample(problem, c.tokens, c.finish))
 
-    def grading(completion: Completion) -> Sample:
-      text = self._tokenizer.decode(completion.tokens.tolist(), skip_special=True)
-      return problem.prompt, text, problem.answer, problem.extra
+  def comparison(self, number: int, trajectories: Sequence[Trajectory]) -> Comparison | None:
+    """The call of the groupwise rewards; None if there are none."""
+    if not self._groupwise:
+      return None
+    problem, _ = self._opened(number)
+    samples = tuple(self._sample(problem, t.completion, t.finish) for t in trajectories)
+    return compared(trajectories, Group(samples), self._names)
 
-    return answered(prompt, self._max_tokens, grading)
+  def _sample(self, problem: Problem, tokens: Int[np.ndarray, ' C'], finish: str) -> Sample:
+    ids = tokens.tolist()
+    text = self._tokenizer.decode(ids, skip_special=True)
+    return Sample(problem.prompt, text, problem.answer, problem.row, problem.messages, tuple(ids), finish, problem.extra)
 
   def prompt(self, number: int) -> Int[np.ndarray, ' P']:
     """The ids of the problem."""
@@ -93,6 +110,10 @@ class ConversationSource:
     """A conversation with a new environment of the group's seed."""
     call = partial(Call, (uid, attempt))
     return conversation(self.seed(number), self.limits, self.codec, call, lambda: self.release(call('close')))
+
+  def comparison(self, number: int, trajectories: Sequence[Trajectory]) -> Comparison | None:
+    """Return None: an environment rewards each conversation alone."""
+    return None
 
   def prompt(self, number: int) -> Int[np.ndarray, ' P']:
     """The ids of the first observation. Raises EnvironmentFault."""
@@ -120,6 +141,10 @@ class OffsetSource:
   def episode(self, number: int, uid: int, attempt: int) -> Episode:
     """The episode of group `number - first`."""
     return self.inner.episode(number - self.first, uid, attempt)
+
+  def comparison(self, number: int, trajectories: Sequence[Trajectory]) -> Comparison | None:
+    """The comparison of group `number - first`."""
+    return self.inner.comparison(number - self.first, trajectories)
 
   def prompt(self, number: int) -> Int[np.ndarray, ' P']:
     """The prompt of group `number - first`."""

@@ -8,6 +8,8 @@
 2. start a chunk on every engine whose last chunk is over;
 3. collect finished chunks and the results of workers, and resume the episodes that waited for them.
 
+A group is finished when enough members have ended and, with groupwise rewards, workers have compared them.
+
 Nothing waits for the slowest sample, grader or environment. Engines, workers and the clock are arguments, so the same code runs
 live, in tests and in a simulation. For use by one thread.
 """
@@ -85,7 +87,7 @@ class Scheduler:
     self._needed = groups
     self._again: list[int] = []  # numbers of groups to start again after a resume
     self._groups: dict[int, LiveGroup] = {}
-    self._tickets: dict[int, Member] = {}  # members that wait for a worker
+    self._tickets: dict[int, Member | LiveGroup] = {}  # members, and comparisons of groups, that wait for a worker
     self._draining = False  # whether nothing new goes to the engines
     self._warned: set[str] = set()
     self._fruitless = 0  # groups dropped in a row
@@ -204,7 +206,8 @@ class Scheduler:
   def _start(self) -> int:
     """Start groups while an engine could take them, not earlier: their age counts from here. Returns how many."""
     started = 0
-    opening = sum(member.asked is None for member in self._tickets.values())  # their first requests come soon
+    waiting = self._tickets.values()
+    opening = sum(isinstance(each, Member) and each.asked is None for each in waiting)  # their first requests come soon
     while not self._dispatcher.queued and self._dispatcher.room > opening and self._may_start():
       number = self._again.pop(0) if self._again else self.next
       self.next = max(self.next, number + 1)
@@ -235,15 +238,17 @@ class Scheduler:
     """Resume the episodes whose calls are answered. Returns how many."""
     moved = 0
     for ticket, result in self.workers.poll(self._tickets).items():
-      member = self._tickets.pop(ticket, None)
-      if member is None:
+      waiter = self._tickets.pop(ticket, None)
+      if waiter is None:
         continue  # a result before this one dropped its group
-      member.ticket = None
+      waiter.ticket = None
       moved += 1
-      if isinstance(result, Failure):
-        self._failed(member, result)
+      if isinstance(waiter, LiveGroup):
+        self._compare(waiter, result)
+      elif isinstance(result, Failure):
+        self._failed(waiter, result)
       else:
-        self._advance(member, result)
+        self._advance(waiter, result)
     return moved
 
   # --- one member --------------------------------------------------------------------------------------------------------------
@@ -293,6 +298,27 @@ class Scheduler:
     if not self._complete(group):
       return
     self._stop_all(group)
+    group.comparison = self.source.comparison(group.number, group.results)
+    if group.comparison is None:
+      self._settle(group)
+    else:
+      self._compare(group, None)
+
+  def _compare(self, group: LiveGroup, value: Any) -> None:
+    """Run the comparison of a group up to the next call that it waits for, or to its end."""
+    assert group.comparison is not None
+    try:
+      wanted = group.comparison.send(value)
+    except StopIteration as end:
+      for member, trajectory in zip([m for m in group.members if m.result is not None], end.value, strict=True):
+        member.result = trajectory
+      self._settle(group)
+      return
+    group.ticket = self.workers.submit(wanted.call)
+    self._tickets[group.ticket] = group
+
+  def _settle(self, group: LiveGroup) -> None:
+    """Count a graded group, or drop it if the filter rejects its rewards."""
     if self._filtered([t.reward for t in group.results]):
       self._drop(group.number, 'filtered')
       self._count_fruitless("replaced, because their rewards are equal (config.rollout.equal_groups = 'replace')")
@@ -359,6 +385,9 @@ class Scheduler:
     """Drop a group: end its requests and refund its credit."""
     group = self._groups.pop(number)
     self._stop_all(group)
+    if group.ticket is not None:
+      self._tickets.pop(group.ticket, None)
+      self.workers.cancel(group.ticket)
     self._tally.ended(group.members, ())
     self.window.refund(number)
     self.counts[outcome] += 1

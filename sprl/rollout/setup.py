@@ -5,7 +5,7 @@ With several processes the wrappers of sprl/rollout/broadcast.py are installed h
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -30,7 +30,8 @@ from sprl.sharding.rules import shardings
 from sprl.tasks import graders, in_memory, problems
 from sprl.tasks.environment_pool import Kind, environment_pool, make_environment, takes_split
 from sprl.tasks.environments.protocol import EnvironmentFault
-from sprl.tasks.grader_pool import grader_pool
+from sprl.tasks.grader_pool import GraderPool, grader_pool
+from sprl.tasks.graders import Reward
 from sprl.tasks.in_memory import Row
 from sprl.tasks.problems import Problem, holder
 from sprl.tasks.prompts import PromptStream
@@ -38,8 +39,9 @@ from sprl.tasks.worker_pool import WorkerPool
 from sprl.tasks.workers import cpus
 
 REFUSALS = SettingsError, TokenizerError, OSError  # errors of problems; possibly in one process only, whose share has them
-GRADING_WORKERS, GRADING_SECONDS, GRADING_MEMORY_GB = 2, 10.0, 4.0  # processes, time per answer, address space each may add
+GRADING_MEMORY_GB = 4.0  # address space that a grading process may add
 STEP_SECONDS = 3600.0  # for a reset or step; then the environment counts as hung, and its member is tried again
+LOOKED_INTO = 100  # problems of each split whose columns rewards may ask for
 LOOKED_AHEAD = 10_000  # prompts whose lengths are checked before the first step; the engine checks all others
 
 
@@ -52,7 +54,7 @@ class Inputs:
 
   train: Sequence[Row] | None = None  # rows to train on, with task.kind = 'rows' (sprl/tasks/in_memory.py)
   test: Sequence[Row] | None = None  # held-out rows
-  reward: Callable[..., Any] | None = None  # grades answers in place of task.grader (graders.from_function)
+  functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)  # NAME -> the reward that `python:NAME` stands for
   environment: Kind | None = None  # makes an environment from task.args; task.name is only its name in messages
 
 
@@ -78,6 +80,8 @@ class RolloutSetup:
   stream: PromptStream | None  # None: conversations
   test: Sequence[Problem]
   inputs: Inputs = FROM_SETTINGS
+  rewards: tuple[Reward, ...] = ()  # () in conversations
+  columns: frozenset[str] = frozenset()  # of the rows of the first problems, for rewards
 
   @classmethod
   def open(cls, run: Run, tokenizer: Tokenizer, team: Team = ALONE, inputs: Inputs = FROM_SETTINGS) -> 'RolloutSetup':
@@ -93,7 +97,7 @@ class RolloutSetup:
     asked, found = team.fail_together('problems', lambda: cls._open(run, tokenizer, team, inputs), REFUSALS)
     for of_split in zip(*team.gather('lengths', lambda: found)):
       collect.check_lengths(chain(*of_split), run.sampling.max_prompt)
-    return asked
+    return replace(asked, rewards=team.broadcast('rewards', lambda: asked.rewards))
 
   @classmethod
   def _open(cls, run: Run, tokenizer: Tokenizer, team: Team, inputs: Inputs) -> tuple['RolloutSetup', list[list[collect.Length]]]:
@@ -118,7 +122,10 @@ class RolloutSetup:
       [length(place, some[i]) for place, i in enumerate(indices) if holder(i, team.processes) == team.process]
       for some, indices in asked_first
     ]
-    return cls(run, tokenizer, team, stream, across(team, BroadcastProblems, test), inputs), lengths
+    rewards = graders.rewards(run.task, inputs.functions) if team.leads else ()
+    held = [some[i] for some in (train, test) for i in range(team.process, min(len(some), LOOKED_INTO), team.processes)]
+    shared_test = across(team, BroadcastProblems, test)
+    return cls(run, tokenizer, team, stream, shared_test, inputs, rewards, frozenset(chain(*(p.row for p in held)))), lengths
 
   def begin(self, enter: Callable[[Any], Any]) -> tuple[WorkersLike, Source, EvalSet]:
     """Start the workers in process 0. Returns workers and source for training, and the held-out groups.
@@ -128,14 +135,14 @@ class RolloutSetup:
     run, team, limit = self.run, self.team, self.run.sampling.max_tokens
     eval_limit = run.eval.max_tokens or limit
 
-    def started(pool: WorkerPool | None) -> WorkersLike:
+    def started(pool: WorkerPool | GraderPool | None) -> WorkersLike:
       return across(team, BroadcastWorkers, pool and enter(pool))
 
     if self.stream is not None:
       workers = started(self._graders() if team.leads else None)
-      test = ProblemSource(self.test.__getitem__, self.tokenizer, eval_limit)
+      test = ProblemSource(self.test.__getitem__, self.tokenizer, eval_limit, self.rewards)
       held_out = EvalSet(test, workers, min(run.eval.problems, len(self.test)))
-      return workers, ProblemSource(self.stream.at, self.tokenizer, limit), held_out
+      return workers, ProblemSource(self.stream.at, self.tokenizer, limit, self.rewards), held_out
 
     def conversations(limit: int, held_out: bool) -> tuple[WorkersLike, Source]:
       pool = self._environments(held_out) if team.leads else None
@@ -174,13 +181,10 @@ class RolloutSetup:
 
   # --- workers ---------------------------------------------------------------------------------------------------------
 
-  def _graders(self) -> WorkerPool:
+  def _graders(self) -> GraderPool:
     task = self.run.task
-    limits = task.time_limit or GRADING_SECONDS, GRADING_MEMORY_GB
-    workers, reward = task.workers or GRADING_WORKERS, self.inputs.reward
-    if reward is not None:
-      return grader_pool(graders.from_function(reward), workers, *limits, 'threads')
-    return grader_pool(graders.resolve(task), workers, *limits, task.executor or 'processes')
+    limits = task.time_limit, GRADING_MEMORY_GB
+    return grader_pool(self.rewards, task.workers, *limits, task.executor or 'processes', columns=self.columns)
 
   def _environments(self, held_out: bool) -> WorkerPool:
     task, r, executor = self.run.task, self.run.rollout, self.run.task.executor or 'threads'
@@ -197,15 +201,8 @@ def check_inputs(run: Run, inputs: Inputs) -> None:
     raise SettingsError(f"config.task.kind = {task.kind!r}: 'rows' stands for rows in memory, which sprl.fit passes to a run")
   if inputs.environment is not None and task.kind != 'environment':
     raise SettingsError(f"config.task.kind = {task.kind!r}: expected 'environment' with an environment in memory")
-  if inputs.reward is not None:
-    if task.kind == 'environment':
-      raise SettingsError("config.task.kind = 'environment': expected no reward function: an environment gives its rewards")
-    graders.from_function(inputs.reward)
-  here = inputs.reward is not None or inputs.environment is not None
-  if here and task.executor not in (None, 'threads'):
-    raise SettingsError(
-      f'config.task.executor = {task.executor!r}: expected None with a reward or an environment in memory, which runs in threads'
-    )
+  if inputs.environment is not None and task.executor not in (None, 'threads'):
+    raise SettingsError(f'config.task.executor = {task.executor!r}: expected None: an environment in memory runs in threads')
 
 
 def _check_first_observation(run: Run, source: Source) -> None:

@@ -1,86 +1,285 @@
-"""Graders in a pool of workers. An answer that breaks its grader costs only its own grade.
+"""Graders in pools of workers. An answer that breaks a reward costs only its own score of that reward.
 
-A sample scores 0, with a status that is counted, if its grader takes too long (`timeout`), ends its process or reaches its memory
+A reward counts 0, with a status that is counted, if its grader takes too long (`timeout`), ends its process or reaches its memory
 limit (`crash`), raises (`error`), or returns anything but a finite number (`invalid`). The pool kills graders from outside,
 because an alarm inside the worker does not interrupt C code that hangs.
+
+Each reward of a sample is a separate call of a worker. Rewards in files run in processes (or on Ray), Python callables in threads
+of this process. Async rewards run many at a time on one event loop, which is in a process or, for Python callables, in a thread.
 """
 
+import itertools
 import logging
 import math
 import numbers
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
 from sprl.tasks import graders
-from sprl.tasks.graders import GraderSpec
-from sprl.tasks.worker_pool import Failure, WorkerPool
+from sprl.tasks.async_workers import Lanes, async_starter
+from sprl.tasks.foreign import reason
+from sprl.tasks.graders import GraderSpec, Reward
+from sprl.tasks.judge import COSTS, Judgement
+from sprl.tasks.rewards import Sample
+from sprl.tasks.worker_pool import Failure, WorkerPool, wait_for_any
 from sprl.tasks.workers import starter
 
-Sample = tuple[str, str, str, Mapping[str, Any]]  # prompt, completion, answer, a Problem's extra
+WORKERS, ASYNC_CALLS = 2, 64  # calls of rewards at the same time, unless task.workers is set; the second: of async ones
+
+Status = Literal['ok', 'timeout', 'crash', 'error', 'invalid']
+Score = tuple[float, str, str, dict[str, float]]  # (score, status, reason, costs) of one reward of a sample
 
 
 @dataclass(frozen=True)
 class Grade:
   """The score of a sample, and how it came about."""
 
-  score: float
-  status: Literal['ok', 'timeout', 'crash', 'error', 'invalid']
+  score: float  # the weighted sum of the rewards
+  status: Status  # ok, or the status of the first reward that failed
   reason: str = ''  # why the status is not ok
+  parts: Mapping[str, float] = field(default_factory=dict)  # the score of each named reward, without its weight
+  failed: tuple[str, ...] = ()  # the named rewards that failed; their scores are 0
+  costs: Mapping[str, float] = field(default_factory=dict)  # what grading used, such as judge/tokens
+
+
+@dataclass(frozen=True)
+class Group:
+  """The samples of one prompt that count, for groupwise rewards."""
+
+  samples: tuple[Sample, ...]
+
+
+Asked = tuple[int, Sample | Group]  # a worker's call: the index of a reward, and what it grades
+
+
+@dataclass(eq=False)
+class _Call:
+  """A sample or a group, and the calls of workers that grade it."""
+
+  given: Sample | Group
+  tickets: dict[int, tuple[WorkerPool, int]]  # of the rewards that are still to come, by their index
+  answers: dict[int, Any] = field(default_factory=dict)  # by the index of the reward
+
+
+class GraderPool:
+  """Grades samples by all rewards that apply. A context manager; for use by one thread.
+
+  The result of a Sample is a Grade by the rewards that grade samples one by one; the result of a Group is a list of Grades by the
+  groupwise rewards.
+
+  Args:
+    rewards: the rewards.
+    pools: the workers of each reward. One pool may serve several rewards: its calls are (index of the reward, what to grade).
+  """
+
+  def __init__(self, rewards: Sequence[Reward], pools: Sequence[WorkerPool]):
+    self._rewards, self._pools = rewards, pools
+    self._distinct = list(dict.fromkeys(pools))
+    self._calls: dict[int, _Call] = {}
+    self._owners: dict[tuple[WorkerPool, int], tuple[int, int]] = {}  # a worker's call -> (our ticket, index of the reward)
+    self._tickets = itertools.count()
+    self._at_once = False  # whether a call needs no worker, and nobody has polled since
+
+  def __enter__(self) -> 'GraderPool':
+    with ExitStack() as stack:
+      for pool in self._distinct:
+        stack.enter_context(pool)
+      self._stack = stack.pop_all()
+    return self
+
+  def __exit__(self, *_) -> None:
+    self._stack.close()
+
+  def submit(self, call: Sample | Group) -> int:
+    """Queue a sample or a group. Returns the ticket of its result."""
+    ticket = next(self._tickets)
+    self._calls[ticket] = _Call(call, {})
+    for index, reward in enumerate(self._rewards):
+      if reward.grader.groupwise == isinstance(call, Group):
+        pool = self._pools[index]
+        at = pool, pool.submit((index, call))
+        self._calls[ticket].tickets[index], self._owners[at] = at, (ticket, index)
+    self._at_once |= not self._calls[ticket].tickets
+    return ticket
+
+  def cancel(self, ticket: int) -> None:
+    """Drop a call. Its result is ignored."""
+    if (call := self._calls.pop(ticket, None)) is not None:
+      for pool, theirs in call.tickets.values():
+        del self._owners[pool, theirs]
+        pool.cancel(theirs)
+
+  def poll(self, wanted: Collection[int]) -> dict[int, Any]:
+    """Return the wanted results that are ready, by ticket. Each result is returned once."""
+    self._at_once = False
+    for pool in self._distinct:
+      theirs = {ticket for owner, ticket in self._owners if owner is pool}
+      for number, answer in pool.poll(theirs).items():
+        ticket, index = self._owners.pop((pool, number))
+        call = self._calls[ticket]
+        call.answers[index] = answer
+        del call.tickets[index]
+    ready = [ticket for ticket, call in self._calls.items() if not call.tickets and ticket in wanted]
+    return {ticket: self._result(self._calls.pop(ticket)) for ticket in ready}
+
+  def wait(self, seconds: float | None) -> None:
+    """Wait until a result may be ready, a call exceeds its limit, or `seconds` are over (None: no limit)."""
+    if not self._at_once:
+      wait_for_any(self._distinct, seconds)
+
+  def _result(self, call: _Call) -> Grade | list[Grade]:
+    count = len(call.given.samples) if isinstance(call.given, Group) else 1
+    scores = {index: _scores(answer, count) for index, answer in sorted(call.answers.items())}
+    grades = [self._grade({index: of_samples[i] for index, of_samples in scores.items()}) for i in range(count)]
+    return grades if isinstance(call.given, Group) else grades[0]
+
+  def _grade(self, scores: Mapping[int, Score]) -> Grade:
+    """The grade of a sample from its scores by the index of their rewards."""
+    found = [(self._rewards[index], *score) for index, score in scores.items()]
+    failures = [(status, reward.name, why) for reward, _, status, why, _ in found if status != 'ok']
+    status, name, why = failures[0] if failures else ('ok', '', '')
+    used = sorted({name for *_, costs in found for name in costs})
+    return Grade(
+      sum((reward.weight * score for reward, score, *_ in found), start=0.0),
+      status,  # pyright: ignore[reportArgumentType]
+      f'{name}: {why}' if name else why,
+      {reward.name: score for reward, score, *_ in found if reward.name},
+      tuple(reward.name for reward, _, status, *_ in found if reward.name and status != 'ok'),
+      {name: sum(costs.get(name, 0.0) for *_, costs in found) for name in used},
+    )
 
 
 def grader_pool(
-  spec: GraderSpec,
-  workers: int,
-  timeout: float,
+  rewards: Sequence[Reward],
+  workers: int | None,
+  timeout: float | None,
   memory_gb: float,
   executor: str = 'processes',
   now: Callable[[], float] = time.monotonic,
-) -> WorkerPool:
-  """Return the pool that grades samples: its calls are Samples, its results Grades.
+  columns: Collection[str] = (),
+) -> GraderPool:
+  """Return the pool that grades samples.
 
   Args:
-    spec: the grader.
-    workers: samples that are graded at the same time.
-    timeout: seconds that a sample may take.
-    memory_gb: GiB of address space that a grading process may add after its grader is loaded.
-    executor: processes; ray, which limits memory itself; or threads, for a grader that is a Python object. A thread has no limit
-      of memory, and one that hangs is left behind: its sample counts as a timeout, and another thread takes its place.
+    rewards: the rewards.
+    workers: calls of rewards that run at the same time. None: WORKERS, and ASYNC_CALLS of async rewards.
+    timeout: seconds that each reward of a sample may take. None: graders.SECONDS, and graders.ASYNC_SECONDS of async rewards.
+    memory_gb: GiB of address space that a grading process may add after its graders are loaded.
+    executor: processes, or ray, which limits memory itself. Python callables run in threads in any case.
     now: the clock, in seconds.
+    columns: the columns that rows have, which rewards may ask for.
   """
-  return WorkerPool(
-    starter(executor, partial(load_service, spec), memory_gb),
-    workers,
-    limit=timeout,
-    limit_setting='config.task.time_limit',
-    blame=f'config.task.grader = {spec.label!r}',
-    read=_grade,
-    now=now,
-  )
+
+  def place(spec: GraderSpec) -> tuple[str, bool]:
+    return 'threads' if spec.kind == 'function' else executor, spec.asynchronous
+
+  def pool(executor: str, asynchronous: bool) -> WorkerPool:
+    specs = {i: r.grader for i, r in enumerate(rewards) if place(r.grader) == (executor, asynchronous)}
+    labels = ', '.join(spec.label for spec in specs.values())
+    if asynchronous:
+      start = Lanes(async_starter(executor, partial(load_async_service, specs, tuple(columns)), memory_gb))
+    else:
+      start = starter(executor, partial(load_service, specs, tuple(columns)), memory_gb)
+    return WorkerPool(
+      start,
+      workers or (ASYNC_CALLS if asynchronous else WORKERS),
+      limit=timeout or graders.time_limit(asynchronous),
+      limit_setting='config.task.time_limit',
+      blame=f'config.task.grader = {labels!r}' if len(rewards) == 1 else f'config.task.rewards: {labels}',
+      now=now,
+    )
+
+  places = [place(reward.grader) for reward in rewards]
+  pools = {each: pool(*each) for each in dict.fromkeys(places)}
+  return GraderPool(rewards, [pools[each] for each in places])
 
 
-def load_service(spec: GraderSpec) -> Callable[[Sample], tuple[float, str, str]]:
+# --- in a worker -----------------------------------------------------------------------------------------------------
+
+
+def load_service(specs: Mapping[int, GraderSpec], columns: Collection[str]) -> Callable[[Asked], list[Score]]:
   """Return the service of a grading worker. Raises any error of a user's file."""
+  loaded = _load(specs, columns)
+
+  def answer(asked: Asked) -> list[Score]:
+    index, given = asked
+    return _checked(loaded[index](_what(given)), given)
+
+  return answer
+
+
+def load_async_service(specs: Mapping[int, GraderSpec], columns: Collection[str]) -> Callable[[Asked], Awaitable[list[Score]]]:
+  """Return the service of an async grading worker. Raises any error of a user's file."""
+  loaded = _load(specs, columns)
+
+  async def answer(asked: Asked) -> list[Score]:
+    index, given = asked
+    return _checked(await loaded[index](_what(given)), given)
+
+  return answer
+
+
+def _load(specs: Mapping[int, GraderSpec], columns: Collection[str]) -> dict[int, Callable[[Any], Any]]:
   logging.getLogger('math_verify').setLevel(logging.ERROR)  # it warns at every call that its own time limit is off
-  return partial(_score, graders.load(spec))
+  loaded = {}
+  for index, spec in specs.items():
+    try:
+      loaded[index] = graders.load(spec, columns)
+    except (Exception, SystemExit) as error:
+      if len(specs) == 1:
+        raise
+      raise RuntimeError(f'{spec.label}: {reason(error)}') from error
+  return loaded
 
 
-def _score(grader: graders.Grader, sample: Sample) -> tuple[float, str, str]:
-  """(score, status, reason) of a sample."""
-  score = grader(*sample)
-  if not isinstance(score, numbers.Real):
-    return 0.0, 'invalid', f'returned a {type(score).__name__}'
-  if not math.isfinite(score):
-    return 0.0, 'invalid', f'returned {score!r:.100}'
-  return float(score), 'ok', ''
+def _what(given: Sample | Group) -> Sample | tuple[Sample, ...]:
+  return given.samples if isinstance(given, Group) else given
 
 
-def _grade(answer: Any) -> Grade:
+def _checked(returned: Any, given: Sample | Group) -> list[Score]:
+  """The scores of a sample, or of the samples of a group, that a reward returned."""
+  if isinstance(given, Sample):
+    return [_score_of(returned)]
+  try:
+    found = list(returned)
+  except TypeError:
+    return [(0.0, 'invalid', f'returned a {type(returned).__name__}, expected a list of numbers', {})] * len(given.samples)
+  if len(found) != len(given.samples):
+    return [(0.0, 'invalid', f'returned {len(found)} scores of {len(given.samples)} samples', {})] * len(given.samples)
+  return [_score_of(each) for each in found]
+
+
+def _score_of(returned: Any) -> Score:
+  if isinstance(returned, Judgement):
+    return returned.score, returned.status, returned.reason, dict(returned.costs)
+  if not isinstance(returned, numbers.Real):
+    return 0.0, 'invalid', f'returned a {type(returned).__name__}', {}
+  if not math.isfinite(returned):
+    return 0.0, 'invalid', f'returned {returned!r:.100}', {}
+  return float(returned), 'ok', '', {}
+
+
+# --- from a worker ---------------------------------------------------------------------------------------------------
+
+
+def _scores(answer: Any, count: int) -> list[Score]:
+  """The scores that a worker answered, one per sample. Its process may run code of a model, which can forge an answer."""
+  if isinstance(answer, Failure):
+    return [(0.0, answer.kind, answer.reason, {})] * count
+  scores = [_score(each) for each in answer] if isinstance(answer, list) else []
+  return scores if len(scores) == count else [_MALFORMED] * count
+
+
+_MALFORMED: Score = 0.0, 'crash', 'malformed answer', {}
+
+
+def _score(answer: Any) -> Score:
   match answer:
-    case Failure(kind, why):
-      return Grade(0.0, kind, why)
-    case (int() | float() as score, 'ok' | 'invalid' as status, str() as why):
-      return Grade(score, status, why)
-  return Grade(0.0, 'crash', 'malformed answer')
+    case (int() | float() as score, 'ok' | 'invalid' | 'error' as status, str() as why, dict() as costs) if math.isfinite(score):
+      known = {name: float(used) for name, used in costs.items() if name in COSTS and isinstance(used, int | float)}
+      return score if status == 'ok' else 0.0, status, why, known
+  return _MALFORMED

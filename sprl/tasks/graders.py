@@ -1,9 +1,13 @@
-"""Graders: functions of (prompt, completion, answer) that return a reward, and how a task names its grader.
+"""Graders: functions of a sample that return its score, and how a task names its grader or several rewards.
 
 `math`     1 if the last box, else the text or its last expression, equals the answer mathematically (math-verify)
 `gsm8k`    1 if the text after the last `####`, else the last box, else the last number, has the value of the answer
 `numeric`  1 if the last number of the final answer has the value of the answer
 `exact`    1 if the whole completion is the answer, apart from surrounding space
+`code`     1 if the code of the completion passes the tests of the row (sprl/tasks/code_grader.py)
+`judge`    the score that a language model behind an HTTP endpoint gives (sprl/tasks/judge.py)
+
+A user's grader is a function in a file or a Python callable; sprl/tasks/rewards.py describes the forms that it may have.
 
 A reasoning-gym task uses the scorer of its data set. That scorer gives partial marks to any text that contains the answer (0.05
 for `The answer is 7` where 7 is right). So it is given the final answer only, and only full marks count as reward 1. The final
@@ -11,63 +15,118 @@ answer is the last `<answer>` tag, else the last box, else the whole text; if th
 """
 
 import ast
-import functools
 import importlib.machinery
 import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import types
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
 from decimal import Decimal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from sprl.config import SettingsError, Task
-from sprl.config_checks import GRADERS, grader_file
+from sprl.config_checks import GRADERS, grader_file, python_name, reward_name, weighted
+from sprl.tasks import code_grader, judge
+from sprl.tasks.rewards import Grader, for_groups, for_samples, is_async, is_groupwise
 
-Grader = Callable[[str, str, str, Mapping[str, Any]], Any]  # (prompt, completion, answer, a Problem's extra)
+SECONDS, ASYNC_SECONDS = 10.0, 60.0  # for grading a sample, unless task.time_limit is set; the second: by an async grader
+
+
+def time_limit(asynchronous: bool) -> float:
+  """Return the seconds that a grader may take unless task.time_limit is set."""
+  return ASYNC_SECONDS if asynchronous else SECONDS
 
 
 @dataclass(frozen=True)
 class GraderSpec:
-  """A grader by name, which a worker process loads."""
+  """A grader by name, which a worker loads."""
 
   label: str  # its name in messages
-  kind: str  # math, gsm8k, numeric, exact, reasoning_gym, file, function
+  kind: str  # math, gsm8k, numeric, exact, code, judge, reasoning_gym, file, function
   name: str = ''  # reasoning_gym: the data set; file: the function
   path: str = ''  # file: absolute
-  args: Mapping[str, Any] = field(default_factory=dict)  # reasoning_gym: arguments of the data set
-  function: Callable[..., Any] | None = None  # function: the Python object, which threads of this process call
+  args: Mapping[str, Any] = field(default_factory=dict)  # reasoning_gym: of the data set; code: seconds; judge: task.judge
+  function: Callable[..., Any] | None = None  # function: a Python callable, which runs in a thread of this process
+  groupwise: bool = False  # whether it grades all samples of a prompt at once
+  asynchronous: bool = False  # whether it is an `async def`
 
 
-# --- from a task to its grader ---------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Reward:
+  """One of the rewards of a task."""
+
+  name: str  # in metrics; '' for the only reward of a task without task.rewards
+  weight: float
+  grader: GraderSpec
 
 
-def resolve(task: Task) -> GraderSpec:
+# --- from a task to its rewards --------------------------------------------------------------------------------------
+
+
+def rewards(task: Task, functions: Mapping[str, Callable[..., Any]] | None = None) -> tuple[Reward, ...]:
+  """Return the rewards of a task: those of task.rewards, or task.grader alone with weight 1.
+
+  `functions` are the callables that graders called `python:NAME` stand for. Raises SettingsError as `resolve` does.
+  """
+  if not task.rewards:
+    return (Reward('', 1.0, resolve(task, functions)),)
+  return tuple(
+    Reward(reward_name(grader), weight, resolve(replace(task, grader=grader), functions, f'config.task.rewards: {grader!r}'))
+    for grader, weight in map(weighted, task.rewards)
+  )
+
+
+def resolve(task: Task, functions: Mapping[str, Callable[..., Any]] | None = None, where: str = '') -> GraderSpec:
   """Return the task's grader, found but not loaded: a user's file is parsed here and run in the grading processes.
+
+  `where` begins the messages of errors; '': names task.grader.
 
   Raises SettingsError for an unknown grader, and for a file that is missing, is not Python, or lacks the function.
   """
+  where = where or f'config.task.grader = {task.grader!r}'
   if task.grader == 'auto':
     if task.kind == 'reasoning_gym':
       assert task.name, 'checked with the settings'
       return GraderSpec(f'auto ({task.name})', 'reasoning_gym', task.name, args=task.args)
     return GraderSpec('auto', 'gsm8k' if task.kind == 'gsm8k' else 'math')
+  if task.grader == 'code':  # slow code scores 0 before the pool ends the grader, which would count as its failure
+    return GraderSpec('code', 'code', args={'seconds': 0.8 * (task.time_limit or SECONDS)})
+  if task.grader == 'judge':
+    judge.settings(task.judge)
+    args = {**task.judge, 'seconds': 0.9 * (task.time_limit or ASYNC_SECONDS)}
+    return GraderSpec('judge', 'judge', args=args, asynchronous=True)
   if task.grader in GRADERS:
     return GraderSpec(task.grader, task.grader)
+  if (name := python_name(task.grader)) is not None:
+    if name not in (functions or {}):
+      known = ', '.join(f'python:{each}' for each in functions or {}) or 'none'
+      raise SettingsError(f'{where}: no such function was given to sprl; expected one of these: {known}')
+    return from_function((functions or {})[name], task.grader)
   if (found := grader_file(task.grader)) is None:
-    raise SettingsError(f'config.task.grader = {task.grader!r}: expected one of {", ".join(GRADERS)}, or `file.py:function`')
+    raise SettingsError(f'{where}: expected one of {", ".join(GRADERS)}, or `file.py:function`')
   path, function = Path(found[0]).expanduser().absolute(), found[1]
   if not path.is_file():
-    raise SettingsError(f'config.task.grader = {task.grader!r}: {path}: no such file')
+    raise SettingsError(f'{where}: {path}: no such file')
   try:
-    names = _names(ast.parse(path.read_bytes()))
+    module = ast.parse(path.read_bytes())
   except (SyntaxError, ValueError) as error:
-    raise SettingsError(f'config.task.grader = {task.grader!r}: {path} is not Python: {error}') from error
+    raise SettingsError(f'{where}: {path} is not Python: {error}') from error
+  names = _names(module)
   if function not in names and '*' not in names:
-    raise SettingsError(f'config.task.grader = {task.grader!r}: {path} has no {function}; it has {", ".join(sorted(names))}')
-  return GraderSpec(task.grader, 'file', function, str(path))
+    raise SettingsError(f'{where}: {path} has no {function}; it has {", ".join(sorted(names))}')
+  groupwise, asynchronous = _form(module, function)
+  return GraderSpec(task.grader, 'file', function, str(path), groupwise=groupwise, asynchronous=asynchronous)
+
+
+def from_function(function: Callable[..., Any], label: str = '') -> GraderSpec:
+  """Return the grader that calls a Python function. It runs in a thread of this process, which no time limit can stop."""
+  label = label or getattr(function, '__name__', type(function).__name__)
+  groupwise = is_groupwise(inspect.signature(function).parameters)
+  return GraderSpec(label, 'function', function=function, groupwise=groupwise, asynchronous=is_async(function))
 
 
 def _names(module: ast.Module) -> set[str]:
@@ -75,88 +134,82 @@ def _names(module: ast.Module) -> set[str]:
   found = set()
   for node in ast.walk(module):
     match node:
-      case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.Name(id=name, ctx=ast.Store()):
+      case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+        found.add(node.name)
+      case ast.Name(id=name, ctx=ast.Store()):
         found.add(name)
       case ast.alias(name=name, asname=other):
         found.add(other or name)
   return found
 
 
-def from_function(function: Callable[..., Any]) -> GraderSpec:
-  """Return the grader that calls a Python object: f(prompt, completion, answer), or by name if it has a parameter `row`.
+def _form(module: ast.Module, function: str) -> tuple[bool, bool]:
+  """Return whether a function that the module defines is groupwise, and whether it is async. Other functions: neither."""
+  groupwise = asynchronous = False
+  for node in ast.walk(module):
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name == function:
+      groupwise = is_groupwise([each.arg for each in (*node.args.args, *node.args.kwonlyargs)])
+      asynchronous = isinstance(node, ast.AsyncFunctionDef)
+  return groupwise, asynchronous
 
-  `row` is the whole row of a problem, with all of its columns. Raises SettingsError if the function takes other arguments.
+
+# --- from a name to a function ---------------------------------------------------------------------------------------
+
+
+def load(spec: GraderSpec, columns: Collection[str] = ()) -> Callable[[Any], Any]:
+  """Return the function of a Sample, or of the samples of a prompt if the grader is groupwise.
+
+  `columns` are the columns that rows have. Raises any error of a user's file, and TypeError if the function needs a parameter
+  that there is not.
   """
-  label = getattr(function, '__name__', repr(function))
-  try:
-    _arguments(function)
-  except (TypeError, ValueError) as error:
-    raise SettingsError(
-      f'reward = {label}: expected a function of (prompt, completion, answer), or of some of these and `row`: {error}'
-    ) from None
-  return GraderSpec(label, 'function', function=function)
-
-
-def _arguments(function: Callable[..., Any]) -> tuple[str, ...] | None:
-  """Return the names by which a function is given its arguments; None: by position. Raises TypeError if it takes others."""
-  signature = inspect.signature(function)
-  if 'row' not in signature.parameters:
-    signature.bind('prompt', 'completion', 'answer')
-    return None
-  names = tuple(name for name in ('prompt', 'completion', 'answer', 'row') if name in signature.parameters)
-  signature.bind(**dict.fromkeys(names))
-  return names
-
-
-def _by_name(function: Callable[..., Any]) -> Grader:
-  names = _arguments(function)
-
-  def grade(prompt: str, completion: str, answer: str, extra: Mapping[str, Any]) -> Any:
-    if names is None:
-      return function(prompt, completion, answer)
-    given = {'prompt': prompt, 'completion': completion, 'answer': answer, 'row': extra.get('row', {})}
-    return function(**{name: given[name] for name in names})
-
-  return grade
-
-
-def load(spec: GraderSpec) -> Grader:
-  """Load the grader. Raises any error of a user's file, and TypeError if the function takes other arguments."""
   match spec.kind:
     case 'reasoning_gym':
       return _reasoning_gym(spec)
-    case 'function':
-      assert spec.function is not None
-      return _by_name(spec.function)
+    case 'code':
+      code_grader.check_columns(columns)
+      return partial(code_grader.grade, seconds=spec.args['seconds'])
+    case 'judge':
+      return judge.load(spec.args)
     case 'file':
       function = _from_file(spec)
+    case 'function':
+      function = spec.function
+      assert function is not None
     case _:
       function = {'math': math, 'gsm8k': gsm8k, 'numeric': numeric, 'exact': exact}[spec.kind]
       function('', r'\boxed{\frac{1}{2}}', '0.5')  # loads sympy and its grammars before the first sample's clock starts
-  return lambda prompt, completion, answer, extra: function(prompt, completion, answer)
+  return for_groups(function, columns) if spec.groupwise else for_samples(function, columns)
 
 
-def _from_file(spec: GraderSpec) -> Callable[[str, str, str], float]:
+def _from_file(spec: GraderSpec) -> Callable[..., Any]:
   path = Path(spec.path)
-  sys.path.append(str(path.parent))  # the file may import its neighbours; last, so that they shadow nothing
-  loader = importlib.machinery.SourceFileLoader('user_grader', str(path))
-  module = importlib.util.module_from_spec(importlib.machinery.ModuleSpec('user_grader', loader, origin=str(path)))
-  sys.modules['user_grader'] = module
-  loader.exec_module(module)
+  if str(path.parent) not in sys.path:
+    sys.path.append(str(path.parent))  # the file may import its neighbours; last, so that they shadow nothing
+  module = _module(f'user_grader {path}', path)
   function = getattr(module, spec.name)
-  inspect.signature(function).bind('prompt', 'completion', 'answer')
+  if (is_groupwise(inspect.signature(function).parameters), is_async(function)) != (spec.groupwise, spec.asynchronous):
+    raise TypeError(f'{spec.label}: a function with `completions`, or an `async def`, must be defined in this file by its name')
   return function
+
+
+def _module(name: str, path: Path) -> types.ModuleType:
+  """Return the module of a file. The rewards that one file defines share it."""
+  if name not in sys.modules:
+    loader = importlib.machinery.SourceFileLoader(name, str(path))
+    sys.modules[name] = importlib.util.module_from_spec(importlib.machinery.ModuleSpec(name, loader, origin=str(path)))
+    try:
+      loader.exec_module(sys.modules[name])
+    except BaseException:
+      del sys.modules[name]
+      raise
+  return sys.modules[name]
 
 
 def _reasoning_gym(spec: GraderSpec) -> Grader:
   from sprl.tasks import reasoning
 
   scorer = reasoning.generator(spec.name, spec.args, seed=0, size=1).score_answer
-
-  def grade(prompt: str, completion: str, answer: str, extra: Mapping[str, Any]) -> float:
-    return float(scorer(final_answer(completion, answer), extra['entry']) >= 1)
-
-  return grade
+  return lambda s: float(scorer(final_answer(s.completion, s.answer), s.extra['entry']) >= 1)
 
 
 # --- graders ---------------------------------------------------------------------------------------------------------
@@ -196,7 +249,7 @@ def _same_mathematics(boxed: str | None, text: str, answer: str) -> bool:
   """
   import math_verify
 
-  parse = functools.partial(math_verify.parse, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
+  parse = partial(math_verify.parse, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
   readings = [rf'\boxed{{{boxed}}}'] if boxed else [text] if _PROSE.search(text) else [rf'\boxed{{{text.strip()}}}', text]
   wanted = parse(rf'\boxed{{{last_boxed(answer) or answer.strip().strip("$")}}}')
   return any(math_verify.verify(wanted, parse(reading), timeout_seconds=None) for reading in readings)

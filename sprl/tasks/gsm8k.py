@@ -19,7 +19,7 @@ _LOCAL = 'a local folder that holds train.jsonl and test.jsonl (lines of `questi
 
 
 def rows(task: Task, split: str) -> Iterator[dict[str, Any]]:
-  """Yield the problems of a split as {id, prompt, answer, extra}: `answer` is the number after `####`, `extra` the solution.
+  """Yield the problems of a split as {id, prompt, answer, extra, row}: `answer` is the number after `####`.
 
   task.path names a folder or a hub data set, by default openai/gsm8k.
 
@@ -80,4 +80,4 @@ def _row(where: str, name: str, line: dict[str, Any]) -> dict[str, Any]:
   _, mark, final = solution.rpartition('####')
   if not mark or not final.strip():
     raise SettingsError(f'{where}: answer ends in {solution[-40:]!r}: expected a last line `#### N`')
-  return {'id': name, 'prompt': question, 'answer': final.strip(), 'extra': {'solution': solution}}
+  return {'id': name, 'prompt': question, 'answer': final.strip(), 'extra': {'solution': solution}, 'row': line}

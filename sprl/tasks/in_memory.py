@@ -3,7 +3,7 @@
 {"prompt": "What is 2 + 3?", "answer": "5", "level": 1}
 {"prompt": [{"role": "user", "content": "2 + 3?"}]}          (a conversation; `messages` is the same)
 
-`answer` is optional, because a reward may read other columns. A reward that declares `row` gets the row as it was given.
+`answer` is optional, because a reward may read other columns. Rewards get the row as it was given.
 """
 
 import json
@@ -26,7 +26,7 @@ def load(task: Task, rows: Iterable[Any], name: str = 'rows') -> Problems:
 
 
 def checked(rows: Iterable[Any], chat: bool, name: str = 'rows') -> list[dict[str, Any]]:
-  """Return the rows as problems: {id, prompt or messages, answer, extra}. `extra['row']` is the row as given.
+  """Return the rows as problems: {id, prompt or messages, answer, row}. `row` is the row as given.
 
   `chat` is task.chat. Raises SettingsError, which begins with NAME[index], for a row without a usable prompt or answer, and if
   there are no rows.
@@ -43,8 +43,7 @@ def _checked(where: str, row: Any, chat: bool) -> dict[str, Any]:
   line = {'answer': '', **row}
   if isinstance(line.get('prompt'), list):
     line['messages'] = line.pop('prompt')
-  problem = jsonl.problem(where, line, chat)
-  return {**problem, 'extra': {**problem.get('extra', {}), 'row': dict(row)}}
+  return {**jsonl.problem(where, line, chat), 'row': dict(row)}
 
 
 def split(rows: Sequence[Row], most: int) -> tuple[Sequence[Row], Sequence[Row]]:

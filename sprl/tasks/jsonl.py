@@ -16,7 +16,7 @@ _ROLES = ('system', 'user', 'assistant')
 
 
 def rows(task: Task, split: str) -> Iterator[dict[str, Any]]:
-  """Yield the problems of SPLIT.jsonl in the folder task.path: {id, prompt or messages, answer}; `extra` has a solution.
+  """Yield the problems of SPLIT.jsonl in the folder task.path: {id, prompt or messages, answer, row}; `extra` has a solution.
 
   Raises SettingsError for a missing or empty file, and for a malformed line, by file and line number.
   """
@@ -62,7 +62,7 @@ def problem(where: str, line: Mapping[str, Any], chat: bool) -> dict[str, Any]:
   answer = line.get('answer')
   if not isinstance(answer, str | int | float) or isinstance(answer, bool):
     raise SettingsError(f'{where}: answer = {answer!r}: expected text or a number')
-  row: dict[str, Any] = {'id': where, 'answer': str(answer)}
+  row: dict[str, Any] = {'id': where, 'answer': str(answer), 'row': dict(line)}
   if 'solution' in line:
     if not isinstance(line['solution'], str):
       raise SettingsError(f'{where}: solution = {line["solution"]!r}: expected text')

@@ -1,7 +1,7 @@
 """Problems: what a task asks the model.
 
-The sources (gsm8k, reasoning, jsonl) yield rows: dicts of `id`, `prompt` or `messages`, `answer`, and optionally `extra`. This
-file applies the settings that change every question: task.system, task.suffix, task.chat.
+The sources (gsm8k, reasoning, jsonl) yield rows: dicts of `id`, `prompt` or `messages`, `answer`, and optionally `extra` and
+`row`. This file applies the settings that change every question: task.system, task.suffix, task.chat.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,6 +21,7 @@ class Problem:
   messages: tuple[Mapping[str, str], ...]  # {role, content} each, for the chat template; () under task.chat = False
   answer: str
   extra: Mapping[str, Any] = field(default_factory=dict)  # for the grader of the source
+  row: Mapping[str, Any] = field(default_factory=dict)  # the row of the data set with all its columns, for rewards
 
 
 def load(task: Task, split: Literal['train', 'test'], process: int = 0, processes: int = 1) -> 'Problems':
@@ -86,4 +87,5 @@ def pose(task: Task, row: Mapping[str, Any]) -> Problem:
   messages = (*before, question)
   if task.system is not None and messages[0]['role'] != 'system':
     messages = ({'role': 'system', 'content': task.system}, *messages)
-  return Problem(row['id'], question['content'], messages if task.chat else (), row['answer'], row.get('extra', {}))
+  shown = messages if task.chat else ()
+  return Problem(row['id'], question['content'], shown, row['answer'], row.get('extra', {}), row.get('row', {}))

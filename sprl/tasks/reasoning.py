@@ -25,7 +25,7 @@ _SCANNED = 20  # problems generated at most for each held-out problem
 
 
 def rows(task: Task, split: str, size: int = SIZE, held_out: int = HELD_OUT, seed: int = 0) -> Sequence[dict[str, Any]]:
-  """Return the problems of a split as {id, prompt, answer, extra}; `extra` holds the generator's entry, for its scorer.
+  """Return the problems of a split as {id, prompt, answer, extra, row}; `extra` holds the generator's entry, for its scorer.
 
   train: `size` problems, generated on demand, by index. test: at most `held_out` distinct questions; the search stops after 20
   generated problems for each. `seed` is the seed of the generator.
@@ -156,4 +156,5 @@ def _entries(made: Callable[[int, int], Any], count: int, most: int, seed: int) 
 
 def _row(name: str, entry: dict[str, Any]) -> dict[str, Any]:
   answer = entry['answer']  # None if several answers are right and only the scorer can tell
-  return {'id': name, 'prompt': entry['question'], 'answer': '' if answer is None else str(answer), 'extra': {'entry': entry}}
+  given = '' if answer is None else str(answer)
+  return {'id': name, 'prompt': entry['question'], 'answer': given, 'extra': {'entry': entry}, 'row': entry}

@@ -14,7 +14,7 @@ environment between its steps.
 import concurrent.futures
 import itertools
 import time
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -161,12 +161,13 @@ class WorkerPool:
 
   def wait(self, seconds: float | None) -> None:
     """Wait until a result may be ready, a call exceeds its limit, or `seconds` are over (None: no limit)."""
-    pending = [(slot.future, slot.deadline) for slot in self._slots if slot.future is not None]
-    if pending and not self._fresh:
-      left = max(0.0, min(deadline for _, deadline in pending) - self._now())
-      timeout = left if seconds is None else min(seconds, left)
-      concurrent.futures.wait([future for future, _ in pending], timeout, concurrent.futures.FIRST_COMPLETED)
-    self._collect()
+    wait_for_any([self], seconds)
+
+  @property
+  def pending(self) -> list[tuple[Future, float]]:
+    """The starts and calls under way, each with the seconds until its limit."""
+    now = self._now()
+    return [(slot.future, max(0.0, slot.deadline - now)) for slot in self._slots if slot.future is not None]
 
   # --- affinity ----------------------------------------------------------------------------------------------------------
 
@@ -260,6 +261,17 @@ class WorkerPool:
 
   def _cannot_start(self, why: str) -> SettingsError:
     return SettingsError(f'{self._blame}: a worker cannot start: {why}')
+
+
+def wait_for_any(pools: Sequence[WorkerPool], seconds: float | None) -> None:
+  """Wait until one of the pools may have a result, a call exceeds its limit, or `seconds` are over (None: no limit)."""
+  pending = [each for pool in pools for each in pool.pending]
+  if pending and not any(pool._fresh for pool in pools):
+    left = min(left for _, left in pending)
+    timeout = left if seconds is None else min(seconds, left)
+    concurrent.futures.wait([future for future, _ in pending], timeout, concurrent.futures.FIRST_COMPLETED)
+  for pool in pools:
+    pool._collect()
 
 
 def _failed_start(worker: Worker) -> str:

@@ -34,17 +34,17 @@ def main(connection: int, lifeline: int) -> None:
     load, memory_gb = pool.recv()
     service = load()
     if memory_gb is not None:
-      _limit(memory_gb)
+      limit_memory(memory_gb)
   except BaseException as error:  # a user's file may also call sys.exit
-    _send(pool, reason(error))
+    send(pool, reason(error))
     return
-  _send(pool, '')
+  send(pool, '')
   while True:
     try:
       call = pool.recv()
     except EOFError:
       return
-    _send(pool, attempt(_ends_without_memory, service, call))
+    send(pool, attempt(_ends_without_memory, service, call))
 
 
 def _ends_without_memory(service: Callable[[Any], Any], call: Any) -> Any:
@@ -54,12 +54,13 @@ def _ends_without_memory(service: Callable[[Any], Any], call: Any) -> Any:
     os._exit(OUT_OF_MEMORY)
 
 
-def _send(pool: Connection, message: Any) -> None:
+def send(pool: Connection, message: Any) -> None:
+  """Send a message as JSON, or (null, the reason why it cannot be JSON)."""
   text, why = attempt(json.dumps, message)
   pool.send_bytes((json.dumps((None, why)) if why else text).encode())
 
 
-def _limit(memory_gb: float) -> None:
+def limit_memory(memory_gb: float) -> None:
   """Limit the address space to the space in use now plus `memory_gb` GiB, and disable core files."""
   resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
   statm = Path('/proc/self/statm')

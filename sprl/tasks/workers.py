@@ -118,24 +118,23 @@ class ThreadWorker:
 # --- processes -----------------------------------------------------------------------------------------------------------
 
 
-class ProcessWorker:
-  """A worker in a separate process (sprl/tasks/worker_process.py).
+class Child:
+  """A fresh interpreter that runs the program of a worker, and the connection to it.
 
-  The process is a fresh interpreter. A fork would copy the run's threads and its hold on the accelerator; a spawned process of
-  multiprocessing would import the run's main module, and jax with it. Each worker has a thread here that talks to its process, so
-  a process that neither reads nor writes delays no other worker.
+  A fork would copy the run's threads and its hold on the accelerator; a spawned process of multiprocessing would import the run's
+  main module, and jax with it.
 
-  Calls are sent as pickles, answers as JSON. The process may run code that a model wrote, and an answer in the form of a pickle
-  could then run code here.
+  Messages to the program are pickles, its replies JSON. The process may run code that a model wrote, and a reply in the form of a
+  pickle could then run code here.
   """
 
-  def __init__(self, load: Load, memory_gb: float | None = None):
+  def __init__(self, program: str):
     ours, theirs = socket.socketpair()
     held, self._lifeline = os.pipe()
     with theirs:
       descriptors = theirs.fileno(), held
-      self._process = subprocess.Popen(
-        [sys.executable, '-P', '-m', 'sprl.tasks.worker_process', *map(str, descriptors)],
+      self.process = subprocess.Popen(
+        [sys.executable, '-P', '-m', program, *map(str, descriptors)],
         pass_fds=descriptors,
         stdin=subprocess.DEVNULL,
         process_group=0,  # so a kill also ends its child processes, and Ctrl-C in the terminal does not end it
@@ -150,6 +149,48 @@ class ProcessWorker:
     os.close(held)
     self._connection = Connection(ours.detach())
     self._ended = threading.Lock()
+
+  def send(self, message: Any) -> None:
+    """Send a message. Raises OSError if the process has ended."""
+    self._connection.send_bytes(pickle.dumps(message))
+
+  def receive(self) -> Any:
+    """Wait for a reply. Raises OSError, EOFError or ValueError if the process dies or sends something else."""
+    return json.loads(self._connection.recv_bytes(MAX_REPLY))
+
+  def close(self) -> None:
+    """Wait for the end of a killed process and close the connection."""
+    self.process.wait()
+    self._connection.close()
+
+  def kill(self) -> None:
+    """Kill the process and its child processes."""
+    with self._ended:
+      if self._lifeline >= 0:
+        lifeline.kill(self.process.pid)  # even if it has ended: its child processes may still run
+        os.close(self._lifeline)
+        self._lifeline = -1
+        # A process that left the group may hold the other end open. Shut down this end, because the thread may wait in a read.
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as ours:
+          ours.shutdown(socket.SHUT_RDWR)
+
+  def last_words(self) -> str:
+    """Wait for the end of the process. Returns how it ended."""
+    status = self.process.wait()
+    if status == OUT_OF_MEMORY:
+      return 'out of memory'
+    return f'killed by {signal.Signals(-status).name}' if status < 0 else f'exit status {status}'
+
+
+class ProcessWorker:
+  """A worker in a separate process (sprl/tasks/worker_process.py).
+
+  Each worker has a thread here that talks to its process, so a process that neither reads nor writes delays no other worker.
+  """
+
+  def __init__(self, load: Load, memory_gb: float | None = None):
+    self._child = Child('sprl.tasks.worker_process')
+    self._process = self._child.process
     self._thread = DaemonThread()
     self.ready: Future[str] = self._thread.submit(self._exchange, (load, memory_gb))
 
@@ -159,13 +200,12 @@ class ProcessWorker:
 
   def died(self) -> str:
     """Return how the process ended, or '' if it runs."""
-    return '' if self._process.poll() is None else self._last_words()
+    return '' if self._process.poll() is None else self._child.last_words()
 
   def end(self) -> None:
     """Kill the process and its child processes."""
-    self._kill()
-    self._thread.submit(self._process.wait)
-    self._thread.submit(self._connection.close)
+    self._child.kill()
+    self._thread.submit(self._child.close)
     self._thread.end()
 
   def _answer(self, call: Any) -> tuple[Any, str]:
@@ -177,27 +217,11 @@ class ProcessWorker:
   def _exchange(self, message: Any) -> Any:
     """Send a message and return the reply. Raises WorkerDied."""
     try:
-      self._connection.send_bytes(pickle.dumps(message))
-      return json.loads(self._connection.recv_bytes(MAX_REPLY))
+      self._child.send(message)
+      return self._child.receive()
     except (OSError, EOFError, ValueError):  # the process died, closed the connection, or sent something else
-      self._kill()
-      raise WorkerDied(self._last_words()) from None
-
-  def _kill(self) -> None:
-    with self._ended:
-      if self._lifeline >= 0:
-        lifeline.kill(self._process.pid)  # even if it has ended: its child processes may still run
-        os.close(self._lifeline)
-        self._lifeline = -1
-        # A process that left the group may hold the other end open. Shut down this end, because the thread may wait in a read.
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as ours:
-          ours.shutdown(socket.SHUT_RDWR)
-
-  def _last_words(self) -> str:
-    status = self._process.wait()
-    if status == OUT_OF_MEMORY:
-      return 'out of memory'
-    return f'killed by {signal.Signals(-status).name}' if status < 0 else f'exit status {status}'
+      self._child.kill()
+      raise WorkerDied(self._child.last_words()) from None
 
 
 # --- Ray -----------------------------------------------------------------------------------------------------------------

@@ -227,8 +227,31 @@ def test_a_reward_reads_the_row_and_one_that_hangs_or_raises_scores_0(folder):
   assert [s.trajectory.status for s in rollouts] == ['ok', 'timeout', 'error']
   assert rollouts.rewards.tolist() == [[0.5], [0.0], [0.0]]
   assert sorted(row['target'] for row in seen) == [0, 1, 2]
-  with pytest.raises(sprl.SettingsError, match='prompt, completion, answer'):
+  with pytest.raises(sprl.SettingsError, match="wants 'one'"):
     rollouts.grade(lambda one: 1.0)
+
+
+@pytest.mark.slow
+def test_several_rewards_are_weighted_and_one_compares_the_samples_of_a_prompt(folder):
+  def ranked(completions, target):
+    assert target == [completions_of] * len(completions)
+    return [float(c == max(completions, key=len)) for c in completions]
+
+  def length(completion):
+    return len(completion)
+
+  model = sprl.load(folder / 'model', task={'chat': False})
+  completions_of = 7
+  drawn = model.sampler(sampling=SETTINGS['sampling']).generate([{'prompt': 'a = ', 'target': 7}] * 2, samples=3)
+  texts = np.array(drawn.texts).reshape(2, 3)
+  lengths = np.vectorize(len)(texts)
+  best = texts == np.array([[max(row, key=len)] for row in texts])
+  rollouts = drawn.grade({ranked: 2.0, length: 0.5})
+  np.testing.assert_allclose(rollouts.rewards, 2.0 * best + 0.5 * lengths)
+  assert [s.trajectory.parts['length'] for s in rollouts] == lengths.ravel().tolist()
+  np.testing.assert_allclose(drawn.grade([ranked, length]).rewards, best + lengths)
+  with pytest.raises(sprl.SettingsError, match='different names'):
+    drawn.grade([lambda completion: 0, lambda completion: 1])
 
 
 class Echo:

@@ -5,13 +5,13 @@ count the groups that the scheduler returns, and do not rely on its own counters
 """
 
 from collections import Counter
-from types import SimpleNamespace
 
 import numpy as np
 from simulation import Clock, Episodes, SimulatedEngine, SimulatedWorkers
 
 from sprl.rollout.episodes import Generate, Work, answered
 from sprl.rollout.scheduler import RETRIES, Scheduler
+from sprl.tasks.grader_pool import Grade
 from sprl.tasks.worker_pool import Failure
 from sprl.types import NOTHING, Trajectory
 
@@ -59,7 +59,7 @@ class World:
     uid, attempt = call
     if self.draw(3, uid, attempt).random() < self.fails:
       return Failure('timeout' if uid % 2 else 'error', f'call {uid % 3}')
-    return SimpleNamespace(score=float(self.draw(4, uid).integers(0, 2)), status='ok')
+    return Grade(float(self.draw(4, uid).integers(0, 2)), 'ok')
 
   def episode(self, number, uid, attempt):
     if self.turns == 1:

@@ -1,7 +1,6 @@
 """The schedulers of several processes take the same decisions for any clock, engines and workers of process 0."""
 
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -15,6 +14,7 @@ from sprl.rollout.episodes import answered
 from sprl.rollout.prompts import prompts
 from sprl.rollout.scheduler import Scheduler
 from sprl.tasks.environments.protocol import EnvironmentFault
+from sprl.tasks.grader_pool import Grade
 from sprl.tasks.problems import Problems, Share
 from sprl.tasks.prompts import PromptStream
 from sprl.tasks.worker_pool import Failure
@@ -92,7 +92,7 @@ class Graders:
 
   def grade(self, call):
     uid, attempt = call
-    return Failure('error', 'at first') if uid % 7 == 3 and attempt == 0 else SimpleNamespace(score=uid % 2, status='ok')
+    return Failure('error', 'at first') if uid % 7 == 3 and attempt == 0 else Grade(uid % 2, 'ok')
 
   def wait(self, seconds):
     time.sleep(0)

@@ -9,7 +9,6 @@ import time
 from collections import Counter
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,6 +25,7 @@ from sprl.tasks import environment_pool
 from sprl.tasks.environments.frozen_lake import FrozenLake
 from sprl.tasks.environments.latency import faulty
 from sprl.tasks.environments.protocol import Outcome, checked_reset, checked_step, episode_metrics, turn_messages
+from sprl.tasks.grader_pool import Grade
 from sprl.types import Completion, Request
 
 WIDE = Limits(turns=10, turn_tokens=100, max_prompt=1000, max_tokens=1000)
@@ -108,7 +108,7 @@ def test_an_answer_is_generated_and_graded():
   given = completion(wanted, 'yes', version=4)
   assert episode.send(given) == Work(('to be graded', ids('yes').tolist()))
   with pytest.raises(StopIteration) as end:
-    episode.send(SimpleNamespace(score=0.5, status='timeout'))
+    episode.send(Grade(0.5, 'timeout'))
   t = end.value.value
   assert (t.reward, t.status, t.finish, t.uid, t.group) == (0.5, 'timeout', 'stop', 5, 2)
   assert t.tokens.tolist() == ids('askyes').tolist()

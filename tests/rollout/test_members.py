@@ -6,7 +6,6 @@ outcomes of the members of a group. Scheduler, advantages and packing are those 
 
 from dataclasses import replace
 from itertools import product
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,6 +18,7 @@ from sprl.learner.learner import minibatches
 from sprl.rollout.episodes import answered
 from sprl.rollout.scheduler import Scheduler
 from sprl.rollout.staleness import staleness
+from sprl.tasks.grader_pool import Grade
 from sprl.tasks.worker_pool import Failure
 
 pytestmark = pytest.mark.usefixtures('unchecked')
@@ -34,7 +34,7 @@ def group_of(arms, members='first', group=TRAINED):
   """Return the trajectories of one group whose members draw these arms, as the scheduler hands them over."""
   clock = Clock()
   rollout = Rollout(prompts=1, group=group, extra_members=len(arms) - group, members=members)
-  workers = SimulatedWorkers(clock, lambda uid: 0.0, lambda uid: SimpleNamespace(score=REWARD[arms[uid]], status='ok'))
+  workers = SimulatedWorkers(clock, lambda uid: 0.0, lambda uid: Grade(REWARD[arms[uid]], 'ok'))
   engine = SimulatedEngine(clock, len(arms), lambda request: SECONDS[arms[request.uid]])
   episodes = Episodes(lambda number, uid, attempt: answered(np.array([7]), 4, lambda completion: uid))
   ((found,),) = [Scheduler([engine], workers, episodes, rollout, clock, groups=1).batch()]

@@ -1,7 +1,5 @@
 """Which groups the scheduler trains on, and with which members: filters, failures, and redundant groups and members."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from scheduler_world import World
@@ -9,6 +7,7 @@ from simulation import Clock, SimulatedEngine
 
 from sprl.config import Rollout
 from sprl.rollout.scheduler import Stalled
+from sprl.tasks.grader_pool import Grade
 from sprl.tasks.worker_pool import Failure
 
 pytestmark = pytest.mark.usefixtures('unchecked')
@@ -31,7 +30,7 @@ def test_equal_rewards_are_filtered_despite_rounding():
 
 def test_a_filter_that_passes_nothing_ends_the_run():
   world = World(Rollout(prompts=2, group=2, equal_groups='replace'), capacity=16)
-  world.workers._result = lambda call: SimpleNamespace(score=1.0, status='ok')
+  world.workers._result = lambda call: Grade(1.0, 'ok')
   with pytest.raises(Stalled, match=r"\d+ groups in a row were .*config\.rollout\.equal_groups = 'replace'"):
     world.step()
 
@@ -57,7 +56,7 @@ def test_failed_members_are_retried_then_their_group_is_dropped(caplog):
 
 def test_a_group_with_too_few_members_is_dropped():
   world = World(Rollout(prompts=1, group=2, extra_members=1), retries=0, capacity=3)
-  world.workers._result = lambda call: Failure('error', 'x') if call[0] in (1, 2) else SimpleNamespace(score=1.0, status='ok')
+  world.workers._result = lambda call: Failure('error', 'x') if call[0] in (1, 2) else Grade(1.0, 'ok')
   (group,) = world.step()
   assert group.number == 1
   assert world.scheduler.counts['failed'] == 1
@@ -86,7 +85,7 @@ def test_redundant_members_leave_out_the_slowest():
 
 def test_the_failure_of_a_redundant_member_costs_nothing():
   world = World(Rollout(prompts=2, group=2, extra_members=1), retries=0, capacity=6)
-  world.workers._result = lambda call: Failure('error', 'spare') if call[0] % 3 == 2 else SimpleNamespace(score=1.0, status='ok')
+  world.workers._result = lambda call: Failure('error', 'spare') if call[0] % 3 == 2 else Grade(1.0, 'ok')
   world.workers._duration = lambda call: 0.0 if call[0] % 3 == 2 else 5.0  # it fails before the others are done
   for group in world.step():
     assert [t.uid % 3 for t in group.trajectories] == [0, 1]

@@ -1,7 +1,5 @@
 """The scheduler's metrics: what they count, and since when."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 from scheduler_world import TOKENS, World
@@ -10,6 +8,7 @@ from simulation import Clock, Episodes, SimulatedEngine, SimulatedWorkers
 from sprl.config import Rollout
 from sprl.rollout.episodes import Generate, Work, answered
 from sprl.rollout.scheduler import Scheduler
+from sprl.tasks.grader_pool import Grade
 from sprl.types import Trajectory
 
 pytestmark = pytest.mark.usefixtures('unchecked')
@@ -67,7 +66,7 @@ def test_aborted_tokens_count_running_and_interrupted_requests():
 def selected(rollout, lengths, rewards, grading=lambda uid: 0.0, episode=None):
   """Return the metrics of one batch. The answer of sequence `uid` has lengths[uid] tokens and draws one in a second."""
   clock = Clock()
-  workers = SimulatedWorkers(clock, grading, lambda uid: SimpleNamespace(score=rewards[uid], status='ok'))
+  workers = SimulatedWorkers(clock, grading, lambda uid: Grade(rewards[uid], 'ok'))
   engine = SimulatedEngine(clock, len(lengths), lambda request: float(request.max_tokens))
 
   def answer(number, uid, attempt):
@@ -107,7 +106,7 @@ def test_rewards_of_dropped_members_count_where_they_are_known():
 def test_a_member_that_had_no_row_is_not_in_the_lengths():
   rollout = Rollout(prompts=1, group=1, extra_members=1)
   clock = Clock()
-  workers = SimulatedWorkers(clock, lambda uid: 0.0, lambda uid: SimpleNamespace(score=1.0, status='ok'))
+  workers = SimulatedWorkers(clock, lambda uid: 0.0, lambda uid: Grade(1.0, 'ok'))
   engine = SimulatedEngine(clock, 1, lambda request: 5.0)
   episodes = Episodes(lambda number, uid, attempt: answered(np.array([7]), 6, lambda completion: uid))
   scheduler = Scheduler([engine], workers, episodes, rollout, clock, groups=1)

@@ -112,10 +112,6 @@ def test_rows_in_memory_and_settings_must_belong_together():
     check_inputs(Run(), Inputs(train=[{'prompt': ''}]))
   with pytest.raises(SettingsError, match=r"config.task.kind = 'gsm8k': expected 'environment'"):
     check_inputs(Run(), Inputs(environment=dict))
-  with pytest.raises(SettingsError, match=r"config.task.kind = 'environment'.*no reward"):
-    check_inputs(Run(task=Task(kind='environment', name='sokoban')), Inputs(reward=lambda prompt, completion, answer: 0))
   with pytest.raises(SettingsError, match=r"config.task.executor = 'processes'"):
-    check_inputs(
-      Run(task=Task(kind='rows', executor='processes')), Inputs(train=[{}], reward=lambda prompt, completion, answer: 0)
-    )
+    check_inputs(Run(task=Task(kind='environment', name='Game', executor='processes')), Inputs(environment=dict))
   check_inputs(rows, Inputs(train=[{'prompt': '?'}], test=[{'prompt': '?'}]))

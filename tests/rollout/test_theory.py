@@ -1,7 +1,6 @@
 """benchmarks/theory.py: the propositions against list schedules, and against the times of the real scheduler."""
 
 import heapq
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,6 +10,7 @@ from theory import Costs
 from sprl.config import Rollout
 from sprl.rollout.episodes import answered
 from sprl.rollout.scheduler import Scheduler
+from sprl.tasks.grader_pool import Grade
 
 pytestmark = pytest.mark.usefixtures('unchecked')
 
@@ -26,7 +26,7 @@ def list_schedule(durations, workers):
 def scheduled(durations, rollout, workers, updates, training=0.0):
   """Return the time of some updates with the real scheduler. Rollouts continue while the learner trains."""
   clock = Clock()
-  graders = SimulatedWorkers(clock, lambda seconds: seconds, lambda call: SimpleNamespace(score=0.0, status='ok'))
+  graders = SimulatedWorkers(clock, lambda seconds: seconds, lambda call: Grade(0.0, 'ok'))
   engine = SimulatedEngine(clock, workers, lambda r: durations[r.uid])
 
   source = Episodes(lambda number, uid, attempt: answered(np.array([1]), 100, lambda completion: 0.0))

@@ -8,7 +8,8 @@ from pools import ManualClock, answers, processes, results, until
 
 from sprl.config import SettingsError, Task
 from sprl.tasks import graders
-from sprl.tasks.grader_pool import Grade, _grade, grader_pool
+from sprl.tasks.grader_pool import Grade, _scores, grader_pool
+from sprl.tasks.rewards import Sample
 
 # The completion selects the behaviour of the grader.
 WILD = """
@@ -66,7 +67,7 @@ LATE = f'no answer in {LIMIT:g} s (config.task.time_limit)'
 
 
 def sample(completion):
-  return 'p', completion, 'a', {}
+  return Sample('p', completion, 'a')
 
 
 def grades(pool, *completions):
@@ -75,7 +76,7 @@ def grades(pool, *completions):
 
 def spec(folder, text=WILD):
   (folder / 'mine.py').write_text(text)
-  return graders.resolve(Task(grader=f'{folder}/mine.py:grade'))
+  return graders.rewards(Task(grader=f'{folder}/mine.py:grade'))
 
 
 @pytest.fixture(scope='module')
@@ -141,7 +142,7 @@ def test_all_workers_lost_at_once_are_replaced(pool):
 
 
 def test_a_worker_that_dies_between_two_samples_costs_none(pool):
-  dying = {slot.worker for slot in pool._slots}
+  dying = {slot.worker for slot in pool._distinct[0]._slots}
   grades(pool, 'later', 'later')
   until(lambda: any(worker.died() for worker in dying))
   assert [g.score for g in grades(pool, *['score 1'] * 6)] == [1.0] * 6
@@ -149,7 +150,7 @@ def test_a_worker_that_dies_between_two_samples_costs_none(pool):
 
 def test_long_texts_pass_both_ways(pool):
   long = 'x' * 3_000_000
-  (grade,) = answers(pool, (long, 'score 1', long, {'much': long}))
+  (grade,) = answers(pool, Sample(long, 'score 1', long, {'much': long}))
   assert grade == Grade(1.0, 'ok')
   (grade,) = grades(pool, 'raise ' + long)
   assert (grade.status, len(grade.reason)) == ('error', 500)
@@ -159,13 +160,26 @@ def test_a_cancelled_sample_that_crashes_is_forgotten(pool):
   cancelled = pool.submit(sample('exit 5'))
   pool.cancel(cancelled)
   assert [g.status for g in grades(pool, *['score 1'] * 6)] == ['ok'] * 6
-  until(lambda: pool.wait(0.01) or not any(slot.ticket == cancelled for slot in pool._slots))
+  (workers,) = pool._distinct
+  until(lambda: pool.wait(0.01) or not any(slot.cancelled for slot in workers._slots))
   assert pool.poll([cancelled]) == {}
 
 
-@pytest.mark.parametrize('answer', [None, 1.0, ['1', 'ok', ''], [1.0, 'fine', ''], [1.0, 'ok'], {}])
+FORGED = [
+  None, 1.0, {}, [], [None], [['1', 'ok', '', {}]], [[1.0, 'fine', '', {}]], [[1.0, 'ok', '']], [[float('inf'), 'ok', '', {}]],
+  [[1.0, 'timeout', '', {}]], [[1.0, 'ok', '', {}]] * 2,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize('answer', FORGED)
 def test_a_forged_grade_scores_nothing(answer):
-  assert _grade(answer) == Grade(0.0, 'crash', 'malformed answer')
+  assert _scores(answer, 1) == [(0.0, 'crash', 'malformed answer', {})]
+
+
+def test_a_forged_failure_scores_0_and_forged_costs_are_left_out():
+  assert _scores([[5.0, 'error', 'why', {'judge/tokens': 3, 'reward/mean': 9, 'judge/cost': 'x'}]], 1) == [
+    (0.0, 'error', 'why', {'judge/tokens': 3.0})
+  ]
 
 
 # --- starting and ending -------------------------------------------------------------------------------------------------
@@ -178,7 +192,7 @@ def test_a_forged_grade_scores_nothing(answer):
     ('import sys\ngrade = 1\nsys.exit("enough")', 'SystemExit: enough'),
     ('import os\ngrade = 1\nos._exit(4)', 'exit status 4'),
     ('grade = 1', 'TypeError: 1 is not a callable object'),
-    ('def grade(completion): return 1.0', 'TypeError: too many positional arguments'),
+    ('def grade(completion, colour): return 1.0', "TypeError: the function wants 'colour'; a reward may take answer, completion"),
     ('from no_such_package import grade', "ModuleNotFoundError: No module named 'no_such_package'"),
   ],
 )
@@ -215,5 +229,5 @@ def test_leaving_the_pool_ends_its_processes(tmp_path):
 
 
 def test_a_shipped_grader_is_loaded_by_its_name():
-  with grader_pool(graders.resolve(Task(grader='exact')), 1, 10.0, 4.0, 'threads') as pool:
-    assert answers(pool, ('p', ' 7 ', '7', {}), ('p', '8', '7', {})) == [Grade(1.0, 'ok'), Grade(0.0, 'ok')]
+  with grader_pool(graders.rewards(Task(grader='exact')), 1, 10.0, 4.0, 'threads') as pool:
+    assert answers(pool, Sample('p', ' 7 ', '7'), Sample('p', '8', '7')) == [Grade(1.0, 'ok'), Grade(0.0, 'ok')]

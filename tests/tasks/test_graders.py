@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from sprl.config import SettingsError, Task
 from sprl.tasks import graders, problems
+from sprl.tasks.rewards import Sample
 
 
 @pytest.mark.parametrize(
@@ -158,10 +159,10 @@ def test_a_generators_scorer_gets_the_final_answer_and_partial_scores_count_0():
       f'5 + 5 = {p.answer}',
     ]
     right.append(f'{wrong} <answer>{p.answer}</answer> {wrong}')
-    assert [grade(p.prompt, text, p.answer, p.extra) for text in right] == [1.0] * len(right)
+    assert [grade(Sample(p.prompt, text, p.answer, extra=p.extra)) for text in right] == [1.0] * len(right)
     # The scorer gives the third text 1/len(text), because it contains the digits of the answer.
     no = ['', wrong, f'{p.answer} or {wrong}', 'I do not know', f'<answer>{wrong}</answer> {p.answer}']
-    assert [grade(p.prompt, text, p.answer, p.extra) for text in no] == [0.0] * len(no)
+    assert [grade(Sample(p.prompt, text, p.answer, extra=p.extra)) for text in no] == [0.0] * len(no)
 
 
 def test_a_scorer_may_accept_several_answers():
@@ -169,18 +170,18 @@ def test_a_scorer_may_accept_several_answers():
   task = Task(kind='reasoning_gym', name='countdown')
   grade = graders.load(graders.resolve(task))
   p = problems.load(task, 'train')[0]
-  assert grade(p.prompt, f'<answer>{p.answer}</answer>', p.answer, p.extra) == 1.0
-  assert grade(p.prompt, f'<answer>({p.answer}) + 0 * 1</answer>', p.answer, p.extra) == 0.0  # other numbers
-  assert grade(p.prompt, f'<answer>({p.answer})</answer>', p.answer, p.extra) == 1.0  # another notation
+  assert grade(Sample(p.prompt, f'<answer>{p.answer}</answer>', p.answer, extra=p.extra)) == 1.0
+  assert grade(Sample(p.prompt, f'<answer>({p.answer}) + 0 * 1</answer>', p.answer, extra=p.extra)) == 0.0  # other numbers
+  assert grade(Sample(p.prompt, f'<answer>({p.answer})</answer>', p.answer, extra=p.extra)) == 1.0  # another notation
 
 
 def test_text_answers_are_compared_whole():
   task = Task(kind='reasoning_gym', name='spell_backward')
   grade = graders.load(graders.resolve(task))
   p = problems.load(task, 'train')[0]
-  assert grade(p.prompt, f' {p.answer}\n', p.answer, p.extra) == 1.0
-  assert grade(p.prompt, f'<answer>{p.answer}</answer>', p.answer, p.extra) == 1.0
-  assert grade(p.prompt, f'It is {p.answer}', p.answer, p.extra) == 0.0
+  assert grade(Sample(p.prompt, f' {p.answer}\n', p.answer, extra=p.extra)) == 1.0
+  assert grade(Sample(p.prompt, f'<answer>{p.answer}</answer>', p.answer, extra=p.extra)) == 1.0
+  assert grade(Sample(p.prompt, f'It is {p.answer}', p.answer, extra=p.extra)) == 0.0
 
 
 # --- naming a grader -------------------------------------------------------------------------------------------------
@@ -206,7 +207,7 @@ def test_a_users_function_is_found_and_called(tmp_path):
   (tmp_path / 'beside.py').write_text('HALF = 0.5\n')
   (tmp_path / 'mine.py').write_text('from beside import HALF\ndef grade(prompt, completion, answer):\n  return HALF\n')
   grade = graders.load(graders.resolve(Task(grader=f'{tmp_path}/mine.py:grade')))
-  assert grade('p', 'c', 'a', {}) == 0.5
+  assert grade(Sample('p', 'c', 'a')) == 0.5
 
 
 def test_a_users_file_is_found_without_running_it(tmp_path):
@@ -219,7 +220,11 @@ def test_a_users_file_is_found_without_running_it(tmp_path):
 @pytest.mark.parametrize(
   ('text', 'grader', 'complaint'),
   [
-    ('', 'maths', r"config\.task\.grader = 'maths': expected one of auto, math, gsm8k, numeric, exact, or `file\.py:function`"),
+    (
+      '',
+      'maths',
+      r"config\.task\.grader = 'maths': expected one of auto, math, gsm8k, numeric, exact, code, or `file\.py:function`",
+    ),
     ('', '{}/none.py:grade', r'none\.py: no such file'),
     ('def score(p, c, a): return 1.0', '{}/mine.py:grade', r'mine\.py has no grade; it has score'),
     ('def grade(:', '{}/mine.py:grade', r'mine\.py is not Python'),
@@ -232,8 +237,8 @@ def test_a_missing_grader_is_named(tmp_path, text, grader, complaint):
 
 
 def test_a_function_with_other_arguments_is_refused(tmp_path):
-  (tmp_path / 'mine.py').write_text('def grade(completion): return 1.0\n')
-  with pytest.raises(TypeError, match='too many positional arguments'):
+  (tmp_path / 'mine.py').write_text('def grade(completion, colour): return 1.0\n')
+  with pytest.raises(TypeError, match="the function wants 'colour'; a reward may take answer, completion, finish"):
     graders.load(graders.resolve(Task(grader=f'{tmp_path}/mine.py:grade')))
 
 

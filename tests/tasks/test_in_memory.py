@@ -13,9 +13,9 @@ def test_rows_become_problems_with_all_their_columns():
     {'messages': [{'role': 'system', 'content': 'Be brief.'}, {'role': 'user', 'content': 'Hi'}], 'answer': 'Hello'},
   ]
   first, second, third = in_memory.load(Task(kind='rows', suffix=' Say it.'), given)
-  assert (first.prompt, first.answer, first.extra['row']) == ('2 + 3? Say it.', '5', given[0])
+  assert (first.prompt, first.answer, first.row) == ('2 + 3? Say it.', '5', given[0])
   assert (second.messages, second.answer) == (({'role': 'user', 'content': 'Hi Say it.'},), '')
-  assert (third.messages[0]['content'], third.extra['row']) == ('Be brief.', given[2])
+  assert (third.messages[0]['content'], third.row) == ('Be brief.', given[2])
 
 
 @pytest.mark.parametrize(

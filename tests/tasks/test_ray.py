@@ -10,6 +10,7 @@ from sprl.config import Task
 from sprl.tasks import graders
 from sprl.tasks.environment_pool import Call, environment_pool
 from sprl.tasks.grader_pool import Grade, grader_pool
+from sprl.tasks.rewards import Sample
 from sprl.tasks.workers import cpus
 
 pytestmark = pytest.mark.slow  # starts a Ray cluster
@@ -58,12 +59,12 @@ def test_environments_live_in_actors_that_are_replaced():
 
 def test_graders_run_in_actors_that_are_replaced(tmp_path):
   (tmp_path / 'grader.py').write_text(GRADER)
-  spec, now = graders.resolve(Task(grader=f'{tmp_path / "grader.py"}:grade')), ManualClock()
+  spec, now = graders.rewards(Task(grader=f'{tmp_path / "grader.py"}:grade')), ManualClock()
   with grader_pool(spec, 1, 30.0, 4.0, 'ray', now) as pool:
-    first, second = answers(pool, ('', 'die', 'yes', {}), ('', 'yes', 'yes', {}))
+    first, second = answers(pool, Sample('', 'die', 'yes'), Sample('', 'yes', 'yes'))
     assert (first.score, first.status) == (0.0, 'crash')
     assert second == Grade(1.0, 'ok')
-    hung = pool.submit(('', 'hang', 'yes', {}))
+    hung = pool.submit(Sample('', 'hang', 'yes'))
     now.time = 30.0
     assert results(pool, hung)[0].status == 'timeout'
-    assert answers(pool, ('', 'no', 'yes', {})) == [Grade(0.0, 'ok')]
+    assert answers(pool, Sample('', 'no', 'yes')) == [Grade(0.0, 'ok')]

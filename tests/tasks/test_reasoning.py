@@ -9,6 +9,7 @@ import pytest
 
 from sprl.config import SettingsError, Task
 from sprl.tasks import graders, problems, reasoning
+from sprl.tasks.rewards import Sample
 
 SUMS = Task(kind='reasoning_gym', name='chain_sum', args={'min_terms': 2, 'max_terms': 2, 'max_digits': 1})
 LEGS = Task(kind='reasoning_gym', name='leg_counting')
@@ -84,7 +85,7 @@ def test_a_composite_data_set_is_defined_by_its_parts():
   train = load(task, 'train')
   assert {p.extra['entry']['metadata']['source_dataset'] for p in train} == {'chain_sum', 'leg_counting'}
   grade = graders.load(graders.resolve(task))
-  assert [grade(p.prompt, p.answer, p.answer, p.extra) for p in train[:10]] == [1.0] * 10
+  assert [grade(Sample(p.prompt, p.answer, p.answer, extra=p.extra)) for p in train[:10]] == [1.0] * 10
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,12 @@ from typing import Any, Literal
 from sprl.config import Task
 from sprl.tasks import graders, reasoning
 from sprl.tasks.environments.turns import Turns
-from sprl.tasks.graders import Grader
 from sprl.tasks.problems import Problem, Problems
+from sprl.tasks.rewards import Grader, Sample
 
 
 class SingleTurn:
-  """Asks problem number `seed` modulo their count; the reward is `grade(prompt, completion, answer, extra)`.
+  """Asks problem number `seed` modulo their count; the reward is `grade(sample)`.
 
   The grader runs in the caller's thread without a time limit. Use the grading pool for a grader that may hang.
   """
@@ -34,7 +34,8 @@ class SingleTurn:
   def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
     """Grade the answer; the episode ends."""
     self._turns.take()
-    reward = float(self._grade(self._problem.prompt, action, self._problem.answer, self._problem.extra))
+    p = self._problem
+    reward = float(self._grade(Sample(p.prompt, action, p.answer, p.row, p.messages, extra=p.extra)))
     self._turns.end(terminated=True)
     return '', reward, True, False, {'metrics': {'success': float(reward >= 1)}, 'metrics_agg_mode': {'success': 'last'}}
 

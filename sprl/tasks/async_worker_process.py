@@ -1,0 +1,58 @@
+"""The program of a worker process with an event loop: `python -m sprl.tasks.async_worker_process CONNECTION LIFELINE`.
+
+As sprl/tasks/worker_process.py, but calls have numbers and run at the same time: a call (number, what) is answered by
+[number, answer, ''] or [number, null, the reason], in any order. (number, None) cancels a call.
+"""
+
+import asyncio
+import sys
+import threading
+from multiprocessing.connection import Connection
+from typing import Any
+
+from sprl.tasks.async_workers import Service, attempt_async
+from sprl.tasks.foreign import attempt, reason
+from sprl.tasks.lifeline import hold
+from sprl.tasks.worker_process import limit_memory, send
+
+
+def main(connection: int, lifeline: int) -> None:
+  """Answer calls until the connection closes."""
+  hold(lifeline)
+  pool = Connection(connection)
+  try:
+    load, memory_gb = pool.recv()
+    service = load()
+    if memory_gb is not None:
+      limit_memory(memory_gb)
+  except BaseException as error:
+    send(pool, reason(error))
+    return
+  send(pool, '')
+  asyncio.run(_serve(pool, service))
+
+
+async def _serve(pool: Connection, service: Service) -> None:
+  loop, running, closed = asyncio.get_running_loop(), {}, asyncio.Event()
+
+  async def answer(number: int, call: Any) -> None:
+    send(pool, [number, *await attempt_async(service, call)])
+    del running[number]
+
+  def received(number: int, call: Any) -> None:
+    if call is not None:
+      running[number] = loop.create_task(answer(number, call))
+    elif number in running:
+      running[number].cancel()
+
+  def read() -> None:
+    while (message := attempt(pool.recv)) and not message[1]:
+      loop.call_soon_threadsafe(received, *message[0])
+    loop.call_soon_threadsafe(closed.set)
+
+  threading.Thread(target=read, daemon=True, name='reader').start()
+  await closed.wait()
+
+
+if __name__ == '__main__':
+  main(*map(int, sys.argv[1:]))

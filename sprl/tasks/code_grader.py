@@ -1,0 +1,238 @@
+"""The grader `code`: runs the code of a completion against the tests of its row. The score is 1 if all tests pass, else 0.
+
+The code is the last fenced block of the completion, else the whole text. A row has its tests in one of these forms:
+
+    test_list: ['assert add(1, 2) == 3', ...]        statements, after test_setup_code or test_imports (MBPP)
+    test: 'def check(candidate): ...'                called with the function `entry_point` (HumanEval). If the row's prompt
+                                                     followed by the code is Python, it is run: the code may be the body of a
+                                                     function, or rely on imports of the prompt
+    input_output: {'inputs': [...], 'outputs': [...]}    what a program reads and must print, as an object or as JSON (APPS, TACO)
+
+Each completion runs in a process of its own with limits (sprl/tasks/code_runner.py). Statements and `check` run here, in the
+grading worker: they call the functions of the other process through a socket and get values back. So the code that is graded can
+neither see the tests nor report that they passed. A program is compared by its standard output, and must exit with status 0.
+
+This is no sandbox for hostile code: the process can read and write the files of its user.
+"""
+
+import ast
+import builtins
+import importlib
+import json
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from sprl.tasks.code_runner import decoded, encoded
+from sprl.tasks.lifeline import kill
+from sprl.tasks.rewards import Sample
+
+FORMS = ('test_list', 'test', 'input_output')  # columns that hold tests
+MEMORY = 2 << 30  # bytes of address space
+MESSAGE = 1 << 22  # bytes of one value from the code
+_RUNNER = Path(__file__).with_name('code_runner.py')
+_FENCED = re.compile(r'```[^\n]*\n(.*?)(?:```|\Z)', re.DOTALL)
+_MODULES = (  # that tests may use because the code imports them
+  'bisect', 'cmath', 'collections', 'copy', 'datetime', 'decimal', 'fractions', 'functools', 'heapq', 'itertools', 'math',
+  'operator', 're', 'statistics', 'string', 'typing',
+)  # fmt: skip
+
+
+def check_columns(columns: Collection[str]) -> None:
+  """Raise TypeError if rows of these columns have no tests."""
+  if not set(FORMS) & set(columns):
+    got = ', '.join(sorted(columns))
+    raise TypeError(f'the rows have no tests: expected one of the columns {", ".join(FORMS)}; got {got}')
+
+
+def grade(sample: Sample, seconds: float) -> float:
+  """Return 1 if the code passes all tests of its row within `seconds` together, else 0. Raises LookupError without tests."""
+  code, row, deadline = code_of(sample.completion), sample.row, time.monotonic() + seconds
+  if row.get('test_list'):
+    setup = '\n'.join([row.get('test_setup_code') or '', *(row.get('test_imports') or ())])
+    return float(_passes(code, [setup, *row['test_list']], deadline))
+  if row.get('test'):
+    joined = f'{row.get("prompt", "").rstrip()}\n{code}'
+    code = joined if _is_python(joined) else code
+    return float(_passes(code, [row['test'], f'check({row["entry_point"]})'], deadline))
+  if row.get('input_output'):
+    cases = row['input_output']
+    cases = json.loads(cases) if isinstance(cases, str) else cases
+    return float(all(_prints(code, _text(i), _text(o), deadline) for i, o in zip(cases['inputs'], cases['outputs'], strict=True)))
+  raise LookupError(f'the row has no tests: expected one of the columns {", ".join(FORMS)}')
+
+
+def code_of(completion: str) -> str:
+  """Return the last fenced block of a completion, else the whole text."""
+  *_, last = [completion, *_FENCED.findall(completion)]
+  return last
+
+
+def _is_python(code: str) -> bool:
+  try:
+    ast.parse(code)
+  except (SyntaxError, ValueError, RecursionError, MemoryError):
+    return False
+  return True
+
+
+def _text(lines: Any) -> str:
+  return lines if isinstance(lines, str) else '\n'.join(map(str, lines))
+
+
+# --- a process for the code ------------------------------------------------------------------------------------------
+
+
+class _Over(Exception):
+  """The process of the code has ended, takes too long, or sends something else than a value."""
+
+
+class Process:
+  """The process of one completion. A context manager."""
+
+  def __init__(self, code: str, deadline: float, script: bool = False, stdin: Any = subprocess.DEVNULL, stdout: Any = None):
+    self._deadline, self.lost = deadline, False
+    self._folder = tempfile.TemporaryDirectory()
+    self._ours, theirs = socket.socketpair()
+    with theirs:
+      arguments = str(theirs.fileno()), str(max(0.1, deadline - time.monotonic())), str(MEMORY)
+      self._process = subprocess.Popen(
+        [sys.executable, '-I', str(_RUNNER), *arguments],
+        pass_fds=[theirs.fileno()],
+        cwd=self._folder.name,
+        process_group=0,
+        env={'PATH': '/usr/bin:/bin', 'HOME': self._folder.name, 'OMP_NUM_THREADS': '1', 'OPENBLAS_NUM_THREADS': '1'},  # no keys
+        stdin=stdin,
+        stdout=stdout or subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+      )
+    self._send({'code': code, 'script': script})
+
+  def __enter__(self) -> 'Process':
+    return self
+
+  def __exit__(self, *_) -> None:
+    self._ours.close()
+    kill(self._process.pid)
+    self._process.wait()
+    self._folder.cleanup()
+
+  def names(self) -> dict[str, Any]:
+    """What the code defines. Raises what it raised."""
+    return self._reply()
+
+  def ask(self, **call: Any) -> Any:
+    """Make a call and return its value. Raises what the code raises."""
+    self._send(call)
+    return self._reply()
+
+  def status(self) -> int | None:
+    """Wait for the exit status; None if the time is over."""
+    try:
+      return self._process.wait(max(0.0, self._deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+      return None
+
+  def _send(self, message: Mapping[str, Any]) -> None:
+    try:
+      self._ours.settimeout(self._left())
+      self._ours.sendall(json.dumps(message).encode() + b'\n')
+    except OSError:
+      raise self._over('it ended') from None
+
+  def _reply(self) -> Any:
+    data = b''
+    while not data.endswith(b'\n'):
+      try:
+        self._ours.settimeout(self._left())
+        part = self._ours.recv(1 << 16)
+      except OSError:
+        raise self._over('too slow') from None
+      data += part
+      if not part or len(data) > MESSAGE:
+        raise self._over('it ended, or its value is too large')
+    try:
+      reply = json.loads(data)
+      if 'value' in reply:
+        return decoded(reply['value'], self._object)
+      name, text = str(reply['raised']), str(reply['text'])
+    except (ValueError, TypeError, KeyError, RecursionError, AttributeError):
+      raise self._over('it sent no value') from None
+    kind = getattr(builtins, name, None)
+    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, UnicodeError):
+      raise kind(text)
+    raise RuntimeError(f'{name}: {text}')
+
+  def _object(self, number: Any) -> Any:
+    if isinstance(number, str):
+      return importlib.import_module(number) if number in _MODULES else None
+    return Remote(self, int(number))
+
+  def _left(self) -> float:
+    if self.lost or (left := self._deadline - time.monotonic()) <= 0:
+      raise self._over('the time is over')
+    return left
+
+  def _over(self, why: str) -> _Over:
+    self.lost = True  # a test that catches every exception must not pass
+    return _Over(why)
+
+
+class Remote:
+  """A function or object in the process of the code. It equals nothing but itself, whatever the code defines."""
+
+  def __init__(self, process: Process, number: int):
+    self._process, self._number = process, number
+
+  def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    """Call it with plain data, or other objects of its process."""
+    return self._process.ask(of=self._number, args=encoded(args, _number), kwargs=encoded(kwargs, _number))
+
+  def __getattr__(self, name: str) -> Any:
+    if name.startswith('__'):
+      raise AttributeError(name)
+    return self._process.ask(of=self._number, attribute=name)
+
+
+def _number(value: Any) -> int:
+  if not isinstance(value, Remote):
+    raise TypeError(f'a test passes a {type(value).__name__} to the code: expected plain data')
+  return value._number
+
+
+def _passes(code: str, tests: Collection[str], deadline: float) -> bool:
+  """Whether all tests run without an exception, with the names that the code defines. Raises SyntaxError for a wrong test."""
+  compiled = [compile(test, 'test', 'exec') for test in tests]
+  try:
+    with Process(code, deadline) as process:
+      names: dict[str, Any] = process.names()
+      for test in compiled:
+        exec(test, names)
+      return not process.lost
+  except Exception:
+    return False
+
+
+def _prints(code: str, given: str, expected: str, deadline: float) -> bool:
+  """Whether a program that reads `given` prints `expected`, apart from space at the ends of lines, and exits with status 0."""
+  with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout:
+    stdin.write(given.encode())
+    stdin.seek(0)
+    try:
+      with Process(code, deadline, script=True, stdin=stdin, stdout=stdout) as process:
+        if process.status() != 0:
+          return False
+    except _Over:
+      return False
+    stdout.seek(0)
+    return _lines(stdout.read().decode(errors='replace')) == _lines(expected)
+
+
+def _lines(text: str) -> list[str]:
+  return [line.rstrip() for line in text.strip().splitlines()]

@@ -1,0 +1,203 @@
+"""The grader `judge`: a language model behind an OpenAI-compatible endpoint reads the completion and gives it a score.
+
+A request is one chat completion. It is tried again, after a growing pause, if the endpoint is busy (429), fails (5xx), is too
+slow, or cannot be reached. A sample whose attempts all fail scores 0 with the status `error`; one whose reply has no score, with
+the status `invalid`.
+
+The completion is part of the judge's prompt, so a completion can try to talk the judge into a high score. Compare the judge with
+other rewards, and read samples.
+"""
+
+import asyncio
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+from sprl.config import SettingsError
+from sprl.config_reader import coerce
+from sprl.tasks.rewards import Sample
+
+COSTS = ('judge/requests', 'judge/retries', 'judge/tokens', 'judge/cost')
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 20.0  # seconds before a request is tried again
+TEMPLATE = """Question:
+{prompt}
+
+Correct answer:
+{answer}
+
+Response:
+{completion}
+
+Is the final answer of the response correct? Reply with yes or no."""
+
+
+@dataclass(frozen=True)
+class Settings:
+  """The entries of task.judge."""
+
+  url: str = ''  # of the endpoint, such as http://localhost:8000/v1; /chat/completions is added
+  model: str = ''  # the model's name at the endpoint
+  template: str = TEMPLATE  # the user message; {prompt}, {completion}, {answer} and columns of the row are filled in
+  score: str = 'yes_no'  # how the reply is read: yes_no, number (the last one), or a regular expression with one group
+  best: float = 1.0  # the number that scores 1; numbers are divided by it
+  key: str | None = None  # the environment variable with the API key; None: the endpoint needs none
+  retries: int = 4  # further attempts at a request
+  timeout: float = 30.0  # seconds for one request
+  max_tokens: int = 256  # of a reply
+  temperature: float = 0.0  # of a reply
+  input_price: float | None = None  # dollars for a million tokens that the judge reads; None: no cost is counted
+  output_price: float = 0.0  # dollars for a million tokens that the judge writes
+
+
+@dataclass(frozen=True)
+class Judgement:
+  """The score of a sample, and what it cost."""
+
+  score: float
+  status: Literal['ok', 'error', 'invalid']
+  reason: str = ''  # why the status is not ok
+  costs: Mapping[str, float] = field(default_factory=dict)  # by the names of COSTS
+
+
+def settings(given: Mapping[str, Any]) -> Settings:
+  """Return the checked entries of task.judge. Raises SettingsError, also if the environment lacks the API key."""
+  found: Settings = coerce(Settings, given, 'config.task.judge')
+
+  def require(name: str, accepted: bool, expected: str) -> None:
+    if not accepted:
+      raise SettingsError(f'config.task.judge: {name} = {getattr(found, name)!r}: expected {expected}')
+
+  require('url', found.url.startswith(('http://', 'https://')), 'the address of an endpoint, such as http://localhost:8000/v1')
+  require('model', bool(found.model), "the model's name at the endpoint")
+  require('template', '{completion}' in found.template, 'a text with {completion}')
+  require('score', _reader(found) is not None, 'yes_no, number, or a regular expression with one group')
+  require('best', found.best > 0, 'a number above 0')
+  require('key', found.key is None or bool(os.environ.get(found.key)), 'the name of an environment variable that is set, or None')
+  for name in ('retries', 'temperature', 'output_price'):
+    require(name, getattr(found, name) >= 0, 'a number of at least 0')
+  for name in ('timeout', 'max_tokens'):
+    require(name, getattr(found, name) > 0, 'a number above 0')
+  require('input_price', found.input_price is None or found.input_price >= 0, 'None or a number of at least 0')
+  return found
+
+
+def load(args: Mapping[str, Any]) -> Callable[[Sample], Awaitable[Judgement]]:
+  """Return the async grader. `args` are the entries of task.judge, and `seconds` for a sample with all its attempts."""
+  import httpx2
+
+  given = {name: value for name, value in args.items() if name != 'seconds'}
+  return partial(_judge, settings(given), httpx2.AsyncClient(limits=httpx2.Limits(max_connections=None)), args['seconds'])
+
+
+async def _judge(settings: Settings, client: Any, seconds: float, sample: Sample) -> Judgement:
+  """Ask until there is a reply, or until the attempts or the time are used up."""
+  import httpx2
+
+  deadline, why = time.monotonic() + seconds, ''
+  used: dict[str, float] = dict.fromkeys(COSTS[:3], 0.0)
+  if settings.input_price is not None:
+    used['judge/cost'] = 0.0
+  for attempt in range(settings.retries + 1):
+    used['judge/requests'] += 1
+    used['judge/retries'] += attempt > 0
+    try:
+      left = max(0.1, deadline - time.monotonic())
+      status, headers, reply = await asyncio.wait_for(_ask(settings, client, sample), min(settings.timeout, left))
+    except (TimeoutError, OSError, httpx2.HTTPError) as error:
+      status, headers, reply = 0, {}, f'{type(error).__name__} {error}'.strip()
+    if status == 200:
+      return _read(settings, reply, used)
+    why = f'{settings.url}: {f"status {status}" if status else "no reply"}: {reply!s:.200}'
+    if status not in (0, 408, 409, 429) and status < 500:
+      break
+    pause = _pause(attempt, headers)
+    if time.monotonic() + pause >= deadline:
+      break
+    if attempt < settings.retries:
+      await asyncio.sleep(pause)
+  return Judgement(0.0, 'error', f'{why} ({used["judge/requests"]:g} requests)', used)
+
+
+async def _ask(settings: Settings, client: Any, sample: Sample) -> tuple[int, Mapping[str, str], Any]:
+  """(status, headers, body) of a request. The body is JSON where the status is 200, else text."""
+  key = os.environ.get(settings.key, '') if settings.key else ''
+  body = {
+    'model': settings.model,
+    'messages': [{'role': 'user', 'content': filled(settings.template, sample)}],
+    'max_tokens': settings.max_tokens,
+    'temperature': settings.temperature,
+  }
+  address = settings.url.rstrip('/') + '/chat/completions'
+  answer = await client.post(address, json=body, headers={'Authorization': f'Bearer {key}'} if key else {}, timeout=None)
+  return answer.status_code, answer.headers, _json(answer.text) if answer.status_code == 200 else answer.text
+
+
+def _json(text: str) -> Any:
+  try:
+    return json.loads(text)
+  except ValueError:
+    return text
+
+
+def _pause(attempt: int, headers: Mapping[str, str]) -> float:
+  """Seconds before the next attempt: those that the endpoint asks for, else a pause that doubles."""
+  try:
+    return max(0.0, float(headers.get('retry-after', '')))
+  except ValueError:
+    return min(FIRST_PAUSE * 2**attempt, LONGEST_PAUSE)
+
+
+def filled(template: str, sample: Sample) -> str:
+  """Return the template with {name} replaced by the values of the sample. Other braces stay as they are."""
+  values = sample.values
+  return re.sub(r'\{(\w+)\}', lambda match: str(values[match[1]]) if match[1] in values else match[0], template)
+
+
+def _read(settings: Settings, reply: Any, used: dict[str, float]) -> Judgement:
+  try:
+    text = str(reply['choices'][0]['message']['content'])
+  except (KeyError, IndexError, TypeError):
+    return Judgement(0.0, 'error', f'{settings.url}: the reply is no chat completion: {reply!s:.200}', used)
+  counts = reply.get('usage') or {}
+  read, written = (float(counts.get(name) or 0) for name in ('prompt_tokens', 'completion_tokens'))
+  used['judge/tokens'] += read + written
+  if settings.input_price is not None:
+    used['judge/cost'] += (read * settings.input_price + written * settings.output_price) / 1e6
+  reader = _reader(settings)
+  assert reader is not None, 'checked with the settings'
+  score = reader(text)
+  if score is None:
+    return Judgement(0.0, 'invalid', f'no score ({settings.score}) in the reply {text!r:.200}', used)
+  return Judgement(score, 'ok', '', used)
+
+
+def _reader(settings: Settings) -> Callable[[str], float | None] | None:
+  """Return the function that finds the score in a reply; None if `settings.score` is no such function."""
+  if settings.score == 'yes_no':
+    return lambda text: {'yes': 1.0, 'no': 0.0}.get(_last(r'\b(yes|no)\b', text.lower()) or '')
+  pattern = r'(-?\d+(?:\.\d+)?)' if settings.score == 'number' else settings.score
+  try:
+    if re.compile(pattern).groups != 1:
+      return None
+  except re.error:
+    return None
+
+  def read(text: str) -> float | None:
+    try:
+      score = float(_last(pattern, text) or '') / settings.best
+    except ValueError:
+      return None
+    return score if math.isfinite(score) else None
+
+  return read
+
+
+def _last(pattern: str, text: str) -> str | None:
+  *_, last = [None, *re.findall(pattern, text)]
+  return last

@@ -1,0 +1,123 @@
+"""Reward functions: what they may ask for, and how sprl calls them.
+
+A function declares what it wants by the names of its parameters. `**kwargs` gets everything.
+
+    def brief(completion, finish): ...                            one sample
+    def grade(prompt, completion, answer, difficulty): ...        `difficulty` is a column of the row
+    def rank(prompts, completions, answer, **kwargs): ...         all samples of one prompt: a groupwise function
+    async def ask(prompt, completion): ...                        many at a time (sprl/tasks/async_workers.py)
+
+A function with a parameter `completions` is groupwise: each argument is a list with one item per sample, and the function returns
+a list of numbers. This is also the form of TRL's reward functions.
+
+A function of three other names, such as `f(question, text, truth)`, is called by position: prompt, completion, answer.
+"""
+
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from inspect import Parameter
+from typing import Any
+
+ARGUMENTS = {  # the name of an argument -> what it is; a column of the row with the same name is in `row`
+  'prompt': 'the question: the text of its last message, with task.suffix',
+  'completion': 'the text of the answer, without special tokens',
+  'answer': 'the right answer, as text',
+  'row': 'the whole row of the data set',
+  'messages': 'the conversation before the answer: {role, content} each; empty without a chat',
+  'tokens': 'the token ids of the completion',
+  'finish': 'how the completion ended: stop or length',
+}
+PLURAL = {'prompt': 'prompts', 'completion': 'completions'}  # their names in a groupwise function
+_ORDER = ('prompt', 'completion', 'answer')  # of a call by position
+_BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
+
+
+@dataclass(frozen=True)
+class Sample:
+  """A completion to grade: the values of ARGUMENTS, and what the grader of its source needs."""
+
+  prompt: str
+  completion: str
+  answer: str
+  row: Mapping[str, Any] = field(default_factory=dict)
+  messages: tuple[Mapping[str, str], ...] = ()
+  tokens: tuple[int, ...] = ()
+  finish: str = 'stop'
+  extra: Mapping[str, Any] = field(default_factory=dict)  # a Problem's extra
+
+  @property
+  def values(self) -> dict[str, Any]:
+    """The values by name: the columns of the row, and ARGUMENTS."""
+    lists = {'messages': list(self.messages), 'tokens': list(self.tokens)}
+    return {**self.row, **{name: getattr(self, name) for name in ARGUMENTS}, **lists}
+
+
+Grader = Callable[[Sample], Any]  # returns the score of a sample
+GroupGrader = Callable[[Sequence[Sample]], Any]  # returns the scores of the samples of one prompt
+
+
+def is_groupwise(parameters: Collection[str]) -> bool:
+  """Return whether a function of these parameters gets all completions of a prompt at once."""
+  return PLURAL['completion'] in parameters
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+  """Return whether the function, or the method `__call__` of the object, is an `async def`."""
+  return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, '__call__', None))  # noqa: B004
+
+
+def for_samples(function: Callable[..., Any], columns: Collection[str]) -> Grader:
+  """Return a function of a sample that calls `function` by the names of its parameters, or by position.
+
+  `columns` are the columns that rows have. Raises TypeError if the function needs a parameter that there is not.
+  """
+  parameters = inspect.signature(function).parameters
+  known = {*ARGUMENTS, *columns}
+  if _by_position(parameters, known):
+    inspect.signature(function).bind(*_ORDER)
+    return lambda sample: function(sample.prompt, sample.completion, sample.answer)
+  _check(parameters, known)
+  return lambda sample: function(**_chosen(parameters, sample.values))
+
+
+def for_groups(function: Callable[..., Any], columns: Collection[str]) -> GroupGrader:
+  """Return a function of the samples of one prompt that calls `function` with a list for each of its parameters.
+
+  Raises TypeError if the function needs a parameter that there is not.
+  """
+  parameters = inspect.signature(function).parameters
+  _check(parameters, {PLURAL.get(name, name) for name in (*columns, *ARGUMENTS)})
+
+  def grade(samples: Sequence[Sample]) -> Any:
+    of_samples = [sample.values for sample in samples]
+    shared = [name for name in of_samples[0] if all(name in values for values in of_samples)]
+    return function(**_chosen(parameters, {PLURAL.get(name, name): [v[name] for v in of_samples] for name in shared}))
+
+  return grade
+
+
+def _by_position(parameters: Mapping[str, Parameter], known: set[str]) -> bool:
+  """Whether a function takes exactly (prompt, completion, answer), under other names."""
+  if any(p.kind in (Parameter.POSITIONAL_ONLY, Parameter.VAR_POSITIONAL) for p in parameters.values()):
+    return True
+  required = [name for name, p in parameters.items() if p.default is Parameter.empty and p.kind in _BY_NAME]
+  moved = any(name in ARGUMENTS and name != place for name, place in zip(required, _ORDER))
+  keyword_only = any(parameters[name].kind is Parameter.KEYWORD_ONLY for name in required)
+  return len(required) == len(_ORDER) and not known >= set(required) and not moved and not keyword_only
+
+
+def _check(parameters: Mapping[str, Parameter], known: Collection[str]) -> None:
+  required = [name for name, p in parameters.items() if p.default is Parameter.empty and p.kind in _BY_NAME]
+  if unknown := [name for name in required if name not in known]:
+    raise TypeError(f'the function wants {unknown[0]!r}; a reward may take {", ".join(sorted(known))}')
+
+
+def _chosen(parameters: Mapping[str, Parameter], values: Mapping[str, Any]) -> dict[str, Any]:
+  """The values that the parameters name; all values for `**kwargs`. Raises LookupError for a column that the row lacks."""
+  if any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values()):
+    return dict(values)
+  chosen = {name: values[name] for name in parameters if name in values}
+  if missing := [n for n, p in parameters.items() if n not in chosen and p.default is Parameter.empty]:
+    raise LookupError(f'the row has no column {missing[0]!r}')
+  return chosen

@@ -1,0 +1,223 @@
+"""The grader `code`: tests of public data sets' forms, and programs that try to pass without being right."""
+
+import sys
+import time
+
+import pytest
+from pools import answers, processes
+
+from sprl.config import Task
+from sprl.tasks import graders
+from sprl.tasks.code_grader import code_of, grade
+from sprl.tasks.code_runner import decoded, encoded
+from sprl.tasks.grader_pool import Grade, grader_pool
+from sprl.tasks.rewards import Sample
+
+SECONDS = 5.0
+
+# Rows with the columns that MBPP, its sanitised form, HumanEval and APPS have. The texts are our own.
+MBPP = {
+  'text': 'Write a function to find the largest gap between neighbours of a list.',
+  'test_setup_code': '',
+  'test_list': ['assert gap([1, 4, 6]) == 3', 'assert gap([2, 2]) == 0', 'assert gap([5, 1, 2]) == 4'],
+  'challenge_test_list': [],
+}
+GAP = 'def gap(values):\n  return max(abs(a - b) for a, b in zip(values, values[1:]))\n'
+SANITISED = {'test_imports': ['import math'], 'test_list': ['assert math.isclose(half(3), 1.5)']}
+HUMAN_EVAL = {
+  'prompt': 'from typing import List\n\n\ndef total(values: List[int]) -> int:\n  """Return the sum.\n  """\n',
+  'entry_point': 'total',
+  'test': 'METADATA = {}\n\ndef check(candidate):\n  assert candidate([]) == 0\n  assert candidate([1, 2]) == 3, "sum"\n',
+}
+APPS = {'input_output': '{"inputs": ["2\\n3 4\\n", "1\\n5\\n"], "outputs": ["7\\n", ["5"]]}'}
+SUM = 'n = int(input())\nprint(sum(map(int, input().split())))\n'
+
+
+def score(code, row):
+  return grade(Sample('', code, '', row), SECONDS)
+
+
+@pytest.mark.parametrize(
+  ('row', 'code', 'expected'),
+  [
+    (MBPP, GAP, 1),
+    (MBPP, f'Here it is:\n```python\nwrong\n```\nno,\n```python\n{GAP}```\nDone.', 1),
+    (MBPP, f'```\n{GAP}', 1),  # cut off before the fence closes
+    (MBPP, GAP.replace('abs', ''), 0),
+    (MBPP, '', 0),
+    (MBPP, 'def gap(values:', 0),
+    (MBPP, 'raise ValueError', 0),
+    (SANITISED, 'def half(x): return x / 2', 1),
+    (SANITISED, 'def half(x): return x // 2', 0),
+    (HUMAN_EVAL, '  return sum(values)\n', 1),  # the body that continues the prompt
+    (HUMAN_EVAL, '```python\ndef total(values):\n  return sum(values)\n```', 1),
+    (HUMAN_EVAL, 'def total(values: List[int]):\n  return sum(values)\n', 1),  # with an import of the prompt
+    ({**HUMAN_EVAL, 'prompt': 'Write total.'}, 'def total(values):\n  return sum(values)\n', 1),
+    (HUMAN_EVAL, '  return len(values)\n', 0),
+    (APPS, SUM, 1),
+    (APPS, SUM.replace('sum', 'max'), 0),
+    (APPS, SUM + 'raise SystemExit(1)', 0),
+    (APPS, 'def main():\n  ' + SUM.replace('\n', '\n  ') + '\nif __name__ == "__main__": main()', 1),
+    ({'input_output': {'inputs': ['1\n2'], 'outputs': ['3']}}, 'import sys\nprint(sum(map(int, sys.stdin)), end=" \\n\\n")', 1),
+  ],
+)
+def test_scores_of_code(row, code, expected):
+  assert score(code, row) == expected
+
+
+PLAIN = "[(1, 'a'), {2}, {'k': None}, b'x', 2j, 1.5, True]"
+STACK = """
+class Stack:
+  def __init__(self): self.items = []
+  def push(self, x): self.items.append(x)
+  def pop(self): return self.items.pop()
+"""
+
+
+@pytest.mark.parametrize(
+  ('test', 'code'),
+  [
+    (f'assert f() == {PLAIN}', f'def f(): return {PLAIN}'),
+    ('assert f([(1, {2: 3})]) == (1, {2: 3})', 'def f(x): return x[0]'),
+    ("assert f('abc') == {'a': 1, 'b': 1, 'c': 1}", 'from collections import Counter\ndef f(x): return Counter(x)'),
+    ('assert f(3) == [0, 1, 2]', 'def f(n): return (i for i in range(n))'),
+    ('assert f(2, key=3) == 5', 'def f(n, key): return n + key'),
+    ('assert math.isnan(f())', 'import math\ndef f(): return math.nan'),
+    ('assert f() == [1, 2]', 'import numpy\ndef f(): return numpy.array([1, 2])'),
+    ('assert twice(f, 3) == 12', 'def f(n): return 2 * n\ndef twice(g, n): return g(g(n))'),
+    ('s = Stack(); s.push(3); s.push(4); assert s.pop() == 4; assert s.items == [3]', STACK),
+    ('try:\n  f(-1)\nexcept ValueError as error:\n  assert str(error) == "negative"\nelse:\n  assert False',
+     'def f(n):\n  if n < 0: raise ValueError("negative")'),
+  ],
+)  # fmt: skip
+def test_values_pass_between_the_tests_and_the_code(test, code):
+  assert score(code, {'test_list': [test]}) == 1
+
+
+FORGERY = """
+import os
+for fd in range(3, 64):
+  try: os.write(fd, b'{"value": true}\\n' * 9)
+  except OSError: pass
+def gap(v): return 77
+"""
+YES = 'class Yes:\n  def __eq__(self, other): return True\n  __ne__ = __lt__ = __gt__ = __eq__\ndef gap(v): return Yes()'
+HACKS = {
+  'exit': 'import sys\nsys.exit(0)',
+  'exit at once': 'import os\nos._exit(0)',
+  'exit in the function': 'import os\ndef gap(values): os._exit(0)',
+  'an exception that says success': 'def gap(values): raise SystemExit(0)',
+  'equals everything': YES,
+  'a number that equals everything': 'class Yes(int):\n  def __eq__(self, other): return True\ndef gap(v): return Yes(77)',
+  'no assertions': 'import builtins\nclass Never(BaseException): pass\nbuiltins.AssertionError = Never\ndef gap(v): return 77',
+  'builtins': 'import builtins\nbuiltins.exec = builtins.compile = lambda *a: None\ndef gap(v): return 77',
+  'a forged value': FORGERY,
+  'the closed socket': 'import os\nos.closerange(3, 64)\ndef gap(v): return 3',
+  'tracing': 'import sys\nsys.settrace(lambda *a: None)\ndef gap(v): return 77',
+  'a debugger': 'import ctypes, os\nassert ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0) == 0\ndef gap(v): return 3',
+  'a signal to the grader': 'import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\ndef gap(v): return 3',
+  'an endless loop': 'while True: pass',
+  'an endless loop in the function': 'def gap(v):\n  while True: pass',
+  'a hang that catches everything': 'import time\nwhile True:\n  try: time.sleep(1)\n  except BaseException: pass',
+  'a huge allocation': 'x = bytearray(1 << 33)\ndef gap(v): return 3',
+  'a leak': 'x = []\nwhile True: x.append(bytearray(1 << 24))',
+  'a huge value': 'def gap(v): return "x" * (1 << 24)',
+  'deep nesting': 'def gap(v):\n  x = []\n  for _ in range(100000): x = [x]\n  return x',
+  'a fork bomb': 'import os\nwhile True: os.fork()',
+  'a child that outlives': "import subprocess\nsubprocess.Popen(['sleep', '4243'])\ndef gap(v): return 3",
+  'another program': "import os\nos.execv('/bin/true', ['true'])",
+  'the network': "import socket\nsocket.create_connection(('127.0.0.1', 9))\ndef gap(v): return 3",
+}  # fmt: skip
+SLOW = ('a leak', 'an endless loop', 'an endless loop in the function', 'a hang that catches everything')
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='the kernel refuses processes, signals and sockets on Linux only')
+@pytest.mark.parametrize('hack', HACKS)
+def test_code_that_is_wrong_cannot_pass(hack):
+  start = time.monotonic()
+  assert grade(Sample('', HACKS[hack], '', MBPP), 1.0 if hack in SLOW else SECONDS) == 0
+  assert time.monotonic() - start < 30
+  assert not processes('sleep\x004243')
+
+
+FORBIDDEN = {
+  'a process': 'os.fork()',
+  'another program': "os.execv('/bin/true', ['true'])",
+  'a socket': 'socket.socket()',
+  'a signal': 'os.kill(os.getppid(), 0)',
+  'more memory': 'resource.setrlimit(resource.RLIMIT_AS, (1 << 40, 1 << 40))',
+  'a namespace': 'os.unshare(os.CLONE_NEWUSER)',
+}
+
+
+@pytest.mark.skipif(sys.platform != 'linux', reason='the kernel refuses processes, signals and sockets on Linux only')
+@pytest.mark.parametrize('call', FORBIDDEN)
+def test_the_kernel_refuses_what_code_may_not_do(call):
+  code = f'import os, resource, socket\ndef f():\n  try: {FORBIDDEN[call]}\n  except (OSError, ValueError) as e: return str(e)'
+  assert score(code, {'test_list': ['assert "not permitted" in f() or "not allowed" in f()']}) == 1
+
+
+def test_threads_are_allowed():
+  code = 'import threading\ndef f():\n  t = threading.Thread(target=print)\n  t.start()\n  t.join()\n  return 1'
+  assert score(code, {'test_list': ['assert f() == 1']}) == 1
+
+
+def test_a_test_that_catches_everything_does_not_pass_code_that_ended():
+  row = {'test_list': ['try:\n  f()\nexcept Exception:\n  pass']}
+  assert score('import os\ndef f(): os._exit(0)', row) == 0
+  assert score('def f(): raise KeyError', row) == 1
+
+
+def test_a_program_that_prints_without_end_is_stopped():
+  assert score('while True: print("x" * 10000)', APPS) == 0
+
+
+def test_the_code_finds_an_empty_folder_and_no_secrets(monkeypatch):
+  monkeypatch.setenv('OPENAI_API_KEY', 'sk-secret')
+  code = 'import os\ndef f(): return os.listdir("."), "OPENAI_API_KEY" in os.environ, os.getcwd() == os.environ["HOME"]'
+  assert score(code, {'test_list': ['assert f() == ([], False, True)']}) == 1
+
+
+def test_a_wrong_test_is_an_error_of_the_row():
+  with pytest.raises(SyntaxError):
+    score(GAP, {'test_list': ['assert gap(']})
+  with pytest.raises(LookupError, match='the row has no tests: expected one of the columns test_list, test, input_output'):
+    score(GAP, {'text': 'x'})
+
+
+def test_rows_without_tests_are_refused_at_the_start():
+  with pytest.raises(TypeError, match=r'the rows have no tests: .* test_list, test, input_output; got answer, prompt'):
+    graders.load(graders.resolve(Task(grader='code')), ('prompt', 'answer'))
+
+
+def test_code_is_graded_in_the_pool_and_slow_code_is_wrong_and_not_a_failure():
+  rewards = graders.rewards(Task(grader='code', time_limit=1.5))
+  with grader_pool(rewards, 1, 1.5, 4.0, columns=MBPP) as pool:
+    samples = [Sample('', code, '', MBPP) for code in (GAP, 'while True: pass', GAP)]
+    assert answers(pool, *samples) == [Grade(1.0, 'ok'), Grade(0.0, 'ok'), Grade(1.0, 'ok')]
+
+
+@pytest.mark.parametrize(
+  ('completion', 'code'),
+  [('x = 1', 'x = 1'), ('a\n```py\nx = 1\n```\nb', 'x = 1\n'), ('```\n1\n```\n```js\n2\n```', '2\n'), ('```py\nx', 'x')],
+)
+def test_the_code_is_the_last_fenced_block(completion, code):
+  assert code_of(completion) == code
+
+
+@pytest.mark.parametrize(
+  'value', [{'list': 3}, {'dict': [1]}, {'no': []}, {}, {'list': [], 'set': []}, {'bytes': 'x'}, {'complex': []}]
+)
+def test_a_forged_value_is_refused(value):
+  with pytest.raises((ValueError, TypeError)):
+    decoded(value, lambda number: None)
+
+
+def test_only_plain_data_is_passed_to_the_code():
+  def refuse(value):
+    raise TypeError
+
+  value = [1, 'a', None, (2.5, {3: frozenset([4])}), b'\x00']
+  assert decoded(encoded(value, refuse), refuse) == value
+  with pytest.raises(TypeError):
+    encoded([object()], refuse)

@@ -1,0 +1,250 @@
+"""Reward functions: what they get by name, several with weights, and groupwise ones."""
+
+import pytest
+from pools import answers
+
+from sprl.config import SettingsError, Task
+from sprl.tasks import graders, problems
+from sprl.tasks.grader_pool import Grade, Group, grader_pool
+from sprl.tasks.rewards import Sample, for_groups, for_samples
+
+ROW = {'answer': 7, 'hint': 'count', 'level': 3}
+MESSAGES = ({'role': 'user', 'content': 'how many?'},)
+SAMPLE = Sample('how many?', 'seven', '7', ROW, MESSAGES, (5, 6), 'length')
+EVERYTHING = {
+  'prompt': 'how many?', 'completion': 'seven', 'answer': '7', 'row': ROW, 'messages': list(MESSAGES), 'tokens': [5, 6],
+  'finish': 'length', 'hint': 'count', 'level': 3,
+}  # fmt: skip
+
+
+# --- one sample ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize('name', EVERYTHING)
+def test_a_parameter_gets_the_value_of_its_name(name):
+  function = eval(f'lambda {name}: {name}')
+  assert for_samples(function, ROW)(SAMPLE) == EVERYTHING[name]
+
+
+def test_keyword_arguments_get_everything():
+  assert for_samples(lambda **kwargs: kwargs, ROW)(SAMPLE) == EVERYTHING
+  assert for_samples(lambda completion, **others: others, ROW)(SAMPLE) == {
+    name: value for name, value in EVERYTHING.items() if name != 'completion'
+  }
+
+
+def test_the_answer_is_the_text_that_graders_get_and_the_row_has_the_column():
+  assert for_samples(lambda answer, row: (answer, row['answer']), ROW)(SAMPLE) == ('7', 7)
+
+
+@pytest.mark.parametrize(
+  'function',
+  [
+    lambda question, text, truth: (question, text, truth),
+    lambda prompt, response, answer: (prompt, response, answer),
+    lambda *args: args,
+    lambda p, c, a, /: (p, c, a),
+    lambda prompt, text, truth, digits=3: (prompt, text, truth),
+    lambda prompt, completion, answer: (prompt, completion, answer),
+  ],
+)
+def test_three_other_names_are_the_prompt_the_completion_and_the_answer(function):
+  assert for_samples(function, ROW)(SAMPLE) == ('how many?', 'seven', '7')
+
+
+def test_a_column_goes_before_a_call_by_position():
+  assert for_samples(lambda prompt, completion, level: level, ROW)(SAMPLE) == 3
+
+
+def test_a_parameter_with_a_default_is_optional():
+  assert for_samples(lambda completion, level=1, colour='red': (level, colour), ROW)(SAMPLE) == (3, 'red')
+
+
+@pytest.mark.parametrize(
+  'function', [lambda colour: 1, lambda completion, answer, colour: 1, lambda a, b: 1, lambda a, b, c, d: 1, lambda *, a, b, c: 1]
+)
+def test_an_unknown_parameter_is_refused_with_the_names_that_there_are(function):
+  with pytest.raises(TypeError, match=r'wants .*; a reward may take answer, completion, finish, hint, level, messages, prompt'):
+    for_samples(function, ROW)
+
+
+def test_a_row_without_the_column_is_an_error_that_names_it():
+  grade = for_samples(lambda completion, hint: 1.0, ROW)
+  with pytest.raises(LookupError, match="the row has no column 'hint'"):
+    grade(Sample('p', 'c', 'a', {'level': 3}))
+
+
+# --- all samples of a prompt -----------------------------------------------------------------------------------------
+
+
+def two_samples():
+  return [Sample('p', text, '7', ROW, MESSAGES, ids, end) for text, ids, end in (('a', (1,), 'stop'), ('bb', (1, 2), 'length'))]
+
+
+def test_a_groupwise_function_gets_lists():
+  def rank(prompts, completions, answer, tokens, finish, hint, **kwargs):
+    return prompts, completions, answer, tokens, finish, hint, sorted(kwargs)
+
+  found = for_groups(rank, ROW)(two_samples())
+  assert found == (
+    ['p', 'p'], ['a', 'bb'], ['7', '7'], [[1], [1, 2]], ['stop', 'length'], ['count', 'count'],
+    ['level', 'messages', 'row'],
+  )  # fmt: skip
+
+
+def test_a_groupwise_function_with_an_unknown_parameter_is_refused():
+  with pytest.raises(TypeError, match="wants 'colour'; a reward may take answer, completions, finish, hint"):
+    for_groups(lambda completions, colour: 1, ROW)
+
+
+@pytest.mark.parametrize(
+  ('scores', 'statuses', 'reason'),
+  [
+    ('[1, 2.5]', ['ok', 'ok'], ''),
+    ('__import__("numpy").array([1, 2.5])', ['ok', 'ok'], ''),
+    ('[1.0, None]', ['ok', 'invalid'], 'returned a NoneType'),
+    ('[float("nan"), 1.0]', ['invalid', 'ok'], 'returned nan'),
+    ('[1.0]', ['invalid', 'invalid'], 'returned 1 scores of 2 samples'),
+    ('1.0', ['invalid', 'invalid'], 'returned a float, expected a list of numbers'),
+    ('1 / 0', ['error', 'error'], 'ZeroDivisionError'),
+  ],
+)
+def test_scores_of_a_group(scores, statuses, reason):
+  function = eval(f'lambda completions: {scores}')
+  rewards = graders.rewards(Task(grader='python:rank'), {'rank': function})
+  with grader_pool(rewards, 1, 10.0, 4.0) as pool:
+    ((first, second),) = answers(pool, Group(tuple(two_samples())))
+  assert [first.status, second.status] == statuses
+  assert all(reason in grade.reason for grade in (first, second) if grade.status != 'ok')
+  assert first.score == (1.0 if first.status == 'ok' else 0.0)
+  assert second.score == ({'ok': 2.5}.get(second.status, 0.0) if first.status == 'ok' else float(second.status == 'ok'))
+
+
+# --- several rewards -------------------------------------------------------------------------------------------------
+
+STYLE = """
+import os, time
+
+def brief(completion):
+  if completion == 'hang': time.sleep(60)
+  if completion == 'die': os._exit(3)
+  return len(completion)
+
+def calm(completion):
+  if completion == 'raise': raise ValueError('no')
+  return 1.0
+
+def rank(completions):
+  return [float(sorted(completions).index(each)) for each in completions]
+"""
+
+
+def styled(folder, *rewards, **others):
+  (folder / 'style.py').write_text(STYLE)
+  return Task(kind='jsonl', rewards=tuple(each.format(f'{folder}/style.py') for each in rewards), **others)
+
+
+def test_the_score_is_the_weighted_sum_and_the_parts_are_unweighted(tmp_path):
+  rewards = graders.rewards(styled(tmp_path, 'exact', '{}:brief=-0.25', '{}:rank=10', '{}:calm=2'))
+  assert [(r.name, r.weight) for r in rewards] == [('exact', 1.0), ('brief', -0.25), ('rank', 10.0), ('calm', 2.0)]
+  with grader_pool(rewards, None, 10.0, 4.0) as pool:
+    right, wrong = answers(pool, Sample('p', ' 7 ', '7'), Sample('p', 'seven', '7'))
+    assert right == Grade(1 - 0.25 * 3 + 2, 'ok', parts={'exact': 1.0, 'brief': 3.0, 'calm': 1.0})
+    assert wrong == Grade(0 - 0.25 * 5 + 2, 'ok', parts={'exact': 0.0, 'brief': 5.0, 'calm': 1.0})
+    (group,) = answers(pool, Group((Sample('p', 'z', '7'), Sample('p', 'y', '7'))))
+    assert group == [Grade(10.0, 'ok', parts={'rank': 1.0}), Grade(0.0, 'ok', parts={'rank': 0.0})]
+
+
+def test_a_reward_that_fails_counts_0_and_the_others_count(tmp_path):
+  rewards = graders.rewards(styled(tmp_path, '{}:brief=0.5', '{}:calm=3'))
+  with grader_pool(rewards, 2, 1.0, 4.0) as pool:
+    found = answers(pool, *(Sample('p', text, '') for text in ('hang', 'die', 'raise', 'fine')))
+  assert [(g.score, g.status, g.failed) for g in found] == [
+    (3.0, 'timeout', ('brief',)), (3.0, 'crash', ('brief',)), (2.5, 'error', ('calm',)), (5.0, 'ok', ())
+  ]  # fmt: skip
+  assert found[1].parts == {'brief': 0.0, 'calm': 1.0}
+  assert found[2].reason == 'calm: ValueError: no'
+
+
+def test_a_sample_without_a_reward_of_its_own_is_graded_at_once():
+  rewards = graders.rewards(Task(grader='python:rank'), {'rank': lambda completions: [1.0] * len(completions)})
+  with grader_pool(rewards, 1, 10.0, 4.0) as pool:
+    assert answers(pool, SAMPLE) == [Grade(0.0, 'ok')]
+
+
+def test_a_python_callable_runs_in_this_process():
+  seen = []
+
+  class Judge:
+    def __call__(self, completion, level):
+      seen.append(completion)
+      return level
+
+  rewards = graders.rewards(Task(rewards=('exact', 'python:judge=2')), {'judge': Judge()})
+  with grader_pool(rewards, 1, 30.0, 4.0, columns=ROW) as pool:
+    assert answers(pool, SAMPLE) == [Grade(6.0, 'ok', parts={'exact': 0.0, 'judge': 3.0})]
+  assert seen == ['seven']
+
+
+def test_a_cancelled_sample_is_dropped_from_all_rewards(tmp_path):
+  rewards = graders.rewards(styled(tmp_path, '{}:brief', '{}:calm'))
+  with grader_pool(rewards, 1, 10.0, 4.0) as pool:
+    pool.cancel(pool.submit(Sample('p', 'hang', '')))
+    cancelled = pool.submit(Sample('p', 'x', ''))
+    pool.cancel(cancelled)
+    assert pool.poll([cancelled]) == {}
+    assert not pool._owners
+
+
+@pytest.mark.parametrize(
+  ('rewards', 'complaint'),
+  [
+    (('{}:none',), r"config\.task\.rewards: '.*style\.py:none': .*style\.py has no none; it has brief, calm"),
+    (
+      ('python:judge',),
+      r"'python:judge': no such function was given to sprl; expected one of these: none",
+    ),
+  ],
+)
+def test_a_reward_that_does_not_exist_is_named(tmp_path, rewards, complaint):
+  with pytest.raises(SettingsError, match=complaint):
+    graders.rewards(styled(tmp_path, *rewards))
+
+
+def test_a_reward_that_cannot_be_loaded_is_named(tmp_path):
+  (tmp_path / 'other.py').write_text('def grade(colour): return 1.0')
+  rewards = graders.rewards(styled(tmp_path, '{}:brief', f'{tmp_path}/other.py:grade'))
+  with pytest.raises(SettingsError, match=r"other\.py:grade: TypeError: the function wants 'colour'"):
+    grader_pool(rewards, 1, 10.0, 4.0).__enter__()
+
+
+@pytest.mark.parametrize('definition', ['rank = lambda completions: [1.0]', 'from elsewhere import rank'])
+def test_a_groupwise_function_that_its_file_does_not_define_is_refused(tmp_path, definition):
+  (tmp_path / 'elsewhere.py').write_text('def rank(completions): return [1.0]\n')
+  (tmp_path / 'mine.py').write_text(definition)
+  with pytest.raises(TypeError, match='a function with `completions`, or an `async def`, must be defined in this file'):
+    graders.load(graders.resolve(Task(grader=f'{tmp_path}/mine.py:rank')))
+
+
+def test_rewards_of_one_file_share_its_module(tmp_path):
+  (tmp_path / 'twice.py').write_text(
+    'seen = []\ndef a(completion): seen.append(1); return 1.0\ndef b(completion): return len(seen)'
+  )
+  a, b = (graders.load(graders.resolve(Task(grader=f'{tmp_path}/twice.py:{name}'))) for name in 'ab')
+  assert (a(SAMPLE), b(SAMPLE)) == (1.0, 1)
+
+
+# --- rows of the sources ---------------------------------------------------------------------------------------------
+
+
+def test_all_columns_of_a_jsonl_row_reach_the_problem(tmp_path):
+  (tmp_path / 'train.jsonl').write_text('{"prompt": "2 + 3?", "answer": 5, "level": 3, "tests": ["a", "b"]}\n')
+  (problem,) = problems.load(Task(kind='jsonl', path=str(tmp_path)), 'train')
+  assert problem.row == {'prompt': '2 + 3?', 'answer': 5, 'level': 3, 'tests': ['a', 'b']}
+  assert problem.answer == '5'
+
+
+def test_the_row_of_a_generated_problem_is_its_entry():
+  problem = problems.load(Task(kind='reasoning_gym', name='chain_sum'), 'train')[0]
+  assert problem.row['answer'] == problem.answer
+  assert problem.row['question'] in problem.prompt
