@@ -145,7 +145,8 @@ class Training:
       for name, result in (('before', self.before), ('after', self.after))
       if result
     )
-    return f'Training: {self.step} steps, {ended}{scores}, in {self.workdir}'
+    folder = self.workdir.relative_to(Path.cwd()) if self.workdir.is_relative_to(Path.cwd()) else self.workdir
+    return f'Training: {self.step} steps, {ended}{scores}, in {folder}'
 
 
 def new_folder() -> Path:
