@@ -14,7 +14,7 @@ PICTURES = {  # name of a notebook -> pictures and tables that it shows
   'tour': (1, 2),
   'eviction_explorer': (1, 1),
   'ledger': (1, 0),
-  'your_reward_and_environment': (0, 1),
+  'your_reward_and_environment': (1, 1),
   'asynchronous_timeline': (2, 0),
 }
 
