@@ -73,7 +73,7 @@ def fit(
     StopRun: a guard found that training is broken (sprl.hooks).
   """
   require_single_process('sprl.fit')
-  whole = merged({'model': {'path': str(path)}}, settings)
+  whole = merged(settings, {'model.path': str(path)})
   of_inputs, inputs = inputs_of(data, reward, test=test, environment=environment, problems=whole.get('eval', {}).get('problems'))
   run = resolve(merged(whole, of_inputs))
   folder = new_folder() if workdir is None else Path(workdir).absolute()
