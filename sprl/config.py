@@ -21,6 +21,7 @@ Kernels = Literal['auto', 'reference', 'mosaic_gpu']
 Remat = Literal['none', 'dots', 'layer']
 TrackerName = Literal['tensorboard', 'wandb', 'mlflow']
 RouterReplay = Literal['none', 'R2', 'R3']
+TaskKind = Literal['gsm8k', 'dataset', 'jsonl', 'reasoning_gym', 'mixture', 'environment', 'agent', 'rows']
 Aggregate = Literal[
   'seq-mean-token-mean', 'token-mean', 'prompt-mean-token-mean', 'seq-mean-token-sum', 'seq-mean-token-sum-norm'
 ]  # fmt: skip
@@ -100,7 +101,9 @@ class HeldOutSet(Source):
 class Task:
   """The problems, their prompts, and their graders or environments."""
 
-  kind: Literal['gsm8k', 'dataset', 'jsonl', 'reasoning_gym', 'mixture', 'environment', 'agent'] = 'gsm8k'  # source of problems
+  kind: Literal['gsm8k', 'dataset', 'jsonl', 'reasoning_gym', 'mixture', 'environment', 'agent', 'rows'] = (
+    'gsm8k'  # rows: sprl.fit
+  )
   path: str | None = None  # dataset: file, folder or hub name; jsonl, agent: folder; gsm8k: folder or hub name
   name: str | None = None  # data set; environment: frozen_lake, ..., or `file.py:Class`; agent: verifiers or `file.py:function`
   args: Mapping[str, Any] = field(default_factory=dict)  # arguments of the data set, environment or agent called `name`

@@ -14,7 +14,7 @@ a token. A resumed run loses no group and trains on none twice.
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -41,7 +41,7 @@ from sprl.io.provenance import provenance
 from sprl.io.run_folder import exclusive
 from sprl.io.run_state import RunState
 from sprl.io.starts import PLAIN, Origin, Start, add_start
-from sprl.io.trackers import check_installed, open_trackers
+from sprl.io.trackers import Tracker, check_installed, open_trackers
 from sprl.kernels.support import record_format
 from sprl.learner.learner import Learner, compile_ahead
 from sprl.learner.optimizer import make_optimizer
@@ -54,19 +54,29 @@ from sprl.models.lora import Base, network
 from sprl.planning.room import check_caches_fit
 from sprl.rollout.prompts import prompts
 from sprl.rollout.scheduler import Scheduler
-from sprl.rollout.setup import RolloutSetup, on_all_processes, place_engines
+from sprl.rollout.setup import FROM_SETTINGS, Inputs, RolloutSetup, on_all_processes, place_engines
 from sprl.rollout.timeline import Timeline
 from sprl.sampler import calibrate
 from sprl.sampler.compile_ahead import compile_engine, outputs
-from sprl.session import Finished, Session
+from sprl.session import Finished, Session, StepReport
 
 log = logging.getLogger(__name__)
+
+AfterStep = Callable[[Session, StepReport], None]
 
 # Settings that a resumed run may change. On another mesh its numbers agree to rounding.
 MAY_CHANGE = ('steps', 'export', 'patience', 'eval', 'checkpoint', 'ledger', 'log', 'mesh', 'devices', *GRADING_COSTS)
 
 
-def train(run: Run, workdir: Path, team: Team = ALONE, start: Start = PLAIN) -> Finished:
+def train(
+  run: Run,
+  workdir: Path,
+  team: Team = ALONE,
+  start: Start = PLAIN,
+  inputs: Inputs = FROM_SETTINGS,
+  hooks: Sequence[AfterStep] = (),
+  trackers: Sequence[Tracker] = (),
+) -> Finished:
   """Train or resume the run of `workdir` up to its last step. `start` says how a new run begins (sprl/learner/origin.py).
 
   SIGTERM and SIGINT save the run and end it early: after the update or evaluation in progress, or during the rollouts of the next
@@ -75,10 +85,13 @@ def train(run: Run, workdir: Path, team: Team = ALONE, start: Start = PLAIN) -> 
   Every process of a team calls this function. Process 0 decides what the settings do not fix. Only process 0 writes to `workdir`,
   except for checkpoints: each process writes its part of those.
 
+  `inputs` are problems, rewards and environments as Python objects. `hooks` are called at the end of each step, after those of
+  sprl/hooks.py.
+
   Raises SettingsError and other errors of input before any device work, and StopRun if a guard finds that training is broken.
   """
   with ExitStack() as stack:
-    session = setup(run, workdir, team, stack, start)
+    session = setup(run, workdir, team, stack, start, inputs, hooks, trackers)
     learner = session.learner
     for step in session.steps():
       trajectories = session.rollout(step)
@@ -92,8 +105,17 @@ def train(run: Run, workdir: Path, team: Team = ALONE, start: Start = PLAIN) -> 
     return session.finish()
 
 
-def setup(run: Run, workdir: Path, team: Team, stack: ExitStack, start: Start = PLAIN) -> Session:
-  """Open the run; `stack` closes what it opens.
+def setup(
+  run: Run,
+  workdir: Path,
+  team: Team,
+  stack: ExitStack,
+  start: Start = PLAIN,
+  inputs: Inputs = FROM_SETTINGS,
+  hooks: Sequence[AfterStep] = (),
+  trackers: Sequence[Tracker] = (),
+) -> Session:
+  """Open the run; `stack` closes what it opens. The last arguments are those of `train`.
 
   Finds wrong settings and files before any device work. A resumed run compiles the update before it compares the checkpoint with
   its problems and its frozen weights.
@@ -108,7 +130,7 @@ def setup(run: Run, workdir: Path, team: Team, stack: ExitStack, start: Start = 
   check_caches_fit(run, layout, model.engine_meshes)
   here = {'computes in': str(model.dtype), 'kernels': model.kernels, '--workdir': str(workdir), '--from': start.source}
   check_alike('settings', settings.to_dict(run) | here, team)
-  rollouts = RolloutSetup.open(run, model.tokenizer, team)
+  rollouts = RolloutSetup.open(run, model.tokenizer, team, inputs)
   check_alike('problems', {'problems': rollouts.state()}, team)
   for remark in remarks(run, layout, model.linears(run.quant), model.config.max_positions):
     log.warning(remark)
@@ -149,7 +171,7 @@ def setup(run: Run, workdir: Path, team: Team, stack: ExitStack, start: Start = 
   run_log = None
   if team.leads:
     resume_step = state.step if checkpoints.steps() else None
-    run_log = RunLog(workdir, resume_step, open_trackers(run.log, workdir, resume_step))
+    run_log = RunLog(workdir, resume_step, [*open_trackers(run.log, workdir, resume_step), *trackers])
     stack.callback(run_log.close)
     run_log.settings(settings.to_dict(run))
   session = Session(
@@ -157,7 +179,7 @@ def setup(run: Run, workdir: Path, team: Team, stack: ExitStack, start: Start = 
     engines=opened, scheduler=scheduler, source=source, eval_set=eval_set, state=state, checkpoints=checkpoints,
     timeline=timeline, trace=trace_file(workdir, state.step, run.steps) if team.leads else None, run_log=run_log,
     progress=Progress(run.steps, show=partial(print, flush=True)), stop=stop, stream=rollouts.stream,
-    before_update=[LedgerHook()], after_step=after_step(),
+    before_update=[LedgerHook()], after_step=[*after_step(), *hooks],
   )  # fmt: skip
   stop_if(wrong_weights(session), session)  # before anything is sampled from them
   return session

@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LEVELS = (  # the lowest first; packages and modules of sprl/
-  ('__init__', 'config', 'types'),
+  ('config', 'types'),
   ('config_checks', 'presets'),
   ('config_reader',),
   ('sharding', 'distributed'),
@@ -23,7 +23,9 @@ LEVELS = (  # the lowest first; packages and modules of sprl/
   ('session',),
   ('hooks', 'summary'),
   ('train',),
+  ('api',),
   ('main', 'evaluate', 'serve', 'sft', 'export', 'plan', 'report'),
+  ('__init__',),  # imports the names of `api` when they are used
 )
 LEVEL = {module: i for i, modules in enumerate(LEVELS) for module in modules}
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from sprl.cache.layout import CacheLayout
 from sprl.config import Run, SettingsError, Task
@@ -28,12 +28,12 @@ from sprl.sampler.engine import Engine, EngineConfig, Usage
 from sprl.sampler.weights import SamplerWeights, sampler_weight_axes
 from sprl.sharding.reshard import reshard
 from sprl.sharding.rules import shardings
-from sprl.tasks import graders, problems
-from sprl.tasks.environment_pool import environment_pool, make_environment
-from sprl.tasks.environments import registry
+from sprl.tasks import graders, in_memory, problems
+from sprl.tasks.environment_pool import Kind, environment_pool, make_environment, takes_split
 from sprl.tasks.environments.protocol import EnvironmentFault
 from sprl.tasks.grader_pool import GraderPool, grader_pool
 from sprl.tasks.graders import Reward
+from sprl.tasks.in_memory import Row
 from sprl.tasks.problems import Mixture, Problem, holder
 from sprl.tasks.prompts import Mix, PromptStream
 from sprl.tasks.worker_pool import WorkerPool
@@ -45,6 +45,22 @@ STEP_SECONDS = 3600.0  # for a reset or step; then the environment counts as hun
 EPISODES = 'environment', 'agent'  # kinds of task whose episodes are conversations
 LOOKED_INTO = 100  # problems of each split whose columns rewards may ask for
 LOOKED_AHEAD = 10_000  # prompts whose lengths are checked before the first step; the engine checks all others
+
+
+@dataclass(frozen=True)
+class Inputs:
+  """Python objects that a run uses where a command names files. A field that is None is left to the settings.
+
+  Rewards and environments run in threads of this process. They need not be importable.
+  """
+
+  train: Sequence[Row] | None = None  # rows to train on, with task.kind = 'rows' (sprl/tasks/in_memory.py)
+  test: Sequence[Row] | None = None  # held-out rows
+  functions: Mapping[str, Callable[..., Any]] = field(default_factory=dict)  # NAME -> the reward that `python:NAME` stands for
+  environment: Kind | None = None  # makes an environment from task.args; task.name is only its name in messages
+
+
+FROM_SETTINGS = Inputs()
 
 
 @dataclass(frozen=True)
@@ -80,11 +96,14 @@ class RolloutSetup:
   team: Team
   stream: PromptStream | None  # None: conversations, or evaluation only
   held_out: Mapping[str, HeldOut]  # '': the task's own; with conversations, it has none
+  inputs: Inputs = FROM_SETTINGS
   rewards: tuple[Reward, ...] = ()  # () if no problem is graded
   columns: frozenset[str] = frozenset()  # of the rows of the first problems, for rewards
 
   @classmethod
-  def open(cls, run: Run, tokenizer: Tokenizer, team: Team = ALONE, train: bool = True) -> 'RolloutSetup':
+  def open(
+    cls, run: Run, tokenizer: Tokenizer, team: Team = ALONE, inputs: Inputs = FROM_SETTINGS, train: bool = True
+  ) -> 'RolloutSetup':
     """Read this process's share of the problems, or make one environment in process 0 to check it.
 
     Without `train` only held-out problems are read, and only `begin_evaluation` may be called. If one process raises one of the
@@ -94,21 +113,24 @@ class RolloutSetup:
     TokenizerError   the chat template fails
     OSError          files cannot be read
     """
-    asked, found = team.fail_together('problems', lambda: cls._open(run, tokenizer, team, train), REFUSALS)
+    check_inputs(run, inputs)
+    asked, found = team.fail_together('problems', lambda: cls._open(run, tokenizer, team, inputs, train), REFUSALS)
     for of_split in zip(*team.gather('lengths', lambda: found)):
       collect.check_lengths(chain(*of_split), run.sampling.max_prompt)
     return replace(asked, rewards=team.broadcast('rewards', lambda: asked.rewards))
 
   @classmethod
-  def _open(cls, run: Run, tokenizer: Tokenizer, team: Team, train: bool) -> tuple['RolloutSetup', list[list[collect.Length]]]:
+  def _open(
+    cls, run: Run, tokenizer: Tokenizer, team: Team, inputs: Inputs, train: bool
+  ) -> tuple['RolloutSetup', list[list[collect.Length]]]:
     """Return the setup, and the lengths of this process's share of the first prompts, for evaluation and for training."""
     stream, ahead = None, []
     if train and run.task.kind not in EPISODES:
-      given = problems.load(run.task, 'train', team.process, team.processes)
+      given = _problems(run, 'train', inputs, team)
       stream = PromptStream(across(team, BroadcastProblems, given), run.seed, Mix.of(run.task, given, run.rollout.prompts))
       count = min(run.steps * run.rollout.prompts, len(given), LOOKED_AHEAD)
       ahead = [(given, [stream.index(i) for i in range(count)])]
-    held_out = dict(_held_out(run, team))
+    held_out = dict(_held_out(run, inputs, team))
 
     def length(place: int, problem: Problem) -> collect.Length:
       return collect.Length(place, len(collect.encode(problem, tokenizer)), problem.id)
@@ -117,11 +139,11 @@ class RolloutSetup:
       [length(place, some[i]) for place, i in enumerate(indices) if holder(i, team.processes) == team.process]
       for some, indices in [*((some.problems, some.order) for some in held_out.values()), *ahead]
     ]
-    rewards = graders.of_sources(problem_sources(run)) if team.leads else ()
+    rewards = graders.of_sources(problem_sources(run), inputs.functions) if team.leads else ()
     loaded = [*(some.problems for some in held_out.values()), *(given for given, _ in ahead)]
     held = [some[i] for some in loaded for i in range(team.process, min(len(some), LOOKED_INTO), team.processes)]
     wrapped = {name: replace(some, problems=across(team, BroadcastProblems, some.problems)) for name, some in held_out.items()}
-    opened = cls(run, tokenizer, team, stream, wrapped, rewards, frozenset(chain(*(p.row for p in held))))
+    opened = cls(run, tokenizer, team, stream, wrapped, inputs, rewards, frozenset(chain(*(p.row for p in held))))
     if run.task.kind == 'agent':
       check_agents(run.task, tokenizer)
     if run.task.kind == 'environment' and team.leads:
@@ -172,13 +194,16 @@ class RolloutSetup:
 
   def state(self) -> dict[str, Any]:
     """Return the state of the stream of problems, for a checkpoint."""
-    return self.stream.state() if self.stream else {}
+    state = self.stream.state() if self.stream else {}
+    return state if self.inputs.train is None else {**state, 'rows': in_memory.fingerprint(self.inputs.train)}
 
   def check(self, saved: Mapping[str, Any], workdir: Path) -> None:
     """Raise SettingsError if the run of `workdir` began with other problems."""
     try:
       if self.stream:
         self.stream.check(saved)
+      if saved.get('rows') != self.state().get('rows'):
+        raise ValueError('the rows differ from those of the steps before')
     except ValueError as error:
       raise SettingsError(f'config.task: the run of {workdir} began with other problems: {error}') from error
 
@@ -194,9 +219,9 @@ class RolloutSetup:
     assert task.name, 'checked with the settings'
     codec = ChatCodec(self.tokenizer, task.system) if task.chat else PlainCodec(self.tokenizer)
     limits = Limits(task.turns, task.turn_tokens, run.sampling.max_prompt, limit)
-    seed = partial(seeds, held_out=held_out, split=registry.takes(task.name, 'split'))
+    seed = partial(seeds, held_out=held_out, split=takes_split(task, self.inputs.environment))
     release = (lambda call: None) if pool is None else pool.release
-    sample = make_environment(task, held_out) if self.team.leads else None
+    sample = make_environment(task, held_out, self.inputs.environment) if self.team.leads else None
     return ConversationSource(seed, limits, codec, release, sample, task.time_limit or STEP_SECONDS)
 
   # --- workers ---------------------------------------------------------------------------------------------------------
@@ -210,7 +235,19 @@ class RolloutSetup:
     task, r, executor = self.run.task, self.run.rollout, self.run.task.executor or 'threads'
     episodes = math.ceil((1 + r.async_ratio) * r.prompts + r.extra_prompts) * (r.group + r.extra_members)
     workers = task.workers or (episodes if executor == 'threads' else cpus(executor))
-    return environment_pool(partial(make_environment, task, held_out), workers, task.time_limit or STEP_SECONDS, executor)
+    make = partial(make_environment, task, held_out, self.inputs.environment)
+    return environment_pool(make, workers, task.time_limit or STEP_SECONDS, executor)
+
+
+def check_inputs(run: Run, inputs: Inputs) -> None:
+  """Raise SettingsError if the settings and the Python objects do not belong together."""
+  task = run.task
+  if (task.kind == 'rows') != (inputs.train is not None):
+    raise SettingsError(f"config.task.kind = {task.kind!r}: 'rows' stands for rows in memory, which sprl.fit passes to a run")
+  if inputs.environment is not None and task.kind != 'environment':
+    raise SettingsError(f"config.task.kind = {task.kind!r}: expected 'environment' with an environment in memory")
+  if inputs.environment is not None and task.executor not in (None, 'threads'):
+    raise SettingsError(f'config.task.executor = {task.executor!r}: expected None: an environment in memory runs in threads')
 
 
 def problem_sources(run: Run) -> dict[str, Task]:
@@ -228,11 +265,19 @@ def grading_task(run: Run) -> Task:
   return replace(task, workers=None, executor=None, time_limit=None) if task.kind in EPISODES else task
 
 
-def _held_out(run: Run, team: Team) -> Iterator[tuple[str, HeldOut]]:
+def _problems(run: Run, split: Literal['train', 'test'], inputs: Inputs, team: Team) -> problems.Problems | Mixture:
+  """Return the task's own problems of a split: those in memory, or this process's share of those that the settings name."""
+  if inputs.train is None:
+    return problems.load(run.task, split, team.process, team.processes)
+  rows = inputs.train if split == 'train' else inputs.test or ()
+  return in_memory.load(run.task, rows, 'rows' if split == 'train' else 'test')
+
+
+def _held_out(run: Run, inputs: Inputs, team: Team) -> Iterator[tuple[str, HeldOut]]:
   """Yield the held-out sets by name, of which this process reads its share; '' is the task's own."""
   share = team.process, team.processes
   if run.task.kind not in EPISODES:
-    own = problems.load(run.task, 'test', *share)
+    own = _problems(run, 'test', inputs, team)
     order = own.in_turn(run.eval.problems) if isinstance(own, Mixture) else range(min(run.eval.problems, len(own)))
     yield '', HeldOut(own, order)
   for name, some in run.eval.sets.items():

@@ -4,6 +4,7 @@ A worker holds many environments and makes one call at a time. If a call hangs o
 environments there are lost too, and the next step of each fails.
 """
 
+import inspect
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from sprl.config import Task
-from sprl.tasks.environments import registry
+from sprl.tasks.environments import registry, user_file
 from sprl.tasks.environments.protocol import INFO_KEYS, Environment, Info, Outcome, checked_reset, checked_step
 from sprl.tasks.foreign import attempt
 from sprl.tasks.worker_pool import Failure, WorkerPool
@@ -66,14 +67,25 @@ def environment_pool(
   )
 
 
-def make_environment(task: Task, held_out: bool) -> Environment:
+Kind = Callable[..., Environment]  # a class, or a function that makes an environment
+
+
+def make_environment(task: Task, held_out: bool, kind: Kind | None = None) -> Environment:
   """Return a new environment of the task. If it takes `split`, the split is 'test' if `held_out`, else 'train'.
 
-  Raises SettingsError if `task.name` is unknown or cannot be loaded, or if the environment refuses `task.args`.
+  `kind` is called with `task.args` in place of the environment that `task.name` names. Raises SettingsError if `task.name` is
+  unknown or cannot be loaded, or if the environment refuses `task.args`.
   """
   assert task.name, 'checked with the settings'
-  split = {'split': 'test' if held_out else 'train'} if registry.takes(task.name, 'split') else {}
-  return registry.make(task.name, {**split, **task.args})
+  split = {'split': 'test' if held_out else 'train'} if takes_split(task, kind) else {}
+  args = {**split, **task.args}
+  return registry.make(task.name, args) if kind is None else user_file.construct(kind, args, 'config.task.args')
+
+
+def takes_split(task: Task, kind: Kind | None = None) -> bool:
+  """Return whether the environment of the task, or `kind`, tells training from test problems by an argument `split`."""
+  assert task.name, 'checked with the settings'
+  return registry.takes(task.name, 'split') if kind is None else 'split' in inspect.signature(kind).parameters
 
 
 class _Stage:

@@ -25,7 +25,7 @@ def rows(task: Task, split: str) -> Iterator[dict[str, Any]]:
   line, by file and line number.
   """
   for _, (where, line) in selected(task, split, lambda name: _table(task, name)):
-    yield _row(where, line, task.chat)
+    yield problem(where, line, task.chat)
 
 
 def _table(task: Task, name: str) -> Table:
@@ -37,7 +37,11 @@ def _table(task: Task, name: str) -> Table:
   return Table((path,))
 
 
-def _row(where: str, line: Mapping[str, Any], chat: bool) -> dict[str, Any]:
+def problem(where: str, line: Mapping[str, Any], chat: bool) -> dict[str, Any]:
+  """Return the problem of a line: {id, prompt or messages, answer}, and `extra` if the line has a solution.
+
+  `where` names the line, and becomes the id. Raises SettingsError, which begins with `where`, for a malformed line.
+  """
   if ('prompt' in line) == ('messages' in line):
     raise SettingsError(f'{where}: expected either `prompt` or `messages`, got the keys {", ".join(line) or "(none)"}')
   answer = line.get('answer')

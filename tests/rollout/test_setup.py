@@ -6,12 +6,13 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from teams import together
 
 from sprl.config import Evaluation, ModelSettings, Run, Sampling, SettingsError, Task
 from sprl.io.tokenizer import Tokenizer, TokenizerError, write_tiny
 from sprl.rollout.prompts import prompts
-from sprl.rollout.setup import RolloutSetup
+from sprl.rollout.setup import Inputs, RolloutSetup, check_inputs
 from sprl.tasks.environments.user_file import load_class
 from sprl.types import Completion, Request, Trajectory
 
@@ -130,3 +131,16 @@ def test_an_environment_that_cannot_be_reset_ends_all_processes(tmp_path):
   assert str(said[1]) == f'SPRL_PROCESS=0: {said[0]}'
   assert 'config.task.name' in str(said[0])
   assert 'no players' in str(said[0])
+
+
+def test_rows_in_memory_and_settings_must_belong_together():
+  rows = Run(task=Task(kind='rows'))
+  with pytest.raises(SettingsError, match=r"config.task.kind = 'rows'.*sprl.fit"):
+    check_inputs(rows, Inputs())
+  with pytest.raises(SettingsError, match=r"config.task.kind = 'gsm8k'"):
+    check_inputs(Run(), Inputs(train=[{'prompt': ''}]))
+  with pytest.raises(SettingsError, match=r"config.task.kind = 'gsm8k': expected 'environment'"):
+    check_inputs(Run(), Inputs(environment=dict))
+  with pytest.raises(SettingsError, match=r"config.task.executor = 'processes'"):
+    check_inputs(Run(task=Task(kind='environment', name='Game', executor='processes')), Inputs(environment=dict))
+  check_inputs(rows, Inputs(train=[{'prompt': '?'}], test=[{'prompt': '?'}]))

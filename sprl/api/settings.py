@@ -1,0 +1,43 @@
+"""Settings as keyword arguments: the sections of sprl.config.Run, as mappings or with dotted keys."""
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from sprl.config import Run, SettingsError
+
+Settings = dict[str, Any]  # nested: {'cache': {'budget': 48}}
+
+
+def merged(*given: Mapping[str, Any]) -> Settings:
+  """Return nested settings. Of two values for one setting the later one counts.
+
+  `{'cache.budget': 48}` and `{'cache': {'budget': 48}}` are the same. The names are not checked: `resolve` does that.
+  """
+  found: Settings = {}
+  for settings in given:
+    _merge(found, Run, settings)
+  return found
+
+
+def _merge(into: Settings, section: type, given: Mapping[str, Any]) -> None:
+  hints = typing.get_type_hints(section)
+  for key, value in given.items():
+    name, _, rest = key.partition('.')
+    inner, value = hints.get(name), value.to_dict() if isinstance(value, ConfigDict) else value
+    if not dataclasses.is_dataclass(inner) or not (rest or isinstance(value, Mapping)):
+      into[key] = value
+      continue
+    if not isinstance(into.get(name), dict):
+      into[name] = {}
+    _merge(into[name], typing.cast(type, inner), {rest: value} if rest else value)
+
+
+def refuse(given: Mapping[str, Any], sections: tuple[str, ...], where: str) -> None:
+  """Raise SettingsError if nested settings have a value in one of the sections, which belong to `where`."""
+  for section in sections:
+    if section in given:
+      raise SettingsError(f'config.{section} = {given[section]!r}: expected this section in {where}')

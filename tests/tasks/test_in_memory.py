@@ -1,0 +1,50 @@
+"""Problems from rows in memory."""
+
+import pytest
+
+from sprl.config import SettingsError, Task
+from sprl.tasks import in_memory
+
+
+def test_rows_become_problems_with_all_their_columns():
+  given = [
+    {'prompt': '2 + 3?', 'answer': 5, 'level': 1},
+    {'prompt': [{'role': 'user', 'content': 'Hi'}]},
+    {'messages': [{'role': 'system', 'content': 'Be brief.'}, {'role': 'user', 'content': 'Hi'}], 'answer': 'Hello'},
+  ]
+  first, second, third = in_memory.load(Task(kind='rows', suffix=' Say it.'), given)
+  assert (first.prompt, first.answer, first.row) == ('2 + 3? Say it.', '5', given[0])
+  assert (second.messages, second.answer) == (({'role': 'user', 'content': 'Hi Say it.'},), '')
+  assert (third.messages[0]['content'], third.row) == ('Be brief.', given[2])
+
+
+@pytest.mark.parametrize(
+  ('rows', 'said'),
+  [
+    ([], r'rows = \[\]: expected at least one row'),
+    ([{'prompt': 'a'}, 'b'], r"rows\[1\] = 'b': expected a dictionary"),
+    ([{'question': 'a'}], r'rows\[0\]: expected either `prompt` or `messages`'),
+    ([{'prompt': 'a', 'answer': [1]}], r'rows\[0\]: answer = \[1\]'),
+    ([{'messages': [{'role': 'user'}]}], r'rows\[0\]: messages\[0\]'),
+  ],
+)
+def test_a_malformed_row_is_named(rows, said):
+  with pytest.raises(SettingsError, match=said):
+    in_memory.load(Task(kind='rows'), rows)
+
+
+@pytest.mark.parametrize(('count', 'most', 'held_out'), [(2, 128, 1), (9, 128, 1), (40, 128, 4), (40, 3, 3), (5000, 128, 128)])
+def test_the_last_tenth_is_held_out(count, most, held_out):
+  rows = [{'prompt': str(i)} for i in range(count)]
+  train, test = in_memory.split(rows, most)
+  assert [*train, *test] == rows
+  assert len(test) == held_out
+  with pytest.raises(SettingsError, match='at least 2'):
+    in_memory.split(rows[:1], most)
+
+
+def test_a_fingerprint_depends_on_rows_and_their_order_not_on_keys():
+  rows = [{'prompt': 'a', 'n': 1}, {'prompt': 'b', 'x': {1, 2}}]
+  same = [{'n': 1, 'prompt': 'a'}, {'prompt': 'b', 'x': {1, 2}}]
+  assert in_memory.fingerprint(rows) == in_memory.fingerprint(same)
+  assert in_memory.fingerprint(rows) != in_memory.fingerprint(rows[::-1])
