@@ -3,6 +3,7 @@ JAX ?=
 PYTHON ?=
 VENV ?= .venv$(if $(JAX),-jax$(JAX))
 REFERENCE ?= .venv-reference
+AGENTS ?= .venv-agents
 WORKDIR ?= runs/quickstart
 EXTRAS ?=
 ARGS ?=
@@ -19,7 +20,7 @@ COMPILE_ONLY := JAX_PLATFORMS=cpu JAX_ENABLE_COMPILATION_CACHE=false
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart install setup test slow coverage parity lint types docs aot aot-venv tpu tpu-venv reference clean
+.PHONY: help quickstart install setup test slow coverage parity agents agents-venv lint types docs aot aot-venv tpu tpu-venv reference clean
 
 help: ## list the targets
 	@echo 'make TARGET [ARGS=...] [JAX=0.11.2] [PYTHON=3.13 or a path]'
@@ -46,6 +47,12 @@ coverage: setup ## measure the lines and branches of sprl/ that the default test
 
 parity: setup reference ## compare with transformers and PEFT
 	SPRL_REFERENCE_PYTHON='$(abspath $(REFERENCE))/bin/python' $(BIN)/python -m pytest tests/parity -m '' $(ARGS)
+
+agents: setup agents-venv ## test agents and the endpoint, with verifiers, under load
+	SPRL_AGENTS_PYTHON='$(abspath $(AGENTS))/bin/python' $(BIN)/python -m pytest tests/agents -m '' $(ARGS)
+
+agents-venv:
+	@$(ENVIRONMENT) '$(AGENTS)' --requirements benchmarks/peers/agents-requirements.txt
 
 lint: ## check code style, shell scripts and the Dockerfile
 	@$(INSTALL) $(TESTED) --group lint
@@ -82,6 +89,6 @@ reference: ## install the reference environment (PyTorch, transformers, PEFT and
 	@$(ENVIRONMENT) '$(REFERENCE)' --requirements benchmarks/peers/requirements.txt
 
 clean: ## remove environments and caches, keep runs/
-	rm -rf .uv .venv .venv-jax* .venv-aot* .venv-tpu* '$(REFERENCE)' site build *.egg-info
+	rm -rf .uv .venv .venv-jax* .venv-aot* .venv-tpu* '$(REFERENCE)' '$(AGENTS)' site build *.egg-info
 	rm -rf .cache .pytest_cache .ruff_cache .hypothesis .coverage*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

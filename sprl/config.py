@@ -101,9 +101,7 @@ class HeldOutSet(Source):
 class Task:
   """The problems, their prompts, and their graders or environments."""
 
-  kind: Literal['gsm8k', 'dataset', 'jsonl', 'reasoning_gym', 'mixture', 'environment', 'agent', 'rows'] = (
-    'gsm8k'  # rows: sprl.fit
-  )
+  kind: TaskKind = 'gsm8k'  # where problems come from; rows: from Python, with sprl.fit
   path: str | None = None  # dataset: file, folder or hub name; jsonl, agent: folder; gsm8k: folder or hub name
   name: str | None = None  # data set; environment: frozen_lake, ..., or `file.py:Class`; agent: verifiers or `file.py:function`
   args: Mapping[str, Any] = field(default_factory=dict)  # arguments of the data set, environment or agent called `name`

@@ -27,7 +27,8 @@ def inputs_of(
   """Return the settings that the arguments stand for, and the Python objects among them.
 
   Args:
-    data: rows; a folder of train.jsonl and test.jsonl; another data set by path or hub name (docs: Data); None: what the settings name, or the environment.
+    data: rows; a folder of train.jsonl and test.jsonl; another data set by path or hub name (docs: Data); None: what the settings
+      name, or the environment.
     reward: a function, or the name of a grader; several: a list of these, or a dictionary with the weight of each. None: the
       grader of the settings.
     test: held-out rows; None: the last of `data` (in_memory.split).

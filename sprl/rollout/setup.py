@@ -265,7 +265,7 @@ def grading_task(run: Run) -> Task:
   return replace(task, workers=None, executor=None, time_limit=None) if task.kind in EPISODES else task
 
 
-def _problems(run: Run, split: Literal['train', 'test'], inputs: Inputs, team: Team) -> problems.Problems | Mixture:
+def _problems(run: Run, split: Literal['train', 'test'], inputs: Inputs, team: Team):
   """Return the task's own problems of a split: those in memory, or this process's share of those that the settings name."""
   if inputs.train is None:
     return problems.load(run.task, split, team.process, team.processes)
