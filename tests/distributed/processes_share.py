@@ -51,7 +51,7 @@ with join() as team:
   with jax.transfer_guard_device_to_host('disallow_explicit'):
     moved = reshard({'x': held_in_part}, {'x': theirs})['x']
 
-  made, understood = [], jsonl._row
+  made, understood = [], jsonl.problem
 
   class Row(dict):
     pass
@@ -61,7 +61,7 @@ with join() as team:
     made.append(weakref.ref(row))
     return row
 
-  jsonl._row = noted
+  jsonl.problem = noted
   ours = problems.load(Task(kind='jsonl', path=sys.argv[2]), 'train', team.process, team.processes)
   lines = [int(row['answer']) for row in (ref() for ref in made) if row is not None]
   found = {

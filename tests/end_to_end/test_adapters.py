@@ -77,7 +77,7 @@ def test_a_checkpoint_holds_adapters_and_their_moments_alone(workdir):
 
 def test_the_kl_penalty_compares_with_the_frozen_weights(workdir):
   first, second = (r['policy/kl_ref'] for r in read_metrics(workdir) if r['kind'] == 'train')
-  assert 0 == first < second
+  assert first < 1e-12 < second  # two programs: equal to rounding
 
 
 def test_adapters_of_other_weights_or_another_rank_are_refused(folder, workdir):

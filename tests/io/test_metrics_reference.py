@@ -58,7 +58,7 @@ def test_every_key_in_the_source_is_documented():
     ('fp8/scale_k/11', 'fp8/scale_{tensor}/{layer}'),
     ('rollout_corr/rollout_rs_seq_mean_k3_masked_fraction', 'rollout_corr/rollout_rs_{option}_masked_fraction'),
     ('ledger/eviction_p99', 'ledger/{part}_p99'),
-    ('reward/median', None),
+    ('completion/median', None),
   ],
 )
 def test_documented_finds_the_entry_of_a_key(name, entry):
@@ -66,5 +66,5 @@ def test_documented_finds_the_entry_of_a_key(name, entry):
 
 
 def test_undocumented_names_keys_and_times_without_entry():
-  record = {'step': 1, 'kind': 'train', 'reward/mean': 0.5, 'reward/median': 0.5, 'time': {'learn': 1.0, 'lunch': 2.0}}
-  assert undocumented([record, {'eval/pass@8': 1.0}]) == ['reward/median', 'time/lunch']
+  record = {'step': 1, 'kind': 'train', 'reward/mean': 0.5, 'completion/median': 0.5, 'time': {'learn': 1.0, 'lunch': 2.0}}
+  assert undocumented([record, {'eval/pass@8': 1.0}]) == ['completion/median', 'time/lunch']
