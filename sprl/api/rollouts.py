@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Sample:
-  """One completion, and what is known of it. Arrays have one entry for each of its C tokens."""
+  """One completion and its records. Arrays have one entry for each of its C tokens."""
 
   problem: Problem
   text: str  # the completion, without special tokens, as graders read it
@@ -62,7 +62,7 @@ class Sample:
 
   @property
   def kept(self) -> Int[np.ndarray, ' C']:
-    """The cache slots that each head attended to when a token was drawn."""
+    """The number of cache slots that each head attended to when the token was drawn."""
     return self.trajectory.kept[self.trajectory.prompt_length :]
 
   @property
@@ -82,14 +82,14 @@ class Sample:
 
 @dataclass(frozen=True)
 class Rollouts(Sequence[Sample]):
-  """Samples of one sampler: those of the first prompt, then those of the second, and so on. A slice gives a tuple."""
+  """Samples of one sampler, in the order of the prompts. A slice is a tuple of samples."""
 
   samples: tuple[Sample, ...]
   settings: Settings  # as given to `load` and `sampler`
-  run: Run  # the settings that sampled
+  run: Run  # the settings of the sampler, with defaults
   engine: EngineConfig
   scales: Scales | None  # of an FP8 cache
-  version: int  # updates of the weights that sampled
+  version: int  # number of updates of the sampler's weights
   greedy: bool
   graded: bool = False
 
@@ -127,8 +127,10 @@ class Rollouts(Sequence[Sample]):
     Args:
       reward: a function, the name of a grader, or several, as `sprl.fit` takes them. None: the grader of the settings.
 
-    A sample whose grading fails has reward 0 and a status that says how (`trajectory.status`), as in training; the reason of each
-    failure is logged. Raises SettingsError for an unknown grader, and for a function that wants other arguments than there are.
+    If the grading of a sample fails, its reward is 0 and `trajectory.status` names the kind of failure, as in training. The
+    reason of each failure is logged.
+
+    Raises SettingsError for an unknown grader, or a function that needs an argument that does not exist.
     """
     settings, functions = rewards_of(reward)
     task = replace(self.run.task, **settings)
@@ -137,7 +139,7 @@ class Rollouts(Sequence[Sample]):
     with grader_pool(rewards, task.workers, task.time_limit, GRADING_MEMORY_GB, executor, columns=columns) as pool:
       grades = answers(pool, [_asked(sample) for sample in self.samples])
       for grade in (each for each in grades if each.status != 'ok'):
-        log.warning('a reward failed, which scores 0: %s', grade.reason)
+        log.warning('grading failed, the score is 0: %s', grade.reason)
       names = [each.name for each in rewards]
       trajectories = [replace(sample.trajectory, **graded(grade)) for sample, grade in zip(self.samples, grades)]
       if any(each.grader.groupwise for each in rewards):
@@ -163,7 +165,7 @@ class Rollouts(Sequence[Sample]):
 
 
 def _asked(sample: Sample) -> Asked:
-  """Return a sample as rewards read it."""
+  """Return a sample in the form that reward functions get."""
   p, t = sample.problem, sample.trajectory
   return Asked(p.prompt, sample.text, p.answer, p.row, p.messages, tuple(sample.tokens.tolist()), t.finish, p.extra)
 
@@ -178,7 +180,7 @@ def answers(pool: GraderPool, calls: Sequence[Asked | Group]) -> list[Any]:
 
 
 def describe(run: Run) -> str:
-  """Return the sampler of a run in a few words: its cache and its number format."""
+  """Return a short description of the sampler of a run: its cache and its number format."""
   cache = 'dense cache' if run.cache.budget is None else f'{run.cache.method} cache of {run.cache.budget} tokens'
   return cache if run.quant.sampler == 'none' else f'{cache}, {run.quant.sampler}'
 
@@ -209,7 +211,7 @@ class SideBySide:
 
 
 def side_by_side(**rollouts: Rollouts) -> SideBySide:
-  """Return the first completions of each prompt beside each other. Text is marked from where the completions differ.
+  """Show each sampler's first completion of each prompt side by side. Text is marked from the first difference on.
 
   Each keyword is the title of a column. Raises ValueError if the rollouts have different prompts.
   """
@@ -225,7 +227,7 @@ def firsts(rollouts: Rollouts) -> tuple[Sample, ...]:
 
 
 def common(a: str, b: str) -> int:
-  """Return the number of characters with which both texts begin."""
+  """Return the length of the common prefix of two texts."""
   return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 

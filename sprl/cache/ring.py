@@ -1,9 +1,9 @@
 """The ring of a layer with a sliding window: it holds the newest `window` tokens, the token at position p in slot p % window.
 
 A query sees the newest `window` tokens, its own included, so a new token overwrites one that no later query sees. Nothing is ever
-evicted. A ring has fewer slots than its window if no sequence of the cache can fill them; then it never wraps.
+evicted. If no sequence of the cache can fill the window, the ring has fewer slots than the window and never wraps.
 
-Worked example, a window of 4 and 6 tokens read: slots 0..3 hold positions 4 5 2 3.
+Worked example with a window of 4, after 6 tokens: slots 0..3 hold positions 4 5 2 3.
 """
 
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ def write(
 ) -> Shaped[Array, 'B K S D']:
   """Return the ring with each row's first `count` new tokens, which follow the `seen` tokens already read.
 
-  Of more than `window` tokens only the newest are written. Padding after the first `count` is not.
+  If there are more than `window` new tokens, only the newest are written. Padding after the first `count` tokens is not written.
   """
   B, T, S = *new.shape[:2], held.shape[2]
   token = jnp.arange(T)

@@ -4,15 +4,15 @@ The code is the last fenced block of the completion, else the whole text. A row 
 
     test_list: ['assert add(1, 2) == 3', ...]        statements, after test_setup_code or test_imports (MBPP)
     test: 'def check(candidate): ...'                called with the function `entry_point` (HumanEval). If the row's prompt
-                                                     followed by the code is Python, it is run: the code may be the body of a
-                                                     function, or rely on imports of the prompt
-    input_output: {'inputs': [...], 'outputs': [...]}    what a program reads and must print, as an object or as JSON (APPS, TACO)
+                                                     followed by the code is valid Python, both run together: the code may be
+                                                     only the body of a function, or use imports of the prompt
+    input_output: {'inputs': [...], 'outputs': [...]}    what a program must read and print, as an object or as JSON (APPS, TACO)
 
-Each completion runs in a process of its own with limits (sprl/tasks/code_runner.py). Statements and `check` run here, in the
-grading worker: they call the functions of the other process through a socket and get values back. So the code that is graded can
-neither see the tests nor report that they passed. A program is compared by its standard output, and must exit with status 0.
+Each completion runs in a process of its own with limits (sprl/tasks/code_runner.py). Statements and `check` run in the
+grading worker. They call the functions of the other process through a socket and get values back. So the graded code can neither
+see the tests nor report that they passed. A program is compared by its standard output, and must exit with status 0.
 
-This is no sandbox for hostile code: the process can read and write the files of its user.
+This is not a sandbox for hostile code: the process can read and write the files of its user.
 """
 
 import ast
@@ -35,10 +35,10 @@ from sprl.tasks.rewards import Sample
 
 FORMS = ('test_list', 'test', 'input_output')  # columns that hold tests
 MEMORY = 2 << 30  # bytes of address space
-MESSAGE = 1 << 22  # bytes of one value from the code
+MESSAGE = 1 << 22  # largest value that the code may send, in bytes
 _RUNNER = Path(__file__).with_name('code_runner.py')
 _FENCED = re.compile(r'```[^\n]*\n(.*?)(?:```|\Z)', re.DOTALL)
-_MODULES = (  # that tests may use because the code imports them
+_MODULES = (  # modules that the tests may use if the code imports them
   'bisect', 'cmath', 'collections', 'copy', 'datetime', 'decimal', 'fractions', 'functools', 'heapq', 'itertools', 'math',
   'operator', 're', 'statistics', 'string', 'typing',
 )  # fmt: skip
@@ -52,7 +52,7 @@ def check_columns(columns: Collection[str]) -> None:
 
 
 def grade(sample: Sample, seconds: float) -> float:
-  """Return 1 if the code passes all tests of its row within `seconds` together, else 0. Raises LookupError without tests."""
+  """Return 1 if the code passes all tests of its row within `seconds` in all, else 0. Raises LookupError without tests."""
   code, row, deadline = code_of(sample.completion), sample.row, time.monotonic() + seconds
   if row.get('test_list'):
     setup = '\n'.join([row.get('test_setup_code') or '', *(row.get('test_imports') or ())])
@@ -90,7 +90,7 @@ def _text(lines: Any) -> str:
 
 
 class _Over(Exception):
-  """The process of the code has ended, takes too long, or sends something else than a value."""
+  """The process of the code has ended, takes too long, or sends something other than a value."""
 
 
 class Process:
@@ -124,16 +124,16 @@ class Process:
     self._folder.cleanup()
 
   def names(self) -> dict[str, Any]:
-    """What the code defines. Raises what it raised."""
+    """Return the names that the code defines, with their values. Raises the exception that the code raised."""
     return self._reply()
 
   def ask(self, **call: Any) -> Any:
-    """Make a call and return its value. Raises what the code raises."""
+    """Make a call in the process and return its value. Raises the exception that the code raises."""
     self._send(call)
     return self._reply()
 
   def status(self) -> int | None:
-    """Wait for the exit status; None if the time is over."""
+    """Wait for the process to end. Return its exit status, or None if the time is up."""
     try:
       return self._process.wait(max(0.0, self._deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
@@ -185,13 +185,13 @@ class Process:
 
 
 class Remote:
-  """A function or object in the process of the code. It equals nothing but itself, whatever the code defines."""
+  """A function or object in the process of the code. It equals only itself, even if the code defines `__eq__`."""
 
   def __init__(self, process: Process, number: int):
     self._process, self._number = process, number
 
   def __call__(self, *args: Any, **kwargs: Any) -> Any:
-    """Call it with plain data, or other objects of its process."""
+    """Call it with plain data or with other objects of the same process."""
     return self._process.ask(of=self._number, args=encoded(args, _number), kwargs=encoded(kwargs, _number))
 
   def __getattr__(self, name: str) -> Any:

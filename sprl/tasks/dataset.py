@@ -1,10 +1,10 @@
-"""Any data set of text, on the Hugging Face hub or on disk: the files of a split, and what their columns mean.
+"""Data sets of text on the Hugging Face hub or on disk: find the files of a split, and turn their columns into problems.
 
 `config.task.path` is one of
 
     a file                 one split, `train`
     a folder               train.jsonl, train-00000-of-00004.parquet, data/train-*.parquet, train/*.arrow (`save_to_disk`), ...
-    a hub name             openai/gsm8k:main, with the name of a configuration after the colon where there are several
+    a hub name             openai/gsm8k:main, with the name of a configuration after the colon if there are several
 
 `config.task.columns` maps prompt (or messages), answer and solution to
 
@@ -13,8 +13,8 @@
     a pattern              'answer ~ ####\\\\s*(.+)': the last match in a column, or its first group
     ''                     nothing: for answers that the grader does not need
 
-Without an entry the column has the same name. A conversation (`messages`, or a `prompt` that is a list) may end with the
-assistant: that message is then the solution, and the answer if the data set has no other.
+A key without an entry reads the column with its own name. A conversation (`messages`, or a `prompt` that is a list) may end with
+a message of the assistant. That message is the solution, and also the answer, if the data set has no columns for them.
 """
 
 import re
@@ -28,7 +28,7 @@ from sprl.tasks.selection import ABSENT, at, parse_split, selected
 from sprl.tasks.tables import ENDINGS, Table
 
 _HUB_NAME = re.compile(r'([\w.-]+/[\w.-]+|[\w-]+)(?::([\w.-]+))?')
-_REVISIONS = (None, 'refs/convert/parquet')  # the second: the hub's own conversion of data sets in other formats
+_REVISIONS = (None, 'refs/convert/parquet')  # the second: data sets in other formats, as the hub converts them
 _SHARD = re.compile(r'[-_.]\d+(-of-\d+)?(-[0-9a-f]{6,})?$')  # what follows the split in the name of one of its files
 _SPLITS = ('train', 'test', 'validation', 'valid', 'val', 'dev', 'eval')
 
@@ -63,7 +63,7 @@ def _listed(folder: Path) -> list[str]:
 
 
 def _found(task: Task, split: str, names: Sequence[str], config: str | None = None, hub: bool = False) -> list[str]:
-  """Return the files of the split. Raises SettingsError if there are none, or if several folders have some."""
+  """Return the files of the split. Raises SettingsError if there are none, or if they are in several folders."""
   by_split = files_by_split(names, config)
   if split not in by_split:
     other = 'train' if 'train' in by_split else min(by_split, default='')
@@ -82,13 +82,14 @@ def _found(task: Task, split: str, names: Sequence[str], config: str | None = No
 
 
 def files_by_split(names: Sequence[str], config: str | None = None) -> dict[str, list[str]]:
-  """Return the data files of each split, sorted, of the paths of a folder.
+  """Return the data files of each split, sorted. `names` are the paths of all files of a folder.
 
-  A split names its files (train.jsonl, train-00000-of-00004.parquet) or their folder (train/0000.parquet). Files in the folder
-  of a configuration belong to `config` only; None accepts all folders. Of a split only the files nearest to the top count.
+  The name of a split is in the names of its files (train.jsonl, train-00000-of-00004.parquet) or is the name of their folder
+  (train/0000.parquet). With `config`, only files below a folder of that name count. If files of a split are at several depths,
+  only those nearest to the top count.
 
-  Data sets without splits are the split train: one file of another name, and the files data-00000-of-00001.arrow of `datasets`,
-  whose cache files are left out.
+  A data set without splits becomes the split `train`, for example a single file with another name, or the files
+  data-00000-of-00001.arrow of `datasets`. The cache files of `datasets` are left out.
   """
   found: dict[str, list[str]] = {}
   for name in sorted(names):
@@ -111,7 +112,7 @@ def files_by_split(names: Sequence[str], config: str | None = None) -> dict[str,
 
 
 def _from_hub(task: Task, split: str) -> tuple[Path, ...]:
-  """Download the files of a split into the hub's cache, and return them. Without a network the cache is used alone."""
+  """Download the files of a split into the hub's cache, and return them. If the hub cannot be reached, use only its cache."""
   name = _HUB_NAME.fullmatch(task.path or '')
   if name is None:
     raise SettingsError(
@@ -149,7 +150,7 @@ def _from_hub(task: Task, split: str) -> tuple[Path, ...]:
 def _cached(download: Callable[..., str], repository: str) -> Path | None:
   try:
     return Path(download(repository, repo_type='dataset', local_files_only=True))
-  except Exception:  # nothing is there
+  except Exception:  # nothing is cached
     return None
 
 
@@ -175,7 +176,7 @@ def problem_of(where: str, row: Mapping[str, Any], task: Task) -> dict[str, Any]
 
 
 def _conversation(where: str, messages: list[Any], task: Task) -> tuple[list[Any], str | None]:
-  """Return the messages up to the last one of the user, and the assistant's answer after it, if there is one."""
+  """Return the messages without a final one of the assistant, and the text of that one; None if there is none."""
   if not task.chat:
     raise SettingsError(f'{where}: a conversation needs a chat template; expected text as prompt with config.task.chat = False')
   spoken = None
@@ -222,7 +223,7 @@ def _column(where: str, row: Mapping[str, Any], name: str, column: str) -> Any:
 
 
 def _match(where: str, name: str, text: str, pattern: str) -> str:
-  """Return the last match of a pattern, or its first group, without space around it."""
+  """Return the last match of a pattern, or its first group, without whitespace around it."""
   try:
     *_, last = [None, *re.finditer(pattern, text)]
   except re.error as error:

@@ -1,11 +1,11 @@
 """The grader `judge`: a language model behind an OpenAI-compatible endpoint reads the completion and gives it a score.
 
 A request is one chat completion. It is tried again, after a growing pause, if the endpoint is busy (429), fails (5xx), is too
-slow, or cannot be reached. A sample whose attempts all fail scores 0 with the status `error`; one whose reply has no score, with
-the status `invalid`.
+slow, or cannot be reached. If all attempts fail, the sample scores 0 with the status `error`. If the reply has no score, the
+sample scores 0 with the status `invalid`.
 
-The completion is part of the judge's prompt, so a completion can try to talk the judge into a high score. Compare the judge with
-other rewards, and read samples.
+The completion is part of the judge's prompt, so a completion can try to persuade the judge to give a high score. Compare the
+judge with other rewards, and read samples.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ class Settings:
   model: str = ''  # the model's name at the endpoint
   template: str = TEMPLATE  # the user message; {prompt}, {completion}, {answer} and columns of the row are filled in
   score: str = 'yes_no'  # how the reply is read: yes_no, number (the last one), or a regular expression with one group
-  best: float = 1.0  # the number that scores 1; numbers are divided by it
+  best: float = 1.0  # the number that scores 1; the score is the number of the reply divided by it
   key: str | None = None  # the environment variable with the API key; None: the endpoint needs none
   retries: int = 4  # further attempts at a request
   timeout: float = 30.0  # seconds for one request
@@ -62,11 +62,11 @@ class Judgement:
   score: float
   status: Literal['ok', 'error', 'invalid']
   reason: str = ''  # why the status is not ok
-  costs: Mapping[str, float] = field(default_factory=dict)  # by the names of COSTS
+  costs: Mapping[str, float] = field(default_factory=dict)  # an amount for each name of COSTS
 
 
 def settings(given: Mapping[str, Any]) -> Settings:
-  """Return the checked entries of task.judge. Raises SettingsError, also if the environment lacks the API key."""
+  """Return the checked entries of task.judge. Raises SettingsError, also if the API key is missing in the environment."""
   found: Settings = coerce(Settings, given, 'config.task.judge')
 
   def require(name: str, accepted: bool, expected: str) -> None:
@@ -88,7 +88,7 @@ def settings(given: Mapping[str, Any]) -> Settings:
 
 
 def load(args: Mapping[str, Any]) -> Callable[[Sample], Awaitable[Judgement]]:
-  """Return the async grader. `args` are the entries of task.judge, and `seconds` for a sample with all its attempts."""
+  """Return the async grader. `args` are the entries of task.judge, and `seconds`, the time limit for all attempts of a sample."""
   import httpx2
 
   given = {name: value for name, value in args.items() if name != 'seconds'}
@@ -96,7 +96,7 @@ def load(args: Mapping[str, Any]) -> Callable[[Sample], Awaitable[Judgement]]:
 
 
 async def _judge(settings: Settings, client: Any, seconds: float, sample: Sample) -> Judgement:
-  """Ask until there is a reply, or until the attempts or the time are used up."""
+  """Send the request until a reply arrives, or until the attempts or the time are used up."""
   import httpx2
 
   deadline, why = time.monotonic() + seconds, ''
@@ -125,7 +125,7 @@ async def _judge(settings: Settings, client: Any, seconds: float, sample: Sample
 
 
 async def _ask(settings: Settings, client: Any, sample: Sample) -> tuple[int, Mapping[str, str], Any]:
-  """(status, headers, body) of a request. The body is JSON where the status is 200, else text."""
+  """Send a request and return (status, headers, body). The body is parsed JSON if the status is 200, else text."""
   key = os.environ.get(settings.key, '') if settings.key else ''
   body = {
     'model': settings.model,
@@ -146,7 +146,7 @@ def _json(text: str) -> Any:
 
 
 def _pause(attempt: int, headers: Mapping[str, str]) -> float:
-  """Seconds before the next attempt: those that the endpoint asks for, else a pause that doubles."""
+  """Return the seconds before the next attempt: those of `retry-after` if sent, else a pause that doubles each time."""
   try:
     return max(0.0, float(headers.get('retry-after', '')))
   except ValueError:
@@ -178,7 +178,7 @@ def _read(settings: Settings, reply: Any, used: dict[str, float]) -> Judgement:
 
 
 def _reader(settings: Settings) -> Callable[[str], float | None] | None:
-  """Return the function that finds the score in a reply; None if `settings.score` is no such function."""
+  """Return the function that finds the score in a reply; None if `settings.score` is not valid."""
   if settings.score == 'yes_no':
     return lambda text: {'yes': 1.0, 'no': 0.0}.get(_last(r'\b(yes|no)\b', text.lower()) or '')
   pattern = r'(-?\d+(?:\.\d+)?)' if settings.score == 'number' else settings.score

@@ -1,16 +1,17 @@
-"""Reward functions: what they may ask for, and how sprl calls them.
+"""Reward functions: which arguments they can take, and how sprl calls them.
 
-A function declares what it wants by the names of its parameters. `**kwargs` gets everything.
+The names of a function's parameters choose its arguments. `**kwargs` gets all of them.
 
     def brief(completion, finish): ...                            one sample
     def grade(prompt, completion, answer, difficulty): ...        `difficulty` is a column of the row
     def rank(prompts, completions, answer, **kwargs): ...         all samples of one prompt: a groupwise function
-    async def ask(prompt, completion): ...                        many at a time (sprl/tasks/async_workers.py)
+    async def ask(prompt, completion): ...                        many calls at a time (sprl/tasks/async_workers.py)
 
 A function with a parameter `completions` is groupwise: each argument is a list with one item per sample, and the function returns
 a list of numbers. This is also the form of TRL's reward functions.
 
-A function of three other names, such as `f(question, text, truth)`, is called by position: prompt, completion, answer.
+A function of three parameters with other names, such as `f(question, text, truth)`, is called by position: prompt, completion,
+answer.
 """
 
 import inspect
@@ -19,8 +20,8 @@ from dataclasses import dataclass, field
 from inspect import Parameter
 from typing import Any
 
-ARGUMENTS = {  # the name of an argument -> what it is; a column of the row with the same name is in `row`
-  'prompt': 'the question: the text of its last message, with task.suffix',
+ARGUMENTS = {  # the name of an argument -> its meaning; a column with such a name is found in `row`
+  'prompt': 'the question: the text of the last message, with task.suffix',
   'completion': 'the text of the answer, without special tokens',
   'answer': 'the right answer, as text',
   'row': 'the whole row of the data set',
@@ -28,14 +29,14 @@ ARGUMENTS = {  # the name of an argument -> what it is; a column of the row with
   'tokens': 'the token ids of the completion',
   'finish': 'how the completion ended: stop or length',
 }
-PLURAL = {'prompt': 'prompts', 'completion': 'completions'}  # their names in a groupwise function
-_ORDER = ('prompt', 'completion', 'answer')  # of a call by position
+PLURAL = {'prompt': 'prompts', 'completion': 'completions'}  # names in a sample -> names in a groupwise function
+_ORDER = ('prompt', 'completion', 'answer')  # of the arguments in a call by position
 _BY_NAME = (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)
 
 
 @dataclass(frozen=True)
 class Sample:
-  """A completion to grade: the values of ARGUMENTS, and what the grader of its source needs."""
+  """A completion to grade: the values of ARGUMENTS, and extra data for the grader of its task."""
 
   prompt: str
   completion: str
@@ -58,7 +59,7 @@ GroupGrader = Callable[[Sequence[Sample]], Any]  # returns the scores of the sam
 
 
 def is_groupwise(parameters: Collection[str]) -> bool:
-  """Return whether a function of these parameters gets all completions of a prompt at once."""
+  """Return whether a function with these parameters gets all completions of a prompt at once."""
   return PLURAL['completion'] in parameters
 
 
@@ -68,9 +69,9 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 def for_samples(function: Callable[..., Any], columns: Collection[str]) -> Grader:
-  """Return a function of a sample that calls `function` by the names of its parameters, or by position.
+  """Return a grader that calls `function` with the values that its parameters name, or by position.
 
-  `columns` are the columns that rows have. Raises TypeError if the function needs a parameter that there is not.
+  `columns` are the columns that rows have. Raises TypeError if the function needs an argument that does not exist.
   """
   parameters = inspect.signature(function).parameters
   known = {*ARGUMENTS, *columns}
@@ -82,9 +83,9 @@ def for_samples(function: Callable[..., Any], columns: Collection[str]) -> Grade
 
 
 def for_groups(function: Callable[..., Any], columns: Collection[str]) -> GroupGrader:
-  """Return a function of the samples of one prompt that calls `function` with a list for each of its parameters.
+  """Return a grader of all samples of one prompt. It calls `function` with one list for each of its parameters.
 
-  Raises TypeError if the function needs a parameter that there is not.
+  Raises TypeError if the function needs an argument that does not exist.
   """
   parameters = inspect.signature(function).parameters
   _check(parameters, {PLURAL.get(name, name) for name in (*columns, *ARGUMENTS)})
@@ -98,7 +99,7 @@ def for_groups(function: Callable[..., Any], columns: Collection[str]) -> GroupG
 
 
 def _by_position(parameters: Mapping[str, Parameter], known: set[str]) -> bool:
-  """Whether a function takes exactly (prompt, completion, answer), under other names."""
+  """Whether a function takes (prompt, completion, answer) under other names, so that it is called by position."""
   if any(p.kind in (Parameter.POSITIONAL_ONLY, Parameter.VAR_POSITIONAL) for p in parameters.values()):
     return True
   required = [name for name, p in parameters.items() if p.default is Parameter.empty and p.kind in _BY_NAME]
@@ -114,7 +115,7 @@ def _check(parameters: Mapping[str, Parameter], known: Collection[str]) -> None:
 
 
 def _chosen(parameters: Mapping[str, Parameter], values: Mapping[str, Any]) -> dict[str, Any]:
-  """The values that the parameters name; all values for `**kwargs`. Raises LookupError for a column that the row lacks."""
+  """Return the values that the parameters name; all values for `**kwargs`. Raises LookupError for a column that the row lacks."""
   if any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values()):
     return dict(values)
   chosen = {name: values[name] for name in parameters if name in values}
