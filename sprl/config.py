@@ -27,6 +27,7 @@ Aggregate = Literal[
 ]  # fmt: skip
 
 UNIONS = (types.UnionType, typing.Union)
+EPISODES = ('environment', 'agent')  # kinds of task whose episodes are conversations
 LINEARS = ('q', 'k', 'v', 'o', 'gate', 'up', 'down')
 
 
@@ -48,7 +49,10 @@ class ModelSettings:
 
 @dataclass(frozen=True)
 class Source:
-  """Where some of the problems come from. The settings of Task with these names mean the same."""
+  """Where some of the problems come from. The settings of Task with these names mean the same.
+
+  A source with a `grader` is graded by it, and not by task.rewards. The grader `judge` has the settings of task.judge.
+  """
 
   kind: Literal['dataset', 'gsm8k', 'jsonl', 'reasoning_gym'] = 'dataset'  # where problems come from
   path: str | None = None  # dataset, gsm8k, jsonl: file, folder or hub name
@@ -65,7 +69,9 @@ class Source:
     own: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(Source)}
     own['system'] = task.system if self.system is None else self.system
     own['suffix'] = task.suffix if self.suffix is None else self.suffix
-    if task.kind == 'environment':  # these are about its environments
+    if self.grader != 'auto':  # instead of the task's graders
+      own['rewards'] = ()
+    if task.kind in EPISODES:  # these are about its episodes
       own |= {'workers': None, 'executor': None, 'time_limit': None}
     return replace(task, **own, splits=splits, mixture={})
 

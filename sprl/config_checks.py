@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from sprl.config import LINEARS, Correction, Mesh, Run, SettingsError, Source
+from sprl.config import EPISODES, LINEARS, Correction, Mesh, Run, SettingsError, Source
 
 MOST_SECONDS = (2**31 - 1) // 1000  # poll(2) counts milliseconds in 32 bits
 MOST_DEVICES = 1_000_000  # a larger device number is a typing error
@@ -96,6 +96,7 @@ def validate(run: Run) -> None:
     require(run, key, within(value, RANGES[key]), f'a number in {RANGES[key]}')
   validate_model(run)
   validate_task(run)
+  validate_judge(run)
   validate_sampling(run)
   validate_cache(run)
   validate_quant(run)
@@ -200,12 +201,21 @@ def _validate_rewards(run: Run) -> None:
   require(run, 'task.rewards', len(set(names)) == len(names), f'functions of different names; got {", ".join(names)}')
   free = not set(names) & set(REWARD_METRICS)
   require(run, 'task.rewards', free, f'other names than {", ".join(REWARD_METRICS)}, which are metrics of the reward')
-  used = 'judge' in (run.task.grader, *graders)
-  require(run, 'task.judge', bool(run.task.judge) or not used, "a dictionary with url and model for the grader 'judge'")
-  require(run, 'task.judge', used or not run.task.judge, "{} without the grader 'judge'")
   if rewards:
     require(run, 'task.grader', run.task.grader == 'auto', "'auto' with config.task.rewards, which name all graders")
-    require(run, 'task.rewards', run.task.kind != 'environment', "() with config.task.kind = 'environment', which rewards itself")
+  if run.task.kind in EPISODES:
+    own = f'with config.task.kind = {run.task.kind!r}, which rewards its own episodes'
+    require(run, 'task.rewards', not rewards, f'() {own}')
+    require(run, 'task.grader', run.task.grader == 'auto', f"'auto' {own}")
+
+
+def validate_judge(run: Run) -> None:
+  """Raise SettingsError if the grader `judge` of the task, a source or a held-out set lacks settings, or if none uses them."""
+  sources = (*run.task.mixture.values(), *run.eval.sets.values())
+  named = [weighted(reward)[0] for reward in run.task.rewards]
+  used = 'judge' in (run.task.grader, *named, *(source.grader for source in sources))
+  require(run, 'task.judge', bool(run.task.judge) or not used, "a dictionary with url and model for the grader 'judge'")
+  require(run, 'task.judge', used or not run.task.judge, "{} without the grader 'judge'")
 
 
 def validate_task(run: Run) -> None:

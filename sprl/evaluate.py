@@ -28,13 +28,13 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from sprl import command_line
-from sprl.config import HeldOutSet, Run, SettingsError, Task, default_config, to_dict
+from sprl.config import EPISODES, HeldOutSet, Run, SettingsError, Task, default_config, to_dict
 from sprl.config_checks import GRADING_COSTS
 from sprl.config_reader import resolve
 from sprl.io.config_file import config_differences, read_config
 
 MAY_CHANGE = ('eval', *GRADING_COSTS)
-OF_THE_PROBLEMS = ('kind', 'path', 'name', 'args', 'columns', 'filters', 'splits', 'mixture', 'grader')
+OF_THE_PROBLEMS = ('kind', 'path', 'name', 'args', 'columns', 'filters', 'splits', 'mixture', 'grader', 'rewards', 'judge')
 
 _WORKDIR = flags.DEFINE_string('workdir', None, 'The run to evaluate.')
 _STEP = flags.DEFINE_integer('step', None, 'The step of the checkpoint. Default: the newest.')
@@ -65,7 +65,7 @@ def of_run(workdir: str) -> dict[str, Any]:
   saved = to_dict(resolve(read_config(workdir)))
   if _DATA.value is not None:
     defaults = to_dict(Run())['task']
-    costs = [key.removeprefix('task.') for key in GRADING_COSTS] if saved['task']['kind'] == 'environment' else []
+    costs = [key.removeprefix('task.') for key in GRADING_COSTS] if saved['task']['kind'] in EPISODES else []
     saved['task'] |= {name: defaults[name] for name in (*OF_THE_PROBLEMS, *costs)}
   return saved
 

@@ -19,6 +19,8 @@ from sprl.config import Arm, Run, Sampling, SettingsError, default_config, to_di
 from sprl.config_checks import RANGES, device_numbers, grader_file, within
 from sprl.config_reader import resolve
 from sprl.presets import ARMS
+from sprl.rollout.setup import problem_sources
+from sprl.tasks import graders
 
 MOST_SETTINGS = 145  # every setting needs a user
 
@@ -483,3 +485,32 @@ def test_a_correction_that_contradicts_the_arm_is_refused(key, value, arm, corre
   expected = refuses(key, value, arm=arm, cache__budget=64, **{key.replace('.', '__'): value})
   assert expected.startswith(correction_of_arm)
   assert f'config.arm = {arm!r}' in expected
+
+
+JUDGE = {'url': 'http://127.0.0.1:1/v1', 'model': 'm'}
+
+
+@pytest.mark.parametrize(
+  'changes',
+  [
+    {'task__judge': JUDGE, 'task__grader': 'judge', 'eval__sets': {'m': {'path': 'x', 'grader': 'math'}}},
+    {'task__judge': JUDGE, 'eval__sets': {'m': {'path': 'x', 'grader': 'judge'}}},
+    {'task__judge': JUDGE, 'task__kind': 'mixture', 'task__mixture': {'a': {'path': 'x', 'grader': 'judge'}, 'b': {'path': 'x'}}},
+    {'task__rewards': ('math', 'exact=0.1'), 'eval__sets': {'m': {'path': 'x', 'grader': 'math'}}},
+  ],
+  ids=['judge of the task', 'judge of a set', 'judge of a source', 'rewards and a grader of a set'],
+)
+def test_graders_of_sources_stand_beside_those_of_the_task(changes):
+  run = resolve(config(**changes))
+  rewards = graders.of_sources(problem_sources(run))
+  assert {(reward.source, reward.grader.kind) for reward in rewards} >= {
+    (f'{prefix}{name}', some.grader)
+    for prefix, sources in (('', run.task.mixture), ('eval/', run.eval.sets))
+    for name, some in sources.items()
+    if some.grader != 'auto'
+  }
+
+
+def test_a_judge_that_nobody_asks_is_refused():
+  with pytest.raises(SettingsError, match=r"config\.task\.judge = .*: expected \{\} without the grader 'judge'"):
+    resolve(config(task__judge=JUDGE, eval__sets={'m': {'path': 'x', 'grader': 'math'}}))

@@ -80,8 +80,6 @@ def kept_html(samples: Mapping[str, Sample]) -> str:
 
 
 def _shaded(sample: Sample) -> str:
-  import html
-
   if sample.visible is None:
     raise ValueError('no evictions are recorded; expected a sample of generate(..., evictions=True)')
   last: Sequence[float] = sample.visible[-1].tolist()

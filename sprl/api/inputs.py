@@ -78,7 +78,7 @@ def rewards_of(reward: Reward) -> tuple[Settings, dict[str, Callable[..., Any]]]
   if reward is None:
     return {}, functions
   if isinstance(reward, Mapping):
-    return {'rewards': tuple(f'{grader(one)}={weight!r}' for one, weight in reward.items())}, functions
+    return {'grader': 'auto', 'rewards': tuple(f'{grader(one)}={weight!r}' for one, weight in reward.items())}, functions
   if isinstance(reward, Sequence) and not isinstance(reward, str):
-    return {'rewards': tuple(map(grader, reward))}, functions
-  return {'grader': grader(reward)}, functions
+    return {'grader': 'auto', 'rewards': tuple(map(grader, reward))}, functions
+  return {'grader': grader(reward), 'rewards': ()}, functions

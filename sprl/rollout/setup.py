@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sprl.cache.layout import CacheLayout
-from sprl.config import Run, SettingsError, Task
+from sprl.config import EPISODES, Run, SettingsError, Task
 from sprl.distributed.team import ALONE, Team
 from sprl.io.metrics import mean_of
 from sprl.io.tokenizer import Tokenizer, TokenizerError
@@ -42,7 +42,6 @@ from sprl.tasks.workers import cpus
 REFUSALS = SettingsError, TokenizerError, OSError  # errors of problems; possibly in one process only, whose share has them
 GRADING_MEMORY_GB = 4.0  # address space that a grading process may add
 STEP_SECONDS = 3600.0  # for a reset or step; then the environment counts as hung, and its member is tried again
-EPISODES = 'environment', 'agent'  # kinds of task whose episodes are conversations
 LOOKED_INTO = 100  # problems of each split whose columns rewards may ask for
 LOOKED_AHEAD = 10_000  # prompts whose lengths are checked before the first step; the engine checks all others
 
@@ -141,7 +140,7 @@ class RolloutSetup:
     ]
     rewards = graders.of_sources(problem_sources(run), inputs.functions) if team.leads else ()
     loaded = [*(some.problems for some in held_out.values()), *(given for given, _ in ahead)]
-    held = [some[i] for some in loaded for i in range(team.process, min(len(some), LOOKED_INTO), team.processes)]
+    held = [some[i] for some in loaded for i in _first(some) if holder(i, team.processes) == team.process]
     wrapped = {name: replace(some, problems=across(team, BroadcastProblems, some.problems)) for name, some in held_out.items()}
     opened = cls(run, tokenizer, team, stream, wrapped, inputs, rewards, frozenset(chain(*(p.row for p in held))))
     if run.task.kind == 'agent':
@@ -271,6 +270,12 @@ def _problems(run: Run, split: Literal['train', 'test'], inputs: Inputs, team: T
     return problems.load(run.task, split, team.process, team.processes)
   rows = inputs.train if split == 'train' else inputs.test or ()
   return in_memory.load(run.task, rows, 'rows' if split == 'train' else 'test')
+
+
+def _first(loaded: Any) -> Sequence[int]:
+  """Return the indices of the first problems: of a mixture, of the first ones of each source."""
+  count = LOOKED_INTO * (len(loaded.parts) if isinstance(loaded, Mixture) else 1)
+  return loaded.in_turn(count) if isinstance(loaded, Mixture) else range(min(len(loaded), count))
 
 
 def _held_out(run: Run, inputs: Inputs, team: Team) -> Iterator[tuple[str, HeldOut]]:

@@ -103,9 +103,10 @@ def _by_position(parameters: Mapping[str, Parameter], known: set[str]) -> bool:
   if any(p.kind in (Parameter.POSITIONAL_ONLY, Parameter.VAR_POSITIONAL) for p in parameters.values()):
     return True
   required = [name for name, p in parameters.items() if p.default is Parameter.empty and p.kind in _BY_NAME]
-  moved = any(name in ARGUMENTS and name != place for name, place in zip(required, _ORDER))
+  named = any(name in ARGUMENTS and name != place for name, place in zip(required, _ORDER))
+  named = named or required[:2] == list(_ORDER[:2])  # the third is then the answer or a column by its name
   keyword_only = any(parameters[name].kind is Parameter.KEYWORD_ONLY for name in required)
-  return len(required) == len(_ORDER) and not known >= set(required) and not moved and not keyword_only
+  return len(required) == len(_ORDER) and not named and not keyword_only
 
 
 def _check(parameters: Mapping[str, Parameter], known: Collection[str]) -> None:

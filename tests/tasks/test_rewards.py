@@ -56,6 +56,11 @@ def test_a_column_goes_before_a_call_by_position():
   assert for_samples(lambda prompt, completion, level: level, ROW)(SAMPLE) == 3
 
 
+def test_an_unknown_third_name_is_an_error_and_not_the_answer():
+  with pytest.raises(TypeError, match="wants 'difficulty'"):
+    for_samples(lambda prompt, completion, difficulty: difficulty, ROW)
+
+
 def test_a_parameter_with_a_default_is_optional():
   assert for_samples(lambda completion, level=1, colour='red': (level, colour), ROW)(SAMPLE) == (3, 'red')
 
