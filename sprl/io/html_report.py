@@ -1,6 +1,6 @@
 """The report of a run as one HTML file: curves, evaluations, mismatch, samples, timeline and warnings.
 
-The file is complete in itself: the browser asks no server for anything. Python writes all text and tables; sprl/web/report.js
+The file is self-contained: the browser asks no server for anything. Python writes all text and tables; sprl/web/report.js
 draws the charts and the timeline from data in the page. Everything that a model wrote is escaped. A content security policy lets
 the browser run this one script only.
 

@@ -1,6 +1,6 @@
 """The first weights of a run from a checkpoint of another run: `python -m sprl.main --from=RUN[:STEP]`.
 
-The network, or its adapters, come from the checkpoint, in the dtype and on the mesh of the new run. All else is new: the
+The network, or its adapters, come from the checkpoint, in the dtype and on the mesh of the new run. Everything else is new: the
 optimiser, the step, the problems, the seed. The reference of a KL term stays the model of `config.model.path`.
 """
 

@@ -68,7 +68,7 @@ def store_rows(
 ) -> Store:
   """Copy rows of the decode state to places of the store, each with its first `seen` tokens. `store` is donated.
 
-  Only a dense cache may have read more than `seen` tokens. A place beyond the last stands for no place.
+  Only a dense cache may have read more than `seen` tokens. A place beyond the last means: do not store.
   """
   cache = state.cache.rows(rows)
   if not cache.layout.sparse:
