@@ -76,8 +76,13 @@ def _license(base: Path) -> str | None:
 
 
 def _datasets(task: Mapping[str, Any]) -> list[str]:
-  path = task['path'] or ('openai/gsm8k' if task['kind'] == 'gsm8k' else None)  # the default of config.task.path
-  return [path] if path is not None and on_hub(path) else []
+  """Return the hub names of the data that the run trains on: those of the task, or of the sources of its mixture."""
+  found = []
+  for source in (task, *task.get('mixture', {}).values()):
+    path = source['path'] or ('openai/gsm8k' if source['kind'] == 'gsm8k' else None)  # the default of config.task.path
+    if source['kind'] in ('gsm8k', 'dataset') and path is not None and on_hub(path.partition(':')[0]):
+      found.append(path.partition(':')[0])
+  return list(dict.fromkeys(found))
 
 
 def _introduction(config: Mapping[str, Any], starts: Mapping[str, Any], step: int, adapter: bool) -> str:
@@ -89,7 +94,10 @@ def _introduction(config: Mapping[str, Any], starts: Mapping[str, Any], step: in
   cache, quant, correction = config['cache'], config['quant'], config['correction']
   kept = f'at most {cache["budget"]} tokens after a compression ({cache["method"]})' if cache['budget'] else 'all tokens'
   rows = [
-    ('task', config['task']['name'] or config['task']['path'] or config['task']['kind']),
+    (
+      'task',
+      config['task']['name'] or config['task']['path'] or ', '.join(config['task'].get('mixture', ())) or config['task']['kind'],
+    ),
     ('arm, preset', f'{config["arm"]}, {config["preset"]}'),
     ('KV cache of the rollouts', kept),
     ('FP8 in the rollouts', quant['sampler']),
