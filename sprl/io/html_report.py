@@ -42,6 +42,7 @@ from sprl.io.report_charts import (
   step_times,
   timeline_data,
 )
+from sprl.io.starts import read_starts
 from sprl.io.trackers import flat
 from sprl.objective import guards
 
@@ -137,10 +138,10 @@ def _header(name: str, workdir: Path, config: Mapping[str, Any], records: Record
 def _starts(workdir: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
   """Return where the first weights come from ({}: the model itself), and the starts of the run; ({}, []) without starts.json."""
   try:
-    content = json.loads((workdir / 'starts.json').read_text(encoding='utf-8'))
-    return content['from'] or {}, content['starts']
-  except (OSError, ValueError, KeyError):
+    content = read_starts(workdir)
+  except (OSError, SettingsError):  # a damaged file is no reason to have no report
     return {}, []
+  return content['from'] or {}, content['starts']
 
 
 def _figures(records: Records) -> Iterator[tuple[str, str]]:

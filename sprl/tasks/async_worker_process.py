@@ -11,24 +11,17 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from sprl.tasks.async_workers import Service, attempt_async
-from sprl.tasks.foreign import attempt, reason
+from sprl.tasks.foreign import attempt
 from sprl.tasks.lifeline import hold
-from sprl.tasks.worker_process import limit_memory, send
+from sprl.tasks.worker_process import loaded, send
 
 
 def main(connection: int, lifeline: int) -> None:
   """Answer calls until the connection closes."""
   hold(lifeline)
   pool = Connection(connection)
-  try:
-    load, memory_gb = pool.recv()
-    service = load()
-    if memory_gb is not None:
-      limit_memory(memory_gb)
-  except BaseException as error:
-    send(pool, reason(error))
+  if (service := loaded(pool)) is None:
     return
-  send(pool, '')
   asyncio.run(_serve(pool, service))
 
 

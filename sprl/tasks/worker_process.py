@@ -30,6 +30,18 @@ def main(connection: int, lifeline: int) -> None:
   """Answer calls until the connection closes."""
   hold(lifeline)
   pool = Connection(connection)
+  if (service := loaded(pool)) is None:
+    return
+  while True:
+    try:
+      call = pool.recv()
+    except EOFError:
+      return
+    send(pool, attempt(_ends_without_memory, service, call))
+
+
+def loaded(pool: Connection) -> Callable[[Any], Any] | None:
+  """Load the service that the pool names, tell the pool how that ended, and return it; None if it cannot be loaded."""
   try:
     load, memory_gb = pool.recv()
     service = load()
@@ -37,14 +49,9 @@ def main(connection: int, lifeline: int) -> None:
       limit_memory(memory_gb)
   except BaseException as error:  # a user's file may also call sys.exit
     send(pool, reason(error))
-    return
+    return None
   send(pool, '')
-  while True:
-    try:
-      call = pool.recv()
-    except EOFError:
-      return
-    send(pool, attempt(_ends_without_memory, service, call))
+  return service
 
 
 def _ends_without_memory(service: Callable[[Any], Any], call: Any) -> Any:
