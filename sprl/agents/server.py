@@ -22,7 +22,7 @@ class ServerThread:
     self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
       self._socket.bind((host, port))
-    except OSError as error:
+    except (OSError, OverflowError) as error:  # in use, or no port number
       self._socket.close()
       raise SettingsError(f'{setting} = {port}: expected a free port of {host} ({error})') from None
     self.port: int = self._socket.getsockname()[1]

@@ -44,7 +44,7 @@ class Branch:
     return sum(len(part.tokens) for part in self.transcript.parts if isinstance(part, Completion))
 
   def known(self, request: ChatRequest) -> int:
-    """Return how many answers of this branch the request's conversation begins with, and goes on behind."""
+    """Return how many answers of this branch the request repeats before its new messages."""
     if (self.tools, self.template_args) != (request.tools, request.template_args):
       return 0
     count = 0
@@ -107,7 +107,7 @@ def agent_episode(
 
 
 def find(branches: list[Branch], request: ChatRequest, codec: ChatCodec, limits: Limits) -> Branch:
-  """Return the branch that the request goes on with, its new messages encoded; a new one, added to `branches`, if it must be.
+  """Return the branch that the request goes on with, its new messages encoded. If none fits, a new one, added to `branches`.
 
   Raises Refused if the chat template refuses the messages, or if they leave no room for an answer.
   """
@@ -117,7 +117,7 @@ def find(branches: list[Branch], request: ChatRequest, codec: ChatCodec, limits:
   try:
     if parent is None or count == 0:
       ids = np.array(codec.opening(request.messages, **encode), np.int32)
-      P = limits.max_prompt  # what does not fit there is given behind it
+      P = limits.max_prompt  # tokens beyond the limit go to `given`
       made = Branch(len(branches), request.tools, request.template_args, Transcript(ids[:P], [ids[P:]]), list(request.messages))
     else:
       messages, parts = parent.answers[count - 1]

@@ -90,7 +90,7 @@ def read_behind(
   tokens: Int[Array, 'P N'],
   counts: Int[Array, ' P'],
 ) -> Prompts:
-  """Read the first `counts` tokens behind the caches of these places. Returns what rows start on."""
+  """Read the first `counts` tokens after the caches of these places. Returns the state that rows start from."""
   layout = store.cache.layout
   hidden = jnp.zeros((places.shape[0], weights.head.shape[1]), layout.dtype)
   prompts = Prompts(store.cache.rows(places), hidden, None if store.routes is None else store.routes[places])
@@ -150,7 +150,7 @@ class KeptCaches:
   ) -> None:
     """Keep the caches of rows whose requests ended, as long as there are places. At most `together` are copied at once.
 
-    `awaited` are the keys that waiting requests continue. Their caches make no room for others.
+    `awaited` are the keys that waiting requests continue. These caches are not dropped.
     """
     for each in ended:
       self._sequences.pop(each.request.key, None)
@@ -187,7 +187,7 @@ class KeptCaches:
 
     `together` is the number of sequences that the program is compiled for, `buckets` the numbers of tokens, ascending.
 
-    Returns what rows start on, in the order of the requests, and the number of tokens that were not read again.
+    Returns the state that rows start from, in the order of the requests, and the number of tokens that were not read again.
     """
     assert self._store is not None, 'no cache is kept'
     known = [self._sequences.pop(request.continues) for request in requests if request.continues is not None]

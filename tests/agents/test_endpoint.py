@@ -14,7 +14,7 @@ from sprl.agents import protocol
 from sprl.agents.endpoint import application
 from sprl.agents.protocol import Answer, Partial
 from sprl.agents.server import ServerThread
-from sprl.config import Sampling
+from sprl.config import Sampling, SettingsError
 from sprl.types import Request
 
 HELLO = [{'role': 'user', 'content': 'Hello'}]
@@ -151,3 +151,12 @@ def test_the_engine_draws_what_it_draws_without_a_server(endpoint):
   with served(endpoint.tokenizer.folder) as other:
     response = ask(other, max_tokens=6, extra_body={'return_token_ids': True})
   assert response.choices[0].token_ids == done[0].tokens.tolist()
+
+
+def test_a_port_that_cannot_be_used_is_named():
+  with socket.socket() as used:
+    used.bind(('127.0.0.1', 0))
+    used.listen()
+    for port in (used.getsockname()[1], 99_999, -1):
+      with pytest.raises(SettingsError, match=rf"^config\.task\.args\['port'\] = {port}: expected a free port"):
+        ServerThread(application(Scripted('')), port=port, setting="config.task.args['port']")
