@@ -33,7 +33,7 @@ def get_config():
   config.arm = 'sparse_rl'
   config.cache.method, config.cache.budget, config.cache.interval, config.cache.window = 'rkv', 24, 4, 4
 
-  config.packing.row_tokens, config.packing.rows, config.packing.score_chunk = 128, 4, 512
+  config.packing.row_tokens, config.packing.rows, config.packing.score_chunk = 80, 4, 512
 
   config.optimizer.learning_rate, config.optimizer.b2, config.optimizer.weight_decay = 4e-5, 0.99, 0.0
   config.optimizer.schedule = 'linear'

@@ -15,7 +15,7 @@ a token. A resumed run loses no group and trains on none twice.
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ import numpy as np
 import sprl
 from sprl import config as settings
 from sprl.cache.layout import CacheLayout
-from sprl.config import Run, SettingsError
+from sprl.config import Quant, Run, SettingsError
 from sprl.config_checks import GRADING_COSTS
 from sprl.distributed.signals import signals
 from sprl.distributed.team import ALONE, Team
@@ -52,13 +52,16 @@ from sprl.learner.update import UpdateConfig, make_update
 from sprl.model import Model, abstract_params
 from sprl.models.lora import Base, network
 from sprl.planning.room import check_caches_fit
+from sprl.rollout.evaluate import eval_engine
 from sprl.rollout.prompts import prompts
 from sprl.rollout.scheduler import Scheduler
-from sprl.rollout.setup import FROM_SETTINGS, Inputs, RolloutSetup, on_all_processes, place_engines
+from sprl.rollout.setup import FROM_SETTINGS, EvalSet, Inputs, RolloutSetup, on_all_processes, place_engines
 from sprl.rollout.timeline import Timeline
 from sprl.sampler import calibrate
 from sprl.sampler.compile_ahead import compile_engine, outputs
+from sprl.sampler.engine import EngineConfig
 from sprl.session import Finished, Session, StepReport
+from sprl.sharding.rules import OnMesh
 
 log = logging.getLogger(__name__)
 
@@ -151,7 +154,7 @@ def setup(
   stack.callback(checkpoints.close)
 
   # --- learner: from a checkpoint, or from the pretrained weights ----------------------------------------------------
-  learner, state = open_learner(run, model, layout, checkpoints, rollouts, workdir, origin, team)
+  learner, state = open_learner(run, model, layout, checkpoints, rollouts, eval_set, workdir, origin, team)
   if not learner.scales_current:  # no step has measured the scales for these weights
     first = (state.scheduler or {}).get('next', 0)
     learner.measure_scales_on_prompts(prompts(source, first, run.rollout.prompts), run.prefill)
@@ -191,6 +194,7 @@ def open_learner(
   layout: CacheLayout,
   checkpoints: Checkpoints,
   rollouts: RolloutSetup,
+  eval_set: EvalSet,
   workdir: Path,
   origin: Origin | None = None,
   team: Team = ALONE,
@@ -199,20 +203,15 @@ def open_learner(
 
   Before the first step the weights are those of `origin`, if there is one.
 
-  Compiles the update and the rollouts before it loads any weights, because compilation takes memory too.
+  Compiles its programs before it loads any weights, because compilation takes memory too.
   """
   optimizer = make_optimizer(run.optimizer, run.steps * run.optimizer.updates)
   abstract = abstract_state(abstract_params(model), optimizer, run.optimizer.offload)
   base = model.base()
   update = make_update(model.graphdef, optimizer, UpdateConfig.of(run, model.dtype), model.mesh)
   if (checkpoints.latest() or 0) < run.steps:
-    # Two threads, because XLA uses about one core for a program. All processes of a team compile in the same order.
-    with ThreadPoolExecutor(1) as background:
-      engine = background.submit(compile_rollouts, run, model, layout, abstract, base)
-      if team.processes > 1:
-        engine.result()
-      compile_ahead(update, run, model, abstract, base)
-      engine.result()
+    first = eval_set if checkpoints.latest() is None else None  # a new run begins with an evaluation
+    compile_programs(run, model, layout, update, abstract, base, first, team)
   restored = checkpoints.restore(abstract)
   if restored is None:
     shardings = jax.tree.map(lambda a: a.sharding, abstract)
@@ -234,17 +233,38 @@ def open_learner(
   return learner, state
 
 
-def compile_rollouts(run: Run, model: Model, layout: CacheLayout, state: TrainState, base: Base | None) -> None:
-  """Compile the programs of the engine for the weights of a state of these shapes and shardings.
+def compile_programs(
+  run: Run,
+  model: Model,
+  layout: CacheLayout,
+  update: OnMesh,
+  state: TrainState,
+  base: Base | None,
+  eval_set: EvalSet | None,
+  team: Team,
+) -> None:
+  """Compile the large programs for a state of these shapes and shardings: update, rollouts, and the evaluation of `eval_set`.
 
-  Does nothing if the engines have other devices than the learner: they compile at their first call.
+  Engines on other devices than the learner's compile at their first call.
   """
   engine = place_engines(run, model, layout)[0]
-  if engine.moves:
-    return
-  weights = outputs(model.sampler_weights_function(run.quant), network(state.params, base))
-  scales = calibrate.scales((), run.quant, layout.layers) if layout.fp8 else None
-  compile_engine(engine.config, weights._replace(scales=scales))
+  # Two threads, because XLA uses about one core for a program. All processes of a team compile in the same order.
+  with ThreadPoolExecutor(1) as background:
+    rollouts = [] if engine.moves else [background.submit(compile_sampler, engine.config, run.quant, model, state, base)]
+    if team.processes > 1:
+      wait(rollouts)
+    compile_ahead(update, run, model, state, base)
+    if eval_set is not None:
+      compile_sampler(*eval_engine(run, model, eval_set), model, state, base)
+    for compiled in rollouts:
+      compiled.result()
+
+
+def compile_sampler(config: EngineConfig, quant: Quant, model: Model, state: TrainState, base: Base | None) -> None:
+  """Compile the programs of an engine on the learner's devices, for the weights of a state of these shapes and shardings."""
+  weights = outputs(model.sampler_weights_function(quant), network(state.params, base))
+  scales = calibrate.scales((), quant, config.layout.layers) if config.layout.fp8 else None
+  compile_engine(config, weights._replace(scales=scales))
 
 
 def trace_file(workdir: Path, done: int, steps: int) -> Path | None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from sprl.cache.scales import Scales
-from sprl.config import DENSE, UNQUANTISED, Rollout, Run
+from sprl.config import DENSE, UNQUANTISED, Quant, Rollout, Run
 from sprl.distributed.team import ALONE, Team
 from sprl.io.pass_at_k import interval, pass_at_k
 from sprl.model import Model
@@ -18,10 +18,25 @@ from sprl.rollout.prompts import OffsetSource, prompts
 from sprl.rollout.scheduler import Scheduler
 from sprl.rollout.setup import EvalSet, on_all_processes
 from sprl.sampler import calibrate
-from sprl.sampler.engine import Engine
+from sprl.sampler.engine import Engine, EngineConfig
 from sprl.types import Trajectory
 
 FIRST_UID = 1 << 30  # uids of evaluation begin here, so that they differ from those of training
+
+
+def eval_engine(run: Run, model: Model, held_out: EvalSet) -> tuple[EngineConfig, Quant]:
+  """Return the engine that answers the held-out groups, and the number formats of its weights and cache."""
+  settings, sets = run.eval, (held_out, *held_out.more.values())
+  samples = [each.samples or settings.samples for each in sets]
+  limit = settings.max_tokens or run.sampling.max_tokens
+  sampling = replace(
+    run.sampling, temperature=settings.temperature, top_p=settings.top_p, top_k=None, min_p=0.0, max_tokens=limit
+  )
+  answers = max(each.count * k for each, k in zip(sets, samples))
+  rows = min(run.sampling.rows or run.rollout.prompts * run.rollout.group, answers)
+  cache, quant = (run.cache, run.quant) if settings.memory == 'sampler' else (DENSE, UNQUANTISED)
+  prefill = min(run.rollout.prompts, -(-rows // max(samples)))
+  return model.engine_config(sampling, model.cache_layout(sampling, cache, quant), rows, prefill, run.seed), quant
 
 
 def evaluate(
@@ -56,19 +71,10 @@ def evaluate(
 
     An empty dict if `stopped` ended the evaluation.
   """
-  settings = run.eval
   sets = {'': held_out, **held_out.more}
-  samples = {name: each.samples or settings.samples for name, each in sets.items()}
-  k, answers = max(samples.values()), max(each.count * samples[name] for name, each in sets.items())
-  limit = settings.max_tokens or run.sampling.max_tokens
-  sampling = replace(
-    run.sampling, temperature=settings.temperature, top_p=settings.top_p, top_k=None, min_p=0.0, max_tokens=limit
-  )
-  rows = min(run.sampling.rows or run.rollout.prompts * run.rollout.group, answers)
-  as_sampled = settings.memory == 'sampler'
-  cache, quant = (run.cache, run.quant) if as_sampled else (DENSE, UNQUANTISED)
-  layout = model.cache_layout(sampling, cache, quant)
-  config = model.engine_config(sampling, layout, rows, min(run.rollout.prompts, -(-rows // k)), run.seed)
+  samples = {name: each.samples or run.eval.samples for name, each in sets.items()}
+  config, quant = eval_engine(run, model, held_out)
+  layout = config.layout
   if layout.fp8 and scales is None:
     some = prompts(held_out.source, 0, min(held_out.count, config.prefill))
     found = calibrate.amax_of_prompts(model.graphdef, layout, params, some, config.prefill, quant, model.mesh)

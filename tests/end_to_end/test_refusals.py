@@ -387,8 +387,7 @@ def test_first_sampler_weights_are_checked_before_sampling(inputs, tmp_path, mon
   sampler_weights = model.Model.sampler_weights
   run = run_with(inputs)
   assert run.quant.sampler == 'w8a8_kv8'
-  for name in ('compile_ahead', 'compile_rollouts'):
-    monkeypatch.setattr(train, name, lambda *arguments: None)
+  monkeypatch.setattr(train, 'compile_programs', lambda *arguments: None)
   monkeypatch.setattr(
     model.Model, 'sampler_weights', lambda self, params, quant, scales=None: sampler_weights(self, params, UNQUANTISED, scales)
   )
