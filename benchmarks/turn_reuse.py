@@ -3,7 +3,7 @@
     python benchmarks/turn_reuse.py --save     # results/turn_reuse.json
 
 SmolLM2-135M-Instruct plays FrozenLake in its chat form. Engine, scheduler, environments and random numbers are those of a
-training run. Both arms play the same conversations:
+training run. Both arms ask for the same conversations. In low precision a token may be drawn differently, and they part:
 
     again     every turn reads the whole history (sampling.kept_caches = 0)
     kept      a turn reads only its newest answer's last token and the reply (sprl's default)
