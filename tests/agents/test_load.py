@@ -76,8 +76,8 @@ def test_64_episodes_of_an_environment_of_verifiers(tmp_path):
   killed = []
 
   def disturb(pool):
-    for _ in range(4):
-      time.sleep(1)
+    for _ in range(12):
+      time.sleep(0.5)
       host = pool._host._process.pid
       children = Path(f'/proc/{host}/task/{host}/children').read_text().split()
       living = [pid for pid in children if alive(pid) and pid not in killed]
@@ -88,8 +88,8 @@ def test_64_episodes_of_an_environment_of_verifiers(tmp_path):
   trajectories, engine, counts = run(tmp_path, program, disturb=disturb)
   assert len(trajectories) == 64
   check(trajectories, engine)
+  assert 0 < counts['errors']  # a kill after the agent has written its outcome costs nothing
   assert killed
-  assert counts['errors'] >= len(killed)
   tokenizer = Tokenizer.load(tmp_path)
   for t in trajectories:
     letter = 'abcdefgh'[t.group % 8]
