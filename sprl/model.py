@@ -18,7 +18,7 @@ from sprl.config import Cache, Quant, Run, Sampling
 from sprl.io import huggingface
 from sprl.io.pretrained import locate
 from sprl.io.tokenizer import Tokenizer
-from sprl.kernels.platform import check_device, compute_dtype
+from sprl.kernels.platform import check_device, compute_dtype, on_gpu
 from sprl.models import transformer
 from sprl.models.config import ModelConfig
 from sprl.models.lora import Base, abstract_adapters, adapter_axes, fingerprint, init_adapters
@@ -136,7 +136,9 @@ class Model:
     prefill = whole(prefill, math.lcm(*map(row_shards, meshes)))
     text = partial(self.tokenizer.decode, skip_special=False)
     stop_ids = tuple(sorted({*self.tokenizer.eos_ids, *self.config.eos_token_ids, *sampling.stop_ids}))
-    return EngineConfig(self.config, sampling, layout, rows, prefill, seed, stop_ids, text, mesh=self.sampler_mesh)
+    return EngineConfig(
+      self.config, sampling, layout, rows, prefill, seed, stop_ids, text, mesh=self.sampler_mesh, fixed_chunks=on_gpu()
+    )
 
   def sampler_weights(self, params: Params, quant: Quant, scales: Scales | None = None) -> SamplerWeights:
     """Return the sampler weights, with the scales of its FP8 cache, on the learner's devices."""

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from sprl.cache.eviction import METHODS, View
 from sprl.cache.layer import LayerCache
 from sprl.cache.layout import CacheLayout
+from sprl.cache.row_blocks import for_row_blocks
 from sprl.kernels.eviction import compact
 from sprl.quant import fp8
 from sprl.sharding.rules import psum
@@ -57,12 +58,9 @@ def compress(
   """
   B = due.shape[0]
   size = _rows_at_once(layout, B, layer.k.shape[2])
-  order = jnp.where(jnp.arange(B) < jnp.sum(due), jnp.argsort(~due, stable=True), B)  # B is no row: its writes are dropped
-  order = jnp.pad(order, (0, -B % size), constant_values=B)
 
-  def compress_block(i, carry):
+  def compress_block(rows, carry):
     layer, chosen = carry
-    rows = jax.lax.dynamic_slice_in_dim(order, i * size, size)
     row = jnp.minimum(rows, B - 1)
     part = jax.tree.map(lambda x: x[row], layer)
     if choose:
@@ -78,9 +76,8 @@ def compress(
       chosen = chosen.at[rows].set(keep[:, 0], mode='drop')
     return replace(layer, k=k, v=v, **others), chosen
 
-  blocks = (jnp.sum(due) + size - 1) // size
   with jax.named_scope('compress'):
-    return jax.lax.fori_loop(0, blocks, compress_block, (layer, chosen))
+    return for_row_blocks(due, size, compress_block, (layer, chosen))
 
 
 def _rows_at_once(layout: CacheLayout, rows: int, slots: int) -> int:

@@ -24,6 +24,7 @@ from sprl.cache.compaction import compress
 from sprl.cache.key_bias import KeyBias
 from sprl.cache.layer import LayerCache
 from sprl.cache.layout import CacheLayout
+from sprl.cache.row_blocks import replace_rows
 from sprl.cache.scales import Scales
 from sprl.kernels.attention import attention, attention_share
 from sprl.kernels.decode_attention import decode_attention
@@ -38,12 +39,14 @@ class Step:
 
   count: Int[Array, ' B']  # real tokens of each row; padding follows them
   decoding: bool = dataclasses.field(default=False, metadata={'static': True})  # they count as decode steps, which compress
+  # Whether rows can be due. False is the caller's promise that none is: the program then has no compression.
+  compresses: bool = dataclasses.field(default=True, metadata={'static': True})
 
   @property
   def axes(self) -> 'Step':
     """The axis names of its array."""
     names: Any = ('rows',)
-    return Step(names, self.decoding)
+    return dataclasses.replace(self, count=names)
 
 
 @jax.tree_util.register_dataclass
@@ -109,39 +112,38 @@ class KVCache:
 
   def due(self, step: Step) -> Bool[Array, ' B']:
     """Return the rows that this step compresses: at an interval, or when the prompt is read (docs/methods/sparse.md, eq. 3)."""
-    if not self.layout.sparse:
+    if not (self.layout.sparse and step.compresses):
       return jnp.zeros(self.length.shape, bool)
     over = (step.count > 0) & (self.length + step.count > self.layout.budget)
     return over & ((self.decoded + 1) % self.layout.settings.interval == 0) if step.decoding else over
 
   def attended(self, step: Step) -> Int[Array, ' B']:
-    """Return the slots of a full layer that the query of a decode step sees, its own included (docs/methods/sparse.md, eq. 6)."""
-    return jnp.where(self.due(step), self.layout.budget, self.length + 1) if self.layout.sparse else self.length + 1
+    """Return the slots of a full layer that the query of a decode step sees, its own included (docs/methods/sparse.md, eq. 6).
+
+    A row without a token sees none, so attention reads none of its slots.
+    """
+    return jnp.where(step.count > 0, self._length_after(step), 0)
 
   def advance(self, step: Step) -> 'KVCache':
     """Return the cache after the forward pass of a step, with the step's real tokens in it."""
-    length = self.length + step.count
     return dataclasses.replace(
       self,
       seen=self.seen + step.count,
-      length=jnp.where(self.due(step), self.layout.budget, length) if self.layout.sparse else length,
+      length=self._length_after(step),
       decoded=self.decoded + step.count if step.decoding else self.decoded,
     )
+
+  def _length_after(self, step):
+    length = self.length + step.count
+    return jnp.where(self.due(step), self.layout.budget, length) if self.layout.sparse and step.compresses else length
 
   def fork(self, other: 'KVCache', parent: Int[Array, ' B'], take: Bool[Array, ' B']) -> 'KVCache':
     """Return this cache with row b replaced by row parent[b] of `other` where take[b].
 
-    `other` may have fewer slots than this cache.
+    `other` may have fewer slots than this cache. With donation the other rows are neither read nor written.
     """
     initial = {'position': -1, 'carried': self.layout.initial_carried}
-
-    def rows(path, mine, theirs, parent, take):
-      pad = [(0, 0), *((0, m - t) for m, t in zip(mine.shape[1:], theirs.shape[1:]))]
-      copied = jnp.pad(theirs, pad, constant_values=initial.get(path[-1].name, 0))[parent]
-      return jnp.where(take.reshape(-1, *[1] * (mine.ndim - 1)), copied, mine)
-
-    def layers(mine, theirs, parent, take):
-      return jax.tree_util.tree_map_with_path(partial(rows, parent=parent, take=take), mine, theirs)
+    layers = partial(replace_rows, empty=lambda field: initial.get(field, 0))
 
     def row(mine, theirs):
       theirs = shard(theirs, *[None] * theirs.ndim)[parent]
@@ -286,7 +288,7 @@ class KVCache:
     with jax.named_scope('write'):
       cache = self._with(layer, LayerCache(write(before.k, k), write(before.v, v)))
     if T == 1:
-      return cache._attend_one(layer, step, q[:, 0], jnp.minimum(self.seen + 1, slots))
+      return cache._attend_one(layer, step, q[:, 0], jnp.where(step.count > 0, jnp.minimum(self.seen + 1, slots), 0))
     query = self.seen[:, None] + jnp.arange(T)
     if slots < window:  # never wraps: slots are positions
       held, position = cache.layers[layer], jnp.arange(slots)[None]
@@ -403,7 +405,7 @@ def _attend(layer: int, cache: KVCache, step: Step, q, k, v):
   with jax.named_scope('write'):
     cache = cache._write(layer, step, q, k, v)
   if q.shape[1] == 1:
-    if layout.sparse and step.decoding:
+    if layout.sparse and step.decoding and step.compresses:
       cache = cache._compress(layer, step)
     return cache._attend_one(layer, step, q[:, 0], cache.attended(step))
   out, cache = cache._attend_many(layer, step, q)

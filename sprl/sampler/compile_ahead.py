@@ -28,7 +28,8 @@ def compile_engine(config: EngineConfig, weights: SamplerWeights) -> None:
   none = np.zeros(config.rows, np.int32)
   new, state = decode.NewRows(*[none] * 4), _empty_rows(config, weights)
   state = outputs(decode.insert.on(mesh), weights, state, prompts, new, sampling, config.stop_ids)
-  state = outputs(decode.decode.on(mesh), config.graphdef, weights, state, sampling, config.stop_ids, sampling.chunk)
+  steps = sampling.chunk, config.fixed_chunks
+  state = outputs(decode.decode.on(mesh), config.graphdef, weights, state, sampling, config.stop_ids, *steps)
   outputs(decode.read.on(mesh), state, none, sampling.chunk + 1)
 
 

@@ -4,11 +4,12 @@ A row is one sequence that is being generated. Its state stays on the device bet
 
     prompts = prefill(graphdef, layout, weights, tokens, lengths)   # [P, bucket] distinct prompts, each read once
     state = insert(weights, state, prompts, new_rows, ...)          # rows start on a prompt; their first token is drawn
-    state = decode(graphdef, weights, state, ..., steps)            # up to `steps` tokens a row; stops early if all are done
+    state = decode(graphdef, weights, state, ..., steps)            # up to `steps` tokens a row
     news = read(state, since, steps)                                # the tokens drawn since: what the host fetches
 """
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from jaxtyping import Array, Bool, Float, Int, Integer
 from sprl.cache.key_bias import KeyBias
 from sprl.cache.kv_cache import CachedAttention, KVCache, Step
 from sprl.cache.layout import CacheLayout
+from sprl.cache.row_blocks import replace_rows
 from sprl.config import Sampling
 from sprl.kernels.support import Format, record_format
 from sprl.models import transformer
@@ -181,7 +183,7 @@ def read_given(
         real = jnp.minimum(real, interval - 1 - cache.decoded % interval)  # the step after these compresses
       positions = cache.seen[:, None] + jnp.arange(width)
       seen = cache.seen
-      new, cache, taken = _pass(graphdef, weights, tokens, positions, cache, Step(real, decoding=True))
+      new, cache, taken = _pass(graphdef, weights, tokens, positions, cache, Step(real, decoding=True, compresses=False))
       routes = _record_routes(routes, taken, seen, real)
       newest = jnp.take_along_axis(new, jnp.maximum(real - 1, 0)[:, None, None], axis=1)[:, 0]
       hidden = jnp.where((real > 0)[:, None], newest, hidden)
@@ -230,9 +232,7 @@ def insert(
     limit=jnp.where(new, new_rows.limit, state.limit),
     count=jnp.where(new, 0, state.count),
     done=jnp.where(new, new_rows.limit <= 0, state.done),
-    routes=jax.tree.map(
-      lambda mine, theirs: jnp.where(new[:, None, None, None], theirs[parent], mine), state.routes, prompts.routes
-    ),
+    routes=_forked_routes(state.routes, prompts.routes, parent, new),
   )
   hidden = shard(shard(prompts.hidden, None, None)[parent], 'rows', None)
   # The last query of a prompt attended to all of it. The last query of given tokens was a decode step's.
@@ -241,37 +241,67 @@ def insert(
 
 
 @OnMesh
-@partial(jax.jit, static_argnames=('graphdef', 'sampling', 'stop_ids', 'steps'), donate_argnames='state')
+@partial(jax.jit, static_argnames=('graphdef', 'sampling', 'stop_ids', 'steps', 'fixed'), donate_argnames='state')
 def decode(
-  graphdef: nnx.GraphDef, weights: SamplerWeights, state: DecodeState, sampling: Sampling, stop_ids: tuple[int, ...], steps: int
+  graphdef: nnx.GraphDef,
+  weights: SamplerWeights,
+  state: DecodeState,
+  sampling: Sampling,
+  stop_ids: tuple[int, ...],
+  steps: int,
+  fixed: bool = False,
 ) -> DecodeState:
-  """Draw up to `steps` more tokens for every row that is not done. `state` is donated."""
+  """Draw up to `steps` more tokens for every row that is not done. `state` is donated.
 
-  def unfinished(carry):
-    step, state = carry
-    return (step < steps) & ~jnp.all(state.done)
+  A chunk that is `fixed` always has `steps` steps. Otherwise it ends when all rows are done: a GPU would ask the host before
+  every step whether to go on.
 
-  def advance(carry):
-    step, state = carry
-    active = ~state.done
+  In a cache that evicts, a fixed chunk lets rows be compressed at every P-th step only, P = gcd(steps, interval). The others are
+  plain steps, whose program has no compression. A row that has decoded n tokens therefore takes part in a step only if the steps
+  so far are n modulo P. A row that starts on a prompt never waits. A row behind given tokens or a kept cache waits once, for P - 1
+  steps at most. Its tokens are the same: draws depend on positions, not on steps.
+  """
+
+  def advance(state, active, compresses=True):
     newest = jnp.take_along_axis(state.tokens, jnp.maximum(state.count - 1, 0)[:, None], axis=1)[:, 0]
-    hidden, attended, cache, routes = decode_step(graphdef, tie_to_iteration(weights, step), state.cache, newest, active)
+    tied = tie_to_iteration(weights, state.count)
+    hidden, attended, cache, routes = decode_step(graphdef, tied, state.cache, newest, active, compresses)
     state = dataclasses.replace(state, cache=cache, routes=_record_routes(state.routes, routes, state.cache.seen, active))
-    state = _draw_token(state, weights, hidden, active=active, attended=attended, sampling=sampling, stop_ids=stop_ids)
-    return step + 1, state
+    return _draw_token(state, weights, hidden, active=active, attended=attended, sampling=sampling, stop_ids=stop_ids)
 
-  return jax.lax.while_loop(unfinished, advance, (0, state))[1]
+  if not fixed:
+    return jax.lax.while_loop(
+      lambda carry: (carry[0] < steps) & ~jnp.all(carry[1].done),
+      lambda carry: (carry[0] + 1, advance(carry[1], ~carry[1].done)),
+      (0, state),
+    )[1]
+  if not state.cache.layout.sparse:
+    return jax.lax.fori_loop(0, steps, lambda _, state: advance(state, ~state.done), state)
+  period = math.gcd(steps, state.cache.layout.settings.interval)
+
+  def segment(_, state):
+    def step(i, state, compresses=False):
+      return advance(state, ~state.done & (state.cache.decoded % period == i), compresses)
+
+    return step(period - 1, jax.lax.fori_loop(0, period - 1, step, state), compresses=True)
+
+  return segment(0, state) if period == steps else jax.lax.fori_loop(0, steps // period, segment, state)
 
 
 def decode_step(
-  graphdef: nnx.GraphDef, weights: SamplerWeights, cache: KVCache, token: Int[Array, ' B'], active: Bool[Array, ' B']
+  graphdef: nnx.GraphDef,
+  weights: SamplerWeights,
+  cache: KVCache,
+  token: Int[Array, ' B'],
+  active: Bool[Array, ' B'],
+  compresses: bool = True,
 ) -> tuple[Float[Array, 'B E'], Int[Array, ' B'], KVCache, Int[Array, 'B 1 M k'] | None]:
-  """Read one token of each active row.
+  """Read one token of each active row. `compresses` is False if the caller knows that no row is due (`Step`).
 
   Returns the hidden states that predict the next tokens, the number of slots that each query attended to, the cache, and the
   token's experts if the layout records them.
   """
-  step = Step(active.astype(jnp.int32), decoding=True)
+  step = Step(active.astype(jnp.int32), decoding=True, compresses=compresses)
   attended = cache.attended(step)
   hidden, cache, routes = _pass(graphdef, weights, token[:, None], cache.seen[:, None], cache, step)
   return hidden[:, 0], attended, cache, routes
@@ -288,6 +318,14 @@ def _pass(graphdef, weights, tokens, positions, cache, step):
 def no_routes(layout: CacheLayout, rows: int) -> Int[Array, 'B T M k'] | None:
   """Return the experts of rows without tokens; None if the layout does not record them."""
   return jnp.full((rows, layout.positions, *layout.routes[:2]), MISSING, route_dtype(layout.routes[2])) if layout.routes else None
+
+
+def _forked_routes(mine, theirs, parent, take):
+  if mine is None:
+    return None
+  names = ('rows', None, None, None)
+  replaced = partial(replace_rows, empty=lambda _: MISSING)
+  return local(replaced, (names, (None,) * 4, ('rows',), ('rows',)), names)(mine, theirs, parent, take)
 
 
 def _record_routes(routes, taken, first, count):

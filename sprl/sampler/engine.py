@@ -77,6 +77,7 @@ class EngineConfig:
   text: Callable[[Sequence[int]], str]  # decodes token ids, to find stop strings
   mesh: Mesh | None = None  # of the weights; None: one device
   record_support: bool = False  # record the tokens that top-k, top-p and min-p keep; training under such filters needs it
+  fixed_chunks: bool = False  # all chunks have the same number of steps (`decode.decode`); for GPUs
 
   @cached_property
   def graphdef(self):
@@ -277,7 +278,8 @@ class Engine:
       return
     since = np.array([0 if row is None else len(row.tokens) for row in self._rows], np.int32)
     sampling, run, read = config.sampling, decode.decode.on(config.mesh), decode.read.on(config.mesh)
-    self._state = run(config.graphdef, weights, self._state, sampling, config.stop_ids, sampling.chunk)
+    steps = sampling.chunk, config.fixed_chunks
+    self._state = run(config.graphdef, weights, self._state, sampling, config.stop_ids, *steps)
     self._chunk = read(self._state, since, sampling.chunk + 1)
     self._launched, self._over = time.perf_counter(), None
 
@@ -339,7 +341,7 @@ class Engine:
       self._kept.keep(self.weights, self._state, kept, awaited, self.config.prefill)
     self._release(stopped)
     self.usage.chunks += 1
-    self.usage.steps += max(drawn)
+    self.usage.steps += self.config.sampling.chunk if self.config.fixed_chunks else max(drawn)
     self.usage.tokens += sum(drawn)
     now = time.perf_counter()
     self.usage.busy += now - (self._since or now)

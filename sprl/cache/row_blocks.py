@@ -1,0 +1,44 @@
+"""Change some rows of arrays in place, a block of rows at a time, so that work and memory grow with those rows and not with all.
+
+The number of rows is known on the device only, so the blocks are a loop. A block has a fixed size; numbers beyond the last row fill
+up the last block. Reads clip such a number, writes drop it.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
+
+
+def for_row_blocks[C](chosen: Bool[Array, ' B'], size: int, change: Callable[[Int[Array, ' size'], C], C], carry: C) -> C:
+  """Call `carry = change(rows, carry)` for the chosen rows in ascending order, `size` at a time. Number B stands for no row."""
+  B = chosen.shape[0]
+  count = jnp.sum(chosen)
+  order = jnp.where(jnp.arange(B) < count, jnp.argsort(~chosen, stable=True), B)
+  order = jnp.pad(order, (0, -B % size), constant_values=B)
+
+  def block(i, carry):
+    return change(jax.lax.dynamic_slice_in_dim(order, i * size, size), carry)
+
+  return jax.lax.fori_loop(0, (count + size - 1) // size, block, carry)
+
+
+def replace_rows[T](mine: T, theirs: T, parent: Int[Array, ' B'], take: Bool[Array, ' B'], empty: Callable[[str], float]) -> T:
+  """Return a tree of arrays with row b replaced by row parent[b] of `theirs` where take[b]. Other rows are not touched.
+
+  An array of `theirs` may be smaller in any axis but the first. The rest of the row is filled with `empty` of the array's field.
+  """
+
+  def change(rows, mine):
+    row, source = rows[0], parent[rows[0]]
+
+    def replaced(path, x, new):
+      new = jax.lax.dynamic_index_in_dim(new, source, keepdims=False)
+      pad = [(0, m - t) for m, t in zip(x.shape[1:], new.shape)]
+      value = empty(getattr(path[-1], 'name', '') if path else '')
+      return jax.lax.dynamic_update_index_in_dim(x, jnp.pad(new, pad, constant_values=value), row, 0)
+
+    return jax.tree_util.tree_map_with_path(replaced, mine, theirs)
+
+  return for_row_blocks(take, 1, change, mine)
