@@ -19,7 +19,7 @@ from sprl.cache.eviction import METHODS, View
 from sprl.cache.layer import LayerCache
 from sprl.cache.layout import CacheLayout
 from sprl.cache.row_blocks import for_row_blocks
-from sprl.kernels.eviction import compact
+from sprl.kernels.eviction import compact, compares_without_cosines
 from sprl.quant import fp8
 from sprl.sharding.rules import psum
 
@@ -63,13 +63,14 @@ def compress(
     layer, chosen = carry
     row = jnp.minimum(rows, B - 1)
     part = jax.tree.map(lambda x: x[row], layer)
+    count = jnp.where(rows < B, occupied[row], 0)  # the kernel compares no keys of a row that fills up the block
     if choose:
-      keep, carried = jax.vmap(partial(_choose, layout, k_scale, bias))(part, occupied[row], newest[row])
+      keep, carried = jax.vmap(partial(_choose, layout, k_scale, bias))(part, count, newest[row])
     else:
       assert chosen is not None
       keep = jnp.broadcast_to(chosen[row, None], (size, layer.k.shape[1], chosen.shape[1]))
       carried = part.carried
-    others = jax.vmap(partial(_compacted, layout))(part, carried, keep, occupied[row], gone[row])
+    others = jax.vmap(partial(_compacted, layout))(part, carried, keep, count, gone[row])
     k, v = compact(layer.k, layer.v, rows, keep, True, layout.kernels)
     others = {name: getattr(layer, name).at[rows].set(new, mode='drop') for name, new in others.items()}
     if choose and chosen is not None:
@@ -81,9 +82,14 @@ def compress(
 
 
 def _rows_at_once(layout: CacheLayout, rows: int, slots: int) -> int:
-  """Return how many rows to compress together, so that their cosines and their copies of keys and values stay within SHARE."""
+  """Return how many rows to compress together, so that their cosines and their copies of keys and values stay within SHARE.
+
+  The kernel keeps no cosines, so its blocks are larger. One block then has all rows of a chunk of decode steps that are due.
+  """
   D, itemsize = layout.head_dim, layout.storage.itemsize
-  row = layout.kv_heads * slots * (4 * slots + D * (4 + 4 * itemsize))
+  keys = jax.ShapeDtypeStruct((layout.kv_heads, slots, D), jnp.float32 if layout.fp8 else layout.storage)
+  cosines = 0 if compares_without_cosines(keys, layout.kernels) else 4 * slots
+  row = layout.kv_heads * slots * (cosines + D * (4 + 4 * itemsize))
   return max(1, min(rows, int(SHARE * layout.bytes(rows) / row)))
 
 

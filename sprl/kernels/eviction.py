@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 from jaxtyping import Array, Float, Int, Shaped
@@ -57,7 +58,7 @@ def similarity(
   `nearest_of_none` if there is none (-1: no slot). That cosine is left out of the spared key's sum. Slots from n on are
   undefined. Use `jax.vmap` for many rows.
   """
-  if not chosen('similarity of keys', kernels, lambda: _similarity_obstacle(k)):
+  if not compares_without_cosines(k, kernels):
     return similarity_reference(k, n, threshold, nearest_of_none)
   from sprl.kernels import hopper_eviction
 
@@ -71,6 +72,11 @@ def similarity(
     return hopper_eviction.similarity(k, n, threshold, nearest_of_none), True
 
   return one(k, n)
+
+
+def compares_without_cosines(k: Float[Array, '*B K S D'] | jax.ShapeDtypeStruct, kernels: Kernels = 'auto') -> bool:
+  """Return whether `similarity` runs the kernel. The reference makes an array [K, S, S] of cosines for each row."""
+  return chosen('similarity of keys', kernels, lambda: _similarity_obstacle(k))
 
 
 def similarity_reference(
