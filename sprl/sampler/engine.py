@@ -39,6 +39,7 @@ from sprl.models import transformer
 from sprl.models.config import ModelConfig
 from sprl.sampler import decode
 from sprl.sampler.kept import Ended, KeptCaches
+from sprl.sampler.stop_strings import StopStrings
 from sprl.sampler.weights import SamplerWeights
 from sprl.sharding.rules import row_shards
 from sprl.sharding.transfer import fetch, home
@@ -74,7 +75,7 @@ class EngineConfig:
   prefill: int  # distinct prompts of a prefill; a prefill of one prompt is compiled too
   seed: int
   stop_ids: tuple[int, ...]
-  text: Callable[[Sequence[int]], str]  # decodes token ids, to find stop strings
+  text: Callable[[Sequence[int]], str]  # decodes token ids, to find stop strings (`StopStrings`)
   mesh: Mesh | None = None  # of the weights; None: one device
   record_support: bool = False  # record the tokens that top-k, top-p and min-p keep; training under such filters needs it
   fixed_chunks: bool = False  # all chunks have the same number of steps (`decode.decode`); for GPUs
@@ -189,6 +190,7 @@ class Engine:
     self._prompts: tuple[dict[Text, int], decode.Prompts, tuple[int, int]] | None = None
     self._rows: list[_Row | None] = [None] * config.rows
     self._kept = KeptCaches(config.layout, config.kept, config.mesh)
+    self._stop = StopStrings(config.sampling.stop, config.text) if config.sampling.stop else None
     self._state: decode.DecodeState | None = None  # created by the first dispatch
     self._chunk: dict[str, jax.Array] | None = None  # results of the chunk that runs now
     self._since: float | None = None  # when the previous chunk was collected, or the first was dispatched
@@ -320,7 +322,7 @@ class Engine:
       if 'support' in news:
         row.support += list(news['support'][i, :new].copy())  # a copy: a view would keep all rows of the chunk alive
       drawn.append(new - (before == 0))  # `insert` draws a row's first token, not a decode step
-      cut = None if row.aborted else self._stop_string(row)
+      cut = None if row.aborted else self._stop_string(row, new)
       if cut is None and not news['done'][i] and not row.aborted:
         continue
       self._rows[i], stopped[i] = None, not news['done'][i]
@@ -472,28 +474,13 @@ class Engine:
       prefilled=row.prefilled,
     )
 
-  def _stop_string(self, row: _Row) -> int | None:
-    """Return the number of the row's tokens up to the end of the first stop string; None if the text contains none."""
-    sampling, text = self.config.sampling, self.config.text
-    if not sampling.stop:
+  def _stop_string(self, row: _Row, new: int) -> int | None:
+    """Return the number of the row's tokens up to the end of the first stop string; None if its `new` last tokens end none."""
+    if self._stop is None:
       return None
     earlier = row.request.given[len(row.request.given) - row.request.resumed :].tolist()
-    ids = earlier + row.tokens
-
-    def stops(some: list[int]) -> bool:
-      return any(s in text(some) for s in sampling.stop)
-
-    longest = max(len(s.encode()) for s in sampling.stop)  # in tokens too: a token is at least one byte
-    if not stops(ids[-sampling.chunk - 1 - longest :]):  # earlier calls searched the tokens before these
-      return None
-    low, high = len(earlier) + 1, len(ids)  # a longer prefix contains the text of a shorter one, so bisect
-    while low < high:
-      middle = (low + high) // 2
-      if stops(ids[:middle]):
-        high = middle
-      else:
-        low = middle + 1
-    return low - len(earlier)
+    cut = self._stop.cut(earlier + row.tokens, new)
+    return None if cut is None else cut - len(earlier)
 
 
 def empty_rows(config: EngineConfig, weights: SamplerWeights) -> decode.DecodeState:

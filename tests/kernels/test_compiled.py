@@ -235,7 +235,7 @@ def compile_decode_loop(sampler, cache, **sizes):
   rows, (config, layout, weights) = 64, abstract_sampler(sampler, cache, **sizes)
   seed = jax.eval_shape(lambda: jax.random.key(0))
   state = jax.eval_shape(partial(decode.empty_state, layout, rows=rows, max_tokens=64), weights, seed=seed)
-  steps = partial(decode.decode, transformer.graph(config), sampling=Sampling(), stop_ids=(), steps=8)
+  steps = partial(decode.decode, transformer.graph(config), sampling=Sampling(), stop_ids=(), steps=16, fixed=True)
   held = 'u8' if layout.fp8 else 'bf16'
   keys = f'{held}[{rows},4,{layout.slots},{layout.head_dim}]'
   return compile_for_h200(steps, weights, state, donate=(1,)), keys, layout.bytes(rows)
@@ -263,8 +263,46 @@ def test_the_decode_loop_updates_the_cache_in_place(sampler, cache, D, kernels):
   # Appending needs no kernel: XLA rotates, quantises and scatters the new keys (and values) of a layer in one fusion, in place.
   made = [line for line in compiled.text.splitlines() if f'= {keys}' in line.replace('{3,2,1,0}', '')]
   appends = [line for line in made if ' fusion(' in line and re.search(r'/attention/(\S*/)?scatter', line)]
-  assert len(appends) == 2 * 2
+  bodies = 2 if cache.budget else 1  # plain steps, and the step that may compress
+  assert len(appends) == 2 * 2 * bodies
   assert not [line for line in made if ' copy(' in line or ' copy-start(' in line]
+
+
+@pytest.mark.parametrize(('cache', 'plain'), [(DENSE, 16), (H2O, 15)], ids=['dense', 'h2o'])
+def test_a_chunk_asks_the_host_nothing_in_plain_steps(cache, plain):
+  """The number of plain steps is known to XLA, and no loop is in their loop. The last step has a loop over due rows per layer."""
+  compiled, *_ = compile_decode_loop('none', cache)
+  text = compiled.text
+  loops = [line for line in text.splitlines() if ' while(' in line]
+  counted = [line for line in loops if 'known_trip_count' in line]
+  assert [re.findall(r'"known_trip_count":\{"n":"(\d+)"\}', line) for line in counted] == [[str(plain)]]
+  assert len(loops) - len(counted) == (2 if cache.budget else 0)
+  body = text[text.index(f'\n{re.findall(r"body=(%[^,]+)", counted[0])[0]} ') :]
+  body = body[: body.index('\n}')]
+  assert ' while(' not in body
+  assert 'compress' not in body
+  assert len(re.findall(r' = .* sort\(.*argsort', text)) == (1 if cache.budget else 0)  # the order of due rows, for all layers
+
+
+@pytest.mark.parametrize(('sampler', 'cache'), [('none', DENSE), ('kv8', RKV)], ids=['dense', 'rkv FP8'])
+def test_an_insert_writes_the_new_rows_only(sampler, cache):
+  """A loop over the new rows updates one row of each array in place. Nothing else reads or writes the cache."""
+  rows, (config, layout, weights) = 64, abstract_sampler(sampler, cache)
+  shape, graph = jax.ShapeDtypeStruct, transformer.graph(config)
+  seed = jax.eval_shape(lambda: jax.random.key(0))
+  state = jax.eval_shape(partial(decode.empty_state, layout, rows=rows, max_tokens=64), weights, seed=seed)
+  prompts = jax.eval_shape(
+    partial(decode.prefill, graph, layout), weights, shape((4, 256), jnp.int32), shape((4,), jnp.int32)
+  )
+  insert = partial(decode.insert, sampling=Sampling(), stop_ids=())
+  new = decode.NewRows(*[shape((rows,), jnp.int32)] * 4)
+  compiled = compile_for_h200(insert, weights, state, prompts, new, donate=(1,))
+  keys = f'{"u8" if layout.fp8 else "bf16"}[{rows},4,{layout.slots},{layout.head_dim}]'
+  made = [line for line in compiled.text.splitlines() if f'= {keys}' in line.replace('{3,2,1,0}', '')]
+  written = [line for line in made if not re.search(r' (parameter|get-tuple-element|dynamic-update-slice)\(', line)]
+  assert len(written) == 2 * 2
+  assert all(' fusion(' in line and 'while/body' in line and 'dynamic_update_slice"' in line for line in written)
+  assert compiled.temporary < layout.bytes(1)
 
 
 @pytest.mark.parametrize(('cache', 'most'), [(H2O, 0.3), pytest.param(DENSE, 0.08, marks=pytest.mark.slow)], ids=['h2o', 'dense'])

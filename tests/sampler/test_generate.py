@@ -143,8 +143,8 @@ def test_a_stop_string_is_found_at_any_offset(offset):
   engine, ids = Engine(config, weights()), [97] * offset + list(stop.encode()) + [98] * 20
   row = _Row(requests()[0])
   for seen in range(1, len(ids), chunk):
-    row.tokens = ids[:seen]
-    if (cut := engine._stop_string(row)) is not None:
+    new, row.tokens = seen - len(row.tokens), ids[:seen]
+    if (cut := engine._stop_string(row, new)) is not None:
       break
   assert cut == offset + len(stop.encode())
   assert seen - cut < chunk
