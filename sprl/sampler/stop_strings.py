@@ -28,12 +28,15 @@ class StopStrings:
 
     The last `new` tokens are new. The text of the tokens before them contains no stop string.
     """
-    if new <= 0 or not any(map(self._can_end, ids[-new:])) or not self._in(ids[-new - self._longest :]):
+    if new <= 0 or not any(map(self._can_end, ids[-new:])):
+      return None
+    start = max(len(ids) - new - self._longest, 0)
+    if not self._in(ids[start:]):
       return None
     low, high = len(ids) - new + 1, len(ids)  # a longer prefix contains the text of a shorter one, so bisect
     while low < high:
       middle = (low + high) // 2
-      if self._in(ids[:middle]):
+      if self._in(ids[start:middle]):
         high = middle
       else:
         low = middle + 1

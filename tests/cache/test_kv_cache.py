@@ -250,6 +250,41 @@ def test_each_row_counts_its_own_steps_through_pauses():
     assert (cache.length[row], cache.seen[row], cache.decoded[row]) == (n, prompts[row] + count, count)
 
 
+@pytest.mark.parametrize('settings', [DENSE, Cache(method='h2o', budget=8, interval=3, window=2)], ids=['dense', 'h2o'])
+def test_a_row_without_a_token_attends_to_nothing(settings):
+  """Its output is zero, its state stays, and the other rows have the outputs and counts that they have beside a running row."""
+  cache = KVCache.empty(layout_of(settings), B)
+  _, cache = prefill(cache, jnp.array([9, 5, 7]), *tokens(T))
+  new = tuple(x[:, :1] for x in tokens(T, seed=1))
+  counts = []
+  for active in ([1, 1, 1], [1, 0, 1]):
+    step = Step(jnp.array(active), decoding=True)
+    out, after = cache.attend(0, step, *new)
+    counts.append((np.asarray(cache.attended(step)), np.asarray(out), jax.device_get(after.advance(step))))
+  (seen, out, running), (seen_beside, out_beside, waiting) = counts
+  np.testing.assert_array_equal(seen_beside, np.where([True, False, True], seen, 0))
+  np.testing.assert_array_equal(out_beside, np.where(np.array([True, False, True])[:, None, None, None], out, 0))
+  assert np.abs(out).min(axis=(1, 2, 3)).all()
+  for name in ('length', 'seen', 'decoded'):
+    expected = np.where([True, False, True], getattr(running, name), getattr(cache, name))
+    np.testing.assert_array_equal(getattr(waiting, name), expected)
+
+
+def test_a_step_that_compresses_nothing_is_a_step_in_which_no_row_is_due():
+  """Without `compresses` a step computes the same, as long as no row is due."""
+  cache = KVCache.empty(layout_of(Cache(method='h2o', budget=8, interval=3, window=2)), B)
+  _, cache = prefill(cache, jnp.array([9, 5, 7]), *tokens(T))
+  for t in range(2):
+    new, step = tuple(x[:, t : t + 1] for x in tokens(T, seed=1)), Step(jnp.array([1, 1, t]), decoding=True)
+    assert not cache.due(step).any()
+    plain = dataclasses.replace(step, compresses=False)
+    (out, after), (plainly, same) = cache.attend(0, step, *new), cache.attend(0, plain, *new)
+    np.testing.assert_array_equal(plainly, out)
+    jax.tree.map(np.testing.assert_array_equal, same.advance(plain), after.advance(step))
+    cache = after.advance(step)
+  assert cache.due(Step(jnp.ones(B, jnp.int32), decoding=True)).tolist() == [True, False, False]
+
+
 # --- kept tokens: the whole cache against loops ----------------------------------------------------------------------
 
 
