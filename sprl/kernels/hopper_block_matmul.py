@@ -8,64 +8,40 @@ with fewer bits than float32. Each block's partial product therefore starts from
     y [C, 64] = sum^T                                  through shared memory, to write whole lines
 
 Few tokens (narrow layout): the weights' bytes bound the time. Many small programs of one warpgroup each have a ring of stages
-that the copy engine (TMA) fills. If the weights have too few rows to occupy the device, several programs share the blocks of a
-tile, and XLA adds their float32 sums.
+that the copy engine (TMA) fills.
 
-Many tokens (wide layout): the tensor core's rate bounds the time. One program per multiprocessor walks through tiles. One of its
-warpgroups only copies. It runs ahead of the two warpgroups that multiply, also across the end of a tile.
+Many tokens (wide layout): the tensor core and the L2 cache bound the time. One program per multiprocessor walks through tiles.
+One of its warpgroups only copies. It runs ahead of the two warpgroups that multiply, also across the end of a tile. Programs of
+neighbouring tiles may form a cluster, in which each copies a part of the common weights, or tokens, to the memory of all.
+
+Few rows of weights: the programs of a cluster share the blocks of a tile. Each writes its float32 sum to global memory, where the
+L2 cache holds it. When all have written, each adds up the sums of a part of the tokens, always in the same order.
+
+`launch_model.launch` chooses the layout, the tiles and the clusters of a shape.
 
 Experts (`grouped_matmul`): each block of tokens is a tile with the number of its expert. The blocks of an expert are consecutive
 and find its weights in the L2 cache. Programs of unused blocks have no work.
 """
 
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float8e4m3fn, Float32, Int
 
-BLOCK = 128  # features that share a scale, and features of a stage; also the rows of a weight's block
-ROWS = 64  # rows of a tensor core product
-LINE = 32  # numbers of 4 bytes in 128 bytes, the least that the copy engine moves
-MULTIPROCESSORS = 132
-NARROW = 128  # largest number of tokens of the narrow layout
-SHARED = (227 * 1024, 113 * 1024, 75 * 1024)  # bytes of shared memory per program if a multiprocessor holds one, two or three
-OVERHEAD = 1024  # bytes of shared memory for barriers and alignment
-STAGES = 8  # maximum
+from sprl.kernels.launch_model import BLOCK, LINE, ROWS, Launch, launch
+
 PATCH = 16  # tiles of tokens in a patch of `planar_snake`
-PART = 4  # minimum number of blocks of a split
 TOKENS = 8, 16, 32, 64, 128  # accepted tokens per block of an expert
 
 MATRIX = plgpu.Layout.WGMMA
 TRANSPOSED = plgpu.Layout.WGMMA_TRANSPOSED
 Shape = jax.ShapeDtypeStruct
-
-
-@dataclass(frozen=True)
-class Launch:
-  """The kernel's launch parameters for a shape."""
-
-  warpgroups: int  # warpgroups that multiply; with two, a third one copies
-  products: int  # products of 64 rows of weights per warpgroup and stage
-  tokens: int  # tokens of a tile
-  stages: int
-  tiles: tuple[int, int, int]  # number of tiles along the weights' rows, the tokens and the blocks (splits)
-  depth: int  # blocks that a tile sums
-  programs: int
-
-  @property
-  def rows(self) -> int:
-    """Rows of weights of a tile."""
-    return self.warpgroups * self.products * ROWS
-
-  @property
-  def splits(self) -> int:
-    """Number of programs that share a sum."""
-    return self.tiles[2]
 
 
 def obstacle(w: Array | Shape, dtype: Any, rows: int, group: int) -> str | None:
@@ -85,24 +61,6 @@ def obstacle(w: Array | Shape, dtype: Any, rows: int, group: int) -> str | None:
   return None
 
 
-def launch(M: int, N: int, K: int, block: int | None = None) -> Launch:
-  """Return the launch parameters for M tokens and weights [N, K], or for blocks of `block` tokens with their own weights."""
-  narrow = M <= NARROW if block is None else block < 128
-  tokens = block or (min(64, _up(M, 8)) if narrow else 128)
-  # In the wide layout with experts, two products would spill registers.
-  warpgroups, products = (1, 2 if tokens > 16 else 1) if narrow else (2, 2 if block is None else 1)
-  rows = warpgroups * products * ROWS
-  across, along, blocks = -(-N // rows), -(-M // tokens), -(-K // BLOCK)
-  depth = -(-blocks // max(1, min(MULTIPROCESSORS // (across * along), blocks // PART))) if block is None else blocks
-  splits = -(-blocks // depth)
-  tiles = across * along * splits
-  resident = min(len(SHARED), -(-tiles // MULTIPROCESSORS)) if narrow else 1
-  stage = (rows + tokens) * BLOCK + 4 * _up(tokens, LINE)
-  room = SHARED[resident - 1] - OVERHEAD - (2 * warpgroups * tokens * ROWS if splits == 1 else 0)
-  programs = tiles if narrow else min(tiles, MULTIPROCESSORS)
-  return Launch(warpgroups, products, tokens, min(STAGES, room // stage), (across, along, splits), depth, programs)
-
-
 def block_matmul(
   x: Float8e4m3fn[Array, 'M K'],
   x_scale: Float32[Array, 'M C'],
@@ -112,12 +70,12 @@ def block_matmul(
 ) -> BFloat16[Array, 'M N']:
   """Return x @ w^T, as `sprl.kernels.block_matmul.block_matmul` describes it.
 
-  `interpret=plgpu.InterpretGPUParams()` runs the kernel on a CPU.
+  `interpret=plgpu.InterpretGPUParams(inline_mgpu='ignore')` runs the kernel on a CPU.
   """
   (M, K), N = x.shape, w.shape[0]
   # Pads tokens with zeros to whole tiles of 8: Mosaic (jax 0.12) does not clip the copy engine's tiles.
   x, x_scale = (jnp.pad(a, ((0, -M % 8 if M > 8 else 0), (0, 0))) for a in (x, x_scale))
-  return _call(launch(len(x), N, K), N, x, x_scale, w, w_scale, (), interpret)[:M]
+  return run(launch(len(x), N, K), x, x_scale, w, w_scale, interpret=interpret)[:M]
 
 
 def grouped_obstacle(w: Array | Shape, dtype: Any, rows: int, group: int, tokens: int) -> str | None:
@@ -142,43 +100,56 @@ def grouped_matmul(
   """
   (n, T, K), N = x.shape, w.shape[1]
   x, x_scale, w, w_scale = (a.reshape(-1, a.shape[-1]) for a in (x, x_scale, w, w_scale))
-  return _call(launch(n * T, N, K, T), N, x, x_scale, w, w_scale, (expert, used.reshape(1)), interpret).reshape(n, T, N)
+  y = run(launch(n * T, N, K, T), x, x_scale, w, w_scale, (expert, used.reshape(1)), N, interpret)
+  return y.reshape(n, T, N)
 
 
-def _call(plan, N, x, x_scale, w, w_scale, experts, interpret):
-  """Launch the kernel. `experts` is empty, or (expert of each tile of tokens, number of tiles in use)."""
-  M = len(x)
+def run(plan: Launch, x, x_scale, w, w_scale, experts=(), N: int | None = None, interpret: Any = None) -> BFloat16[Array, 'M N']:
+  """Launch the kernel as planned.
+
+  `experts` is empty, or (expert of each tile of tokens, number of tiles in use); then w is [X * N, K].
+  """
+  M, N = len(x), N or len(w)
   across, along, splits = plan.tiles
   # Transposed, so that the scales of a stage are consecutive. The copy engine needs rows of a multiple of 16 bytes.
   sx = jnp.pad(x_scale.T, ((0, 0), (0, -M % 4)))
+  sizes = {'row': plan.together[0], 'token': plan.together[1], 'split': splits}
+  cluster = {name: size for name, size in sizes.items() if size > 1}
+  neighbours = tuple(name for name in cluster if name != 'split')
+  barrier = partial(plgpu.ClusterBarrier, collective_axes=neighbours) if neighbours else plgpu.Barrier
   scratch = {
     'w_s': tiled((plan.stages, plan.rows, BLOCK), w.dtype),
     'x_s': tiled((plan.stages, plan.tokens, BLOCK), x.dtype),
-    'scale_s': plgpu.SMEM((plan.stages, _up(plan.tokens, LINE)), jnp.float32),
-    'y_s': tiled((plan.warpgroups, plan.tokens, ROWS), jnp.bfloat16) if splits == 1 else None,
+    'scale_s': plgpu.SMEM((plan.stages, -(-plan.tokens // LINE) * LINE), jnp.float32),
+    'y_s': tiled((plan.warpgroups, plan.share, ROWS), jnp.bfloat16),
     'came': plgpu.Barrier(num_arrivals=3, num_barriers=plan.stages),
-    'free': plgpu.Barrier(num_arrivals=plan.warpgroups, num_barriers=plan.stages),
+    'free': barrier(num_arrivals=plan.warpgroups, num_barriers=plan.stages),
   }
-  parts = jax.ShapeDtypeStruct((splits, across * plan.rows, along * plan.tokens), jnp.float32)
+  inputs = {'x_ref': x, 'sx_ref': sx, 'w_ref': w, 'sw_ref': w_scale} | dict(zip(('expert_ref', 'used_ref'), experts))
+  outputs = {'y_ref': jax.ShapeDtypeStruct((M, N), jnp.bfloat16)}
+  if splits > 1:
+    scratch['summed'] = plgpu.ClusterBarrier(collective_axes=('split',), num_barriers=plan.warpgroups)
+    outputs['parts_ref'] = jax.ShapeDtypeStruct((splits, across * plan.rows, along * plan.tokens), jnp.float32)
 
-  def hopper_block_matmul(*refs, **scratch):  # the program's name in profiles
-    _program(*refs, **scratch, plan=plan, N=N)
+  def hopper_block_matmul(*refs, **scratch):
+    _program(**dict(zip((*inputs, *outputs), refs, strict=True)), **scratch, plan=plan, N=N)
 
-  def hopper_grouped_block_matmul(x_ref, sx_ref, w_ref, sw_ref, expert_ref, used_ref, y_ref, **scratch):
-    _program(x_ref, sx_ref, w_ref, sw_ref, y_ref, expert_ref, used_ref, **scratch, plan=plan, N=N)
-
-  y = plgpu.kernel(
-    hopper_grouped_block_matmul if experts else hopper_block_matmul,
-    out_type=jax.ShapeDtypeStruct((M, N), jnp.bfloat16) if splits == 1 else parts,
+  if experts:
+    hopper_block_matmul.__name__ = 'hopper_grouped_block_matmul'  # the program's name in profiles
+  y, *_ = plgpu.kernel(
+    hopper_block_matmul,
+    out_type=tuple(outputs.values()),
     scratch_types=scratch,
-    grid=(plan.programs,),
-    grid_names=('program',),
+    grid=(plan.clusters,),
+    grid_names=('cluster',),
+    cluster=tuple(cluster.values()),
+    cluster_names=tuple(cluster),
     num_threads=plan.warpgroups + (plan.warpgroups > 1),
     thread_name='warpgroup',
     compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
     interpret=interpret,
-  )(x, sx, w, w_scale, *experts)
-  return y if splits == 1 else jnp.sum(y, axis=0)[:N, :M].T.astype(jnp.bfloat16)
+  )(*inputs.values())
+  return y
 
 
 def _program(
@@ -186,9 +157,10 @@ def _program(
   sx_ref,  # [C, M rounded up to 4]
   w_ref,  # [N, K]; with experts [X * N, K]
   sw_ref,  # [R, C]; with experts [X * R, C]
-  y_ref,  # [M, N]; with split sums [splits, N, M], N and M rounded up to tiles, float32
+  y_ref,  # [M, N]
   expert_ref=None,  # [tiles of tokens]
   used_ref=None,  # [1]
+  parts_ref=None,  # with split sums [splits, N, M], N and M rounded up to tiles, float32
   *,
   w_s,
   x_s,
@@ -196,29 +168,30 @@ def _program(
   y_s,
   came,
   free,
+  summed=None,
   plan: Launch,
   N: int,
 ):
-  program, warpgroup = lax.axis_index('program'), lax.axis_index('warpgroup')
+  cluster, warpgroup = lax.axis_index('cluster'), lax.axis_index('warpgroup')
   across, along, splits = plan.tiles
+  (rows, tokens) = plan.together  # programs of a cluster along each axis; each has one tile
+  place = {name: lax.axis_index(name) if size > 1 else 0 for name, size in (('row', rows), ('token', tokens), ('split', splits))}
+  split = place['split']
   stages, depth, apart = jnp.int32(plan.stages), jnp.int32(plan.depth), plan.warpgroups > 1
   R = -(-N // BLOCK)
-  tiles = across * along * splits if used_ref is None else across * used_ref[0]
-  count = lax.div(tiles - program + (plan.programs - 1), jnp.int32(plan.programs))  # this program's tiles
+  tiles = across * along // (rows * tokens) if used_ref is None else across * used_ref[0]
+  count = lax.div(tiles - cluster + (plan.clusters - 1), jnp.int32(plan.clusters))  # this program's tiles
   steps = count * depth
 
   def start(i):
     """Return where tile i of this program begins: row of weights, token, block; and its expert, or None."""
-    tile = program + i * plan.programs
+    tile = cluster + i * plan.clusters
     if expert_ref is not None:
-      tokens, rows = lax.div(tile, jnp.int32(across)), lax.rem(tile, jnp.int32(across))
-      return rows * plan.rows, tokens * plan.tokens, jnp.int32(0), expert_ref[tokens]
+      token, row = lax.div(tile, jnp.int32(across)), lax.rem(tile, jnp.int32(across))
+      return row * plan.rows, token * plan.tokens, jnp.int32(0), expert_ref[token]
     # Programs that run at the same time work on a patch of tiles. Its few weights and tokens stay in the L2 cache.
-    split = 0
-    if splits > 1:  # without splits, the divisor would take a register too many
-      split, tile = lax.div(tile, jnp.int32(across * along)), lax.rem(tile, jnp.int32(across * along))
-    token, row = plgpu.planar_snake(tile, (along, across), 0, PATCH)
-    return row * plan.rows, token * plan.tokens, split * depth, None
+    token, row = plgpu.planar_snake(tile, (along // tokens, across // rows), 0, PATCH)
+    return (row * rows + place['row']) * plan.rows, (token * tokens + place['token']) * plan.tokens, split * depth, None
 
   def offset(expert, size, i):
     return i if expert is None else expert * size + i
@@ -229,10 +202,12 @@ def _program(
   def fetch(step):
     row, token, block, expert = start(lax.div(step, depth)) if apart else only
     block, stage = block + lax.rem(step, depth), lax.rem(step, stages)
-    features = pl.ds(block * BLOCK, BLOCK)
-    plgpu.copy_gmem_to_smem(w_ref.at[pl.ds(offset(expert, N, row), plan.rows), features], w_s.at[stage], came.at[stage])
-    plgpu.copy_gmem_to_smem(x_ref.at[pl.ds(token, plan.tokens), features], x_s.at[stage], came.at[stage])
-    plgpu.copy_gmem_to_smem(sx_ref.at[block, pl.ds(token, scale_s.shape[1])], scale_s.at[stage], came.at[stage])
+    features, arrived = pl.ds(block * BLOCK, BLOCK), came.at[stage]
+    weights, codes = w_ref.at[pl.ds(offset(expert, N, row), plan.rows), features], x_ref.at[pl.ds(token, plan.tokens), features]
+    # Programs with the same weights or tokens each copy a part of them to the memory of all.
+    plgpu.copy_gmem_to_smem(weights, w_s.at[stage], arrived, collective_axes='token' if tokens > 1 else None)
+    plgpu.copy_gmem_to_smem(codes, x_s.at[stage], arrived, collective_axes='row' if rows > 1 else None)
+    plgpu.copy_gmem_to_smem(sx_ref.at[block, pl.ds(token, scale_s.shape[1])], scale_s.at[stage], arrived)
 
   def copy():
     def step(j, _):
@@ -260,7 +235,7 @@ def _program(
       def step(j, sums):
         done = i * depth + j
         stage = lax.rem(done, stages)
-        block = j if splits == 1 else lax.min(first + j, jnp.int32(sw_ref.shape[1] - 1))
+        block = j if parts_ref is None else lax.min(first + j, jnp.int32(sw_ref.shape[1] - 1))
         sw = sw_ref[scales, block]  # loads during the wait for the stage
         plgpu.barrier_wait(came.at[stage])
         scale = plgpu.load(scale_s.at[stage, pl.ds(0, plan.tokens)], layout=MATRIX.reduce(0)) * sw
@@ -275,16 +250,30 @@ def _program(
           pl.when(done + stages < steps)(lambda: fetch(done + stages))
         return tuple(new)
 
+      def write(total, row, token):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        y_s.at[warpgroup].T[...] = plgpu.layout_cast(total.astype(y_s.dtype), TRANSPOSED)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(y_s.at[warpgroup], y_ref.at[pl.ds(token, plan.share), pl.ds(row, ROWS)])
+
       nothing = plgpu.layout_cast(jnp.zeros((ROWS, plan.tokens), jnp.float32), MATRIX)
-      for product, total in enumerate(lax.fori_loop(0, depth, step, (nothing,) * plan.products)):
-        rows, tokens = pl.ds(row + ours + product * ROWS, ROWS), pl.ds(token, plan.tokens)
-        if y_s is None:
-          y_ref[lax.div(first, depth), rows, tokens] = total
-        else:
-          plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-          y_s.at[warpgroup].T[...] = plgpu.layout_cast(total.astype(y_s.dtype), TRANSPOSED)
-          plgpu.commit_smem()
-          plgpu.copy_smem_to_gmem(y_s.at[warpgroup], y_ref.at[tokens, rows])
+      totals = lax.fori_loop(0, depth, step, (nothing,) * plan.products)
+      lines = [row + ours + product * ROWS for product in range(plan.products)]
+      if parts_ref is None or summed is None:
+        for line, total in zip(lines, totals, strict=True):
+          write(total, line, token)
+        return
+      for line, total in zip(lines, totals, strict=True):
+        parts_ref[split, pl.ds(line, ROWS), pl.ds(token, plan.tokens)] = total
+      _meet(summed.at[warpgroup])
+      mine = token + split * plan.share
+      parts = [[parts_ref.at[i, pl.ds(line, ROWS), pl.ds(mine, plan.share)] for i in range(splits)] for line in lines]
+
+      @pl.when(split < plan.tokens // plan.share)
+      def _():
+        for line, refs in zip(lines, parts, strict=True):
+          sums = [plgpu.load(ref, layout=MATRIX, optimized=False) for ref in refs]
+          write(sum(sums[1:], sums[0]), line, mine)
 
     lax.fori_loop(0, count, tile, None)
     plgpu.wait_smem_to_gmem(0)
@@ -293,6 +282,21 @@ def _program(
     lax.cond(warpgroup == plan.warpgroups, copy, multiply)
   else:
     multiply()
+
+
+def _meet(barrier):
+  """Wait until the same warpgroup of every program of the cluster is here. It then sees what they wrote to global memory."""
+  # The barrier alone orders shared memory only. The interpreter ignores the fences.
+  fence: Any = plgpu.inline_mgpu()(_fence)
+  plgpu.commit_smem()  # all threads of the warpgroup have written
+  fence()
+  plgpu.barrier_arrive(barrier)
+  plgpu.barrier_wait(barrier)
+  fence()
+
+
+def _fence(_):
+  utils.inline_ptx('fence.acq_rel.gpu;', has_side_effects=True)
 
 
 def _product(shape, a, b):
@@ -310,7 +314,3 @@ def tiled(shape, dtype):
   columns = 128 // jnp.dtype(dtype).itemsize
   tiles = plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
   return plgpu.SMEM(shape, dtype, transforms=tiles)
-
-
-def _up(n: int, multiple: int) -> int:
-  return -(-n // multiple) * multiple

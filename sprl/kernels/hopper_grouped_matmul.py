@@ -25,7 +25,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float32, Int
 
-from sprl.kernels.hopper_block_matmul import MULTIPROCESSORS, OVERHEAD, ROWS, SHARED, STAGES, TOKENS, TRANSPOSED, tiled
+from sprl.kernels.hopper_block_matmul import TOKENS, TRANSPOSED, tiled
+from sprl.kernels.launch_model import MULTIPROCESSORS, OVERHEAD, ROWS, SHARED, STAGES
 
 DEPTH = 64  # length of a stage's sum: a line of 128 bytes
 COLUMNS = 128  # maximum columns of a tile of a weight's gradient
