@@ -1,7 +1,7 @@
 """Compile JAX programs for devices that this machine does not have, and read the resources that they would take.
 
 XLA's compilers need the properties of a device, not the device: an H200's are below, and libtpu knows the TPUs'. This finds
-spills, memory, collectives and lowering errors on any machine. There is no autotuning, and there are no timings.
+spills, memory, collectives, lowering errors and launches on any machine. There is no autotuning, and there are no timings.
 
     make install EXTRAS=aot    # GPUs; also needs ptxas: on PATH, under /usr/local/cuda, or from the package nvidia-cuda-nvcc
     make install EXTRAS=tpu    # TPUs
@@ -14,7 +14,6 @@ import contextlib
 import importlib.util
 import os
 import re
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -32,8 +31,11 @@ from jax.experimental import topologies
 from jax.sharding import AbstractDevice, AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from sprl.config import SettingsError
+from sprl.planning import sass, thunks
 from sprl.planning.collectives import Collective, collectives
 from sprl.planning.cudnn_version import cudnn_version
+from sprl.planning.sass import Sass
+from sprl.planning.thunks import Thunk
 
 # Text form of XLA's GpuTargetConfigProto: an H200 according to its driver and NVIDIA's CUDA documentation (compute capability
 # 9.0). Clock, bandwidth and L2 feed XLA's cost model only.
@@ -65,6 +67,8 @@ class Kernel:
   registers: int  # per thread
   spills: int  # bytes that a thread stores to and loads from local memory for lack of registers
   shared: int  # bytes of shared memory per program, without barriers; the most, if kernels of one name differ
+  threads: int = 0  # of a program
+  sass: Sass | None = None  # its machine code, if `inspect` compiled it and there is a disassembler
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,7 @@ class Compiled:
   aliased: int  # the part of the outputs that overwrites arguments
   temporary: int
   collectives: tuple[Collective, ...]
+  thunks: tuple[Thunk, ...] = ()  # what XLA launches, if `inspect` compiled it for a GPU
 
   @property
   def total(self) -> int:
@@ -88,9 +93,7 @@ class Compiled:
 def missing(device: str = 'h200') -> str | None:
   """Return what this machine lacks to compile for `device`, or None."""
   absent = [name for name in MODULES[device] if not _importable(name)]
-  if device == 'h200' and not (
-    shutil.which('ptxas') or any(Path('/usr/local').glob('cuda*/bin/ptxas')) or _importable('nvidia.cu13')
-  ):
+  if device == 'h200' and sass.tool('ptxas') is None:
     absent.append('ptxas')
   return f'{", ".join(absent)} not found: make install EXTRAS={"aot" if device == "h200" else "tpu"}' if absent else None
 
@@ -138,12 +141,24 @@ def compile_for(jitted: Any, *arguments: Any, **static: Any) -> Compiled:
 
   Static arguments are passed by name.
   """
+  return _compile(jitted, arguments, static, deeply=False)
+
+
+def inspect(jitted: Any, *arguments: Any, **static: Any) -> Compiled:
+  """Compile as `compile_for` does, for GPUs, and read what XLA launches and the kernels' machine code as well."""
+  return _compile(jitted, arguments, static, deeply=True)
+
+
+def _compile(jitted, arguments, static, deeply):
   mesh: Any = next(x.sharding.mesh for x in jax.tree.leaves(arguments) if isinstance(x, jax.ShapeDtypeStruct))
-  with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, MOSAIC_GPU_DUMP_TO=folder):
+  with tempfile.TemporaryDirectory() as name, mock.patch.dict(os.environ, MOSAIC_GPU_DUMP_TO=name):
+    folder = Path(name)
+    options: dict[str, Any] = {'xla_dump_to': str(folder / 'xla')} if deeply else {}
     with lowering_for(mesh), cudnn_version(CUDNN), _silence():  # Mosaic warns if there is no disassembler
       lowered = jitted.trace(*arguments, **static).lower(lowering_platforms=('tpu' if _is_tpu(mesh) else 'cuda',))
-      compiled = lowered.compile()
-    kernels = tuple(_kernel(path) for path in sorted(Path(folder).glob('*.ptxas')))
+      compiled = lowered.compile(compiler_options=options)
+    kernels = tuple(_kernel(path, deeply) for path in sorted(folder.glob('*.ptxas')))
+    launched = thunks.parse(*(_dumped(folder, name) for name in ('sequence_after_thunk_passes', 'metadata'))) if deeply else []
   memory = compiled.memory_analysis()
   assert memory is not None, 'these backends have a memory analysis'
   text = compiled.as_text() or ''
@@ -155,7 +170,13 @@ def compile_for(jitted: Any, *arguments: Any, **static: Any) -> Compiled:
     aliased=memory.alias_size_in_bytes,
     temporary=memory.temp_size_in_bytes,
     collectives=tuple(collectives(text)),
+    thunks=tuple(launched),
   )
+
+
+def _dumped(folder: Path, name: str) -> str:
+  """Return one of XLA's dumps about thunks. Constants are computed by small programs of their own: the program is the largest."""
+  return max((path.read_text() for path in folder.glob(f'xla/*.thunk_{name}.txt')), key=len)
 
 
 def compile_for_h200(function: Callable, *shapes: Any, donate: tuple[int, ...] = ()) -> Compiled:
@@ -178,15 +199,18 @@ def _silence() -> Iterator[None]:
       os.close(stderr)
 
 
-def _kernel(report: Path) -> Kernel:
+def _kernel(report: Path, deeply: bool) -> Kernel:
   # The two kinds of reports have separate numbers, such as hopper_decode_attention_3.ptxas, so they are matched by name only.
   text, name = report.read_text(), report.stem.rpartition('_')[0]
   resources = [path.read_text() for path in report.parent.glob(f'{name}_[0-9]*.resources.txt')]
+  ptx = report.with_suffix('.ptx').read_text() if deeply else ''
   return Kernel(
     name=name,
     registers=_number(r'Used (\d+) registers', text),
     spills=sum(map(int, re.findall(r'(\d+) bytes spill', text))),
     shared=max(_number(r'smem_scratch_bytes=(\d+)', each) for each in resources),
+    threads=_number(r'\.(?:max|req)ntid (\d+)', ptx) if deeply else 0,
+    sass=sass.count(sass.disassemble(ptx)) if deeply and not sass.missing() else None,
   )
 
 

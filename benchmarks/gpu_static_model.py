@@ -1,0 +1,328 @@
+"""The time of a compiled program's launches on an H200, from bytes, operations and counts. No GPU has confirmed it.
+
+The constants below are the model's assumptions. Each names its source; a measurement should replace it.
+
+A launch takes START, and the longest of its bytes, its matrix products by whole waves of tiles, and the instructions of its
+kernel. Launches run one after the other. A loop or a branch outside of a CUDA graph waits for the host.
+"""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from sprl.kernels import eviction, hopper_block_matmul
+from sprl.kernels.hopper_decode_attention import BLOCK
+from sprl.planning.aot import Kernel
+from sprl.planning.hlo import Instruction, Module, Product, Shape, moved, product
+from sprl.planning.thunks import QUIET, Thunk
+
+# --- assumptions -----------------------------------------------------------------------------------------------------
+# findings: the performance audit of an earlier commit, which estimated H200s from published measurements.
+COPY = 4.3e12  # bytes/s of device memory that a copy reaches; findings (data sheet: 4.8e12)
+BF16, FP8 = 790e12, 1.5e15  # FLOP/s that large products reach; findings (data sheet: 989e12, 1,979e12)
+FLOAT32 = 55e12  # FLOP/s of float32 products at highest precision, without tensor cores; data sheet: 67e12
+TF32 = 380e12  # FLOP/s of float32 products at default precision; data sheet: 494e12
+PROCESSORS, CLOCK = 132, 1.755e9  # multiprocessors; Hz under load, NVIDIA H100 tuning guide
+PORT = 64 * CLOCK  # bytes/s from the L2 cache to one multiprocessor: 64 bytes a cycle, NVIDIA H100 tuning guide
+START, LOOSE = 1.2e-6, 2.5e-6  # seconds from one launch to the next inside a CUDA graph, and outside; findings
+GRAPH = 2.5e-6  # seconds to start a CUDA graph; NVIDIA blog, constant-time launch for straight-line CUDA graphs
+QUESTION = 10e-6  # seconds that the device idles while the host reads a loop's or a branch's predicate; findings
+STREAMED = 0.9  # share of COPY that a kernel reaches which reads long rows through the copy engine; findings: 0.85 to 0.9
+MOVED = 0.55  # share of COPY of `hopper_compact`; findings: 0.50 to 0.65
+ISSUED = 0.7  # share of the schedulers' cycles that issue, with several programs on a multiprocessor
+SLOW = {'conversion': 2, 'special': 8, 'shared load': 4, 'shared store': 4}  # cycles of a scheduler for a warp's instruction
+WAIT = {'barrier': 30, 'matrix wait': 60}  # cycles until a warp continues
+DEPENDENT = 2  # cycles from one instruction of a warp to the next, on average
+SHARED = 227 * 1024  # bytes of shared memory of a multiprocessor; CUDA programming guide
+REGISTERS = 65536  # registers of a multiprocessor; CUDA programming guide
+# Tiles [M, N] of cuBLAS's bfloat16 kernels, and numbers of programs that share a tile's sum; profiles of cuBLAS 12 on Hopper
+TILES = tuple(itertools.product((64, 128, 256), (64, 128, 256)))[:-1]
+SPLITS = (1, 2, 4, 8)
+
+
+class Context(NamedTuple):
+  """What the text of a program does not tell."""
+
+  rows: int  # sequences, B
+  slots: int  # S of the cache
+  length: float  # mean number of occupied slots
+  kernels: Mapping[str, Kernel]  # Mosaic's reports of the kernels that this program calls, by name
+  met: float = 1.0  # share of the experts that a step meets
+
+
+@dataclass(frozen=True)
+class Work:
+  """One launch, or the sum of several."""
+
+  launches: float = 0
+  loose: float = 0  # launches outside of CUDA graphs
+  graphs: float = 0  # CUDA graphs started
+  questions: float = 0  # the device waits for the host
+  bytes: float = 0
+  products: float = 0  # seconds of matrix products with weights
+  attention: float = 0  # seconds of the attention kernel
+  rest: float = 0  # seconds of other launches
+
+  @property
+  def overhead(self) -> float:
+    """Seconds of launches and waiting."""
+    return (self.launches - self.loose) * START + self.loose * LOOSE + self.graphs * GRAPH + self.questions * QUESTION
+
+  @property
+  def seconds(self) -> float:
+    """Seconds in all."""
+    return self.overhead + self.products + self.attention + self.rest
+
+  def plus(self, other: 'Work', times: float = 1) -> 'Work':
+    """Return self + times * other."""
+    return Work(*(mine + times * theirs for mine, theirs in zip(vars(self).values(), vars(other).values(), strict=True)))
+
+
+# --- products --------------------------------------------------------------------------------------------------------
+
+
+class Tiling(NamedTuple):
+  """How the programs of a product share its work."""
+
+  name: str
+  waves: float  # share of the multiprocessors that work, on average
+  partial: float  # bytes of partial sums, written and read
+  seconds: float
+
+
+def tiled(M: int, N: int, K: int, batch: int, size: int, rate: float, traffic: float) -> Tiling:
+  """Return the fastest tiling of `batch` products of M tokens and weights [N, K], for elements of `size` bytes.
+
+  `traffic` are the bytes that the launch moves without partial sums.
+  """
+
+  def seconds(m, n, split) -> Tiling:
+    programs = -(-M // m) * -(-N // n) * batch * split
+    waves = -(-programs // PROCESSORS)
+    depth = -(-K // split)
+    tile = max(2 * m * n * depth * PROCESSORS / rate, (m + n) * depth * size / PORT)
+    partial = 2 * 4 * split * batch * M * N if split > 1 else 0
+    took = max(waves * tile, (traffic + partial) / (COPY * STREAMED)) + (START if split > 1 else 0)
+    return Tiling(f'{m}x{n}' + f'/{split}' * (split > 1), programs / (waves * PROCESSORS), partial, took)
+
+  splits = SPLITS if batch == 1 else (1,)  # with a batch, XLA split the sum itself
+  return min(
+    (seconds(*tile, split) for tile in TILES for split in splits if K >= 512 * split or split == 1), key=lambda t: t.seconds
+  )
+
+
+def fp8_tiled(M: int, N: int, K: int) -> Tiling:
+  """Return how `hopper_block_matmul` multiplies M tokens by weights [N, K]: its launch decides."""
+  plan = hopper_block_matmul.launch(M, N, K)
+  across, along, splits = plan.tiles
+  tiles = across * along * splits
+  waves = -(-tiles // PROCESSORS)
+  block = hopper_block_matmul.BLOCK
+  tile = plan.depth * max(
+    2 * plan.rows * plan.tokens * block * PROCESSORS / FP8, (plan.rows + plan.tokens) * block / PORT
+  )  # seconds of one multiprocessor
+  partial = 2 * 4 * splits * across * plan.rows * along * plan.tokens if splits > 1 else 0
+  traffic = M * K + N * K + 2 * M * N * (splits == 1) + partial / 2  # another launch reads the partial sums
+  took = max(waves * tile, traffic / (COPY * STREAMED))
+  return Tiling(f'{plan.rows}x{plan.tokens}' + f'/{splits}' * (splits > 1), tiles / (waves * PROCESSORS), partial, took)
+
+
+class Matmul(NamedTuple):
+  """A product of a program, with its time."""
+
+  name: str  # layer and linear, as in `layer0/mlp`
+  sizes: Product
+  kind: str  # bf16, fp8, float32
+  tiling: Tiling
+
+
+# --- launches --------------------------------------------------------------------------------------------------------
+
+
+def scope(instruction: Instruction) -> str:
+  """Return where in the network an operation is: the parts of its name behind the loops', without the primitive."""
+  parts = [part for part in instruction.op_name.split('/') if part not in ('while', 'body', 'cond', 'closed_call')]
+  return '/'.join(parts[1:-1])
+
+
+def launch(module: Module, instruction: Instruction, context: Context) -> tuple[Work, Matmul | None]:
+  """Return the work of one launch, without its start, and the product if it is one."""
+  traffic = moved(module, instruction).total
+  if instruction.opcode == 'custom-call' and 'hopper_' in instruction.op_name:
+    return _kernel(module, instruction, context, traffic)
+  if instruction.opcode == 'custom-call' and 'gemm' in instruction.target or 'matmul' in instruction.target:
+    (left, right), out = (module.instructions[name].shapes[0] for name in instruction.operands[:2]), instruction.shapes[0]
+    K = round(math.sqrt(left.size * right.size / out.size))
+    sizes, of = Product(*sorted((left.size // K, right.size // K)), K), left
+    return _product(instruction, sizes, of, '', traffic)
+  for dot in module.inner(instruction, 'dot'):
+    of = module.instructions[dot.operands[0]].shapes[0]
+    return _product(instruction, product(module, dot), of, dot.attributes, traffic)
+  return Work(bytes=traffic, rest=traffic / COPY), None
+
+
+def _product(instruction, sizes, of: Shape, attributes, traffic):
+  size = of.bytes // of.size
+  kind, rate = {1: ('fp8', FP8), 2: ('bf16', BF16), 4: ('float32', FLOAT32 if 'highest' in attributes else TF32)}[size]
+  tiling = tiled(sizes.M, sizes.N, sizes.K, sizes.batch, size, rate, traffic)
+  work = Work(bytes=traffic + tiling.partial, products=tiling.seconds)
+  return work, Matmul(scope(instruction), sizes, kind, tiling)
+
+
+def _kernel(module, instruction, context, traffic):
+  """Return the work of a Mosaic kernel, by its name. A kernel without a rule reads its operands and writes its results once."""
+  operands = [each.shapes[0] for each in module.operands(instruction)]
+  name = next(part for part in instruction.op_name.split('/') if part.startswith('hopper_'))
+  match name:
+    case 'hopper_decode_attention':
+      return attention(operands, instruction.shapes, context), None
+    case 'hopper_block_matmul':
+      (M, K), N = operands[0].dims, operands[2].dims[0]
+      tiling = fp8_tiled(M, N, K)
+      sizes = Product(M, N, K)
+      return Work(bytes=traffic, products=tiling.seconds), Matmul(scope(instruction), sizes, 'fp8', tiling)
+    case 'hopper_grouped_block_matmul' | 'hopper_grouped_matmul':
+      weights = max(shape.bytes for shape in operands)
+      traffic += (context.met - 1) * weights
+      return Work(bytes=traffic, products=traffic / (COPY * STREAMED)), None
+    case 'hopper_compact':
+      kept = next(shape for shape in operands[3:] if len(shape.dims) == 2)
+      D = operands[0].dims[-1]
+      least = eviction.compact_cost(
+        1, kept.dims[0], kept.dims[1], D, 'uint8' if operands[0].dtype in ('u8', 'f8e4m3fn') else 'bfloat16'
+      )
+      return Work(bytes=least.bytes, rest=least.bytes / (COPY * MOVED)), None
+    case 'hopper_similarity':
+      K, S, D = operands[0].dims[-3:]
+      return Work(bytes=traffic, rest=max(traffic / COPY, 2 * K * S * S * D / (0.1 * BF16))), None
+  return Work(bytes=traffic, rest=traffic / (COPY * STREAMED)), None
+
+
+def attention(operands: Sequence[Shape], results: Sequence[Shape], context: Context) -> Work:
+  """Return the work of decode attention: the slots that are occupied, and what it reads and writes besides."""
+  occupied = context.length / context.slots
+  traffic = sum(shape.bytes for shape in results)
+  for shape in operands:
+    traffic += shape.bytes * (occupied if context.slots in shape.dims else 1)
+  seconds = traffic / (COPY * STREAMED)
+  kernel = context.kernels.get('hopper_decode_attention')
+  if kernel is not None and kernel.sass is not None and kernel.sass.loop:
+    heads = math.prod(operands[1].dims[:-2])  # rows times kv heads
+    seconds = max(seconds, loop_seconds(kernel, heads * math.ceil(context.length / BLOCK)))
+  return Work(bytes=traffic, attention=seconds)
+
+
+def loop_seconds(kernel: Kernel, iterations: float) -> float:
+  """Return the least seconds in which all multiprocessors together run a kernel's main loop `iterations` times.
+
+  Two bounds: the cycles in which the four schedulers issue, and the time of one iteration of the programs that share a
+  multiprocessor.
+  """
+  assert kernel.sass is not None, 'the caller checks it'
+  loop, warps = kernel.sass.loop, kernel.threads / 32
+  issue = sum(times * SLOW.get(kind, 1) for kind, times in loop.items()) * warps / 4 / ISSUED
+  resident = max(1, min(SHARED // max(1, kernel.shared + 1024), REGISTERS // (kernel.registers * kernel.threads)))
+  latency = sum(times * (DEPENDENT + WAIT.get(kind, 0)) for kind, times in loop.items()) / resident
+  return iterations * max(issue, latency) / PROCESSORS / CLOCK
+
+
+# --- programs --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Walk:
+  """Sums the work of a list of thunks.
+
+  `due` is the share of the rows that compress their cache: loops over due rows take that share of all rows, and a branch
+  outside of the plain step is taken with it.
+  """
+
+  module: Module
+  context: Context
+  due: float = 0.0
+  matmuls: list[Matmul] = field(default_factory=list)
+
+  def work(self, thunks: Sequence[Thunk], graph: bool = False) -> Work:
+    """Return the work of thunks that run one after the other."""
+    total = Work()
+    for thunk in thunks:
+      total = total.plus(self._one(thunk, graph))
+    return total
+
+  def _one(self, thunk: Thunk, graph: bool) -> Work:
+    match thunk.kind:
+      case 'CommandBuffer':
+        return self.work(thunk.inside, True).plus(Work(graphs=not graph))
+      case 'While':
+        return self.loop(thunk, self.iterations(thunk), graph)
+      case 'Conditional':
+        branches = sorted((self.work(each, graph) for each in thunk.lists.values()), key=lambda work: work.seconds)
+        taken = branches[0].plus(branches[0], -self.due).plus(branches[-1], self.due) if branches else Work()
+        return taken if graph else taken.plus(Work(questions=1))
+      case kind if kind in QUIET:
+        return self.work(thunk.inside, graph)
+    one = Work(launches=1, loose=not graph)
+    instruction = self.module.instructions.get(thunk.name)
+    if instruction is None:  # a copy that XLA adds
+      return one
+    work, found = launch(self.module, instruction, self.context)
+    if thunk.kind in ('Copy', 'Memzero', 'Memset32BitValue') and instruction.opcode != 'copy':
+      work = Work(bytes=2 * instruction.bytes, rest=2 * instruction.bytes / COPY)  # of an instruction with several thunks
+    self.matmuls += [found] if found else []
+    return one.plus(work)
+
+  def loop(self, thunk: Thunk, times: float, graph: bool = False) -> Work:
+    """Return the work of a loop: its iterations, and the condition that ends it."""
+    asked = self._condition(thunk, graph)
+    return asked.plus(self.iteration(thunk, graph), times)
+
+  def iteration(self, thunk: Thunk, graph: bool = False) -> Work:
+    """Return the work of one iteration of a loop, with its condition."""
+    return self.work(thunk.lists.get('body', []), graph).plus(self._condition(thunk, graph))
+
+  def _condition(self, thunk: Thunk, graph: bool) -> Work:
+    """Return the work of a loop's condition. If XLA knows the trip count, or a CUDA graph holds the loop, nobody waits for it."""
+    if graph or self.module.instructions[thunk.name].trip_count is not None:
+      return Work()
+    return self.work(thunk.lists.get('condition', []), graph).plus(Work(questions=1))
+
+  def iterations(self, thunk: Thunk) -> float:
+    """Return the iterations of a loop: XLA's count, or those of a loop over the rows that compress their cache."""
+    instruction = self.module.instructions[thunk.name]
+    if instruction.trip_count is not None:
+      return instruction.trip_count
+    body = self.module.computations[instruction.body]
+    moves = [each for each in body.instructions.values() if 'hopper_compact' in each.op_name and each.opcode == 'custom-call']
+    blocks = [self.module.instructions[name].shapes[0] for each in moves for name in each.operands]
+    rows = [shape.size for shape in blocks if shape.dtype == 's32' and len(shape.dims) == 1]
+    return math.ceil(self.due * self.context.rows / max(rows, default=1))
+
+
+def decode_loop(module: Module, thunks: Sequence[Thunk]) -> Thunk:
+  """Return the loop over decode steps: the outermost one with the most thunks. Raises ValueError if there is no loop."""
+
+  def size(thunk: Thunk) -> int:
+    return 1 + sum(map(size, thunk.inside))
+
+  found = [thunk for thunk in _outermost(thunks) if thunk.kind == 'While']
+  if not found:
+    raise ValueError('found no loop in the program: expected decode steps')
+  return max(found, key=size)
+
+
+def _outermost(thunks: Sequence[Thunk]) -> list[Thunk]:
+  return [
+    each
+    for thunk in thunks
+    for each in ([thunk] if thunk.kind not in ('CommandBuffer', 'Sequential') else _outermost(thunk.inside))
+  ]
+
+
+def at_depth(few: Any, more: Any, layers: tuple[int, int], depth: int) -> Any:
+  """Extrapolate from programs of two numbers of layers to one of `depth` layers, along the line through both."""
+  slope = (depth - layers[0]) / (layers[1] - layers[0])
+  if isinstance(few, Work):
+    return few.plus(few, -slope).plus(more, slope)
+  return few + slope * (more - few)
