@@ -22,7 +22,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import psutil
 
 from sprl.io.files import write_text
 
@@ -39,7 +38,7 @@ def machine() -> dict[str, Any]:
     'cpu': _cpu_model(),
     'cores': cores(),
     'cpu_flags': sorted(_cpu_flags().intersection(CPU_FLAGS)),
-    'memory_gib': round(psutil.virtual_memory().total / 2**30, 1),
+    'memory_gib': round(os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30, 1),
     'accelerators': accelerators,
     'system': f'{platform.system()} {platform.machine()}',
     'python': platform.python_version(),
@@ -107,6 +106,14 @@ def sampled_memory(pid: int | None = None, period: float = 0.05) -> Iterator[Cal
 
   A page that several processes share counts once per process, so the memory of a program with workers is never understated.
   """
+  import psutil  # imported late: the checks of a bare GPU image do not need it
+
+  def resident(process: psutil.Process) -> int:
+    try:
+      return process.memory_info().rss
+    except psutil.Error:  # the process ended meanwhile
+      return 0
+
   watched = psutil.Process(pid)
   peak = 0
   done = threading.Event()
@@ -115,7 +122,7 @@ def sampled_memory(pid: int | None = None, period: float = 0.05) -> Iterator[Cal
     nonlocal peak
     while not done.is_set():
       with contextlib.suppress(psutil.Error):
-        peak = max(peak, sum(_resident(process) for process in [watched, *watched.children(recursive=True)]))
+        peak = max(peak, sum(resident(process) for process in [watched, *watched.children(recursive=True)]))
       done.wait(period)
 
   thread = threading.Thread(target=watch, daemon=True)
@@ -221,10 +228,3 @@ def _git(*arguments: str) -> str:
     return subprocess.run(['git', '-C', str(ROOT), *arguments], capture_output=True, text=True, check=True).stdout.strip()
   except (OSError, subprocess.CalledProcessError):
     return ''
-
-
-def _resident(process: psutil.Process) -> int:
-  try:
-    return process.memory_info().rss
-  except psutil.Error:  # the process ended meanwhile
-    return 0

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 
 # Bytes that a program reads and writes: more than any cache holds. They take about a millisecond, longer than a launch.
 WORK = 4 * 2**30
+# Tensor cores multiply e4m3 twice as fast as bfloat16. Below this ratio (1.2e15 FLOP/s on an H200) the library converts e4m3.
+FP8_GAIN = 1.5
 
 
 class Ceilings(NamedTuple):
@@ -22,6 +24,16 @@ class Ceilings(NamedTuple):
   copy: float  # bytes per second; reads and writes both count
   bf16: float  # FLOP per second of a large bfloat16 matrix product
   fp8: float | None  # FLOP per second of a large e4m3 matrix product; None if the device has none
+
+  @property
+  def upcast(self) -> bool:
+    """Whether the library's e4m3 product is too slow to be one: it converts its operands and multiplies bfloat16."""
+    return self.fp8 is not None and self.fp8 < FP8_GAIN * self.bf16
+
+  @property
+  def fp8_rate(self) -> float:
+    """The rate that e4m3 products are compared with: the measured one, or twice bfloat16's if the library upcasts."""
+    return 2 * self.bf16 if self.fp8 is None or self.upcast else self.fp8
 
 
 def seconds(

@@ -1,55 +1,72 @@
-"""Are the kernels correct on this GPU, and how close to its limits? One command, under 8 minutes on an H100 or H200.
+"""Are the kernels correct on this GPU, and how close to its limits? What says most comes first; 10 minutes on an H100 or H200.
 
     python benchmarks/gpu_check.py --save                 # for example benchmarks/results/gpu_check_NVIDIA_H200.json
     python benchmarks/gpu_check.py --save $OUT            # that file in the folder $OUT
-    python benchmarks/gpu_check.py --save --only decode_step --limit 1500    # all rows of one check: .._decode_step.json
+    python benchmarks/gpu_check.py --save --resume        # only the rows that this file lacks
+    python benchmarks/gpu_check.py --save --only decode_whole --limit 1500    # one part: .._decode_whole.json
     python benchmarks/gpu_check.py --rehearse             # toy sizes in the GPU interpreter, on any machine
 
-1. ceilings: the measured copy bandwidth and matrix rates of the device
-2. parity: every kernel, and the library's attention, against its reference on random numbers
-3. time of each kernel, and of the eviction of a layer, at real models' shapes: as a share of the ceilings, and beside XLA, cuDNN,
-   cuBLAS and PyTorch. The FP8 product is also compared with its alternative in Triton
-4. decode steps of Qwen2.5-1.5B and 7B with random weights, against the time that their bytes and products need, with an estimate
-   of the most rows that fit; transformers' generate beside them
-5. an update of Qwen2.5-1.5B on packed rows of 4,096 tokens: model FLOP per second over the matrix rate
+The device's ceilings are measured first: copy bandwidth and matrix rates. The parts, in the order in which they run:
 
-Each figure shows its target and `met` or `MISSED`. A failed check is a table line; the others continue. Each check has SECONDS
-plus the time earlier checks left, and is saved when it ends. Decode steps compile too slowly for one command, which measures
-those with targets first: run --only decode_step for the full table. PyTorch runs in the reference environment (`make reference`,
-or SPRL_REFERENCE_PYTHON). If PyTorch lacks CUDA, the report says so. The checks are in gpu_check_parity.py,
-gpu_check_kernels.py and gpu_check_programs.py.
+    parity        every kernel, and the library's attention, against its reference on random numbers
+    decode        decode steps of Qwen2.5-7B and 1.5B at 4 and 8 layers, dense and sparse, bfloat16 and FP8
+    attention     decode attention at real models' shapes, beside XLA, cuDNN and PyTorch
+    matmul        FP8 products and those of experts, beside cuBLAS and a kernel in Triton
+    rows          the learner's attention of packed rows, with gradients
+    eviction      compaction, comparison of keys, the eviction of a layer
+    append        the write of new keys
+    update        updates of Qwen2.5-1.5B on packed rows of 4,096 tokens: model FLOP per second over the matrix rate
+    decode_whole  decode steps of all layers, with an estimate of the most rows that fit
+    torch         PyTorch's attention and transformers' generate, for comparison; only with --only, before all other parts
+
+Each row is written to the file when it is measured. The file has all planned rows from the start; a row whose status is `not run`
+was not reached. So a kill loses one row. --resume keeps the rows with status ok of an earlier file and measures the others.
+
+A figure with a target shows `met` or `MISSED`. A failed case is a row; the others continue. Each part has SECONDS plus the time
+that earlier parts left. PyTorch runs in this environment if it is installed here, else in that of `make reference` or
+SPRL_REFERENCE_PYTHON. The script needs jax, flax, optax, orbax-checkpoint, jaxtyping and their dependencies; sprl need not be
+installed.
 """
 
 import argparse
 import contextlib
+import importlib.util
 import json
 import os
 import re
+import signal
 import subprocess
+import sys
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import Any
+
+sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # sprl of this checkout, installed or not
+
+from sprl.kernels import ptxas
+
+os.environ.update(ptxas.environment())  # before jax is imported
 
 import jax
 from common import RESULTS, ROOT, record, report
 from common import peer as run_peer
-from device_timing import ceilings
-from gpu_check_bench import DECODES, GENERATED, ROWS, TOY, Bench, Row, failed
+from device_timing import Ceilings, ceilings
+from gpu_check_bench import DECODES, GENERATED, ROWS, TOY, Bench, Row
+from gpu_check_decode import check_decode, check_decode_whole, random_params
 from gpu_check_kernels import check_append, check_attention, check_eviction, check_matmul, check_rows
 from gpu_check_parity import check_parity
-from gpu_check_programs import check_decode_step, check_update
+from gpu_check_record import key, limits, planned, run, summary, table
+from gpu_check_update import check_update
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernel_resources import MODELS
 
 from sprl.kernels import hopper_block_matmul, hopper_decode_attention, hopper_eviction, hopper_grouped_matmul
 
-LIMIT = 430  # seconds; no new row starts later
-TORCH = 80  # seconds for all PyTorch measurements
-CEILINGS = 15  # approximate seconds to measure the ceilings
-SECONDS = {  # of each check; it starts no new row later
-  'parity': 45, 'attention': 40, 'rows': 35, 'matmul': 40, 'eviction': 20, 'append': 5, 'update': 35, 'decode_step': 115,
+LIMIT = 560  # seconds; no new row starts later
+TORCH = 100  # seconds for all PyTorch measurements
+SECONDS = {  # of each part; it starts no new row later
+  'parity': 130, 'decode': 140, 'attention': 45, 'matmul': 50, 'rows': 40, 'eviction': 20, 'append': 5, 'update': 45,
+  'decode_whole': 65,
 }  # fmt: skip
 KERNELS = (
   (hopper_decode_attention, 'decode_attention'),
@@ -62,38 +79,22 @@ KERNELS = (
 )
 CHECKS = {
   'parity': check_parity,
+  'decode': check_decode,
   'attention': check_attention,
-  'rows': check_rows,
   'matmul': check_matmul,
+  'rows': check_rows,
   'eviction': check_eviction,
   'append': check_append,
   'update': check_update,
-  'decode_step': check_decode_step,
+  'decode_whole': check_decode_whole,
 }
-
-
-def run(bench: Bench, name: str, until: float, later: tuple[str, ...] = ()) -> Iterator[Row]:
-  """Yield the rows of a check, and a row if it fails or runs out of time. Reserves SECONDS for each check in `later`."""
-  start = time.monotonic()
-  until = min(until, max(start + SECONDS[name], until - sum(SECONDS[each] for each in later)))
-  if start > until:
-    yield {'check': name, 'case': '', 'status': 'not begun: out of time'}
-    return
-  try:
-    for row in CHECKS[name](bench):
-      print('  '.join(f'{key} {value:.4g}' if isinstance(value, float) else f'{value}' for key, value in row.items()), flush=True)
-      yield {'status': 'ok', **row}
-      if time.monotonic() > until:
-        yield {'check': name, 'case': 'the rest of it', 'status': 'out of time'}
-        break
-  except Exception as error:
-    yield failed(name, '', error)
-  print(f'{name}: {time.monotonic() - start:.0f} s', flush=True)
-  jax.clear_caches()
+PARTS = (*CHECKS, 'torch')
 
 
 def by_torch(rehearse: bool) -> Row:
   """Measure PyTorch in a separate process, before JAX reserves the GPU's memory. The result names missing software."""
+  if importlib.util.find_spec('torch') is not None:
+    os.environ.setdefault('SPRL_REFERENCE_PYTHON', sys.executable)
   of = {name: tuple(MODELS[name][:3]) for name in MODELS}
   cases = {
     'device': 'cuda',
@@ -119,55 +120,74 @@ def driver() -> str:
   return ''
 
 
-def table(rows: list[Row]) -> list[Row]:
-  """Return the rows with the union of their columns."""
-  between = dict.fromkeys(key for row in rows for key in row if key not in ('check', 'case', 'asked', 'status'))
-  return [{column: row.get(column) for column in ('check', 'case', *between, 'asked', 'status')} for row in rows]
-
-
-def summary(rows: list[Row], **about: Any) -> Row:
-  """Return the summary: counts of checks and targets, missed targets, and failed checks."""
-  asked = [(row, each) for row in rows for each in filter(None, str(row.get('asked') or '').split('; '))]
-  return {
-    **about,
-    'checks': len(rows),
-    'asked': len(asked),
-    'met': sum(each.endswith(', met') for _, each in asked),
-    'missed': [f'{row["check"]} {row["case"]}: {each}' for row, each in asked if each.endswith('MISSED')],
-    'bad': [f'{row["check"]} {row["case"]}'.strip() for row in rows if row['status'] != 'ok'],
-  }
-
-
 def interpreted() -> None:
   """Make the kernels run in Pallas's GPU interpreter."""
   for module, name in KERNELS:
     setattr(module, name, partial(getattr(module, name), interpret=plgpu.InterpretGPUParams()))
 
 
+def ceilings_note(found: Ceilings) -> str | None:
+  """Return what the measured ceilings say about the library's FP8 product."""
+  if not found.upcast:
+    return None
+  return (
+    f'the library multiplies e4m3 at {found.fp8 or 0:.3g} FLOP/s, bfloat16 at {found.bf16:.3g}: it converts e4m3 to bfloat16. '
+    f'Shares of FP8 rows refer to twice the bfloat16 rate, {found.fp8_rate:.3g}'
+  )
+
+
+def read_earlier(path: Path, device: str) -> tuple[list[Row], Row]:
+  """Return the rows and the summary of an earlier result of the same device; nothing if there is no such file."""
+  if not path.is_file():
+    return [], {}
+  found = json.loads(path.read_text(encoding='utf-8'))
+  if found['result']['device'] != device:
+    raise SystemExit(f'--resume={path}: measured on {found["result"]["device"]}; expected a result of {device}')
+  return found['rows'], found['result'] | {'commit': found['commit']}
+
+
+def end(signum: int, frame: object) -> None:
+  """End the process with a report, as a signal asks. The signal counts once the compiler returns."""
+  raise SystemExit(128 + signum)
+
+
 def main() -> None:
-  """Run the checks and print a report; save it with --save."""
+  """Run the parts and print a report; save it with --save."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument('--rehearse', action='store_true', help='run toy sizes in the interpreter')
-  parser.add_argument('--only', default=','.join(CHECKS), help='checks, separated by commas; default: %(default)s')
-  parser.add_argument('--limit', type=float, default=LIMIT, help='seconds; no new row starts later')
-  help_save = 'write gpu_check_DEVICE.json to this folder (default: benchmarks/results); the file name lists the checks of --only'
+  parser.add_argument('--only', default=','.join(CHECKS), help='parts, separated by commas; default: %(default)s')
+  parser.add_argument('--limit', type=float, default=LIMIT, help='seconds; no new row starts later; default: %(default)s')
+  help_save = 'write gpu_check_DEVICE.json to this folder (default: benchmarks/results); the file name lists the parts of --only'
   parser.add_argument('--save', nargs='?', const=RESULTS, type=Path, help=help_save)
+  help_resume = 'keep the rows with status ok of this file; default: the file that --save writes'
+  parser.add_argument('--resume', nargs='?', const=Path(), type=Path, help=help_resume)
   args = parser.parse_args()
-  checks = args.only.split(',')
-  if unknown := set(checks) - set(CHECKS):
-    parser.error(f'--only={args.only}: unknown: {", ".join(sorted(unknown))}; accepted: {", ".join(CHECKS)}')
+  asked = args.only.split(',')
+  if unknown := set(asked) - set(PARTS):
+    parser.error(f'--only={args.only}: unknown: {", ".join(sorted(unknown))}; accepted: {", ".join(PARTS)}')
+  if args.resume == Path() and not args.save:
+    parser.error('--resume: expected a file, or --save')
+  signal.signal(signal.SIGTERM, end)
   until = time.monotonic() + args.limit
   os.environ.setdefault('XLA_PYTHON_CLIENT_MEM_FRACTION', '0.92')  # JAX reads it when it first uses the GPU
   if not (args.rehearse or driver()):
     raise SystemExit('no GPU here; --rehearse runs the script without one')
-  torch = by_torch(args.rehearse)
+  print(ptxas.described(), flush=True)
+  torch = by_torch(args.rehearse) if 'torch' in asked else {}
   if args.rehearse:
     interpreted()
   elif jax.default_backend() != 'gpu':
     raise SystemExit('JAX finds no GPU: install sprl with its extra `cuda`')
-  found = ceilings(args.rehearse)
-  print(found, flush=True)
   device = re.sub(r'\W+', '_', jax.devices()[0].device_kind)
+  parts = [name for name in CHECKS if name in asked]
+  name = '_'.join(['gpu_check', device, *(asked if set(asked) < set(CHECKS) or 'torch' in asked else [])])
+  earlier_rows, earlier = [], {}
+  if args.resume is not None:
+    file = args.resume if args.resume != Path() else args.save / f'{name}.json'
+    earlier_rows, earlier = read_earlier(file, device)
+    torch = torch or earlier.get('torch', {})
+  found = Ceilings(**{field: earlier[field] for field in Ceilings._fields}) if earlier else ceilings(args.rehearse)
+  print(found, flush=True)
   about = {
     'device': device,
     'driver': driver(),
@@ -175,14 +195,30 @@ def main() -> None:
     **found._asdict(),
     'torch': torch,
   }
-  name = '_'.join(['gpu_check', device, *(checks if set(checks) != set(CHECKS) else [])])  # a full run keeps its file
-  rows, bench = [], Bench(args.rehearse, found, torch)
-  for i, check in enumerate(checks):
-    for row in run(bench, check, until, tuple(checks[i + 1 :])):
-      rows.append(row)
+  if note := ceilings_note(found):
+    print(note, flush=True)
+    about['note'] = note
+  if earlier:
+    about['resumed from commit'] = earlier['commit']
+  bench = Bench(args.rehearse, found, torch)
+  cases = {part: list(CHECKS[part](bench)) for part in parts}
+  rows = planned((each for part in parts for each in cases[part]), earlier_rows)
+
+  def save() -> None:
     if args.save:
-      record(name, table(rows), summary(rows, **about), args.save)
-  report(name, table(rows), summary(rows, **about))
+      record(name, table(rows.values()), summary(rows.values(), **about), args.save)
+
+  save()
+  try:
+    for i, part in enumerate(parts):
+      later = sum(SECONDS[each] for each in parts[i + 1 :])
+      for row in run(part, cases[part], rows, limits(time.monotonic(), until, SECONDS[part], later)):
+        rows[key(row)] = row
+        save()
+      random_params.cache_clear()  # the next part needs the memory
+  finally:  # a signal, too, ends with the report
+    if rows:
+      report(name, table(rows.values()), summary(rows.values(), **about))
 
 
 if __name__ == '__main__':

@@ -1,11 +1,11 @@
-"""Context of the checks of gpu_check.py: the models and shapes that they share, timed rows, and verdicts on targets."""
+"""Context of the checks of gpu_check.py: the models and shapes that they share, cases, timed rows, and verdicts on targets."""
 
 import dataclasses
 import json
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +21,15 @@ DECODES = [('Qwen2.5-7B', 256, 640), ('Qwen2.5-7B', 256, 4096), ('Qwen2.5-1.5B',
 ROWS = [('Qwen2.5-1.5B', 2, 4096), ('Qwen2.5-7B', 1, 8192)]
 GENERATED = 'Qwen2.5-1.5B', 64, 512, 64  # model, rows, prompt tokens and new tokens for transformers' generate
 Row = dict[str, Any]
+Rows = Mapping[tuple[str, str], Row]  # measured rows by check and case
+
+
+class Case(NamedTuple):
+  """One row of the result, before it is measured."""
+
+  check: str
+  case: str
+  measure: Callable[[Rows], Row]  # rows measured before -> the columns of this row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +51,7 @@ class Bench:
 
     `least` has the fewest bytes and operations of the call. `makes` has the input makers of peers that need other layouts.
     """
-    rate = (self.ceilings.fp8 or 2 * self.ceilings.bf16) if fp8 else self.ceilings.bf16
+    rate = self.ceilings.fp8_rate if fp8 else self.ceilings.bf16
     least_seconds = max(least.bytes / self.ceilings.copy, least.flops / rate)
     time_of = partial(seconds, moving=moving, **({'runs': 1, 'launches': 1, 'inputs': 2} if self.rehearse else {}))
     ours = time_of(kernel, make)
@@ -67,10 +76,14 @@ def judged(row: Row, asked: dict[str, float]) -> Row:
   return row | {'asked': '; '.join(verdicts)}
 
 
-def failed(check: str, case: str, error: Exception) -> Row:
-  """Print the traceback; return a row for the failed case."""
-  traceback.print_exception(error)
-  return {'check': check, 'case': case, 'status': f'FAILED: {type(error).__name__}'}
+def measured(case: Case, before: Rows) -> Row:
+  """Measure a case; return its row. If that fails, print the traceback and return a row with the error."""
+  row = {'check': case.check, 'case': case.case, 'status': 'ok'}
+  try:
+    return row | case.measure(before)
+  except Exception as error:
+    traceback.print_exception(error)
+    return row | {'status': f'FAILED: {type(error).__name__}', 'note': str(error)[:200]}
 
 
 def torch_time(bench: Bench, row: Row, kind: str, *shape: int) -> Row:
@@ -81,15 +94,15 @@ def torch_time(bench: Bench, row: Row, kind: str, *shape: int) -> Row:
   return row | {'torch us': theirs, 'times best peer': min(theirs / row['us'], row.get('times best peer', np.inf))}
 
 
-def config_of(name: str) -> ModelConfig:
-  """Return the config of a model with its real shapes."""
-  layers, vocabulary = {'Qwen2.5-1.5B': (28, 151936), 'Qwen2.5-7B': (28, 152064)}.get(name, (2, 512))
+def config_of(name: str, layers: int | None = None) -> ModelConfig:
+  """Return the config of a model with its real shapes. `layers` replaces the number of layers."""
+  depth, vocabulary = {'Qwen2.5-1.5B': (28, 151936), 'Qwen2.5-7B': (28, 152064)}.get(name, (2, 512))
   H, K, D, E, F = MODELS.get(name, TOY)
   return ModelConfig.from_json(
     {
       'architectures': ['Qwen2ForCausalLM'], 'model_type': 'qwen2', 'vocab_size': vocabulary, 'hidden_size': E,
-      'intermediate_size': F, 'num_hidden_layers': layers, 'num_attention_heads': H, 'num_key_value_heads': K, 'head_dim': D,
-      'max_position_embeddings': 32768, 'rms_norm_eps': 1e-6, 'rope_theta': 1e6, 'tie_word_embeddings': name == 'Qwen2.5-1.5B',
-      'hidden_act': 'silu', 'eos_token_id': 0,
+      'intermediate_size': F, 'num_hidden_layers': layers or depth, 'num_attention_heads': H, 'num_key_value_heads': K,
+      'head_dim': D, 'max_position_embeddings': 32768, 'rms_norm_eps': 1e-6, 'rope_theta': 1e6,
+      'tie_word_embeddings': name == 'Qwen2.5-1.5B', 'hidden_act': 'silu', 'eos_token_id': 0,
     }
   )  # fmt: skip

@@ -6,11 +6,11 @@ import itertools
 import json
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from gpu_check_bench import BF16, DECODES, FP8, ROWS, TOY, Bench, Row, config_of, judged, torch_time
+from gpu_check_bench import BF16, DECODES, FP8, ROWS, TOY, Bench, Case, Row, Rows, config_of, judged, torch_time
 from gpu_check_calls import (
   attention_inputs,
   bf16_expert_inputs,
@@ -33,76 +33,103 @@ from sprl.kernels.cost import Cost
 from sprl.quant.block import quantise_groups
 
 
-def check_attention(bench: Bench) -> Iterator[Row]:
+def check_attention(bench: Bench) -> Iterator[Case]:
   """Time decode attention beside XLA and cuDNN, which do not support FP8."""
+  for name, B, S in bench.sizes(DECODES, [('toy', 2, 64)]):
+    for dtype, share in ((BF16, False), (FP8, False), (BF16, True)):
+      yield Case('decode_attention', attention_case(name, B, S, dtype, share), partial(attend, bench, name, B, S, dtype, share))
+
+
+def attention_case(name: str, B: int, S: int, dtype: Any, share: bool = False) -> str:
+  """Return the name of a case of decode attention."""
+  return f'{name} B {B} S {S} {dtype}{" share" * share}'
+
+
+def attend(bench: Bench, name: str, B: int, S: int, dtype: Any, share: bool, before: Rows) -> Row:
+  """Time decode attention on full rows of S slots."""
 
   def library(implementation):
-    def attend(q, k, v, length, scales):  # k, v: [B, S, K, D]
+    def call(q, k, v, length, scales):  # k, v: [B, S, K, D]
       return jax.nn.dot_product_attention(
         q[:, None], k, v, query_seq_lengths=jnp.ones_like(length), key_value_seq_lengths=length, implementation=implementation
       )
 
-    return attend
+    return call
 
   def transposed(q, k, v, length, scales):  # the library's layout; XLA reads the transposed cache in place, cuDNN needs a copy
     return q, jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), length, scales
 
   peers = {'xla': lambda *inputs: library('xla')(*transposed(*inputs)), 'cudnn': library('cudnn')}
-  for name, B, S in bench.sizes(DECODES, [('toy', 2, 64)]):
-    model = MODELS.get(name, TOY)
-    H, K, D, _, _ = model
-    bf16 = None
-    for dtype, share in ((BF16, False), (FP8, False), (BF16, True)):
-      make = partial(attention_inputs, model, B, S, dtype)
-      row = bench.timed(
-        'decode_attention',
-        f'{name} B {B} S {S} {dtype}{" share" * share}',
-        partial(decode_attention.decode_attention, share=share, kernels='mosaic_gpu'),
-        make,
-        decode_attention.cost(B, H, K, S, D, dtype, share),
-        peers if dtype == BF16 and not share else None,
-        {'cudnn': lambda key, make=make: transposed(*make(key))},
-      )
-      if dtype == BF16 and not share:
-        bf16 = row['us']
-        yield judged(torch_time(bench, row, 'decode', B, H, K, S, D), {'share of ceiling': 0.8, 'times best peer': 1.0})
-      elif dtype == FP8:
-        yield judged(row | {'times bf16': bf16 / row['us']}, {'times bf16': 1.7})
-      else:
-        yield row
+  model = MODELS.get(name, TOY)
+  H, K, D, _, _ = model
+  make = partial(attention_inputs, model, B, S, dtype)
+  plain = dtype == BF16 and not share
+  row = bench.timed(
+    'decode_attention',
+    attention_case(name, B, S, dtype, share),
+    partial(decode_attention.decode_attention, share=share, kernels='mosaic_gpu'),
+    make,
+    decode_attention.cost(B, H, K, S, D, dtype, share),
+    peers if plain else None,
+    {'cudnn': lambda key: transposed(*make(key))},
+  )
+  if plain:
+    return judged(torch_time(bench, row, 'decode', B, H, K, S, D), {'share of ceiling': 0.8, 'times best peer': 1.0})
+  if dtype != FP8:
+    return row
+  bf16 = before.get(('decode_attention', attention_case(name, B, S, BF16)), {}).get('us')
+  return judged(row | ({'times bf16': bf16 / row['us']} if bf16 else {}), {'times bf16': 1.7})
 
 
-def check_rows(bench: Bench) -> Iterator[Row]:
-  """Time the learner's attention with gradients, beside peers that accept the mask of packed rows and two that do not."""
+def check_rows(bench: Bench) -> Iterator[Case]:
+  """Time the learner's attention with gradients, beside peers that accept the mask of packed rows and others that do not."""
+  for name, R, T in bench.sizes(ROWS, [('toy', 1, 64)]):
+    case = f'{name} {R} x {T}'
+    yield Case('rows', case, partial(packed_rows, bench, case, name, R, T))
+    for bound in ('cudnn, causal', 'pallas, all pairs, float16'):
+      yield Case(f'rows by {bound}', case, partial(unmasked_rows, bench, bound, case, name, R, T))
+    H, K, D, _, _ = MODELS.get(name, TOY)
+    if (torch := bench.torch.get('rows', {}).get(json.dumps((R, T, H, K, D)))) is not None:
+      flops = attention.cost(R, T, H, K, D, backward=True).flops
+      row = {'us': torch, 'TFLOP/s': flops / torch / 1e6}
+      yield Case('rows by torch, causal', case, lambda before, row=row: row)
+
+
+def packed_rows(bench: Bench, case: str, name: str, R: int, T: int, before: Rows) -> Row:
+  """Time attention of packed rows and its gradients."""
 
   def xla(q, k, v, allowed):
     return jax.nn.dot_product_attention(q, k, v, mask=allowed, implementation='xla')
-
-  def unmasked(q, k, v, allowed):  # the time of the library for a row of one segment
-    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation='cudnn')
 
   peers: dict[str, Callable] = {'reference': attention.reference, 'xla': xla}
   with contextlib.suppress(ImportError):
     import tokamax  # pyright: ignore[reportMissingImports]
 
     peers['tokamax'] = lambda q, k, v, allowed: tokamax.dot_product_attention(q, k, v, mask=allowed, is_causal=True)
-  for name, R, T in bench.sizes(ROWS, [('toy', 1, 64)]):
-    model = MODELS.get(name, TOY)
-    H, K, D, _, _ = model
-    least, case, make = attention.cost(R, T, H, K, D, backward=True), f'{name} {R} x {T}', partial(packed_inputs, model, R, T)
-    calls = {peer: with_gradients(call) for peer, call in peers.items()}
-    row = bench.timed('rows', case, with_gradients(library_attention(bench)), make, least, calls)
-    row |= {} if 'tokamax' in peers else {'note': f'{row.get("note", "")} tokamax: not installed'.strip()}
-    yield judged(row, {'times best peer': 1.0})
-    bounds = {'cudnn, causal': (unmasked, make), 'pallas, all pairs, float16': (pallas_rows, partial(in_float16, make))}
-    for bound, (call, make_inputs) in bounds.items():
-      try:
-        yield bench.timed(f'rows by {bound}', case, with_gradients(call), make_inputs, least)
-      except Exception as error:
-        yield {'check': f'rows by {bound}', 'case': case, 'note': f'{type(error).__name__}: {error}'[:80]}
-    torch = bench.torch.get('rows', {}).get(json.dumps((R, T, H, K, D)))
-    if torch is not None:
-      yield {'check': 'rows by torch, causal', 'case': case, 'us': torch, 'TFLOP/s': least.flops / torch / 1e6}
+  model = MODELS.get(name, TOY)
+  H, K, D, _, _ = model
+  calls = {peer: with_gradients(call) for peer, call in peers.items()}
+  least, make = attention.cost(R, T, H, K, D, backward=True), partial(packed_inputs, model, R, T)
+  row = bench.timed('rows', case, with_gradients(library_attention(bench)), make, least, calls)
+  row |= {} if 'tokamax' in peers else {'note': f'{row.get("note", "")} tokamax: not installed'.strip()}
+  return judged(row, {'times best peer': 1.0})
+
+
+def unmasked_rows(bench: Bench, bound: str, case: str, name: str, R: int, T: int, before: Rows) -> Row:
+  """Time a library's attention of rows with one segment. One that does not run is a note, not a failure."""
+
+  def cudnn(q, k, v, allowed):
+    return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation='cudnn')
+
+  model = MODELS.get(name, TOY)
+  H, K, D, _, _ = model
+  make = partial(packed_inputs, model, R, T)
+  call, inputs = (cudnn, make) if bound.startswith('cudnn') else (pallas_rows, partial(in_float16, make))
+  try:
+    least = attention.cost(R, T, H, K, D, backward=True)
+    return bench.timed(f'rows by {bound}', case, with_gradients(call), inputs, least)
+  except Exception as error:
+    return {'note': f'{type(error).__name__}: {error}'[:80]}
 
 
 def in_float16(make: Callable, key: jax.Array) -> tuple[Any, ...]:
@@ -121,88 +148,118 @@ def pallas_rows(q, k, v, allowed):
   return attention_mgpu.attention(q * q.shape[-1] ** -0.5, k, v, config)
 
 
-def check_matmul(bench: Bench) -> Iterator[Row]:
+def check_matmul(bench: Bench) -> Iterator[Case]:
   """Time block-scaled products of given codes beside Triton and bfloat16 cuBLAS, and the quantisation of tokens."""
+  cases = [('Qwen2.5-7B', name, M) for M in (256, 64, 16, 8192, 1024) for name in ('gate', 'down')]
+  cases += [('Qwen2.5-7B', 'q', 256), ('Qwen2.5-1.5B', 'gate', 256), ('Qwen2.5-1.5B', 'down', 256), ('Qwen2.5-1.5B', 'k', 256)]
+  for name, linear, M in bench.sizes(cases, [('toy', 'q', 5)]):
+    yield Case('block_matmul', f'{name} {linear} M {M}', partial(multiply, bench, name, linear, M))
+  name = 'Qwen3-30B-A3B'
+  for linear, tokens in bench.sizes([(linear, M) for M in (64, 256, 4096) for linear in ('gate', 'down')], [('gate', 5)]):
+    (N, K), (X, chosen) = bench.sizes((MODELS[name].linears[linear], EXPERTS[name]), ((64, 256), (4, 2)))
+    case = f'{name} {linear} M {tokens}x{chosen} of {X}'
+    yield Case('grouped_matmul', case, partial(multiply_experts, bench, case, X, chosen, tokens, N, K))
+  yield from bf16_experts(bench)
+  for M, K in bench.sizes([(256, 3584), (64, 3584), (8192, 3584)], [(4, 256)]):
+    yield Case('quantise tokens', f'{M}x{K}', partial(quantise_tokens, bench, M, K))
+
+
+def multiply(bench: Bench, name: str, linear: str, M: int, before: Rows) -> Row:
+  """Time a block-scaled product of M tokens beside Triton's and the product in bfloat16."""
+  N, K = MODELS.get(name, TOY).linears[linear]
 
   def bf16(x, x_scale, w, w_scale):
     return jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())))
 
-  candidate = triton_candidate(bench)
-  cases = [('Qwen2.5-7B', name, M) for M in (16, 64, 256, 1024, 8192) for name in ('gate', 'down')]
-  cases += [('Qwen2.5-7B', 'q', 64), ('Qwen2.5-1.5B', 'gate', 64), ('Qwen2.5-1.5B', 'down', 64)]
-  for name, linear, M in bench.sizes(cases, [('toy', 'q', 5)]):
-    N, K = MODELS.get(name, TOY).linears[linear]
-    make = partial(linear_inputs, M, N, K)
+  def unscaled(key):
+    x, w = jax.random.split(key)
+    return jax.random.normal(x, (M, K), BF16), None, jax.random.normal(w, (N, K), BF16), None
 
-    def unscaled(key, M=M, N=N, K=K):
-      x, w = jax.random.split(key)
-      return jax.random.normal(x, (M, K), BF16), None, jax.random.normal(w, (N, K), BF16), None
-
-    multiply = partial(block_matmul.block_matmul, rows=128, group=128, dtype=BF16, kernels='mosaic_gpu')
-    case, least = f'{name} {linear} M {M}', block_matmul.cost(M, N, K)
-    row = bench.timed('block_matmul', case, multiply, make, least, {'bf16': bf16, **candidate}, {'bf16': unscaled}, fp8=True)
-    row |= {'times bf16': row['bf16 us'] / row['us']} if 'bf16 us' in row else {}
-    yield judged(row, {'times bf16': 1.6 if M <= 64 else 1.3}) if M <= 64 or M >= 1024 else row
-  name = 'Qwen3-30B-A3B'
-  for linear, tokens in bench.sizes([(linear, M) for M in (64, 256, 4096) for linear in ('gate', 'down')], [('gate', 5)]):
-    (N, K), (X, chosen) = bench.sizes((MODELS[name].linears[linear], EXPERTS[name]), ((64, 256), (4, 2)))
-    least = block_matmul.grouped_cost(tokens * chosen, min(X, tokens * chosen), N, K)
-    multiply = partial(block_matmul.grouped_matmul, rows=128, group=128, dtype=BF16, kernels='mosaic_gpu')
-    case, make = f'{name} {linear} M {tokens}x{chosen} of {X}', partial(expert_inputs, X, chosen, tokens, N, K)
-    yield bench.timed('grouped_matmul', case, multiply, make, least, fp8=True)
-  yield from bf16_experts(bench)
-  for M, K in bench.sizes([(64, 3584), (8192, 3584)], [(4, 256)]):
-    yield bench.timed(
-      'quantise tokens',
-      f'{M}x{K}',
-      partial(quantise_groups, format='float32'),
-      lambda key, M=M, K=K: (jax.random.normal(key, (M, K), BF16),),
-      Cost(M * K * 3 + M * K // 32, 0),
-    )
+  call = partial(block_matmul.block_matmul, rows=128, group=128, dtype=BF16, kernels='mosaic_gpu')
+  row = bench.timed(
+    'block_matmul', f'{name} {linear} M {M}', call, partial(linear_inputs, M, N, K), block_matmul.cost(M, N, K),
+    {'bf16': bf16, **triton_candidate(bench)}, {'bf16': unscaled}, fp8=True,
+  )  # fmt: skip
+  row |= {'times bf16': row['bf16 us'] / row['us']} if 'bf16 us' in row else {}
+  return judged(row, {'times bf16': 1.6 if M <= 64 else 1.0 if M < 1024 else 1.3})
 
 
-def bf16_experts(bench: Bench) -> Iterator[Row]:
+def multiply_experts(bench: Bench, case: str, X: int, chosen: int, tokens: int, N: int, K: int, before: Rows) -> Row:
+  """Time the block-scaled product of experts."""
+  call = partial(block_matmul.grouped_matmul, rows=128, group=128, dtype=BF16, kernels='mosaic_gpu')
+  least = block_matmul.grouped_cost(tokens * chosen, min(X, tokens * chosen), N, K)
+  return bench.timed('grouped_matmul', case, call, partial(expert_inputs, X, chosen, tokens, N, K), least, fp8=True)
+
+
+def quantise_tokens(bench: Bench, M: int, K: int, before: Rows) -> Row:
+  """Time the quantisation of M tokens of K numbers."""
+  call, least = partial(quantise_groups, format='float32'), Cost(M * K * 3 + M * K // 32, 0)
+  return bench.timed('quantise tokens', f'{M}x{K}', call, lambda key: (jax.random.normal(key, (M, K), BF16),), least)
+
+
+def bf16_experts(bench: Bench) -> Iterator[Case]:
   """Time bfloat16 products of experts and their gradients, beside the loop over blocks."""
-  name, loop = 'Qwen3-30B-A3B', (grouped_matmul.grouped_reference, grouped_matmul.outer_reference)
-  kernels = [partial(each, kernels='mosaic_gpu') for each in (grouped_matmul.grouped_matmul, grouped_matmul.grouped_outer)]
+  name = 'Qwen3-30B-A3B'
   for linear, tokens in bench.sizes([('gate', 64), ('gate', 4096), ('down', 4096)], [('gate', 65)]):
     (N, K), (X, chosen) = bench.sizes((MODELS[name].linears[linear], EXPERTS[name]), ((64, 192), (4, 2)))
-    rows, met = tokens * chosen, min(X, tokens * chosen)
-    once, outer = grouped_matmul.cost(rows, met, N, K), grouped_matmul.outer_cost(rows, X, N, K)
-    calls = {
-      'y': (lambda matmul, outer, x, dy, w, *owners: matmul(x, w, *owners), once),
-      'dx': (lambda matmul, outer, x, dy, w, *owners: matmul(dy, w, *owners, back=True), once),
-      'dw': (lambda matmul, outer, x, dy, w, *owners: outer(dy, x, *owners, experts=len(w)), outer),
-    }
     for output in ('y', 'dx', 'dw') if tokens > 64 else ('y',):  # few tokens: a decode step, without gradients
-      call, least = calls[output]
-      case, make = f'{name} {linear} M {tokens}x{chosen} of {X} {output}', partial(bf16_expert_inputs, X, chosen, tokens, N, K)
-      yield bench.timed('grouped_matmul bf16', case, partial(call, *kernels), make, least, {'loop': partial(call, *loop)})
+      case = f'{name} {linear} M {tokens}x{chosen} of {X} {output}'
+      yield Case('grouped_matmul bf16', case, partial(bf16_expert_product, bench, case, output, X, chosen, tokens, N, K))
 
 
-def check_eviction(bench: Bench) -> Iterator[Row]:
-  """Time compaction and the comparison of keys beside their references."""
-  names, B, S, N = bench.sizes((('Qwen2.5-0.5B', 'Qwen2.5-7B'), 256, 640, 512), (('toy',), 2, 40, 24))
+def bf16_expert_product(
+  bench: Bench, case: str, output: str, X: int, chosen: int, tokens: int, N: int, K: int, before: Rows
+) -> Row:
+  """Time the product of experts (y), or its gradient for the tokens (dx) or the weights (dw)."""
+  loop = grouped_matmul.grouped_reference, grouped_matmul.outer_reference
+  kernels = [partial(each, kernels='mosaic_gpu') for each in (grouped_matmul.grouped_matmul, grouped_matmul.grouped_outer)]
+  rows, met = tokens * chosen, min(X, tokens * chosen)
+  once, outer = grouped_matmul.cost(rows, met, N, K), grouped_matmul.outer_cost(rows, X, N, K)
+  call, least = {
+    'y': (lambda matmul, outer, x, dy, w, *owners: matmul(x, w, *owners), once),
+    'dx': (lambda matmul, outer, x, dy, w, *owners: matmul(dy, w, *owners, back=True), once),
+    'dw': (lambda matmul, outer, x, dy, w, *owners: outer(dy, x, *owners, experts=len(w)), outer),
+  }[output]
+  make = partial(bf16_expert_inputs, X, chosen, tokens, N, K)
+  return bench.timed('grouped_matmul bf16', case, partial(call, *kernels), make, least, {'loop': partial(call, *loop)})
+
+
+def check_eviction(bench: Bench) -> Iterator[Case]:
+  """Time compaction and the comparison of keys beside their references, and the compression of a whole layer."""
+  names, B, S, N = bench.sizes((('Qwen2.5-7B', 'Qwen2.5-0.5B'), 256, 640, 512), (('toy',), 2, 40, 24))
+  for name, dtype in itertools.product(names, (BF16, FP8)):
+    case = f'{name} B {B} S {S} N {N} {dtype}'
+    yield Case('compact', case, partial(move_slots, bench, case, name, B, S, N, dtype))
+  B = bench.sizes(32, 2)
+  yield Case('similarity', f'{names[0]} B {B} S {S}', partial(compare_keys, bench, names[0], B, S))
+  for method in ('snapkv', 'rkv'):
+    yield Case(f'eviction {method}', names[0], partial(compress_layer, bench, method))
+
+
+def move_slots(bench: Bench, case: str, name: str, B: int, S: int, N: int, dtype: Any, before: Rows) -> Row:
+  """Time compaction of N of S slots."""
+  model = MODELS.get(name, TOY)
 
   def moved(call):  # the outputs are the donated inputs of the next call
     return lambda k, v, rows, keep: tuple(call(k, v, rows, keep))
 
-  for name, dtype in itertools.product(names, (BF16, FP8)):
-    model = MODELS.get(name, TOY)
-    row = bench.timed(
-      'compact',
-      f'{name} B {B} S {S} N {N} {dtype}',
-      moved(partial(eviction.compact, ordered=True, kernels='mosaic_gpu')),
-      partial(compaction_inputs, model, B, S, N, dtype),
-      eviction.compact_cost(B, model.kv, N, model.width, dtype),
-      {'reference': moved(eviction.compact_reference)},
-      moving=2,
-    )
-    yield judged(row, {'share of ceiling': 0.7})
-  name, B = names[-1], bench.sizes(32, 2)
+  row = bench.timed(
+    'compact',
+    case,
+    moved(partial(eviction.compact, ordered=True, kernels='mosaic_gpu')),
+    partial(compaction_inputs, model, B, S, N, dtype),
+    eviction.compact_cost(B, model.kv, N, model.width, dtype),
+    {'reference': moved(eviction.compact_reference)},
+    moving=2,
+  )
+  return judged(row, {'share of ceiling': 0.7})
+
+
+def compare_keys(bench: Bench, name: str, B: int, S: int, before: Rows) -> Row:
+  """Time the comparison of a row's keys with each other."""
   _, K, D, _, _ = MODELS.get(name, TOY)
   compare = partial(eviction.similarity, threshold=0.5, nearest_of_none=0)
-  yield bench.timed(
+  return bench.timed(
     'similarity',
     f'{name} B {B} S {S}',
     jax.vmap(partial(compare, kernels='mosaic_gpu')),
@@ -210,49 +267,57 @@ def check_eviction(bench: Bench) -> Iterator[Row]:
     eviction.similarity_cost(B, K, S, D),
     {'reference': jax.vmap(partial(compare, kernels='reference'))},
   )
-  yield from whole_evictions(bench)
 
 
-def whole_evictions(bench: Bench) -> Iterator[Row]:
+def compress_layer(bench: Bench, method: Literal['snapkv', 'rkv'], before: Rows) -> Row:
   """Time the compression of a layer in all rows: scores and top-k by XLA, the rest by kernels.
 
   The lower bound reads all keys and moves the kept ones.
   """
   name, B, prompt, budget, interval, window = bench.sizes(('Qwen2.5-7B', 256, 512, 512, 128, 16), ('toy', 2, 24, 24, 8, 4))
-  for method in ('snapkv', 'rkv'):
-    cache = Cache(budget=budget, interval=interval, window=window, method=method)
-    layout = cache_layout(config_of(name), cache, UNQUANTISED, prompt, 4 * prompt, BF16, kernels='mosaic_gpu')
-    S, K, D = layout.slots, layout.kv_heads, layout.head_dim
+  cache = Cache(budget=budget, interval=interval, window=window, method=method)
+  layout = cache_layout(config_of(name), cache, UNQUANTISED, prompt, 4 * prompt, BF16, kernels='mosaic_gpu')
+  S, K, D = layout.slots, layout.kv_heads, layout.head_dim
 
-    def make(key, layout=layout, S=S, K=K, D=D):
-      k, v, q = jax.random.split(key, 3)
-      empty = LayerCache.empty(layout, B, S)
-      assert empty.queries is not None  # both methods use the newest queries
-      layer = dataclasses.replace(
-        empty,
-        k=jax.random.normal(k, (B, K, S, D), BF16),
-        v=jax.random.normal(v, (B, K, S, D), BF16),
-        queries=jax.random.normal(q, empty.queries.shape, empty.queries.dtype),
-        position=jnp.broadcast_to(jnp.arange(S), (B, K, S)),
-      )
-      return layer, jnp.ones(B, bool), jnp.full(B, S), jnp.full(B, S - 1)
+  def make(key):
+    k, v, q = jax.random.split(key, 3)
+    empty = LayerCache.empty(layout, B, S)
+    assert empty.queries is not None  # both methods use the newest queries
+    layer = dataclasses.replace(
+      empty,
+      k=jax.random.normal(k, (B, K, S, D), BF16),
+      v=jax.random.normal(v, (B, K, S, D), BF16),
+      queries=jax.random.normal(q, empty.queries.shape, empty.queries.dtype),
+      position=jnp.broadcast_to(jnp.arange(S), (B, K, S)),
+    )
+    return layer, jnp.ones(B, bool), jnp.full(B, S), jnp.full(B, S - 1)
 
-    def call(layer, due, occupied, now, layout=layout):
-      return compress(layout, layer, due, occupied=occupied, newest=now, gone=now)[:1]
+  def call(layer, due, occupied, now):
+    return compress(layout, layer, due, occupied=occupied, newest=now, gone=now)[:1]
 
-    least = Cost(2 * B * K * S * D + eviction.compact_cost(B, K, budget, D, BF16).bytes, 0)
-    yield bench.timed(f'eviction {method}', f'{name} B {B} S {S}', call, make, least, moving=1)
+  least = Cost(2 * B * K * S * D + eviction.compact_cost(B, K, budget, D, BF16).bytes, 0)
+  return bench.timed(f'eviction {method}', name, call, make, least, moving=1) | {'B': B, 'S': S}
 
 
-def check_append(bench: Bench) -> Iterator[Row]:
+def check_append(bench: Bench) -> Iterator[Case]:
   """Time writing the keys of a token in place, which XLA does in one program."""
   name, B, S = bench.sizes(('Qwen2.5-7B', 256, 4096), ('toy', 2, 40))
+  yield Case('append (XLA)', f'{name} B {B}', partial(append_keys, bench, name, B, S))
+
+
+def append_keys(bench: Bench, name: str, B: int, S: int, before: Rows) -> Row:
+  """Time the scatter of one token's keys into the caches of B rows."""
   _, K, D, _, _ = MODELS.get(name, TOY)
 
   def append(k, new, slot):
     return (k.at[jnp.arange(B)[:, None], :, slot[:, None]].set(new[:, None], mode='drop'),)
 
   def make(key):
-    return jnp.zeros((B, K, S, D), BF16), jax.random.normal(key, (B, K, D), BF16), jax.random.randint(key, (B,), 0, S)
+    k, new, slot = jax.random.split(key, 3)
+    return (
+      jax.random.normal(k, (B, K, S, D), BF16),
+      jax.random.normal(new, (B, K, D), BF16),
+      jax.random.randint(slot, (B,), 0, S),
+    )
 
-  yield bench.timed('append (XLA)', f'{name} B {B}', append, make, Cost(4 * B * K * D, 0), moving=1)
+  return bench.timed('append (XLA)', f'{name} B {B}', append, make, Cost(4 * B * K * D, 0), moving=1)

@@ -10,7 +10,7 @@ import argparse
 import itertools
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,9 @@ from common import report
 from sprl.kernels import block_matmul, decode_attention, eviction, grouped_matmul
 from sprl.kernels.cost import Cost
 from sprl.models.moe import Blocks, blocks
-from sprl.planning.aot import Compiled, compile_for_h200, missing
+
+if TYPE_CHECKING:
+  from sprl.planning.aot import Compiled
 
 MIB = 2**20
 BF16, F32, FP8 = map(jnp.dtype, ('bfloat16', 'float32', 'float8_e4m3fn'))
@@ -68,8 +70,10 @@ class Case(NamedTuple):
   def __str__(self) -> str:
     return ' '.join([self.kernel, self.model, self.shape, str(self.dtype)])
 
-  def compile(self) -> Compiled:
+  def compile(self) -> 'Compiled':
     """Compile the call for an H200."""
+    from sprl.planning.aot import compile_for_h200  # imported late: it sets options of CUDA's plugin, and gpu_check.py imports us
+
     return compile_for_h200(self.call, *self.arguments, donate=self.donate)
 
 
@@ -230,6 +234,8 @@ def main() -> None:
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument('--save', metavar='NAME', help='write benchmarks/results/NAME.json')
   args = parser.parse_args()
+  from sprl.planning.aot import missing
+
   if reason := missing():
     raise SystemExit(reason)
   rows = [row(case) for case in CASES]

@@ -13,9 +13,10 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import ml_collections
+if TYPE_CHECKING:
+  from ml_collections import ConfigDict
 
 Kernels = Literal['auto', 'reference', 'mosaic_gpu']
 Remat = Literal['none', 'dots', 'layer']
@@ -487,7 +488,9 @@ def default_config() -> Any:
   return _config_dict(Run())
 
 
-def _config_dict(section: Any) -> ml_collections.ConfigDict:
+def _config_dict(section: Any) -> 'ConfigDict':
+  import ml_collections  # imported late: kernels and their checks need only the dataclasses
+
   made = ml_collections.ConfigDict()
   hints = typing.get_type_hints(type(section))
   for name, hint in hints.items():

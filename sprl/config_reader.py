@@ -3,23 +3,24 @@
 import dataclasses
 import typing
 from collections.abc import Iterable, Mapping
-from typing import Any, Literal
-
-import ml_collections
+from typing import TYPE_CHECKING, Any, Literal
 
 from sprl.config import UNIONS, Run, SettingsError, unless_none
 from sprl.config_checks import validate
 from sprl.presets import with_arm, with_preset, with_task
 
+if TYPE_CHECKING:
+  from ml_collections import ConfigDict
 
-def resolve(config: Mapping[str, Any] | ml_collections.ConfigDict) -> Run:
+
+def resolve(config: 'Mapping[str, Any] | ConfigDict') -> Run:
   """Return the checked settings of a config. A setting that the config lacks has its default.
 
   Raises SettingsError for an unknown key, a wrong type, a value out of range, or an impossible combination.
   """
   try:
-    plain = config.to_dict() if isinstance(config, ml_collections.ConfigDict) else dict(config)
-  except TypeError:
+    plain = dict(config) if isinstance(config, Mapping) else config.to_dict()  # a ConfigDict is no Mapping
+  except AttributeError:
     name = type(config).__name__
     raise SettingsError(f'get_config() returned {name}: expected sprl.config.default_config() with changes') from None
   run = with_task(with_arm(with_preset(_build(Run, plain, 'config'))))

@@ -28,8 +28,7 @@ from sprl.sampler.engine import EngineConfig, prompt_buckets
 from sprl.sampler.weights import SamplerWeights, check_learner_mesh, check_linears, linear_kernels, weights_function
 from sprl.sharding.mesh import check_dealt, divide, make_mesh, replicated, sizes
 from sprl.sharding.rules import row_shards, shardings
-
-HOST = 'pinned_host'  # JAX's name for host memory that a device can read and write
+from sprl.sharding.transfer import HOST
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
-from sprl.model import HOST
 from sprl.models.transformer import Params
 from sprl.sharding.mesh import replicated
 from sprl.sharding.rules import shard
+from sprl.sharding.transfer import HOST
 
 
 @jax.tree_util.register_dataclass

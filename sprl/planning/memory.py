@@ -20,13 +20,13 @@ from sprl.kernels import attention, grouped_matmul
 from sprl.kernels.attention import QUERY_CHUNK
 from sprl.kernels.support import filtered, record_format
 from sprl.learner.batch import Shape
-from sprl.model import HOST
 from sprl.models import transformer
 from sprl.models.config import ModelConfig
 from sprl.models.moe import blocks
 from sprl.planning.mesh_axes import MeshAxes
 from sprl.planning.programs import abstract_copies, abstract_sampler_weights, abstract_weights, accelerator_dtype, train_state
 from sprl.sampler.engine import prompt_buckets
+from sprl.sharding.transfer import HOST
 
 FLOAT32 = 4  # bytes
 # Arrays alive at once in the backward pass of a layer, found in XLA's live ranges of updates compiled for H200s.

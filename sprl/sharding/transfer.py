@@ -19,6 +19,8 @@ import numpy as np
 from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
+HOST = 'pinned_host'  # JAX's name for host memory that a device can read and write
+
 
 def place(tree: Any, shardings: Any) -> Any:
   """Return the numpy arrays of `tree` on the devices, laid out by the tree `shardings`.
