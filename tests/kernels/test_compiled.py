@@ -65,10 +65,12 @@ def test_no_spills_at_any_shape(case):
 @pytest.mark.parametrize(
   ('D', 'dtype'), [(80, 'bfloat16'), (96, 'bfloat16'), (96, 'float8_e4m3fn'), (256, 'bfloat16'), (256, 'float8_e4m3fn')]
 )
-def test_attention_with_a_bias_compiles_at_head_widths_that_fill_no_tile(D, dtype):
+def test_attention_compiles_at_head_widths_that_fill_no_tile(D, dtype):
+  """With second codes if the cache is FP8."""
   B, K, G, S = 64, 2, 3, 648
   shape, scale = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((), jnp.float32)
-  cache, bias = shape((B, K, S, D), dtype), shape((B, K, G, S), jnp.float32)
+  cache = shape((B, K, S, D), dtype)
+  second = (shape((B, K * G, 16), jnp.bfloat16), shape((B, K, S, 16), dtype)) if dtype == 'float8_e4m3fn' else None
   compiled = compile_for_h200(
     partial(decode_attention, kernels='mosaic_gpu'),
     shape((B, K * G, D), jnp.bfloat16),
@@ -76,7 +78,7 @@ def test_attention_with_a_bias_compiles_at_head_widths_that_fill_no_tile(D, dtyp
     cache,
     shape((B,), jnp.int32),
     (scale, scale),
-    bias,
+    second,
   )
   [kernel] = compiled.kernels
   assert kernel.spills == 0
