@@ -10,9 +10,9 @@ from gpu_check_bench import BF16, FP8, Bench
 from kernel_resources import Model
 
 from sprl.kernels import attention
+from sprl.kernels.hopper_decode_attention import SECOND
 from sprl.models.attention import PackedAttention
 from sprl.models.moe import blocks
-from sprl.kernels.hopper_decode_attention import SECOND
 from sprl.quant.block import quantise, quantise_groups
 
 

@@ -54,9 +54,7 @@ class KeyBias:
 
   def only(self, layer: int) -> 'KeyBias':
     """Return a copy with one layer."""
-    kept = {
-      name: tuple(x if i == layer else None for i, x in enumerate(getattr(self, name))) for name in ('mean', 'twice')
-    }
+    kept = {name: tuple(x if i == layer else None for i, x in enumerate(getattr(self, name))) for name in ('mean', 'twice')}
     return replace(self, **kept)
 
   def centred(self, layer: int, k: Float[Array, '*B K D']) -> Float32[Array, '*B K D']:

@@ -228,7 +228,7 @@ class KVCache:
     return fp8.fake(q, scale), dataclasses.replace(self, saturated_queries=count)
 
   def _stored(self, layer, step, k, v):
-    """Return new keys and values as they are stored, by the names of LayerCache, and the cache that counts the numbers clamped."""
+    """Return new keys and values as they are stored, by the names of LayerCache, and the cache that counts clamped numbers."""
     if self.scales is None:
       return {'k': k, 'v': v}, self
     centred = k if self.bias is None else self.bias.centred(layer, k)

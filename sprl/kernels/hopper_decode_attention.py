@@ -120,6 +120,9 @@ def decode_attention(
   # kernel itself writes the values widened from FP8, so they can have the widest.
   narrow, wide = math.gcd(D, 64), 64 if quantised else math.gcd(D, 64)
   held = math.gcd(D, 128) if quantised else narrow
+  queries = q
+  if second is not None:  # in one array, which XLA casts in one launch; it has whole tiles
+    queries = jnp.concatenate([q, second[0], jnp.zeros((B, H, narrow - SECOND), q.dtype)], axis=-1)
   scratch = {
     'q_s': _tiled((QUERIES, D), compute, narrow),
     'k_s': _tiled((plan.stages, BLOCK, D), k.dtype, held),
@@ -154,12 +157,11 @@ def decode_attention(
     compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
     interpret=interpret,
   )(
-    _saturated(q, compute).reshape(N, G, D),
+    _saturated(queries, compute).reshape(N, G, -1),
     k.reshape(N, S, D),
     v.reshape(N, S, D),
     length,
     factor[None],
-    None if second is None else _saturated(second[0], compute).reshape(N, G, SECOND),
     None if second is None else second[1].reshape(N, S, SECOND),
   )
   out, lse = _merged(out[..., :D, :G], lse[..., :G])
@@ -171,12 +173,11 @@ def decode_attention(
 
 
 def _program(
-  q_ref,  # [N, G, D]
+  q_ref,  # [N, G, D]; with second codes 16 more columns, and padding
   k_ref,  # [N, S, D]
   v_ref,  # [N, S, D]
   length_ref,  # [B]
   factor_ref,  # [1]: factor of q . k in the exponent of 2
-  q_second_ref,  # [N, G, 16] or None
   second_ref,  # [N, S, 16] or None
   out_ref,  # [N, splits, D rounded up to 64, 8], float32
   lse_ref,  # [N, splits, 8], base 2
@@ -219,9 +220,9 @@ def _program(
       plgpu.copy_gmem_to_smem(second_ref.at[row, slots], second_s.at[stage], k_came.at[stage])
     plgpu.copy_gmem_to_smem(v_ref.at[row, slots, columns], v_s.at[stage], v_came.at[stage])
 
-  plgpu.copy_gmem_to_smem(q_ref.at[row, queries], q_s, q_came)
-  if q_second_ref is not None:
-    plgpu.copy_gmem_to_smem(q_second_ref.at[row, queries], q_second_s, q_came)
+  plgpu.copy_gmem_to_smem(q_ref.at[row, queries, pl.ds(0, k_s.shape[2])], q_s, q_came)
+  if second_ref is not None:
+    plgpu.copy_gmem_to_smem(q_ref.at[row, queries, pl.ds(k_s.shape[2], SECOND)], q_second_s, q_came)
   for j in range(stages):
     pl.when(first + j < last)(partial(fetch, first + j))
   plgpu.barrier_wait(q_came)

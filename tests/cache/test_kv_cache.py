@@ -17,6 +17,7 @@ from sprl.cache.layout import cache_layout
 from sprl.config import Cache, Quant, Streaming
 from sprl.models.attention import Attention
 from sprl.models.config import tiny
+from sprl.quant import fp8
 
 DENSE, PLAIN, KV8 = Cache(), Quant(), Quant(sampler='kv8')
 B, T, H, K, D = 3, 9, 4, 2, 4
