@@ -145,7 +145,8 @@ class Model:
 
   def sampler_weights_function(self, quant: Quant) -> Any:
     """Return the jitted function from the network's weights to the sampler weights without scales."""
-    return weights_function(jnp.dtype(self.dtype), quant, self.linears(quant), self.config, self.sampler_mesh, self.mesh)
+    linears, used_on = self.linears(quant), (self.sampler_mesh, *self.engine_meshes)
+    return weights_function(jnp.dtype(self.dtype), quant, linears, self.config, self.sampler_mesh, self.mesh, used_on)
 
   def linears(self, quant: Quant) -> settings.Kernels:
     """Return which implementation multiplies FP8 linears on these meshes."""

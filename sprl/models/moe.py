@@ -45,6 +45,7 @@ from sprl.models.families import Activation
 from sprl.quant import fp8
 from sprl.quant.block import FORMATS, BlockScaled, Emulated
 from sprl.quant.dot import StraightThrough, dot, grouped_dot, operand, values
+from sprl.quant.joined import Joined, Within
 from sprl.sharding.rules import KEPT, all_gather, apart, axis_index, local, parts, psum, psum_scatter
 
 Weights = dict[str, Any]  # gate and up [X, F, E], down [X, E, F]: arrays, quantised or StraightThrough weights
@@ -134,7 +135,12 @@ def gated(gate: Float[Array, '*B F'], up: Float[Array, '*B F'], activation: Acti
 
 def _expert(weights: Weights, x: Float[Array, '*B C E'], gate: Float32[Array, '*B C'], product=dot) -> Float[Array, '*B C E']:
   """Return the gated output of one expert for its tokens."""
-  out = product(gated(product(x, weights['gate']), product(x, weights['up'])), weights['down'])
+  first = weights['gate']
+  if isinstance(first, Joined):
+    gate_of_x, up_of_x = first.split(product(x, first.weight))
+  else:
+    gate_of_x, up_of_x = product(x, first), product(x, weights['up'])
+  out = product(gated(gate_of_x, up_of_x), weights['down'])
   return (out.astype(jnp.float32) * gate[..., None]).astype(x.dtype)
 
 
@@ -218,6 +224,10 @@ def _names(weights: Weights) -> Weights:
 
   def of(w, names):
     match w:
+      case Joined():
+        return replace(w, weight=of(w.weight, names))
+      case Within():
+        return w
       case BlockScaled():
         return replace(w, codes=names, scale=tuple(None if name == 'embed' else name for name in names))
       case Emulated():
@@ -258,7 +268,8 @@ def _back(y, spread: bool):
 def _at_once(weights: Weights, x, blocks: Blocks, kernels: Kernels) -> bool:
   """Return whether all blocks are multiplied in one call. FP8 codes always are, by the kernel or its reference."""
   C = blocks.assignment.shape[1]
-  return all(isinstance(w, BlockScaled) or runs(jax.tree.leaves(w)[0].shape, x.dtype, C, kernels) for w in weights.values())
+  each = [w.weight if isinstance(w, Joined) else w for w in weights.values() if not isinstance(w, Within)]
+  return all(isinstance(w, BlockScaled) or runs(jax.tree.leaves(w)[0].shape, x.dtype, C, kernels) for w in each)
 
 
 def _summed_blocks(weights: Weights, x, gates, blocks: Blocks, kernels: Kernels):

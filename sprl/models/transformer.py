@@ -29,6 +29,7 @@ from sprl.models.families import Activation
 from sprl.models.moe import AXES, ROUTER, gated, gates, mixture, probabilities, top_experts
 from sprl.models.routing import LayerRouting, Routing, balance_of, replayed
 from sprl.quant.dot import PRODUCT, dot
+from sprl.quant.joined import Joined
 from sprl.sharding.rules import kept, prefetch_barrier, shard
 
 Params = dict[str, Any]  # nested dict of arrays
@@ -59,8 +60,21 @@ class Linear(nnx.Module):
 
   def __call__(self, x: Float[Array, '*B M']) -> Float[Array, '*B N']:
     """Map [..., in] to [..., out]."""
-    y = shard(dot(x, self.kernel.get_value(), self.axes), 'rows', *[None] * (x.ndim - 2), self.axes[0])
+    return self.biased(dot(x, self.kernel.get_value(), self.axes))
+
+  def biased(self, product: Float[Array, '*B N']) -> Float[Array, '*B N']:
+    """Return the output for a product of the inputs and the kernel."""
+    y = shard(product, 'rows', *[None] * (product.ndim - 2), self.axes[0])
     return y if self.bias is None else y + shard(self.bias.get_value(), self.axes[0]).astype(y.dtype)
+
+
+def together(x: Float[Array, '*B M'], *linears: Linear) -> list[Float[Array, '*B _']]:
+  """Return the outputs of linears that read the same x: one product if their kernels are joined (sprl/quant/joined.py)."""
+  first = linears[0].kernel.get_value()
+  if not isinstance(first, Joined):
+    return [linear(x) for linear in linears]
+  products = first.split(dot(x, first.weight, linears[0].axes))
+  return [linear.biased(product) for linear, product in zip(linears, products, strict=True)]
 
 
 @partial(jax.checkpoint, static_argnums=2)  # saves the inputs, not the float32 intermediates, which are cheap to recompute
@@ -108,10 +122,10 @@ class SelfAttention(nnx.Module):
     """Return the output [B, T, E] and the attention object after these tokens."""
     heads = (*x.shape[:2], -1, self.head_dim)
     with jax.named_scope('qkv'):
-      q, k, v = self.q(x), self.k(x), self.v(x).reshape(heads)
+      q, k, v = together(x, self.q, self.k, self.v)
       if not self.whole_norm:
         q, k = q.reshape(heads), k.reshape(heads)
-      q, k = _maybe(self.q_norm, q).reshape(heads), _maybe(self.k_norm, k).reshape(heads)
+      q, k, v = _maybe(self.q_norm, q).reshape(heads), _maybe(self.k_norm, k).reshape(heads), v.reshape(heads)
       q, k = rotate(q, turns, self.query_scale), rotate(k, turns)
     with jax.named_scope('attend'):
       out, attention = attention.attend(layer, q, k, v, self.sliding_window)
@@ -130,7 +144,8 @@ class MLP(nnx.Module):
 
   def __call__(self, x: Float[Array, 'B T E']) -> Float[Array, 'B T E']:
     """Apply the MLP to each token."""
-    return self.down(gated(self.gate(x), self.up(x), self.activation))
+    gate, up = together(x, self.gate, self.up)
+    return self.down(gated(gate, up, self.activation))
 
 
 class Stack(nnx.Module):

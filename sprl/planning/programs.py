@@ -69,7 +69,8 @@ def abstract_sampler_weights(config: ModelConfig, run: Run, quant: Quant, mesh: 
   params = transformer.abstract_params(config, run.model.param_dtype)
   cut = linear_kernels(config, quant, 'auto', (mesh,)) == 'reference'  # within blocks, on this mesh
   kernels = 'reference' if cut else run.model.kernels
-  weights = jax.eval_shape(partial(sampler_weights, dtype=accelerator_dtype(run), quant=quant, kernels=kernels), params)
+  make = partial(sampler_weights, dtype=accelerator_dtype(run), quant=quant, kernels=kernels, used_on=(mesh,))
+  weights = jax.eval_shape(make, params)
   return sharded(weights, sampler_weight_axes(weights, config), mesh)
 
 

@@ -1,7 +1,8 @@
 """The sampler's weights: the learner's weights in the formats that the sampler multiplies (docs/methods/fp8.md).
 
-`sampler_weights` is one jitted function, run after every update. It casts all weights and quantises the linears that the
-settings name. `self_check` then looks for stale layouts and unset buffers, which this design should rule out.
+`sampler_weights` is one jitted function, run after every update. It casts all weights, quantises the linears that the settings
+name, and joins those that read the same activations (sprl/quant/joined.py). `self_check` then looks for stale layouts and unset
+buffers, which this design should rule out.
 """
 
 import re
@@ -24,6 +25,7 @@ from sprl.models.transformer import Params, abstract_params, head_weight, logica
 from sprl.quant import fp8
 from sprl.quant.block import BlockScaled, Emulated, cut_within_blocks, quantise
 from sprl.quant.dot import LowRank, dot, plain
+from sprl.quant.joined import Joined, Within, apart, join_all
 from sprl.sharding.rules import KEPT, Names, OnMesh, from_mesh, is_names, shardings
 
 LINEAR = re.compile(
@@ -113,6 +115,7 @@ def sampler_weights(
   config: ModelConfig | None = None,
   mesh: Mesh | None = None,
   source: Mesh | None = None,
+  used_on: tuple[Mesh | AbstractMesh, ...] | None = None,
 ) -> SamplerWeights:
   """Return the weights in `dtype`, with the linears in FP8 that `quant` names (docs/methods/fp8.md, eq. 2).
 
@@ -122,8 +125,10 @@ def sampler_weights(
 
   `mesh` is the sampler's mesh, and `config` names the axes of the weights; without a mesh the weights stay where they are.
   `source` is the current mesh of the params (the default: `mesh`), with the same devices. Weights are cast before they move.
+  `used_on` are all meshes on which the weights will be multiplied (the default: `mesh`). Linears that these meshes cut alike are
+  joined.
   """
-  return weights_function(jnp.dtype(dtype), quant, kernels, config, mesh, source)(params)
+  return weights_function(jnp.dtype(dtype), quant, kernels, config, mesh, source, used_on)(params)
 
 
 @cache
@@ -134,8 +139,10 @@ def weights_function(
   config: ModelConfig | None = None,
   mesh: Mesh | None = None,
   source: Mesh | None = None,
+  used_on: tuple[Mesh | AbstractMesh, ...] | None = None,
 ):
   """Return `sampler_weights` with these settings, as a jitted function of the weights."""
+  meshes = used_on if used_on is not None else () if mesh is None else (mesh,)
   target = None if mesh is None or mesh.size == 1 else mesh
 
   def placed(x, names):
@@ -159,7 +166,8 @@ def weights_function(
       return scaled if codes_multiplied else scaled.emulated(dtype)
 
     axes = () if target is None or config is None else (logical_axes(config),)
-    return SamplerWeights(jax.tree_util.tree_map_with_path(leaf, params, *axes, is_leaf=_is_weight), probe=probe or None)
+    linears_apart = jax.tree_util.tree_map_with_path(leaf, params, *axes, is_leaf=_is_weight)
+    return SamplerWeights(join_all(linears_apart, meshes), probe=probe or None)
 
   if target is None:
     return jax.jit(function)
@@ -174,6 +182,10 @@ def sampler_weight_axes(weights: SamplerWeights, config: ModelConfig) -> Sampler
 
   def leaf(w, names):
     match w:
+      case Joined():
+        return replace(w, weight=leaf(w.weight, names))
+      case Within():
+        return w
       case BlockScaled():
         return replace(w, codes=names, scale=_of_scale(names))
       case Emulated():
@@ -211,13 +223,13 @@ def self_check(params: Params, weights: SamplerWeights, dtype, quant: Quant, mes
 
   `mesh` holds the weights; None: one device.
   """
-  declared = set(quantised_linears(params, quant))
-  found = {jax.tree_util.keystr(path) for path, w in _leaves(weights.params) if isinstance(w, BlockScaled | Emulated)}
+  declared, leaves = set(quantised_linears(params, quant)), _leaves(jax.eval_shape(apart, weights.params))
+  found = {jax.tree_util.keystr(path) for path, w in leaves if isinstance(w, BlockScaled | Emulated)}
   faults = [f'{name}: {"not " * (name in declared)}quantised, against config.quant' for name in sorted(declared ^ found)]
   faults += [
     f'{jax.tree_util.keystr(path)}: {w.dtype}, expected {jnp.dtype(dtype)}'
-    for path, w in _leaves(weights.params)
-    if isinstance(w, jax.Array) and w.dtype != dtype
+    for path, w in leaves
+    if isinstance(w, jax.ShapeDtypeStruct) and w.dtype != dtype
   ]
   finite, error = jax.device_get(_measure.on(mesh)(params, weights, min(declared, default=None), jnp.dtype(dtype)))
   if not finite:
@@ -234,7 +246,8 @@ def _measure(params, weights, name, dtype):
   finite = jnp.array([jnp.all(jnp.isfinite(x.astype(jnp.float32))) for x in jax.tree.leaves(weights.params)]).all()
   if name is None:
     return finite, jnp.zeros(())
-  w, q = ({jax.tree_util.keystr(path): leaf for path, leaf in _leaves(tree)}[name] for tree in (params, weights.params))
+  trees = params, apart(weights.params)
+  w, q = ({jax.tree_util.keystr(path): leaf for path, leaf in _leaves(tree)}[name] for tree in trees)
   w = plain(w)
   if w.ndim > 2:
     w, q = jax.tree.map(lambda of_experts: of_experts[0], (w, q))
@@ -248,7 +261,7 @@ def _leaves(params) -> list[tuple[Any, Any]]:
 
 
 def _is_weight(w) -> bool:
-  return isinstance(w, BlockScaled | Emulated | LowRank)
+  return isinstance(w, BlockScaled | Emulated | LowRank | Joined | Within)
 
 
 def _named(path) -> tuple[int, str]:
