@@ -28,6 +28,7 @@ from sprl.cache.row_blocks import replace_rows
 from sprl.cache.scales import Scales
 from sprl.kernels.attention import attention, attention_share
 from sprl.kernels.decode_attention import decode_attention
+from sprl.kernels.packed_attention import Visible, packed_attention
 from sprl.quant import fp8
 from sprl.sharding.rules import is_names, local, shard
 
@@ -265,11 +266,11 @@ class KVCache:
     held, layout = self.layers[layer], self.layout
     k, v = self._numbers(layer, held, q.dtype)
     slot = self.length[:, None] + jnp.arange(q.shape[1])
-    allowed = (jnp.arange(k.shape[1]) <= slot[:, :, None])[:, None]
+    visible = Visible.up_to(slot)
     if held.carried is not None and layout.accumulates:
       real = jnp.arange(q.shape[1]) < step.count[:, None]
-      held = dataclasses.replace(held, carried=held.carried + attention_share(q, k, allowed, real))
-    out = attention(q, k, v, allowed, fp8_softmax=layout.fp8_softmax, kernels=layout.kernels)
+      held = dataclasses.replace(held, carried=held.carried + attention_share(q, k, visible.mask(k.shape[1]), real))
+    out = packed_attention(q, k, v, visible, fp8_softmax=layout.fp8_softmax, kernels=layout.kernels)
     return out, self._with(layer, held)
 
   def _numbers(self, layer, held, dtype):
@@ -302,7 +303,7 @@ class KVCache:
     distance = query[:, :, None] - position[:, None]
     allowed = (position >= 0)[:, None] & (distance >= 0) & (distance < window)
     k, v = self._numbers(layer, held, q.dtype)
-    return attention(q, k, v, allowed[:, None], fp8_softmax=layout.fp8_softmax, kernels=layout.kernels), cache
+    return attention(q, k, v, allowed[:, None], layout.fp8_softmax), cache
 
   def _attend_one(self, layer, step, q, length):
     """Return the outputs of one new query per row, which attends to the row's first `length` slots, and the cache."""

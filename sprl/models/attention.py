@@ -13,10 +13,10 @@ from typing import Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Float, Int
 
 from sprl.config import Kernels
-from sprl.kernels.attention import attention
+from sprl.kernels.packed_attention import Evictions, Visible, packed_attention
 from sprl.sharding.rules import local
 
 
@@ -52,7 +52,7 @@ class PackedAttention:
       d sees a b c d;  e sees a b e
   """
 
-  allowed: Bool[Array, 'B 1 T T']  # query t may see key s
+  visible: Visible
   positions: Int[Array, 'B T'] | None = None  # of each token in its sequence; layers with a sliding window need them
   kernels: Kernels = field(default='auto', metadata={'static': True})  # implementation of attention
 
@@ -66,17 +66,15 @@ class PackedAttention:
   ) -> 'PackedAttention':
     """Return the attention of packed rows. `prefixes`: the segment that a token's segment continues, None if none does.
 
-    `positions` are those of the tokens in their sequences. Without prefixes their default is the index in the row, from which the
-    positions of a segment differ by a constant.
+    The tokens of a segment are adjacent, behind those of the segment that it continues. `positions` are those of the tokens in
+    their sequences. Without prefixes their default is the index in the row, from which the positions of a segment differ by a
+    constant.
     """
-    key, query = segments[:, None, :], segments[:, :, None]
-    allowed = key == query
-    if prefixes is not None:
-      allowed |= key == prefixes[:, :, None]
-    T = segments.shape[1]
     if positions is None and prefixes is None:
-      positions = jnp.broadcast_to(jnp.arange(T), segments.shape)
-    return cls((allowed & (key != 0) & jnp.tril(jnp.ones((T, T), bool)))[:, None], positions, kernels)
+      positions = jnp.broadcast_to(jnp.arange(segments.shape[1]), segments.shape)
+    rows = ('rows', None)
+    made = local(Visible.in_rows, (rows, None if prefixes is None else rows), Visible.names())
+    return cls(made(segments, prefixes), positions, kernels)
 
   def attend(
     self,
@@ -87,13 +85,12 @@ class PackedAttention:
     sliding_window: int | None = None,
   ) -> tuple[Float[Array, 'B T H D'], 'PackedAttention']:
     """Return the outputs within each row, and this object unchanged. Raises ValueError for a window without positions."""
-    allowed = self.allowed
+    visible = self.visible
     if sliding_window is not None:
       if self.positions is None:
         raise ValueError(f'layer {layer} has a sliding window of {sliding_window}: expected the positions of rows with prefixes')
-      distance = self.positions[:, :, None] - self.positions[:, None, :]
-      allowed = allowed & (distance < sliding_window)[:, None]
-    return _masked_attention(q, k, v, allowed, self.kernels), self
+      visible = visible.within(sliding_window, self.positions)
+    return _attend(q, k, v, visible, None, self.kernels), self
 
 
 @jax.tree_util.register_dataclass
@@ -101,7 +98,7 @@ class PackedAttention:
 class EvictedAttention:
   """Packed rows in which a query sees only the tokens that the sampler's cache still held (docs/methods/sparse.md, eq. 22).
 
-  The [B, K, T, T] mask exists for one layer at a time. Layers with a sliding window evict nothing.
+  Layers with a sliding window evict nothing.
   """
 
   dense: PackedAttention
@@ -119,13 +116,12 @@ class EvictedAttention:
     """Return the outputs over the tokens that the sampler still held, and this object unchanged."""
     if sliding_window is not None:
       return self.dense.attend(layer, q, k, v, sliding_window)[0], self
-    held = self.positions[:, None, :, None] < self.evicted[:, layer, :, None, :]
-    return _masked_attention(q, k, v, self.dense.allowed & held, self.dense.kernels), self
+    evictions = Evictions(self.positions, self.evicted[:, layer])
+    return _attend(q, k, v, self.dense.visible, evictions, self.dense.kernels), self
 
 
-def _masked_attention(q, k, v, allowed, kernels):
-  """Return masked attention. Each device computes its own rows and heads."""
+def _attend(q, k, v, visible, evictions, kernels):
+  """Return the attention of packed rows. Each device computes its own rows and heads."""
   queries, keys = ('rows', None, 'heads', None), ('rows', None, 'kv_heads', None)
-  mask = ('rows', None if allowed.shape[1] == 1 else 'kv_heads', None, None)
-  attend = partial(attention, causal=True, kernels=kernels)
-  return local(attend, (queries, keys, keys, mask), queries)(q, k, v, allowed)
+  names = Visible.names(), None if evictions is None else Evictions.names()
+  return local(partial(packed_attention, kernels=kernels), (queries, keys, keys, *names), queries)(q, k, v, visible, evictions)

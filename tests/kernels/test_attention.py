@@ -1,6 +1,5 @@
-"""Attention against loops over heads and queries in float64: the reference, and the library call with XLA instead of cuDNN."""
+"""Attention with a mask, against loops over heads and queries in float64."""
 
-import logging
 from functools import partial
 
 import jax
@@ -10,15 +9,11 @@ import numpy as np
 import pytest
 
 from sprl.kernels import attention as attention_module
-from sprl.kernels import platform
-from sprl.kernels.attention import attention, attention_share, by_library, cost, reference, reference_fp8_softmax
-from sprl.models.attention import PackedAttention
+from sprl.kernels.attention import attention, attention_share
 
-LIBRARY = partial(by_library, implementation='xla')
-FORMS = pytest.mark.parametrize('form', [reference, LIBRARY], ids=['reference', 'library'])
 slow = pytest.mark.slow
 # Tests with equal shapes share a compilation. A test that changes QUERY_CHUNK needs its own jit.
-REFERENCE, LIBRARY_JIT = jax.jit(reference), jax.jit(LIBRARY, static_argnames='causal')
+JITTED = jax.jit(attention)
 
 
 def weights_by_hand(q, k, allowed):
@@ -60,9 +55,9 @@ def random_arguments(B=2, T=7, S=9, H=4, K=2, D=6, seed=0, masks=1):
 @pytest.mark.parametrize(
   ('H', 'K', 'masks'), [(4, 2, 1), (6, 3, 3), *(pytest.param(*case, marks=slow) for case in ((4, 4, 1), (3, 1, 1), (4, 2, 2)))]
 )
-def test_reference_matches_float64(H, K, masks):
+def test_attention_matches_float64(H, K, masks):
   q, k, v, allowed = random_arguments(H=H, K=K, masks=masks)
-  np.testing.assert_allclose(jax.jit(attention)(q, k, v, allowed), by_hand(q, k, v, allowed), atol=2e-6)
+  np.testing.assert_allclose(JITTED(q, k, v, allowed), by_hand(q, k, v, allowed), atol=2e-6)
 
 
 @pytest.mark.parametrize('chunk', [1024, 3])  # 3: a shorter last chunk
@@ -82,51 +77,20 @@ def test_fp8_softmax_matches_float64(monkeypatch, chunk):
   assert np.abs(by_hand(q, k, v, allowed) - exact).max() > 0.01  # rounding shows
 
 
-def test_no_library_rounds_the_softmax(monkeypatch, caplog):
-  monkeypatch.setattr(platform, 'on_gpu', lambda: True)
-  monkeypatch.setattr(platform, 'hopper', lambda: True)
-  platform._note.cache_clear()
-  caplog.set_level(logging.INFO, logger='sprl')
-  q, k, v = (jnp.ones((1, 2, 1, 8), jnp.bfloat16) for _ in range(3))
-  allowed = jnp.ones((1, 1, 2, 2), bool)
-  np.testing.assert_array_equal(attention(q, k, v, allowed, fp8_softmax=True), reference_fp8_softmax(q, k, v, allowed))
-  assert 'cuDNN does not round' in caplog.text
-
-
-@pytest.mark.parametrize(('H', 'K'), [(4, 2), *(pytest.param(*case, marks=slow) for case in ((4, 4), (6, 1)))])
-def test_library_matches_float64(H, K):
-  q, k, v, allowed = random_arguments(H=H, K=K)
-  np.testing.assert_allclose(LIBRARY_JIT(q, k, v, allowed), by_hand(q, k, v, allowed), atol=2e-6)
-
-
-def test_segments_that_share_a_prompt_match_float64():
-  """The first of two prompts has three completions, two of them in separate segments. Padding is inside and at the end."""
-  segments = np.array([[1, 1, 1, 2, 2, 3, 4, 4, 0, 5, 5, 6, 0, 0]])
-  prefixes = np.array([[0, 0, 0, 1, 1, 1, 1, 1, 0, 0, 0, 5, 0, 0]])
-  allowed = np.asarray(PackedAttention.of(jnp.asarray(segments), jnp.asarray(prefixes)).allowed)
-  q, k, v, _ = random_arguments(B=1, T=14, S=14, H=6, K=2)
-  expected = by_hand(q, k, v, allowed)
-  assert np.any(expected[0, 7])
-  assert not np.any(expected[0, 8])
-  for out in (*(LIBRARY_JIT(q, k, v, allowed, causal=causal) for causal in (False, True)), REFERENCE(q, k, v, allowed)):
-    np.testing.assert_allclose(out, expected, atol=2e-6)
-
-
 def test_query_with_one_key_returns_its_value():
   q, k, v, allowed = random_arguments()
-  out = REFERENCE(q, k, v, allowed)
+  out = JITTED(q, k, v, allowed)
   v = np.repeat(v, 2, axis=2)
   np.testing.assert_allclose(out[:, 0], v[:, 3], atol=1e-6)
 
 
-@FORMS
-def test_query_without_keys_gives_zeros_and_no_gradient(form):
+def test_query_without_keys_gives_zeros_and_no_gradient():
   q, k, v, allowed = map(jnp.asarray, random_arguments())
 
   @jax.jit
   @partial(jax.value_and_grad, argnums=(0, 1, 2), has_aux=True)
   def loss(q, k, v):
-    out = form(q, k, v, allowed)
+    out = attention(q, k, v, allowed)
     return 1e3 * jnp.sum(out**2), out
 
   (_, out), grads = loss(q, k, v)
@@ -140,7 +104,7 @@ def test_huge_masked_keys_change_nothing():
   allowed[..., 5] = False
   changed_k, changed_v = k.copy(), v.copy()
   changed_k[:, 5], changed_v[:, 5] = 1e6, -1e6
-  np.testing.assert_array_equal(REFERENCE(q, k, v, allowed), REFERENCE(q, changed_k, changed_v, allowed))
+  np.testing.assert_array_equal(JITTED(q, k, v, allowed), JITTED(q, changed_k, changed_v, allowed))
 
 
 @pytest.mark.parametrize(('T', 'masks'), [(11, 2), *(pytest.param(*case, marks=slow) for case in ((8, 1), (8, 2), (11, 1)))])
@@ -168,15 +132,14 @@ def by_definition(q, k, v, allowed):
   )
 
 
-FLOAT32, BF16 = (jnp.float32, 2e-6), (jnp.bfloat16, 5e-2)
-GRADIENTS = [(*form, *dtype) for form in ((reference, 4, 2), (LIBRARY, 1024, 1)) for dtype in (FLOAT32, BF16)]
-MORE_GRADIENTS = [(*form, *dtype) for form in ((reference, 1024, 1), (reference, 4, 1)) for dtype in (FLOAT32, BF16)]
+GRADIENTS = [(4, 2, jnp.float32, 2e-6), (4, 2, jnp.bfloat16, 5e-2)]
+MORE_GRADIENTS = [(chunk, 1, *dtype) for chunk in (1024, 4) for dtype in ((jnp.float32, 2e-6), (jnp.bfloat16, 5e-2))]
 
 
 @pytest.mark.parametrize(
-  ('form', 'chunk', 'masks', 'dtype', 'atol'), [*GRADIENTS, *(pytest.param(*case, marks=slow) for case in MORE_GRADIENTS)]
+  ('chunk', 'masks', 'dtype', 'atol'), [*GRADIENTS, *(pytest.param(*case, marks=slow) for case in MORE_GRADIENTS)]
 )
-def test_gradients_match_the_definition(monkeypatch, form, dtype, atol, chunk, masks):
+def test_gradients_match_the_definition(monkeypatch, dtype, atol, chunk, masks):
   monkeypatch.setattr(attention_module, 'QUERY_CHUNK', chunk)
   q, k, v, allowed = random_arguments(H=6, K=2, masks=masks)
   allowed[..., 1] = True
@@ -187,7 +150,7 @@ def test_gradients_match_the_definition(monkeypatch, form, dtype, atol, chunk, m
     return jax.vjp(lambda *x: function(*x, jnp.asarray(allowed)), *qkv)[1](cotangent)
 
   exact = gradients(by_definition, cotangent, q, k, v)
-  grads = gradients(form, *(jnp.asarray(x, dtype) for x in (cotangent, q, k, v)))
+  grads = gradients(attention, *(jnp.asarray(x, dtype) for x in (cotangent, q, k, v)))
   for grad, expected in zip(grads, exact):
     assert grad.dtype == dtype
     np.testing.assert_allclose(grad.astype(jnp.float32), expected, atol=atol)
@@ -222,63 +185,3 @@ def test_attention_share_sums_the_real_queries(monkeypatch, H, masks, chunk):
   expected = weights.reshape(2, 7, 2, H // 2, 9).mean(axis=3).sum(axis=1)
   np.testing.assert_allclose(share, expected, atol=2e-6)
   np.testing.assert_allclose(np.asarray(share).sum(axis=-1), np.broadcast_to([[4.0], [7.0]], (2, 2)), rtol=1e-5)
-
-
-# --- choice of library or reference ----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def on_hopper(monkeypatch, caplog):
-  monkeypatch.setattr(jax, 'default_backend', lambda: 'gpu')
-  monkeypatch.setattr(platform, 'hopper', lambda: True)
-  monkeypatch.setattr(attention_module, 'by_library', LIBRARY)
-  platform._note.cache_clear()
-  caplog.set_level(logging.INFO, logger='sprl')
-  return caplog
-
-
-def narrow(dtype=jnp.bfloat16, **sizes):
-  q, k, v, allowed = random_arguments(**{'T': 8, 'S': 10, 'D': 8} | sizes)
-  return *[jnp.asarray(x, dtype) for x in (q, k, v)], jnp.asarray(allowed)
-
-
-@pytest.mark.parametrize('kernels', ['auto', 'mosaic_gpu'])
-def test_library_runs_on_hopper_and_is_logged(on_hopper, kernels):
-  arguments = narrow()
-  np.testing.assert_array_equal(attention(*arguments, kernels=kernels), LIBRARY(*arguments))
-  assert on_hopper.messages == ['attention of whole rows: cuDNN runs']
-
-
-@pytest.mark.parametrize(
-  ('changed', 'reason'),
-  [
-    ({'dtype': jnp.float32}, 'queries are float32'),
-    ({'masks': 2}, 'kv heads have masks of their own'),
-    ({'D': 12}, 'heads are 12 wide'),
-    ({'D': 136}, 'heads are 136 wide'),
-    ({'T': 7}, '7 queries and 10 keys are not both even'),
-  ],
-)
-def test_log_says_why_the_library_cannot_run(monkeypatch, on_hopper, changed, reason):
-  monkeypatch.setattr(attention_module, 'reference', lambda q, k, v, allowed: jnp.full_like(q, 7))
-  assert np.all(attention(*narrow(**changed), kernels='mosaic_gpu') == 7)
-  [line] = on_hopper.messages
-  assert line.startswith('attention of whole rows: the reference runs')
-  assert reason in line
-
-
-def test_reference_runs_if_forced_and_on_cpu(monkeypatch, on_hopper):
-  arguments = narrow()
-  expected = reference(*arguments)
-  np.testing.assert_array_equal(attention(*arguments, kernels='reference'), expected)
-  monkeypatch.setattr(jax, 'default_backend', lambda: 'cpu')
-  np.testing.assert_array_equal(attention(*arguments, kernels='mosaic_gpu'), expected)
-  assert on_hopper.messages == []
-
-
-def test_cost_by_hand():
-  B, T, H, K, D = 2, 8, 6, 2, 16
-  pairs = B * H * T * T / 2
-  q, k = 2 * B * T * H * D, 2 * B * T * K * D
-  assert cost(B, T, H, K, D) == (q + k + k + q, 2 * 2 * pairs * D)
-  assert cost(B, T, H, K, D, backward=True) == ((q + k + k + q) + (q + k + k + q + q) + (q + k + k), 7 * 2 * pairs * D)

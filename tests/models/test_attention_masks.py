@@ -15,7 +15,7 @@ attend = jax.jit(
 
 @jax.jit
 def mask(segments, prefixes):
-  return PackedAttention.of(segments, prefixes).allowed
+  return PackedAttention.of(segments, prefixes).visible.mask(segments.shape[1])
 
 
 def mask_of_row(segments, prefixes=None):
@@ -49,9 +49,11 @@ def test_two_groups_in_one_row_do_not_see_each_other():
 
 
 def test_padding_is_masked_on_both_sides_and_in_the_middle():
-  seen = mask_of_row([0, 1, 0, 1, 0])
-  np.testing.assert_array_equal(seen, [[0] * 5, [0, 1, 0, 0, 0], [0] * 5, [0, 1, 0, 1, 0], [0] * 5])
-  np.testing.assert_array_equal(PackedAttention.of(jnp.array([[0, 1, 0, 1, 0]])).allowed[0, 0], seen)  # without prefixes
+  seen = mask_of_row([0, 1, 1, 0, 2])
+  expected = [[0] * 5, [0, 1, 0, 0, 0], [0, 1, 1, 0, 0], [0] * 5, [0, 0, 0, 0, 1]]
+  np.testing.assert_array_equal(seen, expected)
+  alone = PackedAttention.of(jnp.array([[0, 1, 1, 0, 2]]))  # without prefixes
+  np.testing.assert_array_equal(alone.visible.mask(5)[0, 0], expected)
 
 
 def test_packed_attention_averages_visible_values_and_stays_unchanged():
