@@ -360,7 +360,7 @@ class Packing:
   row_tokens: int | None = None  # T, tokens per row; None: the longest group (or sequence) that the sampling settings allow
   rows: int = 4  # rows of a microbatch in each shard; data, fsdp and expert split the rows
   share_prefix: bool = True  # the samples of a group share one copy of their prompt
-  score_chunk: int = 256  # positions whose logits exist at one time
+  score_chunk: int | None = None  # positions whose logits exist at one time; None: as the vocabulary and the device allow
 
 
 @dataclass(frozen=True)

@@ -34,14 +34,15 @@ from sprl.config_reader import resolve
 from sprl.distributed.process_group import require_single_process
 from sprl.io.files import local_folder
 from sprl.learner.batch import TrainBatch, pack, put, shape
-from sprl.learner.logprobs import ForwardConfig, micro_logprobs
+from sprl.learner.copies import with_copies
+from sprl.learner.logprobs import ForwardConfig, copies_for, micro_logprobs
 from sprl.learner.optimizer import make_optimizer
 from sprl.learner.restore import export
 from sprl.learner.state import TrainState, abstract_state, guarded_step
 from sprl.learner.update import accumulate
 from sprl.model import Model, abstract_params
 from sprl.rollout import collect
-from sprl.sharding.rules import OnMesh, row_shards
+from sprl.sharding.rules import OnMesh, row_shards, tie_to_iteration
 from sprl.tasks import problems
 from sprl.tasks.problems import Problem
 from sprl.tasks.prompts import Mix, PromptStream
@@ -224,8 +225,10 @@ def make_update(
 
 
 def _update(graphdef, optimizer, config: ForwardConfig, remat: Remat, state: TrainState, batch: TrainBatch):
+  copies = copies_for(state.params, batch, config)
+
   def micro_loss(params, i):
-    logp, *_ = micro_logprobs(graphdef, params, batch, i, config, remat)
+    logp, *_ = micro_logprobs(graphdef, with_copies(params, tie_to_iteration(copies, i)), batch, i, config, remat)
     return -jnp.sum(logp) / jnp.sum(batch.mask), ()
 
   loss, gradient, _ = accumulate(micro_loss, state.params, batch.used)

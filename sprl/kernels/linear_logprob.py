@@ -14,10 +14,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Integer
 
+from sprl.kernels.platform import on_accelerator
 from sprl.kernels.support import support_mask
 from sprl.sharding.rules import parts, shard
 
 EXCLUDED = -1e30  # logit of a token outside the support: its probability is 0, and 0 * logit too, which infinity would make NaN
+LOGITS = 5 * 2**28  # bytes of a chunk's float32 logits on an accelerator: 2,048 positions of a vocabulary of 152,064 tokens
 
 
 def linear_logprob(
@@ -25,17 +27,20 @@ def linear_logprob(
   head: Float[Array, 'V E'],
   target: Int[Array, '*S T'],
   temperature: float = 1.0,
-  chunk: int = 256,
+  chunk: int | None = None,
   count: Int[Array, '*S'] | None = None,
   support: Integer[Array, '*S T W'] | None = None,
+  narrow: Float[Array, 'V E'] | None = None,
 ) -> tuple[Float[Array, '*S T'], Float[Array, '*S T']]:
   """Return log softmax(hidden @ head^T / temperature)[target] and the entropy (nats), float32, differentiable.
 
   With `count`, only chunks that hold one of a shard's first `count` positions are computed; other chunks give zeros. With
-  `support`, both are of the distribution over the recorded tokens of each position, of which the target must be one.
+  `support`, both are of the distribution over the recorded tokens of each position, of which the target must be one. `chunk` is the
+  number of positions whose logits exist at one time; None: `positions_at_once`. `narrow` is the head in the dtype of `hidden`, if
+  the caller has it. The gradient goes to `head`.
   """
   *shards, T, E = hidden.shape
-  chunk = min(chunk, T)
+  chunk = min(positions_at_once(head.shape[0], on_accelerator()) if chunk is None else chunk, T)
   pad = -T % chunk
   hidden = jnp.pad(hidden.reshape(-1, T, E), ((0, 0), (0, pad), (0, 0)))
   target = jnp.pad(target.reshape(-1, T), ((0, 0), (0, pad)))
@@ -43,9 +48,20 @@ def linear_logprob(
     support = jnp.pad(support.reshape(-1, T, support.shape[-1]), ((0, 0), (0, pad), (0, 0)))
   counted = T if count is None or chunk == T else jnp.max(count)  # XLA removes a loop over one chunk
   chunks = jnp.asarray(counted + chunk - 1, jnp.int32) // chunk
-  found = _chunked(hidden, shard(head, 'vocab', None), target, support, chunks, temperature, chunk)
+  narrow = jax.lax.stop_gradient(head).astype(hidden.dtype) if narrow is None else narrow
+  heads = shard(head, 'vocab', None), shard(narrow, 'vocab', None)
+  found = _chunked(hidden, *heads, target, support, chunks, temperature, chunk)
   logp, entropy = (x[:, :T].reshape(*shards, T) for x in found)
   return logp, entropy
+
+
+def positions_at_once(vocabulary: int, accelerator: bool) -> int:
+  """Return how many positions have logits at one time if nothing else is asked for.
+
+  The backward pass reads and writes the gradient of the whole head once a chunk. On an accelerator this takes little beside the
+  products of 2,048 positions; a vocabulary whose float32 logits would be larger than LOGITS has fewer. On a CPU, 256 suffice.
+  """
+  return max(min(LOGITS // (4 * vocabulary), 2048) // 256 * 256, 256) if accelerator else 256
 
 
 def reference(hidden, head, target, temperature=1.0, support=None):
@@ -87,15 +103,16 @@ def _at_home(x):
   return shard(x, 'rows', *[None] * (x.ndim - 1))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _chunked(hidden, head, target, support, chunks, temperature, chunk):
-  """Return log-probs and entropies [S, T] of hidden states [S, T, E]; only the first `chunks` chunks are computed."""
-  return _forward(hidden, head, target, support, chunks, temperature, chunk)[0]
+@partial(jax.custom_vjp, nondiff_argnums=(6, 7))
+def _chunked(hidden, head, narrow, target, support, chunks, temperature, chunk):
+  """Return log-probs and entropies [S, T] of hidden states [S, T, E]; only the first `chunks` chunks are computed.
+
+  Products use `narrow`, the head in the dtype of `hidden`. Their gradient goes to `head`.
+  """
+  return _forward(hidden, head, narrow, target, support, chunks, temperature, chunk)[0]
 
 
-def _forward(hidden, head, target, support, chunks, temperature, chunk):
-  narrow = head.astype(hidden.dtype)
-
+def _forward(hidden, head, narrow, target, support, chunks, temperature, chunk):
   def body(i, out):
     h, t, kept = _rows(i, chunk, hidden, target, support)
     logits = _logits(h, narrow, temperature, kept)
@@ -108,12 +125,11 @@ def _forward(hidden, head, target, support, chunks, temperature, chunk):
     return [_placed(x, new, i, chunk) for x, new in zip(out, (logp, entropy, lse))]
 
   logp, entropy, lse = jax.lax.fori_loop(0, chunks, body, [jnp.zeros(hidden.shape[:2])] * 3)
-  return (logp, entropy), (hidden, head, target, support, chunks, lse, entropy)
+  return (logp, entropy), (hidden, head, narrow, target, support, chunks, lse, entropy)
 
 
 def _backward(temperature, chunk, saved, cotangents):
-  hidden, head, target, support, chunks, lse, entropy = saved
-  narrow = head.astype(hidden.dtype)
+  hidden, head, narrow, target, support, chunks, lse, entropy = saved
 
   def body(i, carry):
     dhidden, dhead = carry
@@ -130,7 +146,7 @@ def _backward(temperature, chunk, saved, cotangents):
   groups = parts('gathered_rows', hidden.shape[0])
   start = jnp.zeros_like(hidden), jnp.zeros((groups, *head.shape), jnp.float32)
   dhidden, dhead = jax.lax.fori_loop(0, chunks, body, start)
-  return dhidden, shard(jnp.sum(dhead, axis=0), 'vocab', None).astype(head.dtype), None, None, None
+  return dhidden, shard(jnp.sum(dhead, axis=0), 'vocab', None).astype(head.dtype), None, None, None, None
 
 
 _chunked.defvjp(_forward, _backward)

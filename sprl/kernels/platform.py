@@ -45,6 +45,11 @@ def on_gpu() -> bool:
   return jax.default_backend() == 'gpu' or _meant() is not None
 
 
+def on_accelerator() -> bool:
+  """Whether the program being traced is for a GPU or a TPU."""
+  return jax.default_backend() != 'cpu' or on_gpu()
+
+
 def _meant():
   """Return the abstract device of the mesh in use if it is a GPU, else None. Compile-only devices are known only this way."""
   device = jax.sharding.get_abstract_mesh().abstract_device

@@ -12,11 +12,12 @@ from jaxtyping import Array, Float, Int
 from sprl.config import UNQUANTISED, Kernels, Quant, Remat, Run
 from sprl.kernels.linear_logprob import linear_logprob
 from sprl.learner.batch import TrainBatch
-from sprl.learner.fp8_copies import copies_of, with_copies
+from sprl.learner.copies import Copies, copies_of, with_copies
 from sprl.models import transformer
 from sprl.models.attention import Attention, EvictedAttention, PackedAttention
 from sprl.models.routing import MISSING, Routing
 from sprl.models.transformer import Params
+from sprl.quant.dot import StraightThrough, plain
 from sprl.sharding.rules import OnMesh, shard, tie_to_iteration
 
 
@@ -26,7 +27,7 @@ class ForwardConfig:
 
   temperature: float  # sampling temperature, by which logits are divided, as the sampler's are
   dtype: Any  # compute dtype
-  chunk: int  # positions whose logits exist at one time
+  chunk: int | None  # positions whose logits exist at one time; None: `positions_at_once`
   kernels: Kernels = 'auto'  # of attention, of the experts' products and of FP8 linears
   quant: Quant = UNQUANTISED  # the linears' format, as that of a sampler (`Quant.in_learner`)
 
@@ -34,6 +35,14 @@ class ForwardConfig:
   def of(cls, run: Run, dtype: Any) -> 'ForwardConfig':
     """Return the settings of a run that computes in `dtype`."""
     return cls(run.sampling.temperature, dtype, run.packing.score_chunk, run.model.kernels, run.quant.in_learner)
+
+
+def copies_for(params: Params, batch: TrainBatch, config: ForwardConfig) -> Copies:
+  """Return the copies of the weights that the microbatches of this batch multiply, made before the loop over them.
+
+  A batch with room for one microbatch has no copies in the compute dtype: they would save little, and take memory.
+  """
+  return copies_of(params, config.quant, config.dtype, config.kernels, cast=batch.tokens.shape[0] > 1)
 
 
 def micro_logprobs(
@@ -63,8 +72,9 @@ def micro_logprobs(
     predictors = jnp.take_along_axis(of_shard, batch.source[i, :, :, None], axis=1)
     head = transformer.head_weight(params)
     scored = linear_logprob(
-      predictors, head, batch.target[i], temperature=config.temperature, chunk=config.chunk, count=batch.scored[i],
+      predictors, plain(head), batch.target[i], temperature=config.temperature, chunk=config.chunk, count=batch.scored[i],
       support=None if batch.support is None else batch.support[i],
+      narrow=head.copy if isinstance(head, StraightThrough) else None,
     )  # fmt: skip
   here = batch.mask & (batch.micro == i)[:, None]
   logp, entropy = (jnp.where(here, shard(x, None, None).reshape(-1)[batch.place], 0.0) for x in scored)
@@ -75,7 +85,7 @@ def micro_logprobs(
 @partial(jax.jit, static_argnames=('graphdef', 'config'))
 def score(graphdef: nnx.GraphDef, params: Params, batch: TrainBatch, config: ForwardConfig) -> Float[Array, 'B C']:
   """Return the log-probs of all tokens of the batch under `params`: the old policy's, or the reference model's."""
-  params = _in_format(params, config)
+  params = with_copies(params, copies_for(params, batch, config))
 
   def body(i, logp):
     return logp + micro_logprobs(graphdef, tie_to_iteration(params, i), batch, i, config)[0]
@@ -89,7 +99,7 @@ def score_and_route(
   graphdef: nnx.GraphDef, params: Params, batch: TrainBatch, config: ForwardConfig
 ) -> tuple[Float[Array, 'B C'], Int[Array, 'A R T M k']]:
   """Return the log-probs of all tokens under `params`, and the k experts of each token in each of the M layers with experts."""
-  params = _in_format(params, config)
+  params = with_copies(params, copies_for(params, batch, config))
 
   def one(i):
     logp, _, routed = micro_logprobs(graphdef, tie_to_iteration(params, i), batch, i, config)
@@ -103,8 +113,3 @@ def score_and_route(
   like = jax.eval_shape(lambda: one(jnp.int32(0))[1])
   routes = jnp.full((batch.tokens.shape[0], *like.shape), MISSING, like.dtype)
   return jax.lax.fori_loop(0, batch.used, body, (jnp.zeros(batch.mask.shape), routes))
-
-
-def _in_format(params: Params, config: ForwardConfig) -> Params:
-  """Return the weights with an FP8 copy of each linear that `config.quant` names, made before the loop over microbatches."""
-  return with_copies(params, copies_of(params, config.quant, config.dtype, config.kernels))

@@ -1,7 +1,8 @@
 """The update: one jitted function from (state, batch, log-probs) to (state, metrics), the state donated.
 
 1. correct: importance weights and surviving tokens of the whole minibatch, constants from here on;
-2. loss of a microbatch: forward pass (`quant.learner` with FP8 copies) and policy objective; logits exist a chunk at a time;
+2. loss of a microbatch: forward pass with the weights' copies in FP8 or the compute dtype, and policy objective; logits exist a
+   chunk at a time;
 3. gradient: summed over the microbatches, one after the other;
 4. optimiser: one step, unless the gradient is not finite, which is counted instead;
 5. metrics.
@@ -21,8 +22,8 @@ from jaxtyping import Array, Float, Int
 
 from sprl.config import Correction, Loss, Remat, Run
 from sprl.learner.batch import TrainBatch
-from sprl.learner.fp8_copies import copies_of, with_copies
-from sprl.learner.logprobs import ForwardConfig, micro_logprobs
+from sprl.learner.copies import with_copies
+from sprl.learner.logprobs import ForwardConfig, copies_for, micro_logprobs
 from sprl.learner.state import TrainState, guarded_step
 from sprl.models.lora import Base, network
 from sprl.models.routing import balance_loss, balance_metrics
@@ -99,7 +100,7 @@ def update(
 
   # --- 2. loss of a microbatch ---------------------------------------------------------------------------------------
   forward = config.forward
-  copies = copies_of(network(state.params, base), forward.quant, forward.dtype, forward.kernels)
+  copies = copies_for(network(state.params, base), batch, forward)
 
   def micro_loss(params, i):
     weights = with_copies(network(params, base), tie_to_iteration(copies, i))

@@ -189,7 +189,7 @@ _mixture.defvjp(_forward, _backward)
 
 
 def _multiplied(weights: Weights) -> Weights:
-  """Return the weights that products use: the FP8 copies of StraightThrough weights."""
+  """Return the weights that products use: the copies of StraightThrough weights."""
   return {name: w.copy if isinstance(w, StraightThrough) else w for name, w in weights.items()}
 
 
@@ -336,8 +336,9 @@ def _gradients_at_once(weights: Weights, x, gates, dy, blocks: Blocks, kernels: 
 
 
 def _with_gradient(w):
-  """Return one expert's weight so that it has a float32 gradient. Products use the FP8 copy, so any master weight will do."""
-  return StraightThrough(jnp.zeros(jax.tree.leaves(w)[0].shape), w) if isinstance(w, BlockScaled | Emulated) else w
+  """Return one expert's weight so that it has a float32 gradient. Products use the copy, so any master weight will do."""
+  exact = not isinstance(w, BlockScaled | Emulated) and w.dtype == jnp.float32
+  return w if exact else StraightThrough(jnp.zeros(jax.tree.leaves(w)[0].shape), w)
 
 
 def _block(i, weights, x, gates, blocks: Blocks):

@@ -28,7 +28,7 @@ from sprl.models.config import Experts, ModelConfig
 from sprl.models.families import Activation
 from sprl.models.moe import AXES, ROUTER, gated, gates, mixture, probabilities, top_experts
 from sprl.models.routing import LayerRouting, Routing, balance_of, replayed
-from sprl.quant.dot import PRODUCT, dot
+from sprl.quant.dot import PRODUCT, dot, plain
 from sprl.quant.joined import Joined
 from sprl.sharding.rules import kept, prefetch_barrier, shard
 
@@ -238,7 +238,7 @@ class Decoder(nnx.Module):
     """Run the network; see `forward`."""
     with jax.named_scope('embed'):
       # fsdp splits the vocabulary and the rows. The rows are gathered, not the table: each device looks up in its part of it.
-      table = shard(kept(self.embed.get_value(), 'vocab', 'embed'), 'vocab', None)
+      table = shard(kept(plain(self.embed.get_value()), 'vocab', 'embed'), 'vocab', None)
       tokens = shard(tokens, 'gathered_rows', None)
       x = shard(jnp.take(table, tokens, axis=0).astype(dtype), 'gathered_rows', None, None)
       x = shard(x, 'rows', None, None)
@@ -342,6 +342,9 @@ def key_biases(params: Params) -> tuple[Float[Array, ' KD'], ...]:
   return tuple(layer['attention']['k']['bias'] for layer in layers(params))
 
 
-def head_weight(params: Params) -> Float[Array, 'V E']:
-  """Return the output matrix, one row a token. It is the embedding if the two are tied."""
-  return kept(params['head']['kernel'] if 'head' in params else params['embed'], 'vocab', 'embed')
+def head_weight(params: Params) -> Any:
+  """Return the output matrix [V, E], one row a token. It is the embedding if the two are tied.
+
+  In the learner it may be a StraightThrough weight (sprl/learner/copies.py).
+  """
+  return jax.tree.map(lambda w: kept(w, 'vocab', 'embed'), params['head']['kernel'] if 'head' in params else params['embed'])

@@ -18,6 +18,7 @@ from sprl.cache.layout import CacheLayout, cache_layout
 from sprl.config import Cache, Quant, Run
 from sprl.kernels import attention, grouped_matmul
 from sprl.kernels.attention import QUERY_CHUNK
+from sprl.kernels.linear_logprob import positions_at_once
 from sprl.kernels.support import filtered, record_format
 from sprl.learner.batch import Shape
 from sprl.models import transformer
@@ -83,7 +84,7 @@ class UpdateMemory:
   optimiser: int  # moments on the device
   host: int  # moments in the host's memory (`optimizer.offload`); not part of `total`
   reference: int  # the frozen model of a KL term
-  fp8: int  # copies of the linears in FP8 (`quant.learner`)
+  copies: int  # of the weights that products multiply: in FP8 (`quant.learner`), or in the compute dtype
   gradients: int  # float32: the sum over microbatches, and the vocabulary's of the current microbatch
   activations: int  # estimate of all other temporary arrays, and the record of the tokens that the rollouts' filters kept
 
@@ -95,7 +96,7 @@ class UpdateMemory:
   @property
   def total(self) -> int:
     """Bytes at the peak."""
-    return self.state + self.fp8 + self.gradients + self.activations
+    return self.state + self.copies + self.gradients + self.activations
 
 
 def update_memory(config: ModelConfig, run: Run, shape: Shape, axes: MeshAxes) -> UpdateMemory:
@@ -106,22 +107,23 @@ def update_memory(config: ModelConfig, run: Run, shape: Shape, axes: MeshAxes) -
   optimiser = nbytes(local(state.opt_state)) - host
   reference = nbytes(local_weights(config, axes, accelerator_dtype(run))) if run.loss.kl_coef > 0 else 0
   gradients = FLOAT32 * (size(held) + size(held['head' if 'head' in held else 'embed']))
-  alive = gradients + _activations(config, run, held, math.ceil(shape.rows / axes.rows), shape.tokens, axes)
-  fp8 = nbytes(local(abstract_copies(config, run, axes.mesh(config))))
+  copies = nbytes(local(abstract_copies(config, run, axes.mesh(config), shape.micros)))
+  alive = gradients + _activations(config, run, held, math.ceil(shape.rows / axes.rows), shape.tokens, axes, shape.micros > 1)
   activations = round(MARGIN * alive) - gradients
   if (form := record_format(run.sampling, config.vocab_size)) is not None:  # of all batches of a step
     activations += run.optimizer.minibatches * shape.micros * math.ceil(shape.rows / axes.rows) * shape.tokens * form.bytes
-  return UpdateMemory(nbytes(held), optimiser, host, reference, fp8, gradients, activations)
+  return UpdateMemory(nbytes(held), optimiser, host, reference, copies, gradients, activations)
 
 
-def _activations(config: ModelConfig, run: Run, held: transformer.Params, rows: int, T: int, axes: MeshAxes) -> int:
+def _activations(config: ModelConfig, run: Run, held: transformer.Params, rows: int, T: int, axes: MeshAxes, copied: bool) -> int:
   """Bytes alive beside the gradients at the peak of a microbatch, in the backward pass of the head or of a layer.
 
   1. Throughout: the saved inputs of all layers, which gradients that wait to be added to the sum gradually replace. With fsdp
-     the gradients of all layers wait, and the master weights are also held transposed, because XLA gathers along the first
-     axis. Without it only the experts' gradients wait.
-  2. In the head: its shard in the compute dtype, the logits of a chunk, their gradients, and the mask of the tokens that filters
-     kept. With fsdp also the hidden states of all devices that share the vocabulary, and their gradients, in float32.
+     the gradients of all layers wait, and the weights that are gathered are also held transposed, because XLA gathers along the
+     first axis: the copies in the compute dtype (`copied`), or the master weights. Without it only the experts' gradients wait.
+  2. In the head: its shard in the compute dtype if the update has no copy of it, the logits of a chunk, their gradients, and
+     the mask of the tokens that filters kept. With fsdp also the hidden states of all devices that share the vocabulary, and
+     their gradients, in float32.
   3. In a layer: the stream, the mask, and the largest of the MLP's products, the experts, and the scores of a chunk of queries;
      on a mesh the arrays of OVERLAP layers, or of one layer with the gathered weights of two. Attention by a library has no
      scores; the reference also has output buffers for every layer.
@@ -134,8 +136,9 @@ def _activations(config: ModelConfig, run: Run, held: transformer.Params, rows: 
   }[run.model.remat]  # fmt: skip
   inputs = b * N * (L * saved + of_width * sum(F))
   waiting, transposed, beside = FLOAT32 * size(experts(held)), 0, 0
-  head = b * math.ceil(V / axes.fsdp) * E + 2 * FLOAT32 * V * run.packing.score_chunk
-  head += config.vocab_size * run.packing.score_chunk * filtered(run.sampling, config.vocab_size)  # one byte, before it is split
+  chunk = min(run.packing.score_chunk or positions_at_once(config.vocab_size, accelerator=True), N)
+  head = b * math.ceil(V / axes.fsdp) * E * (not copied) + 2 * FLOAT32 * V * chunk
+  head += config.vocab_size * chunk * filtered(run.sampling, config.vocab_size)  # one byte, before it is split
   layer, gathered = b * N * products * max(F), 0
   if not library_attends(config, run, T, run.masked_learner):
     layer, beside = max(layer, FLOAT32 * N * SCORES * H * min(QUERY_CHUNK, T)), N * L * (2 * b * H * D + 2 * FLOAT32 * K * D)
@@ -146,7 +149,8 @@ def _activations(config: ModelConfig, run: Run, held: transformer.Params, rows: 
     stack = transformer.layers(held)
     leaves = jax.tree_util.tree_flatten_with_path(stack)[0]
     waiting = FLOAT32 * size(stack)
-    transposed = nbytes([w for path, w in leaves if path[-2].key in INPUTS_SPLIT and path[-1].key == 'kernel'])
+    turned = [w for path, w in leaves if path[-2].key in INPUTS_SPLIT and path[-1].key == 'kernel']
+    transposed = b * size(turned) if copied else nbytes(turned)
     head += 2 * FLOAT32 * axes.fsdp * N * E
     each = [nbytes(weights) for weights in transformer.layers(whole)]
     gathered = max(a + b for a, b in zip(each, [*each[1:], 0]))

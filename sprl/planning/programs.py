@@ -19,6 +19,7 @@ from sprl.cache.scales import Scales
 from sprl.config import Quant, Run
 from sprl.kernels.support import record_format
 from sprl.learner.batch import Shape, empty
+from sprl.learner.copies import cast_matrices
 from sprl.learner.optimizer import make_optimizer
 from sprl.learner.state import TrainState, abstract_state
 from sprl.learner.update import UpdateConfig, abstract_logprobs, make_update
@@ -74,15 +75,22 @@ def abstract_sampler_weights(config: ModelConfig, run: Run, quant: Quant, mesh: 
   return sharded(weights, sampler_weight_axes(weights, config), mesh)
 
 
-def abstract_copies(config: ModelConfig, run: Run, mesh: AnyMesh) -> list[BlockScaled | Emulated]:
-  """Shapes and shardings of the FP8 copies of the learner's linears; [] without `quant.learner`."""
+def abstract_copies(config: ModelConfig, run: Run, mesh: AnyMesh, micros: int) -> list[Any]:
+  """Shapes and shardings of the copies of weights that the learner multiplies (sprl/learner/copies.py).
+
+  They are in FP8 with `quant.learner`, and in the compute dtype if a batch has room for more than one microbatch.
+  """
+  params, dtype = transformer.abstract_params(config, run.model.param_dtype), accelerator_dtype(run)
+  narrow = cast_matrices(params, run.quant.in_learner, dtype) if micros > 1 else set()
+  leaves = jax.tree_util.tree_flatten_with_path(abstract_weights(config, dtype, mesh))[0]
+  cast = [w for path, w in leaves if jax.tree_util.keystr(path) in narrow]
   if run.quant.learner == 'none':
-    return []
+    return cast
   weights = jax.tree.leaves(
     abstract_sampler_weights(config, run, run.quant.in_learner, mesh).params,
     is_leaf=lambda w: isinstance(w, BlockScaled | Emulated),
   )
-  return [w for w in weights if isinstance(w, BlockScaled | Emulated)]
+  return cast + [w for w in weights if isinstance(w, BlockScaled | Emulated)]
 
 
 def update(config: ModelConfig, run: Run, shape: Shape, mesh: Mesh) -> Program:

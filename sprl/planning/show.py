@@ -11,7 +11,7 @@ from sprl.planning.estimate import Plan, RolloutPlan
 GIB, MIB = 2**30, 2**20
 
 _PARTS = {
-  'parameters': '#2a6f97', 'optimiser': '#7b5ea7', 'reference': '#5c6470', 'fp8': '#8c2f39', 'gradients': '#e07a1f',
+  'parameters': '#2a6f97', 'optimiser': '#7b5ea7', 'reference': '#5c6470', 'copies': '#8c2f39', 'gradients': '#e07a1f',
   'activations': '#4c956c',
 }  # fmt: skip
 _COLOURS = _PARTS | {'sampler weights': '#c9a227', 'prefill': '#b8b8b8', 'sequences': '#c8553d'}

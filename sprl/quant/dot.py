@@ -37,14 +37,15 @@ class LowRank:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StraightThrough:
-  """A trained weight and its FP8 copy: products use the copy, and their gradients go to the weight."""
+  """A trained weight and its copy in FP8 or the compute dtype: products use the copy, and their gradients go to the weight."""
 
   w: Float[Array, '*X N M'] | LowRank
-  copy: BlockScaled | Emulated  # of the weight, or of the sum of weight and adapter
+  copy: BlockScaled | Emulated | Float[Array, '*X N M']  # of the weight, or of the sum of weight and adapter
 
 
-def plain(w: Float[Array, '*S'] | LowRank) -> Float[Array, '*S']:
-  """Return a weight as one array: an adapter is merged, other weights stay as they are."""
+def plain(w: Float[Array, '*S'] | LowRank | StraightThrough) -> Float[Array, '*S']:
+  """Return a weight as one array: an adapter is merged, a copy is left out, other weights stay as they are."""
+  w = w.w if isinstance(w, StraightThrough) else w
   return w.merged() if isinstance(w, LowRank) else w
 
 
@@ -109,7 +110,7 @@ def grouped_dot(
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _straight_through(x, w, copy, axes: Names | None):
-  """Return the product of x and the FP8 copy of w. Gradients ignore both roundings (docs/methods/fp8.md, eq. 12 to 14)."""
+  """Return the product of x and the copy of w. Gradients ignore roundings to FP8 (docs/methods/fp8.md, eq. 12 to 14)."""
   if isinstance(copy, BlockScaled) and axes is not None:
     # Constrain the codes here, so that they are gathered inside the layer. Codes that are gathered before the layer would live
     # until the backward pass.
@@ -128,7 +129,7 @@ def _straight_backward(axes, saved, g):
     codes = copy.codes if axes is None else shard(kept(copy.codes, *axes), *axes)  # gathers one byte per weight
     whole = replace(copy, codes=codes).dequantised(x.dtype)
   else:
-    whole = _gathered(copy.values, x.dtype, axes)
+    whole = _gathered(values(copy, x.dtype), x.dtype, axes)
   (dw,) = jax.vjp(lambda w: dot(operand(x, copy), w, axes), w)[1](g)
   return _input_gradient(g, whole, axes), dw, None
 

@@ -14,7 +14,7 @@ import small
 from sprl.cache.layout import cache_layout
 from sprl.config import Cache, Correction, Loss, Optimizer, Quant, Run, Sampling
 from sprl.learner.batch import Shape, pack
-from sprl.learner.fp8_copies import copies_of
+from sprl.learner.copies import copies_of
 from sprl.learner.logprobs import ForwardConfig, score
 from sprl.learner.optimizer import make_optimizer
 from sprl.learner.state import TrainState
@@ -168,6 +168,24 @@ def test_log_probs_and_all_gradients_are_those_of_rounded_operands(world, quant)
 def test_rematerialisation_does_not_change_the_gradient(world, remat):
   apart = distances(gradient_of_update(world, W8A8, remat), gradient_of_update(world, W8A8))
   assert max(apart.values()) < 1e-4  # the recomputed products have the same operands
+
+
+def test_copies_in_the_compute_dtype_change_no_number(world, monkeypatch):
+  """Two microbatches in bfloat16 with float32 weights: each weight is cast once, and its gradient stays a float32 sum."""
+  config, params, _, batch = world
+  narrow = dataclasses.replace(computation(Quant()), forward=forward_config(Quant(), dtype=jnp.dtype('bfloat16')))
+
+  def updated():
+    optimizer = make_optimizer(Optimizer(name='sgd', learning_rate=RATE, clip_norm=None), 10)
+    state = TrainState.create(jax.tree.map(jnp.copy, params), optimizer)
+    return make_update(transformer.graph(config), optimizer, narrow)(state, batch, small.unscored(batch))[0].params
+
+  assert len(copies_of(params, Quant(), narrow.forward.dtype, cast=True)) == 7 + 1  # the linears of the layer, and the head
+  copied = updated()
+  monkeypatch.setattr('sprl.learner.update.copies_for', lambda *_: {})
+  for got, expected in zip(jax.tree.leaves(copied), jax.tree.leaves(updated()), strict=True):
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6 * np.abs(expected).max())
 
 
 # --- against the sampler ---------------------------------------------------------------------------------------------

@@ -6,13 +6,13 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import pytest
-from plans import FEW, LAYER, MIXTURE, MODELS, PARAMETERS, QWEN, RUN, D, E, F, H, K, shallow
+from plans import FEW, LAYER, MIXTURE, MODELS, PARAMETERS, QWEN, RUN, D, E, F, H, K, V, shallow
 
 from sprl.cache.kv_cache import KVCache
 from sprl.cache.layout import cache_layout
 from sprl.config import Cache, Loss, Mesh, Optimizer, Quant
 from sprl.learner.batch import Shape
-from sprl.learner.fp8_copies import copies_of
+from sprl.learner.copies import copies_of
 from sprl.learner.optimizer import make_optimizer
 from sprl.learner.state import TrainState
 from sprl.model import HOST
@@ -84,10 +84,16 @@ def test_fp8_copies_of_the_learner_are_counted(arithmetic, number):
   linears = 4 * (LAYER - E * F)
   scales = 4 * linears / 128**2 if arithmetic == 'blockwise' else 0
   for axes in (MeshAxes(), MeshAxes(fsdp=8)):
-    copied, plain = (update_memory(FEW, each, SHAPE, axes) for each in (run, RUN))
-    assert plain.fp8 == 0
-    assert copied.fp8 == pytest.approx(number * linears / axes.fsdp + scales, rel=1e-3)  # every device has all scales
-    assert copied.total - plain.total == copied.fp8
+    copied, plain = (update_memory(FEW, each, dataclasses.replace(SHAPE, micros=1), axes) for each in (run, RUN))
+    assert plain.copies == 0  # of the only microbatch
+    assert copied.copies == pytest.approx(number * linears / axes.fsdp + scales, rel=1e-3)  # every device has all scales
+    assert copied.total - plain.total == copied.copies
+
+
+def test_several_microbatches_share_a_copy_of_the_matrices_in_two_bytes():
+  matrices = 4 * LAYER + V * E  # and the head; of the embedding only some rows are read
+  for axes in (MeshAxes(), MeshAxes(fsdp=8)):
+    assert update_memory(FEW, RUN, SHAPE, axes).copies == 2 * matrices // axes.fsdp
 
 
 def test_planned_copies_equal_the_bytes_of_real_ones():
@@ -95,10 +101,10 @@ def test_planned_copies_equal_the_bytes_of_real_ones():
   for arithmetic in ('emulate', 'blockwise'):
     run = dataclasses.replace(RUN, quant=Quant(learner='w8a8', arithmetic=arithmetic))
     copies = jax.eval_shape(
-      partial(copies_of, quant=run.quant.in_learner, dtype=jnp.bfloat16), transformer.abstract_params(config)
+      partial(copies_of, quant=run.quant.in_learner, dtype=jnp.bfloat16, cast=True), transformer.abstract_params(config)
     )
     expected = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(copies))
-    assert update_memory(config, run, SHAPE, MeshAxes()).fp8 == expected
+    assert update_memory(config, run, SHAPE, MeshAxes()).copies == expected
 
 
 @pytest.mark.parametrize(('dtype', 'moments'), [('float32', 8), ('bfloat16', 4)])
@@ -148,9 +154,9 @@ def test_the_record_of_filters_is_counted():
   assert filtered.sampling.chunk == 16
   rows = [rollout_memory(FEW, run, run.cache, run.quant, 4, MeshAxes()).row for run in (RUN, filtered)]
   assert rows[1] - rows[0] == 17 * 200 + 2 * 4 * 152_064
-  # The mask of a chunk's 256 positions: 152,064 bytes each, where the head is the peak.
+  # The mask of a chunk's 2,048 positions: 152,064 bytes each, where the head is the peak.
   updates = [update_memory(FEW, run, SHAPE, MeshAxes(data=8)).activations for run in (RUN, filtered)]
-  assert 0 <= updates[1] - updates[0] - 8 * 2048 * 200 <= memory.MARGIN * 256 * 152_064 + 1
+  assert 0 <= updates[1] - updates[0] - 8 * 2048 * 200 <= memory.MARGIN * 2048 * 152_064 + 1
 
 
 # --- rollouts --------------------------------------------------------------------------------------------------------
