@@ -1,7 +1,7 @@
 """Change some rows of arrays in place, a block of rows at a time, so that work and memory grow with those rows and not with all.
 
-The number of rows is known on the device only, so the blocks are a loop. A block has a fixed size; numbers beyond the last row fill
-up the last block. Reads clip such a number, writes drop it.
+The number of rows is known on the device only, so the blocks are a loop. A block has a fixed size. Numbers beyond the last row
+fill up the last block: reads clip such a number, writes drop it.
 """
 
 from collections.abc import Callable

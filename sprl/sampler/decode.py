@@ -256,10 +256,10 @@ def decode(
   A chunk that is `fixed` always has `steps` steps. Otherwise it ends when all rows are done: a GPU would ask the host before
   every step whether to go on.
 
-  In a cache that evicts, a fixed chunk lets rows be compressed at every P-th step only, P = gcd(steps, interval). The others are
-  plain steps, whose program has no compression. A row that has decoded n tokens therefore takes part in a step only if the steps
-  so far are n modulo P. A row that starts on a prompt never waits. A row behind given tokens or a kept cache waits once, for P - 1
-  steps at most. Its tokens are the same: draws depend on positions, not on steps.
+  In a cache that evicts, rows of a fixed chunk can be due at every P-th step only, P = gcd(steps, interval). The other steps are
+  plain: their program has no compression. For this, a row that has decoded n tokens takes part in step i only if n = i modulo P.
+  A row that starts on a prompt never waits. A row behind given tokens or a kept cache waits once, for P - 1 steps at most. It
+  draws the same tokens, because draws depend on positions and not on steps.
   """
 
   def advance(state, active, compresses=True):

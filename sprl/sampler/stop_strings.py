@@ -1,8 +1,8 @@
 """Find stop strings in the text of a completion that grows, without decoding most of its tokens.
 
-The last character of a stop string comes from one of the new tokens. Few tokens of a vocabulary have that character, so most chunks
-need no text: each token is decoded once in a run, to find out whether a stop string can end in it. Otherwise the new tokens are
-decoded together with as many tokens before them as the longest stop string can have.
+The last character of a stop string comes from a new token. Few tokens of a vocabulary have that character, so most chunks need no
+text: each token is decoded once in a run, to find out whether a stop string can end in it. Otherwise the new tokens are decoded
+together with as many tokens before them as the longest stop string can have.
 """
 
 from collections.abc import Callable, Sequence

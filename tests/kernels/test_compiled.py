@@ -293,9 +293,7 @@ def test_an_insert_writes_the_new_rows_only(sampler, cache):
   shape, graph = jax.ShapeDtypeStruct, transformer.graph(config)
   seed = jax.eval_shape(lambda: jax.random.key(0))
   state = jax.eval_shape(partial(decode.empty_state, layout, rows=rows, max_tokens=64), weights, seed=seed)
-  prompts = jax.eval_shape(
-    partial(decode.prefill, graph, layout), weights, shape((4, 256), jnp.int32), shape((4,), jnp.int32)
-  )
+  prompts = jax.eval_shape(partial(decode.prefill, graph, layout), weights, shape((4, 256), jnp.int32), shape((4,), jnp.int32))
   insert = partial(decode.insert, sampling=Sampling(), stop_ids=())
   new = decode.NewRows(*[shape((rows,), jnp.int32)] * 4)
   compiled = compile_for_h200(insert, weights, state, prompts, new, donate=(1,))

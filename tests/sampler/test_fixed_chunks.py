@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_engine import C, ROWS, SAMPLING, engine_config, requests, weights
+from tiny_engine import ROWS, SAMPLING, C, engine_config, requests, weights
 
 from sprl.config import Cache, Quant
 from sprl.models import transformer

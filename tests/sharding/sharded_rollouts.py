@@ -3,7 +3,7 @@
 Arguments: one or more MEMORY:DATAxFSDPxTENSOR, a key of MEMORIES and the mesh of the rollouts. The learner has the same devices,
 all along fsdp. If the key starts with `experts`, the model has eight experts, the argument ends with xEXPERT, and the learner
 splits the experts into two parts. The key `filtered` samples with top-k, and `masked` with top-p. The key `windows` has a model
-of two layers, the first with a sliding window.
+of two layers, the first with a sliding window. With the key `fixed` all chunks have the same number of steps.
 """
 
 import json
@@ -43,6 +43,7 @@ MEMORIES = {
   'experts': (SPARSE, Quant(sampler='w8a8_kv8', format='mxfp8', arithmetic='blockwise')),
   'experts_emulated': (SPARSE, Quant(sampler='w8a8_kv8', format='mxfp8', arithmetic='emulated')),
   'windows': (SPARSE, Quant(sampler='kv8')),
+  'fixed': (replace(SPARSE, interval=5), Quant(sampler='kv8')),
   'layer': (Cache(budget=6, interval=3, window=2, method='h2o', scope='layer'), Quant(sampler='kv8')),
 }
 SAMPLING = Sampling(max_tokens=16, max_prompt=8, prompt_buckets=(8,), chunk=5)
@@ -85,7 +86,7 @@ def step(memory, sizes):
   weights = weights._replace(scales=calibrate.scales((found[0],), quant, layout.layers))
   engine = EngineConfig(
     config, replace(SAMPLING, **FILTERS.get(memory, {})), layout, rows=8, prefill=max(2, row_shards(rollout)), seed=0,
-    stop_ids=(), text=lambda ids: '', mesh=rollout, record_support=True,
+    stop_ids=(), text=lambda ids: '', mesh=rollout, record_support=True, fixed_chunks=memory == 'fixed',
   )  # fmt: skip
   trajectories = generate(engine, weights, requests)
   logging.getLogger('jax').addHandler(seen := Compilations())

@@ -165,7 +165,7 @@ ROLLOUTS = ('sparse:2x1x4',)
 MORE_ROLLOUTS = (
   'dense:8x1x1', 'dense:1x1x8', 'dense:1x2x4', 'sparse:8x1x1', 'sparse:1x1x8', 'sparse:2x2x2', 'sparse:4x1x2', 'layer:2x1x4',
   'experts:2x1x2x2', 'experts:1x1x1x8', 'experts_emulated:1x2x2x2', 'filtered:2x2x2', 'masked:1x2x4',
-  'windows:2x1x4',
+  'windows:2x1x4', 'fixed:2x2x2',
 )  # fmt: skip
 
 

@@ -1,0 +1,48 @@
+"""Rows that are changed in place, against numpy."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from sprl.cache.row_blocks import for_row_blocks, replace_rows
+
+B = 6
+rows = st.lists(st.booleans(), min_size=B, max_size=B).map(np.array)
+
+
+REPLACE = jax.jit(partial(replace_rows, empty=lambda _: 7))
+
+
+@partial(jax.jit, static_argnums=1)
+def visited(chosen, size):
+  """Return, for each row, how many blocks had it, and the numbers in all blocks."""
+
+  def change(rows, carry):
+    times, numbers = carry
+    return times.at[rows].add(1, mode='drop'), numbers + size
+
+  return for_row_blocks(chosen, size, change, (jnp.zeros(B, jnp.int32), 0))
+
+
+@settings(deadline=None, max_examples=30)
+@given(chosen=rows, size=st.sampled_from([1, 4, 6]))
+def test_each_chosen_row_is_in_one_block(chosen, size):
+  times, numbers = visited(chosen, size)
+  np.testing.assert_array_equal(times, chosen)
+  assert numbers == -(-chosen.sum() // size) * size  # no block has other rows only
+
+
+@settings(deadline=None, max_examples=30)
+@given(take=rows, parent=st.lists(st.integers(0, 2), min_size=B, max_size=B).map(np.array))
+def test_rows_are_replaced_by_rows_of_smaller_arrays(take, parent):
+  mine, theirs = np.arange(B * 20.0).reshape(B, 4, 5), -np.arange(3 * 6.0).reshape(3, 2, 3)
+  replaced = REPLACE(jnp.array(mine), jnp.array(theirs), parent, take)
+  expected = mine.copy()
+  for b in np.flatnonzero(take):
+    expected[b] = 7
+    expected[b, :2, :3] = theirs[parent[b]]
+  np.testing.assert_array_equal(replaced, expected)
