@@ -27,8 +27,8 @@ slow = pytest.mark.slow
 
 
 def interpreted(kernel):
-  """Return the kernel in the interpreter. It executes the fences of `_meet` as no operation: its memory is consistent."""
-  return jax.jit(partial(kernel, interpret=plgpu.InterpretGPUParams(detect_races=True, inline_mgpu='ignore')))
+  """Return the kernel in the interpreter."""
+  return jax.jit(partial(kernel, interpret=plgpu.InterpretGPUParams(detect_races=True)))
 
 
 INTERPRETED, GROUPED = interpreted(hopper.block_matmul), interpreted(hopper.grouped_matmul)
