@@ -121,7 +121,8 @@ def driver() -> str:
 
 
 def interpreted() -> None:
-  """Make the kernels run in Pallas's GPU interpreter."""
+  """Make the kernels run in Pallas's GPU interpreter. It blocks a thread of XLA's for each warpgroup of a cluster."""
+  os.environ.setdefault('NPROC', '32')  # read when the first array is made
   for module, name in KERNELS:
     setattr(module, name, partial(getattr(module, name), interpret=plgpu.InterpretGPUParams()))
 

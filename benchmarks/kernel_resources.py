@@ -1,9 +1,11 @@
 """Which resources do the GPU kernels need on an H200? They are compiled at real models' shapes, without a GPU and without timing.
 
     python benchmarks/kernel_resources.py --save kernel_resources    # a minute; sprl/planning/aot.py lists the requirements
+    python benchmarks/kernel_resources.py --model                    # predicted times of FP8 products, without a compiler
 
 A row is a kernel at a model's shape and a batch. It shows the report of ptxas and Mosaic (registers per thread, spilled bytes,
-shared memory), the temporary memory of the compiled call, and the fewest bytes and operations that the call needs.
+shared memory), the temporary memory of the compiled call, and the fewest bytes and operations that the call needs. `--model`
+shows the launch of each FP8 product instead, and the times that sprl/kernels/launch_model.py predicts for it and for bfloat16.
 """
 
 import argparse
@@ -16,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from common import report
 
-from sprl.kernels import block_matmul, decode_attention, eviction, grouped_matmul
+from sprl.kernels import block_matmul, decode_attention, eviction, grouped_matmul, launch_model
 from sprl.kernels.cost import Cost
 from sprl.models.moe import Blocks, blocks
 
@@ -43,6 +45,12 @@ class Model(NamedTuple):
     H, K, D, E, F = self
     return {'q': (H * D, E), 'k': (K * D, E), 'o': (E, H * D), 'gate': (F, E), 'down': (E, F)}
 
+  @property
+  def fused(self) -> dict[str, tuple[int, int]]:
+    """Return (out, in) of the products of a layer in which q, k and v are one product, and gate and up another."""
+    H, K, D, E, F = self
+    return {'qkv': ((H + 2 * K) * D, E), 'o': (E, H * D), 'gate_up': (2 * F, E), 'down': (E, F)}
+
 
 MODELS = {
   'Qwen2.5-0.5B': Model(14, 2, 64, 896, 4864),
@@ -51,6 +59,7 @@ MODELS = {
   'Qwen3-8B': Model(32, 8, 128, 4096, 12288),
   'Qwen3-30B-A3B': Model(32, 4, 128, 2048, 768),
 }
+DENSE = [name for name in MODELS if name != 'Qwen3-30B-A3B']
 EXPERTS = {'Qwen3-30B-A3B': (128, 8)}  # experts of a layer; experts per token
 
 
@@ -97,7 +106,7 @@ def attention(model: str, B: int, S: int, dtype: Any, share: bool = False) -> Ca
 
 def matmul(model: str, name: str, M: int) -> Case:
   """Return the product of one linear with M tokens."""
-  N, K = MODELS[model].linears[name]
+  N, K = {**MODELS[model].fused, **MODELS[model].linears}[name]
   C, R = -(-K // 128), -(-N // 128)
   return Case(
     'block_matmul',
@@ -107,14 +116,14 @@ def matmul(model: str, name: str, M: int) -> Case:
     partial(block_matmul.block_matmul, rows=128, group=128, dtype=BF16, kernels='mosaic_gpu'),
     (Shape((M, K), FP8), Shape((M, C), jnp.float32), Shape((N, K), FP8), Shape((R, C), jnp.float32)),
     block_matmul.cost(M, N, K),
-    # Re-laid-out scales of the tokens, and float32 partial sums: at most one tile per multiprocessor.
-    4 * (M + 3) * C + 4 * 132 * 256 * 128,
+    # Re-laid-out scales of the tokens, and float32 partial sums: at most eight of the result.
+    4 * (M + 3) * C + 4 * 8 * max(M, 64) * N,
   )
 
 
 def experts(model: str, name: str, tokens: int) -> Case:
   """Return one linear of all experts, applied to the chosen experts of each token."""
-  (N, K), (X, chosen) = MODELS[model].linears[name], EXPERTS[model]
+  (N, K), (X, chosen) = {**MODELS[model].fused, **MODELS[model].linears}[name], EXPERTS[model]
   C, R = -(-K // 128), -(-N // 128)
   layout = block_shapes(model, tokens)
   n, T = layout.assignment.shape
@@ -202,6 +211,9 @@ CASES = distinct(
     *[similarity('Qwen2.5-1.5B', 16, 612, dtype) for dtype in (BF16, F32)],  # the slots do not fill a tile
     *[matmul(model, name, M) for model in MODELS for name in MODELS[model].linears for M in (16, 64, 256, 4096)],
     *[matmul('Qwen2.5-7B', name, M) for name in MODELS['Qwen2.5-7B'].linears for M in (1, 512, 16384)],
+    *[matmul(model, name, M) for model in DENSE for name in MODELS[model].fused for M in (1, 16, 64, 256, 512, 4096)],
+    *[matmul('Qwen3-30B-A3B', name, M) for name in ('qkv', 'o') for M in (1, 16, 64, 256, 512, 4096)],
+    *[experts('Qwen3-30B-A3B', 'gate_up', tokens) for tokens in (64, 256, 4096)],
     *[experts(model, name, tokens) for model in EXPERTS for name in ('gate', 'down') for tokens in (1, 64, 256, 512, 1024, 4096)],
     *[
       case for each in itertools.product(EXPERTS, ('gate', 'down'), (1, 64, 256, 512, 1024, 4096)) for case in bf16_experts(*each)
@@ -229,11 +241,47 @@ def row(case: Case) -> dict[str, Any]:
   }
 
 
+def predicted(model: str, name: str, M: int) -> dict[str, Any]:
+  """Return the launch of a fused product with M tokens, and its predicted time beside bfloat16's.
+
+  Each of a mixture's experts has one block of tokens; the row's M is the sum.
+  """
+  (N, K), block = MODELS[model].fused[name], None
+  if name in ('gate_up', 'down') and model in EXPERTS:
+    layout, (X, _) = block_shapes(model, M), EXPERTS[model]
+    block = layout.assignment.shape[1]
+    M = X * block
+  plan = launch_model.launch(M, N, K, block)
+  seconds, bf16 = launch_model.seconds(plan, M, N, K, block), launch_model.bf16_seconds(M, N, K, block)
+  return {
+    'model': model,
+    'product': f'{name} {N}x{K}{f" x{X} in blocks of {block}" if block else ""}',
+    'M': M,
+    'rows': plan.rows,
+    'tokens': plan.tokens,
+    'splits': plan.splits,
+    'together': 'x'.join(map(str, plan.together)),
+    'stages': plan.stages,
+    'wave use %': round(100 * plan.wave_use),
+    'partial MiB': plan.partial_bytes / MIB,
+    'us': seconds * 1e6,
+    'bf16 us': bf16 * 1e6,
+    'speedup': bf16 / seconds,
+  }
+
+
 def main() -> None:
   """Print a report; save it with --save."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument('--save', metavar='NAME', help='write benchmarks/results/NAME.json')
+  parser.add_argument('--model', action='store_true', help='predict the times of FP8 products instead; needs no compiler')
   args = parser.parse_args()
+  if args.model:
+    names = [(model, name) for model in (*DENSE[1:], *EXPERTS) for name in MODELS[model].fused]
+    rows = [predicted(*each, M) for each in names for M in (1, 16, 64, 256, 512, 4096)]
+    rows = list({tuple(line.values()): line for line in rows}.values())  # few tokens leave experts with the same blocks
+    result = {'products': len(rows), 'lowest speedup': min(line['speedup'] for line in rows)}
+    return report(args.save or 'launch_model', rows, result, bool(args.save))
   from sprl.planning.aot import missing
 
   if reason := missing():

@@ -11,6 +11,9 @@ import pytest
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 # Compilation takes most of a test's time. Without XLA's optional passes it takes half. Subprocesses inherit this setting.
 os.environ.setdefault('JAX_DISABLE_MOST_OPTIMIZATIONS', '1')
+# Threads of XLA's CPU client. Pallas's interpreter blocks one for each warpgroup of a cluster that waits, so a cluster of eight
+# programs with three warpgroups each would hang on a machine of few cores.
+os.environ.setdefault('NPROC', '32')
 jaxtyping.install_import_hook('sprl', 'typechecking.checked')
 
 

@@ -23,6 +23,7 @@ Experts (`grouped_matmul`): each block of tokens is a tile with the number of it
 and find its weights in the L2 cache. Programs of unused blocks have no work.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -70,7 +71,7 @@ def block_matmul(
 ) -> BFloat16[Array, 'M N']:
   """Return x @ w^T, as `sprl.kernels.block_matmul.block_matmul` describes it.
 
-  `interpret=plgpu.InterpretGPUParams(inline_mgpu='ignore')` runs the kernel on a CPU.
+  `interpret=plgpu.InterpretGPUParams()` runs the kernel on a CPU.
   """
   (M, K), N = x.shape, w.shape[0]
   # Pads tokens with zeros to whole tiles of 8: Mosaic (jax 0.12) does not clip the copy engine's tiles.
@@ -129,7 +130,7 @@ def run(plan: Launch, x, x_scale, w, w_scale, experts=(), N: int | None = None, 
   outputs = {'y_ref': jax.ShapeDtypeStruct((M, N), jnp.bfloat16)}
   if splits > 1:
     scratch['summed'] = plgpu.ClusterBarrier(collective_axes=('split',), num_barriers=plan.warpgroups)
-    outputs['parts_ref'] = jax.ShapeDtypeStruct((splits, across * plan.rows, along * plan.tokens), jnp.float32)
+    outputs['parts_ref'] = jax.ShapeDtypeStruct((splits, along, across * plan.rows, plan.tokens), jnp.float32)
 
   def hopper_block_matmul(*refs, **scratch):
     _program(**dict(zip((*inputs, *outputs), refs, strict=True)), **scratch, plan=plan, N=N)
@@ -147,7 +148,7 @@ def run(plan: Launch, x, x_scale, w, w_scale, experts=(), N: int | None = None, 
     num_threads=plan.warpgroups + (plan.warpgroups > 1),
     thread_name='warpgroup',
     compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
-    interpret=interpret,
+    interpret=interpret and replace(interpret, inline_mgpu='ignore'),  # its memory needs no fences
   )(*inputs.values())
   return y
 
@@ -160,7 +161,7 @@ def _program(
   y_ref,  # [M, N]
   expert_ref=None,  # [tiles of tokens]
   used_ref=None,  # [1]
-  parts_ref=None,  # with split sums [splits, N, M], N and M rounded up to tiles, float32
+  parts_ref=None,  # with split sums [splits, tiles of tokens, N rounded up to tiles, tokens of a tile], float32
   *,
   w_s,
   x_s,
@@ -263,17 +264,18 @@ def _program(
         for line, total in zip(lines, totals, strict=True):
           write(total, line, token)
         return
+      here = lax.div(token, jnp.int32(plan.tokens))
       for line, total in zip(lines, totals, strict=True):
-        parts_ref[split, pl.ds(line, ROWS), pl.ds(token, plan.tokens)] = total
+        parts_ref[split, here, pl.ds(line, ROWS)] = total
       _meet(summed.at[warpgroup])
-      mine = token + split * plan.share
-      parts = [[parts_ref.at[i, pl.ds(line, ROWS), pl.ds(mine, plan.share)] for i in range(splits)] for line in lines]
+      mine = pl.ds(split * plan.share, plan.share)
+      parts = [[parts_ref.at[i, here, pl.ds(line, ROWS), mine] for i in range(splits)] for line in lines]
 
       @pl.when(split < plan.tokens // plan.share)
       def _():
         for line, refs in zip(lines, parts, strict=True):
           sums = [plgpu.load(ref, layout=MATRIX, optimized=False) for ref in refs]
-          write(sum(sums[1:], sums[0]), line, mine)
+          write(sum(sums[1:], sums[0]), line, token + split * plan.share)
 
     lax.fori_loop(0, count, tile, None)
     plgpu.wait_smem_to_gmem(0)
@@ -286,7 +288,7 @@ def _program(
 
 def _meet(barrier):
   """Wait until the same warpgroup of every program of the cluster is here. It then sees what they wrote to global memory."""
-  # The barrier alone orders shared memory only. The interpreter ignores the fences.
+  # The barrier alone orders shared memory only.
   fence: Any = plgpu.inline_mgpu()(_fence)
   plgpu.commit_smem()  # all threads of the warpgroup have written
   fence()
