@@ -135,7 +135,7 @@ class Matmul(NamedTuple):
   name: str  # layer and linear, as in `layer0/mlp`
   sizes: Product
   kind: str  # bf16, fp8, float32
-  tiling: Tiling
+  tiling: Tiling  # its seconds include the launch that adds partial sums
 
 
 # --- launches --------------------------------------------------------------------------------------------------------
@@ -181,8 +181,9 @@ def _kernel(module, instruction, context, traffic):
     case 'hopper_block_matmul':
       (M, K), N = operands[0].dims, operands[2].dims[0]
       tiling = fp8_tiled(M, N, K)
-      sizes = Product(M, N, K)
-      return Work(bytes=traffic, products=tiling.seconds), Matmul(scope(instruction), sizes, 'fp8', tiling)
+      apart = tiling.partial > 0 and len(instruction.shapes) == 1  # another launch adds the partial sums
+      whole = tiling._replace(seconds=tiling.seconds + START + tiling.partial / 2 / COPY) if apart else tiling
+      return Work(bytes=traffic, products=tiling.seconds), Matmul(scope(instruction), Product(M, N, K), 'fp8', whole)
     case 'hopper_grouped_block_matmul' | 'hopper_grouped_matmul':
       weights = max(shape.bytes for shape in operands)
       traffic += (context.met - 1) * weights
