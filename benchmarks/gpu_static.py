@@ -139,6 +139,7 @@ def read_step(case: Case, config: ModelConfig, module: Module, found: aot.Compil
   plain, due = Walk(module, context), Walk(module, context, due=1.0)
   body = loop.lists['body']
   work = plain.iteration(loop)
+  matmuls = unique(plain.matmuls)
   whole = [each for each in found.thunks if each is not loop]
   # The rows that are due compress their caches at the last step of a chunk: outside of the loop, or in its last iteration.
   inside = module.instructions[loop.name].trip_count or case.run.sampling.chunk
@@ -159,7 +160,7 @@ def read_step(case: Case, config: ModelConfig, module: Module, found: aot.Compil
     'fused preparations': len(ready.fused),
     'bytes': work.bytes,
   }
-  return Step(work, call, compress, counts, unique(plain.matmuls), list(found.kernels))
+  return Step(work, call, compress, counts, matmuls, list(found.kernels))
 
 
 def unique(matmuls: Sequence[Matmul]) -> list[Matmul]:

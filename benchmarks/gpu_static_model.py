@@ -143,7 +143,8 @@ class Matmul(NamedTuple):
 
 def scope(instruction: Instruction) -> str:
   """Return where in the network an operation is: the parts of its name behind the loops', without the primitive."""
-  parts = [part for part in instruction.op_name.split('/') if part not in ('while', 'body', 'cond', 'closed_call')]
+  loops = ('while', 'body', 'cond', 'closed_call', 'eval_jaxpr')
+  parts = [part for part in instruction.op_name.split('/') if part not in loops and not part.startswith('hopper_')]
   return '/'.join(parts[1:-1])
 
 
