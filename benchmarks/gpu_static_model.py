@@ -109,7 +109,7 @@ def tiled(M: int, N: int, K: int, batch: int, size: int, rate: float, traffic: f
 
   splits = SPLITS if batch == 1 else (1,)  # with a batch, XLA split the sum itself
   return min(
-    (seconds(*tile, split) for tile in TILES for split in splits if K >= 512 * split or split == 1), key=lambda t: t.seconds
+    (seconds(*tile, split) for tile in TILES for split in splits if split == 1 or 512 * split <= K), key=lambda t: t.seconds
   )
 
 
@@ -135,7 +135,7 @@ class Matmul(NamedTuple):
   name: str  # layer and linear, as in `layer0/mlp`
   sizes: Product
   kind: str  # bf16, fp8, float32
-  tiling: Tiling
+  tiling: Tiling  # its seconds include the launch that adds partial sums
 
 
 # --- launches --------------------------------------------------------------------------------------------------------
@@ -143,7 +143,8 @@ class Matmul(NamedTuple):
 
 def scope(instruction: Instruction) -> str:
   """Return where in the network an operation is: the parts of its name behind the loops', without the primitive."""
-  parts = [part for part in instruction.op_name.split('/') if part not in ('while', 'body', 'cond', 'closed_call')]
+  loops = ('while', 'body', 'cond', 'closed_call', 'eval_jaxpr')
+  parts = [part for part in instruction.op_name.split('/') if part not in loops and not part.startswith('hopper_')]
   return '/'.join(parts[1:-1])
 
 
@@ -152,11 +153,11 @@ def launch(module: Module, instruction: Instruction, context: Context) -> tuple[
   traffic = moved(module, instruction).total
   if instruction.opcode == 'custom-call' and 'hopper_' in instruction.op_name:
     return _kernel(module, instruction, context, traffic)
-  if instruction.opcode == 'custom-call' and 'gemm' in instruction.target or 'matmul' in instruction.target:
+  if 'gemm' in instruction.target or 'matmul' in instruction.target:
     (left, right), out = (module.instructions[name].shapes[0] for name in instruction.operands[:2]), instruction.shapes[0]
     K = round(math.sqrt(left.size * right.size / out.size))
-    sizes, of = Product(*sorted((left.size // K, right.size // K)), K), left
-    return _product(instruction, sizes, of, '', traffic)
+    M, N = sorted((left.size // K, right.size // K))
+    return _product(instruction, Product(M, N, K), left, '', traffic)
   for dot in module.inner(instruction, 'dot'):
     of = module.instructions[dot.operands[0]].shapes[0]
     return _product(instruction, product(module, dot), of, dot.attributes, traffic)
@@ -181,8 +182,9 @@ def _kernel(module, instruction, context, traffic):
     case 'hopper_block_matmul':
       (M, K), N = operands[0].dims, operands[2].dims[0]
       tiling = fp8_tiled(M, N, K)
-      sizes = Product(M, N, K)
-      return Work(bytes=traffic, products=tiling.seconds), Matmul(scope(instruction), sizes, 'fp8', tiling)
+      apart = tiling.partial > 0 and len(instruction.shapes) == 1  # another launch adds the partial sums
+      whole = tiling._replace(seconds=tiling.seconds + START + tiling.partial / 2 / COPY) if apart else tiling
+      return Work(bytes=traffic, products=tiling.seconds), Matmul(scope(instruction), Product(M, N, K), 'fp8', whole)
     case 'hopper_grouped_block_matmul' | 'hopper_grouped_matmul':
       weights = max(shape.bytes for shape in operands)
       traffic += (context.met - 1) * weights
@@ -297,7 +299,7 @@ class Walk:
     moves = [each for each in body.instructions.values() if 'hopper_compact' in each.op_name and each.opcode == 'custom-call']
     blocks = [self.module.instructions[name].shapes[0] for each in moves for name in each.operands]
     rows = [shape.size for shape in blocks if shape.dtype == 's32' and len(shape.dims) == 1]
-    return math.ceil(self.due * self.context.rows / max(rows, default=1))
+    return math.ceil(self.due * self.context.rows / (rows or [1])[0])
 
 
 def decode_loop(module: Module, thunks: Sequence[Thunk]) -> Thunk:

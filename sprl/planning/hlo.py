@@ -293,7 +293,7 @@ class Product(NamedTuple):
 
 
 def product(module: Module, dot: Instruction) -> Product:
-  """Return the sizes of a `dot`. M are the columns of its second operand if that has fewer rows, such as tokens, else the first's."""
+  """Return the sizes of a `dot`. M is the smaller of the two sides: the tokens, if a step has fewer tokens than weights' rows."""
   left, right = (module.instructions[name].shapes[0].dims for name in dot.operands)
   batch = math.prod(left[i] for i in _dims(dot, 'lhs_batch_dims'))
   K = math.prod(left[i] for i in _dims(dot, 'lhs_contracting_dims'))
@@ -307,7 +307,7 @@ def _dims(dot: Instruction, name: str) -> list[int]:
 
 
 def invariant(body: Computation) -> set[str]:
-  """Return the names of the values of a loop's body that are the same in every iteration: elements that it passes on unchanged."""
+  """Return the names of the values of a loop's body that are the same in every iteration: it passes them on unchanged."""
   root, elements = body.root, {i.name: i for i in body.instructions.values() if i.opcode == 'get-tuple-element'}
   passed = {name for number, name in enumerate(root.operands) if name in elements and elements[name].index == number}
   kept = {elements[name].index for name in passed} if root.opcode == 'tuple' else set()

@@ -44,7 +44,7 @@ def tool(name: str) -> str | None:
   """Return the path of one of NVIDIA's programs: on PATH, under /usr/local/cuda, or from a package; None if there is none."""
   if found := shutil.which(name):
     return found
-  places = [path for path in sorted(Path('/usr/local').glob(f'cuda*/bin/{name}'))]
+  places = sorted(Path('/usr/local').glob(f'cuda*/bin/{name}'))
   try:
     package = importlib.util.find_spec('nvidia.cu13')
   except ModuleNotFoundError:
@@ -62,7 +62,8 @@ def missing() -> str | None:
 def disassemble(ptx: str, arch: str = 'sm_90a') -> str:
   """Return the SASS of a PTX text. Both programs of `missing` must be there. Raises CalledProcessError if one fails."""
   assembler, disassembler = tool('ptxas'), tool('nvdisasm')
-  assert assembler and disassembler, 'the caller asks `missing` first'
+  assert assembler is not None, 'the caller asks `missing` first'
+  assert disassembler is not None, 'the caller asks `missing` first'
   with tempfile.TemporaryDirectory() as folder:
     source, binary = Path(folder, 'kernel.ptx'), Path(folder, 'kernel.cubin')
     source.write_text(ptx)

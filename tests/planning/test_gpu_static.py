@@ -1,0 +1,133 @@
+"""The model of a decode step: sums worked out by hand, and what XLA launches for two layers, against fixed limits.
+
+The second part is skipped with a reason if sprl/planning/aot.py finds no compiler.
+"""
+
+import dataclasses
+
+import gpu_static
+import gpu_static_model as model
+import pytest
+from gpu_static import Case
+
+from sprl.planning import aot, sass
+from sprl.planning.hlo import Shape, parse
+from sprl.planning.thunks import Thunk
+
+LOOP = """ENTRY %main (a: f32[43,100000]) -> f32[43,100000] {
+  %a = f32[43,100000]{1,0} parameter(0)
+  %asked = f32[43,100000]{1,0} while(%a), condition=%more, body=%step
+  %counted = f32[43,100000]{1,0} while(%a), condition=%more, body=%step, backend_config={"known_trip_count":{"n":"15"}}
+  ROOT %copied = f32[43,100000]{1,0} copy(%a)
+}
+%step (b: f32[43,100000]) -> f32[43,100000] {
+  ROOT %b = f32[43,100000]{1,0} parameter(0)
+}
+"""
+COPIED = 2 * 4 * 43 * 100_000  # bytes: 8 us at model.COPY
+
+
+@pytest.fixture
+def walk():
+  return model.Walk(parse(LOOP), model.Context(rows=8, slots=640, length=576, kernels={}))
+
+
+def kernel(name='copied'):
+  return Thunk('CustomKernel', name)
+
+
+def test_launches_in_a_graph_start_faster_than_outside(walk):
+  loose = walk.work([kernel()])
+  assert loose.bytes == COPIED
+  assert loose.rest == pytest.approx(8e-6)
+  assert loose.seconds == pytest.approx(8e-6 + model.LOOSE)
+  graph = walk.work([Thunk('CommandBuffer', '', {'': [kernel(), kernel()]})])
+  assert graph.seconds == pytest.approx(16e-6 + 2 * model.START + model.GRAPH)
+
+
+def test_only_a_loop_without_a_known_trip_count_asks_the_host(walk):
+  lists = {'condition': [kernel()], 'body': [kernel()]}
+  counted = walk.work([Thunk('While', 'counted', lists)])
+  assert (counted.questions, counted.launches) == (0, 15)
+  asked = walk.work([Thunk('While', 'asked', lists)])  # no row is due: the condition is read once
+  assert (asked.questions, asked.launches) == (1, 1)
+
+
+def test_a_plain_step_takes_the_cheap_branch_and_a_due_one_the_other(walk):
+  branch = Thunk('Conditional', 'copied', {'false_branch': [kernel()], 'true_branch': [kernel()] * 3})
+  assert walk.work([branch]).launches == 1
+  assert dataclasses.replace(walk, due=1.0).work([branch]).launches == 3
+
+
+def test_layers_are_extrapolated_along_a_line():
+  few, more = model.Work(launches=10, rest=3.0), model.Work(launches=16, rest=4.0)
+  assert model.at_depth(few, more, (2, 4), 28) == model.Work(launches=10 + 26 * 3, rest=3.0 + 26 * 0.5)
+  assert model.at_depth(1.0, 2.0, (2, 4), 8) == 4.0
+
+
+def test_attention_reads_the_occupied_slots_only():
+  cache, q = Shape('f8e4m3fn', (8, 640, 128)), Shape('bf16', (8, 7, 128))
+  work = model.attention([q, cache, cache], [q], model.Context(4, 640, 576, {}))
+  assert work.bytes == 2 * 2 * 8 * 7 * 128 + 2 * 8 * 576 * 128
+
+
+def test_a_product_is_timed_in_whole_waves():
+  """133 tiles of 128 x 128 take two waves; each needs 2 * 128 * 128 * 4096 operations of a multiprocessor's share of the rate."""
+  found = model.tiled(128, 133 * 128, 4096, batch=2, size=2, rate=model.BF16, traffic=0)
+  assert found.seconds >= 2 * 2 * 128 * 133 * 128 * 4096 / model.BF16
+  one_wave = model.tiled(256, 132 * 128, 4096, 1, 2, model.BF16, traffic=0)
+  assert one_wave.waves == 1
+  bound = model.tiled(1, 128, 4096, 1, 2, model.BF16, traffic=model.COPY)
+  assert bound.seconds == pytest.approx(1 / model.STREAMED)
+
+
+def test_the_issue_rate_and_the_latency_of_a_loop_bound_a_kernel():
+  busy = sass.Sass({}, {'other': 700})
+  report = aot.Kernel('hopper_decode_attention', registers=128, spills=0, shared=100 * 1024, threads=128, sass=busy)
+  # 700 instructions of 4 warps on 4 schedulers are 1,000 cycles at 70 %; two programs share their latency of 1,400.
+  seconds = model.loop_seconds(report, iterations=model.PROCESSORS)
+  assert seconds == pytest.approx(1000 / model.CLOCK)
+
+
+def test_targets_are_judged():
+  row = {'tokens/s': 10.0, 'roofline': 0.9, 'launches/layer': 11, 'nested loops': 0, 'questions a step': 1, 'a chunk': 1}
+  rows = {
+    'Qwen2.5-7B 256 dense bf16': row,
+    'Qwen2.5-7B 256 sparse fp8': row | {'tokens/s': 31.0, 'mean ms': 1.2, 'step ms': 1.0},
+    'Qwen2.5-7B 256 sparse fp8 without key bias': row | {'step ms': 0.96},
+  }
+  met = {each['target'].partition(': ')[2]: each['met'] for each in gpu_static.judged(rows, []) if 'sparse' in each['target']}
+  assert met == {
+    'times dense bf16': True,
+    'mean over plain step': False,
+    'launches a layer': True,
+    'nested loops': True,
+    'host questions a step': False,
+    'host questions a chunk': True,
+    'share of key biases': True,
+  }
+
+
+# --- compiled for an H200 --------------------------------------------------------------------------------------------
+
+# Limits of two layers of Qwen2.5-1.5B with 64 rows: launches of a plain step, its nested loops, MiB that the loop computes again
+# from weights, conversions and concatenations of weights inside of products. They may only go down.
+MOST = {
+  Case('Qwen2.5-1.5B', 64, 'dense', 'bf16'): {'launches': 50, 'nested loops': 0, 'prepared MiB': 0, 'fused preparations': 4},
+  Case('Qwen2.5-1.5B', 64, 'sparse', 'fp8'): {'launches': 121, 'nested loops': 2, 'prepared MiB': 2, 'fused preparations': 0},
+}
+
+
+@pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
+@pytest.mark.parametrize('case', MOST, ids=str)
+def test_a_plain_step_launches_no_more_than_before(case, optimised):
+  counts = gpu_static.step(case, layers=2).counts
+  assert {name: counts[name] for name, most in MOST[case].items() if counts[name] > most} == {}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
+def test_eight_layers_lie_on_the_line_through_two_and_four(optimised):
+  few, more, many = (gpu_static.step(Case('Qwen2.5-1.5B', 64, 'dense', 'bf16'), layers) for layers in (2, 4, 8))
+  assert model.at_depth(few.plain, more.plain, (2, 4), 8).seconds == pytest.approx(many.plain.seconds, rel=0.02)
+  assert model.at_depth(few.plain, more.plain, (2, 4), 8).launches == many.plain.launches
