@@ -1,7 +1,7 @@
 """Rows of data files: parquet, arrow, JSON lines and JSON arrays.
 
-A row is a dict of all columns. With it comes its place, such as `folder/train.jsonl:17`, for messages. pyarrow is imported only to
-read its own formats, so that a run on JSON needs no wheel of 45 MB.
+A row is a dict of all columns. With it comes its place, such as `folder/train.jsonl:17`, for messages. pyarrow is imported only
+to read its own formats, so that a run on JSON needs no wheel of 45 MB.
 """
 
 import base64
