@@ -10,6 +10,7 @@ The device's ceilings are measured first: copy bandwidth and matrix rates. The p
 
     parity        every kernel, and the library's attention, against its reference on random numbers
     decode        decode steps of Qwen2.5-7B and 1.5B at 4 and 8 layers, dense and sparse, bfloat16 and FP8
+    launches      the cost of a launch, and of a loop that asks the host whether to go on
     attention     decode attention at real models' shapes, beside XLA, cuDNN and PyTorch
     matmul        FP8 products and those of experts, beside cuBLAS and a kernel in Triton
     rows          the learner's attention of packed rows, with gradients
@@ -54,6 +55,7 @@ from device_timing import Ceilings, ceilings
 from gpu_check_bench import DECODES, GENERATED, ROWS, TOY, Bench, Row
 from gpu_check_decode import check_decode, check_decode_whole, random_params
 from gpu_check_kernels import check_append, check_attention, check_eviction, check_matmul, check_rows
+from gpu_check_launches import check_launches
 from gpu_check_parity import check_parity
 from gpu_check_record import key, limits, planned, run, summary, table
 from gpu_check_update import check_update
@@ -65,8 +67,8 @@ from sprl.kernels import hopper_block_matmul, hopper_decode_attention, hopper_ev
 LIMIT = 560  # seconds; no new row starts later
 TORCH = 100  # seconds for all PyTorch measurements
 SECONDS = {  # of each part; it starts no new row later
-  'parity': 130, 'decode': 140, 'attention': 45, 'matmul': 50, 'rows': 40, 'eviction': 20, 'append': 5, 'update': 45,
-  'decode_whole': 65,
+  'parity': 130, 'decode': 140, 'launches': 10, 'attention': 45, 'matmul': 50, 'rows': 40, 'eviction': 20, 'append': 5,
+  'update': 45, 'decode_whole': 60,
 }  # fmt: skip
 KERNELS = (
   (hopper_decode_attention, 'decode_attention'),
@@ -80,6 +82,7 @@ KERNELS = (
 CHECKS = {
   'parity': check_parity,
   'decode': check_decode,
+  'launches': check_launches,
   'attention': check_attention,
   'matmul': check_matmul,
   'rows': check_rows,

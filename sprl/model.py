@@ -17,6 +17,7 @@ from sprl.cache.scales import Scales
 from sprl.config import Cache, Quant, Run, Sampling
 from sprl.io import huggingface
 from sprl.io.pretrained import locate
+from sprl.io.random_model import is_random
 from sprl.io.tokenizer import Tokenizer
 from sprl.kernels.platform import check_device, compute_dtype, on_gpu
 from sprl.models import transformer
@@ -47,6 +48,7 @@ class Model:
   param_dtype: Any  # of the trained weights: master weights, or adapters
   lora: settings.Lora
   kernels: settings.Kernels
+  weights_seed: int | None = None  # of random weights; None: the weights are those of the folder
 
   @classmethod
   def open(cls, run: Run) -> 'Model':
@@ -60,7 +62,8 @@ class Model:
     check_experts(run, config)
     check_stops(run, config)
     check_device(run.model.kernels)
-    huggingface.check_weights(folder, config)
+    if not (random := is_random(run.model.path)):
+      huggingface.check_weights(folder, config)
     if run.lora.rank:
       abstract_adapters(config, run.lora)  # raises if the model lacks a target
     tokenizer = Tokenizer.load(folder, run.task.template_args)
@@ -92,6 +95,7 @@ class Model:
       param_dtype=jnp.dtype(run.model.param_dtype),
       lora=run.lora,
       kernels=run.model.kernels,
+      weights_seed=run.seed if random else None,
     )
     model.linears(run.quant)  # raises if a mesh cuts a weight inside its blocks
     return model
@@ -107,7 +111,13 @@ class Model:
     return replicated(self.mesh)
 
   def load(self, dtype=None) -> Params:
-    """Load the pretrained weights onto the learner's devices, in `dtype`, by default that of the master weights."""
+    """Load the pretrained weights onto the learner's devices, in `dtype`, by default that of the master weights.
+
+    Random weights are made there: each device makes its part, and the host none.
+    """
+    if self.weights_seed is not None:
+      init = partial(transformer.init_params, self.config, dtype=dtype or self.param_dtype)
+      return jax.jit(init, out_shardings=self.shardings)(jax.random.key(self.weights_seed))
     return huggingface.load_params(self.folder, self.config, self.shardings, dtype or self.param_dtype)
 
   def base(self, dtype=None) -> Base | None:

@@ -247,7 +247,8 @@ class Session:
     dropped = int(self._rollout_metrics.get('async/dropped_tokens', 0))
     self.state.tokens_sampled += sum(int(s.mask.sum()) for t in trajectories for s in sequences(t)) + dropped
     self.state.tokens_trained += self.learner.tokens.trained
-    return {'tokens/sampled': float(self.state.tokens_sampled), 'tokens/trained': float(self.state.tokens_trained)}
+    counts = {'tokens/sampled': float(self.state.tokens_sampled), 'tokens/trained': float(self.state.tokens_trained)}
+    return counts if self.model.weights_seed is None else counts | {'policy/random_weights': 1.0}
 
   def _machine(self, seconds: float) -> dict[str, float]:
     """Return the share of its devices' peak that a step of so many seconds used, where that is known, and bytes of memory."""

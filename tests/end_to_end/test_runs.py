@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import jax
 import ml_dtypes
 import numpy as np
 import optax
@@ -19,6 +20,7 @@ from sprl.io.checkpoint import CheckpointError
 from sprl.io.metrics import read_metrics
 from sprl.io.starts import Start, read_starts
 from sprl.learner.model_card import model_card
+from sprl.model import Model
 from sprl.session import Finished
 
 CHANGES = {
@@ -195,3 +197,22 @@ def test_adapters_start_from_adapters_of_the_same_base(folder):
     begin(folder, 'scaled', folder / 'adapters', lora__rank=2, lora__alpha=3.0)
   with pytest.raises(SettingsError, match=r'trains adapters, but this run trains all weights \(config.lora.rank = None\)'):
     begin(folder, 'all', folder / 'adapters')
+
+
+def test_a_run_trains_random_weights_without_a_model_and_says_so(folder, monkeypatch, caplog):
+  monkeypatch.setenv('SPRL_CACHE', str(folder / 'cache'))
+  path = f'random:{folder / "model"}'  # its programs are those of the other tests
+  changes = {'model__path': path, 'steps': 1, 'seed': 3}
+  assert begin(folder, 'random', **changes).completed
+  assert f'config.model.path = {path}: the weights are random' in caplog.text
+  [step] = [record for record in read_metrics(folder / 'random') if record['kind'] == 'train']
+  assert step['policy/random_weights'] == 1
+  card = model_card(folder / 'random', 1, folder, 'random')
+  assert '**The run began with random weights.**' in card
+  first, same, other = (Model.open(run(folder, **changes | {'seed': seed})).load() for seed in (3, 3, 4))
+  matrices = [leaf for leaf in jax.tree.leaves(first) if leaf.ndim == 2]
+  assert all(0.01 < float(leaf.std()) < 0.03 for leaf in matrices)  # not the trained weights, nor zeros
+  assert jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), first, same))
+  assert not jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), first, other))
+  rounded = Model.open(run(folder, **changes)).load('bfloat16')
+  assert jax.tree.all(jax.tree.map(lambda a, b: bool((a.astype(b.dtype) == b).all()), first, rounded))
