@@ -5,7 +5,6 @@ from typing import Any
 import jax
 
 from sprl.config import Kernels
-from sprl.kernels.cost import Cost
 from sprl.kernels.platform import chosen
 
 
@@ -21,8 +20,3 @@ def runs(shape: tuple[int, int], dtype: Any, group: int, pow2: bool, kernels: Ke
     return hopper_quantise.obstacle(jax.ShapeDtypeStruct(shape, dtype), group, pow2, norm)
 
   return kernels != 'reference' and chosen('quantised activations', 'auto', obstacle)
-
-
-def cost(T: int, M: int, inputs: int = 1) -> Cost:
-  """Return the cost of T tokens of M features from `inputs` bfloat16 arrays of that shape."""
-  return Cost(T * M * (2 * inputs + 1) + 4 * T * (M // 128), 0)
