@@ -26,10 +26,11 @@ from sprl.kernels.rope import Turns, rotate, turns
 from sprl.models.attention import Attention
 from sprl.models.config import Experts, ModelConfig
 from sprl.models.families import Activation
-from sprl.models.moe import AXES, ROUTER, gated, gates, mixture, probabilities, top_experts
+from sprl.models.moe import ACTIVATIONS, AXES, ROUTER, gated, gates, mixture, probabilities, top_experts
 from sprl.models.routing import LayerRouting, Routing, balance_of, replayed
+from sprl.quant.block import BlockScaled, Quantised, gated_codes, normalised_codes, quantises
 from sprl.quant.dot import PRODUCT, dot, plain
-from sprl.quant.joined import Joined
+from sprl.quant.joined import Joined, Within
 from sprl.sharding.rules import kept, prefetch_barrier, shard
 
 Params = dict[str, Any]  # nested dict of arrays
@@ -58,7 +59,7 @@ class Linear(nnx.Module):
     self.kernel = _weight(axes, outputs, inputs)
     self.bias = _weight(axes[:1], outputs) if bias else None
 
-  def __call__(self, x: Float[Array, '*B M']) -> Float[Array, '*B N']:
+  def __call__(self, x: Float[Array, '*B M'] | Quantised) -> Float[Array, '*B N']:
     """Map [..., in] to [..., out]."""
     return self.biased(dot(x, self.kernel.get_value(), self.axes))
 
@@ -68,7 +69,7 @@ class Linear(nnx.Module):
     return y if self.bias is None else y + shard(self.bias.get_value(), self.axes[0]).astype(y.dtype)
 
 
-def together(x: Float[Array, '*B M'], *linears: Linear) -> list[Float[Array, '*B _']]:
+def together(x: Float[Array, '*B M'] | Quantised, *linears: Linear) -> list[Float[Array, '*B _']]:
   """Return the outputs of linears that read the same x: one product if their kernels are joined (sprl/quant/joined.py)."""
   first = linears[0].kernel.get_value()
   if not isinstance(first, Joined):
@@ -94,8 +95,26 @@ class RMSNorm(nnx.Module):
 
   def __call__(self, x: Float[Array, '*B M']) -> Float[Array, '*B M']:
     """Normalise x. Shape and dtype stay."""
+    return _normalised(x, self._factor, self.eps)
+
+  def read_by(self, x: Float[Array, '*B M'], *linears: Linear) -> Float[Array, '*B M'] | Quantised:
+    """Normalise x in the form that these linears multiply: in FP8 where a kernel does both."""
+    w = _codes(*linears)
+    if w is not None and quantises(x.shape, x.dtype, w, norm=True):
+      return normalised_codes(x, self._factor, self.eps, w)
+    return self(x)
+
+  @property
+  def _factor(self) -> Float[Array, ' M']:
     scale = shard(self.scale.get_value(), None)
-    return _normalised(x, self.offset + scale.astype(jnp.float32) if self.offset else scale, self.eps)
+    return self.offset + scale.astype(jnp.float32) if self.offset else scale
+
+
+def _codes(*linears: Linear) -> BlockScaled | None:
+  """Return a weight of linears that all multiply FP8 codes; None if one of them does not."""
+  kernels = [linear.kernel.get_value() for linear in linears]
+  weights: list[Any] = [w.weight if isinstance(w, Joined) else w for w in kernels if not isinstance(w, Within)]
+  return weights[0] if all(isinstance(w, BlockScaled) for w in weights) else None
 
 
 def _maybe(norm: RMSNorm | None, x: Float[Array, '*B M']) -> Float[Array, '*B M']:
@@ -118,9 +137,14 @@ class SelfAttention(nnx.Module):
     self.head_dim, self.whole_norm = D, whole
     self.sliding_window, self.query_scale = config.sliding_window(layer), config.query_scale
 
-  def __call__(self, layer: int, x: Float[Array, 'B T E'], turns: Turns, attention: Attention):
+  def inputs(self, norm: RMSNorm | None, x: Float[Array, 'B T E']) -> Float[Array, 'B T E'] | Quantised:
+    """Return norm(x) in the form that the projections multiply."""
+    return x if norm is None else norm.read_by(x, self.q, self.k, self.v)
+
+  def __call__(self, layer: int, x: Float[Array, 'B T E'] | Quantised, turns: Turns, attention: Attention):
     """Return the output [B, T, E] and the attention object after these tokens."""
-    heads = (*x.shape[:2], -1, self.head_dim)
+    B, T, _ = x.shape
+    heads = (B, T, -1, self.head_dim)
     with jax.named_scope('qkv'):
       q, k, v = together(x, self.q, self.k, self.v)
       if not self.whole_norm:
@@ -130,7 +154,7 @@ class SelfAttention(nnx.Module):
     with jax.named_scope('attend'):
       out, attention = attention.attend(layer, q, k, v, self.sliding_window)
     with jax.named_scope('o'):
-      return self.o(out.reshape(*x.shape[:2], -1)), attention
+      return self.o(out.reshape(B, T, -1)), attention
 
 
 class MLP(nnx.Module):
@@ -142,8 +166,15 @@ class MLP(nnx.Module):
     self.down = Linear(('embed', 'mlp'), E, F)
     self.activation: Activation = activation
 
-  def __call__(self, x: Float[Array, 'B T E']) -> Float[Array, 'B T E']:
+  def inputs(self, norm: RMSNorm | None, x: Float[Array, 'B T E']) -> Float[Array, 'B T E'] | Quantised:
+    """Return norm(x) in the form that gate and up multiply."""
+    return x if norm is None else norm.read_by(x, self.gate, self.up)
+
+  def __call__(self, x: Float[Array, 'B T E'] | Quantised) -> Float[Array, 'B T E']:
     """Apply the MLP to each token."""
+    first, down = self.gate.kernel.get_value(), _codes(self.down)
+    if down is not None and isinstance(first, Joined) and quantises((*x.shape[:-1], first.sizes[0]), x.dtype, down):
+      return self.down(gated_codes(dot(x, first.weight, self.gate.axes), ACTIVATIONS[self.activation], down))
     gate, up = together(x, self.gate, self.up)
     return self.down(gated(gate, up, self.activation))
 
@@ -211,14 +242,13 @@ class Layer(nnx.Module):
   def __call__(self, layer: int, x: Float[Array, 'B T E'], turns: Turns, attention: Attention, routes, mask, kernels: Kernels):
     """Return the stream [B, T, E], the attention object, and the routing of a layer with experts (else None)."""
     with jax.named_scope('attention'):
-      out, attention = self.attention(layer, _maybe(self.attention_norm, x), turns, attention)
+      out, attention = self.attention(layer, self.attention.inputs(self.attention_norm, x), turns, attention)
       x = x + _maybe(self.attention_out_norm, out)
     with jax.named_scope('mlp'):
-      normed = _maybe(self.mlp_norm, x)
       if isinstance(self.mlp, Mixture):
-        out, routing = self.mlp(normed, routes, mask, kernels)
+        out, routing = self.mlp(_maybe(self.mlp_norm, x), routes, mask, kernels)
       else:
-        out, routing = self.mlp(normed), None
+        out, routing = self.mlp(self.mlp.inputs(self.mlp_norm, x)), None
       return x + _maybe(self.mlp_out_norm, out), attention, routing
 
 

@@ -3,9 +3,11 @@
 Weights are quantised once a sync, activations in every product (docs/methods/fp8.md, block-wise weights and activations).
 """
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +15,7 @@ from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Float, Float8e4m3fn, Float32, Int
 
 from sprl.config import Kernels
+from sprl.kernels import quantise as quantise_kernels
 from sprl.kernels.block_matmul import block_matmul, grouped_matmul
 from sprl.quant import fp8
 from sprl.sharding.rules import Names, local, psum, shares
@@ -77,10 +80,66 @@ def quantise(w: Float[Array, '*X N M'], format: str) -> BlockScaled:
   return BlockScaled(*_quantise(w.astype(jnp.bfloat16).astype(jnp.float32), rows, columns, pow2), format)
 
 
-def quantise_groups(x: Float[Array, '*B M'], format: str) -> tuple[Float8e4m3fn[Array, '*B M'], Float32[Array, '*B G']]:
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Quantised:
+  """Activations as codes, and one scale for each token and group of features. A kernel made them from a norm or an activation."""
+
+  codes: Float8e4m3fn[Array, 'T M']
+  scale: Float32[Array, 'T G']
+  lead: tuple[int, ...] = field(metadata={'static': True})  # the axes that the tokens had
+  dtype: Any = field(metadata={'static': True})  # of products
+  format: str = field(metadata={'static': True})
+
+  @property
+  def shape(self) -> tuple[int, ...]:
+    """The shape of the activations."""
+    return (*self.lead, self.codes.shape[1])
+
+  @property
+  def ndim(self) -> int:
+    """The number of the activations' axes."""
+    return len(self.shape)
+
+
+def quantises(shape: tuple[int, ...], dtype: Any, w: BlockScaled, norm: bool = False) -> bool:
+  """Return whether a kernel quantises activations of this shape for a product with w. `norm`: behind a norm."""
+  _, _, group, pow2 = FORMATS[w.format]
+  return quantise_kernels.runs((math.prod(shape[:-1]), shape[-1]), dtype, group, pow2, w.kernels, norm)
+
+
+def normalised_codes(x: Float[Array, '*B M'], scale: Float[Array, ' M'], eps: float, w: BlockScaled) -> Quantised:
+  """Return x / rms(x) * scale, rounded to x's dtype and quantised for a product with w. The kernel must run (`quantises`)."""
+  from sprl.kernels import hopper_quantise
+
+  *lead, M = x.shape
+  codes, scales = hopper_quantise.normalised_codes(x.reshape(-1, M), scale, eps)
+  return Quantised(codes, scales, tuple(lead), x.dtype, w.format)
+
+
+def gated_codes(x: Float[Array, '*B N'], activate: Callable[[Array], Array], w: BlockScaled) -> Quantised:
+  """Return activate(gate) * up for x = gate beside up, rounded to x's dtype and quantised for a product with w.
+
+  The kernel must run (`quantises`).
+  """
+  from sprl.kernels import hopper_quantise
+
+  *lead, N = x.shape
+  codes, scales = hopper_quantise.gated_codes(x.reshape(-1, N), activate)
+  return Quantised(codes, scales, tuple(lead), x.dtype, w.format)
+
+
+def quantise_groups(
+  x: Float[Array, '*B M'], format: str, kernels: Kernels = 'reference'
+) -> tuple[Float8e4m3fn[Array, '*B M'], Float32[Array, '*B G']]:
   """Return codes of activations, and one scale for each token and group of features (docs/methods/fp8.md, eq. 3)."""
   *lead, M = x.shape
   _, _, group, pow2 = FORMATS[format]
+  if quantise_kernels.runs((math.prod(lead), M), x.dtype, group, pow2, kernels):
+    from sprl.kernels import hopper_quantise
+
+    codes, scale = hopper_quantise.codes(x.reshape(-1, M))
+    return codes.reshape(x.shape), scale.reshape(*lead, -1)
   codes, scale = _quantise(x.astype(jnp.float32).reshape(-1, M), 1, group, pow2)
   return codes.reshape(x.shape), scale.reshape(*lead, -(-M // group))
 
@@ -91,8 +150,8 @@ def fake_groups(x: Float[Array, '*B M'], format: str) -> Float[Array, '*B M']:
   return fp8.decast(codes, jnp.repeat(scale, FORMATS[format].group, -1)[..., : x.shape[-1]], x.dtype)
 
 
-def block_dot(x: Float[Array, '*B M'], w: BlockScaled, axes: Names = (None, None)) -> Float[Array, '*B N']:
-  """Quantise x and return x @ w^T in x's dtype, summed in float32 (docs/methods/fp8.md, eq. 4).
+def block_dot(x: Float[Array, '*B M'] | Quantised, w: BlockScaled, axes: Names = (None, None)) -> Float[Array, '*B N']:
+  """Quantise x, if it is not, and return x @ w^T in x's dtype, summed in float32 (docs/methods/fp8.md, eq. 4).
 
   A kernel multiplies FP8 codes where one can run. Elsewhere the codes are multiplied group by group as bfloat16, which holds e4m3
   exactly. On a mesh each device multiplies its part of the weight; `axes` are the names of the weight's axes. An axis that the
@@ -101,8 +160,12 @@ def block_dot(x: Float[Array, '*B M'], w: BlockScaled, axes: Names = (None, None
   rows, columns, group, _ = FORMATS[w.format]
   outputs, features = _split(axes[0], w.codes.shape[0], rows), _split(axes[1], w.codes.shape[1], columns)
 
+  if isinstance(x, Quantised):  # kernels quantise on one device only
+    y = block_matmul(x.codes, x.scale, w.codes, w.scale, rows, group, x.dtype, w.kernels)
+    return y.reshape(*x.lead, -1)
+
   def product(x, codes, scale):
-    x8, x_scale = quantise_groups(x.reshape(-1, x.shape[-1]), w.format)
+    x8, x_scale = quantise_groups(x.reshape(-1, x.shape[-1]), w.format, w.kernels)
     y = block_matmul(x8, x_scale, codes, scale, rows, group, x.dtype, w.kernels).reshape(*x.shape[:-1], len(codes))
     return y if features is None else psum(y, features)
 
@@ -115,7 +178,7 @@ def grouped_dot(
 ) -> Float[Array, 'n T N']:
   """Return `block_dot` of each block of T tokens with the weight of its expert. Blocks from `used` on are undefined."""
   rows, _, group, _ = FORMATS[w.format]
-  codes, scale = quantise_groups(x, w.format)
+  codes, scale = quantise_groups(x, w.format, w.kernels)
   return grouped_matmul(codes, scale, w.codes, w.scale, expert, used, rows, group, x.dtype, w.kernels)
 
 

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from sprl.config import Kernels
 from sprl.kernels.grouped_matmul import grouped_matmul
 from sprl.quant import block
-from sprl.quant.block import BlockScaled, Emulated, block_dot, fake_groups
+from sprl.quant.block import BlockScaled, Emulated, Quantised, block_dot, fake_groups
 from sprl.sharding.rules import Names, kept, shard
 
 PRODUCT = 'product'  # name of these products in checkpoint policies
@@ -50,20 +50,24 @@ def plain(w: Float[Array, '*S'] | LowRank | StraightThrough) -> Float[Array, '*S
 
 
 def dot(
-  x: Float[Array, '*B M'], w: Float[Array, 'N M'] | LowRank | BlockScaled | Emulated | StraightThrough, axes: Names | None = None
+  x: Float[Array, '*B M'] | Quantised,
+  w: Float[Array, 'N M'] | LowRank | BlockScaled | Emulated | StraightThrough,
+  axes: Names | None = None,
 ) -> Float[Array, '*B N']:
   """Return x @ w^T in x's dtype. `axes` are the names of w's axes on a mesh.
 
-  A quantised weight quantises x too, and its product has no gradient. A product with a StraightThrough weight uses its copy,
-  and has gradients. The adapter of a LowRank weight is never expanded to a matrix of w's shape, and neither is its gradient.
+  A quantised weight quantises x too, if it is not, and its product has no gradient. A product with a StraightThrough weight uses
+  its copy, and has gradients. The adapter of a LowRank weight is never expanded to a matrix of w's shape, and neither is its
+  gradient.
   """
+  if isinstance(w, BlockScaled):
+    return block_dot(x, w, axes or (None, None))
+  assert not isinstance(x, Quantised), 'only codes multiply codes'
   match w:
     case LowRank():
       inner, outer = (None, None) if axes is None else ((None, axes[1]), (axes[0], None))
       beside = _dot(_dot(x, w.a, inner), w.b, outer)
       return checkpoint_name(_dot(x, jax.lax.stop_gradient(w.w), axes) + w.scale * beside, PRODUCT)
-    case BlockScaled():
-      return block_dot(x, w, axes or (None, None))
     case Emulated():
       return _dot(fake_groups(x, w.format), w.values, axes)
     case StraightThrough():

@@ -16,6 +16,7 @@ from kernel_resources import CASES, EXPERTS, FP8, MODELS, attention
 from sprl.cache.layout import cache_layout
 from sprl.cache.scales import Scales
 from sprl.config import Cache, Quant, Sampling
+from sprl.kernels import hopper_quantise
 from sprl.kernels.attention import attention as attend_rows
 from sprl.kernels.block_matmul import block_matmul
 from sprl.kernels.decode_attention import decode_attention
@@ -24,7 +25,7 @@ from sprl.kernels.hopper_block_matmul import obstacle
 from sprl.models import transformer
 from sprl.models.attention import PackedAttention
 from sprl.models.config import tiny
-from sprl.models.moe import blocks, mixture
+from sprl.models.moe import ACTIVATIONS, blocks, mixture
 from sprl.planning.aot import compile_for_h200, missing
 from sprl.quant import fp8
 from sprl.sampler import decode
@@ -323,15 +324,31 @@ def test_second_codes_of_keys_are_written_and_moved_in_place(cache):
   assert queries == ['192'] * 2  # both factors of the scores are cast in one launch
 
 
-def test_an_activation_is_quantised_once_for_all_products_that_read_it():
-  """The seven products of a layer read four arrays of codes: q, k and v share one, gate and up share another. The norms leave at
-  most two float32 arrays in a layer, from which the codes are computed; none with jax 0.11.2."""
+def test_a_layer_has_four_products_and_a_kernel_before_each_that_quantises():
+  """q, k and v are one product, and gate and up another. Two kernels normalise and quantise, one does so with the activation.
+  Nothing else stands between them and the products: XLA makes no codes and lays out no scales."""
   compiled, *_ = compile_decode_loop('w8a8_kv8', DENSE, hidden_size=1024, intermediate_size=2048)
-  made = re.findall(r'^ +%[\w.]+ = (\w+\[64,\d+\])\S* (\w+)\(', compiled.text[compiled.text.index('\n%region_0') :], re.MULTILINE)
-  codes = [name for name, operation in made if operation == 'fusion' and name.startswith('u8')]
-  assert sorted(codes) == sorted(2 * ['u8[64,1024]', 'u8[64,3584]', 'u8[64,1024]', 'u8[64,2048]'])
-  assert compiled.text.count('hopper_block_matmul/mpmd_map"') >= 2 * 7
-  assert made.count(('f32[64,1024]', 'fusion')) <= 2 * 2 + 1  # and the final norm, for the head
+  body = compiled.text[compiled.text.index('\n%region_0') :]
+  called = Counter(re.findall(r' custom-call\(.*/hopper_(\w*codes|block_matmul)/mpmd_map"', body))
+  assert called == {'normalised_codes': 2 * 2, 'codes': 2, 'gated_codes': 2, 'block_matmul': 2 * 4}
+  made = re.findall(r'^ +%[\w.]+ = (\w+\[[\d,]+\])\S* fusion\(', body, re.MULTILINE)
+  widths = 1024, 2048, 3584  # of the activations that products read
+  assert not [x for x in made if x in [f'{dtype}[64,{M}]' for M in widths for dtype in ('u8', 'f8e4m3fn')]]
+  assert not [x for x in made if x in [form for M in widths for form in (f'f32[64,{M // 128}]', f'f32[{M // 128},64]')]]
+  assert all(kernel.spills == 0 for kernel in compiled.kernels)
+
+
+@pytest.mark.parametrize('M', [2816, 8192])  # groups for two warps; the widest tokens
+def test_quantisation_compiles_without_spills(M):
+  shape = jax.ShapeDtypeStruct
+  x, scale = shape((256, M), jnp.bfloat16), shape((M,), jnp.bfloat16)
+  for activate in ACTIVATIONS.values():
+    [kernel] = compile_for_h200(partial(hopper_quantise.gated_codes, activate=activate), x).kernels
+    assert kernel.spills == 0
+  [kernel] = compile_for_h200(hopper_quantise.codes, x).kernels
+  assert kernel.spills == 0
+  [kernel] = compile_for_h200(partial(hopper_quantise.normalised_codes, eps=1e-6), x, scale).kernels
+  assert kernel.spills == 0
 
 
 @pytest.mark.parametrize('sampler', ['none', 'kv8', 'w8a8_kv8'])
@@ -349,7 +366,8 @@ def test_a_prefill_uses_cudnn_with_a_mask_and_three_arrays_of_all_heads(sampler)
   heads = layout.heads + 2 * layout.kv_heads
   codes = P * T * heads * layout.head_dim if layout.fp8 else 0
   assert compiled.temporary <= 2 * P * T * (3 * heads * layout.head_dim + T) + codes + 2**20
-  assert {kernel.name for kernel in compiled.kernels} == ({'hopper_block_matmul'} if sampler == 'w8a8_kv8' else set())
+  quantised = {'hopper_block_matmul', 'hopper_normalised_codes', 'hopper_codes', 'hopper_gated_codes'}
+  assert {kernel.name for kernel in compiled.kernels} <= (quantised if sampler == 'w8a8_kv8' else set())
   assert all(kernel.spills == 0 for kernel in compiled.kernels)
 
 

@@ -1,0 +1,135 @@
+"""Activations to FP8 for NVIDIA Hopper, in Pallas Mosaic GPU: alone, behind a norm, or behind a gated activation.
+
+A group is 128 features of a token. 32 lanes hold four features each, so the largest value of a group is found within a warp.
+A program has four warps:
+
+    normalised_codes   one token [C, 128]: the groups are dealt to the warps, which add their sums of squares
+    codes, gated_codes one group of eight tokens [8, 128]
+
+Codes are written as the matrix product reads them, and scales transposed: no program is left between the two.
+"""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, BFloat16, Float, Float8e4m3fn, Float32
+
+GROUP = 128  # features that share a scale
+WARPS = 4
+TOKENS = 8  # of a program of `codes`
+WIDEST = 64  # groups of a token of `normalised_codes`: 8,192 features, 64 registers of a thread
+MAX, FLOOR = 448.0, 1e-10  # of e4m3; least amax of a group (sprl/quant/fp8.py)
+
+LANE = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+Shape = jax.ShapeDtypeStruct
+
+
+def obstacle(x: Array | Shape, group: int, pow2: bool, norm: bool = False) -> str | None:
+  """Return why the kernels cannot quantise tokens [T, M], or None if they can. `norm`: a norm comes first."""
+  T, M = x.shape
+  if x.dtype != jnp.bfloat16:
+    return f'activations are {x.dtype}, not bfloat16'
+  if group != GROUP or pow2:
+    return f'a scale is shared by {group} features{" and a power of two" * pow2}, not any number shared by {GROUP}'
+  if M % GROUP or T % TOKENS:
+    return f'activations are [{T}, {M}]: expected multiples of {TOKENS} and {GROUP}'
+  if norm and (M > WIDEST * GROUP or M % (2 * GROUP)):
+    return f'tokens are {M} wide: expected multiples of {2 * GROUP} up to {WIDEST * GROUP}'
+  return None
+
+
+def normalised_codes(
+  x: BFloat16[Array, 'T M'], scale: Float[Array, ' M'], eps: float, interpret: Any = None
+) -> tuple[Float8e4m3fn[Array, 'T M'], Float32[Array, 'T C']]:
+  """Return codes and scales of x / rms(x) * scale, which is rounded to bfloat16 before it is quantised.
+
+  `interpret=plgpu.InterpretGPUParams()` runs the kernel on a CPU.
+  """
+  (T, M), C = x.shape, x.shape[1] // GROUP
+  layout = _layout(math.gcd(C, WARPS))
+
+  def hopper_normalised_codes(x_ref, scale_ref, codes_ref, scales_ref):  # the program's name in profiles
+    token = lax.axis_index('token')
+    wide = plgpu.load(x_ref.at[token], layout=layout, optimized=False).astype(jnp.float32)
+    weight = plgpu.load(scale_ref, layout=layout, optimized=False).astype(jnp.float32)
+    mean = jnp.sum(jnp.sum(wide * wide, axis=1)) / M
+    codes, scales = _quantised((wide * lax.rsqrt(mean + eps) * weight).astype(jnp.bfloat16), layout)
+    codes_ref[token] = codes
+    plgpu.store(scales_ref.at[:, token], scales, optimized=False)
+
+  codes, scales = plgpu.kernel(
+    hopper_normalised_codes,
+    out_type=[Shape((T, C, GROUP), jnp.float8_e4m3fn), Shape((C, T), jnp.float32)],
+    grid=(T,),
+    grid_names=('token',),
+    compiler_params=LANE,
+    interpret=interpret,
+  )(x.reshape(T, C, GROUP), scale.reshape(C, GROUP))
+  return codes.reshape(T, M), scales.T
+
+
+def codes(x: BFloat16[Array, 'T M'], interpret: Any = None) -> tuple[Float8e4m3fn[Array, 'T M'], Float32[Array, 'T C']]:
+  """Return codes and scales of x. `interpret=plgpu.InterpretGPUParams()` runs the kernel on a CPU."""
+  return _by_group(x, x.shape[1], lambda load: load(0), 'hopper_codes', interpret)
+
+
+def gated_codes(
+  x: BFloat16[Array, 'T N'], activate: Callable[[Array], Array], interpret: Any = None
+) -> tuple[Float8e4m3fn[Array, 'T M'], Float32[Array, 'T C']]:
+  """Return codes and scales of activate(gate) * up, where x is gate [T, M] beside up [T, M].
+
+  The product is rounded to bfloat16 before it is quantised. `interpret=plgpu.InterpretGPUParams()` runs the kernel on a CPU.
+  """
+  M = x.shape[1] // 2
+
+  def gated(load):
+    gate, up = load(0).astype(jnp.float32), load(M // GROUP).astype(jnp.float32)
+    return (activate(gate) * up).astype(jnp.bfloat16)
+
+  return _by_group(x, M, gated, 'hopper_gated_codes', interpret)
+
+
+def _by_group(x, M, values, name, interpret):
+  """Quantise `values(load)` [TOKENS, GROUP] for each group and TOKENS tokens. load(c) is x's group that is c groups further."""
+  T, C, layout = len(x), M // GROUP, _layout(WARPS)
+
+  def body(x_ref, codes_ref, scales_ref):
+    tokens, group = pl.ds(lax.axis_index('tokens') * TOKENS, TOKENS), lax.axis_index('group')
+
+    def load(further):
+      return plgpu.load(x_ref.at[tokens, group + further], layout=layout, optimized=False)
+
+    codes, scales = _quantised(values(load), layout)
+    codes_ref[tokens, group] = codes
+    plgpu.store(scales_ref.at[group, tokens], scales, optimized=False)
+
+  body.__name__ = name  # the program's name in profiles
+  codes, scales = plgpu.kernel(
+    body,
+    out_type=[Shape((T, C, GROUP), jnp.float8_e4m3fn), Shape((C, T), jnp.float32)],
+    grid=(T // TOKENS, C),
+    grid_names=('tokens', 'group'),
+    compiler_params=LANE,
+    interpret=interpret,
+  )(x.reshape(T, -1, GROUP))
+  return codes.reshape(T, M), scales.T
+
+
+def _quantised(x: BFloat16[Array, 'R 128'], layout):
+  """Return the codes and scales of groups, one a row (docs/methods/fp8.md, eq. 3)."""
+  x = x.astype(jnp.float32)
+  scale = jnp.maximum(jnp.max(jnp.abs(x), axis=1), FLOOR) / MAX
+  scaled = x / plgpu.layout_cast(lax.broadcast_in_dim(scale, x.shape, [0]), layout)
+  return jnp.clip(scaled, -MAX, MAX).astype(jnp.float8_e4m3fn), scale
+
+
+def _layout(warps: int):
+  """Return the layout of [rows, GROUP] in registers. The rows are dealt to all four warps, or to two of them and again to two."""
+  dealt = (-3,) if warps == WARPS else (-3, plgpu.Replicated(WARPS // warps))
+  return plgpu.Layout.TILED(plgpu.Tiling(((warps, GROUP), (4,))), dealt, (-2,), -1)

@@ -1,0 +1,22 @@
+"""The choice between a GPU kernel and XLA for quantised activations. `sprl.quant.block.quantise_groups` is the reference."""
+
+from typing import Any
+
+import jax
+
+from sprl.config import Kernels
+from sprl.kernels.platform import chosen
+
+
+def runs(shape: tuple[int, int], dtype: Any, group: int, pow2: bool, kernels: Kernels, norm: bool = False) -> bool:
+  """Return whether a kernel quantises tokens of this shape. `norm`: a norm comes first.
+
+  `kernels` can rule it out but not force it: the number of tokens changes from call to call, and XLA quantises what it cannot.
+  """
+
+  def obstacle() -> str | None:
+    from sprl.kernels import hopper_quantise  # imported here: Mosaic takes a second to import
+
+    return hopper_quantise.obstacle(jax.ShapeDtypeStruct(shape, dtype), group, pow2, norm)
+
+  return kernels != 'reference' and chosen('quantised activations', 'auto', obstacle)

@@ -1,0 +1,100 @@
+"""Kernels that quantise activations, alone, behind a norm and behind a gated activation, against float64 and the reference.
+
+The kernels run in Pallas's GPU interpreter, which raises on races. tests/kernels/test_compiled.py compiles them for the device.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from sprl.kernels import hopper_quantise as hopper
+from sprl.models.moe import ACTIVATIONS, gated
+from sprl.quant.block import quantise_groups
+
+BF16 = jnp.bfloat16
+
+
+def interpreted(kernel, **static):
+  return jax.jit(partial(kernel, interpret=plgpu.InterpretGPUParams(detect_races=True), **static))
+
+
+def tokens(T, M, seed=0):
+  """Return random activations. The sizes of tokens and groups differ by up to a factor of 1,000; one group is all zeros."""
+  rng = np.random.default_rng(seed)
+  size = 10.0 ** rng.uniform(-2, 1, (T, -(-M // 128)))
+  size[1, 0] = 0
+  return jnp.asarray(rng.normal(size=(T, M)) * np.repeat(size, 128, 1)[:, :M], BF16)
+
+
+def by_hand(x):
+  """Return codes and scales of groups, in float64: the nearest e4m3 of a value over the group's largest over 448."""
+  groups = np.asarray(x, np.float64).reshape(len(x), -1, 128)
+  scale = np.maximum(np.abs(groups).max(-1), 1e-10) / 448
+  exact = groups / scale[..., None]
+  return exact.reshape(x.shape), scale
+
+
+def check(found, x):
+  """Compare with float64: scales to the rounding of float32, codes within half a step of e4m3."""
+  codes, scale = found
+  exact, expected = by_hand(x)
+  np.testing.assert_allclose(scale, expected, rtol=3e-7)
+  step = np.maximum(2.0 ** (np.floor(np.log2(np.maximum(np.abs(exact), 1e-30))) - 3), 2.0**-9)
+  assert (np.abs(np.asarray(codes, np.float64) - exact) <= 0.5 * step * (1 + 1e-4)).all()
+
+
+def test_codes_match_float64_and_equal_the_reference():
+  x = tokens(16, 384)
+  found = interpreted(hopper.codes)(x)
+  check(found, x)
+  for got, want in zip(found, quantise_groups(x, 'float32'), strict=True):
+    np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+
+
+@pytest.mark.parametrize('M', [512, 768])  # groups for four warps, and for two
+def test_a_norm_and_its_codes_are_those_of_one_after_the_other(M):
+  x, scale = tokens(8, M), jnp.asarray(np.random.default_rng(1).uniform(0.5, 2, M), jnp.float32)
+  wide = np.asarray(x, np.float64)
+  normed = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6) * np.asarray(scale, np.float64)
+  # The kernel rounds the norm to bfloat16. A float32 norm next to the middle of two bfloat16 numbers may round to the other.
+  rounded = jnp.asarray(normed, BF16)
+  codes, scales = interpreted(hopper.normalised_codes, eps=1e-6)(x, scale)
+  exact, expected = by_hand(rounded)
+  np.testing.assert_allclose(scales, expected, rtol=2**-8)
+  reference, _ = quantise_groups(rounded, 'float32')
+  differ = np.asarray(codes, np.float32) != np.asarray(reference, np.float32)
+  assert differ.mean() < 0.01
+  np.testing.assert_allclose(np.asarray(codes, np.float64), exact, rtol=2.0**-4 + 2.0**-7, atol=2.0**-10 + 2.0**-8)
+
+
+@pytest.mark.parametrize('activation', ['silu', 'gelu_tanh'])
+def test_a_gated_activation_and_its_codes_are_those_of_one_after_the_other(activation):
+  x = tokens(8, 512)
+  codes, scales = interpreted(hopper.gated_codes, activate=ACTIVATIONS[activation])(x)
+  product = gated(x[:, :256], x[:, 256:], activation)
+  reference, expected = quantise_groups(product, 'float32')
+  np.testing.assert_allclose(scales, expected, rtol=2**-8)
+  differ = np.asarray(codes, np.float32) != np.asarray(reference, np.float32)
+  assert differ.mean() < 0.01
+
+
+@pytest.mark.parametrize(
+  ('shape', 'dtype', 'changes', 'words'),
+  [
+    ((8, 256), BF16, {}, None),
+    ((8, 256), jnp.float32, {}, 'float32, not bfloat16'),
+    ((5, 256), BF16, {}, r'[5, 256]'),
+    ((8, 200), BF16, {}, r'[8, 200]'),
+    ((8, 896), BF16, {'norm': True}, '896 wide'),
+    ((8, 896), BF16, {}, None),
+    ((8, 256), BF16, {'group': 32}, '32 features'),
+    ((8, 256), BF16, {'pow2': True}, 'power of two'),
+  ],
+)
+def test_obstacles_say_what_the_kernel_cannot_quantise(shape, dtype, changes, words):
+  found = hopper.obstacle(jax.ShapeDtypeStruct(shape, dtype), **{'group': 128, 'pow2': False, **changes})
+  assert found is None if words is None else words in found
