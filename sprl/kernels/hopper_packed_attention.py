@@ -35,7 +35,7 @@ NOWHERE = 2**30  # the first key of an empty stretch
 
 Shape = jax.ShapeDtypeStruct
 MATRIX = plgpu.Layout.WGMMA  # the layout of the tensor core's results
-FIELDS = ('start', 'end', 'prefix_start', 'prefix_end')
+FIELDS = 4  # numbers of a query's stretches, in the order of `_stretches`
 
 
 def obstacle(q: Array | Shape, k: Array | Shape) -> str | None:
@@ -76,7 +76,7 @@ def _forward(q, k, v, visible, interpret):
 
     def multiply(took, done):
       plgpu.copy_gmem_to_smem(q_ref.at[b, rows, h], q_s.at[warpgroup], barriers['q_came'].at[warpgroup])
-      stretch = [_per_row(seen_ref.at[b, field, rows]) for field in range(len(FIELDS))]
+      stretch = [_per_row(seen_ref.at[b, field, rows]) for field in range(FIELDS)]
       plgpu.barrier_wait(barriers['q_came'].at[warpgroup])
 
       def step(n, carry):
@@ -85,7 +85,8 @@ def _forward(q, k, v, visible, interpret):
         took('k', n)
         scores = _product((ROWS, KEYS), q_s.at[warpgroup], k_s.at[stage].T) * _unit(D)
         done('k', n)
-        scores = _masked(scores, _whole_block(spans_ref, b, first, at, KEYS), at, 1, lambda field: _down(stretch[field], scores))
+        whole = _whole_block(spans_ref, b, first, at, KEYS)
+        scores = _masked(scores, whole, partial(_numbers, at, scores, 1), *(partial(_down, x, scores) for x in stretch))
         new_top = jnp.maximum(top, jnp.max(scores, axis=1))
         p, shrink = jnp.exp2(scores - _down(new_top, scores)), jnp.exp2(top - new_top)
         total = total * shrink + jnp.sum(p, axis=1)
@@ -131,17 +132,17 @@ def _backward(interpret, saved, dout):
   stretches = _stretches(visible)
   delta = jnp.einsum('bthd,bthd->bht', out, dout, preferred_element_type=jnp.float32)
   delta = jnp.pad(delta, ((0, 0), (0, 0), (0, lse.shape[2] - delta.shape[2])))
-  arrays = *map(_whole, (q, k, v, dout.astype(q.dtype))), lse, delta, stretches
-  dq = _gradient_of_queries(arrays, interpret)
-  dk, dv = _gradients_of_keys(arrays, interpret)
+  arrays = *map(_whole, (q, k, v, dout.astype(q.dtype))), lse, delta
+  dq = _gradient_of_queries(arrays, stretches, interpret)
+  dk, dv = _gradients_of_keys(arrays, stretches, _viewers(visible), visible.window, interpret)
   return dq[:, : q.shape[1]], dk[:, : k.shape[1]], dv[:, : k.shape[1]], None
 
 
 packed_attention.defvjp(_forward, _backward)
 
 
-def _gradient_of_queries(arrays, interpret):
-  q, k, _, _, _, _, stretches = arrays
+def _gradient_of_queries(arrays, stretches, interpret):
+  q, k, *_ = arrays
   (B, _, H, D), group = q.shape, q.shape[2] // k.shape[2]
 
   def hopper_packed_attention_dq(
@@ -159,7 +160,7 @@ def _gradient_of_queries(arrays, interpret):
     def multiply(took, done):
       for x_ref, x_s in ((q_ref, q_s), (dout_ref, dout_s)):
         plgpu.copy_gmem_to_smem(x_ref.at[b, rows, h], x_s.at[warpgroup], barriers['q_came'].at[warpgroup])
-      stretch = [_per_row(seen_ref.at[b, field, rows]) for field in range(len(FIELDS))]
+      stretch = [_per_row(seen_ref.at[b, field, rows]) for field in range(FIELDS)]
       lse, delta = (_per_row(x_ref.at[b, h, rows]) for x_ref in (lse_ref, delta_ref))
       plgpu.barrier_wait(barriers['q_came'].at[warpgroup])
 
@@ -168,7 +169,8 @@ def _gradient_of_queries(arrays, interpret):
         took('kv', n)
         scores = _product((ROWS, KEYS_BACK), q_s.at[warpgroup], k_s.at[stage].T) * _unit(D)
         whole = _whole_block(spans_ref, b, first, at, KEYS_BACK)
-        p = jnp.exp2(_masked(scores, whole, at, 1, lambda field: _down(stretch[field], scores)) - _down(lse, scores))
+        scores = _masked(scores, whole, partial(_numbers, at, scores, 1), *(partial(_down, x, scores) for x in stretch))
+        p = jnp.exp2(scores - _down(lse, scores))
         dp = _product((ROWS, KEYS_BACK), dout_s.at[warpgroup], v_s.at[stage].T)
         ds = p * (dp - _down(delta, dp))
         acc = _add_product(acc, ds.astype(q_s.dtype), k_s.at[stage], _own(p_s, warpgroup))
@@ -199,25 +201,25 @@ def _gradient_of_queries(arrays, interpret):
     STAGES_BACK,
     interpret,
     copies=2,
-  )(*arrays, _spans(stretches, BLOCK, KEYS_BACK))
+  )(*arrays, stretches, _spans(stretches, BLOCK, KEYS_BACK))
 
 
-def _gradients_of_keys(arrays, interpret):
-  q, k, _, _, _, _, stretches = arrays
+def _gradients_of_keys(arrays, stretches, viewers, window, interpret):
+  q, k, *_ = arrays
   (B, S, K, D), group = k.shape, q.shape[2] // k.shape[2]
 
   def hopper_packed_attention_dkv(
-    q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, seen_ref, spans_ref, viewers_ref, dk_ref, dv_ref, k_s, v_s, q_s, dout_s,
+    q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, seen_ref, spans_ref, blocks_ref, dk_ref, dv_ref, k_s, v_s, q_s, dout_s,
     p_s, **barriers,
   ):  # fmt: skip
-    warpgroup, b, kv, first, rows = _place(viewers_ref)
-    viewer, last = viewers_ref[b, first, 0], viewers_ref[b, first, 1]
-    count = last - viewer
+    warpgroup, b, kv, first, rows = _place(blocks_ref)
+    start, end = blocks_ref[b, first, 0], blocks_ref[b, first, 1]
+    count = end - start
     steps = group * count
 
     def block(n):
       """Return the query head and the number of the block of queries of step n."""
-      return kv * group + lax.div(n, lax.max(count, jnp.int32(1))), viewer + lax.rem(n, lax.max(count, jnp.int32(1)))
+      return kv * group + lax.div(n, lax.max(count, jnp.int32(1))), start + lax.rem(n, lax.max(count, jnp.int32(1)))
 
     def fetch(n, stage, came, free):
       h, i = block(n)
@@ -230,18 +232,21 @@ def _gradients_of_keys(arrays, interpret):
         plgpu.copy_gmem_to_smem(x_ref.at[b, rows, kv], x_s.at[warpgroup], barriers['k_came'].at[warpgroup])
       plgpu.barrier_wait(barriers['k_came'].at[warpgroup])
       at = first * BLOCK + warpgroup * ROWS
+      viewers = [_per_row(seen_ref.at[b, field, rows]) for field in range(seen_ref.shape[1])]
 
       def step(n, carry):
         dk, dv = carry
         (h, i), stage = block(n), lax.rem(n, jnp.int32(STAGES_BACK))
         queries = pl.ds(i * KEYS_BACK, KEYS_BACK)
-        lse, delta = (_per_column(x_ref.at[b, h, queries]) for x_ref in (lse_ref, delta_ref))
+        lse = _per_column(lse_ref.at[b, h, queries])
         took('q', n)
         scores = _product((ROWS, KEYS_BACK), k_s.at[warpgroup], q_s.at[stage].T) * _unit(D)
         whole = _whole_block(spans_ref, b, i, at, ROWS)
-        scores = _masked(scores, whole, at, 0, lambda field: _across(_per_column(seen_ref.at[b, field, queries]), scores))
+        number, key = (partial(_numbers, first, scores, axis) for first, axis in ((i * KEYS_BACK, 1), (at, 0)))
+        scores = _masked(scores, whole, number, key, *(partial(_down, x, scores) for x in viewers[:3]))
         p = jnp.exp2(scores - _across(lse, scores))
         dv = _add_product(dv, p.astype(q_s.dtype), dout_s.at[stage], _own(p_s, warpgroup))
+        delta = _per_column(delta_ref.at[b, h, queries])
         dp = _product((ROWS, KEYS_BACK), v_s.at[warpgroup], dout_s.at[stage].T)
         ds = p * (dp - _across(delta, dp))
         dk = _add_product(dk, ds.astype(q_s.dtype), q_s.at[stage], _own(p_s, warpgroup))
@@ -259,10 +264,10 @@ def _gradients_of_keys(arrays, interpret):
     _share(warpgroup, steps, STAGES_BACK, fetch, multiply, barriers)
 
   spans = _spans(stretches, KEYS_BACK, BLOCK)
-  viewers = _viewers(spans, -(-S // BLOCK))
+  blocks = _viewing_blocks(spans, -(-S // BLOCK))
   return _call(
     hopper_packed_attention_dkv,
-    (K, viewers.shape[1], B),
+    (K, blocks.shape[1], B),
     [Shape(k.shape, k.dtype)] * 2,
     {
       'k_s': _tiled((WARPGROUPS, ROWS, D)),
@@ -276,7 +281,7 @@ def _gradients_of_keys(arrays, interpret):
     STAGES_BACK,
     interpret,
     copies=2,
-  )(*arrays, spans, viewers)
+  )(*arrays, viewers, spans, blocks)
 
 
 # --- which blocks a program visits -----------------------------------------------------------------------------------
@@ -288,10 +293,43 @@ def _whole(x):
 
 
 def _stretches(visible):
-  """Return the stretches of all queries [B, 4, T rounded up to BLOCK], in the order of FIELDS. Padding sees no key."""
-  more = -visible.start.shape[1] % BLOCK
-  fill = {'start': NOWHERE, 'prefix_start': NOWHERE}
-  return jnp.stack([jnp.pad(getattr(visible, f), ((0, 0), (0, more)), constant_values=fill.get(f, 0)) for f in FIELDS], axis=1)
+  """Return low, gap, start and end of each query [B, 4, T rounded up to BLOCK].
+
+  The query sees key s if low <= s < gap or start <= s < end, where low <= gap <= start <= end. Padding sees no key.
+  """
+  seen = visible.narrowed()
+  own, prefix = seen.start < seen.end, seen.prefix_start < seen.prefix_end
+  low = jnp.where(prefix, seen.prefix_start, jnp.where(own, seen.start, NOWHERE))
+  gap = jnp.where(prefix, seen.prefix_end, low)
+  start = jnp.where(own, seen.start, gap)
+  return _stacked([low, gap, start, jnp.where(own, seen.end, start)], NOWHERE)
+
+
+def _viewers(visible):
+  """Return the queries that see each key, without the window: [B, 3 or 4, T rounded up to BLOCK].
+
+  The key is seen from its own number to 0, which is behind its segment, and from 1 to 2: by the segments that continue it. 3 is
+  the token's position, if there is a window.
+  """
+  (B, T), rows = visible.start.shape, jnp.arange(visible.start.shape[0])[:, None]
+  at, own = jnp.arange(T), visible.start < visible.end
+  prefix = jnp.where(visible.prefix_start < visible.prefix_end, visible.prefix_start, T)
+
+  def of_segment(first, empty):  # a segment is known by its first token
+    return jnp.take_along_axis(first, jnp.where(own, visible.start, T), axis=1, mode='fill', fill_value=empty)
+
+  none = jnp.zeros((B, T), jnp.int32)
+  behind = of_segment(none.at[rows, visible.start].max(at + 1, mode='drop'), 0)
+  last = jnp.maximum(behind, of_segment(none.at[rows, prefix].max(at + 1, mode='drop'), 0))
+  first = jnp.minimum(last, of_segment((none + NOWHERE).at[rows, prefix].min(at, mode='drop'), 0))
+  fields = [behind, jnp.maximum(behind, first), last]
+  return _stacked([*fields, visible.positions] if visible.window is not None else fields, 0)
+
+
+def _stacked(fields, padding):
+  """Return fields [B, T] as one array, with T rounded up to BLOCK."""
+  x = jnp.stack(fields, axis=1).astype(jnp.int32)
+  return jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % BLOCK)), constant_values=padding)
 
 
 def _spans(stretches, queries, keys):
@@ -301,23 +339,23 @@ def _spans(stretches, queries, keys):
   4, 5; 6, 7    keys that all queries see, of their own segment and of their prefix
   """
   blocks = stretches.reshape(*stretches.shape[:2], -1, queries)
-  start, end, prefix_start, prefix_end = (blocks[:, field] for field in range(len(FIELDS)))
+  low, gap, start, end = (blocks[:, field] for field in range(FIELDS))
 
   def hull(first, behind):
     some = first < behind
-    low, high = jnp.where(some, first, NOWHERE).min(axis=-1), jnp.where(some, behind, 0).max(axis=-1)
-    return jnp.where(low < high, low // keys, 0), jnp.where(low < high, -(-high // keys), 0)
+    least, most = jnp.where(some, first, NOWHERE).min(axis=-1), jnp.where(some, behind, 0).max(axis=-1)
+    return jnp.where(least < most, least // keys, 0), jnp.where(least < most, -(-most // keys), 0)
 
-  own, prefix = hull(start, end), hull(prefix_start, prefix_end)
+  own, prefix = hull(start, end), hull(low, gap)
   # Ranges that touch become one, so that no block is visited twice.
   touch = (own[0] <= prefix[1]) & (prefix[0] < prefix[1]) & (own[0] < own[1])
   own = jnp.where(touch, jnp.minimum(own[0], prefix[0]), own[0]), jnp.where(touch, jnp.maximum(own[1], prefix[1]), own[1])
   prefix = prefix[0], jnp.where(touch, prefix[0], prefix[1])
-  seen = start.max(axis=-1), end.min(axis=-1), prefix_start.max(axis=-1), prefix_end.min(axis=-1)
+  seen = start.max(axis=-1), end.min(axis=-1), low.max(axis=-1), gap.min(axis=-1)
   return jnp.stack([*prefix, *own, *seen], axis=-1).astype(jnp.int32)
 
 
-def _viewers(spans, blocks):
+def _viewing_blocks(spans, blocks):
   """Return for each block of keys [B, blocks, 2] the first block of queries that visits it, and the one behind the last."""
   block, at = jnp.arange(blocks)[:, None], jnp.arange(spans.shape[1])
   first, last, own, end = (spans[:, None, :, field] for field in range(4))
@@ -407,19 +445,25 @@ def _share(warpgroup, steps, stages, fetch, multiply, barriers):
   lax.cond(warpgroup == WARPGROUPS, copy, work)
 
 
-def _masked(scores, whole, key, axis, stretch):
-  """Return the scores with -inf where a query does not see a key, unless the block is visible as a whole.
+def _masked(scores, whole, number, low, gap, start, end):
+  """Return the scores where low <= number < gap or start <= number < end, else -inf, for low <= gap <= start <= end.
 
-  The keys along `axis` have numbers from `key` on. stretch(field) is an end of the queries' stretches, in the scores' shape.
+  `whole` says that all are visible. The arguments behind it are functions that return arrays of the scores' shape.
   """
 
   def mask(scores):
-    number = plgpu.broadcasted_iota(jnp.int32, scores.shape, axis, layout=MATRIX) + key
-    start, end, prefix_start, prefix_end = (partial(stretch, field) for field in range(len(FIELDS)))
-    sees = ((number >= start()) & (number < end())) | ((number >= prefix_start()) & (number < prefix_end()))
-    return jnp.where(sees, scores, -jnp.inf)
+    # One comparison at a time: the predicates of two would spill registers.
+    n = number()
+    scores = lax.optimization_barrier(jnp.where(n >= low(), scores, -jnp.inf))
+    hidden = (n - gap()).astype(jnp.uint32) < (start() - gap()).astype(jnp.uint32)  # gap <= n < start
+    scores = lax.optimization_barrier(jnp.where(hidden, -jnp.inf, scores))
+    return jnp.where(n < end(), scores, -jnp.inf)
 
   return lax.cond(whole, lambda scores: scores, mask, scores)
+
+
+def _numbers(first, like, axis):
+  return plgpu.broadcasted_iota(jnp.int32, like.shape, axis, layout=MATRIX) + first
 
 
 def _product(shape, a, b):
