@@ -27,9 +27,9 @@ ROWS = 64  # of a warpgroup's products: queries, or keys in the pass for dk and 
 WARPGROUPS = 2  # that multiply
 BLOCK = WARPGROUPS * ROWS  # rows of a program
 KEYS = 128  # keys of a stage in the forward pass
-KEYS_BACK = 64  # keys of a stage in the pass for dq, and queries in the pass for dk and dv: four products share the registers
+KEYS_BACK = 64  # keys of a stage in the pass for dq
+QUERIES_BACK = {64: 64, 128: 32}  # queries of a stage in the pass for dk and dv, by width of the heads: more would spill registers
 STAGES, STAGES_BACK = 2, 3
-WIDTHS = (64, 128)  # of heads; at 256 dk and dv do not fit into registers
 LEAST = -1e30  # stands for -inf: -inf - -inf would be nan
 NOWHERE = 2**30  # the first key of an empty stretch
 
@@ -42,8 +42,8 @@ def obstacle(q: Array | Shape, k: Array | Shape) -> str | None:
   """Return why the kernels cannot take queries and keys of these shapes and dtypes, or None if they can."""
   if q.dtype != jnp.bfloat16 or k.dtype != jnp.bfloat16:
     return f'queries are {q.dtype} and keys {k.dtype}, not bfloat16'
-  if q.shape[-1] not in WIDTHS:
-    return f'heads are {q.shape[-1]} wide, not one of {", ".join(map(str, WIDTHS))}'
+  if q.shape[-1] not in QUERIES_BACK:
+    return f'heads are {q.shape[-1]} wide, not one of {", ".join(map(str, QUERIES_BACK))}'
   return None
 
 
@@ -75,6 +75,7 @@ def _forward(q, k, v, visible, interpret):
         plgpu.copy_gmem_to_smem(x_ref.at[b, keys, head], x_s.at[stage], came(which))
 
     def multiply(took, done):
+      held = partial(_operand, p_s, warpgroup)
       plgpu.copy_gmem_to_smem(q_ref.at[b, rows, h], q_s.at[warpgroup], barriers['q_came'].at[warpgroup])
       stretch = [_per_row(seen_ref.at[b, field, rows]) for field in range(FIELDS)]
       plgpu.barrier_wait(barriers['q_came'].at[warpgroup])
@@ -83,7 +84,7 @@ def _forward(q, k, v, visible, interpret):
         acc, top, total = carry
         stage, at = lax.rem(n, jnp.int32(STAGES)), block(n) * KEYS
         took('k', n)
-        scores = _product((ROWS, KEYS), q_s.at[warpgroup], k_s.at[stage].T) * _unit(D)
+        scores = _product(q_s.at[warpgroup], k_s.at[stage].T, _filled((ROWS, KEYS), 0.0), interpret) * _unit(D)
         done('k', n)
         whole = _whole_block(spans_ref, b, first, at, KEYS)
         scores = _masked(scores, whole, partial(_numbers, at, scores, 1), *(partial(_down, x, scores) for x in stretch))
@@ -91,7 +92,7 @@ def _forward(q, k, v, visible, interpret):
         p, shrink = jnp.exp2(scores - _down(new_top, scores)), jnp.exp2(top - new_top)
         total = total * shrink + jnp.sum(p, axis=1)
         took('v', n)
-        acc = _add_product(acc * _down(shrink, acc), p.astype(q_s.dtype), v_s.at[stage], _own(p_s, warpgroup))
+        acc = _product(held(p), v_s.at[stage], acc * _down(shrink, acc), interpret)
         done('v', n)
         return acc, new_top, total
 
@@ -99,7 +100,7 @@ def _forward(q, k, v, visible, interpret):
       acc, top, total = lax.fori_loop(0, steps, step, start)
       total = jnp.maximum(total, 1e-30)
       q_s.at[warpgroup][...] = (acc / _down(total, acc)).astype(q_s.dtype)
-      lse_s.at[warpgroup][...] = top + jnp.log(total) * math.log2(math.e)
+      lse_s.at[warpgroup][...] = (top + jnp.log(total) * math.log2(math.e)) * (1 / _unit(D))
       plgpu.commit_smem()
       plgpu.copy_smem_to_gmem(q_s.at[warpgroup], out_ref.at[b, rows, h])
       plgpu.copy_smem_to_gmem(lse_s.at[warpgroup], lse_ref.at[b, h, rows])
@@ -158,6 +159,7 @@ def _gradient_of_queries(arrays, stretches, interpret):
       plgpu.copy_gmem_to_smem(v_ref.at[b, keys, head], v_s.at[stage], came('kv'))
 
     def multiply(took, done):
+      held, shape = partial(_operand, p_s, warpgroup), (ROWS, KEYS_BACK)
       for x_ref, x_s in ((q_ref, q_s), (dout_ref, dout_s)):
         plgpu.copy_gmem_to_smem(x_ref.at[b, rows, h], x_s.at[warpgroup], barriers['q_came'].at[warpgroup])
       stretch = [_per_row(seen_ref.at[b, field, rows]) for field in range(FIELDS)]
@@ -167,13 +169,12 @@ def _gradient_of_queries(arrays, stretches, interpret):
       def step(n, acc):
         stage, at = lax.rem(n, jnp.int32(STAGES_BACK)), block(n) * KEYS_BACK
         took('kv', n)
-        scores = _product((ROWS, KEYS_BACK), q_s.at[warpgroup], k_s.at[stage].T) * _unit(D)
+        scores = _product(q_s.at[warpgroup], k_s.at[stage].T, -_down(lse, shape), interpret)
         whole = _whole_block(spans_ref, b, first, at, KEYS_BACK)
         scores = _masked(scores, whole, partial(_numbers, at, scores, 1), *(partial(_down, x, scores) for x in stretch))
-        p = jnp.exp2(scores - _down(lse, scores))
-        dp = _product((ROWS, KEYS_BACK), dout_s.at[warpgroup], v_s.at[stage].T)
-        ds = p * (dp - _down(delta, dp))
-        acc = _add_product(acc, ds.astype(q_s.dtype), k_s.at[stage], _own(p_s, warpgroup))
+        p = jnp.exp2(scores * _unit(D))
+        ds = p * _product(dout_s.at[warpgroup], v_s.at[stage].T, -_down(delta, shape), interpret)
+        acc = _product(held(ds), k_s.at[stage], acc, interpret)
         done('kv', n)
         return acc
 
@@ -207,6 +208,7 @@ def _gradient_of_queries(arrays, stretches, interpret):
 def _gradients_of_keys(arrays, stretches, viewers, window, interpret):
   q, k, *_ = arrays
   (B, S, K, D), group = k.shape, q.shape[2] // k.shape[2]
+  queries = QUERIES_BACK[D]
 
   def hopper_packed_attention_dkv(
     q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, seen_ref, spans_ref, blocks_ref, dk_ref, dv_ref, k_s, v_s, q_s, dout_s,
@@ -225,31 +227,35 @@ def _gradients_of_keys(arrays, stretches, viewers, window, interpret):
       h, i = block(n)
       free('q')
       for x_ref, x_s in ((q_ref, q_s), (dout_ref, dout_s)):
-        plgpu.copy_gmem_to_smem(x_ref.at[b, pl.ds(i * KEYS_BACK, KEYS_BACK), h], x_s.at[stage], came('q'))
+        plgpu.copy_gmem_to_smem(x_ref.at[b, pl.ds(i * queries, queries), h], x_s.at[stage], came('q'))
 
     def multiply(took, done):
+      held, shape = partial(_operand, p_s, warpgroup), (ROWS, queries)
       for x_ref, x_s in ((k_ref, k_s), (v_ref, v_s)):
         plgpu.copy_gmem_to_smem(x_ref.at[b, rows, kv], x_s.at[warpgroup], barriers['k_came'].at[warpgroup])
       plgpu.barrier_wait(barriers['k_came'].at[warpgroup])
       at = first * BLOCK + warpgroup * ROWS
-      viewers = [_per_row(seen_ref.at[b, field, rows]) for field in range(seen_ref.shape[1])]
+      behind, viewer, last, *position = (_per_row(seen_ref.at[b, field, rows]) for field in range(seen_ref.shape[1]))
 
       def step(n, carry):
         dk, dv = carry
         (h, i), stage = block(n), lax.rem(n, jnp.int32(STAGES_BACK))
-        queries = pl.ds(i * KEYS_BACK, KEYS_BACK)
-        lse = _per_column(lse_ref.at[b, h, queries])
+        here = pl.ds(i * queries, queries)
+        lse, delta = (_per_column(x_ref.at[b, h, here]) for x_ref in (lse_ref, delta_ref))
         took('q', n)
-        scores = _product((ROWS, KEYS_BACK), k_s.at[warpgroup], q_s.at[stage].T) * _unit(D)
+        scores = _product(k_s.at[warpgroup], q_s.at[stage].T, -_across(lse, shape), interpret)
         whole = _whole_block(spans_ref, b, i, at, ROWS)
-        number, key = (partial(_numbers, first, scores, axis) for first, axis in ((i * KEYS_BACK, 1), (at, 0)))
-        scores = _masked(scores, whole, number, key, *(partial(_down, x, scores) for x in viewers[:3]))
-        p = jnp.exp2(scores - _across(lse, scores))
-        dv = _add_product(dv, p.astype(q_s.dtype), dout_s.at[stage], _own(p_s, warpgroup))
-        delta = _per_column(delta_ref.at[b, h, queries])
-        dp = _product((ROWS, KEYS_BACK), v_s.at[warpgroup], dout_s.at[stage].T)
-        ds = p * (dp - _across(delta, dp))
-        dk = _add_product(dk, ds.astype(q_s.dtype), q_s.at[stage], _own(p_s, warpgroup))
+        number, key = partial(_numbers, i * queries, scores, 1), partial(_numbers, at, scores, 0)
+        bounds = (partial(_down, x, scores) for x in (behind, viewer, last))
+
+        def in_window():
+          return _across(_per_column(seen_ref.at[b, 3, here]), scores) < _down(position[0], scores) + window
+
+        scores = _masked(scores, whole, number, key, *bounds, in_window if window is not None else None)
+        p = jnp.exp2(scores * _unit(D))
+        dv = _product(held(p), dout_s.at[stage], dv, interpret)
+        ds = p * _product(v_s.at[warpgroup], dout_s.at[stage].T, -_across(delta, shape), interpret)
+        dk = _product(held(ds), q_s.at[stage], dk, interpret)
         done('q', n)
         return dk, dv
 
@@ -263,18 +269,18 @@ def _gradients_of_keys(arrays, stretches, viewers, window, interpret):
 
     _share(warpgroup, steps, STAGES_BACK, fetch, multiply, barriers)
 
-  spans = _spans(stretches, KEYS_BACK, BLOCK)
+  spans = _spans(stretches, queries, BLOCK)
   blocks = _viewing_blocks(spans, -(-S // BLOCK))
   return _call(
     hopper_packed_attention_dkv,
     (K, blocks.shape[1], B),
     [Shape(k.shape, k.dtype)] * 2,
     {
-      'k_s': _tiled((WARPGROUPS, ROWS, D)),
-      'v_s': _tiled((WARPGROUPS, ROWS, D)),
-      'q_s': _tiled((STAGES_BACK, KEYS_BACK, D)),
-      'dout_s': _tiled((STAGES_BACK, KEYS_BACK, D)),
-      'p_s': _tiled((WARPGROUPS, ROWS, KEYS_BACK)) if interpret else None,
+      'k_s': _tiled((WARPGROUPS, ROWS, D), queries),
+      'v_s': _tiled((WARPGROUPS, ROWS, D), queries),
+      'q_s': _tiled((STAGES_BACK, queries, D), queries),
+      'dout_s': _tiled((STAGES_BACK, queries, D), queries),
+      'p_s': _tiled((WARPGROUPS, ROWS, queries), queries) if interpret else None,
       'k_came': plgpu.Barrier(num_arrivals=2, num_barriers=WARPGROUPS),
     },
     ('q',),
@@ -445,10 +451,11 @@ def _share(warpgroup, steps, stages, fetch, multiply, barriers):
   lax.cond(warpgroup == WARPGROUPS, copy, work)
 
 
-def _masked(scores, whole, number, low, gap, start, end):
+def _masked(scores, whole, number, low, gap, start, end, also=None):
   """Return the scores where low <= number < gap or start <= number < end, else -inf, for low <= gap <= start <= end.
 
-  `whole` says that all are visible. The arguments behind it are functions that return arrays of the scores' shape.
+  `also()` is another condition. `whole` says that all are visible. The arguments behind it are functions that return arrays of
+  the scores' shape.
   """
 
   def mask(scores):
@@ -457,7 +464,8 @@ def _masked(scores, whole, number, low, gap, start, end):
     scores = lax.optimization_barrier(jnp.where(n >= low(), scores, -jnp.inf))
     hidden = (n - gap()).astype(jnp.uint32) < (start() - gap()).astype(jnp.uint32)  # gap <= n < start
     scores = lax.optimization_barrier(jnp.where(hidden, -jnp.inf, scores))
-    return jnp.where(n < end(), scores, -jnp.inf)
+    scores = jnp.where(n < end(), scores, -jnp.inf)
+    return scores if also is None else jnp.where(also(), lax.optimization_barrier(scores), -jnp.inf)
 
   return lax.cond(whole, lambda scores: scores, mask, scores)
 
@@ -466,27 +474,25 @@ def _numbers(first, like, axis):
   return plgpu.broadcasted_iota(jnp.int32, like.shape, axis, layout=MATRIX) + first
 
 
-def _product(shape, a, b):
-  """Return a @ b in float32. Both operands are in shared memory."""
-
-  def multiply(acc):
-    plgpu.wgmma(acc, a, b)
-    return acc[...]
-
-  return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+def _product(a, b, total, interpret):
+  """Return total + a @ b in float32. `a` is in shared memory or in registers, `b` in shared memory."""
+  if interpret:
+    return total + pl.run_scoped(partial(_multiplied, a, b), plgpu.WGMMAAccumulatorRef(total.shape, jnp.float32))
+  return pl.run_state(lambda acc: plgpu.wgmma(acc, a, b))(plgpu.ACC.init(total))
 
 
-def _add_product(total, a, b, shared):
-  """Return total + a @ b, with `a` in registers. `shared` is memory for `a` in the interpreter, which has no such products."""
-  if shared is None:
-    return pl.run_state(lambda acc: plgpu.wgmma(acc, a, b))(plgpu.ACC.init(total))
-  shared[...] = a
+def _multiplied(a, b, acc):
+  plgpu.wgmma(acc, a, b)
+  return acc[...]
+
+
+def _operand(p_s, warpgroup, x):
+  """Return x as the left operand of a product: in registers, or in shared memory in the interpreter, which has only these."""
+  if p_s is None:
+    return x.astype(jnp.bfloat16)
+  p_s.at[warpgroup][...] = x.astype(jnp.bfloat16)
   plgpu.commit_smem()
-  return total + _product(total.shape, shared, b)
-
-
-def _own(ref, warpgroup):
-  return None if ref is None else ref.at[warpgroup]
+  return p_s.at[warpgroup]
 
 
 def _unit(D):
@@ -502,18 +508,21 @@ def _per_column(ref):
 
 
 def _down(per_row, like):
-  return lax.broadcast_in_dim(per_row, like.shape, [0])
+  return lax.broadcast_in_dim(per_row, getattr(like, 'shape', like), [0])
 
 
 def _across(per_column, like):
-  return lax.broadcast_in_dim(per_column, like.shape, [1])
+  return lax.broadcast_in_dim(per_column, getattr(like, 'shape', like), [1])
 
 
 def _filled(shape, value):
   return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), MATRIX if len(shape) == 2 else MATRIX.reduce(1))
 
 
-def _tiled(shape):
-  """Return shared memory in swizzled tiles of 8 rows of 128 bytes: the layout that copy engine and tensor core share."""
-  tiles = plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
+def _tiled(shape, columns=64):
+  """Return shared memory in swizzled tiles of 8 rows: the layout that copy engine and tensor core share.
+
+  A sum of `columns` terms is one operation of the tensor core, so the operands of a product have tiles of equal width.
+  """
+  tiles = plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns)  # pyright: ignore[reportAbstractUsage]
   return plgpu.SMEM(shape, jnp.bfloat16, transforms=tiles)
