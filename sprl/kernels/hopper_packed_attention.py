@@ -1,4 +1,528 @@
-def obstacle(q, k):
-  return 'none yet'
-def packed_attention(q, k, v, visible):
-  raise NotImplementedError
+"""Attention of packed rows for NVIDIA Hopper, in Pallas Mosaic GPU: forward pass, and a backward pass without atomic sums.
+
+A program computes 128 queries of one head: two warpgroups multiply for 64 queries each, and a third has the copy engine (TMA)
+fetch blocks of keys and values ahead. Each query sees two stretches of keys (sprl/kernels/packed_attention.py). `_spans` reduces
+them to the blocks that a program visits: two ranges, of the prefix and of its own segment. Most blocks are visible to all
+queries of the program and need no mask. In others a warpgroup compares the numbers of its keys with its queries' stretches.
+
+    forward    scores [64 q, 128 s] = q @ k^T;  running maximum and sum of each query;  out += exp2(scores - maximum) @ v
+    dq         p = exp2(scores - lse);  ds = p * (dout @ v^T - delta);  dq += ds @ k
+    dk, dv     the same transposed: [64 s, 64 q], over the blocks of queries that see the keys, of all heads of the group
+
+`delta` is the sum of dout * out of each query. The exponents are of 2: the scores' factor includes log2(e).
+"""
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+ROWS = 64  # of a warpgroup's products: queries, or keys in the pass for dk and dv
+WARPGROUPS = 2  # that multiply
+BLOCK = WARPGROUPS * ROWS  # rows of a program
+KEYS = 128  # keys of a stage in the forward pass
+KEYS_BACK = 64  # keys of a stage in the pass for dq
+QUERIES_BACK = {64: 64, 128: 32}  # queries of a stage in the pass for dk and dv, by width of the heads: more would spill registers
+STAGES, STAGES_BACK = 2, 3
+LEAST = -1e30  # stands for -inf: -inf - -inf would be nan
+NOWHERE = 2**30  # the first key of an empty stretch
+
+Shape = jax.ShapeDtypeStruct
+MATRIX = plgpu.Layout.WGMMA  # the layout of the tensor core's results
+FIELDS = 4  # numbers of a query's stretches, in the order of `_stretches`
+
+
+def obstacle(q: Array | Shape, k: Array | Shape) -> str | None:
+  """Return why the kernels cannot take queries and keys of these shapes and dtypes, or None if they can."""
+  if q.dtype != jnp.bfloat16 or k.dtype != jnp.bfloat16:
+    return f'queries are {q.dtype} and keys {k.dtype}, not bfloat16'
+  if q.shape[-1] not in QUERIES_BACK:
+    return f'heads are {q.shape[-1]} wide, not one of {", ".join(map(str, QUERIES_BACK))}'
+  return None
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def packed_attention(
+  q: Float[Array, 'B T H D'], k: Float[Array, 'B S K D'], v: Float[Array, 'B S K D'], visible: Any, interpret: Any = None
+) -> Float[Array, 'B T H D']:
+  """Compute `sprl.kernels.packed_attention.packed_attention`, with gradients of q, k and v.
+
+  `interpret=plgpu.InterpretGPUParams()` runs the kernels on a CPU.
+  """
+  return _forward(q, k, v, visible, interpret)[0]
+
+
+def _forward(q, k, v, visible, interpret):
+  """Return the output and what the backward pass needs, with the base-2 log-sum-exp of each query [B, H, T]."""
+  (B, T, H, D), group = q.shape, q.shape[2] // k.shape[2]
+  stretches = _stretches(visible)
+  queries, (k_whole, v_whole) = _whole(q), map(_whole, (k, v))
+
+  def hopper_packed_attention(q_ref, k_ref, v_ref, seen_ref, spans_ref, out_ref, lse_ref, q_s, k_s, v_s, p_s, lse_s, **barriers):
+    warpgroup, b, h, first, rows = _place(spans_ref)
+    steps, block = _walk(spans_ref, b, first)
+
+    def fetch(n, stage, came, free):
+      keys, head = pl.ds(block(n) * KEYS, KEYS), lax.div(h, jnp.int32(group))
+      for x_ref, x_s, which in ((k_ref, k_s, 'k'), (v_ref, v_s, 'v')):
+        free(which)
+        plgpu.copy_gmem_to_smem(x_ref.at[b, keys, head], x_s.at[stage], came(which))
+
+    def multiply(took, done):
+      held = partial(_operand, p_s, warpgroup)
+      plgpu.copy_gmem_to_smem(q_ref.at[b, rows, h], q_s.at[warpgroup], barriers['q_came'].at[warpgroup])
+      stretch = [_per_row(seen_ref.at[b, field, rows]) for field in range(FIELDS)]
+      plgpu.barrier_wait(barriers['q_came'].at[warpgroup])
+
+      def step(n, carry):
+        acc, top, total = carry
+        stage, at = lax.rem(n, jnp.int32(STAGES)), block(n) * KEYS
+        took('k', n)
+        scores = _product(q_s.at[warpgroup], k_s.at[stage].T, _filled((ROWS, KEYS), 0.0), interpret) * _unit(D)
+        done('k', n)
+        whole = _whole_block(spans_ref, b, first, at, KEYS)
+        scores = _masked(scores, whole, partial(_numbers, at, scores, 1), *(partial(_down, x, scores) for x in stretch))
+        new_top = jnp.maximum(top, jnp.max(scores, axis=1))
+        p, shrink = jnp.exp2(scores - _down(new_top, scores)), jnp.exp2(top - new_top)
+        total = total * shrink + jnp.sum(p, axis=1)
+        took('v', n)
+        acc = _product(held(p), v_s.at[stage], acc * _down(shrink, acc), interpret)
+        done('v', n)
+        return acc, new_top, total
+
+      start = _filled((ROWS, D), 0.0), _filled((ROWS,), LEAST), _filled((ROWS,), 0.0)
+      acc, top, total = lax.fori_loop(0, steps, step, start)
+      total = jnp.maximum(total, 1e-30)
+      q_s.at[warpgroup][...] = (acc / _down(total, acc)).astype(q_s.dtype)
+      lse_s.at[warpgroup][...] = (top + jnp.log(total) * math.log2(math.e)) * (1 / _unit(D))
+      plgpu.commit_smem()
+      plgpu.copy_smem_to_gmem(q_s.at[warpgroup], out_ref.at[b, rows, h])
+      plgpu.copy_smem_to_gmem(lse_s.at[warpgroup], lse_ref.at[b, h, rows])
+      plgpu.wait_smem_to_gmem(0)
+
+    _share(warpgroup, steps, STAGES, fetch, multiply, barriers)
+
+  out, lse = _call(
+    hopper_packed_attention,
+    (H, stretches.shape[2] // BLOCK, B),
+    [Shape(queries.shape, q.dtype), Shape((B, H, stretches.shape[2]), jnp.float32)],
+    {
+      'q_s': _tiled((WARPGROUPS, ROWS, D)),
+      'k_s': _tiled((STAGES, KEYS, D)),
+      'v_s': _tiled((STAGES, KEYS, D)),
+      'p_s': _tiled((WARPGROUPS, ROWS, KEYS)) if interpret else None,
+      'lse_s': plgpu.SMEM((WARPGROUPS, ROWS), jnp.float32),
+      'q_came': plgpu.Barrier(num_barriers=WARPGROUPS),
+    },
+    ('k', 'v'),
+    STAGES,
+    interpret,
+  )(queries, k_whole, v_whole, stretches, _spans(stretches, BLOCK, KEYS))
+  out = out[:, :T]
+  return out, (q, k, v, visible, out, lse)
+
+
+def _backward(interpret, saved, dout):
+  q, k, v, visible, out, lse = saved
+  stretches = _stretches(visible)
+  delta = jnp.einsum('bthd,bthd->bht', out, dout, preferred_element_type=jnp.float32)
+  delta = jnp.pad(delta, ((0, 0), (0, 0), (0, lse.shape[2] - delta.shape[2])))
+  arrays = *map(_whole, (q, k, v, dout.astype(q.dtype))), lse, delta
+  dq = _gradient_of_queries(arrays, stretches, interpret)
+  dk, dv = _gradients_of_keys(arrays, stretches, _viewers(visible), visible.window, interpret)
+  return dq[:, : q.shape[1]], dk[:, : k.shape[1]], dv[:, : k.shape[1]], None
+
+
+packed_attention.defvjp(_forward, _backward)
+
+
+def _gradient_of_queries(arrays, stretches, interpret):
+  q, k, *_ = arrays
+  (B, _, H, D), group = q.shape, q.shape[2] // k.shape[2]
+
+  def hopper_packed_attention_dq(
+    q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, seen_ref, spans_ref, dq_ref, q_s, dout_s, k_s, v_s, p_s, **barriers
+  ):
+    warpgroup, b, h, first, rows = _place(spans_ref)
+    steps, block = _walk(spans_ref, b, first)
+
+    def fetch(n, stage, came, free):
+      keys, head = pl.ds(block(n) * KEYS_BACK, KEYS_BACK), lax.div(h, jnp.int32(group))
+      free('kv')
+      plgpu.copy_gmem_to_smem(k_ref.at[b, keys, head], k_s.at[stage], came('kv'))
+      plgpu.copy_gmem_to_smem(v_ref.at[b, keys, head], v_s.at[stage], came('kv'))
+
+    def multiply(took, done):
+      held, shape = partial(_operand, p_s, warpgroup), (ROWS, KEYS_BACK)
+      for x_ref, x_s in ((q_ref, q_s), (dout_ref, dout_s)):
+        plgpu.copy_gmem_to_smem(x_ref.at[b, rows, h], x_s.at[warpgroup], barriers['q_came'].at[warpgroup])
+      stretch = [_per_row(seen_ref.at[b, field, rows]) for field in range(FIELDS)]
+      lse, delta = (_per_row(x_ref.at[b, h, rows]) for x_ref in (lse_ref, delta_ref))
+      plgpu.barrier_wait(barriers['q_came'].at[warpgroup])
+
+      def step(n, acc):
+        stage, at = lax.rem(n, jnp.int32(STAGES_BACK)), block(n) * KEYS_BACK
+        took('kv', n)
+        scores = _product(q_s.at[warpgroup], k_s.at[stage].T, -_down(lse, shape), interpret)
+        whole = _whole_block(spans_ref, b, first, at, KEYS_BACK)
+        scores = _masked(scores, whole, partial(_numbers, at, scores, 1), *(partial(_down, x, scores) for x in stretch))
+        p = jnp.exp2(scores * _unit(D))
+        ds = p * _product(dout_s.at[warpgroup], v_s.at[stage].T, -_down(delta, shape), interpret)
+        acc = _product(held(ds), k_s.at[stage], acc, interpret)
+        done('kv', n)
+        return acc
+
+      acc = lax.fori_loop(0, steps, step, _filled((ROWS, D), 0.0))
+      q_s.at[warpgroup][...] = (acc * D**-0.5).astype(q_s.dtype)
+      plgpu.commit_smem()
+      plgpu.copy_smem_to_gmem(q_s.at[warpgroup], dq_ref.at[b, rows, h])
+      plgpu.wait_smem_to_gmem(0)
+
+    _share(warpgroup, steps, STAGES_BACK, fetch, multiply, barriers)
+
+  return _call(
+    hopper_packed_attention_dq,
+    (H, stretches.shape[2] // BLOCK, B),
+    Shape(q.shape, q.dtype),
+    {
+      'q_s': _tiled((WARPGROUPS, ROWS, D)),
+      'dout_s': _tiled((WARPGROUPS, ROWS, D)),
+      'k_s': _tiled((STAGES_BACK, KEYS_BACK, D)),
+      'v_s': _tiled((STAGES_BACK, KEYS_BACK, D)),
+      'p_s': _tiled((WARPGROUPS, ROWS, KEYS_BACK)) if interpret else None,
+      'q_came': plgpu.Barrier(num_arrivals=2, num_barriers=WARPGROUPS),
+    },
+    ('kv',),
+    STAGES_BACK,
+    interpret,
+    copies=2,
+  )(*arrays, stretches, _spans(stretches, BLOCK, KEYS_BACK))
+
+
+def _gradients_of_keys(arrays, stretches, viewers, window, interpret):
+  q, k, *_ = arrays
+  (B, S, K, D), group = k.shape, q.shape[2] // k.shape[2]
+  queries = QUERIES_BACK[D]
+
+  def hopper_packed_attention_dkv(
+    q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, seen_ref, spans_ref, blocks_ref, dk_ref, dv_ref, k_s, v_s, q_s, dout_s,
+    p_s, **barriers,
+  ):  # fmt: skip
+    warpgroup, b, kv, first, rows = _place(blocks_ref)
+    start, end = blocks_ref[b, first, 0], blocks_ref[b, first, 1]
+    count = end - start
+    steps = group * count
+
+    def block(n):
+      """Return the query head and the number of the block of queries of step n."""
+      return kv * group + lax.div(n, lax.max(count, jnp.int32(1))), start + lax.rem(n, lax.max(count, jnp.int32(1)))
+
+    def fetch(n, stage, came, free):
+      h, i = block(n)
+      free('q')
+      for x_ref, x_s in ((q_ref, q_s), (dout_ref, dout_s)):
+        plgpu.copy_gmem_to_smem(x_ref.at[b, pl.ds(i * queries, queries), h], x_s.at[stage], came('q'))
+
+    def multiply(took, done):
+      held, shape = partial(_operand, p_s, warpgroup), (ROWS, queries)
+      for x_ref, x_s in ((k_ref, k_s), (v_ref, v_s)):
+        plgpu.copy_gmem_to_smem(x_ref.at[b, rows, kv], x_s.at[warpgroup], barriers['k_came'].at[warpgroup])
+      plgpu.barrier_wait(barriers['k_came'].at[warpgroup])
+      at = first * BLOCK + warpgroup * ROWS
+      behind, viewer, last, *position = (_per_row(seen_ref.at[b, field, rows]) for field in range(seen_ref.shape[1]))
+
+      def step(n, carry):
+        dk, dv = carry
+        (h, i), stage = block(n), lax.rem(n, jnp.int32(STAGES_BACK))
+        here = pl.ds(i * queries, queries)
+        lse, delta = (_per_column(x_ref.at[b, h, here]) for x_ref in (lse_ref, delta_ref))
+        took('q', n)
+        scores = _product(k_s.at[warpgroup], q_s.at[stage].T, -_across(lse, shape), interpret)
+        whole = _whole_block(spans_ref, b, i, at, ROWS)
+        number, key = partial(_numbers, i * queries, scores, 1), partial(_numbers, at, scores, 0)
+        bounds = (partial(_down, x, scores) for x in (behind, viewer, last))
+
+        def in_window():
+          return _across(_per_column(seen_ref.at[b, 3, here]), scores) < _down(position[0], scores) + window
+
+        scores = _masked(scores, whole, number, key, *bounds, in_window if window is not None else None)
+        p = jnp.exp2(scores * _unit(D))
+        dv = _product(held(p), dout_s.at[stage], dv, interpret)
+        ds = p * _product(v_s.at[warpgroup], dout_s.at[stage].T, -_across(delta, shape), interpret)
+        dk = _product(held(ds), q_s.at[stage], dk, interpret)
+        done('q', n)
+        return dk, dv
+
+      dk, dv = lax.fori_loop(0, steps, step, (_filled((ROWS, D), 0.0), _filled((ROWS, D), 0.0)))
+      k_s.at[warpgroup][...] = (dk * D**-0.5).astype(k_s.dtype)
+      v_s.at[warpgroup][...] = dv.astype(v_s.dtype)
+      plgpu.commit_smem()
+      for x_s, x_ref in ((k_s, dk_ref), (v_s, dv_ref)):
+        plgpu.copy_smem_to_gmem(x_s.at[warpgroup], x_ref.at[b, rows, kv])
+      plgpu.wait_smem_to_gmem(0)
+
+    _share(warpgroup, steps, STAGES_BACK, fetch, multiply, barriers)
+
+  spans = _spans(stretches, queries, BLOCK)
+  blocks = _viewing_blocks(spans, -(-S // BLOCK))
+  return _call(
+    hopper_packed_attention_dkv,
+    (K, blocks.shape[1], B),
+    [Shape(k.shape, k.dtype)] * 2,
+    {
+      'k_s': _tiled((WARPGROUPS, ROWS, D), queries),
+      'v_s': _tiled((WARPGROUPS, ROWS, D), queries),
+      'q_s': _tiled((STAGES_BACK, queries, D), queries),
+      'dout_s': _tiled((STAGES_BACK, queries, D), queries),
+      'p_s': _tiled((WARPGROUPS, ROWS, queries), queries) if interpret else None,
+      'k_came': plgpu.Barrier(num_arrivals=2, num_barriers=WARPGROUPS),
+    },
+    ('q',),
+    STAGES_BACK,
+    interpret,
+    copies=2,
+  )(*arrays, viewers, spans, blocks)
+
+
+# --- which blocks a program visits -----------------------------------------------------------------------------------
+
+
+def _whole(x):
+  """Pad tokens to whole tiles of 8: Mosaic (jax 0.12) does not clip the copy engine's tiles."""
+  return jnp.pad(x, ((0, 0), (0, -x.shape[1] % 8), (0, 0), (0, 0)))
+
+
+def _stretches(visible):
+  """Return low, gap, start and end of each query [B, 4, T rounded up to BLOCK].
+
+  The query sees key s if low <= s < gap or start <= s < end, where low <= gap <= start <= end. Padding sees no key.
+  """
+  seen = visible.narrowed()
+  own, prefix = seen.start < seen.end, seen.prefix_start < seen.prefix_end
+  low = jnp.where(prefix, seen.prefix_start, jnp.where(own, seen.start, NOWHERE))
+  gap = jnp.where(prefix, seen.prefix_end, low)
+  start = jnp.where(own, seen.start, gap)
+  return _stacked([low, gap, start, jnp.where(own, seen.end, start)], NOWHERE)
+
+
+def _viewers(visible):
+  """Return the queries that see each key, without the window: [B, 3 or 4, T rounded up to BLOCK].
+
+  The key is seen from its own number to 0, which is behind its segment, and from 1 to 2: by the segments that continue it. 3 is
+  the token's position, if there is a window.
+  """
+  (B, T), rows = visible.start.shape, jnp.arange(visible.start.shape[0])[:, None]
+  at, own = jnp.arange(T), visible.start < visible.end
+  prefix = jnp.where(visible.prefix_start < visible.prefix_end, visible.prefix_start, T)
+
+  def of_segment(first, empty):  # a segment is known by its first token
+    return jnp.take_along_axis(first, jnp.where(own, visible.start, T), axis=1, mode='fill', fill_value=empty)
+
+  none = jnp.zeros((B, T), jnp.int32)
+  behind = of_segment(none.at[rows, visible.start].max(at + 1, mode='drop'), 0)
+  last = jnp.maximum(behind, of_segment(none.at[rows, prefix].max(at + 1, mode='drop'), 0))
+  first = jnp.minimum(last, of_segment((none + NOWHERE).at[rows, prefix].min(at, mode='drop'), 0))
+  fields = [behind, jnp.maximum(behind, first), last]
+  return _stacked([*fields, visible.positions] if visible.window is not None else fields, 0)
+
+
+def _stacked(fields, padding):
+  """Return fields [B, T] as one array, with T rounded up to BLOCK."""
+  x = jnp.stack(fields, axis=1).astype(jnp.int32)
+  return jnp.pad(x, ((0, 0), (0, 0), (0, -x.shape[2] % BLOCK)), constant_values=padding)
+
+
+def _spans(stretches, queries, keys):
+  """Return for each block of queries [B, T / queries, 8]: two ranges of blocks of keys, and two of keys.
+
+  0, 1; 2, 3    blocks of keys to visit: of the prefixes, then of the queries' own segments; first, and behind the last
+  4, 5; 6, 7    keys that all queries see, of their own segment and of their prefix
+  """
+  blocks = stretches.reshape(*stretches.shape[:2], -1, queries)
+  low, gap, start, end = (blocks[:, field] for field in range(FIELDS))
+
+  def hull(first, behind):
+    some = first < behind
+    least, most = jnp.where(some, first, NOWHERE).min(axis=-1), jnp.where(some, behind, 0).max(axis=-1)
+    return jnp.where(least < most, least // keys, 0), jnp.where(least < most, -(-most // keys), 0)
+
+  own, prefix = hull(start, end), hull(low, gap)
+  # Ranges that touch become one, so that no block is visited twice.
+  touch = (own[0] <= prefix[1]) & (prefix[0] < prefix[1]) & (own[0] < own[1])
+  own = jnp.where(touch, jnp.minimum(own[0], prefix[0]), own[0]), jnp.where(touch, jnp.maximum(own[1], prefix[1]), own[1])
+  prefix = prefix[0], jnp.where(touch, prefix[0], prefix[1])
+  seen = start.max(axis=-1), end.min(axis=-1), low.max(axis=-1), gap.min(axis=-1)
+  return jnp.stack([*prefix, *own, *seen], axis=-1).astype(jnp.int32)
+
+
+def _viewing_blocks(spans, blocks):
+  """Return for each block of keys [B, blocks, 2] the first block of queries that visits it, and the one behind the last."""
+  block, at = jnp.arange(blocks)[:, None], jnp.arange(spans.shape[1])
+  first, last, own, end = (spans[:, None, :, field] for field in range(4))
+  visits = ((first <= block) & (block < last)) | ((own <= block) & (block < end))
+  behind = jnp.where(visits, at + 1, 0).max(axis=-1)
+  return jnp.stack([jnp.minimum(jnp.where(visits, at, NOWHERE).min(axis=-1), behind), behind], axis=-1).astype(jnp.int32)
+
+
+def _walk(spans_ref, b, i):
+  """Return the number of steps of a program, and the function from a step to its block of keys."""
+  first, last, own, end = (spans_ref[b, i, field] for field in range(4))
+  before = last - first
+  return before + end - own, lambda n: jnp.where(n < before, first + n, own + n - before)
+
+
+def _whole_block(spans_ref, b, i, key, count):
+  """Return whether all queries of block i see the `count` keys from number `key` on."""
+  start, end, prefix_start, prefix_end = (spans_ref[b, i, field] for field in range(4, 8))
+  return ((start <= key) & (key + count <= end)) | ((prefix_start <= key) & (key + count <= prefix_end))
+
+
+# --- a program -------------------------------------------------------------------------------------------------------
+
+
+def _call(kernel, grid, out, scratch, operands, stages, interpret, copies=1):
+  """Return the kernel's call. Each of `operands` has barriers for stages that `copies` copies fill."""
+  for name in operands:
+    scratch[f'{name}_filled'] = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
+    scratch[f'{name}_free'] = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages)
+  return plgpu.kernel(
+    kernel,
+    out_type=out,
+    scratch_types=scratch,
+    grid=grid,
+    grid_names=('head', 'block', 'row'),
+    num_threads=WARPGROUPS + 1,
+    thread_name='warpgroup',
+    compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+    interpret=interpret,
+  )
+
+
+def _place(blocks_ref):
+  """Return warpgroup, row of the batch, head, number of the program's block, and the warpgroup's rows in it.
+
+  The last blocks of a row start first: they have the most keys.
+  """
+  warpgroup, block = lax.axis_index('warpgroup'), blocks_ref.shape[1] - 1 - lax.axis_index('block')
+  ours = lax.min(warpgroup, jnp.int32(WARPGROUPS - 1))  # the copying warpgroup has no rows
+  return warpgroup, lax.axis_index('row'), lax.axis_index('head'), block, pl.ds(block * BLOCK + ours * ROWS, ROWS)
+
+
+def _share(warpgroup, steps, stages, fetch, multiply, barriers):
+  """Divide a program's work: one warpgroup fetches the operands of all steps into the ring of stages, the others multiply.
+
+  fetch(n, stage, came, free)   copies the operands of step n: free(name) waits for the stage, came(name) is the copies' barrier
+  multiply(took, done)          computes: took(name, n) waits for the operand of step n, done(name, n) frees its stage
+  """
+  names = [name.removesuffix('_free') for name in barriers if name.endswith('_free')]
+  stage_of = partial(lax.rem, y=jnp.int32(stages))
+
+  def wait_free(name, n):
+    plgpu.barrier_wait(barriers[f'{name}_free'].at[stage_of(n)])
+
+  def copy():
+    def step(n, _):
+      stage = stage_of(n)
+      fetch(
+        n,
+        stage,
+        lambda name: barriers[f'{name}_filled'].at[stage],
+        lambda name: pl.when(n >= stages)(lambda: wait_free(name, n)),
+      )
+
+    plgpu.set_max_registers(24, action='decrease')
+    lax.fori_loop(0, steps, step, None)
+    last = lax.max(jnp.int32(0), steps - stages)
+    lax.fori_loop(last, steps, lambda n, _: [wait_free(name, n) for name in names] and None, None)
+
+  def work():
+    plgpu.set_max_registers(240, action='increase')
+    multiply(
+      lambda name, n: plgpu.barrier_wait(barriers[f'{name}_filled'].at[stage_of(n)]),
+      lambda name, n: plgpu.barrier_arrive(barriers[f'{name}_free'].at[stage_of(n)]),
+    )
+
+  lax.cond(warpgroup == WARPGROUPS, copy, work)
+
+
+def _masked(scores, whole, number, low, gap, start, end, also=None):
+  """Return the scores where low <= number < gap or start <= number < end, else -inf, for low <= gap <= start <= end.
+
+  `also()` is another condition. `whole` says that all are visible. The arguments behind it are functions that return arrays of
+  the scores' shape.
+  """
+
+  def mask(scores):
+    # One comparison at a time: the predicates of two would spill registers.
+    n = number()
+    scores = lax.optimization_barrier(jnp.where(n >= low(), scores, -jnp.inf))
+    hidden = (n - gap()).astype(jnp.uint32) < (start() - gap()).astype(jnp.uint32)  # gap <= n < start
+    scores = lax.optimization_barrier(jnp.where(hidden, -jnp.inf, scores))
+    scores = jnp.where(n < end(), scores, -jnp.inf)
+    return scores if also is None else jnp.where(also(), lax.optimization_barrier(scores), -jnp.inf)
+
+  return lax.cond(whole, lambda scores: scores, mask, scores)
+
+
+def _numbers(first, like, axis):
+  return plgpu.broadcasted_iota(jnp.int32, like.shape, axis, layout=MATRIX) + first
+
+
+def _product(a, b, total, interpret):
+  """Return total + a @ b in float32. `a` is in shared memory or in registers, `b` in shared memory."""
+  if interpret:
+    return total + pl.run_scoped(partial(_multiplied, a, b), plgpu.WGMMAAccumulatorRef(total.shape, jnp.float32))
+  return pl.run_state(lambda acc: plgpu.wgmma(acc, a, b))(plgpu.ACC.init(total))
+
+
+def _multiplied(a, b, acc):
+  plgpu.wgmma(acc, a, b)
+  return acc[...]
+
+
+def _operand(p_s, warpgroup, x):
+  """Return x as the left operand of a product: in registers, or in shared memory in the interpreter, which has only these."""
+  if p_s is None:
+    return x.astype(jnp.bfloat16)
+  p_s.at[warpgroup][...] = x.astype(jnp.bfloat16)
+  plgpu.commit_smem()
+  return p_s.at[warpgroup]
+
+
+def _unit(D):
+  return D**-0.5 * math.log2(math.e)
+
+
+def _per_row(ref):
+  return plgpu.load(ref, layout=MATRIX.reduce(1), optimized=False)
+
+
+def _per_column(ref):
+  return plgpu.load(ref, layout=MATRIX.reduce(0), optimized=False)
+
+
+def _down(per_row, like):
+  return lax.broadcast_in_dim(per_row, getattr(like, 'shape', like), [0])
+
+
+def _across(per_column, like):
+  return lax.broadcast_in_dim(per_column, getattr(like, 'shape', like), [1])
+
+
+def _filled(shape, value):
+  return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), MATRIX if len(shape) == 2 else MATRIX.reduce(1))
+
+
+def _tiled(shape, columns=64):
+  """Return shared memory in swizzled tiles of 8 rows: the layout that copy engine and tensor core share.
+
+  A sum of `columns` terms is one operation of the tensor core, so the operands of a product have tiles of equal width.
+  """
+  tiles = plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns)  # pyright: ignore[reportAbstractUsage]
+  return plgpu.SMEM(shape, jnp.bfloat16, transforms=tiles)

@@ -13,7 +13,7 @@ A sliding window moves the first key of both stretches. On Hopper GPUs a kernel 
 that they touch, in both directions. The reference makes the mask of one chunk of queries at a time from them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -30,21 +30,25 @@ from sprl.kernels.platform import chosen
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Visible:
-  """The keys that each query sees: start <= s < end, and prefix_start <= s < prefix_end. A stretch is empty if start >= end.
+  """The keys that each query sees: start <= s < end and, of its prefix, prefix_start <= s < prefix_end.
 
-  prefix_end <= start where both stretches have keys.
+  A stretch is empty if its first key is not below its end. prefix_end <= start where both have keys. With a window, a query sees
+  only the keys of these whose positions are less than `window` below its own.
   """
 
   start: Int[Array, 'B T']
   end: Int[Array, 'B T']
   prefix_start: Int[Array, 'B T']
   prefix_end: Int[Array, 'B T']
+  positions: Int[Array, 'B T'] | None = None  # of the tokens in their sequences; they rise by one from token to token of a segment
+  window: int | None = field(default=None, metadata={'static': True})
 
   @classmethod
   def in_rows(cls, segments: Int[Array, 'B T'], prefixes: Int[Array, 'B T'] | None = None) -> 'Visible':
     """Return what tokens of packed rows see: earlier tokens of their segment, and the segment that `prefixes` names (0: none).
 
-    Segments are numbered from 1 to T at most; 0 is padding. The tokens of a segment are adjacent, behind those of its prefix.
+    Segments are numbered from 1 to T at most; 0 is padding. The tokens of a segment are adjacent. The segments that continue
+    another are behind it and adjacent to each other.
     """
     B, T = segments.shape
     rows, at = jnp.arange(B)[:, None], jnp.arange(T, dtype=jnp.int32)
@@ -63,31 +67,28 @@ class Visible:
     return cls(zeros, key + 1, zeros, zeros)
 
   def within(self, window: int, positions: Int[Array, 'B T']) -> 'Visible':
-    """Return what tokens of packed rows see of the newest `window` tokens of their sequences, their own included.
+    """Return what tokens of packed rows see of the newest `window` tokens of their sequences, their own included."""
+    return replace(self, window=window, positions=positions)
 
-    `positions` are those of the tokens in their sequences. They rise by one from token to token of a segment.
-    """
-    T = self.start.shape[1]
-    origin = jnp.take_along_axis(positions, jnp.minimum(self.prefix_start, T - 1), axis=1)  # position of the prefix's first token
-    earliest = self.prefix_start + positions - origin - (window - 1)
-    return Visible(
-      jnp.maximum(self.start, self.end - window), self.end, jnp.maximum(self.prefix_start, earliest), self.prefix_end
-    )
+  def narrowed(self) -> 'Visible':
+    """Return the same with the window in the stretches."""
+    if self.window is None or self.positions is None:
+      return self
+    # The window covers the keys from here on, counted in the numbers of the prefix's keys.
+    first = jnp.take_along_axis(self.positions, jnp.minimum(self.prefix_start, self.start.shape[1] - 1), axis=1)
+    covered = self.prefix_start + self.positions - first - (self.window - 1)
+    start = jnp.maximum(self.start, self.end - self.window)
+    return Visible(start, self.end, jnp.maximum(self.prefix_start, covered), self.prefix_end)
 
   def mask(self, S: int) -> Bool[Array, 'B 1 T S']:
     """Return whether query t sees key s."""
-    key = jnp.arange(S)
+    key, seen = jnp.arange(S), jax.tree.map(lambda x: x[..., None], self.narrowed())
+    return (((seen.start <= key) & (key < seen.end)) | ((seen.prefix_start <= key) & (key < seen.prefix_end)))[:, None]
 
-    def between(start, end):
-      return (start[..., None] <= key) & (key < end[..., None])
-
-    return (between(self.start, self.end) | between(self.prefix_start, self.prefix_end))[:, None]
-
-  @staticmethod
-  def names() -> 'Visible':
+  def names(self) -> 'Visible':
     """Return the axis names of the arrays."""
     rows: Any = ('rows', None)
-    return Visible(rows, rows, rows, rows)
+    return jax.tree.map(lambda _: rows, self)
 
 
 @jax.tree_util.register_dataclass
@@ -98,8 +99,7 @@ class Evictions:
   positions: Int[Array, 'B T']  # of the queries
   evicted: Int[Array, 'B K S']  # position of the first query that does not see the key
 
-  @staticmethod
-  def names() -> 'Evictions':
+  def names(self) -> 'Evictions':
     """Return the axis names of the arrays."""
     positions: Any = ('rows', None)
     evicted: Any = ('rows', 'kv_heads', None)
@@ -136,8 +136,8 @@ def reference(
 ) -> Float[Array, 'B T H D']:
   """Compute `packed_attention` in jnp."""
   if evictions is None:
-    return by_chunks(_seen, q, k, v, visible, None, fp8_softmax)
-  return by_chunks(_held, q, k, v, (visible, evictions.positions), evictions.evicted, fp8_softmax)
+    return by_chunks(_seen, q, k, v, visible.narrowed(), None, fp8_softmax)
+  return by_chunks(_held, q, k, v, (visible.narrowed(), evictions.positions), evictions.evicted, fp8_softmax)
 
 
 def _seen(visible, _, keys):

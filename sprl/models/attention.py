@@ -9,7 +9,7 @@ Letters: B rows, T tokens, H query heads, K kv heads, L layers, D head width.
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -72,9 +72,9 @@ class PackedAttention:
     """
     if positions is None and prefixes is None:
       positions = jnp.broadcast_to(jnp.arange(segments.shape[1]), segments.shape)
-    rows = ('rows', None)
-    made = local(Visible.in_rows, (rows, None if prefixes is None else rows), Visible.names())
-    return cls(made(segments, prefixes), positions, kernels)
+    rows: Any = ('rows', None)
+    in_rows = local(Visible.in_rows, (rows, None if prefixes is None else rows), Visible(rows, rows, rows, rows))
+    return cls(in_rows(segments, prefixes), positions, kernels)
 
   def attend(
     self,
@@ -123,5 +123,5 @@ class EvictedAttention:
 def _attend(q, k, v, visible, evictions, kernels):
   """Return the attention of packed rows. Each device computes its own rows and heads."""
   queries, keys = ('rows', None, 'heads', None), ('rows', None, 'kv_heads', None)
-  names = Visible.names(), None if evictions is None else Evictions.names()
+  names = visible.names(), None if evictions is None else evictions.names()
   return local(partial(packed_attention, kernels=kernels), (queries, keys, keys, *names), queries)(q, k, v, visible, evictions)
