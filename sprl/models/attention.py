@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from sprl.config import Kernels
 from sprl.kernels.attention import attention
+from sprl.models.sequence import KEYS, QUERIES, own_tokens, whole_rows
 from sprl.sharding.rules import local
 
 
@@ -125,7 +126,7 @@ class EvictedAttention:
 
 def _masked_attention(q, k, v, allowed, kernels):
   """Return masked attention. Each device computes its own rows and heads."""
-  queries, keys = ('rows', None, 'heads', None), ('rows', None, 'kv_heads', None)
   mask = ('rows', None if allowed.shape[1] == 1 else 'kv_heads', None, None)
   attend = partial(attention, causal=True, kernels=kernels)
-  return local(attend, (queries, keys, keys, mask), queries)(q, k, v, allowed)
+  out = local(attend, (QUERIES, KEYS, KEYS, mask), QUERIES)(*whole_rows(q, k, v), allowed)
+  return own_tokens(out)

@@ -37,7 +37,8 @@ def as_text(plan: Plan) -> str:
     f'  ({d.source})',
     *([f'flags for this layout: {" ".join(plan.flags)}'] if plan.flags else []),
     '',
-    f'Update, on each device ({shape.micros} microbatches of {shape.rows // plan.learner.rows} x {shape.tokens} tokens):',
+    f'Update, on each device ({shape.micros} microbatches of {shape.rows // plan.learner.rows} x {shape.tokens} tokens; '
+    f'model.remat = {plan.remat!r}):',
     '',
     *table(['GiB', *_PARTS, 'total', 'fits'], [['', *parts, f'{update.total / GIB:.2f}', _fits(update.total, plan.usable)]]),
     *([f"  and {update.host / GIB:.2f} GiB of moments in the host's memory, streamed past each device"] if update.host else []),

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Float8e4m3fn, Float32, Int
 from sprl.config import Kernels
 from sprl.kernels.block_matmul import block_matmul, grouped_matmul
 from sprl.quant import fp8
-from sprl.sharding.rules import Names, local, psum, shares
+from sprl.sharding.rules import Names, activation, local, psum, shares
 
 
 class Format(NamedTuple):
@@ -106,8 +106,8 @@ def block_dot(x: Float[Array, '*B M'], w: BlockScaled, axes: Names = (None, None
     y = block_matmul(x8, x_scale, codes, scale, rows, group, x.dtype, w.kernels).reshape(*x.shape[:-1], len(codes))
     return y if features is None else psum(y, features)
 
-  lead, part = ('rows', *[None] * (x.ndim - 2)), (outputs, features)
-  return local(product, ((*lead, features), part, part), (*lead, outputs))(x, w.codes, w.scale)
+  part = outputs, features
+  return local(product, (activation(x.ndim, features), part, part), activation(x.ndim, outputs))(x, w.codes, w.scale)
 
 
 def grouped_dot(

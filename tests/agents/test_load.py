@@ -88,7 +88,7 @@ def test_64_episodes_of_an_environment_of_verifiers(tmp_path):
   trajectories, engine, counts = run(tmp_path, program, disturb=disturb)
   assert len(trajectories) == 64
   check(trajectories, engine)
-  assert 0 < counts['errors']  # a kill after the agent has written its outcome costs nothing
+  assert counts['errors'] > 0  # a kill after the agent has written its outcome costs nothing
   assert killed
   tokenizer = Tokenizer.load(tmp_path)
   for t in trajectories:
