@@ -92,7 +92,7 @@ class Job(NamedTuple):
 def planned(model: str, axes: MeshAxes, optimiser: Optimiser = 'adamw', packing: Packing = ROWS) -> tuple[ModelConfig, Run, Plan]:
   """Plan for H200s: prompts of up to 512 tokens, completions of up to 1,536, float32 weights, `packing` on each device."""
   run = Run(
-    model=ModelSettings(path=model),
+    model=ModelSettings(path=model, remat='layer'),
     sampling=Sampling(max_prompt=512, max_tokens=1536),
     rollout=Rollout(prompts=32, group=8),
     packing=packing,

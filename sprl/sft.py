@@ -41,8 +41,9 @@ from sprl.learner.restore import export
 from sprl.learner.state import TrainState, abstract_state, guarded_step
 from sprl.learner.update import accumulate
 from sprl.model import Model, abstract_params
+from sprl.planning.remat import decided
 from sprl.rollout import collect
-from sprl.sharding.rules import OnMesh, row_shards, tie_to_iteration
+from sprl.sharding.rules import OnMesh, row_shards, tie_to_iteration, token_shards
 from sprl.tasks import problems
 from sprl.tasks.problems import Problem
 from sprl.tasks.prompts import Mix, PromptStream
@@ -72,7 +73,8 @@ def fine_tune(
   model = Model.open(dataclasses.replace(run, lora=Lora()))
   model = dataclasses.replace(model, param_dtype=jnp.dtype('float32'))
   packing = dataclasses.replace(run.packing, share_prefix=False)
-  sizes = shape(run.sampling, Rollout(prompts=batch, group=1), packing, minibatches=1, shards=row_shards(model.mesh))
+  asked, mesh = Rollout(prompts=batch, group=1), model.mesh
+  sizes = shape(run.sampling, asked, packing, minibatches=1, shards=row_shards(mesh), parts=token_shards(mesh))
   solutions = SolutionStream(run, model, train_set, batch)
   first = solutions.take(batch)  # before the weights are read, so that unusable problems are found early
 
@@ -81,7 +83,8 @@ def fine_tune(
   shardings = jax.tree.map(lambda a: a.sharding, abstract_state(abstract_params(model), optimizer))
   state = jax.device_put(TrainState.create(model.load(), optimizer), shardings)
   forward = ForwardConfig(1.0, model.dtype, packing.score_chunk, model.kernels)
-  update = make_update(model.graphdef, optimizer, forward, run.model.remat, model.mesh)
+  remat = decided(run, model, sizes).model.remat
+  update = make_update(model.graphdef, optimizer, forward, remat, model.mesh)
 
   losses: list[float] = []
   unread: list[Float[Array, '']] = []  # losses on the device

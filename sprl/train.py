@@ -33,7 +33,7 @@ from sprl.distributed.signals import signals
 from sprl.distributed.team import ALONE, Team
 from sprl.hooks import LedgerHook, after_step, remarks, stop_if, wrong_weights
 from sprl.io.checkpoint import Checkpoints
-from sprl.io.config_file import config_differences, write_config
+from sprl.io.config_file import config_differences, read_config, write_config
 from sprl.io.files import local_folder
 from sprl.io.metrics import RunLog
 from sprl.io.progress import Progress
@@ -51,6 +51,7 @@ from sprl.learner.state import TrainState, abstract_state
 from sprl.learner.update import UpdateConfig, make_update
 from sprl.model import Model, abstract_params
 from sprl.models.lora import Base, network
+from sprl.planning.remat import as_stored, decided
 from sprl.planning.room import check_caches_fit
 from sprl.rollout.evaluate import eval_engine
 from sprl.rollout.prompts import prompts
@@ -131,6 +132,7 @@ def setup(
   record_format(run.sampling, model.config.vocab_size)  # raises if the filters of the rollouts cannot be recorded
   layout = model.cache_layout(run.sampling, run.cache, run.quant, run.masked_learner, run.model.router_replay == 'R3')
   check_caches_fit(run, layout, model.engine_meshes)
+  run = team.broadcast('remat', lambda: decided(stored_choices(run, workdir), model))
   here = {'computes in': str(model.dtype), 'kernels': model.kernels, '--workdir': str(workdir), '--from': start.source}
   check_alike('settings', settings.to_dict(run) | here, team)
   rollouts = RolloutSetup.open(run, model.tokenizer, team, inputs)
@@ -186,6 +188,14 @@ def setup(
   )  # fmt: skip
   stop_if(wrong_weights(session), session)  # before anything is sampled from them
   return session
+
+
+def stored_choices(run: Run, workdir: Path) -> Run:
+  """Return the run with the choices that an earlier start of it stored in its work directory, if there was one."""
+  try:
+    return as_stored(run, read_config(workdir))
+  except FileNotFoundError:
+    return run
 
 
 def open_learner(

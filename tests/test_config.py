@@ -22,7 +22,7 @@ from sprl.presets import ARMS
 from sprl.rollout.setup import problem_sources
 from sprl.tasks import graders
 
-MOST_SETTINGS = 145  # every setting needs a user
+MOST_SETTINGS = 147  # every setting needs a user
 
 
 def config(**changes):

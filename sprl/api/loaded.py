@@ -33,6 +33,7 @@ from sprl.mismatch import ledger
 from sprl.model import Model, abstract_params
 from sprl.models.lora import Base, network
 from sprl.models.transformer import Params
+from sprl.planning.remat import decided
 from sprl.rollout.evaluate import evaluate
 from sprl.rollout.setup import Inputs, RolloutSetup
 from sprl.tasks.in_memory import Row
@@ -171,7 +172,7 @@ class LoadedModel:
       abstract = abstract_state(abstract_params(model), optimizer, run.optimizer.offload)
       state = TrainState.create(self._trained, optimizer, jax.tree.map(lambda a: a.sharding, abstract))
     layout = model.cache_layout(run.sampling, run.cache, run.quant, run.masked_learner, run.model.router_replay == 'R3')
-    update = make_update(model.graphdef, optimizer, UpdateConfig.of(run, model.dtype), model.mesh)
+    update = make_update(model.graphdef, optimizer, UpdateConfig.of(decided(run, model), model.dtype), model.mesh)
     reference = None
     if run.loss.kl_coef:
       reference = model.load(model.dtype) if self._base is None else self._base.params

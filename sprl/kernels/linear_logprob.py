@@ -35,9 +35,9 @@ def linear_logprob(
   """Return log softmax(hidden @ head^T / temperature)[target] and the entropy (nats), float32, differentiable.
 
   With `count`, only chunks that hold one of a shard's first `count` positions are computed; other chunks give zeros. With
-  `support`, both are of the distribution over the recorded tokens of each position, of which the target must be one. `chunk` is the
-  number of positions whose logits exist at one time; None: `positions_at_once`. `narrow` is the head in the dtype of `hidden`, if
-  the caller has it. The gradient goes to `head`.
+  `support`, both are of the distribution over the recorded tokens of each position, of which the target must be one. `chunk` is
+  the number of positions whose logits exist at one time; None: `positions_at_once`. `narrow` is the head in the dtype of
+  `hidden`, if the caller has it. The gradient goes to `head`.
   """
   *shards, T, E = hidden.shape
   chunk = min(positions_at_once(head.shape[0], on_accelerator()) if chunk is None else chunk, T)
@@ -76,17 +76,17 @@ def _rows(i, chunk, *arrays):
 
   def part(x):
     of_chunk = _at_home(jax.lax.dynamic_slice_in_dim(_at_home(x), i * chunk, chunk, axis=1))
-    return shard(of_chunk, 'gathered_rows', *[None] * (x.ndim - 1))
+    return shard(of_chunk, 'gathered_scored_rows', *[None] * (x.ndim - 1))
 
   return jax.tree.map(part, arrays)
 
 
 def _logits(h, head, temperature, support):
   logits = jax.lax.dot_general(h, head, (((2,), (1,)), ((), ())), preferred_element_type=jnp.float32)
-  logits = shard(logits, 'gathered_rows', None, 'vocab') / temperature
+  logits = shard(logits, 'gathered_scored_rows', None, 'vocab') / temperature
   if support is None:
     return logits
-  return jnp.where(shard(support_mask(support, head.shape[0]), 'gathered_rows', None, 'vocab'), logits, EXCLUDED)
+  return jnp.where(shard(support_mask(support, head.shape[0]), 'gathered_scored_rows', None, 'vocab'), logits, EXCLUDED)
 
 
 def _is(target, V):
@@ -100,7 +100,7 @@ def _placed(whole, new, i, chunk):
 
 def _at_home(x):
   """Lay [S, ...] out so that each shard lies with its rows."""
-  return shard(x, 'rows', *[None] * (x.ndim - 1))
+  return shard(x, 'scored_rows', *[None] * (x.ndim - 1))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(6, 7))
@@ -140,10 +140,10 @@ def _backward(temperature, chunk, saved, cotangents):
     d = ((d + jnp.where(_is(t, head.shape[0]), dlogp[..., None], 0)) / temperature).astype(h.dtype)
     apart = d.reshape(groups, -1, d.shape[-1]), h.reshape(groups, -1, h.shape[-1])
     dhead = dhead + jax.lax.dot_general(*apart, (((1,), (1,)), ((0,), (0,))), preferred_element_type=jnp.float32)
-    return _placed(dhidden, d @ narrow, i, chunk), shard(dhead, 'gathered_rows', 'vocab', None)
+    return _placed(dhidden, d @ narrow, i, chunk), shard(dhead, 'gathered_scored_rows', 'vocab', None)
 
   # Each group of rows sums its own gradient. The groups are summed once, after the last chunk.
-  groups = parts('gathered_rows', hidden.shape[0])
+  groups = parts('gathered_scored_rows', hidden.shape[0])
   start = jnp.zeros_like(hidden), jnp.zeros((groups, *head.shape), jnp.float32)
   dhidden, dhead = jax.lax.fori_loop(0, chunks, body, start)
   return dhidden, shard(jnp.sum(dhead, axis=0), 'vocab', None).astype(head.dtype), None, None, None, None

@@ -13,7 +13,8 @@ hidden state that predicts a scored position (for the first token of a completio
 `place` is the scored position of each element of a [B, C] array.
 
 On a mesh the rows of a microbatch lie in S shards of R / S rows. Their scored positions lie in the same shards, so hidden states
-are gathered within their device.
+are gathered within their device. If Q devices share a row, a shard's scored positions are dealt to Q parts of its N places in
+turn, so that each device scores as many; its part is filled from the front.
 """
 
 from collections.abc import Sequence
@@ -43,7 +44,7 @@ class TrainBatch:
   prefixes: Int[Array, 'A R T']  # the segment that this one continues; 0: none
   source: Int[Array, 'A S N']  # of scored position n: index of the predicting state among the N = R / S * T of the shard
   target: Int[Array, 'A S N']  # of scored position n: the token to predict
-  scored: Int[Array, 'A S']  # number of scored positions, which come first among the N
+  scored: Int[Array, 'A SQ']  # number of scored positions of each of a shard's Q parts, which come first among their N / Q
   used: Int[Array, '']  # microbatches with tokens
   micro: Int[Array, ' B']  # microbatch of the sequence; -1: left out
   prompt: Int[Array, ' B']  # number of the sequence's prompt among those of the batch
@@ -58,13 +59,16 @@ class TrainBatch:
 
   @property
   def axes(self) -> 'TrainBatch':
-    """Names of the axes of each array. Rows are split over devices. The [B, C] arrays are small and replicated."""
-    packed = dict.fromkeys(('tokens', 'positions', 'segments', 'prefixes', 'source', 'target'), (None, 'rows', None))
+    """Names of the axes of each array. Rows are split over devices, and their tokens over `sequence`.
+
+    The [B, C] arrays are small and replicated.
+    """
+    packed = dict.fromkeys(('tokens', 'positions', 'segments', 'prefixes', 'source', 'target'), (None, 'rows', 'tokens'))
     split = packed | {
-      'scored': (None, 'rows'),
+      'scored': (None, 'scored_rows'),
       'evicted': (None, 'rows', None, 'kv_heads', None),
       'routes': (None, 'rows', None, None, None),
-      'support': (None, 'rows', None, None),
+      'support': (None, 'rows', 'tokens', None),
     }
     axes: Any = {name: None if x is None else split.get(name, (None,) * x.ndim) for name, x in vars(self).items()}
     return TrainBatch(**axes)
@@ -80,17 +84,26 @@ class Shape:
   sequences: int  # B
   columns: int  # C
   shards: int = 1  # S
+  parts: int = 1  # Q
 
 
-def shape(sampling: Sampling, rollout: Rollout, packing: Packing, minibatches: int, shards: int = 1, branches: int = 1) -> Shape:
-  """Return sizes that fit any batch of these settings, for devices that split rows into `shards` parts.
+def shape(
+  sampling: Sampling, rollout: Rollout, packing: Packing, minibatches: int, shards: int = 1, branches: int = 1, parts: int = 1
+) -> Shape:
+  """Return sizes that fit any batch of these settings, for devices that split rows into `shards` and a row into `parts` parts.
 
   `minibatches` divides rollout.prompts. An episode has at most `branches` sequences.
 
-  Raises SettingsError if rows are too short for the longest sequence.
+  Raises SettingsError if rows are too short for the longest sequence, or have a number of tokens that is no multiple of `parts`.
   """
   P, C, n = sampling.max_prompt, sampling.max_tokens, rollout.group * branches
   T = packing.row_tokens or -(-(P + (n if packing.share_prefix else 1) * C) // 32) * 32
+  T += 0 if packing.row_tokens else -T % parts
+  if T % parts:
+    raise SettingsError(
+      f'config.packing.row_tokens = {T}: expected a multiple of {parts}, the devices that share a row '
+      '(config.mesh.learner.sequence)'
+    )
   if T < P + C:
     raise SettingsError(
       f'config.packing.row_tokens = {T}: expected at least {P + C}, the sum of config.sampling.max_prompt = {P} and '
@@ -108,6 +121,7 @@ def shape(sampling: Sampling, rollout: Rollout, packing: Packing, minibatches: i
     sequences=rollout.prompts // minibatches * n,
     columns=C,
     shards=shards,
+    parts=parts,
   )
 
 
@@ -189,7 +203,7 @@ def empty(shape: Shape, support: Format | None = None) -> TrainBatch:
   arrays: dict[str, Any] = {  # numpy until they are placed on the devices
     **{name: np.zeros(packed, np.int32) for name in ('tokens', 'positions', 'segments', 'prefixes')},
     **{name: np.zeros(scored, np.int32) for name in ('source', 'target')},
-    'scored': np.zeros((A, S), np.int32),
+    'scored': np.zeros((A, S * shape.parts), np.int32),
     'used': np.int32(0),
     'micro': np.full(B, -1, np.int32),
     'prompt': np.zeros(B, np.int32),
@@ -212,7 +226,8 @@ def _fill_row(batch: Any, shape: Shape, index: int, pieces: list[list[int]], tra
   """Write pieces, lists of sequences that share a prompt, into row `index` of the batch's numpy arrays, in place."""
   a, r = divmod(index, shape.rows)
   s, within = divmod(r, shape.rows // shape.shards)
-  N = batch.source.shape[2]
+  N, Q = batch.source.shape[2], shape.parts
+  parts = batch.scored[a, s * Q : (s + 1) * Q]
   start, segment = 0, 0
   for piece in pieces:
     first = trajectories[piece[0]]
@@ -237,7 +252,8 @@ def _fill_row(batch: Any, shape: Shape, index: int, pieces: list[list[int]], tra
         assert trajectory.routes is not None
         batch.routes[a, r, here] = trajectory.routes[P:]
       column = np.flatnonzero(trajectory.mask[P:])
-      position = batch.scored[a, s] + np.arange(len(column))
+      number = np.sum(parts) + np.arange(len(column))  # among the scored positions of the shard
+      position = number % Q * (N // Q) + number // Q
       predictor = np.concatenate([[last_of_prompt], np.arange(start, start + n - 1)])
       batch.source[a, s, position] = within * shape.tokens + predictor[column]
       batch.target[a, s, position] = trajectory.completion[column]
@@ -246,7 +262,7 @@ def _fill_row(batch: Any, shape: Shape, index: int, pieces: list[list[int]], tra
         batch.support[a, s, position] = trajectory.support
       batch.place[b, column], batch.mask[b, column], batch.micro[b] = s * N + position, True, a
       batch.sampler_logp[b, column] = trajectory.sampler_logp[P:][column]
-      batch.scored[a, s] += len(column)
+      parts += np.bincount(number % Q, minlength=Q).astype(np.int32)
       start += n
 
 

@@ -27,9 +27,9 @@ Copies = dict[str, BlockScaled | Emulated | Float[Array, '*X N M']]  # path of a
 def copies_of(params: Params, quant: Quant, dtype: Any, kernels: Kernels = 'auto', *, cast: bool = False) -> Copies:
   """Return the copies of a tree of weights. For use inside a jitted function.
 
-  The linears that `quant` names have an FP8 copy. An adapter is merged into its frozen weight in float32 first, as in the sampler.
-  With `cast` the other matrices that products cast to `dtype` have a copy in it (`cast_matrices`). `dtype` is also that of emulated
-  products. `kernels` selects the implementation of blockwise products.
+  The linears that `quant` names have an FP8 copy. An adapter is merged into its frozen weight in float32 first, as in the
+  sampler. With `cast` the other matrices that products cast to `dtype` have a copy in it (`cast_matrices`). `dtype` is also that
+  of emulated products. `kernels` selects the implementation of blockwise products.
   """
   named, codes = set(quantised_linears(params, quant)), multiplies_codes(quant, kernels)
   matrices = cast_matrices(params, quant, dtype) if cast else set()

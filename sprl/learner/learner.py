@@ -33,7 +33,7 @@ from sprl.models.transformer import Params
 from sprl.objective.advantages import advantages, equal_groups, overlong_penalty
 from sprl.sampler import calibrate
 from sprl.sampler.weights import SamplerWeights
-from sprl.sharding.rules import OnMesh, row_shards
+from sprl.sharding.rules import OnMesh, row_shards, token_shards
 from sprl.sharding.transfer import fetch, home, return_free_memory
 from sprl.types import LogProbs, Trajectory, sequences, trained_on
 
@@ -225,7 +225,8 @@ def overlong(trajectories: Sequence[Trajectory], run: Run) -> Float[np.ndarray, 
 
 def batch_shape(run: Run, model: Model) -> Shape:
   """Return the static sizes of the run's minibatches."""
-  return shape(run.sampling, run.rollout, run.packing, run.optimizer.minibatches, row_shards(model.mesh), run.branches)
+  minibatches, mesh = run.optimizer.minibatches, model.mesh
+  return shape(run.sampling, run.rollout, run.packing, minibatches, row_shards(mesh), run.branches, token_shards(mesh))
 
 
 def compile_ahead(update: OnMesh, run: Run, model: Model, state: TrainState, base: Base | None) -> None:

@@ -59,21 +59,26 @@ def micro_logprobs(
   temperature, over the tokens that the sampler's filters kept (docs/methods/losses.md, Notation, and eq. 31). `remat` says what
   the backward pass recomputes.
   """
-  attention: Attention = PackedAttention.of(batch.segments[i], batch.prefixes[i], config.kernels, batch.positions[i])
+  whole = (shard(x[i], 'rows', None) for x in (batch.segments, batch.prefixes, batch.positions))
+  segments, prefixes, positions = whole  # of all tokens of a row, which attention compares
+  attention: Attention = PackedAttention.of(segments, prefixes, config.kernels, positions)
   if batch.evicted is not None:
-    attention = EvictedAttention(attention, batch.positions[i], batch.evicted[i])
+    attention = EvictedAttention(attention, positions, batch.evicted[i])
   out = transformer.forward(
     graphdef, params, batch.tokens[i], batch.positions[i], attention, dtype=config.dtype, remat=remat, kernels=config.kernels,
     routes=None if batch.routes is None else batch.routes[i], mask=batch.segments[i] > 0,
   )  # fmt: skip
   with jax.named_scope('head'):
     S, N = batch.source.shape[1:]
-    of_shard = shard(out.hidden.reshape(S, N, -1), 'rows', None, None)
+    parts = batch.scored.shape[1]  # of the scored positions: each row shard has as many as devices that share a row
+    of_shard = shard(out.hidden, 'rows', None, None).reshape(S, N, -1)
     predictors = jnp.take_along_axis(of_shard, batch.source[i, :, :, None], axis=1)
+    predictors = shard(predictors, 'rows', 'tokens', None).reshape(parts, -1, predictors.shape[-1])
     head = transformer.head_weight(params)
+    places, support = predictors.shape[:2], None if batch.support is None else batch.support[i]
     scored = linear_logprob(
-      predictors, plain(head), batch.target[i], temperature=config.temperature, chunk=config.chunk, count=batch.scored[i],
-      support=None if batch.support is None else batch.support[i],
+      predictors, plain(head), batch.target[i].reshape(places), temperature=config.temperature, chunk=config.chunk,
+      count=batch.scored[i], support=None if support is None else support.reshape(*places, support.shape[-1]),
       narrow=head.copy if isinstance(head, StraightThrough) else None,
     )  # fmt: skip
   here = batch.mask & (batch.micro == i)[:, None]

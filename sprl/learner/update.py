@@ -47,7 +47,8 @@ class UpdateConfig:
 
   @classmethod
   def of(cls, run: Run, dtype: Any) -> 'UpdateConfig':
-    """Return the settings of a run that computes in `dtype`."""
+    """Return the settings of a run that computes in `dtype`. Its `model.remat` is decided, not 'auto'."""
+    assert run.model.remat != 'auto', 'sprl/planning/remat.py decides before the update is made'
     return cls(run.correction, run.loss, ForwardConfig.of(run, dtype), run.model.remat)
 
 

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int
 
 from sprl.config import Kernels
 from sprl.kernels.packed_attention import Evictions, Visible, packed_attention
+from sprl.models.sequence import KEYS, QUERIES, own_tokens, whole_rows
 from sprl.sharding.rules import local
 
 
@@ -122,6 +123,6 @@ class EvictedAttention:
 
 def _attend(q, k, v, visible, evictions, kernels):
   """Return the attention of packed rows. Each device computes its own rows and heads."""
-  queries, keys = ('rows', None, 'heads', None), ('rows', None, 'kv_heads', None)
   names = visible.names(), None if evictions is None else evictions.names()
-  return local(partial(packed_attention, kernels=kernels), (queries, keys, keys, *names), queries)(q, k, v, visible, evictions)
+  attend = local(partial(packed_attention, kernels=kernels), (QUERIES, KEYS, KEYS, *names), QUERIES)
+  return own_tokens(attend(*whole_rows(q, k, v), visible, evictions))

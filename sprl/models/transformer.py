@@ -31,7 +31,7 @@ from sprl.models.routing import LayerRouting, Routing, balance_of, replayed
 from sprl.quant.block import BlockScaled, Quantised, gated_codes, normalised_codes, quantises
 from sprl.quant.dot import PRODUCT, dot, plain
 from sprl.quant.joined import Joined, Within
-from sprl.sharding.rules import kept, prefetch_barrier, shard
+from sprl.sharding.rules import activation, kept, prefetch_barrier, shard
 
 Params = dict[str, Any]  # nested dict of arrays
 ROUTE = 'route'  # name of the chosen experts, which are saved: recomputation could choose different ones
@@ -65,7 +65,7 @@ class Linear(nnx.Module):
 
   def biased(self, product: Float[Array, '*B N']) -> Float[Array, '*B N']:
     """Return the output for a product of the inputs and the kernel."""
-    y = shard(product, 'rows', *[None] * (product.ndim - 2), self.axes[0])
+    y = shard(product, *activation(product.ndim, self.axes[0]))
     return y if self.bias is None else y + shard(self.bias.get_value(), self.axes[0]).astype(y.dtype)
 
 
@@ -269,9 +269,9 @@ class Decoder(nnx.Module):
     with jax.named_scope('embed'):
       # fsdp splits the vocabulary and the rows. The rows are gathered, not the table: each device looks up in its part of it.
       table = shard(kept(plain(self.embed.get_value()), 'vocab', 'embed'), 'vocab', None)
-      tokens = shard(tokens, 'gathered_rows', None)
-      x = shard(jnp.take(table, tokens, axis=0).astype(dtype), 'gathered_rows', None, None)
-      x = shard(x, 'rows', None, None)
+      tokens = shard(tokens, 'gathered_rows', 'tokens')
+      x = shard(jnp.take(table, tokens, axis=0).astype(dtype), 'gathered_rows', 'tokens', None)
+      x = shard(x, 'rows', 'tokens', None)
       x = x if self.embed_scale == 1 else x * jnp.asarray(self.embed_scale, dtype)  # rounded first, as in transformers
     angles = turns(positions, self.head_dim, self.rope)
     sliding_angles = angles if self.sliding_rope == self.rope else turns(positions, self.head_dim, self.sliding_rope)

@@ -9,6 +9,7 @@ from sprl.models.config import ModelConfig
 from sprl.planning import aot, programs
 from sprl.planning.estimate import Plan, RolloutPlan, kinds, on, own_kind
 from sprl.planning.memory import local, nbytes, rollout_cache
+from sprl.planning.remat import with_remat
 from sprl.planning.show import GIB, MIB, table
 
 
@@ -51,7 +52,7 @@ def planned_decode(config: ModelConfig, run: Run, plan: Plan, kind: RolloutPlan)
 def check_update(config: ModelConfig, run: Run, plan: Plan) -> Check:
   """Compile the update."""
   mesh = plan.learner.mesh_of(config, aot.devices(plan.device.name, plan.learner.devices))
-  program = programs.update(config, run, plan.shape, mesh)
+  program = programs.update(config, with_remat(run, plan.remat), plan.shape, mesh)
   return Check('update', planned_update(plan), aot.compile_for(program.jitted, *program.arguments, **program.static))
 
 

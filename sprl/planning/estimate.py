@@ -5,14 +5,17 @@ import math
 from dataclasses import dataclass
 
 from sprl.config import DENSE, UNQUANTISED, Cache, Quant, Run, SettingsError
-from sprl.learner.batch import Shape, shape
+from sprl.learner.batch import Shape, Tokens, shape
 from sprl.models import transformer
 from sprl.models.config import ModelConfig
 from sprl.models.moe import check_split
+from sprl.models.sequence import check_sequence
 from sprl.planning import memory
 from sprl.planning.devices import Device
 from sprl.planning.memory import RolloutMemory, UpdateMemory, kv_bytes, rollout_cache, rollout_memory
 from sprl.planning.mesh_axes import MeshAxes, separate_devices
+from sprl.planning.remat import least_that_fits, with_remat
+from sprl.planning.utilisation import update_flops
 from sprl.planning.work import Work, decode_work, update_work
 from sprl.sampler.weights import check_learner_mesh, check_linears
 
@@ -59,11 +62,18 @@ class Plan:
   apart: bool  # rollouts and learner use separate devices
   flags: tuple[str, ...]  # that give a run this layout
   shape: Shape  # of a minibatch
+  remat: str  # config.model.remat; `auto` is decided
   update: UpdateMemory
   work: Work  # all updates of a step
+  model_flops: int  # of all updates of a step, on all devices: without recomputation and scoring
   evaluation: EvaluationPlan
   rows_asked: int  # on all devices
   kinds: tuple[RolloutPlan, ...]
+
+  @property
+  def most_mfu(self) -> float:
+    """Upper bound of the updates' model FLOP/s over the devices' matrix rate in bfloat16."""
+    return self.model_flops / (self.work.seconds * self.learner.devices * self.device.bfloat16)
 
   @property
   def fits(self) -> dict[str, bool]:
@@ -93,9 +103,11 @@ def plan(config: ModelConfig, run: Run, learner: MeshAxes, rollout: MeshAxes, de
   check_split(config, learner.expert, learner.tensor, '--mesh', run.quant.in_learner)
   check_split(config, rollout.expert, rollout.tensor, '--rollout_mesh', run.quant)
   check_learner_mesh(config, run.quant, run.model.kernels, learner.mesh(config))
-  packed = shape(run.sampling, run.rollout, run.packing, run.optimizer.minibatches, learner.rows, run.branches)
-  update = memory.update_memory(config, run, packed, learner)
+  check_sequence(config, learner.mesh(config), '--mesh')
+  packed = shape(run.sampling, run.rollout, run.packing, run.optimizer.minibatches, learner.rows, run.branches, learner.sequence)
   capacity = usable * device.memory
+  run = with_remat(run, least_that_fits(config, run, packed, learner, capacity))
+  update = memory.update_memory(config, run, packed, learner)
   room = capacity - (0 if apart else update.state)
   return Plan(
     model=run.model.path,
@@ -107,14 +119,22 @@ def plan(config: ModelConfig, run: Run, learner: MeshAxes, rollout: MeshAxes, de
     apart=apart,
     flags=(*learner.flags(run.mesh.learner, 'learner'), *engine.flags(run.mesh.rollout, 'rollout')),
     shape=packed,
+    remat=run.model.remat,
     update=update,
     work=update_work(config, run, packed, update, learner, device),
+    model_flops=run.optimizer.epochs * update_flops(config, run.lora, _full_rows(run, packed)),
     evaluation=_evaluation(config, run, learner if apart or run.devices.engines > 1 else rollout, update.state),
     rows_asked=run.rows,
     kinds=tuple(
       _rollouts(name, config, run, cache, quant, rollout, device, room) for name, (cache, quant) in kinds(run, config).items()
     ),
   )
+
+
+def _full_rows(run: Run, shape: Shape) -> Tokens:
+  """Return the tokens of a step whose rows are full, each of one sequence, and whose completions have the greatest length."""
+  read = run.optimizer.minibatches * shape.micros * shape.rows * shape.tokens
+  return Tokens(read, read * (shape.tokens + 1) // 2, run.optimizer.minibatches * shape.sequences * shape.columns)
 
 
 def on(device: Device, run: Run) -> Run:

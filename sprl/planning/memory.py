@@ -100,7 +100,7 @@ class UpdateMemory:
 
 
 def update_memory(config: ModelConfig, run: Run, shape: Shape, axes: MeshAxes) -> UpdateMemory:
-  """Memory of the update of a minibatch of this shape, whose rows are split over the devices."""
+  """Memory of the update of a minibatch of this shape, whose rows, and tokens of a row, are split over the devices."""
   state = train_state(config, run, axes.mesh(config))
   held = local(state.params)
   host = nbytes(local([leaf for leaf in jax.tree.leaves(state.opt_state) if leaf.sharding.memory_kind == HOST]))
@@ -111,7 +111,9 @@ def update_memory(config: ModelConfig, run: Run, shape: Shape, axes: MeshAxes) -
   alive = gradients + _activations(config, run, held, math.ceil(shape.rows / axes.rows), shape.tokens, axes, shape.micros > 1)
   activations = round(MARGIN * alive) - gradients
   if (form := record_format(run.sampling, config.vocab_size)) is not None:  # of all batches of a step
-    activations += run.optimizer.minibatches * shape.micros * math.ceil(shape.rows / axes.rows) * shape.tokens * form.bytes
+    activations += (
+      run.optimizer.minibatches * shape.micros * math.ceil(shape.rows / axes.rows) * shape.tokens * form.bytes // axes.sequence
+    )
   return UpdateMemory(nbytes(held), optimiser, host, reference, copies, gradients, activations)
 
 
@@ -123,12 +125,18 @@ def _activations(config: ModelConfig, run: Run, held: transformer.Params, rows: 
      first axis: the copies in the compute dtype (`copied`), or the master weights. Without it only the experts' gradients wait.
   2. In the head: its shard in the compute dtype if the update has no copy of it, the logits of a chunk, their gradients, and
      the mask of the tokens that filters kept. With fsdp also the hidden states of all devices that share the vocabulary, and
-     their gradients, in float32.
+     their gradients, in float32. With a sequence axis also the hidden states of whole rows, and their gradients.
   3. In a layer: the stream, the mask, and the largest of the MLP's products, the experts, and the scores of a chunk of queries;
      on a mesh the arrays of OVERLAP layers, or of one layer with the gathered weights of two. Attention by a library has no
      scores; the reference also has output buffers for every layer.
   """
-  L, E, D, b, N = config.num_layers, config.hidden_size, config.head_dim, accelerator_dtype(run).itemsize, rows * T
+  L, E, D, b, N = (
+    config.num_layers,
+    config.hidden_size,
+    config.head_dim,
+    accelerator_dtype(run).itemsize,
+    rows * T // axes.sequence,
+  )
   (H, K), F, V = axes.heads(config), mlp_widths(config, axes.tensor), config.vocab_size // axes.tensor
   # Saved for each token: elements of each layer, and multiples of its MLP's width; and the MLP's products that are not saved.
   saved, of_width, products = {
@@ -139,6 +147,7 @@ def _activations(config: ModelConfig, run: Run, held: transformer.Params, rows: 
   chunk = min(run.packing.score_chunk or positions_at_once(config.vocab_size, accelerator=True), N)
   head = b * math.ceil(V / axes.fsdp) * E * (not copied) + 2 * FLOAT32 * V * chunk
   head += config.vocab_size * chunk * filtered(run.sampling, config.vocab_size)  # one byte, before it is split
+  head += 2 * b * rows * T * E * (axes.sequence > 1)
   layer, gathered = b * N * products * max(F), 0
   if not library_attends(config, run, T, run.masked_learner):
     layer, beside = max(layer, FLOAT32 * N * SCORES * H * min(QUERY_CHUNK, T)), N * L * (2 * b * H * D + 2 * FLOAT32 * K * D)
@@ -154,7 +163,7 @@ def _activations(config: ModelConfig, run: Run, held: transformer.Params, rows: 
     head += 2 * FLOAT32 * axes.fsdp * N * E
     each = [nbytes(weights) for weights in transformer.layers(whole)]
     gathered = max(a + b for a, b in zip(each, [*each[1:], 0]))
-  layer += b * N * STREAM * E + 2 * N * T
+  layer += b * N * STREAM * E + 2 * rows * T * T
   layer = max(layer * (OVERLAP if axes.devices > 1 else 1), layer + gathered) + beside
   return transposed + max(inputs, waiting) + max(head, round(layer))
 

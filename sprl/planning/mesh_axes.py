@@ -13,7 +13,7 @@ from sprl.config_checks import device_numbers
 from sprl.models.config import ModelConfig
 from sprl.sharding.mesh import AXES, TENSOR, divide, filled, make_mesh, tensor_axes
 
-NAMES = ('data', 'fsdp', 'expert', 'tensor')  # outermost first: devices along the last axis are neighbours
+NAMES = ('data', 'fsdp', 'expert', 'sequence', 'tensor')  # outermost first: devices along the last axis are neighbours
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,7 @@ class MeshAxes:
   data: int = 1
   fsdp: int = 1
   expert: int = 1
+  sequence: int = 1
   tensor: int = 1
 
   @classmethod
@@ -49,7 +50,7 @@ class MeshAxes:
 
   def gathered(self) -> 'MeshAxes':
     """The same devices for rollouts: weights are whole on each device, or split over tensor and expert only."""
-    return MeshAxes(self.data * self.fsdp, 1, self.expert, self.tensor)
+    return MeshAxes(data=self.data * self.fsdp * self.sequence, expert=self.expert, tensor=self.tensor)
 
   def heads(self, config: ModelConfig) -> tuple[int, int]:
     """Numbers of query heads and kv heads on one device."""

@@ -37,13 +37,14 @@ def as_text(plan: Plan) -> str:
     f'  ({d.source})',
     *([f'flags for this layout: {" ".join(plan.flags)}'] if plan.flags else []),
     '',
-    f'Update, on each device ({shape.micros} microbatches of {shape.rows // plan.learner.rows} x {shape.tokens} tokens):',
+    f'Update, on each device ({shape.micros} microbatches of {shape.rows // plan.learner.rows} x {shape.tokens} tokens; '
+    f'model.remat = {plan.remat!r}):',
     '',
     *table(['GiB', *_PARTS, 'total', 'fits'], [['', *parts, f'{update.total / GIB:.2f}', _fits(update.total, plan.usable)]]),
     *([f"  and {update.host / GIB:.2f} GiB of moments in the host's memory, streamed past each device"] if update.host else []),
     '',
     f'  all of a step: {work.flops / 1e15:.3g} PFLOP, {work.bytes / 1e12:.3g} TB of memory, {work.sent / 1e9:.3g} GB sent; '
-    f'at least {work.seconds:.3g} s, {work.tokens_per_second:,.0f} tokens/s on all devices',
+    f'at least {work.seconds:.3g} s, {work.tokens_per_second:,.0f} tokens/s on all devices; MFU at most {plan.most_mfu:.0%}',
     '',
     f'Rollouts of {plan.rows_asked:,} sequences, on each device:',
     '',

@@ -19,6 +19,7 @@ from sprl.learner.batch import Shape
 from sprl.learner.update import needs_old_logprobs
 from sprl.models import transformer
 from sprl.models.config import ModelConfig
+from sprl.models.sequence import kv_copies
 from sprl.planning.devices import Device
 from sprl.planning.memory import FLOAT32, UpdateMemory, experts, library_attends, local_weights, mlp_widths, nbytes, size
 from sprl.planning.mesh_axes import NAMES, MeshAxes
@@ -142,8 +143,8 @@ def update_work(config: ModelConfig, run: Run, shape: Shape, memory: UpdateMemor
   (H, K), D, b, mixed, micros = axes.heads(config), config.head_dim, dtype.itemsize, config.experts, shape.micros
   held = local_weights(config, axes, run.model.param_dtype)
   stack, head = transformer.layers(held), config.vocab_size * E // t
-  N = math.ceil(shape.rows / axes.rows) * T * micros  # tokens of a minibatch on a device
-  scored = math.ceil(shape.sequences * shape.columns / axes.rows)
+  N = math.ceil(shape.rows / axes.rows) * T * micros // axes.sequence  # tokens of a minibatch on a device
+  scored = math.ceil(shape.sequences * shape.columns / (axes.rows * axes.sequence))
 
   # Counted in forward passes: an update is a forward pass, the gradients of inputs and of weights, and the recomputation.
   # Attention is two products forward and five backward; a library skips the products above the diagonal.
@@ -168,6 +169,10 @@ def update_work(config: ModelConfig, run: Run, shape: Shape, memory: UpdateMemor
   own = layers - size(experts(held))  # experts have no copies along their axis
   hidden = b * N * E
   routed = len(mixed.layers) * hidden * axes.expert if mixed else 0
+  summed_copies = updates * FLOAT32 * (micros * layers + vocabulary)
+  # Queries, keys and values to whole rows, and outputs back (sprl/models/sequence.py); hidden states to the scored positions.
+  exchanged = L * N * b * D * 2 * (H + K * kv_copies(K, axes.sequence))
+  exchanges = 2 * updates + updates * (run.model.remat != 'none') + scorings
   parts = (
     Part(
       'products with weights',
@@ -180,10 +185,14 @@ def update_work(config: ModelConfig, run: Run, shape: Shape, memory: UpdateMemor
     Part('gradients and optimiser', 0, updates * (summed + stepped)),
     ring(axes, 'all-gather', 'fsdp', micros * b * gathered * axes.fsdp),
     ring(axes, 'reduce-scatter', 'fsdp', updates * micros * FLOAT32 * layers * axes.fsdp),
-    ring(axes, 'all-reduce', 'data', updates * FLOAT32 * (micros * layers + vocabulary)),
+    ring(axes, 'all-reduce', 'data', summed_copies),
+    ring(axes, 'all-reduce', 'sequence', summed_copies),
+    ring(axes, 'all-to-all', 'sequence', exchanges * exchanged),
+    ring(axes, 'all-gather', 'sequence', (updates + scorings) * hidden * axes.sequence),
+    ring(axes, 'reduce-scatter', 'sequence', updates * hidden * axes.sequence),
     ring(axes, 'all-reduce', 'expert', updates * FLOAT32 * (micros * own + vocabulary)),
     ring(axes, 'all-reduce', 'tensor', L * (4 * updates + again + 2 * scorings) * hidden),
     ring(axes, 'all-gather', 'expert', (3 * updates + scorings) * routed),  # tokens; backward they go with their gradients
     ring(axes, 'reduce-scatter', 'expert', (2 * updates + scorings) * routed),
   )
-  return Work.of(parts, axes.rows * N * o.minibatches, device, axes, dtype)
+  return Work.of(parts, axes.rows * axes.sequence * N * o.minibatches, device, axes, dtype)

@@ -18,7 +18,7 @@ from sprl.config import Kernels
 from sprl.kernels import quantise as quantise_kernels
 from sprl.kernels.block_matmul import block_matmul, grouped_matmul
 from sprl.quant import fp8
-from sprl.sharding.rules import Names, local, psum, shares
+from sprl.sharding.rules import Names, activation, local, psum, shares
 
 
 class Format(NamedTuple):
@@ -169,8 +169,8 @@ def block_dot(x: Float[Array, '*B M'] | Quantised, w: BlockScaled, axes: Names =
     y = block_matmul(x8, x_scale, codes, scale, rows, group, x.dtype, w.kernels).reshape(*x.shape[:-1], len(codes))
     return y if features is None else psum(y, features)
 
-  lead, part = ('rows', *[None] * (x.ndim - 2)), (outputs, features)
-  return local(product, ((*lead, features), part, part), (*lead, outputs))(x, w.codes, w.scale)
+  part = outputs, features
+  return local(product, (activation(x.ndim, features), part, part), activation(x.ndim, outputs))(x, w.codes, w.scale)
 
 
 def grouped_dot(

@@ -13,7 +13,7 @@ from sprl.config import Kernels
 from sprl.kernels.grouped_matmul import grouped_matmul
 from sprl.quant import block
 from sprl.quant.block import BlockScaled, Emulated, Quantised, block_dot, fake_groups
-from sprl.sharding.rules import Names, kept, shard
+from sprl.sharding.rules import Names, activation, kept, shard
 
 PRODUCT = 'product'  # name of these products in checkpoint policies
 
@@ -174,7 +174,7 @@ def _backward(axes, saved, g):
 
 def _input_gradient(g, w, axes):
   dx = jnp.matmul(g, w)
-  return dx if axes is None else shard(dx, 'rows', *[None] * (g.ndim - 2), axes[1])
+  return dx if axes is None else shard(dx, *activation(g.ndim, axes[1]))
 
 
 _dot.defvjp(_forward, _backward)

@@ -1,7 +1,7 @@
 """The device mesh: the number of devices along each axis, and the devices that learn and that sample.
 
-The settings have four axes: data, fsdp, expert and tensor. `tensor` splits the network's matrices. It becomes three axes of the
-mesh, so that a head is never cut. Worked example, 12 query heads and 2 kv heads over tensor = 8:
+The settings have five axes: data, fsdp, expert, sequence and tensor. `tensor` splits the network's matrices. It becomes three
+axes of the mesh, so that a head is never cut. Worked example, 12 query heads and 2 kv heads over tensor = 8:
 
     tensor_kv     2    splits the kv heads: each part has one kv head and its six query heads
     tensor_group  2    splits these six query heads: each half has three and a copy of the kv head
@@ -9,7 +9,7 @@ mesh, so that a head is never cut. Worked example, 12 query heads and 2 kv heads
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import jax
 import numpy as np
@@ -21,7 +21,7 @@ from sprl.config import SettingsError
 from sprl.config_checks import device_numbers
 
 TENSOR = ('tensor_kv', 'tensor_group', 'tensor_rest')
-AXES = ('data', 'fsdp', 'expert', *TENSOR)
+AXES = ('data', 'fsdp', 'expert', 'sequence', *TENSOR)
 
 
 def make_mesh(mesh: settings.Mesh, devices=None, heads: tuple[int, int] | None = None, name: str = 'learner') -> Mesh:
@@ -44,7 +44,7 @@ def filled(mesh: settings.Mesh, devices: int, name: str = 'learner') -> dict[str
 
   Raises SettingsError if the product of the axes is not `devices`. `name` is the mesh's name in the error.
   """
-  sizes = {'data': mesh.data, 'fsdp': mesh.fsdp, 'expert': mesh.expert, 'tensor': mesh.tensor}
+  sizes = {'data': mesh.data, 'fsdp': mesh.fsdp, 'expert': mesh.expert, 'sequence': mesh.sequence, 'tensor': mesh.tensor}
   free = [axis for axis, size in sizes.items() if size == -1]
   fixed = math.prod(size for size in sizes.values() if size != -1)
   if len(free) == 1 and fixed > 0 and devices % fixed == 0:
@@ -66,10 +66,19 @@ def tensor_axes(tensor: int, heads: tuple[int, int] | None) -> tuple[int, int, i
   return kv, group, tensor // kv // group
 
 
-def sizes(mesh: Mesh) -> Mapping[str, int]:
-  """Return the sizes of the settings' four axes."""
+def sizes(mesh: Mesh) -> dict[str, int]:
+  """Return the sizes of the settings' five axes."""
   tensor = math.prod(mesh.shape.get(axis, 1) for axis in TENSOR)
   return {axis: mesh.shape.get(axis, 1) for axis in AXES if axis not in TENSOR} | {'tensor': tensor}
+
+
+def without_sequence(mesh: Mesh, heads: tuple[int, int]) -> Mesh:
+  """Return the learner's devices as a mesh of the sampler, which has whole sequences: `data` takes the place of `sequence`."""
+  axes = sizes(mesh)
+  if axes['sequence'] == 1:
+    return mesh
+  axes |= {'data': axes['data'] * axes['sequence'], 'sequence': 1}
+  return make_mesh(settings.Mesh(**axes), mesh.devices, heads)
 
 
 def divide(asked: settings.Devices, devices: Sequence) -> tuple[list, list[list] | None]:

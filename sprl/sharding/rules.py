@@ -29,10 +29,15 @@ ROWS = ('data', 'expert', 'fsdp')
 IN_USE: dict[str, tuple[str, ...]] = {  # activations and caches, and weights while a layer multiplies them
   'rows': ROWS,  # sequences of a rollout, or packed rows of the learner
   'gathered_rows': ('data', 'expert'),  # rows at the product with the vocabulary, which fsdp splits
+  'tokens': ('sequence',),  # tokens of the learner's packed rows
+  'scored_rows': (*ROWS, 'sequence'),  # shards of the positions that the learner scores
+  'gathered_scored_rows': ('data', 'expert', 'sequence'),  # of these, at the product with the vocabulary
   'drawn_rows': (*ROWS, *TENSOR),  # rows while tokens are drawn: no weights are involved
   'copies': ('data',),  # copies of the weights
   'heads': ('tensor_kv', 'tensor_group'),
   'kv_heads': ('tensor_kv',),
+  'attention_heads': ('tensor_kv', 'tensor_group', 'sequence'),  # heads while attention has whole rows
+  'attention_kv_heads': ('tensor_kv', 'sequence'),
   'mlp': TENSOR,
   'vocab': (*TENSOR, 'fsdp'),
   'expert': ('expert',),
@@ -75,6 +80,16 @@ def _splits(mesh, axes: tuple[str, ...], size: int, taken: set[str]) -> tuple[st
 def row_shards(mesh: Mesh | AbstractMesh) -> int:
   """Return the number of parts into which the mesh splits rows, if their number is a multiple of it."""
   return shares('rows', mesh)
+
+
+def token_shards(mesh: Mesh | AbstractMesh) -> int:
+  """Return the number of parts into which the mesh splits the tokens of a packed row, if their number is a multiple of it."""
+  return shares('tokens', mesh)
+
+
+def activation(ndim: int, features: str | None) -> Names:
+  """Return the names of the axes of activations [B, M], [B, T, M] or [B, T, ..., M]."""
+  return ('rows', features) if ndim == 2 else ('rows', 'tokens', *[None] * (ndim - 3), features)
 
 
 # --- outside jitted functions ------------------------------------------------------------------------------------------

@@ -43,6 +43,7 @@ def get_config():
   config.sampling.max_prompt, config.sampling.max_tokens, config.sampling.chunk = 16, 12, 4
   config.sampling.prompt_buckets, config.sampling.stop = (16,), ('e',)
   config.optimizer.learning_rate, config.optimizer.minibatches = 1e-3, 2
+  config.model.remat = 'layer'
   config.packing.row_tokens, config.packing.rows, config.packing.score_chunk = 64, 1, 16
   config.loss.kl_coef = 1e-3
   config.arm, config.cache.budget, config.cache.interval, config.cache.window = 'sparse_rl', 12, 3, 2

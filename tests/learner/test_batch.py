@@ -144,13 +144,14 @@ def contexts(batch):
 
 
 @hypothesis_settings(max_examples=60, deadline=None, derandomize=True)
-@given(data=st.data(), share=st.booleans(), shards=st.sampled_from([1, 2, 3, 8]))
-def test_a_batch_fits_its_shape_and_scores_each_token_once(data, share, shards):
+@given(data=st.data(), share=st.booleans(), shards=st.sampled_from([1, 2, 3, 8]), parts=st.sampled_from([1, 1, 2, 4]))
+def test_a_batch_fits_its_shape_and_scores_each_token_once(data, share, shards, parts):
   P, C = data.draw(st.integers(1, 12)), data.draw(st.integers(1, 10))
   rollout = Rollout(prompts=data.draw(st.integers(1, 5)), group=data.draw(st.integers(1, 5)))
   row_tokens = data.draw(st.sampled_from([0, P + C, P + C + 3, P + 2 * C, 3 * (P + C)]))
+  row_tokens += -row_tokens % parts
   packing = Packing(row_tokens=row_tokens, rows=data.draw(st.integers(1, 3)), share_prefix=share)
-  sizes = shape(Sampling(max_prompt=P, max_tokens=C), rollout, packing, 1, shards)
+  sizes = shape(Sampling(max_prompt=P, max_tokens=C), rollout, packing, 1, shards, parts=parts)
   lengths = data.draw(st.lists(st.integers(0, C), min_size=rollout.group * rollout.prompts, max_size=100).map(tuple))
   groups = [lengths[g * rollout.group : (g + 1) * rollout.group] for g in range(rollout.prompts)]
   prompts = data.draw(st.lists(st.integers(1, P), min_size=rollout.prompts, max_size=rollout.prompts))
@@ -172,8 +173,10 @@ def test_a_batch_fits_its_shape_and_scores_each_token_once(data, share, shards):
   assert not batch.segments[int(batch.used) :].any()
   assert batch.scored.sum() == len(expected)
   places = {(int(batch.micro[b]), int(batch.place[b, c])) for b, c in expected}
-  N = batch.source.shape[2]
+  N = batch.source.shape[2] // parts  # of a part of a shard
   assert places == {(a, s * N + n) for a, s in np.ndindex(batch.scored.shape) for n in range(batch.scored[a, s])}
+  of_shards = batch.scored.reshape(-1, parts)
+  assert (of_shards.max(1) - of_shards.min(1)).max() <= 1  # devices that share a row score as many positions
   assert metrics['packing/tokens'] == np.count_nonzero(batch.segments)
 
 
@@ -215,6 +218,13 @@ def test_sizes_by_hand():
 def test_rows_shorter_than_the_longest_sequence_are_refused():
   with pytest.raises(SettingsError, match=r'packing\.row_tokens = 15: expected at least 16'):
     shape(Sampling(max_prompt=10, max_tokens=6), Rollout(prompts=4, group=3), Packing(row_tokens=15), 1)
+
+
+def test_rows_that_devices_cannot_share_are_refused():
+  settings = Sampling(max_prompt=6, max_tokens=10), Rollout(prompts=1, group=1)
+  with pytest.raises(SettingsError, match=r'packing\.row_tokens = 18: expected a multiple of 4.*mesh\.learner\.sequence'):
+    shape(*settings, Packing(row_tokens=18), 1, parts=4)
+  assert shape(*settings, Packing(), 1, parts=3).tokens == 33  # 16 rounded up to 32, and to a multiple of 3
 
 
 def test_members_of_a_group_need_not_be_adjacent():

@@ -23,7 +23,7 @@ LAYER = 2 * E * H * D + 2 * E * K * D + 3 * E * F  # weights of the linears of o
 FEW = shallow(QWEN, 4)
 MIXTURE = ModelConfig.read(MODELS / 'Qwen3-30B-A3B')
 RUN = Run(
-  model=ModelSettings(path='Qwen2.5-7B'),
+  model=ModelSettings(path='Qwen2.5-7B', remat='layer'),
   sampling=Sampling(max_prompt=512, max_tokens=1536, rows=64),
   rollout=Rollout(prompts=16, group=4),
   packing=Packing(row_tokens=2048, rows=1),

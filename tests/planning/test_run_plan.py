@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from plans import FEW, MIXTURE, MODELS, ROOT, RUN, D, E, F, K, V
+from plans import FEW, LAYER, MIXTURE, MODELS, ROOT, RUN, D, E, F, H, K, V
 
 from sprl.config import (
   Cache,
@@ -83,7 +83,7 @@ def test_an_evaluation_by_hand():
     quant=Quant(sampler='w8a8_kv8'),
     loss=Loss(kl_coef=1e-3),
   )
-  planned = plan(FEW, run, MeshAxes(fsdp=4), MeshAxes(data=4), device('h100', memory=16.5e9))
+  planned = plan(FEW, run, MeshAxes(fsdp=4), MeshAxes(data=4), device('h100', memory=17e9))
   found, parameters = planned.evaluation, size(transformer.abstract_params(FEW))
   assert (found.rows, found.rows_asked) == (32, 128)  # problems, one sample each
   assert planned.update.state == pytest.approx((4 + 8 + 2) * parameters / 4, rel=1e-3)
@@ -95,6 +95,18 @@ def test_an_evaluation_by_hand():
   assert planned.kinds[3].rows == 64
   assert planned.fits == {'update': True, 'evaluation': False}
   assert f'fits: no, {(found.total - planned.usable) / 2**30:.1f} too much' in as_text(planned)
+
+
+def test_the_most_mfu_by_hand():
+  """Rows of 2,048 tokens, each one sequence with 1,536 tokens of the model. Two epochs take the same time for each operation."""
+  run = dataclasses.replace(RUN, optimizer=Optimizer(epochs=2))
+  found = plan(FEW, run, ONE, ONE, H200)
+  micros, T = found.shape.micros, 2048
+  forward = 2 * 4 * LAYER * micros * T + 2 * V * E * 64 * 1536 + 4 * 4 * H * D * micros * T * (T + 1) // 2
+  assert found.model_flops == 2 * 3 * forward
+  assert found.most_mfu == pytest.approx(found.model_flops / found.work.seconds / 989e12)
+  assert 0.5 < found.most_mfu < 1
+  assert f'MFU at most {found.most_mfu:.0%}' in as_text(found)
 
 
 @pytest.mark.parametrize(('samples', 'temperature', 'rows'), [(1, 0.0, 5), (4, 1.0, 20)])

@@ -1,13 +1,14 @@
 """Compare two updates on meshes of 8 host devices with two updates on one device. Prints JSON.
 
 Arguments: HEADS/KVHEADS:DATAxFSDPxTENSOR, one or more. With xEXPERT after it the model is a mixture of experts, and the routes of
-some tokens are replayed. :OPTIMIZER after that selects an entry of OPTIMIZERS, and :FAMILY another family than Llama; the default
-optimiser is adam.
+some tokens are replayed. With x1xSEQUENCE after it several devices share a row; they may be fewer than 8. :OPTIMIZER after that
+selects an entry of OPTIMIZERS, and :FAMILY another family than Llama; the default optimiser is adam.
 """
 
 import dataclasses
 import json
 import logging
+import math
 import sys
 from functools import partial
 
@@ -26,7 +27,7 @@ from sprl.learner.update import UpdateConfig, make_update
 from sprl.models import transformer
 from sprl.models.config import ARCHITECTURES
 from sprl.sharding.mesh import make_mesh
-from sprl.sharding.rules import row_shards, shardings
+from sprl.sharding.rules import row_shards, shardings, token_shards
 
 trajectories = small.rollouts([(5, 3), (4, 6), (3, 2), (6, 6)], (6, 3, 5, 4), vocab=260)
 advantage = np.array([1, -1, 0.5, -2, 1, -1, 0.3, 0.2], np.float32)
@@ -49,8 +50,11 @@ class Compilations(logging.Handler):
     self.count += record.getMessage().startswith('Compiling jit(update)')
 
 
-def packed(config, shards):
-  batch = pack(trajectories, advantage, Shape(2, 8, 16, 8, 6, shards), True)[0]
+def packed(config, shards, parts=1):
+  """Return the batch: one microbatch of all rows, or with shared rows several of one row a shard."""
+  micros, rows = (2, 8) if parts == 1 else (8, shards)
+  batch = pack(trajectories, advantage, Shape(micros, rows, 16, 8, 6, shards, parts), True)[0]
+  assert batch.used > 1 or parts == 1
   if config.experts is None:
     return batch
   # By token, so that routes do not depend on the place in the batch.
@@ -99,9 +103,10 @@ for argument in sys.argv[1:]:
   if model not in alone:
     first, batch = jax.tree.map(jnp.copy, params), jax.device_put(packed(config, 1), jax.devices()[0])
     alone[model] = train(config, optimizer, create, first, batch)
-  mesh = make_mesh(Mesh(*map(int, shape.split('x'))), heads=(H, K))
+  axes = [int(size) for size in shape.split('x')]
+  mesh = make_mesh(Mesh(*axes), jax.devices()[: math.prod(axes)], heads=(H, K))
   laid = shardings(mesh, transformer.logical_axes(config), params)
-  batch = packed(config, row_shards(mesh))
+  batch = packed(config, row_shards(mesh), token_shards(mesh))
   batch = jax.device_put(batch, shardings(mesh, batch.axes, batch))
   params = jax.device_put(params, laid)
   places = jax.tree.map(lambda a: a.sharding, abstract_state(params, optimizer))

@@ -23,16 +23,19 @@ TENSOR = ('tensor_kv', 'tensor_group', 'tensor_rest')
 @pytest.mark.parametrize(
   ('settings', 'expected'),
   [
-    (Mesh(), (1, 8, 1, 1)),
-    (Meshes().learner, (1, 8, 1, 1)),
-    (Meshes().rollout, (8, 1, 1, 1)),
-    (Mesh(data=-1, fsdp=2, tensor=2), (2, 2, 1, 2)),
-    (Mesh(data=1, fsdp=-1, tensor=4), (1, 2, 1, 4)),
-    (Mesh(data=2, fsdp=1, tensor=2, expert=2), (2, 1, 2, 2)),
+    (Mesh(), (1, 8, 1, 1, 1)),
+    (Meshes().learner, (1, 8, 1, 1, 1)),
+    (Meshes().rollout, (8, 1, 1, 1, 1)),
+    (Mesh(data=-1, fsdp=2, tensor=2), (2, 2, 1, 1, 2)),
+    (Mesh(data=1, fsdp=-1, tensor=4), (1, 2, 1, 1, 4)),
+    (Mesh(data=2, fsdp=1, tensor=2, expert=2), (2, 1, 2, 1, 2)),
+    (Mesh(fsdp=2, sequence=-1), (1, 2, 1, 4, 1)),
   ],
 )
 def test_one_axis_takes_the_devices_that_remain(settings, expected):
-  assert tuple(sizes(make_mesh(settings, EIGHT)).items()) == tuple(zip(('data', 'fsdp', 'expert', 'tensor'), expected))
+  assert tuple(sizes(make_mesh(settings, EIGHT)).items()) == tuple(
+    zip(('data', 'fsdp', 'expert', 'sequence', 'tensor'), expected)
+  )
 
 
 @pytest.mark.parametrize(
@@ -108,12 +111,13 @@ def test_only_three_names_of_weight_axes_have_no_rule():
   assert names - IN_USE.keys() == {'embed', 'norm', 'head_dim'}
 
 
-# --- updates: HEADS/KVHEADS:DATAxFSDPxTENSOR; then xEXPERT for a mixture, :NAME for another optimiser or family --------
+# --- updates: HEADS/KVHEADS:DATAxFSDPxTENSOR; then xEXPERT for a mixture, xSEQUENCE, :NAME for an optimiser or family ---
 
-UPDATES = ('4/2:2x2x2', '4/2:1x2x2x2')
+UPDATES = ('4/2:2x2x2', '4/2:1x2x2x2', '4/2:1x1x1x1x4', '4/2:1x2x2x1x2')
 MORE_UPDATES = (
   '4/2:1x1x8', '4/2:1x8x1', '4/2:8x1x1', '4/2:1x4x2', '4/2:1x2x4', '4/2:2x1x4', '8/2:1x1x8', '6/3:4x1x2', '6/3:1x2x4:adafactor',
   '4/2:1x1x1x8', '4/2:2x2x1x2', '4/2:4x1x2x1', '4/2:1x2x4:olmo2', '4/2:2x2x2:gemma3_text',
+  '4/2:2x1x1x1x4', '8/2:1x1x1x1x8', '4/2:1x4x1x1x2:gemma3_text',
 )  # fmt: skip
 
 

@@ -1,0 +1,69 @@
+"""What the backward pass recomputes (`model.remat = 'auto'`): as little as the planned memory of an update allows.
+
+Without recomputation a step has the fewest operations and takes the most memory. A choice is made once, before the update is
+compiled, and is stored with the settings of the run. A resumed run keeps it.
+"""
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from sprl.config import Remat, RematSetting, Run
+from sprl.learner.batch import Shape
+from sprl.learner.learner import batch_shape
+from sprl.model import Model
+from sprl.models.config import ModelConfig
+from sprl.planning.memory import update_memory
+from sprl.planning.mesh_axes import MeshAxes
+from sprl.planning.room import GIB, memory_of
+from sprl.sharding.mesh import sizes
+
+LEAST_FIRST: tuple[Remat, ...] = ('none', 'dots', 'layer')
+USABLE = {'cpu': 0.8}  # fraction of the memory that an update may fill; the rest of a host is its other processes'
+USABLE_OF_ACCELERATOR = 0.9  # as in sprl.plan
+log = logging.getLogger(__name__)
+
+
+def with_remat(run: Run, remat: RematSetting) -> Run:
+  """Return the run with this value of `model.remat`."""
+  return replace(run, model=replace(run.model, remat=remat))
+
+
+def least_that_fits(config: ModelConfig, run: Run, shape: Shape, axes: MeshAxes, room: float) -> Remat:
+  """Return the least recomputation with which an update takes at most `room` bytes of each device, else 'layer'.
+
+  A value of `model.remat` other than 'auto' is returned as it is.
+  """
+  if run.model.remat != 'auto':
+    return run.model.remat
+  fitting = (remat for remat in LEAST_FIRST if update_memory(config, with_remat(run, remat), shape, axes).total <= room)
+  return next(fitting, LEAST_FIRST[-1])
+
+
+def decided(run: Run, model: Model, shape: Shape | None = None) -> Run:
+  """Return the run with `model.remat` decided for the learner's devices, and log a decision.
+
+  `shape` is that of a minibatch, by default the run's. Where the memory of the devices is not known, each layer is recomputed.
+  """
+  if run.model.remat != 'auto':
+    return run
+  devices = list(model.mesh.devices.flat)
+  memory, platform = memory_of(devices), devices[0].platform
+  room = 0.0 if memory is None else memory * USABLE.get(platform, USABLE_OF_ACCELERATOR) / len(devices)
+  kernels = 'reference' if platform == 'cpu' else run.model.kernels
+  here = replace(run, model=replace(run.model, dtype=model.dtype.name, kernels=kernels))
+  remat = least_that_fits(model.config, here, shape or batch_shape(run, model), MeshAxes(**sizes(model.mesh)), room)
+  found = 'memory of the device not known' if memory is None else f'an update may fill {room / GIB:,.1f} GiB of each device'
+  log.info('model.remat = %r: %s', remat, found)
+  return with_remat(run, remat)
+
+
+def as_stored(run: Run, stored: Mapping[str, Any]) -> Run:
+  """Return the run with the values that its work directory stored for settings that it leaves to be chosen.
+
+  `stored` are the settings of config.json. A run that began when another default applied keeps that value too.
+  """
+  remat, chunk = stored.get('model', {}).get('remat', 'auto'), stored.get('packing', {}).get('score_chunk')
+  run = with_remat(run, remat) if run.model.remat == 'auto' else run
+  return replace(run, packing=replace(run.packing, score_chunk=chunk)) if run.packing.score_chunk is None else run
