@@ -10,6 +10,12 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
+from sprl.kernels.platform import on_gpu
+
+# Rows of a block of `replace_rows` on GPUs, where each block launches a program for each array. XLA's CPU backend copies one row
+# faster than it scatters several.
+ON_GPU = 8
+
 
 def for_row_blocks[C](chosen: Bool[Array, ' B'], size: int, change: Callable[[Int[Array, ' size'], C], C], carry: C) -> C:
   """Call `carry = change(rows, carry)` for the chosen rows in ascending order, `size` at a time. Number B stands for no row."""
@@ -29,16 +35,16 @@ def replace_rows[T](mine: T, theirs: T, parent: Int[Array, ' B'], take: Bool[Arr
 
   An array of `theirs` may be smaller in any axis but the first. The rest of the row is filled with `empty` of the array's field.
   """
+  B = take.shape[0]
 
   def change(rows, mine):
-    row, source = rows[0], parent[rows[0]]
+    source = parent[jnp.minimum(rows, B - 1)]
 
     def replaced(path, x, new):
-      new = jax.lax.dynamic_index_in_dim(new, source, keepdims=False)
-      pad = [(0, m - t) for m, t in zip(x.shape[1:], new.shape)]
+      pad = [(0, 0), *((0, m - t) for m, t in zip(x.shape[1:], new.shape[1:]))]
       value = empty(getattr(path[-1], 'name', '') if path else '')
-      return jax.lax.dynamic_update_index_in_dim(x, jnp.pad(new, pad, constant_values=value), row, 0)
+      return x.at[rows].set(jnp.pad(new[source], pad, constant_values=value), mode='drop')
 
     return jax.tree_util.tree_map_with_path(replaced, mine, theirs)
 
-  return for_row_blocks(take, 1, change, mine)
+  return for_row_blocks(take, min(B, ON_GPU if on_gpu() else 1), change, mine)

@@ -116,6 +116,6 @@ def decoding(config: ModelConfig, run: Run, layout: CacheLayout, quant: Quant, r
     seed=seed,
   )
   stops = tuple(sorted({*config.eos_token_ids, *run.sampling.stop_ids}))
-  fixed = mesh.devices.flat[0].platform in ('cuda', 'gpu')
+  fixed = mesh.devices.flat[0].platform == 'gpu'
   static = {'sampling': run.sampling, 'stop_ids': stops, 'steps': run.sampling.chunk, 'fixed': fixed}
   return Program(decode.decode.on(mesh), (transformer.graph(config), weights, sharded(state, state.axes, mesh)), static)

@@ -5,16 +5,19 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sprl.cache import row_blocks
 from sprl.cache.row_blocks import for_row_blocks, replace_rows
 
 B = 6
 rows = st.lists(st.booleans(), min_size=B, max_size=B).map(np.array)
 
 
-REPLACE = jax.jit(partial(replace_rows, empty=lambda _: 7))
+# Traced once for each device, under the patch of the test.
+REPLACE = {gpu: jax.jit(lambda *arrays: replace_rows(*arrays, empty=lambda _: 7)) for gpu in (False, True)}
 
 
 @partial(jax.jit, static_argnums=1)
@@ -36,11 +39,16 @@ def test_each_chosen_row_is_in_one_block(chosen, size):
   assert numbers == -(-chosen.sum() // size) * size  # no block has other rows only
 
 
+@pytest.mark.parametrize('gpu', [False, True])
 @settings(deadline=None, max_examples=30)
 @given(take=rows, parent=st.lists(st.integers(0, 2), min_size=B, max_size=B).map(np.array))
-def test_rows_are_replaced_by_rows_of_smaller_arrays(take, parent):
+def test_rows_are_replaced_by_rows_of_smaller_arrays(gpu, take, parent):
+  """One row at a time, and in blocks of four as on GPUs."""
   mine, theirs = np.arange(B * 20.0).reshape(B, 4, 5), -np.arange(3 * 6.0).reshape(3, 2, 3)
-  replaced = REPLACE(jnp.array(mine), jnp.array(theirs), parent, take)
+  with pytest.MonkeyPatch.context() as patch:
+    patch.setattr(row_blocks, 'on_gpu', lambda: gpu)
+    patch.setattr(row_blocks, 'ON_GPU', 4)
+    replaced = REPLACE[gpu](jnp.array(mine), jnp.array(theirs), parent, take)
   expected = mine.copy()
   for b in np.flatnonzero(take):
     expected[b] = 7
