@@ -81,6 +81,7 @@ def errors(b: Float[Array, ' D'], seed: Float[Array, '']) -> dict[str, Float[Arr
   bias, angles = KeyBias.of(LAYOUT, (b,)), turns(jnp.arange(S)[None], D, LAYOUT.rope)
   token, rotated = (rotate(x[None, :, None], angles)[0, :, 0] for x in (draw[0], jnp.broadcast_to(b, (S, D))))
   mean = bias.mean[0]
+  assert mean is not None
   left = jnp.sqrt(jnp.mean(jnp.square(rotated - mean), axis=0).reshape(2, -1).sum(axis=0))  # of each plane's bias
   q = draw[2] * jnp.tile(jnp.minimum(1, 5 / jnp.maximum(left, 1e-6)), 2)
   exact, given = token + rotated, (token + rotated).astype(jnp.bfloat16).astype(jnp.float32)
