@@ -4,6 +4,7 @@ The second part is skipped with a reason if sprl/planning/aot.py finds no compil
 """
 
 import dataclasses
+from collections import Counter
 
 import gpu_static
 import gpu_static_model as model
@@ -82,7 +83,7 @@ def test_a_product_is_timed_in_whole_waves():
 
 
 def test_the_issue_rate_and_the_latency_of_a_loop_bound_a_kernel():
-  busy = sass.Sass({}, {'other': 700})
+  busy = sass.Sass(Counter(), Counter(other=700))
   report = aot.Kernel('hopper_decode_attention', registers=128, spills=0, shared=100 * 1024, threads=128, sass=busy)
   # 700 instructions of 4 warps on 4 schedulers are 1,000 cycles at 70 %; two programs share their latency of 1,400.
   seconds = model.loop_seconds(report, iterations=model.PROCESSORS)
