@@ -3,6 +3,7 @@
 The kernels run in Pallas's GPU interpreter, which raises on races. tests/kernels/test_compiled.py compiles them for the device.
 """
 
+from collections import Counter
 from functools import partial
 
 import jax
@@ -11,9 +12,15 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from sprl.config import Quant
 from sprl.kernels import hopper_quantise as hopper
+from sprl.kernels import quantise as choice
+from sprl.models import transformer
+from sprl.models.attention import PackedAttention
+from sprl.models.config import tiny
 from sprl.models.moe import ACTIVATIONS, gated
 from sprl.quant.block import quantise_groups
+from sprl.sampler.weights import sampler_weights
 
 BF16 = jnp.bfloat16
 
@@ -98,3 +105,36 @@ def test_a_gated_activation_and_its_codes_are_those_of_one_after_the_other(activ
 def test_obstacles_say_what_the_kernel_cannot_quantise(shape, dtype, changes, words):
   found = hopper.obstacle(jax.ShapeDtypeStruct(shape, dtype), **{'group': 128, 'pow2': False, **changes})
   assert found is None if words is None else words in found
+
+
+def test_the_network_gives_the_same_with_the_kernels(monkeypatch):
+  """Each kernel runs where the network calls it. The products are those of the reference."""
+  sizes = {'hidden_size': 256, 'num_attention_heads': 2, 'num_key_value_heads': 1, 'head_dim': 128, 'intermediate_size': 384}
+  config = tiny('qwen2', num_hidden_layers=1, **sizes)
+  params = jax.jit(partial(transformer.init_params, config, scale=0.1))(jax.random.key(0))
+  weights = sampler_weights(params, BF16, Quant(sampler='w8a8', arithmetic='blockwise')).params
+  tokens = jnp.asarray(np.random.default_rng(0).integers(0, 259, (2, 8)))
+  positions, rows = jnp.broadcast_to(jnp.arange(8), (2, 8)), PackedAttention.of(jnp.ones((2, 8), jnp.int32))
+
+  def hidden():
+    forward = partial(transformer.forward, transformer.graph(config), dtype=BF16)
+    # Otherwise XLA quantises norms and activations that it has not rounded to bfloat16.
+    exact = jax.jit(forward, compiler_options={'xla_allow_excess_precision': False})
+    return np.asarray(exact(weights, tokens, positions, rows).hidden, np.float32)
+
+  expected, called = hidden(), Counter()
+
+  def interpreted(name, kernel):
+    def run(*arguments):
+      called[name] += 1
+      return kernel(*arguments, interpret=plgpu.InterpretGPUParams())
+
+    return run
+
+  for name in ('normalised_codes', 'gated_codes', 'codes'):
+    monkeypatch.setattr(hopper, name, interpreted(name, getattr(hopper, name)))
+  monkeypatch.setattr(choice, 'chosen', lambda operation, kernels, obstacle: obstacle() is None)
+  found = hidden()
+  assert called == {'normalised_codes': 2, 'gated_codes': 1, 'codes': 1}
+  # An activation that rounds to another bfloat16 number may get another code.
+  assert np.linalg.norm(found - expected) < 0.01 * np.linalg.norm(expected)
