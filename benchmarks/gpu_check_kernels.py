@@ -16,9 +16,9 @@ from gpu_check_calls import (
   bf16_expert_inputs,
   compaction_inputs,
   expert_inputs,
-  library_attention,
   linear_inputs,
   packed_inputs,
+  row_attention,
   triton_candidate,
   with_gradients,
 )
@@ -28,7 +28,7 @@ from sprl.cache.compaction import compress
 from sprl.cache.layer import LayerCache
 from sprl.cache.layout import cache_layout
 from sprl.config import UNQUANTISED, Cache
-from sprl.kernels import attention, block_matmul, decode_attention, eviction, grouped_matmul
+from sprl.kernels import block_matmul, decode_attention, eviction, grouped_matmul, packed_attention
 from sprl.kernels.cost import Cost
 from sprl.quant.block import quantise_groups
 
@@ -73,25 +73,34 @@ def check_attention(bench: Bench) -> Iterator[Row]:
 
 
 def check_rows(bench: Bench) -> Iterator[Row]:
-  """Time the learner's attention with gradients, beside peers that accept the mask of packed rows and two that do not."""
+  """Time the learner's attention with gradients, beside peers that take a mask of packed rows and two that do not."""
 
-  def xla(q, k, v, allowed):
-    return jax.nn.dot_product_attention(q, k, v, mask=allowed, implementation='xla')
+  def library(implementation):
+    return lambda q, k, v, visible: jax.nn.dot_product_attention(
+      q, k, v, mask=visible.mask(k.shape[1]), is_causal=True, implementation=implementation
+    )
 
-  def unmasked(q, k, v, allowed):  # the time of the library for a row of one segment
+  def unmasked(q, k, v, visible):  # the time of the library for a row of one segment
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation='cudnn')
 
-  peers: dict[str, Callable] = {'reference': attention.reference, 'xla': xla}
+  peers: dict[str, Callable] = {'reference': packed_attention.reference, 'xla': library('xla')}
+  peers |= {} if bench.rehearse else {'cudnn': library('cudnn')}
   with contextlib.suppress(ImportError):
     import tokamax  # pyright: ignore[reportMissingImports]
 
-    peers['tokamax'] = lambda q, k, v, allowed: tokamax.dot_product_attention(q, k, v, mask=allowed, is_causal=True)
+    peers['tokamax'] = lambda q, k, v, visible: tokamax.dot_product_attention(
+      q, k, v, mask=visible.mask(k.shape[1]), is_causal=True
+    )
   for name, R, T in bench.sizes(ROWS, [('toy', 1, 64)]):
     model = MODELS.get(name, TOY)
     H, K, D, _, _ = model
-    least, case, make = attention.cost(R, T, H, K, D, backward=True), f'{name} {R} x {T}', partial(packed_inputs, model, R, T)
+    least, case, make = (
+      packed_attention.cost(R, T, H, K, D, backward=True),
+      f'{name} {R} x {T}',
+      partial(packed_inputs, model, R, T),
+    )
     calls = {peer: with_gradients(call) for peer, call in peers.items()}
-    row = bench.timed('rows', case, with_gradients(library_attention(bench)), make, least, calls)
+    row = bench.timed('rows', case, with_gradients(row_attention(bench)), make, least, calls)
     row |= {} if 'tokamax' in peers else {'note': f'{row.get("note", "")} tokamax: not installed'.strip()}
     yield judged(row, {'times best peer': 1.0})
     bounds = {'cudnn, causal': (unmasked, make), 'pallas, all pairs, float16': (pallas_rows, partial(in_float16, make))}
@@ -110,7 +119,7 @@ def in_float16(make: Callable, key: jax.Array) -> tuple[Any, ...]:
   return tuple(x.astype(jnp.float16) if x.dtype == BF16 else x for x in make(key))
 
 
-def pallas_rows(q, k, v, allowed):
+def pallas_rows(q, k, v, visible):
   """Return Pallas's own attention for Hopper GPUs. Its backward pass supports no mask."""
   from jax.experimental.pallas.ops.gpu import attention_mgpu
 
