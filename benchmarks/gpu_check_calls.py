@@ -9,9 +9,8 @@ import jax.numpy as jnp
 from gpu_check_bench import BF16, FP8, Bench
 from kernel_resources import Model
 
-from sprl.kernels import attention
 from sprl.kernels.hopper_decode_attention import SECOND
-from sprl.models.attention import PackedAttention
+from sprl.kernels.packed_attention import Visible, packed_attention
 from sprl.models.moe import blocks
 from sprl.quant.block import quantise, quantise_groups
 
@@ -80,7 +79,7 @@ def packed_inputs(model: Model, R: int, T: int, key: jax.Array) -> tuple[Any, ..
   shapes = ((R, T, H, D), (R, T, K, D), (R, T, K, D), (R, T, H, D))
   q, k, v, dout = (jax.random.normal(each, shape, BF16) for each, shape in zip(jax.random.split(key, 4), shapes))
   segments = jnp.broadcast_to(1 + jnp.arange(T) * 8 // T, (R, T))
-  return q, k, v, PackedAttention.of(segments, jnp.where(segments > 1, 1, 0)).allowed, dout
+  return q, k, v, Visible.in_rows(segments, jnp.where(segments > 1, 1, 0)), dout
 
 
 def in_float32(arguments: Any) -> Any:
@@ -91,16 +90,16 @@ def in_float32(arguments: Any) -> Any:
 def with_gradients(attend: Callable) -> Callable:
   """Return a function that computes attention and its gradients."""
 
-  def call(q, k, v, allowed, dout):
-    out, back = jax.vjp(lambda *x: attend(*x, allowed), q, k, v)
+  def call(q, k, v, visible, dout):
+    out, back = jax.vjp(lambda *x: attend(*x, visible), q, k, v)
     return out, *back(dout)
 
   return call
 
 
-def library_attention(bench: Bench) -> Callable:
-  """Return the library's attention: cuDNN, or XLA in a rehearsal."""
-  return partial(attention.by_library, causal=True, implementation='xla' if bench.rehearse else 'cudnn')
+def row_attention(bench: Bench) -> Callable:
+  """Return the attention of packed rows: the kernel, or the reference in a rehearsal."""
+  return partial(packed_attention, kernels='reference' if bench.rehearse else 'mosaic_gpu')
 
 
 def triton_candidate(bench: Bench) -> dict[str, Callable]:

@@ -16,9 +16,9 @@ from gpu_check_calls import (
   bf16_expert_inputs,
   compaction_inputs,
   expert_inputs,
-  library_attention,
   linear_inputs,
   packed_inputs,
+  row_attention,
   triton_candidate,
   with_gradients,
 )
@@ -28,7 +28,7 @@ from sprl.cache.compaction import compress
 from sprl.cache.layer import LayerCache
 from sprl.cache.layout import cache_layout
 from sprl.config import UNQUANTISED, Cache
-from sprl.kernels import attention, block_matmul, decode_attention, eviction, grouped_matmul
+from sprl.kernels import block_matmul, decode_attention, eviction, grouped_matmul, packed_attention
 from sprl.kernels.cost import Cost
 from sprl.quant.block import quantise_groups
 
@@ -90,7 +90,7 @@ def check_rows(bench: Bench) -> Iterator[Case]:
       yield Case(f'rows by {bound}', case, partial(unmasked_rows, bench, bound, case, name, R, T))
     H, K, D, _, _ = MODELS.get(name, TOY)
     if (torch := bench.torch.get('rows', {}).get(json.dumps((R, T, H, K, D)))) is not None:
-      flops = attention.cost(R, T, H, K, D, backward=True).flops
+      flops = packed_attention.cost(R, T, H, K, D, backward=True).flops
       row = {'us': torch, 'TFLOP/s': flops / torch / 1e6}
       yield Case('rows by torch, causal', case, lambda before, row=row: row)
 
@@ -98,19 +98,24 @@ def check_rows(bench: Bench) -> Iterator[Case]:
 def packed_rows(bench: Bench, case: str, name: str, R: int, T: int, before: Rows) -> Row:
   """Time attention of packed rows and its gradients."""
 
-  def xla(q, k, v, allowed):
-    return jax.nn.dot_product_attention(q, k, v, mask=allowed, implementation='xla')
+  def library(implementation):
+    return lambda q, k, v, visible: jax.nn.dot_product_attention(
+      q, k, v, mask=visible.mask(k.shape[1]), is_causal=True, implementation=implementation
+    )
 
-  peers: dict[str, Callable] = {'reference': attention.reference, 'xla': xla}
+  peers: dict[str, Callable] = {'reference': packed_attention.reference, 'xla': library('xla')}
+  peers |= {} if bench.rehearse else {'cudnn': library('cudnn')}
   with contextlib.suppress(ImportError):
     import tokamax  # pyright: ignore[reportMissingImports]
 
-    peers['tokamax'] = lambda q, k, v, allowed: tokamax.dot_product_attention(q, k, v, mask=allowed, is_causal=True)
+    peers['tokamax'] = lambda q, k, v, visible: tokamax.dot_product_attention(
+      q, k, v, mask=visible.mask(k.shape[1]), is_causal=True
+    )
   model = MODELS.get(name, TOY)
   H, K, D, _, _ = model
   calls = {peer: with_gradients(call) for peer, call in peers.items()}
-  least, make = attention.cost(R, T, H, K, D, backward=True), partial(packed_inputs, model, R, T)
-  row = bench.timed('rows', case, with_gradients(library_attention(bench)), make, least, calls)
+  least, make = packed_attention.cost(R, T, H, K, D, backward=True), partial(packed_inputs, model, R, T)
+  row = bench.timed('rows', case, with_gradients(row_attention(bench)), make, least, calls)
   row |= {} if 'tokamax' in peers else {'note': f'{row.get("note", "")} tokamax: not installed'.strip()}
   return judged(row, {'times best peer': 1.0})
 
@@ -118,7 +123,7 @@ def packed_rows(bench: Bench, case: str, name: str, R: int, T: int, before: Rows
 def unmasked_rows(bench: Bench, bound: str, case: str, name: str, R: int, T: int, before: Rows) -> Row:
   """Time a library's attention of rows with one segment. One that does not run is a note, not a failure."""
 
-  def cudnn(q, k, v, allowed):
+  def cudnn(q, k, v, visible):
     return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation='cudnn')
 
   model = MODELS.get(name, TOY)
@@ -126,7 +131,7 @@ def unmasked_rows(bench: Bench, bound: str, case: str, name: str, R: int, T: int
   make = partial(packed_inputs, model, R, T)
   call, inputs = (cudnn, make) if bound.startswith('cudnn') else (pallas_rows, partial(in_float16, make))
   try:
-    least = attention.cost(R, T, H, K, D, backward=True)
+    least = packed_attention.cost(R, T, H, K, D, backward=True)
     return bench.timed(f'rows by {bound}', case, with_gradients(call), inputs, least)
   except Exception as error:
     return {'note': f'{type(error).__name__}: {error}'[:80]}
@@ -137,7 +142,7 @@ def in_float16(make: Callable, key: jax.Array) -> tuple[Any, ...]:
   return tuple(x.astype(jnp.float16) if x.dtype == BF16 else x for x in make(key))
 
 
-def pallas_rows(q, k, v, allowed):
+def pallas_rows(q, k, v, visible):
   """Return Pallas's own attention for Hopper GPUs. Its backward pass supports no mask."""
   from jax.experimental.pallas.ops.gpu import attention_mgpu
 

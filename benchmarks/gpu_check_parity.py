@@ -1,4 +1,4 @@
-"""The check `parity` of gpu_check.py: every kernel, and the library's attention, against its reference on random numbers."""
+"""The check `parity` of gpu_check.py: every kernel, and the attention of packed rows, against its reference on random numbers."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -15,16 +15,16 @@ from gpu_check_calls import (
   compaction_inputs,
   expert_inputs,
   in_float32,
-  library_attention,
   linear_inputs,
   packed_inputs,
+  row_attention,
   triton_candidate,
   twice_coded_inputs,
   with_gradients,
 )
 from kernel_resources import MODELS
 
-from sprl.kernels import attention, block_matmul, decode_attention, eviction, grouped_matmul, linear_logprob
+from sprl.kernels import block_matmul, decode_attention, eviction, grouped_matmul, linear_logprob, packed_attention
 
 
 class Comparison(NamedTuple):
@@ -193,7 +193,7 @@ def eviction_comparisons(bench: Bench) -> Iterator[Comparison]:
 
 
 def row_comparisons(bench: Bench) -> Iterator[Comparison]:
-  """Yield the library's attention on packed rows, with gradients."""
+  """Yield attention of packed rows, with gradients."""
 
   def outputs(attend):
     return lambda *inputs: dict(zip(('out', 'dq', 'dk', 'dv'), with_gradients(attend)(*inputs)))
@@ -204,8 +204,8 @@ def row_comparisons(bench: Bench) -> Iterator[Comparison]:
       'parity rows',
       f'D {model.width} G {model.queries // model.kv} T {T}',
       partial(packed_inputs, model, 2, T),
-      outputs(library_attention(bench)),
-      lambda *inputs: outputs(attention.reference)(*in_float32(inputs)),
+      outputs(row_attention(bench)),
+      lambda *inputs: outputs(packed_attention.reference)(*in_float32(inputs)),
       0.01,
     )
 

@@ -28,7 +28,10 @@ WARPGROUPS = 2  # that multiply
 BLOCK = WARPGROUPS * ROWS  # rows of a program
 KEYS = 128  # keys of a stage in the forward pass
 KEYS_BACK = 64  # keys of a stage in the pass for dq
-QUERIES_BACK = {64: 64, 128: 32}  # queries of a stage in the pass for dk and dv, by width of the heads: more would spill registers
+QUERIES_BACK = {
+  64: 64,
+  128: 32,
+}  # queries of a stage in the pass for dk and dv, by width of the heads: more would spill registers
 STAGES, STAGES_BACK = 2, 3
 LEAST = -1e30  # stands for -inf: -inf - -inf would be nan
 NOWHERE = 2**30  # the first key of an empty stretch

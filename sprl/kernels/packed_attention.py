@@ -40,7 +40,9 @@ class Visible:
   end: Int[Array, 'B T']
   prefix_start: Int[Array, 'B T']
   prefix_end: Int[Array, 'B T']
-  positions: Int[Array, 'B T'] | None = None  # of the tokens in their sequences; they rise by one from token to token of a segment
+  positions: Int[Array, 'B T'] | None = (
+    None  # of the tokens in their sequences; they rise by one from token to token of a segment
+  )
   window: int | None = field(default=None, metadata={'static': True})
 
   @classmethod
@@ -159,5 +161,3 @@ def cost(B: int, T: int, H: int, K: int, D: int, backward: bool = False) -> Cost
   if not backward:
     return Cost(2 * of_q + 2 * of_k, 2 * B * H * T * T * D)
   return Cost(6 * of_q + 6 * of_k, 7 * B * H * T * T * D)
-
-

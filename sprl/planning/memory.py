@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from sprl.cache.kv_cache import KVCache
 from sprl.cache.layout import CacheLayout, cache_layout
 from sprl.config import Cache, Quant, Run
-from sprl.kernels import attention, grouped_matmul
+from sprl.kernels import grouped_matmul, hopper_packed_attention
 from sprl.kernels.attention import QUERY_CHUNK
 from sprl.kernels.linear_logprob import positions_at_once
 from sprl.kernels.support import filtered, record_format
@@ -126,9 +126,9 @@ def _activations(config: ModelConfig, run: Run, held: transformer.Params, rows: 
   2. In the head: its shard in the compute dtype if the update has no copy of it, the logits of a chunk, their gradients, and
      the mask of the tokens that filters kept. With fsdp also the hidden states of all devices that share the vocabulary, and
      their gradients, in float32. With a sequence axis also the hidden states of whole rows, and their gradients.
-  3. In a layer: the stream, the mask, and the largest of the MLP's products, the experts, and the scores of a chunk of queries;
-     on a mesh the arrays of OVERLAP layers, or of one layer with the gathered weights of two. Attention by a library has no
-     scores; the reference also has output buffers for every layer.
+  3. In a layer: the stream, and the largest of the MLP's products, the experts, and the scores of a chunk of queries; on a mesh
+     the arrays of OVERLAP layers, or of one layer with the gathered weights of two. The kernel of attention has no scores; the
+     reference also has output buffers for every layer.
   """
   L, E, D, b, N = (
     config.num_layers,
@@ -149,7 +149,7 @@ def _activations(config: ModelConfig, run: Run, held: transformer.Params, rows: 
   head += config.vocab_size * chunk * filtered(run.sampling, config.vocab_size)  # one byte, before it is split
   head += 2 * b * rows * T * E * (axes.sequence > 1)
   layer, gathered = b * N * products * max(F), 0
-  if not library_attends(config, run, T, run.masked_learner):
+  if not kernel_attends(config, run, run.masked_learner):
     layer, beside = max(layer, FLOAT32 * N * SCORES * H * min(QUERY_CHUNK, T)), N * L * (2 * b * H * D + 2 * FLOAT32 * K * D)
   whole = local_weights(config, dataclasses.replace(axes, data=1, fsdp=1), accelerator_dtype(run))
   if config.experts:
@@ -163,18 +163,17 @@ def _activations(config: ModelConfig, run: Run, held: transformer.Params, rows: 
     head += 2 * FLOAT32 * axes.fsdp * N * E
     each = [nbytes(weights) for weights in transformer.layers(whole)]
     gathered = max(a + b for a, b in zip(each, [*each[1:], 0]))
-  layer += b * N * STREAM * E + 2 * rows * T * T
+  layer += b * N * STREAM * E
   layer = max(layer * (OVERLAP if axes.devices > 1 else 1), layer + gathered) + beside
   return transposed + max(inputs, waiting) + max(head, round(layer))
 
 
-def library_attends(config: ModelConfig, run: Run, T: int, masked: bool) -> bool:
-  """Return whether a library computes attention within rows of T tokens; `masked`: each kv head has its own mask."""
+def kernel_attends(config: ModelConfig, run: Run, masked: bool) -> bool:
+  """Return whether the kernel computes attention within rows; `masked`: each kv head has its own record of evictions."""
   q, k = (
-    jax.ShapeDtypeStruct((1, T, n, config.head_dim), accelerator_dtype(run)) for n in (config.num_heads, config.num_kv_heads)
+    jax.ShapeDtypeStruct((1, 1, n, config.head_dim), accelerator_dtype(run)) for n in (config.num_heads, config.num_kv_heads)
   )
-  allowed = jax.ShapeDtypeStruct((1, config.num_kv_heads if masked else 1, T, T), jnp.bool)
-  return run.model.kernels == 'mosaic_gpu' and attention.obstacle(q, k, allowed) is None
+  return run.model.kernels == 'mosaic_gpu' and not masked and hopper_packed_attention.obstacle(q, k) is None
 
 
 def _experts(config: ModelConfig, run: Run, tokens: int, axes: MeshAxes, backward: bool = False) -> int:
@@ -240,7 +239,7 @@ def rollout_memory(config: ModelConfig, run: Run, cache: Cache, quant: Quant, pr
     dense = dataclasses.replace(cache, budget=None)
     whole_layer = dataclasses.replace(part, positions=P, layers=1, settings=dense, sliding_windows=())
     prefilled += together * kv_bytes(whole_layer)
-  scores = b * P if library_attends(config, run, P, False) else FLOAT32 * 2 * H * min(QUERY_CHUNK, P)
+  scores = 0 if kernel_attends(config, run, False) else FLOAT32 * 2 * H * min(QUERY_CHUNK, P)
   passing = together * P * (scores + 2 * b * (config.hidden_size + max(mlp_widths(config, axes.tensor))))
   passing += _experts(config, run, together * P, axes) if config.experts else 0
   weights = sampler_weight_bytes(config, run, quant, axes)

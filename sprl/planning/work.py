@@ -21,7 +21,7 @@ from sprl.models import transformer
 from sprl.models.config import ModelConfig
 from sprl.models.sequence import kv_copies
 from sprl.planning.devices import Device
-from sprl.planning.memory import FLOAT32, UpdateMemory, experts, library_attends, local_weights, mlp_widths, nbytes, size
+from sprl.planning.memory import FLOAT32, UpdateMemory, experts, kernel_attends, local_weights, mlp_widths, nbytes, size
 from sprl.planning.mesh_axes import NAMES, MeshAxes
 from sprl.planning.programs import accelerator_dtype
 from sprl.sampler.weights import multiplies_codes
@@ -137,6 +137,13 @@ def decode_work(
 # --- the update ------------------------------------------------------------------------------------------------------
 
 
+def visible_keys(run: Run, shape: Shape) -> float:
+  """Return the mean number of keys that a token of a packed row sees, with prompts and completions of the greatest length."""
+  P, C = run.sampling.max_prompt, shape.columns
+  m = max(1, min(run.rollout.group, (shape.tokens - P) // C)) if run.packing.share_prefix else 1  # completions of a prompt
+  return (P * P / 2 + m * (P * C + C * C / 2)) / (P + m * C)
+
+
 def update_work(config: ModelConfig, run: Run, shape: Shape, memory: UpdateMemory, axes: MeshAxes, device: Device) -> Work:
   """All updates of a step and the scoring before them, with completions of the greatest length."""
   o, dtype, L, E, T, t = run.optimizer, accelerator_dtype(run), config.num_layers, config.hidden_size, shape.tokens, axes.tensor
@@ -147,12 +154,13 @@ def update_work(config: ModelConfig, run: Run, shape: Shape, memory: UpdateMemor
   scored = math.ceil(shape.sequences * shape.columns / (axes.rows * axes.sequence))
 
   # Counted in forward passes: an update is a forward pass, the gradients of inputs and of weights, and the recomputation.
-  # Attention is two products forward and five backward; a library skips the products above the diagonal.
+  # Attention is two products forward and seven backward in the kernels, which compute two of them twice, or five.
   updates, scorings = o.updates, o.minibatches * (needs_old_logprobs(run.correction, o.updates) + (run.loss.kl_coef > 0))
   again = updates * (run.model.remat == 'layer')
   passes, of_head = 3 * updates + again + scorings, 4 * updates + scorings
-  of_attention = updates * (2 + 5 + 2 * (run.model.remat != 'none')) + 2 * scorings
-  of_attention *= 0.5 if library_attends(config, run, T, run.masked_learner) else 1.0
+  kernel = kernel_attends(config, run, run.masked_learner)
+  of_attention = updates * (2 + (7 if kernel else 5) + 2 * (run.model.remat != 'none')) + 2 * scorings
+  keys = visible_keys(run, shape) if kernel else T
   linears = 2 * linear_weights(config, axes) * N
   # The FP8 kernel runs in forward passes, also in those of the recomputation.
   codes = run.quant.learner == 'w8a8' and run.model.kernels == 'mosaic_gpu' and multiplies_codes(run.quant, run.model.kernels)
@@ -180,7 +188,7 @@ def update_work(config: ModelConfig, run: Run, shape: Shape, memory: UpdateMemor
       passes * (micros * nbytes(held) * axes.fsdp + N * b * width),
       fp8=linears * (passes - 2 * updates) if codes else 0,
     ),
-    Part('attention', round(2 * L * N * T * H * D * of_attention), passes * L * N * b * 4 * H * D),
+    Part('attention', round(2 * L * N * keys * H * D * of_attention), passes * L * N * b * 4 * H * D),
     Part('head', 2 * head * scored * of_head, of_head * b * (micros * head + scored * E)),
     Part('gradients and optimiser', 0, updates * (summed + stepped)),
     ring(axes, 'all-gather', 'fsdp', micros * b * gathered * axes.fsdp),

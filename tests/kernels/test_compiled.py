@@ -17,13 +17,12 @@ from sprl.cache.layout import cache_layout
 from sprl.cache.scales import Scales
 from sprl.config import Cache, Quant, Sampling
 from sprl.kernels import hopper_quantise
-from sprl.kernels.attention import attention as attend_rows
 from sprl.kernels.block_matmul import block_matmul
 from sprl.kernels.decode_attention import decode_attention
 from sprl.kernels.eviction import compact
 from sprl.kernels.hopper_block_matmul import obstacle
+from sprl.kernels.packed_attention import Visible, packed_attention
 from sprl.models import transformer
-from sprl.models.attention import PackedAttention
 from sprl.models.config import tiny
 from sprl.models.moe import ACTIVATIONS, blocks, mixture
 from sprl.planning.aot import compile_for_h200, missing
@@ -200,41 +199,36 @@ def test_a_cache_stored_as_bytes_is_not_copied():
   assert compile_for_h200(attend, q, held, held, length, scales).temporary <= case.bound
 
 
-def compile_packed_attention(model, rows, T):
-  """Return compiled attention over packed rows whose completions share prompts, with its gradients."""
+@pytest.mark.parametrize(
+  ('model', 'rows', 'T', 'window'),
+  [
+    ('Qwen2.5-1.5B', 1, 131072, None),
+    ('Qwen2.5-0.5B', 2, 4096, None),
+    *(
+      pytest.param(*case, marks=pytest.mark.slow)
+      for case in (('Qwen2.5-7B', 1, 8192, None), ('Qwen2.5-1.5B', 1, 4096, 1024), ('Qwen2.5-0.5B', 1, 4104, 512))
+    ),
+  ],
+)
+def test_packed_attention_and_its_gradients_make_no_array_of_pairs(model, rows, T, window):
+  """Memory is linear in the row: log-sum-exps, delta, the output, the stretches of queries and keys."""
   H, K, D, *_ = MODELS[model]
   q, k = (jax.ShapeDtypeStruct((rows, T, heads, D), jnp.bfloat16) for heads in (H, K))
   ids = jax.ShapeDtypeStruct((rows, T), jnp.int32)
 
-  def both(q, k, v, segments, prefixes, dout):
-    allowed = PackedAttention.of(segments, prefixes).allowed
-    out, back = jax.vjp(lambda *x: attend_rows(*x, allowed, causal=True), q, k, v)
+  def both(q, k, v, segments, prefixes, positions, dout):
+    visible = Visible.in_rows(segments, prefixes)
+    visible = visible if window is None else visible.within(window, positions)
+    out, back = jax.vjp(lambda *x: packed_attention(*x, visible), q, k, v)
     return out, back(dout)
 
-  return compile_for_h200(both, q, k, k, ids, ids, q)
-
-
-@pytest.mark.parametrize(
-  ('model', 'rows', 'T'),
-  [
-    ('Qwen2.5-1.5B', 1, 4096),
-    ('Qwen2.5-0.5B', 2, 4096),
-    ('Qwen2.5-7B', 1, 8192),
-    ('Qwen3-8B', 1, 4096),
-    ('Qwen3-30B-A3B', 2, 2048),
-  ],
-)
-def test_packed_attention_uses_cudnn_and_makes_no_array_of_scores(model, rows, T):
-  """cuDNN reads one bfloat16 mask for all heads. The mask is the only array of T x T, and the largest array."""
-  compiled = compile_packed_attention(model, rows, T)
-  called = re.findall(r'custom_call_target="__cudnn\$(\w+)"', compiled.text)
-  assert sorted(called) == ['fmhaScaleBiasSoftmax', 'fmhaScaleBiasSoftmaxBackward']
-  squares = {name for name in re.findall(r'(\w+\[[\d,]+\])', compiled.text) if f'{T},{T}' in name}
-  assert f'bf16[{rows},1,{T},{T}]' in squares
-  assert not [name for name in squares if not re.fullmatch(rf'\w+\[({rows},)?(1,)?{T},{T}\]', name)]
-  H, _, D, *_ = MODELS[model]
-  outputs = 2 * 2 * rows * T * H * D  # outputs and their gradients, with zeros for queries without keys
-  assert compiled.temporary <= 2 * rows * T * T + outputs + 4 * rows * T * H + 2**20  # mask, outputs, log-normalisers
+  compiled = compile_for_h200(both, q, k, k, ids, ids, ids, q)
+  names = {kernel.name.removeprefix('hopper_packed_attention') for kernel in compiled.kernels}
+  assert names == {'', '_dq', '_dkv'}
+  assert all(kernel.spills == 0 for kernel in compiled.kernels)
+  padded = 128 * -(-T // 128)
+  assert not re.findall(rf'\[(?:[\d,]+,)?(?:{T}|{padded}),(?:{T}|{padded})[\],]', compiled.text)
+  assert compiled.temporary <= 2 * rows * T * H * D * (T % 8 > 0) + 4 * rows * padded * (2 * H + 32) + 2**20
 
 
 DENSE, H2O = Cache(), Cache(budget=512, interval=128, window=16, method='h2o')
@@ -372,7 +366,7 @@ def test_quantisation_compiles_without_spills(M):
 
 
 @pytest.mark.parametrize('sampler', ['none', 'kv8', 'w8a8_kv8'])
-def test_a_prefill_uses_cudnn_with_a_mask_and_three_arrays_of_all_heads(sampler):
+def test_a_prefill_uses_the_kernel_and_three_arrays_of_all_heads(sampler):
   """The three arrays are projected heads, rotated heads and outputs. With FP8, jax 0.11.2 needs an array of codes too; jax 0.12
   reuses the others' memory. There are no scores and no second cache."""
   config, layout, weights = abstract_sampler(sampler, RKV)
@@ -382,12 +376,14 @@ def test_a_prefill_uses_cudnn_with_a_mask_and_three_arrays_of_all_heads(sampler)
     return decode.prefill(transformer.graph(config), layout, weights, tokens, lengths)
 
   compiled = compile_for_h200(prefill, weights, shape((P, T), jnp.int32), shape((P,), jnp.int32))
-  assert re.findall(r'custom_call_target="__cudnn\$(\w+)"', compiled.text) == ['fmhaScaleBiasSoftmax'] * 2
+  called = [line for line in compiled.text.splitlines() if ' custom-call(' in line and 'hopper_packed_attention/' in line]
+  assert len(called) == 2
   heads = layout.heads + 2 * layout.kv_heads
   codes = P * T * heads * layout.head_dim if layout.fp8 else 0
-  assert compiled.temporary <= 2 * P * T * (3 * heads * layout.head_dim + T) + codes + 2**20
+  assert compiled.temporary <= 2 * P * T * 3 * heads * layout.head_dim + 4 * P * T * layout.heads + codes + 2**20
   quantised = {'hopper_block_matmul', 'hopper_normalised_codes', 'hopper_codes', 'hopper_gated_codes'}
-  assert {kernel.name for kernel in compiled.kernels} <= (quantised if sampler == 'w8a8_kv8' else set())
+  products = quantised if sampler == 'w8a8_kv8' else set()
+  assert {kernel.name for kernel in compiled.kernels} <= {'hopper_packed_attention', *products}
   assert all(kernel.spills == 0 for kernel in compiled.kernels)
 
 

@@ -112,18 +112,20 @@ def test_mask_is_the_definition():
 
 LONG = {
   # Blocks of 128 queries over several segments, segments over several blocks, prompts that end within a block, padding.
+  'two blocks': (row((40, 50, 30), (10, 20), padding=6), None),
   'groups': (row((70, 90, 60), (20, 40), padding=20), None),
   'a long prompt': (row((300, 50, 30), padding=4), None),
   'window': (row((70, 90, 60), (20, 40), padding=20), 50),
 }
 
 
-@pytest.mark.parametrize(
-  ('case', 'D'), [('groups', 64), *(pytest.param(*case, marks=slow) for case in (('a long prompt', 64), ('window', 64), ('groups', 128)))]
-)
-def test_kernels_match_float64_without_races(case, D):
+MORE = (('groups', 4, 64), ('a long prompt', 4, 64), ('window', 4, 64), ('groups', 4, 128))
+
+
+@pytest.mark.parametrize(('case', 'H', 'D'), [('two blocks', 2, 64), *(pytest.param(*each, marks=slow) for each in MORE)])
+def test_kernels_match_float64_without_races(case, H, D):
   (segments, prefixes, positions), window = LONG[case]
-  x = arrays(segments.shape[1], D=D)
+  x = arrays(segments.shape[1], H, H // 2, D)
   found = with_gradients(kernel, *x, visible_of(segments, prefixes, positions, window))
   for got, expected in zip(found, by_hand(*x, mask(segments, prefixes, positions, window))):
     np.testing.assert_allclose(np.asarray(got, np.float64), expected, atol=0.012 * np.abs(expected).max())
