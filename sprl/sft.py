@@ -84,6 +84,7 @@ def fine_tune(
   state = jax.device_put(TrainState.create(model.load(), optimizer), shardings)
   forward = ForwardConfig(1.0, model.dtype, packing.score_chunk, model.kernels)
   remat = decided(run, model, sizes).model.remat
+  assert remat != 'auto'
   update = make_update(model.graphdef, optimizer, forward, remat, model.mesh)
 
   losses: list[float] = []

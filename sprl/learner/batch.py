@@ -44,11 +44,11 @@ class TrainBatch:
   prefixes: Int[Array, 'A R T']  # the segment that this one continues; 0: none
   source: Int[Array, 'A S N']  # of scored position n: index of the predicting state among the N = R / S * T of the shard
   target: Int[Array, 'A S N']  # of scored position n: the token to predict
-  scored: Int[Array, 'A SQ']  # number of scored positions of each of a shard's Q parts, which come first among their N / Q
+  scored: Int[Array, 'A QS']  # number of scored positions of each part of a shard, which come first among their N / Q
   used: Int[Array, '']  # microbatches with tokens
   micro: Int[Array, ' B']  # microbatch of the sequence; -1: left out
   prompt: Int[Array, ' B']  # number of the sequence's prompt among those of the batch
-  place: Int[Array, 'B C']  # scored position of the token, among the S * N of its microbatch
+  place: Int[Array, 'B C']  # scored position of the token, among the Q * S * N / Q of its microbatch
   mask: Bool[Array, 'B C']  # tokens that the model wrote
   sampler_logp: Float[Array, 'B C']
   advantage: Float[Array, ' B']
@@ -226,8 +226,8 @@ def _fill_row(batch: Any, shape: Shape, index: int, pieces: list[list[int]], tra
   """Write pieces, lists of sequences that share a prompt, into row `index` of the batch's numpy arrays, in place."""
   a, r = divmod(index, shape.rows)
   s, within = divmod(r, shape.rows // shape.shards)
-  N, Q = batch.source.shape[2], shape.parts
-  parts = batch.scored[a, s * Q : (s + 1) * Q]
+  S, Q, N = shape.shards, shape.parts, batch.source.shape[2]
+  parts = batch.scored[a, s::S]
   start, segment = 0, 0
   for piece in pieces:
     first = trajectories[piece[0]]
@@ -253,14 +253,16 @@ def _fill_row(batch: Any, shape: Shape, index: int, pieces: list[list[int]], tra
         batch.routes[a, r, here] = trajectory.routes[P:]
       column = np.flatnonzero(trajectory.mask[P:])
       number = np.sum(parts) + np.arange(len(column))  # among the scored positions of the shard
-      position = number % Q * (N // Q) + number // Q
+      part, within_part = number % Q, number // Q
+      position = part * (N // Q) + within_part
       predictor = np.concatenate([[last_of_prompt], np.arange(start, start + n - 1)])
       batch.source[a, s, position] = within * shape.tokens + predictor[column]
       batch.target[a, s, position] = trajectory.completion[column]
       if batch.support is not None:
         assert trajectory.support is not None, 'all trajectories of a batch record supports, or none'
         batch.support[a, s, position] = trajectory.support
-      batch.place[b, column], batch.mask[b, column], batch.micro[b] = s * N + position, True, a
+      batch.place[b, column] = (part * S + s) * (N // Q) + within_part
+      batch.mask[b, column], batch.micro[b] = True, a
       batch.sampler_logp[b, column] = trajectory.sampler_logp[P:][column]
       parts += np.bincount(number % Q, minlength=Q).astype(np.int32)
       start += n

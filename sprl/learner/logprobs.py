@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from sprl.config import UNQUANTISED, Kernels, Quant, Remat, Run
 from sprl.kernels.linear_logprob import linear_logprob
@@ -17,7 +17,7 @@ from sprl.models import transformer
 from sprl.models.attention import Attention, EvictedAttention, PackedAttention
 from sprl.models.routing import MISSING, Routing
 from sprl.models.transformer import Params
-from sprl.quant.dot import StraightThrough, plain
+from sprl.quant.dot import StraightThrough, plain, values
 from sprl.sharding.rules import OnMesh, shard, tie_to_iteration
 
 
@@ -70,20 +70,25 @@ def micro_logprobs(
   )  # fmt: skip
   with jax.named_scope('head'):
     S, N = batch.source.shape[1:]
-    parts = batch.scored.shape[1]  # of the scored positions: each row shard has as many as devices that share a row
+    parts = batch.scored.shape[1]  # Q of each row shard: as many as devices share a row
     of_shard = shard(out.hidden, 'rows', None, None).reshape(S, N, -1)
     predictors = jnp.take_along_axis(of_shard, batch.source[i, :, :, None], axis=1)
-    predictors = shard(predictors, 'rows', 'tokens', None).reshape(parts, -1, predictors.shape[-1])
+    predictors = _in_parts(shard(predictors, 'rows', 'tokens', None), parts)
     head = transformer.head_weight(params)
-    places, support = predictors.shape[:2], None if batch.support is None else batch.support[i]
     scored = linear_logprob(
-      predictors, plain(head), batch.target[i].reshape(places), temperature=config.temperature, chunk=config.chunk,
-      count=batch.scored[i], support=None if support is None else support.reshape(*places, support.shape[-1]),
-      narrow=head.copy if isinstance(head, StraightThrough) else None,
+      predictors, plain(head), _in_parts(batch.target[i], parts), temperature=config.temperature, chunk=config.chunk,
+      count=batch.scored[i], support=None if batch.support is None else _in_parts(batch.support[i], parts),
+      narrow=values(head.copy, config.dtype) if isinstance(head, StraightThrough) else None,
     )  # fmt: skip
   here = batch.mask & (batch.micro == i)[:, None]
   logp, entropy = (jnp.where(here, shard(x, None, None).reshape(-1)[batch.place], 0.0) for x in scored)
   return logp, entropy, out.routing
+
+
+def _in_parts(x: Shaped[Array, 'S N *D'], parts: int) -> Shaped[Array, 'P n *D']:
+  """Return the scored positions of each row shard as those of its Q parts, the first parts of all shards first."""
+  of_shards = x.reshape(len(x), parts // len(x), -1, *x.shape[2:])
+  return jnp.swapaxes(of_shards, 0, 1).reshape(parts, -1, *x.shape[2:])
 
 
 @OnMesh

@@ -35,10 +35,13 @@ def least_that_fits(config: ModelConfig, run: Run, shape: Shape, axes: MeshAxes,
 
   A value of `model.remat` other than 'auto' is returned as it is.
   """
-  if run.model.remat != 'auto':
-    return run.model.remat
-  fitting = (remat for remat in LEAST_FIRST if update_memory(config, with_remat(run, remat), shape, axes).total <= room)
-  return next(fitting, LEAST_FIRST[-1])
+  asked: RematSetting = run.model.remat
+  if asked != 'auto':
+    return asked
+  for remat in LEAST_FIRST:
+    if update_memory(config, with_remat(run, remat), shape, axes).total <= room:
+      return remat
+  return 'layer'
 
 
 def decided(run: Run, model: Model, shape: Shape | None = None) -> Run:

@@ -30,8 +30,8 @@ IN_USE: dict[str, tuple[str, ...]] = {  # activations and caches, and weights wh
   'rows': ROWS,  # sequences of a rollout, or packed rows of the learner
   'gathered_rows': ('data', 'expert'),  # rows at the product with the vocabulary, which fsdp splits
   'tokens': ('sequence',),  # tokens of the learner's packed rows
-  'scored_rows': (*ROWS, 'sequence'),  # shards of the positions that the learner scores
-  'gathered_scored_rows': ('data', 'expert', 'sequence'),  # of these, at the product with the vocabulary
+  'scored_rows': ('sequence', *ROWS),  # shards of the positions that the learner scores
+  'gathered_scored_rows': ('sequence', 'data', 'expert'),  # of these, at the product with the vocabulary
   'drawn_rows': (*ROWS, *TENSOR),  # rows while tokens are drawn: no weights are involved
   'copies': ('data',),  # copies of the weights
   'heads': ('tensor_kv', 'tensor_group'),

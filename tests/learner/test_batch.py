@@ -131,8 +131,11 @@ def contexts(batch):
   """Return (tokens seen, target) of every cell, read off the packed rows token by token."""
   cells = {}
   S, N = batch.source.shape[1:]
+  Q = batch.scored.shape[1] // S
   for b, c in np.argwhere(batch.mask):
-    a, (s, n) = batch.micro[b], divmod(int(batch.place[b, c]), N)
+    a, (part, n) = batch.micro[b], divmod(int(batch.place[b, c]), N // Q)
+    q, s = divmod(part, S)
+    n += q * (N // Q)
     r, at = divmod(s * N + int(batch.source[a, s, n]), batch.tokens.shape[2])
     assert r * S // batch.tokens.shape[1] == s  # the row is one of the shard's
     segment, prefix = batch.segments[a, r, at], batch.prefixes[a, r, at]
@@ -175,7 +178,7 @@ def test_a_batch_fits_its_shape_and_scores_each_token_once(data, share, shards, 
   places = {(int(batch.micro[b]), int(batch.place[b, c])) for b, c in expected}
   N = batch.source.shape[2] // parts  # of a part of a shard
   assert places == {(a, s * N + n) for a, s in np.ndindex(batch.scored.shape) for n in range(batch.scored[a, s])}
-  of_shards = batch.scored.reshape(-1, parts)
+  of_shards = batch.scored.reshape(-1, parts, shards)
   assert (of_shards.max(1) - of_shards.min(1)).max() <= 1  # devices that share a row score as many positions
   assert metrics['packing/tokens'] == np.count_nonzero(batch.segments)
 

@@ -107,6 +107,25 @@ def test_an_update_sends_what_is_planned(axes):
     assert found['all-reduce', 2] == pytest.approx(layers * 3 / 4, rel=0.02)  # of 4 layers
 
 
+@h200
+@pytest.mark.slow
+def test_devices_that_share_rows_send_what_is_planned():
+  """All-to-alls around attention; and hidden states, gathered for the scored positions, with their gradients scattered."""
+  config = dataclasses.replace(QWEN, num_layers=2)
+  made = planned(config, UPDATE, MeshAxes(fsdp=2, sequence=2))
+  check = compile_check.check_update(config, UPDATE, made)
+  assert check.planned == pytest.approx(check.compiled.total, rel=0.15)
+  sent = {(part.name, part.axis): part.sent / made.shape.micros for part in made.work.parts if part.sent}
+  moved = sum(each.moved for each in check.compiled.collectives if each.kind == 'all-to-all')
+  assert moved == pytest.approx(sent['all-to-all', 'sequence'], rel=0.02)
+  whole = 2 * 4096 * config.hidden_size  # hidden states of the row that two devices share
+  hidden = Counter(each.kind for each in check.compiled.collectives if each.depth == 1 and max(each.arrays) == whole)
+  assert sent['all-gather', 'sequence'] == sent['reduce-scatter', 'sequence'] == whole / 2
+  assert hidden['all-gather'] >= 1
+  logits = 2 * 2048 * config.vocab_size  # of a chunk, in the compute dtype
+  assert max(max(each.arrays) for each in check.compiled.collectives) < logits  # they stay where they are
+
+
 # --- a mixture of experts, on fsdp 2 x expert 4 -----------------------------------------------------------------------
 
 
