@@ -23,6 +23,7 @@ from sprl.cache.layer import LayerCache
 from sprl.cache.layout import cache_layout
 from sprl.cache.scales import Scales
 from sprl.config import DENSE, UNQUANTISED, Cache, Quant, Sampling
+from sprl.kernels.platform import on_gpu
 from sprl.models import transformer
 from sprl.quant import fp8
 from sprl.sampler import decode
@@ -165,10 +166,10 @@ def steps_of(bench: Bench, name: str, mode: str, tokens: int, layers: int) -> Ro
     """Run one chunk, then time `chunks` of them. Return the state and the microseconds of a step."""
     cache_now = at_lengths(state.cache, seen=tokens - most - 1, since=since)
     state = dataclasses.replace(state, cache=cache_now)
-    state = jax.block_until_ready(decode.decode(graph, weights, state, sampling, (), chunk))
+    state = jax.block_until_ready(decode.decode(graph, weights, state, sampling, (), chunk, on_gpu()))
     start = time.perf_counter()
     for _ in range(chunks):
-      state = decode.decode(graph, weights, state, sampling, (), chunk)
+      state = decode.decode(graph, weights, state, sampling, (), chunk, on_gpu())
     jax.block_until_ready(state)
     return state, 1e6 * (time.perf_counter() - start) / (chunks * chunk)
 

@@ -481,7 +481,7 @@ def _product(a, b, total, interpret):
   """Return total + a @ b in float32. `a` is in shared memory or in registers, `b` in shared memory."""
   if interpret:
     return total + pl.run_scoped(partial(_multiplied, a, b), plgpu.WGMMAAccumulatorRef(total.shape, jnp.float32))
-  return pl.run_state(lambda acc: plgpu.wgmma(acc, a, b))(plgpu.ACC.init(total))
+  return pl.run_state(lambda acc: plgpu.wgmma(acc, a, b))(plgpu.ACC.init(total))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _multiplied(a, b, acc):

@@ -60,7 +60,8 @@ class Visible:
     end = jnp.broadcast_to(at + 1, (B, T))
     if prefixes is None:
       return cls(start, end, jnp.zeros_like(start), jnp.zeros_like(start))
-    return cls(start, end, *(jnp.take_along_axis(each, prefixes, axis=1) for each in (first, behind)))
+    prefix_start, prefix_end = (jnp.take_along_axis(each, prefixes, axis=1) for each in (first, behind))
+    return cls(start, end, prefix_start, prefix_end)
 
   @classmethod
   def up_to(cls, key: Int[Array, 'B T']) -> 'Visible':

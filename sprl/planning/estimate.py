@@ -4,7 +4,7 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from sprl.config import DENSE, UNQUANTISED, Cache, Quant, Run, SettingsError
+from sprl.config import DENSE, UNQUANTISED, Cache, Quant, RematSetting, Run, SettingsError
 from sprl.learner.batch import Shape, Tokens, shape
 from sprl.models import transformer
 from sprl.models.config import ModelConfig
@@ -62,7 +62,7 @@ class Plan:
   apart: bool  # rollouts and learner use separate devices
   flags: tuple[str, ...]  # that give a run this layout
   shape: Shape  # of a minibatch
-  remat: str  # config.model.remat; `auto` is decided
+  remat: RematSetting  # config.model.remat; `auto` is decided
   update: UpdateMemory
   work: Work  # all updates of a step
   model_flops: int  # of all updates of a step, on all devices: without recomputation and scoring
