@@ -10,6 +10,7 @@ from gpu_check_bench import BF16, FP8, Bench
 from kernel_resources import Model
 
 from sprl.kernels import attention
+from sprl.kernels.hopper_decode_attention import SECOND
 from sprl.models.attention import PackedAttention
 from sprl.models.moe import blocks
 from sprl.quant.block import quantise, quantise_groups
@@ -25,11 +26,13 @@ def attention_inputs(model: Model, B: int, S: int, dtype: Any, key: jax.Array, l
   return jax.random.normal(q, (B, H, D), BF16), *cache, full, (scale, scale)
 
 
-def biased_inputs(model: Model, B: int, S: int, dtype: Any, key: jax.Array, length: Any) -> tuple[Any, ...]:
-  """Return random arguments of decode attention with a bias, whose effect on scores is as large as that of keys."""
+def twice_coded_inputs(model: Model, B: int, S: int, dtype: Any, key: jax.Array, length: Any) -> tuple[Any, ...]:
+  """Return random arguments of decode attention with second codes, whose effect on scores is as large as that of first codes."""
   H, K, D, _, _ = model
-  bias = D**0.5 * jax.random.normal(jax.random.fold_in(key, 1), (B, K, H // K, S))
-  return *attention_inputs(model, B, S, dtype, key, length), bias
+  q, k = jax.random.split(jax.random.fold_in(key, 1))
+  queries = (D / SECOND) ** 0.5 * jax.random.normal(q, (B, H, SECOND))
+  second = queries.astype(BF16), jax.random.normal(k, (B, K, S, SECOND), BF16).astype(dtype)
+  return *attention_inputs(model, B, S, dtype, key, length), second
 
 
 def linear_inputs(M: int, N: int, K: int, key: jax.Array) -> tuple[Any, ...]:

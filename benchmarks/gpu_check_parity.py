@@ -12,7 +12,6 @@ from gpu_check_bench import BF16, FP8, TOY, Bench, Row, failed
 from gpu_check_calls import (
   attention_inputs,
   bf16_expert_inputs,
-  biased_inputs,
   compaction_inputs,
   expert_inputs,
   in_float32,
@@ -20,6 +19,7 @@ from gpu_check_calls import (
   linear_inputs,
   packed_inputs,
   triton_candidate,
+  twice_coded_inputs,
   with_gradients,
 )
 from kernel_resources import MODELS
@@ -78,7 +78,7 @@ def comparisons(bench: Bench) -> Iterator[Comparison]:
 
 
 def attention_comparisons(bench: Bench) -> Iterator[Comparison]:
-  """Yield decode attention with rows of all lengths, one of them empty: with shares, with a bias and split slots, FP8 softmax."""
+  """Yield decode attention with rows of all lengths, one of them empty: with shares, split slots, second codes, FP8 softmax."""
 
   def outputs(attend):
     def call(*inputs):
@@ -91,7 +91,8 @@ def attention_comparisons(bench: Bench) -> Iterator[Comparison]:
   for model, S in bench.sizes([(MODELS['Qwen2.5-0.5B'], 640), (MODELS['Qwen2.5-7B'], 1000)], [(TOY, 72)]):
     lengths = [0, 1, 63, 64, 65, S // 2, S - 1, S]
     for dtype, share, softmax in ((BF16, True, False), (FP8, True, False), (BF16, False, False), (FP8, False, True)):
-      make, variant = (attention_inputs, 'share') if share else (biased_inputs, 'bias')
+      twice = dtype == FP8 and not share
+      make, variant = (twice_coded_inputs, 'second codes') if twice else (attention_inputs, 'share' if share else 'split')
       yield Comparison(
         'parity attention',
         f'D {model.width} G {model.queries // model.kv} S {S} {dtype} {variant}{" fp8 softmax" * softmax}',

@@ -19,7 +19,6 @@ from sprl.cache.eviction import METHODS, View
 from sprl.cache.layer import LayerCache
 from sprl.cache.layout import CacheLayout
 from sprl.kernels.eviction import compact
-from sprl.quant import fp8
 from sprl.sharding.rules import psum
 
 SHARE = 0.05  # temporary memory of a compression, as a share of the cache
@@ -33,8 +32,7 @@ def compress(
   occupied: Int[Array, ' B'],
   newest: Int[Array, ' B'],
   gone: Int[Array, ' B'],
-  k_scale: Float[Array, ''] | None = None,
-  bias: Callable[[Int[Array, 'K S']], Float[Array, 'K S D']] | None = None,
+  keys: Callable[[LayerCache], Float[Array, 'K S D']] = lambda layer: layer.keys,
   chosen: Int[Array, 'B N'] | None = None,
   choose: bool = True,
 ) -> tuple[LayerCache, Int[Array, 'B N'] | None]:
@@ -47,8 +45,7 @@ def compress(
     occupied: occupied slots of each row, those of this step's tokens included.
     newest: position of the newest query.
     gone: position of the first query that does not find an evicted token, which is what the record of evictions holds.
-    k_scale: scale of FP8 keys, None if keys are stored as numbers.
-    bias: function of positions that returns the key bias to add, None if stored keys include their bias.
+    keys: function that returns the keys of one row of the layer as numbers.
     chosen: with scope `global`, the slots that the first layer chose for all layers.
     choose: whether this layer chooses. If False, it keeps the `chosen` slots.
 
@@ -66,7 +63,7 @@ def compress(
     row = jnp.minimum(rows, B - 1)
     part = jax.tree.map(lambda x: x[row], layer)
     if choose:
-      keep, carried = jax.vmap(partial(_choose, layout, k_scale, bias))(part, occupied[row], newest[row])
+      keep, carried = jax.vmap(partial(_choose, layout, keys))(part, occupied[row], newest[row])
     else:
       assert chosen is not None
       keep = jnp.broadcast_to(chosen[row, None], (size, layer.k.shape[1], chosen.shape[1]))
@@ -90,7 +87,7 @@ def _rows_at_once(layout: CacheLayout, rows: int, slots: int) -> int:
   return max(1, min(rows, int(SHARE * layout.bytes(rows) / row)))
 
 
-def _choose(layout, k_scale, bias, layer, occupied, newest):
+def _choose(layout, keys, layer, occupied, newest):
   """Return the slots of one row to keep, in ascending order [K, N], and the stored numbers of the method [K, S]."""
   settings, a = layout.settings, layout.window
   K, S = layer.position.shape
@@ -100,9 +97,8 @@ def _choose(layout, k_scale, bias, layer, occupied, newest):
   q_position = newest - (newest - ring) % max(layout.queries, 1)
   q = jnp.zeros((K, G, 1, layout.head_dim)) if layer.queries is None else layer.queries
   carried = jnp.zeros((K, S)) if layer.carried is None else layer.carried
-  keys = layer.keys if k_scale is None else fp8.decast(layer.keys, k_scale)
   view = View(
-    k=keys if bias is None else keys + bias(layer.position),
+    k=keys(layer),
     n=occupied,
     position=layer.position,
     q=q.reshape(K, G, -1, layout.head_dim).astype(jnp.float32),
@@ -120,7 +116,7 @@ def _choose(layout, k_scale, bias, layer, occupied, newest):
 
 
 def _compacted(layout, layer, carried, keep, occupied, gone):
-  """Return the new `position`, `carried` and `evicted` of one row, by name: kept slots in front, other slots empty."""
+  """Return the new `position`, `second`, `carried` and `evicted` of one row, by name: kept slots in front, other slots empty."""
   K, S = layer.position.shape
   N = keep.shape[1]
 
@@ -129,6 +125,9 @@ def _compacted(layout, layer, carried, keep, occupied, gone):
     return jnp.concatenate([kept, jnp.full_like(x[:, N:], empty)], axis=1)
 
   new = {'position': move(layer.position, -1)}
+  if layer.second is not None:
+    moved = jnp.take_along_axis(layer.second, keep[..., None], axis=1)
+    new['second'] = jnp.concatenate([moved, layer.second[:, N:]], axis=1)
   if layer.carried is not None:
     new['carried'] = move(carried, layout.initial_carried)
   if layer.evicted is not None:

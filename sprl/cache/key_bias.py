@@ -1,16 +1,13 @@
-"""Key biases kept out of FP8 (docs/methods/fp8.md, eq. 9 and 10).
+"""Key biases in an FP8 cache (docs/methods/fp8.md, eq. 9 to 11).
 
-A key of Qwen2 at position p is R_p (W x + b). The cache stores R_p W x in FP8. R_p b depends on the position only and is added
-back exactly. The rounding error of an FP8 number is relative to the number: with a bias of 100, it would exceed the part that
-depends on the token.
+A key of Qwen2 at position p is R_p (W x + b). The rounding error of an FP8 number is relative to the number. With a bias of 100
+it would exceed the part that depends on the token. Two measures keep the bias out of the error:
 
-All layers, heads and rows share one small table of cosines and sines by position. Where keys are needed, R_p b is computed for
-the slots. Attention needs only q . R_p b. For a plane with bias (a, b) rotated by p, and a query (q1, q2),
+    1. The cache stores R_p (W x + b) - c, where c is the mean of R_p b over the positions. In a plane that turns slowly, c is
+       nearly R_p b. Attention needs no c: it adds the same number to all scores of a query, which softmax ignores.
+    2. The planes with the largest remaining biases have a second FP8 code for each coordinate: what the first one lost.
 
-    q1 (a cos p - b sin p) + q2 (b cos p + a sin p) = (q1 a + q2 b) cos p + (q2 a - q1 b) sin p
-
-so each query is combined with the bias once, then multiplied with rows of the table: with all rows, or with the slots' rows if
-those are fewer numbers.
+A plane of the rotation holds the coordinates i and i + D/2 of a head.
 """
 
 from dataclasses import dataclass, replace
@@ -18,73 +15,111 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+import numpy as np
+from jaxtyping import Array, Float, Float8e4m3fn, Float32, Int, UInt8
 
 from sprl.cache.layout import CacheLayout
-from sprl.kernels.rope import Rope, rotate, turns
+from sprl.kernels.rope import Rope, frequencies
+from sprl.quant import fp8
+
+# The first code is wrong by 16 scales at most, half the distance of the largest two codes. 16 times that is less than fp8.MAX.
+FINER = 16.0
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KeyBias:
-  """The float32 biases of the layers' keys, and the rotation of each position."""
+  """What an FP8 cache derives from the key biases of each layer; None for a layer that was left out by `only`."""
 
-  layers: tuple[Float[Array, 'K D'] | None, ...]  # None: a layer that was left out by `only`
-  cos: Float[Array, 'T D/2']
-  sin: Float[Array, 'T D/2']
+  mean: tuple[Float32[Array, 'K D'] | None, ...]  # of R_p b over all positions p
+  twice: tuple[Int[Array, 'K W'] | None, ...]  # the coordinates with a second code
 
   @classmethod
   def of(cls, layout: CacheLayout, biases: tuple[Float[Array, ' KD'], ...]) -> 'KeyBias':
-    """Return the key biases of a model, given each layer's bias vector."""
-    all_positions = turns(jnp.arange(layout.positions)[None], layout.head_dim, layout.rope)
-    layers = tuple(b.astype(jnp.float32).reshape(-1, layout.head_dim) for b in biases)
-    return cls(layers, all_positions.cos[0, :, 1], all_positions.sin[0, :, 1])
+    """Return this of the key biases of a model, given each layer's bias vector."""
+    cos, sin, left = mean_turn(layout.rope, layout.head_dim, layout.positions)
+    means, coordinates = [], []
+    for bias in biases:
+      a, b = jnp.split(bias.astype(jnp.float32).reshape(-1, layout.head_dim), 2, axis=-1)
+      means.append(jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1))
+      plane = jax.lax.top_k(jnp.hypot(a, b) * left, layout.second_codes // 2)[1]
+      coordinates.append(jnp.concatenate([plane, plane + layout.head_dim // 2], axis=-1))
+    return cls(tuple(means), tuple(coordinates))
 
   @property
   def axes(self) -> 'KeyBias':
-    """The axis names of its arrays. A head's bias is on the devices of its keys."""
-    whole: Any = (None, None)
-    layers: Any = tuple(None if b is None else ('kv_heads', None) for b in self.layers)
-    return KeyBias(layers, whole, whole)
+    """The axis names of its arrays. What belongs to a head is on the devices of its keys."""
+    names: Any = tuple(None if mean is None else ('kv_heads', None) for mean in self.mean)
+    return KeyBias(names, names)
 
   def only(self, layer: int) -> 'KeyBias':
-    """Return a copy with the bias of one layer."""
-    return replace(self, layers=tuple(b if i == layer else None for i, b in enumerate(self.layers)))
+    """Return a copy with one layer."""
+    kept = {name: tuple(x if i == layer else None for i, x in enumerate(getattr(self, name))) for name in ('mean', 'twice')}
+    return replace(self, **kept)
 
-  def at(self, layer: int, position: Int[Array, '*B K S']) -> Float[Array, '*B K S D']:
-    """Return R_p b of a layer's heads at these positions. The result at a negative position is arbitrary."""
-    bias, place = self.layers[layer], jnp.maximum(position, 0)
-    assert bias is not None
-    a, b = jnp.split(bias[:, None], 2, axis=-1)
-    cos, sin = self.cos[place], self.sin[place]
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+  def centred(self, layer: int, k: Float[Array, '*B K D']) -> Float32[Array, '*B K D']:
+    """Return keys without the mean of the rotated bias."""
+    mean = self.mean[layer]
+    assert mean is not None
+    return k.astype(jnp.float32) - mean
 
-  def of_tokens(self, layer: int, positions: Int[Array, 'B T']) -> Float[Array, 'B T K D']:
-    """Return R_p b of tokens, whose heads all have the same position."""
-    bias = self.layers[layer]
-    assert bias is not None
-    return jnp.swapaxes(self.at(layer, jnp.repeat(positions[:, None], bias.shape[0], axis=1)), 1, 2)
+  def second(
+    self, layer: int, k: Float32[Array, '*B K D'], codes: Float8e4m3fn[Array, '*B K D'], scale: Float[Array, '']
+  ) -> Float8e4m3fn[Array, '*B K W']:
+    """Return the second codes of centred keys whose first codes are `codes`: what those lost, in units of scale / FINER."""
+    lost = k / scale - codes.astype(jnp.float32)
+    return fp8.cast(self._picked(layer, lost), 1 / FINER)
 
-  def scores(self, layer: int, q: Float[Array, 'B K G D'], position: Int[Array, 'B K S'] | None) -> Float[Array, 'B K G S']:
-    """Return q . R_p b in float32, of each query with the position p of every slot (None: with every position in turn)."""
-    bias = self.layers[layer]
-    assert bias is not None
-    (a, b), (q1, q2) = jnp.split(bias[:, None], 2, axis=-1), jnp.split(q.astype(jnp.float32), 2, axis=-1)
-    combined = jnp.concatenate([q1 * a + q2 * b, q2 * a - q1 * b], axis=-1)
-    place = None if position is None else jnp.maximum(position, 0)
-    if place is not None and q.shape[2] * len(self.cos) > q.shape[3] * place.shape[2]:  # the slots' rows are fewer numbers
-      rows = jnp.concatenate([self.cos[place], self.sin[place]], axis=-1)
-      return jnp.einsum('bkgd,bksd->bkgs', combined, rows, precision='highest')
-    table = jnp.concatenate([self.cos, self.sin], axis=-1)
-    everywhere = jnp.einsum('bkgd,td->bkgt', combined, table, precision='highest')
-    return everywhere if place is None else jnp.take_along_axis(everywhere, place[:, :, None], axis=-1)
+  def queries(self, layer: int, q: Float[Array, 'B H D']) -> Float[Array, 'B H W']:
+    """Return the numbers that queries multiply with second codes, so that the scale of first codes applies to their products."""
+    twice = self.twice[layer]
+    assert twice is not None
+    B, H, D = q.shape
+    grouped = jnp.swapaxes(q.reshape(B, twice.shape[0], -1, D), 1, 2)
+    return jnp.swapaxes(self._picked(layer, grouped), 1, 2).reshape(B, H, -1) * (1 / FINER)
+
+  def keys(
+    self, layer: int, k: Float8e4m3fn[Array, '*B K S D'], second: UInt8[Array, '*B K S W'], scale: Float[Array, '']
+  ) -> Float32[Array, '*B K S D']:
+    """Return the centred keys that first and second codes stand for."""
+    twice = self.twice[layer]
+    assert twice is not None
+    same = twice[:, :, None] == jnp.arange(k.shape[-1])  # [K, W, D]
+    index, has = jnp.argmax(same, axis=1)[:, None], jnp.any(same, axis=1)[:, None]
+    finer = fp8.decast(fp8.from_bytes(second), 1 / FINER)
+    index = jnp.broadcast_to(index, k.shape)
+    return (k.astype(jnp.float32) + jnp.where(has, jnp.take_along_axis(finer, index, axis=-1), 0)) * scale
+
+  def whole(self, layer: int, k: Float32[Array, '*B K S D']) -> Float32[Array, '*B K S D']:
+    """Return centred keys with the mean of the rotated bias."""
+    mean = self.mean[layer]
+    assert mean is not None
+    return k + mean[:, None]
+
+  def _picked(self, layer, x):
+    """Return the coordinates that have a second code: [*B, K, D] -> [*B, K, W]."""
+    return jnp.take_along_axis(x, jnp.broadcast_to(self.twice[layer], (*x.shape[:-1], self.twice[layer].shape[-1])), axis=-1)
 
 
-def rotated_biases(biases: tuple[Float[Array, ' KD'], ...], positions: Int[Array, 'B T'], head_dim: int, rope: Rope):
-  """Return R_p b of each layer's key bias for tokens at these positions, a tuple of [B, T, K, D] in float32."""
-  angles = turns(positions, head_dim, rope)
-  shape = (*positions.shape, -1, head_dim)
-  return tuple(
-    rotate(jnp.broadcast_to(b.astype(jnp.float32).reshape(-1, head_dim), (*shape[:2], b.size // head_dim, head_dim)), angles)
-    for b in biases
-  )
+def reach(layout: CacheLayout, biases: tuple[Float[Array, ' KD'], ...]) -> Float32[Array, ' L']:
+  """Return, for each layer, a bound of the numbers of R_p b - c at any position: twice the largest plane of the bias.
+
+  A scale that is too large costs no precision, so the bound need not be tight.
+  """
+  scale = frequencies(layout.rope, layout.head_dim)[1]
+  planes = [bias.astype(jnp.float32).reshape(-1, 2, layout.head_dim // 2) for bias in biases]
+  return 2 * scale * jnp.stack([jnp.max(jnp.hypot(x[:, 0], x[:, 1])) for x in planes])
+
+
+def mean_turn(rope: Rope, head_dim: int, positions: int) -> tuple[Float[np.ndarray, ' P'], ...]:
+  """Return the mean cosine and sine of each plane over positions 0..T-1, and the share of a rotated vector that varies.
+
+  The share is the root mean square of R_p b - c relative to that of R_p b: near 0 for a plane that turns by a small angle, near
+  1 for one that turns many times. The mean of exp(i f p) is exp(i f (T - 1) / 2) sin(T f / 2) / (T sin(f / 2)).
+  """
+  frequency, scale = frequencies(rope, head_dim)
+  half = np.float64(frequency) / 2
+  length = np.where(half == 0, 1, np.sin(positions * half) / (positions * np.sin(np.where(half == 0, 1, half))))
+  middle = (positions - 1) * half
+  found = scale * length * np.cos(middle), scale * length * np.sin(middle), np.sqrt(np.maximum(1 - length**2, 0))
+  return tuple(x.astype(np.float32) for x in found)

@@ -62,7 +62,7 @@ class KVCache:
   saturated: Int[Array, 'B K']  # numbers of the row's keys and values that FP8 clamped
   saturated_queries: Int[Array, 'B K']  # numbers of its queries that FP8 clamped, by kv head
   scales: Scales | None  # None: not FP8
-  bias: KeyBias | None  # the part of the keys that is not in FP8
+  bias: KeyBias | None  # how FP8 keys are stored; None: without regard to their bias
   chosen: Int[Array, 'B N'] | None  # scope global: the slots that the first full layer kept
   layout: CacheLayout = dataclasses.field(metadata={'static': True})
 
@@ -186,13 +186,19 @@ class KVCache:
       return self
     layers = []
     for i, held in enumerate(self.layers):
-      k, v = fp8.decast(held.keys, self.scales.k[i]), fp8.decast(held.values, self.scales.v[i])
-      if self.bias is not None and bias is not None:
-        at = held.positions
-        k = k + self.bias.at(i, at) - bias.at(i, at)
-      k, v = fp8.to_bytes(fp8.cast(k, scales.k[i])), fp8.to_bytes(fp8.cast(v, scales.v[i]))
-      layers.append(dataclasses.replace(held, k=k, v=v))
+      k, v = jnp.swapaxes(self._keys(i, held), 1, 2), jnp.swapaxes(fp8.decast(held.values, self.scales.v[i]), 1, 2)
+      codes = _codes(i, scales, bias, k, v)
+      layers.append(dataclasses.replace(held, **{name: jnp.swapaxes(x, 1, 2) for name, x in codes.items()}))
     return dataclasses.replace(self, layers=tuple(layers), scales=scales, bias=bias)
+
+  def _keys(self, layer, held, centred=False):
+    """Return the keys of a layer as numbers; `centred`: without the mean of the rotated biases, if they are stored so."""
+    if self.scales is None:
+      return held.keys
+    if self.bias is None:
+      return fp8.decast(held.keys, self.scales.k[layer])
+    k = self.bias.keys(layer, held.keys, held.second, self.scales.k[layer])
+    return k if centred else self.bias.whole(layer, k)
 
   # --- in a forward pass ---------------------------------------------------------------------------------------------
 
@@ -222,28 +228,25 @@ class KVCache:
     return fp8.fake(q, scale), dataclasses.replace(self, saturated_queries=count)
 
   def _stored(self, layer, step, k, v):
-    """Return new keys and values as they are stored, numbers or FP8 codes, and the cache that counts the numbers clamped."""
+    """Return new keys and values as they are stored, by the names of LayerCache, and the cache that counts clamped numbers."""
     if self.scales is None:
-      return k, v, self
-    if self.bias is not None:
-      k = k.astype(jnp.float32) - self.bias.of_tokens(layer, self.seen[:, None] + jnp.arange(k.shape[1]))
-    k_scale, v_scale = self.scales.k[layer], self.scales.v[layer]
-    saturated = self.saturated + _clamped(k, k_scale, step) + _clamped(v, v_scale, step)
-    k, v = fp8.to_bytes(fp8.cast(k, k_scale)), fp8.to_bytes(fp8.cast(v, v_scale))
-    return k, v, dataclasses.replace(self, saturated=saturated)
+      return {'k': k, 'v': v}, self
+    centred = k if self.bias is None else self.bias.centred(layer, k)
+    saturated = self.saturated + _clamped(centred, self.scales.k[layer], step) + _clamped(v, self.scales.v[layer], step)
+    return _codes(layer, self.scales, self.bias, k, v), dataclasses.replace(self, saturated=saturated)
 
-  def _write(self, layer, step, q, k, v):
+  def _write(self, layer, step, q, stored):
     """Return the cache with the new tokens, as they are stored, in the slots after the row's."""
-    T, held = k.shape[1], self.layers[layer]
-    rows, slot = jnp.arange(k.shape[0])[:, None], self.length[:, None] + jnp.arange(T)
+    (B, T, K), held = stored['k'].shape[:3], self.layers[layer]
+    rows, slot = jnp.arange(B)[:, None], self.length[:, None] + jnp.arange(T)
     positions = self.seen[:, None] + jnp.arange(T)
 
     def write(store, new):
       return store.at[rows, :, slot].set(new.astype(store.dtype), mode='drop')
 
-    new = dataclasses.replace(held, k=write(held.k, k), v=write(held.v, v))
+    new = dataclasses.replace(held, **{name: write(getattr(held, name), x) for name, x in stored.items()})
     if held.position is not None:
-      new = dataclasses.replace(new, position=write(held.position, jnp.broadcast_to(positions[..., None], k.shape[:3])))
+      new = dataclasses.replace(new, position=write(held.position, jnp.broadcast_to(positions[..., None], (B, T, K))))
     if held.queries is not None:
       new = dataclasses.replace(new, queries=self._newest_queries(held.queries, step, q))
     return self._with(layer, new)
@@ -258,14 +261,7 @@ class KVCache:
   def _attend_many(self, layer, step, q):
     """Return the outputs of several new queries, which attend to all slots up to their own, and the cache."""
     held, layout = self.layers[layer], self.layout
-    k, v = jnp.swapaxes(held.keys, 1, 2), jnp.swapaxes(held.values, 1, 2)
-    if self.scales is not None:
-      k, v = fp8.decast(k, self.scales.k[layer]), fp8.decast(v, self.scales.v[layer])
-      if self.bias is not None and (held.position is None or not step.decoding):  # each slot holds the token of its number
-        k = k + self.bias.of_tokens(layer, jnp.arange(k.shape[1])[None])
-      elif self.bias is not None:
-        k = k + jnp.swapaxes(self.bias.at(layer, held.position), 1, 2)
-      k, v = k.astype(q.dtype), v.astype(q.dtype)
+    k, v = self._numbers(layer, held, q.dtype)
     slot = self.length[:, None] + jnp.arange(q.shape[1])
     allowed = (jnp.arange(k.shape[1]) <= slot[:, :, None])[:, None]
     if held.carried is not None and layout.accumulates:
@@ -274,7 +270,14 @@ class KVCache:
     out = attention(q, k, v, allowed, fp8_softmax=layout.fp8_softmax, kernels=layout.kernels)
     return out, self._with(layer, held)
 
-  def _attend_window(self, layer, window, step, q, k, v):
+  def _numbers(self, layer, held, dtype):
+    """Return the keys and values of a layer as [B, S, K, D] in `dtype`. The mean of rotated key biases is left out."""
+    k, v = self._keys(layer, held, centred=True), held.values
+    v = v if self.scales is None else fp8.decast(v, self.scales.v[layer])
+    k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+    return (k, v) if self.scales is None else (k.astype(dtype), v.astype(dtype))
+
+  def _attend_window(self, layer, window, step, q, stored):
     """Write the new tokens, as they are stored, to the ring of a layer with a sliding window.
 
     Return the outputs and the cache. Several queries see the ring before this step and the new tokens, because a later token may
@@ -284,43 +287,34 @@ class KVCache:
     slots = before.k.shape[2]
     write = partial(ring.write, seen=self.seen, count=step.count, window=window)
     with jax.named_scope('write'):
-      cache = self._with(layer, LayerCache(write(before.k, k), write(before.v, v)))
+      cache = self._with(layer, LayerCache(**{name: write(getattr(before, name), x) for name, x in stored.items()}))
     if T == 1:
       return cache._attend_one(layer, step, q[:, 0], jnp.minimum(self.seen + 1, slots))
     query = self.seen[:, None] + jnp.arange(T)
     if slots < window:  # never wraps: slots are positions
       held, position = cache.layers[layer], jnp.arange(slots)[None]
     else:
-      new = (jnp.swapaxes(x, 1, 2).astype(before.k.dtype) for x in (k, v))
-      held = LayerCache(*(jnp.concatenate(pair, axis=2) for pair in zip((before.k, before.v), new)))
+      new = {name: jnp.swapaxes(x, 1, 2).astype(before.k.dtype) for name, x in stored.items()}
+      held = LayerCache(**{name: jnp.concatenate([getattr(before, name), x], axis=2) for name, x in new.items()})
       position = jnp.concatenate([ring.positions(self.seen, slots, window), query], axis=1)
     distance = query[:, :, None] - position[:, None]
     allowed = (position >= 0)[:, None] & (distance >= 0) & (distance < window)
-    k, v = jnp.swapaxes(held.keys, 1, 2), jnp.swapaxes(held.values, 1, 2)
-    if self.scales is not None:
-      k, v = (fp8.decast(x, scale[layer]).astype(q.dtype) for x, scale in ((k, self.scales.k), (v, self.scales.v)))
+    k, v = self._numbers(layer, held, q.dtype)
     return attention(q, k, v, allowed[:, None], fp8_softmax=layout.fp8_softmax, kernels=layout.kernels), cache
 
   def _attend_one(self, layer, step, q, length):
     """Return the outputs of one new query per row, which attends to the row's first `length` slots, and the cache."""
     held, layout = self.layers[layer], self.layout
     scales = None if self.scales is None else (self.scales.k[layer], self.scales.v[layer])
-    bias = None if self.bias is None else self._bias_scores(layer, q)
+    second = None if self.bias is None else (self.bias.queries(layer, q), fp8.from_bytes(held.second))
     accumulates = held.carried is not None and layout.accumulates
     found = decode_attention(
-      q, held.keys, held.values, length=length, scales=scales, bias=bias, share=accumulates,
+      q, held.keys, held.values, length=length, scales=scales, second=second, share=accumulates,
       fp8_softmax=layout.fp8_softmax, kernels=layout.kernels,
     )  # fmt: skip
     if held.carried is not None and found.share is not None:
       held = dataclasses.replace(held, carried=held.carried + jnp.where((step.count > 0)[:, None, None], found.share, 0))
     return found.out[:, None], self._with(layer, held)
-
-  def _bias_scores(self, layer, q):
-    """Return q . R_p b [B, K, G, S] for the position p of every slot (docs/methods/fp8.md, eq. 10)."""
-    assert self.bias is not None
-    held = self.layers[layer]
-    q = q.reshape(q.shape[0], held.k.shape[1], -1, q.shape[-1])
-    return self.bias.scores(layer, q, held.position)[..., : held.k.shape[2]]  # without `position` a slot is its position
 
   def _compress(self, layer, step):
     count = jnp.maximum(step.count, 1)  # a row without a new token is not due, but is computed to fill up a block of rows
@@ -332,8 +326,7 @@ class KVCache:
       occupied=self.length + count,
       newest=newest,
       gone=newest if step.decoding else newest + 1,  # the queries of a prompt have attended to all of it
-      k_scale=None if self.scales is None else self.scales.k[layer],
-      bias=None if self.bias is None else partial(self.bias.at, layer),
+      keys=partial(self._keys, layer),
       chosen=self.chosen,
       choose=layer == self.layout.full_layers[0] or self.chosen is None,
     )
@@ -397,11 +390,11 @@ def _attend(layer: int, cache: KVCache, step: Step, q, k, v):
   if layout.fp8_queries and cache.scales is not None:
     q, cache = cache._round_queries(layer, step, q)
   with jax.named_scope('write'):
-    k, v, cache = cache._stored(layer, step, k, v)
+    stored, cache = cache._stored(layer, step, k, v)
   if (window := layout.sliding_window(layer)) is not None:
-    return cache._attend_window(layer, window, step, q, k, v)
+    return cache._attend_window(layer, window, step, q, stored)
   with jax.named_scope('write'):
-    cache = cache._write(layer, step, q, k, v)
+    cache = cache._write(layer, step, q, stored)
   if q.shape[1] == 1:
     if layout.sparse and step.decoding:
       cache = cache._compress(layer, step)
@@ -413,6 +406,16 @@ def _attend(layer: int, cache: KVCache, step: Step, q, k, v):
     out, held = jax.lax.optimization_barrier((out, cache.layers[layer].cut(layout.slots)))
     cache = cache._with(layer, held)
   return out, cache
+
+
+def _codes(layer, scales, bias, k, v):
+  """Return the FP8 codes of keys and values [B, T, K, D] as bytes, by the names of LayerCache."""
+  k = k if bias is None else bias.centred(layer, k)
+  first = fp8.cast(k, scales.k[layer])
+  codes = {'k': first, 'v': fp8.cast(v, scales.v[layer])}
+  if bias is not None:
+    codes['second'] = bias.second(layer, k, first, scales.k[layer])
+  return {name: fp8.to_bytes(x) for name, x in codes.items()}
 
 
 def _clamped(x, scale, step):

@@ -24,6 +24,7 @@ class LayerCache:
 
   k: Float[Array, '*B K S D'] | UInt8[Array, '*B K S D']  # rotated keys; FP8 codes are stored as bytes, see `fp8.to_bytes`
   v: Float[Array, '*B K S D'] | UInt8[Array, '*B K S D']
+  second: UInt8[Array, '*B K S W'] | None = None  # second FP8 codes of the keys (sprl/cache/key_bias.py)
   position: Int[Array, '*B K S'] | None = None  # absolute position of each slot's token; -1: empty
   queries: Float[Array, '*B H A D'] | None = None  # the newest A queries; position p is at index p % A
   carried: Float[Array, '*B K S'] | None = None  # the stored number of the eviction method for each slot
@@ -34,11 +35,13 @@ class LayerCache:
     """Return a layer of `rows` sequences without tokens. A layer with a sliding window never evicts."""
     shape = (rows, layout.kv_heads, slots)
     k, v = (jnp.zeros((*shape, layout.head_dim), jnp.uint8 if layout.fp8 else layout.storage) for _ in range(2))
+    second = jnp.zeros((*shape, layout.second_codes), jnp.uint8) if layout.key_bias else None
     if not (layout.sparse and evicts):
-      return cls(k, v)
+      return cls(k, v, second)
     return cls(
       k,
       v,
+      second,
       position=jnp.full(shape, -1, jnp.int32),
       queries=jnp.zeros((rows, layout.heads, layout.queries, layout.head_dim), layout.dtype) if layout.queries else None,
       carried=jnp.full(shape, layout.initial_carried) if layout.carries else None,
@@ -47,7 +50,7 @@ class LayerCache:
 
   def cut(self, slots: int) -> 'LayerCache':
     """Return the layer with its first `slots` slots only. The others must be empty or padding."""
-    of_slots = {name: getattr(self, name) for name in ('k', 'v', 'position', 'carried')}
+    of_slots = {name: getattr(self, name) for name in ('k', 'v', 'second', 'position', 'carried')}
     return replace(self, **{name: None if x is None else x[:, :, :slots] for name, x in of_slots.items()})
 
   @property

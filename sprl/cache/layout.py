@@ -10,6 +10,8 @@ from sprl.config import Cache, Kernels, Quant, SettingsError
 from sprl.kernels.rope import Rope
 from sprl.models.config import ModelConfig
 
+TWICE = 8  # planes of a head whose coordinates have two FP8 codes: the least that a tensor core multiplies at a time
+
 
 @dataclass(frozen=True)
 class CacheLayout:
@@ -27,7 +29,7 @@ class CacheLayout:
   storage: Any  # dtype of stored keys and values
   fp8_queries: bool = False  # round queries to FP8 too
   fp8_softmax: bool = False  # round softmax weights to FP8 too
-  key_bias: bool = False  # keep the biases of keys out of FP8
+  key_bias: bool = False  # store keys so that their biases cost no precision in FP8 (sprl/cache/key_bias.py)
   record: bool = False  # record when each token is evicted
   routes: tuple[int, int, int] | None = None  # to record routes: layers with experts, experts of a token, experts of a layer
   kernels: Kernels = 'auto'  # implementation of attention, eviction and the experts' products
@@ -48,6 +50,11 @@ class CacheLayout:
     """Tokens that a compression keeps. The layout must be sparse."""
     assert self.settings.budget is not None, 'a dense cache has no budget'
     return self.settings.budget
+
+  @property
+  def second_codes(self) -> int:
+    """W, the coordinates of a key that have a second FP8 code."""
+    return 2 * min(TWICE, self.head_dim // 2) if self.key_bias else 0
 
   def sliding_window(self, layer: int) -> int | None:
     """Return the newest tokens that a query of the layer sees, its own included; None: all tokens."""
@@ -106,7 +113,8 @@ class CacheLayout:
   def bytes(self, rows: int) -> int:
     """Bytes of the keys and values of `rows` sequences, without the arrays that eviction adds."""
     slots = sum(self.slots_of(layer) for layer in range(self.layers))
-    return 2 * rows * self.kv_heads * self.head_dim * jnp.dtype(self.storage).itemsize * slots
+    pair = 2 * self.head_dim * jnp.dtype(self.storage).itemsize + self.second_codes
+    return rows * self.kv_heads * pair * slots
 
   def dense_bytes(self, rows: int) -> int:
     """Bytes of the keys and values of `rows` sequences in a dense cache of the compute dtype."""

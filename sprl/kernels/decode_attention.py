@@ -25,7 +25,7 @@ def decode_attention(
   v: Float[Array, 'B K S D'],
   length: Int[Array, ' B'],
   scales: tuple[Float[Array, ''], Float[Array, '']] | None = None,
-  bias: Float[Array, 'B K G S'] | None = None,
+  second: tuple[Float[Array, 'B H W'], Float[Array, 'B K S W']] | None = None,
   share: bool = True,
   fp8_softmax: bool = False,
   kernels: Kernels = 'auto',
@@ -33,17 +33,18 @@ def decode_attention(
   """Softmax attention over slots 0..length-1 of each row. The G = H/K queries of a group share one read of its slots.
 
   Keys and values may be FP8 codes, which are exact in q's dtype; `scales` (of k, of v) multiply the scores and the output.
-  `bias` is added to the scores q . k before the factor 1/sqrt(D). A row of length 0 gives zeros.
+  `second` are further coordinates of the queries and the keys, W more than D: the second codes of keys. Their products are added
+  to q . k before the scale. A row of length 0 gives zeros.
   With `share`, the result includes the attention probability of each slot. `fp8_softmax` rounds the weights of the product with
   the values to e4m3 (sprl/kernels/fp8_softmax.py); `share` and `lse` are of the unrounded weights.
   """
-  if not chosen('decode attention', kernels, lambda: _obstacle(q, k, v, bias, share)):
-    return reference(q, k, v, length, scales, bias, share, fp8_softmax)
+  if not chosen('decode attention', kernels, lambda: _obstacle(q, k, v, second, share)):
+    return reference(q, k, v, length, scales, second, share, fp8_softmax)
   from sprl.kernels import hopper_decode_attention  # imported here: Mosaic takes a second to import
 
   one = jnp.ones((), jnp.float32)
   scales = scales or (one, one)
-  out, lse, shares = hopper_decode_attention.decode_attention(q, k, v, length, scales, bias, share, fp8_softmax)
+  out, lse, shares = hopper_decode_attention.decode_attention(q, k, v, length, scales, second, share, fp8_softmax)
   return Attended(out, shares, lse)
 
 
@@ -53,7 +54,7 @@ def reference(
   v: Float[Array, 'B K S D'],
   length: Int[Array, ' B'],
   scales: tuple[Float[Array, ''], Float[Array, '']] | None = None,
-  bias: Float[Array, 'B K G S'] | None = None,
+  second: tuple[Float[Array, 'B H W'], Float[Array, 'B K S W']] | None = None,
   share: bool = True,
   fp8_softmax: bool = False,
 ) -> Attended:
@@ -63,9 +64,10 @@ def reference(
   k_scale, v_scale = (1.0, None) if scales is None else scales
   grouped = q.reshape(B, K, H // K, D)
   scores = jnp.einsum('bkgd,bksd->bkgs', grouped, k.astype(q.dtype), preferred_element_type=jnp.float32)
+  if second is not None:
+    further, codes = second[0].reshape(B, K, H // K, -1), second[1].astype(q.dtype)
+    scores = scores + jnp.einsum('bkgw,bksw->bkgs', further, codes, preferred_element_type=jnp.float32)
   scores = scores * (k_scale * D**-0.5)
-  if bias is not None:
-    scores = scores + bias * D**-0.5
   scores = jnp.where(jnp.arange(S) < length[:, None, None, None], scores, -jnp.inf)
   top = jnp.max(scores, axis=-1, keepdims=True)
   if fp8_softmax:
@@ -84,16 +86,19 @@ def reference(
   return Attended(out.reshape(B, H, D), jnp.mean(probabilities, axis=2) if share else None, lse)
 
 
-def cost(B: int, H: int, K: int, S: int, D: int, dtype: Any, share: bool = False, bias: bool = False) -> Cost:
-  """Return the cost of rows with all S slots occupied, in a cache of `dtype`; queries and outputs are bfloat16."""
-  cache = 2 * B * K * S * D * jnp.dtype(dtype).itemsize
-  beside = 2 * 2 * B * H * D + 4 * B * H + (4 * B * K * S if share else 0) + (4 * B * H * S if bias else 0)
-  return Cost(cache + beside, 4 * B * H * S * D)
+def cost(B: int, H: int, K: int, S: int, D: int, dtype: Any, share: bool = False, second: int = 0) -> Cost:
+  """Return the cost of rows with all S slots occupied, in a cache of `dtype`; queries and outputs are bfloat16.
+
+  `second` is the number W of second codes of a key.
+  """
+  cache = B * K * S * (2 * D + second) * jnp.dtype(dtype).itemsize
+  beside = 2 * B * H * (2 * D + second) + 4 * B * H + (4 * B * K * S if share else 0)
+  return Cost(cache + beside, 2 * B * H * S * (2 * D + second))
 
 
-def _obstacle(q, k, v, bias, share) -> str | None:
+def _obstacle(q, k, v, second, share) -> str | None:
   if k.dtype != v.dtype:
     return f'keys are {k.dtype} and values {v.dtype}'
   from sprl.kernels import hopper_decode_attention
 
-  return hopper_decode_attention.obstacle(q, k, bias, share)
+  return hopper_decode_attention.obstacle(q, k, second, share)

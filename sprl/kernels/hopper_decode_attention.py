@@ -33,6 +33,7 @@ from sprl.kernels.fp8_softmax import origin, rounded
 
 QUERIES = 8  # columns of a tensor core product: its minimum, and the largest group that the kernel takes
 BLOCK = 64  # slots per step: the tensor core's rows
+SECOND = 16  # second codes of a key, if it has any: the inner width of one product
 STAGES = 4  # maximum number of blocks in flight
 PROGRAMS = 264  # two per multiprocessor; with fewer rows times kv heads, rows are split
 SPLIT = 256  # minimum number of slots of a split
@@ -58,20 +59,20 @@ class Launch:
   shared: int  # bytes of shared memory per program
 
 
-def launch(N: int, S: int, D: int, dtype: Any, share: bool, bias: bool) -> Launch:
+def launch(N: int, S: int, D: int, dtype: Any, share: bool, second: bool) -> Launch:
   """Return the launch parameters for N = rows times kv heads, S slots and heads of width D, stored in `dtype`."""
   size, padded = jnp.dtype(dtype).itemsize, _up(D, 64)
-  stage = BLOCK * (D + padded) * size + (4 * QUERIES * BLOCK if bias else 0)
+  stage = BLOCK * (D + padded) * size + (BLOCK * SECOND if second else 0)
   widened = 2 * BLOCK * padded if size == 1 else 0
   scores = 4 * QUERIES * _up(S, BLOCK) if share else 0
-  fixed = 2 * QUERIES * (D + BLOCK) + widened + scores + OVERHEAD
+  fixed = 2 * QUERIES * (D + SECOND + BLOCK) + widened + scores + OVERHEAD
   room = next((room for room, least in SHARED if room >= fixed + least * stage), 0)
   stages = min(STAGES, max(0, room - fixed) // stage)
   splits = 1 if share else max(1, min(PROGRAMS // N, -(-S // SPLIT)))
   return Launch(stages, splits, fixed + stages * stage)
 
 
-def obstacle(q: Array | Shape, k: Array | Shape, bias: Array | Shape | None, share: bool) -> str | None:
+def obstacle(q: Array | Shape, k: Array | Shape, second: Any, share: bool) -> str | None:
   """Return why the kernel cannot take arrays of these shapes and dtypes, or None if it can."""
   (B, K, S, D), G = k.shape, q.shape[1] // k.shape[1]
   if q.dtype != jnp.bfloat16:
@@ -84,7 +85,9 @@ def obstacle(q: Array | Shape, k: Array | Shape, bias: Array | Shape | None, sha
     return f'heads are {D} wide: expected 64 to 256, and a multiple of 32 bytes in the cache'
   if S % 8:
     return f'{S} slots are not a multiple of 8'
-  if launch(B * K, S, D, k.dtype, share, bias is not None).stages == 0:
+  if second is not None and (second[1].dtype, second[1].shape[-1]) != (FP8, SECOND):
+    return f'keys have {second[1].shape[-1]} second codes in {second[1].dtype}: expected {SECOND} in float8_e4m3fn'
+  if launch(B * K, S, D, k.dtype, share, second is not None).stages == 0:
     return f'the scores of {S} slots leave too little shared memory for two blocks'
   return None
 
@@ -95,7 +98,7 @@ def decode_attention(
   v: Float[Array, 'B K S D'],
   length: Int[Array, ' B'],
   scales: tuple[Float[Array, ''], Float[Array, '']],
-  bias: Float[Array, 'B K G S'] | None,
+  second: tuple[Float[Array, 'B H W'], Float[Array, 'B K S W']] | None,
   share: bool,
   fp8_softmax: bool = False,
   interpret: Any = None,
@@ -107,17 +110,19 @@ def decode_attention(
   """
   (B, H, D), (K, S) = q.shape, k.shape[1:3]
   N, G, padded = B * K, H // K, _up(D, 64)
-  plan = launch(N, S, D, k.dtype, share, bias is not None)
+  plan = launch(N, S, D, k.dtype, share, second is not None)
   quantised = k.dtype == FP8
   compute = jnp.float16 if quantised else jnp.bfloat16
   k_scale, v_scale = scales
-  unit = D**-0.5 * math.log2(math.e)
-  factors = jnp.stack([k_scale * unit, jnp.float32(unit)]).astype(jnp.float32)
+  factor = (k_scale * (D**-0.5 * math.log2(math.e))).astype(jnp.float32)
 
   # Both operands of a product have the same tile width: the largest that divides D, up to the widest swizzle of 128 bytes. The
   # kernel itself writes the values widened from FP8, so they can have the widest.
   narrow, wide = math.gcd(D, 64), 64 if quantised else math.gcd(D, 64)
   held = math.gcd(D, 128) if quantised else narrow
+  queries = q
+  if second is not None:  # in one array, which XLA casts in one launch; it has whole tiles
+    queries = jnp.concatenate([q, second[0], jnp.zeros((B, H, narrow - SECOND), q.dtype)], axis=-1)
   scratch = {
     'q_s': _tiled((QUERIES, D), compute, narrow),
     'k_s': _tiled((plan.stages, BLOCK, D), k.dtype, held),
@@ -125,11 +130,13 @@ def decode_attention(
     'p_s': _tiled((QUERIES, BLOCK), compute, wide),
     'wide_s': _tiled((BLOCK, padded), compute, wide) if quantised else None,
     'wide_k': _tiled((BLOCK, D), compute, narrow) if quantised and interpret else None,
-    'bias_s': plgpu.SMEM((plan.stages, QUERIES, BLOCK), jnp.float32) if bias is not None else None,
+    'q_second_s': _tiled((QUERIES, SECOND), compute, SECOND) if second is not None else None,
+    'second_s': plgpu.SMEM((plan.stages, BLOCK, SECOND), FP8) if second is not None else None,
+    'wide_second': _tiled((BLOCK, SECOND), compute, SECOND) if second is not None and interpret else None,
     'scores_s': plgpu.SMEM((_up(S, BLOCK), QUERIES), jnp.float32) if share else None,
     'lse_s': plgpu.SMEM((QUERIES,), jnp.float32),
-    'q_came': plgpu.Barrier(),
-    'k_came': plgpu.Barrier(num_arrivals=1 if bias is None else 2, num_barriers=plan.stages),
+    'q_came': plgpu.Barrier(num_arrivals=1 if second is None else 2),
+    'k_came': plgpu.Barrier(num_arrivals=1 if second is None else 2, num_barriers=plan.stages),
     'v_came': plgpu.Barrier(num_barriers=plan.stages),
   }
   outs = [
@@ -150,12 +157,12 @@ def decode_attention(
     compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
     interpret=interpret,
   )(
-    _saturated(q, compute).reshape(N, G, D),
+    _saturated(queries, compute).reshape(N, G, -1),
     k.reshape(N, S, D),
     v.reshape(N, S, D),
     length,
-    factors,
-    None if bias is None else bias.reshape(N, G, S),
+    factor[None],
+    None if second is None else second[1].reshape(N, S, SECOND),
   )
   out, lse = _merged(out[..., :D, :G], lse[..., :G])
   return (
@@ -166,12 +173,12 @@ def decode_attention(
 
 
 def _program(
-  q_ref,  # [N, G, D]
+  q_ref,  # [N, G, D]; with second codes 16 more columns, and padding
   k_ref,  # [N, S, D]
   v_ref,  # [N, S, D]
   length_ref,  # [B]
-  factor_ref,  # [2]: factors of q . k and of the bias in the exponent of 2
-  bias_ref,  # [N, G, S] or None
+  factor_ref,  # [1]: factor of q . k in the exponent of 2
+  second_ref,  # [N, S, 16] or None
   out_ref,  # [N, splits, D rounded up to 64, 8], float32
   lse_ref,  # [N, splits, 8], base 2
   share_ref,  # [N, S rounded up to BLOCK] or None
@@ -182,7 +189,9 @@ def _program(
   p_s,
   wide_s,
   wide_k,
-  bias_s,
+  q_second_s,
+  second_s,
+  wide_second,
   scores_s,
   lse_s,
   q_came,
@@ -197,7 +206,7 @@ def _program(
   row, split = lax.axis_index('row'), lax.axis_index('split')
   # A finished row may have length S + 1: there is no slot for its next token.
   length = lax.min(length_ref[lax.div(row, jnp.int32(kv_heads))], jnp.int32(k_ref.shape[1]))
-  k_factor, bias_factor = factor_ref[0], factor_ref[1]
+  factor = factor_ref[0]
   blocks = pl.cdiv(length, jnp.int32(BLOCK))
   first, last = lax.div(split * blocks, jnp.int32(splits)), lax.div((split + 1) * blocks, jnp.int32(splits))
   # The copy engine writes zeros past G, S and D. Tracing would check a constant start against these bounds and fail.
@@ -207,11 +216,13 @@ def _program(
   def fetch(j):
     slots, stage = pl.ds(j * BLOCK, BLOCK), lax.rem(j - first, jnp.int32(stages))
     plgpu.copy_gmem_to_smem(k_ref.at[row, slots], k_s.at[stage], k_came.at[stage])
-    if bias_ref is not None:
-      plgpu.copy_gmem_to_smem(bias_ref.at[row, queries, slots], bias_s.at[stage], k_came.at[stage])
+    if second_ref is not None:
+      plgpu.copy_gmem_to_smem(second_ref.at[row, slots], second_s.at[stage], k_came.at[stage])
     plgpu.copy_gmem_to_smem(v_ref.at[row, slots, columns], v_s.at[stage], v_came.at[stage])
 
-  plgpu.copy_gmem_to_smem(q_ref.at[row, queries], q_s, q_came)
+  plgpu.copy_gmem_to_smem(q_ref.at[row, queries, pl.ds(0, k_s.shape[2])], q_s, q_came)
+  if second_ref is not None:
+    plgpu.copy_gmem_to_smem(q_ref.at[row, queries, pl.ds(k_s.shape[2], SECOND)], q_second_s, q_came)
   for j in range(stages):
     pl.when(first + j < last)(partial(fetch, first + j))
   plgpu.barrier_wait(q_came)
@@ -220,10 +231,10 @@ def _program(
     acc, top, total = carry
     stage = lax.rem(j - first, jnp.int32(stages))
     plgpu.barrier_wait(k_came.at[stage])
-    scores = _product((BLOCK, QUERIES), _keys(k_s.at[stage], q_s.dtype, wide_k), q_s.T) * k_factor
-    if bias_s is not None:
-      beside = plgpu.load(bias_s.at[stage].T, layout=TRANSPOSED, optimized=False)  # 2 KiB: bank conflicts cost little
-      scores += plgpu.layout_cast(beside, MATRIX) * bias_factor
+    products = [(_keys(k_s.at[stage], q_s.dtype, wide_k), q_s.T)]
+    if second_s is not None:
+      products.append((_keys(second_s.at[stage], q_s.dtype, wide_second), q_second_s.T))
+    scores = _product((BLOCK, QUERIES), *products) * factor
     scores = jnp.where(_slots(j) < length, scores, -jnp.inf)
     if scores_s is not None:
       scores_s[pl.ds(j * BLOCK, BLOCK)] = scores
@@ -237,7 +248,7 @@ def _program(
       wide_s[...] = _widened(values, wide_s.dtype)
       values = wide_s
     plgpu.commit_smem()
-    acc = acc * _rows(shrink, acc) + _product(acc.shape, values.T, p_s.T)
+    acc = acc * _rows(shrink, acc) + _product(acc.shape, (values.T, p_s.T))
     pl.when(j + stages < last)(partial(fetch, j + stages))  # into the stage read in this step
     return acc, new_top, total * shrink + jnp.sum(p, axis=0)
 
@@ -261,11 +272,12 @@ def _program(
   plgpu.wait_smem_to_gmem(0)
 
 
-def _product(shape, a, b):
-  """Return a @ b in float32. `a` is in shared memory or in registers, `b` in shared memory."""
+def _product(shape, *pairs):
+  """Return the sum of a @ b in float32. `a` is in shared memory or in registers, `b` in shared memory."""
 
   def multiply(acc):
-    plgpu.wgmma(acc, a, b)
+    for a, b in pairs:
+      plgpu.wgmma(acc, a, b)
     return acc[...]
 
   return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))

@@ -231,7 +231,7 @@ def rollout_memory(config: ModelConfig, run: Run, cache: Cache, quant: Quant, pr
   passing = together * P * (scores + 2 * b * (config.hidden_size + max(mlp_widths(config, axes.tensor))))
   passing += _experts(config, run, together * P, axes) if config.experts else 0
   weights = sampler_weight_bytes(config, run, quant, axes)
-  weights += FLOAT32 * layout.head_dim * (layout.layers * K + layout.positions) if layout.key_bias else 0
+  weights += FLOAT32 * layout.layers * K * (layout.head_dim + layout.second_codes) if layout.key_bias else 0
   drawn = FLOAT32 * (3 * run.sampling.max_tokens + config.vocab_size // axes.tensor)
   if (form := record_format(run.sampling, config.vocab_size)) is not None:
     sorting = 2 * FLOAT32 * config.vocab_size // axes.tensor  # the logits of a row and their tokens, sorted

@@ -117,7 +117,7 @@ def decode_work(
   flops = moved = 0  # of attention
   for window, count in Counter(layout.sliding_window(layer) for layer in range(L)).items():
     slots = round(attended(layout, window))
-    cost = decode_attention.cost(rows, H, K, slots, config.head_dim, layout.storage, bias=layout.key_bias)
+    cost = decode_attention.cost(rows, H, K, slots, config.head_dim, layout.storage, second=layout.second_codes)
     flops, moved = flops + count * cost.flops, moved + count * cost.bytes
   hidden = b * rows * E
   routed = len(config.experts.layers) * hidden * axes.expert if config.experts else 0

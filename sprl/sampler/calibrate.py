@@ -23,7 +23,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Float, Int
 
-from sprl.cache.key_bias import rotated_biases
+from sprl.cache.key_bias import KeyBias, reach
 from sprl.cache.layout import CacheLayout
 from sprl.cache.scales import FIRST_FORWARD, Scales, from_amax, percentile, with_margin
 from sprl.config import Quant
@@ -46,7 +46,7 @@ class CalibratingAttention:
   inner: Attention
   amax: Float[Array, '3 L']
   real: Float[Array, 'B T']  # 1 on tokens, 0 on padding, which does not count
-  bias: tuple[Float[Array, 'B T K D'], ...] | None = None  # the part of each layer's keys that is not quantised
+  bias: KeyBias | None = None  # how the cache stores keys; None: without regard to their bias
 
   @classmethod
   def around(cls, inner: Attention, layers: int, real: Float[Array, 'B T'], bias=None) -> 'CalibratingAttention':
@@ -62,7 +62,7 @@ class CalibratingAttention:
     sliding_window: int | None = None,
   ):
     """Return the output of the inner attention, and this object with the layer's largest values updated."""
-    stored = k if self.bias is None else k.astype(jnp.float32) - self.bias[layer]
+    stored = k if self.bias is None else self.bias.centred(layer, k)
     real = self.real[..., None, None] > 0
     largest = [jnp.max(jnp.where(real, jnp.abs(x.astype(jnp.float32)), 0)) for x in (q, stored, v)]
     out, inner = self.inner.attend(layer, q, k, v, sliding_window)
@@ -88,13 +88,15 @@ def amax(
   """Return the largest |Q|, |K| and |V| of each layer: the 99.9th percentile over the microbatches used.
 
   The arrays are packed rows of A microbatches, of which the first `used` are filled, as in the learner's TrainBatch; segment 0 is
-  padding. Keys count without the bias that stays out of FP8.
+  padding. Keys count as the cache stores them, without the mean of their rotated bias. What is left of the bias may be larger at
+  positions that the batch lacks, so its bound is added.
   """
+  bias, bound = None, jnp.zeros((3, layout.layers))
+  if layout.key_bias:
+    bias = KeyBias.of(layout, transformer.key_biases(params))
+    bound = bound.at[1].set(reach(layout, transformer.key_biases(params)))
 
   def body(i, found):
-    bias = None
-    if layout.key_bias:
-      bias = rotated_biases(transformer.key_biases(params), positions[i], layout.head_dim, layout.rope)
     inner = PackedAttention.of(segments[i], prefixes[i], layout.kernels, positions[i])
     attention = CalibratingAttention.around(inner, layout.layers, (segments[i] > 0).astype(jnp.float32), bias)
     weights = tie_to_iteration(params, i)
@@ -102,7 +104,7 @@ def amax(
     return found.at[i].set(out.attention.amax)
 
   found = jax.lax.fori_loop(0, used, body, jnp.zeros((tokens.shape[0], 3, layout.layers)))
-  return percentile(found, used)
+  return percentile(found, used) + bound
 
 
 def amax_of_prompts(

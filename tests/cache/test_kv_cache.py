@@ -17,6 +17,7 @@ from sprl.cache.layout import cache_layout
 from sprl.config import Cache, Quant, Streaming
 from sprl.models.attention import Attention
 from sprl.models.config import tiny
+from sprl.quant import fp8
 
 DENSE, PLAIN, KV8 = Cache(), Quant(), Quant(sampler='kv8')
 B, T, H, K, D = 3, 9, 4, 2, 4
@@ -187,8 +188,8 @@ def test_a_compression_needs_little_memory_beside_the_cache(method, quant):
   due, number = jax.ShapeDtypeStruct((rows,), bool), jax.ShapeDtypeStruct((rows,), jnp.int32)
 
   def compressed(layer, due, occupied, now):
-    scale = jnp.float32(1) if layout.fp8 else None
-    return compress(layout, layer, due, occupied=occupied, newest=now, gone=now, k_scale=scale)[0]
+    keys = (lambda row: fp8.decast(row.keys, jnp.float32(1))) if layout.fp8 else (lambda row: row.keys)
+    return compress(layout, layer, due, occupied=occupied, newest=now, gone=now, keys=keys)[0]
 
   compiled = jax.jit(compressed, donate_argnums=0).lower(layer, due, number, number).compile()
   memory = compiled.memory_analysis()

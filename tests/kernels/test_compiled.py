@@ -65,10 +65,12 @@ def test_no_spills_at_any_shape(case):
 @pytest.mark.parametrize(
   ('D', 'dtype'), [(80, 'bfloat16'), (96, 'bfloat16'), (96, 'float8_e4m3fn'), (256, 'bfloat16'), (256, 'float8_e4m3fn')]
 )
-def test_attention_with_a_bias_compiles_at_head_widths_that_fill_no_tile(D, dtype):
+def test_attention_compiles_at_head_widths_that_fill_no_tile(D, dtype):
+  """With second codes if the cache is FP8."""
   B, K, G, S = 64, 2, 3, 648
   shape, scale = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((), jnp.float32)
-  cache, bias = shape((B, K, S, D), dtype), shape((B, K, G, S), jnp.float32)
+  cache = shape((B, K, S, D), dtype)
+  second = (shape((B, K * G, 16), jnp.bfloat16), shape((B, K, S, 16), dtype)) if dtype == 'float8_e4m3fn' else None
   compiled = compile_for_h200(
     partial(decode_attention, kernels='mosaic_gpu'),
     shape((B, K * G, D), jnp.bfloat16),
@@ -76,7 +78,7 @@ def test_attention_with_a_bias_compiles_at_head_widths_that_fill_no_tile(D, dtyp
     cache,
     shape((B,), jnp.int32),
     (scale, scale),
-    bias,
+    second,
   )
   [kernel] = compiled.kernels
   assert kernel.spills == 0
@@ -267,12 +269,19 @@ def test_the_decode_loop_updates_the_cache_in_place(sampler, cache, D, kernels):
   assert not [line for line in made if ' copy(' in line or ' copy-start(' in line]
 
 
-@pytest.mark.parametrize(('cache', 'most'), [(H2O, 0.3), pytest.param(DENSE, 0.08, marks=pytest.mark.slow)], ids=['h2o', 'dense'])
-def test_key_biases_outside_of_fp8_need_no_array_of_keys(cache, most):
-  """The default for Qwen2: queries are multiplied with the rotated biases of 2,048 positions, or of the slots."""
+@pytest.mark.parametrize('cache', [H2O, pytest.param(DENSE, marks=pytest.mark.slow)], ids=['h2o', 'dense'])
+def test_second_codes_of_keys_are_written_and_moved_in_place(cache):
+  """The default for Qwen2: one more write a layer, no array of keys as numbers, and no copy."""
   compiled, keys, held = compile_decode_loop('kv8', cache, key_bias=True)
+  assert all(kernel.spills == 0 for kernel in compiled.kernels)
+  assert compiled.temporary <= 0.08 * held
   assert keys.replace('u8', 'f32') not in compiled.text
-  assert compiled.temporary <= most * held
+  second = keys.replace(',128]', ',16]')
+  made = [line for line in compiled.text.splitlines() if f'= {second}' in line.replace('{3,2,1,0}', '')]
+  assert not [line for line in made if ' copy(' in line or ' copy-start(' in line]
+  assert len([line for line in made if ' fusion(' in line and '/write/scatter' in line]) == 2
+  queries = re.findall(r'= f16\[64,28,(\d+)\]\S* fusion', compiled.text)
+  assert queries == ['192'] * 2  # both factors of the scores are cast in one launch
 
 
 def test_an_activation_is_quantised_once_for_all_products_that_read_it():

@@ -32,17 +32,18 @@ INTERPRETED = partial(hopper.decode_attention, interpret=plgpu.InterpretGPUParam
 KERNEL = jax.jit(INTERPRETED, static_argnums=(6, 7))  # tests with equal shapes share a compilation
 
 
-def by_hand(q, k, v, length, k_scale, v_scale, bias, fp8_softmax=False):
+def by_hand(q, k, v, length, k_scale, v_scale, second, fp8_softmax=False):
   """Compute decode attention in float64, one row and head at a time. ml_dtypes rounds the weights of an FP8 softmax."""
   q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
   (B, H, D), (K, S) = q.shape, k.shape[1:3]
+  if second is not None:
+    q, k = (np.concatenate([x, np.asarray(more, np.float64)], axis=-1) for x, more in zip((q, k), second))
   out, share, lse = np.zeros((B, H, D)), np.zeros((B, K, S)), np.full((B, H), -np.inf)
   for b, h in np.ndindex(B, H):
     kv, n = h // (H // K), length[b]
     if n == 0:
       continue
-    beside = 0.0 if bias is None else np.asarray(bias, np.float64).reshape(B, H, S)[b, h, :n]
-    score = (k_scale * k[b, kv, :n] @ q[b, h] + beside) / np.sqrt(D)
+    score = k_scale * k[b, kv, :n] @ q[b, h] / np.sqrt(D)
     weight = np.exp(score - score.max())
     lse[b, h] = score.max() + np.log(weight.sum())
     weight /= weight.sum()
@@ -55,23 +56,23 @@ def by_hand(q, k, v, length, k_scale, v_scale, bias, fp8_softmax=False):
   return Attended(out, share, lse)
 
 
-def random_arguments(B, K, G, S, D, dtype, length, bias=False, seed=0):
+def random_arguments(B, K, G, S, D, dtype, length, second=False, seed=0):
   """Return random arguments of decode_attention. Slots from a row's length on hold large stale numbers."""
   rng = np.random.default_rng(seed)
   q = jnp.asarray(rng.normal(size=(B, K * G, D)), BF16)
-  k, v = (rng.normal(size=(B, K, S, D)) for _ in range(2))
+  k, v, more = (rng.normal(size=(B, K, S, width)) for width in (D, D, 16))
   beyond = np.arange(S) >= np.asarray(length)[:, None]
-  for x in (k, v):
+  for x in (k, v, more):
     np.moveaxis(x, 1, 2)[beyond] = 440.0
   scales = jnp.float32(1.7), jnp.float32(0.3)
-  beside = jnp.asarray(3 * rng.normal(size=(B, K, G, S)), jnp.float32) if bias else None
-  return q, jnp.asarray(k, dtype), jnp.asarray(v, dtype), jnp.asarray(length, jnp.int32), scales, beside
+  further = (jnp.asarray(rng.normal(size=(B, K * G, 16)), BF16), jnp.asarray(more, dtype)) if second else None
+  return q, jnp.asarray(k, dtype), jnp.asarray(v, dtype), jnp.asarray(length, jnp.int32), scales, further
 
 
 def check(found, arguments, bits):
   """Compare with float64, within the rounding of probabilities and output to `bits` bits."""
-  q, k, v, length, scales, bias = arguments
-  expected = by_hand(q, k, v, np.asarray(length), *(float(s) for s in scales), bias)
+  q, k, v, length, scales, second = arguments
+  expected = by_hand(q, k, v, np.asarray(length), *(float(s) for s in scales), second)
   # Weights that add up to 1 are rounded one by one and multiply values of a few units. Then the output is rounded.
   largest = np.abs(np.asarray(expected.out)).max(initial=1.0)
   np.testing.assert_allclose(np.asarray(found.out, np.float64), expected.out, atol=3 * largest * 2.0**-bits)
@@ -85,14 +86,20 @@ def check_fp8_softmax(found, arguments, rtol):
 
   Subnormal weights differ with the blocks of a kernel, by less than 2^-16 of the largest weight each.
   """
-  q, k, v, length, scales, bias = arguments
-  exact, unrounded = (by_hand(q, k, v, np.asarray(length), *(float(s) for s in scales), bias, fp8) for fp8 in (True, False))
+  q, k, v, length, scales, second = arguments
+  exact, unrounded = (by_hand(q, k, v, np.asarray(length), *(float(s) for s in scales), second, fp8) for fp8 in (True, False))
   out, tolerance = np.asarray(found.out, np.float64), rtol * np.abs(exact.out) + 1e-5
   assert np.all(np.abs(out - exact.out) <= tolerance)
   assert np.mean(np.abs(out - unrounded.out) > tolerance) > 0.5  # rounding shows
   np.testing.assert_allclose(found.lse, exact.lse, atol=1e-5, rtol=1e-5)
   if found.share is not None:
     np.testing.assert_allclose(found.share, exact.share, atol=2e-6)
+
+
+def in_float32(arguments):
+  """Return the arguments with float32 queries."""
+  q, *others, second = arguments
+  return q.astype(jnp.float32), *others, second and (second[0].astype(jnp.float32), second[1])
 
 
 def interpreted(arguments, share=True, fp8_softmax=False):
@@ -103,18 +110,17 @@ def interpreted(arguments, share=True, fp8_softmax=False):
 
 
 @pytest.mark.parametrize('dtype', [BF16, FP8])
-@pytest.mark.parametrize('bias', [False, True])
-def test_reference_matches_float64(dtype, bias):
-  arguments = random_arguments(4, 2, 3, 9, 6, dtype, [0, 1, 5, 9], bias)
-  exact = (arguments[0].astype(jnp.float32), *arguments[1:])
+@pytest.mark.parametrize('second', [False, True])
+def test_reference_matches_float64(dtype, second):
+  arguments = random_arguments(4, 2, 3, 9, 6, dtype, [0, 1, 5, 9], second)
+  exact = in_float32(arguments)
   check(reference(*exact), exact, 20)
   assert reference(*exact, share=False).share is None
 
 
-@pytest.mark.parametrize('bias', [False, True])
-def test_reference_with_fp8_softmax_matches_float64(bias):
-  q, *others = random_arguments(4, 2, 3, 90, 6, FP8, [0, 1, 50, 90], bias)
-  arguments = q.astype(jnp.float32), *others
+@pytest.mark.parametrize('second', [False, True])
+def test_reference_with_fp8_softmax_matches_float64(second):
+  arguments = in_float32(random_arguments(4, 2, 3, 90, 6, FP8, [0, 1, 50, 90], second))
   check_fp8_softmax(jax.jit(partial(reference, fp8_softmax=True))(*arguments), arguments, 1e-5)
 
 
@@ -125,35 +131,39 @@ DEFAULT = (BF16, *HEADS[0]), (FP8, *HEADS[1])
 
 
 @pytest.mark.parametrize(
-  ('dtype', 'K', 'G', 'D', 'bias'),
-  [pytest.param(*case, marks=() if case in DEFAULT else slow) for heads in HEADS for case in ((BF16, *heads), (FP8, *heads))],
+  ('dtype', 'K', 'G', 'D', 'second'),
+  [
+    pytest.param(*case, marks=() if case in DEFAULT else slow)
+    for heads in HEADS
+    for case in ((BF16, *heads[:3], False), (FP8, *heads))
+  ],
 )
-def test_kernel_matches_float64_over_ragged_rows(dtype, K, G, D, bias):
+def test_kernel_matches_float64_over_ragged_rows(dtype, K, G, D, second):
   S, length = RAGGED
-  arguments = random_arguments(len(length), K, G, S, D, dtype, length, bias)
+  arguments = random_arguments(len(length), K, G, S, D, dtype, length, second)
   check(interpreted(arguments), arguments, 8)
 
 
 @pytest.mark.parametrize('dtype', [BF16, pytest.param(FP8, marks=slow)])
 def test_kernel_merges_splits(dtype):
   arguments = random_arguments(3, 1, 4, 776, 64, dtype, [0, 1, 776])
-  assert hopper.launch(3, 776, 64, dtype, share=False, bias=False).splits == 4
+  assert hopper.launch(3, 776, 64, dtype, share=False, second=False).splits == 4
   check(interpreted(arguments, share=False), arguments, 8)
 
 
-@pytest.mark.parametrize(('K', 'G', 'D', 'bias'), [HEADS[1], *(pytest.param(*heads, marks=slow) for heads in HEADS[2:])])
-def test_kernel_with_fp8_softmax_matches_float64_over_ragged_rows(K, G, D, bias):
+@pytest.mark.parametrize(('K', 'G', 'D', 'second'), [HEADS[1], *(pytest.param(*heads, marks=slow) for heads in HEADS[2:])])
+def test_kernel_with_fp8_softmax_matches_float64_over_ragged_rows(K, G, D, second):
   S, length = RAGGED
-  arguments = random_arguments(len(length), K, G, S, D, FP8, length, bias)
+  arguments = random_arguments(len(length), K, G, S, D, FP8, length, second)
   check_fp8_softmax(interpreted(arguments, fp8_softmax=True), arguments, 2.0**-8)
 
 
 def test_kernel_with_fp8_softmax_merges_splits_and_growing_maxima():
   """Later slots have larger scores, so that most blocks raise the running maximum."""
-  q, k, v, length, scales, bias = random_arguments(3, 1, 4, 776, 64, FP8, [0, 1, 776])
+  q, k, v, length, scales, second = random_arguments(3, 1, 4, 776, 64, FP8, [0, 1, 776])
   growing = (k.astype(jnp.float32) * jnp.linspace(0.2, 2, 776)[:, None]).astype(FP8)
-  arguments = q, growing, v, length, scales, bias
-  assert hopper.launch(3, 776, 64, FP8, share=False, bias=False).splits == 4
+  arguments = q, growing, v, length, scales, second
+  assert hopper.launch(3, 776, 64, FP8, share=False, second=False).splits == 4
   check_fp8_softmax(interpreted(arguments, share=False, fp8_softmax=True), arguments, 2.0**-8)
 
 
@@ -164,8 +174,8 @@ def shapes(draw):
   S = 8 * draw(st.integers(1, 20))
   length = draw(st.lists(st.one_of(st.sampled_from([0, 1, S]), st.integers(0, S)), min_size=1, max_size=3))
   D = draw(st.sampled_from([64, 96, 128] if dtype == FP8 else [64, 80, 96, 128]))
-  K, G, bias, seed = draw(st.integers(1, 2)), draw(st.integers(1, 8)), draw(st.booleans()), draw(st.integers(0, 99))
-  return len(length), K, G, S, D, dtype, length, bias, seed
+  K, G, second, seed = draw(st.integers(1, 2)), draw(st.integers(1, 8)), draw(st.booleans()), draw(st.integers(0, 99))
+  return len(length), K, G, S, D, dtype, length, second and dtype == FP8, seed
 
 
 @given(shapes(), st.booleans())
@@ -228,7 +238,9 @@ def test_cache_decodes_alike_with_kernels_and_references(monkeypatch, storage, f
 def test_cost_by_hand():
   # 2 rows, 4 heads over 2, 8 slots of 64: keys and values 2*2*2*8*64 bytes in FP8; q and out 2*4*64 numbers of 2 bytes each
   assert cost(2, 4, 2, 8, 64, FP8) == (2 * 2 * 2 * 8 * 64 + 2 * 2 * 2 * 4 * 64 + 4 * 2 * 4, 4 * 2 * 4 * 8 * 64)
-  assert cost(2, 4, 2, 8, 64, BF16, share=True, bias=True).bytes - cost(2, 4, 2, 8, 64, BF16).bytes == 4 * 2 * 8 * (2 + 4)
+  assert cost(2, 4, 2, 8, 64, BF16, share=True).bytes - cost(2, 4, 2, 8, 64, BF16).bytes == 4 * 2 * 8 * 2
+  more, less = cost(2, 4, 2, 8, 64, FP8, second=16), cost(2, 4, 2, 8, 64, FP8)
+  assert (more.bytes - less.bytes, more.flops - less.flops) == (16 * (2 * 2 * 8 + 2 * 2 * 4), 2 * 16 * 2 * 4 * 8)
 
 
 # --- choice of kernel or reference -------------------------------------------------------------------------------------
@@ -249,13 +261,20 @@ TAKEN = {'B': 1, 'K': 1, 'G': 4, 'S': 64, 'D': 64, 'cache': BF16, 'queries': BF1
     ({'S': 8192}, '8192 slots'),
     ({'queries': jnp.float32}, 'queries are float32'),
     ({'cache': jnp.float32}, 'the cache is float32'),
+    ({'cache': FP8, 'second': (FP8, 16)}, None),
+    ({'cache': FP8, 'second': (FP8, 8)}, '8 second codes'),
+    ({'second': (BF16, 16)}, '16 second codes in bfloat16'),
   ],
 )
 def test_obstacle_names_the_shape_or_dtype(changes, reason):
   is_ = TAKEN | changes
   q = jax.ShapeDtypeStruct((is_['B'], is_['K'] * is_['G'], is_['D']), is_['queries'])
   k = jax.ShapeDtypeStruct((is_['B'], is_['K'], is_['S'], is_['D']), is_['cache'])
-  found = hopper.obstacle(q, k, None, share=True)
+  second = None
+  if 'second' in changes:
+    dtype, W = changes['second']
+    second = tuple(jax.ShapeDtypeStruct((*x.shape[:-1], W), dtype) for x in (q, k))
+  found = hopper.obstacle(q, k, second, share=True)
   assert found is None if reason is None else reason in found
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import small
 
+from sprl.cache.key_bias import KeyBias
 from sprl.cache.layout import cache_layout
 from sprl.config import DENSE, Quant
 from sprl.learner.batch import Shape, pack
@@ -49,21 +50,25 @@ def states(config, params, tokens):
   return seen
 
 
-def by_hand(config, params, tokens):
-  """Return [3, L]: the largest |Q|, |K| without its rotated bias, and |V| of one sequence."""
-  n = len(tokens)
-  positions = np.arange(n)
+def by_hand(config, params, tokens, positions):
+  """Return [3, L]: the largest |Q|, |K| and |V| of one sequence.
+
+  Keys count without their bias rotated to each of the positions and averaged, but with twice the largest plane of the bias.
+  """
+  n, bounds = len(tokens), np.zeros((3, config.num_layers))
   found = []
-  for (q, k, v), layer in zip(states(config, params, jnp.asarray(np.pad(tokens, (0, 16 - n)))), transformer.layers(params)):
+  seen = states(config, params, jnp.asarray(np.pad(tokens, (0, 16 - n))))
+  for i, ((q, k, v), layer) in enumerate(zip(seen, transformer.layers(params))):
     k = np.asarray(k, np.float64)[0, :n]
     if 'bias' in layer['attention']['k']:
       b = np.asarray(layer['attention']['k']['bias'], np.float64).reshape(-1, config.head_dim)
       half = config.head_dim // 2
-      angle = positions[:, None] * config.rope.theta ** (-np.arange(half) / half)
+      angle = np.arange(positions)[:, None] * config.rope.theta ** (-np.arange(half) / half)
       cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
-      k = k - np.concatenate([b[:, :half] * cos - b[:, half:] * sin, b[:, half:] * cos + b[:, :half] * sin], axis=-1)
+      k = k - np.concatenate([b[:, :half] * cos - b[:, half:] * sin, b[:, half:] * cos + b[:, :half] * sin], axis=-1).mean(axis=0)
+      bounds[1, i] = 2 * np.sqrt(b[:, :half] ** 2 + b[:, half:] ** 2).max()
     found.append([np.abs(np.asarray(q)[0, :n]).max(), np.abs(k).max(), np.abs(np.asarray(v)[0, :n]).max()])
-  return np.array(found).T
+  return np.array(found).T + bounds
 
 
 @pytest.mark.parametrize('biased', [False, True])
@@ -73,7 +78,8 @@ def test_memory_sees_every_token_of_every_layer_and_no_padding(biased):
   inner = PackedAttention.of(jnp.asarray(segments, jnp.int32))
   real = segments > 0
   rng = np.random.default_rng(0)
-  bias = tuple(jnp.asarray(rng.normal(size=(B, T, K, D)) * 30, jnp.float32) for _ in range(layers)) if biased else None
+  means = tuple(jnp.asarray(rng.normal(size=(K, D)) * 30, jnp.float32) for _ in range(layers))
+  bias = KeyBias(means, (None,) * layers) if biased else None
   memory = CalibratingAttention.around(inner, layers, jnp.asarray(real, jnp.float32), bias)
   assert isinstance(memory, Attention)
   expected = np.zeros((3, layers))
@@ -81,7 +87,7 @@ def test_memory_sees_every_token_of_every_layer_and_no_padding(biased):
   for layer in (2, 0, 1):
     for again in range(2):  # the second values are smaller, so the first maxima stay
       given = [rng.normal(size=(B, T, heads, D)) * (layer + 1) * (2 - again) for heads in (H, K, K)]
-      kept = [given[0], given[1] - np.asarray(bias[layer]) if biased else given[1], given[2]]
+      kept = [given[0], given[1] - np.asarray(means[layer]) if biased else given[1], given[2]]
       here = [max(np.abs(x[b, t]).max() for b, t in zip(*np.nonzero(real))) for x in kept]
       expected[:, layer] = np.maximum(expected[:, layer], here)
       for x in given:
@@ -106,7 +112,7 @@ def test_prompts_count_without_their_padding(world):
   config, params, graph, layout = world
   rng = np.random.default_rng(0)
   prompts = [rng.integers(0, 259, n).astype(np.int32) for n in (16, 3, 7)]
-  expected = np.max([by_hand(config, params, prompt) for prompt in prompts[:2]], axis=0)
+  expected = np.max([by_hand(config, params, prompt, layout.positions) for prompt in prompts[:2]], axis=0)
   for mode, room in (('first_forward', 1), ('learner', 2), ('running_max', 2), ('frozen', 2)):
     found = calibrate.amax_of_prompts(graph, layout, params, prompts, 2, Quant(sampler='kv8', kv_scale=mode))
     np.testing.assert_allclose(found, room * expected, rtol=1e-5)
@@ -119,7 +125,7 @@ def test_a_batch_counts_its_filled_microbatches(world):
   batch, _ = pack(trajectories, np.ones(3, np.float32), shape, share_prefix=True)
   packed = {name: jnp.asarray(getattr(batch, name)) for name in ('tokens', 'positions', 'segments', 'prefixes', 'used')}
   assert int(batch.used) == 3
-  each = [by_hand(config, params, t.tokens) for t in trajectories]
+  each = [by_hand(config, params, t.tokens, layout.positions) for t in trajectories]
   np.testing.assert_allclose(calibrate.amax(graph, layout, params, **packed), np.max(each, axis=0), rtol=1e-5)
   fewer = calibrate.amax(graph, layout, params, **packed | {'used': jnp.int32(2)})
   np.testing.assert_allclose(fewer, np.max(each[:2], axis=0), rtol=1e-5)
