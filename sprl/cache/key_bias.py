@@ -1,4 +1,4 @@
-"""Key biases in an FP8 cache (docs/methods/fp8.md, eq. 9 to 11).
+"""Key biases in an FP8 cache (docs/methods/fp8.md, eq. 9 and 10).
 
 A key of Qwen2 at position p is R_p (W x + b). The rounding error of an FP8 number is relative to the number. With a bias of 100
 it would exceed the part that depends on the token. Two measures keep the bias out of the error:

@@ -158,13 +158,14 @@ def test_the_record_of_filters_is_counted():
 
 def test_bytes_of_a_sequence_in_the_cache():
   kv = {name: kv_bytes(memory.rollout_cache(QWEN, RUN, cache, quant)) for name, (cache, quant) in kinds(RUN, QWEN).items()}
-  # Keys and values; three counters of a row and two of each kv head; in a layer that evicts, positions and the last 8 queries.
+  # Keys and values, in FP8 16 second codes of a key; three counters of a row and two of each kv head; in a layer that evicts,
+  # positions and the last 8 queries.
   assert kv['dense'] == 2 * 2 * 28 * K * D * 2048 + 44
-  assert kv['dense fp8'] == 2 * 28 * K * D * 2048 + 44
+  assert kv['dense fp8'] == 28 * K * (2 * D + 16) * 2048 + 44
   slots = 512 + 128
   beside = 28 * (4 * K * slots + 2 * H * 8 * D) + 44
   assert kv['sparse'] == 2 * 2 * 28 * K * D * slots + beside
-  assert kv['sparse fp8'] == 2 * 28 * K * D * slots + beside
+  assert kv['sparse fp8'] == 28 * K * (2 * D + 16) * slots + beside
 
 
 def test_bytes_of_a_sequence_equal_those_of_a_real_cache():
