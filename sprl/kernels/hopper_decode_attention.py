@@ -9,12 +9,14 @@ The bytes of the cache bound a decode step. A program therefore reads them once,
 
 The G <= 8 queries of a group are the 8 columns of one product and share one read of the cache. FP8 codes are widened to float16,
 which holds every e4m3 number exactly. Keys are widened in registers. Values are widened into shared memory, because the tensor
-core reads a transposed operand only from there, and none of 8 bits. `fp8_softmax` therefore rounds p to e4m3 numbers and stores
-these as float16 too: the product is that of the codes.
+core reads a transposed operand only from there, and none of 8 bits; the threads do so while the tensor core computes the scores
+of the same block. `fp8_softmax` therefore rounds p to e4m3 numbers and stores these as float16 too: the product is that of the
+codes. The second codes of keys (sprl/cache/key_bias.py) are 16 more columns of the first product.
 
-If rows and kv heads are too few to fill the device, several programs share the blocks of a row, and `_merged` combines their
-results by their log-sum-exp. The attention probabilities of the slots (`share`) need the final sum, so programs that return them
-do not split rows: they keep the scores in shared memory until the end.
+A program that has a row for itself writes outputs in bfloat16, scaled: attention is one launch. If rows and kv heads are too few
+to fill the device, several programs share the blocks of a row, and `_merged` combines their results by their log-sum-exp. The
+attention probabilities of the slots (`share`) need the final sum, so programs that return them do not split rows: they keep the
+scores in shared memory until the end.
 """
 
 import math
@@ -65,7 +67,7 @@ def launch(N: int, S: int, D: int, dtype: Any, share: bool, second: bool) -> Lau
   stage = BLOCK * (D + padded) * size + (BLOCK * SECOND if second else 0)
   widened = 2 * BLOCK * padded if size == 1 else 0
   scores = 4 * QUERIES * _up(S, BLOCK) if share else 0
-  fixed = 2 * QUERIES * (D + SECOND + BLOCK) + widened + scores + OVERHEAD
+  fixed = 2 * QUERIES * (padded + SECOND + BLOCK) + widened + scores + OVERHEAD
   room = next((room for room, least in SHARED if room >= fixed + least * stage), 0)
   stages = min(STAGES, max(0, room - fixed) // stage)
   splits = 1 if share else max(1, min(PROGRAMS // N, -(-S // SPLIT)))
@@ -114,7 +116,7 @@ def decode_attention(
   quantised = k.dtype == FP8
   compute = jnp.float16 if quantised else jnp.bfloat16
   k_scale, v_scale = scales
-  factor = (k_scale * (D**-0.5 * math.log2(math.e))).astype(jnp.float32)
+  factors = jnp.stack([k_scale * (D**-0.5 * math.log2(math.e)), v_scale]).astype(jnp.float32)
 
   # Both operands of a product have the same tile width: the largest that divides D, up to the widest swizzle of 128 bytes. The
   # kernel itself writes the values widened from FP8, so they can have the widest.
@@ -123,8 +125,9 @@ def decode_attention(
   queries = q
   if second is not None:  # in one array, which XLA casts in one launch; it has whole tiles
     queries = jnp.concatenate([q, second[0], jnp.zeros((B, H, narrow - SECOND), q.dtype)], axis=-1)
+  out_s = _tiled((QUERIES, padded), jnp.bfloat16, narrow) if plan.splits == 1 else None
   scratch = {
-    'q_s': _tiled((QUERIES, D), compute, narrow),
+    'q_or_out_s': _shared(_tiled((QUERIES, D), compute, narrow), out_s),
     'k_s': _tiled((plan.stages, BLOCK, D), k.dtype, held),
     'v_s': _tiled((plan.stages, BLOCK, padded), k.dtype, held),
     'p_s': _tiled((QUERIES, BLOCK), compute, wide),
@@ -140,9 +143,9 @@ def decode_attention(
     'v_came': plgpu.Barrier(num_barriers=plan.stages),
   }
   outs = [
-    jax.ShapeDtypeStruct((N, plan.splits, padded, QUERIES), jnp.float32),
-    jax.ShapeDtypeStruct((N, plan.splits, QUERIES), jnp.float32),
-    jax.ShapeDtypeStruct((N, _up(S, BLOCK)), jnp.float32) if share else None,
+    Shape((N, G, D), jnp.bfloat16) if plan.splits == 1 else Shape((N, plan.splits, padded, QUERIES), jnp.float32),
+    Shape((N, plan.splits, QUERIES), jnp.float32),
+    Shape((N, _up(S, BLOCK)), jnp.float32) if share else None,
   ]
 
   def hopper_decode_attention(*refs, **scratch):  # the program's name in profiles
@@ -161,12 +164,17 @@ def decode_attention(
     k.reshape(N, S, D),
     v.reshape(N, S, D),
     length,
-    factor[None],
+    factors,
     None if second is None else second[1].reshape(N, S, SECOND),
   )
-  out, lse = _merged(out[..., :D, :G], lse[..., :G])
+  lse = lse[..., :G]
+  if plan.splits == 1:
+    lse = lse[:, 0] * math.log(2)
+  else:
+    out, lse = _merged(out[..., :D, :G], lse)
+    out = (out * v_scale).astype(q.dtype)
   return (
-    (out * v_scale).astype(q.dtype).reshape(B, H, D),
+    out.reshape(B, H, D),
     lse.reshape(B, H),
     None if shares is None else shares[:, :S].reshape(B, K, S),
   )
@@ -177,13 +185,13 @@ def _program(
   k_ref,  # [N, S, D]
   v_ref,  # [N, S, D]
   length_ref,  # [B]
-  factor_ref,  # [1]: factor of q . k in the exponent of 2
+  factor_ref,  # [2]: factor of q . k in the exponent of 2, and of the values
   second_ref,  # [N, S, 16] or None
-  out_ref,  # [N, splits, D rounded up to 64, 8], float32
+  out_ref,  # [N, G, D], bfloat16; with splits [N, splits, D rounded up to 64, 8], float32
   lse_ref,  # [N, splits, 8], base 2
   share_ref,  # [N, S rounded up to BLOCK] or None
   *,
-  q_s,
+  q_or_out_s,
   k_s,
   v_s,
   p_s,
@@ -204,6 +212,7 @@ def _program(
   fp8_softmax,
 ):
   row, split = lax.axis_index('row'), lax.axis_index('split')
+  q_s, out_s = q_or_out_s if splits == 1 else (q_or_out_s, None)
   # A finished row may have length S + 1: there is no slot for its next token.
   length = lax.min(length_ref[lax.div(row, jnp.int32(kv_heads))], jnp.int32(k_ref.shape[1]))
   factor = factor_ref[0]
@@ -231,10 +240,17 @@ def _program(
     acc, top, total = carry
     stage = lax.rem(j - first, jnp.int32(stages))
     plgpu.barrier_wait(k_came.at[stage])
+    values = v_s.at[stage]
+
+    def widen():
+      plgpu.barrier_wait(v_came.at[stage])
+      wide_s[...] = _widened(values, wide_s.dtype)
+
     products = [(_keys(k_s.at[stage], q_s.dtype, wide_k), q_s.T)]
     if second_s is not None:
       products.append((_keys(second_s.at[stage], q_s.dtype, wide_second), q_second_s.T))
-    scores = _product((BLOCK, QUERIES), *products) * factor
+    # While the tensor core multiplies, the threads widen the values. The product of the step before is done with `wide_s`.
+    scores = _product((BLOCK, QUERIES), *products, meanwhile=None if wide_s is None else widen) * factor
     scores = jnp.where(_slots(j) < length, scores, -jnp.inf)
     if scores_s is not None:
       scores_s[pl.ds(j * BLOCK, BLOCK)] = scores
@@ -242,23 +258,26 @@ def _program(
     new_top = jnp.maximum(top, origin(largest) if fp8_softmax else largest)
     p, shrink = jnp.exp2(scores - _rows(new_top, scores)), jnp.exp2(top - new_top)
     p_s.T[...] = plgpu.layout_cast((rounded(p) if fp8_softmax else p).astype(p_s.dtype), TRANSPOSED)
-    plgpu.barrier_wait(v_came.at[stage])
-    values = v_s.at[stage]
-    if wide_s is not None:
-      wide_s[...] = _widened(values, wide_s.dtype)
-      values = wide_s
+    if wide_s is None:
+      plgpu.barrier_wait(v_came.at[stage])
     plgpu.commit_smem()
-    acc = acc * _rows(shrink, acc) + _product(acc.shape, (values.T, p_s.T))
+    acc = acc * _rows(shrink, acc) + _product(acc.shape, ((values if wide_s is None else wide_s).T, p_s.T))
     pl.when(j + stages < last)(partial(fetch, j + stages))  # into the stage read in this step
     return acc, new_top, total * shrink + jnp.sum(p, axis=0)
 
   nothing = plgpu.layout_cast(jnp.zeros((v_s.shape[2], QUERIES), jnp.float32), MATRIX), _filled(LEAST), _filled(0.0)
   acc, top, total = lax.fori_loop(first, last, step, nothing)
-  out_ref[row, split] = acc / _rows(jnp.maximum(total, 1e-30), acc)
+  out = acc / _rows(jnp.maximum(total, 1e-30), acc)
+  if out_s is None:
+    out_ref[row, split] = out
+  else:
+    out_s.T[...] = plgpu.layout_cast((out * factor_ref[1]).astype(out_s.dtype), TRANSPOSED)
   lse = top + jnp.log(total) * math.log2(math.e)
   lse_s[...] = lse
   plgpu.commit_smem()
   plgpu.copy_smem_to_gmem(lse_s, lse_ref.at[row, split])
+  if out_s is not None:
+    plgpu.copy_smem_to_gmem(out_s, out_ref.at[row, queries, columns])  # the copy engine drops what is past G and D
 
   if share_ref is not None:
 
@@ -272,12 +291,17 @@ def _program(
   plgpu.wait_smem_to_gmem(0)
 
 
-def _product(shape, *pairs):
-  """Return the sum of a @ b in float32. `a` is in shared memory or in registers, `b` in shared memory."""
+def _product(shape, *pairs, meanwhile=None):
+  """Return the sum of a @ b in float32. `a` is in shared memory or in registers, `b` in shared memory.
+
+  `meanwhile()` runs after the products are issued, before their result is waited for.
+  """
 
   def multiply(acc):
     for a, b in pairs:
       plgpu.wgmma(acc, a, b)
+    if meanwhile is not None:
+      meanwhile()
     return acc[...]
 
   return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
@@ -329,6 +353,11 @@ def _saturated(q, dtype):
   """Cast q to `dtype`, clipped to its range: at float16's 65,504 attention is one-hot in any case."""
   limit = float(jnp.finfo(dtype).max)
   return jnp.clip(q.astype(jnp.float32), -limit, limit).astype(dtype)
+
+
+def _shared(first, then):
+  """Return one piece of shared memory for two arrays, of which the second is written when the first is no longer read."""
+  return first if then is None else plgpu.RefUnion(first, then)
 
 
 def _tiled(shape, dtype, columns):

@@ -84,6 +84,26 @@ def test_attention_compiles_at_head_widths_that_fill_no_tile(D, dtype):
   assert kernel.spills == 0
 
 
+@pytest.mark.parametrize(('rows', 'outputs'), [(128, 'bf16[512,7,128]'), (16, 'f32[64,4,128,8]')], ids=['alone', 'split'])
+def test_attention_is_one_launch_unless_rows_are_split(rows, outputs):
+  """Without splits the kernel writes scaled bfloat16 outputs: they have no float32 form, and nothing is merged."""
+  shape, scale = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((), jnp.float32)
+  cache, second = shape((rows, 4, 4096, 128), FP8), (shape((rows, 28, 16), jnp.bfloat16), shape((rows, 4, 4096, 16), FP8))
+
+  def attend(*arguments):
+    return decode_attention(*arguments, share=False, kernels='mosaic_gpu').out
+
+  arguments = shape((rows, 28, 128), jnp.bfloat16), cache, cache, shape((rows,), jnp.int32), (scale, scale), second
+  compiled = compile_for_h200(attend, *arguments)
+  [kernel] = compiled.kernels
+  assert kernel.spills == 0
+  assert kernel.shared <= 75 * 1024  # three programs share a multiprocessor
+  [call] = re.findall(r'= \((\w+\[[\d,]+\]).* custom-call\(.*hopper_decode_attention/mpmd_map', compiled.text)
+  assert call == outputs
+  after = compiled.text[compiled.text.index('hopper_decode_attention/mpmd_map') :]
+  assert (' fusion(' in after) == (rows == 16)
+
+
 @pytest.mark.parametrize(('D', 'S', 'share'), [(128, 4608, False), (64, 640, True)])
 def test_attention_with_an_fp8_softmax_compiles_without_spills(D, S, share):
   B, K, G = 64, 4, 7
