@@ -2,10 +2,10 @@
 
     python benchmarks/key_biases.py --save key_biases    # a minute
 
-A key is R_p (W x + b), rounded to bfloat16, with W x ~ N(0, 1), 128 wide, at 4,096 positions, theta = 10^6. The shapes of b follow
-what is public of Qwen2.5-7B: norms of the key bias of 605 in the first layer, 921 in the last and about 22 between (over four
-heads). An error is that of the output of attention, relative to the output with unrounded keys. Queries are random. In planes
-with large biases they are smaller, so that scores stay as large as those of W x.
+A key is R_p (W x + b), rounded to bfloat16, with W x ~ N(0, 1), 128 wide, at 4,096 positions, theta = 10^6. The shapes of b
+follow what is public of Qwen2.5-7B: norms of the key bias of 605 in the first layer, 921 in the last and about 22 between (over
+four heads). An error is that of the output of attention, relative to the output with unrounded keys. Queries are random. In
+planes with large biases they are smaller, so that scores stay as large as those of W x.
 
     subtracted   R_p b is subtracted before rounding and added exactly: needs each slot's cosines
     plain        keys are rounded with their bias
@@ -81,6 +81,7 @@ def errors(b: Float[Array, ' D'], seed: Float[Array, '']) -> dict[str, Float[Arr
   bias, angles = KeyBias.of(LAYOUT, (b,)), turns(jnp.arange(S)[None], D, LAYOUT.rope)
   token, rotated = (rotate(x[None, :, None], angles)[0, :, 0] for x in (draw[0], jnp.broadcast_to(b, (S, D))))
   mean = bias.mean[0]
+  assert mean is not None
   left = jnp.sqrt(jnp.mean(jnp.square(rotated - mean), axis=0).reshape(2, -1).sum(axis=0))  # of each plane's bias
   q = draw[2] * jnp.tile(jnp.minimum(1, 5 / jnp.maximum(left, 1e-6)), 2)
   exact, given = token + rotated, (token + rotated).astype(jnp.bfloat16).astype(jnp.float32)
