@@ -150,11 +150,6 @@ def read_earlier(path: Path, device: str) -> tuple[list[Row], Row]:
   return found['rows'], found['result'] | {'commit': found['commit']}
 
 
-def end(signum: int, frame: object) -> None:
-  """End the process with a report, as a signal asks. The signal counts once the compiler returns."""
-  raise SystemExit(128 + signum)
-
-
 def main() -> None:
   """Run the parts and print a report; save it with --save."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -171,6 +166,13 @@ def main() -> None:
     parser.error(f'--only={args.only}: unknown: {", ".join(sorted(unknown))}; accepted: {", ".join(PARTS)}')
   if args.resume == Path() and not args.save:
     parser.error('--resume: expected a file, or --save')
+  ended: list[int] = []
+
+  def end(signum: int, frame: object) -> None:
+    """End the process with a report. The signal counts once the compiler returns."""
+    ended.append(signum)
+    raise SystemExit(128 + signum)
+
   signal.signal(signal.SIGTERM, end)
   until = time.monotonic() + args.limit
   os.environ.setdefault('XLA_PYTHON_CLIENT_MEM_FRACTION', '0.92')  # JAX reads it when it first uses the GPU
@@ -217,6 +219,8 @@ def main() -> None:
     for i, part in enumerate(parts):
       later = sum(SECONDS[each] for each in parts[i + 1 :])
       for row in run(part, cases[part], rows, limits(time.monotonic(), until, SECONDS[part], later)):
+        if ended:  # JAX made a failed case of the exception
+          raise SystemExit(128 + ended[0])
         rows[key(row)] = row
         save()
       random_params.cache_clear()  # the next part needs the memory

@@ -83,7 +83,7 @@ def measured(case: Case, before: Rows) -> Row:
     return row | case.measure(before)
   except Exception as error:
     traceback.print_exception(error)
-    return row | {'status': f'FAILED: {type(error).__name__}', 'note': str(error)[:200]}
+    return row | {'status': f'FAILED: {type(error).__name__}', 'note': ' '.join(str(error).split())[:200]}
 
 
 def torch_time(bench: Bench, row: Row, kind: str, *shape: int) -> Row:

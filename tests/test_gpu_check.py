@@ -1,8 +1,11 @@
 """benchmarks/gpu_check.py in rehearsal. tests/kernels/test_compiled_gpu_check.py compiles its real sizes."""
 
 import json
+import os
 import subprocess
 import sys
+import venv
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -44,6 +47,25 @@ def test_every_check_runs_in_the_interpreter_with_the_packages_of_a_bare_image(t
     assert f'\n{check} ' in done.stdout
   [saved] = tmp_path.glob('gpu_check_*.json')
   assert json.loads(saved.read_text())['result'] == result
+
+
+@pytest.mark.slow
+def test_a_part_runs_in_an_environment_with_the_packages_of_a_bare_image(tmp_path):
+  """`bare.py` refuses imports in this environment. Here a fresh one has the packages, and sprl is not installed."""
+  python = tmp_path / 'venv' / 'bin' / 'python'
+  venv.create(tmp_path / 'venv', with_pip=True)
+  versions = [f'{name}=={metadata.version(name)}' for name in ('jax', 'jaxlib')]
+  installed = subprocess.run(
+    [str(python), '-m', 'pip', 'install', '--quiet', '--only-binary=:all:', *versions, *IMAGE[1:]], capture_output=True, text=True
+  )
+  if installed.returncode:
+    pytest.skip(f'pip could not install the packages: {installed.stderr.strip().splitlines()[-1][:100]}')
+  environment = {name: value for name, value in os.environ.items() if name != 'PYTHONPATH'} | {'JAX_PLATFORMS': 'cpu'}
+  command = [str(python), SCRIPT, '--rehearse', '--only=append,decode', '--save', str(tmp_path)]
+  done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
+  assert done.returncode == 0, done.stderr
+  result = json.loads(done.stdout.splitlines()[-1])
+  assert (result['bad'], result['not run']) == ([], [])
 
 
 def test_a_part_runs_with_the_packages_of_a_bare_image_and_saves_its_rows(tmp_path):
