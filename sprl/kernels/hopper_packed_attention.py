@@ -28,10 +28,7 @@ WARPGROUPS = 2  # that multiply
 BLOCK = WARPGROUPS * ROWS  # rows of a program
 KEYS = 128  # keys of a stage in the forward pass
 KEYS_BACK = 64  # keys of a stage in the pass for dq
-QUERIES_BACK = {
-  64: 64,
-  128: 32,
-}  # queries of a stage in the pass for dk and dv, by width of the heads: more would spill registers
+QUERIES_BACK = {64: 64, 128: 32}  # by width of the heads: queries of a stage in the pass for dk and dv; more would spill
 STAGES, STAGES_BACK = 2, 3
 LEAST = -1e30  # stands for -inf: -inf - -inf would be nan
 NOWHERE = 2**30  # the first key of an empty stretch
@@ -254,7 +251,7 @@ def _gradients_of_keys(arrays, stretches, viewers, window, interpret):
         def in_window():
           return _across(_per_column(seen_ref.at[b, 3, here]), scores) < _down(position[0], scores) + window
 
-        scores = _masked(scores, whole, number, key, *bounds, in_window if window is not None else None)
+        scores = _masked(scores, whole, number, key, *bounds, also=in_window if window is not None else None)
         p = jnp.exp2(scores * _unit(D))
         dv = _product(held(p), dout_s.at[stage], dv, interpret)
         ds = p * _product(v_s.at[warpgroup], dout_s.at[stage].T, -_across(delta, shape), interpret)
@@ -477,11 +474,11 @@ def _numbers(first, like, axis):
   return plgpu.broadcasted_iota(jnp.int32, like.shape, axis, layout=MATRIX) + first
 
 
-def _product(a, b, total, interpret):
+def _product(a, b, total, interpret) -> Any:
   """Return total + a @ b in float32. `a` is in shared memory or in registers, `b` in shared memory."""
   if interpret:
     return total + pl.run_scoped(partial(_multiplied, a, b), plgpu.WGMMAAccumulatorRef(total.shape, jnp.float32))
-  return pl.run_state(lambda acc: plgpu.wgmma(acc, a, b))(plgpu.ACC.init(total))  # pyright: ignore[reportPrivateImportUsage]
+  return pl.run_state(lambda acc: plgpu.wgmma(acc, a, b))(plgpu.WGMMAAccumulatorRef.init(total))
 
 
 def _multiplied(a, b, acc):

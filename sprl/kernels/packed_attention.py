@@ -40,9 +40,7 @@ class Visible:
   end: Int[Array, 'B T']
   prefix_start: Int[Array, 'B T']
   prefix_end: Int[Array, 'B T']
-  positions: Int[Array, 'B T'] | None = (
-    None  # of the tokens in their sequences; they rise by one from token to token of a segment
-  )
+  positions: Int[Array, 'B T'] | None = None  # in the tokens' sequences; they rise by one from token to token of a segment
   window: int | None = field(default=None, metadata={'static': True})
 
   @classmethod
@@ -60,8 +58,7 @@ class Visible:
     end = jnp.broadcast_to(at + 1, (B, T))
     if prefixes is None:
       return cls(start, end, jnp.zeros_like(start), jnp.zeros_like(start))
-    prefix_start, prefix_end = (jnp.take_along_axis(each, prefixes, axis=1) for each in (first, behind))
-    return cls(start, end, prefix_start, prefix_end)
+    return cls(start, end, jnp.take_along_axis(first, prefixes, axis=1), jnp.take_along_axis(behind, prefixes, axis=1))
 
   @classmethod
   def up_to(cls, key: Int[Array, 'B T']) -> 'Visible':

@@ -163,7 +163,7 @@ def test_visited_blocks_hold_every_visible_key_and_whole_blocks_no_other(window)
       assert not visited or blocks[b, j, 0] <= i < blocks[b, j, 1]
 
 
-def test_a_row_of_sixteen_completions_visits_a_sixth_of_the_triangle():
+def test_a_row_of_sixteen_completions_visits_less_than_a_fifth_of_the_triangle():
   segments, prefixes, _ = row((512, *[512] * 16))
   spans = hopper._spans(hopper._stretches(visible_of(segments, prefixes, None, None)), 128, 128)
   visited = np.sum(spans[..., 1] - spans[..., 0] + spans[..., 3] - spans[..., 2])
