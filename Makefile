@@ -76,7 +76,7 @@ aot: ## compile kernels and programs for an H200 without one (needs ptxas; ARGS=
 aot-venv:
 	@$(INSTALL) $(TESTED) --extra aot
 	$(COMPILE_ONLY) $(PYTEST) --dist load tests/kernels/test_compiled.py tests/kernels/test_compiled_gpu_check.py \
-	  tests/planning/test_planned_programs.py tests/sharding/test_mesh_kernels.py $(ARGS)
+	  tests/planning/test_gpu_static.py tests/planning/test_planned_programs.py tests/sharding/test_mesh_kernels.py $(ARGS)
 
 tpu: ## compile an update and decode steps for TPUs without one
 	@$(MAKE) --no-print-directory tpu-venv VENV=.venv-tpu$(if $(JAX),-jax$(JAX))
