@@ -1,10 +1,10 @@
-"""Compression of a layer: score the slots, choose which to keep, move those to the front (docs/methods/sparse.md, eq. 4).
+"""Compress a layer's cache: score the slots, choose which to keep, move those to the front (docs/methods/sparse.md, eq. 4).
 
-A long prompt is compressed after its queries attended, a row that decodes before its query attends. The caller says so by the
-position from which on queries do not find the evicted tokens (`gone`).
+A long prompt is compressed after its queries have attended. A row that decodes is compressed before its query attends. The caller
+distinguishes the two by `gone`, the position of the first query that does not find the evicted tokens.
 
-Only rows that are due are compressed, in place and a few at a time, so work and memory grow with the evictions and not with the
-batch. On a mesh each device compresses its own rows and heads.
+Only rows that are due are compressed, in place and a few at a time. Work and memory therefore grow with the number of evictions,
+not with the batch. On a mesh, each device compresses its own rows and heads.
 """
 
 from collections.abc import Callable
@@ -43,10 +43,10 @@ def compress(
     layout: the cache's layout; it must be sparse.
     layer: the layer before the compression.
     due: the rows to compress.
-    occupied: occupied slots of each row, those of this step's tokens included.
+    occupied: occupied slots of each row, including those of this step's tokens.
     newest: position of the newest query.
-    gone: position of the first query that does not find an evicted token, which is what the record of evictions holds.
-    keys: function that returns the keys of one row of the layer as numbers.
+    gone: position of the first query that does not find an evicted token. The record of evictions stores it.
+    keys: function that returns the keys of one row of the layer, decoded if the cache is FP8.
     chosen: with scope `global`, the slots that the first layer chose for all layers.
     choose: whether this layer chooses. If False, it keeps the `chosen` slots.
 
@@ -60,7 +60,7 @@ def compress(
     layer, chosen = carry
     row = jnp.minimum(rows, B - 1)
     part = jax.tree.map(lambda x: x[row], layer)
-    count = jnp.where(rows < B, occupied[row], 0)  # the kernel compares no keys of a row that fills up the block
+    count = jnp.where(rows < B, occupied[row], 0)  # 0 if the row only fills up the block: the kernel compares no keys of it
     if choose:
       keep, carried = jax.vmap(partial(_choose, layout, keys))(part, count, newest[row])
     else:
@@ -81,7 +81,7 @@ def compress(
 def _rows_at_once(layout: CacheLayout, rows: int, slots: int) -> int:
   """Return how many rows to compress together, so that their cosines and their copies of keys and values stay within SHARE.
 
-  The kernel keeps no cosines, so its blocks are larger. One block then has all rows of a chunk of decode steps that are due.
+  The kernel stores no cosines, so its blocks are larger: one block holds all rows that are due in a chunk of decode steps.
   """
   D, itemsize = layout.head_dim, layout.storage.itemsize
   keys = jax.ShapeDtypeStruct((layout.kv_heads, slots, D), jnp.float32 if layout.fp8 else layout.storage)
@@ -91,7 +91,7 @@ def _rows_at_once(layout: CacheLayout, rows: int, slots: int) -> int:
 
 
 def _choose(layout, keys, layer, occupied, newest):
-  """Return the slots of one row to keep, in ascending order [K, N], and the stored numbers of the method [K, S]."""
+  """Return the slots of one row to keep [K, N], in ascending order, and the method's stored numbers [K, S]."""
   settings, a = layout.settings, layout.window
   K, S = layer.position.shape
   G = layout.heads // layout.kv_heads
@@ -119,7 +119,10 @@ def _choose(layout, keys, layer, occupied, newest):
 
 
 def _compacted(layout, layer, carried, keep, occupied, gone):
-  """Return the new `position`, `second`, `carried` and `evicted` of one row, by name: kept slots in front, other slots empty."""
+  """Return the new `position`, `second`, `carried` and `evicted` of one row, by name.
+
+  Kept slots are at the front. The other slots are empty.
+  """
   K, S = layer.position.shape
   N = keep.shape[1]
 

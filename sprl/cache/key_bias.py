@@ -1,11 +1,12 @@
 """Key biases in an FP8 cache (docs/methods/fp8.md, eq. 9 and 10).
 
-A key of Qwen2 at position p is R_p (W x + b). The rounding error of an FP8 number is relative to the number. With a bias of 100
-it would exceed the part that depends on the token. Two measures keep the bias out of the error:
+A key of Qwen2 at position p is R_p (W x + b): R_p is the rotation, b the key bias. The rounding error of an FP8 number is
+proportional to the number. With a bias of 100, the error would exceed W x, the part that depends on the token. Two measures keep
+the bias out of the error:
 
-    1. The cache stores R_p (W x + b) - c, where c is the mean of R_p b over the positions. In a plane that turns slowly, c is
-       nearly R_p b. Attention needs no c: it adds the same number to all scores of a query, which softmax ignores.
-    2. The planes with the largest remaining biases have a second FP8 code for each coordinate: what the first one lost.
+    1. The cache stores R_p (W x + b) - c, where c is the mean of R_p b over the positions. In a plane that turns slowly, R_p b
+       is close to c. Attention needs no c: it adds the same number to all scores of a query, which softmax ignores.
+    2. In the planes with the largest remaining biases, each coordinate has a second FP8 code for the first one's rounding error.
 
 A plane of the rotation holds the coordinates i and i + D/2 of a head.
 """
@@ -22,21 +23,21 @@ from sprl.cache.layout import CacheLayout
 from sprl.kernels.rope import Rope, frequencies
 from sprl.quant import fp8
 
-# The first code is wrong by 16 scales at most, half the distance of the largest two codes. 16 times that is less than fp8.MAX.
+# The error of a first code is at most 16 scales: half the distance of the two largest codes. 16 times that is below fp8.MAX.
 FINER = 16.0
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class KeyBias:
-  """What an FP8 cache derives from the key biases of each layer; None for a layer that was left out by `only`."""
+  """The arrays that an FP8 cache derives from the key biases of each layer. A layer that `only` excludes has None."""
 
-  mean: tuple[Float32[Array, 'K D'] | None, ...]  # of R_p b over all positions p
-  twice: tuple[Int[Array, 'K W'] | None, ...]  # the coordinates with a second code
+  mean: tuple[Float32[Array, 'K D'] | None, ...]  # c: mean of R_p b over all positions p
+  twice: tuple[Int[Array, 'K W'] | None, ...]  # indices of the coordinates with a second code
 
   @classmethod
   def of(cls, layout: CacheLayout, biases: tuple[Float[Array, ' KD'], ...]) -> 'KeyBias':
-    """Return this of the key biases of a model, given each layer's bias vector."""
+    """Return the arrays for a model's key biases, given as one bias vector per layer."""
     cos, sin, left = mean_turn(layout.rope, layout.head_dim, layout.positions)
     means, coordinates = [], []
     for bias in biases:
@@ -48,17 +49,17 @@ class KeyBias:
 
   @property
   def axes(self) -> 'KeyBias':
-    """The axis names of its arrays. What belongs to a head is on the devices of its keys."""
+    """The axis names of the arrays. Each head's values are on the devices that hold its keys."""
     names: Any = tuple(None if mean is None else ('kv_heads', None) for mean in self.mean)
     return KeyBias(names, names)
 
   def only(self, layer: int) -> 'KeyBias':
-    """Return a copy with one layer."""
+    """Return a copy that keeps one layer."""
     kept = {name: tuple(x if i == layer else None for i, x in enumerate(getattr(self, name))) for name in ('mean', 'twice')}
     return replace(self, **kept)
 
   def centred(self, layer: int, k: Float[Array, '*B K D']) -> Float32[Array, '*B K D']:
-    """Return keys without the mean of the rotated bias."""
+    """Return keys minus the mean of the rotated bias."""
     mean = self.mean[layer]
     assert mean is not None
     return k.astype(jnp.float32) - mean
@@ -66,12 +67,18 @@ class KeyBias:
   def second(
     self, layer: int, k: Float32[Array, '*B K D'], codes: Float8e4m3fn[Array, '*B K D'], scale: Float[Array, '']
   ) -> Float8e4m3fn[Array, '*B K W']:
-    """Return the second codes of centred keys whose first codes are `codes`: what those lost, in units of scale / FINER."""
+    """Return the second codes of centred keys `k`, whose first codes are `codes`.
+
+    They encode the rounding error of the first codes in units of scale / FINER.
+    """
     lost = k / scale - codes.astype(jnp.float32)
     return fp8.cast(self._picked(layer, lost), 1 / FINER)
 
   def queries(self, layer: int, q: Float[Array, 'B H D']) -> Float[Array, 'B H W']:
-    """Return the numbers that queries multiply with second codes, so that the scale of first codes applies to their products."""
+    """Return the query coordinates to multiply with second codes.
+
+    They are divided by FINER, so that the scale of first codes applies to the products.
+    """
     twice = self.twice[layer]
     assert twice is not None
     B, H, D = q.shape
@@ -81,7 +88,7 @@ class KeyBias:
   def keys(
     self, layer: int, k: Float8e4m3fn[Array, '*B K S D'], second: UInt8[Array, '*B K S W'], scale: Float[Array, '']
   ) -> Float32[Array, '*B K S D']:
-    """Return the centred keys that first and second codes stand for."""
+    """Return the centred keys that the first and second codes represent."""
     twice = self.twice[layer]
     assert twice is not None
     same = twice[:, :, None] == jnp.arange(k.shape[-1])  # [K, W, D]
@@ -91,7 +98,7 @@ class KeyBias:
     return (k.astype(jnp.float32) + jnp.where(has, jnp.take_along_axis(finer, index, axis=-1), 0)) * scale
 
   def whole(self, layer: int, k: Float32[Array, '*B K S D']) -> Float32[Array, '*B K S D']:
-    """Return centred keys with the mean of the rotated bias."""
+    """Return centred keys plus the mean of the rotated bias."""
     mean = self.mean[layer]
     assert mean is not None
     return k + mean[:, None]
@@ -102,9 +109,9 @@ class KeyBias:
 
 
 def reach(layout: CacheLayout, biases: tuple[Float[Array, ' KD'], ...]) -> Float32[Array, ' L']:
-  """Return, for each layer, a bound of the numbers of R_p b - c at any position: twice the largest plane of the bias.
+  """Return, for each layer, an upper bound of the magnitude of R_p b - c at any position: twice the largest norm of a plane of b.
 
-  A scale that is too large costs no precision, so the bound need not be tight.
+  A larger scale costs no precision, so the bound need not be tight.
   """
   scale = frequencies(layout.rope, layout.head_dim)[1]
   planes = [bias.astype(jnp.float32).reshape(-1, 2, layout.head_dim // 2) for bias in biases]
@@ -114,8 +121,8 @@ def reach(layout: CacheLayout, biases: tuple[Float[Array, ' KD'], ...]) -> Float
 def mean_turn(rope: Rope, head_dim: int, positions: int) -> tuple[Float[np.ndarray, ' P'], ...]:
   """Return the mean cosine and sine of each plane over positions 0..T-1, and the share of a rotated vector that varies.
 
-  The share is the root mean square of R_p b - c relative to that of R_p b: near 0 for a plane that turns by a small angle, near
-  1 for one that turns many times. The mean of exp(i f p) is exp(i f (T - 1) / 2) sin(T f / 2) / (T sin(f / 2)).
+  The share is rms(R_p b - c) / rms(R_p b). It is near 0 for a plane that turns by a small angle, and near 1 for a plane that
+  turns many times. With the plane's frequency f, the mean of exp(i f p) is exp(i f (T - 1) / 2) sin(T f / 2) / (T sin(f / 2)).
   """
   frequency, scale = frequencies(rope, head_dim)
   half = np.float64(frequency) / 2

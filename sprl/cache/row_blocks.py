@@ -1,7 +1,7 @@
-"""Change some rows of arrays in place, a block of rows at a time, so that work and memory grow with those rows and not with all.
+"""Change some rows of arrays in place, one block of rows at a time. Work grows with the number of changed rows, not of all rows.
 
-The number of rows is known on the device only, so the blocks are a loop. A block has a fixed size. Numbers beyond the last row
-fill up the last block: reads clip such a number, writes drop it.
+Only the device knows the number of changed rows, so the blocks run in a loop. All blocks have the same size. Row numbers out of
+bounds fill up the last block: reads clip them, writes drop them.
 """
 
 from collections.abc import Callable
@@ -12,13 +12,16 @@ from jaxtyping import Array, Bool, Int
 
 from sprl.kernels.platform import on_gpu
 
-# Rows of a block of `replace_rows` on GPUs, where each block launches a program for each array. XLA's CPU backend copies one row
+# Rows per block of `replace_rows` on GPUs, where each block launches one program per array. XLA's CPU backend copies one row
 # faster than it scatters several.
 ON_GPU = 8
 
 
 def for_row_blocks[C](chosen: Bool[Array, ' B'], size: int, change: Callable[[Int[Array, ' size'], C], C], carry: C) -> C:
-  """Call `carry = change(rows, carry)` for the chosen rows in ascending order, `size` at a time. Number B stands for no row."""
+  """Call `carry = change(rows, carry)` for the chosen rows in ascending order, `size` rows at a time; return the last carry.
+
+  Row number B fills up the last block.
+  """
   B = chosen.shape[0]
   count = jnp.sum(chosen)
   order = jnp.where(jnp.arange(B) < count, jnp.argsort(~chosen, stable=True), B)
@@ -31,9 +34,9 @@ def for_row_blocks[C](chosen: Bool[Array, ' B'], size: int, change: Callable[[In
 
 
 def replace_rows[T](mine: T, theirs: T, parent: Int[Array, ' B'], take: Bool[Array, ' B'], empty: Callable[[str], float]) -> T:
-  """Return a tree of arrays with row b replaced by row parent[b] of `theirs` where take[b]. Other rows are not touched.
+  """Return `mine` with row b replaced by row parent[b] of `theirs` where take[b]. Other rows are not touched.
 
-  An array of `theirs` may be smaller in any axis but the first. The rest of the row is filled with `empty` of the array's field.
+  An array of `theirs` may be smaller along any axis but the first. `empty(field name)` fills the rest of the row.
   """
   B = take.shape[0]
 

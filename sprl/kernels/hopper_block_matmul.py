@@ -1,26 +1,28 @@
 """Block-scaled FP8 matrix products for NVIDIA Hopper, in Pallas Mosaic GPU.
 
 y[m, n] = sum over blocks k of 128 features: (x8[m, k] . w8[n, k]) sx[m, k] sw[n / 128, k]. The tensor core sums e4m3 products
-with fewer bits than float32. Each block's partial product therefore starts from zero and is added, times its scales, in float32:
+with fewer bits than float32. Each block's partial product therefore starts from zero. It is multiplied by its scales and added in
+float32. With C tokens of a tile:
 
     partial [64, C] = w8 [64, 128] @ x8 [C, 128]^T     weights are the product's 64 rows: few tokens leave no row unused
     sum    += partial * (sx [C] * sw)                  sw is one number per block
-    y [C, 64] = sum^T                                  through shared memory, to write whole lines
+    y [C, 64] = sum^T                                  stored through shared memory, to write whole lines
 
-Few tokens (narrow layout): the weights' bytes bound the time. Many small programs of one warpgroup each have a ring of stages
-that the copy engine (TMA) fills.
+Narrow layout, for few tokens: the bytes of the weights bound the time. There are many small programs of one warpgroup. Each has a
+ring of stages that the copy engine (TMA) fills.
 
-Many tokens (wide layout): the tensor core and the L2 cache bound the time. One program per multiprocessor walks through tiles.
-One of its warpgroups only copies. It runs ahead of the two warpgroups that multiply, also across the end of a tile. Programs of
-neighbouring tiles may form a cluster, in which each copies a part of the common weights, or tokens, to the memory of all.
+Wide layout, for many tokens: the tensor core and the L2 cache bound the time. One program per multiprocessor walks through tiles.
+One of its warpgroups only copies. It runs ahead of the two warpgroups that multiply, even past the end of a tile. Programs of
+neighbouring tiles may form a cluster. Each then copies a part of the common weights, or tokens, to the memory of all.
 
-Few rows of weights: the programs of a cluster share the blocks of a tile. Each writes its float32 sum to global memory, where the
-L2 cache holds it. When all have written, each adds up the sums of a part of the tokens, always in the same order.
+Split sums, for few rows of weights: the programs of a cluster share the blocks of a tile. Each writes its float32 sum to global
+memory, where the L2 cache holds it. After all have written, each adds the sums for a part of the tokens, always in the same
+order.
 
-`launch_model.launch` chooses the layout, the tiles and the clusters of a shape.
+`launch_model.launch` chooses the layout, the tiles and the clusters for a shape.
 
-Experts (`grouped_matmul`): each block of tokens is a tile with the number of its expert. The blocks of an expert are consecutive
-and find its weights in the L2 cache. Programs of unused blocks have no work.
+Experts (`grouped_matmul`): each block of tokens is a tile with the number of its expert. The blocks of an expert are consecutive,
+so they find its weights in the L2 cache. Programs of unused blocks have no work.
 """
 
 from dataclasses import replace
@@ -37,7 +39,7 @@ from jaxtyping import Array, BFloat16, Float8e4m3fn, Float32, Int
 
 from sprl.kernels.launch_model import BLOCK, LINE, ROWS, Launch, launch
 
-PATCH = 16  # tiles of tokens in a patch of `planar_snake`
+PATCH = 16  # tiles of tokens per patch of `planar_snake`
 TOKENS = 8, 16, 32, 64, 128  # accepted tokens per block of an expert
 
 MATRIX = plgpu.Layout.WGMMA
@@ -57,7 +59,7 @@ def obstacle(w: Array | Shape, dtype: Any, rows: int, group: int) -> str | None:
   N, K = w.shape
   if K % 16 or N % 8:
     return f'weights are [{N}, {K}]: expected multiples of 8 and 16'
-  if (K > BLOCK and K % BLOCK) or (N > ROWS and N % ROWS):  # whole tiles of the copy engine; block_matmul pads tokens for it
+  if (K > BLOCK and K % BLOCK) or (N > ROWS and N % ROWS):  # the copy engine moves whole tiles; block_matmul pads the tokens
     return f'weights are [{N}, {K}]: above {ROWS} and {BLOCK} expected multiples of them'
   return None
 
@@ -69,7 +71,7 @@ def block_matmul(
   w_scale: Float32[Array, 'R C'],
   interpret: Any = None,
 ) -> BFloat16[Array, 'M N']:
-  """Return x @ w^T, as `sprl.kernels.block_matmul.block_matmul` describes it.
+  """Return the block-scaled product x @ w^T. `sprl.kernels.block_matmul.block_matmul` describes the arguments.
 
   `interpret=plgpu.InterpretGPUParams()` runs the kernel on a CPU.
   """
@@ -95,7 +97,7 @@ def grouped_matmul(
   used: Int[Array, ''],
   interpret: Any = None,
 ) -> BFloat16[Array, 'n T N']:
-  """Return x[i] @ w[expert[i]]^T for the first `used` blocks. Other blocks are undefined.
+  """Return x[i] @ w[expert[i]]^T for the first `used` blocks. The result for other blocks is undefined.
 
   `sprl.kernels.block_matmul.grouped_matmul` describes the arguments. `interpret=plgpu.InterpretGPUParams()` runs it on a CPU.
   """
@@ -106,9 +108,9 @@ def grouped_matmul(
 
 
 def run(plan: Launch, x, x_scale, w, w_scale, experts=(), N: int | None = None, interpret: Any = None) -> BFloat16[Array, 'M N']:
-  """Launch the kernel as planned.
+  """Run the kernel with the launch parameters `plan` and return y.
 
-  `experts` is empty, or (expert of each tile of tokens, number of tiles in use); then w is [X * N, K].
+  `experts` is empty, or (expert of each tile of tokens, number of tiles in use). With experts, w is [X * N, K].
   """
   M, N = len(x), N or len(w)
   across, along, splits = plan.tiles
@@ -148,7 +150,7 @@ def run(plan: Launch, x, x_scale, w, w_scale, experts=(), N: int | None = None, 
     num_threads=plan.warpgroups + (plan.warpgroups > 1),
     thread_name='warpgroup',
     compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane),
-    interpret=interpret and replace(interpret, inline_mgpu='ignore'),  # its memory needs no fences
+    interpret=interpret and replace(interpret, inline_mgpu='ignore'),  # the interpreter needs no fences
   )(*inputs.values())
   return y
 
@@ -229,8 +231,8 @@ def _program(
 
     def tile(i, _):
       row, token, first, expert = start(i) if apart else only
-      ours = warpgroup * (plan.products * ROWS)  # this warpgroup's rows of the tile; all are in one block
-      # Codes beyond the last row and block are zeros, or the next expert's. Any scale will do for them: y has no place for them.
+      ours = warpgroup * (plan.products * ROWS)  # this warpgroup's first row in the tile; all its rows are in one block
+      # Codes past the last row and block are zeros, or the next expert's. Any scale is right: y stores no result for them.
       scales = offset(expert, R, lax.min(lax.div(row + ours, jnp.int32(BLOCK)), jnp.int32(R - 1)))
 
       def step(j, sums):
@@ -287,8 +289,11 @@ def _program(
 
 
 def _meet(barrier):
-  """Wait until the same warpgroup of every program of the cluster is here. It then sees what they wrote to global memory."""
-  # The barrier alone orders shared memory only.
+  """Wait until the same warpgroup of every program in the cluster arrives.
+
+  What these warpgroups wrote to global memory before is visible to the caller afterwards.
+  """
+  # The barrier alone orders accesses to shared memory only; the fences order those to global memory.
   fence: Any = plgpu.inline_mgpu()(_fence)
   plgpu.commit_smem()  # all threads of the warpgroup have written
   fence()
@@ -312,7 +317,7 @@ def _product(shape, a, b):
 
 
 def tiled(shape, dtype):
-  """Return shared memory in swizzled tiles of 8 rows of 128 bytes: the layout that copy engine and tensor core share."""
+  """Return shared memory in swizzled tiles of 8 rows of 128 bytes, the layout that copy engine and tensor core read."""
   columns = 128 // jnp.dtype(dtype).itemsize
   tiles = plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
   return plgpu.SMEM(shape, dtype, transforms=tiles)

@@ -1,15 +1,16 @@
 """Attention of packed rows for NVIDIA Hopper, in Pallas Mosaic GPU: forward pass, and a backward pass without atomic sums.
 
-A program computes 128 queries of one head: two warpgroups multiply for 64 queries each, and a third has the copy engine (TMA)
-fetch blocks of keys and values ahead. Each query sees two stretches of keys (sprl/kernels/packed_attention.py). `_spans` reduces
-them to the blocks that a program visits: two ranges, of the prefix and of its own segment. Most blocks are visible to all
-queries of the program and need no mask. In others a warpgroup compares the numbers of its keys with its queries' stretches.
+A program computes 128 queries of one head. Two warpgroups multiply for 64 queries each. A third warpgroup makes the copy engine
+(TMA) fetch blocks of keys and values in advance. Each query sees two stretches of keys (sprl/kernels/packed_attention.py).
+`_spans` reduces them to two ranges of blocks that a program visits: one for prefixes and one for the queries' own segments. Most
+blocks are visible to all queries of the program and need no mask. In the other blocks, a warpgroup compares the indices of the
+keys with the stretches of its queries.
 
     forward    scores [64 q, 128 s] = q @ k^T;  running maximum and sum of each query;  out += exp2(scores - maximum) @ v
     dq         p = exp2(scores - lse);  ds = p * (dout @ v^T - delta);  dq += ds @ k
-    dk, dv     the same transposed: [64 s, 64 q], over the blocks of queries that see the keys, of all heads of the group
+    dk, dv     transposed scores [64 s, 64 q]; a program visits the blocks of queries that see its keys, for all heads of a group
 
-`delta` is the sum of dout * out of each query. The exponents are of 2: the scores' factor includes log2(e).
+`delta` is the sum of dout * out for each query. Exponentials have base 2: the factor of the scores includes log2(e).
 """
 
 import math
@@ -23,19 +24,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-ROWS = 64  # of a warpgroup's products: queries, or keys in the pass for dk and dv
-WARPGROUPS = 2  # that multiply
+ROWS = 64  # rows of a warpgroup's products: queries, or keys in the pass for dk and dv
+WARPGROUPS = 2  # warpgroups that multiply; another one copies
 BLOCK = WARPGROUPS * ROWS  # rows of a program
-KEYS = 128  # keys of a stage in the forward pass
-KEYS_BACK = 64  # keys of a stage in the pass for dq
-QUERIES_BACK = {64: 64, 128: 32}  # by width of the heads: queries of a stage in the pass for dk and dv; more would spill
+KEYS = 128  # keys per stage in the forward pass
+KEYS_BACK = 64  # keys per stage in the pass for dq
+QUERIES_BACK = {64: 64, 128: 32}  # head width -> queries per stage in the pass for dk and dv; more would spill registers
 STAGES, STAGES_BACK = 2, 3
-LEAST = -1e30  # stands for -inf: -inf - -inf would be nan
+LEAST = -1e30  # start of the running maximum instead of -inf, because -inf - -inf is nan
 NOWHERE = 2**30  # the first key of an empty stretch
 
 Shape = jax.ShapeDtypeStruct
 MATRIX = plgpu.Layout.WGMMA  # the layout of the tensor core's results
-FIELDS = 4  # numbers of a query's stretches, in the order of `_stretches`
+FIELDS = 4  # numbers that describe a query's stretches, in the order of `_stretches`
 
 
 def obstacle(q: Array | Shape, k: Array | Shape) -> str | None:
@@ -51,15 +52,19 @@ def obstacle(q: Array | Shape, k: Array | Shape) -> str | None:
 def packed_attention(
   q: Float[Array, 'B T H D'], k: Float[Array, 'B S K D'], v: Float[Array, 'B S K D'], visible: Any, interpret: Any = None
 ) -> Float[Array, 'B T H D']:
-  """Compute `sprl.kernels.packed_attention.packed_attention`, with gradients of q, k and v.
+  """Return softmax attention of each query over its visible keys, with gradients for q, k and v.
 
-  `interpret=plgpu.InterpretGPUParams()` runs the kernels on a CPU.
+  `visible` is a `sprl.kernels.packed_attention.Visible`. `interpret=plgpu.InterpretGPUParams()` runs the kernels on a CPU.
   """
   return _forward(q, k, v, visible, interpret)[0]
 
 
 def _forward(q, k, v, visible, interpret):
-  """Return the output and what the backward pass needs, with the base-2 log-sum-exp of each query [B, H, T]."""
+  """Return the output and the residuals of the backward pass.
+
+  The last residual is each query's log-sum-exp [B, H, T rounded up to BLOCK]. It is divided by the factor of the scores, so that
+  exp2((q @ k^T - lse) * factor) is the softmax weight.
+  """
   (B, T, H, D), group = q.shape, q.shape[2] // k.shape[2]
   stretches = _stretches(visible)
   queries, (k_whole, v_whole) = _whole(q), map(_whole, (k, v))
@@ -84,7 +89,7 @@ def _forward(q, k, v, visible, interpret):
         acc, top, total = carry
         stage, at = lax.rem(n, jnp.int32(STAGES)), block(n) * KEYS
         took('k', n)
-        scores = _product(q_s.at[warpgroup], k_s.at[stage].T, _filled((ROWS, KEYS), 0.0), interpret) * _unit(D)
+        scores = _product(q_s.at[warpgroup], k_s.at[stage].T, _filled((ROWS, KEYS), 0.0), interpret) * _score_factor(D)
         done('k', n)
         whole = _whole_block(spans_ref, b, first, at, KEYS)
         scores = _masked(scores, whole, partial(_numbers, at, scores, 1), *(partial(_down, x, scores) for x in stretch))
@@ -100,7 +105,7 @@ def _forward(q, k, v, visible, interpret):
       acc, top, total = lax.fori_loop(0, steps, step, start)
       total = jnp.maximum(total, 1e-30)
       q_s.at[warpgroup][...] = (acc / _down(total, acc)).astype(q_s.dtype)
-      lse_s.at[warpgroup][...] = (top + jnp.log(total) * math.log2(math.e)) * (1 / _unit(D))
+      lse_s.at[warpgroup][...] = (top + jnp.log(total) * math.log2(math.e)) * (1 / _score_factor(D))
       plgpu.commit_smem()
       plgpu.copy_smem_to_gmem(q_s.at[warpgroup], out_ref.at[b, rows, h])
       plgpu.copy_smem_to_gmem(lse_s.at[warpgroup], lse_ref.at[b, h, rows])
@@ -172,7 +177,7 @@ def _gradient_of_queries(arrays, stretches, interpret):
         scores = _product(q_s.at[warpgroup], k_s.at[stage].T, -_down(lse, shape), interpret)
         whole = _whole_block(spans_ref, b, first, at, KEYS_BACK)
         scores = _masked(scores, whole, partial(_numbers, at, scores, 1), *(partial(_down, x, scores) for x in stretch))
-        p = jnp.exp2(scores * _unit(D))
+        p = jnp.exp2(scores * _score_factor(D))
         ds = p * _product(dout_s.at[warpgroup], v_s.at[stage].T, -_down(delta, shape), interpret)
         acc = _product(held(ds), k_s.at[stage], acc, interpret)
         done('kv', n)
@@ -252,7 +257,7 @@ def _gradients_of_keys(arrays, stretches, viewers, window, interpret):
           return _across(_per_column(seen_ref.at[b, 3, here]), scores) < _down(position[0], scores) + window
 
         scores = _masked(scores, whole, number, key, *bounds, also=in_window if window is not None else None)
-        p = jnp.exp2(scores * _unit(D))
+        p = jnp.exp2(scores * _score_factor(D))
         dv = _product(held(p), dout_s.at[stage], dv, interpret)
         ds = p * _product(v_s.at[warpgroup], dout_s.at[stage].T, -_across(delta, shape), interpret)
         dk = _product(held(ds), q_s.at[stage], dk, interpret)
@@ -312,16 +317,16 @@ def _stretches(visible):
 
 
 def _viewers(visible):
-  """Return the queries that see each key, without the window: [B, 3 or 4, T rounded up to BLOCK].
+  """Return the queries that see each key, ignoring the window: [B, 3 or 4, T rounded up to BLOCK].
 
-  The key is seen from its own number to 0, which is behind its segment, and from 1 to 2: by the segments that continue it. 3 is
-  the token's position, if there is a window.
+  Queries of the key's segment see it from the key's own index up to field 0, the end of that segment. Queries of segments that
+  continue it see it from field 1 up to field 2. Field 3, which exists only with a window, is the token's position.
   """
   (B, T), rows = visible.start.shape, jnp.arange(visible.start.shape[0])[:, None]
   at, own = jnp.arange(T), visible.start < visible.end
   prefix = jnp.where(visible.prefix_start < visible.prefix_end, visible.prefix_start, T)
 
-  def of_segment(first, empty):  # a segment is known by its first token
+  def of_segment(first, empty):  # the first token identifies a segment
     return jnp.take_along_axis(first, jnp.where(own, visible.start, T), axis=1, mode='fill', fill_value=empty)
 
   none = jnp.zeros((B, T), jnp.int32)
@@ -339,10 +344,10 @@ def _stacked(fields, padding):
 
 
 def _spans(stretches, queries, keys):
-  """Return for each block of queries [B, T / queries, 8]: two ranges of blocks of keys, and two of keys.
+  """Return two ranges of blocks and two ranges of keys for each block of queries [B, T / queries, 8]. Ends are exclusive.
 
-  0, 1; 2, 3    blocks of keys to visit: of the prefixes, then of the queries' own segments; first, and behind the last
-  4, 5; 6, 7    keys that all queries see, of their own segment and of their prefix
+  0, 1; 2, 3    blocks of keys to visit: for the prefixes, then for the queries' own segments
+  4, 5; 6, 7    keys that all queries of the block see: in their own segment, then in their prefix
   """
   blocks = stretches.reshape(*stretches.shape[:2], -1, queries)
   low, gap, start, end = (blocks[:, field] for field in range(FIELDS))
@@ -362,7 +367,7 @@ def _spans(stretches, queries, keys):
 
 
 def _viewing_blocks(spans, blocks):
-  """Return for each block of keys [B, blocks, 2] the first block of queries that visits it, and the one behind the last."""
+  """Return the range of blocks of queries that visit each block of keys, end exclusive: [B, blocks, 2]."""
   block, at = jnp.arange(blocks)[:, None], jnp.arange(spans.shape[1])
   first, last, own, end = (spans[:, None, :, field] for field in range(4))
   visits = ((first <= block) & (block < last)) | ((own <= block) & (block < end))
@@ -371,14 +376,14 @@ def _viewing_blocks(spans, blocks):
 
 
 def _walk(spans_ref, b, i):
-  """Return the number of steps of a program, and the function from a step to its block of keys."""
+  """Return the number of steps of a program, and a function that maps a step to its block of keys."""
   first, last, own, end = (spans_ref[b, i, field] for field in range(4))
   before = last - first
   return before + end - own, lambda n: jnp.where(n < before, first + n, own + n - before)
 
 
 def _whole_block(spans_ref, b, i, key, count):
-  """Return whether all queries of block i see the `count` keys from number `key` on."""
+  """Return whether all queries of block i see the `count` keys that start at index `key`."""
   start, end, prefix_start, prefix_end = (spans_ref[b, i, field] for field in range(4, 8))
   return ((start <= key) & (key + count <= end)) | ((prefix_start <= key) & (key + count <= prefix_end))
 
@@ -387,7 +392,7 @@ def _whole_block(spans_ref, b, i, key, count):
 
 
 def _call(kernel, grid, out, scratch, operands, stages, interpret, copies=1):
-  """Return the kernel's call. Each of `operands` has barriers for stages that `copies` copies fill."""
+  """Return the kernel call. Each name in `operands` gets barriers for its stages; `copies` copies fill a stage."""
   for name in operands:
     scratch[f'{name}_filled'] = plgpu.Barrier(num_arrivals=copies, num_barriers=stages)
     scratch[f'{name}_free'] = plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=stages)
@@ -405,9 +410,9 @@ def _call(kernel, grid, out, scratch, operands, stages, interpret, copies=1):
 
 
 def _place(blocks_ref):
-  """Return warpgroup, row of the batch, head, number of the program's block, and the warpgroup's rows in it.
+  """Return the warpgroup, row of the batch, head, block of the program, and the warpgroup's rows in the block.
 
-  The last blocks of a row start first: they have the most keys.
+  The last blocks of a row start first, because they have the most keys.
   """
   warpgroup, block = lax.axis_index('warpgroup'), blocks_ref.shape[1] - 1 - lax.axis_index('block')
   ours = lax.min(warpgroup, jnp.int32(WARPGROUPS - 1))  # the copying warpgroup has no rows
@@ -417,8 +422,12 @@ def _place(blocks_ref):
 def _share(warpgroup, steps, stages, fetch, multiply, barriers):
   """Divide a program's work: one warpgroup fetches the operands of all steps into the ring of stages, the others multiply.
 
-  fetch(n, stage, came, free)   copies the operands of step n: free(name) waits for the stage, came(name) is the copies' barrier
-  multiply(took, done)          computes: took(name, n) waits for the operand of step n, done(name, n) frees its stage
+  fetch(n, stage, came, free)   copies the operands of step n to `stage`
+      free(name)                  waits until the stage is free
+      came(name)                  returns the barrier that the copies signal
+  multiply(took, done)          computes all steps
+      took(name, n)               waits for the operand of step n
+      done(name, n)               frees the operand's stage
   """
   names = [name.removesuffix('_free') for name in barriers if name.endswith('_free')]
   stage_of = partial(lax.rem, y=jnp.int32(stages))
@@ -452,14 +461,14 @@ def _share(warpgroup, steps, stages, fetch, multiply, barriers):
 
 
 def _masked(scores, whole, number, low, gap, start, end, also=None):
-  """Return the scores where low <= number < gap or start <= number < end, else -inf, for low <= gap <= start <= end.
+  """Return the scores where low <= number < gap or start <= number < end, else -inf. Requires low <= gap <= start <= end.
 
-  `also()` is another condition. `whole` says that all are visible. The arguments behind it are functions that return arrays of
-  the scores' shape.
+  `whole` says that all scores are visible. `also`, if given, is a further condition. `number` and all later arguments are
+  functions that return arrays of the scores' shape, so that a whole block computes none of them.
   """
 
   def mask(scores):
-    # One comparison at a time: the predicates of two would spill registers.
+    # The barriers force one comparison at a time: the predicates of two would spill registers.
     n = number()
     scores = lax.optimization_barrier(jnp.where(n >= low(), scores, -jnp.inf))
     hidden = (n - gap()).astype(jnp.uint32) < (start() - gap()).astype(jnp.uint32)  # gap <= n < start
@@ -487,7 +496,10 @@ def _multiplied(a, b, acc):
 
 
 def _operand(p_s, warpgroup, x):
-  """Return x as the left operand of a product: in registers, or in shared memory in the interpreter, which has only these."""
+  """Return x as the left operand of a product.
+
+  The operand is in registers, except in the interpreter, which supports operands in shared memory only.
+  """
   if p_s is None:
     return x.astype(jnp.bfloat16)
   p_s.at[warpgroup][...] = x.astype(jnp.bfloat16)
@@ -495,7 +507,7 @@ def _operand(p_s, warpgroup, x):
   return p_s.at[warpgroup]
 
 
-def _unit(D):
+def _score_factor(D):
   return D**-0.5 * math.log2(math.e)
 
 
@@ -520,9 +532,9 @@ def _filled(shape, value):
 
 
 def _tiled(shape, columns=64):
-  """Return shared memory in swizzled tiles of 8 rows: the layout that copy engine and tensor core share.
+  """Return shared memory in swizzled tiles of 8 rows, the layout that both the copy engine and the tensor core read.
 
-  A sum of `columns` terms is one operation of the tensor core, so the operands of a product have tiles of equal width.
+  One operation of the tensor core sums `columns` terms, so both operands of a product need tiles of equal width.
   """
   tiles = plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(2 * columns)  # pyright: ignore[reportAbstractUsage]
   return plgpu.SMEM(shape, jnp.bfloat16, transforms=tiles)

@@ -1,12 +1,13 @@
-"""Activations to FP8 for NVIDIA Hopper, in Pallas Mosaic GPU: alone, behind a norm, or behind a gated activation.
+"""Quantise activations to FP8 on NVIDIA Hopper, in Pallas Mosaic GPU: alone, after a norm, or after a gated activation.
 
-A group is 128 features of a token. 32 lanes hold four features each, so the largest value of a group is found within a warp.
-A program has four warps:
+A group is 128 features of a token. The 32 lanes of a warp hold four features each, so the largest value of a group is found
+within a warp. A program has four warps and computes:
 
-    normalised_codes   one token [C, 128]: the groups are dealt to the warps, which add their sums of squares
+    normalised_codes   one token [C, 128]; the warps share its C groups and add up their sums of squares
     codes, gated_codes one group of eight tokens [8, 128]
 
-Codes are written as the matrix product reads them, and scales transposed: no program is left between the two.
+The codes have the layout that the matrix product reads, and the scales are transposed. Therefore no other program runs between
+the two kernels.
 """
 
 import math
@@ -22,21 +23,24 @@ from jaxtyping import Array, BFloat16, Float, Float8e4m3fn, Float32
 
 GROUP = 128  # features that share a scale
 WARPS = 4
-TOKENS = 8  # of a program of `codes`
-WIDEST = 64  # groups of a token of `normalised_codes`: 8,192 features, 64 registers of a thread
-MAX, FLOOR = 448.0, 1e-10  # of e4m3; least amax of a group (sprl/quant/fp8.py)
+TOKENS = 8  # tokens per program of `codes` and `gated_codes`
+WIDEST = 64  # most groups of a token in `normalised_codes`: 8,192 features, 64 registers of a thread
+MAX, FLOOR = 448.0, 1e-10  # largest e4m3 number; lower bound of a group's amax (sprl/quant/fp8.py)
 
 LANE = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
 Shape = jax.ShapeDtypeStruct
 
 
 def obstacle(x: Array | Shape, group: int, pow2: bool, norm: bool = False) -> str | None:
-  """Return why the kernels cannot quantise tokens [T, M], or None if they can. `norm`: a norm comes first."""
+  """Return why the kernels cannot quantise tokens [T, M], or None if they can.
+
+  `norm` says whether a norm comes first.
+  """
   T, M = x.shape
   if x.dtype != jnp.bfloat16:
     return f'activations are {x.dtype}, not bfloat16'
   if group != GROUP or pow2:
-    return f'a scale is shared by {group} features{" and a power of two" * pow2}, not any number shared by {GROUP}'
+    return f'a scale is shared by {group} features{" and is a power of two" * pow2}: expected {GROUP} features and any number'
   if M % GROUP or T % TOKENS:
     return f'activations are [{T}, {M}]: expected multiples of {TOKENS} and {GROUP}'
   if norm and (M > WIDEST * GROUP or M % (2 * GROUP)):
@@ -47,7 +51,7 @@ def obstacle(x: Array | Shape, group: int, pow2: bool, norm: bool = False) -> st
 def normalised_codes(
   x: BFloat16[Array, 'T M'], scale: Float[Array, ' M'], eps: float, interpret: Any = None
 ) -> tuple[Float8e4m3fn[Array, 'T M'], Float32[Array, 'T C']]:
-  """Return codes and scales of x / rms(x) * scale, which is rounded to bfloat16 before it is quantised.
+  """Return codes and scales of x / rms(x) * scale. The product is rounded to bfloat16 before it is quantised.
 
   `interpret=plgpu.InterpretGPUParams()` runs the kernel on a CPU.
   """
@@ -96,7 +100,10 @@ def gated_codes(
 
 
 def _by_group(x, M, values, name, interpret):
-  """Quantise `values(load)` [TOKENS, GROUP] for each group and TOKENS tokens. load(c) is x's group that is c groups further."""
+  """Quantise `values(load)` [TOKENS, GROUP] for each group, TOKENS tokens at a time.
+
+  `load(c)` reads the group of x that lies c groups after the program's group.
+  """
   T, C, layout = len(x), M // GROUP, _layout(WARPS)
 
   def body(x_ref, codes_ref, scales_ref):
@@ -130,6 +137,9 @@ def _quantised(x: BFloat16[Array, 'R 128'], layout):
 
 
 def _layout(warps: int):
-  """Return the layout of [rows, GROUP] in registers. The rows are dealt to all four warps, or to two of them and again to two."""
+  """Return the register layout of [rows, GROUP], whose rows are distributed over `warps` of the four warps.
+
+  With fewer than four, the other warps hold copies of the same rows.
+  """
   dealt = (-3,) if warps == WARPS else (-3, plgpu.Replicated(WARPS // warps))
   return plgpu.Layout.TILED(plgpu.Tiling(((warps, GROUP), (4,))), dealt, (-2,), -1)

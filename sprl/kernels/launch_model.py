@@ -1,17 +1,17 @@
-"""A model of the time of block-scaled FP8 products on a Hopper GPU, and the launch that it chooses for a shape.
+"""A model of the time of block-scaled FP8 products on a Hopper GPU. It chooses the launch for a shape.
 
-A launch cuts the product y [M, N] of M tokens and weights [N, K] into tiles of rows of weights x tokens. It may also split the
-sum over K. The programs that share a sum form a cluster; they exchange float32 partial sums through the L2 cache and need no
-second launch. In the wide layout, programs of neighbouring tiles may form a cluster instead. Two of them that multiply the same
-weights, or the same tokens, each fetch half of them for both.
+A launch cuts the product y [M, N] of M tokens and weights [N, K] into tiles, each a number of weight rows times a number of
+tokens. It may also split the sum over K. The programs that share a sum form a cluster. They exchange float32 partial sums through
+the L2 cache, without a second launch. In the wide layout, programs of neighbouring tiles may form a cluster instead. If two of
+them multiply the same weights, or the same tokens, each fetches half of them for both.
 
-The time of a launch is the largest of three times, plus what nothing hides:
+The time of a launch is the larger of the first two times, plus the third:
 
-    memory         bytes that the call must move / MEMORY
-    multiprocessor steps of the busiest one x the slowest of: tensor core, copies from L2, a warpgroup's chain of dependent work
-    not hidden     the launch, the first copy and the last write (LAUNCH, FILL), the exchange of partial sums (MEET)
+    memory          bytes that the call must move / MEMORY
+    multiprocessor  steps of the busiest one x the slowest of: tensor core, copies from L2, a warpgroup's chain of dependent work
+    not overlapped  the launch, the first copy and the last write (LAUNCH, FILL), the exchange of partial sums (MEET)
 
-The best bfloat16 product, as a library would compute it, has the same model: more bytes, a slower tensor core, larger tiles.
+The best bfloat16 product of a library has the same model, with more bytes, a slower tensor core and larger tiles.
 
 Every constant below is a data sheet's number or an assumption. None of them has been measured by sprl.
 """
@@ -20,7 +20,7 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-BLOCK = 128  # features that share a scale, and features of a stage; also the rows of a weight's block
+BLOCK = 128  # features per scale and per stage; also weight rows per scale
 ROWS = 64  # rows of a tensor core product
 LINE = 32  # numbers of 4 bytes in 128 bytes, the least that the copy engine moves
 MULTIPROCESSORS = 132
@@ -35,7 +35,7 @@ TOGETHER = (1, 1), (2, 1), (1, 2), (2, 2)  # programs of a cluster without split
 # Clusters that run at the same time, by size. A cluster lies in one group of multiprocessors. Six groups are assumed to have 16
 # and two to have 18.
 CLUSTERS = {1: 132, 2: 66, 4: 32, 8: 16}
-DEPTH = 2  # minimum number of blocks of a split
+DEPTH = 2  # minimum number of blocks of K per split
 
 MEMORY = 4.3e12  # bytes/s that a copy reaches on an H200 (data sheet: 4.8e12)
 L2 = 6.5e12  # bytes/s from the L2 cache to all multiprocessors: published measurements of H100 give 5.5e12 to 7e12
@@ -46,9 +46,9 @@ CLOCK = 1.755e9  # clocks/s
 LAUNCH = 2.5e-6  # seconds of a launch outside of a CUDA graph
 FILL = 1.5e-6  # seconds of the first copy and the last write of a program
 LATENCY = 1e-6  # seconds from the start of a copy to its end, in a busy device
-MEET = 1e-6  # seconds in which the programs of a cluster write partial sums, wait and read
-# Clocks of a warpgroup. A product of 64 rows x 128 features takes 2 a token on the tensor core; its promotion to float32 half a
-# token on the other units.
+MEET = 1e-6  # seconds for the programs of a cluster to write partial sums, wait and read
+# Clocks of a warpgroup. A product of 64 rows x 128 features takes 2 clocks per token on the tensor core. Its promotion to float32
+# takes half a clock per token on the other units.
 PRODUCT = 70  # latency of a product and of its promotion
 STEP = 100  # barriers and scales of a step
 
@@ -62,8 +62,8 @@ class Launch:
   tokens: int  # tokens of a tile
   stages: int
   tiles: tuple[int, int, int]  # number of tiles along the weights' rows, the tokens and the blocks (splits)
-  depth: int  # blocks that a tile sums
-  together: tuple[int, int]  # tiles of a cluster along the rows (they have the same tokens) and along the tokens (same weights)
+  depth: int  # blocks of K that a tile sums
+  together: tuple[int, int]  # tiles of a cluster along the rows (same tokens) and along the tokens (same weights)
   clusters: int
 
   @property
@@ -89,19 +89,19 @@ class Launch:
 
   @property
   def share(self) -> int:
-    """Tokens of a tile whose partial sums one of the programs that share it adds up and writes."""
+    """Tokens of a tile for which one program adds up and writes the partial sums."""
     return self.tokens if self.splits == 1 else max(8, self.tokens // self.splits)
 
   @property
   def turns(self) -> int:
-    """Number of tiles of the busiest multiprocessor."""
+    """Number of tiles that the busiest multiprocessor computes."""
     across, along, _ = self.tiles
     groups = -(-across // self.together[0]) * -(-along // self.together[1])
     return -(-groups // CLUSTERS[self.cluster])
 
   @property
   def wave_use(self) -> float:
-    """Share of the multiprocessors' time that has a tile, if all tiles take the same time."""
+    """Fraction of the multiprocessors' time that is spent on tiles, if all tiles take the same time."""
     across, along, splits = self.tiles
     return across * along * splits / (MULTIPROCESSORS * self.turns)
 
@@ -115,8 +115,8 @@ class Launch:
 def launch(M: int, N: int, K: int, block: int | None = None) -> Launch:
   """Return the launch that the model predicts to be the fastest for M tokens and weights [N, K].
 
-  With `block`, M / block blocks of tokens have their own weights. Of launches that the model cannot tell apart, the one with the
-  fewest programs is chosen, then the one with the fewest partial sums.
+  With `block`, each of the M / block blocks of tokens has its own weights. Among launches with equal predictions, those with the
+  fewest programs win, then those with the fewest partial sums.
   """
 
   def order(plan: Launch) -> tuple[float, int, int]:
@@ -157,7 +157,10 @@ def cut(
 
 
 def seconds(plan: Launch, M: int, N: int, K: int, block: int | None = None) -> float:
-  """Return the predicted time of the call with this launch. With `block`, all of the M / block blocks have other weights."""
+  """Return the predicted time of the call with this launch.
+
+  With `block`, each of the M / block blocks of tokens has its own weights.
+  """
   across, along, splits = plan.tiles
   rows, tokens, resident, turns = plan.rows, plan.tokens, plan.resident, plan.turns
   stage = (rows // plan.together[1] + tokens // plan.together[0]) * BLOCK
@@ -172,9 +175,9 @@ def seconds(plan: Launch, M: int, N: int, K: int, block: int | None = None) -> f
 
 
 def _copied(size: int, tiles: int, turns: int, rate: float) -> float:
-  """Return the seconds in which the busiest multiprocessor copies its tiles of `size` bytes.
+  """Return the seconds in which the busiest multiprocessor copies the operands of its tiles, `size` bytes each.
 
-  It copies at `rate`, or at its share of the L2 cache's. In the last turn only those that still have a tile share the cache.
+  It copies at `rate`, or at its share of the L2 cache's rate. In the last turn, only multiprocessors with a tile share the cache.
   """
   last = max(1, tiles - (turns - 1) * MULTIPROCESSORS)
   full, rest = (min(rate, L2 / min(busy, MULTIPROCESSORS)) for busy in (tiles, last))
@@ -182,7 +185,7 @@ def _copied(size: int, tiles: int, turns: int, rate: float) -> float:
 
 
 def _exchange(size: int, splits: int, tiles: int) -> float:
-  """Return the seconds in which `splits` programs write float32 partial sums of a tile and read their share of the others'."""
+  """Return the seconds in which `splits` programs write their partial sums of a tile and read their shares of it."""
   rate = min(FETCH, L2 / min(tiles, MULTIPROCESSORS))
   return MEET + 2 * (splits - 1) / splits * 4 * size / rate if splits > 1 else 0.0
 
@@ -190,7 +193,7 @@ def _exchange(size: int, splits: int, tiles: int) -> float:
 def bf16_seconds(M: int, N: int, K: int, block: int | None = None) -> float:
   """Return the predicted time of the best bfloat16 product of the same shape.
 
-  The tiles have 64 to 256 rows and 8 to 256 tokens. Pairs of programs share the larger operand. A split sum costs what it costs
+  The tiles have 64 to 256 rows and 8 to 256 tokens. Pairs of programs share the larger operand. A split sum costs as much as in
   the FP8 kernel. Beyond one tile for each multiprocessor the work is divided evenly, which favours bfloat16.
   """
   depth = 64

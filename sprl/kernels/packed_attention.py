@@ -1,16 +1,16 @@
-"""Attention of the learner and of prefill. Each query sees at most two stretches of adjacent keys, so there is no mask.
+"""Attention of the learner and of prefill. Each query sees at most two contiguous ranges of keys, so no mask is stored.
 
-The tokens of a segment of a packed row are adjacent, and a segment comes after the segment that it continues. So a query sees a
-stretch of its own segment, and a stretch of the prefix:
+Such a range is called a stretch. In a packed row, the tokens of a segment are adjacent, and a segment comes after the segment
+that it continues. A query therefore sees one stretch in its own segment and one in its prefix:
 
     row         a b c d e .       a prompt `ab` with two completions `cd` and `e`, then padding
     segments    1 1 2 2 3 0
     prefixes    0 0 1 1 1 0
-    own         0 0 2 2 4 -       first key of the own stretch, which ends with the token itself
-    prefix      - - 0 0 0 -       first key of the prefix, which ends behind b
+    own         0 0 2 2 4 -       first key of the own stretch, which ends with the query itself
+    prefix      - - 0 0 0 -       first key of the prefix stretch, which ends with b
 
-A sliding window moves the first key of both stretches. On Hopper GPUs a kernel reads the stretches and visits the blocks of keys
-that they touch, in both directions. The reference makes the mask of one chunk of queries at a time from them.
+A sliding window moves the first key of both stretches. On Hopper GPUs, the forward and backward kernels visit only the blocks
+of keys that the stretches touch. The reference builds the mask of one chunk of queries at a time.
 """
 
 from dataclasses import dataclass, field, replace
@@ -30,25 +30,25 @@ from sprl.kernels.platform import chosen
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Visible:
-  """The keys that each query sees: start <= s < end and, of its prefix, prefix_start <= s < prefix_end.
+  """The keys that each query sees: start <= s < end in its own segment, and prefix_start <= s < prefix_end in its prefix.
 
-  A stretch is empty if its first key is not below its end. prefix_end <= start where both have keys. With a window, a query sees
-  only the keys of these whose positions are less than `window` below its own.
+  A stretch is empty if its first key is not below its end. If both stretches have keys, prefix_end <= start. With a window, a
+  query sees only those of these keys whose positions are less than `window` below its own position.
   """
 
   start: Int[Array, 'B T']
   end: Int[Array, 'B T']
   prefix_start: Int[Array, 'B T']
   prefix_end: Int[Array, 'B T']
-  positions: Int[Array, 'B T'] | None = None  # in the tokens' sequences; they rise by one from token to token of a segment
+  positions: Int[Array, 'B T'] | None = None  # in their sequences; within a segment they rise by one per token
   window: int | None = field(default=None, metadata={'static': True})
 
   @classmethod
   def in_rows(cls, segments: Int[Array, 'B T'], prefixes: Int[Array, 'B T'] | None = None) -> 'Visible':
-    """Return what tokens of packed rows see: earlier tokens of their segment, and the segment that `prefixes` names (0: none).
+    """Return the visible keys in packed rows: earlier tokens of the own segment, and the segment that `prefixes` names (0: none).
 
-    Segments are numbered from 1 to T at most; 0 is padding. The tokens of a segment are adjacent. The segments that continue
-    another are behind it and adjacent to each other.
+    Segments are numbered from 1 to at most T; 0 is padding. The tokens of a segment are adjacent. Segments that continue the same
+    segment come after it and are adjacent to each other.
     """
     B, T = segments.shape
     rows, at = jnp.arange(B)[:, None], jnp.arange(T, dtype=jnp.int32)
@@ -62,19 +62,19 @@ class Visible:
 
   @classmethod
   def up_to(cls, key: Int[Array, 'B T']) -> 'Visible':
-    """Return what queries see that see all keys up to number `key`, which is included."""
+    """Let each query see the keys 0 to `key`, inclusive."""
     zeros = jnp.zeros_like(key)
     return cls(zeros, key + 1, zeros, zeros)
 
   def within(self, window: int, positions: Int[Array, 'B T']) -> 'Visible':
-    """Return what tokens of packed rows see of the newest `window` tokens of their sequences, their own included."""
+    """Restrict packed rows to the newest `window` tokens of each sequence, including the query's own token."""
     return replace(self, window=window, positions=positions)
 
   def narrowed(self) -> 'Visible':
-    """Return the same with the window in the stretches."""
+    """Return an equivalent `Visible` without a window: the stretches exclude the keys outside of the window."""
     if self.window is None or self.positions is None:
       return self
-    # The window covers the keys from here on, counted in the numbers of the prefix's keys.
+    # Index of the prefix's key at the window's oldest position. It may lie outside of the prefix.
     first = jnp.take_along_axis(self.positions, jnp.minimum(self.prefix_start, self.start.shape[1] - 1), axis=1)
     covered = self.prefix_start + self.positions - first - (self.window - 1)
     start = jnp.maximum(self.start, self.end - self.window)
@@ -94,9 +94,9 @@ class Visible:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Evictions:
-  """When the sampler's cache evicted each key, by kv head: queries from that position on do not see it."""
+  """When the sampler's cache evicted each key, for each kv head: queries at later positions do not see the key."""
 
-  positions: Int[Array, 'B T']  # of the queries
+  positions: Int[Array, 'B T']  # positions of the queries
   evicted: Int[Array, 'B K S']  # position of the first query that does not see the key
 
   def names(self) -> 'Evictions':
@@ -115,10 +115,10 @@ def packed_attention(
   fp8_softmax: bool = False,
   kernels: Kernels = 'auto',
 ) -> Float[Array, 'B T H D']:
-  """Softmax attention with grouped heads; scores and softmax are float32. A query that sees no key gives zeros.
+  """Return softmax attention with grouped heads. Scores and softmax are float32. A query that sees no key gives zeros.
 
-  The kernel computes neither evictions nor `fp8_softmax`, which rounds the softmax weights to e4m3 and has no gradient: these
-  always use the reference. Raises SettingsError if the kernel is forced and cannot take the shapes.
+  `fp8_softmax` rounds the softmax weights to e4m3 and has no gradient. The kernel supports neither it nor evictions; both use the
+  reference. Raises SettingsError if the kernel is forced and cannot take the shapes.
   """
   plain = evictions is None and not fp8_softmax
   if plain and chosen('attention of whole rows', kernels, lambda: hopper.obstacle(q, k)):
@@ -134,7 +134,7 @@ def reference(
   evictions: Evictions | None = None,
   fp8_softmax: bool = False,
 ) -> Float[Array, 'B T H D']:
-  """Compute `packed_attention` in jnp."""
+  """Return `packed_attention` computed in jnp: the kernel's reference."""
   if evictions is None:
     return by_chunks(_seen, q, k, v, visible.narrowed(), None, fp8_softmax)
   return by_chunks(_held, q, k, v, (visible.narrowed(), evictions.positions), evictions.evicted, fp8_softmax)
@@ -150,10 +150,10 @@ def _held(of_queries, evicted, keys):
 
 
 def cost(B: int, T: int, H: int, K: int, D: int, backward: bool = False) -> Cost:
-  """Return the cost of B rows, each one segment of T tokens, in bfloat16; with `backward`, of both passes.
+  """Return the cost of B rows in bfloat16, each one segment of T tokens. With `backward`, return the cost of both passes.
 
   The forward pass has two products of T^2 / 2 pairs per head and moves q, k, v and the output. The backward pass has five
-  products and moves these again, the output's gradient, and three gradients.
+  products. It moves the same arrays again, and the gradients of the output, q, k and v.
   """
   of_q, of_k = 2 * B * T * H * D, 2 * B * T * K * D
   if not backward:

@@ -1,4 +1,4 @@
-"""The choice between a GPU kernel and XLA for quantised activations. `sprl.quant.block.quantise_groups` is the reference."""
+"""Choose between a GPU kernel and XLA to quantise activations. The reference is `sprl.quant.block.quantise_groups`."""
 
 from typing import Any
 
@@ -9,9 +9,10 @@ from sprl.kernels.platform import chosen
 
 
 def runs(shape: tuple[int, int], dtype: Any, group: int, pow2: bool, kernels: Kernels, norm: bool = False) -> bool:
-  """Return whether a kernel quantises tokens of this shape. `norm`: a norm comes first.
+  """Return whether a kernel quantises tokens of this shape. `norm` says whether a norm comes first.
 
-  `kernels` can rule it out but not force it: the number of tokens changes from call to call, and XLA quantises what it cannot.
+  `kernels` can exclude the kernel but not force it: the number of tokens changes from call to call, and XLA quantises shapes that
+  the kernel cannot take.
   """
 
   def obstacle() -> str | None:

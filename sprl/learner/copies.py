@@ -1,11 +1,11 @@
-"""Copies of the weights that products multiply: in FP8 (`quant.learner`), or in the compute dtype.
+"""Copies of the weights for matrix products: in FP8 (`quant.learner`), or in the compute dtype.
 
     copies = copies_of(params, quant, dtype)       # once an update, before the loop over microbatches
     params = with_copies(params, copies)           # for each microbatch; gradients go to `params`
 
 Updates change the master weights. Copies exist only while an update or a scoring pass runs. Checkpoints and optimiser states do
-not have them. The linears in FP8 are those of a sampler with the same settings, with the same codes (docs/methods/fp8.md, FP8 in
-the learner). The other matrices are cast once, not once for each microbatch and pass. The products are the same.
+not contain them. A sampler with the same settings has the same FP8 linears with the same codes (docs/methods/fp8.md, FP8 in the
+learner). The other matrices are cast once, not once per microbatch and pass. The products do not change.
 """
 
 from dataclasses import replace
@@ -25,11 +25,11 @@ Copies = dict[str, BlockScaled | Emulated | Float[Array, '*X N M']]  # path of a
 
 
 def copies_of(params: Params, quant: Quant, dtype: Any, kernels: Kernels = 'auto', *, cast: bool = False) -> Copies:
-  """Return the copies of a tree of weights. For use inside a jitted function.
+  """Return the copies of a tree of weights, by path. Call it inside a jitted function.
 
-  The linears that `quant` names have an FP8 copy. An adapter is merged into its frozen weight in float32 first, as in the
-  sampler. With `cast` the other matrices that products cast to `dtype` have a copy in it (`cast_matrices`). `dtype` is also that
-  of emulated products. `kernels` selects the implementation of blockwise products.
+  Each linear that `quant` names gets an FP8 copy. An adapter is first merged into its frozen weight in float32, as in the
+  sampler. With `cast`, each other matrix that products would cast to `dtype` gets a copy in `dtype` (`cast_matrices`). Emulated
+  products also have this dtype. `kernels` selects the implementation of blockwise products.
   """
   named, codes = set(quantised_linears(params, quant)), multiplies_codes(quant, kernels)
   matrices = cast_matrices(params, quant, dtype) if cast else set()
@@ -47,7 +47,7 @@ def copies_of(params: Params, quant: Quant, dtype: Any, kernels: Kernels = 'auto
 def cast_matrices(params: Params, quant: Quant, dtype: Any) -> set[str]:
   """Return the paths of the weights that products would cast to `dtype`: kernels without an FP8 copy, and the head.
 
-  Weights that have `dtype` already and adapters are not among them. `params` may be shapes.
+  Adapters and weights that already have `dtype` are excluded. `params` may be shapes.
   """
   named = set(quantised_linears(params, quant))
   head = "['head']['kernel']" if 'head' in params else "['embed']"
@@ -61,7 +61,10 @@ def cast_matrices(params: Params, quant: Quant, dtype: Any) -> set[str]:
 
 
 def with_copies(params: Params, copies: Copies) -> Params:
-  """Return the weights with each weight that has a copy as a StraightThrough weight. Nothing is copied."""
+  """Return the weights with each weight that has a copy wrapped as a StraightThrough weight.
+
+  No array is copied.
+  """
 
   def leaf(path, w):
     copy = copies.get(jax.tree_util.keystr(path))

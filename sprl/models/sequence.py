@@ -1,12 +1,12 @@
-"""Attention of packed rows whose tokens lie on several devices (`mesh.learner.sequence`): an all-to-all before and one after.
+"""Attention of packed rows whose tokens lie on several devices (`mesh.learner.sequence`), between two all-to-alls.
 
-Outside attention everything is computed token by token, so each device has a part of a row's tokens and all heads. Attention
-needs whole rows: each device gets all tokens of a share of the heads, computes attention as on one device, and sends the outputs
-back.
+Outside attention, everything is computed token by token, so each device has a part of a row's tokens and all heads. Attention
+needs whole rows. The first all-to-all gives each device all tokens for a share of the heads. The device computes attention as on
+one device, and the second all-to-all returns the outputs. With Q devices:
 
     [rows, tokens/Q, heads] -> all to all -> [rows, tokens, heads/Q] -> attention -> all to all -> [rows, tokens/Q, heads]
 
-With fewer kv heads than devices, a kv head is repeated, and each copy has a part of its queries.
+With fewer kv heads than devices, each kv head is repeated, and each copy serves a part of its query heads.
 """
 
 import math
@@ -25,7 +25,10 @@ QUERIES, KEYS = ('rows', None, 'attention_heads', None), ('rows', None, 'attenti
 def whole_rows(
   q: Float[Array, 'B T H D'], k: Float[Array, 'B T K D'], v: Float[Array, 'B T K D']
 ) -> tuple[Float[Array, 'B T H D'], Float[Array, 'B T N D'], Float[Array, 'B T N D']]:
-  """Return queries, keys and values with whole rows and a share of the heads on each device. kv heads may be repeated."""
+  """Return queries, keys and values with whole rows and a share of the heads on each device.
+
+  N is the number of kv heads after they are repeated (`kv_copies`).
+  """
   copies = kv_copies(k.shape[2] // parts('kv_heads', k.shape[2]), shares('tokens'))
   if copies > 1:
     k, v = jnp.repeat(k, copies, axis=2), jnp.repeat(v, copies, axis=2)
@@ -33,12 +36,12 @@ def whole_rows(
 
 
 def own_tokens(out: Float[Array, 'B T H D']) -> Float[Array, 'B T H D']:
-  """Return the outputs of attention with all heads of a share of the tokens on each device."""
+  """Return the outputs of attention with all heads and a share of the tokens on each device."""
   return shard(out, 'rows', 'tokens', 'heads', None)
 
 
 def kv_copies(kv_heads: int, devices: int) -> int:
-  """Return how often each of a device's kv heads is repeated, so that `devices` devices share them."""
+  """Return how many copies of each of a device's kv heads `devices` devices need to share them."""
   return devices // math.gcd(devices, kv_heads)
 
 

@@ -1,7 +1,7 @@
-"""What the backward pass recomputes (`model.remat = 'auto'`): as little as the planned memory of an update allows.
+"""Choose what the backward pass recomputes (`model.remat = 'auto'`): as little as the planned memory of an update allows.
 
-Without recomputation a step has the fewest operations and takes the most memory. A choice is made once, before the update is
-compiled, and is stored with the settings of the run. A resumed run keeps it.
+Without recomputation, an update has the fewest operations and takes the most memory. The choice is made once, before the update
+is compiled, and is stored with the settings of the run. A resumed run keeps it.
 """
 
 import logging
@@ -20,7 +20,7 @@ from sprl.planning.room import GIB, memory_of
 from sprl.sharding.mesh import sizes
 
 LEAST_FIRST: tuple[Remat, ...] = ('none', 'dots', 'layer')
-USABLE = {'cpu': 0.8}  # fraction of the memory that an update may fill; the rest of a host is its other processes'
+USABLE = {'cpu': 0.8}  # fraction of the memory that an update may fill; other processes use the rest of a host
 USABLE_OF_ACCELERATOR = 0.9  # as in sprl.plan
 log = logging.getLogger(__name__)
 
@@ -31,9 +31,9 @@ def with_remat(run: Run, remat: RematSetting) -> Run:
 
 
 def least_that_fits(config: ModelConfig, run: Run, shape: Shape, axes: MeshAxes, room: float) -> Remat:
-  """Return the least recomputation with which an update takes at most `room` bytes of each device, else 'layer'.
+  """Return the least recomputation with which an update takes at most `room` bytes of each device.
 
-  A value of `model.remat` other than 'auto' is returned as it is.
+  If none fits, return 'layer'. A value of `model.remat` other than 'auto' is returned unchanged.
   """
   asked: RematSetting = run.model.remat
   if asked != 'auto':
@@ -45,9 +45,9 @@ def least_that_fits(config: ModelConfig, run: Run, shape: Shape, axes: MeshAxes,
 
 
 def decided(run: Run, model: Model, shape: Shape | None = None) -> Run:
-  """Return the run with `model.remat` decided for the learner's devices, and log a decision.
+  """Return the run with `model.remat` chosen for the learner's devices, and log the choice.
 
-  `shape` is that of a minibatch, by default the run's. Where the memory of the devices is not known, each layer is recomputed.
+  `shape` is that of a minibatch, by default the run's. If the memory of the devices is unknown, each layer is recomputed.
   """
   if run.model.remat != 'auto':
     return run
@@ -57,15 +57,15 @@ def decided(run: Run, model: Model, shape: Shape | None = None) -> Run:
   kernels = 'reference' if platform == 'cpu' else run.model.kernels
   here = replace(run, model=replace(run.model, dtype=model.dtype.name, kernels=kernels))
   remat = least_that_fits(model.config, here, shape or batch_shape(run, model), MeshAxes(**sizes(model.mesh)), room)
-  found = 'memory of the device not known' if memory is None else f'an update may fill {room / GIB:,.1f} GiB of each device'
+  found = 'the memory of the device is unknown' if memory is None else f'an update may fill {room / GIB:,.1f} GiB of each device'
   log.info('model.remat = %r: %s', remat, found)
   return with_remat(run, remat)
 
 
 def as_stored(run: Run, stored: Mapping[str, Any]) -> Run:
-  """Return the run with the values that its work directory stored for settings that it leaves to be chosen.
+  """Return the run, with settings that it leaves open taken from its work directory.
 
-  `stored` are the settings of config.json. A run that began when another default applied keeps that value too.
+  `stored` are the settings of config.json. A run that started under another default keeps that value too.
   """
   remat, chunk = stored.get('model', {}).get('remat', 'auto'), stored.get('packing', {}).get('score_chunk')
   run = with_remat(run, remat) if run.model.remat == 'auto' else run

@@ -1,12 +1,13 @@
-"""Linears that read the same activations, as one weight: one matrix product in place of two or three.
+"""Join linears that read the same activations into one weight: one matrix product instead of two or three.
 
-    q [N1, M], k [N2, M], v [N3, M]  ->  [N1 + N2 + N3, M]        x is read, and quantised, once
+    q [N1, M], k [N2, M], v [N3, M]  ->  [N1 + N2 + N3, M]        x is read and quantised once
 
-The sampler's weights are joined once a sync (sprl/sampler/weights.py). The learner, adapters and checkpoints have them apart. A
-joined weight takes the place of the first of its linears, and `Within` that of the others, so one network runs with both.
+The sampler's weights are joined once per sync (sprl/sampler/weights.py). The learner, adapters and checkpoints keep them
+separate. A joined weight takes the place of its first linear, and `Within` takes the place of each other linear. The same network
+code runs with joined and with separate weights.
 
-A mesh cuts a joined weight into equal parts of its rows, and each part must have its part of every linear. The rows are therefore
-stored part by part. Worked example, 2 parts, four rows of gate and four of up:
+A mesh cuts the rows of a joined weight into equal parts. Each part must contain its share of every linear, so the rows are stored
+part by part. Worked example with 2 parts, four rows of gate and four rows of up:
 
     g0 g1 u0 u1 | g2 g3 u2 u3
 """
@@ -40,11 +41,11 @@ class Joined:
   parts: int = field(metadata={'static': True})
 
   def split(self, y: Float[Array, '*B N']) -> list[Float[Array, '*B _']]:
-    """Return each linear's part of a product with the weight, or with one device's rows of it."""
+    """Return each linear's part of y, a product with the whole weight or with one device's rows of it."""
     return self._cut(y, -1)
 
   def apart(self) -> list[Any]:
-    """Return the weights of the linears, each in the form that it had."""
+    """Return the weights of the linears, each in its original form."""
 
     def rows(x):
       codes = x.dtype == jnp.float8_e4m3fn
@@ -55,7 +56,10 @@ class Joined:
     return [form.unflatten(of_linear) for of_linear in zip(*map(rows, leaves), strict=True)]
 
   def _cut(self, x, axis: int):
-    """Cut an axis that has the order of the rows. It may have fewer numbers: one device's, or one for each block of rows."""
+    """Split an axis in the order of the weight's rows into one piece per linear.
+
+    The axis may be shorter than the rows: the rows of one device, or one number for each block of rows.
+    """
     before, after = x.shape[:axis], x.shape[x.ndim + axis + 1 :]
     total = sum(self.sizes)
     parts = self.parts if axis == -2 else self.parts * x.shape[axis] // total
@@ -72,7 +76,10 @@ class Within:
 
 
 def join(weights: Sequence[Any], parts: int = 1) -> Joined:
-  """Return the weights of linears as one. All have the same form: arrays, or FP8 of one format whose blocks part them."""
+  """Return the weights of several linears as one weight.
+
+  All must have the same form: arrays, or FP8 of one format. No FP8 block may extend over two linears or two parts.
+  """
 
   def rows(*arrays):
     codes = arrays[0].dtype == jnp.float8_e4m3fn
@@ -85,9 +92,10 @@ def join(weights: Sequence[Any], parts: int = 1) -> Joined:
 
 
 def join_all(params: Params, meshes: Iterable[Mesh | AbstractMesh]) -> Params:
-  """Return the network's weights with those joined that read the same activations. `meshes` are all meshes that multiply them.
+  """Return the network's weights, with those linears joined that read the same activations.
 
-  Linears stay apart if they have different formats, if they would share FP8 blocks, or if the meshes cut them differently.
+  `meshes` are all meshes that multiply these weights. Linears stay separate if they have different formats, if they would share
+  FP8 blocks, or if the meshes cut them differently.
   """
 
   def of(names, weights):
@@ -98,12 +106,12 @@ def join_all(params: Params, meshes: Iterable[Mesh | AbstractMesh]) -> Params:
 
 
 def apart(params: Params) -> Params:
-  """Return the network's weights without joined ones."""
+  """Return the network's weights with every joined weight split into its linears."""
   return _in_groups(params, lambda names, weights: weights[0].apart() if isinstance(weights[0], Joined) else weights)
 
 
 def _parts(weights: list[Any], axes: tuple[str, ...], meshes: tuple[Mesh | AbstractMesh, ...]) -> int | None:
-  """Return the number of parts into which every mesh cuts each of the weights; None if they cannot be joined."""
+  """Return the number of parts into which every mesh cuts each weight, or None if the weights cannot be joined."""
   cuts = {shares(axis, mesh) for axis in axes for mesh in meshes} or {1}
   if len(cuts) > 1 or len({_form(w) for w in weights}) > 1:
     return None

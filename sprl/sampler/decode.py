@@ -42,14 +42,14 @@ class DecodeState:
   seed: Array  # random key of the run
   uid: Int[Array, ' B']
   attempt: Int[Array, ' B']
-  limit: Int[Array, ' B']  # the largest number of completion tokens
+  limit: Int[Array, ' B']  # maximum number of completion tokens
   count: Int[Array, ' B']  # completion tokens drawn so far
   done: Bool[Array, ' B']
   tokens: Int[Array, 'B C']  # the completion
-  logp: Float[Array, 'B C']  # under the distribution that the token was drawn from
+  logp: Float[Array, 'B C']  # log-prob of the token under the distribution that drew it
   kept: Int[Array, 'B C']  # cache slots attended, including the query's own
   routes: Int[Array, 'B T M k'] | None = None  # experts of the token at each position; MISSING where no token is yet
-  support: Integer[Array, 'B R W'] | None = None  # of the last R tokens, token t in column t mod R (sprl/kernels/support.py)
+  support: Integer[Array, 'B R W'] | None = None  # of the last R tokens, t in column t mod R (sprl/kernels/support.py)
 
   @property
   def axes(self) -> 'DecodeState':
@@ -71,7 +71,7 @@ class Prompts:
 
 
 class NewRows(NamedTuple):
-  """The requests that rows start on. Row b starts on prompt `parent[b]`; a row with parent -1 continues unchanged."""
+  """The requests that start on rows. Row b starts on prompt `parent[b]`; a row with parent -1 continues unchanged."""
 
   parent: Int[Array | np.ndarray, ' B']
   uid: Int[Array | np.ndarray, ' B']
@@ -80,7 +80,7 @@ class NewRows(NamedTuple):
 
 
 def empty_cache(layout: CacheLayout, weights: SamplerWeights, rows: int, slots: int | None = None) -> KVCache:
-  """Return a cache without tokens, with the scales and key biases of the weights. `slots` replaces the layout's number."""
+  """Return a cache without tokens, with the scales and key biases of the weights. `slots` replaces the layout's slots."""
   return KVCache.empty(layout, rows, slots, weights.scales, _biases(layout, weights))
 
 
@@ -95,7 +95,7 @@ def empty_state(
 ) -> DecodeState:
   """Return the state of `rows` rows without requests: all are done. A completion has at most `max_tokens` tokens.
 
-  If `recorded` has filters, the state records the supports of the tokens that these settings draw between two reads.
+  If the settings `recorded` have filters, the state records the supports of the tokens that are drawn between two reads.
   """
   ints = jnp.zeros(rows, jnp.int32)
   state = DecodeState(
@@ -135,13 +135,13 @@ def prefill(
 ) -> Prompts:
   """Read right-padded prompts of `lengths` tokens in one forward pass.
 
-  A prompt longer than the budget is compressed layer by layer, after its queries attended to all of it. So only one layer at a
-  time holds the whole prompt, and the prompts' caches have no more slots than the rows that start on them.
+  A prompt longer than the budget is compressed layer by layer, after its queries have attended to all of it. Therefore only one
+  layer at a time holds the whole prompt, and the prompts' caches have no more slots than the rows that start on them.
 
-  `given` follows the prompts: earlier turns, or tokens that an aborted request had drawn. `counts` are their lengths. They are
-  read as decode steps would have read them, so a cache that evicts compresses at the same tokens.
+  `given` are tokens that follow the prompts: earlier turns, or tokens that an aborted request had drawn. `counts` are their
+  numbers. They are read as decode steps would read them, so a cache that evicts compresses at the same tokens.
 
-  Padding is written behind each row's length, where no query attends.
+  Padding is written after each row's length, where no query attends.
   """
   P, T = tokens.shape
   cache = empty_cache(layout, weights, P, T if given is None else max(T, layout.slots))
@@ -160,11 +160,11 @@ def read_given(
   given: Int[Array, 'P N'],
   counts: Int[Array, ' P'],
 ) -> Prompts:
-  """Read the first `counts` given tokens of each row behind the tokens of its cache.
+  """Read the first `counts` given tokens of each row, after the tokens that its cache already has.
 
-  A dense cache reads them in one forward pass. A cache that evicts reads up to its next compression at a time: until then it only
-  grows. So all tokens up to a compression but the last go through the network together, and the last one as a decode step, which
-  compresses. Rows may be at different steps of their interval.
+  A dense cache reads them in one forward pass. A cache that evicts only grows until the step of its next compression. It reads
+  the tokens before that step in one forward pass. It reads the token of that step as a decode step, which compresses. Rows may be
+  at different steps of their interval.
   """
   interval, N = layout.settings.interval, given.shape[1]
   width = min(interval - 1, N) if layout.sparse else N
@@ -235,7 +235,7 @@ def insert(
     routes=_forked_routes(state.routes, prompts.routes, parent, new),
   )
   hidden = shard(shard(prompts.hidden, None, None)[parent], 'rows', None)
-  # The last query of a prompt attended to all of it. The last query of given tokens was a decode step's.
+  # The last query of a prompt attended to the whole prompt. After given tokens, the last query was that of a decode step.
   attended = jnp.where(state.cache.decoded > 0, state.cache.length, state.cache.seen)
   return _draw_token(state, weights, hidden, active=new & ~state.done, attended=attended, sampling=sampling, stop_ids=stop_ids)
 
@@ -253,13 +253,13 @@ def decode(
 ) -> DecodeState:
   """Draw up to `steps` more tokens for every row that is not done. `state` is donated.
 
-  A chunk that is `fixed` always has `steps` steps. Otherwise it ends when all rows are done: a GPU would ask the host before
-  every step whether to go on.
+  With `fixed`, the chunk always has `steps` steps. Otherwise it ends when all rows are done. On a GPU this check makes the device
+  wait for the host before every step.
 
-  In a cache that evicts, rows of a fixed chunk can be due at every P-th step only, P = gcd(steps, interval). The other steps are
-  plain: their program has no compression. For this, a row that has decoded n tokens takes part in step i only if n = i modulo P.
-  A row that starts on a prompt never waits. A row behind given tokens or a kept cache waits once, for P - 1 steps at most. It
-  draws the same tokens, because draws depend on positions and not on steps.
+  With `fixed` and a cache that evicts, rows can be due only at every P-th step, where P = gcd(steps, interval). The other steps
+  are plain: their program has no compression. For this, a row that has decoded n tokens takes part in step i only if n = i modulo
+  P. A row that starts on a prompt never waits. A row that starts after given tokens or on a kept cache waits once, for at most P
+  - 1 steps. It draws the same tokens, because draws depend on positions, not on steps.
   """
 
   def advance(state, active, compresses=True):
@@ -338,9 +338,10 @@ def _record_routes(routes, taken, first, count):
 
 
 def logits(weights: SamplerWeights, hidden: Float[Array, 'B E']) -> Float[Array, 'B V']:
-  """Return float32 logits. On a mesh each row's logits are whole on one device, because sampling needs the whole row.
+  """Return float32 logits. On a mesh, one device holds all logits of a row, because sampling needs the whole row.
 
-  A split vocabulary first gives each device a part of every row's logits; an all-to-all then gives it some rows whole.
+  If the vocabulary is split, each device first computes a part of every row's logits. An all-to-all then gives it some whole
+  rows.
   """
   hidden, head = shard(hidden, 'gathered_rows', None), shard(weights.head, 'vocab', None)
   logits = jax.lax.dot_general(hidden, head, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
@@ -376,7 +377,7 @@ def _draw_token(state, weights, hidden, *, active, attended, sampling, stop_ids)
 
 
 def _sharded(state: DecodeState) -> DecodeState:
-  """Constrain the state to its named axes. Otherwise XLA would spread the sharding of the drawn tokens to it."""
+  """Constrain the state to its named axes. Otherwise XLA propagates the sharding of the drawn tokens to it."""
   return jax.tree.map(lambda names, x: shard(x, *names), state.axes, state, is_leaf=is_names)
 
 
@@ -387,12 +388,12 @@ def _set_column(cells, column, new):
 @OnMesh
 @partial(jax.jit, static_argnames='steps')
 def read(state: DecodeState, since: Int[Array, ' B'], steps: int) -> dict[str, Array]:
-  """Return what the host needs between chunks: state and counts of each row, and its newest records.
+  """Return what the host needs between chunks: status and counts of each row, and its newest records.
 
   `done`, `count`, `saturated` and `saturated_queries` are [B].
 
-  `tokens`, `logp` and `kept` are [B, steps]: up to `steps` completion tokens of row b, beginning with number `since[b]`. If the
-  state records supports, `support` is [B, steps, W]; `steps` is then at most the R tokens that it holds.
+  `tokens`, `logp` and `kept` are [B, steps]: up to `steps` completion tokens of row b, starting at index `since[b]`. If the state
+  records supports, `support` is [B, steps, W]. In this case `steps` is at most R, the number of tokens with a recorded support.
   """
   columns = jnp.minimum(since[:, None] + jnp.arange(steps), state.tokens.shape[1] - 1)
   news = {name: jnp.take_along_axis(getattr(state, name), columns, axis=1) for name in ('tokens', 'logp', 'kept')}
@@ -412,12 +413,12 @@ def rescale(state: DecodeState, weights: SamplerWeights) -> DecodeState:
 
 
 def rescaled(cache: KVCache, weights: SamplerWeights) -> KVCache:
-  """Return an FP8 cache with the scales and key biases of other weights; another cache is returned as it is."""
+  """Return an FP8 cache with the scales and key biases of other weights; return any other cache unchanged."""
   return cache if weights.scales is None else cache.rescaled(weights.scales, _biases(cache.layout, weights))
 
 
 @OnMesh
 @partial(jax.jit, donate_argnames='state')
 def release(state: DecodeState, which: Bool[Array, ' B']) -> DecodeState:
-  """End the rows of `which`. `state` is donated."""
+  """Mark the rows in `which` as done. `state` is donated."""
   return dataclasses.replace(state, done=state.done | which)
