@@ -132,9 +132,9 @@ def setup(
   record_format(run.sampling, model.config.vocab_size)  # raises if the filters of the rollouts cannot be recorded
   layout = model.cache_layout(run.sampling, run.cache, run.quant, run.masked_learner, run.model.router_replay == 'R3')
   check_caches_fit(run, layout, model.engine_meshes)
-  run = team.broadcast('remat', lambda: decided(stored_choices(run, workdir), model))
   here = {'computes in': str(model.dtype), 'kernels': model.kernels, '--workdir': str(workdir), '--from': start.source}
   check_alike('settings', settings.to_dict(run) | here, team)
+  run = team.broadcast('remat', lambda: decided(stored_choices(run, workdir), model))
   rollouts = RolloutSetup.open(run, model.tokenizer, team, inputs)
   check_alike('problems', {'problems': rollouts.state()}, team)
   for remark in remarks(run, layout, model.linears(run.quant), model.config.max_positions):

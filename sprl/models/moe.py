@@ -64,7 +64,7 @@ class Blocks(NamedTuple):
   place: Int[Array, ' M']  # row of each assignment among all n * C; n * C: its expert is on another device
 
 
-def probabilities(x: Float[Array, '*B E'], router: Float[Array, 'X E']) -> Float32[Array, '*B X']:
+def probabilities(x: Float[Array, '*B E'], router: Float[Array, 'X E'] | StraightThrough) -> Float32[Array, '*B X']:
   """Return the router's distribution over all experts."""
   return jax.nn.softmax(dot(x, router, ROUTER).astype(jnp.float32))
 

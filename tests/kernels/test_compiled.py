@@ -333,9 +333,10 @@ def test_second_codes_of_keys_are_written_and_moved_in_place(cache):
   second = keys.replace(',128]', ',16]')
   made = [line for line in compiled.text.splitlines() if f'= {second}' in line.replace('{3,2,1,0}', '')]
   assert not [line for line in made if ' copy(' in line or ' copy-start(' in line]
-  assert len([line for line in made if ' fusion(' in line and '/write/scatter' in line]) == 2
+  layers = 2 * (2 if cache.budget else 1)  # with eviction the program has plain steps, and a step that may compress
+  assert len([line for line in made if ' fusion(' in line and '/write/scatter' in line]) == layers
   queries = re.findall(r'= f16\[64,28,(\d+)\]\S* fusion', compiled.text)
-  assert queries == ['192'] * 2  # both factors of the scores are cast in one launch
+  assert queries == ['192'] * layers  # both factors of the scores are cast in one launch
 
 
 def test_a_layer_has_four_products_and_a_kernel_before_each_that_quantises():

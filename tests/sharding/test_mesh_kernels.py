@@ -122,7 +122,7 @@ def check_in_place(compiled, layout, heads):
 def test_devices_that_share_no_row_send_nothing():
   compiled, layout = decoding(Mesh(data=8, fsdp=1, tensor=1))
   check_in_place(compiled, layout, K)
-  assert [(each.kind, each.bytes) for each in compiled.collectives] == [('all-reduce', 1)]  # whether all rows are done
+  assert compiled.collectives == ()
 
 
 @h200s
@@ -134,5 +134,5 @@ def test_devices_that_share_weights_send_what_is_planned():
   planned = Counter({('all-reduce', rows, 4): 1 + 2 * L})  # embeddings of the tokens; o and down
   planned['all-to-all', 4 * ROWS * V // 4, 4] += 1  # logits: from parts of all rows to whole rows
   planned['all-gather', 4 * ROWS, 4] += 2  # drawn tokens and their log-probs
-  planned['all-reduce', 1, 2] += 1  # whether all rows are done
-  assert Counter((each.kind, each.bytes, each.devices) for each in compiled.collectives) == planned
+  found = Counter((each.kind, each.bytes, each.devices) for each in compiled.collectives)
+  assert found == planned + planned  # the program has plain steps, and a step that may compress
