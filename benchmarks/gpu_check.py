@@ -8,7 +8,7 @@
 
 The device's ceilings are measured first: copy bandwidth and matrix rates. The parts, in the order in which they run:
 
-    parity        every kernel, and the library's attention, against its reference on random numbers
+    parity        every kernel against its reference on random numbers
     decode        decode steps of Qwen2.5-7B and 1.5B at 4 and 8 layers, dense and sparse, bfloat16 and FP8
     launches      the cost of a launch, and of a loop that asks the host whether to go on
     attention     decode attention at real models' shapes, beside XLA, cuDNN and PyTorch

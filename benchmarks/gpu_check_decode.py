@@ -20,7 +20,7 @@ from gpu_check_bench import BF16, GENERATED, Bench, Case, Row, Rows, config_of, 
 
 from sprl.cache.kv_cache import KVCache
 from sprl.cache.layer import LayerCache
-from sprl.cache.layout import cache_layout
+from sprl.cache.layout import CacheLayout, cache_layout
 from sprl.cache.scales import Scales
 from sprl.config import DENSE, UNQUANTISED, Cache, Quant, Sampling
 from sprl.kernels.platform import on_gpu
@@ -134,6 +134,13 @@ def random_params(name: str, layers: int) -> Any:
   return jax.jit(partial(transformer.init_params, config_of(name, layers), dtype=BF16))(jax.random.key(0))
 
 
+def engine_weights(params: Any, quant: Quant, layout: CacheLayout) -> SamplerWeights:
+  """Return the weights as the engine multiplies them: joined in every mode, and in FP8 if `quant` says so. All are copies."""
+  weights = sampler_weights(params, BF16, quant)
+  scales = Scales(*(jnp.full(len(params['layers']), SCALE) for _ in range(3)))
+  return weights._replace(scales=scales) if layout.fp8 else weights
+
+
 def steps_of(bench: Bench, name: str, mode: str, tokens: int, layers: int) -> Row:
   """Time decode steps of a model; return microseconds, and the bytes that a step must read."""
   config, params, (cache, quant) = config_of(name, layers), random_params(name, layers), modes(bench)[mode]
@@ -142,11 +149,7 @@ def steps_of(bench: Bench, name: str, mode: str, tokens: int, layers: int) -> Ro
   chunks = cache.interval // chunk if sparse else bench.sizes(4, 1)
   plain = min(chunks - 2, 4) if sparse else 0  # chunks without a row that is due
   layout = cache_layout(config, cache, quant, prompt, tokens - prompt, BF16)
-  weights = SamplerWeights(params)  # jit would copy unquantised weights
-  if 'w8a8' in quant.sampler:
-    weights = sampler_weights(params, BF16, quant)
-  if layout.fp8:
-    weights = weights._replace(scales=Scales(*(jnp.full(config.num_layers, SCALE) for _ in range(3))))
+  weights = engine_weights(params, quant, layout)
   rows, usable = bench.sizes(256, 2), 0.85 * memory()
   while rows > 1 and 1.1 * layout.bytes(rows) > usable - held(params, weights):
     rows //= 2

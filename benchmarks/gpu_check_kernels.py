@@ -139,7 +139,7 @@ def unmasked_rows(bench: Bench, bound: str, case: str, name: str, R: int, T: int
 
 def in_float16(make: Callable, key: jax.Array) -> tuple[Any, ...]:
   """Return the arrays of `make` in float16, the only type for which the backward pass of Pallas's attention compiles."""
-  return tuple(x.astype(jnp.float16) if x.dtype == BF16 else x for x in make(key))
+  return jax.tree.map(lambda x: x.astype(jnp.float16) if x.dtype == BF16 else x, make(key))
 
 
 def pallas_rows(q, k, v, visible):

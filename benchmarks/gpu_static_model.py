@@ -1,6 +1,7 @@
 """The time of a compiled program's launches on an H200, from bytes, operations and counts. No GPU has confirmed it.
 
-The constants below are the model's assumptions. Each names its source; a measurement should replace it.
+The model's assumptions are the constants below, each with its source, and those of sprl/kernels/launch_model.py, which also times
+the FP8 products. A measurement should replace each.
 
 A launch takes START, and the longest of its bytes, its matrix products by whole waves of tiles, and the instructions of its
 kernel. Launches run one after the other. A loop or a branch outside of a CUDA graph waits for the host.
@@ -12,34 +13,29 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from sprl.kernels import eviction, hopper_block_matmul
+from sprl.kernels import eviction, launch_model
 from sprl.kernels.hopper_decode_attention import BLOCK
+from sprl.kernels.launch_model import BF16, CLOCK, FETCH, FILL, FP8, LAUNCH, MEMORY, MULTIPROCESSORS, SHARED, SPLITS
 from sprl.planning.aot import Kernel
 from sprl.planning.hlo import Instruction, Module, Product, Shape, moved, product
 from sprl.planning.thunks import QUIET, Thunk
 
 # --- assumptions -----------------------------------------------------------------------------------------------------
 # findings: the performance audit of an earlier commit, which estimated H200s from published measurements.
-COPY = 4.3e12  # bytes/s of device memory that a copy reaches; findings (data sheet: 4.8e12)
-BF16, FP8 = 790e12, 1.5e15  # FLOP/s that large products reach; findings (data sheet: 989e12, 1,979e12)
 FLOAT32 = 55e12  # FLOP/s of float32 products at highest precision, without tensor cores; data sheet: 67e12
 TF32 = 380e12  # FLOP/s of float32 products at default precision; data sheet: 494e12
-PROCESSORS, CLOCK = 132, 1.755e9  # multiprocessors; Hz under load, NVIDIA H100 tuning guide
-PORT = 64 * CLOCK  # bytes/s from the L2 cache to one multiprocessor: 64 bytes a cycle, NVIDIA H100 tuning guide
-START, LOOSE = 1.2e-6, 2.5e-6  # seconds from one launch to the next inside a CUDA graph, and outside; findings
+START = 1.2e-6  # seconds from one launch to the next inside a CUDA graph (outside: LAUNCH); findings
 GRAPH = 2.5e-6  # seconds to start a CUDA graph; NVIDIA blog, constant-time launch for straight-line CUDA graphs
 QUESTION = 10e-6  # seconds that the device idles while the host reads a loop's or a branch's predicate; findings
-STREAMED = 0.9  # share of COPY that a kernel reaches which reads long rows through the copy engine; findings: 0.85 to 0.9
-MOVED = 0.55  # share of COPY of `hopper_compact`; findings: 0.50 to 0.65
+STREAMED = 0.9  # share of MEMORY that a kernel reaches which reads long rows through the copy engine; findings: 0.85 to 0.9
+MOVED = 0.55  # share of MEMORY of `hopper_compact`; findings: 0.50 to 0.65
 ISSUED = 0.7  # share of the schedulers' cycles that issue, with several programs on a multiprocessor
 SLOW = {'conversion': 2, 'special': 8, 'shared load': 4, 'shared store': 4}  # cycles of a scheduler for a warp's instruction
 WAIT = {'barrier': 30, 'matrix wait': 60}  # cycles until a warp continues
 DEPENDENT = 2  # cycles from one instruction of a warp to the next, on average
-SHARED = 227 * 1024  # bytes of shared memory of a multiprocessor; CUDA programming guide
 REGISTERS = 65536  # registers of a multiprocessor; CUDA programming guide
-# Tiles [M, N] of cuBLAS's bfloat16 kernels, and numbers of programs that share a tile's sum; profiles of cuBLAS 12 on Hopper
+# Tiles [M, N] of cuBLAS's bfloat16 kernels; profiles of cuBLAS 12 on Hopper
 TILES = tuple(itertools.product((64, 128, 256), (64, 128, 256)))[:-1]
-SPLITS = (1, 2, 4, 8)
 
 
 class Context(NamedTuple):
@@ -68,7 +64,7 @@ class Work:
   @property
   def overhead(self) -> float:
     """Seconds of launches and waiting."""
-    return (self.launches - self.loose) * START + self.loose * LOOSE + self.graphs * GRAPH + self.questions * QUESTION
+    return (self.launches - self.loose) * START + self.loose * LAUNCH + self.graphs * GRAPH + self.questions * QUESTION
 
   @property
   def seconds(self) -> float:
@@ -93,19 +89,19 @@ class Tiling(NamedTuple):
 
 
 def tiled(M: int, N: int, K: int, batch: int, size: int, rate: float, traffic: float) -> Tiling:
-  """Return the fastest tiling of `batch` products of M tokens and weights [N, K], for elements of `size` bytes.
+  """Return the fastest tiling by a library of `batch` products of M tokens and weights [N, K], for elements of `size` bytes.
 
-  `traffic` are the bytes that the launch moves without partial sums.
+  Pairs of programs share the larger operand. `traffic` are the bytes that the launch moves without partial sums.
   """
 
   def seconds(m, n, split) -> Tiling:
     programs = -(-M // m) * -(-N // n) * batch * split
-    waves = -(-programs // PROCESSORS)
+    waves = -(-programs // MULTIPROCESSORS)
     depth = -(-K // split)
-    tile = max(2 * m * n * depth * PROCESSORS / rate, (m + n) * depth * size / PORT)
+    tile = max(2 * m * n * depth * MULTIPROCESSORS / rate, (max(m, n) / 2 + min(m, n)) * depth * size / FETCH)
     partial = 2 * 4 * split * batch * M * N if split > 1 else 0
-    took = max(waves * tile, (traffic + partial) / (COPY * STREAMED)) + (START if split > 1 else 0)
-    return Tiling(f'{m}x{n}' + f'/{split}' * (split > 1), programs / (waves * PROCESSORS), partial, took)
+    took = max(waves * tile, (traffic + partial) / (MEMORY * STREAMED)) + (START if split > 1 else 0)
+    return Tiling(f'{m}x{n}' + f'/{split}' * (split > 1), programs / (waves * MULTIPROCESSORS), partial, took)
 
   splits = SPLITS if batch == 1 else (1,)  # with a batch, XLA split the sum itself
   return min(
@@ -114,19 +110,15 @@ def tiled(M: int, N: int, K: int, batch: int, size: int, rate: float, traffic: f
 
 
 def fp8_tiled(M: int, N: int, K: int) -> Tiling:
-  """Return how `hopper_block_matmul` multiplies M tokens by weights [N, K]: its launch decides."""
-  plan = hopper_block_matmul.launch(M, N, K)
-  across, along, splits = plan.tiles
-  tiles = across * along * splits
-  waves = -(-tiles // PROCESSORS)
-  block = hopper_block_matmul.BLOCK
-  tile = plan.depth * max(
-    2 * plan.rows * plan.tokens * block * PROCESSORS / FP8, (plan.rows + plan.tokens) * block / PORT
-  )  # seconds of one multiprocessor
-  partial = 2 * 4 * splits * across * plan.rows * along * plan.tokens if splits > 1 else 0
-  traffic = M * K + N * K + 2 * M * N * (splits == 1) + partial / 2  # another launch reads the partial sums
-  took = max(waves * tile, traffic / (COPY * STREAMED))
-  return Tiling(f'{plan.rows}x{plan.tokens}' + f'/{splits}' * (splits > 1), tiles / (waves * PROCESSORS), partial, took)
+  """Return how `hopper_block_matmul` multiplies M tokens by weights [N, K], in the time of its own launch model.
+
+  The start and the first copy are left out and the bytes take as long as in `tiled`, so that FP8 and bfloat16 compare.
+  """
+  plan = launch_model.launch(M, N, K)
+  working = launch_model.seconds(plan, M, N, K) - LAUNCH - FILL
+  least = (N * K + M * K + 2 * M * N) / (MEMORY * STREAMED)
+  name = f'{plan.rows}x{plan.tokens}' + f'/{plan.splits}' * (plan.splits > 1)
+  return Tiling(name, plan.wave_use, 2 * plan.partial_bytes, max(working, least))
 
 
 class Matmul(NamedTuple):
@@ -135,7 +127,7 @@ class Matmul(NamedTuple):
   name: str  # layer and linear, as in `layer0/mlp`
   sizes: Product
   kind: str  # bf16, fp8, float32
-  tiling: Tiling  # its seconds include the launch that adds partial sums
+  tiling: Tiling
 
 
 # --- launches --------------------------------------------------------------------------------------------------------
@@ -161,7 +153,7 @@ def launch(module: Module, instruction: Instruction, context: Context) -> tuple[
   for dot in module.inner(instruction, 'dot'):
     of = module.instructions[dot.operands[0]].shapes[0]
     return _product(instruction, product(module, dot), of, dot.attributes, traffic)
-  return Work(bytes=traffic, rest=traffic / COPY), None
+  return Work(bytes=traffic, rest=traffic / MEMORY), None
 
 
 def _product(instruction, sizes, of: Shape, attributes, traffic):
@@ -182,24 +174,23 @@ def _kernel(module, instruction, context, traffic):
     case 'hopper_block_matmul':
       (M, K), N = operands[0].dims, operands[2].dims[0]
       tiling = fp8_tiled(M, N, K)
-      apart = tiling.partial > 0 and len(instruction.shapes) == 1  # another launch adds the partial sums
-      whole = tiling._replace(seconds=tiling.seconds + START + tiling.partial / 2 / COPY) if apart else tiling
-      return Work(bytes=traffic, products=tiling.seconds), Matmul(scope(instruction), Product(M, N, K), 'fp8', whole)
+      work = Work(bytes=traffic + tiling.partial / 2, products=tiling.seconds)  # its results include the partial sums
+      return work, Matmul(scope(instruction), Product(M, N, K), 'fp8', tiling)
     case 'hopper_grouped_block_matmul' | 'hopper_grouped_matmul':
       weights = max(shape.bytes for shape in operands)
       traffic += (context.met - 1) * weights
-      return Work(bytes=traffic, products=traffic / (COPY * STREAMED)), None
+      return Work(bytes=traffic, products=traffic / (MEMORY * STREAMED)), None
     case 'hopper_compact':
       kept = next(shape for shape in operands[3:] if len(shape.dims) == 2)
       D = operands[0].dims[-1]
       least = eviction.compact_cost(
         1, kept.dims[0], kept.dims[1], D, 'uint8' if operands[0].dtype in ('u8', 'f8e4m3fn') else 'bfloat16'
       )
-      return Work(bytes=least.bytes, rest=least.bytes / (COPY * MOVED)), None
+      return Work(bytes=least.bytes, rest=least.bytes / (MEMORY * MOVED)), None
     case 'hopper_similarity':
       K, S, D = operands[0].dims[-3:]
-      return Work(bytes=traffic, rest=max(traffic / COPY, 2 * K * S * S * D / (0.1 * BF16))), None
-  return Work(bytes=traffic, rest=traffic / (COPY * STREAMED)), None
+      return Work(bytes=traffic, rest=max(traffic / MEMORY, 2 * K * S * S * D / (0.1 * BF16))), None
+  return Work(bytes=traffic, rest=traffic / (MEMORY * STREAMED)), None
 
 
 def attention(operands: Sequence[Shape], results: Sequence[Shape], context: Context) -> Work:
@@ -208,7 +199,7 @@ def attention(operands: Sequence[Shape], results: Sequence[Shape], context: Cont
   traffic = sum(shape.bytes for shape in results)
   for shape in operands:
     traffic += shape.bytes * (occupied if context.slots in shape.dims else 1)
-  seconds = traffic / (COPY * STREAMED)
+  seconds = traffic / (MEMORY * STREAMED)
   kernel = context.kernels.get('hopper_decode_attention')
   if kernel is not None and kernel.sass is not None and kernel.sass.loop:
     heads = math.prod(operands[1].dims[:-2])  # rows times kv heads
@@ -225,9 +216,9 @@ def loop_seconds(kernel: Kernel, iterations: float) -> float:
   assert kernel.sass is not None, 'the caller checks it'
   loop, warps = kernel.sass.loop, kernel.threads / 32
   issue = sum(times * SLOW.get(kind, 1) for kind, times in loop.items()) * warps / 4 / ISSUED
-  resident = max(1, min(SHARED // max(1, kernel.shared + 1024), REGISTERS // (kernel.registers * kernel.threads)))
+  resident = max(1, min(SHARED[0] // max(1, kernel.shared + 1024), REGISTERS // (kernel.registers * kernel.threads)))
   latency = sum(times * (DEPENDENT + WAIT.get(kind, 0)) for kind, times in loop.items()) / resident
-  return iterations * max(issue, latency) / PROCESSORS / CLOCK
+  return iterations * max(issue, latency) / MULTIPROCESSORS / CLOCK
 
 
 # --- programs --------------------------------------------------------------------------------------------------------
@@ -271,7 +262,7 @@ class Walk:
       return one
     work, found = launch(self.module, instruction, self.context)
     if thunk.kind in ('Copy', 'Memzero', 'Memset32BitValue') and instruction.opcode != 'copy':
-      work = Work(bytes=2 * instruction.bytes, rest=2 * instruction.bytes / COPY)  # of an instruction with several thunks
+      work = Work(bytes=2 * instruction.bytes, rest=2 * instruction.bytes / MEMORY)  # of an instruction with several thunks
     self.matmuls += [found] if found else []
     return one.plus(work)
 

@@ -3,9 +3,9 @@
     python benchmarks/key_biases.py --save key_biases    # a minute
 
 A key is R_p (W x + b), rounded to bfloat16, with W x ~ N(0, 1), 128 wide, at 4,096 positions, theta = 10^6. The shapes of b
-follow what is public of Qwen2.5-7B: norms of the key bias of 605 in the first layer, 921 in the last and about 22 between (of
-four heads). An error is that of the output of attention, relative to the output with unrounded keys. Queries are random. In
-planes with large biases they are smaller, so that scores stay as large as those of W x.
+are an assumption, not read from a model: norms of 605 in the first layer, 921 in the last and about 22 between (of four heads).
+An error is that of the output of attention, relative to the output with unrounded keys. Queries are random. In planes with large
+biases they are smaller, so that scores stay as large as those of W x.
 
     subtracted   R_p b is subtracted before rounding and added exactly: needs each slot's cosines
     plain        keys are rounded with their bias

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import pytest
 from bare import IMAGE, OnlyTheImage, with_dependencies
 from device_timing import Ceilings
-from gpu_check_bench import Bench, Case, judged, torch_time
+from gpu_check_bench import Bench, Case, config_of, judged, torch_time
 
 from sprl.cache.kv_cache import KVCache
 from sprl.cache.layout import cache_layout
@@ -27,6 +27,8 @@ from sprl.config import DENSE, Cache, Quant
 from sprl.kernels import ptxas
 from sprl.kernels.cost import Cost
 from sprl.models.config import tiny
+from sprl.quant.block import BlockScaled
+from sprl.quant.joined import Joined, Within
 
 ROOT = Path(__file__).parents[1]
 BARE = [sys.executable, str(ROOT / 'tests' / 'bare.py')]  # Python with the packages of a bare JAX image
@@ -163,6 +165,20 @@ def test_the_lengths_of_a_timed_cache_have_the_types_of_decode_so_that_nothing_c
   assert not any(jax.typeof(x).weak_type for x in (state.seen, state.length, state.decoded))
   assert state.length.tolist() == ([12, 14] if cache.budget else [16, 16])
   assert state.seen.tolist() == [16, 16]
+
+
+@pytest.mark.parametrize('mode', gpu_check_decode.modes(BENCH))
+def test_every_mode_decodes_with_the_joined_weights_of_the_engine(mode):
+  params, (cache, quant) = gpu_check_decode.random_params('toy', 1), gpu_check_decode.modes(BENCH)[mode]
+  layout = cache_layout(config_of('toy', 1), cache, quant, 8, 24, jnp.bfloat16)
+  weights = gpu_check_decode.engine_weights(params, quant, layout)
+  [layer] = weights.params['layers'].values()
+  assert [type(layer['attention'][name]['kernel']) for name in 'qkv'] == [Joined, Within, Within]
+  assert [type(layer['mlp'][name]['kernel']) for name in ('gate', 'up')] == [Joined, Within]
+  assert (weights.scales is not None) == ('kv8' in quant.sampler)
+  assert isinstance(layer['attention']['q']['kernel'].weight, BlockScaled) == ('w8a8' in quant.sampler)
+  bytes_of = sum(x.nbytes for x in jax.tree.leaves((params, weights)))
+  assert gpu_check_decode.held(params, weights) == bytes_of  # no buffer is shared, so both copies count
 
 
 def test_memory_counts_each_array_once():

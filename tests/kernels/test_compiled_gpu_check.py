@@ -61,7 +61,18 @@ def test_kernels_compile_at_their_real_sizes_without_spills(call):
   assert all(kernel.spills == 0 for kernel in call.compile().kernels)
 
 
-@pytest.mark.parametrize('call', [call for call in REAL.peers if call.name.startswith('cudnn')], ids=lambda call: call.name)
+def cudnn_beside(check):
+  return [call for call in REAL.peers if call.name.startswith(f'cudnn beside {check}')]
+
+
+@pytest.mark.parametrize('call', cudnn_beside('rows'), ids=lambda call: call.name)
+def test_cudnn_runs_both_passes_of_packed_rows_with_their_mask(call):
+  text = call.compile().text
+  assert '__cudnn$fmhaScaleBiasSoftmax"' in text
+  assert '__cudnn$fmhaScaleBiasSoftmaxBackward"' in text
+
+
+@pytest.mark.parametrize('call', cudnn_beside('decode_attention'), ids=lambda call: call.name)
 def test_cudnn_reads_the_cache_without_a_copy(call):
   compiled = call.compile()
   assert '__cudnn$fmhaSoftmax' in compiled.text
