@@ -68,8 +68,9 @@ log = logging.getLogger(__name__)
 
 AfterStep = Callable[[Session, StepReport], None]
 
-# Settings that a resumed run may change. On another mesh its numbers agree to rounding.
-MAY_CHANGE = ('steps', 'export', 'patience', 'eval', 'checkpoint', 'ledger', 'log', 'mesh', 'devices', *GRADING_COSTS)
+# Settings that a resumed run may change. With other memory settings its numbers agree to rounding.
+MEMORY = ('mesh', 'devices', 'model.remat', 'packing.score_chunk')  # where an update runs, and the memory that it takes
+MAY_CHANGE = ('steps', 'export', 'patience', 'eval', 'checkpoint', 'ledger', 'log', *MEMORY, *GRADING_COSTS)
 
 
 def train(
