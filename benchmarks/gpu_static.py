@@ -125,10 +125,11 @@ def compiled(case: Case, layers: int) -> aot.Compiled:
 def step(case: Case, layers: int) -> Step:
   """Compile a program and read its decode step."""
   found = compiled(case, layers)
-  shape = str(case._replace(key_bias=True))
   for kernel in found.kernels:
-    reports.setdefault((kernel.name, shape), kernel)
-  known = {name: kernel for (name, of), kernel in reports.items() if of == shape}
+    reports.setdefault((kernel.name, str(case)), kernel)
+  known: dict[str, aot.Kernel] = {}
+  for shape in (str(case._replace(key_bias=True)), str(case)):  # the later one wins
+    known |= {name: kernel for (name, of), kernel in reports.items() if of == shape}
   return read_step(case, case.config(), parse(found.text), found, known)
 
 
