@@ -16,7 +16,7 @@ from sprl.planning.memory import RolloutMemory, UpdateMemory, kv_bytes, rollout_
 from sprl.planning.mesh_axes import MeshAxes, separate_devices
 from sprl.planning.remat import least_that_fits, with_remat
 from sprl.planning.utilisation import update_flops
-from sprl.planning.work import Work, decode_work, update_work
+from sprl.planning.work import Work, decode_work, update_work, visible_keys
 from sprl.sampler.weights import check_learner_mesh, check_linears
 
 BUDGET = 512  # of sparse rollouts if the config sets none: the smallest budget in the papers
@@ -132,9 +132,9 @@ def plan(config: ModelConfig, run: Run, learner: MeshAxes, rollout: MeshAxes, de
 
 
 def _full_rows(run: Run, shape: Shape) -> Tokens:
-  """Return the tokens of a step whose rows are full, each of one sequence, and whose completions have the greatest length."""
+  """Return the tokens of a step whose rows are full, and whose prompts and completions have the greatest length."""
   read = run.optimizer.minibatches * shape.micros * shape.rows * shape.tokens
-  return Tokens(read, read * (shape.tokens + 1) // 2, run.optimizer.minibatches * shape.sequences * shape.columns)
+  return Tokens(read, round(read * visible_keys(run, shape)), run.optimizer.minibatches * shape.sequences * shape.columns)
 
 
 def on(device: Device, run: Run) -> Run:

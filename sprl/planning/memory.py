@@ -123,8 +123,8 @@ def _activations(config: ModelConfig, run: Run, held: transformer.Params, rows: 
   1. Throughout: the saved inputs of all layers, which gradients that wait to be added to the sum gradually replace. With fsdp
      the gradients of all layers wait, and the weights that are gathered are also held transposed, because XLA gathers along the
      first axis: the copies in the compute dtype (`copied`), or the master weights. Without it only the experts' gradients wait.
-  2. In the head: its shard in the compute dtype if the update has no copy of it, the logits of a chunk, their gradients, and
-     the mask of the tokens that filters kept. With fsdp also the hidden states of all devices that share the vocabulary, and
+  2. In the head: its shard in the compute dtype if the update has no copy of it, the logits of a chunk in float32, their
+     gradients in the compute dtype, and the mask of the tokens that filters kept. With fsdp also the hidden states of all devices that share the vocabulary, and
      their gradients, in float32. With a sequence axis also the hidden states of whole rows, and their gradients.
   3. In a layer: the stream, and the largest of the MLP's products, the experts, and the scores of a chunk of queries; on a mesh
      the arrays of OVERLAP layers, or of one layer with the gathered weights of two. The kernel of attention has no scores; the
@@ -145,7 +145,7 @@ def _activations(config: ModelConfig, run: Run, held: transformer.Params, rows: 
   inputs = b * N * (L * saved + of_width * sum(F))
   waiting, transposed, beside = FLOAT32 * size(experts(held)), 0, 0
   chunk = min(run.packing.score_chunk or positions_at_once(config.vocab_size, accelerator=True), N)
-  head = b * math.ceil(V / axes.fsdp) * E * (not copied) + 2 * FLOAT32 * V * chunk
+  head = b * math.ceil(V / axes.fsdp) * E * (not copied) + (FLOAT32 + b) * V * chunk
   head += config.vocab_size * chunk * filtered(run.sampling, config.vocab_size)  # one byte, before it is split
   head += 2 * b * rows * T * E * (axes.sequence > 1)
   layer, gathered = b * N * products * max(F), 0
@@ -168,12 +168,16 @@ def _activations(config: ModelConfig, run: Run, held: transformer.Params, rows: 
   return transposed + max(inputs, waiting) + max(head, round(layer))
 
 
-def kernel_attends(config: ModelConfig, run: Run, masked: bool) -> bool:
-  """Return whether the kernel computes attention within rows; `masked`: each kv head has its own record of evictions."""
+def kernel_attends(config: ModelConfig, run: Run, masked: bool, fp8_softmax: bool = False) -> bool:
+  """Return whether the kernel computes attention within rows.
+
+  `masked`: each kv head has its own record of evictions. `fp8_softmax`: softmax weights are rounded to FP8. The kernel has neither.
+  """
   q, k = (
     jax.ShapeDtypeStruct((1, 1, n, config.head_dim), accelerator_dtype(run)) for n in (config.num_heads, config.num_kv_heads)
   )
-  return run.model.kernels == 'mosaic_gpu' and not masked and hopper_packed_attention.obstacle(q, k) is None
+  plain = not masked and not fp8_softmax
+  return run.model.kernels == 'mosaic_gpu' and plain and hopper_packed_attention.obstacle(q, k) is None
 
 
 def _experts(config: ModelConfig, run: Run, tokens: int, axes: MeshAxes, backward: bool = False) -> int:
@@ -239,7 +243,7 @@ def rollout_memory(config: ModelConfig, run: Run, cache: Cache, quant: Quant, pr
     dense = dataclasses.replace(cache, budget=None)
     whole_layer = dataclasses.replace(part, positions=P, layers=1, settings=dense, sliding_windows=())
     prefilled += together * kv_bytes(whole_layer)
-  scores = 0 if kernel_attends(config, run, False) else FLOAT32 * 2 * H * min(QUERY_CHUNK, P)
+  scores = 0 if kernel_attends(config, run, False, layout.fp8_softmax) else FLOAT32 * 2 * H * min(QUERY_CHUNK, P)
   passing = together * P * (scores + 2 * b * (config.hidden_size + max(mlp_widths(config, axes.tensor))))
   passing += _experts(config, run, together * P, axes) if config.experts else 0
   weights = sampler_weight_bytes(config, run, quant, axes)

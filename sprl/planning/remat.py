@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from sprl.config import Remat, RematSetting, Run
+from sprl.config import Kernels, Remat, RematSetting, Run
+from sprl.kernels.platform import can_run
 from sprl.learner.batch import Shape
 from sprl.learner.learner import batch_shape
 from sprl.model import Model
@@ -54,7 +55,7 @@ def decided(run: Run, model: Model, shape: Shape | None = None) -> Run:
   devices = list(model.mesh.devices.flat)
   memory, platform = memory_of(devices), devices[0].platform
   room = 0.0 if memory is None else memory * USABLE.get(platform, USABLE_OF_ACCELERATOR) / len(devices)
-  kernels = 'reference' if platform == 'cpu' else run.model.kernels
+  kernels: Kernels = 'mosaic_gpu' if can_run(run.model.kernels) else 'reference'
   here = replace(run, model=replace(run.model, dtype=model.dtype.name, kernels=kernels))
   remat = least_that_fits(model.config, here, shape or batch_shape(run, model), MeshAxes(**sizes(model.mesh)), room)
   found = 'the memory of the device is unknown' if memory is None else f'an update may fill {room / GIB:,.1f} GiB of each device'

@@ -27,6 +27,7 @@ from sprl.config import (
 )  # fmt: skip
 from sprl.config_reader import resolve
 from sprl.models import transformer
+from sprl.models.config import ModelConfig
 from sprl.planning import aot, compile_check
 from sprl.planning.devices import device
 from sprl.planning.estimate import on, plan
@@ -102,11 +103,21 @@ def test_the_most_mfu_by_hand():
   run = dataclasses.replace(RUN, optimizer=Optimizer(epochs=2))
   found = plan(FEW, run, ONE, ONE, H200)
   micros, T = found.shape.micros, 2048
-  forward = 2 * 4 * LAYER * micros * T + 2 * V * E * 64 * 1536 + 4 * 4 * H * D * micros * T * (T + 1) // 2
+  forward = 2 * 4 * LAYER * micros * T + 2 * V * E * 64 * 1536 + 4 * 4 * H * D * micros * T * T // 2
   assert found.model_flops == 2 * 3 * forward
   assert found.most_mfu == pytest.approx(found.model_flops / found.work.seconds / 989e12)
   assert 0.5 < found.most_mfu < 1
   assert f'MFU at most {found.most_mfu:.0%}' in as_text(found)
+
+
+def test_the_most_mfu_is_at_most_one_if_answers_share_a_prompt():
+  """A full causal row of 32,768 tokens has far more pairs than its answers, which do not see each other."""
+  run = dataclasses.replace(
+    RUN, sampling=Sampling(max_prompt=512, max_tokens=1024, rows=64), rollout=Rollout(prompts=16, group=16),
+    packing=Packing(row_tokens=32768, rows=1),
+  )  # fmt: skip
+  config = ModelConfig.read(MODELS / 'Qwen2.5-1.5B')
+  assert 0.3 < plan(config, run, ONE, ONE, H200).most_mfu <= 1
 
 
 @pytest.mark.parametrize(('samples', 'temperature', 'rows'), [(1, 0.0, 5), (4, 1.0, 20)])
