@@ -68,8 +68,11 @@ log = logging.getLogger(__name__)
 
 AfterStep = Callable[[Session, StepReport], None]
 
-# Settings that a resumed run may change. On another mesh its numbers agree to rounding.
-MAY_CHANGE = ('steps', 'export', 'patience', 'eval', 'checkpoint', 'ledger', 'log', 'mesh', 'devices', *GRADING_COSTS)
+# Settings that a resumed run may change. On another mesh, or with other recomputation or chunks, its numbers agree to rounding.
+MAY_CHANGE = (
+  'steps', 'export', 'patience', 'eval', 'checkpoint', 'ledger', 'log', 'mesh', 'devices', 'model.remat', 'packing.score_chunk',
+  *GRADING_COSTS,
+)  # fmt: skip
 
 
 def train(
