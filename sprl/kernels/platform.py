@@ -73,20 +73,18 @@ def check_device(kernels: Kernels) -> None:
     _note(f'reference implementations run in place of GPU kernels: the device is {kind}')
 
 
-def chosen(operation: str, kernels: Kernels, obstacle: Callable[[], str | None], library: str = '') -> bool:
+def chosen(operation: str, kernels: Kernels, obstacle: Callable[[], str | None]) -> bool:
   """Return whether the kernel of `operation` runs under the setting `kernels`, and log the choice once on a GPU.
 
-  `obstacle()` returns the reason why the kernel cannot run, or None. `library` names a library operation that stands in for a
-  kernel. Library operations run on GPUs only, and `kernels` cannot force them elsewhere.
+  `obstacle()` returns the reason why the kernel cannot run, or None.
 
   Raises SettingsError if the kernel is forced and cannot run.
   """
-  kernels = 'auto' if library and kernels == 'mosaic_gpu' else kernels
   if kernels == 'reference' or (kernels == 'auto' and not on_gpu()):
     return False
   reason = _obstacle(obstacle) if kernels == 'mosaic_gpu' or hopper() else 'this GPU is not of the Hopper generation'
   if reason is None:
-    _note(f'{operation}: {library or "the Mosaic GPU kernel"} runs')
+    _note(f'{operation}: the Mosaic GPU kernel runs')
     return True
   if kernels == 'mosaic_gpu':
     raise SettingsError(

@@ -6,8 +6,9 @@ spills, memory, collectives, lowering errors and launches on any machine. There 
     make install EXTRAS=aot    # GPUs; also needs ptxas: on PATH, under /usr/local/cuda, or from the package nvidia-cuda-nvcc
     make install EXTRAS=tpu    # TPUs
 
-Compile-only topologies and Mosaic's dumps are not stable parts of JAX, and are used only here. Attention lowers to cuDNN without
-cuDNN, by a patch of a private part of JAX: cudnn_version.py. Checked with jax 0.11.2 and 0.12.0.1.
+Compile-only topologies and Mosaic's dumps are not stable parts of JAX, and are used only here. Benchmarks compare kernels with
+JAX's own attention, which lowers to cuDNN without cuDNN, by a patch of a private part of JAX: cudnn_version.py. Checked with jax
+0.11.2 and 0.12.0.1.
 """
 
 import contextlib

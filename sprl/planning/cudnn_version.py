@@ -1,4 +1,6 @@
-"""The version of cuDNN for which JAX lowers attention, on machines without cuDNN.
+"""The version of cuDNN for which JAX lowers its own attention, on machines without cuDNN.
+
+sprl has its own kernels of attention. Benchmarks and tests compile that of the library to compare them.
 
 Before JAX lowers attention to cuDNN, it asks the installed cuDNN for its version, and raises RuntimeError if there is none. JAX
 has no public option for the version. So this file replaces JAX's private function: nothing else of `sprl/` patches JAX.

@@ -124,9 +124,9 @@ def _activations(config: ModelConfig, run: Run, held: transformer.Params, rows: 
      the gradients of all layers wait, and the weights that are gathered are also held transposed, because XLA gathers along the
      first axis: the copies in the compute dtype (`copied`), or the master weights. Without it only the experts' gradients wait.
   2. In the head: its shard in the compute dtype if the update has no copy of it, the logits of a chunk in float32, their
-     gradients in the compute dtype, and the mask of the tokens that filters kept. With fsdp also the hidden states of all
-     devices that share the vocabulary, and their gradients, in float32. With a sequence axis also the hidden states of whole
-     rows, and their gradients.
+     gradients in the compute dtype, and the mask of the tokens that filters kept. With fsdp also the hidden states of all devices
+     that share the vocabulary, and their gradients, in float32. With a sequence axis also the hidden states of whole rows, and
+     their gradients.
   3. In a layer: the stream, and the largest of the MLP's products, the experts, and the scores of a chunk of queries; on a mesh
      the arrays of OVERLAP layers, or of one layer with the gathered weights of two. The kernel of attention has no scores; the
      reference also has output buffers for every layer.
@@ -150,7 +150,7 @@ def _activations(config: ModelConfig, run: Run, held: transformer.Params, rows: 
   head += config.vocab_size * chunk * filtered(run.sampling, config.vocab_size)  # one byte, before it is split
   head += 2 * b * rows * T * E * (axes.sequence > 1)
   layer, gathered = b * N * products * max(F), 0
-  if not kernel_attends(config, run, run.masked_learner):
+  if not kernel_attends(config, run, not run.masked_learner):
     layer, beside = max(layer, FLOAT32 * N * SCORES * H * min(QUERY_CHUNK, T)), N * L * (2 * b * H * D + 2 * FLOAT32 * K * D)
   whole = local_weights(config, dataclasses.replace(axes, data=1, fsdp=1), accelerator_dtype(run))
   if config.experts:
@@ -169,16 +169,15 @@ def _activations(config: ModelConfig, run: Run, held: transformer.Params, rows: 
   return transposed + max(inputs, waiting) + max(head, round(layer))
 
 
-def kernel_attends(config: ModelConfig, run: Run, masked: bool, fp8_softmax: bool = False) -> bool:
+def kernel_attends(config: ModelConfig, run: Run, plain: bool) -> bool:
   """Return whether the kernel computes attention within rows.
 
-  `masked`: each kv head has its own record of evictions. `fp8_softmax`: softmax weights are rounded to FP8. The kernel computes
-  neither.
+  `plain`: neither evictions of each kv head, nor softmax weights in FP8, nor a cache with a ring for a sliding window. The kernel
+  has none of these.
   """
   q, k = (
     jax.ShapeDtypeStruct((1, 1, n, config.head_dim), accelerator_dtype(run)) for n in (config.num_heads, config.num_kv_heads)
   )
-  plain = not masked and not fp8_softmax
   return run.model.kernels == 'mosaic_gpu' and plain and hopper_packed_attention.obstacle(q, k) is None
 
 
@@ -245,7 +244,8 @@ def rollout_memory(config: ModelConfig, run: Run, cache: Cache, quant: Quant, pr
     dense = dataclasses.replace(cache, budget=None)
     whole_layer = dataclasses.replace(part, positions=P, layers=1, settings=dense, sliding_windows=())
     prefilled += together * kv_bytes(whole_layer)
-  scores = 0 if kernel_attends(config, run, False, layout.fp8_softmax) else FLOAT32 * 2 * H * min(QUERY_CHUNK, P)
+  plain = not layout.fp8_softmax and not any(layout.sliding_windows)
+  scores = 0 if kernel_attends(config, run, plain) else FLOAT32 * 2 * H * min(QUERY_CHUNK, P)
   passing = together * P * (scores + 2 * b * (config.hidden_size + max(mlp_widths(config, axes.tensor))))
   passing += _experts(config, run, together * P, axes) if config.experts else 0
   weights = sampler_weight_bytes(config, run, quant, axes)

@@ -1,7 +1,8 @@
 """Choose what the backward pass recomputes (`model.remat = 'auto'`): as little as the planned memory of an update allows.
 
 Without recomputation, an update has the fewest operations and takes the most memory. The choice is made once, before the update
-is compiled, and is stored with the settings of the run. A resumed run keeps it.
+is compiled, and is stored with the settings of the run. A resumed run keeps it, unless it sets another.
+The plan of a run with adapters is that of training all weights, so it may recompute more than it must.
 """
 
 import logging

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from sprl.config import Run, SettingsError
 from sprl.planning.memory import kv_bytes
 
 GIB = 2**30
+GROUP_LIMITS = [Path('/sys/fs/cgroup/memory.max'), Path('/sys/fs/cgroup/memory/memory.limit_in_bytes')]  # of versions 2 and 1
 
 
 def check_caches_fit(run: Run, layout: CacheLayout, engines: Sequence[Mesh]) -> None:
@@ -33,11 +35,20 @@ def check_caches_fit(run: Run, layout: CacheLayout, engines: Sequence[Mesh]) -> 
 
 
 def memory_of(devices: Sequence[Any]) -> int | None:
-  """Return the bytes of memory of devices: of CPU devices together that of their host; None where it is not known."""
+  """Return the bytes of memory of devices; None where it is not known.
+
+  CPU devices together have the memory of their host, or less where a control group limits this process.
+  """
   if devices[0].platform == 'cpu':
     hosts = len({device.process_index for device in devices})
     known = {'SC_PHYS_PAGES', 'SC_PAGE_SIZE'} <= os.sysconf_names.keys()
-    return hosts * os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE') if known else None
+    return hosts * min([os.sysconf('SC_PHYS_PAGES') * os.sysconf('SC_PAGE_SIZE'), *_group_limits()]) if known else None
   here = [device for device in devices if device.process_index == jax.process_index()]  # the others do not answer
   limits = [limit for device in here if (limit := (device.memory_stats() or {}).get('bytes_limit')) is not None]
   return len(devices) * max(limits) if limits else None
+
+
+def _group_limits() -> list[int]:
+  """Return the limits of memory that control groups set for this process, such as those of a container."""
+  found = [file.read_text().strip() for file in GROUP_LIMITS if file.exists()]
+  return [int(limit) for limit in found if limit.isdecimal()]  # `max`: no limit

@@ -158,7 +158,7 @@ def update_work(config: ModelConfig, run: Run, shape: Shape, memory: UpdateMemor
   updates, scorings = o.updates, o.minibatches * (needs_old_logprobs(run.correction, o.updates) + (run.loss.kl_coef > 0))
   again = updates * (run.model.remat == 'layer')
   passes, of_head = 3 * updates + again + scorings, 4 * updates + scorings
-  kernel = kernel_attends(config, run, run.masked_learner)
+  kernel = kernel_attends(config, run, not run.masked_learner)
   of_attention = updates * (2 + (7 if kernel else 5) + 2 * (run.model.remat != 'none')) + 2 * scorings
   keys = visible_keys(run, shape) if kernel else T
   linears = 2 * linear_weights(config, axes) * N

@@ -304,14 +304,20 @@ def test_a_cache_larger_than_the_memory_is_refused(inputs, tmp_path, monkeypatch
   assert said.startswith('config.sampling.rows = None and config.rollout.prompts, group: 40000000 sequences side by side: ')
 
 
-def test_the_memory_of_devices_is_that_which_they_report():
+def test_the_memory_of_devices_is_that_which_they_report(tmp_path, monkeypatch):
   def gpu(process, limit):
     return SimpleNamespace(platform='gpu', process_index=process, memory_stats=lambda: {'bytes_limit': limit})
 
   assert room.memory_of([gpu(0, 5), gpu(0, 7), gpu(1, None)]) == 3 * 7  # those of another process do not answer
   assert room.memory_of([SimpleNamespace(platform='gpu', process_index=0, memory_stats=lambda: None)]) is None
   total = int(re.search(r'MemTotal:\s+(\d+) kB', Path('/proc/meminfo').read_text())[1]) * 1024
+  monkeypatch.setattr(room, 'GROUP_LIMITS', [])
   assert room.memory_of(jax.devices()) == pytest.approx(total, rel=0.01)
+  files = [tmp_path / name for name in ('limit', 'unlimited', 'absent')]
+  files[0].write_text(f'{2**20}\n')
+  files[1].write_text('max\n')
+  monkeypatch.setattr(room, 'GROUP_LIMITS', files)
+  assert room.memory_of(jax.devices()) == 2**20  # of a container
 
 
 def test_a_run_of_no_steps_is_remarked(inputs):
