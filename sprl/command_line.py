@@ -32,7 +32,6 @@ def start(main: Callable[[], int], prepare: Callable[[list[str]], None] = lambda
     130  a second Ctrl-C; the first one only asks the run to stop
   """
   os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')  # set before jax loads: hides XLA's warnings
-  os.environ.update(ptxas.environment())
   if ptxas.needed() and ptxas.find() is None:
     print(f'WARNING: {ptxas.described()}', file=sys.stderr)
   app.run(lambda _: reported(main), flags_parser=lambda argv: _parse(with_shipped_config(argv), prepare))
