@@ -138,7 +138,7 @@ def among_experts(check):
 @h200
 def test_mixture_update_memory_is_planned_and_tokens_go_to_experts():
   check = compile_check.check_update(MIXTURE, UPDATE, planned(MIXTURE, UPDATE, SPLIT))
-  # 12 % above since updates have copies of the weights. Which of the planned arrays XLA does not hold is unknown (docs/limits.md).
+  # 12 % above since updates have copies of the weights. It is unknown which planned array XLA does not hold (docs/limits.md).
   assert check.planned == pytest.approx(check.compiled.total, rel=0.13)
   tokens = 4 * 4096
   hidden, gates = 2 * tokens * MIXTURE.hidden_size, 4 * tokens * MIXTURE.experts.chosen
