@@ -213,7 +213,7 @@ def _program(
 ):
   row, split = lax.axis_index('row'), lax.axis_index('split')
   q_s, out_s = q_or_out_s if splits == 1 else (q_or_out_s, None)
-  # A finished row may have length S + 1: there is no slot for its next token.
+  # Rows that have ended have length 0. The bound is for callers that count a token without a slot.
   length = lax.min(length_ref[lax.div(row, jnp.int32(kv_heads))], jnp.int32(k_ref.shape[1]))
   factor = factor_ref[0]
   blocks = pl.cdiv(length, jnp.int32(BLOCK))
