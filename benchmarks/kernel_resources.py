@@ -1,6 +1,6 @@
 """Which resources do the GPU kernels need on an H200? They are compiled at real models' shapes, without a GPU and without timing.
 
-    python benchmarks/kernel_resources.py --save kernel_resources    # 8 minutes of a core; sprl/planning/aot.py lists what it needs
+    python benchmarks/kernel_resources.py --save kernel_resources    # 8 minutes of a core; needs: see sprl/planning/aot.py
     python benchmarks/kernel_resources.py --model                    # predicted times of FP8 products, without a compiler
 
 A row is a kernel at a model's shape and a batch. Attention of packed rows has three rows: its gradients are two more kernels, and
