@@ -337,7 +337,7 @@ def test_an_fp8_product_below_one_and_a_half_bfloat16_products_is_an_upcast():
 
 
 def test_a_rehearsal_interprets_every_kernel():
-  """A kernel has an argument `interpret`. One that is missing here would be compiled for a GPU, or replaced by its reference."""
+  """A kernel has an optional argument `interpret`. If it were missing in KERNELS, a rehearsal would compile it for a GPU."""
   modules = [importlib.import_module(f'sprl.kernels.{path.stem}') for path in (ROOT / 'sprl' / 'kernels').glob('hopper_*.py')]
   kernels = {
     (module.__name__, name)
@@ -346,6 +346,7 @@ def test_a_rehearsal_interprets_every_kernel():
     if getattr(function, '__module__', '') == module.__name__ and not name.startswith('_')
     if 'interpret' in inspect.signature(function).parameters
   }
+  kernels -= {('sprl.kernels.hopper_block_matmul', 'run')}  # called by the two products of its module
   assert kernels == {(module.__name__, name) for module, name in gpu_check.KERNELS}
 
 
