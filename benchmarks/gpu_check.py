@@ -73,9 +73,9 @@ from sprl.kernels import (
   hopper_quantise,
 )
 
-LIMIT = 560  # seconds; no new row starts later
+LIMIT = 560  # seconds, after which no new row starts
 TORCH = 100  # seconds for all PyTorch measurements
-SECONDS = {  # of each part; it starts no new row later
+SECONDS = {  # of each part, after which it starts no new row
   'parity': 130, 'decode': 140, 'launches': 10, 'attention': 45, 'matmul': 50, 'quantise': 10, 'rows': 40, 'eviction': 20,
   'append': 5, 'update': 45, 'decode_whole': 60,
 }  # fmt: skip

@@ -110,7 +110,7 @@ class Quantisation(NamedTuple):
 
 
 def quantisations() -> dict[str, Quantisation]:
-  """Return the kernels that quantise activations, by what comes first.
+  """Return the kernels that quantise activations, by what they compute before: a norm, a gated activation, or nothing.
 
   The kernels quantise norms and activations that were rounded to bfloat16. In the references `reduce_precision` rounds them,
   because XLA leaves out a cast to bfloat16 and back.

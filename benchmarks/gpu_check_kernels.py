@@ -222,7 +222,7 @@ def bf16_expert_product(
 
 
 def check_quantise(bench: Bench) -> Iterator[Case]:
-  """Time the kernels that quantise tokens, beside XLA: the three of a decode step, then plain ones of other numbers of tokens."""
+  """Time the kernels that quantise tokens, beside XLA: the three of a decode step, then `codes` for fewer and more tokens."""
   (_, _, _, E, F), T = bench.sizes((MODELS['Qwen2.5-7B'], 256), (TOY, 8))
   cases = [('norm', T, E), ('gated activation', T, F), ('alone', T, E)]
   for first, T, M in [*cases, *bench.sizes([('alone', 64, E), ('alone', 8192, E)], [])]:
@@ -230,7 +230,7 @@ def check_quantise(bench: Bench) -> Iterator[Case]:
 
 
 def quantise_tokens(bench: Bench, first: str, T: int, M: int, before: Rows) -> Row:
-  """Time the quantisation of T tokens of M numbers, behind what comes `first`."""
+  """Time the quantisation of T tokens of M numbers. `first` names what the kernel computes before it quantises."""
   each = quantisations()[first]
   least, peers = quantise.cost(T, M, each.read), {'xla': each.reference}
   return bench.timed('quantise', f'{first} {T}x{M}', each.kernel, partial(each.make, T, M), least, peers)
