@@ -1,15 +1,15 @@
-"""How fast would decode steps run on an H200? A model of the step, from the programs that XLA compiles for it. No GPU is needed.
+"""How fast would decode steps run on an H200? A prediction from the programs that XLA compiles for it. No GPU is needed.
 
     python benchmarks/gpu_static.py                           # all cases; sprl/planning/aot.py lists the requirements
     python benchmarks/gpu_static.py --only 'Qwen2.5-7B 256'   # the cases whose name contains this, or one of several texts
     python benchmarks/gpu_static.py --save gpu_static
 
-Each case is compiled with two small numbers of layers of the model's width. What a layer adds gives the whole model. A case's row
-shows what XLA launches in a plain decode step, in which no row compresses its cache, and the time that gpu_static_model.py
-predicts for it; `mean ms` includes the compressions of an interval. The other tables show the products and the kernels' machine
-code, which needs nvdisasm (the package nvidia-cuda-nvdisasm).
+Each case is compiled with 2 and with 4 layers of the model's width. From the difference follow the numbers of all layers. The row
+of a case shows what XLA launches in a plain step, that is a decode step in which no row compresses its cache, and the time that
+gpu_static_model.py predicts for it. `mean ms` includes the compressions of an interval. The other tables show the matrix products
+and the kernels' machine code, which needs nvdisasm (the package nvidia-cuda-nvdisasm).
 
-The prediction has no measurement behind it. Use it to compare programs, and replace its assumptions by measurements.
+No measurement has confirmed a prediction. Use them to compare programs, and replace the model's assumptions by measurements.
 """
 
 import argparse
@@ -94,15 +94,16 @@ class Case(NamedTuple):
 
 # --- compiled programs -----------------------------------------------------------------------------------------------
 
-reports: dict[tuple[str, str], Any] = {}  # Mosaic reports a kernel when a process first compiles it: (name, case without depth)
+# (kernel, case) -> report. Mosaic reports a kernel only when a process compiles it for the first time.
+reports: dict[tuple[str, str], Any] = {}
 
 
 class Step(NamedTuple):
-  """What one compiled program says about a decode step. Numbers of `counts` are extrapolated to all layers."""
+  """What one compiled program shows about a decode step."""
 
-  plain: Work
-  call: Work  # of the whole program, a chunk of steps, with no row due
-  due: Work  # with all rows due at its last step
+  plain: Work  # of a plain step
+  call: Work  # of the whole program, a chunk of steps, if no row is due for compression
+  due: Work  # of the whole program, if all rows are due at its last step
   counts: dict[str, float]
   matmuls: list[Matmul]
   kernels: list[aot.Kernel]
@@ -171,14 +172,14 @@ def unique(matmuls: Sequence[Matmul]) -> list[Matmul]:
 
 
 def met(config: ModelConfig, rows: int) -> float:
-  """Return the expected share of a mixture's experts that one of the rows chooses, if all are equally likely."""
+  """Return the expected share of the experts that at least one row chooses, if all experts are equally likely."""
   return 1 - (1 - config.experts.chosen / config.experts.count) ** rows if config.experts else 1.0
 
 
 def least_bytes(case: Case) -> float:
-  """Return the bytes that a step cannot avoid: all weights but the unused embeddings, and the occupied slots of the cache.
+  """Return the fewest bytes that a step can read: all weights but the embeddings, and the occupied slots of the cache.
 
-  A slot counts as the cache stores it: in an FP8 cache with key biases, the second codes of some planes count too.
+  A slot counts as the cache stores it: in an FP8 cache of a model with key biases, second codes count too.
   """
   config, run = case.config(), case.run
   mesh = MeshAxes().mesh_of(config, aot.devices('h200'))
@@ -277,7 +278,7 @@ def kernel_row(case: Case, kernel: aot.Kernel) -> dict[str, Any]:
 
 
 def judged(rows: dict[str, dict[str, Any]], products: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-  """Return the targets whose cases are there: value, target, and whether it is met."""
+  """Return the verdicts on the targets of the compiled cases: value, target, and whether it is met."""
   found = []
 
   def judge(name, value, target, most):
@@ -309,7 +310,7 @@ def judged(rows: dict[str, dict[str, Any]], products: Sequence[dict[str, Any]]) 
 
 
 def cases() -> list[Case]:
-  """Return all cases. Models with biases of keys have FP8 cases without them, to find their cost."""
+  """Return all cases. Models with key biases have FP8 cases without them too, to find the cost of the biases."""
   all_ = [Case(*each) for each in itertools.product(NAMES, ROWS, CACHES, NUMBERS)]
   return all_ + [case._replace(key_bias=False) for case in all_ if case.numbers == 'fp8' and case.config().qkv_bias]
 

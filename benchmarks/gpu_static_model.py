@@ -1,10 +1,11 @@
-"""The time of a compiled program's launches on an H200, from bytes, operations and counts. No GPU has confirmed it.
+"""Predict the time of a compiled program's launches on an H200, from bytes, operations and counts. No GPU has confirmed it.
 
-The model's assumptions are the constants below, each with its source, and those of sprl/kernels/launch_model.py, which also times
-the FP8 products. A measurement should replace each.
+The assumptions are the constants below, each with its source, and those of sprl/kernels/launch_model.py, which also predicts the
+time of FP8 products. A measurement should replace each constant.
 
-A launch takes START, and the longest of its bytes, its matrix products by whole waves of tiles, and the instructions of its
-kernel. Launches run one after the other. A loop or a branch outside of a CUDA graph waits for the host.
+Launches run one after the other. A launch takes START plus the longest of three times: to move its bytes, to multiply whole waves
+of tiles, and to issue the instructions of its kernel. Outside of CUDA graphs, the device waits for the host before a branch, and
+before each iteration of a loop whose trip count XLA does not know.
 """
 
 import itertools
@@ -27,7 +28,7 @@ TF32 = 380e12  # FLOP/s of float32 products at default precision; data sheet: 49
 START = 1.2e-6  # seconds from one launch to the next inside a CUDA graph (outside: LAUNCH); findings
 GRAPH = 2.5e-6  # seconds to start a CUDA graph; NVIDIA blog, constant-time launch for straight-line CUDA graphs
 QUESTION = 10e-6  # seconds that the device idles while the host reads a loop's or a branch's predicate; findings
-STREAMED = 0.9  # share of MEMORY that a kernel reaches which reads long rows through the copy engine; findings: 0.85 to 0.9
+STREAMED = 0.9  # share of MEMORY of a kernel that reads long rows through the copy engine; findings: 0.85 to 0.9
 MOVED = 0.55  # share of MEMORY of `hopper_compact`; findings: 0.50 to 0.65
 ISSUED = 0.7  # share of the schedulers' cycles that issue, with several programs on a multiprocessor
 SLOW = {'conversion': 2, 'special': 8, 'shared load': 4, 'shared store': 4}  # cycles of a scheduler for a warp's instruction
@@ -39,13 +40,13 @@ TILES = tuple(itertools.product((64, 128, 256), (64, 128, 256)))[:-1]
 
 
 class Context(NamedTuple):
-  """What the text of a program does not tell."""
+  """Facts about a case that the text of its program does not contain."""
 
   rows: int  # sequences, B
   slots: int  # S of the cache
   length: float  # mean number of occupied slots
   kernels: Mapping[str, Kernel]  # Mosaic's reports of the kernels that this program calls, by name
-  met: float = 1.0  # share of the experts that a step meets
+  met: float = 1.0  # share of the experts that at least one row of a step chooses
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Work:
   launches: float = 0
   loose: float = 0  # launches outside of CUDA graphs
   graphs: float = 0  # CUDA graphs started
-  questions: float = 0  # the device waits for the host
+  questions: float = 0  # times that the device waits until the host has read a predicate
   bytes: float = 0
   products: float = 0  # seconds of matrix products with weights
   attention: float = 0  # seconds of the attention kernel
@@ -89,9 +90,10 @@ class Tiling(NamedTuple):
 
 
 def tiled(M: int, N: int, K: int, batch: int, size: int, rate: float, traffic: float) -> Tiling:
-  """Return the fastest tiling by a library of `batch` products of M tokens and weights [N, K], for elements of `size` bytes.
+  """Return the fastest tiling that a library has for `batch` products of M tokens and weights [N, K].
 
-  Pairs of programs share the larger operand. `traffic` are the bytes that the launch moves without partial sums.
+  An element has `size` bytes. Pairs of programs share the larger operand. `traffic` is the number of bytes that the launch moves,
+  without partial sums.
   """
 
   def seconds(m, n, split) -> Tiling:
@@ -134,14 +136,14 @@ class Matmul(NamedTuple):
 
 
 def scope(instruction: Instruction) -> str:
-  """Return where in the network an operation is: the parts of its name behind the loops', without the primitive."""
+  """Return the place of an operation in the network, such as `layer0/mlp`: its name without loops and primitive."""
   loops = ('while', 'body', 'cond', 'closed_call', 'eval_jaxpr')
   parts = [part for part in instruction.op_name.split('/') if part not in loops and not part.startswith('hopper_')]
   return '/'.join(parts[1:-1])
 
 
 def launch(module: Module, instruction: Instruction, context: Context) -> tuple[Work, Matmul | None]:
-  """Return the work of one launch, without its start, and the product if it is one."""
+  """Return the work of one launch without the time to start it, and the matrix product if the launch is one."""
   traffic = moved(module, instruction).total
   if instruction.opcode == 'custom-call' and 'hopper_' in instruction.op_name:
     return _kernel(module, instruction, context, traffic)
@@ -276,13 +278,13 @@ class Walk:
     return self.work(thunk.lists.get('body', []), graph).plus(self._condition(thunk, graph))
 
   def _condition(self, thunk: Thunk, graph: bool) -> Work:
-    """Return the work of a loop's condition. If XLA knows the trip count, or a CUDA graph holds the loop, nobody waits for it."""
+    """Return the work of a loop's condition: nothing if XLA knows the trip count or the loop is in a CUDA graph."""
     if graph or self.module.instructions[thunk.name].trip_count is not None:
       return Work()
     return self.work(thunk.lists.get('condition', []), graph).plus(Work(questions=1))
 
   def iterations(self, thunk: Thunk) -> float:
-    """Return the iterations of a loop: XLA's count, or those of a loop over the rows that compress their cache."""
+    """Return the number of iterations of a loop: its trip count, or the blocks of rows that compress their cache."""
     instruction = self.module.instructions[thunk.name]
     if instruction.trip_count is not None:
       return instruction.trip_count

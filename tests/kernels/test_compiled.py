@@ -43,14 +43,16 @@ def quick(case):
     case 'block_matmul':
       fused = case.shape.startswith(('qkv', 'gate_up', 'down'))
       return case.model == 'Qwen2.5-1.5B' and fused and not case.shape.endswith((' 1', ' 512'))
+    case 'packed_attention' | 'codes' | 'gated_codes' | 'normalised_codes':  # other tests below compile these
+      return False
     case _:
       return case.model == 'Qwen2.5-1.5B' and case.dtype != 'float32'
 
 
 def check(case):
   compiled = case.compile()
-  [kernel] = compiled.kernels
-  assert kernel.spills == 0
+  assert len(compiled.kernels) == (3 if case.kernel == 'packed_attention' else 1)
+  assert all(kernel.spills == 0 for kernel in compiled.kernels)
   assert compiled.temporary <= case.bound
 
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from tiny_engine import ROWS, SAMPLING, C, engine_config, requests, weights
 
-from sprl.config import Cache, Quant
+from sprl.config import Cache, ModelSettings, Quant, Run
+from sprl.model import Model
 from sprl.models import transformer
 from sprl.sampler import decode
 from sprl.sampler.engine import Engine, generate
@@ -114,3 +115,12 @@ def test_usage_counts_the_steps_of_fixed_chunks():
     engine.collect()
   assert engine.usage.steps == 2 * CHUNK
   assert engine.usage.metrics(ROWS)['engine/occupancy'] == 11 / (2 * CHUNK * ROWS)
+
+
+@pytest.mark.parametrize('gpu', [False, True])
+def test_engines_on_gpus_and_only_they_have_fixed_chunks(gpu, monkeypatch):
+  run = Run(model=ModelSettings(path='random:tiny'))
+  model = Model.open(run)
+  layout = model.cache_layout(run.sampling, run.cache, run.quant)
+  monkeypatch.setattr('sprl.model.on_gpu', lambda: gpu)
+  assert model.engine_config(run.sampling, layout, rows=4, prefill=2, seed=0).fixed_chunks == gpu
