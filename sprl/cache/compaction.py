@@ -89,11 +89,15 @@ def rows_at_once(layout: CacheLayout, rows: int, slots: int) -> int:
 
   The kernel stores no cosines, so its blocks are larger.
   """
+  return max(1, min(rows, int(SHARE * layout.bytes(rows) / row_bytes(layout, slots))))
+
+
+def row_bytes(layout: CacheLayout, slots: int) -> int:
+  """Return the temporary memory of the compression of one row of a layer."""
   D, itemsize = layout.head_dim, layout.storage.itemsize
   keys = jax.ShapeDtypeStruct((layout.kv_heads, slots, D), jnp.float32 if layout.fp8 else layout.storage)
   cosines = 0 if compares_without_cosines(keys, layout.kernels) else 4 * slots
-  row = layout.kv_heads * slots * (cosines + D * (4 + 4 * itemsize))
-  return max(1, min(rows, int(SHARE * layout.bytes(rows) / row)))
+  return layout.kv_heads * slots * (cosines + D * (4 + 4 * itemsize))
 
 
 def _choose(layout, keys, layer, occupied, newest):

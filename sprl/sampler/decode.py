@@ -33,7 +33,7 @@ from sprl.sampler.draw import draw, uniforms
 from sprl.sampler.weights import SamplerWeights
 from sprl.sharding.rules import OnMesh, is_names, local, parts, shard, tie_to_iteration
 
-TOKENS = 16  # rows of a block of rows that are due: a multiple of what the kernels of linears take
+TOKENS = 8  # a block of rows that are due has a multiple of these rows: kernels that quantise activations take no others
 
 
 @jax.tree_util.register_dataclass

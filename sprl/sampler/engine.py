@@ -386,8 +386,9 @@ class Engine:
       finish = 'stop' if stop else 'length'
       records = self._evicted(i, row.request.start + n), self._routes(i, row.request.start + n)
       finished.append(self._completion(row, finish, n, *records))
-      # The cache is cut after token n, if it still has all tokens before it.
-      if row.request.keep and n > 0 and (n == len(row.tokens) or not self.config.layout.forgets):
+      # The cache is cut after token n, if it still has all tokens before it. A row that is not done goes on in the next chunk.
+      whole = n == len(row.tokens) and (news['done'][i] or not self._chunks)
+      if row.request.keep and n > 0 and (whole or not self.config.layout.forgets):
         kept.append(Ended(i, row.request, finished[-1].tokens))
     if kept:
       assert self.weights is not None
