@@ -6,8 +6,9 @@
 
 Each case is compiled with 2 and with 4 layers of the model's width. From the difference follow the numbers of all layers. The row
 of a case shows what XLA launches in a plain step, that is a decode step in which no row compresses its cache, and the time that
-gpu_static_model.py predicts for it. `mean ms` includes the compressions of an interval. The other tables show the matrix products
-and the kernels' machine code, which needs nvdisasm (the package nvidia-cuda-nvdisasm).
+gpu_static_model.py predicts for it. `mean ms` includes the compressions of an interval if all rows compress at the same step,
+`spread ms` if they compress at steps spread evenly over it. The other tables show the matrix products and the kernels' machine
+code, which needs nvdisasm (the package nvidia-cuda-nvdisasm).
 
 No measurement has confirmed a prediction. Use them to compare programs, and replace the model's assumptions by measurements.
 """
@@ -104,6 +105,7 @@ class Step(NamedTuple):
   plain: Work  # of a plain step
   call: Work  # of the whole program, a chunk of steps, if no row is due for compression
   due: Work  # of the whole program, if all rows are due at its last step
+  spread: Work  # of the whole program, if compressions are spread evenly over an interval
   counts: dict[str, float]
   matmuls: list[Matmul]
   kernels: list[aot.Kernel]
@@ -140,14 +142,15 @@ def read_step(case: Case, config: ModelConfig, module: Module, found: aot.Compil
   context = Context(case.rows, layout.slots, case.length, kernels, met(config, case.rows))
   loop = decode_loop(module, found.thunks)
   plain, due = Walk(module, context), Walk(module, context, due=1.0)
+  spread = Walk(module, context, due=case.run.sampling.chunk / CACHES[case.cache].interval)
   body = loop.lists['body']
   work = plain.iteration(loop)
   matmuls = unique(plain.matmuls)
   whole = [each for each in found.thunks if each is not loop]
-  # The rows that are due compress their caches at the last step of a chunk: outside of the loop, or in its last iteration.
+  # The rows that are due take the last step of a chunk outside of the loop.
   inside = module.instructions[loop.name].trip_count or case.run.sampling.chunk
   call = plain.work(whole).plus(work, inside)
-  compress = due.work(whole).plus(work, inside - 1).plus(due.iteration(loop))
+  compress, some = (walk.work(whole).plus(work, inside) for walk in (due, spread))
   ready = prepared(module, module.computations[module.instructions[loop.name].body])
   graphs, loose = fragments(body)
   nested = [*find(body, 'While'), *find(body, 'Conditional')]
@@ -163,7 +166,7 @@ def read_step(case: Case, config: ModelConfig, module: Module, found: aot.Compil
     'fused preparations': len(ready.fused),
     'bytes': work.bytes,
   }
-  return Step(work, call, compress, counts, matmuls, list(found.kernels))
+  return Step(work, call, compress, some, counts, matmuls, list(found.kernels))
 
 
 def unique(matmuls: Sequence[Matmul]) -> list[Matmul]:
@@ -209,7 +212,7 @@ def result(case: Case, depths: tuple[int, int] = LAYERS) -> Result:
   def whole(name):
     return at_depth(getattr(few, name), getattr(more, name), depths, layers)
 
-  plain, call, due = whole('plain'), whole('call'), whole('due')
+  plain, call, due, spread = whole('plain'), whole('call'), whole('due'), whole('spread')
   counts = {name: at_depth(few.counts[name], more.counts[name], depths, layers) for name in few.counts}
   per_layer = (more.counts['launches'] - few.counts['launches']) / (depths[1] - depths[0])
   cache, steps = CACHES[case.cache], case.run.sampling.chunk
@@ -237,6 +240,7 @@ def result(case: Case, depths: tuple[int, int] = LAYERS) -> Result:
     'tokens/s': case.rows / plain.seconds,
     'roofline': roof / plain.seconds,
     'mean ms': 1e3 * mean,
+    'spread ms': 1e3 * spread.seconds / steps,
   }
   return Result(row, [product_row(case, each) for each in few.matmuls], [kernel_row(case, each) for each in few.kernels])
 

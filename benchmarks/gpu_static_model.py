@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from sprl.kernels import eviction, launch_model
 from sprl.kernels.hopper_decode_attention import BLOCK
+from sprl.kernels.hopper_eviction import BLOCK as KEYS
 from sprl.kernels.launch_model import BF16, CLOCK, FETCH, FILL, FP8, LAUNCH, MEMORY, MULTIPROCESSORS, SHARED, SPLITS
 from sprl.planning.aot import Kernel
 from sprl.planning.hlo import Instruction, Module, Product, Shape, moved, product
@@ -30,6 +31,7 @@ GRAPH = 2.5e-6  # seconds to start a CUDA graph; NVIDIA blog, constant-time laun
 QUESTION = 10e-6  # seconds that the device idles while the host reads a loop's or a branch's predicate; findings
 STREAMED = 0.9  # share of MEMORY of a kernel that reads long rows through the copy engine; findings: 0.85 to 0.9
 MOVED = 0.55  # share of MEMORY of `hopper_compact`; findings: 0.50 to 0.65
+COMPARED = 0.1  # share of BF16 of `hopper_similarity` if its machine code is not known; findings: bound by its other instructions
 ISSUED = 0.7  # share of the schedulers' cycles that issue, with several programs on a multiprocessor
 SLOW = {'conversion': 2, 'special': 8, 'shared load': 4, 'shared store': 4}  # cycles of a scheduler for a warp's instruction
 WAIT = {'barrier': 30, 'matrix wait': 60}  # cycles until a warp continues
@@ -190,8 +192,7 @@ def _kernel(module, instruction, context, traffic):
       )
       return Work(bytes=least.bytes, rest=least.bytes / (MEMORY * MOVED)), None
     case 'hopper_similarity':
-      K, S, D = operands[0].dims[-3:]
-      return Work(bytes=traffic, rest=max(traffic / MEMORY, 2 * K * S * S * D / (0.1 * BF16))), None
+      return similarity(operands, context, traffic), None
   return Work(bytes=traffic, rest=traffic / (MEMORY * STREAMED)), None
 
 
@@ -207,6 +208,17 @@ def attention(operands: Sequence[Shape], results: Sequence[Shape], context: Cont
     heads = math.prod(operands[1].dims[:-2])  # rows times kv heads
     seconds = max(seconds, loop_seconds(kernel, heads * math.ceil(context.length / BLOCK)))
   return Work(bytes=traffic, attention=seconds)
+
+
+def similarity(operands: Sequence[Shape], context: Context, traffic: float) -> Work:
+  """Return the work of comparing all keys: the loop of `hopper_similarity` compares 64 keys with 64 others."""
+  entries, S, D = operands[0].dims[-3:]
+  kernel = context.kernels.get('hopper_similarity')
+  if kernel is not None and kernel.sass is not None and kernel.sass.loop:
+    working = loop_seconds(kernel, entries * math.ceil(S / KEYS) ** 2)
+  else:
+    working = 2 * entries * S * S * D / (COMPARED * BF16)
+  return Work(bytes=traffic, rest=max(traffic / MEMORY, working))
 
 
 def loop_seconds(kernel: Kernel, iterations: float) -> float:
@@ -296,12 +308,16 @@ class Walk:
 
 
 def decode_loop(module: Module, thunks: Sequence[Thunk]) -> Thunk:
-  """Return the loop over decode steps: the outermost one with the most thunks. Raises ValueError if there is no loop."""
+  """Return the loop over decode steps: the outermost one with the most thunks whose trip count XLA knows.
+
+  Rows that compress their caches take their step in another loop. Raises ValueError if there is no loop.
+  """
 
   def size(thunk: Thunk) -> int:
     return 1 + sum(map(size, thunk.inside))
 
-  found = [thunk for thunk in _outermost(thunks) if thunk.kind == 'While']
+  loops = [thunk for thunk in _outermost(thunks) if thunk.kind == 'While']
+  found = [thunk for thunk in loops if module.instructions[thunk.name].trip_count is not None]
   if not found:
     raise ValueError('found no loop in the program: expected decode steps')
   return max(found, key=size)
