@@ -5,7 +5,7 @@ A row is one sequence that is being generated. Its state stays on the device bet
     prompts = prefill(graphdef, layout, weights, tokens, lengths)   # [P, bucket] distinct prompts, each read once
     state = insert(weights, state, prompts, new_rows, ...)          # rows start on a prompt; their first token is drawn
     state = decode(graphdef, weights, state, ..., steps)            # up to `steps` tokens a row
-    news = read(state, since, known, steps)                                # the tokens drawn since: what the host fetches
+    news = read(state, since, known, steps)                         # the tokens drawn since: what the host fetches
 """
 
 import dataclasses
