@@ -184,7 +184,8 @@ class KVCache:
   @property
   def of_rows(self) -> 'KVCache':
     """The arrays that have an entry for each row, without the layers."""
-    return dataclasses.replace(self._of_rows, layers=(), block=None)
+    none: Any = None  # not (), which would be the names of an array without axes
+    return dataclasses.replace(self._of_rows, layers=none, block=None)
 
   def on_layers_of(self, other: 'KVCache', block: Int[Array, ' R'] | None) -> 'KVCache':
     """Return these rows with the layers of another cache, of which they are the rows `block`; None: all rows."""
@@ -361,7 +362,7 @@ class KVCache:
     }
     return dataclasses.replace(
       self,
-      layers=tuple(None if layer is None else layer.axes for layer in self.layers),
+      layers=self.layers and tuple(None if layer is None else layer.axes for layer in self.layers),
       **dict.fromkeys(('length', 'seen', 'decoded'), row),
       **others,
       bias=None if self.bias is None else self.bias.axes,
