@@ -26,7 +26,7 @@ def test_products_with_few_and_with_many_rows_match_numpy(rows, dtype, out):
   rng = np.random.default_rng(0)
   x, w = (jnp.asarray(rng.normal(size=size), dtype) for size in ((rows, 1, 4), (6, 4)))
   y = rows_dot(x, w, out)
-  assert y.shape == (rows, 1, 6) and y.dtype == (out or dtype)
+  assert (y.shape, y.dtype) == ((rows, 1, 6), out or dtype)
   np.testing.assert_allclose(y, np.asarray(x, np.float64) @ np.asarray(w, np.float64).T, atol=1e-5)
 
 
