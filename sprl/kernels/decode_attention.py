@@ -7,6 +7,7 @@ from jaxtyping import Array, Float, Int
 
 from sprl.config import Kernels
 from sprl.kernels.cost import Cost
+from sprl.kernels.e4m3 import numbers
 from sprl.kernels.fp8_softmax import LOG2E, origin, rounded
 from sprl.kernels.platform import chosen
 
@@ -62,10 +63,10 @@ def reference(
   B, H, D = q.shape
   K, S = k.shape[1:3]
   k_scale, v_scale = (1.0, None) if scales is None else scales
-  grouped = q.reshape(B, K, H // K, D)
-  scores = jnp.einsum('bkgd,bksd->bkgs', grouped, k.astype(q.dtype), preferred_element_type=jnp.float32)
+  grouped, v = q.reshape(B, K, H // K, D), numbers(v, q.dtype)
+  scores = jnp.einsum('bkgd,bksd->bkgs', grouped, numbers(k, q.dtype), preferred_element_type=jnp.float32)
   if second is not None:
-    further, codes = second[0].reshape(B, K, H // K, -1), second[1].astype(q.dtype)
+    further, codes = second[0].reshape(B, K, H // K, -1), numbers(second[1], q.dtype)
     scores = scores + jnp.einsum('bkgw,bksw->bkgs', further, codes, preferred_element_type=jnp.float32)
   scores = scores * (k_scale * D**-0.5)
   scores = jnp.where(jnp.arange(S) < length[:, None, None, None], scores, -jnp.inf)
@@ -77,10 +78,10 @@ def reference(
   total = jnp.sum(weights, axis=-1, keepdims=True)  # at least 1, from the largest score; 0 for a row of length 0
   probabilities = weights / jnp.maximum(total, 1)
   if fp8_softmax:
-    sums = jnp.einsum('bkgs,bksd->bkgd', rounded(weights).astype(q.dtype), v.astype(q.dtype), preferred_element_type=jnp.float32)
+    sums = jnp.einsum('bkgs,bksd->bkgd', rounded(weights).astype(q.dtype), v, preferred_element_type=jnp.float32)
     out = sums / jnp.maximum(total, 1)
   else:
-    out = jnp.einsum('bkgs,bksd->bkgd', probabilities.astype(q.dtype), v.astype(q.dtype))
+    out = jnp.einsum('bkgs,bksd->bkgd', probabilities.astype(q.dtype), v)
   out = (out if v_scale is None else out * v_scale).astype(q.dtype)
   lse = (top + jnp.log(total)).reshape(B, H)
   return Attended(out.reshape(B, H, D), jnp.mean(probabilities, axis=2) if share else None, lse)

@@ -146,8 +146,9 @@ def quantise_groups(
 
 def fake_groups(x: Float[Array, '*B M'], format: str) -> Float[Array, '*B M']:
   """Return activations after a round trip through `quantise_groups`, in their own dtype."""
-  codes, scale = quantise_groups(x, format)
-  return fp8.decast(codes, jnp.repeat(scale, FORMATS[format].group, -1)[..., : x.shape[-1]], x.dtype)
+  _, _, group, pow2 = FORMATS[format]
+  scale = _scales(x.astype(jnp.float32).reshape(-1, x.shape[-1]), 1, group, pow2).reshape(*x.shape[:-1], -1)
+  return fp8.fake(x, jnp.repeat(scale, group, -1)[..., : x.shape[-1]])
 
 
 def block_dot(x: Float[Array, '*B M'] | Quantised, w: BlockScaled, axes: Names = (None, None)) -> Float[Array, '*B N']:
@@ -197,12 +198,16 @@ def _split(name: str | None, size: int, block: int) -> str | None:
 
 def _quantise(x, rows, columns, pow2):
   """Return codes [N, M] and scales [ceil(N / rows), ceil(M / columns)] of a float32 [N, M]."""
+  scale = _scales(x, rows, columns, pow2)
+  return fp8.cast(x, _spread(scale, rows, columns, x.shape)), scale
+
+
+def _scales(x, rows, columns, pow2):
   N, M = x.shape
   padded = jnp.pad(x, ((0, -N % rows), (0, -M % columns)))
   amax = jnp.abs(padded).reshape(-(-N // rows), rows, -(-M // columns), columns).max((1, 3))
   scale = jnp.maximum(amax, fp8.FLOOR) / fp8.MAX
-  scale = fp8.pow2(scale) if pow2 else scale
-  return fp8.cast(x, _spread(scale, rows, columns, x.shape)), scale
+  return fp8.pow2(scale) if pow2 else scale
 
 
 def _spread(scale, rows, columns, shape):

@@ -1,5 +1,6 @@
 """`dot(x, w)`: the matrix product of all linears, and the forms that its weight may have."""
 
+import math
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -11,10 +12,12 @@ from jaxtyping import Array, Float, Int
 
 from sprl.config import Kernels
 from sprl.kernels.grouped_matmul import grouped_matmul
+from sprl.kernels.platform import on_accelerator
 from sprl.quant import block
 from sprl.quant.block import BlockScaled, Emulated, Quantised, block_dot, fake_groups
 from sprl.sharding.rules import Names, activation, kept, shard
 
+FEW_ROWS = 256  # of a product with a weight on CPUs; at 16 and 64 rows this is faster, at 2,048 it is not
 PRODUCT = 'product'  # name of these products in checkpoint policies
 
 
@@ -145,13 +148,26 @@ _straight_through.defvjp(_straight_forward, _straight_backward)
 def _dot(x: Float[Array, '*B M'], w: Float[Array, 'N M'], axes: Names | None) -> Float[Array, '*B N']:
   """Return x @ w^T in x's dtype. w may have a wider dtype (float32 master weights under bfloat16 activations).
 
-  w is [out, in]: the layout of checkpoints, which is also the fastest for CPUs and FP8 tensor cores.
+  w is [out, in]: the layout of checkpoints, which is also the fastest for CPUs (`rows_dot`) and FP8 tensor cores.
 
   The gradient of w is one product over all leading dims, summed in float32 and returned in w's dtype. It is written by hand:
   autodiff would emit a transposed product, for which XLA's CPU backend has no fast bfloat16 path, and would round the gradient
   of a float32 weight to bfloat16.
   """
-  return jax.lax.dot_general(x, _gathered(w, x.dtype, axes), (((x.ndim - 1,), (1,)), ((), ())))
+  return rows_dot(x, _gathered(w, x.dtype, axes))
+
+
+def rows_dot(x: Float[Array, '*B M'], w: Float[Array, 'N M'], dtype: Any = None) -> Float[Array, '*B N']:
+  """Return x @ w^T, summed and returned in `dtype` (None: x's).
+
+  XLA's CPU backend copies the right operand of every float32 product into another layout, which costs more than the product if
+  that operand is a weight and x has few rows. There x is the right operand, and the small result is transposed.
+  """
+  rows = math.prod(x.shape[:-1])
+  if x.dtype != jnp.float32 or rows > FEW_ROWS or on_accelerator():
+    return jax.lax.dot_general(x, w, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=dtype)
+  y = jax.lax.dot_general(w, x.reshape(rows, -1), (((1,), (1,)), ((), ())), preferred_element_type=dtype)
+  return jax.lax.optimization_barrier(y).T.reshape(*x.shape[:-1], -1)  # XLA would exchange the operands again
 
 
 def _gathered(w, dtype, axes):

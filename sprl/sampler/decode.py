@@ -29,6 +29,7 @@ from sprl.config import Sampling
 from sprl.kernels.support import Format, record_format
 from sprl.models import transformer
 from sprl.models.routing import MISSING, route_dtype
+from sprl.quant.dot import rows_dot
 from sprl.sampler.draw import draw, uniforms
 from sprl.sampler.weights import SamplerWeights
 from sprl.sharding.rules import OnMesh, is_names, local, parts, shard, tie_to_iteration
@@ -402,7 +403,7 @@ def logits(weights: SamplerWeights, hidden: Float[Array, 'B E']) -> Float[Array,
   rows.
   """
   hidden, head = shard(hidden, 'gathered_rows', None), shard(weights.head, 'vocab', None)
-  logits = jax.lax.dot_general(hidden, head, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
+  logits = rows_dot(hidden, head, jnp.float32)
   return shard(shard(logits, 'gathered_rows', 'vocab'), 'drawn_rows', None)
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from sprl.quant.block import block_dot, quantise
-from sprl.quant.dot import dot
+from sprl.quant.dot import FEW_ROWS, dot, rows_dot
 
 
 @pytest.mark.parametrize('lead', [(), (5,), (2, 3)])
@@ -18,6 +18,16 @@ def test_product_and_gradients_match_numpy(lead):
   np.testing.assert_allclose(y, x @ w.T, atol=1e-5)
   np.testing.assert_allclose(dx, g @ w, atol=1e-5)
   np.testing.assert_allclose(dw, g.reshape(-1, 6).T @ x.reshape(-1, 4), atol=1e-5)
+
+
+@pytest.mark.parametrize('rows', [3, FEW_ROWS + 1])
+@pytest.mark.parametrize(('dtype', 'out'), [('float32', None), ('bfloat16', 'float32')])
+def test_products_with_few_and_with_many_rows_match_numpy(rows, dtype, out):
+  rng = np.random.default_rng(0)
+  x, w = (jnp.asarray(rng.normal(size=size), dtype) for size in ((rows, 1, 4), (6, 4)))
+  y = rows_dot(x, w, out)
+  assert (y.shape, y.dtype) == ((rows, 1, 6), out or dtype)
+  np.testing.assert_allclose(y, np.asarray(x, np.float64) @ np.asarray(w, np.float64).T, atol=1e-5)
 
 
 def test_float32_weights_under_bfloat16_activations():

@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from sprl.kernels.e4m3 import numbers
 from sprl.quant import fp8
 
 E4M3 = ml_dtypes.float8_e4m3fn
@@ -47,9 +48,28 @@ def test_values_at_the_edges_of_the_range(x, code):
   assert float(fp8.cast(jnp.asarray([x], jnp.float32), 1.0)[0]) == code
 
 
+@pytest.mark.parametrize('compiled', [False, True])
+def test_fake_is_decast_of_cast_bit_for_bit(compiled):
+  x, scale = np.append(probes(), np.float32(np.nan)), np.float32(0.37)
+  fake = jax.jit(fp8.fake) if compiled else fp8.fake
+  expected = np.clip(x / scale, -448, 448).astype(E4M3).astype(np.float32) * scale
+  got = np.asarray(fake(jnp.asarray(x), jnp.asarray(scale)))
+  np.testing.assert_array_equal(got.view(np.int32)[:-1], expected.view(np.int32)[:-1])
+  assert np.isnan(got[-1])
+
+
 def test_denormals_of_float32_are_zero():
   x = np.asarray([1e-40, -1e-45, 0], np.float32)
   np.testing.assert_array_equal(fp8.fake(jnp.asarray(x), 1.0), [0, 0, 0])
+
+
+@pytest.mark.parametrize('dtype', [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_numbers_of_every_code_bit_for_bit(dtype):
+  got, expected = np.asarray(jax.jit(numbers, static_argnums=1)(jnp.asarray(TABLE), dtype)), TABLE.astype(dtype)
+  finite = np.isfinite(TABLE.astype(np.float32))
+  assert got.dtype == dtype
+  np.testing.assert_array_equal(got.view(np.uint8).reshape(256, -1)[finite], expected.view(np.uint8).reshape(256, -1)[finite])
+  assert np.isnan(got[~finite].astype(np.float32)).all()
 
 
 def test_decast_of_every_code():
