@@ -235,6 +235,7 @@ def result(case: Case, depths: tuple[int, int] = LAYERS) -> Result:
     'step ms': 1e3 * plain.seconds,
     'tokens/s': case.rows / plain.seconds,
     'roofline': roof / plain.seconds,
+    'bound': (roof + plain.excess) / plain.seconds,
     'mean ms': 1e3 * mean,
   }
   return Result(row, [product_row(case, each) for each in few.matmuls], [kernel_row(case, each) for each in few.kernels])
