@@ -217,7 +217,7 @@ def _program(
   for j in range(plan.stages):
     pl.when(lo + j < hi)(partial(fetch, lo + j))
 
-  def step(first, length, j, carry):
+  def step(limit, j, carry):
     acc, top, total = carry
     stage = lax.rem(j - lo, stages)
     plgpu.barrier_wait(k_came.at[stage])
@@ -232,7 +232,7 @@ def _program(
       products.append((_keys(second_s.at[stage], q_s.dtype, wide_second), q_second_s.T))
     # While the tensor core multiplies, the threads widen the values. The product of the step before is done with `wide_s`.
     scores = _product((BLOCK, QUERIES), *products, meanwhile=None if wide_s is None else widen) * factor
-    scores = jnp.where(_slots(j - first) < length, scores, -jnp.inf)
+    scores = jnp.where(_slots(j) < limit, scores, -jnp.inf)
     if scores_s is not None:
       scores_s[pl.ds(j * BLOCK, BLOCK)] = scores
     largest = jnp.max(scores, axis=0)
@@ -246,16 +246,17 @@ def _program(
     pl.when(j + stages < hi)(partial(fetch, j + stages))  # into the stage read in this step
     return acc, new_top, total * _rows(shrink, total) + p
 
-  def part(first, begin, end, length):
-    """Return output, maximum and sum of some blocks of a row, unscaled; `first` is the first block of the row."""
+  def part(begin, end, limit):
+    """Return output, maximum and sum of some blocks, unscaled. Slots from `limit` on, counted over the team's rows, are empty."""
     nothing = _zeros((v_s.shape[2], QUERIES)), _filled(LEAST), _zeros((BLOCK, QUERIES))
-    acc, top, weights = lax.fori_loop(begin, end, partial(step, first, length), nothing)
+    acc, top, weights = lax.fori_loop(begin, end, partial(step, limit), nothing)
     return acc, top, jnp.sum(weights, axis=0)  # here, not in every step: the sum over slots crosses warps
 
   def attend(i):
     """Attend to the blocks of the team's row i that this program owns."""
     row, first, last = team + i * plan.teams, work.start(i), work.end(i)
     length = length_of(row)
+    limit = first * BLOCK + length
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the output of the row before is in the memory of q
 
     @pl.when(first < last)
@@ -266,31 +267,37 @@ def _program(
       plgpu.barrier_wait(q_came)
 
     if parts_ref is None:
-      write(row, part(first, first, last, length))
+      write(row, part(first, last, limit))
       if share_ref is not None:
         write_share(row, length)
       return
 
+    keep_stats(_filled(LEAST), _filled(0.0))
+
     def add(p, whole):
       begin, end = work.part(i, p)
       mine = work.mine(i, begin, end)
-      found = acc, top, total = part(first, begin, jnp.where(mine, end, begin), length)
+      found = acc, top, total = part(begin, jnp.where(mine, end, begin), limit)
+      whole, *stats = _merged((whole, *(plgpu.load(stats_s.at[n], layout=PER_QUERY) for n in (0, 1))), found)
+      # Maximum and sum of the whole row wait in shared memory: in registers, FP8 would need more than three programs can have.
+      plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+      keep_stats(*(jnp.where(work.divided, own, merged) for own, merged in zip((top, total), stats, strict=True)))
 
       @pl.when(work.divided & mine)
       def _():
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         parts_ref[team, i, p] = acc
-        stats_s[0], stats_s[1] = top, total
-        plgpu.commit_smem()
         plgpu.copy_smem_to_gmem(stats_s, stats_ref.at[team, i, p])
 
-      return _merged(whole, found)
+      return whole
 
-    whole = lax.fori_loop(0, work.count(i), add, none())
-    pl.when(jnp.logical_not(work.divided))(lambda: write(row, whole))
+    whole = lax.fori_loop(0, work.count(i), add, _zeros((v_s.shape[2], QUERIES)))
+    stats = [plgpu.load(stats_s.at[n], layout=PER_QUERY) for n in (0, 1)]
+    pl.when(jnp.logical_not(work.divided))(lambda: write(row, (whole, *stats)))
 
-  def none():
-    return _zeros((v_s.shape[2], QUERIES)), _filled(LEAST), _filled(0.0)
+  def keep_stats(top, total):
+    plgpu.commit_smem()  # the numbers before have been read
+    stats_s[0], stats_s[1] = top, total
+    plgpu.commit_smem()
 
   def write(row, whole):
     acc, top, total = whole
@@ -332,7 +339,8 @@ def _program(
         top, total = (plgpu.load(stats_ref.at[team, member, p, n], layout=PER_QUERY, optimized=False) for n in (0, 1))
         return _merged(whole, (plgpu.load(parts_ref.at[team, member, p], layout=MATRIX, optimized=False), top, total))
 
-      pl.when((member < plan.rows) & (row < N))(lambda: write(row, lax.fori_loop(0, work.count(member), add, none())))
+      nothing = _zeros((v_s.shape[2], QUERIES)), _filled(LEAST), _filled(0.0)
+      pl.when((member < plan.rows) & (row < N))(lambda: write(row, lax.fori_loop(0, work.count(member), add, nothing)))
 
   plgpu.wait_smem_to_gmem(0)
 
