@@ -100,7 +100,7 @@ def main():
     layout, scales = model.cache_layout(sampling, cache, quant), None
     if layout.fp8:
       found = calibrate.amax_of_prompts(model.graphdef, layout, params, list(prompts), len(prompts), quant)
-      scales = calibrate.scales((found,), quant, layout.layers)
+      scales = calibrate.scales((found,), quant, layout, params)
     weights = model.sampler_weights(params, quant, scales)
     return weights, *states(model.graphdef, layout, weights, jnp.asarray(prompts), jnp.asarray(written), jnp.asarray(counts))
 

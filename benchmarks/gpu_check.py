@@ -1,4 +1,4 @@
-"""Are the kernels correct on this GPU, and how close to its limits? What says most comes first; 10 minutes on an H100 or H200.
+"""Are the kernels correct on this GPU, and how close are they to its limits? Takes 10 minutes on an H100 or H200.
 
     python benchmarks/gpu_check.py --save                 # for example benchmarks/results/gpu_check_NVIDIA_H200.json
     python benchmarks/gpu_check.py --save $OUT            # that file in the folder $OUT
@@ -6,27 +6,29 @@
     python benchmarks/gpu_check.py --save --only decode_whole --limit 1500    # one part: .._decode_whole.json
     python benchmarks/gpu_check.py --rehearse             # toy sizes in the GPU interpreter, on any machine
 
-The device's ceilings are measured first: copy bandwidth and matrix rates. The parts, in the order in which they run:
+The device's ceilings are measured first: copy bandwidth and matrix rates. The most important parts run first:
 
     parity        every kernel against its reference on random numbers
     decode        decode steps of Qwen2.5-7B and 1.5B at 4 and 8 layers, dense and sparse, bfloat16 and FP8
-    launches      the cost of a launch, and of a loop that asks the host whether to go on
+    launches      the cost of a kernel launch, and of a loop iteration whose condition the host must read
     attention     decode attention at real models' shapes, beside XLA, cuDNN and PyTorch
     matmul        FP8 products and those of experts, beside cuBLAS and a kernel in Triton
-    rows          the learner's attention of packed rows, with gradients
+    quantise      activations to FP8: alone, behind a norm and behind a gated activation, beside XLA
+    rows          the learner's attention of packed rows, with gradients, beside XLA and cuDNN
     eviction      compaction, comparison of keys, the eviction of a layer
     append        the write of new keys
     update        updates of Qwen2.5-1.5B on packed rows of 4,096 tokens: model FLOP per second over the matrix rate
     decode_whole  decode steps of all layers, with an estimate of the most rows that fit
     torch         PyTorch's attention and transformers' generate, for comparison; only with --only, before all other parts
 
-Each row is written to the file when it is measured. The file has all planned rows from the start; a row whose status is `not run`
-was not reached. So a kill loses one row. --resume keeps the rows with status ok of an earlier file and measures the others.
+The file has all planned rows from the start, with the status `not run`. Each row is saved as soon as it is measured, so a process
+that is killed loses only the row in progress. --resume keeps the rows of an earlier file whose status is ok, and measures the
+others.
 
-A figure with a target shows `met` or `MISSED`. A failed case is a row; the others continue. Each part has SECONDS plus the time
-that earlier parts left. PyTorch runs in this environment if it is installed here, else in that of `make reference` or
-SPRL_REFERENCE_PYTHON. The script needs jax, flax, optax, orbax-checkpoint, jaxtyping and their dependencies; sprl need not be
-installed.
+A figure with a target shows `met` or `MISSED`. If a case fails, its row says so, and the others continue. A part may use its
+SECONDS and the time that earlier parts did not use. PyTorch runs in this environment if it is installed here, else in that of
+`make reference` or SPRL_REFERENCE_PYTHON. The script needs jax, flax, optax, orbax-checkpoint, jaxtyping and their dependencies.
+sprl need not be installed.
 """
 
 import argparse
@@ -54,7 +56,7 @@ from common import peer as run_peer
 from device_timing import Ceilings, ceilings
 from gpu_check_bench import DECODES, GENERATED, ROWS, TOY, Bench, Row
 from gpu_check_decode import check_decode, check_decode_whole, random_params
-from gpu_check_kernels import check_append, check_attention, check_eviction, check_matmul, check_rows
+from gpu_check_kernels import check_append, check_attention, check_eviction, check_matmul, check_quantise, check_rows
 from gpu_check_launches import check_launches
 from gpu_check_parity import check_parity
 from gpu_check_record import key, limits, planned, run, summary, table
@@ -62,13 +64,20 @@ from gpu_check_update import check_update
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernel_resources import MODELS
 
-from sprl.kernels import hopper_block_matmul, hopper_decode_attention, hopper_eviction, hopper_grouped_matmul
+from sprl.kernels import (
+  hopper_block_matmul,
+  hopper_decode_attention,
+  hopper_eviction,
+  hopper_grouped_matmul,
+  hopper_packed_attention,
+  hopper_quantise,
+)
 
-LIMIT = 560  # seconds; no new row starts later
+LIMIT = 560  # seconds, after which no new row starts
 TORCH = 100  # seconds for all PyTorch measurements
-SECONDS = {  # of each part; it starts no new row later
-  'parity': 130, 'decode': 140, 'launches': 10, 'attention': 45, 'matmul': 50, 'rows': 40, 'eviction': 20, 'append': 5,
-  'update': 45, 'decode_whole': 60,
+SECONDS = {  # of each part, after which it starts no new row
+  'parity': 130, 'decode': 140, 'launches': 10, 'attention': 45, 'matmul': 50, 'quantise': 10, 'rows': 40, 'eviction': 20,
+  'append': 5, 'update': 45, 'decode_whole': 60,
 }  # fmt: skip
 KERNELS = (
   (hopper_decode_attention, 'decode_attention'),
@@ -78,6 +87,10 @@ KERNELS = (
   (hopper_grouped_matmul, 'grouped_outer'),
   (hopper_eviction, 'compact'),
   (hopper_eviction, 'similarity'),
+  (hopper_packed_attention, 'packed_attention'),
+  (hopper_quantise, 'codes'),
+  (hopper_quantise, 'gated_codes'),
+  (hopper_quantise, 'normalised_codes'),
 )
 CHECKS = {
   'parity': check_parity,
@@ -85,6 +98,7 @@ CHECKS = {
   'launches': check_launches,
   'attention': check_attention,
   'matmul': check_matmul,
+  'quantise': check_quantise,
   'rows': check_rows,
   'eviction': check_eviction,
   'append': check_append,
@@ -131,7 +145,7 @@ def interpreted() -> None:
 
 
 def ceilings_note(found: Ceilings) -> str | None:
-  """Return what the measured ceilings say about the library's FP8 product."""
+  """Return a note if the library's FP8 product is too slow to be one, else None."""
   if not found.upcast:
     return None
   return (
@@ -169,7 +183,7 @@ def main() -> None:
   ended: list[int] = []
 
   def end(signum: int, frame: object) -> None:
-    """End the process with a report. The signal counts once the compiler returns."""
+    """End the process with a report. Python calls this only between its own instructions: after a compilation, not in it."""
     ended.append(signum)
     raise SystemExit(128 + signum)
 
@@ -219,7 +233,7 @@ def main() -> None:
     for i, part in enumerate(parts):
       later = sum(SECONDS[each] for each in parts[i + 1 :])
       for row in run(part, cases[part], rows, limits(time.monotonic(), until, SECONDS[part], later)):
-        if ended:  # JAX made a failed case of the exception
+        if ended:  # the exception of the signal made the case fail
           raise SystemExit(128 + ended[0])
         rows[key(row)] = row
         save()

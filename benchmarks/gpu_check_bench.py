@@ -25,7 +25,7 @@ Rows = Mapping[tuple[str, str], Row]  # measured rows by check and case
 
 
 class Case(NamedTuple):
-  """One row of the result, before it is measured."""
+  """A planned row of the result, and how to measure it."""
 
   check: str
   case: str
@@ -49,7 +49,9 @@ class Bench:
   ) -> Row:
     """Return the row of a kernel: its time, the share of the ceiling, and the times of its peers.
 
-    `least` has the fewest bytes and operations of the call. `makes` has the input makers of peers that need other layouts.
+    `make(key)` returns the arguments of a call; `makes` has other functions for peers whose arguments have another layout.
+    `least` has the fewest bytes and operations that the call needs. The outputs replace the first `moving` arguments in the next
+    call.
     """
     rate = self.ceilings.fp8_rate if fp8 else self.ceilings.bf16
     least_seconds = max(least.bytes / self.ceilings.copy, least.flops / rate)

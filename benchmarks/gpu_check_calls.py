@@ -1,18 +1,21 @@
-"""Calls that are checked for parity and timed by gpu_check.py: random arguments, attention of rows, and the product in Triton."""
+"""Calls that are checked for parity and timed by gpu_check.py: random arguments, quantisation, and the product in Triton."""
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from gpu_check_bench import BF16, FP8, Bench
 from kernel_resources import Model
 
+from sprl.kernels import hopper_quantise
 from sprl.kernels.hopper_decode_attention import SECOND
-from sprl.kernels.packed_attention import Visible, packed_attention
-from sprl.models.moe import blocks
+from sprl.kernels.packed_attention import Visible
+from sprl.models.moe import ACTIVATIONS, blocks
 from sprl.quant.block import quantise, quantise_groups
+
+EPSILON = 1e-6  # of norms, as in Qwen2.5
 
 
 def attention_inputs(model: Model, B: int, S: int, dtype: Any, key: jax.Array, length: Any = None) -> tuple[Any, ...]:
@@ -97,9 +100,48 @@ def with_gradients(attend: Callable) -> Callable:
   return call
 
 
-def row_attention(bench: Bench) -> Callable:
-  """Return the attention of packed rows: the kernel, or the reference in a rehearsal."""
-  return partial(packed_attention, kernels='reference' if bench.rehearse else 'mosaic_gpu')
+class Quantisation(NamedTuple):
+  """A kernel that quantises tokens [T, M]."""
+
+  make: Callable[[int, int, jax.Array], tuple[Any, ...]]  # T, M, random key -> arguments
+  kernel: Callable  # returns codes and scales
+  reference: Callable
+  read: int  # bfloat16 arrays [T, M] that it reads
+
+
+def quantisations() -> dict[str, Quantisation]:
+  """Return the kernels that quantise activations, by what they compute before: a norm, a gated activation, or nothing.
+
+  The kernels quantise norms and activations that were rounded to bfloat16. In the references `reduce_precision` rounds them,
+  because XLA leaves out a cast to bfloat16 and back.
+  """
+  codes = partial(quantise_groups, format='float32')
+
+  def rounded(x):
+    return codes(jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7))
+
+  def normalised(x, scale):
+    wide = x.astype(jnp.float32)
+    return rounded(wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=1, keepdims=True) + EPSILON) * scale)
+
+  def gated(x):
+    gate, up = jnp.split(x.astype(jnp.float32), 2, axis=1)
+    return rounded(ACTIVATIONS['silu'](gate) * up)
+
+  def with_weights(T, M, key):
+    x, scale = jax.random.split(key)
+    return jax.random.normal(x, (T, M), BF16), jax.random.uniform(scale, (M,), BF16, 0.5, 2)
+
+  return {
+    'alone': Quantisation(lambda T, M, key: (jax.random.normal(key, (T, M), BF16),), hopper_quantise.codes, codes, 1),
+    'norm': Quantisation(with_weights, partial(hopper_quantise.normalised_codes, eps=EPSILON), normalised, 1),
+    'gated activation': Quantisation(
+      lambda T, M, key: (jax.random.normal(key, (T, 2 * M), BF16),),
+      partial(hopper_quantise.gated_codes, activate=ACTIVATIONS['silu']),
+      gated,
+      2,
+    ),
+  }
 
 
 def triton_candidate(bench: Bench) -> dict[str, Callable]:

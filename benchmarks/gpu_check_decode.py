@@ -1,11 +1,11 @@
-"""The check `decode` of gpu_check.py: decode steps of models with random weights, against the bytes that they must read.
+"""The check `decode` of gpu_check.py: the time of decode steps, compared with the time that reading their bytes takes.
 
-A model of 4 and one of 8 layers give the time of a layer and, by extrapolation, of all layers. They compile several times faster
-than the whole model, which the check `decode_whole` times.
+Weights are random. The difference between a model of 4 and one of 8 layers is the time of 4 layers, from which the time of all
+layers follows. These two compile several times faster than the whole model, which the check `decode_whole` times.
 
-Caches hold random keys and values at lengths that the engine produces. It admits rows between two chunks of steps, so a row is
-due for compression only in the last step of a chunk. `plain us` is a step of chunks in which no row is due; `us` is the mean over
-an interval, in which every row is compressed once.
+Caches hold random keys and values, and rows have the lengths that they have in an engine. The engine admits rows between two
+chunks of steps, so a row is due for compression only in the last step of a chunk. `plain us` is the time of a step in chunks in
+which no row is due. `us` is the mean over an interval, in which every row is compressed once.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ class Mode(NamedTuple):
 
 
 def modes(bench: Bench) -> dict[str, Mode]:
-  """Return the modes by name, in the order in which they say most."""
+  """Return the modes by name, the most important ones first."""
   sparse = bench.sizes(Cache(budget=512, interval=128, method='rkv'), Cache(budget=24, interval=8, window=4, method='rkv'))
   both = Quant(sampler='w8a8_kv8', arithmetic='blockwise')
   return {
@@ -54,7 +54,7 @@ def modes(bench: Bench) -> dict[str, Mode]:
 
 
 def check_decode(bench: Bench) -> Iterator[Case]:
-  """Time decode steps at 4 and at 8 layers: the slope is the time of a layer."""
+  """Time decode steps with 4 and with 8 layers. A quarter of the difference is the time of a layer."""
   tokens = bench.sizes(4096, 64)
   for name in bench.sizes(('Qwen2.5-7B', 'Qwen2.5-1.5B'), ('toy',)):
     for mode in bench.sizes(tuple(modes(bench))[:4], tuple(modes(bench))[:2]):
@@ -91,9 +91,9 @@ def goals(name: str, mode: str) -> dict[str, float]:
 
 
 def beside_dense(row: Row, dense: Row | None, time: str, asked: dict[str, float]) -> Row:
-  """Return a decode row with its gain in tokens per second over dense bfloat16, judged by `asked`.
+  """Return a decode row with its tokens per second over those of dense bfloat16, and the verdicts on the targets `asked`.
 
-  `time` is the column with the time of a step. A gain at another batch size is reported, not judged.
+  `time` is the column with the time of a step. A ratio between different batch sizes is reported without a verdict.
   """
   if dense is not None and time in dense:
     row = row | {'times dense bf16': dense[time] / row[time] * row['B'] / dense['B']}
@@ -135,7 +135,7 @@ def random_params(name: str, layers: int) -> Any:
 
 
 def engine_weights(params: Any, quant: Quant, layout: CacheLayout) -> SamplerWeights:
-  """Return the weights as the engine multiplies them: joined in every mode, and in FP8 if `quant` says so. All are copies."""
+  """Return copies of the weights in the form that the engine multiplies: joined linears, in FP8 if `quant` says so."""
   weights = sampler_weights(params, BF16, quant)
   scales = Scales(*(jnp.full(len(params['layers']), SCALE) for _ in range(3)))
   return weights._replace(scales=scales) if layout.fp8 else weights

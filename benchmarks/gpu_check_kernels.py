@@ -18,7 +18,7 @@ from gpu_check_calls import (
   expert_inputs,
   linear_inputs,
   packed_inputs,
-  row_attention,
+  quantisations,
   triton_candidate,
   with_gradients,
 )
@@ -28,9 +28,8 @@ from sprl.cache.compaction import compress
 from sprl.cache.layer import LayerCache
 from sprl.cache.layout import cache_layout
 from sprl.config import UNQUANTISED, Cache
-from sprl.kernels import block_matmul, decode_attention, eviction, grouped_matmul, packed_attention
+from sprl.kernels import block_matmul, decode_attention, eviction, grouped_matmul, packed_attention, quantise
 from sprl.kernels.cost import Cost
-from sprl.quant.block import quantise_groups
 
 
 def check_attention(bench: Bench) -> Iterator[Case]:
@@ -115,7 +114,8 @@ def packed_rows(bench: Bench, case: str, name: str, R: int, T: int, before: Rows
   H, K, D, _, _ = model
   calls = {peer: with_gradients(call) for peer, call in peers.items()}
   least, make = packed_attention.cost(R, T, H, K, D, backward=True), partial(packed_inputs, model, R, T)
-  row = bench.timed('rows', case, with_gradients(row_attention(bench)), make, least, calls)
+  attend = partial(packed_attention.packed_attention, kernels='mosaic_gpu')
+  row = bench.timed('rows', case, with_gradients(attend), make, least, calls)
   row |= {} if 'tokamax' in peers else {'note': f'{row.get("note", "")} tokamax: not installed'.strip()}
   return judged(row, {'times best peer': 1.0})
 
@@ -154,7 +154,7 @@ def pallas_rows(q, k, v, visible):
 
 
 def check_matmul(bench: Bench) -> Iterator[Case]:
-  """Time block-scaled products of given codes beside Triton and bfloat16 cuBLAS, and the quantisation of tokens."""
+  """Time block-scaled products of given codes beside Triton and bfloat16 cuBLAS, and products of experts."""
   cases = [('Qwen2.5-7B', name, M) for M in (256, 64, 16, 8192, 1024) for name in ('gate', 'down')]
   cases += [('Qwen2.5-7B', 'q', 256), ('Qwen2.5-1.5B', 'gate', 256), ('Qwen2.5-1.5B', 'down', 256), ('Qwen2.5-1.5B', 'k', 256)]
   for name, linear, M in bench.sizes(cases, [('toy', 'q', 5)]):
@@ -165,8 +165,6 @@ def check_matmul(bench: Bench) -> Iterator[Case]:
     case = f'{name} {linear} M {tokens}x{chosen} of {X}'
     yield Case('grouped_matmul', case, partial(multiply_experts, bench, case, X, chosen, tokens, N, K))
   yield from bf16_experts(bench)
-  for M, K in bench.sizes([(256, 3584), (64, 3584), (8192, 3584)], [(4, 256)]):
-    yield Case('quantise tokens', f'{M}x{K}', partial(quantise_tokens, bench, M, K))
 
 
 def multiply(bench: Bench, name: str, linear: str, M: int, before: Rows) -> Row:
@@ -196,12 +194,6 @@ def multiply_experts(bench: Bench, case: str, X: int, chosen: int, tokens: int, 
   return bench.timed('grouped_matmul', case, call, partial(expert_inputs, X, chosen, tokens, N, K), least, fp8=True)
 
 
-def quantise_tokens(bench: Bench, M: int, K: int, before: Rows) -> Row:
-  """Time the quantisation of M tokens of K numbers."""
-  call, least = partial(quantise_groups, format='float32'), Cost(M * K * 3 + M * K // 32, 0)
-  return bench.timed('quantise tokens', f'{M}x{K}', call, lambda key: (jax.random.normal(key, (M, K), BF16),), least)
-
-
 def bf16_experts(bench: Bench) -> Iterator[Case]:
   """Time bfloat16 products of experts and their gradients, beside the loop over blocks."""
   name = 'Qwen3-30B-A3B'
@@ -227,6 +219,21 @@ def bf16_expert_product(
   }[output]
   make = partial(bf16_expert_inputs, X, chosen, tokens, N, K)
   return bench.timed('grouped_matmul bf16', case, partial(call, *kernels), make, least, {'loop': partial(call, *loop)})
+
+
+def check_quantise(bench: Bench) -> Iterator[Case]:
+  """Time the kernels that quantise tokens, beside XLA: the three of a decode step, then `codes` for fewer and more tokens."""
+  (_, _, _, E, F), T = bench.sizes((MODELS['Qwen2.5-7B'], 256), (TOY, 8))
+  cases = [('norm', T, E), ('gated activation', T, F), ('alone', T, E)]
+  for first, T, M in [*cases, *bench.sizes([('alone', 64, E), ('alone', 8192, E)], [])]:
+    yield Case('quantise', f'{first} {T}x{M}', partial(quantise_tokens, bench, first, T, M))
+
+
+def quantise_tokens(bench: Bench, first: str, T: int, M: int, before: Rows) -> Row:
+  """Time the quantisation of T tokens of M numbers. `first` names what the kernel computes before it quantises."""
+  each = quantisations()[first]
+  least, peers = quantise.cost(T, M, each.read), {'xla': each.reference}
+  return bench.timed('quantise', f'{first} {T}x{M}', each.kernel, partial(each.make, T, M), least, peers)
 
 
 def check_eviction(bench: Bench) -> Iterator[Case]:

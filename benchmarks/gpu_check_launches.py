@@ -1,6 +1,7 @@
-"""The part `launches` of gpu_check.py: what a launch costs, and what it costs that a loop asks the host whether to go on.
+"""The part `launches` of gpu_check.py: the cost of a kernel launch, and of a loop iteration whose condition the host must read.
 
-These are constants of the static model of a step (gpu_static_model.py). The launches do next to nothing, so the time is theirs.
+These are constants of the static model of a step (gpu_static_model.py). The kernels add 1 to 128 numbers, so their own work takes
+next to no time.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ COUNT = 256  # launches of a program, and iterations of a loop
 
 
 def check_launches(bench: Bench) -> Iterator[Case]:
-  """Time launches one after another, and the iterations of loops whose number is known or is not."""
+  """Time launches one after another, and iterations of loops whose trip count XLA knows or does not know."""
   cases: dict[str, Callable] = {'launch': chain, 'iteration, counted': counted, 'iteration, asked': asked}
   for case, call in cases.items():
     yield Case('launches', case, partial(each, bench, call))
@@ -31,19 +32,19 @@ def each(bench: Bench, call: Callable, before: Rows) -> Row:
 
 
 def chain(count: int, x: jax.Array) -> jax.Array:
-  """Add 1 so often, each time in a launch of its own: the barrier keeps XLA from fusing them."""
+  """Add 1 `count` times, each time in its own launch: the barrier stops XLA from fusing the additions."""
   for _ in range(count):
     x = jax.lax.optimization_barrier(x + 1)
   return x
 
 
 def counted(count: int, x: jax.Array) -> jax.Array:
-  """Add 1 in a loop whose number of iterations XLA knows."""
+  """Add 1 in a loop whose trip count XLA knows."""
   return jax.lax.fori_loop(0, count, lambda i, x: x + 1, x)
 
 
 def asked(count: int, x: jax.Array) -> jax.Array:
-  """Add 1 in a loop that ends when the data say so. The host reads the answer before each iteration."""
+  """Add 1 in a loop whose end depends on the data. The host reads the loop's condition before each iteration."""
   return jax.lax.while_loop(
     lambda carry: (carry[0] < count) & (jnp.max(carry[1]) < jnp.inf), lambda carry: (carry[0] + 1, carry[1] + 1), (0, x)
   )[1]

@@ -1,4 +1,4 @@
-"""The check `parity` of gpu_check.py: every kernel, and the attention of packed rows, against its reference on random numbers."""
+"""The check `parity` of gpu_check.py: every kernel against its reference on random numbers."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +17,7 @@ from gpu_check_calls import (
   in_float32,
   linear_inputs,
   packed_inputs,
-  row_attention,
+  quantisations,
   triton_candidate,
   twice_coded_inputs,
   with_gradients,
@@ -75,6 +75,7 @@ def comparisons(bench: Bench) -> Iterator[Comparison]:
   """Yield all comparisons."""
   yield from attention_comparisons(bench)
   yield from matmul_comparisons(bench)
+  yield from quantise_comparisons(bench)
   yield from eviction_comparisons(bench)
   yield from row_comparisons(bench)
   yield logprob_comparison(bench)
@@ -160,6 +161,24 @@ def matmul_comparisons(bench: Bench) -> Iterator[Comparison]:
     )
 
 
+def quantise_comparisons(bench: Bench) -> Iterator[Comparison]:
+  """Yield the quantisation of tokens: alone, behind a norm and behind a gated activation."""
+
+  def outputs(quantise):
+    def call(*inputs):
+      codes, scale = quantise(*inputs)
+      return {'values': codes.astype(jnp.float32) * jnp.repeat(scale, 128, axis=1), 'scale': scale}
+
+    return call
+
+  for first, each in quantisations().items():
+    for T, M in bench.sizes([(256, 3584), (64, 2816)], [(8, 256)]):  # groups for four warps, and for two
+      # The order of a sum can move a norm to the next bfloat16 number, and its value to the next code: a step of 1/8 or 1/16.
+      yield Comparison(
+        f'parity quantise {first}', f'{T}x{M}', partial(each.make, T, M), outputs(each.kernel), outputs(each.reference), 2e-3
+      )
+
+
 def eviction_comparisons(bench: Bench) -> Iterator[Comparison]:
   """Yield compaction, which must be bit-identical, and the comparison of keys."""
   B, S, N = bench.sizes((16, 640, 512), (2, 40, 24))
@@ -204,7 +223,7 @@ def row_comparisons(bench: Bench) -> Iterator[Comparison]:
       'parity rows',
       f'D {model.width} G {model.queries // model.kv} T {T}',
       partial(packed_inputs, model, 2, T),
-      outputs(row_attention(bench)),
+      outputs(partial(packed_attention.packed_attention, kernels='mosaic_gpu')),
       lambda *inputs: outputs(packed_attention.reference)(*in_float32(inputs)),
       0.01,
     )

@@ -1,4 +1,4 @@
-"""The rows of gpu_check.py, planned and measured: each part runs within its time, and no measured row is measured again."""
+"""The rows of gpu_check.py: they are planned first, then measured part by part, each part within its time."""
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,7 +15,7 @@ def key(row: Row) -> tuple[str, str]:
 
 
 def planned(cases: Iterable[Case], earlier: Iterable[Row] = ()) -> dict[tuple[str, str], Row]:
-  """Return a row for each case: that of an earlier run if its status is ok, else one that says that it has not run."""
+  """Return a row for each case: the row of an earlier run if its status is ok, else one with the status `not run`."""
   done = {key(row): row for row in earlier if row['status'] == 'ok'}
   rows = [{'check': each.check, 'case': each.case, 'status': NOT_RUN} for each in cases]
   return {key(row): done.get(key(row), row) for row in rows}
@@ -37,9 +37,9 @@ def run(name: str, cases: Sequence[Case], rows: Rows, until: float) -> Iterator[
 
 
 def limits(start: float, until: float, part: float, later: float) -> float:
-  """Return when a part must begin no more cases.
+  """Return the time after which a part that begins at `start` begins no more cases.
 
-  It has its `part` seconds, and those that earlier parts left. The `later` seconds of the parts after it are not its own.
+  The part has `part` seconds and all time that no other part needs: the parts after it need `later` seconds before `until`.
   """
   return min(until, max(start + part, until - later))
 

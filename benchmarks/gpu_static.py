@@ -1,15 +1,16 @@
-"""How fast would decode steps run on an H200? A model of the step, from the programs that XLA compiles for it. No GPU is needed.
+"""How fast would decode steps run on an H200? A prediction from the programs that XLA compiles for it. No GPU is needed.
 
     python benchmarks/gpu_static.py                           # all cases; sprl/planning/aot.py lists the requirements
     python benchmarks/gpu_static.py --only 'Qwen2.5-7B 256'   # the cases whose name contains this, or one of several texts
     python benchmarks/gpu_static.py --save gpu_static
 
-Each case is compiled with two small numbers of layers of the model's width. What a layer adds gives the whole model. A case's row
-shows what XLA launches in a plain decode step, in which no row compresses its cache, and the time that gpu_static_model.py
-predicts for it; `mean ms` includes the compressions of an interval. The other tables show the products and the kernels' machine
+Each case is compiled with 2 and with 4 layers of the model's width. From the difference follow the numbers of all layers. The row
+of a case shows what XLA launches in a plain step, that is a decode step in which no row compresses its cache, and the time that
+gpu_static_model.py predicts for it. `mean ms` includes the compressions of an interval if all rows compress at the same step,
+`spread ms` if they compress at steps spread evenly over it. The other tables show the matrix products and the kernels' machine
 code, which needs nvdisasm (the package nvidia-cuda-nvdisasm).
 
-The prediction has no measurement behind it. Use it to compare programs, and replace its assumptions by measurements.
+No measurement has confirmed a prediction. Use them to compare programs, and replace the model's assumptions by measurements.
 """
 
 import argparse
@@ -94,15 +95,17 @@ class Case(NamedTuple):
 
 # --- compiled programs -----------------------------------------------------------------------------------------------
 
-reports: dict[tuple[str, str], Any] = {}  # Mosaic reports a kernel when a process first compiles it: (name, case without depth)
+# (kernel, case) -> report. Mosaic reports a kernel only when a process compiles it for the first time.
+reports: dict[tuple[str, str], Any] = {}
 
 
 class Step(NamedTuple):
-  """What one compiled program says about a decode step. Numbers of `counts` are extrapolated to all layers."""
+  """What one compiled program shows about a decode step."""
 
-  plain: Work
-  call: Work  # of the whole program, a chunk of steps, with no row due
-  due: Work  # with all rows due at its last step
+  plain: Work  # of a plain step
+  call: Work  # of the whole program, a chunk of steps, if no row is due for compression
+  due: Work  # of the whole program, if all rows are due at its last step
+  spread: Work  # of the whole program, if compressions are spread evenly over an interval
   counts: dict[str, float]
   matmuls: list[Matmul]
   kernels: list[aot.Kernel]
@@ -139,14 +142,15 @@ def read_step(case: Case, config: ModelConfig, module: Module, found: aot.Compil
   context = Context(case.rows, layout.slots, case.length, kernels, met(config, case.rows))
   loop = decode_loop(module, found.thunks)
   plain, due = Walk(module, context), Walk(module, context, due=1.0)
+  spread = Walk(module, context, due=case.run.sampling.chunk / CACHES[case.cache].interval)
   body = loop.lists['body']
   work = plain.iteration(loop)
   matmuls = unique(plain.matmuls)
   whole = [each for each in found.thunks if each is not loop]
-  # The rows that are due compress their caches at the last step of a chunk: outside of the loop, or in its last iteration.
+  # The rows that are due take the last step of a chunk outside of the loop.
   inside = module.instructions[loop.name].trip_count or case.run.sampling.chunk
   call = plain.work(whole).plus(work, inside)
-  compress = due.work(whole).plus(work, inside - 1).plus(due.iteration(loop))
+  compress, some = (walk.work(whole).plus(work, inside) for walk in (due, spread))
   ready = prepared(module, module.computations[module.instructions[loop.name].body])
   graphs, loose = fragments(body)
   nested = [*find(body, 'While'), *find(body, 'Conditional')]
@@ -162,7 +166,7 @@ def read_step(case: Case, config: ModelConfig, module: Module, found: aot.Compil
     'fused preparations': len(ready.fused),
     'bytes': work.bytes,
   }
-  return Step(work, call, compress, counts, matmuls, list(found.kernels))
+  return Step(work, call, compress, some, counts, matmuls, list(found.kernels))
 
 
 def unique(matmuls: Sequence[Matmul]) -> list[Matmul]:
@@ -171,14 +175,14 @@ def unique(matmuls: Sequence[Matmul]) -> list[Matmul]:
 
 
 def met(config: ModelConfig, rows: int) -> float:
-  """Return the expected share of a mixture's experts that one of the rows chooses, if all are equally likely."""
+  """Return the expected share of the experts that at least one row chooses, if all experts are equally likely."""
   return 1 - (1 - config.experts.chosen / config.experts.count) ** rows if config.experts else 1.0
 
 
 def least_bytes(case: Case) -> float:
-  """Return the bytes that a step cannot avoid: all weights but the unused embeddings, and the occupied slots of the cache.
+  """Return the fewest bytes that a step can read: all weights but the embeddings, and the occupied slots of the cache.
 
-  A slot counts as the cache stores it: in an FP8 cache with key biases, the second codes of some planes count too.
+  A slot counts as the cache stores it: in an FP8 cache of a model with key biases, second codes count too.
   """
   config, run = case.config(), case.run
   mesh = MeshAxes().mesh_of(config, aot.devices('h200'))
@@ -208,7 +212,7 @@ def result(case: Case, depths: tuple[int, int] = LAYERS) -> Result:
   def whole(name):
     return at_depth(getattr(few, name), getattr(more, name), depths, layers)
 
-  plain, call, due = whole('plain'), whole('call'), whole('due')
+  plain, call, due, spread = whole('plain'), whole('call'), whole('due'), whole('spread')
   counts = {name: at_depth(few.counts[name], more.counts[name], depths, layers) for name in few.counts}
   per_layer = (more.counts['launches'] - few.counts['launches']) / (depths[1] - depths[0])
   cache, steps = CACHES[case.cache], case.run.sampling.chunk
@@ -237,6 +241,7 @@ def result(case: Case, depths: tuple[int, int] = LAYERS) -> Result:
     'roofline': roof / plain.seconds,
     'bound': (roof + plain.excess) / plain.seconds,
     'mean ms': 1e3 * mean,
+    'spread ms': 1e3 * spread.seconds / steps,
   }
   return Result(row, [product_row(case, each) for each in few.matmuls], [kernel_row(case, each) for each in few.kernels])
 
@@ -278,7 +283,7 @@ def kernel_row(case: Case, kernel: aot.Kernel) -> dict[str, Any]:
 
 
 def judged(rows: dict[str, dict[str, Any]], products: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-  """Return the targets whose cases are there: value, target, and whether it is met."""
+  """Return the verdicts on the targets of the compiled cases: value, target, and whether it is met."""
   found = []
 
   def judge(name, value, target, most):
@@ -310,7 +315,7 @@ def judged(rows: dict[str, dict[str, Any]], products: Sequence[dict[str, Any]]) 
 
 
 def cases() -> list[Case]:
-  """Return all cases. Models with biases of keys have FP8 cases without them, to find their cost."""
+  """Return all cases. Models with key biases have FP8 cases without them too, to find the cost of the biases."""
   all_ = [Case(*each) for each in itertools.product(NAMES, ROWS, CACHES, NUMBERS)]
   return all_ + [case._replace(key_bias=False) for case in all_ if case.numbers == 'fp8' and case.config().qkv_bias]
 

@@ -1,10 +1,11 @@
-"""The time of a compiled program's launches on an H200, from bytes, operations and counts. No GPU has confirmed it.
+"""Predict the time of a compiled program's launches on an H200, from bytes, operations and counts. No GPU has confirmed it.
 
-The model's assumptions are the constants below, each with its source, and those of sprl/kernels/launch_model.py, which also times
-the FP8 products. A measurement should replace each.
+The assumptions are the constants below, each with its source, and those of sprl/kernels/launch_model.py, which also predicts the
+time of FP8 products. A measurement should replace each constant.
 
-A launch takes START, and the longest of its bytes, its matrix products by whole waves of tiles, and the instructions of its
-kernel. Launches run one after the other. A loop or a branch outside of a CUDA graph waits for the host.
+Launches run one after the other. A launch takes START plus the longest of three times: to move its bytes, to multiply whole waves
+of tiles, and to issue the instructions of its kernel. Outside of CUDA graphs, the device waits for the host before a branch, and
+before each iteration of a loop whose trip count XLA does not know.
 """
 
 import itertools
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 
 from sprl.kernels import attention_launch, eviction, launch_model
 from sprl.kernels.attention_launch import BLOCK, Loop
+from sprl.kernels.hopper_eviction import BLOCK as KEYS
 from sprl.kernels.launch_model import BF16, CLOCK, FETCH, FILL, FP8, LAUNCH, MEMORY, MULTIPROCESSORS, SHARED, SPLITS
 from sprl.planning.aot import Kernel
 from sprl.planning.hlo import Instruction, Module, Product, Shape, moved, product
@@ -29,6 +31,7 @@ GRAPH = 2.5e-6  # seconds to start a CUDA graph; NVIDIA blog, constant-time laun
 QUESTION = 10e-6  # seconds that the device idles while the host reads a loop's or a branch's predicate; findings
 STREAMED = 0.9  # share of MEMORY that products and kernels without a model of their own reach; findings: 0.85 to 0.9
 MOVED = 0.55  # share of MEMORY of `hopper_compact`; findings: 0.50 to 0.65
+COMPARED = 0.1  # share of BF16 of `hopper_similarity` if its machine code is not known; findings: bound by its other instructions
 ISSUED = 0.7  # share of the schedulers' cycles that issue, with several programs on a multiprocessor
 SLOW = {'conversion': 2, 'special': 8, 'shared load': 4, 'shared store': 4}  # cycles of a scheduler for a warp's instruction
 WAIT = {'barrier': 30, 'matrix wait': 60}  # cycles until a warp continues
@@ -39,13 +42,13 @@ TILES = tuple(itertools.product((64, 128, 256), (64, 128, 256)))[:-1]
 
 
 class Context(NamedTuple):
-  """What the text of a program does not tell."""
+  """Facts about a case that the text of its program does not contain."""
 
   rows: int  # sequences, B
   slots: int  # S of the cache
   length: float  # mean number of occupied slots
   kernels: Mapping[str, Kernel]  # Mosaic's reports of the kernels that this program calls, by name
-  met: float = 1.0  # share of the experts that a step meets
+  met: float = 1.0  # share of the experts that at least one row of a step chooses
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,7 @@ class Work:
   launches: float = 0
   loose: float = 0  # launches outside of CUDA graphs
   graphs: float = 0  # CUDA graphs started
-  questions: float = 0  # the device waits for the host
+  questions: float = 0  # times that the device waits until the host has read a predicate
   bytes: float = 0
   products: float = 0  # seconds of matrix products with weights
   attention: float = 0  # seconds of the attention kernel
@@ -90,9 +93,10 @@ class Tiling(NamedTuple):
 
 
 def tiled(M: int, N: int, K: int, batch: int, size: int, rate: float, traffic: float) -> Tiling:
-  """Return the fastest tiling by a library of `batch` products of M tokens and weights [N, K], for elements of `size` bytes.
+  """Return the fastest tiling that a library has for `batch` products of M tokens and weights [N, K].
 
-  Pairs of programs share the larger operand. `traffic` are the bytes that the launch moves without partial sums.
+  An element has `size` bytes. Pairs of programs share the larger operand. `traffic` is the number of bytes that the launch moves,
+  without partial sums.
   """
 
   def seconds(m, n, split) -> Tiling:
@@ -141,14 +145,14 @@ class Matmul(NamedTuple):
 
 
 def scope(instruction: Instruction) -> str:
-  """Return where in the network an operation is: the parts of its name behind the loops', without the primitive."""
+  """Return the place of an operation in the network, such as `layer0/mlp`: its name without loops and primitive."""
   loops = ('while', 'body', 'cond', 'closed_call', 'eval_jaxpr')
   parts = [part for part in instruction.op_name.split('/') if part not in loops and not part.startswith('hopper_')]
   return '/'.join(parts[1:-1])
 
 
 def launch(module: Module, instruction: Instruction, context: Context) -> tuple[Work, Matmul | None]:
-  """Return the work of one launch, without its start, and the product if it is one."""
+  """Return the work of one launch without the time to start it, and the matrix product if the launch is one."""
   traffic = moved(module, instruction).total
   if instruction.opcode == 'custom-call' and 'hopper_' in instruction.op_name:
     return _kernel(module, instruction, context, traffic)
@@ -196,8 +200,7 @@ def _kernel(module, instruction, context, traffic):
       )
       return Work(bytes=least.bytes, rest=least.bytes / (MEMORY * MOVED)), None
     case 'hopper_similarity':
-      K, S, D = operands[0].dims[-3:]
-      return Work(bytes=traffic, rest=max(traffic / MEMORY, 2 * K * S * S * D / (0.1 * BF16))), None
+      return similarity(operands, context, traffic), None
   return Work(bytes=traffic, rest=traffic / (MEMORY * STREAMED)), None
 
 
@@ -219,6 +222,23 @@ def attention(operands: Sequence[Shape], results: Sequence[Shape], context: Cont
   loop = kernel_loop(kernel) if kernel is not None and timed else Loop(2, 0.0, 0.0)
   lengths = [math.ceil(context.length)] * N
   return Work(bytes=traffic, attention=attention_launch.seconds(plan, lengths, traffic, stored, loop))
+
+
+def similarity(operands: Sequence[Shape], context: Context, traffic: float) -> Work:
+  """Return the work of comparing all keys: the loop of `hopper_similarity` compares 64 keys with 64 others."""
+  entries, S, D = operands[0].dims[-3:]
+  kernel = context.kernels.get('hopper_similarity')
+  if kernel is not None and kernel.sass is not None and kernel.sass.loop:
+    working = loop_seconds(kernel, entries * math.ceil(S / KEYS) ** 2)
+  else:
+    working = 2 * entries * S * S * D / (COMPARED * BF16)
+  return Work(bytes=traffic, rest=max(traffic / MEMORY, working))
+
+
+def loop_seconds(kernel: Kernel, iterations: float) -> float:
+  """Return the least seconds in which all multiprocessors together run a kernel's main loop `iterations` times."""
+  loop = kernel_loop(kernel)
+  return iterations * max(loop.issue, loop.chain / loop.resident) / MULTIPROCESSORS
 
 
 def kernel_loop(kernel: Kernel) -> Loop:
@@ -289,13 +309,13 @@ class Walk:
     return self.work(thunk.lists.get('body', []), graph).plus(self._condition(thunk, graph))
 
   def _condition(self, thunk: Thunk, graph: bool) -> Work:
-    """Return the work of a loop's condition. If XLA knows the trip count, or a CUDA graph holds the loop, nobody waits for it."""
+    """Return the work of a loop's condition: nothing if XLA knows the trip count or the loop is in a CUDA graph."""
     if graph or self.module.instructions[thunk.name].trip_count is not None:
       return Work()
     return self.work(thunk.lists.get('condition', []), graph).plus(Work(questions=1))
 
   def iterations(self, thunk: Thunk) -> float:
-    """Return the iterations of a loop: XLA's count, or those of a loop over the rows that compress their cache."""
+    """Return the number of iterations of a loop: its trip count, or the blocks of rows that compress their cache."""
     instruction = self.module.instructions[thunk.name]
     if instruction.trip_count is not None:
       return instruction.trip_count
@@ -307,12 +327,16 @@ class Walk:
 
 
 def decode_loop(module: Module, thunks: Sequence[Thunk]) -> Thunk:
-  """Return the loop over decode steps: the outermost one with the most thunks. Raises ValueError if there is no loop."""
+  """Return the loop over decode steps: the outermost one with the most thunks whose trip count XLA knows.
+
+  Rows that compress their caches take their step in another loop. Raises ValueError if there is no loop.
+  """
 
   def size(thunk: Thunk) -> int:
     return 1 + sum(map(size, thunk.inside))
 
-  found = [thunk for thunk in _outermost(thunks) if thunk.kind == 'While']
+  loops = [thunk for thunk in _outermost(thunks) if thunk.kind == 'While']
+  found = [thunk for thunk in loops if module.instructions[thunk.name].trip_count is not None]
   if not found:
     raise ValueError('found no loop in the program: expected decode steps')
   return max(found, key=size)

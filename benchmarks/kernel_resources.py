@@ -1,9 +1,10 @@
 """Which resources do the GPU kernels need on an H200? They are compiled at real models' shapes, without a GPU and without timing.
 
-    python benchmarks/kernel_resources.py --save kernel_resources    # a minute; sprl/planning/aot.py lists the requirements
+    python benchmarks/kernel_resources.py --save kernel_resources    # 8 minutes of a core; needs: see sprl/planning/aot.py
     python benchmarks/kernel_resources.py --model                    # predicted times of FP8 products, without a compiler
 
-A row is a kernel at a model's shape and a batch. It shows the report of ptxas and Mosaic (registers per thread, spilled bytes,
+A row is a kernel at a model's shape and a batch. Attention of packed rows has three rows: its gradients are two more kernels, and
+memory and cost are those of all three together. A row shows the report of ptxas and Mosaic (registers per thread, spilled bytes,
 shared memory), the temporary memory of the compiled call, and the fewest bytes and operations that the call needs. `--model`
 shows the launch of each FP8 product instead, and the times that sprl/kernels/launch_model.py predicts for it and for bfloat16.
 """
@@ -18,9 +19,19 @@ import jax
 import jax.numpy as jnp
 from common import report
 
-from sprl.kernels import block_matmul, decode_attention, eviction, grouped_matmul, launch_model
+from sprl.kernels import (
+  block_matmul,
+  decode_attention,
+  eviction,
+  grouped_matmul,
+  hopper_quantise,
+  launch_model,
+  packed_attention,
+  quantise,
+)
 from sprl.kernels.cost import Cost
-from sprl.models.moe import Blocks, blocks
+from sprl.kernels.packed_attention import Visible
+from sprl.models.moe import ACTIVATIONS, Blocks, blocks
 
 if TYPE_CHECKING:
   from sprl.planning.aot import Compiled
@@ -198,6 +209,46 @@ def similarity(model: str, B: int, S: int, dtype: Any = BF16) -> Case:
   )
 
 
+def packed_rows(model: str, R: int, T: int) -> Case:
+  """Return the learner's attention of R packed rows of T tokens, with its gradients."""
+  H, K, D, _, _ = MODELS[model]
+
+  def both(q, k, v, segments, prefixes, dout):
+    attend = partial(packed_attention.packed_attention, visible=Visible.in_rows(segments, prefixes), kernels='mosaic_gpu')
+    out, back = jax.vjp(attend, q, k, v)
+    return out, back(dout)
+
+  q, k, ids = Shape((R, T, H, D), BF16), Shape((R, T, K, D), BF16), Shape((R, T), jnp.int32)
+  return Case(
+    'packed_attention',
+    model,
+    f'{R} x {T}',
+    BF16,
+    both,
+    (q, k, k, ids, ids, q),
+    packed_attention.cost(R, T, H, K, D, backward=True),
+    4 * R * T * (2 * H + 32) + MIB,  # two float32 numbers per query and head; what each query and each key sees
+  )
+
+
+def quantisations(model: str, T: int) -> list[Case]:
+  """Return what quantises T tokens: the outputs of attention alone, a norm, and a gated activation."""
+  H, _, D, E, F = MODELS[model]
+  gated = partial(hopper_quantise.gated_codes, activate=ACTIVATIONS['silu'])
+  calls = [
+    ('codes', hopper_quantise.codes, H * D, (Shape((T, H * D), BF16),), 1),
+    ('gated_codes', gated, F, (Shape((T, 2 * F), BF16),), 2),
+  ]
+  if hopper_quantise.obstacle(Shape((T, E), BF16), 128, False, norm=True) is None:
+    weights = Shape((T, E), BF16), Shape((E,), BF16)
+    calls += [('normalised_codes', partial(hopper_quantise.normalised_codes, eps=1e-6), E, weights, 1)]
+  return [
+    # The temporary array has the scales before they are transposed.
+    Case(name, model, f'{T}x{M}', BF16, call, arguments, quantise.cost(T, M, read), 4 * T * -(-M // 128) + 1024)
+    for name, call, M, arguments, read in calls
+  ]
+
+
 def distinct(cases: Iterable[Case]) -> list[Case]:
   """Return one case per distinct program, the first. Models share shapes, and a process compiles each program once."""
   return list({(case.kernel, 'share' in case.shape, str(case.arguments)): case for case in reversed(list(cases))}.values())[::-1]
@@ -218,27 +269,31 @@ CASES = distinct(
     *[
       case for each in itertools.product(EXPERTS, ('gate', 'down'), (1, 64, 256, 512, 1024, 4096)) for case in bf16_experts(*each)
     ],
+    *[packed_rows(model, 4, 4096) for model in MODELS],
+    *[case for model in DENSE for T in (64, 512) for case in quantisations(model, T)],
   ]
 )
 
 
-def row(case: Case) -> dict[str, Any]:
-  """Compile the case; return its row of the table."""
+def kernel_rows(case: Case) -> list[dict[str, Any]]:
+  """Compile the case; return the row of each of its kernels."""
   compiled = case.compile()
-  [kernel] = compiled.kernels
-  return {
-    'kernel': case.kernel,
-    'model': case.model,
-    'shape': case.shape,
-    'dtype': str(case.dtype),
-    'registers': kernel.registers,
-    'spilled': kernel.spills,
-    'shared KiB': kernel.shared / 1024,
-    'temporary MiB': compiled.temporary / MIB,
-    'least MiB': case.least.bytes / MIB,
-    'MFLOP': case.least.flops / 1e6,
-    'FLOP/byte': case.least.flops / case.least.bytes,
-  }
+  return [
+    {
+      'kernel': case.kernel if len(compiled.kernels) == 1 else kernel.name.removeprefix('hopper_'),
+      'model': case.model,
+      'shape': case.shape,
+      'dtype': str(case.dtype),
+      'registers': kernel.registers,
+      'spilled': kernel.spills,
+      'shared KiB': kernel.shared / 1024,
+      'temporary MiB': compiled.temporary / MIB,
+      'least MiB': case.least.bytes / MIB,
+      'MFLOP': case.least.flops / 1e6,
+      'FLOP/byte': case.least.flops / case.least.bytes,
+    }
+    for kernel in compiled.kernels
+  ]
 
 
 def predicted(model: str, name: str, M: int) -> dict[str, Any]:
@@ -286,7 +341,7 @@ def main() -> None:
 
   if reason := missing():
     raise SystemExit(reason)
-  rows = [row(case) for case in CASES]
+  rows = [line for case in CASES for line in kernel_rows(case)]
   result = {'compiled': len(rows), 'spilled': sum(line['spilled'] for line in rows)}
   report(args.save or 'kernel_resources', rows, result, bool(args.save))
 

@@ -147,7 +147,7 @@ def rollouts(run: Run, model: Model, params: Params) -> tuple[EngineConfig, Any,
   layout = model.cache_layout(run.sampling, run.cache, run.quant)
   engine = model.engine_config(run.sampling, layout, len(prompts) * run.rollout.group, len(prompts), run.seed)
   amax = calibrate.amax_of_prompts(model.graphdef, layout, params, prompts, len(prompts), run.quant)
-  scales = calibrate.scales((amax,), run.quant, layout.layers)
+  scales = calibrate.scales((amax,), run.quant, layout, params)
   requests = [
     Request(g * run.rollout.group + i, g, prompt, run.sampling.max_tokens)
     for g, prompt in enumerate(prompts)

@@ -58,7 +58,7 @@ def main():
     layout = model.cache_layout(SAMPLING, cache, quant)
     some = [np.array(model.tokenizer.encode('The lake is frozen. ' * 20), np.int32)]
     found = calibrate.amax_of_prompts(model.graphdef, layout, params, some, 1, quant, model.mesh) if layout.fp8 else None
-    scales = None if found is None else calibrate.scales((found,), quant, layout.layers)
+    scales = None if found is None else calibrate.scales((found,), quant, layout, params)
     weights = model.sampler_weights(params, quant, scales)
     played = {}
     for arm, kept in ARMS.items():

@@ -84,7 +84,7 @@ def open_engine(run: Run) -> tuple[Any, Any]:
   if layout.fp8:
     texts = [np.array(model.tokenizer.encode(text)[: run.sampling.max_prompt], np.int32) for text in CALIBRATION]
     found = calibrate.amax_of_prompts(model.graphdef, layout, params, texts, len(texts), run.quant, model.mesh)
-    scales = calibrate.scales((found,), run.quant, layout.layers)
+    scales = calibrate.scales((found,), run.quant, layout, params)
   rows = run.sampling.rows or 8
   config = model.engine_config(run.sampling, layout, rows, min(rows, 4), run.seed)
   return Engine(config, model.sampler_weights(params, run.quant, scales)), model.tokenizer

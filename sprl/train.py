@@ -27,6 +27,7 @@ import numpy as np
 import sprl
 from sprl import config as settings
 from sprl.cache.layout import CacheLayout
+from sprl.cache.scales import unit
 from sprl.config import Quant, Run, SettingsError
 from sprl.config_checks import GRADING_COSTS
 from sprl.distributed.signals import signals
@@ -58,7 +59,6 @@ from sprl.rollout.prompts import prompts
 from sprl.rollout.scheduler import Scheduler
 from sprl.rollout.setup import FROM_SETTINGS, EvalSet, Inputs, RolloutSetup, on_all_processes, place_engines
 from sprl.rollout.timeline import Timeline
-from sprl.sampler import calibrate
 from sprl.sampler.compile_ahead import compile_engine, outputs
 from sprl.sampler.engine import EngineConfig
 from sprl.session import Finished, Session, StepReport
@@ -274,7 +274,7 @@ def compile_programs(
 def compile_sampler(config: EngineConfig, quant: Quant, model: Model, state: TrainState, base: Base | None) -> None:
   """Compile the programs of an engine on the learner's devices, for the weights of a state of these shapes and shardings."""
   weights = outputs(model.sampler_weights_function(quant), network(state.params, base))
-  scales = calibrate.scales((), quant, config.layout.layers) if config.layout.fp8 else None
+  scales = unit(config.layout.layers) if config.layout.fp8 else None
   compile_engine(config, weights._replace(scales=scales))
 
 

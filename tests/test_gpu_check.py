@@ -1,5 +1,7 @@
 """benchmarks/gpu_check.py in rehearsal. tests/kernels/test_compiled_gpu_check.py compiles its real sizes."""
 
+import importlib
+import inspect
 import json
 import os
 import subprocess
@@ -27,7 +29,7 @@ from sprl.config import DENSE, Cache, Quant
 from sprl.kernels import ptxas
 from sprl.kernels.cost import Cost
 from sprl.models.config import tiny
-from sprl.quant.block import BlockScaled
+from sprl.quant.block import BlockScaled, quantise_groups
 from sprl.quant.joined import Joined, Within
 
 ROOT = Path(__file__).parents[1]
@@ -45,7 +47,8 @@ def test_every_check_runs_in_the_interpreter_with_the_packages_of_a_bare_image(t
   result = json.loads(done.stdout.splitlines()[-1])
   assert (result['bad'], result['not run']) == ([], [])
   kernels = 'decode_attention', 'block_matmul', 'grouped_matmul', 'grouped_matmul bf16', 'compact'
-  for check in ('parity similarity', 'parity rows', *kernels, 'rows', 'append', 'decode', 'decode step', 'update'):
+  parity = [f'parity {name}' for name in ('similarity', 'rows', 'quantise alone', 'quantise norm', 'quantise gated activation')]
+  for check in (*parity, *kernels, 'quantise', 'rows', 'append', 'decode', 'decode step', 'update'):
     assert f'\n{check} ' in done.stdout
   [saved] = tmp_path.glob('gpu_check_*.json')
   assert json.loads(saved.read_text())['result'] == result
@@ -333,12 +336,33 @@ def test_an_fp8_product_below_one_and_a_half_bfloat16_products_is_an_upcast():
   assert gpu_check.ceilings_note(fast) is None
 
 
-def test_packed_attention_and_its_gradients_agree_with_the_reference():
-  [rows] = gpu_check_parity.row_comparisons(BENCH)
-  row = gpu_check_parity.compared(rows, {})
-  assert row['output'] in ('out', 'dq', 'dk', 'dv')
-  assert 0 < row['error'] < 0.01
-  assert row['status'] == 'ok'
+def test_a_rehearsal_interprets_every_kernel():
+  """A kernel has an optional argument `interpret`. If it were missing in KERNELS, a rehearsal would compile it for a GPU."""
+  modules = [importlib.import_module(f'sprl.kernels.{path.stem}') for path in (ROOT / 'sprl' / 'kernels').glob('hopper_*.py')]
+  kernels = {
+    (module.__name__, name)
+    for module in modules
+    for name, function in inspect.getmembers(module, callable)
+    if getattr(function, '__module__', '') == module.__name__ and not name.startswith('_')
+    if 'interpret' in inspect.signature(function).parameters
+  }
+  kernels -= {('sprl.kernels.hopper_block_matmul', 'run')}  # called by the two products of its module
+  assert kernels == {(module.__name__, name) for module, name in gpu_check.KERNELS}
+
+
+def test_codes_of_values_that_were_not_rounded_to_bfloat16_first_are_beyond_the_bound():
+  """So the comparison would find a kernel that quantises a norm in float32, as XLA may."""
+  comparisons = [each for each in gpu_check_parity.quantise_comparisons(BENCH) if each.check == 'parity quantise norm']
+
+  def unrounded(x, scale):
+    wide = x.astype(jnp.float32)
+    normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=1, keepdims=True) + 1e-6) * scale.astype(jnp.float32)
+    codes, scales = quantise_groups(normed, 'float32')
+    return {'values': codes.astype(jnp.float32) * jnp.repeat(scales, 128, axis=1), 'scale': scales}
+
+  for each in comparisons:
+    assert gpu_check_parity.compared(each._replace(kernel=each.reference), {})['status'] == 'ok'
+    assert gpu_check_parity.compared(each._replace(kernel=unrounded), {})['status'].startswith('WRONG')
 
 
 def test_a_comparison_reports_the_output_with_the_largest_error():

@@ -61,7 +61,7 @@ class Sampler:
     scales = None
     if layout.fp8:
       found = calibrate.amax_of_prompts(self.model.graphdef, layout, loaded.params, ids, run.prefill, run.quant, self.model.mesh)
-      scales = calibrate.scales((found,), run.quant, layout.layers)
+      scales = calibrate.scales((found,), run.quant, layout, loaded.params)
     weights = placed.place(self.model.sampler_weights(loaded.params, run.quant, scales))
     requests = [Request(g * samples + n, g, x, sampling.max_tokens) for g, x in enumerate(ids) for n in range(samples)]
     drawn = generate(placed.config, weights, requests, loaded.version)

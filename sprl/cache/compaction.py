@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Int
 from sprl.cache.eviction import METHODS, View
 from sprl.cache.layer import LayerCache
 from sprl.cache.layout import CacheLayout
-from sprl.cache.row_blocks import for_row_blocks
+from sprl.cache.row_blocks import for_row_blocks, put_rows, take_rows
 from sprl.kernels.eviction import compact, compares_without_cosines
 from sprl.sharding.rules import psum
 
@@ -36,6 +36,7 @@ def compress(
   keys: Callable[[LayerCache], Float[Array, 'K S D']] = lambda layer: layer.keys,
   chosen: Int[Array, 'B N'] | None = None,
   choose: bool = True,
+  at_once: bool = False,
 ) -> tuple[LayerCache, Int[Array, 'B N'] | None]:
   """Compress a layer to N = `budget` tokens in each row that is due.
 
@@ -49,45 +50,54 @@ def compress(
     keys: function that returns the keys of one row of the layer, decoded if the cache is FP8.
     chosen: with scope `global`, the slots that the first layer chose for all layers.
     choose: whether this layer chooses. If False, it keeps the `chosen` slots.
+    at_once: compress all rows in one block, without a loop, and keep the results of the rows that are due.
 
   Returns:
     The compressed layer, and `chosen`, updated if this layer chooses.
   """
   B = due.shape[0]
-  size = _rows_at_once(layout, B, layer.k.shape[2])
 
   def compress_block(rows, carry):
     layer, chosen = carry
-    row = jnp.minimum(rows, B - 1)
-    part = jax.tree.map(lambda x: x[row], layer)
-    count = jnp.where(rows < B, occupied[row], 0)  # 0 if the row only fills up the block: the kernel compares no keys of it
+    part, kept, now, lost = (layer, chosen, newest, gone) if at_once else take_rows((layer, chosen, newest, gone), rows)
+    # 0 if the row only fills up the block: the kernel compares no keys of it.
+    count = jnp.where(rows < B, take_rows(occupied, rows), 0)
     if choose:
-      keep, carried = jax.vmap(partial(_choose, layout, keys))(part, count, newest[row])
+      keep, carried = jax.vmap(partial(_choose, layout, keys))(part, count, now)
     else:
-      assert chosen is not None
-      keep = jnp.broadcast_to(chosen[row, None], (size, layer.k.shape[1], chosen.shape[1]))
+      assert kept is not None
+      keep = jnp.broadcast_to(kept[:, None], (len(rows), layer.k.shape[1], kept.shape[1]))
       carried = part.carried
-    others = jax.vmap(partial(_compacted, layout))(part, carried, keep, count, gone[row])
+    others = jax.vmap(partial(_compacted, layout))(part, carried, keep, count, lost)
     k, v = compact(layer.k, layer.v, rows, keep, True, layout.kernels)
-    others = {name: getattr(layer, name).at[rows].set(new, mode='drop') for name, new in others.items()}
+    others = {name: put(getattr(layer, name), rows, new) for name, new in others.items()}
     if choose and chosen is not None:
-      chosen = chosen.at[rows].set(keep[:, 0], mode='drop')
+      chosen = put(chosen, rows, keep[:, 0])
     return replace(layer, k=k, v=v, **others), chosen
 
+  def put(old, rows, new):
+    return jnp.where(due.reshape(-1, *[1] * (old.ndim - 1)), new, old) if at_once else put_rows(old, rows, new)
+
   with jax.named_scope('compress'):
-    return for_row_blocks(due, size, compress_block, (layer, chosen))
+    if at_once:
+      return compress_block(jnp.where(due, jnp.arange(B), B), (layer, chosen))
+    return for_row_blocks(due, rows_at_once(layout, B, layer.k.shape[2]), compress_block, (layer, chosen))
 
 
-def _rows_at_once(layout: CacheLayout, rows: int, slots: int) -> int:
+def rows_at_once(layout: CacheLayout, rows: int, slots: int) -> int:
   """Return how many rows to compress together, so that their cosines and their copies of keys and values stay within SHARE.
 
-  The kernel stores no cosines, so its blocks are larger: one block holds all rows that are due in a chunk of decode steps.
+  The kernel stores no cosines, so its blocks are larger.
   """
+  return max(1, min(rows, int(SHARE * layout.bytes(rows) / row_bytes(layout, slots))))
+
+
+def row_bytes(layout: CacheLayout, slots: int) -> int:
+  """Return the temporary memory of the compression of one row of a layer."""
   D, itemsize = layout.head_dim, layout.storage.itemsize
   keys = jax.ShapeDtypeStruct((layout.kv_heads, slots, D), jnp.float32 if layout.fp8 else layout.storage)
   cosines = 0 if compares_without_cosines(keys, layout.kernels) else 4 * slots
-  row = layout.kv_heads * slots * (cosines + D * (4 + 4 * itemsize))
-  return max(1, min(rows, int(SHARE * layout.bytes(rows) / row)))
+  return layout.kv_heads * slots * (cosines + D * (4 + 4 * itemsize))
 
 
 def _choose(layout, keys, layer, occupied, newest):

@@ -24,7 +24,7 @@ from sprl.cache.compaction import compress
 from sprl.cache.key_bias import KeyBias
 from sprl.cache.layer import LayerCache
 from sprl.cache.layout import CacheLayout
-from sprl.cache.row_blocks import replace_rows
+from sprl.cache.row_blocks import replace_rows, take_rows
 from sprl.cache.scales import Scales
 from sprl.kernels.attention import attention, attention_share
 from sprl.kernels.decode_attention import decode_attention
@@ -42,6 +42,8 @@ class Step:
   decoding: bool = dataclasses.field(default=False, metadata={'static': True})  # they count as decode steps, which compress
   # Whether rows can be due. False is the caller's promise that none is: the program then has no compression.
   compresses: bool = dataclasses.field(default=True, metadata={'static': True})
+  # The caller's promise that all rows with a token are due: they are compressed at once, not in a loop.
+  all_due: bool = dataclasses.field(default=False, metadata={'static': True})
 
   @property
   def axes(self) -> 'Step':
@@ -69,6 +71,7 @@ class KVCache:
   bias: KeyBias | None  # how FP8 keys are stored; None: without regard to their bias
   chosen: Int[Array, 'B N'] | None  # scope global: the slots that the first full layer kept
   layout: CacheLayout = dataclasses.field(metadata={'static': True})
+  block: Int[Array, ' R'] | None = None  # a block of rows: the layers have all rows, the other arrays only these; None: all rows
 
   @classmethod
   def empty(
@@ -177,6 +180,15 @@ class KVCache:
     mine, theirs = self._of_rows, other._of_rows
     changed = jax.tree.map(lambda x, new: x.at[which].set(new, mode='drop'), mine, theirs)
     return dataclasses.replace(changed, scales=self.scales, bias=self.bias)
+
+  @property
+  def of_rows(self) -> 'KVCache':
+    """The arrays that have an entry for each row, without the layers."""
+    return dataclasses.replace(self._of_rows, layers=(), block=None)
+
+  def on_layers_of(self, other: 'KVCache', block: Int[Array, ' R'] | None) -> 'KVCache':
+    """Return these rows with the layers of another cache, of which they are the rows `block`; None: all rows."""
+    return dataclasses.replace(self, layers=other.layers, scales=other.scales, bias=other.bias, block=block)
 
   @property
   def _of_rows(self) -> 'KVCache':
@@ -332,6 +344,7 @@ class KVCache:
       keys=partial(self._keys, layer),
       chosen=self.chosen,
       choose=layer == self.layout.full_layers[0] or self.chosen is None,
+      at_once=step.all_due,
     )
     return self._with(layer, held, chosen=chosen)
 
@@ -353,6 +366,7 @@ class KVCache:
       **others,
       bias=None if self.bias is None else self.bias.axes,
       chosen=None if self.chosen is None else ('rows', None),
+      block=None if self.block is None else row,
     )
 
   def _only(self, layer: int) -> 'KVCache':
@@ -389,6 +403,19 @@ class CachedAttention:
 
 def _attend(layer: int, cache: KVCache, step: Step, q, k, v):
   """`KVCache.attend` for rows and kv heads of one device."""
+  if cache.block is None:
+    return _attend_rows(layer, cache, step, q, k, v)
+  # The barrier makes the copy of the block's rows wait for the layer's input. Otherwise XLA may copy them in all layers at once.
+  rows, q = jax.lax.optimization_barrier((cache.block, q))
+  held = cache.layers[layer]
+  out, part = _attend_rows(layer, cache._with(layer, take_rows(held, rows)), step, q, k, v)
+  new = part.layers[layer]
+  if cache.layout.sliding_window(layer) is None:  # the other slots of keys and values hold nothing, see `LayerCache`
+    new = dataclasses.replace(new, **{name: x[:, :, : cache.layout.budget] for name, x in new.contents.items()})
+  return out, part._with(layer, jax.tree.map(lambda x, y: x.at[rows, :, : y.shape[2]].set(y, mode='drop'), held, new))
+
+
+def _attend_rows(layer, cache, step, q, k, v):
   layout = cache.layout
   if layout.fp8_queries and cache.scales is not None:
     q, cache = cache._round_queries(layer, step, q)

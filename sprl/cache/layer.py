@@ -54,6 +54,11 @@ class LayerCache:
     return replace(self, **{name: None if x is None else x[:, :, :slots] for name, x in of_slots.items()})
 
   @property
+  def contents(self) -> dict[str, Array]:
+    """The arrays of keys and values, by name."""
+    return {name: x for name in ('k', 'v', 'second') if (x := getattr(self, name)) is not None}
+
+  @property
   def axes(self) -> 'LayerCache':
     """The axis names of its arrays. `queries` is split by kv head: the query heads of a group stay with their kv head."""
     names: dict[str, Any] = {

@@ -1,7 +1,7 @@
 """Change some rows of arrays in place, one block of rows at a time. Work grows with the number of changed rows, not of all rows.
 
 Only the device knows the number of changed rows, so the blocks run in a loop. All blocks have the same size. Row numbers out of
-bounds fill up the last block: reads clip them, writes drop them.
+bounds fill up the last block: reads clip them (`take_rows`), writes drop them (`put_rows`).
 """
 
 from collections.abc import Callable
@@ -31,6 +31,21 @@ def for_row_blocks[C](chosen: Bool[Array, ' B'], size: int, change: Callable[[In
     return change(jax.lax.dynamic_slice_in_dim(order, i * size, size), carry)
 
   return jax.lax.fori_loop(0, (count + size - 1) // size, block, carry)
+
+
+def first_rows(chosen: Bool[Array, ' B'], size: int) -> Int[Array, ' size']:
+  """Return the first `size` chosen rows in ascending order. Row number B fills up the block."""
+  return jnp.nonzero(chosen, size=size, fill_value=chosen.shape[0])[0].astype(jnp.int32)
+
+
+def take_rows[T](arrays: T, rows: Int[Array, ' R']) -> T:
+  """Return these rows of each array of a tree. A row out of bounds becomes the last row."""
+  return jax.tree.map(lambda x: x[jnp.minimum(rows, len(x) - 1)], arrays)
+
+
+def put_rows[T](arrays: T, rows: Int[Array, ' R'], new: T) -> T:
+  """Return the arrays with row rows[i] replaced by row i of `new`. A row out of bounds is dropped."""
+  return jax.tree.map(lambda x, y: x.at[rows].set(y, mode='drop'), arrays, new)
 
 
 def replace_rows[T](mine: T, theirs: T, parent: Int[Array, ' B'], take: Bool[Array, ' B'], empty: Callable[[str], float]) -> T:

@@ -30,6 +30,11 @@ def from_amax(amax: Float[np.ndarray, '3 L'], divisors: tuple[float, float, floa
   return jax.device_put(Scales(q, k, v))
 
 
+def unit(layers: int) -> Scales:
+  """Return scales of 1, for `quant.kv_scale=unit` and where nothing was measured yet."""
+  return from_amax(np.zeros((3, layers), np.float32), (1.0, 1.0, 1.0))
+
+
 def with_margin(margin: float) -> tuple[float, float, float]:
   """Return divisors of the largest values: the scales then make `margin` times the largest value representable."""
   return fp8.MAX / margin, fp8.MAX / margin, fp8.MAX / margin

@@ -1,7 +1,7 @@
-"""Models with random weights: `model.path=random:qwen2.5-1.5b`. They show without a network how fast a machine trains.
+"""Models with random weights: `model.path=random:qwen2.5-1.5b`. They need no download, and show how fast a machine trains.
 
-The folder of such a model has the config.json of the named architecture, a tokenizer of single bytes and no weights. The weights
-are made on the devices (sprl/model.py). The vocabulary keeps its size; ids that no byte has decode to nothing.
+The folder of such a model has the config.json of the named architecture and a byte tokenizer, but no weights. The devices make
+the weights (sprl/model.py). The vocabulary has the size of the architecture's. Ids without a byte decode to the empty string.
 """
 
 import hashlib
@@ -16,8 +16,8 @@ from sprl.io.tokenizer import write_tiny
 from sprl.models.config import ARCHITECTURES, ConfigError, Family, ModelConfig, tiny
 
 PREFIX = 'random:'
-SPECIAL = {'bos_token_id': 1, 'eos_token_id': 2, 'pad_token_id': 0}  # of the tokenizer of bytes
-VOCABULARY = 259  # of the tokenizer of bytes
+SPECIAL = {'bos_token_id': 1, 'eos_token_id': 2, 'pad_token_id': 0}  # of the byte tokenizer
+VOCABULARY = 259  # tokens of the byte tokenizer
 
 
 def _sizes(
@@ -57,9 +57,10 @@ def is_random(path: str | Path) -> bool:
 
 
 def random_folder(name: str, cache: Path) -> Path:
-  """Return the folder of the architecture `name`, a name of NAMED or a folder with a config.json, made in `cache` if need be.
+  """Return the folder of an architecture. Creates it in `cache` if it does not exist.
 
-  Raises ConfigError if there is no such architecture, or if its vocabulary is smaller than that of the tokenizer of bytes.
+  `name` is a key of NAMED, or a folder with a config.json. Raises ConfigError if it is neither, or if the vocabulary is smaller
+  than that of the byte tokenizer.
   """
   text = json.dumps(_architecture(name), indent=2) + '\n'
   folder = cache / f'random-{Path(name).name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}'
@@ -75,7 +76,7 @@ def random_folder(name: str, cache: Path) -> Path:
 
 
 def _architecture(name: str) -> Mapping[str, Any]:
-  """Return the config.json of an architecture, with the special tokens of the tokenizer of bytes."""
+  """Return the config.json of an architecture, with the special tokens of the byte tokenizer."""
   if name in NAMED:
     family, sizes = NAMED[name]
     raw = {'architectures': [ARCHITECTURES[family]], 'model_type': family, **sizes}

@@ -5,6 +5,7 @@ from typing import Any
 import jax
 
 from sprl.config import Kernels
+from sprl.kernels.cost import Cost
 from sprl.kernels.platform import chosen
 
 
@@ -21,3 +22,8 @@ def runs(shape: tuple[int, int], dtype: Any, group: int, pow2: bool, kernels: Ke
     return hopper_quantise.obstacle(jax.ShapeDtypeStruct(shape, dtype), group, pow2, norm)
 
   return kernels != 'reference' and chosen('quantised activations', 'auto', obstacle)
+
+
+def cost(T: int, M: int, read: int = 1) -> Cost:
+  """Return the cost of codes and scales [T, M], from `read` bfloat16 arrays of this shape; a gated activation reads two."""
+  return Cost(T * M * (2 * read + 1) + 4 * T * (M // 128), 0)

@@ -128,7 +128,7 @@ class Learner:
 
   def sampler_weights(self) -> SamplerWeights:
     """Return the newest weights as the sampler multiplies them, with the scales of its cache."""
-    scales = calibrate.scales(self.amax, self.run.quant, self.layout.layers) if self.layout.fp8 else None
+    scales = calibrate.scales(self.amax, self.run.quant, self.layout, self.params) if self.layout.fp8 else None
     return self.model.sampler_weights(self.params, self.run.quant, scales)
 
   @property

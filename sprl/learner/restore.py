@@ -36,12 +36,10 @@ def restore(
   state = RunState.from_json(restored.step, restored.extra)
   check_base(base, state, run.model.path)
   largest = tuple(np.array(found, np.float32) for found in state.amax)
-  has_scales = largest and run.quant.kv_scale != 'first_forward'
-  return (
-    network(restored.arrays.params, base),
-    state.step,
-    calibrate.scales(largest, run.quant, model.config.num_layers) if has_scales else None,
-  )
+  params, scales = network(restored.arrays.params, base), None
+  if largest and run.quant.kv_scale != 'first_forward':
+    scales = calibrate.scales(largest, run.quant, model.cache_layout(run.sampling, run.cache, run.quant), params)
+  return params, state.step, scales
 
 
 def restore_trained(model: Model, workdir: Path, step: int | None = None, team: Team = ALONE, cast: bool = False) -> Restored:

@@ -7,17 +7,11 @@ The text is the program of one device (SPMD), so shapes are those of one device.
 
 import math
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-KINDS = ('all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all', 'collective-permute', 'collective-broadcast')
-_BITS = {'pred': 8, 'bf16': 16, 'c64': 64, 'c128': 128}  # other names contain their bits: f32, s8, u4, f8e4m3fn
+from sprl.planning.hlo import Instruction, Module, parse
 
-_COMPUTATION = re.compile(r'^(?:ENTRY )?%?([\w.-]+) \(.*\{$')
-_COLLECTIVE = re.compile(rf'= (.*?) ({"|".join(KINDS)})(-start)?\(')
-_ARRAY = re.compile(r'\b(pred|[a-z]+\d+\w*)\[([\d,]*)\]')
-_CALLED = re.compile(r'(body|condition|to_apply|calls|true_computation|false_computation)=%?([\w.-]+)')
-_BRANCHES = re.compile(r'branch_computations=\{([^}]*)\}')
+KINDS = ('all-gather', 'all-reduce', 'reduce-scatter', 'all-to-all', 'collective-permute', 'collective-broadcast')
 
 
 @dataclass(frozen=True)
@@ -44,52 +38,46 @@ class Collective:
 
 def collectives(text: str) -> list[Collective]:
   """Return the collectives of a compiled program between at least two devices, in the order of its text."""
-  computation, callers = '', {}  # callers: computation -> [(the computation that calls it, whether as a loop)]
-  lines: list[tuple[str, str]] = []
-  for line in text.splitlines():
-    if match := _COMPUTATION.match(line):
-      computation = match[1]
-    called = [(name, role in ('body', 'condition')) for role, name in _CALLED.findall(line)]
-    called += [(name.strip().lstrip('%'), False) for names in _BRANCHES.findall(line) for name in names.split(',')]
-    for name, loop in called:
-      callers.setdefault(name, set()).add((computation, loop))
-    if match := _COLLECTIVE.search(line):
-      lines.append((computation, line))
-  found = [_read(line, _depth(computation, callers)) for computation, line in lines]
+  module = parse(text)
+  depths = _depths(module)
+  found = [
+    _read(each, depths[computation.name])
+    for computation in module.computations.values()
+    for each in computation.instructions.values()
+    if each.opcode.removesuffix('-start') in KINDS
+  ]
   return [each for each in found if each.devices > 1]
 
 
-def _depth(computation: str, callers: Mapping[str, set[tuple[str, bool]]]) -> int:
-  """Number of loops around a computation; the largest, if it has several callers."""
-  return max((_depth(caller, callers) + loop for caller, loop in callers.get(computation, ())), default=0)
+def _depths(module: Module) -> dict[str, int]:
+  """Return the number of loops around each computation; the largest number, if it has several callers."""
+  depths = dict.fromkeys(module.computations, 0)
+  for computation in reversed(module.computations.values()):  # the text defines a computation before its callers
+    for each in computation.instructions.values():
+      for name in each.called:
+        depths[name] = max(depths.get(name, 0), depths[computation.name] + (each.opcode == 'while'))
+  return depths
 
 
-def _read(line: str, depth: int) -> Collective:
-  result, kind, start = _COLLECTIVE.search(line).groups()  # pyright: ignore[reportOptionalMemberAccess]
-  sizes = [math.prod(int(n) for n in dims.split(',') if n) * _bits(dtype) // 8 for dtype, dims in _ARRAY.findall(result)]
-  if start and result.startswith('(('):  # ((inputs), outputs)
-    sizes = sizes[len(sizes) // 2 :]
-  elif start and kind != 'all-reduce':  # (input, output, ...): the larger is the whole array
-    sizes = [max(sizes)]
-  devices = _group(line)
-  name = re.search(r'op_name="([^"]*)"', line)
+def _read(instruction: Instruction, depth: int) -> Collective:
+  kind, inputs, shapes = instruction.opcode.removesuffix('-start'), len(instruction.operands), instruction.shapes
+  if kind != instruction.opcode and len(shapes) > inputs:  # the result of a start may have the inputs before the outputs
+    shapes = shapes[inputs : 2 * inputs]
+  devices = _group(instruction.attributes)
   parts = devices if kind == 'reduce-scatter' else 1
-  return Collective(kind, tuple(size * parts for size in sizes), devices, depth, name[1] if name else '')
+  return Collective(kind, tuple(shape.bytes * parts for shape in shapes), devices, depth, instruction.op_name)
 
 
-def _bits(dtype: str) -> int:
-  return _BITS.get(dtype) or int(re.search(r'\d+', dtype)[0])  # pyright: ignore[reportOptionalSubscript]
-
-
-def _group(line: str) -> int:
-  """Number of devices in a replica group; 2 for a permutation, or 1 if it moves nothing. Raises ValueError."""
-  if pairs := re.search(r'source_target_pairs=\{(.*?)\}\}', line):
+def _group(attributes: str) -> int:
+  """Return the number of devices in a replica group; 2 for a permutation, or 1 if it moves nothing. Raises ValueError."""
+  if pairs := re.search(r'source_target_pairs=\{(.*?)\}\}', attributes):
     return 2 if any(a != b for a, b in re.findall(r'(\d+),(\d+)', pairs[1])) else 1
-  if mesh := re.search(r'replica_groups=mesh\[(.*?)\]\s*\{(.*?)\}', line):  # mesh['a'=4,'b'=2] {'a'}; 'a':(2)4 is 4 of axis a
+  # mesh['a'=4,'b'=2] {'a'}; 'a':(2)4 is 4 of axis a
+  if mesh := re.search(r'replica_groups=mesh\[(.*?)\]\s*\{(.*?)\}', attributes):
     sizes = dict(re.findall(r"'(\w+)'=(\d+)", mesh[1]))
     return math.prod(int(part or sizes[axis]) for axis, part in re.findall(r"'(\w+)'(?::\(\d+\)(\d+))?", mesh[2]))
-  if iota := re.search(r'replica_groups=\[\d+,(\d+)\]<=', line):  # [groups,devices]<=[...]
+  if iota := re.search(r'replica_groups=\[\d+,(\d+)\]<=', attributes):  # [groups,devices]<=[...]
     return int(iota[1])
-  if groups := re.search(r'replica_groups=\{\{([\d,]*)\}', line):  # {{0,1},{2,3}}
+  if groups := re.search(r'replica_groups=\{\{([\d,]*)\}', attributes):  # {{0,1},{2,3}}
     return len(groups[1].split(','))
-  raise ValueError(f'found a collective with replica groups in an unknown form: {line.strip()}')
+  raise ValueError(f'found a collective with replica groups in an unknown form: {attributes.strip()}')

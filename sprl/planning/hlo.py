@@ -1,11 +1,11 @@
-"""Reads the text of a compiled program (HLO): its computations, their instructions, and the bytes that an instruction moves.
+"""Read the text of a compiled program (HLO): its computations, their instructions, and the bytes that an instruction moves.
 
     module = parse(compiled.text)
     for instruction in module.entry.instructions.values():
       print(instruction.name, moved(module, instruction))
 
-The bytes of a fusion follow from its computation. An array that only a slice or a gather reads counts by what they read. An array
-that an update or a scatter overwrites in place counts by what they write.
+The bytes of a fusion follow from its computation. If only slices or gathers read an array, the elements that they read count. If
+an update or a scatter overwrites an array in place, the elements that it writes count.
 """
 
 import math
@@ -23,7 +23,7 @@ _NAME = re.compile(r'%([\w.\-]+)')
 _CALLED = re.compile(r'\b(body|condition|calls|to_apply|true_computation|false_computation)=%?([\w.\-]+)')
 _BRANCHES = re.compile(r'branch_computations=\{([^}]*)\}')
 
-# Operations of a fusion that read an element of their operand for each element of their result, or fewer.
+# Operations that read at most as many elements of their first operand as their result has.
 _SLICES = ('dynamic-slice', 'slice', 'gather')
 _UPDATES = ('dynamic-update-slice', 'scatter')
 _WHOLE = ('reduce', 'reduce-window', 'dot', 'sort', 'custom-call', 'broadcast', 'concatenate', 'pad', 'iota')
@@ -48,14 +48,14 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Instruction:
-  """One instruction."""
+  """An instruction of a computation."""
 
   name: str
   shapes: tuple[Shape, ...]  # of the result; several for a tuple
   opcode: str
   operands: tuple[str, ...]  # names
   argument: str  # the text between the parentheses
-  attributes: str  # the text behind them
+  attributes: str  # the text after the closing parenthesis
   is_tuple: bool = False
 
   @property
@@ -70,7 +70,7 @@ class Instruction:
 
   @property
   def op_name(self) -> str:
-    """JAX's name of the operation: its scopes, then its primitive; '' if XLA made it."""
+    """JAX's name of the operation: its scopes, then its primitive; '' if XLA added the instruction."""
     return self._find(r'op_name="([^"]*)"')
 
   @property
@@ -118,11 +118,11 @@ class Computation:
 
   name: str
   instructions: dict[str, Instruction] = field(default_factory=dict)
-  roots: list[str] = field(default_factory=list)  # one name
+  roots: list[str] = field(default_factory=list)  # the name of the root instruction
 
   @property
   def root(self) -> Instruction:
-    """The instruction whose result is the computation's."""
+    """The instruction whose result is the result of the computation."""
     return self.instructions[self.roots[0]]
 
   @cached_property
@@ -223,7 +223,10 @@ class Moved(NamedTuple):
 
 
 def moved(module: Module, instruction: Instruction) -> Moved:
-  """Return the bytes that an instruction moves: each operand once, each result once, less what it need not touch."""
+  """Return the bytes that an instruction reads and writes.
+
+  Each operand and each result counts once, without the elements that the instruction does not touch.
+  """
   operands = module.operands(instruction)
   if fused := module.fused(instruction):
     shares = _shares(fused)
@@ -234,7 +237,7 @@ def moved(module: Module, instruction: Instruction) -> Moved:
   if instruction.opcode in _UPDATES:
     updates = _updates(instruction, module.instructions)
     return Moved(updates + sum(each.bytes for each in operands[1:] if each.size < 4096), updates)
-  kept = instruction.aliased  # memory that a custom call updates: the caller of this function knows how much of it
+  kept = instruction.aliased  # a custom call may update a part of such an array; the caller must add that part
   read = sum(each.bytes for number, each in enumerate(operands) if number not in {operand for _, operand in kept})
   written = sum(shape.bytes for number, shape in enumerate(instruction.shapes) if number not in {out for out, _ in kept})
   return Moved(read, written)
@@ -243,7 +246,7 @@ def moved(module: Module, instruction: Instruction) -> Moved:
 def _shares(fused: Computation) -> dict[str, float]:
   """Return the share of each value's elements that the instructions of a fusion read."""
   shares: dict[str, float] = {}
-  for value in reversed(fused.instructions.values()):  # users come behind what they use
+  for value in reversed(fused.instructions.values()):  # an instruction comes after its operands
     uses = (_use(value, user, number, shares[user.name]) for user, number in fused.users[value.name])
     shares[value.name] = 1.0 if value.name == fused.root.name else min(1.0, sum(uses))
   return shares
@@ -293,7 +296,7 @@ class Product(NamedTuple):
 
 
 def product(module: Module, dot: Instruction) -> Product:
-  """Return the sizes of a `dot`. M is the smaller of the two sides: the tokens, if a step has fewer tokens than weights' rows."""
+  """Return the sizes of a `dot`. M is the smaller side: the tokens, if there are fewer tokens than rows of the weight."""
   left, right = (module.instructions[name].shapes[0].dims for name in dot.operands)
   batch = math.prod(left[i] for i in _dims(dot, 'lhs_batch_dims'))
   K = math.prod(left[i] for i in _dims(dot, 'lhs_contracting_dims'))
@@ -307,27 +310,27 @@ def _dims(dot: Instruction, name: str) -> list[int]:
 
 
 def invariant(body: Computation) -> set[str]:
-  """Return the names of the values of a loop's body that are the same in every iteration: it passes them on unchanged."""
+  """Return the names of the values of a loop's body that are equal in every iteration: the body returns them unchanged."""
   root, elements = body.root, {i.name: i for i in body.instructions.values() if i.opcode == 'get-tuple-element'}
   passed = {name for number, name in enumerate(root.operands) if name in elements and elements[name].index == number}
   kept = {elements[name].index for name in passed} if root.opcode == 'tuple' else set()
   argument = body.parameters[0].name
   found = {name for name, i in elements.items() if i.operands[0] == argument and i.index in kept}
-  for each in body.instructions.values():  # views of them
+  for each in body.instructions.values():  # views of these values
     if each.opcode == 'bitcast' and each.operands[0] in found:
       found.add(each.name)
   return found
 
 
 class Prepared(NamedTuple):
-  """What a loop repeats on arrays that no iteration changes, such as weights."""
+  """Work that a loop repeats in every iteration on arrays that no iteration changes, such as weights."""
 
   launched: tuple[Instruction, ...]  # launches that only convert, concatenate or copy such arrays
   fused: tuple[Instruction, ...]  # conversions and concatenations of such arrays inside of products
 
 
 def prepared(module: Module, body: Computation, least: int = 65536) -> Prepared:
-  """Return the work of a loop's body on invariant arrays of at least `least` bytes, which could be done once before the loop."""
+  """Return the work of a loop's body on invariant arrays of at least `least` bytes, which could be done once, before the loop."""
   constant, launched, fused = invariant(body), [], []
   for each in body.instructions.values():
     if each.opcode in ('bitcast', 'tuple', 'get-tuple-element', 'parameter', 'while', 'conditional', 'custom-call'):

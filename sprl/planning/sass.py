@@ -1,6 +1,7 @@
-"""What a GPU kernel's machine code (SASS) does: instructions by class, in all and in the loop that multiplies.
+"""Count the instructions of a GPU kernel's machine code (SASS) by class: in the whole kernel, and in the loop that multiplies.
 
-The code comes from ptxas and nvdisasm. Both are in NVIDIA's CUDA toolkit; nvdisasm is also the package nvidia-cuda-nvdisasm.
+ptxas compiles the kernel, and nvdisasm prints its code. Both are in NVIDIA's CUDA toolkit; nvdisasm is also in the package
+nvidia-cuda-nvdisasm.
 """
 
 import importlib.util
@@ -12,7 +13,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-# The first pattern that an instruction's name matches is its class.
+# An instruction belongs to the first class whose pattern its name starts with.
 CLASSES = {
   'matrix': r'[HQI]G?MMA',
   'matrix wait': r'WARPGROUP',
@@ -34,14 +35,14 @@ _TARGET = re.compile(r'`\((\.L_x_\d+)\)')
 
 @dataclass(frozen=True)
 class Sass:
-  """Instructions of one warp, by class of `CLASSES`, or 'other'."""
+  """The number of instructions of a warp, by class: a key of `CLASSES`, or 'other'."""
 
   total: Counter
   loop: Counter  # one iteration of the innermost loop with matrix instructions; empty if there is none
 
 
 def tool(name: str) -> str | None:
-  """Return the path of one of NVIDIA's programs: on PATH, under /usr/local/cuda, or from a package; None if there is none."""
+  """Return the path of one of NVIDIA's programs: on PATH, under /usr/local/cuda*, or in a package. None if it is missing."""
   if found := shutil.which(name):
     return found
   places = sorted(Path('/usr/local').glob(f'cuda*/bin/{name}'))
@@ -54,16 +55,16 @@ def tool(name: str) -> str | None:
 
 
 def missing() -> str | None:
-  """Return why no SASS can be read on this machine, or None."""
+  """Return which programs this machine lacks to read SASS, or None."""
   absent = [name for name in ('ptxas', 'nvdisasm') if tool(name) is None]
   return f'{", ".join(absent)} not found: install the packages nvidia-cuda-nvcc and nvidia-cuda-nvdisasm' if absent else None
 
 
 def disassemble(ptx: str, arch: str = 'sm_90a') -> str:
-  """Return the SASS of a PTX text. Both programs of `missing` must be there. Raises CalledProcessError if one fails."""
+  """Return the SASS of a PTX text. Requires that `missing` returns None. Raises CalledProcessError if a program fails."""
   assembler, disassembler = tool('ptxas'), tool('nvdisasm')
-  assert assembler is not None, 'the caller asks `missing` first'
-  assert disassembler is not None, 'the caller asks `missing` first'
+  assert assembler is not None, '`missing` must return None'
+  assert disassembler is not None, '`missing` must return None'
   with tempfile.TemporaryDirectory() as folder:
     source, binary = Path(folder, 'kernel.ptx'), Path(folder, 'kernel.cubin')
     source.write_text(ptx)

@@ -1,4 +1,4 @@
-"""What XLA launches when a compiled program runs: its thunks, read from the sequence that XLA dumps.
+"""Read what a compiled program launches, from XLA's dump of the program's thunks.
 
 A thunk is one kernel launch, one copy, or a list of thunks: the body of a loop, a branch, or a command buffer, which XLA runs as
 one CUDA graph. The dump has a line for each thunk. Lists are indented:
@@ -19,12 +19,12 @@ _THUNK = re.compile(r'^( *)(\d+): k(\w+)')
 _LABEL = re.compile(r'^( *)([\w ]+):\s*$')
 _NAMED = re.compile(r'profile_annotation: "([^"]*)"\s*thunk_id: (\d+)')
 CONTROL = ('While', 'Conditional', 'CommandBuffer', 'Sequential')  # lists of thunks
-QUIET = (*CONTROL, 'WaitForStreams', 'CopyDone')  # launch nothing of their own
+QUIET = (*CONTROL, 'WaitForStreams', 'CopyDone')  # kinds that launch nothing themselves
 
 
 @dataclass(frozen=True)
 class Thunk:
-  """One thunk."""
+  """A kernel launch, a copy, or lists of thunks."""
 
   kind: str
   name: str  # of its HLO instruction; '' for a command buffer
@@ -60,9 +60,10 @@ def parse(sequence: str, metadata: str) -> list[Thunk]:
 
 
 def launches(thunks: Sequence[Thunk], nested: bool = False) -> Iterator[tuple[Thunk, bool]]:
-  """Yield the thunks that launch work, each with whether a CUDA graph holds it.
+  """Yield (thunk, whether it is in a CUDA graph) for each thunk that launches work.
 
-  Those of loops and branches come only with `nested`. A loop's condition is evaluated at least once, so it always comes.
+  The bodies of loops and branches are included only with `nested`. The condition of a loop is always included, because it is
+  evaluated at least once.
   """
   yield from _launches(thunks, False, nested)
 
@@ -77,7 +78,7 @@ def _launches(thunks, graph, nested):
 
 
 def find(thunks: Sequence[Thunk], kind: str) -> Iterator[tuple[Thunk, bool]]:
-  """Yield all thunks of a kind, each with whether a CUDA graph holds it, in loops and branches too."""
+  """Yield (thunk, whether it is in a CUDA graph) for each thunk of a kind, also in loops and branches."""
   yield from _find(thunks, kind, False)
 
 
@@ -89,6 +90,6 @@ def _find(thunks, kind, graph):
 
 
 def fragments(thunks: Sequence[Thunk]) -> tuple[int, int]:
-  """Return (CUDA graphs, launches outside of them) of a list, without those of its loops and branches."""
+  """Return (number of CUDA graphs, launches outside of CUDA graphs) of a list, without the bodies of its loops and branches."""
   graphs = sum(thunk.kind == 'CommandBuffer' for thunk in thunks)
   return graphs, sum(not graph for _, graph in launches(thunks))

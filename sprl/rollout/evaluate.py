@@ -78,7 +78,7 @@ def evaluate(
   if layout.fp8 and scales is None:
     some = prompts(held_out.source, 0, min(held_out.count, config.prefill))
     found = calibrate.amax_of_prompts(model.graphdef, layout, params, some, config.prefill, quant, model.mesh)
-    scales = calibrate.scales((found,), quant, layout.layers)
+    scales = calibrate.scales((found,), quant, layout, params)
   engine = Engine(config, model.sampler_weights(params, quant, scales))
 
   results: dict[str, dict[str, Any]] = {}

@@ -25,7 +25,7 @@ from jaxtyping import Array, Float, Int
 
 from sprl.cache.key_bias import KeyBias, reach
 from sprl.cache.layout import CacheLayout
-from sprl.cache.scales import FIRST_FORWARD, Scales, from_amax, percentile, with_margin
+from sprl.cache.scales import FIRST_FORWARD, Scales, from_amax, percentile, unit, with_margin
 from sprl.config import Quant
 from sprl.models import transformer
 from sprl.models.attention import Attention, PackedAttention
@@ -69,6 +69,7 @@ class CalibratingAttention:
     return out, dataclasses.replace(self, inner=inner, amax=self.amax.at[:, layer].max(jnp.stack(largest)))
 
 
+_reach = jax.jit(reach, static_argnums=0)
 History = tuple[Float[np.ndarray, '3 L'], ...]  # largest |Q|, |K|, |V| of each layer, by step; the newest last
 
 
@@ -88,13 +89,9 @@ def amax(
   """Return the largest |Q|, |K| and |V| of each layer: the 99.9th percentile over the microbatches used.
 
   The arrays are packed rows of A microbatches, of which the first `used` are filled, as in the learner's TrainBatch; segment 0 is
-  padding. Keys count as the cache stores them, without the mean of their rotated bias. What is left of the bias may be larger at
-  positions that the batch lacks, so its bound is added.
+  padding. Keys count as the cache stores them, without the mean of their rotated bias.
   """
-  bias, bound = None, jnp.zeros((3, layout.layers))
-  if layout.key_bias:
-    bias = KeyBias.of(layout, transformer.key_biases(params))
-    bound = bound.at[1].set(reach(layout, transformer.key_biases(params)))
+  bias = KeyBias.of(layout, transformer.key_biases(params)) if layout.key_bias else None
 
   def body(i, found):
     inner = PackedAttention.of(segments[i], prefixes[i], layout.kernels, positions[i])
@@ -104,7 +101,7 @@ def amax(
     return found.at[i].set(out.attention.amax)
 
   found = jax.lax.fori_loop(0, used, body, jnp.zeros((tokens.shape[0], 3, layout.layers)))
-  return percentile(found, used) + bound
+  return percentile(found, used)
 
 
 def amax_of_prompts(
@@ -119,7 +116,7 @@ def amax_of_prompts(
   """Return `amax` of the first `rows` prompts, each alone in its row, on the host; `mesh` holds the weights.
 
   The result is doubled, because completions may have larger values; `first_forward` has other headroom (`scales`).
-  `scales((amax_of_prompts(...),), quant, layers)` are the scales that follow from these prompts alone.
+  `scales((amax_of_prompts(...),), quant, layout, params)` are the scales that follow from these prompts alone.
   """
   T = layout.prompt
   tokens, segments = (np.zeros((1, rows, T), np.int32) for _ in range(2))
@@ -148,9 +145,15 @@ def usable(history: History) -> bool:
   return all(bool(np.all(np.isfinite(found))) for found in history)
 
 
-def scales(history: History, quant: Quant, layers: int) -> Scales:
-  """Return the scales that follow from the history; all 1 for `unit` or an empty history."""
+def scales(history: History, quant: Quant, layout: CacheLayout, params: Params) -> Scales:
+  """Return the scales that follow from the history, for the weights `params`; all 1 for `unit` or an empty history.
+
+  What the cache stores of a key bias may be larger at positions that were not measured, so its bound is added. The bound always
+  belongs to `params`. The history does not contain it, so the scales of older checkpoints are right too.
+  """
   if quant.kv_scale == 'unit' or not history:
-    return from_amax(np.zeros((3, layers), np.float32), (1.0, 1.0, 1.0))
+    return unit(layout.layers)
   largest = np.max(history, axis=0)
+  if layout.key_bias:
+    largest[1] += np.asarray(fetch(_reach(layout, transformer.key_biases(params))))
   return from_amax(largest, FIRST_FORWARD if quant.kv_scale == 'first_forward' else with_margin(MARGIN))

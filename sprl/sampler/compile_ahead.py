@@ -30,7 +30,7 @@ def compile_engine(config: EngineConfig, weights: SamplerWeights) -> None:
   state = outputs(decode.insert.on(mesh), weights, state, prompts, new, sampling, config.stop_ids)
   steps = sampling.chunk, config.fixed_chunks
   state = outputs(decode.decode.on(mesh), config.graphdef, weights, state, sampling, config.stop_ids, *steps)
-  outputs(decode.read.on(mesh), state, none, sampling.chunk + 1)
+  outputs(decode.read.on(mesh), state, none, none, sampling.chunk + 1)
 
 
 def _empty_rows(config, weights):

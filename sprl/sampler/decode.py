@@ -5,14 +5,14 @@ A row is one sequence that is being generated. Its state stays on the device bet
     prompts = prefill(graphdef, layout, weights, tokens, lengths)   # [P, bucket] distinct prompts, each read once
     state = insert(weights, state, prompts, new_rows, ...)          # rows start on a prompt; their first token is drawn
     state = decode(graphdef, weights, state, ..., steps)            # up to `steps` tokens a row
-    news = read(state, since, steps)                                # the tokens drawn since: what the host fetches
+    news = read(state, since, known, steps)                                # the tokens drawn since: what the host fetches
 """
 
 import dataclasses
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,17 +20,20 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Integer
 
+from sprl.cache.compaction import rows_at_once
 from sprl.cache.key_bias import KeyBias
 from sprl.cache.kv_cache import CachedAttention, KVCache, Step
 from sprl.cache.layout import CacheLayout
-from sprl.cache.row_blocks import replace_rows
+from sprl.cache.row_blocks import first_rows, put_rows, replace_rows, take_rows
 from sprl.config import Sampling
 from sprl.kernels.support import Format, record_format
 from sprl.models import transformer
 from sprl.models.routing import MISSING, route_dtype
 from sprl.sampler.draw import draw, uniforms
 from sprl.sampler.weights import SamplerWeights
-from sprl.sharding.rules import OnMesh, is_names, local, shard, tie_to_iteration
+from sprl.sharding.rules import OnMesh, is_names, local, parts, shard, tie_to_iteration
+
+TOKENS = 8  # a block of rows that are due has a multiple of these rows: kernels that quantise activations take no others
 
 
 @jax.tree_util.register_dataclass
@@ -57,7 +60,28 @@ class DecodeState:
     names: dict[str, Any] = {
       field: None if x is None else ('rows', *[None] * (x.ndim - 1)) for field, x in vars(self).items() if field != 'cache'
     }
-    return DecodeState(**names | {'cache': self.cache.axes, 'seed': ()})
+    return DecodeState(**names | {'cache': self.cache.axes, 'seed': None if self.seed is None else ()})
+
+  def block(self, rows: Int[Array, ' R']) -> 'DecodeState':
+    """Return a view of some rows: its cache has the layers of all rows. On a mesh each device numbers its own rows.
+
+    Row numbers out of bounds fill up the block. `with_block` drops what is written to them.
+    """
+    mine = self._of_rows
+    part = local(take_rows, (mine.axes, ('rows',)), mine.axes)(mine, rows)
+    return dataclasses.replace(part, seed=self.seed, cache=part.cache.on_layers_of(self.cache, rows))
+
+  def with_block(self, part: 'DecodeState') -> 'DecodeState':
+    """Return this state with the rows and the layers of a block."""
+    mine, names = self._of_rows, ('rows',)
+    put = local(put_rows, (mine.axes, names, mine.axes), mine.axes)
+    whole = put(mine, part.cache.block, part._of_rows)
+    return dataclasses.replace(whole, seed=self.seed, cache=whole.cache.on_layers_of(part.cache, None))
+
+  @property
+  def _of_rows(self):
+    """The arrays that have an entry for each row, without the layers of the cache."""
+    return dataclasses.replace(self, seed=cast(Any, None), cache=self.cache.of_rows)
 
 
 @jax.tree_util.register_dataclass
@@ -256,16 +280,20 @@ def decode(
   With `fixed`, the chunk always has `steps` steps. Otherwise it ends when all rows are done. On a GPU this check makes the device
   wait for the host before every step.
 
-  With `fixed` and a cache that evicts, rows can be due only at every P-th step, where P = gcd(steps, interval). The other steps
-  are plain: their program has no compression. For this, a row that has decoded n tokens takes part in step i only if n = i modulo
-  P. A row that starts on a prompt never waits. A row that starts after given tokens or on a kept cache waits once, for at most P
-  - 1 steps. It draws the same tokens, because draws depend on positions, not on steps.
+  With `fixed` and a cache that evicts, rows can be due only at every P-th step, where P = gcd(steps, interval). For this, a row
+  that has decoded n tokens takes part in step i only if n = i modulo P. A row that starts on a prompt never waits. A row that
+  starts after given tokens or on a kept cache waits once, for at most P - 1 steps. It draws the same tokens, because draws depend
+  on positions, not on steps.
+
+  The P steps are plain: their program has no compression. Rows that are due at the last one leave it out. They take this step
+  afterwards, in blocks of `due_at_once` rows. One loop over the blocks surrounds all layers: a GPU asks the host once, and once
+  more for each block. Work grows with the number of rows that are due. Each block reads the weights.
   """
 
-  def advance(state, active, compresses=True):
+  def advance(state, active, **of_step):
     newest = jnp.take_along_axis(state.tokens, jnp.maximum(state.count - 1, 0)[:, None], axis=1)[:, 0]
     tied = tie_to_iteration(weights, state.count)
-    hidden, attended, cache, routes = decode_step(graphdef, tied, state.cache, newest, active, compresses)
+    hidden, attended, cache, routes = decode_step(graphdef, tied, state.cache, newest, active, **of_step)
     state = dataclasses.replace(state, cache=cache, routes=_record_routes(state.routes, routes, state.cache.seen, active))
     return _draw_token(state, weights, hidden, active=active, attended=attended, sampling=sampling, stop_ids=stop_ids)
 
@@ -277,15 +305,44 @@ def decode(
     )[1]
   if not state.cache.layout.sparse:
     return jax.lax.fori_loop(0, steps, lambda _, state: advance(state, ~state.done), state)
-  period = math.gcd(steps, state.cache.layout.settings.interval)
+  period, rows = math.gcd(steps, state.cache.layout.settings.interval), len(state.done)
+  mine = rows // parts('rows', rows)  # on each device
+  size = due_at_once(state.cache.layout, mine, period)
+
+  first = local(partial(first_rows, size=size), (('rows',),), ('rows',))
+
+  def plain(i, carry):
+    state, _ = carry
+    active = ~state.done & (state.cache.decoded % period == i)
+    due = state.cache.due(Step(active.astype(jnp.int32), decoding=True))
+    return advance(state, active & ~due, compresses=False), due
 
   def segment(_, state):
-    def step(i, state, compresses=False):
-      return advance(state, ~state.done & (state.cache.decoded % period == i), compresses)
+    state, due = jax.lax.fori_loop(0, period, plain, (state, jnp.zeros(rows, bool)))
+    count = state.count
 
-    return step(period - 1, jax.lax.fori_loop(0, period - 1, step, state), compresses=True)
+    def waiting(state):
+      return due & (state.count == count)
+
+    def compressing(state):
+      block = first(waiting(state))
+      part = state.block(block)
+      return state.with_block(advance(part, block < mine, all_due=True))
+
+    return jax.lax.while_loop(lambda state: jnp.any(waiting(state)), compressing, state)
 
   return segment(0, state) if period == steps else jax.lax.fori_loop(0, steps // period, segment, state)
+
+
+def due_at_once(layout: CacheLayout, rows: int, period: int) -> int:
+  """Return how many of a device's `rows` rows take a step that compresses at the same time.
+
+  If the rows' compressions are spread evenly over an interval, rows * period / interval are due together. Room for twice as many
+  makes one block enough most of the time. Kernels take multiples of TOKENS.
+  """
+  wanted = -(-2 * rows * period // layout.settings.interval)
+  most = min(wanted, rows_at_once(layout, rows, layout.slots))
+  return min(rows, max(TOKENS, most // TOKENS * TOKENS))
 
 
 def decode_step(
@@ -295,13 +352,14 @@ def decode_step(
   token: Int[Array, ' B'],
   active: Bool[Array, ' B'],
   compresses: bool = True,
+  all_due: bool = False,
 ) -> tuple[Float[Array, 'B E'], Int[Array, ' B'], KVCache, Int[Array, 'B 1 M k'] | None]:
-  """Read one token of each active row. `compresses` is False if the caller knows that no row is due (`Step`).
+  """Read one token of each active row. `compresses` and `all_due` are promises of the caller (`Step`).
 
   Returns the hidden states that predict the next tokens, the number of slots that each query attended to, the cache, and the
   token's experts if the layout records them.
   """
-  step = Step(active.astype(jnp.int32), decoding=True, compresses=compresses)
+  step = Step(active.astype(jnp.int32), decoding=True, compresses=compresses, all_due=all_due)
   attended = cache.attended(step)
   hidden, cache, routes = _pass(graphdef, weights, token[:, None], cache.seen[:, None], cache, step)
   return hidden[:, 0], attended, cache, routes
@@ -387,14 +445,16 @@ def _set_column(cells, column, new):
 
 @OnMesh
 @partial(jax.jit, static_argnames='steps')
-def read(state: DecodeState, since: Int[Array, ' B'], steps: int) -> dict[str, Array]:
+def read(state: DecodeState, since: Int[Array, ' B'], known: Int[Array, ' B'], steps: int) -> dict[str, Array]:
   """Return what the host needs between chunks: status and counts of each row, and its newest records.
 
   `done`, `count`, `saturated` and `saturated_queries` are [B].
 
-  `tokens`, `logp` and `kept` are [B, steps]: up to `steps` completion tokens of row b, starting at index `since[b]`. If the state
-  records supports, `support` is [B, steps, W]. In this case `steps` is at most R, the number of tokens with a recorded support.
+  `tokens`, `logp` and `kept` are [B, steps]: up to `steps` completion tokens of row b, from index `known[b]` on, or from
+  `since[b]` if `known[b]` is negative. If the state records supports, `support` is [B, steps, W]. In this case `steps` is at most
+  R, the number of tokens with a recorded support.
   """
+  since = jnp.where(known < 0, since, known)
   columns = jnp.minimum(since[:, None] + jnp.arange(steps), state.tokens.shape[1] - 1)
   news = {name: jnp.take_along_axis(getattr(state, name), columns, axis=1) for name in ('tokens', 'logp', 'kept')}
   if state.support is not None:

@@ -4,11 +4,15 @@ Requests are added and finish between chunks of decode steps. A chunk is one jit
 
     engine.add(request) ...        # at any time: puts the request in the queue
     engine.dispatch()              # moves requests from the queue to free rows, starts a chunk
-    done = engine.collect()        # waits for the chunk; returns the requests that ended and frees their rows
+    done = engine.collect()        # waits for the oldest chunk; returns the requests that ended and frees their rows
 
 1. Requests with the same prompt, one behind the other in the queue, share one prefill. Each row starts on a copy of its cache.
 2. All rows decode one chunk of steps. Meanwhile the host may do other work.
 3. Rows that ended, and rows whose text contains a stop string, become free.
+
+Chunks of fixed length look ahead (`EngineConfig.in_flight`): the next chunk is in the devices' queue before the host reads the
+last one, so the devices do not wait for the host. A free row then starts one chunk later. Tokens stay the same, because draws
+depend on requests and positions.
 
 A request with `keep` leaves its cache to a later request that `continues` it: the next turn of a conversation reads only the
 tokens that are new (sprl/sampler/kept.py). Without the cache it reads all of them, with the same result.
@@ -90,6 +94,14 @@ class EngineConfig:
     """The form of the recorded supports; None if none are recorded. Raises SettingsError if a record would be too large."""
     return record_format(self.sampling, self.model.vocab_size) if self.record_support else None
 
+  @property
+  def in_flight(self) -> int:
+    """How many chunks may be in the devices' queue.
+
+    One if records of a row that ended are read from the state: reading them waits for all chunks in the queue.
+    """
+    return 2 if self.fixed_chunks and not (self.layout.record or self.layout.routes) else 1
+
   @cached_property
   def buckets(self) -> tuple[int, ...]:
     """The padded lengths that prefill is compiled for.
@@ -143,6 +155,24 @@ class _Row:
 
 
 @dataclass
+class _Chunk:
+  """A chunk of decode steps in the devices' queue."""
+
+  news: dict[str, jax.Array]  # what `decode.read` returns after it
+  rows: list[_Row | None]  # the requests of the rows when it was started
+  version: int  # of its weights
+  launched: float  # when it was started
+  over: float | None = None  # when it was found to be over
+
+  @property
+  def ready(self) -> bool:
+    """Whether it is over."""
+    if self.over is None and all(x.is_ready() for x in self.news.values()):  # pyright: ignore[reportAttributeAccessIssue]
+      self.over = time.perf_counter()
+    return self.over is not None
+
+
+@dataclass
 class Usage:
   """Counts and times of an engine since its `usage` was last replaced."""
 
@@ -192,10 +222,10 @@ class Engine:
     self._kept = KeptCaches(config.layout, config.kept, config.mesh)
     self._stop = StopStrings(config.sampling.stop, config.text) if config.sampling.stop else None
     self._state: decode.DecodeState | None = None  # created by the first dispatch
-    self._chunk: dict[str, jax.Array] | None = None  # results of the chunk that runs now
+    self._chunks: deque[_Chunk] = deque()  # in the devices' queue, the oldest first
+    self._finished: list[Completion] = []  # ended in chunks that `swap` or `unload` read; for the next `collect`
     self._since: float | None = None  # when the previous chunk was collected, or the first was dispatched
-    self._launched = 0.0  # when the chunk that runs now was started
-    self._over: float | None = None  # when it was found to be over
+    self._idle = 0.0  # when the devices finished the last chunk that was collected
 
   @property
   def capacity(self) -> int:
@@ -204,8 +234,8 @@ class Engine:
 
   @property
   def load(self) -> int:
-    """The number of requests that wait or run."""
-    return len(self._waiting) + sum(row is not None for row in self._rows)
+    """The number of requests that wait or run, or that ended and were not collected."""
+    return len(self._waiting) + sum(row is not None for row in self._rows) + len(self._finished)
 
   def add(self, request: Request) -> None:
     """Put a request in the queue. Raises SettingsError if it does not fit (EngineConfig.check)."""
@@ -215,7 +245,7 @@ class Engine:
   def abort(self, uids: Collection[int] | None = None) -> list[Completion]:
     """End these requests, or all, and return the tokens that the last `collect` saw of each.
 
-    A request that runs in a chunk keeps its row until the chunk is collected. Its experts are not returned: that would wait for
+    A request that runs in a chunk keeps its row until a chunk is collected. Its experts are not returned: that would wait for
     the chunk.
     """
     wanted = {r.uid for r in self._waiting} | {r.request.uid for r in self._rows if r} if uids is None else set(uids)
@@ -223,12 +253,12 @@ class Engine:
     gone = np.zeros(len(self._rows), bool)
     for i, row in enumerate(self._rows):
       if row is not None and row.request.uid in wanted and not row.aborted:
-        routes = self._routes(i, row.request.start + len(row.tokens)) if self._chunk is None else None
+        routes = None if self._chunks else self._routes(i, row.request.start + len(row.tokens))
         aborted.append(self._completion(row, 'abort', routes=routes))
         row.aborted = gone[i] = True
     aborted += [self._completion(_Row(request), 'abort') for request in self._waiting if request.uid in wanted]
     self._waiting = deque(request for request in self._waiting if request.uid not in wanted)
-    if self._chunk is None:
+    if not self._chunks:
       self._rows = [None if left else row for left, row in zip(gone, self._rows)]
       self._release(gone)
     return aborted
@@ -249,7 +279,7 @@ class Engine:
 
     Running rows and kept caches keep their keys and values; an FP8 cache takes the new scales.
     """
-    assert self._chunk is None, 'a chunk is running: collect it first'
+    self._settle()
     self._kept.swap(weights)
     if self._state is not None and weights.scales is not None:
       self._state = decode.rescale.on(self.config.mesh)(self._state, weights)
@@ -257,16 +287,17 @@ class Engine:
 
   def unload(self) -> None:
     """Free the weights until the next `swap`, and the memory of rows and kept caches if no request runs or no cache is kept."""
-    assert self._chunk is None, 'a chunk is running: collect it first'
+    self._settle()
     self._kept.unload()
     self.weights = self._prompts = self._since = None
     if not any(row is not None for row in self._rows):
       self._state = None
 
   def dispatch(self) -> None:
-    """Fill free rows from the queue and start a chunk. Does nothing if no request waits or runs.
+    """Fill free rows from the queue and start chunks up to `EngineConfig.in_flight`. Does nothing if no request waits or runs.
 
-    Running rows wait for the new tokens behind kept caches, and for one prefill at most.
+    A chunk behind the first is started only if a request may outlast the chunks before it. Running rows wait for the new tokens
+    behind kept caches, and for one prefill at most.
     """
     self._since = self._since or time.perf_counter()
     config, weights = self.config, self.weights
@@ -276,48 +307,70 @@ class Engine:
     while self._prefill_next(weights):
       if any(row is not None and row.tokens for row in self._rows):
         break
-    if not any(row is not None for row in self._rows):
-      return
-    since = np.array([0 if row is None else len(row.tokens) for row in self._rows], np.int32)
-    sampling, run, read = config.sampling, decode.decode.on(config.mesh), decode.read.on(config.mesh)
+    while len(self._chunks) < config.in_flight and self._left() > len(self._chunks) * config.sampling.chunk:
+      self._start_chunk(weights)
+
+  def _left(self) -> int:
+    """Return the most tokens that a running request may draw in decode steps after the last `collect`; 1 if it may draw none."""
+    left = [row.request.max_tokens - max(len(row.tokens), 1) for row in self._rows if row is not None]
+    return max(1, *left) if left else 0
+
+  def _start_chunk(self, weights: SamplerWeights) -> None:
+    config, sampling = self.config, self.config.sampling
+    before = self._chunks[-1] if self._chunks else None
+    # A row's tokens are read from the number that the chunk before leaves, which only the devices know yet.
+    goes_on = [before is not None and row is before.rows[i] for i, row in enumerate(self._rows)]
+    known = np.array([0 if row is None else len(row.tokens) for row in self._rows], np.int32)
+    run, read = decode.decode.on(config.mesh), decode.read.on(config.mesh)
     steps = sampling.chunk, config.fixed_chunks
     self._state = run(config.graphdef, weights, self._state, sampling, config.stop_ids, *steps)
-    self._chunk = read(self._state, since, sampling.chunk + 1)
-    self._launched, self._over = time.perf_counter(), None
+    since = known if before is None else before.news['count']
+    news = read(self._state, since, np.where(goes_on, -1, known).astype(np.int32), sampling.chunk + 1)
+    self._chunks.append(_Chunk(news, list(self._rows), self.version, time.perf_counter()))
 
   @property
   def ready(self) -> bool:
-    """Whether `collect` returns without waiting: the chunk is over, or none runs."""
-    if self._over is None and self._done():
-      self._over = time.perf_counter()
-    return self._over is not None
-
-  def _done(self) -> bool:
-    return self._chunk is None or all(x.is_ready() for x in self._chunk.values())  # pyright: ignore[reportAttributeAccessIssue]
+    """Whether `collect` returns without waiting: the oldest chunk is over, or none runs."""
+    return not self._chunks or self._chunks[0].ready
 
   def wait(self, seconds: float) -> None:
-    """Wait until the chunk is over, at most `seconds`."""
+    """Wait until the oldest chunk is over, at most `seconds`."""
     start = time.perf_counter()
     while not self.ready and time.perf_counter() < start + seconds:
       time.sleep(POLL)
 
   def collect(self) -> list[Completion]:
-    """Wait for the chunk. Returns the requests that ended in it or whose text now contains a stop string."""
-    if self._chunk is None:
-      return []
-    news, self._chunk = fetch(self._chunk), None
-    self.usage.waited += (self._over or time.perf_counter()) - self._launched
+    """Wait for the oldest chunk. Returns the requests that ended in it or whose text now contains a stop string."""
+    finished, self._finished = self._finished, []
+    if not self._chunks:
+      return finished
+    finished += self._read(self._chunks.popleft())
+    now = time.perf_counter()
+    self.usage.busy += now - (self._since or now)
+    self._since = now if self.load else None
+    return finished
+
+  def _settle(self) -> None:
+    """Read the chunks that are in the devices' queue. The next `collect` returns the requests that ended."""
+    while self._chunks:
+      self._finished += self._read(self._chunks.popleft())
+
+  def _read(self, chunk: _Chunk) -> list[Completion]:
+    news = fetch(chunk.news)
+    over = chunk.over or time.perf_counter()
+    self.usage.waited += over - max(chunk.launched, self._idle)
+    self._idle = over
     finished, drawn, kept = [], [0], []
     stopped = np.zeros(len(self._rows), bool)
-    for i, row in enumerate(self._rows):
-      if row is None:
+    for i, row in enumerate(chunk.rows):
+      if row is None or row is not self._rows[i]:  # the request left its row before this chunk was read
         continue
       before = len(row.tokens)
       new = int(news['count'][i]) - before
       row.tokens += news['tokens'][i, :new].tolist()
       row.logp += news['logp'][i, :new].tolist()
       row.kept += news['kept'][i, :new].tolist()
-      row.version += [self.version] * new
+      row.version += [chunk.version] * new
       row.saturated, row.saturated_queries = int(news['saturated'][i]), int(news['saturated_queries'][i])
       if 'support' in news:
         row.support += list(news['support'][i, :new].copy())  # a copy: a view would keep all rows of the chunk alive
@@ -333,8 +386,9 @@ class Engine:
       finish = 'stop' if stop else 'length'
       records = self._evicted(i, row.request.start + n), self._routes(i, row.request.start + n)
       finished.append(self._completion(row, finish, n, *records))
-      # The cache is cut after token n, if it still has all tokens before it.
-      if row.request.keep and n > 0 and (n == len(row.tokens) or not self.config.layout.forgets):
+      # The cache is cut after token n, if it still has all tokens before it. A row that is not done goes on in the next chunk.
+      whole = n == len(row.tokens) and (news['done'][i] or not self._chunks)
+      if row.request.keep and n > 0 and (whole or not self.config.layout.forgets):
         kept.append(Ended(i, row.request, finished[-1].tokens))
     if kept:
       assert self.weights is not None
@@ -345,9 +399,6 @@ class Engine:
     self.usage.chunks += 1
     self.usage.steps += self.config.sampling.chunk if self.config.fixed_chunks else max(drawn)
     self.usage.tokens += sum(drawn)
-    now = time.perf_counter()
-    self.usage.busy += now - (self._since or now)
-    self._since = now if self.load else None
     return finished
 
   def _prefill_next(self, weights: SamplerWeights) -> bool:

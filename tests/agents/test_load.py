@@ -64,7 +64,6 @@ def test_64_agents_of_which_many_die_or_hang_up(tmp_path):
   check(trajectories, engine)
   assert counts['errors'] > 0
   assert {t.metrics['agent/turns'] for t in trajectories} <= {3, 4}
-  assert any(t.metrics['agent/tokens_dropped'] > 0 for t in trajectories)
   assert all(t.metrics['letters'] > 0 for t in trajectories)
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sprl.cache import row_blocks
-from sprl.cache.row_blocks import for_row_blocks, replace_rows
+from sprl.cache.row_blocks import first_rows, for_row_blocks, put_rows, replace_rows, take_rows
 
 B = 6
 rows = st.lists(st.booleans(), min_size=B, max_size=B).map(np.array)
@@ -54,3 +54,16 @@ def test_rows_are_replaced_by_rows_of_smaller_arrays(gpu, take, parent):
     expected[b] = 7
     expected[b, :2, :3] = theirs[parent[b]]
   np.testing.assert_array_equal(replaced, expected)
+
+
+def test_the_first_chosen_rows_are_taken_and_put_back():
+  chosen = jnp.array([False, True, False, True, True, False])
+  assert first_rows(chosen, 2).tolist() == [1, 3]
+  block = first_rows(chosen, 4)
+  assert block.tolist() == [1, 3, 4, B]  # B fills up the block
+  tree = {'a': jnp.arange(B), 'b': jnp.arange(2 * B).reshape(B, 2)}
+  part = take_rows(tree, block)
+  assert part['a'].tolist() == [1, 3, 4, 5]
+  assert part['b'].tolist() == [[2, 3], [6, 7], [8, 9], [10, 11]]
+  back = put_rows(tree, block, {name: -x for name, x in part.items()})
+  assert back['a'].tolist() == [0, -1, 2, -3, -4, 5]  # nothing is written for the filler

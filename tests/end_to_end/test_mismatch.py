@@ -56,7 +56,7 @@ def sampler(world, cache=SPARSE, quant=UNQUANTISED, weights=None):
   scales = None
   if layout.fp8:
     found = calibrate.amax_of_prompts(model.graphdef, layout, params, prompts(), 2, quant)
-    scales = calibrate.scales((found,), quant, layout.layers)
+    scales = calibrate.scales((found,), quant, layout, params)
   sampled_with = params if weights is None else weights
   return (run, model, engine), {'params': params, 'scales': scales}, model.sampler_weights(sampled_with, quant, scales)
 

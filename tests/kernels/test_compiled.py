@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import pytest
 from kernel_resources import CASES, EXPERTS, FP8, MODELS, attention
 
+from sprl.cache.compaction import row_bytes
 from sprl.cache.layout import cache_layout
 from sprl.cache.scales import Scales
 from sprl.config import Cache, Quant, Sampling
@@ -43,14 +44,16 @@ def quick(case):
     case 'block_matmul':
       fused = case.shape.startswith(('qkv', 'gate_up', 'down'))
       return case.model == 'Qwen2.5-1.5B' and fused and not case.shape.endswith((' 1', ' 512'))
+    case 'packed_attention' | 'codes' | 'gated_codes' | 'normalised_codes':  # other tests below compile these
+      return False
     case _:
       return case.model == 'Qwen2.5-1.5B' and case.dtype != 'float32'
 
 
 def check(case):
   compiled = case.compile()
-  [kernel] = compiled.kernels
-  assert kernel.spills == 0
+  assert len(compiled.kernels) == (3 if case.kernel == 'packed_attention' else 1)
+  assert all(kernel.spills == 0 for kernel in compiled.kernels)
   assert compiled.temporary <= case.bound
 
 
@@ -252,14 +255,16 @@ def abstract_sampler(sampler, cache, key_bias=False, **sizes):
 
 
 def compile_decode_loop(sampler, cache, **sizes):
-  """Return (compiled decode steps, dtype and shape of a layer's keys, bytes of the cache)."""
+  """Return (compiled decode steps, dtype and shape of a layer's keys, the most bytes of temporary memory)."""
   rows, (config, layout, weights) = 64, abstract_sampler(sampler, cache, **sizes)
   seed = jax.eval_shape(lambda: jax.random.key(0))
   state = jax.eval_shape(partial(decode.empty_state, layout, rows=rows, max_tokens=64), weights, seed=seed)
   steps = partial(decode.decode, transformer.graph(config), sampling=Sampling(), stop_ids=(), steps=16, fixed=True)
   held = 'u8' if layout.fp8 else 'bf16'
   keys = f'{held}[{rows},4,{layout.slots},{layout.head_dim}]'
-  return compile_for_h200(steps, weights, state, donate=(1,)), keys, layout.bytes(rows)
+  # Rows that are due take a step in blocks. Two layers have a small cache, so the least number of rows is more than its share.
+  due = decode.due_at_once(layout, rows, 16) * row_bytes(layout, layout.slots) if layout.sparse else 0
+  return compile_for_h200(steps, weights, state, donate=(1,)), keys, 0.08 * layout.bytes(rows) + due
 
 
 @pytest.mark.parametrize(
@@ -276,33 +281,32 @@ def compile_decode_loop(sampler, cache, **sizes):
   ],
 )
 def test_the_decode_loop_updates_the_cache_in_place(sampler, cache, D, kernels):
-  """Decode steps write and compact the cache without a copy. Scoring takes blocks of rows, within `compaction.SHARE`."""
-  compiled, keys, size = compile_decode_loop(sampler, cache, head_dim=D)
+  """Decode steps write and compact the cache without a copy. Rows that are due are copied in blocks."""
+  compiled, keys, most = compile_decode_loop(sampler, cache, head_dim=D)
   assert {name for name in ('decode_attention', 'compact', 'similarity') if f'hopper_{name}' in compiled.text} == kernels
   assert all(kernel.spills == 0 for kernel in compiled.kernels)
-  assert compiled.temporary <= 0.08 * size
+  assert compiled.temporary <= most
   # Appending needs no kernel: XLA rotates, quantises and scatters the new keys (and values) of a layer in one fusion, in place.
   made = [line for line in compiled.text.splitlines() if f'= {keys}' in line.replace('{3,2,1,0}', '')]
   appends = [line for line in made if ' fusion(' in line and re.search(r'/attention/(\S*/)?scatter', line)]
-  bodies = 2 if cache.budget else 1  # plain steps, and the step that may compress
+  bodies = 2 if cache.budget else 1  # plain steps, and the blocks of rows that are due, which are written back
   assert len(appends) == 2 * 2 * bodies
   assert not [line for line in made if ' copy(' in line or ' copy-start(' in line]
 
 
-@pytest.mark.parametrize(('cache', 'plain'), [(DENSE, 16), (H2O, 15)], ids=['dense', 'h2o'])
-def test_a_chunk_asks_the_host_nothing_in_plain_steps(cache, plain):
-  """The number of plain steps is known to XLA, and no loop is in their loop. The last step has a loop over due rows per layer."""
+@pytest.mark.parametrize('cache', [DENSE, H2O], ids=['dense', 'h2o'])
+def test_a_chunk_asks_the_host_nothing_in_plain_steps(cache):
+  """The number of plain steps is known to XLA, and no loop is in their loop. One loop over rows that are due has all layers."""
   compiled, *_ = compile_decode_loop('none', cache)
   text = compiled.text
   loops = [line for line in text.splitlines() if ' while(' in line]
   counted = [line for line in loops if 'known_trip_count' in line]
-  assert [re.findall(r'"known_trip_count":\{"n":"(\d+)"\}', line) for line in counted] == [[str(plain)]]
-  assert len(loops) - len(counted) == (2 if cache.budget else 0)
+  assert [re.findall(r'"known_trip_count":\{"n":"(\d+)"\}', line) for line in counted] == [['16']]
+  assert len(loops) - len(counted) == (1 if cache.budget else 0)
   body = text[text.index(f'\n{re.findall(r"body=(%[^,]+)", counted[0])[0]} ') :]
   body = body[: body.index('\n}')]
   assert ' while(' not in body
   assert 'compress' not in body
-  assert len(re.findall(r' = .* sort\(.*argsort', text)) == (1 if cache.budget else 0)  # the order of due rows, for all layers
 
 
 @pytest.mark.parametrize(('sampler', 'cache'), [('none', DENSE), ('kv8', RKV)], ids=['dense', 'rkv FP8'])
@@ -327,17 +331,16 @@ def test_an_insert_writes_the_new_rows_only(sampler, cache):
 @pytest.mark.parametrize('cache', [H2O, pytest.param(DENSE, marks=pytest.mark.slow)], ids=['h2o', 'dense'])
 def test_second_codes_of_keys_are_written_and_moved_in_place(cache):
   """The default for Qwen2: one more write a layer, no array of keys as numbers, and no copy."""
-  compiled, keys, held = compile_decode_loop('kv8', cache, key_bias=True)
+  compiled, keys, most = compile_decode_loop('kv8', cache, key_bias=True)
   assert all(kernel.spills == 0 for kernel in compiled.kernels)
-  assert compiled.temporary <= 0.08 * held
+  assert compiled.temporary <= most
   assert keys.replace('u8', 'f32') not in compiled.text
   second = keys.replace(',128]', ',16]')
   made = [line for line in compiled.text.splitlines() if f'= {second}' in line.replace('{3,2,1,0}', '')]
   assert not [line for line in made if ' copy(' in line or ' copy-start(' in line]
-  layers = 2 * (2 if cache.budget else 1)  # with eviction the program has plain steps, and a step that may compress
-  assert len([line for line in made if ' fusion(' in line and '/write/scatter' in line]) == layers
+  assert len([line for line in made if ' fusion(' in line and '/write/scatter' in line]) == 2
   queries = re.findall(r'= f16\[64,28,(\d+)\]\S* fusion', compiled.text)
-  assert queries == ['192'] * layers  # both factors of the scores are cast in one launch
+  assert queries == ['192'] * 2  # both factors of the scores are cast in one launch
 
 
 def test_a_layer_has_four_products_and_a_kernel_before_each_that_quantises():

@@ -51,7 +51,7 @@ class RecordingBench(Bench):
 
 REAL = RecordingBench(rehearse=False, ceilings=Ceilings(copy=1.0, bf16=1.0, fp8=1.0))
 COMPARED = [Call(f'{each.check} {each.case}', each.kernel, each.make) for each in comparisons(REAL)]
-for check in ('attention', 'rows', 'matmul', 'eviction', 'append'):
+for check in ('attention', 'rows', 'matmul', 'quantise', 'eviction', 'append'):
   for case in CHECKS[check](REAL):
     case.measure({})
 

@@ -1,6 +1,7 @@
 """Cache scales: measured on real tokens only, with the newest weights, over the history of `quant.kv_scale`."""
 
 import dataclasses
+import json
 from functools import partial
 
 import jax
@@ -12,6 +13,7 @@ import small
 from sprl.cache.key_bias import KeyBias
 from sprl.cache.layout import cache_layout
 from sprl.config import DENSE, Quant
+from sprl.io.run_state import RunState
 from sprl.learner.batch import Shape, pack
 from sprl.models import transformer
 from sprl.models.attention import Attention, PackedAttention
@@ -53,12 +55,11 @@ def states(config, params, tokens):
 def by_hand(config, params, tokens, positions):
   """Return [3, L]: the largest |Q|, |K| and |V| of one sequence.
 
-  Keys count without their bias rotated to each of the positions and averaged, but with twice the largest plane of the bias.
+  Keys count without their bias rotated to each of the positions and averaged.
   """
-  n, bounds = len(tokens), np.zeros((3, config.num_layers))
-  found = []
+  n, found = len(tokens), []
   seen = states(config, params, jnp.asarray(np.pad(tokens, (0, 16 - n))))
-  for i, ((q, k, v), layer) in enumerate(zip(seen, transformer.layers(params))):
+  for (q, k, v), layer in zip(seen, transformer.layers(params)):
     k = np.asarray(k, np.float64)[0, :n]
     if 'bias' in layer['attention']['k']:
       b = np.asarray(layer['attention']['k']['bias'], np.float64).reshape(-1, config.head_dim)
@@ -66,9 +67,8 @@ def by_hand(config, params, tokens, positions):
       angle = np.arange(positions)[:, None] * config.rope.theta ** (-np.arange(half) / half)
       cos, sin = np.cos(angle)[:, None], np.sin(angle)[:, None]
       k = k - np.concatenate([b[:, :half] * cos - b[:, half:] * sin, b[:, half:] * cos + b[:, :half] * sin], axis=-1).mean(axis=0)
-      bounds[1, i] = 2 * np.sqrt(b[:, :half] ** 2 + b[:, half:] ** 2).max()
     found.append([np.abs(np.asarray(q)[0, :n]).max(), np.abs(k).max(), np.abs(np.asarray(v)[0, :n]).max()])
-  return np.array(found).T + bounds
+  return np.array(found).T
 
 
 @pytest.mark.parametrize('biased', [False, True])
@@ -131,6 +131,23 @@ def test_a_batch_counts_its_filled_microbatches(world):
   np.testing.assert_allclose(fewer, np.max(each[:2], axis=0), rtol=1e-5)
 
 
+def test_scales_of_a_checkpoint_that_has_no_bound_cover_key_biases_at_any_position(world):
+  """The history is that of any version: largest values, which do not include what biases may add at other positions."""
+  config, params, _, layout = world
+  state = RunState.from_json(1, json.loads(json.dumps(RunState(amax=[[[1.0] * 2, [2.0] * 2, [3.0] * 2]]).to_json())))
+  history = tuple(np.array(found, np.float32) for found in state.amax)
+  bounds = np.zeros(config.num_layers)
+  for i, layer in enumerate(transformer.layers(params)):
+    if 'bias' in layer['attention']['k']:
+      b = np.asarray(layer['attention']['k']['bias'], np.float64).reshape(-1, config.head_dim)
+      half = config.head_dim // 2
+      bounds[i] = 2 * np.sqrt(b[:, :half] ** 2 + b[:, half:] ** 2).max()  # twice the largest plane
+  found = calibrate.scales(history, KV8, layout, params)
+  for scale, largest in zip(found, (1.0, 2.0 + bounds, 3.0)):
+    np.testing.assert_allclose(scale, np.broadcast_to(largest, 2) * 1.05 / 448, rtol=1e-6)
+  assert (bounds > 0).all() == layout.key_bias
+
+
 def test_only_the_running_maximum_and_frozen_scales_use_earlier_steps():
   looks = [np.full((3, 2), x, np.float32) for x in (9.0, 5.0, *[3.0] * (HISTORY - 1))]  # the first is older than the history
   for mode, expected in (('learner', 3.0), ('first_forward', 3.0), ('running_max', 5.0), ('frozen', 9.0)):
@@ -138,16 +155,22 @@ def test_only_the_running_maximum_and_frozen_scales_use_earlier_steps():
     for look in looks:
       history = calibrate.remember(history, look, quant)
     divisors = (200, 200, 100) if mode == 'first_forward' else (448 / 1.05,) * 3
-    for scale, divisor in zip(calibrate.scales(history, quant, 2), divisors):
+    for scale, divisor in zip(unbiased(history, quant), divisors):
       np.testing.assert_allclose(scale, expected / divisor, rtol=1e-6)
 
 
 def test_scales_are_1_in_unit_mode_and_for_layers_without_values():
   for quant, history in ((Quant(sampler='kv8', kv_scale='unit'), (np.full((3, 2), 7.0, np.float32),)), (KV8, ())):
-    for scale in calibrate.scales(history, quant, 2):
+    for scale in unbiased(history, quant):
       np.testing.assert_array_equal(scale, [1, 1])
   found = np.array([[0.0, 2.0]] * 3, np.float32)
-  np.testing.assert_allclose(calibrate.scales((found,), KV8, 2).v, [1, 2 * 1.05 / 448], rtol=1e-6)
+  np.testing.assert_allclose(unbiased((found,), KV8).v, [1, 2 * 1.05 / 448], rtol=1e-6)
+
+
+def unbiased(history, quant):
+  """Return scales of a model of two layers without key biases."""
+  config, params = small.model('llama')
+  return calibrate.scales(history, quant, cache_layout(config, DENSE, quant, 16, 12, 'float32'), params)
 
 
 def test_values_that_are_not_finite_give_no_scales():

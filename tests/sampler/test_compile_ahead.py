@@ -9,8 +9,8 @@ import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from tiny_engine import engine_config, network, requests
 
+from sprl.cache.scales import unit
 from sprl.config import UNQUANTISED, Cache, Quant
-from sprl.sampler import calibrate
 from sprl.sampler.compile_ahead import compile_engine, outputs
 from sprl.sampler.engine import generate
 from sprl.sampler.weights import weights_function
@@ -27,7 +27,7 @@ def test_an_engine_that_was_compiled_ahead_compiles_nothing(settings, quant, cap
   config = replace(config, mesh=here.mesh)
   params = jax.device_put(network()[1], here)
   convert = weights_function(jnp.dtype('float32'), quant, 'reference')
-  scales = calibrate.scales((), quant, config.layout.layers) if config.layout.fp8 else None
+  scales = unit(config.layout.layers) if config.layout.fp8 else None
   abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), params)
   compile_engine(config, outputs(convert, abstract)._replace(scales=scales))
   with jax.log_compiles(), caplog.at_level('WARNING', logger='jax'):

@@ -12,8 +12,9 @@ import tiny_engine
 from code_flips import flipped
 from tiny_engine import C, network, requests
 
+from sprl.cache.scales import from_amax, with_margin
 from sprl.config import Cache, Quant, SettingsError, Streaming
-from sprl.sampler import calibrate, decode
+from sprl.sampler import decode
 from sprl.sampler.engine import Engine
 from sprl.sampler.replay import replay
 from sprl.sampler.weights import sampler_weights
@@ -129,9 +130,9 @@ def test_an_interrupted_request_keeps_the_larger_count_of_clamped_numbers():
 
 def with_amax(largest):
   """Return FP8 weights whose cache has scales for numbers up to `largest`."""
-  _, quant, layers = MEMORIES['fp8']
+  *_, layers = MEMORIES['fp8']
   amax = np.full((3, network(0, layers)[0].num_layers), largest, np.float32)
-  return weights_of('fp8')._replace(scales=calibrate.scales((amax,), quant, layers))
+  return weights_of('fp8')._replace(scales=from_amax(amax, with_margin(1.05)))
 
 
 def test_swapping_in_the_same_weights_changes_no_bit():

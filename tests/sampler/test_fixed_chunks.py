@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from functools import cache
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 from tiny_engine import ROWS, SAMPLING, C, engine_config, requests, weights
 
-from sprl.config import Cache, Quant
+from sprl.config import Cache, ModelSettings, Quant, Run
+from sprl.model import Model
 from sprl.models import transformer
 from sprl.sampler import decode
 from sprl.sampler.engine import Engine, generate
@@ -22,8 +24,14 @@ NESTED = Cache(method='gkv', budget=8, interval=6, window=2)  # two periods a ch
 EVERY = Cache(method='streaming', budget=8, interval=3, window=2)  # every step may compress
 
 
+TWO_AT_ONCE = jax.jit(decode.decode.jitted.__wrapped__, static_argnames=('graphdef', 'sampling', 'stop_ids', 'steps', 'fixed'))
+
+
 def states(settings, quant, fixed):
-  """Return the states of four rows after each of four chunks. Row 2 ends within a chunk and starts again."""
+  """Return the states of four rows after each of four chunks. Row 2 ends within a chunk and starts again.
+
+  Rows that are due take their step two at a time in fixed chunks, so three rows take two blocks.
+  """
   config = engine_config(settings, quant)
   layout = dataclasses.replace(config.layout, record=config.layout.sparse)
   graph, w = transformer.graph(config.model), weights(quant)
@@ -34,7 +42,8 @@ def states(settings, quant, fixed):
     new = decode.NewRows(jnp.array(parent), uid=jnp.arange(4), attempt=jnp.zeros(4, jnp.int32), limit=jnp.array(limit))
     state = decode.insert(w, state, prompts, new, SAMPLING, ())
     for _ in range(2):
-      state = decode.decode(graph, w, state, SAMPLING, (), CHUNK, fixed)
+      with mock.patch.object(decode, 'TOKENS', 2):
+        state = (TWO_AT_ONCE if fixed else decode.decode)(graph, w, state, SAMPLING, (), CHUNK, fixed)
       seen.append(jax.device_get(dataclasses.replace(state, seed=jnp.zeros(1))))
   return seen
 
@@ -98,6 +107,12 @@ def test_rows_behind_given_tokens_wait_for_their_step_and_draw_the_same(settings
       assert len(engine.partial(request.uid)) == drawn
 
 
+def test_a_block_has_room_for_twice_the_rows_that_are_due_together_on_average():
+  layout = dataclasses.replace(engine_config(H2O).layout, settings=dataclasses.replace(H2O, interval=128), kernels='reference')
+  with mock.patch.object(decode, 'rows_at_once', return_value=95):
+    assert [decode.due_at_once(layout, rows, 16) for rows in (8, 64, 256, 1024)] == [8, 16, 64, 88]
+
+
 def test_usage_counts_the_steps_of_fixed_chunks():
   """Two rows draw 5 tokens: one in `insert`, four in one chunk. A third draws 2, in a chunk that goes on without it."""
   fixed = dataclasses.replace(engine_config(), fixed_chunks=True)
@@ -114,3 +129,12 @@ def test_usage_counts_the_steps_of_fixed_chunks():
     engine.collect()
   assert engine.usage.steps == 2 * CHUNK
   assert engine.usage.metrics(ROWS)['engine/occupancy'] == 11 / (2 * CHUNK * ROWS)
+
+
+@pytest.mark.parametrize('gpu', [False, True])
+def test_engines_on_gpus_and_only_they_have_fixed_chunks(gpu, monkeypatch):
+  run = Run(model=ModelSettings(path='random:tiny'))
+  model = Model.open(run)
+  layout = model.cache_layout(run.sampling, run.cache, run.quant)
+  monkeypatch.setattr('sprl.model.on_gpu', lambda: gpu)
+  assert model.engine_config(run.sampling, layout, rows=4, prefill=2, seed=0).fixed_chunks == gpu

@@ -15,11 +15,11 @@ from test_kept import TURNS, UIDS, Talk, differing
 
 from sprl.cache.layer import NEVER
 from sprl.cache.layout import cache_layout
+from sprl.cache.scales import from_amax, with_margin
 from sprl.config import Cache, Quant, Sampling
 from sprl.learner.batch import Shape, pack
 from sprl.learner.logprobs import ForwardConfig, score
 from sprl.models import transformer
-from sprl.sampler import calibrate
 from sprl.sampler.engine import Engine, EngineConfig, generate
 from sprl.sampler.replay import replay
 from sprl.sampler.weights import quantised_linears, sampler_weights
@@ -42,7 +42,7 @@ def weights_of(quant):
   weights = sampler_weights(params, jnp.dtype('float32'), quant)
   if quant.sampler == 'none':
     return weights
-  return weights._replace(scales=calibrate.scales((np.full((3, config.num_layers), 6.0, np.float32),), quant, config.num_layers))
+  return weights._replace(scales=from_amax(np.full((3, config.num_layers), 6.0, np.float32), with_margin(1.05)))
 
 
 def engine_config(settings, quant):

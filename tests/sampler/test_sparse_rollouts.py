@@ -339,7 +339,7 @@ def test_replay_of_a_real_model_in_fp8_returns_the_recorded_log_probs(settings):
   layout = cache_layout(config, settings, W8A8_KV8, 64, 14, 'float32')
   graph, params = transformer.graph(config), load_params(folder, config)
   found = calibrate.amax_of_prompts(graph, layout, params, prompts, 3, W8A8_KV8)
-  scales = calibrate.scales((found,), W8A8_KV8, layout.layers)
+  scales = calibrate.scales((found,), W8A8_KV8, layout, params)
   weights = sampler_weights(params, jnp.dtype('float32'), W8A8_KV8)._replace(scales=scales)
   engine = EngineConfig(config, sampling, layout, rows=4, prefill=2, seed=0, stop_ids=(), text=lambda ids: '')
   asked = [Request(2 * g + k, g, p, 14 - 5 * k) for g, p in enumerate(prompts) for k in range(2)]

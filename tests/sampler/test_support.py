@@ -122,7 +122,7 @@ def test_without_filters_nothing_is_recorded():
   engine.add(requests()[0])
   engine.dispatch()
   assert engine._state.support is None
-  assert 'support' not in engine._chunk
+  assert 'support' not in engine._chunks[0].news
   (part,) = engine.abort()
   assert part.support is None
 

@@ -8,8 +8,8 @@ import numpy as np
 import small
 
 from sprl.cache.layout import cache_layout
+from sprl.cache.scales import from_amax, with_margin
 from sprl.config import UNQUANTISED, Cache, Sampling
-from sprl.sampler import calibrate
 from sprl.sampler.engine import EngineConfig
 from sprl.sampler.weights import sampler_weights
 from sprl.types import Request
@@ -39,7 +39,7 @@ def weights(quant=UNQUANTISED, seed=0, layers=1):
   made = sampler_weights(params, jnp.dtype('float32'), quant)
   if 'kv8' in quant.sampler:
     amax = np.full((3, config.num_layers), 6.0 + seed, np.float32)
-    made = made._replace(scales=calibrate.scales((amax,), quant, config.num_layers))
+    made = made._replace(scales=from_amax(amax, with_margin(1.05)))
   return made
 
 

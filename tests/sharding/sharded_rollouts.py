@@ -83,7 +83,7 @@ def step(memory, sizes):
   )
   found = [calibrate.amax_of_prompts(graphdef, layout, params, prompts, 2, quant, mesh)]
   weights = sampler_weights(params, FLOAT32, quant, config=config, mesh=rollout, source=mesh)
-  weights = weights._replace(scales=calibrate.scales((found[0],), quant, layout.layers))
+  weights = weights._replace(scales=calibrate.scales((found[0],), quant, layout, params))
   engine = EngineConfig(
     config, replace(SAMPLING, **FILTERS.get(memory, {})), layout, rows=8, prefill=max(2, row_shards(rollout)), seed=0,
     stop_ids=(), text=lambda ids: '', mesh=rollout, record_support=True, fixed_chunks=memory == 'fixed',

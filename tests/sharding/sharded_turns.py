@@ -10,9 +10,10 @@ import numpy as np
 import small
 
 from sprl.cache.layout import cache_layout
+from sprl.cache.scales import from_amax, with_margin
 from sprl.config import Cache, Mesh, Quant, Sampling
 from sprl.models import transformer
-from sprl.sampler import calibrate, decode, kept
+from sprl.sampler import decode, kept
 from sprl.sampler.engine import Engine, EngineConfig
 from sprl.sampler.weights import sampler_weights
 from sprl.sharding.mesh import make_mesh
@@ -28,7 +29,7 @@ heads = config.num_heads, config.num_kv_heads
 mesh = make_mesh(Mesh(2, 2, 2, 1), jax.devices()[:8], heads, 'rollout')
 params = jax.device_put(jax.device_get(params), shardings(mesh, transformer.logical_axes(config), params))
 weights = sampler_weights(params, FLOAT32, QUANT, config=config, mesh=mesh, source=mesh)
-weights = weights._replace(scales=calibrate.scales((np.full((3, LAYERS), 6.0, np.float32),), QUANT, LAYERS))
+weights = weights._replace(scales=from_amax(np.full((3, LAYERS), 6.0, np.float32), with_margin(1.05)))
 cache = Cache(budget=10, interval=3, window=2, method='rkv')
 layout = cache_layout(config, cache, QUANT, SAMPLING.max_prompt, SAMPLING.max_tokens, FLOAT32, routes=True)
 settings = EngineConfig(config, SAMPLING, layout, ROWS, 4, 0, (), lambda ids: '', mesh)

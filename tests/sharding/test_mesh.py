@@ -117,7 +117,7 @@ UPDATES = ('4/2:2x2x2', '4/2:1x2x2x2', '4/2:1x1x1x1x4', '4/2:1x2x2x1x2')
 MORE_UPDATES = (
   '4/2:1x1x8', '4/2:1x8x1', '4/2:8x1x1', '4/2:1x4x2', '4/2:1x2x4', '4/2:2x1x4', '8/2:1x1x8', '6/3:4x1x2', '6/3:1x2x4:adafactor',
   '4/2:1x1x1x8', '4/2:2x2x1x2', '4/2:4x1x2x1', '4/2:1x2x4:olmo2', '4/2:2x2x2:gemma3_text',
-  '4/2:2x1x1x1x4', '8/2:1x1x1x1x8', '4/2:1x4x1x1x2:gemma3_text',
+  '4/2:2x1x1x1x4', '8/2:1x1x1x1x8', '4/2:1x2x2x1x2:gemma3_text',
 )  # fmt: skip
 
 
