@@ -368,7 +368,8 @@ class _Work:
     if plan.members == 1:
       return cls(starts, ends, jnp.bool_(False), member, plan, starts[0], ends[0])
     longest = reduce(lax.max, blocks)
-    divided = jnp.bool_(True) if plan.rows < plan.members else (longest > plan.least) & (longest * plan.members >= 2 * ends[-1])
+    longer = (longest > plan.least) & (longest * plan.members >= 2 * ends[-1])
+    divided = longer if plan.rows == plan.members else longest >= 0  # always: Mosaic takes no boolean constants
     work = cls(starts, ends, divided, member, plan)
     lo, hi = ends[-1], jnp.int32(0)
     for i in range(plan.rows):
