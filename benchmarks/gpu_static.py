@@ -239,6 +239,7 @@ def result(case: Case, depths: tuple[int, int] = LAYERS) -> Result:
     'step ms': 1e3 * plain.seconds,
     'tokens/s': case.rows / plain.seconds,
     'roofline': roof / plain.seconds,
+    'bound': (roof + plain.excess) / plain.seconds,
     'mean ms': 1e3 * mean,
     'spread ms': 1e3 * spread.seconds / steps,
   }

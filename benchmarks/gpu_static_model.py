@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from sprl.kernels import eviction, launch_model
-from sprl.kernels.hopper_decode_attention import BLOCK
+from sprl.kernels import attention_launch, eviction, launch_model
+from sprl.kernels.attention_launch import BLOCK, Loop
 from sprl.kernels.hopper_eviction import BLOCK as KEYS
 from sprl.kernels.launch_model import BF16, CLOCK, FETCH, FILL, FP8, LAUNCH, MEMORY, MULTIPROCESSORS, SHARED, SPLITS
 from sprl.planning.aot import Kernel
@@ -29,7 +29,7 @@ TF32 = 380e12  # FLOP/s of float32 products at default precision; data sheet: 49
 START = 1.2e-6  # seconds from one launch to the next inside a CUDA graph (outside: LAUNCH); findings
 GRAPH = 2.5e-6  # seconds to start a CUDA graph; NVIDIA blog, constant-time launch for straight-line CUDA graphs
 QUESTION = 10e-6  # seconds that the device idles while the host reads a loop's or a branch's predicate; findings
-STREAMED = 0.9  # share of MEMORY of a kernel that reads long rows through the copy engine; findings: 0.85 to 0.9
+STREAMED = 0.9  # share of MEMORY that products and kernels without a model of their own reach; findings: 0.85 to 0.9
 MOVED = 0.55  # share of MEMORY of `hopper_compact`; findings: 0.50 to 0.65
 COMPARED = 0.1  # share of BF16 of `hopper_similarity` if its machine code is not known; findings: bound by its other instructions
 ISSUED = 0.7  # share of the schedulers' cycles that issue, with several programs on a multiprocessor
@@ -63,6 +63,7 @@ class Work:
   products: float = 0  # seconds of matrix products with weights
   attention: float = 0  # seconds of the attention kernel
   rest: float = 0  # seconds of other launches
+  excess: float = 0  # seconds by which the operations of products take longer than the bytes of their weights, at full rates
 
   @property
   def overhead(self) -> float:
@@ -125,6 +126,12 @@ def fp8_tiled(M: int, N: int, K: int) -> Tiling:
   return Tiling(name, plan.wave_use, 2 * plan.partial_bytes, max(working, least))
 
 
+def excess(sizes: Product, size: int, rate: float) -> float:
+  """Return by how many seconds a product's operations at `rate` take longer than the bytes of its weights, of `size` each."""
+  M, N, K, batch = sizes
+  return max(0.0, 2 * batch * M * N * K / rate - batch * N * K * size / MEMORY)
+
+
 class Matmul(NamedTuple):
   """A product of a program, with its time."""
 
@@ -164,7 +171,7 @@ def _product(instruction, sizes, of: Shape, attributes, traffic):
   size = of.bytes // of.size
   kind, rate = {1: ('fp8', FP8), 2: ('bf16', BF16), 4: ('float32', FLOAT32 if 'highest' in attributes else TF32)}[size]
   tiling = tiled(sizes.M, sizes.N, sizes.K, sizes.batch, size, rate, traffic)
-  work = Work(bytes=traffic + tiling.partial, products=tiling.seconds)
+  work = Work(bytes=traffic + tiling.partial, products=tiling.seconds, excess=excess(sizes, size, rate))
   return work, Matmul(scope(instruction), sizes, kind, tiling)
 
 
@@ -178,8 +185,9 @@ def _kernel(module, instruction, context, traffic):
     case 'hopper_block_matmul':
       (M, K), N = operands[0].dims, operands[2].dims[0]
       tiling = fp8_tiled(M, N, K)
-      work = Work(bytes=traffic + tiling.partial / 2, products=tiling.seconds)  # its results include the partial sums
-      return work, Matmul(scope(instruction), Product(M, N, K), 'fp8', tiling)
+      partial, sizes = tiling.partial / 2, Product(M, N, K)  # its results include the partial sums
+      work = Work(bytes=traffic + partial, products=tiling.seconds, excess=excess(sizes, 1, FP8))
+      return work, Matmul(scope(instruction), sizes, 'fp8', tiling)
     case 'hopper_grouped_block_matmul' | 'hopper_grouped_matmul':
       weights = max(shape.bytes for shape in operands)
       traffic += (context.met - 1) * weights
@@ -198,16 +206,22 @@ def _kernel(module, instruction, context, traffic):
 
 def attention(operands: Sequence[Shape], results: Sequence[Shape], context: Context) -> Work:
   """Return the work of decode attention: the slots that are occupied, and what it reads and writes besides."""
-  occupied = context.length / context.slots
-  traffic = sum(shape.bytes for shape in results)
+  occupied, cache = context.length / context.slots, operands[1]
+  traffic, stored = 0.0, 0.0
   for shape in operands:
-    traffic += shape.bytes * (occupied if context.slots in shape.dims else 1)
-  seconds = traffic / (MEMORY * STREAMED)
+    slots = context.slots in shape.dims
+    traffic += shape.bytes * (occupied if slots else 1)
+    stored += shape.bytes / shape.dims[0] / context.slots * BLOCK if slots else 0
+  (N, S, D), second = cache.dims, sum(context.slots in shape.dims for shape in operands) > 2
+  share = any(len(shape.dims) == 2 and shape.dims[-1] >= S for shape in results)
+  plan = attention_launch.launch(N, S, D, 'float8_e4m3fn' if cache.dtype == 'f8e4m3fn' else 'bfloat16', share, second)
+  # Results of four and five dimensions are parts of rows. With as many rows as members, a team of equal rows writes none.
+  traffic += sum(shape.bytes for shape in results if len(shape.dims) < 4 or plan.rows < plan.members)
   kernel = context.kernels.get('hopper_decode_attention')
-  if kernel is not None and kernel.sass is not None and kernel.sass.loop:
-    heads = math.prod(operands[1].dims[:-2])  # rows times kv heads
-    seconds = max(seconds, loop_seconds(kernel, heads * math.ceil(context.length / BLOCK)))
-  return Work(bytes=traffic, attention=seconds)
+  timed = kernel is not None and kernel.sass is not None and kernel.sass.loop
+  loop = kernel_loop(kernel) if kernel is not None and timed else Loop(2, 0.0, 0.0)
+  lengths = [math.ceil(context.length)] * N
+  return Work(bytes=traffic, attention=attention_launch.seconds(plan, lengths, traffic, stored, loop))
 
 
 def similarity(operands: Sequence[Shape], context: Context, traffic: float) -> Work:
@@ -222,17 +236,22 @@ def similarity(operands: Sequence[Shape], context: Context, traffic: float) -> W
 
 
 def loop_seconds(kernel: Kernel, iterations: float) -> float:
-  """Return the least seconds in which all multiprocessors together run a kernel's main loop `iterations` times.
+  """Return the least seconds in which all multiprocessors together run a kernel's main loop `iterations` times."""
+  loop = kernel_loop(kernel)
+  return iterations * max(loop.issue, loop.chain / loop.resident) / MULTIPROCESSORS
 
-  Two bounds: the cycles in which the four schedulers issue, and the time of one iteration of the programs that share a
-  multiprocessor.
+
+def kernel_loop(kernel: Kernel) -> Loop:
+  """Return how long an iteration of a kernel's main loop takes.
+
+  Two bounds: the cycles in which the four schedulers of a multiprocessor issue, and those of a warp's dependent instructions.
   """
   assert kernel.sass is not None, 'the caller checks it'
   loop, warps = kernel.sass.loop, kernel.threads / 32
   issue = sum(times * SLOW.get(kind, 1) for kind, times in loop.items()) * warps / 4 / ISSUED
   resident = max(1, min(SHARED[0] // max(1, kernel.shared + 1024), REGISTERS // (kernel.registers * kernel.threads)))
-  latency = sum(times * (DEPENDENT + WAIT.get(kind, 0)) for kind, times in loop.items()) / resident
-  return iterations * max(issue, latency) / MULTIPROCESSORS / CLOCK
+  latency = sum(times * (DEPENDENT + WAIT.get(kind, 0)) for kind, times in loop.items())
+  return Loop(resident, issue / CLOCK, latency / CLOCK)
 
 
 # --- programs --------------------------------------------------------------------------------------------------------

@@ -33,10 +33,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float8e4m3fn, Float32, Int
 
+from sprl.kernels.hopper_cluster import meet
 from sprl.kernels.launch_model import BLOCK, LINE, ROWS, Launch, launch
 
 PATCH = 16  # tiles of tokens per patch of `planar_snake`
@@ -269,7 +269,7 @@ def _program(
       here = lax.div(token, jnp.int32(plan.tokens))
       for line, total in zip(lines, totals, strict=True):
         parts_ref[split, here, pl.ds(line, ROWS)] = total
-      _meet(summed.at[warpgroup])
+      meet(summed.at[warpgroup])
       mine = pl.ds(split * plan.share, plan.share)
       parts = [[parts_ref.at[i, here, pl.ds(line, ROWS), mine] for i in range(splits)] for line in lines]
 
@@ -286,24 +286,6 @@ def _program(
     lax.cond(warpgroup == plan.warpgroups, copy, multiply)
   else:
     multiply()
-
-
-def _meet(barrier):
-  """Wait until the same warpgroup of every program in the cluster arrives.
-
-  What these warpgroups wrote to global memory before is visible to the caller afterwards.
-  """
-  # The barrier alone orders accesses to shared memory only; the fences order those to global memory.
-  fence: Any = plgpu.inline_mgpu()(_fence)
-  plgpu.commit_smem()  # all threads of the warpgroup have written
-  fence()
-  plgpu.barrier_arrive(barrier)
-  plgpu.barrier_wait(barrier)
-  fence()
-
-
-def _fence(_):
-  utils.inline_ptx('fence.acq_rel.gpu;', has_side_effects=True)
 
 
 def _product(shape, a, b):

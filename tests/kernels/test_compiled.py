@@ -90,9 +90,9 @@ def test_attention_compiles_at_head_widths_that_fill_no_tile(D, dtype):
   assert kernel.spills == 0
 
 
-@pytest.mark.parametrize(('rows', 'outputs'), [(128, 'bf16[512,7,128]'), (16, 'f32[64,4,128,8]')], ids=['alone', 'split'])
-def test_attention_is_one_launch_unless_rows_are_split(rows, outputs):
-  """Without splits the kernel writes scaled bfloat16 outputs: they have no float32 form, and nothing is merged."""
+@pytest.mark.parametrize(('rows', 'outputs'), [(128, 'bf16[512,7,128]'), (16, 'bf16[64,7,128]')], ids=['many', 'few'])
+def test_attention_is_one_launch(rows, outputs):
+  """The kernel writes scaled bfloat16 outputs, also if programs share rows: nothing is left to merge or to convert."""
   shape, scale = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((), jnp.float32)
   cache, second = shape((rows, 4, 4096, 128), FP8), (shape((rows, 28, 16), jnp.bfloat16), shape((rows, 4, 4096, 16), FP8))
 
@@ -103,11 +103,12 @@ def test_attention_is_one_launch_unless_rows_are_split(rows, outputs):
   compiled = compile_for_h200(attend, *arguments)
   [kernel] = compiled.kernels
   assert kernel.spills == 0
-  assert kernel.shared <= 75 * 1024  # three programs share a multiprocessor
+  assert kernel.shared <= 75 * 1024  # three programs share a multiprocessor: its memory,
+  assert kernel.registers <= 168 or jax.__version_info__ < (0, 12)  # and its registers; jax 0.11.2 takes 177, so two do
   [call] = re.findall(r'= \((\w+\[[\d,]+\]).* custom-call\(.*hopper_decode_attention/mpmd_map', compiled.text)
   assert call == outputs
   after = compiled.text[compiled.text.index('hopper_decode_attention/mpmd_map') :]
-  assert (' fusion(' in after) == (rows == 16)
+  assert ' fusion(' not in after
 
 
 @pytest.mark.parametrize(('D', 'S', 'share'), [(128, 4608, False), (64, 640, True)])

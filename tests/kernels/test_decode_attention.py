@@ -21,8 +21,8 @@ from sprl.cache.kv_cache import KVCache, Step
 from sprl.cache.layout import CacheLayout
 from sprl.cache.scales import Scales
 from sprl.config import Cache, SettingsError
+from sprl.kernels import attention_launch, hopper_eviction, platform
 from sprl.kernels import hopper_decode_attention as hopper
-from sprl.kernels import hopper_eviction, platform
 from sprl.kernels.decode_attention import Attended, cost, decode_attention, reference
 from sprl.kernels.rope import Rope
 
@@ -147,8 +147,27 @@ def test_kernel_matches_float64_over_ragged_rows(dtype, K, G, D, second):
 @pytest.mark.parametrize('dtype', [BF16, pytest.param(FP8, marks=slow)])
 def test_kernel_merges_splits(dtype):
   arguments = random_arguments(3, 1, 4, 776, 64, dtype, [0, 1, 776])
-  assert hopper.launch(3, 776, 64, dtype, share=False, second=False).splits == 4
   check(interpreted(arguments, share=False), arguments, 8)
+
+
+@pytest.mark.parametrize('dtype', [BF16, pytest.param(FP8, marks=slow)])
+def test_a_long_row_has_the_same_bits_alone_in_its_team_and_among_others(monkeypatch, dtype):
+  """Rows 0, 2 and 4 are a team of four programs, which divides the parts of row 0 if it is much longer than the others."""
+  monkeypatch.setattr(attention_launch, 'PROGRAMS', 6)  # so that six rows fill the device
+  monkeypatch.setattr(attention_launch, 'LONG', 4)
+  arguments = random_arguments(6, 1, 2, 776, 64, dtype, [776] * 6)
+  plan = hopper.launch(6, 776, 64, dtype, share=False, second=False)
+  assert (plan.members, plan.rows, plan.teams) == (4, 4, 2)
+  assert attention_launch.shares(plan, [13, 0, 1, 0]) == [4, 4, 4, 2]
+  assert attention_launch.shares(plan, [13, 7, 9, 0]) == [13, 7, 9, 0]
+  outs = []
+  for length in ([776, 300, 0, 400, 1, 500], [776, 1, 400, 0, 576, 64]):
+    ragged = *arguments[:3], jnp.asarray(length, jnp.int32), *arguments[4:]
+    found = interpreted(ragged, share=False)
+    check(found, ragged, 8)
+    outs.append((np.asarray(found.out[0].astype(jnp.float32)), np.asarray(found.lse[0])))
+  np.testing.assert_array_equal(*(out for out, _ in outs))
+  np.testing.assert_array_equal(*(lse for _, lse in outs))
 
 
 @pytest.mark.parametrize(('K', 'G', 'D', 'second'), [HEADS[1], *(pytest.param(*heads, marks=slow) for heads in HEADS[2:])])
@@ -163,7 +182,6 @@ def test_kernel_with_fp8_softmax_merges_splits_and_growing_maxima():
   q, k, v, length, scales, second = random_arguments(3, 1, 4, 776, 64, FP8, [0, 1, 776])
   growing = (k.astype(jnp.float32) * jnp.linspace(0.2, 2, 776)[:, None]).astype(FP8)
   arguments = q, growing, v, length, scales, second
-  assert hopper.launch(3, 776, 64, FP8, share=False, second=False).splits == 4
   check_fp8_softmax(interpreted(arguments, share=False, fp8_softmax=True), arguments, 2.0**-8)
 
 

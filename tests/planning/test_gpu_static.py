@@ -13,7 +13,7 @@ from gpu_static import Case
 
 from sprl.kernels import launch_model
 from sprl.planning import aot, sass
-from sprl.planning.hlo import Shape, parse
+from sprl.planning.hlo import Product, Shape, parse
 from sprl.planning.thunks import Thunk
 
 LOOP = """ENTRY %main (a: f32[43,100000]) -> f32[43,100000] {
@@ -100,12 +100,21 @@ def test_an_fp8_product_takes_its_launch_model_or_its_bytes_at_the_rate_of_other
   assert model.fp8_tiled(256, 1536, 8960).partial == 2 * launch_model.launch(256, 1536, 8960).partial_bytes > 0
 
 
-def test_the_issue_rate_and_the_latency_of_a_loop_bound_a_kernel():
+def test_the_issue_rate_and_the_dependent_instructions_of_a_loop_are_timed_apart():
   busy = sass.Sass(Counter(), Counter(other=700))
   report = aot.Kernel('hopper_decode_attention', registers=128, spills=0, shared=100 * 1024, threads=128, sass=busy)
-  # 700 instructions of 4 warps on 4 schedulers are 1,000 cycles at 70 %; two programs share their latency of 1,400.
-  seconds = model.loop_seconds(report, iterations=model.MULTIPROCESSORS)
-  assert seconds == pytest.approx(1000 / model.CLOCK)
+  # 700 instructions of 4 warps on 4 schedulers are 1,000 cycles at 70 %; those of one warp follow each other in 1,400.
+  loop = model.kernel_loop(report)
+  assert loop.resident == 2
+  assert loop.issue == pytest.approx(1000 / model.CLOCK)
+  assert loop.chain == pytest.approx(1400 / model.CLOCK)
+
+
+def test_operations_of_a_product_exceed_the_bytes_of_its_weights_only_with_many_tokens():
+  """In bfloat16 a weight of 2 bytes takes as long as 2 M operations if M = BF16 / MEMORY, 184 tokens."""
+  few, many = (model.excess(Product(M, 4096, 4096), 2, model.BF16) for M in (64, 256))
+  assert few == 0
+  assert many == pytest.approx(2 * 4096**2 * (256 / model.BF16 - 1 / model.MEMORY))
 
 
 def test_targets_are_judged():
