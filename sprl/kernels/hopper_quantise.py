@@ -65,7 +65,7 @@ def normalised_codes(
     mean = jnp.sum(jnp.sum(wide * wide, axis=1)) / M
     codes, scales = _quantised((wide * lax.rsqrt(mean + eps) * weight).astype(jnp.bfloat16), layout)
     codes_ref[token] = codes
-    _store(scales_ref.at[:, token], scales)
+    store(scales_ref.at[:, token], scales)
 
   codes, scales = plgpu.kernel(
     hopper_normalised_codes,
@@ -114,7 +114,7 @@ def _by_group(x, M, values, name, interpret):
 
     codes, scales = _quantised(values(load), layout)
     codes_ref[tokens, group] = codes
-    _store(scales_ref.at[group, tokens], scales)
+    store(scales_ref.at[group, tokens], scales)
 
   body.__name__ = name  # the program's name in profiles
   codes, scales = plgpu.kernel(
@@ -136,7 +136,7 @@ def _quantised(x: BFloat16[Array, 'R 128'], layout):
   return jnp.clip(scaled, -MAX, MAX).astype(jnp.float8_e4m3fn), scale
 
 
-def _store(ref, x):
+def store(ref: Any, x: Array) -> None:
   """Store a few numbers from any register layout. Plain stores of jax 0.11 take any layout; those of 0.12 do not."""
   if hasattr(plgpu, 'store'):
     plgpu.store(ref, x, optimized=False)

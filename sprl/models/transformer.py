@@ -22,8 +22,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from sprl.config import Kernels, Remat
+from sprl.kernels.append import Projected
 from sprl.kernels.rope import Turns, rotate, turns
-from sprl.models.attention import Attention
+from sprl.models.attention import Appends, Attention
 from sprl.models.config import Experts, ModelConfig
 from sprl.models.families import Activation
 from sprl.models.moe import ACTIVATIONS, AXES, ROUTER, gated, gates, mixture, probabilities, top_experts
@@ -31,7 +32,7 @@ from sprl.models.routing import LayerRouting, Routing, balance_of, replayed
 from sprl.quant.block import BlockScaled, Quantised, gated_codes, normalised_codes, quantises
 from sprl.quant.dot import PRODUCT, dot, plain
 from sprl.quant.joined import Joined, Within
-from sprl.sharding.rules import activation, kept, prefetch_barrier, shard
+from sprl.sharding.rules import activation, kept, prefetch_barrier, shard, shares
 
 Params = dict[str, Any]  # nested dict of arrays
 ROUTE = 'route'  # name of the chosen experts, which are saved: recomputation could choose different ones
@@ -95,17 +96,18 @@ class RMSNorm(nnx.Module):
 
   def __call__(self, x: Float[Array, '*B M']) -> Float[Array, '*B M']:
     """Normalise x. Shape and dtype stay."""
-    return _normalised(x, self._factor, self.eps)
+    return _normalised(x, self.factor, self.eps)
 
   def read_by(self, x: Float[Array, '*B M'], *linears: Linear) -> Float[Array, '*B M'] | Quantised:
     """Normalise x in the form that these linears multiply: in FP8 where a kernel does both."""
     w = _codes(*linears)
     if w is not None and quantises(x.shape, x.dtype, w, norm=True):
-      return normalised_codes(x, self._factor, self.eps, w)
+      return normalised_codes(x, self.factor, self.eps, w)
     return self(x)
 
   @property
-  def _factor(self) -> Float[Array, ' M']:
+  def factor(self) -> Float[Array, ' M']:
+    """What multiplies the normalised numbers."""
     scale = shard(self.scale.get_value(), None)
     return self.offset + scale.astype(jnp.float32) if self.offset else scale
 
@@ -145,6 +147,15 @@ class SelfAttention(nnx.Module):
     """Return the output [B, T, E] and the attention object after these tokens."""
     B, T, _ = x.shape
     heads = (B, T, -1, self.head_dim)
+    joined = self.q.kernel.get_value()
+    # One token per row: a kernel takes the product of q, k and v from here to the cache.
+    if T == 1 and isinstance(joined, Joined) and isinstance(attention, Appends) and self._appended(layer, joined, x, attention):
+      with jax.named_scope('qkv'):
+        product = dot(x, joined.weight, self.q.axes)
+      with jax.named_scope('attend'):
+        out, attention = attention.attend_projected(layer, self._projected(product.reshape(B, -1), turns))
+      with jax.named_scope('o'):
+        return self.o(out.reshape(B, T, -1)), attention
     with jax.named_scope('qkv'):
       q, k, v = together(x, self.q, self.k, self.v)
       if not self.whole_norm:
@@ -155,6 +166,19 @@ class SelfAttention(nnx.Module):
       out, attention = attention.attend(layer, q, k, v, self.sliding_window)
     with jax.named_scope('o'):
       return self.o(out.reshape(B, T, -1)), attention
+
+  def _appended(self, layer: int, joined: Joined, x: Float[Array, 'B T E'] | Quantised, attention: Appends) -> bool:
+    """Return whether the attention takes the product of x: with all heads of a token, and no norm over several heads."""
+    product = jax.ShapeDtypeStruct((x.shape[0], sum(joined.sizes)), x.dtype)
+    return shares('heads') == 1 and not self.whole_norm and attention.appends(layer, product)
+
+  def _projected(self, product: Float[Array, 'B N'], turns: Turns) -> Projected:
+    q, k, v = (None if linear.bias is None else linear.bias.get_value() for linear in (self.q, self.k, self.v))
+    bias = None if q is None or k is None or v is None else (q, k, v)
+    norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
+    norm = None if norms is None else (norms[0].factor, norms[1].factor)
+    eps = 0.0 if norms is None else norms[0].eps
+    return Projected(product, bias, norm, turns, eps, self.query_scale)
 
 
 class MLP(nnx.Module):
