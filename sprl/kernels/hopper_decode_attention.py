@@ -351,6 +351,8 @@ def _merged(out: Float[Array, 'N P D G'], lse: Float[Array, 'N P G']) -> tuple[F
 
 def _saturated(q, dtype):
   """Cast q to `dtype`, clipped to its range: at float16's 65,504 attention is one-hot in any case."""
+  if q.dtype == dtype:
+    return q
   limit = float(jnp.finfo(dtype).max)
   return jnp.clip(q.astype(jnp.float32), -limit, limit).astype(dtype)
 

@@ -48,6 +48,21 @@ class Forward(NamedTuple):
   routing: Routing  # experts of each token and their balance; fields are None if the model has no experts
 
 
+class Sum(NamedTuple):
+  """The residual stream as a sum that is not computed yet: the kernel of the next norm may compute it (`RMSNorm.read_by`)."""
+
+  x: Float[Array, '*B E']
+  added: Float[Array, '*B E']
+
+
+Stream = Float[Array, '*B E'] | Sum
+
+
+def added_up(x: Stream) -> Float[Array, '*B E']:
+  """Return the residual stream as one array."""
+  return x.x + x.added if isinstance(x, Sum) else x
+
+
 def _weight(axes: tuple[str | None, ...], *shape: int) -> nnx.Param:
   return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.float32), axes=axes)
 
@@ -98,12 +113,15 @@ class RMSNorm(nnx.Module):
     """Normalise x. Shape and dtype stay."""
     return _normalised(x, self.factor, self.eps)
 
-  def read_by(self, x: Float[Array, '*B M'], *linears: Linear) -> Float[Array, '*B M'] | Quantised:
-    """Normalise x in the form that these linears multiply: in FP8 where a kernel does both."""
+  def read_by(self, x: 'Stream', *linears: Linear) -> tuple[Float[Array, '*B M'], Float[Array, '*B M'] | Quantised]:
+    """Return the stream, and its norm in the form that these linears multiply: in FP8 where a kernel adds, norms and casts."""
+    first, added = x if isinstance(x, Sum) else (x, None)
     w = _codes(*linears)
-    if w is not None and quantises(x.shape, x.dtype, w, norm=True):
-      return normalised_codes(x, self.factor, self.eps, w)
-    return self(x)
+    if w is not None and quantises(first.shape, first.dtype, w, norm=True):
+      inputs, whole = normalised_codes(first, added, self.factor, self.eps, w)
+      return whole, inputs
+    whole = added_up(x)
+    return whole, self(whole)
 
   @property
   def factor(self) -> Float[Array, ' M']:
@@ -139,9 +157,9 @@ class SelfAttention(nnx.Module):
     self.head_dim, self.whole_norm = D, whole
     self.sliding_window, self.query_scale = config.sliding_window(layer), config.query_scale
 
-  def inputs(self, norm: RMSNorm | None, x: Float[Array, 'B T E']) -> Float[Array, 'B T E'] | Quantised:
-    """Return norm(x) in the form that the projections multiply."""
-    return x if norm is None else norm.read_by(x, self.q, self.k, self.v)
+  def inputs(self, norm: RMSNorm | None, x: Stream) -> tuple[Float[Array, 'B T E'], Float[Array, 'B T E'] | Quantised]:
+    """Return the stream, and its norm in the form that the projections multiply."""
+    return (added_up(x),) * 2 if norm is None else norm.read_by(x, self.q, self.k, self.v)
 
   def __call__(self, layer: int, x: Float[Array, 'B T E'] | Quantised, turns: Turns, attention: Attention):
     """Return the output [B, T, E] and the attention object after these tokens."""
@@ -190,9 +208,9 @@ class MLP(nnx.Module):
     self.down = Linear(('embed', 'mlp'), E, F)
     self.activation: Activation = activation
 
-  def inputs(self, norm: RMSNorm | None, x: Float[Array, 'B T E']) -> Float[Array, 'B T E'] | Quantised:
-    """Return norm(x) in the form that gate and up multiply."""
-    return x if norm is None else norm.read_by(x, self.gate, self.up)
+  def inputs(self, norm: RMSNorm | None, x: Stream) -> tuple[Float[Array, 'B T E'], Float[Array, 'B T E'] | Quantised]:
+    """Return the stream, and its norm in the form that gate and up multiply."""
+    return (added_up(x),) * 2 if norm is None else norm.read_by(x, self.gate, self.up)
 
   def __call__(self, x: Float[Array, 'B T E'] | Quantised) -> Float[Array, 'B T E']:
     """Apply the MLP to each token."""
@@ -263,17 +281,21 @@ class Layer(nnx.Module):
     self.mlp = mixture or MLP(E, config.intermediate_size, config.activation)
     self.mlp_out_norm = RMSNorm('norm', E, config) if after else None
 
-  def __call__(self, layer: int, x: Float[Array, 'B T E'], turns: Turns, attention: Attention, routes, mask, kernels: Kernels):
+  def __call__(self, layer: int, x: Stream, turns: Turns, attention: Attention, routes, mask, kernels: Kernels):
     """Return the stream [B, T, E], the attention object, and the routing of a layer with experts (else None)."""
     with jax.named_scope('attention'):
-      out, attention = self.attention(layer, self.attention.inputs(self.attention_norm, x), turns, attention)
-      x = x + _maybe(self.attention_out_norm, out)
+      x, inputs = self.attention.inputs(self.attention_norm, x)
+      out, attention = self.attention(layer, inputs, turns, attention)
+      x = Sum(x, _maybe(self.attention_out_norm, out))
     with jax.named_scope('mlp'):
       if isinstance(self.mlp, Mixture):
+        x = added_up(x)
         out, routing = self.mlp(_maybe(self.mlp_norm, x), routes, mask, kernels)
-      else:
-        out, routing = self.mlp(self.mlp.inputs(self.mlp_norm, x)), None
-      return x + _maybe(self.mlp_out_norm, out), attention, routing
+        return x + _maybe(self.mlp_out_norm, out), attention, routing
+      x, inputs = self.mlp.inputs(self.mlp_norm, x)
+      x = Sum(x, _maybe(self.mlp_out_norm, self.mlp(inputs)))
+      # If a kernel computed this norm, then most likely the next layer's too. Otherwise a sum would be two arrays to save.
+      return x if isinstance(inputs, Quantised) else added_up(x), attention, None
 
 
 class Decoder(nnx.Module):
@@ -311,7 +333,7 @@ class Decoder(nnx.Module):
         x, attention, routing = block(x, of_layer, attention, replay, mask)
       routings += [routing] if routing is not None else []
     with jax.named_scope('norm'):
-      return Forward(self.norm(x), attention, Routing.of(routings))
+      return Forward(self.norm(added_up(x)), attention, Routing.of(routings))
 
 
 def forward(

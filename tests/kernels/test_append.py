@@ -73,11 +73,11 @@ def step(family, cache, sampler, kernel=None):
 @pytest.mark.parametrize(
   ('family', 'cache', 'sampler'),
   [
-    pytest.param('qwen2', DENSE, 'none', id='biases'),
+    pytest.param('qwen2', DENSE, 'none', id='biases', marks=pytest.mark.slow),
     pytest.param('qwen3', RKV, 'none', id='norms, evicted'),
     pytest.param('qwen2', RKV, 'w8a8_kv8', id='key biases and queries in FP8, evicted'),
-    pytest.param('qwen3', DENSE, 'kv8', id='norms, FP8'),
-    pytest.param('gemma3_text', DENSE, 'kv8', id='a sliding window'),
+    pytest.param('qwen3', DENSE, 'kv8', id='norms, FP8', marks=pytest.mark.slow),
+    pytest.param('gemma3_text', DENSE, 'kv8', id='a sliding window', marks=pytest.mark.slow),
   ],
 )
 def test_the_kernel_appends_as_the_network_does(family, cache, sampler):
