@@ -137,6 +137,13 @@ def _codes(*linears: Linear) -> BlockScaled | None:
   return weights[0] if all(isinstance(w, BlockScaled) for w in weights) else None
 
 
+def _read(norm: RMSNorm | None, x: Stream, *linears: Linear) -> tuple[Float[Array, '*B M'], Float[Array, '*B M'] | Quantised]:
+  if norm is not None:
+    return norm.read_by(x, *linears)
+  whole = added_up(x)
+  return whole, whole
+
+
 def _maybe(norm: RMSNorm | None, x: Float[Array, '*B M']) -> Float[Array, '*B M']:
   return x if norm is None else norm(x)
 
@@ -159,7 +166,7 @@ class SelfAttention(nnx.Module):
 
   def inputs(self, norm: RMSNorm | None, x: Stream) -> tuple[Float[Array, 'B T E'], Float[Array, 'B T E'] | Quantised]:
     """Return the stream, and its norm in the form that the projections multiply."""
-    return (added_up(x),) * 2 if norm is None else norm.read_by(x, self.q, self.k, self.v)
+    return _read(norm, x, self.q, self.k, self.v)
 
   def __call__(self, layer: int, x: Float[Array, 'B T E'] | Quantised, turns: Turns, attention: Attention):
     """Return the output [B, T, E] and the attention object after these tokens."""
@@ -210,7 +217,7 @@ class MLP(nnx.Module):
 
   def inputs(self, norm: RMSNorm | None, x: Stream) -> tuple[Float[Array, 'B T E'], Float[Array, 'B T E'] | Quantised]:
     """Return the stream, and its norm in the form that gate and up multiply."""
-    return (added_up(x),) * 2 if norm is None else norm.read_by(x, self.gate, self.up)
+    return _read(norm, x, self.gate, self.up)
 
   def __call__(self, x: Float[Array, 'B T E'] | Quantised) -> Float[Array, 'B T E']:
     """Apply the MLP to each token."""

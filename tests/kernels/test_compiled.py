@@ -406,8 +406,12 @@ def test_quantisation_compiles_without_spills(M):
     assert kernel.spills == 0
   [kernel] = compile_for_h200(hopper_quantise.codes, x).kernels
   assert kernel.spills == 0
+
+  def normalised(x, scale, added):
+    return hopper_quantise.normalised_codes(x, scale, 1e-6, added)
+
   for added in (None, x):
-    [kernel] = compile_for_h200(partial(hopper_quantise.normalised_codes, eps=1e-6), x, scale, added=added).kernels
+    [kernel] = compile_for_h200(normalised, x, scale, added).kernels
     assert kernel.spills == 0
 
 
