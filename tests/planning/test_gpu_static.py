@@ -124,7 +124,7 @@ def test_targets_are_judged():
 # Limits of two layers of Qwen2.5-1.5B with 64 rows: launches of a plain step, its nested loops, MiB that the loop computes again
 # from weights, conversions and concatenations of weights inside of products. They may only go down.
 MOST = {
-  Case('Qwen2.5-1.5B', 64, 'dense', 'bf16'): {'launches': 47, 'nested loops': 0, 'prepared MiB': 0, 'fused preparations': 0},
+  Case('Qwen2.5-1.5B', 64, 'dense', 'bf16'): {'launches': 45, 'nested loops': 0, 'prepared MiB': 0, 'fused preparations': 0},
   Case('Qwen2.5-1.5B', 64, 'sparse', 'fp8'): {'launches': 66, 'nested loops': 0, 'prepared MiB': 0, 'fused preparations': 0},
 }
 
