@@ -21,16 +21,19 @@ from jaxtyping import Array, Bool, Float, Int
 
 from sprl.cache import ring
 from sprl.cache.compaction import compress
-from sprl.cache.key_bias import KeyBias
+from sprl.cache.key_bias import FINER, KeyBias
 from sprl.cache.layer import LayerCache
 from sprl.cache.layout import CacheLayout
 from sprl.cache.row_blocks import replace_rows, take_rows
 from sprl.cache.scales import Scales
+from sprl.kernels.append import CodeForm, Projected, append, runs
 from sprl.kernels.attention import attention, attention_share
 from sprl.kernels.decode_attention import decode_attention
 from sprl.kernels.packed_attention import Visible, packed_attention
 from sprl.quant import fp8
 from sprl.sharding.rules import is_names, local, shard
+
+HEADS = ('rows', None, 'kv_heads', None)  # axis names of new queries, keys and values; query heads stay with their kv head
 
 
 @jax.tree_util.register_dataclass
@@ -66,7 +69,7 @@ class KVCache:
   seen: Int[Array, ' B']  # tokens taken in, which is the position of the next one
   decoded: Int[Array, ' B']  # tokens taken in by decode steps, which time the compressions
   saturated: Int[Array, 'B K']  # numbers of the row's keys and values that FP8 clamped
-  saturated_queries: Int[Array, 'B K']  # numbers of its queries that FP8 clamped, by kv head
+  saturated_queries: Int[Array, 'B H']  # numbers of its queries that FP8 clamped
   scales: Scales | None  # None: not FP8
   bias: KeyBias | None  # how FP8 keys are stored; None: without regard to their bias
   chosen: Int[Array, 'B N'] | None  # scope global: the slots that the first full layer kept
@@ -83,7 +86,7 @@ class KVCache:
     bias: KeyBias | None = None,
   ) -> 'KVCache':
     """Return a cache of `rows` sequences without tokens, with `slots` slots per full layer (None: the layout's)."""
-    zeros, counts = jnp.zeros(rows, jnp.int32), jnp.zeros((rows, layout.kv_heads), jnp.int32)
+    zeros = jnp.zeros(rows, jnp.int32)
     shared = layout.sparse and layout.settings.scope == 'global'
     return cls(
       layers=tuple(
@@ -93,8 +96,8 @@ class KVCache:
       length=zeros,
       seen=zeros + 0,  # separate arrays, because a buffer can be donated only once
       decoded=zeros + 0,
-      saturated=counts,
-      saturated_queries=counts + 0,
+      saturated=jnp.zeros((rows, layout.kv_heads), jnp.int32),
+      saturated_queries=jnp.zeros((rows, layout.heads), jnp.int32),
       scales=scales if layout.fp8 else None,
       bias=bias if layout.key_bias else None,
       chosen=jnp.zeros((rows, layout.budget), jnp.int32) if shared else None,
@@ -229,18 +232,43 @@ class KVCache:
 
     A layer with a sliding window writes to its ring, and its queries see the newest tokens of the window.
     """
-    alone, heads = self._only(layer), ('rows', None, 'kv_heads', None)
-    attend = local(partial(_attend, layer), (alone.axes, step.axes, heads, heads, heads), (heads, alone.axes))
-    out, after = attend(alone, step, q, k, v)
+    return self._on_each_device(layer, step, _attend, (q, k, v), (HEADS, HEADS, HEADS))
+
+  def appends(self, layer: int, product: jax.ShapeDtypeStruct) -> bool:
+    """Return whether `attend_projected` takes the joined product [B, N] of one token per row (sprl/kernels/append.py)."""
+    return runs(product, self.layers[layer].k, self.layout.kernels)
+
+  def attend_projected(self, layer: int, step: Step, x: Projected) -> tuple[Float[Array, 'B 1 H D'], 'KVCache']:
+    """Compute `attend` for one token per row, of which x is the joined product. `appends` must be true."""
+    return self._on_each_device(layer, step, _attend_projected, (x,), (x.axes,))
+
+  def _on_each_device(self, layer, step, attend, new, axes):
+    alone = self._only(layer)
+    attend = local(partial(attend, layer), (alone.axes, step.axes, *axes), (HEADS, alone.axes))
+    out, after = attend(alone, step, *new)
     counts = {name: getattr(after, name) for name in ('saturated', 'saturated_queries')}
     return out, self._with(layer, after.layers[layer], chosen=after.chosen, **counts)
+
+  def _append(self, layer, step, x):
+    """Return the queries of one token per row, and the cache with the token: `_round_queries`, `_stored` and `_write` at once."""
+    held, code, window = self.layers[layer], None, self.layout.sliding_window(layer)
+    stored = {name: getattr(held, name) for name in ('k', 'v', 'second', 'position', 'queries')}
+    counts = ['saturated'] + ['saturated_queries'] * self.layout.fp8_queries
+    if self.scales is not None:
+      mean, twice = (None, None) if self.bias is None else (self.bias.mean[layer], self.bias.twice[layer])
+      code = CodeForm(self.scales, mean, twice, layer, self.layout.fp8_queries, FINER)
+      stored |= {name: getattr(self, name) for name in counts}
+    slot = self.length if window is None else self.seen % window
+    slot = jnp.where(step.count > 0, slot, held.k.shape[2])
+    q, new = append(x, {name: a for name, a in stored.items() if a is not None}, slot, self.seen, code)
+    counted = {name: new.pop(name) for name in counts if name in new}
+    return q, self._with(layer, dataclasses.replace(held, **new), **counted)
 
   def _round_queries(self, layer, step, q):
     """Return the queries rounded to FP8, and the cache that counts the numbers clamped (docs/methods/fp8.md, eq. 7)."""
     assert self.scales is not None
     scale = self.scales.q[layer]
-    clamped = _clamped(q, scale, step).reshape(*self.saturated_queries.shape, -1)  # [B, K, G]
-    count = self.saturated_queries + jnp.sum(clamped, axis=-1, dtype=jnp.int32)
+    count = self.saturated_queries + _clamped(q, scale, step)
     return fp8.fake(q, scale), dataclasses.replace(self, saturated_queries=count)
 
   def _stored(self, layer, step, k, v):
@@ -305,7 +333,7 @@ class KVCache:
     with jax.named_scope('write'):
       cache = self._with(layer, LayerCache(**{name: write(getattr(before, name), x) for name, x in stored.items()}))
     if T == 1:
-      return cache._attend_one(layer, step, q[:, 0], jnp.where(step.count > 0, jnp.minimum(self.seen + 1, slots), 0))
+      return cache._attend_token(layer, step, q[:, 0])
     query = self.seen[:, None] + jnp.arange(T)
     if slots < window:  # never wraps: slots are positions
       held, position = cache.layers[layer], jnp.arange(slots)[None]
@@ -317,6 +345,14 @@ class KVCache:
     allowed = (position >= 0)[:, None] & (distance >= 0) & (distance < window)
     k, v = self._numbers(layer, held, q.dtype)
     return attention(q, k, v, allowed[:, None], layout.fp8_softmax), cache
+
+  def _attend_token(self, layer, step, q):
+    """Return the outputs of one new query per row, whose token is written, and the cache."""
+    if self.layout.sliding_window(layer) is not None:
+      slots = self.layers[layer].k.shape[2]
+      return self._attend_one(layer, step, q, jnp.where(step.count > 0, jnp.minimum(self.seen + 1, slots), 0))
+    cache = self._compress(layer, step) if self.layout.sparse and step.decoding and step.compresses else self
+    return cache._attend_one(layer, step, q, cache.attended(step))
 
   def _attend_one(self, layer, step, q, length):
     """Return the outputs of one new query per row, which attends to the row's first `length` slots, and the cache."""
@@ -401,6 +437,15 @@ class CachedAttention:
     out, cache = self.cache.attend(layer, self.step, q, k, v)
     return out, CachedAttention(cache, self.step)
 
+  def appends(self, layer: int, product: jax.ShapeDtypeStruct) -> bool:
+    """Return whether `attend_projected` takes the joined product [B, N] of one token per row."""
+    return self.cache.appends(layer, product)
+
+  def attend_projected(self, layer: int, x: Projected) -> tuple[Float[Array, 'B 1 H D'], 'CachedAttention']:
+    """Return the outputs of `KVCache.attend_projected`, and the attention with the new cache."""
+    out, cache = self.cache.attend_projected(layer, self.step, x)
+    return out, CachedAttention(cache, self.step)
+
 
 def _attend(layer: int, cache: KVCache, step: Step, q, k, v):
   """`KVCache.attend` for rows and kv heads of one device."""
@@ -427,9 +472,7 @@ def _attend_rows(layer, cache, step, q, k, v):
   with jax.named_scope('write'):
     cache = cache._write(layer, step, q, stored)
   if q.shape[1] == 1:
-    if layout.sparse and step.decoding and step.compresses:
-      cache = cache._compress(layer, step)
-    return cache._attend_one(layer, step, q[:, 0], cache.attended(step))
+    return cache._attend_token(layer, step, q[:, 0])
   out, cache = cache._attend_many(layer, step, q)
   if layout.sparse and not step.decoding and q.shape[1] > layout.budget:
     cache = cache._compress(layer, step)
@@ -437,6 +480,13 @@ def _attend_rows(layer, cache, step, q, k, v):
     out, held = jax.lax.optimization_barrier((out, cache.layers[layer].cut(layout.slots)))
     cache = cache._with(layer, held)
   return out, cache
+
+
+def _attend_projected(layer: int, cache: KVCache, step: Step, x: Projected):
+  """`KVCache.attend_projected` for rows of one device."""
+  with jax.named_scope('write'):
+    q, cache = cache._append(layer, step, x)
+  return cache._attend_token(layer, step, q)
 
 
 def _codes(layer, scales, bias, k, v):

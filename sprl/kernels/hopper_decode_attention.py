@@ -495,6 +495,8 @@ def _filled(value):
 
 def _saturated(q, dtype):
   """Cast q to `dtype`, clipped to its range: at float16's 65,504 attention is one-hot in any case."""
+  if q.dtype == dtype:
+    return q
   limit = float(jnp.finfo(dtype).max)
   return jnp.clip(q.astype(jnp.float32), -limit, limit).astype(dtype)
 

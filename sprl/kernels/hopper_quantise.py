@@ -1,9 +1,9 @@
-"""Quantise activations to FP8 on NVIDIA Hopper, in Pallas Mosaic GPU: alone, after a norm, or after a gated activation.
+"""Quantise activations to FP8 on NVIDIA Hopper, in Pallas Mosaic GPU: alone, after an addition and a norm, or gated.
 
 A group is 128 features of a token. The 32 lanes of a warp hold four features each, so the largest value of a group is found
 within a warp. A program has four warps and computes:
 
-    normalised_codes   one token [C, 128]; the warps share its C groups and add up their sums of squares
+    normalised_codes   one token [C, 128], or the sum of two; the warps share its C groups and add up their sums of squares
     codes, gated_codes one group of eight tokens [8, 128]
 
 The codes have the layout that the matrix product reads, and the scales are transposed. Therefore no other program runs between
@@ -25,6 +25,7 @@ GROUP = 128  # features that share a scale
 WARPS = 4
 TOKENS = 8  # tokens per program of `codes` and `gated_codes`
 WIDEST = 64  # most groups of a token in `normalised_codes`: 8,192 features, 64 registers of a thread
+FP8 = jnp.float8_e4m3fn
 MAX, FLOOR = 448.0, 1e-10  # largest e4m3 number; lower bound of a group's amax (sprl/quant/fp8.py)
 
 LANE = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
@@ -49,33 +50,42 @@ def obstacle(x: Array | Shape, group: int, pow2: bool, norm: bool = False) -> st
 
 
 def normalised_codes(
-  x: BFloat16[Array, 'T M'], scale: Float[Array, ' M'], eps: float, interpret: Any = None
-) -> tuple[Float8e4m3fn[Array, 'T M'], Float32[Array, 'T C']]:
-  """Return codes and scales of x / rms(x) * scale. The product is rounded to bfloat16 before it is quantised.
+  x: BFloat16[Array, 'T M'],
+  scale: Float[Array, ' M'],
+  eps: float,
+  added: BFloat16[Array, 'T M'] | None = None,
+  interpret: Any = None,
+) -> tuple[Float8e4m3fn[Array, 'T M'], Float32[Array, 'T C'], BFloat16[Array, 'T M']]:
+  """Return codes and scales of y / rms(y) * scale, and y: x, or x + added, rounded to bfloat16.
 
-  `interpret=plgpu.InterpretGPUParams()` runs the kernel on a CPU.
+  The product is rounded to bfloat16 before it is quantised. `interpret=plgpu.InterpretGPUParams()` runs the kernel on a CPU.
   """
   (T, M), C = x.shape, x.shape[1] // GROUP
   layout = _layout(math.gcd(C, WARPS))
+  inputs = [x] if added is None else [x, added]
 
-  def hopper_normalised_codes(x_ref, scale_ref, codes_ref, scales_ref):  # the program's name in profiles
+  def hopper_normalised_codes(x_refs, scale_ref, codes_ref, scales_ref, *sum_ref):  # the program's name in profiles
     token = lax.axis_index('token')
-    wide = plgpu.load(x_ref.at[token], layout=layout, optimized=False).astype(jnp.float32)
+    wide, *more = (plgpu.load(ref.at[token], layout=layout, optimized=False).astype(jnp.float32) for ref in x_refs)
+    for each in more:
+      total = (wide + each).astype(jnp.bfloat16)
+      sum_ref[0][token] = total
+      wide = total.astype(jnp.float32)
     weight = plgpu.load(scale_ref, layout=layout, optimized=False).astype(jnp.float32)
     mean = jnp.sum(jnp.sum(wide * wide, axis=1)) / M
     codes, scales = _quantised((wide * lax.rsqrt(mean + eps) * weight).astype(jnp.bfloat16), layout)
     codes_ref[token] = codes
-    _store(scales_ref.at[:, token], scales)
+    store(scales_ref.at[:, token], scales)
 
-  codes, scales = plgpu.kernel(
+  codes, scales, *total = plgpu.kernel(
     hopper_normalised_codes,
-    out_type=[Shape((T, C, GROUP), jnp.float8_e4m3fn), Shape((C, T), jnp.float32)],
+    out_type=[Shape((T, C, GROUP), FP8), Shape((C, T), jnp.float32), *[Shape((T, C, GROUP), x.dtype)] * (len(inputs) - 1)],
     grid=(T,),
     grid_names=('token',),
     compiler_params=LANE,
     interpret=interpret,
-  )(x.reshape(T, C, GROUP), scale.reshape(C, GROUP))
-  return codes.reshape(T, M), scales.T
+  )([each.reshape(T, C, GROUP) for each in inputs], scale.reshape(C, GROUP))
+  return codes.reshape(T, M), scales.T, total[0].reshape(T, M) if total else x
 
 
 def codes(x: BFloat16[Array, 'T M'], interpret: Any = None) -> tuple[Float8e4m3fn[Array, 'T M'], Float32[Array, 'T C']]:
@@ -114,7 +124,7 @@ def _by_group(x, M, values, name, interpret):
 
     codes, scales = _quantised(values(load), layout)
     codes_ref[tokens, group] = codes
-    _store(scales_ref.at[group, tokens], scales)
+    store(scales_ref.at[group, tokens], scales)
 
   body.__name__ = name  # the program's name in profiles
   codes, scales = plgpu.kernel(
@@ -136,7 +146,7 @@ def _quantised(x: BFloat16[Array, 'R 128'], layout):
   return jnp.clip(scaled, -MAX, MAX).astype(jnp.float8_e4m3fn), scale
 
 
-def _store(ref, x):
+def store(ref: Any, x: Array) -> None:
   """Store a few numbers from any register layout. Plain stores of jax 0.11 take any layout; those of 0.12 do not."""
   if hasattr(plgpu, 'store'):
     plgpu.store(ref, x, optimized=False)

@@ -73,16 +73,17 @@ def check_device(kernels: Kernels) -> None:
     _note(f'reference implementations run in place of GPU kernels: the device is {kind}')
 
 
-def chosen(operation: str, kernels: Kernels, obstacle: Callable[[], str | None]) -> bool:
+def chosen(operation: str, kernels: Kernels, obstacle: Callable[[], str | None], local: bool = False) -> bool:
   """Return whether the kernel of `operation` runs under the setting `kernels`, and log the choice once on a GPU.
 
-  `obstacle()` returns the reason why the kernel cannot run, or None.
+  `obstacle()` returns the reason why the kernel cannot run, or None. `local` says that the caller will run it on each device's
+  part of the arrays (`sprl.sharding.rules.local`).
 
   Raises SettingsError if the kernel is forced and cannot run.
   """
   if kernels == 'reference' or (kernels == 'auto' and not on_gpu()):
     return False
-  reason = _obstacle(obstacle) if kernels == 'mosaic_gpu' or hopper() else 'this GPU is not of the Hopper generation'
+  reason = _obstacle(obstacle, local) if kernels == 'mosaic_gpu' or hopper() else 'this GPU is not of the Hopper generation'
   if reason is None:
     _note(f'{operation}: the Mosaic GPU kernel runs')
     return True
@@ -94,9 +95,9 @@ def chosen(operation: str, kernels: Kernels, obstacle: Callable[[], str | None])
   return False
 
 
-def _obstacle(of_operation: Callable[[], str | None]) -> str | None:
+def _obstacle(of_operation: Callable[[], str | None], local: bool) -> str | None:
   # XLA does not split a kernel over devices: it would gather the inputs on every device.
-  return 'it is not split between the devices that share it' if shared() else of_operation()
+  return 'it is not split between the devices that share it' if shared() and not local else of_operation()
 
 
 @cache

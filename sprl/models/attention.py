@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from sprl.config import Kernels
+from sprl.kernels.append import Projected
 from sprl.kernels.packed_attention import Evictions, Visible, packed_attention
 from sprl.models.sequence import KEYS, QUERIES, own_tokens, whole_rows
 from sprl.sharding.rules import local
@@ -37,6 +38,19 @@ class Attention(Protocol):
 
     `sliding_window` is the number of newest tokens that a query of this layer sees, its own included; None: all tokens.
     """
+    ...
+
+
+@runtime_checkable
+class Appends(Protocol):
+  """An attention that may take the joined product of a token's q, k and v, and rotate them itself: a KV cache on a GPU."""
+
+  def appends(self, layer: int, product: jax.ShapeDtypeStruct) -> bool:
+    """Return whether `attend_projected` takes the product [B, N] of one token per row."""
+    ...
+
+  def attend_projected(self, layer: int, x: Projected) -> tuple[Float[Array, 'B 1 H D'], Attention]:
+    """Return the outputs of the queries, and the attention object for the next layer."""
     ...
 
 

@@ -22,8 +22,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from sprl.config import Kernels, Remat
+from sprl.kernels.append import Projected
 from sprl.kernels.rope import Turns, rotate, turns
-from sprl.models.attention import Attention
+from sprl.models.attention import Appends, Attention
 from sprl.models.config import Experts, ModelConfig
 from sprl.models.families import Activation
 from sprl.models.moe import ACTIVATIONS, AXES, ROUTER, gated, gates, mixture, probabilities, top_experts
@@ -31,7 +32,7 @@ from sprl.models.routing import LayerRouting, Routing, balance_of, replayed
 from sprl.quant.block import BlockScaled, Quantised, gated_codes, normalised_codes, quantises
 from sprl.quant.dot import PRODUCT, dot, plain
 from sprl.quant.joined import Joined, Within
-from sprl.sharding.rules import activation, kept, prefetch_barrier, shard
+from sprl.sharding.rules import activation, kept, prefetch_barrier, shard, shares
 
 Params = dict[str, Any]  # nested dict of arrays
 ROUTE = 'route'  # name of the chosen experts, which are saved: recomputation could choose different ones
@@ -45,6 +46,21 @@ class Forward(NamedTuple):
   hidden: Float[Array, 'B T E']  # normalised hidden states, in the compute dtype
   attention: Any  # the attention argument after these tokens
   routing: Routing  # experts of each token and their balance; fields are None if the model has no experts
+
+
+class Sum(NamedTuple):
+  """The residual stream as a sum that is not computed yet: the kernel of the next norm may compute it (`RMSNorm.read_by`)."""
+
+  x: Float[Array, '*B E']
+  added: Float[Array, '*B E']
+
+
+Stream = Float[Array, '*B E'] | Sum
+
+
+def added_up(x: Stream) -> Float[Array, '*B E']:
+  """Return the residual stream as one array."""
+  return x.x + x.added if isinstance(x, Sum) else x
 
 
 def _weight(axes: tuple[str | None, ...], *shape: int) -> nnx.Param:
@@ -95,17 +111,21 @@ class RMSNorm(nnx.Module):
 
   def __call__(self, x: Float[Array, '*B M']) -> Float[Array, '*B M']:
     """Normalise x. Shape and dtype stay."""
-    return _normalised(x, self._factor, self.eps)
+    return _normalised(x, self.factor, self.eps)
 
-  def read_by(self, x: Float[Array, '*B M'], *linears: Linear) -> Float[Array, '*B M'] | Quantised:
-    """Normalise x in the form that these linears multiply: in FP8 where a kernel does both."""
+  def read_by(self, x: 'Stream', *linears: Linear) -> tuple[Float[Array, '*B M'], Float[Array, '*B M'] | Quantised]:
+    """Return the stream, and its norm in the form that these linears multiply: in FP8 where a kernel adds, norms and casts."""
+    first, added = x if isinstance(x, Sum) else (x, None)
     w = _codes(*linears)
-    if w is not None and quantises(x.shape, x.dtype, w, norm=True):
-      return normalised_codes(x, self._factor, self.eps, w)
-    return self(x)
+    if w is not None and quantises(first.shape, first.dtype, w, norm=True):
+      inputs, whole = normalised_codes(first, added, self.factor, self.eps, w)
+      return whole, inputs
+    whole = added_up(x)
+    return whole, self(whole)
 
   @property
-  def _factor(self) -> Float[Array, ' M']:
+  def factor(self) -> Float[Array, ' M']:
+    """What multiplies the normalised numbers."""
     scale = shard(self.scale.get_value(), None)
     return self.offset + scale.astype(jnp.float32) if self.offset else scale
 
@@ -115,6 +135,13 @@ def _codes(*linears: Linear) -> BlockScaled | None:
   kernels = [linear.kernel.get_value() for linear in linears]
   weights: list[Any] = [w.weight if isinstance(w, Joined) else w for w in kernels if not isinstance(w, Within)]
   return weights[0] if all(isinstance(w, BlockScaled) for w in weights) else None
+
+
+def _read(norm: RMSNorm | None, x: Stream, *linears: Linear) -> tuple[Float[Array, '*B M'], Float[Array, '*B M'] | Quantised]:
+  if norm is not None:
+    return norm.read_by(x, *linears)
+  whole = added_up(x)
+  return whole, whole
 
 
 def _maybe(norm: RMSNorm | None, x: Float[Array, '*B M']) -> Float[Array, '*B M']:
@@ -137,14 +164,23 @@ class SelfAttention(nnx.Module):
     self.head_dim, self.whole_norm = D, whole
     self.sliding_window, self.query_scale = config.sliding_window(layer), config.query_scale
 
-  def inputs(self, norm: RMSNorm | None, x: Float[Array, 'B T E']) -> Float[Array, 'B T E'] | Quantised:
-    """Return norm(x) in the form that the projections multiply."""
-    return x if norm is None else norm.read_by(x, self.q, self.k, self.v)
+  def inputs(self, norm: RMSNorm | None, x: Stream) -> tuple[Float[Array, 'B T E'], Float[Array, 'B T E'] | Quantised]:
+    """Return the stream, and its norm in the form that the projections multiply."""
+    return _read(norm, x, self.q, self.k, self.v)
 
   def __call__(self, layer: int, x: Float[Array, 'B T E'] | Quantised, turns: Turns, attention: Attention):
     """Return the output [B, T, E] and the attention object after these tokens."""
     B, T, _ = x.shape
     heads = (B, T, -1, self.head_dim)
+    joined = self.q.kernel.get_value()
+    # One token per row: a kernel takes the product of q, k and v from here to the cache.
+    if T == 1 and isinstance(joined, Joined) and isinstance(attention, Appends) and self._appended(layer, joined, x, attention):
+      with jax.named_scope('qkv'):
+        product = dot(x, joined.weight, self.q.axes)
+      with jax.named_scope('attend'):
+        out, attention = attention.attend_projected(layer, self._projected(product.reshape(B, -1), turns))
+      with jax.named_scope('o'):
+        return self.o(out.reshape(B, T, -1)), attention
     with jax.named_scope('qkv'):
       q, k, v = together(x, self.q, self.k, self.v)
       if not self.whole_norm:
@@ -156,6 +192,19 @@ class SelfAttention(nnx.Module):
     with jax.named_scope('o'):
       return self.o(out.reshape(B, T, -1)), attention
 
+  def _appended(self, layer: int, joined: Joined, x: Float[Array, 'B T E'] | Quantised, attention: Appends) -> bool:
+    """Return whether the attention takes the product of x: with all heads of a token, and no norm over several heads."""
+    product = jax.ShapeDtypeStruct((x.shape[0], sum(joined.sizes)), x.dtype)
+    return shares('heads') == 1 and not self.whole_norm and attention.appends(layer, product)
+
+  def _projected(self, product: Float[Array, 'B N'], turns: Turns) -> Projected:
+    q, k, v = (None if linear.bias is None else linear.bias.get_value() for linear in (self.q, self.k, self.v))
+    bias = None if q is None or k is None or v is None else (q, k, v)
+    norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
+    norm = None if norms is None else (norms[0].factor, norms[1].factor)
+    eps = 0.0 if norms is None else norms[0].eps
+    return Projected(product, bias, norm, turns, eps, self.query_scale)
+
 
 class MLP(nnx.Module):
   """down(activation(gate(x)) * up(x)), with the activation in float32."""
@@ -166,9 +215,9 @@ class MLP(nnx.Module):
     self.down = Linear(('embed', 'mlp'), E, F)
     self.activation: Activation = activation
 
-  def inputs(self, norm: RMSNorm | None, x: Float[Array, 'B T E']) -> Float[Array, 'B T E'] | Quantised:
-    """Return norm(x) in the form that gate and up multiply."""
-    return x if norm is None else norm.read_by(x, self.gate, self.up)
+  def inputs(self, norm: RMSNorm | None, x: Stream) -> tuple[Float[Array, 'B T E'], Float[Array, 'B T E'] | Quantised]:
+    """Return the stream, and its norm in the form that gate and up multiply."""
+    return _read(norm, x, self.gate, self.up)
 
   def __call__(self, x: Float[Array, 'B T E'] | Quantised) -> Float[Array, 'B T E']:
     """Apply the MLP to each token."""
@@ -239,17 +288,21 @@ class Layer(nnx.Module):
     self.mlp = mixture or MLP(E, config.intermediate_size, config.activation)
     self.mlp_out_norm = RMSNorm('norm', E, config) if after else None
 
-  def __call__(self, layer: int, x: Float[Array, 'B T E'], turns: Turns, attention: Attention, routes, mask, kernels: Kernels):
+  def __call__(self, layer: int, x: Stream, turns: Turns, attention: Attention, routes, mask, kernels: Kernels):
     """Return the stream [B, T, E], the attention object, and the routing of a layer with experts (else None)."""
     with jax.named_scope('attention'):
-      out, attention = self.attention(layer, self.attention.inputs(self.attention_norm, x), turns, attention)
-      x = x + _maybe(self.attention_out_norm, out)
+      x, inputs = self.attention.inputs(self.attention_norm, x)
+      out, attention = self.attention(layer, inputs, turns, attention)
+      x = Sum(x, _maybe(self.attention_out_norm, out))
     with jax.named_scope('mlp'):
       if isinstance(self.mlp, Mixture):
+        x = added_up(x)
         out, routing = self.mlp(_maybe(self.mlp_norm, x), routes, mask, kernels)
-      else:
-        out, routing = self.mlp(self.mlp.inputs(self.mlp_norm, x)), None
-      return x + _maybe(self.mlp_out_norm, out), attention, routing
+        return x + _maybe(self.mlp_out_norm, out), attention, routing
+      x, inputs = self.mlp.inputs(self.mlp_norm, x)
+      x = Sum(x, _maybe(self.mlp_out_norm, self.mlp(inputs)))
+      # If a kernel computed this norm, then most likely the next layer's too. Otherwise a sum would be two arrays to save.
+      return x if isinstance(inputs, Quantised) else added_up(x), attention, None
 
 
 class Decoder(nnx.Module):
@@ -287,7 +340,7 @@ class Decoder(nnx.Module):
         x, attention, routing = block(x, of_layer, attention, replay, mask)
       routings += [routing] if routing is not None else []
     with jax.named_scope('norm'):
-      return Forward(self.norm(x), attention, Routing.of(routings))
+      return Forward(self.norm(added_up(x)), attention, Routing.of(routings))
 
 
 def forward(

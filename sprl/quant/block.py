@@ -108,13 +108,19 @@ def quantises(shape: tuple[int, ...], dtype: Any, w: BlockScaled, norm: bool = F
   return quantise_kernels.runs((math.prod(shape[:-1]), shape[-1]), dtype, group, pow2, w.kernels, norm)
 
 
-def normalised_codes(x: Float[Array, '*B M'], scale: Float[Array, ' M'], eps: float, w: BlockScaled) -> Quantised:
-  """Return x / rms(x) * scale, rounded to x's dtype and quantised for a product with w. The kernel must run (`quantises`)."""
+def normalised_codes(
+  x: Float[Array, '*B M'], added: Float[Array, '*B M'] | None, scale: Float[Array, ' M'], eps: float, w: BlockScaled
+) -> tuple[Quantised, Float[Array, '*B M']]:
+  """Return y / rms(y) * scale, rounded to x's dtype and quantised for a product with w, and y = x (+ added).
+
+  The kernel must run (`quantises`).
+  """
   from sprl.kernels import hopper_quantise
 
   *lead, M = x.shape
-  codes, scales = hopper_quantise.normalised_codes(x.reshape(-1, M), scale, eps)
-  return Quantised(codes, scales, tuple(lead), x.dtype, w.format)
+  rows = None if added is None else added.reshape(-1, M)
+  codes, scales, total = hopper_quantise.normalised_codes(x.reshape(-1, M), scale, eps, rows)
+  return Quantised(codes, scales, tuple(lead), x.dtype, w.format), total.reshape(x.shape)
 
 
 def gated_codes(x: Float[Array, '*B N'], activate: Callable[[Array], Array], w: BlockScaled) -> Quantised:

@@ -17,12 +17,14 @@ from sprl.cache.compaction import row_bytes
 from sprl.cache.layout import cache_layout
 from sprl.cache.scales import Scales
 from sprl.config import Cache, Quant, Sampling
-from sprl.kernels import hopper_quantise
+from sprl.kernels import hopper_append, hopper_quantise
+from sprl.kernels.append import CodeForm, Projected
 from sprl.kernels.block_matmul import block_matmul
 from sprl.kernels.decode_attention import decode_attention
 from sprl.kernels.eviction import compact
 from sprl.kernels.hopper_block_matmul import obstacle
 from sprl.kernels.packed_attention import Visible, packed_attention
+from sprl.kernels.rope import Turns
 from sprl.models import transformer
 from sprl.models.config import tiny
 from sprl.models.moe import ACTIVATIONS, blocks, mixture
@@ -137,6 +139,39 @@ def test_products_compile_at_sizes_that_fill_no_tile(M, N, K):
   multiply = partial(block_matmul, rows=128, group=128, dtype=jnp.dtype('bfloat16'), kernels='mosaic_gpu')
   [kernel] = compile_for_h200(multiply, *tokens, *weights).kernels
   assert kernel.spills == 0
+
+
+@pytest.mark.parametrize(
+  ('H', 'K', 'D', 'dtype'),
+  [
+    (28, 4, 128, 'uint8'),
+    (32, 8, 128, 'bfloat16'),
+    pytest.param(48, 8, 128, 'uint8', marks=pytest.mark.slow),
+    pytest.param(8, 4, 256, 'uint8', marks=pytest.mark.slow),
+    pytest.param(12, 2, 128, 'bfloat16', marks=pytest.mark.slow),
+  ],
+)
+def test_an_append_is_in_place_and_compiles_without_spills(H, K, D, dtype):
+  """With biases, norms, evicted slots and a ring of queries, and in FP8 with second codes and counts of clamped numbers."""
+  B, S, shape = 64, 640, jax.ShapeDtypeStruct
+  numbers = [shape((heads * D,), jnp.bfloat16) for heads in (H, K, K)]
+  angles = shape((B, 1, 2, D // 2), jnp.float32)
+  scale, product = shape((D,), jnp.bfloat16), shape((B, (H + 2 * K) * D), jnp.bfloat16)
+  x = Projected(product, (numbers[0], numbers[1], numbers[2]), (scale, scale), Turns(angles, angles), 1e-6, 1.0)
+  stored = {name: shape((B, K, S, D), dtype) for name in ('k', 'v')}
+  stored |= {'position': shape((B, K, S), jnp.int32), 'queries': shape((B, H, 8, D), jnp.bfloat16)}
+  code = None
+  if dtype == 'uint8':
+    stored |= {'second': shape((B, K, S, 16), jnp.uint8)}
+    stored |= {'saturated': shape((B, K), jnp.int32), 'saturated_queries': shape((B, H), jnp.int32)}
+    scales = Scales(*[shape((2,), jnp.float32)] * 3)
+    code = CodeForm(scales, shape((K, D), jnp.float32), shape((K, 16), jnp.int32), layer=1, queries=True, finer=16.0)
+  ints = shape((B,), jnp.int32)
+  compiled = compile_for_h200(hopper_append.append, x, stored, ints, ints, code, donate=(1,))
+  [kernel] = compiled.kernels
+  assert kernel.spills == 0
+  assert compiled.temporary <= 1024
+  assert compiled.aliased == sum(a.size * a.dtype.itemsize for a in stored.values())
 
 
 @pytest.mark.parametrize('dtype', ['bfloat16', 'uint8'])
@@ -286,12 +321,21 @@ def test_the_decode_loop_updates_the_cache_in_place(sampler, cache, D, kernels):
   assert {name for name in ('decode_attention', 'compact', 'similarity') if f'hopper_{name}' in compiled.text} == kernels
   assert all(kernel.spills == 0 for kernel in compiled.kernels)
   assert compiled.temporary <= most
-  # Appending needs no kernel: XLA rotates, quantises and scatters the new keys (and values) of a layer in one fusion, in place.
-  made = [line for line in compiled.text.splitlines() if f'= {keys}' in line.replace('{3,2,1,0}', '')]
-  appends = [line for line in made if ' fusion(' in line and re.search(r'/attention/(\S*/)?scatter', line)]
   bodies = 2 if cache.budget else 1  # plain steps, and the blocks of rows that are due, which are written back
-  assert len(appends) == 2 * 2 * bodies
+  lines = compiled.text.splitlines()
+  made = [line for line in lines if re.search(rf'= {re.escape(keys)}|= {re.escape(halves(keys))}', line)]
+  scattered = [line for line in made if ' fusion(' in line and re.search(r'/attention/(\S*/)?scatter', line)]
+  appended = [line for line in lines if ' custom-call(' in line and 'hopper_append/' in line]
+  # Without the kernel, XLA rotates, quantises and scatters the new keys (and values) of a layer in one fusion, in place.
+  written = bodies - 1 if D == 128 else bodies
+  assert (len(appended), len(scattered)) == (2 * bodies if D == 128 else 0, 2 * 2 * written)
   assert not [line for line in made if ' copy(' in line or ' copy-start(' in line]
+
+
+def halves(keys):
+  """Return the shape of a layer's keys as the kernel sees them that appends: each head in two halves."""
+  *sizes, D = keys.removesuffix(']').split(',')
+  return ','.join([*sizes, '2', str(int(D) // 2)]) + ']'
 
 
 @pytest.mark.parametrize('cache', [DENSE, H2O], ids=['dense', 'h2o'])
@@ -330,7 +374,7 @@ def test_an_insert_writes_the_new_rows_only(sampler, cache):
 
 @pytest.mark.parametrize('cache', [H2O, pytest.param(DENSE, marks=pytest.mark.slow)], ids=['h2o', 'dense'])
 def test_second_codes_of_keys_are_written_and_moved_in_place(cache):
-  """The default for Qwen2: one more write a layer, no array of keys as numbers, and no copy."""
+  """The default for Qwen2: one more array that the append of a layer writes, no array of keys as numbers, and no copy."""
   compiled, keys, most = compile_decode_loop('kv8', cache, key_bias=True)
   assert all(kernel.spills == 0 for kernel in compiled.kernels)
   assert compiled.temporary <= most
@@ -338,7 +382,8 @@ def test_second_codes_of_keys_are_written_and_moved_in_place(cache):
   second = keys.replace(',128]', ',16]')
   made = [line for line in compiled.text.splitlines() if f'= {second}' in line.replace('{3,2,1,0}', '')]
   assert not [line for line in made if ' copy(' in line or ' copy-start(' in line]
-  assert len([line for line in made if ' fusion(' in line and '/write/scatter' in line]) == 2
+  appended = [line for line in compiled.text.splitlines() if ' custom-call(' in line and 'hopper_append/' in line]
+  assert len([line for line in appended if second in line.partition(' custom-call(')[0]]) == 2  # a layer of plain steps each
   queries = re.findall(r'= f16\[64,28,(\d+)\]\S* fusion', compiled.text)
   assert queries == ['192'] * 2  # both factors of the scores are cast in one launch
 
@@ -366,8 +411,13 @@ def test_quantisation_compiles_without_spills(M):
     assert kernel.spills == 0
   [kernel] = compile_for_h200(hopper_quantise.codes, x).kernels
   assert kernel.spills == 0
-  [kernel] = compile_for_h200(partial(hopper_quantise.normalised_codes, eps=1e-6), x, scale).kernels
-  assert kernel.spills == 0
+
+  def normalised(x, scale, added):
+    return hopper_quantise.normalised_codes(x, scale, 1e-6, added)
+
+  for added in (None, x):
+    [kernel] = compile_for_h200(normalised, x, scale, added).kernels
+    assert kernel.spills == 0
 
 
 @pytest.mark.parametrize('sampler', ['none', 'kv8', 'w8a8_kv8'])

@@ -69,13 +69,24 @@ def test_a_norm_and_its_codes_are_those_of_one_after_the_other(M):
   normed = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6) * np.asarray(scale, np.float64)
   # The kernel rounds the norm to bfloat16. A float32 norm next to the middle of two bfloat16 numbers may round to the other.
   rounded = jnp.asarray(normed, BF16)
-  codes, scales = interpreted(hopper.normalised_codes, eps=1e-6)(x, scale)
+  codes, scales, same = interpreted(hopper.normalised_codes, eps=1e-6)(x, scale)
+  np.testing.assert_array_equal(np.asarray(same, np.float32), np.asarray(x, np.float32))
   exact, expected = by_hand(rounded)
   np.testing.assert_allclose(scales, expected, rtol=2**-8)
   reference, _ = quantise_groups(rounded, 'float32')
   differ = np.asarray(codes, np.float32) != np.asarray(reference, np.float32)
   assert differ.mean() < 0.01
   np.testing.assert_allclose(np.asarray(codes, np.float64), exact, rtol=2.0**-4 + 2.0**-7, atol=2.0**-10 + 2.0**-8)
+
+
+def test_a_sum_is_rounded_before_its_norm_and_returned():
+  (x, added), scale = (tokens(8, 512, seed) for seed in (0, 1)), jnp.ones(512)
+  kernel = interpreted(hopper.normalised_codes, eps=1e-6)
+  codes, scales, total = kernel(x, scale, added=added)
+  exact = jnp.asarray(np.asarray(x, np.float64) + np.asarray(added, np.float64), BF16)
+  np.testing.assert_array_equal(np.asarray(total, np.float32), np.asarray(exact, np.float32))
+  for found, expected in zip((codes, scales), kernel(exact, scale)[:2], strict=True):
+    np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(expected, np.float32))
 
 
 @pytest.mark.parametrize('activation', ['silu', 'gelu_tanh'])
