@@ -235,8 +235,11 @@ class KVCache:
     return self._on_each_device(layer, step, _attend, (q, k, v), (HEADS, HEADS, HEADS))
 
   def appends(self, layer: int, product: jax.ShapeDtypeStruct) -> bool:
-    """Return whether `attend_projected` takes the joined product [B, N] of one token per row (sprl/kernels/append.py)."""
-    return runs(product, self.layers[layer].k, self.layout.kernels)
+    """Return whether `attend_projected` takes the joined product [B, N] of one token per row (sprl/kernels/append.py).
+
+    The kernel does not take a block of rows, whose arrays are not those of the layers.
+    """
+    return self.block is None and runs(product, self.layers[layer].k, self.layout.kernels)
 
   def attend_projected(self, layer: int, step: Step, x: Projected) -> tuple[Float[Array, 'B 1 H D'], 'KVCache']:
     """Compute `attend` for one token per row, of which x is the joined product. `appends` must be true."""
