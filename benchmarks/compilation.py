@@ -24,7 +24,7 @@ import numpy as np
 from common import ROOT, report
 
 from sprl.cache.layout import cache_layout
-from sprl.config import Cache, ModelSettings, Packing, Rollout, Run, Sampling
+from sprl.config import Cache, ModelSettings, Packing, Remat, Rollout, Run, Sampling
 from sprl.io.random_model import NAMED
 from sprl.learner.batch import shape
 from sprl.models.config import ModelConfig
@@ -82,7 +82,7 @@ def best(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
   return {name: found[0][name] if name == 'program' else min(each[name] for each in found) for name in names}
 
 
-def program(name: str, model: str, remat: str) -> programs.Program:
+def program(name: str, model: str, remat: Remat) -> programs.Program:
   """Return a program of a run of this model: 8 prompts x 8 samples in float32, as benchmarks/grpo_step.py has them."""
   family, sizes = NAMED[model]
   config = ModelConfig.from_json({'model_type': family, **sizes})

@@ -292,11 +292,11 @@ class Decoder(nnx.Module):
       replay = routes[:, :, len(routings)] if routes is not None and isinstance(layer.mlp, Mixture) else None
       of_layer = angles if layer.attention.sliding_window is None else sliding_angles
       with jax.named_scope(f'layer{i}'):
-        settings = {'remat': remat, 'kernels': kernels}
         if isinstance(attention, PackedAttention):  # the same in all layers
-          x, attention, routing = _equal_block(layer, x, of_layer, attention, replay, mask, index=0, **settings)
+          block, index = _equal_block, 0
         else:
-          x, attention, routing = _block(layer, x, of_layer, attention, replay, mask, index=i, **settings)
+          block, index = _block, i
+        x, attention, routing = block(layer, x, of_layer, attention, replay, mask, index=index, remat=remat, kernels=kernels)
       routings += [routing] if routing is not None else []
     with jax.named_scope('norm'):
       return Forward(self.norm(x), attention, Routing.of(routings))
