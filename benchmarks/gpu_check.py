@@ -65,6 +65,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernel_resources import MODELS
 
 from sprl.kernels import (
+  hopper_append,
   hopper_block_matmul,
   hopper_decode_attention,
   hopper_eviction,
@@ -80,6 +81,7 @@ SECONDS = {  # of each part, after which it starts no new row
   'append': 5, 'update': 45, 'decode_whole': 60,
 }  # fmt: skip
 KERNELS = (
+  (hopper_append, 'append'),
   (hopper_decode_attention, 'decode_attention'),
   (hopper_block_matmul, 'block_matmul'),
   (hopper_block_matmul, 'grouped_matmul'),

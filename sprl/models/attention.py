@@ -103,7 +103,7 @@ class PackedAttention:
     visible = self.visible
     if sliding_window is not None:
       if self.positions is None:
-        raise ValueError(f'layer {layer} has a sliding window of {sliding_window}: expected the positions of rows with prefixes')
+        raise ValueError(f'found a layer with a sliding window of {sliding_window}: expected the positions of rows with prefixes')
       visible = visible.within(sliding_window, self.positions)
     return _attend(q, k, v, visible, None, self.kernels), self
 

@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 from sprl.config import Kernels, Remat
 from sprl.kernels.append import Projected
 from sprl.kernels.rope import Turns, rotate, turns
-from sprl.models.attention import Appends, Attention
+from sprl.models.attention import Appends, Attention, PackedAttention
 from sprl.models.config import Experts, ModelConfig
 from sprl.models.families import Activation
 from sprl.models.moe import ACTIVATIONS, AXES, ROUTER, gated, gates, mixture, probabilities, top_experts
@@ -305,6 +305,16 @@ class Layer(nnx.Module):
       return x if isinstance(inputs, Quantised) else added_up(x), attention, None
 
 
+def _block(layer: Layer, x, turns: Turns, attention: Attention, routes, mask, *, index: int, remat: Remat, kernels: Kernels):
+  """Call a layer as number `index`. `remat` says what its backward pass recomputes."""
+  block = partial(layer, index, kernels=kernels)
+  block = block if remat == 'none' else jax.checkpoint(block, policy=SAVED[remat])
+  return block(x, turns, attention, routes, mask)
+
+
+_equal_block = jax.jit(_block, static_argnames=('index', 'remat', 'kernels'))  # traced and lowered once for equal layers
+
+
 class Decoder(nnx.Module):
   """Tokens to hidden states. Callers that need logits apply the head: `head_weight`, `sprl.kernels.linear_logprob`."""
 
@@ -333,11 +343,13 @@ class Decoder(nnx.Module):
       if i + 1 < len(layers):
         x, layers[i + 1] = prefetch_barrier(x, layers[i + 1])
       replay = routes[:, :, len(routings)] if routes is not None and isinstance(layer.mlp, Mixture) else None
+      of_layer = angles if layer.attention.sliding_window is None else sliding_angles
       with jax.named_scope(f'layer{i}'):
-        block = partial(layer, i, kernels=kernels)
-        block = block if remat == 'none' else jax.checkpoint(block, policy=SAVED[remat])
-        of_layer = angles if layer.attention.sliding_window is None else sliding_angles
-        x, attention, routing = block(x, of_layer, attention, replay, mask)
+        if isinstance(attention, PackedAttention):  # the same in all layers
+          block, index = _equal_block, 0
+        else:
+          block, index = _block, i
+        x, attention, routing = block(layer, x, of_layer, attention, replay, mask, index=index, remat=remat, kernels=kernels)
       routings += [routing] if routing is not None else []
     with jax.named_scope('norm'):
       return Forward(self.norm(added_up(x)), attention, Routing.of(routings))

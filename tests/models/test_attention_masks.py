@@ -119,5 +119,5 @@ def test_a_sliding_window_follows_positions_not_places_in_the_row():
   for attention in (packed, evicted):
     out = attend(attention, 0, jnp.ones((1, 6, 1, 6)), jnp.zeros((1, 6, 1, 6)), jnp.eye(6)[None, :, None], 3)
     np.testing.assert_allclose(out[0, :, 0], expected, atol=1e-6)
-  with pytest.raises(ValueError, match='layer 0 has a sliding window of 3: expected the positions'):
+  with pytest.raises(ValueError, match='a sliding window of 3: expected the positions'):
     attend(PackedAttention.of(segments, prefixes), 0, jnp.ones((1, 6, 1, 6)), *[jnp.ones((1, 6, 1, 6))] * 2, 3)
