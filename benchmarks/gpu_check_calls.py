@@ -9,10 +9,15 @@ import jax.numpy as jnp
 from gpu_check_bench import BF16, FP8, Bench
 from kernel_resources import Model
 
+from sprl.cache.key_bias import FINER, KeyBias
+from sprl.cache.scales import Scales
 from sprl.kernels import hopper_quantise
+from sprl.kernels.append import CodeForm, Projected
 from sprl.kernels.hopper_decode_attention import SECOND
 from sprl.kernels.packed_attention import Visible
+from sprl.kernels.rope import Rope, turns
 from sprl.models.moe import ACTIVATIONS, blocks
+from sprl.quant import fp8
 from sprl.quant.block import quantise, quantise_groups
 
 EPSILON = 1e-6  # of norms, as in Qwen2.5
@@ -106,35 +111,38 @@ class Quantisation(NamedTuple):
   make: Callable[[int, int, jax.Array], tuple[Any, ...]]  # T, M, random key -> arguments
   kernel: Callable  # returns codes and scales
   reference: Callable
-  read: int  # bfloat16 arrays [T, M] that it reads
+  moved: int  # bfloat16 arrays [T, M] that it reads or writes
 
 
 def quantisations() -> dict[str, Quantisation]:
   """Return the kernels that quantise activations, by what they compute before: a norm, a gated activation, or nothing.
 
-  The kernels quantise norms and activations that were rounded to bfloat16. In the references `reduce_precision` rounds them,
-  because XLA leaves out a cast to bfloat16 and back.
+  The norm is that of a sum, which is the third output. Kernels quantise norms and activations that were rounded to bfloat16.
   """
   codes = partial(quantise_groups, format='float32')
 
   def rounded(x):
-    return codes(jax.lax.reduce_precision(x, exponent_bits=8, mantissa_bits=7))
+    return codes(to_bfloat16(x))
 
-  def normalised(x, scale):
-    wide = x.astype(jnp.float32)
-    return rounded(wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=1, keepdims=True) + EPSILON) * scale)
+  def normalised(x, added, scale):
+    wide = to_bfloat16(x.astype(jnp.float32) + added)
+    return *rounded(wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=1, keepdims=True) + EPSILON) * scale), wide.astype(BF16)
 
   def gated(x):
     gate, up = jnp.split(x.astype(jnp.float32), 2, axis=1)
     return rounded(ACTIVATIONS['silu'](gate) * up)
 
   def with_weights(T, M, key):
-    x, scale = jax.random.split(key)
-    return jax.random.normal(x, (T, M), BF16), jax.random.uniform(scale, (M,), BF16, 0.5, 2)
+    x, added, scale = jax.random.split(key, 3)
+    streams = (jax.random.normal(each, (T, M), BF16) for each in (x, added))
+    return *streams, jax.random.uniform(scale, (M,), BF16, 0.5, 2)
+
+  def added_up(x, added, scale):
+    return hopper_quantise.normalised_codes(x, scale, EPSILON, added)
 
   return {
     'alone': Quantisation(lambda T, M, key: (jax.random.normal(key, (T, M), BF16),), hopper_quantise.codes, codes, 1),
-    'norm': Quantisation(with_weights, partial(hopper_quantise.normalised_codes, eps=EPSILON), normalised, 1),
+    'norm': Quantisation(with_weights, added_up, normalised, 3),
     'gated activation': Quantisation(
       lambda T, M, key: (jax.random.normal(key, (T, 2 * M), BF16),),
       partial(hopper_quantise.gated_codes, activate=ACTIVATIONS['silu']),
@@ -142,6 +150,69 @@ def quantisations() -> dict[str, Quantisation]:
       2,
     ),
   }
+
+
+def append_inputs(model: Model, B: int, S: int, dtype: Any, key: jax.Array) -> tuple[Any, ...]:
+  """Return random arguments of the append of a token per row: arrays of the cache, the joined product and all the rest.
+
+  The heads have biases and norms. An FP8 cache has second codes, and some numbers are clamped. The last row has no token.
+  """
+  H, K, D, _, _ = model
+  cache, product, bias, norm, place = jax.random.split(key, 5)
+  stored = {name: jax.random.randint(cache, (B, K, S, D), 0, 100, jnp.uint8) for name in ('k', 'v')}
+  code = None
+  if dtype == FP8:
+    planes = jnp.argsort(jax.random.uniform(bias, (K, D // 2)), axis=1)[:, : SECOND // 2]
+    mean = jax.random.normal(norm, (K, D))
+    scales = Scales(*(jnp.full(1, scale, jnp.float32) for scale in (1, 0.008, 0.008)))
+    code = CodeForm(scales, mean, jnp.concatenate([planes, planes + D // 2], axis=1), layer=0, queries=False, finer=FINER)
+    stored |= {
+      'second': jax.random.randint(cache, (B, K, S, SECOND), 0, 100, jnp.uint8),
+      'saturated': jnp.zeros((B, K), jnp.int32),
+    }
+  else:
+    stored = {name: x.astype(dtype) for name, x in stored.items()}
+  biases = [jax.random.normal(jax.random.fold_in(bias, i), (n * D,), BF16) for i, n in enumerate((H, K, K))]
+  norms = [jax.random.uniform(jax.random.fold_in(norm, i), (D,), BF16, 0.5, 2) for i in range(2)]
+  position = jax.random.randint(place, (B,), 0, 32768)
+  angles = turns(position[:, None], D, Rope(theta=1e6))
+  slot = jnp.where(jnp.arange(B) < B - 1, position % S, S)
+  joined = jax.random.normal(product, (B, (H + 2 * K) * D), BF16)
+  x = Projected(joined, (biases[0], biases[1], biases[2]), (norms[0], norms[1]), angles, EPSILON, 1.0)
+  return stored, x, slot, position, code
+
+
+def append_reference(stored: dict, x: Projected, slot: Any, position: Any, code: CodeForm | None) -> tuple[Any, dict]:
+  """Return what the kernel of the append does, from the sentences that describe it (sprl/kernels/hopper_append.py)."""
+  (B, K, _, D), H = stored['k'].shape, x.product.shape[1] // stored['k'].shape[3] - 2 * stored['k'].shape[1]
+  assert x.bias is not None
+  assert x.norm is not None
+  parts = jnp.split(x.product.astype(jnp.float32), [H * D, (H + K) * D], axis=1)
+  q, k, v = (to_bfloat16(part + bias).reshape(B, -1, D) for part, bias in zip(parts, x.bias, strict=True))
+
+  def turned(heads, weight):
+    normed = to_bfloat16(heads * jax.lax.rsqrt(jnp.mean(heads * heads, axis=2, keepdims=True) + x.eps) * weight)
+    halves = normed.reshape(B, -1, 2, D // 2)
+    return to_bfloat16(halves * x.turns.cos + jnp.flip(halves, axis=2) * x.turns.sin).reshape(B, -1, D)
+
+  q, k = (turned(heads, weight) for heads, weight in zip((q, k), x.norm, strict=True))
+  new = {'k': k.astype(BF16), 'v': v.astype(BF16)}
+  if code is not None:
+    bias, (_, of_k, of_v) = KeyBias((code.mean,), (code.twice,)), code.scales
+    k = bias.centred(0, k)
+    first = fp8.cast(k, of_k[0])
+    new = {'k': first, 'v': fp8.cast(v, of_v[0]), 'second': bias.second(0, k, first, of_k[0])}
+    new = {name: fp8.to_bytes(codes) for name, codes in new.items()}
+  after = {name: stored[name].at[jnp.arange(B), :, slot].set(token, mode='drop') for name, token in new.items()}
+  if code is not None:
+    clamped = sum(fp8.saturated(a, scale[0]).sum(axis=2, dtype=jnp.int32) for a, scale in ((k, of_k), (v, of_v)))
+    after['saturated'] = stored['saturated'] + jnp.where(slot < stored['k'].shape[2], 1, 0)[:, None] * clamped
+  return q.astype(BF16), after
+
+
+def to_bfloat16(x: Any) -> Any:
+  """Return x in float32, rounded to bfloat16. XLA would leave out a cast to bfloat16 and back."""
+  return jax.lax.reduce_precision(x.astype(jnp.float32), exponent_bits=8, mantissa_bits=7)
 
 
 def triton_candidate(bench: Bench) -> dict[str, Callable]:

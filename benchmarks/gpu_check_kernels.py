@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from gpu_check_bench import BF16, DECODES, FP8, ROWS, TOY, Bench, Case, Row, Rows, config_of, judged, torch_time
 from gpu_check_calls import (
+  append_inputs,
+  append_reference,
   attention_inputs,
   bf16_expert_inputs,
   compaction_inputs,
@@ -28,7 +30,7 @@ from sprl.cache.compaction import compress
 from sprl.cache.layer import LayerCache
 from sprl.cache.layout import cache_layout
 from sprl.config import UNQUANTISED, Cache
-from sprl.kernels import block_matmul, decode_attention, eviction, grouped_matmul, packed_attention, quantise
+from sprl.kernels import block_matmul, decode_attention, eviction, grouped_matmul, hopper_append, packed_attention, quantise
 from sprl.kernels.cost import Cost
 
 
@@ -232,7 +234,7 @@ def check_quantise(bench: Bench) -> Iterator[Case]:
 def quantise_tokens(bench: Bench, first: str, T: int, M: int, before: Rows) -> Row:
   """Time the quantisation of T tokens of M numbers. `first` names what the kernel computes before it quantises."""
   each = quantisations()[first]
-  least, peers = quantise.cost(T, M, each.read), {'xla': each.reference}
+  least, peers = quantise.cost(T, M, each.moved), {'xla': each.reference}
   return bench.timed('quantise', f'{first} {T}x{M}', each.kernel, partial(each.make, T, M), least, peers)
 
 
@@ -312,24 +314,29 @@ def compress_layer(bench: Bench, method: Literal['snapkv', 'rkv'], before: Rows)
 
 
 def check_append(bench: Bench) -> Iterator[Case]:
-  """Time writing the keys of a token in place, which XLA does in one program."""
-  name, B, S = bench.sizes(('Qwen2.5-7B', 256, 4096), ('toy', 2, 40))
-  yield Case('append (XLA)', f'{name} B {B}', partial(append_keys, bench, name, B, S))
+  """Time the append of a token per row to the caches of a layer, in place."""
+  for name, B, S in bench.sizes([('Qwen2.5-7B', 256, 4096), ('Qwen3-8B', 256, 576)], [('toy', 2, 40)]):
+    for dtype in (BF16, FP8):
+      case = f'{name} B {B} {dtype}'
+      yield Case('append', case, partial(append_token, bench, case, name, B, S, dtype))
 
 
-def append_keys(bench: Bench, name: str, B: int, S: int, before: Rows) -> Row:
-  """Time the scatter of one token's keys into the caches of B rows."""
-  _, K, D, _, _ = MODELS.get(name, TOY)
+def append_token(bench: Bench, case: str, name: str, B: int, S: int, dtype: Any, before: Rows) -> Row:
+  """Time the append of a token per row from the joined product of q, k and v."""
+  model = MODELS.get(name, TOY)
 
-  def append(k, new, slot):
-    return (k.at[jnp.arange(B)[:, None], :, slot[:, None]].set(new[:, None], mode='drop'),)
+  def moved(append):  # the outputs are the donated inputs of the next call
+    def call(k, v, old_queries, rest, x, *others):
+      q, after = append(x, {'k': k, 'v': v} | rest, *others)
+      return after['k'], after['v'], q
+
+    return call
 
   def make(key):
-    k, new, slot = jax.random.split(key, 3)
-    return (
-      jax.random.normal(k, (B, K, S, D), BF16),
-      jax.random.normal(new, (B, K, D), BF16),
-      jax.random.randint(slot, (B,), 0, S),
-    )
+    stored, *others = append_inputs(model, B, S, dtype, key)
+    return stored.pop('k'), stored.pop('v'), jnp.zeros((B, model.queries, model.width), BF16), stored, *others
 
-  return bench.timed('append (XLA)', f'{name} B {B}', append, make, Cost(4 * B * K * D, 0), moving=1)
+  read = 2 * (model.queries + 2 * model.kv) * model.width  # bytes of a token's product
+  written = 2 * model.queries * model.width + 2 * model.kv * model.width * jnp.dtype(dtype).itemsize
+  kernel, reference = hopper_append.append, lambda x, stored, *others: append_reference(stored, x, *others)
+  return bench.timed('append', case, moved(kernel), make, Cost(B * (read + written), 0), {'xla': moved(reference)}, moving=3)

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from gpu_check_bench import BF16, FP8, TOY, Bench, Case, Row, Rows
 from gpu_check_calls import (
+  append_inputs,
+  append_reference,
   attention_inputs,
   bf16_expert_inputs,
   compaction_inputs,
@@ -24,7 +26,8 @@ from gpu_check_calls import (
 )
 from kernel_resources import MODELS
 
-from sprl.kernels import block_matmul, decode_attention, eviction, grouped_matmul, linear_logprob, packed_attention
+from sprl.kernels import block_matmul, decode_attention, eviction, grouped_matmul, hopper_append, linear_logprob, packed_attention
+from sprl.quant import fp8
 
 
 class Comparison(NamedTuple):
@@ -76,6 +79,7 @@ def comparisons(bench: Bench) -> Iterator[Comparison]:
   yield from attention_comparisons(bench)
   yield from matmul_comparisons(bench)
   yield from quantise_comparisons(bench)
+  yield from append_comparisons(bench)
   yield from eviction_comparisons(bench)
   yield from row_comparisons(bench)
   yield logprob_comparison(bench)
@@ -166,8 +170,9 @@ def quantise_comparisons(bench: Bench) -> Iterator[Comparison]:
 
   def outputs(quantise):
     def call(*inputs):
-      codes, scale = quantise(*inputs)
-      return {'values': codes.astype(jnp.float32) * jnp.repeat(scale, 128, axis=1), 'scale': scale}
+      codes, scale, *total = quantise(*inputs)
+      found = {'values': codes.astype(jnp.float32) * jnp.repeat(scale, 128, axis=1), 'scale': scale}
+      return found | dict(zip(('sum',), total))
 
     return call
 
@@ -177,6 +182,29 @@ def quantise_comparisons(bench: Bench) -> Iterator[Comparison]:
       yield Comparison(
         f'parity quantise {first}', f'{T}x{M}', partial(each.make, T, M), outputs(each.kernel), outputs(each.reference), 2e-3
       )
+
+
+def append_comparisons(bench: Bench) -> Iterator[Comparison]:
+  """Yield the append of a token per row. Caches of few slots: a wrong number, or one in a wrong slot, is a large error."""
+
+  def outputs(append):
+    def call(stored, x, *others):
+      q, after = append(x, stored, *others)
+      numbers = {name: fp8.from_bytes(a).astype(jnp.float32) if a.dtype == jnp.uint8 else a for name, a in after.items()}
+      return {'q': q} | numbers
+
+    return call
+
+  for model, dtype in itertools.product(bench.sizes([MODELS['Qwen2.5-7B'], MODELS['Qwen3-8B']], [TOY]), (BF16, FP8)):
+    B = bench.sizes(64, 3)
+    yield Comparison(
+      'parity append',
+      f'H {model.queries} K {model.kv} {dtype}',
+      partial(append_inputs, model, B, 8, dtype),
+      outputs(hopper_append.append),
+      outputs(lambda x, stored, *others: append_reference(stored, x, *others)),
+      0.005,
+    )
 
 
 def eviction_comparisons(bench: Bench) -> Iterator[Comparison]:
