@@ -18,6 +18,7 @@ from sprl.quant.block import BlockScaled, Emulated, Quantised, block_dot, fake_g
 from sprl.sharding.rules import Names, activation, kept, shard
 
 FEW_ROWS = 256  # of a product with a weight on CPUs; at 16 and 64 rows this is faster, at 2,048 it is not
+TILE = 16  # rows that CPUs multiply together
 PRODUCT = 'product'  # name of these products in checkpoint policies
 
 
@@ -161,13 +162,16 @@ def rows_dot(x: Float[Array, '*B M'], w: Float[Array, 'N M'], dtype: Any = None)
   """Return x @ w^T, summed and returned in `dtype` (None: x's).
 
   XLA's CPU backend copies the right operand of every float32 product into another layout, which costs more than the product if
-  that operand is a weight and x has few rows. There x is the right operand, and the small result is transposed.
+  that operand is a weight and x has few rows. There x is the right operand, and the small result is transposed. Rows of zeros
+  fill up the last TILE, because that library sums the columns of an incomplete tile in another order: so the bits of a row do not
+  depend on its number or on the other rows.
   """
   rows = math.prod(x.shape[:-1])
   if x.dtype != jnp.float32 or rows > FEW_ROWS or on_accelerator():
     return jax.lax.dot_general(x, w, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=dtype)
-  y = jax.lax.dot_general(w, x.reshape(rows, -1), (((1,), (1,)), ((), ())), preferred_element_type=dtype)
-  return jax.lax.optimization_barrier(y).T.reshape(*x.shape[:-1], -1)  # XLA would exchange the operands again
+  whole = jnp.pad(x.reshape(rows, -1), ((0, -rows % TILE), (0, 0)))
+  y = jax.lax.dot_general(w, whole, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
+  return jax.lax.optimization_barrier(y).T[:rows].reshape(*x.shape[:-1], -1)  # XLA would exchange the operands again
 
 
 def _gathered(w, dtype, axes):

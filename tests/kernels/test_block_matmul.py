@@ -113,7 +113,7 @@ def test_wide_program_walks_through_several_tiles(N, tile, clusters):
 
 def test_sums_that_are_read_before_all_are_written_are_a_race(monkeypatch):
   """The race check covers the exchange of partial sums."""
-  monkeypatch.setattr(hopper, '_meet', lambda barrier: None)
+  monkeypatch.setattr(hopper, 'meet', lambda barrier: None)
   with pytest.raises(jax.errors.JaxRuntimeError, match='race'):
     check_launch(cut(8, 64, 512, 1, 1, 8, 2), 8, 64, 512)
 

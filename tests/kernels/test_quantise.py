@@ -145,7 +145,9 @@ def test_the_network_gives_the_same_with_the_kernels(monkeypatch):
   for name in ('normalised_codes', 'gated_codes', 'codes'):
     monkeypatch.setattr(hopper, name, interpreted(name, getattr(hopper, name)))
   monkeypatch.setattr(choice, 'chosen', lambda operation, kernels, obstacle: obstacle() is None)
+  transformer._equal_block.clear_cache()  # it was traced without the kernels
   found = hidden()
+  transformer._equal_block.clear_cache()
   assert called == {'normalised_codes': 2, 'gated_codes': 1, 'codes': 1}
   # An activation that rounds to another bfloat16 number may get another code.
   assert np.linalg.norm(found - expected) < 0.01 * np.linalg.norm(expected)

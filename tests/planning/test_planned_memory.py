@@ -164,12 +164,13 @@ def test_the_record_of_filters_is_counted():
 
 def test_bytes_of_a_sequence_in_the_cache():
   kv = {name: kv_bytes(memory.rollout_cache(QWEN, RUN, cache, quant)) for name, (cache, quant) in kinds(RUN, QWEN).items()}
-  # Keys and values, in FP8 16 second codes of a key; three counters of a row and two of each kv head; in a layer that evicts,
-  # positions and the last 8 queries.
-  assert kv['dense'] == 2 * 2 * 28 * K * D * 2048 + 44
-  assert kv['dense fp8'] == 28 * K * (2 * D + 16) * 2048 + 44
+  # Keys and values, in FP8 16 second codes of a key; counters: three of a row, one of each kv head and one of each query head; in
+  # a layer that evicts, positions and the last 8 queries.
+  numbers = 4 * (3 + K + H)
+  assert kv['dense'] == 2 * 2 * 28 * K * D * 2048 + numbers
+  assert kv['dense fp8'] == 28 * K * (2 * D + 16) * 2048 + numbers
   slots = 512 + 128
-  beside = 28 * (4 * K * slots + 2 * H * 8 * D) + 44
+  beside = 28 * (4 * K * slots + 2 * H * 8 * D) + numbers
   assert kv['sparse'] == 2 * 2 * 28 * K * D * slots + beside
   assert kv['sparse fp8'] == 28 * K * (2 * D + 16) * slots + beside
 
@@ -183,7 +184,7 @@ def test_bytes_of_a_sequence_equal_those_of_a_real_cache():
 def test_prompts_longer_than_the_budget_are_planned_with_the_slots_of_rows_and_one_whole_layer():
   prefill = {n: memory.rollout_memory(QWEN, RUN, Cache(budget=n), Quant(), 4, MeshAxes()).prefill for n in (512, 256)}
   slot = 28 * (2 * 2 * K * D + 4 * K)  # keys, values and a position
-  whole_layer = 2 * 2 * K * D * 512 + 44  # of a prompt of 512 tokens, with the counters of a row
+  whole_layer = 2 * 2 * K * D * 512 + 4 * (3 + K + H)  # of a prompt of 512 tokens, with the counters of a row
   assert prefill[512] - prefill[256] == 4 * ((512 - (256 + 128)) * slot - whole_layer)
 
 

@@ -16,13 +16,14 @@ from sprl.planning.work import attended, decode_work
 GEMMA = ModelConfig.read(MODELS / 'gemma-3-1b-it')
 PROMPT, TOKENS, WINDOW, SLOT = 512, 2048, 512, 2 * 256 * 2  # SLOT: bytes of a key and a value of one head of width 256
 BUDGET, INTERVAL = RUN.cache.budget or 0, RUN.cache.interval
+COUNTERS = 4 * (3 + 1 + 4)  # bytes a row: three numbers, one of each kv head, one of each query head
 
 
 def test_the_cache_of_a_sequence_has_a_ring_for_each_layer_with_a_window():
-  assert kv_bytes(rollout_cache(GEMMA, RUN, Cache(), Quant())) == SLOT * (22 * WINDOW + 4 * TOKENS) + 3 * 4 + 2 * 4
+  assert kv_bytes(rollout_cache(GEMMA, RUN, Cache(), Quant())) == SLOT * (22 * WINDOW + 4 * TOKENS) + COUNTERS
   sparse = rollout_cache(GEMMA, RUN, Cache(method='streaming', budget=BUDGET, interval=INTERVAL), Quant())
   position = 4  # bytes of a slot's position, in the layers that evict
-  assert kv_bytes(sparse) == SLOT * 22 * WINDOW + (SLOT + position) * 4 * (BUDGET + INTERVAL) + 3 * 4 + 2 * 4
+  assert kv_bytes(sparse) == SLOT * 22 * WINDOW + (SLOT + position) * 4 * (BUDGET + INTERVAL) + COUNTERS
 
 
 def test_a_decode_step_reads_the_window_of_most_layers():

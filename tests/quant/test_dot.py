@@ -30,6 +30,14 @@ def test_products_with_few_and_with_many_rows_match_numpy(rows, dtype, out):
   np.testing.assert_allclose(y, np.asarray(x, np.float64) @ np.asarray(w, np.float64).T, atol=1e-5)
 
 
+def test_bits_of_a_row_do_not_depend_on_its_number_or_on_the_other_rows():
+  x, w = (jax.random.normal(jax.random.key(seed), size) for seed, size in enumerate([(37, 96), (260, 96)]))
+  product = jax.jit(rows_dot)
+  together = product(x, w)
+  for first, last in ((0, 1), (36, 37), (3, 9), (11, 36)):
+    np.testing.assert_array_equal(product(x[first:last], w), together[first:last])
+
+
 def test_float32_weights_under_bfloat16_activations():
   rng = np.random.default_rng(0)
   x, g = (jnp.asarray(rng.normal(size=s), jnp.bfloat16) for s in ((64, 4), (64, 6)))

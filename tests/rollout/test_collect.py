@@ -30,7 +30,7 @@ def test_savings_follow_from_kept_slots_and_allocated_bytes():
   assert found['sparse/compressed'] == 0.5
   slots, width = 5 + 1, 2 * 2 * 2 * 16  # budget + interval; 2 layers, k and v, 2 heads of 16
   positions, queries = 4 * 2 * 2 * slots, 2 * 2 * 4 * 2 * 16  # of 2 layers: 2 heads' slots; 4 heads' last 2 queries, bfloat16
-  row = slots * width + positions + queries + 4 * 7  # and seven numbers a row
+  row = slots * width + positions + queries + 4 * 9  # and nine numbers a row
   assert found['sparse/cache_bytes'] == pytest.approx(3 * row, rel=0.01)  # the scales are within the tolerance
   assert found['sparse/bytes_saving'] == pytest.approx(1 - row / (10 * 2 * width), abs=0.01)
   assert found['fp8/kv_saturation'] == pytest.approx(32 / (17 * width))
