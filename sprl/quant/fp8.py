@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Float, Float8e4m3fn, Float32, UInt8
 
 from sprl.kernels.e4m3 import numbers
 from sprl.kernels.fp8_softmax import rounded
+from sprl.kernels.platform import on_accelerator
 
 MAX = 448.0
 FLOOR = 1e-10  # least amax of a block: without it a block of zeros would give 0 / 0 = nan
@@ -25,7 +26,9 @@ def decast(codes: Float8e4m3fn[Array, '*S'], scale: Float[Array, '...'] | float,
 
 
 def fake(x: Float[Array, '*S'], scale: Float[Array, '...'] | float) -> Float[Array, '*S']:
-  """Return x after a round trip through e4m3, in its own dtype: `decast` of `cast`, without the codes."""
+  """Return x after a round trip through e4m3, in its own dtype: `decast` of `cast`. On CPUs it is faster without the codes."""
+  if on_accelerator():
+    return decast(cast(x, scale), scale, x.dtype)
   scaled = jnp.clip(x.astype(jnp.float32) / scale, -MAX, MAX)
   return (jnp.copysign(rounded(jnp.abs(scaled)), scaled) * scale).astype(x.dtype)
 
