@@ -19,6 +19,6 @@ def on_devices(script, *arguments, **env):
     'PYTHONPATH': os.pathsep.join(map(str, paths)),
   }
   line = [sys.executable, str(TESTS / 'sharding' / script), *arguments]
-  result = subprocess.run(line, env=os.environ | env, capture_output=True, text=True, timeout=900)
+  result = subprocess.run(line, env=os.environ | env, capture_output=True, text=True, timeout=1800)
   assert result.returncode == 0, result.stderr[-3000:]
   return json.loads(result.stdout.splitlines()[-1])
