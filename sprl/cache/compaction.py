@@ -96,7 +96,7 @@ def row_bytes(layout: CacheLayout, slots: int) -> int:
   """Return the temporary memory of the compression of one row of a layer."""
   D, itemsize = layout.head_dim, layout.storage.itemsize
   keys = jax.ShapeDtypeStruct((layout.kv_heads, slots, D), jnp.float32 if layout.fp8 else layout.storage)
-  cosines = 0 if compares_without_cosines(keys, layout.kernels) else 4 * slots
+  cosines = 0 if compares_without_cosines(keys, layout.kernels, local=True) else 4 * slots
   return layout.kv_heads * slots * (cosines + D * (4 + 4 * itemsize))
 
 

@@ -74,9 +74,14 @@ def similarity(
   return one(k, n)
 
 
-def compares_without_cosines(k: Float[Array, '*B K S D'] | jax.ShapeDtypeStruct, kernels: Kernels = 'auto') -> bool:
-  """Return whether `similarity` runs the kernel. The reference makes an array [K, S, S] of cosines for each row."""
-  return chosen('similarity of keys', kernels, lambda: _similarity_obstacle(k))
+def compares_without_cosines(
+  k: Float[Array, '*B K S D'] | jax.ShapeDtypeStruct, kernels: Kernels = 'auto', local: bool = False
+) -> bool:
+  """Return whether `similarity` runs the kernel. The reference makes an array [K, S, S] of cosines for each row.
+
+  `local` says that the caller will compare the keys of each device there (`sprl.kernels.platform.chosen`).
+  """
+  return chosen('similarity of keys', kernels, lambda: _similarity_obstacle(k), local)
 
 
 def similarity_reference(
