@@ -48,6 +48,10 @@ def main():
   parser.add_argument('--worker', help=argparse.SUPPRESS)
   args = parser.parse_args()
   names = args.programs.split(',')
+  if unknown := set(names) - set(PROGRAMS):
+    parser.error(f'--programs: found {", ".join(sorted(unknown))}; expected some of {", ".join(PROGRAMS)}')
+  if args.base and not (Path(args.base) / 'sprl').is_dir():
+    parser.error(f'--base = {args.base}: expected a checkout of sprl')
   if args.worker:
     jax.block_until_ready(jax.jit(lambda x: x @ x)(np.ones((8, 8))))  # starts the compiler
     for name in names:

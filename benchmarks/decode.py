@@ -38,7 +38,7 @@ def main():
   parser.add_argument('--dtype', default='auto', choices=['auto', 'float32', 'bfloat16'])
   parser.add_argument('--repeats', type=int, default=2)
   parser.add_argument('--peer', action='store_true', help="measure transformers' generate too; requires `make reference`")
-  parser.add_argument('--quant', metavar='FORMATS', help='also measure FP8 rollouts: w8a8, kv8 or w8a8_kv8')
+  parser.add_argument('--quant', choices=['w8a8', 'kv8', 'w8a8_kv8'], help='also measure FP8 rollouts')
   parser.add_argument('--save', metavar='NAME', help='write benchmarks/results/NAME.json')
   args = parser.parse_args()
 

@@ -368,15 +368,18 @@ def test_codes_of_values_that_were_not_rounded_to_bfloat16_first_are_beyond_the_
   """So the comparison would find a kernel that quantises a norm in float32, as XLA may."""
   comparisons = [each for each in gpu_check_parity.quantise_comparisons(BENCH) if each.check == 'parity quantise norm']
 
-  def unrounded(x, scale):
-    wide = x.astype(jnp.float32)
+  def unrounded(x, added, scale):
+    total = x + added
+    wide = total.astype(jnp.float32)
     normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=1, keepdims=True) + 1e-6) * scale.astype(jnp.float32)
     codes, scales = quantise_groups(normed, 'float32')
-    return {'values': codes.astype(jnp.float32) * jnp.repeat(scales, 128, axis=1), 'scale': scales}
+    return {'values': codes.astype(jnp.float32) * jnp.repeat(scales, 128, axis=1), 'scale': scales, 'sum': total}
 
   for each in comparisons:
     assert gpu_check_parity.compared(each._replace(kernel=each.reference), {})['status'] == 'ok'
-    assert gpu_check_parity.compared(each._replace(kernel=unrounded), {})['status'].startswith('WRONG')
+    found = gpu_check_parity.compared(each._replace(kernel=unrounded), {})
+    assert found['status'].startswith('WRONG')
+    assert found['output'] == 'values'
 
 
 def test_a_comparison_reports_the_output_with_the_largest_error():

@@ -191,7 +191,7 @@ class KVCache:
     return dataclasses.replace(self._of_rows, layers=none, block=None)
 
   def on_layers_of(self, other: 'KVCache', block: Int[Array, ' R'] | None) -> 'KVCache':
-    """Return these rows with the layers of another cache, of which they are the rows `block`; None: all rows."""
+    """Return this cache with the layers of `other`. `block` has the numbers of its rows in `other`; None: all rows."""
     return dataclasses.replace(self, layers=other.layers, scales=other.scales, bias=other.bias, block=block)
 
   @property

@@ -20,7 +20,7 @@ from sprl.kernels.rope import Turns
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Projected:
-  """The joined product of one new token per row, and what makes its queries, keys and values of it."""
+  """The joined product of q, k and v of one new token per row, and the biases, norms and rotations to apply to it."""
 
   product: Float[Array, 'B N']  # q, k and v, one after the other
   bias: tuple[Float[Array, ' _'], Float[Array, ' _'], Float[Array, ' _']] | None  # of q, k and v
@@ -69,8 +69,8 @@ def append(
 ) -> tuple[Float[Array, 'B H D'], dict[str, Array]]:
   """Return the rotated queries, and the arrays of a layer with the new keys and values. The kernel must run (`runs`).
 
-  `stored` are arrays of the LayerCache, by its names, which are updated in place: k, v, and where the cache has them second,
-  position and queries. With FP8, they are also the counts of clamped numbers, saturated [B, K] and saturated_queries [B, H].
+  `stored` maps names of LayerCache to arrays, which are updated in place: k and v, and where the cache has them second, position
+  and queries. An FP8 cache adds the counts of clamped numbers, saturated [B, K] and saturated_queries [B, H].
   Row b's token is at this position of its sequence and goes to slot[b]. A row whose slot is S has no token, and keeps its arrays.
   `code` says how an FP8 cache stores the numbers; None: the cache is not FP8.
   """

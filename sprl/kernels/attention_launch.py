@@ -27,7 +27,7 @@ PROGRAMS = 2 * MULTIPROCESSORS  # with fewer rows, every row is divided
 TEAM = 4  # programs of a team, unless a row has more
 MEMBERS = 8  # maximum number of programs of a team: the largest cluster that every Hopper GPU runs
 LEAST = 4  # minimum number of blocks of a part, if every row is divided
-LONG = 16  # the same, if only rows are divided that are longer than the others of their team
+LONG = 16  # the same, if a team divides only its long rows
 # Bytes of shared memory per program if a multiprocessor holds three, two or one (228 KiB, less 1 KiB each), and the fewest stages
 # for which that many programs pay off: more programs hide more waiting time, but share the memory for their rings.
 SHARED = ((75 * 1024, 3), (113 * 1024, 2), (227 * 1024, 2))

@@ -286,8 +286,8 @@ def decode(
   starts after given tokens or on a kept cache waits once, for at most P - 1 steps. It draws the same tokens, because draws depend
   on positions, not on steps.
 
-  The P steps are plain: their program has no compression. Rows that are due at the last one leave it out. They take this step
-  afterwards, in blocks of `due_at_once` rows. One loop over the blocks surrounds all layers: a GPU asks the host once, and once
+  The P steps are plain: their program has no compression. A row that is due skips the last plain step. It takes that step after
+  the others, in a block of `due_at_once` rows. One loop over the blocks surrounds all layers: a GPU asks the host once, and once
   more for each block. Work grows with the number of rows that are due. Each block reads the weights.
   """
 

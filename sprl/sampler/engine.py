@@ -98,7 +98,7 @@ class EngineConfig:
   def in_flight(self) -> int:
     """How many chunks may be in the devices' queue.
 
-    One if records of a row that ended are read from the state: reading them waits for all chunks in the queue.
+    One if the engine reads evictions or experts from the state, because that read waits for all chunks in the queue.
     """
     return 2 if self.fixed_chunks and not (self.layout.record or self.layout.routes) else 1
 

@@ -86,6 +86,7 @@ def test_xla_never_splits_a_kernel(monkeypatch, caplog):
 # --- compiled for H200s ----------------------------------------------------------------------------------------------
 
 ROWS, L = 16, 2  # rows of a device, layers
+BLOCK = 8  # rows of a device that compress together: `decode.due_at_once`
 H, K, D, E, F, V = 8, 4, 128, 512, 1024, 1024
 ALL = {'decode_attention', 'block_matmul', 'compact', 'similarity'}
 h200s = pytest.mark.skipif(aot.missing() is not None, reason=str(aot.missing()))
@@ -118,11 +119,15 @@ def check_in_place(compiled, layout, heads):
   assert not [line for line in made if ' copy(' in line or ' copy-start(' in line]
 
 
+def sent(compiled):
+  return Counter((each.kind, each.bytes, each.devices) for each in compiled.collectives)
+
+
 @h200s
-def test_devices_that_share_no_row_send_nothing():
+def test_devices_that_share_no_row_send_one_bit_to_agree_whether_any_row_is_due():
   compiled, layout = decoding(Mesh(data=8, fsdp=1, tensor=1))
   check_in_place(compiled, layout, K)
-  assert compiled.collectives == ()
+  assert sent(compiled) == {('all-reduce', 1, 8): 1}
 
 
 @h200s
@@ -130,9 +135,12 @@ def test_devices_that_share_weights_send_what_is_planned():
   """data 2 x tensor 4: they send hidden states and logits, and neither weights nor cache."""
   compiled, layout = decoding(Mesh(data=2, fsdp=1, tensor=4))
   check_in_place(compiled, layout, K // 4)
-  rows = ROWS * 2 * E  # bfloat16
-  planned = Counter({('all-reduce', rows, 4): 1 + 2 * L})  # embeddings of the tokens; o and down
-  planned['all-to-all', 4 * ROWS * V // 4, 4] += 1  # logits: from parts of all rows to whole rows
-  planned['all-gather', 4 * ROWS, 4] += 2  # drawn tokens and their log-probs
-  found = Counter((each.kind, each.bytes, each.devices) for each in compiled.collectives)
-  assert found == planned + planned  # the program has plain steps, and a step that may compress
+
+  def step(rows):
+    planned = Counter({('all-reduce', rows * 2 * E, 4): 1 + 2 * L})  # bfloat16 embeddings of the tokens; o and down
+    planned['all-to-all', 4 * rows * V // 4, 4] += 1  # logits: from parts of all rows to whole rows
+    planned['all-gather', 4 * rows, 4] += 2  # drawn tokens and their log-probs
+    return planned
+
+  # Plain steps, a step for a block of rows that are due, and the question whether any row is, of the two parts of the rows.
+  assert sent(compiled) == step(ROWS) + step(BLOCK) + Counter({('all-reduce', 1, 2): 1})
