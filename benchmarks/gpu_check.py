@@ -92,6 +92,7 @@ KERNELS = (
   (hopper_packed_attention, 'packed_attention'),
   (hopper_quantise, 'codes'),
   (hopper_quantise, 'gated_codes'),
+  (hopper_quantise, 'normalised'),
   (hopper_quantise, 'normalised_codes'),
 )
 CHECKS = {

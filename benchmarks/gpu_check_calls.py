@@ -152,10 +152,30 @@ def quantisations() -> dict[str, Quantisation]:
   }
 
 
+def norm_inputs(T: int, M: int, parts: int, key: jax.Array) -> tuple[Any, ...]:
+  """Return random tokens, the parts of a product that is added to them, and the weights of a norm."""
+  x, added, scale = jax.random.split(key, 3)
+  weights = jax.random.uniform(scale, (M,), BF16, 0.5, 2)
+  return jax.random.normal(x, (T, M), BF16), jax.random.normal(added, (parts, T, M), jnp.float32), weights
+
+
+def norm_kernel(x: Any, added: Any, scale: Any) -> tuple[Any, Any]:
+  """Return the norm of a sum, and the sum, by the kernel."""
+  return hopper_quantise.normalised(x, added, scale, EPSILON)
+
+
+def norm_reference(x: Any, added: Any, scale: Any) -> tuple[Any, Any]:
+  """Return the norm of a sum, and the sum. The sum of the parts and the whole sum are rounded to bfloat16."""
+  total = to_bfloat16(x.astype(jnp.float32) + to_bfloat16(jnp.sum(added, axis=0)))
+  normed = total * jax.lax.rsqrt(jnp.mean(total * total, axis=1, keepdims=True) + EPSILON) * scale
+  return normed.astype(BF16), total.astype(BF16)
+
+
 def append_inputs(model: Model, B: int, S: int, dtype: Any, key: jax.Array) -> tuple[Any, ...]:
   """Return random arguments of the append of a token per row: arrays of the cache, the joined product and all the rest.
 
-  The heads have biases and norms. An FP8 cache has second codes, and some numbers are clamped. The last row has no token.
+  The heads have biases and norms. An FP8 cache has second codes, and some numbers are clamped. The last row has no token. The
+  product is one part in bfloat16, as an FP8 linear gives it, or two in float32.
   """
   H, K, D, _, _ = model
   cache, product, bias, norm, place = jax.random.split(key, 5)
@@ -177,17 +197,19 @@ def append_inputs(model: Model, B: int, S: int, dtype: Any, key: jax.Array) -> t
   position = jax.random.randint(place, (B,), 0, 32768)
   angles = turns(position[:, None], D, Rope(theta=1e6))
   slot = jnp.where(jnp.arange(B) < B - 1, position % S, S)
-  joined = jax.random.normal(product, (B, (H + 2 * K) * D), BF16)
+  parts, of_parts = (1, BF16) if dtype == FP8 else (2, jnp.float32)
+  joined = jax.random.normal(product, (parts, B, (H + 2 * K) * D), of_parts)
   x = Projected(joined, (biases[0], biases[1], biases[2]), (norms[0], norms[1]), angles, EPSILON, 1.0)
   return stored, x, slot, position, code
 
 
 def append_reference(stored: dict, x: Projected, slot: Any, position: Any, code: CodeForm | None) -> tuple[Any, dict]:
   """Return what the kernel of the append does, from the sentences that describe it (sprl/kernels/hopper_append.py)."""
-  (B, K, _, D), H = stored['k'].shape, x.product.shape[1] // stored['k'].shape[3] - 2 * stored['k'].shape[1]
+  (B, K, _, D), H = stored['k'].shape, x.product.shape[2] // stored['k'].shape[3] - 2 * stored['k'].shape[1]
   assert x.bias is not None
   assert x.norm is not None
-  parts = jnp.split(x.product.astype(jnp.float32), [H * D, (H + K) * D], axis=1)
+  product = to_bfloat16(jnp.sum(x.product.astype(jnp.float32), axis=0))
+  parts = jnp.split(product, [H * D, (H + K) * D], axis=1)
   q, k, v = (to_bfloat16(part + bias).reshape(B, -1, D) for part, bias in zip(parts, x.bias, strict=True))
 
   def turned(heads, weight):

@@ -19,6 +19,9 @@ from gpu_check_calls import (
   compaction_inputs,
   expert_inputs,
   linear_inputs,
+  norm_inputs,
+  norm_kernel,
+  norm_reference,
   packed_inputs,
   quantisations,
   triton_candidate,
@@ -224,8 +227,9 @@ def bf16_expert_product(
 
 
 def check_quantise(bench: Bench) -> Iterator[Case]:
-  """Time the kernels that quantise tokens, beside XLA: the three of a decode step, then `codes` for fewer and more tokens."""
+  """Time the kernels that quantise or normalise tokens, beside XLA: those of a decode step, then `codes` for other tokens."""
   (_, _, _, E, F), T = bench.sizes((MODELS['Qwen2.5-7B'], 256), (TOY, 8))
+  yield Case('norm', f'{T}x{E} of 2', partial(normalise_tokens, bench, T, E, 2))
   cases = [('norm', T, E), ('gated activation', T, F), ('alone', T, E)]
   for first, T, M in [*cases, *bench.sizes([('alone', 64, E), ('alone', 8192, E)], [])]:
     yield Case('quantise', f'{first} {T}x{M}', partial(quantise_tokens, bench, first, T, M))
@@ -236,6 +240,14 @@ def quantise_tokens(bench: Bench, first: str, T: int, M: int, before: Rows) -> R
   each = quantisations()[first]
   least, peers = quantise.cost(T, M, each.moved), {'xla': each.reference}
   return bench.timed('quantise', f'{first} {T}x{M}', each.kernel, partial(each.make, T, M), least, peers)
+
+
+def normalise_tokens(bench: Bench, T: int, M: int, parts: int, before: Rows) -> Row:
+  """Time the norm of a sum."""
+  least = quantise.norm_cost(T, M, parts)
+  return bench.timed(
+    'norm', f'{T}x{M} of {parts}', norm_kernel, partial(norm_inputs, T, M, parts), least, {'xla': norm_reference}
+  )
 
 
 def check_eviction(bench: Bench) -> Iterator[Case]:

@@ -18,6 +18,9 @@ from gpu_check_calls import (
   expert_inputs,
   in_float32,
   linear_inputs,
+  norm_inputs,
+  norm_kernel,
+  norm_reference,
   packed_inputs,
   quantisations,
   triton_candidate,
@@ -79,6 +82,7 @@ def comparisons(bench: Bench) -> Iterator[Comparison]:
   yield from attention_comparisons(bench)
   yield from matmul_comparisons(bench)
   yield from quantise_comparisons(bench)
+  yield from norm_comparisons(bench)
   yield from append_comparisons(bench)
   yield from eviction_comparisons(bench)
   yield from row_comparisons(bench)
@@ -182,6 +186,17 @@ def quantise_comparisons(bench: Bench) -> Iterator[Comparison]:
       yield Comparison(
         f'parity quantise {first}', f'{T}x{M}', partial(each.make, T, M), outputs(each.kernel), outputs(each.reference), 2e-3
       )
+
+
+def norm_comparisons(bench: Bench) -> Iterator[Comparison]:
+  """Yield the norm of a sum, whose second term is in parts."""
+
+  def outputs(norm):
+    return lambda *inputs: dict(zip(('normed', 'sum'), norm(*inputs), strict=True))
+
+  for T, M, parts in bench.sizes([(256, 3584, 2), (64, 1536, 4)], [(8, 256, 2)]):
+    make = partial(norm_inputs, T, M, parts)
+    yield Comparison('parity norm', f'{T}x{M} of {parts}', make, outputs(norm_kernel), outputs(norm_reference), 2e-3)
 
 
 def append_comparisons(bench: Bench) -> Iterator[Comparison]:

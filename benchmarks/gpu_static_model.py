@@ -192,6 +192,9 @@ def _kernel(module, instruction, context, traffic):
       weights = max(shape.bytes for shape in operands)
       traffic += (context.met - 1) * weights
       return Work(bytes=traffic, products=traffic / (MEMORY * STREAMED)), None
+    case 'hopper_append':  # of the arrays that it updates in place, it writes one slot
+      written = sum(shape.bytes / context.slots for shape in instruction.shapes if context.slots in shape.dims)
+      return Work(bytes=traffic + written, rest=(traffic + written) / (MEMORY * STREAMED)), None
     case 'hopper_compact':
       kept = next(shape for shape in operands[3:] if len(shape.dims) == 2)
       D = operands[0].dims[-1]

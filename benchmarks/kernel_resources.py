@@ -30,6 +30,7 @@ from sprl.kernels import (
   quantise,
 )
 from sprl.kernels.cost import Cost
+from sprl.kernels.launch_model import parts_of_sum
 from sprl.kernels.packed_attention import Visible
 from sprl.models.moe import ACTIVATIONS, Blocks, blocks
 
@@ -242,11 +243,16 @@ def quantisations(model: str, T: int) -> list[Case]:
   if hopper_quantise.obstacle(Shape((T, E), BF16), 128, False, norm=True) is None:
     weights = Shape((T, E), BF16), Shape((E,), BF16)
     calls += [('normalised_codes', partial(hopper_quantise.normalised_codes, eps=1e-6), E, weights, 1)]
-  return [
+  found = [
     # The temporary array has the scales before they are transposed.
     Case(name, model, f'{T}x{M}', BF16, call, arguments, quantise.cost(T, M, read), 4 * T * -(-M // 128) + 1024)
     for name, call, M, arguments, read in calls
   ]
+  if len(calls) == 2:
+    return found
+  parts, norm = parts_of_sum(T, E, F), partial(hopper_quantise.normalised, eps=1e-6)
+  arguments, least = (Shape((T, E), BF16), Shape((parts, T, E), F32), Shape((E,), BF16)), quantise.norm_cost(T, E, parts)
+  return [*found, Case('normalised', model, f'{T}x{E} of {parts}', BF16, norm, arguments, least, 1024)]
 
 
 def distinct(cases: Iterable[Case]) -> list[Case]:

@@ -22,7 +22,7 @@ from sprl.kernels.rope import Turns
 class Projected:
   """The joined product of q, k and v of one new token per row, and the biases, norms and rotations to apply to it."""
 
-  product: Float[Array, 'B N']  # q, k and v, one after the other
+  product: Float[Array, 'P B N']  # q, k and v, one after the other, in parts whose sum is the product
   bias: tuple[Float[Array, ' _'], Float[Array, ' _'], Float[Array, ' _']] | None  # of q, k and v
   norm: tuple[Float[Array, ' D'], Float[Array, ' D']] | None  # scales of the norms of each head of q and k
   turns: Turns  # rotations of the tokens
@@ -32,7 +32,7 @@ class Projected:
   @property
   def axes(self) -> 'Projected':
     """The axis names of the arrays: only rows are split."""
-    rows: Any = {'product': ('rows', None), 'turns': Turns(('rows', None, None, None), ('rows', None, None, None))}  # pyright: ignore[reportArgumentType]
+    rows: Any = {'product': (None, 'rows', None), 'turns': Turns(('rows', None, None, None), ('rows', None, None, None))}  # pyright: ignore[reportArgumentType]
     whole: Any = {name: jax.tree.map(lambda _: (None,), getattr(self, name)) for name in ('bias', 'norm')}
     return Projected(**rows, **whole, eps=self.eps, query_scale=self.query_scale)
 

@@ -2,7 +2,7 @@
 
 One launch takes the joined product of q, k and v to rotated queries, and to keys and values in their slots of the cache:
 
-    1. bias, norm of each head, rotation                            each rounded to bfloat16, as the network rounds them
+    1. sum of the product's parts, bias, norm of each head, rotation; each is rounded to bfloat16, as the network rounds it
     2. queries: rounded to FP8 if the cache asks for it, and stored in the ring of newest queries
     3. keys: centred, cast to FP8, and the second codes of some coordinates (sprl/cache/key_bias.py); values: cast to FP8
     4. counts of the numbers that FP8 clamps
@@ -62,7 +62,7 @@ def append(
   halves = lambda a: a.reshape(*a.shape[:-1], -1, 2, P)  # noqa: E731
   refs = {name: jax.new_ref(a.reshape(*a.shape[:-1], 2, P) if name in ('k', 'v', 'queries') else a) for name, a in stored.items()}
   given = {
-    'x': halves(x.product.reshape(B, -1)),
+    'x': halves(x.product),
     'cos': x.turns.cos.reshape(B, 2, P),
     'sin': x.turns.sin.reshape(B, 2, P),
     'bias': None if x.bias is None else tuple(map(halves, x.bias)),
@@ -96,8 +96,13 @@ def _token(x: Projected, code: CodeForm | None, row, sizes, given, stores, q_ref
 
   def numbers(which, first, layout):
     """Return the two halves of heads from `first` on, with their bias: float32 [heads, P], rounded to bfloat16."""
-    heads = layout_heads[which]
-    found = [_load(given['x'].at[row, pl.ds(first, heads), half], layout) for half in (0, 1)]
+    product, heads = given['x'], layout_heads[which]
+
+    def added_up(half):
+      one, *more = (_load(product.at[part, row, pl.ds(first, heads), half], layout) for part in range(product.shape[0]))
+      return _rounded(sum(more, one)) if more else one
+
+    found = [added_up(half) for half in (0, 1)]
     if given['bias'] is not None:
       bias = [_rounded(_load(given['bias'][which].at[:, half], layout)) for half in (0, 1)]
       found = [_rounded(a + b) for a, b in zip(found, bias, strict=True)]

@@ -1,10 +1,11 @@
-"""Quantise activations to FP8 on NVIDIA Hopper, in Pallas Mosaic GPU: alone, after an addition and a norm, or gated.
+"""Normalise activations and quantise them to FP8 on NVIDIA Hopper, in Pallas Mosaic GPU.
 
 A group is 128 features of a token. The 32 lanes of a warp hold four features each, so the largest value of a group is found
 within a warp. A program has four warps and computes:
 
-    normalised_codes   one token [C, 128], or the sum of two; the warps share its C groups and add up their sums of squares
-    codes, gated_codes one group of eight tokens [8, 128]
+    normalised         the norm of a sum, for one token [C, 128]; the warps share its C groups and add up their sums of squares
+    normalised_codes   the same in FP8
+    codes, gated_codes one group of eight tokens [8, 128] in FP8
 
 The codes have the layout that the matrix product reads, and the scales are transposed. Therefore no other program runs between
 the two kernels.
@@ -49,6 +50,22 @@ def obstacle(x: Array | Shape, group: int, pow2: bool, norm: bool = False) -> st
   return None
 
 
+def normalised(
+  x: BFloat16[Array, 'T M'], added: Float[Array, 'P T M'], scale: Float[Array, ' M'], eps: float, interpret: Any = None
+) -> tuple[BFloat16[Array, 'T M'], BFloat16[Array, 'T M']]:
+  """Return y / rms(y) * scale, and y: x + the sum of the parts `added`. This sum and y are rounded to bfloat16.
+
+  `interpret=plgpu.InterpretGPUParams()` runs the kernel on a CPU.
+  """
+
+  def hopper_normalised(x_ref, added_ref, scale_ref, normed_ref, sum_ref):  # the program's name in profiles
+    token = lax.axis_index('token')
+    normed_ref[token], sum_ref[token] = _normed(token, x_ref, added_ref, scale_ref, eps)
+
+  normed, total = _by_token(hopper_normalised, x, [added], scale, [Shape(_grouped(x).shape, x.dtype)] * 2, interpret)
+  return normed.reshape(x.shape), total.reshape(x.shape)
+
+
 def normalised_codes(
   x: BFloat16[Array, 'T M'],
   scale: Float[Array, ' M'],
@@ -60,32 +77,52 @@ def normalised_codes(
 
   The product is rounded to bfloat16 before it is quantised. `interpret=plgpu.InterpretGPUParams()` runs the kernel on a CPU.
   """
-  (T, M), C = x.shape, x.shape[1] // GROUP
-  layout = _layout(math.gcd(C, WARPS))
-  inputs = [x] if added is None else [x, added]
+  T, C, _ = shape = _grouped(x).shape
+  parts = [] if added is None else [added[None]]
 
-  def hopper_normalised_codes(x_refs, scale_ref, codes_ref, scales_ref, *sum_ref):  # the program's name in profiles
+  def hopper_normalised_codes(x_ref, *refs):  # the program's name in profiles
+    *added_refs, scale_ref, codes_ref, scales_ref = refs[: len(parts) + 3]
     token = lax.axis_index('token')
-    wide, *more = (plgpu.load(ref.at[token], layout=layout, optimized=False).astype(jnp.float32) for ref in x_refs)
-    for each in more:
-      total = (wide + each).astype(jnp.bfloat16)
-      sum_ref[0][token] = total
-      wide = total.astype(jnp.float32)
-    weight = plgpu.load(scale_ref, layout=layout, optimized=False).astype(jnp.float32)
-    mean = jnp.sum(jnp.sum(wide * wide, axis=1)) / M
-    codes, scales = _quantised((wide * lax.rsqrt(mean + eps) * weight).astype(jnp.bfloat16), layout)
-    codes_ref[token] = codes
+    normed, total = _normed(token, x_ref, added_refs[0] if added_refs else None, scale_ref, eps)
+    for sum_ref in refs[len(parts) + 3 :]:
+      sum_ref[token] = total
+    codes_ref[token], scales = _quantised(normed, _layout(math.gcd(C, WARPS)))
     store(scales_ref.at[:, token], scales)
 
-  codes, scales, *total = plgpu.kernel(
-    hopper_normalised_codes,
-    out_type=[Shape((T, C, GROUP), FP8), Shape((C, T), jnp.float32), *[Shape((T, C, GROUP), x.dtype)] * (len(inputs) - 1)],
-    grid=(T,),
-    grid_names=('token',),
-    compiler_params=LANE,
-    interpret=interpret,
-  )([each.reshape(T, C, GROUP) for each in inputs], scale.reshape(C, GROUP))
-  return codes.reshape(T, M), scales.T, total[0].reshape(T, M) if total else x
+  outs = [Shape(shape, FP8), Shape((C, T), jnp.float32), *[Shape(shape, x.dtype)] * len(parts)]
+  codes, scales, *total = _by_token(hopper_normalised_codes, x, parts, scale, outs, interpret)
+  return codes.reshape(x.shape), scales.T, total[0].reshape(x.shape) if total else x
+
+
+def _grouped(x: Array) -> Array:
+  """Return x with groups of features: [..., M] -> [..., C, GROUP]."""
+  return x.reshape(*x.shape[:-1], -1, GROUP)
+
+
+def _by_token(body, x, added, scale, outs, interpret):
+  """Run a program for each token."""
+  kernel = plgpu.kernel(
+    body, out_type=outs, grid=(len(x),), grid_names=('token',), compiler_params=LANE, interpret=interpret
+  )  # fmt: skip
+  return kernel(_grouped(x), *map(_grouped, added), _grouped(scale))
+
+
+def _normed(token, x_ref, added_ref, scale_ref, eps):
+  """Return y / rms(y) * scale [C, GROUP] of a token in bfloat16, and y: x plus the sum of the parts, if there are any."""
+  C = x_ref.shape[1]
+  layout = _layout(math.gcd(C, WARPS))
+
+  def load(ref):
+    return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
+
+  total, wide = None, load(x_ref.at[token])
+  if added_ref is not None:
+    first, *more = (load(added_ref.at[part, token]) for part in range(added_ref.shape[0]))
+    added = sum(more, first).astype(jnp.bfloat16)
+    total = (wide + added.astype(jnp.float32)).astype(jnp.bfloat16)
+    wide = total.astype(jnp.float32)
+  mean = jnp.sum(jnp.sum(wide * wide, axis=1)) / (C * GROUP)
+  return (wide * lax.rsqrt(mean + eps) * load(scale_ref)).astype(jnp.bfloat16), total
 
 
 def codes(x: BFloat16[Array, 'T M'], interpret: Any = None) -> tuple[Float8e4m3fn[Array, 'T M'], Float32[Array, 'T C']]:

@@ -36,6 +36,8 @@ TOGETHER = (1, 1), (2, 1), (1, 2), (2, 2)  # programs of a cluster without split
 # and two to have 18.
 CLUSTERS = {1: 132, 2: 66, 4: 32, 8: 16}
 DEPTH = 2  # minimum number of blocks of K per split
+PARTS = (0.8, 256), (1.5, 1025)  # a sum has more parts up to this many tiles a multiprocessor, of at least so many terms
+TERMS = 32  # terms of a part: a multiple of this
 
 MEMORY = 4.3e12  # bytes/s that a copy reaches on an H200 (data sheet: 4.8e12)
 L2 = 6.5e12  # bytes/s from the L2 cache to all multiprocessors: published measurements of H100 give 5.5e12 to 7e12
@@ -211,3 +213,19 @@ def bf16_seconds(M: int, N: int, K: int, block: int | None = None) -> float:
   widths = [tokens for tokens in (*NARROW, 128, 256) if tokens < 2 * M or tokens == 8] if block is None else [block]
   splits = SPLITS if block is None else (1,)
   return min(time(*each) for each in itertools.product((64, 128, 256), widths, splits) if each[0] * each[1] <= 128 * 256)
+
+
+def parts_of_sum(M: int, N: int, K: int) -> int:
+  """Return in how many parts a library should sum the bfloat16 product [M, N] over K, if a kernel adds the parts.
+
+  Few tiles of 128 x 128 occupy few multiprocessors. Without parts, XLA would split the sum itself, and add the parts in a launch
+  of its own. XLA splits long sums until there are one and a half tiles a multiprocessor.
+  """
+  tiles, parts = -(-M // WIDE) * -(-N // BLOCK), 1
+
+  def worth_more() -> bool:
+    return any(parts * tiles < MULTIPROCESSORS * enough and K // (2 * parts) >= terms for enough, terms in PARTS)
+
+  while parts < max(SPLITS) and K % (2 * parts * TERMS) == 0 and worth_more():
+    parts *= 2
+  return parts

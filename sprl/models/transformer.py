@@ -23,6 +23,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from sprl.config import Kernels, Remat
 from sprl.kernels.append import Projected
+from sprl.kernels.quantise import normalised, normalises
 from sprl.kernels.rope import Turns, rotate, turns
 from sprl.models.attention import Appends, Attention, PackedAttention
 from sprl.models.config import Experts, ModelConfig
@@ -30,7 +31,7 @@ from sprl.models.families import Activation
 from sprl.models.moe import ACTIVATIONS, AXES, ROUTER, gated, gates, mixture, probabilities, top_experts
 from sprl.models.routing import LayerRouting, Routing, balance_of, replayed
 from sprl.quant.block import BlockScaled, Quantised, gated_codes, normalised_codes, quantises
-from sprl.quant.dot import PRODUCT, dot, plain
+from sprl.quant.dot import PRODUCT, Parts, dot, parted_dot, plain
 from sprl.quant.joined import Joined, Within
 from sprl.sharding.rules import activation, kept, prefetch_barrier, shard, shares
 
@@ -52,7 +53,7 @@ class Sum(NamedTuple):
   """The residual stream as a sum that is not computed yet: the kernel of the next norm may compute it (`RMSNorm.read_by`)."""
 
   x: Float[Array, '*B E']
-  added: Float[Array, '*B E']
+  added: Float[Array, '*B E'] | Parts
 
 
 Stream = Float[Array, '*B E'] | Sum
@@ -60,7 +61,9 @@ Stream = Float[Array, '*B E'] | Sum
 
 def added_up(x: Stream) -> Float[Array, '*B E']:
   """Return the residual stream as one array."""
-  return x.x + x.added if isinstance(x, Sum) else x
+  if not isinstance(x, Sum):
+    return x
+  return x.x + (x.added.whole(x.x.dtype) if isinstance(x.added, Parts) else x.added)
 
 
 def _weight(axes: tuple[str | None, ...], *shape: int) -> nnx.Param:
@@ -78,6 +81,13 @@ class Linear(nnx.Module):
   def __call__(self, x: Float[Array, '*B M'] | Quantised) -> Float[Array, '*B N']:
     """Map [..., in] to [..., out]."""
     return self.biased(dot(x, self.kernel.get_value(), self.axes))
+
+  def in_parts(self, x: Float[Array, '*B M'] | Quantised) -> Float[Array, '*B N'] | Parts:
+    """Map [..., in] to [..., out], in parts if a GPU would split the sum."""
+    if self.bias is not None:
+      return self(x)
+    product = parted_dot(x, self.kernel.get_value(), self.axes)
+    return product if isinstance(product, Parts) else self.biased(product)
 
   def biased(self, product: Float[Array, '*B N']) -> Float[Array, '*B N']:
     """Return the output for a product of the inputs and the kernel."""
@@ -117,9 +127,16 @@ class RMSNorm(nnx.Module):
     """Return the stream, and its norm in the form that these linears multiply: in FP8 where a kernel adds, norms and casts."""
     first, added = x if isinstance(x, Sum) else (x, None)
     w = _codes(*linears)
-    if w is not None and quantises(first.shape, first.dtype, w, norm=True):
-      inputs, whole = normalised_codes(first, added, self.factor, self.eps, w)
-      return whole, inputs
+    if w is None or isinstance(added, Parts) or not quantises(first.shape, first.dtype, w, norm=True):
+      return self.of_stream(x)
+    inputs, whole = normalised_codes(first, added, self.factor, self.eps, w)
+    return whole, inputs
+
+  def of_stream(self, x: 'Stream') -> tuple[Float[Array, '*B M'], Float[Array, '*B M']]:
+    """Return the stream and its norm. A kernel adds a product in parts (`Layer._adds_parts`)."""
+    if isinstance(x, Sum) and isinstance(x.added, Parts):
+      normed, whole = normalised(x.x, x.added.of, self.factor, self.eps)
+      return whole, normed
     whole = added_up(x)
     return whole, self(whole)
 
@@ -148,6 +165,10 @@ def _maybe(norm: RMSNorm | None, x: Float[Array, '*B M']) -> Float[Array, '*B M'
   return x if norm is None else norm(x)
 
 
+def _normed_product(norm: RMSNorm | None, product: Float[Array, '*B M'] | Parts) -> Float[Array, '*B M'] | Parts:
+  return product if isinstance(product, Parts) else _maybe(norm, product)  # `Layer._adds_parts`: there is no norm
+
+
 class SelfAttention(nnx.Module):
   """Projections and rotary positions around the attention argument."""
 
@@ -168,19 +189,22 @@ class SelfAttention(nnx.Module):
     """Return the stream, and its norm in the form that the projections multiply."""
     return _read(norm, x, self.q, self.k, self.v)
 
-  def __call__(self, layer: int, x: Float[Array, 'B T E'] | Quantised, turns: Turns, attention: Attention):
-    """Return the output [B, T, E] and the attention object after these tokens."""
+  def __call__(
+    self, layer: int, x: Float[Array, 'B T E'] | Quantised, turns: Turns, attention: Attention, in_parts: bool = False
+  ) -> tuple[Float[Array, 'B T E'] | Parts, Any]:
+    """Return the output, with `in_parts` in parts, and the attention object after these tokens."""
     B, T, _ = x.shape
-    heads = (B, T, -1, self.head_dim)
+    heads, project = (B, T, -1, self.head_dim), self.o.in_parts if in_parts else self.o
     joined = self.q.kernel.get_value()
     # One token per row: a kernel takes the product of q, k and v from here to the cache.
     if T == 1 and isinstance(joined, Joined) and isinstance(attention, Appends) and self._appended(layer, joined, x, attention):
       with jax.named_scope('qkv'):
-        product = dot(x, joined.weight, self.q.axes)
+        product = parted_dot(x, joined.weight, self.q.axes)
+        parts = product.of if isinstance(product, Parts) else product[None]
       with jax.named_scope('attend'):
-        out, attention = attention.attend_projected(layer, self._projected(product.reshape(B, -1), turns))
+        out, attention = attention.attend_projected(layer, self._projected(parts.reshape(-1, B, parts.shape[-1]), turns))
       with jax.named_scope('o'):
-        return self.o(out.reshape(B, T, -1)), attention
+        return project(out.reshape(B, T, -1)), attention
     with jax.named_scope('qkv'):
       q, k, v = together(x, self.q, self.k, self.v)
       if not self.whole_norm:
@@ -190,14 +214,14 @@ class SelfAttention(nnx.Module):
     with jax.named_scope('attend'):
       out, attention = attention.attend(layer, q, k, v, self.sliding_window)
     with jax.named_scope('o'):
-      return self.o(out.reshape(B, T, -1)), attention
+      return project(out.reshape(B, T, -1)), attention
 
   def _appended(self, layer: int, joined: Joined, x: Float[Array, 'B T E'] | Quantised, attention: Appends) -> bool:
     """Return whether the attention takes the product of x: with all heads of a token, and no norm over several heads."""
     product = jax.ShapeDtypeStruct((x.shape[0], sum(joined.sizes)), x.dtype)
     return shares('heads') == 1 and not self.whole_norm and attention.appends(layer, product)
 
-  def _projected(self, product: Float[Array, 'B N'], turns: Turns) -> Projected:
+  def _projected(self, product: Float[Array, 'P B N'], turns: Turns) -> Projected:
     q, k, v = (None if linear.bias is None else linear.bias.get_value() for linear in (self.q, self.k, self.v))
     bias = None if q is None or k is None or v is None else (q, k, v)
     norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
@@ -221,11 +245,18 @@ class MLP(nnx.Module):
 
   def __call__(self, x: Float[Array, 'B T E'] | Quantised) -> Float[Array, 'B T E']:
     """Apply the MLP to each token."""
+    return self.down(self._hidden(x))
+
+  def in_parts(self, x: Float[Array, 'B T E'] | Quantised) -> Float[Array, 'B T E'] | Parts:
+    """Apply the MLP to each token. The output is in parts if a GPU would split the sum."""
+    return self.down.in_parts(self._hidden(x))
+
+  def _hidden(self, x: Float[Array, 'B T E'] | Quantised) -> Float[Array, 'B T F'] | Quantised:
     first, down = self.gate.kernel.get_value(), _codes(self.down)
     if down is not None and isinstance(first, Joined) and quantises((*x.shape[:-1], first.sizes[0]), x.dtype, down):
-      return self.down(gated_codes(dot(x, first.weight, self.gate.axes), ACTIVATIONS[self.activation], down))
+      return gated_codes(dot(x, first.weight, self.gate.axes), ACTIVATIONS[self.activation], down)
     gate, up = together(x, self.gate, self.up)
-    return self.down(gated(gate, up, self.activation))
+    return gated(gate, up, self.activation)
 
 
 class Stack(nnx.Module):
@@ -292,17 +323,23 @@ class Layer(nnx.Module):
     """Return the stream [B, T, E], the attention object, and the routing of a layer with experts (else None)."""
     with jax.named_scope('attention'):
       x, inputs = self.attention.inputs(self.attention_norm, x)
-      out, attention = self.attention(layer, inputs, turns, attention)
-      x = Sum(x, _maybe(self.attention_out_norm, out))
+      in_parts = self._adds_parts(x, kernels)
+      out, attention = self.attention(layer, inputs, turns, attention, in_parts)
+      x = Sum(x, _normed_product(self.attention_out_norm, out))
     with jax.named_scope('mlp'):
       if isinstance(self.mlp, Mixture):
         x = added_up(x)
         out, routing = self.mlp(_maybe(self.mlp_norm, x), routes, mask, kernels)
         return x + _maybe(self.mlp_out_norm, out), attention, routing
       x, inputs = self.mlp.inputs(self.mlp_norm, x)
-      x = Sum(x, _maybe(self.mlp_out_norm, self.mlp(inputs)))
+      x = Sum(x, _normed_product(self.mlp_out_norm, (self.mlp.in_parts if in_parts else self.mlp)(inputs)))
       # If a kernel computed this norm, then most likely the next layer's too. Otherwise a sum would be two arrays to save.
-      return x if isinstance(inputs, Quantised) else added_up(x), attention, None
+      return x if in_parts or isinstance(inputs, Quantised) else added_up(x), attention, None
+
+  def _adds_parts(self, x: Float[Array, 'B T E'], kernels: Kernels) -> bool:
+    """Return whether a kernel adds the parts of products to the stream, when it computes the next norm of a decode step."""
+    B, T, E = x.shape
+    return T == 1 and self.attention_out_norm is None and self.mlp_out_norm is None and normalises(B, E, x.dtype, kernels)
 
 
 def _block(layer: Layer, x, turns: Turns, attention: Attention, routes, mask, *, index: int, remat: Remat, kernels: Kernels):
@@ -352,7 +389,7 @@ class Decoder(nnx.Module):
         x, attention, routing = block(layer, x, of_layer, attention, replay, mask, index=index, remat=remat, kernels=kernels)
       routings += [routing] if routing is not None else []
     with jax.named_scope('norm'):
-      return Forward(self.norm(added_up(x)), attention, Routing.of(routings))
+      return Forward(self.norm.of_stream(x)[1], attention, Routing.of(routings))
 
 
 def forward(

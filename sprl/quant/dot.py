@@ -12,10 +12,11 @@ from jaxtyping import Array, Float, Int
 
 from sprl.config import Kernels
 from sprl.kernels.grouped_matmul import grouped_matmul
+from sprl.kernels.launch_model import parts_of_sum
 from sprl.kernels.platform import on_accelerator
 from sprl.quant import block
 from sprl.quant.block import BlockScaled, Emulated, Quantised, block_dot, fake_groups
-from sprl.sharding.rules import Names, activation, kept, shard
+from sprl.sharding.rules import Names, activation, kept, parts, shard
 
 FEW_ROWS = 256  # of a product with a weight on CPUs; at 16 and 64 rows this is faster, at 2,048 it is not
 TILE = 16  # rows that CPUs multiply together
@@ -78,6 +79,32 @@ def dot(
       return checkpoint_name(_straight_through(x, w.w, w.copy, axes), PRODUCT)
     case _:
       return checkpoint_name(_dot(x, w, axes), PRODUCT)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Parts:
+  """A product as float32 parts, whose sum is the product. A kernel that reads them adds them up."""
+
+  of: Float[Array, 'P *B N']
+
+  def whole(self, dtype: Any) -> Float[Array, '*B N']:
+    """Return the product."""
+    return jnp.sum(self.of, axis=0).astype(dtype)
+
+
+def parted_dot(
+  x: Float[Array, '*B M'] | Quantised,
+  w: Float[Array, 'N M'] | LowRank | BlockScaled | Emulated | StraightThrough,
+  axes: Names | None = None,
+) -> Float[Array, '*B N'] | Parts:
+  """Return `dot`, in parts if a GPU would split its sum: part p sums the p-th of equal ranges of M. No gradient of parts."""
+  rows = math.prod(x.shape[:-1])
+  if not isinstance(w, jax.Array) or (several := parts_of_sum(rows // parts('rows', rows), len(w), x.shape[-1])) == 1:
+    return dot(x, w, axes)
+  assert not isinstance(x, Quantised), 'only codes multiply codes'
+  left, right = (a.reshape(*a.shape[:-1], several, -1) for a in (x, _gathered(w, x.dtype, axes)))
+  return Parts(jnp.einsum('...pm,npm->p...n', left, right, preferred_element_type=jnp.float32))
 
 
 def operand(x: Float[Array, '*B M'], w: Float[Array, '*X N M'] | BlockScaled | Emulated) -> Float[Array, '*B M']:

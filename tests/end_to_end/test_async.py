@@ -133,12 +133,12 @@ def test_an_asynchronous_run_overlaps_and_resumes_after_a_kill(inputs, monkeypat
   workdir = inputs / 'asynchronous'
   flags = asynchronous('--config.devices.learner=0', '--config.devices.rollout=1')
   line = f'--config={inputs / "config.py"}', f'--workdir={workdir}', *flags
-  process = tiny.start('main', *line, compiled=inputs / 'compiled')
+  process = tiny.start('main', *line)
   while not (workdir / 'checkpoints' / 'step_000003').exists():
     assert process.poll() is None, process.communicate()
   process.send_signal(signal.SIGKILL)
   tiny.finish(process)
-  status, _, err = tiny.run('main', *line, compiled=inputs / 'compiled')
+  status, _, err = tiny.run('main', *line)
   assert status == 0, err
   assert 'resuming after step' in err
   check_all_groups(workdir, 8)
@@ -176,7 +176,6 @@ def test_rollouts_on_their_own_devices_continue_while_weights_are_sent(inputs, m
   )  # fmt: skip
   status, out, err = tiny.run(
     Path(__file__).with_name('synced_meanwhile.py'), f'--config={inputs / "config.py"}', f'--workdir={workdir}', *flags,
-    compiled=inputs / 'compiled',
   )  # fmt: skip
   assert status == 0, err
   assert any(json.loads(out.splitlines()[-1]))  # not all: the engine is idle after a slow update and after the last step
@@ -188,9 +187,7 @@ def test_rollouts_on_their_own_devices_continue_while_weights_are_sent(inputs, m
 def test_on_one_device_rollouts_and_updates_take_turns(inputs, sync):
   workdir = inputs / f'shared-{sync}'
   flags = asynchronous(f'--config.rollout.sync={sync}', '--config.sampling.rows=8')
-  status, _, err = tiny.run(
-    'main', f'--config={inputs / "config.py"}', f'--workdir={workdir}', *flags, compiled=inputs / 'compiled'
-  )
+  status, _, err = tiny.run('main', f'--config={inputs / "config.py"}', f'--workdir={workdir}', *flags)
   assert status == 0, err
   check_all_groups(workdir, 8)
 

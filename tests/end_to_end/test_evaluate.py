@@ -87,10 +87,10 @@ def test_a_run_of_a_mixture_resumes_exactly_and_is_evaluated_on_other_data(input
   return config""",
     )
   )  # fmt: skip
-  whole, parts, compiled = inputs / 'whole', inputs / 'parts', inputs / 'compiled'
+  whole, parts = inputs / 'whole', inputs / 'parts'
 
   def train(workdir, *changes):
-    status, out, err = tiny.run('main', f'--config={config}', f'--workdir={workdir}', *changes, compiled=compiled)
+    status, out, err = tiny.run('main', f'--config={config}', f'--workdir={workdir}', *changes)
     assert status == 0, err
     return out, [{key: value for key, value in line.items() if key != 'time'} for line in read_metrics(workdir)]
 

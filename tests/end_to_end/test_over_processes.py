@@ -48,8 +48,6 @@ def start(inputs: Path, workdir: Path, processes: int, devices: int, *changes: s
     **os.environ,
     'JAX_PLATFORMS': 'cpu',
     'JAX_DISABLE_MOST_OPTIMIZATIONS': '1',
-    'JAX_COMPILATION_CACHE_DIR': str(inputs / 'compiled'),
-    'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.1',
     'XLA_FLAGS': f'--xla_force_host_platform_device_count={devices}',
     'SPRL_COORDINATOR': f'localhost:{port}',
     'SPRL_PROCESSES': str(processes),
@@ -145,11 +143,11 @@ def test_a_mesh_without_devices_of_every_process_is_refused(inputs, tmp_path):
 
 @pytest.mark.slow
 def test_every_part_of_a_step_is_the_same_over_processes(inputs):
-  """Sparse FP8 rollouts, scales, ledger, minibatches and a reference, over 4 processes and in one with 4 devices."""
+  """Sparse FP8 rollouts, scales, ledger, minibatches and a reference, over 2 processes and in one with 4 devices."""
   mesh = '--config.mesh.learner.data=2', '--config.mesh.learner.fsdp=2', '--config.steps=3'
-  train(inputs, inputs / 'four', 4, 1, *mesh)
+  train(inputs, inputs / 'two', 2, 2, *mesh)
   train(inputs, inputs / 'one', 1, 4, *mesh)
-  assert logged(inputs / 'four') == logged(inputs / 'one')
+  assert logged(inputs / 'two') == logged(inputs / 'one')
   assert {record['kind'] for record in logged(inputs / 'one')} == {'train', 'eval', 'ledger'}
 
 

@@ -54,12 +54,11 @@ def uninterrupted(inputs) -> Path:
 def test_a_killed_run_resumes_bit_for_bit(inputs):
   """A dense run with an FP8 cache is killed while it writes the second checkpoint, with one before it."""
   workdir = inputs / 'small-killed'
-  compiled = inputs / 'compiled'
   draft = workdir / 'checkpoints' / 'tmp-step_000002'
-  status, _ = interrupt(tiny.start('main', *arguments(inputs, workdir), *SMALL, compiled=compiled), signal.SIGKILL, draft.exists)
+  status, _ = interrupt(tiny.start('main', *arguments(inputs, workdir), *SMALL), signal.SIGKILL, draft.exists)
   assert (status, draft.exists(), checkpoint(workdir, 2).exists()) == (-9, True, False)
   folders = workdir, inputs / 'small-uninterrupted'
-  both = [tiny.start('main', *arguments(inputs, folder), *SMALL, compiled=compiled) for folder in folders]
+  both = [tiny.start('main', *arguments(inputs, folder), *SMALL) for folder in folders]
   resumed, uninterrupted = map(tiny.finish, both)
   assert (resumed[0], uninterrupted[0]) == (0, 0), resumed[2] + uninterrupted[2]
   assert 'resuming after step 1' in resumed[2]
@@ -71,7 +70,7 @@ def arguments(inputs: Path, workdir: Path) -> list[str]:
 
 
 def train(inputs: Path, workdir: Path, *changes: str) -> tuple[int, str, str]:
-  return tiny.run('main', *arguments(inputs, workdir), *changes, compiled=inputs / 'compiled')
+  return tiny.run('main', *arguments(inputs, workdir), *changes)
 
 
 def interrupt(process, number: int, moment: Callable[[], bool]) -> tuple[int, str]:
@@ -131,7 +130,7 @@ def test_every_interruption_leaves_the_same_run(inputs, uninterrupted):
   workdir = inputs / 'interrupted'
 
   def started():
-    return tiny.start('main', *arguments(inputs, workdir), compiled=inputs / 'compiled')
+    return tiny.start('main', *arguments(inputs, workdir))
 
   # A signal during the first evaluation, which is repeated.
   status, err = interrupt(started(), signal.SIGTERM, (workdir / 'metrics.jsonl').exists)

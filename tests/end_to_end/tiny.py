@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -16,6 +17,7 @@ from sprl.models.config import Family, tiny
 
 ROOT = Path(__file__).parents[2]
 STEPS = 6
+LIMIT = 1200  # seconds: several processes that compile on a slow machine take five minutes
 
 # Rewards differ within almost every group of random completions, so that every update has a gradient. A step takes a third of a
 # second, so that a signal arrives before the run ends.
@@ -74,22 +76,22 @@ def write_inputs(folder: Path, family: Family = 'qwen2', **changes: Any) -> Path
   return folder / 'config.py'
 
 
-def start(command: str | Path, *arguments: object, compiled: Path | None = None) -> subprocess.Popen:
-  """Start `python -m sprl.COMMAND ARGUMENTS`, or a script. `compiled` is the folder of the compilation cache."""
+def start(command: str | Path, *arguments: object) -> subprocess.Popen:
+  """Start `python -m sprl.COMMAND ARGUMENTS`, or a script, with the compilation cache of the tests (tests/conftest.py)."""
   program = [str(command)] if isinstance(command, Path) else ['-m', f'sprl.{command}']
   line = [sys.executable, *program, *map(str, arguments)]
   environment = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT)}
-  if compiled is not None:
-    environment |= {'JAX_COMPILATION_CACHE_DIR': str(compiled), 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.1'}
+  if cache := jax.config.jax_compilation_cache_dir:
+    environment |= {'JAX_COMPILATION_CACHE_DIR': cache, 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.1'}
   return subprocess.Popen(line, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def finish(process: subprocess.Popen) -> tuple[int, str, str]:
   """Wait for a process. Return (exit status, standard output, standard error)."""
-  out, err = process.communicate(timeout=300)
+  out, err = process.communicate(timeout=LIMIT)
   return process.returncode, out, err
 
 
-def run(command: str | Path, *arguments: object, compiled: Path | None = None) -> tuple[int, str, str]:
+def run(command: str | Path, *arguments: object) -> tuple[int, str, str]:
   """Run a command to its end. Return (exit status, standard output, standard error)."""
-  return finish(start(command, *arguments, compiled=compiled))
+  return finish(start(command, *arguments))

@@ -20,6 +20,7 @@ from sprl.kernels import append as choice
 from sprl.kernels import hopper_append as hopper
 from sprl.models import transformer
 from sprl.models.config import tiny
+from sprl.quant import dot
 from sprl.sampler import decode
 from sprl.sampler.weights import sampler_weights
 
@@ -30,6 +31,7 @@ DENSE, RKV = Cache(), Cache(budget=8, interval=16, window=4, method='rkv')
 LENGTHS, SEEN = [3, 9], [13, 9]  # slots and tokens of each row
 ACTIVE = [True, False]
 COUNTS = 'saturated', 'saturated_queries'
+PARTS = 4  # of the sums of products in bfloat16
 
 
 def randomised(params, key):
@@ -64,6 +66,7 @@ def step(family, cache, sampler, kernel=None):
     if kernel is not None:
       patch.setattr(choice, 'chosen', lambda operation, kernels, obstacle, local: obstacle() is None)
       patch.setattr(hopper, 'append', kernel)
+      patch.setattr(dot, 'parts_of_sum', lambda M, N, K: PARTS)
     # Otherwise XLA skips some of the roundings to bfloat16.
     exact = jax.jit(run, compiler_options={'xla_allow_excess_precision': False})
     hidden, _, after, _ = exact(weights, held, jnp.array([5, 6]), jnp.array(ACTIVE))
@@ -97,8 +100,9 @@ def test_the_kernel_appends_as_the_network_does(family, cache, sampler):
       assert getattr(other.layers[0], name) is None
       continue
     mine, want, old = (np.asarray(getattr(each.layers[0], name), np.float32) for each in (after, other, before))
-    # A norm that sums its squares in another order may round to the neighbour of a number.
-    assert (mine[0] != want[0]).sum() <= (3 if family != 'qwen2' and name != 'position' else 0), name
+    # Sums in another order, of the squares of a norm or of the parts of a product, may round to the neighbour of a number.
+    apart = mine[0] != want[0]
+    assert apart.sum() <= (0 if name == 'position' else 3 + apart.size // 100), name
     assert (mine[0] != old[0]).any(), name
     np.testing.assert_array_equal(mine[1], old[1])
 

@@ -46,7 +46,7 @@ def quick(case):
     case 'block_matmul':
       fused = case.shape.startswith(('qkv', 'gate_up', 'down'))
       return case.model == 'Qwen2.5-1.5B' and fused and not case.shape.endswith((' 1', ' 512'))
-    case 'packed_attention' | 'codes' | 'gated_codes' | 'normalised_codes':  # other tests below compile these
+    case 'packed_attention' | 'codes' | 'gated_codes' | 'normalised' | 'normalised_codes':  # other tests below compile these
       return False
     case _:
       return case.model == 'Qwen2.5-1.5B' and case.dtype != 'float32'
@@ -152,11 +152,12 @@ def test_products_compile_at_sizes_that_fill_no_tile(M, N, K):
   ],
 )
 def test_an_append_is_in_place_and_compiles_without_spills(H, K, D, dtype):
-  """With biases, norms, evicted slots and a ring of queries, and in FP8 with second codes and counts of clamped numbers."""
+  """With biases, norms, evicted slots and a ring of queries. FP8 has second codes and counts, and bfloat16 a product in parts."""
   B, S, shape = 64, 640, jax.ShapeDtypeStruct
   numbers = [shape((heads * D,), jnp.bfloat16) for heads in (H, K, K)]
   angles = shape((B, 1, 2, D // 2), jnp.float32)
-  scale, product = shape((D,), jnp.bfloat16), shape((B, (H + 2 * K) * D), jnp.bfloat16)
+  parts, of_parts = (1, jnp.bfloat16) if dtype == 'uint8' else (4, jnp.float32)
+  scale, product = shape((D,), jnp.bfloat16), shape((parts, B, (H + 2 * K) * D), of_parts)
   x = Projected(product, (numbers[0], numbers[1], numbers[2]), (scale, scale), Turns(angles, angles), 1e-6, 1.0)
   stored = {name: shape((B, K, S, D), dtype) for name in ('k', 'v')}
   stored |= {'position': shape((B, K, S), jnp.int32), 'queries': shape((B, H, 8, D), jnp.bfloat16)}
@@ -419,6 +420,9 @@ def test_quantisation_compiles_without_spills(M):
   for added in (None, x):
     [kernel] = compile_for_h200(normalised, x, scale, added).kernels
     assert kernel.spills == 0
+  parts = shape((8, 256, M), jnp.float32)
+  [kernel] = compile_for_h200(partial(hopper_quantise.normalised, eps=1e-6), x, parts, scale).kernels
+  assert kernel.spills == 0
 
 
 @pytest.mark.parametrize('sampler', ['none', 'kv8', 'w8a8_kv8'])

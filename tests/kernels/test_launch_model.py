@@ -107,3 +107,21 @@ def test_launches_of_decode_steps_of_7b():
   assert down.partial_bytes < 0.25 * 3584 * 18944
   for N, K in FUSED['Qwen2.5-7B']:
     assert launch(256, N, K).wave_use > 0.5
+
+
+@pytest.mark.parametrize(
+  ('M', 'N', 'K', 'parts'),
+  [
+    (256, 4608, 3584, 2),  # 72 tiles of 128 x 128 become 144
+    (64, 4608, 3584, 4),
+    (256, 3584, 18944, 4),  # 56 tiles become 112, and 224 because the sum is long
+    (256, 1536, 8960, 8),
+    (256, 1536, 1536, 4),  # 8 parts would have 192 terms
+    (64, 4096, 12288, 8),
+    (256, 1024, 64, 1),
+    (256, 3584, 3600, 1),  # not a multiple of 64 terms
+    (1024, 10240, 8192, 1),
+  ],
+)
+def test_a_product_has_as_many_parts_as_occupy_the_multiprocessors(M, N, K, parts):
+  assert launch_model.parts_of_sum(M, N, K) == parts

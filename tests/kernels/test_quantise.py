@@ -1,4 +1,4 @@
-"""Kernels that quantise activations, alone, behind a norm and behind a gated activation, against float64 and the reference.
+"""Kernels that normalise or quantise activations, alone and behind other operations, against float64 and the reference.
 
 The kernels run in Pallas's GPU interpreter, which raises on races. tests/kernels/test_compiled.py compiles them for the device.
 """
@@ -12,14 +12,17 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from sprl.config import Quant
+from sprl.cache.layout import cache_layout
+from sprl.config import Cache, Quant
 from sprl.kernels import hopper_quantise as hopper
 from sprl.kernels import quantise as choice
 from sprl.models import transformer
 from sprl.models.attention import PackedAttention
 from sprl.models.config import tiny
 from sprl.models.moe import ACTIVATIONS, gated
+from sprl.quant import dot
 from sprl.quant.block import quantise_groups
+from sprl.sampler import decode
 from sprl.sampler.weights import sampler_weights
 
 BF16 = jnp.bfloat16
@@ -89,6 +92,22 @@ def test_a_sum_is_rounded_before_its_norm_and_returned():
     np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(expected, np.float32))
 
 
+@pytest.mark.parametrize('M', [512, 768])  # groups for four warps, and for two
+def test_the_norm_of_a_sum_in_parts_is_that_of_one_after_the_other(M):
+  """The product is rounded, then its sum with the stream, then the norm."""
+  x, scale = tokens(8, M), jnp.asarray(np.random.default_rng(1).uniform(0.5, 2, M), BF16)
+  added = jnp.asarray(np.random.default_rng(2).normal(size=(4, 8, M)), jnp.float32)
+  normed, total = interpreted(hopper.normalised, eps=1e-6)(x, added, scale)
+  product = np.asarray(jnp.asarray(np.asarray(added, np.float64).sum(0), BF16), np.float64)
+  exact = np.asarray(jnp.asarray(np.asarray(x, np.float64) + product, BF16), np.float64)
+  # A float32 sum next to the middle of two bfloat16 numbers may round to the other.
+  np.testing.assert_allclose(np.asarray(total, np.float64), exact, rtol=2.0**-7, atol=2.0**-9)
+  assert (np.asarray(total, np.float64) != exact).mean() < 0.001
+  wide = np.asarray(total, np.float64)
+  expected = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + 1e-6) * np.asarray(scale, np.float64)
+  np.testing.assert_allclose(np.asarray(normed, np.float64), expected, rtol=2.0**-8 * 1.01)
+
+
 @pytest.mark.parametrize('activation', ['silu', 'gelu_tanh'])
 def test_a_gated_activation_and_its_codes_are_those_of_one_after_the_other(activation):
   x = tokens(8, 512)
@@ -150,4 +169,34 @@ def test_the_network_gives_the_same_with_the_kernels(monkeypatch):
   transformer._equal_block.clear_cache()
   assert called == {'normalised_codes': 2, 'gated_codes': 1, 'codes': 1}
   # An activation that rounds to another bfloat16 number may get another code.
+  assert np.linalg.norm(found - expected) < 0.01 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize('family', ['qwen2', 'gemma3_text'])
+def test_a_decode_step_adds_products_in_parts_where_a_norm_follows(monkeypatch, family):
+  """The kernel runs for the stream before each norm but the first. Gemma has norms of the products themselves: no parts."""
+  sizes = {'hidden_size': 256, 'num_attention_heads': 2, 'num_key_value_heads': 1, 'head_dim': 128, 'intermediate_size': 512}
+  config = tiny(family, num_hidden_layers=2, **sizes)
+  params = jax.jit(partial(transformer.init_params, config, dtype=BF16, scale=0.1))(jax.random.key(0))
+  layout = cache_layout(config, Cache(), Quant(), 16, 16, BF16)
+  weights = sampler_weights(params, BF16, Quant())
+  held = decode.empty_cache(layout, weights, 8)
+
+  def hidden():
+    step = partial(decode.decode_step, transformer.graph(config))
+    exact = jax.jit(step, compiler_options={'xla_allow_excess_precision': False})
+    return np.asarray(exact(weights, held, jnp.arange(8), jnp.ones(8, bool))[0], np.float32)
+
+  expected, called = hidden(), []
+
+  def normalised(x, added, scale, eps):
+    called.append(added.shape)
+    return kernel(x, added, scale, eps, interpret=plgpu.InterpretGPUParams())
+
+  kernel = hopper.normalised
+  monkeypatch.setattr(hopper, 'normalised', normalised)
+  monkeypatch.setattr(choice, 'chosen', lambda operation, kernels, obstacle: obstacle() is None)
+  monkeypatch.setattr(dot, 'parts_of_sum', lambda M, N, K: K // 128)
+  found = hidden()
+  assert called == ([(2, 8, 256), (4, 8, 256)] * 2 if family == 'qwen2' else [])
   assert np.linalg.norm(found - expected) < 0.01 * np.linalg.norm(expected)

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from sprl.quant import dot as module
 from sprl.quant.block import block_dot, quantise
-from sprl.quant.dot import FEW_ROWS, dot, rows_dot
+from sprl.quant.dot import FEW_ROWS, Parts, dot, parted_dot, rows_dot
 
 
 @pytest.mark.parametrize('lead', [(), (5,), (2, 3)])
@@ -73,3 +74,16 @@ def test_blockwise_and_emulated_products_agree(format, dtype):
   native, emulated = (np.asarray(y, np.float64) for y in (native, emulated))
   # bfloat16 rounds each factor to 2^-9 and so does the sum of 200 of them
   assert np.linalg.norm(emulated - native) < (1e-6 if dtype == jnp.float32 else 2**-8) * np.linalg.norm(native)
+
+
+def test_the_sum_of_the_parts_of_a_product_is_the_product(monkeypatch):
+  x, w = (np.random.default_rng(i).integers(-8, 8, shape) for i, shape in enumerate([(3, 1, 64), (5, 64)]))
+  arrays = jnp.asarray(x, jnp.bfloat16), jnp.asarray(w, jnp.float32)
+  monkeypatch.setattr(module, 'parts_of_sum', lambda M, N, K: 4 if (M, N, K) == (3, 5, 64) else None)
+  found = parted_dot(*arrays)
+  assert isinstance(found, Parts)
+  assert (found.of.shape, found.of.dtype) == ((4, 3, 1, 5), jnp.float32)
+  np.testing.assert_array_equal(found.whole(jnp.float32), x @ w.T)
+  np.testing.assert_array_equal(found.of[1], x[..., 16:32] @ w[:, 16:32].T)
+  monkeypatch.setattr(module, 'parts_of_sum', lambda M, N, K: 1)
+  np.testing.assert_array_equal(parted_dot(*arrays), dot(*arrays))
