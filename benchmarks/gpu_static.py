@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_static.py                           # all cases; sprl/planning/aot.py lists the requirements
     python benchmarks/gpu_static.py --only 'Qwen2.5-7B 256'   # the cases whose name contains this, or one of several texts
-    python benchmarks/gpu_static.py --save gpu_static
+    python benchmarks/gpu_static.py --save gpu_static         # takes over an hour; if it is stopped, the same command goes on
 
 Each case is compiled with 2 and with 4 layers of the model's width. From the difference follow the numbers of all layers. The row
 of a case shows what XLA launches in a plain step, that is a decode step in which no row compresses its cache, and the time that
@@ -16,6 +16,7 @@ No measurement has confirmed a prediction. Use them to compare programs, and rep
 import argparse
 import dataclasses
 import itertools
+import json
 import multiprocessing
 import os
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from unittest import mock
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 
 import jax.numpy as jnp
-from common import cores, record, report
+from common import RESULTS, commit, cores, record, report
 from gpu_static_model import Context, Matmul, Walk, Work, at_depth, decode_loop, tiled
 
 from sprl.cache import compaction
@@ -320,19 +321,8 @@ def cases() -> list[Case]:
   return all_ + [case._replace(key_bias=False) for case in all_ if case.numbers == 'fp8' and case.config().qkv_bias]
 
 
-def main() -> None:
-  """Print a report; save it with --save."""
-  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument('--save', metavar='NAME', help='write benchmarks/results/NAME.json')
-  parser.add_argument('--only', metavar='TEXT', nargs='+', default=[''], help='only the cases whose name contains one of these')
-  args = parser.parse_args()
-  if reason := aot.missing():
-    raise SystemExit(reason)
-  wanted = [case for case in cases() if any(text in str(case) for text in args.only)]
-  if not wanted:
-    raise SystemExit(f'--only={" ".join(args.only)}: expected a part of a case, such as {cases()[0]}')
-  with ProcessPoolExecutor(min(2, cores()), multiprocessing.get_context('spawn')) as pool:
-    results = list(pool.map(result, wanted))
+def tables(results: Sequence[Result]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+  """Return the rows of all cases, and the other tables with the number of targets that are met."""
   rows = {each.row['case']: each.row for each in results}
   for name, row in rows.items():
     dense = rows.get(' '.join([*name.split()[:2], 'dense', 'bf16']))
@@ -341,12 +331,49 @@ def main() -> None:
   kernels = list({str({**row, 'first case': ''}): row for each in reversed(results) for row in each.kernels}.values())[::-1]
   targets = judged(rows, products)
   short = {'targets': len(targets), 'met': sum(each['met'] for each in targets), 'no SASS': sass.missing()}
-  for table in (products, kernels, targets):
-    if table:
+  return list(rows.values()), {**short, 'judged': targets, 'products': products, 'kernels': kernels}
+
+
+def recorded(name: str | None) -> dict[str, Result]:
+  """Return the results of benchmarks/results/NAME.json by case, if they are of this commit."""
+  path = RESULTS / f'{name}.json'
+  found = json.loads(path.read_text()) if name and path.exists() else {}
+  if found.get('commit') != commit():
+    return {}
+
+  def of(case, table, column):
+    return [row for row in found['result'][table] if row[column] == case]
+
+  return {
+    row['case']: Result(row, of(row['case'], 'products', 'case'), of(row['case'], 'kernels', 'first case'))
+    for row in found['rows']
+  }
+
+
+def main() -> None:
+  """Print a report; save it with --save."""
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument('--save', metavar='NAME', help='write benchmarks/results/NAME.json; the same command goes on with it')
+  parser.add_argument('--only', metavar='TEXT', nargs='+', default=[''], help='only the cases whose name contains one of these')
+  args = parser.parse_args()
+  if reason := aot.missing():
+    raise SystemExit(reason)
+  wanted = [case for case in cases() if any(text in str(case) for text in args.only)]
+  if not wanted:
+    raise SystemExit(f'--only={" ".join(args.only)}: expected a part of a case, such as {cases()[0]}')
+  known = recorded(args.save)
+  with ProcessPoolExecutor(min(2, cores()), multiprocessing.get_context('spawn')) as pool:
+    running = {str(case): pool.submit(result, case) for case in wanted if str(case) not in known}
+    for case in map(str, wanted):
+      if case in running:
+        known[case] = running[case].result()
+        if args.save:
+          record(args.save, *tables(list(known.values())))
+  rows, result_of_all = tables(list(known.values()))
+  for name in ('products', 'kernels', 'judged'):
+    if table := result_of_all.pop(name):
       report('gpu_static', table, {})
-  report('gpu_static', list(rows.values()), short)
-  if args.save:
-    record(args.save, list(rows.values()), {**short, 'judged': targets, 'products': products, 'kernels': kernels})
+  report('gpu_static', rows, result_of_all)
 
 
 if __name__ == '__main__':
