@@ -9,6 +9,7 @@ from collections import Counter
 import gpu_static
 import gpu_static_model as model
 import pytest
+from common import record
 from gpu_static import Case
 
 from sprl.kernels import launch_model
@@ -134,6 +135,17 @@ def test_targets_are_judged():
     'host questions a chunk': True,
     'share of key biases': True,
   }
+
+
+def test_a_run_that_was_stopped_goes_on_with_the_results_of_its_commit(tmp_path, monkeypatch):
+  monkeypatch.setattr(gpu_static, 'RESULTS', tmp_path)
+  row = {'case': 'Qwen2.5-7B 256 dense bf16', 'tokens/s': 10.0, 'roofline': 0.9, 'launches/layer': 9, 'nested loops': 0}
+  done = gpu_static.Result(row | {'questions a step': 0, 'a chunk': 0}, [], [{'first case': row['case'], 'kernel': 'append'}])
+  record('made', *gpu_static.tables([done]), tmp_path)
+  assert gpu_static.recorded('made') == {row['case']: done}
+  assert gpu_static.recorded(None) == gpu_static.recorded('other') == {}
+  monkeypatch.setattr(gpu_static, 'commit', lambda: 'another')
+  assert gpu_static.recorded('made') == {}
 
 
 # --- compiled for an H200 --------------------------------------------------------------------------------------------
