@@ -1,11 +1,13 @@
 """A wheel of sprl, installed into an empty environment, has all that the quickstart's command needs."""
 
+import os
 import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
+import compilation_cache
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -39,12 +41,13 @@ def test_a_wheel_has_the_configs_and_their_data(wheel):
 
 @pytest.mark.slow
 def test_an_installed_wheel_runs_the_command_of_the_quickstart(wheel, tmp_path):
-  environment = tmp_path / 'environment'
-  subprocess.run([sys.executable, '-m', 'venv', environment], check=True)
-  python = environment / 'bin' / 'python'
+  folder = tmp_path / 'environment'
+  subprocess.run([sys.executable, '-m', 'venv', folder], check=True)
+  python = folder / 'bin' / 'python'
   subprocess.run([python, '-m', 'pip', 'install', '--quiet', wheel], check=True)
   command = [python, '-m', 'sprl.main', '--config=configs/quickstart.py', '--config.steps=1', '--config.rollout.prompts=2']
-  result = subprocess.run([*command, '--config.export=False'], cwd=tmp_path, capture_output=True, text=True)
+  environment = {**os.environ, **compilation_cache.variables()}
+  result = subprocess.run([*command, '--config.export=False'], cwd=tmp_path, env=environment, capture_output=True, text=True)
   assert result.returncode == 0, result.stderr
   assert 'step 1/1' in result.stdout
   assert (tmp_path / 'runs' / 'quickstart' / 'metrics.jsonl').is_file()

@@ -196,9 +196,11 @@ def test_a_run_with_more_steps_first_measures_missing_scales(inputs):
 def test_a_resumed_run_keeps_the_scales_of_its_first_rollout(inputs):
   extended = steps_of_runs(inputs, inputs / 'extended-frozen', 'frozen', 1, 2)
   assert extended == steps_of_runs(inputs, inputs / 'at-once-frozen', 'frozen', 2)
-  scales = [{k: v for k, v in record.items() if k.startswith('fp8/scale_')} for record in extended]
-  assert scales[0]
-  assert scales[0] == scales[1]
+  first, second = ({k: v for k, v in record.items() if k.startswith('fp8/scale_')} for record in extended)
+  assert {name for name in first if first[name] != second[name]} == {
+    'fp8/scale_k/0'
+  }  # the bound of key biases follows the weights
+  assert second['fp8/scale_k/0'] == pytest.approx(first['fp8/scale_k/0'], rel=1e-3)
 
 
 def check_evaluation(workdir: Path) -> None:

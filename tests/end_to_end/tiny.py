@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import jax
+import compilation_cache
 import jax.numpy as jnp
 import numpy as np
 
@@ -80,9 +80,8 @@ def start(command: str | Path, *arguments: object) -> subprocess.Popen:
   """Start `python -m sprl.COMMAND ARGUMENTS`, or a script, with the compilation cache of the tests (tests/conftest.py)."""
   program = [str(command)] if isinstance(command, Path) else ['-m', f'sprl.{command}']
   line = [sys.executable, *program, *map(str, arguments)]
-  environment = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT)}
-  if cache := jax.config.jax_compilation_cache_dir:
-    environment |= {'JAX_COMPILATION_CACHE_DIR': cache, 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0.1'}
+  # With several CPU devices the command itself does without the cache (sprl/distributed/process_group.py).
+  environment = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT), **compilation_cache.variables()}
   return subprocess.Popen(line, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import compilation_cache
 import nbclient
 import nbformat
 import pytest
@@ -50,6 +51,8 @@ def test_a_notebook_runs(name, tmp_path, monkeypatch):
   except PretrainedError as error:
     pytest.skip(f'SmolLM2 is not here: {error}')
   monkeypatch.setenv('PYTHONPATH', str(ROOT))
+  for variable, value in compilation_cache.variables().items():
+    monkeypatch.setenv(variable, value)
   monkeypatch.setenv('IPYTHONDIR', str(tmp_path / 'ipython'))
   monkeypatch.setenv('JUPYTER_RUNTIME_DIR', str(tmp_path / 'jupyter'))
   notebook = nbformat.read(ROOT / 'notebooks' / f'{name}.ipynb', as_version=4)
