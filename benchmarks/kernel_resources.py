@@ -240,19 +240,18 @@ def quantisations(model: str, T: int) -> list[Case]:
     ('codes', hopper_quantise.codes, H * D, (Shape((T, H * D), BF16),), 1),
     ('gated_codes', gated, F, (Shape((T, 2 * F), BF16),), 2),
   ]
+  norms = []
   if hopper_quantise.obstacle(Shape((T, E), BF16), 128, False, norm=True) is None:
-    weights = Shape((T, E), BF16), Shape((E,), BF16)
-    calls += [('normalised_codes', partial(hopper_quantise.normalised_codes, eps=1e-6), E, weights, 1)]
+    x, scale, parts = Shape((T, E), BF16), Shape((E,), BF16), parts_of_sum(T, E, F)
+    calls += [('normalised_codes', partial(hopper_quantise.normalised_codes, eps=1e-6), E, (x, scale), 1)]
+    norm, arguments = partial(hopper_quantise.normalised, eps=1e-6), (x, Shape((parts, T, E), F32), scale)
+    norms = [Case('normalised', model, f'{T}x{E} of {parts}', BF16, norm, arguments, quantise.norm_cost(T, E, parts), 1024)]
   found = [
     # The temporary array has the scales before they are transposed.
     Case(name, model, f'{T}x{M}', BF16, call, arguments, quantise.cost(T, M, read), 4 * T * -(-M // 128) + 1024)
     for name, call, M, arguments, read in calls
   ]
-  if len(calls) == 2:
-    return found
-  parts, norm = parts_of_sum(T, E, F), partial(hopper_quantise.normalised, eps=1e-6)
-  arguments, least = (Shape((T, E), BF16), Shape((parts, T, E), F32), Shape((E,), BF16)), quantise.norm_cost(T, E, parts)
-  return [*found, Case('normalised', model, f'{T}x{E} of {parts}', BF16, norm, arguments, least, 1024)]
+  return [*found, *norms]
 
 
 def distinct(cases: Iterable[Case]) -> list[Case]:
