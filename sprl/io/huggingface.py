@@ -336,18 +336,19 @@ def _write_weights(
     shards[-1].append((tensor, make))
     room -= size(tensor)
   if len(shards) == 1:
-    return _write_safetensors(folder / 'model.safetensors', shards[0], dtype)
+    return write_safetensors(folder / 'model.safetensors', shards[0], dtype)
   names = [f'model-{i + 1:05d}-of-{len(shards):05d}.safetensors' for i in range(len(shards))]
   for name, shard in zip(names, shards):
-    _write_safetensors(folder / name, shard, dtype)
+    write_safetensors(folder / name, shard, dtype)
   weight_map = {tensor.name: name for name, shard in zip(names, shards) for tensor, _ in shard}
   total = sum(size(tensor) for tensor, _ in weights)
   write_json(folder / 'model.safetensors.index.json', {'metadata': {'total_size': total}, 'weight_map': weight_map})
 
 
-def _write_safetensors(path: Path, shard: list[tuple[Tensor, Callable[[], np.ndarray]]], dtype: str) -> None:
-  """Write one safetensors file, tensor by tensor. The library's own writer needs all tensors in memory at once.
+def write_safetensors(path: Path, shard: list[tuple[Tensor, Callable[[], np.ndarray]]], dtype: str) -> None:
+  """Write one safetensors file, tensor by tensor, in the given order. Its dtype must be 'float32', 'float16' or 'bfloat16'.
 
+  The library's own writer needs all tensors in memory at once, and the order of its metadata differs between processes.
   The format: 8 bytes with the length of the header, little-endian; the header, which is JSON with the type, shape and byte range
   of each tensor, padded with spaces to a multiple of 8 bytes; the bytes of the tensors.
   """

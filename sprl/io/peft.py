@@ -4,10 +4,9 @@ import os
 from pathlib import Path
 
 import numpy as np
-from safetensors.numpy import save_file
 
 from sprl.config import Lora
-from sprl.io.huggingface import MARK, Params, get, tensors, whole_folder, write_card, write_json
+from sprl.io.huggingface import Params, Tensor, get, tensors, whole_folder, write_card, write_json, write_safetensors
 from sprl.models.config import ModelConfig
 from sprl.sharding.transfer import fetch
 
@@ -29,7 +28,7 @@ def export_adapters(
   The folder appears complete or not at all. An earlier export at `folder` is replaced. Raises WeightsError if `folder` is
   anything else.
   """
-  weights, modules = {}, set()
+  weights, modules = [], set()
   for path, tensor in tensors(config).items():
     *parents, last = path
     if last != 'kernel' or parents[0] != 'layers' or parents[-1] not in lora.targets:
@@ -37,7 +36,8 @@ def export_adapters(
     module = tensor.name.removesuffix('.weight')
     modules.add(module.rpartition('.')[2])
     for name, matrix in get(adapters, tuple(parents)).items():
-      weights[f'base_model.model.{module}.{_NAMES[name]}.weight'] = np.asarray(fetch(matrix), np.float32)
+      array = np.asarray(fetch(matrix), np.float32)
+      weights.append((Tensor(f'base_model.model.{module}.{_NAMES[name]}.weight', array.shape), lambda array=array: array))
   if not leads:
     return
   settings = {
@@ -54,6 +54,6 @@ def export_adapters(
     'inference_mode': True,
   }
   with whole_folder(Path(folder)) as draft:
-    save_file(weights, draft / 'adapter_model.safetensors', metadata=MARK)
+    write_safetensors(draft / 'adapter_model.safetensors', weights, 'float32')
     write_json(draft / 'adapter_config.json', settings)
     write_card(draft, card)

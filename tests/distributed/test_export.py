@@ -57,7 +57,7 @@ def export_by_two(folder: Path, *flags: str) -> str:
   command = [sys.executable, '-m', 'sprl.export', f'--workdir={folder}', f'--out={folder / "two"}', '--dtype=float32', *flags]
   done = subprocess.run(
     ['bash', str(ROOT / 'launch' / 'local.sh'), '2', *command], cwd=ROOT, env=environment, capture_output=True, text=True,
-    timeout=200, check=False,
+    timeout=1200, check=False,
   )  # fmt: skip
   assert done.returncode == 0, done.stderr
   return done.stdout
