@@ -227,7 +227,10 @@ class Session:
     calibrated = self.learner.calibrates and self.run.quant.kv_scale != 'first_forward'  # else on the prompts of the evaluation
     scales = self.weights.scales if calibrated and self.weights is not None else None
     with self.timeline.span('controller', 'evaluate'):
-      result = evaluate(self.run, self.model, self.learner.params, self.eval_set, scales=scales, stopped=stopped, team=self.team)
+      result = evaluate(
+        self.run, self.model, self.learner.params, self.eval_set, scales=scales, synced=self.weights, stopped=stopped,
+        team=self.team,
+      )  # fmt: skip
     if result and logged and self.run_log:
       self.run_log.evaluation(self.state.step, result['metrics'])
     return result

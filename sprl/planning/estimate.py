@@ -17,7 +17,7 @@ from sprl.planning.mesh_axes import MeshAxes, separate_devices
 from sprl.planning.remat import least_that_fits, with_remat
 from sprl.planning.utilisation import update_flops
 from sprl.planning.work import Work, decode_work, update_work, visible_keys
-from sprl.sampler.weights import check_learner_mesh, check_linears
+from sprl.sampler.weights import check_learner_mesh, check_linears, same_weights
 
 BUDGET = 512  # of sparse rollouts if the config sets none: the smallest budget in the papers
 SAMPLERS = {'none': '', 'w8a8_kv8': ' fp8'}  # part of every plan, with the suffix of their name; others go by their own name
@@ -192,6 +192,5 @@ def _evaluation(config: ModelConfig, run: Run, axes: MeshAxes, state: int) -> Ev
   )  # without filters: the supports of answers are not recorded
   prompts, rows = min(run.rollout.prompts, math.ceil(asked / k)), math.ceil(asked / axes.rows)
   held = rollout_memory(config, dataclasses.replace(run, sampling=answers), cache, quant, prompts, axes)
-  return EvaluationPlan(
-    settings.memory, rows, asked, state + memory.sampler_weight_bytes(config, run, run.quant, axes) + held.total(rows)
-  )
+  synced = 0 if same_weights(quant, run.quant) else memory.sampler_weight_bytes(config, run, run.quant, axes)
+  return EvaluationPlan(settings.memory, rows, asked, state + synced + held.total(rows))

@@ -19,6 +19,7 @@ from sprl.rollout.scheduler import Scheduler
 from sprl.rollout.setup import EvalSet, on_all_processes
 from sprl.sampler import calibrate
 from sprl.sampler.engine import Engine, EngineConfig
+from sprl.sampler.weights import SamplerWeights, same_weights
 from sprl.types import Trajectory
 
 FIRST_UID = 1 << 30  # uids of evaluation begin here, so that they differ from those of training
@@ -46,6 +47,7 @@ def evaluate(
   held_out: EvalSet,
   shown: int = 16,
   scales: Scales | None = None,
+  synced: SamplerWeights | None = None,
   stopped: Callable[[], Any] = lambda: False,
   team: Team = ALONE,
 ) -> dict[str, Any]:
@@ -58,6 +60,7 @@ def evaluate(
     held_out: the groups and their workers.
     shown: rows in `samples`.
     scales: of an FP8 cache under `eval.memory = 'sampler'`. None: found on the first prompts.
+    synced: the same weights as the rollouts have them, for an evaluation with the same linears. None: they are made anew.
     stopped: evaluation ends without a result once this is true.
     team: the processes of the run.
 
@@ -79,7 +82,9 @@ def evaluate(
     some = prompts(held_out.source, 0, min(held_out.count, config.prefill))
     found = calibrate.amax_of_prompts(model.graphdef, layout, params, some, config.prefill, quant, model.mesh)
     scales = calibrate.scales((found,), quant, layout, params)
-  engine = Engine(config, model.sampler_weights(params, quant, scales))
+  if synced is None or not same_weights(quant, run.quant):
+    synced = model.sampler_weights(params, quant)
+  engine = Engine(config, synced._replace(scales=scales if layout.fp8 else None))
 
   results: dict[str, dict[str, Any]] = {}
   for name, each in sets.items():

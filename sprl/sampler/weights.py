@@ -47,6 +47,11 @@ class SamplerWeights(NamedTuple):
     return head_weight(self.params)
 
 
+def same_weights(one: Quant, other: Quant) -> bool:
+  """Return whether sampler weights under these settings differ in nothing but the scales of an FP8 cache."""
+  return one == other or not ('w8a8' in one.sampler or 'w8a8' in other.sampler)
+
+
 def check_linears(quant: Quant, layers: int) -> None:
   """Raise SettingsError if FP8 linears are asked for and `skip_*` excludes every linear of a model with `layers` layers."""
   if 'w8a8' not in quant.sampler and quant.learner == 'none':

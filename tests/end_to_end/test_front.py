@@ -105,6 +105,15 @@ def test_rows_and_functions_in_memory_train_as_files_do_bit_for_bit(folder, by_f
   assert 'complete' in repr(run)
 
 
+def test_an_evaluation_with_the_samplers_linears_makes_no_copy_of_the_weights(folder, monkeypatch):
+  copies, make = [], Model.sampler_weights
+  monkeypatch.setattr(Model, 'sampler_weights', lambda *given: copies.append(given) or make(*given))
+  run = fit(folder, workdir=folder / 'shared', steps=1, eval={**SETTINGS['eval'], 'memory': 'sampler'})
+  assert len(copies) == 2  # before the step and after it: the evaluations at both times use these
+  assert run.after['metrics'] == run.evaluate()['metrics']
+  assert len(copies) == 3  # a finished run has only the learner's weights
+
+
 @pytest.mark.slow
 def test_one_update_of_a_loaded_model_is_a_step_of_a_run(folder, by_files, monkeypatch):
   """The prompts are those of the run's first step, in its order. The cache is FP8, with scales from the prompts."""

@@ -128,13 +128,14 @@ def test_an_evaluation_has_no_more_rows_than_samples(samples, temperature, rows)
 
 
 def test_an_evaluation_with_the_samplers_memory_needs_as_much_as_rollouts():
+  """It multiplies by the weights that the rollouts have. An evaluation in other number formats holds both."""
   run = dataclasses.replace(RUN, eval=Evaluation(memory='sampler'), quant=Quant(sampler='w8a8_kv8'))
   planned = plan(FEW, run, ONE, ONE, H200)
   own, held = planned.kinds[3], planned.update.state
-  weights = sampler_weight_bytes(FEW, on(H200, run), run.quant, ONE)
-  assert planned.evaluation.total == held + weights + own.memory.total(64)
+  assert planned.evaluation.total == held + own.memory.total(64)
   short = dataclasses.replace(run, eval=Evaluation(max_tokens=64), cache=Cache())
   dense = plan(FEW, short, ONE, ONE, H200)
+  weights = sampler_weight_bytes(FEW, on(H200, run), run.quant, ONE)
   sampling = dense.evaluation.total - held - weights
   assert dense.kinds[0].memory.total(64) - sampling == 64 * (1536 - 64) * (2 * 2 * 4 * K * D + 12)
 
