@@ -11,7 +11,7 @@ before each iteration of a loop whose trip count XLA does not know.
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from sprl.kernels import attention_launch, eviction, launch_model
@@ -49,6 +49,7 @@ class Context(NamedTuple):
   length: float  # mean number of occupied slots
   kernels: Mapping[str, Kernel]  # Mosaic's reports of the kernels that this program calls, by name
   met: float = 1.0  # share of the experts that at least one row of a step chooses
+  filled: float = 1.0  # share of the rows in a block of due rows that are due: the kernels of a compression skip the others
 
 
 @dataclass(frozen=True)
@@ -201,7 +202,7 @@ def _kernel(module, instruction, context, traffic):
       least = eviction.compact_cost(
         1, kept.dims[0], kept.dims[1], D, 'uint8' if operands[0].dtype in ('u8', 'f8e4m3fn') else 'bfloat16'
       )
-      return Work(bytes=least.bytes, rest=least.bytes / (MEMORY * MOVED)), None
+      return Work(bytes=context.filled * least.bytes, rest=context.filled * least.bytes / (MEMORY * MOVED)), None
     case 'hopper_similarity':
       return similarity(operands, context, traffic), None
   return Work(bytes=traffic, rest=traffic / (MEMORY * STREAMED)), None
@@ -228,13 +229,13 @@ def attention(operands: Sequence[Shape], results: Sequence[Shape], context: Cont
 
 
 def similarity(operands: Sequence[Shape], context: Context, traffic: float) -> Work:
-  """Return the work of comparing all keys: the loop of `hopper_similarity` compares 64 keys with 64 others."""
-  entries, S, D = operands[0].dims[-3:]
+  """Return the work of comparing the keys of due rows: the loop of `hopper_similarity` compares 64 keys with 64 others."""
+  (entries, S, D), traffic = operands[0].dims[-3:], context.filled * traffic
   kernel = context.kernels.get('hopper_similarity')
   if kernel is not None and kernel.sass is not None and kernel.sass.loop:
-    working = loop_seconds(kernel, entries * math.ceil(S / KEYS) ** 2)
+    working = loop_seconds(kernel, context.filled * entries * math.ceil(S / KEYS) ** 2)
   else:
-    working = 2 * entries * S * S * D / (COMPARED * BF16)
+    working = 2 * context.filled * entries * S * S * D / (COMPARED * BF16)
   return Work(bytes=traffic, rest=max(traffic / MEMORY, working))
 
 
@@ -285,7 +286,8 @@ class Walk:
       case 'CommandBuffer':
         return self.work(thunk.inside, True).plus(Work(graphs=not graph))
       case 'While':
-        return self.loop(thunk, self.iterations(thunk), graph)
+        times, filled = self.iterations(thunk)
+        return replace(self, context=self.context._replace(filled=filled)).loop(thunk, times, graph)
       case 'Conditional':
         branches = sorted((self.work(each, graph) for each in thunk.lists.values()), key=lambda work: work.seconds)
         taken = branches[0].plus(branches[0], -self.due).plus(branches[-1], self.due) if branches else Work()
@@ -317,16 +319,18 @@ class Walk:
       return Work()
     return self.work(thunk.lists.get('condition', []), graph).plus(Work(questions=1))
 
-  def iterations(self, thunk: Thunk) -> float:
-    """Return the number of iterations of a loop: its trip count, or the blocks of rows that compress their cache."""
+  def iterations(self, thunk: Thunk) -> tuple[int, float]:
+    """Return a loop's trip count and 1, or the number of blocks of due rows and the share of their rows that are due."""
     instruction = self.module.instructions[thunk.name]
     if instruction.trip_count is not None:
-      return instruction.trip_count
+      return instruction.trip_count, 1.0
     body = self.module.computations[instruction.body]
     moves = [each for each in body.instructions.values() if 'hopper_compact' in each.op_name and each.opcode == 'custom-call']
     blocks = [self.module.instructions[name].shapes[0] for each in moves for name in each.operands]
     rows = [shape.size for shape in blocks if shape.dtype == 's32' and len(shape.dims) == 1]
-    return math.ceil(self.due * self.context.rows / (rows or [1])[0])
+    due, block = self.due * self.context.rows, (rows or [1])[0]
+    times = math.ceil(due / block)
+    return times, due / (times * block) if times else 1.0
 
 
 def decode_loop(module: Module, thunks: Sequence[Thunk]) -> Thunk:

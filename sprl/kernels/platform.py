@@ -29,8 +29,22 @@ def native_bfloat16() -> bool:
     return True
   if platform.machine() == 'arm64':  # XLA's CPU backend does not use the instructions of Apple's cores
     return False
+  return not _flags().isdisjoint(('amx_bf16', 'avx512_bf16'))
+
+
+def copies_slowly() -> bool:
+  """Whether this CPU has AVX2 and no AVX-512: XLA's copy of a weight then takes longer than its product with few rows.
+
+  Before a product, XLA's CPU library copies the right operand into another layout. With AVX-512 this costs little.
+  """
+  return 'avx2' in _flags() and 'avx512f' not in _flags()
+
+
+@cache
+def _flags() -> frozenset[str]:
+  """Return the features of the CPU as Linux names them; nothing elsewhere."""
   cpuinfo = Path('/proc/cpuinfo')
-  return cpuinfo.exists() and any(flag in cpuinfo.read_text() for flag in ('amx_bf16', 'avx512_bf16'))
+  return frozenset(cpuinfo.read_text(encoding='utf-8').split() if cpuinfo.exists() else ())
 
 
 def hopper() -> bool:

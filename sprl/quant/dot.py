@@ -13,12 +13,12 @@ from jaxtyping import Array, Float, Int
 from sprl.config import Kernels
 from sprl.kernels.grouped_matmul import grouped_matmul
 from sprl.kernels.launch_model import parts_of_sum
-from sprl.kernels.platform import on_accelerator
+from sprl.kernels.platform import copies_slowly, on_accelerator
 from sprl.quant import block
 from sprl.quant.block import BlockScaled, Emulated, Quantised, block_dot, fake_groups
 from sprl.sharding.rules import Names, activation, kept, parts, shard
 
-FEW_ROWS = 256  # of a product with a weight on CPUs; at 16 and 64 rows this is faster, at 2,048 it is not
+FEW_ROWS = 256  # of a product with a weight on CPUs, which are multiplied in whole TILEs
 TILE = 16  # rows that CPUs multiply together
 PRODUCT = 'product'  # name of these products in checkpoint policies
 
@@ -188,17 +188,18 @@ def _dot(x: Float[Array, '*B M'], w: Float[Array, 'N M'], axes: Names | None) ->
 def rows_dot(x: Float[Array, '*B M'], w: Float[Array, 'N M'], dtype: Any = None) -> Float[Array, '*B N']:
   """Return x @ w^T, summed and returned in `dtype` (None: x's).
 
-  XLA's CPU backend copies the right operand of every float32 product into another layout, which costs more than the product if
-  that operand is a weight and x has few rows. There x is the right operand, and the small result is transposed. Rows of zeros
-  fill up the last TILE, because that library sums the columns of an incomplete tile in another order: so the bits of a row do not
-  depend on its number or on the other rows.
+  CPUs multiply few float32 rows by a weight in whole TILEs: the bits of a row then do not depend on its number or on the other
+  rows. XLA's CPU library copies the right operand of a product into another layout. Where that costs more than the product, x is
+  the right operand, and the small result is transposed.
   """
   rows = math.prod(x.shape[:-1])
   if x.dtype != jnp.float32 or rows > FEW_ROWS or on_accelerator():
     return jax.lax.dot_general(x, w, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=dtype)
   whole = jnp.pad(x.reshape(rows, -1), ((0, -rows % TILE), (0, 0)))
-  y = jax.lax.dot_general(w, whole, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
-  return jax.lax.optimization_barrier(y).T[:rows].reshape(*x.shape[:-1], -1)  # XLA would exchange the operands again
+  left, right = (w, whole) if copies_slowly() else (whole, w)
+  y = jax.lax.dot_general(left, right, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
+  y = jax.lax.optimization_barrier(y).T if copies_slowly() else y  # without the barrier, XLA would exchange the operands again
+  return y[:rows].reshape(*x.shape[:-1], -1)
 
 
 def _gathered(w, dtype, axes):

@@ -21,7 +21,7 @@ from sprl.model import Model
 CHANGES = {
   'lora.rank': 2, 'lora.alpha': 6.0, 'lora.targets': ('q', 'v', 'down'), 'optimizer.moment_dtype': 'bfloat16',
   'optimizer.offload': True, 'optimizer.minibatches': 1, 'ledger.every': None, 'eval.every': None, 'eval.problems': 1,
-  'rollout.prompts': 2, 'arm': 'dense', 'quant.sampler': 'w8a8',
+  'rollout.prompts': 2, 'arm': 'dense', 'quant.sampler': 'w8a8', 'model.dtype': 'float32',
 }  # fmt: skip
 
 

@@ -67,11 +67,21 @@ def test_mesh_of_absent_gpus_decides_for_kernels(kind, hopper):
     assert platform.chosen('sorting', 'auto', lambda: None) is hopper
 
 
-@pytest.mark.parametrize(('flags', 'native'), [('avx2 fma', False), ('avx2 amx_bf16', True), ('avx512_bf16 avx2', True)])
-def test_bfloat16_is_native_by_cpu_flags(monkeypatch, tmp_path, flags, native):
+@pytest.mark.parametrize(
+  ('flags', 'native', 'slowly'),
+  [
+    ('avx2 fma', False, True),
+    ('avx2 amx_bf16 avx512f', True, False),
+    ('avx512_bf16 avx2 avx512f', True, False),
+    ('', False, False),
+  ],
+)
+def test_a_cpu_has_the_capabilities_of_its_flags(monkeypatch, tmp_path, flags, native, slowly):
   cpuinfo = tmp_path / 'cpuinfo'
   cpuinfo.write_text(f'flags : fpu {flags}\n')
   monkeypatch.setattr(platform, 'Path', lambda _: cpuinfo)
   monkeypatch.setattr(platform.platform, 'machine', lambda: 'x86_64')
   monkeypatch.setattr(jax, 'default_backend', lambda: 'cpu')
-  assert platform.native_bfloat16() is native
+  platform._flags.cache_clear()
+  assert (platform.native_bfloat16(), platform.copies_slowly()) == (native, slowly)
+  platform._flags.cache_clear()

@@ -21,9 +21,11 @@ def test_product_and_gradients_match_numpy(lead):
   np.testing.assert_allclose(dw, g.reshape(-1, 6).T @ x.reshape(-1, 4), atol=1e-5)
 
 
+@pytest.mark.parametrize('slowly', [False, True])
 @pytest.mark.parametrize('rows', [3, FEW_ROWS + 1])
 @pytest.mark.parametrize(('dtype', 'out'), [('float32', None), ('bfloat16', 'float32')])
-def test_products_with_few_and_with_many_rows_match_numpy(rows, dtype, out):
+def test_products_with_few_and_with_many_rows_match_numpy(monkeypatch, rows, dtype, out, slowly):
+  monkeypatch.setattr(module, 'copies_slowly', lambda: slowly)
   rng = np.random.default_rng(0)
   x, w = (jnp.asarray(rng.normal(size=size), dtype) for size in ((rows, 1, 4), (6, 4)))
   y = rows_dot(x, w, out)
@@ -32,6 +34,7 @@ def test_products_with_few_and_with_many_rows_match_numpy(rows, dtype, out):
 
 
 def test_bits_of_a_row_do_not_depend_on_its_number_or_on_the_other_rows():
+  """The order of the operands depends on the CPU (`copies_slowly`)."""
   x, w = (jax.random.normal(jax.random.key(seed), size) for seed, size in enumerate([(37, 96), (260, 96)]))
   product = jax.jit(rows_dot)
   together = product(x, w)
