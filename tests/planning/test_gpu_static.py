@@ -27,6 +27,18 @@ LOOP = """ENTRY %main (a: f32[43,100000]) -> f32[43,100000] {
   ROOT %b = f32[43,100000]{1,0} parameter(0)
 }
 """
+# A loop over blocks of two of the rows, with the kernel that moves kept slots.
+DUE = """ENTRY %main (a: u8[8,640,128]) -> u8[8,640,128] {
+  %a = u8[8,640,128]{2,1,0} parameter(0)
+  ROOT %blocks = u8[8,640,128]{2,1,0} while(%a), condition=%more, body=%step
+}
+%step (b: u8[8,640,128]) -> u8[8,640,128] {
+  %b = u8[8,640,128]{2,1,0} parameter(0)
+  %rows = s32[2]{0} parameter(1)
+  %keep = s32[2,512]{1,0} parameter(2)
+  ROOT %moved = u8[8,640,128]{2,1,0} custom-call(%b, %b, %rows, %keep), metadata={op_name="hopper_compact/mosaic_gpu"}
+}
+"""
 COPIED = 2 * 4 * 43 * 100_000  # bytes: 8 us at model.MEMORY
 
 
@@ -60,6 +72,16 @@ def test_a_plain_step_takes_the_cheap_branch_and_a_due_one_the_other(walk):
   branch = Thunk('Conditional', 'copied', {'false_branch': [kernel()], 'true_branch': [kernel()] * 3})
   assert walk.work([branch]).launches == 1
   assert dataclasses.replace(walk, due=1.0).work([branch]).launches == 3
+
+
+def test_kernels_of_a_compression_skip_the_rows_that_fill_up_a_block():
+  blocks = Thunk('While', 'blocks', {'condition': [], 'body': [kernel('moved')]})
+  moved = 2 * 2 * 512 * 128  # bytes of one row's 512 kept slots, keys and values, read and written
+  for due, times, rows in ((0.0, 0, 0), (0.125, 1, 1), (0.375, 2, 3), (1.0, 4, 8)):  # of 8 rows
+    walk = model.Walk(parse(DUE), model.Context(rows=8, slots=640, length=576, kernels={}), due=due)
+    found = walk.work([blocks])
+    assert (found.launches, found.questions) == (times, 1 + times)
+    assert found.bytes == pytest.approx(rows * (moved + 4 * 512))
 
 
 def test_layers_are_extrapolated_along_a_line():
