@@ -23,7 +23,7 @@ from sprl.planning.hlo import Instruction, Module, Product, Shape, moved, produc
 from sprl.planning.thunks import QUIET, Thunk
 
 # --- assumptions -----------------------------------------------------------------------------------------------------
-# findings: the performance audit of an earlier commit, which estimated H200s from published measurements.
+# "findings" as a source: the performance audit of an earlier commit, which estimated H200s from published measurements.
 FLOAT32 = 55e12  # FLOP/s of float32 products at highest precision, without tensor cores; data sheet: 67e12
 TF32 = 380e12  # FLOP/s of float32 products at default precision; data sheet: 494e12
 START = 1.2e-6  # seconds from one launch to the next inside a CUDA graph (outside: LAUNCH); findings
@@ -73,7 +73,7 @@ class Work:
 
   @property
   def seconds(self) -> float:
-    """Seconds in all."""
+    """Seconds in total."""
     return self.overhead + self.products + self.attention + self.rest
 
   def plus(self, other: 'Work', times: float = 1) -> 'Work':
@@ -109,7 +109,7 @@ def tiled(M: int, N: int, K: int, batch: int, size: int, rate: float, traffic: f
     took = max(waves * tile, (traffic + partial) / (MEMORY * STREAMED)) + (START if split > 1 else 0)
     return Tiling(f'{m}x{n}' + f'/{split}' * (split > 1), programs / (waves * MULTIPROCESSORS), partial, took)
 
-  splits = SPLITS if batch == 1 else (1,)  # with a batch, XLA split the sum itself
+  splits = SPLITS if batch == 1 else (1,)  # with a batch, XLA has already split the sum
   return min(
     (seconds(*tile, split) for tile in TILES for split in splits if split == 1 or 512 * split <= K), key=lambda t: t.seconds
   )
@@ -118,7 +118,7 @@ def tiled(M: int, N: int, K: int, batch: int, size: int, rate: float, traffic: f
 def fp8_tiled(M: int, N: int, K: int) -> Tiling:
   """Return how `hopper_block_matmul` multiplies M tokens by weights [N, K], in the time of its own launch model.
 
-  The start and the first copy are left out and the bytes take as long as in `tiled`, so that FP8 and bfloat16 compare.
+  The start and the first copy are left out, and the bytes take as long as in `tiled`. FP8 and bfloat16 are then comparable.
   """
   plan = launch_model.launch(M, N, K)
   working = launch_model.seconds(plan, M, N, K) - LAUNCH - FILL
@@ -128,7 +128,7 @@ def fp8_tiled(M: int, N: int, K: int) -> Tiling:
 
 
 def excess(sizes: Product, size: int, rate: float) -> float:
-  """Return by how many seconds a product's operations at `rate` take longer than the bytes of its weights, of `size` each."""
+  """Return by how many seconds a product's operations at `rate` take longer than its weights, which have `size` bytes each."""
   M, N, K, batch = sizes
   return max(0.0, 2 * batch * M * N * K / rate - batch * N * K * size / MEMORY)
 
@@ -209,7 +209,7 @@ def _kernel(module, instruction, context, traffic):
 
 
 def attention(operands: Sequence[Shape], results: Sequence[Shape], context: Context) -> Work:
-  """Return the work of decode attention: the slots that are occupied, and what it reads and writes besides."""
+  """Return the work of decode attention. It moves the occupied slots of the cache, and its other operands and results."""
   occupied, cache = context.length / context.slots, operands[1]
   traffic, stored = 0.0, 0.0
   for shape in operands:
@@ -265,8 +265,8 @@ def kernel_loop(kernel: Kernel) -> Loop:
 class Walk:
   """Sums the work of a list of thunks.
 
-  `due` is the share of the rows that compress their cache: loops over due rows take that share of all rows, and a branch
-  outside of the plain step is taken with it.
+  `due` is the share of the rows that compress their cache: loops over due rows take that share of all rows. A
+  conditional takes its longest branch with this probability, else its shortest.
   """
 
   module: Module
@@ -320,7 +320,7 @@ class Walk:
     return self.work(thunk.lists.get('condition', []), graph).plus(Work(questions=1))
 
   def iterations(self, thunk: Thunk) -> tuple[int, float]:
-    """Return a loop's trip count and 1, or the number of blocks of due rows and the share of their rows that are due."""
+    """Return (trip count, 1), or for a loop over due rows: the number of blocks, and the share of their rows that are due."""
     instruction = self.module.instructions[thunk.name]
     if instruction.trip_count is not None:
       return instruction.trip_count, 1.0

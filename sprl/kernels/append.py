@@ -1,7 +1,7 @@
-"""Append a decode step's tokens to the cache of a layer: what the kernel takes, and whether it runs.
+"""Append a decode step's tokens to the cache of a layer: the arguments of the kernel, and whether it runs.
 
-The reference is the network's own path: SelfAttention (sprl/models/transformer.py) splits the product, normalises and rotates,
-and KVCache.attend (sprl/cache/kv_cache.py) casts and writes.
+The reference is the network's plain JAX code: SelfAttention (sprl/models/transformer.py) splits the product, normalises and
+rotates, and KVCache.attend (sprl/cache/kv_cache.py) casts and writes.
 """
 
 from collections.abc import Mapping
@@ -43,17 +43,17 @@ class CodeForm:
   """How an FP8 cache stores the keys and values of a layer."""
 
   scales: Any  # of all layers: sprl.cache.scales.Scales
-  mean: Float[Array, 'K D'] | None  # what is subtracted from keys (sprl/cache/key_bias.py)
+  mean: Float[Array, 'K D'] | None  # the vector that is subtracted from each key (sprl/cache/key_bias.py)
   twice: Int[Array, 'K W'] | None  # the coordinates of keys with a second code: W/2 of the first half, and their partners
   layer: int = field(metadata={'static': True})
   queries: bool = field(metadata={'static': True})  # whether queries are rounded to FP8 too
-  finer: float = field(metadata={'static': True})  # by which second codes are finer
+  finer: float = field(metadata={'static': True})  # factor by which second codes are finer than first ones
 
 
 def runs(product: jax.ShapeDtypeStruct, k: Any, kernels: Kernels) -> bool:
   """Return whether the kernel appends the product [B, N] of one token per row to keys [B, K, S, D].
 
-  `kernels` can exclude the kernel but not force it, because the reference appends the shapes that the kernel cannot take.
+  `kernels` can exclude the kernel but not force it, because the reference appends the shapes that the kernel does not accept.
   """
 
   def obstacle() -> str | None:
@@ -69,9 +69,10 @@ def append(
 ) -> tuple[Float[Array, 'B H D'], dict[str, Array]]:
   """Return the rotated queries, and the arrays of a layer with the new keys and values. The kernel must run (`runs`).
 
-  `stored` maps names of LayerCache to arrays, which are updated in place: k and v, and where the cache has them second, position
-  and queries. An FP8 cache adds the counts of clamped numbers, saturated [B, K] and saturated_queries [B, H].
-  Row b's token is at this position of its sequence and goes to slot[b]. A row whose slot is S has no token, and keeps its arrays.
+  `stored` maps names of LayerCache to arrays, which are updated in place: `k` and `v`, and, if the cache has them, `second`,
+  `position` and `queries`. An FP8 cache adds the counts of clamped numbers, saturated [B, K] and saturated_queries [B, H].
+  The token of row b is at position[b] of its sequence and goes to slot[b]. A row whose slot is S has no token and
+  keeps its arrays.
   `code` says how an FP8 cache stores the numbers; None: the cache is not FP8.
   """
   from sprl.kernels import hopper_append

@@ -26,7 +26,7 @@ LINE = 32  # numbers of 4 bytes in 128 bytes, the least that the copy engine mov
 MULTIPROCESSORS = 132
 SHARED = (227 * 1024, 113 * 1024, 75 * 1024)  # bytes of shared memory per program if a multiprocessor holds one, two or three
 OVERHEAD = 1024  # bytes of shared memory for barriers and alignment
-STAGES = 8  # maximum
+STAGES = 8  # maximum number of stages of a program
 
 NARROW = 8, 16, 32, 64  # tokens of a tile of the narrow layout
 WIDE = 128  # tokens of a tile of the wide layout
@@ -36,8 +36,9 @@ TOGETHER = (1, 1), (2, 1), (1, 2), (2, 2)  # programs of a cluster without split
 # and two to have 18.
 CLUSTERS = {1: 132, 2: 66, 4: 32, 8: 16}
 DEPTH = 2  # minimum number of blocks of K per split
-PARTS = (0.8, 256), (1.5, 1025)  # a sum has more parts up to this many tiles a multiprocessor, of at least so many terms
-TERMS = 32  # terms of a part: a multiple of this
+# (tiles per multiprocessor, terms): a sum is split while it has fewer tiles than this, into parts of at least this many terms.
+PARTS = (0.8, 256), (1.5, 1025)
+TERMS = 32  # the number of terms of a part is a multiple of this
 
 MEMORY = 4.3e12  # bytes/s that a copy reaches on an H200 (data sheet: 4.8e12)
 L2 = 6.5e12  # bytes/s from the L2 cache to all multiprocessors: published measurements of H100 give 5.5e12 to 7e12
@@ -216,10 +217,10 @@ def bf16_seconds(M: int, N: int, K: int, block: int | None = None) -> float:
 
 
 def parts_of_sum(M: int, N: int, K: int) -> int:
-  """Return in how many parts a library should sum the bfloat16 product [M, N] over K, if a kernel adds the parts.
+  """Return the number of parts in which a library should sum the bfloat16 product [M, N] over K, if a kernel adds the parts.
 
-  Few tiles of 128 x 128 occupy few multiprocessors. Without parts, XLA would split the sum itself, and add the parts in a launch
-  of its own. XLA splits long sums until there are one and a half tiles a multiprocessor.
+  Few tiles of 128 x 128 occupy few multiprocessors. Without parts, XLA would split the sum itself, and add the parts in a
+  separate launch. XLA splits long sums until there are one and a half tiles per multiprocessor.
   """
   tiles, parts = -(-M // WIDE) * -(-N // BLOCK), 1
 

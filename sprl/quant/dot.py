@@ -1,4 +1,4 @@
-"""`dot(x, w)`: the matrix product of all linears, and the forms that its weight may have."""
+"""`dot(x, w)`: the matrix product of all linear layers, and the forms that its weight may have."""
 
 import math
 from dataclasses import dataclass, field, replace
@@ -18,7 +18,7 @@ from sprl.quant import block
 from sprl.quant.block import BlockScaled, Emulated, Quantised, block_dot, fake_groups
 from sprl.sharding.rules import Names, activation, kept, parts, shard
 
-FEW_ROWS = 256  # of a product with a weight on CPUs, which are multiplied in whole TILEs
+FEW_ROWS = 256  # CPUs multiply up to this many rows by a weight in whole TILEs
 TILE = 16  # rows that CPUs multiply together
 PRODUCT = 'product'  # name of these products in checkpoint policies
 
@@ -49,7 +49,7 @@ class StraightThrough:
 
 
 def plain(w: Float[Array, '*S'] | LowRank | StraightThrough) -> Float[Array, '*S']:
-  """Return a weight as one array: an adapter is merged, a copy is left out, other weights stay as they are."""
+  """Return a weight as one array: an adapter is merged, a copy is dropped, other weights do not change."""
   w = w.w if isinstance(w, StraightThrough) else w
   return w.merged() if isinstance(w, LowRank) else w
 
@@ -61,9 +61,9 @@ def dot(
 ) -> Float[Array, '*B N']:
   """Return x @ w^T in x's dtype. `axes` are the names of w's axes on a mesh.
 
-  A quantised weight quantises x too, if it is not, and its product has no gradient. A product with a StraightThrough weight uses
-  its copy, and has gradients. The adapter of a LowRank weight is never expanded to a matrix of w's shape, and neither is its
-  gradient.
+  If w is quantised, x is quantised too (unless it is already), and the product has no gradient. A product with a StraightThrough
+  weight uses its copy, and has gradients. The adapter of a LowRank weight is never expanded to a matrix of w's shape, and
+  neither is its gradient.
   """
   if isinstance(w, BlockScaled):
     return block_dot(x, w, axes or (None, None))
@@ -89,7 +89,7 @@ class Parts:
   of: Float[Array, 'P *B N']
 
   def whole(self, dtype: Any) -> Float[Array, '*B N']:
-    """Return the product."""
+    """Return the product in `dtype`."""
     return jnp.sum(self.of, axis=0).astype(dtype)
 
 
@@ -98,7 +98,7 @@ def parted_dot(
   w: Float[Array, 'N M'] | LowRank | BlockScaled | Emulated | StraightThrough,
   axes: Names | None = None,
 ) -> Float[Array, '*B N'] | Parts:
-  """Return `dot`, in parts if a GPU would split its sum: part p sums the p-th of equal ranges of M. No gradient of parts."""
+  """Return `dot`, or its Parts if a GPU would split the sum. Part p sums the p-th equal range of M. Parts have no gradient."""
   rows = math.prod(x.shape[:-1])
   if not isinstance(w, jax.Array) or (several := parts_of_sum(rows // parts('rows', rows), len(w), x.shape[-1])) == 1:
     return dot(x, w, axes)
@@ -188,7 +188,7 @@ def _dot(x: Float[Array, '*B M'], w: Float[Array, 'N M'], axes: Names | None) ->
 def rows_dot(x: Float[Array, '*B M'], w: Float[Array, 'N M'], dtype: Any = None) -> Float[Array, '*B N']:
   """Return x @ w^T, summed and returned in `dtype` (None: x's).
 
-  CPUs multiply few float32 rows by a weight in whole TILEs: the bits of a row then do not depend on its number or on the other
+  CPUs multiply few float32 rows by a weight in whole TILEs: the bits of a row then do not depend on its position or on the other
   rows. XLA's CPU library copies the right operand of a product into another layout. Where that costs more than the product, x is
   the right operand, and the small result is transposed.
   """
@@ -198,7 +198,7 @@ def rows_dot(x: Float[Array, '*B M'], w: Float[Array, 'N M'], dtype: Any = None)
   whole = jnp.pad(x.reshape(rows, -1), ((0, -rows % TILE), (0, 0)))
   left, right = (w, whole) if copies_slowly() else (whole, w)
   y = jax.lax.dot_general(left, right, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
-  y = jax.lax.optimization_barrier(y).T if copies_slowly() else y  # without the barrier, XLA would exchange the operands again
+  y = jax.lax.optimization_barrier(y).T if copies_slowly() else y  # without the barrier, XLA would swap the operands back
   return y[:rows].reshape(*x.shape[:-1], -1)
 
 

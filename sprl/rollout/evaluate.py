@@ -54,13 +54,13 @@ def evaluate(
   """Answer the held-out groups. Every call uses the same groups and random numbers.
 
   Args:
-    run: the settings. `eval.memory` decides between a dense, unquantised sampler and the rollouts' own.
+    run: the settings. `eval.memory` selects a dense, unquantised sampler or the sampler of the rollouts.
     model: a model without weights.
     params: its weights.
     held_out: the groups and their workers.
     shown: rows in `samples`.
-    scales: of an FP8 cache under `eval.memory = 'sampler'`. None: found on the first prompts.
-    synced: the same weights as the rollouts have them, for an evaluation with the same linears. None: they are made anew.
+    scales: the scales of an FP8 cache under `eval.memory = 'sampler'`. None: found on the first prompts.
+    synced: the sampler weights of the rollouts, used if the evaluation has the same linears. None: made from `params`.
     stopped: evaluation ends without a result once this is true.
     team: the processes of the run.
 
@@ -69,6 +69,7 @@ def evaluate(
                are named eval/SET/avg@k
     intervals  (mean, low, high) of avg@k (the mean score) and of pass@1 and pass@k (the probability that one sample, or any of k,
                scores 1); the samples of a problem are averaged first. With several rewards, the first one scores
+    scores     mean score of each problem, in the order of the problems, for paired comparisons
     samples    rows of `shown` completions
     sets       intervals and samples of each other set by name; absent if there is none
 
@@ -109,7 +110,7 @@ def evaluate(
 
 
 def scores(trajectories: Sequence[Trajectory], count: int, k: int) -> dict[str, Any]:
-  """Return metrics and intervals of the answers to `count` problems, `k` to each, problem by problem."""
+  """Return metrics and intervals of `count` problems. `trajectories` are ordered by problem, with `k` for each."""
   score = np.array([t.score for t in trajectories]).reshape(count, k)
   right = (score >= 1).sum(axis=1)
   intervals = {f'avg@{k}': interval(score.mean(axis=1))}
@@ -130,4 +131,5 @@ def scores(trajectories: Sequence[Trajectory], count: int, k: int) -> dict[str, 
       **{f'eval/{name}': used for name, used in collect.grading_costs(trajectories).items()},
     },
     'intervals': intervals,
+    'scores': score.mean(axis=1).tolist(),
   }
