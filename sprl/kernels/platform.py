@@ -49,25 +49,25 @@ def _flags() -> frozenset[str]:
 
 def hopper() -> bool:
   """Whether the program being traced is for an NVIDIA Hopper GPU, the target of the Mosaic kernels."""
-  if (meant := _meant()) is not None:
+  if (meant := _meant('gpu')) is not None:
     return HOPPERS.search(meant.device_kind) is not None
   return jax.default_backend() == 'gpu' and getattr(jax.devices()[0], 'compute_capability', '').startswith('9.')
 
 
 def on_gpu() -> bool:
   """Whether the program being traced is for a GPU: the default device, or the devices of the mesh in use."""
-  return jax.default_backend() == 'gpu' or _meant() is not None
+  return jax.default_backend() == 'gpu' or _meant('gpu') is not None
 
 
 def on_accelerator() -> bool:
   """Whether the program being traced is for a GPU or a TPU."""
-  return jax.default_backend() != 'cpu' or on_gpu()
+  return jax.default_backend() != 'cpu' or _meant('gpu', 'tpu') is not None
 
 
-def _meant():
-  """Return the abstract device of the mesh in use if it is a GPU, else None. Compile-only devices are known only this way."""
+def _meant(*platforms: str):
+  """Return the abstract device of the mesh in use if it is of these platforms. Compile-only devices are known only this way."""
   device = jax.sharding.get_abstract_mesh().abstract_device
-  return device if device is not None and device.platform == 'gpu' else None
+  return device if device is not None and device.platform in platforms else None
 
 
 def can_run(kernels: Kernels) -> bool:

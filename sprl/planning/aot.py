@@ -127,7 +127,10 @@ def devices(name: str, count: int = 1) -> list[Any]:
 
 def lowering_for(mesh: Mesh) -> contextlib.AbstractContextManager:
   """Context in which functions are traced for the devices of `mesh`: kernels and sharding rules read the mesh in use."""
-  device = None if _is_tpu(mesh) else AbstractDevice(device_kind='NVIDIA H200', num_cores=132, platform='gpu')
+  if _is_tpu(mesh):
+    device = AbstractDevice(device_kind=mesh.devices.flat[0].device_kind, num_cores=1, platform='tpu')
+  else:
+    device = AbstractDevice(device_kind='NVIDIA H200', num_cores=132, platform='gpu')
   return jax.sharding.use_abstract_mesh(
     AbstractMesh(mesh.axis_sizes, mesh.axis_names, axis_types=mesh.axis_types, abstract_device=device)
   )

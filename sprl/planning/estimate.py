@@ -104,6 +104,8 @@ def plan(config: ModelConfig, run: Run, learner: MeshAxes, rollout: MeshAxes, de
   check_split(config, rollout.expert, rollout.tensor, '--rollout_mesh', run.quant)
   check_learner_mesh(config, run.quant, run.model.kernels, learner.mesh(config))
   check_sequence(config, learner.mesh(config), '--mesh')
+  if rollout.sequence > 1:
+    raise SettingsError(f'--rollout_mesh = sequence={rollout.sequence}: expected 1; only the learner splits the tokens of a row')
   packed = shape(run.sampling, run.rollout, run.packing, run.optimizer.minibatches, learner.rows, run.branches, learner.sequence)
   capacity = usable * device.memory
   run = with_remat(run, least_that_fits(config, run, packed, learner, capacity))

@@ -17,6 +17,7 @@ from sprl.config import (
   Loss,
   Mesh,
   Meshes,
+  ModelSettings,
   Optimizer,
   Packing,
   Quant,
@@ -108,6 +109,22 @@ def test_the_most_mfu_by_hand():
   assert found.most_mfu == pytest.approx(found.model_flops / found.work.seconds / 989e12)
   assert 0.5 < found.most_mfu < 1
   assert f'MFU at most {found.most_mfu:.0%}' in as_text(found)
+
+
+@pytest.mark.parametrize('tokens', [8192, 32768])
+def test_updates_of_1_5b_may_reach_half_of_the_rate_of_an_h200(tokens):
+  """The bound without recomputation. Rows of one answer each, with a prompt of 512 tokens."""
+  run = dataclasses.replace(
+    RUN, sampling=Sampling(max_prompt=512, max_tokens=tokens - 512, rows=64), rollout=Rollout(prompts=8, group=8),
+    packing=Packing(row_tokens=tokens, rows=1), model=ModelSettings(path='', remat='none'),
+  )  # fmt: skip
+  assert plan(ModelConfig.read(MODELS / 'Qwen2.5-1.5B'), run, ONE, ONE, H200).most_mfu >= 0.5
+
+
+@pytest.mark.parametrize('rollout', [MeshAxes(data=2, sequence=2), MeshAxes(sequence=4)])
+def test_the_rollouts_mesh_has_no_sequence_axis(rollout):
+  with pytest.raises(SettingsError, match=r'--rollout_mesh = sequence=\d: expected 1'):
+    plan(FEW, RUN, MeshAxes(fsdp=4), rollout, H200)
 
 
 def test_the_most_mfu_is_at_most_one_if_answers_share_a_prompt():
