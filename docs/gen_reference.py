@@ -346,13 +346,14 @@ def results_page() -> str:
     '| Result | Command | Machine | jax | Commit |',
     '|---|---|---|---|---|',
   ]
-  for path in sorted(RESULTS.glob('*.json')):
+  for path in sorted(RESULTS.rglob('*.json')):
+    name = path.relative_to(RESULTS).with_suffix('')
     record = json.loads(path.read_text(encoding='utf-8'))
     commit, changes = record['commit'].partition('+')[::2]
     jax = record['machine'].get('versions', {}).get('jax', '')
-    picture = f'<br>[picture](../results/{path.stem}.png)' if path.with_suffix('.png').exists() else ''
+    picture = f'<br>[picture](../results/{name}.png)' if path.with_suffix('.png').exists() else ''
     lines.append(
-      f'| [`{path.stem}`](../results/{path.name}){picture} | `{record["command"]}` | {_machine(record["machine"])} | {jax} '
+      f'| [`{name}`](../results/{name}.json){picture} | `{record["command"]}` | {_machine(record["machine"])} | {jax} '
       f'| `{commit[:8]}`{" +changes" if changes else ""} |'
     )
   return '\n'.join([*lines, ''])
@@ -384,8 +385,8 @@ def on_files(files, config):
 
   for name, page in PAGES.items():
     files.append(File.generated(config, name, content=page()))
-  for path in sorted([*RESULTS.glob('*.png'), *RESULTS.glob('*.json')]):
-    files.append(File.generated(config, f'results/{path.name}', abs_src_path=str(path)))
+  for path in sorted([*RESULTS.rglob('*.png'), *RESULTS.rglob('*.json')]):
+    files.append(File.generated(config, f'results/{path.relative_to(RESULTS)}', abs_src_path=str(path)))
   return files
 
 

@@ -1,0 +1,128 @@
+"""The papers' claims, tested by training small models.
+
+    python benchmarks/claims --list
+    python benchmarks/claims NAME --minutes 60          # run, or go on with, an experiment
+    python benchmarks/claims NAME --report              # verdicts and figure of the saved result
+    python benchmarks/claims --page                     # docs/claims.md from all saved results
+
+An experiment (experiments/NAME.py) fixes its arms, seeds, thresholds and held-out measure before it runs. Results go to
+benchmarks/results/claims/NAME.json. The command does the runs that this file lacks, a run on each core at a time, until --minutes
+are over. A run that was interrupted continues from its checkpoint in --folder.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from claims import figure, page
+from claims.experiment import Experiment, find, names
+from claims.verdict import judged
+from claims.worker import result_file
+from common import RESULTS, ROOT, cores, record, report
+
+SAVED = RESULTS / 'claims'
+POLL = 5.0  # seconds between two looks for new records
+Found = dict[str, dict[int, dict[str, Any]]]  # the records that this command has, as `Records`
+
+
+def main() -> None:
+  """Run, report, or write the page."""
+  parser = argparse.ArgumentParser(prog='claims', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument('name', nargs='?', choices=names(), metavar='NAME', help=f'one of {", ".join(names())}')
+  parser.add_argument('--list', action='store_true', help='list the experiments and their runs')
+  parser.add_argument('--minutes', type=float, help='stop after this time; a run in progress goes on in the next call')
+  parser.add_argument('--folder', type=Path, default=Path('runs/claims'), help='work directories of the runs')
+  parser.add_argument('--report', action='store_true', help='run nothing; print verdicts and draw the figure')
+  parser.add_argument('--page', action='store_true', help='run nothing; write docs/claims.md')
+  args = parser.parse_args()
+  if args.list:
+    return listed()
+  if args.page:
+    return page.write({name: saved(find(name)) for name in names()})
+  if args.name is None:
+    parser.error('expected NAME, --list or --page')
+  experiment = find(args.name)
+  records = saved(experiment)
+  if not args.report:
+    run(experiment, records, args.folder.absolute() / args.name, args.minutes)
+  rows = [row for claim in experiment.claims for row in judged(claim, records)]
+  report(experiment.name, rows or [{'claims': 'none'}], {'runs': count(records)})
+  if count(records):
+    figure.draw(experiment, records)
+
+
+def listed() -> None:
+  """Print the experiments, how many of their runs are saved, and the hours of a core that all runs take."""
+  for experiment in map(find, names()):
+    done = count(saved(experiment))
+    print(
+      f'{experiment.name}: {experiment.question} {done} of {len(experiment.runs)} runs; all take {experiment.hours:g} core hours'
+    )
+
+
+# --- runs ------------------------------------------------------------------------------------------------------------
+
+
+def run(experiment: Experiment, records: Found, folder: Path, minutes: float | None) -> None:
+  """Do the missing runs with a worker on each core, and save each record when it is there."""
+  folder.mkdir(parents=True, exist_ok=True)
+  if not (folder / 'task').exists():
+    experiment.task.write(folder / 'task')
+  for arm, of_arm in records.items():
+    for seed, found in of_arm.items():
+      result_file(folder, arm, seed).write_text(json.dumps(found))
+  end = time.monotonic() + 60 * minutes if minutes else float('inf')
+  start = [sys.executable, '-c', 'from claims.worker import main; main()', experiment.name, str(folder)]
+  paths = [str(ROOT / 'benchmarks'), str(ROOT), os.environ.get('PYTHONPATH', '')]
+  environment = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': os.pathsep.join(filter(None, paths))}
+  mine = sorted(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else range(cores())
+  workers = [subprocess.Popen([*start, str(core)], env=environment, stdout=sys.stderr) for core in mine]
+  try:
+    while any(worker.poll() is None for worker in workers) and time.monotonic() < end:
+      time.sleep(POLL)
+      collect(experiment, records, folder)
+  finally:
+    for worker in workers:
+      worker.send_signal(signal.SIGTERM)
+    statuses = [worker.wait() for worker in workers]
+    collect(experiment, records, folder)
+  if failed := set(statuses) - {0, -signal.SIGTERM}:
+    raise SystemExit(f'{experiment.name}: a worker ended with status {failed.pop()}; its message is above')
+
+
+def collect(experiment: Experiment, records: Found, folder: Path) -> None:
+  """Save the records that workers have written since the last time."""
+  before = count(records)
+  for arm, seed in experiment.runs:
+    path = result_file(folder, arm, seed)
+    if seed not in records.setdefault(arm, {}) and path.exists():
+      records[arm][seed] = json.loads(path.read_text())
+  if count(records) > before:
+    kept = {arm: {str(seed): found for seed, found in sorted(of.items())} for arm, of in records.items()}
+    result = {'plan': experiment.plan(), 'steps': experiment.steps, 'records': kept}
+    record(experiment.name, [row for claim in experiment.claims for row in judged(claim, records)], result, SAVED)
+
+
+def saved(experiment: Experiment) -> Found:
+  """Return the saved records. Raises SystemExit if they were made under another plan."""
+  path = SAVED / f'{experiment.name}.json'
+  if not path.exists():
+    return {}
+  result = json.loads(path.read_text())['result']
+  if result['plan'] != experiment.plan():
+    raise SystemExit(
+      f'{path}: its runs were made under another plan (arms, settings, steps or thresholds). A plan is fixed before its runs: '
+      'restore the experiment, or delete the result and run it again'
+    )
+  return {arm: {int(seed): found for seed, found in of.items()} for arm, of in result['records'].items()}
+
+
+def count(records: Found) -> int:
+  """Return the number of runs."""
+  return sum(map(len, records.values()))

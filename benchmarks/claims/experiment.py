@@ -1,0 +1,113 @@
+"""What an experiment is: everything that decides its verdicts, written down before it runs.
+
+An experiment is a file of benchmarks/claims/experiments/ that defines EXPERIMENT. It trains each arm from the same warm-started
+models with the same seeds. The newest weights are evaluated on held-out problems, sampled with a dense, unquantised cache.
+A claim compares arms. Its threshold is part of the plan: a result that was made under another plan is refused.
+"""
+
+import hashlib
+import importlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+BEFORE = 'before'  # in place of an arm: the warm-started model
+RANDOM_VETO = 'random_veto'  # an arm's setting of the harness: as many sequences are rejected, but others (controls.py)
+Records = Mapping[str, Mapping[int, Mapping[str, Any]]]  # arm -> seed -> the record of a run (worker.py)
+ACCURACY = 'accuracy'  # the measure of held-out problems; other measures are means over the steps of a run
+
+
+@dataclass(frozen=True)
+class Comparison:
+  """The statement that the measure of `arm` minus that of `against` is larger than `above`.
+
+  With above = -0.03, "arm is at most 0.03 worse"; with above = 0.05, "arm is better by more than 0.05".
+  """
+
+  arm: str
+  against: str  # an arm, or BEFORE
+  above: float
+  measure: str = ACCURACY
+
+
+@dataclass(frozen=True)
+class Claim:
+  """A statement of a paper, and what must hold here for it to hold."""
+
+  statement: str
+  paper: str  # name and place, as in 'Sparse-RL, table 2'
+  theirs: str  # the paper's figure
+  comparisons: tuple[Comparison, ...]  # the claim holds if all hold
+  reason: str = ''  # the likely reason if the verdict contradicts the paper; written after the runs
+
+
+@dataclass(frozen=True)
+class Task:
+  """A data set, a grader, and models that were fine-tuned to answer in its form."""
+
+  name: str
+  sentence: str  # model and problems, for pictures
+  write: Callable[[Path], None]  # writes problems and grader to a folder
+  warm: tuple[Path, ...]  # warm-started models; seed i begins from number i modulo their count
+  settings: Mapping[str, Any]  # of every run, by key; {folder} stands for that folder
+
+
+@dataclass(frozen=True)
+class Experiment:
+  """Arms, seeds and claims."""
+
+  name: str
+  question: str
+  task: Task
+  arms: Mapping[str, Mapping[str, Any]]  # name -> settings by key
+  claims: tuple[Claim, ...]
+  steps: int
+  seeds: int = 8
+  settings: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))  # of every arm
+  series: tuple[str, ...] = ()  # metrics whose curves are kept, and whose means are measures
+  hours: float = 0.0  # estimated hours of a core for all runs
+
+  def __post_init__(self):
+    known = {*self.arms, BEFORE}
+    for claim in self.claims:
+      for each in claim.comparisons:
+        if unknown := {each.arm, each.against} - known:
+          raise ValueError(
+            f'{self.name}: {claim.statement!r} compares {", ".join(sorted(unknown))}; expected some of {sorted(known)}'
+          )
+        if each.measure not in (ACCURACY, *self.series):
+          raise ValueError(f'{self.name}: {each.measure!r} is no measure; expected {ACCURACY} or one of {self.series}')
+
+  @property
+  def runs(self) -> list[tuple[str, int]]:
+    """All pairs of arm and seed. A seed's arms follow each other, so that an interrupted experiment has whole pairs."""
+    return [(arm, seed) for seed in range(self.seeds) for arm in self.arms]
+
+  def changes(self, arm: str, seed: int, folder: Path) -> dict[str, Any]:
+    """Return the settings of a run that differ from the default, by key."""
+    found = {**self.task.settings, **self.settings, **self.arms[arm]}
+    found = {key: value.format(folder=folder) if isinstance(value, str) else value for key, value in found.items()}
+    warm = self.task.warm[seed % len(self.task.warm)]
+    return found | {'seed': seed, 'steps': self.steps, 'model.path': str(warm)}
+
+  def plan(self) -> str:
+    """Return a fingerprint of what decides the runs and the verdicts. More seeds and reasons may be added later."""
+    compared = [[claim.statement, [vars(each) for each in claim.comparisons]] for claim in self.claims]
+    settings = [dict(self.task.settings), dict(self.settings), {arm: dict(of) for arm, of in self.arms.items()}]
+    weights = [hashlib.sha256(path.read_bytes()).hexdigest() for start in self.task.warm for path in start.glob('*.safetensors')]
+    text = json.dumps([compared, settings, self.steps, self.series, weights], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def names() -> list[str]:
+  """Return the names of all experiments."""
+  return sorted(path.stem for path in (HERE / 'experiments').glob('*.py'))
+
+
+def find(name: str) -> Experiment:
+  """Return the experiment of that name."""
+  return importlib.import_module(f'claims.experiments.{name}').EXPERIMENT

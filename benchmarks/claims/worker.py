@@ -1,0 +1,96 @@
+"""A process that does the runs of an experiment one after another, on one core.
+
+Small models do not use two cores well, so each core has a worker of its own. Runs of a process share its compiled programs. A run
+is marked as taken by a lock on its file, which the system releases if the process ends.
+"""
+
+import fcntl
+import json
+import os
+import sys
+import time
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from claims.controls import at_random
+from claims.experiment import RANDOM_VETO, Experiment, find
+
+EVERY = 10  # steps over which a curve is averaged
+
+
+def main() -> None:
+  """Do runs until none is left, or until the process gets SIGTERM. Arguments: experiment, folder, core."""
+  name, folder, core = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
+  os.sched_setaffinity(0, {core})
+  experiment = find(name)
+  for arm, seed in experiment.runs:
+    done = result_file(folder, arm, seed)
+    with taken(done.with_suffix('.lock')) as mine:
+      if not mine or done.exists():
+        continue
+      start = time.perf_counter()
+      if (record := run(experiment, arm, seed, folder)) is None:
+        return  # a signal came
+      done.write_text(json.dumps(record | {'seconds': time.perf_counter() - start}))
+
+
+def result_file(folder: Path, arm: str, seed: int) -> Path:
+  """Return where the record of a run is."""
+  return folder / f'{arm}-{seed}.json'
+
+
+@contextmanager
+def taken(path: Path):
+  """Yield whether this process has the lock, which nobody else had."""
+  with open(path, 'w') as file:
+    try:
+      fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+      yield False
+    else:
+      yield True
+
+
+def run(experiment: Experiment, arm: str, seed: int, folder: Path) -> dict[str, Any] | None:
+  """Train, or go on with an interrupted run. Return its record; None if a signal ended it early.
+
+  A run that a guard stopped is a result: its weights are not finite, and its scores count as 0.
+  """
+  from common import commit, machine  # imported here: jax must see one core
+
+  from sprl.config import default_config
+  from sprl.config_reader import resolve
+  from sprl.hooks import StopRun
+  from sprl.io.metrics import read_metrics, series
+  from sprl.objective import correction, guards
+  from sprl.train import train
+
+  changes = experiment.changes(arm, seed, folder / 'task')
+  vetoed = mock.patch.object(correction, 'catastrophic', at_random) if changes.pop(RANDOM_VETO, False) else nullcontext()
+  config = default_config()
+  config.update_from_flattened_dict(changes)
+  workdir = folder / f'{arm}-{seed}'
+  record: dict[str, Any] = {'arm': arm, 'seed': seed, 'commit': commit(), 'cpu': machine()['cpu'], 'stopped': None}
+  try:
+    with vetoed, mock.patch.object(guards, 'MAX_KL', float('inf')):  # a large mismatch is a result, not a mistake
+      finished = train(resolve(config), workdir)
+    if not finished.completed:
+      return None
+    record |= {'before': finished.before['scores'], 'scores': finished.after['scores']}
+  except StopRun as stop:
+    zeros = [0.0] * config.eval.problems
+    record |= {'stopped': str(stop).splitlines()[1].strip(), 'before': zeros, 'scores': zeros}
+  records = read_metrics(workdir)
+  curves = {name: series(records, name) for name in ('reward/mean', *experiment.series)}
+  record['curves'] = {name: averaged(values) for name, (_, values) in curves.items()}
+  record['measures'] = {name: float(values.mean()) for name, (_, values) in curves.items() if len(values)}
+  steps, accuracy = series(records, 'eval/avg@k')
+  record['accuracy'] = {'steps': steps.tolist(), 'mean': [round(float(x), 4) for x in accuracy]}
+  return record
+
+
+def averaged(values: Any) -> list[float]:
+  """Return means over EVERY steps, with four significant digits."""
+  return [float(f'{values[i : i + EVERY].mean():.4g}') for i in range(0, len(values), EVERY)]
