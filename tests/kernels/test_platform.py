@@ -67,6 +67,15 @@ def test_mesh_of_absent_gpus_decides_for_kernels(kind, hopper):
     assert platform.chosen('sorting', 'auto', lambda: None) is hopper
 
 
+def test_mesh_of_absent_tpus_is_an_accelerator_and_no_gpu():
+  device = AbstractDevice(device_kind='TPU v5 lite', num_cores=1, platform='tpu')
+  with jax.sharding.use_abstract_mesh(AbstractMesh((1,), ('x',), (AxisType.Auto,), abstract_device=device)):
+    assert platform.on_accelerator()
+    assert not platform.on_gpu()
+    assert not platform.hopper()
+  assert not platform.on_accelerator()
+
+
 @pytest.mark.parametrize(
   ('flags', 'native', 'slowly'),
   [
