@@ -111,11 +111,15 @@ def test_wide_program_walks_through_several_tiles(N, tile, clusters):
   check_launch(replace(plan, clusters=clusters), M, N, K)
 
 
-def test_sums_that_are_read_before_all_are_written_are_a_race(monkeypatch):
-  """The race check covers the exchange of partial sums."""
+def test_sums_that_are_read_before_all_are_written_are_a_race(monkeypatch, capfd):
+  """The race check covers the exchange of partial sums. With jax 0.11 the interpreter prints a race, and does not raise."""
   monkeypatch.setattr(hopper, 'meet', lambda barrier: None)
-  with pytest.raises(jax.errors.JaxRuntimeError, match='race'):
+  said = ''
+  try:
     check_launch(cut(8, 64, 512, 1, 1, 8, 2), 8, 64, 512)
+  except (jax.errors.JaxRuntimeError, AssertionError) as error:
+    said = str(error)
+  assert 'RACE DETECTED' in said + ''.join(capfd.readouterr())
 
 
 @st.composite
