@@ -16,14 +16,8 @@ import json
 import string
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
-
-from sprl.io.huggingface import export_folder
-from sprl.io.tokenizer import write_tiny
-from sprl.models import transformer
-from sprl.models.config import tiny
+from progressions import GRADER
 
 COUNTS = range(20, 41)  # digits in a prompt
 LONGEST_PROMPT = 2 * COUNTS[-1] + 1  # tokens: a byte is a token
@@ -31,14 +25,6 @@ LONGEST_SOLUTION = 5 * COUNTS[-1] + 2 + 1  # with the end token
 
 # How common each digit is. Small ones are: a total then tells something of the next, without which a model learns the task late.
 COMMON = 0.7 ** np.arange(10)
-
-GRADER = '''"""The text after the last `#` must be the answer."""
-
-
-def grade(prompt: str, completion: str, answer: str) -> float:
-  _, mark, final = completion.rpartition('#')
-  return float(bool(mark) and final == answer)
-'''
 
 
 def write_problems(folder: Path, train: int, test: int, seed: int, slips: float) -> None:
@@ -65,17 +51,3 @@ def problem(rng: np.random.Generator, slips: float = 0.0) -> dict[str, str]:
     'answer': str(sum(digits) % 10),
     'solution': ' '.join(steps) + f' #{total}',
   }
-
-
-def write_model(folder: Path, seed: int, layers: int, width: int, heads: int = 4) -> None:
-  """Write a Llama with random float32 weights and a tokenizer of bytes."""
-  config = tiny(
-    'llama', num_hidden_layers=layers, hidden_size=width, intermediate_size=3 * width, num_attention_heads=heads,
-    num_key_value_heads=heads // 2, head_dim=width // heads,
-  )  # fmt: skip
-  tokenizer = folder.with_name(folder.name + '.tokenizer')
-  write_tiny(tokenizer)
-  export_folder(folder, transformer.init_params(config, jax.random.key(seed), scale=0.05), config, tokenizer, dtype=jnp.float32)
-  for path in tokenizer.iterdir():
-    path.unlink()
-  tokenizer.rmdir()

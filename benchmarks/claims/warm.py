@@ -1,6 +1,6 @@
 """Makes the models that the runs of experiments start from: benchmarks/claims/warm/, which is committed.
 
-    cd benchmarks && python -m claims.warm                # 10 minutes on 2 cores
+    cd benchmarks && python -m claims.warm                # 13 minutes on 2 cores
 
 A model with random weights learns the task from right solutions, and then from solutions of which a share SLIPS is wrong.
 """
@@ -10,7 +10,8 @@ from pathlib import Path
 
 import jax.numpy as jnp
 from claims.tasks import SLIPS, TOTALS, TRAIN
-from claims.totals import write_model, write_problems
+from claims.totals import write_problems
+from progressions import write_model
 
 from sprl.config import default_config
 from sprl.config_reader import resolve
@@ -29,7 +30,7 @@ def main() -> None:
       continue
     with tempfile.TemporaryDirectory() as name:
       folder = Path(name)
-      write_model(folder / 'random', seed, LAYERS, WIDTH)
+      write_model(folder / 'random', seed, layers=LAYERS, hidden=WIDTH)
       start = folder / 'random'
       for part, (steps, batch, rate, slips) in enumerate(PARTS):
         data, end = folder / f'data-{part}', folder / f'part-{part}'
