@@ -50,6 +50,7 @@ def main() -> None:
   experiment = find(args.name)
   records = saved(experiment)
   if not args.report:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the workers end too
     run(experiment, records, args.folder.absolute() / args.name, args.minutes)
   rows = [row for claim in experiment.claims for row in judged(claim, records)]
   report(experiment.name, rows or [{'claims': 'none'}], {'runs': count(records)})

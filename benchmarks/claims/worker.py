@@ -25,7 +25,10 @@ def main() -> None:
   name, folder, core = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
   os.sched_setaffinity(0, {core})
   experiment = find(name)
+  parent = os.getppid()
   for arm, seed in experiment.runs:
+    if os.getppid() != parent:
+      return  # the command was killed
     done = result_file(folder, arm, seed)
     with taken(done.with_suffix('.lock')) as mine:
       if not mine or done.exists():
