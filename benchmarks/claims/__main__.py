@@ -1,12 +1,4 @@
-"""The papers' claims, tested by training small models.
-
-    python benchmarks/claims --list
-    python benchmarks/claims NAME --minutes 60          # run, or go on with, an experiment
-    python benchmarks/claims NAME --report              # verdicts and figure of the saved result
-    python benchmarks/claims --page                     # docs/claims.md from all saved results
-
-See command.py.
-"""
+"""Makes `python benchmarks/claims` run command.py."""
 
 import sys
 from pathlib import Path

@@ -24,7 +24,7 @@ from claims import figure, page
 from claims.experiment import Experiment, find, names
 from claims.verdict import judged
 from claims.worker import result_file
-from common import RESULTS, ROOT, cores, record, report
+from common import RESULTS, ROOT, cores, positive, record, report
 
 SAVED = RESULTS / 'claims'
 POLL = 5.0  # seconds between two looks for new records
@@ -36,7 +36,7 @@ def main() -> None:
   parser = argparse.ArgumentParser(prog='claims', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument('name', nargs='?', choices=names(), metavar='NAME', help=f'one of {", ".join(names())}')
   parser.add_argument('--list', action='store_true', help='list the experiments and their runs')
-  parser.add_argument('--minutes', type=float, help='stop after this time; a run in progress goes on in the next call')
+  parser.add_argument('--minutes', type=positive, help='stop after this time; a run in progress goes on in the next call')
   parser.add_argument('--folder', type=Path, default=Path('runs/claims'), help='work directories of the runs')
   parser.add_argument('--report', action='store_true', help='run nothing; print verdicts and draw the figure')
   parser.add_argument('--page', action='store_true', help='run nothing; write docs/claims.md')
@@ -47,6 +47,8 @@ def main() -> None:
     return page.write({name: saved(find(name)) for name in names()})
   if args.name is None:
     parser.error('expected NAME, --list or --page')
+  if args.folder.exists() and not args.folder.is_dir():
+    parser.error(f'--folder = {args.folder}: expected a folder')
   experiment = find(args.name)
   records = saved(experiment)
   if not args.report:
@@ -70,7 +72,7 @@ def listed() -> None:
 # --- runs ------------------------------------------------------------------------------------------------------------
 
 
-def run(experiment: Experiment, records: Found, folder: Path, minutes: float | None) -> None:
+def run(experiment: Experiment, records: Found, folder: Path, minutes: int | None) -> None:
   """Do the missing runs with a worker on each core, and save each record when it is there."""
   folder.mkdir(parents=True, exist_ok=True)
   if not (folder / 'task').exists():

@@ -55,6 +55,10 @@ class Task:
   warm: tuple[Path, ...]  # warm-started models; seed i begins from number i modulo their count
   settings: Mapping[str, Any]  # of every run, by key; {folder} stands for that folder
 
+  def settings_in(self, folder: Path) -> dict[str, Any]:
+    """Return the settings of a run whose problems are in this folder."""
+    return {key: value.format(folder=folder) if isinstance(value, str) else value for key, value in self.settings.items()}
+
 
 @dataclass(frozen=True)
 class Experiment:
@@ -89,10 +93,8 @@ class Experiment:
 
   def changes(self, arm: str, seed: int, folder: Path) -> dict[str, Any]:
     """Return the settings of a run that differ from the default, by key."""
-    found = {**self.task.settings, **self.settings, **self.arms[arm]}
-    found = {key: value.format(folder=folder) if isinstance(value, str) else value for key, value in found.items()}
-    warm = self.task.warm[seed % len(self.task.warm)]
-    return found | {'seed': seed, 'steps': self.steps, 'model.path': str(warm)}
+    start = {'seed': seed, 'steps': self.steps, 'model.path': str(self.task.warm[seed % len(self.task.warm)])}
+    return {**self.task.settings_in(folder), **self.settings, **self.arms[arm], **start}
 
   def plan(self) -> str:
     """Return a fingerprint of what decides the runs and the verdicts. More seeds and reasons may be added later."""

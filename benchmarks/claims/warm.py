@@ -36,8 +36,7 @@ def main() -> None:
         data, end = folder / f'data-{part}', folder / f'part-{part}'
         write_problems(data, TRAIN, 1, seed + 1, slips)
         config = default_config()
-        settings = {key: value.format(folder=data) if isinstance(value, str) else value for key, value in TOTALS.settings.items()}
-        config.update_from_flattened_dict(settings | {'model.path': str(start), 'seed': seed})
+        config.update_from_flattened_dict(TOTALS.settings_in(data) | {'model.path': str(start), 'seed': seed})
         run = resolve(config)
         print(fine_tune(run, end, steps=steps, batch=batch, learning_rate=rate))
         start = end

@@ -16,6 +16,15 @@ from unittest import mock
 
 from claims.controls import at_random
 from claims.experiment import RANDOM_VETO, Experiment, find
+from common import commit, machine
+
+from sprl.config import default_config
+from sprl.config_reader import resolve
+from sprl.hooks import StopRun
+from sprl.io.files import write_text
+from sprl.io.metrics import read_metrics, series
+from sprl.objective import correction, guards
+from sprl.train import train
 
 EVERY = 10  # steps over which a curve is averaged
 
@@ -23,7 +32,8 @@ EVERY = 10  # steps over which a curve is averaged
 def main() -> None:
   """Do runs until none is left, or until the process gets SIGTERM. Arguments: experiment, folder, core."""
   name, folder, core = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-  os.sched_setaffinity(0, {core})
+  if hasattr(os, 'sched_setaffinity'):  # Linux. jax counts the cores when it first computes
+    os.sched_setaffinity(0, {core})
   experiment = find(name)
   parent = os.getppid()
   for arm, seed in experiment.runs:
@@ -36,7 +46,8 @@ def main() -> None:
       start = time.perf_counter()
       if (record := run(experiment, arm, seed, folder)) is None:
         return  # a signal came
-      done.write_text(json.dumps(record | {'seconds': time.perf_counter() - start}))
+      # Written at once, because the command reads it at any time.
+      write_text(done, json.dumps(record | {'seconds': time.perf_counter() - start}))
 
 
 def result_file(folder: Path, arm: str, seed: int) -> Path:
@@ -59,17 +70,8 @@ def taken(path: Path):
 def run(experiment: Experiment, arm: str, seed: int, folder: Path) -> dict[str, Any] | None:
   """Train, or go on with an interrupted run. Return its record; None if a signal ended it early.
 
-  A run that a guard stopped is a result: its weights are not finite, and its scores count as 0.
+  A run that a guard stopped, as when its weights are not finite, is a result: its scores count as 0.
   """
-  from common import commit, machine  # imported here: jax must see one core
-
-  from sprl.config import default_config
-  from sprl.config_reader import resolve
-  from sprl.hooks import StopRun
-  from sprl.io.metrics import read_metrics, series
-  from sprl.objective import correction, guards
-  from sprl.train import train
-
   changes = experiment.changes(arm, seed, folder / 'task')
   vetoed = mock.patch.object(correction, 'catastrophic', at_random) if changes.pop(RANDOM_VETO, False) else nullcontext()
   config = default_config()

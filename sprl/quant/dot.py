@@ -196,9 +196,9 @@ def rows_dot(x: Float[Array, '*B M'], w: Float[Array, 'N M'], dtype: Any = None)
   if x.dtype != jnp.float32 or rows > FEW_ROWS or on_accelerator():
     return jax.lax.dot_general(x, w, (((x.ndim - 1,), (1,)), ((), ())), preferred_element_type=dtype)
   whole = jnp.pad(x.reshape(rows, -1), ((0, -rows % TILE), (0, 0)))
-  left, right = (w, whole) if copies_slowly() else (whole, w)
-  y = jax.lax.dot_general(left, right, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
-  y = jax.lax.optimization_barrier(y).T if copies_slowly() else y  # without the barrier, XLA would swap the operands back
+  product = partial(jax.lax.dot_general, dimension_numbers=(((1,), (1,)), ((), ())), preferred_element_type=dtype)
+  # Without the barrier, XLA would swap the operands back.
+  y = jax.lax.optimization_barrier(product(w, whole)).T if copies_slowly() else product(whole, w)
   return y[:rows].reshape(*x.shape[:-1], -1)
 
 
