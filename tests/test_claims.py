@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from claims import command, controls, page, totals
-from claims.experiment import BEFORE, HERE, RANDOM_VETO, Claim, Comparison, Experiment, find, names
+from claims.experiment import BEFORE, HERE, RANDOM_VETO, Claim, Comparison, Experiment, find, names, under
 from claims.tasks import TOTALS
 from claims.verdict import judged, paired, together, verdict
 
@@ -21,6 +21,7 @@ EXPERIMENT = Experiment('example', 'Is b better?', TOTALS, {'a': {}, 'b': {'loss
 def a_run(arm, seed, scores):
   return {
     'arm': arm, 'seed': seed, 'cpu': 'a CPU', 'stopped': None, 'before': [0.0] * len(scores), 'scores': scores, 'measures': {},
+    'under': {'small': [score / 2 for score in scores]},
     'accuracy': {'steps': [0, 3], 'mean': [0.0, float(np.mean(scores))]},
   }  # fmt: skip
 
@@ -80,6 +81,10 @@ def test_only_seeds_of_both_arms_are_compared():
   assert row['mean'] == pytest.approx(0.2)
   (row,) = judged(dataclasses.replace(CLAIM, comparisons=(Comparison('a', BEFORE, 0.5),)), found)
   assert (row['seeds'], row['mean']) == (3, pytest.approx((0.1 + 0.2 + 0.9) / 3))
+  (row,) = judged(dataclasses.replace(CLAIM, comparisons=(Comparison(BEFORE, 'a', 0.0),)), found)
+  assert (row['seeds'], row['mean']) == (3, pytest.approx(-(0.1 + 0.2 + 0.9) / 3))
+  (row,) = judged(dataclasses.replace(CLAIM, comparisons=(Comparison('b', 'a', 0.05, under('small')),)), found)
+  assert (row['seeds'], row['mean']) == (2, pytest.approx(0.1))
   (row,) = judged(CLAIM, {})
   assert (row['seeds'], row['verdict']) == (0, 'cannot tell')
 
@@ -124,9 +129,10 @@ def test_the_settings_of_all_arms_are_accepted(name, tmp_path):
   assert experiment.name == name
   assert experiment.seeds >= 8
   assert len(experiment.task.warm) >= 2
-  for arm in experiment.arms:
+  several = [experiment.changes(arm, 0, tmp_path) for arm in experiment.arms]
+  for changes in several + [experiment.answers(name, 0, tmp_path) for name in experiment.inference]:
     config = default_config()
-    config.update_from_flattened_dict({k: v for k, v in experiment.changes(arm, 0, tmp_path).items() if k != RANDOM_VETO})
+    config.update_from_flattened_dict({k: v for k, v in changes.items() if k != RANDOM_VETO})
     assert resolve(config).steps == experiment.steps
 
 

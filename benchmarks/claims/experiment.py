@@ -15,10 +15,11 @@ from types import MappingProxyType
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-BEFORE = 'before'  # in place of an arm: the warm-started model
+BEFORE = 'before'  # in place of an arm: the model from which the other arm starts
 RANDOM_VETO = 'random_veto'  # an arm's setting of the harness: as many sequences are rejected, but others (controls.py)
 Records = Mapping[str, Mapping[int, Mapping[str, Any]]]  # arm -> seed -> the record of a run (worker.py)
 ACCURACY = 'accuracy'  # the measure of held-out problems; other measures are means over the steps of a run
+UNDER = 'accuracy under '  # and a name: the measure if the answers are sampled otherwise (`Experiment.inference`)
 
 
 @dataclass(frozen=True)
@@ -28,10 +29,15 @@ class Comparison:
   With above = -0.03, "arm is at most 0.03 worse"; with above = 0.05, "arm is better by more than 0.05".
   """
 
-  arm: str
-  against: str  # an arm, or BEFORE
+  arm: str  # one of the two may be BEFORE
+  against: str
   above: float
   measure: str = ACCURACY
+
+
+def under(name: str) -> str:
+  """Return the measure of answers that are sampled with `Experiment.inference[name]`."""
+  return f'{UNDER}{name}'
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,7 @@ class Experiment:
   seeds: int = 8
   settings: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))  # of every arm
   series: tuple[str, ...] = ()  # metrics whose curves are kept, and whose means are measures
+  inference: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: MappingProxyType({}))  # other samplers; see `under`
   hours: float = 0.0  # estimated hours of a core for all runs
 
   def __post_init__(self):
@@ -83,8 +90,9 @@ class Experiment:
           raise ValueError(
             f'{self.name}: {claim.statement!r} compares {", ".join(sorted(unknown))}; expected some of {sorted(known)}'
           )
-        if each.measure not in (ACCURACY, *self.series):
-          raise ValueError(f'{self.name}: {each.measure!r} is no measure; expected {ACCURACY} or one of {self.series}')
+        measures = (ACCURACY, *map(under, self.inference), *self.series)
+        if each.measure not in measures:
+          raise ValueError(f'{self.name}: {each.measure!r} is no measure; expected one of {measures}')
 
   @property
   def runs(self) -> list[tuple[str, int]]:
@@ -93,13 +101,21 @@ class Experiment:
 
   def changes(self, arm: str, seed: int, folder: Path) -> dict[str, Any]:
     """Return the settings of a run that differ from the default, by key."""
+    return self._run(self.arms[arm], seed, folder)
+
+  def answers(self, name: str, seed: int, folder: Path) -> dict[str, Any]:
+    """Return the settings under which the newest weights of a run are asked once more, with another sampler."""
+    return {**self._run(self.inference[name], seed, folder), 'eval.memory': 'sampler'}
+
+  def _run(self, more: Mapping[str, Any], seed: int, folder: Path) -> dict[str, Any]:
     start = {'seed': seed, 'steps': self.steps, 'model.path': str(self.task.warm[seed % len(self.task.warm)])}
-    return {**self.task.settings_in(folder), **self.settings, **self.arms[arm], **start}
+    return {**self.task.settings_in(folder), **self.settings, **more, **start}
 
   def plan(self) -> str:
     """Return a fingerprint of what decides the runs and the verdicts. More seeds and reasons may be added later."""
     compared = [[claim.statement, [vars(each) for each in claim.comparisons]] for claim in self.claims]
-    settings = [dict(self.task.settings), dict(self.settings), {arm: dict(of) for arm, of in self.arms.items()}]
+    settings: list[Any] = [dict(self.task.settings), dict(self.settings)]
+    settings += [{name: dict(of) for name, of in several.items()} for several in (self.arms, self.inference)]
     weights = [hashlib.sha256(path.read_bytes()).hexdigest() for start in self.task.warm for path in start.glob('*.safetensors')]
     text = json.dumps([compared, settings, self.steps, self.series, weights], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

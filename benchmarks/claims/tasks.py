@@ -19,7 +19,7 @@ TOTALS = Task(
     'task.grader': '{folder}/grader.py:grade',
     'task.workers': 1,
     'rollout.prompts': 4,
-    'rollout.group': 8,
+    'rollout.group': 4,
     'rollout.stop_when_capped': False,  # a collapse is a result
     'sampling.max_prompt': LONGEST_PROMPT,
     'sampling.max_tokens': LONGEST_SOLUTION,
@@ -29,7 +29,7 @@ TOTALS = Task(
     'packing.rows': 8,
     'packing.share_prefix': False,
     'packing.score_chunk': 2048,
-    'optimizer.learning_rate': 1e-4,
+    'optimizer.learning_rate': 5e-5,
     'optimizer.weight_decay': 0.0,
     'eval.problems': TEST,
     'eval.samples': 2,

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from claims.experiment import ACCURACY, BEFORE, Claim, Comparison, Records
+from claims.experiment import ACCURACY, BEFORE, UNDER, Claim, Comparison, Records
 from jaxtyping import Float
 from scipy import stats
 
@@ -78,8 +78,8 @@ def judged(claim: Claim, records: Records) -> list[dict[str, Any]]:
 
 def estimate(each: Comparison, records: Records) -> Estimate:
   """Return the paired difference of a comparison, over the seeds that both arms have."""
-  ours = records.get(each.arm, {})
-  theirs = ours if each.against == BEFORE else records.get(each.against, {})
+  sides = (each.arm, each.against)
+  ours, theirs = (records.get(other if side == BEFORE else side, {}) for side, other in zip(sides, reversed(sides)))
   seeds = sorted(ours.keys() & theirs.keys())
   if not seeds:
     return Estimate(float('nan'), -np.inf, np.inf, 0)
@@ -90,6 +90,8 @@ def estimate(each: Comparison, records: Records) -> Estimate:
 
 def values(found: Mapping[str, Any], each: Comparison, side: str) -> list[float]:
   """Return the numbers of a run that a comparison compares: a score for each problem, or one number."""
+  if each.measure.startswith(UNDER):
+    return found['under'][each.measure.removeprefix(UNDER)]
   if each.measure != ACCURACY:
     return [found['measures'][each.measure]]
   return found['before' if side == BEFORE else 'scores']

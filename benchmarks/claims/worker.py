@@ -9,7 +9,8 @@ import json
 import os
 import sys
 import time
-from contextlib import contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,12 +19,16 @@ from claims.controls import at_random
 from claims.experiment import RANDOM_VETO, Experiment, find
 from common import commit, machine
 
-from sprl.config import default_config
+from sprl.config import Run, default_config
 from sprl.config_reader import resolve
 from sprl.hooks import StopRun
 from sprl.io.files import write_text
 from sprl.io.metrics import read_metrics, series
+from sprl.learner.restore import restore
+from sprl.model import Model
 from sprl.objective import correction, guards
+from sprl.rollout.evaluate import evaluate
+from sprl.rollout.setup import RolloutSetup
 from sprl.train import train
 
 EVERY = 10  # steps over which a curve is averaged
@@ -74,19 +79,22 @@ def run(experiment: Experiment, arm: str, seed: int, folder: Path) -> dict[str, 
   """
   changes = experiment.changes(arm, seed, folder / 'task')
   vetoed = mock.patch.object(correction, 'catastrophic', at_random) if changes.pop(RANDOM_VETO, False) else nullcontext()
-  config = default_config()
-  config.update_from_flattened_dict(changes)
+  settings = _settings(changes)
   workdir = folder / f'{arm}-{seed}'
   record: dict[str, Any] = {'arm': arm, 'seed': seed, 'commit': commit(), 'cpu': machine()['cpu'], 'stopped': None}
   try:
     with vetoed, mock.patch.object(guards, 'MAX_KL', float('inf')):  # a large mismatch is a result, not a mistake
-      finished = train(resolve(config), workdir)
+      finished = train(settings, workdir)
     if not finished.completed:
       return None
     record |= {'before': finished.before['scores'], 'scores': finished.after['scores']}
+    record['under'] = {
+      name: ask_again(_settings(experiment.answers(name, seed, folder / 'task')), workdir) for name in experiment.inference
+    }
   except StopRun as stop:
-    zeros = [0.0] * config.eval.problems
+    zeros = [0.0] * settings.eval.problems
     record |= {'stopped': str(stop).splitlines()[1].strip(), 'before': zeros, 'scores': zeros}
+    record['under'] = dict.fromkeys(experiment.inference, zeros)
   records = read_metrics(workdir)
   curves = {name: series(records, name) for name in ('reward/mean', *experiment.series)}
   record['curves'] = {name: averaged(values) for name, (_, values) in curves.items()}
@@ -94,6 +102,21 @@ def run(experiment: Experiment, arm: str, seed: int, folder: Path) -> dict[str, 
   steps, accuracy = series(records, 'eval/avg@k')
   record['accuracy'] = {'steps': steps.tolist(), 'mean': [round(float(x), 4) for x in accuracy]}
   return record
+
+
+def ask_again(settings: Run, workdir: Path) -> list[float]:
+  """Return the scores of a run's newest weights on the held-out problems, sampled as these settings say."""
+  model = Model.open(settings)
+  with ExitStack() as stack:
+    held_out = RolloutSetup.open(settings, model.tokenizer, train=False).begin_evaluation(stack.enter_context)
+    params, _, scales = restore(model, settings, workdir)
+    return evaluate(settings, model, params, held_out, shown=0, scales=scales)['scores']
+
+
+def _settings(changes: Mapping[str, Any]) -> Run:
+  config = default_config()
+  config.update_from_flattened_dict(changes)
+  return resolve(config)
 
 
 def averaged(values: Any) -> list[float]:

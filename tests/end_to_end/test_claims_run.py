@@ -26,6 +26,7 @@ EXPERIMENT = Experiment(
   'example', 'Does it run?', TASK, {{'dense': {{'arm': 'dense'}}, 'vetoed': {{'arm': 'sparse_rl', 'random_veto': True}}}},
   (Claim('They differ.', 'Nobody', '0', (Comparison('dense', 'vetoed', 0.0),)),), steps=2, seeds=1,
   settings={{'eval.every': 1}}, series=('rollout_corr/k3_kl',),
+  inference={{'small': {{'arm': 'naive', 'cache.budget': 8, 'cache.interval': 2, 'cache.window': 1}}}},
 )
 """
 
@@ -47,7 +48,7 @@ def test_an_experiment_runs_and_goes_on_where_it_stopped(tmp_path, monkeypatch):
     assert found['stopped'] is None
     assert found['accuracy']['steps'] == [0, 1, 2]
     assert np.mean(found['scores']) == pytest.approx(found['accuracy']['mean'][-1], abs=1e-3)
-    assert len(found['scores']) == len(found['before']) == 3
+    assert len(found['under']['small']) == len(found['scores']) == len(found['before']) == 3
     assert len(found['curves']['rollout_corr/k3_kl']) == 1
   assert first['dense'][0]['before'] == first['vetoed'][0]['before']
   assert first['dense'][0]['measures'] != first['vetoed'][0]['measures']
