@@ -19,6 +19,7 @@ BEFORE = 'before'  # in place of an arm: the model from which the other arm star
 RANDOM_VETO = 'random_veto'  # an arm's setting of the harness: as many sequences are rejected, but others (controls.py)
 Records = Mapping[str, Mapping[int, Mapping[str, Any]]]  # arm -> seed -> the record of a run (worker.py)
 ACCURACY = 'accuracy'  # the measure of held-out problems; other measures are means over the steps of a run
+REWARD = 'reward/mean'  # a series that every experiment keeps
 UNDER = 'accuracy under '  # and a name: the measure if the answers are sampled otherwise (`Experiment.inference`)
 
 
@@ -79,10 +80,13 @@ class Experiment:
   seeds: int = 8
   settings: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))  # of every arm
   series: tuple[str, ...] = ()  # metrics whose curves are kept, and whose means are measures
+  shown: tuple[str, ...] = ()  # those of them that the picture shows
   inference: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: MappingProxyType({}))  # other samplers; see `under`
   hours: float = 0.0  # estimated hours of a core for all runs
 
   def __post_init__(self):
+    if unknown := {*self.shown} - {REWARD, *self.series}:
+      raise ValueError(f'{self.name}: shown = {", ".join(sorted(unknown))}: expected some of {(REWARD, *self.series)}')
     known = {*self.arms, BEFORE}
     for claim in self.claims:
       for each in claim.comparisons:

@@ -1,39 +1,53 @@
-"""The picture of an experiment: held-out accuracy of every arm, and over the steps."""
+"""The picture of an experiment: held-out accuracy of every arm, and curves over the steps."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from claims.experiment import Experiment, Records
+from claims.experiment import ACCURACY, Experiment, Records
+from claims.worker import EVERY
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from pictures import BLACK, BLUE, GREEN, GREY, OLIVE, ORANGE, PURPLE, RED, TEAL, draw_band, draw_seeds, new_figure, save, style
 
 COLOURS = (ORANGE, BLUE, TEAL, PURPLE, GREEN, RED, OLIVE)
+MOST = 5  # panels in a row
+ENDS, LEGEND, ROW = 2.4, 0.8, 1.7  # inches
 
 
 def draw(experiment: Experiment, records: Records) -> None:
   """Draw results/claims/NAME.png.
 
-  Arms METHOD@NUMBER with the same number stand together, and share a panel of curves. Arms without a number are in all panels.
+  Arms METHOD@PLACE with the same place stand together, and share panels of curves: the held-out accuracy, and below it each of
+  the experiment's `shown` series. Arms without a place are in all panels.
   """
   arms = [arm for arm in experiment.arms if records.get(arm)]
   methods = list(dict.fromkeys(arm.partition('@')[0] for arm in arms))
-  colours = {method: BLACK if method == 'dense' else COLOURS[i % len(COLOURS)] for i, method in enumerate(methods)}
-  places = list(dict.fromkeys(arm.partition('@')[2] for arm in arms))  # '' for arms without a number
-  numbers = [place for place in places if place] or ['']
+  colours = dict(zip(methods, (BLACK, *(COLOURS[i % len(COLOURS)] for i in range(len(methods))))))  # the first is the reference
+  places = list(dict.fromkeys(arm.partition('@')[2] for arm in arms))  # '' for arms without a place
+  shared = [place for place in places if place] or ['']
+  rows = [(name, shared[i : i + MOST]) for name in (ACCURACY, *experiment.shown) for i in range(0, len(shared), MOST)]
   seeds = max(map(len, records.values()))
   setting = f'{experiment.task.sentence}; {experiment.steps} steps, {seeds} seeds'
-  figure = new_figure(f'{experiment.name}: held-out accuracy by arm, dense sampling', setting, 6.4)
-  layout: Any = [['ends'] * len(numbers), ['legend'] * len(numbers), numbers]
-  panels = figure.subplot_mosaic(layout, height_ratios=(1.2, 0.25, 1))
-  draw_ends(panels['ends'], arms, methods, places, colours, records)
-  for number in numbers:
-    draw_curves(panels[number], [arm for arm in arms if arm.partition('@')[2] in ('', number)], colours, records)
-    panels[number].set_title(number, fontsize=9)
-  panels['legend'].axis('off')
+  heights = [ENDS, LEGEND, *[ROW] * len(rows)]
+  figure = new_figure(f'{experiment.name}: held-out accuracy by arm, dense sampling', setting, 0.5 + sum(heights))
+  ends, legend, *parts = figure.subfigures(len(heights), 1, height_ratios=heights)
+  draw_ends(ends.subplots(), arms, methods, places, colours, records)
   lines = [Line2D([], [], color=colours[method], label=method) for method in methods]
-  about = 'Below: accuracy over the steps, mean and range of the seeds'
-  panels['legend'].legend(handles=lines, title=about, loc='center', ncols=4, frameon=False, fontsize=8.5, title_fontsize=8.5)
+  about = 'Below: over the steps, mean and range of the seeds'
+  legend.legend(handles=lines, title=about, loc='center', ncols=4, frameon=False, fontsize=8.5, title_fontsize=8.5)
+  for part, (name, several) in zip(parts, rows):
+    panels = part.subplots(1, min(len(shared), MOST), squeeze=False, sharey=True)[0]
+    panels[0].set_ylabel(name, fontsize=8.5)
+    for axes in panels[len(several) :]:
+      axes.set_visible(False)
+    for axes, place in zip(panels, several):
+      of_place = [arm for arm in arms if arm.partition('@')[2] in ('', place)]
+      style(axes, '', 'step' if (name, several) == rows[-1] else '', axes.get_ylabel())
+      axes.set_title(place, fontsize=9)
+      draw_curves(axes, of_place, colours, [[curve(found, name) for found in records[arm].values()] for arm in of_place])
+      if name == ACCURACY:
+        axes.set_ylim(-0.02, 1.02)
   save(figure, f'claims/{experiment.name}')
 
 
@@ -48,15 +62,22 @@ def draw_ends(axes: Axes, arms, methods, places, colours, records: Records) -> N
   before = np.mean([found['before'] for of in records.values() for found in of.values() if found['stopped'] is None])
   axes.axhline(float(before), color=GREY, linewidth=1, linestyle='--')
   axes.text(0.995, float(before) + 0.01, 'before', transform=axes.get_yaxis_transform(), fontsize=8, color=GREY, ha='right')
-  axes.set(xticks=range(len(places)), xticklabels=[place or 'no number' for place in places], ylim=(-0.02, 1.02))
+  axes.set(xticks=range(len(places)), xticklabels=[place or 'reference' for place in places], ylim=(-0.02, 1.02))
 
 
-def draw_curves(axes: Axes, arms, colours, records: Records) -> None:
-  """Draw the accuracy at each evaluation."""
-  style(axes, '', 'step')
-  for arm in arms:
-    lines = [found['accuracy'] for found in records[arm].values()]
-    longest = max((line['steps'] for line in lines), key=len)
-    points = np.array([line['mean'] + [np.nan] * (len(longest) - len(line['mean'])) for line in lines])
-    draw_band(axes, np.array(longest), points, colours[arm.partition('@')[0]], arm)
-  axes.set_ylim(-0.02, 1.02)
+def curve(found: Mapping[str, Any], name: str) -> tuple[list[int], list[float]]:
+  """Return the steps and values of a run's curve."""
+  if name == ACCURACY:
+    return found['accuracy']['steps'], found['accuracy']['mean']
+  values = enumerate(found['curves'].get(name, []), 1)
+  measured = [(EVERY * i, value) for i, value in values if value is not None]
+  return [step for step, _ in measured], [value for _, value in measured]
+
+
+def draw_curves(axes: Axes, arms, colours, curves: list[list[tuple[list[int], list[float]]]]) -> None:
+  """Draw the curves of each arm's seeds as a band. A run that ended early has no values at later steps."""
+  for arm, of_seeds in zip(arms, curves):
+    steps = max((steps for steps, _ in of_seeds), key=len)
+    points = np.array([values + [np.nan] * (len(steps) - len(values)) for _, values in of_seeds])
+    if steps:
+      draw_band(axes, np.array(steps), points, colours[arm.partition('@')[0]], arm)

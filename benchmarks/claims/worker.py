@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 from claims.controls import at_random
-from claims.experiment import RANDOM_VETO, Experiment, find
+from claims.experiment import RANDOM_VETO, REWARD, Experiment, find
 from common import commit, machine
 
 from sprl.config import Run, default_config
@@ -96,8 +97,8 @@ def run(experiment: Experiment, arm: str, seed: int, folder: Path) -> dict[str, 
     record |= {'stopped': str(stop).splitlines()[1].strip(), 'before': zeros, 'scores': zeros}
     record['under'] = dict.fromkeys(experiment.inference, zeros)
   records = read_metrics(workdir)
-  curves = {name: series(records, name) for name in ('reward/mean', *experiment.series)}
-  record['curves'] = {name: averaged(values) for name, (_, values) in curves.items()}
+  curves = {name: series(records, name) for name in (REWARD, *experiment.series)}
+  record['curves'] = {name: averaged(*each) for name, each in curves.items()}
   record['measures'] = {name: float(values.mean()) for name, (_, values) in curves.items() if len(values)}
   steps, accuracy = series(records, 'eval/avg@k')
   record['accuracy'] = {'steps': steps.tolist(), 'mean': [round(float(x), 4) for x in accuracy]}
@@ -119,6 +120,8 @@ def _settings(changes: Mapping[str, Any]) -> Run:
   return resolve(config)
 
 
-def averaged(values: Any) -> list[float]:
-  """Return means over EVERY steps, with four significant digits."""
-  return [float(f'{values[i : i + EVERY].mean():.4g}') for i in range(0, len(values), EVERY)]
+def averaged(steps: np.ndarray, values: np.ndarray) -> list[float | None]:
+  """Return the mean of each EVERY steps, with four significant digits; None if they have no value."""
+  bins = (steps - 1) // EVERY
+  found = (values[bins == i] for i in range(int(bins.max(initial=-1)) + 1))
+  return [float(f'{each.mean():.4g}') if len(each) else None for each in found]

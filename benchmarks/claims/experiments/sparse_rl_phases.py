@@ -7,7 +7,7 @@ Pilots with another seed chose the budgets. The mismatch (k3, R-KV) is about 0.2
 The papers report up to about 0.03.
 """
 
-from claims.experiment import BEFORE, RANDOM_VETO, Claim, Comparison, Experiment, under
+from claims.experiment import BEFORE, RANDOM_VETO, REWARD, Claim, Comparison, Experiment, under
 from claims.tasks import TOTALS
 
 BUDGETS = (80, 88, 96, 112, 144)
@@ -43,6 +43,7 @@ EXPERIMENT = Experiment(
   steps=500,
   settings={'eval.every': 100},
   series=(MISMATCH, SAVED_TOKENS, SAVED_BYTES, 'sparse/veto_fraction', 'sparse/agreement_p05'),
+  shown=(REWARD, MISMATCH, 'sparse/veto_fraction'),
   inference={f'R-KV {budget}': {'arm': 'naive'} | _cache(budget) for budget in BUDGETS},
   claims=(
     Claim(
