@@ -9,6 +9,7 @@ import contextlib
 import json
 import os
 import platform
+import re
 import resource
 import subprocess
 import sys
@@ -194,7 +195,10 @@ def record(name: str, rows: Sequence[Mapping[str, Any]], result: Mapping[str, An
   """Write FOLDER/NAME.json: rows and result, with the command, machine, versions and commit."""
   source = {'benchmark': name, 'command': _command(), 'commit': commit(), 'machine': machine()}
   folder.mkdir(parents=True, exist_ok=True)
-  write_text(folder / f'{name}.json', json.dumps({**source, 'result': dict(result), 'rows': list(rows)}, indent=2) + '\n')
+  text = json.dumps({**source, 'result': dict(result), 'rows': list(rows)}, indent=2)
+  # Lists of numbers take a line each, not a line a number.
+  text = re.sub(r'\[[-+\d.eE,\s]*\]', lambda found: ' '.join(found[0].split()).replace('[ ', '[').replace(' ]', ']'), text)
+  write_text(folder / f'{name}.json', text + '\n')
 
 
 def _shown(value: Any) -> str:

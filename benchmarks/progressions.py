@@ -18,6 +18,7 @@ with random weights. sprl.sft trains it on the solutions.
 import argparse
 import itertools
 import json
+import tempfile
 from pathlib import Path
 
 import jax
@@ -27,7 +28,7 @@ import numpy as np
 from sprl.io.huggingface import export_folder
 from sprl.io.tokenizer import write_tiny
 from sprl.models import transformer
-from sprl.models.config import tiny
+from sprl.models.config import ModelConfig, tiny
 
 STARTS, STEPS, COUNTS = range(1, 100), range(2, 20), range(8, 17)
 LONGEST_PROMPT, LONGEST_SOLUTION = 9, 112  # tokens; the solution includes its end token
@@ -82,23 +83,19 @@ def problem(start: int, step: int, count: int, slip: tuple[int, int] = (0, 0)) -
   return {'prompt': f'{start}+{step}*{count}=', 'answer': str(terms[-1]), 'solution': solution}
 
 
-def write_model(folder: Path, seed: int = 0, layers: int = 4, hidden: int = 128, heads: int = 4, scale: float = 0.05) -> None:
+def write_model(folder: Path, seed: int = 0, layers: int = 4, hidden: int = 128, heads: int = 4) -> None:
   """Write a Llama with random float32 weights, and a byte-level tokenizer."""
-  config = tiny(
-    'llama',
-    num_hidden_layers=layers,
-    hidden_size=hidden,
-    intermediate_size=3 * hidden,
-    num_attention_heads=heads,
-    num_key_value_heads=heads // 2,
-    head_dim=hidden // heads,
-  )
-  tokenizer = folder.with_name(folder.name + '.tokenizer')
-  write_tiny(tokenizer)
-  export_folder(folder, transformer.init_params(config, jax.random.key(seed), scale=scale), config, tokenizer, dtype=jnp.float32)
-  for path in tokenizer.iterdir():
-    path.unlink()
-  tokenizer.rmdir()
+  sizes = {'num_hidden_layers': layers, 'hidden_size': hidden, 'intermediate_size': 3 * hidden}
+  of_heads = {'num_attention_heads': heads, 'num_key_value_heads': heads // 2, 'head_dim': hidden // heads}
+  write_random(folder, tiny('llama', **sizes, **of_heads), seed)
+
+
+def write_random(folder: Path, config: ModelConfig, seed: int) -> None:
+  """Write a model of this config with random float32 weights, and a byte-level tokenizer."""
+  with tempfile.TemporaryDirectory() as name:
+    write_tiny(Path(name))
+    params = transformer.init_params(config, jax.random.key(seed), scale=0.05)
+    export_folder(folder, params, config, Path(name), dtype=jnp.float32)
 
 
 if __name__ == '__main__':

@@ -7,10 +7,24 @@ import re
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from claims import command, controls, page, totals
-from claims.experiment import BEFORE, HERE, RANDOM_VETO, Claim, Comparison, Experiment, find, names, under
+from claims import command, controls, dictation, page, totals
+from claims.experiment import (
+  BEFORE,
+  HERE,
+  RANDOM_VETO,
+  Claim,
+  Comparison,
+  Experiment,
+  at_end,
+  at_start,
+  find,
+  names,
+  time_to,
+  under,
+)
 from claims.tasks import TOTALS
-from claims.verdict import judged, paired, together, verdict
+from claims.verdict import judged, paired, together, values, verdict
+from claims.worker import averaged, clock
 
 from sprl.objective.correction import catastrophic
 
@@ -20,8 +34,8 @@ EXPERIMENT = Experiment('example', 'Is b better?', TOTALS, {'a': {}, 'b': {'loss
 
 def a_run(arm, seed, scores):
   return {
-    'arm': arm, 'seed': seed, 'cpu': 'a CPU', 'stopped': None, 'before': [0.0] * len(scores), 'scores': scores, 'measures': {},
-    'under': {'small': [score / 2 for score in scores]},
+    'arm': arm, 'seed': seed, 'machine': 'a CPU', 'stopped': None, 'before': [0.0] * len(scores), 'scores': scores,
+    'measures': {}, 'under': {'small': [score / 2 for score in scores]},
     'accuracy': {'steps': [0, 3], 'mean': [0.0, float(np.mean(scores))]},
   }  # fmt: skip
 
@@ -89,6 +103,34 @@ def test_only_seeds_of_both_arms_are_compared():
   assert (row['seeds'], row['verdict']) == (0, 'cannot tell')
 
 
+def test_measures_of_a_curve_and_of_time():
+  found = a_run('a', 0, [0.5] * 4) | {
+    'curves': {'k3': [1.0, 3.0, None, 5.0, 9.0, 7.0]}, 'clock': [10.0, 20.0, 40.0],
+    'accuracy': {'steps': [0, 5, 10, 15], 'mean': [0.9, 0.2, 0.6, 0.7]},
+  }  # fmt: skip
+  assert values(found, 'a', at_start('k3')) == [2.0]  # a fifth of 6 is 2, rounded up
+  assert values(found, 'a', at_end('k3')) == [8.0]
+  assert values(found, 'a', time_to(0.6)) == pytest.approx([np.log(20.0)])  # the accuracy before training does not count
+  assert values(found, 'a', time_to(0.95)) == pytest.approx([np.log(40.0)])  # never reached
+  (row,) = judged(
+    dataclasses.replace(CLAIM, comparisons=(Comparison('a', 'a', 0.0, at_end('k3'), at_start('k3')),)), {'a': {0: found}}
+  )
+  assert (row['mean'], row['comparison']) == (6.0, 'a (k3 at the end) - a (k3 at the start)')
+
+
+def test_the_clock_of_a_run_leaves_out_compilation_and_evaluation():
+  records = [{'step': 0, 'kind': 'eval', 'eval/avg@k': 0.0}]
+  for step in range(1, 7):
+    records.append({'step': step, 'time': {'rollout': 100.0 if step == 1 else 2.0, 'learn': 1.0, 'sync': 0.5, 'eval': 50.0}})
+  assert clock(records, np.array([2, 3, 6])) == [0.0, 3.5, 14.0]
+
+
+def test_a_curve_has_a_value_for_each_ten_steps():
+  assert averaged(np.arange(1, 25), np.arange(1.0, 25.0)) == [5.5, 15.5, 22.5]
+  assert averaged(np.array([20, 40]), np.array([1.0, 2.0])) == [None, 1.0, None, 2.0]
+  assert averaged(np.array([], int), np.array([])) == []
+
+
 # --- plans -----------------------------------------------------------------------------------------------------------
 
 
@@ -116,7 +158,7 @@ def test_an_experiment_names_its_arms_and_measures():
 def test_a_seed_has_the_same_start_in_every_arm():
   changes = {(arm, seed): EXPERIMENT.changes(arm, seed, HERE) for arm, seed in EXPERIMENT.runs}
   assert changes['a', 0] | {'loss.kl_coef': 0.1} == changes['b', 0]
-  assert [changes['a', seed]['model.path'] for seed in (0, 1)] == [str(folder) for folder in TOTALS.warm]
+  assert [changes['a', seed]['model.path'] for seed in (0, 1)] == list(TOTALS.warm)
   assert EXPERIMENT.runs == [('a', 0), ('b', 0), ('a', 1), ('b', 1)]
 
 
@@ -158,6 +200,36 @@ def test_running_totals_are_sums_and_a_slip_goes_on_to_the_end():
   assert longest['solution'] + 1 == totals.LONGEST_SOLUTION
 
 
+def test_dictated_digits_are_answered_by_their_totals():
+  env = dictation.Dictation(split='test', turns=5)
+  seen, _ = env.reset(3)
+  again = dictation.Dictation(split='test', turns=5)
+  assert again.reset(3)[0] == seen
+  total, rewards = 0, []
+  for turn in range(5):
+    assert seen[0] == 'abcde'[turn]
+    total += int(seen[1])
+    seen, reward, done, cut, _ = env.step(f'={total % 10}')
+    rewards.append(reward)
+    assert (done, cut) == (turn == 4, False)
+  assert rewards == [0.0] * 4 + [1.0]
+  assert [again.step('=0')[1] for _ in range(4)] == [0.0] * 4
+  assert again.step(f'={(total + 1) % 10}')[1] == 0.0
+
+
+def test_supervised_dictation_has_the_form_of_the_episodes():
+  rng = np.random.default_rng(0)
+  for slips in (0, 1):
+    found = dictation.conversation(rng, slips)
+    lines = (found['prompt'] + found['solution']).split('\n')
+    digits = [int(line[1:]) for line in lines[::2]]
+    totals_of = [int(line[1:]) for line in lines[1::2]]
+    assert len(digits) == len(totals_of) == dictation.TURNS
+    off = [(total - sum(digits[: i + 1])) % 10 for i, total in enumerate(totals_of)]
+    assert sum(a != b for a, b in zip([0, *off], off)) == slips
+    assert all(len(line) == dictation.ANSWER for line in lines[1::2])
+
+
 def test_the_random_veto_rejects_as_many_sequences_as_the_veto_and_others():
   rng = np.random.default_rng(0)
   mask = jnp.asarray(rng.random((64, 9)) < 0.8).at[60:].set(False)
@@ -174,7 +246,7 @@ def test_the_random_veto_rejects_as_many_sequences_as_the_veto_and_others():
 def test_the_page_has_claim_figure_interval_and_verdict(monkeypatch):
   monkeypatch.setattr(page, 'find', lambda name: EXPERIMENT)
   text = page.text({'example': records(0.2)})
-  assert '| b is better than a. | +5 (Nobody, table 1) | b - a +0.200 (+0.200 to +0.200) | **holds** |' in text
+  assert '| b is better than a. | +5 (Nobody, table 1) | b - a +0.200 (+0.200 to +0.200, 2 seeds) | **holds** |' in text
   assert 'b - a > +0.05' in text
   assert 'Not run yet' in page.text({'example': {}})
 

@@ -7,7 +7,7 @@
 
 An experiment (experiments/NAME.py) fixes its arms, seeds, thresholds and held-out measure before it runs. Results go to
 benchmarks/results/claims/NAME.json. The command does the runs that this file lacks, a run on each core at a time, until --minutes
-are over. A run that was interrupted continues from its checkpoint in --folder.
+are over. An experiment for a GPU does one at a time there. A run that was interrupted continues from its checkpoint in --folder.
 """
 
 import argparse
@@ -65,7 +65,8 @@ def listed() -> None:
   for experiment in map(find, names()):
     done = count(saved(experiment))
     print(
-      f'{experiment.name}: {experiment.question} {done} of {len(experiment.runs)} runs; all take {experiment.hours:g} core hours'
+      f'{experiment.name}: {experiment.question} {done} of {len(experiment.runs)} runs; all take about '
+      f'{experiment.hours:g} hours of {"a core" if experiment.device == "core" else "one H200"}'
     )
 
 
@@ -73,7 +74,7 @@ def listed() -> None:
 
 
 def run(experiment: Experiment, records: Found, folder: Path, minutes: int | None) -> None:
-  """Do the missing runs with a worker on each core, and save each record when it is there."""
+  """Do the missing runs with a worker on each core, or one on the GPU, and save each record when it is there."""
   folder.mkdir(parents=True, exist_ok=True)
   if not (folder / 'task').exists():
     experiment.task.write(folder / 'task')
@@ -83,9 +84,12 @@ def run(experiment: Experiment, records: Found, folder: Path, minutes: int | Non
   end = time.monotonic() + 60 * minutes if minutes else float('inf')
   start = [sys.executable, '-c', 'from claims.worker import main; main()', experiment.name, str(folder)]
   paths = [str(ROOT / 'benchmarks'), str(ROOT), os.environ.get('PYTHONPATH', '')]
-  environment = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': os.pathsep.join(filter(None, paths))}
-  mine = sorted(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else range(cores())
-  workers = [subprocess.Popen([*start, str(core)], env=environment, stdout=sys.stderr) for core in mine]
+  environment = {**os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, paths))}
+  places = ['gpu']
+  if experiment.device == 'core':
+    environment['JAX_PLATFORMS'] = 'cpu'
+    places = sorted(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else range(cores())
+  workers = [subprocess.Popen([*start, str(place)], env=environment, stdout=sys.stderr) for place in places]
   try:
     while any(worker.poll() is None for worker in workers) and time.monotonic() < end:
       time.sleep(POLL)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
 HERE = Path(__file__).resolve().parent
 BEFORE = 'before'  # in place of an arm: the model from which the other arm starts
@@ -20,6 +20,8 @@ RANDOM_VETO = 'random_veto'  # an arm's setting of the harness: as many sequence
 Records = Mapping[str, Mapping[int, Mapping[str, Any]]]  # arm -> seed -> the record of a run (worker.py)
 ACCURACY = 'accuracy'  # the measure of held-out problems; other measures are means over the steps of a run
 REWARD = 'reward/mean'  # a series that every experiment keeps
+START, END = ' at the start', ' at the end'  # after the name of a series: its mean over a fifth of the steps
+SECONDS = 'log of the seconds to '  # and an accuracy
 UNDER = 'accuracy under '  # and a name: the measure if the answers are sampled otherwise (`Experiment.inference`)
 
 
@@ -34,6 +36,31 @@ class Comparison:
   against: str
   above: float
   measure: str = ACCURACY
+  against_measure: str | None = None  # of `against`, if it is another
+
+  @property
+  def measures(self) -> tuple[str, str]:
+    """The measures of both sides."""
+    return self.measure, self.against_measure or self.measure
+
+
+def at_start(series: str) -> str:
+  """Return the measure that is the mean of a series over the first fifth of the steps."""
+  return f'{series}{START}'
+
+
+def at_end(series: str) -> str:
+  """Return the measure that is the mean of a series over the last fifth of the steps."""
+  return f'{series}{END}'
+
+
+def time_to(score: float) -> str:
+  """Return the measure that is the logarithm of the seconds of training until the accuracy reaches `score`.
+
+  Evaluations take no time, and the first steps, which compile, do not count (`worker.clock`). A run that does not reach the score
+  counts as if its end did.
+  """
+  return f'{SECONDS}{score:g}'
 
 
 def under(name: str) -> str:
@@ -58,13 +85,14 @@ class Task:
 
   name: str
   sentence: str  # model and problems, for pictures
-  write: Callable[[Path], None]  # writes problems and grader to a folder
-  warm: tuple[Path, ...]  # warm-started models; seed i begins from number i modulo their count
+  write: Callable[..., None]  # (folder, seed=, slips=): writes problems, grader and solutions to a folder
+  warm: tuple[str, ...]  # folders or hub names of warm-started models; seed i begins from number i modulo their count
   settings: Mapping[str, Any]  # of every run, by key; {folder} stands for that folder
 
   def settings_in(self, folder: Path) -> dict[str, Any]:
     """Return the settings of a run whose problems are in this folder."""
-    return {key: value.format(folder=folder) if isinstance(value, str) else value for key, value in self.settings.items()}
+    text = {key: value.replace('{folder}', str(folder)) for key, value in self.settings.items() if isinstance(value, str)}
+    return {**self.settings, **text}
 
 
 @dataclass(frozen=True)
@@ -82,7 +110,8 @@ class Experiment:
   series: tuple[str, ...] = ()  # metrics whose curves are kept, and whose means are measures
   shown: tuple[str, ...] = ()  # those of them that the picture shows
   inference: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: MappingProxyType({}))  # other samplers; see `under`
-  hours: float = 0.0  # estimated hours of a core for all runs
+  hours: float = 0.0  # estimated hours of a core, or of an H200, for all runs
+  device: Literal['core', 'H200'] = 'core'  # what a run takes: each core of a CPU has one, or a GPU like an H200
 
   def __post_init__(self):
     if unknown := {*self.shown} - {REWARD, *self.series}:
@@ -95,8 +124,9 @@ class Experiment:
             f'{self.name}: {claim.statement!r} compares {", ".join(sorted(unknown))}; expected some of {sorted(known)}'
           )
         measures = (ACCURACY, *map(under, self.inference), *self.series)
-        if each.measure not in measures:
-          raise ValueError(f'{self.name}: {each.measure!r} is no measure; expected one of {measures}')
+        named = {name.removesuffix(START).removesuffix(END) for name in each.measures if not name.startswith(SECONDS)}
+        if wrong := named - {*measures}:
+          raise ValueError(f'{self.name}: {", ".join(sorted(wrong))}: no measure; expected one of {measures}')
 
   @property
   def runs(self) -> list[tuple[str, int]]:
@@ -112,17 +142,23 @@ class Experiment:
     return {**self._run(self.inference[name], seed, folder), 'eval.memory': 'sampler'}
 
   def _run(self, more: Mapping[str, Any], seed: int, folder: Path) -> dict[str, Any]:
-    start = {'seed': seed, 'steps': self.steps, 'model.path': str(self.task.warm[seed % len(self.task.warm)])}
+    start = {'seed': seed, 'steps': self.steps, 'model.path': self.task.warm[seed % len(self.task.warm)]}
     return {**self.task.settings_in(folder), **self.settings, **more, **start}
 
   def plan(self) -> str:
     """Return a fingerprint of what decides the runs and the verdicts. More seeds and reasons may be added later."""
-    compared = [[claim.statement, [vars(each) for each in claim.comparisons]] for claim in self.claims]
+    compared = [[claim.statement, [_compared(each) for each in claim.comparisons]] for claim in self.claims]
     settings: list[Any] = [dict(self.task.settings), dict(self.settings)]
     settings += [{name: dict(of) for name, of in several.items()} for several in (self.arms, self.inference)]
-    weights = [hashlib.sha256(path.read_bytes()).hexdigest() for start in self.task.warm for path in start.glob('*.safetensors')]
+    weights = [
+      hashlib.sha256(path.read_bytes()).hexdigest() for start in self.task.warm for path in Path(start).glob('*.safetensors')
+    ]
     text = json.dumps([compared, settings, self.steps, self.series, weights], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _compared(each: Comparison) -> dict[str, Any]:
+  return {name: value for name, value in vars(each).items() if value is not None}
 
 
 def names() -> list[str]:

@@ -31,7 +31,8 @@ def draw(experiment: Experiment, records: Records) -> None:
   setting = f'{experiment.task.sentence}; {experiment.steps} steps, {seeds} seeds'
   heights = [ENDS, LEGEND, *[ROW] * len(rows)]
   figure = new_figure(f'{experiment.name}: held-out accuracy by arm, dense sampling', setting, 0.5 + sum(heights))
-  ends, legend, *parts = figure.subfigures(len(heights), 1, height_ratios=heights)
+  subfigures: Any = figure.subfigures(len(heights), 1, height_ratios=heights)
+  ends, legend, *parts = subfigures
   draw_ends(ends.subplots(), arms, methods, places, colours, records)
   lines = [Line2D([], [], color=colours[method], label=method) for method in methods]
   about = 'Below: over the steps, mean and range of the seeds'

@@ -1,9 +1,10 @@
 """docs/claims.md, written from the saved results: claim, the paper's figure, ours, verdict, picture."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from claims.experiment import Claim, Experiment, Records, find
-from claims.verdict import judged
+from claims.verdict import compared, judged
 from common import ROOT
 
 PAGE = ROOT / 'docs' / 'claims.md'
@@ -34,30 +35,43 @@ def text(results: Mapping[str, Records]) -> str:
   parts += [section(find(name), records) for name, records in done.items()]
   waiting = [find(name) for name in results if name not in done]
   if waiting:
-    parts.append('## Not run yet\n\n' + '\n'.join(f'* `{each.name}`: {each.question}' for each in waiting) + '\n')
+    parts.append('## Not run yet\n\n' + '\n'.join(map(waits, waiting)) + '\n')
   return '\n'.join(parts)
+
+
+def waits(experiment: Experiment) -> str:
+  """Return the line of an experiment without results."""
+  place = 'a core' if experiment.device == 'core' else 'one H200, by lower bounds of the planner'
+  return f'* `{experiment.name}`: {experiment.question} {len(experiment.runs)} runs, about {experiment.hours:g} hours of {place}.'
 
 
 def line(claim: Claim, records: Records) -> str:
   """Return a claim's line of the table."""
   rows = judged(claim, records)
-  ours = '; '.join(f'{row["comparison"]} {row["mean"]:+.3f} ({row["low"]:+.3f} to {row["high"]:+.3f})' for row in rows)
+  ours = '; '.join(f'{row["comparison"]} {found(row)}' for row in rows)
   return f'\n| {claim.statement} | {claim.theirs} ({claim.paper}) | {ours} | **{rows[0]["verdict"]}** |'
+
+
+def found(row: Mapping[str, Any]) -> str:
+  """Return the mean difference of a comparison and its interval. An interval needs two seeds."""
+  if row['seeds'] < 2:
+    return 'not run' if not row['seeds'] else f'{row["mean"]:+.3f} (one seed)'
+  return f'{row["mean"]:+.3f} ({row["low"]:+.3f} to {row["high"]:+.3f}, {row["seeds"]} seeds)'
 
 
 def section(experiment: Experiment, records: Records) -> str:
   """Return the section of an experiment: question, design, picture, thresholds, reasons."""
   runs = [found for of in records.values() for found in of.values()]
   missing = len(experiment.runs) - len(runs)
-  cpus = sorted({found['cpu'] for found in runs})
+  machines = sorted({found['machine'] for found in runs})
   lines = [
     f'## {experiment.question}\n',
     f'{experiment.task.sentence}. {len(experiment.arms)} arms, {experiment.seeds} seeds, {experiment.steps} steps; '
-    f'{len(runs)} runs on {", ".join(cpus)}' + (f', {missing} runs are missing' if missing else '') + '.\n',
+    f'{len(runs)} runs on {", ".join(machines)}' + (f', {missing} runs are missing' if missing else '') + '.\n',
     f'![{experiment.question}](results/claims/{experiment.name}.png)\n',
   ]
   for claim in experiment.claims:
-    wanted = ' and '.join(f'{each.arm} - {each.against} > {each.above:+g}' for each in claim.comparisons)
+    wanted = ' and '.join(f'{compared(each)} > {each.above:+g}' for each in claim.comparisons)
     lines.append(f'* {claim.statement} Here this means: {wanted}.{" " + claim.reason if claim.reason else ""}')
   lines.append(f'\n`python benchmarks/claims {experiment.name}`; [result](results/claims/{experiment.name}.json).\n')
   return '\n'.join(lines)

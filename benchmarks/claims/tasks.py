@@ -1,42 +1,99 @@
 """The tasks of the experiments, with the models that all their runs start from."""
 
+from functools import partial
+
+from claims import dictation
 from claims.experiment import HERE, Task
 from claims.totals import LONGEST_PROMPT, LONGEST_SOLUTION, write_problems
 
+from sprl.models.config import tiny
+
 TRAIN, TEST, SLIPS = 20_000, 100, 0.6  # problems, and the share of the fine-tuning's solutions with a wrong total
 
-TOTALS = Task(
-  name='totals',
-  sentence='Llama of 1.0 M parameters on running totals: answers of 103 to 203 tokens',
-  write=lambda folder: write_problems(folder, TRAIN, TEST, seed=0, slips=SLIPS),
-  warm=tuple(HERE / 'warm' / f'totals-{i}' for i in range(2)),
-  settings={
-    'model.dtype': 'float32',
-    'model.remat': 'none',
-    'task.kind': 'jsonl',
-    'task.chat': False,
-    'task.path': '{folder}',
-    'task.grader': '{folder}/grader.py:grade',
-    'task.workers': 1,
-    'rollout.prompts': 4,
-    'rollout.group': 4,
-    'rollout.stop_when_capped': False,  # a collapse is a result
-    'sampling.max_prompt': LONGEST_PROMPT,
-    'sampling.max_tokens': LONGEST_SOLUTION,
-    'sampling.prompt_buckets': (LONGEST_PROMPT,),
-    'sampling.chunk': 16,
-    'packing.row_tokens': 288,
-    'packing.rows': 8,
-    'packing.share_prefix': False,
-    'packing.score_chunk': 2048,
-    'optimizer.learning_rate': 5e-5,
-    'optimizer.weight_decay': 0.0,
-    'eval.problems': TEST,
-    'eval.samples': 2,
-    'eval.temperature': 1.0,
-    'checkpoint.every': 100,
-    'checkpoint.keep_last': 1,
-    'log.samples_every': None,
-    'log.trackers': (),
+SETTINGS = {
+  'model.dtype': 'float32',
+  'model.remat': 'none',
+  'task.kind': 'jsonl',
+  'task.chat': False,
+  'task.path': '{folder}',
+  'task.grader': '{folder}/grader.py:grade',
+  'task.workers': 1,
+  'rollout.prompts': 4,
+  'rollout.group': 4,
+  'rollout.stop_when_capped': False,  # a collapse is a result
+  'sampling.max_prompt': LONGEST_PROMPT,
+  'sampling.max_tokens': LONGEST_SOLUTION,
+  'sampling.prompt_buckets': (LONGEST_PROMPT,),
+  'sampling.chunk': 16,
+  'packing.row_tokens': 288,
+  'packing.rows': 8,
+  'packing.share_prefix': False,
+  'packing.score_chunk': 2048,
+  'optimizer.learning_rate': 5e-5,
+  'optimizer.weight_decay': 0.0,
+  'eval.problems': TEST,
+  'eval.samples': 2,
+  'eval.temperature': 1.0,
+  'checkpoint.every': 100,
+  'checkpoint.keep_last': 1,
+  'log.samples_every': None,
+  'log.trackers': (),
+}
+
+
+def _sizes(layers: int, width: int) -> dict[str, int]:
+  heads = {'num_attention_heads': 4, 'num_key_value_heads': 2, 'head_dim': width // 4}
+  return {'num_hidden_layers': layers, 'hidden_size': width, 'intermediate_size': 3 * width} | heads
+
+
+EXPERTS = {'num_experts': 8, 'num_experts_per_tok': 2, 'moe_intermediate_size': 112}
+MODELS = {  # task -> the model that is warm-started for it
+  'totals': tiny('llama', **_sizes(4, 144)),
+  'totals_larger': tiny('llama', **_sizes(5, 192)),
+  'totals_mixture': tiny('qwen3_moe', **_sizes(4, 144), **EXPERTS),
+  'dictation': tiny('llama', **_sizes(2, 96)),
+}
+
+
+def _warm(name: str) -> tuple[str, ...]:
+  return tuple(str(HERE / 'warm' / f'{name}-{i}') for i in range(2))
+
+
+def _totals(name: str, model: str) -> Task:
+  """Return running totals (totals.py). `model` describes its model in a picture."""
+  return Task(
+    name=name,
+    sentence=f'{model} on running totals: answers of 103 to 203 tokens',
+    write=partial(write_problems, train=TRAIN, test=TEST, seed=0, slips=SLIPS),
+    warm=_warm(name),
+    settings=SETTINGS,
+  )
+
+
+TOTALS = _totals('totals', 'Llama of 1.0 M parameters')
+LARGER = _totals('totals_larger', 'Llama of 2.3 M parameters')
+MIXTURE = _totals('totals_mixture', 'Mixture of 8 experts, 1.9 M parameters, 0.7 M of them active')
+DICTATION = Task(
+  name='dictation',
+  sentence='Llama of 0.3 M parameters on dictated digits: 16 turns with a slow environment',
+  write=partial(dictation.write, train=TRAIN, test=TEST, seed=0, slips=SLIPS),
+  warm=_warm('dictation'),
+  settings=SETTINGS
+  | {
+    'task.kind': 'environment',
+    'task.name': '{folder}/dictation.py:Dictation',
+    'task.turns': dictation.TURNS,
+    'task.turn_tokens': dictation.ANSWER,
+    'task.grader': 'auto',
+    'task.path': None,
+    'task.workers': None,
+    'rollout.group': 8,
+    'sampling.max_prompt': 8,
+    'sampling.max_tokens': 96,
+    'sampling.prompt_buckets': (8,),
+    'sampling.chunk': 2,
+    'packing.row_tokens': 208,
+    'eval.samples': 1,
   },
 )
+TASKS = (TOTALS, LARGER, MIXTURE, DICTATION)

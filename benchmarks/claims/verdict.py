@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from claims.experiment import ACCURACY, BEFORE, UNDER, Claim, Comparison, Records
+from claims.experiment import ACCURACY, BEFORE, END, SECONDS, START, UNDER, Claim, Comparison, Records
 from jaxtyping import Float
 from scipy import stats
 
@@ -64,7 +64,7 @@ def judged(claim: Claim, records: Records) -> list[dict[str, Any]]:
       {
         'claim': claim.statement if not rows else '',
         'verdict': together(verdicts) if not rows else '',
-        'comparison': f'{each.arm} - {each.against}' + ('' if each.measure == ACCURACY else f' ({each.measure})'),
+        'comparison': compared(each),
         'above': each.above,
         'mean': one.mean,
         'low': one.low,
@@ -76,6 +76,14 @@ def judged(claim: Claim, records: Records) -> list[dict[str, Any]]:
   return rows
 
 
+def compared(each: Comparison) -> str:
+  """Return the words of a comparison: `a - b`, with the measures if they are not the accuracy."""
+  ours, theirs = each.measures
+  if ours != theirs:
+    return f'{each.arm} ({ours}) - {each.against} ({theirs})'
+  return f'{each.arm} - {each.against}' + ('' if ours == ACCURACY else f' ({ours})')
+
+
 def estimate(each: Comparison, records: Records) -> Estimate:
   """Return the paired difference of a comparison, over the seeds that both arms have."""
   sides = (each.arm, each.against)
@@ -83,15 +91,22 @@ def estimate(each: Comparison, records: Records) -> Estimate:
   seeds = sorted(ours.keys() & theirs.keys())
   if not seeds:
     return Estimate(float('nan'), -np.inf, np.inf, 0)
-  return paired(
-    *(np.array([values(of[seed], each, side) for seed in seeds]) for of, side in ((ours, each.arm), (theirs, each.against)))
-  )
+  runs = zip((ours, theirs), sides, each.measures)
+  return paired(*(np.array([values(of[seed], side, measure) for seed in seeds]) for of, side, measure in runs))
 
 
-def values(found: Mapping[str, Any], each: Comparison, side: str) -> list[float]:
+def values(found: Mapping[str, Any], side: str, measure: str) -> list[float]:
   """Return the numbers of a run that a comparison compares: a score for each problem, or one number."""
-  if each.measure.startswith(UNDER):
-    return found['under'][each.measure.removeprefix(UNDER)]
-  if each.measure != ACCURACY:
-    return [found['measures'][each.measure]]
-  return found['before' if side == BEFORE else 'scores']
+  if measure == ACCURACY:
+    return found['before' if side == BEFORE else 'scores']
+  if measure.startswith(UNDER):
+    return found['under'][measure.removeprefix(UNDER)]
+  if measure.endswith((START, END)):
+    curve = found['curves'][measure.removesuffix(START).removesuffix(END)]
+    part = -(-len(curve) // 5)
+    several = curve[:part] if measure.endswith(START) else curve[-part:]
+    return [float(np.mean([value for value in several if value is not None]))]
+  if measure.startswith(SECONDS):
+    reached = np.array(found['accuracy']['mean'][1:]) >= float(measure.removeprefix(SECONDS))
+    return [float(np.log(found['clock'][int(reached.argmax()) if reached.any() else -1]))]
+  return [found['measures'][measure]]

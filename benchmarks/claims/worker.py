@@ -1,4 +1,4 @@
-"""A process that does the runs of an experiment one after another, on one core.
+"""A process that does the runs of an experiment one after another, on one core or on the GPU.
 
 Small models do not use two cores well, so each core has a worker of its own. Runs of a process share its compiled programs. A run
 is marked as taken by a lock on its file, which the system releases if the process ends.
@@ -9,12 +9,13 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import jax
 import numpy as np
 from claims.controls import at_random
 from claims.experiment import RANDOM_VETO, REWARD, Experiment, find
@@ -33,13 +34,17 @@ from sprl.rollout.setup import RolloutSetup
 from sprl.train import train
 
 EVERY = 10  # steps over which a curve is averaged
+COMPILING = 2  # first steps, whose time does not count
 
 
 def main() -> None:
-  """Do runs until none is left, or until the process gets SIGTERM. Arguments: experiment, folder, core."""
-  name, folder, core = sys.argv[1], Path(sys.argv[2]), int(sys.argv[3])
-  if hasattr(os, 'sched_setaffinity'):  # Linux. jax counts the cores when it first computes
-    os.sched_setaffinity(0, {core})
+  """Do runs until none is left, or until the process gets SIGTERM. Arguments: experiment, folder, core or `gpu`."""
+  name, folder, place = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
+  if place == 'gpu':
+    if jax.default_backend() != 'gpu':
+      raise SystemExit(f'{name} needs a GPU: its models are too large for {jax.default_backend()}')
+  elif hasattr(os, 'sched_setaffinity'):  # Linux. jax counts the cores when it first computes
+    os.sched_setaffinity(0, {int(place)})
   experiment = find(name)
   parent = os.getppid()
   for arm, seed in experiment.runs:
@@ -82,7 +87,9 @@ def run(experiment: Experiment, arm: str, seed: int, folder: Path) -> dict[str, 
   vetoed = mock.patch.object(correction, 'catastrophic', at_random) if changes.pop(RANDOM_VETO, False) else nullcontext()
   settings = _settings(changes)
   workdir = folder / f'{arm}-{seed}'
-  record: dict[str, Any] = {'arm': arm, 'seed': seed, 'commit': commit(), 'cpu': machine()['cpu'], 'stopped': None}
+  here = machine()
+  ran_on = here['accelerators'][0] if here['accelerators'] else here['cpu']
+  record: dict[str, Any] = {'arm': arm, 'seed': seed, 'commit': commit(), 'machine': ran_on, 'stopped': None}
   try:
     with vetoed, mock.patch.object(guards, 'MAX_KL', float('inf')):  # a large mismatch is a result, not a mistake
       finished = train(settings, workdir)
@@ -101,6 +108,7 @@ def run(experiment: Experiment, arm: str, seed: int, folder: Path) -> dict[str, 
   record['curves'] = {name: averaged(*each) for name, each in curves.items()}
   record['measures'] = {name: float(values.mean()) for name, (_, values) in curves.items() if len(values)}
   steps, accuracy = series(records, 'eval/avg@k')
+  record['clock'] = clock(records, steps[1:])
   record['accuracy'] = {'steps': steps.tolist(), 'mean': [round(float(x), 4) for x in accuracy]}
   return record
 
@@ -118,6 +126,13 @@ def _settings(changes: Mapping[str, Any]) -> Run:
   config = default_config()
   config.update_from_flattened_dict(changes)
   return resolve(config)
+
+
+def clock(records: Sequence[Mapping[str, Any]], steps: np.ndarray) -> list[float]:
+  """Return the seconds of rollouts, updates and syncs up to each of these steps, from the end of step COMPILING."""
+  parts = [series(records, f'time/{name}') for name in ('rollout', 'learn', 'sync')]
+  taken = sum((np.where(at > COMPILING, seconds, 0.0).cumsum() for at, seconds in parts), np.zeros(len(parts[0][0])))
+  return [round(float(taken[parts[0][0] <= step][-1]), 3) for step in steps]
 
 
 def averaged(steps: np.ndarray, values: np.ndarray) -> list[float | None]:

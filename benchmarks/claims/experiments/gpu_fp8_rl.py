@@ -1,0 +1,43 @@
+"""FP8-RL (arXiv 2601.18150) with models of 1.5 B parameters on GSM8K. It needs a GPU, and has not run.
+
+Time: as in gpu_sparse_rl, half an hour a run.
+"""
+
+from claims.experiment import BEFORE, REWARD, Claim, Comparison, Experiment
+from claims.gpu_tasks import GSM8K
+
+FORMATS = {'w8a8': 'w8a8', 'kv8': 'kv8', 'both': 'w8a8_kv8'}
+CORRECTED = {'alone': 'disabled', 'tis': 'token_is', 'mis': 'token_mis'}
+MISMATCH, ROLLOUT = 'rollout_corr/k3_kl', 'time/rollout'
+
+
+def _arm(correction, numbers):
+  return {'preset': CORRECTED[correction], 'quant.sampler': FORMATS[numbers], 'cache.budget': None}
+
+
+EXPERIMENT = Experiment(
+  name='gpu_fp8_rl',
+  question='Do FP8 rollouts of 1.5 B parameters train as well as bfloat16, and are they faster?',
+  task=GSM8K,
+  arms={'bfloat16': {'preset': 'token_is', 'cache.budget': None}}
+  | {f'{correction}@{numbers}': _arm(correction, numbers) for numbers in FORMATS for correction in CORRECTED},
+  steps=100,
+  series=(MISMATCH, ROLLOUT, 'fp8/kv_saturation'),
+  shown=(REWARD, MISMATCH, ROLLOUT),
+  claims=(
+    Claim('Training in bfloat16 improves 1.5 B parameters.', 'all three papers', 'the reward rises',
+          (Comparison('bfloat16', BEFORE, 0.05),)),
+    Claim('FP8 rollouts of 1.5 B parameters without a correction lower the accuracy.', 'FP8-RL', 'a drop without a correction',
+          (Comparison('bfloat16', 'alone@both', 0.02),)),
+    Claim('With token-level TIS, they train as well as bfloat16.', 'FP8-RL', 'on par',
+          tuple(Comparison(f'tis@{numbers}', 'bfloat16', -0.03) for numbers in FORMATS)),
+    Claim('With token-level MIS, they train as well as bfloat16.', 'FP8-RL', 'on par',
+          tuple(Comparison(f'mis@{numbers}', 'bfloat16', -0.03) for numbers in FORMATS)),
+    Claim('An FP8 cache adds more mismatch than FP8 linears, and both together add most (1.5 B).', 'FP8-RL', 'W8A8 < KV8 < both',
+          (Comparison('tis@kv8', 'tis@w8a8', 0.0, MISMATCH), Comparison('tis@both', 'tis@kv8', 0.0, MISMATCH))),
+    Claim('FP8 rollouts take less time.', 'FP8-RL', 'up to 44 % more throughput',
+          (Comparison('bfloat16', 'tis@both', 0.0, ROLLOUT),)),
+  ),
+  hours=40.0,
+  device='H200',
+)  # fmt: skip

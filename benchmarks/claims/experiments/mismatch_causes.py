@@ -1,0 +1,39 @@
+"""Which causes does the mismatch have, and does it grow while a policy trains? The ledger (docs/methods/ledger.md) over training.
+
+`fp8` samples with FP8 linears and an FP8 cache; `sparse` with R-KV and full precision; `both` with all. Their corrections are
+those of FP8-RL and of Sparse-RL. Every 20 steps the mismatch of some samples is split into Shapley values of its causes. The
+measures are means over tokens of absolute values, in nats.
+"""
+
+from claims.experiment import Claim, Comparison, Experiment, at_end, at_start
+from claims.tasks import TOTALS
+
+FP8 = {'quant.sampler': 'w8a8_kv8'}
+SPARSE = {'arm': 'sparse_rl', 'cache.method': 'rkv', 'cache.budget': 112, 'cache.interval': 16, 'cache.window': 8}
+GAP, EVICTION, WEIGHTS, KV = (f'ledger/{cause}_abs' for cause in ('gap', 'eviction', 'weights', 'kv'))
+
+
+def _larger(first, second):
+  return Comparison('both', 'both', 0.0, measure=first, against_measure=second)
+
+
+EXPERIMENT = Experiment(
+  name='mismatch_causes',
+  question='Which causes does the mismatch have, and does it grow while a policy trains?',
+  task=TOTALS,
+  arms={'both': SPARSE | FP8, 'fp8': {'preset': 'token_is'} | FP8, 'sparse': SPARSE},
+  steps=200,
+  settings={'eval.every': 100, 'ledger.every': 20},
+  series=(GAP, EVICTION, WEIGHTS, KV, 'ledger/interaction_abs', 'rollout_corr/k3_kl'),
+  shown=(GAP, EVICTION, WEIGHTS, KV),
+  claims=(
+    Claim('Eviction is the largest cause (R-KV, half of the mean length).', 'neither paper combines both', '-',
+          (_larger(EVICTION, WEIGHTS), _larger(EVICTION, KV))),
+    Claim('An FP8 cache adds more mismatch than FP8 linears.', 'FP8-RL', 'W8A8 < KV8', (_larger(KV, WEIGHTS),)),
+    Claim('The mismatch of FP8 rollouts grows while the policy trains.', 'FP8-RL', 'it grows, most with experts',
+          (Comparison('fp8', 'fp8', 0.0, measure=at_end(GAP), against_measure=at_start(GAP)),)),
+    Claim('The mismatch of sparse rollouts grows while the policy trains.', 'Sparse-RL, without a correction', 'it grows',
+          (Comparison('sparse', 'sparse', 0.0, measure=at_end(GAP), against_measure=at_start(GAP)),)),
+  ),
+  hours=1.5,
+)  # fmt: skip

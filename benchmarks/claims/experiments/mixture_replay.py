@@ -1,0 +1,40 @@
+"""FP8-RL with a mixture of experts: do replayed expert choices reduce the mismatch and keep the accuracy?
+
+`config.model.router_replay`: the update uses the experts of its own router (none), of the old policy (R2) or of the rollout (R3).
+Rollouts have FP8 linears (w8a8), or the learner's precision (full). All arms have token-level TIS.
+"""
+
+from claims.experiment import BEFORE, REWARD, Claim, Comparison, Experiment
+from claims.tasks import MIXTURE
+
+MISMATCH = 'rollout_corr/k3_kl'
+FORMATS = {'full': 'none', 'w8a8': 'w8a8'}
+
+
+def _arm(replay, numbers):
+  return {'preset': 'token_is', 'model.router_replay': replay, 'quant.sampler': FORMATS[numbers]}
+
+
+EXPERIMENT = Experiment(
+  name='mixture_replay',
+  question='Do replayed expert choices help a mixture that is trained on FP8 rollouts?',
+  task=MIXTURE,
+  arms={f'{replay}@{numbers}': _arm(replay, numbers) for numbers in FORMATS for replay in ('none', 'R2', 'R3')},
+  steps=200,
+  settings={'eval.every': 100},
+  series=(MISMATCH,),
+  shown=(REWARD, MISMATCH),
+  claims=(
+    Claim('Training in full precision improves the mixture.', 'all three papers', 'the reward rises',
+          (Comparison('none@full', BEFORE, 0.1),)),
+    Claim('FP8 linears add mismatch.', 'FP8-RL', 'FP8 adds mismatch, more with experts',
+          (Comparison('none@w8a8', 'none@full', 0.0, measure=MISMATCH),)),
+    Claim('Replaying the experts of the rollout (R3) reduces the mismatch.', 'FP8-RL', 'R3 reduces it',
+          (Comparison('none@w8a8', 'R3@w8a8', 0.0, measure=MISMATCH),)),
+    Claim('With R3, FP8 rollouts train as well as full precision.', 'FP8-RL', 'on par',
+          (Comparison('R3@w8a8', 'none@full', -0.03),)),
+    Claim('Without replay, FP8 rollouts lower the accuracy of a mixture.', 'FP8-RL', 'a drop without replay',
+          (Comparison('none@full', 'none@w8a8', 0.02),)),
+  ),
+  hours=3.0,
+)  # fmt: skip
