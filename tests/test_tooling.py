@@ -204,7 +204,7 @@ def test_another_jax_has_its_own_environment_and_group():
 
 @pytest.mark.skipif(not shutil.which('git') or not (ROOT / '.git').exists(), reason='not a git checkout')
 def test_git_ignores_environments_caches_and_runs():
-  folders = ('.venv', '.venv-reference', '.venv-jax0.11.2', '.venv-aot', '.venv-audit', '.uv', '.cache', 'runs', 'site', 'sprl.egg-info')
+  folders = ('.venv', '.venv-reference', '.venv-jax0.11.2', '.venv-aot', '.uv', '.cache', 'runs', 'site', 'sprl.egg-info')
   paths = [f'{folder}/x' for folder in folders]
   result = subprocess.run(['git', '-C', str(ROOT), 'check-ignore', *paths], capture_output=True, text=True)
   assert result.stdout.split() == paths

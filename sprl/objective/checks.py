@@ -222,6 +222,11 @@ def compares_groups(history: History, run: Run) -> bool:
   return run.advantage.estimator in ('grpo', 'dr_grpo', 'rloo')
 
 
+def cuts_by_mistake(history: History, run: Run) -> bool:
+  """Return whether answers at the token limit are a fault. A run that goes on when all are cut off cuts them on purpose."""
+  return run.rollout.stop_when_capped
+
+
 ANY = math.inf
 MISMATCH = 'sampler and learner differ much'
 DIFFER = 'The tokens were drawn from another distribution than the one that is trained, and a correction has limits.'
@@ -287,7 +292,7 @@ CHECKS = (
   ),
   Check(
     'most answers are cut off', 'completion/truncated', MANY, (0.0, 0.5), 'They reach the token limit before they end.',
-    (LENGTH, STOP, OVERLONG),
+    (LENGTH, STOP, OVERLONG), cuts_by_mistake,
   ),
   Check(
     'answers repeat themselves', 'sparse/repetition', MANY, (0.0, 0.5), 'More than half of an answer is text that occurs twice.',

@@ -247,6 +247,8 @@ def test_checks_of_other_settings_do_not_apply():
   no_groups = replace(PLAIN, advantage=replace(PLAIN.advantage, estimator='reinforce_baseline'))
   assert after([equal] * WINDOW, no_groups) == {}
   assert after([light] * WINDOW, replace(PLAIN, correction=Correction(level=None))) == {}
+  cut = STEP | {'completion/truncated': 1.0}
+  assert after([cut] * WINDOW, replace(PLAIN, rollout=Rollout(stop_when_capped=False))) == {}
   moved, bypass = STEP | {'policy/k3_kl': 0.3}, Correction(mode='bypass', level=None)
   assert after([moved] * FEW, replace(PLAIN, correction=bypass)) == {}
   assert set(after([moved] * FEW, replace(CHEAP, correction=bypass))) == {'a step changes the policy much'}
