@@ -66,6 +66,7 @@ def test_a_licence_outside_the_list_is_a_fault_unless_the_package_is_an_exceptio
   assert fault.startswith(f"{name} has the licence 'another'")
   (fault,) = audit.report_licences({'a': stated}, [])
   assert fault.startswith('a has')
+  assert audit.report_licences({'nvidia-x': 'NVIDIA Proprietary Software', 'libtpu': ''}, []) == []
 
 
 # --- vulnerabilities -------------------------------------------------------------------------------------------------
