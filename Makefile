@@ -4,6 +4,7 @@ PYTHON ?=
 VENV ?= .venv$(if $(JAX),-jax$(JAX))
 REFERENCE ?= .venv-reference
 AGENTS ?= .venv-agents
+AUDIT ?= .venv-audit
 WORKDIR ?= runs/quickstart
 EXTRAS ?=
 ARGS ?=
@@ -20,7 +21,7 @@ COMPILE_ONLY := JAX_PLATFORMS=cpu JAX_ENABLE_COMPILATION_CACHE=false
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart install setup test slow coverage parity agents agents-venv lint types docs aot aot-venv tpu tpu-venv reference clean
+.PHONY: help quickstart install setup test slow coverage parity agents agents-venv lint types audit docs aot aot-venv tpu tpu-venv reference clean
 
 help: ## list the targets
 	@echo 'make TARGET [ARGS=...] [JAX=0.11.2] [PYTHON=3.13 or a path]'
@@ -65,6 +66,11 @@ types: ## check types with pyright
 	@$(INSTALL) $(TESTED) --group lint
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+audit: ## list the licences of the dependencies and look for known vulnerabilities (.ci/audit.py has the rules)
+	@$(INSTALL) $(TESTED) --group lint --group docs
+	@$(ENVIRONMENT) '$(AUDIT)' --only-group audit
+	$(BIN)/python .ci/audit.py '$(AUDIT)/bin/pip-audit'
+
 docs: ## build the documentation into site/
 	@$(INSTALL) --group docs
 	$(BIN)/python docs/gen_reference.py --check
@@ -89,6 +95,6 @@ reference: ## install the reference environment (PyTorch, transformers, PEFT and
 	@$(ENVIRONMENT) '$(REFERENCE)' --requirements benchmarks/peers/requirements.txt
 
 clean: ## remove environments and caches, keep runs/
-	rm -rf .uv .venv .venv-jax* .venv-aot* .venv-tpu* '$(REFERENCE)' '$(AGENTS)' site build *.egg-info
+	rm -rf .uv .venv .venv-jax* .venv-aot* .venv-tpu* '$(REFERENCE)' '$(AGENTS)' '$(AUDIT)' site build *.egg-info
 	rm -rf .cache .pytest_cache .ruff_cache .hypothesis .coverage*
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

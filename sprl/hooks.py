@@ -15,7 +15,8 @@ from sprl.config import Kernels, Run
 from sprl.io.random_model import is_random
 from sprl.kernels.platform import can_run
 from sprl.models.lora import network
-from sprl.objective import guards, losses
+from sprl.objective import guards
+from sprl.objective.checks import NO_FP8_CACHE, RATE, History, tries
 from sprl.rollout import collect
 from sprl.rollout.staleness import lags
 from sprl.sampler import calibrate
@@ -27,7 +28,6 @@ from sprl.types import Trajectory, trained_on
 log = logging.getLogger(__name__)
 
 SAMPLES = 4  # completions in a table of samples
-MOST_BAD_UPDATES = 3  # in a row without a finite gradient; then the run stops
 
 
 class StopRun(RuntimeError):
@@ -88,33 +88,29 @@ def check_step(session: Session, report: StepReport) -> None:
   state, run = session.state, session.run
   state.capped = state.capped + 1 if report.metrics['completion/truncated'] == 1 else 0
   reasons = wrong_weights(session, last=report.step == run.steps)
-  weighted = losses.weighted(run.loss, run.correction.mode)
-  capped, frozen = state.capped if run.rollout.stop_when_capped else 0, run.quant.kv_scale == 'frozen'
-  reasons += guards.sentinels(report.metrics, capped, weighted, frozen)
-  bad_streak = int(report.metrics.get('update/bad_streak', 0))
-  if bad_streak >= MOST_BAD_UPDATES:
-    reasons.append(f'the gradient of {bad_streak} updates in a row was not finite; the weights are those before these updates')
-  stop_if(reasons, session)
+  stop_if(reasons + guards.sentinels(report.metrics, run, state.capped), session)
 
 
 class Warn:
-  """Logs each warning of the guards once per run."""
+  """Logs a warning about each symptom once, at the step that first shows it. A resumed run begins anew."""
 
   def __init__(self):
-    self._said: set[str] = set()
+    self._history, self._said = History(), set()
 
   def __call__(self, session: Session, report: StepReport) -> None:
     """Log the warnings of this step that were not logged before."""
-    for name, warning in guards.warnings(report.metrics).items():
-      if name not in self._said:
-        log.warning('step %d: %s (logged once a run)', report.step, warning)
-        self._said.add(name)
+    self._history = self._history.after(report.metrics)
+    for symptom, warning in guards.warnings(self._history, session.run).items():
+      if symptom not in self._said:
+        log.warning('step %d: %s (logged once; docs/troubleshooting.md)', report.step, warning)
+        self._said.add(symptom)
 
 
 def print_progress(session: Session, report: StepReport) -> None:
-  """Print one line: step, reward, tokens per second, time left."""
+  """Print one line: step, reward, mismatch, tokens per second, time left."""
   if session.team.leads:
-    session.progress.step(report.step, report.metrics['reward/mean'], report.tokens_per_second)
+    mismatch = report.metrics.get('rollout_corr/k3_kl')  # absent if the step had no update
+    session.progress.step(report.step, report.metrics['reward/mean'], mismatch, report.tokens_per_second)
 
 
 def evaluate_and_save(session: Session, report: StepReport) -> None:
@@ -149,9 +145,9 @@ def wrong_weights(session: Session, last: bool = False) -> list[str]:
   learner, run, wrong = session.learner, session.run, []
   assert session.weights is not None
   if not calibrate.usable(learner.amax):
-    wrong.append('queries, keys or values are not finite: the FP8 cache has no scales')
+    wrong.append(f'queries, keys or values are not finite: the FP8 cache has no scales. {tries((RATE, NO_FP8_CACHE), run)}')
   if not last and not learner.scales_current:
-    wrong.append('the scales of the FP8 cache were found with older weights than the sampler has')
+    wrong.append('the scales of the FP8 cache were found with older weights than the sampler has (config.quant.kv_scale)')
   if run.quant.sampler != 'none':
     wrong += self_check(learner.params, session.weights, session.model.dtype, run.quant, session.model.mesh)
   return wrong

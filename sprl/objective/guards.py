@@ -1,24 +1,34 @@
-"""Guards: checks of the metrics of one step.
+"""Guards: the reasons to stop a run, and the warnings about one that goes on.
 
-`sentinels` returns the reasons to stop a run, and the loop raises them. `warnings` returns the metrics outside their healthy
-range, and the loop logs them. Ranges and reasons: docs/methods/losses.md, Health ranges and Stop conditions.
+`sentinels` returns the reasons to stop, and the loop raises them. `warnings` returns what the checks of sprl/objective/checks.py
+find, and the loop logs it. docs/troubleshooting.md explains both. Stop conditions: docs/methods/losses.md.
 """
 
 import math
 from collections.abc import Mapping
 
-# metric -> (lowest, highest) of a healthy run
-HEALTHY: dict[str, tuple[float, float]] = {
-  'rollout_corr/rollout_is_mean': (0.5, 2.0),
-  'rollout_corr/rollout_is_eff_sample_size': (0.3, math.inf),
-  'rollout_corr/rollout_is_std': (0.0, 1.0),
-  'rollout_corr/kl': (-0.1, 0.1),
-  'rollout_corr/chi2_token': (-math.inf, 1.0),
-  'rollout_corr/token_mult_prob_error': (0.0, 1.05),
-  'sparse/agreement_p05': (0.86, math.inf),
-  'fp8/kv_saturation': (0.0, 1e-4),
-  'fp8/query_saturation': (0.0, 1e-4),
-}
+from sprl.config import Run
+from sprl.objective.checks import (
+  CHECKS,
+  CLIP_NORM,
+  LENGTH,
+  MATCHING,
+  MEANT,
+  NO_FP8_CACHE,
+  NOW,
+  PRECISION,
+  RATE,
+  SCALES,
+  SOME,
+  STOP,
+  WARMUP,
+  History,
+  tries,
+)
+from sprl.objective.losses import weighted
+
+# metric -> (lowest, highest) of a healthy run, for the checks that do not compare with other steps
+HEALTHY: dict[str, tuple[float, float]] = {check.metric: check.healthy for check in CHECKS if check.statistic in (NOW, SOME)}
 
 SATURATED = {  # fraction of the numbers that FP8 clamped -> cause of a large one
   'fp8/kv_saturation': 'keys or values exceed the scales of the FP8 cache',
@@ -26,53 +36,55 @@ SATURATED = {  # fraction of the numbers that FP8 clamped -> cause of a large on
 }
 MAX_KL = 1.0  # nats per token
 MAX_CAPPED_STEPS = 2
+MAX_BAD_UPDATES = 3  # in a row
 
 
-def sentinels(
-  metrics: Mapping[str, float], capped_steps: int = 0, weighted: bool = True, frozen_scales: bool = False
-) -> list[str]:
-  """Return the reasons to stop the run, one sentence each. An empty list means that the run continues.
+def sentinels(metrics: Mapping[str, float], run: Run, capped_steps: int = 0) -> list[str]:
+  """Return the reasons to stop the run, each with settings to change. An empty list means that the run continues.
 
   `capped_steps` counts the latest consecutive steps, this one included, in which every response hit the length limit.
-  `weighted` says whether the correction's weight alone corrects for the sampler (`losses.weighted`).
-  `frozen_scales` says that saturation is expected, because scales are those of step 0: `warnings` reports it.
   """
   reasons = [
-    f'{name} = {value}: a log-prob of the sampler or the learner is not finite'
+    f'{name} = {value}: a log-prob of the sampler or the learner is not finite, because the weights diverged. '
+    f'{tries((RATE, PRECISION), run)}'
     for name, value in metrics.items()
     if name.startswith(('rollout_corr/', 'sparse/', 'fp8/')) and not math.isfinite(value)
   ]
   kl = metrics.get('rollout_corr/kl', 0.0)
   if math.isfinite(kl) and abs(kl) > MAX_KL:
     reasons.append(
-      f'rollout_corr/kl = {kl:.3g}, beyond {MAX_KL}: sampler and learner are different policies (typical: 0.001 to 0.03)'
+      f'rollout_corr/kl = {kl:.3g}, beyond {MAX_KL}: sampler and learner are different policies (typical: 0.001 to 0.03). '
+      f'{tries(MATCHING, run)}'
     )
   for name, cause in SATURATED.items():
     value, most = metrics.get(name, 0.0), HEALTHY[name][1]
-    if value > most and not frozen_scales:
-      reasons.append(
-        f'{name} = {value:.3g}, beyond {most:g}: {cause} '
-        "(set config.quant.kv_scale; config.quant.sampler = 'w8a8' keeps the cache in the compute dtype)"
-      )
-  if metrics.get('async/stale_tokens', 0) > 0 and weighted and metrics.get('rollout_corr/corrected_fraction') == 0:
+    if value > most and run.quant.kv_scale != 'frozen':  # frozen scales are out of date on purpose: `warnings` reports them
+      reasons.append(f'{name} = {value:.3g}, beyond {most:g}: {cause}. {tries((SCALES, NO_FP8_CACHE), run)}')
+  stale = metrics.get('async/stale_tokens', 0) > 0 and metrics.get('rollout_corr/corrected_fraction') == 0
+  if stale and weighted(run.loss, run.correction.mode):
     reasons.append(
       'older weights sampled some tokens, but every weight is exactly 1 and the ratio is to the log-probs of the learner: '
-      "nothing corrects for the staleness (set config.correction.level = 'token', or config.correction.mode = 'bypass', whose "
-      'ratio is to the log-probs of the sampler)'
+      "nothing corrects for the staleness. Try config.correction.level = 'token'; config.correction.mode = 'bypass', whose ratio "
+      'is to the log-probs of the sampler.'
     )
-  if capped_steps >= MAX_CAPPED_STEPS:
-    reasons.append(f'every response hit the length limit for {capped_steps} steps in a row: the policy does not end its answers')
+  if capped_steps >= MAX_CAPPED_STEPS and run.rollout.stop_when_capped:
+    reasons.append(
+      f'every response hit the length limit for {capped_steps} steps in a row: the policy does not end its answers. '
+      f'{tries((LENGTH, STOP, MEANT), run)}'
+    )
+  bad = int(metrics.get('update/bad_streak', 0))
+  if bad >= MAX_BAD_UPDATES:
+    reasons.append(
+      f'the gradient of {bad} updates in a row was not finite; the weights are those before these updates. '
+      f'{tries((RATE, WARMUP, CLIP_NORM), run)}'
+    )
   return reasons
 
 
-def warnings(metrics: Mapping[str, float]) -> dict[str, str]:
-  """Return a sentence for each metric outside its healthy range, by the name of the metric.
-
-  A run that saturates FP8 goes on only with frozen scales, so the sentence names these as the cause.
-  """
-  stale = ": the scales of step 0 are out of date (config.quant.kv_scale = 'frozen')"
-  return {
-    name: f'{name} = {metrics[name]:.4g}, outside {low:g} to {high:g}{stale if name in SATURATED else ""}'
-    for name, (low, high) in HEALTHY.items()
-    if name in metrics and not low <= metrics[name] <= high
-  }
+def warnings(history: History, run: Run) -> dict[str, str]:
+  """Return a warning for each symptom that the latest step of the history shows: symptom -> sentences."""
+  found: dict[str, str] = {}
+  for check in CHECKS:
+    if check.symptom not in found and (value := check.outside(history, run)) is not None:
+      found[check.symptom] = check.warning(value, run)
+  return found

@@ -238,9 +238,15 @@ def self_check(params: Params, weights: SamplerWeights, dtype, quant: Quant, mes
   ]
   finite, error = jax.device_get(_measure.on(mesh)(params, weights, min(declared, default=None), jnp.dtype(dtype)))
   if not finite:
-    faults.append('a sampler weight is not finite')
+    faults.append(
+      'a sampler weight is not finite: the weights diverged (a lower config.optimizer.learning_rate), or those of '
+      'config.model.path are broken'
+    )
   if not error <= MAX_PRODUCT_ERROR:
-    faults.append(f'{min(declared)}: relative error {error:.3g} of its FP8 product, expected at most {MAX_PRODUCT_ERROR}')
+    faults.append(
+      f'{min(declared)}: relative error {error:.3g} of its FP8 product, expected at most {MAX_PRODUCT_ERROR} '
+      '(config.quant.skip_names leaves a linear out of FP8)'
+    )
   return faults
 
 

@@ -10,6 +10,7 @@ import pytest
 from checks import wait_until
 from serving import ROWS, served, together
 
+from sprl import serve
 from sprl.agents import protocol
 from sprl.agents.endpoint import application
 from sprl.agents.protocol import Answer, Partial
@@ -160,3 +161,62 @@ def test_a_port_that_cannot_be_used_is_named():
     for port in (used.getsockname()[1], 99_999, -1):
       with pytest.raises(SettingsError, match=rf"^config\.task\.args\['port'\] = {port}: expected a free port"):
         ServerThread(application(Scripted('')), port=port, setting="config.task.args['port']")
+
+
+def status_of(server, request, authorization=None):
+  """Send the head of a request without a body, and return the status of the response."""
+  header = '' if authorization is None else f'Authorization: {authorization}\r\n'
+  with socket.create_connection(('127.0.0.1', server.port), timeout=10) as connection:
+    connection.sendall(f'{request} HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n{header}\r\n'.encode())
+    return int(connection.recv(1 << 16).split()[1])
+
+
+def test_without_the_token_a_request_is_refused_before_its_body_is_read():
+  with ServerThread(application(Scripted('Hi'), token='s3cret')) as server:
+    for wrong in (
+      None,
+      '',
+      'Bearer',
+      'Bearer s3cre',
+      'Bearer s3crett',
+      's3cret',
+      'Basic s3cret',
+      'Bearer S3CRET',
+      'Bearer s\u00e9cret',
+    ):
+      for request in ('POST /v1/chat/completions', 'GET /v1/models', 'GET /nowhere'):
+        assert status_of(server, request, wrong) == 401, wrong
+    assert status_of(server, 'GET /v1/models', 'Bearer s3cret') == 200
+    assert status_of(server, 'GET /health') == 200
+
+
+def test_with_the_token_the_client_is_answered_and_without_it_reads_why_not():
+  with ServerThread(application(Scripted('Hi'), token='s3cret')) as server:
+    client = openai.OpenAI(base_url=f'http://127.0.0.1:{server.port}/v1', api_key='s3cret', max_retries=0)
+    assert client.chat.completions.create(model='x', messages=HELLO).choices[0].message.content == 'Hi'
+    stream = client.chat.completions.create(model='x', messages=HELLO, stream=True)
+    assert ''.join(chunk.choices[0].delta.content or '' for chunk in stream) == 'Hi'
+    with pytest.raises(openai.AuthenticationError, match='Authorization: Bearer') as error:
+      client.with_options(api_key='none').chat.completions.create(model='x', messages=HELLO)
+    assert error.value.code == 'invalid_api_key'
+    assert error.value.response.headers['www-authenticate'] == 'Bearer'
+
+
+def test_a_server_is_on_the_loopback_address_unless_told_otherwise():
+  assert ServerThread(application(Scripted('')))._socket.getsockname()[0] == '127.0.0.1'
+  assert serve._HOST.default == '127.0.0.1'
+  assert serve._TOKEN.default is True
+
+
+def test_the_token_is_random_unless_the_environment_has_one():
+  first, second = (serve.access_of(True, {'SPRL_API_KEY': ''}) for _ in range(2))
+  assert first.token != second.token
+  assert len(first.token) >= 32
+  assert first.said == f'token: {first.token}'
+  chosen = serve.access_of(True, {'SPRL_API_KEY': 'mine'})
+  assert chosen.token == 'mine'
+  assert 'mine' not in chosen.said
+  assert serve.access_of(False, {'SPRL_API_KEY': 'mine'}).token is None
+  for unusable in ('two words', 'caf\u00e9', 'line\n'):
+    with pytest.raises(SettingsError, match='SPRL_API_KEY'):
+      serve.access_of(True, {'SPRL_API_KEY': unusable})

@@ -23,8 +23,11 @@ def test_a_request_that_runs_when_sigterm_arrives_is_answered_and_the_command_en
   line = process.stdout.readline()
   url = line.split()[0]
   assert url.startswith('http://127.0.0.1:'), line
-  client = openai.OpenAI(base_url=url, api_key='none', max_retries=0)
+  token = process.stdout.readline().removeprefix('token: ').strip()
+  client = openai.OpenAI(base_url=url, api_key=token, max_retries=0)
   messages = [{'role': 'user', 'content': 'Hello'}]
+  with pytest.raises(openai.AuthenticationError, match='token'):
+    client.with_options(api_key='none').models.list()
   ask = lambda **options: client.chat.completions.create(model='m', messages=messages, **options)  # noqa: E731
   ask(max_tokens=20)  # compiles
   stream = iter(ask(stream=True, stream_options={'include_usage': True}))

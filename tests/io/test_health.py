@@ -28,6 +28,6 @@ def test_a_run_without_mismatch_metrics_has_no_gates():
 def test_the_table_marks_values_out_of_range():
   table = health_markdown(health_checks({'rollout_corr/kl': 0.25, 'rollout_corr/rollout_is_std': 0.125}))
   assert table.splitlines()[2:] == [
-    '| `rollout_corr/rollout_is_std` | 0.125 | 0 to 1 | ok |',
     '| `rollout_corr/kl` | 0.25 | -0.1 to 0.1 | **look closer** |',
+    '| `rollout_corr/rollout_is_std` | 0.125 | 0 to 1 | ok |',
   ]

@@ -164,9 +164,10 @@ def test_a_folder_without_a_run_is_refused(tmp_path):
     write_report(tmp_path)
 
 
-def test_warnings_name_the_range_and_the_worst_step(tmp_path):
-  text = ' '.join(Outline(report_html(write_run(tmp_path))).text)
-  assert 'sparse/agreement_p05 0.86 or more 3 of 3 1 0.5 (step 1)' in text
+def test_warnings_name_the_symptom_the_range_the_worst_step_and_settings(tmp_path):
+  text = ' '.join(Outline(report_html(write_run(tmp_path, steps=4))).text)
+  found = 'sampler and learner differ much median of sparse/agreement_p05 over 3 steps 0.86 or more 2 3 0.5 (step 3)'
+  assert re.search(re.escape(found) + r' .* Try .*config\.ledger\.every = 1', text)
 
 
 def test_settings_that_differ_from_the_defaults_are_listed(tmp_path):

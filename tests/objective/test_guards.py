@@ -1,100 +1,350 @@
-"""Guards: metrics that stop a run (sentinels), and health ranges that warn."""
+"""Guards: the reasons to stop a run, and the warnings about one that goes on."""
 
+import json
 import math
+import re
+from dataclasses import replace
+from functools import reduce
+from pathlib import Path
 
 import pytest
 
-from sprl.objective.guards import sentinels, warnings
+from sprl.config import Cache, Correction, Ledger, Loss, Optimizer, Quant, Rollout, Run, Task
+from sprl.objective import checks
+from sprl.objective.checks import CHECKS, FEW, WINDOW, History, gain
+from sprl.objective.guards import HEALTHY, sentinels, warnings
 
-HEALTHY = {
+ROOT = Path(__file__).parents[2]
+STEP = {  # of a healthy run
+  'reward/mean': 0.5,
+  'reward/std': 0.4,
+  'reward/groups_equal': 0.5,
+  'completion/truncated': 0.1,
+  'grading/ok': 63.0,
+  'grading/timeout': 1.0,
+  'policy/entropy': 0.4,
+  'policy/k3_kl': 1e-4,
+  'policy/kl_ref': 0.01,
+  'update/grad_norm': 0.2,
+  'update/skipped': 0.0,
   'rollout_corr/probs_pearson': 0.001,
   'rollout_corr/kl': 0.002,
   'rollout_corr/rollout_is_mean': 1.0,
   'rollout_corr/rollout_is_eff_sample_size': 0.9,
   'rollout_corr/rollout_is_std': 0.1,
+  'rollout_corr/rollout_rs_masked_fraction': 0.02,
   'rollout_corr/chi2_token': 0.01,
+  'rollout_corr/token_mult_prob_error': 1.01,
   'sparse/agreement_p05': 0.95,
-  'reward': 0.5,
+  'sparse/repetition': 0.1,
 }
+PLAIN = Run()  # dense, unquantised, synchronous
+CHEAP = replace(  # evicts, stores and multiplies in FP8, runs ahead
+  PLAIN,
+  cache=Cache(budget=256),
+  quant=Quant(sampler='w8a8_kv8'),
+  rollout=Rollout(async_ratio=2.0),
+  optimizer=Optimizer(minibatches=4),
+  correction=Correction(level='sequence', veto=1e-4),
+)
 
 
-def test_a_healthy_step_gives_no_reason_to_stop_or_warn():
-  assert sentinels(HEALTHY, 1) == []
-  assert warnings(HEALTHY) == {}
+# --- stop ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_healthy_step_gives_no_reason_to_stop():
+  assert sentinels(STEP, PLAIN, 1) == []
 
 
 def test_a_metric_that_is_not_finite_stops_the_run_by_name():
   for bad in (math.nan, math.inf):
-    (reason,) = sentinels(HEALTHY | {'rollout_corr/probs_pearson': bad})
+    (reason,) = sentinels(STEP | {'rollout_corr/probs_pearson': bad}, PLAIN)
     assert 'rollout_corr/probs_pearson' in reason
-  assert sentinels(HEALTHY | {'reward': math.nan}) == []  # not a metric of log-probs
+    assert 'config.optimizer.learning_rate (now 1e-06)' in reason
+  assert sentinels(STEP | {'reward/mean': math.nan}, PLAIN) == []  # not a metric of log-probs
 
 
 @pytest.mark.parametrize('name', ['fp8/kv_saturation', 'fp8/query_saturation'])
 def test_saturated_fp8_stops_the_run(name):
-  assert sentinels(HEALTHY | {name: 9e-5}) == []
-  (reason,) = sentinels(HEALTHY | {name: 2e-4})
+  assert sentinels(STEP | {name: 9e-5}, CHEAP) == []
+  (reason,) = sentinels(STEP | {name: 2e-4}, CHEAP)
   assert f'{name} = 0.0002' in reason
-  assert 'config.quant.kv_scale' in reason
+  assert "config.quant.kv_scale (now 'learner')" in reason
 
 
 @pytest.mark.parametrize('name', ['fp8/kv_saturation', 'fp8/query_saturation'])
-def test_saturation_of_frozen_scales_warns_that_they_are_out_of_date(name):
-  assert sentinels(HEALTHY | {name: 0.5}, frozen_scales=True) == []
-  assert "out of date (config.quant.kv_scale = 'frozen')" in warnings(HEALTHY | {name: 2e-4})[name]
-  assert warnings(HEALTHY | {name: 9e-5}) == {}
+def test_saturation_of_frozen_scales_warns(name):
+  frozen = replace(CHEAP, quant=Quant(sampler='w8a8_kv8', kv_scale='frozen'))
+  assert sentinels(STEP | {name: 0.5}, frozen) == []
+  assert "config.quant.kv_scale (now 'frozen')" in after([STEP | {name: 2e-4}], frozen)['numbers exceed the FP8 scales']
+  assert after([STEP | {name: 9e-5}], frozen) == {}
 
 
 def test_a_kl_spike_stops_the_run():
-  assert sentinels(HEALTHY | {'rollout_corr/kl': 0.99}) == []
+  assert sentinels(STEP | {'rollout_corr/kl': 0.99}, CHEAP) == []
   for spike in (1.01, -1.01):
-    (reason,) = sentinels(HEALTHY | {'rollout_corr/kl': spike})
+    (reason,) = sentinels(STEP | {'rollout_corr/kl': spike}, CHEAP)
     assert 'rollout_corr/kl' in reason
+    assert 'config.cache.budget (now 256)' in reason
 
 
 # Older weights sampled tokens, and no correction weight differs from 1.
-UNCORRECTED = HEALTHY | {'async/stale_tokens': 0.4, 'rollout_corr/corrected_fraction': 0.0}
+UNCORRECTED = STEP | {'async/stale_tokens': 0.4, 'rollout_corr/corrected_fraction': 0.0}
 
 
 @pytest.mark.parametrize('deviation', [0.0, 0.03])  # of the ratio to the old policy, in later minibatches
 def test_uncorrected_staleness_stops_the_run(deviation):
   """A ratio to recomputed log-probs does not correct for the weights that sampled (docs/methods/async.md, Traps)."""
-  (reason,) = sentinels(UNCORRECTED | {'policy/ratio_deviation': deviation})
+  (reason,) = sentinels(UNCORRECTED | {'policy/ratio_deviation': deviation}, PLAIN)
   assert "config.correction.level = 'token'" in reason
   assert "config.correction.mode = 'bypass'" in reason
 
 
 def test_weights_other_than_one_and_ratios_to_the_sampler_correct():
-  assert sentinels(UNCORRECTED | {'rollout_corr/corrected_fraction': 1e-3}) == []
-  assert sentinels(UNCORRECTED, weighted=False) == []
+  assert sentinels(UNCORRECTED | {'rollout_corr/corrected_fraction': 1e-3}, PLAIN) == []
+  bypass = Correction(mode='bypass', level=None)
+  assert sentinels(UNCORRECTED, replace(PLAIN, correction=bypass)) == []
+  assert sentinels(UNCORRECTED, replace(PLAIN, correction=bypass, loss=Loss(variant='reinforce'))) != []  # it has no ratio
 
 
 def test_without_stale_tokens_no_correction_is_needed():
-  assert sentinels(UNCORRECTED | {'async/stale_tokens': 0.0}) == []
+  assert sentinels(UNCORRECTED | {'async/stale_tokens': 0.0}, PLAIN) == []
 
 
 @pytest.mark.parametrize('name', ['async/stale_tokens', 'rollout_corr/corrected_fraction'])
 def test_a_missing_metric_stops_nothing(name):
-  assert sentinels({n: v for n, v in UNCORRECTED.items() if n != name}) == []
+  assert sentinels({n: v for n, v in UNCORRECTED.items() if n != name}, PLAIN) == []
 
 
 def test_two_steps_at_the_length_limit_stop_the_run():
-  assert sentinels(HEALTHY, 1) == []
-  assert 'length limit' in sentinels(HEALTHY, 2)[0]
+  assert sentinels(STEP, PLAIN, 1) == []
+  (reason,) = sentinels(STEP, PLAIN, 2)
+  assert 'length limit' in reason
+  assert 'config.sampling.max_tokens (now 256)' in reason
+  assert sentinels(STEP, replace(PLAIN, rollout=Rollout(stop_when_capped=False)), 2) == []
 
 
-def test_each_health_range_warns_by_name():
-  unwell = {
-    'rollout_corr/rollout_is_mean': 2.1,
-    'rollout_corr/rollout_is_eff_sample_size': 0.29,
-    'rollout_corr/rollout_is_std': 1.1,
-    'rollout_corr/kl': -0.11,
-    'rollout_corr/chi2_token': 1.1,
-    'rollout_corr/token_mult_prob_error': 1.06,
-    'sparse/agreement_p05': 0.85,
-    'fp8/kv_saturation': 2e-4,
-    'fp8/query_saturation': 2e-4,
-  }
-  said = warnings(HEALTHY | unwell)
-  assert list(said) == list(unwell)
-  assert all(sentence.startswith(f'{name} = ') for name, sentence in said.items())
+def test_three_updates_without_a_finite_gradient_stop_the_run():
+  assert sentinels(STEP | {'update/bad_streak': 2.0}, PLAIN) == []
+  (reason,) = sentinels(STEP | {'update/bad_streak': 3.0}, PLAIN)
+  assert 'config.optimizer.clip_norm (now 1.0)' in reason
+
+
+# --- warn ------------------------------------------------------------------------------------------------------------
+
+
+def history_of(steps):
+  return reduce(History.after, steps, History())
+
+
+def after(steps, run):
+  """Return the warnings of the last step."""
+  return warnings(history_of(steps), run)
+
+
+def ever(steps, run):
+  """Return each symptom that any step shows, with the number of the step that first shows it."""
+  found, history = {}, History()
+  for number, step in enumerate(steps, 1):
+    history = history.after(step)
+    found = dict.fromkeys(warnings(history, run), number) | found
+  return found
+
+
+FIRST = [STEP] * WINDOW
+SIGNS = [  # symptom, the metrics that change, the number of steps that must show them
+  ('sampler and learner differ much', {'rollout_corr/kl': 0.11}, 2),
+  ('sampler and learner differ much', {'rollout_corr/kl': -0.11}, 2),
+  ('sampler and learner differ much', {'rollout_corr/chi2_token': 1.1}, 2),
+  ('sampler and learner differ much', {'rollout_corr/token_mult_prob_error': 1.06}, 2),
+  ('sampler and learner differ much', {'sparse/agreement_p05': 0.85}, 2),
+  ('the effective sample size is small', {'rollout_corr/rollout_is_eff_sample_size': 0.29}, 2),
+  ('the correction weights vary much', {'rollout_corr/rollout_is_mean': 2.1}, 2),
+  ('the correction weights vary much', {'rollout_corr/rollout_is_std': 1.1}, 2),
+  ('rejection removes most tokens', {'rollout_corr/rollout_rs_masked_fraction': 0.51}, 2),
+  ('numbers exceed the FP8 scales', {'fp8/kv_saturation': 2e-4}, 1),
+  ('numbers exceed the FP8 scales', {'fp8/query_saturation': 2e-4}, 1),
+  ('an update was skipped', {'update/skipped': 0.25}, 1),
+  ('a step changes the policy much', {'policy/k3_kl': 0.11}, 2),
+  ('the gradient norm has bursts', {'update/grad_norm': 1.01}, 3),
+  ('the policy leaves the reference', {'policy/kl_ref': 0.51}, 6),
+  ('the entropy collapsed', {'policy/entropy': 0.079}, 6),
+  ('the entropy grew', {'policy/entropy': 0.81}, 6),
+  ('the reward fell', {'reward/mean': 0.09}, 10),
+  ('every reward is 0', {'reward/mean': 0.0, 'reward/std': 0.0}, 10),
+  ('most groups have equal rewards', {'reward/groups_equal': 0.91}, 6),
+  ('most answers are cut off', {'completion/truncated': 0.51}, 6),
+  ('answers repeat themselves', {'sparse/repetition': 0.51}, 6),
+  ('grading fails', {'grading/timeout': 6.0}, 2),
+]
+
+
+@pytest.mark.parametrize(('symptom', 'sign', 'steps'), SIGNS, ids=lambda x: str(x)[:40])
+def test_a_symptom_is_found_after_as_many_steps_as_its_statistic_needs(symptom, sign, steps):
+  """In a run that was healthy for 20 steps. A median of 3 or 10 steps changes with the second or sixth."""
+  run = replace(CHEAP, quant=Quant(sampler='w8a8_kv8', kv_scale='frozen'))
+  found = ever([*FIRST, *FIRST, *[STEP | sign] * (WINDOW + 1)], run)
+  assert found.pop(symptom) == 2 * WINDOW + steps
+  assert set(found) <= {'the reward fell'}  # where every reward is 0
+
+
+def test_all_symptoms_are_tested():
+  assert list(dict.fromkeys(symptom for symptom, _, _ in SIGNS)) == list(dict.fromkeys(check.symptom for check in CHECKS))
+
+
+def test_single_steps_are_noise():
+  """One step in three of a mismatch, one in five of a gradient, without a warning."""
+  unwell = STEP | {'rollout_corr/chi2_token': 80.0, 'rollout_corr/token_mult_prob_error': 1e5, 'policy/entropy': 0.01}
+  burst = {'update/grad_norm': 50.0}
+  steps = [STEP, STEP, unwell] * 20
+  steps = [step | burst if i % 5 == 0 else step for i, step in enumerate(steps)]
+  assert ever([*FIRST, *steps], CHEAP) == {}
+
+
+def test_before_the_windows_are_full_nothing_is_compared():
+  collapsed = STEP | {'policy/entropy': 1e-3, 'update/grad_norm': 90.0, 'reward/mean': 0.1}
+  assert ever([*FIRST, *[collapsed] * (WINDOW - 1)], PLAIN) == {}
+
+
+def test_a_policy_that_learns_may_lose_entropy_and_leave_the_reference():
+  learned = STEP | {'policy/entropy': 0.02, 'policy/kl_ref': 2.0, 'reward/mean': 0.8}
+  assert after([*FIRST, *[learned] * WINDOW], PLAIN) == {}
+  unlearned = learned | {'reward/mean': 0.5}
+  assert set(after([*FIRST, *[unlearned] * WINDOW], PLAIN)) == {'the policy leaves the reference', 'the entropy collapsed'}
+
+
+def test_the_reward_is_compared_with_its_best_steps():
+  rising, high = [STEP] * WINDOW, [STEP | {'reward/mean': 0.95, 'reward/std': 0.2}] * WINDOW
+  assert ever([*rising, *high, *[STEP] * WINDOW], PLAIN) == {'the reward fell': 3 * WINDOW - 1}
+  assert ever([*rising, *[STEP | {'reward/mean': 0.85}] * WINDOW, *rising], PLAIN) == {}  # by 0.9 standard deviations
+
+
+def test_the_gain_is_in_standard_deviations_of_a_sample():
+  assert gain([STEP | {'reward/mean': 0.9}], [STEP]) == pytest.approx(1.0)
+  assert gain([STEP | {'reward/mean': 0.1, 'reward/std': 0.0}], [STEP]) == pytest.approx(-1.0)
+  certain = STEP | {'reward/std': 0.0}
+  assert gain([certain | {'reward/mean': 0.0}], [certain]) < -1e5
+  assert gain([certain], [certain]) == 0.0
+
+
+def test_history_keeps_the_first_the_best_and_the_latest_steps():
+  means = [0.1] * 10 + [0.9] * 10 + [0.5] * 15
+  history = history_of([{'reward/mean': mean, 'step': i} for i, mean in enumerate(means)])
+  assert [step['step'] for step in history.first] == [*range(10)]
+  assert [step['step'] for step in history.best] == [*range(10, 20)]
+  assert [step['step'] for step in history.latest] == [*range(25, 35)]
+  assert history.steps == 35
+
+
+def test_steps_without_an_update_are_left_out():
+  """A step whose groups were all skipped has rewards only."""
+  bare = {name: STEP[name] for name in ('reward/mean', 'reward/std', 'reward/groups_equal')}
+  assert ever([*FIRST, *[bare] * 30], PLAIN) == {}
+
+
+def test_checks_of_other_settings_do_not_apply():
+  equal, light = STEP | {'reward/groups_equal': 1.0}, STEP | {'rollout_corr/rollout_is_eff_sample_size': 0.1}
+  no_groups = replace(PLAIN, advantage=replace(PLAIN.advantage, estimator='reinforce_baseline'))
+  assert after([equal] * WINDOW, no_groups) == {}
+  assert after([light] * WINDOW, replace(PLAIN, correction=Correction(level=None))) == {}
+  cut = STEP | {'completion/truncated': 1.0}
+  assert after([cut] * WINDOW, replace(PLAIN, rollout=Rollout(stop_when_capped=False))) == {}
+  moved, bypass = STEP | {'policy/k3_kl': 0.3}, Correction(mode='bypass', level=None)
+  assert after([moved] * FEW, replace(PLAIN, correction=bypass)) == {}
+  assert set(after([moved] * FEW, replace(CHEAP, correction=bypass))) == {'a step changes the policy much'}
+
+
+# --- sentences -------------------------------------------------------------------------------------------------------
+
+
+def sentences(run):
+  return {check: check.warning(100 * check.healthy[1] if check.healthy[1] < math.inf else -100.0, run) for check in CHECKS}
+
+
+@pytest.mark.parametrize(
+  'run', [PLAIN, CHEAP, replace(PLAIN, task=Task(kind='environment'))], ids=['plain', 'cheap', 'environment']
+)
+def test_each_warning_names_the_metric_the_bound_and_settings(run):
+  for check, sentence in sentences(run).items():
+    assert sentence.startswith(f'{check.symptom}: ')
+    assert check.metric in sentence
+    assert re.search(r', (above|below) -?[\d.e-]+\. [A-Z].* Try .*config\.\w+\.\w+.*\.$', sentence), sentence
+
+
+def test_advice_is_that_of_the_run():
+  plain, cheap = (
+    after([STEP | {'rollout_corr/kl': 0.3}] * FEW, run)['sampler and learner differ much'] for run in (PLAIN, CHEAP)
+  )
+  assert plain.endswith(
+    "Try config.model.dtype = 'float32' or, with experts, config.model.router_replay = 'R3'; "
+    'config.ledger.every = 1, which shows the cause.'
+  )
+  assert cheap.endswith(
+    "Try a larger config.cache.budget (now 256); less FP8 in config.quant.sampler (now 'w8a8_kv8'), or 'none'; "
+    'a smaller config.rollout.async_ratio (now 2.0); config.ledger.every = 1, which shows the cause.'
+  )
+  logged = after([STEP | {'rollout_corr/kl': 0.3}] * FEW, replace(CHEAP, ledger=Ledger(every=5)))
+  assert 'config.ledger' not in logged['sampler and learner differ much']
+
+
+def test_every_setting_of_an_advice_exists():
+  texts = [each.text for each in vars(checks).values() if isinstance(each, checks.Advice)]
+  assert len(texts) > 20
+  for setting in re.findall(r'config(?:\.\w+)+', ' '.join(texts)):
+    reduce(getattr, setting.split('.')[1:], PLAIN)  # raises AttributeError
+
+
+def test_health_ranges_are_those_of_single_metrics():
+  assert HEALTHY['rollout_corr/kl'] == (-0.1, 0.1)
+  assert not {'policy/entropy', 'update/grad_norm', 'reward/mean'} & set(HEALTHY)
+
+
+def test_troubleshooting_has_a_heading_for_each_symptom():
+  page = (ROOT / 'docs/troubleshooting.md').read_text()
+  headings = re.findall(r'^### (.+)$', page, re.MULTILINE)
+  assert [heading for heading in headings if heading in {check.symptom for check in CHECKS}] == [
+    *dict.fromkeys(check.symptom for check in CHECKS)
+  ]
+
+
+def test_troubleshooting_has_the_words_of_each_reason_to_stop():
+  page = (ROOT / 'docs/troubleshooting.md').read_text().partition('## A run that stops with status 3')[2]
+  bad = {'rollout_corr/probs_pearson': math.nan, 'rollout_corr/kl': 2.0, 'fp8/kv_saturation': 1.0, 'fp8/query_saturation': 1.0}
+  reasons = sentinels(UNCORRECTED | bad | {'update/bad_streak': 3.0}, PLAIN, capped_steps=2)
+  phrases = re.findall(r'`([^`]+)`', ' '.join(line.split('|')[1] for line in page.splitlines() if line.startswith('| `')))
+  patterns = ['.*'.join(map(re.escape, phrase.split('...'))) for phrase in phrases]
+  assert [reason for reason in reasons if not any(re.search(pattern, reason) for pattern in patterns)] == []
+  assert len(reasons) == 7
+
+
+# --- recorded runs ---------------------------------------------------------------------------------------------------
+
+RECORDED = json.loads((Path(__file__).parent / 'recorded_runs.json').read_text())
+
+
+def steps_of(curves):
+  """Return the metrics of each step; None marks those that a step without an update lacks."""
+  rows = [dict(zip(curves, step, strict=True)) for step in zip(*curves.values(), strict=True)]
+  return [{name: value for name, value in row.items() if value is not None} for row in rows]
+
+
+def test_a_recorded_run_with_a_dense_cache_shows_nothing():
+  """The mean reward of ten steps rises from 0.46 to 0.64, with 16 samples a step."""
+  assert ever(steps_of(RECORDED['progressions']['curves']), PLAIN) == {}
+
+
+def test_a_recorded_run_with_a_small_budget_shows_the_mismatch_and_that_the_task_is_learned():
+  """Its entropy falls to 6 % while its mean reward rises from 0.65 to 0.98, so the entropy is no symptom."""
+  steps = steps_of(RECORDED['sums']['curves'])
+  settings = replace(PLAIN, cache=Cache(budget=24))
+  assert set(ever(steps, settings)) == {'sampler and learner differ much', 'most groups have equal rewards'}
+  unlearned = [step | {'reward/mean': 0.3} for step in steps]
+  assert 'the entropy collapsed' in ever(unlearned, settings)
+
+
+@pytest.mark.parametrize('arm', ['dense', 'learner_mask'])
+def test_runs_of_the_stability_benchmark_without_mismatch_show_nothing(arm):
+  result = json.loads((ROOT / 'benchmarks/results/stability_progressions_48.json').read_text())['result']
+  for run in result['runs'][arm].values():
+    steps = [step | {'reward/std': (step['reward/mean'] * (1 - step['reward/mean'])) ** 0.5} for step in steps_of(run['curves'])]
+    assert ever(steps, PLAIN) == {}  # a reward is 0 or 1

@@ -1,0 +1,305 @@
+"""Checks of a run: what can go wrong while it trains, how that shows, what it means, and which settings usually help.
+
+`CHECKS` is the table, one row per sign. A row compares a statistic of a metric with the range of a healthy run. One step is
+noisy, so most statistics are of several steps, and some compare the latest steps with the first or the best ones. `History` holds
+these steps.
+
+docs/troubleshooting.md has a section for each symptom. docs/methods/losses.md, Health ranges, has the origin of the ranges.
+"""
+
+import math
+import re
+import reprlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from statistics import fmean, median
+from typing import NamedTuple
+
+from sprl.config import EPISODES, Run
+
+FEW, WINDOW = 3, 10  # steps of a statistic
+RISE = 0.2  # standard deviations of a sample by which a mean reward must exceed another one to count as risen
+FAILED = ('timeout', 'crash', 'error', 'invalid')  # outcomes of grading that are not 'ok'
+
+Steps = Sequence[Mapping[str, float]]  # the metrics of steps
+
+
+class History(NamedTuple):
+  """The steps that the checks compare. A resumed run begins with an empty history."""
+
+  steps: int = 0  # steps seen
+  first: Steps = ()  # the first WINDOW steps
+  best: Steps = ()  # of steps 1 to WINDOW, WINDOW + 1 to 2 * WINDOW, ...: those with the highest mean reward
+  latest: Steps = ()  # the latest WINDOW steps
+
+  def after(self, metrics: Mapping[str, float]) -> 'History':
+    """Return the history with one more step."""
+    steps, latest = self.steps + 1, (*self.latest, metrics)[-WINDOW:]
+    if steps <= WINDOW:
+      return History(steps, latest, latest, latest)
+    better = steps % WINDOW == 0 and _reward(latest) > _reward(self.best)
+    return History(steps, self.first, latest if better else self.best, latest)
+
+
+# --- statistics: functions of a history and a metric; None if there are too few steps -------------------------------------
+
+
+class Statistic(NamedTuple):
+  """A number that is computed from the values of a metric."""
+
+  text: str  # its name; `{}` is the name of the metric
+  of: Callable[[History, str], float | None]
+
+
+def _values(steps: Steps, metric: str) -> list[float]:
+  return [step[metric] for step in steps if metric in step]
+
+
+def _of_latest(steps: int, function: Callable[[Sequence[float]], float]) -> Callable[[History, str], float | None]:
+  def of(history: History, metric: str) -> float | None:
+    found = _values(history.latest, metric)[-steps:]
+    return function(found) if len(found) == steps else None
+
+  return of
+
+
+def _over_first(function: Callable[[Sequence[float]], float]) -> Callable[[History, str], float | None]:
+  def of(history: History, metric: str) -> float | None:
+    before, now = _values(history.first, metric), _values(history.latest, metric)
+    if history.steps < 2 * WINDOW or min(len(before), len(now)) <= WINDOW // 2:  # steps without an update have no value
+      return None
+    return function(now) / function(before) if function(before) > 0 else None
+
+  return of
+
+
+def _graded(history: History, metric: str) -> float | None:
+  counts = {status: sum(_values(history.latest[-FEW:], f'grading/{status}')) for status in ('ok', *FAILED)}
+  return counts['ok'] / sum(counts.values()) if history.steps >= FEW and any(counts.values()) else None
+
+
+def _reward(steps: Steps) -> float:
+  return fmean(_values(steps, 'reward/mean') or [0.0])
+
+
+def gain(latest: Steps, since: Steps) -> float:
+  """Return the difference of the mean rewards, in standard deviations of a sample."""
+  spread = max(median(_values(steps, 'reward/std') or [math.inf]) for steps in (latest, since))
+  return (_reward(latest) - _reward(since)) / max(spread, 1e-6)
+
+
+NOW = Statistic('{}', _of_latest(1, median))
+SOME = Statistic(f'median of {{}} over {FEW} steps', _of_latest(FEW, median))
+MANY = Statistic(f'median of {{}} over {WINDOW} steps', _of_latest(WINDOW, median))
+LARGEST = Statistic(f'largest {{}} of {WINDOW} steps', _of_latest(WINDOW, lambda found: max(map(abs, found))))
+GRADED = Statistic(f'share of {{}} over {FEW} steps', _graded)
+GROWTH = Statistic(f'median of {{}} over {WINDOW} steps, divided by that of the first {WINDOW},', _over_first(median))
+BURSTS = Statistic(
+  f'third largest {{}} of {WINDOW} steps, divided by that of the first {WINDOW},', _over_first(lambda found: sorted(found)[-3])
+)
+FALL = Statistic(
+  f'change of {{}} from the best {WINDOW} steps, in standard deviations of a sample,',
+  lambda history, _: gain(history.latest, history.best) if history.steps >= 2 * WINDOW else None,
+)
+
+
+# --- advice: settings to change, with the condition under which that can help -----------------------------------------------
+
+
+class Advice(NamedTuple):
+  """A change of settings. Where the text gives no new value, `tries` adds the present one."""
+
+  text: str
+  helps: Callable[[Run], bool] = lambda run: True
+
+
+def is_exact(run: Run) -> bool:
+  """Return whether the sampler evicts nothing, has no FP8, and always has the newest weights."""
+  return run.cache.budget is None and run.quant.sampler == 'none' and not run.rollout.async_ratio
+
+
+def clips(run: Run) -> bool:
+  """Return whether the loss clips ratios, and ratios differ from 1."""
+  return run.loss.variant in ('ppo', 'gspo', 'segment', 'cispo') and (
+    run.optimizer.updates > 1 or run.correction.mode == 'bypass'
+  )
+
+
+BUDGET = Advice('a larger config.cache.budget', lambda run: run.cache.budget is not None)
+PRECISION = Advice("less FP8 in config.quant.sampler, or 'none'", lambda run: run.quant.sampler != 'none')
+STALENESS = Advice('a smaller config.rollout.async_ratio', lambda run: run.rollout.async_ratio > 0)
+EXACT = Advice("config.model.dtype = 'float32' or, with experts, config.model.router_replay = 'R3'", is_exact)
+LEDGER = Advice('config.ledger.every = 1, which shows the cause', lambda run: not run.ledger.every)
+TOKEN_WEIGHTS = Advice("config.correction.level = 'token'", lambda run: run.correction.level == 'sequence')
+REJECT = Advice('wider bounds in config.correction.reject', lambda run: bool(run.correction.reject))
+VETO = Advice('a smaller config.correction.veto', lambda run: run.correction.veto is not None)
+RATE = Advice('a lower config.optimizer.learning_rate')
+WARMUP = Advice('a larger config.optimizer.warmup_steps')
+MINIBATCHES = Advice('a smaller config.optimizer.minibatches', lambda run: run.optimizer.minibatches > 1)
+EPOCHS = Advice('a smaller config.optimizer.epochs', lambda run: run.optimizer.epochs > 1)
+CLIP_NORM = Advice('a smaller config.optimizer.clip_norm')
+CLIP_HIGH = Advice('a larger config.loss.clip_high', clips)
+ENTROPY = Advice('a larger config.loss.entropy_coef')
+LESS_ENTROPY = Advice('a smaller config.loss.entropy_coef', lambda run: run.loss.entropy_coef > 0)
+REFERENCE = Advice('a larger config.loss.kl_coef')
+SCALES = Advice('another config.quant.kv_scale')
+NO_FP8_CACHE = Advice("config.quant.sampler = 'w8a8', which keeps the cache in the compute dtype")
+LENGTH = Advice('a larger config.sampling.max_tokens')
+STOP = Advice('a string that ends an answer, in config.sampling.stop')
+MEANT = Advice('config.rollout.stop_when_capped = False, if that is intended')
+OVERLONG = Advice('config.advantage.overlong = 0.2', lambda run: run.advantage.overlong is None)
+SUFFIX = Advice(
+  'a config.task.suffix that asks for the form of answer that config.task.grader reads', lambda run: run.task.kind not in EPISODES
+)
+SIMPLER = Advice('a simpler task by config.task.args', lambda run: run.task.kind in EPISODES)
+FINE_TUNING = Advice('fine-tuning with sprl.sft first, and config.model.path = the fine-tuned model')
+PROBLEMS = Advice('problems that the model solves sometimes, by config.task.filters')
+REPLACE = Advice("config.rollout.equal_groups = 'replace'", lambda run: run.rollout.equal_groups != 'replace')
+GROUP = Advice('a larger config.rollout.group')
+TIME_LIMIT = Advice('a larger config.task.time_limit')
+GRADER = Advice('a correction of the grader, config.task.grader')
+
+CLOSER = (BUDGET, PRECISION, STALENESS)
+MATCHING = (*CLOSER, EXACT, LEDGER)
+
+
+def tries(advice: Sequence[Advice], run: Run) -> str:
+  """Return a sentence with the changes that can help the run, such as `Try a larger config.cache.budget (now 256).`"""
+
+  def with_value(setting: re.Match) -> str:
+    return f'{setting[0]} (now {reprlib.repr(reduce(getattr, setting[0].split(".")[1:], run))})'
+
+  changes = [re.sub(r'(?>config(?:\.\w+)+)(?! =)', with_value, each.text) for each in advice if each.helps(run)]
+  return f'Try {"; ".join(changes)}.'
+
+
+# --- the table -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Check:
+  """A row of the table."""
+
+  symptom: str  # the first words of the warning, and a heading of docs/troubleshooting.md
+  metric: str
+  statistic: Statistic
+  healthy: tuple[float, float]  # lowest and highest value
+  meaning: str
+  advice: tuple[Advice, ...]
+  applies: Callable[[History, Run], bool] = lambda history, run: True
+
+  def outside(self, history: History, run: Run) -> float | None:
+    """Return the value of the statistic if it is outside of the healthy range, else None."""
+    value, (low, high) = self.statistic.of(history, self.metric), self.healthy
+    return None if value is None or low <= value <= high or not self.applies(history, run) else value
+
+  def warning(self, value: float, run: Run) -> str:
+    """Return the warning about a value outside of the healthy range."""
+    low, high = self.healthy
+    bound = f'below {low:g}' if value < low else f'above {high:g}'
+    of = self.statistic.text.format(self.metric)
+    return f'{self.symptom}: {of} = {value:.3g}, {bound}. {self.meaning} {tries(self.advice, run)}'
+
+
+def no_gain(history: History, run: Run) -> bool:
+  """Return whether the reward has not risen since the first steps. Policies that learn lose entropy and leave the reference."""
+  return gain(history.latest, history.first) < RISE
+
+
+def has_weights(history: History, run: Run) -> bool:
+  """Return whether the correction has weights."""
+  return run.correction.level is not None
+
+
+def moves(history: History, run: Run) -> bool:
+  """Return whether ratios show the update, and not only the mismatch of sampler and learner."""
+  return run.correction.mode == 'decoupled' or run.optimizer.updates > 1
+
+
+def compares_groups(history: History, run: Run) -> bool:
+  """Return whether the advantages of a group of equal rewards are 0."""
+  return run.advantage.estimator in ('grpo', 'dr_grpo', 'rloo')
+
+
+def cuts_by_mistake(history: History, run: Run) -> bool:
+  """Return whether answers at the token limit are a fault. A run that goes on when all are cut off cuts them on purpose."""
+  return run.rollout.stop_when_capped
+
+
+ANY = math.inf
+MISMATCH = 'sampler and learner differ much'
+DIFFER = 'The tokens were drawn from another distribution than the one that is trained, and a correction has limits.'
+WEIGHTS = 'the correction weights vary much'
+VARY = 'The weights that make up for the difference of sampler and learner add noise to the gradient.'
+SATURATED = 'numbers exceed the FP8 scales'
+CLAMPED = 'Keys, values or queries are clamped: the scales were found with other weights or texts.'
+
+CHECKS = (
+  Check(MISMATCH, 'rollout_corr/kl', SOME, (-0.1, 0.1), DIFFER, MATCHING),
+  Check(MISMATCH, 'rollout_corr/chi2_token', SOME, (-ANY, 1.0), DIFFER, MATCHING),
+  Check(MISMATCH, 'rollout_corr/token_mult_prob_error', SOME, (0.0, 1.05), DIFFER, MATCHING),
+  Check(MISMATCH, 'sparse/agreement_p05', SOME, (0.86, ANY), DIFFER, MATCHING),
+  Check(
+    'the effective sample size is small', 'rollout_corr/rollout_is_eff_sample_size', SOME, (0.3, ANY),
+    'A few tokens with large weights decide the update, because sampler and learner differ.', (*MATCHING, TOKEN_WEIGHTS),
+    has_weights,
+  ),
+  Check(WEIGHTS, 'rollout_corr/rollout_is_mean', SOME, (0.5, 2.0), VARY, (*MATCHING, TOKEN_WEIGHTS), has_weights),
+  Check(WEIGHTS, 'rollout_corr/rollout_is_std', SOME, (0.0, 1.0), VARY, (*MATCHING, TOKEN_WEIGHTS), has_weights),
+  Check(
+    'rejection removes most tokens', 'rollout_corr/rollout_rs_masked_fraction', SOME, (0.0, 0.5),
+    'The update sees only the answers on which sampler and learner agree.', (*MATCHING, REJECT, VETO),
+  ),
+  Check(SATURATED, 'fp8/kv_saturation', NOW, (0.0, 1e-4), CLAMPED, (SCALES, NO_FP8_CACHE)),
+  Check(SATURATED, 'fp8/query_saturation', NOW, (0.0, 1e-4), CLAMPED, (SCALES, NO_FP8_CACHE)),
+  Check(
+    'an update was skipped', 'update/skipped', NOW, (0.0, 0.0),
+    'Its loss or gradient was not finite. Three in a row stop the run.', (RATE, WARMUP),
+  ),
+  Check(
+    'a step changes the policy much', 'policy/k3_kl', SOME, (0.0, 0.1),
+    'The last updates of a step train on answers of a policy that is already far away.', (RATE, MINIBATCHES, EPOCHS), moves,
+  ),
+  Check(
+    'the gradient norm has bursts', 'update/grad_norm', BURSTS, (0.0, 5.0),
+    'Some gradients are much larger than the first ones, which often precedes a collapse.', (RATE, CLIP_NORM, *CLOSER),
+  ),
+  Check(
+    'the policy leaves the reference', 'policy/kl_ref', MANY, (-ANY, 0.5),
+    'The policy is far from the reference model, and the reward has not risen.', (REFERENCE, RATE), no_gain,
+  ),
+  Check(
+    'the entropy collapsed', 'policy/entropy', GROWTH, (0.2, ANY),
+    'The policy writes the same answers again and again, and the reward has not risen.', (CLIP_HIGH, ENTROPY, RATE), no_gain,
+  ),
+  Check(
+    'the entropy grew', 'policy/entropy', GROWTH, (0.0, 2.0), 'The policy becomes random, and the reward has not risen.',
+    (RATE, LESS_ENTROPY, *CLOSER, REFERENCE), no_gain,
+  ),
+  Check(
+    'the reward fell', 'reward/mean', FALL, (-1.0, ANY), 'The policy collapsed, unless the problems became harder.',
+    (RATE, *CLOSER, REFERENCE),
+  ),
+  Check(
+    'every reward is 0', 'reward/mean', LARGEST, (1e-9, ANY), 'There is nothing to learn from: samples/ shows the answers.',
+    (SUFFIX, SIMPLER, LENGTH, FINE_TUNING),
+  ),
+  Check(
+    'most groups have equal rewards', 'reward/groups_equal', MANY, (0.0, 0.9),
+    'Their advantages are 0: problems are too easy or too hard, or the answers to a problem are all alike.',
+    (PROBLEMS, REPLACE, GROUP), compares_groups,
+  ),
+  Check(
+    'most answers are cut off', 'completion/truncated', MANY, (0.0, 0.5), 'They reach the token limit before they end.',
+    (LENGTH, STOP, OVERLONG), cuts_by_mistake,
+  ),
+  Check(
+    'answers repeat themselves', 'sparse/repetition', MANY, (0.0, 0.5), 'More than half of an answer is text that occurs twice.',
+    (BUDGET, RATE, OVERLONG),
+  ),
+  Check(
+    'grading fails', 'grading/ok', GRADED, (0.95, ANY), 'Answers that could not be graded have reward 0.',
+    (TIME_LIMIT, GRADER),
+  ),
+)  # fmt: skip
