@@ -87,8 +87,9 @@ def check_step(session: Session, report: StepReport) -> None:
   """Raise StopRun if a guard finds that training is broken."""
   state, run = session.state, session.run
   state.capped = state.capped + 1 if report.metrics['completion/truncated'] == 1 else 0
+  state.apart = state.apart + 1 if guards.apart(report.metrics) else 0
   reasons = wrong_weights(session, last=report.step == run.steps)
-  stop_if(reasons + guards.sentinels(report.metrics, run, state.capped), session)
+  stop_if(reasons + guards.sentinels(report.metrics, run, state.capped, state.apart), session)
 
 
 class Warn:

@@ -35,14 +35,22 @@ SATURATED = {  # fraction of the numbers that FP8 clamped -> cause of a large on
   'fp8/query_saturation': 'queries exceed their FP8 scales',
 }
 MAX_KL = 1.0  # nats per token
+MAX_APART_STEPS = 2  # in a row: a step of few tokens can exceed MAX_KL by chance
 MAX_CAPPED_STEPS = 2
 MAX_BAD_UPDATES = 3  # in a row
 
 
-def sentinels(metrics: Mapping[str, float], run: Run, capped_steps: int = 0) -> list[str]:
+def apart(metrics: Mapping[str, float]) -> bool:
+  """Whether the KL of a step is that of two different policies."""
+  kl = metrics.get('rollout_corr/kl', 0.0)
+  return math.isfinite(kl) and abs(kl) > MAX_KL
+
+
+def sentinels(metrics: Mapping[str, float], run: Run, capped_steps: int = 0, apart_steps: int = 0) -> list[str]:
   """Return the reasons to stop the run, each with settings to change. An empty list means that the run continues.
 
-  `capped_steps` counts the latest consecutive steps, this one included, in which every response hit the length limit.
+  `capped_steps` counts the latest consecutive steps, this one included, in which every response hit the length limit, and
+  `apart_steps` those in which sampler and learner were `apart`.
   """
   reasons = [
     f'{name} = {value}: a log-prob of the sampler or the learner is not finite, because the weights diverged. '
@@ -50,11 +58,10 @@ def sentinels(metrics: Mapping[str, float], run: Run, capped_steps: int = 0) -> 
     for name, value in metrics.items()
     if name.startswith(('rollout_corr/', 'sparse/', 'fp8/')) and not math.isfinite(value)
   ]
-  kl = metrics.get('rollout_corr/kl', 0.0)
-  if math.isfinite(kl) and abs(kl) > MAX_KL:
+  if apart_steps >= MAX_APART_STEPS:
     reasons.append(
-      f'rollout_corr/kl = {kl:.3g}, beyond {MAX_KL}: sampler and learner are different policies (typical: 0.001 to 0.03). '
-      f'{tries(MATCHING, run)}'
+      f'rollout_corr/kl = {metrics["rollout_corr/kl"]:.3g}, beyond {MAX_KL} for {apart_steps} steps in a row: sampler and learner are '
+      f'different policies (typical: 0.001 to 0.03). {tries(MATCHING, run)}'
     )
   for name, cause in SATURATED.items():
     value, most = metrics.get(name, 0.0), HEALTHY[name][1]

@@ -12,7 +12,7 @@ import pytest
 from sprl.config import Cache, Correction, Ledger, Loss, Optimizer, Quant, Rollout, Run, Task
 from sprl.objective import checks
 from sprl.objective.checks import CHECKS, FEW, WINDOW, History, gain
-from sprl.objective.guards import HEALTHY, sentinels, warnings
+from sprl.objective.guards import HEALTHY, apart, sentinels, warnings
 
 ROOT = Path(__file__).parents[2]
 STEP = {  # of a healthy run
@@ -80,11 +80,15 @@ def test_saturation_of_frozen_scales_warns(name):
   assert after([STEP | {name: 9e-5}], frozen) == {}
 
 
-def test_a_kl_spike_stops_the_run():
-  assert sentinels(STEP | {'rollout_corr/kl': 0.99}, CHEAP) == []
+def test_two_steps_of_different_policies_stop_the_run():
+  assert not apart(STEP | {'rollout_corr/kl': 0.99})
+  assert not apart({})
   for spike in (1.01, -1.01):
-    (reason,) = sentinels(STEP | {'rollout_corr/kl': spike}, CHEAP)
-    assert 'rollout_corr/kl' in reason
+    step = STEP | {'rollout_corr/kl': spike}
+    assert apart(step)
+    assert sentinels(step, CHEAP, apart_steps=1) == []
+    (reason,) = sentinels(step, CHEAP, apart_steps=2)
+    assert f'rollout_corr/kl = {spike}' in reason
     assert 'config.cache.budget (now 256)' in reason
 
 
@@ -310,7 +314,7 @@ def test_troubleshooting_has_a_heading_for_each_symptom():
 def test_troubleshooting_has_the_words_of_each_reason_to_stop():
   page = (ROOT / 'docs/troubleshooting.md').read_text().partition('## A run that stops with status 3')[2]
   bad = {'rollout_corr/probs_pearson': math.nan, 'rollout_corr/kl': 2.0, 'fp8/kv_saturation': 1.0, 'fp8/query_saturation': 1.0}
-  reasons = sentinels(UNCORRECTED | bad | {'update/bad_streak': 3.0}, PLAIN, capped_steps=2)
+  reasons = sentinels(UNCORRECTED | bad | {'update/bad_streak': 3.0}, PLAIN, capped_steps=2, apart_steps=2)
   phrases = re.findall(r'`([^`]+)`', ' '.join(line.split('|')[1] for line in page.splitlines() if line.startswith('| `')))
   patterns = ['.*'.join(map(re.escape, phrase.split('...'))) for phrase in phrases]
   assert [reason for reason in reasons if not any(re.search(pattern, reason) for pattern in patterns)] == []
