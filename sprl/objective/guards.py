@@ -60,8 +60,8 @@ def sentinels(metrics: Mapping[str, float], run: Run, capped_steps: int = 0, apa
   ]
   if apart_steps >= MAX_APART_STEPS:
     reasons.append(
-      f'rollout_corr/kl = {metrics["rollout_corr/kl"]:.3g}, beyond {MAX_KL} for {apart_steps} steps in a row: sampler and learner are '
-      f'different policies (typical: 0.001 to 0.03). {tries(MATCHING, run)}'
+      f'rollout_corr/kl = {metrics["rollout_corr/kl"]:.3g}, beyond {MAX_KL} for {apart_steps} steps in a row: sampler and '
+      f'learner are different policies (typical: 0.001 to 0.03). {tries(MATCHING, run)}'
     )
   for name, cause in SATURATED.items():
     value, most = metrics.get(name, 0.0), HEALTHY[name][1]
