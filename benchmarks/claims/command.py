@@ -51,6 +51,8 @@ def main() -> None:
     parser.error(f'--folder = {args.folder}: expected a folder')
   experiment = find(args.name)
   records = saved(experiment)
+  if missing := [path for path in map(Path, experiment.task.warm) if path.is_absolute() and not path.exists()]:
+    raise SystemExit(f'{missing[0]}: no such model; in benchmarks/: python -m claims.warm {experiment.task.name}')
   if not args.report:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the workers end too
     run(experiment, records, args.folder.absolute() / args.name, args.minutes)
