@@ -22,7 +22,7 @@ from sprl.sft import fine_tune
 
 SOLUTIONS = {'task.kind': 'jsonl', 'task.path': '{}', 'task.grader': '{}/grader.py:grade'}  # {}: the folder of the solutions
 # Task -> steps on right solutions, and steps on solutions with slips.
-STEPS = {'totals': (1200, 150), 'totals_larger': (500, 150), 'totals_mixture': (500, 150), 'dictation': (400, 120)}
+STEPS = {'totals': (1200, 150), 'totals_larger': (900, 150), 'totals_mixture': (500, 150), 'dictation': (400, 120)}
 
 
 def main() -> None:
