@@ -28,7 +28,7 @@ def draw(experiment: Experiment, records: Records) -> None:
   shared = [place for place in places if place] or ['']
   rows = [(name, shared[i : i + MOST]) for name in (ACCURACY, *experiment.shown) for i in range(0, len(shared), MOST)]
   seeds = max(map(len, records.values()))
-  setting = f'{experiment.task.sentence}; {experiment.steps} steps, {seeds} seeds'
+  setting = f'{experiment.task.sentence}; {experiment.steps} steps, {seeds} seed{"s" * (seeds != 1)}'
   heights = [ENDS, LEGEND, *[ROW] * len(rows)]
   figure = new_figure(f'{experiment.name}: held-out accuracy by arm, dense sampling', setting, 0.5 + sum(heights))
   subfigures: Any = figure.subfigures(len(heights), 1, height_ratios=heights)
