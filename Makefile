@@ -7,6 +7,7 @@ AGENTS ?= .venv-agents
 AUDIT ?= .venv-audit
 WORKDIR ?= runs/quickstart
 EXTRAS ?=
+MINUTES ?= 5
 ARGS ?=
 
 BIN := $(VENV)/bin
@@ -21,7 +22,7 @@ COMPILE_ONLY := JAX_PLATFORMS=cpu JAX_ENABLE_COMPILATION_CACHE=false
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart install setup test slow coverage parity agents agents-venv lint types audit docs aot aot-venv tpu tpu-venv reference clean
+.PHONY: help quickstart install setup test slow soak coverage parity agents agents-venv lint types audit docs aot aot-venv tpu tpu-venv reference clean
 
 help: ## list the targets
 	@echo 'make TARGET [ARGS=...] [JAX=0.11.2] [PYTHON=3.13 or a path]'
@@ -42,6 +43,9 @@ test: setup ## run the default tests (ARGS='-k name' passes options to pytest)
 
 slow: setup ## run the tests that take minutes
 	$(PYTEST) -m slow $(ARGS)
+
+soak: setup ## kill runs at random moments for MINUTES=5, and check that nothing is lost
+	$(BIN)/python tests/soak kills --minutes $(MINUTES) $(ARGS)
 
 coverage: setup ## measure the lines and branches of sprl/ that the default tests run (ARGS="-m ''" adds the slow tests)
 	$(PYTEST) --cov --cov-report=term:skip-covered $(ARGS)

@@ -54,7 +54,7 @@ def with_shipped_config(argv: list[str], package: Path = Path(__file__).parent) 
 
 def reported(main: Callable[[], int]) -> int:
   """Call `main` and return the exit status that `start` documents."""
-  absl_logging.set_verbosity(absl_logging.WARNING)
+  absl_logging.set_verbosity(absl_logging.FATAL)  # orbax logs a traceback from each thread, and raises the error anyway
   logging.basicConfig(
     level=logging.WARNING, format='%(levelname)s: %(message)s', stream=sys.stderr, force=True
   )  # absl has installed a handler already

@@ -4,7 +4,7 @@ Trains the run of one work directory, or resumes it, and prints a report at the 
 weights of another run: of its newest checkpoint, or of that of STEP. The same command resumes it. Exit status:
 
     0  the run is complete, or a signal ended it and its state is saved
-    2  a setting or file cannot be used; found before any device work
+    2  a setting or file cannot be used, found before any device work; or a file cannot be written, for example on a full disk
     3  a guard stopped the run, or every rollout fails
     4  another process of the run died or hangs
 """
@@ -22,7 +22,7 @@ from ml_collections import config_flags
 from sprl import command_line
 from sprl.config import Run
 from sprl.config_reader import resolve
-from sprl.io.files import local_folder
+from sprl.io.files import local_folder, naming
 from sprl.io.starts import Start
 
 if TYPE_CHECKING:
@@ -72,7 +72,9 @@ def _train(run: Run, team: 'Team') -> int:
     card = model_card(workdir, finished.step, model.folder, workdir.name)
     export(model, params, workdir / 'export', card=card, team=team)
   if finished.completed and team.leads:
-    print(closing_report(run, workdir, finished))
+    with naming(workdir):
+      report = closing_report(run, workdir, finished)
+    print(report)
   return 0
 
 

@@ -24,10 +24,12 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,7 +44,10 @@ _log = logging.getLogger(__name__)
 
 
 class CheckpointError(RuntimeError):
-  """No checkpoint is usable, or its arrays are not the expected ones. The message names the folder and the cause."""
+  """A checkpoint cannot be saved, none is usable, or its arrays are not the expected ones.
+
+  The message names the folder and the cause.
+  """
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,8 @@ class Checkpoints:
       for leftover in self.folder.glob('tmp-*'):
         shutil.rmtree(leftover)
     draft = self.folder / f'tmp-{files.step_name(step)}'
-    self._orbax.save(draft / 'arrays', args=ocp.args.PyTreeSave(flat))
+    with _named(draft):
+      self._orbax.save(draft / 'arrays', args=ocp.args.PyTreeSave(flat))
     self._pending = self._thread.submit(self._commit, draft, record)
 
   def wait(self) -> None:
@@ -116,7 +122,8 @@ class Checkpoints:
       self.wait()
     finally:
       self._thread.shutdown()
-      self._orbax.close()
+      with _named(self.folder):
+        self._orbax.close()
 
   def steps(self) -> list[int]:
     """Return the committed steps, oldest first, intact or not."""
@@ -168,9 +175,10 @@ class Checkpoints:
 
   def _commit(self, draft: Path, record: dict[str, Any]) -> None:
     """Do steps 2 to 4 of a save, on the background thread."""
-    self._orbax.wait_until_finished()
-    if self._team.leads:
-      self._seal(draft, record)
+    with _named(draft):
+      self._orbax.wait_until_finished()
+      if self._team.leads:
+        self._seal(draft, record)
     self._current = record['step']
 
   def _seal(self, draft: Path, record: dict[str, Any]) -> None:
@@ -300,6 +308,19 @@ def _measure(path: Path, durable: bool = False) -> list[int]:
     while chunk := file.read(1 << 20):
       size, checksum = size + len(chunk), zlib.crc32(chunk, checksum)
   return [size, checksum]
+
+
+@contextmanager
+def _named(draft: Path) -> Iterator[None]:
+  """Raise an error of the file system, such as a full disk, as a CheckpointError. Tensorstore raises it as a ValueError."""
+  try:
+    yield
+  except (OSError, ValueError) as error:
+    code = re.search(r"os_error_code='(\d+)'", str(error))
+    if not isinstance(error, OSError) and code is None:
+      raise
+    cause = error if code is None else os.strerror(int(code[1]))
+    raise CheckpointError(f'{draft}: cannot be written: {cause}; the checkpoints before it are as they were') from error
 
 
 def _delete(folder: Path) -> None:

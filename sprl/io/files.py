@@ -2,6 +2,8 @@
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from sprl.config import SettingsError
@@ -21,10 +23,21 @@ def local_folder(name: str, path: str | os.PathLike) -> Path:
   return Path(text)
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+  """Give an OSError of the block the name `path` if it has none. If a disk is full, the system names no file."""
+  try:
+    yield
+  except OSError as error:
+    if error.filename is None:
+      error.filename = str(path)
+    raise
+
+
 def write_text(path: Path, text: str) -> None:
   """Replace the file `path` by one that holds `text` (UTF-8). The file is on disk when the function returns."""
   draft = path.with_name(path.name + '.tmp')
-  with open(draft, 'w', encoding='utf-8', newline='\n') as file:
+  with naming(path), open(draft, 'w', encoding='utf-8', newline='\n') as file:
     file.write(text)
     file.flush()
     os.fsync(file.fileno())

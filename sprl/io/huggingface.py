@@ -22,6 +22,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
+from sprl.io.files import naming
 from sprl.models.config import ARCHITECTURES, ModelConfig
 from sprl.quant.dot import plain
 from sprl.sharding.transfer import fetch
@@ -307,7 +308,8 @@ def whole_folder(folder: Path) -> Iterator[Path]:
   for leftover in (draft, old):
     shutil.rmtree(leftover, ignore_errors=True)
   draft.mkdir(parents=True)
-  yield draft
+  with naming(draft):
+    yield draft
   if folder.exists():
     os.replace(folder, old)  # os.replace cannot replace a folder that is not empty
   os.replace(draft, folder)

@@ -14,6 +14,7 @@ lines after s and then finds every line up to s.
 """
 
 import json
+import logging
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +28,8 @@ from jaxtyping import Int
 from sprl.io import files
 from sprl.io.tables import samples_markdown
 from sprl.io.trackers import Tracker, flat, switched_off
+
+_log = logging.getLogger(__name__)
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 _METRICS, _SAMPLES = 'metrics.jsonl', 'samples'
@@ -53,7 +56,10 @@ class RunLog:
     (self._workdir / _SAMPLES).mkdir(parents=True, exist_ok=True)
     last = -1 if resume_step is None else resume_step
     path = self._workdir / _METRICS
-    files.write_text(path, ''.join(line + '\n' for line, record in _lines(path) if record['step'] <= last))
+    kept = [(line, record) for line, record in _lines(path) if record['step'] <= last]
+    if (lost := last - sum(record['kind'] == 'train' for _, record in kept)) > 0:
+      _log.warning('%s: damaged; the lines of %d of %d steps are missing. The weights are not affected', path, lost, last)
+    files.write_text(path, ''.join(line + '\n' for line, _ in kept))
     for table in (self._workdir / _SAMPLES).iterdir():
       if (step := files.step_of(table)) is not None and step > last:
         table.unlink()
@@ -111,14 +117,16 @@ class RunLog:
 
   def close(self) -> None:
     """Close the files and the trackers."""
-    self._file.close()
+    with files.naming(self._workdir / _METRICS):
+      self._file.close()
     self._track(lambda tracker: tracker.close())
     self._trackers = []
 
   def _append(self, line: dict[str, Any]) -> None:
-    self._file.write(json.dumps(line, sort_keys=True, allow_nan=False) + '\n')
-    self._file.flush()
-    os.fsync(self._file.fileno())
+    with files.naming(self._workdir / _METRICS):
+      self._file.write(json.dumps(line, sort_keys=True, allow_nan=False) + '\n')
+      self._file.flush()
+      os.fsync(self._file.fileno())
 
   def _track_scalars(self, step: int, scalars: Mapping[str, Any]) -> None:
     numbers = {name: float(value) for name, value in scalars.items()}

@@ -189,12 +189,29 @@ def test_a_missing_step_is_refused_with_the_existing_ones(folder):
     saved(folder, 1, 2).restore(abstract_of(tiny(0)), step=7)
 
 
+@pytest.mark.parametrize('error', [OSError(28, 'No space left on device'), ValueError("DATA_LOSS: ... [os_error_code='28'] ...")])
+def test_a_full_disk_is_named_whoever_notices_it(folder, monkeypatch, error):
+  """Tensorstore raises errors of the system as ValueErrors."""
+  checkpoints = saved(folder, 1)
+  monkeypatch.setattr(checkpoints._orbax, 'wait_until_finished', lambda: (_ for _ in ()).throw(error))
+  with pytest.raises(CheckpointError, match=r'step_000002: cannot be written: .*No space left on device;'):
+    checkpoints.save(2, tiny(2), {})
+  assert checkpoints.steps() == [1]
+
+
+def test_other_errors_of_a_save_are_not_renamed(folder, monkeypatch):
+  checkpoints = Checkpoints(folder, 1)
+  monkeypatch.setattr(checkpoints._orbax, 'wait_until_finished', lambda: (_ for _ in ()).throw(ValueError('a bug')))
+  with pytest.raises(ValueError, match='a bug'):
+    checkpoints.save(1, tiny(1), {})
+
+
 def test_wait_raises_a_failed_write_which_can_be_repeated(folder, monkeypatch):
   checkpoints = Checkpoints(folder, 1)
   with monkeypatch.context() as patch:
     patch.setattr('sprl.io.files.write_text', lambda *_: (_ for _ in ()).throw(OSError('disk full')))
     checkpoints.save(1, tiny(1), {})
-    with pytest.raises(OSError, match='disk full'):
+    with pytest.raises(CheckpointError, match=r'tmp-step_000001: cannot be written: disk full'):
       checkpoints.wait()
   assert checkpoints.steps() == []
   checkpoints.save(1, tiny(1), {})

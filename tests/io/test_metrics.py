@@ -146,17 +146,39 @@ def test_a_broken_line_in_the_middle_is_named(tmp_path):
     read_metrics(tmp_path)
 
 
+@pytest.mark.parametrize(
+  ('keep', 'missing'), [(None, 0), (-10, 1), (0, 3), ('deleted', 3)], ids=['whole', 'mid-line', 'empty', 'deleted']
+)
+def test_a_truncated_log_goes_on_and_the_missing_steps_are_counted(open_log, tmp_path, caplog, keep, missing):
+  log_steps(open_log(tmp_path, None), 1, 3, 1.0)
+  path = tmp_path / 'metrics.jsonl'
+  if keep == 'deleted':
+    path.unlink()
+  elif keep is not None:
+    path.write_bytes(path.read_bytes()[:keep] + b'\xe2\x82'[: abs(keep)])  # and a part of a character
+  log_steps(open_log(tmp_path, 3), 4, 4, 1.0)
+  assert [line['step'] for line in read_metrics(tmp_path) if line['kind'] == 'train'] == [*range(1, 4 - missing), 4]
+  assert (f'metrics.jsonl: damaged; the lines of {missing} of 3 steps are missing' in caplog.text) == bool(missing)
+
+
+def no_space(*_):
+  raise OSError(28, 'No space left on device')
+
+
 def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
   path = tmp_path / 'file'
   files.write_text(path, 'old')
-
-  def no_space(*_):
-    raise OSError('no space')
-
   monkeypatch.setattr('os.fsync', no_space)
-  with pytest.raises(OSError, match='no space'):
+  with pytest.raises(OSError, match=r'No space left on device: .*file'):
     files.write_text(path, 'new')
   assert path.read_text() == 'old'
+
+
+def test_a_line_that_does_not_fit_on_the_disk_names_the_log(open_log, tmp_path, monkeypatch):
+  log = open_log(tmp_path, None)
+  monkeypatch.setattr('os.fsync', no_space)
+  with pytest.raises(OSError, match=r'No space left on device: .*metrics.jsonl'):
+    log.evaluation(0, {})
 
 
 # --- samples ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,150 @@
+"""python tests/soak kills [VARIANT ...] [--minutes 5] [--seed 0] [--jobs 2] [--folder FOLDER] [--save]
+python tests/soak faults [options of pytest]
+
+kills: kills runs with SIGKILL at random moments, starts them again, and checks that each complete run keeps its promises: equal
+bit for bit to an uninterrupted run, or, if asynchronous, with every group trained on exactly once. Each variant (variants.py)
+gets an equal share of the time. No run begins after the minutes are over; those in progress are completed. Exit status 1: a
+violation. The folder of its run is then kept.
+
+--folder keeps the uninterrupted runs and compiled programs for later calls. --save adds the figures to
+benchmarks/results/soak.json. Figures of other code (sprl/, tests/soak/) are replaced.
+
+faults: a full disk, a read-only folder, a clock that jumps, stopped processes, damaged files (tests/end_to_end/test_faults.py).
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+sys.path[:0] = [str(HERE), str(ROOT), str(ROOT / 'benchmarks'), str(HERE.parent), str(HERE.parent / 'end_to_end')]
+os.environ.setdefault('JAX_PLATFORMS', 'cpu')
+
+import common  # noqa: E402  (the lines above make these importable)
+import pytest  # noqa: E402
+import tiny  # noqa: E402
+from kills import Campaign, Tally  # noqa: E402
+from variants import VARIANTS  # noqa: E402
+
+RESULT = common.RESULTS / 'soak.json'
+
+
+def main() -> int:
+  parser = argparse.ArgumentParser(usage=__doc__)
+  commands = parser.add_subparsers(dest='command', required=True)
+  killing = commands.add_parser('kills')
+  killing.add_argument('variants', nargs='*', metavar='VARIANT', help=', '.join(VARIANTS))
+  killing.add_argument('--minutes', type=float, default=5.0)
+  killing.add_argument('--seed', type=int, default=0)
+  killing.add_argument('--jobs', type=common.positive, default=2, help='runs at a time')
+  killing.add_argument('--folder', type=Path)
+  killing.add_argument('--save', action='store_true')
+  commands.add_parser('faults', add_help=False)
+  given, others = parser.parse_known_args()
+  if given.command == 'faults':
+    return pytest.main([str(ROOT / 'tests/end_to_end/test_faults.py'), '-m', '', *others])
+  if others or (unknown := [name for name in given.variants if name not in VARIANTS]):
+    parser.error(f'{others or unknown}: expected variants of {", ".join(VARIANTS)}, and the options above')
+  folder = (given.folder or Path(tempfile.mkdtemp(prefix='soak-'))).absolute()
+  tallies = kills(given.variants or list(VARIANTS), folder, given.minutes, given.seed, given.jobs)
+  report(tallies, given.save)
+  violations = [each for tally in tallies.values() for each in tally.violations]
+  print('\n'.join(violations or ['no violation']))
+  if violations:
+    print(f'the runs are in {folder}')
+  return 1 if violations else 0
+
+
+def kills(names: list[str], folder: Path, minutes: float, seed: int, jobs: int) -> dict[str, Tally]:
+  """Kill runs of these variants for so many minutes, `jobs` at a time. Return the tally of each."""
+  deadline = time.monotonic() + 60 * minutes
+  of_code = folder / code()[:12]
+  config = of_code / 'inputs' / 'config.py'
+  if not config.exists():
+    config.parent.mkdir(parents=True, exist_ok=True)
+    tiny.write_inputs(config.parent, num_hidden_layers=1)
+  campaigns = [Campaign(VARIANTS[name], config, of_code, folder / 'compiled', seed, say) for name in names]
+  free, lock = list(campaigns), threading.Lock()
+
+  def work() -> None:
+    while time.monotonic() < deadline:
+      with lock:
+        campaign = min(free, key=lambda c: c.spent, default=None)
+        if campaign is None:
+          return  # fewer variants than jobs
+        free.remove(campaign)
+      campaign.advance(deadline)
+      with lock:
+        free.append(campaign)
+
+  with ThreadPoolExecutor(jobs) as pool:
+    for done in [pool.submit(work) for _ in range(jobs)]:
+      done.result()
+  return {campaign.variant.name: campaign.tally for campaign in campaigns}
+
+
+def say(text: str) -> None:
+  print(text, flush=True)
+
+
+def code() -> str:
+  """A hash of the code that the figures describe."""
+  files = sorted([*(ROOT / 'sprl').rglob('*.py'), *(file for file in HERE.glob('*.py') if not file.name.startswith('test_'))])
+  return hashlib.sha256(b'\0'.join(file.read_bytes() for file in files)).hexdigest()
+
+
+def report(tallies: dict[str, Tally], save: bool) -> None:
+  """Print the figures of this call. `save` adds them to those of earlier calls with the same code."""
+  rows = [
+    {'variant': name, **vars(tally), 'kills': dict(tally.kills), 'phases': dict(tally.phases)} for name, tally in tallies.items()
+  ]
+  total = sum(sum(row['kills'].values()) for row in rows)
+  common.report('soak', [_flat(row) for row in rows], {'kills': total, 'phases': dict(sum_of(rows, 'phases'))})
+  if save:
+    earlier = json.loads(RESULT.read_text()) if RESULT.exists() else {}
+    same = earlier.get('result', {}).get('code') == code()
+    rows, calls = (merged(earlier['rows'], rows), earlier['result']['calls']) if same else (rows, [])
+    calls = [*calls, {'arguments': ' '.join(sys.argv[1:]), 'commit': common.commit(), 'kills': total}]
+    result = {
+      'code': code(), 'kills': sum(sum_of(rows, 'kills').values()), 'violations': sum(len(row['violations']) for row in rows),
+      'kinds': dict(sum_of(rows, 'kills')), 'phases': dict(sum_of(rows, 'phases')), 'calls': calls,
+    }  # fmt: skip
+    common.record('soak', rows, result)
+
+
+def merged(earlier: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+  """Add the figures of each variant."""
+  found = {row['variant']: row for row in earlier}
+  for row in new:
+    old = found.get(row['variant'])
+    if old is not None:
+      row = {
+        **{'variant': row['variant']},
+        **{name: dict(sum_of([old, row], name)) for name in ('kills', 'phases')},
+        **{name: old[name] + row[name] for name in ('starts', 'runs', 'violations')},
+      }
+    found[row['variant']] = row
+  return list(found.values())
+
+
+def sum_of(rows: list[dict[str, Any]], name: str) -> Counter[str]:
+  return sum((Counter(row[name]) for row in rows), Counter())
+
+
+def _flat(row: dict[str, Any]) -> dict[str, Any]:
+  kinds = {kind: row['kills'].get(kind, 0) for kind in ('run', 'main', 'process', 'worker')}
+  return {'variant': row['variant'], **kinds, 'starts': row['starts'], 'runs': row['runs'], 'violations': len(row['violations'])}
+
+
+if __name__ == '__main__':
+  sys.exit(main())
