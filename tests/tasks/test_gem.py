@@ -49,6 +49,7 @@ def test_gem_episodes_have_independent_random_numbers(gem):
   first, second = [checked_reset(env, 1)], [checked_reset(other, 2)]
   for move in MOVES:
     random.seed(7)  # other draws of this process have no effect
+    np.random.seed(7)
     first.append(checked_step(env, move))
     second.append(checked_step(other, move))
   assert (first, second) == (alone[1], alone[2])
@@ -78,13 +79,13 @@ def test_gem_gives_equal_episodes_in_threads_and_alone(gem):
 def test_slow_gem_calls_have_independent_random_numbers():
   class Slow:
     def reset(self, seed):
-      random.seed(seed)
+      np.random.seed(seed)  # not `random`, from which beartype draws in any thread
       return '', {}
 
     def step(self, action):
       drawn = []
       for _ in range(5):
-        drawn.append(random.random())
+        drawn.append(float(np.random.random()))
         time.sleep(0.002)  # other calls run meanwhile
       return str(drawn), 0.0, True, True, {}
 

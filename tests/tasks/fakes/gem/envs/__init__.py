@@ -1,4 +1,7 @@
-"""Registers the games."""
+"""Registers the games.
+
+Their tiles come from numpy's generator: in tests beartype draws from that of `random`, in any thread.
+"""
 
 import random
 
@@ -16,12 +19,12 @@ class Game2048:
     if seed is not None:
       random.seed(seed)
       np.random.seed(seed)
-    self.turns, self.tiles = 0, [random.randrange(16)]
+    self.turns, self.tiles = 0, [int(np.random.randint(16))]
     return f'You are playing 2048. {self.tiles}', {'suffix': 'Enter your next move.'}
 
   def step(self, action):
     self.turns += 1
-    self.tiles.append(random.randrange(16))
+    self.tiles.append(int(np.random.randint(16)))
     over = self.turns == self.max_turns
     return str(self.tiles), 0.0, over, over, {'suffix': 'Enter your next move.'}
 
