@@ -60,7 +60,8 @@ class FixedLengthCodec:
 
   def opening(self, messages: Any) -> list[int]:
     """Return eight ids."""
-    return [3 + sum(m['content'].encode()[i] for m in messages) % 250 for i in range(8)]
+    text = ''.join(m['content'] for m in messages).encode()
+    return [3 + text[i % len(text)] % 250 for i in range(8)]
 
   def reply(self, messages: Any, answer: Any) -> list[int]:
     """Return four ids."""

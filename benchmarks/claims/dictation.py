@@ -22,10 +22,10 @@ NUMBERS = itertools.count()  # a number for each environment, so that members of
 
 
 class Dictation:
-  """Dictates `turns` digits. `split` = 'test' takes no time."""
+  """Dictates `turns` digits. `split` = 'test' takes no time. A share `raising` of the calls raises."""
 
-  def __init__(self, split: str = 'train', turns: int = TURNS):
-    self._slow, self._turns, self._number = split == 'train', turns, next(NUMBERS)
+  def __init__(self, split: str = 'train', turns: int = TURNS, raising: float = 0.0):
+    self._slow, self._turns, self._raising, self._number = split == 'train', turns, raising, next(NUMBERS)
 
   def reset(self, seed: int):
     """Return the first digit. Equal seeds give equal digits."""
@@ -45,6 +45,8 @@ class Dictation:
   def _observe(self) -> str:
     if self._slow:
       time.sleep(self._pace * self._clock.lognormal(0.0, SIGMA))
+    if self._clock.random() < self._raising:
+      raise RuntimeError('raised to test its callers')
     return f'{string.ascii_letters[self._turn]}{self._digits[self._turn]}'
 
 

@@ -1,0 +1,211 @@
+"""Do memory, threads and speed stay the same for an hour with a queue of 10,000 requests and 64 slow, failing environments?
+
+    python benchmarks/load.py --minutes 60 --save     # results/load.json and results/load.png
+    python benchmarks/load.py --draw                  # redraw the figure from the saved result
+
+One process serves both, with two engines of the tiny model. A thread keeps QUEUED requests with prompts of mixed lengths in the
+queue of the first engine: for each that ends it adds one. The scheduler plays episodes on the second engine, with 64 environments
+in processes of their own (claims/dictation.py). Their calls take log-normal times, one episode in fifty is ten times as slow, and
+5 % of the calls raise. Every SAMPLE seconds the resident memory, file descriptors and threads of all processes are read from
+/proc (Linux).
+
+The verdict compares the last quarter with the second, because caches fill in the first: memory and counts of the process, those
+of its children together, and tokens and episodes a second.
+"""
+
+import argparse
+import itertools
+import os
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from common import positive, report
+from environment_async import FixedLengthCodec
+from pictures import BLACK, BLUE, ORANGE, load, machine_label, new_figure, save, style
+
+from sprl.cache.layout import cache_layout
+from sprl.config import DENSE, UNQUANTISED, Rollout, Sampling, Task
+from sprl.models import transformer
+from sprl.models.config import tiny
+from sprl.rollout.episodes import Limits
+from sprl.rollout.prompts import ConversationSource
+from sprl.rollout.scheduler import Scheduler
+from sprl.sampler.engine import Engine, EngineConfig
+from sprl.sampler.weights import SamplerWeights, sampler_weights
+from sprl.tasks.environment_pool import environment_pool, make_environment
+from sprl.types import Request
+
+CLAIMS = Path(__file__).resolve().parent / 'claims'
+QUEUED, ROWS, PROMPTS = 10_000, 32, (8, 16, 32, 64)  # requests in the queue, rows of its engine, and its prompt buckets
+QUEUE = Sampling(max_prompt=PROMPTS[-1], max_tokens=48, chunk=8, prompt_buckets=PROMPTS)
+ENVIRONMENTS, GROUPS, TURNS, TURN_TOKENS = 64, 8, 5, 4
+EPISODES = Sampling(max_prompt=8, max_tokens=TURNS * (TURN_TOKENS + 4), chunk=4, prompt_buckets=(8,))
+RAISING = 0.05  # share of the environment calls
+SAMPLE = 10.0  # seconds between two looks
+FLAT, STEADY = 0.02, 0.05  # largest relative growth of memory, and change of the speed
+TASK = Task(
+  kind='environment', name=f'{CLAIMS}/dictation.py:Dictation', args={'turns': TURNS, 'raising': RAISING}, executor='processes'
+)
+
+
+def main() -> None:
+  """Print a report; save and draw it with --save."""
+  parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+  parser.add_argument('--minutes', type=positive, default=60)
+  parser.add_argument('--save', action='store_true', help='write benchmarks/results/load.json')
+  parser.add_argument('--draw', action='store_true', help='draw the saved result and exit')
+  args = parser.parse_args()
+  if args.draw:
+    return draw()
+  seen = run(60.0 * args.minutes)
+  rows = judged(seen)
+  settings = {'queued': QUEUED, 'rows': ROWS, 'environments': ENVIRONMENTS, 'raising': RAISING, 'sample': SAMPLE}
+  report('load', rows, {**settings, 'seen': seen}, args.save)
+  if args.save:
+    draw()
+
+
+def run(seconds: float) -> dict[str, list[float]]:
+  """Serve both loads for so long. Return what was seen at each look, as columns."""
+  config = tiny('llama')
+  weights = sampler_weights(transformer.init_params(config, jax.random.key(0), scale=0.1), jnp.dtype('float32'))
+  columns: dict[str, list[float]] = {}
+  end, drawn = threading.Event(), [0]  # tokens that both engines have drawn
+  queue = threading.Thread(target=serve_queue, args=(weights, config, end, drawn), daemon=True)
+  with environment_pool(partial(make_environment, TASK, False), ENVIRONMENTS, 60.0, 'processes') as workers:
+    layout = cache_layout(config, DENSE, UNQUANTISED, 8, EPISODES.max_tokens, 'float32')
+    engine = Engine(EngineConfig(config, EPISODES, layout, ENVIRONMENTS, 8, 0, (), lambda ids: ''), weights)
+    limits = Limits(TURNS, TURN_TOKENS, 8, EPISODES.max_tokens)
+    source = ConversationSource(lambda number: 2 * number, limits, FixedLengthCodec(), workers.release, None, 60.0)
+    settings = Rollout(prompts=1, group=ENVIRONMENTS // GROUPS, async_ratio=float(GROUPS - 1))
+    scheduler = Scheduler([engine], workers, source, settings, time.perf_counter, retries=20)
+    start = time.perf_counter()
+    due = start + SAMPLE
+    queue.start()
+    look(columns, 0.0, drawn[0], 0)
+    episodes = 0
+    while time.perf_counter() < start + seconds and queue.is_alive():
+      groups = scheduler.batch(lambda at=due: time.perf_counter() > at)
+      for group in groups or ():
+        episodes += len(group.trajectories)
+        drawn[0] += sum(int(t.mask.sum()) for t in group.trajectories)
+      if groups:
+        scheduler.sync([weights])
+      if (now := time.perf_counter()) > due:
+        due = now + SAMPLE
+        look(columns, now - start, drawn[0], episodes)
+    assert queue.is_alive(), 'the thread that serves the queue ended; its error is above'
+    end.set()
+    queue.join()
+  return columns
+
+
+def serve_queue(weights: SamplerWeights, config, end: threading.Event, drawn: list[int]) -> None:
+  """Answer requests from a queue that always has QUEUED of them."""
+  layout = cache_layout(config, DENSE, UNQUANTISED, PROMPTS[-1], QUEUE.max_tokens, 'float32')
+  engine = Engine(EngineConfig(config, QUEUE, layout, ROWS, 8, 1, (), lambda ids: ''), weights)
+  rng, uids = np.random.default_rng(0), itertools.count()
+  while not end.is_set():
+    while engine.load < QUEUED:
+      uid, length = next(uids), int(rng.integers(1, PROMPTS[-1] + 1))
+      engine.add(Request(uid, uid, rng.integers(3, 259, length).astype(np.int32), int(rng.integers(1, QUEUE.max_tokens + 1))))
+    engine.dispatch()
+    drawn[0] += sum(len(completion.tokens) for completion in engine.collect())
+
+
+# --- what is seen ----------------------------------------------------------------------------------------------------
+
+
+def look(columns: dict[str, list[float]], seconds: float, drawn: int, episodes: int) -> None:
+  """Append the state of this process and of its children to the columns."""
+  own, children = os.getpid(), descendants(os.getpid())
+  found = {'seconds': round(seconds, 1), 'tokens': drawn, 'episodes': episodes, 'children': len(children)}
+  for name, pids in (('process', [own]), ('children', children)):
+    states = [state for pid in pids if (state := state_of(pid))]
+    found |= {f'{name} {what}': round(sum(state[what] for state in states), 1) for what in ('MiB', 'files', 'threads')}
+  for name, value in found.items():
+    columns.setdefault(name, []).append(value)
+
+
+def descendants(pid: int) -> list[int]:
+  """Return the processes that this one started, and theirs."""
+  found = []
+  for task in Path(f'/proc/{pid}/task').iterdir():
+    for child in map(int, (task / 'children').read_text().split()):
+      found += [child, *descendants(child)]
+  return found
+
+
+def state_of(pid: int) -> dict[str, float] | None:
+  """Return resident memory (MiB), open files and threads of a process; None if it has ended."""
+  try:
+    pages = int(Path(f'/proc/{pid}/statm').read_text().split()[1])
+    return {
+      'MiB': pages * os.sysconf('SC_PAGE_SIZE') / 2**20,
+      'files': len(os.listdir(f'/proc/{pid}/fd')),
+      'threads': len(os.listdir(f'/proc/{pid}/task')),
+    }
+  except FileNotFoundError:
+    return None
+
+
+def judged(seen: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
+  """Return a row for each column: means of the second and last quarter, the relative change, and whether it is small enough."""
+  count = len(seen['seconds'])
+  second, last = slice(count // 4, count // 2), slice(3 * count // 4, count)
+  rows = []
+  for name in [name for name in seen if name not in ('seconds', 'tokens', 'episodes', 'children')]:
+    before, after = (float(np.mean(seen[name][part])) for part in (second, last))
+    rows.append(row(name, before, after, after <= before * (1 + (FLAT if name.endswith('MiB') else 0.0)) + 0.5))
+  for name in ('tokens', 'episodes'):
+    before, after = (rate(seen, name, part) for part in (second, last))
+    rows.append(row(f'{name} a second', before, after, abs(after / before - 1) <= STEADY))
+  return rows
+
+
+def rate(seen: Mapping[str, Sequence[float]], name: str, part: slice) -> float:
+  """Return how fast a counter grew in a part of the looks."""
+  counts, seconds = seen[name][part], seen['seconds'][part]
+  return (counts[-1] - counts[0]) / (seconds[-1] - seconds[0])
+
+
+def row(name: str, before: float, after: float, flat: bool) -> dict[str, Any]:
+  """Return a row of the table."""
+  return {'what': name, 'second quarter': before, 'last quarter': after, 'change': after / before - 1, 'flat': flat}
+
+
+def draw() -> None:
+  """Draw results/load.png: memory, open files and threads, and speed against time."""
+  saved = load('load')
+  seen = {name: np.array(values, float) for name, values in saved['result']['seen'].items()}
+  minutes = seen['seconds'] / 60
+  title = 'An hour of load: memory, open files and threads, speed'
+  setting = f'{QUEUED:,} requests in the queue and {ENVIRONMENTS} environments; tiny model; {machine_label(saved)}'
+  figure = new_figure(title, setting, 6.0)
+  memory, counts, speed = figure.subplots(3, 1, sharex=True)
+  style(memory, 'Resident memory', ylabel='GiB')
+  style(counts, 'Open files (lines) and threads (dashed)', ylabel='number')
+  style(speed, 'Speed, over ten looks', 'minutes', 'tokens a second')
+  for name, colour in (('process', BLUE), ('children', ORANGE)):
+    label = 'the run' if name == 'process' else f'{ENVIRONMENTS} environments together'
+    memory.plot(minutes, seen[f'{name} MiB'] / 1024, color=colour, label=label)
+    counts.plot(minutes, seen[f'{name} files'], color=colour, label=label)
+    counts.plot(minutes, seen[f'{name} threads'], '--', color=colour)
+  ten = 10
+  tokens, seconds = (seen[name][ten:] - seen[name][:-ten] for name in ('tokens', 'seconds'))
+  speed.plot(minutes[ten:], tokens / seconds, color=BLACK)
+  for axes in (memory, counts, speed):
+    axes.set_ylim(0, None)
+  memory.legend(frameon=False, fontsize=8.5)
+  save(figure, 'load')
+
+
+if __name__ == '__main__':
+  main()
