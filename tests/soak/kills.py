@@ -32,6 +32,7 @@ AT_ANY_TIME = 0.2  # share of the kills at a time that no phase decides
 OF_WORKERS = 0.25  # a worker is killed within so much of the time of an uninterrupted run
 NEXT = 3  # a kill comes in one of so many next occurrences of a phase of each step
 AFTER_THE_END = 3  # kills of a run whose steps are all done
+REFUSED = 'a worker cannot start: killed by SIGKILL'  # how a run ends whose worker was killed before the first step
 EVERY_STEP = {'rollout', 'score', 'update', 'sync', 'log', 'save', 'commit', 'seal'}
 OF_STEPS = EVERY_STEP | {'compile', 'evaluate', 'ledger'}  # do not come when all steps are done
 
@@ -170,7 +171,7 @@ class Campaign:
   def _until_killed(self, start: Start, draws: Draws, workdir: Path, deadline: float) -> list[str]:
     """Kill what the draws say, until the start has ended. Returns the violations."""
     limit = time.monotonic() + HANGS
-    kind, moment, wanted = '', None, deadline > time.monotonic()
+    kind, moment, wanted, worker_killed = '', None, deadline > time.monotonic(), False
     while start.alive:
       if time.monotonic() > limit:
         start.await_end(0)
@@ -182,7 +183,7 @@ class Campaign:
         moment = draws.moment(start, kind, self.variant.steps - promises.committed(workdir))
       if moment is not None and moment.has_come(start):
         if kind == 'worker':
-          self._kill_worker(start, moment, draws.rng)
+          worker_killed |= self._kill_worker(start, moment, draws.rng)
         elif self._killed(start, kind, moment):
           return self._left_behind(start, kind, moment, workdir)
         moment, wanted = None, deadline > time.monotonic()
@@ -192,7 +193,7 @@ class Campaign:
     return [
       f'process {k} ended with status {process.returncode}: {start.errors(k)[-1500:]}'
       for k, process in enumerate(start.processes)
-      if process.returncode
+      if process.returncode and not (worker_killed and REFUSED in start.errors(k))
     ]
 
   def _killed(self, start: Start, kind: str, moment: Moment) -> bool:
@@ -223,11 +224,13 @@ class Campaign:
       for k in wrong
     ]
 
-  def _kill_worker(self, start: Start, moment: Moment, rng: random.Random) -> None:
-    """Kill a worker, if there is one."""
-    if workers := start.workers():
+  def _kill_worker(self, start: Start, moment: Moment, rng: random.Random) -> bool:
+    """Kill a worker. Returns False if there is none."""
+    workers = start.workers()
+    if workers:
       start.kill([rng.choice(workers)])
       self._count('worker', start, moment)
+    return bool(workers)
 
   def _count(self, kind: str, start: Start, moment: Moment) -> None:
     self.tally.kills[kind] += 1
