@@ -140,6 +140,8 @@ def _raised_by_config_file(argv: list[str], error: Exception) -> str:
     called = traceback.format_list(frames[inside[0] :])
     print(''.join(called), end='', file=sys.stderr)
     return _of_config_file(file, frames[inside[-1]].lineno, f'{type(error).__name__}: {error}')
+  if found := re.search(r'(\w+) cannot be overridden', str(error)):  # in a flag; ml_collections raises it
+    return f'{found[1]!r} is no key of a dictionary of settings: expected another name, which ml_collections does not use itself'
   if isinstance(error, AttributeError) and error.name == 'get_config':
     return f'{file}: has no function get_config(); expected one that returns sprl.config.default_config() with changes'
   raise error

@@ -121,9 +121,12 @@ async def _json(request: Request) -> Any:
     if len(body) > MAX_BODY:
       raise Refused(413, f'the request has more than {MAX_BODY} bytes')
   try:
-    return json.loads(bytes(body))
-  except ValueError as error:
-    raise Refused(400, f'the body is not JSON: {error}') from None
+    found = json.loads(body.decode())
+    if b'\\u' in body:
+      json.dumps(found, ensure_ascii=False).encode()  # half a surrogate pair is valid JSON, but UTF-8 cannot encode it
+  except (ValueError, RecursionError) as error:
+    raise Refused(400, f'the body is not JSON in UTF-8: {error}') from None
+  return found
 
 
 async def _events(

@@ -171,7 +171,7 @@ class EngineBackend:
 def encoded(tokenizer: Tokenizer, request: ChatRequest) -> list[int]:
   """Return the ids of a request's conversation up to the answer. Raises Refused if the chat template refuses it."""
   try:
-    return tokenizer.chat(request.messages, tools=request.tools, **request.template_args)
+    return tokenizer.chat(request.messages, tools=request.tools, template_args=request.template_args)
   except TokenizerError as error:
     raise Refused(400, str(error), 'messages') from None
 

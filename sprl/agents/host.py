@@ -207,10 +207,10 @@ async def wait_for(awaitable):
 
 
 def reason(error):
-  """Return the type and the message of an error, at most 500 characters."""
+  """Return the type and the message of an error, at most 500 characters, which UTF-8 can encode."""
   try:
-    return f'{type(error).__name__}: {error}'[:500]
-  except Exception:  # the error's own __str__ fails
+    return f'{type(error).__name__}: {error}'[:500].encode(errors='replace').decode()
+  except BaseException:  # the error's own __str__ fails
     return type(error).__name__
 
 

@@ -90,20 +90,20 @@ def read(body: Any, sampling: Sampling) -> ChatRequest:
   for key, accepted in _OFF.items():
     value = given.pop(key, accepted[0])
     if value not in accepted:
-      raise Refused(400, f'{key} = {value!r}: this endpoint accepts {accepted[0]!r} only', key)
+      raise Refused(400, f'{key} = {value!r:.200}: this endpoint accepts {accepted[0]!r} only', key)
   _check_sampling(given, sampling)
   messages, tools = given.pop('messages', None), given.pop('tools', [])
   if not isinstance(messages, list) or not messages:
     raise Refused(400, 'messages: expected a list of at least one message', 'messages')
   choice, options = given.pop('tool_choice', 'auto'), given.pop('stream_options', {})
   if choice not in ('none', 'auto'):
-    raise Refused(400, f"tool_choice = {choice!r}: expected 'none' or 'auto'", 'tool_choice')
+    raise Refused(400, f"tool_choice = {choice!r:.200}: expected 'none' or 'auto'", 'tool_choice')
   if not isinstance(tools, list) or not all(isinstance(t, Mapping) and isinstance(t.get('function'), Mapping) for t in tools):
     raise Refused(400, 'tools: expected a list of {"type": "function", "function": {...}}', 'tools')
   limit = given.pop('max_completion_tokens', None) or given.pop('max_tokens', None)
   given.pop('max_tokens', None)
-  if limit is not None and not (isinstance(limit, int) and limit > 0):
-    raise Refused(400, f'max_tokens = {limit!r}: expected a whole number above 0', 'max_tokens')
+  if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit <= 0):
+    raise Refused(400, f'max_tokens = {limit!r:.200}: expected a whole number above 0', 'max_tokens')
   template_args = given.pop('chat_template_kwargs', {})
   if not isinstance(template_args, Mapping) or not isinstance(options, Mapping):
     raise Refused(400, 'chat_template_kwargs, stream_options: expected objects')
@@ -130,11 +130,11 @@ def _check_sampling(given: dict[str, Any], sampling: Sampling) -> None:
     asked = given.pop(key, value)
     if asked != value and not (key == 'top_k' and asked in (0, -1) and value == -1):
       why = f'all requests draw from one distribution, whose {key} is {value!r} (config.sampling.{key}). Leave the field out'
-      raise Refused(400, f'{key} = {asked!r}: {why}', key, 'unsupported_value')
-  stop = given.pop('stop', [])
-  if stop and tuple([stop] if isinstance(stop, str) else stop) != tuple(sampling.stop):
+      raise Refused(400, f'{key} = {asked!r:.200}: {why}', key, 'unsupported_value')
+  stop = given.pop('stop', None) or []
+  if stop and ([stop] if isinstance(stop, str) else stop) != list(sampling.stop):
     why = f'the stop strings are those of config.sampling.stop = {sampling.stop!r}. Leave the field out'
-    raise Refused(400, f'stop = {stop!r}: {why}', 'stop', 'unsupported_value')
+    raise Refused(400, f'stop = {stop!r:.200}: {why}', 'stop', 'unsupported_value')
   if 'seed' in given:
     raise Refused(400, 'seed: the random numbers are those of config.seed. Leave the field out', 'seed', 'unsupported_value')
 
@@ -151,6 +151,8 @@ def canonical(message: Any, where: str) -> Message:
   for key in ('name', 'tool_call_id', 'reasoning_content'):
     if message.get(key):
       kept[key] = str(message[key])
+  if not isinstance(calls, list):
+    raise Refused(400, f'{where}.tool_calls: expected a list of calls', where)
   if calls:
     kept['tool_calls'] = [_tool_call(call, f'{where}.tool_calls') for call in calls]
   return kept
@@ -170,7 +172,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     case {'function': {'name': str() as name, **rest}}:
       arguments = rest.get('arguments') or {}
       if isinstance(arguments, str):
-        with contextlib.suppress(ValueError):  # the template gets the text that a model wrote wrongly
+        with contextlib.suppress(ValueError, RecursionError):  # the template gets the text that a model wrote wrongly
           arguments = json.loads(arguments)
       return {'id': str(call.get('id') or ''), 'type': 'function', 'function': {'name': name, 'arguments': arguments}}
   raise Refused(400, f'{where}: expected {{"id", "type": "function", "function": {{"name", "arguments"}}}}', where)

@@ -37,7 +37,8 @@ def hermes(text: str) -> tuple[str, list[ToolCall]]:
 def _call(block: str) -> ToolCall | None:
   try:
     written = json.loads(block)
-  except ValueError:
+    json.dumps(written, ensure_ascii=False).encode()  # a response cannot hold half a surrogate pair
+  except (ValueError, RecursionError):
     return None
   match written:
     case {'name': str() as name, 'arguments': dict() as arguments}:

@@ -47,7 +47,7 @@ def read_config(workdir: str | os.PathLike) -> dict[str, Any]:
     raise FileNotFoundError(f'{path}: no such file; expected a work directory that sprl.main has written')
   try:
     config = json.loads(path.read_text(encoding='utf-8'))
-  except ValueError as error:
+  except (ValueError, RecursionError) as error:
     raise SettingsError(f'{path}: not JSON ({error}); expected the settings that a run has written') from None
   if not isinstance(config, dict):
     raise SettingsError(f'{path}: not a JSON object; expected the settings that a run has written')

@@ -209,7 +209,7 @@ def _weight_files(folder: Path) -> list[Path]:
   if index.is_file():
     try:
       names = sorted(set(json.loads(index.read_text(encoding='utf-8'))['weight_map'].values()))
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
       raise WeightsError(f'{index}: not a safetensors index ({error!r})') from None
     for name in names:
       if not isinstance(name, str) or name != Path(name).name or not (folder / name).is_file():

@@ -193,7 +193,7 @@ def _lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
   for number, line in enumerate(whole, 1):
     try:
       parsed.append((line, json.loads(line)))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
       raise LogError(f'{path}, line {number}: not JSON: {line[:80]!r}; delete the line, which only this log needs') from error
   return parsed
 

@@ -58,7 +58,7 @@ def read_starts(workdir: str | os.PathLike) -> dict[str, Any]:
   try:
     content = json.loads(path.read_text(encoding='utf-8'))
     return {'from': content['from'], 'starts': list(content['starts'])}
-  except (ValueError, KeyError, TypeError) as error:
+  except (ValueError, KeyError, TypeError, RecursionError) as error:
     raise SettingsError(f'{path}: damaged ({error!r}); expected the starts that a run has written') from None
 
 

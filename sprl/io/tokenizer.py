@@ -1,34 +1,26 @@
 """Tokenizer and chat template of a Hugging Face folder.
 
-The tokenizers library reads tokenizer.json. A chat template is a program from a downloaded folder. It runs in jinja2's immutable
-sandbox, sees only plain strings, lists and dicts, and gets the functions that transformers offers. Ranges, products and the
-output are bounded. Every failure of a template raises TokenizerError.
+The tokenizers library reads tokenizer.json. A chat template is a program from a downloaded folder. It runs in a sandbox in
+another process, with limits of time and memory (sprl/io/templates.py). Every failure of either raises TokenizerError.
 """
 
+import contextlib
 import dataclasses
-import datetime
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.meta
-import jinja2.nodes
-import jinja2.sandbox
-import jinja2.utils
 import numpy as np
 import tokenizers
 import tokenizers.decoders
 import tokenizers.models
 import tokenizers.pre_tokenizers
-from jinja2.exceptions import SecurityError
 
+from sprl.io import templates
 from sprl.models.config import ConfigError, ModelConfig, as_ids
 
-MAX_RENDERED = 4_000_000  # characters of a rendered conversation
 _OURS = ('messages', 'tools', 'add_generation_prompt')  # variables of a template that are not its arguments
 _SPECIAL = ('bos_token', 'eos_token', 'unk_token', 'sep_token', 'pad_token', 'cls_token', 'mask_token')
 
@@ -43,7 +35,7 @@ class Tokenizer:
 
   folder: Path
   backend: tokenizers.Tokenizer
-  template: jinja2.Template | None
+  template: str | None  # the source of the chat template
   special: Mapping[str, str]  # bos_token, eos_token, ...: variables of the template
   eos_ids: tuple[int, ...]  # ids that end a completion: from generation_config.json, then the tokenizer's own
   pad_id: int  # fills rows. It is never attended, so any id serves if the folder names none
@@ -64,10 +56,8 @@ class Tokenizer:
     path = folder / 'tokenizer.json'
     if not path.is_file():
       raise TokenizerError(f'{path}: no such file; expected a fast tokenizer, which has tokenizer.json')
-    try:
+    with _named(f'{path}: not a tokenizer'):
       backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-      raise TokenizerError(f'{path}: not a tokenizer ({error})') from None
     backend.no_truncation()
     backend.no_padding()
 
@@ -75,7 +65,7 @@ class Tokenizer:
     generation = _json(folder / 'generation_config.json')
     try:
       loaded = cls._of(folder, backend, settings, generation)
-    except (AttributeError, ConfigError, TypeError, ValueError) as error:
+    except (AttributeError, ConfigError, LookupError, TypeError, ValueError) as error:
       if isinstance(error, TokenizerError):
         raise
       raise TokenizerError(f'{folder}: invalid value in tokenizer_config.json or generation_config.json ({error})') from error
@@ -109,19 +99,24 @@ class Tokenizer:
     )
 
   def encode(self, text: str) -> list[int]:
-    """Return the ids of a text. Special tokens that are written in the text become their ids; none are added."""
-    return self.backend.encode(text, add_special_tokens=False).ids
+    """Return the ids of a text. Special tokens that are written in the text become their ids; none are added.
+
+    Raises TokenizerError if the tokenizer has no ids for a part of the text, or if UTF-8 cannot encode the text.
+    """
+    with _named(f'{self.folder}: the tokenizer cannot encode {text[:60]!r}'):
+      return self.backend.encode(text, add_special_tokens=False).ids
 
   def decode(self, ids: Iterable[int] | np.ndarray, skip_special: bool = False) -> str:
     """Return the text of ids. Bytes that are not valid UTF-8 become U+FFFD."""
-    return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
+    with _named(f'{self.folder}: the tokenizer cannot decode its ids'):
+      return self.backend.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
   def render(
     self,
     messages: Sequence[Mapping[str, Any]],
     add_generation_prompt: bool = True,
     tools: Sequence[Mapping[str, Any]] | None = None,
-    **template_args: Any,
+    template_args: Mapping[str, Any] | None = None,
   ) -> str:
     """Render a conversation with the chat template.
 
@@ -129,7 +124,7 @@ class Tokenizer:
       messages: dicts with role and content, and where the template reads them, tool_calls, tool_call_id and name.
       add_generation_prompt: whether the text ends with the beginning of the model's answer.
       tools: JSON schemas of the functions that the model may call, as in OpenAI's API.
-      **template_args: further variables of the template. They take precedence over those of the tokenizer.
+      template_args: further variables of the template. They take precedence over those of the tokenizer.
 
     Raises:
       TokenizerError: there is no template, the template raises, or it does not read `tools` or one of the arguments.
@@ -138,41 +133,37 @@ class Tokenizer:
       raise TokenizerError(
         f'{self.folder}: no chat_template.jinja and no template in tokenizer_config.json; set config.task.chat = False'
       )
-    self._check_args(template_args)
+    self._check_args(template_args or {})
     if tools and 'tools' not in self.variables:
       raise TokenizerError(f'{self.folder}: the chat template does not read `tools`: this model cannot be offered functions')
-    given = {'documents': None, **self.special, **self.template_args, **template_args}
-    # Plain copies, so that the template gets no object with methods.
-    plain = json.loads(json.dumps({**given, 'messages': messages, 'tools': tools or None}))
-    parts, length = [], 0
+    given = {'documents': None, **self.special, **self.template_args, **(template_args or {})}
     try:
-      for part in self.template.generate(plain, add_generation_prompt=add_generation_prompt):
-        parts.append(part)
-        length += len(part)
-        if length > MAX_RENDERED:
-          raise jinja2.TemplateError(f'more than {MAX_RENDERED} characters')
-    except Exception as error:  # a template is foreign code and can raise anything
-      raise TokenizerError(f'{self.folder}: the chat template failed: {type(error).__name__}: {error}') from error
-    return ''.join(parts)
+      return templates.render(self.template, {**given, 'messages': messages, 'tools': tools or None}, add_generation_prompt)
+    except templates.TemplateError as error:
+      raise TokenizerError(f'{self.folder}: the chat template failed: {error}') from None
 
   def chat(
     self,
     messages: Sequence[Mapping[str, Any]],
     add_generation_prompt: bool = True,
     tools: Sequence[Mapping[str, Any]] | None = None,
-    **template_args: Any,
+    template_args: Mapping[str, Any] | None = None,
   ) -> list[int]:
     """Render a conversation (see `render`) and return its ids. Raises TokenizerError."""
-    return self.encode(self.render(messages, add_generation_prompt, tools, **template_args))
+    return self.encode(self.render(messages, add_generation_prompt, tools, template_args))
 
   def _check_args(self, template_args: Mapping[str, Any]) -> None:
-    for name in template_args:
+    for name, value in template_args.items():
       accepted = self.variables - {*_OURS, *_SPECIAL}
       if self.template is not None and name not in accepted:
         read = ', '.join(sorted(accepted)) or 'no argument'
         raise TokenizerError(
           f'{self.folder}: the chat template does not read {name!r} (config.task.template_args); it reads {read}'
         )
+      try:
+        json.dumps(value)
+      except (TypeError, ValueError, RecursionError) as error:
+        raise TokenizerError(f'config.task.template_args: {name} = {value!r:.60}: expected a value of JSON ({error})') from None
 
   def check_against(self, config: ModelConfig) -> None:
     """Raise TokenizerError if an id of the tokenizer, or an end or pad id, has no row in the model's embedding."""
@@ -204,13 +195,24 @@ def write_tiny(folder: str | Path) -> None:
   (folder / 'tokenizer_config.json').write_text(json.dumps(settings, indent=2), encoding='utf-8')
 
 
+@contextlib.contextmanager
+def _named(what: str) -> Iterator[None]:
+  """Turn errors of the tokenizers library into TokenizerError. It raises bare Exception, and its panics are no Exception."""
+  try:
+    yield
+  except KeyboardInterrupt:
+    raise
+  except BaseException as error:
+    raise TokenizerError(f'{what} ({error})') from None
+
+
 # --- files -----------------------------------------------------------------------------------------------------------
 
 
 def _json(path: Path) -> dict[str, Any]:
   try:
     found = json.loads(path.read_text(encoding='utf-8')) if path.is_file() else {}
-  except ValueError as error:
+  except (ValueError, RecursionError) as error:
     raise TokenizerError(f'{path}: not JSON ({error})') from None
   if not isinstance(found, dict):
     raise TokenizerError(f'{path}: not a JSON object')
@@ -225,7 +227,7 @@ def _content(token: Any) -> str:
   return text
 
 
-def _template(folder: Path, settings: Mapping[str, Any]) -> tuple[jinja2.Template | None, frozenset[str]]:
+def _template(folder: Path, settings: Mapping[str, Any]) -> tuple[str | None, frozenset[str]]:
   """Return the chat template and the names of the variables that it reads.
 
   It is in chat_template.jinja, or else in tokenizer_config.json: of several, the one named `default`.
@@ -238,76 +240,7 @@ def _template(folder: Path, settings: Mapping[str, Any]) -> tuple[jinja2.Templat
     return None, frozenset()
   if not isinstance(source, str):
     raise TypeError(f'chat_template = {source!r} is not text')
-  environment = _environment()
   try:
-    variables = jinja2.meta.find_undeclared_variables(environment.parse(source)) - environment.globals.keys()
-    return environment.from_string(source), frozenset(variables)
-  except jinja2.TemplateError as error:
+    return source, templates.variables(source)
+  except templates.TemplateError as error:
     raise TokenizerError(f'{folder}: the chat template is not valid: {error}') from None
-
-
-# --- the sandbox -----------------------------------------------------------------------------------------------------
-
-
-class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-  """jinja2's sandbox with bounded products and powers: 'a' * 10 ** 12 would fill the memory before output is limited."""
-
-  intercepted_binops = frozenset(['*', '**'])
-
-  def call_binop(self, context, operator, left, right):
-    if operator == '**' and (abs(left) > 1e6 or abs(right) > 64):
-      raise SecurityError(f'{left} ** {right}')
-    for sequence, times in ((left, right), (right, left)):
-      if isinstance(sequence, str | list | tuple) and len(sequence) * times > MAX_RENDERED:
-        raise SecurityError(f'a sequence of {len(sequence)} times {times}')
-    return super().call_binop(context, operator, left, right)
-
-
-class _Namespace(jinja2.utils.Namespace):
-  """jinja2's namespace without names that could reach Python's internals."""
-
-  def __setitem__(self, name, value):
-    if name.startswith('_'):
-      raise SecurityError(f'namespace attribute {name!r}')
-    super().__setitem__(name, value)
-
-
-class _Generation(jinja2.ext.Extension):
-  """Renders the body of `{% generation %} ... {% endgeneration %}`, which marks text of the assistant."""
-
-  tags = {'generation'}  # noqa: RUF012  (jinja2's interface)
-
-  def parse(self, parser):
-    next(parser.stream)
-    return parser.parse_statements(('name:endgeneration',), drop_needle=True)
-
-
-def _environment() -> jinja2.Environment:
-  """Return the sandbox with the options and functions that transformers gives templates."""
-  env = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols])
-
-  def raise_exception(message):
-    raise jinja2.TemplateError(message)
-
-  def tojson(value, ensure_ascii=False, indent=None, separators=None, sort_keys=False):
-    # jinja2's own filter escapes HTML. Models were trained without that.
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-  def bounded_range(*args):
-    values = range(*args)
-    if len(values) > 1000:  # two nested loops still end
-      raise SecurityError(f'a range of {len(values)} numbers')
-    return values
-
-  def namespace(*args, **kwargs):
-    made = _Namespace()
-    for name, value in dict(*args, **kwargs).items():
-      made[name] = value
-    return made
-
-  env.filters['tojson'] = tojson
-  env.globals['namespace'] = namespace
-  env.globals['range'] = bounded_range
-  env.globals['raise_exception'] = raise_exception
-  env.globals['strftime_now'] = lambda form: datetime.datetime.now().strftime(form)
-  return env

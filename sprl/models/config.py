@@ -7,10 +7,11 @@ One network covers all families of sprl/models/families.py. Their config.json fi
 import dataclasses
 import json
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from sprl.kernels.rope import Rope
 from sprl.models.families import FAMILIES, REFUSED, Activation, Family, Norms, QKNorm
@@ -29,6 +30,7 @@ _ONLY = {
   'use_bidirectional_attention': False,
 }
 _ACTIVATIONS = {'silu': ('hidden_act', 'silu'), 'gelu_tanh': ('hidden_activation', 'gelu_pytorch_tanh')}  # key, its only value
+MOST_LAYERS, MOST_EXPERTS = 1000, 1024  # larger numbers are damage; the table of a model's tensors has a row for each expert
 _ROPE_KEYS = {
   'factor': 'factor',
   'original_max_position_embeddings': 'original_positions',
@@ -121,7 +123,7 @@ class ModelConfig:
       vocab_size=_size(raw, 'vocab_size'),
       hidden_size=hidden_size,
       intermediate_size=_size(raw, 'intermediate_size'),
-      num_layers=_size(raw, 'num_hidden_layers'),
+      num_layers=_size(raw, 'num_hidden_layers', most=MOST_LAYERS),
       num_heads=num_heads,
       num_kv_heads=_size(raw, 'num_key_value_heads', num_heads),
       head_dim=head_dim,
@@ -140,8 +142,8 @@ class ModelConfig:
       sliding_windows=_sliding_windows(raw, family),
       max_positions=_size(raw, 'max_position_embeddings'),
       eos_token_ids=as_ids(raw.get('eos_token_id')),
-      bos_token_id=raw.get('bos_token_id'),
-      pad_token_id=raw.get('pad_token_id'),
+      bos_token_id=_id(raw, 'bos_token_id'),
+      pad_token_id=_id(raw, 'pad_token_id'),
       raw=dict(raw),
     )
     if num_heads % config.num_kv_heads:
@@ -167,7 +169,7 @@ class ModelConfig:
       raw = json.loads(path.read_text(encoding='utf-8'))
     except FileNotFoundError:
       raise ConfigError(f'{path}: no such file; a Hugging Face model folder has a config.json') from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
       raise ConfigError(f'{path}: not JSON ({error})') from None
     if not isinstance(raw, dict):
       raise ConfigError(f'{path}: not a JSON object')
@@ -215,7 +217,7 @@ def tiny(family: Family, **changes: Any) -> ModelConfig:
 def as_ids(value: Any) -> tuple[int, ...]:
   """Return the token ids of a field that is null, a number or a list of numbers. Raises ConfigError for anything else."""
   ids = () if value is None else tuple(value) if isinstance(value, list) else (value,)
-  if not all(isinstance(i, int) and i >= 0 for i in ids):
+  if not all(_is_int(i) and i >= 0 for i in ids):
     raise ConfigError(f'eos_token_id or pad_token_id = {value!r}; accepted: a number, 0 or more, or a list of them')
   return ids
 
@@ -234,16 +236,27 @@ def _family(raw: Mapping[str, Any]) -> Family:
   return family
 
 
-def _size(raw: Mapping[str, Any], key: str, default: int | None = None) -> int:
+def _is_int(value: Any) -> TypeGuard[int]:
+  return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _id(raw: Mapping[str, Any], key: str) -> int | None:
+  value = raw.get(key)
+  if value is not None and not _is_int(value):
+    raise ConfigError(f'config.json: {key} = {value!r}; accepted: a number, or null')
+  return value
+
+
+def _size(raw: Mapping[str, Any], key: str, default: int | None = None, most: int = 2**31 - 1) -> int:
   value = raw.get(key)
   value = default if value is None else value
-  if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-    raise ConfigError(f'config.json: {key} = {value!r}; accepted: a positive integer')
+  if not _is_int(value) or not 1 <= value <= most:
+    raise ConfigError(f'config.json: {key} = {value!r}; accepted: a positive integer of at most {most}')
   return value
 
 
 def _positive(name: str, value: Any) -> float:
-  if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+  if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
     raise ConfigError(f'config.json: {name} = {value!r}; accepted: a number above 0')
   return float(value)
 
@@ -260,15 +273,16 @@ def _experts(raw: Mapping[str, Any], family: Family) -> Experts | None:
   if not family.endswith('_moe'):
     return None
   names = [key for key in ('num_experts', 'num_local_experts') if raw.get(key) is not None]
-  count, chosen = _size(raw, names[0] if names else 'num_experts'), _size(raw, 'num_experts_per_tok')
-  if len({raw[key] for key in names}) > 1:
+  count, chosen = _size(raw, names[0] if names else 'num_experts', most=MOST_EXPERTS), _size(raw, 'num_experts_per_tok')
+  if names and raw[names[-1]] != count:
     raise ConfigError(
       f'config.json: num_experts = {count} and num_local_experts = {raw[names[1]]}; accepted: one number for both'
     )
   if chosen > count:
     raise ConfigError(f'config.json: num_experts_per_tok = {chosen}; accepted: at most num_experts = {count}')
-  layers, step, plain = _size(raw, 'num_hidden_layers'), _size(raw, 'decoder_sparse_step', 1), raw.get('mlp_only_layers') or []
-  if not isinstance(plain, list) or not set(plain) <= set(range(layers)):
+  layers = _size(raw, 'num_hidden_layers', most=MOST_LAYERS)
+  step, plain = _size(raw, 'decoder_sparse_step', 1), raw.get('mlp_only_layers') or []
+  if not isinstance(plain, list) or not all(_is_int(i) and 0 <= i < layers for i in plain):
     raise ConfigError(f'config.json: mlp_only_layers = {plain!r}; accepted: a list of layers, 0 to {layers - 1}')
   sparse = tuple(i for i in range(layers) if (i + 1) % step == 0 and i not in plain)
   if not sparse:
@@ -292,7 +306,8 @@ def _sliding_windows(raw: Mapping[str, Any], family: Family) -> tuple[int | None
   In Gemma 3, `layer_types` names the layers with a window, or every `sliding_window_pattern`-th layer has none. In Mistral all
   layers have the window, or none if `sliding_window` is null.
   """
-  traits, layers, kinds = FAMILIES[family], _size(raw, 'num_hidden_layers'), ('full_attention', 'sliding_attention')
+  layers = _size(raw, 'num_hidden_layers', most=MOST_LAYERS)
+  traits, kinds = FAMILIES[family], ('full_attention', 'sliding_attention')
   window = raw.get('sliding_window', traits.sliding_window)
   match traits.sliding_windows:
     case 'none':
@@ -304,7 +319,7 @@ def _sliding_windows(raw: Mapping[str, Any], family: Family) -> tuple[int | None
       pattern = _size(raw, 'sliding_window_pattern', 6)
       accepted, default = kinds, [kinds[(i + 1) % pattern > 0] for i in range(layers)]
   types = raw.get('layer_types') or list(default)
-  if not isinstance(types, list) or len(types) != layers or not set(types) <= set(accepted):
+  if not isinstance(types, list) or len(types) != layers or not all(kind in accepted for kind in types):
     raise ConfigError(
       f'config.json: layer_types = {types!r}; accepted: {" or ".join(map(repr, accepted))} for each of the {layers} layers'
     )
@@ -345,7 +360,7 @@ def _rope(raw: Mapping[str, Any], default_theta: float) -> Rope:
   given = dict(raw.get(section) or {})
   kind = given.pop('rope_type', None) or given.get('type') or 'default'
   given.pop('type', None)
-  if kind not in _ROPE_REQUIRED:
+  if kind not in tuple(_ROPE_REQUIRED):  # a list cannot be a key
     raise ConfigError(f'config.json: {section}.rope_type = {kind!r} is not supported; accepted: {", ".join(_ROPE_REQUIRED)}')
   thetas = given.pop('rope_theta', None), raw.get('rope_theta'), default_theta
   theta = _positive('rope_theta', next(value for value in thetas if value is not None))
@@ -354,6 +369,8 @@ def _rope(raw: Mapping[str, Any], default_theta: float) -> Rope:
   if unknown := sorted(set(given) - set(_ROPE_KEYS)):
     raise ConfigError(f'config.json: {section}.{unknown[0]} is not supported; accepted: {", ".join(_ROPE_KEYS)}')
 
+  if given.get('truncate') is not None:
+    _flag(given, 'truncate', True)
   for key, value in given.items():
     if key != 'truncate' and value is not None and not (value == 0 and key.startswith('mscale')):
       _positive(f'{section}.{key}', value)

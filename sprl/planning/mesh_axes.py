@@ -9,7 +9,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from sprl import config as settings
 from sprl.config import Devices, Meshes, Run, SettingsError
-from sprl.config_checks import device_numbers
+from sprl.config_checks import MOST_DEVICES, device_numbers
 from sprl.models.config import ModelConfig
 from sprl.sharding.mesh import AXES, TENSOR, divide, filled, make_mesh, tensor_axes
 
@@ -18,7 +18,7 @@ NAMES = ('data', 'fsdp', 'expert', 'sequence', 'tensor')  # outermost first: dev
 
 @dataclass(frozen=True)
 class MeshAxes:
-  """Number of devices along each axis of a mesh."""
+  """Number of devices along each axis of a mesh. Raises SettingsError for more than MOST_DEVICES devices."""
 
   data: int = 1
   fsdp: int = 1
@@ -26,13 +26,18 @@ class MeshAxes:
   sequence: int = 1
   tensor: int = 1
 
+  def __post_init__(self):
+    if self.devices > MOST_DEVICES:
+      found = f'found {self}, {self.devices} devices'
+      raise SettingsError(f'--mesh, --rollout_mesh, config.mesh: {found}; expected at most {MOST_DEVICES}')
+
   @classmethod
   def parse(cls, text: str, flag: str = '--mesh') -> 'MeshAxes':
     """Parse axes such as 'data=2,fsdp=8'; axes not named are 1. Raises SettingsError, which names `flag`."""
     sizes: dict[str, int] = {}
     for part in filter(None, text.split(',')):
       name, _, size = part.partition('=')
-      if name not in NAMES or name in sizes or not size.isdecimal() or int(size) < 1:
+      if name not in NAMES or name in sizes or not size.isdecimal() or not 1 <= int(size[:9]) <= MOST_DEVICES:
         accepted = ', '.join(f'{each}=N' for each in NAMES)
         raise SettingsError(f'{flag}={text}: found {part!r}; expected any of {accepted}, each at most once')
       sizes[name] = int(size)

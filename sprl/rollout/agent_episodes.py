@@ -111,7 +111,7 @@ def find(branches: list[Branch], request: ChatRequest, codec: ChatCodec, limits:
 
   Raises Refused if the chat template refuses the messages, or if they leave no room for an answer.
   """
-  encode = {'tools': request.tools, **request.template_args}
+  encode = {'tools': request.tools, 'template_args': request.template_args}
   parent = max(branches, key=lambda branch: branch.known(request), default=None)
   count = 0 if parent is None else parent.known(request)
   try:

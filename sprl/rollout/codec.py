@@ -28,20 +28,23 @@ class ChatCodec:
     self._between([{'role': 'user', 'content': 'go on'}])
 
   def opening(
-    self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None, **template_args: Any
+    self,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    template_args: Mapping[str, Any] | None = None,
   ) -> list[int]:
     """The ids before the first answer. `tools` and `template_args` are those of `Tokenizer.render`."""
-    return self.tokenizer.chat([*self._first(), *messages], tools=tools, **template_args)
+    return self.tokenizer.chat([*self._first(), *messages], tools=tools, template_args=template_args)
 
   def reply(
     self,
     messages: Sequence[Mapping[str, Any]],
     answer: Sequence[int],
     tools: Sequence[Mapping[str, Any]] | None = None,
-    **template_args: Any,
+    template_args: Mapping[str, Any] | None = None,
   ) -> list[int]:
     """The ids between an answer and the next. If the answer has the token that ends its turn, the ids begin after it."""
-    ids = self.tokenizer.encode(self._between(messages, tools, **template_args))
+    ids = self.tokenizer.encode(self._between(messages, tools, template_args))
     return ids[1:] if ids and answer and answer[-1] == ids[0] else ids
 
   def text(self, ids: Sequence[int]) -> str:
@@ -52,10 +55,13 @@ class ChatCodec:
     return [] if self.system is None else [{'role': 'system', 'content': self.system}]
 
   def _between(
-    self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None, **template_args: Any
+    self,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    template_args: Mapping[str, Any] | None = None,
   ) -> str:
     start = [*self._first(), {'role': 'user', 'content': '.'}, {'role': 'assistant', 'content': MARK}]
-    parts = self.tokenizer.render([*start, *messages], tools=tools, **template_args).split(MARK)
+    parts = self.tokenizer.render([*start, *messages], tools=tools, template_args=template_args).split(MARK)
     if len(parts) != 2:
       raise TokenizerError(
         f'{self.tokenizer.folder}: the chat template writes an earlier answer {len(parts) - 1} times, expected once'

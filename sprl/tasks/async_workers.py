@@ -30,7 +30,7 @@ async def attempt_async(service: Service | None, call: Any) -> tuple[Any, str]:
     return await service(call), ''
   except asyncio.CancelledError:
     return None, 'cancelled'
-  except (Exception, SystemExit) as error:
+  except BaseException as error:
     return None, reason(error)
 
 

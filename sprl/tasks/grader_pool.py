@@ -236,7 +236,7 @@ def _load(specs: Mapping[int, GraderSpec], columns: Collection[str]) -> dict[int
   for index, spec in specs.items():
     try:
       loaded[index] = graders.load(spec, columns)
-    except (Exception, SystemExit) as error:
+    except BaseException as error:
       if len(specs) == 1:
         raise
       raise RuntimeError(f'{spec.label}: {reason(error)}') from error

@@ -141,7 +141,7 @@ async def _ask(settings: Settings, client: Any, sample: Sample) -> tuple[int, Ma
 def _json(text: str) -> Any:
   try:
     return json.loads(text)
-  except ValueError:
+  except (ValueError, RecursionError):
     return text
 
 

@@ -19,7 +19,7 @@ ABSENT = object()  # the value of a column that a row does not have
 
 # --- splits ----------------------------------------------------------------------------------------------------------
 
-_SPLIT = re.compile(r'([\w.-]+)(?:\[(-?\d+%?)?:(-?\d+%?)?\])?')
+_SPLIT = re.compile(r'([\w.-]+)(?:\[(-?\d{1,18}%?)?:(-?\d{1,18}%?)?\])?')
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def parse_filter(text: str) -> Filter:
 def _number(value: Any) -> float | None:
   try:
     return None if isinstance(value, bool) else float(value)
-  except (TypeError, ValueError):
+  except (TypeError, ValueError, OverflowError):
     return None
 
 

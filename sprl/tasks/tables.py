@@ -44,23 +44,17 @@ class Table:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-  """Turn the errors of a damaged file into SettingsError."""
+  """Turn the errors of reading a file into SettingsError.
+
+  pyarrow raises errors of many types for damaged files, and for values that Python cannot hold, such as dates after 9999.
+  """
   try:
     yield
   except SettingsError:
     raise
-  except _damage(path) as error:
-    reason = ' '.join(str(error).split())[:200]
+  except Exception as error:
+    reason = ' '.join(f'{type(error).__name__}: {error}'.split())[:200]
     raise SettingsError(f'{path}: cannot be read: {reason}; expected an intact {path.suffix[1:]} file') from error
-
-
-def _damage(path: Path) -> tuple[type[Exception], ...]:
-  """Return the errors that a damaged file raises when it is read."""
-  if path.suffix not in ('.parquet', '.arrow'):
-    return OSError, ValueError, RecursionError
-  import pyarrow
-
-  return pyarrow.ArrowException, OSError, ValueError, RecursionError
 
 
 def _count(path: Path) -> int:
@@ -98,10 +92,13 @@ def _arrow_batches(path: Path) -> Iterator[Any]:
   with pyarrow.memory_map(str(path)) as source:
     if source.read(6) == b'ARROW1':
       reader = ipc.open_file(source)
-      yield from (reader.get_batch(i) for i in range(reader.num_record_batches))
+      batches = (reader.get_batch(i) for i in range(reader.num_record_batches))
     else:
       source.seek(0)
-      yield from ipc.open_stream(source)
+      batches = iter(ipc.open_stream(source))
+    for batch in batches:
+      batch.validate(full=True)  # nothing else checks the places that a damaged file names
+      yield batch
 
 
 def _is_array(path: Path) -> bool:
@@ -115,7 +112,16 @@ def _array(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
   for i, row in enumerate(json.loads(path.read_text(encoding='utf-8-sig'))):
     if not isinstance(row, dict):
       raise SettingsError(f'{path}:{i}: expected a JSON object, got {type(row).__name__}')
+    try:
+      _check_text(row)
+    except ValueError as error:
+      raise SettingsError(f'{path}:{i}: not JSON in UTF-8: {error}') from error
     yield i, row
+
+
+def _check_text(row: Any) -> None:
+  """Raise ValueError for half a surrogate pair, which is valid JSON, but which UTF-8 cannot encode."""
+  json.dumps(row, ensure_ascii=False).encode()
 
 
 def lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -130,7 +136,7 @@ def lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
       try:
         value = json.loads(line.decode('utf-8-sig'))
         if b'\\u' in line:
-          json.dumps(value, ensure_ascii=False).encode()  # half a surrogate pair is valid JSON, but UTF-8 cannot encode it
+          _check_text(value)
       except (ValueError, RecursionError) as error:
         raise SettingsError(f'{path}:{number}: not JSON in UTF-8: {error}') from error
       if not isinstance(value, dict):

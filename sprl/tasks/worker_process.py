@@ -24,6 +24,7 @@ from sprl.tasks.lifeline import hold
 
 # Exit status of a process that reached its memory limit. Its service may have leaked memory, so the pool starts a new process.
 OUT_OF_MEMORY = 77
+_PROGRAM = os.getpid()
 
 
 def main(connection: int, lifeline: int) -> None:
@@ -62,7 +63,12 @@ def _ends_without_memory(service: Callable[[Any], Any], call: Any) -> Any:
 
 
 def send(pool: Connection, message: Any) -> None:
-  """Send a message as JSON, or (null, the reason why it cannot be JSON)."""
+  """Send a message as JSON, or (null, the reason why it cannot be JSON).
+
+  Ends a child process that the service forked and that returned from it: its answer would be taken for that of the next call.
+  """
+  if os.getpid() != _PROGRAM:
+    os._exit(0)
   text, why = attempt(json.dumps, message)
   pool.send_bytes((json.dumps((None, why)) if why else text).encode())
 

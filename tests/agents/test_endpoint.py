@@ -4,6 +4,7 @@ import json
 import socket
 
 import hermes
+import httpx2
 import numpy as np
 import openai
 import pytest
@@ -136,6 +137,18 @@ def test_a_stream_and_a_whole_answer_have_equal_contents_and_calls(text):
            for m in (whole.message, streamed.message)]  # fmt: skip
   assert calls[0] == calls[1]
   assert len(calls[0]) == text.count('</tool_call>')
+
+
+@pytest.mark.parametrize(
+  'body',
+  [b'', b'{', b'[' * 100_000, b'\xff', rb'{"messages": [{"role": "user", "content": "\ud800"}]}', b'{"\xed\xa0\x80": 1}'],
+  ids=['empty', 'cut short', 'too deep', 'not UTF-8', 'half a surrogate pair', 'half a surrogate pair in bytes'],
+)
+def test_a_body_that_is_no_json_in_utf8_is_refused(body):
+  with ServerThread(application(Scripted(''))) as server:
+    answer = httpx2.post(f'http://127.0.0.1:{server.port}/v1/chat/completions', content=body)
+  assert answer.status_code == 400
+  assert answer.json()['error']['message'].startswith('the body is not JSON in UTF-8: ')
 
 
 def test_the_engine_draws_what_it_draws_without_a_server(endpoint):

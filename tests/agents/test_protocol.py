@@ -9,6 +9,7 @@ from sprl.agents.tool_calls import ToolCall, hermes, visible
 from sprl.config import Sampling
 
 HELLO = [{'role': 'user', 'content': 'Hello'}]
+LONE = r'<tool_call>{"name": "\ud800", "arguments": {}}</tool_call>'
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
 
 
@@ -20,8 +21,9 @@ CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     (f'{CALL}\n{CALL}', ('', [ToolCall('add', {'a': 1})] * 2)),
     ('<tool_call>{"name": "add"', ('<tool_call>{"name": "add"', [])),
     (f'{CALL}<tool_call>{{"name": 1}}</tool_call>', (f'{CALL}<tool_call>{{"name": 1}}</tool_call>', [])),
+    *((text, (text, [])) for text in (f'<tool_call>{"[" * 100_000}</tool_call>', LONE)),
   ],
-  ids=['none', 'after text', 'two', 'cut short', 'one malformed'],
+  ids=['none', 'after text', 'two', 'cut short', 'one malformed', 'too deep', 'half a surrogate pair'],
 )
 def test_hermes_calls(text, expected):
   assert hermes(text) == expected
@@ -73,14 +75,16 @@ def test_all_fields_of_a_request_are_read():
     ({'temperature': 0.5}, r'temperature = 0\.5.*1\.0 \(config\.sampling\.temperature\)'),
     ({'top_p': 0.5}, r'config\.sampling\.top_p'),
     ({'n': 2}, 'n = 2: this endpoint accepts 1 only'),
-    ({'stop': ['x']}, r'config\.sampling\.stop = \(\)'),
+    *(({'stop': stop}, r'config\.sampling\.stop = \(\)') for stop in (['x'], 'x', 3, True, {'a': 1})),
     ({'seed': 1}, r'config\.seed'),
     ({'tool_choice': 'required'}, "'none' or 'auto'"),
     ({'response_format': {'type': 'json_object'}}, 'response_format'),
     ({'messages': []}, 'at least one message'),
     ({'messages': [{'role': 'user', 'content': [{'type': 'image_url'}]}]}, r'messages\[0\]\.content: expected text'),
     ({'messages': [{'role': 'bot', 'content': ''}]}, 'role of system'),
+    ({'messages': [{'role': 'assistant', 'tool_calls': 3}]}, r'messages\[0\]\.tool_calls: expected a list'),
     ({'max_tokens': 0}, 'max_tokens = 0'),
+    ({'max_tokens': True}, 'max_tokens = True'),
     ({'guided_json': {}}, 'guided_json: this endpoint has no such field'),
   ],
 )
@@ -89,3 +93,10 @@ def test_what_the_engine_cannot_do_is_refused(changes, said):
     read({'messages': HELLO, **changes}, Sampling())
   assert error.value.status == 400
   assert json.dumps(error.value.body())
+
+
+def test_arguments_of_a_call_that_are_no_json_stay_text():
+  for written in ('{"a"', '[' * 100_000):
+    call = {'id': 'x', 'type': 'function', 'function': {'name': 'add', 'arguments': written}}
+    (read_back,) = canonical({'role': 'assistant', 'tool_calls': [call]}, '')['tool_calls']
+    assert read_back['function']['arguments'] == written

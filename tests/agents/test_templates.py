@@ -56,21 +56,24 @@ def folder(tmp_path):
 
 def test_tools_tool_messages_and_arguments_are_rendered(folder):
   tokenizer = Tokenizer.load(folder)
-  assert tokenizer.render(CHAT, tools=[hermes.ADD], enable_thinking=False) == WRITTEN
-  assert tokenizer.chat(CHAT, tools=[hermes.ADD], enable_thinking=False) == tokenizer.encode(WRITTEN)
+  assert tokenizer.render(CHAT, tools=[hermes.ADD], template_args={'enable_thinking': False}) == WRITTEN
+  assert tokenizer.chat(CHAT, tools=[hermes.ADD], template_args={'enable_thinking': False}) == tokenizer.encode(WRITTEN)
 
 
 def test_the_arguments_of_a_tokenizer_are_set_in_every_rendering_and_those_of_a_call_precede(folder):
   tokenizer = Tokenizer.load(folder, {'enable_thinking': False})
   assert tokenizer.render(CHAT[:2]).endswith('</think>\n\n')
-  assert not tokenizer.render(CHAT[:2], enable_thinking=True).endswith('</think>\n\n')
+  assert not tokenizer.render(CHAT[:2], template_args={'enable_thinking': True}).endswith('</think>\n\n')
 
 
 def test_an_argument_that_the_template_does_not_read_is_refused(folder, tmp_path):
   with pytest.raises(TokenizerError, match=r"'enable_thinkng' \(config\.task\.template_args\); it reads enable_thinking"):
     Tokenizer.load(folder, {'enable_thinkng': False})
-  with pytest.raises(TokenizerError, match='add_generation_prompt'):
-    Tokenizer.load(folder, {'add_generation_prompt': False})
+  for name in ('add_generation_prompt', 'messages', 'self'):
+    with pytest.raises(TokenizerError, match=f"does not read '{name}'"):
+      Tokenizer.load(folder, {name: False})
+    with pytest.raises(TokenizerError, match=f"does not read '{name}'"):
+      Tokenizer.load(folder).chat(CHAT, template_args={name: False})
 
 
 def test_a_template_without_tools_is_refused_where_tools_are_offered(tmp_path):

@@ -89,16 +89,27 @@ def test_an_unusable_config_file_is_refused(config, said):
 def test_an_error_in_the_code_of_a_config_file_is_named(tmp_path, monkeypatch, capsys, code, said):
   file = tmp_path / 'mine.py'
   file.write_text(code)
+  assert said.format(file=file) in refusal_of_flags(monkeypatch, capsys, f'--config={file}')
 
-  values = flags.FlagValues()
-  config_flags.DEFINE_config_file('config', flag_values=values)
+
+def refusal_of_flags(monkeypatch, capsys, *arguments: str) -> str:
+  """Return the error with which flags are refused."""
+  values, argv = flags.FlagValues(), ['program', *arguments]
+  config_flags.DEFINE_config_file('config', flag_values=values, sys_argv=argv)
   monkeypatch.setattr(command_line.flags, 'FLAGS', values)
   with pytest.raises(SystemExit) as ended:
-    command_line._parse(['program', f'--config={file}'], lambda argv: None)
+    command_line._parse(argv, lambda argv: None)
   assert ended.value.code == 2
   err = capsys.readouterr().err
-  assert said.format(file=file) in err
   assert 'Traceback' not in err
+  return err
+
+
+def test_a_key_that_dictionaries_of_settings_cannot_have_is_refused(inputs, monkeypatch, capsys):
+  flag = "--config.task.args={'__class__': 3}"
+  assert refusal_of_flags(monkeypatch, capsys, f'--config={inputs / "config.py"}', flag).startswith(
+    "error: '__class__' is no key of a dictionary of settings: expected another name"
+  )
 
 
 def test_a_config_file_that_returns_no_config_is_refused(tmp_path):

@@ -49,7 +49,7 @@ def test_a_newer_setting_is_compared_with_its_default():
   assert config_differences(old, {'task': {'args': {}}}, defaults) == ['task.args.digits: 1 -> (not set)']
 
 
-@pytest.mark.parametrize(('text', 'said'), [('{"steps":', 'not JSON'), ('[]', 'not a JSON object')])
+@pytest.mark.parametrize(('text', 'said'), [('{"steps":', 'not JSON'), ('[' * 100_000, 'not JSON'), ('[]', 'not a JSON object')])
 def test_a_damaged_file_is_named(tmp_path, text, said):
   (tmp_path / 'config.json').write_text(text)
   for use in (read_config, lambda folder: write_config(folder, {'steps': 1})):

@@ -329,8 +329,12 @@ def test_a_truncated_or_missing_shard_is_named(tmp_path, no_devices):
 
 
 @pytest.mark.parametrize(
-  'index', ['{', '[]', '{"weight_map": 3}', '{"weight_map": {"a": 3}}', '{"weight_map": {"a": "../secrets.safetensors"}}']
-)
+  'index',
+  [
+    '{', '[]', '{"weight_map": 3}', '{"weight_map": {"a": 3}}', '{"weight_map": {"a": "../secrets.safetensors"}}',
+    '{"weight_map": {"a": [1]}}', '[' * 100_000,
+  ],
+)  # fmt: skip
 def test_a_bad_index_is_named(tmp_path, index, no_devices):
   (tmp_path / 'secrets.safetensors').write_bytes(b'')
   (tmp_path / 'model').mkdir()

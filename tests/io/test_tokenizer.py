@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from sprl.io import templates
 from sprl.io.tokenizer import Tokenizer, TokenizerError, write_tiny
 from sprl.models.config import tiny
 
@@ -113,7 +114,6 @@ def test_a_template_may_refuse_a_conversation(folder):
     '{% set ns = namespace() %}{% set ns.__class__ = 1 %}',
     '{% for i in range(10 ** 12) %}x{% endfor %}',
     "{{ 'a' * 10 ** 9 }}",
-    '{{ 10 ** 10 ** 10 }}',
     '{% for i in range(900) %}{% for j in range(900) %}{{ i }}-{{ j }}-------------{% endfor %}{% endfor %}',
     '{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}',
     '{{ undefined_thing.attribute }}',
@@ -122,8 +122,44 @@ def test_a_template_may_refuse_a_conversation(folder):
   ],
 )
 def test_hostile_and_broken_templates_raise_tokenizer_error(folder, template):
-  with pytest.raises(TokenizerError, match='chat template failed'):
+  with pytest.raises(TokenizerError, match='chat template'):
     with_template(folder, template).render(HELLO)
+
+
+@pytest.fixture
+def limits(monkeypatch):
+  """Lower the limits of time and memory."""
+  monkeypatch.setattr(templates, 'SECONDS', 0.2)
+  monkeypatch.setattr(templates, 'MEMORY', 1 << 27)
+  templates.restart()
+  yield
+  templates.restart()
+
+
+@pytest.mark.parametrize(
+  ('template', 'said'),
+  [
+    ('{{ 10 ** (10 ** 10) }}', 'more than 0.2 s'),
+    ('{% for i in range(9999) %}{% for j in range(9999) %}{% set x = i %}{% endfor %}{% endfor %}', 'more than 0.2 s'),
+    ('{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(50) }}', 'more than 0.2 s'),
+    ('{% set ns = namespace(x="ab") %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}', 'MemoryError'),
+    ('{% set ns = namespace(x=[1]) %}{% for i in range(60) %}{% set ns.x = [ns.x, ns.x] %}{% endfor %}{{ ns.x }}', ''),
+    ("{{ messages[0].role | center(10 ** 10) }}", 'MemoryError'),
+    ("{{ '%9999999999d' % messages | length }}", 'MemoryError'),
+  ],
+)  # fmt: skip
+def test_a_template_that_takes_too_much_time_or_memory_fails_and_the_next_one_is_rendered(folder, limits, template, said):
+  with pytest.raises(TokenizerError, match=f'chat template (failed|is not valid): .*{said}'):
+    with_template(folder, template).render(HELLO)
+  assert with_template(folder, 'J').render(HELLO) == 'J'
+
+
+def test_a_conversation_is_rendered_again_after_the_process_of_templates_was_killed(folder):
+  tokenizer = with_template(folder, '{{ messages | length }}')
+  assert tokenizer.render(HELLO) == '1'
+  templates._renderer._process.kill()
+  templates._renderer._process.wait()
+  assert tokenizer.render(HELLO) == '1'
 
 
 def test_an_invalid_template_is_refused_at_load(folder):
@@ -141,6 +177,32 @@ def test_a_missing_template_is_named(folder):
     Tokenizer.load(folder).render(HELLO)
 
 
+def test_a_text_that_the_tokenizer_cannot_encode_is_named(folder):
+  with pytest.raises(TokenizerError, match=r"cannot encode 'a\\ud800'"):
+    Tokenizer.load(folder).encode('a\ud800')
+  words = {'type': 'WordLevel', 'vocab': {'a': 0}, 'unk_token': '<unk>'}
+  raw = json.loads((folder / 'tokenizer.json').read_text())
+  (folder / 'tokenizer.json').write_text(json.dumps(raw | {'model': words, 'added_tokens': [], 'pre_tokenizer': None}))
+  tokenizer = Tokenizer.load(folder)
+  assert tokenizer.encode('a') == [0]
+  with pytest.raises(TokenizerError, match=r"cannot encode 'b' .*\[UNK\]"):
+    tokenizer.encode('b')
+
+
+def test_a_panic_of_the_library_is_an_error_that_names_the_file(folder):
+  model = {'type': 'BPE', 'vocab': {'a': 0, 'b': 1, 'ab': 2}, 'merges': [['a', 'b']], 'continuing_subword_prefix': '###'}
+  raw = json.loads((folder / 'tokenizer.json').read_text())
+  (folder / 'tokenizer.json').write_text(json.dumps(raw | {'model': model, 'added_tokens': []}))
+  with pytest.raises(TokenizerError, match=r'tokenizer\.json: not a tokenizer \(range'):
+    Tokenizer.load(folder)
+
+
+def test_an_argument_of_a_template_that_json_cannot_hold_is_named(folder):
+  (folder / 'chat_template.jinja').write_text('{{ level }}')
+  with pytest.raises(TokenizerError, match=r'config\.task\.template_args: level = \{3\}: expected a value of JSON'):
+    Tokenizer.load(folder, {'level': {3}})
+
+
 def test_missing_and_invalid_files_are_named(tmp_path):
   with pytest.raises(TokenizerError, match=r'tokenizer\.json: no'):
     Tokenizer.load(tmp_path)
@@ -148,9 +210,10 @@ def test_missing_and_invalid_files_are_named(tmp_path):
   with pytest.raises(TokenizerError, match=r'tokenizer\.json: not a tokenizer'):
     Tokenizer.load(tmp_path)
   write_tiny(tmp_path)
-  (tmp_path / 'generation_config.json').write_text('{')
-  with pytest.raises(TokenizerError, match=r'generation_config\.json: not JSON'):
-    Tokenizer.load(tmp_path)
+  for text in ('{', '[' * 100_000):
+    (tmp_path / 'generation_config.json').write_text(text)
+    with pytest.raises(TokenizerError, match=r'generation_config\.json: not JSON'):
+      Tokenizer.load(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -165,6 +228,8 @@ def test_missing_and_invalid_files_are_named(tmp_path):
     ('tokenizer_config.json', {'added_tokens_decoder': {'x': {'content': '<eos>'}}}, "invalid literal .* 'x'"),
     ('tokenizer_config.json', {'chat_template': 2}, 'chat_template = 2'),
     ('tokenizer_config.json', {'chat_template': [1]}, 'tokenizer_config'),
+    ('tokenizer_config.json', {'chat_template': [{'template': 'x'}]}, "tokenizer_config.*'name'"),
+    ('tokenizer_config.json', {'chat_template': [{'name': 'default'}]}, "tokenizer_config.*'template'"),
   ],
 )
 def test_invalid_contents_of_files_are_refused(folder, name, content, said):

@@ -188,6 +188,16 @@ def test_old_name_of_rope_type_and_default_original_length():
     ('llama', {'eos_token_id': '2'}, "eos_token_id or pad_token_id = '2'; accepted: a number"),
     ('llama', {'eos_token_id': [2, None]}, 'eos_token_id'),
     ('llama', {'model_type': ['llama']}, 'model_type'),
+    ('llama', {'eos_token_id': True}, 'eos_token_id'),
+    ('llama', {'bos_token_id': {'a': 1}}, "bos_token_id = {'a': 1}; accepted: a number, or null"),
+    ('llama', {'pad_token_id': [0]}, r'pad_token_id = \[0\]; accepted: a number, or null'),
+    ('llama', {'num_hidden_layers': 10**12}, 'num_hidden_layers = 1000000000000; accepted: a positive integer of at most 1000'),
+    ('qwen3_moe', {'num_experts': 10**9}, 'num_experts = 1000000000; accepted: a positive integer of at most 1024'),
+    ('qwen3_moe', {'mlp_only_layers': [[0]]}, r'mlp_only_layers = \[\[0\]\]; accepted: a list of layers'),
+    ('gemma3_text', {'layer_types': [{}, {}, {}]}, 'layer_types = .*; accepted: '),
+    ('llama', {'rope_theta': 10**400}, 'rope_theta = 10+; accepted: a number above 0'),
+    ('llama', {'rope_scaling': {'rope_type': ['linear']}}, r"rope_type = \['linear'\] is not supported"),
+    ('llama', {'rope_scaling': {'rope_type': 'yarn', 'factor': 2.0, 'truncate': []}}, 'truncate = .*; accepted: true or false'),
     ('llama', {'hidden_size': 0}, 'hidden_size = 0.*positive integer'),
     ('llama', {'vocab_size': None}, 'vocab_size = None'),
     ('llama', {'num_key_value_heads': 3}, 'num_key_value_heads = 3.*divisor'),
@@ -203,9 +213,10 @@ def test_an_unsupported_value_is_named(family, changes, named):
 def test_read_names_a_missing_or_broken_file(tmp_path):
   with pytest.raises(ConfigError, match=r'config\.json: no such file'):
     ModelConfig.read(tmp_path)
-  (tmp_path / 'config.json').write_text('{"model_type":')
-  with pytest.raises(ConfigError, match=r'config\.json: not JSON'):
-    ModelConfig.read(tmp_path)
+  for text in ('{"model_type":', '[' * 100_000):
+    (tmp_path / 'config.json').write_text(text)
+    with pytest.raises(ConfigError, match=r'config\.json: not JSON'):
+      ModelConfig.read(tmp_path)
   (tmp_path / 'config.json').write_text('[]')
   with pytest.raises(ConfigError, match=r'config\.json: not a JSON object'):
     ModelConfig.read(tmp_path)

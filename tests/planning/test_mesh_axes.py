@@ -10,10 +10,17 @@ from sprl.planning.mesh_axes import MeshAxes, run_axes, separate_devices
 TENSORS = Meshes(Mesh(fsdp=4, tensor=2), Mesh(data=4, fsdp=1, tensor=2))
 
 
-@pytest.mark.parametrize('text', ['fsdp', 'fsdp=0', 'fsdp=x', 'fsdp=2,fsdp=2', 'pipe=2'])
+@pytest.mark.parametrize('text', ['fsdp', 'fsdp=0', 'fsdp=x', 'fsdp=2,fsdp=2', 'pipe=2', f'fsdp={"9" * 5000}'])
 def test_an_impossible_mesh_is_refused(text):
   with pytest.raises(SettingsError, match=f'--mesh={text}'):
     MeshAxes.parse(text)
+
+
+def test_a_mesh_of_more_devices_than_there_can_be_is_refused():
+  with pytest.raises(SettingsError, match='found data=10000 fsdp=10000, 100000000 devices; expected at most 1000000'):
+    MeshAxes.parse('data=10000,fsdp=10000')
+  with pytest.raises(SettingsError, match=r'config\.mesh: found .* devices; expected at most 1000000'):
+    run_axes(Run(mesh=Meshes(Mesh(data=10**9, fsdp=1))))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """An environment whose actions select its behaviour. Worker processes and Ray actors import it by name."""
 
+import asyncio
 import math
 import os
 import threading
@@ -22,6 +23,10 @@ class Scripted:
     match action:
       case 'raise':
         raise ValueError('no such door')
+      case 'cancel':
+        raise asyncio.CancelledError
+      case 'interrupt':
+        raise KeyboardInterrupt
       case 'number':
         return 7, 0.0, False, False, {}
       case 'nan':

@@ -29,6 +29,8 @@ async def grade(completion):
     case 'pid': return os.getpid()
     case 'raise': raise ValueError(value)
     case 'exit': sys.exit(3)
+    case 'interrupt': raise KeyboardInterrupt
+    case 'fork': os.fork()  # the child returns too
     case 'die': os._exit(3)
     case 'block': time.sleep(float(value))
     case 'nan': return float('nan')
@@ -65,12 +67,21 @@ def test_task_workers_limits_the_calls_at_a_time(tmp_path):
 
 def test_a_call_that_fails_costs_only_itself(tmp_path):
   with grader_pool(rewards(tmp_path), None, 1.0, 4.0) as pool:
-    found = answers(pool, *samples('sleep 0.1', 'raise no', 'exit', 'nan', 'sleep 60', 'sleep 0.2'))
+    found = answers(pool, *samples('sleep 0.1', 'raise no', 'exit', 'interrupt', 'nan', 'sleep 60', 'sleep 0.2'))
     assert [(g.score, g.status) for g in found] == [
-      (1.0, 'ok'), (0.0, 'error'), (0.0, 'error'), (0.0, 'invalid'), (0.0, 'timeout'), (1.0, 'ok')
+      (1.0, 'ok'), (0.0, 'error'), (0.0, 'error'), (0.0, 'error'), (0.0, 'invalid'), (0.0, 'timeout'), (1.0, 'ok')
     ]  # fmt: skip
     assert 'ValueError: no' in found[1].reason
     assert answers(pool, *samples('fine')) == [Grade(1.0, 'ok')]
+
+
+def test_the_child_of_a_call_that_forks_answers_nothing(tmp_path):
+  with grader_pool(rewards(tmp_path), 4, 30.0, 4.0) as pool:
+    assert answers(pool, *samples('fork', 'sleep 0.05', 'nan', 'fine')) == [
+      Grade(1.0, 'ok'), Grade(1.0, 'ok'), Grade(0.0, 'invalid', 'returned nan'), Grade(1.0, 'ok')
+    ]  # fmt: skip
+    (first,), (second,) = answers(pool, *samples('pid')), answers(pool, *samples('pid'))
+    assert first == second
 
 
 def test_a_process_that_ends_is_replaced(tmp_path):

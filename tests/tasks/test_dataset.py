@@ -1,6 +1,7 @@
 """Data sets of files and of the hub: the files of a split, the column map, conversations, and errors."""
 
 import json
+import struct
 from decimal import Decimal
 from types import SimpleNamespace
 
@@ -185,6 +186,32 @@ def test_a_damaged_file_is_named(tmp_path, name):
   (tmp_path / name).unlink()
   (tmp_path / 'train.parquet').write_bytes(whole[:-100])
   assert f'{tmp_path / "train.parquet"}: cannot be read' in refused(tmp_path)
+
+
+@pytest.mark.parametrize(
+  ('kind', 'value'),
+  [(pyarrow.timestamp('s', tz='UTC'), 10**14), (pyarrow.timestamp('s', tz='Mars/Base'), 1), (pyarrow.date32(), 2**30)],
+  ids=['after the year 9999', 'unknown time zone', 'date after the year 9999'],
+)
+def test_a_value_that_python_cannot_hold_is_refused_with_its_file(tmp_path, kind, value):
+  parquet.write_table(pyarrow.table({'prompt': ['x'], 'when': pyarrow.array([value], kind)}), tmp_path / 'train.parquet')
+  assert refused(tmp_path).startswith(f'{tmp_path / "train.parquet"}: cannot be read: ')
+
+
+def test_an_arrow_file_whose_places_are_outside_its_buffers_is_refused(tmp_path):
+  made = pyarrow.table({'prompt': pyarrow.array(['ab', 'cd'])})
+  offsets = struct.pack('<3i', 0, 2, 4)
+  with ipc.new_stream(tmp_path / 'train.arrow', made.schema) as writer:
+    writer.write_table(made)
+  data = (tmp_path / 'train.arrow').read_bytes()
+  assert data.count(offsets) == 1
+  (tmp_path / 'train.arrow').write_bytes(data.replace(offsets, struct.pack('<3i', 0, 2**30, 4)))
+  assert refused(tmp_path).startswith(f'{tmp_path / "train.arrow"}: cannot be read: ')
+
+
+def test_half_a_surrogate_pair_in_a_json_array_is_named_by_its_row(tmp_path):
+  (tmp_path / 'train.json').write_text(r'[{"prompt": "\ud83d\ude00", "answer": 1}, {"prompt": "\ud800", "answer": 2}]')
+  assert refused(tmp_path, columns={}).startswith(f'{tmp_path / "train.json"}:1: not JSON in UTF-8')
 
 
 def test_paths_that_are_no_data_set_are_refused(tmp_path):

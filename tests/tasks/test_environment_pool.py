@@ -136,6 +136,17 @@ def test_a_fault_names_the_environment_and_costs_one_call(action, reason):
     assert call(pool, A, 'step', 'y').observation == 'y 0.2'
 
 
+@pytest.mark.parametrize('executor', ['threads', 'processes'])
+def test_an_error_that_is_no_exception_costs_one_call(executor):
+  with environment_pool(Scripted, 1, 3600.0, executor) as pool:
+    answers(pool, Call(A, 'reset', 0), Call(B, 'reset', 0))
+    for action, reason in (('cancel', 'step raised CancelledError'), ('interrupt', 'KeyboardInterrupt')):
+      failure = call(pool, A, 'step', action)
+      assert failure.kind == 'error'
+      assert reason in failure.reason
+    assert call(pool, B, 'step', 'x').observation == 'x 0.1'
+
+
 @pytest.mark.parametrize('answer', [None, 'text', ['text'], ['text', []], ['text', '1', True, True, {}], ['text', 1.0, 1, 0, {}]])
 def test_a_forged_answer_is_a_failure(answer):
   assert _result(answer) == Failure('crash', 'malformed answer')

@@ -113,6 +113,7 @@ def test_numbers_are_rewards(reward):
     (('', 0.0, False, False, {'messages': [{'role': 'user'}]}), r"info\['messages'\] .*a list of messages"),
     (ValueError('broken'), 'raised ValueError: broken'),
     (SystemExit(3), 'raised SystemExit: 3'),
+    (GeneratorExit(), 'raised GeneratorExit'),
   ],
 )
 def test_a_bad_step_is_a_fault_that_names_the_environment(step, complaint):

@@ -56,6 +56,14 @@ def grade(prompt, completion, answer):
       raise Mute
     case 'hangup':
       os.closerange(3, 4096)
+    case 'base':
+      class Base(BaseException):
+        pass
+      raise Base(value)
+    case 'surrogate':
+      raise ValueError('\\ud800')
+    case 'fork':  # the child returns too
+      os.fork()
     case 'later':  # dies when nobody asks
       threading.Timer(0.05, os._exit, [3]).start()
   return 1.0
@@ -92,12 +100,19 @@ def test_a_thousand_samples_start_no_new_process(pool):
   assert len({g.score for g in grades(pool, *['pid'] * 20)}) <= 2
 
 
+def test_a_grader_that_forks_and_returns_twice_gives_every_sample_its_own_score(tmp_path):
+  with grader_pool(spec(tmp_path), 1, LIMIT, memory_gb=0.1, now=NOW) as pool:
+    assert [g.score for g in grades(pool, 'fork', *(f'score {i}' for i in range(20)))] == [1.0, *map(float, range(20))]
+
+
 @pytest.mark.parametrize(
   ('completion', 'status', 'reason'),
   [
     ('raise no such thing', 'error', 'ValueError: no such thing'),
     ('sys.exit 0', 'error', 'SystemExit: 0'),
     ('unprintable', 'error', 'Mute'),
+    ('base x', 'error', 'Base: x'),
+    ('surrogate', 'error', 'ValueError: ?'),
     ('score float("nan")', 'invalid', 'returned nan'),
     ('score float("-inf")', 'invalid', 'returned -inf'),
     ('score "1.0"', 'invalid', 'returned a str'),

@@ -60,11 +60,13 @@ def test_a_value_that_is_no_number_is_named_by_its_row():
     SettingsError, match=r"config\.task\.filters has 'type>=3': here has type = 'algebra', which is not a number"
   ):
     parse_filter('type>=3').keeps('here', ROWS[0])
+  with pytest.raises(SettingsError, match=r'here has level = 10+, which is not a number'):
+    parse_filter('level>=3').keeps('here', {'level': 10**400})
   with pytest.raises(SettingsError, match='here has a dict; expected a column of text'):
     parse_filter('of~x').keeps('here', ROWS[0])
 
 
-@pytest.mark.parametrize('text', ['train[95%]', 'train[:101%]', 'train[a:b]', '', 'train[:5', 'a b'])
+@pytest.mark.parametrize('text', ['train[95%]', 'train[:101%]', 'train[a:b]', '', 'train[:5', 'a b', f'train[:{"9" * 5000}]'])
 def test_a_split_that_cannot_be_read_is_refused(text):
   with pytest.raises(SettingsError) as error:
     parse_split(text)

@@ -33,6 +33,10 @@ class Half:
 class Mute(Half):
   step = 3
 
+class Leaving(Own):
+  def __init__(self):
+    raise SystemExit(0)
+
 function = Own
 number = 3
 """
@@ -44,6 +48,7 @@ def own(tmp_path):
   (tmp_path / 'own.py').write_text(OWN)
   (tmp_path / 'broken.py').write_text('import no_such_module_at_all')
   (tmp_path / 'leaving.py').write_text('import sys; sys.exit(2)')
+  (tmp_path / 'base.py').write_text('class Base(BaseException): pass\nraise Base("x")')
   yield str(tmp_path)
   sys.path[:] = [entry for entry in sys.path if entry != str(tmp_path)]
   sys.modules.pop('neighbour', None)
@@ -63,7 +68,7 @@ def test_a_users_class_is_made_with_its_arguments(own):
   ('name', 'args', 'complaint'),
   [
     ('none.py:Own', {}, r'task\.name = .*none\.py: no such file'),
-    ('own.py:Other', {}, r'own\.py has no class Other; it has Failing, Half, Mute, Own'),
+    ('own.py:Other', {}, r'own\.py has no class Other; it has Failing, Half, Leaving, Mute, Own'),
     ('own.py:number', {}, r'own\.py has no class number'),
     ('own.py:Half', {}, r'Half has no method step; expected reset, step'),
     ('own.py:Mute', {}, r'Mute has no method step'),
@@ -71,6 +76,8 @@ def test_a_users_class_is_made_with_its_arguments(own):
     ('leaving.py:Own', {}, r'leaving\.py fails to import \(SystemExit'),
     ('own.py:Own', {'malus': 1}, r"task\.args = \{'malus': 1\}: Own takes \(bonus: .*unexpected keyword argument 'malus'"),
     ('own.py:Failing', {}, r"Failing takes \(when\).*missing a required argument: 'when'"),
+    ('own.py:Leaving', {}, r'Leaving failed \(SystemExit: 0\)'),
+    ('base.py:Own', {}, r'base\.py fails to import \(Base: x\)'),
     ('own.py:Failing', {'when': 'today'}, r'Failing failed \(OSError: no database, today\)'),
   ],
 )

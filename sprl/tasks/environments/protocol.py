@@ -100,7 +100,9 @@ def checked_step(env: Any, action: str) -> Outcome:
 def _call(where: str, method: Any, argument: Any) -> Any:
   try:
     return method(argument)
-  except (Exception, SystemExit) as error:  # foreign code may also sys.exit
+  except KeyboardInterrupt:
+    raise
+  except BaseException as error:  # foreign code may raise anything, and call sys.exit
     raise EnvironmentFault(f'{where} raised {reason(error)}') from error
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sprl.config import SettingsError
+from sprl.tasks.foreign import reason
 
 
 def split_reference(text: str) -> tuple[str, str] | None:
@@ -49,8 +50,10 @@ def construct(kind: Callable[..., Any], args: Mapping[str, Any], where: str) -> 
     raise SettingsError(f'{where} = {dict(args)!r}: {name} takes {signature}: {error}') from None
   try:
     return kind(**args)
-  except Exception as error:  # a user's code may raise anything
-    raise SettingsError(f'{where} = {dict(args)!r}: {name} failed ({type(error).__name__}: {error})') from error
+  except KeyboardInterrupt:
+    raise
+  except BaseException as error:  # a user's code may raise anything, and call sys.exit
+    raise SettingsError(f'{where} = {dict(args)!r}: {name} failed ({reason(error)})') from error
 
 
 def _module(path: Path, said: str) -> Any:
@@ -66,7 +69,9 @@ def _module(path: Path, said: str) -> Any:
   sys.modules[name] = module  # dataclasses and pickle look it up here
   try:
     spec.loader.exec_module(module)
-  except (Exception, SystemExit) as error:
+  except BaseException as error:
     del sys.modules[name]
-    raise SettingsError(f'{said}: {path} fails to import ({type(error).__name__}: {error})') from error
+    if isinstance(error, KeyboardInterrupt):
+      raise
+    raise SettingsError(f'{said}: {path} fails to import ({reason(error)})') from error
   return module
