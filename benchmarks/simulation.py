@@ -15,6 +15,8 @@ import numpy as np
 from sprl.rollout.episodes import Comparison, Episode
 from sprl.types import Completion, Request, Trajectory
 
+SOON = 1e-9  # seconds within which times count as equal
+
 
 @dataclass(frozen=True)
 class Episodes:
@@ -52,28 +54,33 @@ class Clock:
 @dataclass
 class _Running:
   request: Request
-  since: float
-  ends: float
+  first: float  # decode steps that the engine had made when the request began
+  last: float  # and when it ends
   version: int
 
 
 @dataclass
 class SimulatedEngine:
-  """An engine that runs `capacity` requests side by side. A request takes `duration(request)` seconds at any load.
+  """An engine that runs `capacity` requests side by side.
+
+  A request takes `steps(request)` decode steps. A step draws a token for each of n running requests and takes `pace(n)` seconds:
+  by default one, at any load.
 
   A chunk takes `chunk` seconds; with 0 it lasts until a request ends, or until a waiting request has room. Tokens come at a
-  constant rate: an aborted request has its share of them, and its rest takes the rest of its time.
+  constant rate: an aborted request has its share of them, and its rest takes the rest of its steps.
   """
 
   clock: Clock
   capacity: int
-  duration: Callable[[Request], float]
+  steps: Callable[[Request], float]
   chunk: float = 0.0
+  pace: Callable[[int], float] = lambda running: 1.0
   version: int = 0
-  busy: float = 0.0  # request-seconds served
   _waiting: list[Request] = field(default_factory=list)
   _running: dict[int, _Running] = field(default_factory=dict)
-  _ends: float = 0.0
+  _made: float = 0.0  # decode steps until `_counted`
+  _counted: float = 0.0
+  _ends: float = 0.0  # time when the chunk ends
 
   @property
   def load(self) -> int:
@@ -87,12 +94,11 @@ class SimulatedEngine:
   def abort(self, uids: Collection[int] | None = None) -> list[Completion]:
     """Ends these requests (None: all of them) and returns the tokens that they have."""
     wanted = dict.fromkeys([*self._running, *(r.uid for r in self._waiting)] if uids is None else uids)
-    aborted = []
-    for uid in wanted:
-      if (running := self._running.pop(uid, None)) is not None:
-        aborted.append(self._drawn(running, 'abort'))
+    self._count()
+    aborted = [self._drawn(self._running.pop(uid), 'abort') for uid in wanted if uid in self._running]
     aborted += [_completion(r, 0, self.version, 'abort') for r in self._waiting if r.uid in wanted]
     self._waiting = [r for r in self._waiting if r.uid not in wanted]
+    self._plan()
     return aborted
 
   def forget(self, uids: Collection[int] | None = None) -> None:
@@ -104,19 +110,19 @@ class SimulatedEngine:
 
   def dispatch(self) -> None:
     """Starts waiting requests while there is room, and a chunk."""
-    now = self.clock()
+    self._count()
     while self._waiting and len(self._running) < self.capacity:
       request = self._waiting.pop(0)
-      left = self.duration(request) * request.max_tokens / (request.max_tokens + request.resumed)
-      self._running[request.uid] = _Running(request, now, now + left, self.version)
-    self._ends = now + self.chunk if self.chunk else min((r.ends for r in self._running.values()), default=now)
-    self.clock.expect(self._ends)
+      left = self.steps(request) * request.max_tokens / (request.max_tokens + request.resumed)
+      self._running[request.uid] = _Running(request, self._made, self._made + left, self.version)
+    self._ends = self.clock() + self.chunk
+    self._plan()
 
   @property
   def ready(self) -> bool:
     """Whether the chunk is over."""
     admits = not self.chunk and self._waiting and len(self._running) < self.capacity
-    return bool(admits or self._ends <= self.clock() + 1e-9)
+    return bool(admits or self._ends <= self.clock() + SOON)
 
   def wait(self, seconds: float) -> None:
     """Moves the time forward to the next event in the cluster."""
@@ -126,17 +132,33 @@ class SimulatedEngine:
     """Moves the time forward to the end of the chunk. Returns the requests that ended."""
     if self.chunk:
       self.clock.until(self._ends)
-    now = self.clock() + 1e-9
-    done = [uid for uid, r in self._running.items() if r.ends <= now]
-    return [self._drawn(self._running.pop(uid), 'stop') for uid in done]
+    self._count()
+    over = self._made + SOON / self._step
+    return [self._drawn(self._running.pop(uid), 'stop') for uid in [u for u, r in self._running.items() if r.last <= over]]
+
+  @property
+  def _step(self) -> float:
+    """Seconds of a decode step of the requests that run now."""
+    return self.pace(len(self._running))
+
+  def _count(self) -> None:
+    """Counts the decode steps until now. Called before the load changes, and with it the length of a step."""
+    if self._running:
+      self._made += (self.clock() - self._counted) / self._step
+    self._counted = self.clock()
+
+  def _plan(self) -> None:
+    """Announces the end of the chunk. Without a length of its own, it ends with the next request."""
+    if not self.chunk and self._running:
+      self._ends = self.clock() + (min(r.last for r in self._running.values()) - self._made) * self._step
+    self.clock.expect(self._ends)
 
   def _drawn(self, running: _Running, finish: str) -> Completion:
-    request, served = running.request, min(self.clock(), running.ends) - running.since
-    self.busy += served
-    n = request.max_tokens
+    n = running.request.max_tokens
     if finish == 'abort':
-      n = min(n - 1, int(n * served / max(running.ends - running.since, 1e-12)))
-    return _completion(request, n, running.version, finish)
+      share = (min(self._made, running.last) - running.first) / max(running.last - running.first, 1e-12)
+      n = min(n - 1, int(n * share))
+    return _completion(running.request, n, running.version, finish)
 
 
 def _completion(request: Request, n: int, version: int, finish: str) -> Completion:
@@ -170,7 +192,7 @@ class SimulatedWorkers:
 
   def poll(self, wanted: Collection[int]) -> dict[int, Any]:
     """Returns the wanted results that are ready."""
-    while self._events and self._events[0][0] <= self._clock() + 1e-9:
+    while self._events and self._events[0][0] <= self._clock() + SOON:
       _, ticket, call = heapq.heappop(self._events)
       if ticket not in self._cancelled:
         self._done[ticket] = self._result(call)

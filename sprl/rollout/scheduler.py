@@ -211,6 +211,8 @@ class Scheduler:
   def _start(self) -> int:
     """Start groups while an engine could take them, not earlier: their age counts from here. Returns how many."""
     started = 0
+    if not self._may_start():
+      return started
     waiting = self._tickets.values()
     opening = sum(isinstance(each, Member) and each.asked is None for each in waiting)  # their first requests come soon
     while not self._dispatcher.queued and self._dispatcher.room > opening and self._may_start():

@@ -41,7 +41,7 @@ class KeepingEngine(SimulatedEngine):
 def world_of(rollout, **settings):
   """Return a world of conversations whose engines keep caches."""
   world = World(rollout, turns=TURNS, **settings)
-  world.engines[:] = [KeepingEngine(world.clock, e.capacity, e.duration, e.chunk).begin() for e in world.engines]
+  world.engines[:] = [KeepingEngine(world.clock, e.capacity, e.steps, e.chunk).begin() for e in world.engines]
 
   def talk(number):
     given, reward = NOTHING, 0.0

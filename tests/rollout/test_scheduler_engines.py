@@ -102,7 +102,7 @@ def test_a_slow_engine_does_not_delay_the_others():
   """An engine may be in a long chunk, such as a prefill."""
   world = World(Rollout(prompts=20, group=1, async_ratio=0.0), capacity=1, engines=2)
   for engine, seconds in zip(world.engines, (10.0, 0.5)):
-    engine.duration, engine.chunk = (lambda r, seconds=seconds: seconds), seconds
+    engine.steps, engine.chunk = (lambda r, seconds=seconds: seconds), seconds
   assert len(world.scheduler.batch()) == 20
   assert world.clock() == pytest.approx(10.0, abs=0.6)  # meanwhile the other engine completes the other 19
 
@@ -121,7 +121,7 @@ def test_requests_may_be_stopped_within_a_chunk():
   """A group is complete with a member on one engine while its redundant member is in a chunk of the other."""
   world = World(Rollout(prompts=1, group=1, extra_members=1), capacity=1, engines=2)
   for engine, seconds in zip(world.engines, (10.0, 0.5)):
-    engine.duration, engine.chunk = (lambda r, seconds=seconds: seconds), seconds
+    engine.steps, engine.chunk = (lambda r, seconds=seconds: seconds), seconds
   (group,) = world.scheduler.batch()
   assert [t.uid for t in group.trajectories] == [1]
   assert world.clock() < 2.0
