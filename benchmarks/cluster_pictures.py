@@ -57,7 +57,7 @@ def draw() -> None:
   style(panels['gains'], 'Speed of rollouts and training, best split of GPUs', 'GPUs (log scale)', 'times as fast')
   by_gpus(panels['bounds'], [row for row in single if row['against'] == 'Proposition 2'], BOUNDS)
   panels['bounds'].axhline(1, color=GREY, linewidth=0.9)
-  style(panels['bounds'], 'Proposition 2, beta* of the GPUs train', 'GPUs (log scale)', 'bound / time (below 1: exceeded)')
+  style(panels['bounds'], 'Proposition 2 at the fixed speed, beta* train', 'GPUs (log scale)', 'bound / time (below 1: exceeded)')
   draw_generation(panels['generation'], [row for row in rows if row['experiment'] == 'generation'])
   for axes in panels.values():
     axes.set_ylim(0, None)
@@ -98,7 +98,8 @@ def by_gpus(axes: Axes, rows: Rows, looks: Mapping[tuple[str, str], Look]) -> No
 
 def draw_generation(axes: Axes, rows: Rows) -> None:
   """Draw the bound of Prop 1 over the time of generation without training, against alpha, for each order."""
-  style(axes, f'Proposition 1, {rows[0]["GPUs"]} GPUs generate', 'alpha: updates ahead', 'bound / time (below 1: exceeded)')
+  title = f'Proposition 1 at the fixed speed, {rows[0]["GPUs"]} GPUs'
+  style(axes, title, 'alpha: updates ahead', 'bound / time (below 1: exceeded)')
   for order, (colour, dashes, meaning) in ORDERS.items():
     its = [row for row in rows if row['arm'].endswith((order, '0, start'))]
     alphas = [int(row['arm'].split()[2].strip(',')) for row in its]

@@ -202,7 +202,7 @@ def draw() -> None:
     gains.set(yticks=[], ylim=(-1, 1), xlim=(0, 1.8))
   panels[-1, 0].set_xlim(0, None)
   panels[-1, 0].set_xlabel('seconds', fontsize=9)
-  panels[-1, 1].set_xlabel('decode steps of continuous batching\n/ decode steps (dots: seeds, bar: mean)', fontsize=9)
+  panels[-1, 1].set_xlabel('gain in decode steps\nover continuous batching\n(dots: seeds, bar: mean)', fontsize=9)
   save(figure, 'queue_scheduling')
 
 
