@@ -22,7 +22,7 @@ COMPILE_ONLY := JAX_PLATFORMS=cpu JAX_ENABLE_COMPILATION_CACHE=false
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart install setup test slow soak coverage parity agents agents-venv lint types audit docs aot aot-venv tpu tpu-venv reference clean
+.PHONY: help quickstart install setup test slow soak fuzz coverage parity agents agents-venv lint types audit docs aot aot-venv tpu tpu-venv reference clean
 
 help: ## list the targets
 	@echo 'make TARGET [ARGS=...] [JAX=0.11.2] [PYTHON=3.13 or a path]'
@@ -46,6 +46,9 @@ slow: setup ## run the tests that take minutes
 
 soak: setup ## kill runs at random moments for MINUTES=5, and check that nothing is lost
 	$(BIN)/python tests/soak kills --minutes $(MINUTES) $(ARGS)
+
+fuzz: setup ## give random inputs to the parts that read the input of others (ARGS='settings --minutes 5 --seed 1')
+	$(BIN)/python tests/fuzz $(ARGS)
 
 coverage: setup ## measure the lines and branches of sprl/ that the default tests run (ARGS="-m ''" adds the slow tests)
 	$(PYTEST) --cov --cov-report=term:skip-covered $(ARGS)

@@ -1,9 +1,6 @@
 """Settings of the test suite: signatures are checked at run time, tests run on the CPU, compiled programs are cached."""
 
-import hashlib
 import os
-import platform
-from pathlib import Path
 
 import jaxtyping
 import pytest
@@ -17,16 +14,6 @@ os.environ.setdefault('NPROC', '32')
 jaxtyping.install_import_hook('sprl', 'typechecking.checked')
 
 
-def machine_key() -> str:
-  """Return a short hash of the CPU's features. XLA's CPU code may not run on a CPU that lacks one of them."""
-  try:
-    lines = Path('/proc/cpuinfo').read_text().splitlines()
-    features = next(line for line in lines if line.startswith(('flags', 'Features')))
-  except (OSError, StopIteration):
-    features = platform.processor()
-  return hashlib.sha256(f'{platform.machine()} {features}'.encode()).hexdigest()[:12]
-
-
 def pytest_configure():
   """Cache compiled programs in `.cache/jax`, or in the folder that `SPRL_TEST_CACHE` names.
 
@@ -35,12 +22,9 @@ def pytest_configure():
   """
   if 'device_count' in os.environ.get('XLA_FLAGS', '') or 'JAX_NUM_CPU_DEVICES' in os.environ:
     return
-  import jax
-  import jaxlib
+  import compilation_cache  # imports jax
 
-  root = Path(os.environ.get('SPRL_TEST_CACHE') or Path(__file__).resolve().parents[1] / '.cache' / 'jax')
-  jax.config.update('jax_compilation_cache_dir', str(root / f'jaxlib-{jaxlib.__version__}-{machine_key()}'))
-  jax.config.update('jax_persistent_cache_min_compile_time_secs', 0.0)
+  compilation_cache.use()
 
 
 @pytest.fixture(scope='module')

@@ -1,0 +1,178 @@
+"""Runs the cases of a target in a process of its own, and reports those that fail.
+
+A target is a module `fuzz_NAME` of this folder with
+
+    SECONDS            the longest time of one case
+    prepare(folder)    a context of what all cases share, such as files that are mutated
+    case(rng, world)   returns the input of a case, drawn with `rng`; it depends on nothing else
+    check(world, case) runs it and returns how it ended, in a few words; raises if it must not end that way
+
+The number of a case and the seed of the campaign fix its random numbers. A case fails if `check` raises, takes too long, or ends
+the process. The campaign then continues with the next case, in a new process if need be.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import random
+import resource
+import select
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+TARGETS = ('settings', 'commands', 'weights', 'tokenizers', 'rows', 'templates', 'graders', 'environments', 'endpoint')
+START_SECONDS = 120.0  # for the imports of a target, and the files that it writes
+MEMORY = 8 << 30  # bytes of address space that the cases of a target may add to that after `prepare`
+SHOWN = 1500  # characters of a traceback in the report, and a third of them of a case
+
+
+@contextlib.contextmanager
+def opened(name: str) -> Iterator[tuple[ModuleType, Any]]:
+  """Yield a target, and what its cases share."""
+  target = importlib.import_module(f'fuzz_{name}')
+  with tempfile.TemporaryDirectory() as folder, target.prepare(Path(folder)) as world:
+    yield target, world
+
+
+def case_of(target: ModuleType, world: Any, seed: int, number: int) -> Any:
+  """Return a case by its number."""
+  return target.case(random.Random(f'{target.__name__} {seed} {number}'), world)
+
+
+# --- the process that runs cases ---------------------------------------------------------------------------------------
+
+
+def serve(name: str, seed: int, first: int, fd: int) -> None:
+  """Run cases for ever, and write one line of JSON about each to a pipe. What cases print is not read."""
+  with os.fdopen(fd, 'w', buffering=1) as out, opened(name) as (target, world):
+    used = int(Path('/proc/self/statm').read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
+    out.write('{}\n')
+    number = first
+    while True:
+      case, start = None, time.perf_counter()
+      try:
+        case = case_of(target, world, seed, number)
+        line = {'outcome': target.check(world, case)}
+      except BaseException as error:  # also a panic of a library in Rust
+        line = {'kind': _kind(error), 'trace': traceback.format_exc()[-SHOWN:], 'case': repr(case)[: SHOWN // 3]}
+      out.write(json.dumps({'number': number, 'seconds': time.perf_counter() - start, **line}) + '\n')
+      number += 1
+
+
+def _kind(error: BaseException) -> str:
+  """Return what failures with one cause have in common: the error and the innermost line in sprl, or else in the tests."""
+  frames = traceback.extract_tb(error.__traceback__)
+  ours = [f for f in frames if '/sprl/' in f.filename] or [f for f in frames if f.filename.startswith(str(HERE))]
+  where = f'{Path(ours[-1].filename).name}:{ours[-1].lineno}' if ours else '?'
+  return f'{type(error).__name__} at {where}: {" ".join(str(error).split())[:200]}'
+
+
+# --- the campaign ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Campaign:
+  """Cases of one target, from `first` on, and how they ended."""
+
+  name: str
+  seed: int
+  first: int = 0
+  outcomes: Counter = field(default_factory=Counter)
+  failures: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by what failures of one cause have in common
+  slowest: tuple[float, int] = (0.0, 0)  # seconds, number
+
+  def run(self, seconds: float) -> int:
+    """Run cases for some time and print the report. Returns the number of cases that failed."""
+    limit = importlib.import_module(f'fuzz_{self.name}').SECONDS
+    number, spent = self.first, 0.0
+    while spent < seconds:
+      with self._process(number) as (process, lines, log):
+        if lines.next(START_SECONDS) is None:
+          raise RuntimeError(f'{self.name} does not start:\n{_tail(log)}')
+        begun = time.monotonic() - spent
+        while spent < seconds:
+          line = lines.next(limit)
+          spent = time.monotonic() - begun
+          if line is None:
+            status = process.poll()
+            how = f'hang: no end after {limit:g} s' if status is None else f'the process ended with status {status}'
+            self._fail({'number': number, 'kind': how, 'trace': _tail(log), 'case': '(see --case)'})
+            number += 1
+            break
+          number += 1
+          if 'kind' in line:
+            self._fail(line)
+          else:
+            self.outcomes[line['outcome']] += 1
+          self.slowest = max(self.slowest, (line['seconds'], line['number']))
+    return self._report(number - self.first, spent)
+
+  @contextlib.contextmanager
+  def _process(self, number: int):
+    read, write = os.pipe()
+    command = [sys.executable, str(HERE), self.name, f'--seed={self.seed}', f'--from={number}', f'--serve={write}']
+    with tempfile.TemporaryFile() as log, tempfile.TemporaryDirectory() as folder:
+      environment = {**os.environ, 'TMPDIR': folder}  # what a killed process leaves there is removed
+      process = subprocess.Popen(
+        command, pass_fds=[write], stdout=subprocess.DEVNULL, stderr=log, process_group=0, env=environment
+      )
+      os.close(write)
+      try:
+        yield process, _Lines(read), log
+      finally:
+        with contextlib.suppress(ProcessLookupError):
+          os.killpg(process.pid, 9)
+        process.wait()
+        os.close(read)
+
+  def _fail(self, line: dict[str, Any]) -> None:
+    self.failures.setdefault(line['kind'], []).append(line)
+
+  def _report(self, count: int, seconds: float) -> int:
+    failed = sum(map(len, self.failures.values()))
+    rate = count / max(seconds, 1e-9)
+    print(f'{self.name}: {count} cases in {seconds:.0f} s, {rate:.1f} a second, seed {self.seed}: {failed} failures', flush=True)
+    for outcome, n in self.outcomes.most_common(12):
+      print(f'  {n / count:6.1%}  {outcome}')
+    print(f'  slowest: case {self.slowest[1]}, {self.slowest[0]:.2f} s')
+    for kind, lines in sorted(self.failures.items(), key=lambda item: -len(item[1])):
+      first = lines[0]
+      print(f'\n  {len(lines)} x {kind}\n  again: python tests/fuzz {self.name} --seed {self.seed} --case {first["number"]}')
+      print(f'  case: {first["case"]}\n    ' + first['trace'].strip().replace('\n', '\n    '))
+    return failed
+
+
+class _Lines:
+  """Lines of JSON from a pipe."""
+
+  def __init__(self, fd: int):
+    self._fd, self._data = fd, b''
+
+  def next(self, seconds: float) -> dict[str, Any] | None:
+    """Return the next line; None if there is none in time or ever."""
+    until = time.monotonic() + seconds
+    while b'\n' not in self._data:
+      if not select.select([self._fd], [], [], max(0.0, until - time.monotonic()))[0]:
+        return None
+      if not (part := os.read(self._fd, 1 << 16)):
+        return None
+      self._data += part
+    line, _, self._data = self._data.partition(b'\n')
+    return json.loads(line)
+
+
+def _tail(log: Any) -> str:
+  log.seek(0)
+  return log.read().decode(errors='replace')[-SHOWN:]
