@@ -214,12 +214,17 @@ def case(rng: random.Random, world: Any) -> dict[str, Any]:
     made = values.changed_text(rng, rng.choice(REAL))
   elif rng.random() < 0.3:
     made = rng.choice(REAL).replace('{%- endfor %}', f'{made}{{%- endfor %}}', 1)
-  messages = CONVERSATION if rng.random() < 0.5 else values.changed_json(rng, CONVERSATION)
+  messages = CONVERSATION if rng.random() < 0.5 else objects(values.changed_json(rng, CONVERSATION))
   return {
     'template': made,
     'messages': messages,
-    'tools': rng.choice((None, [hermes.ADD], values.changed_json(rng, [hermes.ADD]))),
+    'tools': rng.choice((None, [hermes.ADD], objects(values.changed_json(rng, [hermes.ADD])))),
   }
+
+
+def objects(changed: Any) -> list[dict[str, Any]]:
+  """Return the objects of a changed list: the callers of a template refuse anything else (sprl/agents/protocol.py)."""
+  return [each for each in changed if isinstance(each, dict)] if isinstance(changed, list) else []
 
 
 # --- how they end ------------------------------------------------------------------------------------------------------
