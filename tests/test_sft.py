@@ -264,7 +264,7 @@ def test_the_chat_template_ends_a_turn_if_the_sampler_stops_there(inputs):
   chat = dataclasses.replace(run, task=dataclasses.replace(run.task, chat=True))
   assert end_of_turn(run, model) == end_of_turn(chat, model) == EOS
 
-  template = model.tokenizer.template.environment.from_string('{% for m in messages %}{{ m.content + bos_token }}{% endfor %}')
+  template = '{% for m in messages %}{{ m.content + bos_token }}{% endfor %}'
   model = dataclasses.replace(model, tokenizer=dataclasses.replace(model.tokenizer, template=template))
   assert end_of_turn(chat, model) == EOS  # the sampler does not stop at the template's token
   for sampling in {'stop_ids': (BOS,)}, {'stop': ('<bos>',)}:
