@@ -13,7 +13,7 @@ returns other, shorter sequences.
                   engine, so it is the baseline of the table
     redundant     replication with EXTRA more groups than needed; the first B complete groups count (queue_dropped.py)
 
-The gains are ratios of decode steps, which depend neither on the machine nor on its load.
+The gains are ratios of decode steps, which do not depend on the machine's load.
 """
 
 import argparse
