@@ -30,6 +30,8 @@ from sprl.config import SettingsError
 from sprl.distributed.team import ALONE, Team
 from sprl.distributed.watchdog import Watchdog, close_when_silent
 
+JAX_DEFAULT = 100  # seconds without a heartbeat
+JAX_LATER = 60  # seconds that JAX waits longer than a watchdog, which names the cause
 VARIABLES = ('SPRL_COORDINATOR', 'SPRL_PROCESSES', 'SPRL_PROCESS')
 
 
@@ -62,17 +64,24 @@ def identity(environment: Mapping[str, str]) -> Identity | None:
   return Identity(coordinator, int(processes), int(process))
 
 
-def initialize(environment: Mapping[str, str] = os.environ) -> int:
+def initialize(environment: Mapping[str, str] = os.environ, patience: float = math.inf) -> int:
   """Join the other processes and return their number. From then on, `jax.devices()` are the devices of all processes.
 
-  Waits until all processes have called it. A single process does not wait. Raises SettingsError as `identity` does.
+  Waits until all processes have called it. A single process does not wait. JAX aborts the others when a process is silent for
+  longer than `patience` seconds, or 100 s if there is no limit. Raises SettingsError as `identity` does.
   """
   me = identity(environment)
   if me is not None and me.processes > 1:
     jax.config.update('jax_enable_preemption_service', False)  # it would catch SIGTERM, which the training loop handles
-    jax.distributed.initialize(me.coordinator, me.processes, me.process, cluster_detection_method='deactivate')
+    alone = {'cluster_detection_method': 'deactivate', 'heartbeat_timeout_seconds': heartbeat(patience)}
+    jax.distributed.initialize(me.coordinator, me.processes, me.process, **alone)
   _disable_cache_on_cpus()
   return 1 if me is None else me.processes
+
+
+def heartbeat(patience: float) -> int:
+  """Return the seconds without a heartbeat after which JAX aborts. They are later than the verdict of a watchdog."""
+  return JAX_DEFAULT if math.isinf(patience) else math.ceil(patience) + JAX_LATER
 
 
 def require_single_process(command: str, environment: Mapping[str, str] = os.environ) -> None:
@@ -101,7 +110,7 @@ def join(environment: Mapping[str, str] = os.environ, patience: float = math.inf
   `patience` seconds. An exception in the block ends the other processes. Raises SettingsError as `identity` does.
   """
   me = identity(environment)
-  if initialize(environment) == 1 or me is None:
+  if initialize(environment, patience) == 1 or me is None:
     yield ALONE
     return
   team = _connect(me, patience)

@@ -9,9 +9,9 @@ that is connected to the watchdog of process 0, the hub:
 3. If no process makes progress for `patience` seconds, the hub names the processes that hold up the others (stragglers.py).
 4. The first cause found is the verdict. The hub passes it on. Each process prints it in one line and exits with status LOST.
 
-JAX notices a lost process by its own heartbeat. It needs 100 s for it, names the process by number inside a stack trace, and
-aborts with SIGABRT. Here it is the second line of defence: it runs outside Python, so it also ends a process whose Python
-threads are stuck. A process that is stopped by a signal ends when it is continued, or when the launcher kills it.
+JAX notices a lost process by its own heartbeat. It names the process by number inside a stack trace, and aborts with SIGABRT.
+Here it is the second line of defence, a minute later than `patience`: it runs outside Python, so it also ends a process whose
+Python threads are stuck. A process that is stopped by a signal ends when it is continued, or when the launcher kills it.
 """
 
 import math

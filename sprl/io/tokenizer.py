@@ -56,6 +56,7 @@ class Tokenizer:
     path = folder / 'tokenizer.json'
     if not path.is_file():
       raise TokenizerError(f'{path}: no such file; expected a fast tokenizer, which has tokenizer.json')
+    _check_merges(path)
     with _named(f'{path}: not a tokenizer'):
       backend = tokenizers.Tokenizer.from_file(str(path))
     backend.no_truncation()
@@ -217,6 +218,21 @@ def _json(path: Path) -> dict[str, Any]:
   if not isinstance(found, dict):
     raise TokenizerError(f'{path}: not a JSON object')
   return found
+
+
+def _check_merges(path: Path) -> None:
+  """Raise TokenizerError if a merge of a BPE adds a piece without the model's prefix of continued pieces.
+
+  The library cuts the prefix off unseen. A cut inside a character gives text that is not UTF-8, on which it aborts the process.
+  """
+  model = _json(path).get('model')
+  prefix = model.get('continuing_subword_prefix') if isinstance(model, dict) else None
+  if not prefix or not isinstance(prefix, str) or 'merges' not in model:
+    return
+  for merge in model['merges'] if isinstance(model['merges'], list) else ():
+    pieces = merge.split(' ') if isinstance(merge, str) else merge
+    if isinstance(pieces, list) and len(pieces) == 2 and isinstance(pieces[1], str) and not pieces[1].startswith(prefix):
+      raise TokenizerError(f'{path}: the merge {merge!r} does not continue with the continuing_subword_prefix {prefix!r}')
 
 
 def _content(token: Any) -> str:

@@ -13,7 +13,7 @@ from claims.experiment import Claim, Comparison, Experiment, Task
 
 INPUTS = Path({inputs!r})
 TASK = Task(
-  'tiny', 'A tiny model', lambda folder: shutil.copytree(INPUTS, folder), (INPUTS / 'model', INPUTS / 'model'),
+  'tiny', 'A tiny model', lambda folder: shutil.copytree(INPUTS, folder), (str(INPUTS / 'model'),) * 2,
   {{
     'model.dtype': 'float32', 'task.kind': 'jsonl', 'task.chat': False, 'task.workers': 1, 'task.path': '{{folder}}',
     'task.grader': '{{folder}}/grader.py:grade', 'rollout.prompts': 2, 'rollout.group': 4, 'rollout.stop_when_capped': False,

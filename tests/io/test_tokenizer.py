@@ -5,6 +5,7 @@ import json
 import pytest
 
 from sprl.io import templates
+from sprl.io import tokenizer as tokenizer_module
 from sprl.io.tokenizer import Tokenizer, TokenizerError, write_tiny
 from sprl.models.config import tiny
 
@@ -189,12 +190,29 @@ def test_a_text_that_the_tokenizer_cannot_encode_is_named(folder):
     tokenizer.encode('b')
 
 
-def test_a_panic_of_the_library_is_an_error_that_names_the_file(folder):
-  model = {'type': 'BPE', 'vocab': {'a': 0, 'b': 1, 'ab': 2}, 'merges': [['a', 'b']], 'continuing_subword_prefix': '###'}
-  raw = json.loads((folder / 'tokenizer.json').read_text())
-  (folder / 'tokenizer.json').write_text(json.dumps(raw | {'model': model, 'added_tokens': []}))
+def test_a_panic_of_the_library_is_an_error_that_names_the_file(folder, monkeypatch):
+  monkeypatch.setattr(tokenizer_module, '_check_merges', lambda path: None)
+  _write_bpe(folder, ['a', 'b'], '###')
   with pytest.raises(TokenizerError, match=r'tokenizer\.json: not a tokenizer \(range'):
     Tokenizer.load(folder)
+
+
+@pytest.mark.parametrize('merge', [['a', 'é'], 'a é'], ids=['pair', 'text'])
+def test_a_merge_without_the_prefix_of_continued_pieces_is_refused(folder, merge):
+  """The library aborts the process when it cuts a prefix of one byte off the two bytes of é."""
+  _write_bpe(folder, merge, '=')
+  with pytest.raises(TokenizerError, match=r'tokenizer\.json: the merge .*a.*é.* does not continue with'):
+    Tokenizer.load(folder)
+  _write_bpe(folder, ['a', '=b'], '=')
+  assert Tokenizer.load(folder).encode('ab') == [4]
+
+
+def _write_bpe(folder, merge, prefix):
+  """Write a BPE with one merge and a prefix of continued pieces."""
+  vocab = {'a': 0, 'b': 1, '=b': 2, 'é': 3, 'ab': 4}
+  model = {'type': 'BPE', 'vocab': vocab, 'merges': [merge], 'continuing_subword_prefix': prefix}
+  raw = json.loads((folder / 'tokenizer.json').read_text())
+  (folder / 'tokenizer.json').write_text(json.dumps(raw | {'model': model, 'added_tokens': [], 'pre_tokenizer': None}))
 
 
 def test_an_argument_of_a_template_that_json_cannot_hold_is_named(folder):
