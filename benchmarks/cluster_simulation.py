@@ -1,33 +1,35 @@
 """What do queue scheduling, bounded staleness and environment-level asynchrony gain on 2 to 32 GPUs? A simulation.
 
-    python benchmarks/cluster_simulation.py --save        # results/cluster_simulation.json and two pictures; 14 minutes of a core
+    python benchmarks/cluster_simulation.py --save        # results/cluster_simulation.json and two pictures; 14 minutes on a core
     python benchmarks/cluster_simulation.py --draw        # redraw the pictures from the saved result
 
-cluster.py has the simulated cluster and all costs. Nothing was measured on a cluster, and the speed of a GPU is modelled. The
-result shows the shape of the gains, beside Propositions 1 and 2 (theory.py) and published figures.
+cluster.py has the simulated cluster and all costs. Nothing was measured on a cluster; the speed of a GPU comes from a model. The
+result shows how the gains depend on GPUs, turns and alpha, beside Propositions 1 and 2 (theory.py) and published figures.
 
     rlvr          64 x 8 samples per update with log-normal lengths; the longest is 20 times the median. `continuous` is
                   synchronous; each sample is a separate task (continuous batching). In `groups` the 8 samples of a prompt hold
-                  their slots until the longest ends. `spare` starts 16 more prompts than needed. alpha = 1, 2 run ahead. Of the
-                  GPUs, beta* train (Prop 2) or the best of SHARES. Synchronous arms use all GPUs for both phases
-    generation    rollouts of `rlvr` without training, against alpha, for two orders in which updates take groups (Prop 1)
+                  their slots until the longest ends. `spare` starts 16 more prompts than needed. The arms with alpha = 1 or 2 run
+                  ahead: a share of the GPUs trains, beta* (Prop 2) or the best of SHARES. The others are synchronous and use
+                  all GPUs for both phases
+    generation    rollouts of `rlvr` without training, for each alpha and two orders in which updates take groups (Prop 1)
     environments  rollouts of 32 x 8 conversations without training: a barrier per turn against environment-level asynchrony, for
                   several numbers of turns; then redundant groups and members, of which the first 32 x 8 to finish count
     agentic       32 x 8 conversations with training; each arm adds one change: a barrier per turn; environment-level asynchrony;
                   alpha = 1 on disjoint GPUs; redundancy. A second series has 1 % slow environments
 
-A row compares an arm with another one on the draws JUDGED of lengths and latencies:
+A row compares an arm with another arm or with a bound. Both have the same lengths and latencies, the draws JUDGED:
 
-    train       GPUs that train. The best number is chosen on the draws TUNING
+    train       number of GPUs that train. `best` is chosen on the draws TUNING
     seconds     seconds per update, mean over the draws
     gain        seconds of the other arm / seconds of this arm, mean over the draws; low and high are its 95 % interval (Student's
-                t). Against a proposition: its upper bound / seconds
-    published   gain of the nearest published experiment; of a bound, 1
+                t). Against a proposition: its upper bound in seconds / seconds of this arm
+    published   gain of the most similar published experiment; 1 against a bound
     verdict     whether the gain is above the published one: `holds` if the whole interval is, `does not hold` if none of it is,
-                else `cannot tell`. The published 2.24 is "up to". It is judged at the number of GPUs with the largest gain of
-                alpha = 2 on the draws TUNING
+                else `cannot tell`. The paper gives 2.24 as "up to", so it is compared only at the number of GPUs with the
+                largest gain of alpha = 2 on the draws TUNING
     dropped     share of the started samples that were not trained on
-    bias        mean tokens (rlvr), or seconds of the environment steps, of the trained samples / the mean of all draws, - 1
+    bias        mean size of the trained samples / mean size of all samples - 1. The size of a sample is its tokens (rlvr) or
+                the seconds of its environment steps
 """
 
 import argparse
@@ -79,7 +81,7 @@ def line(
 
 
 def selection(runs: Sequence[Outcome], sizes: Sequence[float]) -> dict[str, float]:
-  """Return the share of the samples that runs dropped, and the bias of the others; `sizes` are mean sizes of all samples."""
+  """Return the share of dropped samples and the bias of the others. `sizes` has the mean size of all samples for each draw."""
   return {
     'dropped': float(np.mean([run.dropped for run in runs])),
     'bias': float(np.mean([run.size for run in runs]) / np.mean(sizes) - 1),
@@ -112,7 +114,7 @@ def largest() -> int:
 
 
 def rlvr(gpus: int) -> list[dict[str, Any]]:
-  """Return the rows of every arm for one number of GPUs, whose speed depends on the batch."""
+  """Return the rows of all arms for one number of GPUs, at the speed `batch`."""
 
   def runs(*where: int, **settings: Any) -> list[Outcome]:
     return [answers(draw, 'batch', gpus, *where, **settings) for draw in JUDGED]
@@ -136,7 +138,7 @@ def rlvr(gpus: int) -> list[dict[str, Any]]:
 
 
 def bounds(gpus: int) -> list[dict[str, Any]]:
-  """Return the rows at the fixed speed: Prop 2 assumes it. At beta* a GPU may train with some of its slots."""
+  """Return the rows at the speed `fixed`, which Prop 2 assumes. At beta* one GPU may train with only some of its slots."""
   add = partial(line, 'rlvr', speed='fixed', gpus=gpus)
   continuous, trainers = [answers(draw, 'fixed', gpus) for draw in JUDGED], split('fixed', gpus, 2)
   ahead = [answers(draw, 'fixed', gpus, trainers, 2) for draw in JUDGED]
@@ -203,7 +205,7 @@ def agentic() -> list[dict[str, Any]]:
 
 
 def changes(slow: float, name: str, training: float) -> list[dict[str, Any]]:
-  """Return the rows of one series of `agentic`; `training` are GPU-seconds per update."""
+  """Return the rows of one series of `agentic`; `training` is the GPU-seconds of training per update."""
   draws = [Conversations.draw(draw, slow=slow) for draw in JUDGED]
   barriers = [each.barrier_a_turn() + training / cluster.AGENT_GPUS for each in draws]
   add = partial(line, 'agentic', against=f'barrier a turn{name}', other=barriers, gpus=cluster.AGENT_GPUS)

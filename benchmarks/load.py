@@ -1,16 +1,16 @@
-"""Do memory, threads and speed stay the same for an hour with a queue of 10,000 requests and 64 slow, failing environments?
+"""Do memory, threads and speed stay constant for an hour with a queue of 10,000 requests and 64 slow, failing environments?
 
     python benchmarks/load.py --minutes 60 --save     # results/load.json and results/load.png
     python benchmarks/load.py --draw                  # redraw the figure from the saved result
 
-One process serves both, with two engines of the tiny model. A thread keeps QUEUED requests with prompts of mixed lengths in the
-queue of the first engine: for each that ends it adds one. The scheduler plays episodes on the second engine, with 64 environments
-in processes of their own (claims/dictation.py). Their calls take log-normal times, one episode in fifty is ten times as slow, and
-5 % of the calls raise. Every SAMPLE seconds the resident memory, file descriptors and threads of all processes are read from
-/proc (Linux).
+One process serves both loads, with two engines of the tiny model. A thread keeps QUEUED requests with prompts of mixed lengths in
+the queue of the first engine: it adds a request for each one that ends. The scheduler plays episodes on the second engine, with 64
+environments in separate processes (claims/dictation.py). The time of an environment call is log-normal. One episode in fifty is
+ten times as slow, and 5 % of the calls raise. Every SAMPLE seconds the benchmark reads the resident memory, file descriptors and
+threads of all processes from /proc (Linux).
 
-The verdict compares the last quarter with the second, because caches fill in the first: memory and counts of the process, those
-of its children together, and tokens and episodes a second.
+The verdict compares the last quarter of the run with the second, because caches fill in the first. It covers the memory, files and
+threads of the process, their sums over its children, and tokens and episodes a second.
 """
 
 import argparse
@@ -43,13 +43,13 @@ from sprl.tasks.environment_pool import environment_pool, make_environment
 from sprl.types import Request
 
 CLAIMS = Path(__file__).resolve().parent / 'claims'
-QUEUED, ROWS, PROMPTS = 10_000, 32, (8, 16, 32, 64)  # requests in the queue, rows of its engine, and its prompt buckets
+QUEUED, ROWS, PROMPTS = 10_000, 32, (8, 16, 32, 64)  # requests in the queue; rows and prompt buckets of its engine
 QUEUE = Sampling(max_prompt=PROMPTS[-1], max_tokens=48, chunk=8, prompt_buckets=PROMPTS)
 ENVIRONMENTS, GROUPS, TURNS, TURN_TOKENS = 64, 8, 5, 4
 EPISODES = Sampling(max_prompt=8, max_tokens=TURNS * (TURN_TOKENS + 4), chunk=4, prompt_buckets=(8,))
-RAISING = 0.05  # share of the environment calls
-SAMPLE = 10.0  # seconds between two looks
-FLAT, STEADY = 0.02, 0.05  # largest relative growth of memory, and change of the speed
+RAISING = 0.05  # share of the environment calls that raise
+SAMPLE = 10.0  # seconds between two readings
+FLAT, STEADY = 0.02, 0.05  # largest relative growth of memory; largest relative change of a speed
 TASK = Task(
   kind='environment', name=f'{CLAIMS}/dictation.py:Dictation', args={'turns': TURNS, 'raising': RAISING}, executor='processes'
 )
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def run(seconds: float) -> dict[str, list[float]]:
-  """Serve both loads for so long. Return what was seen at each look, as columns."""
+  """Serve both loads for `seconds`. Return the readings as columns: name -> values, in order."""
   config = tiny('llama')
   weights = sampler_weights(transformer.init_params(config, jax.random.key(0), scale=0.1), jnp.dtype('float32'))
   columns: dict[str, list[float]] = {}
@@ -108,7 +108,7 @@ def run(seconds: float) -> dict[str, list[float]]:
 
 
 def serve_queue(weights: SamplerWeights, config, end: threading.Event, drawn: list[int]) -> None:
-  """Answer requests from a queue that always has QUEUED of them."""
+  """Answer requests from a queue that always holds QUEUED, until `end` is set. Adds to `drawn[0]` the tokens that were drawn."""
   layout = cache_layout(config, DENSE, UNQUANTISED, PROMPTS[-1], QUEUE.max_tokens, 'float32')
   engine = Engine(EngineConfig(config, QUEUE, layout, ROWS, 8, 1, (), lambda ids: ''), weights)
   rng, uids = np.random.default_rng(0), itertools.count()
@@ -120,11 +120,11 @@ def serve_queue(weights: SamplerWeights, config, end: threading.Event, drawn: li
     drawn[0] += sum(len(completion.tokens) for completion in engine.collect())
 
 
-# --- what is seen ----------------------------------------------------------------------------------------------------
+# --- readings and verdicts -------------------------------------------------------------------------------------------
 
 
 def look(columns: dict[str, list[float]], seconds: float, drawn: int, episodes: int) -> None:
-  """Append the state of this process and of its children to the columns."""
+  """Append a reading of this process and its descendants to the columns."""
   own, children = os.getpid(), descendants(os.getpid())
   found = {'seconds': round(seconds, 1), 'tokens': drawn, 'episodes': episodes, 'children': len(children)}
   for name, pids in (('process', [own]), ('children', children)):
@@ -135,7 +135,7 @@ def look(columns: dict[str, list[float]], seconds: float, drawn: int, episodes: 
 
 
 def descendants(pid: int) -> list[int]:
-  """Return the processes that this one started, and theirs."""
+  """Return the ids of the children of a process, of their children, and so on."""
   found = []
   for task in Path(f'/proc/{pid}/task').iterdir():
     for child in map(int, (task / 'children').read_text().split()):
@@ -144,7 +144,7 @@ def descendants(pid: int) -> list[int]:
 
 
 def state_of(pid: int) -> dict[str, float] | None:
-  """Return resident memory (MiB), open files and threads of a process; None if it has ended."""
+  """Return the resident memory (MiB) and the numbers of open files and threads of a process; None if it has ended."""
   try:
     pages = int(Path(f'/proc/{pid}/statm').read_text().split()[1])
     return {
@@ -157,7 +157,7 @@ def state_of(pid: int) -> dict[str, float] | None:
 
 
 def judged(seen: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
-  """Return a row for each column: means of the second and last quarter, the relative change, and whether it is small enough."""
+  """Return a row for each measure: second and last quarter, relative change, and whether this change is small enough."""
   count = len(seen['seconds'])
   second, last = slice(count // 4, count // 2), slice(3 * count // 4, count)
   rows = []
@@ -171,7 +171,7 @@ def judged(seen: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
 
 
 def rate(seen: Mapping[str, Sequence[float]], name: str, part: slice) -> float:
-  """Return how fast a counter grew in a part of the looks."""
+  """Return the growth of a counter per second, over a part of the readings."""
   counts, seconds = seen[name][part], seen['seconds'][part]
   return (counts[-1] - counts[0]) / (seconds[-1] - seconds[0])
 
@@ -192,7 +192,7 @@ def draw() -> None:
   memory, counts, speed = figure.subplots(3, 1, sharex=True)
   style(memory, 'Resident memory', ylabel='GiB')
   style(counts, 'Open files (lines) and threads (dashed)', ylabel='number')
-  style(speed, 'Speed, over ten looks', 'minutes', 'tokens a second')
+  style(speed, 'Speed, mean over ten readings', 'minutes', 'tokens a second')
   for name, colour in (('process', BLUE), ('children', ORANGE)):
     label = 'the run' if name == 'process' else f'{ENVIRONMENTS} environments together'
     memory.plot(minutes, seen[f'{name} MiB'] / 1024, color=colour, label=label)

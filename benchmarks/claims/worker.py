@@ -1,7 +1,7 @@
-"""A process that does the runs of an experiment one after another, on one core or on the GPU.
+"""A worker process: trains the runs of an experiment one after another, on one core or on the GPU.
 
-Small models do not use two cores well, so each core has a worker of its own. Runs of a process share its compiled programs. A run
-is marked as taken by a lock on its file, which the system releases if the process ends.
+Small models do not use two cores well, so each core has its own worker. The runs of a worker share its compiled programs. A worker
+claims a run with a lock on a file of that run. The system releases the lock when the process ends.
 """
 
 import fcntl
@@ -33,42 +33,42 @@ from sprl.rollout.evaluate import evaluate
 from sprl.rollout.setup import RolloutSetup
 from sprl.train import train
 
-EVERY = 10  # steps over which a curve is averaged
-COMPILING = 2  # first steps, whose time does not count
+EVERY = 10  # a point of a curve is the mean over so many steps
+COMPILING = 2  # number of the first steps, which compile: their time does not count
 
 
 def main() -> None:
-  """Do runs until none is left, or until the process gets SIGTERM. Arguments: experiment, folder, core or `gpu`."""
+  """Train runs until none is left, or until SIGTERM arrives. Arguments: experiment, folder, number of a core or `gpu`."""
   name, folder, place = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
   if place == 'gpu':
     if jax.default_backend() != 'gpu':
       raise SystemExit(f'{name} needs a GPU: its models are too large for {jax.default_backend()}')
-  elif hasattr(os, 'sched_setaffinity'):  # Linux. jax counts the cores when it first computes
+  elif hasattr(os, 'sched_setaffinity'):  # Linux only; before the first computation, when jax counts the cores
     os.sched_setaffinity(0, {int(place)})
   experiment = find(name)
   parent = os.getppid()
   for arm, seed in experiment.runs:
     if os.getppid() != parent:
-      return  # the command was killed
+      return  # the command that started this worker was killed
     done = result_file(folder, arm, seed)
     with taken(done.with_suffix('.lock')) as mine:
       if not mine or done.exists():
         continue
       start = time.perf_counter()
       if (record := run(experiment, arm, seed, folder)) is None:
-        return  # a signal came
-      # Written at once, because the command reads it at any time.
+        return  # a signal arrived
+      # Written atomically: the command may read the file at any time.
       write_text(done, json.dumps(record | {'seconds': time.perf_counter() - start}))
 
 
 def result_file(folder: Path, arm: str, seed: int) -> Path:
-  """Return where the record of a run is."""
+  """Return the path of the record of a run."""
   return folder / f'{arm}-{seed}.json'
 
 
 @contextmanager
 def taken(path: Path):
-  """Yield whether this process has the lock, which nobody else had."""
+  """Yield whether this process has the lock, for the duration of the block. Yields False if another process has it."""
   with open(path, 'w') as file:
     try:
       fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -79,9 +79,9 @@ def taken(path: Path):
 
 
 def run(experiment: Experiment, arm: str, seed: int, folder: Path) -> dict[str, Any] | None:
-  """Train, or go on with an interrupted run. Return its record; None if a signal ended it early.
+  """Train a run, or resume an interrupted one. Return its record; None if a signal ended it early.
 
-  A run that a guard stopped, as when its weights are not finite, is a result: its scores count as 0.
+  A run that a guard stopped, for example because weights are not finite, is a result too: its scores count as 0.
   """
   changes = experiment.changes(arm, seed, folder / 'task')
   vetoed = mock.patch.object(correction, 'catastrophic', at_random) if changes.pop(RANDOM_VETO, False) else nullcontext()
@@ -114,7 +114,7 @@ def run(experiment: Experiment, arm: str, seed: int, folder: Path) -> dict[str, 
 
 
 def ask_again(settings: Run, workdir: Path) -> list[float]:
-  """Return the scores of a run's newest weights on the held-out problems, sampled as these settings say."""
+  """Return the scores of a run's newest weights on the held-out problems, sampled with these settings."""
   model = Model.open(settings)
   with ExitStack() as stack:
     held_out = RolloutSetup.open(settings, model.tokenizer, train=False).begin_evaluation(stack.enter_context)
@@ -136,7 +136,7 @@ def clock(records: Sequence[Mapping[str, Any]], steps: np.ndarray) -> list[float
 
 
 def averaged(steps: np.ndarray, values: np.ndarray) -> list[float | None]:
-  """Return the mean of each EVERY steps, with four significant digits; None if they have no value."""
+  """Return the mean over each block of EVERY steps, with four significant digits; None for a block without a value."""
   bins = (steps - 1) // EVERY
   found = (values[bins == i] for i in range(int(bins.max(initial=-1)) + 1))
   return [float(f'{each.mean():.4g}') if len(each) else None for each in found]

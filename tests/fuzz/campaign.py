@@ -1,14 +1,14 @@
-"""Runs the cases of a target in a process of its own, and reports those that fail.
+"""Runs the cases of a fuzz target in a separate process, and reports the cases that fail.
 
 A target is a module `fuzz_NAME` of this folder with
 
-    SECONDS            the longest time of one case
-    prepare(folder)    a context of what all cases share, such as files that are mutated
-    case(rng, world)   returns the input of a case, drawn with `rng`; it depends on nothing else
-    check(world, case) runs it and returns how it ended, in a few words; raises if it must not end that way
+    SECONDS            time limit of one case
+    prepare(folder)    context manager; yields the `world` that all cases share, such as files to mutate
+    case(rng, world)   returns the input of a case; all its random choices come from `rng`
+    check(world, case) runs sprl on the input and returns the outcome in a few words; raises if the outcome is wrong
 
-The number of a case and the seed of the campaign fix its random numbers. A case fails if `check` raises, takes too long, or ends
-the process. The campaign then continues with the next case, in a new process if need be.
+The seed of the campaign and the number of a case fix the random numbers of the case. A case fails if `case` or `check` raises,
+exceeds SECONDS, or ends the process. The campaign then continues with the next case. After a hang or an end it starts a new process.
 """
 
 import contextlib
@@ -32,21 +32,21 @@ from typing import Any
 
 HERE = Path(__file__).resolve().parent
 TARGETS = ('settings', 'commands', 'weights', 'tokenizers', 'rows', 'templates', 'graders', 'environments', 'endpoint')
-START_SECONDS = 120.0  # for the imports of a target, and the files that it writes
-MEMORY = 8 << 30  # bytes of address space that the cases of a target may add to that after `prepare`
-SHOWN = 1500  # characters of a traceback in the report, and a third of them of a case
+START_SECONDS = 120.0  # time limit for the imports of a target and for `prepare`
+MEMORY = 8 << 30  # bytes of address space that the cases of a target may add after `prepare`
+SHOWN = 1500  # characters of a traceback in the report; a case gets a third of that
 
 
 @contextlib.contextmanager
 def opened(name: str) -> Iterator[tuple[ModuleType, Any]]:
-  """Yield a target, and what its cases share."""
+  """Yield a target, and the `world` that its cases share."""
   target = importlib.import_module(f'fuzz_{name}')
   with tempfile.TemporaryDirectory() as folder, target.prepare(Path(folder)) as world:
     yield target, world
 
 
 def case_of(target: ModuleType, world: Any, seed: int, number: int) -> Any:
-  """Return a case by its number."""
+  """Return the input of case `number`."""
   return target.case(random.Random(f'{target.__name__} {seed} {number}'), world)
 
 
@@ -54,7 +54,7 @@ def case_of(target: ModuleType, world: Any, seed: int, number: int) -> Any:
 
 
 def serve(name: str, seed: int, first: int, fd: int) -> None:
-  """Run cases for ever, and write one line of JSON about each to a pipe. What cases print is not read."""
+  """Run cases from number `first` on, without end. Write a line of JSON to the pipe `fd` after `prepare` and after each case."""
   with os.fdopen(fd, 'w', buffering=1) as out, opened(name) as (target, world):
     used = int(Path('/proc/self/statm').read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, used + MEMORY))
@@ -65,14 +65,14 @@ def serve(name: str, seed: int, first: int, fd: int) -> None:
       try:
         case = case_of(target, world, seed, number)
         line = {'outcome': target.check(world, case)}
-      except BaseException as error:  # also a panic of a library in Rust
+      except BaseException as error:  # includes panics of Rust libraries
         line = {'kind': _kind(error), 'trace': traceback.format_exc()[-SHOWN:], 'case': repr(case)[: SHOWN // 3]}
       out.write(json.dumps({'number': number, 'seconds': time.perf_counter() - start, **line}) + '\n')
       number += 1
 
 
 def _kind(error: BaseException) -> str:
-  """Return what failures with one cause have in common: the error and the innermost line in sprl, or else in the tests."""
+  """Return a key that groups failures with one cause: the error and the innermost line in sprl, or else in tests/fuzz."""
   frames = traceback.extract_tb(error.__traceback__)
   ours = [f for f in frames if '/sprl/' in f.filename] or [f for f in frames if f.filename.startswith(str(HERE))]
   where = f'{Path(ours[-1].filename).name}:{ours[-1].lineno}' if ours else '?'
@@ -84,31 +84,31 @@ def _kind(error: BaseException) -> str:
 
 @dataclass
 class Campaign:
-  """Cases of one target, from `first` on, and how they ended."""
+  """Runs the cases of one target from number `first` on, and counts the outcomes."""
 
   name: str
   seed: int
   first: int = 0
   outcomes: Counter = field(default_factory=Counter)
-  failures: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by what failures of one cause have in common
+  failures: dict[str, list[dict[str, Any]]] = field(default_factory=dict)  # by `_kind`, or by how the process ended
   slowest: tuple[float, int] = (0.0, 0)  # seconds, number
 
   def run(self, seconds: float) -> int:
-    """Run cases for some time and print the report. Returns the number of cases that failed."""
+    """Run cases for `seconds` and print a report. Returns the number of cases that failed."""
     limit = importlib.import_module(f'fuzz_{self.name}').SECONDS
     number, spent = self.first, 0.0
     while spent < seconds:
       with self._process(number) as (process, lines, log):
         if lines.next(START_SECONDS) is None:
-          raise RuntimeError(f'{self.name} does not start:\n{_tail(log)}')
+          raise RuntimeError(f'the target {self.name} did not start:\n{_tail(log)}')
         begun = time.monotonic() - spent
         while spent < seconds:
           line = lines.next(limit)
           spent = time.monotonic() - begun
           if line is None:
             status = process.poll()
-            how = f'hang: no end after {limit:g} s' if status is None else f'the process ended with status {status}'
-            self._fail({'number': number, 'kind': how, 'trace': _tail(log), 'case': '(see --case)'})
+            how = f'hang: no outcome after {limit:g} s' if status is None else f'the process ended with status {status}'
+            self._fail({'number': number, 'kind': how, 'trace': _tail(log), 'case': '(shown by --case)'})
             number += 1
             break
           number += 1
@@ -124,7 +124,7 @@ class Campaign:
     read, write = os.pipe()
     command = [sys.executable, str(HERE), self.name, f'--seed={self.seed}', f'--from={number}', f'--serve={write}']
     with tempfile.TemporaryFile() as log, tempfile.TemporaryDirectory() as folder:
-      environment = {**os.environ, 'TMPDIR': folder}  # what a killed process leaves there is removed
+      environment = {**os.environ, 'TMPDIR': folder}  # removed with the files that a killed process leaves there
       process = subprocess.Popen(
         command, pass_fds=[write], stdout=subprocess.DEVNULL, stderr=log, process_group=0, env=environment
       )
@@ -149,7 +149,7 @@ class Campaign:
     print(f'  slowest: case {self.slowest[1]}, {self.slowest[0]:.2f} s')
     for kind, lines in sorted(self.failures.items(), key=lambda item: -len(item[1])):
       first = lines[0]
-      print(f'\n  {len(lines)} x {kind}\n  again: python tests/fuzz {self.name} --seed {self.seed} --case {first["number"]}')
+      print(f'\n  {len(lines)} x {kind}\n  to repeat: python tests/fuzz {self.name} --seed {self.seed} --case {first["number"]}')
       print(f'  case: {first["case"]}\n    ' + first['trace'].strip().replace('\n', '\n    '))
     return failed
 
@@ -161,7 +161,7 @@ class _Lines:
     self._fd, self._data = fd, b''
 
   def next(self, seconds: float) -> dict[str, Any] | None:
-    """Return the next line; None if there is none in time or ever."""
+    """Return the next line; None if none arrives within `seconds` or the pipe has closed."""
     until = time.monotonic() + seconds
     while b'\n' not in self._data:
       if not select.select([self._fd], [], [], max(0.0, until - time.monotonic()))[0]:

@@ -1,7 +1,7 @@
-"""Graders that do what foreign code may do, among others that return a number, in pools of processes and of threads.
+"""Fuzz target: pools of processes and threads with graders that return a score, misbehave as foreign code can, or end their process.
 
-Every sample gets a Grade with a finite score in time. A grader that behaves gets exactly its own score, whatever the calls
-before it did, unless they may have ended its process.
+Every sample must get a Grade with a finite score in time. A call that returns a score must get exactly this score, whatever the
+other calls do, unless one of them may have ended its process.
 """
 
 import asyncio
@@ -23,20 +23,20 @@ from sprl.tasks.grader_pool import Grade, Group, grader_pool
 from sprl.tasks.rewards import Sample
 
 SECONDS = 120.0
-LIMIT = 4.0  # seconds for a grade
-FORMS = {  # of a grader in a file
+LIMIT = 4.0  # seconds that a grade may take
+FORMS = {  # form of a grader -> text of its file, after HEAD
   'one': 'def grade(prompt, completion, answer):\n  return act(completion)',
   'async': 'async def grade(completion):\n  await asyncio.sleep(0)\n  return act(completion)',
   'group': 'def grade(completions):\n  return [act(each) for each in completions]',
   'whole': 'def grade(completions):\n  return act(completions[0])',
 }
 HEAD = f'import asyncio\nimport sys\nsys.path.append({str(Path(__file__).parent)!r})\nfrom behaviour import act\n\n\n'
-NUMBERS = ('true', 'int', 'numpy', 'numpy int', 'fraction', 'minus', 'tiny')  # values that are scores
+NUMBERS = ('true', 'int', 'numpy', 'numpy int', 'fraction', 'minus', 'tiny')  # names of the values that are valid scores
 
 
 @contextlib.contextmanager
 def prepare(folder: Path) -> Iterator[Any]:
-  """Write a file for each form of a grader."""
+  """Write a grader file for each form."""
   for form, text in FORMS.items():
     (folder / f'{form}.py').write_text(f'{HEAD}{text}\n')
   yield SimpleNamespace(folder=folder)
@@ -44,7 +44,7 @@ def prepare(folder: Path) -> Iterator[Any]:
 
 def case(rng: random.Random, world: Any) -> dict[str, Any]:
   form = rng.choice(('one', 'one', 'one', 'async', 'group', 'whole', 'function', 'async function'))
-  most = 0.75 if 'function' in form else 1.0  # threads cannot be killed
+  most = 0.75 if 'function' in form else 1.0  # functions run in threads, which cannot be killed: no `returns`, no `ends`
   acts = []
   for _ in range(rng.randint(3, 12)):
     kind = most * rng.random()
@@ -82,16 +82,16 @@ def graded(pool: Any, case: dict[str, Any]) -> str:
   found: dict[int, Any] = {}
   until = time.monotonic() + 60
   while len(found) < len(tickets):
-    assert time.monotonic() < until, 'no grades'
+    assert time.monotonic() < until, 'some samples have no grade after 60 s'
     pool.wait(0.5)
     found |= pool.poll(tickets)
   grades = [found[ticket] for ticket in tickets]
   if case['form'] in ('group', 'whole'):
     (grades,) = grades
-  else:  # a sample after all others, in a pool that has been through them
+  else:  # the pool must still grade a sample after all others
     last = pool.submit(Sample('p', 'score 7', 'a'))
     while not (end := pool.poll([last])):
-      assert time.monotonic() < until + 30, 'the pool does not recover'
+      assert time.monotonic() < until + 30, 'the pool did not grade a sample after all others'
       pool.wait(0.5)
     assert end[last] == Grade(7.0, 'ok') or any(act.startswith('ends') for act in case['acts']), end[last]
   assert len(grades) == len(samples)
@@ -103,7 +103,7 @@ def graded(pool: Any, case: dict[str, Any]) -> str:
     assert len(grade.reason) < 1000, act
     grade.reason.encode(errors='strict')
     assert grade.status == 'ok' or grade.score == 0, grade
-    forged = any(act.startswith('ends write') for act in case['acts'])  # code can write the answer of its own process
+    forged = any(act.startswith('ends write') for act in case['acts'])  # such code can write a reply in place of its process
     if act.startswith('score') and grade.status == 'ok' and case['form'] != 'whole' and not forged:
       assert grade.score == float(act.removeprefix('score ')), (act, grade)
   if case['form'] in ('one', 'function', 'async function') and not any(act.startswith('ends') for act in case['acts']):
@@ -113,7 +113,7 @@ def graded(pool: Any, case: dict[str, Any]) -> str:
 
 
 def expected(act: str, grade: Grade) -> None:
-  """Assert that a behaviour that cannot end its process has the grade that it alone would have."""
+  """Assert that `act`, which cannot end its process, has the same grade as in a pool without other calls."""
   what, _, which = act.partition(' ')
   if what == 'score':
     assert grade == Grade(float(which), 'ok'), (act, grade)

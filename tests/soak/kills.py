@@ -217,8 +217,9 @@ class Campaign:
     if kind != 'process':
       return []
     others = [k for k in range(len(start.processes)) if k != moment.process]
-    done = promises.committed(workdir) == self.variant.steps  # then the others may have had nothing left to do together
-    wrong = [k for k in others if start.processes[k].returncode not in ((0, LOST) if done else (LOST,))]
+    # With all steps saved, the others may be through, or wait for the end of all, which JAX aborts if one is missing.
+    allowed = (0, LOST, -signal.SIGABRT) if promises.committed(workdir) == self.variant.steps else (LOST,)
+    wrong = [k for k in others if start.processes[k].returncode not in allowed]
     return [
       f'process {k} ended with status {start.processes[k].returncode} after another was killed: {start.errors(k)[-1500:]}'
       for k in wrong
