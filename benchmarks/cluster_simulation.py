@@ -19,7 +19,7 @@ result shows how the gains depend on GPUs, turns and alpha, beside Propositions 
 
 A row compares an arm with another arm or with a bound. Both have the same lengths and latencies, the draws JUDGED:
 
-    train       number of GPUs that train. `best` is chosen on the draws TUNING
+    train       number of GPUs that train; 0 if synchronous. Except at beta*, it is the best number on the draws TUNING
     seconds     seconds per update, mean over the draws
     gain        seconds of the other arm / seconds of this arm, mean over the draws; low and high are its 95 % interval (Student's
                 t). Against a proposition: its upper bound in seconds / seconds of this arm

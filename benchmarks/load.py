@@ -4,13 +4,14 @@
     python benchmarks/load.py --draw                  # redraw the figure from the saved result
 
 One process serves both loads, with two engines of the tiny model. A thread keeps QUEUED requests with prompts of mixed lengths in
-the queue of the first engine: it adds a request for each one that ends. The scheduler plays episodes on the second engine, with 64
-environments in separate processes (claims/dictation.py). The time of an environment call is log-normal. One episode in fifty is
-ten times as slow, and 5 % of the calls raise. Every SAMPLE seconds the benchmark reads the resident memory, file descriptors and
-threads of all processes from /proc (Linux).
+the queue of the first engine: it adds a request for each one that ends. The scheduler plays episodes on the second engine, with
+64 environments in separate processes (claims/dictation.py). The time of an environment call is log-normal. One episode in fifty
+is ten times as slow, and 5 % of the calls raise. Every SAMPLE seconds the benchmark reads the resident memory, file descriptors
+and threads of all processes from /proc (Linux).
 
-The verdict compares the last quarter of the run with the second, because caches fill in the first. It covers the memory, files and
-threads of the process, their sums over its children, and tokens and episodes a second.
+The verdict compares the end of the run, its last sixth, with the beginning: a sixth after the first twelfth, in which caches
+fill. In an hour these are minutes 5 to 15 and 50 to 60. It covers the memory, files and threads of the process, their sums over
+its children, the child that grows most, the number of children that were started, and tokens and episodes a second.
 """
 
 import argparse
@@ -19,6 +20,8 @@ import os
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -67,17 +70,17 @@ def main() -> None:
   seen = run(60.0 * args.minutes)
   rows = judged(seen)
   settings = {'queued': QUEUED, 'rows': ROWS, 'environments': ENVIRONMENTS, 'raising': RAISING, 'sample': SAMPLE}
-  report('load', rows, {**settings, 'seen': seen}, args.save)
+  report('load', rows, {**settings, 'seen': seen.columns}, args.save)
   if args.save:
     draw()
 
 
-def run(seconds: float) -> dict[str, list[float]]:
+def run(seconds: float) -> 'Readings':
   """Serve both loads for `seconds`. Return the readings as columns: name -> values, in order."""
   config = tiny('llama')
   weights = sampler_weights(transformer.init_params(config, jax.random.key(0), scale=0.1), jnp.dtype('float32'))
-  columns: dict[str, list[float]] = {}
-  end, drawn = threading.Event(), [0]  # tokens that both engines have drawn
+  seen = Readings()
+  end, drawn = threading.Event(), [0, 0]  # tokens of the queue, and of the episodes: each written by one thread
   queue = threading.Thread(target=serve_queue, args=(weights, config, end, drawn), daemon=True)
   with environment_pool(partial(make_environment, TASK, False), ENVIRONMENTS, 60.0, 'processes') as workers:
     layout = cache_layout(config, DENSE, UNQUANTISED, 8, EPISODES.max_tokens, 'float32')
@@ -89,22 +92,22 @@ def run(seconds: float) -> dict[str, list[float]]:
     start = time.perf_counter()
     due = start + SAMPLE
     queue.start()
-    look(columns, 0.0, drawn[0], 0)
+    seen.take(0.0, sum(drawn), 0)
     episodes = 0
     while time.perf_counter() < start + seconds and queue.is_alive():
       groups = scheduler.batch(lambda at=due: time.perf_counter() > at)
       for group in groups or ():
         episodes += len(group.trajectories)
-        drawn[0] += sum(int(t.mask.sum()) for t in group.trajectories)
+        drawn[1] += sum(int(t.mask.sum()) for t in group.trajectories)
       if groups:
         scheduler.sync([weights])
       if (now := time.perf_counter()) > due:
         due = now + SAMPLE
-        look(columns, now - start, drawn[0], episodes)
+        seen.take(now - start, sum(drawn), episodes)
     assert queue.is_alive(), 'the thread that serves the queue ended; its error is above'
     end.set()
     queue.join()
-  return columns
+  return seen
 
 
 def serve_queue(weights: SamplerWeights, config, end: threading.Event, drawn: list[int]) -> None:
@@ -123,23 +126,33 @@ def serve_queue(weights: SamplerWeights, config, end: threading.Event, drawn: li
 # --- readings and verdicts -------------------------------------------------------------------------------------------
 
 
-def look(columns: dict[str, list[float]], seconds: float, drawn: int, episodes: int) -> None:
-  """Append a reading of this process and its descendants to the columns."""
-  own, children = os.getpid(), descendants(os.getpid())
-  found = {'seconds': round(seconds, 1), 'tokens': drawn, 'episodes': episodes, 'children': len(children)}
-  for name, pids in (('process', [own]), ('children', children)):
-    states = [state for pid in pids if (state := state_of(pid))]
-    found |= {f'{name} {what}': round(sum(state[what] for state in states), 1) for what in ('MiB', 'files', 'threads')}
-  for name, value in found.items():
-    columns.setdefault(name, []).append(value)
+@dataclass
+class Readings:
+  """What was seen of the processes, a value for each reading."""
+
+  columns: dict[str, list[float]] = field(default_factory=dict)
+  children: dict[int, list[float]] = field(default_factory=dict)  # process -> its memory in MiB
+
+  def take(self, seconds: float, tokens: int, episodes: int) -> None:
+    """Append a reading of this process and its descendants."""
+    own, children = os.getpid(), descendants(os.getpid())
+    found = {'seconds': round(seconds, 1), 'tokens': tokens, 'episodes': episodes, 'children': len(children)}
+    for name, pids in (('process', [own]), ('children', children)):
+      states = {pid: state for pid in pids if (state := state_of(pid))}
+      found |= {f'{name} {what}': round(sum(s[what] for s in states.values()), 1) for what in ('MiB', 'files', 'threads')}
+    for pid, state in states.items():  # of the children
+      self.children.setdefault(pid, []).append(state['MiB'])
+    for name, value in found.items():
+      self.columns.setdefault(name, []).append(value)
 
 
 def descendants(pid: int) -> list[int]:
   """Return the ids of the children of a process, of their children, and so on."""
   found = []
-  for task in Path(f'/proc/{pid}/task').iterdir():
-    for child in map(int, (task / 'children').read_text().split()):
-      found += [child, *descendants(child)]
+  with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
+    for task in Path(f'/proc/{pid}/task').iterdir():
+      for child in map(int, (task / 'children').read_text().split()):
+        found += [child, *descendants(child)]
   return found
 
 
@@ -152,33 +165,38 @@ def state_of(pid: int) -> dict[str, float] | None:
       'files': len(os.listdir(f'/proc/{pid}/fd')),
       'threads': len(os.listdir(f'/proc/{pid}/task')),
     }
-  except FileNotFoundError:
+  except (FileNotFoundError, ProcessLookupError):
     return None
 
 
-def judged(seen: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
-  """Return a row for each measure: second and last quarter, relative change, and whether this change is small enough."""
-  count = len(seen['seconds'])
-  second, last = slice(count // 4, count // 2), slice(3 * count // 4, count)
+def judged(seen: Readings) -> list[dict[str, Any]]:
+  """Return a row for each measure: its value at the beginning and at the end, the relative change, and whether it is small."""
+  columns, count = seen.columns, len(seen.columns['seconds'])
+  begin, end = slice(count // 12, count // 4), slice(5 * count // 6, count)
   rows = []
-  for name in [name for name in seen if name not in ('seconds', 'tokens', 'episodes', 'children')]:
-    before, after = (float(np.mean(seen[name][part])) for part in (second, last))
+  for name in [name for name in columns if name not in ('seconds', 'tokens', 'episodes', 'children')]:
+    before, after = (float(np.mean(columns[name][part])) for part in (begin, end))
     rows.append(row(name, before, after, after <= before * (1 + (FLAT if name.endswith('MiB') else 0.0)) + 0.5))
+  grown = [[float(np.mean(each[part])) for part in (begin, end)] for each in seen.children.values() if len(each) == count]
+  before, after = max(grown, key=lambda pair: pair[1] / pair[0])
+  rows.append(row('MiB of the child that grows most', before, after, after <= before * (1 + FLAT) + 0.5))
+  before, after = columns['children'][0], len(seen.children)
+  rows.append(row('children, started in all', before, after, after <= before))
   for name in ('tokens', 'episodes'):
-    before, after = (rate(seen, name, part) for part in (second, last))
+    before, after = (rate(columns, name, part) for part in (begin, end))
     rows.append(row(f'{name} a second', before, after, abs(after / before - 1) <= STEADY))
   return rows
 
 
-def rate(seen: Mapping[str, Sequence[float]], name: str, part: slice) -> float:
+def rate(columns: Mapping[str, Sequence[float]], name: str, part: slice) -> float:
   """Return the growth of a counter per second, over a part of the readings."""
-  counts, seconds = seen[name][part], seen['seconds'][part]
+  counts, seconds = columns[name][part], columns['seconds'][part]
   return (counts[-1] - counts[0]) / (seconds[-1] - seconds[0])
 
 
 def row(name: str, before: float, after: float, flat: bool) -> dict[str, Any]:
   """Return a row of the table."""
-  return {'what': name, 'second quarter': before, 'last quarter': after, 'change': after / before - 1, 'flat': flat}
+  return {'what': name, 'beginning': before, 'end': after, 'change': after / before - 1, 'flat': flat}
 
 
 def draw() -> None:

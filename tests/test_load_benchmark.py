@@ -1,4 +1,4 @@
-"""The verdicts of benchmarks/load.py on made-up looks."""
+"""The verdicts of benchmarks/load.py on made-up readings."""
 
 import os
 
@@ -8,28 +8,30 @@ import pytest
 NAMES = [f'{who} {what}' for who in ('process', 'children') for what in ('MiB', 'files', 'threads')]
 
 
-def looks(count=40, leak=0.0, slower=0.0):
-  """Return looks ten seconds apart; memory grows by `leak` MiB a look, and the last quarter is `slower`."""
+def readings(count=48, leak=0.0, slower=0.0, child_leak=0.0, children=64):
+  """Return readings ten seconds apart; memory grows by `leak` MiB a reading, and the last sixth is `slower`."""
   tokens, total = [], 0.0
   for i in range(count):
     tokens.append(total)
-    total += 1000.0 * (1 - slower * (i >= 3 * count // 4))
-  seen = {'seconds': [10.0 * i for i in range(count)], 'tokens': tokens, 'episodes': tokens, 'children': [64] * count}
-  return seen | {name: [100.0 + leak * i * name.endswith('MiB') for i in range(count)] for name in NAMES}
+    total += 1000.0 * (1 - slower * (i >= 5 * count // 6))
+  columns = {'seconds': [10.0 * i for i in range(count)], 'tokens': tokens, 'episodes': tokens, 'children': [64] * count}
+  columns |= {name: [100.0 + leak * i * name.endswith('MiB') for i in range(count)] for name in NAMES}
+  memory = {pid: [50.0] * count for pid in range(children)}
+  return load.Readings(columns, memory | {3: [50.0 + child_leak * i for i in range(count)]})
 
 
-def verdicts(seen):
-  return {row['what']: row['flat'] for row in load.judged(seen)}
+def failed(seen):
+  return {row['what'] for row in load.judged(seen) if not row['flat']}
 
 
 def test_a_flat_run_passes_and_a_leak_or_a_slower_run_does_not():
-  assert all(verdicts(looks()).values())
-  leaking = verdicts(looks(leak=0.5))
-  assert {name for name, flat in leaking.items() if not flat} == {'process MiB', 'children MiB'}
-  slower = verdicts(looks(slower=0.1))
-  assert {name for name, flat in slower.items() if not flat} == {'tokens a second', 'episodes a second'}
-  (row,) = [row for row in load.judged(looks(slower=0.1)) if row['what'] == 'tokens a second']
-  assert (row['second quarter'], row['last quarter'], row['change']) == pytest.approx((100.0, 90.0, -0.1))
+  assert failed(readings()) == set()
+  assert failed(readings(leak=0.5)) == {'process MiB', 'children MiB'}
+  assert failed(readings(child_leak=0.1)) == {'MiB of the child that grows most'}
+  assert failed(readings(children=65)) == {'children, started in all'}
+  assert failed(readings(slower=0.1)) == {'tokens a second', 'episodes a second'}
+  (row,) = [row for row in load.judged(readings(slower=0.1)) if row['what'] == 'tokens a second']
+  assert (row['beginning'], row['end'], row['change']) == pytest.approx((100.0, 90.0, -0.1))
 
 
 @pytest.mark.skipif(not os.path.isdir('/proc/self/task'), reason='needs /proc, which Linux has')

@@ -1,7 +1,7 @@
 """A worker process: trains the runs of an experiment one after another, on one core or on the GPU.
 
-Small models do not use two cores well, so each core has its own worker. The runs of a worker share its compiled programs. A worker
-claims a run with a lock on a file of that run. The system releases the lock when the process ends.
+Small models do not use two cores well, so each core has its own worker. The runs of a worker share its compiled programs. A
+worker claims a run with a lock on a file of that run. The system releases the lock when the process ends.
 """
 
 import fcntl

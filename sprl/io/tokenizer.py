@@ -226,10 +226,11 @@ def _check_merges(path: Path) -> None:
   The library cuts the prefix off unseen. A cut inside a character gives text that is not UTF-8, on which it aborts the process.
   """
   model = _json(path).get('model')
-  prefix = model.get('continuing_subword_prefix') if isinstance(model, dict) else None
-  if not prefix or not isinstance(prefix, str) or 'merges' not in model:
-    return
-  for merge in model['merges'] if isinstance(model['merges'], list) else ():
+  model = model if isinstance(model, dict) else {}
+  prefix, merges = model.get('continuing_subword_prefix'), model.get('merges')
+  if not isinstance(prefix, str) or not isinstance(merges, list):
+    return  # none, or a form that the library refuses
+  for merge in merges:
     pieces = merge.split(' ') if isinstance(merge, str) else merge
     if isinstance(pieces, list) and len(pieces) == 2 and isinstance(pieces[1], str) and not pieces[1].startswith(prefix):
       raise TokenizerError(f'{path}: the merge {merge!r} does not continue with the continuing_subword_prefix {prefix!r}')

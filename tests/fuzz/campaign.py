@@ -8,7 +8,8 @@ A target is a module `fuzz_NAME` of this folder with
     check(world, case) runs sprl on the input and returns the outcome in a few words; raises if the outcome is wrong
 
 The seed of the campaign and the number of a case fix the random numbers of the case. A case fails if `case` or `check` raises,
-exceeds SECONDS, or ends the process. The campaign then continues with the next case. After a hang or an end it starts a new process.
+exceeds SECONDS, or ends the process. The campaign then continues with the next case. If the process hung or ended, it starts a
+new one.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Fuzz target: pools of processes and threads with graders that return a score, misbehave as foreign code can, or end their process.
+"""Fuzz target: grader pools of processes and threads, with graders that behave well or as badly as foreign code can.
 
 Every sample must get a Grade with a finite score in time. A call that returns a score must get exactly this score, whatever the
 other calls do, unless one of them may have ended its process.
