@@ -5,7 +5,8 @@ A hook is a function of the session. `Session.before_update` holds the hooks tha
 """
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import reduce
 
 import jax
 
@@ -93,10 +94,10 @@ def check_step(session: Session, report: StepReport) -> None:
 
 
 class Warn:
-  """Logs a warning about each symptom once, at the step that first shows it. A resumed run begins anew."""
+  """Logs a warning about each symptom once in each start of a run. `earlier` are the metrics of the steps before this start."""
 
-  def __init__(self):
-    self._history, self._said = History(), set()
+  def __init__(self, earlier: Iterable[Mapping[str, float]] = ()):
+    self._history, self._said = reduce(History.after, earlier, History()), set()
 
   def __call__(self, session: Session, report: StepReport) -> None:
     """Log the warnings of this step that were not logged before."""
@@ -124,9 +125,12 @@ def evaluate_and_save(session: Session, report: StepReport) -> None:
     session.save()
 
 
-def after_step() -> list[Callable[[Session, StepReport], None]]:
-  """Return the hooks at the end of a step, in order. A guard stops a run before its broken state is saved."""
-  return [log_step, check_step, Warn(), print_progress, evaluate_and_save]
+def after_step(earlier: Iterable[Mapping[str, float]] = ()) -> list[Callable[[Session, StepReport], None]]:
+  """Return the hooks at the end of a step, in order. A guard stops a run before its broken state is saved.
+
+  `earlier` are the metrics of the steps before this start.
+  """
+  return [log_step, check_step, Warn(earlier), print_progress, evaluate_and_save]
 
 
 # --- guards ------------------------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ from sprl.hooks import LedgerHook, after_step, remarks, stop_if, wrong_weights
 from sprl.io.checkpoint import Checkpoints
 from sprl.io.config_file import config_differences, read_config, write_config
 from sprl.io.files import local_folder
-from sprl.io.metrics import RunLog
+from sprl.io.metrics import RunLog, read_metrics
 from sprl.io.progress import Progress
 from sprl.io.provenance import provenance
 from sprl.io.run_folder import exclusive
@@ -174,18 +174,19 @@ def setup(
     scheduler.restore(state.scheduler)
 
   # --- logs ----------------------------------------------------------------------------------------------------------
-  run_log = None
+  run_log, earlier = None, ()
   if team.leads:
     resume_step = state.step if checkpoints.steps() else None
     run_log = RunLog(workdir, resume_step, [*open_trackers(run.log, workdir, resume_step), *trackers])
     stack.callback(run_log.close)
     run_log.settings(settings.to_dict(run))
+    earlier = [line for line in read_metrics(workdir) if line['kind'] == 'train']
   session = Session(
     run=run, workdir=workdir, team=team, model=model, layout=layout, learner=learner, weights=weights, placed=placed,
     engines=opened, scheduler=scheduler, source=source, eval_set=eval_set, state=state, checkpoints=checkpoints,
     timeline=timeline, trace=trace_file(workdir, state.step, run.steps) if team.leads else None, run_log=run_log,
     progress=Progress(run.steps, show=partial(print, flush=True)), stop=stop, stream=rollouts.stream,
-    before_update=[LedgerHook()], after_step=[*after_step(), *hooks],
+    before_update=[LedgerHook()], after_step=[*after_step(earlier), *hooks],
   )  # fmt: skip
   stop_if(wrong_weights(session), session)  # before anything is sampled from them
   return session

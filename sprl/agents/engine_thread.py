@@ -149,7 +149,7 @@ class EngineBackend:
 
   async def answer(self, episode: str, request: ChatRequest) -> AsyncGenerator[Partial | Answer, None]:
     """Yield the text as it grows, then the Answer. Closing the generator ends the request. Raises Refused."""
-    ids = encoded(self.tokenizer, request)
+    ids = await asyncio.to_thread(encoded, self.tokenizer, request)  # a template may take seconds
     prompt, given, room = split(ids, self.sampling)
     loop, news = asyncio.get_running_loop(), asyncio.Queue[News]()
     try:

@@ -1,7 +1,7 @@
-"""Chat templates, rendered in a process of their own with limits of time and memory (sprl/io/template_process.py).
+"""Renders chat templates in a separate process with limits on time and memory (sprl/io/template_process.py).
 
-The process starts with the first template and serves all templates of this process, one request at a time. If a template ends it,
-the next request starts another.
+The renderer process starts at the first request and serves all templates, one request at a time. If a template ends the process,
+the next request starts a new one.
 """
 
 import atexit
@@ -16,13 +16,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-SECONDS = 5.0  # of CPU time for a request
-MEMORY = 1 << 29  # bytes that the process may add to those of its start
+SECONDS = 5.0  # limit of CPU time for a request
+MEMORY = 1 << 29  # bytes of memory that the process may add after its start
 _PROGRAM = Path(__file__).with_name('template_process.py')
 
 
 class TemplateError(ValueError):
-  """A template that cannot be used. `valid` says whether it could be compiled, so that its rendering failed."""
+  """A template cannot be used. `valid` is False if it does not compile, and True if only its rendering failed."""
 
   def __init__(self, message: str, valid: bool):
     super().__init__(message)
@@ -30,18 +30,18 @@ class TemplateError(ValueError):
 
 
 def variables(source: str) -> frozenset[str]:
-  """Return the names of the variables that a template reads. Raises TemplateError if it is not valid."""
+  """Return the names of the variables that a template reads. Raises TemplateError if the template does not compile."""
   return frozenset(_renderer.ask({'source': source})['variables'])
 
 
 def render(source: str, values: Mapping[str, Any], add_generation_prompt: bool) -> str:
-  """Return the text of a template for the values of its variables, which JSON can hold. Raises TemplateError."""
+  """Return the text of a template for values of its variables (JSON data). Raises TemplateError if that fails."""
   request = {'source': source, 'variables': values, 'add_generation_prompt': add_generation_prompt}
   return _renderer.ask(request)['text']
 
 
 def restart() -> None:
-  """Let the next template start a new process, with the limits that then hold."""
+  """End the process. The next request starts a new one with the current SECONDS and MEMORY."""
   _renderer.end()
 
 
@@ -53,38 +53,47 @@ class _Renderer:
     self._process: subprocess.Popen | None = None
 
   def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the answer to a request. Raises TemplateError for an error of the template or the end of the process."""
+    """Return the answer to a request. Raises TemplateError if the template raises or ends the process.
+
+    A request whose process was killed is asked once more: the system may have killed it for want of memory elsewhere.
+    """
     line = json.dumps(request).encode() + b'\n'
     with self._lock:
-      if self._process is None or self._process.poll() is not None:
-        self._process = self._start()
-      process = self._process
-      assert process.stdin is not None
-      assert process.stdout is not None
-      try:
-        with contextlib.suppress(BrokenPipeError):
-          process.stdin.write(line)
-          process.stdin.flush()
-        reply = process.stdout.readline()
-      except BaseException:  # such as Ctrl-C: the answer would be taken for that to the next request
-        self._end()
-        raise
-      if not reply:
-        status = self._end()
-        slow = status == -signal.SIGPROF
-        raise TemplateError(f'it takes more than {SECONDS:g} s' if slow else f'it ended its process (status {status})', True)
+      reply, status = self._reply(line)
+      if status == -signal.SIGKILL:
+        reply, status = self._reply(line)
+    if not reply:
+      slow = status == -signal.SIGPROF
+      raise TemplateError(f'it takes more than {SECONDS:g} s' if slow else f'it ended its process (status {status})', True)
     answer = json.loads(reply)
     if 'error' in answer:
       raise TemplateError(answer['error'], answer['valid'])
     return answer
 
+  def _reply(self, line: bytes) -> tuple[bytes, int | None]:
+    """Return the reply to a request, or b'' and the exit status of the process that ended instead."""
+    if self._process is None or self._process.poll() is not None:
+      self._process = self._start()
+    process = self._process
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+      with contextlib.suppress(BrokenPipeError):
+        process.stdin.write(line)
+        process.stdin.flush()
+      reply = process.stdout.readline()
+    except BaseException:  # such as Ctrl-C: the next request would read the late reply as its own
+      self._end()
+      raise
+    return reply, None if reply else self._end()
+
   def end(self) -> None:
-    """End the process, if it runs."""
+    """End the process if it is running."""
     with self._lock:
       self._end()
 
   def _end(self) -> int | None:
-    """End the process and return its status: its own, if it has ended by itself."""
+    """End the process and return its exit status; None if there is no process. The caller holds the lock."""
     if (process := self._process) is None:
       return None
     self._process = None
@@ -100,7 +109,7 @@ class _Renderer:
     return process.wait()
 
   def _start(self) -> subprocess.Popen:
-    # -P: the folder of the program has modules with names of packages.
+    # -P keeps the folder of the program off sys.path: some of its modules have names of installed packages.
     return subprocess.Popen(
       [sys.executable, '-P', str(_PROGRAM), str(SECONDS), str(MEMORY)],
       stdin=subprocess.PIPE,

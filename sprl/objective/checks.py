@@ -1,10 +1,10 @@
-"""Checks of a run: what can go wrong while it trains, how that shows, what it means, and which settings usually help.
+"""Checks of a run that trains: the symptom of a problem, the metric that shows it, its meaning, and settings that usually help.
 
-`CHECKS` is the table, one row per sign. A row compares a statistic of a metric with the range of a healthy run. One step is
+`CHECKS` is the table. A row compares a statistic of a metric with the range of a healthy run. One step is
 noisy, so most statistics are of several steps, and some compare the latest steps with the first or the best ones. `History` holds
 these steps.
 
-docs/troubleshooting.md has a section for each symptom. docs/methods/losses.md, Health ranges, has the origin of the ranges.
+docs/troubleshooting.md has a section for each symptom. docs/methods/losses.md, Health ranges, gives the origin of the ranges.
 """
 
 import math
@@ -18,19 +18,19 @@ from typing import NamedTuple
 
 from sprl.config import EPISODES, Run
 
-FEW, WINDOW = 3, 10  # steps of a statistic
+FEW, WINDOW = 3, 10  # number of steps that a statistic uses
 RISE = 0.2  # standard deviations of a sample by which a mean reward must exceed another one to count as risen
-FAILED = ('timeout', 'crash', 'error', 'invalid')  # outcomes of grading that are not 'ok'
+FAILED = ('timeout', 'crash', 'error', 'invalid')  # outcomes of grading other than 'ok'
 
 Steps = Sequence[Mapping[str, float]]  # the metrics of steps
 
 
 class History(NamedTuple):
-  """The steps that the checks compare. A resumed run begins with an empty history."""
+  """The steps that the checks compare."""
 
   steps: int = 0  # steps seen
   first: Steps = ()  # the first WINDOW steps
-  best: Steps = ()  # of steps 1 to WINDOW, WINDOW + 1 to 2 * WINDOW, ...: those with the highest mean reward
+  best: Steps = ()  # the block with the highest mean reward, of steps 1 to WINDOW, WINDOW + 1 to 2 * WINDOW, ...
   latest: Steps = ()  # the latest WINDOW steps
 
   def after(self, metrics: Mapping[str, float]) -> 'History':
@@ -108,14 +108,14 @@ FALL = Statistic(
 
 
 class Advice(NamedTuple):
-  """A change of settings. Where the text gives no new value, `tries` adds the present one."""
+  """A change of settings. If the text names no new value, `tries` adds the current one."""
 
   text: str
   helps: Callable[[Run], bool] = lambda run: True
 
 
 def is_exact(run: Run) -> bool:
-  """Return whether the sampler evicts nothing, has no FP8, and always has the newest weights."""
+  """Return whether the sampler evicts nothing, uses no FP8, and always has the newest weights."""
   return run.cache.budget is None and run.quant.sampler == 'none' and not run.rollout.async_ratio
 
 
@@ -179,7 +179,7 @@ def tries(advice: Sequence[Advice], run: Run) -> str:
 
 @dataclass(frozen=True)
 class Check:
-  """A row of the table."""
+  """A row of the table: the statistic of a metric, its healthy range, and what a value outside of the range means."""
 
   symptom: str  # the first words of the warning, and a heading of docs/troubleshooting.md
   metric: str
@@ -203,17 +203,17 @@ class Check:
 
 
 def no_gain(history: History, run: Run) -> bool:
-  """Return whether the reward has not risen since the first steps. Policies that learn lose entropy and leave the reference."""
+  """Return whether the reward has not risen since the first steps. If it has, less entropy and more KL are normal."""
   return gain(history.latest, history.first) < RISE
 
 
 def has_weights(history: History, run: Run) -> bool:
-  """Return whether the correction has weights."""
+  """Return whether the correction uses importance weights."""
   return run.correction.level is not None
 
 
 def moves(history: History, run: Run) -> bool:
-  """Return whether ratios show the update, and not only the mismatch of sampler and learner."""
+  """Return whether the ratios measure the update, and not only the mismatch of sampler and learner."""
   return run.correction.mode == 'decoupled' or run.optimizer.updates > 1
 
 
@@ -223,15 +223,15 @@ def compares_groups(history: History, run: Run) -> bool:
 
 
 def cuts_by_mistake(history: History, run: Run) -> bool:
-  """Return whether answers at the token limit are a fault. A run that goes on when all are cut off cuts them on purpose."""
+  """Return whether cut-off answers are a problem. `stop_when_capped = False` says that they are intended."""
   return run.rollout.stop_when_capped
 
 
 ANY = math.inf
 MISMATCH = 'sampler and learner differ much'
-DIFFER = 'The tokens were drawn from another distribution than the one that is trained, and a correction has limits.'
+DIFFER = 'The tokens were drawn from a different distribution than the one that is trained, and a correction has limits.'
 WEIGHTS = 'the correction weights vary much'
-VARY = 'The weights that make up for the difference of sampler and learner add noise to the gradient.'
+VARY = 'The weights that correct for the difference of sampler and learner add noise to the gradient.'
 SATURATED = 'numbers exceed the FP8 scales'
 CLAMPED = 'Keys, values or queries are clamped: the scales were found with other weights or texts.'
 

@@ -12,7 +12,8 @@ Each completion runs in a process of its own with limits (sprl/tasks/code_runner
 grading worker. They call the functions of the other process through a socket and get values back. So the graded code can neither
 see the tests nor report that they passed. A program is compared by its standard output, and must exit with status 0.
 
-This is not a sandbox for hostile code: the process can read and write the files of its user.
+This is not a sandbox for hostile code. Where the kernel has no Landlock, the process can read and write the files of its user,
+and read the environment of other processes.
 """
 
 import ast

@@ -3,7 +3,7 @@
 FD is a socket of JSON lines, on which the grader (sprl/tasks/code_grader.py) sends {"code": text, "script": bool}. The program
 
 1. limits its CPU time, memory, files and output, gives up its capabilities, and asks the kernel to refuse new processes,
-   signals and sockets (`_confine`);
+   signals, sockets, and files outside its folder (`_confine`);
 2. runs the code. A script then ends; its output is what the grader compares;
 3. otherwise sends the names that the code defines, and answers calls of its functions until the socket closes.
 
@@ -171,9 +171,39 @@ def _confine(seconds: float, memory: int) -> None:
   libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG: end with the grader
   libc.capset(struct.pack('Ii', 0x20080522, 0), bytes(24))  # root may do nothing that needs a capability
   libc.prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
+  _restrict_files(libc)
   program = b''.join(struct.pack('HBBI', *each) for each in _filter())
   kept = ctypes.create_string_buffer(program)
   libc.prctl(22, 2, struct.pack('HxxxxxxP', len(program) // 8, ctypes.addressof(kept)), 0, 0)  # PR_SET_SECCOMP
+
+
+_CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446  # system calls of Landlock, the same on both architectures
+_OF_FILES, _READ, _WRITE_FILE = 0x4007, 0b1100, 0b10  # rights: those of files that are no folders; read files and folders; write
+_READABLE = ('/usr', '/lib', '/lib64', '/bin', '/etc', '/nix/store', '/sys/devices/system/cpu', '/proc/self', '/proc/cpuinfo')
+_READABLE += ('/proc/meminfo', '/dev/null', '/dev/zero', '/dev/random', '/dev/urandom')
+
+
+def _restrict_files(libc: ctypes.CDLL) -> None:
+  """Let this process read its folder, Python and the system's libraries, and write in its folder only.
+
+  The kernel then also refuses the environment and the memory of other processes in /proc. Needs Landlock: Linux 5.13 or newer
+  that has it enabled. Without it, nothing is restricted.
+  """
+  version = libc.syscall(_CREATE_RULESET, None, 0, 1)
+  if version < 1:
+    return
+  every = (1 << min(12 + version, 15)) - 1  # version 1 knows 13 rights, versions 2 and 3 one more each
+  rules = dict.fromkeys((*_READABLE, sys.prefix, sys.base_prefix, *sys.path), _READ) | {'/dev/null': _READ | _WRITE_FILE}
+  rules['.'] = every
+  ruleset = libc.syscall(_CREATE_RULESET, struct.pack('Q', every), 8, 0)
+  for path, rights in rules.items():
+    if os.path.exists(path):
+      at = os.open(path, os.O_PATH | os.O_CLOEXEC)
+      allowed = every & rights & (-1 if os.path.isdir(path) else _OF_FILES)
+      libc.syscall(_ADD_RULE, ruleset, 1, struct.pack('=Qi', allowed, at), 0)
+      os.close(at)
+  libc.syscall(_RESTRICT_SELF, ruleset, 0)
+  os.close(ruleset)
 
 
 def _filter() -> list[tuple[int, int, int, int]]:

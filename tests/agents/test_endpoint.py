@@ -2,6 +2,8 @@
 
 import json
 import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import hermes
 import httpx2
@@ -12,7 +14,7 @@ from checks import wait_until
 from serving import ROWS, served, together
 
 from sprl import serve
-from sprl.agents import protocol
+from sprl.agents import engine_thread, protocol
 from sprl.agents.endpoint import application
 from sprl.agents.protocol import Answer, Partial
 from sprl.agents.server import ServerThread
@@ -81,6 +83,24 @@ def test_a_prompt_longer_than_max_prompt_continues_in_the_tokens_behind_it(endpo
   response = endpoint.client.chat.completions.create(model='tiny', messages=messages, extra_body={'return_token_ids': True})
   assert len(response.prompt_token_ids) > 256
   assert response.usage.total_tokens <= 256 + 64
+
+
+def test_a_slow_chat_template_does_not_hold_up_other_requests(endpoint, monkeypatch):
+  begun, go_on, encoded = threading.Event(), threading.Event(), engine_thread.encoded
+
+  def slow(*arguments):
+    begun.set()
+    assert go_on.wait(20)
+    return encoded(*arguments)
+
+  monkeypatch.setattr(engine_thread, 'encoded', slow)
+  with ThreadPoolExecutor(1) as pool:
+    answer = pool.submit(ask, endpoint, max_tokens=2)
+    assert begun.wait(20)
+    assert httpx2.get(endpoint.url.replace('/v1', '/health'), timeout=10).json() == {'status': 'ok'}
+    assert not answer.done()
+    go_on.set()
+    assert answer.result().choices
 
 
 def test_a_client_that_disconnects_frees_its_row(endpoint):

@@ -1,6 +1,9 @@
 """Tokenizers: ids, text, special tokens, and chat templates, which are not trusted."""
 
 import json
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -161,6 +164,20 @@ def test_a_conversation_is_rendered_again_after_the_process_of_templates_was_kil
   templates._renderer._process.kill()
   templates._renderer._process.wait()
   assert tokenizer.render(HELLO) == '1'
+
+
+def test_a_request_whose_process_is_killed_is_asked_again(folder):
+  tokenizer = with_template(folder, '{{ messages | length }}')
+  tokenizer.render(HELLO)
+  process = templates._renderer._process
+  process.send_signal(signal.SIGSTOP)  # it reads the request, and cannot answer
+  with ThreadPoolExecutor(1) as pool:
+    answer = pool.submit(tokenizer.render, HELLO)
+    while not templates._renderer._lock.locked():
+      time.sleep(0.001)
+    process.kill()
+    assert answer.result(30) == '1'
+  assert templates._renderer._process is not process
 
 
 def test_an_invalid_template_is_refused_at_load(folder):

@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from sprl.config import Cache, Correction, Ledger, Loss, Optimizer, Quant, Rollout, Run, Task
+from sprl.hooks import Warn
 from sprl.objective import checks
 from sprl.objective.checks import CHECKS, FEW, WINDOW, History, gain
 from sprl.objective.guards import HEALTHY, apart, sentinels, warnings
+from sprl.session import Session, StepReport
 
 ROOT = Path(__file__).parents[2]
 STEP = {  # of a healthy run
@@ -190,6 +192,18 @@ def test_a_symptom_is_found_after_as_many_steps_as_its_statistic_needs(symptom, 
   found = ever([*FIRST, *FIRST, *[STEP | sign] * (WINDOW + 1)], run)
   assert found.pop(symptom) == 2 * WINDOW + steps
   assert set(found) <= {'the reward fell'}  # where every reward is 0
+
+
+def test_a_resumed_run_compares_with_the_steps_before_it(caplog):
+  """An entropy that collapsed before the resume is a symptom; without the earlier steps it looks like that of the beginning."""
+  collapsed = STEP | {'policy/entropy': 0.01}
+  session = object.__new__(Session)
+  session.run = PLAIN
+  for earlier, expected in ((), 0), ([*FIRST, *FIRST, *[collapsed] * 3], 1):
+    warn = Warn(earlier)
+    for step in range(24, 24 + 3 * WINDOW):
+      warn(session, StepReport(step, (), collapsed, {}, 0.0))
+    assert sum('entropy' in record.getMessage() for record in caplog.records) == expected
 
 
 def test_all_symptoms_are_tested():

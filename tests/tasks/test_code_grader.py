@@ -1,5 +1,6 @@
 """The grader `code`: tests of public data sets' forms, and programs that try to pass without being right."""
 
+import ctypes
 import sys
 import time
 
@@ -95,6 +96,7 @@ def test_values_pass_between_the_tests_and_the_code(test, code):
 
 
 FORGERY = """
+import ctypes
 import os
 for fd in range(3, 64):
   try: os.write(fd, b'{"value": true}\\n' * 9)
@@ -155,6 +157,47 @@ FORBIDDEN = {
 def test_the_kernel_refuses_what_code_may_not_do(call):
   code = f'import os, resource, socket\ndef f():\n  try: {FORBIDDEN[call]}\n  except (OSError, ValueError) as e: return str(e)'
   assert score(code, {'test_list': ['assert "not permitted" in f() or "not allowed" in f()']}) == 1
+
+
+def has_landlock() -> bool:
+  return sys.platform == 'linux' and ctypes.CDLL(None).syscall(444, None, 0, 1) > 0
+
+
+ELSEWHERE = {
+  'the environment of the grader': "open(f'/proc/{os.getppid()}/environ', 'rb').read()",
+  'the memory of the grader': "open(f'/proc/{os.getppid()}/mem', 'r+b')",
+  'other processes': "os.listdir('/proc')",
+  "a user's file": 'open(SECRET).read()',
+  'a new file': "open(SECRET + '.new', 'w')",
+  'a removed file': 'os.remove(SECRET)',
+  'a truncated file': 'os.truncate(SECRET, 0)',
+  'a link to a file': "os.link(SECRET, 'here')",
+}
+
+
+@pytest.mark.skipif(not has_landlock(), reason='needs Landlock: Linux 5.13 or newer')
+@pytest.mark.parametrize('call', ELSEWHERE)
+def test_the_kernel_refuses_what_is_outside_the_folder(call, tmp_path):
+  """The processes of an unprivileged user may read each other; root, without capabilities, may not in any case."""
+  secret = tmp_path / 'secret'
+  secret.write_text('sk-1')
+  tried = ELSEWHERE[call].replace('SECRET', repr(str(secret)))
+  code = f'import os\ndef f():\n  try: {tried}\n  except OSError as e: return type(e).__name__\n  return "done"'
+  refused = ('PermissionError', 'OSError')  # a link to another folder is a link to another device
+  assert score(code, {'test_list': [f'assert f() in {refused}']}) == 1
+  assert secret.read_text() == 'sk-1'
+
+
+def test_the_code_may_use_its_folder_and_libraries():
+  code = (
+    'import json, os, sqlite3, tempfile, zoneinfo\n'
+    'def f():\n'
+    '  os.mkdir("a"); open("a/b", "w").write("x"); os.rename("a/b", "c"); os.truncate("c", 0)\n'
+    '  open(os.devnull, "w").write("x")\n'
+    '  import numpy, random\n'
+    '  return os.listdir("."), int(numpy.ones((64, 64)).dot(numpy.ones(64)).sum()), tempfile.gettempdir() == os.getcwd()\n'
+  )
+  assert score(code, {'test_list': ['r = f()', "assert sorted(r[0]) == ['a', 'c'] and r[1] == 4096"]}) == 1
 
 
 def test_threads_are_allowed():
