@@ -100,6 +100,7 @@ def run(seconds: float) -> 'Readings':
         episodes += len(group.trajectories)
         drawn[1] += sum(int(t.mask.sum()) for t in group.trajectories)
       if groups:
+        scheduler.metrics()  # as a step of training does: it ends the records of the samples since the last call
         scheduler.sync([weights])
       if (now := time.perf_counter()) > due:
         due = now + SAMPLE
