@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -68,7 +68,7 @@ def application(backend: Backend, prefix: str = '', token: str | None = None) ->
     except Refused as error:
       headers = {'retry-after': '1'} if error.status in (429, 503) else None
       return JSONResponse(error.body(), error.status, headers)
-    except _Disconnected:
+    except (_Disconnected, ClientDisconnect):
       return Response(status_code=CLIENT_CLOSED)
 
   async def models(request: Request) -> JSONResponse:

@@ -115,6 +115,15 @@ def test_a_client_that_disconnects_frees_its_row(endpoint):
     wait_until(lambda: endpoint.thread._engine.load == 0)
 
 
+def test_a_client_that_disconnects_in_the_middle_of_its_body_is_no_error_of_the_server(endpoint, caplog):
+  host, _, port = endpoint.url.removeprefix('http://').removesuffix('/v1').partition(':')
+  with socket.create_connection((host, int(port))) as connection:
+    connection.sendall(b'POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"mes')
+  for _ in range(5):  # the server's loop takes events in turn
+    assert ask(endpoint, max_tokens=1).choices
+  assert [record for record in caplog.records if record.levelname == 'ERROR'] == []
+
+
 def test_more_requests_than_rows_and_queue_get_429(tmp_path):
   with served(tmp_path, queue=1) as endpoint:
     calls = [lambda: ask(endpoint, max_tokens=60)] * 16

@@ -1,8 +1,8 @@
 """python tests/fuzz [TARGET ...] [--minutes 5] [--seed 0] [--case N] [--folder FOLDER]
 
 Gives random inputs to the parts of sprl that read the input of others, and reports every case that ends in any other way than an
-answer or a refusal. Without targets it runs all of them, each for its share of the minutes. --case N runs one case here, with its
-traceback. Exit status: 0 without a failure, 1 with one.
+answer or a refusal. Without targets it runs all of them. Each target gets its share of the minutes; `commands` gets four shares,
+because its cases take seconds. --case N runs one case here, with its traceback. Exit status: 0 without a failure, 1 with one.
 """
 
 import argparse
@@ -17,7 +17,7 @@ os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ.setdefault('JAX_DISABLE_MOST_OPTIMIZATIONS', '1')  # as tests/conftest.py
 
 import compilation_cache  # noqa: E402  (the lines above make it importable, and say how jax starts)
-from campaign import TARGETS, Campaign, case_of, opened, serve  # noqa: E402
+from campaign import TARGETS, Campaign, case_of, opened, serve, shares  # noqa: E402
 
 
 def main() -> int:
@@ -40,8 +40,8 @@ def main() -> int:
       print(target.check(world, case))
     return 0
   failed = 0
-  for target in targets:
-    failed += Campaign(target, given.seed, given.first).run(60 * given.minutes / len(targets))
+  for target, share in zip(targets, shares(targets), strict=True):
+    failed += Campaign(target, given.seed, given.first).run(60 * given.minutes * share)
   return 1 if failed else 0
 
 

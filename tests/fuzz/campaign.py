@@ -6,6 +6,7 @@ A target is a module `fuzz_NAME` of this folder with
     prepare(folder)    context manager; yields the `world` that all cases share, such as files to mutate
     case(rng, world)   returns the input of a case; all its random choices come from `rng`
     check(world, case) runs sprl on the input and returns the outcome in a few words; raises if the outcome is wrong
+    SHARE              optional: its share of the minutes of a campaign of several targets, relative to the others; 1 by default
 
 The seed of the campaign and the number of a case fix the random numbers of the case. A case fails if `case` or `check` raises,
 exceeds SECONDS, or ends the process. The campaign then continues with the next case. If the process hung or ended, it starts a
@@ -25,7 +26,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -44,6 +45,12 @@ def opened(name: str) -> Iterator[tuple[ModuleType, Any]]:
   target = importlib.import_module(f'fuzz_{name}')
   with tempfile.TemporaryDirectory() as folder, target.prepare(Path(folder)) as world:
     yield target, world
+
+
+def shares(names: Sequence[str]) -> list[float]:
+  """Return the part of the time that each target gets. The parts sum to 1."""
+  found = [getattr(importlib.import_module(f'fuzz_{name}'), 'SHARE', 1) for name in names]
+  return [share / sum(found) for share in found]
 
 
 def case_of(target: ModuleType, world: Any, seed: int, number: int) -> Any:

@@ -1,11 +1,14 @@
 """Chat templates: random programs in the template language, and changes of real templates.
 
 A template is rendered or raises TokenizerError, within the limits of time and memory, and the next one is rendered after it.
+The memory is the peak of the renderer process's address space, which only Linux tells.
 In the sandbox no attribute is a module, a class, a function or a part of Python's machinery.
 """
 
 import contextlib
 import random
+import re
+import threading
 import time
 import types
 from collections.abc import Iterator
@@ -22,6 +25,9 @@ from sprl.io.tokenizer import Tokenizer, TokenizerError, write_tiny
 
 SECONDS = 60.0
 LIMIT = 0.3  # seconds of CPU time for a template
+WALL = 15.0  # seconds for two requests, each up to LIMIT, and a new process: less than 3 s alone, more on a busy machine
+MEMORY = 1 << 28  # bytes that the renderer process may add
+SLACK = 1 << 24  # bytes by which the address space of two processes may differ at their start
 LLAMA = """{{- bos_token }}
 {%- if custom_tools is defined %}{%- set tools = custom_tools %}{%- endif %}
 {%- if not date_string is defined %}{%- set date_string = strftime_now("%d %b %Y") %}{%- endif %}
@@ -130,6 +136,17 @@ LITERALS += (
   "'a' * 999",
   '[0] * 999',
 )
+COSTLY = (  # each ends at a limit: of time, memory, or the length of the text
+  '{% for i in range(99999) %}{% for j in range(99999) %}{% set x = j %}{% endfor %}{% endfor %}',
+  '{{ 9 ** (9 ** 9) }}',
+  "{{ 'a' | center(10 ** 9) | length }}",
+  "{{ 'a' * 10 ** 8 }}",
+  '{{ ([0] * 10 ** 8) | length }}',
+  '{% set ns = namespace(a=[]) %}{% for i in range(99999) %}{% set ns.a = ns.a + ns.a + [i] %}{% endfor %}',
+  "{{ ('a' * 10 ** 6).replace('a', 'b' * 10 ** 6) | length }}",
+  "{% for i in range(99999) %}{{ 'a' * 999 }}{% endfor %}",
+  '{% macro f(n) %}{% if n %}{% set x = f(n - 1) ~ f(n - 1) %}{% endif %}{% endmacro %}{{ f(90) }}',
+)
 
 
 @contextlib.contextmanager
@@ -138,9 +155,10 @@ def prepare(folder: Path) -> Iterator[Any]:
   filters, tests = sorted(template_process.make_environment().filters), sorted(template_process.make_environment().tests)
   tests = [test for test in tests if test.isidentifier()]
   before = templates.SECONDS, templates.MEMORY
-  templates.SECONDS, templates.MEMORY = LIMIT, 1 << 28
+  templates.SECONDS, templates.MEMORY = LIMIT, MEMORY
   templates.restart()
-  yield SimpleNamespace(folder=folder, filters=filters, tests=tests)
+  templates.render('x', {}, True)
+  yield SimpleNamespace(folder=folder, filters=filters, tests=tests, most=peak() + MEMORY + SLACK)
   templates.SECONDS, templates.MEMORY = before
   templates.restart()
 
@@ -214,6 +232,8 @@ def case(rng: random.Random, world: Any) -> dict[str, Any]:
     made = values.changed_text(rng, rng.choice(REAL))
   elif rng.random() < 0.3:
     made = rng.choice(REAL).replace('{%- endfor %}', f'{made}{{%- endfor %}}', 1)
+  if rng.random() < 0.03:
+    made += rng.choice(COSTLY)
   messages = CONVERSATION if rng.random() < 0.5 else objects(values.changed_json(rng, CONVERSATION))
   return {
     'template': made,
@@ -234,20 +254,53 @@ LEAKS = (types.ModuleType, type, types.FunctionType, types.CodeType, types.Frame
 
 def check(world: Any, case: dict[str, Any]) -> str:
   (world.folder / 'chat_template.jinja').write_text(case['template'], encoding='utf-8')
-  start = time.monotonic()
   outcome = 'rendered'
-  try:
-    tokenizer = Tokenizer.load(world.folder)
-    text = tokenizer.render(case['messages'], tools=case['tools'] if 'tools' in tokenizer.variables else None)
-    assert len(text) <= template_process.MAX_RENDERED
-  except TokenizerError as error:
-    outcome = next(
-      (word for word in ('takes more than', 'ended its process', 'MemoryError', 'not valid') if word in str(error)), 'failed'
-    )
-  assert time.monotonic() - start < 40, 'the time limit does not hold'
+  with peaks() as found:
+    start = time.monotonic()
+    try:
+      tokenizer = Tokenizer.load(world.folder)
+      text = tokenizer.render(case['messages'], tools=case['tools'] if 'tools' in tokenizer.variables else None)
+      assert len(text) <= template_process.MAX_RENDERED
+    except TokenizerError as error:
+      outcome = next(
+        (word for word in ('takes more than', 'ended its process', 'MemoryError', 'not valid') if word in str(error)), 'failed'
+      )
+    seconds = time.monotonic() - start
+  assert seconds < WALL, f'the time limit does not hold: {seconds:.1f} s'
+  assert max(found) <= world.most, f'the memory limit does not hold: {max(found) >> 20} MiB of {world.most >> 20}'
   if outcome in ('rendered', 'failed'):
     watched(case)
   return outcome
+
+
+def peak() -> int:
+  """Return the most address space that the renderer process has had, in bytes; 0 if it has ended or the system does not say."""
+  process = templates._renderer._process
+  try:
+    status = Path(f'/proc/{process.pid}/status').read_text() if process else ''
+  except OSError:
+    return 0
+  found = re.search(r'VmPeak:\s+(\d+) kB', status)  # not in the status of a zombie
+  return int(found[1]) << 10 if found else 0
+
+
+@contextlib.contextmanager
+def peaks() -> Iterator[list[int]]:
+  """Collect `peak()` every 5 ms, because a template can end its process, and at the end."""
+  found, ended = [0], threading.Event()
+
+  def collect():
+    while not ended.wait(0.005):
+      found.append(peak())
+
+  thread = threading.Thread(target=collect)
+  thread.start()
+  try:
+    yield found
+  finally:
+    ended.set()
+    thread.join()
+    found.append(peak())
 
 
 def watched(case: dict[str, Any]) -> None:
