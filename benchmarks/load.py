@@ -40,6 +40,7 @@ from sprl.models.config import tiny
 from sprl.rollout.episodes import Limits
 from sprl.rollout.prompts import ConversationSource
 from sprl.rollout.scheduler import Scheduler
+from sprl.rollout.timeline import Timeline
 from sprl.sampler.engine import Engine, EngineConfig
 from sprl.sampler.weights import SamplerWeights, sampler_weights
 from sprl.tasks.environment_pool import environment_pool, make_environment
@@ -51,6 +52,7 @@ QUEUE = Sampling(max_prompt=PROMPTS[-1], max_tokens=48, chunk=8, prompt_buckets=
 ENVIRONMENTS, GROUPS, TURNS, TURN_TOKENS = 64, 8, 5, 4
 EPISODES = Sampling(max_prompt=8, max_tokens=TURNS * (TURN_TOKENS + 4), chunk=4, prompt_buckets=(8,))
 RAISING = 0.05  # share of the environment calls that raise
+SPANS = 1000  # of the timeline, which by default keeps 100,000 and so grows for hours
 SAMPLE = 10.0  # seconds between two readings
 FLAT, STEADY = 0.02, 0.05  # largest relative growth of memory; largest relative change of a speed
 TASK = Task(
@@ -88,7 +90,8 @@ def run(seconds: float) -> 'Readings':
     limits = Limits(TURNS, TURN_TOKENS, 8, EPISODES.max_tokens)
     source = ConversationSource(lambda number: 2 * number, limits, FixedLengthCodec(), workers.release, None, 60.0)
     settings = Rollout(prompts=1, group=ENVIRONMENTS // GROUPS, async_ratio=float(GROUPS - 1))
-    scheduler = Scheduler([engine], workers, source, settings, time.perf_counter, retries=20)
+    timeline = Timeline(time.perf_counter, SPANS)
+    scheduler = Scheduler([engine], workers, source, settings, time.perf_counter, timeline=timeline, retries=20)
     start = time.perf_counter()
     due = start + SAMPLE
     queue.start()

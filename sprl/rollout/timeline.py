@@ -11,7 +11,7 @@ from typing import Any
 from sprl.io import files
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Span:
   """One activity of a track, from `start` to `end` in seconds of the run's clock."""
 

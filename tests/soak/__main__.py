@@ -1,13 +1,15 @@
 """python tests/soak kills [VARIANT ...] [--minutes 5] [--seed 0] [--jobs 2] [--folder FOLDER] [--save]
 python tests/soak faults [options of pytest]
 
-kills: kills runs with SIGKILL at random moments, starts them again, and checks that each complete run keeps its promises: equal
-bit for bit to an uninterrupted run, or, if asynchronous, with every group trained on exactly once. Each variant (variants.py)
-gets an equal share of the time. No run begins after the minutes are over; those in progress are completed. Exit status 1: a
-violation. The folder of its run is then kept.
+kills: kills runs with SIGKILL at random moments, starts them again, and checks each complete run. A synchronous run must equal an
+uninterrupted one bit for bit, unless a killed worker cost a grade. An asynchronous run must train on every group exactly once.
+Each variant (variants.py) gets an equal share of the time. No run starts after the minutes are over; runs in progress are
+completed. A violation gives exit status 1, and the folder of its run is kept.
+
+Ctrl-C, SIGTERM and an error end the soak early. The figures of the runs that were complete are reported and saved.
 
 --folder keeps the uninterrupted runs and compiled programs for later calls. --save adds the figures to
-benchmarks/results/soak.json. Figures of other code (sprl/, tests/soak/) are replaced.
+benchmarks/results/soak.json. If the code (sprl/, tests/soak/) has changed, it replaces them.
 
 faults: a full disk, a read-only folder, a clock that jumps, stopped processes, damaged files (tests/end_to_end/test_faults.py).
 """
@@ -16,12 +18,13 @@ import argparse
 import hashlib
 import json
 import os
+import signal
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,7 @@ import common  # noqa: E402  (the lines above make these importable)
 import pytest  # noqa: E402
 import tiny  # noqa: E402
 from kills import Campaign, Tally  # noqa: E402
+from starts import HELPERS  # noqa: E402
 from variants import VARIANTS  # noqa: E402
 
 RESULT = common.RESULTS / 'soak.json'
@@ -54,26 +58,35 @@ def main() -> int:
   if given.command == 'faults':
     return pytest.main([str(ROOT / 'tests/end_to_end/test_faults.py'), '-m', '', *others])
   if others or (unknown := [name for name in given.variants if name not in VARIANTS]):
-    parser.error(f'{others or unknown}: expected variants of {", ".join(VARIANTS)}, and the options above')
+    parser.error(f'{others or unknown}: expected variants among {", ".join(VARIANTS)}, and the options above')
   folder = (given.folder or Path(tempfile.mkdtemp(prefix='soak-'))).absolute()
-  tallies = kills(given.variants or list(VARIANTS), folder, given.minutes, given.seed, given.jobs)
-  report(tallies, given.save)
-  violations = [each for tally in tallies.values() for each in tally.violations]
-  print('\n'.join(violations or ['no violation']))
-  if violations:
-    print(f'the runs are in {folder}')
+  stop = threading.Event()
+  campaigns = campaigns_of(given.variants or list(VARIANTS), folder, given.seed, stop)
+  signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+  try:
+    kills(campaigns, given.minutes, given.jobs, stop)
+  finally:
+    report({campaign.variant.name: campaign.tally for campaign in campaigns}, given.save)
+    violations = [each for campaign in campaigns for each in campaign.tally.violations]
+    print('\n'.join(violations or ['no violation']))
+    if violations:
+      print(f'the runs are in {folder}', flush=True)
   return 1 if violations else 0
 
 
-def kills(names: list[str], folder: Path, minutes: float, seed: int, jobs: int) -> dict[str, Tally]:
-  """Kill runs of these variants for so many minutes, `jobs` at a time. Return the tally of each."""
-  deadline = time.monotonic() + 60 * minutes
+def campaigns_of(names: list[str], folder: Path, seed: int, stop: threading.Event) -> list[Campaign]:
+  """Return the campaigns of these variants. They write to a part of `folder` for this code."""
   of_code = folder / code()[:12]
   config = of_code / 'inputs' / 'config.py'
   if not config.exists():
     config.parent.mkdir(parents=True, exist_ok=True)
     tiny.write_inputs(config.parent, num_hidden_layers=1)
-  campaigns = [Campaign(VARIANTS[name], config, of_code, folder / 'compiled', seed, say) for name in names]
+  return [Campaign(VARIANTS[name], config, of_code, folder / 'compiled', seed, say, stop) for name in names]
+
+
+def kills(campaigns: list[Campaign], minutes: float, jobs: int, stop: threading.Event) -> None:
+  """Kill runs of the campaigns for `minutes`, `jobs` runs at a time. Their tallies have the figures, also if this raises."""
+  deadline = time.monotonic() + 60 * minutes
   free, lock = list(campaigns), threading.Lock()
 
   def work() -> None:
@@ -88,9 +101,12 @@ def kills(names: list[str], folder: Path, minutes: float, seed: int, jobs: int) 
         free.append(campaign)
 
   with ThreadPoolExecutor(jobs) as pool:
-    for done in [pool.submit(work) for _ in range(jobs)]:
-      done.result()
-  return {campaign.variant.name: campaign.tally for campaign in campaigns}
+    try:
+      for done in as_completed([pool.submit(work) for _ in range(jobs)]):
+        done.result()
+    except BaseException:
+      stop.set()  # the runs in progress are killed; leaving the pool waits for that
+      raise
 
 
 def say(text: str) -> None:
@@ -123,7 +139,7 @@ def report(tallies: dict[str, Tally], save: bool) -> None:
 
 
 def merged(earlier: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
-  """Add the figures of each variant."""
+  """Return the rows of all variants, with the earlier and new figures of each variant added up."""
   found = {row['variant']: row for row in earlier}
   for row in new:
     old = found.get(row['variant'])
@@ -142,7 +158,7 @@ def sum_of(rows: list[dict[str, Any]], name: str) -> Counter[str]:
 
 
 def _flat(row: dict[str, Any]) -> dict[str, Any]:
-  kinds = {kind: row['kills'].get(kind, 0) for kind in ('run', 'main', 'process', 'worker')}
+  kinds = {kind: row['kills'].get(kind, 0) for kind in ('run', 'main', 'process', *HELPERS)}
   return {'variant': row['variant'], **kinds, 'starts': row['starts'], 'runs': row['runs'], 'violations': len(row['violations'])}
 
 

@@ -10,6 +10,7 @@ import threading
 import time
 from functools import wraps
 
+import sprl.io.templates
 import sprl.learner.restore
 import sprl.summary
 import sprl.train
@@ -20,6 +21,8 @@ from sprl.session import Session
 
 PHASES = (
   ('setup', sprl.train, 'setup'),
+  ('template', sprl.io.templates, 'variables'),
+  ('template', sprl.io.templates, 'render'),
   ('compile', sprl.train, 'compile_programs'),
   ('restore', Checkpoints, 'restore'),
   ('evaluate', Session, 'evaluate'),

@@ -1,4 +1,4 @@
-"""What a run that was killed and resumed must be: functions that return the violations, as sentences; none if all is well."""
+"""Checks of a run that was killed and resumed. Each check returns its violations as sentences, or an empty list if it passes."""
 
 import json
 from collections import Counter
@@ -66,9 +66,11 @@ def lost_or_repeated(starts: Sequence[Sequence[tuple[int, list]]], steps: int, g
   """Check that the steps trained on every sample of every group exactly once.
 
   Args:
-    starts: of each start of the run, in order: (step, [(group, sample), ...]) of each step that it gave to the learner. A
-      step that was lost by a kill is given again by a later start: the last one counts.
-    steps: the steps of the run, of so many `groups` of so many `members` each.
+    starts: one sequence per start of the run, in order: (step, [(group, sample), ...]) for each step given to the learner. If
+      a kill loses a step, a later start gives it again: the last one counts.
+    steps: the number of steps of the run.
+    groups: the number of groups per step.
+    members: the number of samples per group.
   """
   given = {step: [tuple(uid) for uid in uids] for start in starts for step, uids in start}
   if sorted(given) != list(range(1, steps + 1)):
@@ -84,7 +86,7 @@ def lost_or_repeated(starts: Sequence[Sequence[tuple[int, list]]], steps: int, g
 
 
 def unaccounted(workdir: Path, steps: int, groups: int) -> list[str]:
-  """Check what an asynchronous run promises: each step is logged once, and the scheduler has consumed every group."""
+  """Check that each step is logged once, the last step is saved, and the scheduler has consumed every group."""
   found = []
   logged = [line['step'] for line in read_metrics(workdir) if line['kind'] == 'train']
   if logged != list(range(1, steps + 1)):
@@ -96,17 +98,17 @@ def unaccounted(workdir: Path, steps: int, groups: int) -> list[str]:
   return [*found, *(f'scheduler: {k} = {state[k]}, expected {v}' for k, v in expected.items() if state[k] != v)]
 
 
-def crashed_grades(workdir: Path) -> int:
-  """Return the number of samples that lost their grade with a worker."""
-  return round(sum(line['grading/crash'] for line in read_metrics(workdir) if line['kind'] == 'train'))
+def lost_grades(workdir: Path) -> int:
+  """Return the number of samples of steps and evaluations that lost their grade because a worker died."""
+  return round(sum(line.get('grading/crash', 0) + line.get('eval/ungraded', 0) for line in read_metrics(workdir)))
 
 
 def wrong_grades(workdir: Path, samples: int, killed: int) -> list[str]:
-  """Check that every sample of a step has an outcome, and that each of `killed` workers cost at most one grade."""
+  """Check that every sample of a step has an outcome, and that at most `killed` samples lost their grade."""
   found = []
   for line in read_metrics(workdir):
     if line['kind'] == 'train' and line['grading/ok'] + line['grading/crash'] != samples:
       found.append(f'step {line["step"]}: {line["grading/ok"]:g} grades and {line["grading/crash"]:g} crashes of {samples}')
-  if (crashes := crashed_grades(workdir)) > killed:
-    found.append(f'{crashes} samples lost their grade, but only {killed} workers were killed')
+  if (lost := lost_grades(workdir)) > killed:
+    found.append(f'{lost} samples lost their grade, but only {killed} workers were killed')
   return found

@@ -1,13 +1,18 @@
 """The soak's own checks: each finds the violation that it looks for, and nothing in a run that keeps its promises."""
 
 import json
+import os
 import shutil
+import signal
+import subprocess
+import time
 from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
 from marks import Marks
 from promises import differences, lost_or_repeated, unaccounted, wrong_grades
+from starts import processes_with
 
 from sprl.io.checkpoint import Checkpoints
 from sprl.io.metrics import RunLog
@@ -16,10 +21,14 @@ STATE = {'version': 2, 'consumed': 8, 'next': 8, 'live': []}  # of the scheduler
 TWO_STEPS = [(1, [(0, 0), (0, 1)]), (2, [(1, 2), (1, 3)])]  # of one group with two members each
 
 
-def write_run(workdir: Path, reward=0.5, weight=1.0, state=STATE, steps=(1, 2), crashes=0, exported=b'weights') -> Path:
+def write_run(
+  workdir: Path, reward=0.5, weight=1.0, state=STATE, steps=(1, 2), crashes=0, ungraded=0, exported=b'weights'
+) -> Path:
   log = RunLog(workdir, None)
   for step in steps:
     log.write(step, {'reward/mean': reward, 'grading/ok': 16 - crashes, 'grading/crash': crashes}, {'rollout': step * 0.1})
+  if ungraded:
+    log.evaluation(2, {'eval/ungraded': ungraded})
   log.samples(2, [{'prompt': '1 + 1', 'completion': '2', 'answer': '2', 'reward': reward, 'finish': 'stop'}])
   log.close()
   checkpoints = Checkpoints(workdir / 'checkpoints', 1)
@@ -100,6 +109,29 @@ def test_a_worker_costs_at_most_one_grade(tmp_path):
   assert wrong_grades(workdir, samples=16, killed=2) == []
   assert wrong_grades(workdir, samples=16, killed=1) == ['2 samples lost their grade, but only 1 workers were killed']
   assert wrong_grades(workdir, samples=17, killed=2) == [f'step {n}: 15 grades and 1 crashes of 17' for n in (1, 2)]
+
+
+def test_a_grade_of_an_evaluation_counts(tmp_path):
+  workdir = write_run(tmp_path / 'run', ungraded=1)
+  assert wrong_grades(workdir, samples=16, killed=1) == []
+  assert wrong_grades(workdir, samples=16, killed=0) == ['1 samples lost their grade, but only 0 workers were killed']
+
+
+def test_the_processes_of_a_start_are_found_until_they_end():
+  """Also a process whose parent has ended."""
+  name = f'/logs of {os.getpid()}/marks_'
+  shell = subprocess.Popen(['sh', '-c', 'sleep 600 & echo $!'], env={'SOAK_MARKS': f'{name}0'}, stdout=subprocess.PIPE)
+  assert shell.stdout is not None
+  sleeper = int(shell.stdout.readline())
+  shell.wait()
+  try:
+    assert processes_with('SOAK_MARKS', name) == [sleeper]
+    assert processes_with('SOAK_MARKS', f'{name}1') == []
+  finally:
+    os.kill(sleeper, signal.SIGKILL)
+  until = time.monotonic() + 60
+  while processes_with('SOAK_MARKS', name):
+    assert time.monotonic() < until
 
 
 def test_marks_tell_the_open_phase_and_the_time_of_each(tmp_path):

@@ -13,19 +13,24 @@ DENSE = (
   '--config.loss.kl_coef=0.0',
   '--config.optimizer.minibatches=1',
 )
+# With the chat template a prompt has up to 32 tokens.
+CHAT = '--config.task.chat=True', '--config.sampling.max_prompt=40', '--config.sampling.prompt_buckets=(40,)'
 APART = '--config.devices.learner=0', '--config.devices.rollout=1'
 WHOLE: Mapping[str, float] = MappingProxyType({'run': 1, 'main': 1})
 ONE_OF_TWO: Mapping[str, float] = MappingProxyType({'run': 1, 'process': 2})
 WORKERS: Mapping[str, float] = MappingProxyType({'run': 1, 'main': 1, 'worker': 8})
+FEW_WORKERS: Mapping[str, float] = MappingProxyType({'run': 2, 'main': 2, 'worker': 1})
+ONE_OF_TWO_FEW_WORKERS: Mapping[str, float] = MappingProxyType({'run': 2, 'process': 4, 'worker': 1})
+RENDERERS: Mapping[str, float] = MappingProxyType({'run': 1, 'main': 1, 'renderer': 8})
 
 
 @dataclass(frozen=True)
 class Variant:
   """A run of the tiny model.
 
-  Kinds of kills: `run` kills all processes at once, workers included; `main` kills the processes of the run, and the kernel must
-  end the workers; `process` kills one of several processes, and the others must end by themselves; `worker` kills a grading
-  worker, and the run must go on.
+  Kinds of kills: `run` kills all processes of the run at once, and then its helpers (starts.py); `main` kills the processes of
+  the run, and the helpers must end; `process` kills one of several processes, and the others must end by themselves; `worker` and
+  `renderer` kill a helper, a grading worker or the renderer of chat templates, and the run must go on.
   """
 
   name: str
@@ -48,9 +53,16 @@ VARIANTS = {
     Variant('dense', DENSE),
     Variant('sparse_fp8', ('--config.export=True',)),  # with the ledger every second step
     Variant('workers', (*DENSE, '--config.task.workers=2'), kinds=WORKERS),
-    Variant('async', ('--config.rollout.async_ratio=2.0', '--config.sampling.rows=8'), steps=8, repeatable=False),
+    Variant('chat', (*DENSE, *CHAT), kinds=RENDERERS),
+    Variant(
+      'async',
+      ('--config.rollout.async_ratio=2.0', '--config.sampling.rows=8'),
+      steps=8,
+      repeatable=False,
+      kinds=FEW_WORKERS,
+    ),
     Variant('async_apart', (*DENSE, *APART, '--config.rollout.async_ratio=1.0'), steps=8, devices=2, repeatable=False),
-    Variant('two_processes', (*DENSE, '--config.export=True'), processes=2, kinds=ONE_OF_TWO),
+    Variant('two_processes', (*DENSE, '--config.export=True'), processes=2, kinds=ONE_OF_TWO_FEW_WORKERS),
     Variant(
       'two_processes_async',
       (*DENSE, '--config.rollout.async_ratio=1.0', '--config.sampling.rows=8'),
