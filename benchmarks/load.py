@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def run(seconds: float) -> 'Readings':
-  """Serve both loads for `seconds`. Return the readings as columns: name -> values, in order."""
+  """Serve both loads for `seconds`. Return the readings."""
   config = tiny('llama')
   weights = sampler_weights(transformer.init_params(config, jax.random.key(0), scale=0.1), jnp.dtype('float32'))
   seen = Readings()

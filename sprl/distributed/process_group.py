@@ -73,8 +73,8 @@ def initialize(environment: Mapping[str, str] = os.environ, patience: float = ma
   me = identity(environment)
   if me is not None and me.processes > 1:
     jax.config.update('jax_enable_preemption_service', False)  # it would catch SIGTERM, which the training loop handles
-    alone = {'cluster_detection_method': 'deactivate', 'heartbeat_timeout_seconds': heartbeat(patience)}
-    jax.distributed.initialize(me.coordinator, me.processes, me.process, **alone)
+    options = {'cluster_detection_method': 'deactivate', 'heartbeat_timeout_seconds': heartbeat(patience)}
+    jax.distributed.initialize(me.coordinator, me.processes, me.process, **options)
   _disable_cache_on_cpus()
   return 1 if me is None else me.processes
 

@@ -29,6 +29,8 @@ def main() -> int:
   parser.add_argument('--from', type=int, dest='first', default=0, help='the first case')
   parser.add_argument('--serve', type=int, metavar='FD', help='used by the command itself: run cases and write their outcomes')
   given = parser.parse_args()
+  if unknown := [name for name in given.targets if name not in TARGETS]:
+    parser.error(f'{unknown[0]!r}: expected targets among {", ".join(TARGETS)}')
   compilation_cache.use()
   targets = given.targets or list(TARGETS)
   if given.serve is not None:
