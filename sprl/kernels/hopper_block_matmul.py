@@ -119,8 +119,8 @@ def run(plan: Launch, x, x_scale, w, w_scale, experts=(), N: int | None = None, 
   sizes = {'row': plan.together[0], 'token': plan.together[1], 'split': splits}
   cluster = {name: size for name, size in sizes.items() if size > 1}
   neighbours = tuple(name for name in cluster if name != 'split')
-  # On a GPU a shared copy completes when all programs have copied their part, so none runs ahead of a slow one. In the interpreter
-  # each copies the whole tile by itself: with two axes, its second arrival could stand for the first of a slow neighbour.
+  # On a GPU a shared copy completes when all programs have copied their part, so none runs ahead of a slow one. In the
+  # interpreter each copies the whole tile: with two axes, its second arrival could stand for the first of a slow neighbour.
   shared = neighbours and not (interpret and len(neighbours) > 1)
   barrier = partial(plgpu.ClusterBarrier, collective_axes=neighbours) if shared else plgpu.Barrier
   scratch = {
