@@ -41,7 +41,7 @@ from typing import Any
 
 import cluster
 import numpy as np
-from claims.verdict import paired, verdict
+from claims.verdict import interval, verdict
 from cluster import ALPHAS, Conversations, Outcome, answers, costs
 from cluster_pictures import draw
 from common import report
@@ -72,7 +72,7 @@ def line(
 ) -> dict[str, Any]:  # fmt: skip
   """Return a row of the table."""
   gains = seconds(other) / seconds(runs)
-  found = paired(gains[:, None], np.zeros((len(gains), 1)))
+  found = interval(gains[:, None])
   return {
     'experiment': experiment, 'speed': speed, 'GPUs': gpus, 'arm': arm, 'train': train, 'seconds': float(seconds(runs).mean()),
     'against': against, 'gain': found.mean, 'low': found.low, 'high': found.high, 'published': published,

@@ -23,8 +23,9 @@ from claims.experiment import (
   under,
 )
 from claims.tasks import TOTALS
-from claims.verdict import judged, paired, together, values, verdict
+from claims.verdict import interval, judged, together, values, verdict
 from claims.worker import averaged, clock
+from scipy import stats
 
 from sprl.objective.correction import catastrophic
 
@@ -43,7 +44,7 @@ def a_run(arm, seed, scores):
 def records(difference, seeds=2):
   """Return records in which b is better by `difference` on every problem."""
   return {
-    arm: {seed: a_run(arm, seed, [more + seed / 10] * 4) for seed in range(seeds)}
+    arm: {seed: a_run(arm, seed, [more + seed / 10] * 4) for seed in range(1, seeds + 1)}
     for arm, more in (('a', 0.1), ('b', 0.1 + difference))
   }
 
@@ -52,22 +53,26 @@ def records(difference, seeds=2):
 
 
 def test_an_interval_by_hand():
-  """Seeds: means 0.1 and 0.3. Problems: means 0.1, 0.2 and 0.3. t(0.975, 1 degree of freedom) = 12.7062."""
-  found = paired(np.array([[0.0, 0.1, 0.2], [0.2, 0.3, 0.4]]), np.zeros((2, 3)))
-  half = 12.7062 * np.sqrt(0.02 / 2 + 0.01 / 3)
-  np.testing.assert_allclose(found, (0.2, 0.2 - half, 0.2 + half, 2), rtol=1e-4)
-  alone = paired(np.array([[1.0], [3.0]]), np.zeros((2, 1)))  # a number per run: only seeds vary
-  np.testing.assert_allclose(alone[:3], (2.0, 2.0 - 12.7062, 2.0 + 12.7062), rtol=1e-4)
-  assert paired(np.ones((1, 3)), np.zeros((1, 3)))[:3] == (1.0, -np.inf, np.inf)
+  """Seeds: means 0.1, 0.4; mean square 3 x 0.045. Problems: means 0.1, 0.2, 0.45; mean square 2 x 0.0325. Residuals: 0.03 / 2."""
+  found = interval(np.array([[0.0, 0.1, 0.2], [0.2, 0.3, 0.7]]))
+  freedom = ((0.135 + 0.065 - 0.015) / 0.135) ** 2  # 1.88
+  half = stats.t.ppf(0.975, freedom) * np.sqrt((0.135 + 0.065 - 0.015) / 6)
+  np.testing.assert_allclose(found, (0.25, 0.25 - half, 0.25 + half), rtol=1e-6)
+  alone = interval(np.array([[1.0], [3.0]]))  # a number per run: Student's interval over the seeds
+  np.testing.assert_allclose(alone, (2.0, 2.0 - 12.7062, 2.0 + 12.7062), rtol=1e-4)
+  assert interval(np.ones((1, 3))) == (1.0, -np.inf, np.inf)
+  assert interval(np.ones((3, 2))) == (1.0, 1.0, 1.0)
 
 
-def test_intervals_cover_the_difference_over_new_seeds_and_new_problems():
+@pytest.mark.parametrize('deviations', [(0.05, 0.3, 0.4), (0.02, 0.0, 0.5), (0.1, 0.1, 0.1), (0.0, 0.3, 0.1)])
+def test_intervals_cover_the_difference_over_new_seeds_and_new_problems(deviations):
+  seed_sd, problem_sd, noise = deviations
   rng, truth, inside = np.random.default_rng(0), 0.1, 0
-  for _ in range(500):
-    seeds, problems = rng.normal(0, 0.05, (8, 1)), rng.normal(0, 0.3, (1, 50))
-    found = paired(truth + seeds + problems + rng.normal(0, 0.4, (8, 50)), np.zeros((8, 50)))
+  for _ in range(1000):
+    seeds, problems = rng.normal(0, seed_sd, (8, 1)), rng.normal(0, problem_sd, (1, 50))
+    found = interval(truth + seeds + problems + rng.normal(0, noise, (8, 50)))
     inside += found.low < truth < found.high
-  assert 0.94 < inside / 500 <= 1
+  assert 0.93 < inside / 1000 < 0.985
 
 
 @pytest.mark.parametrize(
@@ -77,7 +82,7 @@ def test_intervals_cover_the_difference_over_new_seeds_and_new_problems():
 )
 def test_a_verdict_needs_the_whole_interval(difference, expected):
   spread = np.array([[-0.001], [0.001], [0.0], [0.0]])
-  assert verdict(paired(difference + spread, 0 * spread), 0.05) == expected
+  assert verdict(interval(difference + spread), 0.05) == expected
 
 
 def test_a_claim_holds_if_all_its_comparisons_hold():
@@ -90,17 +95,54 @@ def test_a_claim_holds_if_all_its_comparisons_hold():
 def test_only_seeds_of_both_arms_are_compared():
   found = records(0.2)
   found['a'][7] = a_run('a', 7, [0.9] * 4)
-  (row,) = judged(CLAIM, found)
-  assert (row['seeds'], row['verdict']) == (2, 'holds')
-  assert row['mean'] == pytest.approx(0.2)
-  (row,) = judged(dataclasses.replace(CLAIM, comparisons=(Comparison('a', BEFORE, 0.5),)), found)
-  assert (row['seeds'], row['mean']) == (3, pytest.approx((0.1 + 0.2 + 0.9) / 3))
-  (row,) = judged(dataclasses.replace(CLAIM, comparisons=(Comparison(BEFORE, 'a', 0.0),)), found)
-  assert (row['seeds'], row['mean']) == (3, pytest.approx(-(0.1 + 0.2 + 0.9) / 3))
-  (row,) = judged(dataclasses.replace(CLAIM, comparisons=(Comparison('b', 'a', 0.05, under('small')),)), found)
-  assert (row['seeds'], row['mean']) == (2, pytest.approx(0.1))
-  (row,) = judged(CLAIM, {})
-  assert (row['seeds'], row['verdict']) == (0, 'cannot tell')
+
+  def row(*comparison):
+    return judged(dataclasses.replace(CLAIM, comparisons=(Comparison(*comparison),)), EXPERIMENT, found)[0]
+
+  both = judged(CLAIM, EXPERIMENT, found)[0]
+  assert (both['seeds'], both['verdict'], both['mean']) == (2, 'holds', pytest.approx(0.2))
+  mean = (0.2 + 0.3 + 0.9) / 3
+  assert (row('a', BEFORE, 0.5)['seeds'], row('a', BEFORE, 0.5)['mean']) == (3, pytest.approx(mean))
+  assert row(BEFORE, 'a', 0.0)['mean'] == pytest.approx(-mean)
+  assert row('b', 'a', 0.05, under('small'))['mean'] == pytest.approx(0.1)
+  nothing = judged(CLAIM, EXPERIMENT, {})[0]
+  assert (nothing['seeds'], nothing['verdict']) == (0, 'cannot tell')
+
+
+def test_nothing_is_decided_before_all_seeds_have_run():
+  more = dataclasses.replace(EXPERIMENT, seeds=3)
+  assert judged(CLAIM, more, records(0.2, seeds=2))[0]['verdict'] == 'cannot tell'
+  assert judged(CLAIM, more, records(0.2, seeds=3))[0]['verdict'] == 'holds'
+
+
+def test_both_warm_starts_have_to_agree():
+  """Seeds 2, 4, 6 and 8 begin from the first warm start. With it, b gains nothing."""
+  found, more = records(0.4, seeds=8), dataclasses.replace(EXPERIMENT, seeds=8)
+  (row,) = judged(CLAIM, more, found)
+  assert (row['verdict'], row['by warm start']) == ('holds', pytest.approx([0.4, 0.4]))
+  for seed in (2, 4, 6, 8):
+    found['b'][seed] = a_run('b', seed, [0.12 + seed / 10] * 4)
+  (row,) = judged(CLAIM, more, found)
+  assert row['low'] > 0.02
+  assert row['by warm start'] == pytest.approx([0.02, 0.4])
+  low = dataclasses.replace(CLAIM, comparisons=(Comparison('b', 'a', 0.025),))
+  assert judged(low, more, found)[0]['verdict'] == 'cannot tell'
+
+
+def test_a_run_without_the_measure_leaves_the_claim_open():
+  """It did not reach the score, or a guard stopped it before the series had a value."""
+  found = records(0.2)
+  for of in found.values():
+    for run in of.values():
+      run |= {'curves': {'k3': [1.0, 2.0]}, 'clock': [10.0], 'measures': {'k3': 1.5}}
+  for measure in (time_to(0.25), at_end('k3'), 'k3'):
+    claim = dataclasses.replace(CLAIM, comparisons=(Comparison('b', 'a', -1.0, measure),))
+    assert judged(claim, EXPERIMENT, found)[0]['seeds'] == (1 if measure == time_to(0.25) else 2)
+  found['b'][1] |= {'curves': {}, 'measures': {}}
+  for measure in (at_end('k3'), 'k3'):
+    claim = dataclasses.replace(CLAIM, comparisons=(Comparison('b', 'a', -1.0, measure),))
+    row = judged(claim, EXPERIMENT, found)[0]
+    assert (row['seeds'], row['verdict']) == (1, 'cannot tell')
 
 
 def test_measures_of_a_curve_and_of_time():
@@ -111,10 +153,9 @@ def test_measures_of_a_curve_and_of_time():
   assert values(found, 'a', at_start('k3')) == [2.0]  # a fifth of 6 is 2, rounded up
   assert values(found, 'a', at_end('k3')) == [8.0]
   assert values(found, 'a', time_to(0.6)) == pytest.approx([np.log(20.0)])  # the accuracy before training does not count
-  assert values(found, 'a', time_to(0.95)) == pytest.approx([np.log(40.0)])  # never reached
-  (row,) = judged(
-    dataclasses.replace(CLAIM, comparisons=(Comparison('a', 'a', 0.0, at_end('k3'), at_start('k3')),)), {'a': {0: found}}
-  )
+  assert np.isnan(values(found, 'a', time_to(0.95)))  # never reached
+  claim = dataclasses.replace(CLAIM, comparisons=(Comparison('a', 'a', 0.0, at_end('k3'), at_start('k3')),))
+  (row,) = judged(claim, EXPERIMENT, {'a': {1: found}})
   assert (row['mean'], row['comparison']) == (6.0, 'a (k3 at the end) - a (k3 at the start)')
 
 
@@ -136,30 +177,33 @@ def test_a_curve_has_a_value_for_each_ten_steps():
 
 def test_a_result_of_another_plan_is_refused(tmp_path, monkeypatch):
   monkeypatch.setattr(command, 'SAVED', tmp_path)
-  for seed in (0, 1):
+  for seed in (1, 2):
     for arm, of in records(0.2).items():
       (tmp_path / f'{arm}-{seed}.json').write_text(json.dumps(of[seed]))
   command.collect(EXPERIMENT, {}, tmp_path)
   assert command.saved(EXPERIMENT) == records(0.2)
-  more = dataclasses.replace(EXPERIMENT, seeds=4, claims=(dataclasses.replace(CLAIM, reason='Small models.'),))
-  assert command.saved(more) == records(0.2)
+  explained = dataclasses.replace(EXPERIMENT, claims=(dataclasses.replace(CLAIM, reason='Small models.'),))
+  assert command.saved(explained) == records(0.2)
   easier = dataclasses.replace(CLAIM, comparisons=(Comparison('b', 'a', 0.01),))
-  for other in ({'claims': (easier,)}, {'steps': 4}, {'arms': {'a': {}, 'b': {'loss.kl_coef': 0.2}}}):
+  for other in ({'claims': (easier,)}, {'steps': 4}, {'seeds': 4}, {'arms': {'a': {}, 'b': {'loss.kl_coef': 0.2}}}):
     with pytest.raises(SystemExit, match='another plan'):
       command.saved(dataclasses.replace(EXPERIMENT, **other))
 
 
 def test_an_experiment_names_its_arms_and_measures():
-  for wrong in (Comparison('c', 'a', 0.0), Comparison('a', 'nothing', 0.0), Comparison('a', 'b', 0.0, measure='reward')):
-    with pytest.raises(ValueError, match=r'compares|no measure'):
-      dataclasses.replace(EXPERIMENT, claims=(dataclasses.replace(CLAIM, comparisons=(wrong,)),))
+  wrong = (Comparison('c', 'a', 0.0), Comparison('a', 'nothing', 0.0), Comparison('a', 'b', 0.0, measure='reward'))
+  for each in (*wrong, Comparison('a', 'b', 0.0, under('small'))):  # neither is asked with other samplers
+    with pytest.raises(ValueError, match=r'compares|no measure|are compared'):
+      dataclasses.replace(EXPERIMENT, claims=(dataclasses.replace(CLAIM, comparisons=(each,)),), inference={'small': {}})
+  with pytest.raises(ValueError, match='asked = c'):
+    dataclasses.replace(EXPERIMENT, asked=('c',))
 
 
 def test_a_seed_has_the_same_start_in_every_arm():
   changes = {(arm, seed): EXPERIMENT.changes(arm, seed, HERE) for arm, seed in EXPERIMENT.runs}
-  assert changes['a', 0] | {'loss.kl_coef': 0.1} == changes['b', 0]
-  assert [changes['a', seed]['model.path'] for seed in (0, 1)] == list(TOTALS.warm)
-  assert EXPERIMENT.runs == [('a', 0), ('b', 0), ('a', 1), ('b', 1)]
+  assert changes['a', 1] | {'loss.kl_coef': 0.1} == changes['b', 1]
+  assert [changes['a', seed]['model.path'] for seed in (2, 1)] == list(TOTALS.warm)
+  assert EXPERIMENT.runs == [('a', 1), ('b', 1), ('a', 2), ('b', 2)]  # seed 0 is for pilots
 
 
 @pytest.mark.parametrize('name', names())
@@ -171,8 +215,8 @@ def test_the_settings_of_all_arms_are_accepted(name, tmp_path):
   assert experiment.name == name
   assert experiment.seeds >= 8
   assert len(experiment.task.warm) >= 2
-  several = [experiment.changes(arm, 0, tmp_path) for arm in experiment.arms]
-  for changes in several + [experiment.answers(name, 0, tmp_path) for name in experiment.inference]:
+  several = [each(arm, 1, tmp_path) for arm in experiment.arms for each in (experiment.changes, experiment.final)]
+  for changes in several + [experiment.answers(name, 1, tmp_path) for name in experiment.inference]:
     config = default_config()
     config.update_from_flattened_dict({k: v for k, v in changes.items() if k != RANDOM_VETO})
     assert resolve(config).steps == experiment.steps
@@ -246,7 +290,8 @@ def test_the_random_veto_rejects_as_many_sequences_as_the_veto_and_others():
 def test_the_page_has_claim_figure_interval_and_verdict(monkeypatch):
   monkeypatch.setattr(page, 'find', lambda name: EXPERIMENT)
   text = page.text({'example': records(0.2)})
-  assert '| b is better than a. | +5 (Nobody, table 1) | b - a +0.200 (+0.200 to +0.200, 2 seeds) | **holds** |' in text
+  ours = 'b - a +0.200 (+0.200 to +0.200; 2 seeds; by warm start +0.200, +0.200)'
+  assert f'| b is better than a. | +5 (Nobody, table 1) | {ours} | **holds** |' in text
   assert 'b - a > +0.05' in text
   assert 'Not run yet' in page.text({'example': {}})
 

@@ -13,6 +13,7 @@ are over. An experiment for a GPU does one at a time there. A run that was inter
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from claims import figure, page
 from claims.experiment import Experiment, find, names
 from claims.verdict import judged
 from claims.worker import result_file
-from common import RESULTS, ROOT, cores, positive, record, report
+from common import RESULTS, ROOT, commit, cores, positive, record, report
 
 SAVED = RESULTS / 'claims'
 POLL = 5.0  # seconds between two looks for new records
@@ -54,9 +55,11 @@ def main() -> None:
   if missing := [path for path in map(Path, experiment.task.warm) if path.is_absolute() and not path.exists()]:
     raise SystemExit(f'{missing[0]}: no such model; in benchmarks/: python -m claims.warm {experiment.task.name}')
   if not args.report:
+    if commit().endswith('+changes'):
+      raise SystemExit('the checkout has changes that are not committed: expected none, as a result names the commit of its runs')
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the workers end too
-    run(experiment, records, args.folder.absolute() / args.name, args.minutes)
-  rows = [row for claim in experiment.claims for row in judged(claim, records)]
+    run(experiment, records, args.folder.absolute() / f'{args.name}-{experiment.plan()}', args.minutes)
+  rows = [row for claim in experiment.claims for row in judged(claim, experiment, records)]
   report(experiment.name, rows or [{'claims': 'none'}], {'runs': count(records)})
   if count(records):
     figure.draw(experiment, records)
@@ -78,15 +81,18 @@ def listed() -> None:
 def run(experiment: Experiment, records: Found, folder: Path, minutes: int | None) -> None:
   """Do the missing runs with a worker on each core, or one on the GPU, and save each record when it is there."""
   folder.mkdir(parents=True, exist_ok=True)
-  if not (folder / 'task').exists():
-    experiment.task.write(folder / 'task')
+  if not (folder / 'task').exists():  # a file at a time would be taken for the whole if this process ends in between
+    shutil.rmtree(folder / 'draft', ignore_errors=True)
+    experiment.task.write(folder / 'draft')
+    (folder / 'draft').rename(folder / 'task')
   for arm, of_arm in records.items():
     for seed, found in of_arm.items():
       result_file(folder, arm, seed).write_text(json.dumps(found))
   end = time.monotonic() + 60 * minutes if minutes else float('inf')
   start = [sys.executable, '-c', 'from claims.worker import main; main()', experiment.name, str(folder)]
   paths = [str(ROOT / 'benchmarks'), str(ROOT), os.environ.get('PYTHONPATH', '')]
-  environment = {**os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, paths))}
+  compiled = {'JAX_COMPILATION_CACHE_DIR': str(folder.parent / 'compiled'), 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0'}
+  environment = {**compiled, **os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, paths))}
   places = ['gpu']
   if experiment.device == 'core':
     environment['JAX_PLATFORMS'] = 'cpu'
@@ -115,7 +121,7 @@ def collect(experiment: Experiment, records: Found, folder: Path) -> None:
   if count(records) > before:
     kept = {arm: {str(seed): found for seed, found in sorted(of.items())} for arm, of in records.items()}
     result = {'plan': experiment.plan(), 'steps': experiment.steps, 'records': kept}
-    record(experiment.name, [row for claim in experiment.claims for row in judged(claim, records)], result, SAVED)
+    record(experiment.name, [row for claim in experiment.claims for row in judged(claim, experiment, records)], result, SAVED)
 
 
 def saved(experiment: Experiment) -> Found:

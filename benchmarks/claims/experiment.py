@@ -2,7 +2,8 @@
 
 An experiment is a file of benchmarks/claims/experiments/ that defines EXPERIMENT. It trains each arm from the same warm-started
 models with the same seeds. The newest weights are evaluated on held-out problems, sampled with a dense, unquantised cache.
-A claim compares arms. Its threshold is part of the plan: a result that was made under another plan is refused.
+A claim compares arms. Its threshold is part of the plan: a result that was made under another plan is refused. Seed 0 is for
+pilots, from which budgets and thresholds are chosen. Verdicts come from the seeds 1 to `Experiment.seeds`.
 """
 
 import hashlib
@@ -58,7 +59,7 @@ def time_to(score: float) -> str:
   """Return the measure that is the logarithm of the seconds of training until the accuracy reaches `score`.
 
   Evaluations take no time, and the first steps, which compile, do not count (`worker.clock`). A run that does not reach the score
-  counts as if its end did.
+  has no such time, and the claim is then not decided.
   """
   return f'{SECONDS}{score:g}'
 
@@ -88,6 +89,7 @@ class Task:
   write: Callable[..., None]  # (folder, seed=, slips=): writes problems, grader and solutions to a folder
   warm: tuple[str, ...]  # folders or hub names of warm-started models; seed i begins from number i modulo their count
   settings: Mapping[str, Any]  # of every run, by key; {folder} stands for that folder
+  problems: int | None = None  # held-out problems of the verdicts; curves have `eval.problems`, the default of this
 
   def settings_in(self, folder: Path) -> dict[str, Any]:
     """Return the settings of a run whose problems are in this folder."""
@@ -110,12 +112,15 @@ class Experiment:
   series: tuple[str, ...] = ()  # metrics whose curves are kept, and whose means are measures
   shown: tuple[str, ...] = ()  # those of them that the picture shows
   inference: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: MappingProxyType({}))  # other samplers; see `under`
+  asked: tuple[str, ...] = ()  # arms whose newest weights are asked with each sampler of `inference` too
   hours: float = 0.0  # estimated hours of a core, or of an H200, for all runs
   device: Literal['core', 'H200'] = 'core'  # what a run takes: each core of a CPU has one, or a GPU like an H200
 
   def __post_init__(self):
     if unknown := {*self.shown} - {REWARD, *self.series}:
       raise ValueError(f'{self.name}: shown = {", ".join(sorted(unknown))}: expected some of {(REWARD, *self.series)}')
+    if unknown := {*self.asked} - {*self.arms}:
+      raise ValueError(f'{self.name}: asked = {", ".join(sorted(unknown))}: expected some of {sorted(self.arms)}')
     known = {*self.arms, BEFORE}
     for claim in self.claims:
       for each in claim.comparisons:
@@ -127,15 +132,23 @@ class Experiment:
         named = {name.removesuffix(START).removesuffix(END) for name in each.measures if not name.startswith(SECONDS)}
         if wrong := named - {*measures}:
           raise ValueError(f'{self.name}: {", ".join(sorted(wrong))}: no measure; expected one of {measures}')
+        if each.measure.startswith(UNDER) and not {each.arm, each.against} <= {*self.asked}:
+          raise ValueError(
+            f'{self.name}: {each.arm} and {each.against} are compared {each.measure}: expected both in {self.asked}'
+          )
 
   @property
   def runs(self) -> list[tuple[str, int]]:
     """All pairs of arm and seed. A seed's arms follow each other, so that an interrupted experiment has whole pairs."""
-    return [(arm, seed) for seed in range(self.seeds) for arm in self.arms]
+    return [(arm, seed) for seed in range(1, self.seeds + 1) for arm in self.arms]
 
   def changes(self, arm: str, seed: int, folder: Path) -> dict[str, Any]:
     """Return the settings of a run that differ from the default, by key."""
     return self._run(self.arms[arm], seed, folder)
+
+  def final(self, arm: str, seed: int, folder: Path) -> dict[str, Any]:
+    """Return the settings of the evaluation that decides: dense, and with all problems."""
+    return self.changes(arm, seed, folder) | ({'eval.problems': self.task.problems} if self.task.problems else {})
 
   def answers(self, name: str, seed: int, folder: Path) -> dict[str, Any]:
     """Return the settings under which the newest weights of a run are asked once more, with another sampler."""
@@ -146,14 +159,15 @@ class Experiment:
     return {**self.task.settings_in(folder), **self.settings, **more, **start}
 
   def plan(self) -> str:
-    """Return a fingerprint of what decides the runs and the verdicts. More seeds and reasons may be added later."""
+    """Return a fingerprint of what decides the runs and the verdicts. Reasons may be added later."""
     compared = [[claim.statement, [_compared(each) for each in claim.comparisons]] for claim in self.claims]
     settings: list[Any] = [dict(self.task.settings), dict(self.settings)]
     settings += [{name: dict(of) for name, of in several.items()} for several in (self.arms, self.inference)]
     weights = [
       hashlib.sha256(path.read_bytes()).hexdigest() for start in self.task.warm for path in Path(start).glob('*.safetensors')
     ]
-    text = json.dumps([compared, settings, self.steps, self.series, weights], sort_keys=True)
+    numbers = [self.steps, self.seeds, self.task.problems, self.series, self.asked, getattr(self.task.write, 'keywords', {})]
+    text = json.dumps([compared, settings, numbers, weights], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 

@@ -29,7 +29,7 @@ def draw(experiment: Experiment, records: Records) -> None:
   rows = [(name, shared[i : i + MOST]) for name in (ACCURACY, *experiment.shown) for i in range(0, len(shared), MOST)]
   seeds = max(map(len, records.values()))
   setting = f'{experiment.task.sentence}; {experiment.steps} steps, {seeds} seed{"s" * (seeds != 1)}'
-  heights = [ENDS, LEGEND, *[ROW] * len(rows)]
+  heights = [ENDS, LEGEND, *[ROW] * len(rows), *[ENDS] * bool(experiment.asked)]
   figure = new_figure(f'{experiment.name}: held-out accuracy by arm, dense sampling', setting, 0.5 + sum(heights))
   subfigures: Any = figure.subfigures(len(heights), 1, height_ratios=heights)
   ends, legend, *parts = subfigures
@@ -37,6 +37,8 @@ def draw(experiment: Experiment, records: Records) -> None:
   lines = [Line2D([], [], color=colours[method], label=method) for method in methods]
   about = 'Below: over the steps, mean and range of the seeds'
   legend.legend(handles=lines, title=about, loc='center', ncols=4, frameon=False, fontsize=8.5, title_fontsize=8.5)
+  if experiment.asked:
+    draw_asked(parts.pop().subplots(), experiment, records)
   for part, (name, several) in zip(parts, rows):
     panels = part.subplots(1, min(len(shared), MOST), squeeze=False, sharey=True)[0]
     panels[0].set_ylabel(name, fontsize=8.5)
@@ -60,10 +62,23 @@ def draw_ends(axes: Axes, arms, methods, places, colours, records: Records) -> N
     several = [each for each in methods if f'{each}@{number}' in arms or (not number and each in arms)]
     x = places.index(number) + 0.8 * ((several.index(method) + 0.5) / len(several) - 0.5)
     draw_seeds(axes, x, [float(np.mean(found['scores'])) for found in records[arm].values()], colours[method], bar=9)
-  before = np.mean([found['before'] for of in records.values() for found in of.values() if found['stopped'] is None])
+  before = np.mean([found['before'] for of in records.values() for found in of.values()])
   axes.axhline(float(before), color=GREY, linewidth=1, linestyle='--')
   axes.text(0.995, float(before) + 0.01, 'before', transform=axes.get_yaxis_transform(), fontsize=8, color=GREY, ha='right')
   axes.set(xticks=range(len(places)), xticklabels=[place or 'reference' for place in places], ylim=(-0.02, 1.02))
+
+
+def draw_asked(axes: Axes, experiment: Experiment, records: Records) -> None:
+  """Draw the accuracy of the newest weights under each sampler of `inference`, and under the dense one."""
+  style(axes, 'Accuracy of trained policies, by the sampler that answers', ylabel='accuracy')
+  names = [*experiment.inference, 'dense']
+  for arm, colour in zip(experiment.asked, (BLACK, *COLOURS, GREY)):
+    runs = [{**found['under'], 'dense': found['scores']} for found in records.get(arm, {}).values()]
+    if runs:
+      points = np.array([[float(np.mean(under[name])) for name in names] for under in runs])
+      draw_band(axes, np.arange(len(names)), points, colour, f'trained with {arm}')
+  axes.set(xticks=range(len(names)), xticklabels=names, ylim=(-0.02, 1.02))
+  axes.legend(frameon=False, fontsize=8, loc='upper left')
 
 
 def curve(found: Mapping[str, Any], name: str) -> tuple[list[int], list[float]]:

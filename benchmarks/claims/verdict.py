@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from claims.experiment import ACCURACY, BEFORE, END, SECONDS, START, UNDER, Claim, Comparison, Records
+from claims.experiment import ACCURACY, BEFORE, END, SECONDS, START, UNDER, Claim, Comparison, Experiment, Records
 from jaxtyping import Float
 from scipy import stats
 
@@ -18,26 +18,28 @@ class Estimate(NamedTuple):
   mean: float
   low: float
   high: float
-  seeds: int
 
 
-def paired(ours: Float[np.ndarray, 'S P'], theirs: Float[np.ndarray, 'S P']) -> Estimate:
-  """Return the mean of ours - theirs over S seeds and P problems, which both have in common.
+def interval(differences: Float[np.ndarray, 'S P']) -> Estimate:
+  """Return the mean of the paired differences of S seeds on P problems, and its interval.
 
-  Seeds and problems are two samples: of trainings, and of problems that could have been asked. The variance of the mean is that
-  of the seeds' means plus that of the problems' means, each divided by their number. It counts the noise of single
-  answers twice, so the interval is rather too wide. It has Student's t with S - 1 degrees of freedom. With one problem (a measure
-  that is a number per run) only seeds vary. Fewer than two seeds give an infinite interval.
+  Seeds and problems are both samples: of trainings, and of problems that could have been asked. The variance of the mean is
+  (MS_seeds + max(MS_problems - MS_residual, 0)) / (S P), with the mean squares of the two-way layout: the noise of single answers
+  is in each of them, and counts once. The degrees of freedom are those of Hillis (Statistics in Medicine 26, 2007) for several
+  readers and cases, S - 1 or more. With one problem (a measure that is a number per run) only seeds vary: Student's interval.
+  Fewer than two seeds give an infinite interval.
   """
-  difference = np.asarray(ours, np.float64) - np.asarray(theirs, np.float64)
-  (S, P), mean = difference.shape, float(difference.mean())
+  (S, P), mean = differences.shape, float(np.mean(differences))
   if S < 2:
-    return Estimate(mean, -np.inf, np.inf, S)
-  variance = difference.mean(axis=1).var(ddof=1) / S
+    return Estimate(mean, -np.inf, np.inf)
+  of_seeds, of_problems = differences.mean(axis=1), differences.mean(axis=0)
+  seeds, problems = P * of_seeds.var(ddof=1), 0.0
   if P > 1:
-    variance += difference.mean(axis=0).var(ddof=1) / P
-  half = float(stats.t.ppf((1 + LEVEL) / 2, S - 1) * np.sqrt(variance))
-  return Estimate(mean, mean - half, mean + half, S)
+    residual = np.sum((differences - of_seeds[:, None] - of_problems + mean) ** 2) / ((S - 1) * (P - 1))
+    problems = max(S * of_problems.var(ddof=1) - residual, 0.0)
+  freedom = (S - 1) * ((seeds + problems) / seeds) ** 2 if seeds else S - 1
+  half = float(stats.t.ppf((1 + LEVEL) / 2, freedom) * np.sqrt((seeds + problems) / (S * P)))
+  return Estimate(mean, mean - half, mean + half)
 
 
 def verdict(found: Estimate, above: float) -> Verdict:
@@ -54,25 +56,37 @@ def together(verdicts: Sequence[Verdict]) -> Verdict:
   return 'cannot tell' if 'cannot tell' in verdicts or not verdicts else 'holds'
 
 
-def judged(claim: Claim, records: Records) -> list[dict[str, Any]]:
-  """Return a row for each comparison of a claim. The first row has the verdict of the claim."""
-  found = [estimate(each, records) for each in claim.comparisons]
-  verdicts: list[Verdict] = [verdict(one, each.above) for one, each in zip(found, claim.comparisons)]
-  rows = []
-  for each, one, of_one in zip(claim.comparisons, found, verdicts):
+def judged(claim: Claim, experiment: Experiment, records: Records) -> list[dict[str, Any]]:
+  """Return a row for each comparison of a claim. The first row has the verdict of the claim.
+
+  A comparison is decided when all seeds of the plan are there, and only if the seeds of each warm start have their mean on the
+  side of the threshold that the interval is on.
+  """
+  rows, verdicts = [], []
+  starts = len(experiment.task.warm)
+  for each in claim.comparisons:
+    found = differences(each, records)
+    of_start = [[np.mean(difference) for seed, difference in found.items() if seed % starts == i] for i in range(starts)]
+    parts = [float(np.mean(part)) for part in of_start if part]
+    one = interval(np.array(list(found.values()))) if found else Estimate(float('nan'), -np.inf, np.inf)
+    agree = len({part > each.above for part in parts}) == 1
+    decided = len(found) == experiment.seeds and agree
+    verdicts.append(verdict(one, each.above) if decided else 'cannot tell')
     rows.append(
       {
         'claim': claim.statement if not rows else '',
-        'verdict': together(verdicts) if not rows else '',
+        'verdict': '',
         'comparison': compared(each),
         'above': each.above,
         'mean': one.mean,
         'low': one.low,
         'high': one.high,
-        'seeds': one.seeds,
-        'holds': of_one,
+        'seeds': len(found),
+        'by warm start': parts,
+        'holds': verdicts[-1],
       }
     )
+  rows[0]['verdict'] = together(verdicts)
   return rows
 
 
@@ -84,29 +98,33 @@ def compared(each: Comparison) -> str:
   return f'{each.arm} - {each.against}' + ('' if ours == ACCURACY else f' ({ours})')
 
 
-def estimate(each: Comparison, records: Records) -> Estimate:
-  """Return the paired difference of a comparison, over the seeds that both arms have."""
+def differences(each: Comparison, records: Records) -> dict[int, Float[np.ndarray, 'P']]:
+  """Return the paired differences of a comparison by seed, for the seeds of which both arms have the measure."""
   sides = (each.arm, each.against)
   ours, theirs = (records.get(other if side == BEFORE else side, {}) for side, other in zip(sides, reversed(sides)))
-  seeds = sorted(ours.keys() & theirs.keys())
-  if not seeds:
-    return Estimate(float('nan'), -np.inf, np.inf, 0)
-  runs = zip((ours, theirs), sides, each.measures)
-  return paired(*(np.array([values(of[seed], side, measure) for seed in seeds]) for of, side, measure in runs))
+  found = {}
+  for seed in sorted(ours.keys() & theirs.keys()):
+    first, second = (np.array(values(of[seed], side, name)) for of, side, name in zip((ours, theirs), sides, each.measures))
+    if not np.isnan([*first, *second]).any():
+      found[seed] = first - second
+  return found
 
 
 def values(found: Mapping[str, Any], side: str, measure: str) -> list[float]:
-  """Return the numbers of a run that a comparison compares: a score for each problem, or one number."""
+  """Return the numbers of a run that a comparison compares: a score for each problem, or one number; NaN if the run has none.
+
+  A run that does not reach a score has no time to it. A run that a guard stopped may lack a series.
+  """
   if measure == ACCURACY:
     return found['before' if side == BEFORE else 'scores']
   if measure.startswith(UNDER):
     return found['under'][measure.removeprefix(UNDER)]
   if measure.endswith((START, END)):
-    curve = found['curves'][measure.removesuffix(START).removesuffix(END)]
+    curve = found['curves'].get(measure.removesuffix(START).removesuffix(END), [])
     part = -(-len(curve) // 5)
-    several = curve[:part] if measure.endswith(START) else curve[-part:]
-    return [float(np.mean([value for value in several if value is not None]))]
+    several = [value for value in (curve[:part] if measure.endswith(START) else curve[-part:]) if value is not None]
+    return [float(np.mean(several)) if several else np.nan]
   if measure.startswith(SECONDS):
     reached = np.array(found['accuracy']['mean'][1:]) >= float(measure.removeprefix(SECONDS))
-    return [float(np.log(found['clock'][int(reached.argmax()) if reached.any() else -1]))]
-  return [found['measures'][measure]]
+    return [float(np.log(found['clock'][int(reached.argmax())])) if reached.any() else np.nan]
+  return [found['measures'].get(measure, np.nan)]

@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
@@ -45,7 +46,7 @@ def main() -> None:
       raise SystemExit(f'{name} needs a GPU: its models are too large for {jax.default_backend()}')
   elif hasattr(os, 'sched_setaffinity'):  # Linux only; before the first computation, when jax counts the cores
     os.sched_setaffinity(0, {int(place)})
-  experiment = find(name)
+  experiment, failed = find(name), False
   parent = os.getppid()
   for arm, seed in experiment.runs:
     if os.getppid() != parent:
@@ -55,10 +56,17 @@ def main() -> None:
       if not mine or done.exists():
         continue
       start = time.perf_counter()
-      if (record := run(experiment, arm, seed, folder)) is None:
+      try:
+        record = run(experiment, arm, seed, folder)
+      except Exception:
+        traceback.print_exc()  # the other runs go on
+        failed = True
+        continue
+      if record is None:
         return  # a signal arrived
       # Written atomically: the command may read the file at any time.
       write_text(done, json.dumps(record | {'seconds': time.perf_counter() - start}))
+  sys.exit(failed)
 
 
 def result_file(folder: Path, arm: str, seed: int) -> Path:
@@ -81,28 +89,24 @@ def taken(path: Path):
 def run(experiment: Experiment, arm: str, seed: int, folder: Path) -> dict[str, Any] | None:
   """Train a run, or resume an interrupted one. Return its record; None if a signal ended it early.
 
-  A run that a guard stopped, for example because weights are not finite, is a result too: its scores count as 0.
+  A run that a guard stopped, for example because weights are not finite, is a result too: that of its newest checkpoint.
   """
   changes = experiment.changes(arm, seed, folder / 'task')
-  vetoed = mock.patch.object(correction, 'catastrophic', at_random) if changes.pop(RANDOM_VETO, False) else nullcontext()
-  settings = _settings(changes)
+  vetoed = mock.patch.object(correction, 'catastrophic', at_random) if changes.get(RANDOM_VETO) else nullcontext()
   workdir = folder / f'{arm}-{seed}'
   here = machine()
   ran_on = here['accelerators'][0] if here['accelerators'] else here['cpu']
   record: dict[str, Any] = {'arm': arm, 'seed': seed, 'commit': commit(), 'machine': ran_on, 'stopped': None}
   try:
     with vetoed, mock.patch.object(guards, 'MAX_KL', float('inf')):  # a large mismatch is a result, not a mistake
-      finished = train(settings, workdir)
-    if not finished.completed:
-      return None
-    record |= {'before': finished.before['scores'], 'scores': finished.after['scores']}
-    record['under'] = {
-      name: ask_again(_settings(experiment.answers(name, seed, folder / 'task')), workdir) for name in experiment.inference
-    }
+      if not train(_settings(changes), workdir).completed:
+        return None
   except StopRun as stop:
-    zeros = [0.0] * settings.eval.problems
-    record |= {'stopped': str(stop).splitlines()[1].strip(), 'before': zeros, 'scores': zeros}
-    record['under'] = dict.fromkeys(experiment.inference, zeros)
+    record['stopped'] = str(stop).splitlines()[1].strip()
+  final = _settings(experiment.final(arm, seed, folder / 'task'))
+  record |= {'before': before(final, folder / f'before-{seed}.json'), 'scores': ask(final, workdir)}
+  samplers = experiment.inference if arm in experiment.asked else ()
+  record['under'] = {name: ask(_settings(experiment.answers(name, seed, folder / 'task')), workdir) for name in samplers}
   records = read_metrics(workdir)
   curves = {name: series(records, name) for name in (REWARD, *experiment.series)}
   record['curves'] = {name: averaged(*each) for name, each in curves.items()}
@@ -113,18 +117,27 @@ def run(experiment: Experiment, arm: str, seed: int, folder: Path) -> dict[str, 
   return record
 
 
-def ask_again(settings: Run, workdir: Path) -> list[float]:
-  """Return the scores of a run's newest weights on the held-out problems, sampled with these settings."""
+def before(settings: Run, kept: Path) -> list[float]:
+  """Return the scores of the model that runs of a seed start from. They are kept in a file, as all arms share them."""
+  if not kept.exists():
+    write_text(kept, json.dumps(ask(settings, None)))
+  return json.loads(kept.read_text())
+
+
+def ask(settings: Run, workdir: Path | None) -> list[float]:
+  """Return the scores on held-out problems of a run's newest weights, or of the weights before training if `workdir` is None."""
   model = Model.open(settings)
   with ExitStack() as stack:
     held_out = RolloutSetup.open(settings, model.tokenizer, train=False).begin_evaluation(stack.enter_context)
-    params, _, scales = restore(model, settings, workdir)
+    params, scales = model.load(), None
+    if workdir and any(workdir.glob('checkpoints/step_*')):  # a run that a guard stopped early has none
+      params, _, scales = restore(model, settings, workdir)
     return evaluate(settings, model, params, held_out, shown=0, scales=scales)['scores']
 
 
 def _settings(changes: Mapping[str, Any]) -> Run:
   config = default_config()
-  config.update_from_flattened_dict(changes)
+  config.update_from_flattened_dict({key: value for key, value in changes.items() if key != RANDOM_VETO})
   return resolve(config)
 
 

@@ -21,12 +21,13 @@ TASK = Task(
     'packing.row_tokens': 64, 'packing.rows': 1, 'packing.score_chunk': 16, 'optimizer.learning_rate': 1e-3,
     'cache.budget': 12, 'cache.interval': 3, 'cache.window': 2, 'eval.problems': 3, 'eval.max_tokens': 4, 'log.trackers': (),
   }},
+  problems=5,
 )
 EXPERIMENT = Experiment(
   'example', 'Does it run?', TASK, {{'dense': {{'arm': 'dense'}}, 'vetoed': {{'arm': 'sparse_rl', 'random_veto': True}}}},
   (Claim('They differ.', 'Nobody', '0', (Comparison('dense', 'vetoed', 0.0),)),), steps=2, seeds=1,
   settings={{'eval.every': 1}}, series=('rollout_corr/k3_kl',),
-  inference={{'small': {{'arm': 'naive', 'cache.budget': 8, 'cache.interval': 2, 'cache.window': 1}}}},
+  asked=('dense',), inference={{'small': {{'arm': 'naive', 'cache.budget': 8, 'cache.interval': 2, 'cache.window': 1}}}},
 )
 """
 
@@ -43,20 +44,21 @@ def test_an_experiment_runs_and_goes_on_where_it_stopped(tmp_path, monkeypatch):
   exec((tmp_path / 'more/claims/experiments/example.py').read_text(), scope)
   experiment, first = scope['EXPERIMENT'], {}
   command.run(experiment, first, tmp_path / 'runs', None)
-  assert {arm: sorted(of) for arm, of in first.items()} == {'dense': [0], 'vetoed': [0]}
-  for found in (of[0] for of in first.values()):
+  assert {arm: sorted(of) for arm, of in first.items()} == {'dense': [1], 'vetoed': [1]}
+  for found in (of[1] for of in first.values()):
     assert found['stopped'] is None
     assert found['accuracy']['steps'] == [0, 1, 2]
-    assert np.mean(found['scores']) == pytest.approx(found['accuracy']['mean'][-1], abs=1e-3)
-    assert len(found['under']['small']) == len(found['scores']) == len(found['before']) == 3
+    assert np.mean(found['scores'][:3]) == pytest.approx(found['accuracy']['mean'][-1], abs=1e-3)
+    assert len(found['scores']) == len(found['before']) == 5
+    assert len(found['under'].get('small', [])) == (3 if found['arm'] == 'dense' else 0)
     assert len(found['curves']['rollout_corr/k3_kl']) == 1
-  assert first['dense'][0]['before'] == first['vetoed'][0]['before']
-  assert first['dense'][0]['measures'] != first['vetoed'][0]['measures']
+  assert first['dense'][1]['before'] == first['vetoed'][1]['before']
+  assert first['dense'][1]['measures'] != first['vetoed'][1]['measures']
   kept = command.saved(experiment)
   assert kept == first
   del kept['vetoed']
   command.run(experiment, kept, tmp_path / 'again', None)  # a fresh folder: only the missing run is done
-  assert not (tmp_path / 'again/dense-0').exists()
+  assert not (tmp_path / 'again/dense-1').exists()
   assert kept['dense'] == first['dense']
-  assert kept['vetoed'][0]['scores'] == first['vetoed'][0]['scores']
-  assert kept['vetoed'][0]['measures'] == first['vetoed'][0]['measures']
+  assert kept['vetoed'][1]['scores'] == first['vetoed'][1]['scores']
+  assert kept['vetoed'][1]['measures'] == first['vetoed'][1]['measures']

@@ -37,10 +37,10 @@ EXPERIMENT = Experiment(
           'ROLL Flash', 'up to 2.72 times as fast', (Comparison('synchronous', 'ahead', math.log(1.5), TO_SCORE),)),
     Claim('Redundant environments reach it in less time too, by a factor of at least 1.5.', 'ROLL Flash, second-hand',
           '5.4 times as fast with others', (Comparison('synchronous', 'redundant', math.log(1.5), TO_SCORE),)),
-    Claim('Redundancy adds to running ahead.', 'ROLL Flash, second-hand', '2.72 against 2.27',
-          (Comparison('ahead', 'both', 0.0, TO_SCORE),)),
+    Claim('Redundancy adds a tenth to running ahead.', 'ROLL Flash, second-hand', '2.72 against 2.27',
+          (Comparison('ahead', 'both', math.log(1.1), TO_SCORE),)),
     Claim('Both end as accurate as synchronous training.', 'ROLL Flash', 'on par',
-          (Comparison('ahead', 'synchronous', -0.03), Comparison('redundant', 'synchronous', -0.03))),
+          (Comparison('ahead', 'synchronous', -0.05), Comparison('redundant', 'synchronous', -0.05))),
   ),
   hours=2.0,
 )  # fmt: skip

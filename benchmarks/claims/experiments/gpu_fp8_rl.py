@@ -19,7 +19,7 @@ EXPERIMENT = Experiment(
   name='gpu_fp8_rl',
   question='Do FP8 rollouts of 1.5 B parameters train as well as bfloat16, and are they faster?',
   task=GSM8K,
-  arms={'bfloat16': {'preset': 'token_is', 'cache.budget': None}}
+  arms={'bfloat16': {'preset': 'disabled', 'cache.budget': None}}
   | {f'{correction}@{numbers}': _arm(correction, numbers) for numbers in FORMATS for correction in CORRECTED},
   steps=100,
   series=(MISMATCH, ROLLOUT, 'fp8/kv_saturation'),
@@ -28,11 +28,11 @@ EXPERIMENT = Experiment(
     Claim('Training in bfloat16 improves 1.5 B parameters.', 'all three papers', 'the reward rises',
           (Comparison('bfloat16', BEFORE, 0.05),)),
     Claim('FP8 rollouts of 1.5 B parameters without a correction lower the accuracy.', 'FP8-RL', 'a drop without a correction',
-          (Comparison('bfloat16', 'alone@both', 0.02),)),
+          (Comparison('bfloat16', 'alone@both', 0.05),)),
     Claim('With token-level TIS, they train as well as bfloat16.', 'FP8-RL', 'on par',
-          tuple(Comparison(f'tis@{numbers}', 'bfloat16', -0.03) for numbers in FORMATS)),
+          tuple(Comparison(f'tis@{numbers}', 'bfloat16', -0.05) for numbers in FORMATS)),
     Claim('With token-level MIS, they train as well as bfloat16.', 'FP8-RL', 'on par',
-          tuple(Comparison(f'mis@{numbers}', 'bfloat16', -0.03) for numbers in FORMATS)),
+          tuple(Comparison(f'mis@{numbers}', 'bfloat16', -0.05) for numbers in FORMATS)),
     Claim('An FP8 cache adds more mismatch than FP8 linears, and both together add most (1.5 B).', 'FP8-RL', 'W8A8 < KV8 < both',
           (Comparison('tis@kv8', 'tis@w8a8', 0.0, MISMATCH), Comparison('tis@both', 'tis@kv8', 0.0, MISMATCH))),
     Claim('FP8 rollouts take less time.', 'FP8-RL', 'up to 44 % more throughput',

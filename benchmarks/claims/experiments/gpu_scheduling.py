@@ -12,7 +12,7 @@ import math
 from claims.experiment import REWARD, Claim, Comparison, Experiment, time_to
 from claims.gpu_tasks import GSM8K
 
-SCORE = 0.65
+SCORE = 0.78  # above both models before training: 0.62 and 0.73 are published
 TO_SCORE = time_to(SCORE)
 LENGTH = 'completion/length_mean'
 
@@ -27,7 +27,7 @@ EXPERIMENT = Experiment(
     'ahead': {'rollout.async_ratio': 2.0},
   },
   steps=100,
-  settings={'preset': 'token_is', 'cache.budget': None},
+  settings={'eval.every': 5, 'preset': 'token_is', 'cache.budget': None},
   series=('time/rollout', LENGTH, 'async/age_mean', 'async/dropped_tokens', 'async/dropped_reward_bias'),
   shown=(REWARD, 'time/rollout', LENGTH),
   claims=(
