@@ -89,7 +89,7 @@ class Task:
   write: Callable[..., None]  # (folder, seed=, slips=): writes problems, grader and solutions to a folder
   warm: tuple[str, ...]  # folders or hub names of warm-started models; seed i begins from number i modulo their count
   settings: Mapping[str, Any]  # of every run, by key; {folder} stands for that folder
-  problems: int | None = None  # held-out problems of the verdicts; curves have `eval.problems`, the default of this
+  final: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))  # settings of the evaluation that decides
 
   def settings_in(self, folder: Path) -> dict[str, Any]:
     """Return the settings of a run whose problems are in this folder."""
@@ -148,7 +148,7 @@ class Experiment:
 
   def final(self, arm: str, seed: int, folder: Path) -> dict[str, Any]:
     """Return the settings of the evaluation that decides: dense, and with all problems."""
-    return self.changes(arm, seed, folder) | ({'eval.problems': self.task.problems} if self.task.problems else {})
+    return self.changes(arm, seed, folder) | self.task.final
 
   def answers(self, name: str, seed: int, folder: Path) -> dict[str, Any]:
     """Return the settings under which the newest weights of a run are asked once more, with another sampler."""
@@ -166,7 +166,14 @@ class Experiment:
     weights = [
       hashlib.sha256(path.read_bytes()).hexdigest() for start in self.task.warm for path in Path(start).glob('*.safetensors')
     ]
-    numbers = [self.steps, self.seeds, self.task.problems, self.series, self.asked, getattr(self.task.write, 'keywords', {})]
+    numbers = [
+      self.steps,
+      self.seeds,
+      self.task.final.get('eval.problems'),
+      self.series,
+      self.asked,
+      getattr(self.task.write, 'keywords', {}),
+    ]
     text = json.dumps([compared, settings, numbers, weights], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 

@@ -1,7 +1,6 @@
 """docs/claims.md, written from the saved results: claim, the paper's figure, ours, verdict, picture."""
 
 import json
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,8 +29,20 @@ A simulated cluster whose decode speed depends on the batch, 16 draws of lengths
 best on other draws. [Its section](benchmarks.md#what-would-running-ahead-gain-on-a-cluster-simulated) has assumptions, pictures,
 and what each arm drops. Measured with one engine: [queue scheduling](benchmarks.md#what-does-queue-scheduling-gain).
 
+The verdict is whether the simulated gain is above the published one. Where several numbers of GPUs were simulated, the table has
+the one with the largest gain, which favours the paper. Likely reasons for the verdicts that contradict it:
+
+* `continuous` over `groups`: from 8 GPUs on, 512 samples do not fill the slots, so groups hold nothing up. The published baseline
+  is not known, and may be slower than a queue of groups.
+* Redundant prompts or environments gain as much as their slowest members cost. With latencies of N(10, 5) s nothing is slow; with
+  one episode in a hundred ten times as slow, the gain is above the published one.
+* Environment-level asynchrony gains more with more turns; the published number of turns is not known.
+
+{table}
+
 `python benchmarks/cluster_simulation.py --save`; [result](results/cluster_simulation.json).
 """
+TABLE = '| Claim | Paper | Here | Verdict |\n|---|---|---|---|'
 
 
 def write(results: Mapping[str, Records]) -> None:
@@ -43,10 +54,11 @@ def text(results: Mapping[str, Records]) -> str:
   """Return the text of the page."""
   parts = [INTRODUCTION]
   done = {name: records for name, records in results.items() if any(records.values())}
-  lines = [line(claim, find(name), records) for name, records in done.items() for claim in find(name).claims]
-  parts.append('\n'.join(['| Claim | Paper | Here | Verdict |\n|---|---|---|---|', *lines, *simulated()]) + '\n')
+  if done:
+    lines = [line(claim, find(name), records) for name, records in done.items() for claim in find(name).claims]
+    parts.append('\n'.join([TABLE, *lines]) + '\n')
   parts += [section(find(name), records) for name, records in done.items()]
-  parts.append(SIMULATED)
+  parts.append(SIMULATED.format(table='\n'.join([TABLE, *simulated()])))
   waiting = [find(name) for name in results if name not in done]
   if waiting:
     parts.append('## Not run yet\n\n' + '\n'.join(map(waits, waiting)) + '\n')
@@ -77,12 +89,15 @@ def found(row: Mapping[str, Any]) -> str:
 def simulated() -> list[str]:
   """Return a line of the table for each comparison of the simulation with a published gain."""
   rows = json.loads((RESULTS / 'cluster_simulation.json').read_text())['rows']
-  several = [row for row in rows if row['verdict'] and row['published'] != 1]
-  lines, count = [], Counter((row['experiment'], row['arm'], row['against']) for row in several)
-  for row in several:
-    gpus = f' on {row["GPUs"]} GPUs' if count[row['experiment'], row['arm'], row['against']] > 1 else ''
-    statement = f'Simulated {row["experiment"]}{gpus}: `{row["arm"]}` gains as much over `{row["against"]}` as published.'
-    ours = f'{row["gain"]:.2f} times as fast ({row["low"]:.2f} to {row["high"]:.2f})'
+  best = {}
+  for row in rows:
+    name = row['experiment'], row['arm'], row['against']
+    if row['verdict'] and row['published'] != 1 and row['gain'] > best.get(name, row | {'gain': 0})['gain']:
+      best[name] = row
+  lines = []
+  for row in best.values():
+    statement = f'{row["experiment"]}: `{row["arm"]}` gains more than published over `{row["against"]}`'
+    ours = f'{row["gain"]:.2f} ({row["low"]:.2f} to {row["high"]:.2f}) on {row["GPUs"]} GPUs'
     lines.append(f'| {statement} | {row["published"]:g} (ROLL Flash) | {ours} | **{row["verdict"]}** |')
   return lines
 

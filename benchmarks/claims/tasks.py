@@ -39,6 +39,7 @@ SETTINGS = {
   'log.samples_every': None,
   'log.trackers': (),
 }
+FINAL = {'eval.problems': TEST, 'sampling.rows': 64}  # more rows than the rollouts have are faster for so many answers
 
 
 def _sizes(layers: int, width: int) -> dict[str, int]:
@@ -67,7 +68,7 @@ def _totals(name: str, model: str) -> Task:
     write=partial(write_problems, train=TRAIN, test=TEST, seed=0, slips=SLIPS),
     warm=_warm(name),
     settings=SETTINGS,
-    problems=TEST,
+    final=FINAL,
   )
 
 
@@ -96,6 +97,6 @@ DICTATION = Task(
     'packing.row_tokens': 208,
     'eval.samples': 1,
   },
-  problems=TEST,
+  final=FINAL,
 )
 TASKS = (TOTALS, LARGER, MIXTURE, DICTATION)

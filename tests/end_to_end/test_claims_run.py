@@ -21,7 +21,7 @@ TASK = Task(
     'packing.row_tokens': 64, 'packing.rows': 1, 'packing.score_chunk': 16, 'optimizer.learning_rate': 1e-3,
     'cache.budget': 12, 'cache.interval': 3, 'cache.window': 2, 'eval.problems': 3, 'eval.max_tokens': 4, 'log.trackers': (),
   }},
-  problems=5,
+  final={{'eval.problems': 5}},
 )
 EXPERIMENT = Experiment(
   'example', 'Does it run?', TASK, {{'dense': {{'arm': 'dense'}}, 'vetoed': {{'arm': 'sparse_rl', 'random_veto': True}}}},
