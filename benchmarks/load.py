@@ -11,7 +11,9 @@ and threads of all processes from /proc (Linux).
 
 The verdict compares the end of the run, its last sixth, with the beginning: a sixth after the first twelfth, in which caches
 fill. In an hour these are minutes 5 to 15 and 50 to 60. It covers the memory, files and threads of the process, their sums over
-its children, the child that grows most, the number of children that were started, and tokens and episodes a second.
+its children, the child that grows most, the number of children that were started, and the speed. Other programs, and other guests
+of a host, change the speed of a core by a tenth and more. So tokens are counted by the processor time of a fixed computation,
+which is measured at each reading. Episodes wait for their environments: they are counted by the second.
 """
 
 import argparse
@@ -75,6 +77,8 @@ def main() -> None:
   report('load', rows, {**settings, 'seen': seen.columns}, args.save)
   if args.save:
     draw()
+  if grown := [row['what'] for row in rows if not row['flat']]:
+    raise SystemExit(f'not flat: {", ".join(grown)}')
 
 
 def run(seconds: float) -> 'Readings':
@@ -141,6 +145,7 @@ class Readings:
     """Append a reading of this process and its descendants."""
     own, children = os.getpid(), descendants(os.getpid())
     found = {'seconds': round(seconds, 1), 'tokens': tokens, 'episodes': episodes, 'children': len(children)}
+    found |= {'processor seconds': round(time.process_time(), 2), 'fixed computation': round(fixed_computation(), 5)}
     for name, pids in (('process', [own]), ('children', children)):
       states = {pid: state for pid in pids if (state := state_of(pid))}
       found |= {f'{name} {what}': round(sum(s[what] for s in states.values()), 1) for what in ('MiB', 'files', 'threads')}
@@ -148,6 +153,14 @@ class Readings:
       self.children.setdefault(pid, []).append(state['MiB'])
     for name, value in found.items():
       self.columns.setdefault(name, []).append(value)
+
+
+def fixed_computation() -> float:
+  """Return the seconds of processor time of a computation that is always the same, about 0.1 s."""
+  x, start = np.linspace(0, 1, 2**12, dtype=np.float32), time.thread_time()
+  for _ in range(50_000):
+    np.exp(x)
+  return time.thread_time() - start
 
 
 def descendants(pid: int) -> list[int]:
@@ -178,7 +191,7 @@ def judged(seen: Readings) -> list[dict[str, Any]]:
   columns, count = seen.columns, len(seen.columns['seconds'])
   begin, end = slice(count // 12, count // 4), slice(5 * count // 6, count)
   rows = []
-  for name in [name for name in columns if name not in ('seconds', 'tokens', 'episodes', 'children')]:
+  for name in [name for name in columns if name.startswith(('process ', 'children '))]:
     before, after = (float(np.mean(columns[name][part])) for part in (begin, end))
     rows.append(row(name, before, after, after <= before * (1 + (FLAT if name.endswith('MiB') else 0.0)) + 0.5))
   grown = [[float(np.mean(each[part])) for part in (begin, end)] for each in seen.children.values() if len(each) == count]
@@ -186,16 +199,18 @@ def judged(seen: Readings) -> list[dict[str, Any]]:
   rows.append(row('MiB of the child that grows most', before, after, after <= before * (1 + FLAT) + 0.5))
   before, after = columns['children'][0], len(seen.children)
   rows.append(row('children, started in all', before, after, after <= before))
-  for name in ('tokens', 'episodes'):
-    before, after = (rate(columns, name, part) for part in (begin, end))
-    rows.append(row(f'{name} a second', before, after, abs(after / before - 1) <= STEADY))
+  before, after = (rate(columns, 'episodes', 'seconds', part) for part in (begin, end))
+  rows.append(row('episodes a second', before, after, abs(after / before - 1) <= STEADY))
+  fixed = [float(np.mean(columns['fixed computation'][part])) for part in (begin, end)]
+  before, after = (rate(columns, 'tokens', 'processor seconds', part) * unit for part, unit in zip((begin, end), fixed))
+  rows.append(row('tokens in the time of a fixed computation', before, after, abs(after / before - 1) <= STEADY))
   return rows
 
 
-def rate(columns: Mapping[str, Sequence[float]], name: str, part: slice) -> float:
-  """Return the growth of a counter per second, over a part of the readings."""
-  counts, seconds = columns[name][part], columns['seconds'][part]
-  return (counts[-1] - counts[0]) / (seconds[-1] - seconds[0])
+def rate(columns: Mapping[str, Sequence[float]], name: str, over: str, part: slice) -> float:
+  """Return the growth of a counter for each unit of another, over a part of the readings."""
+  counts, units = columns[name][part], columns[over][part]
+  return (counts[-1] - counts[0]) / (units[-1] - units[0])
 
 
 def row(name: str, before: float, after: float, flat: bool) -> dict[str, Any]:
