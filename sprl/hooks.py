@@ -17,7 +17,7 @@ from sprl.io.random_model import is_random
 from sprl.kernels.platform import can_run
 from sprl.models.lora import network
 from sprl.objective import guards
-from sprl.objective.checks import NO_FP8_CACHE, RATE, History, tries
+from sprl.objective.checks import NO_FP8_CACHE, RATE, SCALES, History, tries
 from sprl.rollout import collect
 from sprl.rollout.staleness import lags
 from sprl.sampler import calibrate
@@ -100,7 +100,9 @@ class Warn:
     self._history, self._said = reduce(History.after, earlier, History()), set()
 
   def __call__(self, session: Session, report: StepReport) -> None:
-    """Log the warnings of this step that were not logged before."""
+    """Log the warnings of this step that were not logged before. Only process 0 logs: the metrics of all processes are equal."""
+    if not session.team.leads:
+      return
     self._history = self._history.after(report.metrics)
     for symptom, warning in guards.warnings(self._history, session.run).items():
       if symptom not in self._said:
@@ -126,11 +128,12 @@ def evaluate_and_save(session: Session, report: StepReport) -> None:
 
 
 def after_step(earlier: Iterable[Mapping[str, float]] = ()) -> list[Callable[[Session, StepReport], None]]:
-  """Return the hooks at the end of a step, in order. A guard stops a run before its broken state is saved.
+  """Return the hooks at the end of a step, in order. A guard stops a run before its broken state is saved, and after the
+  line and the warnings of its last step are printed.
 
   `earlier` are the metrics of the steps before this start.
   """
-  return [log_step, check_step, Warn(earlier), print_progress, evaluate_and_save]
+  return [log_step, Warn(earlier), print_progress, check_step, evaluate_and_save]
 
 
 # --- guards ------------------------------------------------------------------------------------------------------------
@@ -152,7 +155,9 @@ def wrong_weights(session: Session, last: bool = False) -> list[str]:
   if not calibrate.usable(learner.amax):
     wrong.append(f'queries, keys or values are not finite: the FP8 cache has no scales. {tries((RATE, NO_FP8_CACHE), run)}')
   if not last and not learner.scales_current:
-    wrong.append('the scales of the FP8 cache were found with older weights than the sampler has (config.quant.kv_scale)')
+    wrong.append(
+      f'the scales of the FP8 cache were found with older weights than the sampler has. {tries((SCALES, NO_FP8_CACHE), run)}'
+    )
   if run.quant.sampler != 'none':
     wrong += self_check(learner.params, session.weights, session.model.dtype, run.quant, session.model.mesh)
   return wrong

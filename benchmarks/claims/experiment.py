@@ -148,7 +148,7 @@ class Experiment:
 
   def final(self, arm: str, seed: int, folder: Path) -> dict[str, Any]:
     """Return the settings of the evaluation that decides: dense, and with all problems."""
-    return self.changes(arm, seed, folder) | self.task.final
+    return {**self.changes(arm, seed, folder), **self.task.final}
 
   def answers(self, name: str, seed: int, folder: Path) -> dict[str, Any]:
     """Return the settings under which the newest weights of a run are asked once more, with another sampler."""

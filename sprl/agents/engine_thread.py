@@ -5,10 +5,11 @@ cancelled ones, which frees their rows, and reports the tokens of all others.
 """
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import threading
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +46,7 @@ class EngineThread:
   """
 
   def __init__(self, engine: Engine, queue: int):
-    self._engine, self._most = engine, engine.capacity + queue
+    self._engine, self._most, self._places = engine, engine.capacity + queue, 0
     self._changed = threading.Condition()
     self._jobs: dict[int, _Job] = {}  # by uid: all that are not finished
     self._new: list[_Job] = []
@@ -68,21 +69,33 @@ class EngineThread:
 
   @property
   def load(self) -> int:
-    """Requests that wait or decode."""
-    return len(self._jobs)
+    """Requests that have a place: their prompts are made, or they wait or decode."""
+    return self._places
+
+  @contextlib.contextmanager
+  def place(self) -> Iterator[None]:
+    """Hold a place for a request from its arrival to its end. Raises Overloaded if all are taken, or the engine has stopped."""
+    with self._changed:
+      self._check_runs()
+      if self._places >= self._most:
+        raise Overloaded(f'{self._places} requests wait or run, the most that this server accepts')
+      self._places += 1
+    try:
+      yield
+    finally:
+      with self._changed:
+        self._places -= 1
 
   def submit(
     self, prompt: Int[np.ndarray, ' P'], given: Int[np.ndarray, ' N'], max_tokens: int, tell: Callable[[News], Any]
   ) -> int:
-    """Queue a request and return its uid. `tell` is called in the engine's thread, the last time with the end or an error.
+    """Queue a request, which has a `place`, and return its uid.
 
-    Raises Overloaded, and SettingsError if the request does not fit the engine.
+    `tell` is called in the engine's thread, the last time with the end or an error. Raises Overloaded if the engine has stopped,
+    and SettingsError if the request does not fit the engine.
     """
     with self._changed:
-      if self._ends or self.error is not None:
-        raise Overloaded('the engine has stopped')
-      if len(self._jobs) >= self._most:
-        raise Overloaded(f'{len(self._jobs)} requests wait or run, the most that this server accepts')
+      self._check_runs()
       uid = next(self._uids)
       job = _Job(Request(uid, uid, prompt, max_tokens, given), tell)
       self._engine.config.check(job.request)
@@ -97,6 +110,10 @@ class EngineThread:
       if self._jobs.pop(uid, None) is not None:
         self._cancelled.add(uid)
         self._changed.notify()
+
+  def _check_runs(self) -> None:
+    if self._ends or self.error is not None:
+      raise Overloaded('the engine has stopped')
 
   def _run(self) -> None:
     try:
@@ -149,23 +166,24 @@ class EngineBackend:
 
   async def answer(self, episode: str, request: ChatRequest) -> AsyncGenerator[Partial | Answer, None]:
     """Yield the text as it grows, then the Answer. Closing the generator ends the request. Raises Refused."""
-    ids = await asyncio.to_thread(encoded, self.tokenizer, request)  # a template may take seconds
-    prompt, given, room = split(ids, self.sampling)
-    loop, news = asyncio.get_running_loop(), asyncio.Queue[News]()
     try:
-      uid = self.thread.submit(
-        prompt, given, min(room, request.max_tokens or room), lambda item: loop.call_soon_threadsafe(news.put_nowait, item)
-      )
+      with self.thread.place():
+        ids = await asyncio.to_thread(encoded, self.tokenizer, request)  # a template may take seconds
+        prompt, given, room = split(ids, self.sampling)
+        loop, news = asyncio.get_running_loop(), asyncio.Queue[News]()
+        uid = self.thread.submit(
+          prompt, given, min(room, request.max_tokens or room), lambda item: loop.call_soon_threadsafe(news.put_nowait, item)
+        )
+        try:
+          while not isinstance(item := await news.get(), Completion):
+            if isinstance(item, Exception):
+              raise Refused(500, f'the engine stopped: {item}')
+            yield Partial(self.tokenizer.decode(item, skip_special=True))
+          yield answer_of(self.tokenizer, request, ids, item, f'{uid}', self._tool_format)
+        finally:
+          self.thread.cancel(uid)
     except Overloaded as error:
       raise Refused(429 if self.thread.error is None else 503, str(error), code='overloaded') from None
-    try:
-      while not isinstance(item := await news.get(), Completion):
-        if isinstance(item, Exception):
-          raise Refused(500, f'the engine stopped: {item}')
-        yield Partial(self.tokenizer.decode(item, skip_special=True))
-      yield answer_of(self.tokenizer, request, ids, item, f'{uid}', self._tool_format)
-    finally:
-      self.thread.cancel(uid)
 
 
 def encoded(tokenizer: Tokenizer, request: ChatRequest) -> list[int]:

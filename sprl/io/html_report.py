@@ -356,7 +356,9 @@ def _warnings(records: Records, config: Mapping[str, Any]) -> str:
     if found:
       low, high = check.healthy
       step, value = max(found.items(), key=lambda item: max(low - item[1], item[1] - high))
-      wanted = f'{low:g} to {high:g}'.replace('-inf to', 'at most').replace(' to inf', ' or more')
+      wanted = (
+        f'{low:g} to {high:g}'.replace('-inf to inf', 'finite').replace('-inf to', 'at most').replace(' to inf', ' or more')
+      )
       worst, advice = f'{value:.4g} (step {step})', f'{check.meaning} {tries(check.advice, run)}'
       rows.append(
         [check.symptom, check.statistic.text.format(check.metric), wanted, str(len(found)), str(min(found)), worst, advice]

@@ -42,16 +42,17 @@ def main(seconds: float, memory: int) -> None:
   signal.signal(signal.SIGPROF, signal.SIG_DFL)
   for line in sys.stdin.buffer:
     signal.setitimer(signal.ITIMER_PROF, seconds)
-    reply = json.dumps(answer(json.loads(line)))
+    reply = json.dumps(answer(line))
     signal.setitimer(signal.ITIMER_PROF, 0)
     sys.stdout.buffer.write(reply.encode() + b'\n')
     sys.stdout.buffer.flush()
 
 
-def answer(request: dict[str, Any]) -> dict[str, Any]:
-  """Return the answer to a request. A template is foreign code and can raise anything."""
+def answer(line: bytes) -> dict[str, Any]:
+  """Return the answer to a request. A template is foreign code and can raise anything, and values may be nested too deeply."""
   valid = False
   try:
+    request = json.loads(line)
     template, variables = compiled(request['source'])
     valid = True
     if 'variables' not in request:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 SECONDS = 5.0  # limit of CPU time for a request
+PATIENCE = 60.0  # limit of wall-clock time for a request: a stopped process uses no CPU time
 MEMORY = 1 << 29  # bytes of memory that the process may add after its start
 _PROGRAM = Path(__file__).with_name('template_process.py')
 
@@ -45,6 +46,10 @@ def restart() -> None:
   _renderer.end()
 
 
+class _Killed(TemplateError):
+  """The process was killed, which may not be the fault of the template."""
+
+
 class _Renderer:
   """The process that renders templates."""
 
@@ -53,39 +58,58 @@ class _Renderer:
     self._process: subprocess.Popen | None = None
 
   def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the answer to a request. Raises TemplateError if the template raises or ends the process.
+    """Return the answer to a request. Raises TemplateError if the template raises, ends the process, or gives no answer.
 
     A request whose process was killed is asked once more: the system may have killed it for want of memory elsewhere.
     """
-    line = json.dumps(request).encode() + b'\n'
+    try:
+      line = json.dumps(request).encode() + b'\n'
+    except RecursionError:  # this is deeper in the call stack than the parser that accepted the values
+      raise TemplateError('the values of its variables are nested too deeply', True) from None
     with self._lock:
-      reply, status = self._reply(line)
-      if status == -signal.SIGKILL:
-        reply, status = self._reply(line)
-    if not reply:
-      slow = status == -signal.SIGPROF
-      raise TemplateError(f'it takes more than {SECONDS:g} s' if slow else f'it ended its process (status {status})', True)
+      try:
+        reply = self._reply(line)
+      except _Killed:
+        reply = self._reply(line)
     answer = json.loads(reply)
     if 'error' in answer:
       raise TemplateError(answer['error'], answer['valid'])
     return answer
 
-  def _reply(self, line: bytes) -> tuple[bytes, int | None]:
-    """Return the reply to a request, or b'' and the exit status of the process that ended instead."""
+  def _reply(self, line: bytes) -> bytes:
+    """Return the reply to a request. Raises TemplateError if the process ends instead, and kills it after PATIENCE."""
     if self._process is None or self._process.poll() is not None:
       self._process = self._start()
-    process = self._process
+    process, late = self._process, threading.Event()
     assert process.stdin is not None
     assert process.stdout is not None
+
+    def give_up() -> None:
+      late.set()
+      process.kill()
+
+    timer = threading.Timer(PATIENCE, give_up)  # limits the write too: a stopped process does not empty the pipe
+    timer.daemon = True
+    timer.start()
     try:
       with contextlib.suppress(BrokenPipeError):
         process.stdin.write(line)
         process.stdin.flush()
       reply = process.stdout.readline()
     except BaseException:  # such as Ctrl-C: the next request would read the late reply as its own
+      process.kill()
       self._end()
       raise
-    return reply, None if reply else self._end()
+    finally:
+      timer.cancel()
+    if reply.endswith(b'\n'):
+      return reply
+    status = self._end()
+    if late.is_set():
+      raise _Killed(f'its process gives no answer within {PATIENCE:g} s', True)
+    if status == -signal.SIGPROF:
+      raise TemplateError(f'it takes more than {SECONDS:g} s', True)
+    raise (_Killed if status == -signal.SIGKILL else TemplateError)(f'it ended its process (status {status})', True)
 
   def end(self) -> None:
     """End the process if it is running."""

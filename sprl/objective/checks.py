@@ -53,7 +53,8 @@ class Statistic(NamedTuple):
 
 
 def _values(steps: Steps, metric: str) -> list[float]:
-  return [step[metric] for step in steps if metric in step]
+  """Return the finite values. `FINITE` reports the others: a median of values with a NaN depends on their order."""
+  return [step[metric] for step in steps if math.isfinite(step.get(metric, math.nan))]
 
 
 def _of_latest(steps: int, function: Callable[[Sequence[float]], float]) -> Callable[[History, str], float | None]:
@@ -62,6 +63,20 @@ def _of_latest(steps: int, function: Callable[[Sequence[float]], float]) -> Call
     return function(found) if len(found) == steps else None
 
   return of
+
+
+def _growth(history: History, metric: str) -> float | None:
+  """Return a growth from step 2 * FEW on: a collapse can take fewer than WINDOW steps, which then show no healthy value."""
+  count = (half(history) - 1) | 1  # odd: two low values of four would move a median half way
+  before, now = _values(history.first, metric)[:FEW], _values(history.latest[-count:], metric)
+  if count < FEW or len(before) < FEW or len(now) <= count // 2:  # steps without an update have no value
+    return None
+  return median(now) / median(before) if median(before) > 0 else None
+
+
+def _not_finite(history: History, metric: str) -> float | None:
+  value = history.latest[-1].get(metric, 0.0)
+  return None if math.isfinite(value) else value
 
 
 def _over_first(function: Callable[[Sequence[float]], float]) -> Callable[[History, str], float | None]:
@@ -83,6 +98,11 @@ def _reward(steps: Steps) -> float:
   return fmean(_values(steps, 'reward/mean') or [0.0])
 
 
+def half(history: History) -> int:
+  """Return the number of steps at each end of a history that do not overlap, at most WINDOW."""
+  return min(WINDOW, history.steps // 2)
+
+
 def gain(latest: Steps, since: Steps) -> float:
   """Return the difference of the mean rewards, in standard deviations of a sample."""
   spread = max(median(_values(steps, 'reward/std') or [math.inf]) for steps in (latest, since))
@@ -94,7 +114,8 @@ SOME = Statistic(f'median of {{}} over {FEW} steps', _of_latest(FEW, median))
 MANY = Statistic(f'median of {{}} over {WINDOW} steps', _of_latest(WINDOW, median))
 LARGEST = Statistic(f'largest {{}} of {WINDOW} steps', _of_latest(WINDOW, lambda found: max(map(abs, found))))
 GRADED = Statistic(f'share of {{}} over {FEW} steps', _graded)
-GROWTH = Statistic(f'median of {{}} over {WINDOW} steps, divided by that of the first {WINDOW},', _over_first(median))
+FINITE = Statistic('{}', _not_finite)
+GROWTH = Statistic(f'median of {{}} over the latest {FEW} to {WINDOW - 1} steps, divided by that of the first {FEW},', _growth)
 BURSTS = Statistic(
   f'third largest {{}} of {WINDOW} steps, divided by that of the first {WINDOW},', _over_first(lambda found: sorted(found)[-3])
 )
@@ -192,19 +213,26 @@ class Check:
   def outside(self, history: History, run: Run) -> float | None:
     """Return the value of the statistic if it is outside of the healthy range, else None."""
     value, (low, high) = self.statistic.of(history, self.metric), self.healthy
-    return None if value is None or low <= value <= high or not self.applies(history, run) else value
+    healthy = value is None or (low <= value <= high and math.isfinite(value))
+    return None if healthy or not self.applies(history, run) else value
 
   def warning(self, value: float, run: Run) -> str:
     """Return the warning about a value outside of the healthy range."""
     low, high = self.healthy
-    bound = f'below {low:g}' if value < low else f'above {high:g}'
+    bound = (f', below {low:g}' if value < low else f', above {high:g}') if math.isfinite(value) else ''
     of = self.statistic.text.format(self.metric)
-    return f'{self.symptom}: {of} = {value:.3g}, {bound}. {self.meaning} {tries(self.advice, run)}'
+    return f'{self.symptom}: {of} = {value:.3g}{bound}. {self.meaning} {tries(self.advice, run)}'
 
 
 def no_gain(history: History, run: Run) -> bool:
   """Return whether the reward has not risen since the first steps. If it has, less entropy and more KL are normal."""
-  return gain(history.latest, history.first) < RISE
+  count = half(history)
+  return gain(history.latest[-count:], history.first[:count]) < RISE
+
+
+def was_not_skipped(history: History, run: Run) -> bool:
+  """Return whether the latest step applied its update. A skipped update has a warning of its own, for the same cause."""
+  return not history.latest[-1].get('update/skipped')
 
 
 def has_weights(history: History, run: Run) -> bool:
@@ -256,6 +284,12 @@ CHECKS = (
   Check(
     'an update was skipped', 'update/skipped', NOW, (0.0, 0.0),
     'Its loss or gradient was not finite. Three in a row stop the run.', (RATE, WARMUP),
+  ),
+  *(
+    Check(
+      'a metric is not finite', metric, FINITE, (-ANY, ANY), 'The weights may have diverged.', (RATE, WARMUP), was_not_skipped,
+    )
+    for metric in ('update/grad_norm', 'policy/entropy', 'policy/k3_kl', 'policy/kl_ref', 'reward/mean')
   ),
   Check(
     'a step changes the policy much', 'policy/k3_kl', SOME, (0.0, 0.1),

@@ -232,20 +232,20 @@ def self_check(params: Params, weights: SamplerWeights, dtype, quant: Quant, mes
   found = {jax.tree_util.keystr(path) for path, w in leaves if isinstance(w, BlockScaled | Emulated)}
   faults = [f'{name}: {"not " * (name in declared)}quantised, against config.quant' for name in sorted(declared ^ found)]
   faults += [
-    f'{jax.tree_util.keystr(path)}: {w.dtype}, expected {jnp.dtype(dtype)}'
+    f'{jax.tree_util.keystr(path)}: {w.dtype}, expected the dtype {jnp.dtype(dtype)}'
     for path, w in leaves
     if isinstance(w, jax.ShapeDtypeStruct) and w.dtype != dtype
   ]
   finite, error = jax.device_get(_measure.on(mesh)(params, weights, min(declared, default=None), jnp.dtype(dtype)))
   if not finite:
     faults.append(
-      'a sampler weight is not finite: the weights diverged (a lower config.optimizer.learning_rate), or those of '
-      'config.model.path are broken'
+      'a sampler weight is not finite: the weights diverged, or those of config.model.path are damaged. '
+      'Try a lower config.optimizer.learning_rate; another config.model.path.'
     )
   if not error <= MAX_PRODUCT_ERROR:
     faults.append(
-      f'{min(declared)}: relative error {error:.3g} of its FP8 product, expected at most {MAX_PRODUCT_ERROR} '
-      '(config.quant.skip_names leaves a linear out of FP8)'
+      f'{min(declared)}: relative error {error:.3g} of its FP8 product, expected at most {MAX_PRODUCT_ERROR}. '
+      'Try config.quant.skip_names, which leaves a linear out of FP8.'
     )
   return faults
 

@@ -135,6 +135,29 @@ def test_more_requests_than_rows_and_queue_get_429(tmp_path):
     assert 'the most that this server accepts' in str(refused[0])
 
 
+def test_a_request_takes_a_place_before_its_prompt_is_made(tmp_path, monkeypatch):
+  """Of requests whose templates are slow, one more than rows and queue is refused at once, and its template does not run."""
+  go_on, encoded, begun = threading.Event(), engine_thread.encoded, []
+
+  def slow(*arguments):
+    begun.append(1)
+    assert go_on.wait(20)
+    return encoded(*arguments)
+
+  monkeypatch.setattr(engine_thread, 'encoded', slow)
+  with served(tmp_path, queue=1) as endpoint, ThreadPoolExecutor(ROWS + 1) as pool:
+    answers = [pool.submit(ask, endpoint, max_tokens=2) for _ in range(ROWS + 1)]
+    try:
+      wait_until(lambda: len(begun) == ROWS + 1)
+      with pytest.raises(openai.RateLimitError, match='5 requests wait or run, the most that this server accepts'):
+        ask(endpoint, max_tokens=2)
+    finally:
+      go_on.set()
+    assert all(answer.result().choices for answer in answers)
+    assert len(begun) == ROWS + 1
+    assert endpoint.thread.load == 0
+
+
 # --- texts that a random model does not write ------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@
 Gives random inputs to the parts of sprl that read the input of others, and reports every case that ends in any other way than an
 answer or a refusal. Without targets it runs all of them. Each target gets its share of the minutes; `commands` gets four shares,
 because its cases take seconds. --case N runs one case here, with its traceback. Exit status: 0 without a failure, 1 with one.
+Each target gets at least one case.
 """
 
 import argparse
@@ -16,14 +17,15 @@ sys.path[1:1] = [str(TESTS.parent), *(str(TESTS / folder) for folder in ('.', 'a
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 os.environ.setdefault('JAX_DISABLE_MOST_OPTIMIZATIONS', '1')  # as tests/conftest.py
 
-import compilation_cache  # noqa: E402  (the lines above make it importable, and say how jax starts)
+import arguments  # noqa: E402  (the lines above make these importable, and say how jax starts)
+import compilation_cache  # noqa: E402
 from campaign import TARGETS, Campaign, case_of, opened, serve, shares  # noqa: E402
 
 
 def main() -> int:
   parser = argparse.ArgumentParser(usage=__doc__)
   parser.add_argument('targets', nargs='*', metavar='TARGET', help=', '.join(TARGETS))
-  parser.add_argument('--minutes', type=float, default=5.0, help='for all targets together')
+  parser.add_argument('--minutes', type=arguments.minutes, default=5.0, help='for all targets together')
   parser.add_argument('--seed', type=int, default=0)
   parser.add_argument('--case', type=int, help='run this case only')
   parser.add_argument('--from', type=int, dest='first', default=0, help='the first case')

@@ -102,15 +102,15 @@ class Campaign:
   slowest: tuple[float, int] = (0.0, 0)  # seconds, number
 
   def run(self, seconds: float) -> int:
-    """Run cases for `seconds` and print a report. Returns the number of cases that failed."""
+    """Run cases for `seconds`, at least one, and print a report. Returns the number of cases that failed."""
     limit = importlib.import_module(f'fuzz_{self.name}').SECONDS
     number, spent = self.first, 0.0
-    while spent < seconds:
+    while spent < seconds or number == self.first:
       with self._process(number) as (process, lines, log):
         if lines.next(START_SECONDS) is None:
           raise RuntimeError(f'the target {self.name} did not start:\n{_tail(log)}')
         begun = time.monotonic() - spent
-        while spent < seconds:
+        while spent < seconds or number == self.first:
           line = lines.next(limit)
           spent = time.monotonic() - begun
           if line is None:

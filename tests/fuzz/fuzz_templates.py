@@ -2,7 +2,7 @@
 
 A template is rendered or raises TokenizerError, within the limits of time and memory, and the next one is rendered after it.
 The memory is the peak of the renderer process's address space, which only Linux tells.
-In the sandbox no attribute is a module, a class, a function or a part of Python's machinery.
+In the sandbox no attribute and no element is a module, a class, a function or a part of Python's machinery.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import re
 import threading
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -182,7 +182,9 @@ def expression(rng: random.Random, world: Any, depth: int = 3) -> str:
     case 4 | 5:
       return f'{one()}.{rng.choice(METHODS)}({some()})'
     case 6:
-      return rng.choice((f'{one()}.{rng.choice(DUNDERS)}', f'{one()}[{one()}]', f"({one()} | attr('{rng.choice(DUNDERS)}'))"))
+      name = rng.choice(DUNDERS)
+      hidden = f'.{name}', f"['{name}']", f" | attr('{name}')", f" | map(attribute='{name}') | list"
+      return f'({one()}{rng.choice(hidden)})' if rng.random() < 0.7 else f'{one()}[{one()}]'
     case 7:
       return f'{one()}({some()})'
   return rng.choice((f'({one()} if {one()} else {one()})', f'[{some()}]', f'{one()}[{one()}:{one()}]', f"{{'a': {one()}}}"))
@@ -304,20 +306,28 @@ def peaks() -> Iterator[list[int]]:
 
 
 def watched(case: dict[str, Any]) -> None:
-  """Render a template that is known to end, in this process, and look at every attribute that it gets."""
-  env = template_process.make_environment()
-  whole, leaks = env.getattr, []
+  """Render a template that is known to end, in this process, and look at every attribute and element that it gets.
 
-  def getattr_(owner: Any, name: str) -> Any:
-    found = whole(owner, name)
-    if isinstance(found, types.GenericAlias) or (isinstance(owner, str) and name in ('format', 'format_map')):
-      return found  # `dict[name]`, for which jinja2 looks next; its own functions
-    hidden = name.startswith('_') and not isinstance(owner, dict)
-    if isinstance(found, LEAKS) or (hidden and not isinstance(found, jinja2.Undefined)):
-      leaks.append(f'{type(owner).__name__}.{name} is {found!r:.100}')
-    return found
+  jinja2 calls `getattr` for `x.name`, and `getitem` for `x[name]` and for the attributes that filters such as `map` read. Both
+  look for an attribute and for an element.
+  """
+  env, leaks = template_process.make_environment(), []
 
-  env.getattr = getattr_  # pyright: ignore[reportAttributeAccessIssue]
+  def watch(get: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    def got(owner: Any, name: Any) -> Any:
+      found = get(owner, name)
+      if isinstance(found, types.GenericAlias) or (isinstance(owner, str) and name in ('format', 'format_map')):
+        return found  # `dict[name]`, for which jinja2 looks next; its own functions
+      is_key = isinstance(owner, dict) and isinstance(name, str) and name in owner
+      hidden = isinstance(name, str) and name.startswith('_') and not is_key
+      if isinstance(found, LEAKS) or (hidden and not isinstance(found, jinja2.Undefined)):
+        leaks.append(f'{type(owner).__name__}.{name} is {found!r:.100}')
+      return found
+
+    return got
+
+  env.getattr = watch(env.getattr)  # pyright: ignore[reportAttributeAccessIssue]
+  env.getitem = watch(env.getitem)  # pyright: ignore[reportAttributeAccessIssue]
   given = {'messages': case['messages'], 'tools': case['tools'], 'bos_token': '<bos>', 'eos_token': '<eos>', 'documents': None}
   with contextlib.suppress(Exception):
     template_process.rendered(env.from_string(case['template']), given, True)

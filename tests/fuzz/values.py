@@ -1,9 +1,12 @@
 """Random values, and random changes of bytes, texts and JSON."""
 
+import bisect
 import copy
+import functools
 import json
 import math
 import random
+import re
 from typing import Any
 
 TEXTS = (
@@ -13,7 +16,8 @@ TEXTS = (
   '$HOME', '~', '*', '(',
 )  # fmt: skip
 LONE = ('\ud800', 'a\udfffb')  # halves of surrogate pairs: JSON can hold them, UTF-8 cannot
-DEEP = '@deep'  # stands for lists in lists, too deep for Python's parser
+DEEP = '@deep'  # begins a text that stands for lists in lists: `@deep -3` has three levels less than Python's parser accepts
+TOO_DEEP = 10_000  # levels above the limit of the parser
 INTS = (0, 1, -1, 2, 3, 7, 8, 16, 63, 64, 65, 127, 255, 256, 1000, 2**15, 2**31 - 1, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 2**64)
 FLOATS = (0.0, -0.0, 0.5, 1.0, 1.5, -1.5, 1e-300, 5e-324, 1e300, 1e38, math.pi, math.inf, -math.inf, math.nan)
 
@@ -100,7 +104,7 @@ def _other(rng: random.Random, old: Any, lone: bool) -> Any:
       return rng.choice((-old, old * 2, 1 / old if old else 1.0, number(rng)))
     case str():
       return rng.choice((old + text(rng, lone), old[: len(old) // 2], old.upper(), text(rng, lone)))
-  return rng.choice((None, [], {}, scalar(rng, lone), DEEP))
+  return rng.choice((None, [], {}, scalar(rng, lone), deep(rng)))
 
 
 def changed_bytes(rng: random.Random, data: bytes) -> bytes:
@@ -144,6 +148,33 @@ def changed_text(rng: random.Random, source: str) -> str:
   return source
 
 
+def deep(rng: random.Random) -> str:
+  """Return a text that stands for lists in lists: far too deep, or about as deep as Python's parser accepts.
+
+  The parser accepts what code that is called deeper in the stack does not, such as the writer of another function.
+  """
+  return f'{DEEP} {rng.choice((TOO_DEEP, rng.randint(-40, 5)))}'
+
+
+@functools.cache
+def deepest() -> int:
+  """Return the most lists in lists that Python's parser accepts here."""
+  return bisect.bisect_left(range(1_000_000), True, lo=1, key=lambda depth: not _parses(depth)) - 1
+
+
+def _parses(depth: int) -> bool:
+  try:
+    json.loads('[' * depth + ']' * depth)
+  except RecursionError:
+    return False
+  return True
+
+
 def as_json(tree: Any) -> bytes:
-  """Return JSON, with NaN and infinity as Python writes them, and lists in lists for DEEP."""
-  return json.dumps(tree).replace(json.dumps(DEEP), '[' * 20_000 + ']' * 20_000).encode()
+  """Return JSON, with NaN and infinity as Python writes them, and lists in lists for the texts of `deep`."""
+
+  def lists(found: re.Match[str]) -> str:
+    depth = deepest() + int(found[1])
+    return '[' * depth + ']' * depth
+
+  return re.sub(rf'"{DEEP} (-?\d+)"', lists, json.dumps(tree)).encode()

@@ -1,6 +1,7 @@
 """The HTML report: complete for every kind of run, safe for any text, and working in a real browser."""
 
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -168,6 +169,15 @@ def test_warnings_name_the_symptom_the_range_the_worst_step_and_settings(tmp_pat
   text = ' '.join(Outline(report_html(write_run(tmp_path, steps=4))).text)
   found = 'sampler and learner differ much median of sparse/agreement_p05 over 3 steps 0.86 or more 2 3 0.5 (step 3)'
   assert re.search(re.escape(found) + r' .* Try .*config\.ledger\.every = 1', text)
+
+
+def test_a_metric_that_is_not_finite_has_a_row_of_its_own(tmp_path):
+  log = RunLog(write_run(tmp_path, checkpoint=False), 3)
+  log.write(4, {'env/a': 1.0, 'reward/mean': 1.0, 'policy/entropy': math.nan}, {'rollout': 2.0})
+  log.close()
+  text = ' '.join(Outline(report_html(tmp_path)).text)
+  assert 'a metric is not finite policy/entropy finite 1 4 nan (step 4) The weights may have diverged. Try a lower' in text
+  assert 'the entropy' not in text
 
 
 def test_settings_that_differ_from_the_defaults_are_listed(tmp_path):

@@ -1,5 +1,7 @@
 """Tokenizers: ids, text, special tokens, and chat templates, which are not trusted."""
 
+import bisect
+import contextlib
 import json
 import signal
 import time
@@ -178,6 +180,48 @@ def test_a_request_whose_process_is_killed_is_asked_again(folder):
     process.kill()
     assert answer.result(30) == '1'
   assert templates._renderer._process is not process
+
+
+def test_a_stopped_process_of_templates_is_killed_and_the_request_asked_again(folder, monkeypatch):
+  monkeypatch.setattr(templates, 'PATIENCE', 5.0)  # includes the start of the second process
+  tokenizer = with_template(folder, '{{ messages | length }}')
+  tokenizer.render(HELLO)
+  process = templates._renderer._process
+  process.send_signal(signal.SIGSTOP)
+  assert tokenizer.render([{'role': 'user', 'content': 'x' * 200_000}] * 2) == '2'  # more than a pipe holds
+  assert process.wait() == -signal.SIGKILL
+
+
+def test_two_processes_of_templates_that_give_no_answer_are_an_error(folder, monkeypatch):
+  tokenizer, start, started = with_template(folder, '{{ messages | length }}'), templates._renderer._start, []
+
+  def stopped():
+    started.append(start())
+    started[-1].send_signal(signal.SIGSTOP)
+    return started[-1]
+
+  templates.restart()
+  with monkeypatch.context() as patch:
+    patch.setattr(templates, 'PATIENCE', 0.2)
+    patch.setattr(templates._renderer, '_start', stopped)
+    with pytest.raises(TokenizerError, match=r'gives no answer within 0\.2 s'):
+      tokenizer.render(HELLO)
+  assert [process.wait() for process in started] == [-signal.SIGKILL] * 2
+  assert tokenizer.render(HELLO) == '1'
+
+
+def test_values_nested_about_as_deep_as_the_parser_accepts_are_rendered_or_refused(folder):
+  """Values that the parser accepts here can be too deep for a function that is called deeper in the stack."""
+  tokenizer = with_template(folder, '{{ messages | length }}')
+
+  def nested(depth):
+    with contextlib.suppress(RecursionError):
+      return json.loads('[' * depth + ']' * depth)
+
+  deepest = bisect.bisect_left(range(1_000_000), True, lo=1, key=lambda depth: nested(depth) is None) - 1
+  for depth in range(deepest - 30, deepest + 30):  # the search itself is on the stack when it calls the parser
+    with contextlib.suppress(TokenizerError):
+      assert tokenizer.render([{'role': 'user', 'content': nested(depth)}]) == '1'
 
 
 def test_an_invalid_template_is_refused_at_load(folder):

@@ -1,19 +1,31 @@
 """Guards: the reasons to stop a run, and the warnings about one that goes on."""
 
+import ast
 import json
 import math
 import re
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
+import small
 
+from sprl import hooks
 from sprl.config import Cache, Correction, Ledger, Loss, Optimizer, Quant, Rollout, Run, Task
+from sprl.distributed.team import ALONE
 from sprl.hooks import Warn
+from sprl.io.progress import Progress
+from sprl.io.run_state import RunState
 from sprl.objective import checks
-from sprl.objective.checks import CHECKS, FEW, WINDOW, History, gain
+from sprl.objective.checks import CHECKS, FEW, FINITE, WINDOW, History, gain
 from sprl.objective.guards import HEALTHY, apart, sentinels, warnings
+from sprl.quant.block import quantise
+from sprl.quant.joined import apart as apart_weights
+from sprl.sampler.weights import sampler_weights
 from sprl.session import Session, StepReport
 
 ROOT = Path(__file__).parents[2]
@@ -171,11 +183,12 @@ SIGNS = [  # symptom, the metrics that change, the number of steps that must sho
   ('numbers exceed the FP8 scales', {'fp8/kv_saturation': 2e-4}, 1),
   ('numbers exceed the FP8 scales', {'fp8/query_saturation': 2e-4}, 1),
   ('an update was skipped', {'update/skipped': 0.25}, 1),
+  ('a metric is not finite', {'policy/entropy': math.nan}, 1),
   ('a step changes the policy much', {'policy/k3_kl': 0.11}, 2),
   ('the gradient norm has bursts', {'update/grad_norm': 1.01}, 3),
   ('the policy leaves the reference', {'policy/kl_ref': 0.51}, 6),
-  ('the entropy collapsed', {'policy/entropy': 0.079}, 6),
-  ('the entropy grew', {'policy/entropy': 0.81}, 6),
+  ('the entropy collapsed', {'policy/entropy': 0.079}, 5),
+  ('the entropy grew', {'policy/entropy': 0.81}, 5),
   ('the reward fell', {'reward/mean': 0.09}, 10),
   ('every reward is 0', {'reward/mean': 0.0, 'reward/std': 0.0}, 10),
   ('most groups have equal rewards', {'reward/groups_equal': 0.91}, 6),
@@ -187,23 +200,93 @@ SIGNS = [  # symptom, the metrics that change, the number of steps that must sho
 
 @pytest.mark.parametrize(('symptom', 'sign', 'steps'), SIGNS, ids=lambda x: str(x)[:40])
 def test_a_symptom_is_found_after_as_many_steps_as_its_statistic_needs(symptom, sign, steps):
-  """In a run that was healthy for 20 steps. A median of 3 or 10 steps changes with the second or sixth."""
+  """In a run that was healthy for 20 steps. A median of 3, 9 or 10 steps changes with the second, fifth or sixth."""
   run = replace(CHEAP, quant=Quant(sampler='w8a8_kv8', kv_scale='frozen'))
   found = ever([*FIRST, *FIRST, *[STEP | sign] * (WINDOW + 1)], run)
   assert found.pop(symptom) == 2 * WINDOW + steps
   assert set(found) <= {'the reward fell'}  # where every reward is 0
 
 
+def session_of(team=ALONE):
+  session = object.__new__(Session)
+  session.run, session.team, session.state = PLAIN, team, RunState()
+  return session
+
+
 def test_a_resumed_run_compares_with_the_steps_before_it(caplog):
   """An entropy that collapsed before the resume is a symptom; without the earlier steps it looks like that of the beginning."""
   collapsed = STEP | {'policy/entropy': 0.01}
-  session = object.__new__(Session)
-  session.run = PLAIN
+  session = session_of()
   for earlier, expected in ((), 0), ([*FIRST, *FIRST, *[collapsed] * 3], 1):
     warn = Warn(earlier)
     for step in range(24, 24 + 3 * WINDOW):
       warn(session, StepReport(step, (), collapsed, {}, 0.0))
     assert sum('entropy' in record.getMessage() for record in caplog.records) == expected
+
+
+@pytest.mark.parametrize(
+  ('entropies', 'symptom'),
+  [
+    ([1.0, 0.75, 0.5, 0.25, 0.01, 0.01], 'the entropy collapsed'),
+    ([1.0, 0.3, 0.1, 0.03, 0.01, 0.01], 'the entropy collapsed'),
+    ([1.0, 2.0, 3.0, 4.0, 5.0, 5.0], 'the entropy grew'),
+    ([1.0, 1.5, 2.2, 3.3, 5.0, 5.0], 'the entropy grew'),
+  ],
+)
+def test_an_entropy_that_changes_within_five_steps_is_found_at_the_sixth(entropies, symptom):
+  steps = [STEP | {'policy/entropy': entropy} for entropy in entropies]
+  assert ever(steps, PLAIN) == {symptom: 6}
+  resumed = reduce(History.after, steps[3:], history_of(steps[:3]))
+  assert set(warnings(resumed, PLAIN)) == {symptom}
+
+
+def test_an_entropy_that_falls_within_five_steps_while_the_reward_rises_is_no_symptom():
+  entropies, rewards = [1.0, 0.3, 0.1, 0.03, 0.01, 0.01], [0.1, 0.1, 0.2, 0.5, 0.8, 0.8]
+  steps = [STEP | {'policy/entropy': e, 'reward/mean': r} for e, r in zip(entropies, rewards, strict=True)]
+  assert ever([*steps, *[steps[-1]] * 20], PLAIN) == {}
+
+
+def test_single_steps_of_another_entropy_are_noise_in_the_first_steps():
+  """One step in three, wherever it comes, as among the first three steps and among the latest three."""
+  for other in (0.01, 5.0):
+    for offset in range(3):
+      steps = [STEP | ({'policy/entropy': other} if i % 3 == offset else {}) for i in range(40)]
+      assert ever(steps, PLAIN) == {}
+
+
+def test_a_metric_that_is_not_finite_is_named_once_and_compared_with_nothing():
+  for bad in (math.nan, math.inf):
+    step = STEP | {'policy/entropy': bad, 'update/grad_norm': bad}
+    found = after([*FIRST, *FIRST, step, step], PLAIN)
+    assert list(found) == ['a metric is not finite']
+    assert found['a metric is not finite'].startswith(f'a metric is not finite: update/grad_norm = {bad}. ')
+    assert 'config.optimizer.learning_rate (now 1e-06); a larger config.optimizer.warmup_steps' in found['a metric is not finite']
+    assert set(after([*FIRST, *FIRST, step, step | {'update/skipped': 1.0}], PLAIN)) == {'an update was skipped'}
+    collapsed = STEP | {'policy/entropy': 0.01}
+    assert set(after([*FIRST, *[step, collapsed, collapsed] * 3], PLAIN)) == {'the entropy collapsed'}  # of the finite steps
+
+
+def test_only_the_leading_process_warns(caplog):
+  for team, expected in ((SimpleNamespace(leads=False), 0), (ALONE, 1)):
+    Warn()(session_of(team), StepReport(1, (), STEP | {'update/skipped': 1.0}, {}, 0.0))
+    assert len(caplog.records) == expected
+
+
+def test_the_warnings_and_the_line_of_a_step_precede_the_guard_that_stops_at_it(caplog, monkeypatch):
+  lines = []
+  session = session_of()
+  session.run_log, session.workdir, session.progress = None, Path('run'), Progress(9, show=lines.append)
+  monkeypatch.setattr(hooks, 'wrong_weights', lambda session, last: [])
+  report = StepReport(3, (), STEP | {'update/skipped': 1.0, 'update/bad_streak': 3.0}, {}, 0.0)
+
+  def end_step():
+    for hook in hooks.after_step():
+      hook(session, report)
+
+  with pytest.raises(hooks.StopRun, match='the gradient of 3 updates in a row was not finite'):
+    end_step()
+  assert ['an update was skipped' in record.getMessage() for record in caplog.records] == [True]
+  assert [line.split()[:2] for line in lines] == [['step', '3/9']]
 
 
 def test_all_symptoms_are_tested():
@@ -220,7 +303,7 @@ def test_single_steps_are_noise():
 
 
 def test_before_the_windows_are_full_nothing_is_compared():
-  collapsed = STEP | {'policy/entropy': 1e-3, 'update/grad_norm': 90.0, 'reward/mean': 0.1}
+  collapsed = STEP | {'update/grad_norm': 90.0, 'reward/mean': 0.1}
   assert ever([*FIRST, *[collapsed] * (WINDOW - 1)], PLAIN) == {}
 
 
@@ -284,6 +367,8 @@ def sentences(run):
 )
 def test_each_warning_names_the_metric_the_bound_and_settings(run):
   for check, sentence in sentences(run).items():
+    if check.statistic is FINITE:
+      continue  # it has no bound
     assert sentence.startswith(f'{check.symptom}: ')
     assert check.metric in sentence
     assert re.search(r', (above|below) -?[\d.e-]+\. [A-Z].* Try .*config\.\w+\.\w+.*\.$', sentence), sentence
@@ -317,22 +402,74 @@ def test_health_ranges_are_those_of_single_metrics():
   assert not {'policy/entropy', 'update/grad_norm', 'reward/mean'} & set(HEALTHY)
 
 
-def test_troubleshooting_has_a_heading_for_each_symptom():
+# --- docs/troubleshooting.md -----------------------------------------------------------------------------------------
+
+
+def section(heading):
   page = (ROOT / 'docs/troubleshooting.md').read_text()
-  headings = re.findall(r'^### (.+)$', page, re.MULTILINE)
-  assert [heading for heading in headings if heading in {check.symptom for check in CHECKS}] == [
-    *dict.fromkeys(check.symptom for check in CHECKS)
-  ]
+  return page.partition(f'\n## {heading}\n')[2].partition('\n## ')[0]
+
+
+def messages_of(heading):
+  """Return the patterns of the messages in the first column of a table. `...` stands for any text."""
+  cells = ' '.join(line.split('|')[1] for line in section(heading).splitlines() if line.startswith('| `'))
+  return ['.*'.join(map(re.escape, phrase.split('...'))) for phrase in re.findall(r'`([^`]+)`', cells)]
+
+
+def literals():
+  """Return the texts in the code of sprl, each with `{}` for its values."""
+  found = set()
+  for file in (ROOT / 'sprl').rglob('*.py'):
+    for node in ast.walk(ast.parse(file.read_text())):
+      if isinstance(node, ast.JoinedStr):
+        found.add(''.join(part.value if isinstance(part, ast.Constant) else '{}' for part in node.values))
+      elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+        found.add(node.value)
+  return found
+
+
+def test_troubleshooting_has_a_heading_for_each_symptom_and_no_other():
+  headings = re.findall(r'^### (.+)$', section('Warnings while a run trains'), re.MULTILINE)
+  assert headings == [*dict.fromkeys(check.symptom for check in CHECKS)]
+
+
+def faults_of_weights():
+  """Return a reason of each kind that the sampler's weights and scales can give. The first linear, `k`, has other weights."""
+  _, params = small.model('qwen2', num_hidden_layers=1)
+  weights = sampler_weights(params, jnp.dtype('float32'), CHEAP.quant)
+  whole = apart_weights(weights.params)
+  attention = whole['layers'][0]['attention']
+  k, v = ({**attention[name], 'kernel': params['layers'][0]['attention'][name]['kernel']} for name in 'kv')
+  k['kernel'] = quantise(jnp.flip(k['kernel'], 0), 'float32').emulated()
+  layers = {**whole['layers'], 0: {**whole['layers'][0], 'attention': {**attention, 'k': k, 'v': v}}}
+  embed = whole['embed'].at[0, 0].set(jnp.nan).astype('bfloat16')
+  session = session_of()
+  session.run, session.weights = CHEAP, weights._replace(params={**whole, 'layers': layers, 'embed': embed})
+  session.learner = SimpleNamespace(amax=(np.full((3, 1), np.nan, np.float32),), scales_current=False, params=params)
+  session.model = SimpleNamespace(dtype='float32', mesh=None)
+  return hooks.wrong_weights(session)
 
 
 def test_troubleshooting_has_the_words_of_each_reason_to_stop():
-  page = (ROOT / 'docs/troubleshooting.md').read_text().partition('## A run that stops with status 3')[2]
   bad = {'rollout_corr/probs_pearson': math.nan, 'rollout_corr/kl': 2.0, 'fp8/kv_saturation': 1.0, 'fp8/query_saturation': 1.0}
   reasons = sentinels(UNCORRECTED | bad | {'update/bad_streak': 3.0}, PLAIN, capped_steps=2, apart_steps=2)
-  phrases = re.findall(r'`([^`]+)`', ' '.join(line.split('|')[1] for line in page.splitlines() if line.startswith('| `')))
-  patterns = ['.*'.join(map(re.escape, phrase.split('...'))) for phrase in phrases]
-  assert [reason for reason in reasons if not any(re.search(pattern, reason) for pattern in patterns)] == []
   assert len(reasons) == 7
+  assert len(faults := faults_of_weights()) == 6
+  patterns = messages_of('A run that stops with status 3')
+  assert [reason for reason in reasons + faults if not any(re.search(pattern, reason) for pattern in patterns)] == []
+  bugs = 'quantised, against config.quant', 'expected the dtype'
+  assert [reason for reason in reasons + faults if 'Try ' not in reason and not any(bug in reason for bug in bugs)] == []
+
+
+@pytest.mark.parametrize(
+  'heading', ['Remarks before the first step', 'Other messages while a run trains', 'A run that stops with status 3', 'Files']
+)
+def test_the_code_has_each_message_of_troubleshooting(heading):
+  others = [re.escape('No space left on device'), re.escape('metrics.jsonl')]  # of the system; a file
+  texts = literals()
+  patterns = [pattern for pattern in messages_of(heading) if pattern not in others]
+  assert patterns
+  assert [pattern for pattern in patterns if not any(re.search(pattern, text) for text in texts)] == []
 
 
 # --- recorded runs ---------------------------------------------------------------------------------------------------

@@ -217,7 +217,7 @@ def test_self_check_names_the_fault(params):
   assert "['k']['kernel']: relative error" in off
   narrow = SamplerWeights({**weights.params, 'embed': weights.params['embed'].astype(BFLOAT16)})
   (dtype,) = self_check(params, narrow, FLOAT32, W8A8)
-  assert dtype == "['embed']: bfloat16, expected float32"
+  assert dtype == "['embed']: bfloat16, expected the dtype float32"
 
 
 # --- experts ---------------------------------------------------------------------------------------------------------

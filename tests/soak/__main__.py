@@ -4,12 +4,14 @@ python tests/soak faults [options of pytest]
 kills: kills runs with SIGKILL at random moments, starts them again, and checks each complete run. A synchronous run must equal an
 uninterrupted one bit for bit, unless a killed worker cost a grade. An asynchronous run must train on every group exactly once.
 Each variant (variants.py) gets an equal share of the time. No run starts after the minutes are over; runs in progress are
-completed. A violation gives exit status 1, and the folder of its run is kept.
+completed. A violation gives exit status 1, and the folder of its run is kept. A call that kills nothing or checks no complete run
+gives status 1 too.
 
 Ctrl-C, SIGTERM and an error end the soak early. The figures of the runs that were complete are reported and saved.
 
 --folder keeps the uninterrupted runs and compiled programs for later calls. --save adds the figures to
-benchmarks/results/soak.json. If the code (sprl/, tests/soak/) has changed, it replaces them.
+benchmarks/results/soak.json. If the code (sprl/, tests/soak/) has changed, it replaces them. A call that checked no run and
+found no violation saves nothing.
 
 faults: a full disk, a read-only folder, a clock that jumps, stopped processes, damaged files (tests/end_to_end/test_faults.py).
 """
@@ -24,6 +26,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -33,7 +36,8 @@ ROOT = HERE.parents[1]
 sys.path[:0] = [str(HERE), str(ROOT), str(ROOT / 'benchmarks'), str(HERE.parent), str(HERE.parent / 'end_to_end')]
 os.environ.setdefault('JAX_PLATFORMS', 'cpu')
 
-import common  # noqa: E402  (the lines above make these importable)
+import arguments  # noqa: E402  (the lines above make these importable)
+import common  # noqa: E402
 import pytest  # noqa: E402
 import tiny  # noqa: E402
 from kills import Campaign, Tally  # noqa: E402
@@ -48,7 +52,7 @@ def main() -> int:
   commands = parser.add_subparsers(dest='command', required=True)
   killing = commands.add_parser('kills')
   killing.add_argument('variants', nargs='*', metavar='VARIANT', help=', '.join(VARIANTS))
-  killing.add_argument('--minutes', type=float, default=5.0)
+  killing.add_argument('--minutes', type=arguments.minutes, default=5.0)
   killing.add_argument('--seed', type=int, default=0)
   killing.add_argument('--jobs', type=common.positive, default=2, help='runs at a time')
   killing.add_argument('--folder', type=Path)
@@ -66,12 +70,22 @@ def main() -> int:
   try:
     kills(campaigns, given.minutes, given.jobs, stop)
   finally:
-    report({campaign.variant.name: campaign.tally for campaign in campaigns}, given.save)
+    tallies = {campaign.variant.name: campaign.tally for campaign in campaigns}
+    report(tallies, given.save)
     violations = [each for campaign in campaigns for each in campaign.tally.violations]
     print('\n'.join(violations or ['no violation']))
     if violations:
       print(f'the runs are in {folder}', flush=True)
-  return 1 if violations else 0
+    if idle := [name for name, tally in tallies.items() if not tally.runs]:
+      print(f'no complete run was checked of {", ".join(idle)}', flush=True)
+    if not (found := showed_something(tallies)):
+      print('expected at least one kill and one checked run: give more --minutes', flush=True)
+  return 0 if found and not violations else 1
+
+
+def showed_something(tallies: Mapping[str, Tally]) -> bool:
+  """Return whether a run was killed and a complete run was checked."""
+  return any(tally.kills.total() for tally in tallies.values()) and any(tally.runs for tally in tallies.values())
 
 
 def campaigns_of(names: list[str], folder: Path, seed: int, stop: threading.Event) -> list[Campaign]:
@@ -120,13 +134,13 @@ def code() -> str:
 
 
 def report(tallies: dict[str, Tally], save: bool) -> None:
-  """Print the figures of this call. `save` adds them to those of earlier calls with the same code."""
+  """Print the figures of this call. `save` adds them to those of earlier calls with the same code, if a run was checked."""
   rows = [
     {'variant': name, **vars(tally), 'kills': dict(tally.kills), 'phases': dict(tally.phases)} for name, tally in tallies.items()
   ]
   total = sum(sum(row['kills'].values()) for row in rows)
   common.report('soak', [_flat(row) for row in rows], {'kills': total, 'phases': dict(sum_of(rows, 'phases'))})
-  if save:
+  if save and any(tally.runs or tally.violations for tally in tallies.values()):
     earlier = json.loads(RESULT.read_text()) if RESULT.exists() else {}
     same = earlier.get('result', {}).get('code') == code()
     rows, calls = (merged(earlier['rows'], rows), earlier['result']['calls']) if same else (rows, [])

@@ -276,6 +276,8 @@ class Campaign:
     given = [list(zip(s.marks[0].noted('step'), s.marks[0].noted('uids'), strict=True)) for s in starts]
     found += promises.lost_or_repeated(given, variant.steps, GROUPS, MEMBERS)
     found += promises.wrong_grades(workdir, GROUPS * MEMBERS, workers)
+    if variant.exports:
+      found += promises.no_export(workdir)
     if variant.repeatable and not (workers and promises.lost_grades(workdir)):  # a lost grade changes the weights
       found += promises.differences(workdir, self._expected)
     return found

@@ -98,6 +98,12 @@ def unaccounted(workdir: Path, steps: int, groups: int) -> list[str]:
   return [*found, *(f'scheduler: {k} = {state[k]}, expected {v}' for k, v in expected.items() if state[k] != v)]
 
 
+def no_export(workdir: Path) -> list[str]:
+  """Check that the run has a complete export. Only a run that is repeatable has another one to compare it with."""
+  missing = [name for name in ('config.json', 'model.safetensors', 'README.md') if not (workdir / 'export' / name).is_file()]
+  return [f'export/{name} is missing' for name in missing]
+
+
 def lost_grades(workdir: Path) -> int:
   """Return the number of samples of steps and evaluations that lost their grade because a worker died."""
   return round(sum(line.get('grading/crash', 0) + line.get('eval/ungraded', 0) for line in read_metrics(workdir)))

@@ -1,17 +1,21 @@
 """The soak's own checks: each finds the violation that it looks for, and nothing in a run that keeps its promises."""
 
+import importlib.util
 import json
 import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
+from kills import Tally
 from marks import Marks
-from promises import differences, lost_or_repeated, unaccounted, wrong_grades
+from promises import differences, lost_or_repeated, no_export, unaccounted, wrong_grades
 from starts import processes_with
 
 from sprl.io.checkpoint import Checkpoints
@@ -36,6 +40,7 @@ def write_run(
   checkpoints.close()
   (workdir / 'export').mkdir()
   (workdir / 'export' / 'model.safetensors').write_bytes(exported)
+  (workdir / 'export' / 'config.json').write_text('{}')
   (workdir / 'export' / 'README.md').write_text(str(workdir))  # the card names the starts of its run
   return workdir
 
@@ -115,6 +120,54 @@ def test_a_grade_of_an_evaluation_counts(tmp_path):
   workdir = write_run(tmp_path / 'run', ungraded=1)
   assert wrong_grades(workdir, samples=16, killed=1) == []
   assert wrong_grades(workdir, samples=16, killed=0) == ['1 samples lost their grade, but only 0 workers were killed']
+
+
+def test_a_missing_export_is_named(expected, tmp_path):
+  assert no_export(expected) == []
+  (write_run(tmp_path / 'run') / 'export/model.safetensors').unlink()
+  assert no_export(tmp_path / 'run') == ['export/model.safetensors is missing']
+
+
+@pytest.fixture
+def program(monkeypatch):
+  """The module of the command `python tests/soak`."""
+  monkeypatch.setattr(sys, 'path', [*sys.path])
+  spec = importlib.util.spec_from_file_location('soak_program', Path(__file__).with_name('__main__.py'))
+  assert spec is not None
+  assert spec.loader is not None
+  module = importlib.util.module_from_spec(spec)
+  spec.loader.exec_module(module)
+  return module
+
+
+@pytest.mark.parametrize(
+  ('tallies', 'enough'),
+  [
+    ([Tally(), Tally()], False),
+    ([Tally(kills=Counter(main=1)), Tally()], False),
+    ([Tally(runs=1), Tally()], False),
+    ([Tally(kills=Counter(main=1)), Tally(runs=1)], True),
+  ],
+)
+def test_a_soak_needs_a_kill_and_a_checked_run(program, tallies, enough):
+  assert program.showed_something(dict(enumerate(tallies))) == enough
+
+
+def test_a_soak_that_did_nothing_fails(tmp_path):
+  command = [sys.executable, str(Path(__file__).parent), 'kills', 'dense', '--minutes=1e-9', f'--folder={tmp_path}']
+  done = subprocess.run(command, capture_output=True, text=True)
+  assert done.returncode == 1
+  assert 'expected at least one kill and one checked run: give more --minutes' in done.stdout
+
+
+def test_a_soak_that_checked_no_run_keeps_the_saved_figures(program, monkeypatch, tmp_path):
+  saved = []
+  monkeypatch.setattr(program.common, 'record', lambda name, rows, result: saved.append((rows, result['kills'])))
+  monkeypatch.setattr(program, 'RESULT', tmp_path / 'soak.json')
+  program.report({'dense': Tally(kills=Counter(main=2))}, save=True)
+  assert saved == []
+  program.report({'dense': Tally(kills=Counter(main=2), runs=1)}, save=True)
+  assert [kills for _, kills in saved] == [2]
 
 
 def test_the_processes_of_a_start_are_found_until_they_end():

@@ -42,6 +42,10 @@ class Variant:
   kinds: Mapping[str, float] = WHOLE  # kind of a kill -> relative frequency
 
   @property
+  def exports(self) -> bool:
+    return '--config.export=True' in self.flags
+
+  @property
   def arguments(self) -> tuple[str, ...]:
     # A busy machine must not cost a grade.
     return (f'--config.steps={self.steps}', '--config.task.time_limit=120', *self.flags)
@@ -56,13 +60,14 @@ VARIANTS = {
     Variant('chat', (*DENSE, *CHAT), kinds=RENDERERS),
     Variant(
       'async',
-      ('--config.rollout.async_ratio=2.0', '--config.sampling.rows=8'),
+      ('--config.rollout.async_ratio=2.0', '--config.sampling.rows=8', '--config.export=True'),
       steps=8,
       repeatable=False,
       kinds=FEW_WORKERS,
     ),
     Variant('async_apart', (*DENSE, *APART, '--config.rollout.async_ratio=1.0'), steps=8, devices=2, repeatable=False),
     Variant('two_processes', (*DENSE, '--config.export=True'), processes=2, kinds=ONE_OF_TWO_FEW_WORKERS),
+    Variant('two_processes_sparse_fp8', (), processes=2, kinds=ONE_OF_TWO),  # with the ledger every second step
     Variant(
       'two_processes_async',
       (*DENSE, '--config.rollout.async_ratio=1.0', '--config.sampling.rows=8'),
