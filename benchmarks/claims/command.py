@@ -24,7 +24,7 @@ from typing import Any
 from claims import figure, page
 from claims.experiment import Experiment, find, names
 from claims.verdict import judged
-from claims.worker import result_file
+from claims.worker import result_file, stop_file
 from common import RESULTS, ROOT, commit, cores, positive, record, report
 
 SAVED = RESULTS / 'claims'
@@ -103,9 +103,12 @@ def run(experiment: Experiment, records: Found, folder: Path, minutes: int | Non
       time.sleep(POLL)
       collect(experiment, records, folder)
   finally:
+    end_file = stop_file(folder, os.getpid())
+    end_file.touch()  # a signal alone may arrive when a run has just ended, and would end no later one
     for worker in workers:
       worker.send_signal(signal.SIGTERM)
     statuses = [worker.wait() for worker in workers]
+    end_file.unlink()
     collect(experiment, records, folder)
   if failed := set(statuses) - {0, -signal.SIGTERM}:
     raise SystemExit(f'{experiment.name}: a worker ended with status {failed.pop()}; its message is above')

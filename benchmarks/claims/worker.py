@@ -49,8 +49,8 @@ def main() -> None:
   experiment, failed = find(name), False
   parent = os.getppid()
   for arm, seed in experiment.runs:
-    if os.getppid() != parent:
-      return  # the command that started this worker was killed
+    if os.getppid() != parent or stop_file(folder, parent).exists():
+      return  # the command that started this worker was killed, or ends
     done = result_file(folder, arm, seed)
     with taken(done.with_suffix('.lock')) as mine:
       if not mine or done.exists():
@@ -67,6 +67,11 @@ def main() -> None:
       # Written atomically: the command may read the file at any time.
       write_text(done, json.dumps(record | {'seconds': time.perf_counter() - start}))
   sys.exit(failed)
+
+
+def stop_file(folder: Path, command: int) -> Path:
+  """Return the file that exists while a command, a process of this id, ends."""
+  return folder / f'stop-{command}'
 
 
 def result_file(folder: Path, arm: str, seed: int) -> Path:
