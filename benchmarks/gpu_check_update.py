@@ -29,7 +29,7 @@ def check_update(bench: Bench) -> Iterator[Case]:
 
 
 def one_update(bench: Bench, name: str, T: int, sequences: int, layers: int, before: Rows) -> Row:
-  """Time whole updates: model FLOP per second, without recomputation, over the matrix rate."""
+  """Time three updates. The row has the last one: model FLOP/s, without recomputation, also as a share of the bfloat16 rate."""
   config = config_of(name, layers)
   rng = np.random.default_rng(0)
   trajectories = [trajectory(rng, i, T // 8, T - T // 8, config.vocab_size) for i in range(sequences)]
@@ -58,7 +58,7 @@ def one_update(bench: Bench, name: str, T: int, sequences: int, layers: int, bef
 
 
 def trajectory(rng: np.random.Generator, uid: int, prompt: int, new: int, vocabulary: int) -> Trajectory:
-  """Return a trajectory of random tokens."""
+  """Return a trajectory of `prompt` + `new` random tokens, of which the model wrote the last `new`."""
   mask = np.arange(prompt + new) >= prompt
   return Trajectory(
     uid=uid,

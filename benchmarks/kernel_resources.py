@@ -76,7 +76,7 @@ EXPERTS = {'Qwen3-30B-A3B': (128, 8)}  # experts of a layer; experts per token
 
 
 class Case(NamedTuple):
-  """A kernel call to compile."""
+  """A kernel call to compile. `shape` is a text for the table."""
 
   kernel: str
   model: str
@@ -93,7 +93,7 @@ class Case(NamedTuple):
 
   def compile(self) -> 'Compiled':
     """Compile the call for an H200."""
-    from sprl.planning.aot import compile_for_h200  # imported late: it sets options of CUDA's plugin, and gpu_check.py imports us
+    from sprl.planning.aot import compile_for_h200  # late: it sets options of CUDA's plugin, and gpu_check.py imports this file
 
     return compile_for_h200(self.call, *self.arguments, donate=self.donate)
 
@@ -233,7 +233,7 @@ def packed_rows(model: str, R: int, T: int) -> Case:
 
 
 def quantisations(model: str, T: int) -> list[Case]:
-  """Return what quantises T tokens: the outputs of attention alone, a norm, and a gated activation."""
+  """Return the kernels that quantise T tokens after attention, a norm or a gated activation, and the norm without FP8."""
   H, _, D, E, F = MODELS[model]
   gated = partial(hopper_quantise.gated_codes, activate=ACTIVATIONS['silu'])
   calls = [
@@ -339,7 +339,7 @@ def main() -> None:
   if args.model:
     names = [(model, name) for model in (*DENSE[1:], *EXPERTS) for name in MODELS[model].fused]
     rows = [predicted(*each, M) for each in names for M in (1, 16, 64, 256, 512, 4096)]
-    rows = list({tuple(line.values()): line for line in rows}.values())  # few tokens leave experts with the same blocks
+    rows = list({tuple(line.values()): line for line in rows}.values())  # small values of M give the experts the same blocks
     result = {'products': len(rows), 'lowest speedup': min(line['speedup'] for line in rows)}
     return report(args.save or 'launch_model', rows, result, bool(args.save))
   from sprl.planning.aot import missing

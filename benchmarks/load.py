@@ -12,8 +12,8 @@ and threads of all processes from /proc (Linux).
 The verdict compares the end of the run, its last sixth, with the beginning: a sixth after the first twelfth, in which caches
 fill. In an hour these are minutes 5 to 15 and 50 to 60. It covers the memory, files and threads of the process, their sums over
 its children, the child that grows most, the number of children that were started, and the speed. Other programs, and other guests
-of a host, change the speed of a core by a tenth and more. So tokens are counted by the processor time of a fixed computation,
-which is measured at each reading. Episodes wait for their environments: they are counted by the second.
+of a host, change the speed of a core by a tenth and more. So the speed of the queue is its tokens per unit of processor time, and
+the unit is what a fixed computation took at the same time. Episodes wait for their environments: they are counted per second.
 """
 
 import argparse

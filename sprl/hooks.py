@@ -128,10 +128,10 @@ def evaluate_and_save(session: Session, report: StepReport) -> None:
 
 
 def after_step(earlier: Iterable[Mapping[str, float]] = ()) -> list[Callable[[Session, StepReport], None]]:
-  """Return the hooks at the end of a step, in order. A guard stops a run before its broken state is saved, and after the
-  line and the warnings of its last step are printed.
+  """Return the hooks at the end of a step, in order.
 
-  `earlier` are the metrics of the steps before this start.
+  The guards follow the line and the warnings of the step, and precede the save, so that no broken state is saved. `earlier` are
+  the metrics of the steps before this start.
   """
   return [log_step, Warn(earlier), print_progress, check_step, evaluate_and_save]
 

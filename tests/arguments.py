@@ -1,4 +1,4 @@
-"""Types of arguments of the programs in tests/, for argparse."""
+"""Argument types for argparse, for the programs in tests/."""
 
 import argparse
 import contextlib

@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from claims import command, controls, dictation, page, totals
+from claims.controls import PATCHES
 from claims.experiment import (
   BEFORE,
   HERE,
+  PLAIN_KEYS,
   RANDOM_VETO,
   Claim,
   Comparison,
@@ -27,6 +29,10 @@ from claims.verdict import interval, judged, together, values, verdict
 from claims.worker import averaged, clock
 from scipy import stats
 
+from sprl import model
+from sprl.config import DENSE, Quant
+from sprl.models.config import tiny
+from sprl.objective import correction
 from sprl.objective.correction import catastrophic
 
 CLAIM = Claim('b is better than a.', 'Nobody, table 1', '+5', (Comparison('b', 'a', 0.05),))
@@ -218,7 +224,7 @@ def test_the_settings_of_all_arms_are_accepted(name, tmp_path):
   several = [each(arm, 1, tmp_path) for arm in experiment.arms for each in (experiment.changes, experiment.final)]
   for changes in several + [experiment.answers(name, 1, tmp_path) for name in experiment.inference]:
     config = default_config()
-    config.update_from_flattened_dict({k: v for k, v in changes.items() if k != RANDOM_VETO})
+    config.update_from_flattened_dict({k: v for k, v in changes.items() if k not in PATCHES})
     assert resolve(config).steps == experiment.steps
 
 
@@ -284,6 +290,21 @@ def test_the_random_veto_rejects_as_many_sequences_as_the_veto_and_others():
   assert (rejected != drawn).any()
 
 
+def test_a_control_replaces_its_part_of_sprl_while_the_run_trains():
+  def layout():
+    return model.cache_layout(tiny('qwen2'), DENSE, Quant(sampler='kv8'), 8, 8, 'float32')
+
+  assert layout().key_bias
+  with controls.controlled({PLAIN_KEYS: True}):
+    assert not layout().key_bias
+    assert model.cache_layout is controls.plain_keys
+  assert layout().key_bias
+  with controls.controlled({RANDOM_VETO: True, 'seed': 3}):
+    assert correction.catastrophic is controls.at_random
+    assert layout().key_bias
+  assert correction.catastrophic is catastrophic
+
+
 # --- page ------------------------------------------------------------------------------------------------------------
 
 
@@ -298,3 +319,11 @@ def test_the_page_has_claim_figure_interval_and_verdict(monkeypatch):
 
 def test_the_committed_page_is_made_from_the_committed_results():
   assert page.PAGE.read_text(encoding='utf-8') == page.text({name: command.saved(find(name)) for name in names()})
+
+
+def test_each_verdict_that_contradicts_a_paper_has_a_reason_and_no_other_has_one():
+  for experiment in map(find, names()):
+    records = command.saved(experiment)
+    for claim in experiment.claims:
+      verdict = judged(claim, experiment, records)[0]['verdict']
+      assert bool(claim.reason) == (verdict == 'does not hold'), f'{experiment.name}: {claim.statement}'

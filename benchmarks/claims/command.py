@@ -1,13 +1,13 @@
 """The papers' claims, tested by training small models.
 
     python benchmarks/claims --list
-    python benchmarks/claims NAME --minutes 60          # run, or go on with, an experiment
+    python benchmarks/claims NAME --minutes 60          # start or continue an experiment
     python benchmarks/claims NAME --report              # verdicts and figure of the saved result
     python benchmarks/claims --page                     # docs/claims.md from all saved results
 
 An experiment (experiments/NAME.py) fixes its arms, seeds, thresholds and held-out measure before it runs. Results go to
 benchmarks/results/claims/NAME.json. The command does the runs that this file lacks, a run on each core at a time, until --minutes
-are over. An experiment for a GPU does one at a time there. A run that was interrupted continues from its checkpoint in --folder.
+are over. On a GPU it does one run at a time. A run that was interrupted continues from its checkpoint in --folder.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from claims.worker import result_file, stop_file
 from common import RESULTS, ROOT, commit, cores, positive, record, report
 
 SAVED = RESULTS / 'claims'
-POLL = 5.0  # seconds between two looks for new records
+POLL = 5.0  # seconds between two checks for new records
 Found = dict[str, dict[int, dict[str, Any]]]  # the records that this command has, as `Records`
 
 
@@ -37,7 +37,7 @@ def main() -> None:
   parser = argparse.ArgumentParser(prog='claims', description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument('name', nargs='?', choices=names(), metavar='NAME', help=f'one of {", ".join(names())}')
   parser.add_argument('--list', action='store_true', help='list the experiments and their runs')
-  parser.add_argument('--minutes', type=positive, help='stop after this time; a run in progress goes on in the next call')
+  parser.add_argument('--minutes', type=positive, help='stop after this time; the next call continues a run in progress')
   parser.add_argument('--folder', type=Path, default=Path('runs/claims'), help='work directories of the runs')
   parser.add_argument('--report', action='store_true', help='run nothing; print verdicts and draw the figure')
   parser.add_argument('--page', action='store_true', help='run nothing; write docs/claims.md')
@@ -56,7 +56,7 @@ def main() -> None:
     raise SystemExit(f'{missing[0]}: no such model; in benchmarks/: python -m claims.warm {experiment.task.name}')
   if not args.report:
     if commit().endswith('+changes'):
-      raise SystemExit('the checkout has changes that are not committed: expected none, as a result names the commit of its runs')
+      raise SystemExit('the checkout has uncommitted changes: expected none, because a result names the commit of its runs')
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the workers end too
     run(experiment, records, args.folder.absolute() / f'{args.name}-{experiment.plan()}', args.minutes)
   rows = [row for claim in experiment.claims for row in judged(claim, experiment, records)]
@@ -81,7 +81,7 @@ def listed() -> None:
 def run(experiment: Experiment, records: Found, folder: Path, minutes: int | None) -> None:
   """Do the missing runs with a worker on each core, or one on the GPU, and save each record when it is there."""
   folder.mkdir(parents=True, exist_ok=True)
-  if not (folder / 'task').exists():  # a file at a time would be taken for the whole if this process ends in between
+  if not (folder / 'task').exists():  # renamed when complete: this process may end while it writes the files
     shutil.rmtree(folder / 'draft', ignore_errors=True)
     experiment.task.write(folder / 'draft')
     (folder / 'draft').rename(folder / 'task')
@@ -104,7 +104,7 @@ def run(experiment: Experiment, records: Found, folder: Path, minutes: int | Non
       collect(experiment, records, folder)
   finally:
     end_file = stop_file(folder, os.getpid())
-    end_file.touch()  # a signal alone may arrive when a run has just ended, and would end no later one
+    end_file.touch()  # a signal between two runs does not prevent the next one; this file does
     for worker in workers:
       worker.send_signal(signal.SIGTERM)
     statuses = [worker.wait() for worker in workers]

@@ -1,9 +1,19 @@
-"""Controls: arms that do what a method does, without its reason."""
+"""Controls: arms that leave out, or replace, one part of sprl."""
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
+from claims.experiment import PLAIN_KEYS, RANDOM_VETO
 from jaxtyping import Array, Bool, Float
 
+from sprl import model
+from sprl.cache.layout import CacheLayout, cache_layout
+from sprl.objective import correction
 from sprl.objective.correction import catastrophic
 
 
@@ -16,3 +26,20 @@ def at_random(log_rho: Float[Array, 'B T'], mask: Bool[Array, 'B T'], veto: floa
   key = jax.random.key(jax.lax.bitcast_convert_type(jnp.sum(log_rho), jnp.uint32))
   place = jnp.where(mask.any(axis=1), jax.random.uniform(key, mask.shape[:1]), 2.0)  # rows without a token come last
   return mask & (jnp.argsort(jnp.argsort(place)) < count)[:, None]
+
+
+def plain_keys(*args: Any, **more: Any) -> CacheLayout:
+  """Return the layout of a cache that rounds keys to FP8 with their biases, as other engines do (docs/methods/fp8.md, eq. 9)."""
+  return replace(cache_layout(*args, **more), key_bias=False)
+
+
+PATCHES = {RANDOM_VETO: (correction, 'catastrophic', at_random), PLAIN_KEYS: (model, 'cache_layout', plain_keys)}
+
+
+def controlled(changes: Mapping[str, Any]) -> ExitStack:
+  """Return the context in which a run with these settings trains: with the controls that they name."""
+  with ExitStack() as stack:
+    for name, patch in PATCHES.items():
+      if changes.get(name):
+        stack.enter_context(mock.patch.object(*patch))
+    return stack.pop_all()

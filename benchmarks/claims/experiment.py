@@ -17,13 +17,13 @@ from typing import Any, Literal
 
 HERE = Path(__file__).resolve().parent
 BEFORE = 'before'  # in place of an arm: the model from which the other arm starts
-RANDOM_VETO = 'random_veto'  # an arm's setting of the harness: as many sequences are rejected, but others (controls.py)
+RANDOM_VETO, PLAIN_KEYS = 'random_veto', 'plain_keys'  # settings of an arm that sprl does not have: controls.py
 Records = Mapping[str, Mapping[int, Mapping[str, Any]]]  # arm -> seed -> the record of a run (worker.py)
 ACCURACY = 'accuracy'  # the measure of held-out problems; other measures are means over the steps of a run
 REWARD = 'reward/mean'  # a series that every experiment keeps
-START, END = ' at the start', ' at the end'  # after the name of a series: its mean over a fifth of the steps
-SECONDS = 'log of the seconds to '  # and an accuracy
-UNDER = 'accuracy under '  # and a name: the measure if the answers are sampled otherwise (`Experiment.inference`)
+START, END = ' at the start', ' at the end'  # after the name of a series: its mean over the first or last fifth of the steps
+SECONDS = 'log of the seconds to '  # before an accuracy; see `time_to`
+UNDER = 'accuracy under '  # before the name of a sampler in `Experiment.inference`; see `under`
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Comparison:
   against: str
   above: float
   measure: str = ACCURACY
-  against_measure: str | None = None  # of `against`, if it is another
+  against_measure: str | None = None  # measure of `against`, if it differs
 
   @property
   def measures(self) -> tuple[str, str]:
@@ -58,8 +58,8 @@ def at_end(series: str) -> str:
 def time_to(score: float) -> str:
   """Return the measure that is the logarithm of the seconds of training until the accuracy reaches `score`.
 
-  Evaluations take no time, and the first steps, which compile, do not count (`worker.clock`). A run that does not reach the score
-  has no such time, and the claim is then not decided.
+  The time of evaluations and of the first steps, which compile, does not count (`worker.clock`). A run that does not reach the
+  score has no such time. The claim is then not decided.
   """
   return f'{SECONDS}{score:g}'
 
@@ -71,11 +71,11 @@ def under(name: str) -> str:
 
 @dataclass(frozen=True)
 class Claim:
-  """A statement of a paper, and what must hold here for it to hold."""
+  """A statement of a paper, and the comparisons that test it."""
 
   statement: str
   paper: str  # name and place, as in 'Sparse-RL, table 2'
-  theirs: str  # the paper's figure
+  theirs: str  # the number or the words of the paper
   comparisons: tuple[Comparison, ...]  # the claim holds if all hold
   reason: str = ''  # the likely reason if the verdict contradicts the paper; written after the runs
 
@@ -88,8 +88,8 @@ class Task:
   sentence: str  # model and problems, for pictures
   write: Callable[..., None]  # (folder, seed=, slips=): writes problems, grader and solutions to a folder
   warm: tuple[str, ...]  # folders or hub names of warm-started models; seed i begins from number i modulo their count
-  settings: Mapping[str, Any]  # of every run, by key; {folder} stands for that folder
-  final: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))  # settings of the evaluation that decides
+  settings: Mapping[str, Any]  # of every run, by key; {folder} stands for the folder of the problems
+  final: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))  # changes for the final evaluation
 
   def settings_in(self, folder: Path) -> dict[str, Any]:
     """Return the settings of a run whose problems are in this folder."""
@@ -110,11 +110,11 @@ class Experiment:
   seeds: int = 8
   settings: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))  # of every arm
   series: tuple[str, ...] = ()  # metrics whose curves are kept, and whose means are measures
-  shown: tuple[str, ...] = ()  # those of them that the picture shows
+  shown: tuple[str, ...] = ()  # series that the picture shows
   inference: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: MappingProxyType({}))  # other samplers; see `under`
-  asked: tuple[str, ...] = ()  # arms whose newest weights are asked with each sampler of `inference` too
+  asked: tuple[str, ...] = ()  # arms whose newest weights are also evaluated with each sampler of `inference`
   hours: float = 0.0  # estimated hours of a core, or of an H200, for all runs
-  device: Literal['core', 'H200'] = 'core'  # what a run takes: each core of a CPU has one, or a GPU like an H200
+  device: Literal['core', 'H200'] = 'core'  # what a run needs: one core of a CPU, or a GPU such as an H200
 
   def __post_init__(self):
     if unknown := {*self.shown} - {REWARD, *self.series}:
@@ -134,7 +134,7 @@ class Experiment:
           raise ValueError(f'{self.name}: {", ".join(sorted(wrong))}: no measure; expected one of {measures}')
         if each.measure.startswith(UNDER) and not {each.arm, each.against} <= {*self.asked}:
           raise ValueError(
-            f'{self.name}: {each.arm} and {each.against} are compared {each.measure}: expected both in {self.asked}'
+            f'{self.name}: {each.arm} and {each.against} are compared by {each.measure!r}: expected both in asked = {self.asked}'
           )
 
   @property
@@ -147,11 +147,11 @@ class Experiment:
     return self._run(self.arms[arm], seed, folder)
 
   def final(self, arm: str, seed: int, folder: Path) -> dict[str, Any]:
-    """Return the settings of the evaluation that decides: dense, and with all problems."""
+    """Return the settings of the final evaluation, from which the verdicts come: with a dense cache and all held-out problems."""
     return {**self.changes(arm, seed, folder), **self.task.final}
 
   def answers(self, name: str, seed: int, folder: Path) -> dict[str, Any]:
-    """Return the settings under which the newest weights of a run are asked once more, with another sampler."""
+    """Return the settings of an evaluation of a run's newest weights with the sampler `inference[name]`."""
     return {**self._run(self.inference[name], seed, folder), 'eval.memory': 'sampler'}
 
   def _run(self, more: Mapping[str, Any], seed: int, folder: Path) -> dict[str, Any]:

@@ -55,7 +55,7 @@ def draw(experiment: Experiment, records: Records) -> None:
 
 
 def draw_ends(axes: Axes, arms, methods, places, colours, records: Records) -> None:
-  """Draw the accuracy of the newest weights, and before training."""
+  """Draw the accuracy of the newest weights of each run, and a line at the accuracy before training."""
   style(axes, 'After training: a dot for each seed, a bar for the mean', ylabel='accuracy')
   for arm in arms:
     method, _, number = arm.partition('@')

@@ -1,4 +1,4 @@
-"""docs/claims.md, written from the saved results: claim, the paper's figure, ours, verdict, picture."""
+"""docs/claims.md, written from the saved results: claim, the paper's number, ours, verdict, picture."""
 
 import json
 from collections.abc import Mapping
@@ -11,32 +11,47 @@ from common import RESULTS, ROOT
 PAGE = ROOT / 'docs' / 'claims.md'
 INTRODUCTION = """# The papers' claims
 
-Does a small model show what the papers claim? `python benchmarks/claims --page` writes this page from the committed results.
+Which claims of the papers hold for small models? `python benchmarks/claims --page` writes this page from the committed results.
 
-An experiment fixes its arms, seeds, thresholds and measure before it runs (`benchmarks/claims/experiments/`). Pilots with another
-seed chose them. The measure is the accuracy of the newest weights on held-out problems, sampled at temperature 1 with a dense
-cache. Arms are paired: the same warm start, problems and seed. An interval has 95 %. It covers seeds and problems, but not warm
-starts: there are two, and both have to be on the same side of the threshold.
+An experiment fixes its arms, seeds, thresholds and measures before it runs (`benchmarks/claims/experiments/`). They were chosen
+with pilot runs of another seed, which no verdict uses. Unless a comparison names another measure, it compares the accuracy of the
+newest weights on held-out problems, sampled at temperature 1 with a dense cache. Arms are paired by seed: both have the same warm
+start (the fine-tuned model from which training begins) and the same problems.
 
-A claim **holds** if the whole interval is above its threshold, **does not hold** if none of it is, and otherwise the experiment
-**cannot tell**. Nothing is decided before all seeds have run. Intervals are not widened for the number of claims: of forty claims
-at their threshold, chance alone decides two. A verdict is about these small models: it does not say that a paper is wrong about
-large ones.
+Intervals have a confidence level of 95 %. They cover the variation over seeds and problems, but not over warm starts. There are
+two warm starts. A claim is decided only if the seeds of each have their mean on the same side of the threshold.
+
+A claim **holds** if the whole interval is above its threshold, and **does not hold** if the whole interval is below it. Otherwise
+the experiment **cannot tell**. No claim is decided before all seeds have run. Intervals are not widened for the number of claims.
+If forty true differences equalled their thresholds, about two claims would be decided by chance. A verdict is about these small
+models: it does not say that a paper is wrong about large ones.
 """
-SIMULATED = """## Which gains has asynchronous scheduling on a cluster, in a simulation?
+SIMULATED = """## How much does asynchronous scheduling gain on a simulated cluster?
 
-A simulated cluster whose decode speed depends on the batch, 16 draws of lengths and latencies, and the split of the GPUs that was
-best on other draws. [Its section](benchmarks.md#what-would-running-ahead-gain-on-a-cluster-simulated) has assumptions, pictures,
-and what each arm drops. Measured with one engine: [queue scheduling](benchmarks.md#what-does-queue-scheduling-gain).
+The decode speed of the simulated cluster depends on the batch. A gain is the mean over 16 draws of lengths and latencies. The
+split into GPUs that generate and GPUs that train is the best one on other draws.
+[Benchmarks](benchmarks.md#what-would-running-ahead-gain-on-a-cluster-simulated) has the assumptions, the pictures and the samples
+that each arm drops. The gain of [queue scheduling](benchmarks.md#what-does-queue-scheduling-gain) was also measured, with one
+engine.
 
-The verdict is whether the simulated gain is above the published one. Where several numbers of GPUs were simulated, the table has
-the one with the largest gain, which favours the paper. Likely reasons for the verdicts that contradict it:
+A claim **holds** if the whole interval of the simulated gain is above the published gain. Where several numbers of GPUs were
+simulated, the table has the one with the largest gain, which favours the paper. Most of the published gains are
+[second-hand](methods/async.md#published-numbers). The arms:
 
-* `continuous` over `groups`: from 8 GPUs on, 512 samples do not fill the slots, so groups hold nothing up. The published baseline
-  is not known, and may be slower than a queue of groups.
-* Redundant prompts or environments gain as much as their slowest members cost. With latencies of N(10, 5) s nothing is slow; with
-  one episode in a hundred ten times as slow, the gain is above the published one.
-* Environment-level asynchrony gains more with more turns; the published number of turns is not known.
+* `rlvr`: 64 prompts with 8 samples each. `groups` keeps the slots of a prompt until its longest sample ends. `continuous`
+  schedules each sample alone. `spare` starts 16 more prompts than needed. `alpha = 2, best` runs ahead.
+* `environments` (rollouts only) and `agentic` (with training): 32 groups of 8 conversations, `32 x 8`. `barrier a turn` waits for
+  all conversations after each turn. `environment-level` does not wait. `alpha = 1` also runs ahead of the training. `36 x 9` and
+  `redundant` start more conversations than they need, and use the first 32 x 8 that finish. With `1% slow`, one episode in a
+  hundred is ten times as slow (assumed).
+
+Likely reasons for the claims that do not hold:
+
+* `continuous` over `groups`: 8 and more GPUs have a slot for each of the 512 samples, so no sample waits for a group. The
+  published baseline is not known, and may be slower than `groups`.
+* Redundant prompts or environments save the time of the slowest members. With latencies of N(10, 5) s no member is slow. With
+  `1% slow`, the gain is above the published one.
+* Environment-level asynchrony gains more with more turns. The published number of turns is not known.
 
 {table}
 
@@ -67,7 +82,7 @@ def text(results: Mapping[str, Records]) -> str:
 
 def waits(experiment: Experiment) -> str:
   """Return the line of an experiment without results."""
-  place = 'a core' if experiment.device == 'core' else 'one H200, by lower bounds of the planner'
+  place = 'one core' if experiment.device == 'core' else 'one H200, estimated from lower bounds of the planner'
   return f'* `{experiment.name}`: {experiment.question} {len(experiment.runs)} runs, about {experiment.hours:g} hours of {place}.'
 
 
@@ -75,7 +90,8 @@ def line(claim: Claim, experiment: Experiment, records: Records) -> str:
   """Return a claim's line of the table."""
   rows = judged(claim, experiment, records)
   ours = '; '.join(f'{row["comparison"]} {found(row)}' for row in rows)
-  return f'| {claim.statement} | {claim.theirs} ({claim.paper}) | {ours} | **{rows[0]["verdict"]}** |'
+  theirs = claim.paper if claim.theirs == '-' else f'{claim.theirs} ({claim.paper})'
+  return f'| {claim.statement} | {theirs} | {ours} | **{rows[0]["verdict"]}** |'
 
 
 def found(row: Mapping[str, Any]) -> str:
@@ -96,7 +112,7 @@ def simulated() -> list[str]:
       best[name] = row
   lines = []
   for row in best.values():
-    statement = f'{row["experiment"]}: `{row["arm"]}` gains more than published over `{row["against"]}`'
+    statement = f'{row["experiment"]}: the gain of `{row["arm"]}` over `{row["against"]}` is above the published one'
     ours = f'{row["gain"]:.2f} ({row["low"]:.2f} to {row["high"]:.2f}) on {row["GPUs"]} GPUs'
     lines.append(f'| {statement} | {row["published"]:g} (ROLL Flash) | {ours} | **{row["verdict"]}** |')
   return lines

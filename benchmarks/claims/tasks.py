@@ -8,7 +8,7 @@ from claims.totals import LONGEST_PROMPT, LONGEST_SOLUTION, write_problems
 
 from sprl.models.config import tiny
 
-TRAIN, TEST, SLIPS = 20_000, 400, 0.6  # problems, and the share of the fine-tuning's solutions with a wrong total
+TRAIN, TEST, SLIPS = 20_000, 400, 0.6  # problems; share of the solutions for fine-tuning that have a wrong total
 
 SETTINGS = {
   'model.dtype': 'float32',
@@ -26,7 +26,7 @@ SETTINGS = {
   'sampling.prompt_buckets': (LONGEST_PROMPT,),
   'sampling.chunk': 16,
   'packing.row_tokens': 288,
-  'packing.rows': 1,  # 1.4 times as fast as 8 on a core, as more fits its caches
+  'packing.rows': 1,  # 1.4 times as fast as 8 rows on one core, because its caches hold more of them
   'packing.share_prefix': False,
   'packing.score_chunk': 2048,
   'optimizer.learning_rate': 5e-5,
@@ -39,7 +39,7 @@ SETTINGS = {
   'log.samples_every': None,
   'log.trackers': (),
 }
-FINAL = {'eval.problems': TEST, 'sampling.rows': 64}  # more rows than the rollouts have are faster for so many answers
+FINAL = {'eval.problems': TEST, 'sampling.rows': 64}  # for this many answers, more rows than in rollouts are faster
 
 
 def _sizes(layers: int, width: int) -> dict[str, int]:
@@ -51,6 +51,7 @@ EXPERTS = {'num_experts': 8, 'num_experts_per_tok': 2, 'moe_intermediate_size': 
 MODELS = {  # task -> the model that is warm-started for it
   'totals': tiny('llama', **_sizes(4, 144)),
   'totals_larger': tiny('llama', **_sizes(5, 192)),
+  'totals_biased': tiny('qwen2', **_sizes(4, 144)),
   'totals_mixture': tiny('qwen3_moe', **_sizes(4, 144), **EXPERTS),
   'dictation': tiny('llama', **_sizes(2, 96)),
 }
@@ -61,7 +62,7 @@ def _warm(name: str) -> tuple[str, ...]:
 
 
 def _totals(name: str, model: str) -> Task:
-  """Return running totals (totals.py). `model` describes its model in a picture."""
+  """Return a task of running totals (totals.py). `model` describes the model in pictures."""
   return Task(
     name=name,
     sentence=f'{model} on running totals: answers of 103 to 203 tokens',
@@ -74,6 +75,8 @@ def _totals(name: str, model: str) -> Task:
 
 TOTALS = _totals('totals', 'Llama of 1.0 M parameters')
 LARGER = _totals('totals_larger', 'Llama of 2.3 M parameters')
+# Its keys have biases of BIAS in the channels that turn slowest with the position, as Qwen2.5 has of up to some hundreds.
+BIASED = _totals('totals_biased', 'Qwen2 of 1.0 M parameters, with large key biases,')
 MIXTURE = _totals('totals_mixture', 'Mixture of 8 experts, 1.9 M parameters, 0.7 M of them active')
 DICTATION = Task(
   name='dictation',
@@ -99,4 +102,4 @@ DICTATION = Task(
   },
   final=FINAL,
 )
-TASKS = (TOTALS, LARGER, MIXTURE, DICTATION)
+TASKS = (TOTALS, LARGER, BIASED, MIXTURE, DICTATION)

@@ -23,11 +23,11 @@ class Estimate(NamedTuple):
 def interval(differences: Float[np.ndarray, 'S P']) -> Estimate:
   """Return the mean of the paired differences of S seeds on P problems, and its interval.
 
-  Seeds and problems are both samples: of trainings, and of problems that could have been asked. The variance of the mean is
-  (MS_seeds + max(MS_problems - MS_residual, 0)) / (S P), with the mean squares of the two-way layout: the noise of single answers
-  is in each of them, and counts once. The degrees of freedom are those of Hillis (Statistics in Medicine 26, 2007) for several
-  readers and cases, S - 1 or more. With one problem (a measure that is a number per run) only seeds vary: Student's interval.
-  Fewer than two seeds give an infinite interval.
+  Seeds and problems are both random samples: of training runs, and of the problems of the task. The variance of the mean is
+  (MS_seeds + max(MS_problems - MS_residual, 0)) / (S P), with the mean squares (MS) of a two-way layout. Each mean square
+  contains the noise of single answers, which this sum counts once. The degrees of freedom, at least S - 1, are those of Hillis
+  (Statistics in Medicine 26, 2007) for studies with several readers and cases. With one problem (a measure that is a number per
+  run) only seeds vary, and the interval is Student's. Fewer than two seeds give an infinite interval.
   """
   (S, P), mean = differences.shape, float(np.mean(differences))
   if S < 2:
@@ -43,7 +43,7 @@ def interval(differences: Float[np.ndarray, 'S P']) -> Estimate:
 
 
 def verdict(found: Estimate, above: float) -> Verdict:
-  """Return whether a difference is above a threshold: the whole interval, none of it, or a part."""
+  """Return `holds` if the whole interval is above the threshold, `does not hold` if it is below, else `cannot tell`."""
   if found.low > above:
     return 'holds'
   return 'does not hold' if found.high < above else 'cannot tell'
@@ -59,8 +59,8 @@ def together(verdicts: Sequence[Verdict]) -> Verdict:
 def judged(claim: Claim, experiment: Experiment, records: Records) -> list[dict[str, Any]]:
   """Return a row for each comparison of a claim. The first row has the verdict of the claim.
 
-  A comparison is decided when all seeds of the plan are there, and only if the seeds of each warm start have their mean on the
-  side of the threshold that the interval is on.
+  A comparison is decided only if all seeds of the plan are there, and the seeds of each warm start have their mean on the same
+  side of the threshold.
   """
   rows, verdicts = [], []
   starts = len(experiment.task.warm)
@@ -83,7 +83,7 @@ def judged(claim: Claim, experiment: Experiment, records: Records) -> list[dict[
         'high': one.high,
         'seeds': len(found),
         'by warm start': parts,
-        'holds': verdicts[-1],
+        'verdict of the comparison': verdicts[-1],
       }
     )
   rows[0]['verdict'] = together(verdicts)
@@ -113,7 +113,7 @@ def differences(each: Comparison, records: Records) -> dict[int, Float[np.ndarra
 def values(found: Mapping[str, Any], side: str, measure: str) -> list[float]:
   """Return the numbers of a run that a comparison compares: a score for each problem, or one number; NaN if the run has none.
 
-  A run that does not reach a score has no time to it. A run that a guard stopped may lack a series.
+  A run that does not reach a score has no time to that score. A run that a guard stopped may lack a series.
   """
   if measure == ACCURACY:
     return found['before' if side == BEFORE else 'scores']

@@ -11,15 +11,15 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import jax
 import numpy as np
-from claims.controls import at_random
-from claims.experiment import RANDOM_VETO, REWARD, Experiment, find
+from claims.controls import PATCHES, controlled
+from claims.experiment import REWARD, Experiment, find
 from common import commit, machine
 
 from sprl.config import Run, default_config
@@ -29,12 +29,12 @@ from sprl.io.files import write_text
 from sprl.io.metrics import read_metrics, series
 from sprl.learner.restore import restore
 from sprl.model import Model
-from sprl.objective import correction, guards
+from sprl.objective import guards
 from sprl.rollout.evaluate import evaluate
 from sprl.rollout.setup import RolloutSetup
 from sprl.train import train
 
-EVERY = 10  # a point of a curve is the mean over so many steps
+EVERY = 10  # a point of a curve is the mean over this number of steps
 COMPILING = 2  # number of the first steps, which compile: their time does not count
 
 
@@ -70,7 +70,7 @@ def main() -> None:
 
 
 def stop_file(folder: Path, command: int) -> Path:
-  """Return the file that exists while a command, a process of this id, ends."""
+  """Return the path of the file that exists while the command with this process id ends its workers."""
   return folder / f'stop-{command}'
 
 
@@ -81,7 +81,7 @@ def result_file(folder: Path, arm: str, seed: int) -> Path:
 
 @contextmanager
 def taken(path: Path):
-  """Yield whether this process has the lock, for the duration of the block. Yields False if another process has it."""
+  """Hold a lock on a file during the block. Yields True, or False if another process holds it."""
   with open(path, 'w') as file:
     try:
       fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -94,16 +94,16 @@ def taken(path: Path):
 def run(experiment: Experiment, arm: str, seed: int, folder: Path) -> dict[str, Any] | None:
   """Train a run, or resume an interrupted one. Return its record; None if a signal ended it early.
 
-  A run that a guard stopped, for example because weights are not finite, is a result too: that of its newest checkpoint.
+  A run that a guard stopped, for example because weights are not finite, has a record too. Its scores are those of its newest
+  checkpoint, or of the weights before training if it has none.
   """
   changes = experiment.changes(arm, seed, folder / 'task')
-  vetoed = mock.patch.object(correction, 'catastrophic', at_random) if changes.get(RANDOM_VETO) else nullcontext()
   workdir = folder / f'{arm}-{seed}'
   here = machine()
   ran_on = here['accelerators'][0] if here['accelerators'] else here['cpu']
   record: dict[str, Any] = {'arm': arm, 'seed': seed, 'commit': commit(), 'machine': ran_on, 'stopped': None}
   try:
-    with vetoed, mock.patch.object(guards, 'MAX_KL', float('inf')):  # a large mismatch is a result, not a mistake
+    with controlled(changes), mock.patch.object(guards, 'MAX_KL', float('inf')):  # a large mismatch is a result, not a mistake
       if not train(_settings(changes), workdir).completed:
         return None
   except StopRun as stop:
@@ -123,7 +123,7 @@ def run(experiment: Experiment, arm: str, seed: int, folder: Path) -> dict[str, 
 
 
 def before(settings: Run, kept: Path) -> list[float]:
-  """Return the scores of the model that runs of a seed start from. They are kept in a file, as all arms share them."""
+  """Return the scores of the model from which the runs of a seed start. All arms share them, in the file `kept`."""
   if not kept.exists():
     write_text(kept, json.dumps(ask(settings, None)))
   return json.loads(kept.read_text())
@@ -142,7 +142,7 @@ def ask(settings: Run, workdir: Path | None) -> list[float]:
 
 def _settings(changes: Mapping[str, Any]) -> Run:
   config = default_config()
-  config.update_from_flattened_dict({key: value for key, value in changes.items() if key != RANDOM_VETO})
+  config.update_from_flattened_dict({key: value for key, value in changes.items() if key not in PATCHES})
   return resolve(config)
 
 

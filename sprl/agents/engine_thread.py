@@ -28,7 +28,7 @@ type News = Int[np.ndarray, ' C'] | Completion | Exception  # tokens so far, the
 
 
 class Overloaded(Exception):
-  """The engine's rows and the places of its queue are taken."""
+  """The server accepts no request now: all places are taken, or the engine has stopped."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class EngineThread:
     self._cancelled: set[int] = set()
     self._uids = itertools.count()
     self._ends = False
-    self.error: Exception | None = None  # that ended the thread
+    self.error: Exception | None = None  # the error that ended the thread
     self.ended = threading.Event()
     self._thread = threading.Thread(target=self._run, name='engine', daemon=True)
 
@@ -69,7 +69,7 @@ class EngineThread:
 
   @property
   def load(self) -> int:
-    """Requests that have a place: their prompts are made, or they wait or decode."""
+    """Number of requests that hold a place: their prompts are being encoded, or they wait or decode."""
     return self._places
 
   @contextlib.contextmanager
@@ -89,10 +89,11 @@ class EngineThread:
   def submit(
     self, prompt: Int[np.ndarray, ' P'], given: Int[np.ndarray, ' N'], max_tokens: int, tell: Callable[[News], Any]
   ) -> int:
-    """Queue a request, which has a `place`, and return its uid.
+    """Queue a request and return its uid. The caller holds a `place` for it.
 
-    `tell` is called in the engine's thread, the last time with the end or an error. Raises Overloaded if the engine has stopped,
-    and SettingsError if the request does not fit the engine.
+    `given` are the tokens behind the prompt that are not sampled. At most `max_tokens` tokens follow them. `tell` is called in
+    the engine's thread, the last time with the Completion or an error. Raises Overloaded if the engine has stopped, and
+    SettingsError if the request does not fit the engine.
     """
     with self._changed:
       self._check_runs()

@@ -37,7 +37,7 @@ def _merge(into: Settings, section: type, given: Mapping[str, Any]) -> None:
 
 
 def refuse(given: Mapping[str, Any], sections: tuple[str, ...], where: str) -> None:
-  """Raise SettingsError if nested settings have a value in one of the sections, which belong to `where`."""
+  """Raise SettingsError if nested settings have a value in one of `sections`. `where` names the call that takes them."""
   for section in sections:
     if section in given:
       raise SettingsError(f'config.{section} = {given[section]!r}: expected this section in {where}')

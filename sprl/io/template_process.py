@@ -10,7 +10,7 @@ A line of standard input is a request, a line of standard output its answer, bot
     {"source": text}                             {"variables": the names that the template reads}
     {"source": text, "variables": {...},         {"text": the conversation}
      "add_generation_prompt": bool}
-    any other end                                {"error": why, "valid": whether the template could be compiled}
+    any request that fails                       {"error": why, "valid": whether the template could be compiled}
 """
 
 import datetime
@@ -49,7 +49,7 @@ def main(seconds: float, memory: int) -> None:
 
 
 def answer(line: bytes) -> dict[str, Any]:
-  """Return the answer to a request. A template is foreign code and can raise anything, and values may be nested too deeply."""
+  """Return the answer to a request, a line of JSON. Templates can raise anything, and values can be nested too deeply."""
   valid = False
   try:
     request = json.loads(line)

@@ -64,7 +64,7 @@ class _Renderer:
     """
     try:
       line = json.dumps(request).encode() + b'\n'
-    except RecursionError:  # this is deeper in the call stack than the parser that accepted the values
+    except RecursionError:  # the parser that accepted the values ran less deep in the call stack
       raise TemplateError('the values of its variables are nested too deeply', True) from None
     with self._lock:
       try:
@@ -77,7 +77,7 @@ class _Renderer:
     return answer
 
   def _reply(self, line: bytes) -> bytes:
-    """Return the reply to a request. Raises TemplateError if the process ends instead, and kills it after PATIENCE."""
+    """Return the reply to a request. Kills the process after PATIENCE seconds. Raises TemplateError if there is no reply."""
     if self._process is None or self._process.poll() is not None:
       self._process = self._start()
     process, late = self._process, threading.Event()
@@ -108,7 +108,7 @@ class _Renderer:
     if late.is_set():
       raise _Killed(f'its process gives no answer within {PATIENCE:g} s', True)
     if status == -signal.SIGPROF:
-      raise TemplateError(f'it takes more than {SECONDS:g} s', True)
+      raise TemplateError(f'it takes more than {SECONDS:g} s of CPU time', True)
     raise (_Killed if status == -signal.SIGKILL else TemplateError)(f'it ended its process (status {status})', True)
 
   def end(self) -> None:

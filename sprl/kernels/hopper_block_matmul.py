@@ -120,7 +120,8 @@ def run(plan: Launch, x, x_scale, w, w_scale, experts=(), N: int | None = None, 
   cluster = {name: size for name, size in sizes.items() if size > 1}
   neighbours = tuple(name for name in cluster if name != 'split')
   # On a GPU a shared copy completes when all programs have copied their part, so none runs ahead of a slow one. In the
-  # interpreter each copies the whole tile: with two axes, its second arrival could stand for the first of a slow neighbour.
+  # interpreter each program copies the whole tile. With two axes, the second arrival of a fast program could count as the first
+  # arrival of a slow one, so there each program has its own barrier.
   shared = neighbours and not (interpret and len(neighbours) > 1)
   barrier = partial(plgpu.ClusterBarrier, collective_axes=neighbours) if shared else plgpu.Barrier
   scratch = {

@@ -1,8 +1,7 @@
 """Checks of a run that trains: the symptom of a problem, the metric that shows it, its meaning, and settings that usually help.
 
-`CHECKS` is the table. A row compares a statistic of a metric with the range of a healthy run. One step is
-noisy, so most statistics are of several steps, and some compare the latest steps with the first or the best ones. `History` holds
-these steps.
+`CHECKS` is the table. A row compares a statistic of a metric with the range of a healthy run. One step is noisy, so most
+statistics are of several steps, and some compare the latest steps with the first or the best ones. `History` holds these steps.
 
 docs/troubleshooting.md has a section for each symptom. docs/methods/losses.md, Health ranges, gives the origin of the ranges.
 """
@@ -53,7 +52,7 @@ class Statistic(NamedTuple):
 
 
 def _values(steps: Steps, metric: str) -> list[float]:
-  """Return the finite values. `FINITE` reports the others: a median of values with a NaN depends on their order."""
+  """Return the finite values: a median of values with a NaN depends on their order. `FINITE` reports the others."""
   return [step[metric] for step in steps if math.isfinite(step.get(metric, math.nan))]
 
 
@@ -66,8 +65,8 @@ def _of_latest(steps: int, function: Callable[[Sequence[float]], float]) -> Call
 
 
 def _growth(history: History, metric: str) -> float | None:
-  """Return a growth from step 2 * FEW on: a collapse can take fewer than WINDOW steps, which then show no healthy value."""
-  count = (half(history) - 1) | 1  # odd: two low values of four would move a median half way
+  """Return median of the latest / median of the first FEW, from step 2 * FEW on: a collapse can take fewer than WINDOW steps."""
+  count = (half(history) - 1) | 1  # odd: with two low values of four, the median would be half way
   before, now = _values(history.first, metric)[:FEW], _values(history.latest[-count:], metric)
   if count < FEW or len(before) < FEW or len(now) <= count // 2:  # steps without an update have no value
     return None
@@ -99,7 +98,7 @@ def _reward(steps: Steps) -> float:
 
 
 def half(history: History) -> int:
-  """Return the number of steps at each end of a history that do not overlap, at most WINDOW."""
+  """Return how many of the first and of the latest steps to compare, at most WINDOW, so that they do not overlap."""
   return min(WINDOW, history.steps // 2)
 
 

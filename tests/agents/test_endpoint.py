@@ -136,7 +136,7 @@ def test_more_requests_than_rows_and_queue_get_429(tmp_path):
 
 
 def test_a_request_takes_a_place_before_its_prompt_is_made(tmp_path, monkeypatch):
-  """Of requests whose templates are slow, one more than rows and queue is refused at once, and its template does not run."""
+  """Requests with slow templates hold all places. One more is refused at once, and its template is not rendered."""
   go_on, encoded, begun = threading.Event(), engine_thread.encoded, []
 
   def slow(*arguments):

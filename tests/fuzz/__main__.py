@@ -1,9 +1,9 @@
 """python tests/fuzz [TARGET ...] [--minutes 5] [--seed 0] [--case N] [--folder FOLDER]
 
 Gives random inputs to the parts of sprl that read the input of others, and reports every case that ends in any other way than an
-answer or a refusal. Without targets it runs all of them. Each target gets its share of the minutes; `commands` gets four shares,
-because its cases take seconds. --case N runs one case here, with its traceback. Exit status: 0 without a failure, 1 with one.
-Each target gets at least one case.
+answer or a refusal. Without targets it runs all of them. Each target gets its share of the minutes, and at least one case.
+`commands` gets four shares, because its cases take seconds. --case N runs one case here, with its traceback. Exit status: 0
+without a failure, 1 with one.
 """
 
 import argparse

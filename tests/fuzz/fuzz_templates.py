@@ -306,10 +306,10 @@ def peaks() -> Iterator[list[int]]:
 
 
 def watched(case: dict[str, Any]) -> None:
-  """Render a template that is known to end, in this process, and look at every attribute and element that it gets.
+  """Render a template that is known to end, in this process, and check every attribute and element that it gets.
 
   jinja2 calls `getattr` for `x.name`, and `getitem` for `x[name]` and for the attributes that filters such as `map` read. Both
-  look for an attribute and for an element.
+  try the attribute and the element.
   """
   env, leaks = template_process.make_environment(), []
 
@@ -317,7 +317,7 @@ def watched(case: dict[str, Any]) -> None:
     def got(owner: Any, name: Any) -> Any:
       found = get(owner, name)
       if isinstance(found, types.GenericAlias) or (isinstance(owner, str) and name in ('format', 'format_map')):
-        return found  # `dict[name]`, for which jinja2 looks next; its own functions
+        return found  # `dict[name]`, from the lookup of an element; functions of jinja2 that replace those of str
       is_key = isinstance(owner, dict) and isinstance(name, str) and name in owner
       hidden = isinstance(name, str) and name.startswith('_') and not is_key
       if isinstance(found, LEAKS) or (hidden and not isinstance(found, jinja2.Undefined)):

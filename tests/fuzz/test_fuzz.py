@@ -35,7 +35,7 @@ def test_random_inputs_end_in_an_answer_or_a_refusal(name):
 
 @pytest.mark.parametrize('name', ['getattr', 'getitem'])
 def test_a_sandbox_that_gives_a_hidden_attribute_is_noticed(monkeypatch, name):
-  """The sandbox gets the lookup of jinja2's environment for code that is trusted."""
+  """The sandbox here looks names up as jinja2's environment for trusted templates does."""
   make, trusted = template_process.make_environment, jinja2.Environment()
 
   def unsafe():

@@ -16,7 +16,7 @@ TEXTS = (
   '$HOME', '~', '*', '(',
 )  # fmt: skip
 LONE = ('\ud800', 'a\udfffb')  # halves of surrogate pairs: JSON can hold them, UTF-8 cannot
-DEEP = '@deep'  # begins a text that stands for lists in lists: `@deep -3` has three levels less than Python's parser accepts
+DEEP = '@deep'  # begins a text that stands for nested lists: `@deep -3` has three levels fewer than Python's parser accepts
 TOO_DEEP = 10_000  # levels above the limit of the parser
 INTS = (0, 1, -1, 2, 3, 7, 8, 16, 63, 64, 65, 127, 255, 256, 1000, 2**15, 2**31 - 1, 2**31, 2**32, 2**53, 2**63 - 1, 2**63, 2**64)
 FLOATS = (0.0, -0.0, 0.5, 1.0, 1.5, -1.5, 1e-300, 5e-324, 1e300, 1e38, math.pi, math.inf, -math.inf, math.nan)
@@ -149,16 +149,16 @@ def changed_text(rng: random.Random, source: str) -> str:
 
 
 def deep(rng: random.Random) -> str:
-  """Return a text that stands for lists in lists: far too deep, or about as deep as Python's parser accepts.
+  """Return a text that stands for nested lists: far too deep, or about as deep as Python's parser accepts.
 
-  The parser accepts what code that is called deeper in the stack does not, such as the writer of another function.
+  Values that the parser accepts can be too deep for code that runs deeper in the call stack, such as a JSON encoder.
   """
   return f'{DEEP} {rng.choice((TOO_DEEP, rng.randint(-40, 5)))}'
 
 
 @functools.cache
 def deepest() -> int:
-  """Return the most lists in lists that Python's parser accepts here."""
+  """Return the largest number of levels of nested lists that Python's parser accepts here."""
   return bisect.bisect_left(range(1_000_000), True, lo=1, key=lambda depth: not _parses(depth)) - 1
 
 
@@ -171,7 +171,7 @@ def _parses(depth: int) -> bool:
 
 
 def as_json(tree: Any) -> bytes:
-  """Return JSON, with NaN and infinity as Python writes them, and lists in lists for the texts of `deep`."""
+  """Return JSON, with NaN and infinity as Python writes them, and nested lists for the texts of `deep`."""
 
   def lists(found: re.Match[str]) -> str:
     depth = deepest() + int(found[1])

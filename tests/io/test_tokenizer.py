@@ -160,7 +160,7 @@ def test_a_template_that_takes_too_much_time_or_memory_fails_and_the_next_one_is
   assert with_template(folder, 'J').render(HELLO) == 'J'
 
 
-def test_a_conversation_is_rendered_again_after_the_process_of_templates_was_killed(folder):
+def test_a_conversation_is_rendered_again_after_the_renderer_was_killed(folder):
   tokenizer = with_template(folder, '{{ messages | length }}')
   assert tokenizer.render(HELLO) == '1'
   templates._renderer._process.kill()
@@ -182,7 +182,7 @@ def test_a_request_whose_process_is_killed_is_asked_again(folder):
   assert templates._renderer._process is not process
 
 
-def test_a_stopped_process_of_templates_is_killed_and_the_request_asked_again(folder, monkeypatch):
+def test_a_stopped_renderer_is_killed_and_the_request_asked_again(folder, monkeypatch):
   monkeypatch.setattr(templates, 'PATIENCE', 5.0)  # includes the start of the second process
   tokenizer = with_template(folder, '{{ messages | length }}')
   tokenizer.render(HELLO)
@@ -192,7 +192,7 @@ def test_a_stopped_process_of_templates_is_killed_and_the_request_asked_again(fo
   assert process.wait() == -signal.SIGKILL
 
 
-def test_two_processes_of_templates_that_give_no_answer_are_an_error(folder, monkeypatch):
+def test_two_renderers_that_give_no_answer_are_an_error(folder, monkeypatch):
   tokenizer, start, started = with_template(folder, '{{ messages | length }}'), templates._renderer._start, []
 
   def stopped():
@@ -219,7 +219,7 @@ def test_values_nested_about_as_deep_as_the_parser_accepts_are_rendered_or_refus
       return json.loads('[' * depth + ']' * depth)
 
   deepest = bisect.bisect_left(range(1_000_000), True, lo=1, key=lambda depth: nested(depth) is None) - 1
-  for depth in range(deepest - 30, deepest + 30):  # the search itself is on the stack when it calls the parser
+  for depth in range(deepest - 30, deepest + 30):  # the search above called the parser deeper in the stack
     with contextlib.suppress(TokenizerError):
       assert tokenizer.render([{'role': 'user', 'content': nested(depth)}]) == '1'
 

@@ -247,7 +247,7 @@ def test_an_entropy_that_falls_within_five_steps_while_the_reward_rises_is_no_sy
 
 
 def test_single_steps_of_another_entropy_are_noise_in_the_first_steps():
-  """One step in three, wherever it comes, as among the first three steps and among the latest three."""
+  """One step in three has another entropy: so also one of the first three and one of the latest three."""
   for other in (0.01, 5.0):
     for offset in range(3):
       steps = [STEP | ({'policy/entropy': other} if i % 3 == offset else {}) for i in range(40)]
@@ -434,7 +434,7 @@ def test_troubleshooting_has_a_heading_for_each_symptom_and_no_other():
 
 
 def faults_of_weights():
-  """Return a reason of each kind that the sampler's weights and scales can give. The first linear, `k`, has other weights."""
+  """Return a reason to stop for each kind of fault in the weights and scales of the sampler. The linear `k` has other weights."""
   _, params = small.model('qwen2', num_hidden_layers=1)
   weights = sampler_weights(params, jnp.dtype('float32'), CHEAP.quant)
   whole = apart_weights(weights.params)

@@ -1,4 +1,4 @@
-"""The grader `judge` against a local endpoint that answers, is busy, fails, hangs, and says nonsense."""
+"""The grader `judge` with a local endpoint that answers, is busy, fails, hangs, or sends malformed replies."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ from sprl.tasks.rewards import Sample
 
 
 class Endpoint(BaseHTTPRequestHandler):
-  """The first words of the judged text select what the endpoint does. `seen` has the requests."""
+  """The first word of the judged text selects what the endpoint does. `seen` has the requests."""
 
   seen: list[dict]
   attempts: Counter[str]
@@ -132,7 +132,7 @@ def test_the_score_is_read_from_the_reply(endpoint, settings, reply, score):
 
 
 @pytest.mark.parametrize('what', ['busy', 'broken', 'hangup', 'hang'])
-def test_a_request_that_fails_for_now_is_tried_again(endpoint, what):
+def test_a_request_that_fails_temporarily_is_tried_again(endpoint, what):
   (grade,) = judged(endpoint, what, timeout=1.0)
   assert (grade.score, grade.status, grade.costs) == (1.0, 'ok', costs(2, 1, 110))
 

@@ -1,8 +1,8 @@
 """FP8-RL with a mixture of experts: do replayed expert choices reduce the mismatch and keep the accuracy?
 
 `config.model.router_replay`: the update uses the experts of its own router (none), of the old policy (R2) or of the rollout (R3).
-Rollouts have FP8 linears (w8a8), or the learner's precision (full). All arms have token-level TIS, and four updates a batch:
-with one, the old policy is the learner, and R2 changes nothing.
+Rollouts have FP8 linears (w8a8), or the learner's precision (full). All arms have token-level TIS and four updates a batch. With
+one update, the old policy would be the current policy, and R2 would change nothing.
 """
 
 from claims.experiment import BEFORE, REWARD, Claim, Comparison, Experiment

@@ -56,7 +56,10 @@ EXPERIMENT = Experiment(
       _on_par('Losses made for stale samples do as well as on fresh ones', CORRECTED, alpha, rate, 'on par at 2 to 8')
       for alpha, rate in USUAL + EXTREME
     ),
-    *(_on_par('PPO, which is not, does too', ('ppo',), alpha, rate, 'on par') for alpha, rate in USUAL + EXTREME),
+    *(
+      _on_par('PPO, which is not made for stale samples, does as well too', ('ppo',), alpha, rate, 'on par')
+      for alpha, rate in USUAL + EXTREME
+    ),
   ),
   hours=6.0,
 )  # fmt: skip

@@ -1,0 +1,41 @@
+"""FP8-RL (arXiv 2601.18150) on a model with outliers: does an FP8 cache harm training if keys have large biases?
+
+The rounding error of an FP8 number is relative to its size, so a bias of 100 takes the precision of what differs between keys.
+`plain` rounds keys with their biases, as other engines do. `apart` is sprl's cache, which keeps the biases exactly
+(docs/methods/fp8.md, eq. 9 and 10). All linears are in full precision.
+"""
+
+from claims.experiment import BEFORE, PLAIN_KEYS, REWARD, Claim, Comparison, Experiment
+from claims.tasks import BIASED
+
+MISMATCH = 'rollout_corr/k3_kl'
+KV8, PLAIN = {'quant.sampler': 'kv8'}, {'quant.sampler': 'kv8', PLAIN_KEYS: True}
+
+EXPERIMENT = Experiment(
+  name='fp8_key_bias',
+  question='Does an FP8 cache harm training if keys have large biases, and what prevents it?',
+  task=BIASED,
+  arms={
+    'full': {'preset': 'disabled'},
+    'alone@plain': {'preset': 'disabled'} | PLAIN,
+    'tis@plain': {'preset': 'token_is'} | PLAIN,
+    'mis@plain': {'preset': 'token_mis'} | PLAIN,
+    'alone@apart': {'preset': 'disabled'} | KV8,
+  },
+  steps=100,
+  settings={'eval.every': 50},
+  series=(MISMATCH,),
+  shown=(REWARD, MISMATCH),
+  claims=(
+    Claim('Training in full precision improves the model with key biases.', 'all three papers', 'the reward rises',
+          (Comparison('full', BEFORE, 0.1),)),
+    Claim('An FP8 cache that rounds keys with their biases lowers the accuracy.', 'FP8-RL', 'a drop without a correction',
+          (Comparison('full', 'alone@plain', 0.05),)),
+    Claim('Token-level TIS prevents the drop.', 'FP8-RL', 'on par', (Comparison('tis@plain', 'full', -0.05),)),
+    Claim('Token-level MIS prevents the drop.', 'FP8-RL', 'on par', (Comparison('mis@plain', 'full', -0.05),)),
+    Claim('A cache that keeps the biases exactly prevents the drop without a correction.', 'not in the paper', '-',
+          (Comparison('alone@apart', 'full', -0.05),)),
+    Claim('It has less mismatch.', 'not in the paper', '-', (Comparison('alone@plain', 'alone@apart', 0.0, measure=MISMATCH),)),
+  ),
+  hours=1.0,
+)  # fmt: skip
