@@ -195,7 +195,7 @@ def report(name: str, rows: Sequence[Mapping[str, Any]], result: Mapping[str, An
 
 def record(name: str, rows: Sequence[Mapping[str, Any]], result: Mapping[str, Any], folder: Path = RESULTS) -> None:
   """Write FOLDER/NAME.json: rows and result, with the command, machine, versions and commit."""
-  source = {'benchmark': name, 'command': _command(), 'commit': commit(), 'machine': machine()}
+  source = {'benchmark': name, 'command': command_line(), 'commit': commit(), 'machine': machine()}
   folder.mkdir(parents=True, exist_ok=True)
   text = json.dumps({**source, 'result': dict(result), 'rows': list(rows)}, indent=2)
   # Lists of numbers take a line each, not a line a number.
@@ -209,7 +209,7 @@ def _shown(value: Any) -> str:
   return '-' if value is None else f'{value:,}' if isinstance(value, int) else str(value)
 
 
-def _command() -> str:
+def command_line() -> str:
   """Return the command line of the run; absolute paths are cut to their last part."""
   shown = []
   for argument in sys.argv[1:]:

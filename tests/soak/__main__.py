@@ -144,7 +144,7 @@ def report(tallies: dict[str, Tally], save: bool) -> None:
     earlier = json.loads(RESULT.read_text()) if RESULT.exists() else {}
     same = earlier.get('result', {}).get('code') == code()
     rows, calls = (merged(earlier['rows'], rows), earlier['result']['calls']) if same else (rows, [])
-    calls = [*calls, {'arguments': ' '.join(sys.argv[1:]), 'commit': common.commit(), 'kills': total}]
+    calls = [*calls, {'command': common.command_line(), 'commit': common.commit(), 'kills': total}]
     result = {
       'code': code(), 'kills': sum(sum_of(rows, 'kills').values()), 'violations': sum(len(row['violations']) for row in rows),
       'kinds': dict(sum_of(rows, 'kills')), 'phases': dict(sum_of(rows, 'phases')), 'calls': calls,
