@@ -11,14 +11,19 @@ and threads of all processes from /proc (Linux).
 
 The verdict compares the end of the run, its last sixth, with the beginning: a sixth after the first twelfth, in which caches
 fill. In an hour these are minutes 5 to 15 and 50 to 60. It covers the memory, files and threads of the process, their sums over
-its children, the child that grows most, the number of children that were started, and the speed. Other programs, and other guests
-of a host, change the speed of a core by a tenth and more. So the speed of the queue is its tokens per unit of processor time, and
-the unit is what a fixed computation took at the same time. Episodes wait for their environments: they are counted per second.
+its children, the child that grows most, and the number of children that were started.
+
+Other programs, and other guests of a host, change the speed of a core by a tenth and more within minutes. So the speed at the end
+is not compared with that at the beginning, but with that of a new process: in the last sixth a second process with the same load
+starts beside the first. They share the core or cores, and should do the same work at the same time.
 """
 
 import argparse
 import itertools
+import json
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -55,7 +60,7 @@ ENVIRONMENTS, GROUPS, TURNS, TURN_TOKENS = 64, 8, 5, 4
 EPISODES = Sampling(max_prompt=8, max_tokens=TURNS * (TURN_TOKENS + 4), chunk=4, prompt_buckets=(8,))
 RAISING = 0.05  # share of the environment calls that raise
 SPANS = 1000  # of the timeline, which by default keeps 100,000 and so grows for hours
-SAMPLE = 10.0  # seconds between two readings
+SAMPLE, SIXTH = 10.0, 1 / 6  # seconds between two readings; share of the time in which a new process runs too
 FLAT, STEADY = 0.02, 0.05  # largest relative growth of memory; largest relative change of a speed
 TASK = Task(
   kind='environment', name=f'{CLAIMS}/dictation.py:Dictation', args={'turns': TURNS, 'raising': RAISING}, executor='processes'
@@ -66,26 +71,34 @@ def main() -> None:
   """Print a report; save and draw it with --save."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument('--minutes', type=positive, default=60)
+  parser.add_argument('--new', action='store_true', help=argparse.SUPPRESS)
   parser.add_argument('--save', action='store_true', help='write benchmarks/results/load.json')
   parser.add_argument('--draw', action='store_true', help='draw the saved result and exit')
   args = parser.parse_args()
   if args.draw:
     return draw()
-  seen = run(60.0 * args.minutes)
-  rows = judged(seen)
+  seconds = 60.0 * args.minutes
+  if args.new:
+    time.sleep(seconds * (1 - SIXTH))
+    return print(json.dumps(run(seconds * SIXTH).columns))
+  command = [sys.executable, __file__, '--minutes', str(args.minutes), '--new']
+  with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:  # from the beginning, as it takes a file
+    seen = run(seconds, process.pid)
+    beside = json.loads(process.communicate()[0].splitlines()[-1])
+  rows = judged(seen) + compared(seen.columns, beside)
   settings = {'queued': QUEUED, 'rows': ROWS, 'environments': ENVIRONMENTS, 'raising': RAISING, 'sample': SAMPLE}
-  report('load', rows, {**settings, 'seen': seen.columns}, args.save)
+  report('load', rows, {**settings, 'seen': seen.columns, 'new process': beside}, args.save)
   if args.save:
     draw()
   if grown := [row['what'] for row in rows if not row['flat']]:
     raise SystemExit(f'not flat: {", ".join(grown)}')
 
 
-def run(seconds: float) -> 'Readings':
-  """Serve both loads for `seconds`. Return the readings."""
+def run(seconds: float, beside: int | None = None) -> 'Readings':
+  """Serve both loads for `seconds`. Return the readings, which leave out the child process `beside`."""
   config = tiny('llama')
   weights = sampler_weights(transformer.init_params(config, jax.random.key(0), scale=0.1), jnp.dtype('float32'))
-  seen = Readings()
+  seen = Readings(beside)
   end, drawn = threading.Event(), [0, 0]  # tokens of the queue, and of the episodes: each written by one thread
   queue = threading.Thread(target=serve_queue, args=(weights, config, end, drawn), daemon=True)
   with environment_pool(partial(make_environment, TASK, False), ENVIRONMENTS, 60.0, 'processes') as workers:
@@ -138,14 +151,20 @@ def serve_queue(weights: SamplerWeights, config, end: threading.Event, drawn: li
 class Readings:
   """What was seen of the processes, a value for each reading."""
 
+  beside: int | None = None  # a child process that is left out, with its own children
   columns: dict[str, list[float]] = field(default_factory=dict)
   children: dict[int, list[float]] = field(default_factory=dict)  # process -> its memory in MiB
 
   def take(self, seconds: float, tokens: int, episodes: int) -> None:
     """Append a reading of this process and its descendants."""
-    own, children = os.getpid(), descendants(os.getpid())
-    found = {'seconds': round(seconds, 1), 'tokens': tokens, 'episodes': episodes, 'children': len(children)}
-    found |= {'processor seconds': round(time.process_time(), 2), 'fixed computation': round(fixed_computation(), 5)}
+    own, children = os.getpid(), descendants(os.getpid(), self.beside)
+    found = {
+      'clock': round(time.monotonic(), 1),
+      'seconds': round(seconds, 1),
+      'tokens': tokens,
+      'episodes': episodes,
+      'children': len(children),
+    }
     for name, pids in (('process', [own]), ('children', children)):
       states = {pid: state for pid in pids if (state := state_of(pid))}
       found |= {f'{name} {what}': round(sum(s[what] for s in states.values()), 1) for what in ('MiB', 'files', 'threads')}
@@ -155,21 +174,13 @@ class Readings:
       self.columns.setdefault(name, []).append(value)
 
 
-def fixed_computation() -> float:
-  """Return the seconds of processor time of a computation that is always the same, about 0.1 s."""
-  x, start = np.linspace(0, 1, 2**12, dtype=np.float32), time.thread_time()
-  for _ in range(50_000):
-    np.exp(x)
-  return time.thread_time() - start
-
-
-def descendants(pid: int) -> list[int]:
-  """Return the ids of the children of a process, of their children, and so on."""
+def descendants(pid: int, without: int | None = None) -> list[int]:
+  """Return the ids of the children of a process, of their children, and so on, but not of the child `without`."""
   found = []
   with suppress(FileNotFoundError, ProcessLookupError):  # it has ended
     for task in Path(f'/proc/{pid}/task').iterdir():
       for child in map(int, (task / 'children').read_text().split()):
-        found += [child, *descendants(child)]
+        found += [child, *descendants(child)] if child != without else []
   return found
 
 
@@ -199,18 +210,23 @@ def judged(seen: Readings) -> list[dict[str, Any]]:
   rows.append(row('MiB of the child that grows most', before, after, after <= before * (1 + FLAT) + 0.5))
   before, after = columns['children'][0], len(seen.children)
   rows.append(row('children, started in all', before, after, after <= before))
-  before, after = (rate(columns, 'episodes', 'seconds', part) for part in (begin, end))
-  rows.append(row('episodes a second', before, after, abs(after / before - 1) <= STEADY))
-  fixed = [float(np.mean(columns['fixed computation'][part])) for part in (begin, end)]
-  before, after = (rate(columns, 'tokens', 'processor seconds', part) * unit for part, unit in zip((begin, end), fixed))
-  rows.append(row('tokens in the time of a fixed computation', before, after, abs(after / before - 1) <= STEADY))
   return rows
 
 
-def rate(columns: Mapping[str, Sequence[float]], name: str, over: str, part: slice) -> float:
-  """Return the growth of a counter for each unit of another, over a part of the readings."""
-  counts, units = columns[name][part], columns[over][part]
-  return (counts[-1] - counts[0]) / (units[-1] - units[0])
+def compared(ours: Mapping[str, Sequence[float]], new: Mapping[str, Sequence[float]]) -> list[dict[str, Any]]:
+  """Return rows that compare the speed of a new process (the beginning) with this one's (the end), while both run.
+
+  The first third of the new process, in which it starts and compiles, is left out.
+  """
+  first, last = new['clock'][len(new['clock']) // 3], min(new['clock'][-1], ours['clock'][-1])
+  if last - first < 6 * SAMPLE:
+    raise SystemExit(f'the new process ran for {last - first:.0f} s after its start: expected a minute; try more --minutes')
+  rows = []
+  for name in ('tokens', 'episodes'):
+    before, after = (float(np.diff(np.interp([first, last], each['clock'], each[name]))[0]) for each in (new, ours))
+    speed = (before / (last - first), after / (last - first))
+    rows.append(row(f'{name} a second, a new process and this one', *speed, abs(after / before - 1) <= STEADY))
+  return rows
 
 
 def row(name: str, before: float, after: float, flat: bool) -> dict[str, Any]:

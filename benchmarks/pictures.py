@@ -31,7 +31,8 @@ def load(name: str) -> dict[str, Any]:
 def machine_label(saved: Mapping[str, Any]) -> str:
   """Return the machine of a saved result, such as '2 cores of Intel Xeon'."""
   cpu = re.sub(r'\(R\)|\(TM\)| Processor', '', saved['machine']['cpu']).strip()
-  return f'{saved["machine"]["cores"]} cores of {cpu}'
+  cores = saved['machine']['cores']
+  return f'{cores} core{"s" * (cores != 1)} of {cpu}'
 
 
 def new_figure(title: str, setting: str, height: float) -> Figure:
