@@ -5,8 +5,8 @@ of the cache as they were before the first update. In `end_to_end` the learner m
 a CPU multiplies fastest.
 
 A pilot looked for a learning rate at which FP8 rollouts alone do harm (`both`, one seed, 100 steps). With four times the rate the
-accuracy was 0.47 in full precision and 0.39 in FP8, from 0.38. With 16 times the rate both fell to 0. The arms `4 x` have the former.
-fp8_key_bias.py has outliers.
+accuracy was 0.47 in full precision and 0.39 in FP8, from 0.38. With 16 times the rate both fell to 0. The arms `4 x` have four
+times the rate. fp8_key_bias.py has outliers.
 """
 
 from claims.experiment import BEFORE, REWARD, Claim, Comparison, Experiment
@@ -53,7 +53,8 @@ EXPERIMENT = Experiment(
       (Comparison('full', 'alone@both', 0.05),),
     ),
     Claim(
-      'FP8 rollouts without a correction lower the accuracy (4 times the learning rate).', 'FP8-RL', 'a drop without a correction',
+      'FP8 rollouts without a correction lower the accuracy (4 times the learning rate).',
+      'FP8-RL', 'a drop without a correction',
       (Comparison('full@4 x', 'alone@4 x', 0.05),),
     ),
     Claim(
