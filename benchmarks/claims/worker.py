@@ -134,9 +134,10 @@ def ask(settings: Run, workdir: Path | None) -> list[float]:
   model = Model.open(settings)
   with ExitStack() as stack:
     held_out = RolloutSetup.open(settings, model.tokenizer, train=False).begin_evaluation(stack.enter_context)
-    params, scales = model.load(), None
     if workdir and any(workdir.glob('checkpoints/step_*')):  # a run that a guard stopped early has none
       params, _, scales = restore(model, settings, workdir)
+    else:
+      params, scales = model.load(), None
     return evaluate(settings, model, params, held_out, shown=0, scales=scales)['scores']
 
 

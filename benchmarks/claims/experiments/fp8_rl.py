@@ -19,12 +19,12 @@ FROZEN, IN_LEARNER = {'quant.kv_scale': 'frozen'}, {'quant.learner': 'w8a8'}
 MISMATCH = 'rollout_corr/k3_kl'
 
 
-def arm(correction: str, numbers: str, **more) -> dict:
+def _arm(correction: str, numbers: str, **more) -> dict:
   """Return the settings of FP8 rollouts with a correction."""
   return {'preset': CORRECTED[correction], 'quant.sampler': FORMATS[numbers], **more}
 
 
-def on_par(correction: str) -> tuple[Comparison, ...]:
+def _on_par(correction: str) -> tuple[Comparison, ...]:
   """Return the comparisons that say that each format trains as well as full precision."""
   return tuple(Comparison(f'{correction}@{numbers}', 'full', -0.05) for numbers in FORMATS)
 
@@ -34,11 +34,11 @@ EXPERIMENT = Experiment(
   question='Does training on FP8 rollouts need a correction, and does it then match full precision?',
   task=TOTALS,
   arms={'full': {'preset': 'disabled'}}
-  | {f'{correction}@{numbers}': arm(correction, numbers) for numbers in FORMATS for correction in CORRECTED}
-  | {f'frozen@{numbers}': arm('tis', numbers, **FROZEN) for numbers in ('kv8', 'both')}
-  | {f'end_to_end@{numbers}': arm('tis', numbers, **IN_LEARNER) for numbers in ('w8a8', 'both')}
+  | {f'{correction}@{numbers}': _arm(correction, numbers) for numbers in FORMATS for correction in CORRECTED}
+  | {f'frozen@{numbers}': _arm('tis', numbers, **FROZEN) for numbers in ('kv8', 'both')}
+  | {f'end_to_end@{numbers}': _arm('tis', numbers, **IN_LEARNER) for numbers in ('w8a8', 'both')}
   | {'full@4 x': {'preset': 'disabled'} | FAST}
-  | {f'{correction}@4 x': arm(correction, 'both', **FAST) for correction in CORRECTED},
+  | {f'{correction}@4 x': _arm(correction, 'both', **FAST) for correction in CORRECTED},
   steps=100,
   settings={'eval.every': 50},
   series=(MISMATCH, 'fp8/kv_saturation'),
@@ -61,8 +61,8 @@ EXPERIMENT = Experiment(
       'Token-level TIS or MIS prevents this (4 times the learning rate).', 'FP8-RL', 'on par',
       (Comparison('tis@4 x', 'full@4 x', -0.05), Comparison('mis@4 x', 'full@4 x', -0.05)),
     ),
-    Claim('With token-level TIS, FP8 rollouts train as well as full precision.', 'FP8-RL', 'on par', on_par('tis')),
-    Claim('With token-level MIS, FP8 rollouts train as well as full precision.', 'FP8-RL', 'on par', on_par('mis')),
+    Claim('With token-level TIS, FP8 rollouts train as well as full precision.', 'FP8-RL', 'on par', _on_par('tis')),
+    Claim('With token-level MIS, FP8 rollouts train as well as full precision.', 'FP8-RL', 'on par', _on_par('mis')),
     Claim(
       'An FP8 cache adds more mismatch than FP8 linears, and both together add most.', 'FP8-RL', 'W8A8 < KV8 < both',
       (
