@@ -115,9 +115,10 @@ class Quantisation(NamedTuple):
 
 
 def quantisations() -> dict[str, Quantisation]:
-  """Return the kernels that quantise activations, by what they compute before: a norm, a gated activation, or nothing.
+  """Return the kernels that quantise activations, by the operation that comes first: RMSNorm, a gated activation, or none.
 
-  The norm is that of a sum, which is the third output. Kernels quantise norms and activations that were rounded to bfloat16.
+  The kernel with RMSNorm normalises x + added and returns this sum as its third output. The norm or activation is rounded to
+  bfloat16 before it is quantised.
   """
   codes = partial(quantise_groups, format='float32')
 
@@ -160,12 +161,12 @@ def norm_inputs(T: int, M: int, parts: int, key: jax.Array) -> tuple[Any, ...]:
 
 
 def norm_kernel(x: Any, added: Any, scale: Any) -> tuple[Any, Any]:
-  """Return the norm of a sum, and the sum, by the kernel."""
+  """Return RMSNorm of x plus the sum of the parts, and this total, by the kernel."""
   return hopper_quantise.normalised(x, added, scale, EPSILON)
 
 
 def norm_reference(x: Any, added: Any, scale: Any) -> tuple[Any, Any]:
-  """Return the norm of a sum, and the sum. The sum of the parts and the whole sum are rounded to bfloat16."""
+  """Return the same by formulas. The sum of the parts and the total are rounded to bfloat16."""
   total = to_bfloat16(x.astype(jnp.float32) + to_bfloat16(jnp.sum(added, axis=0)))
   normed = total * jax.lax.rsqrt(jnp.mean(total * total, axis=1, keepdims=True) + EPSILON) * scale
   return normed.astype(BF16), total.astype(BF16)
@@ -204,7 +205,7 @@ def append_inputs(model: Model, B: int, S: int, dtype: Any, key: jax.Array) -> t
 
 
 def append_reference(stored: dict, x: Projected, slot: Any, position: Any, code: CodeForm | None) -> tuple[Any, dict]:
-  """Return what the kernel of the append does, from the sentences that describe it (sprl/kernels/hopper_append.py)."""
+  """Return the queries and updated arrays, computed as the docstring of sprl/kernels/hopper_append.py describes."""
   (B, K, _, D), H = stored['k'].shape, x.product.shape[2] // stored['k'].shape[3] - 2 * stored['k'].shape[1]
   assert x.bias is not None
   assert x.norm is not None

@@ -1,11 +1,11 @@
-"""The check `decode` of gpu_check.py: the time of decode steps, compared with the time that reading their bytes takes.
+"""The parts `decode` and `decode_whole` of gpu_check.py: the time of decode steps, and the time that reading their bytes takes.
 
 Weights are random. The difference between a model of 4 and one of 8 layers is the time of 4 layers, from which the time of all
-layers follows. These two compile several times faster than the whole model, which the check `decode_whole` times.
+layers follows. These two compile several times faster than the whole model, which the part `decode_whole` times.
 
-Caches hold random keys and values, and rows have the lengths that they have in an engine. The engine admits rows between two
-chunks of steps, so a row is due for compression only in the last step of a chunk. `plain us` is the time of a step in chunks in
-which no row is due. `us` is the mean over an interval, in which every row is compressed once.
+Caches hold random keys and values, and rows have the lengths that they have in an engine. The engine starts sequences only
+between two chunks of steps, so a row is due for compression only in the last step of a chunk. `plain us` is the time of a step in
+chunks in which no row is due. `us` is the mean over an interval, in which every row is compressed once.
 """
 
 import dataclasses
@@ -68,7 +68,7 @@ def layers_case(name: str, mode: str, tokens: int, layers: int) -> str:
 
 
 def few_layers(bench: Bench, name: str, mode: str, tokens: int, layers: int, before: Rows) -> Row:
-  """Time a model with few layers. The row of the larger one has the time of a layer and the extrapolated time of all."""
+  """Time a model with few layers. The result of the deeper one adds the time of a layer, and that of all layers."""
   less = bench.sizes(LAYERS, (1, 2))[0]
   row = steps_of(bench, name, mode, tokens, layers)
   shorter = before.get(('decode', layers_case(name, mode, tokens, less)), {})
@@ -84,7 +84,7 @@ def few_layers(bench: Bench, name: str, mode: str, tokens: int, layers: int, bef
 
 
 def goals(name: str, mode: str) -> dict[str, float]:
-  """Return the targets of a row of 256 sequences and 4,096 tokens."""
+  """Return the targets of a result with 256 sequences of 4,096 tokens."""
   if mode == 'bf16':
     return {'share of bytes': 0.85}
   return {'times dense bf16': 3.0 if name == 'Qwen2.5-7B' else 2.5} if mode == 'sparse w8a8_kv8' else {}
@@ -192,12 +192,12 @@ def steps_of(bench: Bench, name: str, mode: str, tokens: int, layers: int) -> Ro
 
 
 def staggered(rows: int, interval: int, chunk: int) -> jax.Array:
-  """Return the steps of each row since its last compression: multiples of a chunk, equally often, as the engine admits rows."""
+  """Return the steps of each row since its last compression: multiples of `chunk`, each for equally many rows."""
   return (jnp.arange(rows) % (interval // chunk) * chunk).astype(jnp.int32)
 
 
 def at_lengths(cache: KVCache, seen: int, since: jax.Array) -> KVCache:
-  """Return the cache with rows that have seen `seen` tokens, and a cache that evicts `since` steps after a compression."""
+  """Return the cache with all rows after `seen` tokens; if it evicts, row b is `since[b]` steps after its last compression."""
   tokens = jnp.full(since.shape, seen, jnp.int32)
   length = cache.layout.budget + since if cache.layout.sparse else tokens + 0  # + 0 makes a separate buffer: all are donated
   return dataclasses.replace(cache, seen=tokens, length=length, decoded=since + 0)
@@ -207,7 +207,7 @@ def at_lengths(cache: KVCache, seen: int, since: jax.Array) -> KVCache:
 def filled(layer: LayerCache, number: int | jax.Array) -> LayerCache:
   """Return a layer with random content: normal numbers, or their e4m3 codes; positions ascend over the slots.
 
-  Zeros would be faster to read from a compressed memory and to multiply, and would make all softmax weights equal.
+  A GPU may compress zeros in its memory and multiply them faster. They would also make all softmax weights equal.
   """
 
   def fill(i, x):

@@ -1,7 +1,7 @@
 """The part `launches` of gpu_check.py: the cost of a kernel launch, and of a loop iteration whose condition the host must read.
 
-These are constants of the static model of a step (gpu_static_model.py). The kernels add 1 to 128 numbers, so their own work takes
-next to no time.
+These are constants of the static model of a step (gpu_static_model.py). A kernel increments an array of 128 numbers, which takes
+almost no time.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,13 +17,13 @@ COUNT = 256  # launches of a program, and iterations of a loop
 
 def check_launches(bench: Bench) -> Iterator[Case]:
   """Time launches one after another, and iterations of loops whose trip count XLA knows or does not know."""
-  cases: dict[str, Callable] = {'launch': chain, 'iteration, counted': counted, 'iteration, asked': asked}
+  cases: dict[str, Callable] = {'launch': chain, 'iteration, counted': counted, 'iteration, host reads': host_reads}
   for case, call in cases.items():
     yield Case('launches', case, partial(each, bench, call))
 
 
 def each(bench: Bench, call: Callable, before: Rows) -> Row:
-  """Return the microseconds of one launch or iteration, from the time that one more of them takes."""
+  """Return the microseconds of a launch or iteration: COUNT of them less COUNT / 2, divided by COUNT / 2."""
   few, many = (
     seconds(partial(call, count), lambda key: (jax.random.normal(key, (128,)),), runs=bench.sizes(5, 1), launches=1, inputs=2)
     for count in (COUNT // 2, COUNT)
@@ -43,7 +43,7 @@ def counted(count: int, x: jax.Array) -> jax.Array:
   return jax.lax.fori_loop(0, count, lambda i, x: x + 1, x)
 
 
-def asked(count: int, x: jax.Array) -> jax.Array:
+def host_reads(count: int, x: jax.Array) -> jax.Array:
   """Add 1 in a loop whose end depends on the data. The host reads the loop's condition before each iteration."""
   return jax.lax.while_loop(
     lambda carry: (carry[0] < count) & (jnp.max(carry[1]) < jnp.inf), lambda carry: (carry[0] + 1, carry[1] + 1), (0, x)

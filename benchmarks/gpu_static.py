@@ -140,7 +140,7 @@ def step(case: Case, layers: int) -> Step:
 def read_step(case: Case, config: ModelConfig, module: Module, found: aot.Compiled, kernels: dict[str, aot.Kernel]) -> Step:
   """Return what the program says about a decode step."""
   layout = case.layout(config)
-  context = Context(case.rows, layout.slots, case.length, kernels, met(config, case.rows))
+  context = Context(case.rows, layout.slots, case.length, kernels, experts_used(config, case.rows))
   loop = decode_loop(module, found.thunks)
   plain, due = Walk(module, context), Walk(module, context, due=1.0)
   spread = Walk(module, context, due=case.run.sampling.chunk / CACHES[case.cache].interval)
@@ -153,16 +153,16 @@ def read_step(case: Case, config: ModelConfig, module: Module, found: aot.Compil
   call = plain.work(whole).plus(work, inside)
   compress, some = (walk.work(whole).plus(work, inside) for walk in (due, spread))
   ready = prepared(module, module.computations[module.instructions[loop.name].body])
-  graphs, loose = fragments(body)
+  graphs, outside = fragments(body)
   nested = [*find(body, 'While'), *find(body, 'Conditional')]
   counts = {
     'launches': work.launches,
     'graphs': graphs,
-    'loose launches': loose,
+    'launches outside graphs': outside,
     'nested loops': sum(thunk.kind == 'While' for thunk, _ in nested),
     'branches': sum(thunk.kind == 'Conditional' for thunk, _ in nested),
-    'questions a step': work.questions,
-    'questions a chunk': call.questions,
+    'host reads a step': work.host_reads,
+    'host reads a chunk': call.host_reads,
     'prepared MiB': sum(each.bytes for each in ready.launched) / MIB,
     'fused preparations': len(ready.fused),
     'bytes': work.bytes,
@@ -175,7 +175,7 @@ def unique(matmuls: Sequence[Matmul]) -> list[Matmul]:
   return [each for each in matmuls if not each.name.startswith('layer') or each.name.startswith('layer0/')]
 
 
-def met(config: ModelConfig, rows: int) -> float:
+def experts_used(config: ModelConfig, rows: int) -> float:
   """Return the expected share of the experts that at least one row chooses, if all experts are equally likely."""
   return 1 - (1 - config.experts.chosen / config.experts.count) ** rows if config.experts else 1.0
 
@@ -225,11 +225,11 @@ def result(case: Case, depths: tuple[int, int] = LAYERS) -> Result:
     'launches/layer': per_layer,
     'launches': round(counts['launches']),
     'graphs': round(counts['graphs']),
-    'loose': round(counts['loose launches']),
+    'outside graphs': round(counts['launches outside graphs']),
     'nested loops': round(counts['nested loops']),
     'branches': round(counts['branches']),
-    'questions a step': round(counts['questions a step']),
-    'a chunk': round(counts['questions a chunk']),
+    'host reads a step': round(counts['host reads a step']),
+    'a chunk': round(counts['host reads a chunk']),
     'prepared MiB': counts['prepared MiB'],
     'fused': round(counts['fused preparations']),
     'GB': counts['bytes'] / 1e9,
@@ -260,7 +260,7 @@ def product_row(case: Case, each: Matmul) -> dict[str, Any]:
     'K': K,
     'batch': batch,
     'tile': each.tiling.name,
-    'wave use': each.tiling.waves,
+    'wave use': each.tiling.wave_use,
     'partial MiB': each.tiling.partial / MIB,
     'us': 1e6 * each.tiling.seconds,
     'bf16 us': 1e6 * plain.seconds if plain else None,
@@ -305,8 +305,8 @@ def judged(rows: dict[str, dict[str, Any]], products: Sequence[dict[str, Any]]) 
     if (cache, numbers) in LAUNCHES:
       judge(f'{case}: launches a layer', row['launches/layer'], LAUNCHES[cache, numbers], most=True)
     judge(f'{case}: nested loops', row['nested loops'], 0, most=True)
-    judge(f'{case}: host questions a step', row['questions a step'], 0, most=True)
-    judge(f'{case}: host questions a chunk', row['a chunk'], 1, most=True)
+    judge(f'{case}: host reads a step', row['host reads a step'], 0, most=True)
+    judge(f'{case}: host reads a chunk', row['a chunk'], 1, most=True)
     if bare:
       judge(f'{case}: share of key biases', 1 - bare['step ms'] / row['step ms'], 0.05, most=True)
   for each in products:

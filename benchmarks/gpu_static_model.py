@@ -1,11 +1,12 @@
 """Predict the time of a compiled program's launches on an H200, from bytes, operations and counts. No GPU has confirmed it.
 
-The assumptions are the constants below, each with its source, and those of sprl/kernels/launch_model.py, which also predicts the
-time of FP8 products. A measurement should replace each constant.
+The assumptions are the constants below, with their sources where they have one, and those of sprl/kernels/launch_model.py, which
+also predicts the time of FP8 products. A measurement should replace each constant.
 
-Launches run one after the other. A launch takes START plus the longest of three times: to move its bytes, to multiply whole waves
-of tiles, and to issue the instructions of its kernel. Outside of CUDA graphs, the device waits for the host before a branch, and
-before each iteration of a loop whose trip count XLA does not know.
+Launches run one after the other. A launch takes START inside a CUDA graph, or LAUNCH outside, plus the time of its work. This is
+mostly the longest of three times: to move its bytes, to multiply whole waves of tiles, and to issue the instructions of its
+kernel. Attention has a model of its own (sprl/kernels/attention_launch.py). Outside of CUDA graphs, the device waits for the host
+before a branch, and before each iteration of a loop whose trip count XLA does not know.
 """
 
 import itertools
@@ -23,19 +24,19 @@ from sprl.planning.hlo import Instruction, Module, Product, Shape, moved, produc
 from sprl.planning.thunks import QUIET, Thunk
 
 # --- assumptions -----------------------------------------------------------------------------------------------------
-# "findings" as a source: the performance audit of an earlier commit, which estimated H200s from published measurements.
+# "estimate" as a source: derived from published measurements of H100s and H200s when an earlier commit was reviewed.
 FLOAT32 = 55e12  # FLOP/s of float32 products at highest precision, without tensor cores; data sheet: 67e12
 TF32 = 380e12  # FLOP/s of float32 products at default precision; data sheet: 494e12
-START = 1.2e-6  # seconds from one launch to the next inside a CUDA graph (outside: LAUNCH); findings
+START = 1.2e-6  # seconds from one launch to the next inside a CUDA graph (outside: LAUNCH); estimate
 GRAPH = 2.5e-6  # seconds to start a CUDA graph; NVIDIA blog, constant-time launch for straight-line CUDA graphs
-QUESTION = 10e-6  # seconds that the device idles while the host reads a loop's or a branch's predicate; findings
-STREAMED = 0.9  # share of MEMORY that products and kernels without a model of their own reach; findings: 0.85 to 0.9
-MOVED = 0.55  # share of MEMORY of `hopper_compact`; findings: 0.50 to 0.65
-COMPARED = 0.1  # share of BF16 of `hopper_similarity` if its machine code is not known; findings: bound by its other instructions
-ISSUED = 0.7  # share of the schedulers' cycles that issue, with several programs on a multiprocessor
-SLOW = {'conversion': 2, 'special': 8, 'shared load': 4, 'shared store': 4}  # cycles of a scheduler for a warp's instruction
-WAIT = {'barrier': 30, 'matrix wait': 60}  # cycles until a warp continues
-DEPENDENT = 2  # cycles from one instruction of a warp to the next, on average
+HOST_READ = 10e-6  # seconds that the device idles while the host reads a loop's or a branch's predicate; estimate
+STREAMED = 0.9  # share of MEMORY that products and kernels without a model of their own reach; estimate: 0.85 to 0.9
+MOVED = 0.55  # share of MEMORY of `hopper_compact`; estimate: 0.50 to 0.65
+COMPARED = 0.1  # share of BF16 of `hopper_similarity` if its machine code is not known; estimate: bound by its other instructions
+ISSUED = 0.7  # share of the schedulers' cycles that issue, with several thread blocks on a multiprocessor; a guess
+SLOW = {'conversion': 2, 'special': 8, 'shared load': 4, 'shared store': 4}  # cycles to issue a warp's instruction; a guess
+WAIT = {'barrier': 30, 'matrix wait': 60}  # cycles until a warp continues; a guess
+DEPENDENT = 2  # cycles from one instruction of a warp to the next, on average; a guess
 REGISTERS = 65536  # registers of a multiprocessor; CUDA programming guide
 # Tiles [M, N] of cuBLAS's bfloat16 kernels; profiles of cuBLAS 12 on Hopper
 TILES = tuple(itertools.product((64, 128, 256), (64, 128, 256)))[:-1]
@@ -48,8 +49,8 @@ class Context(NamedTuple):
   slots: int  # S of the cache
   length: float  # mean number of occupied slots
   kernels: Mapping[str, Kernel]  # Mosaic's reports of the kernels that this program calls, by name
-  met: float = 1.0  # share of the experts that at least one row of a step chooses
-  filled: float = 1.0  # share of the rows in a block of due rows that are due: the kernels of a compression skip the others
+  experts_used: float = 1.0  # share of the experts that at least one row of a step chooses
+  filled: float = 1.0  # share of a block's rows that are due for compression, for the last block may have empty places
 
 
 @dataclass(frozen=True)
@@ -57,19 +58,20 @@ class Work:
   """One launch, or the sum of several."""
 
   launches: float = 0
-  loose: float = 0  # launches outside of CUDA graphs
+  outside_graphs: float = 0  # launches outside of CUDA graphs
   graphs: float = 0  # CUDA graphs started
-  questions: float = 0  # times that the device waits until the host has read a predicate
+  host_reads: float = 0  # times that the device waits until the host has read a predicate
   bytes: float = 0
   products: float = 0  # seconds of matrix products with weights
   attention: float = 0  # seconds of the attention kernel
   rest: float = 0  # seconds of other launches
-  excess: float = 0  # seconds by which the operations of products take longer than the bytes of their weights, at full rates
+  excess: float = 0  # seconds of products at peak rates, less those to read their weights, where this is positive
 
   @property
   def overhead(self) -> float:
     """Seconds of launches and waiting."""
-    return (self.launches - self.loose) * START + self.loose * LAUNCH + self.graphs * GRAPH + self.questions * QUESTION
+    launches = (self.launches - self.outside_graphs) * START + self.outside_graphs * LAUNCH
+    return launches + self.graphs * GRAPH + self.host_reads * HOST_READ
 
   @property
   def seconds(self) -> float:
@@ -85,10 +87,10 @@ class Work:
 
 
 class Tiling(NamedTuple):
-  """How the programs of a product share its work."""
+  """How the thread blocks of a product share its work."""
 
   name: str
-  waves: float  # share of the multiprocessors that work, on average
+  wave_use: float  # share of the multiprocessors that work, on average
   partial: float  # bytes of partial sums, written and read
   seconds: float
 
@@ -96,18 +98,18 @@ class Tiling(NamedTuple):
 def tiled(M: int, N: int, K: int, batch: int, size: int, rate: float, traffic: float) -> Tiling:
   """Return the fastest tiling that a library has for `batch` products of M tokens and weights [N, K].
 
-  An element has `size` bytes. Pairs of programs share the larger operand. `traffic` is the number of bytes that the launch moves,
-  without partial sums.
+  An element has `size` bytes. Pairs of thread blocks share the larger operand. `traffic` is the number of bytes that the launch
+  moves, without partial sums.
   """
 
   def seconds(m, n, split) -> Tiling:
-    programs = -(-M // m) * -(-N // n) * batch * split
-    waves = -(-programs // MULTIPROCESSORS)
+    blocks = -(-M // m) * -(-N // n) * batch * split
+    waves = -(-blocks // MULTIPROCESSORS)
     depth = -(-K // split)
     tile = max(2 * m * n * depth * MULTIPROCESSORS / rate, (max(m, n) / 2 + min(m, n)) * depth * size / FETCH)
     partial = 2 * 4 * split * batch * M * N if split > 1 else 0
     took = max(waves * tile, (traffic + partial) / (MEMORY * STREAMED)) + (START if split > 1 else 0)
-    return Tiling(f'{m}x{n}' + f'/{split}' * (split > 1), programs / (waves * MULTIPROCESSORS), partial, took)
+    return Tiling(f'{m}x{n}' + f'/{split}' * (split > 1), blocks / (waves * MULTIPROCESSORS), partial, took)
 
   splits = SPLITS if batch == 1 else (1,)  # with a batch, XLA has already split the sum
   return min(
@@ -116,7 +118,7 @@ def tiled(M: int, N: int, K: int, batch: int, size: int, rate: float, traffic: f
 
 
 def fp8_tiled(M: int, N: int, K: int) -> Tiling:
-  """Return how `hopper_block_matmul` multiplies M tokens by weights [N, K], in the time of its own launch model.
+  """Return the tiling of `hopper_block_matmul` for M tokens and weights [N, K], and the time that its launch model predicts.
 
   The start and the first copy are left out, and the bytes take as long as in `tiled`. FP8 and bfloat16 are then comparable.
   """
@@ -134,7 +136,7 @@ def excess(sizes: Product, size: int, rate: float) -> float:
 
 
 class Matmul(NamedTuple):
-  """A product of a program, with its time."""
+  """A matrix product of the compiled program, with its predicted time."""
 
   name: str  # layer and linear, as in `layer0/mlp`
   sizes: Product
@@ -186,12 +188,12 @@ def _kernel(module, instruction, context, traffic):
     case 'hopper_block_matmul':
       (M, K), N = operands[0].dims, operands[2].dims[0]
       tiling = fp8_tiled(M, N, K)
-      partial, sizes = tiling.partial / 2, Product(M, N, K)  # its results include the partial sums
+      partial, sizes = tiling.partial / 2, Product(M, N, K)  # the other half is in `traffic`, as results
       work = Work(bytes=traffic + partial, products=tiling.seconds, excess=excess(sizes, 1, FP8))
       return work, Matmul(scope(instruction), sizes, 'fp8', tiling)
     case 'hopper_grouped_block_matmul' | 'hopper_grouped_matmul':
       weights = max(shape.bytes for shape in operands)
-      traffic += (context.met - 1) * weights
+      traffic += (context.experts_used - 1) * weights
       return Work(bytes=traffic, products=traffic / (MEMORY * STREAMED)), None
     case 'hopper_append':  # of the arrays that it updates in place, it writes one slot
       written = sum(shape.bytes / context.slots for shape in instruction.shapes if context.slots in shape.dims)
@@ -219,7 +221,8 @@ def attention(operands: Sequence[Shape], results: Sequence[Shape], context: Cont
   (N, S, D), second = cache.dims, sum(context.slots in shape.dims for shape in operands) > 2
   share = any(len(shape.dims) == 2 and shape.dims[-1] >= S for shape in results)
   plan = attention_launch.launch(N, S, D, 'float8_e4m3fn' if cache.dtype == 'f8e4m3fn' else 'bfloat16', share, second)
-  # Results of four and five dimensions are parts of rows. With as many rows as members, a team of equal rows writes none.
+  # Results of 4 or 5 dimensions are partial. A team with one row (a kv head of a sequence) per member writes none of them if its
+  # rows have equal lengths.
   traffic += sum(shape.bytes for shape in results if len(shape.dims) < 4 or plan.rows < plan.members)
   kernel = context.kernels.get('hopper_decode_attention')
   timed = kernel is not None and kernel.sass is not None and kernel.sass.loop
@@ -246,9 +249,9 @@ def loop_seconds(kernel: Kernel, iterations: float) -> float:
 
 
 def kernel_loop(kernel: Kernel) -> Loop:
-  """Return how long an iteration of a kernel's main loop takes.
+  """Return the resident thread blocks, and two lower bounds of the seconds of an iteration of a kernel's main loop.
 
-  Two bounds: the cycles in which the four schedulers of a multiprocessor issue, and those of a warp's dependent instructions.
+  The bounds are the time in which the four schedulers of a multiprocessor issue, and the latency of dependent instructions.
   """
   assert kernel.sass is not None, 'the caller checks it'
   loop, warps = kernel.sass.loop, kernel.threads / 32
@@ -265,8 +268,8 @@ def kernel_loop(kernel: Kernel) -> Loop:
 class Walk:
   """Sums the work of a list of thunks.
 
-  `due` is the share of the rows that compress their cache: loops over due rows take that share of all rows. A
-  conditional takes its longest branch with this probability, else its shortest.
+  `due` is the share of the rows that compress their cache. Loops over due rows process this share of all rows. A conditional
+  takes `due` times its longest branch, plus 1 - `due` times its shortest.
   """
 
   module: Module
@@ -291,10 +294,10 @@ class Walk:
       case 'Conditional':
         branches = sorted((self.work(each, graph) for each in thunk.lists.values()), key=lambda work: work.seconds)
         taken = branches[0].plus(branches[0], -self.due).plus(branches[-1], self.due) if branches else Work()
-        return taken if graph else taken.plus(Work(questions=1))
+        return taken if graph else taken.plus(Work(host_reads=1))
       case kind if kind in QUIET:
         return self.work(thunk.inside, graph)
-    one = Work(launches=1, loose=not graph)
+    one = Work(launches=1, outside_graphs=not graph)
     instruction = self.module.instructions.get(thunk.name)
     if instruction is None:  # a copy that XLA adds
       return one
@@ -306,8 +309,7 @@ class Walk:
 
   def loop(self, thunk: Thunk, times: float, graph: bool = False) -> Work:
     """Return the work of a loop: its iterations, and the condition that ends it."""
-    asked = self._condition(thunk, graph)
-    return asked.plus(self.iteration(thunk, graph), times)
+    return self._condition(thunk, graph).plus(self.iteration(thunk, graph), times)
 
   def iteration(self, thunk: Thunk, graph: bool = False) -> Work:
     """Return the work of one iteration of a loop, with its condition."""
@@ -317,7 +319,7 @@ class Walk:
     """Return the work of a loop's condition: nothing if XLA knows the trip count or the loop is in a CUDA graph."""
     if graph or self.module.instructions[thunk.name].trip_count is not None:
       return Work()
-    return self.work(thunk.lists.get('condition', []), graph).plus(Work(questions=1))
+    return self.work(thunk.lists.get('condition', []), graph).plus(Work(host_reads=1))
 
   def iterations(self, thunk: Thunk) -> tuple[int, float]:
     """Return (trip count, 1), or for a loop over due rows: the number of blocks, and the share of their rows that are due."""
@@ -332,15 +334,15 @@ class Walk:
     if due == 0:
       return 0, 1.0
     if not rows:
-      raise ValueError(f'{thunk.name}: found no hopper_compact in a loop of unknown trip count; expected blocks of due rows')
+      raise ValueError(f'{thunk.name}: a loop of unknown trip count without a hopper_compact that takes the indices of due rows')
     times = math.ceil(due / rows[0])
     return times, due / (times * rows[0])
 
 
 def decode_loop(module: Module, thunks: Sequence[Thunk]) -> Thunk:
-  """Return the loop over decode steps: the outermost one with the most thunks whose trip count XLA knows.
+  """Return the loop over decode steps: of the outermost loops with a known trip count, the one with the most thunks.
 
-  Rows that compress their caches take their step in another loop. Raises ValueError if there is no loop.
+  Rows that compress their caches take their step in another loop. Raises ValueError if no outermost loop has a known trip count.
   """
 
   def size(thunk: Thunk) -> int:
@@ -349,7 +351,7 @@ def decode_loop(module: Module, thunks: Sequence[Thunk]) -> Thunk:
   loops = [thunk for thunk in _outermost(thunks) if thunk.kind == 'While']
   found = [thunk for thunk in loops if module.instructions[thunk.name].trip_count is not None]
   if not found:
-    raise ValueError('found no loop in the program: expected decode steps')
+    raise ValueError('no outermost loop has a known trip count; expected the loop over decode steps')
   return max(found, key=size)
 
 

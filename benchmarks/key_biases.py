@@ -2,12 +2,13 @@
 
     python benchmarks/key_biases.py --save key_biases    # a minute
 
-A key is R_p (W x + b), rounded to bfloat16, with W x ~ N(0, 1), 128 wide, at 4,096 positions, theta = 10^6. The shapes of b
-are an assumption, not read from a model: norms of 605 in the first layer, 921 in the last and about 22 between (of four heads).
-An error is that of the output of attention, relative to the output with unrounded keys. Queries are random. In planes with large
-biases they are smaller, so that scores stay as large as those of W x.
+A key is R_p (W x + b), rounded to bfloat16, with W x ~ N(0, 1), 128 wide, at 4,096 positions, theta = 10^6. The biases are
+assumptions, not read from a model. Over four heads, their norm is 921 in the last layer and about 22 in the middle ones. A single
+head has half of it: 460 and 11 below. A plane is the pair of coordinates i and i + D/2 that RoPE rotates together. An error is
+that of the output of attention, relative to the output with unrounded keys. Queries are random. If the RMS norm of R_p b less its
+mean exceeds 5 in a plane, the queries are scaled by 5 / norm there, which limits the plane's part of the scores.
 
-    subtracted   R_p b is subtracted before rounding and added exactly: needs each slot's cosines
+    subtracted   R_p b is subtracted before rounding and added back in float32; this needs the rotation of every slot
     plain        keys are rounded with their bias
     mean         the mean of R_p b over the positions is subtracted
     stored       as `sprl/cache/key_bias.py` stores keys: the mean is subtracted, and 8 planes have second codes
@@ -39,7 +40,7 @@ LAYOUT = CacheLayout(
 
 
 def large(rng: np.random.Generator, planes: np.ndarray, count: int) -> np.ndarray:
-  """Return a bias of 30 to 200 on random planes, and 0.5 N(0, 1) on the others."""
+  """Return a bias with magnitudes of 30 to 200 on `count` of these planes, drawn at random, and 0.5 N(0, 1) elsewhere."""
   bias, plane = 0.5 * rng.normal(size=D), rng.choice(planes, count, replace=False)
   bias[np.concatenate([plane, plane + PLANES])] = rng.uniform(30, 200, 2 * count) * rng.choice([-1, 1], 2 * count)
   return bias
@@ -65,7 +66,7 @@ SHAPES = {
 
 
 def coded(k: Float[Array, 'S D'], bias: KeyBias | None = None) -> Float[Array, 'S D']:
-  """Return keys after rounding to FP8 with the scale of the largest; with `bias`, twice on some planes."""
+  """Return keys as an FP8 cache returns them, with 5 % of room above the largest. With `bias`, some planes have second codes."""
   scale = 1.05 * jnp.max(jnp.abs(k)) / fp8.MAX
   first = fp8.cast(k, scale)
   if bias is None:
@@ -82,7 +83,8 @@ def errors(b: Float[Array, ' D'], seed: Float[Array, '']) -> dict[str, Float[Arr
   token, rotated = (rotate(x[None, :, None], angles)[0, :, 0] for x in (draw[0], jnp.broadcast_to(b, (S, D))))
   mean = bias.mean[0]
   assert mean is not None
-  left = jnp.sqrt(jnp.mean(jnp.square(rotated - mean), axis=0).reshape(2, -1).sum(axis=0))  # of each plane's bias
+  # RMS norm of R_p b less its mean, by plane
+  left = jnp.sqrt(jnp.mean(jnp.square(rotated - mean), axis=0).reshape(2, -1).sum(axis=0))
   q = draw[2] * jnp.tile(jnp.minimum(1, 5 / jnp.maximum(left, 1e-6)), 2)
   exact, given = token + rotated, (token + rotated).astype(jnp.bfloat16).astype(jnp.float32)
 

@@ -19,14 +19,14 @@ def closing_report(run: Run, workdir: Path, finished: Finished) -> str:
   """Draw the plots, write report.html, and return the summary as text. Its last line names the report."""
   before, after = finished.before, finished.after
   count, k = int(after['metrics']['eval/problems']), int(after['metrics']['eval/samples'])
-  how = 'greedy' if run.eval.temperature == 0 else f'{k} sampled at temperature {run.eval.temperature:g}'
+  how = 'greedy' if run.eval.temperature == 0 else f'{k} samples each at temperature {run.eval.temperature:g}'
   lines = ['', f'What was learned in {finished.step} steps, on {count} held-out problems ({how}):', '']
   for name, result in (('before', before), ('after', after)):
     m = result['metrics']
     lines.append(f'  {name:7s} reward {m["eval/avg@k"]:.3f}   (95 % interval {m["eval/low"]:.3f} to {m["eval/high"]:.3f})')
   lines += _more_sets(before, after)
   for title, old, new in _examples(before['samples'], after['samples']):
-    question = ' '.join(old['prompt'].split())  # shows its end: the beginning may be a system message
+    question = ' '.join(old['prompt'].split())  # its end is shown, for it may begin with a system message
     lines += [
       '', f'{title}: {question if len(question) <= 160 else "... " + question[-156:]}',
       f'  answer: {old["answer"]}',
@@ -51,7 +51,7 @@ def closing_report(run: Run, workdir: Path, finished: Finished) -> str:
 
 
 def _html_report(workdir: Path) -> str:
-  """Write the HTML report and return its path. A failure is no reason to end a finished run with an error: it is logged."""
+  """Write the HTML report and return its path. A failure is only logged, because the run has already finished."""
   try:
     return str(write_report(workdir))
   except Exception as error:
@@ -91,7 +91,7 @@ def _savings(run: Run, records: Sequence[Mapping[str, Any]]) -> list[str]:
   return [
     f'What the rollouts cost ({kept}, {run.quant.sampler} sampler):',
     '',
-    f'  KV cache   {size / 2**20:.1f} MiB, {saved:.0%} less than a dense one of {dense / 2**20:.1f} MiB',
+    f'  KV cache   {size / 2**20:.1f} MiB, {saved:.0%} less than {dense / 2**20:.1f} MiB (dense, unquantised)',
     f'  attended   {mean("sparse/accounting_saving"):.0%} fewer tokens; {mean("sparse/compressed"):.0%} of sequences compressed',
     f'  mismatch   agreement {mean("sparse/agreement_mean"):.3f} (5th percentile {mean("sparse/agreement_p05"):.3f}), '
     f'{mean("sparse/veto_fraction"):.1%} of the sequences vetoed, effective sample size {mean("sparse/ess"):.2f}',
@@ -99,7 +99,10 @@ def _savings(run: Run, records: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def _examples(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> list[tuple[str, Any, Any]]:
-  """Return two problems with their samples before and after: the first that improved, and the first that did not."""
+  """Return up to two problems with their samples before and after.
+
+  The first improved. The second got worse, or else is unchanged and wrong, or unchanged, or another that improved.
+  """
   pairs = list(zip(before, after))
   learned = [('Improved', old, new) for old, new in pairs if new['reward'] > old['reward']]
   lost = [('Worse', old, new) for old, new in pairs if new['reward'] < old['reward']]

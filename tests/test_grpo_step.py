@@ -1,9 +1,9 @@
-"""benchmarks/grpo_step.py gives sprl and its peer the same questions."""
+"""benchmarks/grpo_step.py gives sprl and its peer the same problems."""
 
 import json
 
 import numpy as np
-from grpo_step import questions
+from grpo_step import first_problems
 
 from sprl.config import Evaluation, ModelSettings, Run, Sampling, Task
 from sprl.io.tokenizer import Tokenizer, write_tiny
@@ -24,6 +24,6 @@ def test_the_peer_gets_the_same_questions_as_the_run(tmp_path):
   setup = RolloutSetup.open(run, tokenizer)
   assert setup.stream is not None
   source = ProblemSource(setup.stream.at, tokenizer, 8)
-  for group, question in enumerate(questions(run, 6)):
+  for group, question in enumerate(first_problems(run, 6)):
     np.testing.assert_array_equal(tokenizer.chat(question['prompt']), source.prompt(group))
     assert question['answer'] == source.answer(group)

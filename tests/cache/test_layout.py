@@ -23,7 +23,7 @@ def test_a_sparse_cache_has_budget_plus_interval_slots_for_prompts_of_any_length
 
 
 def test_bytes_count_keys_and_values():
-  # 2 layers, 2 kv heads of 24: 2 x 2 x 2 x 24 numbers a token
+  # keys and values x 2 layers x 2 kv heads x 24 = 192 numbers a token; 64 + 128 = 192 is also the number of slots
   assert layout().bytes(5) == 5 * 4396 * 192 * 2
   assert layout(Cache(budget=64), Quant(sampler='kv8')).bytes(5) == 5 * 192 * 192
   assert layout(Cache(budget=64), Quant(sampler='kv8')).dense_bytes(5) == 5 * 4396 * 192 * 2
@@ -36,7 +36,7 @@ def test_key_biases_stay_out_of_fp8_if_the_model_has_them():
   assert not layout(quant=Quant(sampler='w8a8'), family='qwen2').key_bias
 
 
-def test_a_new_slot_carries_a_zero_sum_or_no_history():
+def test_a_new_slot_carries_0_for_a_sum_and_minus_1_otherwise():
   assert layout(Cache(budget=64, method='h2o')).initial_carried == 0
   assert layout(Cache(budget=64, method='gkv')).initial_carried == -1
 

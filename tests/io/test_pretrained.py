@@ -116,7 +116,7 @@ def test_an_unknown_wheel_is_refused(tmp_path):
     locate('wheel:torch', tmp_path)
 
 
-def test_only_safetensors_and_tokenizers_are_fetched_from_the_hub(tmp_path, monkeypatch):
+def test_other_weight_formats_and_subfolders_are_not_fetched_from_the_hub(tmp_path, monkeypatch):
   import fnmatch
 
   import huggingface_hub

@@ -52,10 +52,10 @@ def kernel(name='copied'):
 
 
 def test_launches_in_a_graph_start_faster_than_outside(walk):
-  loose = walk.work([kernel()])
-  assert loose.bytes == COPIED
-  assert loose.rest == pytest.approx(8e-6)
-  assert loose.seconds == pytest.approx(8e-6 + model.LAUNCH)
+  outside = walk.work([kernel()])
+  assert outside.bytes == COPIED
+  assert outside.rest == pytest.approx(8e-6)
+  assert outside.seconds == pytest.approx(8e-6 + model.LAUNCH)
   graph = walk.work([Thunk('CommandBuffer', '', {'': [kernel(), kernel()]})])
   assert graph.seconds == pytest.approx(16e-6 + 2 * model.START + model.GRAPH)
 
@@ -63,9 +63,9 @@ def test_launches_in_a_graph_start_faster_than_outside(walk):
 def test_only_a_loop_without_a_known_trip_count_asks_the_host(walk):
   lists = {'condition': [kernel()], 'body': [kernel()]}
   counted = walk.work([Thunk('While', 'counted', lists)])
-  assert (counted.questions, counted.launches) == (0, 15)
+  assert (counted.host_reads, counted.launches) == (0, 15)
   asked = walk.work([Thunk('While', 'asked', lists)])  # no row is due: the condition is read once
-  assert (asked.questions, asked.launches) == (1, 1)
+  assert (asked.host_reads, asked.launches) == (1, 1)
 
 
 def test_a_plain_step_takes_the_cheap_branch_and_a_due_one_the_other(walk):
@@ -80,7 +80,7 @@ def test_kernels_of_a_compression_skip_the_rows_that_fill_up_a_block():
   for due, times, rows in ((0.0, 0, 0), (0.125, 1, 1), (0.375, 2, 3), (1.0, 4, 8)):  # of 8 rows
     walk = model.Walk(parse(DUE), model.Context(rows=8, slots=640, length=576, kernels={}), due=due)
     found = walk.work([blocks])
-    assert (found.launches, found.questions) == (times, 1 + times)
+    assert (found.launches, found.host_reads) == (times, 1 + times)
     assert found.bytes == pytest.approx(rows * (moved + 4 * 512))
 
 
@@ -109,7 +109,7 @@ def test_a_product_is_timed_in_whole_waves():
   found = model.tiled(128, 133 * 128, 4096, batch=2, size=2, rate=model.BF16, traffic=0)
   assert found.seconds >= 2 * 2 * 128 * 133 * 128 * 4096 / model.BF16
   one_wave = model.tiled(256, 132 * 128, 4096, 1, 2, model.BF16, traffic=0)
-  assert one_wave.waves == 1
+  assert one_wave.wave_use == 1
   bound = model.tiled(1, 128, 4096, 1, 2, model.BF16, traffic=model.MEMORY)
   assert bound.seconds == pytest.approx(1 / model.STREAMED)
 
@@ -141,7 +141,7 @@ def test_operations_of_a_product_exceed_the_bytes_of_its_weights_only_with_many_
 
 
 def test_targets_are_judged():
-  row = {'tokens/s': 10.0, 'roofline': 0.9, 'launches/layer': 11, 'nested loops': 0, 'questions a step': 1, 'a chunk': 1}
+  row = {'tokens/s': 10.0, 'roofline': 0.9, 'launches/layer': 11, 'nested loops': 0, 'host reads a step': 1, 'a chunk': 1}
   rows = {
     'Qwen2.5-7B 256 dense bf16': row,
     'Qwen2.5-7B 256 sparse fp8': row | {'tokens/s': 31.0, 'mean ms': 1.05, 'spread ms': 1.2, 'step ms': 1.0},
@@ -154,8 +154,8 @@ def test_targets_are_judged():
     'mean over plain step, compressions spread': False,
     'launches a layer': True,
     'nested loops': True,
-    'host questions a step': False,
-    'host questions a chunk': True,
+    'host reads a step': False,
+    'host reads a chunk': True,
     'share of key biases': True,
   }
 
@@ -163,7 +163,7 @@ def test_targets_are_judged():
 def test_a_run_that_was_stopped_goes_on_with_the_results_of_its_commit(tmp_path, monkeypatch):
   monkeypatch.setattr(gpu_static, 'RESULTS', tmp_path)
   row = {'case': 'Qwen2.5-7B 256 dense bf16', 'tokens/s': 10.0, 'roofline': 0.9, 'launches/layer': 9, 'nested loops': 0}
-  done = gpu_static.Result(row | {'questions a step': 0, 'a chunk': 0}, [], [{'first case': row['case'], 'kernel': 'append'}])
+  done = gpu_static.Result(row | {'host reads a step': 0, 'a chunk': 0}, [], [{'first case': row['case'], 'kernel': 'append'}])
   record('made', *gpu_static.tables([done]), tmp_path)
   assert gpu_static.recorded('made') == {row['case']: done}
   assert gpu_static.recorded(None) == gpu_static.recorded('other') == {}
@@ -173,12 +173,12 @@ def test_a_run_that_was_stopped_goes_on_with_the_results_of_its_commit(tmp_path,
 
 # --- compiled for an H200 --------------------------------------------------------------------------------------------
 
-# Limits of two layers of Qwen2.5-1.5B with 64 rows: launches of a plain step, its nested loops, questions to the host, MiB that
+# Limits of two layers of Qwen2.5-1.5B with 64 rows: launches of a plain step, its nested loops, reads by the host, MiB that
 # the loop computes again from weights, conversions and concatenations of weights inside of products. They may only go down.
-NONE = {'nested loops': 0, 'questions a step': 0, 'questions a chunk': 0, 'prepared MiB': 0, 'fused preparations': 0}
+NONE = {'nested loops': 0, 'host reads a step': 0, 'host reads a chunk': 0, 'prepared MiB': 0, 'fused preparations': 0}
 MOST = {
   Case('Qwen2.5-1.5B', 64, 'dense', 'bf16'): NONE | {'launches': 39},
-  Case('Qwen2.5-1.5B', 64, 'sparse', 'fp8'): NONE | {'launches': 46, 'questions a chunk': 1},
+  Case('Qwen2.5-1.5B', 64, 'sparse', 'fp8'): NONE | {'launches': 46, 'host reads a chunk': 1},
 }
 
 
