@@ -17,7 +17,7 @@ from sprl.io.random_model import is_random
 from sprl.kernels.platform import can_run
 from sprl.models.lora import network
 from sprl.objective import guards
-from sprl.objective.checks import NO_FP8_CACHE, RATE, SCALES, History, tries
+from sprl.objective.checks import NO_FP8, NO_FP8_CACHE, RATE, SCALES, History, tries
 from sprl.rollout import collect
 from sprl.rollout.staleness import lags
 from sprl.sampler import calibrate
@@ -153,10 +153,13 @@ def wrong_weights(session: Session, last: bool = False) -> list[str]:
   learner, run, wrong = session.learner, session.run, []
   assert session.weights is not None
   if not calibrate.usable(learner.amax):
-    wrong.append(f'queries, keys or values are not finite: the FP8 cache has no scales. {tries((RATE, NO_FP8_CACHE), run)}')
+    wrong.append(
+      f'queries, keys or values are not finite: the FP8 cache has no scales. {tries((RATE, NO_FP8_CACHE, NO_FP8), run)}'
+    )
   if not last and not learner.scales_current:
     wrong.append(
-      f'the scales of the FP8 cache were found with older weights than the sampler has. {tries((SCALES, NO_FP8_CACHE), run)}'
+      'the scales of the FP8 cache were found with older weights than the sampler has. '
+      f'{tries((SCALES, NO_FP8_CACHE, NO_FP8), run)}'
     )
   if run.quant.sampler != 'none':
     wrong += self_check(learner.params, session.weights, session.model.dtype, run.quant, session.model.mesh)

@@ -50,10 +50,9 @@ def with_arm(run: Run) -> Run:
   """
   if run.arm is None:
     return run
-  correction = ARMS[run.arm]
-  if correction is None:
+  if run.arm == 'dense':
     return replace(run, cache=replace(run.cache, budget=None))
-  settings = _keys(correction) | ARM_SETTINGS.get(run.arm, {})
+  settings = _settings_of_arm(run.arm)
   for key, value in ({} if run.preset is None else settings_of(run.preset)).items():
     if settings.get(key, value) != value:
       of_preset = f'config.{key} = {value!r}, which config.preset = {run.preset!r} sets'
@@ -61,6 +60,11 @@ def with_arm(run: Run) -> Run:
   run = _with(run, settings, f'config.arm = {run.arm!r}')
   shared = run.packing.share_prefix and not run.masked_learner  # samples evict different tokens of their prompt
   return replace(run, packing=replace(run.packing, share_prefix=shared))
+
+
+def _settings_of_arm(arm: Arm) -> dict[str, Any]:
+  correction = ARMS[arm]
+  return ({} if correction is None else _keys(correction)) | ARM_SETTINGS.get(arm, {})
 
 
 def with_task(run: Run) -> Run:
@@ -176,6 +180,13 @@ def settings_of(name: str) -> dict[str, Any]:
   return _keys(CORRECTIONS[name]) | next(
     ({'loss.variant': loss} for start, loss in _LOSSES.items() if name.startswith(start)), {}
   )
+
+
+def sources(run: Run) -> dict[str, str]:
+  """Return the keys that the run's preset and arm set, each with the setting that sets it, such as `config.arm = 'sparse_rl'`."""
+  of_preset = {} if run.preset is None else settings_of(run.preset)
+  of_arm = {} if run.arm is None else _settings_of_arm(run.arm)
+  return dict.fromkeys(of_preset, f'config.preset = {run.preset!r}') | dict.fromkeys(of_arm, f'config.arm = {run.arm!r}')
 
 
 def with_preset(run: Run) -> Run:

@@ -308,12 +308,12 @@ def test_a_control_replaces_its_part_of_sprl_while_the_run_trains():
 # --- page ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_page_has_claim_figure_interval_and_verdict(monkeypatch):
+def test_the_page_has_claim_figure_interval_and_verdict_and_counts_the_verdicts(monkeypatch):
   monkeypatch.setattr(page, 'find', lambda name: EXPERIMENT)
   text = page.text({'example': records(0.2)})
-  ours = 'b - a +0.200 (+0.200 to +0.200; 2 seeds; by warm start +0.200, +0.200)'
-  assert f'| b is better than a. | +5 (Nobody, table 1) | {ours} | **holds** |' in text
-  assert 'b - a > +0.05' in text
+  ours = '+0.200 (+0.200 to +0.200; 2 seeds; by warm start +0.200, +0.200)'
+  assert f'| b is better than a. | +5 (Nobody, table 1) | b - a > +0.05 | {ours} | **holds** |' in text
+  assert f'| [{EXPERIMENT.question}](#{EXPERIMENT.name}) | 1 | 1 | 0 | 0 | 4 of 4 |' in text
   assert 'Not run yet' in page.text({'example': {}})
 
 

@@ -8,27 +8,46 @@ import pytest
 NAMES = [f'{who} {what}' for who in ('process', 'children') for what in ('MiB', 'files', 'threads')]
 
 
-def readings(count=48, leak=0.0, slower=0.0, child_leak=0.0, children=64):
-  """Return readings ten seconds apart; memory grows by `leak` MiB a reading, and the last sixth is `slower`."""
+def readings(count=48, leak=0.0, slower=0.0, child_leak=0.0, children=64, of=('MiB',)):
+  """Return readings ten seconds apart. The measures `of` grow by `leak` a reading, and the last sixth is `slower`."""
   tokens, total = [], 0.0
   for i in range(count):
     tokens.append(total)
     total += 1000.0 * (1 - slower * (i >= 5 * count // 6))
   columns = {'seconds': [10.0 * i for i in range(count)], 'tokens': tokens, 'episodes': tokens, 'children': [64] * count}
-  columns |= {name: [100.0 + leak * i * name.endswith('MiB') for i in range(count)] for name in NAMES}
+  columns |= {name: [100.0 + leak * i * name.endswith(of) for i in range(count)] for name in NAMES}
   memory = {pid: [50.0] * count for pid in range(children)}
   return load.Readings(None, columns, memory | {3: [50.0 + child_leak * i for i in range(count)]})
 
 
 def failed(seen):
-  return {row['what'] for row in load.judged(seen) if not row['flat']}
+  return {row['what'] for row in load.judged(seen) if row['flat'] is False}
 
 
-def test_a_flat_run_passes_and_a_leak_or_a_slower_run_does_not():
+def test_a_flat_run_passes_and_a_leak_does_not():
   assert failed(readings()) == set()
   assert failed(readings(leak=0.5)) == {'process MiB', 'children MiB'}
   assert failed(readings(child_leak=0.1)) == {'MiB of the child that grows most'}
+  assert failed(readings(leak=0.1, of=('files',))) == {'process files', 'children files'}
+  assert failed(readings(leak=0.1, of=('threads',))) == {'process threads', 'children threads'}
   assert failed(readings(children=65)) == {'children, started in all'}
+
+
+def test_the_largest_child_that_grows_is_found_beside_a_small_one_that_grows_more():
+  seen = readings()
+  seen.children[1], seen.children[2] = [0.5] * 24 + [0.9] * 24, [100.0] * 24 + [104.0] * 24
+  assert failed(seen) == {'MiB of the child that grows most'}
+
+
+def test_the_speed_of_both_ends_is_reported_without_a_verdict():
+  (found,) = [row for row in load.judged(readings(slower=0.2)) if row['what'] == 'tokens a second']
+  assert (found['beginning'], found['end'], found['flat']) == (100.0, pytest.approx(80.0), None)
+
+
+@pytest.mark.parametrize('new', [None, {'clock': [600.0, 610.0, 620.0, 630.0], 'tokens': [0.0, 1.0, 2.0, 3.0]}])
+def test_a_new_process_that_failed_or_ran_too_briefly_decides_nothing(new):
+  rows = load.compared({'clock': [0.0, 1200.0], 'tokens': [0.0, 1.0], 'episodes': [0.0, 1.0]}, new)
+  assert [row['flat'] for row in rows] == [False, False]
 
 
 @pytest.mark.parametrize(('speed', 'flat'), [(1.0, True), (0.96, True), (0.9, False), (1.1, False)])

@@ -22,7 +22,7 @@ NUMBERS = itertools.count()  # a number for each environment, so that members of
 
 
 class Dictation:
-  """Dictates `turns` digits. `split` = 'test' takes no time. A share `raising` of the calls raises."""
+  """Dictates `turns` digits. `split` = 'test' takes no time. Calls raise with probability `raising`, but never the last."""
 
   def __init__(self, split: str = 'train', turns: int = TURNS, raising: float = 0.0):
     self._slow, self._turns, self._raising, self._number = split == 'train', turns, raising, next(NUMBERS)

@@ -57,7 +57,9 @@ Likely reasons for the claims that do not hold:
 
 `python benchmarks/cluster_simulation.py --save`; [result](results/cluster_simulation.json).
 """
-TABLE = '| Claim | Paper | Here | Verdict |\n|---|---|---|---|'
+OVERVIEW = '| Experiment | Claims | Hold | Do not hold | Cannot tell | Runs |\n|---|---|---|---|---|---|'
+TABLE = '| Claim | Paper | Needs | Found | Verdict |\n|---|---|---|---|---|'
+GAINS = '| Claim | Paper | Here | Verdict |\n|---|---|---|---|'
 
 
 def write(results: Mapping[str, Records]) -> None:
@@ -70,10 +72,9 @@ def text(results: Mapping[str, Records]) -> str:
   parts = [INTRODUCTION]
   done = {name: records for name, records in results.items() if any(records.values())}
   if done:
-    lines = [line(claim, find(name), records) for name, records in done.items() for claim in find(name).claims]
-    parts.append('\n'.join([TABLE, *lines]) + '\n')
+    parts.append('\n'.join([OVERVIEW, *(summary(find(name), records) for name, records in done.items())]) + '\n')
   parts += [section(find(name), records) for name, records in done.items()]
-  parts.append(SIMULATED.format(table='\n'.join([TABLE, *simulated()])))
+  parts.append(SIMULATED.format(table='\n'.join([GAINS, *simulated()])))
   waiting = [find(name) for name in results if name not in done]
   if waiting:
     parts.append('## Not run yet\n\n' + '\n'.join(map(waits, waiting)) + '\n')
@@ -86,12 +87,20 @@ def waits(experiment: Experiment) -> str:
   return f'* `{experiment.name}`: {experiment.question} {len(experiment.runs)} runs, about {experiment.hours:g} hours of {place}.'
 
 
+def summary(experiment: Experiment, records: Records) -> str:
+  """Return the line of an experiment in the overview: how many of its claims have each verdict, and how many runs there are."""
+  verdicts = [judged(claim, experiment, records)[0]['verdict'] for claim in experiment.claims]
+  counts = [str(verdicts.count(each)) for each in ('holds', 'does not hold', 'cannot tell')]
+  runs = f'{sum(map(len, records.values()))} of {len(experiment.runs)}'
+  return f'| [{experiment.question}](#{experiment.name}) | {len(verdicts)} | {" | ".join(counts)} | {runs} |'
+
+
 def line(claim: Claim, experiment: Experiment, records: Records) -> str:
-  """Return a claim's line of the table."""
+  """Return a claim's line of the table. A claim with several comparisons has a line in the cell for each."""
   rows = judged(claim, experiment, records)
-  ours = '; '.join(f'{row["comparison"]} {found(row)}' for row in rows)
+  needs = '<br>'.join(f'{compared(each)} > {each.above:+g}' for each in claim.comparisons)
   theirs = claim.paper if claim.theirs == '-' else f'{claim.theirs} ({claim.paper})'
-  return f'| {claim.statement} | {theirs} | {ours} | **{rows[0]["verdict"]}** |'
+  return f'| {claim.statement} | {theirs} | {needs} | {"<br>".join(map(found, rows))} | **{rows[0]["verdict"]}** |'
 
 
 def found(row: Mapping[str, Any]) -> str:
@@ -119,19 +128,20 @@ def simulated() -> list[str]:
 
 
 def section(experiment: Experiment, records: Records) -> str:
-  """Return the section of an experiment: question, design, picture, thresholds, reasons."""
+  """Return the section of an experiment: question, design, picture, claims, reasons."""
   runs = [found for of in records.values() for found in of.values()]
   missing = len(experiment.runs) - len(runs)
   machines = sorted({found['machine'] for found in runs})
   lines = [
-    f'## {experiment.question}\n',
+    f'## {experiment.name}\n',
+    f'**{experiment.question}**\n',
     f'{experiment.task.sentence}. {len(experiment.arms)} arms, {experiment.seeds} seeds, {experiment.steps} steps; '
     f'{len(runs)} runs on {", ".join(machines)}' + (f', {missing} runs are missing' if missing else '') + '.\n',
     f'![{experiment.question}](results/claims/{experiment.name}.png)\n',
+    TABLE,
+    *(line(claim, experiment, records) for claim in experiment.claims),
   ]
-  for claim in experiment.claims:
-    wanted = ' and '.join(f'{compared(each)} > {each.above:+g}' for each in claim.comparisons)
-    against = f' **This contradicts the paper.** {claim.reason}' if claim.reason else ''
-    lines.append(f'* {claim.statement} Here this means: {wanted}.{against}')
+  if reasons := [f'* {claim.statement} {claim.reason}' for claim in experiment.claims if claim.reason]:
+    lines += ['\nWhat contradicts the paper, with the likely reason:\n', *reasons]
   lines.append(f'\n`python benchmarks/claims {experiment.name}`; [result](results/claims/{experiment.name}.json).\n')
   return '\n'.join(lines)

@@ -45,7 +45,15 @@ WHEELS = {
   ),
 }
 HUB_NAME = re.compile(r'[\w-][\w.-]*/[\w.-]+')
-_HUB_FILES = ['*.safetensors', '*.safetensors.index.json', '*config.json', 'tokenizer*', 'special_tokens_map.json', '*.jinja']
+_HUB_FILES = [
+  '*.safetensors',
+  '*.safetensors.index.json',
+  '*config.json',
+  'tokenizer*.json',
+  'tokenizer.model',
+  'special_tokens_map.json',
+  '*.jinja',
+]
 _HUB_FILES += ['vocab.json', 'merges.txt', 'added_tokens.json', 'LICENSE*', 'README.md']
 
 

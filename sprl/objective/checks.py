@@ -16,6 +16,7 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from sprl.config import EPISODES, Run
+from sprl.presets import sources
 
 FEW, WINDOW = 3, 10  # number of steps that a statistic uses
 RISE = 0.2  # standard deviations of a sample by which a mean reward must exceed another one to count as risen
@@ -104,7 +105,7 @@ def half(history: History) -> int:
 
 def gain(latest: Steps, since: Steps) -> float:
   """Return the difference of the mean rewards, in standard deviations of a sample."""
-  spread = max(median(_values(steps, 'reward/std') or [math.inf]) for steps in (latest, since))
+  spread = max(fmean(_values(steps, 'reward/std') or [math.inf]) for steps in (latest, since))
   return (_reward(latest) - _reward(since)) / max(spread, 1e-6)
 
 
@@ -128,7 +129,7 @@ FALL = Statistic(
 
 
 class Advice(NamedTuple):
-  """A change of settings. If the text names no new value, `tries` adds the current one."""
+  """A change of settings. `tries` adds the current value if the text names no new one, and the arm or preset that sets it."""
 
   text: str
   helps: Callable[[Run], bool] = lambda run: True
@@ -149,8 +150,9 @@ def clips(run: Run) -> bool:
 BUDGET = Advice('a larger config.cache.budget', lambda run: run.cache.budget is not None)
 PRECISION = Advice("less FP8 in config.quant.sampler, or 'none'", lambda run: run.quant.sampler != 'none')
 STALENESS = Advice('a smaller config.rollout.async_ratio', lambda run: run.rollout.async_ratio > 0)
-EXACT = Advice("config.model.dtype = 'float32' or, with experts, config.model.router_replay = 'R3'", is_exact)
-LEDGER = Advice('config.ledger.every = 1, which shows the cause', lambda run: not run.ledger.every)
+FLOAT32 = Advice("config.model.dtype = 'float32'", lambda run: is_exact(run) and run.model.dtype != 'float32')
+REPLAY = Advice("with experts, config.model.router_replay = 'R3'", lambda run: is_exact(run) and run.model.router_replay != 'R3')
+LEDGER = Advice('config.ledger.every = 1, which shows the cause', lambda run: not run.ledger.every and not run.masked_learner)
 TOKEN_WEIGHTS = Advice("config.correction.level = 'token'", lambda run: run.correction.level == 'sequence')
 REJECT = Advice('wider bounds in config.correction.reject', lambda run: bool(run.correction.reject))
 VETO = Advice('a smaller config.correction.veto', lambda run: run.correction.veto is not None)
@@ -164,7 +166,10 @@ ENTROPY = Advice('a larger config.loss.entropy_coef')
 LESS_ENTROPY = Advice('a smaller config.loss.entropy_coef', lambda run: run.loss.entropy_coef > 0)
 REFERENCE = Advice('a larger config.loss.kl_coef')
 SCALES = Advice('another config.quant.kv_scale')
-NO_FP8_CACHE = Advice("config.quant.sampler = 'w8a8', which keeps the cache in the compute dtype")
+NO_FP8_CACHE = Advice(
+  "config.quant.sampler = 'w8a8', which keeps the cache in the compute dtype", lambda run: run.quant.sampler == 'w8a8_kv8'
+)
+NO_FP8 = Advice("config.quant.sampler = 'none'", lambda run: run.quant.sampler == 'kv8')
 LENGTH = Advice('a larger config.sampling.max_tokens')
 STOP = Advice('a string that ends an answer, in config.sampling.stop')
 MEANT = Advice('config.rollout.stop_when_capped = False, if that is intended')
@@ -181,16 +186,21 @@ TIME_LIMIT = Advice('a larger config.task.time_limit')
 GRADER = Advice('a correction of the grader, config.task.grader')
 
 CLOSER = (BUDGET, PRECISION, STALENESS)
-MATCHING = (*CLOSER, EXACT, LEDGER)
+MATCHING = (*CLOSER, FLOAT32, REPLAY, LEDGER)
 
 
 def tries(advice: Sequence[Advice], run: Run) -> str:
   """Return a sentence with the changes that can help the run, such as `Try a larger config.cache.budget (now 256).`"""
 
-  def with_value(setting: re.Match) -> str:
-    return f'{setting[0]} (now {reprlib.repr(reduce(getattr, setting[0].split(".")[1:], run))})'
+  fixed = sources(run)
 
-  changes = [re.sub(r'(?>config(?:\.\w+)+)(?! =)', with_value, each.text) for each in advice if each.helps(run)]
+  def with_notes(found: re.Match) -> str:
+    key, given = found[1].removeprefix('config.'), found[2]
+    notes = [] if given else [f'now {reprlib.repr(reduce(getattr, key.split("."), run))}']
+    notes += [f'{fixed[key]} sets it'] if key in fixed else []
+    return found[0] + (f' ({"; ".join(notes)})' if notes else '')
+
+  changes = [re.sub(r"(config(?:\.\w+)+)( = (?:'\w+'|[\w.]+))?", with_notes, each.text) for each in advice if each.helps(run)]
   return f'Try {"; ".join(changes)}.'
 
 
@@ -278,8 +288,8 @@ CHECKS = (
     'rejection removes most tokens', 'rollout_corr/rollout_rs_masked_fraction', SOME, (0.0, 0.5),
     'The update sees only the answers on which sampler and learner agree.', (*MATCHING, REJECT, VETO),
   ),
-  Check(SATURATED, 'fp8/kv_saturation', NOW, (0.0, 1e-4), CLAMPED, (SCALES, NO_FP8_CACHE)),
-  Check(SATURATED, 'fp8/query_saturation', NOW, (0.0, 1e-4), CLAMPED, (SCALES, NO_FP8_CACHE)),
+  Check(SATURATED, 'fp8/kv_saturation', NOW, (0.0, 1e-4), CLAMPED, (SCALES, NO_FP8_CACHE, NO_FP8)),
+  Check(SATURATED, 'fp8/query_saturation', NOW, (0.0, 1e-4), CLAMPED, (SCALES, NO_FP8_CACHE, NO_FP8)),
   Check(
     'an update was skipped', 'update/skipped', NOW, (0.0, 0.0),
     'Its loss or gradient was not finite. Three in a row stop the run.', (RATE, WARMUP),

@@ -14,6 +14,7 @@ from sprl.objective.checks import (
   LENGTH,
   MATCHING,
   MEANT,
+  NO_FP8,
   NO_FP8_CACHE,
   NOW,
   PRECISION,
@@ -66,7 +67,7 @@ def sentinels(metrics: Mapping[str, float], run: Run, capped_steps: int = 0, apa
   for name, cause in SATURATED.items():
     value, most = metrics.get(name, 0.0), HEALTHY[name][1]
     if value > most and run.quant.kv_scale != 'frozen':  # frozen scales are out of date on purpose: `warnings` reports them
-      reasons.append(f'{name} = {value:.3g}, beyond {most:g}: {cause}. {tries((SCALES, NO_FP8_CACHE), run)}')
+      reasons.append(f'{name} = {value:.3g}, beyond {most:g}: {cause}. {tries((SCALES, NO_FP8_CACHE, NO_FP8), run)}')
   stale = metrics.get('async/stale_tokens', 0) > 0 and metrics.get('rollout_corr/corrected_fraction') == 0
   if stale and weighted(run.loss, run.correction.mode):
     reasons.append(

@@ -218,14 +218,16 @@ def worker_of(process: subprocess.Popen) -> int:
   return pid
 
 
-@pytest.mark.parametrize('part', ['run', 'worker'])
-def test_a_run_or_worker_that_was_stopped_beyond_the_time_limit_goes_on(inputs, tmp_path, part):
-  """It costs at most the grade of the call under way. A worker that stays stopped is replaced."""
+@pytest.mark.parametrize('part', ['run', 'worker', 'worker that is continued'])
+def test_a_run_with_a_stopped_process_or_worker_goes_on(inputs, tmp_path, part):
+  """It costs at most the grade of the call under way. A worker that stays stopped beyond the time limit is replaced."""
   workdir = tmp_path / 'run'
   process = tiny.start('main', *arguments(inputs, workdir), *SMALL, '--config.task.time_limit=2')
   until(checkpoint(workdir, 1).exists, process)
   if part == 'run':
     stopped(process.pid, 120.0)
+  elif part == 'worker that is continued':
+    stopped(worker_of(process), 1.0)
   else:
     os.kill(worker_of(process), signal.SIGSTOP)
   status, _, err = tiny.finish(process)
