@@ -95,6 +95,8 @@ def main() -> None:
   report('load', rows, {**settings, 'seen': seen.columns, 'new process': beside}, args.save)
   if args.save:
     draw()
+  if beside is None:
+    raise SystemExit('the second process failed: its error is above')
   if grown := [row['what'] for row in rows if row['flat'] is False]:
     raise SystemExit(f'not flat: {", ".join(grown)}')
 
@@ -211,7 +213,7 @@ def judged(seen: Readings) -> list[dict[str, Any]]:
     before, after = (float(np.mean(columns[name][part])) for part in (begin, end))
     rows.append(row(name, before, after, after <= before * (1 + (FLAT if name.endswith('MiB') else 0.0)) + 0.5))
   grown = [[float(np.mean(each[part])) for part in (begin, end)] for each in seen.children.values() if len(each) == count]
-  before, after = max(grown, key=lambda pair: pair[1] - pair[0] * (1 + FLAT))
+  before, after = max(grown, key=lambda pair: pair[1] - pair[0] * (1 + FLAT), default=[1.0, np.inf])
   rows.append(row('MiB of the child that grows most', before, after, after <= before * (1 + FLAT) + 0.5))
   before, after = columns['children'][0], len(seen.children)
   rows.append(row('children, started in all', before, after, after <= before))

@@ -186,7 +186,8 @@ def sources(run: Run) -> dict[str, str]:
   """Return the keys that the run's preset and arm set, each with the setting that sets it, such as `config.arm = 'sparse_rl'`."""
   of_preset = {} if run.preset is None else settings_of(run.preset)
   of_arm = {} if run.arm is None else _settings_of_arm(run.arm)
-  return dict.fromkeys(of_preset, f'config.preset = {run.preset!r}') | dict.fromkeys(of_arm, f'config.arm = {run.arm!r}')
+  named = [(of_arm, f'config.arm = {run.arm!r}'), (of_preset, f'config.preset = {run.preset!r}')]
+  return {key: ' and '.join(name for settings, name in named if key in settings) for key in of_arm | of_preset}
 
 
 def with_preset(run: Run) -> Run:

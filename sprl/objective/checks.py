@@ -140,6 +140,11 @@ def is_exact(run: Run) -> bool:
   return run.cache.budget is None and run.quant.sampler == 'none' and not run.rollout.async_ratio
 
 
+def needs_no_fp8_cache(run: Run) -> bool:
+  """Return whether the other settings of the FP8 cache are accepted without one, too."""
+  return run.quant.kv_scale != 'frozen' and run.quant.softmax == 'none'
+
+
 def clips(run: Run) -> bool:
   """Return whether the loss clips ratios, and ratios differ from 1."""
   return run.loss.variant in ('ppo', 'gspo', 'segment', 'cispo') and (
@@ -153,6 +158,11 @@ STALENESS = Advice('a smaller config.rollout.async_ratio', lambda run: run.rollo
 FLOAT32 = Advice("config.model.dtype = 'float32'", lambda run: is_exact(run) and run.model.dtype != 'float32')
 REPLAY = Advice("with experts, config.model.router_replay = 'R3'", lambda run: is_exact(run) and run.model.router_replay != 'R3')
 LEDGER = Advice('config.ledger.every = 1, which shows the cause', lambda run: not run.ledger.every and not run.masked_learner)
+TOKEN_LEVEL = Advice("config.correction.level = 'token'", lambda run: run.correction.level != 'token')
+BYPASS = Advice(
+  "config.correction.mode = 'bypass' with config.correction.level = None, whose ratio is to the log-probs of the sampler",
+  lambda run: run.correction.mode != 'bypass',
+)
 TOKEN_WEIGHTS = Advice("config.correction.level = 'token'", lambda run: run.correction.level == 'sequence')
 REJECT = Advice('wider bounds in config.correction.reject', lambda run: bool(run.correction.reject))
 VETO = Advice('a smaller config.correction.veto', lambda run: run.correction.veto is not None)
@@ -167,9 +177,10 @@ LESS_ENTROPY = Advice('a smaller config.loss.entropy_coef', lambda run: run.loss
 REFERENCE = Advice('a larger config.loss.kl_coef')
 SCALES = Advice('another config.quant.kv_scale')
 NO_FP8_CACHE = Advice(
-  "config.quant.sampler = 'w8a8', which keeps the cache in the compute dtype", lambda run: run.quant.sampler == 'w8a8_kv8'
+  "config.quant.sampler = 'w8a8', which keeps the cache in the compute dtype",
+  lambda run: run.quant.sampler == 'w8a8_kv8' and needs_no_fp8_cache(run),
 )
-NO_FP8 = Advice("config.quant.sampler = 'none'", lambda run: run.quant.sampler == 'kv8')
+NO_FP8 = Advice("config.quant.sampler = 'none'", lambda run: run.quant.sampler == 'kv8' and needs_no_fp8_cache(run))
 LENGTH = Advice('a larger config.sampling.max_tokens')
 STOP = Advice('a string that ends an answer, in config.sampling.stop')
 MEANT = Advice('config.rollout.stop_when_capped = False, if that is intended')
@@ -197,7 +208,7 @@ def tries(advice: Sequence[Advice], run: Run) -> str:
   def with_notes(found: re.Match) -> str:
     key, given = found[1].removeprefix('config.'), found[2]
     notes = [] if given else [f'now {reprlib.repr(reduce(getattr, key.split("."), run))}']
-    notes += [f'{fixed[key]} sets it'] if key in fixed else []
+    notes += [f'set by {fixed[key]}'] if key in fixed else []
     return found[0] + (f' ({"; ".join(notes)})' if notes else '')
 
   changes = [re.sub(r"(config(?:\.\w+)+)( = (?:'\w+'|[\w.]+))?", with_notes, each.text) for each in advice if each.helps(run)]

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from sprl.config import Run
 from sprl.objective.checks import (
+  BYPASS,
   CHECKS,
   CLIP_NORM,
   LENGTH,
@@ -21,7 +22,9 @@ from sprl.objective.checks import (
   RATE,
   SCALES,
   SOME,
+  STALENESS,
   STOP,
+  TOKEN_LEVEL,
   WARMUP,
   History,
   tries,
@@ -72,8 +75,7 @@ def sentinels(metrics: Mapping[str, float], run: Run, capped_steps: int = 0, apa
   if stale and weighted(run.loss, run.correction.mode):
     reasons.append(
       'older weights sampled some tokens, but every weight is exactly 1 and the ratio is to the log-probs of the learner: '
-      "nothing corrects for the staleness. Try config.correction.level = 'token'; config.correction.mode = 'bypass', whose ratio "
-      'is to the log-probs of the sampler.'
+      f'nothing corrects for the staleness. {tries((STALENESS, TOKEN_LEVEL, BYPASS), run)}'
     )
   if capped_steps >= MAX_CAPPED_STEPS and run.rollout.stop_when_capped:
     reasons.append(

@@ -114,9 +114,12 @@ UNCORRECTED = STEP | {'async/stale_tokens': 0.4, 'rollout_corr/corrected_fractio
 @pytest.mark.parametrize('deviation', [0.0, 0.03])  # of the ratio to the old policy, in later minibatches
 def test_uncorrected_staleness_stops_the_run(deviation):
   """A ratio to recomputed log-probs does not correct for the weights that sampled (docs/methods/async.md, Traps)."""
-  (reason,) = sentinels(UNCORRECTED | {'policy/ratio_deviation': deviation}, PLAIN)
-  assert "config.correction.level = 'token'" in reason
-  assert "config.correction.mode = 'bypass'" in reason
+  run = replace(PLAIN, correction=Correction(level='sequence'), rollout=Rollout(async_ratio=2.0))
+  (reason,) = sentinels(UNCORRECTED | {'policy/ratio_deviation': deviation}, run)
+  assert "Try a smaller config.rollout.async_ratio (now 2.0); config.correction.level = 'token'; " in reason
+  assert "config.correction.mode = 'bypass' with config.correction.level = None" in reason
+  (reason,) = sentinels(UNCORRECTED, replace(run, correction=Correction(level='token')))
+  assert "config.correction.level = 'token'" not in reason
 
 
 def test_weights_other_than_one_and_ratios_to_the_sampler_correct():
@@ -418,8 +421,9 @@ def test_advice_about_a_setting_of_an_arm_or_preset_names_it(name):
   for each in [each for each in all_advice() if each.helps(run)]:
     sentence = checks.tries((each,), run)
     for key in re.findall(r'config\.((?:\w+\.)+\w+)', each.text):
-      refused = is_refused(run, name, key)
-      assert refused == (f"config.{next(iter(name))} = '{next(iter(name.values()))}' sets it" in sentence), (key, sentence)
+      source = f'config.{next(iter(name))} = {next(iter(name.values()))!r}'
+      note = rf"config\.{re.escape(key)}(?: = [\w'.]+)? \((?:(?!config\.).)*set by {re.escape(source)}\)"
+      assert is_refused(run, name, key) == bool(re.search(note, sentence)), (key, sentence)
 
 
 def is_refused(run, name, key):
@@ -441,10 +445,21 @@ def test_the_ledger_is_no_advice_for_the_arm_that_refuses_it():
 def test_advice_suggests_another_value_than_the_current_one():
   exact = replace(PLAIN, model=replace(PLAIN.model, dtype='float32'))
   assert 'config.model.dtype' not in after([STEP | {'rollout_corr/kl': 0.3}] * FEW, exact)['sampler and learner differ much']
-  frozen = {sampler: replace(PLAIN, quant=Quant(sampler=sampler, kv_scale='frozen')) for sampler in ('kv8', 'w8a8_kv8')}
-  texts = {name: after([STEP | {'fp8/kv_saturation': 0.5}], run)['numbers exceed the FP8 scales'] for name, run in frozen.items()}
-  assert texts['kv8'].endswith("Try another config.quant.kv_scale (now 'frozen'); config.quant.sampler = 'none'.")
-  assert "config.quant.sampler = 'w8a8', which" in texts['w8a8_kv8']
+  both, cache = (
+    sentinels(STEP | {'fp8/kv_saturation': 0.5}, replace(PLAIN, quant=Quant(sampler=s))) for s in ('w8a8_kv8', 'kv8')
+  )
+  assert "; config.quant.sampler = 'w8a8', which" in both[0]
+  assert cache[0].endswith("Try another config.quant.kv_scale (now 'learner'); config.quant.sampler = 'none'.")
+  frozen = replace(PLAIN, quant=Quant(sampler='kv8', kv_scale='frozen'))  # which needs an FP8 cache
+  warning = after([STEP | {'fp8/kv_saturation': 0.5}], frozen)['numbers exceed the FP8 scales']
+  assert warning.endswith("Try another config.quant.kv_scale (now 'frozen').")
+
+
+def test_a_setting_of_both_arm_and_preset_names_both():
+  run = with_arm(with_preset(replace(PLAIN, arm='naive', preset='disabled', cache=Cache(budget=256))))
+  assert "(now None; set by config.arm = 'naive' and config.preset = 'disabled')" in checks.tries(
+    (checks.Advice('another config.correction.veto'),), run
+  )
 
 
 def test_every_setting_of_an_advice_exists():
@@ -474,13 +489,15 @@ def messages_of(heading):
 
 
 def literals():
-  """Return the texts in the code of sprl, each with `{}` for its values."""
+  """Return the texts in the code of sprl but its docstrings, each with `{}` for its values."""
   found = {(ROOT / 'launch/environment.sh').read_text()}
   for file in (ROOT / 'sprl').rglob('*.py'):
-    for node in ast.walk(ast.parse(file.read_text())):
+    nodes = list(ast.walk(ast.parse(file.read_text())))
+    docstrings = {node.value for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
       if isinstance(node, ast.JoinedStr):
         found.add(''.join(part.value if isinstance(part, ast.Constant) else '{}' for part in node.values))
-      elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+      elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docstrings:
         found.add(node.value)
   return found
 
