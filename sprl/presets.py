@@ -52,8 +52,8 @@ def with_arm(run: Run) -> Run:
     return run
   if run.arm == 'dense':
     return replace(run, cache=replace(run.cache, budget=None))
-  settings = _settings_of_arm(run.arm)
-  for key, value in ({} if run.preset is None else settings_of(run.preset)).items():
+  settings = _settings_of_arm(run)
+  for key, value in _settings_of_preset(run).items():
     if settings.get(key, value) != value:
       of_preset = f'config.{key} = {value!r}, which config.preset = {run.preset!r} sets'
       raise SettingsError(f'config.arm = {run.arm!r}: expected None, or an arm with {of_preset}')
@@ -62,9 +62,10 @@ def with_arm(run: Run) -> Run:
   return replace(run, packing=replace(run.packing, share_prefix=shared))
 
 
-def _settings_of_arm(arm: Arm) -> dict[str, Any]:
-  correction = ARMS[arm]
-  return ({} if correction is None else _keys(correction)) | ARM_SETTINGS.get(arm, {})
+def _settings_of_arm(run: Run) -> dict[str, Any]:
+  if run.arm is None or (correction := ARMS[run.arm]) is None:
+    return {}
+  return _keys(correction) | ARM_SETTINGS.get(run.arm, {})
 
 
 def with_task(run: Run) -> Run:
@@ -184,10 +185,16 @@ def settings_of(name: str) -> dict[str, Any]:
 
 def sources(run: Run) -> dict[str, str]:
   """Return the keys that the run's preset and arm set, each with the setting that sets it, such as `config.arm = 'sparse_rl'`."""
-  of_preset = {} if run.preset is None else settings_of(run.preset)
-  of_arm = {} if run.arm is None else _settings_of_arm(run.arm)
-  named = [(of_arm, f'config.arm = {run.arm!r}'), (of_preset, f'config.preset = {run.preset!r}')]
-  return {key: ' and '.join(name for settings, name in named if key in settings) for key in of_arm | of_preset}
+  named = (
+    (_settings_of_arm(run), f'config.arm = {run.arm!r}'),
+    (_settings_of_preset(run), f'config.preset = {run.preset!r}'),
+  )
+  keys = {key for settings, _ in named for key in settings}
+  return {key: ' and '.join(name for settings, name in named if key in settings) for key in keys}
+
+
+def _settings_of_preset(run: Run) -> dict[str, Any]:
+  return {} if run.preset is None else settings_of(run.preset)
 
 
 def with_preset(run: Run) -> Run:
@@ -195,7 +202,7 @@ def with_preset(run: Run) -> Run:
 
   Raises SettingsError if a setting that the preset sets has another value that is not its default.
   """
-  return run if run.preset is None else _with(run, settings_of(run.preset), f'config.preset = {run.preset!r}')
+  return _with(run, _settings_of_preset(run), f'config.preset = {run.preset!r}')
 
 
 # --- settings by key --------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from sprl.rollout.prompts import ProblemSource
 from sprl.rollout.setup import RolloutSetup
 
 
-def test_the_peer_gets_the_same_questions_as_the_run(tmp_path):
+def test_the_peer_gets_the_same_problems_as_the_run(tmp_path):
   write_tiny(tmp_path)
   for split in ('train', 'test'):
     lines = [json.dumps({'prompt': f'{i} + 1 = ?', 'answer': str(i + 1)}) for i in range(4)]
@@ -24,6 +24,6 @@ def test_the_peer_gets_the_same_questions_as_the_run(tmp_path):
   setup = RolloutSetup.open(run, tokenizer)
   assert setup.stream is not None
   source = ProblemSource(setup.stream.at, tokenizer, 8)
-  for group, question in enumerate(first_problems(run, 6)):
-    np.testing.assert_array_equal(tokenizer.chat(question['prompt']), source.prompt(group))
-    assert question['answer'] == source.answer(group)
+  for group, problem in enumerate(first_problems(run, 6)):
+    np.testing.assert_array_equal(tokenizer.chat(problem['prompt']), source.prompt(group))
+    assert problem['answer'] == source.answer(group)

@@ -21,7 +21,7 @@ def readings(count=48, leak=0.0, slower=0.0, child_leak=0.0, children=64, of=('M
 
 
 def failed(seen):
-  return {row['what'] for row in load.judged(seen) if row['flat'] is False}
+  return {row['what'] for row in load.judged(seen) if not row['flat']}
 
 
 def test_a_flat_run_passes_and_a_leak_does_not():
@@ -46,18 +46,19 @@ def test_a_speed_may_rise_but_not_fall():
 
 
 @pytest.mark.parametrize('new', [None, {'clock': [600.0, 610.0, 620.0, 630.0], 'tokens': [0.0, 1.0, 2.0, 3.0]}])
-def test_a_new_process_that_failed_or_ran_too_briefly_gives_no_numbers(new):
+def test_a_new_process_that_failed_or_ran_too_briefly_decides_nothing(new):
   rows = load.compared({'clock': [0.0, 1200.0], 'tokens': [0.0, 1.0], 'episodes': [0.0, 1.0]}, new)
-  assert [row['change'] for row in rows] == [None, None]
+  assert [(row['change'], row['flat']) for row in rows] == [(None, False)] * 2
 
 
-@pytest.mark.parametrize('speed', [1.0, 0.9, 1.1])
-def test_the_speed_is_compared_with_that_of_a_new_process_at_the_same_time(speed):
+@pytest.mark.parametrize(('speed', 'flat'), [(1.0, True), (0.96, True), (0.9, False), (1.1, False)])
+def test_the_speed_is_that_of_a_new_process_at_the_same_time(speed, flat):
   """The readings of the two are at other times, and the core is slower at the end."""
   work = [0.0 if at < 500 else min(at - 500, 400) + 0.5 * max(at - 900, 0) for at in range(1201)]  # of a process at full speed
   ours = {'clock': list(range(0, 1201, 40)), 'tokens': [1000 + 7 * speed * work[at] for at in range(0, 1201, 40)]}
   new = {'clock': list(range(600, 1171, 30)), 'tokens': [7 * work[at] - 7 * work[600] for at in range(600, 1171, 30)]}
   rows = load.compared(ours | {'episodes': ours['tokens']}, new | {'episodes': new['tokens']})
+  assert [row['flat'] for row in rows] == [flat, flat]
   assert [row['change'] for row in rows] == pytest.approx([speed - 1] * 2, abs=0.01)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from claims.experiment import Claim, Experiment, Records, find
-from claims.verdict import compared, judged
+from claims.verdict import judged
 from common import RESULTS, ROOT
 
 PAGE = ROOT / 'docs' / 'claims.md'
@@ -98,7 +98,7 @@ def summary(experiment: Experiment, records: Records) -> str:
 def line(claim: Claim, experiment: Experiment, records: Records) -> str:
   """Return a claim's line of the table. A claim with several comparisons has a line in the cell for each."""
   rows = judged(claim, experiment, records)
-  needs = '<br>'.join(f'{compared(each)} > {each.above:+g}' for each in claim.comparisons)
+  needs = '<br>'.join(f'{row["comparison"]} > {row["above"]:+g}' for row in rows)
   theirs = claim.paper if claim.theirs == '-' else f'{claim.theirs} ({claim.paper})'
   return f'| {claim.statement} | {theirs} | {needs} | {"<br>".join(map(found, rows))} | **{rows[0]["verdict"]}** |'
 

@@ -176,7 +176,7 @@ def grader_pool(
     workers: calls of rewards that run at the same time. None: WORKERS, and ASYNC_CALLS of async rewards.
     timeout: seconds that each reward of a sample may take. None: graders.SECONDS, and graders.ASYNC_SECONDS of async rewards.
     memory_gb: GiB of address space that a grading process may add after its graders are loaded.
-    executor: processes, or ray, where memory has no limit. Python callables run in threads in any case.
+    executor: processes, or ray, where sprl does not limit memory. Python callables run in threads in any case.
     now: the clock, in seconds.
     columns: the columns that rows have, which rewards may ask for.
   """

@@ -2,7 +2,7 @@
 
     thread       in this process; cannot be killed, so a call that hangs keeps its thread until this process ends
     process      a fresh interpreter on this machine; can be killed with all its child processes; its memory can be limited
-    Ray actor    a process in the cluster that RAY_ADDRESS names; can be killed; its memory has no limit
+    Ray actor    a process in the cluster that RAY_ADDRESS names; can be killed; sprl does not limit its memory
 
 `starter` chooses the kind by the value of `config.task.executor`.
 """

@@ -1,9 +1,9 @@
-"""Resharding keeps the numbers and places each shard as requested."""
+"""Resharding keeps the numbers and never moves them through the host."""
 
 from host_devices import on_devices
 
 
-def test_reshard_keeps_values_and_applies_the_target_sharding():
+def test_arrays_move_between_layouts_without_the_host():
   found = on_devices('resharded.py')
   assert found['pairs'] == 48
   assert found['different'] == []
