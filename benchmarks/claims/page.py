@@ -13,10 +13,11 @@ INTRODUCTION = """# The papers' claims
 
 Which claims of the papers hold for small models? `python benchmarks/claims --page` writes this page from the committed results.
 
-An experiment fixes its arms, seeds, thresholds and measures before it runs (`benchmarks/claims/experiments/`). They were chosen
-with pilot runs of another seed, which no verdict uses. Unless a comparison names another measure, it compares the accuracy of the
-newest weights on held-out problems, sampled at temperature 1 with a dense cache. Arms are paired by seed: both have the same warm
-start (the fine-tuned model from which training begins) and the same problems.
+An experiment fixes its arms, seeds, thresholds and measures before it runs (`benchmarks/claims/experiments/`). In
+`sparse_rl_phases` and `fp8_rl` they were chosen with pilot runs of another seed, which no verdict uses and which are not saved.
+Unless a comparison names another measure, it compares the accuracy of the newest weights on held-out problems, sampled at
+temperature 1 with a dense cache. Arms are paired by seed: both have the same warm start (the fine-tuned model from which training
+begins) and the same problems.
 
 Intervals have a confidence level of 95 %. They cover the variation over seeds and problems, but not over warm starts. There are
 two warm starts. A claim is decided only if the seeds of each have their mean on the same side of the threshold.
@@ -35,8 +36,8 @@ that each arm drops. The gain of [queue scheduling](benchmarks.md#what-does-queu
 engine.
 
 A claim **holds** if the whole interval of the simulated gain is above the published gain. Where several numbers of GPUs were
-simulated, the table has the one with the largest gain, which favours the paper. Most of the published gains are
-[second-hand](methods/async.md#published-numbers). The arms:
+simulated, the table has the one with the largest gain, which favours the paper: it is chosen after the fact, so its interval is
+too narrow. Most of the published gains are [second-hand](methods/async.md#published-numbers). The arms:
 
 * `rlvr`: 64 prompts with 8 samples each. `groups` keeps the slots of a prompt until its longest sample ends. `continuous`
   schedules each sample alone. `spare` starts 16 more prompts than needed. `alpha = 2, best` runs ahead.
@@ -49,8 +50,8 @@ Likely reasons for the claims that do not hold:
 
 * `continuous` over `groups`: 8 and more GPUs have a slot for each of the 512 samples, so no sample waits for a group. The
   published baseline is not known, and may be slower than `groups`.
-* Redundant prompts or environments save the time of the slowest members. With latencies of N(10, 5) s no member is slow. With
-  `1% slow`, the gain is above the published one.
+* Redundant prompts or environments save the time of the slowest members. With latencies of N(10, 5) s no member is slow. With `1%
+  slow`, which is an assumption, the gain is above the published one.
 * Environment-level asynchrony gains more with more turns. The published number of turns is not known.
 
 {table}
