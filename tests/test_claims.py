@@ -7,7 +7,7 @@ import re
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from claims import command, controls, dictation, page, totals
+from claims import command, controls, dictation, figure, page, totals
 from claims.controls import PATCHES
 from claims.experiment import (
   BEFORE,
@@ -315,6 +315,21 @@ def test_the_page_has_claim_figure_interval_and_verdict_and_counts_the_verdicts(
   assert f'| b is better than a. | +5 (Nobody, table 1) | b - a > +0.05 | {ours} | **holds** |' in text
   assert f'| [{EXPERIMENT.question}](#{EXPERIMENT.name}) | 1 | 1 | 0 | 0 | 4 of 4 |' in text
   assert 'Not run yet' in page.text({'example': {}})
+
+
+def test_a_small_difference_has_two_digits_on_the_page():
+  row = {'above': 0.0, 'mean': 2.53e-4, 'low': -1e-5, 'high': 5.2e-4, 'seeds': 2, 'by warm start': [1e-4, 4e-4]}
+  assert page.found(row) == '+0.00025 (-0.00001 to +0.00052; 2 seeds; by warm start +0.00010, +0.00040)'
+  assert page.found(row | {'above': 0.05}) == '+0.000 (-0.000 to +0.001; 2 seeds; by warm start +0.000, +0.000)'
+  assert page.found(row | {'mean': 0.25, 'seeds': 1}) == '+0.250 (one seed)'
+  assert page.found(row | {'mean': float('nan'), 'seeds': 0}) == 'not run'
+
+
+def test_a_panel_has_one_arm_of_each_method():
+  arms = ['full', 'tis@kv8', 'tis@4 x', 'full@4 x']
+  assert figure.arms_at('kv8', arms) == ['full', 'tis@kv8']
+  assert figure.arms_at('4 x', arms) == ['tis@4 x', 'full@4 x']
+  assert figure.arms_at('', ['dense', 'naive']) == ['dense', 'naive']
 
 
 def test_the_committed_page_is_made_from_the_committed_results():

@@ -1,6 +1,6 @@
 """The picture of an experiment: held-out accuracy of every arm, and curves over the steps."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ def draw(experiment: Experiment, records: Records) -> None:
   """Draw results/claims/NAME.png.
 
   Arms METHOD@PLACE with the same place stand together, and share panels of curves: the held-out accuracy, and below it each of
-  the experiment's `shown` series. Arms without a place are in all panels.
+  the experiment's `shown` series. An arm without a place is in all panels, except where its method has an arm of the place.
   """
   arms = [arm for arm in experiment.arms if records.get(arm)]
   methods = list(dict.fromkeys(arm.partition('@')[0] for arm in arms))
@@ -45,13 +45,18 @@ def draw(experiment: Experiment, records: Records) -> None:
     for axes in panels[len(several) :]:
       axes.set_visible(False)
     for axes, place in zip(panels, several):
-      of_place = [arm for arm in arms if arm.partition('@')[2] in ('', place)]
+      of_place = arms_at(place, arms)
       style(axes, '', 'step' if (name, several) == rows[-1] else '', axes.get_ylabel())
       axes.set_title(place, fontsize=9)
       draw_curves(axes, of_place, colours, [[curve(found, name) for found in records[arm].values()] for arm in of_place])
       if name == ACCURACY:
         axes.set_ylim(-0.02, 1.02)
   save(figure, f'claims/{experiment.name}')
+
+
+def arms_at(place: str, arms: Sequence[str]) -> list[str]:
+  """Return the arms of a panel: those of its place, and those without a place whose method has no arm there."""
+  return [arm for arm in arms if arm.partition('@')[2] == place or ('@' not in arm and f'{arm}@{place}' not in arms)]
 
 
 def draw_ends(axes: Axes, arms, methods, places, colours, records: Records) -> None:

@@ -1,6 +1,7 @@
 """docs/claims.md, written from the saved results: claim, the paper's number, ours, verdict, picture."""
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -105,11 +106,17 @@ def line(claim: Claim, experiment: Experiment, records: Records) -> str:
 
 
 def found(row: Mapping[str, Any]) -> str:
-  """Return the mean difference of a comparison and its interval. An interval needs two seeds."""
+  """Return the mean difference of a comparison and its interval. An interval needs two seeds.
+
+  Numbers have three decimals. A small difference that is compared with 0 has more: two digits of its mean.
+  """
+  if not row['seeds']:
+    return 'not run'
+  decimals = max(3, 1 - math.floor(math.log10(abs(row['mean'])))) if row['above'] == 0 and row['mean'] else 3
+  mean, low, high, *parts = (f'{each:+.{decimals}f}' for each in (row['mean'], row['low'], row['high'], *row['by warm start']))
   if row['seeds'] < 2:
-    return 'not run' if not row['seeds'] else f'{row["mean"]:+.3f} (one seed)'
-  parts = ', '.join(f'{part:+.3f}' for part in row['by warm start'])
-  return f'{row["mean"]:+.3f} ({row["low"]:+.3f} to {row["high"]:+.3f}; {row["seeds"]} seeds; by warm start {parts})'
+    return f'{mean} (one seed)'
+  return f'{mean} ({low} to {high}; {row["seeds"]} seeds; by warm start {", ".join(parts)})'
 
 
 def simulated() -> list[str]:
