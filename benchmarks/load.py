@@ -6,8 +6,10 @@
 One process serves both loads, with two engines of the tiny model. A thread keeps QUEUED requests with prompts of mixed lengths in
 the queue of the first engine: it adds a request for each one that ends. The scheduler plays episodes on the second engine, with
 64 environments in separate processes (claims/dictation.py). The time of an environment call is log-normal. One episode in fifty
-is ten times as slow. 5 % of the calls that return an observation raise, so about 23 % of the episodes fail. Every SAMPLE seconds
-the benchmark reads the resident memory, file descriptors and threads of all processes from /proc (Linux).
+is ten times as slow. 5 % of the calls that return an observation raise, so about 23 % of the episodes fail. Groups are
+finished in the order in which they start, and AHEAD more may be open. With only as many as there are environments, each slow
+episode would stop the others, and the speed would vary with their number, by 10 % from minute to minute. Every SAMPLE seconds the
+benchmark reads the resident memory, file descriptors and threads of all processes from /proc (Linux).
 
 The verdict compares the end of the run, its last sixth, with the beginning: a sixth after the first twelfth, in which caches
 fill. In an hour these are minutes 5 to 15 and 50 to 60. It covers the memory, files and threads of the process, their sums over
@@ -56,7 +58,7 @@ from sprl.types import Request
 CLAIMS = Path(__file__).resolve().parent / 'claims'
 QUEUED, ROWS, PROMPTS = 10_000, 32, (8, 16, 32, 64)  # requests in the queue; rows and prompt buckets of its engine
 QUEUE = Sampling(max_prompt=PROMPTS[-1], max_tokens=48, chunk=8, prompt_buckets=PROMPTS)
-ENVIRONMENTS, GROUPS, TURNS, TURN_TOKENS = 64, 8, 5, 4
+ENVIRONMENTS, GROUP, AHEAD, TURNS, TURN_TOKENS = 64, 8, 31, 5, 4  # AHEAD: groups that may start before their batch
 EPISODES = Sampling(max_prompt=8, max_tokens=TURNS * (TURN_TOKENS + 4), chunk=4, prompt_buckets=(8,))
 RAISING = 0.05  # share of the environment calls that raise, of those that return an observation
 SPANS = 1000  # of the timeline, which by default keeps 100,000 and so grows for hours
@@ -111,13 +113,13 @@ def run(seconds: float, beside: int | None = None) -> 'Readings':
     engine = Engine(EngineConfig(config, EPISODES, layout, ENVIRONMENTS, 8, 0, (), lambda ids: ''), weights)
     limits = Limits(TURNS, TURN_TOKENS, 8, EPISODES.max_tokens)
     source = ConversationSource(lambda number: 2 * number, limits, FixedLengthCodec(), workers.release, None, 60.0)
-    settings = Rollout(prompts=1, group=ENVIRONMENTS // GROUPS, async_ratio=float(GROUPS - 1))
+    settings = Rollout(prompts=1, group=GROUP, async_ratio=float(AHEAD))
     timeline = Timeline(time.perf_counter, SPANS)
     scheduler = Scheduler([engine], workers, source, settings, time.perf_counter, timeline=timeline, retries=20)
     start = time.perf_counter()
     due = start + SAMPLE
     queue.start()
-    seen.take(0.0, sum(drawn), 0)
+    seen.take(0.0, sum(drawn), 0, 0)
     episodes = 0
     while time.perf_counter() < start + seconds and queue.is_alive():
       groups = scheduler.batch(lambda at=due: time.perf_counter() > at)
@@ -129,7 +131,7 @@ def run(seconds: float, beside: int | None = None) -> 'Readings':
         scheduler.sync([weights])
       if (now := time.perf_counter()) > due:
         due = now + SAMPLE
-        seen.take(now - start, sum(drawn), episodes)
+        seen.take(now - start, sum(drawn), episodes, scheduler.counts['errors'])
     assert queue.is_alive(), 'the thread that serves the queue ended; its error is above'
     end.set()
     queue.join()
@@ -160,14 +162,15 @@ class Readings:
   columns: dict[str, list[float]] = field(default_factory=dict)
   children: dict[int, list[float]] = field(default_factory=dict)  # process -> its memory in MiB
 
-  def take(self, seconds: float, tokens: int, episodes: int) -> None:
-    """Append a reading of this process and its descendants."""
+  def take(self, seconds: float, tokens: int, episodes: int, failures: int) -> None:
+    """Append a reading of this process and its descendants. `failures` are calls that raised."""
     own, children = os.getpid(), descendants(os.getpid(), self.beside)
     found = {
       'clock': round(time.monotonic(), 1),
       'seconds': round(seconds, 1),
       'tokens': tokens,
       'episodes': episodes,
+      'failures': failures,
       'children': len(children),
     }
     for name, pids in (('process', [own]), ('children', children)):

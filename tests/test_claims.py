@@ -1,6 +1,7 @@
 """The harness of the papers' claims (benchmarks/claims): intervals, verdicts, plans that stay fixed, the task, and the page."""
 
 import dataclasses
+import itertools
 import json
 import re
 
@@ -265,6 +266,23 @@ def test_dictated_digits_are_answered_by_their_totals():
   assert rewards == [0.0] * 4 + [1.0]
   assert [again.step('=0')[1] for _ in range(4)] == [0.0] * 4
   assert again.step(f'={(total + 1) % 10}')[1] == 0.0
+
+
+def test_equal_episodes_in_two_processes_have_different_delays(monkeypatch):
+  """Members of a group have equal seeds. Equal delays too would hide how a slow member delays its group."""
+
+  def delays(process):
+    monkeypatch.setattr(dictation, 'NUMBERS', itertools.count())  # as in a new process
+    monkeypatch.setattr(dictation.os, 'getpid', lambda: process)
+    env, slept = dictation.Dictation(turns=5), []
+    monkeypatch.setattr(dictation.time, 'sleep', slept.append)
+    seen = [env.reset(3)[0], *(env.step('=0')[0] for _ in range(4))]
+    return seen, slept
+
+  (seen, first), (seen_too, second) = delays(7), delays(8)
+  assert seen == seen_too
+  assert len(first) == len(second) == 5
+  assert not set(first) & set(second)
 
 
 def test_supervised_dictation_has_the_form_of_the_episodes():

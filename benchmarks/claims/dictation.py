@@ -9,6 +9,7 @@ ten times as long: their tail is heavy. This file needs no other of this folder,
 
 import itertools
 import json
+import os
 import string
 import time
 from pathlib import Path
@@ -18,7 +19,7 @@ import numpy as np
 TURNS, ANSWER = 16, 2  # answers of an episode, and tokens of an answer
 MEDIAN, SIGMA = 0.02, 1.0  # seconds of a call: log-normal
 SLOW, SLOWER = 0.02, 10.0  # a share of the episodes is as many times slower
-NUMBERS = itertools.count()  # a number for each environment, so that members of a group differ in their delays
+NUMBERS = itertools.count()  # a number for each environment of a process
 
 
 class Dictation:
@@ -30,7 +31,7 @@ class Dictation:
   def reset(self, seed: int):
     """Return the first digit. Equal seeds give equal digits."""
     self._digits = np.random.default_rng(seed).integers(10, size=self._turns).tolist()
-    self._clock = np.random.default_rng([seed, self._number])
+    self._clock = np.random.default_rng([seed, os.getpid(), self._number])  # members of a group differ in their delays
     self._pace = MEDIAN * (SLOWER if self._clock.random() < SLOW else 1.0)
     self._turn = 0
     return self._observe(), {}
