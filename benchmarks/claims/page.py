@@ -27,6 +27,9 @@ A claim **holds** if the whole interval is above its threshold, and **does not h
 the experiment **cannot tell**. No claim is decided before all seeds have run. Intervals are not widened for the number of claims.
 If forty true differences equalled their thresholds, about two claims would be decided by chance. A verdict is about these small
 models: it does not say that a paper is wrong about large ones.
+
+A run takes one core. Several models in one program would be slower
+([measured](benchmarks.md#would-several-small-models-in-one-program-train-faster)).
 """
 SIMULATED = """## How much does asynchronous scheduling gain on a simulated cluster?
 
