@@ -42,7 +42,8 @@ EXPERIMENT = Experiment('example', 'Is b better?', TOTALS, {'a': {}, 'b': {'loss
 
 def a_run(arm, seed, scores):
   return {
-    'arm': arm, 'seed': seed, 'machine': 'a CPU', 'stopped': None, 'before': [0.0] * len(scores), 'scores': scores,
+    'arm': arm, 'seed': seed, 'machine': 'a CPU', 'commit': f'abc{seed % 2}', 'stopped': None,
+    'before': [0.0] * len(scores), 'scores': scores,
     'measures': {}, 'under': {'small': [score / 2 for score in scores]},
     'accuracy': {'steps': [0, 3], 'mean': [0.0, float(np.mean(scores))]},
   }  # fmt: skip
@@ -332,6 +333,7 @@ def test_the_page_has_claim_figure_interval_and_verdict_and_counts_the_verdicts(
   ours = '+0.200 (+0.200 to +0.200; 2 seeds; by warm start +0.200, +0.200)'
   assert f'| b is better than a. | +5 (Nobody, table 1) | b - a > +0.05 | {ours} | **holds** |' in text
   assert f'| [{EXPERIMENT.question}](#{EXPERIMENT.name}) | 1 | 1 | 0 | 0 | 4 of 4 |' in text
+  assert '4 runs on a CPU, at 2 commits of sprl.' in text
   assert 'Not run yet' in page.text({'example': {}})
 
 

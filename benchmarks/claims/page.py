@@ -56,7 +56,8 @@ Likely reasons for the claims that do not hold:
   published baseline is not known, and may be slower than `groups`.
 * Redundant prompts or environments save the time of the slowest members. With latencies of N(10, 5) s no member is slow. With `1%
   slow`, which is an assumption, the gain is above the published one.
-* Environment-level asynchrony gains more with more turns. The published number of turns is not known.
+* Environment-level asynchrony gains more with more turns. The published number of turns is not known. With `1% slow`, both arms
+  wait for the slowest episode, so there is less to gain without running ahead.
 
 {table}
 
@@ -88,8 +89,9 @@ def text(results: Mapping[str, Records]) -> str:
 
 def waits(experiment: Experiment) -> str:
   """Return the line of an experiment without results."""
+  hours = f'{experiment.hours:g} hour{"s" * (experiment.hours != 1)}'
   place = 'one core' if experiment.device == 'core' else 'one H200, estimated from lower bounds of the planner'
-  return f'* `{experiment.name}`: {experiment.question} {len(experiment.runs)} runs, about {experiment.hours:g} hours of {place}.'
+  return f'* `{experiment.name}`: {experiment.question} {len(experiment.runs)} runs, about {hours} of {place}.'
 
 
 def summary(experiment: Experiment, records: Records) -> str:
@@ -142,12 +144,15 @@ def section(experiment: Experiment, records: Records) -> str:
   """Return the section of an experiment: question, design, picture, claims, reasons."""
   runs = [found for of in records.values() for found in of.values()]
   missing = len(experiment.runs) - len(runs)
-  machines = sorted({found['machine'] for found in runs})
+  machines, commits = (sorted({found[name] for found in runs}) for name in ('machine', 'commit'))
   lines = [
     f'## {experiment.name}\n',
     f'**{experiment.question}**\n',
     f'{experiment.task.sentence}. {len(experiment.arms)} arms, {experiment.seeds} seeds, {experiment.steps} steps; '
-    f'{len(runs)} runs on {", ".join(machines)}' + (f', {missing} runs are missing' if missing else '') + '.\n',
+    f'{len(runs)} runs on {", ".join(machines)}'
+    + (f', at {len(commits)} commits of sprl' if len(commits) > 1 else '')
+    + (f'; {missing} runs are missing' if missing else '')
+    + '.\n',
     f'![{experiment.question}](results/claims/{experiment.name}.png)\n',
     TABLE,
     *(line(claim, experiment, records) for claim in experiment.claims),
