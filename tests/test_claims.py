@@ -28,6 +28,7 @@ from claims.experiment import (
 from claims.tasks import TOTALS
 from claims.verdict import interval, judged, together, values, verdict
 from claims.worker import averaged, clock
+from common import ROOT
 from scipy import stats
 
 from sprl import model
@@ -354,6 +355,16 @@ def test_a_panel_has_one_arm_of_each_method():
 
 def test_the_committed_page_is_made_from_the_committed_results():
   assert page.PAGE.read_text(encoding='utf-8') == page.text({name: command.saved(find(name)) for name in names()})
+
+
+def test_the_readme_has_the_accuracies_of_the_result():
+  records = command.saved(find('fp8_rl'))
+
+  def mean(arm, name='scores'):
+    return f'{np.mean([run[name] for run in records[arm].values()]):.3f}'
+
+  expected = f'{mean("tis@both")} with token-level TIS, {mean("alone@both")} without a correction | {mean("full")} in float32 '
+  assert expected + f'({mean("full", "before")} before training)' in (ROOT / 'README.md').read_text()
 
 
 def test_each_verdict_that_contradicts_a_paper_has_a_reason_and_no_other_has_one():
