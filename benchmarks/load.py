@@ -6,10 +6,10 @@
 One process serves both loads, with two engines of the tiny model. A thread keeps QUEUED requests with prompts of mixed lengths in
 the queue of the first engine: it adds a request for each one that ends. The scheduler plays episodes on the second engine, with
 64 environments in separate processes (claims/dictation.py). The time of an environment call is log-normal. One episode in fifty
-is ten times as slow. 5 % of the calls that return an observation raise, so about 23 % of the episodes fail. Groups are
-finished in the order in which they start, and AHEAD more may be open. With only as many as there are environments, each slow
-episode would stop the others, and the speed would vary with their number, by 10 % from minute to minute. Every SAMPLE seconds the
-benchmark reads the resident memory, file descriptors and threads of all processes from /proc (Linux).
+is ten times as slow. 5 % of the calls that return an observation raise, so about 23 % of the attempts at an episode fail. Groups
+are finished in the order in which they start. AHEAD more groups may start before that: with fewer open groups, a slow episode
+would stop the others. Every SAMPLE seconds the benchmark reads the resident memory, file descriptors and threads of all processes
+from /proc (Linux).
 
 The verdict compares the end of the run, its last sixth, with the beginning: a sixth after the first twelfth, in which caches
 fill. In an hour these are minutes 5 to 15 and 50 to 60. It covers the memory, files and threads of the process, their sums over
