@@ -287,6 +287,25 @@ def test_equal_episodes_in_two_processes_have_different_delays(monkeypatch):
   assert not set(first) & set(second)
 
 
+def test_calls_raise_at_their_rate_but_never_the_last(monkeypatch):
+  monkeypatch.setattr(dictation, 'NUMBERS', itertools.count())
+  monkeypatch.setattr(dictation.os, 'getpid', lambda: 7)
+  calls = failures = 0
+  for seed in range(400):
+    env = dictation.Dictation(split='test', turns=5, raising=0.05)
+    try:
+      calls += 1
+      env.reset(seed)
+      for _ in range(4):
+        calls += 1
+        env.step('=0')
+    except RuntimeError:
+      failures += 1
+    else:
+      assert env.step('=0')[2]
+  assert failures / calls == pytest.approx(0.05, abs=0.015)  # three standard deviations
+
+
 def test_supervised_dictation_has_the_form_of_the_episodes():
   rng = np.random.default_rng(0)
   for slips in (0, 1):
