@@ -354,6 +354,9 @@ def test_the_page_has_claim_figure_interval_and_verdict_and_counts_the_verdicts(
   assert f'| b is better than a. | +5 (Nobody, table 1) | b - a > +0.05 | {ours} | **holds** |' in text
   assert f'| [{EXPERIMENT.question}](#{EXPERIMENT.name}) | 1 | 1 | 0 | 0 | 4 of 4 |' in text
   assert '4 runs on a CPU, at 2 commits of sprl.' in text
+  noted = dataclasses.replace(EXPERIMENT, note='Both arms are short.')
+  monkeypatch.setattr(page, 'find', lambda name: noted)
+  assert '\n\nBoth arms are short.\n\n![' in page.text({'example': records(0.2)})
   assert 'Not run yet' in page.text({'example': {}})
 
 

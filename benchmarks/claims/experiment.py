@@ -114,6 +114,7 @@ class Experiment:
   inference: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: MappingProxyType({}))  # other samplers; see `under`
   asked: tuple[str, ...] = ()  # arms whose newest weights are also evaluated with each sampler of `inference`
   hours: float = 0.0  # estimated hours of a core, or of an H200, for all runs
+  note: str = ''  # what a reader of the results should know of the design
   device: Literal['core', 'H200'] = 'core'  # what a run needs: one core of a CPU, or a GPU such as an H200
 
   def __post_init__(self):

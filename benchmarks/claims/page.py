@@ -142,7 +142,7 @@ def simulated() -> list[str]:
 
 
 def section(experiment: Experiment, records: Records) -> str:
-  """Return the section of an experiment: question, design, picture, claims, reasons."""
+  """Return the section of an experiment: question, design, note, picture, claims, reasons."""
   runs = [found for of in records.values() for found in of.values()]
   missing = len(experiment.runs) - len(runs)
   machines, commits = (sorted({found[name] for found in runs}) for name in ('machine', 'commit'))
@@ -154,6 +154,7 @@ def section(experiment: Experiment, records: Records) -> str:
     + (f', at {len(commits)} commits of sprl' if len(commits) > 1 else '')
     + (f'; {missing} runs are missing' if missing else '')
     + '.\n',
+    *([experiment.note + '\n'] if experiment.note else []),
     f'![{experiment.question}](results/claims/{experiment.name}.png)\n',
     TABLE,
     *(line(claim, experiment, records) for claim in experiment.claims),

@@ -88,4 +88,6 @@ EXPERIMENT = Experiment(
     ),
   ),
   hours=4.6,
+  note='`frozen` has no arm with FP8 linears alone, which have no scales to freeze. `end_to_end` has no arm with an FP8 cache '
+  'alone, which has no FP8 linears. With 4 times the learning rate full precision itself ends at 0.46 (seeds 0.29 to 0.65).',
 )  # fmt: skip
