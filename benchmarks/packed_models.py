@@ -5,7 +5,7 @@
 An experiment of benchmarks/claims runs one model on each core. With `jax.vmap`, one program could train several models, and would
 start fewer operations. This benchmark compares both on one core: a decode step of 16 rows, and an update on 16 sequences. Times
 are of the CPU and for one model, the best of REPEATS; both ways take turns. `GFLOP/s` counts the products of weights and
-activations. Its ceiling is a large matrix product on the same core.
+activations. Its ceiling is a large matrix product on the same core. For Linux, which can bind a process to a core.
 """
 
 import argparse

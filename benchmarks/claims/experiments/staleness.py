@@ -61,5 +61,5 @@ EXPERIMENT = Experiment(
       for alpha, rate in USUAL + EXTREME
     ),
   ),
-  hours=6.0,
+  hours=7.5,
 )  # fmt: skip
