@@ -160,6 +160,6 @@ def section(experiment: Experiment, records: Records) -> str:
     *(line(claim, experiment, records) for claim in experiment.claims),
   ]
   if reasons := [f'* {claim.statement} {claim.reason}' for claim in experiment.claims if claim.reason]:
-    lines += ['\nWhat contradicts the paper, with the likely reason:\n', *reasons]
+    lines += ['\nThese claims do not hold here. The likely reasons:\n', *reasons]
   lines.append(f'\n`python benchmarks/claims {experiment.name}`; [result](results/claims/{experiment.name}.json).\n')
   return '\n'.join(lines)

@@ -52,7 +52,7 @@ EXPERIMENT = Experiment(
       'FP8 rollouts without a correction lower the accuracy.', 'FP8-RL', 'a drop without a correction',
       (Comparison('full', 'alone@both', 0.05),),
       'The mismatch is small: 0.0009 nats a token (k3), in answers of about 150 tokens. The published drop is that of a model of '
-      '8 B parameters with far longer answers.',
+      '8 B parameters (verl documentation). No run tests this reason.',
     ),
     Claim(
       'FP8 rollouts without a correction lower the accuracy (4 times the learning rate).',
@@ -75,8 +75,8 @@ EXPERIMENT = Experiment(
     Claim(
       'Scales that stay as they were before the first update lower the accuracy.', 'FP8-RL', 'recalibration after every update',
       (Comparison('tis@both', 'frozen@both', 0.05),),
-      'The loss is smaller than the threshold. In 100 steps no key or value left the range of the first scales '
-      '(`fp8/kv_saturation` is 0).',
+      'The loss of 0.020 is real, but below the threshold. The first scales are doubled, and in 100 steps no key or value left '
+      'their range (`fp8/kv_saturation` is 0). The mismatch is not larger than with new scales, so it does not explain the loss.',
     ),
     Claim(
       'A learner that multiplies in FP8 too has less mismatch.', 'FP8-RL', 'end-to-end FP8 has less mismatch',
@@ -88,6 +88,7 @@ EXPERIMENT = Experiment(
     ),
   ),
   hours=4.6,
-  note='`frozen` has no arm with FP8 linears alone, which have no scales to freeze. `end_to_end` has no arm with an FP8 cache '
+  note='`full` is float32; no arm is bfloat16. '
+  '`frozen` has no arm with FP8 linears alone, which have no scales to freeze. `end_to_end` has no arm with an FP8 cache '
   'alone, which has no FP8 linears. With 4 times the learning rate full precision itself ends at 0.46 (seeds 0.29 to 0.65).',
 )  # fmt: skip
