@@ -67,8 +67,7 @@ class Model:
       huggingface.check_weights(folder, config)
     if run.lora.rank:
       abstract_adapters(config, run.lora)  # raises if the model lacks a target
-    tokenizer = Tokenizer.load(folder, run.task.template_args)
-    tokenizer.check_against(config)
+    tokenizer = Tokenizer.load(folder, run.task.template_args).within(config)
     memories = [memory.kind for memory in jax.local_devices()[0].addressable_memories()]
     if run.optimizer.offload and HOST not in memories:
       raise settings.SettingsError(

@@ -13,6 +13,7 @@ import secrets
 import signal
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -53,7 +54,17 @@ def main() -> int:
   config: Any = flags.FLAGS['config'].value
   config.model.path = _MODEL.value
   access = access_of(_TOKEN.value, os.environ)
-  return serve(resolve(config), access, _HOST.value, _PORT.value, _QUEUE.value, _GRACE.value, _TOOLS.value)
+  return serve(run_of(config), access, _HOST.value, _PORT.value, _QUEUE.value, _GRACE.value, _TOOLS.value)
+
+
+def run_of(config: Any) -> Run:
+  """Return the settings of a server. Unlike a run, it may be greedy: with `sampling.temperature` = 0. Raises SettingsError."""
+  if config.sampling.temperature != 0:
+    return resolve(config)
+  with config.unlocked():
+    config.sampling.temperature = 1.0
+  run = resolve(config)
+  return replace(run, sampling=replace(run.sampling, temperature=0.0))
 
 
 class Access(NamedTuple):

@@ -100,10 +100,10 @@ def read(body: Any, sampling: Sampling) -> ChatRequest:
     raise Refused(400, f"tool_choice = {choice!r:.200}: expected 'none' or 'auto'", 'tool_choice')
   if not isinstance(tools, list) or not all(isinstance(t, Mapping) and isinstance(t.get('function'), Mapping) for t in tools):
     raise Refused(400, 'tools: expected a list of {"type": "function", "function": {...}}', 'tools')
-  limit = given.pop('max_completion_tokens', None) or given.pop('max_tokens', None)
-  given.pop('max_tokens', None)
-  if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit <= 0):
-    raise Refused(400, f'max_tokens = {limit!r:.200}: expected a whole number above 0', 'max_tokens')
+  limits = [(key, given.pop(key)) for key in ('max_completion_tokens', 'max_tokens') if key in given]
+  for key, limit in limits:
+    if not isinstance(limit, int) or isinstance(limit, bool) or limit <= 0:
+      raise Refused(400, f'{key} = {limit!r:.200}: expected a whole number above 0', key)
   template_args = given.pop('chat_template_kwargs', {})
   if not isinstance(template_args, Mapping) or not isinstance(options, Mapping):
     raise Refused(400, 'chat_template_kwargs, stream_options: expected objects')
@@ -111,7 +111,7 @@ def read(body: Any, sampling: Sampling) -> ChatRequest:
     messages=tuple(canonical(message, f'messages[{i}]') for i, message in enumerate(messages)),
     tools=tuple(tools),
     calls=bool(tools) and choice == 'auto',
-    max_tokens=limit,
+    max_tokens=limits[0][1] if limits else None,
     template_args=dict(template_args),
     stream=bool(given.pop('stream', False)),
     usage=bool(options.get('include_usage')),
@@ -240,11 +240,16 @@ def _end_of_choice(request: ChatRequest, answer: Answer) -> dict[str, Any]:
   end: dict[str, Any] = {'finish_reason': answer.finish, 'logprobs': None}
   if request.logprobs:
     content = [
-      {'token': piece, 'logprob': float(logprob), 'bytes': list(piece.encode(errors='replace')), 'top_logprobs': []}
+      {'token': piece, 'logprob': float(logprob), 'bytes': _bytes(piece), 'top_logprobs': []}
       for piece, logprob in zip(answer.pieces, answer.logprobs)
     ]
     end['logprobs'] = {'content': content, 'refusal': None}
   return {**end, 'token_ids': list(answer.ids)} if request.token_ids else end
+
+
+def _bytes(piece: str) -> list[int] | None:
+  """Return the bytes of a token's text; None for a part of a character, whose text does not have its bytes."""
+  return None if '\ufffd' in piece else list(piece.encode(errors='replace'))
 
 
 def _usage(answer: Answer) -> dict[str, int]:

@@ -4,6 +4,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from sprl.api.settings import Settings, merged
 from sprl.config import Evaluation, SettingsError
 from sprl.rollout.setup import Inputs
@@ -78,7 +80,12 @@ def rewards_of(reward: Reward) -> tuple[Settings, dict[str, Callable[..., Any]]]
   if reward is None:
     return {}, functions
   if isinstance(reward, Mapping):
-    return {'grader': 'auto', 'rewards': tuple(f'{grader(one)}={weight!r}' for one, weight in reward.items())}, functions
+    return {
+      'grader': 'auto',
+      'rewards': tuple(
+        f'{grader(one)}={weight.item() if isinstance(weight, np.generic) else weight!r}' for one, weight in reward.items()
+      ),
+    }, functions
   if isinstance(reward, Sequence) and not isinstance(reward, str):
     return {'grader': 'auto', 'rewards': tuple(map(grader, reward))}, functions
   return {'grader': grader(reward), 'rewards': ()}, functions

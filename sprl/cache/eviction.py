@@ -127,7 +127,7 @@ def tova_like(view: View, cache: Cache) -> Scored:
 METHODS: dict[str, Method] = {
   'rkv': Method(rkv, queries=True),
   'snapkv': Method(snapkv, queries=True),
-  'h2o': Method(h2o, window=lambda budget: budget // 2, carries=True, accumulates=True),
+  'h2o': Method(h2o, window=lambda budget: max(1, budget // 2), carries=True, accumulates=True),
   'streaming': Method(streaming),
   'keydiff': Method(keydiff),
   'gkv': Method(gkv, window=lambda budget: 16, queries=True, carries=True),

@@ -41,6 +41,7 @@ from sprl.distributed.team import ALONE, Team
 from sprl.io import files
 
 _log = logging.getLogger(__name__)
+_DELETED = 'its run has deleted this checkpoint in the meantime, because it has saved newer ones'
 
 
 class CheckpointError(RuntimeError):
@@ -151,7 +152,12 @@ class Checkpoints:
     found = self._team.broadcast('checkpoint', lambda: self._intact(step))
     if found is None:
       return None
-    restored = _restore(self._path(found), abstract, partial, cast)
+    try:
+      restored = _restore(self._path(found), abstract, partial, cast)
+    except (OSError, ValueError, KeyError) as error:
+      if self._path(found).exists():
+        raise
+      raise CheckpointError(f'{self._path(found)}: {_DELETED}') from error
     self._current = found
     return restored
 
@@ -286,6 +292,8 @@ def _read_record(folder: Path) -> dict[str, Any]:
 def _damage(folder: Path) -> str | None:
   """Describe the damage of a committed checkpoint, with the name of the file. Returns None if it is intact."""
   record = _read_record(folder)
+  if not folder.exists():
+    return _DELETED
   if not record:
     return 'record.json is missing or damaged'
   for name, measured in record['files'].items():

@@ -22,7 +22,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 
-from sprl.io.files import naming
+from sprl.io.files import naming, rename
 from sprl.models.config import ARCHITECTURES, ModelConfig
 from sprl.quant.dot import plain
 from sprl.sharding.transfer import fetch
@@ -301,18 +301,20 @@ def whole_folder(folder: Path) -> Iterator[Path]:
 
   An earlier export is replaced; the MARK in its weights identifies it. Raises WeightsError if `folder` is anything else.
   """
+  draft, old = (folder.with_name(f'.{folder.name}.sprl-{name}') for name in ('draft', 'old'))
+  if old.exists() and not folder.exists():  # an export was killed between its two renames
+    rename(old, folder)
   free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
   if not free and not any(map(_marked, folder.glob('*.safetensors'))):
     raise WeightsError(f'{folder}: exists and is not an export by sprl; expected a new folder, or an earlier export to replace')
-  draft, old = folder.with_name(folder.name + '.tmp'), folder.with_name(folder.name + '.old')
   for leftover in (draft, old):
     shutil.rmtree(leftover, ignore_errors=True)
   draft.mkdir(parents=True)
   with naming(draft):
     yield draft
   if folder.exists():
-    os.replace(folder, old)  # os.replace cannot replace a folder that is not empty
-  os.replace(draft, folder)
+    rename(folder, old)  # a rename cannot replace a folder that is not empty
+  rename(draft, folder)
   shutil.rmtree(old, ignore_errors=True)
 
 

@@ -166,11 +166,21 @@ class Tokenizer:
       except (TypeError, ValueError, RecursionError) as error:
         raise TokenizerError(f'config.task.template_args: {name} = {value!r:.60}: expected a value of JSON ({error})') from None
 
-  def check_against(self, config: ModelConfig) -> None:
-    """Raise TokenizerError if an id of the tokenizer, or an end or pad id, has no row in the model's embedding."""
-    largest = max(self.vocab_size - 1, *self.eos_ids, self.pad_id)
-    if largest >= config.vocab_size:
-      raise TokenizerError(f'{self.folder}: the tokenizer has id {largest}, but config.json has vocab_size = {config.vocab_size}')
+  def within(self, config: ModelConfig) -> 'Tokenizer':
+    """Return the tokenizer without the added tokens that have no row in the model's embedding. Their text is then ordinary text.
+
+    The text models of Gemma 3 have such a token, which stands for an image. Raises TokenizerError if any other id of the
+    tokenizer, or an end or pad id, has no row.
+    """
+    size = config.vocab_size
+    if max(self.vocab_size - 1, *self.eos_ids, self.pad_id) < size:
+      return self
+    largest = max(*self.backend.get_vocab(with_added_tokens=False).values(), *self.eos_ids, self.pad_id)
+    if largest >= size:
+      raise TokenizerError(f'{self.folder}: the tokenizer has id {largest}, but config.json has vocab_size = {size}')
+    parts = json.loads(self.backend.to_str())
+    parts['added_tokens'] = [token for token in parts['added_tokens'] if token['id'] < size]
+    return dataclasses.replace(self, backend=tokenizers.Tokenizer.from_str(json.dumps(parts)), vocab_size=size)
 
 
 def write_tiny(folder: str | Path) -> None:

@@ -84,7 +84,7 @@ def agent_episode(
       try:
         if answers >= limits.turns:
           raise Refused(400, f'config.task.turns = {limits.turns}: the episode has no answer left', code='turn_limit_exceeded')
-        branch = newest = find(branches, event.request, codec, limits)
+        branch = find(branches, event.request, codec, limits)
         room = limits.max_tokens - len(branch.transcript.given)
         asked = event.request.max_tokens or limits.turn_tokens
         if room <= 0:
@@ -94,7 +94,7 @@ def agent_episode(
         continue
       wanted = branch.transcript.prompt, branch.transcript.given, min(room, asked, limits.turn_tokens)
       completion: Completion = yield Generate(*wanted, keep=answers + 1 < limits.turns, branch=branch.number)
-      answers += 1
+      answers, newest = answers + 1, branch
       prompt_ids = np.concatenate(wanted[:2]).tolist()
       answer = answer_of(codec.tokenizer, event.request, prompt_ids, completion, f'{key[0]}_{answers}', tool_format)
       branch.transcript.parts.append(completion)

@@ -2,15 +2,19 @@
 
 The code is the last fenced block of the completion, else the whole text. A row has its tests in one of these forms:
 
-    test_list: ['assert add(1, 2) == 3', ...]        statements, after test_setup_code or test_imports (MBPP)
+    test_list: ['assert add(1, 2) == 3', ...]        statements, after test_setup_code or test_imports (MBPP). `code`, a solution,
+                                                     says which functions are tested
     test: 'def check(candidate): ...'                called with the function `entry_point` (HumanEval). If the row's prompt
                                                      followed by the code is valid Python, both run together: the code may be
                                                      only the body of a function, or use imports of the prompt
-    input_output: {'inputs': [...], 'outputs': [...]}    what a program must read and print, as an object or as JSON (APPS, TACO)
+    input_output: {'inputs': [...], 'outputs': [...]}    what a program must read and print, as an object or as JSON (APPS, TACO).
+                                                     With `fn_name`: arguments and values of that function, or of that method
+                                                     of a class `Solution`
 
 Each completion runs in a process of its own with limits (sprl/tasks/code_runner.py). Statements and `check` run in the
 grading worker. They call the functions of the other process through a socket and get values back. So the graded code can neither
-see the tests nor report that they passed. A program is compared by its standard output, and must exit with status 0.
+see the tests nor report that they passed. Nor can it change what a test means: its names do not replace builtins, modules or the
+helpers of the prompt. A program is compared by its standard output, and must exit with status 0.
 
 This is not a sandbox for hostile code. Where the kernel has no Landlock, the process can read and write the files of its user,
 and read the environment of other processes.
@@ -57,15 +61,19 @@ def grade(sample: Sample, seconds: float) -> float:
   code, row, deadline = code_of(sample.completion), sample.row, time.monotonic() + seconds
   if row.get('test_list'):
     setup = '\n'.join([row.get('test_setup_code') or '', *(row.get('test_imports') or ())])
-    return float(_passes(code, [setup, *row['test_list']], deadline))
+    return float(_passes(code, [setup, *row['test_list']], _defined(row.get('code')), deadline))
   if row.get('test'):
-    joined = f'{row.get("prompt", "").rstrip()}\n{code}'
+    prompt, name = row.get('prompt', ''), row['entry_point']
+    joined = f'{prompt.rstrip()}\n{code}'
     code = joined if _is_python(joined) else code
-    return float(_passes(code, [row['test'], f'check({row["entry_point"]})'], deadline))
+    return float(_passes(code, [row['test'], f'check({name})'], {name}, deadline, prompt if _is_python(prompt) else ''))
   if row.get('input_output'):
     cases = row['input_output']
     cases = json.loads(cases) if isinstance(cases, str) else cases
-    return float(all(_prints(code, _text(i), _text(o), deadline) for i, o in zip(cases['inputs'], cases['outputs'], strict=True)))
+    pairs = list(zip(cases['inputs'], cases['outputs'], strict=True))
+    if name := cases.get('fn_name'):
+      return float(_returns(code, name, pairs, deadline))
+    return float(all(_prints(code, _text(given), _text(wanted), deadline) for given, wanted in pairs))
   raise LookupError(f'the row has no tests: expected one of the columns {", ".join(FORMS)}')
 
 
@@ -83,8 +91,14 @@ def _is_python(code: str) -> bool:
   return True
 
 
+def _defined(solution: str | None) -> set[str]:
+  """Return the names of the functions and classes that a solution defines."""
+  body = ast.parse(solution).body if solution and _is_python(solution) else []
+  return {each.name for each in body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+
+
 def _text(lines: Any) -> str:
-  return lines if isinstance(lines, str) else '\n'.join(map(str, lines))
+  return '\n'.join(map(str, lines)) if isinstance(lines, list) else str(lines)
 
 
 # --- a process for the code ------------------------------------------------------------------------------------------
@@ -207,17 +221,59 @@ def _number(value: Any) -> int:
   return value._number
 
 
-def _passes(code: str, tests: Collection[str], deadline: float) -> bool:
-  """Whether all tests run without an exception, with the names that the code defines. Raises SyntaxError for a wrong test."""
+def _passes(code: str, tests: Collection[str], tested: Collection[str], deadline: float, prompt: str = '') -> bool:
+  """Whether all tests run without an exception, with the names that the code and `prompt` define.
+
+  Of a name that both define, that of the prompt counts, except for the functions that are `tested`. Raises SyntaxError for a
+  wrong test.
+  """
   compiled = [compile(test, 'test', 'exec') for test in tests]
   try:
     with Process(code, deadline) as process:
-      names: dict[str, Any] = process.names()
+      given = process.names()
+      names: dict[str, Any] = {}
+      exec(prompt, names)
+      names |= {name: value for name, value in given.items() if name in tested or _may_use(name, value, names)}
       for test in compiled:
         exec(test, names)
       return not process.lost
   except Exception:
     return False
+
+
+def _may_use(name: str, value: Any, names: Collection[str]) -> bool:
+  """Whether tests may use a name of the code: it must not replace a builtin, a module or one of `names`."""
+  if name in _MODULES:
+    return value is importlib.import_module(name)
+  return not name.startswith('__') and not hasattr(builtins, name) and name not in names
+
+
+def _returns(code: str, name: str, pairs: Collection[tuple[Any, Any]], deadline: float) -> bool:
+  """Whether a function returns the expected value for each list of arguments.
+
+  Some data sets wrap each expected value in a list.
+  """
+  try:
+    with Process(code, deadline) as process:
+      names = process.names()
+      function = names[name] if name in names else getattr(names['Solution'](), name)
+      for arguments, wanted in pairs:
+        value = _as_json(function(*arguments))
+        if value != wanted and [value] != wanted:
+          return False
+      return not process.lost
+  except Exception:
+    return False
+
+
+def _as_json(value: Any) -> Any:
+  """Return a value with lists for tuples, as in JSON."""
+  match value:
+    case list() | tuple():
+      return [_as_json(each) for each in value]
+    case dict():
+      return {str(key): _as_json(each) for key, each in value.items()}
+  return value
 
 
 def _prints(code: str, given: str, expected: str, deadline: float) -> bool:

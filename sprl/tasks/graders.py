@@ -232,11 +232,15 @@ def math(prompt: str, completion: str, answer: str) -> float:
 
 
 def gsm8k(prompt: str, completion: str, answer: str) -> float:
-  """Return 1 if the final number has the value of the answer. After `####` or in a box it may be an expression."""
+  """Return 1 if the final number has the value of the answer.
+
+  After `####` or in a box it may be an expression, or have a unit in words.
+  """
   _, mark, after = completion.rpartition('####')
   text = after.strip().partition('\n')[0] if mark else last_boxed(completion) or last_number(completion) or ''
-  if number(text) is not None and number(answer) is not None:
-    return float(number(text) == number(answer))
+  value = quantity(last_boxed(text) or text)
+  if value is not None and number(answer) is not None:
+    return float(value == number(answer))
   return float(_same_mathematics(None if mark else text, text, answer))
 
 
@@ -273,6 +277,12 @@ _NUMBER = re.compile(
   r'(?:(?<![A-Za-z0-9_.)\]}])(?P<sign>[-+])|(?<![A-Za-z0-9_.]))[$€£]?'
   r'(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)(?P<exponent>[eE][-+]?[0-9]{1,3}(?![0-9]))?%?'
 )
+_WORDS = re.compile(r'\s+[A-Za-z]{2,}(?:[\s.,/]+[A-Za-z]{2,})*[\s.]*')
+_NO_UNIT = re.compile(  # words that change the value of a number before them
+  r'\b(and|or|to|plus|minus|times|over|half|halves|thirds?|dozens?|hundreds?|thousands?|millions?|billions?|trillions?|pi|squared|'
+  r'cubed)\b', re.IGNORECASE
+)  # fmt: skip
+_LATEX_TEXT = re.compile(r'\\(?:text|textrm|mathrm|mbox)\s*\{([^{}]*)\}')
 _TAG = re.compile(r'<answer>(.*?)</answer>', re.DOTALL)
 _PROSE = re.compile(r'[A-Za-z]{2,}\s+[A-Za-z]{2,}|\n')  # two words, or two lines
 
@@ -312,3 +322,11 @@ def number(text: str) -> Decimal | None:
   """Return the value of a text that is one number (`18`, `-1,000.0`, `$18.`, `50%` as 50), or None."""
   text = text.strip().removesuffix('.').replace('\u2212', '-')
   return Decimal(last_number(text) or '') if _NUMBER.fullmatch(text) else None
+
+
+def quantity(text: str) -> Decimal | None:
+  r"""Return the value of a text that is one number, perhaps with a unit in words (`18 eggs`, `18\text{ eggs}`), or None."""
+  text = _LATEX_TEXT.sub(r' \1 ', text).replace(r'\$', '$').strip()
+  first, _, _ = text.partition(' ')
+  words = text[len(first) :]
+  return number(first if _WORDS.fullmatch(words) and not _NO_UNIT.search(words) else text)

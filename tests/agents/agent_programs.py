@@ -55,6 +55,17 @@ def catches(base_url, row):
     return {'reward': 0.5, 'metrics': {'status': error.code}}
 
 
+def goes_back(base_url, row):
+  """Starts a second conversation, and goes back to the first one with a message for which there is no room."""
+  first = [user('a')]
+  one = [*first, ask(base_url, first), user('on ' * 200)]
+  ask(base_url, [user('summary')])
+  try:
+    ask(base_url, one)
+  except urllib.error.HTTPError:
+    return 1.0
+
+
 def odd(base_url, row, how='hang'):
   """Talks if its seed is a multiple of 4; otherwise hangs, dies, raises or says nothing."""
   if row['seed'] % 4 == 0:

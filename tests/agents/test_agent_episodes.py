@@ -87,6 +87,12 @@ def test_an_edited_history_is_another_branch_and_no_token_is_trained_twice(tmp_p
   assert len({(c.request.attempt, c.request.start) for c in engine.completions if c.request.uid == t.uid}) == 4
 
 
+def test_a_request_that_is_refused_does_not_change_which_branch_was_answered_last(tmp_path):
+  (t, *_), _ = batch(tmp_path, 'goes_back', most=1)
+  assert Tokenizer.load(tmp_path).decode(t.tokens)[:15] == '<bos>user\nsumma'
+  assert (t.reward, t.branches) == (1, ())
+
+
 def test_the_sequences_of_an_episode_are_limited_and_what_is_left_out_is_counted(tmp_path):
   (t, *_), engine = batch(tmp_path, 'edits', most=2)
   assert len(t.branches) == 1

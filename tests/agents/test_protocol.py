@@ -85,6 +85,8 @@ def test_all_fields_of_a_request_are_read():
     ({'messages': [{'role': 'assistant', 'tool_calls': 3}]}, r'messages\[0\]\.tool_calls: expected a list'),
     ({'max_tokens': 0}, 'max_tokens = 0'),
     ({'max_tokens': True}, 'max_tokens = True'),
+    ({'max_completion_tokens': 0}, 'max_completion_tokens = 0'),
+    ({'max_completion_tokens': 5, 'max_tokens': 'x'}, "max_tokens = 'x'"),
     ({'guided_json': {}}, 'guided_json: this endpoint has no such field'),
   ],
 )

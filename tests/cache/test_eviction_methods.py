@@ -211,6 +211,10 @@ def test_streaming_keeps_the_sinks_and_the_newest():
     written += 6
 
 
+def test_h2o_keeps_the_newest_token_for_any_budget():
+  assert [window(Cache(method='h2o', budget=budget)) for budget in (1, 2, 3, 8)] == [1, 1, 1, 4]
+
+
 def test_h2o_keeps_the_heavy_hitters():
   heavy, budget, S = {1, 6, 9}, 6, 16
   cache = Cache(method='h2o', budget=budget)

@@ -113,7 +113,7 @@ def test_weights_config_and_tokenizer_are_converted(tmp_path):
     np.testing.assert_array_equal(layer['mlp_norm']['scale'], theirs[f'{name}.post_attention_layernorm.weight'])
 
   tokenizer = Tokenizer.load(tmp_path / 'out')
-  tokenizer.check_against(config)
+  assert tokenizer.within(config) is tokenizer
   assert (tokenizer.eos_ids, tokenizer.pad_id, tokenizer.vocab_size) == ((2,), 2, 264)
   assert tokenizer.render([{'role': 'user', 'content': 'hi'}]) == 'hi<|im_end|>'
 

@@ -1,5 +1,6 @@
 """Hugging Face folders: every tensor arrives at its leaf, and bad files are refused before any device work."""
 
+import errno
 import json
 import os
 import subprocess
@@ -15,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from sprl.io import huggingface
 from sprl.io.config_file import write_config
+from sprl.io.files import rename
 from sprl.io.huggingface import WeightsError, check_weights, export_folder, load_params, tensors
 from sprl.io.tokenizer import write_tiny
 from sprl.models import transformer
@@ -235,6 +237,30 @@ def test_an_export_replaces_only_an_earlier_export(tmp_path):
   with pytest.raises(WeightsError, match='mine: '):
     export_folder(tmp_path / 'mine', params, config)
   assert (tmp_path / 'mine' / 'thesis.txt').read_text() == 'precious'
+
+
+def test_an_export_that_was_killed_between_its_renames_is_found_again(tmp_path, monkeypatch):
+  config = tiny('llama')
+  first, second = params_of(config), params_of(config, seed=1)
+  export_folder(tmp_path / 'out', first, config, dtype=jnp.float32)
+
+  def killed(old, new):
+    if new == tmp_path / 'out':
+      raise KeyboardInterrupt
+    rename(old, new)
+
+  def full(*_):
+    raise OSError(errno.ENOSPC, 'full')
+
+  with monkeypatch.context() as context:
+    context.setattr(huggingface, 'rename', killed)
+    with pytest.raises(KeyboardInterrupt):
+      export_folder(tmp_path / 'out', second, config, dtype=jnp.float32)
+  assert not (tmp_path / 'out').exists()
+  monkeypatch.setattr(huggingface, 'write_json', full)
+  with pytest.raises(OSError, match='full'):
+    export_folder(tmp_path / 'out', second, config, dtype=jnp.float32)
+  jax.tree.map(np.testing.assert_array_equal, load_params(tmp_path / 'out', config), first)
 
 
 def test_an_export_replaces_no_run_and_no_other_model(tmp_path):

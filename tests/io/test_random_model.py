@@ -51,7 +51,7 @@ def test_an_architecture_has_the_published_config_except_for_special_tokens(fold
 def test_the_folder_has_a_tokenizer_of_bytes_that_fits_the_model(tmp_path):
   folder = locate('random:qwen2.5-1.5b', tmp_path)
   config, tokenizer = ModelConfig.read(folder), Tokenizer.load(folder)
-  tokenizer.check_against(config)
+  assert tokenizer.within(config) is tokenizer
   assert set(config.eos_token_ids) == set(tokenizer.eos_ids)
   text = 'Größe: 3 + 4 = 7'
   assert tokenizer.decode(tokenizer.encode(text)) == text

@@ -8,6 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+import tokenizers
 
 from sprl.io import templates
 from sprl.io import tokenizer as tokenizer_module
@@ -325,10 +326,23 @@ def test_files_that_contradict_each_other_are_refused(folder):
 
 def test_a_vocabulary_beyond_the_embedding_is_refused(folder):
   tokenizer = Tokenizer.load(folder)
-  tokenizer.check_against(tiny('llama'))
-  tokenizer.check_against(tiny('llama', vocab_size=512))  # embeddings are often padded
+  assert tokenizer.within(tiny('llama')) is tokenizer
+  assert tokenizer.within(tiny('llama', vocab_size=512)) is tokenizer  # embeddings are often padded
   with pytest.raises(TokenizerError, match=r'id 258.*vocab_size = 258'):
-    tokenizer.check_against(tiny('llama', vocab_size=258))
+    tokenizer.within(tiny('llama', vocab_size=258))
   (folder / 'generation_config.json').write_text('{"eos_token_id": 600}')
   with pytest.raises(TokenizerError, match='has id 600'):
-    Tokenizer.load(folder).check_against(tiny('llama'))
+    Tokenizer.load(folder).within(tiny('llama'))
+
+
+def test_an_added_token_beyond_the_embedding_is_ordinary_text(folder):
+  """The text models of Gemma 3 have 262,144 rows, and their tokenizer has the id 262,144 for an image."""
+  backend = tokenizers.Tokenizer.from_file(str(folder / 'tokenizer.json'))
+  backend.add_special_tokens(['<image>'])
+  backend.save(str(folder / 'tokenizer.json'))
+  loaded = Tokenizer.load(folder)
+  assert loaded.encode('a<image>')[1:] == [259]
+  fitted = loaded.within(tiny('llama'))
+  assert fitted.decode(fitted.encode('a<image>')) == 'a<image>'
+  assert max(fitted.encode('a<image>')) < 259 == fitted.vocab_size
+  assert fitted.encode('<bos>b') == loaded.encode('<bos>b')

@@ -31,6 +31,16 @@ HUMAN_EVAL = {
   'test': 'METADATA = {}\n\ndef check(candidate):\n  assert candidate([]) == 0\n  assert candidate([1, 2]) == 3, "sum"\n',
 }
 APPS = {'input_output': '{"inputs": ["2\\n3 4\\n", "1\\n5\\n"], "outputs": ["7\\n", ["5"]]}'}
+CALLS = {'input_output': '{"fn_name": "pair", "inputs": [[1, 2], [3, 4]], "outputs": [[[2, 1]], [4, 3]]}'}
+SHADOWING = {  # the tested function has the name of a builtin
+  'code': 'def sum(a, b):\n  return a - b',
+  'test_list': ['assert sum(5, 2) == 3', 'assert abs(sum(1, 2)) == 1'],
+}
+HELPER = {  # the test uses an import and a helper of the prompt
+  'prompt': 'import math\n\ndef square(x):\n  return x * x\n\ndef root(y):\n  """Return x with square(x) == y."""\n',
+  'entry_point': 'root',
+  'test': 'def check(candidate):\n  assert math.fabs(square(candidate(9.0)) - 9.0) < 1e-6\n',
+}
 SUM = 'n = int(input())\nprint(sum(map(int, input().split())))\n'
 
 
@@ -55,6 +65,15 @@ def score(code, row):
     (HUMAN_EVAL, 'def total(values: List[int]):\n  return sum(values)\n', 1),  # with an import of the prompt
     ({**HUMAN_EVAL, 'prompt': 'Write total.'}, 'def total(values):\n  return sum(values)\n', 1),
     (HUMAN_EVAL, '  return len(values)\n', 0),
+    (SHADOWING, 'def sum(x, y): return x - y', 1),
+    (SHADOWING, 'def sum(x, y): return x + y', 0),
+    (HELPER, '  return y ** 0.5\n', 1),
+    (HELPER, 'def root(y): return y\n', 0),
+    (CALLS, 'def pair(a, b): return b, a', 1),
+    (CALLS, 'class Solution:\n  def pair(self, a, b): return [b, a]', 1),
+    (CALLS, 'def pair(a, b): return a, b', 0),
+    (CALLS, 'print(2, 1)', 0),
+    ({'input_output': {'inputs': [3], 'outputs': [9]}}, 'print(int(input()) ** 2)', 1),
     (APPS, SUM, 1),
     (APPS, SUM.replace('sum', 'max'), 0),
     (APPS, SUM + 'raise SystemExit(1)', 0),
@@ -102,6 +121,13 @@ for fd in range(3, 64):
   except OSError: pass
 def gap(v): return 77
 """
+FORGED_BUILTINS = """
+import os
+for fd in range(3, 64):
+  try: os.write(fd, b'{"value": {"dict": [["gap", {"object": 0}], ["__builtins__", {"dict": []}]]}}\\n')
+  except OSError: pass
+def gap(v): return 77
+"""
 YES = 'class Yes:\n  def __eq__(self, other): return True\n  __ne__ = __lt__ = __gt__ = __eq__\ndef gap(v): return Yes()'
 HACKS = {
   'exit': 'import sys\nsys.exit(0)',
@@ -113,6 +139,7 @@ HACKS = {
   'no assertions': 'import builtins\nclass Never(BaseException): pass\nbuiltins.AssertionError = Never\ndef gap(v): return 77',
   'builtins': 'import builtins\nbuiltins.exec = builtins.compile = lambda *a: None\ndef gap(v): return 77',
   'a forged value': FORGERY,
+  'forged builtins': FORGED_BUILTINS,
   'the closed socket': 'import os\nos.closerange(3, 64)\ndef gap(v): return 3',
   'tracing': 'import sys\nsys.settrace(lambda *a: None)\ndef gap(v): return 77',
   'a debugger': 'import ctypes, os\nassert ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0) == 0\ndef gap(v): return 3',
@@ -129,6 +156,27 @@ HACKS = {
   'another program': "import os\nos.execv('/bin/true', ['true'])",
   'the network': "import socket\nsocket.create_connection(('127.0.0.1', 9))\ndef gap(v): return 3",
 }  # fmt: skip
+SHADOWS = {  # wrong code that replaces what its tests use
+  'a builtin': ('def f(x): return 0\ndef abs(x): return 0', {'test_list': ['assert abs(f(3) - 1) < 1e-6']}),
+  'a type': ('def f(): return ()\ndef set(x): return 0', {'test_list': ['assert set(f()) == set((1, 2))']}),
+  'a builtin of check': (
+    'def total(values): return 9\ndef abs(x): return 0',
+    HUMAN_EVAL | {'test': 'def check(candidate):\n  assert abs(candidate([1]) - 1) < 1e-6\n'},
+  ),
+  'a module': (
+    'class math:\n  @staticmethod\n  def isclose(a, b): return True\ndef half(x): return 0',
+    {'test_list': ['assert math.isclose(half(3), 1.5)']},
+  ),
+  'a module by another': ('import operator as math\ndef half(x): return 0', {'test_list': ['assert math.eq(half(3), 0)']}),
+  'a helper of the prompt': ('def square(x): return 9.0\ndef root(y): return 0', HELPER),
+}
+
+
+@pytest.mark.parametrize('name', SHADOWS)
+def test_code_cannot_replace_what_its_tests_use(name):
+  assert score(*SHADOWS[name]) == 0
+
+
 SLOW = ('a leak', 'an endless loop', 'an endless loop in the function', 'a hang that catches everything')
 
 
