@@ -208,7 +208,7 @@ class Session:
 
   def finish(self) -> Finished:
     """Evaluate and save if that is not done yet, and return how the run ended."""
-    state, completed = self.state, self.state.step == self.run.steps
+    state, completed = self.state, bool(self.state.before) and self.state.step == self.run.steps
     if completed and not state.after:  # no step was left to take; the last checkpoint was saved when more were to come
       state.after = state.before if state.step == 0 else self.evaluate(logged=False)
     self.save()

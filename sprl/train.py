@@ -176,7 +176,7 @@ def setup(
   # --- logs ----------------------------------------------------------------------------------------------------------
   run_log, earlier = None, ()
   if team.leads:
-    resume_step = state.step if checkpoints.steps() else None
+    resume_step = state.step if state.before else None  # the first evaluation, the first line, may be still to come
     run_log = RunLog(workdir, resume_step, [*open_trackers(run.log, workdir, resume_step), *trackers])
     stack.callback(run_log.close)
     run_log.settings(settings.to_dict(run))

@@ -149,6 +149,8 @@ def pack(
 ) -> tuple[TrainBatch, dict[str, float]]:
   """Return the batch of these trajectories as numpy arrays, and its `packing/` metrics.
 
+  Raises RuntimeError if sequences need more rows than `shape` has: members of a group that begin differently share no prompt.
+
   Row b of a [B, C] array is trajectory b; rows after the last trajectory are empty. Sequences with advantage NaN, or without a
   token of the model, are left out. Members of a group must be adjacent to share their prompt. Trajectories that record evictions
   need `share_prefix` = False, because samples evict different tokens of their prompt. If one trajectory records evictions, routes
@@ -176,6 +178,11 @@ def pack(
     prompt=_rows(np.unique([t.group for t in trajectories], return_inverse=True)[1].astype(np.int32), shape.sequences),
   )
   rows = _first_fit(_pieces(trajectories, advantage, shape.tokens, share_prefix), trajectories, shape.tokens)
+  if len(rows) > shape.micros * shape.rows:
+    raise RuntimeError(
+      f'{len(rows)} rows of tokens do not fit into {shape.micros * shape.rows}: episodes of one group began differently, so they '
+      'could not share a prompt. Begin each from the seed of its group, or set config.packing.share_prefix = False'
+    )
   for index, pieces in enumerate(rows):
     _fill_row(batch, shape, index, pieces, trajectories)
 

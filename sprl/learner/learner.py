@@ -37,6 +37,8 @@ from sprl.sharding.rules import OnMesh, row_shards, token_shards
 from sprl.sharding.transfer import fetch, home, return_free_memory
 from sprl.types import LogProbs, Trajectory, sequences, trained_on
 
+LARGEST = {'update/bad_streak', 'rollout_corr/abs_dlogp_max'}  # metrics whose value of a step is the largest of its updates
+
 
 @dataclass(kw_only=True)
 class Learner:
@@ -84,7 +86,7 @@ class Learner:
   def update(self, batches: Sequence[TrainBatch], logprobs: Sequence[LogProbs]) -> dict[str, float]:
     """Take one update a batch, in order, as often as there are epochs.
 
-    Returns the mean of each metric over the updates, but the largest `update/bad_streak`; nothing if there was no update.
+    Returns the mean of each metric over the updates, but the largest value of those in LARGEST; nothing if there was no update.
     """
     measured = []
     with self._on_its_devices('update'):
@@ -96,7 +98,7 @@ class Learner:
     if not measured:
       return {}
     means = {name: float(np.mean([metrics[name] for metrics in measured])) for name in measured[0]}
-    return means | {'update/bad_streak': float(max(metrics['update/bad_streak'] for metrics in measured))}
+    return means | {name: float(max(metrics[name] for metrics in measured)) for name in LARGEST & means.keys()}
 
   def measure_scales(self, batches: Sequence[TrainBatch]) -> None:
     """Measure the scales of the FP8 cache on the batches just trained on, with the newest weights.

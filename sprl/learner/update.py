@@ -139,6 +139,9 @@ def update(
   tokens = jnp.maximum(jnp.sum(mask), 1)
   scored = replace(logprobs, old=current if logprobs.old is None else logprobs.old, current=current)
   of_batch = correct(scored, mask, correction, batch.micro) if corrected is None else corrected
+  if of_current and corrected is not None:  # rejection compares old with sampler, the weight compares current with sampler
+    weights = correct(replace(logprobs, old=current), mask, correction, batch.micro)
+    of_batch = replace(weights, mask=corrected.mask, keep=corrected.keep, rejections=corrected.rejections)
   metrics |= {
     'policy/entropy': jnp.sum(entropy) / tokens,
     **diagnostics.policy_metrics(policy_sums),

@@ -12,7 +12,7 @@ from sprl.config import SettingsError
 from sprl.io.tokenizer import Tokenizer
 from sprl.objective.diagnostics import repetition
 from sprl.tasks.problems import Problem
-from sprl.types import Trajectory
+from sprl.types import Trajectory, sequences
 
 STATUSES = ('ok', 'timeout', 'crash', 'error', 'invalid')  # of a Grade (sprl/tasks/grader_pool.py)
 
@@ -88,7 +88,8 @@ def metrics(trajectories: Sequence[Trajectory], layout: CacheLayout, rows: int) 
   fp8/query_saturation       share of the elements of queries that FP8 clamped, where queries are FP8
   """
   reward = np.array([t.reward for t in trajectories])
-  length = np.array([t.mask.sum() for t in trajectories])
+  length = np.array([sum(s.mask.sum() for s in sequences(t)) for t in trajectories])
+  turns = [t.metrics.get('agent/turns', max(len(t.rewards), 1)) for t in trajectories]
   group = np.array([t.group for t in trajectories])
   equal = [np.ptp(reward[group == g]) == 0 for g in np.unique(group)]
   kept = np.concatenate([t.kept[t.mask] for t in trajectories])
@@ -108,7 +109,7 @@ def metrics(trajectories: Sequence[Trajectory], layout: CacheLayout, rows: int) 
     'reward/groups_equal': float(np.mean(equal)),
     'completion/length_mean': float(length.mean()),
     'completion/length_max': float(length.max()),
-    'completion/turns': float(np.mean([max(len(t.rewards), 1) for t in trajectories])),
+    'completion/turns': float(np.mean(turns)),
     'completion/truncated': float(np.mean([t.finish == 'length' for t in trajectories])),
     'sparse/kept_mean': float(kept.mean()),
     'sparse/kept_peak': float(kept.max()),

@@ -193,13 +193,13 @@ class Scheduler:
   def state(self) -> dict[str, Any]:
     """Return the state for a checkpoint, as JSON. Live groups start again after a resume: none is lost or trained on twice."""
     live = sorted({*self._groups, *self._again})
-    counts = self.counts - Counter(started=len(self._groups))  # they will be counted when they start again
-    return {**self.window.state(), 'next': self.next, 'live': live, 'counts': dict(counts)}
+    return {**self.window.state(), 'next': self.next, 'live': live, **self._tally.state(len(self._groups))}
 
   def restore(self, state: Mapping[str, Any]) -> None:
     """Continue from a state, before the first turn."""
     self.window.restore(dict(state), len(state['live']))
-    self.next, self._again, self._tally = state['next'], sorted(state['live']), Tally(Counter(state['counts']))
+    self.next, self._again = state['next'], sorted(state['live'])
+    self._tally.restore(state)
 
   # --- the parts of a turn ---------------------------------------------------------------------------------------------------
 

@@ -1,9 +1,9 @@
 """Statistics of a run's rollouts: counts since the run began, and metrics since they were last read."""
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, dataclass, field
+from typing import Any, Literal
 
 import numpy as np
 
@@ -40,9 +40,20 @@ class Tally:
   `counts` has the groups by outcome (`consumed`, or one of DROPPED) and the EVENTS, since the run began.
   """
 
-  def __init__(self, counts: Counter[str] | None = None):
-    self.counts: Counter[str] = counts or Counter()
-    self.recent = _Recent(self.counts.copy())
+  def __init__(self):
+    self.counts: Counter[str] = Counter()
+    self.recent = _Recent()
+
+  def state(self, live: int) -> dict[str, Any]:
+    """Return the state for a checkpoint, as JSON. The `live` groups are left out: they count when they start again."""
+    counts = self.counts - Counter(started=live)
+    samples = [list(astuple(sample)) for sample in self.recent.samples]
+    return {'counts': dict(counts), 'before': dict(self.recent.before), 'samples': samples}
+
+  def restore(self, state: Mapping[str, Any]) -> None:
+    """Continue from a state. Times are not part of it."""
+    self.counts = Counter(state['counts'])
+    self.recent = _Recent(Counter(state['before']), samples=[Sample(*sample) for sample in state['samples']])
 
   def ended(self, members: Sequence[Member], trajectories: Sequence[Trajectory]) -> None:
     """Record the members of a group that was consumed with these trajectories, or of a dropped group, which has none."""

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import ml_dtypes
@@ -21,7 +22,7 @@ from sprl.io.metrics import read_metrics
 from sprl.io.starts import Start, read_starts
 from sprl.learner.model_card import model_card
 from sprl.model import Model
-from sprl.session import Finished
+from sprl.session import Finished, Session
 
 CHANGES = {
   'arm': 'dense', 'cache.budget': None, 'quant.sampler': 'none', 'ledger.every': None, 'eval.every': None, 'eval.problems': 1,
@@ -216,3 +217,21 @@ def test_a_run_trains_random_weights_without_a_model_and_says_so(folder, monkeyp
   assert not jax.tree.all(jax.tree.map(lambda a, b: bool((a == b).all()), first, other))
   rounded = Model.open(run(folder, **changes)).load('bfloat16')
   assert jax.tree.all(jax.tree.map(lambda a, b: bool((a.astype(b.dtype) == b).all()), first, rounded))
+
+
+def test_a_run_of_no_steps_that_is_interrupted_in_its_evaluation_is_not_complete():
+  saved = []
+  state = SimpleNamespace(step=0, before={}, after={})  # `evaluate` returns {} after a signal
+  learner = SimpleNamespace(state=SimpleNamespace(params={}))
+  session = SimpleNamespace(
+    state=state,
+    run=SimpleNamespace(steps=0),
+    learner=learner,
+    model=None,
+    save=lambda: saved.append(0),
+    stopped=lambda: 'SIGTERM',
+  )
+  assert Session.finish(session).completed is False
+  state.before = {'metrics': {}}
+  assert Session.finish(session).completed is True
+  assert saved == [0, 0]

@@ -249,3 +249,6 @@ def test_members_with_different_prompts_share_none():
   batch, _ = pack([first, other], np.ones(2, np.float32), sizes, True)
   laid = batch.tokens.ravel()[: 2 * 5 + 3 + 4]
   np.testing.assert_array_equal(laid, np.concatenate([first.tokens, other.tokens]))
+  small_row = shape(Sampling(max_prompt=5, max_tokens=4), Rollout(prompts=1, group=2), Packing(row_tokens=13, rows=1), 1)
+  with pytest.raises(RuntimeError, match=r'2 rows of tokens do not fit into 1: .*config\.packing\.share_prefix = False'):
+    pack([first, other], np.ones(2, np.float32), small_row, True)

@@ -129,21 +129,24 @@ def test_filtered_groups_have_advantage_nan():
   np.testing.assert_array_equal(batch_advantages(rollouts(REWARDS), unfiltered)[2:4], 0)
 
 
-def test_metrics_are_means_over_the_updates_except_the_worst_streak():
+def test_metrics_are_means_over_the_updates_except_the_largest_values():
   seen = []
 
   def update(state, batch, logprobs, base):
     assert logprobs is of_batch[id(batch)]
     seen.append(batch)
     count = len(seen)
-    metrics = {'update/loss': np.float32(count), 'update/bad_streak': np.int32([1, 2, 0, 0][count - 1])}
+    largest = np.float32([0.1, 12, 0.1, 0.1][count - 1])
+    streak = np.int32([1, 2, 0, 0][count - 1])
+    metrics = {'update/loss': np.float32(count), 'update/bad_streak': streak, 'rollout_corr/abs_dlogp_max': largest}
     return dataclasses.replace(state, updates=state.updates + jax.device_put(np.int32(1))), jax.device_put(metrics)
 
   subject = learner(update)
   batches, _ = subject.pack(rollouts(REWARDS))
   logprobs = [LogProbs(sampler=batch.sampler_logp) for batch in batches]
   of_batch = {id(batch): each for batch, each in zip(batches, logprobs)}
-  assert subject.update(batches, logprobs) == {'update/loss': 2.5, 'update/bad_streak': 2.0}
+  expected = {'update/loss': 2.5, 'update/bad_streak': 2.0, 'rollout_corr/abs_dlogp_max': 12.0}
+  assert subject.update(batches, logprobs) == expected
   assert [batch is batches[i] for batch, i in zip(seen, (0, 1, 0, 1))] == [True] * 4  # two epochs, in order
   assert int(subject.state.updates) == 4
   assert subject.update([], []) == {}

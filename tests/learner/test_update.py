@@ -346,7 +346,9 @@ def test_bypass_reinforce_weights_whole_sequences_by_the_current_policy(table, b
     return jnp.where(mask, -w * A * l, 0).sum() / (mask.any(axis=1).sum() * COLUMNS)
 
   # A scored old policy has no effect: the weight compares current and sampler.
-  table.check(table.step(UpdateConfig(correction, loss, SETTINGS.forward), old=now + np.float32(1)), expected)
+  found = table.step(UpdateConfig(correction, loss, SETTINGS.forward), old=now + np.float32(1))
+  table.check(found, expected)
+  np.testing.assert_allclose(found[1]['rollout_corr/rollout_is_mean'], w[mask.any(axis=1)].mean(), rtol=1e-4)
 
 
 def test_the_balance_loss_weighs_microbatches_by_their_tokens(monkeypatch, world, batch):

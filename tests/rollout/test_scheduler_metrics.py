@@ -1,5 +1,7 @@
 """The scheduler's metrics: what they count, and since when."""
 
+import json
+
 import numpy as np
 import pytest
 from scheduler_world import TOKENS, World
@@ -41,6 +43,20 @@ def test_metrics_after_a_resume_count_from_the_resume():
     world.step()
   assert whole.scheduler.metrics()[0] == resumed.scheduler.metrics()[0]
   assert whole.scheduler.state() == resumed.scheduler.state()
+
+
+def test_a_resume_in_the_middle_of_a_batch_keeps_what_was_dropped():
+  rollout = Rollout(prompts=4, group=2, equal_groups='replace')
+  worlds = [World(rollout, capacity=2) for _ in range(3)]
+  whole, first, resumed = worlds
+  assert first.scheduler.batch(lambda: first.scheduler.counts['filtered']) is None  # a signal, just after the first dropped group
+  resumed.scheduler.restore(json.loads(json.dumps(first.scheduler.state())))
+  for world in (whole, resumed):
+    world.scheduler.batch()
+  found, expected = (world.scheduler.metrics()[0] for world in (resumed, whole))
+  assert expected['async/dropped_prompts'] > 0
+  assert expected['async/dropped_tokens'] > 0
+  assert found == expected
 
 
 def test_aborted_tokens_count_running_and_interrupted_requests():
