@@ -1,5 +1,6 @@
 """Shared by the commands: flags, exit statuses, and one-line errors in place of tracebacks for mistakes a user can correct."""
 
+import dataclasses
 import logging
 import os
 import re
@@ -7,11 +8,13 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, get_type_hints
 
 from absl import app, flags
 from absl import logging as absl_logging
+from ml_collections import config_flags
 
-from sprl.config import Run, SettingsError, to_dict
+from sprl.config import Run, SettingsError, to_dict, unless_none
 from sprl.config_reader import no_such_setting
 from sprl.kernels import ptxas
 
@@ -35,6 +38,11 @@ def start(main: Callable[[], int], prepare: Callable[[list[str]], None] = lambda
   if ptxas.needed() and ptxas.find() is None:
     print(f'WARNING: {ptxas.described()}', file=sys.stderr)
   app.run(lambda _: reported(main), flags_parser=lambda argv: _parse(with_shipped_config(argv), prepare))
+
+
+def settings_of_flags() -> frozenset[str]:
+  """Return the keys of the settings that flags have set, such as `cache.budget`."""
+  return frozenset(config_flags.get_override_values(flags.FLAGS['config']))
 
 
 def with_shipped_config(argv: list[str], package: Path = Path(__file__).parent) -> list[str]:
@@ -91,6 +99,7 @@ def _status(error: Exception) -> int | None:
 
 def _parse(argv: list[str], prepare: Callable[[list[str]], None]) -> list[str]:
   try:
+    _check_file(_config_file(argv))
     for name in _config_flags(argv):
       _check_name(name)
     prepare(argv)
@@ -106,6 +115,12 @@ def _parse(argv: list[str], prepare: Callable[[list[str]], None]) -> list[str]:
       if message == last and (file := _config_file(argv)) is not None:
         lines = re.findall(rf'File "{re.escape(file)}", line (\d+)', str(error))
         message = _of_config_file(file, lines[-1] if lines else None, last)
+    elif missing := re.match(r'flag --(\w+)=None: ', message):
+      message = f'expected the flag --{missing[1]}' + (
+        ', such as --config=configs/quickstart.py' if missing[1] == 'config' else ''
+      )
+    else:
+      message = _of_wrong_type(argv) or message
     sys.exit(_refuse(message))
   except (SettingsError, OSError) as error:
     sys.exit(_refuse(error))
@@ -161,7 +176,15 @@ def _config_file(argv: list[str]) -> str | None:
   return None
 
 
-# --- names of settings -----------------------------------------------------------------------------------------------
+def _check_file(file: str | None) -> None:
+  """Raise SettingsError if the file of --config does not exist. The message of ml_collections has four lines."""
+  if file is not None and not Path(file).is_file():
+    package = Path(__file__).parent
+    shipped = sorted(f'configs/{path.name}' for folder in (package, package.parent) for path in folder.glob('configs/*.py'))
+    raise SettingsError(f'--config={file}: no such file; expected a file with get_config(), or one of {", ".join(shipped)}')
+
+
+# --- names and types of settings -----------------------------------------------------------------------------------------------
 
 
 def _config_flags(argv: list[str]) -> Iterator[str]:
@@ -183,3 +206,27 @@ def _check_name(name: str) -> None:
         raise SettingsError(no_such_setting(where, key, section))
       raise SettingsError(f'{where}.{key}: no such setting; {where} is one value')
     section, where = section[key], f'{where}.{key}'
+
+
+def _of_wrong_type(argv: list[str]) -> str | None:
+  """Return the message for the first flag of a setting whose value has another type; None if there is none."""
+  for argument in argv[1:]:
+    name, equals, value = argument.lstrip('-').partition('=')
+    if not equals or not name.startswith('config.') or name.rpartition('.')[0] in FREE:
+      continue
+    if name in FREE:
+      return f"{name} = {value!r}: expected a dictionary in the syntax of Python, such as {{'key': 1}}"
+    hint: Any = Run
+    for key in name.split('.')[1:]:
+      hint = get_type_hints(hint)[key]
+    if dataclasses.is_dataclass(hint):
+      return f'{name} = {value!r}: expected flags of its settings, such as --{name}.{dataclasses.fields(hint)[0].name}'
+    if (expected := _EXPECTED.get(unless_none(hint))) and not re.fullmatch(_WRITTEN[unless_none(hint)], value):
+      return f'{name} = {value!r}: expected {expected}'
+  return None
+
+
+_EXPECTED = {int: 'a whole number', float: 'a number', bool: 'True or False'}
+_WRITTEN = {
+  int: r'[-+]?\d+|None', float: r'[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|inf|None', bool: r'(?i:true|false|1|0|yes|no|t|f|y|n)'
+}  # fmt: skip

@@ -2,7 +2,7 @@
 
 import dataclasses
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
 from sprl.config import UNIONS, Run, SettingsError, unless_none
@@ -13,8 +13,11 @@ if TYPE_CHECKING:
   from ml_collections import ConfigDict
 
 
-def resolve(config: 'Mapping[str, Any] | ConfigDict') -> Run:
+def resolve(config: 'Mapping[str, Any] | ConfigDict', given: Collection[str] = ()) -> Run:
   """Return the checked settings of a config. A setting that the config lacks has its default.
+
+  `given` are keys that the user has set, such as the flags of a command. An arm or preset refuses to change them. Other settings
+  it changes if they have their default.
 
   Raises SettingsError for an unknown key, a wrong type, a value out of range, or an impossible combination.
   """
@@ -23,7 +26,7 @@ def resolve(config: 'Mapping[str, Any] | ConfigDict') -> Run:
   except AttributeError:
     name = type(config).__name__
     raise SettingsError(f'get_config() returned {name}: expected sprl.config.default_config() with changes') from None
-  run = with_task(with_arm(with_preset(_build(Run, plain, 'config'))))
+  run = with_task(with_arm(with_preset(_build(Run, plain, 'config'), given), given))
   validate(run)
   return run
 

@@ -122,10 +122,10 @@ def main() -> int:
     raise SettingsError(f'--split = {_SPLIT.value!r}: expected --data=DATA with it, or config.task.splits')
   if _MODEL.value is None:
     saved = to_dict(resolve(read_config(_WORKDIR.value or '')))
-    run = overridden(saved, resolve(config), other_data=_DATA.value is not None)
+    run = overridden(saved, resolve(config, command_line.settings_of_flags()), other_data=_DATA.value is not None)
   else:
     config.model.path = _MODEL.value
-    run = resolve(config)
+    run = resolve(config, command_line.settings_of_flags())
   from sprl.distributed.process_group import require_single_process
   from sprl.learner.restore import restore
   from sprl.model import Model

@@ -39,7 +39,7 @@ _FROM = flags.DEFINE_string(
 
 def main() -> int:
   """Run the command and return its exit status."""
-  run = resolve(_CONFIG.value)
+  run = resolve(_CONFIG.value, command_line.settings_of_flags())
   from sprl.distributed.process_group import join  # imported late: an error in the settings is reported before jax loads
 
   with join(patience=run.patience) as team:

@@ -44,7 +44,7 @@ _PNG = flags.DEFINE_string('png', None, 'File to draw the plan in.')
 
 def main() -> int:
   """Print the plan that the flags ask for, and return the exit status."""
-  run = resolve(_CONFIG.value)
+  run = resolve(_CONFIG.value, command_line.settings_of_flags())
   # Imported late: an error in the settings is reported before jax loads.
   from sprl.io.pretrained import config_folder
   from sprl.models.config import ModelConfig

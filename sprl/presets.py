@@ -9,6 +9,7 @@ lengths stay the run's own.
 """
 
 import dataclasses
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -43,8 +44,10 @@ ARM_SETTINGS: dict[Arm, dict[str, Any]] = {
 }
 
 
-def with_arm(run: Run) -> Run:
+def with_arm(run: Run, given: Collection[str] = ()) -> Run:
   """Return the run with the settings of its arm. A run with a preset has that preset's settings already.
+
+  `given` are the keys that the user has set, as opposed to defaults.
 
   Raises SettingsError if a setting or the preset contradicts the arm.
   """
@@ -57,7 +60,7 @@ def with_arm(run: Run) -> Run:
     if settings.get(key, value) != value:
       of_preset = f'config.{key} = {value!r}, which config.preset = {run.preset!r} sets'
       raise SettingsError(f'config.arm = {run.arm!r}: expected None, or an arm with {of_preset}')
-  run = _with(run, settings, f'config.arm = {run.arm!r}')
+  run = _with(run, settings, f'config.arm = {run.arm!r}', given)
   shared = run.packing.share_prefix and not run.masked_learner  # samples evict different tokens of their prompt
   return replace(run, packing=replace(run.packing, share_prefix=shared))
 
@@ -197,12 +200,12 @@ def _settings_of_preset(run: Run) -> dict[str, Any]:
   return {} if run.preset is None else settings_of(run.preset)
 
 
-def with_preset(run: Run) -> Run:
+def with_preset(run: Run, given: Collection[str] = ()) -> Run:
   """Return the run with the settings of its preset.
 
-  Raises SettingsError if a setting that the preset sets has another value that is not its default.
+  Raises SettingsError if a setting that the preset sets has another value that is in `given`, or is not its default.
   """
-  return _with(run, _settings_of_preset(run), f'config.preset = {run.preset!r}')
+  return _with(run, _settings_of_preset(run), f'config.preset = {run.preset!r}', given)
 
 
 # --- settings by key --------------------------------------------------------------------------------------------------
@@ -212,15 +215,15 @@ def _keys(correction: Correction) -> dict[str, Any]:
   return {f'correction.{f.name}': getattr(correction, f.name) for f in dataclasses.fields(correction)}
 
 
-def _with(run: Run, settings: dict[str, Any], source: str) -> Run:
+def _with(run: Run, settings: dict[str, Any], source: str, given: Collection[str]) -> Run:
   """Return the run with these settings. `source` names the arm or preset, for the error.
 
-  Raises SettingsError if a setting has another value that is not its default.
+  Raises SettingsError if a setting has another value that is in `given`, or is not its default.
   """
   for key, value in settings.items():
-    given, default = _get(run, key), _get(Run(), key)
-    if given not in (default, value):
-      raise SettingsError(f'config.{key} = {given!r}: expected {value!r}, which {source} sets')
+    found, default = _get(run, key), _get(Run(), key)
+    if found != value and (found != default or key in given):
+      raise SettingsError(f'config.{key} = {found!r}: expected {value!r}, which {source} sets')
     run = _set(run, key.split('.'), value)
   return run
 

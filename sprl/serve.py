@@ -12,7 +12,7 @@ import re
 import secrets
 import signal
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -54,16 +54,18 @@ def main() -> int:
   config: Any = flags.FLAGS['config'].value
   config.model.path = _MODEL.value
   access = access_of(_TOKEN.value, os.environ)
-  return serve(run_of(config), access, _HOST.value, _PORT.value, _QUEUE.value, _GRACE.value, _TOOLS.value)
+  return serve(
+    run_of(config, command_line.settings_of_flags()), access, _HOST.value, _PORT.value, _QUEUE.value, _GRACE.value, _TOOLS.value
+  )
 
 
-def run_of(config: Any) -> Run:
+def run_of(config: Any, given: Collection[str] = ()) -> Run:
   """Return the settings of a server. Unlike a run, it may be greedy: with `sampling.temperature` = 0. Raises SettingsError."""
   if config.sampling.temperature != 0:
-    return resolve(config)
+    return resolve(config, given)
   with config.unlocked():
     config.sampling.temperature = 1.0
-  run = resolve(config)
+  run = resolve(config, given)
   return replace(run, sampling=replace(run.sampling, temperature=0.0))
 
 

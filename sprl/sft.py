@@ -260,7 +260,7 @@ def define_flags(argv: list[str]) -> None:
 def main() -> int:
   """Fine-tune as the flags say, and print the result as JSON."""
   given: Any = flags.FLAGS
-  run, show = resolve(given.config), partial(print, flush=True)
+  run, show = resolve(given.config, command_line.settings_of_flags()), partial(print, flush=True)
   require_single_process('sprl.sft')
   result = fine_tune(
     run, local_folder('--out', given.out), steps=given.steps, batch=given.batch, learning_rate=given.learning_rate, show=show

@@ -2,7 +2,8 @@
 
 import pytest
 
-from sprl.config import Correction, Rollout, Run, SettingsError, to_dict
+from sprl.api.settings import resolved
+from sprl.config import Correction, Rollout, Run, SettingsError, default_config, to_dict
 from sprl.config_reader import resolve
 from sprl.presets import ARMS, CORRECTIONS, RECIPES, settings_of, with_preset
 
@@ -88,6 +89,32 @@ def test_a_preset_leaves_other_settings_to_the_run():
 def test_a_setting_that_contradicts_its_preset_is_refused():
   with pytest.raises(SettingsError, match=r"config\.loss\.clip_high = 0\.3: expected 0\.28, which config\.preset = 'dapo' sets"):
     resolve({'preset': 'dapo', 'model': MODEL, 'loss': {'clip_high': 0.3}})
+
+
+@pytest.mark.parametrize(
+  ('name', 'key', 'value'),
+  [
+    ('fp8_rl', 'quant.sampler', 'none'),
+    ('dapo', 'rollout.equal_groups', 'train'),
+    ('dapo', 'optimizer.minibatches', 1),
+    ('token_is', 'correction.weight', 'icepop'),
+  ],
+)
+def test_a_preset_changes_no_setting_that_the_user_has_set_even_to_its_default(name, key, value):
+  section, setting = key.split('.')
+  with pytest.raises(SettingsError, match=rf'config\.{key} = {value!r}: expected .* config\.preset = {name!r} sets'):
+    resolved({'preset': name, 'model': MODEL, section: {setting: value}})
+  config = default_config()
+  config.preset, config.model.path = name, 'x'
+  assert resolve(config).preset == name  # a file has a value for every setting
+  config[section][setting] = value
+  with pytest.raises(SettingsError, match=rf'config\.{key}'):
+    resolve(config, {key})
+
+
+def test_an_arm_changes_no_correction_that_the_user_has_set_even_to_its_default():
+  with pytest.raises(SettingsError, match=r"config\.correction\.cap = 2\.0: expected 1\.5, which config\.arm = 'sparse_rl' sets"):
+    resolved({'arm': 'sparse_rl', 'model': MODEL, 'cache': {'budget': 64}, 'correction': {'cap': 2.0}})
 
 
 def test_an_unknown_preset_is_refused_with_the_known_ones():

@@ -48,6 +48,10 @@ def inputs_of(
   elif isinstance(data, str | Path):
     is_folder_of_problems = (Path(data).expanduser() / 'train.jsonl').is_file()
     task |= {'kind': 'jsonl' if is_folder_of_problems else 'dataset', 'path': str(data)}
+  elif isinstance(data, Mapping):
+    raise SettingsError(
+      f'data: expected a list of rows, each a dictionary; got one dictionary with the keys {", ".join(map(str, data))}'
+    )
   elif data is not None:
     train, task['kind'] = list(data), 'rows'
     if test is None:

@@ -19,9 +19,8 @@ from sprl.api.inputs import Reward, inputs_of
 from sprl.api.ledger import Ledger
 from sprl.api.rollouts import Rollouts
 from sprl.api.sampler import Sampler
-from sprl.api.settings import Settings, merged, refuse
+from sprl.api.settings import Settings, merged, refuse, resolved
 from sprl.config import Run, SettingsError
-from sprl.config_reader import resolve
 from sprl.distributed.process_group import require_single_process
 from sprl.kernels.support import record_format
 from sprl.learner.learner import Learner
@@ -55,7 +54,7 @@ def load(path: str | Path, **settings: Any) -> 'LoadedModel':
   """
   require_single_process('sprl.load')
   given = merged({'task': {'kind': 'rows'}}, settings, {'model.path': str(path)})
-  run = resolve(given)
+  run = resolved(given)
   model = Model.open(run)
   return LoadedModel(given, model, model.first(run.seed), model.base())
 
@@ -89,7 +88,7 @@ class LoadedModel:
     """
     refuse(merged(settings), WHERE_LOADED, 'sprl.load')
     given = merged(self.settings, settings)
-    run = resolve(given)
+    run = resolved(given)
     return Sampler(self, given, run, Model.open(run))
 
   def update(self, rollouts: Rollouts, **settings: Any) -> dict[str, float]:
@@ -107,7 +106,7 @@ class LoadedModel:
       raise ValueError('update(rollouts): expected graded rollouts; call rollouts.grade(reward) first')
     self._check(rollouts, 'update')
     size = {'rollout': {'prompts': len(rollouts.rewards), 'group': rollouts.run.rollout.group}}
-    run = resolve(merged(rollouts.settings, settings, size))
+    run = resolved(merged(rollouts.settings, settings, size))
     for section in ('sampling', 'cache', 'quant'):
       if (sampled := getattr(rollouts.run, section)) != getattr(run, section):
         raise SettingsError(f'config.{section}: expected the settings that sampled the rollouts: {sampled}')
@@ -139,7 +138,7 @@ class LoadedModel:
     refuse(merged(settings), WHERE_LOADED, 'sprl.load')
     rows = list(rows)
     of_inputs, inputs = inputs_of(rows, reward, test=rows)
-    run = resolve(merged(self.settings, {'eval.problems': len(rows)}, settings, of_inputs))
+    run = resolved(merged(self.settings, {'eval.problems': len(rows)}, settings, of_inputs))
     return evaluate_on(run, self, inputs)
 
   def save(self, folder: str | Path, dtype: str = 'bfloat16') -> Path:

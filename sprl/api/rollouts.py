@@ -1,7 +1,6 @@
 """Rollouts in a notebook: samples with their text, rewards and records, as a sequence and as HTML tables."""
 
 import html
-import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -22,8 +21,6 @@ from sprl.tasks.grader_pool import GraderPool, Group, grader_pool
 from sprl.tasks.problems import Problem
 from sprl.tasks.rewards import Sample as Asked
 from sprl.types import Trajectory
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -138,8 +135,6 @@ class Rollouts(Sequence[Sample]):
     executor = task.executor or 'processes'
     with grader_pool(rewards, task.workers, task.time_limit, GRADING_MEMORY_GB, executor, columns=columns) as pool:
       grades = answers(pool, [_asked(sample) for sample in self.samples])
-      for grade in (each for each in grades if each.status != 'ok'):
-        log.warning('grading failed, the score is 0: %s', grade.reason)
       names = [each.name for each in rewards]
       trajectories = [replace(sample.trajectory, **graded(grade)) for sample, grade in zip(self.samples, grades)]
       if any(each.grader.groupwise for each in rewards):

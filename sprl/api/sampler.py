@@ -44,8 +44,12 @@ class Sampler:
       greedy: take the most likely token each time. Such rollouts cannot be trained on.
       evictions: record when each token was evicted, for `Sample.visible`.
 
-    Raises SettingsError if a prompt is empty or longer than sampling.max_prompt.
+    Raises SettingsError for one text in place of a list, and if a prompt is empty or longer than sampling.max_prompt.
     """
+    if isinstance(prompts, str | Mapping):
+      raise SettingsError(f'prompts = {prompts!r:.200}: expected a list of prompts')
+    if not isinstance(samples, int) or samples < 1:
+      raise SettingsError(f'samples = {samples!r}: expected a whole number above 0')
     run, loaded = self.run, self.loaded
     run = replace(run, rollout=replace(run.rollout, prompts=len(prompts), group=samples))
     asked = list(in_memory.load(run.task, [{'prompt': p} if isinstance(p, str) else p for p in prompts], 'prompts'))

@@ -2,12 +2,13 @@
 
 import dataclasses
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
 
 from sprl.config import Run, SettingsError
+from sprl.config_reader import resolve
 
 Settings = dict[str, Any]  # nested: {'cache': {'budget': 48}}
 
@@ -21,6 +22,19 @@ def merged(*given: Mapping[str, Any]) -> Settings:
   for settings in given:
     _merge(found, Run, settings)
   return found
+
+
+def resolved(settings: Settings) -> Run:
+  """Return the checked settings of a run. An arm or preset refuses to change one of `settings`. Raises SettingsError."""
+  return resolve(settings, frozenset(_keys(settings)))
+
+
+def _keys(section: Mapping[Any, Any], prefix: str = '') -> Iterator[str]:
+  for name, value in section.items():
+    if isinstance(value, Mapping):
+      yield from _keys(value, f'{prefix}{name}.')
+    else:
+      yield f'{prefix}{name}'
 
 
 def _merge(into: Settings, section: type, given: Mapping[str, Any]) -> None:

@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 
 from sprl.api.inputs import Data, Reward, inputs_of
 from sprl.api.loaded import LoadedModel, evaluate_on
-from sprl.api.settings import merged
-from sprl.config import Run, to_dict
+from sprl.api.settings import merged, resolved
+from sprl.config import Run, SettingsError, to_dict
 from sprl.config_reader import resolve
 from sprl.distributed.process_group import require_single_process
 from sprl.io.metrics import read_metrics, read_samples, sample_steps, series
@@ -77,9 +77,11 @@ def fit(
     StopRun: a guard found that training is broken (sprl.hooks).
   """
   require_single_process('sprl.fit')
+  if callable(callbacks) or not isinstance(callbacks, Iterable) or not all(map(callable, callbacks)):
+    raise SettingsError(f'callbacks = {callbacks!r:.200}: expected a list of functions')
   whole = merged(settings, {'model.path': str(path)})
   of_inputs, inputs = inputs_of(data, reward, test=test, environment=environment, problems=whole.get('eval', {}).get('problems'))
-  run = resolve(merged(whole, of_inputs))
+  run = resolved(merged(whole, of_inputs))
   folder = new_folder() if workdir is None else Path(workdir).absolute()
   finished = train(run, folder, inputs=inputs, hooks=[partial(_call, callback) for callback in callbacks], trackers=trackers)
   model = LoadedModel(merged({'task.kind': 'rows'}, whole), finished.model, finished.params, finished.model.base(), finished.step)

@@ -20,6 +20,8 @@ def local_folder(name: str, path: str | os.PathLike) -> Path:
       f'{name}={text}: expected a folder of this machine or of a mounted file system, not an address ({found[1]}://). Object '
       'stores have no locks and no renames; copy finished runs there, for example with gsutil, aws s3 or rclone'
     )
+  if Path(text).exists() and not Path(text).is_dir():
+    raise SettingsError(f'{name}={text}: expected a folder, got a file')
   return Path(text)
 
 

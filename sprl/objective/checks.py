@@ -353,7 +353,8 @@ CHECKS = (
     (BUDGET, RATE, OVERLONG),
   ),
   Check(
-    'grading fails', 'grading/ok', GRADED, (0.95, ANY), 'Answers that could not be graded have reward 0.',
+    'grading fails', 'grading/ok', GRADED, (0.95, ANY),
+    'Answers that could not be graded have reward 0. The log has a warning with the reason.',
     (TIME_LIMIT, GRADER),
   ),
 )  # fmt: skip

@@ -28,6 +28,9 @@ from sprl.tasks.rewards import Sample
 from sprl.tasks.worker_pool import Failure, WorkerPool, wait_for_any
 from sprl.tasks.workers import starter
 
+log = logging.getLogger(__name__)
+
+REPORTED = 10  # failures with different reasons that are logged
 WORKERS, ASYNC_CALLS = 2, 64  # calls of rewards at the same time, unless task.workers is set; the second: of async ones
 
 Status = Literal['ok', 'timeout', 'crash', 'error', 'invalid']
@@ -82,6 +85,7 @@ class GraderPool:
     self._calls: dict[int, _Call] = {}
     self._owners: dict[tuple[WorkerPool, int], tuple[int, int]] = {}  # a worker's call -> (our ticket, index of the reward)
     self._tickets = itertools.count()
+    self._reported: set[str] = set()  # reasons of failures
     self._at_once = False  # whether a call needs no worker, and nobody has polled since
 
   def __enter__(self) -> 'GraderPool':
@@ -136,7 +140,15 @@ class GraderPool:
     count = len(call.given.samples) if isinstance(call.given, Group) else 1
     scores = {index: _scores(answer, count) for index, answer in sorted(call.answers.items())}
     grades = [self._grade({index: of_samples[i] for index, of_samples in scores.items()}) for i in range(count)]
+    for grade in grades:
+      self._report(grade)
     return grades if isinstance(call.given, Group) else grades[0]
+
+  def _report(self, grade: Grade) -> None:
+    """Warn of a failure, once for each reason."""
+    if grade.status != 'ok' and grade.reason not in self._reported and len(self._reported) < REPORTED:
+      self._reported.add(grade.reason)
+      log.warning('grading failed (%s), the score is 0: %s (logged once)', grade.status, grade.reason)
 
   def _grade(self, scores: Mapping[int, Score]) -> Grade:
     """The grade of a sample from its scores by the index of their rewards."""

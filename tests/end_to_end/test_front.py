@@ -241,6 +241,21 @@ def test_a_reward_reads_the_row_and_one_that_hangs_or_raises_scores_0(folder):
 
 
 @pytest.mark.slow
+def test_wrong_arguments_are_named(folder):
+  sampler = sprl.load(folder / 'model', task={'chat': False}).sampler(sampling=SETTINGS['sampling'])
+  with pytest.raises(sprl.SettingsError, match=r'prompts = .a = .: expected a list'):
+    sampler.generate('a = ')
+  for samples in (0, -1, 1.5):
+    with pytest.raises(sprl.SettingsError, match=f'samples = {samples}'):
+      sampler.generate(['a = '], samples=samples)
+  with pytest.raises(sprl.SettingsError, match=r'expected a list of rows.*keys prompt'):
+    sprl.fit(folder / 'model', {'prompt': ['a', 'b']}, len)
+  with pytest.raises(sprl.SettingsError, match='callbacks = 3: expected a list of functions'):
+    sprl.fit(folder / 'model', [{'prompt': 'a'}] * 2, len, callbacks=3)
+  with pytest.raises(sprl.SettingsError, match='int is no environment'):
+    sprl.fit(folder / 'model', environment=int)
+
+
 def test_several_rewards_are_weighted_and_one_compares_the_samples_of_a_prompt(folder):
   def ranked(completions, target):
     assert target == [completions_of] * len(completions)

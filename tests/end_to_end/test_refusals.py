@@ -20,6 +20,7 @@ from sprl.config import UNQUANTISED, SettingsError
 from sprl.config_reader import resolve
 from sprl.distributed.team import ALONE, Team
 from sprl.io.checkpoint import CheckpointError
+from sprl.io.files import local_folder
 from sprl.io.huggingface import WeightsError
 from sprl.io.metrics import LogError, read_metrics
 from sprl.io.pretrained import PretrainedError
@@ -39,6 +40,35 @@ def inputs(tmp_path_factory) -> Path:
   return folder
 
 
+@pytest.mark.parametrize(
+  ('flag', 'said'),
+  [
+    ('--config.steps=1e3', "config.steps = '1e3': expected a whole number"),
+    ('--config.optimizer.learning_rate=fast', "config.optimizer.learning_rate = 'fast': expected a number"),
+    ('--config.export=maybe', "config.export = 'maybe': expected True or False"),
+    ('--config.optimizer=adamw', "config.optimizer = 'adamw': expected flags of its settings, such as --config.optimizer.name"),
+    ('--config.task.args={bad}', "config.task.args = '{bad}': expected a dictionary"),
+    ('--config.steps=-3', None),
+    ('--config.optimizer.learning_rate=3e-6', None),
+    ('--config.cache.budget=None', None),
+    ('--config.task.args.terms=x', None),
+    ('--noconfig.export', None),
+  ],
+)
+def test_a_value_of_the_wrong_type_is_named_with_what_is_expected(flag, said):
+  found = command_line._of_wrong_type(['main', '--config=x.py', flag])
+  assert found is None if said is None else found.startswith(said)
+
+
+def test_a_missing_config_file_is_named_with_the_shipped_ones(tmp_path):
+  with pytest.raises(SettingsError, match=r'--config=mine\.py: no such file.* configs/quickstart\.py'):
+    command_line._check_file('mine.py')
+  with pytest.raises(SettingsError, match='no such file'):
+    command_line._check_file(str(tmp_path))
+  with pytest.raises(SettingsError, match='expected a folder, got a file'):
+    local_folder('--workdir', __file__)
+
+
 # --- flags: refused before jax is loaded; each test starts a process -------------------------------------------------
 
 
@@ -46,7 +76,7 @@ def inputs(tmp_path_factory) -> Path:
   ('flag', 'said'),
   [
     ('--config.rollout.grup=4', 'config.rollout.grup: no such setting; config.rollout has async_ratio, equal_groups'),
-    ('--config.steps=many', "--config.steps=many: invalid literal for int() with base 10: 'many'"),
+    ('--config.steps=many', "config.steps = 'many': expected a whole number"),
     ('--config.loss.variant=grpo', "config.loss.variant = 'grpo': expected one of 'ppo', 'gspo'"),
     ('--config.cache.budget=many', "config.cache.budget = 'many': expected int"),
     ('--config.task.args.terms=2', 'is not set in the config; set all of --config.task.args='),

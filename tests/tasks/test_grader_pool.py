@@ -8,7 +8,7 @@ from pools import ManualClock, answers, processes, results, until
 
 from sprl.config import SettingsError, Task
 from sprl.tasks import graders
-from sprl.tasks.grader_pool import Grade, _scores, grader_pool
+from sprl.tasks.grader_pool import REPORTED, Grade, _scores, grader_pool
 from sprl.tasks.rewards import Sample
 
 # The completion selects the behaviour of the grader.
@@ -133,6 +133,16 @@ def test_a_grader_that_fails_costs_only_its_own_sample(pool, completion, status,
   assert (wild.score, wild.status) == (0.0, status)
   assert reason in wild.reason
   assert [g.score for g in grades(pool, 'score 1.0', 'score 0.25')] == [1.0, 0.25]
+
+
+def test_a_failure_is_logged_with_its_reason_once(tmp_path, caplog):
+  with grader_pool(spec(tmp_path), 2, LIMIT, memory_gb=0.1) as pool:
+    grades(pool, 'raise one', 'raise one', 'raise two')
+    grades(pool, 'raise one')
+    grades(pool, *(f'raise {i}' for i in range(20)))
+  said = [record.getMessage() for record in caplog.records if 'grading failed' in record.getMessage()]
+  assert said[:2] == [f'grading failed (error), the score is 0: ValueError: {text} (logged once)' for text in ('one', 'two')]
+  assert len(said) == REPORTED
 
 
 @pytest.mark.parametrize('what', ['backtrack', 'ignore', 'child'])
