@@ -1,7 +1,7 @@
 """Generates the reference pages from the code: settings, metrics, commands, families of models and benchmark results.
 
 MkDocs calls `on_files` (mkdocs.yml, `hooks`), which adds the pages to the site without writing them to the source tree. It also
-publishes the pictures and JSON files of benchmarks/results as `results/`.
+publishes the pictures and JSON files of benchmarks/results as `results/`. In the repository, links lead to their own folder.
 
     python docs/gen_reference.py --out FOLDER    # write the pages to a folder, to read them without MkDocs
     python docs/gen_reference.py --check         # name settings and source files that the pages mention and the code lacks
@@ -388,6 +388,11 @@ def on_files(files, config):
   for path in sorted([*RESULTS.rglob('*.png'), *RESULTS.rglob('*.json')]):
     files.append(File.generated(config, f'results/{path.relative_to(RESULTS)}', abs_src_path=str(path)))
   return files
+
+
+def on_page_markdown(markdown, page, config, files):
+  """MkDocs hook: points the links of a page to benchmarks/results to the site's copy."""
+  return re.sub(r'\]\(((?:\.\./)*)\.\./benchmarks/results/', r'](\1results/', markdown)
 
 
 # --- check ------------------------------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ Likely reasons for the claims that do not hold:
 
 {table}
 
-`python benchmarks/cluster_simulation.py --save`; [result](results/cluster_simulation.json).
+`python benchmarks/cluster_simulation.py --save`; [result](../benchmarks/results/cluster_simulation.json).
 """
 OVERVIEW = '| Experiment | Claims | Hold | Do not hold | Cannot tell | Runs |\n|---|---|---|---|---|---|'
 TABLE = '| Claim | Paper | Needs | Found | Verdict |\n|---|---|---|---|---|'
@@ -155,11 +155,13 @@ def section(experiment: Experiment, records: Records) -> str:
     + (f'; {missing} runs are missing' if missing else '')
     + '.\n',
     *([experiment.note + '\n'] if experiment.note else []),
-    f'![{experiment.question}](results/claims/{experiment.name}.png)\n',
+    f'![{experiment.question}](../benchmarks/results/claims/{experiment.name}.png)\n',
     TABLE,
     *(line(claim, experiment, records) for claim in experiment.claims),
   ]
   if reasons := [f'* {claim.statement} {claim.reason}' for claim in experiment.claims if claim.reason]:
     lines += ['\nThese claims do not hold here. The likely reasons:\n', *reasons]
-  lines.append(f'\n`python benchmarks/claims {experiment.name}`; [result](results/claims/{experiment.name}.json).\n')
+  lines.append(
+    f'\n`python benchmarks/claims {experiment.name}`; [result](../benchmarks/results/claims/{experiment.name}.json).\n'
+  )
   return '\n'.join(lines)
