@@ -1,5 +1,6 @@
 """docs/claims.md, written from the saved results: claim, the paper's number, ours, verdict, picture."""
 
+import html
 import json
 import math
 from collections.abc import Mapping
@@ -141,6 +142,18 @@ def simulated() -> list[str]:
   return lines
 
 
+def arms(experiment: Experiment) -> str:
+  """Return what the names of the arms mean, as a folded list. HTML, which both the repository and the site can fold."""
+  common = dict(experiment.settings)
+  rows = [f'<li><code>{arm}</code>: {_settings(changes)}</li>' for arm, changes in experiment.arms.items()]
+  beside = f', with <code>{_settings(common)}</code>' if common else ''
+  return '\n'.join([f'<details><summary>The settings of the arms{beside}</summary><ul>', *rows, '</ul></details>\n'])
+
+
+def _settings(changes: Mapping[str, Any]) -> str:
+  return ', '.join(f'{key} = {html.escape(str(value))}' for key, value in changes.items()) or 'the defaults'
+
+
 def section(experiment: Experiment, records: Records) -> str:
   """Return the section of an experiment: question, design, note, picture, claims, reasons."""
   runs = [found for of in records.values() for found in of.values()]
@@ -156,6 +169,7 @@ def section(experiment: Experiment, records: Records) -> str:
     + '.\n',
     *([experiment.note + '\n'] if experiment.note else []),
     f'![{experiment.question}](../benchmarks/results/claims/{experiment.name}.png)\n',
+    arms(experiment),
     TABLE,
     *(line(claim, experiment, records) for claim in experiment.claims),
   ]
