@@ -26,6 +26,11 @@ if TYPE_CHECKING:
   from sprl.api.training import Training as Training
   from sprl.api.training import fit as fit
   from sprl.config import SettingsError as SettingsError
+  from sprl.hooks import StopRun as StopRun
+  from sprl.io.huggingface import WeightsError as WeightsError
+  from sprl.io.pretrained import PretrainedError as PretrainedError
+  from sprl.io.tokenizer import TokenizerError as TokenizerError
+  from sprl.models.config import ConfigError as ConfigError
 
 __version__ = '0.1.0'
 
@@ -44,6 +49,11 @@ _HOMES = {  # name -> the module that defines it
   'fit': 'sprl.api.training',
   'Training': 'sprl.api.training',
   'SettingsError': 'sprl.config',
+  'PretrainedError': 'sprl.io.pretrained',
+  'ConfigError': 'sprl.models.config',
+  'WeightsError': 'sprl.io.huggingface',
+  'TokenizerError': 'sprl.io.tokenizer',
+  'StopRun': 'sprl.hooks',
 }
 
 
