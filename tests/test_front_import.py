@@ -27,8 +27,10 @@ print(early, later, ours < 0.2 * jaxs)
 
 
 def test_import_takes_a_fraction_of_the_time_of_jax_and_does_not_import_it():
-  out = subprocess.run([sys.executable, '-c', IMPORTS], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-  assert out == '[] [] True\n'
+  start = [sys.executable, '-c', IMPORTS]
+  outs = [subprocess.run(start, cwd=ROOT, capture_output=True, text=True, check=True).stdout for _ in range(3)]
+  assert {out.rpartition(' ')[0] for out in outs} == {'[] []'}
+  assert any(out.endswith('True\n') for out in outs)  # other processes may delay one of them
 
 
 def test_every_name_is_there_and_typed():
