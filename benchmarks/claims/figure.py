@@ -70,7 +70,11 @@ def draw_ends(axes: Axes, arms, methods, places, colours, records: Records) -> N
   before = np.mean([found['before'] for of in records.values() for found in of.values()])
   axes.axhline(float(before), color=GREY, linewidth=1, linestyle='--')
   axes.text(0.995, float(before) + 0.01, 'before', transform=axes.get_yaxis_transform(), fontsize=8, color=GREY, ha='right')
-  axes.set(xticks=range(len(places)), xticklabels=[place or 'reference' for place in places], ylim=(-0.02, 1.02))
+  if places == ['']:
+    axes.set(xticks=[0.8 * ((i + 0.5) / len(arms) - 0.5) for i in range(len(arms))], xticklabels=arms)
+  else:
+    axes.set(xticks=range(len(places)), xticklabels=[place or 'reference' for place in places])
+  axes.set(ylim=(-0.02, 1.02))
 
 
 def draw_asked(axes: Axes, experiment: Experiment, records: Records) -> None:

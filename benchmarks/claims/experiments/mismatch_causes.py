@@ -30,10 +30,15 @@ EXPERIMENT = Experiment(
     Claim('Eviction is the largest cause (R-KV, half of the mean length).', 'neither paper combines both', '-',
           (_larger(EVICTION, WEIGHTS), _larger(EVICTION, KV))),
     Claim('An FP8 cache adds more mismatch than FP8 linears.', 'FP8-RL', 'W8A8 < KV8', (_larger(KV, WEIGHTS),)),
-    Claim('The mismatch of FP8 rollouts grows while the policy trains.', 'FP8-RL', 'it grows, most with experts',
-          (Comparison('fp8', 'fp8', 0.0, measure=at_end(GAP), against_measure=at_start(GAP)),)),
+    Claim('The mismatch of FP8 rollouts grows while the policy trains.', 'FP8-RL', 'with experts; dense models stay flat',
+          (Comparison('fp8', 'fp8', 0.0, measure=at_end(GAP), against_measure=at_start(GAP)),),
+          reason='This model is dense, so the paper expects no growth. In the ledgers the mean falls from 0.0042 to 0.0022 nats. '
+          'The mean k3 of all tokens, which has more samples, has no trend: 0.0007 to 0.0017 in the twenty parts of the run.'),
     Claim('The mismatch of sparse rollouts grows while the policy trains.', 'Sparse-RL, without a correction', 'it grows',
           (Comparison('sparse', 'sparse', 0.0, measure=at_end(GAP), against_measure=at_start(GAP)),)),
   ),
-  hours=1.5,
+  hours=2.7,
+  note='A ledger measures 8 of the 16 samples of its step, so single values vary much between seeds. Each of the first and the '
+  'last fifth of a run has two ledgers. In `fp8_rl`, which compares the k3 of all tokens, an FP8 cache adds more mismatch than '
+  'FP8 linears; here the mean absolute values are equal.',
 )  # fmt: skip
