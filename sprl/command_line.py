@@ -119,8 +119,8 @@ def _parse(argv: list[str], prepare: Callable[[list[str]], None]) -> list[str]:
       message = f'expected the flag --{missing[1]}' + (
         ', such as --config=configs/quickstart.py' if missing[1] == 'config' else ''
       )
-    else:
-      message = _of_wrong_type(argv) or message
+    elif found := re.match(r'flag --(config(?:\.\w+)+)=', message):
+      message = _of_wrong_type(found[1], argv) or message
     sys.exit(_refuse(message))
   except (SettingsError, OSError) as error:
     sys.exit(_refuse(error))
@@ -208,25 +208,17 @@ def _check_name(name: str) -> None:
     section, where = section[key], f'{where}.{key}'
 
 
-def _of_wrong_type(argv: list[str]) -> str | None:
-  """Return the message for the first flag of a setting whose value has another type; None if there is none."""
-  for argument in argv[1:]:
-    name, equals, value = argument.lstrip('-').partition('=')
-    if not equals or not name.startswith('config.') or name.rpartition('.')[0] in FREE:
-      continue
-    if name in FREE:
-      return f"{name} = {value!r}: expected a dictionary in the syntax of Python, such as {{'key': 1}}"
-    hint: Any = Run
-    for key in name.split('.')[1:]:
-      hint = get_type_hints(hint)[key]
-    if dataclasses.is_dataclass(hint):
-      return f'{name} = {value!r}: expected flags of its settings, such as --{name}.{dataclasses.fields(hint)[0].name}'
-    if (expected := _EXPECTED.get(unless_none(hint))) and not re.fullmatch(_WRITTEN[unless_none(hint)], value):
-      return f'{name} = {value!r}: expected {expected}'
-  return None
-
-
-_EXPECTED = {int: 'a whole number', float: 'a number', bool: 'True or False'}
-_WRITTEN = {
-  int: r'[-+]?\d+|None', float: r'[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?|inf|None', bool: r'(?i:true|false|1|0|yes|no|t|f|y|n)'
-}  # fmt: skip
+def _of_wrong_type(name: str, argv: list[str]) -> str | None:
+  """Return the message for a flag, `config.rollout.group`, whose value cannot be read; None if the value has no known type."""
+  values = [value for argument in argv[1:] for flag, _, value in [argument.lstrip('-').partition('=')] if flag == name]
+  if not values or any(name.startswith(f'{free}.') for free in FREE):
+    return None
+  if name in FREE:
+    return f"{name} = {values[-1]!r}: expected a dictionary in the syntax of Python, such as {{'key': 1}}"
+  hint: Any = Run
+  for key in name.split('.')[1:]:
+    hint = get_type_hints(hint)[key]
+  if dataclasses.is_dataclass(hint):
+    return f'{name} = {values[-1]!r}: expected flags of its settings, such as --{name}.{dataclasses.fields(hint)[0].name}'
+  expected = {int: 'a whole number', float: 'a number', bool: 'True or False'}.get(unless_none(hint))
+  return expected and f'{name} = {values[-1]!r}: expected {expected}'

@@ -77,7 +77,7 @@ def fit(
     StopRun: a guard found that training is broken (sprl.hooks).
   """
   require_single_process('sprl.fit')
-  if callable(callbacks) or not isinstance(callbacks, Iterable) or not all(map(callable, callbacks)):
+  if callable(callbacks) or not isinstance(callbacks, Iterable) or not all(map(callable, callbacks := list(callbacks))):
     raise SettingsError(f'callbacks = {callbacks!r:.200}: expected a list of functions')
   whole = merged(settings, {'model.path': str(path)})
   of_inputs, inputs = inputs_of(data, reward, test=test, environment=environment, problems=whole.get('eval', {}).get('problems'))

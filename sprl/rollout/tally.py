@@ -53,7 +53,8 @@ class Tally:
   def restore(self, state: Mapping[str, Any]) -> None:
     """Continue from a state. Times are not part of it."""
     self.counts = Counter(state['counts'])
-    self.recent = _Recent(Counter(state['before']), samples=[Sample(*sample) for sample in state['samples']])
+    before, samples = state.get('before', state['counts']), state.get('samples', ())  # older checkpoints have neither
+    self.recent = _Recent(Counter(before), samples=[Sample(*sample) for sample in samples])
 
   def ended(self, members: Sequence[Member], trajectories: Sequence[Trajectory]) -> None:
     """Record the members of a group that was consumed with these trajectories, or of a dropped group, which has none."""

@@ -13,8 +13,9 @@ The code is the last fenced block of the completion, else the whole text. A row 
 
 Each completion runs in a process of its own with limits (sprl/tasks/code_runner.py). Statements and `check` run in the
 grading worker. They call the functions of the other process through a socket and get values back. So the graded code can neither
-see the tests nor report that they passed. Nor can it change what a test means: its names do not replace builtins, modules or the
-helpers of the prompt. A program is compared by its standard output, and must exit with status 0.
+see the tests nor report that they passed. In the tests its names do not replace builtins or modules, and its functions do not
+replace those of the prompt. A test that calls a method of a returned object trusts that object. A program is compared by its
+standard output, and must exit with status 0.
 
 This is not a sandbox for hostile code. Where the kernel has no Landlock, the process can read and write the files of its user,
 and read the environment of other processes.
@@ -63,10 +64,11 @@ def grade(sample: Sample, seconds: float) -> float:
     setup = '\n'.join([row.get('test_setup_code') or '', *(row.get('test_imports') or ())])
     return float(_passes(code, [setup, *row['test_list']], _defined(row.get('code')), deadline))
   if row.get('test'):
-    prompt, name = row.get('prompt', ''), row['entry_point']
-    joined = f'{prompt.rstrip()}\n{code}'
+    joined = f'{row.get("prompt", "").rstrip()}\n{code}'
     code = joined if _is_python(joined) else code
-    return float(_passes(code, [row['test'], f'check({name})'], {name}, deadline, prompt if _is_python(prompt) else ''))
+    tested = {node.id for node in ast.walk(ast.parse(row['entry_point'])) if isinstance(node, ast.Name)}
+    helpers = _without(tested, row.get('prompt', ''))
+    return float(_passes(code, [row['test'], f'check({row["entry_point"]})'], tested, deadline, helpers))
   if row.get('input_output'):
     cases = row['input_output']
     cases = json.loads(cases) if isinstance(cases, str) else cases
@@ -91,17 +93,30 @@ def _is_python(code: str) -> bool:
   return True
 
 
+_DEFINITION = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef
+
+
 def _defined(solution: str | None) -> set[str]:
   """Return the names of the functions and classes that a solution defines."""
   body = ast.parse(solution).body if solution and _is_python(solution) else []
-  return {each.name for each in body if isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
+  return {each.name for each in body if isinstance(each, _DEFINITION)}
+
+
+def _without(names: Collection[str], prompt: str) -> str:
+  """Return the functions and classes of a prompt in Python, except those of `names`; '' for any other prompt."""
+  body = ast.parse(prompt).body if _is_python(prompt) else []
+  return '\n'.join(ast.unparse(each) for each in body if isinstance(each, _DEFINITION) and each.name not in names)
 
 
 def _text(lines: Any) -> str:
-  return '\n'.join(map(str, lines)) if isinstance(lines, list) else str(lines)
+  return '\n'.join(map(str, lines)) if isinstance(lines, list | tuple) else str(lines)
 
 
 # --- a process for the code ------------------------------------------------------------------------------------------
+
+
+# UnicodeError needs other arguments. StopIteration would end a loop of the test that calls the code, before its comparisons.
+_NOT_RAISED = UnicodeError, StopIteration, StopAsyncIteration
 
 
 class _Over(Exception):
@@ -111,7 +126,16 @@ class _Over(Exception):
 class Process:
   """The process of one completion. A context manager."""
 
-  def __init__(self, code: str, deadline: float, script: bool = False, stdin: Any = subprocess.DEVNULL, stdout: Any = None):
+  def __init__(
+    self,
+    code: str,
+    deadline: float,
+    script: bool = False,
+    helpers: str = '',
+    stdin: Any = subprocess.DEVNULL,
+    stdout: Any = None,
+  ):
+    """Start it. `helpers` are definitions that replace those of the code; a script has none."""
     self._deadline, self.lost = deadline, False
     self._folder = tempfile.TemporaryDirectory()
     self._ours, theirs = socket.socketpair()
@@ -127,7 +151,7 @@ class Process:
         stdout=stdout or subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
       )
-    self._send({'code': code, 'script': script})
+    self._send({'code': code, 'script': script, 'helpers': helpers})
 
   def __enter__(self) -> 'Process':
     return self
@@ -180,7 +204,7 @@ class Process:
     except (ValueError, TypeError, KeyError, RecursionError, AttributeError):
       raise self._over('it sent no value') from None
     kind = getattr(builtins, name, None)
-    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, UnicodeError):
+    if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, _NOT_RAISED):
       raise kind(text)
     raise RuntimeError(f'{name}: {text}')
 
@@ -221,19 +245,15 @@ def _number(value: Any) -> int:
   return value._number
 
 
-def _passes(code: str, tests: Collection[str], tested: Collection[str], deadline: float, prompt: str = '') -> bool:
-  """Whether all tests run without an exception, with the names that the code and `prompt` define.
+def _passes(code: str, tests: Collection[str], tested: Collection[str], deadline: float, helpers: str = '') -> bool:
+  """Whether all tests run without an exception, with the names that the code and `helpers` define.
 
-  Of a name that both define, that of the prompt counts, except for the functions that are `tested`. Raises SyntaxError for a
-  wrong test.
+  The functions that are `tested` may have the name of a builtin. Raises SyntaxError for a wrong test.
   """
   compiled = [compile(test, 'test', 'exec') for test in tests]
   try:
-    with Process(code, deadline) as process:
-      given = process.names()
-      names: dict[str, Any] = {}
-      exec(prompt, names)
-      names |= {name: value for name, value in given.items() if name in tested or _may_use(name, value, names)}
+    with Process(code, deadline, helpers=helpers) as process:
+      names = {name: value for name, value in process.names().items() if name in tested or _may_use(name, value)}
       for test in compiled:
         exec(test, names)
       return not process.lost
@@ -241,25 +261,26 @@ def _passes(code: str, tests: Collection[str], tested: Collection[str], deadline
     return False
 
 
-def _may_use(name: str, value: Any, names: Collection[str]) -> bool:
-  """Whether tests may use a name of the code: it must not replace a builtin, a module or one of `names`."""
+def _may_use(name: str, value: Any) -> bool:
+  """Whether tests may use a name of the code: it must not replace a builtin or a module."""
   if name in _MODULES:
     return value is importlib.import_module(name)
-  return not name.startswith('__') and not hasattr(builtins, name) and name not in names
+  return not name.startswith('__') and not hasattr(builtins, name)
 
 
 def _returns(code: str, name: str, pairs: Collection[tuple[Any, Any]], deadline: float) -> bool:
   """Whether a function returns the expected value for each list of arguments.
 
-  Some data sets wrap each expected value in a list.
+  Some rows wrap each expected value in a list. If all are lists of one element, the element counts too.
   """
+  wrapped = all(isinstance(wanted, list) and len(wanted) == 1 for _, wanted in pairs)
   try:
     with Process(code, deadline) as process:
       names = process.names()
       function = names[name] if name in names else getattr(names['Solution'](), name)
       for arguments, wanted in pairs:
         value = _as_json(function(*arguments))
-        if value != wanted and [value] != wanted:
+        if value != wanted and not (wrapped and [value] == wanted):
           return False
       return not process.lost
   except Exception:

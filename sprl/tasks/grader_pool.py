@@ -148,7 +148,7 @@ class GraderPool:
     """Warn of a failure, once for each reason."""
     if grade.status != 'ok' and grade.reason not in self._reported and len(self._reported) < REPORTED:
       self._reported.add(grade.reason)
-      log.warning('grading failed (%s), the score is 0: %s (logged once)', grade.status, grade.reason)
+      log.warning('grading failed (%s), this reward is 0: %s (logged once)', grade.status, grade.reason)
 
   def _grade(self, scores: Mapping[int, Score]) -> Grade:
     """The grade of a sample from its scores by the index of their rewards."""

@@ -240,7 +240,6 @@ def test_a_reward_reads_the_row_and_one_that_hangs_or_raises_scores_0(folder):
     rollouts.grade(lambda one: 1.0)
 
 
-@pytest.mark.slow
 def test_wrong_arguments_are_named(folder):
   sampler = sprl.load(folder / 'model', task={'chat': False}).sampler(sampling=SETTINGS['sampling'])
   with pytest.raises(sprl.SettingsError, match=r'prompts = .a = .: expected a list'):
@@ -256,6 +255,7 @@ def test_wrong_arguments_are_named(folder):
     sprl.fit(folder / 'model', environment=int)
 
 
+@pytest.mark.slow
 def test_several_rewards_are_weighted_and_one_compares_the_samples_of_a_prompt(folder):
   def ranked(completions, target):
     assert target == [completions_of] * len(completions)

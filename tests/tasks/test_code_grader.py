@@ -1,6 +1,7 @@
 """The grader `code`: tests of public data sets' forms, and programs that try to pass without being right."""
 
 import ctypes
+import math
 import sys
 import time
 
@@ -9,7 +10,7 @@ from pools import answers, processes
 
 from sprl.config import Task
 from sprl.tasks import graders
-from sprl.tasks.code_grader import code_of, grade
+from sprl.tasks.code_grader import _may_use, code_of, grade
 from sprl.tasks.code_runner import decoded, encoded
 from sprl.tasks.grader_pool import Grade, grader_pool
 from sprl.tasks.rewards import Sample
@@ -31,7 +32,15 @@ HUMAN_EVAL = {
   'test': 'METADATA = {}\n\ndef check(candidate):\n  assert candidate([]) == 0\n  assert candidate([1, 2]) == 3, "sum"\n',
 }
 APPS = {'input_output': '{"inputs": ["2\\n3 4\\n", "1\\n5\\n"], "outputs": ["7\\n", ["5"]]}'}
-CALLS = {'input_output': '{"fn_name": "pair", "inputs": [[1, 2], [3, 4]], "outputs": [[[2, 1]], [4, 3]]}'}
+CALLS = {'input_output': '{"fn_name": "pair", "inputs": [[1, 2], [3, 4]], "outputs": [[2, 1], [4, 3]]}'}
+WRAPPED = {'input_output': {'fn_name': 'add', 'inputs': [[1, 2], [3, 4]], 'outputs': [[3], [7]]}}
+TREE = {  # the test passes objects of the prompt's class to the code, and compares with a helper
+  'prompt': 'class Node:\n  def __init__(self, x, below=None): self.x, self.below = x, below\n\n'
+  'def same(a, b): return a is b or (a and b and a.x == b.x and same(a.below, b.below))\n',
+  'entry_point': 'Solution().double',
+  'test': 'def check(candidate):\n  assert same(candidate(Node(1, Node(2))), Node(2, Node(4)))\n',
+}
+DOUBLE = 'class Solution:\n  def double(self, n): return n and Node(FACTOR * n.x, self.double(n.below))\n'
 SHADOWING = {  # the tested function has the name of a builtin
   'code': 'def sum(a, b):\n  return a - b',
   'test_list': ['assert sum(5, 2) == 3', 'assert abs(sum(1, 2)) == 1'],
@@ -73,6 +82,12 @@ def score(code, row):
     (CALLS, 'class Solution:\n  def pair(self, a, b): return [b, a]', 1),
     (CALLS, 'def pair(a, b): return a, b', 0),
     (CALLS, 'print(2, 1)', 0),
+    (CALLS, 'def pair(a, b): return [[b, a]]', 0),
+    (WRAPPED, 'def add(a, b): return a + b', 1),
+    (WRAPPED, 'def add(a, b): return [a + b]', 1),
+    (WRAPPED, 'def add(a, b): return a - b', 0),
+    (TREE, DOUBLE.replace('FACTOR', '2'), 1),
+    (TREE, DOUBLE.replace('FACTOR', '3'), 0),
     ({'input_output': {'inputs': [3], 'outputs': [9]}}, 'print(int(input()) ** 2)', 1),
     (APPS, SUM, 1),
     (APPS, SUM.replace('sum', 'max'), 0),
@@ -121,13 +136,6 @@ for fd in range(3, 64):
   except OSError: pass
 def gap(v): return 77
 """
-FORGED_BUILTINS = """
-import os
-for fd in range(3, 64):
-  try: os.write(fd, b'{"value": {"dict": [["gap", {"object": 0}], ["__builtins__", {"dict": []}]]}}\\n')
-  except OSError: pass
-def gap(v): return 77
-"""
 YES = 'class Yes:\n  def __eq__(self, other): return True\n  __ne__ = __lt__ = __gt__ = __eq__\ndef gap(v): return Yes()'
 HACKS = {
   'exit': 'import sys\nsys.exit(0)',
@@ -139,7 +147,6 @@ HACKS = {
   'no assertions': 'import builtins\nclass Never(BaseException): pass\nbuiltins.AssertionError = Never\ndef gap(v): return 77',
   'builtins': 'import builtins\nbuiltins.exec = builtins.compile = lambda *a: None\ndef gap(v): return 77',
   'a forged value': FORGERY,
-  'forged builtins': FORGED_BUILTINS,
   'the closed socket': 'import os\nos.closerange(3, 64)\ndef gap(v): return 3',
   'tracing': 'import sys\nsys.settrace(lambda *a: None)\ndef gap(v): return 77',
   'a debugger': 'import ctypes, os\nassert ctypes.CDLL(None).ptrace(16, os.getppid(), 0, 0) == 0\ndef gap(v): return 3',
@@ -169,7 +176,20 @@ SHADOWS = {  # wrong code that replaces what its tests use
   ),
   'a module by another': ('import operator as math\ndef half(x): return 0', {'test_list': ['assert math.eq(half(3), 0)']}),
   'a helper of the prompt': ('def square(x): return 9.0\ndef root(y): return 0', HELPER),
+  'a helper that compares': (DOUBLE.replace('FACTOR', '3') + 'def same(a, b): return True\n', TREE),
+  'the end of a loop': (
+    'def f(x): raise StopIteration',
+    {'test_list': ['assert all(map(lambda x: f(x) == x, [1, 2]))', 'for a, b in zip(map(f, [1]), [1]): assert a == b']},
+  ),
 }
+
+
+def test_names_that_only_a_forged_reply_has_are_left_out():
+  assert not _may_use('__builtins__', {})
+  assert not _may_use('abs', 1)
+  assert not _may_use('math', None)
+  assert _may_use('math', math)
+  assert _may_use('gap', 1)
 
 
 @pytest.mark.parametrize('name', SHADOWS)

@@ -141,7 +141,7 @@ def test_a_failure_is_logged_with_its_reason_once(tmp_path, caplog):
     grades(pool, 'raise one')
     grades(pool, *(f'raise {i}' for i in range(20)))
   said = [record.getMessage() for record in caplog.records if 'grading failed' in record.getMessage()]
-  assert said[:2] == [f'grading failed (error), the score is 0: ValueError: {text} (logged once)' for text in ('one', 'two')]
+  assert said[:2] == [f'grading failed (error), this reward is 0: ValueError: {text} (logged once)' for text in ('one', 'two')]
   assert len(said) == REPORTED
 
 
