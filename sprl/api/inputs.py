@@ -1,5 +1,6 @@
 """Data, rewards and environments as a caller of `fit` gives them, turned into settings and `Inputs` of a run."""
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,6 +45,11 @@ def inputs_of(
   if environment is not None:
     if data is not None or test is not None or reward is not None:
       raise SettingsError('environment: expected no rows and no reward beside it: an environment has its own')
+    try:
+      inspect.signature(environment)
+    except (TypeError, ValueError):  # no function, or a builtin type
+      said = 'expected a class with reset and step, or a function that makes one'
+      raise SettingsError(f'environment = {environment!r}: {said}') from None
     task |= {'kind': 'environment', 'name': getattr(environment, '__name__', repr(environment))}
   elif isinstance(data, str | Path):
     is_folder_of_problems = (Path(data).expanduser() / 'train.jsonl').is_file()

@@ -43,11 +43,7 @@ def load_class(reference: str, methods: tuple[str, ...], where: str) -> type:
 
 def construct(kind: Callable[..., Any], args: Mapping[str, Any], where: str) -> Any:
   """Return `kind(**args)`. Raises SettingsError, which begins with `where`, for wrong arguments and for any error of `kind`."""
-  name = getattr(kind, '__name__', repr(kind))
-  try:
-    signature = inspect.signature(kind)
-  except ValueError:  # a builtin type
-    raise SettingsError(f'{where} = {dict(args)!r}: {name} is no environment: expected a class with reset and step') from None
+  signature, name = inspect.signature(kind), getattr(kind, '__name__', repr(kind))
   try:
     signature.bind(**args)
   except TypeError as error:
