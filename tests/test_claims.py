@@ -379,14 +379,17 @@ def test_the_committed_page_is_made_from_the_committed_results():
   assert page.PAGE.read_text(encoding='utf-8') == page.text({name: command.saved(find(name)) for name in names()})
 
 
-def test_the_readme_has_the_accuracies_of_the_result():
-  records = command.saved(find('fp8_rl'))
+def test_the_readme_has_the_accuracies_of_the_results():
+  readme = (ROOT / 'README.md').read_text()
+  fp8, snapkv = (command.saved(find(name)) for name in ('fp8_rl', 'sparse_rl_snapkv'))
 
-  def mean(arm, name='scores'):
+  def mean(records, arm, name='scores'):
     return f'{np.mean([run[name] for run in records[arm].values()]):.3f}'
 
-  expected = f'{mean("tis@both")} with token-level TIS, {mean("alone@both")} without a correction | {mean("full")} in float32 '
-  assert expected + f'({mean("full", "before")} before training)' in (ROOT / 'README.md').read_text()
+  expected = f'{mean(fp8, "tis@both")} with token-level TIS, {mean(fp8, "alone@both")} without a correction | '
+  assert f'{expected}{mean(fp8, "full")} in float32 ({mean(fp8, "full", "before")} before training)' in readme
+  expected = f'{mean(snapkv, "sparse_rl")} with `sparse_rl` ({mean(snapkv, "dense", "before")} before training) | '
+  assert f'{expected}{mean(snapkv, "naive")} without a correction, {mean(snapkv, "dense")} with dense rollouts' in readme
 
 
 def test_each_verdict_that_contradicts_a_paper_has_a_reason_and_no_other_has_one():

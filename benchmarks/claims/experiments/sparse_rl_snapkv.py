@@ -23,7 +23,10 @@ EXPERIMENT = Experiment(
     Claim('The correction prevents a loss of accuracy (SnapKV).', 'Sparse-RL', 'no collapse',
           (Comparison('sparse_rl', 'naive', 0.05),)),
     Claim('With the correction, rollouts of SnapKV train nearly as well as dense ones.', 'Sparse-RL, as summaries report it',
-          '96 to 97 % of dense', (Comparison('sparse_rl', 'dense', -0.05),)),
+          '96 to 97 % of dense', (Comparison('sparse_rl', 'dense', -0.05),),
+          reason='This budget is too small for this task: rollouts of SnapKV solve a tenth of the problems (dense: three '
+          'quarters), and the veto rejects 94 % of the sequences. The papers report a mismatch (k3) of at most about 0.03 nats a '
+          'token; here it is 0.5. No run tests a larger budget.'),
   ),
-  hours=1.5,
+  hours=2.4,
 )  # fmt: skip
