@@ -61,12 +61,10 @@ def main() -> int:
 
 def run_of(config: Any, given: Collection[str] = ()) -> Run:
   """Return the settings of a server. Unlike a run, it may be greedy: with `sampling.temperature` = 0. Raises SettingsError."""
-  if config.sampling.temperature != 0:
-    return resolve(config, given)
-  with config.unlocked():
+  if greedy := config.sampling.temperature == 0:
     config.sampling.temperature = 1.0
   run = resolve(config, given)
-  return replace(run, sampling=replace(run.sampling, temperature=0.0))
+  return replace(run, sampling=replace(run.sampling, temperature=0.0)) if greedy else run
 
 
 class Access(NamedTuple):

@@ -62,19 +62,17 @@ def arms_at(place: str, arms: Sequence[str]) -> list[str]:
 def draw_ends(axes: Axes, arms, methods, places, colours, records: Records) -> None:
   """Draw the accuracy of the newest weights of each run, and a line at the accuracy before training."""
   style(axes, 'After training: a dot for each seed, a bar for the mean', ylabel='accuracy')
+  at = {}
   for arm in arms:
     method, _, number = arm.partition('@')
     several = [each for each in methods if f'{each}@{number}' in arms or (not number and each in arms)]
-    x = places.index(number) + 0.8 * ((several.index(method) + 0.5) / len(several) - 0.5)
-    draw_seeds(axes, x, [float(np.mean(found['scores'])) for found in records[arm].values()], colours[method], bar=9)
+    at[arm] = places.index(number) + 0.8 * ((several.index(method) + 0.5) / len(several) - 0.5)
+    draw_seeds(axes, at[arm], [float(np.mean(found['scores'])) for found in records[arm].values()], colours[method], bar=9)
   before = np.mean([found['before'] for of in records.values() for found in of.values()])
   axes.axhline(float(before), color=GREY, linewidth=1, linestyle='--')
   axes.text(0.995, float(before) + 0.01, 'before', transform=axes.get_yaxis_transform(), fontsize=8, color=GREY, ha='right')
-  if places == ['']:
-    axes.set(xticks=[0.8 * ((i + 0.5) / len(arms) - 0.5) for i in range(len(arms))], xticklabels=arms)
-  else:
-    axes.set(xticks=range(len(places)), xticklabels=[place or 'reference' for place in places])
-  axes.set(ylim=(-0.02, 1.02))
+  ticks = at if places == [''] else {place or 'reference': i for i, place in enumerate(places)}
+  axes.set(xticks=[*ticks.values()], xticklabels=[*ticks], ylim=(-0.02, 1.02))
 
 
 def draw_asked(axes: Axes, experiment: Experiment, records: Records) -> None:

@@ -144,9 +144,8 @@ def simulated() -> list[str]:
 
 def arms(experiment: Experiment) -> str:
   """Return what the names of the arms mean, as a folded list. HTML, which both the repository and the site can fold."""
-  common = dict(experiment.settings)
   rows = [f'<li><code>{arm}</code>: {_settings(changes)}</li>' for arm, changes in experiment.arms.items()]
-  beside = f', with <code>{_settings(common)}</code>' if common else ''
+  beside = f', with <code>{_settings(experiment.settings)}</code>' if experiment.settings else ''
   return '\n'.join([f'<details><summary>The settings of the arms{beside}</summary><ul>', *rows, '</ul></details>\n'])
 
 
