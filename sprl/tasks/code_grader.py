@@ -64,10 +64,11 @@ def grade(sample: Sample, seconds: float) -> float:
     setup = '\n'.join([row.get('test_setup_code') or '', *(row.get('test_imports') or ())])
     return float(_passes(code, [setup, *row['test_list']], _defined(row.get('code')), deadline))
   if row.get('test'):
-    joined = f'{row.get("prompt", "").rstrip()}\n{code}'
+    prompt = row.get('prompt') or ''
+    joined = f'{prompt.rstrip()}\n{code}'
     code = joined if _is_python(joined) else code
     tested = {node.id for node in ast.walk(ast.parse(row['entry_point'])) if isinstance(node, ast.Name)}
-    helpers = _without(tested, row.get('prompt', ''))
+    helpers = _without(tested, prompt)
     return float(_passes(code, [row['test'], f'check({row["entry_point"]})'], tested, deadline, helpers))
   if row.get('input_output'):
     cases = row['input_output']

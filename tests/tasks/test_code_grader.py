@@ -74,6 +74,7 @@ def score(code, row):
     (HUMAN_EVAL, 'def total(values: List[int]):\n  return sum(values)\n', 1),  # with an import of the prompt
     ({**HUMAN_EVAL, 'prompt': 'Write total.'}, 'def total(values):\n  return sum(values)\n', 1),
     (HUMAN_EVAL, '  return len(values)\n', 0),
+    (HUMAN_EVAL | {'prompt': None}, 'def total(values):\n  return sum(values)\n', 1),
     (SHADOWING, 'def sum(x, y): return x - y', 1),
     (SHADOWING, 'def sum(x, y): return x + y', 0),
     (HELPER, '  return y ** 0.5\n', 1),
