@@ -58,7 +58,10 @@ def check_columns(columns: Collection[str]) -> None:
 
 
 def grade(sample: Sample, seconds: float) -> float:
-  """Return 1 if the code passes all tests of its row within `seconds` in all, else 0. Raises LookupError without tests."""
+  """Return 1 if the code passes all tests of its row within `seconds` in all, else 0.
+
+  Raises LookupError if the row has no tests, and TypeError if tests of a function have no lists of arguments.
+  """
   code, row, deadline = code_of(sample.completion), sample.row, time.monotonic() + seconds
   if row.get('test_list'):
     setup = '\n'.join([row.get('test_setup_code') or '', *(row.get('test_imports') or ())])
@@ -75,6 +78,8 @@ def grade(sample: Sample, seconds: float) -> float:
     cases = json.loads(cases) if isinstance(cases, str) else cases
     pairs = list(zip(cases['inputs'], cases['outputs'], strict=True))
     if name := cases.get('fn_name'):
+      if other := [given for given, _ in pairs if not isinstance(given, list)]:
+        raise TypeError(f'input_output.inputs with fn_name: expected lists of arguments; got {other[0]!r:.80}')
       return float(_returns(code, name, pairs, deadline))
     return float(all(_prints(code, _text(given), _text(wanted), deadline) for given, wanted in pairs))
   raise LookupError(f'the row has no tests: expected one of the columns {", ".join(FORMS)}')

@@ -296,6 +296,12 @@ def test_a_wrong_test_is_an_error_of_the_row():
     score(GAP, {'text': 'x'})
 
 
+def test_tests_of_a_function_without_lists_of_arguments_are_refused():
+  row = {'input_output': {'fn_name': 'add', 'inputs': [[1, 2], '3'], 'outputs': [3, 3]}}
+  with pytest.raises(TypeError, match=r"input_output\.inputs with fn_name: expected lists of arguments; got '3'"):
+    score('def add(a, b): return a + b', row)
+
+
 def test_rows_without_tests_are_refused_at_the_start():
   with pytest.raises(TypeError, match=r'the rows have no tests: .* test_list, test, input_output; got answer, prompt'):
     graders.load(graders.resolve(Task(grader='code')), ('prompt', 'answer'))
