@@ -521,3 +521,9 @@ def unless_none(hint: Any) -> Any:
 def to_dict(run: Run) -> dict[str, Any]:
   """Return the settings as nested dictionaries, the form of config.json. `resolve` turns them into an equal Run."""
   return dataclasses.asdict(run)
+
+
+def on_all_devices(run: Run) -> Run:
+  """Return the run on all devices of this machine, whatever it has: with the default mesh, devices and kernels."""
+  default = Run()
+  return replace(run, mesh=default.mesh, devices=default.devices, model=replace(run.model, kernels=default.model.kernels))

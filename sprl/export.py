@@ -7,7 +7,6 @@ private repository. The command may run over several processes, as sprl.main doe
 repository cannot be used.
 """
 
-import dataclasses
 import logging
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING
 from absl import flags
 
 from sprl import command_line
-from sprl.config import Run, SettingsError
+from sprl.config import Run, SettingsError, on_all_devices
 from sprl.config_reader import resolve
 from sprl.io import hub
 from sprl.io.config_file import read_config
@@ -50,22 +49,19 @@ def main() -> int:
     return team.leave(command_line.reported(partial(_export, run, workdir, out, team)))
 
 
-def on_all_devices(run: Run) -> Run:
-  """Return the run with the learner on all devices that are here. An export does not depend on the mesh of the run."""
-  default = Run()
-  return dataclasses.replace(run, mesh=default.mesh, devices=default.devices)
-
-
 def _export(run: Run, workdir: Path, out: Path, team: 'Team') -> int:
+  from sprl.io.huggingface import check_free
   from sprl.learner.model_card import model_card
   from sprl.learner.restore import export, export_adapter, restore, restore_trained
   from sprl.model import Model
 
   if not team.leads:
     logging.getLogger('sprl').setLevel(logging.ERROR)  # process 0 logs for all
-  if _PUSH.value and team.leads:
-    hub.create(_PUSH.value, _PRIVATE.value)  # before any device work: a missing token is found here
-  model, name = Model.open(run), _PUSH.value or out.name
+  if team.leads:  # before any device work: a folder in use or a missing token is found here
+    check_free(out)
+    if _PUSH.value:
+      hub.create(_PUSH.value, _PRIVATE.value)
+  model, name = Model.open(run), _PUSH.value or out.absolute().name
   if _ADAPTER.value:
     restored = restore_trained(model, workdir, _STEP.value, team)
     step = restored.step

@@ -295,18 +295,24 @@ def write_card(folder: Path, card: str | None) -> None:
     (folder / 'README.md').write_text(card, encoding='utf-8')
 
 
+def check_free(folder: Path) -> None:
+  """Raise WeightsError if a folder holds anything but an earlier export, which the MARK in its weights identifies."""
+  free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+  if not free and not any(map(_marked, folder.glob('*.safetensors'))):
+    raise WeightsError(f'{folder}: exists and is not an export by sprl; expected a new folder, or an earlier export to replace')
+
+
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
   """Yield a draft folder, and rename it to `folder` when the block ends.
 
-  An earlier export is replaced; the MARK in its weights identifies it. Raises WeightsError if `folder` is anything else.
+  An earlier export is replaced. Raises WeightsError if `folder` is anything else.
   """
+  folder = folder.absolute()
   draft, old = (folder.with_name(f'.{folder.name}.sprl-{name}') for name in ('draft', 'old'))
   if old.exists() and not folder.exists():  # an export was killed between its two renames
     rename(old, folder)
-  free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
-  if not free and not any(map(_marked, folder.glob('*.safetensors'))):
-    raise WeightsError(f'{folder}: exists and is not an export by sprl; expected a new folder, or an earlier export to replace')
+  check_free(folder)
   for leftover in (draft, old):
     shutil.rmtree(leftover, ignore_errors=True)
   draft.mkdir(parents=True)

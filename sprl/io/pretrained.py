@@ -55,6 +55,7 @@ _HUB_FILES = [
   '*.jinja',
 ]
 _HUB_FILES += ['vocab.json', 'merges.txt', 'added_tokens.json', 'LICENSE*', 'README.md']
+_UNREAD = ['*/*', 'consolidated*']  # repositories of Mistral hold all weights a second time, in this file
 
 
 def locate(path: str | Path, cache: str | Path | None = None) -> Path:
@@ -85,6 +86,11 @@ def locate(path: str | Path, cache: str | Path | None = None) -> Path:
 def on_hub(path: str | Path) -> bool:
   """Return whether `path` is a name on the Hugging Face hub, such as Qwen/Qwen2.5-1.5B, and no folder here."""
   return HUB_NAME.fullmatch(str(path)) is not None and not Path(path).expanduser().is_dir()
+
+
+def transformers_path(path: str | Path, folder: Path) -> str:
+  """Return what transformers loads in place of `path`: the name on the hub, or the folder of its files here."""
+  return str(path) if on_hub(path) else str(folder.absolute())
 
 
 def config_folder(path: str | Path) -> Path:
@@ -173,7 +179,7 @@ def _from_hub(name: str, files: Sequence[str] = _HUB_FILES) -> Path:
   import huggingface_hub  # slow to import, and not needed for folders
 
   try:
-    return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(files), ignore_patterns=['*/*']))
+    return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(files), ignore_patterns=_UNREAD))
   except Exception as error:  # the hub's errors come from several libraries, and none names the accepted values
     raise PretrainedError(
       f'{name}: no such folder, and not available from the Hugging Face hub ({type(error).__name__}: {error}); '

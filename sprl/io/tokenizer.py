@@ -107,6 +107,17 @@ class Tokenizer:
     with _named(f'{self.folder}: the tokenizer cannot encode {text[:60]!r}'):
       return self.backend.encode(text, add_special_tokens=False).ids
 
+  def prompt(self, text: str) -> list[int]:
+    """Return the ids of a text that no chat template wraps, as a base model reads it.
+
+    They begin with the tokens that the post-processor of tokenizer.json puts before a text, such as BOS. A text that begins with
+    these tokens gets no second ones. No end token is added. Raises TokenizerError as `encode` does.
+    """
+    ids, added = self.encode(text), self.backend.encode(text)
+    count = next((i for i, special in enumerate(added.special_tokens_mask) if not special), 0)  # of the tokens before the text
+    begin = added.ids[:count]
+    return ids if ids[:count] == begin else begin + ids
+
   def decode(self, ids: Iterable[int] | np.ndarray, skip_special: bool = False) -> str:
     """Return the text of ids. Bytes that are not valid UTF-8 become U+FFFD."""
     with _named(f'{self.folder}: the tokenizer cannot decode its ids'):

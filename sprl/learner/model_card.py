@@ -15,7 +15,7 @@ from sprl.config_reader import resolve
 from sprl.io.config_file import read_config
 from sprl.io.metrics import read_metrics, series
 from sprl.io.metrics_reference import METRICS
-from sprl.io.pretrained import on_hub
+from sprl.io.pretrained import on_hub, transformers_path
 from sprl.io.random_model import is_random
 from sprl.io.starts import read_starts
 
@@ -43,7 +43,7 @@ def model_card(workdir: Path, step: int, base: Path, name: str, adapter: bool = 
     _front_matter(config, base, adapter),
     f'# {name}',
     _introduction(config, starts, step, adapter),
-    _usage(config, name, adapter),
+    _usage(transformers_path(config['model']['path'], base) if adapter else None, name),
     _results([record for record in records if record['kind'] == 'eval']),
     _mismatch([record for record in records if record['kind'] == 'train']),
     _ledger([record for record in records if record['kind'] == 'ledger']),
@@ -112,10 +112,10 @@ def _introduction(config: Mapping[str, Any], starts: Mapping[str, Any], step: in
   return '\n'.join([*lines, '', *_table(('', 'Setting'), rows)])
 
 
-def _usage(config: Mapping[str, Any], name: str, adapter: bool) -> str:
+def _usage(base: str | None, name: str) -> str:
+  """Return Python code that loads the model `name`; with adapters, on the weights `base`."""
   lines = ['from transformers import AutoModelForCausalLM, AutoTokenizer', '']
-  if adapter:
-    base = config['model']['path']
+  if base is not None:
     lines = ['from peft import PeftModel', *lines, f'base = AutoModelForCausalLM.from_pretrained({base!r})']
     lines += [f'model = PeftModel.from_pretrained(base, {name!r})', f'tokenizer = AutoTokenizer.from_pretrained({base!r})']
   else:

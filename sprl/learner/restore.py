@@ -12,7 +12,7 @@ from sprl.distributed.team import ALONE, Team
 from sprl.io.checkpoint import CheckpointError, Checkpoints, Restored
 from sprl.io.huggingface import export_folder
 from sprl.io.peft import export_adapters
-from sprl.io.pretrained import on_hub
+from sprl.io.pretrained import transformers_path
 from sprl.io.run_state import RunState
 from sprl.learner.state import TrainState
 from sprl.model import Model, abstract_params
@@ -87,6 +87,5 @@ def export_adapter(model: Model, adapters: Params, out: Path, path: str, card: s
 
   `card` and `team` are those of `export`.
   """
-  base = path if on_hub(path) else str(model.folder.absolute())
-  export_adapters(out, adapters, model.config, model.lora, base, card, team.leads)
+  export_adapters(out, adapters, model.config, model.lora, transformers_path(path, model.folder), card, team.leads)
   return out

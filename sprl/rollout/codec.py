@@ -77,7 +77,7 @@ class PlainCodec:
 
   def opening(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
     """The ids before the first answer."""
-    return self.tokenizer.encode(''.join(m['content'] + '\n' for m in messages))
+    return self.tokenizer.prompt(''.join(m['content'] + '\n' for m in messages))
 
   def reply(self, messages: Sequence[Mapping[str, str]], answer: Sequence[int]) -> list[int]:
     """The ids between an answer and the next."""

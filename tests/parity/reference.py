@@ -12,7 +12,8 @@ layers with a sliding window have rotary embeddings of their own, it writes inv_
   gguf    name of a GGUF file in `folder`, read instead of the safetensors
   tokens  prompts [B, T]
 
-A job with `texts` and `chats` writes ids, decoded texts and rendered chats of the tokenizer in `folder` to the .json `out`.
+A job with `texts` and `chats` writes ids, prompts with their first tokens, decoded texts and rendered chats of the tokenizer in
+`folder` to the .json `out`.
 """
 
 import json
@@ -68,6 +69,7 @@ def tokenize(job):
   ids = [tokenizer(text, add_special_tokens=False)['input_ids'] for text in job['texts']]
   result = {
     'ids': ids,
+    'prompts': [tokenizer(text)['input_ids'] for text in job['texts']],
     'decoded': [tokenizer.decode(i) for i in ids],
     'skipped': [tokenizer.decode(i, skip_special_tokens=True) for i in ids],
     'rendered': [

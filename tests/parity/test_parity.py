@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 
 from sprl.cache.layout import cache_layout
 from sprl.config import Cache, Quant
@@ -187,6 +188,9 @@ def small(tmp_path_factory) -> Path:
   """A folder with two models of every case, saved by transformers and exported by sprl, and the results of transformers."""
   where = tmp_path_factory.mktemp('small')
   write_tiny(where / 'tokenizer')
+  backend = tokenizers.Tokenizer.from_file(str(where / 'tokenizer' / 'tokenizer.json'))
+  backend.post_processor = tokenizers.processors.TemplateProcessing(single='<bos> $A', special_tokens=[('<bos>', 1)])
+  backend.save(str(where / 'tokenizer' / 'tokenizer.json'))
   (where / 'tokenizer' / 'chat_template.jinja').write_text(TEMPLATE)
   jobs = []
   for name, case in CASES.items():
@@ -249,6 +253,7 @@ def assert_same_tokenizer(folder: Path, expected: dict) -> None:
   tokenizer = Tokenizer.load(folder)
   ids = [tokenizer.encode(text) for text in TEXTS]
   assert ids == expected['ids']
+  assert [tokenizer.prompt(text) for text in TEXTS if text] == [ids for text, ids in zip(TEXTS, expected['prompts']) if text]
   assert [tokenizer.decode(i) for i in ids] == expected['decoded']
   assert [tokenizer.decode(i, skip_special=True) for i in ids] == expected['skipped']
   assert [[tokenizer.render(chat, more) for more in (True, False)] for chat in CHATS] == expected['rendered']

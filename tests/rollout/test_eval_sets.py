@@ -142,3 +142,10 @@ def test_scores_average_the_samples_of_a_problem_first():
   assert metrics['eval/avg@k'] == pytest.approx(rewards.mean())
   assert (metrics['eval/pass@1'], metrics['eval/pass@3']) == (pytest.approx((1 / 3 + 2 / 3) / 2), 1.0)
   assert (metrics['eval/problems'], metrics['eval/samples'], metrics['eval/truncated']) == (2, 3, 1)
+
+
+def test_the_length_of_an_episode_counts_the_answers_on_its_branches():
+  (t,) = small.rollouts([(3,)], (4,))
+  (branch,) = small.rollouts([(6,)], (4,))
+  found = scores([dataclasses.replace(t, branches=(branch,))], 1, 1)['metrics']
+  assert found['eval/length_mean'] == 9
