@@ -3,7 +3,7 @@
 An experiment is a file of benchmarks/claims/experiments/ that defines EXPERIMENT. It trains each arm from the same warm-started
 models with the same seeds. The newest weights are evaluated on held-out problems, sampled with a dense, unquantised cache.
 A claim compares arms. Its threshold is part of the plan: a result that was made under another plan is refused. Seed 0 is for
-pilots, from which budgets and thresholds are chosen. Verdicts come from the seeds 1 to `Experiment.seeds`.
+pilots, from which budgets and thresholds are chosen. Verdicts come from the other seeds, usually 1 to 8.
 """
 
 import hashlib
@@ -77,7 +77,8 @@ class Claim:
   paper: str  # name and place, as in 'Sparse-RL, table 2'
   theirs: str  # the number or the words of the paper
   comparisons: tuple[Comparison, ...]  # the claim holds if all hold
-  reason: str = ''  # the likely reason if the verdict contradicts the paper; written after the runs
+  reason: str = ''  # why it does not hold; written after the runs
+  expected: bool = False  # whether the paper itself expects that it does not hold
 
 
 @dataclass(frozen=True)
@@ -108,6 +109,7 @@ class Experiment:
   claims: tuple[Claim, ...]
   steps: int
   seeds: int = 8
+  first_seed: int = 1
   settings: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))  # of every arm
   series: tuple[str, ...] = ()  # metrics whose curves are kept, and whose means are measures
   shown: tuple[str, ...] = ()  # series that the picture shows
@@ -141,7 +143,7 @@ class Experiment:
   @property
   def runs(self) -> list[tuple[str, int]]:
     """All pairs of arm and seed. A seed's arms follow each other, so that an interrupted experiment has whole pairs."""
-    return [(arm, seed) for seed in range(1, self.seeds + 1) for arm in self.arms]
+    return [(arm, seed) for seed in range(self.first_seed, self.first_seed + self.seeds) for arm in self.arms]
 
   def changes(self, arm: str, seed: int, folder: Path) -> dict[str, Any]:
     """Return the settings of a run that differ from the default, by key."""
@@ -152,16 +154,16 @@ class Experiment:
     return {**self.changes(arm, seed, folder), **self.task.final}
 
   def answers(self, name: str, seed: int, folder: Path) -> dict[str, Any]:
-    """Return the settings of an evaluation of a run's newest weights with the sampler `inference[name]`."""
-    return {**self._run(self.inference[name], seed, folder), 'eval.memory': 'sampler'}
+    """Return the settings of the final evaluation with the sampler `inference[name]`."""
+    return {**self._run(self.inference[name], seed, folder), **self.task.final, 'eval.memory': 'sampler'}
 
   def _run(self, more: Mapping[str, Any], seed: int, folder: Path) -> dict[str, Any]:
     start = {'seed': seed, 'steps': self.steps, 'model.path': self.task.warm[seed % len(self.task.warm)]}
     return {**self.task.settings_in(folder), **self.settings, **more, **start}
 
   def plan(self) -> str:
-    """Return a fingerprint of what decides the runs and the verdicts. Reasons may be added later."""
-    compared = [[claim.statement, [_compared(each) for each in claim.comparisons]] for claim in self.claims]
+    """Return a fingerprint of what decides the runs and the verdicts. Statements may be reworded, and reasons added, later."""
+    compared = [[_compared(each) for each in claim.comparisons] for claim in self.claims]
     settings: list[Any] = [dict(self.task.settings), dict(self.settings)]
     settings += [{name: dict(of) for name, of in several.items()} for several in (self.arms, self.inference)]
     weights = [
@@ -174,6 +176,7 @@ class Experiment:
       self.series,
       self.asked,
       getattr(self.task.write, 'keywords', {}),
+      *([self.first_seed] if self.first_seed != 1 else []),
     ]
     text = json.dumps([compared, settings, numbers, weights], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -13,6 +13,8 @@ from pictures import BLACK, BLUE, GREEN, GREY, OLIVE, ORANGE, PURPLE, RED, TEAL,
 COLOURS = (ORANGE, BLUE, TEAL, PURPLE, GREEN, RED, OLIVE)
 MOST = 5  # panels in a row
 ENDS, LEGEND, ROW = 2.4, 0.8, 1.7  # inches
+SMALL_KL = 1e-3  # nats; the axis of a divergence is linear below, and logarithmic above
+STYLES = ('-', '--', ':', '-.', (0, (1, 3)))  # of the arms of a method
 
 
 def draw(experiment: Experiment, records: Records) -> None:
@@ -38,7 +40,7 @@ def draw(experiment: Experiment, records: Records) -> None:
   about = 'Below: over the steps, mean and range of the seeds'
   legend.legend(handles=lines, title=about, loc='center', ncols=4, frameon=False, fontsize=8.5, title_fontsize=8.5)
   if experiment.asked:
-    draw_asked(parts.pop().subplots(), experiment, records)
+    draw_asked(parts.pop().subplots(), experiment, colours, records)
   for part, (name, several) in zip(parts, rows):
     panels = part.subplots(1, min(len(shared), MOST), squeeze=False, sharey=True)[0]
     panels[0].set_ylabel(name, fontsize=8.5)
@@ -51,6 +53,8 @@ def draw(experiment: Experiment, records: Records) -> None:
       draw_curves(axes, of_place, colours, [[curve(found, name) for found in records[arm].values()] for arm in of_place])
       if name == ACCURACY:
         axes.set_ylim(-0.02, 1.02)
+      elif name.endswith('_kl'):
+        axes.set_yscale('symlog', linthresh=SMALL_KL)
   save(figure, f'claims/{experiment.name}')
 
 
@@ -70,22 +74,25 @@ def draw_ends(axes: Axes, arms, methods, places, colours, records: Records) -> N
     draw_seeds(axes, at[arm], [float(np.mean(found['scores'])) for found in records[arm].values()], colours[method], bar=9)
   before = np.mean([found['before'] for of in records.values() for found in of.values()])
   axes.axhline(float(before), color=GREY, linewidth=1, linestyle='--')
-  axes.text(0.995, float(before) + 0.01, 'before', transform=axes.get_yaxis_transform(), fontsize=8, color=GREY, ha='right')
+  axes.text(1.005, float(before), 'before', transform=axes.get_yaxis_transform(), fontsize=8, color=GREY, va='center')
   ticks = at if places == [''] else {place or 'reference': i for i, place in enumerate(places)}
   axes.set(xticks=[*ticks.values()], xticklabels=[*ticks], ylim=(-0.02, 1.02))
 
 
-def draw_asked(axes: Axes, experiment: Experiment, records: Records) -> None:
+def draw_asked(axes: Axes, experiment: Experiment, colours: Mapping[str, str], records: Records) -> None:
   """Draw the accuracy of the newest weights under each sampler of `inference`, and under the dense one."""
-  style(axes, 'Accuracy of trained policies, by the sampler that answers', ylabel='accuracy')
+  style(axes, 'Accuracy of trained policies, by the sampler that answers: means of the seeds', ylabel='accuracy')
   names = [*experiment.inference, 'dense']
-  for arm, colour in zip(experiment.asked, (BLACK, *COLOURS, GREY)):
+  places = list(dict.fromkeys(arm.partition('@')[2] for arm in experiment.asked if '@' in arm))
+  for arm in experiment.asked:
     runs = [{**found['under'], 'dense': found['scores']} for found in records.get(arm, {}).values()]
     if runs:
-      points = np.array([[float(np.mean(under[name])) for name in names] for under in runs])
-      draw_band(axes, np.arange(len(names)), points, colour, f'trained with {arm}')
-  axes.set(xticks=range(len(names)), xticklabels=names, ylim=(-0.02, 1.02))
-  axes.legend(frameon=False, fontsize=8, loc='upper left')
+      method, _, place = arm.partition('@')
+      points = np.array([[float(np.mean(under[name])) for name in names] for under in runs]).mean(axis=0)
+      line = STYLES[places.index(place) % len(STYLES)] if place else '-'
+      axes.plot(names, points, linestyle=line, color=colours[method], label=f'trained with {arm}', linewidth=1.8)
+  axes.set(ylim=(-0.02, 1.02))
+  axes.legend(frameon=False, fontsize=7.5, loc='upper left', ncols=2)
 
 
 def curve(found: Mapping[str, Any], name: str) -> tuple[list[int], list[float]]:

@@ -9,7 +9,8 @@ needs the previous total, and the digit with the next letter, which the model fi
 digit or its letter cannot give it back: eviction hurts more the longer the answer is, as in the papers' tasks.
 
 The solutions for supervised training contain errors: in a share `slips` of them one total is off, and later totals continue from
-it. A model trained on them answers well greedily, and poorly if it samples. Reinforcement learning can close this gap.
+it. A model trained on them answers well greedily, and poorly if it samples. Reinforcement learning can close this gap
+(benchmarks/warm_starts.py measures it).
 """
 
 import json

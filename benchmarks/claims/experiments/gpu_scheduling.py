@@ -12,7 +12,9 @@ import math
 from claims.experiment import REWARD, Claim, Comparison, Experiment, time_to
 from claims.gpu_tasks import GSM8K
 
-SCORE = 0.78  # above the published scores of both models before training, 0.62 and 0.73 (Qwen2.5 report, arXiv 2412.15115)
+# Between the published greedy scores before training, 0.62 and 0.73 (Qwen2.5 report, arXiv 2412.15115). Sampled at temperature 1,
+# both models begin lower. A run that does not reach it leaves its claims undecided, so a pilot has to check that runs do.
+SCORE = 0.70
 TO_SCORE = time_to(SCORE)
 LENGTH = 'completion/length_mean'
 
@@ -39,6 +41,8 @@ EXPERIMENT = Experiment(
           (Comparison('redundant', 'replication', -10.0, LENGTH),)),
     Claim('Running ahead halves the time to a score.', 'ROLL Flash', 'up to 2.24 times as fast, with GPUs of its own',
           (Comparison('replication', 'ahead', math.log(2), TO_SCORE),)),
+    Claim('Running ahead, and redundant groups, end as accurate as the baseline.', 'ROLL Flash', 'on par',
+          (Comparison('ahead', 'replication', -0.03), Comparison('redundant', 'replication', -0.03))),
   ),
   hours=16.0,
   device='H200',

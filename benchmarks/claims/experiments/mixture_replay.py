@@ -19,7 +19,7 @@ def _arm(replay, numbers):
 
 EXPERIMENT = Experiment(
   name='mixture_replay',
-  question='Do replayed expert choices help a mixture that is trained on FP8 rollouts?',
+  question='Does router replay improve the training of a mixture of experts on FP8 rollouts?',
   task=MIXTURE,
   arms={f'{replay}@{numbers}': _arm(replay, numbers) for numbers in FORMATS for replay in ('none', 'R2', 'R3')},
   steps=200,

@@ -6,9 +6,12 @@ released code never compresses a prompt: it needs a budget of 81 or more.
 One seed of the arms `dense`, `naive` and `sparse_rl` was the pilot, with 100 problems. It chose the budgets and APART: at 80 and
 88 nothing was rescued, at 112 and 144 nothing broke. Its mismatch (k3, R-KV, mean over 500 naive steps) was 0.17 nats a token at
 88, 0.12 at 96, 0.036 at 112 and 0.007 at 144. The papers report up to about 0.03.
+
+An earlier plan was changed after eleven runs of its first seed, which are not used. It evaluated fewer policies with a small
+cache, on a quarter of the problems, and did not measure whether the mismatch grows. These runs decided no threshold.
 """
 
-from claims.experiment import BEFORE, RANDOM_VETO, REWARD, Claim, Comparison, Experiment, under
+from claims.experiment import BEFORE, RANDOM_VETO, REWARD, Claim, Comparison, Experiment, at_end, at_start, under
 from claims.tasks import TOTALS
 
 BUDGETS = (88, 96, 104, 112, 144)
@@ -38,6 +41,11 @@ def _parts_against(arm, *others, above=0.03):
   return tuple(Comparison(f'{arm}@{APART}', f'{other}@{APART}', above) for other in others)
 
 
+def _from_the_cache_of(*arms):
+  """Return the comparisons with dense training, of answers from the cache with which an arm trained."""
+  return tuple(Comparison(arm, 'dense', 0.03, measure=under(f'R-KV {arm.partition("@")[2]}')) for arm in arms)
+
+
 EXPERIMENT = Experiment(
   name='sparse_rl_phases',
   question='Does training on rollouts from a small cache collapse, and does the correction of Sparse-RL prevent it?',
@@ -50,7 +58,7 @@ EXPERIMENT = Experiment(
   series=(MISMATCH, SAVED_TOKENS, SAVED_BYTES, 'sparse/veto_fraction', 'sparse/agreement_p05'),
   shown=(REWARD, MISMATCH, 'sparse/veto_fraction'),
   inference={f'R-KV {budget}': {'arm': 'naive'} | _cache(budget) for budget in BUDGETS},
-  asked=('dense', *(f'sparse_rl@{budget}' for budget in BUDGETS)),
+  asked=('dense', *(f'sparse_rl@{budget}' for budget in BUDGETS), 'naive@96', 'naive@112', 'learner_mask@96'),
   claims=(
     Claim(
       'Training on dense rollouts improves the policy.', 'all three papers', 'the reward rises',
@@ -92,10 +100,19 @@ EXPERIMENT = Experiment(
     ),
     Claim(
       'A policy that was trained on sparse rollouts answers better from a sparse cache.', 'Sparse-RL', 'more robust than dense',
-      tuple(Comparison(f'sparse_rl@{budget}', 'dense', 0.03, measure=under(f'R-KV {budget}')) for budget in (96, 112)),
+      _from_the_cache_of('sparse_rl@96', 'sparse_rl@112'),
+    ),
+    Claim(
+      'So does one that was trained without a correction.', 'not in the paper', '-', _from_the_cache_of('naive@96', 'naive@112'),
+    ),
+    Claim(
+      'So does one whose learner saw only the tokens that the sampler saw.', 'not in the paper', '-',
+      _from_the_cache_of('learner_mask@96'),
+    ),
+    Claim(
+      f'The mismatch grows without a correction (budget {APART}).', 'Sparse-RL', 'it grows until training collapses',
+      (Comparison(f'naive@{APART}', f'naive@{APART}', 0.0, at_end(MISMATCH), at_start(MISMATCH)),),
     ),
   ),
-  hours=12.0,
-  note='The mismatch is larger than in the papers, which report a k3 of at most about 0.03 nats a token: in the first seed it is '
-  '0.06 (budget 144) to 0.33 (budget 88) without a correction, and the correction rejects 46 to 89 % of the sequences.',
+  hours=14.0,
 )  # fmt: skip

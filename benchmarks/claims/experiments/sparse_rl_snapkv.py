@@ -26,7 +26,7 @@ EXPERIMENT = Experiment(
           '96 to 97 % of dense', (Comparison('sparse_rl', 'dense', -0.05),),
           reason='This budget is too small for this task: rollouts of SnapKV solve a tenth of the problems (dense: three '
           'quarters), and the veto rejects 94 % of the sequences. The papers report a mismatch (k3) of at most about 0.03 nats a '
-          'token; here it is 0.5. No run tests a larger budget.'),
+          'token; here it is 0.5. `sparse_rl_snapkv_176` has a larger budget.'),
   ),
   hours=2.4,
 )  # fmt: skip
