@@ -1,7 +1,8 @@
 """The chat form of SkyRL-gym (NovaSky-AI/SkyRL): `init(prompt)`, then `step` to {observations, reward, done, metadata}.
 
 In SkyRL-gym an environment object is one episode. It is constructed with `env_config` and the `extras` of a data row, and its
-`init` turns the prompt of the row into the conversation that the model answers. Here rows come from a JSONL file,
+`init` turns the prompt of the row into the conversation that the model answers. Here rows come from a folder of train.jsonl and
+test.jsonl,
 
     {"prompt": [{"role": "user", "content": "2 + 3?"}], "reward_spec": {"ground_truth": "5"}}
 
@@ -11,7 +12,7 @@ and the seed fixes the row. That form cannot report a truncation, so `truncated`
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from sprl.config import SettingsError
 from sprl.tasks import tables
@@ -66,15 +67,19 @@ class Chat:
       release()
 
 
-def chat(environment: str, prompts: str, config: Mapping[str, Any] | None = None, max_actions: int = 100) -> Chat:
+def chat(
+  environment: str,
+  prompts: str,
+  split: Literal['train', 'test'] = 'train',
+  config: Mapping[str, Any] | None = None,
+  max_actions: int = 100,
+) -> Chat:
   """Return environments of the chat form.
 
-  `environment` is `file.py:Class` or an id registered with skyrl_gym, `prompts` a JSONL file of rows, `config` the env_config.
+  `environment` is `file.py:Class` or an id registered with skyrl_gym, `prompts` the folder of the rows, `config` the env_config.
   Raises SettingsError.
   """
-  rows = [_row(f'{prompts}:{number}', line) for number, line in tables.lines(_file(prompts))]
-  if not rows:
-    raise SettingsError(f'config.task.args.prompts = {prompts!r}: expected at least one row; the file is empty')
+  rows = _rows(prompts, split)
   where = 'config.task.args.environment'
   if user_file.split_reference(environment):
     make = user_file.load_class(environment, ('init', 'step'), where)
@@ -97,11 +102,15 @@ def _registered(identifier: str, where: str) -> Callable[..., Any]:
   return lambda **kwargs: skyrl_gym.make(identifier, **kwargs)
 
 
-def _file(name: str) -> Path:
-  path = Path(name).expanduser()
+def _rows(prompts: str, split: str) -> Sequence[Mapping[str, Any]]:
+  path = Path(prompts).expanduser() / f'{split}.jsonl'
+  where = f'config.task.args.prompts = {prompts!r}'
   if not path.is_file():
-    raise SettingsError(f'config.task.args.prompts = {name!r}: no such file; expected a JSONL file of `prompt` and extras')
-  return path
+    raise SettingsError(f'{where}: expected a folder of train.jsonl and test.jsonl; {path}: no such file')
+  rows = [_row(f'{path}:{number}', line) for number, line in tables.lines(path)]
+  if not rows:
+    raise SettingsError(f'{where}: {path} has no rows')
+  return rows
 
 
 def _row(where: str, line: Mapping[str, Any]) -> Mapping[str, Any]:
