@@ -107,5 +107,5 @@ def test_training_asks_all_rows_of_the_chat_form_and_evaluation_those_that_are_h
   task = Task(kind='environment', name='chat', args={'environment': f'{tmp_path / "own_chat.py"}:Own', 'prompts': str(tmp_path)})
   for split, texts in asked.items():
     env = make_environment(task, split == 'test')
-    numbers = [seeds(number, split == 'test', takes_split(task)) for number in range(len(texts))]
+    numbers = [seeds(number, split == 'test', takes_split(task)) for number in range(len(env))]
     assert [checked_reset(env, number)[0] for number in numbers] == texts

@@ -32,6 +32,9 @@ class Chat:
     self.name, self._build, self._rows = name, build, rows
     self._turns, self._env = Turns(max_actions), None
 
+  def __len__(self) -> int:
+    return len(self._rows)
+
   def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
     """Return the last message of the conversation that `init` gives; info['messages'] holds all of it."""
     self.close()
