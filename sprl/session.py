@@ -187,6 +187,12 @@ class Session:
     self.scheduler.sync(placed)
     self._times.lap('sync')
 
+  def end_rollouts(self) -> None:
+    """End the rollouts that continue during an update, if an error has ended the step before `sync`."""
+    if self._pump is not None:
+      self._pump.end()
+      self._pump = None
+
   def finish_step(self, step: int, metrics: Mapping[str, float]) -> None:
     """End the step with the learner's metrics of it: the hooks log, check, evaluate and save."""
     assert self.weights is not None
@@ -278,7 +284,7 @@ class Pump:
     self._scheduler, self._team = scheduler, team
     self._learned = threading.Event()
     self._error: BaseException | None = None
-    # A daemon: if the learner raises, nothing stops the thread, and the process must still exit.
+    # A daemon: over several processes nothing stops the thread if the learner raises, and the process must still exit.
     self._thread = threading.Thread(target=self._turn, name='rollouts', daemon=True)
     self._thread.start()
 
@@ -288,6 +294,15 @@ class Pump:
     self._thread.join()
     if self._error is not None:
       raise self._error
+
+  def end(self) -> None:
+    """End the thread between two turns, after an error of the loop's thread. The error that ended it before is ignored.
+
+    Over several processes the thread may wait for a process that waits for this one. There the error ends the processes.
+    """
+    self._learned.set()
+    if self._team.processes == 1:
+      self._thread.join()
 
   def _turn(self) -> None:
     try:
