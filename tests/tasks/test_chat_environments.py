@@ -99,6 +99,17 @@ def test_the_chat_form_without_its_file_is_named(tmp_path, split):
     registry.make('chat', {'environment': 'gsm8k', 'prompts': str(tmp_path), 'split': split})
 
 
+def test_environments_share_rows_that_are_read_once_and_that_no_episode_changes(tmp_path, prompts):
+  (tmp_path / 'own_chat.py').write_text(
+    CHAT_CLASS.replace('return [*prompt, ', "prompt[0]['content'] += '!'\n    return [*prompt, ")
+  )
+  args = {'environment': f'{tmp_path / "own_chat.py"}:Own', 'prompts': prompts, 'config': {'say': 'Now!'}}
+  first = checked_reset(registry.make('chat', args), 0)
+  (tmp_path / 'train.jsonl').unlink()
+  assert checked_reset(registry.make('chat', args), 0) == first
+  assert first[1]['messages'][0]['content'] == 'Be brief.!'
+
+
 def test_training_asks_all_rows_of_the_chat_form_and_evaluation_those_that_are_held_out(tmp_path):
   (tmp_path / 'own_chat.py').write_text(CHAT_CLASS.replace("self.config['say']", "prompt[0]['content']"))
   asked = {'train': [f'train {i}?' for i in range(4)], 'test': [f'test {i}?' for i in range(3)]}

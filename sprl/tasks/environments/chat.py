@@ -10,6 +10,8 @@ and the seed fixes the row. That form cannot report a truncation, so `truncated`
 `postprocessed_action`, which rewrites the model's text, is ignored: training uses the tokens that were sampled.
 """
 
+import copy
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -38,7 +40,7 @@ class Chat:
   def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
     """Return the last message of the conversation that `init` gives; info['messages'] holds all of it."""
     self.close()
-    row = dict(self._rows[seed % len(self._rows)])
+    row = copy.deepcopy(dict(self._rows[seed % len(self._rows)]))  # the environment may change it
     prompt = row.pop('prompt')
     self._env = self._build(row)
     conversation, metadata = self._env.init([{'role': 'user', 'content': prompt}] if isinstance(prompt, str) else prompt)
@@ -105,6 +107,7 @@ def _registered(identifier: str, where: str) -> Callable[..., Any]:
   return lambda **kwargs: skyrl_gym.make(identifier, **kwargs)
 
 
+@functools.cache  # shared by all environments of a process
 def _rows(prompts: str, split: str) -> Sequence[Mapping[str, Any]]:
   path = Path(prompts).expanduser() / f'{split}.jsonl'
   where = f'config.task.args.prompts = {prompts!r}'
