@@ -254,6 +254,7 @@ class Session:
   def _count(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Add the tokens of this step to those of the run, and return both sums."""
     dropped = int(self._rollout_metrics.get('async/dropped_tokens', 0))
+    dropped += int(sum(t.metrics.get('agent/tokens_dropped', 0) for t in trajectories))
     self.state.tokens_sampled += sum(int(s.mask.sum()) for t in trajectories for s in sequences(t)) + dropped
     self.state.tokens_trained += self.learner.tokens.trained
     counts = {'tokens/sampled': float(self.state.tokens_sampled), 'tokens/trained': float(self.state.tokens_trained)}
