@@ -391,7 +391,7 @@ class Evaluation:
   """Held-out evaluation, during a run and by sprl.evaluate."""
 
   every: int | None = 50  # steps between evaluations; None: before the first step and after the last
-  problems: int = 128  # problems asked
+  problems: int = 128  # problems asked, or all if there are fewer
   samples: int = 1  # answers per problem: k of avg@k and pass@k
   temperature: float = 0.0  # 0: greedy
   top_p: float = 1.0  # draw from the smallest set of tokens with this probability

@@ -187,6 +187,12 @@ class Session:
     self.scheduler.sync(placed)
     self._times.lap('sync')
 
+  def end_rollouts(self) -> None:
+    """End the rollouts that continue during an update, if an error has ended the step before `sync`."""
+    if self._pump is not None:
+      self._pump.end()
+      self._pump = None
+
   def finish_step(self, step: int, metrics: Mapping[str, float]) -> None:
     """End the step with the learner's metrics of it: the hooks log, check, evaluate and save."""
     assert self.weights is not None
@@ -248,6 +254,7 @@ class Session:
   def _count(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Add the tokens of this step to those of the run, and return both sums."""
     dropped = int(self._rollout_metrics.get('async/dropped_tokens', 0))
+    dropped += int(sum(t.metrics.get('agent/tokens_dropped', 0) for t in trajectories))
     self.state.tokens_sampled += sum(int(s.mask.sum()) for t in trajectories for s in sequences(t)) + dropped
     self.state.tokens_trained += self.learner.tokens.trained
     counts = {'tokens/sampled': float(self.state.tokens_sampled), 'tokens/trained': float(self.state.tokens_trained)}
@@ -278,7 +285,7 @@ class Pump:
     self._scheduler, self._team = scheduler, team
     self._learned = threading.Event()
     self._error: BaseException | None = None
-    # A daemon: if the learner raises, nothing stops the thread, and the process must still exit.
+    # A daemon: over several processes nothing stops the thread if the learner raises, and the process must still exit.
     self._thread = threading.Thread(target=self._turn, name='rollouts', daemon=True)
     self._thread.start()
 
@@ -288,6 +295,15 @@ class Pump:
     self._thread.join()
     if self._error is not None:
       raise self._error
+
+  def end(self) -> None:
+    """End the thread between two turns, after an error of the loop's thread. The error that ended it before is ignored.
+
+    Over several processes the thread may wait for a process that waits for this one. There the error ends the processes.
+    """
+    self._learned.set()
+    if self._team.processes == 1:
+      self._thread.join()
 
   def _turn(self) -> None:
     try:

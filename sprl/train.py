@@ -97,6 +97,7 @@ def train(
   """
   with ExitStack() as stack:
     session = setup(run, workdir, team, stack, start, inputs, hooks, trackers)
+    stack.callback(session.end_rollouts)  # before the callbacks of `setup`, which end the workers
     learner = session.learner
     for step in session.steps():
       trajectories = session.rollout(step)

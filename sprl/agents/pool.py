@@ -20,7 +20,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -106,7 +106,7 @@ class AgentPool:
     sampling: how the engines draw; requests for another distribution are refused.
     model: the name of the model.
     limit: seconds that an agent may take to its next request or its end. The time in which the model writes does not count.
-    most: agents at a time; others wait. None: no limit.
+    most: agents of a split at a time, training or evaluation; others wait. None: no limit.
     port: of the server; 0: a free one.
     now: the clock, in seconds.
 
@@ -280,16 +280,18 @@ class AgentPool:
     episode.started = False
 
   def _start_agents(self) -> None:
-    """Start the agents that wait, the oldest first, while there may be more."""
-    running = sum(episode.started for episode in self._episodes.values())
+    """Start the agents that wait, the oldest first, while there may be more of their split.
+
+    The splits are counted apart. During an evaluation nothing answers the agents of training, so they would keep its places.
+    """
+    running = Counter(episode.row.get('split') for episode in self._episodes.values() if episode.started)
     for token, episode in self._by_token.items():
-      if running >= self._most:
-        return
-      if not episode.started and episode.end is None and self._host is not None:
+      split = episode.row.get('split')
+      if running[split] < self._most and not episode.started and episode.end is None and self._host is not None:
         url = f'http://127.0.0.1:{self._server.port}{PREFIX.format(episode=token)}/v1'
         self._host.send({'run': episode.number, 'url': url, 'row': episode.row})
         episode.started, episode.deadline = True, self._now() + self._limit
-        running += 1
+        running[split] += 1
 
   # --- the host ------------------------------------------------------------------------------------------------------------
 

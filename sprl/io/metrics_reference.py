@@ -110,7 +110,10 @@ METRICS: dict[str, str] = {
     'would have had, and the next update has the same. Absent if the step had no update.'
   ),
   'policy/random_weights': '1: the run began with random weights (`config.model.path=random:...`). Absent in all other runs.',
-  'tokens/sampled': 'Tokens that the model wrote for the steps so far, with those of dropped samples (`async/dropped_tokens`).',
+  'tokens/sampled': (
+    'Tokens that the model wrote for the steps so far, with those of dropped samples (`async/dropped_tokens`) and those of '
+    'agents that are not trained (`agent/tokens_dropped`).'
+  ),
   'tokens/trained': 'Tokens that the model wrote and the updates so far saw. Several epochs count a token once.',
   # --- mismatch: the two policies ---------------------------------------------------------------------------------------
   'rollout_corr/ppl_ratio': 'Mean over sequences of the ratio of perplexities.',

@@ -91,9 +91,13 @@ def check_agents(task: Task, tokenizer: Tokenizer) -> None:
 
 def begin_agents(
   run: Run, tokenizer: Tokenizer, team: Team, enter: Callable[[Any], Any], eval_limit: int
-) -> tuple[WorkersLike, AgentSource, AgentSource]:
-  """Start the server and the host of the agents in process 0. Returns workers, and the sources for training and evaluation."""
+) -> tuple[WorkersLike, AgentSource, AgentSource, int | None]:
+  """Start the server and the host of the agents in process 0.
+
+  Returns workers, the sources for training and evaluation, and the number of held-out rows; None if there is no data.
+  """
   task = run.task
+  data = {split: agent_data(task, split) for split in ('train', 'test')}
   program, options = agent_program(task)
   pool = None
   if team.leads:
@@ -103,13 +107,13 @@ def begin_agents(
   def source(split: str, max_tokens: int) -> AgentSource:
     held_out = split == 'test'
     seed, shuffle = partial(seeds, held_out=held_out, split=False), None if held_out else run.seed
-    row = partial(rows, agent_data(task, split), split, seed, shuffle)
+    row = partial(rows, data[split], split, seed, shuffle)
     limits = Limits(task.turns, task.turn_tokens, run.sampling.max_prompt, max_tokens)
     release = (lambda key: None) if pool is None else pool.release
     return AgentSource(row, limits, task.branches, ChatCodec(tokenizer), release, options['tool_format'])
 
   workers = across(team, BroadcastWorkers, pool)
-  return workers, source('train', run.sampling.max_tokens), source('test', eval_limit)
+  return workers, source('train', run.sampling.max_tokens), source('test', eval_limit), len(data['test']) or None
 
 
 def agent_program(task: Task) -> tuple[Program, dict[str, Any]]:

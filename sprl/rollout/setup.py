@@ -4,7 +4,7 @@ With several processes the wrappers of sprl/rollout/broadcast.py are installed h
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -156,23 +156,28 @@ class RolloutSetup:
     """
     limit = self.run.sampling.max_tokens
     if self.run.task.kind == 'agent':  # training and evaluation share one server
-      workers, source, test = begin_agents(self.run, self.tokenizer, self.team, enter, self._eval_limit)
-      return workers, source, self._with_sets(enter, EvalSet(test, workers, self.run.eval.problems))
+      workers, source, test, rows = begin_agents(self.run, self.tokenizer, self.team, enter, self._eval_limit)
+      return workers, source, self._with_sets(enter, self._asked(workers, test, rows))
     held_out = self.begin_evaluation(enter)
     if self.stream is not None:
       return held_out.workers, ProblemSource(self.stream.at, self.tokenizer, limit, self.rewards), held_out
-    return *self._begin_conversations(limit, enter, held_out=False), held_out
+    workers, source, _ = self._begin_conversations(limit, enter, held_out=False)
+    return workers, source, held_out
 
   def begin_evaluation(self, enter: Callable[[Any], Any]) -> EvalSet:
     """Start the workers of evaluation in process 0. Returns the held-out groups. `enter` is as in `begin`."""
     run = self.run
     if run.task.kind == 'environment':
-      workers, source = self._begin_conversations(self._eval_limit, enter, held_out=True)
-      return self._with_sets(enter, EvalSet(source, workers, run.eval.problems))
+      return self._with_sets(enter, self._asked(*self._begin_conversations(self._eval_limit, enter, held_out=True)))
     if run.task.kind == 'agent':
-      workers, _, test = begin_agents(run, self.tokenizer, self.team, enter, self._eval_limit)
-      return self._with_sets(enter, EvalSet(test, workers, run.eval.problems))
+      workers, _, test, rows = begin_agents(run, self.tokenizer, self.team, enter, self._eval_limit)
+      return self._with_sets(enter, self._asked(workers, test, rows))
     return self._with_sets(enter, None)
+
+  def _asked(self, workers: WorkersLike, source: Source, different: int | None) -> EvalSet:
+    """Return the held-out groups of environments or agents: none twice, if it is known how many are `different`."""
+    problems = self.run.eval.problems
+    return EvalSet(source, workers, problems if different is None else min(problems, different))
 
   @property
   def _eval_limit(self) -> int:
@@ -208,10 +213,15 @@ class RolloutSetup:
 
   # --- conversations ---------------------------------------------------------------------------------------------------
 
-  def _begin_conversations(self, limit: int, enter: Callable[[Any], Any], held_out: bool) -> tuple[WorkersLike, Source]:
+  def _begin_conversations(
+    self, limit: int, enter: Callable[[Any], Any], held_out: bool
+  ) -> tuple[WorkersLike, Source, int | None]:
+    """Return workers, a source, and how many of its episodes are different; None if the environment does not tell."""
     pool = self._environments(held_out) if self.team.leads else None
     workers = self._started(pool, enter)
-    return workers, across(self.team, BroadcastSource, self._conversations(limit, pool, held_out))
+    source = self._conversations(limit, pool, held_out)
+    different = self.team.broadcast('episodes', lambda: len(source.sample) if isinstance(source.sample, Sized) else None)
+    return workers, across(self.team, BroadcastSource, source), different
 
   def _conversations(self, limit: int, pool: WorkerPool | None, held_out: bool = False) -> ConversationSource:
     run, task = self.run, self.run.task

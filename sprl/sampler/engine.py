@@ -143,6 +143,7 @@ class _Row:
   """A running request and the tokens that the host has seen of it."""
 
   request: Request
+  first: int  # version of the weights that draw its first token; those of its first chunk may be newer
   tokens: list[int] = field(default_factory=list)
   logp: list[float] = field(default_factory=list)
   version: list[int] = field(default_factory=list)
@@ -245,7 +246,7 @@ class Engine:
   def abort(self, uids: Collection[int] | None = None) -> list[Completion]:
     """End these requests, or all, and return the tokens that the last `collect` saw of each.
 
-    A request that runs in a chunk keeps its row until a chunk is collected. Its experts are not returned: that would wait for
+    A request that runs in a chunk keeps its row until this chunk is collected. Its experts are not returned: that would wait for
     the chunk.
     """
     wanted = {r.uid for r in self._waiting} | {r.request.uid for r in self._rows if r} if uids is None else set(uids)
@@ -256,11 +257,11 @@ class Engine:
         routes = None if self._chunks else self._routes(i, row.request.start + len(row.tokens))
         aborted.append(self._completion(row, 'abort', routes=routes))
         row.aborted = gone[i] = True
-    aborted += [self._completion(_Row(request), 'abort') for request in self._waiting if request.uid in wanted]
+    aborted += [self._completion(_Row(request, self.version), 'abort') for request in self._waiting if request.uid in wanted]
     self._waiting = deque(request for request in self._waiting if request.uid not in wanted)
-    if not self._chunks:
-      self._rows = [None if left else row for left, row in zip(gone, self._rows)]
-      self._release(gone)
+    free = gone & [all(chunk.rows[i] is not row for chunk in self._chunks) for i, row in enumerate(self._rows)]
+    self._rows = [None if left else row for left, row in zip(free, self._rows)]
+    self._release(free)
     return aborted
 
   def partial(self, uid: int) -> Int[np.ndarray, ' C'] | None:
@@ -370,7 +371,7 @@ class Engine:
       row.tokens += news['tokens'][i, :new].tolist()
       row.logp += news['logp'][i, :new].tolist()
       row.kept += news['kept'][i, :new].tolist()
-      row.version += [chunk.version] * new
+      row.version += [chunk.version if before or k else row.first for k in range(new)]
       row.saturated, row.saturated_queries = int(news['saturated'][i]), int(news['saturated_queries'][i])
       if 'support' in news:
         row.support += list(news['support'][i, :new].copy())  # a copy: a view would keep all rows of the chunk alive
@@ -477,7 +478,7 @@ class Engine:
     new = decode.NewRows(np.full(B, -1, np.int32), *np.zeros((3, B), np.int32))
     free = [i for i, row in enumerate(self._rows) if row is None]
     for row, (parent, request) in zip(free, starts):
-      self._rows[row], new.parent[row] = _Row(request, prefilled=prefilled), parent
+      self._rows[row], new.parent[row] = _Row(request, self.version, prefilled=prefilled), parent
       new.uid[row], new.attempt[row], new.limit[row] = request.uid, request.attempt, request.max_tokens
     assert self._state is not None
     insert = decode.insert.on(config.mesh)

@@ -129,11 +129,11 @@ class AsyncProcess:
   def __init__(self, load: Callable[[], Service], memory_gb: float | None = None):
     self._child = Child('sprl.tasks.async_worker_process')
     self._numbers = itertools.count()
-    self._lock = threading.Lock()  # of `_pending` and of sending
+    self._lock = threading.Lock()  # of `_pending` and `_over`
     self._pending: dict[int, Future[tuple[Any, str]]] = {}
     self._over = ''  # how the process ended
     self.ready: Future[str] = Future()
-    self._reader = DaemonThread()
+    self._sender, self._reader = DaemonThread(), DaemonThread()  # a process that is blocked may not read what it is sent
     self._reader.submit(self._read, (load, memory_gb))
 
   def ask(self, call: Any) -> tuple[Future[tuple[Any, str]], Callable[[], Any]]:
@@ -144,7 +144,7 @@ class AsyncProcess:
         future.set_exception(WorkerDied(self._over))
       else:
         self._pending[number] = future
-        self._send((number, call))
+        self._sender.submit(self._send, number, call)
     return future, lambda: self._cancel(number)
 
   def died(self) -> str:
@@ -160,7 +160,6 @@ class AsyncProcess:
     with self._lock:
       if number not in self._pending:
         return
-      self._send((number, None))
 
     def kill_if_blocked() -> None:
       with self._lock:
@@ -171,12 +170,20 @@ class AsyncProcess:
     timer = threading.Timer(GRACE, kill_if_blocked)
     timer.daemon = True
     timer.start()
+    self._sender.submit(self._send, number, None)
 
-  def _send(self, message: Any) -> None:
+  def _send(self, number: int, call: Any) -> None:
     try:
-      self._child.send(message)
+      self._child.send((number, call))
     except OSError:  # it died; the reader notices
       self._child.kill()
+    except Exception as error:  # the call cannot be pickled
+      if (future := self._taken(number)) is not None:
+        future.set_exception(error)
+
+  def _taken(self, number: int) -> Future[tuple[Any, str]] | None:
+    with self._lock:
+      return self._pending.pop(number, None)
 
   def _read(self, start: Any) -> None:
     """Hand replies to the futures of their calls until the process ends."""
@@ -186,9 +193,7 @@ class AsyncProcess:
       while True:
         match self._child.receive():
           case [int() as number, answer, str() as why]:
-            with self._lock:
-              future = self._pending.pop(number, None)
-            if future is not None:
+            if (future := self._taken(number)) is not None:
               future.set_result((answer, why))
           case _:
             raise ValueError('malformed answer')
@@ -199,4 +204,5 @@ class AsyncProcess:
       lost, self._pending = list(self._pending.values()), {}
     for future in lost if self.ready.done() else [self.ready, *lost]:
       future.set_exception(WorkerDied(self._over))
-    self._child.close()
+    self._sender.submit(self._child.close)  # not here: the sender may be about to write to the connection
+    self._sender.end()

@@ -23,6 +23,7 @@ from sprl.config import SettingsError
 from sprl.tasks.foreign import reason
 
 START_SECONDS = 120.0  # time for a worker to import and build its service
+LAST_SECONDS = 60.0  # most time for the last call of a key, if its worker holds no other key
 LOSSES = 3  # times that each worker may fail to start or die idle while no call is answered
 
 
@@ -185,9 +186,13 @@ class WorkerPool:
     self._hand_out()
 
   def _home(self, key: Hashable) -> _Slot:
-    """The slot of a key. A new key goes where the fewest keys are, and not behind a cancelled call, which may hang."""
+    """The slot of a key. A new key goes where the fewest keys are, and not behind a cancelled call, which may hang.
+
+    Among slots with equally many keys, it avoids those that make a last call, which may hang too. Most last calls are short, so
+    it does not go to a slot with more keys.
+    """
     if key not in self._homes:
-      slot = min(self._slots, key=lambda slot: (slot.cancelled, len(slot.keys)))
+      slot = min(self._slots, key=lambda slot: (slot.cancelled, len(slot.keys), slot.ticket in self._last))
       if slot.cancelled and not slot.keys:  # all workers are in cancelled calls, and no key loses its state with this one
         self._replace(slot)
       slot.keys.add(key)
@@ -206,7 +211,9 @@ class WorkerPool:
         self._lose(slot, f'a worker died idle: {why}')
         continue
       slot.ticket = next(iter(queue))
-      slot.future, slot.deadline = slot.worker.ask(queue.pop(slot.ticket)), self._now() + self._limit
+      # If this last call hangs, no key loses its state with the worker. New keys must not wait for it up to the limit.
+      limit = min(self._limit, LAST_SECONDS) if slot.ticket in self._last and not slot.keys else self._limit
+      slot.future, slot.deadline = slot.worker.ask(queue.pop(slot.ticket)), self._now() + limit
 
   def _collect(self) -> None:
     """Take the results of calls that ended or exceeded their limit, and hand out the next calls."""

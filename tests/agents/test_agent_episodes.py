@@ -14,7 +14,7 @@ import pytest
 from checks import alive, drawn, trained, wait_until
 from fake_engine import FakeEngine
 
-from sprl.agents.pool import AgentPool, Program
+from sprl.agents.pool import AgentPool, Asked, Call, Program
 from sprl.config import Rollout, Sampling, SettingsError
 from sprl.io.tokenizer import Tokenizer
 from sprl.rollout.agent_setup import AgentSource, rows
@@ -161,6 +161,15 @@ def test_no_more_agents_run_than_asked(tmp_path):
   trajectories, engine = batch(tmp_path, 'talk', groups=4, workers=2)
   assert len(trajectories) == 8
   assert engine.most <= 2
+
+
+def test_agents_of_training_that_wait_for_an_answer_leave_room_for_those_of_evaluation(tmp_path):
+  with AgentPool(Program(f'{PROGRAMS}:talk', {}), Sampling(), 'tiny', 30.0, most=1) as pool:
+    for uid, split in enumerate(('train', 'test')):
+      ticket = pool.submit(Call((uid, 0), 'run', {'seed': 0, 'split': split}))
+      wait_until(lambda ticket=ticket: isinstance(pool.poll({ticket}).get(ticket), Asked))  # nothing answers it
+    pool.submit(Call((2, 0), 'run', {'seed': 0, 'split': 'test'}))
+    assert [episode.started for episode in pool._episodes.values()] == [True, True, False]
 
 
 def test_processes_of_an_agent_end_with_it(tmp_path):

@@ -1,12 +1,16 @@
 """Settings of agents: what is refused before any process is started, and what the program of a task is."""
 
+from contextlib import ExitStack
+from pathlib import Path
+
 import hermes
 import pytest
 
-from sprl.config import Run, SettingsError, Task, to_dict
+from sprl.config import Evaluation, Run, SettingsError, Task, to_dict
 from sprl.config_reader import resolve
 from sprl.io.tokenizer import Tokenizer
 from sprl.rollout.agent_setup import agent_program, check_agents
+from sprl.rollout.setup import RolloutSetup
 
 
 def settings(**task):
@@ -64,3 +68,14 @@ def test_files_that_cannot_be_used_are_refused(tmp_path, monkeypatch, task, said
   check_agents(Task(kind='agent', name='mine.py:agent'), tokenizer)
   with pytest.raises(SettingsError, match=said):
     check_agents(Task(kind='agent', **{'name': 'mine.py:agent', **task}), tokenizer)
+
+
+@pytest.mark.parametrize(('problems', 'count'), [(128, 3), (2, 2)])
+def test_an_evaluation_asks_no_row_twice(tmp_path, problems, count):
+  hermes.write_tokenizer(tmp_path)
+  for split in ('train', 'test'):
+    (tmp_path / f'{split}.jsonl').write_text('\n'.join(f'{{"prompt": "{i}?"}}' for i in range(3)))
+  task = Task(kind='agent', name=f'{Path(__file__).parent / "agent_programs.py"}:talk', path=str(tmp_path))
+  run = Run(steps=1, task=task, eval=Evaluation(problems=problems))
+  with ExitStack() as stack:
+    assert RolloutSetup.open(run, Tokenizer.load(tmp_path)).begin_evaluation(stack.enter_context).count == count

@@ -123,6 +123,22 @@ def test_only_process_0_makes_environments(tmp_path):
   assert with_followers == len(made) - with_followers > 0
 
 
+@pytest.mark.parametrize(('length', 'count'), [('', 5), ('\n  def __len__(self):\n    return 3\n', 3)], ids=['endless', 'rows'])
+def test_an_evaluation_plays_no_episode_of_an_environment_twice(tmp_path, length, count):
+  write_tiny(tmp_path)
+  (tmp_path / 'rows.py').write_text(GAME + length)
+  task = Task(kind='environment', name=f'{tmp_path / "rows.py"}:Game', args={'greeting': 'Hello'}, chat=False)
+  run = Run(steps=1, task=task, sampling=Sampling(max_prompt=256), eval=Evaluation(problems=5))
+  tokenizer = Tokenizer.load(tmp_path)
+  load_class(task.name, (), '')  # imports the file once, before the threads that stand for processes do
+
+  def program(team):
+    with ExitStack() as stack:
+      return RolloutSetup.open(run, tokenizer, team).begin_evaluation(stack.enter_context).count
+
+  assert together(program, program) == [count, count]
+
+
 def test_an_environment_that_cannot_be_reset_ends_all_processes(tmp_path):
   write_tiny(tmp_path)
   run, _ = run_of_game(tmp_path, greeting='')

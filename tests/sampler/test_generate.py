@@ -141,7 +141,7 @@ def test_a_stop_string_is_found_at_any_offset(offset):
     engine_config(), sampling=sampling, text=lambda ids: bytes(i % 256 for i in ids).decode(errors='ignore')
   )
   engine, ids = Engine(config, weights()), [97] * offset + list(stop.encode()) + [98] * 20
-  row = _Row(requests()[0])
+  row = _Row(requests()[0], 0)
   for seen in range(1, len(ids), chunk):
     new, row.tokens = seen - len(row.tokens), ids[:seen]
     if (cut := engine._stop_string(row, new)) is not None:

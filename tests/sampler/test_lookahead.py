@@ -99,6 +99,37 @@ def test_a_chunk_in_the_queue_draws_with_the_weights_that_it_was_started_with():
   )
 
 
+def started_behind_the_queued_chunks():
+  """Return an engine with one request in two queued chunks, and another in a row that is in neither."""
+  engine = engine_of(asked=requests()[:1])
+  engine.dispatch()
+  engine.add(requests()[1])
+  engine.dispatch()
+  assert len(engine._chunks) == 2
+  assert engine.load == 2
+  return engine
+
+
+def test_the_first_token_has_the_version_of_the_weights_that_drew_it():
+  engine = started_behind_the_queued_chunks()
+  engine.swap(weights(seed=1), 1)
+  done = finish(engine)[101]
+  assert done.version.tolist() == [0] + [1] * (len(done.tokens) - 1)
+  expected = finish(engine_of(asked=requests()[1:2]))[101]
+  assert done.tokens[0] == expected.tokens[0]
+  assert done.logp[0] == pytest.approx(expected.logp[0], abs=1e-5)
+
+
+def test_an_aborted_request_in_no_chunk_frees_its_row_at_once():
+  engine = started_behind_the_queued_chunks()
+  (aborted,) = engine.abort([101])
+  assert (aborted.finish, len(aborted.tokens), engine.load) == ('abort', 0, 1)
+  engine.abort()
+  assert engine.load == 1  # the row is in the chunks
+  engine.unload()
+  assert engine._state is None
+
+
 def test_aborted_requests_continue_as_if_never_aborted():
   engine = engine_of(asked=asked()[4:])
   engine.dispatch()

@@ -34,12 +34,11 @@ def fake_and_real(name, install):
 
 
 def write_prompts(folder):
-  """Write prompts of the chat form; return the path."""
-  path = folder / 'prompts.jsonl'
+  """Write prompts of the chat form for training; return their folder."""
   lines = [
     '{"prompt": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 3?"}],'
     ' "reward_spec": {"ground_truth": "5"}, "max_turns": 3}',
     '{"prompt": "3 + 3?", "reward_spec": {"ground_truth": "6"}, "max_turns": 2}',
   ]
-  path.write_text('\n'.join(lines))
-  return str(path)
+  (folder / 'train.jsonl').write_text('\n'.join(lines))
+  return str(folder)

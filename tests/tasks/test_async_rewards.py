@@ -1,10 +1,12 @@
 """Async rewards: many calls at a time, and calls that fail, hang or block."""
 
+import os
+import signal
 import threading
 import time
 
 import pytest
-from pools import answers, until
+from pools import PATIENCE, answers, until
 
 from sprl.config import SettingsError, Task
 from sprl.tasks import async_workers, graders
@@ -12,7 +14,7 @@ from sprl.tasks.grader_pool import Grade, Group, grader_pool
 from sprl.tasks.rewards import Sample
 
 WILD = """
-import asyncio, os, sys, time
+import asyncio, os, signal, sys, time
 
 running = most = 0
 
@@ -33,6 +35,7 @@ async def grade(completion):
     case 'fork': os.fork()  # the child returns too
     case 'die': os._exit(3)
     case 'block': time.sleep(float(value))
+    case 'stop': os.kill(os.getpid(), signal.SIGSTOP)
     case 'nan': return float('nan')
   return 1.0
 
@@ -100,6 +103,26 @@ def test_a_call_that_blocks_the_loop_is_killed(tmp_path, monkeypatch):
     assert [g.status for g in answers(pool, *samples('block 600'))] == ['timeout']
     until(lambda: answers(pool, *samples('pid'))[0].score not in (0.0, first.score))
     assert answers(pool, *samples('fine', 'fine')) == [Grade(1.0, 'ok')] * 2
+
+
+def test_a_process_that_no_longer_reads_is_killed(tmp_path, monkeypatch):
+  monkeypatch.setattr(async_workers, 'GRACE', 0.1)
+  large = 'x' * (1 << 20)  # more than the connection holds
+  with grader_pool(rewards(tmp_path), 4, 0.5, 4.0) as pool:
+    (process,) = answers(pool, *samples('pid'))
+    rescue = threading.Timer(PATIENCE, os.kill, (int(process.score), signal.SIGKILL))  # so that the test fails if it would hang
+    rescue.start()
+    found = answers(pool, *samples('stop', large, large, large))
+    rescue.cancel()
+    assert found[0].status == 'timeout'
+    assert {g.status for g in found} <= {'timeout', 'crash'}
+    until(lambda: answers(pool, *samples(large))[0].status == 'ok')
+
+
+def test_a_sample_that_cannot_be_sent_costs_only_itself(tmp_path):
+  with grader_pool(rewards(tmp_path), 2, 30.0, 4.0) as pool:
+    found = answers(pool, Sample('p', 'fine', '', {'key': lambda: None}), *samples('sleep 0.1'))
+    assert [g.status for g in found] == ['crash', 'ok']
 
 
 def test_a_cancelled_call_leaves_the_others(tmp_path):

@@ -1,9 +1,13 @@
 """Environments of the chat form: those of skyrl_gym, by a fake or by the package if it is installed, and a user's class."""
 
+import json
+
 import pytest
 from foreign_packages import fake_and_real, write_prompts
 
-from sprl.config import SettingsError
+from sprl.config import SettingsError, Task
+from sprl.rollout.prompts import seeds
+from sprl.tasks.environment_pool import make_environment, takes_split
 from sprl.tasks.environments import registry
 from sprl.tasks.environments.protocol import EnvironmentFault, checked_reset, checked_step
 
@@ -75,20 +79,44 @@ def test_a_users_class_of_the_chat_form(tmp_path, prompts):
 @pytest.mark.parametrize(
   ('line', 'complaint'),
   [
-    ('{"question": "2?"}', r'prompts\.jsonl:1: prompt = None: expected text or a list of messages'),
-    ('{"prompt": []}', r'prompts\.jsonl:1: prompt = \[\]'),
-    ('{"prompt"', r'prompts\.jsonl:1: not JSON'),
-    ('', r'expected at least one row'),
+    ('{"question": "2?"}', r'train\.jsonl:1: prompt = None: expected text or a list of messages'),
+    ('{"prompt": []}', r'train\.jsonl:1: prompt = \[\]'),
+    ('{"prompt"', r'train\.jsonl:1: not JSON'),
+    ('', r'train\.jsonl has no rows'),
   ],
 )
 def test_bad_rows_of_the_chat_form_are_named(tmp_path, line, complaint):
-  (tmp_path / 'prompts.jsonl').write_text(line)
+  (tmp_path / 'train.jsonl').write_text(line)
   (tmp_path / 'own_chat.py').write_text(CHAT_CLASS)
-  args = {'environment': f'{tmp_path / "own_chat.py"}:Own', 'prompts': str(tmp_path / 'prompts.jsonl')}
+  args = {'environment': f'{tmp_path / "own_chat.py"}:Own', 'prompts': str(tmp_path)}
   with pytest.raises(SettingsError, match=complaint):
     registry.make('chat', args)
 
 
-def test_the_chat_form_without_its_file_is_named():
-  with pytest.raises(SettingsError, match=r"args\.prompts = '/no/such\.jsonl': no such file"):
-    registry.make('chat', {'environment': 'gsm8k', 'prompts': '/no/such.jsonl'})
+@pytest.mark.parametrize('split', ['train', 'test'])
+def test_the_chat_form_without_its_file_is_named(tmp_path, split):
+  with pytest.raises(SettingsError, match=rf'expected a folder of train\.jsonl and test\.jsonl; .*/{split}\.jsonl: no such file'):
+    registry.make('chat', {'environment': 'gsm8k', 'prompts': str(tmp_path), 'split': split})
+
+
+def test_environments_share_rows_that_are_read_once_and_that_no_episode_changes(tmp_path, prompts):
+  (tmp_path / 'own_chat.py').write_text(
+    CHAT_CLASS.replace('return [*prompt, ', "prompt[0]['content'] += '!'\n    return [*prompt, ")
+  )
+  args = {'environment': f'{tmp_path / "own_chat.py"}:Own', 'prompts': prompts, 'config': {'say': 'Now!'}}
+  first = checked_reset(registry.make('chat', args), 0)
+  (tmp_path / 'train.jsonl').unlink()
+  assert checked_reset(registry.make('chat', args), 0) == first
+  assert first[1]['messages'][0]['content'] == 'Be brief.!'
+
+
+def test_training_asks_all_rows_of_the_chat_form_and_evaluation_those_that_are_held_out(tmp_path):
+  (tmp_path / 'own_chat.py').write_text(CHAT_CLASS.replace("self.config['say']", "prompt[0]['content']"))
+  asked = {'train': [f'train {i}?' for i in range(4)], 'test': [f'test {i}?' for i in range(3)]}
+  for split, texts in asked.items():
+    (tmp_path / f'{split}.jsonl').write_text('\n'.join(json.dumps({'prompt': text}) for text in texts))
+  task = Task(kind='environment', name='chat', args={'environment': f'{tmp_path / "own_chat.py"}:Own', 'prompts': str(tmp_path)})
+  for split, texts in asked.items():
+    env = make_environment(task, split == 'test')
+    numbers = [seeds(number, split == 'test', takes_split(task)) for number in range(len(env))]
+    assert [checked_reset(env, number)[0] for number in numbers] == texts

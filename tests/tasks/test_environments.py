@@ -294,7 +294,7 @@ def test_an_environment_that_cannot_be_made_is_named(name, args, complaint):
 
 
 def test_environments_with_questions_take_a_split():
-  assert {name for name in registry.NAMES if registry.takes(name, 'split')} == {'calculator', 'reasoning_gym'}
+  assert {name for name in registry.NAMES if registry.takes(name, 'split')} == {'calculator', 'chat', 'reasoning_gym'}
   assert not registry.takes('no_such', 'split')
 
 

@@ -10,7 +10,7 @@ from pools import PATIENCE, InlineWorker, ManualClock, answers, results, until
 
 from sprl.config import SettingsError
 from sprl.rollout.interfaces import WorkersLike
-from sprl.tasks.worker_pool import LOSSES, START_SECONDS, Failure, WorkerDied, WorkerPool
+from sprl.tasks.worker_pool import LAST_SECONDS, LOSSES, START_SECONDS, Failure, WorkerDied, WorkerPool
 from sprl.tasks.workers import ThreadWorker
 
 
@@ -311,6 +311,29 @@ def test_a_new_key_does_not_wait_behind_a_cancelled_call(gated):
       pool.cancel(held)
       pool.release(f'{key}-')
     assert answers(pool, 'd1', 'd2') == ['d1', 'd2']
+
+
+def test_a_new_key_does_not_wait_behind_a_last_call(gated):
+  service = gated('a-')
+  with threads(service, 2, key=first) as pool:
+    assert answers(pool, 'a1') == ['a1']
+    pool.release('a-')
+    assert service.entered.wait(PATIENCE)
+    assert answers(pool, 'b1', 'b2') == ['b1', 'b2']
+
+
+@pytest.mark.parametrize(('before', 'limit'), [('a1', LAST_SECONDS), ('a1 b1', 100.0)], ids=['no other key', 'another key'])
+def test_a_last_call_that_hangs_costs_a_worker_without_keys_after_a_minute(gated, before, limit):
+  services, now = iter([gated('a-'), gated()]), ManualClock()
+  with pool_of(partial(ThreadWorker, lambda: next(services)), 1, key=first, now=now) as pool:
+    answers(pool, *before.split())
+    pool.release('a-')
+    waits = pool.submit('b2')
+    now.time = limit - 1
+    assert pool.poll([waits]) == {}
+    now.time = limit
+    assert results(pool, waits) == ['b2']
+    assert not pool._last
 
 
 def test_a_released_key_makes_one_last_call(gated):

@@ -41,6 +41,9 @@ class Calculator:
     self._problems, self._penalty = problems, invalid_penalty
     self._turns = Turns(max_actions)
 
+  def __len__(self) -> int:
+    return len(self._problems)
+
   def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
     """Ask the question. `info['problem']` holds its id, `info['messages']` its conversation if it has one."""
     self._problem = self._problems[seed % len(self._problems)]

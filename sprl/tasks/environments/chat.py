@@ -1,7 +1,8 @@
 """The chat form of SkyRL-gym (NovaSky-AI/SkyRL): `init(prompt)`, then `step` to {observations, reward, done, metadata}.
 
 In SkyRL-gym an environment object is one episode. It is constructed with `env_config` and the `extras` of a data row, and its
-`init` turns the prompt of the row into the conversation that the model answers. Here rows come from a JSONL file,
+`init` turns the prompt of the row into the conversation that the model answers. Here rows come from a folder of train.jsonl and
+test.jsonl,
 
     {"prompt": [{"role": "user", "content": "2 + 3?"}], "reward_spec": {"ground_truth": "5"}}
 
@@ -9,9 +10,11 @@ and the seed fixes the row. That form cannot report a truncation, so `truncated`
 `postprocessed_action`, which rewrites the model's text, is ignored: training uses the tokens that were sampled.
 """
 
+import copy
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from sprl.config import SettingsError
 from sprl.tasks import tables
@@ -31,10 +34,13 @@ class Chat:
     self.name, self._build, self._rows = name, build, rows
     self._turns, self._env = Turns(max_actions), None
 
+  def __len__(self) -> int:
+    return len(self._rows)
+
   def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
     """Return the last message of the conversation that `init` gives; info['messages'] holds all of it."""
     self.close()
-    row = dict(self._rows[seed % len(self._rows)])
+    row = copy.deepcopy(dict(self._rows[seed % len(self._rows)]))  # the environment may change it
     prompt = row.pop('prompt')
     self._env = self._build(row)
     conversation, metadata = self._env.init([{'role': 'user', 'content': prompt}] if isinstance(prompt, str) else prompt)
@@ -66,15 +72,19 @@ class Chat:
       release()
 
 
-def chat(environment: str, prompts: str, config: Mapping[str, Any] | None = None, max_actions: int = 100) -> Chat:
+def chat(
+  environment: str,
+  prompts: str,
+  split: Literal['train', 'test'] = 'train',
+  config: Mapping[str, Any] | None = None,
+  max_actions: int = 100,
+) -> Chat:
   """Return environments of the chat form.
 
-  `environment` is `file.py:Class` or an id registered with skyrl_gym, `prompts` a JSONL file of rows, `config` the env_config.
+  `environment` is `file.py:Class` or an id registered with skyrl_gym, `prompts` the folder of the rows, `config` the env_config.
   Raises SettingsError.
   """
-  rows = [_row(f'{prompts}:{number}', line) for number, line in tables.lines(_file(prompts))]
-  if not rows:
-    raise SettingsError(f'config.task.args.prompts = {prompts!r}: expected at least one row; the file is empty')
+  rows = _rows(prompts, split)
   where = 'config.task.args.environment'
   if user_file.split_reference(environment):
     make = user_file.load_class(environment, ('init', 'step'), where)
@@ -97,11 +107,16 @@ def _registered(identifier: str, where: str) -> Callable[..., Any]:
   return lambda **kwargs: skyrl_gym.make(identifier, **kwargs)
 
 
-def _file(name: str) -> Path:
-  path = Path(name).expanduser()
+@functools.cache  # shared by all environments of a process
+def _rows(prompts: str, split: str) -> Sequence[Mapping[str, Any]]:
+  path = Path(prompts).expanduser() / f'{split}.jsonl'
+  where = f'config.task.args.prompts = {prompts!r}'
   if not path.is_file():
-    raise SettingsError(f'config.task.args.prompts = {name!r}: no such file; expected a JSONL file of `prompt` and extras')
-  return path
+    raise SettingsError(f'{where}: expected a folder of train.jsonl and test.jsonl; {path}: no such file')
+  rows = [_row(f'{path}:{number}', line) for number, line in tables.lines(path)]
+  if not rows:
+    raise SettingsError(f'{where}: {path} has no rows')
+  return rows
 
 
 def _row(where: str, line: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -31,8 +31,8 @@ Message = dict[str, str]  # {role, content}
 class Environment(Protocol):
   """An environment plays one episode at a time: `reset`, then `step` until it is terminated or truncated.
 
-  Two methods are optional: `sample_random_action()` or `sample_random_action(rng)` returns an action for tests; `close()`
-  releases resources.
+  Three methods are optional: `sample_random_action()` or `sample_random_action(rng)` returns an action for tests; `close()`
+  releases resources; `len()` is the number of different episodes, of which an evaluation plays none twice.
   """
 
   def reset(self, seed: int) -> tuple[str, Info]:

@@ -22,6 +22,9 @@ class SingleTurn:
     self.name, self._problems, self._grade = name, problems, grade
     self._turns = Turns(1)
 
+  def __len__(self) -> int:
+    return len(self._problems)
+
   def reset(self, seed: int) -> tuple[str, dict[str, Any]]:
     """The question; `info['problem']` has its id, and `messages` the conversation around it where it has one."""
     self._problem = self._problems[seed % len(self._problems)]
