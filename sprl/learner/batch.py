@@ -13,8 +13,8 @@ hidden state that predicts a scored position (for the first token of a completio
 `place` is the scored position of each element of a [B, C] array.
 
 On a mesh the rows of a microbatch lie in S shards of R / S rows. Their scored positions lie in the same shards, so hidden states
-are gathered within their device. If Q devices share a row, a shard's scored positions are dealt to Q parts of its N places in
-turn, so that each device scores as many; its part is filled from the front.
+are gathered within their device. If Q devices share a row, the scored positions of a shard are distributed round-robin over Q
+parts of its N places, so each device scores almost the same number of positions. Each part is filled from the front.
 """
 
 from collections.abc import Sequence

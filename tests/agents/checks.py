@@ -1,4 +1,4 @@
-"""What tests of agents check: tokens that were drawn and trained, and processes that are left."""
+"""Helpers for agent tests: count the sampled and trained token segments, and test whether a process is alive."""
 
 import time
 from collections import Counter
@@ -10,7 +10,7 @@ from sprl.types import sequences
 
 
 def trained(trajectory):
-  """Return the runs of tokens of the model in an episode: (position, tokens, log-probs)."""
+  """Return a Counter of the trained token segments of an episode: (start in the sequence, tokens, sampler log-probs)."""
   found = Counter()
   for sequence in sequences(trajectory):
     edges = np.flatnonzero(np.diff(np.concatenate([[0], sequence.mask, [0]])))
@@ -20,10 +20,12 @@ def trained(trajectory):
 
 
 def drawn(engine, uid):
+  """Return a Counter of the segments that `engine` sampled for `uid`: (start in the sequence, tokens, sampler log-probs)."""
   return Counter((c.request.start, tuple(c.tokens), tuple(c.logp)) for c in engine.completions if c.request.uid == uid)
 
 
 def alive(pid):
+  """Return whether process `pid` exists and is not a zombie."""
   try:
     return Path(f'/proc/{pid}/stat').read_text().split(')')[-1].split()[0] != 'Z'
   except OSError:
@@ -31,6 +33,7 @@ def alive(pid):
 
 
 def wait_until(condition, seconds=20):
+  """Return as soon as `condition()` is true. Fail the test if it is false for `seconds`."""
   until = time.monotonic() + seconds
   while not condition():
     assert time.monotonic() < until

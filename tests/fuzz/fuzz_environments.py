@@ -1,7 +1,8 @@
-"""Environments that do what foreign code may do, beside environments that behave, in pools of processes and of threads.
+"""Fuzz the environment pools (processes and threads) with environments that raise, hang, fork, exit or return invalid values,
+next to correct ones.
 
-Every call ends in time with (observation, info), an Outcome or a Failure, in the form that an episode can use. An environment
-that behaves answers with its own state, or with a Failure if another one may have ended its process.
+Every call must end in time with (observation, info), an Outcome or a Failure, in the form that an episode can use. A correct
+environment must return its own state, or a Failure if another environment may have ended its process.
 """
 
 import contextlib
@@ -29,19 +30,26 @@ sys.path.append({folder!r})
 from behaviour import VALUES, act
 
 
-class Wild:
-  '''Answers with its state; an action `PART NAME` puts a value in its place, and other actions are done.'''
+class FaultyEnvironment:
+  '''Returns its seed and the number of its steps, unless an action or `fault` says otherwise.
 
-  def __init__(self, at='', do='', **rest):
-    self.at, self.do = at, do
-    if at == 'init':
-      act(do)
+  The action `PART NAME` puts the value NAME of behaviour.VALUES in one part of the result, or in place of the whole result.
+  `raise NAME`, `ends NAME` and `returns NAME` run behaviour.act first. Any other action, such as `go`, changes nothing.
+
+  `fault` is an action as well. With `fault_site` `init`, `reset` or `close` that method runs it with behaviour.act. With `return`
+  it changes the result of reset.
+  '''
+
+  def __init__(self, fault_site='', fault='', **rest):
+    self.fault_site, self.fault = fault_site, fault
+    if fault_site == 'init':
+      act(fault)
 
   def reset(self, seed):
     self.seed, self.count = seed, 0
-    if self.at == 'reset':
-      act(self.do)
-    return self._answer([f'{{self.seed}}:0', {{}}], self.do if self.at == 'return' else 'none')
+    if self.fault_site == 'reset':
+      act(self.fault)
+    return self._answer([f'{{self.seed}}:0', {{}}], self.fault if self.fault_site == 'return' else 'none')
 
   def step(self, action):
     self.count += 1
@@ -54,8 +62,8 @@ class Wild:
     return tuple(whole)
 
   def close(self):
-    if self.at == 'close':
-      act(self.do)
+    if self.fault_site == 'close':
+      act(self.fault)
 
   def _answer(self, parts, action):
     part, _, which = action.partition(' ')
@@ -80,15 +88,20 @@ PARTS = ('observation', 'reward', 'terminated', 'truncated', 'info', 'whole', 'm
 
 @contextlib.contextmanager
 def prepare(folder: Path) -> Iterator[Any]:
-  (folder / 'wild.py').write_text(CODE.format(folder=str(Path(__file__).parent)))
-  yield SimpleNamespace(file=folder / 'wild.py')
+  """Write the file of the environment."""
+  file = folder / 'faulty.py'
+  file.write_text(CODE.format(folder=str(Path(__file__).parent)))
+  yield SimpleNamespace(file=file)
 
 
 def case(rng: random.Random, world: Any) -> dict[str, Any]:
-  """Return the environment's arguments, and the actions of some environments that play side by side."""
+  """Return the settings of a pool and the arguments of its environments, and the actions of 1 to 4 concurrent episodes.
+
+  Threads cannot be killed, so their actions never begin with `ends` or `returns`.
+  """
   threads = rng.random() < 0.4
 
-  def deed() -> str:
+  def random_action() -> str:
     kind = rng.random()
     if kind < 0.5:
       return f'{rng.choice(PARTS)} {rng.choice(list(behaviour.VALUES))}'
@@ -97,21 +110,24 @@ def case(rng: random.Random, world: Any) -> dict[str, Any]:
     which = rng.choice(('returns', 'returns', 'ends'))
     return f'{which} {rng.choice(list(behaviour.RETURNS if which == "returns" else behaviour.MAY_END))}'
 
-  plays = [[deed() if rng.random() < 0.4 else 'go' for _ in range(rng.randint(1, 4))] for _ in range(rng.randint(1, 4))]
-  at = rng.choice(('', '', '', 'init', 'reset', 'close', 'return'))
-  return {'executor': 'threads' if threads else 'processes', 'workers': rng.choice((1, 2)), 'plays': plays,
-          'args': {'at': at, 'do': deed()} if at else {}}  # fmt: skip
+  episodes = [
+    [random_action() if rng.random() < 0.4 else 'go' for _ in range(rng.randint(1, 4))] for _ in range(rng.randint(1, 4))
+  ]
+  fault_site = rng.choice(('', '', '', 'init', 'reset', 'close', 'return'))
+  return {'executor': 'threads' if threads else 'processes', 'workers': rng.choice((1, 2)), 'episodes': episodes,
+          'args': {'fault_site': fault_site, 'fault': random_action()} if fault_site else {}}  # fmt: skip
 
 
 def check(world: Any, case: dict[str, Any]) -> str:
-  task = Task(kind='environment', name=f'{world.file}:Wild', args=case['args'])
-  if case['args'].get('at') == 'init' and case['args']['do'].startswith('raise'):  # as a run makes one when it is opened
-    with contextlib.suppress(SettingsError, KeyboardInterrupt):  # the second is Ctrl-C there
+  task = Task(kind='environment', name=f'{world.file}:FaultyEnvironment', args=case['args'])
+  if case['args'].get('fault_site') == 'init' and case['args']['fault'].startswith('raise'):
+    # A run makes one environment in its own process. There every error becomes a SettingsError, except KeyboardInterrupt: Ctrl-C.
+    with contextlib.suppress(SettingsError, KeyboardInterrupt):
       make_environment(task, False)
-  ends = 'ends' in str(case['plays']) or 'ends' in str(case['args'])
+  ends = 'ends' in str(case['episodes']) or 'ends' in str(case['args'])
   kinds = set()
   with environment_pool(partial(make_environment, task, False), case['workers'], LIMIT, case['executor']) as pool:
-    keys = [(uid, 0) for uid in range(len(case['plays']))]
+    keys = [(uid, 0) for uid in range(len(case['episodes']))]
     first = answers(pool, [Call(key, 'reset', key[0]) for key in keys])
     for key, answer in zip(keys, first, strict=True):
       kinds.add(kind_of(answer))
@@ -121,16 +137,16 @@ def check(world: Any, case: dict[str, Any]) -> str:
         turn_messages(observation, info)[-1]['content'].encode()
       if not case['args']:
         assert answer == (f'{key[0]}:0', {}) or (ends and isinstance(answer, Failure)), answer
-    for number in range(max(map(len, case['plays']))):
-      playing = [key for key in keys if number < len(case['plays'][key[0]])]
-      found = answers(pool, [Call(key, 'step', case['plays'][key[0]][number]) for key in playing])
+    for number in range(max(map(len, case['episodes']))):
+      playing = [key for key in keys if number < len(case['episodes'][key[0]])]
+      found = answers(pool, [Call(key, 'step', case['episodes'][key[0]][number]) for key in playing])
       for key, answer in zip(playing, found, strict=True):
         kinds.add(kind_of(answer))
         if isinstance(answer, Outcome):
           assert math.isfinite(answer.reward)
           turn_messages(answer.observation, answer.info)[-1]['content'].encode()
           assert all(math.isfinite(value) for value in episode_metrics([answer.info]).values())
-        if case['plays'][key[0]][number] == 'go' and not case['args'] and not ends:
+        if case['episodes'][key[0]][number] == 'go' and not case['args'] and not ends:
           assert answer == Outcome(f'{key[0]}:{number + 1}', number + 1.0, False, False, {}), answer
     for key in keys:
       pool.release(Call(key, 'close'))

@@ -24,13 +24,13 @@ SHAPE = (5, 11)  # one shape for all batches, so that each operation compiles on
 
 
 def corrected(x, s, micro=None):
-  """Return the result of `correct` for a dictionary with `old`, `roll` and `mask`."""
+  """Return `correct` of the batch `x`: log-probs `old` and `roll` and the `mask`, each [B, T]. `micro` is [B], or None."""
   logprobs = LogProbs(sampler=jnp.float32(x['roll']), old=jnp.float32(x['old']))
   return correct(logprobs, jnp.asarray(x['mask'], bool), s, None if micro is None else jnp.int32(micro))
 
 
 def padded(rows):
-  """Return an array of zeros with these rows in its corner."""
+  """Return a SHAPE array of zeros with `rows`, a list of rows of equal length, in its upper left corner."""
   rows = np.array(rows)
   out = np.zeros(SHAPE, rows.dtype)
   out[: rows.shape[0], : rows.shape[1]] = rows
@@ -38,7 +38,10 @@ def padded(rows):
 
 
 def batch_with_ratios(rho):
-  """Return a batch with these ratios. None marks a token that the model did not write."""
+  """Return a batch of SHAPE arrays whose ratios exp(old - roll) are `rho`, a list of rows of equal length.
+
+  None in `rho` marks a token that the model did not write.
+  """
   written = padded([[r is not None for r in row] for row in rho])
   log_rho = padded([[0.0 if r is None else math.log(r) for r in row] for row in rho])
   return {'old': log_rho - 2.0, 'roll': np.full(SHAPE, -2.0), 'mask': written}
@@ -47,9 +50,9 @@ def batch_with_ratios(rho):
 # --- weights ---------------------------------------------------------------------------------------------------------
 
 
-def test_two_rows_of_three_tokens_by_hand():
+def test_weights_match_hand_values_for_each_level_and_weight():
   x = batch_with_ratios([[0.5, 2.0, 4.0], [0.25, 1.0, None]])
-  third = 4 ** (1 / 3)  # (0.5 * 2 * 4)^(1/3)
+  cube_root_of_4 = 4 ** (1 / 3)  # (0.5 * 2 * 4)^(1/3)
   hand = {
     ('token', 'truncate'): [[0.5, 2, 3], [0.25, 1, 0]],
     ('token', 'clip'): [[0.5, 2, 3], [0.4, 1, 0]],
@@ -57,9 +60,9 @@ def test_two_rows_of_three_tokens_by_hand():
     ('sequence', 'truncate'): [[3, 3, 3], [0.25, 0.25, 0]],
     ('sequence', 'clip'): [[3, 3, 3], [0.4, 0.4, 0]],
     ('sequence', 'icepop'): [[0, 0, 0], [0, 0, 0]],
-    ('geometric', 'truncate'): [[third] * 3, [0.5, 0.5, 0]],
-    ('geometric', 'clip'): [[third] * 3, [0.5, 0.5, 0]],
-    ('geometric', 'icepop'): [[third] * 3, [0.5, 0.5, 0]],
+    ('geometric', 'truncate'): [[cube_root_of_4] * 3, [0.5, 0.5, 0]],
+    ('geometric', 'clip'): [[cube_root_of_4] * 3, [0.5, 0.5, 0]],
+    ('geometric', 'icepop'): [[cube_root_of_4] * 3, [0.5, 0.5, 0]],
     (None, 'truncate'): [[1, 1, 1], [1, 1, 0]],
   }
   for (level, weight), expected in hand.items():
@@ -68,7 +71,7 @@ def test_two_rows_of_three_tokens_by_hand():
     np.testing.assert_array_equal(result.mask, x['mask'])  # weights do not change the mask
 
 
-def test_segment_weight_is_the_geometric_mean_of_a_run():
+def test_segment_weight_is_the_geometric_mean_of_its_segment():
   result = corrected(batch_with_ratios([[0.5, 2.0, None, 0.25, None, 1.0, 0.25]]), Correction(level='segment', cap=9.0))
   np.testing.assert_allclose(result.weight, padded([[1, 1, 0, 0.25, 0, 0.5, 0.5]]), rtol=1e-5)
 
@@ -97,7 +100,7 @@ def test_sequence_weights_are_normalised_over_rows_with_tokens():
   np.testing.assert_allclose(result.weight[:3, 0], [1.5, 0.5, 0], rtol=1e-5)  # the mean over rows of 1.5 and 0.5 is 1
 
 
-def test_micro_scope_normalises_each_microbatch_by_itself():
+def test_normalise_micro_uses_the_mean_of_each_microbatch():
   x = batch_with_ratios([[1.0, 0.5], [1.0, 1.5], [0.25, 0.25]])
   s = Correction(normalise='micro')
   result = corrected(x, s, [0, 0, 2, 3, 3])
@@ -158,7 +161,7 @@ def test_sequence_options_keep_or_drop_whole_rows():
     np.testing.assert_allclose(result.weight, corrected(x, Correction()).weight)  # rejection does not change weights
 
 
-def test_all_options_must_keep():
+def test_a_token_must_pass_every_rejection_rule():
   s = Correction(reject=('token_k1=0.5:2.0', 'token_k2=0.1'))
   result = corrected(batch_with_ratios([[1.9, 1.0, 0.4], [1.0, 1.0, 1.0]]), s)
   np.testing.assert_array_equal(result.mask, padded([[False, True, False], [True, True, True]]))
@@ -172,7 +175,8 @@ def test_veto_compares_the_unclamped_ratio():
   result = corrected(x, Correction(veto=1e-4))
   np.testing.assert_array_equal(result.keep[:3], [False, True, True])
   x['old'][2, 0] -= 25.0
-  assert not corrected(x, Correction(veto=math.exp(-24))).keep[2]  # a ratio clamped at -20 passes
+  # Log-ratio -25: below the veto. Clamped to -20 it would be above -24 and pass.
+  assert not corrected(x, Correction(veto=math.exp(-24))).keep[2]
 
 
 def test_a_vetoed_row_has_no_surviving_token_but_keeps_its_weights():
