@@ -150,7 +150,7 @@ def simulated() -> list[str]:
     statement = f'{row["experiment"]}: the gain of `{row["arm"]}` over `{row["against"]}` is above the published one'
     ours = f'{row["gain"]:.2f} ({row["low"]:.2f} to {row["high"]:.2f}) on {row["GPUs"]} GPUs'
     if row['dropped'] is not None:
-      ours += f'; drops {row["dropped"]:.0%} of the samples, and the others are {-row["bias"]:.0%} shorter than all'
+      ours += f'; drops {100 * row["dropped"]:.0f} % of the samples; the others are {-100 * row["bias"]:.0f} % shorter than all'
     lines.append(f'| {statement} | {row["published"]:.3g} (ROLL Flash) | {ours} | **{row["verdict"]}** |')
   return lines
 
