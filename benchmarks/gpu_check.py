@@ -46,7 +46,7 @@ from pathlib import Path
 
 sys.path.insert(1, str(Path(__file__).resolve().parent.parent))  # sprl of this checkout, installed or not
 
-from sprl.kernels import ptxas
+from sprl.kernels import gpu_memory, ptxas
 
 os.environ.update(ptxas.environment())  # before jax is imported
 
@@ -192,7 +192,7 @@ def main() -> None:
 
   signal.signal(signal.SIGTERM, end)
   until = time.monotonic() + args.limit
-  os.environ.setdefault('XLA_PYTHON_CLIENT_MEM_FRACTION', '0.92')  # JAX reads it when it first uses the GPU
+  gpu_memory.reserve(os.environ)
   if not (args.rehearse or driver()):
     raise SystemExit('no GPU here; --rehearse runs the script without one')
   print(ptxas.described(), flush=True)

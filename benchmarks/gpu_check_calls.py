@@ -16,6 +16,7 @@ from sprl.kernels.append import CodeForm, Projected
 from sprl.kernels.hopper_decode_attention import SECOND
 from sprl.kernels.packed_attention import Visible
 from sprl.kernels.rope import Rope, turns
+from sprl.kernels.rounding import to_bfloat16
 from sprl.models.moe import ACTIVATIONS, blocks
 from sprl.quant import fp8
 from sprl.quant.block import quantise, quantise_groups
@@ -231,11 +232,6 @@ def append_reference(stored: dict, x: Projected, slot: Any, position: Any, code:
     clamped = sum(fp8.saturated(a, scale[0]).sum(axis=2, dtype=jnp.int32) for a, scale in ((k, of_k), (v, of_v)))
     after['saturated'] = stored['saturated'] + jnp.where(slot < stored['k'].shape[2], 1, 0)[:, None] * clamped
   return q.astype(BF16), after
-
-
-def to_bfloat16(x: Any) -> Any:
-  """Return x in float32, rounded to bfloat16. XLA would leave out a cast to bfloat16 and back."""
-  return jax.lax.reduce_precision(x.astype(jnp.float32), exponent_bits=8, mantissa_bits=7)
 
 
 def triton_candidate(bench: Bench) -> dict[str, Callable]:

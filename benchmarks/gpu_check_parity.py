@@ -253,6 +253,17 @@ def eviction_comparisons(bench: Bench) -> Iterator[Comparison]:
   kernel = partial(eviction.similarity, kernels='mosaic_gpu')
   yield Comparison('parity similarity', f'S {S}', keys, occupied(kernel), occupied(eviction.similarity_reference), 1e-3)
 
+  def biased(key):  # float32 keys that a large bias makes similar: cosines differ from 1 by what a bfloat16 number cannot hold
+    k = jax.random.normal(key, (B, model.kv, S, model.width))
+    return k.at[..., :8].add(jnp.linspace(30, 200, 8)), jnp.full(B, S)
+
+  def distances(compare):
+    one = partial(compare, threshold=2.0, nearest_of_none=-1)
+    return lambda k, n: {'distances': S - 1 - jax.vmap(one)(k, n)}
+
+  reference = distances(eviction.similarity_reference)
+  yield Comparison('parity similarity', f'S {S} float32', biased, distances(kernel), reference, 1e-2)
+
 
 def row_comparisons(bench: Bench) -> Iterator[Comparison]:
   """Yield attention of packed rows, with gradients."""

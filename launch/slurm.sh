@@ -18,10 +18,12 @@
 # One task per node uses the node's 8 GPUs. For one task per GPU:
 #   sbatch --ntasks-per-node=8 --gpus-per-task=1 --cpus-per-task=8 ...
 #
-# Preemption and time limit: Slurm sends SIGTERM to the tasks, 300 to 360 s before the time limit (--signal). Every process saves
-# a checkpoint and exits. The job is queued again: by --requeue after a preemption, by the last lines of this script at the time
-# limit. It then resumes, because the same command in the same work directory resumes. If a task dies, the others log its name
-# and node and exit. The job resumes when it is submitted again.
+# Preemption and time limit: Slurm sends SIGTERM to the tasks at a preemption, and 300 to 360 s before the time limit (--signal).
+# Every process saves a checkpoint and exits, and the last lines of this script queue the job again. It then resumes, because the
+# same command in the same work directory resumes. If a task dies, the others log its name and node and exit. The job resumes when
+# it is submitted again.
+#
+# Nodes without internet need a folder with the model: --config.model.path=FOLDER, or a filled HF_HOME.
 set -euo pipefail
 cd "${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}"
 
@@ -29,8 +31,6 @@ cd "${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}"
 
 # XLA schedules collectives beside independent computation.
 export XLA_FLAGS="${XLA_FLAGS:-} --xla_gpu_enable_latency_hiding_scheduler=true"
-# JAX reserves this share of each GPU's memory at its start. NCCL's buffers and other libraries use the rest.
-export XLA_PYTHON_CLIENT_MEM_FRACTION="${XLA_PYTHON_CLIENT_MEM_FRACTION:-0.92}"
 # A restarted job reads its compiled programs from this folder, which all nodes share.
 export JAX_COMPILATION_CACHE_DIR="${JAX_COMPILATION_CACHE_DIR:-$PWD/.jax_cache}"
 # NCCL logs the reason of a failure. NCCL_DEBUG=INFO also logs the network in use: NET/IB is InfiniBand or RoCE; NET/Socket is
@@ -46,14 +46,19 @@ export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export SPRL_COORDINATOR=${nodes%%$'\n'*}:$((20000 + SLURM_JOB_ID % 20000)) SPRL_PROCESSES=$SLURM_NTASKS
 
+export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}" # srun takes it from neither sbatch nor SLURM_CPUS_PER_TASK
+
 status=0
 # shellcheck disable=SC2016 # SLURM_PROCID is expanded in the task
 srun --kill-on-bad-exit=1 --label bash -c 'SPRL_PROCESS=$SLURM_PROCID exec "$@"' task \
   "${VENV:-.venv}/bin/python" -m sprl.main "$@" || status=$?
 
-# A run that SIGTERM ended and a finished run both exit with status 0. The remaining time tells them apart: the signal comes up to
-# 360 s before the time limit, so 390 s covers it. If a finished run is queued again, it exits at once.
-if [ "$status" -eq 0 ] && [ $((${SLURM_JOB_END_TIME:-0} - $(date +%s))) -lt 390 ] && [ -n "${SLURM_JOB_END_TIME:-}" ]; then
+# A run that SIGTERM ended and a finished run both exit with status 0. Two facts tell them apart. A preempted job has a PreemptTime:
+# within the grace time of a partition Slurm does not queue a job again that has ended. Before the time limit the signal comes up
+# to 360 s early, so 390 s covers it. If a finished run is queued again, it exits at once.
+preempted() { scontrol show job "$SLURM_JOB_ID" | grep -q 'PreemptTime=[0-9]'; }
+late() { [ -n "${SLURM_JOB_END_TIME:-}" ] && [ $((SLURM_JOB_END_TIME - $(date +%s))) -lt 390 ]; }
+if [ "$status" -eq 0 ] && { late || preempted; }; then
   scontrol requeue "$SLURM_JOB_ID"
 fi
 exit "$status"

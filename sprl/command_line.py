@@ -16,7 +16,7 @@ from ml_collections import config_flags
 
 from sprl.config import Run, SettingsError, to_dict, unless_none
 from sprl.config_reader import no_such_setting
-from sprl.kernels import ptxas
+from sprl.kernels import gpu_memory, ptxas
 
 # Dictionaries whose keys are not settings of sprl: a data set, environment, judge or chat template has them, or the user chooses.
 FREE = (
@@ -35,6 +35,7 @@ def start(main: Callable[[], int], prepare: Callable[[list[str]], None] = lambda
     130  a second Ctrl-C; the first one only asks the run to stop
   """
   os.environ.setdefault('TF_CPP_MIN_LOG_LEVEL', '2')  # set before jax loads: hides XLA's warnings
+  gpu_memory.reserve(os.environ)
   if ptxas.needed() and ptxas.find() is None:
     print(f'WARNING: {ptxas.described()}', file=sys.stderr)
   app.run(lambda _: reported(main), flags_parser=lambda argv: _parse(with_shipped_config(argv), prepare))

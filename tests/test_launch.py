@@ -26,10 +26,11 @@ def test_a_script_has_no_syntax_errors(script):
 # --- Slurm -----------------------------------------------------------------------------------------------------------
 
 
-def slurm(folder: Path, end: str, status: int = 0):
+def slurm(folder: Path, end: str, status: int = 0, preempted: str = 'None'):
   """Run slurm.sh in a job of three tasks whose srun starts only the last task. Return the log's lines and the exit status."""
   programs = {
-    'scontrol': 'if [ "$1" = show ]; then echo node17; echo node18; else echo "scontrol $*" >>"$LOG"; fi',
+    'scontrol': 'case "$*" in "show hostnames"*) echo node17; echo node18;; "show job 123456") '
+    f'echo "   PreemptEligibleTime=2026-01-02T03:04:05 PreemptTime={preempted}";; *) echo "scontrol $*" >>"$LOG";; esac',
     'srun': 'while [[ $1 == --* ]]; do shift; done; SLURM_PROCID=2 exec "$@"',
     'python': f'echo "$SPRL_COORDINATOR $SPRL_PROCESSES $SPRL_PROCESS $*" >>"$LOG"; echo "$XLA_FLAGS" >>"$LOG"; exit {status}',
   }
@@ -61,6 +62,12 @@ def test_a_slurm_task_receives_coordinator_count_and_number(tmp_path):
 def test_a_job_is_requeued_at_its_time_limit(tmp_path, left):
   log, status = slurm(tmp_path, end=str(int(time.time()) + left))
   assert (log[-1], status) == ('scontrol requeue 123456', 0)
+
+
+@pytest.mark.parametrize(('preempted', 'requeued'), [('2026-01-02T03:05:00', True), ('None', False)])
+def test_a_job_that_ends_within_its_grace_time_is_requeued(tmp_path, preempted, requeued):
+  log, status = slurm(tmp_path, end='99999999999', preempted=preempted)
+  assert ('scontrol requeue 123456' in log, status) == (requeued, 0)
 
 
 def test_a_failed_job_is_not_requeued(tmp_path):

@@ -84,6 +84,16 @@ def heartbeat(patience: float) -> int:
   return JAX_DEFAULT if math.isinf(patience) else math.ceil(patience) + JAX_LATER
 
 
+def check_devices(processes: int, process: int) -> None:
+  """Raise SettingsError if the devices have other processes. The hosts of a TPU slice find each other without the variables."""
+  if (found := (jax.process_count(), jax.process_index())) != (processes, process):
+    raise SettingsError(
+      f'SPRL_PROCESSES = {processes}, SPRL_PROCESS = {process}: expected {found[0]} and {found[1]}, because the devices of this '
+      f'machine are those of process {found[1]} of {found[0]}, for example in a TPU slice. SPRL_COORDINATOR names the host of '
+      'process 0'
+    )
+
+
 def require_single_process(command: str, environment: Mapping[str, str] = os.environ) -> None:
   """Prepare a command that runs in one process. Raises SettingsError, which names `command`, if there are several."""
   me = identity(environment)
@@ -107,10 +117,13 @@ def join(environment: Mapping[str, str] = os.environ, patience: float = math.inf
   """Join the processes that `environment` describes, and yield their `Team`.
 
   Until the block ends, a watchdog (watchdog.py) ends this process if another process dies, fails, or makes no progress for
-  `patience` seconds. An exception in the block ends the other processes. Raises SettingsError as `identity` does.
+  `patience` seconds. An exception in the block ends the other processes. Raises SettingsError as `identity` does, and if the
+  devices know of other processes.
   """
   me = identity(environment)
-  if initialize(environment, patience) == 1 or me is None:
+  processes = initialize(environment, patience)
+  check_devices(processes, 0 if me is None else me.process)
+  if processes == 1 or me is None:
     yield ALONE
     return
   team = _connect(me, patience)

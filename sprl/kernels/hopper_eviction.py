@@ -18,6 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, Shaped
 
+from sprl.kernels.rounding import to_bfloat16
+
 THREADS = 128  # threads of a program of `compact`
 GROUP = 8192  # maximum bytes of a group of slots
 HELD = 32  # maximum registers per thread that hold a group; twice as many take three times as long to compile
@@ -142,8 +144,8 @@ def similarity(
   wide = k.astype(jnp.float32)
   inverse = 1 / (jnp.sqrt(jnp.sum(wide * wide, axis=-1)) + 1e-8)
   inverse = jnp.pad(inverse.reshape(R * K, S), ((0, 0), (0, padded)))
-  high = k.astype(jnp.bfloat16)
-  parts = [high] if k.dtype == jnp.bfloat16 else [high, (wide - high.astype(jnp.float32)).astype(jnp.bfloat16)]
+  high = to_bfloat16(wide)
+  parts = [part.astype(jnp.bfloat16) for part in ([high] if k.dtype == jnp.bfloat16 else [high, wide - high])]
   # Padded to whole tiles of 8 keys: Mosaic (jax 0.12) does not clip the copy engine's tiles.
   parts = [jnp.pad(x.reshape(R * K, S, D), ((0, 0), (0, -S % 8), (0, 0))) for x in parts]
   P = len(parts)

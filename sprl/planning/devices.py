@@ -1,6 +1,7 @@
 """Ceilings of the devices that a plan can be made for, as their vendors state them. Measured ceilings can replace them."""
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 from sprl.config import SettingsError
@@ -61,8 +62,8 @@ def device(name: str, **measured: float | None) -> Device:
     raise SettingsError(f'--device={name}: expected one of {", ".join(DEVICES)}')
   given = {key: value for key, value in measured.items() if value is not None}
   for key, value in given.items():
-    if not value > 0:
-      raise SettingsError(f'--{key}={value}: expected a number above 0')
+    if not 0 < value < math.inf:
+      raise SettingsError(f'--{key}={value}: expected a finite number above 0')
   stated = DEVICES[name]
   source = f'{stated.source}; given: {", ".join(given)}' if given else stated.source
   return dataclasses.replace(stated, source=source, **given)

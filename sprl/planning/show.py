@@ -44,7 +44,8 @@ def as_text(plan: Plan) -> str:
     *([f"  and {update.host / GIB:.2f} GiB of moments in the host's memory, streamed past each device"] if update.host else []),
     '',
     f'  all of a step: {work.flops / 1e15:.3g} PFLOP, {work.bytes / 1e12:.3g} TB of memory, {work.sent / 1e9:.3g} GB sent; '
-    f'at least {work.seconds:.3g} s, {work.tokens_per_second:,.0f} tokens/s on all devices; MFU at most {plan.most_mfu:.0%}',
+    f'at least {work.seconds:.3g} s if every answer has max_tokens, {work.tokens_per_second:,.0f} packed tokens/s on all '
+    f'devices; MFU at most {plan.most_mfu:.0%}',
     '',
     f'Rollouts of {plan.rows_asked:,} sequences, on each device:',
     '',
@@ -56,7 +57,8 @@ def as_text(plan: Plan) -> str:
     f'Evaluation (eval.memory={asked.memory}) of {asked.rows_asked:,} sequences: {asked.rows:,} on each device, '
     f'{asked.total / GIB:.2f} GiB with the state and the sampler weights; fits: {_fits(asked.total, plan.usable)}',
     '',
-    'Weights and cache are counted; activations are estimated. Times are lower bounds that no program reaches.',
+    'Weights and cache are counted; activations are estimated. Times are lower bounds that no program reaches. With shorter '
+    'answers an update runs fewer microbatches.',
   ]
   return '\n'.join(lines)
 

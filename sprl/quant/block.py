@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Float8e4m3fn, Float32, Int
 from sprl.config import Kernels
 from sprl.kernels import quantise as quantise_kernels
 from sprl.kernels.block_matmul import block_matmul, grouped_matmul
+from sprl.kernels.rounding import to_bfloat16
 from sprl.quant import fp8
 from sprl.sharding.rules import Names, activation, local, psum, shares
 
@@ -77,7 +78,7 @@ def quantise(w: Float[Array, '*X N M'], format: str) -> BlockScaled:
   if w.ndim > 2:
     return jax.vmap(partial(quantise, format=format))(w)
   rows, columns, _, pow2 = FORMATS[format]
-  return BlockScaled(*_quantise(w.astype(jnp.bfloat16).astype(jnp.float32), rows, columns, pow2), format)
+  return BlockScaled(*_quantise(to_bfloat16(w), rows, columns, pow2), format)
 
 
 @jax.tree_util.register_dataclass

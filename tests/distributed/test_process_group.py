@@ -87,6 +87,15 @@ def test_processes_find_each_other_and_broadcast(monkeypatch):
   assert results == {k: ([0, 10, 20], k == 0, 0) for k in range(3)}
 
 
+def test_devices_of_other_processes_are_refused(monkeypatch):
+  monkeypatch.setattr(process_group.jax, 'process_count', lambda: 4)
+  monkeypatch.setattr(process_group.jax, 'process_index', lambda: 2)
+  said = 'SPRL_PROCESSES = 1, SPRL_PROCESS = 0: expected 4 and 2, because the devices'
+  with pytest.raises(SettingsError, match=said), process_group.join({}):
+    pass
+  process_group.check_devices(4, 2)
+
+
 def test_a_single_process_has_the_team_alone():
   with process_group.join({}) as team:
     assert team is ALONE

@@ -17,7 +17,7 @@ from sprl.cache.compaction import row_bytes
 from sprl.cache.layout import cache_layout
 from sprl.cache.scales import Scales
 from sprl.config import Cache, Quant, Sampling
-from sprl.kernels import hopper_append, hopper_quantise
+from sprl.kernels import hopper_append, hopper_eviction, hopper_quantise
 from sprl.kernels.append import CodeForm, Projected
 from sprl.kernels.block_matmul import block_matmul
 from sprl.kernels.decode_attention import decode_attention
@@ -30,6 +30,7 @@ from sprl.models.config import tiny
 from sprl.models.moe import ACTIVATIONS, blocks, mixture
 from sprl.planning.aot import compile_for_h200, missing
 from sprl.quant import fp8
+from sprl.quant.block import quantise
 from sprl.sampler import decode
 from sprl.sampler.weights import sampler_weights
 
@@ -173,6 +174,16 @@ def test_an_append_is_in_place_and_compiles_without_spills(H, K, D, dtype):
   assert kernel.spills == 0
   assert compiled.temporary <= 1024
   assert compiled.aliased == sum(a.size * a.dtype.itemsize for a in stored.values())
+
+
+def test_the_compiler_keeps_roundings_to_bfloat16():
+  """It leaves out a cast to bfloat16 and back. Then low parts of float32 keys are 0, and FP8 codes those of float32 weights."""
+  F, compare = jax.ShapeDtypeStruct, partial(hopper_eviction.similarity, threshold=0.5, nearest_of_none=0)
+  weights = compile_for_h200(lambda w: quantise(w, 'float32').scale, F((256, 256), jnp.float32))
+  keys = compile_for_h200(compare, F((2, 2, 128, 64), jnp.float32), F((2,), jnp.int32))
+  for compiled in (weights, keys):
+    assert re.search(r'reduce-precision\(.*exponent_bits=8, mantissa_bits=7', compiled.text)
+  assert not re.search(r'subtract\((%\S+), \1\)', keys.text)
 
 
 @pytest.mark.parametrize('dtype', ['bfloat16', 'uint8'])
