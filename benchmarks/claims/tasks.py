@@ -77,7 +77,7 @@ TOTALS = _totals('totals', 'Llama of 1.0 M parameters')
 LARGER = _totals('totals_larger', 'Llama of 2.3 M parameters')
 # Its keys have biases of BIAS in the channels that turn slowest with the position, as Qwen2.5 has of up to some hundreds.
 BIASED = _totals('totals_biased', 'Qwen2 of 1.0 M parameters, with large key biases,')
-MIXTURE = _totals('totals_mixture', 'Mixture of 8 experts, 1.9 M parameters, 0.7 M of them active')
+MIXTURE = _totals('totals_mixture', 'Mixture of experts, 0.7 M of 1.9 M parameters active,')
 DICTATION = Task(
   name='dictation',
   sentence='Llama of 0.3 M parameters on dictated digits: 16 turns with a slow environment',
