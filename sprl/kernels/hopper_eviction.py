@@ -144,8 +144,7 @@ def similarity(
   wide = k.astype(jnp.float32)
   inverse = 1 / (jnp.sqrt(jnp.sum(wide * wide, axis=-1)) + 1e-8)
   inverse = jnp.pad(inverse.reshape(R * K, S), ((0, 0), (0, padded)))
-  high = to_bfloat16(wide)
-  parts = [part.astype(jnp.bfloat16) for part in ([high] if k.dtype == jnp.bfloat16 else [high, wide - high])]
+  parts = [k] if k.dtype == jnp.bfloat16 else [part.astype(jnp.bfloat16) for part in (to_bfloat16(k), k - to_bfloat16(k))]
   # Padded to whole tiles of 8 keys: Mosaic (jax 0.12) does not clip the copy engine's tiles.
   parts = [jnp.pad(x.reshape(R * K, S, D), ((0, 0), (0, -S % 8), (0, 0))) for x in parts]
   P = len(parts)
