@@ -12,11 +12,8 @@ from pathlib import Path
 
 import numpy as np
 from claims.tasks import TASKS
-from claims.worker import ask
+from claims.worker import ask, resolved
 from common import report
-
-from sprl.config import default_config
-from sprl.config_reader import resolve
 
 HOW = {
   'sampled': {'eval.temperature': 1.0, 'eval.samples': 2},
@@ -36,11 +33,8 @@ def main() -> None:
       for path in filter(Path.exists, map(Path, task.warm)):
         row: dict = {'task': task.name, 'model': path.name}
         for how, settings in HOW.items():
-          config = default_config()
-          config.update_from_flattened_dict(
-            {**task.settings_in(Path(name)), **task.final, **settings, 'model.path': str(path), 'steps': 1}
-          )
-          row[how] = round(float(np.mean(ask(resolve(config), None))), 4)
+          run = resolved({**task.settings_in(Path(name)), **task.final, **settings, 'model.path': str(path), 'steps': 1})
+          row[how] = round(float(np.mean(ask(run, None))), 4)
         rows.append(row)
   report('warm_starts', rows, {'problems': int(TASKS[0].final['eval.problems'])}, save)
 

@@ -46,7 +46,7 @@ export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
 nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
 export SPRL_COORDINATOR=${nodes%%$'\n'*}:$((20000 + SLURM_JOB_ID % 20000)) SPRL_PROCESSES=$SLURM_NTASKS
 
-export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}" # srun takes it from neither sbatch nor SLURM_CPUS_PER_TASK
+export SRUN_CPUS_PER_TASK="${SLURM_CPUS_PER_TASK:-1}" # srun does not read SLURM_CPUS_PER_TASK
 
 status=0
 # shellcheck disable=SC2016 # SLURM_PROCID is expanded in the task

@@ -68,7 +68,7 @@ def alive(pid):
   try:
     with open(f'/proc/{pid}/stat') as file:
       return file.read().rpartition(')')[2].split()[0] != 'Z'
-  except (FileNotFoundError, ProcessLookupError):  # ended before it was opened, or while it was read
+  except OSError:  # it ended before the file was opened, or while it was read
     return False
 
 

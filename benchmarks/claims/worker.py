@@ -104,14 +104,14 @@ def run(experiment: Experiment, arm: str, seed: int, folder: Path) -> dict[str, 
   record: dict[str, Any] = {'arm': arm, 'seed': seed, 'commit': commit(), 'machine': ran_on, 'stopped': None}
   try:
     with controlled(changes), mock.patch.object(guards, 'MAX_KL', float('inf')):  # a large mismatch is a result, not a mistake
-      if not train(_settings(changes), workdir).completed:
+      if not train(resolved(changes), workdir).completed:
         return None
   except StopRun as stop:
     record['stopped'] = str(stop).splitlines()[1].strip()
-  final = _settings(experiment.final(arm, seed, folder / 'task'))
+  final = resolved(experiment.final(arm, seed, folder / 'task'))
   record |= {'before': before(final, folder / f'before-{seed}.json'), 'scores': ask(final, workdir)}
   samplers = experiment.inference if arm in experiment.asked else ()
-  record['under'] = {name: ask(_settings(experiment.answers(name, seed, folder / 'task')), workdir) for name in samplers}
+  record['under'] = {name: ask(resolved(experiment.answers(name, seed, folder / 'task')), workdir) for name in samplers}
   records = read_metrics(workdir)
   curves = {name: series(records, name) for name in (REWARD, *experiment.series)}
   record['curves'] = {name: averaged(*each) for name, each in curves.items()}
@@ -141,7 +141,8 @@ def ask(settings: Run, workdir: Path | None) -> list[float]:
     return evaluate(settings, model, params, held_out, shown=0, scales=scales)['scores']
 
 
-def _settings(changes: Mapping[str, Any]) -> Run:
+def resolved(changes: Mapping[str, Any]) -> Run:
+  """Return the settings of a run that differ from the defaults in `changes`, without those of controls.py."""
   config = default_config()
   config.update_from_flattened_dict({key: value for key, value in changes.items() if key not in PATCHES})
   return resolve(config)

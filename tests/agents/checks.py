@@ -1,8 +1,7 @@
-"""Helpers for agent tests: count the sampled and trained token segments, and test whether a process is alive."""
+"""Helpers for agent tests: count the sampled and trained token segments, and wait for a condition."""
 
 import time
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 
@@ -22,14 +21,6 @@ def trained(trajectory):
 def drawn(engine, uid):
   """Return a Counter of the segments that `engine` sampled for `uid`: (start in the sequence, tokens, sampler log-probs)."""
   return Counter((c.request.start, tuple(c.tokens), tuple(c.logp)) for c in engine.completions if c.request.uid == uid)
-
-
-def alive(pid):
-  """Return whether process `pid` exists and is not a zombie."""
-  try:
-    return Path(f'/proc/{pid}/stat').read_text().split(')')[-1].split()[0] != 'Z'
-  except OSError:
-    return False
 
 
 def wait_until(condition, seconds=20):

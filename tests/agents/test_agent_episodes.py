@@ -11,8 +11,9 @@ from pathlib import Path
 import hermes
 import numpy as np
 import pytest
-from checks import alive, drawn, trained, wait_until
+from checks import drawn, trained, wait_until
 from fake_engine import FakeEngine
+from pools import alive
 
 from sprl.agents.pool import AgentPool, Asked, Call, Program
 from sprl.config import Rollout, Sampling, SettingsError

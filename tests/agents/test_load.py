@@ -11,8 +11,9 @@ from pathlib import Path
 
 import hermes
 import pytest
-from checks import alive, drawn, trained
+from checks import drawn, trained
 from fake_engine import FakeEngine
+from pools import alive
 
 from sprl.agents.pool import AgentPool, Program
 from sprl.config import Rollout, Sampling
