@@ -50,7 +50,7 @@ def test_an_experiment_runs_and_goes_on_where_it_stopped(tmp_path, monkeypatch):
     assert found['accuracy']['steps'] == [0, 1, 2]
     assert np.mean(found['scores'][:3]) == pytest.approx(found['accuracy']['mean'][-1], abs=1e-3)
     assert len(found['scores']) == len(found['before']) == 5
-    assert len(found['under'].get('small', [])) == (3 if found['arm'] == 'dense' else 0)
+    assert len(found['under'].get('small', [])) == (5 if found['arm'] == 'dense' else 0)
     assert len(found['curves']['rollout_corr/k3_kl']) == 1
   assert first['dense'][1]['before'] == first['vetoed'][1]['before']
   assert first['dense'][1]['measures'] != first['vetoed'][1]['measures']
