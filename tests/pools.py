@@ -55,9 +55,9 @@ def answers(pool, *calls):
   return results(pool, *[pool.submit(call) for call in calls])
 
 
-def until(condition, what='in time'):
-  """Wait until the condition holds. Fail after `PATIENCE` seconds."""
-  end = time.monotonic() + PATIENCE
+def until(condition, what='in time', seconds=PATIENCE):
+  """Wait until the condition holds. Fail after `seconds`."""
+  end = time.monotonic() + seconds
   while not condition():
     assert time.monotonic() < end, what
     time.sleep(0.01)

@@ -1,6 +1,5 @@
-"""Helpers for agent tests: count the sampled and trained token segments, and wait for a condition."""
+"""Helpers for agent tests: count the sampled and trained token segments."""
 
-import time
 from collections import Counter
 
 import numpy as np
@@ -21,11 +20,3 @@ def trained(trajectory):
 def drawn(engine, uid):
   """Return a Counter of the segments that `engine` sampled for `uid`: (start in the sequence, tokens, sampler log-probs)."""
   return Counter((c.request.start, tuple(c.tokens), tuple(c.logp)) for c in engine.completions if c.request.uid == uid)
-
-
-def wait_until(condition, seconds=20):
-  """Return as soon as `condition()` is true. Fail the test if it is false for `seconds`."""
-  until = time.monotonic() + seconds
-  while not condition():
-    assert time.monotonic() < until
-    time.sleep(0.01)

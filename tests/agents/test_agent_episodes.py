@@ -11,9 +11,9 @@ from pathlib import Path
 import hermes
 import numpy as np
 import pytest
-from checks import drawn, trained, wait_until
+from checks import drawn, trained
 from fake_engine import FakeEngine
-from pools import alive
+from pools import alive, until
 
 from sprl.agents.pool import AgentPool, Asked, Call, Program
 from sprl.config import Rollout, Sampling, SettingsError
@@ -168,7 +168,7 @@ def test_agents_of_training_that_wait_for_an_answer_leave_room_for_those_of_eval
   with AgentPool(Program(f'{PROGRAMS}:talk', {}), Sampling(), 'tiny', 30.0, most=1) as pool:
     for uid, split in enumerate(('train', 'test')):
       ticket = pool.submit(Call((uid, 0), 'run', {'seed': 0, 'split': split}))
-      wait_until(lambda ticket=ticket: isinstance(pool.poll({ticket}).get(ticket), Asked))  # nothing answers it
+      until(lambda ticket=ticket: isinstance(pool.poll({ticket}).get(ticket), Asked))  # nothing answers it
     pool.submit(Call((2, 0), 'run', {'seed': 0, 'split': 'test'}))
     assert [episode.started for episode in pool._episodes.values()] == [True, True, False]
 
@@ -178,11 +178,11 @@ def test_processes_of_an_agent_end_with_it(tmp_path):
   folder.mkdir()
   with running(tmp_path, 'children', groups=1, group=2, pids=str(folder)) as (scheduler, *_):
     scheduler.pump()
-    wait_until(lambda: len([f for f in folder.iterdir() if f.read_text()]) == 2)
+    until(lambda: len([f for f in folder.iterdir() if f.read_text()]) == 2)
     pids = [int(text) for file in folder.iterdir() for text in (file.name, file.read_text())]
     assert all(alive(pid) for pid in pids)
     scheduler._drop(0, 'expired')
-    wait_until(lambda: not any(alive(pid) for pid in pids))
+    until(lambda: not any(alive(pid) for pid in pids))
 
 
 def test_agents_and_their_processes_end_when_the_run_is_killed(tmp_path):
@@ -198,11 +198,11 @@ pool.submit(Call((0, 0), 'run', {{}}))
 time.sleep(600)
 """
   run = subprocess.Popen([sys.executable, '-c', script])
-  wait_until(lambda: any(f.read_text() for f in folder.iterdir()), 60)
+  until(lambda: any(f.read_text() for f in folder.iterdir()), seconds=60)
   pids = [int(text) for file in folder.iterdir() for text in (file.name, file.read_text())]
   run.kill()
   run.wait()
-  wait_until(lambda: not any(alive(pid) for pid in pids))
+  until(lambda: not any(alive(pid) for pid in pids))
 
 
 def test_a_host_that_is_killed_is_replaced_and_its_agents_are_tried_again(tmp_path):

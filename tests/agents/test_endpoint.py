@@ -10,7 +10,7 @@ import httpx2
 import numpy as np
 import openai
 import pytest
-from checks import wait_until
+from pools import until
 from serving import ROWS, served, together
 
 from sprl import serve
@@ -110,9 +110,9 @@ def test_a_client_that_disconnects_frees_its_row(endpoint):
     with socket.create_connection((host, int(port))) as connection:
       head = f'POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n'
       connection.sendall(head.encode() + body)
-      wait_until(lambda: endpoint.thread.load == 1)
-    wait_until(lambda: endpoint.thread.load == 0)
-    wait_until(lambda: endpoint.thread._engine.load == 0)
+      until(lambda: endpoint.thread.load == 1)
+    until(lambda: endpoint.thread.load == 0)
+    until(lambda: endpoint.thread._engine.load == 0)
 
 
 def test_a_client_that_disconnects_in_the_middle_of_its_body_is_no_error_of_the_server(endpoint, caplog):
@@ -148,7 +148,7 @@ def test_a_request_takes_a_place_before_its_prompt_is_made(tmp_path, monkeypatch
   with served(tmp_path, queue=1) as endpoint, ThreadPoolExecutor(ROWS + 1) as pool:
     answers = [pool.submit(ask, endpoint, max_tokens=2) for _ in range(ROWS + 1)]
     try:
-      wait_until(lambda: len(begun) == ROWS + 1)
+      until(lambda: len(begun) == ROWS + 1)
       with pytest.raises(openai.RateLimitError, match='5 requests wait or run, the most that this server accepts'):
         ask(endpoint, max_tokens=2)
     finally:
