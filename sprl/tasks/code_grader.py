@@ -43,7 +43,12 @@ FORMS = ('test_list', 'test', 'input_output')  # columns that hold tests
 MEMORY = 2 << 30  # bytes of address space
 MESSAGE = 1 << 22  # largest value that the code may send, in bytes
 _RUNNER = Path(__file__).with_name('code_runner.py')
-_FENCED = re.compile(r'```[^\n]*\n(.*?)(?:```|\Z)', re.DOTALL)
+# An opening fence has its own line, perhaps indented as part of a list. The closing one begins or ends a line.
+_FENCED = re.compile(
+  r'^(?P<indent>[ \t]*)(?P<fence>```|~~~)[^`\n]*\n(?P<code>.*?)(?:^[ \t]*(?P=fence)|(?P=fence)[ \t]*$|\Z)',
+  re.DOTALL | re.MULTILINE,
+)
+_ANNOTATIONS = 'from typing import *'  # the stubs that such rows show use List and others without an import
 _MODULES = (  # modules that the tests may use if the code imports them
   'bisect', 'cmath', 'collections', 'copy', 'datetime', 'decimal', 'fractions', 'functools', 'heapq', 'itertools', 'math',
   'operator', 're', 'statistics', 'string', 'typing',
@@ -60,7 +65,7 @@ def check_columns(columns: Collection[str]) -> None:
 def grade(sample: Sample, seconds: float) -> float:
   """Return 1 if the code passes all tests of its row within `seconds` in all, else 0.
 
-  Raises LookupError if the row has no tests, and TypeError if tests of a function have no lists of arguments.
+  Raises LookupError if the row has no test, and TypeError if tests of a function have no lists of arguments.
   """
   code, row, deadline = code_of(sample.completion), sample.row, time.monotonic() + seconds
   if row.get('test_list'):
@@ -77,6 +82,8 @@ def grade(sample: Sample, seconds: float) -> float:
     cases = row['input_output']
     cases = json.loads(cases) if isinstance(cases, str) else cases
     pairs = list(zip(cases['inputs'], cases['outputs'], strict=True))
+    if not pairs:
+      raise LookupError('input_output.inputs is empty: expected at least one test')
     if name := cases.get('fn_name'):
       if other := [given for given, _ in pairs if not isinstance(given, list)]:
         raise TypeError(f'input_output.inputs with fn_name: expected lists of arguments; got {other[0]!r:.80}')
@@ -87,8 +94,8 @@ def grade(sample: Sample, seconds: float) -> float:
 
 def code_of(completion: str) -> str:
   """Return the last fenced block of a completion, else the whole text."""
-  *_, last = [completion, *_FENCED.findall(completion)]
-  return last
+  *_, block = [None, *_FENCED.finditer(completion)]
+  return re.sub(f'^{block["indent"]}', '', block['code'], flags=re.MULTILINE) if block else completion
 
 
 def _is_python(code: str) -> bool:
@@ -138,10 +145,11 @@ class Process:
     deadline: float,
     script: bool = False,
     helpers: str = '',
+    imports: str = '',
     stdin: Any = subprocess.DEVNULL,
     stdout: Any = None,
   ):
-    """Start it. `helpers` are definitions that replace those of the code; a script has none."""
+    """Start it. `imports` run before the code. `helpers` are definitions that replace those of it. A script has neither."""
     self._deadline, self.lost = deadline, False
     self._folder = tempfile.TemporaryDirectory()
     self._ours, theirs = socket.socketpair()
@@ -157,7 +165,7 @@ class Process:
         stdout=stdout or subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
       )
-    self._send({'code': code, 'script': script, 'helpers': helpers})
+    self._send({'code': code, 'script': script, 'helpers': helpers, 'imports': imports})
 
   def __enter__(self) -> 'Process':
     return self
@@ -281,7 +289,7 @@ def _returns(code: str, name: str, pairs: Collection[tuple[Any, Any]], deadline:
   """
   wrapped = all(isinstance(wanted, list) and len(wanted) == 1 for _, wanted in pairs)
   try:
-    with Process(code, deadline) as process:
+    with Process(code, deadline, imports=_ANNOTATIONS) as process:
       names = process.names()
       function = names[name] if name in names else getattr(names['Solution'](), name)
       for arguments, wanted in pairs:

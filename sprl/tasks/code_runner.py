@@ -1,12 +1,12 @@
 """The program that runs a model's code: `python -I code_runner.py FD SECONDS MEMORY`. It imports nothing of sprl.
 
-FD is a socket of JSON lines. The grader (sprl/tasks/code_grader.py) sends {"code": text, "helpers": text, "script": bool}. The
-program
+FD is a socket of JSON lines. The grader (sprl/tasks/code_grader.py) sends {"code": text, "imports": text, "helpers": text,
+"script": bool}. The program
 
 1. limits its CPU time, memory, files and output, gives up its capabilities, and asks the kernel to refuse new processes,
    signals, sockets, and files outside its folder (`_confine`);
-2. runs the code. A script then ends; its output is what the grader compares. Otherwise `helpers` run too, and replace functions
-   of the code;
+2. runs the code. A script then ends; its output is what the grader compares. Otherwise `imports` run before it, and `helpers`
+   after it, which replace functions of the code;
 3. otherwise sends the names that the code defines, and answers calls of its functions until the socket closes.
 
 The tests are never in this process. It sends values only, so code that changes `assert`, builtins or comparisons, or that exits,
@@ -48,7 +48,7 @@ def main(fd: int, seconds: float, memory: int) -> None:
     return len(objects) - 1
 
   try:
-    for text in (order['code'], order['helpers']):
+    for text in (order['imports'], order['code'], order['helpers']):
       exec(compile(text, 'candidate.py', 'exec'), module.__dict__)
     reply = {'value': encoded({name: v for name, v in vars(module).items() if not name.startswith('__')}, number)}
   except BaseException as error:

@@ -236,12 +236,14 @@ def gsm8k(prompt: str, completion: str, answer: str) -> float:
 
   After `####` or in a box it may be an expression, or have a unit in words.
   """
-  _, mark, after = completion.rpartition('####')
-  text = after.strip().partition('\n')[0] if mark else last_boxed(completion) or last_number(completion) or ''
-  value = quantity(last_boxed(text) or text)
+  line = marked(completion)
+  text = (last_boxed(completion) or last_number(completion) or '') if line is None else last_boxed(line) or line
+  value = quantity(text)
   if value is not None and number(answer) is not None:
     return float(value == number(answer))
-  return float(_same_mathematics(None if mark else text, text, answer))
+  # `#### 18 (per day)` is 18, but `#### 17 or 18` is not.
+  whole = text != line or len(_NUMBER.findall(text)) > 1 or _NO_UNIT.search(text)
+  return float(_same_mathematics(text if whole else None, text, answer))
 
 
 def numeric(prompt: str, completion: str, answer: str) -> float:
@@ -284,6 +286,7 @@ _NO_UNIT = re.compile(  # words that change the value of a number before them
 )  # fmt: skip
 _LATEX_TEXT = re.compile(r'\\(?:text|textrm|mathrm|mbox)\s*\{([^{}]*)\}')
 _TAG = re.compile(r'<answer>(.*?)</answer>', re.DOTALL)
+_HEADING = re.compile(r'#*\s*[*_]*(?:[0-9]+[.:)]\s+)?[*_]*[A-Za-z]{2,}')  # after ####: `Answer`, `Step 2: Income`, `2. Income`
 _PROSE = re.compile(r'[A-Za-z]{2,}\s+[A-Za-z]{2,}|\n')  # two words, or two lines
 
 
@@ -292,6 +295,13 @@ def final_answer(completion: str, answer: str) -> str:
   tagged = last_tagged(completion)
   text = tagged if tagged is not None else last_boxed(completion) or completion
   return (last_number(text) or '') if number(answer) is not None else text.strip()
+
+
+def marked(text: str) -> str | None:
+  """Return the line after the last `####`, or None. A Markdown heading that starts with a word is no such line."""
+  lines = (after.strip().partition('\n')[0].strip('*_ ') for after in text.split('####')[1:])
+  *_, last = [None, *(line for line in lines if not _HEADING.match(line))]
+  return last
 
 
 def last_tagged(text: str) -> str | None:

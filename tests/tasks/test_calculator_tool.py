@@ -265,11 +265,18 @@ def test_gsm8k_asks_questions_of_the_given_split(tmp_path):
     assert checked_step(env, f'#### {number}').reward == 1.0
 
 
+def test_a_heading_is_no_final_answer():
+  env = Calculator(posed('18'))
+  checked_reset(env, 0)
+  outcome = checked_step(env, '#### Step 1\n<calc>9*2</calc>')
+  assert (outcome.observation, outcome.terminated) == ('9*2 = 18', False)
+
+
 def test_a_gold_answer_that_is_no_number_is_a_fault():
   env = Calculator(posed('blue'))
   checked_reset(env, 0)
   with pytest.raises(EnvironmentFault, match="environment calculator: step raised ValueError: answer = 'blue'"):
-    checked_step(env, '#### blue')
+    checked_step(env, '<answer>blue</answer>')
 
 
 def test_no_problems_are_refused():

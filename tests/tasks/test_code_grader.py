@@ -81,6 +81,8 @@ def score(code, row):
     (HELPER, 'def root(y): return y\n', 0),
     (CALLS, 'def pair(a, b): return b, a', 1),
     (CALLS, 'class Solution:\n  def pair(self, a, b): return [b, a]', 1),
+    (CALLS, 'class Solution:\n  def pair(self, a: Any, b: Any) -> List[Any]: return [b, a]', 1),  # as in the stubs of such rows
+    (CALLS, 'from __future__ import annotations\ndef pair(a, b): return b, a', 1),
     (CALLS, 'def pair(a, b): return a, b', 0),
     (CALLS, 'print(2, 1)', 0),
     (CALLS, 'def pair(a, b): return [[b, a]]', 0),
@@ -294,6 +296,9 @@ def test_a_wrong_test_is_an_error_of_the_row():
     score(GAP, {'test_list': ['assert gap(']})
   with pytest.raises(LookupError, match='the row has no tests: expected one of the columns test_list, test, input_output'):
     score(GAP, {'text': 'x'})
+  for cases in ({'inputs': [], 'outputs': []}, {'inputs': [], 'outputs': [], 'fn_name': 'gap'}):
+    with pytest.raises(LookupError, match=r'input_output.inputs is empty: expected at least one test'):
+      score(GAP, {'input_output': cases})
 
 
 def test_tests_of_a_function_without_lists_of_arguments_are_refused():
@@ -316,7 +321,18 @@ def test_code_is_graded_in_the_pool_and_slow_code_is_wrong_and_not_a_failure():
 
 @pytest.mark.parametrize(
   ('completion', 'code'),
-  [('x = 1', 'x = 1'), ('a\n```py\nx = 1\n```\nb', 'x = 1\n'), ('```\n1\n```\n```js\n2\n```', '2\n'), ('```py\nx', 'x')],
+  [
+    ('x = 1', 'x = 1'),
+    ('a\n```py\nx = 1\n```\nb', 'x = 1\n'),
+    ('```\n1\n```\n```js\n2\n```', '2\n'),
+    ('```py\nx', 'x'),
+    ('```py\nx```', 'x'),
+    ('1. First\n   ```py\n   if x:\n     y\n   ```', 'if x:\n  y\n'),
+    ('```py\n  return x\n```', '  return x\n'),  # the body of a function
+    ('~~~py\nx\n~~~', 'x\n'),
+    ('```py\nx\n```\n```f(3)``` is 9.', 'x\n'),
+    ('```py\nx = "```"\ny\n```', 'x = "```"\ny\n'),
+  ],
 )
 def test_the_code_is_the_last_fenced_block(completion, code):
   assert code_of(completion) == code

@@ -55,6 +55,16 @@ def test_scores_of_math(completion, answer, score):
     (r'#### \boxed{18}', '18', 1),
     (r'#### \frac{36}{2}', '18', 1),
     (r'\boxed{18}, not 17', '18', 1),  # the box precedes the last number
+    ('#### Step 1: Eggs\n16 - 7 = 9\n#### Step 2: Income\n9 * 2 = 18\n$\\boxed{18}$', '18', 1),  # headings of Markdown
+    ('#### Step 1: Eggs\n16 - 7 = 9\n#### Step 2: Income\n9 * 2 = 18\n$\\boxed{18}$', '2', 0),
+    ('##### 2. Income\n$\\boxed{18}$', '18', 1),
+    ('#### **Answer**\n18', '18', 1),
+    ('#### **18**', '18', 1),
+    ('#### 18 km/h', '18', 1),
+    ('#### 18 (per day)', '18', 1),
+    ('#### 18 million', '18', 0),
+    ('#### 17 or 18', '18', 0),
+    ('#### 17, 18', '18', 0),
     (r'\boxed{\$1,000}', '1000', 1),
     (r'\boxed{18 \text{ apples}}', '18', 1),
     (r'\boxed{18 dollars}', '18', 1),

@@ -100,10 +100,7 @@ def _gsm8k(path: str | None, split: Literal['train', 'test']) -> Sequence[Proble
 def _final(action: str) -> str | None:
   """Return the final answer: the content of the last tag, else the rest of the line after the last `####`."""
   tagged = graders.last_tagged(action)
-  if tagged is not None:
-    return tagged
-  _, mark, after = action.rpartition('####')
-  return after.strip().partition('\n')[0] if mark else None
+  return graders.marked(action) if tagged is None else tagged
 
 
 def _answered(expression: str) -> tuple[str, bool]:
