@@ -125,12 +125,6 @@ def _parse(argv: list[str], prepare: Callable[[list[str]], None]) -> list[str]:
     sys.exit(_refuse(message))
   except (SettingsError, OSError) as error:
     sys.exit(_refuse(error))
-  except AttributeError as error:
-    unknown = [name for name in _config_flags(argv) if name.rpartition('.')[0] in FREE]
-    if not unknown:
-      sys.exit(_refuse(_raised_by_config_file(argv, error)))
-    whole = unknown[0].rpartition('.')[0]
-    sys.exit(_refuse(f'{", ".join(unknown)}: {error} is not set in the config; set all of --{whole}="{{...}}"'))
   except Exception as error:
     sys.exit(_refuse(_raised_by_config_file(argv, error)))
 
@@ -144,7 +138,7 @@ def _refuse(error: object, status: int = 2) -> int:
 
 
 def _raised_by_config_file(argv: list[str], error: Exception) -> str:
-  """Return the message for an error in the code of the file of --config. Raises `error` again if it is not from there."""
+  """Return the message for an error in the file of --config, or in a flag for a key that it lacks. Raises other errors again."""
   file = _config_file(argv)
   if file is None:
     raise error
@@ -158,9 +152,17 @@ def _raised_by_config_file(argv: list[str], error: Exception) -> str:
     return _of_config_file(file, frames[inside[-1]].lineno, f'{type(error).__name__}: {error}')
   if found := re.search(r'(\w+) cannot be overridden', str(error)):  # in a flag; ml_collections raises it
     return f'{found[1]!r} is no key of a dictionary of settings: expected another name, which ml_collections does not use itself'
+  missing = [name for name in _config_flags(argv) if _parent_in_free(name)]
+  if isinstance(error, AttributeError | KeyError) and missing:  # ml_collections found no such key
+    return f'{", ".join(missing)}: not set in the config; set all of --{_parent_in_free(missing[0])}="{{...}}"'
   if isinstance(error, AttributeError) and error.name == 'get_config':
     return f'{file}: has no function get_config(); expected one that returns sprl.config.default_config() with changes'
   raise error
+
+
+def _parent_in_free(name: str) -> str | None:
+  """Return the dictionary of FREE to which a flag's key belongs, or None."""
+  return next((free for free in FREE if name.startswith(f'{free}.')), None)
 
 
 def _of_config_file(file: str, line: object, cause: str) -> str:
@@ -212,7 +214,7 @@ def _check_name(name: str) -> None:
 def _of_wrong_type(name: str, argv: list[str]) -> str | None:
   """Return the message for a flag, `config.rollout.group`, whose value cannot be read; None if the value has no known type."""
   values = [value for argument in argv[1:] for flag, _, value in [argument.lstrip('-').partition('=')] if flag == name]
-  if not values or any(name.startswith(f'{free}.') for free in FREE):
+  if not values or _parent_in_free(name):
     return None
   if name in FREE:
     return f"{name} = {values[-1]!r}: expected a dictionary in the syntax of Python, such as {{'key': 1}}"

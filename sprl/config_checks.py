@@ -243,9 +243,15 @@ def validate_task(run: Run) -> None:
     require(run, 'task.chat', task.chat, f'True{with_kind}, which sends chat messages')
     require(run, 'task.system', task.system is None, f'None{with_kind}, which sends its own system message')
     require(run, 'task.executor', task.executor is None, f'None{with_kind}, which runs in processes of its own')
-  if task.kind not in ('reasoning_gym', 'environment', 'agent'):
+  if task.kind not in ('reasoning_gym', *EPISODES):
     require(run, 'task.name', task.name is None, f'None{with_kind}, which needs no name')
-  if task.kind not in ('environment', 'agent'):
+    require(run, 'task.args', not task.args, f'{{}}{with_kind}, which has no arguments')
+  if task.kind in ('reasoning_gym', 'environment', 'rows'):
+    named = '; config.task.args has its arguments' if task.kind == 'environment' else ''
+    require(run, 'task.path', task.path is None, f'None{with_kind}, which reads no files of this name{named}')
+  require(run, 'task.suffix', task.kind not in EPISODES or not task.suffix, f"''{with_kind}, whose messages are its own")
+  require(run, 'task.suffix', task.suffix != 'None', "text to append, or '' for none")
+  if task.kind not in EPISODES:
     require(run, 'task.executor', task.executor != 'threads', f"'processes' or 'ray'{with_kind}: a thread cannot be killed")
   require(run, 'task.template_args', task.chat or not task.template_args, '{} with config.task.chat = False')
   validate_selection(run)
@@ -266,6 +272,8 @@ def validate_selection(run: Run) -> None:
   require(run, 'task.columns', task.kind == 'dataset' or not task.columns, f"{{}}{with_kind}: only 'dataset' has columns")
   require(run, 'task.columns', set(task.columns) <= set(COLUMNS), f'a dictionary with keys of {", ".join(COLUMNS)}')
   require(run, 'task.columns', not {'prompt', 'messages'} <= task.columns.keys(), 'a column for prompt or for messages, not both')
+  asked = all(task.columns.get(name) != '' for name in ('prompt', 'messages'))
+  require(run, 'task.columns', asked, "a column for prompt or messages; only answer and solution may be ''")
   require(run, 'task.filters', task.kind in FILES or not task.filters, f'(){with_kind}: only files are filtered')
   two = "two splits, for training and for evaluation, such as ('train', 'test')"
   require(run, 'task.splits', len(task.splits) == 2 and all(task.splits), two)

@@ -17,6 +17,7 @@ A key without an entry reads the column with its own name. A conversation (`mess
 a message of the assistant. That message is the solution, and also the answer, if the data set has no columns for them.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
@@ -29,7 +30,7 @@ from sprl.tasks.tables import ENDINGS, Table
 
 _HUB_NAME = re.compile(r'([\w.-]+/[\w.-]+|[\w-]+)(?::([\w.-]+))?')
 _REVISIONS = (None, 'refs/convert/parquet')  # the second: data sets in other formats, as the hub converts them
-_SHARD = re.compile(r'[-_.]\d+(-of-\d+)?(-[0-9a-f]{6,})?$')  # what follows the split in the name of one of its files
+_SHARD = re.compile(r'[-_.](\d+)(-of-\d+)?(-[0-9a-f]{6,})?$')  # what follows the split in the name of one of its files
 _SPLITS = ('train', 'test', 'validation', 'valid', 'val', 'dev', 'eval')
 
 
@@ -78,6 +79,12 @@ def _found(task: Task, split: str, names: Sequence[str], config: str | None = No
       one = f'a configuration after a colon, such as {task.path}:{PurePosixPath(folders[0]).parts[0]}'
     several = f'{len(folders)} folders have files of the split {split}: {", ".join(folders)}'
     raise SettingsError(f'config.task.path = {task.path!r}: {several}; expected {one}')
+  formats = sorted({PurePosixPath(name).suffix for name in by_split[split]})
+  if len(formats) > 1:
+    several = f'files of the split {split} end in {" and in ".join(formats)}'
+    raise SettingsError(
+      f'config.task.path = {task.path!r}: {several}; expected one format, or the path of a file or folder on disk'
+    )
   return by_split[split]
 
 
@@ -89,9 +96,11 @@ def files_by_split(names: Sequence[str], config: str | None = None) -> dict[str,
   only those nearest to the top count.
 
   A data set without splits becomes the split `train`, for example a single file with another name, or the files
-  data-00000-of-00001.arrow of `datasets`. The cache files of `datasets` are left out.
+  data-00000-of-00001.arrow of `datasets`. The cache files of `datasets` are left out. A number without a count (train-1.jsonl) is
+  that of a part if the parts are numbered from 0 or 1; aime_2023.jsonl and aime_2024.jsonl are two splits.
   """
   found: dict[str, list[str]] = {}
+  whole = _numbered_otherwise(names)
   for name in sorted(names):
     path = PurePosixPath(name)
     if path.suffix not in ENDINGS or path.name.startswith(('cache-', '.')):
@@ -101,7 +110,7 @@ def files_by_split(names: Sequence[str], config: str | None = None) -> dict[str,
     if config is not None and config not in path.parts[:-1]:
       continue
     folder = path.parent.name
-    split = _SHARD.sub('', path.stem)
+    split = path.stem if path.stem in whole else _SHARD.sub('', path.stem)
     if split in ('', 'data', 'part', 'shard') or path.stem.isdigit():
       split = folder if folder not in ('', 'data', config) else 'train'
     found.setdefault(split, []).append(name)
@@ -109,6 +118,16 @@ def files_by_split(names: Sequence[str], config: str | None = None) -> dict[str,
     found = {'train': found.popitem()[1]}
   nearest = {split: min(name.count('/') for name in files) for split, files in found.items()}
   return {split: [name for name in files if name.count('/') == nearest[split]] for split, files in found.items()}
+
+
+def _numbered_otherwise(names: Sequence[str]) -> set[str]:
+  """Return the stems without a split's name that end in a number which is not that of a part: the least one is above 1."""
+  stems = {PurePosixPath(name).stem for name in names}
+  numbers: dict[str, dict[str, int]] = {}
+  for stem in stems:
+    if (found := _SHARD.search(stem)) and not found[2] and not any(word in stem for word in _SPLITS):
+      numbers.setdefault(stem[: found.start()], {})[stem] = int(found[1])
+  return {stem for of in numbers.values() if min(of.values()) > 1 for stem in of}
 
 
 def _from_hub(task: Task, split: str) -> tuple[Path, ...]:
@@ -188,8 +207,8 @@ def _conversation(where: str, messages: list[Any], task: Task) -> tuple[list[Any
 
 
 def _text(where: str, name: str, value: Any) -> str:
-  if not isinstance(value, str | int | float):
-    kind = 'null' if value is None else type(value).__name__
+  if not isinstance(value, str | int | float) or value in (math.inf, -math.inf) or value != value:
+    kind = 'null' if value is None else value if isinstance(value, float) else type(value).__name__
     without = "; config.task.filters = ('COLUMN!=null',) leaves out rows without a value" if value is None else ''
     raise SettingsError(f'{where}: the {name} is {kind}: expected text or a number{without}')
   return str(value)
@@ -204,14 +223,20 @@ def _value(where: str, row: Mapping[str, Any], task: Task, name: str) -> Any:
     return found
   column, tilde, pattern = (part.strip() for part in text.partition(' ~ '))
   if tilde:
-    return _match(where, name, str(_column(where, row, name, column)), pattern)
+    return _match(where, name, _shown(where, row, name, column), pattern)
   if '{' in text:
     return re.sub(
       r'\{\{|\}\}|\{([^{}]+)\}',
-      lambda m: str(_column(where, row, name, m[1])) if m[1] else m[0][0],
+      lambda m: _shown(where, row, name, m[1]) if m[1] else m[0][0],
       text,
     )
   return _column(where, row, name, text)
+
+
+def _shown(where: str, row: Mapping[str, Any], name: str, column: str) -> str:
+  """Return the text of a column for a template or a pattern. Lists and dictionaries are shown as Python writes them."""
+  value = _column(where, row, name, column)
+  return str(value) if isinstance(value, list | dict) else _text(where, f'column {column} of the {name}', value)
 
 
 def _column(where: str, row: Mapping[str, Any], name: str, column: str) -> Any:
@@ -225,10 +250,10 @@ def _column(where: str, row: Mapping[str, Any], name: str, column: str) -> Any:
 def _match(where: str, name: str, text: str, pattern: str) -> str:
   """Return the last match of a pattern, or its first group, without whitespace around it."""
   try:
-    *_, last = [None, *re.finditer(pattern, text)]
+    *_, last = [None, *(found for found in re.finditer(pattern, text) if found[min(1, found.re.groups)] is not None)]
   except re.error as error:
     wrong = f'config.task.columns: {name} has the pattern {pattern!r}: expected a regular expression'
     raise SettingsError(f'{wrong}: {error}') from error
   if last is None:
     raise SettingsError(f'{where}: {name} has no match of {pattern!r} in {text[-60:]!r}')
-  return (last[1] if last.re.groups else last[0]).strip()
+  return last[min(1, last.re.groups)].strip()

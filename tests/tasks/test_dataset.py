@@ -1,6 +1,7 @@
 """Data sets of files and of the hub: the files of a split, the column map, conversations, and errors."""
 
 import json
+import math
 import struct
 from decimal import Decimal
 from types import SimpleNamespace
@@ -163,13 +164,17 @@ def test_an_answer_that_the_grader_does_not_need_may_be_empty_and_braces_may_be_
     ({'prompt': 'question', 'answer': r'answer ~ boxed'}, "answer has no match of 'boxed' in"),
     ({'prompt': 'source'}, 'the prompt is dict: expected text or a number'),
     ({'prompt': 'question', 'answer': 'none'}, "the answer is null: expected text or a number; config.task.filters = ('COLUMN"),
+    ({'prompt': '{question} {none}', 'answer': ''}, 'the column none of the prompt is null: expected text or a number'),
+    ({'prompt': 'question', 'answer': r'none ~ (\w+)'}, 'the column none of the answer is null: expected text or a number'),
+    ({'prompt': 'question', 'answer': r'question ~ (\d{9})|5'}, 'answer has no match of'),  # the group has none
+    ({'prompt': 'question', 'answer': 'infinite'}, 'the answer is inf: expected text or a number'),
     ({}, "messages reads the column 'messages', which"),
   ],
 )
 def test_columns_that_do_not_fit_are_named(tmp_path, columns, said):
-  write_jsonl(tmp_path / 'train.jsonl', [{**ROWS[0], 'none': None}])
+  write_jsonl(tmp_path / 'train.jsonl', [{**ROWS[5], 'none': None, 'infinite': math.inf}])
   assert said in (error := refused(tmp_path, columns=columns))
-  assert 'reads the column' not in error or 'expected one of question, answer, level, source, none' in error
+  assert 'reads the column' not in error or 'expected one of question, answer, level, source, none, infinite' in error
 
 
 def test_a_missing_split_lists_the_splits_that_are_there(tmp_path):
@@ -232,6 +237,16 @@ def test_splits_are_read_from_names_of_files_and_folders():
     'train': ['main/train/0000.parquet', 'main/train/0001.parquet']
   }
   assert files_by_split(['data/dapo-math-17k.parquet']) == {'train': ['data/dapo-math-17k.parquet']}
+  assert files_by_split(['part-1.jsonl', 'part-2.jsonl']) == {'train': ['part-1.jsonl', 'part-2.jsonl']}
+  years = ['aime_2023.jsonl', 'aime_2024.jsonl']
+  assert files_by_split(years) == {name.removesuffix('.jsonl'): [name] for name in years}
+
+
+def test_files_of_two_formats_are_not_read_both(tmp_path):
+  write_jsonl(tmp_path / 'train.jsonl')
+  write_parquet(tmp_path / 'train.parquet')
+  assert 'files of the split train end in .jsonl and in .parquet; expected one format' in refused(tmp_path)
+  assert asked(load(tmp_path / 'train.jsonl')) == EXPECTED
 
 
 # --- the hub ---------------------------------------------------------------------------------------------------------
