@@ -135,7 +135,7 @@ def table(result: Mapping[str, Any]) -> str:
     lines.append(f'  mean rewards: {", ".join(parts)}; the scores above count the first')
   lines.append(f'  mean length {metrics["eval/length_mean"]:.1f} tokens; {metrics["eval/truncated"]:.1%} cut at the limit')
   if metrics['eval/ungraded']:
-    lines.append(f'  {metrics["eval/ungraded"]:.0f} completions scored 0 because their grader failed')
+    lines.append(f'  {metrics["eval/ungraded"]:.0f} completions of which a grader failed; this reward counts 0')
   return '\n'.join(lines)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sprl.config import Run
-from sprl.io.html_report import write_report
+from sprl.io.html_report import partners, write_report
 from sprl.io.metrics import read_metrics, series
 from sprl.io.plots import plot_run, plot_timeline
 from sprl.session import Finished
@@ -104,7 +104,7 @@ def _examples(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, 
 
   The first improved. The second got worse, or else is unchanged and wrong, or unchanged, or another that improved.
   """
-  pairs = list(zip(before, after))
+  pairs = [(old, new) for old, new in partners(before, after) if new]
   learned = [('Improved', old, new) for old, new in pairs if new['reward'] > old['reward']]
   lost = [('Worse', old, new) for old, new in pairs if new['reward'] < old['reward']]
   same = [('Unchanged', old, new) for old, new in pairs if new['reward'] == old['reward']]

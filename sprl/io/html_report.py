@@ -12,6 +12,7 @@ import hashlib
 import json
 import re
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from importlib.resources import files as resources
@@ -48,6 +49,7 @@ from sprl.io.trackers import flat
 from sprl.objective import guards
 from sprl.objective.checks import CHECKS, History, tries
 
+Row = Mapping[str, Any]  # a sample of a table
 MOST_TABLES = 40  # of samples
 _FIRST_PAIRS = 4  # held-out problems that are visible at first: those whose reward changed most
 MOST_TEXT = 6_000  # characters of a prompt or completion
@@ -235,7 +237,7 @@ def _samples(workdir: Path) -> str:
   blocks = []
   before, after = held_out_samples(workdir)
   if before:
-    pairs = list(zip(before, after or [None] * len(before)))
+    pairs = partners(before, after)
     pairs.sort(key=lambda pair: -abs(pair[1]['reward'] - pair[0]['reward']) if pair[1] else 0.0)
     shown, others = (''.join(_pair(old, new) for old, new in some) for some in (pairs[:_FIRST_PAIRS], pairs[_FIRST_PAIRS:]))
     if others:
@@ -258,7 +260,7 @@ def _samples(workdir: Path) -> str:
 
 
 def held_out_samples(workdir: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-  """Return samples of the same held-out problems before training and later, from the newest readable checkpoint."""
+  """Return samples of held-out problems before training and later, from the newest readable checkpoint."""
   folders = [path for path in (workdir / 'checkpoints').glob('step_*') if files.step_of(path) is not None]
   for folder in sorted(folders, reverse=True):
     try:
@@ -269,6 +271,23 @@ def held_out_samples(workdir: Path) -> tuple[list[dict[str, Any]], list[dict[str
     except (OSError, ValueError, KeyError):  # deleted meanwhile, or damaged
       continue
   return [], []
+
+
+def partners(before: Sequence[Row], after: Sequence[Row]) -> list[tuple[Row, Row | None]]:
+  """Return each sample before training with one of the same set and prompt later; None if there is none.
+
+  A resumed run may have evaluated other problems, sets or numbers of samples than it did before training.
+  """
+
+  def numbered(rows: Sequence[Row]) -> Iterator[tuple[Any, ...]]:
+    seen: Counter[tuple[Any, ...]] = Counter()
+    for row in rows:
+      key = row.get('set'), row['prompt']
+      yield *key, seen[key]
+      seen[key] += 1
+
+  later = dict(zip(numbered(after), after))
+  return [(old, later.get(key)) for key, old in zip(numbered(before), before)]
 
 
 def _all_samples(result: Mapping[str, Any]) -> list[dict[str, Any]]:

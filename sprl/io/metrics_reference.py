@@ -239,7 +239,7 @@ METRICS: dict[str, str] = {
   'eval/samples': 'Samples per problem.',
   'eval/length_mean': 'Mean number of tokens that the model wrote.',
   'eval/truncated': 'Share of the completions that ran into the token limit.',
-  'eval/ungraded': 'Completions scored 0 because grading failed.',
+  'eval/ungraded': 'Completions of which a grader failed, so that this reward counts 0.',
   'eval/judge/{name}': 'As `judge/{name}`, for the samples of the evaluation.',
   'eval/reward/{name}': 'Mean score by one of several rewards (`task.rewards`). The other scores count the first of them.',
   # --- time -------------------------------------------------------------------------------------------------------------

@@ -275,6 +275,8 @@ def _checked(returned: Any, given: Sample | Group) -> list[Score]:
 def _score_of(returned: Any) -> Score:
   if isinstance(returned, Judgement):
     return returned.score, returned.status, returned.reason, dict(returned.costs)
+  if getattr(returned, 'ndim', None) == 0:  # a number of numpy, jax or torch
+    returned = returned.item()
   if not isinstance(returned, numbers.Real):
     return 0.0, 'invalid', f'returned a {type(returned).__name__}', {}
   if not math.isfinite(returned):

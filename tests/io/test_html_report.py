@@ -13,7 +13,7 @@ import pytest
 from sprl.config import Run, SettingsError, to_dict
 from sprl.io import html_report
 from sprl.io.config_file import write_config
-from sprl.io.html_report import held_out_samples, report_html, write_report
+from sprl.io.html_report import held_out_samples, partners, report_html, write_report
 from sprl.io.metrics import RunLog, held_out_sets
 from sprl.io.provenance import commit, provenance
 from sprl.io.report_charts import (
@@ -196,6 +196,16 @@ def test_long_text_is_cut_and_many_tables_are_thinned(tmp_path, monkeypatch):
   page = report_html(tmp_path)
   assert re.findall(r'<summary>Step (\d+)', page) == ['50', '30', '10']
   assert 'x' * 6000 + ' ... (1000 more characters)' in page
+
+
+def test_samples_are_compared_with_later_ones_of_the_same_set_and_prompt():
+  def row(prompt, completion, **more):
+    return {'prompt': prompt, 'completion': completion, **more}
+
+  before = [row('p', 'one'), row('p', 'two'), row('q', 'three'), row('q', 'four', set='m')]
+  after = [row('p', 'ONE'), row('q', 'THREE'), row('q', 'more'), row('q', 'FOUR', set='m')]
+  found = [(old['completion'], new and new['completion']) for old, new in partners(before, after)]
+  assert found == [('one', 'ONE'), ('two', None), ('three', 'THREE'), ('four', 'FOUR')]
 
 
 def test_samples_of_a_damaged_checkpoint_are_those_of_the_one_before(tmp_path):

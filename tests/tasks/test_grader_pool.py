@@ -105,6 +105,11 @@ def test_a_grader_that_forks_and_returns_twice_gives_every_sample_its_own_score(
     assert [g.score for g in grades(pool, 'fork', *(f'score {i}' for i in range(20)))] == [1.0, *map(float, range(20))]
 
 
+@pytest.mark.parametrize('number', ['bool_(True)', 'array(1.0)', 'float32(1)', 'int64(1)'])
+def test_numbers_of_numpy_are_scores(pool, number):
+  assert grades(pool, f'score __import__("numpy").{number}') == [Grade(1.0, 'ok')]
+
+
 @pytest.mark.parametrize(
   ('completion', 'status', 'reason'),
   [
