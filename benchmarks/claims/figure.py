@@ -54,7 +54,7 @@ def draw(experiment: Experiment, records: Records) -> None:
       if name == ACCURACY:
         axes.set_ylim(-0.02, 1.02)
       elif name.endswith('_kl'):
-        axes.set_yscale('symlog', linthresh=SMALL_KL)
+        axes.set_yscale('symlog', linthresh=min(SMALL_KL, max(axes.dataLim.ymax / 10, 1e-12)))
   save(figure, f'claims/{experiment.name}')
 
 
