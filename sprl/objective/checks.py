@@ -189,7 +189,10 @@ SUFFIX = Advice(
   'a config.task.suffix that asks for the form of answer that config.task.grader reads', lambda run: run.task.kind not in EPISODES
 )
 SIMPLER = Advice('a simpler task by config.task.args', lambda run: run.task.kind in EPISODES)
-FINE_TUNING = Advice('fine-tuning with sprl.sft first, and config.model.path = the fine-tuned model')
+FINE_TUNING = Advice(
+  'fine-tuning with sprl.sft first, and config.model.path = the fine-tuned model',
+  lambda run: run.task.kind not in (*EPISODES, 'rows'),  # which have no worked solutions in files
+)
 PROBLEMS = Advice('problems that the model solves sometimes, by config.task.filters')
 REPLACE = Advice("config.rollout.equal_groups = 'replace'", lambda run: run.rollout.equal_groups != 'replace')
 GROUP = Advice('a larger config.rollout.group')
