@@ -24,7 +24,7 @@ from sprl.config import Run
 from sprl.kernels.support import record_format
 from sprl.learner.batch import Shape, Tokens, TrainBatch, empty, pack, put, shape
 from sprl.learner.logprobs import ForwardConfig, score, score_and_route
-from sprl.learner.optimizer import last_rate, schedule
+from sprl.learner.optimizer import last_rate, left_out, schedule
 from sprl.learner.state import TrainState
 from sprl.learner.update import abstract_logprobs, needs_old_logprobs
 from sprl.model import Model
@@ -86,11 +86,16 @@ class Learner:
   def update(self, batches: Sequence[TrainBatch], logprobs: Sequence[LogProbs]) -> dict[str, float]:
     """Take one update a batch, in order, as often as there are epochs.
 
+    The learning rate ends a step at the same place of its schedule however many minibatches have no batch: the updates of a step
+    have the last rates of the step.
+
     Returns the mean of each metric over the updates, but the largest value of those in LARGEST; nothing if there was no update.
     """
-    measured = []
+    measured, settings = [], self.run.optimizer
     with self._on_its_devices('update'):
-      for _ in range(self.run.optimizer.epochs):
+      if missing := settings.updates - settings.epochs * len(batches):
+        self.state = replace(self.state, opt_state=left_out(self.state.opt_state, missing))
+      for _ in range(settings.epochs):
         for batch, of_batch in zip(batches, logprobs, strict=True):
           self.state, metrics = self.jitted_update(self.state, batch, of_batch, self.base)
           measured.append(metrics)
