@@ -72,7 +72,10 @@ METRICS: dict[str, str] = {
   'reward/mean': 'Mean reward.',
   'reward/std': 'Standard deviation of the reward over the batch.',
   'reward/overlong_penalty': 'Mean penalty for long completions in the advantage. Present with `advantage.overlong`.',
-  'reward/groups_equal': 'Share of the groups in which all rewards are equal. Group-relative advantages are 0 there.',
+  'reward/groups_equal': (
+    'Share of the groups in which all rewards are equal. Group-relative advantages are 0 there, unless `advantage.overlong` '
+    'penalises some of the answers.'
+  ),
   'reward/{name}': 'Mean score by one of several rewards (`task.rewards`), without its weight.',
   'completion/length_mean': 'Mean number of tokens that the model wrote.',
   'completion/length_max': 'Largest number of tokens that the model wrote.',

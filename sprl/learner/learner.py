@@ -215,6 +215,7 @@ def batch_advantages(trajectories: Sequence[Trajectory], run: Run) -> Float[np.n
   """Return the advantage of each trajectory; NaN leaves it out, for members of groups that rollout.equal_groups skips.
 
   Penalties for overlong answers count in the advantage, not in the reward, so that they do not make rewards of a group differ.
+  Members of a group of equal rewards still have advantages by their penalties, unless rollout.equal_groups removes the group.
   """
   reward = np.array([t.reward for t in trajectories], np.float32)
   group = np.array([t.group for t in trajectories], np.int32)
