@@ -324,11 +324,14 @@ class Optimizer:
 
   Bytes per weight during an update: float32 master and gradient 4 each; moments of adamw and adam 8 (bfloat16: 4), lion 4 (2),
   adafactor one row and one column per matrix, sgd none. With `offload` the moments are not on the device.
+
+  As in PyTorch, momentum and weight decay also move the weights in an update whose gradient is 0: if every sequence is vetoed, or
+  if all advantages are 0. A minibatch without a group (rollout.equal_groups = 'skip') has no update.
   """
 
   name: Literal['adamw', 'adam', 'sgd', 'lion', 'adafactor'] = 'adamw'  # optax optimiser
   learning_rate: float = 1e-6  # peak learning rate
-  schedule: Literal['constant', 'linear', 'cosine'] = 'constant'  # after the warm-up; linear and cosine end at 0
+  schedule: Literal['constant', 'linear', 'cosine'] = 'constant'  # after the warm-up; linear and cosine fall to 0 over `steps`
   warmup_steps: int = 0  # updates of the linear warm-up; a step has minibatches * epochs updates
   b1: float = 0.9  # decay of the first moment
   b2: float = 0.98  # decay of the second moment

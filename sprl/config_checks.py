@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from sprl.config import EPISODES, LINEARS, Correction, Mesh, Run, SettingsError, Source
+from sprl.config import EPISODES, LINEARS, Correction, Loss, Mesh, Run, SettingsError, Source
 
 MOST_SECONDS = (2**31 - 1) // 1000  # poll(2) counts milliseconds in 32 bits
 MOST_DEVICES = 1_000_000  # a larger device number is a typing error
@@ -467,9 +467,14 @@ def _bounds(text: str, two_sided: bool) -> tuple[float, float] | None:
 
 
 def validate_correction(run: Run) -> None:
-  """Raise SettingsError if bounds contradict each other, or if the mode leaves the sampler's mismatch uncorrected."""
+  """Raise SettingsError if bounds contradict each other, a setting has no effect, or the mode leaves the mismatch uncorrected."""
   c, loss = run.correction, run.loss
   rejection_bounds(c)
+  if c.level is None:
+    for name in ('weight', 'normalise'):
+      default = getattr(Correction(), name)
+      no_weight = f'{default!r} with config.correction.level = None, at which every weight is 1'
+      require(run, f'correction.{name}', getattr(c, name) == default, no_weight)
   bounded = c.level is not None and c.weight in ('clip', 'icepop')
   require(run, 'correction.floor', not bounded or c.floor <= c.cap, f'at most config.correction.cap = {c.cap}')
   keeps_weight = c.mode == 'decoupled' or loss.variant == 'reinforce'
@@ -487,11 +492,19 @@ def validate_correction(run: Run) -> None:
 # These bound the ratio to the policy that drew the token, which is the sampler: docs/methods/losses.md, Two modes.
 BEHAVIOUR_LOSSES = ('tis', 'topr', 'cispo')
 
+PPO_LOSSES = ('ppo', 'gspo', 'segment')
+CLIPS = {'clip_low': (*PPO_LOSSES, 'cispo'), 'clip_high': (*PPO_LOSSES, 'cispo'), 'dual_clip': PPO_LOSSES}  # -> who reads it
+
 
 def validate_loss(run: Run) -> None:
-  """Raise SettingsError if a range is empty, or if the ratio of the variant would be another than published or always 1."""
+  """Raise SettingsError if a range is empty, a setting has no effect, or the ratio is another than published or always 1."""
   loss, bypass = run.loss, run.correction.mode == 'bypass'
   require(run, 'loss.tis.low', loss.tis.low <= loss.tis.high, f'at most config.loss.tis.high = {loss.tis.high}')
+  for name, variants in CLIPS.items():
+    unused = f'None with config.loss.variant = {loss.variant!r}; only {", ".join(variants)} have this bound'
+    require(run, f'loss.{name}', getattr(loss, name) is None or loss.variant in variants, unused)
+  no_kl = "'k3', the default, with config.loss.kl_coef = 0, which has no KL term"
+  require(run, 'loss.kl_estimator', loss.kl_estimator == Loss().kl_estimator or loss.kl_coef > 0, no_kl)
   beside = 'config.correction.level = None' + ('' if run.arm in (None, 'dense') else ' and config.arm = None')
   with_loss = f'with config.loss.variant = {loss.variant!r}'
   to_sampler = f"'bypass' (and {beside}) {with_loss}, which bounds the ratio to the sampler and not the drift of updates"

@@ -24,7 +24,7 @@ replay removes the effect of the other causes on the choice of experts.
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import combinations, pairwise
+from itertools import chain, combinations, pairwise
 from typing import Any
 
 import jax
@@ -185,23 +185,24 @@ def with_version(older: Older, version: int, params: Params, scales: Scales | No
 
 
 def of_one_version(trajectories: Sequence[Trajectory], count: int) -> tuple[int, list[Trajectory]]:
-  """Return the newest version that sampled whole groups alone, and at most `count` trajectories of these groups.
+  """Return the version that sampled the most whole groups alone, and at most `count` trajectories of these groups.
 
-  If several versions sampled every group, return the newest version and the first trajectories. The effect of the older versions
-  is then in the reproduction error.
+  Of versions with equally many groups it is the oldest. The newest one with such groups would make the staleness of a step with
+  one fresh group 0. If several versions sampled every group, return the newest version and the first trajectories. The effect of
+  the older versions is then in the reproduction error.
   """
   groups: dict[int, list[Trajectory]] = {}
   for t in trajectories:
     groups.setdefault(t.group, []).append(t)
-  pure: dict[int, list[Trajectory]] = {}
+  pure: dict[int, list[list[Trajectory]]] = {}
   for group in groups.values():
     versions = {int(v) for t in group for v in t.version[t.mask]}
     if len(versions) == 1:
-      pure.setdefault(versions.pop(), []).extend(group)
+      pure.setdefault(versions.pop(), []).append(group)
   if not pure:
     return max(int(t.version.max()) for t in trajectories), list(trajectories[:count])
-  newest = max(pure)
-  return newest, pure[newest][:count]
+  version = max(pure, key=lambda version: (len(pure[version]), -version))
+  return version, list(chain(*pure[version]))[:count]
 
 
 # --- Shapley values --------------------------------------------------------------------------------------------------

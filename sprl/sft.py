@@ -30,6 +30,7 @@ from ml_collections import config_flags
 
 from sprl import command_line
 from sprl.config import Lora, Optimizer, Remat, Rollout, Run, SettingsError
+from sprl.config_checks import require
 from sprl.config_reader import resolve
 from sprl.distributed.process_group import require_single_process
 from sprl.io.files import local_folder
@@ -53,6 +54,7 @@ log = logging.getLogger(__name__)
 
 SHOWN_EVERY = 10  # steps between two lines of progress, when losses are read back
 PATIENCE = 1000  # consecutive problems that do not fit, after which the search ends
+KINDS = (*problems.SOURCES, 'mixture')  # of tasks that have solutions
 
 
 def fine_tune(
@@ -67,6 +69,7 @@ def fine_tune(
   Raises SettingsError, and the errors of `Model.open`, before any device work; SettingsError if the loss is not finite.
   """
   start = time.perf_counter()
+  require(run, 'task.kind', run.task.kind in KINDS, f'one of {", ".join(KINDS)}, whose problems have answers to learn')
   if out.exists() and (not out.is_dir() or any(out.iterdir())):
     raise SettingsError(f'--out = {out}: exists and is not empty; expected a new folder')
   train_set = problems.load(run.task, 'train')
@@ -132,10 +135,14 @@ class SolutionStream:
     self._sampling, self._tokenizer = run.sampling, model.tokenizer
     self._end = end_of_turn(run, model)
     stream = PromptStream(train_set, run.seed, Mix.of(run.task, train_set, batch))
-    self._stream = self._fitting(stream, min(PATIENCE, len(train_set)))
+    # Between the only problem that fits at the start of one epoch and at the end of the next are 2 * (len - 1) others.
+    self._stream = self._fitting(stream, min(PATIENCE, 2 * len(train_set) - 1))
 
   def take(self, n: int) -> list[Trajectory]:
-    """Return the next n trajectories. Raises SettingsError if PATIENCE problems in a row do not fit; it names the setting."""
+    """Return the next n trajectories.
+
+    Raises SettingsError, which names the setting, if no problem of two epochs fits, or none of PATIENCE in a row.
+    """
     return list(itertools.islice(self._stream, n))
 
   def _fitting(self, stream: PromptStream, patience: int) -> Iterator[Trajectory]:

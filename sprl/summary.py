@@ -35,7 +35,7 @@ def closing_report(run: Run, workdir: Path, finished: Finished) -> str:
     ]  # fmt: skip
   lines += [
     '',
-    *_savings(run, read_metrics(workdir)),
+    *costs_of_rollouts(run, read_metrics(workdir)),
     '',
     f'plot:        {plot_run(workdir)}',
     f'timeline:    {plot_timeline(workdir)}  (trace.json opens in ui.perfetto.dev)',
@@ -77,25 +77,34 @@ def _more_sets(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]
   return lines
 
 
-def _savings(run: Run, records: Sequence[Mapping[str, Any]]) -> list[str]:
-  """Return lines on the memory that rollouts saved and on their mismatch with the learner; means over the run."""
+def costs_of_rollouts(run: Run, records: Sequence[Mapping[str, Any]]) -> list[str]:
+  """Return lines on the memory that rollouts saved and on their mismatch with the learner; means over the lines of metrics."""
+
+  def measured(name: str) -> bool:
+    return len(series(records, name)[1]) > 0
 
   def mean(name: str) -> float:
-    values = series(records, name)[1]
-    return float(values.mean()) if len(values) else 0.0
+    return float(series(records, name)[1].mean())
 
+  if not measured('sparse/cache_bytes'):
+    return ['The run sampled no rollouts.']
   size = mean('sparse/cache_bytes')
   dense = size / (1 - mean('sparse/bytes_saving'))
   saved = round(mean('sparse/bytes_saving'), 2) + 0.0  # + 0.0 turns -0.0 into 0.0
   kept = f'cache of {run.cache.budget} tokens by {run.cache.method}' if run.cache.budget else 'dense cache'
   fp8 = 'no FP8' if run.quant.sampler == 'none' else f'FP8: {run.quant.sampler}'
+  mismatch = 'not measured, because no step had an update'
+  if measured('sparse/agreement_mean'):
+    mismatch = (
+      f'agreement {mean("sparse/agreement_mean"):.3f} (5th percentile {mean("sparse/agreement_p05"):.3f}), '
+      f'{mean("sparse/veto_fraction"):.1%} of the sequences vetoed, effective sample size {mean("sparse/ess"):.2f}'
+    )
   return [
     f'What the rollouts cost ({kept}, {fp8}):',
     '',
     f'  KV cache   {size / 2**20:.1f} MiB, {saved:.0%} less than {dense / 2**20:.1f} MiB (dense, unquantised)',
     f'  attended   {mean("sparse/accounting_saving"):.0%} fewer tokens; {mean("sparse/compressed"):.0%} of sequences compressed',
-    f'  mismatch   agreement {mean("sparse/agreement_mean"):.3f} (5th percentile {mean("sparse/agreement_p05"):.3f}), '
-    f'{mean("sparse/veto_fraction"):.1%} of the sequences vetoed, effective sample size {mean("sparse/ess"):.2f}',
+    f'  mismatch   {mismatch}',
   ]
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import typing
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import small
 
 from sprl import config as settings
 from sprl import sft
-from sprl.config import Optimizer, SettingsError
+from sprl.config import Optimizer, SettingsError, TaskKind
 from sprl.config_reader import resolve
 from sprl.learner.batch import Shape, pack
 from sprl.learner.logprobs import ForwardConfig
@@ -27,6 +28,7 @@ from sprl.model import Model
 from sprl.models import transformer
 from sprl.models.attention import PackedAttention
 from sprl.models.config import tiny
+from sprl.objective import checks
 from sprl.rollout import collect
 from sprl.sft import SolutionStream, end_of_turn, fine_tune, make_update, solution_of, solution_trajectory
 from sprl.tasks import problems
@@ -166,6 +168,20 @@ def test_a_folder_that_is_not_empty_is_refused(inputs):
     fine_tune(run_with(inputs), inputs, steps=1, batch=1, learning_rate=1e-3)
 
 
+@pytest.mark.parametrize('kind', typing.get_args(TaskKind))
+def test_fine_tuning_takes_the_kinds_of_task_with_solutions_and_is_advised_for_these_only(inputs, tmp_path, monkeypatch, kind):
+  monkeypatch.setattr(problems, 'load', lambda *_: 1 / 0)  # the first call after the check
+  with_solutions = kind in ('gsm8k', 'dataset', 'jsonl', 'reasoning_gym', 'mixture')
+  expected = ZeroDivisionError if with_solutions else SettingsError
+  run = run_with(inputs)
+  run = dataclasses.replace(run, task=dataclasses.replace(run.task, kind=kind))
+  with pytest.raises(expected) as error:
+    fine_tune(run, tmp_path / 'out', steps=1, batch=1, learning_rate=1e-3)
+  if not with_solutions:
+    assert str(error.value).startswith(f'config.task.kind = {kind!r}: expected one of dataset, gsm8k, jsonl, ')
+  assert checks.FINE_TUNING.helps(run) == with_solutions
+
+
 def test_a_loss_that_is_not_finite_is_reported_and_nothing_written(inputs, tmp_path, monkeypatch):
   monkeypatch.setattr(sft, 'make_update', lambda *_: lambda state, batch: (state, jnp.float32(np.nan)))
   with pytest.raises(SettingsError, match=r'--learning_rate = 1e\+30: .* at step 1;'):
@@ -291,6 +307,25 @@ def test_problems_that_are_too_long_or_lack_an_answer_are_skipped_and_counted(in
   assert 3 <= solutions.skipped <= 6  # two epochs, the second perhaps not to its end
   [warning] = caplog.messages
   assert 'skipped' in warning
+
+
+def test_one_solution_that_fits_is_taught_whatever_its_place_in_an_epoch(inputs, tmp_path):
+  lines = [{'prompt': f'{i}=', 'answer': '1', 'solution': '1' if i == 0 else '12345678'} for i in range(3)]
+  (tmp_path / 'train.jsonl').write_text('\n'.join(map(json.dumps, lines)))
+  run = run_with(inputs, task__path=str(tmp_path))
+  model, train_set = Model.open(run), problems.load(run.task, 'train')
+  skipped = []  # in a row
+  for seed in range(6):
+    solutions = SolutionStream(dataclasses.replace(run, seed=seed), model, train_set)
+    for _ in range(6):
+      before = solutions.skipped
+      [t] = solutions.take(1)
+      assert model.tokenizer.decode(t.completion) == '1<eos>'
+      skipped.append(solutions.skipped - before)
+  assert max(skipped) == 4  # first in one epoch and last in the next
+  (tmp_path / 'train.jsonl').write_text('\n'.join(map(json.dumps, lines[1:])))
+  with pytest.raises(SettingsError, match=r'max_tokens = 8: .* None of 3 training problems in a row can be used'):
+    SolutionStream(run, model, problems.load(run.task, 'train')).take(1)
 
 
 def test_a_mixture_of_conversations_and_columns_is_taught_by_the_weights_of_its_steps(inputs, tmp_path):

@@ -72,7 +72,10 @@ METRICS: dict[str, str] = {
   'reward/mean': 'Mean reward.',
   'reward/std': 'Standard deviation of the reward over the batch.',
   'reward/overlong_penalty': 'Mean penalty for long completions in the advantage. Present with `advantage.overlong`.',
-  'reward/groups_equal': 'Share of the groups in which all rewards are equal. Group-relative advantages are 0 there.',
+  'reward/groups_equal': (
+    'Share of the groups in which all rewards are equal. Group-relative advantages are 0 there, unless `advantage.overlong` '
+    'penalises some of the answers.'
+  ),
   'reward/{name}': 'Mean score by one of several rewards (`task.rewards`), without its weight.',
   'completion/length_mean': 'Mean number of tokens that the model wrote.',
   'completion/length_max': 'Largest number of tokens that the model wrote.',
@@ -106,8 +109,8 @@ METRICS: dict[str, str] = {
   'update/skipped': '1 if the gradient or the loss was not finite and the step was skipped.',
   'update/bad_streak': 'Consecutive skipped updates, this one included. The largest of the step.',
   'optimizer/learning_rate': (
-    'Learning rate of the last update of the step. A skipped update does not advance the schedule: this is then the rate that it '
-    'would have had, and the next update has the same. Absent if the step had no update.'
+    'Learning rate of the last update of the step. A minibatch without groups advances the schedule. A skipped update does not: '
+    'this is then the rate that it would have had, and the next update has the same. Absent if the step had no update.'
   ),
   'policy/random_weights': '1: the run began with random weights (`config.model.path=random:...`). Absent in all other runs.',
   'tokens/sampled': (

@@ -24,7 +24,7 @@ from sprl.config import Run
 from sprl.kernels.support import record_format
 from sprl.learner.batch import Shape, Tokens, TrainBatch, empty, pack, put, shape
 from sprl.learner.logprobs import ForwardConfig, score, score_and_route
-from sprl.learner.optimizer import last_rate, schedule
+from sprl.learner.optimizer import last_rate, left_out, schedule
 from sprl.learner.state import TrainState
 from sprl.learner.update import abstract_logprobs, needs_old_logprobs
 from sprl.model import Model
@@ -86,11 +86,16 @@ class Learner:
   def update(self, batches: Sequence[TrainBatch], logprobs: Sequence[LogProbs]) -> dict[str, float]:
     """Take one update a batch, in order, as often as there are epochs.
 
+    The learning rate ends a step at the same place of its schedule however many minibatches have no batch: the updates of a step
+    have the last rates of the step.
+
     Returns the mean of each metric over the updates, but the largest value of those in LARGEST; nothing if there was no update.
     """
-    measured = []
+    measured, settings = [], self.run.optimizer
     with self._on_its_devices('update'):
-      for _ in range(self.run.optimizer.epochs):
+      if missing := settings.updates - settings.epochs * len(batches):
+        self.state = replace(self.state, opt_state=left_out(self.state.opt_state, missing))
+      for _ in range(settings.epochs):
         for batch, of_batch in zip(batches, logprobs, strict=True):
           self.state, metrics = self.jitted_update(self.state, batch, of_batch, self.base)
           measured.append(metrics)
@@ -210,6 +215,7 @@ def batch_advantages(trajectories: Sequence[Trajectory], run: Run) -> Float[np.n
   """Return the advantage of each trajectory; NaN leaves it out, for members of groups that rollout.equal_groups skips.
 
   Penalties for overlong answers count in the advantage, not in the reward, so that they do not make rewards of a group differ.
+  Members of a group of equal rewards still have advantages by their penalties, unless rollout.equal_groups removes the group.
   """
   reward = np.array([t.reward for t in trajectories], np.float32)
   group = np.array([t.group for t in trajectories], np.int32)

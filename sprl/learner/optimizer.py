@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jaxtyping import Array, BFloat16, Float32, UInt32
+from jaxtyping import Array, BFloat16, Float32, Int32, UInt32
 
 from sprl.config import Optimizer
 from sprl.sharding.transfer import fetch
@@ -62,6 +62,21 @@ def last_rate(rate: optax.Schedule, opt_state: Any, skipped: bool) -> float:
   [state] = [s for s in jax.tree.leaves(opt_state, is_leaf=_is_schedule) if _is_schedule(s)]
   taken = int(fetch(state.count))
   return np.asarray(rate(np.int32(max(taken - (not skipped), 0)))).item()
+
+
+def left_out(opt_state: Any, updates: int) -> Any:
+  """Return the state of the optimiser with its schedule advanced by updates that are not taken. Moments and their counts stay."""
+
+  def advanced(state):
+    if not _is_schedule(state):
+      return state
+    return state._replace(count=jax.jit(_add, static_argnums=1, out_shardings=state.count.sharding)(state.count, updates))
+
+  return jax.tree.map(advanced, opt_state, is_leaf=_is_schedule)
+
+
+def _add(count: Int32[Array, ''], more: int) -> Int32[Array, '']:
+  return count + more
 
 
 def _is_schedule(state: Any) -> bool:

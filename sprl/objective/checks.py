@@ -152,6 +152,16 @@ def clips(run: Run) -> bool:
   )
 
 
+def is_group_relative(run: Run) -> bool:
+  """Return whether the reward gives no advantage to members of a group of equal rewards."""
+  return run.advantage.estimator in ('grpo', 'dr_grpo', 'rloo')
+
+
+def ranks_equal_groups(run: Run) -> bool:
+  """Return whether a penalty on length decides the advantages of a group of equal rewards."""
+  return is_group_relative(run) and run.rollout.equal_groups == 'train'
+
+
 BUDGET = Advice('a larger config.cache.budget', lambda run: run.cache.budget is not None)
 PRECISION = Advice("less FP8 in config.quant.sampler, or 'none'", lambda run: run.quant.sampler != 'none')
 STALENESS = Advice('a smaller config.rollout.async_ratio', lambda run: run.rollout.async_ratio > 0)
@@ -184,12 +194,19 @@ NO_FP8 = Advice("config.quant.sampler = 'none'", lambda run: run.quant.sampler =
 LENGTH = Advice('a larger config.sampling.max_tokens')
 STOP = Advice('a string that ends an answer, in config.sampling.stop')
 MEANT = Advice('config.rollout.stop_when_capped = False, if that is intended')
-OVERLONG = Advice('config.advantage.overlong = 0.2', lambda run: run.advantage.overlong is None)
+OVERLONG = Advice('config.advantage.overlong = 0.2', lambda run: run.advantage.overlong is None and not ranks_equal_groups(run))
+OVERLONG_REPLACED = Advice(
+  "config.advantage.overlong = 0.2 with config.rollout.equal_groups = 'replace', so that length alone decides no group",
+  lambda run: run.advantage.overlong is None and ranks_equal_groups(run),
+)
 SUFFIX = Advice(
   'a config.task.suffix that asks for the form of answer that config.task.grader reads', lambda run: run.task.kind not in EPISODES
 )
 SIMPLER = Advice('a simpler task by config.task.args', lambda run: run.task.kind in EPISODES)
-FINE_TUNING = Advice('fine-tuning with sprl.sft first, and config.model.path = the fine-tuned model')
+FINE_TUNING = Advice(
+  'fine-tuning with sprl.sft first, and config.model.path = the fine-tuned model',
+  lambda run: run.task.kind not in (*EPISODES, 'rows'),  # which have no worked solutions in files
+)
 PROBLEMS = Advice('problems that the model solves sometimes, by config.task.filters')
 REPLACE = Advice("config.rollout.equal_groups = 'replace'", lambda run: run.rollout.equal_groups != 'replace')
 GROUP = Advice('a larger config.rollout.group')
@@ -266,8 +283,8 @@ def moves(history: History, run: Run) -> bool:
 
 
 def compares_groups(history: History, run: Run) -> bool:
-  """Return whether the advantages of a group of equal rewards are 0."""
-  return run.advantage.estimator in ('grpo', 'dr_grpo', 'rloo')
+  """Return whether a group of equal rewards learns nothing from them."""
+  return is_group_relative(run)
 
 
 def cuts_by_mistake(history: History, run: Run) -> bool:
@@ -341,16 +358,16 @@ CHECKS = (
   ),
   Check(
     'most groups have equal rewards', 'reward/groups_equal', MANY, (0.0, 0.9),
-    'Their advantages are 0: problems are too easy or too hard, or the answers to a problem are all alike.',
+    'Their rewards teach nothing: problems are too easy or too hard, or the answers to a problem are all alike.',
     (PROBLEMS, REPLACE, GROUP), compares_groups,
   ),
   Check(
     'most answers are cut off', 'completion/truncated', MANY, (0.0, 0.5), 'They reach the token limit before they end.',
-    (LENGTH, STOP, OVERLONG), cuts_by_mistake,
+    (LENGTH, STOP, OVERLONG, OVERLONG_REPLACED), cuts_by_mistake,
   ),
   Check(
     'answers repeat themselves', 'sparse/repetition', MANY, (0.0, 0.5), 'More than half of an answer is text that occurs twice.',
-    (BUDGET, RATE, OVERLONG),
+    (BUDGET, RATE, OVERLONG, OVERLONG_REPLACED),
   ),
   Check(
     'grading fails', 'grading/ok', GRADED, (0.95, ANY),

@@ -63,12 +63,13 @@ def _ppo(t: Tokens, s: Loss, level: str = 'token'):
   log_r = pooled(t.log_r, t.mask, level)
   r = bounded_exp(log_r)
   unclipped, clipped = -r * t.A, -jnp.clip(r, *ratio_bounds(s)) * t.A
-  loss = jnp.maximum(unclipped, clipped)
+  # `where`, not `maximum`, whose gradient at equal losses is the mean of theirs: that of `clip` is halved at its bounds.
   bound = clipped > unclipped
+  loss = jnp.where(bound, clipped, unclipped)
   if s.dual_clip is not None:
     worst = -s.dual_clip * t.A
-    bound |= (t.A < 0) & (loss > worst)
-    loss = jnp.where(t.A < 0, jnp.minimum(loss, worst), loss)
+    beyond = (t.A < 0) & (loss > worst)
+    bound, loss = bound | beyond, jnp.where(beyond, worst, loss)
   return loss, log_r, bound
 
 

@@ -14,7 +14,8 @@ from sprl.config import Advantage, Optimizer, Packing, Rollout, Run, Sampling
 from sprl.io.tokenizer import Tokenizer
 from sprl.learner.batch import shape
 from sprl.learner.learner import Learner, batch_advantages, minibatches
-from sprl.learner.state import TrainState
+from sprl.learner.optimizer import make_optimizer
+from sprl.learner.state import TrainState, guarded_step
 from sprl.model import Model
 from sprl.models import transformer
 from sprl.models.config import tiny
@@ -150,6 +151,33 @@ def test_metrics_are_means_over_the_updates_except_the_largest_values():
   assert [batch is batches[i] for batch, i in zip(seen, (0, 1, 0, 1))] == [True] * 4  # two epochs, in order
   assert int(subject.state.updates) == 4
   assert subject.update([], []) == {}
+
+
+def test_the_rate_ends_at_the_end_of_its_schedule_whatever_is_left_out():
+  """A step has two minibatches and two epochs. The gradient is 1, so an SGD update moves the weight by its rate."""
+  settings = dataclasses.replace(RUN.optimizer, name='sgd', schedule='linear', learning_rate=12.0, clip_norm=None)
+  run = dataclasses.replace(RUN, optimizer=settings, steps=3)
+  optimizer, weights = make_optimizer(settings, 3 * 4), []
+
+  @jax.jit
+  def step(state):
+    return guarded_step(state, optimizer, {'w': jnp.ones(())}, jnp.zeros(()), jnp.ones((), jnp.int32))[0]
+
+  def update(state, batch, logprobs, base):
+    state = step(state)
+    weights.append(float(jax.device_get(state.params['w'])))
+    return state, {}
+
+  subject = learner(update, run)
+  subject.state = jax.device_put(TrainState.create({'w': jnp.zeros(())}, optimizer), subject.model.replicated)
+  half_filtered = (0.5, 0.5, 1.0, 1.0, 0.0, 1.0, 1.0, 0.0)
+  for rewards in (half_filtered, (0.5,) * 8, half_filtered):
+    batches, _ = subject.pack(rollouts(rewards))
+    subject.update(batches, [LogProbs(sampler=batch.sampler_logp) for batch in batches])
+  np.testing.assert_allclose(-np.diff([0.0, *weights]), [10, 9, 2, 1], rtol=1e-5)  # of 12 to 9, 8 to 5 and 4 to 1
+  assert subject.learning_rate == pytest.approx(1.0)
+  assert int(subject.state.updates) == 4  # updates taken, which the scales of the cache belong to
+  assert step._cache_size() == 1  # the count stays in its place
 
 
 def test_without_scoring_only_the_samplers_log_probs_are_passed():

@@ -15,11 +15,12 @@ import pytest
 import small
 
 from sprl import hooks
-from sprl.config import Cache, Correction, Ledger, Loss, Optimizer, Quant, Rollout, Run, Sampling, SettingsError, Task
+from sprl.config import Advantage, Cache, Correction, Ledger, Loss, Optimizer, Quant, Rollout, Run, Sampling, SettingsError, Task
 from sprl.distributed.team import ALONE
 from sprl.hooks import Warn
 from sprl.io.progress import Progress
 from sprl.io.run_state import RunState
+from sprl.learner.learner import batch_advantages
 from sprl.objective import checks
 from sprl.objective.checks import CHECKS, FEW, FINITE, WINDOW, History, gain
 from sprl.objective.guards import HEALTHY, apart, sentinels, warnings
@@ -453,6 +454,22 @@ def test_advice_suggests_another_value_than_the_current_one():
   frozen = replace(PLAIN, quant=Quant(sampler='kv8', kv_scale='frozen'))  # which needs an FP8 cache
   warning = after([STEP | {'fp8/kv_saturation': 0.5}], frozen)['numbers exceed the FP8 scales']
   assert warning.endswith("Try another config.quant.kv_scale (now 'frozen').")
+
+
+@pytest.mark.parametrize('estimator', ['grpo', 'dr_grpo', 'rloo'])
+@pytest.mark.parametrize('equal_groups', ['train', 'skip'])
+def test_a_penalty_on_length_is_advised_with_the_replacement_of_groups_that_it_alone_would_decide(estimator, equal_groups):
+  """Answers of 1 and 4 tokens of a group of equal rewards have advantages by the penalty, unless the group is left out."""
+  rollout = Rollout(prompts=1, group=2, equal_groups=equal_groups)
+  run = replace(PLAIN, advantage=Advantage(estimator), rollout=rollout, sampling=Sampling(max_tokens=4))
+  penalised = replace(run, advantage=Advantage(estimator, overlong=1.0))
+  answers = [replace(t, reward=0.0) for t in small.rollouts([(1, 4)], [3])]
+  decided = bool(np.nan_to_num(batch_advantages(answers, penalised)).any())
+  cut = [STEP | {'completion/truncated': 1.0}] * WINDOW
+  warning = after(cut, run)['most answers are cut off']
+  assert 'config.advantage.overlong = 0.2' in warning
+  assert ("config.rollout.equal_groups = 'replace'" in warning) == decided
+  assert 'overlong' not in after(cut, penalised)['most answers are cut off']
 
 
 def test_a_setting_of_both_arm_and_preset_names_both():

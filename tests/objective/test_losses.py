@@ -114,6 +114,16 @@ def test_dual_clip_bounds_only_the_loss_of_bad_tokens():
   np.testing.assert_allclose(losses_of([5.0], 2.0, Loss(dual_clip=3.0))[0], [-2.4], rtol=1e-5)
 
 
+@pytest.mark.parametrize('widths', [{'clip_low': 0.0}, {'clip_high': 0.0}, {'clip_low': 0.0, 'clip_high': 0.0}], ids=str)
+@pytest.mark.parametrize('variant', ['ppo', 'gspo', 'segment'])
+def test_the_gradient_of_equal_policies_does_not_depend_on_the_width_of_a_clip(variant, widths):
+  """At r = 1 both losses are equal for every width. The gradient is that of the policy, -A, as in PyTorch."""
+  for A in (2.0, -2.0):
+    x = one_row([1.0], A)
+    gradient = jax.grad(lambda new, x=x: loss_of({**x, 'new': new}, Loss(variant=variant, **widths))[0].sum())
+    np.testing.assert_allclose(gradient(x['new'])[0, 0], -A, rtol=1e-12)
+
+
 def test_topr_splits_on_the_reward_and_not_on_the_advantage():
   s = Loss(variant='topr', topr=Topr(positive_weight=0.5))
   np.testing.assert_allclose(losses_of([0.5, 2.0], -2.0, s, reward=1.0)[0], [-1, -1], rtol=1e-5)

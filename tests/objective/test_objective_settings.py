@@ -2,13 +2,16 @@
 
 import dataclasses
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from sprl.config import Cache, Correction, Loss, ModelSettings, Optimizer, Quant, Rollout, Run, SettingsError, Tis
 from sprl.config_checks import BEHAVIOUR_LOSSES, REJECTIONS, rejection_bounds, validate
 from sprl.config_reader import resolve
-from sprl.objective.losses import VARIANTS
+from sprl.objective.losses import VARIANTS, token_loss
 from sprl.presets import CORRECTIONS
+from sprl.types import LogProbs
 
 DEFAULT = Correction()
 
@@ -109,6 +112,41 @@ def test_a_loss_whose_ratio_would_always_be_1_is_refused(variant):
   for differs in ({'ahead': 1.0}, {'quant': Quant(sampler='w8a8')}, {'optimizer': Optimizer(epochs=2)}):
     validate(run_with(BYPASS, variant, **{'cache': Cache(), **differs}))
   validate(run_with(variant='ppo'))  # with one update it is the plain policy gradient, which is what it is for
+
+
+@pytest.mark.parametrize('variant', VARIANTS)
+@pytest.mark.parametrize('name', ['clip_low', 'clip_high', 'dual_clip'])
+def test_a_bound_is_refused_by_a_loss_that_does_not_change_with_it(variant, name):
+  """Ratios are 1/3 and 3 under advantages of both signs. Other bounds than None then change every loss that reads them."""
+  value = 1.5 if name == 'dual_clip' else 0.01
+  loss = Loss(variant=variant, **{name: value})
+  log_r, A = jnp.log(jnp.array([[3.0], [1 / 3], [3.0], [1 / 3]])), jnp.array([[1.0], [1.0], [-1.0], [-1.0]])
+  current = jnp.full((4, 1), -2.0)
+  logprobs = LogProbs(sampler=current - log_r, current=current)
+  ones, mask = jnp.ones((4, 1)), jnp.ones((4, 1), bool)
+
+  def losses(s):
+    return np.array(token_loss(logprobs, s, 'bypass', advantage=A, reward=jnp.zeros(4), weight=ones, mask=mask)[0])
+
+  if np.array_equal(losses(loss), losses(Loss(variant=variant))):
+    assert f'config.loss.variant = {variant!r}' in refuses(f'loss.{name}', value, BYPASS, loss=loss)
+  else:
+    validate(run_with(BYPASS, loss=loss))
+
+
+def test_an_estimator_without_a_kl_term_is_refused():
+  assert 'config.loss.kl_coef = 0' in refuses('loss.kl_estimator', 'k2', loss=Loss(kl_estimator='k2'))
+  validate(run_with(loss=Loss(kl_estimator='k2', kl_coef=0.1)))
+
+
+@pytest.mark.parametrize(
+  ('name', 'value'), [('weight', 'clip'), ('weight', 'icepop'), ('normalise', 'global'), ('normalise', 'micro')]
+)
+def test_settings_of_a_weight_are_refused_without_one(name, value):
+  changes = {name: value}
+  for correction, variant in ((Correction(level=None, **changes), 'ppo'), (dataclasses.replace(BYPASS, **changes), 'reinforce')):
+    assert 'config.correction.level = None' in refuses(f'correction.{name}', value, correction, variant)
+  validate(run_with(Correction(level='token', **changes)))
 
 
 def test_k1_is_refused_as_a_loss():

@@ -145,7 +145,8 @@ CHOICES = {
 
 def drawn(count):
   rng = np.random.default_rng(17)
-  return [{name: values[rng.integers(len(values))] for name, values in CHOICES.items()} for _ in range(count)]
+  cases = [{name: values[rng.integers(len(values))] for name, values in CHOICES.items()} for _ in range(count)]
+  return [case | ({'weight': 'truncate'} if case['level'] is None else {}) for case in cases]  # without a weight, it has no form
 
 
 CASES = drawn(150)
