@@ -70,12 +70,12 @@ def left_out(opt_state: Any, updates: int) -> Any:
   def advanced(state):
     if not _is_schedule(state):
       return state
-    return state._replace(count=jax.jit(_add, static_argnums=1, out_shardings=state.count.sharding)(state.count, updates))
+    return state._replace(count=jax.jit(_add, out_shardings=state.count.sharding)(state.count, np.int32(updates)))
 
   return jax.tree.map(advanced, opt_state, is_leaf=_is_schedule)
 
 
-def _add(count: Int32[Array, ''], more: int) -> Int32[Array, '']:
+def _add(count: Int32[Array, ''], more: Int32[Array, '']) -> Int32[Array, '']:
   return count + more
 
 
