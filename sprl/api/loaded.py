@@ -112,7 +112,6 @@ class LoadedModel:
         raise SettingsError(f'config.{section}: expected the settings that sampled the rollouts: {sampled}')
     if run.masked_learner and rollouts[0].trajectory.evicted is None:
       raise SettingsError(f'config.arm = {run.arm!r}: expected rollouts with evictions; give the arm to the sampler as well')
-    record_format(run.sampling, self.model.config.vocab_size)  # raises if the filters of the rollouts were not recorded
     self._learner = learner = self._learner_of(run)
     batches, packing = learner.pack(rollouts.trajectories if run.masked_learner else unmasked(rollouts))
     batches, logprobs = learner.score(batches)
@@ -123,7 +122,8 @@ class LoadedModel:
   def ledger(self, rollouts: Rollouts) -> Ledger:
     """Return the mismatch between the rollouts' sampler and this model as a learner: per token, and split by cause.
 
-    Raises ValueError for rollouts that are greedy or were drawn with other weights.
+    Raises SettingsError for filters whose kept tokens are too many to record (docs: Settings, sampling). Raises ValueError for
+    rollouts that are greedy or were drawn with other weights.
     """
     self._check(rollouts, 'ledger')
     model = Model.open(rollouts.run)
@@ -166,6 +166,7 @@ class LoadedModel:
     model = Model.open(run)
     optimizer = make_optimizer(run.optimizer, run.steps * run.optimizer.updates)
     if self._learner is not None and self._learner.run.optimizer == run.optimizer:
+    record_format(rollouts.run.sampling, self.model.config.vocab_size)  # raises if what the filters kept is not recorded
       state = self._learner.state
     else:
       abstract = abstract_state(abstract_params(model), optimizer, run.optimizer.offload)
