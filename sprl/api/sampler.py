@@ -42,7 +42,7 @@ class Sampler:
       prompts: questions, or rows as `sprl.fit` takes them. With task.chat, a question is a message to the chat template.
       samples: completions of each prompt.
       greedy: take the most likely token each time. Such rollouts cannot be trained on.
-      evictions: record when each token was evicted, for `Sample.visible`.
+      evictions: record when each token was evicted, for `Sample.visible`. A dense cache evicts nothing and records nothing.
 
     Raises SettingsError for one text in place of a list, and if a prompt is empty or longer than sampling.max_prompt.
     """
@@ -76,7 +76,7 @@ class Sampler:
     decode = self.model.tokenizer.decode
     text = decode(trajectory.completion.tolist(), skip_special=True)
     pieces = tuple(decode([token], skip_special=False) for token in trajectory.tokens.tolist())
-    return Sample(problem, text, pieces, trajectory)
+    return Sample(problem, text, pieces, trajectory, self.model.config.sliding_windows)
 
   def __repr__(self) -> str:
     return f'Sampler: {describe(self.run)}, at most {self.run.sampling.max_tokens} tokens, of {self.loaded!r}'
