@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from sprl.api.inputs import Reward, inputs_of
+from sprl.api.inputs import Reward, inputs_of, listed
 from sprl.api.ledger import Ledger
 from sprl.api.rollouts import Rollouts
 from sprl.api.sampler import Sampler
@@ -39,6 +39,8 @@ from sprl.tasks.in_memory import Row
 from sprl.types import Trajectory
 
 WHERE_LOADED = ('model', 'lora', 'mesh', 'devices')  # sections that only `load` takes: they decide how to load
+
+SAVED = ('bfloat16', 'float16', 'float32')  # dtypes of a saved model
 
 
 def load(path: str | Path, **settings: Any) -> 'LoadedModel':
@@ -136,13 +138,19 @@ class LoadedModel:
     sets the number of answers per row and how they are drawn: by default one greedy answer with a dense cache.
     """
     refuse(merged(settings), WHERE_LOADED, 'sprl.load')
-    rows = list(rows)
+    if not (rows := listed('rows', rows)):
+      raise SettingsError('rows = []: expected at least one row')
     of_inputs, inputs = inputs_of(rows, reward, test=rows)
     run = resolved(merged(self.settings, {'eval.problems': len(rows)}, settings, of_inputs))
     return evaluate_on(run, self, inputs)
 
   def save(self, folder: str | Path, dtype: str = 'bfloat16') -> Path:
-    """Write the weights as a Hugging Face folder, with adapters merged. Return the folder."""
+    """Write the weights as a Hugging Face folder, with adapters merged. Return the folder.
+
+    `dtype` is `bfloat16`, `float16` or `float32`. Raises SettingsError for another one.
+    """
+    if dtype not in SAVED:
+      raise SettingsError(f'dtype = {dtype!r}: expected one of {", ".join(SAVED)}')
     params = self.params if self._base is None else network(self._trained, self.model.base('float32'))
     return export(self.model, params, Path(folder), dtype)
 
@@ -158,6 +166,7 @@ class LoadedModel:
         f'{call}(rollouts): the rollouts were drawn after {rollouts.version} updates; the model has had {self.version}. '
         'Generate them again'
       )
+    record_format(rollouts.run.sampling, self.model.config.vocab_size)  # raises if what the filters kept is not recorded
 
   def _learner_of(self, run: Run) -> Learner:
     """Return the learner of these settings, with the newest weights and the optimiser moments of earlier updates."""
@@ -166,7 +175,6 @@ class LoadedModel:
     model = Model.open(run)
     optimizer = make_optimizer(run.optimizer, run.steps * run.optimizer.updates)
     if self._learner is not None and self._learner.run.optimizer == run.optimizer:
-    record_format(rollouts.run.sampling, self.model.config.vocab_size)  # raises if what the filters kept is not recorded
       state = self._learner.state
     else:
       abstract = abstract_state(abstract_params(model), optimizer, run.optimizer.offload)
