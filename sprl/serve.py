@@ -4,7 +4,7 @@ Serves a model over an OpenAI-compatible endpoint (docs/agents.md), with any cac
 requests decode side by side on one engine of `config.sampling.rows` rows; at most --queue more wait, others get status 429.
 Requests need a token, the API key of OpenAI's clients: that of the variable SPRL_API_KEY, else a random one, which the command
 prints. --notoken serves all who reach the port. SIGTERM or Ctrl-C: no new requests, those that run have --grace seconds to end.
-Exit status: 2 where the model, a setting or the port cannot be used; 1 where the engine fails.
+Exit status: 2 where the model, a setting, the host or the port cannot be used; 1 where the engine fails.
 """
 
 import os
@@ -101,7 +101,7 @@ def serve(run: Run, access: Access, host: str, port: int, queue: int, grace: flo
   engine, tokenizer = open_engine(run)
   with EngineThread(engine, queue) as thread:
     app = application(EngineBackend(thread, tokenizer, run.sampling, run.model.path, tool_format), token=access.token)
-    with ServerThread(app, host, port, '--port', grace) as server:
+    with ServerThread(app, host, port, ('--host', '--port'), grace) as server:
       print(f'http://{host}:{server.port}/v1 serves {run.model.path}, {engine.capacity} rows', flush=True)
       print(access.said, flush=True)
       while not stop.wait(0.2) and not thread.ended.is_set():

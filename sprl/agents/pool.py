@@ -136,7 +136,7 @@ class AgentPool:
     self._numbers = itertools.count()
     self._losses = 0
     self._host: _Host | None = None
-    self._server = ServerThread(application(self, PREFIX), port=port, setting="config.task.args['port']")
+    self._server = ServerThread(application(self, PREFIX), port=port, settings=('host', "config.task.args['port']"))
 
   def __enter__(self) -> 'AgentPool':
     try:

@@ -9,6 +9,11 @@ from matplotlib.figure import Figure
 
 from sprl.api.rollouts import Sample
 
+NOT_RECORDED = (
+  'no evictions are recorded; expected samples of generate(..., evictions=True) and a sampler with cache.budget: a dense cache '
+  'evicts nothing'
+)
+
 MEANINGS = {  # entry of the ledger -> what it is, for a reader of the figure
   'gap': 'whole mismatch',
   'routing': 'choice of experts',
@@ -47,12 +52,12 @@ def ledger_figure(entries: Mapping[str, Float[np.ndarray, ' N']], causes: Mappin
 def visibility_figure(samples: Mapping[str, Sample], width: int = 110) -> Figure:
   """Return a heat map for each sample: which tokens (columns) the cache still held when a token (row) was drawn.
 
-  `samples` are by title, from `generate(..., evictions=True)`. At most `width` tokens are shown. Raises ValueError for a sample
-  without recorded evictions.
+  `samples` are by title, from `generate(..., evictions=True)` of a sampler with cache.budget. At most `width` tokens are shown.
+  Raises ValueError for a sample without recorded evictions.
   """
   seen = {title: sample.visible for title, sample in samples.items()}
   if missing := [title for title, share in seen.items() if share is None]:
-    raise ValueError(f'{missing[0]}: no evictions are recorded; expected samples of generate(..., evictions=True)')
+    raise ValueError(f'{missing[0]}: {NOT_RECORDED}')
   longest = min(max(len(sample.pieces) for sample in samples.values()), width)
   figure = Figure(figsize=(min(max(0.115 * longest, 5.5) + 2.0, 13.0), 2.3 * len(samples) + 0.7), layout='constrained')
   panels = np.atleast_1d(figure.subplots(len(samples), 1, sharex=True))
@@ -81,7 +86,7 @@ def kept_html(samples: Mapping[str, Sample]) -> str:
 
 def _shaded(sample: Sample) -> str:
   if sample.visible is None:
-    raise ValueError('no evictions are recorded; expected a sample of generate(..., evictions=True)')
+    raise ValueError(NOT_RECORDED)
   last: Sequence[float] = sample.visible[-1].tolist()
   spans = [
     f'<span style="background: rgba(42, 111, 151, {0.75 * share:.2f})" title="{share:.0%} of heads">'

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 
 from sprl.api.settings import Settings, merged
-from sprl.config import Evaluation, SettingsError
+from sprl.config import SettingsError
 from sprl.rollout.setup import Inputs
-from sprl.tasks import in_memory
 from sprl.tasks.environment_pool import Kind
 from sprl.tasks.in_memory import Row
 
@@ -25,7 +24,6 @@ def inputs_of(
   *,
   test: Iterable[Row] | None = None,
   environment: Kind | None = None,
-  problems: int | None = None,
 ) -> tuple[Settings, Inputs]:
   """Return the settings that the arguments stand for, and the Python objects among them.
 
@@ -34,11 +32,10 @@ def inputs_of(
       name, or the environment.
     reward: a function, or the name of a grader; several: a list of these, or a dictionary with the weight of each. None: the
       grader of the settings.
-    test: held-out rows; None: the last of `data` (in_memory.split).
+    test: held-out rows.
     environment: a class, or a function that makes an environment.
-    problems: the most rows to hold out (eval.problems); None: the default of the setting.
 
-  Raises SettingsError for arguments that contradict each other.
+  Raises SettingsError for arguments that contradict each other, and for rows that are not a list.
   """
   given: Settings = {'task': {}}
   task, train = given['task'], None
@@ -54,19 +51,20 @@ def inputs_of(
   elif isinstance(data, str | Path):
     is_folder_of_problems = (Path(data).expanduser() / 'train.jsonl').is_file()
     task |= {'kind': 'jsonl' if is_folder_of_problems else 'dataset', 'path': str(data)}
-  elif isinstance(data, Mapping):
-    raise SettingsError(
-      f'data: expected a list of rows, each a dictionary; got one dictionary with the keys {", ".join(map(str, data))}'
-    )
   elif data is not None:
-    train, task['kind'] = list(data), 'rows'
-    if test is None:
-      train, test = in_memory.split(train, problems or Evaluation().problems)
+    train, task['kind'] = listed('data', data), 'rows'
   if test is not None and train is None:
     raise SettingsError('test: expected None, because the training data are not rows in memory')
   of_rewards, functions = rewards_of(reward)
   task |= of_rewards
-  return merged(given), Inputs(train, None if test is None else list(test), functions, environment)
+  return merged(given), Inputs(train, None if test is None else listed('test', test), functions, environment)
+
+
+def listed(name: str, given: Any, items: str = 'rows, each a dictionary') -> list[Any]:
+  """Return the items of an iterable. Raises SettingsError, which begins with the name of the argument, for anything else."""
+  if isinstance(given, str | Mapping) or not isinstance(given, Iterable):
+    raise SettingsError(f'{name} = {given!r:.200}: expected a list of {items}')
+  return list(given)
 
 
 def rewards_of(reward: Reward) -> tuple[Settings, dict[str, Callable[..., Any]]]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 
-from sprl.api.inputs import Reward, inputs_of
+from sprl.api.inputs import Reward, inputs_of, listed
 from sprl.api.ledger import Ledger
 from sprl.api.rollouts import Rollouts
 from sprl.api.sampler import Sampler
@@ -39,6 +39,8 @@ from sprl.tasks.in_memory import Row
 from sprl.types import Trajectory
 
 WHERE_LOADED = ('model', 'lora', 'mesh', 'devices')  # sections that only `load` takes: they decide how to load
+
+SAVED = ('bfloat16', 'float16', 'float32')  # dtypes of a saved model
 
 
 def load(path: str | Path, **settings: Any) -> 'LoadedModel':
@@ -112,7 +114,6 @@ class LoadedModel:
         raise SettingsError(f'config.{section}: expected the settings that sampled the rollouts: {sampled}')
     if run.masked_learner and rollouts[0].trajectory.evicted is None:
       raise SettingsError(f'config.arm = {run.arm!r}: expected rollouts with evictions; give the arm to the sampler as well')
-    record_format(run.sampling, self.model.config.vocab_size)  # raises if the filters of the rollouts were not recorded
     self._learner = learner = self._learner_of(run)
     batches, packing = learner.pack(rollouts.trajectories if run.masked_learner else unmasked(rollouts))
     batches, logprobs = learner.score(batches)
@@ -123,7 +124,8 @@ class LoadedModel:
   def ledger(self, rollouts: Rollouts) -> Ledger:
     """Return the mismatch between the rollouts' sampler and this model as a learner: per token, and split by cause.
 
-    Raises ValueError for rollouts that are greedy or were drawn with other weights.
+    Raises SettingsError for filters whose kept tokens are too many to record (docs: Settings, sampling). Raises ValueError for
+    rollouts that are greedy or were drawn with other weights.
     """
     self._check(rollouts, 'ledger')
     model = Model.open(rollouts.run)
@@ -136,13 +138,19 @@ class LoadedModel:
     sets the number of answers per row and how they are drawn: by default one greedy answer with a dense cache.
     """
     refuse(merged(settings), WHERE_LOADED, 'sprl.load')
-    rows = list(rows)
+    if not (rows := listed('rows', rows)):
+      raise SettingsError('rows = []: expected at least one row')
     of_inputs, inputs = inputs_of(rows, reward, test=rows)
     run = resolved(merged(self.settings, {'eval.problems': len(rows)}, settings, of_inputs))
     return evaluate_on(run, self, inputs)
 
   def save(self, folder: str | Path, dtype: str = 'bfloat16') -> Path:
-    """Write the weights as a Hugging Face folder, with adapters merged. Return the folder."""
+    """Write the weights as a Hugging Face folder, with adapters merged. Return the folder.
+
+    `dtype` is `bfloat16`, `float16` or `float32`. Raises SettingsError for another one.
+    """
+    if dtype not in SAVED:
+      raise SettingsError(f'dtype = {dtype!r}: expected one of {", ".join(SAVED)}')
     params = self.params if self._base is None else network(self._trained, self.model.base('float32'))
     return export(self.model, params, Path(folder), dtype)
 
@@ -158,6 +166,7 @@ class LoadedModel:
         f'{call}(rollouts): the rollouts were drawn after {rollouts.version} updates; the model has had {self.version}. '
         'Generate them again'
       )
+    record_format(rollouts.run.sampling, self.model.config.vocab_size)  # raises if what the filters kept is not recorded
 
   def _learner_of(self, run: Run) -> Learner:
     """Return the learner of these settings, with the newest weights and the optimiser moments of earlier updates."""

@@ -31,6 +31,7 @@ class Sample:
   text: str  # the completion, without special tokens, as graders read it
   pieces: tuple[str, ...]  # the text of each token of prompt and completion
   trajectory: Trajectory
+  windows: tuple[int | None, ...] = ()  # the sliding window of each layer (ModelConfig.sliding_windows)
 
   @property
   def prompt(self) -> str:
@@ -66,15 +67,19 @@ class Sample:
   def visible(self) -> Float[np.ndarray, 'C T'] | None:
     """The share of layers and kv heads whose cache held each of the T tokens when a token of the completion was drawn.
 
-    None unless the sampler recorded evictions (`generate(..., evictions=True)`).
+    None unless the sampler recorded evictions (`generate(..., evictions=True)`). A dense cache records none.
     """
     t = self.trajectory
     if t.evicted is None:
       return None
     # The token at position p is drawn by the query at p - 1, which sees the tokens up to p - 1.
     queries = np.arange(t.prompt_length, len(t.tokens)) - 1
+    positions = np.arange(len(t.tokens))
     seen = t.evicted[..., None, :] > queries[:, None]  # [L K C T]
-    return seen.mean(axis=(0, 1)) * (np.arange(len(t.tokens)) <= queries[:, None])
+    for layer, window in enumerate(self.windows):  # the record of a layer with a window has no evictions
+      if window is not None:
+        seen[layer] &= positions > queries[:, None] - window
+    return seen.mean(axis=(0, 1)) * (positions <= queries[:, None])
 
 
 @dataclass(frozen=True)
@@ -238,4 +243,4 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _text(text: str) -> str:
-  return html.escape(text.strip('\n') if not text.startswith('\n') else text).replace('\n', '<br>')
+  return html.escape(text).replace('\n', '<br>')

@@ -1,9 +1,12 @@
 """A sampler: one way to sample from a loaded model, with its cache, number format and limits."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from sprl.api.inputs import listed
 from sprl.api.rollouts import Rollouts, Sample, describe
 from sprl.api.settings import Settings
 from sprl.config import Run, SettingsError
@@ -31,7 +34,12 @@ class Sampler:
   model: Model
 
   def generate(
-    self, prompts: Sequence[str | Mapping[str, Any]], samples: int = 1, *, greedy: bool = False, evictions: bool = False
+    self,
+    prompts: Iterable[str | Mapping[str, Any]],
+    samples: int | np.integer = 1,
+    *,
+    greedy: bool = False,
+    evictions: bool = False,
   ) -> Rollouts:
     """Sample completions.
 
@@ -42,15 +50,15 @@ class Sampler:
       prompts: questions, or rows as `sprl.fit` takes them. With task.chat, a question is a message to the chat template.
       samples: completions of each prompt.
       greedy: take the most likely token each time. Such rollouts cannot be trained on.
-      evictions: record when each token was evicted, for `Sample.visible`.
+      evictions: record when each token was evicted, for `Sample.visible`. A dense cache evicts nothing and records nothing.
 
-    Raises SettingsError for one text in place of a list, and if a prompt is empty or longer than sampling.max_prompt.
+    Raises SettingsError for one text in place of a list, for `samples` that is not a whole number above 0, and if a prompt is
+    empty or longer than sampling.max_prompt.
     """
-    if isinstance(prompts, str | Mapping):
-      raise SettingsError(f'prompts = {prompts!r:.200}: expected a list of prompts')
-    if not isinstance(samples, int) or samples < 1:
+    prompts = listed('prompts', prompts, 'prompts')
+    if isinstance(samples, bool) or not isinstance(samples, int | np.integer) or samples < 1:
       raise SettingsError(f'samples = {samples!r}: expected a whole number above 0')
-    run, loaded = self.run, self.loaded
+    run, loaded, samples = self.run, self.loaded, int(samples)
     run = replace(run, rollout=replace(run.rollout, prompts=len(prompts), group=samples))
     asked = list(in_memory.load(run.task, [{'prompt': p} if isinstance(p, str) else p for p in prompts], 'prompts'))
     ids = [collect.encode(problem, self.model.tokenizer) for problem in asked]
@@ -76,7 +84,7 @@ class Sampler:
     decode = self.model.tokenizer.decode
     text = decode(trajectory.completion.tolist(), skip_special=True)
     pieces = tuple(decode([token], skip_special=False) for token in trajectory.tokens.tolist())
-    return Sample(problem, text, pieces, trajectory)
+    return Sample(problem, text, pieces, trajectory, self.model.config.sliding_windows)
 
   def __repr__(self) -> str:
     return f'Sampler: {describe(self.run)}, at most {self.run.sampling.max_tokens} tokens, of {self.loaded!r}'

@@ -16,7 +16,9 @@ Settings = dict[str, Any]  # nested: {'cache': {'budget': 48}}
 def merged(*given: Mapping[str, Any]) -> Settings:
   """Return nested settings. Of two values for one setting the later one counts.
 
-  `{'cache.budget': 48}` and `{'cache': {'budget': 48}}` are the same. The names are not checked: `resolve` does that.
+  `{'cache.budget': 48}` and `{'cache': {'budget': 48}}` are the same. `resolve` checks names and values.
+
+  Raises SettingsError for a section that is not a mapping, and for a key that is not text.
   """
   found: Settings = {}
   for settings in given:
@@ -37,17 +39,19 @@ def _keys(section: Mapping[Any, Any], prefix: str = '') -> Iterator[str]:
       yield f'{prefix}{name}'
 
 
-def _merge(into: Settings, section: type, given: Mapping[str, Any]) -> None:
+def _merge(into: Settings, section: type, given: Mapping[str, Any], where: str = 'config') -> None:
   hints = typing.get_type_hints(section)
   for key, value in given.items():
+    if not isinstance(key, str):
+      raise SettingsError(f'{where}: found the key {key!r}; expected names of settings')
     name, _, rest = key.partition('.')
     inner, value = hints.get(name), value.to_dict() if isinstance(value, ConfigDict) else value
-    if not dataclasses.is_dataclass(inner) or not (rest or isinstance(value, Mapping)):
+    if not dataclasses.is_dataclass(inner):
       into[key] = value
       continue
-    if not isinstance(into.get(name), dict):
-      into[name] = {}
-    _merge(into[name], typing.cast(type, inner), {rest: value} if rest else value)
+    if not rest and not isinstance(value, Mapping):
+      raise SettingsError(f'{where}.{name} = {value!r:.200}: expected a mapping of settings')
+    _merge(into.setdefault(name, {}), typing.cast(type, inner), {rest: value} if rest else value, f'{where}.{name}')
 
 
 def refuse(given: Mapping[str, Any], sections: tuple[str, ...], where: str) -> None:

@@ -25,6 +25,7 @@ from sprl.io.plots import run_figure, timeline_figure
 from sprl.io.trackers import Tracker
 from sprl.rollout.setup import Inputs
 from sprl.session import Session, StepReport
+from sprl.tasks import in_memory
 from sprl.tasks.environment_pool import Kind
 from sprl.tasks.in_memory import Row
 from sprl.train import train
@@ -80,8 +81,11 @@ def fit(
   if callable(callbacks) or not isinstance(callbacks, Iterable) or not all(map(callable, callbacks := list(callbacks))):
     raise SettingsError(f'callbacks = {callbacks!r:.200}: expected a list of functions')
   whole = merged(settings, {'model.path': str(path)})
-  of_inputs, inputs = inputs_of(data, reward, test=test, environment=environment, problems=whole.get('eval', {}).get('problems'))
+  of_inputs, inputs = inputs_of(data, reward, test=test, environment=environment)
   run = resolved(merged(whole, of_inputs))
+  if inputs.train is not None and inputs.test is None:
+    training, held_out = in_memory.split(inputs.train, run.eval.problems)
+    inputs = replace(inputs, train=training, test=held_out)
   folder = new_folder() if workdir is None else Path(workdir).absolute()
   finished = train(run, folder, inputs=inputs, hooks=[partial(_call, callback) for callback in callbacks], trackers=trackers)
   model = LoadedModel(merged({'task.kind': 'rows'}, whole), finished.model, finished.params, finished.model.base(), finished.step)
@@ -91,7 +95,8 @@ def fit(
 def _call(callback: Callback, session: Session, report: StepReport) -> None:
   """Call a user's callback at the end of a step. The run ends if it returns True."""
   evaluation = session.state.after.get('metrics', {})
-  if callback(replace(report, metrics={**report.metrics, **evaluation})) is True:
+  ended = callback(replace(report, metrics={**report.metrics, **evaluation}))
+  if isinstance(ended, bool | np.bool_) and ended:
     session.stop.received = f'stopped by {getattr(callback, "__name__", "a callback")}'
 
 

@@ -29,8 +29,10 @@ def interval(scores: Float[np.ndarray, ' N']) -> tuple[float, float, float]:
   `scores` holds one score per problem. The samples of one problem are correlated, so average them first.
 
   If all scores are 0 or 1, the interval is Wilson's: it stays within [0, 1] and has a width even if all scores are equal.
-  Otherwise it is the normal interval, mean +- 1.96 standard errors (ddof 1), limited to [0, 1] if all scores are in [0, 1]. For
-  N = 1 the normal interval is infinite.
+  Otherwise it is the normal interval, mean +- 1.96 standard errors (ddof 1), limited to [0, 1] if all scores are in [0, 1].
+
+  Equal scores other than 0 and 1 have no standard error to go by. If N > 1 and they are in [0, 1], the interval is Wilson's with
+  their mean p: the variance of a score in [0, 1] is at most p (1 - p). Otherwise the interval is infinite.
 
   Raises ValueError if there are no scores.
   """
@@ -38,12 +40,13 @@ def interval(scores: Float[np.ndarray, ' N']) -> tuple[float, float, float]:
   if n == 0:
     raise ValueError('no scores: an interval needs at least one problem')
   mean = float(np.mean(scores))
-  if np.isin(scores, (0.0, 1.0)).all():
+  equal, within = np.ptp(scores) < 1e-12, np.min(scores) >= 0 and np.max(scores) <= 1  # means of equal rewards differ by rounding
+  if np.isin(scores, (0.0, 1.0)).all() or (equal and within and n > 1):
     centre = (mean + _Z**2 / (2 * n)) / (1 + _Z**2 / n)
     half = _Z / (1 + _Z**2 / n) * math.sqrt(mean * (1 - mean) / n + _Z**2 / (4 * n**2))
     return mean, max(0.0, centre - half), min(1.0, centre + half)
-  if n == 1:
+  if equal:
     return mean, -math.inf, math.inf
   half = _Z * float(np.std(scores, ddof=1)) / math.sqrt(n)
-  least, most = (0.0, 1.0) if np.min(scores) >= 0 and np.max(scores) <= 1 else (-math.inf, math.inf)
+  least, most = (0.0, 1.0) if within else (-math.inf, math.inf)
   return mean, max(least, mean - half), min(most, mean + half)

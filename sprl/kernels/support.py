@@ -52,8 +52,9 @@ def record_format(sampling: Sampling, vocab: int) -> Format | None:
     key = 'top_k' if sampling.top_k is not None else 'top_p' if sampling.top_p < 1 else 'min_p'
     wanted = f'at most {MOST_WORDS}' if key == 'top_k' else f'config.sampling.top_k of at most {MOST_WORDS} beside it'
     raise SettingsError(
-      f'config.sampling.{key} = {getattr(sampling, key)!r}: expected {wanted}. Training records the tokens that filters keep: '
-      f'at most {MOST_WORDS} ids, or a mask of a vocabulary of at most {MOST_WORDS * BITS} tokens; this model has {vocab}'
+      f'config.sampling.{key} = {getattr(sampling, key)!r}: expected {wanted}. Training and the ledger need a record of what '
+      f'filters keep: at most {MOST_WORDS} ids, or a mask of a vocabulary of at most {MOST_WORDS * BITS} tokens; '
+      f'this model has {vocab}'
     )
   return found
 

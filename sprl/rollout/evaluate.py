@@ -92,13 +92,20 @@ def evaluate(
     source, first = OffsetSource(each.source, FIRST_UID // samples[name]), FIRST_UID // samples[name]
     asked = Rollout(prompts=each.count, group=samples[name])
     scheduler = Scheduler(
-      on_all_processes(team, [engine]), each.workers, source, asked, time.perf_counter, groups=each.count, first=first
+      on_all_processes(team, [engine]),
+      each.workers,
+      source,
+      asked,
+      time.perf_counter,
+      groups=each.count,
+      first=first,
+      different=each.different,
     )
     groups = scheduler.batch(stopped)
     if groups is None:
       return {}
     trajectories = [t for group in groups for t in group.trajectories]
-    results[name] = scores(trajectories, each.count, samples[name])
+    results[name] = scores(trajectories, len(groups), samples[name])
     results[name]['samples'] = collect.sample_rows(trajectories, source.answer, model.tokenizer, shown)
   own = results.pop('')
   if results:

@@ -4,6 +4,7 @@ Groups are numbered in the order of asking. A group's number fixes its problem, 
 group have the same problem, also if the group starts again after a resume.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -162,6 +163,14 @@ def seeds(number: int, held_out: bool, split: bool) -> int:
   have odd ones.
   """
   return number if split else 2 * number + held_out
+
+
+def different(rows: int, split: bool) -> int:
+  """Return how many of an environment's rows its held-out groups ask, if a seed asks for row `seed % rows`.
+
+  Without `split` the seeds are odd. They reach half of an even number of rows, and all of an odd number.
+  """
+  return rows if split else rows // math.gcd(rows, 2)
 
 
 def prompts(source: Source, first: int, count: int) -> Sequence[Int[np.ndarray, ' _']]:

@@ -58,6 +58,7 @@ class Scheduler:
     version: the version of the engines' weights (finished steps).
     first: the number of the first group of the run.
     retries: further attempts at a member whose grader or environment failed.
+    different: groups that may be asked. If too many of them are dropped, a batch is smaller. None: no limit.
 
   Raises:
     Stalled: from `batch`, `sync`, `quiesce` and `pump`, if no batch can ever be ready.
@@ -75,6 +76,7 @@ class Scheduler:
     version: int = 0,
     first: int = 0,
     retries: int = RETRIES,
+    different: int | None = None,
   ):
     self.engines, self.workers, self.source, self.settings, self.now = engines, workers, source, settings, now
     self.retries = retries
@@ -84,7 +86,7 @@ class Scheduler:
     self.next = first + self.window.consumed  # number of the next group that never started
     self._dispatcher = Dispatcher(engines, settings.replicate_prompts, now, self.timeline)
     self._tally = Tally()
-    self._needed = groups
+    self._needed, self._different = groups, different
     self._again: list[int] = []  # numbers of groups to start again after a resume
     self._groups: dict[int, LiveGroup] = {}
     self._tickets: dict[int, Member | LiveGroup] = {}  # members, and comparisons of groups, that wait for a worker
@@ -401,12 +403,14 @@ class Scheduler:
       self.workers.cancel(group.ticket)
     self._tally.ended(group.members, ())
     self.window.refund(number)
+    if self._different is not None:
+      self.window.prompts = min(self.window.prompts, self._different - self.window.refunded)
     self.counts[outcome] += 1
 
   def _count_fruitless(self, why: str) -> None:
-    """Count a dropped group. Raises Stalled after more than FRUITLESS_BATCHES batches of them in a row."""
+    """Count a dropped group. Raises Stalled after more than FRUITLESS_BATCHES batches of them in a row, or if none is left."""
     self._fruitless += 1
-    if self._fruitless > FRUITLESS_BATCHES * self.settings.prompts:
+    if self._fruitless > FRUITLESS_BATCHES * self.settings.prompts or not self.window.prompts:
       raise Stalled(f'{self._fruitless} groups in a row were {why}')
 
   def _report(self) -> str:

@@ -23,7 +23,7 @@ from sprl.rollout.broadcast import BroadcastEngine, BroadcastProblems, Broadcast
 from sprl.rollout.codec import ChatCodec, PlainCodec
 from sprl.rollout.episodes import Limits
 from sprl.rollout.interfaces import EngineLike, WorkersLike
-from sprl.rollout.prompts import ConversationSource, ProblemSource, Source, prompts, seeds
+from sprl.rollout.prompts import ConversationSource, ProblemSource, Source, different, prompts, seeds
 from sprl.sampler.engine import Engine, EngineConfig, Usage
 from sprl.sampler.weights import SamplerWeights, sampler_weight_axes
 from sprl.sharding.reshard import reshard
@@ -70,6 +70,7 @@ class EvalSet:
   workers: WorkersLike
   count: int
   samples: int | None = None  # of each group; None: eval.samples
+  different: int | None = None  # groups before their problems repeat; None: unknown
   more: Mapping[str, 'EvalSet'] = field(default_factory=dict)  # sets that are evaluated after this one, by name
 
 
@@ -177,7 +178,7 @@ class RolloutSetup:
   def _asked(self, workers: WorkersLike, source: Source, different: int | None) -> EvalSet:
     """Return the held-out groups of environments or agents: none twice, if it is known how many are `different`."""
     problems = self.run.eval.problems
-    return EvalSet(source, workers, problems if different is None else min(problems, different))
+    return EvalSet(source, workers, problems if different is None else min(problems, different), different=different)
 
   @property
   def _eval_limit(self) -> int:
@@ -216,12 +217,13 @@ class RolloutSetup:
   def _begin_conversations(
     self, limit: int, enter: Callable[[Any], Any], held_out: bool
   ) -> tuple[WorkersLike, Source, int | None]:
-    """Return workers, a source, and how many of its episodes are different; None if the environment does not tell."""
+    """Return workers, a source, and how many of its held-out groups are different; None if the environment does not tell."""
     pool = self._environments(held_out) if self.team.leads else None
     workers = self._started(pool, enter)
     source = self._conversations(limit, pool, held_out)
-    different = self.team.broadcast('episodes', lambda: len(source.sample) if isinstance(source.sample, Sized) else None)
-    return workers, across(self.team, BroadcastSource, source), different
+    split = takes_split(self.run.task, self.inputs.environment)
+    rows = self.team.broadcast('episodes', lambda: len(source.sample) if isinstance(source.sample, Sized) else None)
+    return workers, across(self.team, BroadcastSource, source), None if rows is None else different(rows, split)
 
   def _conversations(self, limit: int, pool: WorkerPool | None, held_out: bool = False) -> ConversationSource:
     run, task = self.run, self.run.task

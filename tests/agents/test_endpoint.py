@@ -1,6 +1,7 @@
 """The endpoint over an engine, used by the official client: answers, streams, refusals, load, and clients that disconnect."""
 
 import json
+import re
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -225,7 +226,13 @@ def test_a_port_that_cannot_be_used_is_named():
     used.listen()
     for port in (used.getsockname()[1], 99_999, -1):
       with pytest.raises(SettingsError, match=rf"^config\.task\.args\['port'\] = {port}: expected a free port"):
-        ServerThread(application(Scripted('')), port=port, setting="config.task.args['port']")
+        ServerThread(application(Scripted('')), port=port, settings=('host', "config.task.args['port']"))
+
+
+@pytest.mark.parametrize('host', ['no-such-host.invalid', '::1', '203.0.113.1', 'a..b'])
+def test_a_host_that_cannot_be_used_is_named(host):
+  with pytest.raises(SettingsError, match=rf"^--host = '{re.escape(host)}': expected an IPv4 address or a name of this machine"):
+    ServerThread(application(Scripted('')), host, settings=('--host', '--port'))
 
 
 def status_of(server, request, authorization=None):

@@ -5,6 +5,7 @@ import os
 import signal
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import ClassVar
 
 import jax
@@ -14,14 +15,17 @@ import pytest
 import tiny
 
 import sprl
+from sprl.api.rollouts import SideBySide
 from sprl.api.settings import merged
-from sprl.config import Quant
+from sprl.api.training import _call
+from sprl.config import Cache, Quant
 from sprl.config_reader import resolve
 from sprl.io.metrics import read_metrics
 from sprl.learner.restore import restore
 from sprl.model import Model
 from sprl.rollout.scheduler import Scheduler
 from sprl.sampler.engine import generate
+from sprl.session import StepReport
 from sprl.train import train
 from sprl.types import Request
 
@@ -250,20 +254,116 @@ def untyped():
   jaxtyping.config.update('jaxtyping_disable', before)
 
 
+@pytest.fixture(scope='module')
+def loaded(folder):
+  return sprl.load(folder / 'model', task={'chat': False}, model={'dtype': 'float32'})
+
+
+TWO = [{'prompt': 'a'}, {'prompt': 'b'}]
+
+
 @pytest.mark.usefixtures('untyped')
-def test_wrong_arguments_are_named(folder):
-  sampler = sprl.load(folder / 'model', task={'chat': False}).sampler(sampling=SETTINGS['sampling'])
-  with pytest.raises(sprl.SettingsError, match=r'prompts = .a = .: expected a list'):
-    sampler.generate('a = ')
-  for samples in (0, -1, 1.5):
-    with pytest.raises(sprl.SettingsError, match=f'samples = {samples}'):
-      sampler.generate(['a = '], samples=samples)
-  with pytest.raises(sprl.SettingsError, match=r'expected a list of rows.*keys prompt'):
-    sprl.fit(folder / 'model', {'prompt': ['a', 'b']}, len)
-  with pytest.raises(sprl.SettingsError, match='callbacks = 3: expected a list of functions'):
-    sprl.fit(folder / 'model', [{'prompt': 'a'}] * 2, len, callbacks=3)
-  with pytest.raises(sprl.SettingsError, match=r'environment = .*int.*: expected a class with reset and step'):
-    sprl.fit(folder / 'model', environment=int)
+@pytest.mark.parametrize(
+  ('given', 'said'),
+  [
+    ({'data': {'prompt': ['a', 'b']}}, r"data = \{'prompt': .*: expected a list of rows, each a dictionary"),
+    ({'data': 3}, 'data = 3: expected a list of rows'),
+    ({'test': 'test.jsonl'}, r"test = 'test\.jsonl': expected a list of rows"),
+    ({'callbacks': 3}, 'callbacks = 3: expected a list of functions'),
+    ({'eval': 5}, r'config\.eval = 5: expected a mapping of settings'),
+    ({'eval': None}, r'config\.eval = None: expected a mapping of settings'),
+    ({'eval': {'problems': '4'}}, r"config\.eval\.problems = '4': expected int"),
+    ({'eval': {'problems': -3}}, r'config\.eval\.problems = -3'),
+    ({'model': 'bfloat16'}, r"config\.model = 'bfloat16': expected a mapping of settings"),
+    ({'task': 'math'}, r"config\.task = 'math': expected a mapping of settings"),
+    ({'data': None, 'reward': None, 'environment': int}, r'environment = .*int.*: expected a class with reset and step'),
+  ],
+)
+def test_wrong_arguments_of_fit_are_named(folder, given, said):
+  with pytest.raises(sprl.SettingsError, match=said):
+    sprl.fit(folder / 'model', **{'data': TWO, 'reward': len, **given})
+
+
+@pytest.mark.usefixtures('untyped')
+@pytest.mark.parametrize(
+  ('call', 'said'),
+  [
+    (lambda model: model.sampler(cache={1: 2}), r'config\.cache: found the key 1; expected names of settings'),
+    (lambda model: model.sampler(cache=8), r'config\.cache = 8: expected a mapping of settings'),
+    (lambda model: model.sampler().generate('a = '), r"prompts = 'a = ': expected a list of prompts"),
+    (lambda model: model.sampler().generate(None), 'prompts = None: expected a list of prompts'),
+    *[
+      (lambda model, n=n: model.sampler().generate(['a = '], samples=n), f'samples = .*{n}.*: expected a whole number above 0')
+      for n in (0, -1, 1.5, True, np.True_, '2')
+    ],
+    (lambda model: model.evaluate([], len), r'rows = \[\]: expected at least one row'),
+    (lambda model: model.evaluate('gsm8k', len), r"rows = 'gsm8k': expected a list of rows"),
+    (lambda model: model.evaluate(None, len), 'rows = None: expected a list of rows'),
+    (lambda model: model.save('unused', dtype='float16x'), "dtype = 'float16x': expected one of bfloat16, float16, float32"),
+  ],
+)
+def test_wrong_arguments_of_a_loaded_model_are_named(loaded, call, said):
+  with pytest.raises(sprl.SettingsError, match=f'^{said}'):
+    call(loaded)
+
+
+def test_a_model_is_loaded_with_sections_of_settings(folder):
+  with pytest.raises(sprl.SettingsError, match=r"config\.model = 'bfloat16': expected a mapping of settings"):
+    sprl.load(folder / 'model', model='bfloat16')
+
+
+def test_prompts_may_be_a_generator_and_a_count_a_number_of_numpy(loaded):
+  sampler = loaded.sampler(sampling=SETTINGS['sampling'])
+  rollouts = sampler.generate((f'{i} = ' for i in range(2)), samples=np.int64(2))
+  assert [sample.prompt for sample in rollouts] == ['0 = ', '0 = ', '1 = ', '1 = ']
+  assert rollouts.rewards.shape == (2, 2)
+  with pytest.raises(ValueError, match=r'dense: .*sampler with cache\.budget: a dense cache evicts nothing'):
+    sprl.visibility_figure({'dense': sampler.generate(['a = '], evictions=True)[0]})
+
+
+def test_rollouts_whose_filters_are_not_recorded_have_no_ledger(tmp_path):
+  """A mask of 9,000 tokens is too large to record. Without it, the learner would score over all tokens."""
+  tiny.write_inputs(tmp_path, num_hidden_layers=1, vocab_size=9000)
+  model = sprl.load(tmp_path / 'model', task={'chat': False}, model={'dtype': 'float32'})
+  sampling = {**SETTINGS['sampling'], 'max_tokens': 4, 'top_p': 0.8}
+  rollouts = model.sampler(sampling=sampling).generate(['a = ']).grade(reward)
+  for call in (model.ledger, model.update):
+    with pytest.raises(sprl.SettingsError, match=r'config\.sampling\.top_p = 0\.8: expected config\.sampling\.top_k'):
+      call(rollouts)
+
+
+def test_layers_with_a_sliding_window_hold_the_newest_tokens_only(tmp_path):
+  """Tiny Gemma 3 has two layers with a window of six tokens, and one layer without, whose slots the engine counts."""
+  tiny.write_inputs(tmp_path, family='gemma3_text')
+  model = sprl.load(tmp_path / 'model', task={'chat': False}, model={'dtype': 'float32'})
+  assert model.model.config.sliding_windows == (6, 6, None)
+  sampler = model.sampler(sampling=SETTINGS['sampling'], cache={'budget': 8, 'interval': 2, 'window': 2})
+  (sample,) = sampler.generate(['abcdefghij = '], evictions=True)
+  T, C = len(sample.pieces), len(sample.tokens)
+  newest = np.array([[p - 6 <= j < p for j in range(T)] for p in range(T - C, T)])  # of the query at p - 1, which draws token p
+  whole = 3 * sample.visible - 2 * newest  # of the layer without a window
+  assert whole.min() > -1e-6
+  np.testing.assert_allclose(whole.sum(axis=1), sample.kept, atol=1e-5)
+
+
+@pytest.mark.usefixtures('untyped')
+@pytest.mark.parametrize('ended', [True, np.True_, np.mean([0.75]) > 0.5])
+def test_a_truth_of_numpy_ends_a_run_as_true_does(ended):
+  session = SimpleNamespace(state=SimpleNamespace(after={}), stop=SimpleNamespace(received=None))
+  _call(lambda report: ended, session, StepReport(1, [], {}, {}, 0.0))
+  assert session.stop.received is not None
+
+
+@pytest.mark.usefixtures('untyped')
+def test_side_by_side_shows_the_line_break_before_a_difference():
+  def rollouts(text):
+    sample = SimpleNamespace(prompt='Q', text=text, reward=0.0)
+    run = SimpleNamespace(rollout=SimpleNamespace(group=1), cache=Cache(), quant=Quant())
+    return SimpleNamespace(samples=(sample,), graded=False, run=run)
+
+  shown = SideBySide({'a': rollouts('line one\nline two'), 'b': rollouts('line one\nLINE 2')})._repr_html_()
+  assert 'line one<br><mark>line two</mark>' in shown
+  assert 'line one<br><mark>LINE 2</mark>' in shown
 
 
 @pytest.mark.slow

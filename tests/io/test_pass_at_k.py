@@ -53,8 +53,22 @@ def test_scores_in_0_to_1_have_an_interval_in_0_to_1():
   assert interval(np.array([0.0, 0.5, 2.5]))[1] < 0  # scores without bounds
 
 
-def test_one_score_has_an_infinite_interval():
-  assert interval(np.array([0.5])) == (0.5, -math.inf, math.inf)
+def test_equal_partial_scores_get_wilsons_interval_of_their_mean():
+  # p = 0.5, z = 1.96, n = 10: centre (0.5 + 0.19207)/1.38415 = 0.5, half 1.96/1.38415 * sqrt(0.025 + 0.009604) = 0.263407
+  for scores in (np.full(10, 0.5), np.array([0.5, np.nextafter(0.5, 1)] * 5)):
+    assert interval(scores) == pytest.approx((0.5, 0.236593, 0.763407), abs=1e-6)
+
+
+def test_wilsons_interval_holds_for_scores_between_0_and_1():
+  """Nine of ten problems score 0.5, the others 1. The scores of most sets of 5 are equal."""
+  draws = np.random.default_rng(0).choice([0.5, 1.0], p=[0.9, 0.1], size=(2000, 5))
+  covers = [low <= 0.55 <= high for _, low, high in map(interval, draws)]
+  assert np.mean(covers) > 0.95
+
+
+@pytest.mark.parametrize('scores', [[0.5], [2.5], [2.5, 2.5], [-1.0, -1.0, -1.0]])
+def test_one_score_and_equal_scores_without_bounds_have_an_infinite_interval(scores):
+  assert interval(np.array(scores)) == (scores[0], -math.inf, math.inf)
 
 
 def test_no_scores_are_refused():

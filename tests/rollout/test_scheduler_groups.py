@@ -6,7 +6,7 @@ from scheduler_world import World
 from simulation import Clock, SimulatedEngine
 
 from sprl.config import Rollout
-from sprl.rollout.scheduler import Stalled
+from sprl.rollout.scheduler import Scheduler, Stalled
 from sprl.tasks.grader_pool import Grade
 from sprl.tasks.worker_pool import Failure
 
@@ -52,6 +52,34 @@ def test_failed_members_are_retried_then_their_group_is_dropped(caplog):
   assert counts['hung'] > 0
   assert counts['failed'] == world.scheduler.window.refunded > 0
   assert sum('logged once' in r.getMessage() for r in caplog.records) == 3  # one line a reason
+
+
+def evaluation(fails, different, groups=4):
+  """Return the scheduler of an evaluation whose groups of `fails` have a failing environment."""
+  world = World(Rollout(prompts=groups, group=1), retries=0, capacity=2)
+  world.workers._result = lambda call: Failure('error', 'x') if call[0] in fails else Grade(1.0, 'ok')
+  source, now = world.scheduler.source, world.clock
+  return Scheduler(world.engines, world.workers, source, world.rollout, now, groups=groups, retries=0, different=different)
+
+
+@pytest.mark.parametrize(
+  ('fails', 'different', 'asked'),
+  [
+    ([], 4, [0, 1, 2, 3]),
+    ([2], None, [0, 1, 3, 4]),  # no group is the same as another
+    ([2], 5, [0, 1, 3, 4]),
+    ([2], 4, [0, 1, 3]),
+    ([0, 2], 5, [1, 3, 4]),
+    ([0, 1, 3], 4, [2]),
+  ],
+)
+def test_a_failed_group_is_replaced_by_a_different_one_or_not_at_all(fails, different, asked):
+  assert [group.number for group in evaluation(fails, different).batch()] == asked
+
+
+def test_an_evaluation_whose_groups_all_fail_ends_with_the_reason():
+  with pytest.raises(Stalled, match=r'4 groups in a row were given up .* because x'):
+    evaluation(range(4), 4).batch()
 
 
 def test_a_group_with_too_few_members_is_dropped():

@@ -123,20 +123,42 @@ def test_only_process_0_makes_environments(tmp_path):
   assert with_followers == len(made) - with_followers > 0
 
 
-@pytest.mark.parametrize(('length', 'count'), [('', 5), ('\n  def __len__(self):\n    return 3\n', 3)], ids=['endless', 'rows'])
-def test_an_evaluation_plays_no_episode_of_an_environment_twice(tmp_path, length, count):
+ROWS = """
+class Rows:
+  def reset(self, seed):
+    return f'row {seed % ROWS}', {}
+
+  def step(self, action):
+    return '', 0.0, True, False, {}
+"""
+SPLIT = '  def __init__(self, split):\n    pass\n'
+
+
+@pytest.mark.parametrize(
+  ('rows', 'more', 'asked'),
+  [
+    (9, '', [1, 3, 5, 7, 0]),  # the environment does not tell that it has rows
+    (4, '  def __len__(self):\n    return 4\n', [1, 3]),
+    (6, '  def __len__(self):\n    return 6\n', [1, 3, 5]),
+    (3, '  def __len__(self):\n    return 3\n', [1, 0, 2]),
+    (4, SPLIT + '  def __len__(self):\n    return 4\n', [0, 1, 2, 3]),
+  ],
+  ids=['endless', 'four', 'six', 'odd', 'split'],
+)
+def test_an_evaluation_plays_no_episode_of_an_environment_twice(tmp_path, rows, more, asked):
   write_tiny(tmp_path)
-  (tmp_path / 'rows.py').write_text(GAME + length)
-  task = Task(kind='environment', name=f'{tmp_path / "rows.py"}:Game', args={'greeting': 'Hello'}, chat=False)
+  (tmp_path / 'rows.py').write_text(ROWS.replace('ROWS', str(rows)) + more)
+  task = Task(kind='environment', name=f'{tmp_path / "rows.py"}:Rows', chat=False)
   run = Run(steps=1, task=task, sampling=Sampling(max_prompt=256), eval=Evaluation(problems=5))
   tokenizer = Tokenizer.load(tmp_path)
   load_class(task.name, (), '')  # imports the file once, before the threads that stand for processes do
 
   def program(team):
     with ExitStack() as stack:
-      return RolloutSetup.open(run, tokenizer, team).begin_evaluation(stack.enter_context).count
+      held_out = RolloutSetup.open(run, tokenizer, team).begin_evaluation(stack.enter_context)
+      return [tokenizer.decode(held_out.source.prompt(number)) for number in range(held_out.count)]
 
-  assert together(program, program) == [count, count]
+  assert together(program, program) == [[f'row {row}\n' for row in asked]] * 2
 
 
 def test_an_environment_that_cannot_be_reset_ends_all_processes(tmp_path):
