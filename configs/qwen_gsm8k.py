@@ -19,7 +19,7 @@ expect    not measured. Published test accuracy of qwen3-1.7b after 100 steps of
 
 from sprl.config import SettingsError, default_config
 
-# variant -> (hub name, sampling.rows)
+# variant -> (hub name, sampling.rows: sequences that decode side by side, on all devices together)
 VARIANTS = {
   'qwen2.5-0.5b': ('Qwen/Qwen2.5-0.5B', 512),
   'qwen2.5-0.5b-instruct': ('Qwen/Qwen2.5-0.5B-Instruct', 512),

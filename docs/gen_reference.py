@@ -76,7 +76,7 @@ def sections(source: str) -> list[Section]:
   roots = [node for name, node in classes.items() if name not in inside]
   root = max(roots, key=lambda node: len(contained(node)))
 
-  def walk(node: ast.ClassDef, path: str, optional: bool) -> Iterator[Section]:
+  def walk(node: ast.ClassDef, path: str, optional: bool, given: dict[str, str]) -> Iterator[Section]:
     section = Section(path, ast.get_docstring(node) or '', optional)
     below: list[Section] = []
     bases = [classes[base.id] for base in node.bases if isinstance(base, ast.Name) and base.id in classes]
@@ -88,16 +88,17 @@ def sections(source: str) -> list[Section]:
       of = [found for found in _names(statement.annotation) if found in classes]
       named = ast.unparse(statement.annotation).startswith('Mapping[')  # a section for each name that the user chooses
       if of:
-        below += walk(classes[of[0]], f'{path}.{name}{".NAME" if named else ""}', 'None' in ast.unparse(statement.annotation))
+        place = f'{path}.{name}{".NAME" if named else ""}'
+        below += walk(classes[of[0]], place, 'None' in ast.unparse(statement.annotation), _arguments(statement.value))
       if of and not named:
         continue
       default, meaning = _default(statement.value, constants)
       after = body[position + 1] if position + 1 < len(body) else None
       meaning = meaning or _string_after(after) or _comment_of(statement, body, position, comments)
-      section.settings.append(Setting(name, _type(statement.annotation, constants), default, meaning))
+      section.settings.append(Setting(name, _type(statement.annotation, constants), given.get(name, default), meaning))
     return iter([section, *below])
 
-  return list(walk(root, 'config', False))
+  return list(walk(root, 'config', False, {}))
 
 
 def _comments(source: str) -> dict[int, str]:
@@ -161,6 +162,14 @@ def _default(value: ast.expr | None, constants: dict[str, ast.expr]) -> tuple[st
   return (ast.unparse(default) if default is not None else ''), found
 
 
+def _arguments(value: ast.expr | None) -> dict[str, str]:
+  """The arguments of a section's default, such as `field(default_factory=lambda: Mesh(data=-1))`, as source text by name."""
+  keywords = value.keywords if isinstance(value, ast.Call) else []
+  factory = next((k.value for k in keywords if k.arg == 'default_factory'), None)
+  made = factory.body if isinstance(factory, ast.Lambda) else None
+  return {k.arg: ast.unparse(k.value) for k in made.keywords if k.arg} if isinstance(made, ast.Call) else {}
+
+
 def _text(node: ast.expr | None) -> str:
   try:
     return ' '.join(str(ast.literal_eval(node)).split()) if node is not None else ''
@@ -222,7 +231,9 @@ def _cell(text: str) -> str:
 
 
 def _sentences(doc: str) -> str:
-  return re.sub(r'(?<!\\)([<*])', r'\\\1', doc)
+  """Escapes a docstring for Markdown. Text in backticks and indented lines, which Markdown shows as code, stay as they are."""
+  parts = re.split(r'(`[^`]*`|^ {4}.*$)', doc, flags=re.MULTILINE)
+  return ''.join(part if i % 2 else re.sub(r'(?<!\\)([<*])', r'\\\1', part) for i, part in enumerate(parts))
 
 
 # --- metrics ----------------------------------------------------------------------------------------------------------

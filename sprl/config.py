@@ -148,7 +148,7 @@ class Sampling:
   stop_ids: tuple[int, ...] = ()  # tokens that end a completion, in addition to the end tokens of the model's files
   max_prompt: int = 256  # longest prompt, in tokens; a longer one is an error
   prompt_buckets: tuple[int, ...] = ()  # padded prompt lengths; (): powers of two from 32 up to max_prompt
-  rows: int | None = None  # sequences that decode side by side; None: all of a step
+  rows: int | None = None  # sequences that decode side by side, on all rollout devices together; None: all of a step
   kept_caches: int | None = None  # caches that an engine keeps between the turns of conversations; None: as many as its rows
   chunk: int = 16  # decode steps between two checks by the host for stop strings and finished rows
 
@@ -378,7 +378,7 @@ class Mesh:
   fsdp: int = -1  # parts of weights and moments, gathered one layer at a time
   tensor: int = 1  # parts of matrices, heads and vocabulary
   expert: int = 1  # parts of the experts of a mixture
-  sequence: int = 1  # parts of the tokens of each packed row; the learner's mesh only
+  sequence: int = 1  # parts of the tokens of each packed row; the rollouts' mesh has no packed rows and accepts only 1
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,15 @@
 """docs/gen_reference.py reads settings, and their meanings from comments, strings, metadata and helper functions."""
 
+import ast
 import importlib.util
+import re
 import sys
+from functools import reduce
 from pathlib import Path
 
 import pytest
 
+from sprl.config import HeldOutSet, MixtureSource, default_config
 from sprl.models.families import FAMILIES
 
 PATH = Path(__file__).parents[1] / 'docs' / 'gen_reference.py'
@@ -41,6 +45,7 @@ class Run:
   seed: int | None = None
   args: Mapping[str, Any] = field(default_factory=dict)
   inner: Inner = field(default_factory=Inner)
+  other: Inner = field(default_factory=lambda: Inner(size=5))
   variant: Variant | None = None
 '''
 
@@ -58,16 +63,22 @@ def gen_reference():
 
 def test_sections_reads_comments_strings_metadata_and_helpers(gen_reference):
   found = gen_reference.sections(SOURCE)
-  assert [(s.path, s.optional) for s in found] == [('config', False), ('config.inner', False), ('config.variant', True)]
+  paths = [('config', False), ('config.inner', False), ('config.other', False), ('config.variant', True)]
+  assert [(s.path, s.optional) for s in found] == paths
   rows = [(s.name, s.type, s.default, s.meaning) for section in found for s in section.settings]
+  inner = [
+    ('kind', "`'a'`, `'b'`", "'a'", 'how it is chosen'),
+    ('names', '`tuple[str, ...]`', "('q', 'k')", 'Names of linears.'),
+    ('kinds', "any of `'a'`, `'b'`", "('a',)", 'which of them'),
+  ]
   assert rows == [
     ('steps', '`int`', '100', 'updates'),
     ('seed', '`int` or `None`', 'None', ''),
     ('args', '`Mapping[str, Any]`', '{}', ''),
     ('size', '`int`', '3', 'tokens kept'),
-    ('kind', "`'a'`, `'b'`", "'a'", 'how it is chosen'),
-    ('names', '`tuple[str, ...]`', "('q', 'k')", 'Names of linears.'),
-    ('kinds', "any of `'a'`, `'b'`", "('a',)", 'which of them'),
+    *inner,
+    ('size', '`int`', '5', 'tokens kept'),
+    *inner,
     ('weight', '`float`', '1.0', 'weight of positive samples'),
   ]
 
@@ -77,6 +88,42 @@ def test_settings_page_has_every_section_of_the_config_module(gen_reference):
   for name in ('config', 'config.cache', 'config.mesh.learner'):
     assert f'\n## {name}\n' in page
   assert '| `budget` |' in page
+
+
+def defaults(page):
+  """Yield (section, setting, default) of each row of the settings page."""
+  for part in page.split('\n## ')[1:]:
+    section, _, text = part.partition('\n')
+    for cells in (line.split(' | ') for line in text.splitlines() if line.startswith('| `')):
+      yield section, cells[0].strip('|` '), ast.literal_eval(cells[2].strip('`'))
+
+
+def test_defaults_of_the_settings_page_are_those_of_the_code(gen_reference):
+  config = default_config()
+  of_named = {'config.task.mixture.NAME': MixtureSource(), 'config.eval.sets.NAME': HeldOutSet()}
+  shown, found = {}, {}
+  for section, name, default in defaults(gen_reference.settings_page()):
+    of = of_named.get(section) or reduce(getattr, section.split('.')[1:], config)
+    shown[section, name], found[section, name] = default, getattr(of, name)
+  assert shown == {key: value.to_dict() if hasattr(value, 'to_dict') else value for key, value in found.items()}
+  assert (shown['config.mesh.rollout', 'data'], shown['config.mesh.rollout', 'fsdp']) == (-1, 1)
+  in_config = {(f'config.{path}'.rpartition('.')[0], path.rpartition('.')[2]) for path in leaves(config)}
+  assert {key for key in shown if key[0] not in of_named} == in_config
+
+
+def leaves(config, prefix=''):
+  """Yield the path of each setting of a ConfigDict. A dictionary without sections is one setting."""
+  for name, value in config.items():
+    if hasattr(value, 'to_dict') and len(value):
+      yield from leaves(value, f'{prefix}{name}.')
+    else:
+      yield f'{prefix}{name}'
+
+
+def test_code_in_docstrings_is_not_escaped(gen_reference):
+  page = gen_reference.commands_page()
+  assert '`config.eval.*`' in page
+  assert not re.search(r'`[^`\n]*\\[*<]', page)
 
 
 def test_pages_are_generated_from_the_repository(gen_reference):
