@@ -307,6 +307,21 @@ def test_wrong_arguments_of_a_loaded_model_are_named(loaded, call, said):
     call(loaded)
 
 
+def test_the_last_rows_are_held_out_but_no_more_than_eval_problems(folder, monkeypatch):
+  class Begun(Exception):
+    pass
+
+  def train(run, workdir, inputs, **_):
+    raise Begun(inputs.train, inputs.test)
+
+  monkeypatch.setattr('sprl.api.training.train', train)
+  given = [{'prompt': str(i)} for i in range(40)]
+  for problems, held_out in ((3, 3), (128, 4)):
+    with pytest.raises(Begun) as begun:
+      sprl.fit(folder / 'model', iter(given), reward, eval={'problems': problems})
+    assert begun.value.args == (given[:-held_out], given[-held_out:])
+
+
 def test_a_model_is_loaded_with_sections_of_settings(folder):
   with pytest.raises(sprl.SettingsError, match=r"config\.model = 'bfloat16': expected a mapping of settings"):
     sprl.load(folder / 'model', model='bfloat16')
