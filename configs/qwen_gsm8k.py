@@ -58,7 +58,7 @@ def get_config(variant='qwen2.5-1.5b'):
 
   # GRPO with a symmetric clip and a small k3 penalty to the reference model; four updates per rollout batch.
   config.advantage.estimator = 'grpo'
-  config.loss.variant, config.loss.clip_low, config.loss.clip_high = 'ppo', 0.2, 0.2
+  config.loss.variant = 'ppo'
   config.loss.kl_coef, config.loss.kl_estimator, config.loss.entropy_coef = 1e-4, 'k3', 0.0
   config.optimizer.name, config.optimizer.learning_rate, config.optimizer.schedule = 'adamw', 1e-6, 'constant'
   config.optimizer.b1, config.optimizer.b2, config.optimizer.weight_decay = 0.9, 0.98, 0.1
