@@ -249,7 +249,8 @@ def validate_task(run: Run) -> None:
   if task.kind in ('reasoning_gym', 'environment', 'rows'):
     named = '; config.task.args has its arguments' if task.kind == 'environment' else ''
     require(run, 'task.path', task.path is None, f'None{with_kind}, which reads no files of this name{named}')
-  require(run, 'task.suffix', task.kind not in EPISODES or not task.suffix, f"''{with_kind}, whose messages are its own")
+  asked = task.kind not in EPISODES or len(run.eval.sets) > 0  # held-out sets of problems have the suffix of the task
+  require(run, 'task.suffix', asked or not task.suffix, f"''{with_kind}, whose messages are its own")
   require(run, 'task.suffix', task.suffix != 'None', "text to append, or '' for none")
   if task.kind not in EPISODES:
     require(run, 'task.executor', task.executor != 'threads', f"'processes' or 'ray'{with_kind}: a thread cannot be killed")

@@ -70,7 +70,8 @@ def left_out(opt_state: Any, updates: int) -> Any:
   def advanced(state):
     if not _is_schedule(state):
       return state
-    return state._replace(count=jax.jit(_add, out_shardings=state.count.sharding)(state.count, np.int32(updates)))
+    more = jax.device_put(np.int32(updates), state.count.sharding)
+    return state._replace(count=jax.jit(_add, out_shardings=state.count.sharding)(state.count, more))
 
   return jax.tree.map(advanced, opt_state, is_leaf=_is_schedule)
 

@@ -216,7 +216,10 @@ def test_settings_that_do_not_fit_the_files_or_the_model_are_refused(inputs, tmp
   for changes, said in [
     ({'model__path': '/no/folder'}, "'/no/folder': no such folder"),
     ({'task__path': 'none'}, "config.task.path = 'none': expected a folder"),
-    ({'task__kind': 'reasoning_gym', 'task__name': 'chain_sums', 'task__grader': 'auto'}, "config.task.name = 'chain_sums'"),
+    (
+      {'task__kind': 'reasoning_gym', 'task__path': None, 'task__name': 'chain_sums', 'task__grader': 'auto'},
+      "config.task.name = 'chain_sums'",
+    ),
     ({'task__kind': 'gsm8k', 'task__path': '/no/folder', 'task__grader': 'auto'}, "config.task.path = '/no/folder': no such"),
     ({'task__grader': 'mine.py:grade'}, "config.task.grader = 'mine.py:grade'"),
     ({'sampling__max_prompt': 8, 'sampling__prompt_buckets': (8,)}, 'config.sampling.max_prompt = 8: '),
@@ -405,8 +408,8 @@ def test_a_work_directory_in_use_is_refused(inputs, tmp_path, monkeypatch):
 def test_an_environment_with_a_faulty_reset_is_refused(inputs, tmp_path, monkeypatch, reset, said):
   (tmp_path / 'lake.py').write_text(f'class Lake:\n  def reset(self, seed):\n    {reset}\n  def step(self, action): ...\n')
   run = run_with(
-    inputs, task__kind='environment', task__grader='auto', task__workers=None, arm='dense', quant__sampler='none',
-    task__name=f'{tmp_path / "lake.py"}:Lake', sampling__max_prompt=64, sampling__prompt_buckets=(),
+    inputs, task__kind='environment', task__path=None, task__grader='auto', task__workers=None, arm='dense',
+    quant__sampler='none', task__name=f'{tmp_path / "lake.py"}:Lake', sampling__max_prompt=64, sampling__prompt_buckets=(),
   )  # fmt: skip
   message = refusal_of(run, tmp_path / 'run', monkeypatch)
   assert f"config.task.name = '{tmp_path / 'lake.py'}:Lake': " in message

@@ -14,6 +14,7 @@ from sprl.config import Cache, ModelSettings, Packing, Quant, Rollout, Run, Samp
 from sprl.config_reader import resolve
 from sprl.learner.batch import pack, shape
 from sprl.objective.correction import correct
+from sprl.objective.losses import ratio_bounds
 from sprl.sampler.engine import EngineConfig, generate
 from sprl.sampler.weights import sampler_weights
 from sprl.types import LogProbs, Request
@@ -48,7 +49,7 @@ def test_the_config_has_the_hyperparameters_of_the_released_run():
   config.arm, config.cache.budget, config.packing.rows = 'sparse_rl_code', 512, 1
   run = resolve(config)
   loss, o, sampling = run.loss, run.optimizer, run.sampling
-  assert (loss.variant, loss.clip_low, loss.clip_high, loss.aggregate) == ('ppo', 0.2, 0.2, 'seq-mean-token-mean')
+  assert (loss.variant, ratio_bounds(loss), loss.aggregate) == ('ppo', (0.8, 1.2), 'seq-mean-token-mean')
   assert (loss.kl_coef, loss.kl_estimator, loss.entropy_coef) == (1e-4, 'k3', 0.0)
   assert (o.name, o.learning_rate, o.schedule, o.b1, o.b2, o.weight_decay) == ('adamw', 1e-6, 'constant', 0.9, 0.98, 0.1)
   assert (o.minibatches, run.rollout.prompts, run.rollout.group) == (1024 // 256, 128, 8)
