@@ -360,3 +360,25 @@ def test_a_run_killed_at_random_moments_resumes_from_a_complete_checkpoint(folde
     before, step = step, newest_whole(folder)
     assert step >= max(before, committed)
   assert step > 0
+
+
+def test_every_file_is_on_disk_before_the_checkpoint_appears(folder, monkeypatch):
+  """After a power cut, a file that was not synced may be empty although the rename is on disk."""
+  synced, at_commit, fsync, replace = set(), [], os.fsync, os.replace
+
+  def noted_fsync(fd):
+    synced.add(os.stat(fd).st_ino)
+    fsync(fd)
+
+  def noted_replace(old, new):
+    if Path(new).name == 'step_000001':
+      at_commit.append({str(f.relative_to(old)): f.stat().st_ino in synced for f in Path(old).rglob('*') if f.is_file()})
+    replace(old, new)
+
+  monkeypatch.setattr(os, 'fsync', noted_fsync)
+  monkeypatch.setattr(os, 'replace', noted_replace)
+  saved(folder, 1)
+  (found,) = at_commit
+  assert 'record.json' in found
+  assert len(found) > 2
+  assert [name for name, on_disk in found.items() if not on_disk] == []

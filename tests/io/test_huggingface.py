@@ -389,3 +389,22 @@ def test_check_weights_returns_the_file_of_each_tensor(tmp_path):
   index = json.loads((tmp_path / 'out' / 'model.safetensors.index.json').read_text())['weight_map']
   assert {name: path.name for name, path in check_weights(tmp_path / 'out', config).items()} == index
   assert huggingface.get({'a': {0: 'leaf'}}, ('a', 0)) == 'leaf'
+
+
+def test_shards_are_filled_in_the_order_of_the_tensors(tmp_path):
+  """A shard ends only where the next tensor does not fit. One tensor may be larger than a shard."""
+  config = tiny('llama')
+  limit = 20_000
+  export_folder(tmp_path / 'out', params_of(config), config, max_shard_bytes=limit)
+  sizes = {t.name: 2 * int(np.prod(t.shape)) for t in tensors(config).values()}
+  expected, room = [[]], limit
+  for name, size in sizes.items():
+    if expected[-1] and size > room:
+      expected.append([])
+      room = limit
+    expected[-1].append(name)
+    room -= size
+  assert max(sizes.values()) > limit > 2 * min(sizes.values())
+  shards = sorted((tmp_path / 'out').glob('*.safetensors'))
+  assert [set(load_file(shard)) for shard in shards] == [set(names) for names in expected]
+  assert sum(len(names) > 1 for names in expected) > 2

@@ -252,3 +252,23 @@ def test_members_with_different_prompts_share_none():
   small_row = shape(Sampling(max_prompt=5, max_tokens=4), Rollout(prompts=1, group=2), Packing(row_tokens=13, rows=1), 1)
   with pytest.raises(RuntimeError, match=r'2 rows of tokens do not fit into 1: .*config\.packing\.share_prefix = False'):
     pack([first, other], np.ones(2, np.float32), small_row, True)
+
+
+@pytest.mark.parametrize('share', [True, False])
+def test_routes_lie_beside_their_tokens(share):
+  """A shared prompt has the experts of its first member. The sampler does not read the last token, so its entry is -1."""
+  made = []
+  for i, t in enumerate(EXAMPLE):
+    routes = np.stack([t.tokens + 20 * i, t.tokens + 20 * i + 1], axis=-1).astype(np.int8)[:, None]
+    routes[-1] = -1
+    made.append(dataclasses.replace(t, routes=routes))
+  sizes = Shape(micros=2, rows=2, tokens=15 if share else 8, sequences=3, columns=4)
+  batch, _ = pack(made, np.ones(3, np.float32), sizes, share_prefix=share)
+  first, second, third = (t.routes for t in made)
+  rows = [[first, second[4:], third[4:]]] if share else [[first], [second], [third]]
+  expected = np.full((4, sizes.tokens, 1, 2), -1, np.int8)
+  for row, parts in zip(expected, rows):
+    routes = np.concatenate(parts)
+    row[: len(routes)] = routes
+  assert (batch.routes.shape, batch.routes.dtype) == ((2, 2, sizes.tokens, 1, 2), np.int8)
+  np.testing.assert_array_equal(batch.routes.reshape(expected.shape), expected)

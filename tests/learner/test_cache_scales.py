@@ -113,3 +113,19 @@ def test_a_resumed_run_keeps_frozen_scales_bit_for_bit():
   again.measure_scales_on_prompts(PROMPTS, 4)
   update(again, 2.0)
   assert as_bytes(again.sampler_weights().scales) == first
+
+
+def test_scales_cover_every_minibatch_of_a_step():
+  """Two batches are measured in both orders: the scales are those of the larger values of either."""
+  subject = learner('learner')
+  batches = [subject.pack(small.rollouts([(5, 6)] * 4, [6] * 4, seed=seed))[0][0] for seed in range(2)]
+
+  def largest(of):
+    subject.measure_scales(of)
+    return subject.amax[-1]
+
+  alone = [largest([batch]) for batch in batches]
+  assert np.any(alone[0] > alone[1])
+  assert np.any(alone[0] < alone[1])
+  for order in (batches, batches[::-1]):
+    np.testing.assert_allclose(largest(order), np.maximum(*alone), rtol=1e-6)

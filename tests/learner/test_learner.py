@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import small
 
-from sprl.config import Advantage, Optimizer, Packing, Rollout, Run, Sampling
+from sprl.config import Advantage, Loss, ModelSettings, Optimizer, Packing, Rollout, Run, Sampling
 from sprl.io.tokenizer import Tokenizer
 from sprl.learner.batch import shape
 from sprl.learner.learner import Learner, batch_advantages, minibatches
@@ -203,3 +203,19 @@ def test_implicit_transfers_are_refused_during_an_update():
   batches, _ = subject.pack(rollouts(REWARDS))
   with pytest.raises(Exception, match='transfer'):
     subject.update(batches, [LogProbs(sampler=batch.sampler_logp) for batch in batches])
+
+
+def test_the_reference_chooses_its_own_experts_where_the_update_replays_others():
+  """The routes are those of other weights, the rollout's: under them the reference would be another model."""
+  config, params = small.model('qwen3_moe', num_hidden_layers=1)
+  run = dataclasses.replace(RUN, optimizer=Optimizer(), loss=Loss(kl_coef=0.1), model=ModelSettings(path='x', router_replay='R3'))
+  made = rollouts((1.0, 0.0) * 4)
+  routes = [np.broadcast_to(np.array([4, 5], np.int8), (len(t.tokens), 1, 2)) for t in made]
+  made = [dataclasses.replace(t, routes=r) for t, r in zip(made, routes, strict=True)]
+  subject = learner(run=run)
+  model = dataclasses.replace(subject.model, config=config, graphdef=transformer.graph(config))
+  subject = dataclasses.replace(subject, model=model, reference=params)
+  [batch], _ = subject.pack(made)
+  _, [logprobs] = subject.score([batch])
+  expected = small.rectangle(made, [small.teacher_forced(config, params, t) for t in made], batch.mask.shape[1])
+  np.testing.assert_allclose(np.asarray(logprobs.ref), expected, atol=1e-4)

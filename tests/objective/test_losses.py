@@ -391,3 +391,26 @@ def test_objective_by_hand_of_two_sequences_one_of_them_vetoed():
   np.testing.assert_allclose(value, (policy + 0.1 * k3 - 0.01 * 2).sum() / 3 / 2, rtol=1e-5)  # 3 tokens survive, N stays 2
   by_hand = (-a * w * np.array([1.0, 1.1, 0.0]) + 0.1 * np.array([1 - 2, 0, 0])) / 6
   np.testing.assert_allclose(g[corner], [by_hand, [0, 0, 0]], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize('poison', [np.nan, np.inf])
+def test_the_reference_and_the_entropy_outside_the_mask_may_be_anything(poison):
+  x, s = oracle.batch(8), Loss(kl_coef=0.1, entropy_coef=0.01)
+  rng = np.random.default_rng(8)
+  ref, entropy = x['new'] + rng.normal(0, 0.3, SHAPE), rng.random(SHAPE)
+  loss = oracle.token_loss(
+    x['new'], x['old'], x['roll'], x['advantage'], x['reward'], np.ones(SHAPE), x['mask'], s, 'decoupled', frozen=x['new']
+  )
+  whole = loss + 0.1 * oracle.kl(x['new'], ref, 'k3', 10.0) - 0.01 * entropy
+  expected = oracle.aggregated(whole, x['mask'], x['mask'], s, PROMPT)
+  new, old, roll, ref, entropy = (np.where(x['mask'], a, poison) for a in (x['new'], x['old'], x['roll'], ref, entropy))
+  others = {'advantage': x['advantage'], 'reward': x['reward'], 'weight': np.ones(SHAPE), 'mask': x['mask'], 'entropy': entropy}
+  others = {name: jnp.asarray(a) for name, a in others.items()}
+  others['coefficient'] = jnp.asarray(coefficients(x['mask'], x['mask'], s))
+
+  def objective_of(l):
+    return objective(log_probs_of({'new': l, 'old': old, 'roll': roll}, ref=ref), s, 'decoupled', **others)[0]
+
+  value, gradient = jax.value_and_grad(objective_of)(new)
+  np.testing.assert_allclose(value, expected, rtol=1e-9)
+  assert np.isfinite(gradient).all()

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 from plans import FEW, LAYER, MIXTURE, MODELS, PARAMETERS, QWEN, RUN, D, E, F, H, K, V, shallow
 
+from sprl.cache.key_bias import KeyBias
 from sprl.cache.kv_cache import KVCache
 from sprl.cache.layout import cache_layout
 from sprl.config import Cache, Loss, Mesh, Optimizer, Quant
@@ -244,3 +245,30 @@ def test_the_probe_of_fp8_codes_is_split_as_its_weights():
 def test_float32_sampler_weights_are_a_second_copy_of_the_master_weights():
   run = dataclasses.replace(RUN, model=dataclasses.replace(RUN.model, dtype='float32'))
   assert sampler_weight_bytes(QWEN, run, Quant(), MeshAxes()) == 30_462_466_048
+
+
+def test_copies_of_kept_caches_take_the_place_of_prefilled_prompts():
+  """A later turn is read behind a copy of a whole sequence, not of a prompt."""
+  talking = dataclasses.replace(RUN, task=dataclasses.replace(RUN.task, kind='environment', name='frozen_lake'))
+  found = [rollout_memory(QWEN, run, Cache(), Quant(), 4, MeshAxes()).prefill for run in (RUN, talking)]
+  assert found[1] - found[0] == 4 * 2 * 2 * 28 * K * D * 1536  # keys and values of four completions, in two bytes
+
+
+def test_what_an_fp8_cache_derives_from_key_biases_is_counted_once():
+  layout = cache_layout(QWEN, Cache(), Quant(sampler='kv8'), 512, 1536, jnp.bfloat16)
+  derived = jax.eval_shape(lambda: KeyBias.of(layout, (jnp.zeros(K * D),) * 28))
+  found = rollout_memory(QWEN, RUN, Cache(), Quant(sampler='kv8'), 4, MeshAxes()).weights
+  weights = sampler_weight_bytes(QWEN, RUN, Quant(sampler='kv8'), MeshAxes())
+  assert found - weights == sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(derived)) == 28 * 4 * K * (D + 16)
+
+
+def test_the_record_of_filters_is_that_of_all_minibatches_of_a_step():
+  sampling = dataclasses.replace(RUN.sampling, top_k=20)  # 20 ids of four bytes for each token
+
+  def activations(minibatches, sampling):
+    run = dataclasses.replace(RUN, sampling=sampling, optimizer=Optimizer(minibatches=minibatches))
+    return update_memory(QWEN, run, SHAPE, MeshAxes()).activations
+
+  record = {n: activations(n, sampling) - activations(n, RUN.sampling) for n in (1, 2, 4)}
+  assert record[2] - record[1] == 8 * 8 * 2048 * 20 * 4
+  assert record[4] - record[1] == 3 * (record[2] - record[1])

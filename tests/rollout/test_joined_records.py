@@ -84,3 +84,13 @@ def test_a_token_of_a_conversation_keeps_the_experts_of_its_first_turn():
   assert ''.join(map(chr, trajectory.tokens)) == 'a/>xy.b/>z'
   np.testing.assert_array_equal(trajectory.routes, experts(0, 1, 2, 3, *numbers[4:]))
   assert trajectory.saturated == 9
+
+
+def test_the_request_behind_several_interruptions_knows_all_tokens_of_its_completion():
+  """`resumed` tells the engine where the completion begins: a stop string may span the interruptions."""
+  asked = Request(1, 0, PROMPT, 9, given=np.array([20, 21], np.int32))  # an earlier turn
+  first = part(asked, [10, 11], 3)
+  waiting = part(first.rest(), [], 4)
+  rest = part(waiting.rest(), [12, 13, 14], 5).rest()
+  assert rest.given.tolist() == [20, 21, 10, 11, 12, 13, 14]
+  assert (rest.resumed, rest.max_tokens, rest.start) == (5, 4, 9)

@@ -7,6 +7,8 @@ from simulation import Episodes
 
 from sprl.config import Rollout
 from sprl.rollout.episodes import Generate, Work
+from sprl.tasks.grader_pool import Grade
+from sprl.tasks.worker_pool import Failure
 from sprl.types import NOTHING, Trajectory
 
 pytestmark = pytest.mark.usefixtures('unchecked')
@@ -145,3 +147,19 @@ def test_batch_returns_early_when_stopped():
   turns = iter([False, False, True])
   assert world.scheduler.batch(lambda: next(turns)) is None
   assert set(world.scheduler.state()['live']) == set(world.scheduler._groups)
+
+
+def test_no_two_requests_of_a_member_draw_with_the_same_random_numbers():
+  """(uid, attempt) of a request is the key of its random numbers: every branch of every attempt has its own."""
+  world, asked = World(Rollout(prompts=1, group=1), retries=2), []
+
+  def branching(number, uid, attempt):
+    for branch in range(3):
+      completion = yield Generate(np.array([7]), NOTHING, TOKENS, branch=branch)
+      asked.append((completion.request.uid, completion.request.attempt))
+    return Trajectory.of(completion, reward=(yield Work((uid, attempt))).score)
+
+  world.scheduler.source = Episodes(branching)
+  world.workers._result = lambda call: Failure('error', 'x') if call[1] < 2 else Grade(1.0, 'ok')
+  world.step()
+  assert len(set(asked)) == len(asked) == 9  # three branches of three attempts

@@ -139,3 +139,12 @@ def test_late_results_of_dropped_groups_are_ignored():
   scheduler._completed(completion)
   world.check()
   assert uid not in scheduler._dispatcher._members
+
+
+def test_dropped_groups_between_groups_that_count_do_not_end_the_run(monkeypatch):
+  """Only groups that are dropped one after the other show that no batch will ever be ready."""
+  monkeypatch.setattr('sprl.rollout.scheduler.FRUITLESS_BATCHES', 1)
+  world = World(Rollout(prompts=1, group=2, equal_groups='replace'), capacity=2)
+  world.workers._result = lambda call: Grade(float(call[0] % 4 == 3), 'ok')  # rewards of even groups: 0, 0; of odd ones: 0, 1
+  assert [group.number for _ in range(5) for group in world.step()] == [1, 3, 5, 7, 9]
+  assert world.scheduler.counts['filtered'] == 5

@@ -197,3 +197,16 @@ def test_random_numbers_depend_on_uid_attempt_and_position_only():
     varied[which] = jnp.arange(50)
     assert len(np.unique(np.asarray(numbers(seed, *varied)))) == 100
   assert not np.array_equal(a, some(jax.random.key(4), [5, 6, 7], [0, 0, 1], [0, 1, 2]))
+
+
+def test_filters_whose_bound_is_met_exactly():
+  """Probabilities of 1/2, 1/4, 1/8 and 1/8, which are exact: the smallest set for top-p, at least the fraction for min-p."""
+  logits = jnp.asarray(np.log(np.float32([[0.5, 0.25, 0.125, 0.125]])))
+  p = np.asarray(jax.nn.softmax(logits))[0]
+  np.testing.assert_array_equal(p, [0.5, 0.25, 0.125, 0.125])
+
+  def kept(**settings):
+    return int((probabilities(logits, Sampling(**settings)) > 0).sum())
+
+  assert [kept(top_p=bound) for bound in (0.5, 0.51, 0.75, 0.76)] == [1, 2, 2, 4]  # the last two tie, so both stay
+  assert [kept(min_p=bound) for bound in (0.25, 0.26, 0.5, 0.51)] == [4, 2, 2, 1]

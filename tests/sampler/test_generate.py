@@ -209,3 +209,15 @@ def test_prompt_buckets_can_be_set():
 def test_a_dense_engine_has_buckets_for_given_tokens():
   assert engine_config().buckets == (12, 24, 36)
   assert engine_config(Cache(budget=8, interval=4, window=2)).buckets == (12,)
+
+
+@pytest.mark.parametrize(
+  ('given', 'resumed', 'new', 'cut'),
+  [('xyab', 0, 'bcd', None), ('xya', 0, 'bcd', None), ('xyab', 0, 'cab', 3), ('xya', 1, 'bcd', 1), ('xyabc', 1, 'bcd', None)],
+)
+def test_only_the_completion_itself_may_contain_a_stop_string(given, resumed, new, cut):
+  """An earlier turn may end in the stop string. Of the given tokens only the last `resumed` belong to the completion."""
+  given, new = (np.array([ord(c) - ord('a') for c in word], np.int32) for word in (given, new))
+  engine = Engine(dataclasses.replace(engine_config(), sampling=dataclasses.replace(SAMPLING, stop=('ab',))), weights())
+  row = _Row(dataclasses.replace(requests()[0], given=given, resumed=resumed), 0, tokens=new.tolist())
+  assert engine._stop_string(row, len(new)) == cut

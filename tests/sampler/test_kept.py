@@ -349,3 +349,39 @@ def test_the_tokens_of_a_running_request_can_be_read():
   assert seen[-1] is None
   assert [len(tokens) for tokens in seen[:-1]] == [5]  # the first token, and a chunk of four
   assert seen[0].tolist() == done[0].tokens[:5].tolist()
+
+
+def test_a_stop_string_at_the_end_of_a_chunk_keeps_no_cache_to_which_the_next_chunk_writes():
+  """With lookahead the next chunk is in the queue when the host finds the stop string. Its evictions cannot be undone."""
+  plain = config_of('sparse')
+
+  def engine(stop=()):
+    sampling = dataclasses.replace(plain.sampling, stop=stop)
+    return Engine(dataclasses.replace(plain, sampling=sampling, fixed_chunks=True), weights_of('sparse'))
+
+  (whole,) = run_one(engine(), Request(3, 3, prompt_of(3), 12))
+  stop, found = (tiny_engine.text(whole.tokens[3:5].tolist()),), {}  # the fifth token is the last of the first chunk
+  for reuse in (True, False):
+    subject = engine(stop)
+    assert subject.config.in_flight == 2
+    (first,) = run_one(subject, Request(3, 3, prompt_of(3), 12, keep=reuse))
+    assert (first.finish, len(first.tokens)) == ('stop', 5)
+    given = np.concatenate([first.tokens, reply_of(3, 0)]).astype(np.int32)
+    (found[0, reuse],) = run_one(subject, Request(3, 3, prompt_of(3), 6, given, continues=(3, 0) if reuse else None))
+    assert (subject.usage.prefix_hits, subject.usage.prefix_misses) == (0, int(reuse))
+  assert not differing({0: found[0, True]}, {0: found[0, False]})
+
+
+def test_a_sequence_that_ends_again_counts_as_the_newest():
+  """Three places. Sequence 1 ends again without its cache, so sequence 2 is the oldest when a fifth cache needs a place."""
+  engine = engine_of()
+  engine._kept = kept.KeptCaches(engine.config.layout, places=3, mesh=None)
+  last = {}
+  for uid in (1, 2, 1, 3, 4):
+    (last[uid],) = run_one(engine, Request(uid, uid, prompt_of(uid), 4, keep=True))
+  counts = {}
+  for uid, completion in last.items():
+    given, before = np.append(completion.tokens, 5).astype(np.int32), engine.usage.prefix_hits
+    run_one(engine, Request(uid, uid, prompt_of(uid), 4, given, continues=(uid, 0)))
+    counts[uid] = engine.usage.prefix_hits - before
+  assert counts == {1: 1, 2: 0, 3: 1, 4: 1}

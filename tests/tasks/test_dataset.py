@@ -311,3 +311,13 @@ def test_without_the_hub_its_cache_is_used(monkeypatch, tmp_path):
   monkeypatch.setattr(huggingface_hub, 'snapshot_download', unreachable)
   assert "config.task.path = 'some/name': no such file or folder, and the Hugging Face hub" in (said := refused('some/name'))
   assert 'no route to host' in said
+
+
+def test_a_pattern_takes_the_last_match_and_its_first_group(tmp_path):
+  """The steps of a solution may contain the mark of the answer too."""
+  steps = 'First #### 3 apples.\nThen #### 4 apples.\n#### 7 pears \nCheck.'
+  write_jsonl(tmp_path / 'train.jsonl', [{'q': '3 + 4?', 'steps': steps}])
+  expected = {r'####\s*(\d+)': '7', r'####\s*(\d+) (\w+)': '7', r'\d+ apples': '4 apples', '#### (.+)': '7 pears'}
+  for pattern, answer in expected.items():
+    (found,) = load(tmp_path, columns={'prompt': 'q', 'answer': f'steps ~ {pattern}'})
+    assert found.answer == answer

@@ -266,3 +266,23 @@ def test_scores_are_finite_floats():
     score = grade('', '18', '18')
     assert isinstance(score, float)
     assert math.isfinite(score)
+
+
+@pytest.mark.parametrize(
+  ('completion', 'answer', 'final'),
+  [
+    ('<answer></answer> so 7', '7', ''),  # an empty tag is an answer, which is wrong
+    (r'<answer> </answer> \boxed{7}', '7', ''),
+    ('<answer>I do not know</answer> perhaps 7', '7', ''),
+    ('<answer></answer> Paris', 'Paris', ''),
+    ('<answer>7</answer> or <answer></answer>', '7', ''),
+    (r'<answer>8</answer> \boxed{7} 6', '7', '8'),
+    (r'\boxed{7} 6', '7', '7'),
+    (r'\boxed{} 6', '7', '6'),
+    ('5 6', '7', '6'),
+  ],
+)
+def test_the_final_answer_is_the_last_tag_even_if_it_is_empty(completion, answer, final):
+  assert graders.final_answer(completion, answer) == final
+  if graders.number(answer) is not None:
+    assert graders.numeric('', completion, answer) == float(final == answer)
