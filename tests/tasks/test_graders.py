@@ -137,9 +137,9 @@ def test_last_number(text, last):
 
 @given(st.decimals(allow_nan=False, allow_infinity=False, places=3, min_value=-(10**12), max_value=10**12))
 def test_a_number_is_read_in_any_notation(value):
-  for text in (f'{value:f}', f'{value:,f}', f'{value:f}.', f' {value:f}% ', f'{value:.3e}' if value == 0 else f'{value:f}'):
+  for text in (f'{value:f}', f'{value:,f}', f'{value:f}.', f' {value:f}% ', f'{value:.15e}'):
     assert graders.number(text) == value
-  assert Decimal(graders.last_number(f'From 3 and 4 we get ${value:,f}. Done') or '') == abs(value) or value < 0
+  assert Decimal(graders.last_number(f'From 3 and 4 we get ${value:,f}. Done') or '') == value
 
 
 @pytest.mark.parametrize('text', ['', 'x', '1 2', '18 apples', '5-7', '1,2', '--1', '1.2.3', '١٢'])
