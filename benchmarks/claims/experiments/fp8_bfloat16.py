@@ -31,11 +31,13 @@ EXPERIMENT = Experiment(
     Claim('A learner that multiplies in FP8 too has less mismatch.', 'FP8-RL', 'between FP8 rollouts and bfloat16',
           (Comparison('tis', 'end_to_end', 0.0, MISMATCH), Comparison('end_to_end', 'bfloat16', 0.0, MISMATCH))),
     Claim('FP8 rollouts without a correction lower the accuracy of bfloat16 training.', 'FP8-RL', 'a drop without a correction',
-          (Comparison('bfloat16', 'alone', 0.05),)),
+          (Comparison('bfloat16', 'alone', 0.05),),
+          reason='The mismatch is small, as in fp8_rl: 0.0009 nats a token, in answers of about 150 tokens. The published drop '
+          'is that of a model of 8 B parameters (verl documentation). No run tests this reason.'),
     Claim('With token-level TIS, FP8 rollouts train as well as bfloat16.', 'FP8-RL', 'on par',
           (Comparison('tis', 'bfloat16', -0.05),)),
     Claim('Training that multiplies in FP8 end to end is as accurate as bfloat16.', 'FP8-RL', 'on par',
           (Comparison('end_to_end', 'bfloat16', -0.05),)),
   ),
-  hours=1.5,
+  hours=2.0,
 )  # fmt: skip
