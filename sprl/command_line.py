@@ -152,11 +152,11 @@ def _raised_by_config_file(argv: list[str], error: Exception) -> str:
     return _of_config_file(file, frames[inside[-1]].lineno, f'{type(error).__name__}: {error}')
   if found := re.search(r'(\w+) cannot be overridden', str(error)):  # in a flag; ml_collections raises it
     return f'{found[1]!r} is no key of a dictionary of settings: expected another name, which ml_collections does not use itself'
+  if isinstance(error, AttributeError) and error.name == 'get_config':
+    return f'{file}: has no function get_config(); expected one that returns sprl.config.default_config() with changes'
   missing = [name for name in _config_flags(argv) if _parent_in_free(name)]
   if isinstance(error, AttributeError | KeyError) and missing:  # ml_collections found no such key
     return f'{", ".join(missing)}: not set in the config; set all of --{_parent_in_free(missing[0])}="{{...}}"'
-  if isinstance(error, AttributeError) and error.name == 'get_config':
-    return f'{file}: has no function get_config(); expected one that returns sprl.config.default_config() with changes'
   raise error
 
 

@@ -22,6 +22,7 @@ from sprl.api.sampler import Sampler
 from sprl.api.settings import Settings, merged, refuse, resolved
 from sprl.config import Run, SettingsError
 from sprl.distributed.process_group import require_single_process
+from sprl.io.huggingface import DTYPES
 from sprl.kernels.support import record_format
 from sprl.learner.learner import Learner
 from sprl.learner.optimizer import make_optimizer
@@ -39,8 +40,6 @@ from sprl.tasks.in_memory import Row
 from sprl.types import Trajectory
 
 WHERE_LOADED = ('model', 'lora', 'mesh', 'devices')  # sections that only `load` takes: they decide how to load
-
-SAVED = ('bfloat16', 'float16', 'float32')  # dtypes of a saved model
 
 
 def load(path: str | Path, **settings: Any) -> 'LoadedModel':
@@ -149,8 +148,8 @@ class LoadedModel:
 
     `dtype` is `bfloat16`, `float16` or `float32`. Raises SettingsError for another one.
     """
-    if dtype not in SAVED:
-      raise SettingsError(f'dtype = {dtype!r}: expected one of {", ".join(SAVED)}')
+    if dtype not in DTYPES.values():
+      raise SettingsError(f'dtype = {dtype!r}: expected one of {", ".join(sorted(DTYPES.values()))}')
     params = self.params if self._base is None else network(self._trained, self.model.base('float32'))
     return export(self.model, params, Path(folder), dtype)
 

@@ -31,7 +31,7 @@ Params = dict[Any, Any]  # nested dict of arrays
 Keys = tuple[str | int, ...]  # the path of a leaf: ('layers', 0, 'mlp', 'up', 'kernel')
 
 MARK = {'format': 'pt', 'written_by': 'sprl'}  # metadata of an export by sprl, which a later export may replace
-_DTYPES = {'F32': 'float32', 'F16': 'float16', 'BF16': 'bfloat16'}  # safetensors' name -> numpy's
+DTYPES = {'F32': 'float32', 'F16': 'float16', 'BF16': 'bfloat16'}  # of weights in files: safetensors' name -> numpy's
 _TOKENIZER_FILES = (
   'tokenizer.json',
   'tokenizer_config.json',
@@ -196,8 +196,8 @@ def check_weights(folder: str | Path, config: ModelConfig) -> dict[str, Path]:
     path, stored_shape, dtype = found[name]
     if stored_shape != shape:
       raise WeightsError(f'{path}: {name} has shape {stored_shape}; expected {shape} by config.json ({config.family})')
-    if dtype not in _DTYPES:
-      raise WeightsError(f'{path}: {name} is stored as {dtype}; expected one of {", ".join(_DTYPES)}')
+    if dtype not in DTYPES:
+      raise WeightsError(f'{path}: {name} is stored as {dtype}; expected one of {", ".join(DTYPES)}')
   return {name: found[name][0] for name in expected}
 
 
@@ -364,7 +364,7 @@ def write_safetensors(path: Path, shard: list[tuple[Tensor, Callable[[], np.ndar
   """
   header: dict[str, Any] = {'__metadata__': MARK}
   end = 0
-  code = next(code for code, name in _DTYPES.items() if name == dtype)
+  code = next(code for code, name in DTYPES.items() if name == dtype)
   for tensor, _ in shard:
     begin, end = end, end + int(np.prod(tensor.shape)) * jnp.dtype(dtype).itemsize
     header[tensor.name] = {'dtype': code, 'shape': list(tensor.shape), 'data_offsets': [begin, end]}
