@@ -23,14 +23,24 @@ CASES = {
   'settings': 24, 'commands': 2, 'weights': 24, 'tokenizers': 40, 'rows': 80, 'templates': 20, 'graders': 3, 'environments': 3,
   'endpoint': 100,
 }  # fmt: skip
-SLOW = ('commands',)  # a run of one step takes 15 seconds of CPU time
 
 
-@pytest.mark.parametrize('name', [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in CASES])
-def test_random_inputs_end_in_an_answer_or_a_refusal(name):
+def outcomes(name, *more):
   with campaign.opened(name) as (target, world):
-    outcomes = {target.check(world, campaign.case_of(target, world, 0, number)) for number in range(CASES[name])}
-  assert len(outcomes) > 1  # not all are refused
+    cases = [campaign.case_of(target, world, 0, number) for number in range(CASES[name])]
+    return [target.check(world, case) for case in (*cases, *more)]
+
+
+@pytest.mark.parametrize('name', [name for name in CASES if name != 'commands'])
+def test_random_inputs_end_in_an_answer_or_a_refusal(name):
+  assert len(set(outcomes(name))) > 1  # not all are refused
+
+
+@pytest.mark.slow
+def test_random_commands_end_in_a_run_or_a_refusal():
+  """A command takes 15 seconds of CPU time: there are few random ones, and one that runs and one that does not are given."""
+  runs, refused = ({'config': 'config.py', 'flags': [f'--config.steps={steps}']} for steps in (1, -1))
+  assert outcomes('commands', runs, refused)[-2:] == ['status 0', 'status 2']
 
 
 @pytest.mark.parametrize('name', ['getattr', 'getitem'])
