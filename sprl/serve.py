@@ -93,15 +93,16 @@ def serve(run: Run, access: Access, host: str, port: int, queue: int, grace: flo
   # Imported late: an error in the settings is reported before jax loads.
   from sprl.agents.endpoint import application
   from sprl.agents.engine_thread import EngineBackend, EngineThread
-  from sprl.agents.server import ServerThread
+  from sprl.agents.server import ServerThread, bound
 
   stop = threading.Event()
   for number in signal.SIGTERM, signal.SIGINT:
     signal.signal(number, lambda *_: stop.set())
+  held = bound(host, port, ('--host', '--port'))  # before the model loads, which can take minutes
   engine, tokenizer = open_engine(run)
   with EngineThread(engine, queue) as thread:
     app = application(EngineBackend(thread, tokenizer, run.sampling, run.model.path, tool_format), token=access.token)
-    with ServerThread(app, host, port, ('--host', '--port'), grace) as server:
+    with ServerThread(app, held, grace) as server:
       print(f'http://{host}:{server.port}/v1 serves {run.model.path}, {engine.capacity} rows', flush=True)
       print(access.said, flush=True)
       while not stop.wait(0.2) and not thread.ended.is_set():

@@ -125,7 +125,7 @@ class AgentPool:
     now: Callable[[], float] = time.monotonic,
   ):
     from sprl.agents.endpoint import application  # imported late: the packages are an extra
-    from sprl.agents.server import ServerThread
+    from sprl.agents.server import ServerThread, bound
 
     self.program, self.sampling, self.model, self._limit, self._now = program, sampling, model, limit, now
     self._most = most or sys.maxsize
@@ -136,7 +136,7 @@ class AgentPool:
     self._numbers = itertools.count()
     self._losses = 0
     self._host: _Host | None = None
-    self._server = ServerThread(application(self, PREFIX), port=port, settings=('host', "config.task.args['port']"))
+    self._server = ServerThread(application(self, PREFIX), bound(port=port, settings=('host', "config.task.args['port']")))
 
   def __enter__(self) -> 'AgentPool':
     try:

@@ -12,29 +12,25 @@ from sprl.config import SettingsError
 START_SECONDS = 30.0
 
 
+def bound(host: str = '127.0.0.1', port: int = 0, settings: tuple[str, str] = ('host', 'port')) -> socket.socket:
+  """Return a socket that holds the port of `host`; 0: a free one. Raises SettingsError, which names `settings`, if it cannot."""
+  held = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+  held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+  try:
+    held.bind((host, port))
+  except (OSError, OverflowError, UnicodeError) as error:  # in use, or no port number, or no host name
+    held.close()
+    if isinstance(error, socket.gaierror | UnicodeError) or error.args[:1] == (errno.EADDRNOTAVAIL,):
+      raise SettingsError(f'{settings[0]} = {host!r}: expected an IPv4 address or a name of this machine ({error})') from None
+    raise SettingsError(f'{settings[1]} = {port}: expected a free port of {host} ({error})') from None
+  return held
+
+
 class ServerThread:
-  """Serves an application on `host`. Port 0: a free one. A context manager; entering waits until the server answers.
+  """Serves an application on a bound socket, or on a free port of this machine. A context manager; entering opens the port."""
 
-  Raises SettingsError if the host or the port cannot be used; `settings` are their names.
-  """
-
-  def __init__(
-    self,
-    app: Starlette,
-    host: str = '127.0.0.1',
-    port: int = 0,
-    settings: tuple[str, str] = ('host', 'port'),
-    grace: float = 1.0,
-  ):
-    self._socket = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-      self._socket.bind((host, port))
-    except (OSError, OverflowError, UnicodeError) as error:  # in use, or no port number, or no host name
-      self._socket.close()
-      if isinstance(error, socket.gaierror | UnicodeError) or error.args[:1] == (errno.EADDRNOTAVAIL,):
-        raise SettingsError(f'{settings[0]} = {host!r}: expected an IPv4 address or a name of this machine ({error})') from None
-      raise SettingsError(f'{settings[1]} = {port}: expected a free port of {host} ({error})') from None
+  def __init__(self, app: Starlette, held: socket.socket | None = None, grace: float = 1.0):
+    self._socket = held or bound()
     self.port: int = self._socket.getsockname()[1]
     config = uvicorn.Config(
       app, log_level='warning', access_log=False, lifespan='off', backlog=2048, timeout_graceful_shutdown=max(1, round(grace))

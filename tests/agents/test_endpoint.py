@@ -18,7 +18,7 @@ from sprl import serve
 from sprl.agents import engine_thread, protocol
 from sprl.agents.endpoint import application
 from sprl.agents.protocol import Answer, Partial
-from sprl.agents.server import ServerThread
+from sprl.agents.server import ServerThread, bound
 from sprl.config import Sampling, SettingsError, default_config
 from sprl.types import Request
 
@@ -226,13 +226,13 @@ def test_a_port_that_cannot_be_used_is_named():
     used.listen()
     for port in (used.getsockname()[1], 99_999, -1):
       with pytest.raises(SettingsError, match=rf"^config\.task\.args\['port'\] = {port}: expected a free port"):
-        ServerThread(application(Scripted('')), port=port, settings=('host', "config.task.args['port']"))
+        bound(port=port, settings=('host', "config.task.args['port']"))
 
 
 @pytest.mark.parametrize('host', ['no-such-host.invalid', '::1', '203.0.113.1', 'a..b'])
 def test_a_host_that_cannot_be_used_is_named(host):
   with pytest.raises(SettingsError, match=rf"^--host = '{re.escape(host)}': expected an IPv4 address or a name of this machine"):
-    ServerThread(application(Scripted('')), host, settings=('--host', '--port'))
+    bound(host, settings=('--host', '--port'))
 
 
 def status_of(server, request, authorization=None):
@@ -275,7 +275,8 @@ def test_with_the_token_the_client_is_answered_and_without_it_reads_why_not():
 
 
 def test_a_server_is_on_the_loopback_address_unless_told_otherwise():
-  assert ServerThread(application(Scripted('')))._socket.getsockname()[0] == '127.0.0.1'
+  with bound() as held:
+    assert held.getsockname()[0] == '127.0.0.1'
   assert serve._HOST.default == '127.0.0.1'
   assert serve._TOKEN.default is True
 

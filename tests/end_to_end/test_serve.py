@@ -44,7 +44,11 @@ def test_a_request_that_runs_when_sigterm_arrives_is_answered_and_the_command_en
 
 @pytest.mark.parametrize(
   ('flags', 'said'),
-  [(['--tool_format=xml'], 'tool_format'), (['--config.sampling.rows=0'], r'config.sampling.rows = 0')],
+  [
+    (['--tool_format=xml'], 'tool_format'),
+    (['--config.sampling.rows=0'], 'config.sampling.rows = 0'),
+    (['--model=random:none', '--host=a..b'], "--host = 'a..b'"),  # before the model is looked for
+  ],
 )
 def test_what_cannot_be_served_is_refused(model, flags, said):
   status, _, err = tiny.run('serve', f'--model={model}', *flags)
