@@ -1,9 +1,15 @@
-"""Calls of code that is not ours. Graders and environments may raise anything, also what is no Exception.
+"""Calls and files of code that is not ours. Graders and environments may raise anything, also what is no Exception.
 
 Such calls run in threads and in processes that get no Ctrl-C: a KeyboardInterrupt there comes from the code.
 """
 
+import hashlib
+import importlib.machinery
+import importlib.util
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 
@@ -22,3 +28,23 @@ def reason(error: BaseException) -> str:
     return f'{type(error).__name__}: {error}'[:500].encode(errors='replace').decode()
   except BaseException:  # the error's own __str__ fails
     return type(error).__name__
+
+
+def imported(path: Path) -> ModuleType:
+  """Return the module of a user's file, which runs once per process and may import its neighbours. Raises what it raises."""
+  path = path.absolute()
+  # Dataclasses and pickle look the module up by its name, which therefore has no dot: that would name a package.
+  name = f'user_file_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}'
+  if name in sys.modules:
+    return sys.modules[name]
+  if str(path.parent) not in sys.path:
+    sys.path.append(str(path.parent))  # last, so that its neighbours shadow nothing
+  loader = importlib.machinery.SourceFileLoader(name, str(path))
+  module = importlib.util.module_from_spec(importlib.machinery.ModuleSpec(name, loader, origin=str(path)))
+  sys.modules[name] = module
+  try:
+    loader.exec_module(module)
+  except BaseException:
+    del sys.modules[name]
+    raise
+  return module

@@ -17,12 +17,8 @@ answer is the last `<answer>` tag, else the last box, else the whole text; if th
 """
 
 import ast
-import importlib.machinery
-import importlib.util
 import inspect
 import re
-import sys
-import types
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
@@ -33,6 +29,7 @@ from typing import Any
 from sprl.config import SettingsError, Task
 from sprl.config_checks import GRADERS, grader_file, python_name, reward_name, weighted
 from sprl.tasks import code_grader, judge
+from sprl.tasks.foreign import imported
 from sprl.tasks.rewards import Grader, for_groups, for_samples, is_async, is_groupwise
 
 SECONDS, ASYNC_SECONDS = 10.0, 60.0  # for grading a sample, unless task.time_limit is set; the second: by an async grader
@@ -193,27 +190,11 @@ def load(spec: GraderSpec, columns: Collection[str] = ()) -> Callable[[Any], Any
 
 
 def _from_file(spec: GraderSpec) -> Callable[..., Any]:
-  path = Path(spec.path)
-  if str(path.parent) not in sys.path:
-    sys.path.append(str(path.parent))  # the file may import its neighbours; last, so that they shadow nothing
-  module = _module(f'user_grader {path}', path)
+  module = imported(Path(spec.path))
   function = getattr(module, spec.name)
   if (is_groupwise(inspect.signature(function).parameters), is_async(function)) != (spec.groupwise, spec.asynchronous):
     raise TypeError(f'{spec.label}: a function with `completions`, or an `async def`, must be defined in this file by its name')
   return function
-
-
-def _module(name: str, path: Path) -> types.ModuleType:
-  """Return the module of a file. The rewards that one file defines share it."""
-  if name not in sys.modules:
-    loader = importlib.machinery.SourceFileLoader(name, str(path))
-    sys.modules[name] = importlib.util.module_from_spec(importlib.machinery.ModuleSpec(name, loader, origin=str(path)))
-    try:
-      loader.exec_module(sys.modules[name])
-    except BaseException:
-      del sys.modules[name]
-      raise
-  return sys.modules[name]
 
 
 def _reasoning_gym(spec: GraderSpec) -> Grader:

@@ -1,6 +1,7 @@
 """Graders that crash, hang or leak, in worker processes with limits of time and memory."""
 
 import os
+import signal
 from functools import partial
 
 import pytest
@@ -13,9 +14,12 @@ from sprl.tasks.rewards import Sample
 
 # The completion selects the behaviour of the grader.
 WILD = """
-import ctypes, os, re, signal, subprocess, sys, threading, time
+import ctypes, multiprocessing, os, re, signal, subprocess, sys, threading, time
 
 hoard = []
+
+def half(x):
+  return x / 2
 
 def grade(prompt, completion, answer):
   what, _, value = completion.partition(' ')
@@ -64,6 +68,15 @@ def grade(prompt, completion, answer):
       raise ValueError('\\ud800')
     case 'fork':  # the child returns too
       os.fork()
+    case 'processes':  # which find the function by the name of its module
+      with multiprocessing.get_context('fork').Pool(1) as processes:
+        return sum(processes.map(half, [float(value)]))
+    case 'terminate':
+      process = multiprocessing.get_context('fork').Process(target=time.sleep, args=(60,))
+      process.start()
+      process.terminate()
+      process.join(5)
+      return float(-process.exitcode)
     case 'later':  # dies when nobody asks
       threading.Timer(0.05, os._exit, [3]).start()
   return 1.0
@@ -103,6 +116,11 @@ def test_a_thousand_samples_start_no_new_process(pool):
 def test_a_grader_that_forks_and_returns_twice_gives_every_sample_its_own_score(tmp_path):
   with grader_pool(spec(tmp_path), 1, LIMIT, memory_gb=0.1, now=NOW) as pool:
     assert [g.score for g in grades(pool, 'fork', *(f'score {i}' for i in range(20)))] == [1.0, *map(float, range(20))]
+
+
+def test_a_grader_may_start_processes_and_end_them(tmp_path):
+  with grader_pool(spec(tmp_path), 1, LIMIT, memory_gb=4.0, now=NOW) as pool:
+    assert [g.score for g in grades(pool, 'processes 0.5', 'terminate')] == [0.25, signal.SIGTERM]
 
 
 @pytest.mark.parametrize('number', ['bool_(True)', 'array(1.0)', 'float32(1)', 'int64(1)'])

@@ -1,15 +1,12 @@
 """A user's class from a file, named `file.py:Class`."""
 
-import hashlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from sprl.config import SettingsError
-from sprl.tasks.foreign import reason
+from sprl.tasks.foreign import imported, reason
 
 
 def split_reference(text: str) -> tuple[str, str] | None:
@@ -21,8 +18,7 @@ def split_reference(text: str) -> tuple[str, str] | None:
 def load_class(reference: str, methods: tuple[str, ...], where: str) -> type:
   """Return the class that `file.py:Class` names, which must have `methods`.
 
-  The file runs once per process and may import its neighbours. Raises SettingsError, which begins with the setting `where`, for
-  a missing or failing file, a missing class and a missing method.
+  Raises SettingsError, which begins with the setting `where`, for a missing or failing file, a missing class or a missing method.
   """
   found = split_reference(reference)
   said = f'{where} = {reference!r}'
@@ -31,7 +27,12 @@ def load_class(reference: str, methods: tuple[str, ...], where: str) -> type:
   path, name = Path(found[0]).expanduser().absolute(), found[1]
   if not path.is_file():
     raise SettingsError(f'{said}: {path}: no such file')
-  module = _module(path, said)
+  try:
+    module = imported(path)
+  except KeyboardInterrupt:
+    raise
+  except BaseException as error:
+    raise SettingsError(f'{said}: {path} fails to import ({reason(error)})') from error
   kind = getattr(module, name, None)
   if not isinstance(kind, type):
     classes = sorted(key for key, value in vars(module).items() if isinstance(value, type))
@@ -54,24 +55,3 @@ def construct(kind: Callable[..., Any], args: Mapping[str, Any], where: str) -> 
     raise
   except BaseException as error:  # a user's code may raise anything, and call sys.exit
     raise SettingsError(f'{where} = {dict(args)!r}: {name} failed ({reason(error)})') from error
-
-
-def _module(path: Path, said: str) -> Any:
-  name = f'user_environment_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}'
-  if name in sys.modules:
-    return sys.modules[name]
-  if str(path.parent) not in sys.path:
-    sys.path.append(str(path.parent))  # last, so that its neighbours shadow nothing
-  spec = importlib.util.spec_from_file_location(name, path)
-  assert spec is not None  # true of every path that ends in .py
-  assert spec.loader is not None
-  module = importlib.util.module_from_spec(spec)
-  sys.modules[name] = module  # dataclasses and pickle look it up here
-  try:
-    spec.loader.exec_module(module)
-  except BaseException as error:
-    del sys.modules[name]
-    if isinstance(error, KeyboardInterrupt):
-      raise
-    raise SettingsError(f'{said}: {path} fails to import ({reason(error)})') from error
-  return module
