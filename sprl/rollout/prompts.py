@@ -4,7 +4,6 @@ Groups are numbered in the order of asking. A group's number fixes its problem, 
 group have the same problem, also if the group starts again after a resume.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -156,21 +155,25 @@ class OffsetSource:
     return self.inner.answer(number - self.first)
 
 
-def seeds(number: int, held_out: bool, split: bool) -> int:
+def seeds(number: int, held_out: bool, split: bool, rows: int | None = None) -> int:
   """Return the seed of a group's environments. No two groups of a run share one.
 
   With `split` the environment itself tells training from test problems. Otherwise training has even seeds and held-out episodes
-  have odd ones.
+  have odd ones. If seed s asks for row s % `rows`, they then ask different rows. An odd number would mix them: its last row is
+  left out.
   """
-  return number if split else 2 * number + held_out
+  if split:
+    return number
+  seed = 2 * number + held_out
+  if rows is None or rows % 2 == 0 or rows == 1:
+    return seed
+  rounds, row = divmod(seed, rows - 1)
+  return rounds * rows + row
 
 
 def different(rows: int, split: bool) -> int:
-  """Return how many of an environment's rows its held-out groups ask, if a seed asks for row `seed % rows`.
-
-  Without `split` the seeds are odd. They reach half of an even number of rows, and all of an odd number.
-  """
-  return rows if split else rows // math.gcd(rows, 2)
+  """Return how many of an environment's rows its held-out groups ask."""
+  return rows if split else max(rows // 2, 1)
 
 
 def prompts(source: Source, first: int, count: int) -> Sequence[Int[np.ndarray, ' _']]:

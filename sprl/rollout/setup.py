@@ -230,9 +230,10 @@ class RolloutSetup:
     assert task.name, 'checked with the settings'
     codec = ChatCodec(self.tokenizer, task.system) if task.chat else PlainCodec(self.tokenizer)
     limits = Limits(task.turns, task.turn_tokens, run.sampling.max_prompt, limit)
-    seed = partial(seeds, held_out=held_out, split=takes_split(task, self.inputs.environment))
-    release = (lambda call: None) if pool is None else pool.release
     sample = make_environment(task, held_out, self.inputs.environment) if self.team.leads else None
+    split, rows = takes_split(task, self.inputs.environment), len(sample) if isinstance(sample, Sized) else None
+    seed = partial(seeds, held_out=held_out, split=split, rows=rows)
+    release = (lambda call: None) if pool is None else pool.release
     return ConversationSource(seed, limits, codec, release, sample, task.time_limit or STEP_SECONDS)
 
   # --- workers ---------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from teams import together
 
 from sprl.config import Evaluation, ModelSettings, Run, Sampling, SettingsError, Task
 from sprl.io.tokenizer import Tokenizer, TokenizerError, write_tiny
-from sprl.rollout.prompts import prompts
+from sprl.rollout.prompts import prompts, seeds
 from sprl.rollout.setup import Inputs, RolloutSetup, check_inputs
 from sprl.tasks.environments.user_file import load_class
 from sprl.types import Completion, Request, Trajectory
@@ -140,10 +140,11 @@ SPLIT = '  def __init__(self, split):\n    pass\n'
     (9, '', [1, 3, 5, 7, 0]),  # the environment does not tell that it has rows
     (4, '  def __len__(self):\n    return 4\n', [1, 3]),
     (6, '  def __len__(self):\n    return 6\n', [1, 3, 5]),
-    (3, '  def __len__(self):\n    return 3\n', [1, 0, 2]),
+    (1, '  def __len__(self):\n    return 1\n', [0]),
+    (5, '  def __len__(self):\n    return 5\n', [1, 3]),
     (4, SPLIT + '  def __len__(self):\n    return 4\n', [0, 1, 2, 3]),
   ],
-  ids=['endless', 'four', 'six', 'odd', 'split'],
+  ids=['endless', 'four', 'six', 'one', 'odd', 'split'],
 )
 def test_an_evaluation_plays_no_episode_of_an_environment_twice(tmp_path, rows, more, asked):
   write_tiny(tmp_path)
@@ -159,6 +160,16 @@ def test_an_evaluation_plays_no_episode_of_an_environment_twice(tmp_path, rows, 
       return [tokenizer.decode(held_out.source.prompt(number)) for number in range(held_out.count)]
 
   assert together(program, program) == [[f'row {row}\n' for row in asked]] * 2
+
+
+@pytest.mark.parametrize('rows', [2, 5, 8, 9])
+def test_training_asks_no_row_that_evaluation_asks(rows):
+  """Where the environment does not tell the splits apart. No two groups have a seed in common."""
+  found = [[seeds(number, held_out, split=False, rows=rows) for number in range(3 * rows)] for held_out in (False, True)]
+  train, test = ({seed % rows for seed in some} for some in found)
+  assert len(train) == len(test) == rows // 2
+  assert not train & test
+  assert len({*found[0], *found[1]}) == 6 * rows
 
 
 def test_an_environment_that_cannot_be_reset_ends_all_processes(tmp_path):
