@@ -6,7 +6,7 @@ sends the requests of its agents to the episode's URL. Arguments (config.task.ar
     taskset    the id of a taskset, or its config: {"id": ..., ...}
     env        further settings of the environment, such as {"agent": {"harness": {"id": "null"}, "max_turns": 5}}
     path       a folder with packages of tasksets and harnesses
-    held_out   tasks that evaluation alone uses; 0: training and evaluation share all tasks
+    held_out   tasks that evaluation alone uses, the first of the taskset; 0: training and evaluation share all tasks
 
 Programs of the role `agent` run as subprocesses on this machine unless `env` names another runtime. The reward of an episode is
 the mean over its trainable agents. An episode that verifiers reports as failed raises, and is tried again.
@@ -36,7 +36,7 @@ def prepare(taskset: str | Mapping[str, Any], env: Mapping[str, Any] | None = No
     settings['agent'] = {'runtime': {'type': 'subprocess'}, **settings.get('agent', {})}
   loaded = load_environment(resolve_env_config(settings))
   _LOADED['env'] = loaded
-  _LOADED['tasks'] = list(loaded.taskset) if loaded.taskset.bounded else None
+  _LOADED['tasks'] = tasks_of(loaded.taskset, held_out)
 
 
 async def agent(base_url: str, row: Mapping[str, Any], held_out: int = 0, **_: Any) -> dict[str, Any]:
@@ -57,11 +57,28 @@ async def agent(base_url: str, row: Mapping[str, Any], held_out: int = 0, **_: A
   return {'reward': sum(trace.reward for trace in trained) / len(trained), 'metrics': {**metrics, **rewards}}
 
 
+def tasks_of(taskset: Any, held_out: int) -> list[Any] | None:
+  """Return the tasks of a taskset; None if there is no end of them. Raises ValueError if none is left for training."""
+  found = list(taskset) if taskset.bounded else None
+  most = sys.maxsize if found is None else len(found) - 1
+  if type(held_out) is not int or not 0 <= held_out <= most:
+    tasks = '' if found is None else f' to {most}: the taskset has {len(found)} tasks'
+    raise ValueError(f"config.task.args['held_out'] = {held_out!r}: expected a whole number from 0{tasks}")
+  return found
+
+
+def place(row: Mapping[str, Any], held_out: int, count: int | None) -> int:
+  """Return the place of a row's task among `count`; None: there is no end of them.
+
+  Training has even seeds and evaluation odd ones, so half a seed counts the groups.
+  """
+  number, left = row['seed'] // 2, None if count is None else count - held_out
+  first, share = (0, held_out or count) if row['split'] == 'test' else (held_out, left)
+  return first + (number if share is None else number % share)
+
+
 def _task(row: Mapping[str, Any], held_out: int) -> Any:
-  """Return the task of a row. Training has even seeds and evaluation odd ones, so half a seed counts the groups."""
-  number, tasks = row['seed'] // 2, _LOADED['tasks']
-  test = row['split'] == 'test'
+  tasks = _LOADED['tasks']
   if tasks is None:
-    return next(itertools.islice(_LOADED['env'].taskset, number if test else number + held_out, None))
-  share = tasks[:held_out] if test and held_out else tasks[held_out:]
-  return share[number % len(share)]
+    return next(itertools.islice(_LOADED['env'].taskset, place(row, held_out, None), None))
+  return tasks[place(row, held_out, len(tasks))]

@@ -94,7 +94,7 @@ def begin_agents(
 ) -> tuple[WorkersLike, AgentSource, AgentSource, int | None]:
   """Start the server and the host of the agents in process 0.
 
-  Returns workers, the sources for training and evaluation, and the number of held-out rows; None if there is no data.
+  Returns workers, the sources for training and evaluation, and the number of held-out rows or tasks; None if it is not known.
   """
   task = run.task
   data = {split: agent_data(task, split) for split in ('train', 'test')}
@@ -113,7 +113,8 @@ def begin_agents(
     return AgentSource(row, limits, task.branches, ChatCodec(tokenizer), release, options['tool_format'])
 
   workers = across(team, BroadcastWorkers, pool)
-  return workers, source('train', run.sampling.max_tokens), source('test', eval_limit), len(data['test']) or None
+  held_out = task.args.get('held_out', 0) if task.name == 'verifiers' else len(data['test'])
+  return workers, source('train', run.sampling.max_tokens), source('test', eval_limit), held_out or None
 
 
 def agent_program(task: Task) -> tuple[Program, dict[str, Any]]:

@@ -6,10 +6,12 @@ from pathlib import Path
 import hermes
 import pytest
 
+from sprl.agents import from_verifiers
 from sprl.config import Evaluation, Run, SettingsError, Task, to_dict
 from sprl.config_reader import resolve
 from sprl.io.tokenizer import Tokenizer
 from sprl.rollout.agent_setup import agent_program, check_agents
+from sprl.rollout.prompts import seeds
 from sprl.rollout.setup import RolloutSetup
 
 
@@ -79,3 +81,29 @@ def test_an_evaluation_asks_no_row_twice(tmp_path, problems, count):
   run = Run(steps=1, task=task, eval=Evaluation(problems=problems))
   with ExitStack() as stack:
     assert RolloutSetup.open(run, Tokenizer.load(tmp_path)).begin_evaluation(stack.enter_context).count == count
+
+
+@pytest.mark.parametrize(('held_out', 'count', 'shared'), [(3, 8, False), (3, None, False), (7, 8, False), (0, 8, True)])
+def test_tasks_of_verifiers_that_are_held_out_are_not_trained_on(held_out, count, shared):
+  places = {
+    split: [from_verifiers.place({'seed': seeds(i, split == 'test', False), 'split': split}, held_out, count) for i in range(20)]
+    for split in ('train', 'test')
+  }
+  assert len(set(places['train'])) == (20 if count is None else count - held_out)
+  assert len(set(places['test'])) == (held_out or count)
+  assert bool(set(places['train']) & set(places['test'])) == shared
+
+
+@pytest.mark.parametrize('held_out', [-1, 8, 9, True])
+def test_verifiers_must_have_tasks_left_for_training(held_out):
+  taskset = Tasks(8)
+  assert from_verifiers.tasks_of(taskset, 7) == list(range(8))
+  with pytest.raises(ValueError, match=r"config\.task\.args\['held_out'\] = .*: expected a whole number from 0 to 7: .* 8 tasks"):
+    from_verifiers.tasks_of(taskset, held_out)
+
+
+class Tasks(list):
+  bounded = True
+
+  def __init__(self, count):
+    super().__init__(range(count))
