@@ -5,6 +5,7 @@ With several processes the wrappers of sprl/rollout/broadcast.py are installed h
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -29,15 +30,16 @@ from sprl.sampler.weights import SamplerWeights, sampler_weight_axes
 from sprl.sharding.reshard import reshard
 from sprl.sharding.rules import shardings
 from sprl.tasks import graders, in_memory, problems
-from sprl.tasks.environment_pool import Kind, environment_pool, make_environment, takes_split
+from sprl.tasks.environment_pool import Kind, close, environment_pool, make_environment, takes_split
 from sprl.tasks.environments.protocol import EnvironmentFault
+from sprl.tasks.foreign import attempt
 from sprl.tasks.grader_pool import GraderPool, grader_pool
 from sprl.tasks.graders import Reward
 from sprl.tasks.in_memory import Row
 from sprl.tasks.problems import Mixture, Problem, holder
 from sprl.tasks.prompts import Mix, PromptStream
-from sprl.tasks.worker_pool import WorkerPool
-from sprl.tasks.workers import cpus
+from sprl.tasks.worker_pool import FAREWELL_SECONDS, WorkerPool
+from sprl.tasks.workers import cpus, within
 
 REFUSALS = SettingsError, TokenizerError, OSError  # errors of problems; possibly in one process only, whose share has them
 GRADING_MEMORY_GB = 4.0  # address space that a grading process may add
@@ -147,7 +149,8 @@ class RolloutSetup:
     if run.task.kind == 'agent':
       check_agents(run.task, tokenizer)
     if run.task.kind == 'environment' and team.leads:
-      _check_first_observation(run, opened._conversations(run.sampling.max_tokens, None))
+      with _closed_at_the_end(opened._conversations(run.sampling.max_tokens, None)) as source:
+        _check_first_observation(run, source)
     return opened, lengths
 
   def begin(self, enter: Callable[[Any], Any]) -> tuple[WorkersLike, Source, EvalSet]:
@@ -220,7 +223,7 @@ class RolloutSetup:
     """Return workers, a source, and how many of its held-out groups are different; None if the environment does not tell."""
     pool = self._environments(held_out) if self.team.leads else None
     workers = self._started(pool, enter)
-    source = self._conversations(limit, pool, held_out)
+    source = enter(_closed_at_the_end(self._conversations(limit, pool, held_out)))
     split = takes_split(self.run.task, self.inputs.environment)
     rows = self.team.broadcast('episodes', lambda: len(source.sample) if isinstance(source.sample, Sized) else None)
     return workers, across(self.team, BroadcastSource, source), None if rows is None else different(rows, split)
@@ -303,6 +306,15 @@ def _held_out(run: Run, inputs: Inputs, team: Team) -> Iterator[tuple[str, HeldO
     posed = Mixture({f'eval/{name}': found})
     order = range(min(some.problems or run.eval.problems, len(posed)))
     yield name, HeldOut(posed, order, some.samples)
+
+
+@contextmanager
+def _closed_at_the_end(source: ConversationSource) -> Iterator[ConversationSource]:
+  """Close the environment that the source reads first observations from."""
+  try:
+    yield source
+  finally:
+    attempt(within, FAREWELL_SECONDS, close, source.sample)
 
 
 def _check_first_observation(run: Run, source: Source) -> None:

@@ -21,10 +21,10 @@ from sprl.tasks.workers import starter
 
 @dataclass(frozen=True)
 class Call:
-  """A call of one environment. `reset` makes the environment, `close` closes and removes it."""
+  """A call of one environment. `reset` makes the environment, `close` closes and removes it, `close all` all of a worker."""
 
   key: tuple[int, int]  # (uid, attempt) of the episode
-  method: str  # reset, step or close
+  method: str  # reset, step, close or close all
   argument: Any = None  # reset: the seed; step: the model's text
 
 
@@ -62,6 +62,7 @@ def environment_pool(
     limit_setting='config.task.time_limit',
     blame=f'config.task.executor = {executor!r}',
     key=lambda call: call.key,
+    farewell=Call((0, 0), 'close all'),
     read=_result,
     now=now,
   )
@@ -108,17 +109,20 @@ class _Stage:
         outcome = checked_step(self._environments[call.key], call.argument)
         return outcome.observation, outcome.reward, outcome.terminated, outcome.truncated, _plain(outcome.info)
       case 'close':
-        _close(self._environments.pop(call.key, None))
+        close(self._environments.pop(call.key, None))
+      case 'close all':
+        self.close()
 
   def close(self) -> None:
     """Close the environments."""
-    for env in self._environments.values():
-      attempt(_close, env)
+    while self._environments:
+      attempt(close, self._environments.popitem()[1])
 
 
-def _close(env: Environment | None) -> None:
-  if (close := getattr(env, 'close', None)) is not None:
-    close()
+def close(env: Environment | None) -> None:
+  """Close an environment that has the method `close`."""
+  if (method := getattr(env, 'close', None)) is not None:
+    method()
 
 
 def _plain(info: Info) -> Info:

@@ -24,6 +24,7 @@ from sprl.tasks.foreign import reason
 
 START_SECONDS = 120.0  # time for a worker to import and build its service
 LAST_SECONDS = 60.0  # most time for the last call of a key, if its worker holds no other key
+FAREWELL_SECONDS = 10.0  # most time for the calls under way and the farewells, when a pool ends
 LOSSES = 3  # times that each worker may fail to start or die idle while no call is answered
 
 
@@ -87,6 +88,7 @@ class WorkerPool:
     limit_setting: the setting that holds `limit`, for messages.
     blame: the setting and value that decide which service is built, for messages.
     key: affinity: returns the key of a call. None: any idle worker takes the oldest call.
+    farewell: a call that every worker gets before it ends with the pool. None: none.
     read: turns an answer, or a Failure, into the result that `poll` returns.
     now: the clock, in seconds.
 
@@ -103,11 +105,12 @@ class WorkerPool:
     limit_setting: str,
     blame: str,
     key: Callable[[Any], Hashable] | None = None,
+    farewell: Any = None,
     read: Callable[[Any], Any] = lambda answer: answer,
     now: Callable[[], float] = time.monotonic,
   ):
     self._start, self._size, self._limit, self._limit_setting, self._blame = start, size, limit, limit_setting, blame
-    self._key, self._read, self._now = key, read, now
+    self._key, self._farewell, self._read, self._now = key, farewell, read, now
     self._slots: list[_Slot] = []
     self._homes: dict[Hashable, _Slot] = {}  # by key
     self._waiting: dict[int, Any] = {}  # calls without affinity by ticket, in order
@@ -134,6 +137,9 @@ class WorkerPool:
     return self
 
   def __exit__(self, *_) -> None:
+    if self._farewell is not None:
+      said = [slot.worker.ask(self._farewell) for slot in self._slots if slot.worker.ready.done()]
+      concurrent.futures.wait(said, FAREWELL_SECONDS)
     while self._slots:
       self._slots.pop().worker.end()
 

@@ -7,12 +7,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from pools import answers
 from teams import together
 
 from sprl.config import Evaluation, ModelSettings, Run, Sampling, SettingsError, Task
 from sprl.io.tokenizer import Tokenizer, TokenizerError, write_tiny
 from sprl.rollout.prompts import prompts, seeds
 from sprl.rollout.setup import Inputs, RolloutSetup, check_inputs
+from sprl.tasks.environment_pool import Call
 from sprl.tasks.environments.user_file import load_class
 from sprl.types import Completion, Request, Trajectory
 
@@ -38,7 +40,7 @@ MADE = []
 class Game:
   def __init__(self, greeting):
     MADE.append(self)
-    self.greeting = greeting
+    self.greeting, self.closed = greeting, 0
 
   def reset(self, seed):
     if not self.greeting:
@@ -47,6 +49,9 @@ class Game:
 
   def step(self, action):
     return '', 0.0, True, False, {}
+
+  def close(self):
+    self.closed += 1
 """
 
 
@@ -121,6 +126,17 @@ def test_only_process_0_makes_environments(tmp_path):
   with_followers = len(made)
   assert together(program) == [said]
   assert with_followers == len(made) - with_followers > 0
+
+
+def test_every_environment_that_a_run_makes_is_closed(tmp_path):
+  write_tiny(tmp_path)
+  run, made = run_of_game(tmp_path)
+  with ExitStack() as stack:
+    workers, source, held_out = RolloutSetup.open(run, Tokenizer.load(tmp_path)).begin(stack.enter_context)
+    prompts(source, 0, 2), prompts(held_out.source, 0, 2)
+    answers(workers, Call((0, 0), 'reset', 0))
+  assert len(made) == 4  # for the check of the first observation, for the prompts of both splits, and of the episode
+  assert [game.closed for game in made] == [1] * 4
 
 
 ROWS = """

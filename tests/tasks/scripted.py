@@ -4,6 +4,7 @@ import asyncio
 import math
 import os
 import threading
+import time
 
 ENTERED, GATE = threading.Event(), threading.Event()  # a hanging call has begun; a hanging call may return
 
@@ -39,3 +40,19 @@ class Scripted:
       case 'pid':
         return str(os.getpid()), 0.0, False, False, {}
     return f'{action} {self.seed}.{self.steps}', float(self.steps), False, False, {}
+
+
+class Lasting(Scripted):
+  """An environment that has a file from its reset until it is closed, which takes a moment."""
+
+  def __init__(self, folder):
+    super().__init__()
+    self.folder = folder
+
+  def reset(self, seed):
+    (self.folder / str(seed)).touch()
+    return super().reset(seed)
+
+  def close(self):
+    time.sleep(0.2)
+    (self.folder / str(self.seed)).unlink()

@@ -4,11 +4,12 @@ import gc
 import os
 import threading
 import weakref
+from functools import partial
 
 import pytest
 import scripted
 from pools import PATIENCE, ManualClock, alive, answers, results, until
-from scripted import Scripted
+from scripted import Lasting, Scripted
 
 from sprl.tasks.environment_pool import Call, _result, environment_pool
 from sprl.tasks.environments.protocol import Outcome
@@ -104,7 +105,18 @@ def test_leaving_the_pool_closes_every_environment():
   with pool:
     for uid, seed in enumerate((13, 14, 15)):  # 13 raises in `close`; the others close
       call(pool, (uid, 0), 'reset', seed)
-  until(lambda: {seed for seed, what, _ in log if what == 'close'} == {13, 14, 15}, log)
+  assert {seed for seed, what, _ in log if what == 'close'} == {13, 14, 15}
+
+
+@pytest.mark.parametrize('executor', ['threads', 'processes'])
+def test_leaving_the_pool_waits_until_the_environments_are_closed(executor, tmp_path):
+  """That of an episode that is over, and those of episodes under way."""
+  with environment_pool(partial(Lasting, tmp_path), 2, 3600.0, executor) as pool:
+    for key in (A, B, C):
+      call(pool, key, 'reset', key[0])
+    pool.release(Call(A, 'close'))
+    assert len(list(tmp_path.iterdir())) >= 2
+  assert not list(tmp_path.iterdir())
 
 
 def test_pools_with_the_same_keys_do_not_share_environments():
