@@ -12,7 +12,6 @@ same layout: the coordinates i and i + D/2, which are rotated together, are in o
 sums over a head stay within a warp.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -24,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Int
 
 from sprl.kernels.append import CodeForm, Projected
-from sprl.kernels.hopper_quantise import LANE, MAX, WARPS, Shape, store
+from sprl.kernels.hopper_quantise import LANE, MAX, Shape, dealt, store
 
 WIDTHS = (128, 256)  # of a head: a half fills the lanes of a warp with pairs, which FP8 casts need
 MOST = 64  # most heads of a row: 64 registers of a thread hold the two halves of the queries
@@ -123,7 +122,7 @@ def _token(x: Projected, code: CodeForm | None, row, sizes, given, stores, q_ref
   layout_heads = (H, K, K)
 
   def queries():
-    layout = _layout(H, P)
+    layout = dealt(H, P)
     q = turned(0, 0, layout, x.query_scale)
     if code is not None and code.queries:
       scale = given['scales'].q[code.layer]
@@ -145,7 +144,7 @@ def _token(x: Projected, code: CodeForm | None, row, sizes, given, stores, q_ref
           store(ring.at[row, :, place, half], q[half].astype(jnp.bfloat16))
 
   def pair():
-    layout = _layout(K, P)
+    layout = dealt(K, P)
     k, v = turned(1, H, layout), numbers(2, H + K, layout)
     if 'position' in stores:
       store(stores['position'].at[row, :, slot], plgpu.layout_cast(lax.broadcast(position, (K,)), layout.reduce(1)))
@@ -204,13 +203,3 @@ def _load(ref, layout, dtype: Any = jnp.float32):
 def _spread(x, axis, like, layout):
   """Repeat x, which has this axis of [heads, P], along the other one."""
   return plgpu.layout_cast(lax.broadcast_in_dim(x, like.shape, [axis]), layout)
-
-
-def _layout(heads: int, P: int):
-  """Return the register layout of the halves of heads, [heads, P]: a warp holds a half, and the heads are dealt to the warps.
-
-  If they are not a multiple of four, some warps hold copies.
-  """
-  warps = math.gcd(heads, WARPS)
-  dealt = (-3,) if warps == WARPS else (-3, plgpu.Replicated(WARPS // warps))
-  return plgpu.Layout.TILED(plgpu.Tiling(((warps, P), (P // 32,))), dealt, (-2,), -1)

@@ -91,8 +91,8 @@ def compact(
     hopper_compact,
     out_type=(),
     scratch_types={'group_s': plgpu.SMEM((2, size, D), k.dtype)},
-    grid=(rows.shape[0] * K, 2),
-    grid_names=('entry', 'store'),
+    grid=(2, rows.shape[0] * K),
+    grid_names=('store', 'entry'),
     # Threads synchronise before the copies. No other barrier is needed: no thread reads shared memory that another writes.
     compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True, lowering_semantics=LANE),
     interpret=interpret,

@@ -86,7 +86,7 @@ def normalised_codes(
     normed, total = _normed(token, x_ref, added_refs[0] if added_refs else None, scale_ref, eps)
     for sum_ref in refs[len(parts) + 3 :]:
       sum_ref[token] = total
-    codes_ref[token], scales = _quantised(normed, _layout(math.gcd(C, WARPS)))
+    codes_ref[token], scales = _quantised(normed, dealt(C, GROUP))
     store(scales_ref.at[:, token], scales)
 
   outs = [Shape(shape, FP8), Shape((C, T), jnp.float32), *[Shape(shape, x.dtype)] * len(parts)]
@@ -110,7 +110,7 @@ def _by_token(body, x, added, scale, outs, interpret):
 def _normed(token, x_ref, added_ref, scale_ref, eps):
   """Return y / rms(y) * scale [C, GROUP] of a token in bfloat16, and y: x plus the sum of the parts, if there are any."""
   C = x_ref.shape[1]
-  layout = _layout(math.gcd(C, WARPS))
+  layout = dealt(C, GROUP)
 
   def load(ref):
     return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
@@ -151,7 +151,7 @@ def _by_group(x, M, values, name, interpret):
 
   `load(c)` reads the group of x that lies c groups after the program's group.
   """
-  T, C, layout = len(x), M // GROUP, _layout(WARPS)
+  T, C, layout = len(x), M // GROUP, dealt(TOKENS, GROUP)
 
   def body(x_ref, codes_ref, scales_ref):
     tokens, group = pl.ds(lax.axis_index('tokens') * TOKENS, TOKENS), lax.axis_index('group')
@@ -167,8 +167,8 @@ def _by_group(x, M, values, name, interpret):
   codes, scales = plgpu.kernel(
     body,
     out_type=[Shape((T, C, GROUP), jnp.float8_e4m3fn), Shape((C, T), jnp.float32)],
-    grid=(T // TOKENS, C),
-    grid_names=('tokens', 'group'),
+    grid=(C, T // TOKENS),  # the last axis is CUDA's x, the only one that may have more than 65,535 programs
+    grid_names=('group', 'tokens'),
     compiler_params=LANE,
     interpret=interpret,
   )(x.reshape(T, -1, GROUP))
@@ -185,16 +185,20 @@ def _quantised(x: BFloat16[Array, 'R 128'], layout):
 
 def store(ref: Any, x: Array) -> None:
   """Store a few numbers from any register layout. Plain stores of jax 0.11 take any layout; those of 0.12 do not."""
-  if hasattr(plgpu, 'store'):
+  if x.size == 1:  # Mosaic stores one number from a scalar only
+    ref[(0,) * x.ndim] = jnp.sum(x)
+  elif hasattr(plgpu, 'store'):
     plgpu.store(ref, x, optimized=False)
   else:
     ref[...] = x
 
 
-def _layout(warps: int):
-  """Return the register layout of [rows, GROUP], whose rows are distributed over `warps` of the four warps.
+def dealt(rows: int, width: int) -> Any:
+  """Return the register layout of [rows, width]: the lanes of a warp hold a row, and the rows are dealt to the warps.
 
-  With fewer than four, the other warps hold copies of the same rows.
+  If they are not a multiple of four, some warps hold copies.
   """
-  dealt = (-3,) if warps == WARPS else (-3, plgpu.Replicated(WARPS // warps))
-  return plgpu.Layout.TILED(plgpu.Tiling(((warps, GROUP), (4,))), dealt, (-2,), -1)
+  warps = math.gcd(rows, WARPS)
+  dimensions = () if warps == 1 else (-3,)
+  copies = () if warps == WARPS else (plgpu.Replicated(WARPS // warps),)
+  return plgpu.Layout.TILED(plgpu.Tiling(((warps, width), (width // 32,))), (*dimensions, *copies), (-2,), -1)

@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from functools import partial
 
+import append_shapes
 import jax
 import jax.numpy as jnp
 import pytest
@@ -18,13 +19,11 @@ from sprl.cache.layout import cache_layout
 from sprl.cache.scales import Scales
 from sprl.config import Cache, Quant, Sampling
 from sprl.kernels import hopper_append, hopper_eviction, hopper_quantise
-from sprl.kernels.append import CodeForm, Projected
 from sprl.kernels.block_matmul import block_matmul
 from sprl.kernels.decode_attention import decode_attention
 from sprl.kernels.eviction import compact
 from sprl.kernels.hopper_block_matmul import obstacle
 from sprl.kernels.packed_attention import Visible, packed_attention
-from sprl.kernels.rope import Turns
 from sprl.models import transformer
 from sprl.models.config import tiny
 from sprl.models.moe import ACTIVATIONS, blocks, mixture
@@ -150,26 +149,14 @@ def test_products_compile_at_sizes_that_fill_no_tile(M, N, K):
     pytest.param(48, 8, 128, 'uint8', marks=pytest.mark.slow),
     pytest.param(8, 4, 256, 'uint8', marks=pytest.mark.slow),
     pytest.param(12, 2, 128, 'bfloat16', marks=pytest.mark.slow),
+    pytest.param(4, 1, 256, 'bfloat16', marks=pytest.mark.slow),
+    pytest.param(9, 3, 128, 'uint8', marks=pytest.mark.slow),
   ],
 )
 def test_an_append_is_in_place_and_compiles_without_spills(H, K, D, dtype):
   """With biases, norms, evicted slots and a ring of queries. FP8 has second codes and counts, and bfloat16 a product in parts."""
-  B, S, shape = 64, 640, jax.ShapeDtypeStruct
-  numbers = [shape((heads * D,), jnp.bfloat16) for heads in (H, K, K)]
-  angles = shape((B, 1, 2, D // 2), jnp.float32)
-  parts, of_parts = (1, jnp.bfloat16) if dtype == 'uint8' else (4, jnp.float32)
-  scale, product = shape((D,), jnp.bfloat16), shape((parts, B, (H + 2 * K) * D), of_parts)
-  x = Projected(product, (numbers[0], numbers[1], numbers[2]), (scale, scale), Turns(angles, angles), 1e-6, 1.0)
-  stored = {name: shape((B, K, S, D), dtype) for name in ('k', 'v')}
-  stored |= {'position': shape((B, K, S), jnp.int32), 'queries': shape((B, H, 8, D), jnp.bfloat16)}
-  code = None
-  if dtype == 'uint8':
-    stored |= {'second': shape((B, K, S, 16), jnp.uint8)}
-    stored |= {'saturated': shape((B, K), jnp.int32), 'saturated_queries': shape((B, H), jnp.int32)}
-    scales = Scales(*[shape((2,), jnp.float32)] * 3)
-    code = CodeForm(scales, shape((K, D), jnp.float32), shape((K, 16), jnp.int32), layer=1, queries=True, finer=16.0)
-  ints = shape((B,), jnp.int32)
-  compiled = compile_for_h200(hopper_append.append, x, stored, ints, ints, code, donate=(1,))
+  x, stored, slot, position, code = append_shapes.arguments(H, K, D, dtype)
+  compiled = compile_for_h200(hopper_append.append, x, stored, slot, position, code, donate=(1,))
   [kernel] = compiled.kernels
   assert kernel.spills == 0
   assert compiled.temporary <= 1024
