@@ -69,7 +69,7 @@ def compress(
       keep = jnp.broadcast_to(kept[:, None], (len(rows), layer.k.shape[1], kept.shape[1]))
       carried = part.carried
     others = jax.vmap(partial(_compacted, layout))(part, carried, keep, count, lost)
-    k, v = compact(layer.k, layer.v, rows, keep, True, layout.kernels)
+    k, v = compact(layer.k, layer.v, rows, keep, layout.kernels)
     others = {name: put(getattr(layer, name), rows, new) for name, new in others.items()}
     if choose and chosen is not None:
       chosen = put(chosen, rows, keep[:, 0])

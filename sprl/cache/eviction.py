@@ -40,7 +40,7 @@ class View:
 
   k: Float[Array, 'K S D']  # rotated keys, dequantised, in any dtype; slots from n on may hold any finite number
   n: Int[Array, '']  # occupied slots are 0..n-1
-  position: Int[Array, 'K S']  # absolute position of each slot; -1: empty
+  position: Int[Array, 'K S']  # absolute position of each slot; slots from n on: any
   q: Float[Array, 'K G A D']  # the last A queries, in any order
   q_position: Int[Array, ' A']  # positions of the queries; -1: the row has had fewer than A queries
   carried: Float[Array, 'K S']  # the stored number of the method for each slot; gkv: -1 means no history yet

@@ -25,7 +25,7 @@ class LayerCache:
   k: Float[Array, '*B K S D'] | UInt8[Array, '*B K S D']  # rotated keys; FP8 codes are stored as bytes, see `fp8.to_bytes`
   v: Float[Array, '*B K S D'] | UInt8[Array, '*B K S D']
   second: UInt8[Array, '*B K S W'] | None = None  # second FP8 codes of the keys (sprl/cache/key_bias.py)
-  position: Int[Array, '*B K S'] | None = None  # absolute position of each slot's token; -1: empty
+  position: Int[Array, '*B K S'] | None = None  # absolute position of each slot's token; slots that hold none: any
   queries: Float[Array, '*B H A D'] | None = None  # the newest A queries; position p is at index p % A
   carried: Float[Array, '*B K S'] | None = None  # the stored number of the eviction method for each slot
   evicted: Int[Array, '*B K T'] | None = None  # for the token at each position: position of the first query without it, or NEVER

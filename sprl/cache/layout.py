@@ -175,8 +175,6 @@ def _fitted(cache: Cache, budget: int, prompt: int, completion: int) -> Cache:
   if budget <= a + sinks:
     kept = f'the window of {a} newest tokens' + (f' and {sinks} sinks' if sinks else '')
     raise SettingsError(f'config.cache.budget = {budget}: expected more than {a + sinks}, {kept}')
-  if cache.window is not None and cache.window > prompt:
-    raise SettingsError(f'config.cache.window = {cache.window}: expected at most {prompt}, the longest prompt bucket')
   budget = min(budget, prompt + completion)
   return replace(cache, budget=budget, window=min(a, budget - 1))
 

@@ -17,14 +17,13 @@ def compact(
   v: Shaped[Array, 'B K S D'],
   rows: Int[Array, ' R'],
   keep: Int[Array, 'R K N'],
-  ordered: bool,
   kernels: Kernels = 'auto',
 ) -> tuple[Shaped[Array, 'B K S D'], Shaped[Array, 'B K S D']]:
   """Return k, v with slots keep[r] of row rows[r] moved to its slots 0..N-1.
 
-  A row number B stands for no row. `ordered` promises that keep[r, h] ascends. Slots from N on keep stale numbers.
+  A row number B stands for no row. keep[r, h] must ascend. Slots from N on keep stale numbers.
   """
-  if not chosen('compaction', kernels, lambda: _compaction_obstacle(k, ordered)):
+  if not chosen('compaction', kernels, lambda: _compaction_obstacle(k)):
     return compact_reference(k, v, rows, keep)
   from sprl.kernels import hopper_eviction  # imported here: Mosaic takes a second to import
 
@@ -107,10 +106,10 @@ def similarity_cost(R: int, K: int, S: int, D: int) -> Cost:
   return Cost(2 * R * K * S * D + 4 * R * K * S, 2 * R * K * S * S * D)
 
 
-def _compaction_obstacle(k, ordered) -> str | None:
+def _compaction_obstacle(k) -> str | None:
   from sprl.kernels import hopper_eviction
 
-  return hopper_eviction.compaction_obstacle(k, ordered)
+  return hopper_eviction.compaction_obstacle(k)
 
 
 def _similarity_obstacle(k) -> str | None:

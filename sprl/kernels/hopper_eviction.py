@@ -24,6 +24,7 @@ THREADS = 128  # threads of a program of `compact`
 GROUP = 8192  # maximum bytes of a group of slots
 HELD = 32  # maximum registers per thread that hold a group; twice as many take three times as long to compile
 LINE = 16  # bytes; the copy engine moves multiples of it
+ALIGNMENT = 128  # bytes; the copy engine reads shared memory from a multiple of it
 BLOCK = 64  # keys of a tensor core product
 STAGES = 2  # two programs then share a multiprocessor, also with float32 keys, and hide each other's waits
 
@@ -33,10 +34,8 @@ LANE = plgpu.LoweringSemantics.Lane
 Shape = jax.ShapeDtypeStruct
 
 
-def compaction_obstacle(k: Array | Shape, ordered: bool) -> str | None:
+def compaction_obstacle(k: Array | Shape) -> str | None:
   """Return why `compact` cannot move slots of this shape and dtype, or None if it can."""
-  if not ordered:
-    return 'kept slots are not in the order of their positions'
   if k.shape[-1] * k.dtype.itemsize % LINE:
     return f'heads are {k.shape[-1]} wide in {k.dtype}, not a multiple of {LINE} bytes'
   return None
@@ -57,6 +56,7 @@ def compact(
   slots = [jax.new_ref(x.reshape(B * K, S, D)) for x in (k, v)]
   layout, registers = _spread(D, k.dtype.itemsize)
   size = min(GROUP // (D * k.dtype.itemsize), HELD // registers)  # slots of a group
+  aligned = ALIGNMENT // math.gcd(ALIGNMENT, D * k.dtype.itemsize)  # slots that fill whole multiples of ALIGNMENT
 
   def hopper_compact(k_ref, v_ref, rows_ref, keep_ref, *, group_s):  # the program's name in profiles
     entry = lax.axis_index('entry')
@@ -90,7 +90,7 @@ def compact(
   plgpu.kernel(
     hopper_compact,
     out_type=(),
-    scratch_types={'group_s': plgpu.SMEM((2, size, D), k.dtype)},
+    scratch_types={'group_s': plgpu.SMEM((2, -(-size // aligned) * aligned, D), k.dtype)},
     grid=(2, rows.shape[0] * K),
     grid_names=('store', 'entry'),
     # Threads synchronise before the copies. No other barrier is needed: no thread reads shared memory that another writes.

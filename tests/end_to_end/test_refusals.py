@@ -226,7 +226,7 @@ def test_settings_that_do_not_fit_the_files_or_the_model_are_refused(inputs, tmp
     ({'sampling__stop_ids': (2, 259)}, 'config.sampling.stop_ids has 259: expected '),
     ({'mesh__learner__tensor': 3}, 'config.mesh.learner = '),
     ({'mesh__rollout__fsdp': 3}, 'config.mesh.rollout = '),
-    ({'cache__window': 17, 'cache__budget': 20}, 'config.cache.window = 17: expected '),
+    ({'cache__window': 20, 'cache__budget': 20}, 'config.cache.budget = 20: expected more than 20'),
     ({'model__router_replay': 'R3'}, "config.model.router_replay = 'R3': expected 'none'"),
     ({'loss__balance_coef': 0.01}, 'config.loss.balance_coef = 0.01: expected 0.0'),
     ({'cache__method': 'streaming', 'cache__streaming__sinks': 30}, 'config.cache.budget = 12: expected '),

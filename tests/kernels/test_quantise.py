@@ -5,6 +5,7 @@ The kernels run in Pallas's GPU interpreter, which raises on races. tests/kernel
 
 from collections import Counter
 from functools import partial
+from unittest.mock import Mock
 
 import jax
 import jax.numpy as jnp
@@ -63,6 +64,14 @@ def test_codes_match_float64_and_equal_the_reference():
   check(found, x)
   for got, want in zip(found, quantise_groups(x, 'float32'), strict=True):
     np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+
+
+def test_tokens_are_the_axis_of_the_grid_that_may_be_longest(monkeypatch):
+  """The last axis is CUDA's x. The others have at most 65,535 programs, and the tokens of experts can be more."""
+  seen = Mock(return_value=lambda x: (jnp.zeros((len(x), 2, 128), hopper.FP8), jnp.zeros((2, len(x)))))
+  monkeypatch.setattr(hopper.plgpu, 'kernel', seen)
+  jax.eval_shape(hopper.codes, jax.ShapeDtypeStruct((1 << 20, 256), BF16))
+  assert seen.call_args.kwargs['grid'] == (2, (1 << 20) // 8)
 
 
 @pytest.mark.parametrize('M', [512, 768])  # groups for four warps, and for two
