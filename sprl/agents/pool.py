@@ -32,6 +32,7 @@ from sprl.agents.protocol import Answer, ChatRequest, Partial, Refused
 from sprl.config import Sampling, SettingsError
 from sprl.tasks import lifeline
 from sprl.tasks.worker_pool import LOSSES, START_SECONDS, Failure
+from sprl.tasks.workers import DaemonThread
 
 type Key = tuple[int, int]  # (uid, attempt) of an episode
 
@@ -333,7 +334,11 @@ LIMITS = ('context_length_exceeded', 'turn_limit_exceeded')  # codes of refusals
 
 
 class _Host:
-  """The process of host.py, and a thread that reads its messages."""
+  """The process of host.py, and two threads: one reads its messages, the other writes.
+
+  A write waits while the connection is full. The pool writes under its lock, which the reader needs too. If the pool waited for
+  the write, the host could wait at the same time for its own messages to be read.
+  """
 
   def __init__(self, program: Program, heard: Callable[[Mapping[str, Any]], None]):
     ours, theirs = socket.socketpair()
@@ -346,7 +351,7 @@ class _Host:
       command = [program.python or sys.executable, host.__file__, *map(str, descriptors), lifeline.__file__]
       self._process = subprocess.Popen(command, pass_fds=descriptors, stdin=subprocess.DEVNULL, process_group=0, env=environment)
     os.close(held)
-    self._connection, self._heard = ours, heard
+    self._connection, self._heard, self._writer = ours, heard, DaemonThread()
     self._ready: str | None = None
     self._answered = threading.Event()
     self.died = False
@@ -360,11 +365,8 @@ class _Host:
     return 'its process ended' if self._ready is None else self._ready
 
   def send(self, message: Mapping[str, Any]) -> None:
-    """Send a message, unless the host has ended."""
-    try:
-      self._connection.sendall((json.dumps(message) + '\n').encode())
-    except OSError:
-      self.died = True
+    """Queue a message. It is lost if the host has ended, which the reader notices."""
+    self._writer.submit(self._connection.sendall, (json.dumps(message) + '\n').encode())
 
   def end(self) -> None:
     """Kill the host and its agents."""
@@ -373,6 +375,7 @@ class _Host:
       os.close(self._lifeline)  # the kernel kills the agents, which have groups of their own
       self._lifeline = -1
       self._process.wait()
+      self._writer.end()
       self._connection.close()
 
   def _read(self) -> None:

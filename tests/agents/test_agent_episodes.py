@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -13,7 +14,7 @@ import numpy as np
 import pytest
 from checks import drawn, trained
 from fake_engine import FakeEngine
-from pools import alive, until
+from pools import alive, results, until
 
 from sprl.agents.pool import AgentPool, Asked, Call, Program
 from sprl.config import Rollout, Sampling, SettingsError
@@ -22,6 +23,7 @@ from sprl.rollout.agent_setup import AgentSource, rows
 from sprl.rollout.codec import ChatCodec
 from sprl.rollout.episodes import Limits
 from sprl.rollout.scheduler import Scheduler
+from sprl.tasks.workers import within
 from sprl.types import sequences
 
 PROGRAMS = Path(__file__).parent / 'agent_programs.py'
@@ -212,6 +214,17 @@ def test_a_host_that_is_killed_is_replaced_and_its_agents_are_tried_again(tmp_pa
     groups = scheduler.batch()
     assert scheduler.counts['errors'] >= 1
   assert sum(len(group.trajectories) for group in groups) == 4
+
+
+def test_a_host_that_reads_nothing_does_not_hold_up_the_run(tmp_path):
+  with AgentPool(Program(f'{PROGRAMS}:odd', {'how': 'raise'}), Sampling(), 'tiny', 30.0) as pool:
+    os.kill(pool._host._process.pid, signal.SIGSTOP)
+    try:  # 8 MB, more than the connection holds
+      calls = [Call((uid, 0), 'run', {'seed': 2, 'text': 'x' * 1_000_000}) for uid in range(8)]
+      tickets = within(20.0, lambda: [pool.submit(call) for call in calls])
+    finally:
+      os.kill(pool._host._process.pid, signal.SIGCONT)
+    assert {result.reason for result in results(pool, *tickets)} == {'the agent failed: ValueError: no'}
 
 
 def test_agents_that_cannot_be_loaded_are_refused(tmp_path):
