@@ -94,7 +94,8 @@ class _Episode:
   asking: deque[_Asking] = field(default_factory=deque)
   answering: _Asking | None = None
   end: Ended | Failure | None = None
-  deadline: float = float('inf')  # of its next request or its end
+  deadline: float = float('inf')  # of its next request or its end; while a request is answered, it has none
+  refused: bool = False  # whether its last request was refused
   lost: bool = False
   cut: bool = False
 
@@ -244,13 +245,12 @@ class AgentPool:
       while episode.asking:
         asking = episode.asking.popleft()
         if not asking.gone:
-          episode.answering, episode.deadline = asking, float('inf')
+          episode.answering = asking
           lost, episode.lost = episode.lost, False
           return Asked(asking.request, lost)
       if self._now() < episode.deadline:
         return None
-      self._stop(episode)
-      episode.end = Failure('timeout', f'the agent asked nothing for {self._limit:g} s (config.task.time_limit)')
+      self._time_out(episode, 'asked nothing')
     if isinstance(episode.end, Failure) and episode.cut:
       return Ended(0.0, {}, episode.lost, cut=True)
     if isinstance(episode.end, Ended):
@@ -258,12 +258,25 @@ class AgentPool:
     return episode.end
 
   def _reply(self, episode: _Episode, answer: Answer | Refused) -> None:
-    """Answer the request under way, unless its client has disconnected. The agent's time runs again."""
+    """Answer the request under way, unless its client has disconnected. The agent's time runs again.
+
+    It does not begin again if the request before was refused too. Otherwise an agent that always tries again would never end.
+    """
     if (asking := episode.answering) is not None:
       episode.answering, episode.lost = None, asking.gone and isinstance(answer, Answer)
       episode.cut |= isinstance(answer, Refused) and answer.code in LIMITS
       asking.answer(answer)
-    episode.deadline = self._now() + self._limit
+    refused_again = episode.refused and isinstance(answer, Refused)
+    episode.refused = isinstance(answer, Refused)
+    if not refused_again:
+      episode.deadline = self._now() + self._limit
+    elif self._now() >= episode.deadline and episode.end is None:
+      self._time_out(episode, 'made no request that can be answered')
+
+  def _time_out(self, episode: _Episode, did: str) -> None:
+    """Kill an agent that exceeds the time limit. `did` is what it did until then."""
+    self._stop(episode)
+    episode.end = Failure('timeout', f'the agent {did} for {self._limit:g} s (config.task.time_limit)')
 
   def _remove(self, key: Key) -> None:
     """End an episode and answer its open requests."""

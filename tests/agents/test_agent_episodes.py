@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 from checks import drawn, trained
 from fake_engine import FakeEngine
-from pools import alive, results, until
+from pools import ManualClock, alive, results, until
 
-from sprl.agents.pool import AgentPool, Asked, Call, Program
+from sprl.agents.pool import AgentPool, Asked, Call, Ended, Program
+from sprl.agents.protocol import Answer, Refused
 from sprl.config import Rollout, Sampling, SettingsError
 from sprl.io.tokenizer import Tokenizer
 from sprl.rollout.agent_setup import AgentSource, rows
@@ -28,6 +29,7 @@ from sprl.types import sequences
 
 PROGRAMS = Path(__file__).parent / 'agent_programs.py'
 EOS = 2
+ANSWER = Answer({'role': 'assistant', 'content': 'x'}, 'stop', [1], [2], [-1.0], [])
 
 
 @contextmanager
@@ -120,6 +122,28 @@ def test_an_agent_that_is_refused_over_a_limit_ends_with_reward_0(tmp_path, limi
 def test_an_agent_may_catch_the_refusal_and_return_its_own_reward(tmp_path):
   (t, *_), _ = batch(tmp_path, 'catches', limits=Limits(3, 16, 100, 400))
   assert (t.reward, t.metrics['status'], t.finish) == (0.5, 400, 'length')
+
+
+def test_an_agent_that_repeats_a_refused_request_is_ended_after_the_time_limit(tmp_path):
+  (t, *_), _ = batch(tmp_path, 'stubborn', groups=1, time_limit=1.0, limits=Limits(3, 16, 100, 400))
+  assert (t.reward, t.finish, t.metrics['agent/cut'], t.metrics['agent/turns']) == (0, 'length', 1, 3)
+
+
+def test_an_agent_may_go_on_after_a_refusal_and_then_has_its_time_again(tmp_path):
+  clock = ManualClock()
+  with AgentPool(Program(f'{PROGRAMS}:stubborn', {}), Sampling(), 'tiny', 10.0, now=clock) as pool:
+    ticket = pool.submit(Call((0, 0), 'run', {}))
+    refused = Refused(400, 'no', code='turn_limit_exceeded')
+    # The pool needs 6 s for each reply. The second of two refusals in a row does not start the time again.
+    for reply in (refused, ANSWER, refused, refused):
+      (asked,) = results(pool, ticket)
+      assert isinstance(asked, Asked)
+      clock.time += 6
+      ticket = pool.submit(Call((0, 0), 'answer', reply))
+    (asked,) = results(pool, ticket)
+    clock.time += 6
+    ended = pool.submit(Call((0, 0), 'answer', refused))
+    assert results(pool, ended) == [Ended(0.0, {}, cut=True)]
 
 
 @pytest.mark.parametrize(
