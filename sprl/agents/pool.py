@@ -136,6 +136,7 @@ class AgentPool:
     self._by_token: dict[str, _Episode] = {}
     self._tickets = itertools.count()
     self._numbers = itertools.count()
+    self._fresh = False  # whether a result may have arrived after the last poll
     self._losses = 0
     self._host: _Host | None = None
     self._server = ServerThread(application(self, PREFIX), bound(port=port, settings=('host', "config.task.args['port']")))
@@ -171,6 +172,7 @@ class AgentPool:
         episode = self._episodes[call.key]
         self._reply(episode, call.argument)
       episode.ticket = ticket
+      self._fresh |= self._ready(episode)  # it may have sent its next request before
       self._start_agents()
     return ticket
 
@@ -185,20 +187,25 @@ class AgentPool:
     """Return the wanted results that are ready, by ticket: Asked, Ended or Failure."""
     with self._changed:
       self._replace_host()
-      found = {}
+      self._fresh, found = False, {}
       for episode in self._episodes.values():
+        if self._waits(episode) and self._now() >= episode.deadline:
+          self._time_out(episode, 'asked nothing')
         if episode.ticket in wanted and (result := self._next(episode)) is not None:
           found[episode.ticket], episode.ticket = result, None
       self._start_agents()
       return found
 
   def wait(self, seconds: float | None) -> None:
-    """Wait until a result may be ready, at most `seconds` (None: no limit)."""
+    """Wait until a result arrives that the last poll has not seen, at most `seconds` (None: no limit).
+
+    Results that it has seen may stay: an evaluation does not want those of training.
+    """
     with self._changed:
-      waiting = [episode for episode in self._episodes.values() if episode.ticket is not None]
-      if any(self._ready(episode) for episode in waiting):
+      if self._fresh:
         return
-      left = max(0.0, min([episode.deadline for episode in waiting], default=float('inf')) - self._now())
+      deadlines = [episode.deadline for episode in self._episodes.values() if self._waits(episode)]
+      left = max(0.0, min(deadlines, default=float('inf')) - self._now())
       timeout = min(left, float('inf') if seconds is None else seconds)
       self._changed.wait(None if timeout == float('inf') else timeout)
 
@@ -223,7 +230,7 @@ class AgentPool:
       if (found := self._by_token.get(episode)) is None:
         raise Refused(404, 'the episode of this URL is over', code='episode_over')
       found.asking.append(asking)
-      self._changed.notify_all()
+      self._wake()
     try:
       answer = await future
     finally:
@@ -237,20 +244,20 @@ class AgentPool:
   # --- one episode, under the lock -----------------------------------------------------------------------------------------
 
   def _ready(self, episode: _Episode) -> bool:
-    return episode.end is not None or any(not a.gone for a in episode.asking) or self._now() >= episode.deadline
+    return episode.end is not None or any(not a.gone for a in episode.asking)
+
+  def _waits(self, episode: _Episode) -> bool:
+    """Return whether a call waits for this agent."""
+    return episode.ticket is not None and not self._ready(episode)
 
   def _next(self, episode: _Episode) -> Asked | Ended | Failure | None:
     """Return what an episode waits for, if it is there."""
-    if episode.end is None:
-      while episode.asking:
-        asking = episode.asking.popleft()
-        if not asking.gone:
-          episode.answering = asking
-          lost, episode.lost = episode.lost, False
-          return Asked(asking.request, lost)
-      if self._now() < episode.deadline:
-        return None
-      self._time_out(episode, 'asked nothing')
+    while episode.end is None and episode.asking:
+      asking = episode.asking.popleft()
+      if not asking.gone:
+        episode.answering = asking
+        lost, episode.lost = episode.lost, False
+        return Asked(asking.request, lost)
     if isinstance(episode.end, Failure) and episode.cut:
       return Ended(0.0, {}, episode.lost, cut=True)
     if isinstance(episode.end, Ended):
@@ -327,7 +334,12 @@ class AgentPool:
           kind = 'error' if 'error' in message else 'crash'
           episode.end = Failure(kind, f'the agent failed: {message[kind]}')
         episode.started = False
-      self._changed.notify_all()
+      self._wake()
+
+  def _wake(self) -> None:
+    """End a wait. Called under the lock."""
+    self._fresh = True
+    self._changed.notify_all()
 
   def _replace_host(self) -> None:
     """Start another host if the host has ended. Its agents, which ended with it, fail."""

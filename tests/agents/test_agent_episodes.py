@@ -24,6 +24,7 @@ from sprl.rollout.agent_setup import AgentSource, rows
 from sprl.rollout.codec import ChatCodec
 from sprl.rollout.episodes import Limits
 from sprl.rollout.scheduler import Scheduler
+from sprl.tasks.worker_pool import Failure
 from sprl.tasks.workers import within
 from sprl.types import sequences
 
@@ -197,6 +198,35 @@ def test_agents_of_training_that_wait_for_an_answer_leave_room_for_those_of_eval
       until(lambda ticket=ticket: isinstance(pool.poll({ticket}).get(ticket), Asked))  # nothing answers it
     pool.submit(Call((2, 0), 'run', {'seed': 0, 'split': 'test'}))
     assert [episode.started for episode in pool._episodes.values()] == [True, True, False]
+
+
+def test_agents_of_training_that_ask_or_hang_do_not_end_the_waits_of_an_evaluation(tmp_path):
+  clock = ManualClock()
+  with AgentPool(Program(f'{PROGRAMS}:odd', {}), Sampling(), 'tiny', 30.0, now=clock) as pool:
+    asks, hangs = (pool.submit(Call((seed, 0), 'run', {'seed': seed, 'split': 'train'})) for seed in (0, 2))
+    until(lambda: any(episode.asking for episode in pool._episodes.values()))
+    clock.time = 60.0  # the agent with seed 2 exceeds the limit
+    evaluation = pool.submit(Call((6, 0), 'run', {'seed': 6, 'split': 'test'}))
+    assert pool.poll({evaluation}) == {}
+    start = time.monotonic()
+    pool.wait(0.5)
+    assert time.monotonic() - start >= 0.5
+    asked, hung = results(pool, asks, hangs)
+    assert isinstance(asked, Asked)
+    assert isinstance(hung, Failure)
+
+
+def test_a_request_sent_during_another_ends_the_wait_for_it(tmp_path):
+  with AgentPool(Program(f'{PROGRAMS}:impatient', {}), Sampling(), 'tiny', 30.0) as pool:
+    ticket = pool.submit(Call((0, 0), 'run', {}))
+    results(pool, ticket)
+    until(lambda: any(not each.gone for each in pool._episodes[0, 0].asking))
+    assert pool.poll({ticket}) == {}
+    ticket = pool.submit(Call((0, 0), 'answer', ANSWER))
+    start = time.monotonic()
+    pool.wait(20.0)
+    assert time.monotonic() - start < 10
+    assert isinstance(pool.poll({ticket})[ticket], Asked)
 
 
 def test_processes_of_an_agent_end_with_it(tmp_path):
