@@ -138,7 +138,7 @@ async def _events(
   try:
     while not isinstance(piece, Answer):
       text = piece.text.rstrip('\ufffd')  # a character whose bytes are not complete
-      for chunk in chunks.delta(visible(text) if asked.calls else text):
+      for chunk in chunks.delta(text if asked.calls == 0 else visible(text)):
         yield f'data: {json.dumps(chunk)}\n\n'
       piece = await anext(pieces)
     for chunk in chunks.end(piece):

@@ -31,20 +31,20 @@ def test_hermes_calls(text, expected):
 
 @pytest.mark.parametrize('text', ['I add.\n' + CALL, 'a <tool_x>', 'ends in space ', 'a<tool_call>{}</tool_call>'])
 def test_what_a_stream_shows_early_begins_the_content(text):
-  content = message_of(text, True, 'hermes', 'x')['content'] or ''
+  content = message_of(text, None, 'hermes', 'x')['content'] or ''
   for n in range(len(text) + 1):
     assert content.startswith(visible(text[:n]))
 
 
 def test_a_message_has_the_calls_of_its_text():
-  message = message_of('Wait. ' + CALL, True, 'hermes', '7')
+  message = message_of('Wait. ' + CALL, None, 'hermes', '7')
   call = {'id': 'call_7_0', 'type': 'function', 'function': {'name': 'add', 'arguments': '{"a": 1}'}}
   assert message == {'role': 'assistant', 'content': 'Wait.', 'tool_calls': [call]}
-  assert message_of(CALL, False, 'hermes', '7') == {'role': 'assistant', 'content': CALL}
+  assert message_of(CALL, 0, 'hermes', '7') == {'role': 'assistant', 'content': CALL}
 
 
 def test_a_message_equals_itself_after_a_client_has_returned_it():
-  sent = message_of(CALL, True, 'hermes', '7')
+  sent = message_of(CALL, None, 'hermes', '7')
   returned = {
     **sent, 'refusal': None, 'annotations': [], 'audio': None, 'function_call': None,
     'tool_calls': [{**sent['tool_calls'][0], 'index': 0}],
@@ -64,9 +64,22 @@ def test_all_fields_of_a_request_are_read():
     'stream_options': {'include_usage': True}, 'logprobs': True, 'return_token_ids': True, 'n': 1, 'stop': None,
     'chat_template_kwargs': {'enable_thinking': False},
   }  # fmt: skip
-  expected = ChatRequest(tuple(HELLO), tuple(tools), True, 5, {'enable_thinking': False}, True, True, True, True)
+  expected = ChatRequest(tuple(HELLO), tuple(tools), None, 5, {'enable_thinking': False}, True, True, True, True)
   assert read(body, Sampling()) == expected
-  assert read({**body, 'tool_choice': 'none'}, Sampling()).calls is False
+  assert read({**body, 'tool_choice': 'none'}, Sampling()).calls == 0
+  assert read({**body, 'parallel_tool_calls': False}, Sampling()).calls == 1
+
+
+@pytest.mark.parametrize(
+  ('shorter', 'longer'), [('max_tokens', 'max_completion_tokens'), ('max_completion_tokens', 'max_tokens')]
+)
+def test_the_smaller_of_two_limits_counts(shorter, longer):
+  assert read({'messages': HELLO, shorter: 5, longer: 500}, Sampling()).max_tokens == 5
+
+
+def test_without_parallel_calls_a_message_has_the_first_call_only():
+  (call,) = message_of(f'Wait. {CALL}{CALL}', 1, 'hermes', '7')['tool_calls']
+  assert call['id'] == 'call_7_0'
 
 
 @pytest.mark.parametrize(
@@ -87,6 +100,12 @@ def test_all_fields_of_a_request_are_read():
     ({'max_tokens': True}, 'max_tokens = True'),
     ({'max_completion_tokens': 0}, 'max_completion_tokens = 0'),
     ({'max_completion_tokens': 5, 'max_tokens': 'x'}, "max_tokens = 'x'"),
+    ({'messages': [{'role': 'assistant', 'function_call': {'name': 'f'}}]}, r'\[0\]\.function_call.*tool_calls'),
+    ({'stream': 'false'}, "stream = 'false': expected true or false"),
+    ({'logprobs': 'no'}, "logprobs = 'no'"),
+    ({'return_token_ids': [0]}, r'return_token_ids = \[0\]'),
+    ({'parallel_tool_calls': 0}, 'parallel_tool_calls = 0'),
+    ({'stream_options': {'include_usage': 'false'}}, r"stream_options\.include_usage = 'false'"),
     ({'guided_json': {}}, 'guided_json: this endpoint has no such field'),
   ],
 )
