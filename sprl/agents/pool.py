@@ -28,7 +28,7 @@ from typing import Any
 
 from sprl.agents import host
 from sprl.agents.extra import check_installed
-from sprl.agents.protocol import Answer, ChatRequest, Partial, Refused
+from sprl.agents.protocol import Answer, ChatRequest, Distribution, Partial, Refused
 from sprl.config import Sampling, SettingsError
 from sprl.tasks import lifeline
 from sprl.tasks.worker_pool import LOSSES, START_SECONDS, Failure
@@ -105,7 +105,8 @@ class AgentPool:
 
   Args:
     program: the agent.
-    sampling: how the engines draw; requests for another distribution are refused.
+    sampling: how the engines draw in training; requests for another distribution are refused.
+    evaluation: the same in evaluation, for rows whose split is `test`.
     model: the name of the model.
     limit: seconds that an agent may take to its next request or its end. The time in which the model writes does not count.
     most: agents of a split at a time, training or evaluation; others wait. None: no limit.
@@ -120,6 +121,7 @@ class AgentPool:
     self,
     program: Program,
     sampling: Sampling,
+    evaluation: Sampling,
     model: str,
     limit: float,
     most: int | None = None,
@@ -129,7 +131,8 @@ class AgentPool:
     from sprl.agents.endpoint import application  # imported late: the packages are an extra
     from sprl.agents.server import ServerThread, bound
 
-    self.program, self.sampling, self.model, self._limit, self._now = program, sampling, model, limit, now
+    self.program, self.model, self._limit, self._now = program, model, limit, now
+    self._training, self._evaluation = Distribution(sampling), Distribution(evaluation, evaluation=True)
     self._most = most or sys.maxsize
     self._changed = threading.Condition()
     self._episodes: dict[Key, _Episode] = {}
@@ -215,7 +218,13 @@ class AgentPool:
       self._remove(key)
       self._start_agents()
 
-  # --- the endpoint's call -------------------------------------------------------------------------------------------------
+  # --- the endpoint's calls ------------------------------------------------------------------------------------------------
+
+  def distribution(self, episode: str) -> Distribution:
+    """Return how the tokens of an episode are drawn."""
+    with self._changed:
+      found = self._by_token.get(episode)
+    return self._evaluation if found is not None and found.row.get('split') == 'test' else self._training
 
   async def answer(self, episode: str, request: ChatRequest) -> AsyncGenerator[Partial | Answer, None]:
     """Yield the answer to a request of an agent. Raises Refused."""

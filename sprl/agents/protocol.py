@@ -46,6 +46,20 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
+class Distribution:
+  """How the engine draws the tokens of a request."""
+
+  sampling: Sampling
+  evaluation: bool = False  # whether `config.eval` sets temperature and top_p; evaluation has no other filter
+
+  def setting(self, key: str) -> str:
+    """Return the setting of a field of `sampling`."""
+    if not self.evaluation:
+      return f'config.sampling.{key}'
+    return f'config.eval.{key}' if key in ('temperature', 'top_p') else 'evaluation sets none'
+
+
+@dataclass(frozen=True)
 class ChatRequest:
   """A request that the endpoint can answer."""
 
@@ -82,7 +96,7 @@ class Partial:
 # --- requests --------------------------------------------------------------------------------------------------------------
 
 
-def read(body: Any, sampling: Sampling) -> ChatRequest:
+def read(body: Any, distribution: Distribution) -> ChatRequest:
   """Return the request of a JSON body. Raises Refused (400) if a field is malformed, or if the engine cannot do what it asks."""
   if not isinstance(body, Mapping):
     raise Refused(400, 'expected a JSON object')
@@ -91,7 +105,7 @@ def read(body: Any, sampling: Sampling) -> ChatRequest:
     value = given.pop(key, accepted[0])
     if value not in accepted:
       raise Refused(400, f'{key} = {value!r:.200}: this endpoint accepts {accepted[0]!r} only', key)
-  _check_sampling(given, sampling)
+  _check_distribution(given, distribution)
   messages, tools = given.pop('messages', None), given.pop('tools', [])
   if not isinstance(messages, list) or not messages:
     raise Refused(400, 'messages: expected a list of at least one message', 'messages')
@@ -132,13 +146,16 @@ def _flag(given: dict[str, Any], key: str, within: str = '', default: bool = Fal
   return default if value is None else value
 
 
-def _check_sampling(given: dict[str, Any], sampling: Sampling) -> None:
+def _check_distribution(given: dict[str, Any], distribution: Distribution) -> None:
   """Remove the fields of the distribution from a request. Raises Refused if one differs from the engine's."""
+  sampling = distribution.sampling
   engine = {'temperature': sampling.temperature, 'top_p': sampling.top_p, 'top_k': sampling.top_k or -1, 'min_p': sampling.min_p}
   for key, value in engine.items():
     asked = given.pop(key, value)
     if asked != value and not (key == 'top_k' and asked in (0, -1) and value == -1):
-      why = f'all requests draw from one distribution, whose {key} is {value!r} (config.sampling.{key}). Leave the field out'
+      which = 'of an evaluation ' if distribution.evaluation else ''
+      one = f'all requests {which}draw from one distribution, whose {key} is {value!r}'
+      why = f'{one} ({distribution.setting(key)}). Leave the field out'
       raise Refused(400, f'{key} = {asked!r:.200}: {why}', key, 'unsupported_value')
   stop = given.pop('stop', None) or []
   if stop and ([stop] if isinstance(stop, str) else stop) != list(sampling.stop):

@@ -102,7 +102,8 @@ def begin_agents(
   pool = None
   if team.leads:
     limit = task.time_limit or AGENT_SECONDS
-    pool = enter(AgentPool(program, run.sampling, run.model.path, limit, task.workers, options['port']))
+    drawn = run.sampling, run.eval_sampling
+    pool = enter(AgentPool(program, *drawn, run.model.path, limit, task.workers, options['port']))
 
   def source(split: str, max_tokens: int) -> AgentSource:
     held_out = split == 'test'

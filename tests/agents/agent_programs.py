@@ -48,6 +48,11 @@ def lengthy(base_url, row):
     messages += [ask(base_url, messages), user('on')]
 
 
+def draws(base_url, row, **temperatures):
+  """Asks with the temperature of its split."""
+  ask(base_url, [user('x')], temperature=temperatures[row['split']])
+
+
 def stubborn(base_url, row):
   """Talks, and tries again whenever it is refused."""
   while True:

@@ -40,7 +40,7 @@ def running(folder, name, groups=2, group=2, most=4, limits=None, time_limit=30.
   tokenizer = Tokenizer.load(folder)
   engine = engine or FakeEngine()
   program = Program(f'{PROGRAMS}:{name}', args)
-  with AgentPool(program, Sampling(), 'tiny', time_limit, workers) as pool:
+  with AgentPool(program, Sampling(), Sampling(), 'tiny', time_limit, workers) as pool:
     limits = limits or Limits(turns=10, turn_tokens=16, max_prompt=100, max_tokens=400)
     row = lambda number: rows([], 'train', lambda n: 2 * n, 0, number)  # noqa: E731
     source = AgentSource(row, limits, most, ChatCodec(tokenizer), pool.release, 'hermes')
@@ -132,7 +132,7 @@ def test_an_agent_that_repeats_a_refused_request_is_ended_after_the_time_limit(t
 
 def test_an_agent_may_go_on_after_a_refusal_and_then_has_its_time_again(tmp_path):
   clock = ManualClock()
-  with AgentPool(Program(f'{PROGRAMS}:stubborn', {}), Sampling(), 'tiny', 10.0, now=clock) as pool:
+  with AgentPool(Program(f'{PROGRAMS}:stubborn', {}), Sampling(), Sampling(), 'tiny', 10.0, now=clock) as pool:
     ticket = pool.submit(Call((0, 0), 'run', {}))
     refused = Refused(400, 'no', code='turn_limit_exceeded')
     # The pool needs 6 s for each reply. The second of two refusals in a row does not start the time again.
@@ -192,7 +192,7 @@ def test_no_more_agents_run_than_asked(tmp_path):
 
 
 def test_agents_of_training_that_wait_for_an_answer_leave_room_for_those_of_evaluation(tmp_path):
-  with AgentPool(Program(f'{PROGRAMS}:talk', {}), Sampling(), 'tiny', 30.0, most=1) as pool:
+  with AgentPool(Program(f'{PROGRAMS}:talk', {}), Sampling(), Sampling(), 'tiny', 30.0, most=1) as pool:
     for uid, split in enumerate(('train', 'test')):
       ticket = pool.submit(Call((uid, 0), 'run', {'seed': 0, 'split': split}))
       until(lambda ticket=ticket: isinstance(pool.poll({ticket}).get(ticket), Asked))  # nothing answers it
@@ -200,9 +200,17 @@ def test_agents_of_training_that_wait_for_an_answer_leave_room_for_those_of_eval
     assert [episode.started for episode in pool._episodes.values()] == [True, True, False]
 
 
+def test_agents_draw_with_the_temperature_of_their_split(tmp_path):
+  given = {'train': 1.0, 'test': 0.0}
+  program = Program(f'{PROGRAMS}:draws', given)
+  with AgentPool(program, *(Sampling(temperature=each) for each in given.values()), 'tiny', 30.0) as pool:
+    tickets = [pool.submit(Call((uid, 0), 'run', {'split': split})) for uid, split in enumerate(given)]
+    assert [type(result) for result in results(pool, *tickets)] == [Asked, Asked]
+
+
 def test_agents_of_training_that_ask_or_hang_do_not_end_the_waits_of_an_evaluation(tmp_path):
   clock = ManualClock()
-  with AgentPool(Program(f'{PROGRAMS}:odd', {}), Sampling(), 'tiny', 30.0, now=clock) as pool:
+  with AgentPool(Program(f'{PROGRAMS}:odd', {}), Sampling(), Sampling(), 'tiny', 30.0, now=clock) as pool:
     asks, hangs = (pool.submit(Call((seed, 0), 'run', {'seed': seed, 'split': 'train'})) for seed in (0, 2))
     until(lambda: any(episode.asking for episode in pool._episodes.values()))
     clock.time = 60.0  # the agent with seed 2 exceeds the limit
@@ -217,7 +225,7 @@ def test_agents_of_training_that_ask_or_hang_do_not_end_the_waits_of_an_evaluati
 
 
 def test_a_request_sent_during_another_ends_the_wait_for_it(tmp_path):
-  with AgentPool(Program(f'{PROGRAMS}:impatient', {}), Sampling(), 'tiny', 30.0) as pool:
+  with AgentPool(Program(f'{PROGRAMS}:impatient', {}), Sampling(), Sampling(), 'tiny', 30.0) as pool:
     ticket = pool.submit(Call((0, 0), 'run', {}))
     results(pool, ticket)
     until(lambda: any(not each.gone for each in pool._episodes[0, 0].asking))
@@ -249,7 +257,8 @@ import sys, time
 sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[2])]!r}
 from sprl.agents.pool import AgentPool, Call, Program
 from sprl.config import Sampling
-pool = AgentPool(Program({str(PROGRAMS)!r} + ':children', {{'pids': {str(folder)!r}}}), Sampling(), 'm', 600.0).__enter__()
+program = Program({str(PROGRAMS)!r} + ':children', {{'pids': {str(folder)!r}}})
+pool = AgentPool(program, Sampling(), Sampling(), 'm', 600.0).__enter__()
 pool.submit(Call((0, 0), 'run', {{}}))
 time.sleep(600)
 """
@@ -271,7 +280,7 @@ def test_a_host_that_is_killed_is_replaced_and_its_agents_are_tried_again(tmp_pa
 
 
 def test_a_host_that_reads_nothing_does_not_hold_up_the_run(tmp_path):
-  with AgentPool(Program(f'{PROGRAMS}:odd', {'how': 'raise'}), Sampling(), 'tiny', 30.0) as pool:
+  with AgentPool(Program(f'{PROGRAMS}:odd', {'how': 'raise'}), Sampling(), Sampling(), 'tiny', 30.0) as pool:
     os.kill(pool._host._process.pid, signal.SIGSTOP)
     try:  # 8 MB, more than the connection holds
       calls = [Call((uid, 0), 'run', {'seed': 2, 'text': 'x' * 1_000_000}) for uid in range(8)]
@@ -288,7 +297,7 @@ def test_agents_that_cannot_be_loaded_are_refused(tmp_path):
       f'def {"talk" if name == "talk" else "other"}(url, row): pass\nraise_ = {name == "talk"}\nassert not raise_, "refused"'
     )
     with pytest.raises(SettingsError, match=f'cannot be loaded.*{why}'):
-      AgentPool(Program(f'{file}:{name}', {}), Sampling(), 'tiny', 1.0).__enter__()
+      AgentPool(Program(f'{file}:{name}', {}), Sampling(), Sampling(), 'tiny', 1.0).__enter__()
 
 
 def test_rows_are_shuffled_in_each_epoch_and_have_the_seed_and_the_split():

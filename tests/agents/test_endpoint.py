@@ -17,7 +17,7 @@ from serving import ROWS, served, together
 from sprl import serve
 from sprl.agents import engine_thread, protocol
 from sprl.agents.endpoint import application
-from sprl.agents.protocol import Answer, Partial
+from sprl.agents.protocol import Answer, Distribution, Partial
 from sprl.agents.server import ServerThread, bound
 from sprl.config import Sampling, SettingsError, default_config
 from sprl.types import Request
@@ -165,10 +165,13 @@ def test_a_request_takes_a_place_before_its_prompt_is_made(tmp_path, monkeypatch
 class Scripted:
   """A backend that writes one text, four characters at a time."""
 
-  model, sampling = 'scripted', Sampling()
+  model = 'scripted'
 
   def __init__(self, text):
     self.text = text
+
+  def distribution(self, episode):
+    return Distribution(Sampling())
 
   async def answer(self, episode, request):
     for n in range(4, len(self.text), 4):
@@ -290,7 +293,7 @@ def test_a_server_may_be_greedy():
 
 def test_a_part_of_a_character_has_no_bytes_of_its_own():
   answer = Answer({}, 'stop', [], [1, 2], [-1.0, -2.0], ['\ufffd', 'e'])
-  request = protocol.read({'messages': HELLO, 'logprobs': True}, Sampling())
+  request = protocol.read({'messages': HELLO, 'logprobs': True}, Distribution(Sampling()))
   (choice,) = protocol.completion(request, answer, 'x')['choices']
   assert [each['bytes'] for each in choice['logprobs']['content']] == [None, [101]]
 

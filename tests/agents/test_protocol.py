@@ -4,10 +4,11 @@ import json
 
 import pytest
 
-from sprl.agents.protocol import ChatRequest, Refused, canonical, message_of, read
+from sprl.agents.protocol import ChatRequest, Distribution, Refused, canonical, message_of, read
 from sprl.agents.tool_calls import ToolCall, hermes, visible
-from sprl.config import Sampling
+from sprl.config import Run, Sampling
 
+TRAINING = Distribution(Sampling())
 HELLO = [{'role': 'user', 'content': 'Hello'}]
 LONE = r'<tool_call>{"name": "\ud800", "arguments": {}}</tool_call>'
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -65,16 +66,16 @@ def test_all_fields_of_a_request_are_read():
     'chat_template_kwargs': {'enable_thinking': False},
   }  # fmt: skip
   expected = ChatRequest(tuple(HELLO), tuple(tools), None, 5, {'enable_thinking': False}, True, True, True, True)
-  assert read(body, Sampling()) == expected
-  assert read({**body, 'tool_choice': 'none'}, Sampling()).calls == 0
-  assert read({**body, 'parallel_tool_calls': False}, Sampling()).calls == 1
+  assert read(body, TRAINING) == expected
+  assert read({**body, 'tool_choice': 'none'}, TRAINING).calls == 0
+  assert read({**body, 'parallel_tool_calls': False}, TRAINING).calls == 1
 
 
 @pytest.mark.parametrize(
   ('shorter', 'longer'), [('max_tokens', 'max_completion_tokens'), ('max_completion_tokens', 'max_tokens')]
 )
 def test_the_smaller_of_two_limits_counts(shorter, longer):
-  assert read({'messages': HELLO, shorter: 5, longer: 500}, Sampling()).max_tokens == 5
+  assert read({'messages': HELLO, shorter: 5, longer: 500}, TRAINING).max_tokens == 5
 
 
 def test_without_parallel_calls_a_message_has_the_first_call_only():
@@ -111,9 +112,25 @@ def test_without_parallel_calls_a_message_has_the_first_call_only():
 )
 def test_what_the_engine_cannot_do_is_refused(changes, said):
   with pytest.raises(Refused, match=said) as error:
-    read({'messages': HELLO, **changes}, Sampling())
+    read({'messages': HELLO, **changes}, TRAINING)
   assert error.value.status == 400
   assert json.dumps(error.value.body())
+
+
+@pytest.mark.parametrize(
+  ('changes', 'said'),
+  [
+    ({'temperature': 1.0}, r'requests of an evaluation .* 0\.0 \(config\.eval\.temperature\)'),
+    ({'top_p': 0.5}, r'config\.eval\.top_p'),
+    ({'top_k': 20}, r'top_k is -1 \(evaluation sets none\)'),
+  ],
+)
+def test_requests_of_an_evaluation_are_compared_with_its_own_settings(changes, said):
+  run = Run(sampling=Sampling(top_k=20))
+  evaluation = Distribution(run.eval_sampling, evaluation=True)
+  assert read({'messages': HELLO, 'temperature': 0.0, 'top_p': 1}, evaluation)
+  with pytest.raises(Refused, match=said):
+    read({'messages': HELLO, **changes}, evaluation)
 
 
 def test_arguments_of_a_call_that_are_no_json_stay_text():
