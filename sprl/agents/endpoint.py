@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sprl.agents import protocol
 from sprl.agents.protocol import Answer, ChatRequest, Distribution, Partial, Refused
-from sprl.agents.tool_calls import visible
+from sprl.agents.tool_calls import before, visible
 
 MAX_BODY = 1 << 25  # bytes of a request
 CLIENT_CLOSED = 499  # status, seen by nobody, of a request whose client disconnected
@@ -140,7 +140,7 @@ async def _events(
   piece = first
   try:
     while not isinstance(piece, Answer):
-      text = piece.text.rstrip('\ufffd')  # a character whose bytes are not complete
+      text = before(piece.text.rstrip('\ufffd'), asked.stop)  # U+FFFD: a character whose bytes are not complete
       for chunk in chunks.delta(text if asked.calls == 0 else visible(text)):
         yield f'data: {json.dumps(chunk)}\n\n'
       piece = await anext(pieces)

@@ -214,7 +214,7 @@ def answer_of(
 ) -> Answer:
   """Return the Answer of a completion. `name` begins the ids of its tool calls."""
   ids = completion.tokens.tolist()
-  message = message_of(tokenizer.decode(ids, skip_special=True), request.calls, tool_format, name)
+  message = message_of(tokenizer.decode(ids, skip_special=True), request.calls, tool_format, name, request.stop)
   finish = 'tool_calls' if 'tool_calls' in message else 'length' if completion.finish == 'length' else 'stop'
   pieces = [tokenizer.decode([i]) for i in ids] if request.logprobs else []
   return Answer(message, finish, prompt_ids, ids, completion.logp.tolist(), pieces)

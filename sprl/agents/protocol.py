@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sprl.agents.tool_calls import PARSERS
+from sprl.agents.tool_calls import PARSERS, cut
 from sprl.config import Sampling
 
 IGNORED = (
@@ -72,6 +72,7 @@ class ChatRequest:
   usage: bool = False  # whether a stream ends with the numbers of tokens
   logprobs: bool = False
   token_ids: bool = False  # whether the response has the ids of prompt and answer
+  stop: tuple[str, ...] = ()  # strings that end the answer; its tokens have them, its text has not
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,7 @@ def read(body: Any, distribution: Distribution) -> ChatRequest:
     usage=_flag(dict(options), 'include_usage', 'stream_options.'),
     logprobs=_flag(given, 'logprobs'),
     token_ids=_flag(given, 'return_token_ids'),
+    stop=distribution.sampling.stop,
   )
   if given:
     raise Refused(400, f'{", ".join(sorted(given))}: this endpoint has no such field', min(given))
@@ -209,11 +211,14 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
 # --- answers ---------------------------------------------------------------------------------------------------------------
 
 
-def message_of(text: str, calls: int | None, tool_format: str, name: str) -> Message:
-  """Return the message of a model's text with at most `calls` tool calls (None: all). `name` begins their ids."""
+def message_of(text: str, calls: int | None, tool_format: str, name: str, stop: Sequence[str] = ()) -> Message:
+  """Return the message of a model's text with at most `calls` tool calls (None: all). `name` begins their ids.
+
+  Calls are parsed before the text is cut at a stop string, because `</tool_call>` may be one.
+  """
   content, found = (text, []) if calls == 0 else PARSERS[tool_format](text)
   if not found:
-    return {'role': 'assistant', 'content': text}
+    return {'role': 'assistant', 'content': cut(text, stop)}
   written = [
     {'id': f'call_{name}_{i}', 'type': 'function', 'function': {'name': call.name, 'arguments': json.dumps(call.arguments)}}
     for i, call in enumerate(found[:calls])

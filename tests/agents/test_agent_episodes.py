@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -34,13 +35,14 @@ ANSWER = Answer({'role': 'assistant', 'content': 'x'}, 'stop', [1], [2], [-1.0],
 
 
 @contextmanager
-def running(folder, name, groups=2, group=2, most=4, limits=None, time_limit=30.0, workers=None, engine=None, **args):
+def running(folder, name, groups=2, group=2, most=4, limits=None, time_limit=30.0, workers=None, engine=None, stop=(), **args):
   """Yield (scheduler, pool, engine) of agents called `name`."""
   hermes.write_tokenizer(folder)
   tokenizer = Tokenizer.load(folder)
   engine = engine or FakeEngine()
   program = Program(f'{PROGRAMS}:{name}', args)
-  with AgentPool(program, Sampling(), Sampling(), 'tiny', time_limit, workers) as pool:
+  sampling = Sampling(stop=stop)
+  with AgentPool(program, sampling, sampling, 'tiny', time_limit, workers) as pool:
     limits = limits or Limits(turns=10, turn_tokens=16, max_prompt=100, max_tokens=400)
     row = lambda number: rows([], 'train', lambda n: 2 * n, 0, number)  # noqa: E731
     source = AgentSource(row, limits, most, ChatCodec(tokenizer), pool.release, 'hermes')
@@ -75,6 +77,16 @@ def test_what_was_generated_is_trained_token_for_token(tmp_path):
     last = messages[-2]['content']
     assert t.reward == pytest.approx(len(last) / 100)
     assert (t.metrics['length'], t.metrics['agent/branches'], t.metrics['agent/turns']) == (7, 1, 3)
+
+
+def test_a_message_without_its_stop_string_goes_on_from_the_tokens_that_have_it(tmp_path):
+  trajectories, engine = batch(tmp_path, 'talk', turns=3, stop=tuple('aeiou'))
+  for t in trajectories:
+    assert t.branches == ()
+    assert trained(t) == drawn(engine, t.uid)
+    *_, last = [completion for completion in engine.completions if completion.request.uid == t.uid]
+    seen = re.split('[aeiou]', Tokenizer.load(tmp_path).decode(last.tokens, skip_special=True))[0]
+    assert t.reward == pytest.approx(len(seen) / 100)
 
 
 def test_an_edited_history_is_another_branch_and_no_token_is_trained_twice(tmp_path):

@@ -167,16 +167,16 @@ class Scripted:
 
   model = 'scripted'
 
-  def __init__(self, text):
-    self.text = text
+  def __init__(self, text, stop=()):
+    self.text, self.stop = text, stop
 
   def distribution(self, episode):
-    return Distribution(Sampling())
+    return Distribution(Sampling(stop=self.stop))
 
   async def answer(self, episode, request):
     for n in range(4, len(self.text), 4):
       yield Partial(self.text[:n])
-    message = protocol.message_of(self.text, request.calls, 'hermes', '0')
+    message = protocol.message_of(self.text, request.calls, 'hermes', '0', request.stop)
     yield Answer(message, 'tool_calls' if 'tool_calls' in message else 'stop', [1, 2], [3], [-1.0], ['x'])
 
 
@@ -193,6 +193,14 @@ def test_a_stream_and_a_whole_answer_have_equal_contents_and_calls(text):
            for m in (whole.message, streamed.message)]  # fmt: skip
   assert calls[0] == calls[1]
   assert len(calls[0]) == text.count('</tool_call>')
+
+
+def test_neither_a_stream_nor_a_whole_answer_has_the_stop_string():
+  with ServerThread(application(Scripted('The answer is 4.\nUser:', stop=('\nUser:',)))) as server:
+    client = openai.OpenAI(base_url=f'http://127.0.0.1:{server.port}/v1', api_key='none', max_retries=0)
+    whole = client.chat.completions.create(model='x', messages=HELLO).choices[0].message.content
+    chunks = client.chat.completions.create(model='x', messages=HELLO, stream=True)
+    assert whole == ''.join(chunk.choices[0].delta.content or '' for chunk in chunks) == 'The answer is 4.'
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from sprl.agents.protocol import ChatRequest, Distribution, Refused, canonical, message_of, read
-from sprl.agents.tool_calls import ToolCall, hermes, visible
+from sprl.agents.tool_calls import ToolCall, before, hermes, visible
 from sprl.config import Run, Sampling
 
 TRAINING = Distribution(Sampling())
@@ -35,6 +35,26 @@ def test_what_a_stream_shows_early_begins_the_content(text):
   content = message_of(text, None, 'hermes', 'x')['content'] or ''
   for n in range(len(text) + 1):
     assert content.startswith(visible(text[:n]))
+
+
+@pytest.mark.parametrize(
+  ('text', 'content'),
+  [
+    ('so\nEND', 'so\n'),
+    ('a </b> END', 'a '),
+    ('EN', 'EN'),
+    ('all', 'all'),
+    ('x<tool_call>{"nam</tool_call>', 'x<tool_call>{"nam'),
+  ],
+)
+def test_the_content_ends_before_the_stop_string_and_a_stream_shows_no_part_of_one(text, content):
+  stop = ('END', '</b>', '</tool_call>')
+  assert message_of(text, 0, 'hermes', 'x', stop)['content'] == content
+  assert all(content.startswith(before(text[:n], stop)) for n in range(len(text) + 1))
+
+
+def test_a_stop_string_may_end_a_tool_call():
+  assert message_of(CALL, None, 'hermes', 'x', ['</tool_call>'])['tool_calls'][0]['function']['name'] == 'add'
 
 
 def test_a_message_has_the_calls_of_its_text():
