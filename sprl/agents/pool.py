@@ -32,7 +32,7 @@ from sprl.agents.protocol import Answer, ChatRequest, Distribution, Partial, Ref
 from sprl.config import Sampling, SettingsError
 from sprl.tasks import lifeline
 from sprl.tasks.worker_pool import LOSSES, START_SECONDS, Failure
-from sprl.tasks.workers import DaemonThread
+from sprl.tasks.workers import OF_WORKERS, DaemonThread
 
 type Key = tuple[int, int]  # (uid, attempt) of an episode
 
@@ -377,7 +377,7 @@ class _Host:
   def __init__(self, program: Program, heard: Callable[[Mapping[str, Any]], None]):
     ours, theirs = socket.socketpair()
     held, self._lifeline = os.pipe()
-    environment = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'CUDA_VISIBLE_DEVICES': '', 'OMP_NUM_THREADS': '1'}
+    environment = {**os.environ, **OF_WORKERS}
     if program.python is None:  # another interpreter has packages of its own
       environment['PYTHONPATH'] = os.pathsep.join(path or os.getcwd() for path in sys.path)
     with theirs:

@@ -48,6 +48,14 @@ def lengthy(base_url, row):
     messages += [ask(base_url, messages), user('on')]
 
 
+def prints(base_url, row):
+  """Prints a line, and may end its process."""
+  print(row['exits'])
+  if row['exits']:
+    os._exit(0)
+  return 0.0
+
+
 def draws(base_url, row, **temperatures):
   """Asks with the temperature of its split."""
   ask(base_url, [user('x')], temperature=temperatures[row['split']])
