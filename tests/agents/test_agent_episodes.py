@@ -17,6 +17,7 @@ from checks import drawn, trained
 from fake_engine import FakeEngine
 from pools import ManualClock, alive, results, until
 
+from sprl.agents import host
 from sprl.agents.pool import AgentPool, Asked, Call, Ended, Program
 from sprl.agents.protocol import Answer, Refused
 from sprl.config import Rollout, Sampling, SettingsError
@@ -308,6 +309,19 @@ def test_a_host_that_reads_nothing_does_not_hold_up_the_run(tmp_path):
     finally:
       os.kill(pool._host._process.pid, signal.SIGCONT)
     assert {result.reason for result in results(pool, *tickets)} == {'the agent failed: ValueError: no'}
+
+
+@pytest.mark.parametrize('safe', ['', '1'])
+def test_the_host_starts_from_a_link_and_with_a_safe_path(tmp_path, monkeypatch, safe):
+  file = tmp_path / 'paths.py'
+  file.write_text('import os, sys\ndef agent(url, row): return any(os.path.exists(f"{path}/host.py") for path in sys.path)')
+  link = tmp_path / 'package'
+  link.mkdir()
+  (link / 'host.py').symlink_to(host.__file__)
+  monkeypatch.setattr(host, '__file__', str(link / 'host.py'))
+  monkeypatch.setenv('PYTHONSAFEPATH', safe)
+  with AgentPool(Program(f'{file}:agent', {}), Sampling(), Sampling(), 'tiny', 30.0) as pool:
+    assert results(pool, pool.submit(Call((0, 0), 'run', {}))) == [Ended(0.0)]
 
 
 def test_agents_that_cannot_be_loaded_are_refused(tmp_path):
