@@ -465,6 +465,14 @@ class Run:
     return self.arm == 'learner_mask'
 
   @property
+  def eval_sampling(self) -> Sampling:
+    """How the tokens of an evaluation are drawn: by temperature and top-p, without the other filters of training."""
+    limit = self.eval.max_tokens or self.sampling.max_tokens
+    return replace(
+      self.sampling, temperature=self.eval.temperature, top_p=self.eval.top_p, top_k=None, min_p=0.0, max_tokens=limit
+    )
+
+  @property
   def branches(self) -> int:
     """Sequences of an episode that an update can train on."""
     return self.task.branches if self.task.kind == 'agent' else 1

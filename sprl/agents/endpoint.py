@@ -24,9 +24,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sprl.agents import protocol
-from sprl.agents.protocol import Answer, ChatRequest, Partial, Refused
-from sprl.agents.tool_calls import visible
-from sprl.config import Sampling
+from sprl.agents.protocol import Answer, ChatRequest, Distribution, Partial, Refused
+from sprl.agents.tool_calls import before, visible
 
 MAX_BODY = 1 << 25  # bytes of a request
 CLIENT_CLOSED = 499  # status, seen by nobody, of a request whose client disconnected
@@ -37,7 +36,10 @@ class Backend(Protocol):
   """Answers requests."""
 
   model: str  # the name of the model
-  sampling: Sampling  # how its tokens are drawn
+
+  def distribution(self, episode: str) -> Distribution:
+    """Return how the tokens of an episode are drawn. `episode` is that of `answer`."""
+    ...
 
   def answer(self, episode: str, request: ChatRequest) -> AsyncGenerator[Partial | Answer, None]:
     """Yield the text as it grows, if the backend knows it, and then the Answer. Raises Refused.
@@ -51,9 +53,10 @@ def application(backend: Backend, prefix: str = '', token: str | None = None) ->
   """Return the endpoint. `prefix` may contain `{episode}`. `token` is what clients must show; None: nothing."""
 
   async def chat(request: Request) -> Any:
+    episode = request.path_params.get('episode', '')
     try:
-      asked = protocol.read(await _json(request), backend.sampling)
-      pieces = backend.answer(request.path_params.get('episode', ''), asked)
+      asked = protocol.read(await _json(request), backend.distribution(episode))
+      pieces = backend.answer(episode, asked)
       try:
         first = await _unless_disconnected(request, anext(pieces))
         if asked.stream:
@@ -137,8 +140,8 @@ async def _events(
   piece = first
   try:
     while not isinstance(piece, Answer):
-      text = piece.text.rstrip('\ufffd')  # a character whose bytes are not complete
-      for chunk in chunks.delta(visible(text) if asked.calls else text):
+      text = before(piece.text.rstrip('\ufffd'), asked.stop)  # U+FFFD: a character whose bytes are not complete
+      for chunk in chunks.delta(text if asked.calls == 0 else visible(text)):
         yield f'data: {json.dumps(chunk)}\n\n'
       piece = await anext(pieces)
     for chunk in chunks.end(piece):

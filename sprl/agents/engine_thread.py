@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Int
 
-from sprl.agents.protocol import Answer, ChatRequest, Partial, Refused, message_of
+from sprl.agents.protocol import Answer, ChatRequest, Distribution, Partial, Refused, message_of
 from sprl.config import Sampling
 from sprl.io.tokenizer import Tokenizer, TokenizerError
 from sprl.sampler.engine import Engine
@@ -165,6 +165,10 @@ class EngineBackend:
   def __init__(self, thread: EngineThread, tokenizer: Tokenizer, sampling: Sampling, model: str, tool_format: str = 'hermes'):
     self.thread, self.tokenizer, self.sampling, self.model, self._tool_format = thread, tokenizer, sampling, model, tool_format
 
+  def distribution(self, episode: str) -> Distribution:
+    """Return how tokens are drawn."""
+    return Distribution(self.sampling)
+
   async def answer(self, episode: str, request: ChatRequest) -> AsyncGenerator[Partial | Answer, None]:
     """Yield the text as it grows, then the Answer. Closing the generator ends the request. Raises Refused."""
     try:
@@ -210,7 +214,7 @@ def answer_of(
 ) -> Answer:
   """Return the Answer of a completion. `name` begins the ids of its tool calls."""
   ids = completion.tokens.tolist()
-  message = message_of(tokenizer.decode(ids, skip_special=True), request.calls, tool_format, name)
+  message = message_of(tokenizer.decode(ids, skip_special=True), request.calls, tool_format, name, request.stop)
   finish = 'tool_calls' if 'tool_calls' in message else 'length' if completion.finish == 'length' else 'stop'
   pieces = [tokenizer.decode([i]) for i in ids] if request.logprobs else []
   return Answer(message, finish, prompt_ids, ids, completion.logp.tolist(), pieces)

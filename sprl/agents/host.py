@@ -221,5 +221,7 @@ def main(connection, lifeline, tie):
 
 
 if __name__ == '__main__':
-  sys.path.remove(os.path.dirname(os.path.abspath(__file__)))  # its modules would hide those of agents
+  here = os.path.dirname(os.path.realpath(__file__))
+  if sys.path and os.path.realpath(sys.path[0]) == here:  # not with PYTHONSAFEPATH
+    del sys.path[0]  # its modules would hide those of agents
   main(int(sys.argv[1]), int(sys.argv[2]), runpy.run_path(sys.argv[3]))

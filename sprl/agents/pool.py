@@ -28,10 +28,11 @@ from typing import Any
 
 from sprl.agents import host
 from sprl.agents.extra import check_installed
-from sprl.agents.protocol import Answer, ChatRequest, Partial, Refused
+from sprl.agents.protocol import Answer, ChatRequest, Distribution, Partial, Refused
 from sprl.config import Sampling, SettingsError
 from sprl.tasks import lifeline
 from sprl.tasks.worker_pool import LOSSES, START_SECONDS, Failure
+from sprl.tasks.workers import OF_WORKERS, DaemonThread
 
 type Key = tuple[int, int]  # (uid, attempt) of an episode
 
@@ -93,7 +94,8 @@ class _Episode:
   asking: deque[_Asking] = field(default_factory=deque)
   answering: _Asking | None = None
   end: Ended | Failure | None = None
-  deadline: float = float('inf')  # of its next request or its end
+  deadline: float = float('inf')  # of its next request or its end; while a request is answered, it has none
+  refused: bool = False  # whether its last request was refused
   lost: bool = False
   cut: bool = False
 
@@ -103,7 +105,8 @@ class AgentPool:
 
   Args:
     program: the agent.
-    sampling: how the engines draw; requests for another distribution are refused.
+    sampling: how the engines draw in training; requests for another distribution are refused.
+    evaluation: the same in evaluation, for rows whose split is `test`.
     model: the name of the model.
     limit: seconds that an agent may take to its next request or its end. The time in which the model writes does not count.
     most: agents of a split at a time, training or evaluation; others wait. None: no limit.
@@ -118,6 +121,7 @@ class AgentPool:
     self,
     program: Program,
     sampling: Sampling,
+    evaluation: Sampling,
     model: str,
     limit: float,
     most: int | None = None,
@@ -127,13 +131,15 @@ class AgentPool:
     from sprl.agents.endpoint import application  # imported late: the packages are an extra
     from sprl.agents.server import ServerThread, bound
 
-    self.program, self.sampling, self.model, self._limit, self._now = program, sampling, model, limit, now
+    self.program, self.model, self._limit, self._now = program, model, limit, now
+    self._training, self._evaluation = Distribution(sampling), Distribution(evaluation, evaluation=True)
     self._most = most or sys.maxsize
     self._changed = threading.Condition()
     self._episodes: dict[Key, _Episode] = {}
     self._by_token: dict[str, _Episode] = {}
     self._tickets = itertools.count()
     self._numbers = itertools.count()
+    self._fresh = False  # whether a result may have arrived after the last poll
     self._losses = 0
     self._host: _Host | None = None
     self._server = ServerThread(application(self, PREFIX), bound(port=port, settings=('host', "config.task.args['port']")))
@@ -169,6 +175,7 @@ class AgentPool:
         episode = self._episodes[call.key]
         self._reply(episode, call.argument)
       episode.ticket = ticket
+      self._fresh |= self._ready(episode)  # it may have sent its next request before
       self._start_agents()
     return ticket
 
@@ -183,20 +190,25 @@ class AgentPool:
     """Return the wanted results that are ready, by ticket: Asked, Ended or Failure."""
     with self._changed:
       self._replace_host()
-      found = {}
+      self._fresh, found = False, {}
       for episode in self._episodes.values():
+        if self._waits(episode) and self._now() >= episode.deadline:
+          self._time_out(episode, 'asked nothing')
         if episode.ticket in wanted and (result := self._next(episode)) is not None:
           found[episode.ticket], episode.ticket = result, None
       self._start_agents()
       return found
 
   def wait(self, seconds: float | None) -> None:
-    """Wait until a result may be ready, at most `seconds` (None: no limit)."""
+    """Wait until a result arrives that the last poll has not seen, at most `seconds` (None: no limit).
+
+    Results that it has seen may stay: an evaluation does not want those of training.
+    """
     with self._changed:
-      waiting = [episode for episode in self._episodes.values() if episode.ticket is not None]
-      if any(self._ready(episode) for episode in waiting):
+      if self._fresh:
         return
-      left = max(0.0, min([episode.deadline for episode in waiting], default=float('inf')) - self._now())
+      deadlines = [episode.deadline for episode in self._episodes.values() if self._waits(episode)]
+      left = max(0.0, min(deadlines, default=float('inf')) - self._now())
       timeout = min(left, float('inf') if seconds is None else seconds)
       self._changed.wait(None if timeout == float('inf') else timeout)
 
@@ -206,7 +218,13 @@ class AgentPool:
       self._remove(key)
       self._start_agents()
 
-  # --- the endpoint's call -------------------------------------------------------------------------------------------------
+  # --- the endpoint's calls ------------------------------------------------------------------------------------------------
+
+  def distribution(self, episode: str) -> Distribution:
+    """Return how the tokens of an episode are drawn."""
+    with self._changed:
+      found = self._by_token.get(episode)
+    return self._evaluation if found is not None and found.row.get('split') == 'test' else self._training
 
   async def answer(self, episode: str, request: ChatRequest) -> AsyncGenerator[Partial | Answer, None]:
     """Yield the answer to a request of an agent. Raises Refused."""
@@ -221,7 +239,7 @@ class AgentPool:
       if (found := self._by_token.get(episode)) is None:
         raise Refused(404, 'the episode of this URL is over', code='episode_over')
       found.asking.append(asking)
-      self._changed.notify_all()
+      self._wake()
     try:
       answer = await future
     finally:
@@ -235,21 +253,20 @@ class AgentPool:
   # --- one episode, under the lock -----------------------------------------------------------------------------------------
 
   def _ready(self, episode: _Episode) -> bool:
-    return episode.end is not None or any(not a.gone for a in episode.asking) or self._now() >= episode.deadline
+    return episode.end is not None or any(not a.gone for a in episode.asking)
+
+  def _waits(self, episode: _Episode) -> bool:
+    """Return whether a call waits for this agent."""
+    return episode.ticket is not None and not self._ready(episode)
 
   def _next(self, episode: _Episode) -> Asked | Ended | Failure | None:
     """Return what an episode waits for, if it is there."""
-    if episode.end is None:
-      while episode.asking:
-        asking = episode.asking.popleft()
-        if not asking.gone:
-          episode.answering, episode.deadline = asking, float('inf')
-          lost, episode.lost = episode.lost, False
-          return Asked(asking.request, lost)
-      if self._now() < episode.deadline:
-        return None
-      self._stop(episode)
-      episode.end = Failure('timeout', f'the agent asked nothing for {self._limit:g} s (config.task.time_limit)')
+    while episode.end is None and episode.asking:
+      asking = episode.asking.popleft()
+      if not asking.gone:
+        episode.answering = asking
+        lost, episode.lost = episode.lost, False
+        return Asked(asking.request, lost)
     if isinstance(episode.end, Failure) and episode.cut:
       return Ended(0.0, {}, episode.lost, cut=True)
     if isinstance(episode.end, Ended):
@@ -257,12 +274,25 @@ class AgentPool:
     return episode.end
 
   def _reply(self, episode: _Episode, answer: Answer | Refused) -> None:
-    """Answer the request under way, unless its client has disconnected. The agent's time runs again."""
+    """Answer the request under way, unless its client has disconnected. The agent's time runs again.
+
+    It does not begin again if the request before was refused too. Otherwise an agent that always tries again would never end.
+    """
     if (asking := episode.answering) is not None:
       episode.answering, episode.lost = None, asking.gone and isinstance(answer, Answer)
       episode.cut |= isinstance(answer, Refused) and answer.code in LIMITS
       asking.answer(answer)
-    episode.deadline = self._now() + self._limit
+    refused_again = episode.refused and isinstance(answer, Refused)
+    episode.refused = isinstance(answer, Refused)
+    if not refused_again:
+      episode.deadline = self._now() + self._limit
+    elif self._now() >= episode.deadline and episode.end is None:
+      self._time_out(episode, 'made no request that can be answered')
+
+  def _time_out(self, episode: _Episode, did: str) -> None:
+    """Kill an agent that exceeds the time limit. `did` is what it did until then."""
+    self._stop(episode)
+    episode.end = Failure('timeout', f'the agent {did} for {self._limit:g} s (config.task.time_limit)')
 
   def _remove(self, key: Key) -> None:
     """End an episode and answer its open requests."""
@@ -313,7 +343,12 @@ class AgentPool:
           kind = 'error' if 'error' in message else 'crash'
           episode.end = Failure(kind, f'the agent failed: {message[kind]}')
         episode.started = False
-      self._changed.notify_all()
+      self._wake()
+
+  def _wake(self) -> None:
+    """End a wait. Called under the lock."""
+    self._fresh = True
+    self._changed.notify_all()
 
   def _replace_host(self) -> None:
     """Start another host if the host has ended. Its agents, which ended with it, fail."""
@@ -333,12 +368,16 @@ LIMITS = ('context_length_exceeded', 'turn_limit_exceeded')  # codes of refusals
 
 
 class _Host:
-  """The process of host.py, and a thread that reads its messages."""
+  """The process of host.py, and two threads: one reads its messages, the other writes.
+
+  A write waits while the connection is full. The pool writes under its lock, which the reader needs too. If the pool waited for
+  the write, the host could wait at the same time for its own messages to be read.
+  """
 
   def __init__(self, program: Program, heard: Callable[[Mapping[str, Any]], None]):
     ours, theirs = socket.socketpair()
     held, self._lifeline = os.pipe()
-    environment = {**os.environ, 'JAX_PLATFORMS': 'cpu', 'CUDA_VISIBLE_DEVICES': '', 'OMP_NUM_THREADS': '1'}
+    environment = {**os.environ, **OF_WORKERS}
     if program.python is None:  # another interpreter has packages of its own
       environment['PYTHONPATH'] = os.pathsep.join(path or os.getcwd() for path in sys.path)
     with theirs:
@@ -346,7 +385,7 @@ class _Host:
       command = [program.python or sys.executable, host.__file__, *map(str, descriptors), lifeline.__file__]
       self._process = subprocess.Popen(command, pass_fds=descriptors, stdin=subprocess.DEVNULL, process_group=0, env=environment)
     os.close(held)
-    self._connection, self._heard = ours, heard
+    self._connection, self._heard, self._writer = ours, heard, DaemonThread()
     self._ready: str | None = None
     self._answered = threading.Event()
     self.died = False
@@ -360,11 +399,8 @@ class _Host:
     return 'its process ended' if self._ready is None else self._ready
 
   def send(self, message: Mapping[str, Any]) -> None:
-    """Send a message, unless the host has ended."""
-    try:
-      self._connection.sendall((json.dumps(message) + '\n').encode())
-    except OSError:
-      self.died = True
+    """Queue a message. It is lost if the host has ended, which the reader notices."""
+    self._writer.submit(self._connection.sendall, (json.dumps(message) + '\n').encode())
 
   def end(self) -> None:
     """Kill the host and its agents."""
@@ -373,6 +409,7 @@ class _Host:
       os.close(self._lifeline)  # the kernel kills the agents, which have groups of their own
       self._lifeline = -1
       self._process.wait()
+      self._writer.end()
       self._connection.close()
 
   def _read(self) -> None:

@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sprl.agents.tool_calls import PARSERS
+from sprl.agents.tool_calls import PARSERS, cut
 from sprl.config import Sampling
 
 IGNORED = (
-  'metadata', 'model', 'parallel_tool_calls', 'prompt_cache_key', 'safety_identifier', 'service_tier', 'store', 'user',
+  'metadata', 'model', 'prompt_cache_key', 'safety_identifier', 'service_tier', 'store', 'user',
 )  # fmt: skip
 _ROLES = ('system', 'developer', 'user', 'assistant', 'tool')
 _OFF = {  # fields that are accepted with these values only, because the engine has no such feature
@@ -46,18 +46,33 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True)
+class Distribution:
+  """How the engine draws the tokens of a request."""
+
+  sampling: Sampling
+  evaluation: bool = False  # whether `config.eval` sets temperature and top_p; evaluation has no other filter
+
+  def setting(self, key: str) -> str:
+    """Return the setting of a field of `sampling`."""
+    if not self.evaluation:
+      return f'config.sampling.{key}'
+    return f'config.eval.{key}' if key in ('temperature', 'top_p') else 'evaluation sets none'
+
+
+@dataclass(frozen=True)
 class ChatRequest:
   """A request that the endpoint can answer."""
 
   messages: tuple[Message, ...]  # in the form of `canonical`
   tools: tuple[Mapping[str, Any], ...] = ()  # offered in the prompt
-  calls: bool = False  # whether calls in the answer are parsed
+  calls: int | None = 0  # most calls of the answer that are parsed; None: all
   max_tokens: int | None = None
   template_args: Mapping[str, Any] = field(default_factory=dict)
   stream: bool = False
   usage: bool = False  # whether a stream ends with the numbers of tokens
   logprobs: bool = False
   token_ids: bool = False  # whether the response has the ids of prompt and answer
+  stop: tuple[str, ...] = ()  # strings that end the answer; its tokens have them, its text has not
 
 
 @dataclass(frozen=True)
@@ -82,7 +97,7 @@ class Partial:
 # --- requests --------------------------------------------------------------------------------------------------------------
 
 
-def read(body: Any, sampling: Sampling) -> ChatRequest:
+def read(body: Any, distribution: Distribution) -> ChatRequest:
   """Return the request of a JSON body. Raises Refused (400) if a field is malformed, or if the engine cannot do what it asks."""
   if not isinstance(body, Mapping):
     raise Refused(400, 'expected a JSON object')
@@ -91,7 +106,7 @@ def read(body: Any, sampling: Sampling) -> ChatRequest:
     value = given.pop(key, accepted[0])
     if value not in accepted:
       raise Refused(400, f'{key} = {value!r:.200}: this endpoint accepts {accepted[0]!r} only', key)
-  _check_sampling(given, sampling)
+  _check_distribution(given, distribution)
   messages, tools = given.pop('messages', None), given.pop('tools', [])
   if not isinstance(messages, list) or not messages:
     raise Refused(400, 'messages: expected a list of at least one message', 'messages')
@@ -100,36 +115,49 @@ def read(body: Any, sampling: Sampling) -> ChatRequest:
     raise Refused(400, f"tool_choice = {choice!r:.200}: expected 'none' or 'auto'", 'tool_choice')
   if not isinstance(tools, list) or not all(isinstance(t, Mapping) and isinstance(t.get('function'), Mapping) for t in tools):
     raise Refused(400, 'tools: expected a list of {"type": "function", "function": {...}}', 'tools')
-  limits = [(key, given.pop(key)) for key in ('max_completion_tokens', 'max_tokens') if key in given]
-  for key, limit in limits:
+  limits = {key: given.pop(key) for key in ('max_completion_tokens', 'max_tokens') if key in given}
+  for key, limit in limits.items():
     if not isinstance(limit, int) or isinstance(limit, bool) or limit <= 0:
       raise Refused(400, f'{key} = {limit!r:.200}: expected a whole number above 0', key)
   template_args = given.pop('chat_template_kwargs', {})
   if not isinstance(template_args, Mapping) or not isinstance(options, Mapping):
     raise Refused(400, 'chat_template_kwargs, stream_options: expected objects')
+  most = None if _flag(given, 'parallel_tool_calls', default=True) else 1
   request = ChatRequest(
     messages=tuple(canonical(message, f'messages[{i}]') for i, message in enumerate(messages)),
     tools=tuple(tools),
-    calls=bool(tools) and choice == 'auto',
-    max_tokens=limits[0][1] if limits else None,
+    calls=most if tools and choice == 'auto' else 0,
+    max_tokens=min(limits.values(), default=None),
     template_args=dict(template_args),
-    stream=bool(given.pop('stream', False)),
-    usage=bool(options.get('include_usage')),
-    logprobs=bool(given.pop('logprobs', False)),
-    token_ids=bool(given.pop('return_token_ids', False)),
+    stream=_flag(given, 'stream'),
+    usage=_flag(dict(options), 'include_usage', 'stream_options.'),
+    logprobs=_flag(given, 'logprobs'),
+    token_ids=_flag(given, 'return_token_ids'),
+    stop=distribution.sampling.stop,
   )
   if given:
     raise Refused(400, f'{", ".join(sorted(given))}: this endpoint has no such field', min(given))
   return request
 
 
-def _check_sampling(given: dict[str, Any], sampling: Sampling) -> None:
+def _flag(given: dict[str, Any], key: str, within: str = '', default: bool = False) -> bool:
+  """Remove a field from the object `within` and return it. A field without a value has the default. Raises Refused."""
+  value = given.pop(key, None)
+  if not isinstance(value, bool | None):
+    raise Refused(400, f'{within}{key} = {value!r:.200}: expected true or false', f'{within}{key}')
+  return default if value is None else value
+
+
+def _check_distribution(given: dict[str, Any], distribution: Distribution) -> None:
   """Remove the fields of the distribution from a request. Raises Refused if one differs from the engine's."""
+  sampling = distribution.sampling
   engine = {'temperature': sampling.temperature, 'top_p': sampling.top_p, 'top_k': sampling.top_k or -1, 'min_p': sampling.min_p}
   for key, value in engine.items():
     asked = given.pop(key, value)
     if asked != value and not (key == 'top_k' and asked in (0, -1) and value == -1):
-      why = f'all requests draw from one distribution, whose {key} is {value!r} (config.sampling.{key}). Leave the field out'
+      which = 'of an evaluation ' if distribution.evaluation else ''
+      one = f'all requests {which}draw from one distribution, whose {key} is {value!r}'
+      why = f'{one} ({distribution.setting(key)}). Leave the field out'
       raise Refused(400, f'{key} = {asked!r:.200}: {why}', key, 'unsupported_value')
   stop = given.pop('stop', None) or []
   if stop and ([stop] if isinstance(stop, str) else stop) != list(sampling.stop):
@@ -151,6 +179,8 @@ def canonical(message: Any, where: str) -> Message:
   for key in ('name', 'tool_call_id', 'reasoning_content'):
     if message.get(key):
       kept[key] = str(message[key])
+  if message.get('function_call'):
+    raise Refused(400, f'{where}.function_call: expected the field that replaces it, tool_calls', where)
   if not isinstance(calls, list):
     raise Refused(400, f'{where}.tool_calls: expected a list of calls', where)
   if calls:
@@ -181,14 +211,17 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
 # --- answers ---------------------------------------------------------------------------------------------------------------
 
 
-def message_of(text: str, calls: bool, tool_format: str, name: str) -> Message:
-  """Return the message of a model's text. `calls` says whether tool calls are parsed; `name` begins their ids."""
-  content, found = PARSERS[tool_format](text) if calls else (text, [])
+def message_of(text: str, calls: int | None, tool_format: str, name: str, stop: Sequence[str] = ()) -> Message:
+  """Return the message of a model's text with at most `calls` tool calls (None: all). `name` begins their ids.
+
+  Calls are parsed before the text is cut at a stop string, because `</tool_call>` may be one.
+  """
+  content, found = (text, []) if calls == 0 else PARSERS[tool_format](text)
   if not found:
-    return {'role': 'assistant', 'content': text}
+    return {'role': 'assistant', 'content': cut(text, stop)}
   written = [
     {'id': f'call_{name}_{i}', 'type': 'function', 'function': {'name': call.name, 'arguments': json.dumps(call.arguments)}}
-    for i, call in enumerate(found)
+    for i, call in enumerate(found[:calls])
   ]
   return {'role': 'assistant', 'content': content or None, 'tool_calls': written}
 

@@ -9,7 +9,7 @@
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,11 +48,18 @@ def _call(block: str) -> ToolCall | None:
 
 def visible(text: str) -> str:
   """Return the part of an unfinished text that belongs to the content of the message, whatever follows."""
-  before, found, _ = text.partition(OPENING)
-  if not found:
-    cut = next((n for n in range(len(OPENING) - 1, 0, -1) if before.endswith(OPENING[:n])), 0)
-    before = before[: len(before) - cut]
-  return before.rstrip()
+  return before(text, [OPENING]).rstrip()
+
+
+def before(text: str, marks: Sequence[str]) -> str:
+  """Return the part of an unfinished text that no mark can be in, whatever follows: its end may begin a mark."""
+  begun = [n for mark in marks for n in range(1, len(mark)) if text.endswith(mark[:n])]
+  return cut(text, marks)[: len(text) - max(begun, default=0)]
+
+
+def cut(text: str, marks: Sequence[str]) -> str:
+  """Return the part of a text before the first mark."""
+  return text[: min([text.index(mark) for mark in marks if mark in text], default=len(text))]
 
 
 PARSERS: dict[str, Callable[[str], tuple[str, list[ToolCall]]]] = {'hermes': hermes}

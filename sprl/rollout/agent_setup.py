@@ -102,7 +102,8 @@ def begin_agents(
   pool = None
   if team.leads:
     limit = task.time_limit or AGENT_SECONDS
-    pool = enter(AgentPool(program, run.sampling, run.model.path, limit, task.workers, options['port']))
+    drawn = run.sampling, run.eval_sampling
+    pool = enter(AgentPool(program, *drawn, run.model.path, limit, task.workers, options['port']))
 
   def source(split: str, max_tokens: int) -> AgentSource:
     held_out = split == 'test'
@@ -134,7 +135,11 @@ def agent_data(task: Task, split: str) -> Sequence[Mapping[str, Any]]:
   file = Path(task.path).expanduser() / f'{split}.jsonl'
   if not file.is_file():
     raise SettingsError(f'config.task.path = {task.path!r}: {file}: no such file')
-  found = [row for _, row in tables.lines(file)]
+  found = []
+  for line, row in tables.lines(file):
+    if taken := sorted(row.keys() & {'seed', 'split'}):
+      raise SettingsError(f'{file}:{line}: columns {", ".join(taken)}: expected other names; every row gets `seed` and `split`')
+    found.append(row)
   if not found:
     raise SettingsError(f'config.task.path = {task.path!r}: {file} has no rows')
   return found

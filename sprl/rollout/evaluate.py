@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -29,14 +28,10 @@ def eval_engine(run: Run, model: Model, held_out: EvalSet) -> tuple[EngineConfig
   """Return the engine that answers the held-out groups, and the number formats of its weights and cache."""
   settings, sets = run.eval, (held_out, *held_out.more.values())
   samples = [each.samples or settings.samples for each in sets]
-  limit = settings.max_tokens or run.sampling.max_tokens
-  sampling = replace(
-    run.sampling, temperature=settings.temperature, top_p=settings.top_p, top_k=None, min_p=0.0, max_tokens=limit
-  )
   answers = max(each.count * k for each, k in zip(sets, samples))
   rows = min(run.sampling.rows or run.rollout.prompts * run.rollout.group, answers)
   cache, quant = (run.cache, run.quant) if settings.memory == 'sampler' else (DENSE, UNQUANTISED)
-  prefill = min(run.rollout.prompts, -(-rows // max(samples)))
+  prefill, sampling = min(run.rollout.prompts, -(-rows // max(samples))), run.eval_sampling
   return model.engine_config(sampling, model.cache_layout(sampling, cache, quant), rows, prefill, run.seed), quant
 
 

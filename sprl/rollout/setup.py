@@ -185,7 +185,7 @@ class RolloutSetup:
 
   @property
   def _eval_limit(self) -> int:
-    return self.run.eval.max_tokens or self.run.sampling.max_tokens
+    return self.run.eval_sampling.max_tokens
 
   def _with_sets(self, enter: Callable[[Any], Any], own: EvalSet | None) -> EvalSet:
     """Return `own`, the groups of the task itself (None: they are problems), with the sets of problems beside it."""

@@ -32,6 +32,12 @@ from sprl.tasks.worker_process import OUT_OF_MEMORY
 Service = Callable[[Any], Any]
 Load = Callable[[], Service]  # builds a worker's service, in the worker. Processes and Ray receive it as a pickle
 
+OF_WORKERS = {  # variables of all processes that run code of tasks
+  'JAX_PLATFORMS': 'cpu',  # the accelerators belong to the run
+  'CUDA_VISIBLE_DEVICES': '',
+  'OMP_NUM_THREADS': '1',
+  'PYTHONUNBUFFERED': '1',  # a kill would lose the output in a buffer
+}
 MAX_REPLY = 1 << 26  # bytes of one answer from a process
 
 
@@ -138,13 +144,7 @@ class Child:
         pass_fds=descriptors,
         stdin=subprocess.DEVNULL,
         process_group=0,  # so a kill also ends its child processes, and Ctrl-C in the terminal does not end it
-        env={
-          **os.environ,
-          'PYTHONPATH': os.pathsep.join(path or os.getcwd() for path in sys.path),
-          'JAX_PLATFORMS': 'cpu',  # the accelerators belong to the run
-          'CUDA_VISIBLE_DEVICES': '',
-          'OMP_NUM_THREADS': '1',
-        },
+        env={**os.environ, 'PYTHONPATH': os.pathsep.join(path or os.getcwd() for path in sys.path), **OF_WORKERS},
       )
     os.close(held)
     self._connection = Connection(ours.detach())

@@ -1,5 +1,6 @@
 """Agents of the tests, for the standard library only: one process of the host imports this file, then forks."""
 
+import contextlib
 import json
 import os
 import signal
@@ -45,6 +46,26 @@ def lengthy(base_url, row):
   messages = [user('on')]
   while True:
     messages += [ask(base_url, messages), user('on')]
+
+
+def prints(base_url, row):
+  """Prints a line, and may end its process."""
+  print(row['exits'])
+  if row['exits']:
+    os._exit(0)
+  return 0.0
+
+
+def draws(base_url, row, **temperatures):
+  """Asks with the temperature of its split."""
+  ask(base_url, [user('x')], temperature=temperatures[row['split']])
+
+
+def stubborn(base_url, row):
+  """Talks, and tries again whenever it is refused."""
+  while True:
+    with contextlib.suppress(urllib.error.HTTPError):
+      lengthy(base_url, row)
 
 
 def catches(base_url, row):

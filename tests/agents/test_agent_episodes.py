@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -13,29 +15,35 @@ import numpy as np
 import pytest
 from checks import drawn, trained
 from fake_engine import FakeEngine
-from pools import alive, until
+from pools import ManualClock, alive, results, until
 
-from sprl.agents.pool import AgentPool, Asked, Call, Program
+from sprl.agents import host
+from sprl.agents.pool import AgentPool, Asked, Call, Ended, Program
+from sprl.agents.protocol import Answer, Refused
 from sprl.config import Rollout, Sampling, SettingsError
 from sprl.io.tokenizer import Tokenizer
 from sprl.rollout.agent_setup import AgentSource, rows
 from sprl.rollout.codec import ChatCodec
 from sprl.rollout.episodes import Limits
 from sprl.rollout.scheduler import Scheduler
+from sprl.tasks.worker_pool import Failure
+from sprl.tasks.workers import within
 from sprl.types import sequences
 
 PROGRAMS = Path(__file__).parent / 'agent_programs.py'
 EOS = 2
+ANSWER = Answer({'role': 'assistant', 'content': 'x'}, 'stop', [1], [2], [-1.0], [])
 
 
 @contextmanager
-def running(folder, name, groups=2, group=2, most=4, limits=None, time_limit=30.0, workers=None, engine=None, **args):
+def running(folder, name, groups=2, group=2, most=4, limits=None, time_limit=30.0, workers=None, engine=None, stop=(), **args):
   """Yield (scheduler, pool, engine) of agents called `name`."""
   hermes.write_tokenizer(folder)
   tokenizer = Tokenizer.load(folder)
   engine = engine or FakeEngine()
   program = Program(f'{PROGRAMS}:{name}', args)
-  with AgentPool(program, Sampling(), 'tiny', time_limit, workers) as pool:
+  sampling = Sampling(stop=stop)
+  with AgentPool(program, sampling, sampling, 'tiny', time_limit, workers) as pool:
     limits = limits or Limits(turns=10, turn_tokens=16, max_prompt=100, max_tokens=400)
     row = lambda number: rows([], 'train', lambda n: 2 * n, 0, number)  # noqa: E731
     source = AgentSource(row, limits, most, ChatCodec(tokenizer), pool.release, 'hermes')
@@ -70,6 +78,16 @@ def test_what_was_generated_is_trained_token_for_token(tmp_path):
     last = messages[-2]['content']
     assert t.reward == pytest.approx(len(last) / 100)
     assert (t.metrics['length'], t.metrics['agent/branches'], t.metrics['agent/turns']) == (7, 1, 3)
+
+
+def test_a_message_without_its_stop_string_goes_on_from_the_tokens_that_have_it(tmp_path):
+  trajectories, engine = batch(tmp_path, 'talk', turns=3, stop=tuple('aeiou'))
+  for t in trajectories:
+    assert t.branches == ()
+    assert trained(t) == drawn(engine, t.uid)
+    *_, last = [completion for completion in engine.completions if completion.request.uid == t.uid]
+    seen = re.split('[aeiou]', Tokenizer.load(tmp_path).decode(last.tokens, skip_special=True))[0]
+    assert t.reward == pytest.approx(len(seen) / 100)
 
 
 def test_an_edited_history_is_another_branch_and_no_token_is_trained_twice(tmp_path):
@@ -120,6 +138,28 @@ def test_an_agent_may_catch_the_refusal_and_return_its_own_reward(tmp_path):
   assert (t.reward, t.metrics['status'], t.finish) == (0.5, 400, 'length')
 
 
+def test_an_agent_that_repeats_a_refused_request_is_ended_after_the_time_limit(tmp_path):
+  (t, *_), _ = batch(tmp_path, 'stubborn', groups=1, time_limit=1.0, limits=Limits(3, 16, 100, 400))
+  assert (t.reward, t.finish, t.metrics['agent/cut'], t.metrics['agent/turns']) == (0, 'length', 1, 3)
+
+
+def test_an_agent_may_go_on_after_a_refusal_and_then_has_its_time_again(tmp_path):
+  clock = ManualClock()
+  with AgentPool(Program(f'{PROGRAMS}:stubborn', {}), Sampling(), Sampling(), 'tiny', 10.0, now=clock) as pool:
+    ticket = pool.submit(Call((0, 0), 'run', {}))
+    refused = Refused(400, 'no', code='turn_limit_exceeded')
+    # The pool needs 6 s for each reply. The second of two refusals in a row does not start the time again.
+    for reply in (refused, ANSWER, refused, refused):
+      (asked,) = results(pool, ticket)
+      assert isinstance(asked, Asked)
+      clock.time += 6
+      ticket = pool.submit(Call((0, 0), 'answer', reply))
+    (asked,) = results(pool, ticket)
+    clock.time += 6
+    ended = pool.submit(Call((0, 0), 'answer', refused))
+    assert results(pool, ended) == [Ended(0.0, {}, cut=True)]
+
+
 @pytest.mark.parametrize(
   ('how', 'why'), [('die', 'SIGKILL'), ('raise', 'ValueError: no'), ('exit', 'it exited'), ('mute', 'no answer')]
 )
@@ -165,12 +205,64 @@ def test_no_more_agents_run_than_asked(tmp_path):
 
 
 def test_agents_of_training_that_wait_for_an_answer_leave_room_for_those_of_evaluation(tmp_path):
-  with AgentPool(Program(f'{PROGRAMS}:talk', {}), Sampling(), 'tiny', 30.0, most=1) as pool:
+  with AgentPool(Program(f'{PROGRAMS}:talk', {}), Sampling(), Sampling(), 'tiny', 30.0, most=1) as pool:
     for uid, split in enumerate(('train', 'test')):
       ticket = pool.submit(Call((uid, 0), 'run', {'seed': 0, 'split': split}))
       until(lambda ticket=ticket: isinstance(pool.poll({ticket}).get(ticket), Asked))  # nothing answers it
     pool.submit(Call((2, 0), 'run', {'seed': 0, 'split': 'test'}))
     assert [episode.started for episode in pool._episodes.values()] == [True, True, False]
+
+
+def test_agents_draw_with_the_temperature_of_their_split(tmp_path):
+  given = {'train': 1.0, 'test': 0.0}
+  program = Program(f'{PROGRAMS}:draws', given)
+  with AgentPool(program, *(Sampling(temperature=each) for each in given.values()), 'tiny', 30.0) as pool:
+    tickets = [pool.submit(Call((uid, 0), 'run', {'split': split})) for uid, split in enumerate(given)]
+    assert [type(result) for result in results(pool, *tickets)] == [Asked, Asked]
+
+
+def test_agents_of_training_that_ask_or_hang_do_not_end_the_waits_of_an_evaluation(tmp_path):
+  clock = ManualClock()
+  with AgentPool(Program(f'{PROGRAMS}:odd', {}), Sampling(), Sampling(), 'tiny', 30.0, now=clock) as pool:
+    asks, hangs = (pool.submit(Call((seed, 0), 'run', {'seed': seed, 'split': 'train'})) for seed in (0, 2))
+    until(lambda: any(episode.asking for episode in pool._episodes.values()))
+    clock.time = 60.0  # the agent with seed 2 exceeds the limit
+    evaluation = pool.submit(Call((6, 0), 'run', {'seed': 6, 'split': 'test'}))
+    assert pool.poll({evaluation}) == {}
+    start = time.monotonic()
+    pool.wait(0.5)
+    assert time.monotonic() - start >= 0.5
+    asked, hung = results(pool, asks, hangs)
+    assert isinstance(asked, Asked)
+    assert isinstance(hung, Failure)
+
+
+def test_a_request_sent_during_another_ends_the_wait_for_it(tmp_path):
+  with AgentPool(Program(f'{PROGRAMS}:impatient', {}), Sampling(), Sampling(), 'tiny', 30.0) as pool:
+    ticket = pool.submit(Call((0, 0), 'run', {}))
+    results(pool, ticket)
+    until(lambda: any(not each.gone for each in pool._episodes[0, 0].asking))
+    assert pool.poll({ticket}) == {}
+    ticket = pool.submit(Call((0, 0), 'answer', ANSWER))
+    start = time.monotonic()
+    pool.wait(20.0)
+    assert time.monotonic() - start < 10
+    assert isinstance(pool.poll({ticket})[ticket], Asked)
+
+
+def test_what_an_agent_prints_is_not_lost_with_its_process(monkeypatch):
+  monkeypatch.delenv('PYTHONUNBUFFERED', raising=False)
+  script = f"""
+import sys
+sys.path[:0] = {[str(folder) for folder in Path(__file__).parents[:3]]!r}
+from pools import results
+from sprl.agents.pool import AgentPool, Call, Program
+from sprl.config import Sampling
+with AgentPool(Program({str(PROGRAMS)!r} + ':prints', {{}}), Sampling(), Sampling(), 'm', 30.0) as pool:
+  results(pool, *[pool.submit(Call((uid, 0), 'run', {{'exits': bool(uid)}})) for uid in range(2)])
+"""
+  run = subprocess.run([sys.executable, '-c', script], stdout=subprocess.PIPE, text=True, check=True)
+  assert sorted(run.stdout.split()) == ['False', 'True']
 
 
 def test_processes_of_an_agent_end_with_it(tmp_path):
@@ -193,7 +285,8 @@ import sys, time
 sys.path[:0] = {[str(Path(__file__).parent), str(Path(__file__).parents[2])]!r}
 from sprl.agents.pool import AgentPool, Call, Program
 from sprl.config import Sampling
-pool = AgentPool(Program({str(PROGRAMS)!r} + ':children', {{'pids': {str(folder)!r}}}), Sampling(), 'm', 600.0).__enter__()
+program = Program({str(PROGRAMS)!r} + ':children', {{'pids': {str(folder)!r}}})
+pool = AgentPool(program, Sampling(), Sampling(), 'm', 600.0).__enter__()
 pool.submit(Call((0, 0), 'run', {{}}))
 time.sleep(600)
 """
@@ -214,6 +307,30 @@ def test_a_host_that_is_killed_is_replaced_and_its_agents_are_tried_again(tmp_pa
   assert sum(len(group.trajectories) for group in groups) == 4
 
 
+def test_a_host_that_reads_nothing_does_not_hold_up_the_run(tmp_path):
+  with AgentPool(Program(f'{PROGRAMS}:odd', {'how': 'raise'}), Sampling(), Sampling(), 'tiny', 30.0) as pool:
+    os.kill(pool._host._process.pid, signal.SIGSTOP)
+    try:  # 8 MB, more than the connection holds
+      calls = [Call((uid, 0), 'run', {'seed': 2, 'text': 'x' * 1_000_000}) for uid in range(8)]
+      tickets = within(20.0, lambda: [pool.submit(call) for call in calls])
+    finally:
+      os.kill(pool._host._process.pid, signal.SIGCONT)
+    assert {result.reason for result in results(pool, *tickets)} == {'the agent failed: ValueError: no'}
+
+
+@pytest.mark.parametrize('safe', ['', '1'])
+def test_the_host_starts_from_a_link_and_with_a_safe_path(tmp_path, monkeypatch, safe):
+  file = tmp_path / 'paths.py'
+  file.write_text('import os, sys\ndef agent(url, row): return any(os.path.exists(f"{path}/host.py") for path in sys.path)')
+  link = tmp_path / 'package'
+  link.mkdir()
+  (link / 'host.py').symlink_to(host.__file__)
+  monkeypatch.setattr(host, '__file__', str(link / 'host.py'))
+  monkeypatch.setenv('PYTHONSAFEPATH', safe)
+  with AgentPool(Program(f'{file}:agent', {}), Sampling(), Sampling(), 'tiny', 30.0) as pool:
+    assert results(pool, pool.submit(Call((0, 0), 'run', {}))) == [Ended(0.0)]
+
+
 def test_agents_that_cannot_be_loaded_are_refused(tmp_path):
   for name, why in (('missing', 'missing'), ('talk', 'refused')):
     file = tmp_path / f'{name}.py'
@@ -221,7 +338,7 @@ def test_agents_that_cannot_be_loaded_are_refused(tmp_path):
       f'def {"talk" if name == "talk" else "other"}(url, row): pass\nraise_ = {name == "talk"}\nassert not raise_, "refused"'
     )
     with pytest.raises(SettingsError, match=f'cannot be loaded.*{why}'):
-      AgentPool(Program(f'{file}:{name}', {}), Sampling(), 'tiny', 1.0).__enter__()
+      AgentPool(Program(f'{file}:{name}', {}), Sampling(), Sampling(), 'tiny', 1.0).__enter__()
 
 
 def test_rows_are_shuffled_in_each_epoch_and_have_the_seed_and_the_split():

@@ -10,7 +10,7 @@ from sprl.agents import from_verifiers
 from sprl.config import Evaluation, Run, SettingsError, Task, to_dict
 from sprl.config_reader import resolve
 from sprl.io.tokenizer import Tokenizer
-from sprl.rollout.agent_setup import agent_program, check_agents
+from sprl.rollout.agent_setup import agent_data, agent_program, check_agents
 from sprl.rollout.prompts import seeds
 from sprl.rollout.setup import RolloutSetup
 
@@ -70,6 +70,15 @@ def test_files_that_cannot_be_used_are_refused(tmp_path, monkeypatch, task, said
   check_agents(Task(kind='agent', name='mine.py:agent'), tokenizer)
   with pytest.raises(SettingsError, match=said):
     check_agents(Task(kind='agent', **{'name': 'mine.py:agent', **task}), tokenizer)
+
+
+def test_rows_may_not_have_the_columns_that_every_row_gets(tmp_path):
+  for split, row in (('train', '{"prompt": "1?"}'), ('test', '{"seed": 7, "split": "easy"}')):
+    (tmp_path / f'{split}.jsonl').write_text(f'{{"prompt": "0?"}}\n{row}\n')
+  task = Task(kind='agent', name='mine.py:agent', path=str(tmp_path))
+  assert len(agent_data(task, 'train')) == 2
+  with pytest.raises(SettingsError, match=r'test\.jsonl:2: columns seed, split: expected other names'):
+    agent_data(task, 'test')
 
 
 @pytest.mark.parametrize(('problems', 'count'), [(128, 3), (2, 2)])

@@ -17,7 +17,7 @@ from serving import ROWS, served, together
 from sprl import serve
 from sprl.agents import engine_thread, protocol
 from sprl.agents.endpoint import application
-from sprl.agents.protocol import Answer, Partial
+from sprl.agents.protocol import Answer, Distribution, Partial
 from sprl.agents.server import ServerThread, bound
 from sprl.config import Sampling, SettingsError, default_config
 from sprl.types import Request
@@ -165,15 +165,18 @@ def test_a_request_takes_a_place_before_its_prompt_is_made(tmp_path, monkeypatch
 class Scripted:
   """A backend that writes one text, four characters at a time."""
 
-  model, sampling = 'scripted', Sampling()
+  model = 'scripted'
 
-  def __init__(self, text):
-    self.text = text
+  def __init__(self, text, stop=()):
+    self.text, self.stop = text, stop
+
+  def distribution(self, episode):
+    return Distribution(Sampling(stop=self.stop))
 
   async def answer(self, episode, request):
     for n in range(4, len(self.text), 4):
       yield Partial(self.text[:n])
-    message = protocol.message_of(self.text, request.calls, 'hermes', '0')
+    message = protocol.message_of(self.text, request.calls, 'hermes', '0', request.stop)
     yield Answer(message, 'tool_calls' if 'tool_calls' in message else 'stop', [1, 2], [3], [-1.0], ['x'])
 
 
@@ -190,6 +193,14 @@ def test_a_stream_and_a_whole_answer_have_equal_contents_and_calls(text):
            for m in (whole.message, streamed.message)]  # fmt: skip
   assert calls[0] == calls[1]
   assert len(calls[0]) == text.count('</tool_call>')
+
+
+def test_neither_a_stream_nor_a_whole_answer_has_the_stop_string():
+  with ServerThread(application(Scripted('The answer is 4.\nUser:', stop=('\nUser:',)))) as server:
+    client = openai.OpenAI(base_url=f'http://127.0.0.1:{server.port}/v1', api_key='none', max_retries=0)
+    whole = client.chat.completions.create(model='x', messages=HELLO).choices[0].message.content
+    chunks = client.chat.completions.create(model='x', messages=HELLO, stream=True)
+    assert whole == ''.join(chunk.choices[0].delta.content or '' for chunk in chunks) == 'The answer is 4.'
 
 
 @pytest.mark.parametrize(
@@ -290,7 +301,7 @@ def test_a_server_may_be_greedy():
 
 def test_a_part_of_a_character_has_no_bytes_of_its_own():
   answer = Answer({}, 'stop', [], [1, 2], [-1.0, -2.0], ['\ufffd', 'e'])
-  request = protocol.read({'messages': HELLO, 'logprobs': True}, Sampling())
+  request = protocol.read({'messages': HELLO, 'logprobs': True}, Distribution(Sampling()))
   (choice,) = protocol.completion(request, answer, 'x')['choices']
   assert [each['bytes'] for each in choice['logprobs']['content']] == [None, [101]]
 

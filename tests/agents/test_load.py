@@ -31,7 +31,7 @@ def run(folder, program, group=8, groups=8, retries=8, disturb=lambda pool: None
   """Return (trajectories, engine, counts) of one batch of `groups` groups, all at a time."""
   hermes.write_tokenizer(folder)
   engine = FakeEngine(capacity=64, chunk=2, stop=0.1)
-  with AgentPool(program, Sampling(), 'tiny', 120.0) as pool:
+  with AgentPool(program, Sampling(), Sampling(), 'tiny', 120.0) as pool:
     limits = Limits(turns=8, turn_tokens=24, max_prompt=400, max_tokens=400)
     row = lambda number: rows([], 'train', lambda n: 2 * n, 0, number)  # noqa: E731
     source = AgentSource(row, limits, 4, ChatCodec(Tokenizer.load(folder)), pool.release, 'hermes')

@@ -4,10 +4,11 @@ import json
 
 import pytest
 
-from sprl.agents.protocol import ChatRequest, Refused, canonical, message_of, read
-from sprl.agents.tool_calls import ToolCall, hermes, visible
-from sprl.config import Sampling
+from sprl.agents.protocol import ChatRequest, Distribution, Refused, canonical, message_of, read
+from sprl.agents.tool_calls import ToolCall, before, hermes, visible
+from sprl.config import Run, Sampling
 
+TRAINING = Distribution(Sampling())
 HELLO = [{'role': 'user', 'content': 'Hello'}]
 LONE = r'<tool_call>{"name": "\ud800", "arguments": {}}</tool_call>'
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
@@ -31,20 +32,40 @@ def test_hermes_calls(text, expected):
 
 @pytest.mark.parametrize('text', ['I add.\n' + CALL, 'a <tool_x>', 'ends in space ', 'a<tool_call>{}</tool_call>'])
 def test_what_a_stream_shows_early_begins_the_content(text):
-  content = message_of(text, True, 'hermes', 'x')['content'] or ''
+  content = message_of(text, None, 'hermes', 'x')['content'] or ''
   for n in range(len(text) + 1):
     assert content.startswith(visible(text[:n]))
 
 
+@pytest.mark.parametrize(
+  ('text', 'content'),
+  [
+    ('so\nEND', 'so\n'),
+    ('a </b> END', 'a '),
+    ('EN', 'EN'),
+    ('all', 'all'),
+    ('x<tool_call>{"nam</tool_call>', 'x<tool_call>{"nam'),
+  ],
+)
+def test_the_content_ends_before_the_stop_string_and_a_stream_shows_no_part_of_one(text, content):
+  stop = ('END', '</b>', '</tool_call>')
+  assert message_of(text, 0, 'hermes', 'x', stop)['content'] == content
+  assert all(content.startswith(before(text[:n], stop)) for n in range(len(text) + 1))
+
+
+def test_a_stop_string_may_end_a_tool_call():
+  assert message_of(CALL, None, 'hermes', 'x', ['</tool_call>'])['tool_calls'][0]['function']['name'] == 'add'
+
+
 def test_a_message_has_the_calls_of_its_text():
-  message = message_of('Wait. ' + CALL, True, 'hermes', '7')
+  message = message_of('Wait. ' + CALL, None, 'hermes', '7')
   call = {'id': 'call_7_0', 'type': 'function', 'function': {'name': 'add', 'arguments': '{"a": 1}'}}
   assert message == {'role': 'assistant', 'content': 'Wait.', 'tool_calls': [call]}
-  assert message_of(CALL, False, 'hermes', '7') == {'role': 'assistant', 'content': CALL}
+  assert message_of(CALL, 0, 'hermes', '7') == {'role': 'assistant', 'content': CALL}
 
 
 def test_a_message_equals_itself_after_a_client_has_returned_it():
-  sent = message_of(CALL, True, 'hermes', '7')
+  sent = message_of(CALL, None, 'hermes', '7')
   returned = {
     **sent, 'refusal': None, 'annotations': [], 'audio': None, 'function_call': None,
     'tool_calls': [{**sent['tool_calls'][0], 'index': 0}],
@@ -64,9 +85,22 @@ def test_all_fields_of_a_request_are_read():
     'stream_options': {'include_usage': True}, 'logprobs': True, 'return_token_ids': True, 'n': 1, 'stop': None,
     'chat_template_kwargs': {'enable_thinking': False},
   }  # fmt: skip
-  expected = ChatRequest(tuple(HELLO), tuple(tools), True, 5, {'enable_thinking': False}, True, True, True, True)
-  assert read(body, Sampling()) == expected
-  assert read({**body, 'tool_choice': 'none'}, Sampling()).calls is False
+  expected = ChatRequest(tuple(HELLO), tuple(tools), None, 5, {'enable_thinking': False}, True, True, True, True)
+  assert read(body, TRAINING) == expected
+  assert read({**body, 'tool_choice': 'none'}, TRAINING).calls == 0
+  assert read({**body, 'parallel_tool_calls': False}, TRAINING).calls == 1
+
+
+@pytest.mark.parametrize(
+  ('shorter', 'longer'), [('max_tokens', 'max_completion_tokens'), ('max_completion_tokens', 'max_tokens')]
+)
+def test_the_smaller_of_two_limits_counts(shorter, longer):
+  assert read({'messages': HELLO, shorter: 5, longer: 500}, TRAINING).max_tokens == 5
+
+
+def test_without_parallel_calls_a_message_has_the_first_call_only():
+  (call,) = message_of(f'Wait. {CALL}{CALL}', 1, 'hermes', '7')['tool_calls']
+  assert call['id'] == 'call_7_0'
 
 
 @pytest.mark.parametrize(
@@ -87,14 +121,36 @@ def test_all_fields_of_a_request_are_read():
     ({'max_tokens': True}, 'max_tokens = True'),
     ({'max_completion_tokens': 0}, 'max_completion_tokens = 0'),
     ({'max_completion_tokens': 5, 'max_tokens': 'x'}, "max_tokens = 'x'"),
+    ({'messages': [{'role': 'assistant', 'function_call': {'name': 'f'}}]}, r'\[0\]\.function_call.*tool_calls'),
+    ({'stream': 'false'}, "stream = 'false': expected true or false"),
+    ({'logprobs': 'no'}, "logprobs = 'no'"),
+    ({'return_token_ids': [0]}, r'return_token_ids = \[0\]'),
+    ({'parallel_tool_calls': 0}, 'parallel_tool_calls = 0'),
+    ({'stream_options': {'include_usage': 'false'}}, r"stream_options\.include_usage = 'false'"),
     ({'guided_json': {}}, 'guided_json: this endpoint has no such field'),
   ],
 )
 def test_what_the_engine_cannot_do_is_refused(changes, said):
   with pytest.raises(Refused, match=said) as error:
-    read({'messages': HELLO, **changes}, Sampling())
+    read({'messages': HELLO, **changes}, TRAINING)
   assert error.value.status == 400
   assert json.dumps(error.value.body())
+
+
+@pytest.mark.parametrize(
+  ('changes', 'said'),
+  [
+    ({'temperature': 1.0}, r'requests of an evaluation .* 0\.0 \(config\.eval\.temperature\)'),
+    ({'top_p': 0.5}, r'config\.eval\.top_p'),
+    ({'top_k': 20}, r'top_k is -1 \(evaluation sets none\)'),
+  ],
+)
+def test_requests_of_an_evaluation_are_compared_with_its_own_settings(changes, said):
+  run = Run(sampling=Sampling(top_k=20))
+  evaluation = Distribution(run.eval_sampling, evaluation=True)
+  assert read({'messages': HELLO, 'temperature': 0.0, 'top_p': 1}, evaluation)
+  with pytest.raises(Refused, match=said):
+    read({'messages': HELLO, **changes}, evaluation)
 
 
 def test_arguments_of_a_call_that_are_no_json_stay_text():

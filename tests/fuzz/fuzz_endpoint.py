@@ -98,17 +98,20 @@ GOOD = json.dumps({'messages': [{'role': 'user', 'content': 'x'}]}).encode()
 class Backend:
   """A backend that reads requests as that of an engine does, and writes a text that the case chooses."""
 
-  model, sampling = 'tiny', SAMPLING
+  model = 'tiny'
 
   def __init__(self, tokenizer: Tokenizer):
     self.tokenizer, self.text = tokenizer, 'x'
 
+  def distribution(self, episode):
+    return protocol.Distribution(SAMPLING)
+
   async def answer(self, episode, request):
     ids = encoded(self.tokenizer, request)
-    *_, room = split(ids, self.sampling)
+    *_, room = split(ids, SAMPLING)
     for n in range(3, len(self.text), max(3, len(self.text) // 5)):
       yield Partial(self.text[:n])
-    message = protocol.message_of(self.text, request.calls, 'hermes', '0')
+    message = protocol.message_of(self.text, request.calls, 'hermes', '0', request.stop)
     finish = 'tool_calls' if 'tool_calls' in message else 'stop'
     yield Answer(message, finish, ids, list(range(min(room, request.max_tokens or room))), [-1.0], ['x'])
 
