@@ -12,6 +12,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,6 +43,17 @@ _TOKENIZER_FILES = (
   'tokenizer.model',
   'chat_template.jinja',
   'generation_config.json',
+)
+_NUMBER = '[0-9]' * 5
+WRITTEN = (  # all names that an export by sprl may have, of full weights or of adapters, as patterns of fnmatch
+  *_TOKENIZER_FILES,
+  'config.json',
+  'README.md',
+  'model.safetensors',
+  f'model-{_NUMBER}-of-{_NUMBER}.safetensors',
+  'model.safetensors.index.json',
+  'adapter_config.json',
+  'adapter_model.safetensors',
 )
 
 
@@ -296,10 +308,14 @@ def write_card(folder: Path, card: str | None) -> None:
 
 
 def check_free(folder: Path) -> None:
-  """Raise WeightsError if a folder holds anything but an earlier export, which the MARK in its weights identifies."""
-  free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
-  if not free and not any(map(_marked, folder.glob('*.safetensors'))):
-    raise WeightsError(f'{folder}: exists and is not an export by sprl; expected a new folder, or an earlier export to replace')
+  """Raise WeightsError if a folder holds anything but an earlier export: the MARK in its weights, and names of WRITTEN alone."""
+  if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+    return
+  expected = 'expected a new folder, or an earlier export to replace'
+  if not any(map(_marked, folder.glob('*.safetensors'))):
+    raise WeightsError(f'{folder}: exists and is not an export by sprl; {expected}')
+  if others := sorted(path.name for path in folder.iterdir() if not any(fnmatchcase(path.name, name) for name in WRITTEN)):
+    raise WeightsError(f'{folder}: holds {_some(others)}, which no export by sprl writes; {expected}')
 
 
 @contextmanager

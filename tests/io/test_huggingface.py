@@ -239,6 +239,17 @@ def test_an_export_replaces_only_an_earlier_export(tmp_path):
   assert (tmp_path / 'mine' / 'thesis.txt').read_text() == 'precious'
 
 
+@pytest.mark.parametrize('name', ['notes.txt', '.git', 'other.safetensors', 'model-best-of-3.safetensors'])
+def test_an_export_does_not_replace_a_folder_with_another_file(tmp_path, name):
+  config = tiny('llama')
+  params = params_of(config)
+  export_folder(tmp_path / 'out', params, config, max_shard_bytes=40_000)
+  (tmp_path / 'out' / name).write_bytes(b'precious')
+  with pytest.raises(WeightsError, match=f'out: holds {name}, which no export by sprl writes; expected a new folder'):
+    export_folder(tmp_path / 'out', params, config)
+  assert (tmp_path / 'out' / name).read_bytes() == b'precious'
+
+
 def test_an_export_that_was_killed_between_its_renames_is_found_again(tmp_path, monkeypatch):
   config = tiny('llama')
   first, second = params_of(config), params_of(config, seed=1)
