@@ -57,11 +57,11 @@ def _export(run: Run, workdir: Path, out: Path, team: 'Team') -> int:
 
   if not team.leads:
     logging.getLogger('sprl').setLevel(logging.ERROR)  # process 0 logs for all
+  model, name = Model.open(run), _PUSH.value or out.absolute().name
   if team.leads:  # before any device work: a folder in use or a missing token is found here
-    check_free(out)
+    check_free(out, model.folder)
     if _PUSH.value:
       hub.create(_PUSH.value, _PRIVATE.value)
-  model, name = Model.open(run), _PUSH.value or out.absolute().name
   if _ADAPTER.value:
     restored = restore_trained(model, workdir, _STEP.value, team)
     step = restored.step

@@ -285,9 +285,7 @@ def write_folder(
   card: str | None = None,
 ) -> None:
   """Write the folder of `export_folder` from pairs (tensor, function that makes it), one tensor at a time."""
-  if tokenizer_source is not None and Path(folder).resolve() == Path(tokenizer_source).resolve():
-    raise WeightsError(f'{folder}: is the model that this export is made from; expected another folder')
-  with whole_folder(Path(folder)) as draft:
+  with whole_folder(Path(folder), tokenizer_source) as draft:
     _write_weights(draft, list(weights), dtype, max_shard_bytes)
     raw = {key: value for key, value in config.raw.items() if key not in ('dtype', 'torch_dtype')}
     raw |= {'architectures': [ARCHITECTURES[config.family]], 'torch_dtype' if 'torch_dtype' in config.raw else 'dtype': dtype}
@@ -307,8 +305,13 @@ def write_card(folder: Path, card: str | None) -> None:
     (folder / 'README.md').write_text(card, encoding='utf-8')
 
 
-def check_free(folder: Path) -> None:
-  """Raise WeightsError if a folder holds anything but an earlier export: the MARK in its weights, and names of WRITTEN alone."""
+def check_free(folder: Path, source: str | Path | None) -> None:
+  """Raise WeightsError if an export of the model in `source` may not replace `folder`.
+
+  It replaces only an earlier export, with the MARK in its weights and with names of WRITTEN alone, and never its own source.
+  """
+  if source is not None and folder.resolve() == Path(source).resolve():
+    raise WeightsError(f'{folder}: is the model that this export is made from; expected another folder')
   if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
     return
   expected = 'expected a new folder, or an earlier export to replace'
@@ -319,24 +322,27 @@ def check_free(folder: Path) -> None:
 
 
 @contextmanager
-def whole_folder(folder: Path) -> Iterator[Path]:
-  """Yield a draft folder, and rename it to `folder` when the block ends.
+def whole_folder(folder: Path, source: str | Path | None) -> Iterator[Path]:
+  """Yield a draft folder, and rename it to `folder` when the block ends. If the block raises, nothing is left of the draft.
 
-  An earlier export is replaced. Raises WeightsError if `folder` is anything else.
+  An earlier export is replaced. Raises WeightsError as `check_free` does.
   """
-  folder = folder.absolute()
+  folder = folder.resolve()  # a rename would replace a link instead of the folder that it names
   draft, old = (folder.with_name(f'.{folder.name}.sprl-{name}') for name in ('draft', 'old'))
   if old.exists() and not folder.exists():  # an export was killed between its two renames
     rename(old, folder)
-  check_free(folder)
+  check_free(folder, source)
   for leftover in (draft, old):
     shutil.rmtree(leftover, ignore_errors=True)
   draft.mkdir(parents=True)
-  with naming(draft):
-    yield draft
-  if folder.exists():
-    rename(folder, old)  # a rename cannot replace a folder that is not empty
-  rename(draft, folder)
+  try:
+    with naming(draft):
+      yield draft
+    if folder.exists():
+      rename(folder, old)  # a rename cannot replace a folder that is not empty
+    rename(draft, folder)
+  finally:
+    shutil.rmtree(draft, ignore_errors=True)
   shutil.rmtree(old, ignore_errors=True)
 
 

@@ -26,7 +26,7 @@ def export_adapters(
 
   `card` is the text of README.md; None writes none. Over several processes, all call this, and process 0, which `leads`, writes.
   The folder appears complete or not at all. An earlier export at `folder` is replaced. Raises WeightsError if `folder` is
-  anything else.
+  anything else, or is `base`.
   """
   weights, modules = [], set()
   for path, tensor in tensors(config).items():
@@ -53,7 +53,7 @@ def export_adapters(
     'use_rslora': False,
     'inference_mode': True,
   }
-  with whole_folder(Path(folder)) as draft:
+  with whole_folder(Path(folder), base) as draft:
     write_safetensors(draft / 'adapter_model.safetensors', weights, 'float32')
     write_json(draft / 'adapter_config.json', settings)
     write_card(draft, card)

@@ -14,13 +14,16 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
+from sprl.config import Lora
 from sprl.io import huggingface
 from sprl.io.config_file import write_config
 from sprl.io.files import rename
 from sprl.io.huggingface import WeightsError, check_weights, export_folder, load_params, tensors
+from sprl.io.peft import export_adapters
 from sprl.io.tokenizer import write_tiny
 from sprl.models import transformer
 from sprl.models.config import ModelConfig, tiny
+from sprl.models.lora import init_adapters
 
 
 def params_of(config, seed=0):
@@ -293,6 +296,15 @@ def test_an_export_replaces_no_run_and_no_other_model(tmp_path):
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
+def test_adapters_are_not_exported_over_their_base(tmp_path):
+  config, lora = tiny('llama'), Lora(rank=2)
+  export_folder(tmp_path / 'base', params_of(config), config, dtype=jnp.float32)
+  adapters = init_adapters(config, lora, jax.random.key(0))
+  with pytest.raises(WeightsError, match='base: is the model that this export is made from'):
+    export_adapters(tmp_path / 'base', adapters, config, lora, str(tmp_path / 'base'))
+  jax.tree.map(np.testing.assert_array_equal, load_params(tmp_path / 'base', config), params_of(config))
+
+
 def test_a_failed_export_leaves_the_earlier_export(tmp_path):
   config = tiny('llama')
   params = params_of(config)
@@ -300,7 +312,17 @@ def test_a_failed_export_leaves_the_earlier_export(tmp_path):
   broken = {**params, 'embed': params['embed'][:5]}
   with pytest.raises(WeightsError, match=r'embed_tokens.weight .*\(5, 64\).*\(259, 64\)'):
     export_folder(tmp_path / 'out', broken, config)
+  assert [path.name for path in tmp_path.iterdir()] == ['out']  # no draft is left
   jax.tree.map(np.testing.assert_array_equal, load_params(tmp_path / 'out', config), params)
+
+
+def test_an_export_to_a_link_replaces_the_folder_that_it_names(tmp_path):
+  config = tiny('llama')
+  (tmp_path / 'link').symlink_to('elsewhere')
+  for seed in (1, 0):  # the first makes the folder
+    export_folder(tmp_path / 'link', params_of(config, seed), config, dtype=jnp.float32)
+  assert (tmp_path / 'link').readlink().name == 'elsewhere'
+  jax.tree.map(np.testing.assert_array_equal, load_params(tmp_path / 'elsewhere', config), params_of(config))
 
 
 # --- refused ---------------------------------------------------------------------------------------------------------
