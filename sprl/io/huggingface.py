@@ -33,6 +33,7 @@ Keys = tuple[str | int, ...]  # the path of a leaf: ('layers', 0, 'mlp', 'up', '
 
 MARK = {'format': 'pt', 'written_by': 'sprl'}  # metadata of an export by sprl, which a later export may replace
 DTYPES = {'F32': 'float32', 'F16': 'float16', 'BF16': 'bfloat16'}  # of weights in files: safetensors' name -> numpy's
+_EMBED, _HEAD = 'model.embed_tokens.weight', 'lm_head.weight'
 _TOKENIZER_FILES = (
   'tokenizer.json',
   'tokenizer_config.json',
@@ -88,7 +89,7 @@ def tensors(config: ModelConfig) -> dict[Keys, Tensor]:
   """
   V, E, D = config.vocab_size, config.hidden_size, config.head_dim
   outputs = {'q': config.num_heads * D, 'k': config.num_kv_heads * D, 'v': config.num_kv_heads * D}
-  table: dict[Keys, Tensor] = {('embed',): Tensor('model.embed_tokens.weight', (V, E))}
+  table: dict[Keys, Tensor] = {('embed',): Tensor(_EMBED, (V, E))}
   for i in range(config.num_layers):
     layer, name = ('layers', i), f'model.layers.{i}'
     for norm, stored in _NORMS[config.norms].items():
@@ -114,7 +115,7 @@ def tensors(config: ModelConfig) -> dict[Keys, Tensor]:
       table[*layer, 'mlp', 'shared_gate', 'kernel'] = Tensor(f'{name}.mlp.shared_expert_gate.weight', (1, E))
   table['norm', 'scale'] = Tensor('model.norm.weight', (E,))
   if not config.tie_embeddings:
-    table['head', 'kernel'] = Tensor('lm_head.weight', (V, E))
+    table['head', 'kernel'] = Tensor(_HEAD, (V, E))
   return table
 
 
@@ -137,12 +138,15 @@ def load_params(
     shardings: a tree of shardings with the structure of the params; None puts all leaves on the first device.
     dtype: the dtype of the leaves.
 
-  The host holds the slices of one leaf at a time. Raises WeightsError before any device work, as `check_weights` does.
+  The host holds the slices of one leaf at a time. Raises WeightsError before any device work: as `check_weights` does, and if
+  tied embeddings come with another head.
   """
   where = check_weights(folder, config)
   params: Params = {}
   with ExitStack() as stack:
     files = {path: stack.enter_context(safe_open(path, 'numpy')) for path in set(where.values())}
+    if config.tie_embeddings and _HEAD in where:
+      _check_repeated(*(files[where[name]].get_slice(name) for name in (_EMBED, _HEAD)), where[_HEAD])
     for path, parts in _leaves(config).items():
       stored = [files[where[tensor.name]].get_slice(tensor.name) for tensor in parts]
       shape, read = parts[0].shape, partial(_read, stored[0], dtype)
@@ -151,6 +155,18 @@ def load_params(
       sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0]) if shardings is None else get(shardings, path)
       _set(params, path, jax.make_array_from_callback(shape, sharding, read))
   return params
+
+
+def _check_repeated(embed, head, path: Path) -> None:
+  """Raise WeightsError unless a head equals the embedding. The host holds 4096 rows of both at a time."""
+  rows = embed.get_shape()[0]
+  for start in range(0, rows, 4096):
+    block = slice(start, min(start + 4096, rows))
+    if not np.array_equal(embed[block], head[block]):
+      raise WeightsError(
+        f'{path}: {_HEAD} differs from {_EMBED}, but by config.json one is the other (tie_word_embeddings); expected equal '
+        'weights, or tie_word_embeddings = false'
+      )
 
 
 def _read(stored, dtype, index) -> np.ndarray:
@@ -179,7 +195,7 @@ def _leaves(config: ModelConfig) -> dict[Keys, list[Tensor]]:
 def check_weights(folder: str | Path, config: ModelConfig) -> dict[str, Path]:
   """Check the headers of all weight files, and return the file of each tensor by the tensor's name.
 
-  A checkpoint with tied embeddings may repeat the embedding as `lm_head.weight`.
+  A checkpoint with tied embeddings may repeat the embedding as `lm_head.weight`; `load_params` compares the values.
 
   Raises WeightsError if the folder has only pickle files, if a file is missing or truncated, or if a tensor is missing, unknown,
   of a wrong shape, or stored in a type other than float32, float16 and bfloat16.
@@ -200,8 +216,9 @@ def check_weights(folder: str | Path, config: ModelConfig) -> dict[str, Path]:
 
   if missing := [name for name in expected if name not in found]:
     raise WeightsError(f'{folder}: {_some(missing)} missing from the weights; config.json ({config.family}) requires them')
-  known = {*expected, *(['lm_head.weight'] if config.tie_embeddings else [])}
-  extra = [name for name in found if name not in known and not name.endswith('.rotary_emb.inv_freq')]
+  if config.tie_embeddings and _HEAD in found:
+    expected[_HEAD] = expected[_EMBED]
+  extra = [name for name in found if name not in expected and not name.endswith('.rotary_emb.inv_freq')]
   if extra:
     raise WeightsError(f'{folder}: {_some(extra)} in the weights, but not in the model of config.json ({config.family})')
   for name, shape in expected.items():

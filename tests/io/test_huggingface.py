@@ -361,6 +361,17 @@ def test_a_repeated_head_and_old_rotary_tables_are_ignored(tmp_path):
   assert 'head' not in load_params(tmp_path, config)
 
 
+def test_another_head_beside_tied_embeddings_is_refused(tmp_path, no_devices):
+  config = tiny('llama', tie_word_embeddings=True, vocab_size=5000)
+  stored = checkpoint(config)
+  head = stored['model.embed_tokens.weight'].copy()
+  head[4999, 63] += 1  # the last block of rows
+  save_file(stored | {'lm_head.weight': head}, tmp_path / 'model.safetensors')
+  refused(tmp_path, config, r'lm_head\.weight differs from model\.embed_tokens\.weight.*tie_word_embeddings')
+  save_file(stored | {'lm_head.weight': head[:259]}, tmp_path / 'model.safetensors')
+  refused(tmp_path, config, r'lm_head\.weight has shape \(259, 64\); expected \(5000, 64\)')
+
+
 def test_an_untied_checkpoint_without_a_head_is_refused(tmp_path, no_devices):
   save_file(checkpoint(tiny('llama', tie_word_embeddings=True)), tmp_path / 'model.safetensors')
   refused(tmp_path, tiny('llama'), r'lm_head\.weight missing')
