@@ -50,18 +50,19 @@ def main() -> int:
 
 
 def _export(run: Run, workdir: Path, out: Path, team: 'Team') -> int:
-  from sprl.io.huggingface import check_free
+  from sprl.io.huggingface import check_apart, check_free
   from sprl.learner.model_card import model_card
   from sprl.learner.restore import export, export_adapter, restore, restore_trained
   from sprl.model import Model
 
   if not team.leads:
     logging.getLogger('sprl').setLevel(logging.ERROR)  # process 0 logs for all
-  model, name = Model.open(run), _PUSH.value or out.absolute().name
   if team.leads:  # before any device work: a folder in use or a missing token is found here
-    check_free(out, model.folder)
+    check_free(out)
     if _PUSH.value:
       hub.create(_PUSH.value, _PRIVATE.value)
+  model, name = Model.open(run), _PUSH.value or out.absolute().name
+  check_apart(out, model.folder)
   if _ADAPTER.value:
     restored = restore_trained(model, workdir, _STEP.value, team)
     step = restored.step

@@ -146,7 +146,8 @@ def load_params(
   with ExitStack() as stack:
     files = {path: stack.enter_context(safe_open(path, 'numpy')) for path in set(where.values())}
     if config.tie_embeddings and _HEAD in where:
-      _check_repeated(*(files[where[name]].get_slice(name) for name in (_EMBED, _HEAD)), where[_HEAD])
+      embed, head = (files[where[name]].get_slice(name) for name in (_EMBED, _HEAD))
+      _check_repeated(embed, head, where[_HEAD])
     for path, parts in _leaves(config).items():
       stored = [files[where[tensor.name]].get_slice(tensor.name) for tensor in parts]
       shape, read = parts[0].shape, partial(_read, stored[0], dtype)
@@ -302,7 +303,9 @@ def write_folder(
   card: str | None = None,
 ) -> None:
   """Write the folder of `export_folder` from pairs (tensor, function that makes it), one tensor at a time."""
-  with whole_folder(Path(folder), tokenizer_source) as draft:
+  if tokenizer_source is not None:
+    check_apart(folder, tokenizer_source)
+  with whole_folder(Path(folder)) as draft:
     _write_weights(draft, list(weights), dtype, max_shard_bytes)
     raw = {key: value for key, value in config.raw.items() if key not in ('dtype', 'torch_dtype')}
     raw |= {'architectures': [ARCHITECTURES[config.family]], 'torch_dtype' if 'torch_dtype' in config.raw else 'dtype': dtype}
@@ -322,13 +325,14 @@ def write_card(folder: Path, card: str | None) -> None:
     (folder / 'README.md').write_text(card, encoding='utf-8')
 
 
-def check_free(folder: Path, source: str | Path | None) -> None:
-  """Raise WeightsError if an export of the model in `source` may not replace `folder`.
-
-  It replaces only an earlier export, with the MARK in its weights and with names of WRITTEN alone, and never its own source.
-  """
-  if source is not None and folder.resolve() == Path(source).resolve():
+def check_apart(folder: str | Path, source: str | Path) -> None:
+  """Raise WeightsError if an export to `folder` would replace the model that it is made from, in the folder `source`."""
+  if Path(folder).resolve() == Path(source).resolve():
     raise WeightsError(f'{folder}: is the model that this export is made from; expected another folder')
+
+
+def check_free(folder: Path) -> None:
+  """Raise WeightsError if a folder holds anything but an earlier export: the MARK in its weights, and names of WRITTEN alone."""
   if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
     return
   expected = 'expected a new folder, or an earlier export to replace'
@@ -339,7 +343,7 @@ def check_free(folder: Path, source: str | Path | None) -> None:
 
 
 @contextmanager
-def whole_folder(folder: Path, source: str | Path | None) -> Iterator[Path]:
+def whole_folder(folder: Path) -> Iterator[Path]:
   """Yield a draft folder, and rename it to `folder` when the block ends. If the block raises, nothing is left of the draft.
 
   An earlier export is replaced. Raises WeightsError as `check_free` does.
@@ -348,7 +352,7 @@ def whole_folder(folder: Path, source: str | Path | None) -> Iterator[Path]:
   draft, old = (folder.with_name(f'.{folder.name}.sprl-{name}') for name in ('draft', 'old'))
   if old.exists() and not folder.exists():  # an export was killed between its two renames
     rename(old, folder)
-  check_free(folder, source)
+  check_free(folder)
   for leftover in (draft, old):
     shutil.rmtree(leftover, ignore_errors=True)
   draft.mkdir(parents=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from sprl.config import Lora
-from sprl.io.huggingface import Params, Tensor, get, tensors, whole_folder, write_card, write_json, write_safetensors
+from sprl.io.huggingface import Params, Tensor, check_apart, get, tensors, whole_folder, write_card, write_json, write_safetensors
 from sprl.models.config import ModelConfig
 from sprl.sharding.transfer import fetch
 
@@ -53,7 +53,8 @@ def export_adapters(
     'use_rslora': False,
     'inference_mode': True,
   }
-  with whole_folder(Path(folder), base) as draft:
+  check_apart(folder, base)
+  with whole_folder(Path(folder)) as draft:
     write_safetensors(draft / 'adapter_model.safetensors', weights, 'float32')
     write_json(draft / 'adapter_config.json', settings)
     write_card(draft, card)
