@@ -281,12 +281,16 @@ def compile_sampler(config: EngineConfig, quant: Quant, model: Model, state: Tra
 
 
 def trace_file(workdir: Path, done: int, steps: int) -> Path | None:
-  """Return where to write the timeline, or None if the run is finished. Renames that of earlier steps to trace_until_N.json."""
+  """Return where to write the timeline, or None if the run is finished. Renames that of earlier steps to trace_until_N.json.
+
+  If there is such a file already, the start before this one ended before its first step: its timeline is overwritten.
+  """
   trace = workdir / 'trace.json'
   if trace.exists():
     if done == steps:
       return None
-    trace.replace(workdir / f'trace_until_{done}.json')
+    if not (earlier := workdir / f'trace_until_{done}.json').exists():
+      trace.replace(earlier)
   return trace
 
 
