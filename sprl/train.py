@@ -234,7 +234,7 @@ def open_learner(
   else:
     train_state, state = restored.arrays, RunState.from_json(restored.step, restored.extra)
     rollouts.check(state.prompts, workdir)
-    check_base(base, state, run.model.path)
+    check_base(base, state.base, run.model.path)
     log.info('resuming after step %d', state.step)
   reference = None
   if run.loss.kl_coef:
