@@ -53,7 +53,7 @@ def export_adapters(
     'use_rslora': False,
     'inference_mode': True,
   }
-  check_apart(folder, base)
+  check_apart(Path(folder), base)
   with whole_folder(Path(folder)) as draft:
     write_safetensors(draft / 'adapter_model.safetensors', weights, 'float32')
     write_json(draft / 'adapter_config.json', settings)
