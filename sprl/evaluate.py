@@ -34,6 +34,7 @@ from sprl.config import EPISODES, HeldOutSet, Run, SettingsError, Task, default_
 from sprl.config_checks import GRADING_COSTS
 from sprl.config_reader import resolve
 from sprl.io.config_file import config_differences, read_config
+from sprl.io.starts import began
 
 if TYPE_CHECKING:
   from sprl.model import Model
@@ -159,6 +160,7 @@ def main() -> int:
 
   require_single_process('sprl.evaluate')
   run, model = opened(run, command_line.settings_of_flags())
+  model = model if _WORKDIR.value is None else model.at(began(_WORKDIR.value))
   with ExitStack() as stack:
     held_out = RolloutSetup.open(run, model.tokenizer, train=False).begin_evaluation(stack.enter_context)
     facts: dict[str, Any]

@@ -50,7 +50,7 @@ def main() -> int:
 
 
 def _export(run: Run, workdir: Path, out: Path, team: 'Team') -> int:
-  from sprl.io.huggingface import check_free
+  from sprl.io.huggingface import check_apart, check_free
   from sprl.learner.model_card import model_card
   from sprl.learner.restore import export, export_adapter, restore, restore_trained
   from sprl.model import Model
@@ -62,6 +62,7 @@ def _export(run: Run, workdir: Path, out: Path, team: 'Team') -> int:
     if _PUSH.value:
       hub.create(_PUSH.value, _PRIVATE.value)
   model, name = Model.open(run), _PUSH.value or out.absolute().name
+  check_apart(out, model.folder)
   if _ADAPTER.value:
     restored = restore_trained(model, workdir, _STEP.value, team)
     step = restored.step

@@ -49,7 +49,7 @@ def main() -> int:
 def _train(run: Run, team: 'Team') -> int:
   from sprl.hooks import StopRun
   from sprl.learner.model_card import model_card
-  from sprl.learner.restore import export
+  from sprl.learner.restore import export, load_base
   from sprl.models.lora import network
   from sprl.summary import closing_report
   from sprl.train import train
@@ -68,9 +68,9 @@ def _train(run: Run, team: 'Team') -> int:
     return 3
   if finished.completed and run.export:
     model = finished.model
-    params = network(finished.params, model.base('float32'))  # the precision in which adapters are merged
+    base = load_base(model, finished.base, run.model.path, 'float32')  # the precision in which adapters are merged
     card = model_card(workdir, finished.step, model.folder, workdir.name)
-    export(model, params, workdir / 'export', card=card, team=team)
+    export(model, network(finished.params, base), workdir / 'export', card=card, team=team)
   if finished.completed and team.leads:
     with naming(workdir):
       report = closing_report(run, workdir, finished)

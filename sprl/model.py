@@ -1,7 +1,7 @@
 """Read and check a model folder: config, tokenizer, meshes and dtypes, before any weight is read. A Model holds no weights."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -100,6 +100,10 @@ class Model:
     )
     model.linears(run.quant)  # raises if a mesh cuts a weight inside its blocks
     return model
+
+  def at(self, time: str) -> 'Model':
+    """Return the model with a tokenizer whose chat template reads this time instead of the clock's."""
+    return replace(self, tokenizer=replace(self.tokenizer, time=time))
 
   @property
   def shardings(self) -> Params:

@@ -66,6 +66,7 @@ class Finished:
   completed: bool  # False: a signal ended it early, with all of it saved
   model: Model
   params: Params  # the trained weights
+  base: str | None  # fingerprint of the frozen weights under adapters
   before: Mapping[str, Any]  # held-out evaluation before the first update: metrics and samples
   after: Mapping[str, Any]  # held-out evaluation after the last update; empty if the run is not complete
 
@@ -220,7 +221,7 @@ class Session:
     self.save()
     if not completed:
       log.warning('%s: saved after step %d of %d; the same command resumes', self.stopped(), state.step, self.run.steps)
-    return Finished(state.step, completed, self.model, self.learner.state.params, state.before, state.after)
+    return Finished(state.step, completed, self.model, self.learner.state.params, state.base, state.before, state.after)
 
   # --- what the hooks call ---------------------------------------------------------------------------------------------
 

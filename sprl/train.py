@@ -41,7 +41,7 @@ from sprl.io.progress import Progress
 from sprl.io.provenance import provenance
 from sprl.io.run_folder import exclusive
 from sprl.io.run_state import RunState
-from sprl.io.starts import PLAIN, Origin, Start, add_start
+from sprl.io.starts import PLAIN, Origin, Start, add_start, began
 from sprl.io.trackers import Tracker, check_installed, open_trackers
 from sprl.kernels.support import record_format
 from sprl.learner.learner import Learner, compile_ahead
@@ -130,7 +130,8 @@ def setup(
   local_folder('--workdir', workdir)
   check_processes(run, team)
   check_installed(run.log.trackers)
-  model = Model.open(run)
+  first_start = team.broadcast('time', lambda: began(workdir))  # a template that reads the clock gets this time
+  model = Model.open(run).at(first_start)
   record_format(run.sampling, model.config.vocab_size)  # raises if the filters of the rollouts cannot be recorded
   layout = model.cache_layout(run.sampling, run.cache, run.quant, run.masked_learner, run.model.router_replay == 'R3')
   check_caches_fit(run, layout, model.engine_meshes)
@@ -154,7 +155,7 @@ def setup(
     stack.enter_context(exclusive(workdir))
     for difference in write_config(workdir, settings.to_dict(run), MAY_CHANGE, settings.to_dict(Run())):
       log.warning('settings changed since this run began: %s', difference)
-    add_start(workdir, origin, {'step': done, 'command': start.command, **versions(), **provenance()})
+    add_start(workdir, origin, first_start, {'step': done, 'command': start.command, **versions(), **provenance()})
   stack.callback(checkpoints.close)
 
   # --- learner: from a checkpoint, or from the pretrained weights ----------------------------------------------------
@@ -234,7 +235,7 @@ def open_learner(
   else:
     train_state, state = restored.arrays, RunState.from_json(restored.step, restored.extra)
     rollouts.check(state.prompts, workdir)
-    check_base(base, state, run.model.path)
+    check_base(base, state.base, run.model.path)
     log.info('resuming after step %d', state.step)
   reference = None
   if run.loss.kl_coef:
@@ -281,12 +282,16 @@ def compile_sampler(config: EngineConfig, quant: Quant, model: Model, state: Tra
 
 
 def trace_file(workdir: Path, done: int, steps: int) -> Path | None:
-  """Return where to write the timeline, or None if the run is finished. Renames that of earlier steps to trace_until_N.json."""
+  """Return where to write the timeline, or None if the run is finished. Renames that of earlier steps to trace_until_N.json.
+
+  If there is such a file already, the start before this one ended before its first step: its timeline is overwritten.
+  """
   trace = workdir / 'trace.json'
   if trace.exists():
     if done == steps:
       return None
-    trace.replace(workdir / f'trace_until_{done}.json')
+    if not (earlier := workdir / f'trace_until_{done}.json').exists():
+      trace.replace(earlier)
   return trace
 
 

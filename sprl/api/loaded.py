@@ -26,7 +26,7 @@ from sprl.io.huggingface import DTYPES
 from sprl.kernels.support import record_format
 from sprl.learner.learner import Learner
 from sprl.learner.optimizer import make_optimizer
-from sprl.learner.restore import export
+from sprl.learner.restore import export, load_base
 from sprl.learner.state import TrainState, abstract_state
 from sprl.learner.update import UpdateConfig, make_update
 from sprl.mismatch import ledger
@@ -146,11 +146,15 @@ class LoadedModel:
   def save(self, folder: str | Path, dtype: str = 'bfloat16') -> Path:
     """Write the weights as a Hugging Face folder, with adapters merged. Return the folder.
 
-    `dtype` is `bfloat16`, `float16` or `float32`. Raises SettingsError for another one.
+    `dtype` is `bfloat16`, `float16` or `float32`. Raises SettingsError for another one, and if the files of the frozen weights
+    under adapters have changed.
     """
     if dtype not in DTYPES.values():
       raise SettingsError(f'dtype = {dtype!r}: expected one of {", ".join(sorted(DTYPES.values()))}')
-    params = self.params if self._base is None else network(self._trained, self.model.base('float32'))
+    params = self.params
+    if self._base is not None:
+      base = load_base(self.model, self._base.fingerprint, self.settings['model']['path'], 'float32')
+      params = network(self._trained, base)
     return export(self.model, params, Path(folder), dtype)
 
   def __repr__(self) -> str:

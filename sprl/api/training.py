@@ -23,6 +23,7 @@ from sprl.distributed.process_group import require_single_process
 from sprl.io.metrics import read_metrics, read_samples, sample_steps, series
 from sprl.io.plots import run_figure, timeline_figure
 from sprl.io.trackers import Tracker
+from sprl.learner.restore import load_base
 from sprl.rollout.setup import Inputs
 from sprl.session import Session, StepReport
 from sprl.tasks import in_memory
@@ -88,7 +89,8 @@ def fit(
     inputs = replace(inputs, train=training, test=held_out)
   folder = new_folder() if workdir is None else Path(workdir).absolute()
   finished = train(run, folder, inputs=inputs, hooks=[partial(_call, callback) for callback in callbacks], trackers=trackers)
-  model = LoadedModel(merged({'task.kind': 'rows'}, whole), finished.model, finished.params, finished.model.base(), finished.step)
+  base = load_base(finished.model, finished.base, run.model.path)
+  model = LoadedModel(merged({'task.kind': 'rows'}, whole), finished.model, finished.params, base, finished.step)
   return Training(folder, run, inputs, model, finished.step, finished.completed, finished.before, finished.after)
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from sprl.config import SettingsError
+from sprl.io.huggingface import WRITTEN
 from sprl.io.pretrained import HUB_NAME
 
 
@@ -31,14 +32,11 @@ def create(name: str, private: bool, client: Any = None) -> None:
 def push(name: str, folder: Path, message: str, client: Any = None) -> str:
   """Upload `folder` to the repository as one commit, and return the address of the commit.
 
-  Weights of an earlier push that the folder does not have are deleted. Raises SettingsError if the hub refuses it.
+  Files of an earlier export that the folder does not have are deleted. Raises SettingsError if the hub refuses it.
   """
   client = client or _client()
   try:
-    commit = client.upload_folder(
-      repo_id=name, folder_path=str(folder), commit_message=message,
-      delete_patterns=['*.safetensors', '*.safetensors.index.json'],
-    )  # fmt: skip
+    commit = client.upload_folder(repo_id=name, folder_path=str(folder), commit_message=message, delete_patterns=list(WRITTEN))
   except Exception as error:
     raise _refused(name, error) from error
   return str(commit.commit_url)

@@ -12,6 +12,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,6 +33,7 @@ Keys = tuple[str | int, ...]  # the path of a leaf: ('layers', 0, 'mlp', 'up', '
 
 MARK = {'format': 'pt', 'written_by': 'sprl'}  # metadata of an export by sprl, which a later export may replace
 DTYPES = {'F32': 'float32', 'F16': 'float16', 'BF16': 'bfloat16'}  # of weights in files: safetensors' name -> numpy's
+_EMBED, _HEAD = 'model.embed_tokens.weight', 'lm_head.weight'
 _TOKENIZER_FILES = (
   'tokenizer.json',
   'tokenizer_config.json',
@@ -42,6 +44,17 @@ _TOKENIZER_FILES = (
   'tokenizer.model',
   'chat_template.jinja',
   'generation_config.json',
+)
+_NUMBER = '[0-9]' * 5
+WRITTEN = (  # all names that an export by sprl may have, of full weights or of adapters, as patterns of fnmatch
+  *_TOKENIZER_FILES,
+  'config.json',
+  'README.md',
+  'model.safetensors',
+  f'model-{_NUMBER}-of-{_NUMBER}.safetensors',
+  'model.safetensors.index.json',
+  'adapter_config.json',
+  'adapter_model.safetensors',
 )
 
 
@@ -76,7 +89,7 @@ def tensors(config: ModelConfig) -> dict[Keys, Tensor]:
   """
   V, E, D = config.vocab_size, config.hidden_size, config.head_dim
   outputs = {'q': config.num_heads * D, 'k': config.num_kv_heads * D, 'v': config.num_kv_heads * D}
-  table: dict[Keys, Tensor] = {('embed',): Tensor('model.embed_tokens.weight', (V, E))}
+  table: dict[Keys, Tensor] = {('embed',): Tensor(_EMBED, (V, E))}
   for i in range(config.num_layers):
     layer, name = ('layers', i), f'model.layers.{i}'
     for norm, stored in _NORMS[config.norms].items():
@@ -102,7 +115,7 @@ def tensors(config: ModelConfig) -> dict[Keys, Tensor]:
       table[*layer, 'mlp', 'shared_gate', 'kernel'] = Tensor(f'{name}.mlp.shared_expert_gate.weight', (1, E))
   table['norm', 'scale'] = Tensor('model.norm.weight', (E,))
   if not config.tie_embeddings:
-    table['head', 'kernel'] = Tensor('lm_head.weight', (V, E))
+    table['head', 'kernel'] = Tensor(_HEAD, (V, E))
   return table
 
 
@@ -125,12 +138,16 @@ def load_params(
     shardings: a tree of shardings with the structure of the params; None puts all leaves on the first device.
     dtype: the dtype of the leaves.
 
-  The host holds the slices of one leaf at a time. Raises WeightsError before any device work, as `check_weights` does.
+  The host holds the slices of one leaf at a time. Raises WeightsError before any device work: as `check_weights` does, and if
+  tied embeddings come with another head.
   """
   where = check_weights(folder, config)
   params: Params = {}
   with ExitStack() as stack:
     files = {path: stack.enter_context(safe_open(path, 'numpy')) for path in set(where.values())}
+    if config.tie_embeddings and _HEAD in where:
+      embed, head = (files[where[name]].get_slice(name) for name in (_EMBED, _HEAD))
+      _check_repeated(embed, head, where[_HEAD])
     for path, parts in _leaves(config).items():
       stored = [files[where[tensor.name]].get_slice(tensor.name) for tensor in parts]
       shape, read = parts[0].shape, partial(_read, stored[0], dtype)
@@ -139,6 +156,18 @@ def load_params(
       sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0]) if shardings is None else get(shardings, path)
       _set(params, path, jax.make_array_from_callback(shape, sharding, read))
   return params
+
+
+def _check_repeated(embed, head, path: Path) -> None:
+  """Raise WeightsError unless a head equals the embedding. The host holds 4096 rows of both at a time."""
+  rows = embed.get_shape()[0]
+  for start in range(0, rows, 4096):
+    block = slice(start, min(start + 4096, rows))
+    if not np.array_equal(embed[block], head[block]):
+      raise WeightsError(
+        f'{path}: {_HEAD} differs from {_EMBED}, but by config.json one is the other (tie_word_embeddings); expected equal '
+        'weights, or tie_word_embeddings = false'
+      )
 
 
 def _read(stored, dtype, index) -> np.ndarray:
@@ -167,7 +196,7 @@ def _leaves(config: ModelConfig) -> dict[Keys, list[Tensor]]:
 def check_weights(folder: str | Path, config: ModelConfig) -> dict[str, Path]:
   """Check the headers of all weight files, and return the file of each tensor by the tensor's name.
 
-  A checkpoint with tied embeddings may repeat the embedding as `lm_head.weight`.
+  A checkpoint with tied embeddings may repeat the embedding as `lm_head.weight`; `load_params` compares the values.
 
   Raises WeightsError if the folder has only pickle files, if a file is missing or truncated, or if a tensor is missing, unknown,
   of a wrong shape, or stored in a type other than float32, float16 and bfloat16.
@@ -188,8 +217,9 @@ def check_weights(folder: str | Path, config: ModelConfig) -> dict[str, Path]:
 
   if missing := [name for name in expected if name not in found]:
     raise WeightsError(f'{folder}: {_some(missing)} missing from the weights; config.json ({config.family}) requires them')
-  known = {*expected, *(['lm_head.weight'] if config.tie_embeddings else [])}
-  extra = [name for name in found if name not in known and not name.endswith('.rotary_emb.inv_freq')]
+  if config.tie_embeddings and _HEAD in found:
+    expected[_HEAD] = expected[_EMBED]
+  extra = [name for name in found if name not in expected and not name.endswith('.rotary_emb.inv_freq')]
   if extra:
     raise WeightsError(f'{folder}: {_some(extra)} in the weights, but not in the model of config.json ({config.family})')
   for name, shape in expected.items():
@@ -273,8 +303,8 @@ def write_folder(
   card: str | None = None,
 ) -> None:
   """Write the folder of `export_folder` from pairs (tensor, function that makes it), one tensor at a time."""
-  if tokenizer_source is not None and Path(folder).resolve() == Path(tokenizer_source).resolve():
-    raise WeightsError(f'{folder}: is the model that this export is made from; expected another folder')
+  if tokenizer_source is not None:
+    check_apart(folder, tokenizer_source)
   with whole_folder(Path(folder)) as draft:
     _write_weights(draft, list(weights), dtype, max_shard_bytes)
     raw = {key: value for key, value in config.raw.items() if key not in ('dtype', 'torch_dtype')}
@@ -295,20 +325,30 @@ def write_card(folder: Path, card: str | None) -> None:
     (folder / 'README.md').write_text(card, encoding='utf-8')
 
 
+def check_apart(folder: str | Path, source: str | Path) -> None:
+  """Raise WeightsError if an export to `folder` would replace the model that it is made from, in the folder `source`."""
+  if Path(folder).resolve() == Path(source).resolve():
+    raise WeightsError(f'{folder}: is the model that this export is made from; expected another folder')
+
+
 def check_free(folder: Path) -> None:
-  """Raise WeightsError if a folder holds anything but an earlier export, which the MARK in its weights identifies."""
-  free = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
-  if not free and not any(map(_marked, folder.glob('*.safetensors'))):
-    raise WeightsError(f'{folder}: exists and is not an export by sprl; expected a new folder, or an earlier export to replace')
+  """Raise WeightsError if a folder holds anything but an earlier export: the MARK in its weights, and names of WRITTEN alone."""
+  if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+    return
+  expected = 'expected a new folder, or an earlier export to replace'
+  if not any(map(_marked, folder.glob('*.safetensors'))):
+    raise WeightsError(f'{folder}: exists and is not an export by sprl; {expected}')
+  if others := sorted(path.name for path in folder.iterdir() if not any(fnmatchcase(path.name, name) for name in WRITTEN)):
+    raise WeightsError(f'{folder}: holds {_some(others)}, which no export by sprl writes; {expected}')
 
 
 @contextmanager
 def whole_folder(folder: Path) -> Iterator[Path]:
-  """Yield a draft folder, and rename it to `folder` when the block ends.
+  """Yield a draft folder, and rename it to `folder` when the block ends. If the block raises, nothing is left of the draft.
 
-  An earlier export is replaced. Raises WeightsError if `folder` is anything else.
+  An earlier export is replaced. Raises WeightsError as `check_free` does.
   """
-  folder = folder.absolute()
+  folder = folder.resolve()  # a rename would replace a link instead of the folder that it names
   draft, old = (folder.with_name(f'.{folder.name}.sprl-{name}') for name in ('draft', 'old'))
   if old.exists() and not folder.exists():  # an export was killed between its two renames
     rename(old, folder)
@@ -316,11 +356,14 @@ def whole_folder(folder: Path) -> Iterator[Path]:
   for leftover in (draft, old):
     shutil.rmtree(leftover, ignore_errors=True)
   draft.mkdir(parents=True)
-  with naming(draft):
-    yield draft
-  if folder.exists():
-    rename(folder, old)  # a rename cannot replace a folder that is not empty
-  rename(draft, folder)
+  try:
+    with naming(draft):
+      yield draft
+    if folder.exists():
+      rename(folder, old)  # a rename cannot replace a folder that is not empty
+    rename(draft, folder)
+  finally:
+    shutil.rmtree(draft, ignore_errors=True)
   shutil.rmtree(old, ignore_errors=True)
 
 

@@ -186,15 +186,18 @@ def read_samples(workdir: str | os.PathLike, step: int) -> list[dict[str, Any]]:
 
 
 def _lines(path: Path) -> list[tuple[str, dict[str, Any]]]:
-  """Return each complete line and its content. Raises LogError if a line is not JSON."""
+  """Return each complete line and its content. Raises LogError if a line is not a JSON object."""
   text = path.read_text(encoding='utf-8', errors='replace') if path.exists() else ''
   whole = text.split('\n')[:-1]  # text after the last newline is incomplete, or empty
   parsed = []
   for number, line in enumerate(whole, 1):
     try:
-      parsed.append((line, json.loads(line)))
-    except (ValueError, RecursionError) as error:
-      raise LogError(f'{path}, line {number}: not JSON: {line[:80]!r}; delete the line, which only this log needs') from error
+      record = json.loads(line)
+    except (ValueError, RecursionError):
+      record = None
+    if not isinstance(record, dict):
+      raise LogError(f'{path}, line {number}: not a JSON object: {line[:80]!r}; delete the line, which only this log needs')
+    parsed.append((line, record))
   return parsed
 
 

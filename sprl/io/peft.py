@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 from sprl.config import Lora
-from sprl.io.huggingface import Params, Tensor, get, tensors, whole_folder, write_card, write_json, write_safetensors
+from sprl.io.huggingface import Params, Tensor, check_apart, get, tensors, whole_folder, write_card, write_json, write_safetensors
 from sprl.models.config import ModelConfig
 from sprl.sharding.transfer import fetch
 
@@ -26,7 +26,7 @@ def export_adapters(
 
   `card` is the text of README.md; None writes none. Over several processes, all call this, and process 0, which `leads`, writes.
   The folder appears complete or not at all. An earlier export at `folder` is replaced. Raises WeightsError if `folder` is
-  anything else.
+  anything else, or is `base`.
   """
   weights, modules = [], set()
   for path, tensor in tensors(config).items():
@@ -53,6 +53,7 @@ def export_adapters(
     'use_rslora': False,
     'inference_mode': True,
   }
+  check_apart(Path(folder), base)
   with whole_folder(Path(folder)) as draft:
     write_safetensors(draft / 'adapter_model.safetensors', weights, 'float32')
     write_json(draft / 'adapter_config.json', settings)

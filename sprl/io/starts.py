@@ -1,5 +1,6 @@
 """starts.json of a work directory: where the first weights of its run come from, and each start of the run."""
 
+import datetime
 import json
 import os
 from collections.abc import Mapping
@@ -48,16 +49,16 @@ def parse_source(text: str) -> tuple[Path, int | None]:
 
 
 def read_starts(workdir: str | os.PathLike) -> dict[str, Any]:
-  """Return the content of starts.json: `from`, which is None or a folder and a step, and the list `starts`.
+  """Return the content of starts.json: `from`, which is None or a folder and a step, `began`, and the list `starts`.
 
   A run of an older version has no such file: its list is empty. Raises SettingsError if the file is damaged.
   """
   path = Path(workdir) / _STARTS
   if not path.exists():
-    return {'from': None, 'starts': []}
+    return {'from': None, 'began': None, 'starts': []}
   try:
     content = json.loads(path.read_text(encoding='utf-8'))
-    return {'from': content['from'], 'starts': list(content['starts'])}
+    return {'from': content['from'], 'began': content.get('began'), 'starts': list(content['starts'])}
   except (ValueError, KeyError, TypeError, RecursionError) as error:
     raise SettingsError(f'{path}: damaged ({error!r}); expected the starts that a run has written') from None
 
@@ -68,13 +69,19 @@ def recorded_origin(workdir: str | os.PathLike) -> Origin | None:
   return None if found is None else Origin(Path(found['workdir']), int(found['step']))
 
 
+def began(workdir: str | os.PathLike) -> str:
+  """Return the local time of the first start of a run, in ISO 8601: the present time if there was none, or an older version's."""
+  return read_starts(workdir)['began'] or datetime.datetime.now().isoformat(timespec='seconds')
+
+
 def has_begun(workdir: str | os.PathLike) -> bool:
   """Return whether a work directory holds a run that has been set up."""
   return any((Path(workdir) / name).exists() for name in (_STARTS, 'metrics.jsonl'))
 
 
-def add_start(workdir: str | os.PathLike, origin: Origin | None, facts: Mapping[str, Any]) -> None:
-  """Append a start of the run to starts.json: `facts` has the step, the command, versions and devices."""
+def add_start(workdir: str | os.PathLike, origin: Origin | None, time: str, facts: Mapping[str, Any]) -> None:
+  """Append a start of the run to starts.json. `time` is that of `began`. `facts` has the step, the command, versions, devices."""
   starts = [*read_starts(workdir)['starts'], dict(facts)]
   source = None if origin is None else {'workdir': str(origin.workdir), 'step': origin.step}
-  files.write_text(Path(workdir) / _STARTS, json.dumps({'from': source, 'starts': starts}, indent=2) + '\n')
+  content = {'from': source, 'began': time, 'starts': starts}
+  files.write_text(Path(workdir) / _STARTS, json.dumps(content, indent=2) + '\n')

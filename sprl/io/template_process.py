@@ -9,7 +9,7 @@ A line of standard input is a request, a line of standard output its answer, bot
 
     {"source": text}                             {"variables": the names that the template reads}
     {"source": text, "variables": {...},         {"text": the conversation}
-     "add_generation_prompt": bool}
+     "add_generation_prompt": bool, "time": ISO 8601 or null}
     any request that fails                       {"error": why, "valid": whether the template could be compiled}
 """
 
@@ -57,7 +57,7 @@ def answer(line: bytes) -> dict[str, Any]:
     valid = True
     if 'variables' not in request:
       return {'variables': variables}
-    return {'text': rendered(template, request['variables'], request['add_generation_prompt'])}
+    return {'text': rendered(template, request['variables'], request['add_generation_prompt'], request['time'])}
   except Exception as error:
     return {'error': f'{type(error).__name__}: {" ".join(str(error).split())}'[:1000], 'valid': valid}
 
@@ -70,10 +70,14 @@ def compiled(source: str) -> tuple[jinja2.Template, list[str]]:
   return environment.from_string(source), sorted(variables)
 
 
-def rendered(template: jinja2.Template, variables: dict[str, Any], add_generation_prompt: bool) -> str:
-  """Return the text of a template. Raises any error of the template, and TemplateError for a text beyond MAX_RENDERED."""
+def rendered(template: jinja2.Template, variables: dict[str, Any], add_generation_prompt: bool, time: str | None = None) -> str:
+  """Return the text of a template. Raises any error of the template, and TemplateError for a text beyond MAX_RENDERED.
+
+  `strftime_now` gives `time`, or the time of the clock if that is None.
+  """
+  now = datetime.datetime.now() if time is None else datetime.datetime.fromisoformat(time)
   parts, length = [], 0
-  for part in template.generate(variables, add_generation_prompt=add_generation_prompt):
+  for part in template.generate(variables, add_generation_prompt=add_generation_prompt, strftime_now=now.strftime):
     parts.append(part)
     length += len(part)
     if length > MAX_RENDERED:
@@ -128,7 +132,7 @@ def make_environment() -> jinja2.Environment:
   env.filters['tojson'] = tojson
   env.globals['namespace'] = namespace
   env.globals['raise_exception'] = raise_exception
-  env.globals['strftime_now'] = lambda form: datetime.datetime.now().strftime(form)
+  env.globals['strftime_now'] = None  # each rendering sets it
   return env
 
 

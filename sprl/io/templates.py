@@ -35,9 +35,12 @@ def variables(source: str) -> frozenset[str]:
   return frozenset(_renderer.ask({'source': source})['variables'])
 
 
-def render(source: str, values: Mapping[str, Any], add_generation_prompt: bool) -> str:
-  """Return the text of a template for values of its variables (JSON data). Raises TemplateError if that fails."""
-  request = {'source': source, 'variables': values, 'add_generation_prompt': add_generation_prompt}
+def render(source: str, values: Mapping[str, Any], add_generation_prompt: bool, time: str | None = None) -> str:
+  """Return the text of a template for values of its variables (JSON data). Raises TemplateError if that fails.
+
+  `time` is what `strftime_now` gives the template, in ISO 8601; None: the time of the clock.
+  """
+  request = {'source': source, 'variables': values, 'add_generation_prompt': add_generation_prompt, 'time': time}
   return _renderer.ask(request)['text']
 
 

@@ -42,6 +42,7 @@ class Tokenizer:
   vocab_size: int  # the largest id plus one, including added tokens
   variables: frozenset[str] = frozenset()  # names that the template reads
   template_args: Mapping[str, Any] = field(default_factory=dict)  # variables that every rendering sets, such as enable_thinking
+  time: str | None = None  # for templates that read the clock, in ISO 8601; None: the time of each rendering
 
   @classmethod
   def load(cls, folder: str | Path, template_args: Mapping[str, Any] | None = None) -> 'Tokenizer':
@@ -150,7 +151,8 @@ class Tokenizer:
       raise TokenizerError(f'{self.folder}: the chat template does not read `tools`: this model cannot be offered functions')
     given = {'documents': None, **self.special, **self.template_args, **(template_args or {})}
     try:
-      return templates.render(self.template, {**given, 'messages': messages, 'tools': tools or None}, add_generation_prompt)
+      values = {**given, 'messages': messages, 'tools': tools or None}
+      return templates.render(self.template, values, add_generation_prompt, self.time)
     except templates.TemplateError as error:
       raise TokenizerError(f'{self.folder}: the chat template failed: {error}') from None
 

@@ -48,7 +48,7 @@ def model_card(workdir: Path, step: int, base: Path, name: str, adapter: bool = 
     _mismatch([record for record in records if record['kind'] == 'train']),
     _ledger([record for record in records if record['kind'] == 'ledger']),
     _settings(config),
-    _origin(starts, records),
+    _origin(starts, records, step),
   ]
   return '\n\n'.join(part for part in parts if part) + '\n'
 
@@ -147,7 +147,7 @@ def _mismatch(steps: Sequence[Mapping[str, Any]]) -> str:
   rows = [(f'`{name}`', f'{values.mean():.4g}', METRICS[name]) for name, values in found if len(values)]
   if not rows:
     return ''
-  text = 'The rollouts are drawn by a cheaper policy than the one that is trained. Means over the steps:'
+  text = 'How the policy that draws the rollouts differs from the one that is trained. Means over the steps:'
   return '\n'.join(['## Mismatch between sampler and learner', '', text, '', *_table(('Metric', 'Mean', 'Meaning'), rows)])
 
 
@@ -178,9 +178,10 @@ def _leaves(config: Mapping[str, Any], prefix: str = '') -> Iterator[tuple[str, 
       yield f'{prefix}{key}', json.loads(json.dumps(value))
 
 
-def _origin(starts: Mapping[str, Any], records: Sequence[Mapping[str, Any]]) -> str:
+def _origin(starts: Mapping[str, Any], records: Sequence[Mapping[str, Any]], step: int) -> str:
+  """Return the starts of the run that made the weights after `step`, the tokens they took, and the exporting version."""
   lines = ['## How it was made', '']
-  for start in starts['starts']:
+  for start in (start for start in starts['starts'] if start['step'] < max(step, 1)):
     how = start['command'] or 'a Python program'
     lines.append(f'* from step {start["step"]}: `{how}`, sprl {start["sprl"]}, jax {start["jax"]}, on {start["devices"]}')
   sums = [(name, series(records, f'tokens/{name}')[1]) for name in ('sampled', 'trained')]

@@ -52,7 +52,7 @@ def find_origin(source: str | None, run: Run, model: Model, workdir: Path) -> Or
 def weights_of(origin: Origin, run: Run, model: Model, base: Base | None, team: Team) -> Params:
   """Return the trained weights of the origin on the devices of `model`. With several processes, all call this."""
   restored = restore_trained(model, origin.workdir, origin.step, team, cast=True)
-  check_base(base, RunState.from_json(restored.step, restored.extra), run.model.path)
+  check_base(base, RunState.from_json(restored.step, restored.extra).base, run.model.path)
   log.info('the first weights are those of %s after step %d', origin.workdir, origin.step)
   return restored.arrays.params
 

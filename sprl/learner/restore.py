@@ -16,7 +16,7 @@ from sprl.io.pretrained import transformers_path
 from sprl.io.run_state import RunState
 from sprl.learner.state import TrainState
 from sprl.model import Model, abstract_params
-from sprl.models.lora import Base, network
+from sprl.models.lora import FORM, Base, network
 from sprl.models.transformer import Params
 from sprl.sampler import calibrate
 
@@ -32,9 +32,9 @@ def restore(
 
   Raises CheckpointError as `restore_trained` does, and SettingsError if the adapters were trained with other frozen weights.
   """
-  restored, base = restore_trained(model, workdir, step, team), model.base(dtype)
+  restored = restore_trained(model, workdir, step, team)
   state = RunState.from_json(restored.step, restored.extra)
-  check_base(base, state, run.model.path)
+  base = load_base(model, state.base, run.model.path, dtype)
   largest = tuple(np.array(found, np.float32) for found in state.amax)
   params, scales = network(restored.arrays.params, base), None
   if largest and run.quant.kv_scale != 'first_forward':
@@ -64,11 +64,23 @@ def no_checkpoint(folder: Path) -> str:
   return f'{folder}: no checkpoint yet. A run saves one every config.checkpoint.every steps, at its end, and on SIGTERM'
 
 
-def check_base(base: Base | None, state: RunState, path: str) -> None:
-  """Raise SettingsError if the adapters of a checkpoint were trained with other frozen weights."""
-  if base is not None and base.fingerprint != state.base:
+def load_base(model: Model, fingerprint: str | None, path: str, dtype=None) -> Base | None:
+  """Load the frozen weights under adapters, as `Model.base` does. Raises SettingsError as `check_base` does."""
+  base = model.base(dtype)
+  check_base(base, fingerprint, path)
+  return base
+
+
+def check_base(base: Base | None, fingerprint: str | None, path: str) -> None:
+  """Raise SettingsError unless the frozen weights, of the model at `path`, are those that adapters were trained with."""
+  if base is not None and not (fingerprint or '').startswith(FORM):
     raise SettingsError(
-      f'config.model.path = {path!r}: expected the weights that the adapters were trained with (fingerprint {state.base}), '
+      f'config.lora: the fingerprint of the frozen weights in the checkpoint, {fingerprint}, is that of an older version of sprl '
+      'and cannot be compared; expected a new run, or that version'
+    )
+  if base is not None and base.fingerprint != fingerprint:
+    raise SettingsError(
+      f'config.model.path = {path!r}: expected the weights that the adapters were trained with (fingerprint {fingerprint}), '
       f'found others ({base.fingerprint})'
     )
 

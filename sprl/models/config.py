@@ -339,22 +339,38 @@ def _ropes(raw: Mapping[str, Any], family: Family) -> tuple[Rope, Rope]:
   if traits.sliding_rope_theta is None:
     rope = _rope(raw, traits.rope_theta)
     return rope, rope
-  of_kind = raw.get('rope_parameters') or {'full_attention': raw.get('rope_scaling')}
+  of_kind = raw.get('rope_parameters') or {}
   if not isinstance(of_kind, Mapping) or not set(of_kind) <= {'full_attention', 'sliding_attention'}:
     raise ConfigError(f"config.json: rope_parameters = {of_kind!r}; accepted: sections 'full_attention' and 'sliding_attention'")
 
-  def of(kind, theta, default):
-    return _rope({**raw, 'rope_parameters': None, 'rope_scaling': of_kind.get(kind), 'rope_theta': theta}, default)
+  def of(kind, scaling, theta, default):
+    # As in transformers, a section of a kind of layer does not get the top-level original_max_position_embeddings.
+    own = {'rope_parameters': of_kind.get(kind), 'rope_scaling': scaling, 'rope_theta': theta}
+    return _rope({**raw, **own, 'original_max_position_embeddings': None}, default)
 
   return (
-    of('full_attention', raw.get('rope_theta'), traits.rope_theta),
-    of('sliding_attention', raw.get('rope_local_base_freq'), traits.sliding_rope_theta),
+    of('full_attention', raw.get('rope_scaling'), raw.get('rope_theta'), traits.rope_theta),
+    of('sliding_attention', None, raw.get('rope_local_base_freq'), traits.sliding_rope_theta),
   )
 
 
 def _rope(raw: Mapping[str, Any], default_theta: float) -> Rope:
-  """Return the rotary settings: `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` of transformers 4."""
-  section = 'rope_parameters' if raw.get('rope_parameters') else 'rope_scaling'
+  """Return the rotary settings: `rope_parameters` of transformers 5, or `rope_theta` and `rope_scaling` of transformers 4.
+
+  If a file has both, they must mean the same, because which of the two counts depends on the version of transformers.
+  """
+  sections = [name for name in ('rope_parameters', 'rope_scaling') if raw.get(name)]
+  first, *others = [_rope_of(section, raw, default_theta) for section in sections or ['rope_scaling']]
+  if others and others[0] != first:
+    raise ConfigError(
+      f'config.json: rope_parameters = {raw["rope_parameters"]!r} and rope_scaling = {raw["rope_scaling"]!r} describe different '
+      'rotary embeddings; accepted: one of the two keys, or the same values in both'
+    )
+  return first
+
+
+def _rope_of(section: str, raw: Mapping[str, Any], default_theta: float) -> Rope:
+  """Return the rotary settings of one section, `rope_parameters` or `rope_scaling`, with the keys at the top of the file."""
   if not isinstance(raw.get(section) or {}, Mapping):
     raise ConfigError(f'config.json: {section} = {raw[section]!r}; accepted: an object, or null')
   given = dict(raw.get(section) or {})

@@ -106,17 +106,29 @@ def _linears(part: Params) -> Iterator[tuple[str, jax.ShapeDtypeStruct | tuple[s
 
 # --- fingerprint -----------------------------------------------------------------------------------------------------
 
+FORM = '2-'  # how fingerprints begin; those of another computation must begin otherwise
+
 
 def fingerprint(params: Params) -> str:
-  """Return eight hex digits that identify the weights, independent of the mesh and of the dtype they were loaded in."""
-  return f'{zlib.crc32(fetch(_sums(params)).tobytes()):08x}'
+  """Return FORM and eight hex digits that identify the weights, independent of the mesh and of the dtype they were loaded in."""
+  return f'{FORM}{zlib.crc32(fetch(_sums(params)).tobytes()):08x}'
 
 
 @jax.jit
 def _sums(params):
-  """Return each leaf's sum of bfloat16 bit patterns. Integer sums do not depend on the order of summation."""
+  """Return each leaf's sum of bfloat16 bit patterns, each times a hash of its place.
+
+  Integer sums do not depend on the order of summation. The factors make them depend on the order of the weights.
+  """
 
   def total(w):
-    return jnp.sum(jax.lax.bitcast_convert_type(w.astype(jnp.bfloat16), jnp.uint16).astype(jnp.uint32), dtype=jnp.uint32)
+    bits = jax.lax.bitcast_convert_type(w.astype(jnp.bfloat16), jnp.uint16).astype(jnp.uint32)
+    place = jnp.zeros(w.shape, jnp.uint32)  # in the flat array
+    for axis, size in enumerate(w.shape):
+      place = place * jnp.uint32(size) + jax.lax.broadcasted_iota(jnp.uint32, w.shape, axis)
+    for factor in (0x85EBCA6B, 0xC2B2AE35):  # of MurmurHash3
+      place = (place ^ (place >> 15)) * jnp.uint32(factor)
+    odd = place | 1  # so that a change of one weight always changes the sum
+    return jnp.sum(bits * odd, dtype=jnp.uint32)
 
   return jnp.stack([total(w) for w in jax.tree.leaves(params)])

@@ -101,6 +101,7 @@ class RolloutSetup:
   inputs: Inputs = FROM_SETTINGS
   rewards: tuple[Reward, ...] = ()  # () if no problem is graded
   columns: frozenset[str] = frozenset()  # of the rows of the first problems, for rewards
+  digest: int = 0  # checksum of the problems for training; 0: the settings decide them
 
   @classmethod
   def open(
@@ -126,9 +127,10 @@ class RolloutSetup:
     cls, run: Run, tokenizer: Tokenizer, team: Team, inputs: Inputs, train: bool
   ) -> tuple['RolloutSetup', list[list[collect.Length]]]:
     """Return the setup, and the lengths of this process's share of the first prompts, for evaluation and for training."""
-    stream, ahead = None, []
+    stream, ahead, digest = None, [], 0
     if train and run.task.kind not in EPISODES:
       given = _problems(run, 'train', inputs, team)
+      digest = given.digest
       stream = PromptStream(across(team, BroadcastProblems, given), run.seed, Mix.of(run.task, given, run.rollout.prompts))
       count = min(run.steps * run.rollout.prompts, len(given), LOOKED_AHEAD)
       ahead = [(given, [stream.index(i) for i in range(count)])]
@@ -145,7 +147,7 @@ class RolloutSetup:
     loaded = [*(some.problems for some in held_out.values()), *(given for given, _ in ahead)]
     held = [some[i] for some in loaded for i in _first(some) if holder(i, team.processes) == team.process]
     wrapped = {name: replace(some, problems=across(team, BroadcastProblems, some.problems)) for name, some in held_out.items()}
-    opened = cls(run, tokenizer, team, stream, wrapped, inputs, rewards, frozenset(chain(*(p.row for p in held))))
+    opened = cls(run, tokenizer, team, stream, wrapped, inputs, rewards, frozenset(chain(*(p.row for p in held))), digest)
     if run.task.kind == 'agent':
       check_agents(run.task, tokenizer)
     if run.task.kind == 'environment' and team.leads:
@@ -203,14 +205,15 @@ class RolloutSetup:
   def state(self) -> dict[str, Any]:
     """Return the state of the stream of problems, for a checkpoint."""
     state = self.stream.state() if self.stream else {}
-    return state if self.inputs.train is None else {**state, 'rows': in_memory.fingerprint(self.inputs.train)}
+    return {**state, 'rows': f'{self.digest:08x}'} if self.digest else state
 
   def check(self, saved: Mapping[str, Any], workdir: Path) -> None:
     """Raise SettingsError if the run of `workdir` began with other problems."""
     try:
       if self.stream:
         self.stream.check(saved)
-      if saved.get('rows') != self.state().get('rows'):
+      own = self.state().get('rows')
+      if saved.get('rows', own) != own:  # an older checkpoint has none
         raise ValueError('the rows differ from those of the steps before')
     except ValueError as error:
       raise SettingsError(f'config.task: the run of {workdir} began with other problems: {error}') from error

@@ -6,14 +6,13 @@
 `answer` is optional, because a reward may read other columns. Rewards get the row as it was given.
 """
 
-import json
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 from sprl.config import SettingsError, Task
 from sprl.tasks import jsonl
-from sprl.tasks.problems import Problems
+from sprl.tasks.problems import Problems, digest
 
 Row = Mapping[str, Any]
 
@@ -22,7 +21,8 @@ HELD_OUT = 0.1  # share of the rows that are held out where the caller names non
 
 def load(task: Task, rows: Iterable[Any], name: str = 'rows') -> Problems:
   """Return the problems of rows. Raises SettingsError as `checked` does."""
-  return Problems(task, checked(rows, task.chat, name))
+  found = checked(rows, task.chat, name)
+  return Problems(task, found, reduce(lambda before, row: digest(row['row'], before), found, 0))
 
 
 def checked(rows: Iterable[Any], chat: bool, name: str = 'rows') -> list[dict[str, Any]]:
@@ -55,11 +55,3 @@ def split(rows: Sequence[Row], most: int) -> tuple[Sequence[Row], Sequence[Row]]
     raise SettingsError(f'rows: {len(rows)} given; expected at least 2, of which the last is held out, or held-out rows as test=')
   held_out = min(max(int(len(rows) * HELD_OUT), 1), most)
   return rows[:-held_out], rows[-held_out:]
-
-
-def fingerprint(rows: Iterable[Any]) -> str:
-  """Return a checksum of the rows. A run keeps it, so that a resumed run notices other rows."""
-  checksum = 0
-  for row in rows:
-    checksum = zlib.crc32(json.dumps(row, sort_keys=True, default=repr).encode('utf-8', 'surrogatepass'), checksum)
-  return f'{checksum:08x}'

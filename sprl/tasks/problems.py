@@ -6,6 +6,8 @@ and joins the sources of a mixture.
 """
 
 import itertools
+import json
+import zlib
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -60,7 +62,15 @@ def load_source(
 
 def _load(task: Task, split: Literal['train', 'test'], process: int, processes: int, first: int) -> 'Problems':
   rows = SOURCES[task.kind].rows(task, split if task.kind == 'reasoning_gym' else task.splits[split == 'test'])
-  return Problems(task, rows if isinstance(rows, Sequence) else Share(rows, process, processes, first))
+  if isinstance(rows, Sequence):  # made on demand, from the settings alone
+    return Problems(task, rows)
+  share = Share(rows, process, processes, first)
+  return Problems(task, share, share.digest)
+
+
+def digest(value: Any, before: int = 0) -> int:
+  """Return the checksum of a value, continued from that of the values before it. What JSON cannot hold counts by its repr."""
+  return zlib.crc32(json.dumps(value, sort_keys=True, default=repr).encode('utf-8', 'surrogatepass'), before)
 
 
 def holder(index: int, processes: int) -> int:
@@ -71,14 +81,16 @@ def holder(index: int, processes: int) -> int:
 class Share(Sequence[Mapping[str, Any]]):
   """The rows that one process holds. Its indices and its length are the indices and the length of the whole data set.
 
-  `first` is the index of the first row among the problems of a mixture, which decides who holds it.
+  `first` is the index of the first row among the problems of a mixture, which decides who holds it. `digest` is a checksum of the
+  questions and answers of all rows.
   """
 
   def __init__(self, rows: Iterable[Mapping[str, Any]], process: int, processes: int, first: int = 0):
     self._process, self._processes = process, processes
     self._held: dict[int, Mapping[str, Any]] = {}
-    self._count = 0
+    self._count = self.digest = 0
     for row in rows:
+      self.digest = digest([row.get('messages') or row['prompt'], row['answer']], self.digest)
       if holder(first + self._count, processes) == process:
         self._held[self._count] = row
       self._count += 1
@@ -93,11 +105,11 @@ class Share(Sequence[Mapping[str, Any]]):
 class Problems(Sequence[Problem]):
   """The problems of a split, by index. Generated problems are created on demand. A slice gives a list.
 
-  Raises KeyError for a problem that another process holds.
+  `digest` is a checksum of them all; 0: the settings decide them. Raises KeyError for a problem that another process holds.
   """
 
-  def __init__(self, task: Task, rows: Sequence[Mapping[str, Any]]):
-    self._task, self._rows = task, rows
+  def __init__(self, task: Task, rows: Sequence[Mapping[str, Any]], digest: int = 0):
+    self._task, self._rows, self.digest = task, rows, digest
 
   def __len__(self) -> int:
     return len(self._rows)
@@ -120,6 +132,7 @@ class Mixture(Sequence[Problem]):
 
   def __init__(self, parts: Mapping[str, Problems]):
     self.parts = parts
+    self.digest = digest([part.digest for part in parts.values()])
     self.starts = dict(zip(parts, itertools.accumulate(map(len, parts.values()), initial=0)))  # index of each source's first
 
   def __len__(self) -> int:

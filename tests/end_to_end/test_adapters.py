@@ -9,6 +9,7 @@ import pytest
 import tiny
 from safetensors.numpy import load_file, save_file
 
+import sprl
 from sprl import config as settings
 from sprl import train
 from sprl.config import SettingsError
@@ -80,19 +81,47 @@ def test_the_kl_penalty_compares_with_the_frozen_weights(workdir):
   assert first < 1e-12 < second  # two programs: equal to rounding
 
 
+def save_changed(path: Path, to: Path):
+  """Save a weight file with another scale of the last norm."""
+  weights = load_file(path)
+  save_file(weights | {'model.norm.weight': weights['model.norm.weight'] * 1.1}, to, metadata={'format': 'pt'})
+
+
 def test_adapters_of_other_weights_or_another_rank_are_refused(folder, workdir):
   with pytest.raises(SettingsError, match=r'lora\.rank: 2 -> 4'):
     train.train(run(folder, steps=3, lora__rank=4), workdir)
   path = folder / 'model' / 'model.safetensors'
   whole = path.read_bytes()
-  weights = load_file(path)
-  save_file(weights | {'model.norm.weight': weights['model.norm.weight'] * 1.1}, path, metadata={'format': 'pt'})
+  save_changed(path, path)
   try:
     for again in (lambda: train.train(run(folder, steps=3), workdir), lambda: restored(folder, workdir)):
       with pytest.raises(SettingsError, match=r'config\.model\.path = .*fingerprint'):
         again()
   finally:
     path.write_bytes(whole)
+
+
+def test_a_model_with_adapters_is_not_saved_on_weights_that_changed_since_it_was_loaded(tmp_path):
+  tiny.write_inputs(tmp_path, num_hidden_layers=1)
+  model = sprl.load(tmp_path / 'model', lora={'rank': 2})
+  save_changed(tmp_path / 'model' / 'model.safetensors', tmp_path / 'model' / 'model.safetensors')
+  with pytest.raises(SettingsError, match=r'config\.model\.path = .*fingerprint'):
+    model.save(tmp_path / 'saved')
+  assert not (tmp_path / 'saved').exists()
+
+
+@pytest.mark.slow
+def test_a_run_is_not_exported_on_weights_that_changed_since_it_began(tmp_path):
+  config = tiny.write_inputs(tmp_path, num_hidden_layers=1)
+  path = tmp_path / 'model' / 'model.safetensors'
+  save_changed(path, tmp_path / 'changed')
+  (tmp_path / 'grader.py').write_text(
+    f'import shutil\n{tiny.GRADER}'.replace('  time.sleep(0.02)', f"  shutil.copyfile('{tmp_path / 'changed'}', '{path}')")
+  )
+  changes = CHANGES | {'steps': 1, 'export': True}
+  flags = [f'--config.{key}={value}' for key, value in changes.items() if value is not None]
+  status, _, err = tiny.run('main', f'--config={config}', f'--workdir={tmp_path / "run"}', *flags)
+  assert (status, 'fingerprint' in err, (tmp_path / 'run' / 'export').exists()) == (2, True, False), err
 
 
 def restored(folder: Path, workdir: Path):
@@ -123,6 +152,12 @@ def test_adapters_are_exported_alone_in_the_format_of_peft(folder, workdir):
   assert len(weights) == 2 * 2 * 3
   for name, expected in zip('AB', adapter(workdir, 1, 'mlp', 'down')):
     np.testing.assert_array_equal(weights[f'base_model.model.model.layers.1.mlp.down_proj.lora_{name}.weight'], expected)
+
+
+def test_adapters_are_not_exported_over_their_base(folder, workdir):
+  status, out, err = tiny.run('export', f'--workdir={workdir}', f'--out={folder / "model"}', '--adapter')
+  assert (status, out) == (2, '')
+  assert 'is the model that this export is made from' in err
 
 
 def test_a_run_without_adapters_refuses_to_export_them(folder, tmp_path):

@@ -18,8 +18,9 @@ from sprl import train
 from sprl.config import SettingsError
 from sprl.config_reader import resolve
 from sprl.io.checkpoint import CheckpointError
+from sprl.io.config_file import write_config
 from sprl.io.metrics import read_metrics
-from sprl.io.starts import Start, read_starts
+from sprl.io.starts import Start, add_start, read_starts
 from sprl.learner.model_card import model_card
 from sprl.model import Model
 from sprl.session import Finished, Session
@@ -79,7 +80,9 @@ def test_a_new_run_starts_from_the_weights_of_a_step_and_resumes(folder, source)
   assert before.step == 0
   assert begin(folder, 'new', f'{source}:1', steps=1, **changed).completed  # resumes
   assert begin(folder, 'new', source, steps=1, **changed).completed  # without the step: that of the first start
-  assert begin(folder, 'new', steps=1, **changed).completed
+  last_start = begin(folder, 'new', steps=1, **changed)
+  assert last_start.completed
+  assert last_start.model.tokenizer.time == before.model.tokenizer.time  # templates read the time of the first start
   assert any(np.any(array != first[name]) for name, array in weights(folder / 'new', 1).items())
   starts = read_starts(folder / 'new')
   assert starts['from'] == {'workdir': str(source), 'step': 1}
@@ -127,6 +130,20 @@ def test_the_model_card_has_the_results_the_settings_and_the_command(folder, sou
   assert '* from step 0: `the command`, sprl 0.' in body
   assert "AutoModelForCausalLM.from_pretrained('my-model')" in body
   assert '| 2 | `eval' not in model_card(source, 1, folder / 'base', 'my-model')  # the evaluation of a later step
+
+
+def test_the_card_of_a_step_lists_the_starts_before_it_and_claims_no_cheaper_policy(tmp_path):
+  write_config(tmp_path, settings.to_dict(resolve({'model': {'path': 'random:tiny'}, 'steps': 60})))
+  for step in (0, 40, 50):
+    add_start(
+      tmp_path, None, '2026-01-02T03:04:05', {'step': step, 'command': f'start {step}', 'sprl': '0', 'jax': '0', 'devices': 'one'}
+    )
+  (tmp_path / 'metrics.jsonl').write_text('{"kind": "train", "rollout_corr/kl": 0.0, "step": 1}\n')
+  assert [step for step in (0, 40, 50) if f'`start {step}`' in model_card(tmp_path, 40, tmp_path, 'mine')] == [0]
+  assert [step for step in (0, 40, 50) if f'`start {step}`' in model_card(tmp_path, 60, tmp_path, 'mine')] == [0, 40, 50]
+  card = model_card(tmp_path, 0, tmp_path, 'mine')
+  assert '* from step 0: `start 0`' in card
+  assert 'cheaper' not in model_card(tmp_path, 60, tmp_path, 'mine')
 
 
 def test_the_card_names_models_and_data_of_the_hub(folder, source, tmp_path):

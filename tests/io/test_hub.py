@@ -110,6 +110,16 @@ def test_a_folder_is_pushed_to_a_new_private_repository(server, tmp_path):
   assert set(server.tokens) == {'Bearer hf_secret'}
 
 
+def test_a_push_deletes_what_an_export_of_another_kind_left(server, tmp_path):
+  (tmp_path / 'model.safetensors').write_bytes(b'weights')
+  hub.create('me/model', private=False, client=client(server))
+  kept = {'.gitattributes': b'', 'notes.txt': b'', 'other.safetensors': b''}
+  left = {'adapter_config.json': b'', 'adapter_model.safetensors': b'', 'chat_template.jinja': b''}
+  server.repos['me/model']['files'] |= kept | left
+  hub.push('me/model', tmp_path, 'step 3', client=client(server))
+  assert server.repos['me/model']['files'] == kept | {'model.safetensors': b'weights'}
+
+
 def test_an_existing_repository_keeps_its_visibility(server):
   hub.create('me/open', private=False, client=client(server))
   hub.create('me/open', private=False, client=client(server))

@@ -14,13 +14,16 @@ import pytest
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
+from sprl.config import Lora
 from sprl.io import huggingface
 from sprl.io.config_file import write_config
 from sprl.io.files import rename
 from sprl.io.huggingface import WeightsError, check_weights, export_folder, load_params, tensors
+from sprl.io.peft import export_adapters
 from sprl.io.tokenizer import write_tiny
 from sprl.models import transformer
 from sprl.models.config import ModelConfig, tiny
+from sprl.models.lora import init_adapters
 
 
 def params_of(config, seed=0):
@@ -239,6 +242,17 @@ def test_an_export_replaces_only_an_earlier_export(tmp_path):
   assert (tmp_path / 'mine' / 'thesis.txt').read_text() == 'precious'
 
 
+@pytest.mark.parametrize('name', ['notes.txt', '.git', 'other.safetensors', 'model-best-of-3.safetensors'])
+def test_an_export_does_not_replace_a_folder_with_another_file(tmp_path, name):
+  config = tiny('llama')
+  params = params_of(config)
+  export_folder(tmp_path / 'out', params, config, max_shard_bytes=40_000)
+  (tmp_path / 'out' / name).write_bytes(b'precious')
+  with pytest.raises(WeightsError, match=f'out: holds {name}, which no export by sprl writes; expected a new folder'):
+    export_folder(tmp_path / 'out', params, config)
+  assert (tmp_path / 'out' / name).read_bytes() == b'precious'
+
+
 def test_an_export_that_was_killed_between_its_renames_is_found_again(tmp_path, monkeypatch):
   config = tiny('llama')
   first, second = params_of(config), params_of(config, seed=1)
@@ -282,6 +296,15 @@ def test_an_export_replaces_no_run_and_no_other_model(tmp_path):
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
 
 
+def test_adapters_are_not_exported_over_their_base(tmp_path):
+  config, lora = tiny('llama'), Lora(rank=2)
+  export_folder(tmp_path / 'base', params_of(config), config, dtype=jnp.float32)
+  adapters = init_adapters(config, lora, jax.random.key(0))
+  with pytest.raises(WeightsError, match='base: is the model that this export is made from'):
+    export_adapters(tmp_path / 'base', adapters, config, lora, str(tmp_path / 'base'))
+  jax.tree.map(np.testing.assert_array_equal, load_params(tmp_path / 'base', config), params_of(config))
+
+
 def test_a_failed_export_leaves_the_earlier_export(tmp_path):
   config = tiny('llama')
   params = params_of(config)
@@ -289,7 +312,17 @@ def test_a_failed_export_leaves_the_earlier_export(tmp_path):
   broken = {**params, 'embed': params['embed'][:5]}
   with pytest.raises(WeightsError, match=r'embed_tokens.weight .*\(5, 64\).*\(259, 64\)'):
     export_folder(tmp_path / 'out', broken, config)
+  assert [path.name for path in tmp_path.iterdir()] == ['out']  # no draft is left
   jax.tree.map(np.testing.assert_array_equal, load_params(tmp_path / 'out', config), params)
+
+
+def test_an_export_to_a_link_replaces_the_folder_that_it_names(tmp_path):
+  config = tiny('llama')
+  (tmp_path / 'link').symlink_to('elsewhere')
+  for seed in (1, 0):  # the first makes the folder
+    export_folder(tmp_path / 'link', params_of(config, seed), config, dtype=jnp.float32)
+  assert (tmp_path / 'link').readlink().name == 'elsewhere'
+  jax.tree.map(np.testing.assert_array_equal, load_params(tmp_path / 'elsewhere', config), params_of(config))
 
 
 # --- refused ---------------------------------------------------------------------------------------------------------
@@ -326,6 +359,17 @@ def test_a_repeated_head_and_old_rotary_tables_are_ignored(tmp_path):
   extra['model.layers.0.self_attn.rotary_emb.inv_freq'] = np.ones(8, np.float32)
   save_file(stored | extra, tmp_path / 'model.safetensors')
   assert 'head' not in load_params(tmp_path, config)
+
+
+def test_another_head_beside_tied_embeddings_is_refused(tmp_path, no_devices):
+  config = tiny('llama', tie_word_embeddings=True, vocab_size=5000)
+  stored = checkpoint(config)
+  head = stored['model.embed_tokens.weight'].copy()
+  head[4999, 63] += 1  # the last block of rows
+  save_file(stored | {'lm_head.weight': head}, tmp_path / 'model.safetensors')
+  refused(tmp_path, config, r'lm_head\.weight differs from model\.embed_tokens\.weight.*tie_word_embeddings')
+  save_file(stored | {'lm_head.weight': head[:259]}, tmp_path / 'model.safetensors')
+  refused(tmp_path, config, r'lm_head\.weight has shape \(259, 64\); expected \(5000, 64\)')
 
 
 def test_an_untied_checkpoint_without_a_head_is_refused(tmp_path, no_devices):

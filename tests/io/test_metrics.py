@@ -140,10 +140,12 @@ def test_resuming_at_step_zero_keeps_the_evaluation_before_training(open_log, tm
   assert [record['eval/pass@1'] for record in read_metrics(tmp_path)] == [0.25]
 
 
-def test_a_broken_line_in_the_middle_is_named(tmp_path):
-  (tmp_path / 'metrics.jsonl').write_text('{"step": 1}\n{"ste\n{"step": 3}\n')
-  with pytest.raises(LogError, match=r'metrics.jsonl, line 2'):
-    read_metrics(tmp_path)
+@pytest.mark.parametrize('line', ['{"ste', '5', '[1]', 'null', '[' * 100_000])
+def test_a_broken_line_in_the_middle_is_named(tmp_path, line):
+  (tmp_path / 'metrics.jsonl').write_text(f'{{"step": 1}}\n{line}\n{{"step": 3}}\n')
+  for read in (read_metrics, lambda folder: RunLog(folder, 3)):
+    with pytest.raises(LogError, match=r'metrics.jsonl, line 2: not a JSON object'):
+      read(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,12 @@
 
 import bisect
 import contextlib
+import datetime
 import json
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import tokenizers
@@ -116,6 +118,14 @@ def test_templates_get_the_functions_of_transformers(folder):
 {{ ns.n }}{{ tools is none }}{{ strftime_now('%Y') | length }}"""
   rendered = with_template(folder, template).render([{'role': 'user', 'content': '<é>'}] * 3)
   assert rendered == '{"role": "user", "content": "<é>"}2True4'
+
+
+def test_a_template_that_reads_the_clock_gets_the_time_of_the_tokenizer(folder):
+  clock = """{% macro now(form) %}{{ strftime_now(form) }}{% endmacro %}{{ now('%Y') }} {{ strftime_now('%d %b %Y %H:%M:%S') }}"""
+  tokenizer = with_template(folder, clock)
+  for _ in range(2):
+    assert replace(tokenizer, time='2024-07-26T13:04:05').render(HELLO) == '2024 26 Jul 2024 13:04:05'
+  assert tokenizer.render(HELLO) >= f'{datetime.date.today().year - 1}'  # of the clock
 
 
 def test_a_template_may_refuse_a_conversation(folder):

@@ -13,6 +13,7 @@ from sprl.config import LINEARS, Correction, Lora, Loss, Optimizer, Quant, Setti
 from sprl.learner.batch import Shape, pack
 from sprl.learner.logprobs import ForwardConfig
 from sprl.learner.optimizer import make_optimizer
+from sprl.learner.restore import check_base
 from sprl.learner.state import TrainState
 from sprl.learner.update import UpdateConfig, make_update
 from sprl.models import transformer
@@ -209,13 +210,26 @@ def test_a_fingerprint_depends_on_the_weights_but_not_on_their_dtype():
   _, params = small.model()
   params = jax.tree.map(lambda w: w.astype(jnp.bfloat16), params)
   name = fingerprint(params)
-  assert len(name) == 8
+  assert len(name) == 10
   assert fingerprint(jax.tree.map(lambda w: w.astype(jnp.float32), params)) == name
   other = jax.tree.map(lambda w: w, params)
   other['layers'][1]['mlp']['up']['kernel'] = params['layers'][1]['mlp']['up']['kernel'].at[3, 5].multiply(1.01)
   assert fingerprint(other) != name
+  other['layers'][1]['mlp']['up']['kernel'] = params['layers'][1]['mlp']['up']['kernel'][::-1]
+  assert fingerprint(other) != name
+  other['layers'][1]['mlp']['up']['kernel'] = params['layers'][1]['mlp']['up']['kernel'].at[0, 0].multiply(1.01)
+  assert fingerprint(other) != name
   swapped = {**params, 'layers': {0: params['layers'][1], 1: params['layers'][0]}}
   assert fingerprint(swapped) != name
+
+
+def test_the_fingerprint_of_an_older_version_is_not_reported_as_other_weights():
+  base = Base({}, 1.0, '2-00000001')
+  check_base(base, '2-00000001', 'model')
+  with pytest.raises(SettingsError, match=r"config\.model\.path = 'model': .*2-00000002.* found others \(2-00000001\)"):
+    check_base(base, '2-00000002', 'model')
+  with pytest.raises(SettingsError, match='00000001, is that of an older version of sprl'):
+    check_base(base, '00000001', 'model')
 
 
 def test_without_a_base_the_network_is_the_trained_weights():

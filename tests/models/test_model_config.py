@@ -122,6 +122,29 @@ def test_rope_parameters_of_transformers_5_equal_rope_scaling():
   assert tiny('llama', rope_parameters={'rope_theta': 5e5, 'rope_type': 'default'}).rope == Rope(theta=5e5)
 
 
+def test_rope_parameters_and_rope_scaling_must_describe_the_same_embeddings():
+  yarn = {'rope_type': 'yarn', 'factor': 4.0, 'original_max_position_embeddings': 128}
+  linear = {'rope_type': 'linear', 'factor': 8.0}
+  plain = {'rope_type': 'default', 'rope_theta': 1e4}
+  assert (
+    tiny('qwen2', rope_parameters=yarn | {'rope_theta': 1e4}, rope_scaling=yarn).rope == tiny('qwen2', rope_scaling=yarn).rope
+  )
+  gemma = tiny('gemma3_text', rope_parameters={'full_attention': linear}, rope_scaling=linear)
+  assert gemma.rope == Rope('linear', 1e4, factor=8.0)
+  for family, parameters in (('qwen2', plain), ('gemma3_text', {'full_attention': plain, 'sliding_attention': plain})):
+    with pytest.raises(ConfigError, match=r'rope_parameters = .* and rope_scaling = .*yarn.*different.*accepted: one of the two'):
+      tiny(family, rope_parameters=parameters, rope_scaling=yarn)
+
+
+def test_a_section_of_gemma_has_its_own_original_length():
+  yarn = {'rope_type': 'yarn', 'factor': 4.0, 'original_max_position_embeddings': 128}
+  file = raw('gemma3_text', rope_parameters={'full_attention': yarn}, original_max_position_embeddings=256)
+  assert ModelConfig.from_json(file).rope.original_positions == 128
+  assert (
+    ModelConfig.from_json(raw('llama', rope_scaling=yarn, original_max_position_embeddings=256)).rope.original_positions == 256
+  )
+
+
 def test_old_name_of_rope_type_and_default_original_length():
   assert tiny('llama', rope_scaling={'type': 'linear', 'factor': 2}).rope == Rope('linear', factor=2.0)
   assert tiny('llama', rope_scaling={'type': 'yarn', 'factor': 2.0}).rope.original_positions == 512

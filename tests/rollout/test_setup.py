@@ -14,6 +14,7 @@ from sprl.config import Evaluation, ModelSettings, Run, Sampling, SettingsError,
 from sprl.io.tokenizer import Tokenizer, TokenizerError, write_tiny
 from sprl.rollout.prompts import prompts, seeds
 from sprl.rollout.setup import Inputs, RolloutSetup, check_inputs
+from sprl.tasks import problems
 from sprl.tasks.environment_pool import Call
 from sprl.tasks.environments.user_file import load_class
 from sprl.types import Completion, Request, Trajectory
@@ -186,6 +187,22 @@ def test_training_asks_no_row_that_evaluation_asks(rows):
   assert len(train) == len(test) == rows // 2
   assert not train & test
   assert len({*found[0], *found[1]}) == 6 * rows
+
+
+def test_a_resumed_run_notices_other_questions_answers_or_another_order(tmp_path):
+  write_tiny(tmp_path)
+
+  def opened(*questions, **columns):
+    return RolloutSetup.open(run_on(tmp_path, questions, **columns), Tokenizer.load(tmp_path))
+
+  saved = opened('1?', '2?').state()
+  opened('1?', '2?', note='of no prompt').check(saved, tmp_path)
+  opened('1?', '3?').check({key: value for key, value in saved.items() if key != 'rows'}, tmp_path)  # of an older checkpoint
+  for other in (('1?', '3?'), {}), (('2?', '1?'), {}), (('1?', '2?'), {'answer': '4'}):
+    with pytest.raises(SettingsError, match=f'the run of {tmp_path} began with other problems: the rows differ'):
+      opened(*other[0], **other[1]).check(saved, tmp_path)
+  task = run_on(tmp_path, ['1?', '2?', '3?']).task
+  assert problems.load(task, 'train', 0, 2).digest == problems.load(task, 'train', 1, 2).digest  # also over processes
 
 
 def test_an_environment_that_cannot_be_reset_ends_all_processes(tmp_path):

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from sprl.rollout.timeline import Timeline
+from sprl.train import trace_file
 
 
 class ManualClock:
@@ -171,6 +172,24 @@ def test_overlapping_spans_get_separate_rows(tmp_path, seed):
         assert b <= c or d <= a or (a <= c and d <= b) or (c <= a and b <= d)
   most = max(np.sum((start <= t) & (t < start + 1)) for t in start)
   assert len(rows) - 1 <= most
+
+
+def test_a_start_that_ends_before_its_first_step_does_not_replace_an_earlier_timeline(tmp_path):
+  def start(done: int, text: str) -> dict[str, str]:
+    """Write the timeline of a start that resumes after `done` steps. Return all timelines."""
+    path = trace_file(tmp_path, done, steps=20)
+    assert path is not None
+    path.write_text(text)
+    return {path.name: path.read_text() for path in tmp_path.iterdir()}
+
+  start(0, 'steps 1 to 10')
+  for attempt in ('first', 'second'):
+    assert start(10, attempt) == {'trace.json': attempt, 'trace_until_10.json': 'steps 1 to 10'}
+  start(10, 'steps 11 to 15')
+  assert start(15, 'more') == {
+    'trace.json': 'more', 'trace_until_10.json': 'steps 1 to 10', 'trace_until_15.json': 'steps 11 to 15'
+  }  # fmt: skip
+  assert trace_file(tmp_path, 20, steps=20) is None
 
 
 def test_adjacent_spans_do_not_overlap_in_the_file(tmp_path):

@@ -75,5 +75,5 @@ def test_a_process_holds_only_its_share_of_the_rows():
 
 
 def test_the_shares_of_all_processes_are_all_rows():
-  shares = [Share(({'id': str(i)} for i in range(11)), process, 4) for process in range(4)]
+  shares = [Share(({'id': str(i), 'prompt': '', 'answer': ''} for i in range(11)), process, 4) for process in range(4)]
   assert [shares[holder(i, 4)][i]['id'] for i in range(11)] == [str(i) for i in range(11)]
