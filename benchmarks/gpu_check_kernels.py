@@ -272,7 +272,7 @@ def move_slots(bench: Bench, case: str, name: str, B: int, S: int, N: int, dtype
   row = bench.timed(
     'compact',
     case,
-    moved(partial(eviction.compact, ordered=True, kernels='mosaic_gpu')),
+    moved(partial(eviction.compact, kernels='mosaic_gpu')),
     partial(compaction_inputs, model, B, S, N, dtype),
     eviction.compact_cost(B, model.kv, N, model.width, dtype),
     {'reference': moved(eviction.compact_reference)},

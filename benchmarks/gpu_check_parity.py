@@ -235,7 +235,7 @@ def eviction_comparisons(bench: Bench) -> Iterator[Comparison]:
       'parity compact',
       f'D {model.width} S {S} N {N} {dtype}',
       partial(compaction_inputs, model, B, S, N, dtype),
-      front(partial(eviction.compact, ordered=True, kernels='mosaic_gpu')),
+      front(partial(eviction.compact, kernels='mosaic_gpu')),
       front(eviction.compact_reference),
       0,
     )

@@ -186,7 +186,7 @@ def compaction(model: str, B: int, S: int, N: int, dtype: Any) -> Case:
     model,
     f'B {B} S {S} N {N}',
     dtype,
-    partial(eviction.compact, ordered=True, kernels='mosaic_gpu'),
+    partial(eviction.compact, kernels='mosaic_gpu'),
     (cache, cache, Shape((B,), jnp.int32), Shape((B, K, N), jnp.int32)),
     eviction.compact_cost(B, K, N, D, dtype),
     1024,
