@@ -250,12 +250,20 @@ def test_a_request_sent_during_another_ends_the_wait_for_it(tmp_path):
     assert isinstance(pool.poll({ticket})[ticket], Asked)
 
 
-def test_what_an_agent_prints_is_not_lost_with_its_process(tmp_path, capfd):
-  with AgentPool(Program(f'{PROGRAMS}:prints', {}), Sampling(), Sampling(), 'tiny', 30.0) as pool:
-    ended = pool.submit(Call((0, 0), 'run', {'exits': False}))
-    died = pool.submit(Call((1, 0), 'run', {'exits': True}))
-    assert results(pool, ended, died) == [Ended(0.0), Failure('crash', 'the agent failed: no result: it exited')]
-  assert sorted(capfd.readouterr().out.split()) == ['False', 'True']
+def test_what_an_agent_prints_is_not_lost_with_its_process(monkeypatch):
+  monkeypatch.delenv('PYTHONUNBUFFERED', raising=False)
+  script = f"""
+import sys
+sys.path[:0] = {[str(folder) for folder in Path(__file__).parents[:3]]!r}
+from pools import results
+from sprl.agents.pool import AgentPool, Call, Program
+from sprl.config import Sampling
+with AgentPool(Program({str(PROGRAMS)!r} + ':prints', {{}}), Sampling(), Sampling(), 'm', 30.0) as pool:
+  for uid in range(2):  # one after the other: the lines of both could mix
+    results(pool, pool.submit(Call((uid, 0), 'run', {{'exits': bool(uid)}})))
+"""
+  run = subprocess.run([sys.executable, '-c', script], stdout=subprocess.PIPE, text=True, check=True)
+  assert run.stdout == 'False\nTrue\n'
 
 
 def test_processes_of_an_agent_end_with_it(tmp_path):

@@ -51,6 +51,8 @@ def do(call):
       time.sleep(60)
     case 'started':
       return subprocess.Popen(['sleep', value]).pid
+    case 'print':
+      print(value)
     case 'environment':
       return ['jax' in sys.modules, *(os.environ[name] for name in ('JAX_PLATFORMS', 'CUDA_VISIBLE_DEVICES'))]
     case 'object':
@@ -98,6 +100,14 @@ def test_a_worker_ignores_signals_until_the_pool_ends_it():
 
 def test_a_worker_imports_no_jax_and_leaves_the_accelerator_alone(worker):
   assert worker.ask('environment').result(60) == ([False, 'cpu', ''], '')
+
+
+def test_what_a_worker_prints_is_not_lost_when_it_is_killed(capfd, monkeypatch):
+  monkeypatch.delenv('PYTHONUNBUFFERED', raising=False)
+  worker = ProcessWorker(behaviour)
+  worker.ask('print hello').result(60)
+  worker.end()
+  assert capfd.readouterr().out == 'hello\n'
 
 
 def test_an_answer_that_is_not_plain_data_costs_one_call(worker):
