@@ -259,10 +259,11 @@ from pools import results
 from sprl.agents.pool import AgentPool, Call, Program
 from sprl.config import Sampling
 with AgentPool(Program({str(PROGRAMS)!r} + ':prints', {{}}), Sampling(), Sampling(), 'm', 30.0) as pool:
-  results(pool, *[pool.submit(Call((uid, 0), 'run', {{'exits': bool(uid)}})) for uid in range(2)])
+  for uid in range(2):  # one after the other: the lines of both could mix
+    results(pool, pool.submit(Call((uid, 0), 'run', {{'exits': bool(uid)}})))
 """
   run = subprocess.run([sys.executable, '-c', script], stdout=subprocess.PIPE, text=True, check=True)
-  assert sorted(run.stdout.split()) == ['False', 'True']
+  assert run.stdout == 'False\nTrue\n'
 
 
 def test_processes_of_an_agent_end_with_it(tmp_path):
