@@ -21,6 +21,7 @@ import pytest
 from sprl.config import SettingsError
 from sprl.distributed import process_group
 from sprl.distributed.process_group import Identity, identity, initialize, require_single_process
+from sprl.distributed.signals import ECHO
 from sprl.distributed.team import ALONE
 from sprl.distributed.watchdog import LOST
 from sprl.io.huggingface import export_folder
@@ -102,12 +103,19 @@ def test_a_single_process_has_the_team_alone():
     assert team is ALONE
 
 
+def heed_signals():
+  """Reset what `nohup` and the background of a shell ignore. A shell cannot trap a signal that it was started to ignore."""
+  for number in (signal.SIGINT, signal.SIGHUP):
+    signal.signal(number, signal.SIG_DFL)
+
+
 def local(*command, **environment):
   """Start launch/local.sh with this command, without GPUs."""
   known = {'PATH': os.environ['PATH'], 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT), **environment}
   return subprocess.Popen(
-    ['bash', str(ROOT / 'launch' / 'local.sh'), *command], env=known, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-  )
+    ['bash', str(ROOT / 'launch' / 'local.sh'), *command],
+    env=known, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=heed_signals,
+  )  # fmt: skip
 
 
 def run_script(processes, devices, script, *arguments):
@@ -206,6 +214,47 @@ def test_a_signal_reaches_every_process():
   out, _ = process.communicate(timeout=30)
   assert seen == {'[0] ready\n', '[1] ready\n'}
   assert sorted(out.splitlines()) == ['[0] saved', '[1] saved']
+  assert process.returncode == 0
+
+
+SAVES = """
+import time
+from sprl.distributed.signals import ECHO, signals
+with signals() as stop:
+  print('ready', flush=True)
+  for _ in range(10_000):
+    if stop.received:
+      break
+    time.sleep(0.01)
+  time.sleep(4 * ECHO)
+  print('saved', flush=True)
+"""
+
+
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize('times', [1, 2])
+def test_a_signal_to_the_group_saves_and_a_second_ends_the_processes(number, times):
+  """Ctrl-C signals a group: the script, its `sleep`, and what it has started in the same group."""
+  process = local('2', sys.executable, '-c', SAVES)
+  assert process.stdout is not None
+  seen = {process.stdout.readline() for _ in range(2)}
+  for again in range(times):
+    time.sleep(2 * ECHO * again)
+    os.killpg(process.pid, number)
+  out, _ = process.communicate(timeout=60)
+  assert seen == {'[0] ready\n', '[1] ready\n'}
+  assert (sorted(out.splitlines()), process.returncode) == ((['[0] saved', '[1] saved'], 0) if times == 1 else ([], 128 + 15))
+
+
+def test_a_signal_that_arrives_twice_at_once_is_one_request():
+  """`timeout` signals a command and then its group."""
+  process = subprocess.Popen([sys.executable, '-c', SAVES], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+  assert process.stdout is not None
+  process.stdout.readline()
+  for _ in range(2):
+    process.terminate()
+    time.sleep(ECHO / 4)
+  assert process.communicate(timeout=60)[0] == 'saved\n'
   assert process.returncode == 0
 
 
