@@ -89,6 +89,23 @@ def test_processes_find_each_other_and_broadcast(monkeypatch):
   assert results == {k: ([0, 10, 20], k == 0, 0) for k in range(3)}
 
 
+def test_a_stranger_that_connects_and_says_nothing_does_not_stop_the_start(monkeypatch):
+  """A port scanner, or the health check of a load balancer."""
+  shared, accepted = queue.SimpleQueue(), {}
+  monkeypatch.setattr(process_group, '_share', lambda key, port: shared.put((key, port)))
+  monkeypatch.setattr(process_group, 'INTRODUCTION', 1)
+  hub = threading.Thread(target=lambda: accepted.update(process_group._accept(1)), daemon=True)
+  hub.start()
+  key, port = shared.get(timeout=10)
+  with socket.create_connection(('localhost', port)):
+    time.sleep(0.2)  # the stranger is first in the queue
+    mine = [process_group._connect_to(('localhost', port), key, 1, purpose)[0] for purpose in ('team', 'watchdog')]
+    hub.join(timeout=20)
+  assert set(accepted) == {(1, 'team'), (1, 'watchdog')}
+  threading.Timer(1.5, lambda: mine[0].send('late')).start()
+  assert accepted[1, 'team'][0].recv() == 'late'  # a member may be silent for longer
+
+
 def test_devices_of_other_processes_are_refused(monkeypatch):
   monkeypatch.setattr(process_group.jax, 'process_count', lambda: 4)
   monkeypatch.setattr(process_group.jax, 'process_index', lambda: 2)
