@@ -52,4 +52,4 @@ def test_the_planning_page_gives_the_sequences_that_fit_today():
     jobs = list(plan_check.largest((model,)))
     optimiser = {'adamw': 'AdamW', 'adafactor': 'Adafactor'}[jobs[0].more['optimiser']]
     rows = ' | '.join(f'{job.kind.rows:,}' for job in jobs)
-    assert f'| {model} | {optimiser}, {jobs[0].more["beside"]:.1f} GiB | {rows} |' in page
+    assert f'| {model} | {optimiser}, {jobs[0].plan.update.state / 2**30:.1f} GiB | {rows} |' in page
