@@ -5,7 +5,8 @@
     python benchmarks/plan_check.py --recheck benchmarks/results/plan_check.json --save plan_check
 
 The first two lines compile 43 programs, which takes 2 cores two hours. Each row is written to the folder as soon as it is there,
-so the command can be stopped and started again. The third line compiles nothing: it plans again and compares with saved figures.
+so the command can be stopped and started again. The third line compiles nothing: it plans again and compares with saved figures,
+if the programs are still made of the same files.
 
 `largest`: decode steps with the most sequences that one H200 holds beside the learner's state; dense, FP8 and sparse FP8; with
 AdamW, or with Adafactor if AdamW's update does not fit. `updates`: the updates of four models on three meshes, of 8 and of 64
@@ -17,6 +18,7 @@ names contain a text; the result names the missing rows.
 import argparse
 import dataclasses
 import json
+import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -38,6 +40,7 @@ MESHES = MeshAxes(fsdp=8), MeshAxes(fsdp=4, tensor=2), MeshAxes(data=8, fsdp=8)
 SPREAD = 'Qwen2.5-7B'
 MIXTURE, EXPERT_MESHES = 'Qwen3-30B-A3B', (MeshAxes(expert=8), MeshAxes(fsdp=2, expert=4))
 ROWS = Packing(row_tokens=4096, rows=1)
+MADE_OF = 'cache', 'kernels', 'learner', 'models', 'objective', 'quant', 'sampler', 'sharding', 'planning/programs.py'  # in sprl/
 KINDS = 'dense', 'dense fp8', 'sparse fp8'
 Optimiser = Literal['adamw', 'adafactor']
 
@@ -185,6 +188,17 @@ def saved_row(job: Job, rows: list[dict[str, Any]]) -> dict[str, Any] | None:
   return found and job.recheck(found)
 
 
+def stale(compiled: str) -> str | None:
+  """Return why programs compiled at a commit may differ from today's; None if they are of the same files."""
+  made_of = [str(ROOT / 'sprl' / name) for name in MADE_OF]
+  command = ['git', '-C', str(ROOT), 'diff', '--name-only', compiled, '--', *made_of]
+  done = subprocess.run(command, capture_output=True, text=True, check=False)
+  if done.returncode:
+    return f'commit {compiled} is not in this checkout'
+  differ = done.stdout.split()
+  return f'{len(differ)} files of the programs, such as {differ[0]}, have changed since commit {compiled}' if differ else None
+
+
 def main() -> None:
   """Report on the jobs that the arguments select."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -199,9 +213,13 @@ def main() -> None:
     parser.error(f'--models: found {", ".join(sorted(unknown))}; expected some of {", ".join((*DENSE, MIXTURE))}')
   if args.recheck and not args.recheck.is_file():
     parser.error(f'--recheck = {args.recheck}: no such file')
-  jobs = [job for part in args.parts.split(',') for job in PARTS[part](tuple(args.models.split(',')))]
   if args.recheck:
     saved = json.loads(args.recheck.read_text())
+    compiled = saved['result'].get('compiled_at_commit', saved['commit'])
+    if reason := stale(compiled):
+      parser.error(f'--recheck = {args.recheck}: expected figures of the same programs, but {reason}; compile again')
+  jobs = [job for part in args.parts.split(',') for job in PARTS[part](tuple(args.models.split(',')))]
+  if args.recheck:
     found = {job.name: saved_row(job, saved['rows']) for job in jobs}
   else:
     found = {job.name: row(job, args.rows, args.only) for job in jobs}
@@ -217,7 +235,7 @@ def main() -> None:
     'not_compiled': [name for name, each in found.items() if each is None],
   }
   if args.recheck:
-    result['compiled_at_commit'] = saved['result'].get('compiled_at_commit', saved['commit'])
+    result['compiled_at_commit'] = compiled
   report(args.save or 'plan_check', rows, result, bool(args.save))
 
 

@@ -5,8 +5,8 @@
 #
 # One process can use all GPUs of a node. Use this script to give each process its own GPUs, or to try several processes on a CPU.
 # Each line of output starts with the number of its process. When a process fails, the script ends the others and exits with the
-# first failure's status. It kills a process that still runs 10 s later. SIGTERM and SIGINT are sent to all processes as SIGTERM:
-# each saves a checkpoint and exits. The same command resumes from the last checkpoint, also with another number of processes.
+# first failure's status. It kills a process that still runs 10 s later. SIGTERM, SIGINT and SIGHUP are sent to all processes as
+# SIGTERM: each saves a checkpoint and exits. The same command resumes from the last checkpoint, also with another number of processes.
 set -euo pipefail
 
 if [ $# -lt 2 ] || ! [ "$1" -ge 1 ] 2>/dev/null; then
@@ -33,20 +33,28 @@ if [ ${#gpus[@]} -gt 0 ] && [ $((${#gpus[@]} % processes)) -ne 0 ]; then
 fi
 each=$((${#gpus[@]} / processes))
 
+# `set -m` gives each process a group of its own. A signal to the group of this script, such as Ctrl-C, then reaches the process
+# once, from `end`. The second SIGTERM would kill it while it saves.
+prefix() {
+  trap '' TERM INT HUP # also ignored by sed, which ends with the output of its process
+  exec sed -u "s/^/[$i] /"
+}
 pids=()
+set -m
 for ((i = 0; i < processes; i++)); do
   (
     if [ "$each" -gt 0 ]; then
       CUDA_VISIBLE_DEVICES=$(IFS=, && echo "${gpus[*]:i * each:each}")
       export CUDA_VISIBLE_DEVICES
     fi
-    SPRL_PROCESS=$i exec "$@" > >(sed -u "s/^/[$i] /") 2> >(sed -u "s/^/[$i] /" >&2)
+    SPRL_PROCESS=$i exec "$@" > >(prefix) 2> >(prefix >&2)
   ) &
   pids+=($!)
 done
+set +m
 
 end() { [ ${#pids[@]} -eq 0 ] || kill -TERM "${pids[@]}" 2>/dev/null || true; }
-trap end TERM INT
+trap end TERM INT HUP
 
 # Poll: `wait -n` misses one of two processes that end at the same time.
 status=0
@@ -73,6 +81,6 @@ while [ ${#pids[@]} -gt 0 ]; do
   if [ ${#pids[@]} -gt 0 ] && [ "$SECONDS" -ge "${deadline:-$((SECONDS + 1))}" ]; then
     kill -KILL "${pids[@]}" 2>/dev/null || true
   fi
-  sleep 0.1
+  sleep 0.1 || true # a signal to the group ends it
 done
 exit "$status"

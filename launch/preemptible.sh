@@ -3,12 +3,12 @@
 #
 #   preemptible.sh COMMAND...
 #
-# A run that receives SIGTERM saves a checkpoint and exits with status 0. This script then exits with 75 (EX_TEMPFAIL) instead, so
-# that the scheduler restarts the run. Any other exit status is passed on.
+# SIGTERM and SIGINT are sent to the run as SIGTERM. The run saves a checkpoint and exits with status 0. This script then exits with
+# 75 (EX_TEMPFAIL) instead, so that the scheduler restarts the run. Any other exit status is passed on.
 set -eu
 terminated=
 child=
-trap 'terminated=yes; [ -z "$child" ] || kill -TERM "$child"' TERM
+trap 'terminated=yes; [ -z "$child" ] || kill -TERM "$child"' TERM INT
 "$@" &
 child=$!
 if [ -n "$terminated" ]; then

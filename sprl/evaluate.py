@@ -73,14 +73,26 @@ def of_run(workdir: str) -> dict[str, Any]:
   """Return the settings of a run. With --data those about its own problems have their defaults."""
   saved = to_dict(resolve(read_config(workdir)))
   if _DATA.value is not None:
-    defaults = to_dict(Run())['task']
-    costs = [key.removeprefix('task.') for key in GRADING_COSTS] if saved['task']['kind'] in EPISODES else []
-    saved['task'] |= {name: defaults[name] for name in (*OF_THE_PROBLEMS, *costs)}
+    saved['task'] |= of_other_problems(saved['task']['kind'])
   return saved
 
 
-def with_data(task: Any, data: str, split: str | None) -> None:
-  """Set the problems of a task, a section of a config, to those that --data and --split name."""
+def of_other_problems(kind: str) -> dict[str, Any]:
+  """Return the defaults of the settings about the problems of a task of this kind, which other problems do not share."""
+  defaults = to_dict(Run())['task']
+  costs = [key.removeprefix('task.') for key in GRADING_COSTS] if kind in EPISODES else []
+  return {name: defaults[name] for name in (*OF_THE_PROBLEMS, *costs)}
+
+
+def with_data(task: Any, data: str, split: str | None, given: Collection[str] = ()) -> None:
+  """Set the problems of a task, a section of a config, to those that --data and --split name.
+
+  Settings about its own problems get their defaults, except for the keys `given`, which the user has set.
+  """
+  with task.ignore_type():
+    for name, default in of_other_problems(task.kind).items():
+      if not any(f'{key}.'.startswith(f'task.{name}.') for key in given):
+        task[name] = default
   if data == 'gsm8k':
     task.kind = 'gsm8k'
   else:
@@ -144,7 +156,7 @@ def main() -> int:
   """Run the command and return its exit status."""
   config: Any = flags.FLAGS['config'].value
   if _DATA.value is not None:
-    with_data(config.task, _DATA.value, _SPLIT.value)
+    with_data(config.task, _DATA.value, _SPLIT.value, command_line.settings_of_flags())
   elif _SPLIT.value is not None:
     raise SettingsError(f'--split = {_SPLIT.value!r}: expected --data=DATA with it, or config.task.splits')
   if _MODEL.value is None:

@@ -86,7 +86,10 @@ def fine_tune(
   shardings = jax.tree.map(lambda a: a.sharding, abstract_state(abstract_params(model), optimizer))
   state = jax.device_put(TrainState.create(model.load(), optimizer), shardings)
   forward = ForwardConfig(1.0, model.dtype, packing.score_chunk, model.kernels)
-  remat = decided(run, model, sizes).model.remat
+  own = Run(
+    model=dataclasses.replace(run.model, param_dtype='float32', router_replay='none'), packing=packing, optimizer=settings
+  )
+  remat = decided(own, model, sizes).model.remat  # the run's other settings concern reinforcement learning only
   assert remat != 'auto'
   update = make_update(model.graphdef, optimizer, forward, remat, model.mesh)
 

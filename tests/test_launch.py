@@ -3,8 +3,11 @@
 import json
 import os
 import re
+import signal
 import subprocess
+import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -186,3 +189,27 @@ def test_a_preempted_run_exits_with_75_unless_it_failed(ends_with, terminated, s
   if terminated:
     process.terminate()
   assert process.wait(timeout=30) == status
+
+
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_group_of_a_preemptible_run_saves(number):
+  script = """
+import time
+from sprl.distributed.signals import signals
+with signals() as stop:
+  print('ready', flush=True)
+  for _ in range(10_000):
+    if stop.received:
+      break
+    time.sleep(0.01)
+  time.sleep(0.5)
+  print('saved', flush=True)
+"""
+  command = ['sh', str(LAUNCH / 'preemptible.sh'), sys.executable, '-c', script]
+  heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell cannot trap a signal that it was started to ignore
+  process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=heed)
+  assert process.stdout is not None
+  process.stdout.readline()
+  os.killpg(process.pid, number)
+  assert process.communicate(timeout=60)[0] == 'saved\n'
+  assert process.returncode == 75

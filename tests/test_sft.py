@@ -182,6 +182,21 @@ def test_fine_tuning_takes_the_kinds_of_task_with_solutions_and_is_advised_for_t
   assert checks.FINE_TUNING.helps(run) == with_solutions
 
 
+def test_the_memory_of_fine_tuning_is_that_of_adamw_in_float32_without_a_reference(inputs, tmp_path, monkeypatch):
+  """The run's optimiser, KL term and dtype of master weights are those of reinforcement learning."""
+  asked = []
+
+  def decided(run, *_):
+    asked.append(run)
+    raise InterruptedError
+
+  monkeypatch.setattr(sft, 'decided', decided)
+  run = run_with(inputs, model__param_dtype='bfloat16', optimizer__name='adafactor', loss__kl_coef=0.1)
+  with pytest.raises(InterruptedError):
+    fine_tune(run, tmp_path / 'out', steps=20, batch=8, learning_rate=1e-3)
+  assert [(run.optimizer.name, run.loss.kl_coef, run.model.param_dtype) for run in asked] == [('adamw', 0.0, 'float32')]
+
+
 def test_a_loss_that_is_not_finite_is_reported_and_nothing_written(inputs, tmp_path, monkeypatch):
   monkeypatch.setattr(sft, 'make_update', lambda *_: lambda state, batch: (state, jnp.float32(np.nan)))
   with pytest.raises(SettingsError, match=r'--learning_rate = 1e\+30: .* at step 1;'):

@@ -15,11 +15,12 @@ import math
 import os
 import secrets
 import socket
+import struct
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from multiprocessing import AuthenticationError
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
 from typing import NamedTuple
 
 import jax
@@ -31,6 +32,7 @@ from sprl.distributed.team import ALONE, Team
 from sprl.distributed.watchdog import Watchdog, close_when_silent
 
 JAX_DEFAULT = 100  # seconds without a heartbeat
+INTRODUCTION = 10  # seconds that a connection may be silent before it has shown the key
 JAX_LATER = 60  # seconds that JAX waits longer than a watchdog, which names the cause
 VARIABLES = ('SPRL_COORDINATOR', 'SPRL_PROCESSES', 'SPRL_PROCESS')
 
@@ -162,15 +164,25 @@ def _accept(others: int) -> dict[tuple[int, str], tuple[Connection, str]]:
   """Accept both connections of each other process: (process, purpose) -> (connection, name of the process)."""
   key = secrets.token_bytes(32)
   accepted: dict[tuple[int, str], tuple[Connection, str]] = {}
-  with Listener(('', 0), backlog=2 * (others + 1), authkey=key) as listener:
+  with Listener(('', 0), backlog=2 * (others + 1)) as listener:
     _share(key, int(listener.address[1]))
     while len(accepted) < 2 * others:
       with contextlib.suppress(AuthenticationError, EOFError, OSError):  # a stranger's connection
         connection = listener.accept()
+        _limit_silence(connection, INTRODUCTION)
+        deliver_challenge(connection, key)
+        answer_challenge(connection, key)
         process, purpose, host = connection.recv()
         connection.send(socket.gethostname())
+        _limit_silence(connection, 0)
         accepted[process, purpose] = connection, _name(process, host)
   return accepted
+
+
+def _limit_silence(connection: Connection, seconds: int) -> None:
+  """Make a read raise OSError after so many seconds without a byte; 0: never."""
+  with socket.socket(fileno=os.dup(connection.fileno())) as same:
+    same.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack('ll', seconds, 0))  # a C struct timeval
 
 
 def _connect_to(address: tuple[str, int], key: bytes, process: int, purpose: str) -> tuple[Connection, str]:

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from dataclasses import dataclass
+from functools import partial
 
 from sprl.config import DENSE, UNQUANTISED, Cache, Quant, RematSetting, Run, SettingsError
 from sprl.learner.batch import Shape, Tokens, shape
@@ -16,7 +17,8 @@ from sprl.planning.memory import RolloutMemory, UpdateMemory, kv_bytes, rollout_
 from sprl.planning.mesh_axes import MeshAxes, separate_devices
 from sprl.planning.remat import least_that_fits, with_remat
 from sprl.planning.utilisation import update_flops
-from sprl.planning.work import Work, decode_work, update_work, visible_keys
+from sprl.planning.work import Work, decode_work, longest, update_work, visible_keys
+from sprl.rollout.evaluate import at_once
 from sprl.sampler.weights import check_learner_mesh, check_linears, same_weights
 
 BUDGET = 512  # of sparse rollouts if the config sets none: the smallest budget in the papers
@@ -41,7 +43,10 @@ class RolloutPlan:
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-  """Answers to held-out problems on the learner's devices, beside the learner's state and the sampler weights of the rollouts."""
+  """Answers to held-out problems on the learner's devices.
+
+  They are beside the learner's state, the sampler weights of the rollouts, and the caches of rollouts that continue.
+  """
 
   memory: str  # config.eval.memory
   rows: int  # sequences on a device
@@ -64,21 +69,18 @@ class Plan:
   shape: Shape  # of a minibatch
   remat: RematSetting  # config.model.remat; `auto` is decided
   update: UpdateMemory
-  work: Work  # all updates of a step
-  model_flops: int  # of all updates of a step, on all devices: without recomputation and scoring
+  caches: int  # bytes of rollouts that continue after an update, held during it and during an evaluation
+  work: Work  # all updates of a step, if every answer has max_tokens
+  model_flops: int  # of all updates of a step whose rows are full, on all devices: without recomputation and scoring
+  most_mfu: float  # upper bound of the updates' model FLOP/s over the devices' matrix rate in bfloat16; full rows reach most
   evaluation: EvaluationPlan
   rows_asked: int  # on all devices
   kinds: tuple[RolloutPlan, ...]
 
   @property
-  def most_mfu(self) -> float:
-    """Upper bound of the updates' model FLOP/s over the devices' matrix rate in bfloat16."""
-    return self.model_flops / (self.work.seconds * self.learner.devices * self.device.bfloat16)
-
-  @property
   def fits(self) -> dict[str, bool]:
     """Whether the usable memory suffices."""
-    return {'update': self.update.total <= self.usable, 'evaluation': self.evaluation.total <= self.usable}
+    return {'update': self.update.total + self.caches <= self.usable, 'evaluation': self.evaluation.total <= self.usable}
 
 
 def plan(config: ModelConfig, run: Run, learner: MeshAxes, rollout: MeshAxes, device: Device, usable: float = 0.9) -> Plan:
@@ -108,9 +110,13 @@ def plan(config: ModelConfig, run: Run, learner: MeshAxes, rollout: MeshAxes, de
     raise SettingsError(f'--rollout_mesh = sequence={rollout.sequence}: expected 1; only the learner splits the tokens of a row')
   packed = shape(run.sampling, run.rollout, run.packing, run.optimizer.minibatches, learner.rows, run.branches, learner.sequence)
   capacity = usable * device.memory
-  run = with_remat(run, least_that_fits(config, run, packed, learner, capacity))
+  caches = 0 if apart else memory.caches_kept(config, run, rollout)
+  run = with_remat(run, least_that_fits(config, run, packed, learner, capacity - caches))
   update = memory.update_memory(config, run, packed, learner)
   room = capacity - (0 if apart else update.state)
+  work = partial(update_work, config, run, packed, memory=update, axes=learner, device=device)
+  full = _full_rows(run, packed)
+  model_flops = run.optimizer.epochs * update_flops(config, run.lora, full)
   return Plan(
     model=run.model.path,
     parameters=memory.size(transformer.abstract_params(config)),
@@ -123,9 +129,13 @@ def plan(config: ModelConfig, run: Run, learner: MeshAxes, rollout: MeshAxes, de
     shape=packed,
     remat=run.model.remat,
     update=update,
-    work=update_work(config, run, packed, update, learner, device),
-    model_flops=run.optimizer.epochs * update_flops(config, run.lora, _full_rows(run, packed)),
-    evaluation=_evaluation(config, run, learner if apart or run.devices.engines > 1 else rollout, update.state),
+    caches=caches,
+    work=work(longest(run, packed)),
+    most_mfu=model_flops / (work(full).seconds * learner.devices * device.bfloat16),
+    model_flops=model_flops,
+    evaluation=_evaluation(
+      config, run, learner.without_sequence() if apart or run.devices.engines > 1 else rollout, update.state + caches
+    ),
     rows_asked=run.rows,
     kinds=tuple(
       _rollouts(name, config, run, cache, quant, rollout, device, room) for name, (cache, quant) in kinds(run, config).items()
@@ -179,20 +189,28 @@ def _rollouts(
   held = rollout_memory(config, run, cache, quant, run.prefill * run.devices.engines, axes)
   most = math.floor((room - held.total(0)) / held.row)
   rows = max(min(most, math.ceil(run.rows / axes.rows)), 0)
-  step, full = (decode_work(config, run, layout, held.weights, n, axes, device) for n in (rows, max(most, 0)))
+  step, full = (decode_work(config, run, layout, held, n, axes, device) for n in (rows, max(most, 0)))
   budget, kv = layout.settings.budget, kv_bytes(layout)
   return RolloutPlan(name, budget, quant.sampler, kv, layout.slots, held, most_rows=most, rows=rows, step=step, full=full)
 
 
 def _evaluation(config: ModelConfig, run: Run, axes: MeshAxes, state: int) -> EvaluationPlan:
   """The evaluation as `sprl.rollout.evaluate` runs it."""
-  settings, k = run.eval, run.eval.samples
+  settings = run.eval
   cache, quant = (run.cache, run.quant) if settings.memory == 'sampler' else (DENSE, UNQUANTISED)
-  asked = min(run.sampling.rows or run.rollout.prompts * run.rollout.group, settings.problems * k)
-  answers = dataclasses.replace(
-    run.sampling, top_p=1.0, top_k=None, min_p=0.0, max_tokens=settings.max_tokens or run.sampling.max_tokens
-  )  # without filters: the supports of answers are not recorded
-  prompts, rows = min(run.rollout.prompts, math.ceil(asked / k)), math.ceil(asked / axes.rows)
-  held = rollout_memory(config, dataclasses.replace(run, sampling=answers), cache, quant, prompts, axes)
+  sets = [
+    (settings.problems, settings.samples),
+    *((each.problems or settings.problems, each.samples) for each in settings.sets.values()),
+  ]
+  asked, prompts = at_once(run, sets)
+  rows = math.ceil(asked / axes.rows)
+  limit = settings.max_tokens or run.sampling.max_tokens
+  answers = dataclasses.replace(  # nothing is recorded of them: neither supports, nor evictions, nor routes
+    run,
+    arm=None,
+    model=dataclasses.replace(run.model, router_replay='none'),
+    sampling=dataclasses.replace(run.sampling, top_p=1.0, top_k=None, min_p=0.0, max_tokens=limit),
+  )
+  held = rollout_memory(config, answers, cache, quant, prompts, axes)
   synced = 0 if same_weights(quant, run.quant) else memory.sampler_weight_bytes(config, run, run.quant, axes)
   return EvaluationPlan(settings.memory, rows, asked, state + synced + held.total(rows))

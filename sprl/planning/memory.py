@@ -24,12 +24,15 @@ from sprl.learner.batch import Shape
 from sprl.models import transformer
 from sprl.models.config import ModelConfig
 from sprl.models.moe import blocks
+from sprl.models.routing import route_dtype
 from sprl.planning.mesh_axes import MeshAxes
 from sprl.planning.programs import abstract_copies, abstract_sampler_weights, abstract_weights, accelerator_dtype, train_state
+from sprl.sampler.decode import no_routes
 from sprl.sampler.engine import prompt_buckets
+from sprl.sampler.weights import SamplerWeights
 from sprl.sharding.transfer import HOST
 
-FLOAT32 = 4  # bytes
+FLOAT32 = INT32 = 4  # bytes
 # Arrays alive at once in the backward pass of a layer, found in XLA's live ranges of updates compiled for H200s.
 MLP = 5  # as wide as the MLP
 STREAM = 8  # as wide as the model
@@ -86,7 +89,7 @@ class UpdateMemory:
   reference: int  # the frozen model of a KL term
   copies: int  # of the weights that products multiply: in FP8 (`quant.learner`), or in the compute dtype
   gradients: int  # float32: the sum over microbatches, and the vocabulary's of the current microbatch
-  activations: int  # estimate of all other temporary arrays, and the record of the tokens that the rollouts' filters kept
+  activations: int  # estimate of all other temporary arrays, and what the batches record of each token
 
   @property
   def state(self) -> int:
@@ -110,11 +113,20 @@ def update_memory(config: ModelConfig, run: Run, shape: Shape, axes: MeshAxes) -
   copies = nbytes(local(abstract_copies(config, run, axes.mesh(config), shape.micros)))
   alive = gradients + _activations(config, run, held, math.ceil(shape.rows / axes.rows), shape.tokens, axes, shape.micros > 1)
   activations = round(MARGIN * alive) - gradients
-  if (form := record_format(run.sampling, config.vocab_size)) is not None:  # of all batches of a step
-    activations += (
-      run.optimizer.minibatches * shape.micros * math.ceil(shape.rows / axes.rows) * shape.tokens * form.bytes // axes.sequence
-    )
+  tokens = run.optimizer.minibatches * shape.micros * math.ceil(shape.rows / axes.rows) * shape.tokens  # of all batches of a step
+  activations += tokens * _recorded(config, run, axes)
   return UpdateMemory(nbytes(held), optimiser, host, reference, copies, gradients, activations)
+
+
+def _recorded(config: ModelConfig, run: Run, axes: MeshAxes) -> int:
+  """Bytes that a batch records of a token: what the rollouts' filters kept, the experts to replay, and its evictions."""
+  form, mixed = record_format(run.sampling, config.vocab_size), config.experts
+  recorded = 0 if form is None else form.bytes // axes.sequence
+  if mixed and run.model.router_replay != 'none':
+    recorded += len(mixed.layers) * mixed.chosen * route_dtype(mixed.count).itemsize
+  if run.masked_learner and run.cache.budget is not None:
+    recorded += INT32 * config.num_layers * axes.heads(config)[1]
+  return recorded
 
 
 def _activations(config: ModelConfig, run: Run, held: transformer.Params, rows: int, T: int, axes: MeshAxes, copied: bool) -> int:
@@ -206,9 +218,10 @@ class RolloutMemory:
   """Bytes that sampling holds on a device."""
 
   weights: int  # sampler weights, and the biases of keys that an FP8 cache keeps apart
+  experts: int  # of these bytes, those of experts
   prefill: int  # the prompts that are prefilled together, and the estimate of their forward pass
   kept: int  # caches kept between the turns of conversations, if sampling.kept_caches says how many
-  row: int  # one sequence: keys, values, what the eviction method stores, tokens, logits; and a kept cache if each row has one
+  row: int  # one sequence: keys, values, records, tokens, logits; and a kept cache if each row has one
 
   def total(self, rows: int) -> int:
     """Bytes with `rows` sequences on the device."""
@@ -218,8 +231,8 @@ class RolloutMemory:
 def rollout_cache(config: ModelConfig, run: Run, cache: Cache, quant: Quant) -> CacheLayout:
   """The cache of a sequence. Raises SettingsError if the model or the prompts leave it no room."""
   prompt, completion = prompt_buckets(run.sampling)[-1], run.sampling.max_tokens
-  record = run.masked_learner and cache.budget is not None
-  return cache_layout(config, cache, quant, prompt, completion, accelerator_dtype(run), record=record)
+  record, routes = run.masked_learner and cache.budget is not None, run.model.router_replay == 'R3'
+  return cache_layout(config, cache, quant, prompt, completion, accelerator_dtype(run), record=record, routes=routes)
 
 
 def kv_bytes(layout: CacheLayout) -> int:
@@ -229,17 +242,22 @@ def kv_bytes(layout: CacheLayout) -> int:
 
 def sampler_weight_bytes(config: ModelConfig, run: Run, quant: Quant, axes: MeshAxes) -> int:
   """Bytes of the sampler weights, which are a copy even if they have the dtype of the master weights."""
-  return nbytes(local(abstract_sampler_weights(config, run, quant, axes.mesh(config))))
+  return nbytes(_sampler_weights(config, run, quant, axes))
+
+
+def _sampler_weights(config: ModelConfig, run: Run, quant: Quant, axes: MeshAxes) -> SamplerWeights:
+  return local(abstract_sampler_weights(config, run, quant, axes.mesh(config)))
 
 
 def rollout_memory(config: ModelConfig, run: Run, cache: Cache, quant: Quant, prompts: int, axes: MeshAxes) -> RolloutMemory:
   """Memory of rollouts whose sequences, and the `prompts` that are prefilled together, are split over the devices."""
   layout, (H, K) = rollout_cache(config, run, cache, quant), axes.heads(config)
   part = dataclasses.replace(layout, heads=H, kv_heads=K)
+  routes = nbytes(jax.eval_shape(lambda: no_routes(layout, 1)))  # of a sequence
   P, b, together = layout.prompt, accelerator_dtype(run).itemsize, math.ceil(prompts / axes.rows)
   # The prompts' own cache has as many slots as the bucket, but no more than the layout's. Before a layer is compressed, it holds
   # the whole prompt.
-  prefilled = together * kv_bytes(dataclasses.replace(part, positions=P))
+  prefilled = together * (kv_bytes(dataclasses.replace(part, positions=P)) + routes)
   if layout.sparse and layout.budget < P:
     dense = dataclasses.replace(cache, budget=None)
     whole_layer = dataclasses.replace(part, positions=P, layers=1, settings=dense, sliding_windows=())
@@ -248,15 +266,24 @@ def rollout_memory(config: ModelConfig, run: Run, cache: Cache, quant: Quant, pr
   scores = 0 if kernel_attends(config, run, plain) else FLOAT32 * 2 * H * min(QUERY_CHUNK, P)
   passing = together * P * (scores + 2 * b * (config.hidden_size + max(mlp_widths(config, axes.tensor))))
   passing += _experts(config, run, together * P, axes) if config.experts else 0
-  weights = sampler_weight_bytes(config, run, quant, axes)
+  of_sampler = _sampler_weights(config, run, quant, axes)
+  weights = nbytes(of_sampler)
   weights += FLOAT32 * layout.layers * K * (layout.head_dim + layout.second_codes) if layout.key_bias else 0
   drawn = FLOAT32 * (3 * run.sampling.max_tokens + config.vocab_size // axes.tensor)
   if (form := record_format(run.sampling, config.vocab_size)) is not None:
     sorting = 2 * FLOAT32 * config.vocab_size // axes.tensor  # the logits of a row and their tokens, sorted
     drawn += form.bytes * (run.sampling.chunk + 1) + sorting
-  row, kept = kv_bytes(part), 0
+  row, kept = kv_bytes(part) + routes, 0
   if run.task.kind in ('environment', 'agent'):
     prefilled = max(prefilled, together * row)  # new tokens are read behind copies of kept caches
     asked = run.sampling.kept_caches
     row, kept = (2 * row, 0) if asked is None else (row, math.ceil(asked * run.devices.engines / axes.rows) * row)
-  return RolloutMemory(weights, prefilled + passing, kept, row=row + drawn)
+  return RolloutMemory(weights, nbytes(experts(of_sampler.params)), prefilled + passing, kept, row=row + drawn)
+
+
+def caches_kept(config: ModelConfig, run: Run, axes: MeshAxes) -> int:
+  """Bytes of the sequences that stay on a device of the rollouts during an update: with `rollout.sync = keep`, all of them."""
+  if run.rollout.sync != 'keep' or run.rollout.async_ratio == 0:
+    return 0
+  held = rollout_memory(config, run, run.cache, run.quant, run.prefill * run.devices.engines, axes)
+  return held.kept + math.ceil(run.rows / axes.rows) * held.row

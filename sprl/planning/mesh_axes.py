@@ -57,6 +57,10 @@ class MeshAxes:
     """The same devices for rollouts: weights are whole on each device, or split over tensor and expert only."""
     return MeshAxes(data=self.data * self.fsdp * self.sequence, expert=self.expert, tensor=self.tensor)
 
+  def without_sequence(self) -> 'MeshAxes':
+    """The same devices with whole sequences (`sprl.sharding.mesh.without_sequence`): `data` takes the place of `sequence`."""
+    return dataclasses.replace(self, data=self.data * self.sequence, sequence=1)
+
   def heads(self, config: ModelConfig) -> tuple[int, int]:
     """Numbers of query heads and kv heads on one device."""
     H, K = config.num_heads, config.num_kv_heads

@@ -16,7 +16,7 @@ from sprl.learner.batch import Shape
 from sprl.learner.learner import batch_shape
 from sprl.model import Model
 from sprl.models.config import ModelConfig
-from sprl.planning.memory import update_memory
+from sprl.planning.memory import caches_kept, update_memory
 from sprl.planning.mesh_axes import MeshAxes
 from sprl.planning.room import GIB, memory_of
 from sprl.sharding.mesh import sizes
@@ -58,6 +58,9 @@ def decided(run: Run, model: Model, shape: Shape | None = None) -> Run:
   room = 0.0 if memory is None else memory * USABLE.get(platform, USABLE_OF_ACCELERATOR) / len(devices)
   kernels: Kernels = 'mosaic_gpu' if can_run(run.model.kernels) else 'reference'
   here = replace(run, model=replace(run.model, dtype=model.dtype.name, kernels=kernels))
+  if model.shares_devices:
+    engine, engines = MeshAxes(**sizes(model.engine_meshes[0])), len(model.engine_meshes)
+    room -= caches_kept(model.config, here, replace(engine, data=engine.data * engines))
   remat = least_that_fits(model.config, here, shape or batch_shape(run, model), MeshAxes(**sizes(model.mesh)), room)
   found = 'the memory of the device is unknown' if memory is None else f'an update may fill {room / GIB:,.1f} GiB of each device'
   log.info('model.remat = %r: %s', remat, found)

@@ -40,8 +40,12 @@ def as_text(plan: Plan) -> str:
     f'Update, on each device ({shape.micros} microbatches of {shape.rows // plan.learner.rows} x {shape.tokens} tokens; '
     f'model.remat = {plan.remat!r}):',
     '',
-    *table(['GiB', *_PARTS, 'total', 'fits'], [['', *parts, f'{update.total / GIB:.2f}', _fits(update.total, plan.usable)]]),
+    *table(
+      ['GiB', *_PARTS, 'total', 'fits'],
+      [['', *parts, f'{update.total / GIB:.2f}', _fits(update.total + plan.caches, plan.usable)]],
+    ),
     *([f"  and {update.host / GIB:.2f} GiB of moments in the host's memory, streamed past each device"] if update.host else []),
+    *([f'  beside {plan.caches / GIB:.2f} GiB of rollouts that continue after it (rollout.sync=keep)'] if plan.caches else []),
     '',
     f'  all of a step: {work.flops / 1e15:.3g} PFLOP, {work.bytes / 1e12:.3g} TB of memory, {work.sent / 1e9:.3g} GB sent; '
     f'at least {work.seconds:.3g} s if every answer has max_tokens, {work.tokens_per_second:,.0f} packed tokens/s on all '
@@ -91,7 +95,7 @@ def as_figure(plan: Plan) -> Figure:
   """Draw the memory of the update, and of each kind of rollouts with as many sequences as are asked for and fit."""
   update = {name: getattr(plan.update, name) for name in _PARTS}
   state = {} if plan.apart else {name: update[name] for name in ('parameters', 'optimiser', 'reference')}
-  bars = {'update': (update, '')}
+  bars = {'update': (update | {'sequences': plan.caches}, '')}
   for kind in plan.kinds:
     held, label = kind.memory, f'{kind.rows:,} sequences; {kind.most_rows:,} would fit' if kind.most_rows > 0 else 'does not fit'
     own = {'sampler weights': held.weights, 'prefill': held.prefill, 'sequences': kind.rows * held.row + held.kept}

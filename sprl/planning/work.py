@@ -15,13 +15,13 @@ import jax.numpy as jnp
 from sprl.cache.layout import CacheLayout
 from sprl.config import Run
 from sprl.kernels import decode_attention
-from sprl.learner.batch import Shape
+from sprl.learner.batch import Shape, Tokens
 from sprl.learner.update import needs_old_logprobs
 from sprl.models import transformer
 from sprl.models.config import ModelConfig
 from sprl.models.sequence import kv_copies
 from sprl.planning.devices import Device
-from sprl.planning.memory import FLOAT32, UpdateMemory, experts, kernel_attends, local_weights, mlp_widths, nbytes, size
+from sprl.planning.memory import FLOAT32, RolloutMemory, UpdateMemory, experts, kernel_attends, local_weights, mlp_widths, size
 from sprl.planning.mesh_axes import NAMES, MeshAxes
 from sprl.planning.programs import accelerator_dtype
 from sprl.sampler.weights import multiplies_codes
@@ -109,9 +109,12 @@ def attended(layout: CacheLayout, sliding_window: int | None = None) -> float:
 
 
 def decode_work(
-  config: ModelConfig, run: Run, layout: CacheLayout, weights: int, rows: int, axes: MeshAxes, device: Device
+  config: ModelConfig, run: Run, layout: CacheLayout, held: RolloutMemory, rows: int, axes: MeshAxes, device: Device
 ) -> Work:
-  """One decode step of `rows` sequences on each device, which holds `weights` bytes of sampler weights."""
+  """One decode step of `rows` sequences on each device, which holds the sampler weights of `held`.
+
+  Of the experts, it reads those that a token chooses, if the tokens choose independently and all experts equally often.
+  """
   dtype, E, L, t = accelerator_dtype(run), config.hidden_size, config.num_layers, axes.tensor
   (H, K), b, head = axes.heads(config), dtype.itemsize, config.vocab_size * E // t
   table = 0 if config.tie_embeddings else b * head // axes.fsdp  # a step reads a few of its rows only
@@ -120,10 +123,13 @@ def decode_work(
     slots = round(attended(layout, window))
     cost = decode_attention.cost(rows, H, K, slots, config.head_dim, layout.storage, second=layout.second_codes)
     flops, moved = flops + count * cost.flops, moved + count * cost.bytes
-  hidden = b * rows * E
-  routed = len(config.experts.layers) * hidden * axes.expert if config.experts else 0
+  hidden, mixed, weights = b * rows * E, config.experts, held.weights
+  routed = len(mixed.layers) * hidden * axes.expert if mixed else 0
+  unread = held.experts * (1 - mixed.chosen / mixed.count) ** (rows * axes.expert) if mixed else 0
   parts = (
-    Part('products with weights', 2 * linear_weights(config, axes) * rows, weights * axes.fsdp - table - b * head),
+    Part(
+      'products with weights', 2 * linear_weights(config, axes) * rows, round((weights - unread) * axes.fsdp) - table - b * head
+    ),
     Part('attention', flops, moved),
     Part('head and draw', 2 * head * rows, b * head + 3 * FLOAT32 * rows * config.vocab_size // t),
     ring(axes, 'all-reduce', 'tensor', 2 * L * hidden),
@@ -138,14 +144,29 @@ def decode_work(
 
 
 def visible_keys(run: Run, shape: Shape) -> float:
-  """Return the mean number of keys that a token of a packed row sees, with prompts and completions of the greatest length."""
-  P, C = run.sampling.max_prompt, shape.columns
-  m = max(1, min(run.rollout.group, (shape.tokens - P) // C)) if run.packing.share_prefix else 1  # completions of a prompt
+  """Return the mean number of keys that a token of a sequence sees, with prompts and completions of the greatest length."""
+  P, C, m = run.sampling.max_prompt, shape.columns, _together(run, shape)
   return (P * P / 2 + m * (P * C + C * C / 2)) / (P + m * C)
 
 
-def update_work(config: ModelConfig, run: Run, shape: Shape, memory: UpdateMemory, axes: MeshAxes, device: Device) -> Work:
-  """All updates of a step and the scoring before them, with completions of the greatest length."""
+def _together(run: Run, shape: Shape) -> int:
+  """Return the completions of the greatest length that share one copy of their prompt."""
+  room = (shape.tokens - run.sampling.max_prompt) // shape.columns
+  return max(1, min(run.rollout.group * run.branches, room)) if run.packing.share_prefix else 1
+
+
+def longest(run: Run, shape: Shape) -> Tokens:
+  """Return the tokens of a step whose prompts and completions have the greatest length. The rows may end in padding."""
+  P, C, sequences = run.sampling.max_prompt, shape.columns, run.optimizer.minibatches * shape.sequences
+  group = run.rollout.group * run.branches
+  prompts = sequences // group * math.ceil(group / _together(run, shape))  # copies
+  return Tokens(prompts * P + sequences * C, prompts * P * P // 2 + sequences * (P * C + C * C // 2), sequences * C)
+
+
+def update_work(
+  config: ModelConfig, run: Run, shape: Shape, tokens: Tokens, memory: UpdateMemory, axes: MeshAxes, device: Device
+) -> Work:
+  """All updates of a step and the scoring before them. The kernel of attention compares the pairs of `tokens` only."""
   o, dtype, L, E, T, t = run.optimizer, accelerator_dtype(run), config.num_layers, config.hidden_size, shape.tokens, axes.tensor
   (H, K), D, b, mixed, micros = axes.heads(config), config.head_dim, dtype.itemsize, config.experts, shape.micros
   held = local_weights(config, axes, run.model.param_dtype)
@@ -160,7 +181,8 @@ def update_work(config: ModelConfig, run: Run, shape: Shape, memory: UpdateMemor
   passes, of_head = 3 * updates + again + scorings, 4 * updates + scorings
   kernel = kernel_attends(config, run, not run.masked_learner)
   of_attention = updates * (2 + (7 if kernel else 5) + 2 * (run.model.remat != 'none')) + 2 * scorings
-  keys = visible_keys(run, shape) if kernel else T
+  rows = o.minibatches * shape.micros * shape.rows
+  pairs = (tokens.pairs if kernel else rows * T * T) / (o.minibatches * axes.rows * axes.sequence)  # of a minibatch, on a device
   linears = 2 * linear_weights(config, axes) * N
   # The FP8 kernel runs in forward passes, also in those of the recomputation.
   codes = run.quant.learner == 'w8a8' and run.model.kernels == 'mosaic_gpu' and multiplies_codes(run.quant, run.model.kernels)
@@ -173,7 +195,9 @@ def update_work(config: ModelConfig, run: Run, shape: Shape, memory: UpdateMemor
   layers, vocabulary = size(stack), size(held) - size(stack)  # elements on a device
   leaves = jax.tree_util.tree_flatten_with_path(stack)[0]
   repeated = sum(size(w) for path, w in leaves if not {'down', 'experts'} & {getattr(key, 'key', None) for key in path})
-  gathered = (2 * updates + scorings) * layers + again * repeated
+  forward, backward = (updates + scorings) * layers + again * repeated, updates * layers  # the gradients of weights read none
+  gathered = forward + backward
+  read = (1 if codes else b) * forward + b * backward  # at least: without copies they are read in their own dtype
   own = layers - size(experts(held))  # experts have no copies along their axis
   hidden = b * N * E
   routed = len(mixed.layers) * hidden * axes.expert if mixed else 0
@@ -185,10 +209,10 @@ def update_work(config: ModelConfig, run: Run, shape: Shape, memory: UpdateMemor
     Part(
       'products with weights',
       linears * passes,
-      passes * (micros * nbytes(held) * axes.fsdp + N * b * width),
+      micros * read * axes.fsdp + passes * N * b * width,
       fp8=linears * (passes - 2 * updates) if codes else 0,
     ),
-    Part('attention', round(2 * L * N * keys * H * D * of_attention), passes * L * N * b * 4 * H * D),
+    Part('attention', round(2 * L * pairs * H * D * of_attention), passes * L * N * b * 2 * (H + K) * D),
     Part('head', 2 * head * scored * of_head, of_head * b * (micros * head + scored * E)),
     Part('gradients and optimiser', 0, updates * (summed + stepped)),
     ring(axes, 'all-gather', 'fsdp', micros * b * gathered * axes.fsdp),

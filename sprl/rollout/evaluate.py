@@ -26,13 +26,20 @@ FIRST_UID = 1 << 30  # uids of evaluation begin here, so that they differ from t
 
 def eval_engine(run: Run, model: Model, held_out: EvalSet) -> tuple[EngineConfig, Quant]:
   """Return the engine that answers the held-out groups, and the number formats of its weights and cache."""
-  settings, sets = run.eval, (held_out, *held_out.more.values())
-  samples = [each.samples or settings.samples for each in sets]
-  answers = max(each.count * k for each, k in zip(sets, samples))
-  rows = min(run.sampling.rows or run.rollout.prompts * run.rollout.group, answers)
-  cache, quant = (run.cache, run.quant) if settings.memory == 'sampler' else (DENSE, UNQUANTISED)
-  prefill, sampling = min(run.rollout.prompts, -(-rows // max(samples))), run.eval_sampling
+  rows, prefill = at_once(run, [(each.count, each.samples) for each in (held_out, *held_out.more.values())])
+  cache, quant = (run.cache, run.quant) if run.eval.memory == 'sampler' else (DENSE, UNQUANTISED)
+  sampling = run.eval_sampling
   return model.engine_config(sampling, model.cache_layout(sampling, cache, quant), rows, prefill, run.seed), quant
+
+
+def at_once(run: Run, sets: Sequence[tuple[int, int | None]]) -> tuple[int, int]:
+  """Return the sequences that an evaluation decodes side by side, and the prompts that it prefills together.
+
+  `sets` has the problems and the answers to each (None: eval.samples) of every held-out set; one engine answers them in turn.
+  """
+  samples = [k or run.eval.samples for _, k in sets]
+  rows = min(run.sampling.rows or run.rollout.prompts * run.rollout.group, max(n * k for (n, _), k in zip(sets, samples)))
+  return rows, min(run.rollout.prompts, -(-rows // max(samples)))
 
 
 def evaluate(

@@ -21,6 +21,7 @@ import pytest
 from sprl.config import SettingsError
 from sprl.distributed import process_group
 from sprl.distributed.process_group import Identity, identity, initialize, require_single_process
+from sprl.distributed.signals import ECHO
 from sprl.distributed.team import ALONE
 from sprl.distributed.watchdog import LOST
 from sprl.io.huggingface import export_folder
@@ -88,6 +89,23 @@ def test_processes_find_each_other_and_broadcast(monkeypatch):
   assert results == {k: ([0, 10, 20], k == 0, 0) for k in range(3)}
 
 
+def test_a_stranger_that_connects_and_says_nothing_does_not_stop_the_start(monkeypatch):
+  """A port scanner, or the health check of a load balancer."""
+  shared, accepted = queue.SimpleQueue(), {}
+  monkeypatch.setattr(process_group, '_share', lambda key, port: shared.put((key, port)))
+  monkeypatch.setattr(process_group, 'INTRODUCTION', 1)
+  hub = threading.Thread(target=lambda: accepted.update(process_group._accept(1)), daemon=True)
+  hub.start()
+  key, port = shared.get(timeout=10)
+  with socket.create_connection(('localhost', port)):
+    time.sleep(0.2)  # the stranger is first in the queue
+    mine = [process_group._connect_to(('localhost', port), key, 1, purpose)[0] for purpose in ('team', 'watchdog')]
+    hub.join(timeout=20)
+  assert set(accepted) == {(1, 'team'), (1, 'watchdog')}
+  threading.Timer(1.5, lambda: mine[0].send('late')).start()
+  assert accepted[1, 'team'][0].recv() == 'late'  # a member may be silent for longer
+
+
 def test_devices_of_other_processes_are_refused(monkeypatch):
   monkeypatch.setattr(process_group.jax, 'process_count', lambda: 4)
   monkeypatch.setattr(process_group.jax, 'process_index', lambda: 2)
@@ -102,12 +120,19 @@ def test_a_single_process_has_the_team_alone():
     assert team is ALONE
 
 
+def heed_signals():
+  """Reset what `nohup` and the background of a shell ignore. A shell cannot trap a signal that it was started to ignore."""
+  for number in (signal.SIGINT, signal.SIGHUP):
+    signal.signal(number, signal.SIG_DFL)
+
+
 def local(*command, **environment):
   """Start launch/local.sh with this command, without GPUs."""
   known = {'PATH': os.environ['PATH'], 'JAX_PLATFORMS': 'cpu', 'PYTHONPATH': str(ROOT), **environment}
   return subprocess.Popen(
-    ['bash', str(ROOT / 'launch' / 'local.sh'), *command], env=known, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-  )
+    ['bash', str(ROOT / 'launch' / 'local.sh'), *command],
+    env=known, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=heed_signals,
+  )  # fmt: skip
 
 
 def run_script(processes, devices, script, *arguments):
@@ -206,6 +231,47 @@ def test_a_signal_reaches_every_process():
   out, _ = process.communicate(timeout=30)
   assert seen == {'[0] ready\n', '[1] ready\n'}
   assert sorted(out.splitlines()) == ['[0] saved', '[1] saved']
+  assert process.returncode == 0
+
+
+SAVES = """
+import time
+from sprl.distributed.signals import ECHO, signals
+with signals() as stop:
+  print('ready', flush=True)
+  for _ in range(10_000):
+    if stop.received:
+      break
+    time.sleep(0.01)
+  time.sleep(4 * ECHO)
+  print('saved', flush=True)
+"""
+
+
+@pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize('times', [1, 2])
+def test_a_signal_to_the_group_saves_and_a_second_ends_the_processes(number, times):
+  """Ctrl-C signals a group: the script, its `sleep`, and what it has started in the same group."""
+  process = local('2', sys.executable, '-c', SAVES)
+  assert process.stdout is not None
+  seen = {process.stdout.readline() for _ in range(2)}
+  for again in range(times):
+    time.sleep(2 * ECHO * again)
+    os.killpg(process.pid, number)
+  out, _ = process.communicate(timeout=60)
+  assert seen == {'[0] ready\n', '[1] ready\n'}
+  assert (sorted(out.splitlines()), process.returncode) == ((['[0] saved', '[1] saved'], 0) if times == 1 else ([], 128 + 15))
+
+
+def test_a_signal_that_arrives_twice_at_once_is_one_request():
+  """`timeout` signals a command and then its group."""
+  process = subprocess.Popen([sys.executable, '-c', SAVES], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+  assert process.stdout is not None
+  process.stdout.readline()
+  for _ in range(2):
+    process.terminate()
+    time.sleep(ECHO / 4)
+  assert process.communicate(timeout=60)[0] == 'saved\n'
   assert process.returncode == 0
 
 

@@ -48,6 +48,19 @@ def test_a_model_is_evaluated_without_a_run_on_several_sets(inputs):
   assert found['intervals/same'] == found['intervals']
 
 
+def test_other_problems_do_not_have_the_filters_and_splits_of_a_config(inputs):
+  """The config's own problems have columns that the others lack. A flag about the problems counts."""
+  config = inputs / 'filtered.py'
+  changes = "  config.task.filters, config.task.splits = ('level>=3',), ('train', 'hard')\n  return config"
+  config.write_text((inputs / 'config.py').read_text().replace('  return config', changes))
+  buckets = '--config.sampling.prompt_buckets=()'
+  common = f'--model={inputs}/model', f'--config={config}', f'--data={inputs}/test.jsonl', *SMALL, buckets
+  _, found = evaluated(*common, '--config.task.grader=exact')
+  assert found['eval/problems'] == 3  # eval.problems of the config
+  status, _, err = tiny.run('evaluate', *common, "--config.task.filters=('level>=3',)")
+  assert (status, 'level' in err) == (2, True)
+
+
 @pytest.mark.parametrize(
   ('arguments', 'said'),
   [

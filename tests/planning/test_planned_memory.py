@@ -272,3 +272,34 @@ def test_the_record_of_filters_is_that_of_all_minibatches_of_a_step():
   record = {n: activations(n, sampling) - activations(n, RUN.sampling) for n in (1, 2, 4)}
   assert record[2] - record[1] == 8 * 8 * 2048 * 20 * 4
   assert record[4] - record[1] == 3 * (record[2] - record[1])
+
+
+@pytest.mark.parametrize('replay', ['none', 'R2', 'R3'])
+def test_the_experts_to_replay_are_counted(replay):
+  """A token has eight experts in each of two layers, a byte each. Rollouts record them for R3: of a row, and of a prompt."""
+  config = shallow(MIXTURE, 2)
+  run = dataclasses.replace(RUN, model=dataclasses.replace(RUN.model, router_replay=replay))
+  updates = [update_memory(config, each, SHAPE, MeshAxes(data=2)).activations for each in (RUN, run)]
+  assert updates[1] - updates[0] == (0 if replay == 'none' else 8 * 4 * 2048 * 2 * 8)
+  before, after = (rollout_memory(config, each, Cache(), Quant(), 4, MeshAxes()) for each in (RUN, run))
+  routes = 2048 * 2 * 8 if replay == 'R3' else 0
+  assert (after.row - before.row, after.prefill - before.prefill) == (routes, 4 * routes)
+
+
+def test_the_evictions_that_the_learner_masks_are_counted():
+  """A token has an int32 for each kv head of each layer, of which a device holds half over tensor = 2."""
+  config, axes = shallow(QWEN, 2), MeshAxes(tensor=2)
+  masked, dense = dataclasses.replace(RUN, arm='learner_mask'), dataclasses.replace(RUN, arm='learner_mask', cache=Cache())
+  found = [update_memory(config, run, SHAPE, axes).activations for run in (masked, dense)]
+  assert found[0] - found[1] == 8 * 8 * 2048 * 2 * K // 2 * 4
+
+
+def test_rollouts_that_continue_keep_their_caches():
+  """All 64 sequences are on the devices during an update, if they are there when it begins."""
+  ahead = dataclasses.replace(RUN.rollout, async_ratio=1.0, sync='keep')
+  keeps = dataclasses.replace(RUN, rollout=ahead)
+  row = rollout_memory(QWEN, RUN, RUN.cache, RUN.quant, RUN.prefill, MeshAxes(data=4)).row
+  assert memory.caches_kept(QWEN, keeps, MeshAxes(data=4)) == 16 * row
+  for changes in ({'sync': 'recompute'}, {'async_ratio': 0.0}):
+    run = dataclasses.replace(RUN, rollout=dataclasses.replace(ahead, **changes))
+    assert memory.caches_kept(QWEN, run, MeshAxes(data=4)) == 0

@@ -9,7 +9,7 @@ from sprl.config import Cache, Quant
 from sprl.models.config import ModelConfig, tiny
 from sprl.planning.devices import DEVICES
 from sprl.planning.estimate import kinds, plan
-from sprl.planning.memory import kv_bytes, rollout_cache
+from sprl.planning.memory import kv_bytes, rollout_cache, rollout_memory
 from sprl.planning.mesh_axes import MeshAxes
 from sprl.planning.work import attended, decode_work
 
@@ -31,7 +31,8 @@ def test_a_decode_step_reads_the_window_of_most_layers():
   assert attended(dense, WINDOW) == WINDOW  # the longest prompt fills the window
   full = round(PROMPT + (TOKENS - PROMPT + 1) / 2)
   assert round(attended(dense)) == full
-  _, attention, *_ = decode_work(GEMMA, RUN, dense, 2 * 10**9, 64, MeshAxes(), DEVICES['h200']).parts
+  held = rollout_memory(GEMMA, RUN, Cache(), Quant(), 16, MeshAxes())
+  _, attention, *_ = decode_work(GEMMA, RUN, dense, held, 64, MeshAxes(), DEVICES['h200']).parts
   assert attention.bytes == pytest.approx(64 * SLOT * (22 * WINDOW + 4 * full), rel=0.01)
   assert attention.flops == 64 * 4 * 4 * 256 * (22 * WINDOW + 4 * full)
 

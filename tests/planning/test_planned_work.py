@@ -14,16 +14,16 @@ from sprl.models.config import tiny
 from sprl.planning import work
 from sprl.planning.devices import DEVICES, device
 from sprl.planning.estimate import on
-from sprl.planning.memory import rollout_cache, size, update_memory
+from sprl.planning.memory import RolloutMemory, rollout_cache, rollout_memory, size, update_memory
 from sprl.planning.mesh_axes import MeshAxes
-from sprl.planning.work import Part, Work, decode_work, update_work
+from sprl.planning.work import Part, Work, decode_work, longest, update_work
 
 H200, L = DEVICES['h200'], 4
 PARAMETERS = L * LAYER + 2 * V * E  # of four layers, without norms and biases
 
 
 def updated(run, shape, axes, config=FEW):
-  return update_work(config, run, shape, update_memory(config, run, shape, axes), axes, H200)
+  return update_work(config, run, shape, longest(run, shape), update_memory(config, run, shape, axes), axes, H200)
 
 
 def sent(done):
@@ -48,7 +48,8 @@ def test_mean_number_of_attended_slots():
 
 def test_a_decode_step_by_hand():
   dense = rollout_cache(FEW, RUN, Cache(), Quant())
-  linears, attention, head, *_ = decode_work(FEW, RUN, dense, 2 * PARAMETERS, 64, MeshAxes(), H200).parts
+  held = RolloutMemory(weights=2 * PARAMETERS, experts=0, prefill=0, kept=0, row=0)
+  linears, attention, head, *_ = decode_work(FEW, RUN, dense, held, 64, MeshAxes(), H200).parts
   assert linears.flops == 2 * L * LAYER * 64
   assert linears.bytes == 2 * L * LAYER
   slots = round(512 + 1537 / 2)
@@ -58,6 +59,18 @@ def test_a_decode_step_by_hand():
   assert head.bytes == 2 * V * E + 64 * 3 * 4 * V
 
 
+def test_a_decode_step_reads_only_the_experts_that_its_tokens_choose():
+  """A token chooses 8 of 128 experts. Over expert = 8, the tokens of eight devices meet at the 16 experts of each."""
+  config, dense = shallow(MIXTURE, 2), rollout_cache(shallow(MIXTURE, 2), RUN, Cache(), Quant())
+  for axes in (MeshAxes(), MeshAxes(expert=8)):
+    held = rollout_memory(config, RUN, Cache(), Quant(), 16, axes)
+    read = [decode_work(config, RUN, dense, held, rows, axes, H200).parts[0].bytes for rows in (1, 2, 4096)]
+    experts = 2 * 2 * 128 * 3 * 768 * 2048 // axes.expert
+    assert held.experts == experts
+    shares = [1 - (15 / 16) ** (rows * axes.expert) for rows in (1, 2)]
+    assert [read[2] - each for each in read[:2]] == pytest.approx([experts * (1 - share) for share in shares])
+
+
 def test_an_update_by_hand():
   done = updated(RUN, Shape(micros=8, rows=8, tokens=2048, sequences=64, columns=1536), MeshAxes(fsdp=8))
   linears, attention, head, step, *_ = done.parts
@@ -65,9 +78,12 @@ def test_an_update_by_hand():
   assert linears.flops == 4 * 2 * L * LAYER * 8 * 2048  # forward, recomputation, and backward to inputs and weights
   assert attention.flops == 8 * L * 2048**2 * H * D * (4 + 4 + 10)
   assert head.flops == 64 * 1536 / 8 * V * E * 8
+  width = L * (4 * E + 2 * H * D + 2 * K * D + 3 * F)  # of inputs and outputs of products
+  met = L * (3 * LAYER - E * F)  # forward, recomputation up to the last product, backward; never the vocabulary
+  assert linears.bytes == pytest.approx(8 * 2 * met + 4 * 8 * 2048 * 2 * width, rel=1e-3)  # weights in bfloat16
+  assert attention.bytes == 4 * L * 8 * 2048 * 2 * 2 * (H + K) * D
   state = 12 * PARAMETERS / 8
   assert step.bytes == pytest.approx(8 * 2 * state / 3 + 2 * state, rel=1e-3)  # sums read and written 8 times, state once
-  met = L * (3 * LAYER - E * F)  # forward, recomputation up to the last product, backward; never the vocabulary
   assert sent(done) == {
     ('all-gather', 'fsdp'): pytest.approx(8 * 2 * met * 7 / 8, rel=1e-3),
     ('reduce-scatter', 'fsdp'): pytest.approx(8 * 4 * L * LAYER * 7 / 8, rel=1e-3),
@@ -80,12 +96,26 @@ def test_the_kernel_of_attention_multiplies_only_the_keys_that_tokens_see(tokens
 
   The kernels multiply 2 times forward, 2 in the recomputation and 7 backward; the reference 2, 2 and 5, with all keys of the row.
   """
-  shape = Shape(64, 1, tokens, 64, 1536)
+  rows = 64 // answers
+  shape = Shape(rows, 1, tokens, 64, 1536)
   masked = dataclasses.replace(on(H200, RUN), arm='learner_mask')  # kv heads have their own masks
   reference, kernel, masked = (updated(run, shape, MeshAxes()).parts[1].flops for run in (RUN, on(H200, RUN), masked))
   pairs = 512**2 // 2 + answers * (512 * 1536 + 1536**2 // 2)
-  assert kernel == 64 * L * 2 * H * D * pairs * 11
-  assert reference == masked == 64 * L * 2 * H * D * tokens**2 * 9
+  assert kernel == rows * L * 2 * H * D * pairs * 11
+  assert reference == masked == rows * L * 2 * H * D * tokens**2 * 9
+
+
+def test_the_kernel_of_attention_does_not_multiply_padding():
+  full, padded = (updated(on(H200, RUN), Shape(64, 1, tokens, 64, 1536), MeshAxes()).parts for tokens in (2048, 3072))
+  assert padded[1].flops == full[1].flops
+  assert padded[0].flops == 1.5 * full[0].flops
+
+
+def test_forward_passes_of_an_fp8_learner_read_one_byte_for_each_weight():
+  shape = Shape(micros=8, rows=1, tokens=2048, sequences=64, columns=1536)
+  fp8 = dataclasses.replace(RUN, quant=Quant(learner='w8a8'))
+  codes, plain = (updated(on(H200, run), shape, MeshAxes()).parts[0].bytes for run in (fp8, RUN))
+  assert plain - codes == pytest.approx(8 * L * (2 * LAYER - E * F), rel=1e-3)  # forward and recomputation
 
 
 def test_experts_by_hand():

@@ -7,12 +7,13 @@ import subprocess
 import sys
 
 import pytest
-from plans import FEW, LAYER, MIXTURE, MODELS, ROOT, RUN, D, E, F, H, K, V
+from plans import FEW, LAYER, MIXTURE, MODELS, ROOT, RUN, D, E, F, H, K, V, shallow
 
 from sprl.config import (
   Cache,
   Devices,
   Evaluation,
+  HeldOutSet,
   Lora,
   Loss,
   Mesh,
@@ -34,6 +35,7 @@ from sprl.planning.devices import device
 from sprl.planning.estimate import on, plan
 from sprl.planning.memory import sampler_weight_bytes, size
 from sprl.planning.mesh_axes import MeshAxes
+from sprl.planning.remat import with_remat
 from sprl.planning.show import as_json, as_text
 from sprl.sharding.mesh import filled
 
@@ -160,6 +162,48 @@ def test_an_evaluation_with_the_samplers_memory_needs_as_much_as_rollouts():
 def test_an_evaluation_is_on_the_learners_devices_if_rollouts_have_their_own():
   run = dataclasses.replace(RUN, devices=Devices(learner='0-3', rollout='4-5'))
   assert plan(FEW, run, MeshAxes(fsdp=4), MeshAxes(data=2), H200).evaluation.rows == 64 / 4
+
+
+def test_an_evaluation_on_a_learner_with_a_sequence_axis_has_whole_sequences_on_each_device():
+  run = dataclasses.replace(RUN, devices=Devices(learner='0-3', rollout='4-5'))
+  assert plan(FEW, run, MeshAxes(fsdp=2, sequence=2), MeshAxes(data=2), H200).evaluation.rows == 64 / 4
+
+
+def test_an_evaluation_has_the_rows_of_its_largest_set():
+  sets = {'few': HeldOutSet(path='a', problems=5), 'hard': HeldOutSet(path='b', samples=8)}
+  asked = Evaluation(problems=4, temperature=1.0, sets=sets)
+  found = plan(FEW, dataclasses.replace(RUN, eval=asked), ONE, ONE, H200).evaluation
+  assert found.rows_asked == 4 * 8
+
+
+def test_an_evaluation_records_nothing():
+  """Neither experts to replay nor evictions: training reads no answer of an evaluation."""
+  for config, run in (
+    (shallow(MIXTURE, 2), dataclasses.replace(RUN, model=dataclasses.replace(RUN.model, router_replay='R3'))),
+    (FEW, dataclasses.replace(RUN, arm='learner_mask')),
+  ):
+    asked = Evaluation(memory='sampler')
+    found, plain = (plan(config, dataclasses.replace(each, eval=asked), ONE, ONE, H200) for each in (run, RUN))
+    assert found.evaluation.total == plain.evaluation.total
+
+
+@pytest.mark.parametrize('apart', [False, True])
+def test_rollouts_that_continue_leave_less_memory_to_update_and_evaluation(apart):
+  def planned(sync, remat, there=H200):
+    ahead = dataclasses.replace(RUN.rollout, async_ratio=1.0, sync=sync)
+    devices = Devices(learner='0', rollout='1') if apart else Devices()
+    return plan(FEW, with_remat(dataclasses.replace(RUN, rollout=ahead, devices=devices), remat), ONE, ONE, there)
+
+  keeps, stops = planned('keep', 'none'), planned('recompute', 'none')
+  assert stops.caches == 0
+  assert keeps.caches == (0 if apart else 64 * keeps.kinds[2].memory.row)
+  assert keeps.evaluation.total - stops.evaluation.total == keeps.caches
+  assert ('of rollouts that continue after it' in as_text(keeps)) == (not apart)
+  tight = dataclasses.replace(H200, memory=(stops.update.total + keeps.caches / 2) / 0.9)  # room for half of the caches
+  assert planned('recompute', 'none', tight).fits['update']
+  assert planned('keep', 'none', tight).fits['update'] == apart
+  assert planned('recompute', 'auto', tight).remat == 'none'
+  assert (planned('keep', 'auto', tight).remat == 'none') == apart
 
 
 # --- kinds and layouts -----------------------------------------------------------------------------------------------
