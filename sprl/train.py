@@ -130,13 +130,14 @@ def setup(
   local_folder('--workdir', workdir)
   check_processes(run, team)
   check_installed(run.log.trackers)
-  first_start = team.broadcast('time', lambda: began(workdir))  # a template that reads the clock gets this time
-  model = Model.open(run).at(first_start)
+  model = Model.open(run)
   record_format(run.sampling, model.config.vocab_size)  # raises if the filters of the rollouts cannot be recorded
   layout = model.cache_layout(run.sampling, run.cache, run.quant, run.masked_learner, run.model.router_replay == 'R3')
   check_caches_fit(run, layout, model.engine_meshes)
   here = {'computes in': str(model.dtype), 'kernels': model.kernels, '--workdir': str(workdir), '--from': start.source}
   check_alike('settings', settings.to_dict(run) | here, team)
+  first_start = team.broadcast('time', lambda: began(workdir))  # a template that reads the clock gets this time
+  model = model.at(first_start)
   run = team.broadcast('remat', lambda: decided(stored_choices(run, workdir), model))
   rollouts = RolloutSetup.open(run, model.tokenizer, team, inputs)
   check_alike('problems', {'problems': rollouts.state()}, team)

@@ -267,7 +267,7 @@ def test_a_run_trains_random_weights_without_a_model_and_says_so(folder, monkeyp
 
 def test_a_run_of_no_steps_that_is_interrupted_in_its_evaluation_is_not_complete():
   saved = []
-  state = SimpleNamespace(step=0, before={}, after={})  # `evaluate` returns {} after a signal
+  state = SimpleNamespace(step=0, before={}, after={}, base=None)  # `evaluate` returns {} after a signal
   learner = SimpleNamespace(state=SimpleNamespace(params={}))
   session = SimpleNamespace(
     state=state,
