@@ -31,7 +31,7 @@ FORMS = {  # form of a grader -> text of its file, after HEAD
   'whole': 'def grade(completions):\n  return act(completions[0])',
 }
 HEAD = f'import asyncio\nimport sys\nsys.path.append({str(Path(__file__).parent)!r})\nfrom behaviour import act\n\n\n'
-NUMBERS = ('true', 'int', 'numpy', 'numpy int', 'fraction', 'minus', 'tiny')  # names of the values that are valid scores
+NUMBERS = ('true', 'int', 'numpy', 'numpy int', 'numpy bool', 'fraction', 'minus', 'tiny')  # names of valid scores
 
 
 @contextlib.contextmanager
