@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from jsonschema import Draft202012Validator
+from saving import SAVES
 
 from sprl.distributed.process_group import VARIABLES
 
@@ -193,19 +194,7 @@ def test_a_preempted_run_exits_with_75_unless_it_failed(ends_with, terminated, s
 
 @pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_the_group_of_a_preemptible_run_saves(number):
-  script = """
-import time
-from sprl.distributed.signals import signals
-with signals() as stop:
-  print('ready', flush=True)
-  for _ in range(10_000):
-    if stop.received:
-      break
-    time.sleep(0.01)
-  time.sleep(0.5)
-  print('saved', flush=True)
-"""
-  command = ['sh', str(LAUNCH / 'preemptible.sh'), sys.executable, '-c', script]
+  command = ['sh', str(LAUNCH / 'preemptible.sh'), sys.executable, '-c', SAVES]
   heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a shell cannot trap a signal that it was started to ignore
   process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True, preexec_fn=heed)
   assert process.stdout is not None

@@ -204,12 +204,11 @@ def _evaluation(config: ModelConfig, run: Run, axes: MeshAxes, state: int) -> Ev
   ]
   asked, prompts = at_once(run, sets)
   rows = math.ceil(asked / axes.rows)
-  limit = settings.max_tokens or run.sampling.max_tokens
   answers = dataclasses.replace(  # nothing is recorded of them: neither supports, nor evictions, nor routes
     run,
     arm=None,
     model=dataclasses.replace(run.model, router_replay='none'),
-    sampling=dataclasses.replace(run.sampling, top_p=1.0, top_k=None, min_p=0.0, max_tokens=limit),
+    sampling=dataclasses.replace(run.eval_sampling, top_p=1.0),
   )
   held = rollout_memory(config, answers, cache, quant, prompts, axes)
   synced = 0 if same_weights(quant, run.quant) else memory.sampler_weight_bytes(config, run, run.quant, axes)

@@ -90,7 +90,7 @@ def check_agents(task: Task, tokenizer: Tokenizer) -> None:
 
 
 def begin_agents(
-  run: Run, tokenizer: Tokenizer, team: Team, enter: Callable[[Any], Any], eval_limit: int
+  run: Run, tokenizer: Tokenizer, team: Team, enter: Callable[[Any], Any]
 ) -> tuple[WorkersLike, AgentSource, AgentSource, int | None]:
   """Start the server and the host of the agents in process 0.
 
@@ -102,20 +102,20 @@ def begin_agents(
   pool = None
   if team.leads:
     limit = task.time_limit or AGENT_SECONDS
-    drawn = run.sampling, run.eval_sampling
-    pool = enter(AgentPool(program, *drawn, run.model.path, limit, task.workers, options['port']))
+    pool = enter(AgentPool(program, run.sampling, run.eval_sampling, run.model.path, limit, task.workers, options['port']))
 
-  def source(split: str, max_tokens: int) -> AgentSource:
+  def source(split: str) -> AgentSource:
     held_out = split == 'test'
     seed, shuffle = partial(seeds, held_out=held_out, split=False), None if held_out else run.seed
     row = partial(rows, data[split], split, seed, shuffle)
-    limits = Limits(task.turns, task.turn_tokens, run.sampling.max_prompt, max_tokens)
+    drawn = run.eval_sampling if held_out else run.sampling
+    limits = Limits(task.turns, task.turn_tokens, drawn.max_prompt, drawn.max_tokens)
     release = (lambda key: None) if pool is None else pool.release
     return AgentSource(row, limits, task.branches, ChatCodec(tokenizer), release, options['tool_format'])
 
   workers = across(team, BroadcastWorkers, pool)
   held_out = task.args.get('held_out', 0) if task.name == 'verifiers' else len(data['test'])
-  return workers, source('train', run.sampling.max_tokens), source('test', eval_limit), held_out or None
+  return workers, source('train'), source('test'), held_out or None
 
 
 def agent_program(task: Task) -> tuple[Program, dict[str, Any]]:

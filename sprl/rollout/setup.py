@@ -4,7 +4,7 @@ With several processes the wrappers of sprl/rollout/broadcast.py are installed h
 """
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -30,7 +30,7 @@ from sprl.sampler.weights import SamplerWeights, sampler_weight_axes
 from sprl.sharding.reshard import reshard
 from sprl.sharding.rules import shardings
 from sprl.tasks import graders, in_memory, problems
-from sprl.tasks.environment_pool import Kind, close, environment_pool, make_environment, takes_split
+from sprl.tasks.environment_pool import Kind, close, environment_pool, make_environment, rows_of, takes_split
 from sprl.tasks.environments.protocol import EnvironmentFault
 from sprl.tasks.foreign import attempt
 from sprl.tasks.grader_pool import GraderPool, grader_pool
@@ -162,7 +162,7 @@ class RolloutSetup:
     """
     limit = self.run.sampling.max_tokens
     if self.run.task.kind == 'agent':  # training and evaluation share one server
-      workers, source, test, rows = begin_agents(self.run, self.tokenizer, self.team, enter, self._eval_limit)
+      workers, source, test, rows = begin_agents(self.run, self.tokenizer, self.team, enter)
       return workers, source, self._with_sets(enter, self._asked(workers, test, rows))
     held_out = self.begin_evaluation(enter)
     if self.stream is not None:
@@ -174,9 +174,9 @@ class RolloutSetup:
     """Start the workers of evaluation in process 0. Returns the held-out groups. `enter` is as in `begin`."""
     run = self.run
     if run.task.kind == 'environment':
-      return self._with_sets(enter, self._asked(*self._begin_conversations(self._eval_limit, enter, held_out=True)))
+      return self._with_sets(enter, self._asked(*self._begin_conversations(run.eval_sampling.max_tokens, enter, held_out=True)))
     if run.task.kind == 'agent':
-      workers, _, test, rows = begin_agents(run, self.tokenizer, self.team, enter, self._eval_limit)
+      workers, _, test, rows = begin_agents(run, self.tokenizer, self.team, enter)
       return self._with_sets(enter, self._asked(workers, test, rows))
     return self._with_sets(enter, None)
 
@@ -185,17 +185,13 @@ class RolloutSetup:
     problems = self.run.eval.problems
     return EvalSet(source, workers, problems if different is None else min(problems, different), different=different)
 
-  @property
-  def _eval_limit(self) -> int:
-    return self.run.eval_sampling.max_tokens
-
   def _with_sets(self, enter: Callable[[Any], Any], own: EvalSet | None) -> EvalSet:
     """Return `own`, the groups of the task itself (None: they are problems), with the sets of problems beside it."""
     sets: dict[str, EvalSet] = {} if own is None else {'': own}
     if self.held_out:
       workers = self._started(self._graders() if self.team.leads else None, enter)
       for name, some in self.held_out.items():
-        source = ProblemSource(some.problem, self.tokenizer, self._eval_limit, self.rewards)
+        source = ProblemSource(some.problem, self.tokenizer, self.run.eval_sampling.max_tokens, self.rewards)
         sets[name] = EvalSet(source, workers, len(some.order), some.samples)
     return replace(sets.pop(''), more=sets)
 
@@ -228,7 +224,7 @@ class RolloutSetup:
     workers = self._started(pool, enter)
     source = enter(_closed_at_the_end(self._conversations(limit, pool, held_out)))
     split = takes_split(self.run.task, self.inputs.environment)
-    rows = self.team.broadcast('episodes', lambda: len(source.sample) if isinstance(source.sample, Sized) else None)
+    rows = self.team.broadcast('episodes', lambda: rows_of(source.sample))
     return workers, across(self.team, BroadcastSource, source), None if rows is None else different(rows, split)
 
   def _conversations(self, limit: int, pool: WorkerPool | None, held_out: bool = False) -> ConversationSource:
@@ -237,8 +233,7 @@ class RolloutSetup:
     codec = ChatCodec(self.tokenizer, task.system) if task.chat else PlainCodec(self.tokenizer)
     limits = Limits(task.turns, task.turn_tokens, run.sampling.max_prompt, limit)
     sample = make_environment(task, held_out, self.inputs.environment) if self.team.leads else None
-    split, rows = takes_split(task, self.inputs.environment), len(sample) if isinstance(sample, Sized) else None
-    seed = partial(seeds, held_out=held_out, split=split, rows=rows)
+    seed = partial(seeds, held_out=held_out, split=takes_split(task, self.inputs.environment), rows=rows_of(sample))
     release = (lambda call: None) if pool is None else pool.release
     return ConversationSource(seed, limits, codec, release, sample, task.time_limit or STEP_SECONDS)
 

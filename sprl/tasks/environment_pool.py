@@ -6,7 +6,7 @@ environments there are lost too, and the next step of each fails.
 
 import inspect
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -117,6 +117,11 @@ class _Stage:
     """Close the environments."""
     while self._environments:
       attempt(close, self._environments.popitem()[1])
+
+
+def rows_of(env: Environment | None) -> int | None:
+  """Return the number of an environment's rows, None if it does not tell."""
+  return len(env) if isinstance(env, Sized) else None
 
 
 def close(env: Environment | None) -> None:

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from saving import SAVES
 
 from sprl.config import SettingsError
 from sprl.distributed import process_group
@@ -232,20 +233,6 @@ def test_a_signal_reaches_every_process():
   assert seen == {'[0] ready\n', '[1] ready\n'}
   assert sorted(out.splitlines()) == ['[0] saved', '[1] saved']
   assert process.returncode == 0
-
-
-SAVES = """
-import time
-from sprl.distributed.signals import ECHO, signals
-with signals() as stop:
-  print('ready', flush=True)
-  for _ in range(10_000):
-    if stop.received:
-      break
-    time.sleep(0.01)
-  time.sleep(4 * ECHO)
-  print('saved', flush=True)
-"""
 
 
 @pytest.mark.parametrize('number', [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
