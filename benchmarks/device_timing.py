@@ -1,9 +1,11 @@
 """Time of calls on a device, and the device's measured limits.
 
 One program makes the call on several inputs that are together larger than any cache. This excludes Python and warm caches from
-the time. A run launches the program several times back to back; the median of the runs counts.
+the time. A run launches the program back to back for at least LEAST seconds, because its start and end take 0.2 ms. The median of
+the runs counts.
 """
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +16,7 @@ import jax.numpy as jnp
 
 # Bytes that a program reads and writes: more than any cache holds. They take about a millisecond, longer than a launch.
 WORK = 4 * 2**30
+LEAST = 0.02  # seconds of a run
 # Tensor cores multiply e4m3 twice as fast as bfloat16. Below this ratio (1.2e15 FLOP/s on an H200) the library converts e4m3.
 FP8_GAIN = 1.5
 
@@ -41,10 +44,10 @@ def seconds(
   make: Callable[[jax.Array], Sequence[Any]],
   moving: int = 0,
   runs: int = 5,
-  launches: int = 5,
+  launches: int | None = None,
   inputs: int = 48,
 ) -> float:
-  """Return the median seconds of call(*make(key)) over up to `inputs` keys.
+  """Return the median seconds of call(*make(key)) over up to `inputs` keys. `launches` of the program per run; None: enough.
 
   The first `moving` arguments are donated: the call may reuse their buffers, and must return their replacements.
   """
@@ -61,21 +64,28 @@ def seconds(
     return [compiled(*m, *f) for m, f in zip(movers, fixed)]
 
   run = jax.jit(program, donate_argnums=(0,) if moving else ())
-  times = []
-  for repeat in range(runs + 1):
+
+  def timed(movers, launches):
     start = time.perf_counter()
     for _ in range(launches):
       out = run(movers, fixed)
       movers = out if moving else movers
-    jax.block_until_ready(out)
-    if repeat:  # run 0 compiles
-      times.append((time.perf_counter() - start) / (launches * count))
+    jax.block_until_ready(movers if moving else out)
+    return movers, time.perf_counter() - start
+
+  movers, _ = timed(movers, 1)  # compiles
+  movers, once = timed(movers, 1)
+  launches = launches or math.ceil(LEAST / once)
+  times = []
+  for _ in range(runs):
+    movers, seconds = timed(movers, launches)
+    times.append(seconds / (launches * count))
   return statistics.median(times)
 
 
 def ceilings(rehearse: bool) -> Ceilings:
   """Measure the rates of a copy and of square matrix products of random numbers."""
-  size, side = (2**20, 64) if rehearse else (2**30, 8192)
+  size, side = (2**18, 64) if rehearse else (2**28, 8192)
 
   def square(dtype):
     return lambda key: [jax.random.normal(k, (side, side)).astype(dtype) for k in jax.random.split(key)]
@@ -83,11 +93,11 @@ def ceilings(rehearse: bool) -> Ceilings:
   def product(out):
     return lambda a, b: jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=out)
 
-  copied = seconds(lambda x: x + jnp.uint8(1), lambda key: (jax.random.bits(key, (size,), jnp.uint8),))
+  copied = seconds(lambda x: x + 1, lambda key: (jax.random.normal(key, (size,)),))  # bytes would be read in small pieces
   bf16 = seconds(product(jnp.bfloat16), square(jnp.bfloat16))
   try:
     fp8 = 2 * side**3 / seconds(product(jnp.bfloat16), square(jnp.float8_e4m3fn))
   except Exception as error:  # libraries without this product raise different errors
     print(f'no FP8 matrix rate: {type(error).__name__}', flush=True)
     fp8 = None
-  return Ceilings(2 * size / copied, 2 * side**3 / bf16, fp8)
+  return Ceilings(2 * 4 * size / copied, 2 * side**3 / bf16, fp8)

@@ -45,7 +45,7 @@ class CodeForm:
   scales: Any  # of all layers: sprl.cache.scales.Scales
   mean: Float[Array, 'K D'] | None  # the vector that is subtracted from each key (sprl/cache/key_bias.py)
   twice: Int[Array, 'K W'] | None  # the coordinates of keys with a second code: W/2 of the first half, and their partners
-  layer: int = field(metadata={'static': True})
+  layer: Int[Array, ''] | int  # number of the layer; an array in the kernel, so that all layers share a program
   queries: bool = field(metadata={'static': True})  # whether queries are rounded to FP8 too
   finer: float = field(metadata={'static': True})  # factor by which second codes are finer than first ones
 

@@ -1,4 +1,4 @@
-"""The launch of decode attention on a Hopper GPU, and a model of its time. No GPU has confirmed the model.
+"""The launch of decode attention on a Hopper GPU, and a model of its time.
 
 A row here is one kv head of one sequence. A team of programs (a cluster) owns a number of rows. A row has parts of equal size.
 Each member computes one row, or the members divide the parts of all rows (`shares`). The time of a launch is the sum of
@@ -28,9 +28,10 @@ TEAM = 4  # programs of a team, unless a row has more
 MEMBERS = 8  # maximum number of programs of a team: the largest cluster that every Hopper GPU runs
 LEAST = 4  # minimum number of blocks of a part, if every row is divided
 LONG = 16  # the same, if a team divides only its long rows
-# Bytes of shared memory per program if a multiprocessor holds three, two or one (228 KiB, less 1 KiB each), and the fewest stages
+# Programs that share a multiprocessor, bytes of shared memory for each (228 KiB in all, less 1 KiB each), and the fewest stages
 # for which that many programs pay off: more programs hide more waiting time, but share the memory for their rings.
-SHARED = ((75 * 1024, 3), (113 * 1024, 2), (227 * 1024, 2))
+SHARED = ((3, 75 * 1024, 3), (2, 113 * 1024, 2), (1, 227 * 1024, 2))
+STEP = 1.24e-6  # seconds of a program per FP8 block if two programs share a multiprocessor: measured on an H200
 OVERHEAD = 4096  # upper bound on the bytes of shared memory that Mosaic uses for reductions, barriers and alignment
 
 
@@ -48,21 +49,30 @@ class Launch:
 
 
 def launch(N: int, S: int, D: int, dtype: Any, share: bool, second: bool) -> Launch:
-  """Return the launch parameters for N rows of S slots, and heads of width D stored in `dtype`."""
+  """Return the launch parameters for N rows of S slots, and heads of width D stored in `dtype`.
+
+  If the rows fill the device, a team shares long rows in bfloat16 only. In FP8 its code needs so many registers that two programs
+  share a multiprocessor instead of three. Full rows of 4,096 slots then took 23 % longer (a kv head of 128 numbers, on an H200).
+  """
   size, padded = jnp.dtype(dtype).itemsize, up(D, 64)
   stage = BLOCK * (D + padded) * size + (BLOCK * SECOND if second else 0)
   widened = 2 * BLOCK * padded if size == 1 else 0
   scores = 4 * QUERIES * up(S, BLOCK) if share else 0
   fixed = 2 * QUERIES * (padded + SECOND + BLOCK) + widened + scores + OVERHEAD
-  room = next((room for room, least in SHARED if room >= fixed + least * stage), 0)
-  stages = min(STAGES, max(0, room - fixed) // stage)
+  fits = [(programs, min(STAGES, (room - fixed) // stage)) for programs, room, least in SHARED if room >= fixed + least * stage]
+
+  def working(programs: int) -> float:
+    return -(-N // (programs * MULTIPROCESSORS)) * max(STEP, programs * stage * MULTIPROCESSORS / MEMORY)
+
+  # Bytes bound bfloat16, so only FP8 rows are counted in rounds.
+  stages = (min(fits, key=lambda each: working(each[0])) if size == 1 else fits[0])[1] if fits else 0
   most = min(PROGRAMS // N, -(-S // (LEAST * BLOCK)))
   parts = next(n for n in (MEMBERS, 4, 2, 1) if n <= max(1, most))
   if share:
     members, rows, parts, least = 1, 1, 1, LEAST
   elif parts > 1:
     members, rows, least = parts, 1, LEAST
-  elif S > LONG * BLOCK:
+  elif S > LONG * BLOCK and size > 1:
     members, rows, parts, least = TEAM, TEAM, TEAM, LONG
   else:
     members, rows, least = 1, 1, LEAST

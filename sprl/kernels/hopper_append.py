@@ -24,6 +24,7 @@ from jaxtyping import Array, BFloat16, Int
 
 from sprl.kernels.append import CodeForm, Projected
 from sprl.kernels.hopper_quantise import LANE, MAX, Shape, dealt, store
+from sprl.kernels.lowering import lowered_once
 
 WIDTHS = (128, 256)  # of a head: a half fills the lanes of a warp with pairs, which FP8 casts need
 MOST = 64  # most heads of a row: 64 registers of a thread hold the two halves of the queries
@@ -44,6 +45,7 @@ def obstacle(product: Shape, k: Array | Shape) -> str | None:
   return None
 
 
+@lowered_once('interpret')
 def append(
   x: Projected,
   stored: Mapping[str, Array],
@@ -69,6 +71,7 @@ def append(
     'slot': slot,
     'position': position,
     'scales': None if code is None else code.scales,
+    'layer': None if code is None else jnp.reshape(code.layer, 1),
     'mean': None if code is None or code.mean is None else code.mean.reshape(K, 2, P),
     'twice': None if code is None else code.twice,
   }
@@ -125,7 +128,7 @@ def _token(x: Projected, code: CodeForm | None, row, sizes, given, stores, q_ref
     layout = dealt(H, P)
     q = turned(0, 0, layout, x.query_scale)
     if code is not None and code.queries:
-      scale = given['scales'].q[code.layer]
+      scale = given['scales'].q[given['layer'][0]]
 
       @pl.when(slot < S)
       def _():
@@ -153,7 +156,8 @@ def _token(x: Projected, code: CodeForm | None, row, sizes, given, stores, q_ref
         for half in (0, 1):
           store(stores[name].at[row, :, slot, half], found[half].astype(jnp.bfloat16))
       return
-    scales = given['scales'].k[code.layer], given['scales'].v[code.layer]
+    layer = given['layer'][0]
+    scales = given['scales'].k[layer], given['scales'].v[layer]
     if given['mean'] is not None:
       k = [a - _load(given['mean'].at[:, half], layout) for half, a in enumerate(k)]
     _count(stores['saturated'].at[row], [(k, scales[0]), (v, scales[1])], layout)

@@ -38,6 +38,7 @@ from jaxtyping import Array, BFloat16, Float8e4m3fn, Float32, Int
 
 from sprl.kernels.hopper_cluster import meet
 from sprl.kernels.launch_model import BLOCK, LINE, ROWS, Launch, launch
+from sprl.kernels.lowering import lowered_once
 
 PATCH = 16  # tiles of tokens per patch of `planar_snake`
 TOKENS = 8, 16, 32, 64, 128  # accepted tokens per block of an expert
@@ -107,6 +108,7 @@ def grouped_matmul(
   return y.reshape(n, T, N)
 
 
+@lowered_once('plan', 'N', 'interpret')
 def run(plan: Launch, x, x_scale, w, w_scale, experts=(), N: int | None = None, interpret: Any = None) -> BFloat16[Array, 'M N']:
   """Run the kernel with the launch parameters `plan` and return y.
 

@@ -40,6 +40,7 @@ from jaxtyping import Array, Float, Int
 from sprl.kernels.attention_launch import BLOCK, QUERIES, SECOND, Launch, launch, up
 from sprl.kernels.fp8_softmax import origin, rounded
 from sprl.kernels.hopper_cluster import meet
+from sprl.kernels.lowering import lowered_once
 
 LEAST = -1e30  # stands for -inf: -inf - -inf would be nan
 FP8 = jnp.float8_e4m3fn
@@ -70,6 +71,7 @@ def obstacle(q: Array | Shape, k: Array | Shape, second: Any, share: bool) -> st
   return None
 
 
+@lowered_once('share', 'fp8_softmax', 'interpret')
 def decode_attention(
   q: Float[Array, 'B H D'],
   k: Float[Array, 'B K S D'],

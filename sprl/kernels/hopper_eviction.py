@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, Shaped
 
+from sprl.kernels.lowering import lowered_once
 from sprl.kernels.rounding import to_bfloat16
 
 THREADS = 128  # threads of a program of `compact`
@@ -41,6 +42,7 @@ def compaction_obstacle(k: Array | Shape) -> str | None:
   return None
 
 
+@lowered_once('interpret')
 def compact(
   k: Shaped[Array, 'B K S D'],
   v: Shaped[Array, 'B K S D'],
@@ -128,6 +130,7 @@ def similarity_obstacle(k: Array | Shape) -> str | None:
   return None
 
 
+@lowered_once('threshold', 'nearest_of_none', 'interpret')
 def similarity(
   k: Float[Array, 'R K S D'],
   n: Int[Array, ' R'],

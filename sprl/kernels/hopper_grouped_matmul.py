@@ -27,6 +27,7 @@ from jaxtyping import Array, BFloat16, Float32, Int
 
 from sprl.kernels.hopper_block_matmul import TOKENS, TRANSPOSED, tiled
 from sprl.kernels.launch_model import MULTIPROCESSORS, OVERHEAD, ROWS, SHARED, STAGES
+from sprl.kernels.lowering import lowered_once
 
 DEPTH = 64  # length of a stage's sum: a line of 128 bytes
 COLUMNS = 128  # maximum columns of a tile of a weight's gradient
@@ -74,6 +75,7 @@ def launch(rows: int, columns: int, most: int, tiles: int) -> Launch:
   return Launch(warpgroups, units // warpgroups, columns, stages, programs)
 
 
+@lowered_once('back', 'interpret')
 def grouped_matmul(
   x: BFloat16[Array, 'n T C'],
   w: BFloat16[Array, 'X N K'],
@@ -128,6 +130,7 @@ def grouped_matmul(
   return _call(name, kernel, plan, 2, out, scratch, interpret)(x, w, expert, used.reshape(1))
 
 
+@lowered_once('experts', 'interpret')
 def grouped_outer(
   dy: BFloat16[Array, 'n T N'],
   x: BFloat16[Array, 'n T K'],

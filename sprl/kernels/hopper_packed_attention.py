@@ -24,6 +24,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
+from sprl.kernels.lowering import lowered_once
+
 ROWS = 64  # rows of a warpgroup's products: queries, or keys in the pass for dk and dv
 WARPGROUPS = 2  # warpgroups that multiply; another one copies
 BLOCK = WARPGROUPS * ROWS  # rows of a program
@@ -59,6 +61,7 @@ def packed_attention(
   return _forward(q, k, v, visible, interpret)[0]
 
 
+@lowered_once('interpret')
 def _forward(q, k, v, visible, interpret):
   """Return the output and the residuals of the backward pass.
 
@@ -147,6 +150,7 @@ def _backward(interpret, saved, dout):
 packed_attention.defvjp(_forward, _backward)
 
 
+@lowered_once('interpret')
 def _gradient_of_queries(arrays, stretches, interpret):
   q, k, *_ = arrays
   (B, _, H, D), group = q.shape, q.shape[2] // k.shape[2]
@@ -210,6 +214,7 @@ def _gradient_of_queries(arrays, stretches, interpret):
   )(*arrays, stretches, _spans(stretches, BLOCK, KEYS_BACK))
 
 
+@lowered_once('window', 'interpret')
 def _gradients_of_keys(arrays, stretches, viewers, window, interpret):
   q, k, *_ = arrays
   (B, S, K, D), group = k.shape, q.shape[2] // k.shape[2]

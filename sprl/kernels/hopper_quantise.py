@@ -22,6 +22,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float, Float8e4m3fn, Float32
 
+from sprl.kernels.lowering import lowered_once
+
 GROUP = 128  # features that share a scale
 WARPS = 4
 TOKENS = 8  # tokens per program of `codes` and `gated_codes`
@@ -50,6 +52,7 @@ def obstacle(x: Array | Shape, group: int, pow2: bool, norm: bool = False) -> st
   return None
 
 
+@lowered_once('eps', 'interpret')
 def normalised(
   x: BFloat16[Array, 'T M'], added: Float[Array, 'P T M'], scale: Float[Array, ' M'], eps: float, interpret: Any = None
 ) -> tuple[BFloat16[Array, 'T M'], BFloat16[Array, 'T M']]:
@@ -66,6 +69,7 @@ def normalised(
   return normed.reshape(x.shape), total.reshape(x.shape)
 
 
+@lowered_once('eps', 'interpret')
 def normalised_codes(
   x: BFloat16[Array, 'T M'],
   scale: Float[Array, ' M'],
@@ -125,11 +129,13 @@ def _normed(token, x_ref, added_ref, scale_ref, eps):
   return (wide * lax.rsqrt(mean + eps) * load(scale_ref)).astype(jnp.bfloat16), total
 
 
+@lowered_once('interpret')
 def codes(x: BFloat16[Array, 'T M'], interpret: Any = None) -> tuple[Float8e4m3fn[Array, 'T M'], Float32[Array, 'T C']]:
   """Return codes and scales of x. `interpret=plgpu.InterpretGPUParams()` runs the kernel on a CPU."""
   return _by_group(x, x.shape[1], lambda load: load(0), 'hopper_codes', interpret)
 
 
+@lowered_once('activate', 'interpret')
 def gated_codes(
   x: BFloat16[Array, 'T N'], activate: Callable[[Array], Array], interpret: Any = None
 ) -> tuple[Float8e4m3fn[Array, 'T M'], Float32[Array, 'T C']]:

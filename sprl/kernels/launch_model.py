@@ -32,9 +32,9 @@ NARROW = 8, 16, 32, 64  # tokens of a tile of the narrow layout
 WIDE = 128  # tokens of a tile of the wide layout
 SPLITS = 1, 2, 4, 8  # programs that share a sum
 TOGETHER = (1, 1), (2, 1), (1, 2), (2, 2)  # programs of a cluster without split sums: along the rows and along the tokens
-# Clusters that run at the same time, by size. A cluster lies in one group of multiprocessors. Six groups are assumed to have 16
-# and two to have 18.
-CLUSTERS = {1: 132, 2: 66, 4: 32, 8: 16}
+# Clusters that run at the same time, by size: a cluster lies in one group of multiprocessors. 30 of four is what an H200 reports.
+# The groups of another device may have other sizes. One cluster too many takes as long as a second round of them.
+CLUSTERS = {1: 132, 2: 66, 4: 30, 8: 14}
 DEPTH = 2  # minimum number of blocks of K per split
 # (tiles per multiprocessor, terms): a sum is split while it has fewer tiles than this, into parts of at least this many terms.
 PARTS = (0.8, 256), (1.5, 1025)

@@ -26,6 +26,6 @@ def arguments(H, K, D, dtype):
     stored |= {'second': shape((B, K, S, 16), jnp.uint8)}
     stored |= {'saturated': shape((B, K), jnp.int32), 'saturated_queries': shape((B, H), jnp.int32)}
     scales = Scales(*[shape((2,), jnp.float32)] * 3)
-    code = CodeForm(scales, shape((K, D), jnp.float32), shape((K, 16), jnp.int32), layer=1, queries=True, finer=16.0)
+    code = CodeForm(scales, shape((K, D), jnp.float32), shape((K, 16), jnp.int32), shape((), jnp.int32), queries=True, finer=16.0)
   ints = shape((B,), jnp.int32)
   return x, stored, ints, ints, code
