@@ -1,8 +1,8 @@
 """Time of calls on a device, and the device's measured limits.
 
-One program makes the call on several inputs that are together larger than any cache. This excludes Python and warm caches from
-the time. A run launches the program back to back for at least LEAST seconds, because its start and end take 0.2 ms. The median of
-the runs counts.
+One program makes the call on several inputs that are together larger than any cache, in a loop on the device. The time thus
+excludes Python, warm caches and the start of the program. At the start XLA updates the program's CUDA graph, which takes longer
+than a short kernel. The median of several runs counts.
 """
 
 import math
@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-# Bytes that a program reads and writes: more than any cache holds. They take about a millisecond, longer than a launch.
-WORK = 4 * 2**30
-LEAST = 0.02  # seconds of a run
+WORK = 4 * 2**30  # bytes of all inputs and outputs, if there are enough inputs: more than any cache holds
+CALLS = 16  # minimum number of calls of an iteration, which takes some 20 us in addition to them
+LEAST = 0.05  # seconds of a run
 # Tensor cores multiply e4m3 twice as fast as bfloat16. Below this ratio (1.2e15 FLOP/s on an H200) the library converts e4m3.
 FP8_GAIN = 1.5
 
@@ -44,42 +44,48 @@ def seconds(
   make: Callable[[jax.Array], Sequence[Any]],
   moving: int = 0,
   runs: int = 5,
-  launches: int | None = None,
+  least: float = LEAST,
   inputs: int = 48,
 ) -> float:
-  """Return the median seconds of call(*make(key)) over up to `inputs` keys. `launches` of the program per run; None: enough.
+  """Return the median seconds of call(*make(key)) over up to `inputs` keys. A run takes `least` seconds; 0: one iteration.
 
   The first `moving` arguments are donated: the call may reuse their buffers, and must return their replacements.
   """
   shapes = jax.eval_shape(make, jax.random.key(0))
-  size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((shapes, jax.eval_shape(call, *shapes))))
+  out = jax.eval_shape(call, *shapes)
+  size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((shapes, out)))
   count = max(2, min(inputs, WORK // size))
+  cycles = -(-CALLS // count) if least else 1
   made = jax.jit(make)
   arguments = [tuple(made(key)) for key in jax.random.split(jax.random.key(1), count)]
   movers, fixed = [each[:moving] for each in arguments], [each[moving:] for each in arguments]
   del arguments
   compiled = jax.jit(call)  # lowered once for all inputs
 
-  def program(movers, fixed):
-    return [compiled(*m, *f) for m, f in zip(movers, fixed)]
+  def run(state, fixed, iterations):
+    def iteration(i, state):
+      (movers, _), outs = state, []
+      for _ in range(cycles):
+        movers, given, i = jax.lax.optimization_barrier((movers, fixed, i))  # XLA would otherwise make equal calls once
+        found = [compiled(*m, *f) for m, f in zip(movers, given)]
+        movers, outs = (found, []) if moving else (movers, outs + found)
+      return movers, outs
 
-  run = jax.jit(program, donate_argnums=(0,) if moving else ())
+    return jax.lax.fori_loop(0, iterations, iteration, state)
 
-  def timed(movers, launches):
+  def timed(state, iterations):
     start = time.perf_counter()
-    for _ in range(launches):
-      out = run(movers, fixed)
-      movers = out if moving else movers
-    jax.block_until_ready(movers if moving else out)
-    return movers, time.perf_counter() - start
+    state = jax.block_until_ready(looped(state, fixed, iterations))
+    return state, time.perf_counter() - start
 
-  movers, _ = timed(movers, 1)  # compiles
-  movers, once = timed(movers, 1)
-  launches = launches or math.ceil(LEAST / once)
-  times = []
+  looped = jax.jit(run, donate_argnums=0)
+  outs = [] if moving else [jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out) for _ in range(cycles * count)]
+  state, _ = timed((movers, outs), 1)  # compiles
+  state, once = timed(state, 1)
+  iterations, times = math.ceil(least / once) or 1, []
   for _ in range(runs):
-    movers, seconds = timed(movers, launches)
-    times.append(seconds / (launches * count))
+    state, taken = timed(state, iterations)
+    times.append(taken / (iterations * cycles * count))
   return statistics.median(times)
 
 
@@ -93,7 +99,7 @@ def ceilings(rehearse: bool) -> Ceilings:
   def product(out):
     return lambda a, b: jax.lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=out)
 
-  copied = seconds(lambda x: x + 1, lambda key: (jax.random.normal(key, (size,)),))  # bytes would be read in small pieces
+  copied = seconds(lambda x: x + 1, lambda key: (jax.random.normal(key, (size,)),))  # XLA moves bytes in small pieces
   bf16 = seconds(product(jnp.bfloat16), square(jnp.bfloat16))
   try:
     fp8 = 2 * side**3 / seconds(product(jnp.bfloat16), square(jnp.float8_e4m3fn))

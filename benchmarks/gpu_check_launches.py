@@ -9,7 +9,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-from device_timing import seconds
+from device_timing import LEAST, seconds
 from gpu_check_bench import Bench, Case, Row, Rows
 
 COUNT = 256  # launches of a program, and iterations of a loop
@@ -25,7 +25,7 @@ def check_launches(bench: Bench) -> Iterator[Case]:
 def each(bench: Bench, call: Callable, before: Rows) -> Row:
   """Return the microseconds of a launch or iteration: COUNT of them less COUNT / 2, divided by COUNT / 2."""
   few, many = (
-    seconds(partial(call, count), lambda key: (jax.random.normal(key, (128,)),), runs=bench.sizes(5, 1), launches=1, inputs=2)
+    seconds(partial(call, count), lambda key: (jax.random.normal(key, (128,)),), 0, *bench.sizes((5, LEAST), (1, 0)), inputs=2)
     for count in (COUNT // 2, COUNT)
   )
   return {'us': 1e6 * (many - few) / (COUNT - COUNT // 2)}

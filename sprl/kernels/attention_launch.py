@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from sprl.kernels.launch_model import FILL, LATENCY, MEET, MEMORY, MULTIPROCESSORS
+from sprl.kernels.launch_model import FILL, LATENCY, MEMORY, MULTIPROCESSORS
 
 QUERIES = 8  # columns of a tensor core product: its minimum, and the largest group that the kernel takes
 BLOCK = 64  # slots per step: the tensor core's rows
@@ -32,6 +32,7 @@ LONG = 16  # the same, if a team divides only its long rows
 # for which that many programs pay off: more programs hide more waiting time, but share the memory for their rings.
 SHARED = ((3, 75 * 1024, 3), (2, 113 * 1024, 2), (1, 227 * 1024, 2))
 STEP = 1.24e-6  # seconds of a program per FP8 block if two programs share a multiprocessor: measured on an H200
+MEET = 1e-6  # seconds for the programs of a team to write partial results, wait and read; an assumption
 OVERHEAD = 4096  # upper bound on the bytes of shared memory that Mosaic uses for reductions, barriers and alignment
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from sprl.kernels.attention_launch import BLOCK, Loop, launch, seconds, shares
-from sprl.kernels.launch_model import FILL, MEET, MEMORY
+from sprl.kernels.attention_launch import BLOCK, MEET, Loop, launch, seconds, shares
+from sprl.kernels.launch_model import FILL, MEMORY
 
 CACHE = {'D': 128, 'dtype': 'bfloat16', 'share': False, 'second': False}
 STORED = 2.0 * 2 * 128 * BLOCK  # bytes of a block of keys and values
@@ -25,6 +25,19 @@ LOOP = Loop(resident=2, issue=0.3e-6, chain=0.7e-6)
 def test_few_rows_are_divided_among_more_programs(N, S, members, rows):
   plan = launch(N, S, **CACHE)
   assert (plan.members, plan.rows, plan.teams) == (members, rows, N // rows)
+
+
+def test_teams_of_fp8_rows_that_fill_the_device_have_one_program():
+  fp8 = CACHE | {'dtype': 'float8_e4m3fn'}
+  assert (launch(1024, 4096, **fp8).members, launch(1024, 4096, **fp8).rows) == (1, 1)
+  assert launch(64, 4096, **fp8).members == 4
+
+
+@pytest.mark.parametrize(('N', 'programs'), [(1024, 3), (512, 2), (264, 2), (265, 3)])
+def test_as_many_fp8_programs_share_a_multiprocessor_as_need_the_least_time(N, programs):
+  """1,024 rows need three rounds with three programs or four with two; 512 need two rounds in both cases."""
+  shared = launch(N, 4096, 128, 'float8_e4m3fn', share=False, second=True).shared
+  assert 228 * 1024 // (shared + 1024) == programs
 
 
 def test_programs_that_return_probabilities_have_no_team():
