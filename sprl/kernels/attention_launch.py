@@ -53,7 +53,7 @@ def launch(N: int, S: int, D: int, dtype: Any, share: bool, second: bool) -> Lau
   """Return the launch parameters for N rows of S slots, and heads of width D stored in `dtype`.
 
   If the rows fill the device, a team shares long rows in bfloat16 only. In FP8 its code needs so many registers that two programs
-  share a multiprocessor instead of three. Full rows of 4,096 slots then took 23 % longer (a kv head of 128 numbers, on an H200).
+  share a multiprocessor instead of three. Full rows of 4,096 slots then took 31 % longer (docs/kernels.md).
   """
   size, padded = jnp.dtype(dtype).itemsize, up(D, 64)
   stage = BLOCK * (D + padded) * size + (BLOCK * SECOND if second else 0)
