@@ -13,7 +13,9 @@ ring of stages that the copy engine (TMA) fills.
 
 Wide layout, for many tokens: the tensor core and the L2 cache bound the time. One program per multiprocessor walks through tiles.
 One of its warpgroups only copies. It runs ahead of the two warpgroups that multiply, even past the end of a tile. Programs of
-neighbouring tiles may form a cluster. Each then copies a part of the common weights, or tokens, to the memory of all.
+neighbouring tiles may form a cluster. Each then copies a part of the common weights, or tokens, to the memory of all. The two
+warpgroups take turns on the tensor core, if each has one product per stage: one multiplies while the other scales and adds its
+partial products. Without turns, the tensor core divides its time between both, and then waits while both add.
 
 Split sums, for few rows of weights: the programs of a cluster share the blocks of a tile. Each writes its float32 sum to global
 memory, where the L2 cache holds it. After all have written, each adds the sums for a part of the tokens, always in the same
@@ -133,6 +135,7 @@ def run(plan: Launch, x, x_scale, w, w_scale, experts=(), N: int | None = None, 
     'y_s': tiled((plan.warpgroups, plan.share, ROWS), jnp.bfloat16),
     'came': plgpu.Barrier(num_arrivals=3, num_barriers=plan.stages),
     'free': barrier(num_arrivals=plan.warpgroups, num_barriers=plan.stages),
+    'turn': plgpu.Barrier(num_barriers=2) if plan.warpgroups == 2 and plan.products == 1 else None,  # two would spill registers
   }
   inputs = {'x_ref': x, 'sx_ref': sx, 'w_ref': w, 'sw_ref': w_scale} | dict(zip(('expert_ref', 'used_ref'), experts))
   outputs = {'y_ref': jax.ShapeDtypeStruct((M, N), jnp.bfloat16)}
@@ -177,6 +180,7 @@ def _program(
   y_s,
   came,
   free,
+  turn,
   summed=None,
   plan: Launch,
   N: int,
@@ -229,6 +233,10 @@ def _program(
       lax.max(jnp.int32(0), steps - stages), steps, lambda j, _: plgpu.barrier_wait(free.at[lax.rem(j, stages)]), None
     )
 
+  def pass_turn(done):
+    if turn is not None:  # after the last step nobody waits
+      pl.when((warpgroup == 0) | (done < steps - 1))(lambda: plgpu.barrier_arrive(turn.at[1 - warpgroup]))
+
   def multiply():
     if apart:
       plgpu.set_max_registers(232, action='increase')
@@ -250,7 +258,10 @@ def _program(
         scale = plgpu.load(scale_s.at[stage, pl.ds(0, plan.tokens)], layout=MATRIX.reduce(0)) * sw
         new = []
         for product, total in enumerate(sums):
-          part = _product((ROWS, plan.tokens), w_s.at[stage, pl.ds(ours + product * ROWS, ROWS)], x_s.at[stage].T)
+          if turn is not None:
+            pl.when((warpgroup > 0) | (done > 0))(lambda: plgpu.barrier_wait(turn.at[warpgroup]))
+          weights = w_s.at[stage, pl.ds(ours + product * ROWS, ROWS)]
+          part = _product((ROWS, plan.tokens), weights, x_s.at[stage].T, partial(pass_turn, done))
           new.append(total + part * lax.broadcast_in_dim(scale, part.shape, [1]))
         plgpu.commit_smem()  # scales are read before the next copy overwrites them
         if apart:
@@ -294,11 +305,12 @@ def _program(
     multiply()
 
 
-def _product(shape, a, b):
-  """Return a @ b in float32. Both operands are in shared memory."""
+def _product(shape, a, b, meanwhile):
+  """Return a @ b in float32. Both operands are in shared memory. `meanwhile()` runs after the product is issued."""
 
   def multiply(acc):
     plgpu.wgmma(acc, a, b)
+    meanwhile()
     return acc[...]
 
   return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
