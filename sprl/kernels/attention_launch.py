@@ -52,8 +52,8 @@ class Launch:
 def launch(N: int, S: int, D: int, dtype: Any, share: bool, second: bool) -> Launch:
   """Return the launch parameters for N rows of S slots, and heads of width D stored in `dtype`.
 
-  If the rows fill the device, a team shares long rows in bfloat16 only. In FP8 its code needs so many registers that two programs
-  share a multiprocessor instead of three. Full rows of 4,096 slots then took 31 % longer (docs/kernels.md).
+  If the rows fill the device, a team shares long rows in bfloat16 only. In FP8 its code needs so many registers (with jax 0.11.2)
+  that two programs share a multiprocessor instead of three. Full rows of 4,096 slots then took 31 % longer (docs/kernels.md).
   """
   size, padded = jnp.dtype(dtype).itemsize, up(D, 64)
   stage = BLOCK * (D + padded) * size + (BLOCK * SECOND if second else 0)
