@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-WORK = 4 * 2**30  # bytes of all inputs and outputs, if there are enough inputs: more than any cache holds
-CALLS = 16  # minimum number of calls of an iteration, which takes some 20 us in addition to them
+WORK = 4 * 2**30  # bytes of all inputs and their outputs: more than any cache holds
+CALLS = 16  # calls of an iteration, if their outputs fit into WORK; an iteration takes some 20 us in addition to them
 LEAST = 0.05  # seconds of a run
 # Tensor cores multiply e4m3 twice as fast as bfloat16. Below this ratio (1.05e15 FLOP/s on an H200) the library converts e4m3.
 FP8_GAIN = 1.5
@@ -46,39 +46,29 @@ def seconds(
   runs: int = 5,
   least: float = LEAST,
   inputs: int = 48,
+  calls: int = CALLS,
 ) -> float:
   """Return the median seconds of call(*make(key)) over up to `inputs` keys. A run takes `least` seconds; 0: one iteration.
 
-  The first `moving` arguments are donated: the call may reuse their buffers, and must return their replacements.
+  An iteration has `calls` calls at least, if their outputs fit into WORK. The first `moving` arguments are donated: the call may
+  reuse their buffers, and must return their replacements.
   """
   shapes = jax.eval_shape(make, jax.random.key(0))
   out = jax.eval_shape(call, *shapes)
-  size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves((shapes, out)))
+  size, of_out = (sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(each)) for each in ((shapes, out), out))
   count = max(2, min(inputs, WORK // size))
-  cycles = -(-CALLS // count) if least else 1
+  cycles = max(1, min(-(-calls // count), WORK // (of_out * count))) if least else 1
   made = jax.jit(make)
   arguments = [tuple(made(key)) for key in jax.random.split(jax.random.key(1), count)]
   movers, fixed = [each[:moving] for each in arguments], [each[moving:] for each in arguments]
   del arguments
-  compiled = jax.jit(call)  # lowered once for all inputs
-
-  def run(state, fixed, iterations):
-    def iteration(i, state):
-      (movers, _), outs = state, []
-      for _ in range(cycles):
-        movers, given, i = jax.lax.optimization_barrier((movers, fixed, i))  # XLA would otherwise make equal calls once
-        found = [compiled(*m, *f) for m, f in zip(movers, given)]
-        movers, outs = (found, []) if moving else (movers, outs + found)
-      return movers, outs
-
-    return jax.lax.fori_loop(0, iterations, iteration, state)
+  looped = jax.jit(loop(call, moving, cycles), donate_argnums=0)
 
   def timed(state, iterations):
     start = time.perf_counter()
     state = jax.block_until_ready(looped(state, fixed, iterations))
     return state, time.perf_counter() - start
 
-  looped = jax.jit(run, donate_argnums=0)
   outs = [] if moving else [jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), out) for _ in range(cycles * count)]
   state, _ = timed((movers, outs), 1)  # compiles
   state, once = timed(state, 1)
@@ -87,6 +77,27 @@ def seconds(
     state, taken = timed(state, iterations)
     times.append(taken / (iterations * cycles * count))
   return statistics.median(times)
+
+
+def loop(call: Callable, moving: int, cycles: int) -> Callable:
+  """Return a function (state, fixed, iterations) -> state that makes the call `cycles` times on each input, in each iteration.
+
+  The state has the first `moving` arguments of every input, and the outputs of the last iteration if there are none.
+  """
+  compiled = jax.jit(call)  # lowered once for all inputs
+
+  def run(state, fixed, iterations):
+    def iteration(i, state):
+      (movers, _), given, outs = state, fixed, []
+      for _ in range(cycles):
+        movers, given, i = jax.lax.optimization_barrier((movers, given, i))  # a chain: XLA would make equal calls once
+        found = [compiled(*m, *f) for m, f in zip(movers, given)]
+        movers, outs = (found, []) if moving else (movers, outs + found)
+      return movers, outs
+
+    return jax.lax.fori_loop(0, iterations, iteration, state)
+
+  return run
 
 
 def ceilings(rehearse: bool) -> Ceilings:

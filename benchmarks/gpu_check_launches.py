@@ -25,7 +25,9 @@ def check_launches(bench: Bench) -> Iterator[Case]:
 def each(bench: Bench, call: Callable, before: Rows) -> Row:
   """Return the microseconds of a launch or iteration: COUNT of them less COUNT / 2, divided by COUNT / 2."""
   few, many = (
-    seconds(partial(call, count), lambda key: (jax.random.normal(key, (128,)),), 0, *bench.sizes((5, LEAST), (1, 0)), inputs=2)
+    seconds(
+      partial(call, count), lambda key: (jax.random.normal(key, (128,)),), 0, *bench.sizes((5, LEAST), (1, 0)), inputs=2, calls=2
+    )
     for count in (COUNT // 2, COUNT)
   )
   return {'us': 1e6 * (many - few) / (COUNT - COUNT // 2)}

@@ -3,17 +3,20 @@
 Skipped with a reason if sprl/planning/aot.py finds no compiler.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import pytest
-from device_timing import Ceilings
+from device_timing import Ceilings, loop
 from gpu_check import CHECKS
 from gpu_check_bench import Bench
 from gpu_check_parity import comparisons
 
+from sprl.kernels import hopper_quantise
 from sprl.planning.aot import compile_for_h200, missing
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
@@ -77,3 +80,14 @@ def test_cudnn_reads_the_cache_without_a_copy(call):
   compiled = call.compile()
   assert '__cudnn$fmhaSoftmax' in compiled.text
   assert compiled.temporary < 0.01 * compiled.arguments
+
+
+def test_a_timed_loop_makes_every_call():
+  """Two inputs, three calls each: XLA merges none, moves none out of the loop and drops none."""
+  given = (jax.ShapeDtypeStruct((256, 3584), jnp.bfloat16),)
+  outs = [jax.eval_shape(hopper_quantise.codes, *given)] * 6
+  iterations = jax.ShapeDtypeStruct((), jnp.int32)
+  compiled = compile_for_h200(loop(hopper_quantise.codes, 0, 3), ([(), ()], outs), [given] * 2, iterations, donate=(0,))
+  [body] = re.findall(r'body=%?([\w.]+)', compiled.text)
+  inside = compiled.text[compiled.text.index(f'%{body} (') :].split('\n}')[0]
+  assert len(re.findall(r' custom-call\(.*hopper_codes', inside)) == 6
