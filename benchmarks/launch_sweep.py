@@ -70,8 +70,9 @@ def measured(product: str, M: int, N: int, K: int, plan: Launch) -> Row:
 
 def plan_of(row: Row) -> Launch:
   """Return the launch of a row."""
-  fields = {field.name: row[field.name] for field in dataclasses.fields(Launch)}
-  return Launch(**fields | {'tiles': tuple(row['tiles']), 'together': tuple(row['together'])})
+  fields: Row = {field.name: row[field.name] for field in dataclasses.fields(Launch)}
+  fields |= {name: tuple(row[name]) for name in ('tiles', 'together')}
+  return Launch(**fields)
 
 
 def predicted(row: Row) -> float:
@@ -90,6 +91,11 @@ def choices(rows: Sequence[Row]) -> list[Row]:
   return found
 
 
+def replaced(constants: Row) -> Any:
+  """Return a context in which the model has these constants."""
+  return mock.patch.multiple(launch_model, **constants)
+
+
 def fit(rows: Sequence[Row]) -> dict[str, float]:
   """Return the constants FITTED, the time added to every launch in microseconds, and the rms error of the predictions."""
   from scipy.optimize import least_squares
@@ -97,7 +103,7 @@ def fit(rows: Sequence[Row]) -> dict[str, float]:
   start = np.log([*FITTED.values(), 5.0])
 
   def constants(x):
-    return mock.patch.multiple(launch_model, **dict(zip(FITTED, map(float, np.exp(x[:-1])))))
+    return replaced(dict(zip(FITTED, map(float, np.exp(x[:-1])))))
 
   def errors(x):
     with constants(x):
@@ -117,7 +123,7 @@ def main() -> None:
   if args.fit:
     rows = json.loads((RESULTS / f'{NAME}.json').read_text(encoding='utf-8'))['rows']
     fitted = fit(rows)
-    with mock.patch.multiple(launch_model, **{name: fitted[name] for name in FITTED}):
+    with replaced({name: fitted[name] for name in FITTED}):
       report(NAME, choices(rows), fitted)
     return
   gpu_memory.reserve(os.environ)

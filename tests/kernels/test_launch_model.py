@@ -1,6 +1,10 @@
 """The model of a launch against hand computations, and the launches that it chooses."""
 
+import json
+
+import launch_sweep
 import pytest
+from common import RESULTS
 
 from sprl.kernels import launch_model
 from sprl.kernels.launch_model import CLUSTERS, SHARED, bf16_seconds, candidates, cut, launch, seconds
@@ -124,3 +128,12 @@ def test_launches_of_decode_steps_of_7b():
 )
 def test_a_product_has_as_many_parts_as_occupy_the_multiprocessors(M, N, K, parts):
   assert launch_model.parts_of_sum(M, N, K) == parts
+
+
+def test_constants_are_those_fitted_to_the_measured_launches():
+  rows = json.loads((RESULTS / 'launch_sweep.json').read_text(encoding='utf-8'))['rows']
+  found = launch_sweep.fit(rows)
+  assert len(rows) == 136
+  assert found['rms error'] < 0.15
+  for name in launch_sweep.FITTED:
+    assert getattr(launch_model, name) == pytest.approx(found[name], rel=0.03), name
