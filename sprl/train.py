@@ -226,7 +226,7 @@ def open_learner(
   update = make_update(model.graphdef, optimizer, UpdateConfig.of(run, model.dtype), model.mesh)
   if (checkpoints.latest() or 0) < run.steps:
     first = eval_set if checkpoints.latest() is None else None  # a new run begins with an evaluation
-    compile_programs(run, model, layout, update, abstract, base, first, team)
+    compile_programs(run, model, layout, update, abstract, base, first, team, rollouts.lengths)
   restored = checkpoints.restore(abstract)
   if restored is None:
     shardings = jax.tree.map(lambda a: a.sharding, abstract)
@@ -257,29 +257,36 @@ def compile_programs(
   base: Base | None,
   eval_set: EvalSet | None,
   team: Team,
+  lengths: tuple[Sequence[int], Sequence[int]],
 ) -> None:
   """Compile the large programs for a state of these shapes and shardings: update, rollouts, and the evaluation of `eval_set`.
+
+  `lengths` are the tokens of the first prompts of training and of evaluation.
 
   Engines on other devices than the learner's compile at their first call.
   """
   engine = place_engines(run, model, layout)[0]
   # Two threads, because XLA uses about one core for a program. All processes of a team compile in the same order.
   with ThreadPoolExecutor(1) as background:
-    rollouts = [] if engine.moves else [background.submit(compile_sampler, engine.config, run.quant, model, state, base)]
+    rollouts = (
+      [] if engine.moves else [background.submit(compile_sampler, engine.config, run.quant, model, state, base, lengths[0])]
+    )
     if team.processes > 1:
       wait(rollouts)
     compile_ahead(update, run, model, state, base)
     if eval_set is not None:
-      compile_sampler(*eval_engine(run, model, eval_set), model, state, base)
+      compile_sampler(*eval_engine(run, model, eval_set), model, state, base, lengths[1])
     for compiled in rollouts:
       compiled.result()
 
 
-def compile_sampler(config: EngineConfig, quant: Quant, model: Model, state: TrainState, base: Base | None) -> None:
+def compile_sampler(
+  config: EngineConfig, quant: Quant, model: Model, state: TrainState, base: Base | None, lengths: Sequence[int]
+) -> None:
   """Compile the programs of an engine on the learner's devices, for the weights of a state of these shapes and shardings."""
   weights = outputs(model.sampler_weights_function(quant), network(state.params, base))
   scales = unit(config.layout.layers) if config.layout.fp8 else None
-  compile_engine(config, weights._replace(scales=scales))
+  compile_engine(config, weights._replace(scales=scales), lengths)
 
 
 def trace_file(workdir: Path, done: int, steps: int) -> Path | None:

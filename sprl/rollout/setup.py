@@ -102,6 +102,7 @@ class RolloutSetup:
   rewards: tuple[Reward, ...] = ()  # () if no problem is graded
   columns: frozenset[str] = frozenset()  # of the rows of the first problems, for rewards
   digest: int = 0  # checksum of the problems for training; 0: the settings decide them
+  lengths: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())  # tokens of the first prompts of training and of evaluation
 
   @classmethod
   def open(
@@ -118,9 +119,12 @@ class RolloutSetup:
     """
     check_inputs(run, inputs)
     asked, found = team.fail_together('problems', lambda: cls._open(run, tokenizer, team, inputs, train), REFUSALS)
-    for of_split in zip(*team.gather('lengths', lambda: found)):
-      collect.check_lengths(chain(*of_split), run.sampling.max_prompt)
-    return replace(asked, rewards=team.broadcast('rewards', lambda: asked.rewards))
+    checked = [sorted(chain(*of_split)) for of_split in zip(*team.gather('lengths', lambda: found))]
+    for of_split in checked:
+      collect.check_lengths(of_split, run.sampling.max_prompt)
+    tokens = [tuple(length.tokens for length in of_split) for of_split in checked]
+    lengths = tokens[-1] if asked.stream is not None else (), tokens[0] if asked.held_out else ()
+    return replace(asked, rewards=team.broadcast('rewards', lambda: asked.rewards), lengths=lengths)
 
   @classmethod
   def _open(

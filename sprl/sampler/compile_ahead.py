@@ -3,6 +3,7 @@
 A later call of the same function with arrays of these shapes, dtypes and shardings finds the compiled program.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -14,16 +15,19 @@ from sprl.sampler.weights import SamplerWeights
 from sprl.sharding.transfer import home
 
 
-def compile_engine(config: EngineConfig, weights: SamplerWeights) -> None:
+def compile_engine(config: EngineConfig, weights: SamplerWeights, asked: Sequence[int] = ()) -> None:
   """Compile prefill, insert, decode and read of an engine.
 
   Args:
-    config: the engine. Only the program for the shortest bucket of prompts is compiled: which others are needed is not known.
+    config: the engine.
     weights: shapes, dtypes and shardings of its weights, as ShapeDtypeStruct.
+    asked: tokens of the prompts in the order of asking, as far as they are known. Only the program that reads the first of them
+      together is compiled, or that of the shortest bucket: which others are needed is not known.
   """
   sampling, mesh = config.sampling, config.mesh
   lengths = np.zeros(config.prefill, np.int32)
-  tokens = np.zeros((config.prefill, config.buckets[0]), np.int32)
+  longest = max(asked[: config.prefill], default=1)
+  tokens = np.zeros((config.prefill, next(size for size in config.buckets if size >= longest)), np.int32)
   prompts = outputs(decode.prefill.on(mesh), config.graphdef, config.layout, weights, tokens, lengths)
   none = np.zeros(config.rows, np.int32)
   new, state = decode.NewRows(*[none] * 4), _empty_rows(config, weights)

@@ -35,3 +35,19 @@ def test_an_engine_that_was_compiled_ahead_compiles_nothing(settings, quant, cap
   assert len(found) == 6
   compiled = [r.getMessage() for r in caplog.records if 'Compiling' in r.getMessage()]
   assert not [m for m in compiled if any(f'jit({name})' in m for name in ('prefill', 'insert', 'decode', 'read', 'function'))]
+
+
+@pytest.mark.parametrize(('longest', 'bucket'), [(None, 0), (0, 0), (1, 1)], ids=['unknown', 'short', 'long'])
+def test_the_prefill_of_the_first_prompts_is_compiled(longest, bucket, caplog):
+  here = NamedSharding(Mesh(np.array(jax.devices()[:1]), ('data',)), PartitionSpec())
+  config = replace(engine_config(Cache(), UNQUANTISED), seed=8 + bucket, mesh=here.mesh)
+  lengths = [1] * config.prefill + [config.buckets[1] + 1]  # prompts after the first prefill do not count
+  if longest is not None:
+    lengths[0] = config.buckets[0] + longest
+  convert = weights_function(jnp.dtype('float32'), UNQUANTISED, 'reference')
+  abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here), network()[1])
+  jax.clear_caches()
+  with jax.log_compiles(), caplog.at_level('WARNING', logger='jax'):
+    compile_engine(config, outputs(convert, abstract), () if longest is None else lengths)
+  [compiled] = [r.getMessage() for r in caplog.records if r.getMessage().startswith('Compiling jit(prefill)')]
+  assert f'int32[{config.prefill},{config.buckets[bucket]}]' in compiled
