@@ -41,8 +41,8 @@ def decode_step(rows: Sequence[Mapping[str, Any]], model: str) -> tuple[float, f
   """Return (fixed, each): a decode step of n sequences takes fixed + n x each seconds.
 
   `rows` are of results/gpu_static.json, which predicts steps of 64 and 256 sequences of 4,096 tokens on an H200, with dense
-  bfloat16 weights and caches. The line goes through both. On an H200, the 256
-  sequences of Qwen2.5-7B took 2 % less time (docs/kernels.md).
+  bfloat16 weights and caches. The line goes through both. On an H200, the 256 sequences of
+  Qwen2.5-7B took 2 % less time (docs/kernels.md).
   """
   few, many = (next(r['step ms'] for r in rows if r['case'] == f'{model} {n} dense bf16') / 1000 for n in (64, 256))
   each = (many - few) / (256 - 64)

@@ -214,18 +214,18 @@ def main() -> None:
     found = Ceilings(**{field: earlier[field] for field in Ceilings._fields})
   else:
     found = None if parts == ['parity'] else ceilings(args.rehearse)
-  if found is not None:
-    print(found, flush=True)
-  about = {
+  about: Row = {
     'device': device,
     'driver': driver(),
     'runtime': jax.devices()[0].client.platform_version,
-    **({} if found is None else found._asdict()),
     'torch': torch,
   }
-  if found is not None and (note := ceilings_note(found)):
-    print(note, flush=True)
-    about['note'] = note
+  if found is not None:
+    print(found, flush=True)
+    about |= found._asdict()
+    if note := ceilings_note(found):
+      print(note, flush=True)
+      about['note'] = note
   if earlier:
     about['resumed from commit'] = earlier['commit']
   bench = Bench(args.rehearse, found or Ceilings(math.nan, math.nan, None), torch)  # parity has no ceilings

@@ -50,6 +50,12 @@ def linear_inputs(M: int, N: int, K: int, key: jax.Array) -> tuple[Any, ...]:
   return *quantise_groups(jax.random.normal(x, (M, K), BF16), 'float32'), weights.codes, weights.scale
 
 
+def transposed_inputs(M: int, N: int, K: int, key: jax.Array) -> tuple[Any, ...]:
+  """Return `linear_inputs` with transposed scales of tokens, as the quantising kernels write them for the product."""
+  x, x_scale, w, w_scale = linear_inputs(M, N, K, key)
+  return x, x_scale.T, w, w_scale
+
+
 def expert_inputs(X: int, chosen: int, tokens: int, N: int, K: int, key: jax.Array) -> tuple[Any, ...]:
   """Return random arguments of the block-scaled product of experts. Each token has `chosen` of X experts."""
   route, x, w = jax.random.split(key, 3)

@@ -24,6 +24,7 @@ from gpu_check_calls import (
   norm_reference,
   packed_inputs,
   quantisations,
+  transposed_inputs,
   triton_candidate,
   with_gradients,
 )
@@ -186,12 +187,8 @@ def multiply(bench: Bench, name: str, linear: str, M: int, before: Rows) -> Row:
   def call(x, x_scale, w, w_scale):
     return block_matmul.block_matmul(x, x_scale.T, w, w_scale, rows=128, group=128, dtype=BF16, kernels='mosaic_gpu')
 
-  def make(key):  # the quantising kernels write transposed scales, so that no program runs between them and the product
-    x, x_scale, w, w_scale = linear_inputs(M, N, K, key)
-    return x, x_scale.T, w, w_scale
-
   row = bench.timed(
-    'block_matmul', f'{name} {linear} M {M}', call, make, block_matmul.cost(M, N, K),
+    'block_matmul', f'{name} {linear} M {M}', call, partial(transposed_inputs, M, N, K), block_matmul.cost(M, N, K),
     {'bf16': bf16, **triton_candidate(bench)}, {'bf16': unscaled, 'triton': partial(linear_inputs, M, N, K)}, fp8=True,
   )  # fmt: skip
   row |= {'times bf16': row['bf16 us'] / row['us']} if 'bf16 us' in row else {}
@@ -205,7 +202,7 @@ def multiply_experts(bench: Bench, case: str, X: int, chosen: int, tokens: int, 
     scales = x_scale.T.reshape(*x.shape[:2], -1)
     return block_matmul.grouped_matmul(x, scales, *weights, rows=128, group=128, dtype=BF16, kernels='mosaic_gpu')
 
-  def make(key):  # transposed scales, as in `multiply`
+  def make(key):  # with transposed scales, as `transposed_inputs`
     x, x_scale, *weights = expert_inputs(X, chosen, tokens, N, K, key)
     return x, x_scale.reshape(-1, x_scale.shape[-1]).T, *weights
 

@@ -14,6 +14,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,9 +27,9 @@ os.environ.update(ptxas.environment())  # before jax is imported
 
 import jax
 import numpy as np
-from common import RESULTS, record, report
+from common import RESULTS, positive, record, report
 from device_timing import seconds
-from gpu_check_calls import linear_inputs
+from gpu_check_calls import transposed_inputs
 
 from sprl.kernels import launch_model
 from sprl.kernels.launch_model import Launch
@@ -53,18 +54,17 @@ def plans(M: int, N: int, K: int, most: int) -> list[Launch]:
   layouts: dict[tuple, Launch] = {}
   for plan in ordered:
     layouts.setdefault((plan.warpgroups, plan.products, plan.tokens), plan)
-  return list(dict.fromkeys([ordered[0], *layouts.values(), *ordered]))[:most]
+  return list(dict.fromkeys([*layouts.values(), *ordered]))[:most]
 
 
 def measured(product: str, M: int, N: int, K: int, plan: Launch) -> Row:
-  """Return the row of a launch. Scales are given transposed, as the quantising kernels write them."""
+  """Return the row of a launch."""
   from sprl.kernels import hopper_block_matmul
 
-  def make(key):
-    x, x_scale, w, w_scale = linear_inputs(M, N, K, key)
-    return x, x_scale.T, w, w_scale
+  def call(x, x_scale, *weights):
+    return hopper_block_matmul.run(plan, x, x_scale.T, *weights)
 
-  us = 1e6 * seconds(lambda x, x_scale, *w: hopper_block_matmul.run(plan, x, x_scale.T, *w), make)
+  us = 1e6 * seconds(call, partial(transposed_inputs, M, N, K))
   return {'product': product, 'M': M, 'N': N, 'K': K, **dataclasses.asdict(plan), 'us': us}
 
 
@@ -116,9 +116,10 @@ def fit(rows: Sequence[Row]) -> dict[str, float]:
 def main() -> None:
   """Measure launches, or fit the model to saved ones."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument('--most', type=int, default=16, help='launches of a product; default: %(default)s')
-  parser.add_argument('--save', action='store_true', help=f'write benchmarks/results/{NAME}.json after each launch')
-  parser.add_argument('--fit', action='store_true', help='fit the model to the saved times')
+  parser.add_argument('--most', type=positive, default=16, help='launches of a product; default: %(default)s')
+  either = parser.add_mutually_exclusive_group()
+  either.add_argument('--save', action='store_true', help=f'write benchmarks/results/{NAME}.json after each launch')
+  either.add_argument('--fit', action='store_true', help='fit the model to the saved times')
   args = parser.parse_args()
   if args.fit:
     rows = json.loads((RESULTS / f'{NAME}.json').read_text(encoding='utf-8'))['rows']

@@ -62,11 +62,13 @@ def launch(N: int, S: int, D: int, dtype: Any, share: bool, second: bool) -> Lau
   fixed = 2 * QUERIES * (padded + SECOND + BLOCK) + widened + scores + OVERHEAD
   fits = [(programs, min(STAGES, (room - fixed) // stage)) for programs, room, least in SHARED if room >= fixed + least * stage]
 
-  def working(programs: int) -> float:
+  def working(fit: tuple[int, int]) -> float:
+    programs, _ = fit
+    if size > 1:  # bytes bound bfloat16: as many programs as fit
+      return 0.0
     return -(-N // (programs * MULTIPROCESSORS)) * max(STEP, programs * stage * MULTIPROCESSORS / MEMORY)
 
-  # Bytes bound bfloat16, so only FP8 rows are counted in rounds.
-  stages = (min(fits, key=lambda each: working(each[0])) if size == 1 else fits[0])[1] if fits else 0
+  _, stages = min(fits, key=working, default=(0, 0))
   most = min(PROGRAMS // N, -(-S // (LEAST * BLOCK)))
   parts = next(n for n in (MEMBERS, 4, 2, 1) if n <= max(1, most))
   if share:

@@ -39,6 +39,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, BFloat16, Float8e4m3fn, Float32, Int
 
 from sprl.kernels.hopper_cluster import meet
+from sprl.kernels.hopper_product import product
 from sprl.kernels.launch_model import BLOCK, LINE, ROWS, Launch, launch
 from sprl.kernels.lowering import lowered_once
 
@@ -233,6 +234,10 @@ def _program(
       lax.max(jnp.int32(0), steps - stages), steps, lambda j, _: plgpu.barrier_wait(free.at[lax.rem(j, stages)]), None
     )
 
+  def take_turn(done):
+    if turn is not None:
+      pl.when((warpgroup > 0) | (done > 0))(lambda: plgpu.barrier_wait(turn.at[warpgroup]))
+
   def pass_turn(done):
     if turn is not None:  # after the last step nobody waits
       pl.when((warpgroup == 0) | (done < steps - 1))(lambda: plgpu.barrier_arrive(turn.at[1 - warpgroup]))
@@ -257,11 +262,10 @@ def _program(
         plgpu.barrier_wait(came.at[stage])
         scale = plgpu.load(scale_s.at[stage, pl.ds(0, plan.tokens)], layout=MATRIX.reduce(0)) * sw
         new = []
-        for product, total in enumerate(sums):
-          if turn is not None:
-            pl.when((warpgroup > 0) | (done > 0))(lambda: plgpu.barrier_wait(turn.at[warpgroup]))
-          weights = w_s.at[stage, pl.ds(ours + product * ROWS, ROWS)]
-          part = _product((ROWS, plan.tokens), weights, x_s.at[stage].T, partial(pass_turn, done))
+        for n, total in enumerate(sums):
+          take_turn(done)
+          operands = w_s.at[stage, pl.ds(ours + n * ROWS, ROWS)], x_s.at[stage].T
+          part = product((ROWS, plan.tokens), operands, meanwhile=partial(pass_turn, done))
           new.append(total + part * lax.broadcast_in_dim(scale, part.shape, [1]))
         plgpu.commit_smem()  # scales are read before the next copy overwrites them
         if apart:
@@ -278,7 +282,7 @@ def _program(
 
       nothing = plgpu.layout_cast(jnp.zeros((ROWS, plan.tokens), jnp.float32), MATRIX)
       totals = lax.fori_loop(0, depth, step, (nothing,) * plan.products)
-      lines = [row + ours + product * ROWS for product in range(plan.products)]
+      lines = [row + ours + n * ROWS for n in range(plan.products)]
       if parts_ref is None or summed is None:
         for line, total in zip(lines, totals, strict=True):
           write(total, line, token)
@@ -303,17 +307,6 @@ def _program(
     lax.cond(warpgroup == plan.warpgroups, copy, multiply)
   else:
     multiply()
-
-
-def _product(shape, a, b, meanwhile):
-  """Return a @ b in float32. Both operands are in shared memory. `meanwhile()` runs after the product is issued."""
-
-  def multiply(acc):
-    plgpu.wgmma(acc, a, b)
-    meanwhile()
-    return acc[...]
-
-  return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
 
 
 def tiled(shape, dtype):

@@ -40,6 +40,7 @@ from jaxtyping import Array, Float, Int
 from sprl.kernels.attention_launch import BLOCK, QUERIES, SECOND, Launch, launch, up
 from sprl.kernels.fp8_softmax import origin, rounded
 from sprl.kernels.hopper_cluster import meet
+from sprl.kernels.hopper_product import product
 from sprl.kernels.lowering import lowered_once
 
 LEAST = -1e30  # stands for -inf: -inf - -inf would be nan
@@ -233,7 +234,7 @@ def _program(
     if second_s is not None:
       products.append((_keys(second_s.at[stage], q_s.dtype, wide_second), q_second_s.T))
     # While the tensor core multiplies, the threads widen the values. The product of the step before is done with `wide_s`.
-    scores = _product((BLOCK, QUERIES), *products, meanwhile=None if wide_s is None else widen) * factor
+    scores = product((BLOCK, QUERIES), *products, meanwhile=None if wide_s is None else widen) * factor
     scores = jnp.where(_slots(j) < limit, scores, -jnp.inf)
     if scores_s is not None:
       scores_s[pl.ds(j * BLOCK, BLOCK)] = scores
@@ -244,7 +245,7 @@ def _program(
     if wide_s is None:
       plgpu.barrier_wait(v_came.at[stage])
     plgpu.commit_smem()
-    acc = acc * _rows(shrink, acc) + _product(acc.shape, ((values if wide_s is None else wide_s).T, p_s.T))
+    acc = acc * _rows(shrink, acc) + product(acc.shape, ((values if wide_s is None else wide_s).T, p_s.T))
     pl.when(j + stages < hi)(partial(fetch, j + stages))  # into the stage read in this step
     return acc, new_top, total * _rows(shrink, total) + p
 
@@ -439,22 +440,6 @@ def _length(length_ref, kv_heads, shape, row):
   # Rows that have ended have length 0. The bound is for callers that count a token without a slot.
   length = lax.min(length_ref[lax.div(lax.min(row, jnp.int32(N - 1)), jnp.int32(kv_heads))], jnp.int32(S))
   return jnp.where(row < N, length, 0)
-
-
-def _product(shape, *pairs, meanwhile=None):
-  """Return the sum of a @ b in float32. `a` is in shared memory or in registers, `b` in shared memory.
-
-  `meanwhile()` runs after the products are issued, before their result is waited for.
-  """
-
-  def multiply(acc):
-    for a, b in pairs:
-      plgpu.wgmma(acc, a, b)
-    if meanwhile is not None:
-      meanwhile()
-    return acc[...]
-
-  return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
 
 
 def _keys(ref, dtype, wide_k):

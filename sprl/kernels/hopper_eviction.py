@@ -18,6 +18,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int, Shaped
 
+from sprl.kernels.hopper_product import product
 from sprl.kernels.lowering import lowered_once
 from sprl.kernels.rounding import to_bfloat16
 
@@ -245,14 +246,8 @@ def _compare(
 
 def _product(shape, ours, theirs):
   """Return the product of two sums of parts in float32, without the product of the two small parts."""
-
-  def multiply(acc):
-    plgpu.wgmma(acc, ours[0], theirs[0].T)
-    for a, b in ((0, 1), (1, 0)) if len(ours) > 1 else ():
-      plgpu.wgmma(acc, ours[a], theirs[b].T)
-    return acc[...]
-
-  return pl.run_scoped(multiply, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+  places = ((0, 0), (0, 1), (1, 0)) if len(ours) > 1 else ((0, 0),)
+  return product(shape, *((ours[a], theirs[b].T) for a, b in places))
 
 
 def _columns(per_key, shape):
