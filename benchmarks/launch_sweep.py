@@ -122,7 +122,9 @@ def main() -> None:
   either.add_argument('--fit', action='store_true', help='fit the model to the saved times')
   args = parser.parse_args()
   if args.fit:
-    rows = json.loads((RESULTS / f'{NAME}.json').read_text(encoding='utf-8'))['rows']
+    if not (saved := RESULTS / f'{NAME}.json').is_file():
+      raise SystemExit(f'--fit: no saved times at benchmarks/results/{NAME}.json; --save writes them, on a GPU')
+    rows = json.loads(saved.read_text(encoding='utf-8'))['rows']
     fitted = fit(rows)
     with replaced({name: fitted[name] for name in FITTED}):
       report(NAME, choices(rows), fitted)

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from sprl.sampler import decode
+from sprl.sampler.buckets import bucket
 from sprl.sampler.engine import EngineConfig, arguments_of_empty_rows, sharding_of, sharding_of_rows
 from sprl.sampler.weights import SamplerWeights
 from sprl.sharding.transfer import home
@@ -26,8 +27,8 @@ def compile_engine(config: EngineConfig, weights: SamplerWeights, asked: Sequenc
   """
   sampling, mesh = config.sampling, config.mesh
   lengths = np.zeros(config.prefill, np.int32)
-  longest = max(asked[: config.prefill], default=1)
-  tokens = np.zeros((config.prefill, next(size for size in config.buckets if size >= longest)), np.int32)
+  width = bucket(config.buckets, max(asked[: config.prefill], default=1))
+  tokens = np.zeros((config.prefill, width), np.int32)
   prompts = outputs(decode.prefill.on(mesh), config.graphdef, config.layout, weights, tokens, lengths)
   none = np.zeros(config.rows, np.int32)
   new, state = decode.NewRows(*[none] * 4), _empty_rows(config, weights)

@@ -42,6 +42,7 @@ from sprl.kernels.support import Format, record_format
 from sprl.models import transformer
 from sprl.models.config import ModelConfig
 from sprl.sampler import decode
+from sprl.sampler.buckets import bucket
 from sprl.sampler.kept import Ended, KeptCaches
 from sprl.sampler.stop_strings import StopStrings
 from sprl.sampler.weights import SamplerWeights
@@ -418,13 +419,13 @@ class Engine:
         break
       texts.setdefault(text, len(texts))
     prompts, givens = ([np.frombuffer(part, np.int32) for part in parts] for parts in zip(*texts))
-    bucket = next(b for b in config.buckets if b >= max(map(len, prompts)))
+    width = bucket(config.buckets, max(map(len, prompts)))
     together = 1 if len(texts) == 1 else config.prefill  # rows become free one by one, so most prompts come alone
-    tokens = padded(prompts, together, bucket)
+    tokens = padded(prompts, together, width)
     if any(map(len, givens)):
       tokens += padded(givens, together, config.sampling.max_tokens)
     prefilled = decode.prefill.on(config.mesh)(config.graphdef, config.layout, weights, *tokens)
-    self._prompts = texts, prefilled, (together, bucket)
+    self._prompts = texts, prefilled, (together, width)
     self.usage.prefills += 1
     self.usage.read += sum(map(len, prompts)) + sum(map(len, givens))
     self._insert(weights)

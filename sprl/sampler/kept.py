@@ -26,6 +26,7 @@ from jaxtyping import Array, Int
 from sprl.cache.kv_cache import KVCache
 from sprl.cache.layout import CacheLayout
 from sprl.models.routing import MISSING
+from sprl.sampler.buckets import bucket
 from sprl.sampler.decode import DecodeState, Prompts, empty_cache, no_routes, read_given, rescaled
 from sprl.sampler.weights import SamplerWeights
 from sprl.sharding.rules import OnMesh, is_names, shard
@@ -193,7 +194,7 @@ class KeptCaches:
     known = [self._sequences.pop(request.continues) for request in requests if request.continues is not None]
     held = [len(sequence.tokens) - 1 for sequence in known]
     new = [np.concatenate([r.prompt, r.given])[n:] for r, n in zip(requests, held, strict=True)]
-    tokens = np.zeros((together, next(b for b in buckets if b >= max(map(len, new)))), np.int32)
+    tokens = np.zeros((together, bucket(buckets, max(map(len, new)))), np.int32)
     places, counts = np.zeros((2, together), np.int32)
     for i, (sequence, its) in enumerate(zip(known, new)):
       places[i], counts[i], tokens[i, : len(its)] = sequence.place, len(its), its

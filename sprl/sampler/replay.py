@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int, Integer
 from sprl.cache.kv_cache import KVCache
 from sprl.cache.layout import CacheLayout
 from sprl.config import Sampling
+from sprl.sampler.buckets import bucket
 from sprl.sampler.decode import Prompts, decode_step, empty_cache, logits, prefill
 from sprl.sampler.draw import logp_of
 from sprl.sampler.engine import EngineConfig, padded, prompt_buckets
@@ -44,12 +45,12 @@ def replay(config: EngineConfig, weights: SamplerWeights, trajectories: Sequence
   results = []
   for part in batched(trajectories, B):
     state = empty(layout, weights, B)
-    for (together, bucket), rows in _by_prefill_shape(config, part).items():
+    for (together, width), rows in _by_prefill_shape(config, part).items():
       for prompts in batched(rows, together):
         parent = np.full(B, -1, np.int32)
         for i, prompt in enumerate(prompts):
           parent[rows[prompt]] = i
-        tokens = padded([np.frombuffer(prompt, np.int32) for prompt in prompts], together, bucket)
+        tokens = padded([np.frombuffer(prompt, np.int32) for prompt in prompts], together, width)
         state = insert(*state, fill(config.graphdef, layout, weights, *tokens), parent)
     tokens, counts = padded([t.completion for t in part], B, C)
     supports = _supports(part, B, C)
@@ -68,7 +69,7 @@ def _by_prefill_shape(config: EngineConfig, trajectories: Sequence[Trajectory]) 
   for row, t in enumerate(trajectories):
     shape = t.prefilled
     if shape is None or shape[1] not in buckets:
-      shape = config.prefill, next(b for b in buckets if b >= t.prompt_length)
+      shape = config.prefill, bucket(buckets, t.prompt_length)
     by_shape[shape][t.tokens[: t.prompt_length].astype(np.int32).tobytes()].append(row)
   return by_shape
 
