@@ -14,8 +14,9 @@ BIN := $(VENV)/bin
 ENVIRONMENT := $(if $(PYTHON),UV_PYTHON='$(PYTHON)') sh launch/environment.sh
 INSTALL := $(ENVIRONMENT) '$(VENV)' $(if $(JAX),--group jax-$(JAX))
 TESTED := --group test --extra mlflow --extra ray --extra reasoning --extra serve --extra wandb
-# Files keep their order: xdist would start those of few tests last, and some of these take longest.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Files keep their order: xdist would start those of few tests last, and some of these take longest. A worker that crashes ends the
+# run: xdist 3.8 would replace it, and then wait for ever for the tests of its file.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 # XLA cannot read programs for absent devices back from the compilation cache.
 COMPILE_ONLY := JAX_PLATFORMS=cpu JAX_ENABLE_COMPILATION_CACHE=false
 # The caller's Python settings do not apply. Packages keep the bytecode of their first import.

@@ -83,6 +83,7 @@ def whereabouts() -> tuple[bool, str]:
   The program is the main thread, or the thread that the main thread joins: rollouts may run in one while the learner works.
   """
   threads = sys._current_frames()
+  del threads[threading.get_ident()]  # its locals hold `threads`: a cycle, which keeps the arrays of all frames alive
   frame = threads[threading.main_thread().ident or 0]
   if joined := next((f.f_locals['self'] for f, _ in walk_stack(frame) if (_module(f), f.f_code.co_name) == _JOIN), None):
     frame = threads.get(joined.ident, frame)

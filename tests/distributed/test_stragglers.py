@@ -1,7 +1,9 @@
 """Stragglers: if no process makes progress, the report names the processes that hold up the others."""
 
+import gc
 import threading
 import time
+import weakref
 
 import pytest
 
@@ -107,3 +109,23 @@ def test_whereabouts_is_in_the_thread_that_the_program_joins(name, expected):
     thread.join()
 
   assert whereabouts_during(joins) == expected
+
+
+def test_looking_for_whereabouts_keeps_no_array_alive():
+  """A frame in a reference cycle would keep its arrays, and modules that the compiler must not see, until Python collects it."""
+
+  class Array:
+    pass
+
+  def program(started, wait):
+    array = Array()
+    kept.append(weakref.ref(array))
+    started(), wait()
+
+  kept = []
+  gc.disable()
+  try:
+    whereabouts_during(program)
+    assert kept[0]() is None
+  finally:
+    gc.enable()

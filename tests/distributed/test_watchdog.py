@@ -126,6 +126,15 @@ def connected_watchdogs():
   return hub, Watchdog('process 1', [(theirs, 'process 0')], hub=False, progress=lambda: (1, False)), theirs
 
 
+def disconnect(connection, *watchdogs):
+  """Close a connection for both of its ends, and wait until their threads have ended."""
+  with socket.socket(fileno=os.dup(connection.fileno())) as same:
+    same.shutdown(socket.SHUT_RDWR)
+  for each in watchdogs:
+    each._thread.join(10)
+    assert not each._thread.is_alive()
+
+
 @pytest.fixture
 def exits(monkeypatch):
   """Exit statuses of watchdogs. Only their thread ends, not the process. Their intervals are a tenth of the usual."""
@@ -144,8 +153,7 @@ def exits(monkeypatch):
 def test_an_error_that_is_announced_ends_the_hub(exits, capfd):
   hub, other, connection = connected_watchdogs()
   other.leave(3)
-  connection.close()
-  hub.await_verdict()
+  disconnect(connection, hub, other)
   assert exits == [LOST]
   assert 'error: process 1 ended with status 3, so process 0 ends; ' in capfd.readouterr().err
 
@@ -155,7 +163,7 @@ def test_processes_that_end_well_get_no_verdict(exits):
   hub.await_verdict()
   other.leave(0)
   hub.leave(0)
-  connection.close()
+  disconnect(connection, hub, other)
   assert exits == []
 
 
