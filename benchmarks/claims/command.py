@@ -66,12 +66,12 @@ def main() -> None:
 
 
 def listed() -> None:
-  """Print the experiments, how many of their runs are saved, and the hours of a core that all runs take."""
+  """Print the experiments, how many of their runs are saved, and the hours that all runs take."""
   for experiment in map(find, names()):
     done = count(saved(experiment))
     print(
       f'{experiment.name}: {experiment.question} {done} of {len(experiment.runs)} runs; all take about '
-      f'{experiment.hours:g} hours of {"a core" if experiment.device == "core" else "one H200"}'
+      f'{experiment.hours:g} hours of {experiment.device}'
     )
 
 
@@ -94,7 +94,7 @@ def run(experiment: Experiment, records: Found, folder: Path, minutes: int | Non
   compiled = {'JAX_COMPILATION_CACHE_DIR': str(folder.parent / 'compiled'), 'JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS': '0'}
   environment = {**compiled, **os.environ, 'PYTHONPATH': os.pathsep.join(filter(None, paths))}
   places = ['gpu']
-  if experiment.device == 'core':
+  if experiment.device == 'one core':
     environment['JAX_PLATFORMS'] = 'cpu'
     places = sorted(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else range(cores())
   workers = [subprocess.Popen([*start, str(place)], env=environment, stdout=sys.stderr) for place in places]

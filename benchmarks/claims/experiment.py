@@ -115,9 +115,9 @@ class Experiment:
   shown: tuple[str, ...] = ()  # series that the picture shows
   inference: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: MappingProxyType({}))  # other samplers; see `under`
   asked: tuple[str, ...] = ()  # arms whose newest weights are also evaluated with each sampler of `inference`
-  hours: float = 0.0  # estimated hours of a core, or of an H200, for all runs
+  hours: float = 0.0  # estimated hours of `device` for all runs
   note: str = ''  # what a reader of the results should know of the design
-  device: Literal['core', 'H200'] = 'core'  # what a run needs: one core of a CPU, or a GPU such as an H200
+  device: Literal['one core', 'one H200', 'four H200s'] = 'one core'  # what a run needs
 
   def __post_init__(self):
     if unknown := {*self.shown} - {REWARD, *self.series}:

@@ -1,4 +1,4 @@
-"""The tasks of the experiments that need a GPU: GSM8K with the settings of configs/qwen_gsm8k.py and two 1.5 B models."""
+"""The tasks of experiments that need GPUs: GSM8K with the settings of configs/qwen_gsm8k.py, for 1.5 B models and mixtures."""
 
 import runpy
 from typing import Any
@@ -9,7 +9,9 @@ from ml_collections import ConfigDict
 
 from sprl.config import default_config
 
-VARIANTS = ('qwen2.5-1.5b', 'qwen2.5-1.5b-instruct')  # seeds begin from both in turn
+# Seeds begin from both models in turn.
+SMALL = 'Qwen/Qwen2.5-1.5B', 'Qwen/Qwen2.5-1.5B-Instruct'
+MIXTURES = 'Qwen/Qwen1.5-MoE-A2.7B', 'Qwen/Qwen1.5-MoE-A2.7B-Chat'  # 14.3 B parameters, of which a token uses 2.7 B
 ANSWER = 1024  # longest answer, in tokens: GSM8K's solutions by these models have about 300
 
 
@@ -24,19 +26,16 @@ def _changed(config: ConfigDict, default: Any, prefix: str = '') -> dict:
   return found
 
 
-def _recipe(variant: str) -> Any:
-  return runpy.run_path(str(ROOT / 'configs' / 'qwen_gsm8k.py'))['get_config'](variant)
-
-
-def _gsm8k() -> Task:
-  settings = _changed(_recipe(VARIANTS[0]), default_config())
+def _gsm8k(name: str, sentence: str, models: tuple[str, ...], more: dict) -> Task:
+  recipe = runpy.run_path(str(ROOT / 'configs' / 'qwen_gsm8k.py'))['get_config']()
+  settings = _changed(recipe, default_config())
   own = {key: settings.pop(key, None) for key in ('arm', 'steps', 'export', 'model.path')}
   assert own['arm'] == 'sparse_rl'
   return Task(
-    name='gsm8k',
-    sentence='Qwen2.5-1.5B and its instruct model on GSM8K',
+    name=name,
+    sentence=sentence,
     write=lambda folder: folder.mkdir(parents=True),
-    warm=tuple(_recipe(variant).model.path for variant in VARIANTS),
+    warm=models,
     settings=settings
     | {
       'sampling.max_tokens': ANSWER,
@@ -44,8 +43,15 @@ def _gsm8k() -> Task:
       'eval.temperature': 1.0,
       'eval.top_p': 1.0,
       'log.trackers': (),
-    },
+    }
+    | more,
   )
 
 
-GSM8K = _gsm8k()
+GSM8K = _gsm8k('gsm8k', 'Qwen2.5-1.5B and its instruct model on GSM8K', SMALL, {})
+MIXTURE = _gsm8k(
+  'gsm8k_mixture',
+  'Qwen1.5-MoE-A2.7B and its chat model on GSM8K',
+  MIXTURES,
+  {'mesh.learner.expert': 4, 'mesh.rollout.expert': 4, 'sampling.rows': 512},
+)

@@ -102,8 +102,8 @@ def text(results: Mapping[str, Records]) -> str:
 def waits(experiment: Experiment) -> str:
   """Return the line of an experiment without results."""
   hours = f'{experiment.hours:g} hour{"s" * (experiment.hours != 1)}'
-  place = 'one core' if experiment.device == 'core' else 'one H200 or more: the planner, which estimates them, gives lower bounds'
-  return f'* `{experiment.name}`: {experiment.question} {len(experiment.runs)} runs, about {hours} of {place}.'
+  bound = '' if experiment.device == 'one core' else ' or more: the planner, which estimates them, gives lower bounds'
+  return f'* `{experiment.name}`: {experiment.question} {len(experiment.runs)} runs, about {hours} of {experiment.device}{bound}.'
 
 
 def summary(experiment: Experiment, records: Records) -> str:

@@ -39,5 +39,5 @@ EXPERIMENT = Experiment(
           (Comparison('bfloat16', 'tis@both', 0.0, ROLLOUT),)),
   ),
   hours=40.0,
-  device='H200',
+  device='one H200',
 )  # fmt: skip

@@ -45,5 +45,5 @@ EXPERIMENT = Experiment(
           (Comparison('ahead', 'replication', -0.03), Comparison('redundant', 'replication', -0.03))),
   ),
   hours=16.0,
-  device='H200',
+  device='one H200',
 )  # fmt: skip

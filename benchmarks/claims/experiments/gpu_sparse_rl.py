@@ -38,5 +38,5 @@ EXPERIMENT = Experiment(
           (Comparison('dense', 'sparse_rl@128', 0.0, ROLLOUT),)),
   ),
   hours=28.0,
-  device='H200',
+  device='one H200',
 )  # fmt: skip

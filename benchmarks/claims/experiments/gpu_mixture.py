@@ -1,0 +1,51 @@
+"""FP8-RL (arXiv 2601.18150) with mixtures of 14.3 B parameters on GSM8K. It needs four H200s, and has not run.
+
+As mixture_replay, whose mixture is small and whose reference is float32. Here it is bfloat16, in which sampler and learner choose
+different experts too. `end_to_end` multiplies in FP8 in the learner as well.
+
+Time: for answers of 300 tokens the planner's lower bounds for four H200s are 9.3 s for an update of 1,024 sequences (experts
+divided over the GPUs) and 3.7 s for their rollouts in bfloat16. Twice that, for 100 steps, is 43 minutes a run.
+"""
+
+from claims.experiment import BEFORE, REWARD, Claim, Comparison, Experiment, at_end, at_start
+from claims.gpu_tasks import MIXTURE
+
+MISMATCH, ROLLOUT = 'rollout_corr/k3_kl', 'time/rollout'
+FORMATS = {'bfloat16': 'none', 'w8a8': 'w8a8'}
+
+
+def _arm(replay, numbers):
+  return {'model.router_replay': replay, 'quant.sampler': FORMATS[numbers]}
+
+
+EXPERIMENT = Experiment(
+  name='gpu_mixture',
+  question='Does router replay improve the training of a mixture of 14.3 B parameters, in bfloat16 and on FP8 rollouts?',
+  task=MIXTURE,
+  arms={f'{replay}@{numbers}': _arm(replay, numbers) for numbers in FORMATS for replay in ('none', 'R2', 'R3')}
+  | {'end_to_end': _arm('R3', 'w8a8') | {'quant.learner': 'w8a8'}},
+  steps=100,
+  settings={'preset': 'token_is', 'cache.budget': None},
+  series=(MISMATCH, ROLLOUT),
+  shown=(REWARD, MISMATCH, ROLLOUT),
+  claims=(
+    Claim('Training in bfloat16 improves a mixture of 14.3 B parameters.', 'all three papers', 'the reward rises',
+          (Comparison('none@bfloat16', BEFORE, 0.05),)),
+    Claim('FP8 linears add mismatch (14.3 B).', 'FP8-RL', 'FP8 adds mismatch',
+          (Comparison('none@w8a8', 'none@bfloat16', 0.0, MISMATCH),)),
+    Claim('The mismatch of FP8 rollouts grows without replay (14.3 B).', 'FP8-RL', 'it grows with experts',
+          (Comparison('none@w8a8', 'none@w8a8', 0.0, at_end(MISMATCH), at_start(MISMATCH)),)),
+    Claim('R3 reduces the mismatch, in bfloat16 and in FP8 (14.3 B).', 'FP8-RL; R3 paper', 'from 1.5e-3 to 0.75e-3',
+          tuple(Comparison(f'none@{numbers}', f'R3@{numbers}', 0.0, MISMATCH) for numbers in FORMATS)),
+    Claim('FP8 rollouts of 14.3 B parameters without replay lower the accuracy.', 'FP8-RL', 'a drop without replay',
+          (Comparison('none@bfloat16', 'none@w8a8', 0.05),)),
+    Claim('With R2, and with R3, FP8 rollouts of 14.3 B parameters train as well as bfloat16.', 'FP8-RL', 'on par',
+          tuple(Comparison(f'{replay}@w8a8', 'none@bfloat16', -0.05) for replay in ('R2', 'R3'))),
+    Claim('FP8 end to end trains a mixture of 14.3 B parameters as well as bfloat16.', 'FP8-RL', 'on par (30 B parameters)',
+          (Comparison('end_to_end', 'none@bfloat16', -0.05),)),
+    Claim('FP8 rollouts of a mixture take less time.', 'FP8-RL', 'more than 35 % more throughput (30 B parameters)',
+          (Comparison('none@bfloat16', 'none@w8a8', 0.0, ROLLOUT),)),
+  ),
+  hours=40.0,
+  device='four H200s',
+)  # fmt: skip
