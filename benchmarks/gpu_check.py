@@ -60,7 +60,7 @@ from gpu_check_decode import check_decode, check_decode_whole, random_params
 from gpu_check_kernels import check_append, check_attention, check_eviction, check_matmul, check_quantise, check_rows
 from gpu_check_launches import check_launches
 from gpu_check_parity import check_parity
-from gpu_check_record import key, limits, planned, run, summary, table
+from gpu_check_record import deadline, key, planned, run, summary, table
 from gpu_check_update import check_update
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from kernel_resources import MODELS
@@ -240,7 +240,7 @@ def main() -> None:
   try:
     for i, part in enumerate(parts):
       later = sum(SECONDS[each] for each in parts[i + 1 :])
-      for row in run(part, cases[part], rows, limits(time.monotonic(), until, SECONDS[part], later)):
+      for row in run(part, cases[part], rows, deadline(time.monotonic(), until, SECONDS[part], later)):
         if ended:  # the exception of the signal made the case fail
           raise SystemExit(128 + ended[0])
         rows[key(row)] = row

@@ -1,7 +1,8 @@
-"""The part `launches` of gpu_check.py: the cost of a kernel launch, and of a loop iteration whose condition the host must read.
+"""The part `launches` of gpu_check.py: the time of a kernel launch, and of iterations of two loops.
 
-These are constants of the static model of a step (gpu_static_model.py). A kernel increments an array of 128 numbers, which takes
-almost no time.
+`launch` gives START of gpu_static_model.py, or LAUNCH if XLA uses no CUDA graphs. The host reads the condition of one loop before
+each iteration: `iteration, host reads` less `iteration, counted` gives HOST_READ (docs/first_gpu.md). Each launch or iteration
+adds 1 to 128 numbers, which takes almost no time. The condition that the host reads includes a maximum of these numbers.
 """
 
 from collections.abc import Callable, Iterator

@@ -22,7 +22,10 @@ def planned(cases: Iterable[Case], earlier: Iterable[Row] = ()) -> dict[tuple[st
 
 
 def run(name: str, cases: Sequence[Case], rows: Rows, until: float) -> Iterator[Row]:
-  """Measure the cases that have no row with status ok, and yield each row at once. No case begins after `until`."""
+  """Measure the cases that have no row with status ok, and yield each row at once.
+
+  No case begins after the time `until` (of time.monotonic, in seconds).
+  """
   start, left = time.monotonic(), [each for each in cases if rows[each.check, each.case]['status'] != 'ok']
   while left and time.monotonic() <= until:
     case, *left = left
@@ -36,10 +39,11 @@ def run(name: str, cases: Sequence[Case], rows: Rows, until: float) -> Iterator[
   jax.clear_caches()
 
 
-def limits(start: float, until: float, part: float, later: float) -> float:
-  """Return the time after which a part that begins at `start` begins no more cases.
+def deadline(start: float, until: float, part: float, later: float) -> float:
+  """Return the time (of time.monotonic, in seconds) after which a part that begins at `start` begins no more cases.
 
-  The part has `part` seconds and all time that no other part needs: the parts after it need `later` seconds before `until`.
+  That is `part` seconds after `start`, or later if the parts after it leave time: they need `later` seconds. It is never after
+  `until`.
   """
   return min(until, max(start + part, until - later))
 
@@ -52,15 +56,18 @@ def table(rows: Iterable[Row]) -> list[Row]:
 
 
 def summary(rows: Iterable[Row], **about: object) -> Row:
-  """Return the summary: counts of rows and targets, missed targets, failed rows, and rows that did not run."""
+  """Return the summary: counts of rows and targets, missed targets, failed rows, and rows that did not run.
+
+  A target that was not measured counts as asked, but neither as met nor as missed.
+  """
   rows = list(rows)
-  asked = [(row, each) for row in rows for each in filter(None, str(row.get('asked') or '').split('; '))]
+  targets = [(row, each) for row in rows for each in filter(None, str(row.get('asked') or '').split('; '))]
   return {
     **about,
     'checks': len(rows),
-    'asked': len(asked),
-    'met': sum(each.endswith(', met') for _, each in asked),
-    'missed': [f'{row["check"]} {row["case"]}: {each}' for row, each in asked if each.endswith('MISSED')],
+    'asked': len(targets),
+    'met': sum(each.endswith(', met') for _, each in targets),
+    'missed': [f'{row["check"]} {row["case"]}: {each}' for row, each in targets if each.endswith('MISSED')],
     'bad': [f'{row["check"]} {row["case"]}'.strip() for row in rows if row['status'] not in ('ok', NOT_RUN)],
     'not run': [f'{row["check"]} {row["case"]}' for row in rows if row['status'] == NOT_RUN],
   }

@@ -1,12 +1,12 @@
 """Which resources do the GPU kernels need on an H200? They are compiled at real models' shapes, without a GPU and without timing.
 
     python benchmarks/kernel_resources.py --save kernel_resources    # 8 minutes of a core; needs: see sprl/planning/aot.py
-    python benchmarks/kernel_resources.py --model                    # predicted times of FP8 products, without a compiler
+    python benchmarks/kernel_resources.py --predict                  # predicted times of FP8 products, without a compiler
 
 A row is a kernel at a model's shape and a batch. Attention of packed rows has three rows: its gradients are two more kernels, and
 memory and cost are those of all three together. A row shows the report of ptxas and Mosaic (registers per thread, spilled bytes,
-shared memory), the temporary memory of the compiled call, and the fewest bytes and operations that the call needs. `--model`
-shows the launch of each FP8 product instead, and the times that sprl/kernels/launch_model.py predicts for it and for bfloat16.
+shared memory), the temporary memory of the compiled call, and the fewest bytes and operations that the call needs. `--predict`
+shows the launches of joined linears instead, and the times that sprl/kernels/launch_model.py predicts in FP8 and in bfloat16.
 """
 
 import argparse
@@ -58,7 +58,7 @@ class Model(NamedTuple):
     return {'q': (H * D, E), 'k': (K * D, E), 'o': (E, H * D), 'gate': (F, E), 'down': (E, F)}
 
   @property
-  def fused(self) -> dict[str, tuple[int, int]]:
+  def joined(self) -> dict[str, tuple[int, int]]:
     """Return (out, in) of the products of a layer in which q, k and v are one product, and gate and up another."""
     H, K, D, E, F = self
     return {'qkv': ((H + 2 * K) * D, E), 'o': (E, H * D), 'gate_up': (2 * F, E), 'down': (E, F)}
@@ -111,14 +111,14 @@ def attention(model: str, B: int, S: int, dtype: Any, share: bool = False) -> Ca
     lambda *x: decode_attention.decode_attention(*x, share=share, kernels='mosaic_gpu'),
     (Shape((B, H, D), BF16), cache, cache, Shape((B,), jnp.int32), (scale, scale)),
     decode_attention.cost(B, H, K, S, D, dtype, share),
-    # Partial results: float32 outputs of each split, padded to 8 queries per group; twice that for merging.
+    # 8 % of the cache: the float32 partial results of a team, padded to 8 queries per group. With `share` there is no team.
     0.08 * 2 * cache.size * dtype.itemsize,
   )
 
 
 def matmul(model: str, name: str, M: int) -> Case:
   """Return the product of one linear with M tokens."""
-  N, K = {**MODELS[model].fused, **MODELS[model].linears}[name]
+  N, K = {**MODELS[model].joined, **MODELS[model].linears}[name]
   C, R = -(-K // 128), -(-N // 128)
   return Case(
     'block_matmul',
@@ -135,7 +135,7 @@ def matmul(model: str, name: str, M: int) -> Case:
 
 def experts(model: str, name: str, tokens: int) -> Case:
   """Return one linear of all experts, applied to the chosen experts of each token."""
-  (N, K), (X, chosen) = {**MODELS[model].fused, **MODELS[model].linears}[name], EXPERTS[model]
+  (N, K), (X, chosen) = {**MODELS[model].joined, **MODELS[model].linears}[name], EXPERTS[model]
   C, R = -(-K // 128), -(-N // 128)
   layout = block_shapes(model, tokens)
   n, T = layout.assignment.shape
@@ -205,7 +205,8 @@ def similarity(model: str, B: int, S: int, dtype: Any = BF16) -> Case:
     jax.vmap(partial(eviction.similarity, threshold=0.5, nearest_of_none=0, kernels='mosaic_gpu')),
     (Shape((B, K, S, D), dtype), Shape((B,), jnp.int32)),
     eviction.similarity_cost(B, K, S, D),
-    # Three numbers per key, and its length; float32 keys split into two bfloat16 arrays, with workspace; bfloat16 keys if padded.
+    # 24 bytes per key for four float32 numbers, with room to spare. Float32 keys: two bfloat16 copies, and workspace. Bfloat16
+    # keys: one copy, if padding is needed.
     B * K * (S + 64) * (4 * 6 + D * (8 if dtype == jnp.float32 else 2 * (S % 8 > 0))),
   )
 
@@ -267,7 +268,7 @@ CASES = distinct(
     *[similarity('Qwen2.5-1.5B', 16, 612, dtype) for dtype in (BF16, F32)],  # the slots do not fill a tile
     *[matmul(model, name, M) for model in MODELS for name in MODELS[model].linears for M in (16, 64, 256, 4096)],
     *[matmul('Qwen2.5-7B', name, M) for name in MODELS['Qwen2.5-7B'].linears for M in (1, 512, 16384)],
-    *[matmul(model, name, M) for model in DENSE for name in MODELS[model].fused for M in (1, 16, 64, 256, 512, 4096)],
+    *[matmul(model, name, M) for model in DENSE for name in MODELS[model].joined for M in (1, 16, 64, 256, 512, 4096)],
     *[matmul('Qwen3-30B-A3B', name, M) for name in ('qkv', 'o') for M in (1, 16, 64, 256, 512, 4096)],
     *[experts('Qwen3-30B-A3B', 'gate_up', tokens) for tokens in (64, 256, 4096)],
     *[experts(model, name, tokens) for model in EXPERTS for name in ('gate', 'down') for tokens in (1, 64, 256, 512, 1024, 4096)],
@@ -302,11 +303,11 @@ def kernel_rows(case: Case) -> list[dict[str, Any]]:
 
 
 def predicted(model: str, name: str, M: int) -> dict[str, Any]:
-  """Return the launch of a fused product with M tokens, and its predicted time beside bfloat16's.
+  """Return the launch of a joined product with M tokens, and its predicted time beside bfloat16's.
 
-  Each of a mixture's experts has one block of tokens; the row's M is the sum.
+  A mixture is assumed to have one block of tokens per expert. M is then the rows of these blocks, padding included.
   """
-  (N, K), block = MODELS[model].fused[name], None
+  (N, K), block = MODELS[model].joined[name], None
   if name in ('gate_up', 'down') and model in EXPERTS:
     layout, (X, _) = block_shapes(model, M), EXPERTS[model]
     block = layout.assignment.shape[1]
@@ -334,10 +335,10 @@ def main() -> None:
   """Print a report; save it with --save."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
   parser.add_argument('--save', metavar='NAME', help='write benchmarks/results/NAME.json')
-  parser.add_argument('--model', action='store_true', help='predict the times of FP8 products instead; needs no compiler')
+  parser.add_argument('--predict', action='store_true', help='predict the times of FP8 products instead; needs no compiler')
   args = parser.parse_args()
-  if args.model:
-    names = [(model, name) for model in (*DENSE[1:], *EXPERTS) for name in MODELS[model].fused]
+  if args.predict:
+    names = [(model, name) for model in (*DENSE[1:], *EXPERTS) for name in MODELS[model].joined]
     rows = [predicted(*each, M) for each in names for M in (1, 16, 64, 256, 512, 4096)]
     rows = list({tuple(line.values()): line for line in rows}.values())  # small values of M give the experts the same blocks
     result = {'products': len(rows), 'lowest speedup': min(line['speedup'] for line in rows)}

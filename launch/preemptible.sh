@@ -3,8 +3,9 @@
 #
 #   preemptible.sh COMMAND...
 #
-# SIGTERM and SIGINT are sent to the run as SIGTERM. The run saves a checkpoint and exits with status 0. This script then exits with
-# 75 (EX_TEMPFAIL) instead, so that the scheduler restarts the run. Any other exit status is passed on.
+# COMMAND is a run of sprl: on SIGTERM it saves a checkpoint and exits with status 0. This script passes SIGTERM and SIGINT on as
+# SIGTERM, because a shell starts background commands with SIGINT ignored. It then exits with 75 (EX_TEMPFAIL) instead of 0, so that
+# the scheduler restarts the run. Any other exit status is passed on.
 set -eu
 terminated=
 child=

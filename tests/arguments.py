@@ -10,4 +10,4 @@ def minutes(text: str) -> float:
   with contextlib.suppress(ValueError):
     if 0 < (found := float(text)) < math.inf:
       return found
-  raise argparse.ArgumentTypeError(f'found {text!r}; expected a number above 0')
+  raise argparse.ArgumentTypeError(f'found {text!r}; expected a finite number of minutes above 0')

@@ -340,7 +340,7 @@ ALONE = {'rollout__group': 1, 'advantage__estimator': 'reinforce'}
 ONE_TASK = {'rollout__replicate_prompts': False}
 
 ALL_MEMBERS = {'rollout__members': 'all', 'rollout__extra_members': 1, 'rollout__order': 'completion'}
-REFUSED = [  # key, its value, the other setting that the error names, changes
+REFUSED = [  # key, refused value, text that the error contains, other changes
   ('sampling.stop', ('\n', ''), '', {}),
   *(('sampling.prompt_buckets', b, 'sampling.max_prompt = 256', {})
     for b in ((256, 64), (64, 64, 256), (0, 256), (64, 128), (64, 300))),
@@ -418,7 +418,7 @@ def test_contradicting_settings_are_refused(key, value, other, changes):
     {'eval__samples': 4, 'eval__temperature': 0.6},
     {'optimizer__minibatches': 4},
     {'rollout__async_ratio': 0.5},
-    {'rollout__async_ratio': 1.0625},  # 17 groups of 16
+    {'rollout__async_ratio': 1.0625},  # 1.0625 x 16 prompts: 17 groups
     {'rollout__async_ratio': 2.0, 'rollout__order': 'completion', 'rollout__extra_prompts': 4},
     ONE_TASK,
     {**ONE_TASK, 'sampling__rows': 16, 'devices__engines': 2},
@@ -483,7 +483,7 @@ def test_the_dense_arm_evicts_nothing_and_keeps_the_correction():
   assert (run.cache.budget, run.correction.veto) == (None, 1e-3)
 
 
-def test_every_arm_has_a_correction():
+def test_all_lists_of_arms_have_the_same_names():
   assert {'dense', *TABLE} == set(typing.get_args(Arm)) == set(ARMS)
 
 

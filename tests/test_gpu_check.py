@@ -349,10 +349,10 @@ def test_the_first_comparisons_are_one_of_each_kernel():
 
 
 def test_a_part_gets_the_seconds_that_earlier_parts_left_and_later_parts_keep_theirs():
-  limits, parts = gpu_check_record.limits, gpu_check.SECONDS
-  assert limits(start=0, until=100, part=30, later=50) == 50  # 20 seconds are nobody's
-  assert limits(start=40, until=100, part=30, later=50) == 70  # the parts before took more than theirs
-  assert limits(start=90, until=100, part=30, later=0) == 100
+  deadline, parts = gpu_check_record.deadline, gpu_check.SECONDS
+  assert deadline(start=0, until=100, part=30, later=50) == 50  # the later parts leave 20 seconds
+  assert deadline(start=40, until=100, part=30, later=50) == 70  # the parts before took more than theirs
+  assert deadline(start=90, until=100, part=30, later=0) == 100
   assert set(parts) == set(gpu_check.CHECKS)
   assert sum(parts.values()) <= gpu_check.LIMIT <= 600
 

@@ -4,7 +4,8 @@ The sampler evicts, quantises or runs ahead, so a token is drawn from pi_sampler
 before the update. With log rho = old - sampler:
 
   1. Weights: w = rho of the token, its segment or its sequence; truncated, clipped or zeroed (icepop); optionally divided by
-     the mean over all tokens that the model wrote, rejected ones too. Weights never change the mask.
+     the mean weight over tokens (levels token and segment) or over sequences (sequence and geometric). Rejected tokens and
+     sequences count in the mean. Weights never change the mask.
   2. Rejection: tokens or whole sequences leave the mask. Rejection never changes the weights.
 
 Nothing here carries a gradient. The formulas do not depend on the cause of the mismatch.
@@ -28,7 +29,7 @@ from sprl.types import LogProbs
 class Rejection(NamedTuple):
   """Statistic and decision of one rejection option, per token or per sequence."""
 
-  statistic: Float[Array, 'B *T']  # sigma of eq. 15: log rho (k1), its k2 or its k3; summed, averaged or maximised over a row
+  statistic: Float[Array, 'B *T']  # sigma of eq. 15: k1, k2 or k3 of the clamped log rho, of a token, or over a sequence
   keep: Bool[Array, 'B *T']
 
 
@@ -39,7 +40,7 @@ class Corrected:
 
   weight: Float[Array, 'B T']  # w as it multiplies the loss; 0 where the model wrote nothing
   mask: Bool[Array, 'B T']  # tokens that survive every rejection
-  keep: Bool[Array, ' B']  # sequences that pass the rules on whole sequences
+  keep: Bool[Array, ' B']  # sequences that pass the rejections of whole sequences, and the veto
   raw: Float[Array, 'B T']  # the weight before its bounds; at level None rho of the token
   applied: Float[Array, 'B T']  # the weight after its bounds, before normalisation
   norm: Float[Array, ' B']  # the mean that the weights of each sequence are divided by
@@ -51,9 +52,9 @@ def correct(
 ) -> Corrected:
   """Return weights and surviving tokens of a batch.
 
-  Uses `logprobs.old` against `logprobs.sampler`; with the reinforce loss in bypass mode, hand over the current log-probs as
-  `old`. `mask` is True on the tokens that the model wrote. `micro` is the microbatch of each sequence, 0 to B - 1, for
-  normalise = 'micro'.
+  Uses `logprobs.old` against `logprobs.sampler`; with the reinforce loss in bypass mode, pass the current log-probs as `old`.
+  `mask` is True on the tokens that the model wrote. `micro` is the microbatch of each sequence, for normalise = 'micro': 0 to
+  B - 1, or -1 for a sequence that is left out, whose mask is False.
 
   Raises ValueError if `old` is missing, or `micro` where it is needed.
   """
@@ -100,7 +101,7 @@ def rejection_limits(settings: Correction) -> dict[str, tuple[float, float]]:
 
 
 def catastrophic(log_rho: Float[Array, 'B T'], mask: Bool[Array, 'B T'], veto: float) -> Bool[Array, 'B T']:
-  """Return the tokens with unclamped rho below `veto`: the sampler drew them, the learner all but excludes them (eq. 16)."""
+  """Return the tokens with rho below `veto` (eq. 16; not clamped): far less likely under the old policy than the sampler."""
   return mask & (log_rho < jnp.log(veto))
 
 

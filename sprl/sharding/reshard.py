@@ -1,7 +1,11 @@
-"""Move arrays to other devices in another layout, from device to device and without a whole array on any device or host.
+"""Move arrays to other devices in another layout, from device to device.
 
-JAX copies between devices only if both sides cut the array alike; otherwise it goes through the host. Here each target device
-gets its part in pieces, each from a device that holds it:
+No host holds the array. A device holds a whole array only if the target layout replicates it, or if no axis can be divided by the
+devices of a process.
+
+Between different sets of devices, `jax.device_put` copies directly only if each target part is also a part on a source device.
+Otherwise an array that is split over devices goes through the host. Here each target device gets its part in pieces, each from a
+device that holds it:
 
     weights split in 4 on the learner              0123 | 4567 | 89ab | cdef
     a target device that needs the first half      0123 + 4567
@@ -20,9 +24,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
-from sprl.sharding.transfer import relayout
-
-Part = tuple[tuple[int, int], ...]  # start and end along each axis
+from sprl.sharding.transfer import Span, relayout, span_of
 
 
 def reshard[T](tree: T, shardings: Any) -> T:
@@ -37,12 +39,12 @@ def _moved(x: jax.Array, target: Sharding) -> jax.Array:
   if x.sharding.is_equivalent_to(target, x.ndim):
     return x
   near = complete_per_process(x)
-  holders: dict[Part, list[jax.Array]] = {}
+  holders: dict[Span, list[jax.Array]] = {}
   for held in near.addressable_shards:
-    holders.setdefault(_part(held.index, x.shape), []).append(held.data)
+    holders.setdefault(span_of(held.index, x.shape), []).append(held.data)
   arrays = []
   for n, (device, index) in enumerate(target.addressable_devices_indices_map(x.shape).items()):
-    arrays.append(_assembled(_pieces(holders, _part(index, x.shape), n, device)))
+    arrays.append(_assembled(_pieces(holders, span_of(index, x.shape), n, device)))
   moved = jax.make_array_from_single_device_arrays(x.shape, target, arrays)
   if near is not x:
     jax.block_until_ready(moved)  # before the next array: memory has room for one copy, not for copies of all arrays
@@ -50,10 +52,13 @@ def _moved(x: jax.Array, target: Sharding) -> jax.Array:
 
 
 def complete_per_process(x: jax.Array) -> jax.Array:
-  """Reshard x so that each process holds all of x, split over the devices of the process if an axis is divisible."""
-  parts: dict[int, set[Part]] = {}
+  """Return x so that each process holds all of it, split over the devices of the process if an axis is divisible.
+
+  That is x itself if each process holds all of it already. The mesh must list the devices process by process.
+  """
+  parts: dict[int, set[Span]] = {}
   for device, index in x.sharding.devices_indices_map(x.shape).items():
-    parts.setdefault(device.process_index, set()).add(_part(index, x.shape))
+    parts.setdefault(device.process_index, set()).add(span_of(index, x.shape))
   everything = set().union(*parts.values())
   if all(of_one == everything for of_one in parts.values()):
     return x
@@ -66,14 +71,11 @@ def complete_per_process(x: jax.Array) -> jax.Array:
   return relayout(x, NamedSharding(mesh, P() if own is None else P(*[None] * own, 'own')))
 
 
-def _part(index: Sequence[slice] | None, shape: Sequence[int]) -> Part:
-  return tuple(part.indices(size)[:2] for part, size in zip(index or (), shape))
-
-
-def _pieces(holders: Mapping[Part, Sequence[jax.Array]], wanted: Part, n: int, device) -> dict[Part, jax.Array]:
+def _pieces(holders: Mapping[Span, Sequence[jax.Array]], wanted: Span, n: int, device) -> dict[Span, jax.Array]:
   """Return the pieces of the wanted part, copied to `device`.
 
-  If several devices hold a part, the n-th of them gives it: requests spread over the copies.
+  `n` is the number of the target device in this process. If several devices hold a part, number n modulo their count is read, so
+  that the reads are spread over them.
   """
   pieces = {}
   for part, held in holders.items():
@@ -84,12 +86,12 @@ def _pieces(holders: Mapping[Part, Sequence[jax.Array]], wanted: Part, n: int, d
   return pieces
 
 
-def _assembled(pieces: Mapping[Part, jax.Array], axis: int = 0) -> jax.Array:
+def _assembled(pieces: Mapping[Span, jax.Array], axis: int = 0) -> jax.Array:
   """Join pieces that form a grid, axis by axis."""
   if len(pieces) == 1:
     return next(iter(pieces.values()))
-  stretches: dict[tuple[int, int], dict[Part, jax.Array]] = {}
+  ranges: dict[tuple[int, int], dict[Span, jax.Array]] = {}
   for part, piece in pieces.items():
-    stretches.setdefault(part[axis], {})[part] = piece
-  joined = [_assembled(stretches[stretch], axis + 1) for stretch in sorted(stretches)]
+    ranges.setdefault(part[axis], {})[part] = piece
+  joined = [_assembled(ranges[each], axis + 1) for each in sorted(ranges)]
   return joined[0] if len(joined) == 1 else jnp.concatenate(joined, axis)

@@ -9,6 +9,7 @@ All transfers are explicit, as the loop's transfer guard requires.
 
 import ctypes
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -20,6 +21,8 @@ from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 HOST = 'pinned_host'  # JAX's name for host memory that a device can read and write
+
+Span = tuple[tuple[int, int], ...]  # of a part of an array: start and stop along each axis
 
 
 def place(tree: Any, shardings: Any) -> Any:
@@ -38,7 +41,11 @@ def _placed(x: Any, sharding: Sharding) -> jax.Array:
 
 
 def fetch(tree: Any) -> Any:
-  """Return the arrays of `tree` as numpy arrays. With several processes, all must call this."""
+  """Return the arrays of `tree` as numpy arrays.
+
+  With several processes, all must call this. An array that is split over processes is first replicated on all of its devices, so
+  each must have room for it.
+  """
   return jax.device_get(jax.tree.map(_whole, tree))
 
 
@@ -73,27 +80,28 @@ def home(sharding: Sharding) -> Any:
 
 @dataclass(frozen=True)
 class Parked:
-  """The parts of an array that this process's devices held, on its host. Equal parts are kept once."""
+  """The parts of an array that this process's devices held, on its host. Replicas of a part are stored once."""
 
   shape: tuple[int, ...]
   sharding: Sharding
-  parts: dict[tuple[tuple[int, int], ...], np.ndarray]
+  parts: dict[Span, np.ndarray]
 
   def back(self) -> jax.Array:
     """Return the array on its devices again, in its old layout."""
     where = self.sharding.addressable_devices_indices_map(self.shape)
-    parts = jax.device_put([self.parts[_span(index, self.shape)] for index in where.values()], list(where))
+    parts = jax.device_put([self.parts[span_of(index, self.shape)] for index in where.values()], list(where))
     return jax.make_array_from_single_device_arrays(self.shape, self.sharding, parts)
 
 
 def park(x: jax.Array) -> Parked:
-  """Copy the array to the host: in each process, the parts that its devices hold."""
-  parts = {_span(shard.index, x.shape): shard.data for shard in x.addressable_shards}
+  """Copy the array to the host: in each process, the parts that its devices hold. x stays on the devices."""
+  parts = {span_of(shard.index, x.shape): shard.data for shard in x.addressable_shards}
   return Parked(x.shape, x.sharding, {span: np.array(jax.device_get(part)) for span, part in parts.items()})
 
 
-def _span(index: Any, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-  return tuple(part.indices(size)[:2] for part, size in zip(index, shape))
+def span_of(index: Sequence[slice] | None, shape: Sequence[int]) -> Span:
+  """Return the part of an array of this shape that JAX names by slices."""
+  return tuple(part.indices(size)[:2] for part, size in zip(index or (), shape))
 
 
 def return_free_memory() -> None:

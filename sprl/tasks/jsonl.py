@@ -1,4 +1,4 @@
-"""Problems from a folder of train.jsonl and test.jsonl, one problem per line.
+"""Problems from a folder with a file SPLIT.jsonl for each split of config.task.splits, one problem per line.
 
 {"prompt": "What is 2 + 3?", "answer": "5"}
 {"messages": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2 + 3?"}], "answer": 5}
@@ -19,10 +19,10 @@ _ROLES = ('system', 'user', 'assistant')
 
 
 def rows(task: Task, split: str) -> Iterator[dict[str, Any]]:
-  """Yield the problems of SPLIT.jsonl in the folder task.path: {id, prompt or messages, answer, row}; `extra` has a solution.
+  """Yield the problems of SPLIT.jsonl in the folder task.path that task.filters keep; `problem` describes them.
 
-  `split` may be a part of a file, such as `train[:95%]`. Raises SettingsError for a missing or empty file, and for a malformed
-  line, by file and line number.
+  `split` may be a part of a file, such as `train[:95%]`. Raises SettingsError for a missing file, a malformed line (by file and
+  line number), a split or filter that cannot be read, a filter on a column that no row has, and if no row is left.
   """
   for _, (where, line) in selected(task, split, lambda name: _table(task, name)):
     yield problem(where, line, task.chat)
@@ -31,14 +31,13 @@ def rows(task: Task, split: str) -> Iterator[dict[str, Any]]:
 def _table(task: Task, name: str) -> Table:
   path = Path(task.path or '').expanduser() / f'{name}.jsonl'
   if not path.is_file():
-    raise SettingsError(
-      f'config.task.path = {task.path!r}: expected a folder of train.jsonl and test.jsonl; {path}: no such file'
-    )
+    expected = 'a folder with a file for each split, such as train.jsonl and test.jsonl'
+    raise SettingsError(f'config.task.path = {task.path!r}: expected {expected}; {path}: no such file')
   return Table((path,))
 
 
 def problem(where: str, line: Mapping[str, Any], chat: bool) -> dict[str, Any]:
-  """Return the problem of a line: {id, prompt or messages, answer}, and `extra` if the line has a solution.
+  """Return the problem of a line: {id, prompt or messages, answer as text, row: the line}, and `extra` if it has a solution.
 
   `where` names the line, and becomes the id. Raises SettingsError, which begins with `where`, for a malformed line.
   """

@@ -69,7 +69,7 @@ def test_an_error_leaves_the_others_time_to_report_their_own():
   assert 'process 2 ended with status 3, so process 1 ends' in other.sentence(10.0 + GRACE)
 
 
-def test_a_process_that_reports_its_own_error_gets_no_verdict():
+def test_a_process_that_announces_its_own_error_is_not_ended_by_a_verdict():
   judge = follower()
   judge.receive(judge.peers[0], Ended(2), 10.0)
   judge.leave(2)
@@ -110,7 +110,7 @@ def test_the_hub_tells_the_others_which_process_hangs():
   assert messages(judge, Verdict) == [('process 1', Verdict('process 1 at files:3 made no progress for 2 s', 0.0))]
 
 
-def test_a_silent_connection_is_closed_by_the_system():
+def test_the_system_is_told_to_close_a_silent_connection():
   with socket.create_server(('localhost', 0)) as server, socket.create_connection(server.getsockname()) as connection:
     close_when_silent(Connection(os.dup(connection.fileno())))
     assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000 * SILENCE
@@ -137,7 +137,7 @@ def disconnect(connection, *watchdogs):
 
 @pytest.fixture
 def exits(monkeypatch):
-  """Exit statuses of watchdogs. Only their thread ends, not the process. Their intervals are a tenth of the usual."""
+  """The statuses given to `os._exit`, which here ends the thread of a watchdog only. BEAT and GRACE are a tenth of the usual."""
   statuses = []
   for name in ('BEAT', 'GRACE'):
     monkeypatch.setattr(watchdog, name, getattr(watchdog, name) / 10)

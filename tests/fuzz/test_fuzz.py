@@ -84,7 +84,7 @@ def test_levels_near_the_limit_of_the_parser_are_drawn():
 
 @pytest.mark.parametrize('text', ['-1', '0', 'nan', 'inf', 'x'])
 def test_minutes_that_are_no_number_above_0_are_refused(text):
-  with pytest.raises(argparse.ArgumentTypeError, match=f"found '{text}'; expected a number above 0"):
+  with pytest.raises(argparse.ArgumentTypeError, match=f"found '{text}'; expected a finite number of minutes above 0"):
     arguments.minutes(text)
   assert arguments.minutes('0.5') == 0.5
 
@@ -94,7 +94,7 @@ def test_a_campaign_of_no_minutes_is_refused(command):
   program, *words = command
   done = subprocess.run([sys.executable, str(TESTS / program), *words, '--minutes=0'], capture_output=True, text=True)
   assert done.returncode == 2
-  assert "argument --minutes: found '0'; expected a number above 0" in done.stderr
+  assert "argument --minutes: found '0'; expected a finite number of minutes above 0" in done.stderr
 
 
 def test_the_shortest_campaign_runs_a_case(capsys):
