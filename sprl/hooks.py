@@ -51,8 +51,7 @@ class LedgerHook:
     """Measure and log the ledger of this step, if it is due."""
     run, learner, weights = session.run, session.learner, session.weights
     assert weights is not None
-    if mismatch.may_need(step - 1, run):
-      self._older = mismatch.with_version(self._older, step - 1, learner.state.params, weights.scales, run)
+    self._older = mismatch.with_version(self._older, step - 1, learner.state.params, weights.scales, run)
     if not run.ledger.every or step % run.ledger.every:
       return
     version, probed = mismatch.of_one_version(trained_on(trajectories), mismatch.GROUPS * run.rollout.group)

@@ -179,7 +179,12 @@ def may_need(version: int, run: Run) -> bool:
 
 
 def with_version(older: Older, version: int, params: Params, scales: Scales | None, run: Run) -> Older:
-  """Return `older` with a copy of this version on the host, without the versions that have left the staleness window."""
+  """Return `older` with a copy of this version on the host, without the versions that have left the staleness window.
+
+  Returns {} if no later ledger may need this version: then it needs no older one either.
+  """
+  if not may_need(version, run):
+    return {}
   newest = {version: (jax.tree.map(park, params), scales)}  # a copy, because the update overwrites the arrays
   return {v: kept for v, kept in older.items() if v >= version - math.ceil(run.rollout.async_ratio)} | newest
 

@@ -212,6 +212,7 @@ class Session:
     report = StepReport(step, trajectories, metrics, seconds, rate)
     for hook in self.after_step:
       hook(self, report)
+    self._groups = ()
 
   def finish(self) -> Finished:
     """Evaluate and save if that is not done yet, and return how the run ended."""
@@ -294,8 +295,12 @@ class Pump:
     """End the thread between two turns, and raise the error that ended it before, if any."""
     self._learned.set()
     self._thread.join()
-    if self._error is not None:
-      raise self._error
+    error, self._error = self._error, None
+    try:
+      if error is not None:
+        raise error
+    finally:
+      del error  # its traceback holds this frame: a cycle would keep the weights alive
 
   def end(self) -> None:
     """End the thread between two turns, after an error of the loop's thread. The error that ended it before is ignored.
@@ -305,6 +310,7 @@ class Pump:
     self._learned.set()
     if self._team.processes == 1:
       self._thread.join()
+    self._error = None
 
   def _turn(self) -> None:
     try:

@@ -107,6 +107,7 @@ def train(
       batches, logprobs = learner.score(batches)
       metrics = learner.update(batches, logprobs)
       session.sync(batches)
+      del batches, logprobs, trajectories  # evaluation and the next rollouts need their memory
       session.finish_step(step, metrics | packing)
     return session.finish()
 

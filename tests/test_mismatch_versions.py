@@ -9,7 +9,7 @@ import pytest
 import small
 
 from sprl.config import Ledger, Rollout, Run
-from sprl.mismatch import may_need, of_one_version, with_version
+from sprl.mismatch import of_one_version, with_version
 
 
 def rollouts(versions):
@@ -42,9 +42,9 @@ def test_the_weights_that_a_ledger_reads_are_kept_until_then(alpha, every):
   run, older, last = Run(rollout=Rollout(async_ratio=alpha), ledger=Ledger(every)), {}, 20
   for step in range(1, last):
     window = range(max(step - 1 - math.ceil(alpha), 0), step)
-    if may_need(step - 1, run):
-      older = with_version(older, step - 1, {'w': jnp.full(1, step - 1)}, None, run)
+    older = with_version(older, step - 1, {'w': jnp.full(1, step - 1)}, None, run)
     if alpha and every and step % every == 0:
       assert set(older) == set(window)
-    if not alpha or not every:
+    later = [s for s in range(step, last + 9) if alpha and every and s % every == 0 and step - 1 >= s - 1 - math.ceil(alpha)]
+    if not later:
       assert older == {}

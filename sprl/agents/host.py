@@ -24,6 +24,7 @@ import math
 import os
 import platform
 import random
+import resource
 import runpy
 import selectors
 import signal
@@ -111,14 +112,22 @@ class Host:
 
   def start(self, message):
     """Fork the process of an episode."""
-    ours, theirs = os.pipe()
     sys.stdout.flush()
     sys.stderr.flush()
-    pid = os.fork()
+    pipe = ()
+    try:
+      pipe = ours, theirs = os.pipe()
+      pid = os.fork()
+    except OSError as error:  # too many open files, or processes
+      for end in pipe:
+        os.close(end)
+      self.send({'id': message['run'], 'crash': f'it cannot be started: {reason(error)}'})
+      return
     if pid == 0:
       try:
         self.connection.close()
-        os.close(ours)
+        for inherited in [ours, *(agent.pipe for agent in self.agents.values())]:
+          os.close(inherited)
         os.setpgid(0, 0)  # so that the processes which it starts end with it
         self.hold()
         os.write(theirs, (json.dumps(outcome(self.agent, message['url'], message['row'], self.args)) + '\n').encode())
@@ -217,6 +226,9 @@ def reason(error):
 def main(connection, lifeline, tie):
   """Serve one run."""
   tie['hold'](lifeline)
+  _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+  with contextlib.suppress(OSError, ValueError):  # each agent has a pipe; the usual limit is 1,024 files
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
   Host(socket.socket(fileno=connection), lifeline, tie).serve()
 
 

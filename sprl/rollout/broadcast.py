@@ -154,9 +154,12 @@ class BroadcastSource:
   def prompt(self, number: int) -> Int[np.ndarray, ' P']:
     """Return the ids that the group's episodes begin with. Raises EnvironmentFault in all processes."""
     first = self.team.broadcast('prompt', lambda: self._first(number))
-    if isinstance(first, EnvironmentFault):
-      raise first
-    return first
+    try:
+      if isinstance(first, EnvironmentFault):
+        raise first
+      return first
+    finally:
+      del first  # its traceback holds this frame: a cycle would keep the arrays of all callers alive
 
   def _first(self, number: int) -> Int[np.ndarray, ' P'] | EnvironmentFault:
     try:

@@ -53,6 +53,10 @@ class LiveGroup:
   comparison: Comparison | None = None  # of the members that count, once they have trajectories
   ticket: int | None = None  # of the worker's call that the comparison waits for
 
+  def close(self) -> None:
+    """Let go of the members. They refer to the group: only a garbage collection would free this cycle with all their tokens."""
+    self.members = []
+
   @property
   def results(self) -> list[Trajectory]:
     """The trajectories of the members that are finished."""

@@ -182,14 +182,15 @@ def prompts(source: Source, first: int, count: int) -> Sequence[Int[np.ndarray, 
   Raises EnvironmentFault if all of the TRIES * count groups fail.
   """
   found: list[Int[np.ndarray, ' _']] = []
-  fault: EnvironmentFault | None = None
-  for number in range(first, first + TRIES * count):
+  last = first + TRIES * count - 1
+  for number in range(first, last + 1):
     try:
       found.append(source.prompt(number))
-    except EnvironmentFault as error:
-      fault = error
+    except (
+      EnvironmentFault
+    ):  # not kept in a variable: it holds this frame, so this cycle would keep the arrays of all callers alive
+      if number == last and not found:
+        raise
     if len(found) == count:
       break
-  if fault is not None and not found:
-    raise fault
   return found

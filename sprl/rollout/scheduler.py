@@ -116,6 +116,7 @@ class Scheduler:
     finished = [group.finished(self.settings.group) for group in groups]
     for live, group in zip(groups, finished):
       self._tally.ended(live.members, group.trajectories)
+      live.close()
     return finished
 
   def sync(self, weights: Sequence[Any]) -> None:
@@ -402,6 +403,7 @@ class Scheduler:
       self._tickets.pop(group.ticket, None)
       self.workers.cancel(group.ticket)
     self._tally.ended(group.members, ())
+    group.close()
     self.window.refund(number)
     if self._different is not None:
       self.window.prompts = min(self.window.prompts, self._different - self.window.refunded)

@@ -424,6 +424,7 @@ class Engine:
     tokens = padded(prompts, together, width)
     if any(map(len, givens)):
       tokens += padded(givens, together, config.sampling.max_tokens)
+    self._prompts = None  # frees the caches of the prompts before: they may take gigabytes
     prefilled = decode.prefill.on(config.mesh)(config.graphdef, config.layout, weights, *tokens)
     self._prompts = texts, prefilled, (together, width)
     self.usage.prefills += 1
@@ -507,7 +508,7 @@ class Engine:
   def _routes(self, row: int, tokens: int) -> Int[np.ndarray, 'T M k'] | None:
     """Return the experts of the row's tokens; None if the layout does not record them."""
     routes = None if self._state is None else self._state.routes
-    return None if routes is None else fetch(routes[row])[:tokens]
+    return None if routes is None else fetch(routes[row])[:tokens].copy()  # a view would keep all positions of the row alive
 
   def _completion(self, row: _Row, finish: str, n: int | None = None, evicted=None, routes=None) -> Completion:
     """Return the first `n` tokens of a row, by default all, with their records."""

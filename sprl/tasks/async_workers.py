@@ -154,7 +154,6 @@ class AsyncProcess:
   def end(self) -> None:
     """Kill the process."""
     self._child.kill()
-    self._reader.end()
 
   def _cancel(self, number: int) -> None:
     with self._lock:
@@ -206,3 +205,4 @@ class AsyncProcess:
       future.set_exception(WorkerDied(self._over))
     self._sender.submit(self._child.close)  # not here: the sender may be about to write to the connection
     self._sender.end()
+    self._reader.end()

@@ -86,6 +86,7 @@ class DaemonThread:
         future.set_result(fn(*args))
       except BaseException as error:
         future.set_exception(error)
+      del item, future, fn, args  # an error holds this frame; in a cycle both would keep the arrays of its callers alive
 
 
 def within[R](seconds: float, fn: Callable[..., R], *args: Any) -> R:
@@ -93,7 +94,10 @@ def within[R](seconds: float, fn: Callable[..., R], *args: Any) -> R:
   thread = DaemonThread()
   future = thread.submit(fn, *args)
   thread.end()
-  return future.result(seconds)
+  try:
+    return future.result(seconds)
+  finally:
+    del future  # an error holds this frame; see `_work`
 
 
 class ThreadWorker:

@@ -1,14 +1,17 @@
 """Agents that are trained: their conversations token for token, branches, limits, failures, and what is left behind."""
 
+import errno
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from unittest.mock import Mock
 
 import hermes
 import numpy as np
@@ -306,6 +309,31 @@ def test_a_host_that_is_killed_is_replaced_and_its_agents_are_tried_again(tmp_pa
     groups = scheduler.batch()
     assert scheduler.counts['errors'] >= 1
   assert sum(len(group.trajectories) for group in groups) == 4
+
+
+def test_an_agent_that_cannot_be_started_costs_its_own_episode(monkeypatch):
+  ours, theirs = socket.socketpair()
+  agents = host.Host(theirs, None, {'kill': lambda pid: None})
+  files = sorted(os.listdir('/dev/fd'))
+  for name, error in (('pipe', errno.EMFILE), ('fork', errno.EAGAIN)):
+    with monkeypatch.context() as patch:
+      patch.setattr(host.os, name, Mock(side_effect=OSError(error, os.strerror(error))))
+      agents.start({'run': 7})
+    assert json.loads(ours.recv(1000)) == {'id': 7, 'crash': f'it cannot be started: {reason_of(error)}'}
+  assert sorted(os.listdir('/dev/fd')) == files
+  ours.close(), theirs.close()
+
+
+def reason_of(number):
+  return host.reason(OSError(number, os.strerror(number)))
+
+
+def test_an_agent_has_no_pipe_of_another_one(tmp_path):
+  source = tmp_path / 'slow.py'
+  source.write_text('import os, time\ndef agent(url, row):\n  time.sleep(1)\n  return len(os.listdir("/dev/fd"))\n')
+  with AgentPool(Program(f'{source}:agent', {}), Sampling(), Sampling(), 'tiny', 30.0) as pool:
+    tickets = [pool.submit(Call((uid, 0), 'run', {})) for uid in range(6)]
+    assert len({result.reward for result in results(pool, *tickets)}) == 1
 
 
 def test_a_host_that_reads_nothing_does_not_hold_up_the_run(tmp_path):

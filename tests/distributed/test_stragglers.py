@@ -1,11 +1,11 @@
 """Stragglers: if no process makes progress, the report names the processes that hold up the others."""
 
-import gc
 import threading
 import time
 import weakref
 
 import pytest
+from garbage import Held, no_collections
 
 from sprl.distributed.stragglers import MUTE, Member, Progress, Stragglers, whereabouts
 
@@ -114,18 +114,12 @@ def test_whereabouts_is_in_the_thread_that_the_program_joins(name, expected):
 def test_looking_for_whereabouts_keeps_no_array_alive():
   """A frame in a reference cycle would keep its arrays, and modules that the compiler must not see, until Python collects it."""
 
-  class Array:
-    pass
-
   def program(started, wait):
-    array = Array()
+    array = Held()
     kept.append(weakref.ref(array))
     started(), wait()
 
   kept = []
-  gc.disable()
-  try:
+  with no_collections():
     whereabouts_during(program)
     assert kept[0]() is None
-  finally:
-    gc.enable()

@@ -1,9 +1,12 @@
 """First observations of groups. Environments may raise, hang or return no text."""
 
 import threading
+import weakref
+from contextlib import suppress
 
 import numpy as np
 import pytest
+from garbage import Held, no_collections
 from test_episodes import WIDE, Letters
 
 from sprl.io.tokenizer import Tokenizer, write_tiny
@@ -60,6 +63,22 @@ def test_environments_that_cannot_be_reset_are_left_out():
   env = Moody(raising=(10,), hanging=(11,), dumb=(13,))
   assert [text(ids) for ids in prompts(source(env), 0, 2)] == ['s12/>', 's14/>']
   env.gate.set()
+
+
+@pytest.mark.parametrize('mood', [{'raising': (10,)}, {'raising': range(100)}], ids=['one', 'all'])
+def test_a_failed_reset_keeps_no_array_of_its_callers_alive(mood):
+  environments = source(Moody(**mood))
+
+  def caller():
+    array = Held()
+    kept.append(weakref.ref(array))
+    with suppress(EnvironmentFault):
+      prompts(environments, 0, 2)
+
+  kept = []
+  with no_collections():
+    caller()
+    assert kept[0]() is None
 
 
 def test_prompts_raise_if_no_environment_can_be_reset():

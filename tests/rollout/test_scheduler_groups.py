@@ -1,9 +1,12 @@
 """Which groups the scheduler trains on, and with which members: filters, failures, and redundant groups and members."""
 
+import weakref
+
 import numpy as np
 import pytest
+from garbage import no_collections
 from scheduler_world import World
-from simulation import Clock, SimulatedEngine
+from simulation import Clock, Episodes, SimulatedEngine
 
 from sprl.config import Rollout
 from sprl.rollout.scheduler import Scheduler, Stalled
@@ -148,3 +151,23 @@ def test_dropped_groups_between_groups_that_count_do_not_end_the_run(monkeypatch
   world.workers._result = lambda call: Grade(float(call[0] % 4 == 3), 'ok')  # rewards of even groups: 0, 0; of odd ones: 0, 1
   assert [group.number for _ in range(5) for group in world.step()] == [1, 3, 5, 7, 9]
   assert world.scheduler.counts['filtered'] == 5
+
+
+def test_groups_that_were_returned_or_dropped_are_freed_at_once():
+  world = World(Rollout(prompts=4, group=2, equal_groups='replace'), capacity=16)
+  kept = []
+
+  def episode(*key):
+    trajectory = yield from world.episode(*key)
+    kept.append(weakref.ref(trajectory.tokens))
+    return trajectory
+
+  world.scheduler.source = Episodes(episode)
+  with no_collections():
+    for _ in range(3):
+      world.step()
+    world.scheduler.batch()
+    held = sum(len(group.results) for group in world.scheduler._groups.values())
+    assert world.scheduler.counts['filtered'] > 0
+    assert len(kept) > held
+    assert sum(tokens() is not None for tokens in kept) == held

@@ -1,10 +1,13 @@
 """The session: rollouts that continue in a second thread during an update, and the tokens of a run."""
 
 import time
+import weakref
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from garbage import Held, no_collections
 
 from sprl.config import Run
 from sprl.distributed.team import ALONE
@@ -56,6 +59,63 @@ def test_an_error_of_the_learner_ends_the_rollouts_before_their_workers(monkeypa
   with pytest.raises(MemoryError, match='of the learner'):
     train(Run(), tmp_path)
   assert workers_ended == [False]
+
+
+@pytest.mark.parametrize('ending', ['stop', 'end'])
+def test_an_error_of_the_rollouts_keeps_no_array_of_the_run_alive(ending):
+  class Failing(Endless):
+    def pump(self, patience):
+      raise ValueError('of the rollouts')
+
+  def run():
+    weights, scheduler = Held(), Failing()
+    kept.extend(map(weakref.ref, (weights, scheduler)))
+    pump = Pump(scheduler, ALONE)
+    pump._thread.join()
+    getattr(pump, ending)()
+
+  kept = []
+  with no_collections():
+    with pytest.raises(ValueError, match='of the rollouts') if ending == 'stop' else nullcontext():
+      run()
+    assert [each() for each in kept] == [None, None]
+
+
+def test_a_step_frees_its_arrays_before_evaluation_and_the_next_rollouts(monkeypatch, tmp_path):
+  kept = []
+
+  def made(*_):
+    array = Held()
+    kept.append(weakref.ref(array))
+    return array
+
+  class Two(Session):
+    def __init__(self):
+      self.learner = SimpleNamespace(pack=lambda t: ([made()], {}), score=lambda b: ([made()], made()), update=lambda b, p: {})
+
+    def steps(self):
+      return iter([1, 2])
+
+    def rollout(self, step):
+      assert all(array() is None for array in kept)
+      return [made()]
+
+    def sync(self, batches):
+      assert any(array() is not None for array in kept)
+
+    def finish_step(self, step, metrics):
+      assert all(array() is None for array in kept)
+
+    def end_rollouts(self):
+      pass
+
+    def finish(self):
+      raise EOFError
+
+  monkeypatch.setattr('sprl.train.setup', lambda *_: Two())
+  with no_collections(), pytest.raises(EOFError):
+    train(Run(), tmp_path)
+  assert len(kept) == 8
 
 
 def test_tokens_of_agents_that_are_not_trained_are_counted_as_sampled():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import time
+import weakref
 from functools import cache
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import tiny_engine
 from code_flips import flipped
+from garbage import no_collections
 from tiny_engine import C, network, requests
 
 from sprl.cache.scales import from_amax, with_margin
@@ -263,6 +265,25 @@ def test_later_samples_of_a_prompt_share_its_prefill():
       engine.add(Request(5 * prompt + sample, prompt, tokens, 3 + (5 * sample + prompt) % 7))
   assert len(run(engine)) == 20
   assert engine.usage.prefills <= 4
+
+
+def test_a_prefill_runs_after_the_caches_of_the_last_one_are_freed(monkeypatch):
+  function, kept, alive = decode.prefill, [], []
+
+  def prefill(*args):
+    alive.append(sum(array() is not None for array in kept))
+    found = function(*args)
+    kept.extend(map(weakref.ref, jax.tree.leaves(found.cache)))
+    return found
+
+  monkeypatch.setattr(decode, 'prefill', OnMesh(prefill))
+  engine, rng = engine_of(), np.random.default_rng(1)
+  for uid in range(9):  # three prompts a prefill
+    engine.add(Request(uid, uid, rng.integers(0, 259, 5).astype(np.int32), C))
+  with no_collections():
+    run(engine)
+  assert len(alive) > 2
+  assert set(alive) == {0}
 
 
 def test_new_weights_prefill_a_prompt_again():

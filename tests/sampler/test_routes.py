@@ -72,6 +72,7 @@ def test_every_token_that_the_sampler_read_has_recorded_experts(sampled):
   assert len({len(t.completion) for t in sampled}) > 1
   for t in sampled:
     assert t.routes.dtype == np.int8
+    assert t.routes.base is None  # a view would keep all positions of the row alive
     assert t.routes.shape == (len(t.tokens), 1, 2)
     assert np.all(t.routes[:-1] >= 0)
     assert np.all(t.routes[:-1] < 16)

@@ -96,6 +96,16 @@ def test_a_process_that_ends_is_replaced(tmp_path):
     assert first.score != second.score
 
 
+def test_a_process_that_ends_leaves_no_thread(tmp_path):
+  with grader_pool(rewards(tmp_path), 2, 30.0, 4.0) as pool:
+    counts = []
+    for _ in range(4):
+      assert [g.status for g in answers(pool, *samples('die'))] == ['crash']
+      assert [g.status for g in answers(pool, *samples('fine'))] == ['ok']
+      counts.append(sum(thread.name == 'worker' for thread in threading.enumerate()))
+    until(lambda: sum(thread.name == 'worker' for thread in threading.enumerate()) <= counts[0])
+
+
 def test_a_call_that_blocks_the_loop_is_killed(tmp_path, monkeypatch):
   monkeypatch.setattr(async_workers, 'GRACE', 0.1)
   with grader_pool(rewards(tmp_path), 2, 0.5, 4.0) as pool:

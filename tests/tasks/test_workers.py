@@ -6,9 +6,12 @@ import signal
 import subprocess
 import sys
 import time
+import weakref
+from contextlib import suppress
 from functools import partial
 
 import pytest
+from garbage import Held, no_collections
 from pools import alive, processes, until
 
 from sprl.config import SettingsError
@@ -131,6 +134,19 @@ def test_a_call_may_have_a_time_limit():
     within(60.0, divmod, 7, 0)
   with pytest.raises(TimeoutError):
     within(0.01, time.sleep, 1.0)
+
+
+def test_a_call_with_a_time_limit_that_fails_keeps_no_array_of_its_callers_alive():
+  def caller():
+    array = Held()
+    kept.append(weakref.ref(array))
+    with suppress(ZeroDivisionError):
+      within(60.0, divmod, 7, 0)
+
+  kept = []
+  with no_collections():
+    caller()
+    assert kept[0]() is None
 
 
 def test_a_missing_ray_is_named(monkeypatch):
