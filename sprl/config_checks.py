@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from sprl.config import EPISODES, LINEARS, UNQUANTISED, Correction, Loss, Mesh, Run, SettingsError, Source
+from sprl.config import EPISODES, LINEARS, Correction, Loss, Mesh, Run, SettingsError, Source
 
 MOST_SECONDS = (2**31 - 1) // 1000  # poll(2) counts milliseconds in 32 bits
 MOST_DEVICES = 1_000_000  # a larger device number is a typing error
@@ -351,16 +351,12 @@ def validate_cache(run: Run) -> None:
 
 
 def validate_quant(run: Run) -> None:
-  """Raise SettingsError for an unknown linear layer, and for settings of FP8 linears or of an FP8 cache in a run without them."""
-  quant, usual = run.quant, UNQUANTISED
-  require(run, 'quant.skip_names', set(quant.skip_names) <= set(LINEARS), f'any of {", ".join(LINEARS)}')
-  linears = 'w8a8' in quant.sampler or quant.learner == 'w8a8'
-  for key in ('format', 'arithmetic', 'skip_layers', 'skip_names'):
-    unused = f"{getattr(usual, key)!r} with config.quant.sampler = {quant.sampler!r}: only 'w8a8' and 'w8a8_kv8' have FP8 linears"
-    require(run, f'quant.{key}', linears or getattr(quant, key) == getattr(usual, key), unused)
-  for key in ('softmax', 'kv_scale'):
-    unused = f"{getattr(usual, key)!r} with config.quant.sampler = {quant.sampler!r}: only 'kv8' and 'w8a8_kv8' have an FP8 cache"
-    require(run, f'quant.{key}', 'kv8' in quant.sampler or getattr(quant, key) == getattr(usual, key), unused)
+  """Raise SettingsError if `quant.skip_names` names an unknown linear layer, or if a setting needs an FP8 cache and has none."""
+  require(run, 'quant.skip_names', set(run.quant.skip_names) <= set(LINEARS), f'any of {", ".join(LINEARS)}')
+  unrounded = f"'none' with config.quant.sampler = {run.quant.sampler!r}: only 'kv8' and 'w8a8_kv8' store values in FP8"
+  require(run, 'quant.softmax', run.quant.softmax == 'none' or 'kv8' in run.quant.sampler, unrounded)
+  no_cache = f"another value with config.quant.sampler = {run.quant.sampler!r}: only 'kv8' and 'w8a8_kv8' have scales to freeze"
+  require(run, 'quant.kv_scale', run.quant.kv_scale != 'frozen' or 'kv8' in run.quant.sampler, no_cache)
 
 
 def validate_rollout(run: Run) -> None:

@@ -12,7 +12,7 @@ import jax
 
 from sprl import mismatch
 from sprl.cache.layout import CacheLayout, never_evicts
-from sprl.config import Kernels, Run
+from sprl.config import UNQUANTISED, Kernels, Quant, Run
 from sprl.io.random_model import is_random
 from sprl.kernels.platform import can_run
 from sprl.models.lora import network
@@ -183,6 +183,10 @@ def remarks(run: Run, layout: CacheLayout, linears: Kernels, max_positions: int)
       f'{max_positions} (max_position_embeddings in its config.json)'
     )
   fp8 = 'w8a8' in run.quant.sampler or run.quant.learner == 'w8a8'
+  for key in () if fp8 else ('format', 'arithmetic', 'skip_layers', 'skip_names'):
+    found.append(_unused(run.quant, key, "only 'w8a8' and 'w8a8_kv8' have FP8 linears"))
+  if not layout.fp8:
+    found.append(_unused(run.quant, 'kv_scale', "only 'kv8' and 'w8a8_kv8' have an FP8 cache"))
   if fp8 and not multiplies_codes(run.quant, linears):
     found.append(f'FP8 linears are emulated: numbers rounded to FP8 are multiplied in {layout.dtype} (config.quant.arithmetic)')
   if fp8 and run.quant.arithmetic == 'blockwise' and not can_run(linears):
@@ -196,3 +200,11 @@ def remarks(run: Run, layout: CacheLayout, linears: Kernels, max_positions: int)
   if run.masked_learner and run.quant.sampler != 'none':
     found.append(f'the learner evicts as the sampler does, but the mismatch that {run.quant.sampler} adds is not corrected')
   return [remark for remark in found if remark]
+
+
+def _unused(quant: Quant, key: str, why: str) -> str:
+  """Return that a setting of FP8 has no effect, or '' if it has its default."""
+  value = getattr(quant, key)
+  if value == getattr(UNQUANTISED, key):
+    return ''
+  return f'config.quant.{key} = {value!r} has no effect with config.quant.sampler = {quant.sampler!r}: {why}'

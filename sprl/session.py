@@ -140,6 +140,8 @@ class Session:
       return None
     if self.model.shares_devices:
       self.scheduler.quiesce()
+      for engine in self.engines:
+        engine.unload()  # frees their memory for the ledger and the update
     self._times.lap('rollout')
     trajectories = [t for group in groups for t in group.trajectories]
     for hook in self.before_update:
@@ -160,10 +162,7 @@ class Session:
     self._rollout_seconds = {**waits, 'engine_host_share': host_share}
     self._next_prompts = self._look_ahead(step)
     self.weights = None  # in float32 they share arrays with the learner, and the update writes over those
-    if self.model.shares_devices:
-      for engine in self.engines:
-        engine.unload()  # frees their memory for the update
-    else:
+    if not self.model.shares_devices:
       self._pump = Pump(self.scheduler, self.team)
     self._released = self.timeline.now()
     return trajectories

@@ -15,7 +15,7 @@ from functools import reduce
 from statistics import fmean, median
 from typing import NamedTuple
 
-from sprl.config import EPISODES, UNQUANTISED, Run
+from sprl.config import EPISODES, Run
 from sprl.presets import sources
 
 FEW, WINDOW = 3, 10  # number of steps that a statistic uses
@@ -142,7 +142,7 @@ def is_exact(run: Run) -> bool:
 
 def needs_no_fp8_cache(run: Run) -> bool:
   """Return whether the other settings of the FP8 cache are accepted without one, too."""
-  return (run.quant.kv_scale, run.quant.softmax) == (UNQUANTISED.kv_scale, UNQUANTISED.softmax)
+  return run.quant.kv_scale != 'frozen' and run.quant.softmax == 'none'
 
 
 def clips(run: Run) -> bool:

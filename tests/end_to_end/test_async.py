@@ -110,6 +110,14 @@ def test_a_synchronous_run_equals_the_plain_loop_bit_for_bit(inputs, tmp_path, c
   assert all(r['async/token_lag_max'] == 0 for r in records)
 
 
+def test_the_ledger_runs_when_the_engines_have_freed_their_weights(inputs, tmp_path, monkeypatch):
+  held = []
+  ledger = lambda session, step, trajectories: held.extend(engine.weights for engine in session.engines)  # noqa: E731
+  monkeypatch.setattr('sprl.train.LedgerHook', lambda: ledger)
+  train(dense_run(inputs, 1), tmp_path / 'run')
+  assert held == [None]
+
+
 def asynchronous(*changes: str) -> list[str]:
   return ['--config.rollout.async_ratio=1.0', '--config.steps=8', *changes]
 

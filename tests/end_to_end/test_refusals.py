@@ -384,6 +384,23 @@ def test_sequences_beyond_the_positions_of_the_model_are_remarked(inputs):
   ]
 
 
+@pytest.mark.parametrize(
+  ('changes', 'expected'),
+  [
+    ({'sampler': 'none', 'format': 'mxfp8', 'kv_scale': 'unit'}, {'format', 'kv_scale'}),
+    ({'sampler': 'kv8', 'arithmetic': 'blockwise', 'kv_scale': 'unit'}, {'arithmetic'}),
+    ({'sampler': 'w8a8', 'skip_layers': (0,), 'kv_scale': 'unit'}, {'kv_scale'}),
+    ({'sampler': 'none', 'learner': 'w8a8', 'skip_names': ('q',), 'kv_scale': 'learner'}, set()),
+    ({'sampler': 'w8a8_kv8', 'format': 'pow2', 'kv_scale': 'unit'}, set()),
+  ],
+)
+def test_settings_of_fp8_without_effect_are_remarked(inputs, changes, expected):
+  run = run_with(inputs, **{f'quant__{key}': value for key, value in changes.items()})
+  layout = model.Model.open(run).cache_layout(run.sampling, run.cache, run.quant)
+  said = hooks.remarks(run, layout, 'reference', 512)
+  assert {remark.split(' = ')[0].removeprefix('config.quant.') for remark in said if 'has no effect' in remark} == expected
+
+
 def test_an_fp8_learner_of_a_sampler_without_fp8_is_remarked(inputs):
   for sampler, learner, expected in (
     ('none', 'w8a8', True),
