@@ -35,6 +35,7 @@ class Overloaded(Exception):
 class _Job:
   request: Request
   tell: Callable[[News], Any]  # called in the engine's thread
+  grows: bool  # whether to tell the tokens so far after each chunk
 
 
 class EngineThread:
@@ -87,18 +88,18 @@ class EngineThread:
         self._places -= 1
 
   def submit(
-    self, prompt: Int[np.ndarray, ' P'], given: Int[np.ndarray, ' N'], max_tokens: int, tell: Callable[[News], Any]
+    self, prompt: Int[np.ndarray, ' P'], given: Int[np.ndarray, ' N'], max_tokens: int, tell: Callable[[News], Any], grows: bool
   ) -> int:
     """Queue a request and return its uid. The caller holds a `place` for it.
 
     `given` are the tokens behind the prompt that are not sampled. At most `max_tokens` tokens follow them. `tell` is called in
-    the engine's thread, the last time with the Completion or an error. Raises Overloaded if the engine has stopped, and
-    SettingsError if the request does not fit the engine.
+    the engine's thread, the last time with the Completion or an error; if the answer `grows`, also after each chunk, with the
+    tokens so far. Raises Overloaded if the engine has stopped, and SettingsError if the request does not fit the engine.
     """
     with self._changed:
       self._check_runs()
       uid = next(self._uids)
-      job = _Job(Request(uid, uid, prompt, max_tokens, given), tell)
+      job = _Job(Request(uid, uid, prompt, max_tokens, given), tell, grows)
       self._engine.config.check(job.request)
       self._jobs[uid] = job
       self._new.append(job)
@@ -148,15 +149,36 @@ class EngineThread:
     ended = engine.collect()
     with self._changed:
       ending = [(self._jobs.pop(c.request.uid, None), c) for c in ended]
-      running = list(self._jobs.values())
+      growing = [job for job in self._jobs.values() if job.grows]
     for job, completion in ending:
       if job is not None:
         job.tell(completion)
-    for job in running:
+    for job in growing:
       tokens = engine.partial(job.request.uid)
       if tokens is not None and len(tokens):
         job.tell(tokens)
     return True
+
+
+class Newest:
+  """The newest item that a thread has put, for one reader on this event loop. A slow reader misses the items between."""
+
+  def __init__(self):
+    self._loop, self._arrived, self._item = asyncio.get_running_loop(), asyncio.Event(), None
+
+  def put(self, item: Any) -> None:
+    """Replace the item. Any thread may call this."""
+    self._loop.call_soon_threadsafe(self._set, item)
+
+  async def get(self) -> Any:
+    """Wait for an item that was not read, and return the newest."""
+    await self._arrived.wait()
+    self._arrived.clear()
+    return self._item
+
+  def _set(self, item: Any) -> None:
+    self._item = item
+    self._arrived.set()
 
 
 class EngineBackend:
@@ -175,10 +197,8 @@ class EngineBackend:
       with self.thread.place():
         ids = await asyncio.to_thread(encoded, self.tokenizer, request)  # a template may take seconds
         prompt, given, room = split(ids, self.sampling)
-        loop, news = asyncio.get_running_loop(), asyncio.Queue[News]()
-        uid = self.thread.submit(
-          prompt, given, min(room, request.max_tokens or room), lambda item: loop.call_soon_threadsafe(news.put_nowait, item)
-        )
+        news = Newest()
+        uid = self.thread.submit(prompt, given, min(room, request.max_tokens or room), news.put, grows=request.stream)
         try:
           while not isinstance(item := await news.get(), Completion):
             if isinstance(item, Exception):

@@ -1,5 +1,6 @@
 """The endpoint over an engine, used by the official client: answers, streams, refusals, load, and clients that disconnect."""
 
+import asyncio
 import json
 import re
 import socket
@@ -20,7 +21,7 @@ from sprl.agents.endpoint import application
 from sprl.agents.protocol import Answer, Distribution, Partial
 from sprl.agents.server import ServerThread, bound
 from sprl.config import Sampling, SettingsError, default_config
-from sprl.types import Request
+from sprl.types import NOTHING, Completion, Request
 
 HELLO = [{'role': 'user', 'content': 'Hello'}]
 CALL = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
@@ -102,6 +103,36 @@ def test_a_slow_chat_template_does_not_hold_up_other_requests(endpoint, monkeypa
     assert not answer.done()
     go_on.set()
     assert answer.result().choices
+
+
+def test_only_answers_that_stream_are_told_while_they_grow(endpoint):
+  for grows in (False, True):
+    told, ended = [], threading.Event()
+
+    def tell(item, told=told, ended=ended):
+      told.append(item)
+      if isinstance(item, Completion):
+        ended.set()
+
+    with endpoint.thread.place():
+      endpoint.thread.submit(np.arange(3, 9, dtype=np.int32), NOTHING, 40, tell, grows)
+      assert ended.wait(60)
+    assert (len(told) > 1) == grows
+    for tokens in told[:-1]:
+      np.testing.assert_array_equal(tokens, told[-1].tokens[: len(tokens)])
+
+
+def test_a_reader_that_is_slow_gets_the_newest_item():
+  async def read():
+    news = engine_thread.Newest()
+    for item in (1, 2, 3):
+      news.put(item)
+    await asyncio.sleep(0)
+    first = await news.get()
+    threading.Timer(0.05, news.put, (4,)).start()
+    return first, await news.get()
+
+  assert asyncio.run(read()) == (3, 4)
 
 
 def test_a_client_that_disconnects_frees_its_row(endpoint):
