@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -136,9 +137,13 @@ class Child:
 
   Messages to the program are pickles, its replies JSON. The process may run code that a model wrote, and a reply in the form of a
   pickle could then run code here.
+
+  The process has a folder of its own for temporary files (TMPDIR). It is deleted when the process has ended.
   """
 
   def __init__(self, program: str):
+    self._folder = tempfile.TemporaryDirectory(prefix='sprl-worker-', ignore_cleanup_errors=True)
+    own = {'TMPDIR': self._folder.name}
     ours, theirs = socket.socketpair()
     held, self._lifeline = os.pipe()
     with theirs:
@@ -148,7 +153,7 @@ class Child:
         pass_fds=descriptors,
         stdin=subprocess.DEVNULL,
         process_group=0,  # so a kill also ends its child processes, and Ctrl-C in the terminal does not end it
-        env={**os.environ, 'PYTHONPATH': os.pathsep.join(path or os.getcwd() for path in sys.path), **OF_WORKERS},
+        env={**os.environ, 'PYTHONPATH': os.pathsep.join(path or os.getcwd() for path in sys.path), **OF_WORKERS, **own},
       )
     os.close(held)
     self._connection = Connection(ours.detach())
@@ -163,9 +168,10 @@ class Child:
     return json.loads(self._connection.recv_bytes(MAX_REPLY))
 
   def close(self) -> None:
-    """Wait for the end of a killed process and close the connection."""
+    """Wait for the end of a killed process, close the connection, and delete its temporary files."""
     self.process.wait()
     self._connection.close()
+    self._folder.cleanup()
 
   def kill(self) -> None:
     """Kill the process and its child processes."""

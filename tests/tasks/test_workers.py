@@ -5,10 +5,12 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import weakref
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import pytest
 from garbage import Held, no_collections
@@ -56,6 +58,8 @@ def do(call):
       return subprocess.Popen(['sleep', value]).pid
     case 'print':
       print(value)
+    case 'file':
+      return tempfile.mkstemp()[1]
     case 'environment':
       return ['jax' in sys.modules, *(os.environ[name] for name in ('JAX_PLATFORMS', 'CUDA_VISIBLE_DEVICES'))]
     case 'object':
@@ -71,6 +75,15 @@ def worker():
   assert worker.ready.result(60) == ''
   yield worker
   worker.end()
+
+
+def test_temporary_files_of_a_worker_are_deleted_when_it_is_killed():
+  worker = ProcessWorker(behaviour)
+  file = Path(worker.ask('file').result(60)[0])
+  assert file.exists()
+  assert file.parent != Path(tempfile.gettempdir())
+  worker.end()
+  until(lambda: not file.parent.exists())
 
 
 @pytest.mark.skipif(not sys.platform.startswith('linux'), reason='only the Linux kernel ends workers with their parent')
