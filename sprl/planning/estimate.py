@@ -138,7 +138,8 @@ def plan(config: ModelConfig, run: Run, learner: MeshAxes, rollout: MeshAxes, de
     ),
     rows_asked=run.rows,
     kinds=tuple(
-      _rollouts(name, config, run, cache, quant, rollout, device, room) for name, (cache, quant) in kinds(run, config).items()
+      _rollouts(name, config, run, cache, quant, rollout, device, room, apart)
+      for name, (cache, quant) in kinds(run, config).items()
     ),
   )
 
@@ -183,11 +184,12 @@ def kinds(run: Run, config: ModelConfig) -> dict[str, tuple[Cache, Quant]]:
 
 
 def _rollouts(
-  name: str, config: ModelConfig, run: Run, cache: Cache, quant: Quant, axes: MeshAxes, device: Device, room: float
+  name: str, config: ModelConfig, run: Run, cache: Cache, quant: Quant, axes: MeshAxes, device: Device, room: float, apart: bool
 ) -> RolloutPlan:  # fmt: skip
   layout = rollout_cache(config, run, cache, quant)
   held = rollout_memory(config, run, cache, quant, run.prefill * run.devices.engines, axes)
-  most = math.floor((room - held.total(0)) / held.row)
+  newest = held.weights if apart else 0  # the next weights arrive while rollouts continue under the old ones
+  most = math.floor((room - held.total(0) - newest) / held.row)
   rows = max(min(most, math.ceil(run.rows / axes.rows)), 0)
   step, full = (decode_work(config, run, layout, held, n, axes, device) for n in (rows, max(most, 0)))
   budget, kv = layout.settings.budget, kv_bytes(layout)

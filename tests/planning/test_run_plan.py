@@ -187,6 +187,13 @@ def test_an_evaluation_records_nothing():
     assert found.evaluation.total == plain.evaluation.total
 
 
+def test_separate_devices_have_room_for_the_weights_that_arrive_during_rollouts():
+  found = plan(FEW, dataclasses.replace(RUN, devices=Devices(learner='0', rollout='1')), ONE, ONE, H200)
+  for kind in found.kinds:
+    most, held = kind.most_rows, kind.memory
+    assert held.total(most) + held.weights <= found.usable < held.total(most + 1) + held.weights
+
+
 @pytest.mark.parametrize('apart', [False, True])
 def test_rollouts_that_continue_leave_less_memory_to_update_and_evaluation(apart):
   def planned(sync, remat, there=H200):
