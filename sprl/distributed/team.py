@@ -85,8 +85,11 @@ class Team:
     except errors as error:
       result, failure = None, error
     messages = self.gather(about, lambda: None if failure is None else str(failure))
-    if failure is not None:
-      raise failure
+    try:
+      if failure is not None:
+        raise failure
+    finally:
+      del failure  # its traceback holds this frame: a cycle would keep the arrays of all callers alive
     for process, message in enumerate(messages):
       if message is not None:
         raise SettingsError(f'SPRL_PROCESS={process}: {message}')
