@@ -184,9 +184,9 @@ def remarks(run: Run, layout: CacheLayout, linears: Kernels, max_positions: int)
     )
   fp8 = 'w8a8' in run.quant.sampler or run.quant.learner == 'w8a8'
   for key in () if fp8 else ('format', 'arithmetic', 'skip_layers', 'skip_names'):
-    found.append(_unused(run.quant, key, "only 'w8a8' and 'w8a8_kv8' have FP8 linears"))
+    found.append(_unused(run.quant, key, 'no linears are FP8'))
   if not layout.fp8:
-    found.append(_unused(run.quant, 'kv_scale', "only 'kv8' and 'w8a8_kv8' have an FP8 cache"))
+    found.append(_unused(run.quant, 'kv_scale', 'the cache is not FP8'))
   if fp8 and not multiplies_codes(run.quant, linears):
     found.append(f'FP8 linears are emulated: numbers rounded to FP8 are multiplied in {layout.dtype} (config.quant.arithmetic)')
   if fp8 and run.quant.arithmetic == 'blockwise' and not can_run(linears):
@@ -207,4 +207,4 @@ def _unused(quant: Quant, key: str, why: str) -> str:
   value = getattr(quant, key)
   if value == getattr(UNQUANTISED, key):
     return ''
-  return f'config.quant.{key} = {value!r} has no effect with config.quant.sampler = {quant.sampler!r}: {why}'
+  return f'config.quant.{key} = {value!r} has no effect: {why} (config.quant.sampler = {quant.sampler!r})'

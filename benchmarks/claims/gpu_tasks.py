@@ -53,5 +53,5 @@ MIXTURE = _gsm8k(
   'gsm8k_mixture',
   'Qwen1.5-MoE-A2.7B and its chat model on GSM8K',
   MIXTURES,
-  {'mesh.learner.expert': 4, 'mesh.rollout.expert': 4, 'sampling.rows': 512},
+  {'mesh.learner.expert': 4, 'mesh.rollout.expert': 4, 'sampling.rows': 384},
 )

@@ -51,6 +51,7 @@ class Host:
 
   def __init__(self, connection, lifeline, tie):
     self.connection, self.lifeline, self.tie = connection, lifeline, tie
+    self.files = resource.getrlimit(resource.RLIMIT_NOFILE)  # limits of an agent
     self.selector = selectors.DefaultSelector()
     self.selector.register(connection, selectors.EVENT_READ)
     self.received = b''
@@ -128,6 +129,7 @@ class Host:
         self.connection.close()
         for inherited in [ours, *(agent.pipe for agent in self.agents.values())]:
           os.close(inherited)
+        resource.setrlimit(resource.RLIMIT_NOFILE, self.files)
         os.setpgid(0, 0)  # so that the processes which it starts end with it
         self.hold()
         os.write(theirs, (json.dumps(outcome(self.agent, message['url'], message['row'], self.args)) + '\n').encode())
@@ -226,10 +228,11 @@ def reason(error):
 def main(connection, lifeline, tie):
   """Serve one run."""
   tie['hold'](lifeline)
+  host = Host(socket.socket(fileno=connection), lifeline, tie)
   _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
   with contextlib.suppress(OSError, ValueError):  # each agent has a pipe; the usual limit is 1,024 files
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-  Host(socket.socket(fileno=connection), lifeline, tie).serve()
+  host.serve()
 
 
 if __name__ == '__main__':

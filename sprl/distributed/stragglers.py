@@ -81,6 +81,7 @@ def whereabouts() -> tuple[bool, str]:
   """Return whether the program waits for its devices (or compiles), and the module:line of the program that waits.
 
   The program is the main thread, or the thread that the main thread joins: rollouts may run in one while the learner works.
+  Another thread must call this.
   """
   threads = sys._current_frames()
   del threads[threading.get_ident()]  # its locals hold `threads`: a cycle, which keeps the arrays of all frames alive

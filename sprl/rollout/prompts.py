@@ -186,9 +186,8 @@ def prompts(source: Source, first: int, count: int) -> Sequence[Int[np.ndarray, 
   for number in range(first, last + 1):
     try:
       found.append(source.prompt(number))
-    except (
-      EnvironmentFault
-    ):  # not kept in a variable: it holds this frame, so this cycle would keep the arrays of all callers alive
+    except EnvironmentFault:
+      # Not kept in a variable: it holds this frame, and such a cycle would keep the arrays of all callers alive.
       if number == last and not found:
         raise
     if len(found) == count:

@@ -198,6 +198,9 @@ class AsyncProcess:
             raise ValueError('malformed answer')
     except (OSError, EOFError, ValueError):
       self._child.kill()
+    except Exception as error:  # the service cannot be pickled
+      self._child.kill()
+      self.ready.set_exception(error)
     with self._lock:
       self._over = self._child.last_words()
       lost, self._pending = list(self._pending.values()), {}

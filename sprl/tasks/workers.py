@@ -138,7 +138,8 @@ class Child:
   Messages to the program are pickles, its replies JSON. The process may run code that a model wrote, and a reply in the form of a
   pickle could then run code here.
 
-  The process has a folder of its own for temporary files (TMPDIR). It is deleted when the process has ended.
+  The process has a folder of its own for temporary files (TMPDIR). It is deleted when the process
+  has ended, unless the run was killed too.
   """
 
   def __init__(self, program: str):

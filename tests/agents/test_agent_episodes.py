@@ -314,13 +314,13 @@ def test_a_host_that_is_killed_is_replaced_and_its_agents_are_tried_again(tmp_pa
 def test_an_agent_that_cannot_be_started_costs_its_own_episode(monkeypatch):
   ours, theirs = socket.socketpair()
   agents = host.Host(theirs, None, {'kill': lambda pid: None})
-  files = sorted(os.listdir('/dev/fd'))
+  files = set(os.listdir('/dev/fd'))
   for name, error in (('pipe', errno.EMFILE), ('fork', errno.EAGAIN)):
     with monkeypatch.context() as patch:
       patch.setattr(host.os, name, Mock(side_effect=OSError(error, os.strerror(error))))
       agents.start({'run': 7})
     assert json.loads(ours.recv(1000)) == {'id': 7, 'crash': f'it cannot be started: {reason_of(error)}'}
-  assert sorted(os.listdir('/dev/fd')) == files
+  assert set(os.listdir('/dev/fd')) <= files
   ours.close(), theirs.close()
 
 

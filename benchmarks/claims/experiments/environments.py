@@ -1,11 +1,9 @@
-"""ROLL Flash (arXiv 2510.11345): how much time do asynchronous and redundant environments save until a
-policy reaches a score?
+"""ROLL Flash (arXiv 2510.11345): how much time do asynchronous and redundant environments save until a policy has a score?
 
 The environment (dictation.py) has slow calls with a heavy tail: one episode in fifty is ten times as slow. All arms continue each
 episode as soon as its own environment has answered. `ahead` samples for the next update while the learner waits for the slowest
-episodes of this one (alpha = 1). `redundant` runs a fifth group and a ninth member of each, and trains on the
-first 4 groups in which 8 episodes have ended.
-The engine has rows for all open episodes. Every arm has token-level TIS.
+episodes of this one (alpha = 1). `redundant` runs a fifth group and a ninth member of each, and trains on the first 4 groups in
+which 8 episodes have ended. The engine has rows for all open episodes. Every arm has token-level TIS.
 """
 
 import math
