@@ -105,21 +105,21 @@ def test_a_slow_chat_template_does_not_hold_up_other_requests(endpoint, monkeypa
     assert answer.result().choices
 
 
-def test_only_answers_that_stream_are_told_while_they_grow(endpoint):
-  for grows in (False, True):
-    told, ended = [], threading.Event()
+@pytest.mark.parametrize('grows', [False, True])
+def test_only_answers_that_stream_are_told_while_they_grow(tmp_path, grows):
+  told, ended = [], threading.Event()
 
-    def tell(item, told=told, ended=ended):
-      told.append(item)
-      if isinstance(item, Completion):
-        ended.set()
+  def tell(item):
+    told.append(item)
+    if isinstance(item, Completion):
+      ended.set()
 
-    with endpoint.thread.place():
-      endpoint.thread.submit(np.arange(3, 9, dtype=np.int32), NOTHING, 40, tell, grows)
-      assert ended.wait(60)
-    assert (len(told) > 1) == grows
-    for tokens in told[:-1]:
-      np.testing.assert_array_equal(tokens, told[-1].tokens[: len(tokens)])
+  with served(tmp_path, stop_ids=()) as endpoint, endpoint.thread.place():
+    endpoint.thread.submit(np.arange(3, 9, dtype=np.int32), NOTHING, 40, tell, grows)
+    assert ended.wait(60)
+  assert (len(told) > 1) == grows
+  for tokens in told[:-1]:
+    np.testing.assert_array_equal(tokens, told[-1].tokens[: len(tokens)])
 
 
 def test_a_reader_that_is_slow_gets_the_newest_item():
