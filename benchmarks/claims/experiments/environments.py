@@ -1,4 +1,4 @@
-"""ROLL Flash (arXiv 2510.11345): how much time do asynchronous and redundant environments save until a policy has a score?
+"""ROLL Flash (arXiv 2510.11345): do asynchronous and redundant environments save time until a policy reaches a score?
 
 The environment (dictation.py) has slow calls with a heavy tail: one episode in fifty is ten times as slow. All arms continue each
 episode as soon as its own environment has answered. `ahead` samples for the next update while the learner waits for the slowest

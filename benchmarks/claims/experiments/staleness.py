@@ -26,12 +26,19 @@ RATES = {'low': 2e-5, 'middle': 5e-5, 'high': 1e-4}
 BATCH = 16  # sequences of an update
 
 
-def _arm(loss, alpha, rate):
-  window = {'rollout.async_ratio': float(alpha), 'sampling.rows': BATCH * (alpha + 1)}
-  return LOSSES[loss] | window | {'optimizer.learning_rate': RATES[rate]}
+def arms(cases, rates, batch):
+  """Return `fresh` at each rate, and all losses in each case (alpha, rate). An update has `batch` sequences."""
+
+  def arm(loss, alpha, rate):
+    window = {'rollout.async_ratio': float(alpha), 'sampling.rows': batch * (alpha + 1)}
+    return LOSSES[loss] | window | {'optimizer.learning_rate': rates[rate]}
+
+  fresh = {f'fresh@{rate}': arm('ppo', 0, rate) for rate in rates}
+  return fresh | {f'{loss}@{alpha}, {rate}': arm(loss, alpha, rate) for alpha, rate in cases for loss in LOSSES}
 
 
-def _on_par(statement, losses, alpha, rate, theirs):
+def on_par(statement, losses, alpha, rate, theirs):
+  """Return the claim that these losses end at most 0.05 below `fresh` in a case."""
   comparisons = tuple(Comparison(f'{loss}@{alpha}, {rate}', f'fresh@{rate}', -0.05) for loss in losses)
   return Claim(f'{statement} (staleness of at most {alpha}, {rate} learning rate)', 'ROLL Flash', theirs, comparisons)
 
@@ -44,8 +51,7 @@ EXPERIMENT = Experiment(
   name='staleness',
   question='Do off-policy losses train as well on samples of older weights?',
   task=TOTALS,
-  arms={f'fresh@{rate}': _arm('ppo', 0, rate) for rate in RATES}
-  | {f'{loss}@{alpha}, {rate}': _arm(loss, alpha, rate) for alpha, rate in USUAL + EXTREME for loss in LOSSES},
+  arms=arms(USUAL + EXTREME, RATES, BATCH),
   steps=100,
   settings={'eval.every': 100},
   series=('rollout_corr/k3_kl', 'async/age_mean', 'async/token_lag_mean'),
@@ -57,11 +63,11 @@ EXPERIMENT = Experiment(
       for rate in RATES
     ),
     *(
-      _on_par('Losses made for stale samples do as well as on fresh ones', CORRECTED, alpha, rate, 'on par at 2 to 8')
+      on_par('Losses made for stale samples do as well as on fresh ones', CORRECTED, alpha, rate, 'on par at 2 to 8')
       for alpha, rate in USUAL + EXTREME
     ),
     *(
-      _on_par('PPO, which is not made for stale samples, does as well too', ('ppo',), alpha, rate, 'on par')
+      on_par('PPO, which is not made for stale samples, does as well too', ('ppo',), alpha, rate, 'on par')
       for alpha, rate in USUAL + EXTREME
     ),
   ),
