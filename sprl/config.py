@@ -434,7 +434,7 @@ Arm = Literal['dense', 'naive', 'veto_only', 'reweight_only', 'sparse_rl', 'spar
 class Run:
   """All settings of a run."""
 
-  seed: int = 0  # seed of every random choice of sprl; environments have seeds of their own (docs/environments.md)
+  seed: int = 0  # seed of every random choice of sprl, and of the order of environments' seeds (docs/environments.md)
   steps: int = 100  # steps of the run; each trains on one rollout batch
   export: bool = False  # write a Hugging Face folder at the end
   patience: float = 1800.0  # seconds without progress of an unblocked process, after which a run over several processes ends

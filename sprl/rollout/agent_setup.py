@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from sprl.rollout.broadcast import BroadcastWorkers, across
 from sprl.rollout.codec import ChatCodec
 from sprl.rollout.episodes import Episode, Limits
 from sprl.rollout.interfaces import WorkersLike
-from sprl.rollout.prompts import seeds
+from sprl.rollout.prompts import seeds, shuffled
 from sprl.tasks import tables
 from sprl.types import Trajectory
 
@@ -69,15 +69,8 @@ def rows(
   """
   row: Mapping[str, Any] = {}
   if data:
-    epoch, place = divmod(number, len(data))
-    row = data[place if shuffle is None else int(_order(shuffle, epoch, len(data))[place])]
+    row = data[(number if shuffle is None else shuffled(number, shuffle, len(data))) % len(data)]
   return {**row, 'seed': seed(number), 'split': split}
-
-
-@lru_cache(maxsize=2)  # every member of a group asks; an epoch's first groups may start before the last of the epoch before
-def _order(shuffle: int, epoch: int, count: int) -> Int[np.ndarray, ' n']:
-  """Return the order of `count` rows in an epoch."""
-  return np.random.default_rng([shuffle, epoch]).permutation(count)
 
 
 # --- from the settings -----------------------------------------------------------------------------------------------------

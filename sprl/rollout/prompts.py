@@ -1,7 +1,7 @@
 """The sources of a run's episodes: problems that are answered once, or an environment's conversations.
 
-Groups are numbered in the order of asking. A group's number fixes its problem, or its environment's seed. So all members of a
-group have the same problem, also if the group starts again after a resume.
+Groups are numbered in the order of asking. A group's number and `config.seed` fix its problem, or its environment's seed. So all
+members of a group have the same problem, also if the group starts again after a resume.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,6 +26,7 @@ from sprl.types import Trajectory
 
 OPEN = 256  # groups whose problem and prompt are kept
 TRIES = 4  # groups tried for each prompt that is looked for
+FIRST = 2**29  # first groups to choose from: seeds of environments then stay below 2^31
 
 
 @runtime_checkable
@@ -172,8 +173,26 @@ def seeds(number: int, held_out: bool, split: bool, rows: int | None = None) -> 
 
 
 def different(rows: int, split: bool) -> int:
-  """Return how many of an environment's rows its held-out groups ask."""
+  """Return how many of an environment's rows the groups of a split ask."""
   return rows if split else max(rows // 2, 1)
+
+
+def shuffled(number: int, seed: int, count: int | None) -> int:
+  """Return the number in whose place training group `number` of a run with `config.seed = seed` comes.
+
+  If `count` groups are different, each epoch of `count` groups has a new order. If there is no end of them (None), the run begins
+  with another one.
+  """
+  if count is None:
+    return int(np.random.default_rng(seed).integers(FIRST)) + number
+  place = number % count
+  return number - place + int(_order(seed, number // count, count)[place])
+
+
+@lru_cache(maxsize=2)  # every member of a group asks; an epoch's first groups may start before the last of the epoch before
+def _order(seed: int, epoch: int, count: int) -> Int[np.ndarray, ' n']:
+  """Return the order of `count` groups in an epoch."""
+  return np.random.default_rng([seed, epoch]).permutation(count)
 
 
 def prompts(source: Source, first: int, count: int) -> Sequence[Int[np.ndarray, ' _']]:

@@ -24,7 +24,7 @@ from sprl.rollout.broadcast import BroadcastEngine, BroadcastProblems, Broadcast
 from sprl.rollout.codec import ChatCodec, PlainCodec
 from sprl.rollout.episodes import Limits
 from sprl.rollout.interfaces import EngineLike, WorkersLike
-from sprl.rollout.prompts import ConversationSource, ProblemSource, Source, different, prompts, seeds
+from sprl.rollout.prompts import ConversationSource, ProblemSource, Source, different, prompts, seeds, shuffled
 from sprl.sampler.engine import Engine, EngineConfig, Usage
 from sprl.sampler.weights import SamplerWeights, sampler_weight_axes
 from sprl.sharding.reshard import reshard
@@ -237,7 +237,12 @@ class RolloutSetup:
     codec = ChatCodec(self.tokenizer, task.system) if task.chat else PlainCodec(self.tokenizer)
     limits = Limits(task.turns, task.turn_tokens, run.sampling.max_prompt, limit)
     sample = make_environment(task, held_out, self.inputs.environment) if self.team.leads else None
-    seed = partial(seeds, held_out=held_out, split=takes_split(task, self.inputs.environment), rows=rows_of(sample))
+    split, rows = takes_split(task, self.inputs.environment), rows_of(sample)
+    count = different(rows, split) if rows else None
+
+    def seed(number: int) -> int:
+      return seeds(number if held_out else shuffled(number, run.seed, count), held_out, split, rows)
+
     release = (lambda call: None) if pool is None else pool.release
     return ConversationSource(seed, limits, codec, release, sample, task.time_limit or STEP_SECONDS)
 

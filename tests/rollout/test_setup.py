@@ -122,8 +122,13 @@ def test_only_process_0_makes_environments(tmp_path):
       _, source, held_out = RolloutSetup.open(run, tokenizer, team).begin(stack.enter_context)
       return [[tokenizer.decode(ids) for ids in prompts(each, 0, 2)] for each in (source, held_out.source)]
 
-  said = [['Hello 0\n', 'Hello 2\n'], ['Hello 1\n', 'Hello 3\n']]
-  assert together(program, program, program) == [said] * 3
+  [train, test], *others = together(program, program, program)
+  first, second = (int(text.removeprefix('Hello ')) for text in train)
+  assert first % 2 == 0
+  assert second == first + 2
+  assert test == ['Hello 1\n', 'Hello 3\n']
+  said = [train, test]
+  assert others == [said] * 2
   with_followers = len(made)
   assert together(program) == [said]
   assert with_followers == len(made) - with_followers > 0
@@ -177,6 +182,47 @@ def test_an_evaluation_plays_no_episode_of_an_environment_twice(tmp_path, rows, 
       return [tokenizer.decode(held_out.source.prompt(number)) for number in range(held_out.count)]
 
   assert together(program, program) == [[f'row {row}\n' for row in asked]] * 2
+
+
+def asked_by(folder, environment, seed, count):
+  """Return what the first `count` groups of training ask, and the first two of evaluation: rows of `environment`, or seeds."""
+  write_tiny(folder)
+  (folder / 'rows.py').write_text(environment)
+  task = Task(kind='environment', name=f'{folder / "rows.py"}:Rows', chat=False)
+  run = Run(seed=seed, steps=1, task=task, sampling=Sampling(max_prompt=256), eval=Evaluation(problems=2))
+  tokenizer = Tokenizer.load(folder)
+  with ExitStack() as stack:
+    _, source, held_out = RolloutSetup.open(run, tokenizer).begin(stack.enter_context)
+    prompts_of = [(source, number) for number in range(count)], [(held_out.source, number) for number in range(2)]
+    return [[int(tokenizer.decode(each.prompt(number)).removeprefix('row ')) for each, number in some] for some in prompts_of]
+
+
+@pytest.mark.parametrize(
+  ('length', 'split', 'train', 'test'),
+  [(6, '', [0, 2, 4], [1, 3]), (7, '', [0, 2, 4], [1, 3]), (5, SPLIT, [0, 1, 2, 3, 4], [0, 1])],
+  ids=['even', 'odd', 'split'],
+)
+def test_the_seed_of_a_run_shuffles_the_rows_of_an_environment_in_every_epoch(tmp_path, length, split, train, test):
+  source = ROWS.replace('ROWS', str(length)) + split + f'  def __len__(self):\n    return {length}\n'
+  (one, held_out), (other, held_out_too) = (asked_by(tmp_path, source, seed, 6 * len(train)) for seed in (0, 1))
+  for order in (one, other):
+    epochs = [order[i : i + len(train)] for i in range(0, len(order), len(train))]
+    assert [sorted(epoch) for epoch in epochs] == [train] * 6
+    assert len({*map(tuple, epochs)}) > 1
+  assert one != other
+  assert held_out == held_out_too == test
+
+
+@pytest.mark.parametrize(('split', 'step'), [('', 2), (SPLIT, 1)], ids=['even seeds', 'split'])
+def test_runs_with_other_seeds_ask_other_episodes_of_an_endless_environment(tmp_path, split, step):
+  source = ROWS.replace('seed % ROWS', 'seed') + split
+  (one, held_out), (other, held_out_too) = (asked_by(tmp_path, source, seed, 20) for seed in (0, 2**32 - 1))
+  for seeds_of_groups in (one, other):
+    assert seeds_of_groups == [seeds_of_groups[0] + step * i for i in range(20)]
+    assert 0 <= seeds_of_groups[0] < 2**30
+    assert seeds_of_groups[0] % step == 0
+  assert not {*one} & {*other}
+  assert held_out == held_out_too
 
 
 @pytest.mark.parametrize('rows', [2, 5, 8, 9])
