@@ -13,6 +13,7 @@ the mean over its trainable agents. An episode that verifiers reports as failed 
 """
 
 import itertools
+import random
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +21,9 @@ from typing import Any
 _LOADED: dict[str, Any] = {}  # environment and tasks, loaded once, before the processes of the episodes are forked
 
 
-def prepare(taskset: str | Mapping[str, Any], env: Mapping[str, Any] | None = None, path: str | None = None, held_out: int = 0):
+def prepare(
+  taskset: str | Mapping[str, Any], env: Mapping[str, Any] | None = None, path: str | None = None, held_out: int = 0, **_: Any
+):
   """Load the environment, and its tasks if there is an end of them."""
   if path is not None:
     sys.path.insert(0, path)
@@ -39,15 +42,18 @@ def prepare(taskset: str | Mapping[str, Any], env: Mapping[str, Any] | None = No
   _LOADED['tasks'] = tasks_of(loaded.taskset, held_out)
 
 
-async def agent(base_url: str, row: Mapping[str, Any], held_out: int = 0, **_: Any) -> dict[str, Any]:
-  """Run one episode. Returns reward and metrics. Raises RuntimeError if verifiers reports an error."""
+async def agent(base_url: str, row: Mapping[str, Any], held_out: int = 0, order: int = 0, **_: Any) -> dict[str, Any]:
+  """Run one episode. Returns reward and metrics. Raises RuntimeError if verifiers reports an error.
+
+  `order` is the seed of the order of the training tasks.
+  """
   from verifiers.v1 import EvalClientConfig, ModelContext  # pyright: ignore[reportMissingImports]
   from verifiers.v1.env import RunSlot  # pyright: ignore[reportMissingImports]
 
   env = _LOADED['env']
   client = EvalClientConfig(base_url=base_url, api_key_var='SPRL_HAS_NO_KEY')
   async with env.serving():
-    episode = await env.run_slot(RunSlot(_task(row, held_out)), ModelContext(model='policy', client=client))
+    episode = await env.run_slot(RunSlot(_task(row, held_out, order)), ModelContext(model='policy', client=client))
   errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
   if not episode.ok:
     raise RuntimeError(errors[-1].message if errors else 'the episode is not ok')
@@ -67,18 +73,26 @@ def tasks_of(taskset: Any, held_out: int) -> list[Any] | None:
   return found
 
 
-def place(row: Mapping[str, Any], held_out: int, count: int | None) -> int:
+def place(row: Mapping[str, Any], held_out: int, count: int | None, order: int) -> int:
   """Return the place of a row's task among `count`; None: there is no end of them.
 
+  Each epoch of training has another order, which `order` seeds. Evaluation, and training without end, keep the taskset's order.
   Training has even seeds and evaluation odd ones, so half a seed counts the groups.
   """
   number, left = row['seed'] // 2, None if count is None else count - held_out
-  first, share = (0, held_out or count) if row['split'] == 'test' else (held_out, left)
-  return first + (number if share is None else number % share)
+  if row['split'] == 'test':
+    share = held_out or count
+    return number if share is None else number % share
+  if left is None:
+    return held_out + number
+  epoch, at = divmod(number, left)
+  shuffled = list(range(held_out, held_out + left))
+  random.Random(f'{order}/{epoch}').shuffle(shuffled)
+  return shuffled[at]
 
 
-def _task(row: Mapping[str, Any], held_out: int) -> Any:
+def _task(row: Mapping[str, Any], held_out: int, order: int) -> Any:
   tasks = _LOADED['tasks']
   if tasks is None:
-    return next(itertools.islice(_LOADED['env'].taskset, place(row, held_out, None), None))
-  return tasks[place(row, held_out, len(tasks))]
+    return next(itertools.islice(_LOADED['env'].taskset, place(row, held_out, None, order), None))
+  return tasks[place(row, held_out, len(tasks), order)]

@@ -173,20 +173,25 @@ class LoadedModel:
 
   def _learner_of(self, run: Run) -> Learner:
     """Return the learner of these settings, with the newest weights and the optimiser moments of earlier updates."""
-    if self._learner is not None and self._learner.run == run:
-      return self._learner
+    last = self._learner
+    if last is not None and last.run == run:
+      return last
     model = Model.open(run)
     optimizer = make_optimizer(run.optimizer, run.steps * run.optimizer.updates)
-    if self._learner is not None and self._learner.run.optimizer == run.optimizer:
-      state = self._learner.state
+    if last is not None and last.run.optimizer == run.optimizer:
+      state = last.state
     else:
       abstract = abstract_state(abstract_params(model), optimizer, run.optimizer.offload)
       state = TrainState.create(self._trained, optimizer, jax.tree.map(lambda a: a.sharding, abstract))
     layout = model.cache_layout(run.sampling, run.cache, run.quant, run.masked_learner, run.model.router_replay == 'R3')
     update = make_update(model.graphdef, optimizer, UpdateConfig.of(decided(run, model), model.dtype), model.mesh)
     reference = None
-    if run.loss.kl_coef:
-      reference = model.load(model.dtype) if self._base is None else self._base.params
+    if run.loss.kl_coef and self._base is not None:
+      reference = self._base.params
+    elif run.loss.kl_coef and last is not None and last.run.model == run.model and last.reference is not None:
+      reference = last.reference
+    elif run.loss.kl_coef:
+      reference = model.load(model.dtype)
     return Learner(run=run, model=model, layout=layout, jitted_update=update, state=state, reference=reference, base=self._base)
 
 

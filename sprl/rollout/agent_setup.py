@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -98,6 +98,8 @@ def begin_agents(
   task = run.task
   data = {split: agent_data(task, split) for split in ('train', 'test')}
   program, options = agent_program(task)
+  if task.name == 'verifiers':  # the tasks are not known here; the rows of a file are shuffled by `rows`
+    program = replace(program, args={**program.args, 'order': run.seed})
   pool = None
   if team.leads:
     limit = task.time_limit or AGENT_SECONDS

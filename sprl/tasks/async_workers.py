@@ -12,6 +12,7 @@ import itertools
 import threading
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
@@ -107,7 +108,16 @@ class AsyncThread:
     self.ready: Future[str] = Future()
     self.ready.set_result(why)
     self._loop = asyncio.new_event_loop()
-    threading.Thread(target=self._loop.run_forever, daemon=True, name='async worker').start()
+    threading.Thread(target=self._run, daemon=True, name='async worker').start()
+
+  def _run(self) -> None:
+    """Run the loop until `end`, cancel the calls that are left, and release the loop's resources."""
+    self._loop.run_forever()
+    if left := asyncio.all_tasks(self._loop):
+      for task in left:
+        task.cancel()
+      self._loop.run_until_complete(asyncio.wait(left, timeout=GRACE))
+    self._loop.close()
 
   def ask(self, call: Any) -> tuple[Future[tuple[Any, str]], Callable[[], Any]]:
     """Give the service a call."""
@@ -120,7 +130,8 @@ class AsyncThread:
 
   def end(self) -> None:
     """Stop the loop, unless a call blocks it."""
-    self._loop.call_soon_threadsafe(self._loop.stop)
+    with suppress(RuntimeError):  # the loop has ended
+      self._loop.call_soon_threadsafe(self._loop.stop)
 
 
 class AsyncProcess:

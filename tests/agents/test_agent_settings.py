@@ -94,13 +94,20 @@ def test_an_evaluation_asks_no_row_twice(tmp_path, problems, count):
 
 @pytest.mark.parametrize(('held_out', 'count', 'shared'), [(3, 8, False), (3, None, False), (7, 8, False), (0, 8, True)])
 def test_tasks_of_verifiers_that_are_held_out_are_not_trained_on(held_out, count, shared):
-  places = {
-    split: [from_verifiers.place({'seed': seeds(i, split == 'test', False), 'split': split}, held_out, count) for i in range(20)]
-    for split in ('train', 'test')
-  }
+  def asked(split, order=0, groups=20):
+    rows = [{'seed': seeds(i, split == 'test', False), 'split': split} for i in range(groups)]
+    return [from_verifiers.place(row, held_out, count, order) for row in rows]
+
+  places = {split: asked(split) for split in ('train', 'test')}
   assert len(set(places['train'])) == (20 if count is None else count - held_out)
   assert len(set(places['test'])) == (held_out or count)
   assert bool(set(places['train']) & set(places['test'])) == shared
+  assert asked('test', order=1) == places['test']
+  if count is not None:
+    left = count - held_out
+    epochs = {order: [asked('train', order, 10 * left)[i * left : (i + 1) * left] for i in range(10)] for order in (0, 1)}
+    assert all(sorted(epoch) == list(range(held_out, count)) for epoch in epochs[0])
+    assert left == 1 or (epochs[0] != epochs[1] and len(set(map(tuple, epochs[0]))) > 1)
 
 
 @pytest.mark.parametrize('held_out', [-1, 8, 9, True])

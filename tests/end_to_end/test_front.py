@@ -175,6 +175,18 @@ def test_generate_gives_what_the_engine_gives(folder):
 
 
 @pytest.mark.slow
+def test_updates_with_other_group_sizes_share_the_reference_of_the_kl_term(folder, monkeypatch):
+  model = sprl.load(folder / 'model', task={'chat': False}, model={'dtype': 'float32'})
+  sampler = model.sampler(sampling=SETTINGS['sampling'], packing=SETTINGS['packing'])
+  loads, load = [], Model.load
+  monkeypatch.setattr(Model, 'load', lambda self, *args: loads.append(args) or load(self, *args))
+  for samples in (2, 4, 2):
+    metrics = model.update(sampler.generate(['a = ', 'b = '], samples=samples).grade(reward), loss={'kl_coef': 0.1})
+    assert 'policy/kl_ref' in metrics
+  assert len(loads) == 1
+
+
+@pytest.mark.slow
 def test_a_sampler_takes_the_newest_weights_and_refuses_older_rollouts(folder):
   model = sprl.load(folder / 'model', task={'chat': False}, model={'dtype': 'float32'})
   sampler = model.sampler(sampling=SETTINGS['sampling'], packing=SETTINGS['packing'])

@@ -1,5 +1,6 @@
 """Async rewards: many calls at a time, and calls that fail, hang or block."""
 
+import asyncio
 import os
 import signal
 import threading
@@ -147,8 +148,6 @@ def test_an_async_groupwise_reward(tmp_path):
 
 
 def test_an_async_python_callable_runs_on_a_loop_in_this_process():
-  import asyncio
-
   places = []
 
   async def grade(completion):
@@ -163,6 +162,21 @@ def test_an_async_python_callable_runs_on_a_loop_in_this_process():
     assert time.monotonic() - start < 10
   assert len(set(places)) == 1
   assert places[0] is not threading.current_thread()
+
+
+def test_the_loop_in_this_process_is_closed_at_the_end_also_with_a_call_under_way(monkeypatch):
+  loops, make, began = [], asyncio.new_event_loop, threading.Event()
+  monkeypatch.setattr(asyncio, 'new_event_loop', lambda: loops.append(make()) or loops[-1])
+
+  async def grade(completion):
+    began.set()
+    await asyncio.sleep(10 * PATIENCE)
+
+  with grader_pool(graders.rewards(Task(grader='python:grade'), {'grade': grade}), None, None, 4.0) as pool:
+    pool.submit(samples('x')[0])
+    assert began.wait(PATIENCE)
+  until(lambda: loops[0].is_closed())
+  assert len(loops) == 1
 
 
 @pytest.mark.parametrize(
