@@ -30,6 +30,7 @@ import re
 import sys
 from functools import partial
 from importlib.util import find_spec
+from itertools import cycle
 from pathlib import Path
 
 import jax
@@ -53,8 +54,8 @@ from sprl.types import Request
 
 VETO = 1e-4
 BLOCK = 128  # tokens whose distributions are in memory together
-COLOURS = dict(zip(METHODS, (BLUE, ORANGE, GREEN, PURPLE, RED, OLIVE, TEAL)))
-MARKERS = dict(zip(METHODS, 'osD^vPX'))
+COLOURS = dict(zip(METHODS, cycle((BLUE, ORANGE, GREEN, PURPLE, RED, OLIVE, TEAL))))
+MARKERS = dict(zip(METHODS, cycle('osD^vPX')))
 TEXTS = {'gsm8k': 'GSM8K problems'}
 
 

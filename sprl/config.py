@@ -394,7 +394,7 @@ class Evaluation:
   """Held-out evaluation, during a run and by sprl.evaluate."""
 
   every: int | None = 50  # steps between evaluations; None: before the first step and after the last
-  problems: int = 128  # problems asked, or all if there are fewer
+  problems: int = 128  # problems asked, the first of the file, or all if there are fewer
   samples: int = 1  # answers per problem: k of avg@k and pass@k
   temperature: float = 0.0  # 0: greedy
   top_p: float = 1.0  # draw from the smallest set of tokens with this probability
@@ -501,10 +501,11 @@ def default_config() -> Any:
 
   Annotated Any: no type checker knows its fields.
   """
-  return _config_dict(Run())
+  return as_config(Run())
 
 
-def _config_dict(section: Any) -> 'ConfigDict':
+def as_config(section: Any) -> 'ConfigDict':
+  """Return a run, or a section of its settings, as a ConfigDict. The command line can override all of its settings."""
   import ml_collections  # imported late: kernels and their checks need only the dataclasses
 
   made = ml_collections.ConfigDict()
@@ -512,13 +513,17 @@ def _config_dict(section: Any) -> 'ConfigDict':
   for name, hint in hints.items():
     value = getattr(section, name)
     if dataclasses.is_dataclass(value):
-      made[name] = _config_dict(value)
+      made[name] = as_config(value)
     elif (inner := unless_none(hint)) is not hint:
       # A flag of type int or float would refuse None. One of type object is parsed as a literal, and `resolve` checks its type.
       made[name] = ml_collections.FieldReference(value, field_type=object if inner in (int, float) else str)
     else:
-      made[name] = dict(value) if isinstance(value, Mapping) else value
+      made[name] = {key: _entry(entry) for key, entry in value.items()} if isinstance(value, Mapping) else value
   return made
+
+
+def _entry(entry: Any) -> Any:
+  return as_config(entry) if dataclasses.is_dataclass(entry) else entry
 
 
 def unless_none(hint: Any) -> Any:

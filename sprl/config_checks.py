@@ -93,7 +93,8 @@ RANGES = {
 def validate(run: Run) -> None:
   """Raise SettingsError for a value out of its range and for settings that contradict each other."""
   for key, value in numbers(run):
-    require(run, key, within(value, RANGES[key]), f'a number in {RANGES[key]}')
+    interval = RANGES.get(key, '(-inf, inf)')  # a setting of your own may have no row yet
+    require(run, key, within(value, interval), f'a number in {interval}')
   validate_model(run)
   validate_task(run)
   validate_judge(run)
@@ -150,6 +151,12 @@ def validate_model(run: Run) -> None:
 
 GRADERS = ('auto', 'math', 'gsm8k', 'numeric', 'exact', 'code', 'judge')
 GRADING_COSTS = ('task.workers', 'task.executor', 'task.time_limit')  # these depend on the machine and do not change rewards
+_PROBLEMS = ('kind', 'path', 'name', 'args', 'columns', 'filters', 'splits', 'mixture', 'grader', 'rewards', 'judge')
+
+
+def names_of_problems(kind: str) -> tuple[str, ...]:
+  """Return the settings of a task of this kind that are about its own problems, and not about those of another task."""
+  return (*_PROBLEMS, *(key.removeprefix('task.') for key in GRADING_COSTS if kind in EPISODES))
 
 
 def grader_file(grader: str) -> tuple[str, str] | None:
@@ -492,7 +499,7 @@ def validate_correction(run: Run) -> None:
 
 # These bound the ratio to the policy that drew the token, which is the sampler: docs/methods/losses.md, Two modes.
 BEHAVIOUR_LOSSES = ('tis', 'topr', 'cispo')
-
+RATIO_LOSSES = (*BEHAVIOUR_LOSSES, 'gspo', 'segment', 'kimi15', 'dppo_kl')  # are another loss where every ratio is 1
 PPO_LOSSES = ('ppo', 'gspo', 'segment')
 CLIPS = {'clip_low': (*PPO_LOSSES, 'cispo'), 'clip_high': (*PPO_LOSSES, 'cispo'), 'dual_clip': PPO_LOSSES}  # -> who reads it
 
@@ -513,7 +520,7 @@ def validate_loss(run: Run) -> None:
 
   fp8 = run.quant.sampler != 'none' or run.quant.learner != 'none'
   differs = run.rollout.async_ratio > 0 or run.cache.budget is not None or fp8  # sampler and learner
-  moves = run.optimizer.updates > 1 or (bypass and differs) or loss.variant in ('ppo', 'reinforce')
+  moves = run.optimizer.updates > 1 or (bypass and differs) or loss.variant not in RATIO_LOSSES
   otherwise = 'rollouts that run ahead, evict or are in FP8' if bypass else "config.correction.mode = 'bypass'"
   ratio = f'2 or more {with_loss}, whose ratio is 1 in the only update of a rollout batch; or {otherwise}'
   require(run, 'optimizer.minibatches', moves, ratio)

@@ -30,8 +30,8 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from sprl import command_line
-from sprl.config import EPISODES, HeldOutSet, Run, SettingsError, Task, default_config, on_all_devices, to_dict
-from sprl.config_checks import GRADING_COSTS
+from sprl.config import HeldOutSet, Run, SettingsError, Task, as_config, default_config, on_all_devices, to_dict
+from sprl.config_checks import GRADING_COSTS, names_of_problems
 from sprl.config_reader import resolve
 from sprl.io.config_file import config_differences, read_config
 from sprl.io.starts import began
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 PLACES = ('mesh', 'devices', 'model.kernels')
 MAY_CHANGE = ('eval', *PLACES, *GRADING_COSTS)
-OF_THE_PROBLEMS = ('kind', 'path', 'name', 'args', 'columns', 'filters', 'splits', 'mixture', 'grader', 'rewards', 'judge')
 
 _WORKDIR = flags.DEFINE_string('workdir', None, 'The run to evaluate.')
 _STEP = flags.DEFINE_integer('step', None, 'The step of the checkpoint. Default: the newest.')
@@ -65,23 +64,25 @@ def define_config(argv: list[str]) -> None:
       raise SettingsError('--config: expected none with --workdir, whose run has its settings; --config=FILE goes with --model')
     config_flags.DEFINE_config_file('config')
     return
-  defaults = default_config() if _WORKDIR.value is None else ConfigDict(of_run(_WORKDIR.value))
+  defaults = default_config() if _WORKDIR.value is None else of_run(_WORKDIR.value)
   config_flags.DEFINE_config_dict('config', defaults)
 
 
-def of_run(workdir: str) -> dict[str, Any]:
+def of_run(workdir: str) -> ConfigDict:
   """Return the settings of a run. With --data those about its own problems have their defaults."""
-  saved = to_dict(resolve(read_config(workdir)))
+  config = as_config(resolve(read_config(workdir)))
   if _DATA.value is not None:
-    saved['task'] |= of_other_problems(saved['task']['kind'])
-  return saved
+    forget_problems(config.task)
+  return config
 
 
-def of_other_problems(kind: str) -> dict[str, Any]:
-  """Return the defaults of the settings about the problems of a task of this kind, which other problems do not share."""
+def forget_problems(task: Any, given: Collection[str] = ()) -> None:
+  """Set the settings about the problems of a task, a section of a config, to their defaults, except for the keys `given`."""
   defaults = to_dict(Run())['task']
-  costs = [key.removeprefix('task.') for key in GRADING_COSTS] if kind in EPISODES else []
-  return {name: defaults[name] for name in (*OF_THE_PROBLEMS, *costs)}
+  with task.ignore_type():
+    for name in names_of_problems(task.kind):
+      if not any(f'{key}.'.startswith(f'task.{name}.') for key in given):
+        task[name] = defaults[name]
 
 
 def with_data(task: Any, data: str, split: str | None, given: Collection[str] = ()) -> None:
@@ -89,10 +90,7 @@ def with_data(task: Any, data: str, split: str | None, given: Collection[str] = 
 
   Settings about its own problems get their defaults, except for the keys `given`, which the user has set.
   """
-  with task.ignore_type():
-    for name, default in of_other_problems(task.kind).items():
-      if not any(f'{key}.'.startswith(f'task.{name}.') for key in given):
-        task[name] = default
+  forget_problems(task, given)
   if data == 'gsm8k':
     task.kind = 'gsm8k'
   else:

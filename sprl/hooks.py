@@ -19,6 +19,7 @@ from sprl.models.lora import network
 from sprl.objective import guards
 from sprl.objective.checks import NO_FP8, NO_FP8_CACHE, RATE, SCALES, History, tries
 from sprl.rollout import collect
+from sprl.rollout.scheduler import Stalled
 from sprl.rollout.staleness import lags
 from sprl.sampler import calibrate
 from sprl.sampler.weights import multiplies_codes, self_check
@@ -117,10 +118,18 @@ def print_progress(session: Session, report: StepReport) -> None:
 
 
 def evaluate_and_save(session: Session, report: StepReport) -> None:
-  """Evaluate every `eval.every` steps and after the last; save then and every `checkpoint.every` steps."""
+  """Evaluate every `eval.every` steps and after the last; save then and every `checkpoint.every` steps.
+
+  A signal ends an evaluation, and so does a held-out environment of which all episodes fail. Then the step is saved without its
+  evaluation, and a resumed run begins with that.
+  """
   run, step = session.run, report.step
-  if step == run.steps or (run.eval.every and step % run.eval.every == 0):
-    session.state.after = session.evaluate()
+  if session.evaluates_after(step):
+    try:
+      session.state.after = session.evaluate()
+    except Stalled:
+      session.save_whole()
+      raise
     session.save()
   elif run.checkpoint.every and step % run.checkpoint.every == 0:
     session.save()

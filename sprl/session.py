@@ -32,7 +32,7 @@ from sprl.planning import utilisation
 from sprl.rollout import collect
 from sprl.rollout.evaluate import evaluate
 from sprl.rollout.prompts import Source, prompts
-from sprl.rollout.scheduler import Group, Scheduler
+from sprl.rollout.scheduler import Group, Scheduler, Stalled
 from sprl.rollout.setup import EvalSet, PlacedEngine, usage
 from sprl.rollout.staleness import staleness
 from sprl.rollout.timeline import Timeline
@@ -117,13 +117,16 @@ class Session:
   _rollout_metrics: dict[str, float] = field(default_factory=dict)
   _rollout_seconds: dict[str, float] = field(default_factory=dict)
   _pump: 'Pump | None' = None
+  _stalled: str = ''  # why no more rollouts can be complete
 
   # --- the calls of a step -------------------------------------------------------------------------------------------
 
   def steps(self) -> Iterator[int]:
-    """Evaluate before the first step; then yield the numbers of the steps that are left, until a signal comes."""
+    """Make an evaluation that is still due; then yield the numbers of the steps that are left, until a signal comes."""
     if not self.state.before:
-      self.state.before = self.evaluate(stopped=self.stopped)
+      self.state.before = self.evaluate()
+    elif self.evaluates_after(self.state.step) and not self.state.after and not self.team.broadcast('evaluated', self._evaluated):
+      self.state.after = self.evaluate()
     for step in range(self.state.step + 1, self.run.steps + 1):
       if self.stopped():
         return
@@ -132,10 +135,17 @@ class Session:
   def rollout(self, step: int) -> list[Trajectory] | None:
     """Return the trajectories of the step's groups, group by group, and hand the devices over to the learner.
 
-    Returns None if a signal came; a resumed run asks for the same groups again.
+    Returns None if a signal came; a resumed run asks for the same groups again. If all groups fail, the steps before are saved.
     """
     self._times, self._since = Stopwatch(), self.timeline.now()
-    groups = self.scheduler.batch(self.stopped)
+    try:
+      if self._stalled:
+        raise Stalled(self._stalled)
+      groups = self.scheduler.batch(self.stopped)
+    except Stalled:
+      if self.state.step:  # a run without a checkpoint may begin again with other settings
+        self.save_whole()
+      raise
     if groups is None:
       return None
     if self.model.shares_devices:
@@ -182,7 +192,10 @@ class Session:
     placed = jax.block_until_ready([engine.place(weights) for engine in self.placed])
     self.timeline.add('learner', f'sync {step}', learned, self.timeline.now())
     if self._pump is not None:
-      self._pump.stop()
+      try:
+        self._pump.stop()
+      except Stalled as error:  # raised when the next step needs rollouts: this one is complete
+        self._stalled = str(error)
       self._pump = None
     self.scheduler.sync(placed)
     self._times.lap('sync')
@@ -216,8 +229,9 @@ class Session:
   def finish(self) -> Finished:
     """Evaluate and save if that is not done yet, and return how the run ended."""
     state, completed = self.state, bool(self.state.before) and self.state.step == self.run.steps
-    if completed and not state.after:  # no step was left to take; the last checkpoint was saved when more were to come
-      state.after = state.before if state.step == 0 else self.evaluate(logged=False)
+    if completed and not state.after:  # a signal ended it, or the last checkpoint was saved when more steps were to come
+      state.after = state.before if state.step == 0 else {} if self.stopped() else self.evaluate()
+      completed = bool(state.after)
     self.save()
     if not completed:
       log.warning('%s: saved after step %d of %d; the same command resumes', self.stopped(), state.step, self.run.steps)
@@ -229,21 +243,30 @@ class Session:
     """Return the name of the signal that asks the run to stop, or ''. All processes get the same answer."""
     return self.team.stopped(self.stop.received)
 
-  def evaluate(self, logged: bool = True, stopped: Callable[[], Any] = lambda: False) -> dict[str, Any]:
-    """Evaluate the newest weights on held-out problems; return {} if `stopped` said so meanwhile."""
+  def evaluates_after(self, step: int) -> bool:
+    """Return whether the weights after a step are evaluated."""
+    every = self.run.eval.every
+    return step > 0 and (step == self.run.steps or bool(every and step % every == 0))
+
+  def _evaluated(self) -> bool:
+    """Return whether the log has the evaluation after the newest step. Only process 0 has a log."""
+    return self.run_log is not None and self.state.step in self.run_log.evaluated
+
+  def evaluate(self) -> dict[str, Any]:
+    """Evaluate the newest weights on held-out problems, and log that once. Returns {} if a signal came meanwhile."""
     calibrated = self.learner.calibrates and self.run.quant.kv_scale != 'first_forward'  # else on the prompts of the evaluation
     scales = self.weights.scales if calibrated and self.weights is not None else None
     with self.timeline.span('controller', 'evaluate'):
       result = evaluate(
-        self.run, self.model, self.learner.params, self.eval_set, scales=scales, synced=self.weights, stopped=stopped,
+        self.run, self.model, self.learner.params, self.eval_set, scales=scales, synced=self.weights, stopped=self.stopped,
         team=self.team,
       )  # fmt: skip
-    if result and logged and self.run_log:
+    if result and self.run_log and not self._evaluated():
       self.run_log.evaluation(self.state.step, result['metrics'])
     return result
 
   def save(self) -> None:
-    """Save a checkpoint of the step, unless there is one, and the timeline."""
+    """Save a checkpoint of the step and the timeline. If there is one, the result of a later evaluation is added to it."""
     self.state.scheduler = self.scheduler.state()
     self.state.amax = [found.tolist() for found in self.learner.amax]
     self.state.calibrated_updates = self.learner.calibrated_updates
@@ -251,6 +274,12 @@ class Session:
     self.checkpoints.save(self.state.step, self.learner.state, self.state.to_json(), score)
     if self.trace is not None:
       self.timeline.write(self.trace)
+
+  def save_whole(self) -> None:
+    """Save, and wait in all processes until the checkpoint is complete: an error follows, which ends them."""
+    self.save()
+    self.checkpoints.wait()
+    self.team.barrier()
 
   def _count(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Add the tokens of this step to those of the run, and return both sums."""
@@ -276,7 +305,7 @@ class Session:
     """Return the next prompts if the FP8 cache is calibrated on the prompts that it will serve, else ()."""
     if not self.learner.calibrates or self.run.quant.kv_scale != 'first_forward' or step == self.run.steps:
       return ()
-    return prompts(self.source, self.scheduler.next, self.run.rollout.prompts)
+    return prompts(self.source, self.scheduler.next, self.run.prefill)
 
 
 class Pump:

@@ -33,7 +33,7 @@ from sprl.config_checks import GRADING_COSTS
 from sprl.distributed.signals import signals
 from sprl.distributed.team import ALONE, Team
 from sprl.hooks import LedgerHook, after_step, remarks, stop_if, wrong_weights
-from sprl.io.checkpoint import Checkpoints
+from sprl.io.checkpoint import Checkpoints, committed
 from sprl.io.config_file import config_differences, read_config, write_config
 from sprl.io.files import local_folder
 from sprl.io.metrics import RunLog, read_metrics
@@ -53,7 +53,7 @@ from sprl.learner.update import UpdateConfig, make_update
 from sprl.model import Model, abstract_params
 from sprl.models.lora import Base, network
 from sprl.planning.remat import as_stored, decided
-from sprl.planning.room import check_caches_fit
+from sprl.planning.room import check_caches_fit, check_evaluation_fits
 from sprl.rollout.evaluate import eval_engine
 from sprl.rollout.prompts import prompts
 from sprl.rollout.scheduler import Scheduler
@@ -84,8 +84,8 @@ def train(
 ) -> Finished:
   """Train or resume the run of `workdir` up to its last step. `start` says how a new run begins (sprl/learner/origin.py).
 
-  SIGTERM and SIGINT save the run and end it early: after the update or evaluation in progress, or during the rollouts of the next
-  update, which a resumed run samples again.
+  SIGTERM and SIGINT save the run and end it early: after the update in progress, or during rollouts or an evaluation, which a
+  resumed run begins again.
 
   Every process of a team calls this function. Process 0 decides what the settings do not fix. Only process 0 writes to `workdir`,
   except for checkpoints: each process writes its part of those.
@@ -139,7 +139,8 @@ def setup(
   check_alike('settings', settings.to_dict(run) | here, team)
   first_start = team.broadcast('time', lambda: began(workdir))  # a template that reads the clock gets this time
   model = model.at(first_start)
-  run = team.broadcast('remat', lambda: decided(stored_choices(run, workdir), model))
+  saved = team.broadcast('checkpoints', lambda: committed(workdir / 'checkpoints'))
+  run = team.broadcast('remat', lambda: decided(stored_choices(run, workdir) if saved else run, model))
   rollouts = RolloutSetup.open(run, model.tokenizer, team, inputs)
   check_alike('problems', {'problems': rollouts.state()}, team)
   for remark in remarks(run, layout, model.linears(run.quant), model.config.max_positions):
@@ -148,14 +149,19 @@ def setup(
   # --- processes, threads, the work directory ------------------------------------------------------------------------
   origin = team.broadcast('origin', lambda: find_origin(start.source, run, model, workdir))
   checkpoints = Checkpoints(workdir / 'checkpoints', run.checkpoint.keep_last, team=team)
-  done = team.broadcast('steps', checkpoints.latest) or 0
+  done = max(saved, default=0)
   if done > run.steps:
     raise SettingsError(f'config.steps = {run.steps}: expected at least {done}, the steps that {workdir} has done')
   stop = stack.enter_context(signals())
   workers, source, eval_set = rollouts.begin(stack.enter_context)
+  answers, _ = eval_engine(run, model, eval_set)
+  check_evaluation_fits(run, answers.layout, answers.rows, model.mesh)
   if team.leads:
     stack.enter_context(exclusive(workdir))
-    for difference in write_config(workdir, settings.to_dict(run), MAY_CHANGE, settings.to_dict(Run())):
+    if committed(workdir / 'checkpoints') != saved:
+      raise SettingsError(f'--workdir={workdir}: another process has saved a checkpoint meanwhile; start the command again')
+    may_change = MAY_CHANGE if saved else None  # a run without a checkpoint begins again
+    for difference in write_config(workdir, settings.to_dict(run), may_change, settings.to_dict(Run())):
       log.warning('settings changed since this run began: %s', difference)
     add_start(workdir, origin, first_start, {'step': done, 'command': start.command, **versions(), **provenance()})
   stack.callback(checkpoints.close)
@@ -164,7 +170,7 @@ def setup(
   learner, state = open_learner(run, model, layout, checkpoints, rollouts, eval_set, workdir, origin, team)
   if not learner.scales_current:  # no step has measured the scales for these weights
     first = (state.scheduler or {}).get('next', 0)
-    learner.measure_scales_on_prompts(prompts(source, first, run.rollout.prompts), run.prefill)
+    learner.measure_scales_on_prompts(prompts(source, first, run.prefill), run.prefill)
   weights = learner.sampler_weights()
 
   # --- engines, scheduler --------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from ml_collections import config_flags
 
 from sprl import config as settings
 from sprl.command_line import FREE
-from sprl.config import Arm, Run, Sampling, SettingsError, default_config, to_dict
+from sprl.config import Arm, Run, Sampling, SettingsError, as_config, default_config, to_dict
 from sprl.config_checks import RANGES, device_numbers, grader_file, within
 from sprl.config_reader import resolve
 from sprl.presets import ARMS
@@ -182,13 +182,27 @@ def test_a_changed_config_dict_resolves():
   assert (run.sampling.temperature, run.steps, run.cache.budget, run.eval.every) == (0.5, 7, 64, None)
 
 
-def parsed(monkeypatch, *arguments):
-  """Return the config after `arguments` on the command line."""
+def parsed(monkeypatch, *arguments, config=None):
+  """Return the config after `arguments` on the command line. `config`: before them; None: the defaults."""
   monkeypatch.setattr('sys.argv', ['main', *arguments])
   given = flags.FlagValues()
-  config_flags.DEFINE_config_dict('config', default_config(), flag_values=given)
+  config_flags.DEFINE_config_dict('config', config or default_config(), flag_values=given)
   given(sys.argv)
   return given['config'].value
+
+
+def test_the_settings_of_a_run_are_its_config_and_the_command_line_changes_those_that_are_none(monkeypatch):
+  given = {'a': {'path': 'x', 'weight': {0: 1, 20: 0.5}}, 'b': {'kind': 'gsm8k'}}
+  run = accepts(
+    task__kind='mixture', task__mixture=given, eval__sets={'c': {'path': 'y'}}, cache__budget=64, devices__learner='0'
+  )
+  assert resolve(as_config(run)) == run
+  changes = {'eval.max_tokens': 7, 'task.time_limit': 1.5, 'cache.budget': None, 'devices.learner': '0', 'eval.sets.c.samples': 2}
+  flags = [f'--config.{key}={value}' for key, value in {**changes, 'eval.temperature': 1.0}.items()]
+  changed = resolve(parsed(monkeypatch, *flags, config=as_config(run)))
+  found = dict(leaves(to_dict(changed)))
+  assert {key: found[f'config.{key}'] for key in list(changes)[:4]} == {key: changes[key] for key in list(changes)[:4]}
+  assert changed.eval.sets['c'].samples == 2
 
 
 def test_every_setting_has_a_flag(monkeypatch):

@@ -17,8 +17,8 @@ INTRODUCTION = """# The papers' claims
 Which claims of the papers hold for small models? `python benchmarks/claims --page` writes this page from the committed results.
 
 An experiment fixes its arms, seeds, thresholds and measures before it runs (`benchmarks/claims/experiments/`). In
-`sparse_rl_phases`, `fp8_rl` and `fp8_key_bias` they were chosen with pilot runs of another seed. No verdict uses these runs, and
-they are not saved.
+`sparse_rl_phases`, `fp8_rl`, `fp8_key_bias` and `environments` they were chosen with pilot runs of another seed. No verdict uses
+these runs, and they are not saved.
 Unless a comparison names another measure, it compares the accuracy of the newest weights on held-out problems, sampled at
 temperature 1 with a dense cache. Arms are paired by seed: both have the same warm start (the fine-tuned model from which training
 begins) and the same problems.

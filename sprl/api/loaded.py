@@ -71,8 +71,17 @@ class LoadedModel:
   def __init__(self, settings: Settings, model: Model, trained: Params, base: Base | None, version: int = 0):
     """`trained` are the weights, or the adapters on the frozen weights of `base`."""
     self.settings, self.model, self.version = settings, model, version
-    self._trained, self._base = trained, base
+    self._first: Params | None = trained  # until the first update
+    self._base = base
     self._learner: Learner | None = None  # of the latest update
+
+  @property
+  def _trained(self) -> Params:
+    """The newest weights, or adapters. An update that an interrupt or an error ends has overwritten the ones before."""
+    if self._learner is not None:
+      return self._learner.state.params
+    assert self._first is not None, 'set before the first update'
+    return self._first
 
   @property
   def params(self) -> Params:
@@ -113,11 +122,14 @@ class LoadedModel:
         raise SettingsError(f'config.{section}: expected the settings that sampled the rollouts: {sampled}')
     if run.masked_learner and rollouts[0].trajectory.evicted is None:
       raise SettingsError(f'config.arm = {run.arm!r}: expected rollouts with evictions; give the arm to the sampler as well')
-    self._learner = learner = self._learner_of(run)
+    learner = self._learner_of(run)
     batches, packing = learner.pack(rollouts.trajectories if run.masked_learner else unmasked(rollouts))
     batches, logprobs = learner.score(batches)
-    metrics = learner.update(batches, logprobs)
-    self._trained, self.version = learner.state.params, self.version + 1
+    self._learner, self._first, before = learner, None, learner.state
+    try:
+      metrics = learner.update(batches, logprobs)
+    finally:
+      self.version += learner.state is not before
     return {'reward/mean': float(rollouts.rewards.mean()), **metrics, **packing}
 
   def ledger(self, rollouts: Rollouts) -> Ledger:

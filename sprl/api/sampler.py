@@ -12,6 +12,7 @@ from sprl.api.settings import Settings
 from sprl.config import Run, SettingsError
 from sprl.kernels.support import record_format
 from sprl.model import Model
+from sprl.planning.room import check_caches_fit
 from sprl.rollout import collect
 from sprl.rollout.setup import place_engines
 from sprl.sampler import calibrate
@@ -43,8 +44,8 @@ class Sampler:
   ) -> Rollouts:
     """Sample completions.
 
-    The random numbers depend on the seed of the settings, the number of a sample and the position of a token. So a second call
-    with the same weights gives the same samples.
+    The random numbers depend on the seed of the settings, the number of updates, the number of a sample and the position of a
+    token. So a second call with the same weights gives the same samples.
 
     Args:
       prompts: questions, or rows as `sprl.fit` takes them. With task.chat, a question is a message to the chat template.
@@ -52,8 +53,8 @@ class Sampler:
       greedy: take the most likely token each time. Such rollouts cannot be trained on.
       evictions: record when each token was evicted, for `Sample.visible`. A dense cache evicts nothing and records nothing.
 
-    Raises SettingsError for one text in place of a list, for `samples` that is not a whole number above 0, and if a prompt is
-    empty or longer than sampling.max_prompt.
+    Raises SettingsError for one text in place of a list, for `samples` that is not a whole number above 0, if a prompt is empty
+    or longer than sampling.max_prompt, and if the caches do not fit into memory.
     """
     prompts = listed('prompts', prompts, 'prompts')
     if isinstance(samples, bool) or not isinstance(samples, int | np.integer) or samples < 1:
@@ -68,6 +69,7 @@ class Sampler:
     run = replace(run, sampling=sampling)
     record = evictions or run.masked_learner
     layout = self.model.cache_layout(sampling, run.cache, run.quant, record, run.model.router_replay == 'R3')
+    check_caches_fit(run, layout, self.model.engine_meshes[:1])
     placed = place_engines(run, self.model, layout)[0]
     placed = replace(placed, config=replace(placed.config, record_support=recordable(run, self.model)))
     scales = None
@@ -75,7 +77,11 @@ class Sampler:
       found = calibrate.amax_of_prompts(self.model.graphdef, layout, loaded.params, ids, run.prefill, run.quant, self.model.mesh)
       scales = calibrate.scales((found,), run.quant, layout, loaded.params)
     weights = placed.place(self.model.sampler_weights(loaded.params, run.quant, scales))
-    requests = [Request(g * samples + n, g, x, sampling.max_tokens) for g, x in enumerate(ids) for n in range(samples)]
+    requests = [
+      Request(g * samples + n, g, x, sampling.max_tokens, attempt=loaded.version)  # other random numbers after an update
+      for g, x in enumerate(ids)
+      for n in range(samples)
+    ]
     drawn = generate(placed.config, weights, requests, loaded.version)
     made = tuple(self._sample(asked[t.group], t) for t in drawn)
     return Rollouts(made, self.settings, run, placed.config, scales, loaded.version, greedy)

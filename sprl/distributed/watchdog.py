@@ -7,7 +7,8 @@ that is connected to the watchdog of process 0, the hub:
 2. A process that ends by itself announces its exit status. A connection that closes without this announcement means that the
    process died. The system closes it at once if the process is killed, and after SILENCE seconds if its machine or network fails.
 3. If no process makes progress for `patience` seconds, the hub names the processes that hold up the others (stragglers.py).
-4. The first cause found is the verdict. The hub passes it on. Each process prints it in one line and exits with status LOST.
+4. The first cause found is the verdict. The hub passes it on. Each process prints it in one line and exits with status LOST. If
+   the cause is a process with a status of FINAL, each exits with that status: launchers see that a restart would fail again.
 
 JAX notices a lost process by its own heartbeat. It names the process by number inside a stack trace, and aborts with SIGABRT.
 Here it is the second line of defence, a minute later than `patience`: it runs outside Python, so it also ends a process whose
@@ -29,6 +30,7 @@ from typing import Any, NamedTuple, cast
 from sprl.distributed.stragglers import MUTE, Member, Progress, Stragglers, whereabouts
 
 LOST = 4  # exit status of a process that ends because of another
+FINAL = (2, 3)  # exit statuses of wrong settings, and of a run that a guard stopped
 
 # Seconds:
 BEAT = 1.0  # between two reports
@@ -44,10 +46,11 @@ class Ended(NamedTuple):
 
 
 class Verdict(NamedTuple):
-  """The cause for which all processes end, and the seconds that each has to report its own error."""
+  """The cause for which all processes end, the seconds that each has to report its own error, and the exit status."""
 
   cause: str
   grace: float
+  status: int = LOST
 
 
 @dataclass
@@ -60,6 +63,7 @@ class Judge:
   patience: float = math.inf
   outbox: list[tuple[Member, Any]] = field(default_factory=list)
   verdict: str = ''
+  status: int = LOST  # with which the verdict ends this process
   deadline: float = math.inf  # the time at which the verdict ends this process
 
   def __post_init__(self):
@@ -83,9 +87,10 @@ class Judge:
       case Ended(status):
         peer.over = True
         if status:
-          self._decide(f'{peer.name} ended with status {status}', now, GRACE, peer)
-      case Verdict(cause, grace):
-        self._decide(cause, now, grace, peer)
+          final = status if status in FINAL else LOST
+          self._decide(f'{peer.name} ended with status {status}', now, GRACE, peer, final)
+      case Verdict(cause, grace, status):
+        self._decide(cause, now, grace, peer, status)
 
   def close(self, peer: Member, cause: str, now: float) -> None:
     """Handle the end of a connection, for the reason `cause`."""
@@ -109,13 +114,14 @@ class Judge:
     if now < self.deadline or others_first:
       return ''
     consequence = '' if self.me.name in self.verdict else f', so {self.me.name} ends'
-    return f'error: {self.verdict}{consequence}; the same command resumes from the last checkpoint'
+    resumes = '; the same command resumes from the last checkpoint' if self.status == LOST else ''
+    return f'error: {self.verdict}{consequence}{resumes}'
 
-  def _decide(self, cause: str, now: float, grace: float = 0.0, source: Member | None = None) -> None:
+  def _decide(self, cause: str, now: float, grace: float = 0.0, source: Member | None = None, status: int = LOST) -> None:
     """Set the verdict, unless there is one, and pass it on. `source` knows it already."""
     if not self.verdict and not self.me.over:
-      self.verdict, self.deadline = cause, now + grace
-      self._send(Verdict(cause, grace), source)
+      self.verdict, self.deadline, self.status = cause, now + grace, status
+      self._send(Verdict(cause, grace, status), source)
 
   def _send(self, message: Any, all_but: Member | None = None) -> None:
     self.outbox += [(peer, message) for peer in self.peers if peer is not all_but]
@@ -181,7 +187,7 @@ class Watchdog:
           self._decided.set()
         if sentence := judge.sentence(now):
           os.write(2, f'{sentence}\n'.encode())
-          os._exit(LOST)
+          os._exit(judge.status)
 
   def _receive(self, connection: Connection, peer: Member, now: float) -> None:
     try:

@@ -89,16 +89,19 @@ class Checkpoints:
   def save(self, step: int, arrays: Any, extra: Mapping[str, Any], score: float | None = None) -> None:
     """Start a checkpoint of `step`. Returns as soon as `arrays`, a pytree of jax arrays, may be donated.
 
-    Waits for the previous save, and raises its error if it failed. `extra` must be valid JSON. Does nothing if `step` was just
-    saved or restored: a run that stops there has nothing new to save.
+    Waits for the previous save, and raises its error if it failed. `extra` must be valid JSON. If `step` was just saved or
+    restored, there are no new arrays: only a score that the checkpoint lacks is added, with `extra`.
     """
     self.wait()
+    score = score if score is not None and math.isfinite(score) else None
     if step == self._current:
+      if score is not None and self._team.leads:
+        self._add_score(step, extra, score)
       return
     flat = _flatten(arrays)
     record = {
       'step': step,
-      'score': score if score is not None and math.isfinite(score) else None,
+      'score': score,
       'extra': json.loads(json.dumps(extra)),
       'arrays': {path: _describe(leaf) for path, leaf in flat.items()},
     }
@@ -197,6 +200,12 @@ class Checkpoints:
     files.rename(draft, final)
     for step in self._superseded(record['step']):
       _delete(self._path(step))
+
+  def _add_score(self, step: int, extra: Mapping[str, Any], score: float) -> None:
+    record = _read_record(self._path(step))
+    if record and record['score'] is None:
+      record |= {'score': score, 'extra': json.loads(json.dumps(extra))}
+      files.write_text(self._path(step) / 'record.json', _sealed(record))
 
   def _superseded(self, saved: int) -> list[int]:
     past = [step for step in self.steps() if step <= saved]

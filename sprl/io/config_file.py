@@ -13,22 +13,26 @@ _CONFIG = 'config.json'
 
 
 def write_config(
-  workdir: str | os.PathLike, config: Mapping[str, Any], may_change: Sequence[str] = (), defaults: Mapping[str, Any] | None = None
+  workdir: str | os.PathLike,
+  config: Mapping[str, Any],
+  may_change: Sequence[str] | None = (),
+  defaults: Mapping[str, Any] | None = None,
 ) -> list[str]:
   """Write config.json and return its differences from the previous one, each as `key: old -> new`.
 
   Args:
     workdir: the work directory; created if it does not exist.
     config: the settings, nested.
-    may_change: keys or sections that may differ in a resumed run, such as `steps` or `log`.
+    may_change: keys or sections that may differ in a resumed run, such as `steps` or `log`; None: all.
     defaults: the previous value of settings that the previous config.json lacks because they are newer.
 
   Raises SettingsError, which names them, if other settings differ.
   """
   path = Path(workdir) / _CONFIG
   differences = config_differences(read_config(workdir), config, defaults or {}) if path.exists() else []
-  allowed = tuple(f'{key}{end}' for key in may_change for end in (':', '.'))
-  if refused := [difference for difference in differences if not difference.startswith(allowed)]:
+  allowed = tuple(f'{key}{end}' for key in may_change or () for end in (':', '.'))
+  refused = [] if may_change is None else [difference for difference in differences if not difference.startswith(allowed)]
+  if refused:
     raise SettingsError(
       f'{workdir} holds a run with other settings: restore these, or use another --workdir:\n  ' + '\n  '.join(refused)
     )

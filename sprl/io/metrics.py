@@ -49,6 +49,8 @@ class RunLog:
     resume_step: the step of the checkpoint from which the run continues. Later lines and tables are dropped, as is an incomplete
       last line. None drops everything.
     trackers: open trackers, which get the same. `close` closes them. One that raises is logged once and gets no more calls.
+
+  `evaluated` are the steps whose evaluations the log has.
   """
 
   def __init__(self, workdir: str | os.PathLike, resume_step: int | None, trackers: Sequence[Tracker] = ()):
@@ -63,6 +65,7 @@ class RunLog:
     for table in (self._workdir / _SAMPLES).iterdir():
       if (step := files.step_of(table)) is not None and step > last:
         table.unlink()
+    self.evaluated = {record['step'] for _, record in kept if record['kind'] == 'eval'}
     self._file = open(path, 'a', encoding='utf-8', newline='\n')  # noqa: SIM115
     self._trackers = list(trackers)
 
@@ -88,6 +91,7 @@ class RunLog:
 
   def evaluation(self, step: int, scalars: Mapping[str, Any]) -> None:
     """Log an evaluation of the weights after `step` updates."""
+    self.evaluated.add(step)
     self._append({**_plain(scalars), 'kind': 'eval', 'step': step})
     self._track_scalars(step, scalars)
 

@@ -81,6 +81,7 @@ METRICS: dict[str, str] = {
   'completion/length_max': 'Largest number of tokens that the model wrote.',
   'completion/turns': 'Mean number of turns. 1 for single answers.',
   'completion/truncated': 'Share of the completions that ran into the token limit.',
+  'completion/turns_cut': 'Share of the answers of an environment or agent that ran into the token limit of a turn.',
   'grading/{status}': (
     'Samples with this outcome: `ok`, `timeout` (time limit), `crash` (the process ended or met its memory limit), `error` (the '
     'grader raised) or `invalid` (no finite number).'

@@ -140,6 +140,13 @@ def is_exact(run: Run) -> bool:
   return run.cache.budget is None and run.quant.sampler == 'none' and not run.rollout.async_ratio
 
 
+def corrects_nothing(run: Run) -> bool:
+  """Return whether sampler and learner are different policies, and neither weights, rejection nor ratios account for that."""
+  c = run.correction
+  ratio = c.mode == 'bypass' and run.loss.variant != 'reinforce'
+  return not (is_exact(run) or run.masked_learner or ratio or c.level is not None or c.veto is not None or c.reject)
+
+
 def needs_no_fp8_cache(run: Run) -> bool:
   """Return whether the other settings of the FP8 cache are accepted without one, too."""
   return run.quant.kv_scale != 'frozen' and run.quant.softmax == 'none'
@@ -162,6 +169,12 @@ def ranks_equal_groups(run: Run) -> bool:
   return is_group_relative(run) and run.rollout.equal_groups == 'train'
 
 
+EVICTION_CORRECTED = Advice(
+  "config.arm = 'sparse_rl', which corrects for the eviction", lambda run: corrects_nothing(run) and run.cache.budget is not None
+)
+CORRECTED = Advice(
+  "config.correction.level = 'token', which corrects for it", lambda run: corrects_nothing(run) and run.cache.budget is None
+)
 BUDGET = Advice('a larger config.cache.budget', lambda run: run.cache.budget is not None)
 PRECISION = Advice("less FP8 in config.quant.sampler, or 'none'", lambda run: run.quant.sampler != 'none')
 STALENESS = Advice('a smaller config.rollout.async_ratio', lambda run: run.rollout.async_ratio > 0)
@@ -191,6 +204,7 @@ NO_FP8_CACHE = Advice(
   lambda run: run.quant.sampler == 'w8a8_kv8' and needs_no_fp8_cache(run),
 )
 NO_FP8 = Advice("config.quant.sampler = 'none'", lambda run: run.quant.sampler == 'kv8' and needs_no_fp8_cache(run))
+TURN_TOKENS = Advice('a larger config.task.turn_tokens')
 LENGTH = Advice('a larger config.sampling.max_tokens')
 STOP = Advice('a string that ends an answer, in config.sampling.stop')
 MEANT = Advice('config.rollout.stop_when_capped = False, if that is intended')
@@ -213,7 +227,7 @@ GROUP = Advice('a larger config.rollout.group')
 TIME_LIMIT = Advice('a larger config.task.time_limit')
 GRADER = Advice('a correction of the grader, config.task.grader')
 
-CLOSER = (BUDGET, PRECISION, STALENESS)
+CLOSER = (EVICTION_CORRECTED, CORRECTED, BUDGET, PRECISION, STALENESS)
 MATCHING = (*CLOSER, FLOAT32, REPLAY, LEDGER)
 
 
@@ -364,6 +378,10 @@ CHECKS = (
   Check(
     'most answers are cut off', 'completion/truncated', MANY, (0.0, 0.5), 'They reach the token limit before they end.',
     (LENGTH, STOP, OVERLONG, OVERLONG_REPLACED), cuts_by_mistake,
+  ),
+  Check(
+    'most answers are cut off', 'completion/turns_cut', MANY, (0.0, 0.5), 'They reach the token limit of a turn before they end.',
+    (TURN_TOKENS, STOP), cuts_by_mistake,
   ),
   Check(
     'answers repeat themselves', 'sparse/repetition', MANY, (0.0, 0.5), 'More than half of an answer is text that occurs twice.',

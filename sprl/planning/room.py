@@ -1,4 +1,4 @@
-"""A check before any device work: the KV caches of the rollouts alone must fit into memory."""
+"""Checks before any device work: the KV caches of rollouts, and those of an evaluation, must fit into memory alone."""
 
 import os
 from collections.abc import Sequence
@@ -21,17 +21,28 @@ def check_caches_fit(run: Run, layout: CacheLayout, engines: Sequence[Mesh]) -> 
 
   Only the caches count, each row once, so a run that passes may still be too large: sprl.plan estimates all of its memory.
   """
-  needed = kv_bytes(layout) * run.engine_rows
+  rows = f'config.sampling.rows = {run.sampling.rows}'
+  if run.sampling.rows is None:
+    rows += f' and config.rollout.prompts, group: {run.rows} sequences side by side'
   for mesh in engines:
-    if (room := memory_of(list(mesh.devices.flat))) is not None and needed > room:
-      rows = f'config.sampling.rows = {run.sampling.rows}'
-      if run.sampling.rows is None:
-        rows += f' and config.rollout.prompts, group: {run.rows} sequences side by side'
-      raise SettingsError(
-        f'{rows}: expected a KV cache of at most {room / GIB:,.0f} GiB, the memory of its {mesh.size} devices; found '
-        f'{needed / GIB:,.0f} GiB, for sequences of {layout.positions} tokens. Lower config.sampling.rows, max_prompt or '
-        'max_tokens, or set config.cache.budget'
-      )
+    _check(layout, run.engine_rows, mesh, rows, 'or set config.cache.budget')
+
+
+def check_evaluation_fits(run: Run, layout: CacheLayout, rows: int, mesh: Mesh) -> None:
+  """Raise SettingsError if the caches of the rows of an evaluation are larger than the memory of its devices."""
+  what = f'config.eval.memory = {run.eval.memory!r}: the evaluation has {rows} sequences side by side'
+  lower = "or set config.eval.memory = 'sampler', which evaluates with the cache of the rollouts"
+  _check(layout, rows, mesh, what, lower if run.eval.memory == 'dense' and run.cache.budget else 'or set config.eval.max_tokens')
+
+
+def _check(layout: CacheLayout, rows: int, mesh: Mesh, what: str, more: str) -> None:
+  needed = kv_bytes(layout) * rows
+  if (room := memory_of(list(mesh.devices.flat))) is not None and needed > room:
+    raise SettingsError(
+      f'{what}: expected a KV cache of at most {room / GIB:,.0f} GiB, the memory of its {mesh.size} devices; found '
+      f'{needed / GIB:,.0f} GiB, for sequences of {layout.positions} tokens. Lower config.sampling.rows, max_prompt or '
+      f'max_tokens, {more}'
+    )
 
 
 def memory_of(devices: Sequence[Any]) -> int | None:

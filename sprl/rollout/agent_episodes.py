@@ -21,7 +21,7 @@ from sprl.agents.pool import Asked, Call, Ended, Key
 from sprl.agents.protocol import ChatRequest, Message, Refused, canonical
 from sprl.io.tokenizer import TokenizerError
 from sprl.rollout.codec import ChatCodec
-from sprl.rollout.episodes import Episode, EpisodeError, Generate, Limits, Transcript, Work
+from sprl.rollout.episodes import TURNS_CUT, Episode, EpisodeError, Generate, Limits, Transcript, Work, cut_off
 from sprl.types import Completion, Trajectory
 
 
@@ -101,7 +101,7 @@ def agent_episode(
       branch.messages.append(canonical(answer.message, 'answer'))
       branch.answers.append((len(branch.messages), len(branch.transcript.parts)))
       event = yield Work(Call(key, 'answer', answer))
-    return trajectory(branches, newest, event, most, answers, dropped)
+    return trajectory(branches, newest, event, most, answers, dropped, limits.turn_tokens)
   finally:
     release(key)
 
@@ -159,11 +159,13 @@ def take_back(branch: Branch) -> int:
 
 
 def trajectory(
-  branches: Sequence[Branch], newest: Branch | None, end: Ended, most: int, answers: int, dropped: int
+  branches: Sequence[Branch], newest: Branch | None, end: Ended, most: int, answers: int, dropped: int, turn_tokens: int
 ) -> Trajectory:
   """Return the sequences of an episode: the branch that was answered last, then the longest of the others, at most `most`.
 
-  `dropped` tokens were taken back. Raises EpisodeError if no branch has a token of the model.
+  `dropped` tokens were taken back. An answer has at most `turn_tokens`.
+
+  Raises EpisodeError if no branch has a token of the model.
   """
   written = [branch for branch in branches if branch.drawn]
   if not written:
@@ -176,6 +178,7 @@ def trajectory(
     'agent/turns': float(answers),
     'agent/tokens_dropped': float(dropped + sum(branch.drawn for branch in left)),
     'agent/cut': float(end.cut),
+    TURNS_CUT: cut_off([answer for branch in written for answer in branch.transcript.answers], turn_tokens),
   }
   finish = 'length' if end.cut else 'stop'
   return replace(main, reward=end.reward, finish=finish, metrics={**end.metrics, **metrics}, branches=tuple(others))

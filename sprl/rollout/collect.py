@@ -84,6 +84,7 @@ def metrics(trajectories: Sequence[Trajectory], layout: CacheLayout, rows: int) 
   judge/NAME                 what the grader `judge` used
   env/NAME                   mean of a metric that environments or agents report for their episodes
   agent/NAME                 mean over the episodes of agents
+  completion/turns_cut       share of the answers of a conversation that end at `task.turn_tokens`, mean over the episodes
   fp8/kv_saturation          share of the elements of keys and values that FP8 clamped
   fp8/query_saturation       share of the elements of queries that FP8 clamped, where queries are FP8
   """
@@ -123,7 +124,7 @@ def metrics(trajectories: Sequence[Trajectory], layout: CacheLayout, rows: int) 
     **{f'grading/{status}': float(sum(t.status == status for t in trajectories)) for status in STATUSES},
     **{f'grading/failed/{name}': float(sum(name in t.failed for t in trajectories)) for name in parts},
     **{
-      name if name.startswith('agent/') else f'env/{name}': float(
+      name if name.startswith(('agent/', 'completion/')) else f'env/{name}': float(
         np.mean([t.metrics[name] for t in trajectories if name in t.metrics])
       )
       for name in sorted(reported)

@@ -25,6 +25,8 @@ from sprl.tasks.environments.protocol import Outcome, episode_metrics, turn_mess
 from sprl.tasks.grader_pool import Grade
 from sprl.types import NOTHING, Completion, Trajectory, joined_routes, joined_supports
 
+TURNS_CUT = 'completion/turns_cut'  # metric of an episode: see `cut_off`
+
 
 @dataclass(frozen=True)
 class Generate:
@@ -117,6 +119,11 @@ class Transcript:
     """The ids after the prompt."""
     return np.concatenate([NOTHING, *(p.tokens if isinstance(p, Completion) else p for p in self.parts)]).astype(np.int32)
 
+  @property
+  def answers(self) -> list[Completion]:
+    """The completions, in order."""
+    return [part for part in self.parts if isinstance(part, Completion)]
+
   def trajectory(self, **changes: Any) -> Trajectory:
     """The sequence to train on. Ids after the last answer are left out, because no token of the model follows them.
 
@@ -125,7 +132,7 @@ class Transcript:
     parts = list(self.parts)
     while not isinstance(parts[-1], Completion):
       parts.pop()
-    answers = [p for p in parts if isinstance(p, Completion)]
+    answers = self.answers
 
     def per_token(name: str, elsewhere: int) -> np.ndarray:
       of_parts = [getattr(p, name) if isinstance(p, Completion) else np.full(len(p), elsewhere) for p in parts]
@@ -193,10 +200,18 @@ def conversation(
       reward=float(sum(rewards)),
       rewards=rewards,
       finish=finish,
-      metrics=episode_metrics([outcome.info for outcome in outcomes]),
+      metrics={
+        **episode_metrics([outcome.info for outcome in outcomes]),
+        TURNS_CUT: cut_off(transcript.answers, limits.turn_tokens),
+      },
     )
   finally:
     release()
+
+
+def cut_off(answers: Sequence[Completion], turn_tokens: int) -> float:
+  """Return the share of the answers of an episode that end at the token limit of a turn."""
+  return float(np.mean([answer.finish == 'length' and len(answer.tokens) == turn_tokens for answer in answers]))
 
 
 class EpisodeError(RuntimeError):

@@ -26,6 +26,7 @@ from sprl.types import Trajectory
 
 OPEN = 256  # groups whose problem and prompt are kept
 TRIES = 4  # groups tried for each prompt that is looked for
+LONGEST_ORDER = 2**22  # an order takes 8 bytes a group
 FIRST = 2**29  # first groups to choose from: seeds of environments then stay below 2^31
 
 
@@ -180,10 +181,10 @@ def different(rows: int, split: bool) -> int:
 def shuffled(number: int, seed: int, count: int | None) -> int:
   """Return the number in whose place training group `number` of a run with `config.seed = seed` comes.
 
-  If `count` groups are different, each epoch of `count` groups has a new order. If there is no end of them (None), the run begins
-  with another one.
+  If `count` groups are different, each epoch of `count` groups has a new order. If there is no end of them (None), or if they are
+  more than LONGEST_ORDER, the groups are in order, and `seed` decides the first.
   """
-  if count is None:
+  if count is None or count > LONGEST_ORDER:
     return int(np.random.default_rng(seed).integers(FIRST)) + number
   place = number % count
   return number - place + int(_order(seed, number // count, count)[place])

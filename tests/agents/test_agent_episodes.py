@@ -27,7 +27,7 @@ from sprl.config import Rollout, Sampling, SettingsError
 from sprl.io.tokenizer import Tokenizer
 from sprl.rollout.agent_setup import AgentSource, rows
 from sprl.rollout.codec import ChatCodec
-from sprl.rollout.episodes import Limits
+from sprl.rollout.episodes import TURNS_CUT, Limits
 from sprl.rollout.scheduler import Scheduler
 from sprl.tasks.worker_pool import Failure
 from sprl.tasks.workers import within
@@ -81,6 +81,7 @@ def test_what_was_generated_is_trained_token_for_token(tmp_path):
     last = messages[-2]['content']
     assert t.reward == pytest.approx(len(last) / 100)
     assert (t.metrics['length'], t.metrics['agent/branches'], t.metrics['agent/turns']) == (7, 1, 3)
+    assert t.metrics[TURNS_CUT] == np.mean([c.finish == 'length' for c in answers])
 
 
 def test_a_message_without_its_stop_string_goes_on_from_the_tokens_that_have_it(tmp_path):

@@ -66,7 +66,16 @@ def test_an_error_leaves_the_others_time_to_report_their_own():
   assert name == 'process 1'
   other.receive(other.peers[0], verdict, 10.0)
   assert other.sentence(10.0 + 0.9 * GRACE) == ''
-  assert 'process 2 ended with status 3, so process 1 ends' in other.sentence(10.0 + GRACE)
+  assert other.sentence(10.0 + GRACE) == 'error: process 2 ended with status 3, so process 1 ends'
+
+
+@pytest.mark.parametrize(('ended', 'status'), [(1, LOST), (2, 2), (3, 3), (-9, LOST), (143, LOST)])
+def test_all_processes_have_the_status_of_an_error_that_a_restart_would_repeat(ended, status):
+  hub, other = hub_of(2), follower()
+  hub.receive(hub.peers[1], Ended(ended), 10.0)
+  other.receive(other.peers[0], messages(hub, Verdict)[0][1], 10.0)
+  assert hub.status == other.status == status
+  assert ('resumes' in other.sentence(20.0)) == (status == LOST)
 
 
 def test_a_process_that_announces_its_own_error_is_not_ended_by_a_verdict():
@@ -154,8 +163,8 @@ def test_an_error_that_is_announced_ends_the_hub(exits, capfd):
   hub, other, connection = connected_watchdogs()
   other.leave(3)
   disconnect(connection, hub, other)
-  assert exits == [LOST]
-  assert 'error: process 1 ended with status 3, so process 0 ends; ' in capfd.readouterr().err
+  assert exits == [3]
+  assert 'error: process 1 ended with status 3, so process 0 ends' in capfd.readouterr().err
 
 
 def test_processes_that_end_well_get_no_verdict(exits):
@@ -231,9 +240,9 @@ def test_an_error_of_one_process_ends_the_others():
   watched = Watched()
   watched.tell(2, 'end 3')
   results = watched.results()
-  assert [status for status, _ in results] == [LOST, LOST, 3]
+  assert [status for status, _ in results] == [3, 3, 3]
   assert results[2][1] == ''
-  assert results[1][1].startswith('error: SPRL_PROCESS=2 ended with status 3, so SPRL_PROCESS=1 ends; ')
+  assert results[1][1].startswith('error: SPRL_PROCESS=2 ended with status 3, so SPRL_PROCESS=1 ends')
 
 
 @pytest.mark.slow

@@ -21,8 +21,10 @@ from sprl.api.training import _call
 from sprl.config import Cache, Quant
 from sprl.config_reader import resolve
 from sprl.io.metrics import read_metrics
+from sprl.learner import learner
 from sprl.learner.restore import restore
 from sprl.model import Model
+from sprl.planning import room
 from sprl.rollout.scheduler import Scheduler
 from sprl.sampler.engine import generate
 from sprl.session import StepReport
@@ -184,6 +186,49 @@ def test_updates_with_other_group_sizes_share_the_reference_of_the_kl_term(folde
     metrics = model.update(sampler.generate(['a = ', 'b = '], samples=samples).grade(reward), loss={'kl_coef': 0.1})
     assert 'policy/kl_ref' in metrics
   assert len(loads) == 1
+
+
+@pytest.mark.slow
+def test_an_interrupted_update_leaves_a_model_that_can_be_used(folder, monkeypatch):
+  """Its weights are in the arrays of the update: the ones before are overwritten."""
+  model = sprl.load(folder / 'model', task={'chat': False}, model={'dtype': 'float32'})
+  sampler = model.sampler(sampling=SETTINGS['sampling'], packing=SETTINGS['packing'])
+  rollouts = sampler.generate(['a = ', 'b = '], samples=2).grade(reward)
+  before = jax.device_get(model.params)
+
+  def interrupted(found):
+    jax.block_until_ready(found)
+    raise KeyboardInterrupt
+
+  with monkeypatch.context() as patched:
+    patched.setattr(learner, 'fetch', interrupted)
+    with pytest.raises(KeyboardInterrupt):
+      model.update(rollouts, optimizer={'learning_rate': 0.1}, correction={'level': None})
+  assert model.version == 1
+  assert not np.array_equal(jax.tree.leaves(before)[0], jax.tree.leaves(jax.device_get(model.params))[0])
+  model.update(sampler.generate(['a = ', 'b = '], samples=2).grade(reward))
+  assert model.version == 2
+
+
+def test_samples_of_another_version_of_the_weights_have_other_random_numbers(folder):
+  model = sprl.load(folder / 'model', task={'chat': False}, model={'dtype': 'float32'})
+  sampler = model.sampler(sampling=SETTINGS['sampling'])
+
+  def texts(version):
+    model.version = version  # the weights stay the same
+    return [sample.text for sample in sampler.generate(['a = ', 'b = '], samples=4)]
+
+  first, other, again = texts(0), texts(1), texts(0)
+  assert first == again != other
+
+
+def test_caches_that_do_not_fit_are_refused_before_anything_is_sampled(folder, monkeypatch):
+  sampler = sprl.load(folder / 'model', task={'chat': False}).sampler()
+  monkeypatch.setattr(room, 'memory_of', lambda devices: 2**20)
+  with pytest.raises(
+    sprl.SettingsError, match=r'config\.sampling\.rows = None .*600 sequences side by side: expected a KV cache'
+  ):
+    sampler.generate(['a = '] * 200, samples=3)
 
 
 @pytest.mark.slow
@@ -439,5 +484,6 @@ def test_an_environment_is_a_class_in_memory(folder):
   (record,) = [record for record in run.metrics if record['kind'] == 'train']
   assert record['reward/mean'] >= 1.0
   assert set(Echo.made) == {'train', 'test'}
+  assert len(run.model.sampler().generate(['a = '], samples=2)) == 2  # without the arguments of the environment
   with pytest.raises(sprl.SettingsError, match='no rows and no reward'):
     sprl.fit(folder / 'model', environment=Echo, reward=reward)

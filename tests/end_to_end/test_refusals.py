@@ -350,6 +350,16 @@ def test_a_cache_larger_than_the_memory_is_refused(inputs, tmp_path, monkeypatch
   assert said.startswith('config.sampling.rows = None and config.rollout.prompts, group: 40000000 sequences side by side: ')
 
 
+def test_a_dense_evaluation_larger_than_the_memory_is_refused_though_the_sparse_rollouts_fit(inputs, tmp_path, monkeypatch):
+  monkeypatch.setattr(room, 'memory_of', lambda devices: 2**30)
+  long = {'eval__max_tokens': 10_000_000, 'quant__sampler': 'none', 'model__dtype': 'float32'}
+  said = refusal_of(run_with(inputs, **long), tmp_path / 'run', monkeypatch)
+  assert said.startswith(
+    "config.eval.memory = 'dense': the evaluation has 3 sequences side by side: expected a KV cache of at most 1 GiB"
+  )
+  assert "config.eval.memory = 'sampler'" in said
+
+
 def test_the_memory_of_devices_is_that_which_they_report(tmp_path, monkeypatch):
   def gpu(process, limit):
     return SimpleNamespace(platform='gpu', process_index=process, memory_stats=lambda: {'bytes_limit': limit})

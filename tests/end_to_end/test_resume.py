@@ -206,6 +206,7 @@ def test_a_resumed_run_keeps_the_scales_of_its_first_rollout(inputs):
 def check_evaluation(workdir: Path) -> None:
   """Run `sprl.evaluate` with other settings on a run in progress."""
   changes = '--config.eval.samples=4', '--config.eval.temperature=1.0', '--config.eval.problems=5', '--step=2'
+  changes += ('--config.task.time_limit=60',)  # None in the run
   status, out, err = tiny.run('evaluate', f'--workdir={workdir}', *changes)
   assert status == 0, err
   *_, last = out.splitlines()

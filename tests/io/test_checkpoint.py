@@ -184,6 +184,19 @@ def test_the_restored_step_is_not_written_again(folder):
   assert (folder / 'step_000010' / 'record.json').stat() == before
 
 
+def test_the_score_of_a_later_evaluation_is_added_to_a_checkpoint_that_has_none(folder):
+  checkpoints = saved(folder, 10, 20, keep_last=1)
+  checkpoints.save(20, tiny(20), {'after': 'evaluated'}, 0.75)
+  checkpoints.save(20, tiny(20), {'after': 'again'}, 0.5)  # it has a score
+  checkpoints.save(30, tiny(30), {}, 0.25)
+  checkpoints.wait()
+  assert checkpoints.steps() == [20, 30]  # the newest and the best
+  restored = Checkpoints(folder, 1).restore(abstract_of(tiny(0)), 20)
+  assert restored is not None
+  assert (restored.score, restored.extra) == (0.75, {'after': 'evaluated'})
+  assert_same_bits(restored.arrays, tiny(20))
+
+
 def test_a_missing_step_is_refused_with_the_existing_ones(folder):
   with pytest.raises(CheckpointError, match=r'step 7; .*\[1, 2\]'):
     saved(folder, 1, 2).restore(abstract_of(tiny(0)), step=7)

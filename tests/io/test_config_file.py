@@ -30,6 +30,12 @@ def test_settings_that_may_change_are_replaced_and_reported(tmp_path):
   assert read_config(tmp_path) == {'steps': 20, 'log': {'samples': 5}}
 
 
+def test_all_settings_may_change_before_a_run_has_anything_to_lose(tmp_path):
+  write_config(tmp_path, {'seed': 0, 'task': {'name': 'gcd'}})
+  assert write_config(tmp_path, {'seed': 1, 'task': {'name': 'lcm'}}, None) == ['seed: 0 -> 1', "task.name: 'gcd' -> 'lcm'"]
+  assert read_config(tmp_path)['seed'] == 1
+
+
 def test_differences_distinguish_types_and_absence():
   old = {'a': 1, 'b': {'c': True, 'gone': None}, 'same': [1, 2]}
   new = {'a': '1', 'b': {'c': 1, 'new': 2}, 'same': (1, 2)}

@@ -36,6 +36,7 @@ STEP = {  # of a healthy run
   'reward/std': 0.4,
   'reward/groups_equal': 0.5,
   'completion/truncated': 0.1,
+  'completion/turns_cut': 0.1,
   'grading/ok': 63.0,
   'grading/timeout': 1.0,
   'policy/entropy': 0.4,
@@ -198,6 +199,7 @@ SIGNS = [  # symptom, the metrics that change, the number of steps that must sho
   ('every reward is 0', {'reward/mean': 0.0, 'reward/std': 0.0}, 10),
   ('most groups have equal rewards', {'reward/groups_equal': 0.91}, 6),
   ('most answers are cut off', {'completion/truncated': 0.51}, 6),
+  ('most answers are cut off', {'completion/turns_cut': 0.51}, 6),
   ('answers repeat themselves', {'sparse/repetition': 0.51}, 6),
   ('grading fails', {'grading/timeout': 6.0}, 2),
 ]
@@ -404,6 +406,14 @@ def test_advice_is_that_of_the_run():
     "Try a larger config.cache.budget (now 256); less FP8 in config.quant.sampler (now 'w8a8_kv8'), or 'none'; "
     'a smaller config.rollout.async_ratio (now 2.0); config.ledger.every = 1, which shows the cause.'
   )
+  nothing = Correction(level=None, veto=None)
+  uncorrected = replace(CHEAP, rollout=Rollout(), correction=nothing)
+  for run, advice in (
+    (uncorrected, "Try config.arm = 'sparse_rl', which corrects for the eviction; a larger config.cache.budget"),
+    (replace(uncorrected, cache=Cache()), "Try config.correction.level = 'token', which corrects for it; less FP8"),
+  ):
+    said = after([STEP | {'rollout_corr/kl': 0.3}] * FEW, run)['sampler and learner differ much']
+    assert advice in said
   logged = after([STEP | {'rollout_corr/kl': 0.3}] * FEW, replace(CHEAP, ledger=Ledger(every=5)))
   assert 'config.ledger' not in logged['sampler and learner differ much']
 

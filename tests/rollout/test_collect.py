@@ -12,6 +12,7 @@ from sprl.io.tokenizer import Tokenizer, write_tiny
 from sprl.models.config import tiny
 from sprl.rollout import collect
 from sprl.rollout.collect import Length, check_lengths
+from sprl.rollout.episodes import TURNS_CUT
 
 
 def layout(**changes):
@@ -53,6 +54,13 @@ def test_a_dense_cache_saves_nothing():
   assert found['sparse/accounting_saving'] == 0
   assert found['sparse/compressed'] == 0
   assert found['sparse/bytes_saving'] == pytest.approx(0.5, abs=0.02)  # only FP8 saves bytes
+
+
+def test_metrics_of_episodes_have_the_section_of_their_owner():
+  given = {'wins': 1.0, TURNS_CUT: 0.5}, {'agent/turns': 2.0, TURNS_CUT: 0.0}
+  episodes = [dataclasses.replace(t, metrics=metrics) for t, metrics in zip(small.rollouts([(3, 2)], (6,)), given, strict=True)]
+  found = collect.metrics(episodes, layout(), 3)
+  assert (found['env/wins'], found['agent/turns'], found['completion/turns_cut']) == (1.0, 2.0, 0.25)
 
 
 def several_rewards():

@@ -18,7 +18,7 @@ from simulation import Clock, SimulatedEngine
 from sprl.config import Rollout
 from sprl.io.tokenizer import Tokenizer, write_tiny
 from sprl.rollout.codec import PlainCodec
-from sprl.rollout.episodes import EpisodeError, Generate, Limits, Work, answered, conversation
+from sprl.rollout.episodes import TURNS_CUT, EpisodeError, Generate, Limits, Work, answered, conversation
 from sprl.rollout.prompts import ConversationSource, seeds
 from sprl.rollout.scheduler import Scheduler
 from sprl.tasks import environment_pool
@@ -177,7 +177,13 @@ def test_metrics_of_the_steps_become_metrics_of_the_episode():
   first = {'metrics': {'valid': 1, 'success': 0}, 'metrics_agg_mode': {'success': 'last'}}
   last = {'metrics': {'valid': 0, 'success': 1}, 'metrics_agg_mode': {'success': 'last'}}
   talk = Talk('ab', [step('x', **first), step('y', done=True, **last)]).run()
-  assert talk.trajectory.metrics == {'valid': 0.5, 'success': 1.0}
+  assert talk.trajectory.metrics == {'valid': 0.5, 'success': 1.0, TURNS_CUT: 0}
+
+
+def test_answers_that_reach_the_limit_of_a_turn_are_counted():
+  answers = [('bbb', 0, 'stop'), ('bbb', 0, 'length'), ('bb', 0, 'length'), ('bbb', 0, 'length')]  # the third: by another limit
+  steps = [step('x'), step('y'), step('z'), step('w', done=True)]
+  assert Talk(answers, steps, replace(WIDE, turn_tokens=3)).run().trajectory.metrics == {TURNS_CUT: 0.5}
 
 
 def test_an_episode_ends_when_terminated_or_truncated():
@@ -289,6 +295,11 @@ def replayed(tokens, seed, answers, env):
   return written, mask, tuple(o.reward for o in outcomes), metrics, outcomes[-1].done
 
 
+def own(metrics):
+  """Return the metrics that the environment reports. The engine alone knows which answers are cut."""
+  return {name: value for name, value in metrics.items() if name != TURNS_CUT}
+
+
 def test_equal_seeds_and_answers_give_equal_trajectories(tokens):
   def play(seed, uid):
     env, turn = FrozenLake(), 0
@@ -315,7 +326,7 @@ def test_equal_seeds_and_answers_give_equal_trajectories(tokens):
     written, mask, rewards, metrics, _ = replayed(tokens, seed, answers, FrozenLake())
     assert one.tokens.tolist() == written
     assert one.mask.tolist() == mask
-    assert (one.rewards, one.metrics) == (rewards, metrics)
+    assert (one.rewards, one.metrics) == (rewards, {**metrics, TURNS_CUT: 0})
     assert one.reward == pytest.approx(sum(rewards))
 
 
@@ -400,7 +411,7 @@ class Played:
         written, mask, rewards, metrics, done = replayed(tokens, seeds(40 + group.number, False, False), answers, FrozenLake())
         assert t.tokens.tolist() == written
         assert t.mask.tolist() == mask
-        assert (t.rewards, t.metrics) == (rewards, metrics)
+        assert (t.rewards, own(t.metrics)) == (rewards, metrics)
         assert t.reward == pytest.approx(sum(rewards))
         assert t.finish == ('stop' if done else 'turns' if len(answers) == 8 else 'length')
         for r in asked:

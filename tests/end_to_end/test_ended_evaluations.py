@@ -1,0 +1,85 @@
+"""Evaluations and rollouts that a signal or failing environments end: no step is lost, and a resumed run evaluates."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from sprl.config import Checkpoint, Evaluation, Run
+from sprl.distributed.team import ALONE
+from sprl.hooks import evaluate_and_save
+from sprl.io.run_state import RunState
+from sprl.rollout.scheduler import Stalled
+from sprl.session import Session, StepReport
+
+
+def session_of(step: int, result, logged=()) -> tuple[Session, list[str]]:
+  """Return a session after `step` of 6 steps, and what it does: it evaluates, saves, or waits for the checkpoint.
+
+  Its evaluation returns `result`, or raises it. The log has the evaluations of the steps `logged`.
+  """
+  session, calls = Session.__new__(Session), []
+  session.run = Run(steps=6, eval=Evaluation(every=3), checkpoint=Checkpoint(every=None))
+  session.state = RunState(step=step, before={'metrics': {}})
+  session.run_log, session.team, session.model = SimpleNamespace(evaluated={*logged}), ALONE, None
+  session.learner = SimpleNamespace(state=SimpleNamespace(params={}))
+  session.stop = SimpleNamespace(received='')
+
+  def evaluate():
+    calls.append('evaluate')
+    if isinstance(result, Exception):
+      raise result
+    return result
+
+  session.evaluate, session.save = evaluate, lambda: calls.append('save')
+  session.checkpoints = SimpleNamespace(wait=lambda: calls.append('wait'))
+  return session, calls
+
+
+def end_step(session: Session) -> None:
+  evaluate_and_save(session, StepReport(session.state.step, (), {}, {}, 0.0))
+
+
+@pytest.mark.parametrize(('step', 'calls'), [(2, []), (3, ['evaluate', 'save']), (5, []), (6, ['evaluate', 'save'])])
+def test_a_step_is_saved_with_its_evaluation_also_if_a_signal_ends_that(step, calls):
+  for result in ({'metrics': {}}, {}):  # {}: a signal came
+    session, done = session_of(step, result)
+    end_step(session)
+    assert done == calls
+
+
+def test_an_evaluation_of_which_all_episodes_fail_costs_no_step():
+  session, done = session_of(3, Stalled('3 groups in a row were given up'))
+  with pytest.raises(Stalled):
+    end_step(session)
+  assert done == ['evaluate', 'save', 'wait']
+
+
+@pytest.mark.parametrize(('step', 'calls'), [(0, []), (4, ['save', 'wait'])])
+def test_rollouts_that_all_fail_cost_no_step(step, calls):
+  session, done = session_of(step, {})
+
+  def batch(stopped):
+    raise Stalled('256 groups in a row were given up')
+
+  session.timeline, session.scheduler = SimpleNamespace(now=lambda: 0.0), SimpleNamespace(batch=batch)
+  with pytest.raises(Stalled):
+    session.rollout(step + 1)
+  assert done == calls
+
+
+@pytest.mark.parametrize(
+  ('step', 'logged', 'evaluations'), [(3, (0,), 1), (3, (0, 3), 0), (4, (0, 3), 0), (6, (0, 3), 1)],
+  ids=['missing', 'logged', 'not due', 'last'],
+)  # fmt: skip
+def test_a_resumed_run_begins_with_the_evaluation_that_was_ended(step, logged, evaluations):
+  session, done = session_of(step, {'metrics': {}}, logged)
+  assert list(session.steps()) == list(range(step + 1, 7))
+  assert done == ['evaluate'] * evaluations
+
+
+def test_a_run_whose_last_evaluation_is_ended_is_not_complete():
+  ended, _ = session_of(6, {})
+  ended.stop.received = 'SIGTERM'
+  assert not ended.finish().completed
+  session, _ = session_of(6, {'metrics': {}})
+  assert session.finish().completed
