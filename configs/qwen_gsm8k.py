@@ -33,6 +33,7 @@ VARIANTS = {
   'qwen3-1.7b': ('Qwen/Qwen3-1.7B', 64),
   'qwen3-4b': ('Qwen/Qwen3-4B', 64),
   'qwen3-8b': ('Qwen/Qwen3-8B', 64),
+  'qwen3-30b-a3b': ('Qwen/Qwen3-30B-A3B', 1024),  # needs flags for the mesh: docs/recipes/qwen_gsm8k.md
 }
 
 
