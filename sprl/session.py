@@ -291,7 +291,10 @@ class Session:
     return counts if self.model.weights_seed is None else counts | {'policy/random_weights': 1.0}
 
   def _machine(self, seconds: float) -> dict[str, float]:
-    """Return the share of its devices' peak that a step of so many seconds used, where that is known, and bytes of memory."""
+    """Return the MFU of the update and of the whole step, which takes so many seconds, and bytes of memory in use.
+
+    The MFU is left out if the peak of the devices is unknown, or if the step trained no tokens.
+    """
     model, run = self.model, self.run
     found: dict[str, float] = {}
     meshes = (model.mesh, *model.engine_meshes)

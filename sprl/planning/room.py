@@ -1,4 +1,7 @@
-"""Checks before any device work: the KV caches of rollouts, and those of an evaluation, must fit into memory alone."""
+"""Checks before device work that KV caches fit into memory: those of rollouts, and those of an evaluation.
+
+Each check assumes that nothing else uses the memory.
+"""
 
 import os
 from collections.abc import Sequence

@@ -158,7 +158,7 @@ class OffsetSource:
 
 
 def seeds(number: int, held_out: bool, split: bool, rows: int | None = None) -> int:
-  """Return the seed of a group's environments. No two groups of a run share one.
+  """Return the seed of a group's environments. No two groups of the same split share a seed.
 
   With `split` the environment itself tells training from test problems. Otherwise training has even seeds and held-out episodes
   have odd ones. If seed s asks for row s % `rows`, they then ask different rows. An odd number would mix them: its last row is
@@ -179,10 +179,10 @@ def different(rows: int, split: bool) -> int:
 
 
 def shuffled(number: int, seed: int, count: int | None) -> int:
-  """Return the number in whose place training group `number` of a run with `config.seed = seed` comes.
+  """Return the index of the row, or of the seed, that training group `number` uses. `seed` is `config.seed`.
 
-  If `count` groups are different, each epoch of `count` groups has a new order. If there is no end of them (None), or if they are
-  more than LONGEST_ORDER, the groups are in order, and `seed` decides the first.
+  If there are `count` different rows, each epoch of `count` groups has a new order. If `count` is None or above LONGEST_ORDER,
+  the indices ascend from a first one that `seed` decides.
   """
   if count is None or count > LONGEST_ORDER:
     return int(np.random.default_rng(seed).integers(FIRST)) + number

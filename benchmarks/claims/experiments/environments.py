@@ -46,9 +46,9 @@ EXPERIMENT = Experiment(
           (Comparison('ahead', 'synchronous', -0.05), Comparison('redundant', 'synchronous', -0.05))),
   ),
   hours=1.5,
-  note='All 60 steps, without evaluations, take 199 s in the mean of `synchronous` (seeds: 182 to 245), 123 s of `ahead` (106 to '
-  '139), 83 s of `redundant` (78 to 90) and 58 s of `both` (53 to 64). This comparison was not planned. The time to the score '
-  'varies much more. It is reached within 5 to 25 steps, of which those with a slow episode take several times as long, and it '
-  'is measured every five steps.\n\nOne seed of `both` ends at 0.83, the others at 0.90 or above. Slow episodes are not harder '
-  'ones, so redundancy drops no harder problems.',
+  note='Without evaluations, the 60 steps take on average 199 s with `synchronous` (seeds: 182 to 245), 123 s with `ahead` (106 '
+  'to 139), 83 s with `redundant` (78 to 90) and 58 s with `both` (53 to 64). This comparison was not planned. The time to the '
+  'score varies much more. Runs reach the score within 5 to 25 steps, and it is measured every five steps. Steps with a slow '
+  'episode take several times as long.\n\nOne seed of `both` ends at 0.83, the others at 0.90 or above. Slow episodes are not '
+  'harder ones, so redundancy drops no harder problems.',
 )  # fmt: skip
