@@ -91,9 +91,14 @@ def test_64_episodes_of_an_environment_of_verifiers(tmp_path):
   assert counts['errors'] > 0  # a kill after the agent has written its outcome costs nothing
   assert killed
   tokenizer = Tokenizer.load(tmp_path)
+  asked = {}  # group -> letter
   for t in trajectories:
-    letter = 'abcdefgh'[t.group % 8]
+    letter = tokenizer.decode(t.tokens).removeprefix('<bos>user\nWrite ')[0]
+    assert asked.setdefault(t.group, letter) == letter
     assert tokenizer.decode(t.tokens).startswith(f'<bos>user\nWrite {letter}.<eos>')
     answers = tokenizer.decode(t.tokens[t.mask], skip_special=True)
     assert t.reward == pytest.approx(answers.count(letter) / max(len(answers), 1))
     assert t.metrics['letters'] == len(answers)
+  epochs = [''.join(asked[group] for group in range(first, first + 8)) for first in range(0, len(asked) - 7, 8)]
+  assert [sorted(epoch) for epoch in epochs] == [list('abcdefgh')] * len(epochs)
+  assert epochs
