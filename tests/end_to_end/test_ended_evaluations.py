@@ -1,8 +1,11 @@
 """Evaluations and rollouts that a signal or failing environments end: no step is lost, and a resumed run evaluates."""
 
+import threading
+import time
 from types import SimpleNamespace
 
 import pytest
+from teams import together
 
 from sprl.config import Checkpoint, Evaluation, Run
 from sprl.distributed.team import ALONE
@@ -52,6 +55,20 @@ def test_an_evaluation_of_which_all_episodes_fail_costs_no_step():
   with pytest.raises(Stalled):
     end_step(session)
   assert done == ['evaluate', 'save', 'wait']
+
+
+def test_all_processes_wait_until_the_checkpoint_before_an_error_is_complete():
+  """Process 0 alone completes it. The end of another process would end process 0 meanwhile."""
+  complete = threading.Event()
+
+  def program(team):
+    session, _ = session_of(3, {})
+    session.team = team
+    session.checkpoints = SimpleNamespace(wait=lambda: team.leads and (time.sleep(0.3), complete.set()))
+    session.save_whole()
+    return complete.is_set()
+
+  assert together(program, program) == [True, True]
 
 
 @pytest.mark.parametrize(('step', 'calls'), [(0, []), (4, ['save', 'wait'])])
