@@ -165,6 +165,7 @@ def main() -> int:
     run = resolve(config, command_line.settings_of_flags())
   from sprl.distributed.process_group import require_single_process
   from sprl.learner.restore import restore
+  from sprl.planning.room import check_evaluation_fits
   from sprl.rollout.evaluate import evaluate
   from sprl.rollout.setup import RolloutSetup  # imported late: an error in the settings is reported before jax loads
 
@@ -173,6 +174,7 @@ def main() -> int:
   model = model if _WORKDIR.value is None else model.at(began(_WORKDIR.value))
   with ExitStack() as stack:
     held_out = RolloutSetup.open(run, model.tokenizer, train=False).begin_evaluation(stack.enter_context)
+    check_evaluation_fits(run, model, held_out)
     facts: dict[str, Any]
     if _WORKDIR.value is None:
       params, scales, who, facts = model.load(model.dtype), None, run.model.path, {'model': run.model.path}

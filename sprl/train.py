@@ -154,8 +154,7 @@ def setup(
     raise SettingsError(f'config.steps = {run.steps}: expected at least {done}, the steps that {workdir} has done')
   stop = stack.enter_context(signals())
   workers, source, eval_set = rollouts.begin(stack.enter_context)
-  answers, _ = eval_engine(run, model, eval_set)
-  check_evaluation_fits(run, answers.layout, answers.rows, model.mesh)
+  check_evaluation_fits(run, model, eval_set)
   if team.leads:
     stack.enter_context(exclusive(workdir))
     if committed(workdir / 'checkpoints') != saved:

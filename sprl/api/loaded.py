@@ -34,6 +34,7 @@ from sprl.model import Model, abstract_params
 from sprl.models.lora import Base, network
 from sprl.models.transformer import Params
 from sprl.planning.remat import decided
+from sprl.planning.room import check_evaluation_fits
 from sprl.rollout.evaluate import evaluate
 from sprl.rollout.setup import Inputs, RolloutSetup
 from sprl.tasks.in_memory import Row
@@ -220,4 +221,5 @@ def evaluate_on(run: Run, loaded: LoadedModel, inputs: Inputs) -> dict[str, Any]
   model = Model.open(run)
   with ExitStack() as stack:
     held_out = RolloutSetup.open(run, model.tokenizer, inputs=inputs, train=False).begin_evaluation(stack.enter_context)
+    check_evaluation_fits(run, model, held_out)
     return evaluate(run, model, loaded.params, held_out)

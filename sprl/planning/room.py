@@ -13,7 +13,10 @@ from jax.sharding import Mesh
 
 from sprl.cache.layout import CacheLayout
 from sprl.config import Run, SettingsError
+from sprl.model import Model
 from sprl.planning.memory import kv_bytes
+from sprl.rollout.evaluate import eval_engine
+from sprl.rollout.setup import EvalSet
 
 GIB = 2**30
 GROUP_LIMITS = [Path('/sys/fs/cgroup/memory.max'), Path('/sys/fs/cgroup/memory/memory.limit_in_bytes')]  # of versions 2 and 1
@@ -31,11 +34,14 @@ def check_caches_fit(run: Run, layout: CacheLayout, engines: Sequence[Mesh]) -> 
     _check(layout, run.engine_rows, mesh, rows, 'or set config.cache.budget')
 
 
-def check_evaluation_fits(run: Run, layout: CacheLayout, rows: int, mesh: Mesh) -> None:
+def check_evaluation_fits(run: Run, model: Model, held_out: EvalSet) -> None:
   """Raise SettingsError if the caches of the rows of an evaluation are larger than the memory of its devices."""
-  what = f'config.eval.memory = {run.eval.memory!r}: the evaluation has {rows} sequences side by side'
-  lower = "or set config.eval.memory = 'sampler', which evaluates with the cache of the rollouts"
-  _check(layout, rows, mesh, what, lower if run.eval.memory == 'dense' and run.cache.budget else 'or set config.eval.max_tokens')
+  engine, _ = eval_engine(run, model, held_out)
+  what = f'config.eval.memory = {run.eval.memory!r}: the evaluation has {engine.rows} sequences side by side'
+  more = 'or set config.eval.max_tokens'
+  if run.eval.memory == 'dense' and run.cache.budget is not None:
+    more = "or set config.eval.memory = 'sampler', which evaluates with the cache of the rollouts"
+  _check(engine.layout, engine.rows, model.mesh, what, more)
 
 
 def _check(layout: CacheLayout, rows: int, mesh: Mesh, what: str, more: str) -> None:

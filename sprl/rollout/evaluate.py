@@ -12,7 +12,6 @@ from sprl.distributed.team import ALONE, Team
 from sprl.io.pass_at_k import interval, pass_at_k
 from sprl.model import Model
 from sprl.models.transformer import Params
-from sprl.planning.room import check_evaluation_fits
 from sprl.rollout import collect
 from sprl.rollout.prompts import OffsetSource, prompts
 from sprl.rollout.scheduler import Scheduler
@@ -82,7 +81,6 @@ def evaluate(
   samples = {name: each.samples or run.eval.samples for name, each in sets.items()}
   config, quant = eval_engine(run, model, held_out)
   layout = config.layout
-  check_evaluation_fits(run, layout, config.rows, model.mesh)
   if layout.fp8 and scales is None:
     some = prompts(held_out.source, 0, min(held_out.count, config.prefill))
     found = calibrate.amax_of_prompts(model.graphdef, layout, params, some, config.prefill, quant, model.mesh)
