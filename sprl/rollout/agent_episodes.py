@@ -41,7 +41,7 @@ class Branch:
   @property
   def drawn(self) -> int:
     """The tokens that the model wrote for this branch."""
-    return sum(len(part.tokens) for part in self.transcript.parts if isinstance(part, Completion))
+    return sum(len(answer.tokens) for answer in self.transcript.answers)
 
   def known(self, request: ChatRequest) -> int:
     """Return how many answers of this branch the request repeats before its new messages."""

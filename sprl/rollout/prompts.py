@@ -107,6 +107,7 @@ class ConversationSource:
   release: Callable[[Call], None]  # makes the last call of an environment (WorkerPool.release)
   sample: Environment | None  # an environment outside the pool, to read first observations; None: this process has none
   time_limit: float  # seconds that a reset of `sample` may take
+  different: int | None = None  # rows of the environment that the groups of this split ask; None: it does not tell
 
   def episode(self, number: int, uid: int, attempt: int) -> Episode:
     """A conversation with a new environment of the group's seed."""
@@ -181,10 +182,10 @@ def different(rows: int, split: bool) -> int:
 def shuffled(number: int, seed: int, count: int | None) -> int:
   """Return the index of the row, or of the seed, that training group `number` uses. `seed` is `config.seed`.
 
-  If there are `count` different rows, each epoch of `count` groups has a new order. If `count` is None or above LONGEST_ORDER,
-  the indices ascend from a first one that `seed` decides.
+  If there are `count` different rows, each epoch of `count` groups has a new order. If `count` is None, 0 or above
+  LONGEST_ORDER, the indices ascend from a first one that `seed` decides.
   """
-  if count is None or count > LONGEST_ORDER:
+  if not count or count > LONGEST_ORDER:
     return int(np.random.default_rng(seed).integers(FIRST)) + number
   place = number % count
   return number - place + int(_order(seed, number // count, count)[place])

@@ -227,9 +227,8 @@ class RolloutSetup:
     pool = self._environments(held_out) if self.team.leads else None
     workers = self._started(pool, enter)
     source = enter(_closed_at_the_end(self._conversations(limit, pool, held_out)))
-    split = takes_split(self.run.task, self.inputs.environment)
-    rows = self.team.broadcast('episodes', lambda: rows_of(source.sample))
-    return workers, across(self.team, BroadcastSource, source), None if rows is None else different(rows, split)
+    count = self.team.broadcast('episodes', lambda: source.different)
+    return workers, across(self.team, BroadcastSource, source), count
 
   def _conversations(self, limit: int, pool: WorkerPool | None, held_out: bool = False) -> ConversationSource:
     run, task = self.run, self.run.task
@@ -238,13 +237,13 @@ class RolloutSetup:
     limits = Limits(task.turns, task.turn_tokens, run.sampling.max_prompt, limit)
     sample = make_environment(task, held_out, self.inputs.environment) if self.team.leads else None
     split, rows = takes_split(task, self.inputs.environment), rows_of(sample)
-    count = different(rows, split) if rows else None
+    count = None if rows is None else different(rows, split)
 
     def seed(number: int) -> int:
       return seeds(number if held_out else shuffled(number, run.seed, count), held_out, split, rows)
 
     release = (lambda call: None) if pool is None else pool.release
-    return ConversationSource(seed, limits, codec, release, sample, task.time_limit or STEP_SECONDS)
+    return ConversationSource(seed, limits, codec, release, sample, task.time_limit or STEP_SECONDS, count)
 
   # --- workers ---------------------------------------------------------------------------------------------------------
 
