@@ -114,5 +114,5 @@ EXPERIMENT = Experiment(
       (Comparison(f'naive@{APART}', f'naive@{APART}', 0.0, at_end(MISMATCH), at_start(MISMATCH)),),
     ),
   ),
-  hours=14.0,
+  hours=34.0,
 )  # fmt: skip
