@@ -392,6 +392,28 @@ def test_the_readme_has_the_accuracies_of_the_results():
   assert f'{expected}{mean(snapkv, "naive")} without a correction, {mean(snapkv, "dense")} with dense rollouts' in readme
 
 
+def test_the_readme_has_the_seconds_and_the_accuracies_of_the_environments():
+  readme, experiment = (ROOT / 'README.md').read_text(), find('environments')
+  records = command.saved(experiment)
+  seconds = {arm: f'{np.mean([run["clock"][-1] for run in of.values()]):.0f} s' for arm, of in records.items()}
+  row = f'{seconds["both"]} with both, {seconds["ahead"]} ahead, {seconds["redundant"]} redundant | {seconds["synchronous"]}. '
+  assert row in readme
+  ends = {arm: [np.mean(run['scores']) for run in of.values()] for arm, of in records.items()}
+  means = {f'{np.mean(of):.2f}' for arm, of in ends.items() if arm != 'both'}
+  assert len(means) == 1
+  both, lowest = f'{np.mean(ends["both"]):.2f}', f'{min(ends["both"]):.2f}'
+  before = f'{np.mean([run["before"] for run in records["both"].values()]):.2f}'
+  row = f'at the end are {means.pop()}, and {both} with both, of which one of the eight seeds ends at {lowest} ({before} before'
+  assert row in readme
+  factors = {}
+  for claim in experiment.claims:
+    for found in judged(claim, experiment, records):
+      factors[found['comparison'].split(' (')[0]] = tuple(f'{np.exp(found[part]):.1f}' for part in ('mean', 'low', 'high'))
+  for comparison in ('ahead - both', 'synchronous - ahead', 'synchronous - redundant'):
+    mean, low, high = factors[comparison]
+    assert re.search(f'{mean}( times as fast as running ahead alone)? \\((interval )?{low} to {high}\\)', readme), comparison
+
+
 def test_each_verdict_that_contradicts_a_paper_has_a_reason_and_no_other_has_one():
   for experiment in map(find, names()):
     records = command.saved(experiment)

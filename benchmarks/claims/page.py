@@ -162,13 +162,17 @@ def arms(experiment: Experiment) -> str:
   return '\n'.join([f'<details><summary>The settings of the arms{beside}</summary><ul>', *rows, '</ul></details>\n'])
 
 
-def before(task: str) -> list[str]:
-  """Return a line on the accuracy of a task's models before training, sampled and greedy (benchmarks/warm_starts.py)."""
-  rows = [row for row in json.loads((RESULTS / 'warm_starts.json').read_text())['rows'] if row['task'] == task]
-  if not rows:
+def before(experiment: Experiment, records: Records) -> list[str]:
+  """Return a line on the models before training: sampled as in the comparisons, and greedily (benchmarks/warm_starts.py)."""
+  rows = json.loads((RESULTS / 'warm_starts.json').read_text())['rows']
+  greedy = [row['greedy'] for row in rows if row['task'] == experiment.task.name]
+  if not greedy:
     return []
-  sampled, greedy = (' and '.join(f'{row[how]:.2f}' for row in rows) for how in ('sampled', 'greedy'))
-  return [f'Before training the two models solve {sampled} of the held-out problems if they sample, and {greedy} greedily.\n']
+  starts = range(len(experiment.task.warm))
+  runs = [(seed, found) for of_arm in records.values() for seed, found in of_arm.items()]
+  of_start = [[np.mean(found['before']) for seed, found in runs if seed % len(starts) == i] for i in starts]
+  sampled, greedily = (' and '.join(f'{each:.2f}' for each in of) for of in ([np.mean(one) for one in of_start if one], greedy))
+  return [f'Before training the two models solve {sampled} of the held-out problems if they sample, and {greedily} greedily.\n']
 
 
 def means(experiment: Experiment, records: Records) -> str:
@@ -207,7 +211,7 @@ def section(experiment: Experiment, records: Records) -> str:
     + (f', at {len(commits)} commits of sprl' if len(commits) > 1 else '')
     + (f'; {missing} runs are missing' if missing else '')
     + '.\n',
-    *before(experiment.task.name),
+    *before(experiment, records),
     *([experiment.note + '\n'] if experiment.note else []),
     f'![{experiment.question}](../benchmarks/results/claims/{experiment.name}.png)\n',
     arms(experiment),
