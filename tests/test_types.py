@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sprl.config import Correction, Loss
-from sprl.objective.correction import correct
+from sprl.objective.correction import reject, weigh
 from sprl.objective.diagnostics import mismatch
 from sprl.objective.losses import kl, objective, token_loss
 from sprl.types import LogProbs
@@ -18,13 +18,19 @@ LOGPROBS = LogProbs(sampler=ARRAY, old=ARRAY, current=ARRAY, ref=ARRAY)
 OTHERS = {'advantage': ARRAY, 'reward': np.zeros(2, np.float32), 'weight': ARRAY, 'mask': MASK}
 
 CALLS = {
-  'correct': lambda x: correct(x, jnp.asarray(MASK), Correction()),
+  'weigh': lambda x: weigh(x, jnp.asarray(MASK), Correction()),
+  'reject': lambda x: reject(x, jnp.asarray(MASK), Correction(veto=1e-4)),
   'token_loss': lambda x: token_loss(x, Loss(), 'decoupled', **on_device(OTHERS)),
   'objective': lambda x: objective(x, Loss(), 'decoupled', **on_device(OTHERS), coefficient=jnp.asarray(ARRAY)),
   'objective with kl': lambda x: objective(x, Loss(kl_coef=0.1), 'bypass', **on_device(OTHERS), coefficient=jnp.asarray(ARRAY)),
   'kl': kl,
   'mismatch': lambda x: mismatch(
-    x, Correction(), mask=jnp.asarray(MASK), advantage=jnp.asarray(ARRAY), corrected=correct(x, jnp.asarray(MASK), Correction())
+    x,
+    Correction(),
+    mask=jnp.asarray(MASK),
+    advantage=jnp.asarray(ARRAY),
+    weights=weigh(x, jnp.asarray(MASK), Correction()),
+    survivors=reject(x, jnp.asarray(MASK), Correction()),
   ),
 }
 
@@ -54,7 +60,8 @@ def test_the_other_arrays_of_a_loss_are_keyword_only(function):
 @pytest.mark.parametrize(
   ('call', 'missing', 'said'),
   [
-    ('correct', 'old', r'LogProbs\.old'),
+    ('weigh', 'old', r'LogProbs\.old'),
+    ('reject', 'old', r'LogProbs\.old'),
     ('mismatch', 'old', r'LogProbs\.old'),
     ('token_loss', 'old', r"LogProbs\.current and \.old in mode 'decoupled'"),
     ('token_loss', 'current', r'LogProbs\.current'),

@@ -29,7 +29,7 @@ from sprl.models.lora import Base, network
 from sprl.models.routing import balance_loss, balance_metrics
 from sprl.models.transformer import Params
 from sprl.objective import diagnostics, losses
-from sprl.objective.correction import correct
+from sprl.objective.correction import reject, weigh
 from sprl.sharding.rules import OnMesh, tie_to_iteration
 from sprl.types import LogProbs
 
@@ -94,10 +94,15 @@ def update(
   advantage = jnp.broadcast_to(batch.advantage[:, None], mask.shape)
 
   # --- 1. correct ----------------------------------------------------------------------------------------------------
-  corrected = None if logprobs.old is None else correct(logprobs, mask, correction, batch.micro)
-  surviving = mask if corrected is None else corrected.mask
-  coefficient = losses.aggregation(surviving=surviving, mask=mask, prompt=batch.prompt, settings=loss_settings)
-  of_current = correction.mode == 'bypass' and loss_settings.variant == 'reinforce'  # w compares current with sampler
+  survivors = reject(logprobs, mask, correction)
+  coefficient = losses.aggregation(surviving=survivors.mask, mask=mask, prompt=batch.prompt, settings=loss_settings)
+  # w compares the sampler with the old policy; with the current one if that is the old one, or if the loss has no ratio.
+  of_current = logprobs.old is None or (correction.mode == 'bypass' and loss_settings.variant == 'reinforce')
+
+  def weigh_against(policy, tokens):
+    return weigh(replace(logprobs, old=policy), tokens, correction, batch.micro)
+
+  of_old = None if of_current else weigh_against(logprobs.old, mask)
 
   # --- 2. loss of a microbatch ---------------------------------------------------------------------------------------
   forward = config.forward
@@ -108,17 +113,13 @@ def update(
     logp, entropy, routed = micro_logprobs(graphdef, weights, batch, i, forward, config.remat)
     here = mask & (batch.micro == i)[:, None]
     old = sg(logp) if logprobs.old is None else logprobs.old
-    if corrected is None or of_current:
-      weight = correct(replace(logprobs, old=sg(logp)), here, correction, batch.micro).weight
-    else:
-      weight = corrected.weight
     loss, ratios = losses.objective(
       replace(logprobs, old=old, current=logp),
       loss_settings,
       correction.mode,
       advantage=advantage,
       reward=batch.reward,
-      weight=weight,
+      weight=(of_old or weigh_against(sg(logp), here)).weight,
       mask=here,
       coefficient=jnp.where(here, coefficient, 0),
       entropy=entropy,
@@ -138,14 +139,17 @@ def update(
   # --- 5. metrics ----------------------------------------------------------------------------------------------------
   tokens = jnp.maximum(jnp.sum(mask), 1)
   scored = replace(logprobs, old=current if logprobs.old is None else logprobs.old, current=current)
-  of_batch = correct(scored, mask, correction, batch.micro) if corrected is None else corrected
-  if of_current and corrected is not None:  # rejection compares old with sampler, the weight compares current with sampler
-    weights = correct(replace(logprobs, old=current), mask, correction, batch.micro)
-    of_batch = replace(weights, mask=corrected.mask, keep=corrected.keep, rejections=corrected.rejections)
   metrics |= {
     'policy/entropy': jnp.sum(entropy) / tokens,
     **diagnostics.policy_metrics(policy_sums),
-    **diagnostics.mismatch(scored, correction, mask=mask, advantage=advantage, corrected=of_batch),
+    **diagnostics.mismatch(
+      scored,
+      correction,
+      mask=mask,
+      advantage=advantage,
+      weights=of_old or weigh_against(current, mask),
+      survivors=survivors,
+    ),
   }
   if balance is not None:
     metrics |= balance_metrics(balance)

@@ -3,10 +3,10 @@
 The sampler evicts, quantises or runs ahead, so a token is drawn from pi_sampler and not from pi_old, the learner's dense policy
 before the update. With log rho = old - sampler:
 
-  1. Weights: w = rho of the token, its segment or its sequence; truncated, clipped or zeroed (icepop); optionally divided by
+  1. `weigh`: w = rho of the token, its segment or its sequence; truncated, clipped or zeroed (icepop); optionally divided by
      the mean weight over tokens (levels token and segment) or over sequences (sequence and geometric). Rejected tokens and
-     sequences count in the mean. Weights never change the mask.
-  2. Rejection: tokens or whole sequences leave the mask. Rejection never changes the weights.
+     sequences count in the mean.
+  2. `reject`: tokens or whole sequences leave the mask. Rejection does not change the weights.
 
 Nothing here carries a gradient. The formulas do not depend on the cause of the mismatch.
 """
@@ -26,6 +26,16 @@ from sprl.objective.masked import bounded, bounded_exp, k3
 from sprl.types import LogProbs
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class TokenWeights:
+  """Importance weights of the tokens, and the values before them that diagnostics report. Without gradient."""
+
+  weight: Float[Array, 'B T']  # w as it multiplies the loss; 0 where the model wrote nothing
+  raw: Float[Array, 'B T']  # before its bounds; at level None rho of the token
+  applied: Float[Array, 'B T']  # after its bounds, before normalisation
+
+
 class Rejection(NamedTuple):
   """Statistic and decision of one rejection option, per token or per sequence."""
 
@@ -33,62 +43,54 @@ class Rejection(NamedTuple):
   keep: Bool[Array, 'B *T']
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True, kw_only=True)
-class Corrected:
-  """Weights and mask for the loss, and the intermediate values that diagnostics report. Without gradient."""
+class Survivors(NamedTuple):
+  """The tokens that survive every rejection, and each rejection option by its name."""
 
-  weight: Float[Array, 'B T']  # w as it multiplies the loss; 0 where the model wrote nothing
-  mask: Bool[Array, 'B T']  # tokens that survive every rejection
-  keep: Bool[Array, ' B']  # sequences that pass the rejections of whole sequences, and the veto
-  raw: Float[Array, 'B T']  # the weight before its bounds; at level None rho of the token
-  applied: Float[Array, 'B T']  # the weight after its bounds, before normalisation
-  norm: Float[Array, ' B']  # the mean that the weights of each sequence are divided by
+  mask: Bool[Array, 'B T']
   rejections: dict[str, Rejection]
 
 
-def correct(
+def weigh(
   logprobs: LogProbs, mask: Bool[Array, 'B T'], settings: Correction, micro: Int[Array, ' B'] | None = None
-) -> Corrected:
-  """Return weights and surviving tokens of a batch.
+) -> TokenWeights:
+  """Return the weights of a batch (eq. 11 to 14): `logprobs.old` against `logprobs.sampler`.
 
-  Uses `logprobs.old` against `logprobs.sampler`; with the reinforce loss in bypass mode, pass the current log-probs as `old`.
-  `mask` is True on the tokens that the model wrote. `micro` is the microbatch of each sequence, for normalise = 'micro': 0 to
-  B - 1, or -1 for a sequence that is left out, whose mask is False.
+  With the reinforce loss in bypass mode, pass the current log-probs as `old`. `mask` is True on the tokens that the model wrote.
+  `micro` is the microbatch of each sequence, for normalise = 'micro': 0 to B - 1, or -1 for a sequence that is left out, whose
+  mask is False.
 
   Raises ValueError if `old` is missing, or `micro` where it is needed.
   """
+  raw = jnp.where(mask, bounded_exp(pooled(_log_rho(logprobs, mask), mask, settings.level)), 0)
+  applied = _limited(raw, settings) if settings.level is not None else mask.astype(raw.dtype)
+  applied = jnp.where(jnp.isfinite(applied), applied, 0)
+  return TokenWeights(weight=applied / _mean_weight(applied, mask, settings, micro)[:, None], raw=raw, applied=applied)
+
+
+def reject(logprobs: LogProbs, mask: Bool[Array, 'B T'], settings: Correction) -> Survivors:
+  """Return the tokens of `mask` that survive (eq. 15, 16 and 20): `logprobs.old` against `logprobs.sampler`.
+
+  Raises ValueError if `old` is missing and the settings reject something.
+  """
+  if not settings.reject and settings.veto is None:
+    return Survivors(mask, {})
+  log_rho = _log_rho(logprobs, mask)
+  rejections, surviving = {}, mask
+  for option, (low, high) in rejection_limits(settings).items():
+    statistic = _statistic(option, log_rho, mask)
+    keep = (low <= statistic) & (statistic <= high)
+    rejections[option] = Rejection(statistic, keep)
+    surviving &= keep[:, None] if keep.ndim == 1 else keep
+  if settings.veto is not None:
+    surviving &= ~catastrophic(log_rho, mask, settings.veto).any(axis=1, keepdims=True)
+  return Survivors(surviving, rejections)
+
+
+def _log_rho(logprobs, mask):
   if logprobs.old is None:
     raise ValueError('LogProbs.old = None: a correction compares it with LogProbs.sampler')
   old, sampler = (jax.lax.stop_gradient(jnp.where(mask, x, 0)) for x in (logprobs.old, logprobs.sampler))
-  log_rho = old - sampler
-  raw = jnp.where(mask, bounded_exp(pooled(log_rho, mask, settings.level)), 0)
-  applied = _limited(raw, settings) if settings.level is not None else mask.astype(raw.dtype)
-  applied = jnp.where(jnp.isfinite(applied), applied, 0)
-  norm = _mean_weight(applied, mask, settings, micro)
-
-  rejections = {}
-  for option, (low, high) in rejection_limits(settings).items():
-    statistic = _statistic(option, log_rho, mask)
-    rejections[option] = Rejection(statistic, (low <= statistic) & (statistic <= high))
-  keep = jnp.ones(mask.shape[0], bool)
-  survive = mask
-  for rejection in rejections.values():
-    if rejection.keep.ndim == 1:
-      keep &= rejection.keep
-    else:
-      survive &= rejection.keep
-  if settings.veto is not None:
-    keep &= ~catastrophic(log_rho, mask, settings.veto).any(axis=1)
-  return Corrected(
-    weight=applied / norm[:, None],
-    mask=survive & keep[:, None],
-    keep=keep,
-    raw=raw,
-    applied=applied,
-    norm=norm,
-    rejections=rejections,
-  )
+  return old - sampler
 
 
 def rejection_limits(settings: Correction) -> dict[str, tuple[float, float]]:

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from sprl.config import Correction
 from sprl.objective import masked
-from sprl.objective.correction import Corrected, catastrophic
+from sprl.objective.correction import Survivors, TokenWeights, catastrophic
 from sprl.objective.losses import TokenRatios
 from sprl.objective.masked import bounded, bounded_exp, k3, largest, mean, quantile, share, std
 from sprl.types import LogProbs
@@ -28,12 +28,13 @@ def mismatch(
   *,
   mask: Bool[Array, 'B T'],
   advantage: Float[Array, 'B T'],
-  corrected: Corrected,
+  weights: TokenWeights,
+  survivors: Survivors,
 ) -> Metrics:
   """Compare `logprobs.old` with `logprobs.sampler` over the tokens in `mask`, which the model wrote.
 
-  `corrected` is the result of `correct` for the same log-probs. Means are over tokens, or over rows with a token. Log ratios and
-  KL estimates are in nats.
+  `weights` and `survivors` are what `weigh` and `reject` return for the same log-probs. Means are over tokens, or over rows with
+  a token. Log ratios and KL estimates are in nats.
 
   rollout_corr/
     kl, k3_kl                    mean of -log rho, and of k3(log rho) (eq. 37)
@@ -66,9 +67,9 @@ def mismatch(
     **_divergences(old, sampler, mask),
     'adv_signed_bias': _ratio(mean(advantage * log_rho, mask), mean(jnp.abs(advantage), mask)),
     # Surviving tokens only: a rejection corrects nothing of the tokens that it keeps.
-    'corrected_fraction': jnp.where(corrected.mask.any(), share(corrected.applied != 1, corrected.mask), 1),
-    **_weights(corrected, mask, settings),
-    **_rejections(corrected, mask),
+    'corrected_fraction': jnp.where(survivors.mask.any(), share(weights.applied != 1, survivors.mask), 1),
+    **_weights(weights, mask, settings),
+    **_rejections(survivors, mask),
   }
   sparse = _agreement(log_rho, mask, settings)
   return {f'rollout_corr/{k}': v for k, v in corr.items()} | {f'sparse/{k}': v for k, v in sparse.items()}
@@ -103,26 +104,26 @@ def _divergences(old, sampler, mask):
   }
 
 
-def _weights(corrected, mask, settings):
+def _weights(weights, mask, settings):
   low = settings.floor if settings.weight in ('clip', 'icepop') else 1 / settings.cap
   zeroed = settings.weight == 'icepop' and settings.level is not None
-  within = corrected.applied if zeroed else jnp.clip(corrected.raw, 0, settings.cap)
+  within = weights.applied if zeroed else jnp.clip(weights.raw, 0, settings.cap)
   return {
-    'rollout_is_mean': mean(corrected.applied, mask),
+    'rollout_is_mean': mean(weights.applied, mask),
     'rollout_is_std': std(within, mask),
     'rollout_is_eff_sample_size': effective_sample_size(within, mask),
-    'rollout_is_ratio_fraction_high': share(corrected.raw > settings.cap, mask),
-    'rollout_is_ratio_fraction_low': share(corrected.raw < low, mask),
+    'rollout_is_ratio_fraction_high': share(weights.raw > settings.cap, mask),
+    'rollout_is_ratio_fraction_low': share(weights.raw < low, mask),
   }
 
 
-def _rejections(corrected, mask):
-  rejected = mask & ~corrected.mask
+def _rejections(survivors, mask):
+  rejected = mask & ~survivors.mask
   metrics = {
     'rollout_rs_masked_fraction': share(rejected, mask),
     'rollout_rs_seq_masked_fraction': share(rejected.any(axis=1), mask.any(axis=1)),
   }
-  for option, (statistic, keep) in corrected.rejections.items():
+  for option, (statistic, keep) in survivors.rejections.items():
     per_row = keep.ndim == 1
     metrics[f'rollout_rs_{option}_mean'] = mean(statistic, mask.any(axis=1) if per_row else mask)
     metrics[f'rollout_rs_{option}_masked_fraction'] = share(~(keep[:, None] if per_row else keep) & mask, mask)

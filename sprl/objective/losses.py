@@ -171,7 +171,7 @@ def token_loss(
 
   `mode` is correction.mode: it selects `old` or `sampler` as the denominator of the ratio. `mask` is True on all tokens that
   the model wrote: ratios of sequences and segments are means over them, rejected tokens included, which `aggregation` leaves
-  out of the sum. `weight` is `Corrected.weight`.
+  out of the sum. `weight` is `TokenWeights.weight`.
 
   Raises ValueError if a log-prob that the mode needs is missing.
   """

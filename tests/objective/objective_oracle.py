@@ -146,7 +146,7 @@ def correct(old, roll, mask, c, micro=None):
         keep[b] = False
     if not keep[b]:
       survive[b] = False
-  return {'weight': weight, 'mask': survive, 'keep': keep, 'raw': raw, 'applied': applied, 'norm': norm}
+  return {'weight': weight, 'mask': survive, 'raw': raw, 'applied': applied}
 
 
 # --- losses ----------------------------------------------------------------------------------------------------------

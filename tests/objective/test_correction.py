@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from sprl.config import Correction
 from sprl.config_checks import REJECTIONS
-from sprl.objective.correction import correct
+from sprl.objective.correction import reject, weigh
 from sprl.presets import ARMS, CORRECTIONS
 from sprl.types import LogProbs
 
@@ -24,9 +25,19 @@ SHAPE = (5, 11)  # one shape for all batches, so that each operation compiles on
 
 
 def corrected(x, s, micro=None):
-  """Return `correct` of the batch `x`: log-probs `old` and `roll` and the `mask`, each [B, T]. `micro` is [B], or None."""
+  """Return what `weigh` and `reject` return for the batch `x`: `old`, `roll` and `mask`, each [B, T]. `micro` is [B], or None."""
+  return SimpleNamespace(**both(s, *arguments(x, micro)))
+
+
+def both(s, logprobs, mask, micro):
+  """Return the fields of `weigh` and `reject` as one dictionary."""
+  return vars(weigh(logprobs, mask, s, micro)) | reject(logprobs, mask, s)._asdict()
+
+
+def arguments(x, micro):
+  """Return log-probs, mask and microbatches of the batch `x` as arrays."""
   logprobs = LogProbs(sampler=jnp.float32(x['roll']), old=jnp.float32(x['old']))
-  return correct(logprobs, jnp.asarray(x['mask'], bool), s, None if micro is None else jnp.int32(micro))
+  return logprobs, jnp.asarray(x['mask'], bool), None if micro is None else jnp.int32(micro)
 
 
 def padded(rows):
@@ -91,7 +102,6 @@ def test_normalisation_follows_truncation_and_counts_rejected_tokens():
   # Truncated: 1, 1.5, 0.1, 0.4, with mean 0.75, although two of them are masked out.
   np.testing.assert_allclose(result.weight, padded(np.array([[1, 1.5, 0.1], [0.4, 0, 0]]) / 0.75), rtol=1e-5)
   np.testing.assert_array_equal(result.mask, padded([[True, False, False], [False, False, False]]))
-  np.testing.assert_allclose(result.norm, 0.75, rtol=1e-5)
 
 
 def test_sequence_weights_are_normalised_over_rows_with_tokens():
@@ -112,7 +122,6 @@ def test_normalise_micro_uses_the_mean_of_each_microbatch():
 def test_normalisation_is_skipped_where_the_mean_vanishes():
   result = corrected(batch_with_ratios([[9.0, 9.0]]), Correction(weight='icepop', normalise='global'))
   np.testing.assert_array_equal(result.weight, 0)
-  np.testing.assert_array_equal(result.norm, 1)
 
 
 def test_a_nan_log_prob_has_no_weight_and_fails_every_bound():
@@ -157,7 +166,6 @@ def test_sequence_options_keep_or_drop_whole_rows():
   for (option, bounds), expected in kept.items():
     result = corrected(x, Correction(reject=(f'{option}={bounds}',)))
     np.testing.assert_array_equal(result.mask[:3], x['mask'][:3] & np.array(expected)[:, None], err_msg=option)
-    np.testing.assert_array_equal(result.keep[:3], expected, err_msg=option)
     np.testing.assert_allclose(result.weight, corrected(x, Correction()).weight)  # rejection does not change weights
 
 
@@ -173,10 +181,10 @@ def test_veto_compares_the_unclamped_ratio():
   x['old'][0, 0] += math.log(0.99e-4)
   x['old'][1, 0] += math.log(1.01e-4)
   result = corrected(x, Correction(veto=1e-4))
-  np.testing.assert_array_equal(result.keep[:3], [False, True, True])
+  np.testing.assert_array_equal(result.mask.any(axis=1)[:3], [False, True, True])
   x['old'][2, 0] -= 25.0
   # Log-ratio -25: below the veto. Clamped to -20 it would be above -24 and pass.
-  assert not corrected(x, Correction(veto=math.exp(-24))).keep[2]
+  assert not corrected(x, Correction(veto=math.exp(-24))).mask[2].any()
 
 
 def test_a_vetoed_row_has_no_surviving_token_but_keeps_its_weights():
@@ -241,15 +249,14 @@ def test_equal_policies_have_weights_of_1_and_lose_no_token(name):
   result = corrected(x | {'roll': x['old']}, CORRECTIONS[name], np.arange(len(x['old'])) // 2)
   np.testing.assert_array_equal(result.weight, x['mask'])
   np.testing.assert_array_equal(result.mask, x['mask'])
-  assert result.keep.all()
 
 
-def test_correct_compiles_with_static_settings():
+def test_weights_and_rejections_compile_with_static_settings():
   x = oracle.batch(4)
   s = replace(ARMS['sparse_rl_code'], reject=('seq_mean_k3=0.5', 'token_k2=1.0'))
-  logprobs, micro = LogProbs(sampler=jnp.float32(x['roll']), old=jnp.float32(x['old'])), jnp.arange(len(x['old'])) // 2
-  compiled = jax.jit(correct, static_argnums=2)(logprobs, jnp.asarray(x['mask']), s, micro)
-  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), compiled, corrected(x, s, micro))
+  inputs = arguments(x, jnp.arange(len(x['old'])) // 2)
+  compiled = jax.jit(both, static_argnums=0)(s, *inputs)
+  jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-7), compiled, both(s, *inputs))
 
 
 def test_no_gradient_flows_through_weights():
@@ -257,7 +264,7 @@ def test_no_gradient_flows_through_weights():
   logprobs = LogProbs(sampler=jnp.float32(x['roll']), old=jnp.float32(x['old']))
 
   def weights(logprobs):
-    return correct(logprobs, jnp.asarray(x['mask']), Correction(level='sequence', normalise='global')).weight.sum()
+    return weigh(logprobs, jnp.asarray(x['mask']), Correction(level='sequence', normalise='global')).weight.sum()
 
   for g in jax.tree.leaves(jax.grad(weights)(logprobs)):
     np.testing.assert_array_equal(g, 0)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from sprl.config import Correction
 from sprl.config_checks import REJECTIONS
-from sprl.objective.correction import correct
+from sprl.objective.correction import reject, weigh
 from sprl.objective.diagnostics import effective_sample_size, mismatch, policy_metrics, policy_sums, repetition
 from sprl.objective.losses import TokenRatios
 from sprl.presets import ARMS, CORRECTIONS
@@ -43,7 +43,8 @@ SHAPE = (6, 11)  # one shape for all batches, so that each operation compiles on
 def metrics_of(x, s):
   logprobs = LogProbs(sampler=jnp.asarray(x['roll']), old=jnp.asarray(x['old']))
   mask, micro = jnp.asarray(x['mask']), jnp.zeros(len(x['mask']), jnp.int32)
-  return mismatch(logprobs, s, mask=mask, advantage=jnp.asarray(x['advantage']), corrected=correct(logprobs, mask, s, micro))
+  weights, survivors = weigh(logprobs, mask, s, micro), reject(logprobs, mask, s)
+  return mismatch(logprobs, s, mask=mask, advantage=jnp.asarray(x['advantage']), weights=weights, survivors=survivors)
 
 
 def batch(seed):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from sprl.config import Advantage, Correction, Dppo, Loss, Tis, Topr
 from sprl.objective.advantages import advantages
-from sprl.objective.correction import correct
+from sprl.objective.correction import reject, weigh
 from sprl.objective.losses import VARIANTS, aggregation, kl, objective, token_loss
 from sprl.presets import ARMS
 from sprl.types import LogProbs
@@ -176,7 +176,7 @@ def test_losses_agree_with_the_oracle(s, mode):
 def test_decoupled_ppo_is_bypass_ppo_where_sampler_is_old():
   x = oracle.batch(2)
   x['old'] = x['roll']
-  weight = correct(log_probs_of(x), jnp.asarray(x['mask']), Correction()).weight
+  weight = weigh(log_probs_of(x), jnp.asarray(x['mask']), Correction()).weight
   three, _ = loss_of(x, Loss(variant='ppo'), 'decoupled', weight)
   two, _ = loss_of(x, Loss(variant='ppo'), 'bypass')
   np.testing.assert_allclose(three, two, rtol=1e-6)
@@ -202,13 +202,14 @@ def test_equal_policies_give_the_plain_policy_gradient(mode):
   """Without a gap and before any update every weight is 1, and the gradient is the gradient of -A l."""
   x = oracle.batch(5)
   x['roll'] = x['new'] = x['old']
-  fixed = correct(log_probs_of(x), jnp.asarray(x['mask']), ARMS['sparse_rl_code'], jnp.arange(len(x['mask'])) // 2)
-  assert (np.asarray(fixed.mask) == x['mask']).all()
+  correction, mask = ARMS['sparse_rl_code'], jnp.asarray(x['mask'])
+  weight = weigh(log_probs_of(x), mask, correction, jnp.arange(len(mask)) // 2).weight
+  assert (np.asarray(reject(log_probs_of(x), mask, correction).mask) == x['mask']).all()
   plain = np.where(x['mask'], -x['advantage'], 0)
   for variant in ('ppo', 'tis', 'topr', 'cispo', 'kimi15', 'dppo_kl', 'reinforce'):
-    gradient = jax.grad(lambda l, s: loss_of(x | {'new': l}, s, mode, fixed.weight)[0].sum())(x['new'], Loss(variant=variant))
+    gradient = jax.grad(lambda l, s: loss_of(x | {'new': l}, s, mode, weight)[0].sum())(x['new'], Loss(variant=variant))
     np.testing.assert_allclose(gradient, plain, atol=1e-12)
-  np.testing.assert_allclose(loss_of(x, Loss(), mode, fixed.weight)[0], plain, atol=1e-12)
+  np.testing.assert_allclose(loss_of(x, Loss(), mode, weight)[0], plain, atol=1e-12)
 
 
 def test_the_current_log_prob_as_the_old_one_is_on_policy():
@@ -373,11 +374,12 @@ def test_objective_by_hand_of_two_sequences_one_of_them_vetoed():
   a = 1 / math.sqrt(2)
   np.testing.assert_allclose(A[:2], [a, -a], rtol=1e-5)  # the vetoed reward still counts
   x = {'new': new, 'old': old, 'roll': roll}
-  fixed = correct(log_probs_of(x), jnp.asarray(mask), ARMS['sparse_rl'])
+  weight = weigh(log_probs_of(x), jnp.asarray(mask), ARMS['sparse_rl']).weight
+  surviving = reject(log_probs_of(x), jnp.asarray(mask), ARMS['sparse_rl']).mask
   s = Loss(kl_coef=0.1, entropy_coef=0.01)
   others = {
-    'advantage': np.broadcast_to(A[:, None], SHAPE), 'reward': reward, 'weight': fixed.weight, 'mask': mask,
-    'coefficient': coefficients(fixed.mask, mask, s), 'entropy': np.full(SHAPE, 2.0),
+    'advantage': np.broadcast_to(A[:, None], SHAPE), 'reward': reward, 'weight': weight, 'mask': mask,
+    'coefficient': coefficients(surviving, mask, s), 'entropy': np.full(SHAPE, 2.0),
   }  # fmt: skip
   others = {name: jnp.asarray(x) for name, x in others.items()}
 

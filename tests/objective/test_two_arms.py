@@ -32,7 +32,7 @@ from sprl.kernels.linear_logprob import linear_logprob
 from sprl.kernels.support import Format, support_mask
 from sprl.learner.update import needs_old_logprobs
 from sprl.objective.advantages import advantages
-from sprl.objective.correction import correct
+from sprl.objective.correction import reject, weigh
 from sprl.objective.losses import VARIANTS, aggregation, objective
 from sprl.sampler.draw import draw
 from sprl.types import LogProbs
@@ -100,12 +100,10 @@ def expected_update(run, sampling, form, *, sampler, old, current, good):
     before = logprobs_of(jnp.asarray(old), tokens) if scored else jax.lax.stop_gradient(now)
     logprobs = LogProbs(sampler=logprobs_of(jnp.asarray(sampler), tokens), old=before, current=now)
     of_current = run.correction.mode == 'bypass' and run.loss.variant == 'reinforce'
-    corrected = correct(logprobs, mask, run.correction, jnp.asarray(together))
-    if of_current:
-      weight = correct(LogProbs(sampler=logprobs.sampler, old=now), mask, run.correction, jnp.asarray(together)).weight
-    else:
-      weight = corrected.weight
-    coefficient = aggregation(surviving=corrected.mask, mask=mask, prompt=jnp.asarray(together), settings=run.loss)
+    compared = LogProbs(sampler=logprobs.sampler, old=now if of_current else before)
+    weight = weigh(compared, mask, run.correction, jnp.asarray(together)).weight
+    surviving = reject(logprobs, mask, run.correction).mask
+    coefficient = aggregation(surviving=surviving, mask=mask, prompt=jnp.asarray(together), settings=run.loss)
     advantage = jnp.broadcast_to(A[:, None], mask.shape)
     return objective(
       logprobs, run.loss, run.correction.mode, advantage=advantage, reward=reward, weight=weight, mask=mask,

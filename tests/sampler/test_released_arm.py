@@ -13,7 +13,7 @@ from sprl.cache.layout import cache_layout
 from sprl.config import Cache, ModelSettings, Packing, Quant, Rollout, Run, Sampling, SettingsError, to_dict
 from sprl.config_reader import resolve
 from sprl.learner.batch import pack, shape
-from sprl.objective.correction import correct
+from sprl.objective.correction import reject, weigh
 from sprl.objective.losses import ratio_bounds
 from sprl.sampler.engine import EngineConfig, generate
 from sprl.sampler.weights import sampler_weights
@@ -116,11 +116,13 @@ def test_weights_have_mean_1_in_each_microbatch_and_the_mask_is_the_released_one
   assert len(set(batch.micro.tolist())) == 2
   old = small.rectangle(trajectories, dense, 30)
   logprobs = LogProbs(sampler=jnp.asarray(batch.sampler_logp), old=jnp.asarray(old))
-  got = correct(logprobs, jnp.asarray(batch.mask), run.correction, jnp.asarray(batch.micro))
+  got = weigh(logprobs, jnp.asarray(batch.mask), run.correction, jnp.asarray(batch.micro))
+  surviving = reject(logprobs, jnp.asarray(batch.mask), run.correction).mask
   written = [(d[t.mask], t.sampler_logp[t.mask]) for d, t in zip(dense, trajectories)]
   weights, survive = released(*zip(*written), batch.micro.tolist())
   for b, row in enumerate(np.asarray(batch.mask)):
     np.testing.assert_allclose(np.asarray(got.weight)[b, row], weights[b], rtol=1e-4)
-    np.testing.assert_array_equal(np.asarray(got.mask)[b, row], survive[b])
-  assert abs(got.norm[0] - got.norm[-1]) > 1e-3  # one mean for the whole batch would be another
+    np.testing.assert_array_equal(np.asarray(surviving)[b, row], survive[b])
+  first, *_, last = (np.mean(np.asarray(got.applied)[batch.micro == i][batch.mask[batch.micro == i]]) for i in range(2))
+  assert abs(first - last) > 1e-3  # one mean for the whole batch would be another
   assert 0.02 < np.mean(np.concatenate(survive)) < 0.98  # the token mask removes some tokens
