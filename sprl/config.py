@@ -250,6 +250,11 @@ class Advantage:
   estimator: Literal['grpo', 'dr_grpo', 'rloo', 'reinforce_baseline', 'reinforce'] = 'grpo'  # formulas in objective/advantages.py
   overlong: float | None = None  # last share of max_tokens, over which the reward falls by up to 0.5 (DAPO); None: no penalty
 
+  @property
+  def within_groups(self) -> bool:
+    """Whether rewards are compared within their group, so that a group of equal rewards has no advantage."""
+    return self.estimator in ('grpo', 'dr_grpo', 'rloo')
+
 
 @dataclass(frozen=True)
 class Correction:
@@ -316,6 +321,13 @@ class Loss:
   kl_estimator: Literal['k2', 'k3'] = 'k3'  # estimate of the KL divergence from the reference; k1 has an expected gradient of 0
   entropy_coef: float = 0.0  # weight of the entropy bonus
   balance_coef: float = 0.0  # mixture of experts: weight of the load-balancing loss (sprl/models/routing.py)
+
+  def weighted(self, mode: str) -> bool:
+    """Return whether the weight w multiplies the loss in this mode of the correction.
+
+    Otherwise the ratio of the variant is to the sampler's log-probs, which corrects already.
+    """
+    return mode == 'decoupled' or self.variant == 'reinforce'
 
 
 @dataclass(frozen=True)
@@ -463,6 +475,12 @@ class Run:
   def masked_learner(self) -> bool:
     """Whether the learner's attention masks the tokens that the sampler evicted."""
     return self.arm == 'learner_mask'
+
+  @property
+  def same_policy(self) -> bool:
+    """Whether sampler and learner are one policy, to rounding: no eviction, no FP8, and always the newest weights."""
+    fp8 = self.quant.sampler != 'none' or self.quant.learner != 'none'
+    return self.cache.budget is None and not fp8 and not self.rollout.async_ratio
 
   @property
   def eval_sampling(self) -> Sampling:

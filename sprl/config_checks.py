@@ -369,9 +369,8 @@ def validate_quant(run: Run) -> None:
 def validate_rollout(run: Run) -> None:
   """Raise SettingsError if the group size does not suit the estimator or the engines, or if the schedule contradicts itself."""
   r, alone = run.rollout, run.rollout.group == 1
-  estimator = run.advantage.estimator
-  compares = estimator in ('grpo', 'dr_grpo', 'rloo')
-  require(run, 'rollout.group', not (alone and compares), f'2 or more with config.advantage.estimator = {estimator!r}')
+  several = f'2 or more with config.advantage.estimator = {run.advantage.estimator!r}'
+  require(run, 'rollout.group', not (alone and run.advantage.within_groups), several)
   equal = 'with config.rollout.group = 1, whose rewards are always equal'
   require(run, 'rollout.equal_groups', not alone or r.equal_groups == 'train', f"'train' {equal}")
 
@@ -485,15 +484,15 @@ def validate_correction(run: Run) -> None:
       require(run, f'correction.{name}', getattr(c, name) == default, no_weight)
   bounded = c.level is not None and c.weight in ('clip', 'icepop')
   require(run, 'correction.floor', not bounded or c.floor <= c.cap, f'at most config.correction.cap = {c.cap}')
-  keeps_weight = c.mode == 'decoupled' or loss.variant == 'reinforce'
+  weighted = loss.weighted(c.mode)
   with_loss = f"config.correction.mode = 'bypass' and config.loss.variant = {loss.variant!r}"
-  require(run, 'correction.level', keeps_weight or c.level is None, f'None with {with_loss}, whose ratio is to the sampler')
-  if c.mode == 'bypass' and loss.variant == 'reinforce':
+  require(run, 'correction.level', weighted or c.level is None, f'None with {with_loss}, whose ratio is to the sampler')
+  if weighted and c.mode == 'bypass':
     known = f"None or 'micro' with {with_loss}, which computes weights one microbatch at a time"
     require(run, 'correction.normalise', c.normalise != 'global', known)
   if run.rollout.async_ratio > 0:
     stale = f'with config.rollout.async_ratio = {run.rollout.async_ratio}: nothing else corrects for older weights'
-    corrects = c.level is not None or not keeps_weight
+    corrects = c.level is not None or not weighted
     require(run, 'correction.level', corrects, f"'token', 'segment', 'sequence' or 'geometric' {stale}")
 
 
@@ -518,9 +517,7 @@ def validate_loss(run: Run) -> None:
   to_sampler = f"'bypass' (and {beside}) {with_loss}, which bounds the ratio to the sampler and not the drift of updates"
   require(run, 'correction.mode', bypass or loss.variant not in BEHAVIOUR_LOSSES, to_sampler)
 
-  fp8 = run.quant.sampler != 'none' or run.quant.learner != 'none'
-  differs = run.rollout.async_ratio > 0 or run.cache.budget is not None or fp8  # sampler and learner
-  moves = run.optimizer.updates > 1 or (bypass and differs) or loss.variant not in RATIO_LOSSES
+  moves = run.optimizer.updates > 1 or (bypass and not run.same_policy) or loss.variant not in RATIO_LOSSES
   otherwise = 'rollouts that run ahead, evict or are in FP8' if bypass else "config.correction.mode = 'bypass'"
   ratio = f'2 or more {with_loss}, whose ratio is 1 in the only update of a rollout batch; or {otherwise}'
   require(run, 'optimizer.minibatches', moves, ratio)

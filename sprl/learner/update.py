@@ -96,8 +96,8 @@ def update(
   # --- 1. correct ----------------------------------------------------------------------------------------------------
   survivors = reject(logprobs, mask, correction)
   coefficient = losses.aggregation(surviving=survivors.mask, mask=mask, prompt=batch.prompt, settings=loss_settings)
-  # w compares the sampler with the old policy; with the current one if that is the old one, or if the loss has no ratio.
-  of_current = logprobs.old is None or (correction.mode == 'bypass' and loss_settings.variant == 'reinforce')
+  # w compares the sampler with the old policy. It takes the current one if that is the old one, or if the loss has no ratio.
+  of_current = logprobs.old is None or (correction.mode == 'bypass' and loss_settings.weighted('bypass'))
 
   def weigh_against(policy, tokens):
     return weigh(replace(logprobs, old=policy), tokens, correction, batch.micro)

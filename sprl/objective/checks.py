@@ -16,6 +16,7 @@ from statistics import fmean, median
 from typing import NamedTuple
 
 from sprl.config import EPISODES, Run
+from sprl.config_checks import CLIPS
 from sprl.presets import sources
 
 FEW, WINDOW = 3, 10  # number of steps that a statistic uses
@@ -135,16 +136,11 @@ class Advice(NamedTuple):
   helps: Callable[[Run], bool] = lambda run: True
 
 
-def is_exact(run: Run) -> bool:
-  """Return whether the sampler evicts nothing, uses no FP8, and always has the newest weights."""
-  return run.cache.budget is None and run.quant.sampler == 'none' and not run.rollout.async_ratio
-
-
 def corrects_nothing(run: Run) -> bool:
   """Return whether sampler and learner are different policies, and neither weights, rejection nor ratios account for that."""
   c = run.correction
-  ratio = c.mode == 'bypass' and run.loss.variant != 'reinforce'
-  return not (is_exact(run) or run.masked_learner or ratio or c.level is not None or c.veto is not None or c.reject)
+  ratio = not run.loss.weighted(c.mode)
+  return not (run.same_policy or run.masked_learner or ratio or c.level is not None or c.veto is not None or c.reject)
 
 
 def needs_no_fp8_cache(run: Run) -> bool:
@@ -154,19 +150,12 @@ def needs_no_fp8_cache(run: Run) -> bool:
 
 def clips(run: Run) -> bool:
   """Return whether the loss clips ratios, and ratios differ from 1."""
-  return run.loss.variant in ('ppo', 'gspo', 'segment', 'cispo') and (
-    run.optimizer.updates > 1 or run.correction.mode == 'bypass'
-  )
-
-
-def is_group_relative(run: Run) -> bool:
-  """Return whether the reward gives no advantage to members of a group of equal rewards."""
-  return run.advantage.estimator in ('grpo', 'dr_grpo', 'rloo')
+  return run.loss.variant in CLIPS['clip_high'] and (run.optimizer.updates > 1 or run.correction.mode == 'bypass')
 
 
 def ranks_equal_groups(run: Run) -> bool:
   """Return whether a penalty on length decides the advantages of a group of equal rewards."""
-  return is_group_relative(run) and run.rollout.equal_groups == 'train'
+  return run.advantage.within_groups and run.rollout.equal_groups == 'train'
 
 
 EVICTION_CORRECTED = Advice(
@@ -177,9 +166,12 @@ CORRECTED = Advice(
 )
 BUDGET = Advice('a larger config.cache.budget', lambda run: run.cache.budget is not None)
 PRECISION = Advice("less FP8 in config.quant.sampler, or 'none'", lambda run: run.quant.sampler != 'none')
+LEARNER_FP8 = Advice("config.quant.learner = 'none'", lambda run: run.quant.learner != 'none' and run.quant.sampler == 'none')
 STALENESS = Advice('a smaller config.rollout.async_ratio', lambda run: run.rollout.async_ratio > 0)
-FLOAT32 = Advice("config.model.dtype = 'float32'", lambda run: is_exact(run) and run.model.dtype != 'float32')
-REPLAY = Advice("with experts, config.model.router_replay = 'R3'", lambda run: is_exact(run) and run.model.router_replay != 'R3')
+FLOAT32 = Advice("config.model.dtype = 'float32'", lambda run: run.same_policy and run.model.dtype != 'float32')
+REPLAY = Advice(
+  "with experts, config.model.router_replay = 'R3'", lambda run: run.same_policy and run.model.router_replay != 'R3'
+)
 LEDGER = Advice('config.ledger.every = 1, which shows the cause', lambda run: not run.ledger.every and not run.masked_learner)
 TOKEN_LEVEL = Advice("config.correction.level = 'token'", lambda run: run.correction.level != 'token')
 BYPASS = Advice(
@@ -227,7 +219,7 @@ GROUP = Advice('a larger config.rollout.group')
 TIME_LIMIT = Advice('a larger config.task.time_limit')
 GRADER = Advice('a correction of the grader, config.task.grader')
 
-CLOSER = (EVICTION_CORRECTED, CORRECTED, BUDGET, PRECISION, STALENESS)
+CLOSER = (EVICTION_CORRECTED, CORRECTED, BUDGET, PRECISION, LEARNER_FP8, STALENESS)
 MATCHING = (*CLOSER, FLOAT32, REPLAY, LEDGER)
 
 
@@ -298,7 +290,7 @@ def moves(history: History, run: Run) -> bool:
 
 def compares_groups(history: History, run: Run) -> bool:
   """Return whether a group of equal rewards learns nothing from them."""
-  return is_group_relative(run)
+  return run.advantage.within_groups
 
 
 def cuts_by_mistake(history: History, run: Run) -> bool:

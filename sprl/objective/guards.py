@@ -29,7 +29,6 @@ from sprl.objective.checks import (
   History,
   tries,
 )
-from sprl.objective.losses import weighted
 
 # metric -> (lowest, highest) of a healthy run, for the checks that do not compare with other steps
 HEALTHY: dict[str, tuple[float, float]] = {check.metric: check.healthy for check in CHECKS if check.statistic in (NOW, SOME)}
@@ -72,7 +71,7 @@ def sentinels(metrics: Mapping[str, float], run: Run, capped_steps: int = 0, apa
     if value > most and run.quant.kv_scale != 'frozen':  # frozen scales are out of date on purpose: `warnings` reports them
       reasons.append(f'{name} = {value:.3g}, beyond {most:g}: {cause}. {tries((SCALES, NO_FP8_CACHE, NO_FP8), run)}')
   stale = metrics.get('async/stale_tokens', 0) > 0 and metrics.get('rollout_corr/corrected_fraction') == 0
-  if stale and weighted(run.loss, run.correction.mode):
+  if stale and run.loss.weighted(run.correction.mode):
     reasons.append(
       'older weights sampled some tokens, but every weight is exactly 1 and the ratio is to the log-probs of the learner: '
       f'nothing corrects for the staleness. {tries((STALENESS, TOKEN_LEVEL, BYPASS), run)}'

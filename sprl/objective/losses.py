@@ -149,14 +149,6 @@ VARIANTS: dict[str, Callable] = {
 }
 
 
-def weighted(settings: Loss, mode: str) -> bool:
-  """Return whether the loss is multiplied by w; otherwise the ratio of the variant is to the sampler's log-probs.
-
-  `mode` is correction.mode.
-  """
-  return mode == 'decoupled' or settings.variant == 'reinforce'
-
-
 def token_loss(
   logprobs: LogProbs,
   settings: Loss,
@@ -180,7 +172,7 @@ def token_loss(
     raise ValueError(f'LogProbs.current and .old in mode {mode!r}: expected arrays, got None')
   # Values outside the mask may be NaN. They are replaced before the arithmetic: 0 * NaN is NaN, in gradients as well.
   logp, reference, A, w = (jnp.where(mask, x, 0) for x in (logprobs.current, reference, advantage, weight))
-  w = w if weighted(settings, mode) else mask.astype(w.dtype)
+  w = w if settings.weighted(mode) else mask.astype(w.dtype)
   tokens = Tokens(logp=logp, reference=sg(reference), A=sg(A), reward=sg(reward)[:, None], mask=mask)
   loss, log_ratio, clipped = VARIANTS[settings.variant](tokens, settings)
   return jnp.where(mask, sg(w) * loss, 0), TokenRatios(log_ratio=sg(log_ratio), clipped=sg(clipped & mask))

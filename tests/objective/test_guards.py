@@ -411,6 +411,7 @@ def test_advice_is_that_of_the_run():
   for run, advice in (
     (uncorrected, "Try config.arm = 'sparse_rl', which corrects for the eviction; a larger config.cache.budget"),
     (replace(uncorrected, cache=Cache()), "Try config.correction.level = 'token', which corrects for it; less FP8"),
+    (replace(PLAIN, quant=Quant(learner='w8a8'), correction=nothing), "for it; config.quant.learner = 'none'; config.ledger"),
   ):
     said = after([STEP | {'rollout_corr/kl': 0.3}] * FEW, run)['sampler and learner differ much']
     assert advice in said
