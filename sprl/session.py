@@ -187,7 +187,7 @@ class Session:
     self._times.lap('learn')
     self.learner.measure_scales(batches)
     if self._next_prompts:
-      self.learner.measure_scales_on_prompts(self._next_prompts, self.run.prefill)
+      self.learner.measure_scales_on_prompts(self._next_prompts)
     self.weights = weights = jax.block_until_ready(self.learner.sampler_weights())
     placed = jax.block_until_ready([engine.place(weights) for engine in self.placed])
     self.timeline.add('learner', f'sync {step}', learned, self.timeline.now())
@@ -254,8 +254,8 @@ class Session:
 
   def evaluate(self) -> dict[str, Any]:
     """Evaluate the newest weights on held-out problems, and log that once. Returns {} if a signal came meanwhile."""
-    calibrated = self.learner.calibrates and self.run.quant.kv_scale != 'first_forward'  # else on the prompts of the evaluation
-    scales = self.weights.scales if calibrated and self.weights is not None else None
+    of_run = self.learner.scale_rule.measured_on != 'next prompts'  # else the evaluation measures its own prompts
+    scales = self.weights.scales if self.learner.calibrates and of_run and self.weights is not None else None
     with self.timeline.span('controller', 'evaluate'):
       result = evaluate(
         self.run, self.model, self.learner.params, self.eval_set, scales=scales, synced=self.weights, stopped=self.stopped,
@@ -306,7 +306,7 @@ class Session:
 
   def _look_ahead(self, step: int) -> Sequence[Int[np.ndarray, ' P']]:
     """Return the next prompts if the FP8 cache is calibrated on the prompts that it will serve, else ()."""
-    if not self.learner.calibrates or self.run.quant.kv_scale != 'first_forward' or step == self.run.steps:
+    if not self.learner.calibrates or self.learner.scale_rule.measured_on != 'next prompts' or step == self.run.steps:
       return ()
     return prompts(self.source, self.scheduler.next, self.run.prefill)
 

@@ -169,7 +169,7 @@ def setup(
   learner, state = open_learner(run, model, layout, checkpoints, rollouts, eval_set, workdir, origin, team)
   if not learner.scales_current:  # no step has measured the scales for these weights
     first = (state.scheduler or {}).get('next', 0)
-    learner.measure_scales_on_prompts(prompts(source, first, run.prefill), run.prefill)
+    learner.measure_scales_on_prompts(prompts(source, first, run.prefill))
   weights = learner.sampler_weights()
 
   # --- engines, scheduler --------------------------------------------------------------------------------------------

@@ -110,8 +110,7 @@ class Learner:
 
     Does nothing without an FP8 cache, without batches, and where quant.kv_scale takes its scales elsewhere.
     """
-    quant = self.run.quant
-    if not self.calibrates or not batches or quant.kv_scale not in ('learner', 'running_max'):
+    if not self.calibrates or not batches or self.scale_rule.measured_on != 'batch':
       return
     with self._on_its_devices('calibrate'):
       params = self.params
@@ -124,13 +123,14 @@ class Learner:
       ]  # fmt: skip
       self._remember(np.max(fetch(found), axis=0))
 
-  def measure_scales_on_prompts(self, prompts: Sequence[Int[np.ndarray, ' _']], rows: int) -> None:
-    """Measure the scales of the FP8 cache on the first `rows` prompts: before the first update, or for `first_forward`.
+  def measure_scales_on_prompts(self, prompts: Sequence[Int[np.ndarray, ' _']]) -> None:
+    """Measure the scales of the FP8 cache on prompts, of which as many are used as go through the network together.
 
-    With quant.kv_scale 'frozen' the first call decides, and later calls change nothing.
+    Before the first update, or where the rule measures the next prompts. If it measures the first prompts, later calls change
+    nothing.
     """
-    model, quant = self.model, self.run.quant
-    found = calibrate.amax_of_prompts(model.graphdef, self.layout, self.params, prompts, rows, quant, model.mesh)
+    model, run = self.model, self.run
+    found = calibrate.amax_of_prompts(model.graphdef, self.layout, self.params, prompts, run.prefill, run.quant, model.mesh)
     self._remember(found)
 
   def sampler_weights(self) -> SamplerWeights:
@@ -154,15 +154,20 @@ class Learner:
   @property
   def calibrates(self) -> bool:
     """Whether the sampler's cache has scales to be measured."""
-    return self.layout.fp8 and self.run.quant.kv_scale != 'unit'
+    return self.layout.fp8 and self.scale_rule.measured_on != 'nothing'
+
+  @property
+  def scale_rule(self) -> calibrate.ScaleRule:
+    """How the scales of the sampler's cache are found."""
+    return calibrate.RULES[self.run.quant.kv_scale]
 
   @property
   def scales_current(self) -> bool:
     """Whether the scales of the cache, if it has any, belong to the newest weights (docs/methods/fp8.md, Cache scales).
 
-    Frozen scales are current once they exist.
+    Those of the first prompts are current once they exist.
     """
-    if self.run.quant.kv_scale == 'frozen' and self.amax:
+    if self.scale_rule.measured_on == 'first prompts' and self.amax:
       return True
     return not self.calibrates or self.calibrated_updates == int(jax.device_get(self.state.updates))
 

@@ -37,7 +37,7 @@ def restore(
   base = load_base(model, state.base, run.model.path, dtype)
   largest = tuple(np.array(found, np.float32) for found in state.amax)
   params, scales = network(restored.arrays.params, base), None
-  if largest and run.quant.kv_scale != 'first_forward':
+  if largest and calibrate.RULES[run.quant.kv_scale].measured_on != 'next prompts':
     scales = calibrate.scales(largest, run.quant, model.cache_layout(run.sampling, run.cache, run.quant), params)
   return params, state.step, scales
 

@@ -31,11 +31,11 @@ KL_CLIP = 10.0  # bound on the KL estimate of a token
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tokens:
+class TokenTerms:
   """Arguments of a loss variant. Only `logp` carries a gradient; all are 0 where the model wrote nothing."""
 
   logp: Float[Array, 'B T']  # under the weights being trained
-  reference: Float[Array, 'B T']  # log-prob in the denominator of the ratio
+  denominator: Float[Array, 'B T']  # log-prob of the policy that the ratio is to
   A: Float[Array, 'B T']  # advantage
   reward: Float[Array, 'B 1']
   mask: Bool[Array, 'B T']  # tokens that the model wrote
@@ -43,7 +43,7 @@ class Tokens:
   @property
   def log_r(self) -> Float[Array, 'B T']:
     """The log ratio of the token, differentiable."""
-    return self.logp - self.reference
+    return self.logp - self.denominator
 
 
 @jax.tree_util.register_dataclass
@@ -58,7 +58,7 @@ class TokenRatios:
 # --- variants: (tokens, settings) -> loss of each token, its log ratio, whether a bound took effect -----------------------
 
 
-def _ppo(t: Tokens, s: Loss, level: str = 'token'):
+def _ppo(t: TokenTerms, s: Loss, level: str = 'token'):
   """Eq. 22 and 23; at level `geometric` or `segment` eq. 24."""
   log_r = pooled(t.log_r, t.mask, level)
   r = bounded_exp(log_r)
@@ -73,27 +73,27 @@ def _ppo(t: Tokens, s: Loss, level: str = 'token'):
   return loss, log_r, bound
 
 
-def _gspo(t: Tokens, s: Loss):
+def _gspo(t: TokenTerms, s: Loss):
   return _ppo(t, s, 'geometric')
 
 
-def _segment(t: Tokens, s: Loss):
+def _segment(t: TokenTerms, s: Loss):
   return _ppo(t, s, 'segment')
 
 
-def _reinforce(t: Tokens, s: Loss):
+def _reinforce(t: TokenTerms, s: Loss):
   """Eq. 21."""
   return -t.A * t.logp, t.log_r, _never(t)
 
 
-def _tis(t: Tokens, s: Loss):
+def _tis(t: TokenTerms, s: Loss):
   """Eq. 25."""
   r = bounded_exp(t.log_r)
   low, high = s.tis.low, s.tis.high
   return -sg(jnp.clip(r, low, high)) * t.A * t.logp, t.log_r, (r < low) | (r > high)
 
 
-def _topr(t: Tokens, s: Loss):
+def _topr(t: TokenTerms, s: Loss):
   """Eq. 26. The raw reward decides the branch, not the advantage."""
   log_r = pooled(t.log_r, t.mask, s.topr.level)
   r = bounded_exp(log_r)
@@ -102,21 +102,21 @@ def _topr(t: Tokens, s: Loss):
   return -sg(coefficient) * t.A * t.logp, log_r, ~good & (r > 1)
 
 
-def _cispo(t: Tokens, s: Loss):
+def _cispo(t: TokenTerms, s: Loss):
   """Eq. 27."""
   r = bounded_exp(t.log_r)
   bounded = jnp.clip(r, *ratio_bounds(s))
   return -sg(bounded) * t.A * t.logp, t.log_r, bounded != r
 
 
-def _kimi15(t: Tokens, s: Loss):
+def _kimi15(t: TokenTerms, s: Loss):
   """Eq. 28."""
   return -t.A * t.logp + s.kimi15.tau / 2 * t.log_r**2, t.log_r, _never(t)
 
 
-def _dppo_kl(t: Tokens, s: Loss):
+def _dppo_kl(t: TokenTerms, s: Loss):
   """Eq. 29."""
-  moved = jnp.exp(t.logp) - jnp.exp(t.reference)  # Delta: the change of the token's probability
+  moved = jnp.exp(t.logp) - jnp.exp(t.denominator)  # Delta: the change of the token's probability
   delta, penalty = s.dppo_kl.delta, s.dppo_kl.penalty
   left = ((t.A > 0) & (moved > delta)) | ((t.A < 0) & (moved < -delta))
   kept = jnp.where(left, 0, -t.A * bounded_exp(t.log_r))
@@ -167,13 +167,13 @@ def token_loss(
 
   Raises ValueError if a log-prob that the mode needs is missing.
   """
-  reference = logprobs.old if mode == 'decoupled' else logprobs.sampler
-  if logprobs.current is None or reference is None:
+  denominator = logprobs.old if mode == 'decoupled' else logprobs.sampler
+  if logprobs.current is None or denominator is None:
     raise ValueError(f'LogProbs.current and .old in mode {mode!r}: expected arrays, got None')
   # Values outside the mask may be NaN. They are replaced before the arithmetic: 0 * NaN is NaN, in gradients as well.
-  logp, reference, A, w = (jnp.where(mask, x, 0) for x in (logprobs.current, reference, advantage, weight))
+  logp, denominator, A, w = (jnp.where(mask, x, 0) for x in (logprobs.current, denominator, advantage, weight))
   w = w if settings.weighted(mode) else mask.astype(w.dtype)
-  tokens = Tokens(logp=logp, reference=sg(reference), A=sg(A), reward=sg(reward)[:, None], mask=mask)
+  tokens = TokenTerms(logp=logp, denominator=sg(denominator), A=sg(A), reward=sg(reward)[:, None], mask=mask)
   loss, log_ratio, clipped = VARIANTS[settings.variant](tokens, settings)
   return jnp.where(mask, sg(w) * loss, 0), TokenRatios(log_ratio=sg(log_ratio), clipped=sg(clipped & mask))
 

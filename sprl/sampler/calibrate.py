@@ -1,20 +1,15 @@
 """Scales of an FP8 cache, renewed after every weight update unless they are frozen (docs/methods/fp8.md, eq. 8).
 
-`quant.kv_scale` selects the largest values that the scales come from:
-
-    learner        largest |Q|, |K|, |V| of each layer over the batch just trained on; over prompts before the first rollout
-    running_max    the same, maximum of the last HISTORY steps
-    first_forward  over the first prompts of the rollout, with fixed headroom
-    unit           none: all scales are 1
-    frozen         over prompts before the first rollout, and never again
-
-Except for `frozen` the values belong to one version of the weights. They are host arrays, so a checkpoint can store them.
+Scales come from the largest |Q|, |K| and |V| of each layer. `quant.kv_scale` names the rule: what they are measured on, and their
+headroom. Before the first rollout all rules measure prompts. Except for `frozen` the values belong to one version of the weights.
+They are host arrays, so a checkpoint can store them.
 """
 
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,8 +29,27 @@ from sprl.sharding.rules import OnMesh, tie_to_iteration
 from sprl.sharding.transfer import fetch
 
 MARGIN = 1.05  # headroom above the largest value seen
-HISTORY = 16  # steps that running_max looks back on
 UNSEEN = 2.0  # headroom for completions that were not seen; it costs no precision (docs/methods/fp8.md, cache scales)
+
+
+class ScaleRule(NamedTuple):
+  """How the scales of the cache are found."""
+
+  measured_on: Literal[
+    'batch', 'next prompts', 'first prompts', 'nothing'
+  ]  # of the largest values; nothing: scales are 1
+  steps: int = 1  # latest steps whose largest values count
+  unseen: float = UNSEEN  # factor on the largest values of prompts
+  divisors: tuple[float, float, float] = with_margin(MARGIN)  # of the largest |Q|, |K| and |V|
+
+
+RULES: dict[str, ScaleRule] = {
+  'learner': ScaleRule('batch'),
+  'running_max': ScaleRule('batch', steps=16),
+  'first_forward': ScaleRule('next prompts', unseen=1.0, divisors=FIRST_FORWARD),
+  'unit': ScaleRule('nothing'),
+  'frozen': ScaleRule('first prompts'),
+}
 
 
 @jax.tree_util.register_dataclass
@@ -115,7 +129,7 @@ def amax_of_prompts(
 ) -> Float[np.ndarray, '3 L']:
   """Return `amax` of the first `rows` prompts, each alone in its row, on the host; `mesh` holds the weights.
 
-  The result is doubled, because completions may have larger values; `first_forward` has other headroom (`scales`).
+  The result is multiplied by `ScaleRule.unseen`, because completions may have larger values.
   `scales((amax_of_prompts(...),), quant, layout, params)` are the scales that follow from these prompts alone.
   """
   T = layout.prompt
@@ -127,17 +141,15 @@ def amax_of_prompts(
     graphdef, layout, params, tokens=jnp.asarray(tokens), positions=jnp.asarray(positions), segments=jnp.asarray(segments),
     prefixes=jnp.zeros(tokens.shape, jnp.int32), used=jnp.int32(1),
   )  # fmt: skip
-  return np.asarray(fetch(found)) * np.float32(1 if quant.kv_scale == 'first_forward' else UNSEEN)
+  return np.asarray(fetch(found)) * np.float32(RULES[quant.kv_scale].unseen)
 
 
 def remember(history: History, found: Float[Array | np.ndarray, '3 L'], quant: Quant) -> History:
-  """Return the history with the newest values appended.
-
-  Only `running_max` keeps more than one, HISTORY steps. `frozen` keeps the first and drops all later values.
-  """
-  if quant.kv_scale == 'frozen' and history:
+  """Return the latest steps of the history with the newest values appended. Values of the first prompts stay for ever."""
+  rule = RULES[quant.kv_scale]
+  if rule.measured_on == 'first prompts' and history:
     return history
-  return (*history, np.asarray(fetch(found)))[-(HISTORY if quant.kv_scale == 'running_max' else 1) :]
+  return (*history, np.asarray(fetch(found)))[-rule.steps :]
 
 
 def usable(history: History) -> bool:
@@ -151,9 +163,10 @@ def scales(history: History, quant: Quant, layout: CacheLayout, params: Params) 
   What the cache stores of a key bias may be larger at positions that were not measured, so its bound is added. The bound always
   belongs to `params`. The history does not contain it, so the scales of older checkpoints are right too.
   """
-  if quant.kv_scale == 'unit' or not history:
+  rule = RULES[quant.kv_scale]
+  if rule.measured_on == 'nothing' or not history:
     return unit(layout.layers)
   largest = np.max(history, axis=0)
   if layout.key_bias:
     largest[1] += np.asarray(fetch(_reach(layout, transformer.key_biases(params))))
-  return from_amax(largest, FIRST_FORWARD if quant.kv_scale == 'first_forward' else with_margin(MARGIN))
+  return from_amax(largest, rule.divisors)

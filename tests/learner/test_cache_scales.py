@@ -45,7 +45,7 @@ def learner(mode):
   state = TrainState(params=params, opt_state=(), updates=zero, skipped=zero, bad_streak=zero)
   subject = Learner(run=run, model=model, layout=layout, jitted_update=None, state=state)
   assert not subject.scales_current
-  subject.measure_scales_on_prompts(PROMPTS, 4)
+  subject.measure_scales_on_prompts(PROMPTS)
   assert subject.scales_current
   return subject
 
@@ -110,7 +110,7 @@ def test_a_resumed_run_keeps_frozen_scales_bit_for_bit():
   again = resumed(subject)
   assert again.scales_current  # so set-up does not measure them again
   assert as_bytes(again.sampler_weights().scales) == first
-  again.measure_scales_on_prompts(PROMPTS, 4)
+  again.measure_scales_on_prompts(PROMPTS)
   update(again, 2.0)
   assert as_bytes(again.sampler_weights().scales) == first
 

@@ -18,7 +18,7 @@ from sprl.learner.batch import Shape, pack
 from sprl.models import transformer
 from sprl.models.attention import Attention, PackedAttention
 from sprl.sampler import calibrate
-from sprl.sampler.calibrate import HISTORY, CalibratingAttention
+from sprl.sampler.calibrate import CalibratingAttention
 
 KV8 = Quant(sampler='kv8')
 
@@ -149,7 +149,7 @@ def test_scales_of_a_checkpoint_that_has_no_bound_cover_key_biases_at_any_positi
 
 
 def test_only_the_running_maximum_and_frozen_scales_use_earlier_steps():
-  looks = [np.full((3, 2), x, np.float32) for x in (9.0, 5.0, *[3.0] * (HISTORY - 1))]  # the first is older than the history
+  looks = [np.full((3, 2), x, np.float32) for x in (9.0, 5.0, *[3.0] * 15)]  # running_max looks back on 16 steps
   for mode, expected in (('learner', 3.0), ('first_forward', 3.0), ('running_max', 5.0), ('frozen', 9.0)):
     quant, history = Quant(sampler='kv8', kv_scale=mode), ()
     for look in looks:
