@@ -217,8 +217,8 @@ def open_learner(
   rollouts: RolloutSetup,
   eval_set: EvalSet,
   workdir: Path,
-  origin: Origin | None = None,
-  team: Team = ALONE,
+  origin: Origin | None,
+  team: Team,
 ) -> tuple[Learner, RunState]:
   """Return the learner and the run state, from the newest checkpoint or as they are before the first step.
 

@@ -8,7 +8,7 @@ of a group may share one copy of their prompt (`share_prefix`); the attention ma
     segments  1 1 1 1   2 2 2   3 3   4 4 4 4   0 0
     prefixes  0 0 0 0   1 1 1   1 1   1 1 1 1   0 0
 
-The objective sees [B, C] arrays instead: one row per sequence, one column per completion token. `source` is the index of the
+The objective sees [B, C] arrays instead: one row per sequence, one column per completion token. `predictor` is the index of the
 hidden state that predicts a scored position (for the first token of a completion, the state of the prompt's last token).
 `place` is the scored position of each element of a [B, C] array.
 
@@ -42,7 +42,7 @@ class TrainBatch:
   positions: Int[Array, 'A R T']  # of each token in its sequence
   segments: Int[Array, 'A R T']  # number of the segment, from 1 in each row; 0 is padding
   prefixes: Int[Array, 'A R T']  # the segment that this one continues; 0: none
-  source: Int[Array, 'A S N']  # of scored position n: index of the predicting state among the N = R / S * T of the shard
+  predictor: Int[Array, 'A S N']  # of scored position n: index of the predicting state among the N = R / S * T of the shard
   target: Int[Array, 'A S N']  # of scored position n: the token to predict
   scored: Int[Array, 'A QS']  # number of scored positions of each part of a shard, which come first among their N / Q
   used: Int[Array, '']  # microbatches with tokens
@@ -63,7 +63,7 @@ class TrainBatch:
 
     The [B, C] arrays are small and replicated.
     """
-    packed = dict.fromkeys(('tokens', 'positions', 'segments', 'prefixes', 'source', 'target'), (None, 'rows', 'tokens'))
+    packed = dict.fromkeys(('tokens', 'positions', 'segments', 'prefixes', 'predictor', 'target'), (None, 'rows', 'tokens'))
     split = packed | {
       'scored': (None, 'scored_rows'),
       'evicted': (None, 'rows', None, 'kv_heads', None),
@@ -209,7 +209,7 @@ def empty(shape: Shape, support: Format | None = None) -> TrainBatch:
   packed, scored, cells = (A, R, T), (A, S, R // S * T), (B, C)
   arrays: dict[str, Any] = {  # numpy until they are placed on the devices
     **{name: np.zeros(packed, np.int32) for name in ('tokens', 'positions', 'segments', 'prefixes')},
-    **{name: np.zeros(scored, np.int32) for name in ('source', 'target')},
+    **{name: np.zeros(scored, np.int32) for name in ('predictor', 'target')},
     'scored': np.zeros((A, S * shape.parts), np.int32),
     'used': np.int32(0),
     'micro': np.full(B, -1, np.int32),
@@ -233,7 +233,7 @@ def _fill_row(batch: Any, shape: Shape, index: int, pieces: list[list[int]], tra
   """Write pieces, lists of sequences that share a prompt, into row `index` of the batch's numpy arrays, in place."""
   a, r = divmod(index, shape.rows)
   s, within = divmod(r, shape.rows // shape.shards)
-  S, Q, N = shape.shards, shape.parts, batch.source.shape[2]
+  S, Q, N = shape.shards, shape.parts, batch.predictor.shape[2]
   parts = batch.scored[a, s::S]
   start, segment = 0, 0
   for piece in pieces:
@@ -263,7 +263,7 @@ def _fill_row(batch: Any, shape: Shape, index: int, pieces: list[list[int]], tra
       part, within_part = number % Q, number // Q
       position = part * (N // Q) + within_part
       predictor = np.concatenate([[last_of_prompt], np.arange(start, start + n - 1)])
-      batch.source[a, s, position] = within * shape.tokens + predictor[column]
+      batch.predictor[a, s, position] = within * shape.tokens + predictor[column]
       batch.target[a, s, position] = trajectory.completion[column]
       if batch.support is not None:
         assert trajectory.support is not None, 'all trajectories of a batch record supports, or none'

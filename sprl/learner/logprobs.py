@@ -69,10 +69,10 @@ def micro_logprobs(
     routes=None if batch.routes is None else batch.routes[i], mask=batch.segments[i] > 0,
   )  # fmt: skip
   with jax.named_scope('head'):
-    S, N = batch.source.shape[1:]
+    S, N = batch.predictor.shape[1:]
     parts = batch.scored.shape[1]  # Q of each row shard: as many as devices share a row
     of_shard = shard(out.hidden, 'rows', None, None).reshape(S, N, -1)
-    predictors = jnp.take_along_axis(of_shard, batch.source[i, :, :, None], axis=1)
+    predictors = jnp.take_along_axis(of_shard, batch.predictor[i, :, :, None], axis=1)
     predictors = _in_parts(shard(predictors, 'rows', 'tokens', None), parts)
     head = transformer.head_weight(params)
     scored = linear_logprob(

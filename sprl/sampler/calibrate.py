@@ -35,9 +35,7 @@ UNSEEN = 2.0  # headroom for completions that were not seen; it costs no precisi
 class ScaleRule(NamedTuple):
   """How the scales of the cache are found."""
 
-  measured_on: Literal[
-    'batch', 'next prompts', 'first prompts', 'nothing'
-  ]  # of the largest values; nothing: scales are 1
+  measured_on: Literal['batch', 'next prompts', 'first prompts', 'nothing']  # of the largest values; nothing: scales are 1
   steps: int = 1  # latest steps whose largest values count
   unseen: float = UNSEEN  # factor on the largest values of prompts
   divisors: tuple[float, float, float] = with_margin(MARGIN)  # of the largest |Q|, |K| and |V|

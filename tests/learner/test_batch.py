@@ -34,7 +34,7 @@ def test_three_completions_sharing_a_prompt():
   assert batch.segments.tolist() == [[[1, 1, 1, 1, 2, 2, 2, 3, 3, 4, 4, 4, 4, 0, 0]]]
   assert batch.prefixes.tolist() == [[[0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0, 0]]]
   assert batch.scored.tolist() == [[9]]
-  assert batch.source[0, 0, :9].tolist() == [3, 4, 5, 3, 7, 3, 9, 10, 11]
+  assert batch.predictor[0, 0, :9].tolist() == [3, 4, 5, 3, 7, 3, 9, 10, 11]
   assert batch.target[0, 0, :9].tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9]
   assert batch.place.tolist() == [[0, 1, 2, 0], [3, 4, 0, 0], [5, 6, 7, 8]]
   assert batch.mask.astype(int).tolist() == [[1, 1, 1, 0], [1, 1, 0, 0], [1, 1, 1, 1]]
@@ -64,8 +64,8 @@ def test_unshared_prompts_in_two_microbatches_of_two_rows():
   assert batch.segments[0].tolist() == [[1, 1, 1, 1, 2, 2, 2, 0], [1, 1, 1, 1, 2, 2, 0, 0]]
   assert batch.prefixes[0].tolist() == [[0, 0, 0, 0, 1, 1, 1, 0], [0, 0, 0, 0, 1, 1, 0, 0]]
   assert batch.scored.tolist() == [[5], [4], [0]]
-  assert batch.source[0, 0, :5].tolist() == [3, 4, 5, 8 + 3, 8 + 4]
-  assert batch.source[1, 0, :4].tolist() == [3, 4, 5, 6]
+  assert batch.predictor[0, 0, :5].tolist() == [3, 4, 5, 8 + 3, 8 + 4]
+  assert batch.predictor[1, 0, :4].tolist() == [3, 4, 5, 6]
   assert batch.micro.tolist() == [0, 0, 1]
   assert batch.place.tolist() == [[0, 1, 2, 0], [3, 4, 0, 0], [0, 1, 2, 3]]
   assert int(batch.used) == 2
@@ -78,7 +78,7 @@ def test_only_tokens_of_the_model_are_scored():
   batch, _ = pack([turns], np.ones(1, np.float32), Shape(micros=1, rows=1, tokens=8, sequences=1, columns=6), share_prefix=True)
   assert batch.tokens[0, 0].tolist() == [10, 11, 1, 2, 8, 9, 3, 0]
   assert batch.scored.tolist() == [[3]]
-  assert batch.source[0, 0, :3].tolist() == [1, 2, 5]
+  assert batch.predictor[0, 0, :3].tolist() == [1, 2, 5]
   assert batch.target[0, 0, :3].tolist() == [1, 2, 3]
   assert batch.mask.astype(int).tolist() == [[1, 1, 0, 0, 1, 0]]
   assert batch.place.tolist() == [[0, 1, 0, 0, 2, 0]]
@@ -130,13 +130,13 @@ def test_a_batch_of_left_out_sequences_is_empty():
 def contexts(batch):
   """Return (tokens seen, target) of every cell, read off the packed rows token by token."""
   cells = {}
-  S, N = batch.source.shape[1:]
+  S, N = batch.predictor.shape[1:]
   Q = batch.scored.shape[1] // S
   for b, c in np.argwhere(batch.mask):
     a, (part, n) = batch.micro[b], divmod(int(batch.place[b, c]), N // Q)
     q, s = divmod(part, S)
     n += q * (N // Q)
-    r, at = divmod(s * N + int(batch.source[a, s, n]), batch.tokens.shape[2])
+    r, at = divmod(s * N + int(batch.predictor[a, s, n]), batch.tokens.shape[2])
     assert r * S // batch.tokens.shape[1] == s  # the row is one of the shard's
     segment, prefix = batch.segments[a, r, at], batch.prefixes[a, r, at]
     seen = [i for i in range(at + 1) if batch.segments[a, r, i] in (segment, prefix) and batch.segments[a, r, i]]
@@ -176,7 +176,7 @@ def test_a_batch_fits_its_shape_and_scores_each_token_once(data, share, shards, 
   assert not batch.segments[int(batch.used) :].any()
   assert batch.scored.sum() == len(expected)
   places = {(int(batch.micro[b]), int(batch.place[b, c])) for b, c in expected}
-  N = batch.source.shape[2] // parts  # of a part of a shard
+  N = batch.predictor.shape[2] // parts  # of a part of a shard
   assert places == {(a, s * N + n) for a, s in np.ndindex(batch.scored.shape) for n in range(batch.scored[a, s])}
   of_shards = batch.scored.reshape(-1, parts, shards)
   assert (of_shards.max(1) - of_shards.min(1)).max() <= 1  # devices that share a row score as many positions
