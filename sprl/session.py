@@ -127,6 +127,8 @@ class Session:
       self.state.before = self.evaluate()
     elif self.evaluates_after(self.state.step) and not self.state.after and not self.team.broadcast('evaluated', self._evaluated):
       self.state.after = self.evaluate()
+      if self.state.after:
+        self.save()  # adds the score to the checkpoint
     for step in range(self.state.step + 1, self.run.steps + 1):
       if self.stopped():
         return

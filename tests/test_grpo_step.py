@@ -23,7 +23,7 @@ def test_the_peer_gets_the_same_problems_as_the_run(tmp_path):
   )
   setup = RolloutSetup.open(run, tokenizer)
   assert setup.stream is not None
-  source = ProblemSource(setup.stream.at, tokenizer, 8)
+  source = ProblemSource(setup.stream.at, tokenizer, max_prompt=256, max_tokens=8)
   for group, problem in enumerate(first_problems(run, 6)):
     np.testing.assert_array_equal(tokenizer.chat(problem['prompt']), source.prompt(group))
     assert problem['answer'] == source.answer(group)

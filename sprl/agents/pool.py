@@ -58,7 +58,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class Ended:
-  """The end of an agent. `cut`: a limit refused one of its requests; if it raised after that, its reward is 0."""
+  """The end of an agent. `cut`: a limit refused one of its requests. If it raised after that, its reward is 0."""
 
   reward: float
   metrics: Mapping[str, float] = field(default_factory=dict)
@@ -268,7 +268,9 @@ class AgentPool:
         lost, episode.lost = episode.lost, False
         return Asked(asking.request, lost)
     if isinstance(episode.end, Failure) and episode.cut:
-      return Ended(0.0, {}, episode.lost, cut=True)
+      kind = episode.end.kind  # an agent that crashes is tried again, whatever was refused before
+      if kind == 'error' or (kind == 'timeout' and episode.refused):
+        return Ended(0.0, {}, episode.lost, cut=True)
     if isinstance(episode.end, Ended):
       return Ended(episode.end.reward, episode.end.metrics, episode.lost, episode.cut)
     return episode.end

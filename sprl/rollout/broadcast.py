@@ -20,6 +20,7 @@ import numpy as np
 from jaxtyping import Int
 
 from sprl.distributed.team import Team
+from sprl.io.tokenizer import TokenizerError
 from sprl.rollout.episodes import Comparison, Episode
 from sprl.rollout.interfaces import EngineLike, WorkersLike
 from sprl.rollout.prompts import Source
@@ -152,19 +153,19 @@ class BroadcastSource:
     return self.inner.comparison(number, trajectories)
 
   def prompt(self, number: int) -> Int[np.ndarray, ' P']:
-    """Return the ids that the group's episodes begin with. Raises EnvironmentFault in all processes."""
+    """Return the ids that the group's episodes begin with. Raises EnvironmentFault and TokenizerError in all processes."""
     first = self.team.broadcast('prompt', lambda: self._first(number))
     try:
-      if isinstance(first, EnvironmentFault):
+      if isinstance(first, Exception):
         raise first
       return first
     finally:
       del first  # its traceback holds this frame: a cycle would keep the arrays of all callers alive
 
-  def _first(self, number: int) -> Int[np.ndarray, ' P'] | EnvironmentFault:
+  def _first(self, number: int) -> Int[np.ndarray, ' P'] | EnvironmentFault | TokenizerError:
     try:
       return self.inner.prompt(number)
-    except EnvironmentFault as fault:
+    except (EnvironmentFault, TokenizerError) as fault:
       return fault
 
   def answer(self, number: int) -> str:

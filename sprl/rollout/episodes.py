@@ -59,6 +59,14 @@ def answered(prompt: Int[np.ndarray, ' P'], max_tokens: int, grading: Callable[[
   return Trajectory.of(completion, **graded((yield Work(grading(completion)))))
 
 
+def check_prompt(prompt: Int[np.ndarray, ' P'], most: int, what: str) -> None:
+  """Raise EpisodeError if a prompt has no token, or more than `most`. `what` names the prompt in the message."""
+  if not len(prompt):
+    raise EpisodeError(f'{what} is empty: expected at least one token')
+  if len(prompt) > most:
+    raise EpisodeError(f'config.sampling.max_prompt = {most}: expected at least {len(prompt)}, the tokens of {what}')
+
+
 def compared(trajectories: Sequence[Trajectory], call: Any, names: Sequence[str]) -> Comparison:
   """Add the grades of groupwise rewards. `call` grades all members at once; `names` are the names of all rewards, in order."""
   grades = yield Work(call)
@@ -168,16 +176,12 @@ def conversation(
     release: called once at the end, also if the episode is closed early or raises.
 
   Raises:
-    EpisodeError: the first observation is longer than `limits.max_prompt`.
+    EpisodeError: the first observation is empty, or longer than `limits.max_prompt`.
   """
   try:
     observation, info = yield Work(call('reset', seed))
     transcript = Transcript(np.array(codec.opening(turn_messages(observation, info)), np.int32))
-    if len(transcript.prompt) > limits.max_prompt:
-      raise EpisodeError(
-        f'config.sampling.max_prompt = {limits.max_prompt}: expected at least {len(transcript.prompt)}, the tokens of the first '
-        'observation'
-      )
+    check_prompt(transcript.prompt, limits.max_prompt, 'the first observation')
     outcomes: list[Outcome] = []
     finish = 'turns'
     for turn in range(1, limits.turns + 1):

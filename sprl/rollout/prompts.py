@@ -12,9 +12,9 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int
 
-from sprl.io.tokenizer import Tokenizer
+from sprl.io.tokenizer import Tokenizer, TokenizerError
 from sprl.rollout.collect import encode
-from sprl.rollout.episodes import Codec, Comparison, Episode, Limits, answered, compared, conversation
+from sprl.rollout.episodes import Codec, Comparison, Episode, Limits, answered, check_prompt, compared, conversation
 from sprl.tasks.environment_pool import Call
 from sprl.tasks.environments.protocol import Environment, EnvironmentFault, checked_reset, name_of, turn_messages
 from sprl.tasks.grader_pool import Group
@@ -54,12 +54,20 @@ class Source(Protocol):
 class ProblemSource:
   """Problems that are answered once and graded. The workers come from `sprl.tasks.grader_pool`.
 
-  `problem(number)` returns the problem of a group. `max_tokens` is the length of the longest answer. `rewards` are those of the
-  workers.
+  `problem(number)` returns the problem of a group. `max_prompt` and `max_tokens` are the tokens of the longest prompt and answer.
+  `rewards` are those of the workers.
   """
 
-  def __init__(self, problem: Callable[[int], Problem], tokenizer: Tokenizer, max_tokens: int, rewards: Sequence[Reward] = ()):
-    self._tokenizer, self._max_tokens = tokenizer, max_tokens
+  def __init__(
+    self,
+    problem: Callable[[int], Problem],
+    tokenizer: Tokenizer,
+    rewards: Sequence[Reward] = (),
+    *,
+    max_prompt: int,
+    max_tokens: int,
+  ):
+    self._tokenizer, self._max_prompt, self._max_tokens = tokenizer, max_prompt, max_tokens
     self._names = [reward.name for reward in rewards]
     self._groupwise = any(reward.grader.groupwise for reward in rewards)
 
@@ -71,9 +79,14 @@ class ProblemSource:
     self._opened = opened
 
   def episode(self, number: int, uid: int, attempt: int) -> Episode:
-    """One answer and its grade. The members of a group differ in their random numbers only."""
+    """One answer and its grade. The members of a group differ in their random numbers only.
+
+    The episode raises EpisodeError if the prompt is empty or too long, and TokenizerError if the chat template refuses it: only
+    the first problems are checked before a run starts.
+    """
     problem, prompt = self._opened(number)
-    return answered(prompt, self._max_tokens, lambda c: self._sample(problem, c.tokens, c.finish))
+    check_prompt(prompt, self._max_prompt, f'the prompt of {problem.id}')
+    return (yield from answered(prompt, self._max_tokens, lambda c: self._sample(problem, c.tokens, c.finish)))
 
   def comparison(self, number: int, trajectories: Sequence[Trajectory]) -> Comparison | None:
     """The call of the groupwise rewards; None if there are none."""
@@ -198,16 +211,17 @@ def _order(seed: int, epoch: int, count: int) -> Int[np.ndarray, ' n']:
 
 
 def prompts(source: Source, first: int, count: int) -> Sequence[Int[np.ndarray, ' _']]:
-  """Return the prompts of up to `count` groups from number `first` on. Groups whose environment fails are left out.
+  """Return the prompts of up to `count` groups from number `first` on.
 
-  Raises EnvironmentFault if all of the TRIES * count groups fail.
+  Groups whose environment fails, or whose messages the chat template refuses, are left out. Raises EnvironmentFault or
+  TokenizerError if that is so for all of the TRIES * count groups.
   """
   found: list[Int[np.ndarray, ' _']] = []
   last = first + TRIES * count - 1
   for number in range(first, last + 1):
     try:
       found.append(source.prompt(number))
-    except EnvironmentFault:
+    except (EnvironmentFault, TokenizerError):
       # Not kept in a variable: it holds this frame, and such a cycle would keep the arrays of all callers alive.
       if number == last and not found:
         raise

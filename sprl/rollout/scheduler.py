@@ -61,7 +61,7 @@ class Scheduler:
     different: groups that may be asked. If too many of them are dropped, a batch is smaller. None: no limit.
 
   Raises:
-    Stalled: from `batch`, `sync`, `quiesce` and `pump`, if no batch can ever be ready.
+    Stalled: from `batch` and `pump`, if no batch can ever be ready.
   """
 
   def __init__(
@@ -92,7 +92,7 @@ class Scheduler:
     self._tickets: dict[int, Member | LiveGroup] = {}  # members, and comparisons of groups, that wait for a worker
     self._draining = False  # whether nothing new goes to the engines
     self._warned: set[str] = set()
-    self._fruitless = 0  # groups dropped in a row
+    self._fruitless, self._why_fruitless = 0, ''  # groups dropped in a row, and what happened to them
 
   # --- the controller's calls ----------------------------------------------------------------------------------------------
 
@@ -103,9 +103,11 @@ class Scheduler:
     never be complete.
     """
     start = self.now()
-    while (numbers := self.window.ready()) is None:
+    while not (numbers := self.window.ready()):
       if stopped():
         return None
+      if self._hopeless:
+        raise Stalled(self._report())
       self.pump()
     self._tally.recent.waited += self.now() - start
     groups = [self._groups.pop(number) for number in numbers]
@@ -122,7 +124,7 @@ class Scheduler:
   def sync(self, weights: Sequence[Any]) -> None:
     """Give new weights to each engine after an update (docs/methods/async.md, Weight synchronisation).
 
-    `weights` has one entry per engine. Raises Stalled if all groups fail or are filtered out.
+    `weights` has one entry per engine.
     """
     with self.timeline.span('controller', 'sync'):
       for number in self.window.expired():
@@ -140,8 +142,6 @@ class Scheduler:
     keep        leaves requests and caches as they are
 
     Except with keep, the caches that are kept between the turns of conversations are dropped.
-
-    Raises Stalled if all groups fail or are filtered out.
     """
     self._collect(self._dispatcher.busy)
     match self.settings.sync:
@@ -235,7 +235,7 @@ class Scheduler:
 
   def _may_start(self) -> bool:
     enough = self._needed is not None and self.window.started - self.window.refunded >= self._needed + self.window.extra
-    return not self._draining and not enough and self.window.may_start()
+    return not self._draining and not self._hopeless and not enough and self.window.may_start()
 
   def _collect(self, engines: Sequence[int]) -> int:
     """Resume the episodes whose completions these engines have. Returns how many requests ended."""
@@ -335,7 +335,8 @@ class Scheduler:
     """Count a graded group, or drop it if the filter rejects its rewards."""
     if self._filtered([t.reward for t in group.results]):
       self._drop(group.number, 'filtered')
-      self._count_fruitless("replaced, because their rewards are equal (config.rollout.equal_groups = 'replace')")
+      self._fruitless += 1
+      self._why_fruitless = "replaced, because their rewards are equal (config.rollout.equal_groups = 'replace')"
     else:
       self._fruitless = 0
       self.window.finish(group.number)
@@ -371,7 +372,7 @@ class Scheduler:
     member.lost = True
     if sum(not each.lost for each in member.group.members) < self.settings.group:
       self._drop(number, 'failed')
-      self._count_fruitless(f'given up or filtered out; the last because {why}')
+      self._fruitless, self._why_fruitless = self._fruitless + 1, f'given up or filtered out; the last because {why}'
     else:
       self._finish(member.group)  # the others may have waited for this member
 
@@ -409,13 +410,17 @@ class Scheduler:
       self.window.prompts = min(self.window.prompts, self._different - self.window.refunded)
     self.counts[outcome] += 1
 
-  def _count_fruitless(self, why: str) -> None:
-    """Count a dropped group. Raises Stalled after more than FRUITLESS_BATCHES batches of them in a row, or if none is left."""
-    self._fruitless += 1
-    if self._fruitless > FRUITLESS_BATCHES * self.settings.prompts or not self.window.prompts:
-      raise Stalled(f'{self._fruitless} groups in a row were {why}')
+  @property
+  def _hopeless(self) -> bool:
+    """Whether more than FRUITLESS_BATCHES batches of groups were dropped in a row, or no group is left to ask.
+
+    Nothing more starts then. `batch` raises, but an update under way ends first.
+    """
+    return self._fruitless > FRUITLESS_BATCHES * self.settings.prompts or not self.window.prompts
 
   def _report(self) -> str:
+    if self._hopeless:
+      return f'{self._fruitless} groups in a row were {self._why_fruitless}'
     w = self.window
     return (
       f'no rollout runs and none may start, but the batch of version {w.version} is not complete: started {w.started}, refunded '

@@ -170,7 +170,7 @@ class RolloutSetup:
       return workers, source, self._with_sets(enter, self._asked(workers, test, rows))
     held_out = self.begin_evaluation(enter)
     if self.stream is not None:
-      return held_out.workers, ProblemSource(self.stream.at, self.tokenizer, limit, self.rewards), held_out
+      return held_out.workers, self._problem_source(self.stream.at, limit), held_out
     workers, source, _ = self._begin_conversations(limit, enter, held_out=False)
     return workers, source, held_out
 
@@ -184,6 +184,10 @@ class RolloutSetup:
       return self._with_sets(enter, self._asked(workers, test, rows))
     return self._with_sets(enter, None)
 
+  def _problem_source(self, problem: Callable[[int], Problem], max_tokens: int) -> ProblemSource:
+    longest = self.run.sampling.max_prompt
+    return ProblemSource(problem, self.tokenizer, self.rewards, max_prompt=longest, max_tokens=max_tokens)
+
   def _asked(self, workers: WorkersLike, source: Source, different: int | None) -> EvalSet:
     """Return the held-out groups of environments or agents: none twice, if it is known how many are `different`."""
     problems = self.run.eval.problems
@@ -195,7 +199,7 @@ class RolloutSetup:
     if self.held_out:
       workers = self._started(self._graders() if self.team.leads else None, enter)
       for name, some in self.held_out.items():
-        source = ProblemSource(some.problem, self.tokenizer, self.run.eval_sampling.max_tokens, self.rewards)
+        source = self._problem_source(some.problem, self.run.eval_sampling.max_tokens)
         sets[name] = EvalSet(source, workers, len(some.order), some.samples)
     return replace(sets.pop(''), more=sets)
 

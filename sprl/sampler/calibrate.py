@@ -127,13 +127,14 @@ def amax_of_prompts(
 ) -> Float[np.ndarray, '3 L']:
   """Return `amax` of the first `rows` prompts, each alone in its row, on the host; `mesh` holds the weights.
 
+  Of a prompt that is too long for the cache only the first tokens count: rollouts fail for it, and leave its group out.
   The result is multiplied by `ScaleRule.unseen`, because completions may have larger values.
   `scales((amax_of_prompts(...),), quant, layout, params)` are the scales that follow from these prompts alone.
   """
   T = layout.prompt
   tokens, segments = (np.zeros((1, rows, T), np.int32) for _ in range(2))
   for row, prompt in enumerate(prompts[:rows]):
-    tokens[0, row, : len(prompt)], segments[0, row, : len(prompt)] = prompt, 1
+    tokens[0, row, : len(prompt)], segments[0, row, : len(prompt)] = prompt[:T], 1
   positions = np.broadcast_to(np.arange(T, dtype=np.int32), tokens.shape)
   found = amax.on(mesh)(
     graphdef, layout, params, tokens=jnp.asarray(tokens), positions=jnp.asarray(positions), segments=jnp.asarray(segments),

@@ -76,6 +76,13 @@ def catches(base_url, row):
     return {'reward': 0.5, 'metrics': {'status': error.code}}
 
 
+def dies_after_a_refusal(base_url, row):
+  """Talks until it is refused, and dies."""
+  with contextlib.suppress(urllib.error.HTTPError):
+    lengthy(base_url, row)
+  os.kill(os.getpid(), signal.SIGKILL)
+
+
 def goes_back(base_url, row):
   """Starts a second conversation, and goes back to the first one with a message for which there is no room."""
   first = [user('a')]

@@ -142,6 +142,18 @@ def test_an_agent_may_catch_the_refusal_and_return_its_own_reward(tmp_path):
   assert (t.reward, t.metrics['status'], t.finish) == (0.5, 400, 'length')
 
 
+def test_an_agent_that_dies_after_a_refusal_is_tried_again(tmp_path):
+  """Its reward would say nothing about the answers of the model."""
+  with AgentPool(Program(f'{PROGRAMS}:dies_after_a_refusal', {}), Sampling(), Sampling(), 'tiny', 30.0) as pool:
+    ticket = pool.submit(Call((0, 0), 'run', {}))
+    (asked,) = results(pool, ticket)
+    assert isinstance(asked, Asked)
+    ended = pool.submit(Call((0, 0), 'answer', Refused(400, 'no', code='turn_limit_exceeded')))
+    (failure,) = results(pool, ended)
+    assert isinstance(failure, Failure)
+    assert failure.kind == 'crash'
+
+
 def test_an_agent_that_repeats_a_refused_request_is_ended_after_the_time_limit(tmp_path):
   (t, *_), _ = batch(tmp_path, 'stubborn', groups=1, time_limit=1.0, limits=Limits(3, 16, 100, 400))
   assert (t.reward, t.finish, t.metrics['agent/cut'], t.metrics['agent/turns']) == (0, 'length', 1, 3)

@@ -91,7 +91,7 @@ def test_rollouts_that_all_fail_cost_no_step(step, calls):
 def test_a_resumed_run_begins_with_the_evaluation_that_was_ended(step, logged, evaluations):
   session, done = session_of(step, {'metrics': {}}, logged)
   assert list(session.steps()) == list(range(step + 1, 7))
-  assert done == ['evaluate'] * evaluations
+  assert done == ['evaluate', 'save'] * evaluations  # the checkpoint gets its score
 
 
 def test_a_run_whose_last_evaluation_is_ended_is_not_complete():

@@ -133,7 +133,9 @@ def test_a_groupwise_function_ranks_the_answers_to_one_problem(tmp_path):
   rewards = graders.rewards(
     Task(rewards=('python:rank=2', 'python:even')), {'rank': rank, 'even': lambda tokens: tokens[0] % 2 == 0}
   )
-  source = ProblemSource(lambda n: Problem(str(n), f'question {n}', (), str(n), row={'level': n}), tokenizer, 6, rewards)
+  source = ProblemSource(
+    lambda n: Problem(str(n), f'question {n}', (), str(n), row={'level': n}), tokenizer, rewards, max_prompt=40, max_tokens=6
+  )
   clock = Clock()
   engine = SimulatedEngine(clock, 8, lambda request: 1.0 + request.uid % 3)
   with grader_pool(rewards, 2, 30.0, 4.0, columns=('level',)) as pool:

@@ -77,6 +77,16 @@ def test_a_turn_goes_to_another_engine_if_its_own_has_no_row():
   assert not any(engine.held for engine in world.engines)
 
 
+@pytest.mark.parametrize('seed', range(6))
+def test_no_cache_is_kept_of_a_member_that_is_stopped_while_its_turn_is_queued(seed):
+  rollout = Rollout(prompts=4, group=2, extra_members=2, extra_prompts=1, order='completion', async_ratio=1.0, sync='keep')
+  world = world_of(rollout, capacity=3, engines=2, chunk=0.1, seed=seed)
+  for _ in range(4):
+    world.step()
+    alive = {member.uid for group in world.scheduler._groups.values() for member in group.members if member.result is None}
+    assert {uid for engine in world.engines for uid, _ in engine.held} <= alive
+
+
 @pytest.mark.parametrize('fails', [0.0, 0.3])
 def test_no_cache_is_kept_of_an_episode_that_ended(fails):
   """Episodes end with their last turn, are stopped because others of their group finished, or fail and start again."""

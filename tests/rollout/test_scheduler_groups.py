@@ -44,6 +44,21 @@ def test_graders_that_always_fail_end_the_run_with_their_reason():
     world.step()
 
 
+@pytest.mark.parametrize('sync', ['recompute', 'keep', 'drain'])
+def test_graders_that_fail_during_an_update_end_the_run_after_it(sync):
+  world = World(Rollout(prompts=2, group=2, async_ratio=2.0, sync=sync), retries=0, capacity=8, chunk=0.05)
+  world.step()
+  world.fails = 1.0
+  while not world.scheduler._hopeless:  # the rollouts that go on during the update
+    world.scheduler.pump()
+  version = world.scheduler.window.version
+  world.scheduler.sync([None])
+  assert world.scheduler.window.version == version + 1
+  rest = (world.step() for _ in range(10))  # the groups that are complete still train
+  with pytest.raises(Stalled, match=r'\d+ groups in a row were given up .* because call \d'):
+    list(rest)
+
+
 def test_failed_members_are_retried_then_their_group_is_dropped(caplog):
   world = World(Rollout(prompts=4, group=2), retries=1, capacity=16, fails=0.4)
   for _ in range(6):
