@@ -92,7 +92,7 @@ class Session:
   model: Model
   layout: CacheLayout
   learner: Learner
-  weights: SamplerWeights | None  # None while an update may overwrite the arrays they share with the learner
+  weights: SamplerWeights | None  # None during an update, which needs their memory
   placed: Sequence[PlacedEngine]
   engines: Sequence[Engine]
   scheduler: Scheduler
@@ -171,7 +171,7 @@ class Session:
     }
     self._rollout_seconds = {**waits, 'engine_host_share': host_share}
     self._next_prompts = self._look_ahead(step)
-    self.weights = None  # in float32 they share arrays with the learner, and the update writes over those
+    self.weights = None  # frees their memory for the update
     if not self.model.shares_devices:
       self._pump = Pump(self.scheduler, self.team)
     self._released = self.timeline.now()
