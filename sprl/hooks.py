@@ -87,10 +87,10 @@ def log_step(session: Session, report: StepReport) -> None:
 def check_step(session: Session, report: StepReport) -> None:
   """Raise StopRun if a guard finds that training is broken."""
   state, run = session.state, session.run
-  state.capped = state.capped + 1 if report.metrics['completion/truncated'] == 1 else 0
-  state.apart = state.apart + 1 if guards.apart(report.metrics) else 0
+  streaks = guards.Streaks(state.capped, state.apart).after(report.metrics)
+  state.capped, state.apart = streaks
   reasons = wrong_weights(session, last=report.step == run.steps)
-  stop_if(reasons + guards.sentinels(report.metrics, run, state.capped, state.apart), session)
+  stop_if(reasons + guards.sentinels(report.metrics, run, streaks), session)
 
 
 class Warn:

@@ -359,10 +359,10 @@ def _warnings(records: Records, config: Mapping[str, Any]) -> str:
   if not trained:
     return _absent(_no_step(records))
   run = _run(config)
-  stops, apart = [], 0
+  stops, streaks = [], guards.Streaks()
   for record in trained:
-    apart = apart + 1 if guards.apart(record) else 0
-    reasons = guards.sentinels(record, run, apart_steps=apart)
+    streaks = streaks.after(record)
+    reasons = guards.sentinels(record, run, streaks)
     stops += [f'<p class="stop">Step {record["step"]}: {escape(reason)}</p>' for reason in reasons]
   history, outside = History(), {check: {} for check in CHECKS}  # check -> step -> value
   for record in trained:
