@@ -13,11 +13,11 @@ import jax
 from sprl import mismatch
 from sprl.cache.layout import CacheLayout, never_evicts
 from sprl.config import UNQUANTISED, Kernels, Quant, Run
+from sprl.guards.checks import NO_FP8, NO_FP8_CACHE, RATE, SCALES, History, tries, warnings
+from sprl.guards.stop import Streaks, sentinels
 from sprl.io.random_model import is_random
 from sprl.kernels.platform import can_run
 from sprl.models.lora import network
-from sprl.objective import guards
-from sprl.objective.checks import NO_FP8, NO_FP8_CACHE, RATE, SCALES, History, tries
 from sprl.rollout import collect
 from sprl.rollout.scheduler import Stalled
 from sprl.rollout.staleness import lags
@@ -87,10 +87,10 @@ def log_step(session: Session, report: StepReport) -> None:
 def check_step(session: Session, report: StepReport) -> None:
   """Raise StopRun if a guard finds that training is broken."""
   state, run = session.state, session.run
-  streaks = guards.Streaks(state.capped, state.apart).after(report.metrics)
+  streaks = Streaks(state.capped, state.apart).after(report.metrics)
   state.capped, state.apart = streaks
   reasons = wrong_weights(session, last=report.step == run.steps)
-  stop_if(reasons + guards.sentinels(report.metrics, run, streaks), session)
+  stop_if(reasons + sentinels(report.metrics, run, streaks), session)
 
 
 class Warn:
@@ -104,7 +104,7 @@ class Warn:
     if not session.team.leads:
       return
     self._history = self._history.after(report.metrics)
-    for symptom, warning in guards.warnings(self._history, session.run).items():
+    for symptom, warning in warnings(self._history, session.run).items():
       if symptom not in self._said:
         log.warning('step %d: %s (logged once; docs/troubleshooting.md)', report.step, warning)
         self._said.add(symptom)

@@ -14,7 +14,7 @@ LEVELS = (  # the lowest first; packages and modules of sprl/
   ('kernels',),
   ('quant',),
   ('models', 'objective'),
-  ('cache',),
+  ('cache', 'guards'),
   ('sampler', 'tasks', 'io'),
   ('model',),
   ('agents',),

@@ -1,7 +1,6 @@
-"""Guards: the reasons to stop a run, and the warnings about one that goes on.
+"""The reasons to stop a run. `hooks.check_step` raises them after a step.
 
-`sentinels` returns the reasons to stop, and the loop raises them. `warnings` returns what the checks of sprl/objective/checks.py
-find, and the loop logs it. docs/troubleshooting.md explains both. Stop conditions: docs/methods/losses.md.
+docs/methods/losses.md, Stop conditions, lists them. docs/troubleshooting.md explains the messages.
 """
 
 import math
@@ -9,32 +8,26 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from sprl.config import Run
-from sprl.objective.checks import (
+from sprl.guards.checks import (
   BYPASS,
-  CHECKS,
   CLIP_NORM,
+  HEALTHY,
   LENGTH,
   MATCHING,
   MEANT,
   NO_FP8,
   NO_FP8_CACHE,
-  NOW,
   PRECISION,
   RATE,
   SCALES,
-  SOME,
   STALENESS,
   STOP,
   TOKEN_LEVEL,
   WARMUP,
-  History,
   tries,
 )
 
-# metric -> (lowest, highest) of a healthy run, for the checks that do not compare with other steps
-HEALTHY: dict[str, tuple[float, float]] = {check.metric: check.healthy for check in CHECKS if check.statistic in (NOW, SOME)}
-
-SATURATED = {  # fraction of the numbers that FP8 clamped -> cause of a large one
+SATURATION = {  # fraction of the numbers that FP8 clamped -> cause of a large one
   'fp8/kv_saturation': 'keys or values exceed the scales of the FP8 cache',
   'fp8/query_saturation': 'queries exceed their FP8 scales',
 }
@@ -78,7 +71,7 @@ def sentinels(metrics: Mapping[str, float], run: Run, streaks: Streaks) -> list[
       f'rollout_corr/kl = {metrics["rollout_corr/kl"]:.3g}, beyond {MAX_KL} for {streaks.apart} steps in a row: sampler and '
       f'learner are different policies (typical: 0.001 to 0.03). {tries(MATCHING, run)}'
     )
-  for name, cause in SATURATED.items():
+  for name, cause in SATURATION.items():
     value, most = metrics.get(name, 0.0), HEALTHY[name][1]
     if value > most and run.quant.kv_scale != 'frozen':  # frozen scales are out of date on purpose: `warnings` reports them
       reasons.append(f'{name} = {value:.3g}, beyond {most:g}: {cause}. {tries((SCALES, NO_FP8_CACHE, NO_FP8), run)}')
@@ -100,12 +93,3 @@ def sentinels(metrics: Mapping[str, float], run: Run, streaks: Streaks) -> list[
       f'{tries((RATE, WARMUP, CLIP_NORM), run)}'
     )
   return reasons
-
-
-def warnings(history: History, run: Run) -> dict[str, str]:
-  """Return a warning for each symptom that the latest step of the history shows: symptom -> sentences."""
-  found: dict[str, str] = {}
-  for check in CHECKS:
-    if check.symptom not in found and (value := check.outside(history, run)) is not None:
-      found[check.symptom] = check.warning(value, run)
-  return found

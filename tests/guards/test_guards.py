@@ -17,13 +17,13 @@ import small
 from sprl import hooks
 from sprl.config import Advantage, Cache, Correction, Ledger, Loss, Optimizer, Quant, Rollout, Run, Sampling, SettingsError, Task
 from sprl.distributed.team import ALONE
+from sprl.guards import checks
+from sprl.guards.checks import CHECKS, FEW, FINITE, HEALTHY, WINDOW, History, gain, warnings
+from sprl.guards.stop import Streaks, apart, sentinels
 from sprl.hooks import Warn
 from sprl.io.progress import Progress
 from sprl.io.run_state import RunState
 from sprl.learner.learner import batch_advantages
-from sprl.objective import checks
-from sprl.objective.checks import CHECKS, FEW, FINITE, WINDOW, History, gain
-from sprl.objective.guards import HEALTHY, Streaks, apart, sentinels, warnings
 from sprl.presets import ARMS, CORRECTIONS, RECIPES, with_arm, with_preset
 from sprl.quant.block import quantise
 from sprl.quant.joined import apart as apart_weights
