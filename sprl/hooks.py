@@ -10,7 +10,7 @@ from functools import reduce
 
 import jax
 
-from sprl import mismatch
+from sprl import ledger
 from sprl.guards.checks import NO_FP8, NO_FP8_CACHE, RATE, SCALES, History, tries, warnings
 from sprl.guards.stop import Streaks, sentinels
 from sprl.models.lora import network
@@ -36,32 +36,32 @@ class StopRun(RuntimeError):
 
 
 class LedgerHook:
-  """Splits the mismatch by its causes every `run.ledger.every` steps (sprl/mismatch.py).
+  """Splits the mismatch by its causes every `run.ledger.every` steps (sprl/ledger.py).
 
   Keeps the weights of older versions that may have sampled, parked on the host.
   """
 
   def __init__(self):
-    self._older: mismatch.Older = {}
+    self._older: ledger.Older = {}
 
   def __call__(self, session: Session, step: int, trajectories: Sequence[Trajectory]) -> None:
     """Measure and log the ledger of this step, if it is due."""
     run, learner, weights = session.run, session.learner, session.weights
     assert weights is not None
-    self._older = mismatch.with_version(self._older, step - 1, learner.state.params, weights.scales, run)
+    self._older = ledger.with_version(self._older, step - 1, learner.state.params, weights.scales, run)
     if not run.ledger.every or step % run.ledger.every:
       return
-    version, probed = mismatch.of_one_version(trained_on(trajectories), mismatch.GROUPS * run.rollout.group)
+    version, probed = ledger.of_one_version(trained_on(trajectories), ledger.GROUPS * run.rollout.group)
     sampled_with, scales = None, weights.scales
     if version < step - 1 and version in self._older:
       parked, scales = self._older[version]
       sampled_with = network(jax.tree.map(Parked.back, parked), learner.base)
     engine_config = session.placed[0].config
-    entries = mismatch.ledger(
+    entries = ledger.ledger(
       run, session.model, engine_config, probed, params=learner.params, scales=scales, sampled_with=sampled_with
     )
     if session.run_log:
-      session.run_log.ledger(step, mismatch.scalars(entries), mismatch.histograms(entries), entries)
+      session.run_log.ledger(step, ledger.scalars(entries), ledger.histograms(entries), entries)
 
 
 # --- after a step ------------------------------------------------------------------------------------------------------
@@ -109,8 +109,8 @@ class Warn:
 def print_progress(session: Session, report: StepReport) -> None:
   """Print one line: step, reward, mismatch, tokens per second, time left."""
   if session.team.leads:
-    mismatch = report.metrics.get('rollout_corr/k3_kl')  # absent if the step had no update
-    session.progress.step(report.step, report.metrics['reward/mean'], mismatch, report.tokens_per_second)
+    k3 = report.metrics.get('rollout_corr/k3_kl')  # absent if the step had no update
+    session.progress.step(report.step, report.metrics['reward/mean'], k3, report.tokens_per_second)
 
 
 def evaluate_and_save(session: Session, report: StepReport) -> None:

@@ -19,7 +19,7 @@ LEVELS = (  # the lowest first; packages and modules of sprl/
   ('model',),
   ('agents',),
   ('rollout', 'learner'),
-  ('mismatch', 'planning', 'command_line', 'remarks'),
+  ('ledger', 'planning', 'command_line', 'remarks'),
   ('session',),
   ('hooks', 'summary'),
   ('train',),
