@@ -8,7 +8,7 @@
    keeps the trained model. A second run with the same folder does not train again.
 2. The model answers held-out problems at temperature 1 with the sparse FP8 sampler (w8a8_kv8, R-KV). The scales of the cache come
    from the prompts, as in the first step of a run.
-3. The ledger (sprl/mismatch.py, docs/methods/ledger.md) splits the mismatch of each token. The learner and the sampler have the
+3. The ledger (sprl/ledger.py, docs/methods/ledger.md) splits the mismatch of each token. The learner and the sampler have the
    same weights, so staleness is 0.
 
 The table has a row for each entry, in nats per token:
@@ -39,7 +39,7 @@ from pictures import BLACK, BLUE, GREEN, GREY, MODELS, ORANGE, PURPLE, RED, load
 
 from sprl.config import Cache, ModelSettings, Packing, Quant, Rollout, Run, Sampling, Task
 from sprl.io.pretrained import locate
-from sprl.mismatch import EDGES, SWITCHES, histograms, ledger
+from sprl.ledger import EDGES, SWITCHES, histograms, ledger
 from sprl.model import Model
 from sprl.models.transformer import Params
 from sprl.rollout.collect import encode

@@ -425,7 +425,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Ledger:
-  """How often the mismatch of sampler and learner is split into its causes (sprl/mismatch.py)."""
+  """How often the mismatch of sampler and learner is split into its causes (sprl/ledger.py)."""
 
   every: int | None = None  # steps between ledgers; None: never
 

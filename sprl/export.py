@@ -51,7 +51,7 @@ def main() -> int:
 
 def _export(run: Run, workdir: Path, out: Path, team: 'Team') -> int:
   from sprl.io.huggingface import check_apart, check_free
-  from sprl.learner.model_card import model_card
+  from sprl.io.model_card import model_card
   from sprl.learner.restore import export, export_adapter, restore, restore_trained
   from sprl.model import Model
 

@@ -10,19 +10,15 @@ from functools import reduce
 
 import jax
 
-from sprl import mismatch
-from sprl.cache.layout import CacheLayout, never_evicts
-from sprl.config import UNQUANTISED, Kernels, Quant, Run
-from sprl.io.random_model import is_random
-from sprl.kernels.platform import can_run
+from sprl import ledger
+from sprl.guards.checks import NO_FP8, NO_FP8_CACHE, RATE, SCALES, History, tries, warnings
+from sprl.guards.stop import Streaks, sentinels
 from sprl.models.lora import network
-from sprl.objective import guards
-from sprl.objective.checks import NO_FP8, NO_FP8_CACHE, RATE, SCALES, History, tries
 from sprl.rollout import collect
 from sprl.rollout.scheduler import Stalled
 from sprl.rollout.staleness import lags
 from sprl.sampler import calibrate
-from sprl.sampler.weights import multiplies_codes, self_check
+from sprl.sampler.weights import self_check
 from sprl.session import Session, StepReport
 from sprl.sharding.transfer import Parked
 from sprl.types import Trajectory, trained_on
@@ -40,32 +36,32 @@ class StopRun(RuntimeError):
 
 
 class LedgerHook:
-  """Splits the mismatch by its causes every `run.ledger.every` steps (sprl/mismatch.py).
+  """Splits the mismatch by its causes every `run.ledger.every` steps (sprl/ledger.py).
 
   Keeps the weights of older versions that may have sampled, parked on the host.
   """
 
   def __init__(self):
-    self._older: mismatch.Older = {}
+    self._older: ledger.Older = {}
 
   def __call__(self, session: Session, step: int, trajectories: Sequence[Trajectory]) -> None:
     """Measure and log the ledger of this step, if it is due."""
     run, learner, weights = session.run, session.learner, session.weights
     assert weights is not None
-    self._older = mismatch.with_version(self._older, step - 1, learner.state.params, weights.scales, run)
+    self._older = ledger.with_version(self._older, step - 1, learner.state.params, weights.scales, run)
     if not run.ledger.every or step % run.ledger.every:
       return
-    version, probed = mismatch.of_one_version(trained_on(trajectories), mismatch.GROUPS * run.rollout.group)
+    version, probed = ledger.of_one_version(trained_on(trajectories), ledger.GROUPS * run.rollout.group)
     sampled_with, scales = None, weights.scales
     if version < step - 1 and version in self._older:
       parked, scales = self._older[version]
       sampled_with = network(jax.tree.map(Parked.back, parked), learner.base)
     engine_config = session.placed[0].config
-    entries = mismatch.ledger(
+    entries = ledger.ledger(
       run, session.model, engine_config, probed, params=learner.params, scales=scales, sampled_with=sampled_with
     )
     if session.run_log:
-      session.run_log.ledger(step, mismatch.scalars(entries), mismatch.histograms(entries), entries)
+      session.run_log.ledger(step, ledger.scalars(entries), ledger.histograms(entries), entries)
 
 
 # --- after a step ------------------------------------------------------------------------------------------------------
@@ -87,10 +83,10 @@ def log_step(session: Session, report: StepReport) -> None:
 def check_step(session: Session, report: StepReport) -> None:
   """Raise StopRun if a guard finds that training is broken."""
   state, run = session.state, session.run
-  state.capped = state.capped + 1 if report.metrics['completion/truncated'] == 1 else 0
-  state.apart = state.apart + 1 if guards.apart(report.metrics) else 0
+  streaks = Streaks(state.capped, state.apart).after(report.metrics)
+  state.capped, state.apart = streaks
   reasons = wrong_weights(session, last=report.step == run.steps)
-  stop_if(reasons + guards.sentinels(report.metrics, run, state.capped, state.apart), session)
+  stop_if(reasons + sentinels(report.metrics, run, streaks), session)
 
 
 class Warn:
@@ -104,7 +100,7 @@ class Warn:
     if not session.team.leads:
       return
     self._history = self._history.after(report.metrics)
-    for symptom, warning in guards.warnings(self._history, session.run).items():
+    for symptom, warning in warnings(self._history, session.run).items():
       if symptom not in self._said:
         log.warning('step %d: %s (logged once; docs/troubleshooting.md)', report.step, warning)
         self._said.add(symptom)
@@ -113,8 +109,8 @@ class Warn:
 def print_progress(session: Session, report: StepReport) -> None:
   """Print one line: step, reward, mismatch, tokens per second, time left."""
   if session.team.leads:
-    mismatch = report.metrics.get('rollout_corr/k3_kl')  # absent if the step had no update
-    session.progress.step(report.step, report.metrics['reward/mean'], mismatch, report.tokens_per_second)
+    k3 = report.metrics.get('rollout_corr/k3_kl')  # absent if the step had no update
+    session.progress.step(report.step, report.metrics['reward/mean'], k3, report.tokens_per_second)
 
 
 def evaluate_and_save(session: Session, report: StepReport) -> None:
@@ -172,48 +168,3 @@ def wrong_weights(session: Session, last: bool = False) -> list[str]:
   if run.quant.sampler != 'none':
     wrong += self_check(learner.params, session.weights, session.model.dtype, run.quant, session.model.mesh)
   return wrong
-
-
-def remarks(run: Run, layout: CacheLayout, linears: Kernels, max_positions: int) -> list[str]:
-  """Return warnings about a cache or a number format that will not do what its settings suggest.
-
-  `linears` is the implementation of FP8 products, `max_positions` the number of positions the model is made for.
-  """
-  found = [never_evicts(run.cache, layout.prompt, layout.positions - layout.prompt)]
-  if is_random(run.model.path):
-    found.append(
-      f'config.model.path = {run.model.path}: the weights are random. The run shows speed and memory; it learns nothing'
-    )
-  if run.steps == 0:
-    found.append('config.steps = 0: the run evaluates and saves its first weights, and trains on nothing')
-  if layout.positions > max_positions:
-    found.append(
-      f'config.sampling.max_prompt and max_tokens allow sequences of {layout.positions} tokens; the model is made for '
-      f'{max_positions} (max_position_embeddings in its config.json)'
-    )
-  fp8 = 'w8a8' in run.quant.sampler or run.quant.learner == 'w8a8'
-  for key in () if fp8 else ('format', 'arithmetic', 'skip_layers', 'skip_names'):
-    found.append(_unused(run.quant, key, 'no linears are FP8'))
-  if not layout.fp8:
-    found.append(_unused(run.quant, 'kv_scale', 'the cache is not FP8'))
-  if fp8 and not multiplies_codes(run.quant, linears):
-    found.append(f'FP8 linears are emulated: numbers rounded to FP8 are multiplied in {layout.dtype} (config.quant.arithmetic)')
-  if fp8 and run.quant.arithmetic == 'blockwise' and not can_run(linears):
-    found.append('FP8 linears are emulated: FP8 codes are multiplied as bfloat16, block by block (config.quant.arithmetic)')
-  if run.quant.learner == 'w8a8' and 'w8a8' not in run.quant.sampler:
-    found.append(
-      'the linears of the learner are FP8 and those of the sampler are not, which adds mismatch (config.quant.learner)'
-    )
-  if layout.fp8 and not can_run(layout.kernels):
-    found.append(f'the FP8 cache is emulated: it is stored in FP8 and converted to {layout.dtype} when read')
-  if run.masked_learner and run.quant.sampler != 'none':
-    found.append(f'the learner evicts as the sampler does, but the mismatch that {run.quant.sampler} adds is not corrected')
-  return [remark for remark in found if remark]
-
-
-def _unused(quant: Quant, key: str, why: str) -> str:
-  """Return that a setting of FP8 has no effect, or '' if it has its default."""
-  value = getattr(quant, key)
-  if value == getattr(UNQUANTISED, key):
-    return ''
-  return f'config.quant.{key} = {value!r} has no effect: {why} (config.quant.sampler = {quant.sampler!r})'

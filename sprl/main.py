@@ -48,7 +48,7 @@ def main() -> int:
 
 def _train(run: Run, team: 'Team') -> int:
   from sprl.hooks import StopRun
-  from sprl.learner.model_card import model_card
+  from sprl.io.model_card import model_card
   from sprl.learner.restore import export, load_base
   from sprl.models.lora import network
   from sprl.summary import closing_report

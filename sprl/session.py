@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,20 @@ class StepReport:
   tokens_per_second: float
 
 
+@dataclass(frozen=True)
+class StepInProgress:
+  """What `Session.rollout` leaves for `sync` and `finish_step` of the same step."""
+
+  times: Stopwatch
+  began: float  # seconds on the timeline
+  released: float  # seconds on the timeline: the learner was given the devices
+  trajectories: Sequence[Trajectory]
+  probe: Any  # of the weights that sampled them
+  metrics: Mapping[str, float]  # of the rollouts
+  seconds: Mapping[str, float]  # of the rollouts: parts of the step, and shares of time
+  next_prompts: Sequence[Int[np.ndarray, ' P']]  # prompts of the coming rollouts, where the cache is calibrated on them
+
+
 @dataclass
 class Session:
   """Everything that `train.setup` opened. One thread calls it."""
@@ -92,7 +106,7 @@ class Session:
   model: Model
   layout: CacheLayout
   learner: Learner
-  weights: SamplerWeights | None  # None while an update may overwrite the arrays they share with the learner
+  weights: SamplerWeights | None  # None during an update, which needs their memory
   placed: Sequence[PlacedEngine]
   engines: Sequence[Engine]
   scheduler: Scheduler
@@ -108,14 +122,7 @@ class Session:
   stream: PromptStream | None = None  # the order of the problems; None: conversations
   before_update: Sequence[Callable[['Session', int, Sequence[Trajectory]], None]] = ()
   after_step: Sequence[Callable[['Session', StepReport], None]] = ()
-  _times: Stopwatch = field(default_factory=Stopwatch)
-  _since: float = 0.0
-  _next_prompts: Sequence[Int[np.ndarray, ' P']] = ()  # prompts of the coming rollouts, where the cache is calibrated on them
-  _released: float = 0.0  # when the learner was given the devices
-  _groups: Sequence[Group] = ()  # of the step in progress
-  _probe: Any = None  # of the weights that sampled them
-  _rollout_metrics: dict[str, float] = field(default_factory=dict)
-  _rollout_seconds: dict[str, float] = field(default_factory=dict)
+  _step: StepInProgress | None = None  # from the end of its rollouts to that of `finish_step`
   _pump: 'Pump | None' = None
   _stalled: str = ''  # why no more rollouts can be complete
 
@@ -139,44 +146,26 @@ class Session:
 
     Returns None if a signal came; a resumed run asks for the same groups again. If all groups fail, the steps before are saved.
     """
-    self._times, self._since = Stopwatch(), self.timeline.now()
-    try:
-      if self._stalled:
-        raise Stalled(self._stalled)
-      groups = self.scheduler.batch(self.stopped)
-    except Stalled:
-      if self.state.step:  # a run without a checkpoint may begin again with other settings
-        self.save_whole()
-      raise
+    times, began = Stopwatch(), self.timeline.now()
+    groups = self._wait_for_groups()
     if groups is None:
       return None
-    if self.model.shares_devices:
-      self.scheduler.quiesce()
-      for engine in self.engines:
-        engine.unload()  # frees their memory for the ledger and the update
-    self._times.lap('rollout')
+    times.lap('rollout')
     trajectories = [t for group in groups for t in group.trajectories]
     for hook in self.before_update:
       hook(self, step, trajectories)
     if self.run.ledger.every:
-      self._times.lap('ledger')
-    engine_metrics, host_share = usage(self.engines)
-    scheduler_metrics, waits = self.scheduler.metrics()
+      times.lap('ledger')
+    metrics, seconds = self._measured(step, groups, trajectories)
+    next_prompts = self._look_ahead(step)
     assert self.weights is not None
-    self._groups, self._probe = groups, self.weights.probe
-    self._rollout_metrics = {
-      **collect.metrics(trajectories, self.layout, sum(engine.capacity for engine in self.engines)),
-      **engine_metrics,
-      **scheduler_metrics,
-      **staleness(groups, step - 1),
-      **(collect.by_source(trajectories, self.stream.sources, self.stream.source) if self.stream else {}),
-    }
-    self._rollout_seconds = {**waits, 'engine_host_share': host_share}
-    self._next_prompts = self._look_ahead(step)
-    self.weights = None  # in float32 they share arrays with the learner, and the update writes over those
+    probe, self.weights = self.weights.probe, None  # frees the memory of the weights for the update
     if not self.model.shares_devices:
       self._pump = Pump(self.scheduler, self.team)
-    self._released = self.timeline.now()
+    self._step = StepInProgress(
+      times=times, began=began, released=self.timeline.now(), trajectories=trajectories, probe=probe, metrics=metrics,
+      seconds=seconds, next_prompts=next_prompts,
+    )  # fmt: skip
     return trajectories
 
   def sync(self, batches: Sequence[TrainBatch]) -> None:
@@ -185,11 +174,12 @@ class Session:
     Rollouts on separate devices continue until the weights are on those devices.
     """
     step, learned = self.state.step + 1, self.timeline.now()
-    self.timeline.add('learner', f'update {step}', self._released, learned)
-    self._times.lap('learn')
+    assert self._step is not None
+    self.timeline.add('learner', f'update {step}', self._step.released, learned)
+    self._step.times.lap('learn')
     self.learner.measure_scales(batches)
-    if self._next_prompts:
-      self.learner.measure_scales_on_prompts(self._next_prompts)
+    if self._step.next_prompts:
+      self.learner.measure_scales_on_prompts(self._step.next_prompts)
     self.weights = weights = jax.block_until_ready(self.learner.sampler_weights())
     placed = jax.block_until_ready([engine.place(weights) for engine in self.placed])
     self.timeline.add('learner', f'sync {step}', learned, self.timeline.now())
@@ -200,7 +190,7 @@ class Session:
         self._stalled = str(error)
       self._pump = None
     self.scheduler.sync(placed)
-    self._times.lap('sync')
+    self._step.times.lap('sync')
 
   def end_rollouts(self) -> None:
     """End the rollouts that continue during an update, if an error has ended the step before `sync`."""
@@ -211,22 +201,25 @@ class Session:
   def finish_step(self, step: int, metrics: Mapping[str, float]) -> None:
     """End the step with the learner's metrics of it: the hooks log, check, evaluate and save."""
     assert self.weights is not None
-    trajectories = [t for group in self._groups for t in group.trajectories]
-    metrics = {**self._rollout_metrics, **metrics, **sync_metrics(self.weights, self._probe), **self._count(trajectories)}
+    assert self._step is not None
+    current, trajectories = self._step, self._step.trajectories
+    counts = self._count(trajectories, current.metrics)
+    metrics = {**current.metrics, **metrics, **sync_metrics(self.weights, current.probe), **counts}
     if self.learner.tokens.trained:
       metrics['optimizer/learning_rate'] = self.learner.learning_rate
     now, tracks = self.timeline.now(), [f'engine {i}' for i in range(len(self.engines))]
-    idle = {'learner_idle': self.timeline.idle(['learner'], self._since, now)}
-    idle['rollout_idle'] = self.timeline.idle(tracks, self._since, now)
-    self._times.lap('log')
-    seconds = {**self._times.seconds, **self.learner.seconds, **self._rollout_seconds, **idle, **self._machine(now - self._since)}
+    idle = {'learner_idle': self.timeline.idle(['learner'], current.began, now)}
+    idle['rollout_idle'] = self.timeline.idle(tracks, current.began, now)
+    current.times.lap('log')
+    machine = self._machine(now - current.began)
+    seconds = {**current.times.seconds, **self.learner.seconds, **current.seconds, **idle, **machine}
     sampling = ('rollout',) if self.model.shares_devices else ('rollout', 'learn', 'sync')  # the parts in which tokens are drawn
     rate = sum(int(s.mask.sum()) for t in trajectories for s in sequences(t)) / sum(seconds[part] for part in sampling)
     self.state.step, self.state.after = step, {}
     report = StepReport(step, trajectories, metrics, seconds, rate)
     for hook in self.after_step:
       hook(self, report)
-    self._groups = ()
+    self._step = None
 
   def finish(self) -> Finished:
     """Evaluate and save if that is not done yet, and return how the run ended."""
@@ -283,9 +276,43 @@ class Session:
     self.checkpoints.wait()
     self.team.barrier()
 
-  def _count(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Add the tokens of this step to those of the run, and return both sums."""
-    dropped = int(self._rollout_metrics.get('async/dropped_tokens', 0))
+  def _wait_for_groups(self) -> Sequence[Group] | None:
+    """Wait for the groups of the step and return them, with the devices free for the learner; None if a signal came.
+
+    If all groups fail, the steps before are saved.
+    """
+    try:
+      if self._stalled:
+        raise Stalled(self._stalled)
+      groups = self.scheduler.batch(self.stopped)
+    except Stalled:
+      if self.state.step:  # a run without a checkpoint may begin again with other settings
+        self.save_whole()
+      raise
+    if groups is not None and self.model.shares_devices:
+      self.scheduler.quiesce()
+      for engine in self.engines:
+        engine.unload()  # frees their memory for the ledger and the update
+    return groups
+
+  def _measured(
+    self, step: int, groups: Sequence[Group], trajectories: Sequence[Trajectory]
+  ) -> tuple[dict[str, float], dict[str, float]]:
+    """Return metrics of the step's rollouts, and their seconds and shares of time."""
+    engine_metrics, host_share = usage(self.engines)
+    scheduler_metrics, waits = self.scheduler.metrics()
+    metrics = {
+      **collect.metrics(trajectories, self.layout, sum(engine.capacity for engine in self.engines)),
+      **engine_metrics,
+      **scheduler_metrics,
+      **staleness(groups, step - 1),
+      **(collect.by_source(trajectories, self.stream.sources, self.stream.source) if self.stream else {}),
+    }
+    return metrics, {**waits, 'engine_host_share': host_share}
+
+  def _count(self, trajectories: Sequence[Trajectory], rollouts: Mapping[str, float]) -> dict[str, float]:
+    """Add the tokens of this step to those of the run, and return both sums. `rollouts` are the metrics of its rollouts."""
+    dropped = int(rollouts.get('async/dropped_tokens', 0))
     dropped += int(sum(t.metrics.get('agent/tokens_dropped', 0) for t in trajectories))
     self.state.tokens_sampled += sum(int(s.mask.sum()) for t in trajectories for s in sequences(t)) + dropped
     self.state.tokens_trained += self.learner.tokens.trained

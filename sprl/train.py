@@ -32,7 +32,7 @@ from sprl.config import Quant, Run, SettingsError
 from sprl.config_checks import GRADING_COSTS
 from sprl.distributed.signals import signals
 from sprl.distributed.team import ALONE, Team
-from sprl.hooks import LedgerHook, after_step, remarks, stop_if, wrong_weights
+from sprl.hooks import LedgerHook, after_step, stop_if, wrong_weights
 from sprl.io.checkpoint import Checkpoints, committed
 from sprl.io.config_file import config_differences, read_config, write_config
 from sprl.io.files import local_folder
@@ -54,6 +54,7 @@ from sprl.model import Model, abstract_params
 from sprl.models.lora import Base, network
 from sprl.planning.remat import as_stored, decided
 from sprl.planning.room import check_caches_fit, check_evaluation_fits
+from sprl.remarks import remarks
 from sprl.rollout.evaluate import eval_engine
 from sprl.rollout.prompts import prompts
 from sprl.rollout.scheduler import Scheduler

@@ -20,6 +20,7 @@ from sprl import config as settings
 from sprl import sft
 from sprl.config import Optimizer, SettingsError, TaskKind
 from sprl.config_reader import resolve
+from sprl.guards import checks
 from sprl.learner.batch import Shape, pack
 from sprl.learner.logprobs import ForwardConfig
 from sprl.learner.optimizer import make_optimizer
@@ -28,7 +29,6 @@ from sprl.model import Model
 from sprl.models import transformer
 from sprl.models.attention import PackedAttention
 from sprl.models.config import tiny
-from sprl.objective import checks
 from sprl.rollout import collect
 from sprl.sft import SolutionStream, end_of_turn, fine_tune, make_update, solution_of, solution_trajectory
 from sprl.tasks import problems

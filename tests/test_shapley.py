@@ -7,7 +7,7 @@ from math import factorial
 import numpy as np
 import pytest
 
-from sprl.mismatch import interactions, shapley
+from sprl.ledger import interactions, shapley
 
 NAMES = ('a', 'b', 'c', 'd')
 TOKENS = 5

@@ -24,12 +24,12 @@ from common import commit, machine
 
 from sprl.config import Run, default_config
 from sprl.config_reader import resolve
+from sprl.guards import stop
 from sprl.hooks import StopRun
 from sprl.io.files import write_text
 from sprl.io.metrics import read_metrics, series
 from sprl.learner.restore import restore
 from sprl.model import Model
-from sprl.objective import guards
 from sprl.rollout.evaluate import evaluate
 from sprl.rollout.setup import RolloutSetup
 from sprl.train import train
@@ -103,11 +103,11 @@ def run(experiment: Experiment, arm: str, seed: int, folder: Path) -> dict[str, 
   ran_on = here['accelerators'][0] if here['accelerators'] else here['cpu']
   record: dict[str, Any] = {'arm': arm, 'seed': seed, 'commit': commit(), 'machine': ran_on, 'stopped': None}
   try:
-    with controlled(changes), mock.patch.object(guards, 'MAX_KL', float('inf')):  # a large mismatch is a result, not a mistake
+    with controlled(changes), mock.patch.object(stop, 'MAX_KL', float('inf')):  # a large mismatch is a result, not a mistake
       if not train(resolved(changes), workdir).completed:
         return None
-  except StopRun as stop:
-    record['stopped'] = str(stop).splitlines()[1].strip()
+  except StopRun as error:
+    record['stopped'] = str(error).splitlines()[1].strip()
   final = resolved(experiment.final(arm, seed, folder / 'task'))
   record |= {'before': before(final, folder / f'before-{seed}.json'), 'scores': ask(final, workdir)}
   samplers = experiment.inference if arm in experiment.asked else ()

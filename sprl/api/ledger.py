@@ -8,7 +8,7 @@ from jaxtyping import Float
 from matplotlib.figure import Figure
 
 from sprl.api.figures import ledger_figure
-from sprl.mismatch import PARTS, scalars
+from sprl.ledger import PARTS, scalars
 
 
 @dataclass(frozen=True)

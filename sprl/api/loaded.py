@@ -29,7 +29,7 @@ from sprl.learner.optimizer import make_optimizer
 from sprl.learner.restore import export, load_base
 from sprl.learner.state import TrainState, abstract_state
 from sprl.learner.update import UpdateConfig, make_update
-from sprl.mismatch import ledger
+from sprl.ledger import ledger
 from sprl.model import Model, abstract_params
 from sprl.models.lora import Base, network
 from sprl.models.transformer import Params

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sprl.objective.guards import HEALTHY
+from sprl.guards.checks import HEALTHY
 
 
 @dataclass(frozen=True)

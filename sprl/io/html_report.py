@@ -23,6 +23,8 @@ import numpy as np
 
 from sprl.config import Run, SettingsError, to_dict
 from sprl.config_reader import resolve
+from sprl.guards.checks import CHECKS, History, tries
+from sprl.guards.stop import Streaks, sentinels
 from sprl.io import files
 from sprl.io.config_file import read_config
 from sprl.io.metrics import held_out_sets, read_metrics, read_samples, sample_steps, series
@@ -46,8 +48,6 @@ from sprl.io.report_charts import (
 )
 from sprl.io.starts import read_starts
 from sprl.io.trackers import flat
-from sprl.objective import guards
-from sprl.objective.checks import CHECKS, History, tries
 
 Row = Mapping[str, Any]  # a sample of a table
 MOST_TABLES = 40  # of samples
@@ -359,10 +359,10 @@ def _warnings(records: Records, config: Mapping[str, Any]) -> str:
   if not trained:
     return _absent(_no_step(records))
   run = _run(config)
-  stops, apart = [], 0
+  stops, streaks = [], Streaks()
   for record in trained:
-    apart = apart + 1 if guards.apart(record) else 0
-    reasons = guards.sentinels(record, run, apart_steps=apart)
+    streaks = streaks.after(record)
+    reasons = sentinels(record, run, streaks)
     stops += [f'<p class="stop">Step {record["step"]}: {escape(reason)}</p>' for reason in reasons]
   history, outside = History(), {check: {} for check in CHECKS}  # check -> step -> value
   for record in trained:

@@ -13,8 +13,8 @@ class RunState:
   """
 
   step: int = 0  # steps done
-  capped: int = 0  # consecutive steps in which every completion was cut at its token limit
-  apart: int = 0  # consecutive steps in which sampler and learner were different policies (guards.apart)
+  capped: int = 0  # consecutive steps in which every completion was cut at its token limit (guards/stop.py)
+  apart: int = 0  # consecutive steps in which sampler and learner were different policies (guards/stop.py)
   before: dict[str, Any] = field(default_factory=dict)  # held-out evaluation before the first update: metrics and samples
   after: dict[str, Any] = field(default_factory=dict)  # held-out evaluation after `step`; empty if there was none
   tokens_sampled: int = 0  # that the sampler drew for all steps, used or not

@@ -51,7 +51,7 @@ class Learner:
   state: TrainState
   reference: Params | None = None  # frozen weights of the KL term
   base: Base | None = None  # frozen weights under `state`, where it holds adapters
-  amax: calibrate.History = field(default_factory=tuple)  # largest queries, keys and values behind the scales of the FP8 cache
+  amax: calibrate.AmaxHistory = field(default_factory=tuple)  # largest queries, keys and values behind the FP8 cache's scales
   calibrated_updates: int = -1  # finished updates of the weights that `amax` was last measured with
   seconds: dict[str, float] = field(default_factory=dict)  # of the parts of the latest step
   tokens: Tokens = field(default_factory=Tokens)  # of the latest step

@@ -1,1 +1,1 @@
-"""Advantages, corrections, losses, diagnostics and guards: pure functions of arrays."""
+"""Advantages, corrections, losses and diagnostics: pure functions of arrays."""

@@ -82,7 +82,7 @@ class CalibratingAttention:
 
 
 _reach = jax.jit(reach, static_argnums=0)
-History = tuple[Float[np.ndarray, '3 L'], ...]  # largest |Q|, |K|, |V| of each layer, by step; the newest last
+AmaxHistory = tuple[Float[np.ndarray, '3 L'], ...]  # largest |Q|, |K|, |V| of each layer, by step; the newest last
 
 
 @OnMesh
@@ -143,7 +143,7 @@ def amax_of_prompts(
   return np.asarray(fetch(found)) * np.float32(RULES[quant.kv_scale].unseen)
 
 
-def remember(history: History, found: Float[Array | np.ndarray, '3 L'], quant: Quant) -> History:
+def remember(history: AmaxHistory, found: Float[Array | np.ndarray, '3 L'], quant: Quant) -> AmaxHistory:
   """Return the latest steps of the history with the newest values appended. Values of the first prompts stay for ever."""
   rule = RULES[quant.kv_scale]
   if rule.measured_on == 'first prompts' and history:
@@ -151,12 +151,12 @@ def remember(history: History, found: Float[Array | np.ndarray, '3 L'], quant: Q
   return (*history, np.asarray(fetch(found)))[-rule.steps :]
 
 
-def usable(history: History) -> bool:
+def usable(history: AmaxHistory) -> bool:
   """Whether the history can give scales. A value that is not finite means that the weights are broken."""
   return all(bool(np.all(np.isfinite(found))) for found in history)
 
 
-def scales(history: History, quant: Quant, layout: CacheLayout, params: Params) -> Scales:
+def scales(history: AmaxHistory, quant: Quant, layout: CacheLayout, params: Params) -> Scales:
   """Return the scales that follow from the history, for the weights `params`; all 1 for `unit` or an empty history.
 
   What the cache stores of a key bias may be larger at positions that were not measured, so its bound is added. The bound always

@@ -2,7 +2,7 @@
 
 Replay runs the sampler's own prefill and decode steps, with the same cache, evictions and quantisation. Only the token is looked
 up where sampling draws one. Under the settings that sampled a trajectory it returns the recorded log-probs. Under other settings
-it returns their log-probs of the same tokens, which traces a mismatch to its cause (sprl/mismatch.py).
+it returns their log-probs of the same tokens, which traces a mismatch to its cause (sprl/ledger.py).
 
 Arrays have the shapes that they had during sampling: the same number of rows, and prefill batches of the recorded shapes. XLA
 may sum a product of another shape in another order, and the last digit of a number can decide its FP8 code. A deviation of 1e-6

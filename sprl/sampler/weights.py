@@ -1,8 +1,8 @@
 """The sampler's weights: the learner's weights in the formats that the sampler multiplies (docs/methods/fp8.md).
 
-`sampler_weights` is one jitted function, run after every update. It casts all weights, quantises the linears that the settings
-name, and joins those that read the same activations (sprl/quant/joined.py). `self_check` then looks for stale layouts and unset
-buffers, which this design should rule out.
+A run calls one jitted function after every update; `weights_function` makes it from the settings. It casts all weights, quantises
+the linears that the settings name, and joins those that read the same activations (sprl/quant/joined.py). `self_check` then looks
+for stale layouts and unset buffers, which this design should rule out.
 """
 
 import re
@@ -26,7 +26,7 @@ from sprl.quant import fp8
 from sprl.quant.block import BlockScaled, Emulated, cut_within_blocks, quantise
 from sprl.quant.dot import LowRank, dot, plain
 from sprl.quant.joined import Joined, Within, apart, join_all
-from sprl.sharding.rules import KEPT, Names, OnMesh, from_mesh, is_names, shardings
+from sprl.sharding.rules import KEPT, Names, OnMesh, between_meshes, is_names, shardings
 
 LINEAR = re.compile(
   rf"\['layers'\]\[(\d+)\]\['(?:attention|mlp)'\](?:\['(experts|shared)'\])?\['({'|'.join(LINEARS)})'\]\['kernel'\]"
@@ -119,21 +119,11 @@ def sampler_weights(
   *,
   config: ModelConfig | None = None,
   mesh: Mesh | None = None,
-  source: Mesh | None = None,
+  from_mesh: Mesh | None = None,
   used_on: tuple[Mesh | AbstractMesh, ...] | None = None,
 ) -> SamplerWeights:
-  """Return the weights in `dtype`, with the linears in FP8 that `quant` names (docs/methods/fp8.md, eq. 2).
-
-  All arrays are copies, because an update overwrites the arrays of its state. An adapter is merged into its frozen weight in
-  float32, and the sum is rounded once. Blockwise arithmetic keeps codes and scales, and `kernels` selects their product.
-  Emulation keeps code times scale, so that decoding does not repeat this product for every token.
-
-  `mesh` is the sampler's mesh, and `config` names the axes of the weights; without a mesh the weights stay where they are.
-  `source` is the current mesh of the params (the default: `mesh`), with the same devices. Weights are cast before they move.
-  `used_on` are all meshes on which the weights will be multiplied (the default: `mesh`). Linears that these meshes cut alike are
-  joined.
-  """
-  return weights_function(jnp.dtype(dtype), quant, kernels, config, mesh, source, used_on)(params)
+  """Return the sampler weights of `params`. The settings are those of `weights_function`."""
+  return weights_function(jnp.dtype(dtype), quant, kernels, config, mesh, from_mesh, used_on)(params)
 
 
 @cache
@@ -143,15 +133,26 @@ def weights_function(
   kernels: Kernels = 'auto',
   config: ModelConfig | None = None,
   mesh: Mesh | None = None,
-  source: Mesh | None = None,
+  from_mesh: Mesh | None = None,
   used_on: tuple[Mesh | AbstractMesh, ...] | None = None,
 ):
-  """Return `sampler_weights` with these settings, as a jitted function of the weights."""
+  """Return the jitted function from the network's weights to the sampler weights without scales of an FP8 cache.
+
+  It casts the weights to `dtype`, with the linears in FP8 that `quant` names (docs/methods/fp8.md, eq. 2). All arrays are copies,
+  because an update overwrites the arrays of its state. An adapter is merged into its frozen weight in float32, and the sum is
+  rounded once. Blockwise arithmetic keeps codes and scales, and `kernels` selects their product. Emulation keeps code times
+  scale, so that decoding does not repeat this product for every token.
+
+  `mesh` is the sampler's mesh, and `config` names the axes of the weights; without a mesh the weights stay where they are.
+  `from_mesh` is the mesh that holds the network's weights (the default: `mesh`), with the same devices. Weights are cast before
+  they move. `used_on` are all meshes on which the weights will be multiplied (the default: `mesh`). Linears that these meshes cut
+  alike are joined.
+  """
   meshes = used_on if used_on is not None else () if mesh is None else (mesh,)
   target = None if mesh is None or mesh.size == 1 else mesh
 
   def placed(x, names):
-    return x if target is None else from_mesh(x, names, source or target, target)
+    return x if target is None else between_meshes(x, names, from_mesh or target, target)
 
   def function(params: Params) -> SamplerWeights:
     codes_multiplied = multiplies_codes(quant, kernels)

@@ -166,7 +166,7 @@ def kept[T: jax.Array](x: T, *names: str | None) -> T:
   return x if (mesh := _mesh()) is None else jax.lax.with_sharding_constraint(x, spec(mesh, names, x.shape, KEPT))
 
 
-def from_mesh[T: jax.Array](x: T, names: Names, source: Mesh, target: Mesh) -> T:
+def between_meshes[T: jax.Array](x: T, names: Names, source: Mesh, target: Mesh) -> T:
   """Move a weight from the storage layout of mesh `source` to that of `target`, which has the same devices.
 
   No device ever holds more than its part. Worked examples, the number of parts after the slash:

@@ -30,6 +30,7 @@ from sprl.kernels import support
 from sprl.models.config import ConfigError
 from sprl.models.config import tiny as tiny_config
 from sprl.planning import room
+from sprl.remarks import remarks
 from sprl.rollout.scheduler import Stalled
 
 
@@ -379,7 +380,7 @@ def test_the_memory_of_devices_is_that_which_they_report(tmp_path, monkeypatch):
 def test_a_run_of_no_steps_is_remarked(inputs):
   run = run_with(inputs, steps=0)
   layout = model.Model.open(run).cache_layout(run.sampling, run.cache, run.quant)
-  said = hooks.remarks(run, layout, 'reference', 100)
+  said = remarks(run, layout, 'reference', 100)
   assert 'config.steps = 0: the run evaluates and saves its first weights, and trains on nothing' in said
 
 
@@ -387,7 +388,7 @@ def test_sequences_beyond_the_positions_of_the_model_are_remarked(inputs):
   run = run_with(inputs)
   opened = model.Model.open(run)
   layout = opened.cache_layout(run.sampling, run.cache, run.quant)  # prompts of 16 tokens, completions of 12
-  said = [hooks.remarks(run, layout, 'reference', positions) for positions in (28, 27)]
+  said = [remarks(run, layout, 'reference', positions) for positions in (28, 27)]
   assert [remark for remark in said[1] if remark not in said[0]] == [
     'config.sampling.max_prompt and max_tokens allow sequences of 28 tokens; the model is made for 27 '
     '(max_position_embeddings in its config.json)'
@@ -407,7 +408,7 @@ def test_sequences_beyond_the_positions_of_the_model_are_remarked(inputs):
 def test_settings_of_fp8_without_effect_are_remarked(inputs, changes, expected):
   run = run_with(inputs, **{f'quant__{key}': value for key, value in changes.items()})
   layout = model.Model.open(run).cache_layout(run.sampling, run.cache, run.quant)
-  said = hooks.remarks(run, layout, 'reference', 512)
+  said = remarks(run, layout, 'reference', 512)
   assert {remark.split(' = ')[0].removeprefix('config.quant.') for remark in said if 'has no effect' in remark} == expected
 
 
@@ -421,7 +422,7 @@ def test_an_fp8_learner_of_a_sampler_without_fp8_is_remarked(inputs):
     run = run_with(inputs, quant__sampler=sampler, quant__learner=learner)
     opened = model.Model.open(run)
     layout = opened.cache_layout(run.sampling, run.cache, run.quant)
-    said = hooks.remarks(run, layout, 'reference', 512)
+    said = remarks(run, layout, 'reference', 512)
     assert any('config.quant.learner' in remark for remark in said) == expected
     assert any(remark.startswith('FP8 linears are emulated') for remark in said)
 

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 import tiny
-from test_mismatch import opened, sampled
+from test_ledger import opened, sampled
 
 from sprl.config import UNQUANTISED, Cache, Optimizer
 from sprl.learner.learner import Learner

@@ -20,8 +20,8 @@ from sprl.config_reader import resolve
 from sprl.io.checkpoint import CheckpointError
 from sprl.io.config_file import write_config
 from sprl.io.metrics import read_metrics
+from sprl.io.model_card import model_card
 from sprl.io.starts import Start, add_start, read_starts
-from sprl.learner.model_card import model_card
 from sprl.model import Model
 from sprl.session import Finished, Session
 

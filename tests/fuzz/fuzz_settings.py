@@ -27,7 +27,6 @@ from sprl import command_line
 from sprl.config import LINEARS, UNIONS, HeldOutSet, MixtureSource, Run, SettingsError, to_dict
 from sprl.config_checks import GRADERS, RANGES, REJECTIONS
 from sprl.config_reader import resolve
-from sprl.hooks import remarks
 from sprl.io.pretrained import config_folder
 from sprl.kernels.support import record_format
 from sprl.model import Model
@@ -38,6 +37,7 @@ from sprl.planning.estimate import plan
 from sprl.planning.mesh_axes import run_axes
 from sprl.planning.room import check_caches_fit
 from sprl.presets import CORRECTIONS, RECIPES
+from sprl.remarks import remarks
 from sprl.rollout.setup import RolloutSetup, place_engines
 from sprl.tasks import judge
 

@@ -171,6 +171,20 @@ def test_warnings_name_the_symptom_the_range_the_worst_step_and_settings(tmp_pat
   assert re.search(re.escape(found) + r' .* Try .*config\.ledger\.every = 1', text)
 
 
+def test_the_reason_for_which_a_guard_stopped_the_run_is_shown(tmp_path):
+  """The guards of streaks count the steps: two of each kind stop a run."""
+  log = RunLog(write_run(tmp_path, steps=1, checkpoint=False), 1)
+  for step, metrics in ((2, {'completion/truncated': 1.0}), (3, {'completion/truncated': 1.0, 'rollout_corr/kl': 1.5})):
+    log.write(step, metrics, {'rollout': 2.0})
+  log.write(4, {'completion/truncated': 0.5, 'rollout_corr/kl': -1.5}, {'rollout': 2.0})
+  log.close()
+  page = report_html(tmp_path)
+  text = ' '.join(Outline(page).text)
+  assert 'Step 3: every response hit the length limit for 2 steps in a row' in text
+  assert 'Step 4: rollout_corr/kl = -1.5, beyond 1.0 for 2 steps in a row' in text
+  assert page.count('<p class="stop">') == 2
+
+
 def test_a_metric_that_is_not_finite_has_a_row_of_its_own(tmp_path):
   log = RunLog(write_run(tmp_path, checkpoint=False), 3)
   log.write(4, {'env/a': 1.0, 'reward/mean': 1.0, 'policy/entropy': math.nan}, {'rollout': 2.0})

@@ -126,10 +126,9 @@ def test_tokens_of_agents_that_are_not_trained_are_counted_as_sampled():
 
   episode = trajectory(3, metrics={'agent/tokens_dropped': 6.0}, branches=(trajectory(4),))
   session = SimpleNamespace(
-    _rollout_metrics={'async/dropped_tokens': 5.0},
     state=SimpleNamespace(tokens_sampled=100, tokens_trained=10),
     learner=SimpleNamespace(tokens=SimpleNamespace(trained=7)),
     model=SimpleNamespace(weights_seed=None),
   )
-  sums = Session._count(session, [episode, trajectory(2)])
+  sums = Session._count(session, [episode, trajectory(2)], {'async/dropped_tokens': 5.0})
   assert sums == {'tokens/sampled': 100 + 3 + 4 + 6 + 2 + 5, 'tokens/trained': 17}

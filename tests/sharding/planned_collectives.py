@@ -58,7 +58,7 @@ def step(model, mesh):
 def sync(model, learner, rollout):
   (config, params), (learner, rollout) = model, (make_mesh(each, heads=(4, 2)) for each in (learner, rollout))
   held = jax.device_put(params, shardings(learner, transformer.logical_axes(config), params))
-  cast = weights_function(jnp.dtype('bfloat16'), Quant(sampler='w8a8'), config=config, mesh=rollout, source=learner)
+  cast = weights_function(jnp.dtype('bfloat16'), Quant(sampler='w8a8'), config=config, mesh=rollout, from_mesh=learner)
   return sent(cast.lower(held))
 
 

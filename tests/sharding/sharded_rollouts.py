@@ -82,7 +82,7 @@ def step(memory, sizes):
     config, cache, quant, SAMPLING.max_prompt, SAMPLING.max_tokens, FLOAT32, routes=config.experts is not None
   )
   found = [calibrate.amax_of_prompts(graphdef, layout, params, prompts, 2, quant, mesh)]
-  weights = sampler_weights(params, FLOAT32, quant, config=config, mesh=rollout, source=mesh)
+  weights = sampler_weights(params, FLOAT32, quant, config=config, mesh=rollout, from_mesh=mesh)
   weights = weights._replace(scales=calibrate.scales((found[0],), quant, layout, params))
   engine = EngineConfig(
     config, replace(SAMPLING, **FILTERS.get(memory, {})), layout, rows=8, prefill=max(2, row_shards(rollout)), seed=0,

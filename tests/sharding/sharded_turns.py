@@ -28,7 +28,7 @@ config, params = small.model('qwen3_moe', num_hidden_layers=LAYERS, vocab_size=2
 heads = config.num_heads, config.num_kv_heads
 mesh = make_mesh(Mesh(2, 2, 2, 1), jax.devices()[:8], heads, 'rollout')
 params = jax.device_put(jax.device_get(params), shardings(mesh, transformer.logical_axes(config), params))
-weights = sampler_weights(params, FLOAT32, QUANT, config=config, mesh=mesh, source=mesh)
+weights = sampler_weights(params, FLOAT32, QUANT, config=config, mesh=mesh, from_mesh=mesh)
 weights = weights._replace(scales=from_amax(np.full((3, LAYERS), 6.0, np.float32), with_margin(1.05)))
 cache = Cache(budget=10, interval=3, window=2, method='rkv')
 layout = cache_layout(config, cache, QUANT, SAMPLING.max_prompt, SAMPLING.max_tokens, FLOAT32, routes=True)

@@ -1,39 +1,33 @@
-"""Guards: the reasons to stop a run, and the warnings about one that goes on.
+"""The reasons to stop a run. `hooks.check_step` raises them after a step.
 
-`sentinels` returns the reasons to stop, and the loop raises them. `warnings` returns what the checks of sprl/objective/checks.py
-find, and the loop logs it. docs/troubleshooting.md explains both. Stop conditions: docs/methods/losses.md.
+docs/methods/losses.md, Stop conditions, lists them. docs/troubleshooting.md explains the messages.
 """
 
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from sprl.config import Run
-from sprl.objective.checks import (
+from sprl.guards.checks import (
   BYPASS,
-  CHECKS,
   CLIP_NORM,
+  HEALTHY,
   LENGTH,
   MATCHING,
   MEANT,
   NO_FP8,
   NO_FP8_CACHE,
-  NOW,
   PRECISION,
   RATE,
   SCALES,
-  SOME,
   STALENESS,
   STOP,
   TOKEN_LEVEL,
   WARMUP,
-  History,
   tries,
 )
 
-# metric -> (lowest, highest) of a healthy run, for the checks that do not compare with other steps
-HEALTHY: dict[str, tuple[float, float]] = {check.metric: check.healthy for check in CHECKS if check.statistic in (NOW, SOME)}
-
-SATURATED = {  # fraction of the numbers that FP8 clamped -> cause of a large one
+SATURATION = {  # fraction of the numbers that FP8 clamped -> cause of a large one
   'fp8/kv_saturation': 'keys or values exceed the scales of the FP8 cache',
   'fp8/query_saturation': 'queries exceed their FP8 scales',
 }
@@ -49,11 +43,22 @@ def apart(metrics: Mapping[str, float]) -> bool:
   return math.isfinite(kl) and abs(kl) > MAX_KL
 
 
-def sentinels(metrics: Mapping[str, float], run: Run, capped_steps: int = 0, apart_steps: int = 0) -> list[str]:
+class Streaks(NamedTuple):
+  """Numbers of consecutive steps, up to the latest one."""
+
+  capped: int = 0  # in which every response hit the length limit
+  apart: int = 0  # in which sampler and learner were `apart`
+
+  def after(self, metrics: Mapping[str, float]) -> 'Streaks':
+    """Return the numbers after one more step."""
+    capped = metrics.get('completion/truncated') == 1
+    return Streaks(self.capped + 1 if capped else 0, self.apart + 1 if apart(metrics) else 0)
+
+
+def sentinels(metrics: Mapping[str, float], run: Run, streaks: Streaks) -> list[str]:
   """Return the reasons to stop the run, each with settings to change. An empty list means that the run continues.
 
-  `capped_steps` counts the latest consecutive steps, this one included, in which every response hit the length limit, and
-  `apart_steps` those in which sampler and learner were `apart`.
+  `metrics` are those of the latest step, and `streaks` include this step.
   """
   reasons = [
     f'{name} = {value}: a log-prob of the sampler or the learner is not finite, because the weights diverged. '
@@ -61,12 +66,12 @@ def sentinels(metrics: Mapping[str, float], run: Run, capped_steps: int = 0, apa
     for name, value in metrics.items()
     if name.startswith(('rollout_corr/', 'sparse/', 'fp8/')) and not math.isfinite(value)
   ]
-  if apart_steps >= MAX_APART_STEPS:
+  if streaks.apart >= MAX_APART_STEPS:
     reasons.append(
-      f'rollout_corr/kl = {metrics["rollout_corr/kl"]:.3g}, beyond {MAX_KL} for {apart_steps} steps in a row: sampler and '
+      f'rollout_corr/kl = {metrics["rollout_corr/kl"]:.3g}, beyond {MAX_KL} for {streaks.apart} steps in a row: sampler and '
       f'learner are different policies (typical: 0.001 to 0.03). {tries(MATCHING, run)}'
     )
-  for name, cause in SATURATED.items():
+  for name, cause in SATURATION.items():
     value, most = metrics.get(name, 0.0), HEALTHY[name][1]
     if value > most and run.quant.kv_scale != 'frozen':  # frozen scales are out of date on purpose: `warnings` reports them
       reasons.append(f'{name} = {value:.3g}, beyond {most:g}: {cause}. {tries((SCALES, NO_FP8_CACHE, NO_FP8), run)}')
@@ -76,9 +81,9 @@ def sentinels(metrics: Mapping[str, float], run: Run, capped_steps: int = 0, apa
       'older weights sampled some tokens, but every weight is exactly 1 and the ratio is to the log-probs of the learner: '
       f'nothing corrects for the staleness. {tries((STALENESS, TOKEN_LEVEL, BYPASS), run)}'
     )
-  if capped_steps >= MAX_CAPPED_STEPS and run.rollout.stop_when_capped:
+  if streaks.capped >= MAX_CAPPED_STEPS and run.rollout.stop_when_capped:
     reasons.append(
-      f'every response hit the length limit for {capped_steps} steps in a row: the policy does not end its answers. '
+      f'every response hit the length limit for {streaks.capped} steps in a row: the policy does not end its answers. '
       f'{tries((LENGTH, STOP, MEANT), run)}'
     )
   bad = int(metrics.get('update/bad_streak', 0))
@@ -88,12 +93,3 @@ def sentinels(metrics: Mapping[str, float], run: Run, capped_steps: int = 0, apa
       f'{tries((RATE, WARMUP, CLIP_NORM), run)}'
     )
   return reasons
-
-
-def warnings(history: History, run: Run) -> dict[str, str]:
-  """Return a warning for each symptom that the latest step of the history shows: symptom -> sentences."""
-  found: dict[str, str] = {}
-  for check in CHECKS:
-    if check.symptom not in found and (value := check.outside(history, run)) is not None:
-      found[check.symptom] = check.warning(value, run)
-  return found

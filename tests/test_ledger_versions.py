@@ -9,7 +9,7 @@ import pytest
 import small
 
 from sprl.config import Ledger, Rollout, Run
-from sprl.mismatch import of_one_version, with_version
+from sprl.ledger import of_one_version, with_version
 
 
 def rollouts(versions):

@@ -17,7 +17,7 @@ import tiny
 
 from sprl.config import UNQUANTISED, Cache, Quant
 from sprl.config_reader import resolve
-from sprl.mismatch import EDGES, PARTS, histograms, ledger, scalars
+from sprl.ledger import EDGES, PARTS, histograms, ledger, scalars
 from sprl.model import Model
 from sprl.sampler import calibrate
 from sprl.sampler.engine import generate

@@ -17,13 +17,13 @@ import small
 from sprl import hooks
 from sprl.config import Advantage, Cache, Correction, Ledger, Loss, Optimizer, Quant, Rollout, Run, Sampling, SettingsError, Task
 from sprl.distributed.team import ALONE
+from sprl.guards import checks
+from sprl.guards.checks import CHECKS, FEW, FINITE, HEALTHY, WINDOW, History, gain, warnings
+from sprl.guards.stop import Streaks, apart, sentinels
 from sprl.hooks import Warn
 from sprl.io.progress import Progress
 from sprl.io.run_state import RunState
 from sprl.learner.learner import batch_advantages
-from sprl.objective import checks
-from sprl.objective.checks import CHECKS, FEW, FINITE, WINDOW, History, gain
-from sprl.objective.guards import HEALTHY, apart, sentinels, warnings
 from sprl.presets import ARMS, CORRECTIONS, RECIPES, with_arm, with_preset
 from sprl.quant.block import quantise
 from sprl.quant.joined import apart as apart_weights
@@ -69,22 +69,27 @@ CHEAP = replace(  # evicts, stores and multiplies in FP8, runs ahead
 # --- stop ------------------------------------------------------------------------------------------------------------
 
 
+def stops(metrics, run, capped=0, apart=0):
+  """Return the reasons to stop after a step with these metrics. The streaks include this step."""
+  return sentinels(metrics, run, Streaks(capped, apart))
+
+
 def test_a_healthy_step_gives_no_reason_to_stop():
-  assert sentinels(STEP, PLAIN, 1) == []
+  assert stops(STEP, PLAIN, capped=1) == []
 
 
 def test_a_metric_that_is_not_finite_stops_the_run_by_name():
   for bad in (math.nan, math.inf):
-    (reason,) = sentinels(STEP | {'rollout_corr/probs_pearson': bad}, PLAIN)
+    (reason,) = stops(STEP | {'rollout_corr/probs_pearson': bad}, PLAIN)
     assert 'rollout_corr/probs_pearson' in reason
     assert 'config.optimizer.learning_rate (now 1e-06)' in reason
-  assert sentinels(STEP | {'reward/mean': math.nan}, PLAIN) == []  # not a metric of log-probs
+  assert stops(STEP | {'reward/mean': math.nan}, PLAIN) == []  # not a metric of log-probs
 
 
 @pytest.mark.parametrize('name', ['fp8/kv_saturation', 'fp8/query_saturation'])
 def test_saturated_fp8_stops_the_run(name):
-  assert sentinels(STEP | {name: 9e-5}, CHEAP) == []
-  (reason,) = sentinels(STEP | {name: 2e-4}, CHEAP)
+  assert stops(STEP | {name: 9e-5}, CHEAP) == []
+  (reason,) = stops(STEP | {name: 2e-4}, CHEAP)
   assert f'{name} = 0.0002' in reason
   assert "config.quant.kv_scale (now 'learner')" in reason
 
@@ -92,7 +97,7 @@ def test_saturated_fp8_stops_the_run(name):
 @pytest.mark.parametrize('name', ['fp8/kv_saturation', 'fp8/query_saturation'])
 def test_saturation_of_frozen_scales_warns(name):
   frozen = replace(CHEAP, quant=Quant(sampler='w8a8_kv8', kv_scale='frozen'))
-  assert sentinels(STEP | {name: 0.5}, frozen) == []
+  assert stops(STEP | {name: 0.5}, frozen) == []
   assert "config.quant.kv_scale (now 'frozen')" in after([STEP | {name: 2e-4}], frozen)['numbers exceed the FP8 scales']
   assert after([STEP | {name: 9e-5}], frozen) == {}
 
@@ -103,8 +108,8 @@ def test_two_steps_of_different_policies_stop_the_run():
   for spike in (1.01, -1.01):
     step = STEP | {'rollout_corr/kl': spike}
     assert apart(step)
-    assert sentinels(step, CHEAP, apart_steps=1) == []
-    (reason,) = sentinels(step, CHEAP, apart_steps=2)
+    assert stops(step, CHEAP, apart=1) == []
+    (reason,) = stops(step, CHEAP, apart=2)
     assert f'rollout_corr/kl = {spike}' in reason
     assert 'config.cache.budget (now 256)' in reason
 
@@ -117,40 +122,49 @@ UNCORRECTED = STEP | {'async/stale_tokens': 0.4, 'rollout_corr/corrected_fractio
 def test_uncorrected_staleness_stops_the_run(deviation):
   """A ratio to recomputed log-probs does not correct for the weights that sampled (docs/methods/async.md, Traps)."""
   run = replace(PLAIN, correction=Correction(level='sequence'), rollout=Rollout(async_ratio=2.0))
-  (reason,) = sentinels(UNCORRECTED | {'policy/ratio_deviation': deviation}, run)
+  (reason,) = stops(UNCORRECTED | {'policy/ratio_deviation': deviation}, run)
   assert "Try a smaller config.rollout.async_ratio (now 2.0); config.correction.level = 'token'; " in reason
   assert "config.correction.mode = 'bypass' with config.correction.level = None" in reason
-  (reason,) = sentinels(UNCORRECTED, replace(run, correction=Correction(level='token')))
+  (reason,) = stops(UNCORRECTED, replace(run, correction=Correction(level='token')))
   assert "config.correction.level = 'token'" not in reason
 
 
 def test_weights_other_than_one_and_ratios_to_the_sampler_correct():
-  assert sentinels(UNCORRECTED | {'rollout_corr/corrected_fraction': 1e-3}, PLAIN) == []
+  assert stops(UNCORRECTED | {'rollout_corr/corrected_fraction': 1e-3}, PLAIN) == []
   bypass = Correction(mode='bypass', level=None)
-  assert sentinels(UNCORRECTED, replace(PLAIN, correction=bypass)) == []
-  assert sentinels(UNCORRECTED, replace(PLAIN, correction=bypass, loss=Loss(variant='reinforce'))) != []  # it has no ratio
+  assert stops(UNCORRECTED, replace(PLAIN, correction=bypass)) == []
+  assert stops(UNCORRECTED, replace(PLAIN, correction=bypass, loss=Loss(variant='reinforce'))) != []  # it has no ratio
 
 
 def test_without_stale_tokens_no_correction_is_needed():
-  assert sentinels(UNCORRECTED | {'async/stale_tokens': 0.0}, PLAIN) == []
+  assert stops(UNCORRECTED | {'async/stale_tokens': 0.0}, PLAIN) == []
 
 
 @pytest.mark.parametrize('name', ['async/stale_tokens', 'rollout_corr/corrected_fraction'])
 def test_a_missing_metric_stops_nothing(name):
-  assert sentinels({n: v for n, v in UNCORRECTED.items() if n != name}, PLAIN) == []
+  assert stops({n: v for n, v in UNCORRECTED.items() if n != name}, PLAIN) == []
 
 
 def test_two_steps_at_the_length_limit_stop_the_run():
-  assert sentinels(STEP, PLAIN, 1) == []
-  (reason,) = sentinels(STEP, PLAIN, 2)
+  assert stops(STEP, PLAIN, capped=1) == []
+  (reason,) = stops(STEP, PLAIN, capped=2)
   assert 'length limit' in reason
   assert 'config.sampling.max_tokens (now 256)' in reason
-  assert sentinels(STEP, replace(PLAIN, rollout=Rollout(stop_when_capped=False)), 2) == []
+  assert stops(STEP, replace(PLAIN, rollout=Rollout(stop_when_capped=False)), capped=2) == []
+
+
+def test_a_streak_ends_at_a_step_without_the_sign():
+  capped, far = {'completion/truncated': 1.0}, {'rollout_corr/kl': 1.5}
+  found, streaks = [], Streaks()
+  for step in (capped, capped | far, STEP | far, {}, capped):
+    streaks = streaks.after(step)
+    found.append(tuple(streaks))
+  assert found == [(1, 0), (2, 1), (0, 2), (0, 0), (1, 0)]
 
 
 def test_three_updates_without_a_finite_gradient_stop_the_run():
-  assert sentinels(STEP | {'update/bad_streak': 2.0}, PLAIN) == []
-  (reason,) = sentinels(STEP | {'update/bad_streak': 3.0}, PLAIN)
+  assert stops(STEP | {'update/bad_streak': 2.0}, PLAIN) == []
+  (reason,) = stops(STEP | {'update/bad_streak': 3.0}, PLAIN)
   assert 'config.optimizer.clip_norm (now 1.0)' in reason
 
 
@@ -457,9 +471,7 @@ def test_the_ledger_is_no_advice_for_the_arm_that_refuses_it():
 def test_advice_suggests_another_value_than_the_current_one():
   exact = replace(PLAIN, model=replace(PLAIN.model, dtype='float32'))
   assert 'config.model.dtype' not in after([STEP | {'rollout_corr/kl': 0.3}] * FEW, exact)['sampler and learner differ much']
-  both, cache = (
-    sentinels(STEP | {'fp8/kv_saturation': 0.5}, replace(PLAIN, quant=Quant(sampler=s))) for s in ('w8a8_kv8', 'kv8')
-  )
+  both, cache = (stops(STEP | {'fp8/kv_saturation': 0.5}, replace(PLAIN, quant=Quant(sampler=s))) for s in ('w8a8_kv8', 'kv8'))
   assert "; config.quant.sampler = 'w8a8', which" in both[0]
   assert cache[0].endswith("Try another config.quant.kv_scale (now 'learner'); config.quant.sampler = 'none'.")
   frozen = replace(PLAIN, quant=Quant(sampler='kv8', kv_scale='frozen'))  # which needs an FP8 cache
@@ -554,7 +566,7 @@ def faults_of_weights():
 
 def test_troubleshooting_has_the_words_of_each_reason_to_stop():
   bad = {'rollout_corr/probs_pearson': math.nan, 'rollout_corr/kl': 2.0, 'fp8/kv_saturation': 1.0, 'fp8/query_saturation': 1.0}
-  reasons = sentinels(UNCORRECTED | bad | {'update/bad_streak': 3.0}, PLAIN, capped_steps=2, apart_steps=2)
+  reasons = stops(UNCORRECTED | bad | {'update/bad_streak': 3.0}, PLAIN, capped=2, apart=2)
   assert len(reasons) == 7
   assert len(faults := faults_of_weights()) == 6
   patterns = messages_of('A run that stops with status 3')

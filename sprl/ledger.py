@@ -45,7 +45,7 @@ from sprl.types import Trajectory
 
 
 @dataclass(frozen=True)
-class Replayed:
+class ReplaySettings:
   """The settings of a replay. The defaults are the dense, unquantised sampler."""
 
   linears: Quant = UNQUANTISED
@@ -54,7 +54,7 @@ class Replayed:
 
 
 # Switch -> function that gives a replay the run's settings of this cause. It changes nothing if the run does not have the cause.
-SWITCHES: dict[str, Callable[[Replayed, Run], Replayed]] = {
+SWITCHES: dict[str, Callable[[ReplaySettings, Run], ReplaySettings]] = {
   'weights': lambda given, run: replace(given, linears=run.quant) if 'w8a8' in run.quant.sampler else given,
   'kv': lambda given, run: replace(given, kv=run.quant) if 'kv8' in run.quant.sampler else given,
   'eviction': lambda given, run: replace(given, cache=run.cache) if run.cache.budget else given,
@@ -123,7 +123,7 @@ def replays(
   scales: Scales | None,
 ) -> dict[Causes, Float[np.ndarray, ' N']]:
   """Return the sampler's log-probs of the N written tokens, in nats, under each subset of the run's active switches."""
-  active = [name for name in SWITCHES if switched(run, frozenset({name})) != Replayed()]
+  active = [name for name in SWITCHES if switched(run, frozenset({name})) != ReplaySettings()]
   settings = {on: switched(run, on) for on in subsets(active)}
 
   def with_linears(linears: Quant) -> dict[Causes, Float[np.ndarray, ' N']]:
@@ -145,9 +145,9 @@ def replays(
   return {on: found[on] for on in settings}
 
 
-def switched(run: Run, on: Causes) -> Replayed:
+def switched(run: Run, on: Causes) -> ReplaySettings:
   """Return the settings of a replay with these switches on."""
-  given = Replayed()
+  given = ReplaySettings()
   for name, switch in SWITCHES.items():
     given = switch(given, run) if name in on else given
   return given

@@ -1,7 +1,8 @@
 """Checks of a run that trains: the symptom of a problem, the metric that shows it, its meaning, and settings that usually help.
 
 `CHECKS` is the table. A row compares a statistic of a metric with the range of a healthy run. One step is noisy, so most
-statistics are of several steps, and some compare the latest steps with the first or the best ones. `History` holds these steps.
+statistics are of several steps, and some compare the latest steps with the first or the best ones. `History` holds these steps,
+and `warnings` returns what the table says about it. `hooks.Warn` logs that.
 
 docs/troubleshooting.md has a section for each symptom. docs/methods/losses.md, Health ranges, gives the origin of the ranges.
 """
@@ -385,3 +386,15 @@ CHECKS = (
     (TIME_LIMIT, GRADER),
   ),
 )  # fmt: skip
+
+# metric -> (lowest, highest) of a healthy run, for the checks that do not compare with other steps
+HEALTHY: dict[str, tuple[float, float]] = {check.metric: check.healthy for check in CHECKS if check.statistic in (NOW, SOME)}
+
+
+def warnings(history: History, run: Run) -> dict[str, str]:
+  """Return a warning for each symptom that the latest step of the history shows: symptom -> sentences."""
+  found: dict[str, str] = {}
+  for check in CHECKS:
+    if check.symptom not in found and (value := check.outside(history, run)) is not None:
+      found[check.symptom] = check.warning(value, run)
+  return found
