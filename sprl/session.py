@@ -124,7 +124,6 @@ class Session:
   after_step: Sequence[Callable[['Session', StepReport], None]] = ()
   _step: StepInProgress | None = None  # from the end of its rollouts to that of `finish_step`
   _pump: 'Pump | None' = None
-  _stalled: str = ''  # why no more rollouts can be complete
 
   # --- the calls of a step -------------------------------------------------------------------------------------------
 
@@ -184,10 +183,7 @@ class Session:
     placed = jax.block_until_ready([engine.place(weights) for engine in self.placed])
     self.timeline.add('learner', f'sync {step}', learned, self.timeline.now())
     if self._pump is not None:
-      try:
-        self._pump.stop()
-      except Stalled as error:  # raised when the next step needs rollouts: this one is complete
-        self._stalled = str(error)
+      self._pump.stop()
       self._pump = None
     self.scheduler.sync(placed)
     self._step.times.lap('sync')
@@ -282,8 +278,6 @@ class Session:
     If all groups fail, the steps before are saved.
     """
     try:
-      if self._stalled:
-        raise Stalled(self._stalled)
       groups = self.scheduler.batch(self.stopped)
     except Stalled:
       if self.state.step:  # a run without a checkpoint may begin again with other settings
