@@ -20,9 +20,10 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Integer
 
+from sprl.cache.attend import CachedAttention
 from sprl.cache.compaction import rows_at_once
 from sprl.cache.key_bias import KeyBias
-from sprl.cache.kv_cache import CachedAttention, KVCache, Step
+from sprl.cache.kv_cache import KVCache, Step
 from sprl.cache.layout import CacheLayout
 from sprl.cache.row_blocks import first_rows, put_rows, replace_rows, take_rows
 from sprl.config import Sampling
@@ -68,21 +69,21 @@ class DecodeState:
 
     Row numbers out of bounds fill up the block. `with_block` drops what is written to them.
     """
-    mine = self._of_rows
+    mine = self._row_state
     part = local(take_rows, (mine.axes, ('rows',)), mine.axes)(mine, rows)
     return dataclasses.replace(part, seed=self.seed, cache=part.cache.on_layers_of(self.cache, rows))
 
   def with_block(self, part: 'DecodeState') -> 'DecodeState':
     """Return this state with the rows and the layers of a block."""
-    mine, names = self._of_rows, ('rows',)
+    mine, names = self._row_state, ('rows',)
     put = local(put_rows, (mine.axes, names, mine.axes), mine.axes)
-    whole = put(mine, part.cache.block, part._of_rows)
+    whole = put(mine, part.cache.block, part._row_state)
     return dataclasses.replace(whole, seed=self.seed, cache=whole.cache.on_layers_of(part.cache, None))
 
   @property
-  def _of_rows(self):
+  def _row_state(self):
     """The arrays that have an entry for each row, without the layers of the cache."""
-    return dataclasses.replace(self, seed=cast(Any, None), cache=self.cache.of_rows)
+    return dataclasses.replace(self, seed=cast(Any, None), cache=self.cache.row_state)
 
 
 @jax.tree_util.register_dataclass

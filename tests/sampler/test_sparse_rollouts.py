@@ -396,7 +396,7 @@ def test_decoding_with_evictions_updates_the_cache_in_place(method, quant):
   memory = compiled.memory_analysis()
   given = memory.argument_size_in_bytes - sum(x.nbytes for x in jax.tree.leaves(weights))
   peak = given + memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-  assert memory.alias_size_in_bytes > layout.bytes(64)
+  assert memory.alias_size_in_bytes > layout.kv_bytes(64)
   # Emulation multiplies in float32: beside an FP8 cache there is one layer of it at four times its bytes.
-  widened = 4 * layout.bytes(64) / 12 if quant.sampler == 'kv8' else 0
+  widened = 4 * layout.kv_bytes(64) / 12 if quant.sampler == 'kv8' else 0
   assert peak - widened <= 1.15 * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(dataclasses.replace(state, seed=None)))
