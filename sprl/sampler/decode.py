@@ -10,6 +10,7 @@ A row is one sequence that is being generated. Its state stays on the device bet
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -35,7 +36,7 @@ from sprl.sampler.draw import draw, uniforms
 from sprl.sampler.weights import SamplerWeights
 from sprl.sharding.rules import OnMesh, is_names, local, parts, shard, tie_to_iteration
 
-TOKENS = 8  # a block of rows that are due has a multiple of these rows: kernels that quantise activations take no others
+ROW_MULTIPLE = 8  # a block of rows that are due has a multiple of this: kernels that quantise activations take no others
 
 
 @jax.tree_util.register_dataclass
@@ -282,14 +283,7 @@ def decode(
   With `fixed`, the chunk always has `steps` steps. Otherwise it ends when all rows are done. On a GPU this check makes the device
   wait for the host before every step.
 
-  With `fixed` and a cache that evicts, rows can be due only at every P-th step, where P = gcd(steps, interval). For this, a row
-  that has decoded n tokens takes part in step i only if n = i modulo P. A row that starts on a prompt never waits. A row that
-  starts after given tokens or on a kept cache waits once, for at most P - 1 steps. It draws the same tokens, because draws depend
-  on positions, not on steps.
-
-  The P steps are plain: their program has no compression. A row that is due skips the last plain step. It takes that step after
-  the others, in a block of `due_at_once` rows. One loop over the blocks surrounds all layers: a GPU asks the host once, and once
-  more for each block. Work grows with the number of rows that are due. Each block reads the weights.
+  With `fixed` and a cache that evicts, `_decode_in_segments` says which steps a row takes.
   """
 
   def advance(state, active, **of_step):
@@ -307,10 +301,26 @@ def decode(
     )[1]
   if not state.cache.layout.sparse:
     return jax.lax.fori_loop(0, steps, lambda _, state: advance(state, ~state.done), state)
+  return _decode_in_segments(advance, state, steps)
+
+
+def _decode_in_segments(advance: Callable[..., DecodeState], state: DecodeState, steps: int) -> DecodeState:
+  """Draw `steps` more tokens for each row of a cache that evicts, in a chunk of fixed length.
+
+  `advance(state, active, **of_step)` takes one step of the active rows; `of_step` are the promises of `Step`.
+
+  A segment has `period` = gcd(steps, interval) steps. A row that has decoded n tokens takes part in step i of a segment only if
+  n = i modulo the period, so rows can be due only in the last step. A row that starts on a prompt never waits. A row that starts
+  after given tokens or on a kept cache waits once, for at most period - 1 steps. It draws the same tokens, because draws depend
+  on positions, not on steps.
+
+  The steps of a segment are plain: their program has no compression. A row that is due skips the last plain step. It takes that
+  step after the others, in a block of `due_at_once` rows. One loop over the blocks surrounds all layers: a GPU asks the host
+  once, and once more for each block. Work grows with the number of rows that are due. Each block reads the weights.
+  """
   period, rows = math.gcd(steps, state.cache.layout.settings.interval), len(state.done)
   mine = rows // parts('rows', rows)  # on each device
   size = due_at_once(state.cache.layout, mine, period)
-
   first = local(partial(first_rows, size=size), (('rows',),), ('rows',))
 
   def plain(i, carry):
@@ -340,11 +350,11 @@ def due_at_once(layout: CacheLayout, rows: int, period: int) -> int:
   """Return how many of a device's `rows` rows take a step that compresses at the same time.
 
   If the rows' compressions are spread evenly over an interval, rows * period / interval are due together. Room for twice as many
-  makes one block enough most of the time. Kernels take multiples of TOKENS.
+  makes one block enough most of the time. Kernels take multiples of ROW_MULTIPLE.
   """
   wanted = -(-2 * rows * period // layout.settings.interval)
   most = min(wanted, rows_at_once(layout, rows, layout.slots))
-  return min(rows, max(TOKENS, most // TOKENS * TOKENS))
+  return min(rows, max(ROW_MULTIPLE, most // ROW_MULTIPLE * ROW_MULTIPLE))
 
 
 def decode_step(

@@ -324,8 +324,9 @@ class Engine:
     goes_on = [before is not None and row is before.rows[i] for i, row in enumerate(self._rows)]
     known = np.array([0 if row is None else len(row.tokens) for row in self._rows], np.int32)
     run, read = decode.decode.on(config.mesh), decode.read.on(config.mesh)
-    steps = sampling.chunk, config.fixed_chunks
-    self._state = run(config.graphdef, weights, self._state, sampling, config.stop_ids, *steps)
+    self._state = run(
+      config.graphdef, weights, self._state, sampling, config.stop_ids, steps=sampling.chunk, fixed=config.fixed_chunks
+    )
     since = known if before is None else before.news['count']
     news = read(self._state, since, np.where(goes_on, -1, known).astype(np.int32), sampling.chunk + 1)
     self._chunks.append(_Chunk(news, list(self._rows), self.version, time.perf_counter()))

@@ -42,7 +42,7 @@ def states(settings, quant, fixed):
     new = decode.NewRows(jnp.array(parent), uid=jnp.arange(4), attempt=jnp.zeros(4, jnp.int32), limit=jnp.array(limit))
     state = decode.insert(w, state, prompts, new, SAMPLING, ())
     for _ in range(2):
-      with mock.patch.object(decode, 'TOKENS', 2):
+      with mock.patch.object(decode, 'ROW_MULTIPLE', 2):
         state = (TWO_AT_ONCE if fixed else decode.decode)(graph, w, state, SAMPLING, (), CHUNK, fixed)
       seen.append(jax.device_get(dataclasses.replace(state, seed=jnp.zeros(1))))
   return seen
