@@ -186,7 +186,7 @@ def steps_of(bench: Bench, name: str, mode: str, tokens: int, layers: int) -> Ro
       state, plain_us = timed(state, plain, at_once)
     first = int(state.count[0]) + chunk
     state, us = timed(state, chunks, staggered(rows, cache.interval, chunk) if sparse else at_once)
-  attended = float(jnp.mean(state.kept[:, first : first + chunks * chunk]))
+  attended = float(jnp.mean(state.attended[:, first : first + chunks * chunk]))
   read = layout.kv_bytes(rows) / layout.slots * attended
   read += sum(w.nbytes for w in (*jax.tree.leaves(weights.params['layers']), weights.head))
   return {

@@ -53,7 +53,7 @@ class DecodeState:
   done: Bool[Array, ' B']
   tokens: Int[Array, 'B C']  # the completion
   logp: Float[Array, 'B C']  # log-prob of the token under the distribution that drew it
-  kept: Int[Array, 'B C']  # cache slots attended, including the query's own
+  attended: Int[Array, 'B C']  # cache slots attended, including the query's own
   routes: Int[Array, 'B T M k'] | None = None  # experts of the token at each position; MISSING where no token is yet
   support: Integer[Array, 'B R W'] | None = None  # of the last R tokens, t in column t mod R (sprl/kernels/support.py)
 
@@ -135,7 +135,7 @@ def empty_state(
     done=jnp.ones(rows, bool),
     tokens=jnp.zeros((rows, max_tokens), jnp.int32),
     logp=jnp.zeros((rows, max_tokens)),
-    kept=jnp.zeros((rows, max_tokens), jnp.int32),
+    attended=jnp.zeros((rows, max_tokens), jnp.int32),
     routes=no_routes(layout, rows),
     support=_no_supports(recorded, weights.head.shape[0], rows),
   )
@@ -436,7 +436,7 @@ def _draw_token(state, weights, hidden, *, active, attended, sampling, stop_ids)
     done=state.done | (active & (ended | (count >= state.limit))),
     tokens=record(state.tokens, column, token),
     logp=record(state.logp, column, logp),
-    kept=record(state.kept, column, attended),
+    attended=record(state.attended, column, attended),
   )
   if drawn.support is not None:
     R = state.support.shape[1]
@@ -462,13 +462,13 @@ def read(state: DecodeState, since: Int[Array, ' B'], known: Int[Array, ' B'], s
 
   `done`, `count`, `saturated` and `saturated_queries` are [B].
 
-  `tokens`, `logp` and `kept` are [B, steps]: up to `steps` completion tokens of row b, from index `known[b]` on, or from
+  `tokens`, `logp` and `attended` are [B, steps]: up to `steps` completion tokens of row b, from index `known[b]` on, or from
   `since[b]` if `known[b]` is negative. If the state records supports, `support` is [B, steps, W]. In this case `steps` is at most
   R, the number of tokens with a recorded support.
   """
   since = jnp.where(known < 0, since, known)
   columns = jnp.minimum(since[:, None] + jnp.arange(steps), state.tokens.shape[1] - 1)
-  news = {name: jnp.take_along_axis(getattr(state, name), columns, axis=1) for name in ('tokens', 'logp', 'kept')}
+  news = {name: jnp.take_along_axis(getattr(state, name), columns, axis=1) for name in ('tokens', 'logp', 'attended')}
   if state.support is not None:
     recent = (since[:, None] + jnp.arange(steps)) % state.support.shape[1]
     news['support'] = jnp.take_along_axis(state.support, recent[:, :, None], axis=1)

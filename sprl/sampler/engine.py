@@ -118,7 +118,7 @@ class EngineConfig:
     return _doubling(SMALLEST_BUCKET, self.sampling.max_tokens)
 
   @cached_property
-  def kept(self) -> int:
+  def kept_caches(self) -> int:
     """The most caches that are kept for later requests, a whole number for each part of the rows on the mesh."""
     asked = self.rows if self.sampling.kept_caches is None else self.sampling.kept_caches
     return asked + -asked % (1 if self.mesh is None else row_shards(self.mesh))
@@ -148,7 +148,7 @@ class _Row:
   tokens: list[int] = field(default_factory=list)
   logp: list[float] = field(default_factory=list)
   version: list[int] = field(default_factory=list)
-  kept: list[int] = field(default_factory=list)
+  attended: list[int] = field(default_factory=list)
   support: list[np.ndarray] = field(default_factory=list)  # [W] of each token, if recorded
   saturated: int = 0
   saturated_queries: int = 0
@@ -221,7 +221,7 @@ class Engine:
     # The last prefill under these weights: the index of each text, the prompts, the batch's shape.
     self._prompts: tuple[dict[Text, int], decode.Prompts, tuple[int, int]] | None = None
     self._rows: list[_Row | None] = [None] * config.rows
-    self._kept = KeptCaches(config.layout, config.kept, config.mesh)
+    self._kept = KeptCaches(config.layout, config.kept_caches, config.mesh)
     self._stop = StopStrings(config.sampling.stop, config.text) if config.sampling.stop else None
     self._state: decode.DecodeState | None = None  # created by the first dispatch
     self._chunks: deque[_Chunk] = deque()  # in the devices' queue, the oldest first
@@ -372,7 +372,7 @@ class Engine:
       new = int(news['count'][i]) - before
       row.tokens += news['tokens'][i, :new].tolist()
       row.logp += news['logp'][i, :new].tolist()
-      row.kept += news['kept'][i, :new].tolist()
+      row.attended += news['attended'][i, :new].tolist()
       row.version += [chunk.version if before or k else row.first for k in range(new)]
       row.saturated, row.saturated_queries = int(news['saturated'][i]), int(news['saturated_queries'][i])
       if 'support' in news:
@@ -519,7 +519,7 @@ class Engine:
       tokens=np.array(row.tokens[:n], np.int32),
       logp=np.array(row.logp[:n], np.float32),
       version=np.array(row.version[:n], np.int32),
-      kept=np.array(row.kept[:n], np.int32),
+      attended=np.array(row.attended[:n], np.int32),
       finish=finish,
       saturated=row.saturated,
       saturated_queries=row.saturated_queries,
