@@ -18,7 +18,7 @@ from sprl.sharding.transfer import home
 
 
 def compile_engine(config: EngineConfig, weights: SamplerWeights, asked: Sequence[int] = ()) -> None:
-  """Compile prefill, insert, decode and read of an engine.
+  """Compile prefill, insert, decode and news_since of an engine.
 
   Args:
     config: the engine.
@@ -38,7 +38,7 @@ def compile_engine(config: EngineConfig, weights: SamplerWeights, asked: Sequenc
     decode.decode.on(mesh), config.graphdef, weights, state, sampling, config.stop_ids,
     steps=sampling.chunk, fixed=config.fixed_chunks,
   )  # fmt: skip
-  outputs(decode.read.on(mesh), state, none, none, sampling.chunk + 1)
+  outputs(decode.news_since.on(mesh), state, none, none, sampling.chunk + 1)
 
 
 def _empty_rows(config, weights):

@@ -5,7 +5,7 @@ A row is one sequence that is being generated. Its state stays on the device bet
     prompts = prefill(graphdef, layout, weights, tokens, lengths)   # [P, bucket] distinct prompts, each read once
     state = insert(weights, state, prompts, new_rows, ...)          # rows start on a prompt; their first token is drawn
     state = decode(graphdef, weights, state, ..., steps)            # up to `steps` tokens a row
-    news = read(state, since, known, steps)                         # the tokens drawn since: what the host fetches
+    news = news_since(state, since, known, steps)                   # the tokens drawn since: what the host fetches
 """
 
 import dataclasses
@@ -122,7 +122,7 @@ def empty_state(
 ) -> DecodeState:
   """Return the state of `rows` rows without requests: all are done. A completion has at most `max_tokens` tokens.
 
-  If the settings `recorded` have filters, the state records the supports of the tokens that are drawn between two reads.
+  If the settings `recorded` have filters, the state records the supports of the tokens drawn between two calls of `news_since`.
   """
   ints = jnp.zeros(rows, jnp.int32)
   state = DecodeState(
@@ -145,7 +145,7 @@ def empty_state(
 def _no_supports(recorded, vocab, rows):
   if recorded is None or (form := record_format(recorded, vocab)) is None:
     return None
-  # Between two reads a row draws at most one token in `insert` and `chunk` in `decode`.
+  # Between two calls a row draws at most one token in `insert` and `chunk` in `decode`.
   return jnp.zeros((rows, recorded.chunk + 1, form.words), form.dtype)
 
 
@@ -457,7 +457,7 @@ def _set_column(cells, column, new):
 
 @OnMesh
 @partial(jax.jit, static_argnames='steps')
-def read(state: DecodeState, since: Int[Array, ' B'], known: Int[Array, ' B'], steps: int) -> dict[str, Array]:
+def news_since(state: DecodeState, since: Int[Array, ' B'], known: Int[Array, ' B'], steps: int) -> dict[str, Array]:
   """Return what the host needs between chunks: status and counts of each row, and its newest records.
 
   `done`, `count`, `saturated` and `saturated_queries` are [B].
@@ -474,7 +474,7 @@ def read(state: DecodeState, since: Int[Array, ' B'], known: Int[Array, ' B'], s
     news['support'] = jnp.take_along_axis(state.support, recent[:, :, None], axis=1)
   news |= {'done': state.done, 'count': state.count}
   news |= {name: jnp.sum(getattr(state.cache, name), axis=1) for name in ('saturated', 'saturated_queries')}
-  return {name: shard(x, *[None] * x.ndim) for name, x in news.items()}  # replicated: every host reads all rows
+  return {name: shard(x, *[None] * x.ndim) for name, x in news.items()}  # replicated: every host fetches all rows
 
 
 @OnMesh
