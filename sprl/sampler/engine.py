@@ -42,7 +42,7 @@ from sprl.kernels.support import Format, record_format
 from sprl.models import transformer
 from sprl.models.config import ModelConfig
 from sprl.sampler import decode
-from sprl.sampler.buckets import bucket
+from sprl.sampler.buckets import SMALLEST, bucket, doubling, padded, prompt_buckets
 from sprl.sampler.kept import Ended, KeptCaches
 from sprl.sampler.stop_strings import StopStrings
 from sprl.sampler.weights import SamplerWeights
@@ -52,21 +52,7 @@ from sprl.types import NOTHING, Completion, Request, Trajectory
 
 type Text = tuple[bytes, bytes]  # the tokens of a request's prompt, and its given tokens, as int32
 
-SMALLEST_BUCKET = 32  # tokens
 POLL = 2e-4  # seconds between two checks whether a chunk is over
-
-
-def prompt_buckets(sampling: Sampling) -> tuple[int, ...]:
-  """Return the padded prompt lengths that prefill is compiled for, ascending. The last is the longest prompt allowed."""
-  return sampling.prompt_buckets or _doubling(SMALLEST_BUCKET, sampling.max_prompt)
-
-
-def _doubling(first: int, last: int) -> tuple[int, ...]:
-  """Return first, 2 * first, 4 * first and so on below `last`, then `last`."""
-  sizes = [first]
-  while sizes[-1] < last:
-    sizes.append(sizes[-1] * 2)
-  return (*sizes[:-1], last) if sizes[-1] > last else tuple(sizes)
 
 
 @dataclass(frozen=True)
@@ -110,12 +96,12 @@ class EngineConfig:
     A dense cache reads given tokens together with the prompt, so it needs buckets beyond the longest prompt.
     """
     prompts = prompt_buckets(self.sampling)
-    return prompts if self.layout.sparse else (*prompts, *_doubling(2 * prompts[-1], self.layout.positions))
+    return prompts if self.layout.sparse else (*prompts, *doubling(2 * prompts[-1], self.layout.positions))
 
   @cached_property
   def reply_buckets(self) -> tuple[int, ...]:
     """The padded numbers of tokens that are read behind a kept cache."""
-    return _doubling(SMALLEST_BUCKET, self.sampling.max_tokens)
+    return doubling(SMALLEST, self.sampling.max_tokens)
 
   @cached_property
   def kept_caches(self) -> int:
@@ -607,13 +593,3 @@ def generate(config: EngineConfig, weights: SamplerWeights, requests: Sequence[R
     for completion in engine.collect():
       finished[completion.request.uid, completion.request.attempt] = Trajectory.of(completion, start_version=version)
   return [finished[r.uid, r.attempt] for r in requests]
-
-
-def padded(
-  rows: Collection[Int[np.ndarray, ' _']], count: int, width: int
-) -> tuple[Int[np.ndarray, 'count width'], Int[np.ndarray, ' count']]:
-  """Return the rows padded on the right to [count, width], and their lengths. Missing rows have length 0."""
-  tokens, lengths = np.zeros((count, width), np.int32), np.zeros(count, np.int32)
-  for i, row in enumerate(rows):
-    tokens[i, : len(row)], lengths[i] = row, len(row)
-  return tokens, lengths

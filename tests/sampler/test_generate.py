@@ -12,7 +12,8 @@ from sprl.cache.layout import cache_layout
 from sprl.config import Cache, Quant, Sampling, SettingsError
 from sprl.models import transformer
 from sprl.sampler import decode
-from sprl.sampler.engine import Engine, _Row, generate, prompt_buckets
+from sprl.sampler.buckets import prompt_buckets
+from sprl.sampler.engine import Engine, _Row, generate
 from sprl.sampler.weights import sampler_weights
 from sprl.types import Request
 
