@@ -28,7 +28,7 @@ from sprl.cache.kv_cache import KVCache, Step
 from sprl.cache.layout import CacheLayout
 from sprl.cache.row_blocks import first_rows, put_rows, replace_rows, take_rows
 from sprl.config import Sampling
-from sprl.kernels.support import Format, record_format
+from sprl.kernels.support import Format
 from sprl.models import transformer
 from sprl.models.routing import MISSING, route_dtype
 from sprl.quant.dot import rows_dot
@@ -116,13 +116,20 @@ def _biases(layout, weights):
 
 
 @OnMesh
-@partial(jax.jit, static_argnames=('layout', 'rows', 'max_tokens', 'recorded'))
+@partial(jax.jit, static_argnames=('layout', 'rows', 'max_tokens', 'support', 'chunk'))
 def empty_state(
-  layout: CacheLayout, weights: SamplerWeights, rows: int, max_tokens: int, seed: Array, recorded: Sampling | None = None
+  layout: CacheLayout,
+  weights: SamplerWeights,
+  rows: int,
+  max_tokens: int,
+  seed: Array,
+  support: Format | None = None,
+  chunk: int = 0,
 ) -> DecodeState:
   """Return the state of `rows` rows without requests: all are done. A completion has at most `max_tokens` tokens.
 
-  If the settings `recorded` have filters, the state records the supports of the tokens drawn between two calls of `news_since`.
+  With `support`, the state records in this form the supports of the tokens that a row draws between two calls of `news_since`: at
+  most one in `insert` and `chunk` in `decode`.
   """
   ints = jnp.zeros(rows, jnp.int32)
   state = DecodeState(
@@ -137,16 +144,9 @@ def empty_state(
     logp=jnp.zeros((rows, max_tokens)),
     attended=jnp.zeros((rows, max_tokens), jnp.int32),
     routes=no_routes(layout, rows),
-    support=_no_supports(recorded, weights.head.shape[0], rows),
+    support=None if support is None else jnp.zeros((rows, chunk + 1, support.words), support.dtype),
   )
   return _sharded(state)
-
-
-def _no_supports(recorded, vocab, rows):
-  if recorded is None or (form := record_format(recorded, vocab)) is None:
-    return None
-  # Between two calls a row draws at most one token in `insert` and `chunk` in `decode`.
-  return jnp.zeros((rows, recorded.chunk + 1, form.words), form.dtype)
 
 
 @OnMesh

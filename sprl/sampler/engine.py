@@ -559,8 +559,9 @@ def empty_rows(config: EngineConfig, weights: SamplerWeights) -> decode.DecodeSt
 
 def arguments_of_empty_rows(config: EngineConfig, weights: SamplerWeights) -> tuple[Any, ...]:
   """Return the arguments of `decode.empty_state`."""
-  recorded = config.sampling if config.record_support else None
-  return config.layout, weights, config.rows, config.sampling.max_tokens, jax.random.key(config.seed), recorded
+  form, sampling = config.support, config.sampling
+  recorded = () if form is None else (form, sampling.chunk)
+  return config.layout, weights, config.rows, sampling.max_tokens, jax.random.key(config.seed), *recorded
 
 
 def sharding_of(weights: SamplerWeights) -> Sharding:
