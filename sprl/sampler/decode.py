@@ -229,15 +229,6 @@ def read_given(
   return jax.lax.while_loop(more, stretch, start)[1] if layout.sparse else stretch(start)[1]
 
 
-def prefilled_cache(
-  graphdef: nnx.GraphDef, layout: CacheLayout, weights: SamplerWeights, tokens: Int[Array, 'B T'], lengths: Int[Array, ' B']
-) -> tuple[KVCache, Float[Array, 'B E']]:
-  """Return a cache of the layout's slots with one prompt in each row, and the hidden states that predict the next tokens."""
-  prompts = prefill(graphdef, layout, weights, tokens, lengths)
-  rows = jnp.arange(tokens.shape[0])
-  return empty_cache(layout, weights, tokens.shape[0]).fork(prompts.cache, rows, jnp.ones(rows.shape, bool)), prompts.hidden
-
-
 @OnMesh
 @partial(jax.jit, static_argnames=('sampling', 'stop_ids'), donate_argnames='state')
 def insert(

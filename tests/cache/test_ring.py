@@ -151,7 +151,7 @@ def test_with_scope_global_the_first_layer_without_a_window_chooses():
   assert held.chosen is not None
   assert held.chosen.tolist() == [[0, 1, 2, 3, 7, 8]] * B  # four sinks and the newest
   assert (
-    held.layers[1].positions[:, :, :6].tolist() == held.layers[2].positions[:, :, :6].tolist() == [[[0, 1, 2, 3, 7, 8]] * K] * B
+    held.layers[1].position[:, :, :6].tolist() == held.layers[2].position[:, :, :6].tolist() == [[[0, 1, 2, 3, 7, 8]] * K] * B
   )
 
 
