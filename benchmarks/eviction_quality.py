@@ -46,7 +46,7 @@ from sprl.model import Model
 from sprl.models import transformer
 from sprl.models.config import tiny
 from sprl.sampler import calibrate
-from sprl.sampler.decode import decode_step, logits, prefilled_cache
+from sprl.sampler.decode import decode_step, empty_cache, logits, prefill
 from sprl.sampler.engine import generate
 from sprl.sampler.weights import sampler_weights
 from sprl.tasks import tables
@@ -185,15 +185,16 @@ def states(graphdef, layout, weights, prompts, written, counts):
 
   A hidden state determines the distribution at a hundredth of its size, so caches can run one after the other.
   """
-  lengths = jnp.full(prompts.shape[0], prompts.shape[1])
-  cache, hidden = prefilled_cache(graphdef, layout, weights, prompts, lengths)
+  rows, lengths = jnp.arange(len(prompts)), jnp.full(len(prompts), prompts.shape[1])
+  prefilled = prefill(graphdef, layout, weights, prompts, lengths)
+  cache = empty_cache(layout, weights, len(rows)).fork(prefilled.cache, rows, rows >= 0)
 
   def step(carry, i):
     cache, hidden, kept = carry
     after, attended, cache, _ = decode_step(graphdef, weights, cache, written[:, i], i + 1 < counts)
     return (cache, after, attended), (hidden, kept)
 
-  start = cache, hidden, lengths
+  start = cache, prefilled.hidden, lengths
   return jax.lax.scan(step, start, jnp.arange(written.shape[1]))[1]
 
 

@@ -152,7 +152,7 @@ def steps_of(bench: Bench, name: str, mode: str, tokens: int, layers: int) -> Ro
   layout = cache_layout(config, cache, quant, prompt, tokens - prompt, BF16)
   weights = engine_weights(params, quant, layout)
   rows, usable = bench.sizes(256, 2), 0.85 * memory()
-  while rows > 1 and 1.1 * layout.bytes(rows) > usable - held(params, weights):
+  while rows > 1 and 1.1 * layout.kv_bytes(rows) > usable - held(params, weights):
     rows //= 2
   most = chunk * (chunks + plain + 2) + 1
   sampling = Sampling(max_tokens=most, max_prompt=prompt, chunk=chunk)
@@ -186,12 +186,12 @@ def steps_of(bench: Bench, name: str, mode: str, tokens: int, layers: int) -> Ro
       state, plain_us = timed(state, plain, at_once)
     first = int(state.count[0]) + chunk
     state, us = timed(state, chunks, staggered(rows, cache.interval, chunk) if sparse else at_once)
-  attended = float(jnp.mean(state.kept[:, first : first + chunks * chunk]))
-  read = layout.bytes(rows) / layout.slots * attended
+  attended = float(jnp.mean(state.attended[:, first : first + chunks * chunk]))
+  read = layout.kv_bytes(rows) / layout.slots * attended
   read += sum(w.nbytes for w in (*jax.tree.leaves(weights.params['layers']), weights.head))
   return {
     'B': rows, 'us': us, 'plain us': plain_us or us, 'GB': read / 1e9,
-    'most rows (estimated)': int(rows * (usable - held(weights)) / (1.1 * layout.bytes(rows))),  # without the learner
+    'most rows (estimated)': int(rows * (usable - held(weights)) / (1.1 * layout.kv_bytes(rows))),  # without the learner
   }  # fmt: skip
 
 

@@ -67,7 +67,7 @@ def trajectory(rng: np.random.Generator, uid: int, prompt: int, new: int, vocabu
     mask=mask,
     sampler_logp=np.where(mask, -np.log(vocabulary), 0).astype(np.float32),
     version=np.where(mask, 0, -1).astype(np.int32),
-    kept=np.where(mask, np.arange(prompt + new), 0).astype(np.int32),
+    attended=np.where(mask, np.arange(prompt + new), 0).astype(np.int32),
     prompt_length=prompt,
     finish='length',
     reward=float(uid % 2),

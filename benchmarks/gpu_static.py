@@ -191,7 +191,7 @@ def least_bytes(case: Case) -> float:
     weights = programs.abstract_sampler_weights(config, run, run.quant, mesh)._replace(probe=None, scales=None)
   embedded = 0 if config.tie_embeddings else nbytes(weights.params['embed'])
   layout = case.layout(config)
-  return nbytes(weights) - embedded + layout.bytes(case.rows) / layout.slots * case.length
+  return nbytes(weights) - embedded + layout.kv_bytes(case.rows) / layout.slots * case.length
 
 
 # --- results ---------------------------------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ def main():
     'dtype': model.dtype.name, 'sampler': run.quant.sampler, 'method': run.cache.method, 'budget': args.budget,
     'interval': args.interval, 'prompts': args.prompts, 'samples': args.samples, 'new': args.new, 'tokens': len(owner),
     'longest': int(max(t.mask.sum() for t in trajectories)), 'stopped': sum(t.finish == 'stop' for t in trajectories),
-    'saving': 1 - float(sum(t.kept.sum() for t in trajectories) / sum(np.flatnonzero(t.mask).sum() for t in trajectories)),
+    'saving': 1 - float(sum(t.attended.sum() for t in trajectories) / sum(np.flatnonzero(t.mask).sum() for t in trajectories)),
     'training': {key: trained[key] for key in ('steps', 'batch', 'learning_rate', 'loss_first', 'loss_last', 'seconds')},
     'k3': float(k3.mean()), 'k3 low, high': interval(k3, owner), 'ledger_seconds': seconds, **histograms(entries),
   }  # fmt: skip

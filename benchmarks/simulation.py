@@ -165,7 +165,9 @@ def _completion(request: Request, n: int, version: int, finish: str) -> Completi
   positions = request.start + np.arange(n, dtype=np.int32)
   tokens = (request.uid * 31 + positions) % 1000
   logp, versions = -np.ones(n, np.float32), np.full(n, version, np.int32)
-  return Completion(request=request, tokens=tokens.astype(np.int32), logp=logp, version=versions, kept=positions, finish=finish)
+  return Completion(
+    request=request, tokens=tokens.astype(np.int32), logp=logp, version=versions, attended=positions, finish=finish
+  )
 
 
 class SimulatedWorkers:

@@ -133,7 +133,7 @@ def replays(
         layout = model.cache_layout(run.sampling, given.cache, given.kv)
         # As many rows as the engine has, for the same order of summation. If a row is larger than the engine's, there are
         # at most as many rows as trajectories, to limit the memory.
-        rows = engine.rows if layout.bytes(1) <= engine.layout.bytes(1) else min(engine.rows, len(trajectories))
+        rows = engine.rows if layout.kv_bytes(1) <= engine.layout.kv_bytes(1) else min(engine.rows, len(trajectories))
         config = replace(engine, layout=layout, rows=rows, mesh=model.sampler_mesh)
         found[on] = written(replay(config, weights, trajectories), trajectories)
     return found

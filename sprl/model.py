@@ -26,7 +26,8 @@ from sprl.models.lora import Base, abstract_adapters, adapter_axes, fingerprint,
 from sprl.models.moe import check_split
 from sprl.models.sequence import check_sequence
 from sprl.models.transformer import Params
-from sprl.sampler.engine import EngineConfig, prompt_buckets
+from sprl.sampler.buckets import prompt_buckets
+from sprl.sampler.engine import EngineConfig
 from sprl.sampler.weights import SamplerWeights, check_learner_mesh, check_linears, linear_kernels, weights_function
 from sprl.sharding.mesh import check_dealt, divide, make_mesh, replicated, sizes, without_sequence
 from sprl.sharding.rules import row_shards, shardings

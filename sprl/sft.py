@@ -215,7 +215,7 @@ def solution_trajectory(prompt: Sequence[int] | np.ndarray, solution: Sequence[i
     mask=np.arange(T) >= P,
     sampler_logp=np.zeros(T, np.float32),
     version=zeros,
-    kept=zeros,
+    attended=zeros,
     prompt_length=P,
     finish='stop',
   )

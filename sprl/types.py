@@ -60,7 +60,7 @@ class Completion:
   tokens: Int[np.ndarray, ' C']
   logp: Float[np.ndarray, ' C']  # under the distribution that the token was drawn from
   version: Int[np.ndarray, ' C']  # finished steps of the weights that sampled it
-  kept: Int[np.ndarray, ' C']  # cache slots attended, including the token's own
+  attended: Int[np.ndarray, ' C']  # cache slots attended, including the token's own
   finish: str  # stop, length, abort
   saturated: int = 0  # elements of the row's keys and values that FP8 clamped; of several caches: the most in one
   saturated_queries: int = 0  # elements of its queries that FP8 clamped, counted likewise
@@ -86,7 +86,9 @@ class Completion:
     cannot be joined, because one number per token cannot describe two caches; config.rollout.async_ratio = 0 avoids that.
     """
     assert later.evicted is None, 'the continuation of a request evicts other tokens than its first part'
-    joined = {name: np.concatenate([getattr(self, name), getattr(later, name)]) for name in ('tokens', 'logp', 'version', 'kept')}
+    joined = {
+      name: np.concatenate([getattr(self, name), getattr(later, name)]) for name in ('tokens', 'logp', 'version', 'attended')
+    }
     return dataclasses.replace(
       later,
       request=self.request,
@@ -110,7 +112,7 @@ def joined_supports(completions: Sequence[Completion]) -> Integer[np.ndarray, 'C
 class Trajectory:
   """One sequence of a step: prompt and completion, with a record of each token.
 
-  `mask` is True on tokens that the model wrote. Elsewhere the records are 0 (`sampler_logp`, `kept`) or -1 (`version`).
+  `mask` is True on tokens that the model wrote. Elsewhere the records are 0 (`sampler_logp`, `attended`) or -1 (`version`).
   """
 
   uid: int
@@ -119,7 +121,7 @@ class Trajectory:
   mask: Bool[np.ndarray, ' T']
   sampler_logp: Float[np.ndarray, ' T']  # under the distribution that the token was drawn from
   version: Int[np.ndarray, ' T']  # finished steps of the weights that sampled it
-  kept: Int[np.ndarray, ' T']  # cache slots attended, including the token's own
+  attended: Int[np.ndarray, ' T']  # cache slots attended, including the token's own
   prompt_length: int
   finish: str  # stop, length, abort; turns: a conversation reached its limit of turns
   reward: float = 0.0
@@ -150,7 +152,7 @@ class Trajectory:
       'mask': np.concatenate([before > 0, np.ones(len(completion.tokens), bool)]),
       'sampler_logp': np.concatenate([before, completion.logp]).astype(np.float32),
       'version': np.concatenate([before - 1, completion.version]).astype(np.int32),
-      'kept': np.concatenate([before, completion.kept]).astype(np.int32),
+      'attended': np.concatenate([before, completion.attended]).astype(np.int32),
       'prompt_length': len(request.prompt),
       'finish': completion.finish,
       'saturated': completion.saturated,

@@ -37,7 +37,7 @@ def rollouts(lengths, prompts, vocab=259, seed=0):
           mask=mask,
           sampler_logp=np.where(mask, -6 * rng.random(P + n), 0).astype(np.float32),
           version=np.where(mask, 0, -1).astype(np.int32),
-          kept=np.where(mask, np.arange(P + n), 0).astype(np.int32),
+          attended=np.where(mask, np.arange(P + n), 0).astype(np.int32),
           prompt_length=P,
           finish='length',
           reward=float(rng.integers(0, 2)),

@@ -59,9 +59,9 @@ class Sample:
     return self.trajectory.sampler_logp[self.trajectory.prompt_length :]
 
   @property
-  def kept(self) -> Int[np.ndarray, ' C']:
+  def attended(self) -> Int[np.ndarray, ' C']:
     """The number of cache slots that each head attended to when the token was drawn."""
-    return self.trajectory.kept[self.trajectory.prompt_length :]
+    return self.trajectory.attended[self.trajectory.prompt_length :]
 
   @property
   def visible(self) -> Float[np.ndarray, 'C T'] | None:
@@ -158,7 +158,7 @@ class Rollouts(Sequence[Sample]):
   def _repr_html_(self) -> str:
     columns = ['prompt', 'completion', 'tokens', 'most slots', *(['reward'] if self.graded else [])]
     rows = [
-      [_text(s.prompt), _text(s.text), str(len(s.tokens)), str(int(s.kept.max(initial=0))), f'{s.reward:g}'][: len(columns)]
+      [_text(s.prompt), _text(s.text), str(len(s.tokens)), str(int(s.attended.max(initial=0))), f'{s.reward:g}'][: len(columns)]
       for s in self.samples
     ]
     return f'<p>{html.escape(repr(self))}</p>{_table(columns, rows)}'

@@ -89,7 +89,7 @@ def rows_at_once(layout: CacheLayout, rows: int, slots: int) -> int:
 
   The kernel stores no cosines, so its blocks are larger.
   """
-  return max(1, min(rows, int(SHARE * layout.bytes(rows) / row_bytes(layout, slots))))
+  return max(1, min(rows, int(SHARE * layout.kv_bytes(rows) / row_bytes(layout, slots))))
 
 
 def row_bytes(layout: CacheLayout, slots: int) -> int:

@@ -75,8 +75,3 @@ class LayerCache:
   def values(self) -> Float[Array, '*B K S D']:
     """The stored values: numbers, or FP8 codes."""
     return fp8.from_bytes(self.v) if self.v.dtype == jnp.uint8 else self.v
-
-  @property
-  def positions(self) -> Int[Array, '*B K S']:
-    """The absolute position of each slot. In a dense layer without a sliding window it is the slot's index."""
-    return jnp.broadcast_to(jnp.arange(self.k.shape[-2]), self.k.shape[:-1]) if self.position is None else self.position

@@ -110,7 +110,7 @@ class CacheLayout:
     """The stored number of a new token: 0 for a sum of probabilities, -1 (no history yet) otherwise."""
     return 0.0 if self.accumulates else -1.0
 
-  def bytes(self, rows: int) -> int:
+  def kv_bytes(self, rows: int) -> int:
     """Bytes of the keys and values of `rows` sequences, without the arrays that eviction adds."""
     slots = sum(self.slots_of(layer) for layer in range(self.layers))
     pair = 2 * self.head_dim * jnp.dtype(self.storage).itemsize + self.second_codes

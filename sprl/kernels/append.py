@@ -1,7 +1,7 @@
 """Append a decode step's tokens to the cache of a layer: the arguments of the kernel, and whether it runs.
 
 The reference is the network's plain JAX code: SelfAttention (sprl/models/transformer.py) splits the product, normalises and
-rotates, and KVCache.attend (sprl/cache/kv_cache.py) casts and writes.
+rotates, and the cache (sprl/cache/attend.py) casts and writes.
 """
 
 from collections.abc import Mapping

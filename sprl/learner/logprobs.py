@@ -95,12 +95,8 @@ def _in_parts(x: Shaped[Array, 'S N *D'], parts: int) -> Shaped[Array, 'P n *D']
 @partial(jax.jit, static_argnames=('graphdef', 'config'))
 def score(graphdef: nnx.GraphDef, params: Params, batch: TrainBatch, config: ForwardConfig) -> Float[Array, 'B C']:
   """Return the log-probs of all tokens of the batch under `params`: the old policy's, or the reference model's."""
-  params = with_copies(params, copies_for(params, batch, config))
-
-  def body(i, logp):
-    return logp + micro_logprobs(graphdef, tie_to_iteration(params, i), batch, i, config)[0]
-
-  return jax.lax.fori_loop(0, batch.used, body, jnp.zeros(batch.mask.shape))
+  micro = _scorer(graphdef, params, batch, config)
+  return jax.lax.fori_loop(0, batch.used, lambda i, logp: logp + micro(i)[0], jnp.zeros(batch.mask.shape))
 
 
 @OnMesh
@@ -109,17 +105,19 @@ def score_and_route(
   graphdef: nnx.GraphDef, params: Params, batch: TrainBatch, config: ForwardConfig
 ) -> tuple[Float[Array, 'B C'], Int[Array, 'A R T M k']]:
   """Return the log-probs of all tokens under `params`, and the k experts of each token in each of the M layers with experts."""
-  params = with_copies(params, copies_for(params, batch, config))
-
-  def one(i):
-    logp, _, routed = micro_logprobs(graphdef, tie_to_iteration(params, i), batch, i, config)
-    return logp, routed.routes
+  micro = _scorer(graphdef, params, batch, config)
 
   def body(i, carry):
     logp, routes = carry
-    new, taken = one(i)
-    return logp + new, routes.at[i].set(taken)
+    new, _, routing = micro(i)
+    return logp + new, routes.at[i].set(routing.routes)
 
-  like = jax.eval_shape(lambda: one(jnp.int32(0))[1])
+  like = jax.eval_shape(micro, jnp.int32(0))[2].routes
   routes = jnp.full((batch.tokens.shape[0], *like.shape), MISSING, like.dtype)
   return jax.lax.fori_loop(0, batch.used, body, (jnp.zeros(batch.mask.shape), routes))
+
+
+def _scorer(graphdef, params, batch, config):
+  """Return the function i -> `micro_logprobs` of microbatch i. Its copies of the weights are made once."""
+  params = with_copies(params, copies_for(params, batch, config))
+  return lambda i: micro_logprobs(graphdef, tie_to_iteration(params, i), batch, i, config)

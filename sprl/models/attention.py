@@ -1,7 +1,7 @@
 """The attention argument of the network: where keys and values come from, and which of them a query sees.
 
 In each layer the network calls `out, attention = attention.attend(layer, q, k, v, sliding_window)`. The learner passes packed
-rows (PackedAttention, EvictedAttention), the sampler its KV cache (sprl/cache/kv_cache.py). Masks, storage formats and eviction
+rows (PackedAttention, EvictedAttention), the sampler its KV cache (sprl/cache/attend.py). Masks, storage formats and eviction
 belong to the attention object.
 
 Letters: B rows, T tokens, H query heads, K kv heads, L layers, D head width.

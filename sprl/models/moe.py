@@ -211,7 +211,7 @@ def check_split(config: ModelConfig, expert: int, tensor: int, where: str, quant
     raise SettingsError(f'{where}: expert = {expert}; expected a divisor of {experts.count}, the experts of a layer')
   if experts.width % tensor:
     raise SettingsError(f'{where}: tensor = {tensor}; expected a divisor of {experts.width}, the width of an expert')
-  part, block = experts.width // tensor, max(FORMATS[quant.format][:3])
+  part, block = experts.width // tensor, max(FORMATS[quant.format][:2])
   if tensor > 1 and part % block and 'w8a8' in quant.sampler and not AXES.keys() <= set(quant.skip_names):
     raise SettingsError(
       f"{where}: tensor = {tensor} gives a device {part} of an expert's width {experts.width}; expected a multiple of {block}, "

@@ -27,8 +27,8 @@ from sprl.models.moe import blocks
 from sprl.models.routing import route_dtype
 from sprl.planning.mesh_axes import MeshAxes
 from sprl.planning.programs import abstract_copies, abstract_sampler_weights, abstract_weights, accelerator_dtype, train_state
+from sprl.sampler.buckets import prompt_buckets
 from sprl.sampler.decode import no_routes
-from sprl.sampler.engine import prompt_buckets
 from sprl.sampler.weights import SamplerWeights
 from sprl.sharding.transfer import HOST
 

@@ -109,13 +109,12 @@ def decoding(config: ModelConfig, run: Run, layout: CacheLayout, quant: Quant, r
   if layout.fp8:
     scale: Any = jax.ShapeDtypeStruct((config.num_layers,), jnp.float32, sharding=replicated(mesh))
     weights = weights._replace(scales=Scales(scale, scale, scale))
-  seed = jax.eval_shape(lambda: jax.random.key(0))
+  seed, sampling = jax.eval_shape(lambda: jax.random.key(0)), run.sampling
+  recorded = {'support': record_format(sampling, config.vocab_size), 'chunk': sampling.chunk}
   state = jax.eval_shape(
-    partial(decode.empty_state.jitted, layout, rows=rows, max_tokens=run.sampling.max_tokens, recorded=run.sampling),
-    weights,
-    seed=seed,
+    partial(decode.empty_state.jitted, layout, rows=rows, max_tokens=sampling.max_tokens, **recorded), weights, seed=seed
   )
-  stops = tuple(sorted({*config.eos_token_ids, *run.sampling.stop_ids}))
+  stops = tuple(sorted({*config.eos_token_ids, *sampling.stop_ids}))
   fixed = mesh.devices.flat[0].platform == 'gpu'
-  static = {'sampling': run.sampling, 'stop_ids': stops, 'steps': run.sampling.chunk, 'fixed': fixed}
+  static = {'sampling': sampling, 'stop_ids': stops, 'steps': sampling.chunk, 'fixed': fixed}
   return Program(decode.decode.on(mesh), (transformer.graph(config), weights, sharded(state, state.axes, mesh)), static)

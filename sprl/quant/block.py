@@ -23,18 +23,17 @@ from sprl.sharding.rules import Names, activation, local, psum, shares
 
 
 class Format(NamedTuple):
-  """Sizes of the blocks and groups that share a scale. `columns` equals `group`: both lie along the contracted axis."""
+  """Sizes of the blocks of weights and the groups of activations that share a scale."""
 
   rows: int  # of a weight's block, along [out]
-  columns: int  # of a weight's block, along [in]
-  group: int  # features of an activation
+  group: int  # features of an activation, and columns of a weight's block: both lie along the contracted axis, [in]
   pow2: bool  # whether scales are powers of two
 
 
 FORMATS = {
-  'float32': Format(128, 128, 128, False),
-  'pow2': Format(128, 128, 128, True),
-  'mxfp8': Format(1, 32, 32, True),
+  'float32': Format(128, 128, False),
+  'pow2': Format(128, 128, True),
+  'mxfp8': Format(1, 32, True),
 }
 
 
@@ -62,8 +61,8 @@ class BlockScaled:
 
   def dequantised(self, dtype=jnp.float32) -> Float[Array, '*X N M']:
     """Return codes times scales."""
-    rows, columns, *_ = FORMATS[self.format]
-    return fp8.decast(self.codes, _spread(self.scale, rows, columns, self.codes.shape), dtype)
+    rows, group, _ = FORMATS[self.format]
+    return fp8.decast(self.codes, _spread(self.scale, rows, group, self.codes.shape), dtype)
 
   def emulated(self, dtype=jnp.float32) -> Emulated:
     """Return the weight for a device that does not multiply FP8."""
@@ -77,17 +76,17 @@ def quantise(w: Float[Array, '*X N M'], format: str) -> BlockScaled:
   """
   if w.ndim > 2:
     return jax.vmap(partial(quantise, format=format))(w)
-  rows, columns, _, pow2 = FORMATS[format]
-  return BlockScaled(*_quantise(to_bfloat16(w), rows, columns, pow2), format)
+  rows, group, pow2 = FORMATS[format]
+  return BlockScaled(*_quantise(to_bfloat16(w), rows, group, pow2), format)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Quantised:
-  """Activations as codes, and one scale for each token and group of features. A kernel made them from a norm or an activation."""
+  """Activations as codes, and C scales a token, one for each group of features. A kernel quantised a norm or an activation."""
 
   codes: Float8e4m3fn[Array, 'T M']
-  scale: Float32[Array, 'T G']
+  scale: Float32[Array, 'T C']
   lead: tuple[int, ...] = field(metadata={'static': True})  # the axes that the tokens had
   dtype: Any = field(metadata={'static': True})  # of products
   format: str = field(metadata={'static': True})
@@ -105,7 +104,7 @@ class Quantised:
 
 def quantises(shape: tuple[int, ...], dtype: Any, w: BlockScaled, norm: bool = False) -> bool:
   """Return whether a kernel quantises activations of this shape for a product with w. `norm`: behind a norm."""
-  _, _, group, pow2 = FORMATS[w.format]
+  _, group, pow2 = FORMATS[w.format]
   return quantise_kernels.runs((math.prod(shape[:-1]), shape[-1]), dtype, group, pow2, w.kernels, norm)
 
 
@@ -138,10 +137,10 @@ def gated_codes(x: Float[Array, '*B N'], activate: Callable[[Array], Array], w: 
 
 def quantise_groups(
   x: Float[Array, '*B M'], format: str, kernels: Kernels = 'reference'
-) -> tuple[Float8e4m3fn[Array, '*B M'], Float32[Array, '*B G']]:
-  """Return codes of activations, and one scale for each token and group of features (docs/methods/fp8.md, eq. 3)."""
+) -> tuple[Float8e4m3fn[Array, '*B M'], Float32[Array, '*B C']]:
+  """Return codes of activations, and C scales a token, one for each group of features (docs/methods/fp8.md, eq. 3)."""
   *lead, M = x.shape
-  _, _, group, pow2 = FORMATS[format]
+  _, group, pow2 = FORMATS[format]
   if quantise_kernels.runs((math.prod(lead), M), x.dtype, group, pow2, kernels):
     from sprl.kernels import hopper_quantise
 
@@ -153,7 +152,7 @@ def quantise_groups(
 
 def fake_groups(x: Float[Array, '*B M'], format: str) -> Float[Array, '*B M']:
   """Return activations after a round trip through `quantise_groups`, in their own dtype."""
-  _, _, group, pow2 = FORMATS[format]
+  _, group, pow2 = FORMATS[format]
   scale = _scales(x.astype(jnp.float32).reshape(-1, x.shape[-1]), 1, group, pow2).reshape(*x.shape[:-1], -1)
   return fp8.fake(x, jnp.repeat(scale, group, -1)[..., : x.shape[-1]])
 
@@ -165,8 +164,8 @@ def block_dot(x: Float[Array, '*B M'] | Quantised, w: BlockScaled, axes: Names =
   exactly. On a mesh each device multiplies its part of the weight; `axes` are the names of the weight's axes. An axis that the
   mesh would cut within blocks is gathered.
   """
-  rows, columns, group, _ = FORMATS[w.format]
-  outputs, features = _split(axes[0], w.codes.shape[0], rows), _split(axes[1], w.codes.shape[1], columns)
+  rows, group, _ = FORMATS[w.format]
+  outputs, features = _split(axes[0], w.codes.shape[0], rows), _split(axes[1], w.codes.shape[1], group)
 
   if isinstance(x, Quantised):  # kernels quantise on one device only
     y = block_matmul(x.codes, x.scale, w.codes, w.scale, rows, group, x.dtype, w.kernels)
@@ -185,15 +184,15 @@ def grouped_dot(
   x: Float[Array, 'n T M'], w: BlockScaled, expert: Int[Array, ' n'], used: Int[Array, '']
 ) -> Float[Array, 'n T N']:
   """Return `block_dot` of each block of T tokens with the weight of its expert. Blocks from `used` on are undefined."""
-  rows, _, group, _ = FORMATS[w.format]
+  rows, group, _ = FORMATS[w.format]
   codes, scale = quantise_groups(x, w.format, w.kernels)
   return grouped_matmul(codes, scale, w.codes, w.scale, expert, used, rows, group, x.dtype, w.kernels)
 
 
 def cut_within_blocks(axes: Names, shape: tuple[int, ...], format: str, mesh: Mesh | AbstractMesh) -> bool:
   """Whether the mesh would cut a weight [..., N, M] with these axes within its blocks of scales."""
-  rows, columns, *_ = FORMATS[format]
-  sizes = zip(axes[-2:], shape[-2:], (rows, columns), strict=True)
+  rows, group, _ = FORMATS[format]
+  sizes = zip(axes[-2:], shape[-2:], (rows, group), strict=True)
   return any((n := shares(name, mesh)) > 1 and size % (n * block) for name, size, block in sizes)
 
 

@@ -93,7 +93,7 @@ def metrics(trajectories: Sequence[Trajectory], layout: CacheLayout, rows: int) 
   turns = [t.metrics.get('agent/turns', max(len(t.rewards), 1)) for t in trajectories]
   group = np.array([t.group for t in trajectories])
   equal = [np.ptp(reward[group == g]) == 0 for g in np.unique(group)]
-  kept = np.concatenate([t.kept[t.mask] for t in trajectories])
+  attended = np.concatenate([t.attended[t.mask] for t in trajectories])
   full = np.concatenate([np.flatnonzero(t.mask) for t in trajectories])  # a dense cache holds all tokens before the drawn one
   size = KVCache.bytes(layout, rows)
   numbers = layout.layers * layout.head_dim * sum(len(t.tokens) for t in trajectories)  # of one head
@@ -112,10 +112,10 @@ def metrics(trajectories: Sequence[Trajectory], layout: CacheLayout, rows: int) 
     'completion/length_max': float(length.max()),
     'completion/turns': float(np.mean(turns)),
     'completion/truncated': float(np.mean([t.finish == 'length' for t in trajectories])),
-    'sparse/kept_mean': float(kept.mean()),
-    'sparse/kept_peak': float(kept.max()),
-    'sparse/accounting_saving': float(1 - kept.sum() / full.sum()) if layout.sparse else 0.0,
-    'sparse/compressed': float(np.mean([np.any(t.kept[t.mask] < np.flatnonzero(t.mask)) for t in trajectories])),
+    'sparse/kept_mean': float(attended.mean()),
+    'sparse/kept_peak': float(attended.max()),
+    'sparse/accounting_saving': float(1 - attended.sum() / full.sum()) if layout.sparse else 0.0,
+    'sparse/compressed': float(np.mean([np.any(t.attended[t.mask] < np.flatnonzero(t.mask)) for t in trajectories])),
     'sparse/cache_bytes': float(size),
     'sparse/bytes_saving': 1 - size / layout.dense_bytes(rows),
     'sparse/repetition': float(np.mean([repetition(t.tokens[t.mask]) for t in trajectories])),

@@ -56,7 +56,7 @@ class Dispatcher:
     """Remove a member whose request is completed."""
     self._members.pop(member.uid, None)
     if member.request is not None:
-      member.kept = member.engine if member.request.keep else None
+      member.kept_on = member.engine if member.request.keep else None
     member.request = member.partial = member.engine = None
 
   def stop(self, member: Member) -> int:
@@ -73,9 +73,9 @@ class Dispatcher:
 
   def forget(self, member: Member) -> None:
     """Drop the cache that an engine keeps of a member."""
-    if member.kept is not None:
-      self.engines[member.kept].forget([member.uid])
-      member.kept = None
+    if member.kept_on is not None:
+      self.engines[member.kept_on].forget([member.uid])
+      member.kept_on = None
 
   def let_go(self, group: LiveGroup) -> None:
     """Free the rows that a group holds."""
@@ -102,7 +102,7 @@ class Dispatcher:
         if not self.room:
           break
         continue
-      if engine != member.kept:
+      if engine != member.kept_on:
         self.forget(member)
       member.engine = engine
       self.engines[engine].add(member.request)
@@ -137,8 +137,8 @@ class Dispatcher:
   def _engine_for(self, member: Member) -> int | None:
     """The engine for the request of a member; None if there is no room."""
     group = member.group
-    if member.kept is not None and self._replicate and self._room(member.kept) > 0:
-      return member.kept
+    if member.kept_on is not None and self._replicate and self._room(member.kept_on) > 0:
+      return member.kept_on
     if group.engine is not None and (not self._replicate or self._room(group.engine) > 0):
       return group.engine
     needed = 1 if self._replicate else len(group.members)

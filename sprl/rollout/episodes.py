@@ -151,7 +151,7 @@ class Transcript:
       'mask': version >= 0,
       'version': version,
       'sampler_logp': per_token('logp', 0).astype(np.float32),
-      'kept': per_token('kept', 0).astype(np.int32),
+      'attended': per_token('attended', 0).astype(np.int32),
       'saturated': max(answer.saturated for answer in answers),
       'saturated_queries': max(answer.saturated_queries for answer in answers),
       'routes': joined_routes([answer.routes for answer in answers]),

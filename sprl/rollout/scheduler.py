@@ -278,7 +278,7 @@ class Scheduler:
         number = member.group.number
         attempt = member.attempt + wanted.branch * (self.retries + 1)
         request = Request(member.uid, number, wanted.prompt, wanted.max_tokens, wanted.given, attempt=attempt)
-        continues = None if member.kept is None else request.key
+        continues = None if member.kept_on is None else request.key
         member.request = replace(request, keep=wanted.keep, continues=continues)
         self._dispatcher.ask(member)
       case Work():

@@ -1,6 +1,7 @@
 """Compile an engine's programs before its weights exist: compilation takes memory too, and several programs compile at a time.
 
-A later call of the same function with arrays of these shapes, dtypes and shardings finds the compiled program.
+A later call of the same function with arrays of these shapes, dtypes and shardings finds the compiled program. It must pass the
+same arguments by name.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,7 @@ from sprl.sharding.transfer import home
 
 
 def compile_engine(config: EngineConfig, weights: SamplerWeights, asked: Sequence[int] = ()) -> None:
-  """Compile prefill, insert, decode and read of an engine.
+  """Compile prefill, insert, decode and news_since of an engine.
 
   Args:
     config: the engine.
@@ -33,9 +34,11 @@ def compile_engine(config: EngineConfig, weights: SamplerWeights, asked: Sequenc
   none = np.zeros(config.rows, np.int32)
   new, state = decode.NewRows(*[none] * 4), _empty_rows(config, weights)
   state = outputs(decode.insert.on(mesh), weights, state, prompts, new, sampling, config.stop_ids)
-  steps = sampling.chunk, config.fixed_chunks
-  state = outputs(decode.decode.on(mesh), config.graphdef, weights, state, sampling, config.stop_ids, *steps)
-  outputs(decode.read.on(mesh), state, none, none, sampling.chunk + 1)
+  state = outputs(
+    decode.decode.on(mesh), config.graphdef, weights, state, sampling, config.stop_ids,
+    steps=sampling.chunk, fixed=config.fixed_chunks,
+  )  # fmt: skip
+  outputs(decode.news_since.on(mesh), state, none, none, sampling.chunk + 1)
 
 
 def _empty_rows(config, weights):
@@ -46,8 +49,8 @@ def _empty_rows(config, weights):
   return empty if place is None else jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), empty)
 
 
-def outputs(jitted: Any, *arguments: Any) -> Any:
-  """Compile a function and return the shapes, dtypes and shardings of its outputs."""
-  lowered = jitted.lower(*arguments)
+def outputs(jitted: Any, *arguments: Any, **named: Any) -> Any:
+  """Compile a function for these arguments and return the shapes, dtypes and shardings of its outputs."""
+  lowered = jitted.lower(*arguments, **named)
   places = lowered.compile().output_shardings
   return jax.tree.map(lambda out, place: jax.ShapeDtypeStruct(out.shape, out.dtype, sharding=place), lowered.out_info, places)

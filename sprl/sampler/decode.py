@@ -5,11 +5,12 @@ A row is one sequence that is being generated. Its state stays on the device bet
     prompts = prefill(graphdef, layout, weights, tokens, lengths)   # [P, bucket] distinct prompts, each read once
     state = insert(weights, state, prompts, new_rows, ...)          # rows start on a prompt; their first token is drawn
     state = decode(graphdef, weights, state, ..., steps)            # up to `steps` tokens a row
-    news = read(state, since, known, steps)                         # the tokens drawn since: what the host fetches
+    news = news_since(state, since, known, steps)                   # the tokens drawn since: what the host fetches
 """
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -20,13 +21,14 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int, Integer
 
+from sprl.cache.attend import CachedAttention
 from sprl.cache.compaction import rows_at_once
 from sprl.cache.key_bias import KeyBias
-from sprl.cache.kv_cache import CachedAttention, KVCache, Step
+from sprl.cache.kv_cache import KVCache, Step
 from sprl.cache.layout import CacheLayout
 from sprl.cache.row_blocks import first_rows, put_rows, replace_rows, take_rows
 from sprl.config import Sampling
-from sprl.kernels.support import Format, record_format
+from sprl.kernels.support import Format
 from sprl.models import transformer
 from sprl.models.routing import MISSING, route_dtype
 from sprl.quant.dot import rows_dot
@@ -34,7 +36,7 @@ from sprl.sampler.draw import draw, uniforms
 from sprl.sampler.weights import SamplerWeights
 from sprl.sharding.rules import OnMesh, is_names, local, parts, shard, tie_to_iteration
 
-TOKENS = 8  # a block of rows that are due has a multiple of these rows: kernels that quantise activations take no others
+ROW_MULTIPLE = 8  # a block of rows that are due has a multiple of this: kernels that quantise activations take no others
 
 
 @jax.tree_util.register_dataclass
@@ -51,7 +53,7 @@ class DecodeState:
   done: Bool[Array, ' B']
   tokens: Int[Array, 'B C']  # the completion
   logp: Float[Array, 'B C']  # log-prob of the token under the distribution that drew it
-  kept: Int[Array, 'B C']  # cache slots attended, including the query's own
+  attended: Int[Array, 'B C']  # cache slots attended, including the query's own
   routes: Int[Array, 'B T M k'] | None = None  # experts of the token at each position; MISSING where no token is yet
   support: Integer[Array, 'B R W'] | None = None  # of the last R tokens, t in column t mod R (sprl/kernels/support.py)
 
@@ -68,21 +70,21 @@ class DecodeState:
 
     Row numbers out of bounds fill up the block. `with_block` drops what is written to them.
     """
-    mine = self._of_rows
+    mine = self._row_state
     part = local(take_rows, (mine.axes, ('rows',)), mine.axes)(mine, rows)
     return dataclasses.replace(part, seed=self.seed, cache=part.cache.on_layers_of(self.cache, rows))
 
   def with_block(self, part: 'DecodeState') -> 'DecodeState':
     """Return this state with the rows and the layers of a block."""
-    mine, names = self._of_rows, ('rows',)
+    mine, names = self._row_state, ('rows',)
     put = local(put_rows, (mine.axes, names, mine.axes), mine.axes)
-    whole = put(mine, part.cache.block, part._of_rows)
+    whole = put(mine, part.cache.block, part._row_state)
     return dataclasses.replace(whole, seed=self.seed, cache=whole.cache.on_layers_of(part.cache, None))
 
   @property
-  def _of_rows(self):
+  def _row_state(self):
     """The arrays that have an entry for each row, without the layers of the cache."""
-    return dataclasses.replace(self, seed=cast(Any, None), cache=self.cache.of_rows)
+    return dataclasses.replace(self, seed=cast(Any, None), cache=self.cache.row_state)
 
 
 @jax.tree_util.register_dataclass
@@ -114,13 +116,20 @@ def _biases(layout, weights):
 
 
 @OnMesh
-@partial(jax.jit, static_argnames=('layout', 'rows', 'max_tokens', 'recorded'))
+@partial(jax.jit, static_argnames=('layout', 'rows', 'max_tokens', 'support', 'chunk'))
 def empty_state(
-  layout: CacheLayout, weights: SamplerWeights, rows: int, max_tokens: int, seed: Array, recorded: Sampling | None = None
+  layout: CacheLayout,
+  weights: SamplerWeights,
+  rows: int,
+  max_tokens: int,
+  seed: Array,
+  support: Format | None = None,
+  chunk: int = 0,
 ) -> DecodeState:
   """Return the state of `rows` rows without requests: all are done. A completion has at most `max_tokens` tokens.
 
-  If the settings `recorded` have filters, the state records the supports of the tokens that are drawn between two reads.
+  With `support`, the state records in this form the supports of the tokens that a row draws between two calls of `news_since`: at
+  most one in `insert` and `chunk` in `decode`.
   """
   ints = jnp.zeros(rows, jnp.int32)
   state = DecodeState(
@@ -133,18 +142,11 @@ def empty_state(
     done=jnp.ones(rows, bool),
     tokens=jnp.zeros((rows, max_tokens), jnp.int32),
     logp=jnp.zeros((rows, max_tokens)),
-    kept=jnp.zeros((rows, max_tokens), jnp.int32),
+    attended=jnp.zeros((rows, max_tokens), jnp.int32),
     routes=no_routes(layout, rows),
-    support=_no_supports(recorded, weights.head.shape[0], rows),
+    support=None if support is None else jnp.zeros((rows, chunk + 1, support.words), support.dtype),
   )
   return _sharded(state)
-
-
-def _no_supports(recorded, vocab, rows):
-  if recorded is None or (form := record_format(recorded, vocab)) is None:
-    return None
-  # Between two reads a row draws at most one token in `insert` and `chunk` in `decode`.
-  return jnp.zeros((rows, recorded.chunk + 1, form.words), form.dtype)
 
 
 @OnMesh
@@ -227,15 +229,6 @@ def read_given(
   return jax.lax.while_loop(more, stretch, start)[1] if layout.sparse else stretch(start)[1]
 
 
-def prefilled_cache(
-  graphdef: nnx.GraphDef, layout: CacheLayout, weights: SamplerWeights, tokens: Int[Array, 'B T'], lengths: Int[Array, ' B']
-) -> tuple[KVCache, Float[Array, 'B E']]:
-  """Return a cache of the layout's slots with one prompt in each row, and the hidden states that predict the next tokens."""
-  prompts = prefill(graphdef, layout, weights, tokens, lengths)
-  rows = jnp.arange(tokens.shape[0])
-  return empty_cache(layout, weights, tokens.shape[0]).fork(prompts.cache, rows, jnp.ones(rows.shape, bool)), prompts.hidden
-
-
 @OnMesh
 @partial(jax.jit, static_argnames=('sampling', 'stop_ids'), donate_argnames='state')
 def insert(
@@ -281,14 +274,7 @@ def decode(
   With `fixed`, the chunk always has `steps` steps. Otherwise it ends when all rows are done. On a GPU this check makes the device
   wait for the host before every step.
 
-  With `fixed` and a cache that evicts, rows can be due only at every P-th step, where P = gcd(steps, interval). For this, a row
-  that has decoded n tokens takes part in step i only if n = i modulo P. A row that starts on a prompt never waits. A row that
-  starts after given tokens or on a kept cache waits once, for at most P - 1 steps. It draws the same tokens, because draws depend
-  on positions, not on steps.
-
-  The P steps are plain: their program has no compression. A row that is due skips the last plain step. It takes that step after
-  the others, in a block of `due_at_once` rows. One loop over the blocks surrounds all layers: a GPU asks the host once, and once
-  more for each block. Work grows with the number of rows that are due. Each block reads the weights.
+  With `fixed` and a cache that evicts, `_decode_in_segments` says which steps a row takes.
   """
 
   def advance(state, active, **of_step):
@@ -306,10 +292,26 @@ def decode(
     )[1]
   if not state.cache.layout.sparse:
     return jax.lax.fori_loop(0, steps, lambda _, state: advance(state, ~state.done), state)
+  return _decode_in_segments(advance, state, steps)
+
+
+def _decode_in_segments(advance: Callable[..., DecodeState], state: DecodeState, steps: int) -> DecodeState:
+  """Draw `steps` more tokens for each row of a cache that evicts, in a chunk of fixed length.
+
+  `advance(state, active, **of_step)` takes one step of the active rows; `of_step` are the promises of `Step`.
+
+  A segment has `period` = gcd(steps, interval) steps. A row that has decoded n tokens takes part in step i of a segment only if
+  n = i modulo the period, so rows can be due only in the last step. A row that starts on a prompt never waits. A row that starts
+  after given tokens or on a kept cache waits once, for at most period - 1 steps. It draws the same tokens, because draws depend
+  on positions, not on steps.
+
+  The steps of a segment are plain: their program has no compression. A row that is due skips the last plain step. It takes that
+  step after the others, in a block of `due_at_once` rows. One loop over the blocks surrounds all layers: a GPU asks the host
+  once, and once more for each block. Work grows with the number of rows that are due. Each block reads the weights.
+  """
   period, rows = math.gcd(steps, state.cache.layout.settings.interval), len(state.done)
   mine = rows // parts('rows', rows)  # on each device
   size = due_at_once(state.cache.layout, mine, period)
-
   first = local(partial(first_rows, size=size), (('rows',),), ('rows',))
 
   def plain(i, carry):
@@ -339,11 +341,11 @@ def due_at_once(layout: CacheLayout, rows: int, period: int) -> int:
   """Return how many of a device's `rows` rows take a step that compresses at the same time.
 
   If the rows' compressions are spread evenly over an interval, rows * period / interval are due together. Room for twice as many
-  makes one block enough most of the time. Kernels take multiples of TOKENS.
+  makes one block enough most of the time. Kernels take multiples of ROW_MULTIPLE.
   """
   wanted = -(-2 * rows * period // layout.settings.interval)
   most = min(wanted, rows_at_once(layout, rows, layout.slots))
-  return min(rows, max(TOKENS, most // TOKENS * TOKENS))
+  return min(rows, max(ROW_MULTIPLE, most // ROW_MULTIPLE * ROW_MULTIPLE))
 
 
 def decode_step(
@@ -425,7 +427,7 @@ def _draw_token(state, weights, hidden, *, active, attended, sampling, stop_ids)
     done=state.done | (active & (ended | (count >= state.limit))),
     tokens=record(state.tokens, column, token),
     logp=record(state.logp, column, logp),
-    kept=record(state.kept, column, attended),
+    attended=record(state.attended, column, attended),
   )
   if drawn.support is not None:
     R = state.support.shape[1]
@@ -446,24 +448,24 @@ def _set_column(cells, column, new):
 
 @OnMesh
 @partial(jax.jit, static_argnames='steps')
-def read(state: DecodeState, since: Int[Array, ' B'], known: Int[Array, ' B'], steps: int) -> dict[str, Array]:
+def news_since(state: DecodeState, since: Int[Array, ' B'], known: Int[Array, ' B'], steps: int) -> dict[str, Array]:
   """Return what the host needs between chunks: status and counts of each row, and its newest records.
 
   `done`, `count`, `saturated` and `saturated_queries` are [B].
 
-  `tokens`, `logp` and `kept` are [B, steps]: up to `steps` completion tokens of row b, from index `known[b]` on, or from
+  `tokens`, `logp` and `attended` are [B, steps]: up to `steps` completion tokens of row b, from index `known[b]` on, or from
   `since[b]` if `known[b]` is negative. If the state records supports, `support` is [B, steps, W]. In this case `steps` is at most
   R, the number of tokens with a recorded support.
   """
   since = jnp.where(known < 0, since, known)
   columns = jnp.minimum(since[:, None] + jnp.arange(steps), state.tokens.shape[1] - 1)
-  news = {name: jnp.take_along_axis(getattr(state, name), columns, axis=1) for name in ('tokens', 'logp', 'kept')}
+  news = {name: jnp.take_along_axis(getattr(state, name), columns, axis=1) for name in ('tokens', 'logp', 'attended')}
   if state.support is not None:
     recent = (since[:, None] + jnp.arange(steps)) % state.support.shape[1]
     news['support'] = jnp.take_along_axis(state.support, recent[:, :, None], axis=1)
   news |= {'done': state.done, 'count': state.count}
   news |= {name: jnp.sum(getattr(state.cache, name), axis=1) for name in ('saturated', 'saturated_queries')}
-  return {name: shard(x, *[None] * x.ndim) for name, x in news.items()}  # replicated: every host reads all rows
+  return {name: shard(x, *[None] * x.ndim) for name, x in news.items()}  # replicated: every host fetches all rows
 
 
 @OnMesh

@@ -10,7 +10,7 @@ Requests are added and finish between chunks of decode steps. A chunk is one jit
 2. All rows decode one chunk of steps. Meanwhile the host may do other work.
 3. Rows that ended, and rows whose text contains a stop string, become free.
 
-Chunks of fixed length look ahead (`EngineConfig.in_flight`): the next chunk is in the devices' queue before the host reads the
+Chunks of fixed length look ahead (`EngineConfig.in_flight`): the next chunk is in the devices' queue before the host collects the
 last one, so the devices do not wait for the host. A free row then starts one chunk later. Tokens stay the same, because draws
 depend on requests and positions.
 
@@ -24,7 +24,7 @@ the kept caches.
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -42,7 +42,7 @@ from sprl.kernels.support import Format, record_format
 from sprl.models import transformer
 from sprl.models.config import ModelConfig
 from sprl.sampler import decode
-from sprl.sampler.buckets import bucket
+from sprl.sampler.buckets import SMALLEST, bucket, doubling, padded, prompt_buckets
 from sprl.sampler.kept import Ended, KeptCaches
 from sprl.sampler.stop_strings import StopStrings
 from sprl.sampler.weights import SamplerWeights
@@ -52,21 +52,7 @@ from sprl.types import NOTHING, Completion, Request, Trajectory
 
 type Text = tuple[bytes, bytes]  # the tokens of a request's prompt, and its given tokens, as int32
 
-SMALLEST_BUCKET = 32  # tokens
 POLL = 2e-4  # seconds between two checks whether a chunk is over
-
-
-def prompt_buckets(sampling: Sampling) -> tuple[int, ...]:
-  """Return the padded prompt lengths that prefill is compiled for, ascending. The last is the longest prompt allowed."""
-  return sampling.prompt_buckets or _doubling(SMALLEST_BUCKET, sampling.max_prompt)
-
-
-def _doubling(first: int, last: int) -> tuple[int, ...]:
-  """Return first, 2 * first, 4 * first and so on below `last`, then `last`."""
-  sizes = [first]
-  while sizes[-1] < last:
-    sizes.append(sizes[-1] * 2)
-  return (*sizes[:-1], last) if sizes[-1] > last else tuple(sizes)
 
 
 @dataclass(frozen=True)
@@ -99,7 +85,7 @@ class EngineConfig:
   def in_flight(self) -> int:
     """How many chunks may be in the devices' queue.
 
-    One if the engine reads evictions or experts from the state, because that read waits for all chunks in the queue.
+    One if the engine fetches evictions or experts from the state, because that waits for all chunks in the queue.
     """
     return 2 if self.fixed_chunks and not (self.layout.record or self.layout.routes) else 1
 
@@ -110,15 +96,15 @@ class EngineConfig:
     A dense cache reads given tokens together with the prompt, so it needs buckets beyond the longest prompt.
     """
     prompts = prompt_buckets(self.sampling)
-    return prompts if self.layout.sparse else (*prompts, *_doubling(2 * prompts[-1], self.layout.positions))
+    return prompts if self.layout.sparse else (*prompts, *doubling(2 * prompts[-1], self.layout.positions))
 
   @cached_property
   def reply_buckets(self) -> tuple[int, ...]:
     """The padded numbers of tokens that are read behind a kept cache."""
-    return _doubling(SMALLEST_BUCKET, self.sampling.max_tokens)
+    return doubling(SMALLEST, self.sampling.max_tokens)
 
   @cached_property
-  def kept(self) -> int:
+  def kept_caches(self) -> int:
     """The most caches that are kept for later requests, a whole number for each part of the rows on the mesh."""
     asked = self.rows if self.sampling.kept_caches is None else self.sampling.kept_caches
     return asked + -asked % (1 if self.mesh is None else row_shards(self.mesh))
@@ -148,19 +134,32 @@ class _Row:
   tokens: list[int] = field(default_factory=list)
   logp: list[float] = field(default_factory=list)
   version: list[int] = field(default_factory=list)
-  kept: list[int] = field(default_factory=list)
+  attended: list[int] = field(default_factory=list)
   support: list[np.ndarray] = field(default_factory=list)  # [W] of each token, if recorded
   saturated: int = 0
   saturated_queries: int = 0
   prefilled: tuple[int, int] | None = None  # shape of the prefill batch of its prompt
   aborted: bool = False  # during a chunk: the row becomes free after it, and its tokens are dropped
 
+  def record(self, news: Mapping[str, np.ndarray], i: int, version: int) -> int:
+    """Append what row i drew in a chunk with the weights of `version`. Returns the number of new tokens."""
+    before = len(self.tokens)
+    new = int(news['count'][i]) - before
+    self.tokens += news['tokens'][i, :new].tolist()
+    self.logp += news['logp'][i, :new].tolist()
+    self.attended += news['attended'][i, :new].tolist()
+    self.version += [version if before or k else self.first for k in range(new)]
+    self.saturated, self.saturated_queries = int(news['saturated'][i]), int(news['saturated_queries'][i])
+    if 'support' in news:
+      self.support += list(news['support'][i, :new].copy())  # a copy: a view would keep all rows of the chunk alive
+    return new
+
 
 @dataclass
 class _Chunk:
   """A chunk of decode steps in the devices' queue."""
 
-  news: dict[str, jax.Array]  # what `decode.read` returns after it
+  news: dict[str, jax.Array]  # what `decode.news_since` returns after it
   rows: list[_Row | None]  # the requests of the rows when it was started
   version: int  # of its weights
   launched: float  # when it was started
@@ -221,11 +220,11 @@ class Engine:
     # The last prefill under these weights: the index of each text, the prompts, the batch's shape.
     self._prompts: tuple[dict[Text, int], decode.Prompts, tuple[int, int]] | None = None
     self._rows: list[_Row | None] = [None] * config.rows
-    self._kept = KeptCaches(config.layout, config.kept, config.mesh)
+    self._kept = KeptCaches(config.layout, config.kept_caches, config.mesh)
     self._stop = StopStrings(config.sampling.stop, config.text) if config.sampling.stop else None
     self._state: decode.DecodeState | None = None  # created by the first dispatch
     self._chunks: deque[_Chunk] = deque()  # in the devices' queue, the oldest first
-    self._finished: list[Completion] = []  # ended in chunks that `swap` or `unload` read; for the next `collect`
+    self._finished: list[Completion] = []  # ended in chunks that `swap` or `unload` collected; for the next `collect`
     self._since: float | None = None  # when the previous chunk was collected, or the first was dispatched
     self._idle = 0.0  # when the devices finished the last chunk that was collected
 
@@ -320,14 +319,15 @@ class Engine:
   def _start_chunk(self, weights: SamplerWeights) -> None:
     config, sampling = self.config, self.config.sampling
     before = self._chunks[-1] if self._chunks else None
-    # A row's tokens are read from the number that the chunk before leaves, which only the devices know yet.
+    # A row's news begin at the number of tokens that the chunk before leaves, which only the devices know yet.
     goes_on = [before is not None and row is before.rows[i] for i, row in enumerate(self._rows)]
     known = np.array([0 if row is None else len(row.tokens) for row in self._rows], np.int32)
-    run, read = decode.decode.on(config.mesh), decode.read.on(config.mesh)
-    steps = sampling.chunk, config.fixed_chunks
-    self._state = run(config.graphdef, weights, self._state, sampling, config.stop_ids, *steps)
+    run, news_since = decode.decode.on(config.mesh), decode.news_since.on(config.mesh)
+    self._state = run(
+      config.graphdef, weights, self._state, sampling, config.stop_ids, steps=sampling.chunk, fixed=config.fixed_chunks
+    )
     since = known if before is None else before.news['count']
-    news = read(self._state, since, np.where(goes_on, -1, known).astype(np.int32), sampling.chunk + 1)
+    news = news_since(self._state, since, np.where(goes_on, -1, known).astype(np.int32), sampling.chunk + 1)
     self._chunks.append(_Chunk(news, list(self._rows), self.version, time.perf_counter()))
 
   @property
@@ -346,62 +346,74 @@ class Engine:
     finished, self._finished = self._finished, []
     if not self._chunks:
       return finished
-    finished += self._read(self._chunks.popleft())
+    finished += self._collect_chunk(self._chunks.popleft())
     now = time.perf_counter()
     self.usage.busy += now - (self._since or now)
     self._since = now if self.load else None
     return finished
 
   def _settle(self) -> None:
-    """Read the chunks that are in the devices' queue. The next `collect` returns the requests that ended."""
+    """Collect the chunks that are in the devices' queue. The next `collect` returns the requests that ended."""
     while self._chunks:
-      self._finished += self._read(self._chunks.popleft())
+      self._finished += self._collect_chunk(self._chunks.popleft())
 
-  def _read(self, chunk: _Chunk) -> list[Completion]:
-    news = fetch(chunk.news)
-    over = chunk.over or time.perf_counter()
-    self.usage.waited += over - max(chunk.launched, self._idle)
-    self._idle = over
-    finished, drawn, kept = [], [0], []
+  def _collect_chunk(self, chunk: _Chunk) -> list[Completion]:
+    """Wait for a chunk and record its tokens. Returns the requests that ended, whose rows are free and whose caches are kept."""
+    news = self._fetch_news(chunk)
+    finished, drawn, to_keep = [], [0], []
     stopped = np.zeros(len(self._rows), bool)
     for i, row in enumerate(chunk.rows):
-      if row is None or row is not self._rows[i]:  # the request left its row before this chunk was read
+      if row is None or row is not self._rows[i]:  # the request left its row before this chunk was collected
         continue
-      before = len(row.tokens)
-      new = int(news['count'][i]) - before
-      row.tokens += news['tokens'][i, :new].tolist()
-      row.logp += news['logp'][i, :new].tolist()
-      row.kept += news['kept'][i, :new].tolist()
-      row.version += [chunk.version if before or k else row.first for k in range(new)]
-      row.saturated, row.saturated_queries = int(news['saturated'][i]), int(news['saturated_queries'][i])
-      if 'support' in news:
-        row.support += list(news['support'][i, :new].copy())  # a copy: a view would keep all rows of the chunk alive
-      drawn.append(new - (before == 0))  # `insert` draws a row's first token, not a decode step
-      cut = None if row.aborted else self._stop_string(row, new)
-      if cut is None and not news['done'][i] and not row.aborted:
+      done, new = bool(news['done'][i]), row.record(news, i, chunk.version)
+      drawn.append(new - (new == len(row.tokens)))  # `insert` draws a row's first token, not a decode step
+      completion = None if row.aborted else self._ended(i, row, new, done)
+      if completion is None and not row.aborted:
         continue
-      self._rows[i], stopped[i] = None, not news['done'][i]
-      if row.aborted:
-        continue
-      n = len(row.tokens) if cut is None else cut
-      stop = cut is not None or (n > 0 and row.tokens[n - 1] in self.config.stop_ids)
-      finish = 'stop' if stop else 'length'
-      records = self._evicted(i, row.request.start + n), self._routes(i, row.request.start + n)
-      finished.append(self._completion(row, finish, n, *records))
-      # The cache is cut after token n, if it still has all tokens before it. A row that is not done goes on in the next chunk.
-      whole = n == len(row.tokens) and (news['done'][i] or not self._chunks)
-      if row.request.keep and n > 0 and (whole or not self.config.layout.forgets):
-        kept.append(Ended(i, row.request, finished[-1].tokens))
-    if kept:
-      assert self.weights is not None
-      assert self._state is not None
-      awaited = {request.continues for request in self._waiting}
-      self._kept.keep(self.weights, self._state, kept, awaited, self.config.prefill)
+      self._rows[i], stopped[i] = None, not done
+      if completion is not None:
+        finished.append(completion)
+        if self._may_keep(row, len(completion.tokens), done):
+          to_keep.append(Ended(i, row.request, completion.tokens))
+    self._keep(to_keep)
     self._release(stopped)
     self.usage.chunks += 1
     self.usage.steps += self.config.sampling.chunk if self.config.fixed_chunks else max(drawn)
     self.usage.tokens += sum(drawn)
     return finished
+
+  def _fetch_news(self, chunk: _Chunk) -> dict[str, np.ndarray]:
+    """Wait for a chunk and return its `news`. Counts the time in which the devices had a chunk to work on."""
+    news = fetch(chunk.news)
+    over = chunk.over or time.perf_counter()
+    self.usage.waited += over - max(chunk.launched, self._idle)
+    self._idle = over
+    return news
+
+  def _ended(self, i: int, row: _Row, new: int, done: bool) -> Completion | None:
+    """Return the completion of row i if it is done or its `new` last tokens end a stop string; None if it goes on."""
+    cut = self._stop_string(row, new)
+    if cut is None and not done:
+      return None
+    n = len(row.tokens) if cut is None else cut
+    stop = cut is not None or (n > 0 and row.tokens[n - 1] in self.config.stop_ids)
+    records = self._evicted(i, row.request.start + n), self._routes(i, row.request.start + n)
+    return self._completion(row, 'stop' if stop else 'length', n, *records)
+
+  def _may_keep(self, row: _Row, n: int, done: bool) -> bool:
+    """Whether the cache of a row that ended after token n is to be kept, and still has all tokens before that one.
+
+    A row that is not done goes on in the next chunk.
+    """
+    whole = n == len(row.tokens) and (done or not self._chunks)
+    return row.request.keep and n > 0 and (whole or not self.config.layout.forgets)
+
+  def _keep(self, ended: Sequence[Ended]) -> None:
+    if ended:
+      assert self.weights is not None
+      assert self._state is not None
+      awaited = {request.continues for request in self._waiting}
+      self._kept.keep(self.weights, self._state, ended, awaited, self.config.prefill)
 
   def _prefill_next(self, weights: SamplerWeights) -> bool:
     """Fill free rows from the queue, with at most one prefill. Returns whether it made one."""
@@ -518,7 +530,7 @@ class Engine:
       tokens=np.array(row.tokens[:n], np.int32),
       logp=np.array(row.logp[:n], np.float32),
       version=np.array(row.version[:n], np.int32),
-      kept=np.array(row.kept[:n], np.int32),
+      attended=np.array(row.attended[:n], np.int32),
       finish=finish,
       saturated=row.saturated,
       saturated_queries=row.saturated_queries,
@@ -547,8 +559,9 @@ def empty_rows(config: EngineConfig, weights: SamplerWeights) -> decode.DecodeSt
 
 def arguments_of_empty_rows(config: EngineConfig, weights: SamplerWeights) -> tuple[Any, ...]:
   """Return the arguments of `decode.empty_state`."""
-  recorded = config.sampling if config.record_support else None
-  return config.layout, weights, config.rows, config.sampling.max_tokens, jax.random.key(config.seed), recorded
+  form, sampling = config.support, config.sampling
+  recorded = () if form is None else (form, sampling.chunk)
+  return config.layout, weights, config.rows, sampling.max_tokens, jax.random.key(config.seed), *recorded
 
 
 def sharding_of(weights: SamplerWeights) -> Sharding:
@@ -581,13 +594,3 @@ def generate(config: EngineConfig, weights: SamplerWeights, requests: Sequence[R
     for completion in engine.collect():
       finished[completion.request.uid, completion.request.attempt] = Trajectory.of(completion, start_version=version)
   return [finished[r.uid, r.attempt] for r in requests]
-
-
-def padded(
-  rows: Collection[Int[np.ndarray, ' _']], count: int, width: int
-) -> tuple[Int[np.ndarray, 'count width'], Int[np.ndarray, ' count']]:
-  """Return the rows padded on the right to [count, width], and their lengths. Missing rows have length 0."""
-  tokens, lengths = np.zeros((count, width), np.int32), np.zeros(count, np.int32)
-  for i, row in enumerate(rows):
-    tokens[i, : len(row)], lengths[i] = row, len(row)
-  return tokens, lengths

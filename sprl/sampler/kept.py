@@ -26,7 +26,7 @@ from jaxtyping import Array, Int
 from sprl.cache.kv_cache import KVCache
 from sprl.cache.layout import CacheLayout
 from sprl.models.routing import MISSING
-from sprl.sampler.buckets import bucket
+from sprl.sampler.buckets import bucket, padded
 from sprl.sampler.decode import DecodeState, Prompts, empty_cache, no_routes, read_given, rescaled
 from sprl.sampler.weights import SamplerWeights
 from sprl.sharding.rules import OnMesh, is_names, shard
@@ -129,7 +129,8 @@ class KeptCaches:
 
   Args:
     layout: of the engine's cache.
-    places: the most caches that are kept at once. For another the one that was kept first is dropped.
+    places: the most caches that are kept at once. If all places are taken, the oldest cache that no waiting request continues is
+      dropped.
     mesh: of the engine.
   """
 
@@ -194,10 +195,8 @@ class KeptCaches:
     known = [self._sequences.pop(request.continues) for request in requests if request.continues is not None]
     held = [len(sequence.tokens) - 1 for sequence in known]
     new = [np.concatenate([r.prompt, r.given])[n:] for r, n in zip(requests, held, strict=True)]
-    tokens = np.zeros((together, bucket(buckets, max(map(len, new)))), np.int32)
-    places, counts = np.zeros((2, together), np.int32)
-    for i, (sequence, its) in enumerate(zip(known, new)):
-      places[i], counts[i], tokens[i, : len(its)] = sequence.place, len(its), its
+    tokens, counts = padded(new, together, bucket(buckets, max(map(len, new))))
+    places = np.pad(np.array([sequence.place for sequence in known], np.int32), (0, together - len(known)))
     return read_behind.on(self._mesh)(graphdef, weights, self._store, places, tokens, counts), sum(held)
 
   def forget(self, uids: Collection[int] | None = None) -> None:

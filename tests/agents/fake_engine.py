@@ -65,4 +65,4 @@ class FakeEngine:
     ids = np.array(tokens, np.int32)
     positions = request.start + np.arange(len(ids), dtype=np.int32)
     logp = -(positions + 1).astype(np.float32)
-    return Completion(request=request, tokens=ids, logp=logp, version=ids * 0, kept=positions, finish=finish)
+    return Completion(request=request, tokens=ids, logp=logp, version=ids * 0, attended=positions, finish=finish)

@@ -53,5 +53,5 @@ def test_branches_and_turns_on_the_engine(tmp_path, cache):
       if not cache.budget:
         expected = small.teacher_forced(config, params, sequence)
         np.testing.assert_allclose(sequence.sampler_logp[sequence.mask], expected[sequence.mask], rtol=0, atol=2e-5)
-      assert sequence.kept[sequence.mask].max() <= (24 + 8 if cache.budget else len(sequence.tokens))
+      assert sequence.attended[sequence.mask].max() <= (24 + 8 if cache.budget else len(sequence.tokens))
   assert recorded.usage.prefix_hits > 0

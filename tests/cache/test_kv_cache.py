@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from sprl.cache.attend import CachedAttention, attend
 from sprl.cache.compaction import compress
 from sprl.cache.eviction import METHODS, window
-from sprl.cache.kv_cache import CachedAttention, KVCache, Step
+from sprl.cache.kv_cache import KVCache, Step
 from sprl.cache.layer import NEVER, LayerCache
 from sprl.cache.layout import cache_layout
 from sprl.config import Cache, Quant, Streaming
@@ -35,14 +36,14 @@ def tokens(T, seed=0):
 
 @partial(jax.jit, static_argnames='layer')
 def prefill(cache, count, *qkv, layer=0):
-  out, cache = cache.attend(layer, Step(count), *qkv)
+  out, cache = attend(layer, cache, Step(count), *qkv)
   return out, cache.advance(Step(count))
 
 
 @jax.jit
 def decode(cache, *qkv):
   step = Step(jnp.ones(B, jnp.int32), decoding=True)
-  out, cache = cache.attend(0, step, *qkv)
+  out, cache = attend(0, cache, step, *qkv)
   return out, cache.advance(step)
 
 
@@ -153,8 +154,8 @@ def test_slots_and_bytes_follow_the_layout(prompt, completion, cache, S, quant):
   held = jax.eval_shape(lambda: KVCache.empty(layout, 3)).layers
   assert [layer.k.shape for layer in held] == [layer.v.shape for layer in held] == [(3, 2, S, 4)] * 2
   itemsize = 1 if quant.sampler == 'kv8' else 2
-  assert layout.bytes(3) == sum(x.size * x.dtype.itemsize for layer in held for x in (layer.k, layer.v))
-  assert layout.bytes(3) == 2 * 2 * 3 * 2 * S * 4 * itemsize
+  assert layout.kv_bytes(3) == sum(x.size * x.dtype.itemsize for layer in held for x in (layer.k, layer.v))
+  assert layout.kv_bytes(3) == 2 * 2 * 3 * 2 * S * 4 * itemsize
   assert layout.dense_bytes(3) == 2 * 2 * 3 * 2 * (prompt + completion) * 4 * 2
 
 
@@ -166,11 +167,11 @@ def test_a_donated_decode_step_writes_in_place():
   def step(cache, q, k, v):
     step = Step(jnp.ones(rows, jnp.int32), decoding=True)
     for layer in range(2):
-      q, cache = cache.attend(layer, step, q, k, v)
+      q, cache = attend(layer, cache, step, q, k, v)
     return q, cache.advance(step)
 
   memory = jax.jit(step, donate_argnums=0).lower(cache, q, k, v).compile().memory_analysis()
-  held = layout.bytes(rows)
+  held = layout.kv_bytes(rows)
   assert memory.alias_size_in_bytes >= held
   assert memory.temp_size_in_bytes < held / 4
 
@@ -193,7 +194,7 @@ def test_a_compression_needs_little_memory_beside_the_cache(method, quant):
 
   compiled = jax.jit(compressed, donate_argnums=0).lower(layer, due, number, number).compile()
   memory = compiled.memory_analysis()
-  assert memory.alias_size_in_bytes > layout.bytes(rows) / 12
+  assert memory.alias_size_in_bytes > layout.kv_bytes(rows) / 12
   beside = memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
   assert beside <= 0.15 * KVCache.bytes(layout, rows)
   if layout.fp8:  # XLA's CPU backend moves FP8 numbers as float16, whole arrays at a time, but bytes as they are
@@ -260,7 +261,7 @@ def test_a_row_without_a_token_attends_to_nothing(settings):
   counts = []
   for active in ([1, 1, 1], [1, 0, 1]):
     step = Step(jnp.array(active), decoding=True)
-    out, after = cache.attend(0, step, *new)
+    out, after = attend(0, cache, step, *new)
     counts.append((np.asarray(cache.attended(step)), np.asarray(out), jax.device_get(after.advance(step))))
   (seen, out, running), (seen_beside, out_beside, waiting) = counts
   np.testing.assert_array_equal(seen_beside, np.where([True, False, True], seen, 0))
@@ -279,7 +280,7 @@ def test_a_step_that_compresses_nothing_is_a_step_in_which_no_row_is_due():
     new, step = tuple(x[:, t : t + 1] for x in tokens(T, seed=1)), Step(jnp.array([1, 1, t]), decoding=True)
     assert not cache.due(step).any()
     plain = dataclasses.replace(step, compresses=False)
-    (out, after), (plainly, same) = cache.attend(0, step, *new), cache.attend(0, plain, *new)
+    (out, after), (plainly, same) = attend(0, cache, step, *new), attend(0, cache, plain, *new)
     np.testing.assert_array_equal(plainly, out)
     jax.tree.map(np.testing.assert_array_equal, same.advance(plain), after.advance(step))
     cache = after.advance(step)

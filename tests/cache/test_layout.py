@@ -24,10 +24,10 @@ def test_a_sparse_cache_has_budget_plus_interval_slots_for_prompts_of_any_length
 
 def test_bytes_count_keys_and_values():
   # keys and values x 2 layers x 2 kv heads x 24 = 192 numbers a token; 64 + 128 = 192 is also the number of slots
-  assert layout().bytes(5) == 5 * 4396 * 192 * 2
-  assert layout(Cache(budget=64), Quant(sampler='kv8')).bytes(5) == 5 * 192 * 192
+  assert layout().kv_bytes(5) == 5 * 4396 * 192 * 2
+  assert layout(Cache(budget=64), Quant(sampler='kv8')).kv_bytes(5) == 5 * 192 * 192
   assert layout(Cache(budget=64), Quant(sampler='kv8')).dense_bytes(5) == 5 * 4396 * 192 * 2
-  assert layout(Cache(budget=64), Quant(sampler='w8a8')).bytes(5) == 5 * 192 * 192 * 2
+  assert layout(Cache(budget=64), Quant(sampler='w8a8')).kv_bytes(5) == 5 * 192 * 192 * 2
 
 
 def test_key_biases_stay_out_of_fp8_if_the_model_has_them():

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from sprl.cache import ring
+from sprl.cache.attend import attend
 from sprl.cache.kv_cache import KVCache, Step
 from sprl.cache.layout import cache_layout
 from sprl.cache.scales import Scales
@@ -27,9 +28,9 @@ def layout_of(cache=Cache(), quant=Quant(), types=None, window=WINDOW, prompt=T,
   return cache_layout(config, cache, quant, prompt, completion, 'float32', record)
 
 
-def attend(layer, decoding):
+def layer_step(layer, decoding):
   def step(cache, count, *qkv):
-    out, cache = cache.attend(layer, Step(count, decoding), *qkv)
+    out, cache = attend(layer, cache, Step(count, decoding), *qkv)
     return out, cache.advance(Step(count, decoding))
 
   return jax.jit(step)
@@ -71,7 +72,7 @@ def test_pieces_of_a_sequence_give_the_outputs_of_windowed_attention(cache):
   pieces = [(T, PROMPTS, False), (4, GIVEN, True), *[(1, (1, 1, 1), True)] * STEPS]
   for seed, (n, counts, decoding) in enumerate(pieces):
     q, k, v = tokens(n, seed)
-    out, held = attend(0, decoding)(held, jnp.array(counts), q, k, v)
+    out, held = layer_step(0, decoding)(held, jnp.array(counts), q, k, v)
     for b, count in enumerate(counts):
       for t in range(count):
         keys[b], values[b] = np.concatenate([keys[b], k[b, t : t + 1]]), np.concatenate([values[b], v[b, t : t + 1]])
@@ -82,8 +83,8 @@ def test_pieces_of_a_sequence_give_the_outputs_of_windowed_attention(cache):
 
 def test_a_row_without_a_new_token_keeps_its_ring():
   q, k, v = tokens(T)
-  _, held = attend(0, False)(KVCache.empty(layout_of(), B), jnp.array(PROMPTS), q, k, v)
-  _, after = attend(0, True)(held, jnp.array([0, 0, 1]), *tokens(1, seed=1))
+  _, held = layer_step(0, False)(KVCache.empty(layout_of(), B), jnp.array(PROMPTS), q, k, v)
+  _, after = layer_step(0, True)(held, jnp.array([0, 0, 1]), *tokens(1, seed=1))
   for b in (0, 1):
     np.testing.assert_array_equal(after.layers[0].k[b], held.layers[0].k[b])
   assert np.any(np.asarray(after.layers[0].k[2]) != held.layers[0].k[2])
@@ -95,12 +96,12 @@ def test_a_row_starts_on_a_prompt_whose_cache_is_shorter_than_the_window():
   q, k, v = tokens(3 + 8)
   prompts = KVCache.empty(layout, B, 3)
   assert [layer.k.shape[2] for layer in prompts.layers] == [3, 3]
-  _, prompts = attend(0, False)(prompts, jnp.array([3, 2, 3]), *(x[:, :3] for x in (q, k, v)))
+  _, prompts = layer_step(0, False)(prompts, jnp.array([3, 2, 3]), *(x[:, :3] for x in (q, k, v)))
   held = KVCache.empty(layout, B).fork(prompts, jnp.array([2, 0, 0]), jnp.array([True, False, True]))
   keys, values = ([np.asarray(x[b, :3]) for b in (2, 0, 0)] for x in (k, v))
   for t in range(3, 11):
     new = tuple(x[:, t : t + 1] for x in (q, k, v))
-    out, held = attend(0, True)(held, jnp.array([1, 0, 1]), *new)
+    out, held = layer_step(0, True)(held, jnp.array([1, 0, 1]), *new)
     for b in (0, 2):
       keys[b], values[b] = np.concatenate([keys[b], new[1][b]]), np.concatenate([values[b], new[2][b]])
       np.testing.assert_allclose(out[b, 0], windowed(new[0][b], keys[b], values[b]), atol=1e-6)
@@ -110,12 +111,12 @@ def test_an_fp8_ring_gives_the_outputs_of_rounded_keys_and_values():
   scales = Scales(*(jnp.full(2, 0.02) for _ in range(3)))
   held = KVCache.empty(layout_of(quant=Quant(sampler='kv8')), B, scales=scales)
   q, k, v = tokens(T + 3)
-  _, held = attend(0, False)(held, jnp.full(B, T), *(x[:, :T] for x in (q, k, v)))
+  _, held = layer_step(0, False)(held, jnp.full(B, T), *(x[:, :T] for x in (q, k, v)))
   assert held.layers[0].k.dtype == jnp.uint8
   rounded = tuple(fp8.fake(x, jnp.float32(0.02)) for x in (k, v))
   out = None
   for t in range(T, T + 3):
-    out, held = attend(0, True)(held, jnp.ones(B, jnp.int32), *(x[:, t : t + 1] for x in (q, k, v)))
+    out, held = layer_step(0, True)(held, jnp.ones(B, jnp.int32), *(x[:, t : t + 1] for x in (q, k, v)))
   assert out is not None
   for b in range(B):
     np.testing.assert_allclose(out[b, 0], windowed(q[b], *(x[b] for x in rounded)), atol=1e-5)
@@ -130,7 +131,7 @@ def test_bytes_count_the_slots_of_each_layer():
   assert dense.full_layers == (2,)
   for layout in (dense, sparse):
     empty = KVCache.empty(layout, B)
-    assert layout.bytes(B) == sum(layer.k.nbytes + layer.v.nbytes for layer in empty.layers)
+    assert layout.kv_bytes(B) == sum(layer.k.nbytes + layer.v.nbytes for layer in empty.layers)
     assert KVCache.bytes(layout, B) == sum(x.nbytes for x in jax.tree.leaves(empty))
     assert layout.dense_bytes(B) == 2 * B * K * D * 4 * (5 + 5 + 21)
   assert [layer.position is None for layer in KVCache.empty(sparse, B).layers] == [True, True, False]
@@ -146,11 +147,11 @@ def test_with_scope_global_the_first_layer_without_a_window_chooses():
   layout = layout_of(dataclasses.replace(SPARSE, scope='global'), types=types)
   held, step = KVCache.empty(layout, B), Step(jnp.full(B, T))
   for layer in range(3):
-    _, held = held.attend(layer, step, *tokens(T, layer))
+    _, held = attend(layer, held, step, *tokens(T, layer))
   assert held.chosen is not None
   assert held.chosen.tolist() == [[0, 1, 2, 3, 7, 8]] * B  # four sinks and the newest
   assert (
-    held.layers[1].positions[:, :, :6].tolist() == held.layers[2].positions[:, :, :6].tolist() == [[[0, 1, 2, 3, 7, 8]] * K] * B
+    held.layers[1].position[:, :, :6].tolist() == held.layers[2].position[:, :, :6].tolist() == [[[0, 1, 2, 3, 7, 8]] * K] * B
   )
 
 
@@ -169,9 +170,9 @@ def test_a_donated_decode_step_writes_the_ring_in_place():
   def step(cache, q, k, v):
     step = Step(jnp.ones(rows, jnp.int32), decoding=True)
     for layer in range(2):
-      q, cache = cache.attend(layer, step, q, k, v)
+      q, cache = attend(layer, cache, step, q, k, v)
     return q, cache.advance(step)
 
   memory = jax.jit(step, donate_argnums=0).lower(cache, q, k, v).compile().memory_analysis()
-  assert memory.alias_size_in_bytes >= layout.bytes(rows)
-  assert memory.temp_size_in_bytes < layout.bytes(rows) / 2  # float32 scores of the heads, whose width is only 4
+  assert memory.alias_size_in_bytes >= layout.kv_bytes(rows)
+  assert memory.temp_size_in_bytes < layout.kv_bytes(rows) / 2  # float32 scores of the heads, whose width is only 4

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import small
 
+from sprl.cache.attend import attend
 from sprl.cache.key_bias import KeyBias, mean_turn, reach
 from sprl.cache.kv_cache import KVCache, Step
 from sprl.cache.layout import cache_layout
@@ -43,14 +44,14 @@ def tokens(n=T, seed=0, key=1.0, width=D):
 
 @jax.jit
 def prefill(cache, count, *qkv):
-  out, cache = cache.attend(0, Step(count), *qkv)
+  out, cache = attend(0, cache, Step(count), *qkv)
   return out, cache.advance(Step(count))
 
 
 @jax.jit
 def decode_step(cache, active, *qkv):
   step = Step(active, decoding=True)
-  out, cache = cache.attend(0, step, *qkv)
+  out, cache = attend(0, cache, step, *qkv)
   return out, cache.advance(step)
 
 
@@ -370,7 +371,7 @@ def test_biases_on_all_slow_planes_cost_no_precision_although_few_have_second_co
 @jax.jit
 def read_given(cache, count, *qkv):
   step = Step(count, decoding=True)
-  out, cache = cache.attend(0, step, *qkv)
+  out, cache = attend(0, cache, step, *qkv)
   return out, cache.advance(step)
 
 

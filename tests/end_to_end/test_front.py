@@ -147,7 +147,7 @@ def test_one_update_of_a_loaded_model_is_a_step_of_a_run(folder, by_files, monke
   rollouts = sampler.generate(prompts, samples=4, evictions=True).grade(reward)  # recorded evictions do not change the update
   seen = rollouts[0].visible
   assert seen.shape == (len(rollouts[0].tokens), len(rollouts[0].trajectory.tokens))
-  np.testing.assert_allclose(seen.sum(axis=1), rollouts[0].kept, atol=1e-6)  # the engine counts slots
+  np.testing.assert_allclose(seen.sum(axis=1), rollouts[0].attended, atol=1e-6)  # the engine counts slots
   metrics = model.update(rollouts, steps=1, rollout={'stop_when_capped': False})
   (logged,) = [record for record in read_metrics(folder / 'one-step') if record['kind'] == 'train']
   assert {name: logged[name] for name in metrics} == metrics
@@ -169,7 +169,7 @@ def test_generate_gives_what_the_engine_gives(folder):
     assert sample.tokens.tolist() == t.completion.tolist()
     assert sample.logp.tobytes() == t.sampler_logp[t.prompt_length :].tobytes()
     assert sample.text == model.model.tokenizer.decode(t.completion.tolist(), skip_special=True)
-    assert sample.kept.max() <= 8 + 2
+    assert sample.attended.max() <= 8 + 2
   again = sampler.generate(['1 + 1 = ', 'two = '], samples=2)
   assert again.texts == rollouts.texts
   other = model.sampler(seed=6, sampling=SETTINGS['sampling']).generate(['1 + 1 = ', 'two = '], samples=2)
@@ -415,7 +415,7 @@ def test_layers_with_a_sliding_window_hold_the_newest_tokens_only(tmp_path):
   newest = np.array([[p - 6 <= j < p for j in range(T)] for p in range(T - C, T)])  # of the query at p - 1, which draws token p
   whole = 3 * sample.visible - 2 * newest  # of the layer without a window
   assert whole.min() > -1e-6
-  np.testing.assert_allclose(whole.sum(axis=1), sample.kept, atol=1e-5)
+  np.testing.assert_allclose(whole.sum(axis=1), sample.attended, atol=1e-5)
 
 
 @pytest.mark.usefixtures('untyped')

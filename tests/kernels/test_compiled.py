@@ -302,7 +302,7 @@ def compile_decode_loop(sampler, cache, **sizes):
   keys = f'{held}[{rows},4,{layout.slots},{layout.head_dim}]'
   # Rows that are due take a step in blocks. Two layers have a small cache, so the least number of rows is more than its share.
   due = decode.due_at_once(layout, rows, 16) * row_bytes(layout, layout.slots) if layout.sparse else 0
-  return compile_for_h200(steps, weights, state, donate=(1,)), keys, 0.08 * layout.bytes(rows) + due
+  return compile_for_h200(steps, weights, state, donate=(1,)), keys, 0.08 * layout.kv_bytes(rows) + due
 
 
 @pytest.mark.parametrize(
@@ -373,7 +373,7 @@ def test_an_insert_writes_the_new_rows_only(sampler, cache):
   written = [line for line in made if not re.search(r' (parameter|get-tuple-element|scatter)\(', line)]
   assert len(written) == 2 * 2
   assert all(' fusion(' in line and 'while/body/scatter"' in line for line in written)
-  assert compiled.temporary < layout.bytes(1)
+  assert compiled.temporary < layout.kv_bytes(1)
 
 
 @pytest.mark.parametrize('cache', [H2O, pytest.param(DENSE, marks=pytest.mark.slow)], ids=['h2o', 'dense'])
@@ -462,6 +462,6 @@ def test_one_layer_at_a_time_holds_a_prompt_longer_than_the_budget(kernels):
     prompts, lengths = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((8, 1024), (8,)))
     compiled = compile_for_h200(partial(decode.prefill, transformer.graph(config), layout), weights, prompts, lengths)
     temporary.append(compiled.temporary)
-    assert compiled.outputs < 1.1 * layout.bytes(8)
+    assert compiled.outputs < 1.1 * layout.kv_bytes(8)
   whole = 2 * 2 * 8 * 1024 * layout.kv_heads * layout.head_dim  # bytes of the keys and values of the prompts in a layer
   assert temporary[1] - temporary[0] < 0.5 * 4 * whole

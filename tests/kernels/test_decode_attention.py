@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from sprl.cache.attend import attend
 from sprl.cache.kv_cache import KVCache, Step
 from sprl.cache.layout import CacheLayout
 from sprl.cache.scales import Scales
@@ -243,8 +244,8 @@ def test_cache_decodes_alike_with_kernels_and_references(monkeypatch, storage, f
   def decoded(kernels):
     cache = KVCache.empty(dataclasses.replace(layout, kernels=kernels), B, scales=Scales(*(jnp.full(1, 0.02) for _ in range(3))))
     prompt, token = Step(jnp.array([T, T - 7])), Step(jnp.ones(B, jnp.int32), decoding=True)
-    _, cache = cache.attend(0, prompt, q[:, :T], k[:, :T], v[:, :T])
-    out, cache = cache.advance(prompt).attend(0, token, q[:, T:], k[:, T:], v[:, T:])
+    _, cache = attend(0, cache, prompt, q[:, :T], k[:, :T], v[:, :T])
+    out, cache = attend(0, cache.advance(prompt), token, q[:, T:], k[:, T:], v[:, T:])
     return out.astype(jnp.float32), cache.layers[0].carried
 
   for found, expected in zip(decoded('mosaic_gpu'), decoded('reference')):

@@ -241,8 +241,9 @@ def test_greedy_tokens_through_the_cache_equal_those_of_transformers(small, case
   graph, prompts, steps = transformer.graph(config), jnp.asarray(PROMPTS, jnp.int32), 32
   layout = cache_layout(config, Cache(), Quant(), prompts.shape[1], steps, jnp.float32)
   decode_step = jax.jit(decode.decode_step, static_argnums=0)
-  cache, hidden = decode.prefilled_cache(graph, layout, weights, prompts, jnp.full(len(prompts), prompts.shape[1]))
-  drawn = []
+  prefilled = decode.prefill(graph, layout, weights, prompts, jnp.full(len(prompts), prompts.shape[1]))
+  rows, hidden, drawn = jnp.arange(len(prompts)), prefilled.hidden, []
+  cache = decode.empty_cache(layout, weights, len(rows)).fork(prefilled.cache, rows, rows >= 0)
   for _ in range(steps):
     drawn.append(jnp.argmax(decode.logits(weights, hidden), axis=-1).astype(jnp.int32))
     hidden, _, cache, _ = decode_step(graph, weights, cache, drawn[-1], jnp.ones(len(prompts), bool))

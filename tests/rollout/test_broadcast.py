@@ -72,7 +72,7 @@ class ChunkEngine:
   def drawn(self, request, n, finish):
     ints = np.full(n, request.uid % 7, np.int32)
     logp, version = np.zeros(n, np.float32), np.full(n, self.version, np.int32)
-    return Completion(request=request, tokens=ints, logp=logp, version=version, kept=ints, finish=finish)
+    return Completion(request=request, tokens=ints, logp=logp, version=version, attended=ints, finish=finish)
 
 
 class Graders:

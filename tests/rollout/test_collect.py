@@ -22,8 +22,8 @@ def layout(**changes):
 def test_savings_follow_from_kept_slots_and_allocated_bytes():
   first, second = small.rollouts([(3, 2)], (6,))
   # a dense cache attends to all tokens before the drawn one
-  assert first.kept[first.mask].tolist() == [6, 7, 8]
-  sparse = dataclasses.replace(first, kept=np.where(first.mask, [0] * 6 + [6, 5, 5], 0).astype(np.int32), saturated=32)
+  assert first.attended[first.mask].tolist() == [6, 7, 8]
+  sparse = dataclasses.replace(first, attended=np.where(first.mask, [0] * 6 + [6, 5, 5], 0).astype(np.int32), saturated=32)
   found = collect.metrics([sparse, second], layout(budget=5, interval=1, window=2), 3)
   assert found['sparse/kept_mean'] == pytest.approx((6 + 5 + 5 + 6 + 7) / 5)
   assert found['sparse/kept_peak'] == 6 + 1

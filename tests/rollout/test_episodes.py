@@ -56,7 +56,7 @@ def completion(wanted, text, version=0, finish='stop'):
   places = len(wanted.prompt) + len(wanted.given) + np.arange(len(text), dtype=np.int32)
   request = Request(5, 2, wanted.prompt, wanted.max_tokens, wanted.given)
   logp, version = -(places / 8).astype(np.float32), np.full(len(text), version, np.int32)
-  return Completion(request=request, tokens=ids(text), logp=logp, version=version, kept=places, finish=finish)
+  return Completion(request=request, tokens=ids(text), logp=logp, version=version, attended=places, finish=finish)
 
 
 def step(observation, reward=0.0, done=False, **info):
@@ -151,7 +151,7 @@ def test_a_conversation_is_one_sequence_with_a_record_of_each_token():
   np.testing.assert_array_equal(t.version, version)
   np.testing.assert_array_equal(t.mask, version >= 0)
   np.testing.assert_array_equal(t.sampler_logp, np.where(version >= 0, -place / 8, 0).astype(np.float32))
-  np.testing.assert_array_equal(t.kept, np.where(version >= 0, place, 0))
+  np.testing.assert_array_equal(t.attended, np.where(version >= 0, place, 0))
   assert (t.uid, t.group, t.finish) == (5, 2, 'stop')
   assert t.rewards == (0.25, -0.5, 1.0)
   assert t.reward == 0.75
@@ -321,7 +321,7 @@ def test_equal_seeds_and_answers_give_equal_trajectories(tokens):
 
   for seed in range(8):
     (one, answers), (again, _) = play(seed, uid=seed), play(seed, uid=seed)
-    for name in ('tokens', 'mask', 'sampler_logp', 'version', 'kept', 'reward', 'rewards', 'metrics', 'finish'):
+    for name in ('tokens', 'mask', 'sampler_logp', 'version', 'attended', 'reward', 'rewards', 'metrics', 'finish'):
       np.testing.assert_equal(getattr(one, name), getattr(again, name))
     written, mask, rewards, metrics, _ = replayed(tokens, seed, answers, FrozenLake())
     assert one.tokens.tolist() == written
@@ -349,7 +349,7 @@ class Talking(SimulatedEngine):
     places = r.start + np.arange(n, dtype=np.int32)
     version = np.full(n, running.version, np.int32)
     tokens, logp = np.array(left[:n], np.int32), -(places / 8).astype(np.float32)
-    return Completion(request=r, tokens=tokens, logp=logp, version=version, kept=places, finish=finish)
+    return Completion(request=r, tokens=tokens, logp=logp, version=version, attended=places, finish=finish)
 
 
 class Played:
@@ -418,7 +418,7 @@ class Played:
           consumed = [*r.prompt.tolist(), *r.given.tolist()]
           assert consumed == written[: len(consumed)]
         place = np.arange(len(written))
-        np.testing.assert_array_equal(t.kept, np.where(mask, place, 0))
+        np.testing.assert_array_equal(t.attended, np.where(mask, place, 0))
         np.testing.assert_array_equal(t.sampler_logp, np.where(mask, -place / 8, 0).astype(np.float32))
         assert np.all((t.version >= 0) == mask)
         assert np.all(np.diff(t.version[t.mask]) >= 0)

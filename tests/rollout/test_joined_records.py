@@ -20,9 +20,9 @@ def experts(*numbers):
 
 def part(request, tokens, version, finish='abort', **records):
   n = len(tokens)
-  logp, versions, kept = np.full(n, -version - 1, np.float32), np.full(n, version, np.int32), np.arange(n, dtype=np.int32)
+  logp, versions, attended = np.full(n, -version - 1, np.float32), np.full(n, version, np.int32), np.arange(n, dtype=np.int32)
   tokens = np.array(tokens, np.int32)
-  return Completion(request=request, tokens=tokens, logp=logp, version=versions, kept=kept, finish=finish, **records)
+  return Completion(request=request, tokens=tokens, logp=logp, version=versions, attended=attended, finish=finish, **records)
 
 
 def interrupted_twice():

@@ -121,7 +121,9 @@ def test_a_step_frees_its_arrays_before_evaluation_and_the_next_rollouts(monkeyp
 def test_tokens_of_agents_that_are_not_trained_are_counted_as_sampled():
   def trajectory(tokens, **changes):
     ids, logp = np.arange(tokens, dtype=np.int32), np.zeros(tokens, np.float32)
-    completion = Completion(request=Request(0, 0, ids[:2], 9), tokens=ids, logp=logp, version=0 * ids, kept=ids, finish='stop')
+    completion = Completion(
+      request=Request(0, 0, ids[:2], 9), tokens=ids, logp=logp, version=0 * ids, attended=ids, finish='stop'
+    )
     return Trajectory.of(completion, **changes)
 
   episode = trajectory(3, metrics={'agent/tokens_dropped': 6.0}, branches=(trajectory(4),))

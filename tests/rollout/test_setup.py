@@ -32,7 +32,7 @@ def run_on(folder, questions, **columns):
 def tiny_completion(prompt):
   one = np.ones(1, np.int32)
   logp = np.zeros(1, np.float32)
-  return Completion(request=Request(0, 0, prompt, 1), tokens=one, logp=logp, version=one, kept=one, finish='stop')
+  return Completion(request=Request(0, 0, prompt, 1), tokens=one, logp=logp, version=one, attended=one, finish='stop')
 
 
 GAME = """

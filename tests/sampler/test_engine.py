@@ -85,7 +85,7 @@ def restart(engine):
 
 
 def alike(a, b, atol=1e-5):
-  equal = a.finish == b.finish and np.array_equal(a.tokens, b.tokens) and np.array_equal(a.kept, b.kept)
+  equal = a.finish == b.finish and np.array_equal(a.tokens, b.tokens) and np.array_equal(a.attended, b.attended)
   return equal and np.abs(a.logp - b.logp).max() <= atol
 
 
@@ -235,7 +235,7 @@ def test_running_rows_wait_for_at_most_one_prefill(monkeypatch):
   calls = []
   for name in ('prefill', 'decode'):
     function = getattr(decode, name)
-    monkeypatch.setattr(decode, name, OnMesh(lambda *args, f=function, name=name: calls.append(name) or f(*args)))
+    monkeypatch.setattr(decode, name, OnMesh(lambda *args, f=function, name=name, **by: calls.append(name) or f(*args, **by)))
   engine = engine_of(asked=requests()[:1])
   engine.dispatch()
   engine.collect()

@@ -42,7 +42,7 @@ def states(settings, quant, fixed):
     new = decode.NewRows(jnp.array(parent), uid=jnp.arange(4), attempt=jnp.zeros(4, jnp.int32), limit=jnp.array(limit))
     state = decode.insert(w, state, prompts, new, SAMPLING, ())
     for _ in range(2):
-      with mock.patch.object(decode, 'TOKENS', 2):
+      with mock.patch.object(decode, 'ROW_MULTIPLE', 2):
         state = (TWO_AT_ONCE if fixed else decode.decode)(graph, w, state, SAMPLING, (), CHUNK, fixed)
       seen.append(jax.device_get(dataclasses.replace(state, seed=jnp.zeros(1))))
   return seen
@@ -63,7 +63,7 @@ def test_both_forms_of_a_chunk_give_equal_states(settings, quant):
   """Rows that start on prompts never wait, so the states are equal after every chunk."""
   compressed = 0
   for free, fixed in zip(states(settings, quant, False), states(settings, quant, True)):
-    for name in ('tokens', 'kept', 'count', 'done'):
+    for name in ('tokens', 'attended', 'count', 'done'):
       np.testing.assert_array_equal(getattr(fixed, name), getattr(free, name), err_msg=name)
     np.testing.assert_allclose(fixed.logp, free.logp, atol=1e-5)
     for name in ('length', 'seen', 'decoded', 'saturated', 'saturated_queries'):
@@ -93,7 +93,7 @@ def test_rows_behind_given_tokens_wait_for_their_step_and_draw_the_same(settings
   config, asked = engine_config(settings), interrupted(settings)
   fixed = dataclasses.replace(config, fixed_chunks=True)
   for t, expected in zip(generate(fixed, weights(), asked), generate(config, weights(), asked)):
-    for name in ('tokens', 'kept', 'version', 'finish'):
+    for name in ('tokens', 'attended', 'version', 'finish'):
       np.testing.assert_array_equal(getattr(t, name), getattr(expected, name), err_msg=name)
     np.testing.assert_allclose(t.sampler_logp, expected.sampler_logp, atol=1e-5)
   engine, period = Engine(fixed, weights()), math.gcd(CHUNK, settings.interval)

@@ -12,7 +12,8 @@ from sprl.cache.layout import cache_layout
 from sprl.config import Cache, Quant, Sampling, SettingsError
 from sprl.models import transformer
 from sprl.sampler import decode
-from sprl.sampler.engine import Engine, _Row, generate, prompt_buckets
+from sprl.sampler.buckets import prompt_buckets
+from sprl.sampler.engine import Engine, _Row, generate
 from sprl.sampler.weights import sampler_weights
 from sprl.types import Request
 
@@ -25,7 +26,7 @@ def free():
 
 def same(a, b):
   assert (a.uid, a.group, a.prompt_length, a.finish) == (b.uid, b.group, b.prompt_length, b.finish)
-  for name in ('tokens', 'mask', 'kept', 'version'):
+  for name in ('tokens', 'mask', 'attended', 'version'):
     np.testing.assert_array_equal(getattr(a, name), getattr(b, name), err_msg=name)
   np.testing.assert_allclose(a.sampler_logp, b.sampler_logp, atol=1e-5)
 
@@ -41,7 +42,7 @@ def test_a_trajectory_holds_tokens_and_their_records(free):
     assert np.all(t.sampler_logp[P:] < 0)
     np.testing.assert_array_equal(t.version, [-1] * P + [0] * C)
     # The query that predicts completion token i is at position P + i - 1; it attends to itself and all tokens before it.
-    np.testing.assert_array_equal(t.kept, [0] * P + [P + i for i in range(C)])
+    np.testing.assert_array_equal(t.attended, [0] * P + [P + i for i in range(C)])
 
 
 def test_samples_of_a_prompt_differ(free):

@@ -79,7 +79,7 @@ def differing(found, expected, atol=1e-5):
   """Return the completions, by (turn, uid), that differ in a token, in a count of attended slots, or in a log-prob."""
   assert found.keys() == expected.keys()
   same = {at: np.array_equal(a.tokens, expected[at].tokens) for at, a in found.items()}
-  same = {at: ok and np.array_equal(found[at].kept, expected[at].kept) for at, ok in same.items()}
+  same = {at: ok and np.array_equal(found[at].attended, expected[at].attended) for at, ok in same.items()}
   return [at for at, ok in same.items() if not ok or flipped([found[at].logp], [expected[at].logp], atol)]
 
 
@@ -95,7 +95,7 @@ def test_turns_that_go_on_from_kept_caches_equal_turns_that_read_everything(memo
   assert usage.read + usage.prefix_tokens == again.engine.usage.read
   assert usage.prefix_tokens > 0.7 * sum(lengths)
   if memory == 'sparse':  # some answer was drawn from a compressed cache
-    assert any(c.kept.max() < c.request.start for c in again.found.values())
+    assert any(c.attended.max() < c.request.start for c in again.found.values())
 
 
 def test_a_conversation_has_the_log_probs_of_one_forward_pass():

@@ -42,7 +42,7 @@ def finish(engine):
 def assert_equal(found, expected):
   assert set(found) == set(expected)
   for uid, completion in found.items():
-    for name in ('tokens', 'kept', 'finish'):
+    for name in ('tokens', 'attended', 'finish'):
       np.testing.assert_array_equal(getattr(completion, name), getattr(expected[uid], name), err_msg=f'{uid} {name}')
     np.testing.assert_allclose(completion.logp, expected[uid].logp, atol=1e-5)
 

@@ -85,7 +85,7 @@ def test_a_budget_evicts_tokens_of_the_full_layer_only_and_the_masked_learner_fo
     assert t.evicted.shape == (3, 2, len(t.tokens))
     assert np.all(t.evicted[:2] == NEVER)
     assert np.sum(t.evicted[2] != NEVER) > 0
-    assert t.kept.max() <= max(SPARSE.budget + SPARSE.interval, t.prompt_length)
+    assert t.attended.max() <= max(SPARSE.budget + SPARSE.interval, t.prompt_length)
   logp, recorded = learner(trajectories, share_prefix=False)
   np.testing.assert_allclose(logp, recorded, atol=1e-4)
   dense, _ = learner(without_evictions(trajectories), share_prefix=False)

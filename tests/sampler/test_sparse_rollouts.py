@@ -155,7 +155,7 @@ def check_bookkeeping(settings, trajectories):
     P, n = t.prompt_length, len(t.tokens)
     kept, compressions = schedule(settings, P, n - P)
     assert len(compressions) >= 2
-    np.testing.assert_array_equal(t.kept, [0] * P + kept)
+    np.testing.assert_array_equal(t.attended, [0] * P + kept)
     assert t.evicted.shape == (2, 2, n)
     for i, slots in enumerate(kept):
       query = P + i - 1
@@ -194,7 +194,7 @@ def test_short_completions_evict_nothing():
   short = [dataclasses.replace(r, max_tokens=BUDGET - len(r.prompt)) for r in requests() if len(r.prompt) < BUDGET]
   for t in generate(engine_config(RKV), network()[2], short):
     np.testing.assert_array_equal(t.evicted, NEVER)
-    np.testing.assert_array_equal(t.kept[t.mask], np.arange(t.prompt_length, len(t.tokens)))
+    np.testing.assert_array_equal(t.attended[t.mask], np.arange(t.prompt_length, len(t.tokens)))
 
 
 def check_scope(settings):
@@ -230,7 +230,7 @@ def test_a_request_alone_gives_the_same_trajectory(settings):
   together = sampled(settings)
   for i in (5, 8):
     alone = generate(engine_config(settings), network()[2], [requests()[i]])[0]
-    for field in ('tokens', 'kept', 'evicted'):
+    for field in ('tokens', 'attended', 'evicted'):
       np.testing.assert_array_equal(getattr(alone, field), getattr(together[i], field))
     np.testing.assert_allclose(alone.sampler_logp, together[i].sampler_logp, atol=1e-5)
 
@@ -265,9 +265,9 @@ def test_unused_budget_gives_the_dense_rollout_bit_for_bit(method):
   """A budget beyond the longest sequence is not an error. Tokens, log-probs and cache equal those of a dense cache."""
   settings = sparse(method, scope='layer', budget=1000, window=4)
   for state, dense in zip(states_of_rows(settings), states_of_rows(Cache())):
-    for field in ('tokens', 'logp', 'kept', 'count', 'done'):
+    for field in ('tokens', 'logp', 'attended', 'count', 'done'):
       np.testing.assert_array_equal(getattr(state, field), getattr(dense, field), err_msg=field)
-    assert state.kept.max() > 30
+    assert state.attended.max() > 30
     for layer, whole in zip(state.cache.layers, dense.cache.layers):
       for b, n in enumerate(state.cache.length):
         np.testing.assert_array_equal(layer.k[b, :, :n], whole.k[b, :, :n])
@@ -396,7 +396,7 @@ def test_decoding_with_evictions_updates_the_cache_in_place(method, quant):
   memory = compiled.memory_analysis()
   given = memory.argument_size_in_bytes - sum(x.nbytes for x in jax.tree.leaves(weights))
   peak = given + memory.temp_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
-  assert memory.alias_size_in_bytes > layout.bytes(64)
+  assert memory.alias_size_in_bytes > layout.kv_bytes(64)
   # Emulation multiplies in float32: beside an FP8 cache there is one layer of it at four times its bytes.
-  widened = 4 * layout.bytes(64) / 12 if quant.sampler == 'kv8' else 0
+  widened = 4 * layout.kv_bytes(64) / 12 if quant.sampler == 'kv8' else 0
   assert peak - widened <= 1.15 * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(dataclasses.replace(state, seed=None)))

@@ -139,7 +139,7 @@ def test_an_evicting_cache_records_supports_too():
   sparse = engine_config(Cache(budget=8, interval=4, window=2))
   config = dataclasses.replace(filtered('top-k, as ids'), layout=sparse.layout)
   trajectories = generate(config, weights(), requests())
-  assert any(np.any(t.kept[t.mask] < np.flatnonzero(t.mask)) for t in trajectories)  # evicted
+  assert any(np.any(t.attended[t.mask] < np.flatnonzero(t.mask)) for t in trajectories)  # evicted
   for logp, t in zip(replay(config, weights(), trajectories), trajectories):
     np.testing.assert_allclose(logp, t.sampler_logp, atol=TOLERANCE)
   dense = np.concatenate([x[t.mask] for x, t in zip(replay(filtered('top-k, as ids'), weights(), trajectories), trajectories)])

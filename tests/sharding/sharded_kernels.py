@@ -17,6 +17,7 @@ import numpy as np
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from sprl.cache.attend import attend
 from sprl.cache.kv_cache import KVCache, Step
 from sprl.cache.layout import CacheLayout
 from sprl.cache.scales import Scales
@@ -80,8 +81,8 @@ def attending(storage, B):
 
 @OnMesh
 @partial(jax.jit, donate_argnums=0)
-def attend(cache, step, q, k, v):
-  return cache.attend(0, step, q, k, v)
+def attend_first(cache, step, q, k, v):
+  return attend(0, cache, step, q, k, v)
 
 
 def with_kernels(kernels, cache):
@@ -92,11 +93,11 @@ def check_cache(mesh, storage):
   """Return the error of the outputs, and whether the kept slots and positions are equal."""
   B = max(4, row_shards(mesh))
   cache, step, *new = attending(jnp.dtype(storage), B)
-  out, kept = attend(with_kernels('reference', jax.tree.map(jnp.copy, cache)), step, *new)
+  out, kept = attend_first(with_kernels('reference', jax.tree.map(jnp.copy, cache)), step, *new)
   laid = with_kernels('mosaic_gpu', jax.device_put(cache, shardings(mesh, cache.axes, cache)))
   heads = [('rows', None, 'kv_heads', None)] * 3
   on_mesh = jax.device_put((step, *new), shardings(mesh, (step.axes, *heads), (step, *new)))
-  out_there, kept_there = attend.on(mesh)(laid, *on_mesh)
+  out_there, kept_there = attend_first.on(mesh)(laid, *on_mesh)
   used = (slice(None), slice(None), slice(cache.layout.settings.budget))
   sides = [[getattr(each.layers[0], name)[used] for name in ('k', 'v', 'position')] for each in (kept, kept_there)]
   return {

@@ -127,11 +127,11 @@ def furthest(a, b):
 def beside(alone, together):
   """Return the results of the mesh and their differences from the results of one device."""
   pairs = list(zip(alone['trajectories'], together['trajectories']))
-  same = all(np.array_equal(getattr(a, x), getattr(b, x)) for a, b in pairs for x in ('tokens', 'kept', 'routes', 'support'))
+  same = all(np.array_equal(getattr(a, x), getattr(b, x)) for a, b in pairs for x in ('tokens', 'attended', 'routes', 'support'))
   apart = np.concatenate([np.abs(a.sampler_logp - b.sampler_logp)[a.mask] for a, b in pairs]) if same else np.full(1, np.inf)
   said = {name: together[name] for name in ('again', 'compiled_again', 'wrong', 'split', 'cache')}
   said |= {'same': same, 'logp_apart': [float(x) for x in np.sort(apart)]}
-  said['compresses'] = max(int(np.max(t.kept)) for t, _ in pairs) < min(len(t.tokens) for t, _ in pairs)
+  said['compresses'] = max(int(np.max(t.attended)) for t, _ in pairs) < min(len(t.tokens) for t, _ in pairs)
   if 'params' in together:
     said |= {
       'amax_apart': float(np.max(np.abs(together['amax'] / alone['amax'] - 1))),

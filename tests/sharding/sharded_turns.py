@@ -80,7 +80,7 @@ print(
   json.dumps(
     {
       'tokens': all(np.array_equal(plain[at].tokens, reused[at].tokens) for at in plain),
-      'kept': all(np.array_equal(plain[at].kept, reused[at].kept) for at in plain),
+      'attended': all(np.array_equal(plain[at].attended, reused[at].attended) for at in plain),
       'routes': all(np.array_equal(plain[at].routes, reused[at].routes) for at in plain),
       'apart': max(float(np.abs(plain[at].logp - reused[at].logp).max()) for at in plain),
       'compiled_again': seen.count,

@@ -8,7 +8,7 @@ from host_devices import FAST, on_devices
 def test_kept_caches_stay_on_the_mesh():
   found = on_devices('sharded_turns.py', **FAST)
   assert found['tokens']
-  assert found['kept']
+  assert found['attended']
   assert found['routes']
   assert found['apart'] < 1e-5
   assert found['hits'] == 8  # four conversations, two turns each after the first
