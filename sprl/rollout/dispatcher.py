@@ -64,7 +64,7 @@ class Dispatcher:
     drawn = 0 if member.partial is None else len(member.partial.tokens)
     if member.engine is not None:
       drawn += sum(len(completion.tokens) for completion in self.engines[member.engine].abort([member.uid]))
-    before = member.kept  # of the turn before; a request that has not begun has not taken its cache
+    before = member.kept_on  # of the turn before; a request that has not begun has not taken its cache
     self.done(member)
     self.forget(member)
     if before is not None:
