@@ -7,7 +7,8 @@ metrics = model.update(rollouts, optimizer={'learning_rate': 1e-5})
 model.save('folder')
 """
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from sprl.api.ledger import Ledger
 from sprl.api.rollouts import Rollouts
 from sprl.api.sampler import Sampler
 from sprl.api.settings import Settings, merged, refuse, resolved
-from sprl.config import Run, SettingsError
+from sprl.config import Optimizer, Run, SettingsError
 from sprl.distributed.process_group import require_single_process
 from sprl.io.huggingface import DTYPES
 from sprl.kernels.support import record_format
@@ -40,6 +41,9 @@ from sprl.rollout.setup import Inputs, RolloutSetup
 from sprl.tasks.in_memory import Row
 from sprl.types import Trajectory
 
+log = logging.getLogger(__name__)
+
+UPDATES_KEPT = 8  # programs of updates that are not compiled again
 WHERE_LOADED = ('model', 'lora', 'mesh', 'devices')  # sections that only `load` takes: they decide how to load
 
 
@@ -75,6 +79,7 @@ class LoadedModel:
     self._first: Params | None = trained  # until the first update
     self._base = base
     self._learner: Learner | None = None  # of the latest update
+    self._updates: dict[Any, Callable[..., Any]] = {}  # jitted updates by what their programs depend on
 
   @property
   def _trained(self) -> Params:
@@ -106,13 +111,18 @@ class LoadedModel:
     """Train on graded rollouts and return the metrics. One call is one step of a run, with its correction of the mismatch.
 
     The settings are those of the sampler that drew the rollouts. `settings` overrides them, for example with `arm='sparse_rl'` or
-    `optimizer={'learning_rate': 1e-5}`. While the optimiser's settings stay the same, each update continues with the optimiser
-    moments of the update before.
+    `optimizer={'learning_rate': 1e-5}`. An update continues with the moments and the schedule of the update before, unless
+    another optimiser, or moments of another form, are asked for: that is logged. A new learning rate compiles a new program;
+    `optimizer={'schedule': 'linear'}` with `steps` changes the rate without that.
+
+    An update whose loss or gradient is not finite leaves the weights as they are, and is logged (`update/skipped`).
 
     Raises SettingsError for a wrong setting. Raises ValueError for rollouts that are greedy, have no rewards, or were drawn with
-    other weights.
+    other weights, and TypeError for samples that are no Rollouts, such as a slice of them.
     """
     refuse(merged(settings), WHERE_LOADED, 'sprl.load')
+    if not isinstance(rollouts, Rollouts):
+      raise TypeError(f'update(rollouts): expected what generate(...).grade(reward) returns, got {type(rollouts).__name__}')
     if not rollouts.graded:
       raise ValueError('update(rollouts): expected graded rollouts; call rollouts.grade(reward) first')
     self._check(rollouts, 'update')
@@ -131,7 +141,10 @@ class LoadedModel:
       metrics = learner.update(batches, logprobs)
     finally:
       self.version += learner.state is not before
-    return {'reward/mean': float(rollouts.rewards.mean()), **metrics, **packing}
+    if metrics.get('update/skipped'):
+      log.warning('update skipped: its loss or gradient is not finite (config.loss, rewards)')
+    rate = {'optimizer/learning_rate': learner.learning_rate} if metrics else {}
+    return {'reward/mean': float(rollouts.rewards.mean()), **metrics, **packing, **rate}
 
   def ledger(self, rollouts: Rollouts) -> Ledger:
     """Return the mismatch between the rollouts' sampler and this model as a learner: per token, and split by cause.
@@ -191,13 +204,18 @@ class LoadedModel:
       return last
     model = Model.open(run)
     optimizer = make_optimizer(run.optimizer, run.steps * run.optimizer.updates)
-    if last is not None and last.run.optimizer == run.optimizer:
+    if last is not None and form(last.run.optimizer) == form(run.optimizer):
       state = last.state
     else:
+      if last is not None:
+        log.warning('another config.optimizer: it begins without the moments and the schedule of the updates before')
       abstract = abstract_state(abstract_params(model), optimizer, run.optimizer.offload)
       state = TrainState.create(self._trained, optimizer, jax.tree.map(lambda a: a.sharding, abstract))
     layout = model.cache_layout(run.sampling, run.cache, run.quant, run.masked_learner, run.model.router_replay == 'R3')
-    update = make_update(model.graphdef, optimizer, UpdateConfig.of(decided(run, model), model.dtype), model.mesh)
+    config = UpdateConfig.of(decided(run, model), model.dtype)
+    key = config, run.optimizer, run.steps
+    update = self._updates.get(key) or make_update(model.graphdef, optimizer, config, model.mesh)
+    self._updates = {key: update, **dict(list(self._updates.items())[: UPDATES_KEPT - 1])}
     reference = None
     if run.loss.kl_coef and self._base is not None:
       reference = self._base.params
@@ -206,6 +224,11 @@ class LoadedModel:
     elif run.loss.kl_coef:
       reference = model.load(model.dtype)
     return Learner(run=run, model=model, layout=layout, jitted_update=update, state=state, reference=reference, base=self._base)
+
+
+def form(optimizer: Optimizer) -> tuple[Any, ...]:
+  """Return the settings on which the form of the optimiser's state depends."""
+  return optimizer.name, optimizer.moment_dtype, optimizer.offload, optimizer.clip_norm is None
 
 
 def unmasked(rollouts: Rollouts) -> list[Trajectory]:

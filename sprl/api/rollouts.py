@@ -123,6 +123,23 @@ class Rollouts(Sequence[Sample]):
     """The rewards: one row for each of the G prompts, one column for each of its N samples."""
     return np.array([sample.reward for sample in self.samples]).reshape(-1, self.run.rollout.group)
 
+  def rows(self) -> list[dict[str, Any]]:
+    """Return a row for each sample, for a table: the columns of its question, and what was drawn and graded."""
+    return [
+      {
+        **sample.problem.row,
+        'prompt': sample.prompt,
+        'completion': sample.text,
+        'tokens': len(sample.tokens),
+        'finish': sample.finish,
+        'logp': float(sample.logp.sum()),
+        'reward': sample.reward if self.graded else None,
+        **{f'reward/{name}': value for name, value in sample.trajectory.parts.items()},
+        'status': sample.trajectory.status,
+      }
+      for sample in self.samples
+    ]
+
   def grade(self, reward: Reward = None) -> 'Rollouts':
     """Return the rollouts with rewards.
 

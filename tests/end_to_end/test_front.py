@@ -15,6 +15,7 @@ import pytest
 import tiny
 
 import sprl
+from sprl.api import loaded as loaded_model
 from sprl.api.rollouts import SideBySide
 from sprl.api.settings import merged
 from sprl.api.training import _call
@@ -186,6 +187,31 @@ def test_updates_with_other_group_sizes_share_the_reference_of_the_kl_term(folde
     metrics = model.update(sampler.generate(['a = ', 'b = '], samples=samples).grade(reward), loss={'kl_coef': 0.1})
     assert 'policy/kl_ref' in metrics
   assert len(loads) == 1
+
+
+@pytest.mark.slow
+def test_moments_go_on_where_the_learning_rate_changes_and_programs_are_kept(folder, monkeypatch, caplog):
+  model = sprl.load(folder / 'model', task={'chat': False}, model={'dtype': 'float32'})
+  sampler = model.sampler(sampling=SETTINGS['sampling'], packing=SETTINGS['packing'])
+  made, make = [], loaded_model.make_update
+  monkeypatch.setattr(loaded_model, 'make_update', lambda *args: made.append(args) or make(*args))
+  for count, rate in enumerate((1e-3, 1e-4, 1e-3), 1):
+    rollouts = sampler.generate(['a = ', 'b = '], samples=2).grade(reward)
+    metrics = model.update(rollouts, optimizer={'learning_rate': rate})
+    assert metrics['optimizer/learning_rate'] == pytest.approx(rate)
+    [adam] = [s for s in jax.tree.leaves(model._learner.state.opt_state, is_leaf=is_adam) if is_adam(s)]
+    assert int(adam.count) == count
+  assert len(made) == 2
+  assert 'another config.optimizer' not in caplog.text
+  rollouts = sampler.generate(['a = ', 'b = '], samples=2).grade(reward)
+  model.update(rollouts, optimizer={'name': 'sgd'})
+  assert 'another config.optimizer' in caplog.text
+  row = rollouts.rows()[1]
+  assert (row['prompt'], row['completion'], row['reward']) == ('a = ', rollouts[1].text, rollouts[1].reward)
+
+
+def is_adam(state):
+  return hasattr(state, 'mu') and hasattr(state, 'nu')
 
 
 @pytest.mark.slow
