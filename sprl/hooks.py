@@ -68,12 +68,12 @@ class LedgerHook:
 
 
 def log_step(session: Session, report: StepReport) -> None:
-  """Write the line of metrics.jsonl, and every `log.samples_every` steps a table of samples."""
+  """Write the line of metrics.jsonl, and a table of samples: of the first and last step, and every `log.samples_every` steps."""
   run, step = session.run, report.step
   if session.run_log:
     clocked = {**report.seconds, 'tokens_per_second': report.tokens_per_second}
     session.run_log.write(step, report.metrics, clocked, {'async/token_lag': lags(report.trajectories, step - 1)})
-  if run.log.samples_every and step % run.log.samples_every == 0:
+  if (every := run.log.samples_every) and (step % every == 0 or step in (1, run.steps)):
     # Every process asks for the answers, which the others may hold; process 0 writes.
     rows = collect.sample_rows(report.trajectories, session.source.answer, session.model.tokenizer, SAMPLES)
     if session.run_log:

@@ -4,7 +4,8 @@ Trains the run of one work directory, or resumes it, and prints a report at the 
 weights of another run: of its newest checkpoint, or of that of STEP. The same command resumes it. Exit status:
 
     0  the run is complete, or a signal ended it and its state is saved
-    2  a setting or file cannot be used, found before any device work; or a file cannot be written, for example on a full disk
+    2  a setting or file cannot be used, found before any device work; or a file cannot be written, for example on a full disk;
+         or the grader grades no answer of the first evaluation
     3  a guard stopped the run, or every rollout fails
     4  another process of the run died or hangs
 """

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtyping import Int
 
 from sprl.cache.layout import CacheLayout
-from sprl.config import Run
+from sprl.config import Run, SettingsError
 from sprl.distributed.signals import Stop
 from sprl.distributed.team import Team
 from sprl.io.checkpoint import Checkpoints
@@ -128,9 +128,13 @@ class Session:
   # --- the calls of a step -------------------------------------------------------------------------------------------
 
   def steps(self) -> Iterator[int]:
-    """Make an evaluation that is still due; then yield the numbers of the steps that are left, until a signal comes."""
+    """Make an evaluation that is still due; then yield the numbers of the steps that are left, until a signal comes.
+
+    Raises SettingsError if no answer of the evaluation before the first step could be graded.
+    """
     if not self.state.before:
       self.state.before = self.evaluate()
+      check_graded(self.run, self.state.before)
     elif self.evaluates_after(self.state.step) and not self.state.after and not self.team.broadcast('evaluated', self._evaluated):
       self.state.after = self.evaluate()
       if self.state.after:
@@ -332,6 +336,18 @@ class Session:
     if not self.learner.calibrates or self.learner.scale_rule.measured_on != 'next prompts' or step == self.run.steps:
       return ()
     return prompts(self.source, self.scheduler.next, self.run.prefill)
+
+
+def check_graded(run: Run, result: Mapping[str, Any]) -> None:
+  """Raise SettingsError if no answer of an evaluation could be graded. It names the reward and the first failure."""
+  found, task = result.get('metrics', {}), run.task
+  answers = found.get('eval/problems', 0) * found.get('eval/samples', 0)
+  if answers and found['eval/ungraded'] == answers:
+    named = f'config.task.rewards = {task.rewards!r}' if task.rewards else f'config.task.grader = {task.grader!r}'
+    raise SettingsError(
+      f'{named}: none of the {answers:.0f} answers of the first evaluation could be graded; expected a grader that returns 0 for '
+      f'an answer that it cannot read. The first failure: {result["failure"]}'
+    )
 
 
 class Pump:

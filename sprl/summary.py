@@ -24,6 +24,9 @@ def closing_report(run: Run, workdir: Path, finished: Finished) -> str:
   for name, result in (('before', before), ('after', after)):
     m = result['metrics']
     lines.append(f'  {name:7s} reward {m["eval/avg@k"]:.3f}   (95 % interval {m["eval/low"]:.3f} to {m["eval/high"]:.3f})')
+  ungraded = [round(result['metrics']['eval/ungraded']) for result in (before, after)]
+  if any(ungraded):
+    lines.append(f'  {ungraded[0]} of {count * k} answers before and {ungraded[1]} after were not graded; their reward is 0')
   lines += _more_sets(before, after)
   for title, old, new in _examples(before['samples'], after['samples']):
     question = ' '.join(old['prompt'].split())  # its end is shown, for it may begin with a system message

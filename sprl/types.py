@@ -133,6 +133,7 @@ class Trajectory:
   prefilled: tuple[int, int] | None = None  # shape of its prompt's first prefill batch: prompts, padded length
   start_version: int = 0  # finished steps when its group started; staleness counts from here
   status: str = 'ok'  # how it was graded (a Grade's status)
+  reason: str = ''  # why the status is not ok
   parts: Mapping[str, float] = dataclasses.field(default_factory=dict)  # score by each of several named rewards, without weights
   failed: tuple[str, ...] = ()  # the named rewards whose graders failed; they count 0
   costs: Mapping[str, float] = dataclasses.field(default_factory=dict)  # what its grading used, such as judge/tokens

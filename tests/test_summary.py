@@ -1,7 +1,9 @@
 """The summary at the end of a run: what the rollouts cost, from the lines of metrics.jsonl."""
 
+from sprl import summary
 from sprl.config import Cache, Quant, Run
-from sprl.summary import costs_of_rollouts
+from sprl.session import Finished
+from sprl.summary import closing_report, costs_of_rollouts
 
 ROLLOUTS = {
   'sparse/cache_bytes': 2.0**20, 'sparse/bytes_saving': 0.75, 'sparse/accounting_saving': 0.5, 'sparse/compressed': 1.0,
@@ -27,3 +29,19 @@ def test_the_costs_of_rollouts_are_means_over_the_steps_that_measured_them():
 def test_a_run_without_an_update_has_measured_no_mismatch():
   assert costs(ROLLOUTS, ROLLOUTS)[-1] == '  mismatch   not measured, because no step had an update'
   assert costs() == ['The run sampled no rollouts.']
+
+
+def test_answers_that_were_not_graded_are_counted(monkeypatch, tmp_path):
+  for name in ('plot_run', 'plot_timeline', 'write_report'):
+    monkeypatch.setattr(summary, name, lambda workdir: workdir)
+  monkeypatch.setattr(summary, 'read_metrics', lambda workdir: [])
+
+  def result(ungraded):
+    scores = {'eval/avg@k': 0.0, 'eval/low': 0.0, 'eval/high': 0.1, 'eval/problems': 5.0, 'eval/samples': 4.0}
+    return {'metrics': scores | {'eval/ungraded': ungraded}, 'samples': []}
+
+  def report(before, after):
+    return closing_report(Run(), tmp_path, Finished(3, True, None, None, None, result(before), result(after)))  # pyright: ignore
+
+  assert '  19 of 20 answers before and 20 after were not graded; their reward is 0\n' in report(19.0, 20.0)
+  assert 'graded' not in report(0.0, 0.0)

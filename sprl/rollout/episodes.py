@@ -76,12 +76,13 @@ def compared(trajectories: Sequence[Trajectory], call: Any, names: Sequence[str]
 def graded(grade: Grade, before: Trajectory | None = None, names: Sequence[str] = ()) -> dict[str, Any]:
   """Return the fields of a trajectory that a Grade changes. An earlier grade of the trajectory `before` is added to it."""
   if before is None:
-    fields = {'status': grade.status, 'parts': grade.parts, 'failed': grade.failed, 'costs': grade.costs}
-    return {'reward': float(grade.score), **fields}
+    fields = {'parts': grade.parts, 'failed': grade.failed, 'costs': grade.costs}
+    return {'reward': float(grade.score), 'status': grade.status, 'reason': grade.reason, **fields}
   parts = {**before.parts, **grade.parts}
   return {
     'reward': before.reward + float(grade.score),
     'status': grade.status if before.status == 'ok' else before.status,
+    'reason': before.reason or grade.reason,
     'parts': {name: parts[name] for name in names if name in parts},
     'failed': (*before.failed, *grade.failed),
     'costs': Counter(before.costs) + Counter(grade.costs),

@@ -73,7 +73,8 @@ def evaluate(
                scores 1); the samples of a problem are averaged first. With several rewards, the first one scores
     scores     mean score of each problem, in the order of the problems, for paired comparisons
     samples    rows of `shown` completions
-    sets       intervals and samples of each other set by name; absent if there is none
+    failure    why the first answer that was not graded was not; '' if all were graded
+    sets       intervals, failure and samples of each other set by name; absent if there is none
 
     An empty dict if `stopped` ended the evaluation.
   """
@@ -141,4 +142,5 @@ def scores(trajectories: Sequence[Trajectory], count: int, k: int) -> dict[str, 
     },
     'intervals': intervals,
     'scores': score.mean(axis=1).tolist(),
+    'failure': next((t.reason for t in trajectories if t.status != 'ok'), ''),
   }

@@ -6,11 +6,17 @@ Such calls run in threads and in processes that get no Ctrl-C: a KeyboardInterru
 import hashlib
 import importlib.machinery
 import importlib.util
+import os
 import sys
+import sysconfig
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+_FOLDERS = (Path(__file__).parents[1], *(Path(sysconfig.get_path(name)) for name in ('stdlib', 'purelib', 'platlib')))
+_LIBRARIES = ('<frozen ', *(f'{folder}{os.sep}' for folder in _FOLDERS))  # how the names of their files begin
 
 
 def attempt(fn: Callable[..., Any] | None, *args: Any) -> tuple[Any, str]:
@@ -23,11 +29,22 @@ def attempt(fn: Callable[..., Any] | None, *args: Any) -> tuple[Any, str]:
 
 
 def reason(error: BaseException) -> str:
-  """Return the type and the message of an error, at most 500 characters, which UTF-8 can encode."""
+  """Return the type and the message of an error, and where a user's code raised it.
+
+  At most 500 characters, which UTF-8 can encode.
+  """
   try:
-    return f'{type(error).__name__}: {error}'[:500].encode(errors='replace').decode()
+    place = _place(error)
+    return (f'{type(error).__name__}: {error}'[: 500 - len(place)] + place).encode(errors='replace').decode()
   except BaseException:  # the error's own __str__ fails
     return type(error).__name__
+
+
+def _place(error: BaseException) -> str:
+  """Return ` (FILE:LINE, in FUNCTION)` of the last frame that is not in sprl or a library; '' without such a frame."""
+  frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+  users = [(code, line) for code, line in frames if not code.co_filename.startswith(_LIBRARIES)]
+  return ''.join(f' ({code.co_filename[-200:]}:{line}, in {code.co_name[-100:]})' for code, line in users[-1:])
 
 
 def imported(path: Path) -> ModuleType:

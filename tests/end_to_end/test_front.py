@@ -100,7 +100,8 @@ def test_rows_and_functions_in_memory_train_as_files_do_bit_for_bit(folder, by_f
   assert_same_metrics(run.workdir, workdir)
   assert_same_arrays(run.model.params, finished.params)
   assert (run.step, run.completed) == (2, True)
-  assert run.samples == {2: [json.loads(line) for line in (workdir / 'samples/step_000002.jsonl').read_text().splitlines()]}
+  tables = {step: workdir / f'samples/step_{step:06d}.jsonl' for step in (1, 2)}  # the first step, and every second one
+  assert run.samples == {step: [json.loads(line) for line in path.read_text().splitlines()] for step, path in tables.items()}
   # A callback sees the metrics of its step, with the evaluation at the end of the run.
   assert [report.step for report in reports] == [1, 2]
   steps, means = run.series('reward/mean')
@@ -154,6 +155,19 @@ def test_one_update_of_a_loaded_model_is_a_step_of_a_run(folder, by_files, monke
   assert {name: logged[name] for name in metrics} == metrics
   assert metrics['update/grad_norm'] > 0
   assert_same_arrays(model.params, finished.params)
+
+
+def test_a_reward_that_fails_for_every_answer_ends_the_run_before_its_first_step(folder, tmp_path):
+  def keyed(completion, row):
+    return row['difficulty']
+
+  given = {'test': rows(folder, 'test'), **SETTINGS, 'workdir': tmp_path / 'run'}
+  said = r"'python:keyed': none of the 2 answers .* KeyError: 'difficulty' \(.*test_front\.py:\d+, in keyed\)"
+  with pytest.raises(sprl.SettingsError, match=said):
+    sprl.fit(folder / 'model', rows(folder, 'train'), keyed, **given)
+  assert [line['kind'] for line in read_metrics(tmp_path / 'run')] == ['eval']
+  run = sprl.fit(folder / 'model', rows(folder, 'train'), reward, **given | {'steps': 0})  # the corrected call begins again
+  assert run.completed
 
 
 def test_generate_gives_what_the_engine_gives(folder):

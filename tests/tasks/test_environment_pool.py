@@ -169,7 +169,8 @@ def test_an_environment_that_cannot_be_made_is_a_failure():
     raise FileNotFoundError('no map')
 
   with environment_pool(make, 1, 3600.0) as pool:
-    assert call(pool, A, 'reset', 0) == Failure('error', 'FileNotFoundError: no map')
+    place = f'({__file__}:{make.__code__.co_firstlineno + 1}, in make)'
+    assert call(pool, A, 'reset', 0) == Failure('error', f'FileNotFoundError: no map {place}')
 
 
 def test_a_hang_costs_the_environments_of_its_worker(gate):

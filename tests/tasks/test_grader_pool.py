@@ -164,7 +164,9 @@ def test_a_failure_is_logged_with_its_reason_once(tmp_path, caplog):
     grades(pool, 'raise one')
     grades(pool, *(f'raise {i}' for i in range(20)))
   said = [record.getMessage() for record in caplog.records if 'grading failed' in record.getMessage()]
-  assert said[:2] == [f'grading failed (error), this reward is 0: ValueError: {text} (logged once)' for text in ('one', 'two')]
+  place = f'({tmp_path}/mine.py:{1 + WILD[: WILD.index("raise ValueError(value)")].count("\n")}, in grade)'
+  text = 'grading failed (error), this reward is 0: ValueError: '
+  assert said[:2] == [f'{text}{number} {place} (logged once)' for number in ('one', 'two')]
   assert len(said) == REPORTED
 
 
@@ -236,7 +238,7 @@ def test_a_forged_failure_scores_0_and_forged_costs_are_left_out():
 @pytest.mark.parametrize(
   ('text', 'reason'),
   [
-    ('grade = 1\nraise RuntimeError("at import")', 'RuntimeError: at import'),
+    ('grade = 1\nraise RuntimeError("at import")', 'RuntimeError: at import ({file}:2, in <module>)'),
     ('import sys\ngrade = 1\nsys.exit("enough")', 'SystemExit: enough'),
     ('import os\ngrade = 1\nos._exit(4)', 'exit status 4'),
     ('grade = 1', 'TypeError: 1 is not a callable object'),
@@ -251,7 +253,15 @@ def test_a_grader_that_cannot_be_loaded_is_an_error_at_the_start(tmp_path, text,
     with pytest.raises(SettingsError) as error, pool():
       pytest.fail('entered')
     assert f"config.task.grader = '{tmp_path}/mine.py:grade': a worker cannot start: " in str(error.value)
-    assert reason in str(error.value)
+    assert reason.format(file=tmp_path / 'mine.py') in str(error.value)
+
+
+def test_the_reason_of_a_long_message_keeps_file_line_and_function_within_its_limit(tmp_path):
+  text = 'def told(n):\n  raise ValueError("x" * n)\n\ndef grade(prompt, completion, answer):\n  return told(int(completion))'
+  with grader_pool(spec(tmp_path, text), 1, LIMIT, memory_gb=4.0) as pool:
+    (grade,) = grades(pool, '1000')
+  assert len(grade.reason) == 500
+  assert grade.reason.endswith(f'xx ({tmp_path}/mine.py:2, in told)')
 
 
 def test_graders_that_no_longer_load_end_the_run_by_name(tmp_path):

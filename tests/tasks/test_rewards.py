@@ -168,7 +168,7 @@ def test_a_reward_that_fails_counts_0_and_the_others_count(tmp_path):
     (3.0, 'timeout', ('brief',)), (3.0, 'crash', ('brief',)), (2.5, 'error', ('calm',)), (5.0, 'ok', ())
   ]  # fmt: skip
   assert found[1].parts == {'brief': 0.0, 'calm': 1.0}
-  assert found[2].reason == 'calm: ValueError: no'
+  assert found[2].reason.startswith('calm: ValueError: no (')
 
 
 def test_a_sample_without_a_reward_of_its_own_is_graded_at_once():

@@ -76,9 +76,9 @@ def test_a_users_class_is_made_with_its_arguments(own):
     ('leaving.py:Own', {}, r'leaving\.py fails to import \(SystemExit'),
     ('own.py:Own', {'malus': 1}, r"task\.args = \{'malus': 1\}: Own takes \(bonus: .*unexpected keyword argument 'malus'"),
     ('own.py:Failing', {}, r"Failing takes \(when\).*missing a required argument: 'when'"),
-    ('own.py:Leaving', {}, r'Leaving failed \(SystemExit: 0\)'),
-    ('base.py:Own', {}, r'base\.py fails to import \(Base: x\)'),
-    ('own.py:Failing', {'when': 'today'}, r'Failing failed \(OSError: no database, today\)'),
+    ('own.py:Leaving', {}, r'Leaving failed \(SystemExit: 0 \(.*own\.py:\d+, in __init__\)\)'),
+    ('base.py:Own', {}, r'base\.py fails to import \(Base: x \(.*base\.py:\d+, in <module>\)\)'),
+    ('own.py:Failing', {'when': 'today'}, r'Failing failed \(OSError: no database, today \(.*own\.py:\d+, in __init__\)\)'),
   ],
 )
 def test_the_error_of_an_unusable_users_class_names_its_fault(own, name, args, complaint):

@@ -113,11 +113,11 @@ def test_an_exception_of_the_service_costs_one_call():
     return 1 // call
 
   with threads(service, 1) as pool:
-    assert answers(pool, 0, 'exit', 1) == [
-      Failure('error', 'ZeroDivisionError: integer division or modulo by zero'),
-      Failure('error', 'SystemExit: exit'),
-      1,
-    ]
+    first, second, last = answers(pool, 0, 'exit', 1)
+    line = service.__code__.co_firstlineno
+    assert first == Failure('error', f'ZeroDivisionError: integer division or modulo by zero ({__file__}:{line + 3}, in service)')
+    assert second == Failure('error', f'SystemExit: exit ({__file__}:{line + 2}, in service)')
+    assert last == 1
 
 
 def test_the_read_function_of_the_pool_converts_results():
