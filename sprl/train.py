@@ -41,7 +41,7 @@ from sprl.io.progress import Progress
 from sprl.io.provenance import provenance
 from sprl.io.run_folder import exclusive
 from sprl.io.run_state import RunState
-from sprl.io.starts import PLAIN, Origin, Start, add_start, began
+from sprl.io.starts import PLAIN, Origin, Start, add_start, began, read_starts
 from sprl.io.trackers import Tracker, check_installed, open_trackers
 from sprl.kernels.support import record_format
 from sprl.learner.learner import Learner, compile_ahead
@@ -64,6 +64,7 @@ from sprl.sampler.compile_ahead import compile_engine, outputs
 from sprl.sampler.engine import EngineConfig
 from sprl.session import Finished, Session, StepReport
 from sprl.sharding.rules import OnMesh
+from sprl.tasks import graders
 
 log = logging.getLogger(__name__)
 
@@ -163,7 +164,14 @@ def setup(
     may_change = MAY_CHANGE if saved else None  # a run without a checkpoint begins again
     for difference in write_config(workdir, settings.to_dict(run), may_change, settings.to_dict(Run())):
       log.warning('settings changed since this run began: %s', difference)
-    add_start(workdir, origin, first_start, {'step': done, 'command': start.command, **versions(), **provenance()})
+    sources, starts = graders.checksums(rollouts.rewards), read_starts(workdir)['starts']
+    known = starts[-1].get('graders', {}) if saved and starts else {}
+    for name in sorted(name for name in sources if known.get(name, sources[name]) != sources[name]):
+      log.warning('%s has changed since the last start of this run: its steps have rewards of both', name)
+    if saved and done == run.steps:
+      log.warning('nothing to do: the run of %s has its %d steps (config.steps)', workdir, done)
+    facts = {'step': done, 'command': start.command, **versions(), **provenance(), 'graders': sources}
+    add_start(workdir, origin, first_start, facts)
   stack.callback(checkpoints.close)
 
   # --- learner: from a checkpoint, or from the pretrained weights ----------------------------------------------------

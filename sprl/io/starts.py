@@ -80,7 +80,7 @@ def has_begun(workdir: str | os.PathLike) -> bool:
 
 
 def add_start(workdir: str | os.PathLike, origin: Origin | None, time: str, facts: Mapping[str, Any]) -> None:
-  """Append a start of the run to starts.json. `time` is that of `began`. `facts` has the step, the command, versions, devices."""
+  """Append a start of the run to starts.json. `time` is that of `began`. `facts` are the step, the command and others."""
   starts = [*read_starts(workdir)['starts'], dict(facts)]
   source = None if origin is None else {'workdir': str(origin.workdir), 'step': origin.step}
   content = {'from': source, 'began': time, 'starts': starts}

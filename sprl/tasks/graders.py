@@ -17,9 +17,11 @@ answer is the last `<answer>` tag, else the last box, else the whole text; if th
 """
 
 import ast
+import hashlib
 import inspect
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from functools import partial
@@ -135,6 +137,22 @@ def from_function(function: Callable[..., Any], label: str = '') -> GraderSpec:
   label = label or getattr(function, '__name__', type(function).__name__)
   groupwise = is_groupwise(inspect.signature(function).parameters)
   return GraderSpec(label, 'function', function=function, groupwise=groupwise, asynchronous=is_async(function))
+
+
+def checksums(rewards: Sequence[Reward]) -> dict[str, str]:
+  """Return a checksum of each user's grader by its name: of its file, or of the source of its function, if Python finds that."""
+  found = {}
+  for spec in (reward.grader for reward in rewards):
+    if spec.kind == 'file':
+      found[f'{Path(spec.path).name}:{spec.name}'] = _checksum(Path(spec.path).read_bytes())
+    elif spec.function is not None:
+      with suppress(OSError, TypeError):  # a callable object, or a function that was typed in
+        found[spec.label] = _checksum(inspect.getsource(spec.function).encode())
+  return found
+
+
+def _checksum(source: bytes) -> str:
+  return hashlib.sha256(source).hexdigest()[:16]
 
 
 def _names(module: ast.Module) -> set[str]:

@@ -170,6 +170,32 @@ def test_a_reward_that_fails_for_every_answer_ends_the_run_before_its_first_step
   assert run.completed
 
 
+def test_a_changed_reward_and_a_run_without_steps_left_are_said_at_a_resume(folder, tmp_path, caplog):
+  def fit_with(reward):
+    given = {'test': rows(folder, 'test'), **SETTINGS, 'steps': 0, 'workdir': tmp_path / 'run'}
+    caplog.clear()
+    sprl.fit(folder / 'model', rows(folder, 'train'), reward, **given)
+    return [text for text in caplog.messages if 'changed' in text or 'nothing to do' in text]
+
+  def graded(value):
+    if value:
+
+      def own(completion):
+        return 1.0
+    else:
+
+      def own(completion):
+        return 0.5
+
+    return own
+
+  nothing = f'nothing to do: the run of {tmp_path}/run has its 0 steps (config.steps)'
+  assert fit_with(graded(True)) == []
+  assert fit_with(graded(True)) == [nothing]
+  changed = 'python:own has changed since the last start of this run: its steps have rewards of both'
+  assert fit_with(graded(False)) == [changed, nothing]
+
+
 def test_generate_gives_what_the_engine_gives(folder):
   model = sprl.load(folder / 'model', seed=5, model={'dtype': 'float32'}, task={'chat': False})
   sampler = model.sampler(sampling=SETTINGS['sampling'], cache={'budget': 8, 'interval': 2, 'window': 2})

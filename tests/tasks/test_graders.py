@@ -286,3 +286,16 @@ def test_the_final_answer_is_the_last_tag_even_if_it_is_empty(completion, answer
   assert graders.final_answer(completion, answer) == final
   if graders.number(answer) is not None:
     assert graders.numeric('', completion, answer) == float(final == answer)
+
+
+def test_the_checksum_of_a_users_grader_follows_its_source(tmp_path):
+  def found(text):
+    (tmp_path / 'mine.py').write_text(text)
+    return graders.checksums(graders.rewards(Task(rewards=('math', f'{tmp_path}/mine.py:grade=2'))))
+
+  first = found('def grade(completion): return 1')
+  assert list(first) == ['mine.py:grade']
+  assert found('def grade(completion): return 2') != first == found('def grade(completion): return 1')
+  own = graders.rewards(Task(grader='python:own'), {'own': lambda completion: 1.0})
+  assert list(graders.checksums(own)) == ['python:own']
+  assert graders.checksums(graders.rewards(Task(grader='python:own'), {'own': eval('lambda completion: 1.0')})) == {}
