@@ -3,6 +3,7 @@
 With several processes the wrappers of sprl/rollout/broadcast.py are installed here, and nowhere else.
 """
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,6 +41,8 @@ from sprl.tasks.problems import Mixture, Problem, holder
 from sprl.tasks.prompts import Mix, PromptStream
 from sprl.tasks.worker_pool import FAREWELL_SECONDS, WorkerPool
 from sprl.tasks.workers import cpus, within
+
+log = logging.getLogger(__name__)
 
 REFUSALS = SettingsError, TokenizerError, OSError  # errors of problems; possibly in one process only, whose share has them
 GRADING_MEMORY_GB = 4.0  # address space that a grading process may add
@@ -139,6 +142,10 @@ class RolloutSetup:
       count = min(run.steps * run.rollout.prompts, len(given), LOOKED_AHEAD)
       ahead = [(given, [stream.index(i) for i in range(count)])]
     held_out = dict(_held_out(run, inputs, team))
+    for some in held_out.values() if stream is not None and team.processes == 1 else ():
+      found, count = problems.shared(given, some.problems)
+      if found:
+        log.warning('%d of %d held-out problems are also trained on', found, count)
 
     def length(place: int, problem: Problem) -> collect.Length:
       return collect.Length(place, len(collect.encode(problem, tokenizer)), problem.id)

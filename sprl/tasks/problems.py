@@ -9,7 +9,7 @@ import itertools
 import json
 import zlib
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, overload
 
@@ -114,6 +114,11 @@ class Problems(Sequence[Problem]):
   def __len__(self) -> int:
     return len(self._rows)
 
+  def questions(self) -> Iterator[tuple[tuple[str, str], ...]]:
+    """Yield the role and the text of the messages of each problem, in order; nothing if problems are generated on demand."""
+    for row in self._rows if self.digest else ():
+      yield tuple((m['role'], m['content']) for m in row.get('messages') or [{'role': 'user', 'content': row['prompt']}])
+
   @overload
   def __getitem__(self, index: int) -> Problem: ...
   @overload
@@ -149,10 +154,21 @@ class Mixture(Sequence[Problem]):
     name = list(self.parts)[bisect_right(list(self.starts.values()), i) - 1]
     return named(self.parts[name][i - self.starts[name]], name)
 
+  def questions(self) -> Iterator[tuple[tuple[str, str], ...]]:
+    """Yield the role and the text of the messages of each problem of the sources that are not generated on demand."""
+    return itertools.chain.from_iterable(part.questions() for part in self.parts.values())
+
   def in_turn(self, count: int) -> list[int]:
     """Return the indices of up to `count` problems: one of each source in turn, as long as a source has more."""
     places = sorted((i, start) for name, start in self.starts.items() for i in range(min(count, len(self.parts[name]))))
     return [start + i for i, start in places[:count]]
+
+
+def shared(trained: 'Problems | Mixture', held_out: 'Problems | Mixture') -> tuple[int, int]:
+  """Return how many of the held-out questions are also trained on, and how many there are."""
+  asked = list(held_out.questions())
+  known = set(asked).intersection(trained.questions())
+  return sum(question in known for question in asked), len(asked)
 
 
 def named(problem: Problem, grader: str) -> Problem:

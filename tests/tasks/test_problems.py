@@ -1,11 +1,13 @@
 """Problems: the messages that settings and rows give, and the shares of processes."""
 
 import gc
+import json
 import weakref
 
 import pytest
 
-from sprl.config import Task
+from sprl.config import MixtureSource, Task
+from sprl.tasks import problems
 from sprl.tasks.problems import Problems, Share, holder, pose
 
 ROW = {'id': 'a', 'prompt': '2 + 3?', 'answer': '5'}
@@ -77,3 +79,20 @@ def test_a_process_holds_only_its_share_of_the_rows():
 def test_the_shares_of_all_processes_are_all_rows():
   shares = [Share(({'id': str(i), 'prompt': '', 'answer': ''} for i in range(11)), process, 4) for process in range(4)]
   assert [shares[holder(i, 4)][i]['id'] for i in range(11)] == [str(i) for i in range(11)]
+
+
+def test_held_out_questions_that_are_also_trained_on_are_counted(tmp_path):
+  lines = [json.dumps({'prompt': f'{i} + 1 = ', 'answer': str(i + 1)}) for i in range(4)]
+  lines.append(json.dumps({'messages': [{'role': 'user', 'content': '0 + 1 = '}], 'answer': 'another'}))
+  (tmp_path / 'train.jsonl').write_text('\n'.join(lines))
+
+  def loaded(*splits):
+    task = Task(kind='jsonl', path=str(tmp_path), splits=splits)
+    return problems.load(task, 'train'), problems.load(task, 'test')
+
+  assert problems.shared(*loaded('train[:2]', 'train[2:4]')) == (0, 2)
+  assert problems.shared(*loaded('train[:3]', 'train[2:]')) == (2, 3)
+  assert problems.shared(*loaded('train', 'train')) == (5, 5)
+  source = MixtureSource(kind='jsonl', path=str(tmp_path), splits=('train', 'train'))
+  mixed = Task(kind='mixture', mixture={'a': source})
+  assert problems.shared(problems.load(mixed, 'train'), problems.load(mixed, 'test')) == (5, 5)
