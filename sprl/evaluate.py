@@ -35,7 +35,7 @@ from sprl import command_line
 from sprl.config import HeldOutSet, Run, SettingsError, Task, as_config, default_config, on_all_devices, to_dict
 from sprl.config_checks import GRADING_COSTS, names_of_problems, python_name, weighted
 from sprl.config_reader import resolve
-from sprl.io.config_file import config_differences, read_config
+from sprl.io.config_file import config_differences, located, read_located
 from sprl.io.starts import began
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def define_config(argv: list[str]) -> None:
       raise SettingsError('--config: expected none with --workdir, whose run has its settings; --config=FILE goes with --model')
     config_flags.DEFINE_config_file('config')
     return
-  defaults = default_config() if _WORKDIR.value is None else as_config(resolve(read_config(_WORKDIR.value)))
+  defaults = default_config() if _WORKDIR.value is None else as_config(resolve(read_located(_WORKDIR.value)))
   config_flags.DEFINE_config_dict('config', defaults)
 
 
@@ -130,7 +130,7 @@ def overridden(saved: Mapping[str, Any], given: Run, other_data: bool = False) -
   """
   may_change = (*MAY_CHANGE, 'task') if other_data else MAY_CHANGE
   allowed = tuple(f'{key}{end}' for key in may_change for end in (':', '.'))
-  differences = config_differences(saved, to_dict(given), to_dict(Run()))
+  differences = config_differences(located(saved), located(to_dict(given)), to_dict(Run()))
   if refused := [change for change in differences if not change.startswith(allowed)]:
     raise SettingsError(
       'an evaluation uses the settings of the run. It may change ' + ', '.join(f'config.{key}' for key in may_change)
@@ -183,7 +183,7 @@ def main() -> int:
   elif _SPLIT.value is not None:
     raise SettingsError(f'--split = {_SPLIT.value!r}: expected --data=DATA with it, or config.task.splits')
   if _MODEL.value is None:
-    saved = to_dict(resolve(read_config(_WORKDIR.value or '')))
+    saved = to_dict(resolve(read_located(_WORKDIR.value or '')))
     run = overridden(saved, resolve(config, command_line.settings_of_flags()), other_data=_DATA.value is not None)
   else:
     config.model.path = _MODEL.value

@@ -170,8 +170,8 @@ def setup(
       log.warning('%s has changed since the last start of this run: its steps have rewards of both', name)
     if saved and done == run.steps:
       log.warning('nothing to do: the run of %s has its %d steps (config.steps)', workdir, done)
-    facts = {'step': done, 'command': start.command, **versions(), **provenance(), 'graders': sources}
-    add_start(workdir, origin, first_start, facts)
+    facts = {'step': done, 'command': start.command, **versions(), **provenance(), 'folder': str(Path.cwd())}
+    add_start(workdir, origin, first_start, facts | {'graders': sources})
   stack.callback(checkpoints.close)
 
   # --- learner: from a checkpoint, or from the pretrained weights ----------------------------------------------------

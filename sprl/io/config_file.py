@@ -8,6 +8,7 @@ from typing import Any
 
 from sprl.config import SettingsError
 from sprl.io import files
+from sprl.io.starts import last_folder
 
 _CONFIG = 'config.json'
 
@@ -29,7 +30,7 @@ def write_config(
   Raises SettingsError, which names them, if other settings differ.
   """
   path = Path(workdir) / _CONFIG
-  differences = config_differences(read_config(workdir), config, defaults or {}) if path.exists() else []
+  differences = config_differences(read_located(workdir), located(config), defaults or {}) if path.exists() else []
   allowed = tuple(f'{key}{end}' for key in may_change or () for end in (':', '.'))
   refused = [] if may_change is None else [difference for difference in differences if not difference.startswith(allowed)]
   if refused:
@@ -65,6 +66,29 @@ def _renamed(config: dict[str, Any]) -> dict[str, Any]:
     return config
   others = {name: value for name, value in log.items() if name != 'tensorboard'}
   return {**config, 'log': {'trackers': ['tensorboard'] if log['tensorboard'] else [], **others}}
+
+
+def read_located(workdir: str | os.PathLike) -> dict[str, Any]:
+  """Read the settings of a run, with absolute paths: relative ones are below this folder, else below that of its last start."""
+  return located(read_config(workdir), last_folder(workdir))
+
+
+def located(config: Mapping[str, Any], folder: str = '') -> dict[str, Any]:
+  """Return settings in which names of local files and folders are absolute: those that exist below this folder, or `folder`."""
+
+  def place(key: str, value: Any) -> Any:
+    if isinstance(value, Mapping) and key not in ('args', 'template_args', 'columns', 'judge'):  # these have keys of their own
+      return {name: place(name, each) for name, each in value.items()}
+    if key == 'rewards':
+      return [place('grader', each) for each in value]
+    if key not in ('path', 'grader', 'name') or not isinstance(value, str):
+      return value
+    name, mark, function = (value, '', '') if key == 'path' else value.rpartition('.py:')
+    file = Path(name + mark.rstrip(':')).expanduser()
+    places = [Path(base, file) for base in ('', folder) if (mark or key == 'path') and Path(base, file).exists()]
+    return os.path.abspath(places[0]) + mark[-1:] + function if places else value
+
+  return {key: place(key, value) for key, value in config.items()}
 
 
 def config_differences(old: Mapping[str, Any], new: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[str]:

@@ -74,6 +74,11 @@ def began(workdir: str | os.PathLike) -> str:
   return read_starts(workdir)['began'] or datetime.datetime.now().isoformat(timespec='seconds')
 
 
+def last_folder(workdir: str | os.PathLike) -> str:
+  """Return the folder in which the last start of a run was made; '' if it is unknown."""
+  return next((start.get('folder', '') for start in read_starts(workdir)['starts'][-1:]), '')
+
+
 def has_begun(workdir: str | os.PathLike) -> bool:
   """Return whether a work directory holds a run that has been set up."""
   return any((Path(workdir) / name).exists() for name in (_STARTS, 'metrics.jsonl'))

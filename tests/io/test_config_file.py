@@ -5,7 +5,8 @@ import json
 import pytest
 
 from sprl.config import SettingsError
-from sprl.io.config_file import config_differences, read_config, write_config
+from sprl.io.config_file import config_differences, read_config, read_located, write_config
+from sprl.io.starts import add_start
 
 
 def test_equal_settings_are_accepted_again(tmp_path):
@@ -74,3 +75,27 @@ def test_settings_of_an_older_version_are_read_under_their_present_names(tmp_pat
   assert read_config(tmp_path) == {'steps': 3, 'log': {'samples_every': 10, 'trackers': trackers}}
   given = {'steps': 3, 'log': {'samples_every': 10, 'trackers': trackers, 'project': None}}
   assert write_config(tmp_path, given, defaults={'log': {'project': None}}) == []
+
+
+def test_a_path_is_the_same_setting_relative_and_absolute_and_from_another_folder(tmp_path, monkeypatch):
+  here, there, run = tmp_path / 'here', tmp_path / 'there', tmp_path / 'run'
+  here.mkdir()
+  there.mkdir()
+  (here / 'r.py').write_text('')
+  (here / 'data').mkdir()
+
+  def config(before):
+    own = {'path': f'{before}data', 'grader': f'{before}r.py:f', 'rewards': ['math', f'{before}r.py:f=0.5'], 'name': 'data'}
+    return {'model': {'path': 'owner/name'}, 'task': {**own, 'args': {'path': 'data'}}}
+
+  relative, absolute = config(''), config(f'{here}/')
+  monkeypatch.chdir(here)
+  write_config(run, relative)
+  assert read_config(run) == relative
+  assert write_config(run, absolute) == write_config(run, relative) == []
+  add_start(run, None, '', {'folder': str(here)})
+  monkeypatch.chdir(there)
+  assert read_located(run) == absolute
+  assert write_config(run, absolute) == []
+  with pytest.raises(SettingsError, match=r'task\.grader'):
+    write_config(run, config(f'{there}/'))

@@ -73,6 +73,16 @@ def open_in_processes(run, tokenizer, processes):
 TEMPLATE = "{% if 'Sesame' in messages[0].content %}{{ raise_exception('closed') }}{% endif %}{{ messages[0].content }}"
 
 
+def test_held_out_problems_that_are_also_trained_on_are_warned_of(tmp_path, caplog):
+  write_tiny(tmp_path)
+  run = run_on(tmp_path, ['How?', 'Why?'])  # it evaluates on the first
+  RolloutSetup.open(run, Tokenizer.load(tmp_path))
+  assert caplog.messages == ['1 of 1 held-out problems are also trained on']
+  caplog.clear()
+  RolloutSetup.open(replace(run, task=replace(run.task, splits=('train[1:]', 'test'))), Tokenizer.load(tmp_path))
+  assert caplog.messages == []
+
+
 def test_a_failing_chat_template_ends_all_processes(tmp_path):
   write_tiny(tmp_path)
   (tmp_path / 'chat_template.jinja').write_text(TEMPLATE)
