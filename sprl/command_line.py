@@ -105,6 +105,7 @@ def _parse(argv: list[str], prepare: Callable[[list[str]], None]) -> list[str]:
       _check_name(name)
     prepare(argv)
     _, *others = rest = flags.FLAGS(argv)
+    _check_given_once(argv)
     if others:
       raise SettingsError(f'{" ".join(others)}: expected flags only, such as --config.steps=5')
     return rest
@@ -185,6 +186,22 @@ def _check_file(file: str | None) -> None:
     package = Path(__file__).parent
     shipped = sorted(f'configs/{path.name}' for folder in (package, package.parent) for path in folder.glob('configs/*.py'))
     raise SettingsError(f'--config={file}: no such file; expected a file with get_config(), or one of {", ".join(shipped)}')
+
+
+def _check_given_once(argv: list[str]) -> None:
+  """Raise SettingsError for a flag that is given twice, of which absl uses the last. A setting, `--config.KEY`, may be repeated.
+
+  Scripts append flags that replace settings of their own.
+  """
+  given: dict[str, str] = {}
+  for argument in argv[1:]:
+    name = argument.lstrip('-').partition('=')[0]
+    name = name if name in flags.FLAGS else name.removeprefix('no')
+    if not argument.startswith('-') or name not in flags.FLAGS or name == 'flagfile' or name.startswith('config.'):
+      continue
+    if first := given.get(name):
+      raise SettingsError(f'{first} {argument}: expected the flag --{name} once')
+    given[name] = argument
 
 
 # --- names and types of settings -----------------------------------------------------------------------------------------------

@@ -96,6 +96,27 @@ def test_an_unusable_flag_is_refused(inputs, tmp_path, flag, said):
 
 
 @pytest.mark.parametrize(
+  ('command', 'others'), [('report', ()), ('export', ('--out=x',)), ('main', ('--config=configs/quickstart.py',))]
+)
+def test_a_flag_that_is_given_twice_is_refused(command, others, tmp_path):
+  status, out, err = tiny.run(command, f'--workdir={tmp_path}/a', *others, f'--workdir={tmp_path}/b')
+  assert (status, out) == (2, '')
+  assert err == f'error: --workdir={tmp_path}/a --workdir={tmp_path}/b: expected the flag --workdir once\n'
+
+
+def test_flags_of_two_words_and_of_opposite_values_are_counted_and_settings_may_be_repeated(monkeypatch):
+  values = flags.FlagValues()
+  flags.DEFINE_string('out', None, '', flag_values=values)
+  flags.DEFINE_bool('adapter', False, '', flag_values=values)
+  flags.DEFINE_integer('config.steps', 1, '', flag_values=values)
+  monkeypatch.setattr(command_line.flags, 'FLAGS', values)
+  command_line._check_given_once(['main', '--out', '-1', '--config.steps', '-1', '--config.steps=2'])
+  for twice in (['--out', 'a', '-out=b'], ['--adapter', '--noadapter']):
+    with pytest.raises(SettingsError, match='expected the flag --(out|adapter) once'):
+      command_line._check_given_once(['main', *twice])
+
+
+@pytest.mark.parametrize(
   ('config', 'said'),
   [
     ('nowhere.py', 'nowhere.py'),
