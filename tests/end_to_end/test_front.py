@@ -390,6 +390,13 @@ def test_wrong_arguments_of_a_loaded_model_are_named(loaded, call, said):
     call(loaded)
 
 
+def test_a_sampler_whose_budget_never_evicts_warns(loaded, caplog):
+  for budget, said in ((500, ['config.cache.budget = 500 never evicts: the cache never holds more than 27 tokens']), (12, [])):
+    caplog.clear()
+    loaded.sampler(sampling=SETTINGS['sampling'], cache={'budget': budget, 'interval': 3, 'window': 2})
+    assert [record.getMessage() for record in caplog.records if 'never evicts' in record.getMessage()] == said
+
+
 def test_the_last_rows_are_held_out_but_no_more_than_eval_problems(folder, monkeypatch):
   class Begun(Exception):
     pass
