@@ -100,8 +100,9 @@ class LoadedModel:
     """Return a sampler with these settings.
 
     Keyword arguments are sections of the settings of a run (docs: Settings): `sampling`, `cache`, `quant`, `task` and others. For
-    example `sampler(sampling={'max_tokens': 64}, cache={'budget': 48}, quant={'sampler': 'w8a8_kv8'})`. Warns of a budget that never
-    evicts.
+    example `sampler(sampling={'max_tokens': 64}, cache={'budget': 48}, quant={'sampler': 'w8a8_kv8'})`.
+
+    Logs a warning if the budget never evicts.
 
     Raises SettingsError for a wrong setting, and for one that belongs to `sprl.load`.
     """

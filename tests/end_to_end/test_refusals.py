@@ -112,7 +112,7 @@ def test_flags_of_two_words_and_of_opposite_values_are_counted_and_settings_may_
   monkeypatch.setattr(command_line.flags, 'FLAGS', values)
   command_line._check_given_once(['main', '--out', '-1', '--config.steps', '-1', '--config.steps=2'])
   for twice in (['--out', 'a', '-out=b'], ['--adapter', '--noadapter']):
-    with pytest.raises(SettingsError, match='expected the flag --(out|adapter) once'):
+    with pytest.raises(SettingsError, match=r'expected the flag --(out|adapter) once'):
       command_line._check_given_once(['main', *twice])
 
 
@@ -146,6 +146,33 @@ def test_an_error_in_the_code_of_a_config_file_is_named(tmp_path, monkeypatch, c
   assert said.format(file=file) in refusal_of_flags(monkeypatch, capsys, f'--config={file}')
 
 
+@pytest.mark.parametrize(
+  ('code', 'said'),
+  [
+    ("config.sampling.stop = ';'", "error: config.sampling.stop = ';': expected a list of str\n"),
+    ('config.steps = 3.0', 'error: config.steps = 3.0: expected int, got float\n'),
+    ('config.mesh.rollout.data = 1.5', 'error: config.mesh.rollout.data = 1.5: expected int, got float\n'),
+    ('change(config.rollout)', "error: config.rollout.group = '4': expected int, got str\n"),
+    ("config.task.args = {'a': 1}\n  config.task.args.a = 'x'", "error: {file}, line 7: TypeError: Could not override field 'a'"),
+  ],
+)
+def test_a_wrong_type_in_a_config_file_is_named_with_its_key(tmp_path, monkeypatch, capsys, code, said):
+  file = tmp_path / 'mine.py'
+  change = "def change(section):\n  section.group = '4'\n"
+  file.write_text(
+    f'import sprl.config\n{change}def get_config():\n  config = sprl.config.default_config()\n  {code}\n  return config'
+  )
+  assert refusal_of_flags(monkeypatch, capsys, f'--config={file}').startswith(said.format(file=file))
+
+
+@pytest.mark.parametrize(('returned', 'name'), [('None', 'None'), ('3', 'int')])
+def test_a_config_file_that_returns_no_config_is_refused_beside_other_flags(tmp_path, monkeypatch, capsys, returned, name):
+  file = tmp_path / 'mine.py'
+  file.write_text(f'def get_config():\n  return {returned}')
+  said = refusal_of_flags(monkeypatch, capsys, f'--config={file}', '--config.steps=1')
+  assert said == f'error: get_config() of {file} returned {name}: expected sprl.config.default_config() with changes\n'
+
+
 def refusal_of_flags(monkeypatch, capsys, *arguments: str) -> str:
   """Return the error with which flags are refused."""
   values, argv = flags.FlagValues(), ['program', *arguments]
@@ -166,11 +193,15 @@ def test_a_key_that_dictionaries_of_settings_cannot_have_is_refused(inputs, monk
   )
 
 
-def test_a_config_file_that_returns_no_config_is_refused(tmp_path):
-  (tmp_path / 'mine.py').write_text('def get_config():\n  return 3')
-  status, out, err = tiny.run('main', f'--config={tmp_path / "mine.py"}')
+@pytest.mark.parametrize(
+  ('returned', 'said'), [('3', 'get_config() returned int'), ('None', 'get_config() of {file} returned None')]
+)
+def test_a_config_file_that_returns_no_config_is_refused(tmp_path, returned, said):
+  file = tmp_path / 'mine.py'
+  file.write_text(f'def get_config():\n  return {returned}')
+  status, out, err = tiny.run('main', f'--config={file}')
   assert (status, out) == (2, '')
-  assert err == 'error: get_config() returned int: expected sprl.config.default_config() with changes\n'
+  assert err.endswith(f'error: {said.format(file=file)}: expected sprl.config.default_config() with changes\n')
 
 
 @pytest.mark.parametrize('command', ['evaluate', 'export'])
