@@ -48,7 +48,7 @@ def _build(cls: type, given: Mapping[str, Any], where: str) -> Any:
 
 
 def coerce(hint: Any, value: Any, where: str) -> Any:
-  """`value` as the type `hint`, where that loses nothing (an int for a float, a list for a tuple, a number of NumPy for one of Python).
+  """`value` as the type `hint`, where that loses nothing (an int for a float, a list for a tuple, NumPy's numbers).
 
   The text `None` is None where the hint allows it: the command line has no other way to write it. Raises SettingsError.
   """

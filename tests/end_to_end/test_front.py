@@ -359,6 +359,15 @@ TWO = [{'prompt': 'a'}, {'prompt': 'b'}]
     ({'eval': {'problems': -3}}, r'config\.eval\.problems = -3'),
     ({'model': 'bfloat16'}, r"config\.model = 'bfloat16': expected a mapping of settings"),
     ({'task': 'math'}, r"config\.task = 'math': expected a mapping of settings"),
+    (
+      {'reward': {'right': len}},
+      r"reward = \{'right': <built-in function len>\}: expected \{function: weight\}, each weight a number",
+    ),
+    ({'reward': {len: '0.5'}}, r'reward = .*: expected \{function: weight\}'),
+    ({'reward': {3: 1.0}}, r'reward = .*: expected \{function: weight\}'),
+    ({'reward': []}, r'reward = \[\]: expected a function, the name of a grader, or at least one of these'),
+    ({'reward': {}}, r'reward = \{\}: expected a function'),
+    ({'reward': ''}, r"reward = '': expected a function"),
     ({'data': None, 'reward': None, 'environment': int}, r'environment = .*int.*: expected a class with reset and step'),
   ],
 )
