@@ -91,6 +91,7 @@ def costs_of_rollouts(run: Run, records: Sequence[Mapping[str, Any]]) -> list[st
   size = mean('sparse/cache_bytes')
   dense = size / (1 - mean('sparse/bytes_saving'))
   saved = round(mean('sparse/bytes_saving'), 2) + 0.0  # + 0.0 turns -0.0 into 0.0
+  saving = f'{abs(saved):.0%} {"less" if saved >= 0 else "more"}'
   kept = f'cache of {run.cache.budget} tokens by {run.cache.method}' if run.cache.budget else 'dense cache'
   fp8 = 'no FP8' if run.quant.sampler == 'none' else f'FP8: {run.quant.sampler}'
   mismatch = 'not measured, because no step had an update'
@@ -102,7 +103,7 @@ def costs_of_rollouts(run: Run, records: Sequence[Mapping[str, Any]]) -> list[st
   return [
     f'What the rollouts cost ({kept}, {fp8}):',
     '',
-    f'  KV cache   {size / 2**20:.1f} MiB, {saved:.0%} less than {dense / 2**20:.1f} MiB (dense, unquantised)',
+    f'  KV cache   {size / 2**20:.1f} MiB, {saving} than {dense / 2**20:.1f} MiB (dense, unquantised)',
     f'  attended   {mean("sparse/accounting_saving"):.0%} fewer tokens; {mean("sparse/compressed"):.0%} of sequences compressed',
     f'  mismatch   {mismatch}',
   ]

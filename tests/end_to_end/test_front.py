@@ -351,6 +351,10 @@ TWO = [{'prompt': 'a'}, {'prompt': 'b'}]
   [
     ({'data': {'prompt': ['a', 'b']}}, r"data = \{'prompt': .*: expected a list of rows, each a dictionary"),
     ({'data': 3}, 'data = 3: expected a list of rows'),
+    (
+      {'data': [{'prompt': 'a'}] * 10 + [{'question': 'b'}]},
+      r'rows\[10\]: expected either `prompt` or `messages`, got the keys question',
+    ),
     ({'test': 'test.jsonl'}, r"test = 'test\.jsonl': expected a list of rows"),
     ({'callbacks': 3}, 'callbacks = 3: expected a list of functions'),
     ({'eval': 5}, r'config\.eval = 5: expected a mapping of settings'),
