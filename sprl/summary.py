@@ -23,7 +23,7 @@ def closing_report(run: Run, workdir: Path, finished: Finished) -> str:
   lines = ['', f'What was learned in {finished.step} steps, on {count} held-out problems ({how}):', '']
   for name, result in (('before', before), ('after', after)):
     m = result['metrics']
-    lines.append(f'  {name:7s} reward {m["eval/avg@k"]:.3f}   (95 % interval {m["eval/low"]:.3f} to {m["eval/high"]:.3f})')
+    lines.append(f'  {name:7s} reward {m["eval/avg@k"]:.3f}   ({_interval(m, "eval")})')
   lines += _more_sets(before, after)
   for title, old, new in _examples(before['samples'], after['samples']):
     question = ' '.join(old['prompt'].split())  # its end is shown, for it may begin with a system message
@@ -63,18 +63,20 @@ def _more_sets(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]
   """Return lines on the other held-out sets: the reward before and after, and a sample after."""
   lines = []
   for name, result in after.get('sets', {}).items():
-    old, new, low, high = (
-      found['metrics'].get(f'eval/{name}/{metric}', float('nan'))
-      for found, metric in ((before, 'avg@k'), (after, 'avg@k'), (after, 'low'), (after, 'high'))
-    )
+    old, new = (found['metrics'].get(f'eval/{name}/avg@k', float('nan')) for found in (before, after))
     count = int(after['metrics'][f'eval/{name}/problems'])
     lines += [
       '',
-      f'  {name} ({count} problems): reward {old:.3f} before, {new:.3f} after (95 % interval {low:.3f} to {high:.3f})',
+      f'  {name} ({count} problems): reward {old:.3f} before, {new:.3f} after ({_interval(after["metrics"], f"eval/{name}")})',
     ]
     for row in result['samples'][:1]:
       lines.append(f'    after: {_one_line(row["completion"])}   [answer {row["answer"]}, reward {row["reward"]:g}]')
   return lines
+
+
+def _interval(metrics: Mapping[str, Any], group: str) -> str:
+  low, high = (metrics.get(f'{group}/{end}') for end in ('low', 'high'))
+  return '95 % interval unknown' if low is None or high is None else f'95 % interval {low:.3f} to {high:.3f}'
 
 
 def costs_of_rollouts(run: Run, records: Sequence[Mapping[str, Any]]) -> list[str]:
