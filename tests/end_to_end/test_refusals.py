@@ -464,6 +464,31 @@ def test_settings_of_fp8_without_effect_are_remarked(inputs, changes, expected):
   assert {remark.split(' = ')[0].removeprefix('config.quant.') for remark in said if 'has no effect' in remark} == expected
 
 
+@pytest.mark.parametrize(
+  ('changes', 'expected'),
+  [
+    ({'loss__tis__low': 0.5, 'loss__topr__level': 'sequence'}, {'loss.tis.low', 'loss.topr.level'}),
+    ({'loss__variant': 'tis', 'loss__tis__low': 0.5, 'correction__mode': 'bypass', 'correction__level': None}, set()),
+    ({'cache__gkv__decay': 0.5, 'cache__rkv__mix': 0.5}, {'cache.gkv.decay'}),
+    ({'correction__floor': 0.1}, {'correction.floor'}),
+    ({'correction__floor': 0.1, 'correction__weight': 'clip'}, set()),
+    (
+      {'cache__budget': None, 'cache__method': 'gkv', 'cache__interval': 4, 'cache__window': 2, 'cache__gkv__decay': 0.5},
+      {'cache.method', 'cache.interval', 'cache.window', 'cache.gkv.decay'},
+    ),
+    ({'arm': 'dense', 'cache__interval': 4}, set()),
+    ({'preset': 'areal', 'cache__interval': 4}, set()),
+  ],
+)
+def test_settings_of_what_is_not_selected_are_remarked(inputs, changes, expected):
+  plain = {'arm': None, 'cache__interval': 128, 'cache__window': None, 'quant__sampler': 'none', 'quant__kv_scale': 'learner'}
+  run = run_with(inputs, **(plain | changes))
+  layout = model.Model.open(run).cache_layout(run.sampling, run.cache, run.quant)
+  said = [remark for remark in remarks(run, layout, 'reference', 512) if 'has no effect' in remark]
+  assert {remark.split(' = ')[0].removeprefix('config.') for remark in said} == expected
+  assert len(said) == len(expected)
+
+
 def test_an_fp8_learner_of_a_sampler_without_fp8_is_remarked(inputs):
   for sampler, learner, expected in (
     ('none', 'w8a8', True),
