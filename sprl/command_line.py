@@ -12,10 +12,10 @@ from typing import Any, get_type_hints
 
 from absl import app, flags
 from absl import logging as absl_logging
-from ml_collections import config_flags
+from ml_collections import ConfigDict, config_flags
 
 from sprl.config import Run, SettingsError, to_dict, unless_none
-from sprl.config_reader import no_such_setting
+from sprl.config_reader import coerce, no_such_setting
 from sprl.kernels import gpu_memory, ptxas
 
 # Dictionaries whose keys are not settings of sprl: a data set, environment, judge or chat template has them, or the user chooses.
@@ -105,6 +105,7 @@ def _parse(argv: list[str], prepare: Callable[[list[str]], None]) -> list[str]:
       _check_name(name)
     prepare(argv)
     _, *others = rest = flags.FLAGS(argv)
+    _check_given_once(argv)
     if others:
       raise SettingsError(f'{" ".join(others)}: expected flags only, such as --config.steps=5')
     return rest
@@ -113,9 +114,13 @@ def _parse(argv: list[str], prepare: Callable[[list[str]], None]) -> list[str]:
     if 'Traceback' in message:  # from a config file that raised a ValueError; the last line is the error
       last = message.rpartition('\n')[2]
       message = last.removeprefix('sprl.config.SettingsError: ')
-      if message == last and (file := _config_file(argv)) is not None:
+      if found := _of_wrong_value(error):
+        message = found
+      elif message == last and (file := _config_file(argv)) is not None:
         lines = re.findall(rf'File "{re.escape(file)}", line (\d+)', str(error))
         message = _of_config_file(file, lines[-1] if lines else None, last)
+    elif 'config=None' in message and (file := _config_file(argv)) is not None:
+      message = _no_config(file, None)
     elif missing := re.match(r'flag --(\w+)=None: ', message):
       message = f'expected the flag --{missing[1]}' + (
         ', such as --config=configs/quickstart.py' if missing[1] == 'config' else ''
@@ -154,10 +159,50 @@ def _raised_by_config_file(argv: list[str], error: Exception) -> str:
     return f'{found[1]!r} is no key of a dictionary of settings: expected another name, which ml_collections does not use itself'
   if isinstance(error, AttributeError) and error.name == 'get_config':
     return f'{file}: has no function get_config(); expected one that returns sprl.config.default_config() with changes'
+  for frame, _ in traceback.walk_tb(error.__traceback__):  # ml_collections looks up the keys of the flags
+    if frame.f_code.co_name == '_parse' and not isinstance(returned := frame.f_locals.get('config', ConfigDict()), ConfigDict):
+      return _no_config(file, returned)
   missing = [name for name in _config_flags(argv) if _parent_in_free(name)]
   if isinstance(error, AttributeError | KeyError) and missing:  # ml_collections found no such key
     return f'{", ".join(missing)}: not set in the config; set all of --{_parent_in_free(missing[0])}="{{...}}"'
   raise error
+
+
+def _no_config(file: str, returned: Any) -> str:
+  name = None if returned is None else type(returned).__name__
+  return f'get_config() of {file} returned {name}: expected sprl.config.default_config() with changes'
+
+
+def _of_wrong_value(error: BaseException | None) -> str | None:
+  """Return the message for a value that a ConfigDict refuses in the code of a config file; None for another error.
+
+  The ConfigDict knows only the last part of the key. The whole config is a variable of a function that was running.
+  """
+  if error is None:
+    return None
+  frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+  if not isinstance(error, TypeError) or not frames or frames[-1].f_code.co_name != '__setitem__':
+    return _of_wrong_value(error.__context__)  # absl and ml_collections raise errors of their own after that of the code
+  section, key, value = (frames[-1].f_locals.get(name) for name in ('self', 'key', 'value'))
+  variables = [each for frame in frames for each in frame.f_locals.values() if isinstance(each, ConfigDict)]
+  whole = [each for each in variables if set(each) == set(to_dict(Run()))]
+  names = [f'{where}.{key}' for each in whole for where, found in _sections(each, 'config') if found is section]
+  if not names or _parent_in_free(names[0]):
+    return None
+  hint = _hint(names[0])
+  try:
+    coerce(hint, value, names[0])
+  except SettingsError as refused:
+    return str(refused)
+  return f'{names[0]} = {value!r}: expected {getattr(unless_none(hint), "__name__", hint)}, got {type(value).__name__}'
+
+
+def _sections(section: ConfigDict, name: str) -> Iterator[tuple[str, ConfigDict]]:
+  """Yield the name and the settings of a section, and those of the sections in it."""
+  yield name, section
+  for key, value in section.items():
+    if isinstance(value, ConfigDict):
+      yield from _sections(value, f'{name}.{key}')
 
 
 def _parent_in_free(name: str) -> str | None:
@@ -185,6 +230,22 @@ def _check_file(file: str | None) -> None:
     package = Path(__file__).parent
     shipped = sorted(f'configs/{path.name}' for folder in (package, package.parent) for path in folder.glob('configs/*.py'))
     raise SettingsError(f'--config={file}: no such file; expected a file with get_config(), or one of {", ".join(shipped)}')
+
+
+def _check_given_once(argv: list[str]) -> None:
+  """Raise SettingsError for a flag that is given twice, of which absl uses the last. A setting, `--config.KEY`, may be repeated.
+
+  Scripts append flags that replace settings of their own.
+  """
+  given: dict[str, str] = {}
+  for argument in argv[1:]:
+    name = argument.lstrip('-').partition('=')[0]
+    name = name if name in flags.FLAGS else name.removeprefix('no')
+    if not argument.startswith('-') or name not in flags.FLAGS or name == 'flagfile' or name.startswith('config.'):
+      continue
+    if first := given.get(name):
+      raise SettingsError(f'{first} {argument}: expected the flag --{name} once')
+    given[name] = argument
 
 
 # --- names and types of settings -----------------------------------------------------------------------------------------------
@@ -218,10 +279,16 @@ def _of_wrong_type(name: str, argv: list[str]) -> str | None:
     return None
   if name in FREE:
     return f"{name} = {values[-1]!r}: expected a dictionary in the syntax of Python, such as {{'key': 1}}"
-  hint: Any = Run
-  for key in name.split('.')[1:]:
-    hint = get_type_hints(hint)[key]
+  hint = _hint(name)
   if dataclasses.is_dataclass(hint):
     return f'{name} = {values[-1]!r}: expected flags of its settings, such as --{name}.{dataclasses.fields(hint)[0].name}'
   expected = {int: 'a whole number', float: 'a number', bool: 'True or False'}.get(unless_none(hint))
   return expected and f'{name} = {values[-1]!r}: expected {expected}'
+
+
+def _hint(name: str) -> Any:
+  """Return the type of a setting, `config.rollout.group`."""
+  hint: Any = Run
+  for key in name.split('.')[1:]:
+    hint = get_type_hints(hint)[key]
+  return hint

@@ -5,6 +5,8 @@ import typing
 from collections.abc import Collection, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
+
 from sprl.config import UNIONS, Run, SettingsError, unless_none
 from sprl.config_checks import validate
 from sprl.presets import with_arm, with_preset, with_task
@@ -46,7 +48,7 @@ def _build(cls: type, given: Mapping[str, Any], where: str) -> Any:
 
 
 def coerce(hint: Any, value: Any, where: str) -> Any:
-  """`value` as the type `hint`, where that loses nothing (an int for a float, a list for a tuple).
+  """`value` as the type `hint`, where that loses nothing (an int for a float, a list for a tuple, NumPy's numbers).
 
   The text `None` is None where the hint allows it: the command line has no other way to write it. Raises SettingsError.
   """
@@ -74,6 +76,8 @@ def coerce(hint: Any, value: Any, where: str) -> Any:
     if args[1] is Any:
       return dict(value)
     return {str(key): coerce(args[1], each, f'{where}.{key}') for key, each in value.items()}
+  if isinstance(value, np.integer | np.floating):
+    value = value.item()
   if hint is float and isinstance(value, int) and not isinstance(value, bool):
     return float(value)
   if not isinstance(value, hint) or (hint is int and isinstance(value, bool)):

@@ -161,7 +161,7 @@ def table(result: Mapping[str, Any]) -> str:
   """Return the scores as a text table."""
   lines = ['            score   95 % interval']
   for name, (mean, low, high) in result['intervals'].items():
-    bounds = f'{low:.3f} to {high:.3f}' if math.isfinite(low) else 'unknown: one problem'
+    bounds = f'{low:.3f} to {high:.3f}' if math.isfinite(low) else 'unknown: one score, or equal scores'
     lines.append(f'  {name:9s} {mean:.3f}   {bounds}')
   metrics = result['metrics']
   prefix = 'eval/reward/'

@@ -4,15 +4,21 @@ docs/troubleshooting.md, Remarks before the first step, explains them. Settings 
 (sprl/config_checks.py).
 """
 
+import dataclasses
+from collections.abc import Iterator
+from operator import attrgetter
+from typing import Any
+
 from sprl.cache.layout import CacheLayout, never_evicts
-from sprl.config import UNQUANTISED, Kernels, Quant, Run
+from sprl.config import Kernels, Run
 from sprl.io.random_model import is_random
 from sprl.kernels.platform import can_run
+from sprl.presets import sources
 from sprl.sampler.weights import multiplies_codes
 
 
 def remarks(run: Run, layout: CacheLayout, linears: Kernels, max_positions: int) -> list[str]:
-  """Return warnings about a cache or a number format that will not do what its settings suggest.
+  """Return warnings about settings that have no effect, and a cache or number format that will not do what its settings suggest.
 
   `linears` is the implementation of FP8 products, `max_positions` the number of positions the model is made for.
   """
@@ -30,9 +36,10 @@ def remarks(run: Run, layout: CacheLayout, linears: Kernels, max_positions: int)
     )
   fp8 = 'w8a8' in run.quant.sampler or run.quant.learner == 'w8a8'
   for key in () if fp8 else ('format', 'arithmetic', 'skip_layers', 'skip_names'):
-    found.append(_unused(run.quant, key, 'no linears are FP8'))
+    found.append(_unused(run, f'quant.{key}', 'no linears are FP8', 'quant.sampler'))
   if not layout.fp8:
-    found.append(_unused(run.quant, 'kv_scale', 'the cache is not FP8'))
+    found.append(_unused(run, 'quant.kv_scale', 'the cache is not FP8', 'quant.sampler'))
+  found += [_unused(run, *unread) for unread in _unread(run)]
   if fp8 and not multiplies_codes(run.quant, linears):
     found.append(f'FP8 linears are emulated: numbers rounded to FP8 are multiplied in {layout.dtype} (config.quant.arithmetic)')
   if fp8 and run.quant.arithmetic == 'blockwise' and not can_run(linears):
@@ -48,9 +55,34 @@ def remarks(run: Run, layout: CacheLayout, linears: Kernels, max_positions: int)
   return [remark for remark in found if remark]
 
 
-def _unused(quant: Quant, key: str, why: str) -> str:
-  """Return that a setting of FP8 has no effect, or '' if it has its default."""
-  value = getattr(quant, key)
-  if value == getattr(UNQUANTISED, key):
+def _unread(run: Run) -> Iterator[tuple[str, str, str]]:
+  """Yield each setting that another one leaves unread: its key, the reason, and the key of the other.
+
+  Only the variant or method of its name reads a section of `loss` or `cache`.
+  """
+  for section, choice in (('loss', 'variant'), ('cache', 'method')):
+    settings = getattr(run, section)
+    chosen = getattr(settings, choice)
+    for key in _keys(settings, section):
+      variant = key.split('.')[1]
+      if section == 'cache' and run.cache.budget is None:
+        if run.arm != 'dense':  # which drops the budget, so that runs of all arms can have the same settings
+          yield key, 'nothing is evicted', 'cache.budget'
+      elif dataclasses.is_dataclass(getattr(settings, variant)) and variant != chosen:
+        yield key, f'only {variant!r} reads it', f'{section}.{choice}'
+  if run.correction.weight == 'truncate':
+    yield 'correction.floor', 'weights have no lower bound', 'correction.weight'
+
+
+def _keys(section: Any, prefix: str) -> Iterator[str]:
+  for f in dataclasses.fields(section):
+    value, key = getattr(section, f.name), f'{prefix}.{f.name}'
+    yield from _keys(value, key) if dataclasses.is_dataclass(value) else [key]
+
+
+def _unused(run: Run, key: str, why: str, choice: str) -> str:
+  """Return that a setting has no effect, or '' if it has its default, or the value that the arm or preset sets."""
+  value = attrgetter(key)(run)
+  if value == attrgetter(key)(Run()) or key in sources(run):
     return ''
-  return f'config.quant.{key} = {value!r} has no effect: {why} (config.quant.sampler = {quant.sampler!r})'
+  return f'config.{key} = {value!r} has no effect: {why} (config.{choice} = {attrgetter(choice)(run)!r})'

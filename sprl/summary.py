@@ -23,7 +23,7 @@ def closing_report(run: Run, workdir: Path, finished: Finished) -> str:
   lines = ['', f'What was learned in {finished.step} steps, on {count} held-out problems ({how}):', '']
   for name, result in (('before', before), ('after', after)):
     m = result['metrics']
-    lines.append(f'  {name:7s} reward {m["eval/avg@k"]:.3f}   (95 % interval {m["eval/low"]:.3f} to {m["eval/high"]:.3f})')
+    lines.append(f'  {name:7s} reward {m["eval/avg@k"]:.3f}   ({_interval(m, "eval")})')
   ungraded = [round(result['metrics']['eval/ungraded']) for result in (before, after)]
   if any(ungraded):
     lines.append(f'  {ungraded[0]} of {count * k} answers before and {ungraded[1]} after were not graded; their reward is 0')
@@ -66,18 +66,20 @@ def _more_sets(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]
   """Return lines on the other held-out sets: the reward before and after, and a sample after."""
   lines = []
   for name, result in after.get('sets', {}).items():
-    old, new, low, high = (
-      found['metrics'].get(f'eval/{name}/{metric}', float('nan'))
-      for found, metric in ((before, 'avg@k'), (after, 'avg@k'), (after, 'low'), (after, 'high'))
-    )
+    old, new = (found['metrics'].get(f'eval/{name}/avg@k', float('nan')) for found in (before, after))
     count = int(after['metrics'][f'eval/{name}/problems'])
     lines += [
       '',
-      f'  {name} ({count} problems): reward {old:.3f} before, {new:.3f} after (95 % interval {low:.3f} to {high:.3f})',
+      f'  {name} ({count} problems): reward {old:.3f} before, {new:.3f} after ({_interval(after["metrics"], f"eval/{name}")})',
     ]
     for row in result['samples'][:1]:
       lines.append(f'    after: {_one_line(row["completion"])}   [answer {row["answer"]}, reward {row["reward"]:g}]')
   return lines
+
+
+def _interval(metrics: Mapping[str, Any], group: str) -> str:
+  low, high = (metrics.get(f'{group}/{end}') for end in ('low', 'high'))
+  return '95 % interval unknown' if low is None or high is None else f'95 % interval {low:.3f} to {high:.3f}'
 
 
 def costs_of_rollouts(run: Run, records: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -94,6 +96,7 @@ def costs_of_rollouts(run: Run, records: Sequence[Mapping[str, Any]]) -> list[st
   size = mean('sparse/cache_bytes')
   dense = size / (1 - mean('sparse/bytes_saving'))
   saved = round(mean('sparse/bytes_saving'), 2) + 0.0  # + 0.0 turns -0.0 into 0.0
+  saving = f'{abs(saved):.0%} {"less" if saved >= 0 else "more"}'
   kept = f'cache of {run.cache.budget} tokens by {run.cache.method}' if run.cache.budget else 'dense cache'
   fp8 = 'no FP8' if run.quant.sampler == 'none' else f'FP8: {run.quant.sampler}'
   mismatch = 'not measured, because no step had an update'
@@ -105,7 +108,7 @@ def costs_of_rollouts(run: Run, records: Sequence[Mapping[str, Any]]) -> list[st
   return [
     f'What the rollouts cost ({kept}, {fp8}):',
     '',
-    f'  KV cache   {size / 2**20:.1f} MiB, {saved:.0%} less than {dense / 2**20:.1f} MiB (dense, unquantised)',
+    f'  KV cache   {size / 2**20:.1f} MiB, {saving} than {dense / 2**20:.1f} MiB (dense, unquantised)',
     f'  attended   {mean("sparse/accounting_saving"):.0%} fewer tokens; {mean("sparse/compressed"):.0%} of sequences compressed',
     f'  mismatch   {mismatch}',
   ]

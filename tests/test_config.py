@@ -9,6 +9,7 @@ import sys
 import tokenize
 import typing
 
+import numpy as np
 import pytest
 from absl import flags
 from ml_collections import config_flags
@@ -244,6 +245,18 @@ def test_ints_become_floats_and_lists_tuples():
   sampling = accepts(sampling__temperature=2, sampling__stop=['a', 'b'], sampling__prompt_buckets=[16, 256]).sampling
   assert (sampling.temperature, type(sampling.temperature)) == (2.0, float)
   assert (sampling.stop, sampling.prompt_buckets) == (('a', 'b'), (16, 256))
+
+
+def test_numbers_of_numpy_become_numbers_of_python():
+  run = accepts(
+    steps=np.int64(24), sampling__temperature=np.float32(0.75), cache__budget=np.int32(64), eval__temperature=np.int8(1)
+  )
+  found = run.steps, run.sampling.temperature, run.cache.budget, run.eval.temperature
+  assert found == (24, 0.75, 64, 1.0)
+  assert [type(number) for number in found] == [int, float, int, float]
+  assert accepts(sampling__stop_ids=[np.int64(7)]).sampling.stop_ids == (7,)
+  with pytest.raises(SettingsError, match=r'config\.steps = 3\.0: expected int, got float'):
+    accepts(steps=np.float32(3.0))
 
 
 @pytest.mark.parametrize(

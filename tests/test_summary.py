@@ -26,6 +26,11 @@ def test_the_costs_of_rollouts_are_means_over_the_steps_that_measured_them():
   ]
 
 
+def test_a_cache_that_is_larger_than_a_dense_one_has_more_bytes():
+  assert costs(ROLLOUTS | {'sparse/bytes_saving': -0.25})[2] == '  KV cache   1.0 MiB, 25% more than 0.8 MiB (dense, unquantised)'
+  assert costs(ROLLOUTS | {'sparse/bytes_saving': -0.001})[2] == '  KV cache   1.0 MiB, 0% less than 1.0 MiB (dense, unquantised)'
+
+
 def test_a_run_without_an_update_has_measured_no_mismatch():
   assert costs(ROLLOUTS, ROLLOUTS)[-1] == '  mismatch   not measured, because no step had an update'
   assert costs() == ['The run sampled no rollouts.']

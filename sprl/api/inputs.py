@@ -70,7 +70,7 @@ def listed(name: str, given: Any, items: str = 'rows, each a dictionary') -> lis
 def rewards_of(reward: Reward) -> tuple[Settings, dict[str, Callable[..., Any]]]:
   """Return the settings of the task that stand for rewards, and the functions by name.
 
-  Raises SettingsError for something that is no reward, and for two functions with one name.
+  Raises SettingsError for something that is no reward, for none, and for two functions with one name.
   """
   functions: dict[str, Callable[..., Any]] = {}
 
@@ -87,7 +87,14 @@ def rewards_of(reward: Reward) -> tuple[Settings, dict[str, Callable[..., Any]]]
 
   if reward is None:
     return {}, functions
+  if isinstance(reward, Mapping | Sequence) and not reward:
+    raise SettingsError(f'reward = {reward!r}: expected a function, the name of a grader, or at least one of these')
   if isinstance(reward, Mapping):
+    for one, weight in reward.items():
+      if (
+        not (callable(one) or isinstance(one, str)) or isinstance(weight, bool) or not isinstance(weight, int | float | np.number)
+      ):
+        raise SettingsError(f'reward = {reward!r:.200}: expected {{function: weight}}, each weight a number')
     return {
       'grader': 'auto',
       'rewards': tuple(

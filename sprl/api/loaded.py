@@ -21,6 +21,7 @@ from sprl.api.ledger import Ledger
 from sprl.api.rollouts import Rollouts
 from sprl.api.sampler import Sampler
 from sprl.api.settings import Settings, merged, refuse, resolved
+from sprl.cache.layout import never_evicts
 from sprl.config import Optimizer, Run, SettingsError
 from sprl.distributed.process_group import require_single_process
 from sprl.io.huggingface import DTYPES
@@ -38,6 +39,7 @@ from sprl.planning.remat import decided
 from sprl.planning.room import check_evaluation_fits
 from sprl.rollout.evaluate import evaluate
 from sprl.rollout.setup import Inputs, RolloutSetup
+from sprl.sampler.buckets import prompt_buckets
 from sprl.tasks.in_memory import Row
 from sprl.types import Trajectory
 
@@ -100,11 +102,15 @@ class LoadedModel:
     Keyword arguments are sections of the settings of a run (docs: Settings): `sampling`, `cache`, `quant`, `task` and others. For
     example `sampler(sampling={'max_tokens': 64}, cache={'budget': 48}, quant={'sampler': 'w8a8_kv8'})`.
 
+    Logs a warning if the budget never evicts.
+
     Raises SettingsError for a wrong setting, and for one that belongs to `sprl.load`.
     """
     refuse(merged(settings), WHERE_LOADED, 'sprl.load')
     given = merged(self.settings, settings)
     run = resolved(given)
+    if remark := never_evicts(run.cache, prompt_buckets(run.sampling)[-1], run.sampling.max_tokens):
+      log.warning(remark)
     return Sampler(self, given, run, Model.open(run))
 
   def update(self, rollouts: Rollouts, **settings: Any) -> dict[str, float]:

@@ -53,8 +53,9 @@ class Sampler:
       greedy: take the most likely token each time. Such rollouts cannot be trained on.
       evictions: record when each token was evicted, for `Sample.visible`. A dense cache evicts nothing and records nothing.
 
-    Raises SettingsError for one text in place of a list, for `samples` that is not a whole number above 0, if a prompt is empty
-    or longer than sampling.max_prompt, and if the caches do not fit into memory.
+    Raises SettingsError for one text in place of a list, for `samples` that is not a whole number above 0, if a prompt has no
+    token or more than sampling.max_prompt, and if the caches do not fit into memory. An empty text usually has tokens: those of
+    the chat template, or the one that begins a text.
     """
     prompts = listed('prompts', prompts, 'prompts')
     if isinstance(samples, bool) or not isinstance(samples, int | np.integer) or samples < 1:

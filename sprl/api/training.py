@@ -88,6 +88,7 @@ def fit(
   run = resolved(merged(whole, of_inputs))
   if inputs.train is not None and inputs.test is None:
     training, held_out = in_memory.split(inputs.train, run.eval.problems)
+    in_memory.checked(inputs.train, run.task.chat)  # before they are split: an error names the number that a row has in `data`
     inputs = replace(inputs, train=training, test=held_out)
   folder = new_folder() if workdir is None else Path(workdir).absolute()
   finished = train(run, folder, inputs=inputs, hooks=[partial(_call, callback) for callback in callbacks], trackers=trackers)

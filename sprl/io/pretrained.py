@@ -76,7 +76,7 @@ def locate(path: str | Path, cache: str | Path | None = None) -> Path:
   folder = Path(name).expanduser()
   if not name or not folder.is_dir():
     if not HUB_NAME.fullmatch(name):
-      raise PretrainedError(f'{name!r}: no such folder; expected {_accepted()}')
+      raise PretrainedError(f'config.model.path = {name!r}: no such folder; expected {_accepted()}')
     folder = _from_hub(name)
   if not (folder / 'config.json').is_file():
     raise PretrainedError(f'{folder}: has no config.json; expected a Hugging Face model folder')

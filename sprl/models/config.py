@@ -162,7 +162,7 @@ class ModelConfig:
   def read(cls, folder: str | Path) -> 'ModelConfig':
     """Return the config of a Hugging Face folder.
 
-    Raises ConfigError as `from_json`, and if the file is missing or is not JSON.
+    Raises ConfigError as `from_json`, if the file is missing or is not JSON, and if it has the settings of a run.
     """
     path = Path(folder) / 'config.json'
     try:
@@ -173,6 +173,11 @@ class ModelConfig:
       raise ConfigError(f'{path}: not JSON ({error})') from None
     if not isinstance(raw, dict):
       raise ConfigError(f'{path}: not a JSON object')
+    if 'model_type' not in raw and {'model', 'task', 'sampling'} <= raw.keys():  # the settings of a run
+      raise ConfigError(
+        f'config.model.path = {str(folder)!r}: the work directory of a run; expected a Hugging Face folder: export the run with '
+        f'python -m sprl.export --workdir={folder} --out=FOLDER, or start a run from its weights with --from={folder}'
+      )
     return cls.from_json(raw)
 
 

@@ -1,5 +1,6 @@
 """Held-out evaluation: pass@k and avg@k with confidence intervals, and samples to read."""
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -67,8 +68,8 @@ def evaluate(
     team: the processes of the run.
 
   Returns:
-    metrics    scalars for the log: eval/avg@k with eval/low and eval/high, its 95 % interval, and others; those of another set
-               are named eval/SET/avg@k
+    metrics    scalars for the log: eval/avg@k with eval/low and eval/high, its 95 % interval unless that is infinite, and others;
+               those of another set are named eval/SET/avg@k
     intervals  (mean, low, high) of avg@k (the mean score) and of pass@1 and pass@k (the probability that one sample, or any of k,
                scores 1); the samples of a problem are averaged first. With several rewards, the first one scores
     scores     mean score of each problem, in the order of the problems, for paired comparisons
@@ -129,8 +130,7 @@ def scores(trajectories: Sequence[Trajectory], count: int, k: int) -> dict[str, 
   return {
     'metrics': {
       'eval/avg@k': mean,
-      'eval/low': low,
-      'eval/high': high,
+      **({'eval/low': low, 'eval/high': high} if math.isfinite(low) else {}),
       **{f'eval/pass@{j}': intervals[f'pass@{j}'][0] for j in (1, k)},
       'eval/problems': float(count),
       'eval/samples': float(k),

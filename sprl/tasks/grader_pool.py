@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
 
+from sprl.config_checks import reward_name
 from sprl.tasks import graders
 from sprl.tasks.async_workers import Lanes, async_starter
 from sprl.tasks.foreign import reason
@@ -148,7 +149,8 @@ class GraderPool:
     """Warn of a failure, once for each reason."""
     if grade.status != 'ok' and grade.reason not in self._reported and len(self._reported) < REPORTED:
       self._reported.add(grade.reason)
-      log.warning('grading failed (%s), this reward is 0: %s (logged once)', grade.status, grade.reason)
+      only = f'{reward_name(self._rewards[0].grader.label)}: ' if len(self._rewards) == 1 else ''  # else the reason names it
+      log.warning('grading failed (%s), this reward is 0: %s%s (logged once)', grade.status, only, grade.reason)
 
   def _grade(self, scores: Mapping[int, Score]) -> Grade:
     """The grade of a sample from its scores by the index of their rewards."""
@@ -278,9 +280,11 @@ def _score_of(returned: Any) -> Score:
   if getattr(returned, 'ndim', None) == 0:  # a number of numpy, jax or torch
     returned = returned.item()
   if not isinstance(returned, numbers.Real):
-    return 0.0, 'invalid', f'returned a {type(returned).__name__}', {}
+    shape = getattr(returned, 'shape', None)
+    of_shape = f' of shape {shape}' if isinstance(shape, tuple) else ''
+    return 0.0, 'invalid', f'returned a {type(returned).__name__}{of_shape}, expected a finite number', {}
   if not math.isfinite(returned):
-    return 0.0, 'invalid', f'returned {returned!r:.100}', {}
+    return 0.0, 'invalid', f'returned {returned!r:.100}, expected a finite number', {}
   return float(returned), 'ok', '', {}
 
 

@@ -127,7 +127,8 @@ def resolve(task: Task, functions: Mapping[str, Callable[..., Any]] | None = Non
     raise SettingsError(f'{where}: {path} is not Python: {error}') from error
   names = _names(module)
   if function not in names and '*' not in names:
-    raise SettingsError(f'{where}: {path} has no {function}; it has {", ".join(sorted(names))}')
+    has = sorted(node.name for node in module.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    raise SettingsError(f'{where}: {path} has no {function}; it has {", ".join(has) or "no function"}')
   groupwise, asynchronous = _form(module, function)
   return GraderSpec(task.grader, 'file', function, str(path), groupwise=groupwise, asynchronous=asynchronous)
 

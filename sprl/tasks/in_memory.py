@@ -40,10 +40,10 @@ def checked(rows: Iterable[Any], chat: bool, name: str = 'rows') -> list[dict[st
 def _checked(where: str, row: Any, chat: bool) -> dict[str, Any]:
   if not isinstance(row, Mapping):
     raise SettingsError(f'{where} = {row!r:.200}: expected a dictionary with `prompt` or `messages`')
-  line = {'answer': '', **row}
+  line = dict(row)
   if isinstance(line.get('prompt'), list):
     line['messages'] = line.pop('prompt')
-  return {**jsonl.problem(where, line, chat), 'row': dict(row)}
+  return {**jsonl.problem(where, line, chat, default=''), 'row': dict(row)}
 
 
 def split(rows: Sequence[Row], most: int) -> tuple[Sequence[Row], Sequence[Row]]:

@@ -36,14 +36,15 @@ def _table(task: Task, name: str) -> Table:
   return Table((path,))
 
 
-def problem(where: str, line: Mapping[str, Any], chat: bool) -> dict[str, Any]:
+def problem(where: str, line: Mapping[str, Any], chat: bool, default: str | None = None) -> dict[str, Any]:
   """Return the problem of a line: {id, prompt or messages, answer as text, row: the line}, and `extra` if it has a solution.
 
-  `where` names the line, and becomes the id. Raises SettingsError, which begins with `where`, for a malformed line.
+  `where` names the line, and becomes the id. `default` is the answer of a line without one; None: each line must have one. Raises
+  SettingsError, which begins with `where`, for a malformed line.
   """
   if ('prompt' in line) == ('messages' in line):
     raise SettingsError(f'{where}: expected either `prompt` or `messages`, got the keys {", ".join(line) or "(none)"}')
-  answer = line.get('answer')
+  answer = line.get('answer', default)
   if not isinstance(answer, str | int | float) or isinstance(answer, bool):
     raise SettingsError(f'{where}: answer = {answer!r}: expected text or a number')
   row: dict[str, Any] = {'id': where, 'answer': str(answer), 'row': line}

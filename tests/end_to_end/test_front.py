@@ -391,6 +391,10 @@ TWO = [{'prompt': 'a'}, {'prompt': 'b'}]
   [
     ({'data': {'prompt': ['a', 'b']}}, r"data = \{'prompt': .*: expected a list of rows, each a dictionary"),
     ({'data': 3}, 'data = 3: expected a list of rows'),
+    (
+      {'data': [{'prompt': 'a'}] * 10 + [{'question': 'b'}]},
+      r'rows\[10\]: expected either `prompt` or `messages`, got the keys question',
+    ),
     ({'test': 'test.jsonl'}, r"test = 'test\.jsonl': expected a list of rows"),
     ({'callbacks': 3}, 'callbacks = 3: expected a list of functions'),
     ({'eval': 5}, r'config\.eval = 5: expected a mapping of settings'),
@@ -399,6 +403,15 @@ TWO = [{'prompt': 'a'}, {'prompt': 'b'}]
     ({'eval': {'problems': -3}}, r'config\.eval\.problems = -3'),
     ({'model': 'bfloat16'}, r"config\.model = 'bfloat16': expected a mapping of settings"),
     ({'task': 'math'}, r"config\.task = 'math': expected a mapping of settings"),
+    (
+      {'reward': {'right': len}},
+      r"reward = \{'right': <built-in function len>\}: expected \{function: weight\}, each weight a number",
+    ),
+    ({'reward': {len: '0.5'}}, r'reward = .*: expected \{function: weight\}'),
+    ({'reward': {3: 1.0}}, r'reward = .*: expected \{function: weight\}'),
+    ({'reward': []}, r'reward = \[\]: expected a function, the name of a grader, or at least one of these'),
+    ({'reward': {}}, r'reward = \{\}: expected a function'),
+    ({'reward': ''}, r"reward = '': expected a function"),
     ({'data': None, 'reward': None, 'environment': int}, r'environment = .*int.*: expected a class with reset and step'),
   ],
 )
@@ -428,6 +441,13 @@ def test_wrong_arguments_of_fit_are_named(folder, given, said):
 def test_wrong_arguments_of_a_loaded_model_are_named(loaded, call, said):
   with pytest.raises(sprl.SettingsError, match=f'^{said}'):
     call(loaded)
+
+
+def test_a_sampler_whose_budget_never_evicts_warns(loaded, caplog):
+  for budget, said in ((500, ['config.cache.budget = 500 never evicts: the cache never holds more than 27 tokens']), (12, [])):
+    caplog.clear()
+    loaded.sampler(sampling=SETTINGS['sampling'], cache={'budget': budget, 'interval': 3, 'window': 2})
+    assert [record.getMessage() for record in caplog.records if 'never evicts' in record.getMessage()] == said
 
 
 def test_the_last_rows_are_held_out_but_no_more_than_eval_problems(folder, monkeypatch):

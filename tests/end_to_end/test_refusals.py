@@ -96,6 +96,27 @@ def test_an_unusable_flag_is_refused(inputs, tmp_path, flag, said):
 
 
 @pytest.mark.parametrize(
+  ('command', 'others'), [('report', ()), ('export', ('--out=x',)), ('main', ('--config=configs/quickstart.py',))]
+)
+def test_a_flag_that_is_given_twice_is_refused(command, others, tmp_path):
+  status, out, err = tiny.run(command, f'--workdir={tmp_path}/a', *others, f'--workdir={tmp_path}/b')
+  assert (status, out) == (2, '')
+  assert err == f'error: --workdir={tmp_path}/a --workdir={tmp_path}/b: expected the flag --workdir once\n'
+
+
+def test_flags_of_two_words_and_of_opposite_values_are_counted_and_settings_may_be_repeated(monkeypatch):
+  values = flags.FlagValues()
+  flags.DEFINE_string('out', None, '', flag_values=values)
+  flags.DEFINE_bool('adapter', False, '', flag_values=values)
+  flags.DEFINE_integer('config.steps', 1, '', flag_values=values)
+  monkeypatch.setattr(command_line.flags, 'FLAGS', values)
+  command_line._check_given_once(['main', '--out', '-1', '--config.steps', '-1', '--config.steps=2'])
+  for twice in (['--out', 'a', '-out=b'], ['--adapter', '--noadapter']):
+    with pytest.raises(SettingsError, match=r'expected the flag --(out|adapter) once'):
+      command_line._check_given_once(['main', *twice])
+
+
+@pytest.mark.parametrize(
   ('config', 'said'),
   [
     ('nowhere.py', 'nowhere.py'),
@@ -125,6 +146,33 @@ def test_an_error_in_the_code_of_a_config_file_is_named(tmp_path, monkeypatch, c
   assert said.format(file=file) in refusal_of_flags(monkeypatch, capsys, f'--config={file}')
 
 
+@pytest.mark.parametrize(
+  ('code', 'said'),
+  [
+    ("config.sampling.stop = ';'", "error: config.sampling.stop = ';': expected a list of str\n"),
+    ('config.steps = 3.0', 'error: config.steps = 3.0: expected int, got float\n'),
+    ('config.mesh.rollout.data = 1.5', 'error: config.mesh.rollout.data = 1.5: expected int, got float\n'),
+    ('change(config.rollout)', "error: config.rollout.group = '4': expected int, got str\n"),
+    ("config.task.args = {'a': 1}\n  config.task.args.a = 'x'", "error: {file}, line 7: TypeError: Could not override field 'a'"),
+  ],
+)
+def test_a_wrong_type_in_a_config_file_is_named_with_its_key(tmp_path, monkeypatch, capsys, code, said):
+  file = tmp_path / 'mine.py'
+  change = "def change(section):\n  section.group = '4'\n"
+  file.write_text(
+    f'import sprl.config\n{change}def get_config():\n  config = sprl.config.default_config()\n  {code}\n  return config'
+  )
+  assert refusal_of_flags(monkeypatch, capsys, f'--config={file}').startswith(said.format(file=file))
+
+
+@pytest.mark.parametrize(('returned', 'name'), [('None', 'None'), ('3', 'int')])
+def test_a_config_file_that_returns_no_config_is_refused_beside_other_flags(tmp_path, monkeypatch, capsys, returned, name):
+  file = tmp_path / 'mine.py'
+  file.write_text(f'def get_config():\n  return {returned}')
+  said = refusal_of_flags(monkeypatch, capsys, f'--config={file}', '--config.steps=1')
+  assert said == f'error: get_config() of {file} returned {name}: expected sprl.config.default_config() with changes\n'
+
+
 def refusal_of_flags(monkeypatch, capsys, *arguments: str) -> str:
   """Return the error with which flags are refused."""
   values, argv = flags.FlagValues(), ['program', *arguments]
@@ -145,11 +193,15 @@ def test_a_key_that_dictionaries_of_settings_cannot_have_is_refused(inputs, monk
   )
 
 
-def test_a_config_file_that_returns_no_config_is_refused(tmp_path):
-  (tmp_path / 'mine.py').write_text('def get_config():\n  return 3')
-  status, out, err = tiny.run('main', f'--config={tmp_path / "mine.py"}')
+@pytest.mark.parametrize(
+  ('returned', 'said'), [('3', 'get_config() returned int'), ('None', 'get_config() of {file} returned None')]
+)
+def test_a_config_file_that_returns_no_config_is_refused(tmp_path, returned, said):
+  file = tmp_path / 'mine.py'
+  file.write_text(f'def get_config():\n  return {returned}')
+  status, out, err = tiny.run('main', f'--config={file}')
   assert (status, out) == (2, '')
-  assert err == 'error: get_config() returned int: expected sprl.config.default_config() with changes\n'
+  assert err.endswith(f'error: {said.format(file=file)}: expected sprl.config.default_config() with changes\n')
 
 
 @pytest.mark.parametrize('command', ['evaluate', 'export'])
@@ -410,6 +462,31 @@ def test_settings_of_fp8_without_effect_are_remarked(inputs, changes, expected):
   layout = model.Model.open(run).cache_layout(run.sampling, run.cache, run.quant)
   said = remarks(run, layout, 'reference', 512)
   assert {remark.split(' = ')[0].removeprefix('config.quant.') for remark in said if 'has no effect' in remark} == expected
+
+
+@pytest.mark.parametrize(
+  ('changes', 'expected'),
+  [
+    ({'loss__tis__low': 0.5, 'loss__topr__level': 'sequence'}, {'loss.tis.low', 'loss.topr.level'}),
+    ({'loss__variant': 'tis', 'loss__tis__low': 0.5, 'correction__mode': 'bypass', 'correction__level': None}, set()),
+    ({'cache__gkv__decay': 0.5, 'cache__rkv__mix': 0.5}, {'cache.gkv.decay'}),
+    ({'correction__floor': 0.1}, {'correction.floor'}),
+    ({'correction__floor': 0.1, 'correction__weight': 'clip'}, set()),
+    (
+      {'cache__budget': None, 'cache__method': 'gkv', 'cache__interval': 4, 'cache__window': 2, 'cache__gkv__decay': 0.5},
+      {'cache.method', 'cache.interval', 'cache.window', 'cache.gkv.decay'},
+    ),
+    ({'arm': 'dense', 'cache__interval': 4}, set()),
+    ({'preset': 'areal', 'cache__interval': 4}, set()),
+  ],
+)
+def test_settings_of_what_is_not_selected_are_remarked(inputs, changes, expected):
+  plain = {'arm': None, 'cache__interval': 128, 'cache__window': None, 'quant__sampler': 'none', 'quant__kv_scale': 'learner'}
+  run = run_with(inputs, **(plain | changes))
+  layout = model.Model.open(run).cache_layout(run.sampling, run.cache, run.quant)
+  said = [remark for remark in remarks(run, layout, 'reference', 512) if 'has no effect' in remark]
+  assert {remark.split(' = ')[0].removeprefix('config.') for remark in said} == expected
+  assert len(said) == len(expected)
 
 
 def test_an_fp8_learner_of_a_sampler_without_fp8_is_remarked(inputs):

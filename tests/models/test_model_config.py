@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from sprl.config import Run, to_dict
 from sprl.kernels.rope import Rope
 from sprl.models.config import ConfigError, Experts, ModelConfig, tiny
 
@@ -242,6 +243,9 @@ def test_read_names_a_missing_or_broken_file(tmp_path):
       ModelConfig.read(tmp_path)
   (tmp_path / 'config.json').write_text('[]')
   with pytest.raises(ConfigError, match=r'config\.json: not a JSON object'):
+    ModelConfig.read(tmp_path)
+  (tmp_path / 'config.json').write_text(json.dumps(to_dict(Run())))
+  with pytest.raises(ConfigError, match=r'config\.model\.path = .*: the work directory of a run;.* sprl\.export .* --from='):
     ModelConfig.read(tmp_path)
   (tmp_path / 'config.json').write_text(json.dumps(raw('qwen3')))
   assert ModelConfig.read(tmp_path) == tiny('qwen3')

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from contextlib import ExitStack
 
 import numpy as np
@@ -132,6 +133,14 @@ def test_metrics_by_source_are_shares_and_mean_rewards():
   }  # fmt: skip
   assert all(documented(name) for name in [*found, 'eval/dev/avg@k', 'eval/dev/pass@4'])
   assert collect.by_source(trajectories, [], lambda group: None) == {}
+
+
+def test_an_infinite_interval_is_in_no_log():
+  trajectories = [dataclasses.replace(t, reward=8.0) for t in small.rollouts([(2,), (2,)], (4, 4))]
+  metrics = scores(trajectories, 2, 1)['metrics']
+  assert metrics['eval/avg@k'] == 8.0
+  assert not metrics.keys() & {'eval/low', 'eval/high'}
+  assert all(math.isfinite(value) for value in metrics.values())
 
 
 def test_scores_average_the_samples_of_a_problem_first():

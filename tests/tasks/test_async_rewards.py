@@ -82,7 +82,7 @@ def test_a_call_that_fails_costs_only_itself(tmp_path):
 def test_the_child_of_a_call_that_forks_answers_nothing(tmp_path):
   with grader_pool(rewards(tmp_path), 4, 30.0, 4.0) as pool:
     assert answers(pool, *samples('fork', 'sleep 0.05', 'nan', 'fine')) == [
-      Grade(1.0, 'ok'), Grade(1.0, 'ok'), Grade(0.0, 'invalid', 'returned nan'), Grade(1.0, 'ok')
+      Grade(1.0, 'ok'), Grade(1.0, 'ok'), Grade(0.0, 'invalid', 'returned nan, expected a finite number'), Grade(1.0, 'ok')
     ]  # fmt: skip
     (first,), (second,) = answers(pool, *samples('pid')), answers(pool, *samples('pid'))
     assert first == second

@@ -138,7 +138,9 @@ def test_numbers_of_numpy_are_scores(pool, number):
     ('surrogate', 'error', 'ValueError: ?'),
     ('score float("nan")', 'invalid', 'returned nan'),
     ('score float("-inf")', 'invalid', 'returned -inf'),
-    ('score "1.0"', 'invalid', 'returned a str'),
+    ('score "1.0"', 'invalid', 'returned a str, expected a finite number'),
+    ('score (1.0, 2.0)', 'invalid', 'returned a tuple, expected a finite number'),
+    ('score __import__("numpy").array([0.5])', 'invalid', 'returned a ndarray of shape (1,), expected a finite number'),
     ('score None', 'invalid', 'returned a NoneType'),
     ('score 1j', 'invalid', 'returned a complex'),
     ('score [1.0]', 'invalid', 'returned a list'),
@@ -165,7 +167,7 @@ def test_a_failure_is_logged_with_its_reason_once(tmp_path, caplog):
     grades(pool, *(f'raise {i}' for i in range(20)))
   said = [record.getMessage() for record in caplog.records if 'grading failed' in record.getMessage()]
   place = f'({tmp_path}/mine.py:{1 + WILD[: WILD.index("raise ValueError(value)")].count("\n")}, in grade)'
-  text = 'grading failed (error), this reward is 0: ValueError: '
+  text = 'grading failed (error), this reward is 0: grade: ValueError: '
   assert said[:2] == [f'{text}{number} {place} (logged once)' for number in ('one', 'two')]
   assert len(said) == REPORTED
 

@@ -246,6 +246,12 @@ def test_a_users_file_is_found_without_running_it(tmp_path):
     ),
     ('', '{}/none.py:grade', r'none\.py: no such file'),
     ('def score(p, c, a): return 1.0', '{}/mine.py:grade', r'mine\.py has no grade; it has score'),
+    (
+      'from functools import partial\nTEXT = 1\ndef score(p, c, a):\n  text = c\n  return 1.0\nasync def ask(p, c, a): ...',
+      '{}/mine.py:scor',
+      r'mine\.py has no scor; it has ask, score$',
+    ),
+    ('TEXT = 1', '{}/mine.py:grade', r'mine\.py has no grade; it has no function$'),
     ('def grade(:', '{}/mine.py:grade', r'mine\.py is not Python'),
   ],
 )

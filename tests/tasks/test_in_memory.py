@@ -23,7 +23,7 @@ def test_rows_become_problems_with_all_their_columns():
   [
     ([], r'rows = \[\]: expected at least one row'),
     ([{'prompt': 'a'}, 'b'], r"rows\[1\] = 'b': expected a dictionary"),
-    ([{'question': 'a'}], r'rows\[0\]: expected either `prompt` or `messages`'),
+    ([{'question': 'a'}], r'rows\[0\]: expected either `prompt` or `messages`, got the keys question$'),
     ([{'prompt': 'a', 'answer': [1]}], r'rows\[0\]: answer = \[1\]'),
     ([{'messages': [{'role': 'user'}]}], r'rows\[0\]: messages\[0\]'),
   ],
