@@ -12,6 +12,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+LARGEST_REWARD = 3.4e38  # the learner reads rewards in float32
+
 
 def attempt(fn: Callable[..., Any] | None, *args: Any) -> tuple[Any, str]:
   """Return (fn(*args), ''), or (None, the reason) if it raises."""

@@ -138,6 +138,7 @@ def test_numbers_of_numpy_are_scores(pool, number):
     ('surrogate', 'error', 'ValueError: ?'),
     ('score float("nan")', 'invalid', 'returned nan'),
     ('score float("-inf")', 'invalid', 'returned -inf'),
+    ('score 1e39', 'invalid', 'returned 1e+39, which float32 cannot hold'),
     ('score "1.0"', 'invalid', 'returned a str'),
     ('score None', 'invalid', 'returned a NoneType'),
     ('score 1j', 'invalid', 'returned a complex'),
