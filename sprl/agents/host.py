@@ -33,6 +33,7 @@ import sys
 import time
 from dataclasses import dataclass
 
+LARGEST_REWARD = 3.4e38  # the learner reads rewards in float32
 GLANCE = 0.2  # seconds between two looks at processes that end without a word
 
 
@@ -207,6 +208,8 @@ def outcome(agent, url, row, args):
     for name, value in numbers.items():
       if not math.isfinite(float(value)):
         raise ValueError(f'{name} is {value!r}: expected a finite number')
+    if abs(float(reward)) > LARGEST_REWARD:
+      raise ValueError(f'reward is {reward!r}: expected a finite number of float32')
     return {'reward': float(reward), 'metrics': {str(name): float(value) for name, value in metrics.items()}}
   except BaseException as error:  # SystemExit too
     return {'error': reason(error)}

@@ -203,6 +203,7 @@ def _compress(layer, cache, step):
     newest=newest,
     gone=newest if step.decoding else newest + 1,  # the queries of a prompt have attended to all of it
     keys=partial(cache.keys, layer),
+    values=partial(cache.values, layer),
     chosen=cache.chosen,
     choose=layer == cache.layout.full_layers[0] or cache.chosen is None,
     at_once=step.all_due,
@@ -266,9 +267,7 @@ def _attend_window(layer, cache, window, step, q, stored):
 
 def _numbers(layer, cache, held, dtype):
   """Return the keys and values of a layer as [B, S, K, D] in `dtype`. The mean of rotated key biases is left out."""
-  k, v = cache.keys(layer, held, centred=True), held.values
-  v = v if cache.scales is None else fp8.decast(v, cache.scales.v[layer])
-  k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
+  k, v = (jnp.swapaxes(x, 1, 2) for x in (cache.keys(layer, held, centred=True), cache.values(layer, held)))
   return (k, v) if cache.scales is None else (k.astype(dtype), v.astype(dtype))
 
 

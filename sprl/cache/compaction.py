@@ -10,6 +10,7 @@ not with the batch. On a mesh, each device compresses its own rows and heads.
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from sprl.cache.eviction import METHODS, View
 from sprl.cache.layer import LayerCache
 from sprl.cache.layout import CacheLayout
 from sprl.cache.row_blocks import for_row_blocks, put_rows, take_rows
+from sprl.config import SettingsError
 from sprl.kernels.eviction import compact, compares_without_cosines
 from sprl.sharding.rules import psum
 
@@ -34,6 +36,7 @@ def compress(
   newest: Int[Array, ' B'],
   gone: Int[Array, ' B'],
   keys: Callable[[LayerCache], Float[Array, 'K S D']] = lambda layer: layer.keys,
+  values: Callable[[LayerCache], Float[Array, 'K S D']] = lambda layer: layer.values,
   chosen: Int[Array, 'B N'] | None = None,
   choose: bool = True,
   at_once: bool = False,
@@ -48,12 +51,15 @@ def compress(
     newest: position of the newest query.
     gone: position of the first query that does not find an evicted token. The record of evictions stores it.
     keys: function that returns the keys of one row of the layer, decoded if the cache is FP8.
+    values: function that returns the values of one row of the layer, decoded likewise. XLA removes them if no method reads them.
     chosen: with scope `global`, the slots that the first layer chose for all layers.
     choose: whether this layer chooses. If False, it keeps the `chosen` slots.
     at_once: compress all rows in one block, without a loop, and keep the results of the rows that are due.
 
   Returns:
     The compressed layer, and `chosen`, updated if this layer chooses.
+
+  Raises SettingsError if the method's function returns anything but `Scored` with arrays [K, S].
   """
   B = due.shape[0]
 
@@ -63,7 +69,7 @@ def compress(
     # 0 if the row only fills up the block: the kernel compares no keys of it.
     count = jnp.where(rows < B, take_rows(occupied, rows), 0)
     if choose:
-      keep, carried = jax.vmap(partial(_choose, layout, keys))(part, count, now)
+      keep, carried = jax.vmap(partial(_choose, layout, keys, values))(part, count, now)
     else:
       assert kept is not None
       keep = jnp.broadcast_to(kept[:, None], (len(rows), layer.k.shape[1], kept.shape[1]))
@@ -100,32 +106,45 @@ def row_bytes(layout: CacheLayout, slots: int) -> int:
   return layout.kv_heads * slots * (cosines + D * (4 + 4 * itemsize))
 
 
-def _choose(layout, keys, layer, occupied, newest):
+def _choose(layout, keys, values, layer, occupied, newest):
   """Return the slots of one row to keep [K, N], in ascending order, and the method's stored numbers [K, S]."""
   settings, a = layout.settings, layout.window
   K, S = layer.position.shape
-  G = layout.heads // layout.kv_heads
-  ring = jnp.arange(max(layout.queries, 1))
-  # Index i holds the largest position p <= newest with p % A == i; A = layout.queries.
-  q_position = newest - (newest - ring) % max(layout.queries, 1)
-  q = jnp.zeros((K, G, 1, layout.head_dim)) if layer.queries is None else layer.queries
-  carried = jnp.zeros((K, S)) if layer.carried is None else layer.carried
+  none: Any = None  # in place of what the method does not ask for: a method that reads it all the same fails
+  q = q_position = none
+  if layer.queries is not None:
+    q = layer.queries.reshape(K, layout.heads // layout.kv_heads, -1, layout.head_dim).astype(jnp.float32)
+    # Index i holds the largest position p <= newest with p % A == i; A = layout.queries.
+    q_position = jnp.maximum(newest - (newest - jnp.arange(layout.queries)) % layout.queries, -1)
   view = View(
     k=keys(layer),
     n=occupied,
     position=layer.position,
-    q=q.reshape(K, G, -1, layout.head_dim).astype(jnp.float32),
-    q_position=jnp.maximum(q_position, -1),
-    carried=carried,
+    q=q,
+    q_position=q_position,
+    carried=layer.carried,
+    v=values(layer),
     kernels=layout.kernels,
   )
-  score, carried = METHODS[settings.method].score(view, settings)
+  score, carried = _checked(METHODS[settings.method].score(view, settings), layout, (K, S))
   if settings.scope != 'head':
     score = jnp.broadcast_to(psum(jnp.sum(jnp.where(view.position >= 0, score, 0), axis=0), 'kv_heads'), score.shape)
   score = jnp.where(jnp.arange(S) < occupied - a, score, -jnp.inf)
   best = jnp.sort(jax.lax.top_k(score, layout.budget - a)[1], axis=-1)
   window = jnp.broadcast_to(occupied - a + jnp.arange(a), (K, a))
   return jnp.concatenate([best, window], axis=-1), carried
+
+
+def _checked(returned, layout, shape):
+  """Return what a method returned. Other shapes would be broadcast to [K, S] without an error."""
+  found = returned if isinstance(returned, tuple) else (returned,)
+  if [getattr(x, 'shape', None) for x in found] != [shape, shape if layout.carries else None]:
+    described = ', '.join(f'{x.dtype}{list(x.shape)}' if hasattr(x, 'dtype') else str(x) for x in found)
+    raise SettingsError(
+      f'config.cache.method = {layout.settings.method!r}: its function returned {described}; expected a score [K, S] = '
+      f'{list(shape)} and {"stored numbers of this shape" if layout.carries else "None, because it stores no numbers"}'
+    )
+  return returned
 
 
 def _compacted(layout, layer, carried, keep, occupied, gone):

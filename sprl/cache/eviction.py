@@ -36,14 +36,18 @@ _product = partial(jnp.einsum, precision='highest')
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class View:
-  """One layer of one row's cache at a compression. A is the number of stored queries, G the query heads of a kv head."""
+  """One layer of one row's cache at a compression. A is the number of stored queries, G the query heads of a kv head.
+
+  `q`, `q_position` and `carried` are None where the method does not ask for them.
+  """
 
   k: Float[Array, 'K S D']  # rotated keys, dequantised, in any dtype; slots from n on may hold any finite number
   n: Int[Array, '']  # occupied slots are 0..n-1
   position: Int[Array, 'K S']  # absolute position of each slot; slots from n on: any
-  q: Float[Array, 'K G A D']  # the last A queries, in any order
-  q_position: Int[Array, ' A']  # positions of the queries; -1: the row has had fewer than A queries
-  carried: Float[Array, 'K S']  # the stored number of the method for each slot; gkv: -1 means no history yet
+  q: Float[Array, 'K G A D']  # with `queries`: the last A queries, in any order
+  q_position: Int[Array, ' A']  # with `queries`: their positions; -1: the row has had fewer than A queries
+  carried: Float[Array, 'K S']  # with `carries` or `accumulates`: the stored number of each slot; gkv: -1 means no history yet
+  v: Float[Array, 'K S D']  # values, dequantised, in any dtype; slots from n on may hold any finite number
   kernels: Kernels = field(default='auto', metadata={'static': True})  # implementation of the comparison of keys
 
 
@@ -60,8 +64,8 @@ class Method(NamedTuple):
   score: Callable[[View, Cache], Scored]
   window: Callable[[int], int] = lambda budget: 8  # budget -> default number of newest tokens that are always kept
   queries: bool = False  # needs the last `window` queries
-  carries: bool = False  # stores a number for each slot
-  accumulates: bool = False  # the sampler adds each step's attention probabilities to that number
+  carries: bool = False  # stores a number for each slot, at first -1
+  accumulates: bool = False  # stores a number, at first 0, to which the sampler adds each step's attention probabilities
 
 
 def window(cache: Cache) -> int:
@@ -127,7 +131,7 @@ def tova_like(view: View, cache: Cache) -> Scored:
 METHODS: dict[str, Method] = {
   'rkv': Method(rkv, queries=True),
   'snapkv': Method(snapkv, queries=True),
-  'h2o': Method(h2o, window=lambda budget: max(1, budget // 2), carries=True, accumulates=True),
+  'h2o': Method(h2o, window=lambda budget: max(1, budget // 2), accumulates=True),
   'streaming': Method(streaming),
   'keydiff': Method(keydiff),
   'gkv': Method(gkv, window=lambda budget: 16, queries=True, carries=True),

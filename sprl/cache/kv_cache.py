@@ -197,7 +197,7 @@ class KVCache:
       return self
     layers = []
     for i, held in enumerate(self.layers):
-      k, v = jnp.swapaxes(self.keys(i, held), 1, 2), jnp.swapaxes(fp8.decast(held.values, self.scales.v[i]), 1, 2)
+      k, v = (jnp.swapaxes(x, 1, 2) for x in (self.keys(i, held), self.values(i, held)))
       codes = fp8_codes(i, scales, bias, k, v)
       layers.append(dataclasses.replace(held, **{name: jnp.swapaxes(x, 1, 2) for name, x in codes.items()}))
     return dataclasses.replace(self, layers=tuple(layers), scales=scales, bias=bias)
@@ -211,6 +211,10 @@ class KVCache:
     assert held.second is not None
     k = self.bias.keys(layer, held.keys, held.second, self.scales.k[layer])
     return k if centred else self.bias.whole(layer, k)
+
+  def values(self, layer: int, held: LayerCache) -> Float[Array, '*B K S D']:
+    """Return the values of a layer as numbers."""
+    return held.values if self.scales is None else fp8.decast(held.values, self.scales.v[layer])
 
   # --- layers and meshes ---------------------------------------------------------------------------------------------
 

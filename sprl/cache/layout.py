@@ -98,7 +98,7 @@ class CacheLayout:
   @property
   def carries(self) -> bool:
     """Whether the eviction method stores a number for each slot."""
-    return self.sparse and METHODS[self.settings.method].carries
+    return self.sparse and (METHODS[self.settings.method].carries or self.accumulates)
 
   @property
   def accumulates(self) -> bool:

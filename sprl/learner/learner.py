@@ -30,7 +30,7 @@ from sprl.learner.update import abstract_logprobs, needs_old_logprobs
 from sprl.model import Model
 from sprl.models.lora import Base, network
 from sprl.models.transformer import Params
-from sprl.objective.advantages import advantages, equal_groups, overlong_penalty
+from sprl.objective.advantages import advantages, equal_groups, estimator, overlong_penalty
 from sprl.sampler import calibrate
 from sprl.sampler.weights import SamplerWeights
 from sprl.sharding.rules import OnMesh, row_shards, token_shards
@@ -55,6 +55,9 @@ class Learner:
   calibrated_updates: int = -1  # finished updates of the weights that `amax` was last measured with
   seconds: dict[str, float] = field(default_factory=dict)  # of the parts of the latest step
   tokens: Tokens = field(default_factory=Tokens)  # of the latest step
+
+  def __post_init__(self) -> None:
+    estimator(self.run.advantage)  # raises before the first rollout
 
   def pack(self, trajectories: Sequence[Trajectory]) -> tuple[list[TrainBatch], dict[str, float]]:
     """Compute advantages and pack the trajectories into one batch for each minibatch, on the learner's devices.

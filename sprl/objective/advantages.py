@@ -9,13 +9,16 @@ R is the reward of a sequence, n the number of valid members of its group (the s
   reinforce           A = R
 
 Statistics use the whole rollout batch, before any rejection: a sequence that is vetoed later still counts. Rewards are on the
-host and packing needs the advantages there, so this file is numpy.
+host and packing needs the advantages there, so this file is numpy. It computes in float64: the square of a large reward overflows
+float32.
 """
+
+from collections.abc import Callable
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
-from sprl.config import Advantage
+from sprl.config import Advantage, SettingsError
 
 EPSILON = 1e-6  # added to the standard deviation of a group
 OVERLONG = 0.5  # largest penalty of a long answer. DAPO's is 1, for rewards of -1 and 1; here graders give 0 and 1
@@ -38,24 +41,28 @@ def advantages(
 
   `group` holds any integers: sequences with the same one are compared. A sequence that is not valid enters no statistic and
   gets 0. A group of equal rewards, or of one member, gets exactly 0 from `grpo`, `dr_grpo` and `rloo`.
+
+  Raises SettingsError if the estimator has no function, or if that returns anything but a finite number for each sequence.
   """
   group = np.unique(group, return_inverse=True)[1]
-  reward = np.where(valid, reward, 0)
-  match settings.estimator:
-    case 'grpo' | 'dr_grpo' | 'rloo':
-      centred, n = _centred(reward, group, valid)
-      if settings.estimator == 'rloo':
-        result = centred * n / np.maximum(n - 1, 1)
-      elif settings.estimator == 'grpo':
-        variance = _group_sum(centred**2, group, valid) / np.maximum(n - 1, 1)
-        result = centred / (np.sqrt(variance) + EPSILON)
-      else:
-        result = centred
-    case 'reinforce_baseline':
-      result = reward - reward.sum() / max(int(valid.sum()), 1)
-    case 'reinforce':
-      result = reward
-  return np.where(valid, result, 0)
+  found = np.asarray(estimator(settings)(np.where(valid, reward, 0).astype(np.float64), group, valid))
+  returned = f'config.advantage.estimator = {settings.estimator!r}: its function returned'
+  if found.shape != reward.shape:
+    raise SettingsError(f'{returned} {found.dtype}{list(found.shape)}; expected [B] = {list(reward.shape)}')
+  with np.errstate(over='ignore'):  # the check below reports an overflow
+    result = np.where(valid, found, 0).astype(reward.dtype)
+  if not np.isfinite(result).all():
+    first = np.flatnonzero(~np.isfinite(result))[0]
+    raise SettingsError(f'{returned} {found[first]} for a reward of {reward[first]}; expected finite numbers of {reward.dtype}')
+  return result
+
+
+def estimator(settings: Advantage) -> Callable:
+  """Return the function of the estimator. Raises SettingsError if it has none."""
+  if settings.estimator not in ESTIMATORS:
+    known = ', '.join(ESTIMATORS)
+    raise SettingsError(f'config.advantage.estimator = {settings.estimator!r}: expected a name in ESTIMATORS: {known}')
+  return ESTIMATORS[settings.estimator]
 
 
 def equal_groups(
@@ -65,6 +72,44 @@ def equal_groups(
   group = np.unique(group, return_inverse=True)[1]
   lowest, highest = _group_range(reward, group, valid)
   return valid & (lowest == highest)
+
+
+# --- estimators: (reward, group, valid) -> advantage of each sequence; rewards are float64, and 0 where not valid -----------
+
+
+def _grpo(reward, group, valid):
+  centred, n = _centred(reward, group, valid)
+  variance = _group_sum(centred**2, group, valid) / np.maximum(n - 1, 1)
+  return centred / (np.sqrt(variance) + EPSILON)
+
+
+def _dr_grpo(reward, group, valid):
+  return _centred(reward, group, valid)[0]
+
+
+def _rloo(reward, group, valid):
+  centred, n = _centred(reward, group, valid)
+  return centred * n / np.maximum(n - 1, 1)
+
+
+def _reinforce_baseline(reward, group, valid):
+  return reward - reward.sum() / max(int(valid.sum()), 1)
+
+
+def _reinforce(reward, group, valid):
+  return reward
+
+
+ESTIMATORS: dict[str, Callable] = {
+  'grpo': _grpo,
+  'dr_grpo': _dr_grpo,
+  'rloo': _rloo,
+  'reinforce_baseline': _reinforce_baseline,
+  'reinforce': _reinforce,
+}
+
+
+# --- statistics of groups ------------------------------------------------------------------------------------------------
 
 
 def _centred(reward, group, valid):

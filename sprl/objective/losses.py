@@ -16,12 +16,13 @@ then 1, and the ratio has the gradient of `current`.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from sprl.config import Loss
+from sprl.config import Loss, SettingsError
 from sprl.objective.correction import pooled
 from sprl.objective.masked import bounded_exp, k3
 from sprl.types import LogProbs
@@ -165,7 +166,8 @@ def token_loss(
   the model wrote: ratios of sequences and segments are means over them, rejected tokens included, which `aggregation` leaves
   out of the sum. `weight` is `TokenWeights.weight`.
 
-  Raises ValueError if a log-prob that the mode needs is missing.
+  Raises ValueError if a log-prob that the mode needs is missing, and SettingsError if the variant's function returns anything but
+  three arrays [B, T], the last one of bool.
   """
   denominator = logprobs.old if mode == 'decoupled' else logprobs.sampler
   if logprobs.current is None or denominator is None:
@@ -174,8 +176,21 @@ def token_loss(
   logp, denominator, A, w = (jnp.where(mask, x, 0) for x in (logprobs.current, denominator, advantage, weight))
   w = w if settings.weighted(mode) else mask.astype(w.dtype)
   tokens = TokenTerms(logp=logp, denominator=sg(denominator), A=sg(A), reward=sg(reward)[:, None], mask=mask)
-  loss, log_ratio, clipped = VARIANTS[settings.variant](tokens, settings)
+  loss, log_ratio, clipped = _checked(VARIANTS[settings.variant](tokens, settings), mask.shape, settings.variant)
   return jnp.where(mask, sg(w) * loss, 0), TokenRatios(log_ratio=sg(log_ratio), clipped=sg(clipped & mask))
+
+
+def _checked(returned: Any, shape: tuple[int, ...], variant: str) -> tuple[Array, Array, Array]:
+  """Return what a variant returned. Other shapes would be broadcast to [B, T] without an error."""
+  found = returned if isinstance(returned, tuple) else (returned,)
+  forms = [(getattr(x, 'shape', None), getattr(x, 'dtype', None) == jnp.bool_) for x in found]
+  if forms != [(shape, False), (shape, False), (shape, True)]:
+    described = [f'{x.dtype}{list(x.shape)}' if hasattr(x, 'dtype') else type(x).__name__ for x in found]
+    raise SettingsError(
+      f'config.loss.variant = {variant!r}: its function returned {", ".join(described)}; '
+      f'expected (loss, log ratio, clipped), each [B, T] = {list(shape)}, clipped of bool'
+    )
+  return returned
 
 
 def kl(logprobs: LogProbs, estimator: str = 'k3') -> Float[Array, 'B T']:

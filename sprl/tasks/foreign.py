@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+LARGEST_REWARD = 3.4e38  # the learner reads rewards in float32
 _FOLDERS = (Path(__file__).parents[1], *(Path(sysconfig.get_path(name)) for name in ('stdlib', 'purelib', 'platlib')))
 _LIBRARIES = ('<frozen ', *(f'{folder}{os.sep}' for folder in _FOLDERS))  # how the names of their files begin
 

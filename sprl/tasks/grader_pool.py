@@ -1,8 +1,8 @@
 """Graders in pools of workers. An answer that breaks a reward costs only its own score of that reward.
 
 A reward counts 0, with a status that is counted, if its grader takes too long (`timeout`), ends its process or reaches its memory
-limit (`crash`), raises (`error`), or returns anything but a finite number (`invalid`). The pool kills graders from outside,
-because an alarm inside the worker does not interrupt C code that hangs.
+limit (`crash`), raises (`error`), or returns anything but a finite number of float32 (`invalid`). The pool kills graders from
+outside, because an alarm inside the worker does not interrupt C code that hangs.
 
 Each reward of a sample is a separate call of a worker. Rewards in files run in processes (or on Ray), Python callables in threads
 of this process. Async rewards run many at a time on one event loop, which is in a process or, for Python callables, in a thread.
@@ -22,7 +22,7 @@ from typing import Any, Literal
 from sprl.config_checks import reward_name
 from sprl.tasks import graders
 from sprl.tasks.async_workers import Lanes, async_starter
-from sprl.tasks.foreign import reason
+from sprl.tasks.foreign import LARGEST_REWARD, reason
 from sprl.tasks.graders import GraderSpec, Reward
 from sprl.tasks.judge import COSTS, Judgement
 from sprl.tasks.rewards import Sample
@@ -285,6 +285,8 @@ def _score_of(returned: Any) -> Score:
     return 0.0, 'invalid', f'returned a {type(returned).__name__}{of_shape}, expected a finite number', {}
   if not math.isfinite(returned):
     return 0.0, 'invalid', f'returned {returned!r:.100}, expected a finite number', {}
+  if abs(float(returned)) > LARGEST_REWARD:
+    return 0.0, 'invalid', f'returned {returned!r:.100}, which float32 cannot hold', {}
   return float(returned), 'ok', '', {}
 
 
@@ -304,7 +306,9 @@ _MALFORMED: Score = 0.0, 'crash', 'malformed answer', {}
 
 def _score(answer: Any) -> Score:
   match answer:
-    case (int() | float() as score, 'ok' | 'invalid' | 'error' as status, str() as why, dict() as costs) if math.isfinite(score):
+    case (int() | float() as score, 'ok' | 'invalid' | 'error' as status, str() as why, dict() as costs) if (
+      abs(score) <= LARGEST_REWARD
+    ):
       known = {name: float(used) for name, used in costs.items() if name in COSTS and isinstance(used, int | float)}
       return score if status == 'ok' else 0.0, status, why, known
   return _MALFORMED

@@ -67,7 +67,7 @@ def random_view(shape, seed=0):
     q_position[b] = rng.permutation(q_position[b])
   carried = np.where(rng.random((B, K, S)) < 0.3, -1, rng.random((B, K, S))).astype(np.float32)
   q = 2 * rng.normal(size=(B, K, G, A, D)).astype(np.float32)
-  return View(k, n, position, q, q_position, carried)
+  return View(k, n, position, q, q_position, carried, v=rng.normal(size=(B, K, S, D)).astype(np.float32))
 
 
 @pytest.mark.parametrize('shape', SHAPES, ids=str)
@@ -189,6 +189,7 @@ def one_head(k, n=None, q=None, carried=None, position=None):
     np.asarray(q, np.float32)[None, None],
     np.asarray(q_position, np.int32)[None],
     np.asarray(carried, np.float32)[None, None],
+    v=np.zeros_like(k)[None, None],
   )
 
 

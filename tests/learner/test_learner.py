@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import small
 
-from sprl.config import Advantage, Loss, ModelSettings, Optimizer, Packing, Rollout, Run, Sampling
+from sprl.config import Advantage, Loss, ModelSettings, Optimizer, Packing, Rollout, Run, Sampling, SettingsError
 from sprl.io.tokenizer import Tokenizer
 from sprl.learner.batch import shape
 from sprl.learner.learner import Learner, batch_advantages, minibatches
@@ -19,6 +19,7 @@ from sprl.learner.state import TrainState, guarded_step
 from sprl.model import Model
 from sprl.models import transformer
 from sprl.models.config import tiny
+from sprl.objective.advantages import ESTIMATORS
 from sprl.sharding.mesh import make_mesh
 from sprl.types import LogProbs
 
@@ -128,6 +129,18 @@ def test_filtered_groups_have_advantage_nan():
   np.testing.assert_array_equal(found, [0.5, -0.5, np.nan, np.nan, -0.5, 0.5, 0.5, -0.5])
   unfiltered = dataclasses.replace(RUN, rollout=dataclasses.replace(RUN.rollout, equal_groups='train'))
   np.testing.assert_array_equal(batch_advantages(rollouts(REWARDS), unfiltered)[2:4], 0)
+
+
+def test_nan_of_an_estimator_leaves_no_sequence_out(monkeypatch):
+  monkeypatch.setitem(ESTIMATORS, 'grpo', lambda reward, group, valid: 0 * reward / 0)
+  run = dataclasses.replace(RUN, advantage=Advantage('grpo'))
+  with np.errstate(invalid='ignore'), pytest.raises(SettingsError, match=r"config\.advantage\.estimator = 'grpo'.* nan "):
+    batch_advantages(rollouts(REWARDS), run)
+
+
+def test_an_estimator_without_a_function_is_refused_before_the_first_rollout():
+  with pytest.raises(SettingsError, match=r"config\.advantage\.estimator = 'other'"):
+    learner(run=dataclasses.replace(RUN, advantage=Advantage('other')))  # type: ignore[arg-type]
 
 
 def test_metrics_are_means_over_the_updates_except_the_largest_values():

@@ -1,4 +1,7 @@
-"""Advantages: values worked out by hand, invalid sequences, and agreement with the oracle."""
+"""Advantages: values worked out by hand, invalid sequences, wrong estimators, and agreement with the oracle."""
+
+import re
+import typing
 
 import numpy as np
 import objective_oracle as oracle
@@ -6,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sprl.config import Advantage
-from sprl.objective.advantages import advantages, equal_groups, overlong_penalty
+from sprl.config import Advantage, SettingsError
+from sprl.objective.advantages import ESTIMATORS, advantages, equal_groups, overlong_penalty
 
 ALL = [
   Advantage(),
@@ -56,6 +59,38 @@ def test_equal_rewards_give_exact_zeros(reward):
 def test_a_group_of_one_gets_zero():
   for s in ALL[:3]:
     np.testing.assert_array_equal(computed([3.0, 1.0], [0, 1], [True, True], s), 0)
+
+
+@pytest.mark.parametrize('scale', [1e30, 3e38])
+def test_large_rewards_do_not_overflow(scale):
+  found = computed([scale, 0, 0, scale], [0, 0, 0, 0], [True] * 4, Advantage())
+  np.testing.assert_allclose(found, np.array([1, -1, -1, 1]) * np.sqrt(3) / 2, rtol=1e-6)
+
+
+def test_each_estimator_has_a_function():
+  assert set(ESTIMATORS) == set(typing.get_args(typing.get_type_hints(Advantage)['estimator']))
+  with pytest.raises(SettingsError, match=r"config\.advantage\.estimator = 'other'.*ESTIMATORS"):
+    computed([1.0], [0], [True], Advantage('other'))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+  ('returned', 'message'),
+  [
+    (lambda r: r[:, None], 'float64[4, 1]; expected [B] = [4]'),
+    (lambda r: r.mean(), 'float64[]; expected [B] = [4]'),
+    (lambda r: np.where(r == 0.5, np.nan, r), 'nan for a reward of 0.5; expected finite'),
+    (lambda r: r * 1e300, '1e+300 for a reward of 1.0; expected finite numbers of float32'),
+  ],
+)
+def test_advantages_of_another_shape_or_not_finite_are_refused(monkeypatch, returned, message):
+  monkeypatch.setitem(ESTIMATORS, 'grpo', lambda reward, group, valid: returned(reward))
+  with pytest.raises(SettingsError, match=rf"config\.advantage\.estimator = 'grpo'.*{re.escape(message)}"):
+    computed([1, 0.5, 0, 0], [0, 0, 1, 1], [True, True, False, True], Advantage())
+
+
+def test_an_estimator_may_return_anything_for_invalid_sequences(monkeypatch):
+  monkeypatch.setitem(ESTIMATORS, 'grpo', lambda reward, group, valid: np.where(valid, reward, np.nan))
+  np.testing.assert_array_equal(computed([1, 2], [0, 0], [True, False], Advantage()), [1, 0])
 
 
 def test_the_overlong_penalty_is_that_of_dapo():

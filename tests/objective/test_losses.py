@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sprl.config import Advantage, Correction, Dppo, Loss, Tis, Topr
+from sprl.config import Advantage, Correction, Dppo, Loss, SettingsError, Tis, Topr
 from sprl.objective.advantages import advantages
 from sprl.objective.correction import reject, weigh
 from sprl.objective.losses import VARIANTS, aggregation, kl, objective, token_loss
@@ -75,6 +75,23 @@ def losses_of(r, A, s, mode='decoupled', reward=0.0):
   loss, ratios = loss_of(one_row(r, A, reward), s, mode)
   assert not np.any(np.asarray(loss)[1:])
   return loss[0, : len(r)], ratios.clipped[0, : len(r)]
+
+
+@pytest.mark.parametrize(
+  ('returned', 'found'),
+  [
+    (lambda t: (t.logp.mean(), t.log_r, t.mask), r'float64\[\], float64\[5, 11\], bool\[5, 11\]'),
+    (lambda t: (t.logp, t.log_r.mean(axis=1, keepdims=True), t.mask), r'float64\[5, 11\], float64\[5, 1\], bool'),
+    (lambda t: (t.logp, t.log_r), r'float64\[5, 11\], float64\[5, 11\]; '),
+    (lambda t: t.logp, r'returned float64\[5, 11\]; '),
+    (lambda t: (t.logp, t.log_r, 0.0 * t.logp), r'float64\[5, 11\], float64\[5, 11\], float64\[5, 11\]'),
+    (lambda t: (t.logp, None, t.mask), r'float64\[5, 11\], NoneType, bool\[5, 11\]'),
+  ],
+)
+def test_a_loss_of_another_shape_is_refused(monkeypatch, returned, found):
+  monkeypatch.setitem(VARIANTS, 'ppo', lambda t, s: returned(t))
+  with pytest.raises(SettingsError, match=rf"config\.loss\.variant = 'ppo'.*{found}.*\[B, T\] = \[5, 11\]"):
+    loss_of(one_row([1.0], 1.0), Loss())
 
 
 # --- by hand: l = -1, so a loss -c A l is c A -------------------------------------------------------------------------------

@@ -98,6 +98,7 @@ def test_numbers_are_rewards(reward):
     (('', 0.0, False, False, {'messages': [{'role': 'user', 'content': '\ud800'}]}), r"info\['messages'\] is .*UTF-8"),
     (('', 0.0, False, False, {'metrics': {'\ud800': 1.0}}), r"info\['metrics'\] is "),
     (('', math.nan, False, False, {}), 'reward is nan: expected a finite number'),
+    (('', -1e39, False, False, {}), r'reward is -1e\+39: expected a finite number of float32'),
     (('', -math.inf, False, False, {}), 'reward is -inf'),
     (('', '1', False, False, {}), "reward is a str, '1': expected a number"),
     (('', True, False, False, {}), 'reward is a bool'),

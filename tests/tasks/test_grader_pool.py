@@ -138,6 +138,7 @@ def test_numbers_of_numpy_are_scores(pool, number):
     ('surrogate', 'error', 'ValueError: ?'),
     ('score float("nan")', 'invalid', 'returned nan'),
     ('score float("-inf")', 'invalid', 'returned -inf'),
+    ('score 1e39', 'invalid', 'returned 1e+39, which float32 cannot hold'),
     ('score "1.0"', 'invalid', 'returned a str, expected a finite number'),
     ('score (1.0, 2.0)', 'invalid', 'returned a tuple, expected a finite number'),
     ('score __import__("numpy").array([0.5])', 'invalid', 'returned a ndarray of shape (1,), expected a finite number'),

@@ -21,7 +21,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from sprl.tasks.foreign import reason
+from sprl.tasks.foreign import LARGEST_REWARD, reason
 
 Info = dict[str, Any]
 Message = dict[str, str]  # {role, content}
@@ -53,7 +53,7 @@ class Outcome:
   """The result of a step."""
 
   observation: str
-  reward: float  # of this step, finite
+  reward: float  # of this step, a finite number of float32
   terminated: bool  # the task has ended
   truncated: bool  # a limit of the environment cut it short
   info: Info
@@ -89,8 +89,8 @@ def checked_step(env: Any, action: str) -> Outcome:
   _check(where, observation, info)
   if not _is_number(reward):
     raise EnvironmentFault(f'{where}: reward is a {type(reward).__name__}, {reward!r:.100}: expected a number')
-  if not math.isfinite(reward):
-    raise EnvironmentFault(f'{where}: reward is {reward}: expected a finite number')
+  if not abs(reward) <= LARGEST_REWARD:  # NaN, too
+    raise EnvironmentFault(f'{where}: reward is {reward}: expected a finite number of float32')
   for name, end in zip(('terminated', 'truncated'), ends, strict=True):
     if not isinstance(end, bool | np.bool_):
       raise EnvironmentFault(f'{where}: {name} is a {type(end).__name__}, {end!r:.100}: expected True or False')
