@@ -143,6 +143,7 @@ class RolloutSetup:
       ahead = [(given, [stream.index(i) for i in range(count)])]
     held_out = dict(_held_out(run, inputs, team))
     for some in held_out.values() if stream is not None and team.processes == 1 else ():
+      assert isinstance(some.problems, problems.Problems | Mixture), 'read from files, by this process'
       found, count = problems.shared(given, some.problems)
       if found:
         log.warning('%d of %d held-out problems are also trained on', found, count)
