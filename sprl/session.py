@@ -339,15 +339,15 @@ class Session:
 
 
 def check_graded(run: Run, result: Mapping[str, Any]) -> None:
-  """Raise SettingsError if no answer of an evaluation could be graded. It names the reward and the first failure."""
-  found, task = result.get('metrics', {}), run.task
-  answers = found.get('eval/problems', 0) * found.get('eval/samples', 0)
-  if answers and found['eval/ungraded'] == answers:
-    named = f'config.task.rewards = {task.rewards!r}' if task.rewards else f'config.task.grader = {task.grader!r}'
-    raise SettingsError(
-      f'{named}: none of the {answers:.0f} answers of the first evaluation could be graded; expected a grader that returns 0 for '
-      f'an answer that it cannot read. The first failure: {result["failure"]}'
-    )
+  """Raise SettingsError if the rewards of a held-out set refuse every answer. It names the setting and the first failure."""
+  task = run.task
+  own = f'rewards = {task.rewards!r}' if task.rewards else 'mixture' if task.kind == 'mixture' else f'grader = {task.grader!r}'
+  for name, found in {'': result, **result.get('sets', {})}.items():
+    if found.get('failure'):
+      raise SettingsError(
+        f'config.{f"eval.sets.{name}" if name else f"task.{own}"}: no answer of the first evaluation could be graded; expected '
+        f'a grader that returns 0 for an answer that it cannot read. The first failure: {found["failure"]}'
+      )
 
 
 class Pump:

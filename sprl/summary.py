@@ -15,6 +15,10 @@ from sprl.session import Finished
 log = logging.getLogger(__name__)
 
 
+def _failed(metrics: Mapping[str, float]) -> str:
+  return f'{metrics["eval/ungraded"]:.0f} of {metrics["eval/problems"] * metrics["eval/samples"]:.0f}'
+
+
 def closing_report(run: Run, workdir: Path, finished: Finished) -> str:
   """Draw the plots, write report.html, and return the summary as text. Its last line names the report."""
   before, after = finished.before, finished.after
@@ -24,9 +28,9 @@ def closing_report(run: Run, workdir: Path, finished: Finished) -> str:
   for name, result in (('before', before), ('after', after)):
     m = result['metrics']
     lines.append(f'  {name:7s} reward {m["eval/avg@k"]:.3f}   ({_interval(m, "eval")})')
-  ungraded = [round(result['metrics']['eval/ungraded']) for result in (before, after)]
-  if any(ungraded):
-    lines.append(f'  {ungraded[0]} of {count * k} answers before and {ungraded[1]} after were not graded; their reward is 0')
+  if any(result['metrics']['eval/ungraded'] for result in (before, after)):
+    failed = [_failed(result['metrics']) for result in (before, after)]
+    lines.append(f'  a reward failed, and counts 0, for {failed[0]} answers before and {failed[1]} after')
   lines += _more_sets(before, after)
   for title, old, new in _examples(before['samples'], after['samples']):
     question = ' '.join(old['prompt'].split())  # its end is shown, for it may begin with a system message

@@ -165,17 +165,17 @@ def setup(
     for difference in write_config(workdir, settings.to_dict(run), may_change, settings.to_dict(Run())):
       log.warning('settings changed since this run began: %s', difference)
     sources, starts = graders.checksums(rollouts.rewards), read_starts(workdir)['starts']
-    known = starts[-1].get('graders', {}) if saved and starts else {}
+    known = next((start.get('graders', {}) for start in reversed(starts) if start.get('step', done) < max(done, 1)), {})
     for name in sorted(name for name in sources if known.get(name, sources[name]) != sources[name]):
       log.warning('%s has changed since the last start of this run: its steps have rewards of both', name)
-    if saved and done == run.steps:
-      log.warning('nothing to do: the run of %s has its %d steps (config.steps)', workdir, done)
     facts = {'step': done, 'command': start.command, **versions(), **provenance(), 'folder': str(Path.cwd())}
     add_start(workdir, origin, first_start, facts | {'graders': sources})
   stack.callback(checkpoints.close)
 
   # --- learner: from a checkpoint, or from the pretrained weights ----------------------------------------------------
   learner, state = open_learner(run, model, layout, checkpoints, rollouts, eval_set, workdir, origin, team)
+  if team.leads and done == run.steps and state.before and state.after:
+    log.warning('no step is left: the run of %s has its %d steps (config.steps)', workdir, done)
   if not learner.scales_current:  # no step has measured the scales for these weights
     first = (state.scheduler or {}).get('next', 0)
     learner.measure_scales_on_prompts(prompts(source, first, run.prefill))

@@ -19,7 +19,7 @@ LEVELS = (  # the lowest first; packages and modules of sprl/
   ('model',),
   ('agents',),
   ('rollout', 'learner'),
-  ('ledger', 'planning', 'command_line', 'remarks'),
+  ('ledger', 'planning', 'command_line', 'other_data', 'remarks'),
   ('session',),
   ('hooks', 'summary'),
   ('train',),

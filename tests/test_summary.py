@@ -48,5 +48,5 @@ def test_answers_that_were_not_graded_are_counted(monkeypatch, tmp_path):
   def report(before, after):
     return closing_report(Run(), tmp_path, Finished(3, True, None, None, None, result(before), result(after)))  # pyright: ignore
 
-  assert '  19 of 20 answers before and 20 after were not graded; their reward is 0\n' in report(19.0, 20.0)
-  assert 'graded' not in report(0.0, 0.0)
+  assert '  a reward failed, and counts 0, for 19 of 20 answers before and 20 of 20 after\n' in report(19.0, 20.0)
+  assert 'failed' not in report(0.0, 0.0)

@@ -69,12 +69,12 @@ def _renamed(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_located(workdir: str | os.PathLike) -> dict[str, Any]:
-  """Read the settings of a run, with absolute paths: relative ones are below this folder, else below that of its last start."""
+  """Read the settings of a run, with absolute paths: of files below the folder of its last start, else below this one."""
   return located(read_config(workdir), last_folder(workdir))
 
 
 def located(config: Mapping[str, Any], folder: str = '') -> dict[str, Any]:
-  """Return settings in which names of local files and folders are absolute: those that exist below this folder, or `folder`."""
+  """Return settings in which names of local files and folders are absolute: those that exist below `folder`, or this one."""
 
   def place(key: str, value: Any) -> Any:
     if isinstance(value, Mapping) and key not in ('args', 'template_args', 'columns', 'judge'):  # these have keys of their own
@@ -85,7 +85,7 @@ def located(config: Mapping[str, Any], folder: str = '') -> dict[str, Any]:
       return value
     name, mark, function = (value, '', '') if key == 'path' else value.rpartition('.py:')
     file = Path(name + mark.rstrip(':')).expanduser()
-    places = [Path(base, file) for base in ('', folder) if (mark or key == 'path') and Path(base, file).exists()]
+    places = [Path(base, file) for base in (folder, '') if (mark or key == 'path') and Path(base, file).exists()]
     return os.path.abspath(places[0]) + mark[-1:] + function if places else value
 
   return {key: place(key, value) for key, value in config.items()}

@@ -45,6 +45,8 @@ def advantages(
   Raises SettingsError if the estimator has no function, or if that returns anything but a finite number for each sequence.
   """
   group = np.unique(group, return_inverse=True)[1]
+  if not np.isfinite(reward[valid]).all():
+    raise SettingsError('a reward is not finite in float32: expected smaller rewards, or fewer turns that add up (config.task)')
   found = np.asarray(estimator(settings)(np.where(valid, reward, 0).astype(np.float64), group, valid))
   returned = f'config.advantage.estimator = {settings.estimator!r}: its function returned'
   if found.shape != reward.shape:

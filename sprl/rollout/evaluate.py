@@ -74,7 +74,7 @@ def evaluate(
                scores 1); the samples of a problem are averaged first. With several rewards, the first one scores
     scores     mean score of each problem, in the order of the problems, for paired comparisons
     samples    rows of `shown` completions
-    failure    why the first answer that was not graded was not; '' if all were graded
+    failure    if every reward refuses every answer, by raising or with a result that is no number: why the first; else ''
     sets       intervals, failure and samples of each other set by name; absent if there is none
 
     An empty dict if `stopped` ended the evaluation.
@@ -120,6 +120,11 @@ def evaluate(
   return own
 
 
+def refused(t: Trajectory) -> bool:
+  """Return whether no reward graded an answer, for a reason that another try would repeat: no time limit, and no crash."""
+  return t.status in ('error', 'invalid') and len(t.failed) == len(t.parts)
+
+
 def scores(trajectories: Sequence[Trajectory], count: int, k: int) -> dict[str, Any]:
   """Return metrics and intervals of `count` problems. `trajectories` are ordered by problem, with `k` for each."""
   score = np.array([t.score for t in trajectories]).reshape(count, k)
@@ -142,5 +147,5 @@ def scores(trajectories: Sequence[Trajectory], count: int, k: int) -> dict[str, 
     },
     'intervals': intervals,
     'scores': score.mean(axis=1).tolist(),
-    'failure': next((t.reason for t in trajectories if t.status != 'ok'), ''),
+    'failure': trajectories[0].reason if all(map(refused, trajectories)) else '',
   }

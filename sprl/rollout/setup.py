@@ -142,11 +142,11 @@ class RolloutSetup:
       count = min(run.steps * run.rollout.prompts, len(given), LOOKED_AHEAD)
       ahead = [(given, [stream.index(i) for i in range(count)])]
     held_out = dict(_held_out(run, inputs, team))
-    for some in held_out.values() if stream is not None and team.processes == 1 else ():
+    for name, some in held_out.items() if stream is not None and team.processes == 1 else ():
       assert isinstance(some.problems, problems.Problems | Mixture), 'read from files, by this process'
-      found, count = problems.shared(given, some.problems)
-      if found:
-        log.warning('%d of %d held-out problems are also trained on', found, count)
+      if found := problems.shared(given, some.problems, some.order):
+        of_set = f' of config.eval.sets.{name}' if name else ''
+        log.warning('%d of %d held-out problems%s are also trained on', found, len(some.order), of_set)
 
     def length(place: int, problem: Problem) -> collect.Length:
       return collect.Length(place, len(collect.encode(problem, tokenizer)), problem.id)

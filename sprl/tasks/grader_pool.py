@@ -158,8 +158,11 @@ class GraderPool:
     failures = [(status, reward.name, why) for reward, _, status, why, _ in found if status != 'ok']
     status, name, why = failures[0] if failures else ('ok', '', '')
     used = sorted({name for *_, costs in found for name in costs})
+    total = sum((reward.weight * score for reward, score, *_ in found), start=0.0)
+    if abs(total) > LARGEST_REWARD:
+      total, status, name, why = 0.0, 'invalid', '', f'the weighted rewards add up to {total:g}, which float32 cannot hold'
     return Grade(
-      sum((reward.weight * score for reward, score, *_ in found), start=0.0),
+      total,
       status,  # pyright: ignore[reportArgumentType]
       f'{name}: {why}' if name else why,
       {reward.name: score for reward, score, *_ in found if reward.name},

@@ -145,7 +145,7 @@ def checksums(rewards: Sequence[Reward]) -> dict[str, str]:
   found = {}
   for spec in (reward.grader for reward in rewards):
     if spec.kind == 'file':
-      found[f'{Path(spec.path).name}:{spec.name}'] = _checksum(Path(spec.path).read_bytes())
+      found[spec.label] = _checksum(Path(spec.path).read_bytes())
     elif spec.function is not None:
       with suppress(OSError, TypeError):  # a callable object, or a function that was typed in
         found[spec.label] = _checksum(inspect.getsource(spec.function).encode())

@@ -18,6 +18,7 @@ from sprl.tasks import dataset, gsm8k, jsonl, reasoning
 from sprl.tasks.tables import plain
 
 SOURCES = {'dataset': dataset, 'gsm8k': gsm8k, 'jsonl': jsonl, 'reasoning_gym': reasoning}
+Question = tuple[tuple[str, str], ...]  # the role and the text of each message, before task.system and task.suffix
 
 
 @dataclass(frozen=True)
@@ -114,9 +115,10 @@ class Problems(Sequence[Problem]):
   def __len__(self) -> int:
     return len(self._rows)
 
-  def questions(self) -> Iterator[tuple[tuple[str, str], ...]]:
-    """Yield the role and the text of the messages of each problem, in order; nothing if problems are generated on demand."""
-    for row in self._rows if self.digest else ():
+  def questions(self, indices: Iterable[int] | None = None) -> Iterator[Question]:
+    """Yield the questions of these problems; None: of all. Problems that are generated on demand have none."""
+    for i in (range(len(self)) if indices is None else indices) if self.digest else ():
+      row = self._rows[i]
       yield tuple((m['role'], m['content']) for m in row.get('messages') or [{'role': 'user', 'content': row['prompt']}])
 
   @overload
@@ -150,13 +152,20 @@ class Mixture(Sequence[Problem]):
   def __getitem__(self, index):
     if isinstance(index, slice):
       return [self[i] for i in range(*index.indices(len(self)))]
-    i = range(len(self))[index]
-    name = list(self.parts)[bisect_right(list(self.starts.values()), i) - 1]
-    return named(self.parts[name][i - self.starts[name]], name)
+    name, i = self._place(range(len(self))[index])
+    return named(self.parts[name][i], name)
 
-  def questions(self) -> Iterator[tuple[tuple[str, str], ...]]:
-    """Yield the role and the text of the messages of each problem of the sources that are not generated on demand."""
-    return itertools.chain.from_iterable(part.questions() for part in self.parts.values())
+  def _place(self, index: int) -> tuple[str, int]:
+    """Return the source of a problem, and its index there."""
+    name = list(self.parts)[bisect_right(list(self.starts.values()), index) - 1]
+    return name, index - self.starts[name]
+
+  def questions(self, indices: Iterable[int] | None = None) -> Iterator[Question]:
+    """Return the questions of these problems; None: of all. Problems that are generated on demand have none."""
+    if indices is None:
+      return itertools.chain.from_iterable(part.questions() for part in self.parts.values())
+    places = map(self._place, indices)
+    return itertools.chain.from_iterable(self.parts[name].questions([i]) for name, i in places)
 
   def in_turn(self, count: int) -> list[int]:
     """Return the indices of up to `count` problems: one of each source in turn, as long as a source has more."""
@@ -164,11 +173,11 @@ class Mixture(Sequence[Problem]):
     return [start + i for i, start in places[:count]]
 
 
-def shared(trained: 'Problems | Mixture', held_out: 'Problems | Mixture') -> tuple[int, int]:
-  """Return how many of the held-out questions are also trained on, and how many there are."""
-  asked = list(held_out.questions())
+def shared(trained: 'Problems | Mixture', held_out: 'Problems | Mixture', order: Sequence[int]) -> int:
+  """Return how many of the held-out questions with the indices `order` are also trained on."""
+  asked = list(held_out.questions(order))
   known = set(asked).intersection(trained.questions())
-  return sum(question in known for question in asked), len(asked)
+  return sum(question in known for question in asked)
 
 
 def named(problem: Problem, grader: str) -> Problem:

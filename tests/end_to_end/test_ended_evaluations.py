@@ -4,15 +4,18 @@ import threading
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from teams import together
 
-from sprl.config import Checkpoint, Evaluation, Run
+from sprl.config import Checkpoint, Evaluation, Run, SettingsError, Task
 from sprl.distributed.team import ALONE
 from sprl.hooks import evaluate_and_save
 from sprl.io.run_state import RunState
+from sprl.rollout.evaluate import refused
 from sprl.rollout.scheduler import Stalled
-from sprl.session import Session, StepReport
+from sprl.session import Session, StepReport, check_graded
+from sprl.types import Trajectory
 
 
 def session_of(step: int, result, logged=()) -> tuple[Session, list[str]]:
@@ -92,6 +95,34 @@ def test_a_resumed_run_begins_with_the_evaluation_that_was_ended(step, logged, e
   session, done = session_of(step, {'metrics': {}}, logged)
   assert list(session.steps()) == list(range(step + 1, 7))
   assert done == ['evaluate', 'save'] * evaluations  # the checkpoint gets its score
+
+
+def answer(status, failed=(), named=()):
+  whole, one = np.zeros(2, np.int32), np.zeros(2, np.float32)
+  parts = dict.fromkeys(named, 0.0)
+  return Trajectory(0, 0, whole, whole > 0, one, whole, whole, 1, 'stop', status=status, failed=failed, parts=parts)
+
+
+def test_an_answer_is_refused_if_every_reward_fails_for_good():
+  assert refused(answer('error'))
+  assert refused(answer('invalid', ('math', 'brief'), ('math', 'brief')))
+  assert not any(map(refused, (answer('ok'), answer('timeout'), answer('error', ('brief',), ('math', 'brief')))))
+
+
+@pytest.mark.parametrize(
+  ('task', 'result', 'said'),
+  [
+    (Task(grader='mine.py:f'), {'failure': 'KeyError'}, r"config\.task\.grader = 'mine\.py:f': no answer .* KeyError"),
+    (Task(rewards=('math', 'brief')), {'failure': 'x'}, r'config\.task\.rewards = '),
+    (Task(kind='mixture'), {'failure': 'x'}, r'config\.task\.mixture: '),
+    (Task(kind='environment'), {'failure': '', 'sets': {'aime': {'failure': 'x'}}}, r'config\.eval\.sets\.aime: '),
+  ],
+)
+def test_rewards_that_refuse_every_answer_end_the_run_with_their_setting(task, result, said):
+  with pytest.raises(SettingsError, match=said):
+    check_graded(Run(task=task), result)
+  check_graded(Run(task=task), {'failure': ''})
+  check_graded(Run(task=task), {})  # a signal ended the evaluation
 
 
 def test_a_run_whose_last_evaluation_is_ended_is_not_complete():

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import tiny
 
-from sprl import evaluate
+from sprl import other_data
 from sprl.config import default_config
 from sprl.io.metrics import read_metrics
 from sprl.io.metrics_reference import undocumented
@@ -71,7 +71,7 @@ def with_data():
     config = default_config()
     with config.task.ignore_type():
       config.task.update(task)
-    return config.task, evaluate.with_data(config.task, data, split, given)
+    return config.task, other_data.with_data(config.task, data, split, given)
 
   return changed
 
@@ -81,7 +81,7 @@ def test_other_data_is_graded_by_the_rewards_of_the_run(with_data):
     task, said = with_data({'kind': 'jsonl', 'path': 'folder', **own})
     assert ({name: task.to_dict()[name] for name in own}, said) == (own, [])
     assert (task.kind, task.path) == ('dataset', 'other.jsonl')
-    assert evaluate.graded_by(task.to_dict()) == list(own.get('rewards', ('mine.py:f',)))
+    assert other_data.graded_by(task.to_dict()) == list(own.get('rewards', ('mine.py:f',)))
   task, said = with_data({'kind': 'jsonl', 'path': 'folder', 'rewards': ('math', 'mine.py:f'), 'grader': 'exact'}, 'task.grader')
   assert (task.grader, task.rewards, said) == ('exact', (), [])
 

@@ -162,7 +162,7 @@ def test_a_reward_that_fails_for_every_answer_ends_the_run_before_its_first_step
     return row['difficulty']
 
   given = {'test': rows(folder, 'test'), **SETTINGS, 'workdir': tmp_path / 'run'}
-  said = r"'python:keyed': none of the 2 answers .* KeyError: 'difficulty' \(.*test_front\.py:\d+, in keyed\)"
+  said = r"'python:keyed': no answer of the first evaluation .* KeyError: 'difficulty' \(.*test_front\.py:\d+, in keyed\)"
   with pytest.raises(sprl.SettingsError, match=said):
     sprl.fit(folder / 'model', rows(folder, 'train'), keyed, **given)
   assert [line['kind'] for line in read_metrics(tmp_path / 'run')] == ['eval']
@@ -175,7 +175,7 @@ def test_a_changed_reward_and_a_run_without_steps_left_are_said_at_a_resume(fold
     given = {'test': rows(folder, 'test'), **SETTINGS, 'steps': 0, 'workdir': tmp_path / 'run'}
     caplog.clear()
     sprl.fit(folder / 'model', rows(folder, 'train'), reward, **given)
-    return [text for text in caplog.messages if 'changed' in text or 'nothing to do' in text]
+    return [text for text in caplog.messages if 'changed' in text or 'no step is left' in text]
 
   def graded(value):
     if value:
@@ -189,7 +189,7 @@ def test_a_changed_reward_and_a_run_without_steps_left_are_said_at_a_resume(fold
 
     return own
 
-  nothing = f'nothing to do: the run of {tmp_path}/run has its 0 steps (config.steps)'
+  nothing = f'no step is left: the run of {tmp_path}/run has its 0 steps (config.steps)'
   assert fit_with(graded(True)) == []
   assert fit_with(graded(True)) == [nothing]
   changed = 'python:own has changed since the last start of this run: its steps have rewards of both'

@@ -51,6 +51,7 @@ def test_a_request_that_runs_when_sigterm_arrives_is_answered_and_the_command_en
   ],
 )
 def test_what_cannot_be_served_is_refused(model, flags, said):
-  status, _, err = tiny.run('serve', f'--model={model}', *flags)
+  which = [] if any(flag.startswith('--model=') for flag in flags) else [f'--model={model}']
+  status, _, err = tiny.run('serve', *which, *flags)
   assert status == 2
   assert said in err
