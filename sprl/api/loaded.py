@@ -8,9 +8,10 @@ model.save('folder')
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from sprl.planning.room import check_evaluation_fits
 from sprl.rollout.evaluate import evaluate
 from sprl.rollout.setup import Inputs, RolloutSetup
 from sprl.sampler.buckets import prompt_buckets
+from sprl.sharding.rules import OnMesh
 from sprl.tasks.in_memory import Row
 from sprl.types import Trajectory
 
@@ -81,7 +83,7 @@ class LoadedModel:
     self._first: Params | None = trained  # until the first update
     self._base = base
     self._learner: Learner | None = None  # of the latest update
-    self._updates: dict[Any, Callable[..., Any]] = {}  # jitted updates by what their programs depend on
+    self._jitted_update = lru_cache(UPDATES_KEPT)(partial(jitted_update, model))
 
   @property
   def _trained(self) -> Params:
@@ -209,19 +211,16 @@ class LoadedModel:
     if last is not None and last.run == run:
       return last
     model = Model.open(run)
-    optimizer = make_optimizer(run.optimizer, run.steps * run.optimizer.updates)
     if last is not None and form(last.run.optimizer) == form(run.optimizer):
       state = last.state
     else:
       if last is not None:
         log.warning('another config.optimizer: it begins without the moments and the schedule of the updates before')
+      optimizer = make_optimizer(run.optimizer, run.steps * run.optimizer.updates)
       abstract = abstract_state(abstract_params(model), optimizer, run.optimizer.offload)
       state = TrainState.create(self._trained, optimizer, jax.tree.map(lambda a: a.sharding, abstract))
     layout = model.cache_layout(run.sampling, run.cache, run.quant, run.masked_learner, run.model.router_replay == 'R3')
-    config = UpdateConfig.of(decided(run, model), model.dtype)
-    key = config, run.optimizer, run.steps
-    update = self._updates.get(key) or make_update(model.graphdef, optimizer, config, model.mesh)
-    self._updates = {key: update, **dict(list(self._updates.items())[: UPDATES_KEPT - 1])}
+    update = self._jitted_update(UpdateConfig.of(decided(run, model), model.dtype), run.optimizer, run.steps)
     reference = None
     if run.loss.kl_coef and self._base is not None:
       reference = self._base.params
@@ -230,6 +229,11 @@ class LoadedModel:
     elif run.loss.kl_coef:
       reference = model.load(model.dtype)
     return Learner(run=run, model=model, layout=layout, jitted_update=update, state=state, reference=reference, base=self._base)
+
+
+def jitted_update(model: Model, config: UpdateConfig, optimizer: Optimizer, steps: int) -> OnMesh:
+  """Return the jitted update of a model, for everything that its program depends on."""
+  return make_update(model.graphdef, make_optimizer(optimizer, steps * optimizer.updates), config, model.mesh)
 
 
 def form(optimizer: Optimizer) -> tuple[Any, ...]:
