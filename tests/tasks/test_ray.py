@@ -46,7 +46,7 @@ def test_environments_live_in_actors_that_are_replaced():
     assert call(key, 'step', 'x').observation == 'x 4.1'
     failure = call(key, 'step', 'raise')
     assert (failure.kind, failure.reason.split(':')[0]) == ('error', 'EnvironmentFault')
-    assert failure.reason.endswith('step raised ValueError: no such door')
+    assert 'step raised ValueError: no such door (' in failure.reason
     assert int(call(key, 'step', 'pid').observation) != os.getpid()
     assert call(key, 'step', 'die').kind == 'crash'
     assert call((1, 1), 'reset', 5)[0] == 'reset 5'
