@@ -1,26 +1,54 @@
-"""python -m sprl.report --workdir=runs/quickstart [--out=FILE]
+"""python -m sprl.report --workdir=RUN[,RUN ...] [--out=FILE]
 
 Writes the report of a run as one HTML file, by default report.html in the work directory: curves, evaluations, mismatch,
-samples, timeline and warnings. The file needs no server and no network. The run may be in progress. Exit status 2: the folder
-holds no run, or one that has logged nothing yet.
+samples, timeline and warnings. Of several runs, writes their comparison, by default comparison.html in the current folder, and
+prints the table of scores. Runs whose settings differ only in the seed form an arm. The differences from the first arm are
+paired. A `*` stands for any text: `--workdir='runs/dense-*,runs/sparse-*'`.
+
+The file needs no server and no network. Runs may be in progress. Exit status 2: a folder holds no run, or one that has logged
+nothing yet.
 """
 
+from glob import glob
 from pathlib import Path
 
 from absl import flags
 
 from sprl import command_line
+from sprl.config import SettingsError
 
-_WORKDIR = flags.DEFINE_string('workdir', None, 'The run.', required=True)
-_OUT = flags.DEFINE_string('out', None, 'The file to write. Default: report.html in the work directory.')
+_WORKDIR = flags.DEFINE_list('workdir', None, 'The run, or the runs to compare, with commas between them.', required=True)
+_OUT = flags.DEFINE_string('out', None, 'The file to write. Default: report.html in the work directory, or comparison.html here.')
 
 
 def main() -> int:
   """Run the command and return its exit status."""
+  from sprl.io.comparison import write_comparison
   from sprl.io.html_report import write_report  # imported late: an error in the flags is reported before jax loads
 
-  print(write_report(Path(_WORKDIR.value), Path(_OUT.value) if _OUT.value else None))
+  names, out = _WORKDIR.value or [], _OUT.value
+  if len(names) == 1 and '*' not in names[0]:
+    print(write_report(Path(names[0]), Path(out) if out else None))
+    return 0
+  path, rows = write_comparison([folder for name in names for folder in matching(name)], Path(out or 'comparison.html'))
+  widths = [max(map(len, column)) for column in zip(*rows)]
+  for row in rows:
+    print('  '.join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
+  print(path)
   return 0
+
+
+def matching(name: str) -> list[Path]:
+  """Return the folder of this name, or those that a name with `*` matches and that hold a run.
+
+  Raises SettingsError if it matches none.
+  """
+  if '*' not in name:
+    return [Path(name)]
+  found = [Path(path) for path in sorted(glob(name)) if (Path(path) / 'config.json').exists()]
+  if not found:
+    raise SettingsError(f'--workdir = {name!r}: expected a name that matches the folder of a run; it matches none')
+  return found
 
 
 if __name__ == '__main__':

@@ -6,10 +6,10 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from claims.experiment import ACCURACY, BEFORE, END, SECONDS, START, UNDER, Claim, Comparison, Experiment, Records
 from jaxtyping import Float
-from scipy import stats
+
+from sprl.io.paired import paired_interval
 
 Verdict = Literal['holds', 'does not hold', 'cannot tell']
-LEVEL = 0.95  # of the intervals
 
 
 class Estimate(NamedTuple):
@@ -21,25 +21,8 @@ class Estimate(NamedTuple):
 
 
 def interval(differences: Float[np.ndarray, 'S P']) -> Estimate:
-  """Return the mean of the paired differences of S seeds on P problems, and its interval.
-
-  Seeds and problems are both random samples: of training runs, and of the problems of the task. The variance of the mean is
-  (MS_seeds + max(MS_problems - MS_residual, 0)) / (S P), with the mean squares (MS) of a two-way layout. Each mean square
-  contains the noise of single answers, which this sum counts once. The degrees of freedom, at least S - 1, are those of Hillis
-  (Statistics in Medicine 26, 2007) for studies with several readers and cases. With one problem (a measure that is a number per
-  run) only seeds vary, and the interval is Student's. Fewer than two seeds give an infinite interval.
-  """
-  (S, P), mean = differences.shape, float(np.mean(differences))
-  if S < 2:
-    return Estimate(mean, -np.inf, np.inf)
-  of_seeds, of_problems = differences.mean(axis=1), differences.mean(axis=0)
-  seeds, problems = P * of_seeds.var(ddof=1), 0.0
-  if P > 1:
-    residual = np.sum((differences - of_seeds[:, None] - of_problems + mean) ** 2) / ((S - 1) * (P - 1))
-    problems = max(S * of_problems.var(ddof=1) - residual, 0.0)
-  freedom = (S - 1) * ((seeds + problems) / seeds) ** 2 if seeds else S - 1
-  half = float(stats.t.ppf((1 + LEVEL) / 2, freedom) * np.sqrt((seeds + problems) / (S * P)))
-  return Estimate(mean, mean - half, mean + half)
+  """Return the mean of the paired differences of S seeds on P problems, and its interval over both (sprl/io/paired.py)."""
+  return Estimate(*paired_interval(differences))
 
 
 def verdict(found: Estimate, above: float) -> Verdict:

@@ -1,21 +1,16 @@
 """The report of a run as one HTML file: curves, evaluations, mismatch, samples, timeline and warnings.
 
-The file is self-contained: the browser asks no server for anything. Python writes all text and tables; sprl/web/report.js
-draws the charts and the timeline from data in the page. Everything that a model wrote is escaped. A content security policy lets
-the browser run this one script only.
+Python writes all text and tables; sprl/web/report.js draws the charts and the timeline from data in the page (html_page.py).
+Everything that a model wrote is escaped.
 
 Works for a run in progress, and for one without ledger, timeline or samples: the section says why it is empty.
 """
 
-import base64
-import hashlib
 import json
 import re
-import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
-from importlib.resources import files as resources
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +22,7 @@ from sprl.guards.checks import CHECKS, History, tries
 from sprl.guards.stop import Streaks, sentinels
 from sprl.io import files
 from sprl.io.config_file import read_config
+from sprl.io.html_page import absent, date, duration, headline, page, section_of_charts, table
 from sprl.io.metrics import held_out_sets, read_metrics, read_samples, sample_steps, series
 from sprl.io.metrics_reference import GROUPS, METRICS, documented
 from sprl.io.report_charts import (
@@ -35,7 +31,6 @@ from sprl.io.report_charts import (
   MOST_SPANS,
   PARTS,
   SPEED,
-  Chart,
   Records,
   all_names,
   charts,
@@ -71,16 +66,14 @@ def report_html(workdir: Path) -> str:
   config, records = read_config(workdir), read_metrics(workdir)
   if not records:
     raise SettingsError(f'{workdir}: expected a run that has logged an evaluation or a step; metrics.jsonl is empty')
-  script, style = (resources('sprl').joinpath(f'web/report.{end}').read_text(encoding='utf-8') for end in ('js', 'css'))
-  digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
   name = workdir.absolute().name
   found: dict[str, Any] = {}  # id -> what report.js draws there
   sections = {
-    'Curves': _section_of_charts(found, 'curves', [reward_chart(records), *charts(records, CURVES)], _no_step(records)),
+    'Curves': section_of_charts(found, 'curves', [reward_chart(records), *charts(records, CURVES)], _no_step(records)),
     'Evaluations': _evaluations(records),
     'Mismatch': _mismatch(found, records),
     'Samples': _samples(workdir),
-    'Speed': _section_of_charts(
+    'Speed': section_of_charts(
       found, 'speed', [*step_times(records), *charts(records, SPEED), *memory(records)], _no_step(records)
     ),
     'Timeline': _timeline(found, workdir),
@@ -88,29 +81,7 @@ def report_html(workdir: Path) -> str:
     'Settings': _settings(config),
     'All metrics': _all_metrics(found, records),
   }
-  links = ''.join(f'<a href="#{_anchor(title)}">{title}</a>' for title in sections)
-  body = ''.join(f'<section id="{_anchor(title)}"><h2>{title}</h2>{text}</section>' for title, text in sections.items())
-  return f"""<!DOCTYPE html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'">
-<title>{escape(name)} · sprl</title>
-<style>{style}</style>
-</head>
-<body>
-<header>{_header(name, workdir, config, records)}</header>
-<nav>{links}</nav>
-<main>{body}</main>
-<footer>Written by sprl at {_date(time.time())}. metrics.jsonl in the work directory holds the numbers.</footer>
-<noscript><p class="absent">The charts and the timeline need JavaScript. It is part of this file.</p></noscript>
-<script type="application/json" id="data">{_json(found)}</script>
-<script>{script}</script>
-</body>
-</html>
-"""
+  return page(name, _header(name, workdir, config, records), sections, found, 'metrics.jsonl in the work directory')
 
 
 # --- the header -------------------------------------------------------------------------------------------------------
@@ -127,16 +98,15 @@ def _header(name: str, workdir: Path, config: Mapping[str, Any], records: Record
     first, last = starts[0], starts[-1]
     version = f'sprl {last.get("sprl")}' + (f' at {last["commit"]}' if last.get('commit') else '')
     facts += [last.get('devices'), version, f'jax {last.get("jax")}']
-    facts += [f'started {_date(first["time"])}'] if 'time' in first else []
+    facts += [f'started {date(first["time"])}'] if 'time' in first else []
     facts += [f'started {len(starts)} times'] if len(starts) > 1 else []
   else:
     facts.append('version and devices are not recorded')
-  line = ''.join(f'<span>{escape(str(fact))}</span>' for fact in facts)
   cards = ''.join(
     f'<div class="card"><div class="value">{escape(value)}</div><div class="label">{escape(label)}</div></div>'
     for label, value in _figures(records)
   )
-  return f'<h1>{escape(name)}</h1><p class="facts">{line}</p><div class="cards">{cards}</div>'
+  return f'{headline(name, list(map(str, facts)))}<div class="cards">{cards}</div>'
 
 
 def _starts(workdir: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
@@ -158,7 +128,7 @@ def _figures(records: Records) -> Iterator[tuple[str, str]]:
     yield f'{label}, first → last', f'{score[0]:.2f} → {score[-1]:.2f}'
   seconds = sum(sum(r['time'].get(part, 0.0) for part in PARTS) for r in records if 'time' in r)
   if seconds:
-    yield 'in steps', _duration(seconds)
+    yield 'in steps', duration(seconds)
   for name, label, form in (
     ('time/tokens_per_second', 'tokens per second of rollout, median', '{:,.0f}'),
     ('sparse/agreement_mean', 'agreement of sampler and learner', '{:.3f}'),
@@ -171,19 +141,6 @@ def _figures(records: Records) -> Iterator[tuple[str, str]]:
 
 
 # --- charts -----------------------------------------------------------------------------------------------------------
-
-
-def _section_of_charts(found: dict[str, Any], key: str, made: Sequence[Chart], absent: str) -> str:
-  """Return the places of the charts, whose data is added to `found`; the sentence `absent` if there are none."""
-  made = [chart for chart in made if chart['series']]
-  if not made:
-    return _absent(absent)
-  places = []
-  for number, chart in enumerate(made):
-    found[f'{key}-{number}'] = chart
-    wide = ' wide' if chart.get('wide') else ''
-    places.append(f'<figure class="chart{wide}" data-chart="{escape(key)}-{number}"></figure>')
-  return f'<div class="grid">{"".join(places)}</div>'
 
 
 def _no_step(records: Records) -> str:
@@ -208,26 +165,26 @@ def _evaluations(records: Records) -> str:
           *(f'{others[key]:{form}}' if key in others else '' for key, form in _EVALUATED.items()),
         ])  # fmt: skip
   if not rows:
-    return _absent('No evaluation is logged.')
+    return absent('No evaluation is logged.')
   heads = ['step', 'set', 'score', '95 % interval', 'pass', 'problems', 'mean length', 'cut at the limit', 'not graded']
-  return _table(heads, rows)
+  return table(heads, rows)
 
 
 _EVALUATED = {'problems': '.0f', 'length_mean': '.1f', 'truncated': '.1%', 'ungraded': '.0f'}
 
 
 def _mismatch(found: dict[str, Any], records: Records) -> str:
-  text = _section_of_charts(found, 'mismatch', charts(records, MISMATCH), _no_step(records))
+  text = section_of_charts(found, 'mismatch', charts(records, MISMATCH), _no_step(records))
   ledgers = [record for record in records if record.get('kind') == 'ledger']
   if not ledgers:
     off = 'The ledger splits this mismatch by its causes. This run has logged none: set config.ledger.every.'
-    return text + '<h3>By cause</h3>' + _absent(off)
+    return text + '<h3>By cause</h3>' + absent(off)
   made = ledger_charts(ledgers)
   explained = (
     'Each token\'s mismatch is split into parts that sum to it. The bars show the mean size of each part, so their sum is at '
     'least the mean size of the whole (points). <b>reproduction</b> should be rounding error only.'
   )  # fmt: skip
-  return text + f'<h3>By cause</h3><p class="note">{explained}</p>' + _section_of_charts(found, 'ledger', made, '')
+  return text + f'<h3>By cause</h3><p class="note">{explained}</p>' + section_of_charts(found, 'ledger', made, '')
 
 
 # --- samples ----------------------------------------------------------------------------------------------------------
@@ -255,7 +212,7 @@ def _samples(workdir: Path) -> str:
     cards = ''.join(f'<article>{_prompt(row)}{_completion(row)}</article>' for row in rows)
     blocks.append(f'<details class="step"><summary>Step {step} {rewards}</summary>{cards}</details>')
   if not steps:
-    blocks.append(_absent('No table of samples is written: config.log.samples_every is None, or no such step is reached yet.'))
+    blocks.append(absent('No table of samples is written: config.log.samples_every is None, or no such step is reached yet.'))
   return ''.join(blocks)
 
 
@@ -331,13 +288,13 @@ def _cut(text: str) -> str:
 def _timeline(found: dict[str, Any], workdir: Path) -> str:
   path = workdir / 'trace.json'
   if not path.exists():
-    return _absent('trace.json is not written yet; a run writes it with each checkpoint.')
+    return absent('trace.json is not written yet; a run writes it with each checkpoint.')
   try:
     data = timeline_data(json.loads(path.read_text(encoding='utf-8'))['traceEvents'])
   except (ValueError, KeyError) as error:
-    return _absent(f'trace.json cannot be read ({error}).')
+    return absent(f'trace.json cannot be read ({error}).')
   if not data['spans']:
-    return _absent('trace.json has no spans yet.')
+    return absent('trace.json has no spans yet.')
   found['timeline'] = data
   notes = ['Drag to zoom, double-click for the whole. Bars that are too narrow are left out until you zoom in.']
   if earlier := sorted(workdir.glob('trace_until_*.json')):
@@ -357,7 +314,7 @@ def _timeline(found: dict[str, Any], workdir: Path) -> str:
 def _warnings(records: Records, config: Mapping[str, Any]) -> str:
   trained = [record for record in records if record.get('kind') == 'train']
   if not trained:
-    return _absent(_no_step(records))
+    return absent(_no_step(records))
   run = _run(config)
   stops, streaks = [], Streaks()
   for record in trained:
@@ -384,7 +341,7 @@ def _warnings(records: Records, config: Mapping[str, Any]) -> str:
       )
   text = ''.join(stops)
   if rows:
-    text += _table(['symptom', 'number', 'healthy', 'steps outside', 'first', 'worst', 'what it means'], rows)
+    text += table(['symptom', 'number', 'healthy', 'steps outside', 'first', 'worst', 'what it means'], rows)
   return text or f'<p class="fine">None of {len(CHECKS)} checks found a fault.</p>'
 
 
@@ -403,7 +360,7 @@ def _settings(config: Mapping[str, Any]) -> str:
     for name, value in flat(config).items()
     if name not in defaults or defaults[name] != value
   ]
-  return _table(['setting', 'value', 'default'], rows) + '<p class="note">All others have their defaults.</p>'
+  return table(['setting', 'value', 'default'], rows) + '<p class="note">All others have their defaults.</p>'
 
 
 def _value(value: Any) -> str:
@@ -426,41 +383,10 @@ def _all_metrics(found: dict[str, Any], records: Records) -> str:
       if drawn['x']:
         made.append({'title': name, 'unit': '', 'series': [drawn], 'small': True, 'about': about})
     if made:
-      text = _section_of_charts(found, f'all-{prefix}', made, '')
+      text = section_of_charts(found, f'all-{prefix}', made, '')
       blocks.append(
         f'<details class="all"><summary>{escape(prefix)} <span class="fact">{len(made)}</span></summary>{text}</details>'
       )
   if hidden:
     blocks.append(f'<p class="note">{hidden} scales of layers are left out; metrics.jsonl has them.</p>')
   return ''.join(blocks)
-
-
-# --- HTML -------------------------------------------------------------------------------------------------------------
-
-
-def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-  head = ''.join(f'<th>{escape(name)}</th>' for name in heads)
-  body = ''.join(f'<tr>{"".join(f"<td>{escape(cell)}</td>" for cell in row)}</tr>' for row in rows)
-  return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def _absent(why: str) -> str:
-  return f'<p class="absent">{escape(why)}</p>'
-
-
-def _anchor(title: str) -> str:
-  return title.lower().replace(' ', '-')
-
-
-def _json(data: Mapping[str, Any]) -> str:
-  """Return JSON that a script element can hold: without `<`, which could end the element."""
-  return json.dumps(data, separators=(',', ':'), allow_nan=False).replace('<', '\\u003c')
-
-
-def _date(seconds: float) -> str:
-  return time.strftime('%Y-%m-%d %H:%M UTC', time.gmtime(seconds))
-
-
-def _duration(seconds: float) -> str:
-  hours, minutes = divmod(int(seconds // 60), 60)
-  return f'{hours} h {minutes} min' if hours else f'{minutes} min {int(seconds % 60)} s' if minutes else f'{seconds:.0f} s'

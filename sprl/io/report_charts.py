@@ -13,7 +13,7 @@ from sprl.io.metrics_reference import names
 from sprl.io.plots import cut_bars, running_mean, seconds_of_parts
 
 Records = Sequence[Mapping[str, Any]]
-Chart = dict[str, Any]  # as report.js reads it: title, unit, series, and `log`, `stacked` or `categories`
+Chart = dict[str, Any]  # as report.js reads it: title, unit, series, and `log`, `stacked`, `categories` or `across`
 
 MOST_POINTS = 600  # of a curve
 MOST_SPANS = 20_000  # of the timeline

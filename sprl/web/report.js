@@ -1,4 +1,5 @@
-// Draws the charts and the timeline of a run's report (sprl/io/html_report.py) from the JSON in the page.
+// Draws the charts and the timeline of a report (sprl/io/html_report.py), and the charts of a comparison (sprl/io/comparison.py),
+// from the JSON in the page.
 // All text goes through textContent, so nothing that a model wrote can become markup.
 'use strict';
 window.addEventListener('error', event => { document.documentElement.dataset.error = event.message; });
@@ -110,7 +111,7 @@ function chart(figure) {
       svg('text', { x: area.left - 6, y: y(value) + 4, 'text-anchor': 'end' }, place, short(value));
     }
     svg('line', { class: 'axis', x1: area.left, x2: area.right, y1: area.bottom, y2: area.bottom }, place);
-    if (!spec.categories) svg('text', { x: area.left - 6, y: area.bottom + 16, 'text-anchor': 'end' }, place, 'step');
+    if (!spec.categories) svg('text', { x: area.left - 6, y: area.bottom + 16, 'text-anchor': 'end' }, place, spec.across ?? 'step');
     for (const value of x.ticks) {
       const label = spec.categories ? spec.categories[value] : String(value);
       const at = spec.categories
@@ -144,7 +145,7 @@ function horizontal(spec, shown, area) {
   const scale = value => area.left + 6 + (value - low) / (high - low) * (area.right - area.left - 12);
   const every = Math.ceil((spec.categories?.length ?? 0) * 26 / (area.right - area.left)) || 1;
   scale.ticks = spec.categories ? spec.categories.map((_, i) => i).filter(i => i % every === 0)
-    : ticks(low, high, (area.right - area.left) / 70).filter(Number.isInteger);
+    : ticks(low, high, (area.right - area.left) / 70).filter(value => spec.across || Number.isInteger(value));
   scale.step = (area.right - area.left - 12) / (high - low);
   return scale;
 }
@@ -211,6 +212,7 @@ function line(parent, curve, x, y) {
     const flat = half ? `H${(a + half).toFixed(1)}` : '';
     return `${i ? 'L' : 'M'}${(a - half).toFixed(1)} ${b.toFixed(1)}${flat}`;
   }).join('');
+  if (curve.low) band(parent, curve, x, y);
   const faint = curve.kind === 'faint';
   const look = { d: path, fill: 'none', stroke: color(curve.color), 'stroke-width': faint ? 1.2 : 2, 'stroke-linejoin': 'round' };
   svg('path', { ...look, opacity: faint ? 0.4 : 1 }, parent);
@@ -219,6 +221,13 @@ function line(parent, curve, x, y) {
       svg('circle', { cx: a, cy: b, r: 2.6, fill: color(curve.color), opacity: faint ? 0.4 : 1 }, parent);
     }
   }
+}
+
+// The area between the least and the largest values of a curve.
+function band(parent, curve, x, y) {
+  const edge = (values, i) => `${x(curve.x[i]).toFixed(1)} ${y(values[i]).toFixed(1)}`;
+  const there = curve.x.map((_, i) => edge(curve.high, i)), back = curve.x.map((_, i) => edge(curve.low, i)).reverse();
+  svg('path', { d: `M${[...there, ...back].join('L')}Z`, fill: color(curve.color), opacity: 0.15 }, parent);
 }
 
 function points(parent, curve, x, y) {
@@ -243,7 +252,8 @@ function hover(place, figure, spec, shown, x, y, area) {
     cursor.setAttribute('x1', x(nearest));
     cursor.setAttribute('x2', x(nearest));
     cursor.setAttribute('visibility', 'visible');
-    const lines = [[null, spec.categories ? spec.categories[nearest] : `step ${nearest}`]];
+    const where = spec.across ? `${short(nearest)} ${spec.across}` : `step ${nearest}`;
+    const lines = [[null, spec.categories ? spec.categories[nearest] : where]];
     for (const curve of shown) {
       const i = curve.x.indexOf(nearest);
       if (i < 0 || curve.y[i] === null) continue;

@@ -1,0 +1,345 @@
+"""The comparison of several runs as one HTML file: scores with paired intervals, settings that differ, and curves.
+
+Runs whose settings differ only in the seed form an arm. An arm is compared with the first one, seed by seed and problem by
+problem, so that what both share cancels. A score is that of the newest evaluation.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+
+from sprl.config import Run, SettingsError, to_dict
+from sprl.io import files
+from sprl.io.checkpoint import CheckpointError, committed, read_record
+from sprl.io.config_file import read_config
+from sprl.io.html_page import duration, headline, note, page, section_of_charts, table
+from sprl.io.metrics import held_out_sets, read_metrics, series
+from sprl.io.paired import interval_of_one_run, paired_interval
+from sprl.io.plots import running_mean
+from sprl.io.report_charts import PARTS, Chart, Records, curve
+from sprl.io.trackers import flat
+
+OF_LOGS = ('export', 'log', 'checkpoint', 'ledger')  # sections of settings that do not change what a run learns
+POINTS = 50  # of a curve that are means over separate steps
+HEADS = ('arm', 'runs', 'steps', 'before', 'score', '95 % interval', 'minus the first', '95 % interval', 'of')
+COSTS = {  # metric -> head of its column, form
+  'time/tokens_per_second': ('tokens per second', '{:,.0f}'),
+  'sparse/bytes_saving': ('less KV cache', '{:.0%}'),
+  'rollout_corr/k3_kl': ('mismatch (k3)', '{:.2g}'),
+}
+
+
+class Compared(NamedTuple):
+  """A chart of one metric, with a curve for each arm."""
+
+  title: str
+  unit: str
+  metric: str
+  log: bool = False
+
+
+CURVES = (
+  Compared('Sampled reward', 'mean reward', 'reward/mean'),
+  Compared('Completion length', 'tokens', 'completion/length_mean'),
+  Compared('Entropy', 'nats per token', 'policy/entropy'),
+  Compared('Gradient norm', 'before clipping', 'update/grad_norm'),
+  Compared('Mismatch of sampler and learner', 'KL (k3), nats per token', 'rollout_corr/k3_kl', log=True),
+  Compared('Effective sample size', 'share of the batch', 'rollout_corr/rollout_is_eff_sample_size'),
+  Compared('Sequences vetoed', 'share', 'sparse/veto_fraction'),
+  Compared('Mean lag of a token', 'steps', 'async/token_lag_mean'),
+  Compared('Throughput of rollouts', 'tokens per second', 'time/tokens_per_second'),
+  Compared('Wait for a batch', 'seconds', 'time/rollout'),
+  Compared('Update', 'seconds', 'time/learn'),
+  Compared('KV cache', 'bytes', 'sparse/cache_bytes'),
+)
+
+
+@dataclass(frozen=True)
+class Recorded:
+  """A run as its work directory records it."""
+
+  workdir: Path
+  name: str  # the shortest end of its path that no other compared run has
+  settings: dict[str, Any]  # with dotted names
+  records: Records
+
+  @property
+  def steps(self) -> int:
+    """The finished steps."""
+    return max(record['step'] for record in self.records)
+
+  @cached_property
+  def newest(self) -> dict[str, Any]:
+    """The newest evaluation in a checkpoint, with the score of each problem and some samples; {} if there is none."""
+    folder = self.workdir / 'checkpoints'
+    for step in reversed(committed(folder)):
+      try:
+        if after := read_record(folder, step).extra.get('after'):
+          return {'step': step, **after}
+      except CheckpointError:  # deleted meanwhile, or damaged
+        continue
+    return {}
+
+  @property
+  def minutes(self) -> dict[int, float]:
+    """The minutes from the first step to the end of each step, without those of evaluations."""
+    taken = {r['step']: sum(r['time'].get(part, 0.0) for part in PARTS) / 60 for r in self.records if 'time' in r}
+    return dict(zip(taken, np.cumsum(list(taken.values())).tolist())) | {0: 0.0}
+
+
+class Arm(NamedTuple):
+  """Runs whose settings differ only in the seed."""
+
+  name: str
+  runs: list[Recorded]
+
+
+class Difference(NamedTuple):
+  """How much an arm scores above another one."""
+
+  mean: float
+  low: float
+  high: float
+  of: str  # what the interval covers
+
+
+def write_comparison(workdirs: Sequence[Path], out: Path) -> tuple[Path, list[list[str]]]:
+  """Write the comparison of these runs to `out`. Return the path and the rows of its table of scores, the first of which names
+  the columns.
+
+  Raises FileNotFoundError for a folder without a run. Raises SettingsError for fewer than two runs, and for a run that has logged
+  nothing.
+  """
+  arms = arms_of(read_runs(workdirs))
+  files.write_text(out, comparison_html(arms))
+  return out, score_table(arms)
+
+
+def read_runs(workdirs: Sequence[Path]) -> list[Recorded]:
+  """Return the runs in these work directories, in order. Raises as `write_comparison` does."""
+  folders = list(dict.fromkeys(workdir.absolute() for workdir in workdirs))
+  if len(folders) < 2:
+    raise SettingsError(f'--workdir = {", ".join(map(str, workdirs))}: expected at least two different runs to compare')
+  found = []
+  for folder, name in zip(folders, short_names(folders)):
+    settings, records = flat(read_config(folder)), read_metrics(folder)
+    if not records:
+      raise SettingsError(f'{folder}: expected a run that has logged an evaluation or a step; metrics.jsonl is empty')
+    found.append(Recorded(folder, name, {**flat(to_dict(Run())), **settings}, records))
+  return found
+
+
+def short_names(folders: Sequence[Path]) -> list[str]:
+  """Return the shortest end of each path that no other one has."""
+  names = ['/'.join(folder.parts[-1:]) for folder in folders]
+  for length in range(2, max(len(folder.parts) for folder in folders) + 1):
+    count = Counter(names)
+    names = [name if count[name] == 1 else '/'.join(folder.parts[-length:]) for name, folder in zip(names, folders)]
+  return names
+
+
+def arms_of(runs: Sequence[Recorded]) -> list[Arm]:
+  """Return the arms, in the order of their first runs. An arm has the name of its run, or what the names of its runs share."""
+  groups: dict[tuple[Any, ...], list[Recorded]] = {}
+  for run in runs:
+    groups.setdefault(tuple(sorted((name, repr(value)) for name, value in _learned(run).items())), []).append(run)
+  names = [group[0].name if len(group) == 1 else _common_start([run.name for run in group]) for group in groups.values()]
+  return [Arm(name if name and names.count(name) == 1 else group[0].name, group) for name, group in zip(names, groups.values())]
+
+
+def _common_start(names: Sequence[str]) -> str:
+  """Return what all names begin with, without the digits and separators at its end."""
+  start = ''.join(first for first, *_ in takewhile(lambda letters: len(set(letters)) == 1, zip(*names)))
+  return start.rstrip('-_./ 0123456789')
+
+
+def _learned(run: Recorded) -> dict[str, Any]:
+  """Return the settings that two runs of an arm share: all but the seed and those of logs."""
+  return {name: value for name, value in run.settings.items() if name != 'seed' and name.partition('.')[0] not in OF_LOGS}
+
+
+# --- scores -----------------------------------------------------------------------------------------------------------
+
+
+def score_table(arms: Sequence[Arm]) -> list[list[str]]:
+  """Return a row of texts for the heads, and one for each arm: its scores, its difference from the first arm, and its costs."""
+  costs = {name: cost for name, cost in COSTS.items() if any(_measured(arm, name) is not None for arm in arms)}
+  rows = [[*HEADS, 'time of steps', *(head for head, _ in costs.values())]]
+  for arm in arms:
+    steps = sorted({run.steps for run in arm.runs})
+    differs = None if arm is arms[0] else difference(arm, arms[0])
+    of_difference = ['', '', ''] if differs is None else [f'{differs.mean:+.3f}', bounds(differs.low, differs.high), differs.of]
+    seconds = [60 * max(run.minutes.values()) for run in arm.runs]
+    measured = [_measured(arm, name) for name in costs]
+    rows.append([
+      arm.name, str(len(arm.runs)), ' to '.join(str(step) for step in dict.fromkeys((steps[0], steps[-1]))), *score(arm),
+      *of_difference, duration(float(np.mean(seconds))),
+      *('' if value is None else form.format(value) for value, (_, form) in zip(measured, costs.values())),
+    ])  # fmt: skip
+  return rows
+
+
+def score(arm: Arm) -> tuple[str, str, str]:
+  """Return the score before training, the newest one, and its 95 % interval, as texts."""
+  found = [(scores[0], scores[-1]) for run in arm.runs if len(scores := series(run.records, 'eval/avg@k')[1])]
+  if not found:
+    return '', '', ''
+  first, last = np.mean(found, axis=0)
+  if len(arm.runs) == 1:
+    low, high = (series(arm.runs[0].records, f'eval/{end}')[1] for end in ('low', 'high'))
+    return f'{first:.3f}', f'{last:.3f}', bounds(low[-1], high[-1]) if len(low) and len(high) else ''
+  _, low, high = paired_interval(np.array([[of_run[1]] for of_run in found]))
+  return f'{first:.3f}', f'{last:.3f}', bounds(low, high)
+
+
+def difference(arm: Arm, other: Arm) -> Difference | None:
+  """Return how much an arm scores above another one, for the seeds that both have; None if none is comparable.
+
+  Runs are comparable if their newest evaluations were made after equally many steps, on the same problems.
+  """
+  ours, theirs = (_by_seed(each) for each in (arm, other))
+  paired = [each for seed in ours if seed in theirs if (each := comparable(ours[seed], theirs[seed])) is not None]
+  if not paired or len({len(each) for each in paired}) > 1:
+    return None
+  if len(paired) == 1:
+    return Difference(*interval_of_one_run(paired[0]), f'{len(paired[0])} problems, one seed')
+  return Difference(*paired_interval(np.stack(paired)), f'{len(paired[0])} problems, {len(paired)} seeds')
+
+
+def comparable(run: Recorded, other: Recorded) -> Float[np.ndarray, ' P'] | None:
+  """Return the differences of the scores of two runs by problem; None if they differ in problems or steps."""
+  ours, theirs = run.newest, other.newest
+  if not ours or not theirs or ours['step'] != theirs['step']:
+    return None
+  first, second = (np.array(each.get('scores', []), float) for each in (ours, theirs))
+  shown, others = ([row['prompt'] for row in each.get('samples', [])] for each in (ours, theirs))
+  same = len(first) == len(second) > 0 and all(a == b for a, b in zip(shown, others))
+  return first - second if same else None
+
+
+def _by_seed(arm: Arm) -> dict[tuple[Any, int], Recorded]:
+  """Return the runs by seed, and by number among the runs of that seed."""
+  seen: Counter[Any] = Counter()
+  found = {}
+  for run in arm.runs:
+    seed = run.settings['seed']
+    found[seed, seen[seed]] = run
+    seen[seed] += 1
+  return found
+
+
+def _measured(arm: Arm, metric: str) -> float | None:
+  """Return the mean over runs of the median of a metric; None if no run has it."""
+  medians = [float(np.nanmedian(values)) for run in arm.runs if np.isfinite(values := series(run.records, metric)[1]).any()]
+  return float(np.mean(medians)) + 0.0 if medians else None
+
+
+def bounds(low: float, high: float) -> str:
+  """Return the bounds of an interval as text."""
+  return f'{low:.3f} to {high:.3f}' if np.isfinite([low, high]).all() else 'unknown'
+
+
+# --- curves -----------------------------------------------------------------------------------------------------------
+
+
+def score_charts(arms: Sequence[Arm]) -> list[Chart]:
+  """Return the charts of the scores of each held-out set: over the steps, and over the minutes that the steps took."""
+  sets = held_out_sets([record for arm in arms for run in arm.runs for record in run.records])
+  made: list[Chart] = []
+  for metric, label in sets.items():
+    title = f'{label[0].upper()}{label[1:]}'
+    made.append({'title': title, 'unit': 'mean reward', 'series': of_arms(arms, metric)})
+    by_time = [by_minutes(arm, metric, color=i) for i, arm in enumerate(arms)]
+    made.append(
+      {'title': f'{title}, by time', 'unit': 'mean reward', 'across': 'minutes', 'series': [c for c in by_time if c['x']]}
+    )
+  return made
+
+
+def curve_charts(arms: Sequence[Arm], window: int) -> list[Chart]:
+  """Return the charts of CURVES, without those that are 0 in all runs. A point is the mean over `window` steps."""
+  made = [(each, of_arms(arms, each.metric, window)) for each in CURVES]
+  return [
+    {'title': each.title, 'unit': each.unit, 'series': curves, 'log': each.log}
+    for each, curves in made
+    if any(any(drawn['y']) for drawn in curves)
+  ]
+
+
+def of_arms(arms: Sequence[Arm], metric: str, window: int = 1) -> list[Chart]:
+  """Return a curve of a metric for each arm that has it: the mean over its runs, with their least and largest values.
+
+  A value is the mean over a step and the `window` - 1 steps before it.
+  """
+  made = []
+  for i, arm in enumerate(arms):
+    steps, values = shared(arm, metric)
+    if len(steps):
+      values = np.stack([running_mean(each, window) for each in values])
+      several = {'low': values.min(axis=0), 'high': values.max(axis=0)} if len(values) > 1 else {}
+      made.append(curve(arm.name, steps, values.mean(axis=0), i, 'line', **several))
+  return [each for each in made if each['x']]
+
+
+def shared(arm: Arm, metric: str) -> tuple[np.ndarray, Float[np.ndarray, 'R N']]:
+  """Return the steps [N] at which all runs of an arm that have a metric have it, and its values by run."""
+  found = [dict(zip(steps.tolist(), values)) for run in arm.runs for steps, values in [series(run.records, metric)] if len(steps)]
+  steps = sorted(set.intersection(*(set(each) for each in found))) if found else []
+  return np.array(steps, int), np.array([[each[step] for step in steps] for each in found], float).reshape(len(found), len(steps))
+
+
+def by_minutes(arm: Arm, metric: str, color: int) -> Chart:
+  """Return the curve of a metric of an arm over the minutes that its steps took, means over its runs."""
+  steps, values = shared(arm, metric)
+  clocks = [run.minutes for run in arm.runs]
+  timed = np.array([all(step in clock for clock in clocks) for step in steps.tolist()], bool)
+  minutes = np.array([np.mean([clock[step] for clock in clocks]) for step in steps[timed].tolist()], float)
+  return curve(arm.name, minutes.round(3), values[:, timed].mean(axis=0) if len(values) else minutes, color=color)
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def comparison_html(arms: Sequence[Arm]) -> str:
+  """Return the page."""
+  runs = [run for arm in arms for run in arm.runs]
+  heads, *rows = score_table(arms)
+  found: dict[str, Any] = {}  # id -> what report.js draws there
+  window = max(1, max(run.steps for run in runs) // POINTS)
+  of_scores = note(
+    'Differences are paired: the same seeds and problems. Their interval covers other problems and, with two seeds or more, '
+    'other seeds. They are empty where the newest evaluations were made after other numbers of steps, or on other problems. The '
+    'interval of the score of an arm with several runs covers other seeds.'
+  )
+  of_arms_ = note('An arm of several runs is drawn as their mean, between their least and largest values.')
+  smoothed = note(f'A point is the mean over {window} steps.') if window > 1 else ''
+  sections = {
+    'Scores': table(heads, rows) + of_scores,
+    'Settings': differing_settings(arms),
+    'Held-out scores': of_arms_ + section_of_charts(found, 'scores', score_charts(arms), 'No evaluation is logged.'),
+    'Curves': smoothed + section_of_charts(found, 'curves', curve_charts(arms, window), 'No step is finished yet.'),
+    'Runs': table(
+      ['run', 'arm', 'seed', 'steps', 'work directory'],
+      [[r.name, arm.name, str(r.settings['seed']), str(r.steps), str(r.workdir)] for arm in arms for r in arm.runs],
+    ),
+  }
+  title, facts = f'Comparison of {len(runs)} runs', [arm.name for arm in arms]
+  return page(title, headline(title, facts), sections, found, 'metrics.jsonl in each work directory')
+
+
+def differing_settings(arms: Sequence[Arm]) -> str:
+  """Return a table of the settings in which arms differ."""
+  of_arms_ = [_learned(arm.runs[0]) for arm in arms]
+  names = sorted({name for settings in of_arms_ for name in settings})
+  rows = [[f'config.{name}', *(str(settings.get(name, 'not set')) for settings in of_arms_)] for name in names]
+  different = [row for row in rows if len(set(row[1:])) > 1]
+  if not different:
+    return note('The arms have equal settings, except for the seed.')
+  return table(['setting', *(arm.name for arm in arms)], different) + note('All others are equal in all arms.')

@@ -1,0 +1,213 @@
+"""The comparison of runs: arms, paired differences, settings that differ, and a page that is complete in itself."""
+
+import json
+import math
+import re
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from sprl.config import Run, SettingsError, to_dict
+from sprl.io.comparison import arms_of, comparison_html, difference, read_runs, score_table, short_names, write_comparison
+from sprl.io.config_file import write_config
+from sprl.io.metrics import RunLog
+from sprl.io.paired import interval_of_one_run, paired_interval
+from sprl.report import matching
+
+ATTACK = '</script><img src=x onerror="document.title = 1">'
+
+
+def write_run(workdir, scores, seed=0, budget=None, steps=2, prompts=('2 + 2', '3 + 3'), reward=0.5, seconds=30.0):
+  """Write the folder of a run that ended with these scores of its held-out problems."""
+  settings = to_dict(Run())
+  write_config(workdir, settings | {'seed': seed, 'cache': settings['cache'] | {'budget': budget}})
+  log = RunLog(workdir, None)
+  log.evaluation(0, {'eval/avg@k': 0.25, 'eval/low': 0.2, 'eval/high': 0.3})
+  for step in range(1, steps + 1):
+    log.write(step, {'reward/mean': reward * step, 'rollout_corr/k3_kl': 0.5}, {'rollout': seconds, 'learn': seconds})
+  mean = float(np.mean(scores))
+  log.evaluation(steps, {'eval/avg@k': mean, 'eval/low': mean - 0.1, 'eval/high': mean + 0.1})
+  log.close()
+  folder = workdir / 'checkpoints' / f'step_{steps:06d}'
+  folder.mkdir(parents=True)
+  samples = [{'prompt': prompt, 'completion': ATTACK} for prompt in prompts]
+  record = {'arrays': {}, 'extra': {'after': {'scores': list(scores), 'samples': samples}}}
+  crc32 = zlib.crc32(json.dumps(record).encode())
+  (folder / 'record.json').write_text(json.dumps({'record': record, 'crc32': crc32}) + '\n')
+  return workdir
+
+
+def compared(*workdirs):
+  return arms_of(read_runs(workdirs))
+
+
+def rows_of(arms):
+  """Return the table of scores as a dictionary for each arm. Of heads that stand twice, the second gets an underscore."""
+  heads, *rows = score_table(arms)
+  names = [f'{head}_' if head in heads[:i] else head for i, head in enumerate(heads)]
+  return {row[0]: dict(zip(names, row, strict=True)) for row in rows}
+
+
+# --- intervals --------------------------------------------------------------------------------------------------------
+
+
+def test_the_interval_of_one_run_is_that_of_a_paired_t_test():
+  ours, theirs = np.array([1.0, 0.5, 0.0, 1.0, 0.25]), np.array([0.5, 0.0, 0.25, 1.0, 0.0])
+  found = stats.ttest_rel(ours, theirs).confidence_interval(0.95)
+  assert interval_of_one_run(ours - theirs) == pytest.approx((0.2, found.low, found.high), abs=1e-12)
+  assert interval_of_one_run(np.array([0.5])) == (0.5, -math.inf, math.inf)
+  assert interval_of_one_run(np.array([0.0, 0.0])) == (0.0, -math.inf, math.inf)
+
+
+def test_the_interval_over_seeds_alone_is_that_of_students_t_test():
+  scores = np.array([[0.2], [0.5], [0.4]])
+  found = stats.ttest_1samp(scores[:, 0], 0.0).confidence_interval(0.95)
+  assert paired_interval(scores) == pytest.approx((scores.mean(), found.low, found.high), abs=1e-12)
+
+
+def test_an_interval_over_seeds_and_problems_contains_the_truth_as_often_as_it_says():
+  rng = np.random.default_rng(0)
+  hits = 0
+  for _ in range(400):
+    seeds, problems = rng.normal(0, 0.1, (4, 1)), rng.normal(0, 0.4, (1, 50))
+    _, low, high = paired_interval(0.3 + seeds + problems + rng.normal(0, 0.5, (4, 50)))
+    hits += low < 0.3 < high
+  assert 0.92 < hits / 400 < 0.99
+
+
+# --- arms and differences ---------------------------------------------------------------------------------------------
+
+
+def test_runs_that_differ_only_in_the_seed_form_an_arm(tmp_path):
+  runs = [
+    write_run(tmp_path / f'{name}-{seed}', [0.0, 1.0], seed, budget)
+    for name, budget in (('dense', None), ('sparse', 64))
+    for seed in (0, 1)
+  ]
+  assert [(arm.name, [run.name for run in arm.runs]) for arm in compared(*runs)] == [
+    ('dense', ['dense-0', 'dense-1']),
+    ('sparse', ['sparse-0', 'sparse-1']),
+  ]
+
+
+def test_arms_whose_runs_share_no_name_have_that_of_their_first_run(tmp_path):
+  runs = [write_run(tmp_path / name, [0.0], seed, budget) for name, seed, budget in [('a', 0, 8), ('b', 1, 8), ('c', 0, 9)]]
+  assert [arm.name for arm in compared(*runs)] == ['a', 'c']
+
+
+def test_names_of_folders_are_as_long_as_they_must_be():
+  folders = [Path('/x/one/run'), Path('/x/two/run'), Path('/x/two/other')]
+  assert short_names(folders) == ['one/run', 'two/run', 'other']
+
+
+def test_a_difference_pairs_seeds_and_problems(tmp_path):
+  dense = {0: [1.0, 0.0, 1.0, 0.0], 1: [1.0, 1.0, 0.0, 0.0]}
+  sparse = {0: [1.0, 1.0, 1.0, 0.0], 1: [1.0, 1.0, 1.0, 1.0]}
+  runs = [write_run(tmp_path / f'sparse-{seed}', sparse[seed], seed, 64) for seed in (1, 0)]
+  runs += [write_run(tmp_path / f'dense-{seed}', dense[seed], seed) for seed in (0, 1)]
+  ours, theirs = compared(*runs)
+  found = difference(ours, theirs)
+  by_hand = np.array([np.subtract(sparse[seed], dense[seed]) for seed in (1, 0)])
+  assert found is not None
+  assert found[:3] == pytest.approx(paired_interval(by_hand))
+  assert (found.mean, found.of) == (0.375, '4 problems, 2 seeds')
+
+
+def test_one_seed_has_an_interval_over_problems(tmp_path):
+  arms = compared(write_run(tmp_path / 'a', [1.0, 0.0, 0.5]), write_run(tmp_path / 'b', [1.0, 1.0, 1.0], budget=8))
+  row = rows_of(arms)['b']
+  low, high = stats.ttest_1samp([0.0, 1.0, 0.5], 0.0).confidence_interval(0.95)
+  assert (row['minus the first'], row['95 % interval_'], row['of']) == (
+    '+0.500', f'{low:.3f} to {high:.3f}', '3 problems, one seed',
+  )  # fmt: skip
+  assert rows_of(arms)['a']['minus the first'] == ''
+
+
+@pytest.mark.parametrize(
+  'other',
+  [
+    {'seed': 1},
+    {'prompts': ('2 + 2', '9 + 9')},
+    {'steps': 3},
+    {'scores': [1.0]},
+  ],
+  ids=['seed', 'problems', 'steps', 'number of problems'],
+)
+def test_runs_that_cannot_be_paired_have_no_difference(tmp_path, other):
+  first, second = compared(
+    write_run(tmp_path / 'a', [1.0, 0.0]), write_run(tmp_path / 'b', budget=8, **{'scores': [1.0, 1.0], **other})
+  )
+  assert difference(second, first) is None
+  assert rows_of([first, second])['b']['of'] == ''
+
+
+def test_the_table_has_scores_and_costs_of_each_arm(tmp_path):
+  runs = [write_run(tmp_path / f'dense-{seed}', [0.0, seed], seed) for seed in (0, 1)]
+  rows = rows_of(compared(*runs, write_run(tmp_path / 'sparse', [1.0, 1.0], 0, 64, steps=4)))
+  half = 0.25 * stats.t.ppf(0.975, 1)
+  assert rows['dense'] | {'runs': '2', 'before': '0.250', 'score': '0.250'} == rows['dense']
+  assert rows['dense']['95 % interval'] == f'{0.25 - half:.3f} to {0.25 + half:.3f}'
+  assert (rows['sparse']['95 % interval'], rows['sparse']['steps']) == ('0.900 to 1.100', '4')
+  assert [row['time of steps'] for row in rows.values()] == ['2 min 0 s', '4 min 0 s']
+  assert [row['mismatch (k3)'] for row in rows.values()] == ['0.5', '0.5']
+
+
+# --- the page ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_draws_a_curve_for_each_arm_over_steps_and_over_time(tmp_path):
+  runs = [write_run(tmp_path / f'dense-{seed}', [0.0, seed], seed, reward=seed) for seed in (0, 1)]
+  page = comparison_html(compared(*runs, write_run(tmp_path / 'sparse', [1.0], 0, 64, seconds=60.0)))
+  found = json.loads(re.search(r'id="data">(.*)</script>', page)[1])  # type: ignore[index]
+  charts = {chart['title']: chart for chart in found.values()}
+  dense, sparse = charts['Sampled reward']['series']
+  assert (dense['label'], dense['x'], dense['y']) == ('dense', [1, 2], [0.5, 1.0])
+  assert (dense['low'], dense['high']) == ([0.0, 0.0], [1.0, 2.0])
+  assert 'low' not in sparse
+  assert [curve['x'] for curve in charts['Held out']['series']] == [[0, 2], [0, 2]]
+  assert [curve['x'] for curve in charts['Held out, by time']['series']] == [[0.0, 2.0], [0.0, 4.0]]
+  assert charts['Held out, by time']['across'] == 'minutes'
+  assert 'Entropy' not in charts
+
+
+def test_the_page_names_the_settings_that_differ_and_no_others(tmp_path):
+  page = comparison_html(compared(write_run(tmp_path / 'a', [0.0]), write_run(tmp_path / 'b', [1.0], 1, 64)))
+  settings = page.partition('id="settings"')[2].partition('</section>')[0]
+  assert re.findall(r'<td>(.*?)</td>', settings) == ['config.cache.budget', 'None', '64']
+
+
+def test_names_of_folders_stay_text(tmp_path):
+  odd = 'a<img src=x>'
+  page = comparison_html(compared(write_run(tmp_path / odd, [0.0]), write_run(tmp_path / 'b', [1.0], 0, 64)))
+  assert '<img' not in page
+  assert 'a&lt;img src=x&gt;' in page
+
+
+def test_a_comparison_is_written_and_its_scores_are_returned(tmp_path):
+  runs = [write_run(tmp_path / 'a', [0.0, 1.0]), write_run(tmp_path / 'b', [1.0, 1.0], 0, 64)]
+  path, rows = write_comparison(runs, tmp_path / 'comparison.html')
+  assert path.read_text().startswith('<!DOCTYPE html>')
+  assert [row[0] for row in rows] == ['arm', 'a', 'b']
+
+
+def test_what_cannot_be_compared_is_named(tmp_path):
+  run = write_run(tmp_path / 'a', [0.0])
+  with pytest.raises(SettingsError, match='expected at least two different runs'):
+    read_runs([run, run])
+  with pytest.raises(FileNotFoundError, match='expected a work directory'):
+    read_runs([run, tmp_path / 'missing'])
+  write_config(tmp_path / 'empty', to_dict(Run()))
+  with pytest.raises(SettingsError, match='expected a run that has logged'):
+    read_runs([run, tmp_path / 'empty'])
+
+
+def test_a_star_stands_for_folders_of_runs_only(tmp_path):
+  run = write_run(tmp_path / 'arm-0', [0.0])
+  (tmp_path / 'arm-1').mkdir()
+  assert matching(f'{tmp_path}/arm-*') == [run]
+  assert matching('plain') == [Path('plain')]
+  with pytest.raises(SettingsError, match=r'none/\*.*matches none'):
+    matching('none/*')
