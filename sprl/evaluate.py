@@ -23,26 +23,22 @@ import math
 import sys
 import textwrap
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from absl import flags
 from ml_collections import config_flags
 
 from sprl import command_line
-from sprl.config import HeldOutSet, Run, SettingsError, Task, as_config, default_config, on_all_devices, to_dict
+from sprl.config import PLACES, HeldOutSet, Run, SettingsError, Task, as_config, default_config, to_dict
 from sprl.config_checks import GRADING_COSTS
 from sprl.config_reader import resolve
 from sprl.io.config_file import config_differences, located, read_located
 from sprl.io.starts import began
 from sprl.other_data import graded_by, with_data
 
-if TYPE_CHECKING:
-  from sprl.model import Model
-
-PLACES = ('mesh', 'devices', 'model.kernels')
 MAY_CHANGE = ('eval', *PLACES, *GRADING_COSTS)
 
 _WORKDIR = flags.DEFINE_string('workdir', None, 'The run to evaluate.')
@@ -92,24 +88,6 @@ def overridden(saved: Mapping[str, Any], given: Run, other_data: bool = False) -
   return given
 
 
-def opened(run: Run, given: Collection[str]) -> tuple[Run, 'Model']:
-  """Open the model of a run. Return it with the run, whose mesh, devices and kernels are the defaults if its own do not fit here.
-
-  `given` are the keys of the settings that the user has set. A setting of PLACES among them is not replaced.
-  """
-  from sprl.model import Model
-
-  try:
-    return run, Model.open(run)
-  except SettingsError as error:
-    fits = on_all_devices(run)
-    if fits == run or any(key == place or key.startswith(f'{place}.') for key in given for place in PLACES):
-      raise
-    model = Model.open(fits)
-    logging.getLogger('sprl').warning('evaluates on all devices of this machine: the settings of the run do not fit (%s)', error)
-    return fits, model
-
-
 def table(result: Mapping[str, Any]) -> str:
   """Return the scores as a text table."""
   lines = ['            score   95 % interval']
@@ -143,12 +121,13 @@ def main() -> int:
     run = resolve(config, command_line.settings_of_flags())
   from sprl.distributed.process_group import require_single_process
   from sprl.learner.restore import restore
+  from sprl.model import open_here
   from sprl.planning.room import check_evaluation_fits
   from sprl.rollout.evaluate import evaluate
   from sprl.rollout.setup import RolloutSetup  # imported late: an error in the settings is reported before jax loads
 
   require_single_process('sprl.evaluate')
-  run, model = opened(run, command_line.settings_of_flags())
+  run, model = open_here(run, command_line.settings_of_flags())
   model = model if _WORKDIR.value is None else model.at(began(_WORKDIR.value))
   with ExitStack() as stack:
     held_out = RolloutSetup.open(run, model.tokenizer, train=False).begin_evaluation(stack.enter_context)

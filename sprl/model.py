@@ -1,6 +1,8 @@
 """Read and check a model folder: config, tokenizer, meshes and dtypes, before any weight is read. A Model holds no weights."""
 
+import logging
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -32,6 +34,8 @@ from sprl.sampler.weights import SamplerWeights, check_learner_mesh, check_linea
 from sprl.sharding.mesh import check_dealt, divide, make_mesh, replicated, sizes, without_sequence
 from sprl.sharding.rules import row_shards, shardings
 from sprl.sharding.transfer import HOST
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -174,6 +178,23 @@ class Model:
     """Return the cache layout of the sampler. `record` and `routes` say whether it records evictions and expert choices."""
     prompt, completion = prompt_buckets(sampling)[-1], sampling.max_tokens
     return cache_layout(self.config, cache, quant, prompt, completion, self.dtype, record, self.kernels, routes)
+
+
+def open_here(run: Run, given: Collection[str] = ()) -> tuple[Run, Model]:
+  """Open the model of a run that may have trained elsewhere.
+
+  Return it with the run, whose mesh, devices and kernels are the defaults if its own do not fit this machine. `given` are the
+  keys of the settings that the user has set. A setting of PLACES among them is not replaced.
+  """
+  try:
+    return run, Model.open(run)
+  except settings.SettingsError as error:
+    fits = settings.on_all_devices(run)
+    if fits == run or any(key == place or key.startswith(f'{place}.') for key in given for place in settings.PLACES):
+      raise
+    model = Model.open(fits)
+    log.warning('uses all devices of this machine: the settings of the run do not fit (%s)', error)
+    return fits, model
 
 
 def check_experts(run: Run, config: ModelConfig) -> None:

@@ -7,7 +7,7 @@ import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from sprl.api.inputs import Data, Reward, inputs_of
 from sprl.api.loaded import LoadedModel, evaluate_on
-from sprl.api.settings import merged, resolved
+from sprl.api.settings import Settings, merged, resolved
 from sprl.config import Run, SettingsError, to_dict
 from sprl.config_checks import names_of_problems
 from sprl.config_reader import resolve
@@ -93,9 +93,14 @@ def fit(
   folder = new_folder() if workdir is None else Path(workdir).absolute()
   finished = train(run, folder, inputs=inputs, hooks=[partial(_call, callback) for callback in callbacks], trackers=trackers)
   base = load_base(finished.model, finished.base, run.model.path)
-  task = {name: value for name, value in whole.get('task', {}).items() if name not in names_of_problems(run.task.kind)}
-  model = LoadedModel(merged(whole | {'task': {'kind': 'rows', **task}}), finished.model, finished.params, base, finished.step)
-  return Training(folder, run, inputs, model, finished.step, finished.completed, finished.before, finished.after)
+  model = LoadedModel(as_rows(whole, run.task.kind), finished.model, finished.params, base, finished.step)
+  return Training(folder, run, inputs, lambda: model, finished.step, finished.completed, finished.before, finished.after)
+
+
+def as_rows(settings: Settings, kind: str) -> Settings:
+  """Return settings without those about the problems of a task of this kind. A sampler gets its prompts from its caller."""
+  task = {name: value for name, value in settings.get('task', {}).items() if name not in names_of_problems(kind)}
+  return merged(settings | {'task': {'kind': 'rows', **task}})
 
 
 def _call(callback: Callback, session: Session, report: StepReport) -> None:
@@ -108,16 +113,21 @@ def _call(callback: Callback, session: Session, report: StepReport) -> None:
 
 @dataclass(frozen=True)
 class Training:
-  """A run that `fit` trained: its model, and what is written in its folder."""
+  """A run that `fit` trained or `open_run` opened: its model, and what is written in its folder."""
 
   workdir: Path
   config: Run
   inputs: Inputs
-  model: LoadedModel  # with the trained weights
+  load: Callable[[], LoadedModel]  # returns `model`
   step: int  # finished steps
   completed: bool  # False: an interrupt or a callback ended it early
   before: Mapping[str, Any]  # held-out evaluation before the first step: metrics, intervals and samples
   after: Mapping[str, Any]  # and after the last one; {} if the run is not complete
+
+  @cached_property
+  def model(self) -> LoadedModel:
+    """The model with the trained weights. For a run that `open_run` opened, its first use loads them."""
+    return self.load()
 
   @property
   def metrics(self) -> list[dict[str, Any]]:

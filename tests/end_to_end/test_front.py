@@ -19,8 +19,10 @@ from sprl.api import loaded as loaded_model
 from sprl.api.rollouts import SideBySide
 from sprl.api.settings import merged
 from sprl.api.training import _call
-from sprl.config import Cache, Quant
+from sprl.config import Cache, Quant, SettingsError, to_dict
 from sprl.config_reader import resolve
+from sprl.io.checkpoint import CheckpointError
+from sprl.io.config_file import config_differences
 from sprl.io.metrics import read_metrics
 from sprl.learner import learner
 from sprl.learner.restore import restore
@@ -112,6 +114,51 @@ def test_rows_and_functions_in_memory_train_as_files_do_bit_for_bit(folder, by_f
   assert again['metrics'] == run.after['metrics']
   assert len(run.plot().axes) > 3
   assert 'complete' in repr(run)
+
+
+def test_a_run_of_the_command_is_opened_again_with_its_weights_and_evaluations(folder, by_files):
+  run, workdir, finished = by_files
+  opened = sprl.open_run(workdir)
+  recorded = ["model.remat: 'none' -> 'auto'"]  # a run records what it chose
+  assert config_differences(to_dict(opened.config), to_dict(run), {}) == recorded
+  assert (opened.step, opened.completed) == (2, True)
+  assert [opened.before, opened.after] == json.loads(json.dumps([finished.before, finished.after]))
+  assert opened.metrics == read_metrics(workdir)
+  assert list(opened.samples) == [1, 2]
+  assert 'Training: 2 steps, complete, held-out reward' in repr(opened)
+  jax.tree.map(np.testing.assert_array_equal, opened.model.params, finished.params)
+  assert opened.model is opened.model
+  assert opened.evaluate()['scores'] == finished.after['scores']
+  rollouts = opened.model.sampler(arm='naive').generate(['1 + 1 ='], samples=2)  # another arm than that of the run
+  assert (rollouts.run.arm, rollouts.run.cache.budget, rollouts.run.quant.sampler) == ('naive', 12, 'w8a8')
+
+
+def test_an_earlier_step_of_a_run_in_progress_is_opened(folder, tmp_path):
+  callback = lambda report: report.step == 1  # noqa: E731
+  fit(folder, workdir=tmp_path, callbacks=[callback])
+  opened = sprl.open_run(tmp_path)
+  assert (opened.step, opened.completed, opened.after) == (1, False, {})
+  assert fit(folder, workdir=tmp_path, **{'checkpoint.keep_last': 2}).step == 2
+  first, second = sprl.open_run(tmp_path, step=1), sprl.open_run(tmp_path)
+  assert (first.step, second.step, second.completed) == (1, 2, True)
+  assert any(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a != b).any()), first.model.params, second.model.params)))
+  with pytest.raises(CheckpointError, match='no checkpoint of step 7'):
+    sprl.open_run(tmp_path, step=7)
+
+
+def test_a_run_of_rows_in_memory_is_evaluated_with_the_same_rows(folder, tmp_path):
+  trained = fit(folder, workdir=tmp_path)
+  with pytest.raises(SettingsError, match='rows in memory'):
+    sprl.open_run(tmp_path).evaluate()
+  opened = sprl.open_run(tmp_path, rows(folder, 'train'), reward, test=rows(folder, 'test'))
+  assert opened.evaluate()['scores'] == trained.after['scores']
+  with pytest.raises(SettingsError, match='expected the held-out rows'):
+    sprl.open_run(tmp_path, rows(folder, 'train'), reward)
+
+
+def test_a_folder_without_a_run_is_not_opened(tmp_path):
+  with pytest.raises(FileNotFoundError, match='expected a work directory'):
+    sprl.open_run(tmp_path)
 
 
 def test_an_evaluation_with_the_samplers_linears_makes_no_copy_of_the_weights(folder, monkeypatch):
