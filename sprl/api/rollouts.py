@@ -123,6 +123,27 @@ class Rollouts(Sequence[Sample]):
     """The rewards: one row for each of the G prompts, one column for each of its N samples."""
     return np.array([sample.reward for sample in self.samples]).reshape(-1, self.run.rollout.group)
 
+  def keep(self, prompts: Sequence[int] | Sequence[bool] | np.ndarray) -> 'Rollouts':
+    """Return the rollouts of some prompts: their numbers, or a truth for each prompt.
+
+    Prompts whose samples have equal rewards teach nothing. To train without them:
+
+        model.update(rollouts.keep(rollouts.rewards.std(axis=1) > 0))
+
+    Raises ValueError if no prompt is left, for a prompt that is named twice, and for truths of another number than the prompts.
+    Raises IndexError for a prompt that does not exist.
+    """
+    N = self.run.rollout.group
+    G, asked = len(self.samples) // N, np.asarray(prompts)
+    truths = asked.dtype == bool
+    if asked.ndim != 1 or not asked.size or (truths and (len(asked) != G or not asked.any())):
+      raise ValueError(f'keep({prompts!r:.200}): expected numbers of prompts, or {G} truths of which at least one is true')
+    chosen = np.arange(G)[asked].tolist()
+    if len(set(chosen)) < len(chosen):
+      raise ValueError(f'keep({prompts!r:.200}): expected each prompt once')
+    run = replace(self.run, rollout=replace(self.run.rollout, prompts=len(chosen)))
+    return replace(self, samples=tuple(sample for g in chosen for sample in self.samples[g * N : (g + 1) * N]), run=run)
+
   def rows(self) -> list[dict[str, Any]]:
     """Return a row for each sample, for a table: the columns of its question, and what was drawn and graded."""
     return [

@@ -264,6 +264,26 @@ def test_generate_gives_what_the_engine_gives(folder):
   assert other.texts != rollouts.texts
 
 
+def test_an_update_with_some_prompts_is_that_of_rollouts_of_these_prompts_alone(folder):
+  prompts, settings = ['1 + 1 =', '2 + 2 =', '3 + 3 ='], {'sampling': SETTINGS['sampling'], 'packing': SETTINGS['packing']}
+  made = [sprl.load(folder / 'model', task=SETTINGS['task'], model={'dtype': 'float32'}) for _ in range(2)]
+  every, some = (
+    model.sampler(**settings).generate(asked, samples=4).grade(reward) for model, asked in zip(made, (prompts, prompts[:2]))
+  )
+  kept = every.keep([True, True, False])
+  assert kept.texts == every.texts[:8] == some.texts
+  np.testing.assert_array_equal(kept.rewards, every.rewards[:2])
+  assert every.keep([1, 0]).texts == every.texts[4:8] + every.texts[:4]
+  assert every.keep(np.array([2])).rewards.shape == (1, 4)
+  assert made[0].update(kept) == made[1].update(some)
+  assert_same_arrays(made[0].params, made[1].params)
+  for wrong in ([], [True], [False] * 3, [0, 0], np.array([[0]])):
+    with pytest.raises(ValueError, match='expected'):
+      every.keep(wrong)
+  with pytest.raises(IndexError):
+    every.keep([3])
+
+
 @pytest.mark.slow
 def test_updates_with_other_group_sizes_share_the_reference_of_the_kl_term(folder, monkeypatch):
   model = sprl.load(folder / 'model', task={'chat': False}, model={'dtype': 'float32'})
