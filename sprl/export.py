@@ -18,7 +18,7 @@ from sprl import command_line
 from sprl.config import Run, SettingsError, on_all_devices
 from sprl.config_reader import resolve
 from sprl.io import hub
-from sprl.io.config_file import read_config
+from sprl.io.config_file import read_located
 from sprl.io.files import local_folder
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ _PRIVATE = flags.DEFINE_bool('private', False, 'Create the repository of --push 
 def main() -> int:
   """Run the command and return its exit status."""
   workdir, out = local_folder('--workdir', _WORKDIR.value), local_folder('--out', _OUT.value)
-  run = on_all_devices(resolve(read_config(workdir)))
+  run = on_all_devices(resolve(read_located(workdir)))
   if _ADAPTER.value and not run.lora.rank:
     raise SettingsError(f'--adapter: the run of {workdir} has config.lora.rank = None, so there are no adapters')
   if _PUSH.value is not None:

@@ -15,7 +15,7 @@ from sprl.config import Run, SettingsError
 from sprl.config_reader import resolve
 from sprl.distributed.team import Team
 from sprl.io.checkpoint import CheckpointError, committed, read_record
-from sprl.io.config_file import read_config
+from sprl.io.config_file import read_config, read_located
 from sprl.io.pretrained import PretrainedError, config_folder
 from sprl.io.run_state import RunState
 from sprl.io.starts import Origin, has_begun, parse_source, recorded_origin
@@ -79,7 +79,7 @@ def _check_same(source: str | None, origin: Origin | None, workdir: Path) -> Non
 
 def _check_fits(origin: Origin, run: Run, model: Model) -> None:
   """Raise SettingsError if the weights of the origin are not weights that this run trains."""
-  old = resolve(read_config(origin.workdir))
+  old = resolve(read_located(origin.workdir))
   _check_adapters(origin, old, run)
   try:
     config = ModelConfig.read(config_folder(old.model.path))
