@@ -44,10 +44,9 @@ from sprl.types import Request
 
 GROUPS, N, TURNS, TURN_TOKENS = 16, 8, 20, 4
 MEAN = STD = 0.1  # seconds: N(10, 10) in hundredths
-SPARE = (GROUPS + 1) * (N + 1)
+MOST_EPISODES = (GROUPS + 1) * (N + 1)  # of the arm `redundant`; the rows and workers of every arm
 SAMPLING = Sampling(max_prompt=8, max_tokens=TURNS * (TURN_TOKENS + 4), chunk=4, prompt_buckets=(8,))
 ARMS = ('barrier', 'asynchronous', 'redundant')
-WANTED = 2.0
 LINES = {  # arm -> colour, meaning
   'barrier': (BLACK, 'a barrier after each turn'),
   'asynchronous': (BLUE, 'each episode continues by itself'),
@@ -76,7 +75,7 @@ SALTS = itertools.count()
 
 
 def environment() -> Before:
-  """Return a lake without holes, so that it does not end early. Each environment draws different delays."""
+  """Return a lake without holes: an episode ends early only at the goal. Each environment draws different delays, in all arms."""
   return delayed(FrozenLake(size=8, max_actions=TURNS, holes=0.0), MEAN, STD, next(SALTS))
 
 
@@ -95,23 +94,18 @@ def main():
   measured: dict[str, list[dict[str, Any]]] = {arm: [] for arm in ARMS}
   for i, seed in enumerate([100, *map(int, args.seeds.split(','))]):  # the first seed compiles and does not count
     for arm in ARMS:
-      engine = EngineConfig(config, SAMPLING, layout, SPARE, 8, seed, (), lambda ids: '')
-      with environment_pool(environment, SPARE, 60.0) as workers:
+      engine = EngineConfig(config, SAMPLING, layout, MOST_EPISODES, 8, seed, (), lambda ids: '')
+      with environment_pool(environment, MOST_EPISODES, 60.0) as workers:
         start = time.perf_counter()
-        steps = (barrier if arm == 'barrier' else partial(scheduled, arm))(Engine(engine, weights), workers, seed, start)
+        ended = (barrier if arm == 'barrier' else partial(scheduled, arm))(Engine(engine, weights), workers, seed, start)
         seconds = time.perf_counter() - start
       if i:
-        measured[arm].append({'seed': seed, 'seconds': seconds, 'turns': steps})
+        measured[arm].append({'seed': seed, 'seconds': seconds, 'call_ends': ended})
   rows = [row(arm, measured) for arm in ARMS]
-  sizes = {'groups': GROUPS, 'group': N, 'turns': TURNS, 'latency': [MEAN, STD], 'wanted': WANTED}
+  sizes = {'groups': GROUPS, 'group': N, 'turns': TURNS, 'latency': [MEAN, STD]}
   report('environment_async', rows, {**sizes, 'runs': measured}, args.save)
   if args.save:
     draw()
-
-
-def limits() -> Limits:
-  """Return the limits, equal for all arms."""
-  return Limits(TURNS, TURN_TOKENS, 8, SAMPLING.max_tokens)
 
 
 def barrier(engine: Engine, workers: WorkerPool, seed: int, start: float) -> list[float]:
@@ -131,7 +125,7 @@ def barrier(engine: Engine, workers: WorkerPool, seed: int, start: float) -> lis
   live = {i: i // N + seed * GROUPS for i in range(GROUPS * N)}  # member -> group; its seed is 2 * group
   observed = call_all({i: Call((i, 0), 'reset', 2 * group) for i, group in live.items()})
   texts = {i: Transcript(np.array(codec.opening(turn_messages(*observed[i])), np.int32)) for i in live}
-  for turn in range(TURNS):
+  while texts:
     for i, text in texts.items():
       engine.add(Request(i, i // N, text.prompt, TURN_TOKENS, text.given))
     while engine.load:
@@ -143,8 +137,6 @@ def barrier(engine: Engine, workers: WorkerPool, seed: int, start: float) -> lis
     texts = {i: text for i, text in texts.items() if not outcomes[i].done}
     for i, text in texts.items():
       text.parts.append(np.array(codec.reply(turn_messages(outcomes[i].observation, outcomes[i].info), []), np.int32))
-    if not texts or turn + 1 == TURNS:
-      break
   return done
 
 
@@ -164,8 +156,9 @@ def scheduled(arm: str, engine: Engine, workers: WorkerPool, seed: int, start: f
     return found
 
   workers.poll = poll
+  limits = Limits(TURNS, TURN_TOKENS, 8, SAMPLING.max_tokens)
   source = ConversationSource(
-    lambda number: 2 * (number + seed * GROUPS), limits(), FixedLengthCodec(), workers.release, sample=None, time_limit=60.0
+    lambda number: 2 * (number + seed * GROUPS), limits, FixedLengthCodec(), workers.release, sample=None, time_limit=60.0
   )
   Scheduler([engine], workers, source, settings, time.perf_counter, GROUPS, Timeline(time.perf_counter)).batch()
   return done
@@ -177,7 +170,7 @@ def row(arm: str, measured: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
   return {
     'arm': arm,
     'seconds': float(np.mean([r['seconds'] for r in results])),
-    'turns': float(np.mean([len(r['turns']) for r in results])),
+    'calls': float(np.mean([len(r['call_ends']) for r in results])),
     **paired_gains(measured, arm, 'barrier'),
   }
 
@@ -187,7 +180,7 @@ def draw() -> None:
   saved = load('environment_async')
   result = saved['result']
   mean, std = result['latency']
-  title = f'Rollouts with slow environments: {result["groups"]} x {result["group"]} episodes of {result["turns"]} turns'
+  title = f'Rollouts with slow environments: {result["groups"]} x {result["group"]} episodes of up to {result["turns"]} turns'
   setting = (
     f'A small random policy; a call takes N({mean:g}, {std:g}) s; {len(result["runs"]["barrier"])} seeds; {machine_label(saved)}'
   )
@@ -197,10 +190,12 @@ def draw() -> None:
   style(total, 'Total (dots: seeds, bar: mean)', ylabel='seconds of all rollouts')
   for i, (arm, (colour, meaning)) in enumerate(LINES.items()):
     runs = result['runs'][arm]
-    calls = np.arange(1, min(len(run['turns']) for run in runs) + 1)  # seeds end after different numbers of calls
-    moments = [np.sort(run['turns'])[: len(calls)] for run in runs]
+    calls = np.arange(1, min(len(run['call_ends']) for run in runs) + 1)  # seeds end after different numbers of calls
+    moments = [np.sort(run['call_ends'])[: len(calls)] for run in runs]
     curves.fill_betweenx(calls, np.min(moments, axis=0), np.max(moments, axis=0), color=colour, alpha=0.2, linewidth=0)
-    curves.plot(np.sort(runs[0]['turns']), np.arange(1, len(runs[0]['turns']) + 1), color=colour, linewidth=1.5, label=meaning)
+    curves.plot(
+      np.sort(runs[0]['call_ends']), np.arange(1, len(runs[0]['call_ends']) + 1), color=colour, linewidth=1.5, label=meaning
+    )
     seconds = [run['seconds'] for run in runs]
     draw_seeds(total, i, seconds, colour, bar=24)
     total.annotate(f'{np.mean(seconds):.1f} s', (i, max(seconds)), xytext=(0, 8), textcoords='offset points', ha='center',

@@ -28,10 +28,10 @@ def attention_inputs(model: Model, B: int, S: int, dtype: Any, key: jax.Array, l
   """Return random arguments of decode attention."""
   H, K, D, _, _ = model
   q, k, v = jax.random.split(key, 3)
-  scale = jnp.float32(1)
+  scales = (jnp.float32(1.7), jnp.float32(0.3)) if dtype == FP8 else (jnp.float32(1), jnp.float32(1))
   cache = [jax.random.normal(each, (B, K, S, D), BF16).astype(dtype) for each in (k, v)]
   full = jnp.full(B, S, jnp.int32) if length is None else jnp.asarray(length, jnp.int32)
-  return jax.random.normal(q, (B, H, D), BF16), *cache, full, (scale, scale)
+  return jax.random.normal(q, (B, H, D), BF16), *cache, full, scales
 
 
 def twice_coded_inputs(model: Model, B: int, S: int, dtype: Any, key: jax.Array, length: Any) -> tuple[Any, ...]:
@@ -66,7 +66,10 @@ def expert_inputs(X: int, chosen: int, tokens: int, N: int, K: int, key: jax.Arr
 
 
 def bf16_expert_inputs(X: int, chosen: int, tokens: int, N: int, K: int, key: jax.Array) -> tuple[Any, ...]:
-  """Return random bfloat16 arguments of the product of experts: x [n, T, K], dy [n, T, N], w, and each block's expert."""
+  """Return random bfloat16 arguments of the product of experts, whose tokens fill n blocks of T.
+
+  These are x [n, T, K], dy [n, T, N], w [X, N, K], the expert of each block, and the number of blocks in use.
+  """
   route, x, dy, w = jax.random.split(key, 4)
   grouped = blocks(jax.lax.top_k(jax.random.uniform(route, (tokens, X)), chosen)[1], X)
 
@@ -173,14 +176,16 @@ def norm_kernel(x: Any, added: Any, scale: Any) -> tuple[Any, Any]:
 
 
 def norm_reference(x: Any, added: Any, scale: Any) -> tuple[Any, Any]:
-  """Return the same by formulas. The sum of the parts and the total are rounded to bfloat16."""
+  """Return RMSNorm of x plus the sum of the parts, and this total, by jnp. The sum and the total are rounded to bfloat16."""
   total = to_bfloat16(x.astype(jnp.float32) + to_bfloat16(jnp.sum(added, axis=0)))
   normed = total * jax.lax.rsqrt(jnp.mean(total * total, axis=1, keepdims=True) + EPSILON) * scale
   return normed.astype(BF16), total.astype(BF16)
 
 
 def append_inputs(model: Model, B: int, S: int, dtype: Any, key: jax.Array) -> tuple[Any, ...]:
-  """Return random arguments of the append of a token per row: arrays of the cache, the joined product and all the rest.
+  """Return random arguments of the append of a token per row.
+
+  These are the arrays of the cache, the joined product, slot and position of each token, and the form of the codes.
 
   The heads have biases and norms. An FP8 cache has second codes, and some numbers are clamped. The last row has no token. The
   product is one part in bfloat16, as an FP8 linear gives it, or two in float32.

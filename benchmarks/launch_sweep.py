@@ -1,11 +1,12 @@
 """How long do other launches of FP8 products take on this GPU, and does the model of launches choose a fast one?
 
-    python benchmarks/launch_sweep.py --save            # on a GPU: measure; the most promising launches of each product
+    python benchmarks/launch_sweep.py --save            # on a GPU: measure the launches that the model predicts to be fast
     python benchmarks/launch_sweep.py --fit             # anywhere: fit constants of the model to the saved times
 
 A row is a launch of a product and its measured time. The table compares, for each product, the launch that the model of
 sprl/kernels/launch_model.py would choose among the measured ones with the fastest of them. `--fit` varies FITTED, and a constant
-time that is added to every launch, to minimise the differences of the logarithms. It prints the constants and their choices.
+time that is added to every launch, to minimise the differences between the logarithms of predicted and measured times. It prints
+the constants, and the launches that the model then chooses.
 """
 
 import argparse
@@ -97,7 +98,7 @@ def replaced(constants: Row) -> Any:
 
 
 def fit(rows: Sequence[Row]) -> dict[str, float]:
-  """Return the constants FITTED, the time added to every launch in microseconds, and the rms error of the predictions."""
+  """Return the constants FITTED, the time added to every launch in microseconds, and the rms of log(predicted / measured)."""
   from scipy.optimize import least_squares
 
   start = np.log([*FITTED.values(), 5.0])
@@ -116,7 +117,7 @@ def fit(rows: Sequence[Row]) -> dict[str, float]:
 def main() -> None:
   """Measure launches, or fit the model to saved ones."""
   parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-  parser.add_argument('--most', type=positive, default=16, help='launches of a product; default: %(default)s')
+  parser.add_argument('--most', type=positive, default=16, help='launches measured of each product; default: %(default)s')
   either = parser.add_mutually_exclusive_group()
   either.add_argument('--save', action='store_true', help=f'write benchmarks/results/{NAME}.json after each launch')
   either.add_argument('--fit', action='store_true', help='fit the model to the saved times')

@@ -108,7 +108,7 @@ def main() -> int:
   """Run the command and return its exit status."""
   config: Any = flags.FLAGS['config'].value
   if _DATA.value is not None:
-    found = with_data(config.task, _DATA.value, _SPLIT.value, command_line.settings_of_flags())
+    found = with_data(config.task, _DATA.value, _SPLIT.value, command_line.settings_of_flags(), config.eval.sets.to_dict())
     for remark in found if _WORKDIR.value is not None or _names_config(sys.argv) else ():
       logging.getLogger('sprl').warning(remark)
   elif _SPLIT.value is not None:

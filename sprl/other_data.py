@@ -1,28 +1,32 @@
-"""Other problems for a run or a config, as --data of `sprl.evaluate` gives them: which settings stay, and what grades."""
+"""Replaces the problems of a task by those of `--data` of `sprl.evaluate`: which settings stay, and which graders apply."""
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from sprl.config import Run, to_dict
 from sprl.config_checks import names_of_problems, python_name
 
+NONE: Mapping[str, Any] = MappingProxyType({})
 
-def with_data(task: Any, data: str, split: str | None, given: Collection[str] = ()) -> list[str]:
+
+def with_data(
+  task: Any, data: str, split: str | None, given: Collection[str] = (), sets: Mapping[str, Mapping[str, Any]] = NONE
+) -> list[str]:
   """Set the problems of a task, a section of a config, to those that --data and --split name. Return warnings.
 
-  The rewards stay, unless they belong to its kind or are functions of a Python program. Other settings about its own problems get
-  their defaults. The keys `given`, which the user has set, stay.
+  `grader` and `rewards` stay, unless one is a function of a Python program or the user sets either of them; the grader `auto` is
+  then that of the new kind. `judge` stays if a reward or one of the held-out `sets` uses it. Other settings about the task's own
+  problems get their defaults. The keys `given`, which the user has set, stay.
   """
   before, defaults = task.to_dict(), to_dict(Run())['task']
 
   def is_given(name: str) -> bool:
     return any(f'{key}.'.startswith(f'task.{name}.') for key in given)
 
-  graders = [before['grader'], *(reward.rpartition('=')[0] or reward for reward in before['rewards'])]
-  kept: tuple[str, ...] = ('grader', 'rewards', *(('judge',) if 'judge' in graders else ()))
-  if any(map(python_name, graders)) or is_given('grader') or is_given('rewards'):
-    kept = ()
+  replaced = any(map(python_name, graders_of(before))) or is_given('grader') or is_given('rewards')
+  kept = ('judge',) if replaced else ('grader', 'rewards', 'judge')
   forgotten = [name for name in names_of_problems(task.kind) if name not in kept and not is_given(name)]
   with task.ignore_type():
     for name in forgotten:
@@ -33,7 +37,10 @@ def with_data(task: Any, data: str, split: str | None, given: Collection[str] = 
     task.kind, task.path = 'dataset', data
     if split is None and Path(data).expanduser().is_file():
       split = 'train'  # a file is one split of this name
-  task.splits = task.splits if split is None else ('train', split)
+  if split is not None:
+    task.splits = ('train', split)
+  if 'judge' not in (*graders_of(task.to_dict()), *(each.get('grader') for each in sets.values())) and not is_given('judge'):
+    task.judge = defaults['judge']
   selects = ('columns', 'filters') if split is not None else ('columns', 'filters', 'splits')
   found = [
     f'config.task.{name} = {before[name]!r} does not apply to --data; to apply it, set --config.task.{name}'
@@ -46,8 +53,13 @@ def with_data(task: Any, data: str, split: str | None, given: Collection[str] = 
   return found
 
 
+def graders_of(task: Mapping[str, Any]) -> list[str]:
+  """Return the grader and the rewards of a task, given as a mapping, without the weights."""
+  return [task['grader'], *(reward.rpartition('=')[0] or reward for reward in task['rewards'])]
+
+
 def graded_by(task: Mapping[str, Any]) -> list[str]:
-  """Return the names of the rewards of a task, given as a mapping; `auto` is named by the kind of the task."""
+  """Return the rewards of a task, given as a mapping, with weights as written (`judge=0.5`). `auto` is named by its kind."""
   kind, name = task['kind'], task['name']
   if task['rewards'] or task['grader'] != 'auto':
     return list(task['rewards'] or (task['grader'],))

@@ -20,7 +20,8 @@ from sprl.objective.correction import catastrophic
 def at_random(log_rho: Float[Array, 'B T'], mask: Bool[Array, 'B T'], veto: float) -> Bool[Array, 'B T']:
   """Mark all tokens of sequences that are drawn at random, as many as `catastrophic` rejects.
 
-  In its place, the veto rejects at the same rate for no reason. The bits of log_rho seed the draw.
+  In place of `catastrophic` it makes the veto reject as many sequences, chosen independently of their log-probs. The bits of the
+  sum of log_rho seed the draw.
   """
   count = jnp.sum(catastrophic(log_rho, mask, veto).any(axis=1))
   key = jax.random.key(jax.lax.bitcast_convert_type(jnp.sum(log_rho), jnp.uint32))
@@ -29,7 +30,10 @@ def at_random(log_rho: Float[Array, 'B T'], mask: Bool[Array, 'B T'], veto: floa
 
 
 def plain_keys(*args: Any, **more: Any) -> CacheLayout:
-  """Return the layout of a cache that rounds keys to FP8 with their biases, as other engines do (docs/methods/fp8.md, eq. 9)."""
+  """Return the layout of a cache that rounds keys to FP8 with their biases, as other engines do.
+
+  It has neither the subtraction nor the second codes of docs/methods/fp8.md, eq. 9 and 10.
+  """
   return replace(cache_layout(*args, **more), key_bias=False)
 
 

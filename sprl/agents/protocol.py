@@ -65,14 +65,14 @@ class ChatRequest:
 
   messages: tuple[Message, ...]  # in the form of `canonical`
   tools: tuple[Mapping[str, Any], ...] = ()  # offered in the prompt
-  calls: int | None = 0  # most calls of the answer that are parsed; None: all
+  calls: int | None = 0  # most tool calls that the message keeps; 0: the text is not parsed; None: all
   max_tokens: int | None = None
   template_args: Mapping[str, Any] = field(default_factory=dict)
   stream: bool = False
   usage: bool = False  # whether a stream ends with the numbers of tokens
   logprobs: bool = False
   token_ids: bool = False  # whether the response has the ids of prompt and answer
-  stop: tuple[str, ...] = ()  # strings that end the answer; its tokens have them, its text has not
+  stop: tuple[str, ...] = ()  # strings that end the answer: its tokens include the string, its text does not
 
 
 @dataclass(frozen=True)
@@ -120,8 +120,9 @@ def read(body: Any, distribution: Distribution) -> ChatRequest:
     if not isinstance(limit, int) or isinstance(limit, bool) or limit <= 0:
       raise Refused(400, f'{key} = {limit!r:.200}: expected a whole number above 0', key)
   template_args = given.pop('chat_template_kwargs', {})
-  if not isinstance(template_args, Mapping) or not isinstance(options, Mapping):
-    raise Refused(400, 'chat_template_kwargs, stream_options: expected objects')
+  for key, value in (('chat_template_kwargs', template_args), ('stream_options', options)):
+    if not isinstance(value, Mapping):
+      raise Refused(400, f'{key} = {value!r:.200}: expected an object', key)
   most = None if _flag(given, 'parallel_tool_calls', default=True) else 1
   request = ChatRequest(
     messages=tuple(canonical(message, f'messages[{i}]') for i, message in enumerate(messages)),
@@ -141,7 +142,10 @@ def read(body: Any, distribution: Distribution) -> ChatRequest:
 
 
 def _flag(given: dict[str, Any], key: str, within: str = '', default: bool = False) -> bool:
-  """Remove a field from the object `within` and return it. A field without a value has the default. Raises Refused."""
+  """Remove a flag from `given` and return it, or `default` if it has no value. `within` precedes the key in an error.
+
+  Raises Refused if it is not a boolean.
+  """
   value = given.pop(key, None)
   if not isinstance(value, bool | None):
     raise Refused(400, f'{within}{key} = {value!r:.200}: expected true or false', f'{within}{key}')
@@ -170,7 +174,8 @@ def _check_distribution(given: dict[str, Any], distribution: Distribution) -> No
 def canonical(message: Any, where: str) -> Message:
   """Return a message with the fields that a chat template reads: equal conversations have equal canonical messages.
 
-  Text parts are joined, empty fields are left out, and the arguments of tool calls are objects. Raises Refused.
+  Text parts are joined. An empty name, tool_call_id or reasoning_content is left out. The arguments of tool calls are decoded;
+  those that are not JSON stay text. Raises Refused if a field has a wrong form.
   """
   if not isinstance(message, Mapping) or message.get('role') not in _ROLES:
     raise Refused(400, f'{where}: expected an object with a role of {", ".join(_ROLES)}', where)

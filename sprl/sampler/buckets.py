@@ -24,7 +24,7 @@ def doubling(first: int, last: int) -> tuple[int, ...]:
 
 
 def bucket(sizes: Sequence[int], tokens: int) -> int:
-  """Return the smallest of the ascending `sizes` that holds so many tokens. There must be one."""
+  """Return the smallest of the ascending `sizes` that is at least `tokens`. Raises StopIteration if there is none."""
   return next(size for size in sizes if size >= tokens)
 
 

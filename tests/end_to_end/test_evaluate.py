@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import tiny
@@ -67,11 +68,11 @@ def test_other_problems_do_not_have_the_filters_and_splits_of_a_config(inputs):
 def with_data():
   """Returns the task of a config after --data, and the warnings."""
 
-  def changed(task, *given, data='other.jsonl', split=None):
+  def changed(task, *given, data='other.jsonl', split=None, sets=MappingProxyType({})):
     config = default_config()
     with config.task.ignore_type():
       config.task.update(task)
-    return config.task, other_data.with_data(config.task, data, split, given)
+    return config.task, other_data.with_data(config.task, data, split, given, sets)
 
   return changed
 
@@ -84,6 +85,15 @@ def test_other_data_is_graded_by_the_rewards_of_the_run(with_data):
     assert other_data.graded_by(task.to_dict()) == list(own.get('rewards', ('mine.py:f',)))
   task, said = with_data({'kind': 'jsonl', 'path': 'folder', 'rewards': ('math', 'mine.py:f'), 'grader': 'exact'}, 'task.grader')
   assert (task.grader, task.rewards, said) == ('exact', (), [])
+
+
+def test_the_settings_of_the_judge_stay_where_a_reward_or_a_held_out_set_uses_it(with_data):
+  judge = {'url': 'u', 'model': 'm'}
+  own = {'kind': 'jsonl', 'path': 'folder', 'rewards': ('math', 'judge=0.5'), 'judge': judge}
+  assert with_data({**own, 'rewards': ('judge',)}, 'task.rewards')[0].judge.to_dict() == judge  # a flag set the rewards
+  assert with_data({**own, 'rewards': ('math',)}, 'task.rewards')[0].judge.to_dict() == {}
+  assert with_data({**own, 'rewards': ()}, sets={'hard': {'grader': 'judge'}})[0].judge.to_dict() == judge
+  assert with_data({**own, 'rewards': ()}, sets={'hard': {'grader': 'math'}})[0].judge.to_dict() == {}
 
 
 @pytest.mark.parametrize(
