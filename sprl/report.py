@@ -9,7 +9,7 @@ The file needs no server and no network. Runs may be in progress. Exit status 2:
 nothing yet.
 """
 
-from glob import glob
+from glob import escape, glob
 from pathlib import Path
 
 from absl import flags
@@ -17,20 +17,21 @@ from absl import flags
 from sprl import command_line
 from sprl.config import SettingsError
 
-_WORKDIR = flags.DEFINE_list('workdir', None, 'The run, or the runs to compare, with commas between them.', required=True)
+_WORKDIR = flags.DEFINE_string('workdir', None, 'The run, or the runs to compare, with commas between them.', required=True)
 _OUT = flags.DEFINE_string('out', None, 'The file to write. Default: report.html in the work directory, or comparison.html here.')
 
 
 def main() -> int:
   """Run the command and return its exit status."""
-  from sprl.io.comparison import write_comparison
-  from sprl.io.html_report import write_report  # imported late: an error in the flags is reported before jax loads
+  given, out = _WORKDIR.value or '', _OUT.value
+  if Path(given).exists() or not set(given) & set(',*'):
+    from sprl.io.html_report import write_report  # imported late: an error in the flags is reported before jax loads
 
-  names, out = _WORKDIR.value or [], _OUT.value
-  if len(names) == 1 and '*' not in names[0]:
-    print(write_report(Path(names[0]), Path(out) if out else None))
+    print(write_report(Path(given), Path(out) if out else None))
     return 0
-  path, rows = write_comparison([folder for name in names for folder in matching(name)], Path(out or 'comparison.html'))
+  from sprl.io.comparison import write_comparison
+
+  path, rows = write_comparison([path for name in given.split(',') for path in matching(name)], Path(out or 'comparison.html'))
   widths = [max(map(len, column)) for column in zip(*rows)]
   for row in rows:
     print('  '.join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
@@ -45,7 +46,8 @@ def matching(name: str) -> list[Path]:
   """
   if '*' not in name:
     return [Path(name)]
-  found = [Path(path) for path in sorted(glob(name)) if (Path(path) / 'config.json').exists()]
+  pattern = escape(name).replace('[*]', '*')  # only `*` has a meaning
+  found = [Path(path) for path in sorted(glob(pattern)) if (Path(path) / 'config.json').exists()]
   if not found:
     raise SettingsError(f'--workdir = {name!r}: expected a name that matches the folder of a run; it matches none')
   return found

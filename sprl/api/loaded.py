@@ -33,7 +33,7 @@ from sprl.learner.restore import export, load_base
 from sprl.learner.state import TrainState, abstract_state
 from sprl.learner.update import UpdateConfig, make_update
 from sprl.ledger import ledger
-from sprl.model import Model, abstract_params
+from sprl.model import Model, abstract_params, open_here
 from sprl.models.lora import Base, network
 from sprl.models.transformer import Params
 from sprl.planning.remat import decided
@@ -251,7 +251,7 @@ def unmasked(rollouts: Rollouts) -> list[Trajectory]:
 
 def evaluate_on(run: Run, loaded: LoadedModel, inputs: Inputs) -> dict[str, Any]:
   """Evaluate the newest weights on the held-out groups of a run."""
-  model = Model.open(run)
+  run, model = open_here(run)
   with ExitStack() as stack:
     held_out = RolloutSetup.open(run, model.tokenizer, inputs=inputs, train=False).begin_evaluation(stack.enter_context)
     check_evaluation_fits(run, model, held_out)

@@ -9,11 +9,11 @@ from typing import Any
 from sprl.api.inputs import Data, Reward, inputs_of
 from sprl.api.loaded import LoadedModel
 from sprl.api.settings import Settings, merged
-from sprl.api.training import Training, as_rows
-from sprl.config import Run, SettingsError, to_dict
+from sprl.api.training import Training, as_rows, with_held_out
+from sprl.config import Run, to_dict
 from sprl.config_reader import resolve
 from sprl.distributed.process_group import require_single_process
-from sprl.io.checkpoint import committed, read_record
+from sprl.io.checkpoint import newest_record, read_record
 from sprl.io.config_file import read_located
 from sprl.io.run_state import RunState
 from sprl.io.starts import began
@@ -41,14 +41,14 @@ def open_run(
       run.model.sampler(cache={'budget': 64}).generate(prompts)
 
   The run may be in progress: what was logged later is read again at each use, and the weights and evaluations are those of a
-  checkpoint. Nothing in the folder is changed. The weights are loaded when `model` is first used, on all devices of this machine
-  if those of the run's settings are not here.
+  checkpoint, which a run in progress may delete later. Nothing in the folder is changed. The weights are loaded when `model` is
+  first used, on all devices of this machine if those of the run's settings are not here.
 
   Args:
     workdir: a folder that `sprl.fit` or `python -m sprl.main` has written.
     data, reward, test, environment: those that `fit` was given, for `evaluate` of a run whose problems or rewards were Python
       objects: a work directory does not hold these. None: what the settings of the run name.
-    step: the step of the checkpoint. None: the newest.
+    step: the step of the checkpoint. None: that of the newest one when the run is opened.
 
   Raises FileNotFoundError if the folder has no run, SettingsError for settings of another version of sprl, and CheckpointError if
   there is no checkpoint of `step`.
@@ -57,17 +57,13 @@ def open_run(
   folder = Path(workdir).absolute()
   saved = read_located(folder)
   of_inputs, inputs = inputs_of(data, reward, test=test, environment=environment)
-  if inputs.train is not None and inputs.test is None:
-    raise SettingsError('data: expected the held-out rows beside them, open_run(..., test=rows)')
   run = resolve(merged(saved, of_inputs))
-  found = committed(folder / 'checkpoints')
-  state = RunState()
-  if step is not None or found:
-    record = read_record(folder / 'checkpoints', max(found) if step is None else step)
-    state = RunState.from_json(record.step, record.extra)
-  load = partial(_loaded, folder, run, step)
+  checkpoints = folder / 'checkpoints'
+  record = newest_record(checkpoints) if step is None else read_record(checkpoints, step)
+  state = RunState() if record is None else RunState.from_json(record.step, record.extra)
+  load = partial(_loaded, folder, run, None if record is None else record.step)
   completed = state.step == run.steps and bool(state.after)
-  return Training(folder, run, inputs, load, state.step, completed, state.before, state.after)
+  return Training(folder, run, with_held_out(inputs, run), load, state.step, completed, state.before, state.after)
 
 
 def _loaded(folder: Path, run: Run, step: int | None) -> LoadedModel:

@@ -128,7 +128,7 @@ class Rollouts(Sequence[Sample]):
 
     Prompts whose samples have equal rewards teach nothing. To train without them:
 
-        model.update(rollouts.keep(rollouts.rewards.std(axis=1) > 0))
+        model.update(rollouts.keep(np.ptp(rollouts.rewards, axis=1) > 0))
 
     Raises ValueError if no prompt is left, for a prompt that is named twice, and for truths of another number than the prompts.
     Raises IndexError for a prompt that does not exist.

@@ -86,15 +86,21 @@ def fit(
   whole = merged(settings, {'model.path': str(path)})
   of_inputs, inputs = inputs_of(data, reward, test=test, environment=environment)
   run = resolved(merged(whole, of_inputs))
-  if inputs.train is not None and inputs.test is None:
-    training, held_out = in_memory.split(inputs.train, run.eval.problems)
-    in_memory.checked(inputs.train, run.task.chat)  # before they are split: an error names the number that a row has in `data`
-    inputs = replace(inputs, train=training, test=held_out)
+  inputs = with_held_out(inputs, run)
   folder = new_folder() if workdir is None else Path(workdir).absolute()
   finished = train(run, folder, inputs=inputs, hooks=[partial(_call, callback) for callback in callbacks], trackers=trackers)
   base = load_base(finished.model, finished.base, run.model.path)
   model = LoadedModel(as_rows(whole, run.task.kind), finished.model, finished.params, base, finished.step)
   return Training(folder, run, inputs, lambda: model, finished.step, finished.completed, finished.before, finished.after)
+
+
+def with_held_out(inputs: Inputs, run: Run) -> Inputs:
+  """Return the inputs with held-out rows: those of the caller, or the last ones of the training rows. Raises SettingsError."""
+  if inputs.train is None or inputs.test is not None:
+    return inputs
+  training, held_out = in_memory.split(inputs.train, run.eval.problems)
+  in_memory.checked(inputs.train, run.task.chat)  # before they are split: an error names the number that a row has in `data`
+  return replace(inputs, train=training, test=held_out)
 
 
 def as_rows(settings: Settings, kind: str) -> Settings:
@@ -166,15 +172,18 @@ class Training:
     return self.model.save(folder, dtype)
 
   def __repr__(self) -> str:
-    before = 'its last evaluation' if self.step == self.config.steps else f'step {self.config.steps}'
-    ended = 'complete' if self.completed else f'ended before {before}'
+    steps = self.config.steps
+    if self.step < steps:
+      done = f'{self.step} of {steps} steps'
+    else:
+      done = f'{steps} steps, ' + ('complete' if self.completed else 'without the last evaluation')
     scores = ''.join(
       f', held-out reward {result["metrics"]["eval/avg@k"]:.3f} {name}'
       for name, result in (('before', self.before), ('after', self.after))
       if result
     )
     folder = self.workdir.relative_to(Path.cwd()) if self.workdir.is_relative_to(Path.cwd()) else self.workdir
-    return f'Training: {self.step} steps, {ended}{scores}, in {folder}'
+    return f'Training: {done}{scores}, in {folder}'
 
 
 def new_folder() -> Path:

@@ -20,6 +20,7 @@ folder. Process 0 does the rest of a save and chooses the checkpoint to restore.
 between a save and a restore.
 """
 
+import contextlib
 import json
 import logging
 import math
@@ -233,6 +234,14 @@ def read_record(folder: Path, step: int) -> Record:
   if not (record := _read_record(path)):
     raise CheckpointError(f'{path}: record.json is missing or damaged')
   return Record(step, record['arrays'], record['extra'])
+
+
+def newest_record(folder: Path) -> Record | None:
+  """Return the record of the newest checkpoint whose record is intact; None if there is none."""
+  for step in reversed(committed(folder)):
+    with contextlib.suppress(CheckpointError):  # damaged, or deleted meanwhile
+      return read_record(folder, step)
+  return None
 
 
 def _check_exists(folder: Path, step: int) -> None:

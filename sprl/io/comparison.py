@@ -1,11 +1,11 @@
 """The comparison of several runs as one HTML file: scores with paired intervals, settings that differ, and curves.
 
 Runs whose settings differ only in the seed form an arm. An arm is compared with the first one, seed by seed and problem by
-problem, so that what both share cancels. A score is that of the newest evaluation.
+problem, so that what both share cancels. A score is that of the newest evaluation that all runs of the arm have.
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
@@ -15,10 +15,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from sprl.config import Run, SettingsError, to_dict
+from sprl.config import PLACES, Run, SettingsError, to_dict
+from sprl.config_checks import GRADING_COSTS, names_of_problems
 from sprl.io import files
-from sprl.io.checkpoint import CheckpointError, committed, read_record
-from sprl.io.config_file import read_config
+from sprl.io.checkpoint import CheckpointError, read_record
+from sprl.io.config_file import read_located
 from sprl.io.html_page import duration, headline, note, page, section_of_charts, table
 from sprl.io.metrics import held_out_sets, read_metrics, series
 from sprl.io.paired import interval_of_one_run, paired_interval
@@ -26,12 +27,15 @@ from sprl.io.plots import running_mean
 from sprl.io.report_charts import PARTS, Chart, Records, curve
 from sprl.io.trackers import flat
 
-OF_LOGS = ('export', 'log', 'checkpoint', 'ledger')  # sections of settings that do not change what a run learns
+# Settings that do not change what a run learns, apart from the rounding of its numbers.
+NOT_LEARNED = (
+  'seed', 'export', 'log', 'checkpoint', 'ledger', 'patience', 'model.remat', 'packing.score_chunk', *PLACES, *GRADING_COSTS,
+)  # fmt: skip
 POINTS = 50  # of a curve that are means over separate steps
-HEADS = ('arm', 'runs', 'steps', 'before', 'score', '95 % interval', 'minus the first', '95 % interval', 'of')
+HEADS = ('arm', 'runs', 'step', 'before', 'score', '95 % interval', 'difference', 'its 95 % interval', 'it covers')
 COSTS = {  # metric -> head of its column, form
   'time/tokens_per_second': ('tokens per second', '{:,.0f}'),
-  'sparse/bytes_saving': ('less KV cache', '{:.0%}'),
+  'sparse/bytes_saving': ('KV cache saved', '{:.0%}'),
   'rollout_corr/k3_kl': ('mismatch (k3)', '{:.2g}'),
 }
 
@@ -75,17 +79,20 @@ class Recorded:
     """The finished steps."""
     return max(record['step'] for record in self.records)
 
+  @property
+  def evaluations(self) -> dict[int, Mapping[str, Any]]:
+    """The evaluations by step."""
+    return {record['step']: record for record in self.records if 'eval/avg@k' in record}
+
   @cached_property
   def newest(self) -> dict[str, Any]:
-    """The newest evaluation in a checkpoint, with the score of each problem and some samples; {} if there is none."""
-    folder = self.workdir / 'checkpoints'
-    for step in reversed(committed(folder)):
-      try:
-        if after := read_record(folder, step).extra.get('after'):
-          return {'step': step, **after}
-      except CheckpointError:  # deleted meanwhile, or damaged
-        continue
-    return {}
+    """The newest evaluation, with the score of each problem and some samples; {} if no checkpoint has it."""
+    step, folder = max(self.evaluations, default=0), self.workdir / 'checkpoints'
+    try:
+      after = read_record(folder, step).extra.get('after') if step else None
+    except CheckpointError:  # there is none, or it is damaged
+      return {}
+    return {'step': step, **after} if after else {}
 
   @property
   def minutes(self) -> dict[int, float]:
@@ -124,12 +131,12 @@ def write_comparison(workdirs: Sequence[Path], out: Path) -> tuple[Path, list[li
 
 def read_runs(workdirs: Sequence[Path]) -> list[Recorded]:
   """Return the runs in these work directories, in order. Raises as `write_comparison` does."""
-  folders = list(dict.fromkeys(workdir.absolute() for workdir in workdirs))
+  folders = list(dict.fromkeys(workdir.resolve() for workdir in workdirs))
   if len(folders) < 2:
     raise SettingsError(f'--workdir = {", ".join(map(str, workdirs))}: expected at least two different runs to compare')
   found = []
   for folder, name in zip(folders, short_names(folders)):
-    settings, records = flat(read_config(folder)), read_metrics(folder)
+    settings, records = flat(read_located(folder)), read_metrics(folder)
     if not records:
       raise SettingsError(f'{folder}: expected a run that has logged an evaluation or a step; metrics.jsonl is empty')
     found.append(Recorded(folder, name, {**flat(to_dict(Run())), **settings}, records))
@@ -150,19 +157,28 @@ def arms_of(runs: Sequence[Recorded]) -> list[Arm]:
   groups: dict[tuple[Any, ...], list[Recorded]] = {}
   for run in runs:
     groups.setdefault(tuple(sorted((name, repr(value)) for name, value in _learned(run).items())), []).append(run)
-  names = [group[0].name if len(group) == 1 else _common_start([run.name for run in group]) for group in groups.values()]
-  return [Arm(name if name and names.count(name) == 1 else group[0].name, group) for name, group in zip(names, groups.values())]
+  shared = [group[0].name if len(group) == 1 else _common_start([run.name for run in group]) for group in groups.values()]
+  made = []
+  for name, group in zip(shared, groups.values()):
+    others = {run.name for run in runs} - {run.name for run in group}
+    made.append(Arm(name if name and shared.count(name) == 1 and name not in others else group[0].name, group))
+  return made
 
 
 def _common_start(names: Sequence[str]) -> str:
-  """Return what all names begin with, without the digits and separators at its end."""
+  """Return what all names begin with, without the digits of a seed, and then the separators, at its end."""
   start = ''.join(first for first, *_ in takewhile(lambda letters: len(set(letters)) == 1, zip(*names)))
-  return start.rstrip('-_./ 0123456789')
+  return start.rstrip('0123456789').rstrip('-_./ @')
 
 
 def _learned(run: Recorded) -> dict[str, Any]:
-  """Return the settings that two runs of an arm share: all but the seed and those of logs."""
-  return {name: value for name, value in run.settings.items() if name != 'seed' and name.partition('.')[0] not in OF_LOGS}
+  """Return the settings that two runs of an arm share: all but NOT_LEARNED, which has the seed."""
+  return {name: value for name, value in run.settings.items() if not _within(name, NOT_LEARNED)}
+
+
+def _within(name: str, keys: Sequence[str]) -> bool:
+  """Return whether a setting is one of `keys`, or in one of these sections."""
+  return any(f'{name}.'.startswith(f'{key}.') for key in keys)
 
 
 # --- scores -----------------------------------------------------------------------------------------------------------
@@ -173,65 +189,85 @@ def score_table(arms: Sequence[Arm]) -> list[list[str]]:
   costs = {name: cost for name, cost in COSTS.items() if any(_measured(arm, name) is not None for arm in arms)}
   rows = [[*HEADS, 'time of steps', *(head for head, _ in costs.values())]]
   for arm in arms:
-    steps = sorted({run.steps for run in arm.runs})
     differs = None if arm is arms[0] else difference(arm, arms[0])
     of_difference = ['', '', ''] if differs is None else [f'{differs.mean:+.3f}', bounds(differs.low, differs.high), differs.of]
     seconds = [60 * max(run.minutes.values()) for run in arm.runs]
     measured = [_measured(arm, name) for name in costs]
     rows.append([
-      arm.name, str(len(arm.runs)), ' to '.join(str(step) for step in dict.fromkeys((steps[0], steps[-1]))), *score(arm),
-      *of_difference, duration(float(np.mean(seconds))),
+      arm.name, str(len(arm.runs)), *score(arm), *of_difference, duration(float(np.mean(seconds))),
       *('' if value is None else form.format(value) for value, (_, form) in zip(measured, costs.values())),
     ])  # fmt: skip
   return rows
 
 
-def score(arm: Arm) -> tuple[str, str, str]:
-  """Return the score before training, the newest one, and its 95 % interval, as texts."""
-  found = [(scores[0], scores[-1]) for run in arm.runs if len(scores := series(run.records, 'eval/avg@k')[1])]
-  if not found:
-    return '', '', ''
-  first, last = np.mean(found, axis=0)
-  if len(arm.runs) == 1:
-    low, high = (series(arm.runs[0].records, f'eval/{end}')[1] for end in ('low', 'high'))
-    return f'{first:.3f}', f'{last:.3f}', bounds(low[-1], high[-1]) if len(low) and len(high) else ''
-  _, low, high = paired_interval(np.array([[of_run[1]] for of_run in found]))
-  return f'{first:.3f}', f'{last:.3f}', bounds(low, high)
+def score(arm: Arm) -> tuple[str, str, str, str]:
+  """Return as texts the step of the newest evaluation that all runs have, the score before training, that score, its interval.
+
+  With one seed the interval is that of the run, over problems. With several it is over seeds.
+  """
+  steps = set.intersection(*(set(run.evaluations) for run in arm.runs))
+  if not steps:
+    return str(min(run.steps for run in arm.runs)), '', '', ''
+  found = [run.evaluations for run in arm.runs]
+  before, after = (f'{np.mean([each[step]["eval/avg@k"] for each in found]):.3f}' for step in (min(steps), max(steps)))
+  of_seeds = [np.mean([run.evaluations[max(steps)]['eval/avg@k'] for run in runs]) for runs in _by_seed(arm).values()]
+  if len(of_seeds) == 1:
+    last = found[0][max(steps)]
+    low, high = last.get('eval/low', np.nan), last.get('eval/high', np.nan)
+  else:
+    _, low, high = paired_interval(np.array(of_seeds)[:, None])
+  return str(max(steps)), before, after, bounds(low, high)
 
 
 def difference(arm: Arm, other: Arm) -> Difference | None:
-  """Return how much an arm scores above another one, for the seeds that both have; None if none is comparable.
+  """Return how much an arm scores above another one, for the seeds that both have; None if no two runs are comparable.
 
-  Runs are comparable if their newest evaluations were made after equally many steps, on the same problems.
+  Several runs of a seed count as their mean.
   """
-  ours, theirs = (_by_seed(each) for each in (arm, other))
-  paired = [each for seed in ours if seed in theirs if (each := comparable(ours[seed], theirs[seed])) is not None]
-  if not paired or len({len(each) for each in paired}) > 1:
+  ours, theirs = _by_seed(arm), _by_seed(other)
+  paired, steps = [], set()
+  for seed in ours.keys() & theirs.keys():
+    found = [comparable(*runs) for runs in zip(ours[seed], theirs[seed])]
+    if scored := [each for each in found if each is not None]:
+      paired.append(np.mean(scored, axis=0))
+      steps.add(ours[seed][0].newest.get('step'))
+  if not paired or len(steps) > 1:
     return None
   if len(paired) == 1:
-    return Difference(*interval_of_one_run(paired[0]), f'{len(paired[0])} problems, one seed')
+    return Difference(*interval_of_one_run(paired[0]), f'{len(paired[0])} problems')
   return Difference(*paired_interval(np.stack(paired)), f'{len(paired[0])} problems, {len(paired)} seeds')
 
 
 def comparable(run: Recorded, other: Recorded) -> Float[np.ndarray, ' P'] | None:
-  """Return the differences of the scores of two runs by problem; None if they differ in problems or steps."""
+  """Return the differences of the scores of two runs by problem; None if they cannot be paired.
+
+  Their newest evaluations must be in checkpoints, after equally many steps, on the same problems, drawn and graded in the same
+  way. The problems are the same if their settings are, and the questions and answers of the first ones, which a run records.
+  """
   ours, theirs = run.newest, other.newest
-  if not ours or not theirs or ours['step'] != theirs['step']:
+  if not ours or not theirs or ours['step'] != theirs['step'] or _asked(run) != _asked(other):
     return None
   first, second = (np.array(each.get('scores', []), float) for each in (ours, theirs))
-  shown, others = ([row['prompt'] for row in each.get('samples', [])] for each in (ours, theirs))
-  same = len(first) == len(second) > 0 and all(a == b for a, b in zip(shown, others))
-  return first - second if same else None
+  shown, others = ([_problem(row) for row in each.get('samples', [])] for each in (ours, theirs))
+  return first - second if len(first) == len(second) > 0 and shown == others else None
 
 
-def _by_seed(arm: Arm) -> dict[tuple[Any, int], Recorded]:
-  """Return the runs by seed, and by number among the runs of that seed."""
-  seen: Counter[Any] = Counter()
-  found = {}
+def _asked(run: Recorded) -> dict[str, Any]:
+  """Return the settings that decide which problems an evaluation asks, how answers are drawn and what grades them."""
+  keys = ('eval', *(f'task.{name}' for name in names_of_problems('rows')))
+  return {name: value for name, value in run.settings.items() if _within(name, keys) and name != 'eval.every'}
+
+
+def _problem(row: Mapping[str, Any]) -> tuple[Any, Any]:
+  """Return what identifies the problem of a sample. The question is part of the prompt, which a chat template may change."""
+  return row.get('answer'), row.get('prompt') if row.get('answer') is None else None
+
+
+def _by_seed(arm: Arm) -> dict[Any, list[Recorded]]:
+  """Return the runs of an arm by seed."""
+  found: dict[Any, list[Recorded]] = {}
   for run in arm.runs:
-    seed = run.settings['seed']
-    found[seed, seen[seed]] = run
-    seen[seed] += 1
+    found.setdefault(run.settings['seed'], []).append(run)
   return found
 
 
@@ -242,8 +278,8 @@ def _measured(arm: Arm, metric: str) -> float | None:
 
 
 def bounds(low: float, high: float) -> str:
-  """Return the bounds of an interval as text."""
-  return f'{low:.3f} to {high:.3f}' if np.isfinite([low, high]).all() else 'unknown'
+  """Return the bounds of an interval as text. Equal scores have no variance to go by."""
+  return f'{low:.3f} to {high:.3f}' if np.isfinite([low, high]).all() and low < high else 'unknown'
 
 
 # --- curves -----------------------------------------------------------------------------------------------------------
@@ -314,9 +350,10 @@ def comparison_html(arms: Sequence[Arm]) -> str:
   found: dict[str, Any] = {}  # id -> what report.js draws there
   window = max(1, max(run.steps for run in runs) // POINTS)
   of_scores = note(
-    'Differences are paired: the same seeds and problems. Their interval covers other problems and, with two seeds or more, '
-    'other seeds. They are empty where the newest evaluations were made after other numbers of steps, or on other problems. The '
-    'interval of the score of an arm with several runs covers other seeds.'
+    'A score is that of the newest evaluation that all runs of an arm have. Its interval covers other problems; for an arm with '
+    'several seeds it covers other seeds. A difference is that from the first arm, for the same seeds and problems. Its interval '
+    'covers other problems and, with two seeds or more, other seeds. It is empty where the newest evaluations cannot be paired: '
+    'after other numbers of steps, of other problems, with other settings of evaluation, or not in a checkpoint.'
   )
   of_arms_ = note('An arm of several runs is drawn as their mean, between their least and largest values.')
   smoothed = note(f'A point is the mean over {window} steps.') if window > 1 else ''

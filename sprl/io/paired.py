@@ -16,7 +16,8 @@ def paired_interval(differences: Float[np.ndarray, 'S P']) -> tuple[float, float
   (MS_seeds + max(MS_problems - MS_residual, 0)) / (S P), with the mean squares (MS) of a two-way layout. Each mean square
   contains the noise of single answers, which this sum counts once. The degrees of freedom, at least S - 1, are those of Hillis
   (Statistics in Medicine 26, 2007) for studies with several readers and cases. With one problem (a measure that is a number per
-  run) only seeds vary, and the interval is Student's. Fewer than two seeds give an infinite interval.
+  run) only seeds vary, and the interval is Student's. The interval is infinite for fewer than two seeds, and if the
+  differences vary so that both variances are estimated as 0. Equal differences have an interval without width.
   """
   (S, P), mean = differences.shape, float(np.mean(differences))
   if S < 2:
@@ -26,6 +27,10 @@ def paired_interval(differences: Float[np.ndarray, 'S P']) -> tuple[float, float
   if P > 1:
     residual = np.sum((differences - of_seeds[:, None] - of_problems + mean) ** 2) / ((S - 1) * (P - 1))
     problems = max(S * of_problems.var(ddof=1) - residual, 0.0)
+    rounding = 1e-12 * float(np.square(differences).mean())
+    seeds, problems = (part if part > rounding else 0.0 for part in (seeds, problems))
+    if not seeds + problems and residual > rounding:
+      return mean, -math.inf, math.inf
   freedom = (S - 1) * ((seeds + problems) / seeds) ** 2 if seeds else S - 1
   half = float(stats.t.ppf((1 + LEVEL) / 2, freedom) * np.sqrt((seeds + problems) / (S * P)))
   return mean, mean - half, mean + half

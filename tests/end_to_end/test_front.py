@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import time
 from dataclasses import replace
@@ -144,6 +145,27 @@ def test_an_earlier_step_of_a_run_in_progress_is_opened(folder, tmp_path):
   assert any(jax.tree.leaves(jax.tree.map(lambda a, b: bool((a != b).any()), first.model.params, second.model.params)))
   with pytest.raises(CheckpointError, match='no checkpoint of step 7'):
     sprl.open_run(tmp_path, step=7)
+  (tmp_path / 'checkpoints' / 'step_000002' / 'record.json').write_text('{')
+  assert sprl.open_run(tmp_path).step == 1
+
+
+def test_the_weights_are_those_of_the_step_at_which_the_run_was_opened(folder, tmp_path):
+  fit(folder, workdir=tmp_path, callbacks=[lambda report: report.step == 1], **{'checkpoint.keep_last': 2})
+  opened = sprl.open_run(tmp_path)
+  fit(folder, workdir=tmp_path, **{'checkpoint.keep_last': 2})
+  assert (opened.step, opened.model.version) == (1, 1)
+
+
+def test_a_run_whose_mesh_does_not_fit_is_opened_and_evaluated_on_all_devices(by_files, tmp_path, caplog):
+  _, workdir, finished = by_files
+  there = tmp_path / 'there'
+  shutil.copytree(workdir, there)
+  settings = json.loads((there / 'config.json').read_text())
+  settings['mesh']['learner']['data'] = 2 * jax.device_count()
+  (there / 'config.json').write_text(json.dumps(settings))
+  opened = sprl.open_run(there)
+  assert opened.evaluate()['scores'] == finished.after['scores']
+  assert 'uses all devices of this machine' in caplog.text
 
 
 def test_a_run_of_rows_in_memory_is_evaluated_with_the_same_rows(folder, tmp_path):
@@ -152,8 +174,11 @@ def test_a_run_of_rows_in_memory_is_evaluated_with_the_same_rows(folder, tmp_pat
     sprl.open_run(tmp_path).evaluate()
   opened = sprl.open_run(tmp_path, rows(folder, 'train'), reward, test=rows(folder, 'test'))
   assert opened.evaluate()['scores'] == trained.after['scores']
-  with pytest.raises(SettingsError, match='expected the held-out rows'):
-    sprl.open_run(tmp_path, rows(folder, 'train'), reward)
+
+
+def test_a_run_that_held_out_its_last_rows_is_opened_with_all_rows(folder, tmp_path):
+  trained = fit(folder, workdir=tmp_path, test=None)
+  assert sprl.open_run(tmp_path, rows(folder, 'train'), reward).evaluate()['scores'] == trained.after['scores']
 
 
 def test_a_folder_without_a_run_is_not_opened(tmp_path):
@@ -397,7 +422,7 @@ def test_ctrl_c_and_callbacks_end_a_run_that_the_same_call_resumes(folder, by_fi
   ours = folder / 'interrupted'
   run = fit(folder, workdir=ours, callbacks=[lambda report: os.kill(os.getpid(), signal.SIGINT)])
   assert (run.step, run.completed, run.after) == (1, False, {})
-  assert 'ended before step 2' in repr(run)
+  assert 'of 2 steps' in repr(run)
   restored = restore(Model.open(run.config), run.config, ours)[0]
   assert_same_arrays(run.model.params, restored)
   run = fit(folder, workdir=ours, callbacks=[lambda report: True])  # the last step: nothing is left to end

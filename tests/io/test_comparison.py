@@ -20,10 +20,11 @@ from sprl.report import matching
 ATTACK = '</script><img src=x onerror="document.title = 1">'
 
 
-def write_run(workdir, scores, seed=0, budget=None, steps=2, prompts=('2 + 2', '3 + 3'), reward=0.5, seconds=30.0):
+def write_run(workdir, scores, seed=0, budget=None, steps=2, answers=('4', '6'), reward=0.5, seconds=30.0, asked='', remat=None):
   """Write the folder of a run that ended with these scores of its held-out problems."""
   settings = to_dict(Run())
-  write_config(workdir, settings | {'seed': seed, 'cache': settings['cache'] | {'budget': budget}})
+  changes = {'cache': {'budget': budget}, 'eval': {'temperature': 1.0 if asked else 0.0}, 'model': {'remat': remat or 'none'}}
+  write_config(workdir, settings | {'seed': seed} | {name: settings[name] | changes[name] for name in changes})
   log = RunLog(workdir, None)
   log.evaluation(0, {'eval/avg@k': 0.25, 'eval/low': 0.2, 'eval/high': 0.3})
   for step in range(1, steps + 1):
@@ -33,7 +34,7 @@ def write_run(workdir, scores, seed=0, budget=None, steps=2, prompts=('2 + 2', '
   log.close()
   folder = workdir / 'checkpoints' / f'step_{steps:06d}'
   folder.mkdir(parents=True)
-  samples = [{'prompt': prompt, 'completion': ATTACK} for prompt in prompts]
+  samples = [{'prompt': f'{asked}{i}', 'answer': answer, 'completion': ATTACK} for i, answer in enumerate(answers)]
   record = {'arrays': {}, 'extra': {'after': {'scores': list(scores), 'samples': samples}}}
   crc32 = zlib.crc32(json.dumps(record).encode())
   (folder / 'record.json').write_text(json.dumps({'record': record, 'crc32': crc32}) + '\n')
@@ -45,10 +46,9 @@ def compared(*workdirs):
 
 
 def rows_of(arms):
-  """Return the table of scores as a dictionary for each arm. Of heads that stand twice, the second gets an underscore."""
+  """Return the table of scores as a dictionary for each arm."""
   heads, *rows = score_table(arms)
-  names = [f'{head}_' if head in heads[:i] else head for i, head in enumerate(heads)]
-  return {row[0]: dict(zip(names, row, strict=True)) for row in rows}
+  return {row[0]: dict(zip(heads, row, strict=True)) for row in rows}
 
 
 # --- intervals --------------------------------------------------------------------------------------------------------
@@ -66,6 +66,14 @@ def test_the_interval_over_seeds_alone_is_that_of_students_t_test():
   scores = np.array([[0.2], [0.5], [0.4]])
   found = stats.ttest_1samp(scores[:, 0], 0.0).confidence_interval(0.95)
   assert paired_interval(scores) == pytest.approx((scores.mean(), found.low, found.high), abs=1e-12)
+
+
+def test_rounding_does_not_decide_the_width_of_an_interval():
+  assert paired_interval(np.full((2, 3), 0.5)) == (0.5, 0.5, 0.5)
+  assert paired_interval(np.array([[0.0, 1.0], [1.0, 0.0]])) == (0.5, -math.inf, math.inf)  # all of the variance is residual
+  by_rounding = np.array([[0.1, 0.2, 0.3], [0.3, 0.1, 0.2 + 1e-17]])  # equal means of the seeds
+  exact = np.array([[0.1, 0.2, 0.3], [0.3, 0.1, 0.2]])
+  assert paired_interval(by_rounding) == pytest.approx(paired_interval(exact))
 
 
 def test_an_interval_over_seeds_and_problems_contains_the_truth_as_often_as_it_says():
@@ -116,32 +124,80 @@ def test_a_difference_pairs_seeds_and_problems(tmp_path):
   assert (found.mean, found.of) == (0.375, '4 problems, 2 seeds')
 
 
+def test_runs_of_one_seed_are_not_several_seeds(tmp_path):
+  runs = [write_run(tmp_path / name, scores) for name, scores in (('dense-a', [0.0, 1.0, 0.0]), ('dense-b', [0.0, 1.0, 1.0]))]
+  runs += [write_run(tmp_path / f'sparse-{x}', [1.0, 1.0, 1.0], budget=64) for x in 'ab']
+  found = difference(*reversed(compared(*runs)))
+  assert found is not None
+  assert found[:3] == interval_of_one_run(np.array([1.0, 0.0, 0.5]))
+  assert found.of == '3 problems'
+  (tmp_path / 'link').symlink_to(runs[0])
+  with pytest.raises(SettingsError, match='at least two different runs'):
+    read_runs([runs[0], tmp_path / 'link'])
+
+
+def test_an_arm_is_scored_at_the_newest_step_of_all_its_runs(tmp_path):
+  runs = [write_run(tmp_path / 'dense-0', [1.0, 1.0], 0, steps=2), write_run(tmp_path / 'dense-1', [0.0, 0.5], 1, steps=4)]
+  row = rows_of(compared(*runs, write_run(tmp_path / 'b', [1.0, 1.0], 0, 64)))['dense']
+  assert (row['step'], row['score']) == ('0', '0.250')  # the evaluation before training is the only one that both have
+  assert row['95 % interval'] == 'unknown'  # equal scores
+
+
+def test_an_older_evaluation_is_not_compared_in_place_of_the_newest(tmp_path):
+  runs = [write_run(tmp_path / 'a', [1.0, 0.0]), write_run(tmp_path / 'b', [1.0, 1.0], budget=8)]
+  with open(runs[1] / 'metrics.jsonl', 'a') as file:
+    file.write(json.dumps({'kind': 'eval', 'step': 3, 'eval/avg@k': 0.1}) + '\n')
+  first, second = compared(*runs)
+  assert difference(second, first) is None
+  assert rows_of([first, second])['b']['95 % interval'] == 'unknown'  # that of step 3, not of step 2
+
+
+def test_choices_of_a_machine_do_not_split_an_arm(tmp_path):
+  (arm,) = compared(write_run(tmp_path / 'a-0', [1.0], 0), write_run(tmp_path / 'a-1', [1.0], 1, remat='full'))
+  assert [run.name for run in arm.runs] == ['a-0', 'a-1']
+
+
+@pytest.mark.parametrize(
+  ('names', 'arm'),
+  [
+    (('budget64-0', 'budget64-1'), 'budget64'),
+    (('naive@96-5', 'naive@96-6'), 'naive@96'),
+    (('x-10', 'x-11'), 'x'),
+    (('b-0', 'b-1'), 'b-0'),  # `b` is another run
+  ],
+)
+def test_the_name_of_an_arm_is_without_the_seed(tmp_path, names, arm):
+  runs = [write_run(tmp_path / name, [0.0], seed) for seed, name in enumerate(names)]
+  assert [each.name for each in compared(*runs, write_run(tmp_path / 'b', [0.0], budget=8))] == [arm, 'b']
+
+
 def test_one_seed_has_an_interval_over_problems(tmp_path):
   arms = compared(write_run(tmp_path / 'a', [1.0, 0.0, 0.5]), write_run(tmp_path / 'b', [1.0, 1.0, 1.0], budget=8))
   row = rows_of(arms)['b']
   low, high = stats.ttest_1samp([0.0, 1.0, 0.5], 0.0).confidence_interval(0.95)
-  assert (row['minus the first'], row['95 % interval_'], row['of']) == (
-    '+0.500', f'{low:.3f} to {high:.3f}', '3 problems, one seed',
+  assert (row['difference'], row['its 95 % interval'], row['it covers']) == (
+    '+0.500', f'{low:.3f} to {high:.3f}', '3 problems',
   )  # fmt: skip
-  assert rows_of(arms)['a']['minus the first'] == ''
+  assert rows_of(arms)['a']['difference'] == ''
 
 
 @pytest.mark.parametrize(
   'other',
   [
     {'seed': 1},
-    {'prompts': ('2 + 2', '9 + 9')},
+    {'answers': ('4', '7')},
     {'steps': 3},
     {'scores': [1.0]},
+    {'asked': 'sampled '},
   ],
-  ids=['seed', 'problems', 'steps', 'number of problems'],
+  ids=['seed', 'problems', 'steps', 'number of problems', 'settings of evaluation'],
 )
 def test_runs_that_cannot_be_paired_have_no_difference(tmp_path, other):
   first, second = compared(
     write_run(tmp_path / 'a', [1.0, 0.0]), write_run(tmp_path / 'b', budget=8, **{'scores': [1.0, 1.0], **other})
   )
   assert difference(second, first) is None
-  assert rows_of([first, second])['b']['of'] == ''
+  assert rows_of([first, second])['b']['it covers'] == ''
 
 
 def test_the_table_has_scores_and_costs_of_each_arm(tmp_path):
@@ -150,7 +206,7 @@ def test_the_table_has_scores_and_costs_of_each_arm(tmp_path):
   half = 0.25 * stats.t.ppf(0.975, 1)
   assert rows['dense'] | {'runs': '2', 'before': '0.250', 'score': '0.250'} == rows['dense']
   assert rows['dense']['95 % interval'] == f'{0.25 - half:.3f} to {0.25 + half:.3f}'
-  assert (rows['sparse']['95 % interval'], rows['sparse']['steps']) == ('0.900 to 1.100', '4')
+  assert (rows['sparse']['95 % interval'], rows['sparse']['step']) == ('0.900 to 1.100', '4')
   assert [row['time of steps'] for row in rows.values()] == ['2 min 0 s', '4 min 0 s']
   assert [row['mismatch (k3)'] for row in rows.values()] == ['0.5', '0.5']
 
@@ -209,5 +265,7 @@ def test_a_star_stands_for_folders_of_runs_only(tmp_path):
   (tmp_path / 'arm-1').mkdir()
   assert matching(f'{tmp_path}/arm-*') == [run]
   assert matching('plain') == [Path('plain')]
+  odd = write_run(tmp_path / 'g[1]' / 'a', [0.0])
+  assert matching(f'{tmp_path}/g[1]/*') == [odd]
   with pytest.raises(SettingsError, match=r'none/\*.*matches none'):
     matching('none/*')
