@@ -11,7 +11,7 @@ A setting of one variant lives in the section of that variant (`loss.tis.low`).
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -555,6 +555,11 @@ def unless_none(hint: Any) -> Any:
 def to_dict(run: Run) -> dict[str, Any]:
   """Return the settings as nested dictionaries, the form of config.json. `resolve` turns them into an equal Run."""
   return dataclasses.asdict(run)
+
+
+def within(key: str, sections: Iterable[str]) -> bool:
+  """Return whether a setting, such as `cache.budget`, is one of `sections` or belongs to one of them, such as `cache`."""
+  return any(f'{key}.'.startswith(f'{section}.') for section in sections)
 
 
 PLACES = ('mesh', 'devices', 'model.kernels')  # settings that say where and how a model runs

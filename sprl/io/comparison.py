@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from sprl.config import PLACES, Run, SettingsError, to_dict
+from sprl.config import PLACES, Run, SettingsError, to_dict, within
 from sprl.config_checks import GRADING_COSTS, names_of_problems
 from sprl.io import files
 from sprl.io.checkpoint import CheckpointError, read_record
@@ -79,7 +79,7 @@ class Recorded:
     """The finished steps."""
     return max(record['step'] for record in self.records)
 
-  @property
+  @cached_property
   def evaluations(self) -> dict[int, Mapping[str, Any]]:
     """The evaluations by step."""
     return {record['step']: record for record in self.records if 'eval/avg@k' in record}
@@ -94,7 +94,7 @@ class Recorded:
       return {}
     return {'step': step, **after} if after else {}
 
-  @property
+  @cached_property
   def minutes(self) -> dict[int, float]:
     """The minutes from the first step to the end of each step, without those of evaluations."""
     taken = {r['step']: sum(r['time'].get(part, 0.0) for part in PARTS) / 60 for r in self.records if 'time' in r}
@@ -125,8 +125,9 @@ def write_comparison(workdirs: Sequence[Path], out: Path) -> tuple[Path, list[li
   nothing.
   """
   arms = arms_of(read_runs(workdirs))
-  files.write_text(out, comparison_html(arms))
-  return out, score_table(arms)
+  scores = score_table(arms)
+  files.write_text(out, comparison_html(arms, scores))
+  return out, scores
 
 
 def read_runs(workdirs: Sequence[Path]) -> list[Recorded]:
@@ -173,12 +174,7 @@ def _common_start(names: Sequence[str]) -> str:
 
 def _learned(run: Recorded) -> dict[str, Any]:
   """Return the settings that two runs of an arm share: all but NOT_LEARNED, which has the seed."""
-  return {name: value for name, value in run.settings.items() if not _within(name, NOT_LEARNED)}
-
-
-def _within(name: str, keys: Sequence[str]) -> bool:
-  """Return whether a setting is one of `keys`, or in one of these sections."""
-  return any(f'{name}.'.startswith(f'{key}.') for key in keys)
+  return {name: value for name, value in run.settings.items() if not within(name, NOT_LEARNED)}
 
 
 # --- scores -----------------------------------------------------------------------------------------------------------
@@ -255,7 +251,7 @@ def comparable(run: Recorded, other: Recorded) -> Float[np.ndarray, ' P'] | None
 def _asked(run: Recorded) -> dict[str, Any]:
   """Return the settings that decide which problems an evaluation asks, how answers are drawn and what grades them."""
   keys = ('eval', *(f'task.{name}' for name in names_of_problems('rows')))
-  return {name: value for name, value in run.settings.items() if _within(name, keys) and name != 'eval.every'}
+  return {name: value for name, value in run.settings.items() if within(name, keys) and name != 'eval.every'}
 
 
 def _problem(row: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -343,10 +339,10 @@ def by_minutes(arm: Arm, metric: str, color: int) -> Chart:
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
-def comparison_html(arms: Sequence[Arm]) -> str:
-  """Return the page."""
+def comparison_html(arms: Sequence[Arm], scores: Sequence[Sequence[str]]) -> str:
+  """Return the page. `scores` is the table of `score_table`."""
   runs = [run for arm in arms for run in arm.runs]
-  heads, *rows = score_table(arms)
+  heads, *rows = scores
   found: dict[str, Any] = {}  # id -> what report.js draws there
   window = max(1, max(run.steps for run in runs) // POINTS)
   of_scores = note(

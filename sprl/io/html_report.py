@@ -22,7 +22,7 @@ from sprl.guards.checks import CHECKS, History, tries
 from sprl.guards.stop import Streaks, sentinels
 from sprl.io import files
 from sprl.io.config_file import read_config
-from sprl.io.html_page import absent, date, duration, headline, page, section_of_charts, table
+from sprl.io.html_page import absent, date, duration, headline, note, page, section_of_charts, table
 from sprl.io.metrics import held_out_sets, read_metrics, read_samples, sample_steps, series
 from sprl.io.metrics_reference import GROUPS, METRICS, documented
 from sprl.io.report_charts import (
@@ -204,7 +204,7 @@ def _samples(workdir: Path) -> str:
   steps = sample_steps(workdir)
   if len(steps) > MOST_TABLES:
     picked = np.unique(np.linspace(0, len(steps) - 1, MOST_TABLES).round().astype(int))
-    blocks.append(f'<p class="note">{MOST_TABLES} of {len(steps)} tables are shown; samples/ holds all.</p>')
+    blocks.append(note(f'{MOST_TABLES} of {len(steps)} tables are shown; samples/ holds all.'))
     steps = [steps[i] for i in picked]
   for step in reversed(steps):
     rows = read_samples(workdir, step)
@@ -360,7 +360,7 @@ def _settings(config: Mapping[str, Any]) -> str:
     for name, value in flat(config).items()
     if name not in defaults or defaults[name] != value
   ]
-  return table(['setting', 'value', 'default'], rows) + '<p class="note">All others have their defaults.</p>'
+  return table(['setting', 'value', 'default'], rows) + note('All others have their defaults.')
 
 
 def _value(value: Any) -> str:
@@ -388,5 +388,5 @@ def _all_metrics(found: dict[str, Any], records: Records) -> str:
         f'<details class="all"><summary>{escape(prefix)} <span class="fact">{len(made)}</span></summary>{text}</details>'
       )
   if hidden:
-    blocks.append(f'<p class="note">{hidden} scales of layers are left out; metrics.jsonl has them.</p>')
+    blocks.append(note(f'{hidden} scales of layers are left out; metrics.jsonl has them.'))
   return ''.join(blocks)

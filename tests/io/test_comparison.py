@@ -45,6 +45,11 @@ def compared(*workdirs):
   return arms_of(read_runs(workdirs))
 
 
+def page_of(workdirs):
+  arms = compared(*workdirs)
+  return comparison_html(arms, score_table(arms))
+
+
 def rows_of(arms):
   """Return the table of scores as a dictionary for each arm."""
   heads, *rows = score_table(arms)
@@ -216,7 +221,7 @@ def test_the_table_has_scores_and_costs_of_each_arm(tmp_path):
 
 def test_the_page_draws_a_curve_for_each_arm_over_steps_and_over_time(tmp_path):
   runs = [write_run(tmp_path / f'dense-{seed}', [0.0, seed], seed, reward=seed) for seed in (0, 1)]
-  page = comparison_html(compared(*runs, write_run(tmp_path / 'sparse', [1.0], 0, 64, seconds=60.0)))
+  page = page_of((*runs, write_run(tmp_path / 'sparse', [1.0], 0, 64, seconds=60.0)))
   found = json.loads(re.search(r'id="data">(.*)</script>', page)[1])  # type: ignore[index]
   charts = {chart['title']: chart for chart in found.values()}
   dense, sparse = charts['Sampled reward']['series']
@@ -230,14 +235,14 @@ def test_the_page_draws_a_curve_for_each_arm_over_steps_and_over_time(tmp_path):
 
 
 def test_the_page_names_the_settings_that_differ_and_no_others(tmp_path):
-  page = comparison_html(compared(write_run(tmp_path / 'a', [0.0]), write_run(tmp_path / 'b', [1.0], 1, 64)))
+  page = page_of((write_run(tmp_path / 'a', [0.0]), write_run(tmp_path / 'b', [1.0], 1, 64)))
   settings = page.partition('id="settings"')[2].partition('</section>')[0]
   assert re.findall(r'<td>(.*?)</td>', settings) == ['config.cache.budget', 'None', '64']
 
 
 def test_names_of_folders_stay_text(tmp_path):
   odd = 'a<img src=x>'
-  page = comparison_html(compared(write_run(tmp_path / odd, [0.0]), write_run(tmp_path / 'b', [1.0], 0, 64)))
+  page = page_of((write_run(tmp_path / odd, [0.0]), write_run(tmp_path / 'b', [1.0], 0, 64)))
   assert '<img' not in page
   assert 'a&lt;img src=x&gt;' in page
 
