@@ -16,6 +16,7 @@ from absl import flags
 
 from sprl import command_line
 from sprl.config import SettingsError
+from sprl.io.files import local_folder
 
 _WORKDIR = flags.DEFINE_string('workdir', None, 'The run, or the runs to compare, with commas between them.', required=True)
 _OUT = flags.DEFINE_string('out', None, 'The file to write. Default: report.html in the work directory, or comparison.html here.')
@@ -27,7 +28,7 @@ def main() -> int:
   if Path(given).exists() or not set(given) & set(',*'):
     from sprl.io.html_report import write_report  # imported late: an error in the flags is reported before jax loads
 
-    print(write_report(Path(given), Path(out) if out else None))
+    print(write_report(local_folder('--workdir', given), Path(out) if out else None))
     return 0
   from sprl.io.comparison import write_comparison
 
@@ -45,7 +46,7 @@ def matching(name: str) -> list[Path]:
   Raises SettingsError if it matches none.
   """
   if '*' not in name:
-    return [Path(name)]
+    return [local_folder('--workdir', name)]
   pattern = escape(name).replace('[*]', '*')  # only `*` has a meaning
   found = [Path(path) for path in sorted(glob(pattern)) if (Path(path) / 'config.json').exists()]
   if not found:

@@ -15,6 +15,7 @@ from sprl.config_reader import resolve
 from sprl.distributed.process_group import require_single_process
 from sprl.io.checkpoint import newest_record, read_record
 from sprl.io.config_file import read_located
+from sprl.io.files import local_folder
 from sprl.io.run_state import RunState
 from sprl.io.starts import began
 from sprl.learner.restore import load_base, restore_trained
@@ -50,11 +51,11 @@ def open_run(
       objects: a work directory does not hold these. None: what the settings of the run name.
     step: the step of the checkpoint. None: that of the newest one when the run is opened.
 
-  Raises FileNotFoundError if the folder has no run, SettingsError for settings of another version of sprl, and CheckpointError if
-  there is no checkpoint of `step`.
+  Raises FileNotFoundError if the folder has no run, SettingsError for an address of an object store and for settings of another
+  version of sprl, and CheckpointError if there is no checkpoint of `step`.
   """
   require_single_process('sprl.open_run')
-  folder = Path(workdir).absolute()
+  folder = local_folder('workdir', workdir).absolute()
   saved = read_located(folder)
   of_inputs, inputs = inputs_of(data, reward, test=test, environment=environment)
   run = resolve(merged(saved, of_inputs))

@@ -184,6 +184,8 @@ def test_a_run_that_held_out_its_last_rows_is_opened_with_all_rows(folder, tmp_p
 def test_a_folder_without_a_run_is_not_opened(tmp_path):
   with pytest.raises(FileNotFoundError, match='expected a work directory'):
     sprl.open_run(tmp_path)
+  with pytest.raises(SettingsError, match='gs://bucket/run'):
+    sprl.open_run('gs://bucket/run')
 
 
 def test_an_evaluation_with_the_samplers_linears_makes_no_copy_of_the_weights(folder, monkeypatch):
