@@ -47,8 +47,11 @@ def open_run(
 
   Args:
     workdir: a folder that `sprl.fit` or `python -m sprl.main` has written.
-    data, reward, test, environment: those that `fit` was given, for `evaluate` of a run whose problems or rewards were Python
-      objects: a work directory does not hold these. None: what the settings of the run name.
+    data: the problems that `fit` was given, for `evaluate` of a run whose problems were Python objects: a work directory does not
+      hold these. None, here and in the next three: what the settings of the run name.
+    reward: the reward that `fit` was given.
+    test: the held-out problems that `fit` was given.
+    environment: the environment that `fit` was given.
     step: the step of the checkpoint. None: that of the newest one when the run is opened.
 
   Raises FileNotFoundError if the folder has no run, SettingsError for an address of an object store and for settings of another
