@@ -37,6 +37,12 @@ def optimised():
   jax.config.update('jax_disable_most_optimizations', True)
 
 
+@pytest.fixture
+def no_pauses(monkeypatch):
+  """Failed episodes are tried again at once."""
+  monkeypatch.setattr('sprl.tasks.worker_pool.PAUSES', (0.0,))
+
+
 @pytest.fixture(scope='module', autouse=True)
 def free_compiled_programs():
   """Free compiled programs after each file: they hold memory maps, and XLA crashes if a process needs more than 65,530."""

@@ -31,7 +31,7 @@ from sprl.agents.extra import check_installed
 from sprl.agents.protocol import Answer, ChatRequest, Distribution, Partial, Refused
 from sprl.config import Sampling, SettingsError
 from sprl.tasks import lifeline
-from sprl.tasks.worker_pool import LOSSES, START_SECONDS, Failure
+from sprl.tasks.worker_pool import LOSSES, START_SECONDS, Failure, pause_before
 from sprl.tasks.workers import OF_WORKERS, DaemonThread
 
 type Key = tuple[int, int]  # (uid, attempt) of an episode
@@ -90,6 +90,7 @@ class _Episode:
   number: int  # of the process, in the messages to the host
   row: Mapping[str, Any]
   ticket: int | None = None  # of the call that waits
+  begins: float = 0.0  # not before this time, after a failed attempt
   started: bool = False
   asking: deque[_Asking] = field(default_factory=deque)
   answering: _Asking | None = None
@@ -169,7 +170,8 @@ class AgentPool:
       ticket = next(self._tickets)
       if call.method == 'run':
         self._remove(call.key)
-        episode = self._episodes[call.key] = _Episode(call.key, next(self._numbers), call.argument)
+        begins = self._now() + pause_before(call.key[1])
+        episode = self._episodes[call.key] = _Episode(call.key, next(self._numbers), call.argument, begins=begins)
         self._by_token[secrets.token_urlsafe(16)] = episode
       else:
         episode = self._episodes[call.key]
@@ -208,6 +210,7 @@ class AgentPool:
       if self._fresh:
         return
       deadlines = [episode.deadline for episode in self._episodes.values() if self._waits(episode)]
+      deadlines += [episode.begins for episode in self._episodes.values() if episode.begins > self._now()]
       left = max(0.0, min(deadlines, default=float('inf')) - self._now())
       timeout = min(left, float('inf') if seconds is None else seconds)
       self._changed.wait(None if timeout == float('inf') else timeout)
@@ -312,14 +315,15 @@ class AgentPool:
     episode.started = False
 
   def _start_agents(self) -> None:
-    """Start the agents that wait, the oldest first, while there may be more of their split.
+    """Start the agents that wait and whose pause is over, the oldest first, while there may be more of their split.
 
     The splits are counted apart. During an evaluation nothing answers the agents of training, so they would keep its places.
     """
     running = Counter(episode.row.get('split') for episode in self._episodes.values() if episode.started)
     for token, episode in self._by_token.items():
       split = episode.row.get('split')
-      if running[split] < self._most and not episode.started and episode.end is None and self._host is not None:
+      waits = not episode.started and episode.end is None and episode.begins <= self._now()
+      if waits and running[split] < self._most and self._host is not None:
         url = f'http://127.0.0.1:{self._server.port}{PREFIX.format(episode=token)}/v1'
         self._host.send({'run': episode.number, 'url': url, 'row': episode.row})
         episode.started, episode.deadline = True, self._now() + self._limit

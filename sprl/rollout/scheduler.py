@@ -29,6 +29,7 @@ from sprl.rollout.interfaces import EngineLike, EpisodeSource, WorkersLike
 from sprl.rollout.tally import Tally
 from sprl.rollout.timeline import Timeline
 from sprl.rollout.window import Window
+from sprl.tasks.foreign import kind_of
 from sprl.tasks.worker_pool import Failure
 from sprl.types import Completion, Request, Trajectory
 
@@ -36,7 +37,7 @@ log = logging.getLogger(__name__)
 
 GLANCE = 0.01  # seconds to wait for one engine before the others and the workers are looked at
 RETRIES = 2  # further attempts at a member whose grader or environment failed, before its group is dropped
-WARNINGS = 20  # reasons of failures that are logged
+WARNINGS = 20  # kinds of failures that are logged
 FRUITLESS_BATCHES = 50  # if more groups than this many batches hold are dropped in a row, the run stops
 
 
@@ -360,9 +361,9 @@ class Scheduler:
     number, why = member.group.number, failure.reason
     self.counts['hung' if failure.kind == 'timeout' else 'errors'] += 1
     self.timeline.add('failures', failure.kind, self.now(), self.now(), group=number, reason=why)
-    if why not in self._warned and len(self._warned) < WARNINGS:
+    if kind_of(why) not in self._warned and len(self._warned) < WARNINGS:
       log.warning('group %d, attempt %d of a member: %s (logged once)', number, member.attempt, why)
-      self._warned.add(why)
+      self._warned.add(kind_of(why))
     self._stop(member)
     if member.attempt < self.retries:
       member.attempt, member.drawn = member.attempt + 1, 0

@@ -15,7 +15,7 @@ from sprl.config import Task
 from sprl.tasks.environments import registry, user_file
 from sprl.tasks.environments.protocol import INFO_KEYS, Environment, Info, Outcome, checked_reset, checked_step
 from sprl.tasks.foreign import attempt
-from sprl.tasks.worker_pool import Failure, WorkerPool
+from sprl.tasks.worker_pool import Failure, WorkerPool, pause_before
 from sprl.tasks.workers import starter
 
 
@@ -42,7 +42,8 @@ def environment_pool(
   """Return a pool of `workers` workers that steps environments. Its calls are of type Call.
 
   All calls with the same `key` go to the same worker, because the environment lives there (affinity). `reset` returns
-  (observation, info), `step` an Outcome. A call that raises, hangs or ends its worker gives a Failure instead.
+  (observation, info), `step` an Outcome. A call that raises, hangs or ends its worker gives a Failure instead. The `reset` of an
+  attempt after a failure waits up to 10 s first (PAUSES).
 
   Args:
     make: makes an environment. It is pickled for processes and Ray.
@@ -63,6 +64,7 @@ def environment_pool(
     blame=f'config.task.executor = {executor!r}',
     key=lambda call: call.key,
     farewell=Call((0, 0), 'close all'),
+    pause=lambda call: pause_before(call.key[1]) if call.method == 'reset' else 0.0,
     read=_result,
     now=now,
   )

@@ -7,6 +7,7 @@ import hashlib
 import importlib.machinery
 import importlib.util
 import os
+import re
 import sys
 import sysconfig
 import traceback
@@ -27,6 +28,11 @@ def attempt(fn: Callable[..., Any] | None, *args: Any) -> tuple[Any, str]:
     return fn(*args), ''
   except BaseException as error:
     return None, reason(error)
+
+
+def kind_of(reason: str) -> str:
+  """Return a reason without its numbers, except for lines of code. Of reasons of one kind, the first is logged."""
+  return re.sub(r'\d++(?!, in )', '0', reason)
 
 
 def reason(error: BaseException) -> str:

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from sprl.config_checks import reward_name
 from sprl.tasks import graders
 from sprl.tasks.async_workers import Lanes, async_starter
-from sprl.tasks.foreign import LARGEST_REWARD, reason
+from sprl.tasks.foreign import LARGEST_REWARD, kind_of, reason
 from sprl.tasks.graders import GraderSpec, Reward
 from sprl.tasks.judge import COSTS, Judgement
 from sprl.tasks.rewards import Sample
@@ -31,7 +31,7 @@ from sprl.tasks.workers import starter
 
 log = logging.getLogger(__name__)
 
-REPORTED = 10  # failures with different reasons that are logged
+REPORTED = 10  # kinds of failures that are logged
 WORKERS, ASYNC_CALLS = 2, 64  # calls of rewards at the same time, unless task.workers is set; the second: of async ones
 
 Status = Literal['ok', 'timeout', 'crash', 'error', 'invalid']
@@ -86,7 +86,7 @@ class GraderPool:
     self._calls: dict[int, _Call] = {}
     self._owners: dict[tuple[WorkerPool, int], tuple[int, int]] = {}  # a worker's call -> (our ticket, index of the reward)
     self._tickets = itertools.count()
-    self._reported: set[str] = set()  # reasons of failures
+    self._reported: set[str] = set()  # kinds of failures
     self._at_once = False  # whether a call needs no worker, and nobody has polled since
 
   def __enter__(self) -> 'GraderPool':
@@ -146,9 +146,9 @@ class GraderPool:
     return grades if isinstance(call.given, Group) else grades[0]
 
   def _report(self, grade: Grade) -> None:
-    """Warn of a failure, once for each reason."""
-    if grade.status != 'ok' and grade.reason not in self._reported and len(self._reported) < REPORTED:
-      self._reported.add(grade.reason)
+    """Warn of a failure, once for each kind."""
+    if grade.status != 'ok' and kind_of(grade.reason) not in self._reported and len(self._reported) < REPORTED:
+      self._reported.add(kind_of(grade.reason))
       only = f'{reward_name(self._rewards[0].grader.label)}: ' if len(self._rewards) == 1 else ''  # else the reason names it
       log.warning('grading failed (%s), this reward is 0: %s%s (logged once)', grade.status, only, grade.reason)
 

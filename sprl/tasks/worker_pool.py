@@ -8,7 +8,7 @@ to it, one call at a time. A service runs code that is not ours: it may raise, h
     the process ends          Failure('crash')      the worker is replaced
 
 With affinity, calls that share a key go to the same worker, in order. So a service can keep state between calls, such as an
-environment between its steps.
+environment between its steps. A call may have a pause: no worker gets it before that time is over.
 """
 
 import concurrent.futures
@@ -26,6 +26,12 @@ START_SECONDS = 120.0  # time for a worker to import and build its service
 LAST_SECONDS = 60.0  # most time for the last call of a key, if its worker holds no other key
 FAREWELL_SECONDS = 10.0  # most time for the calls under way and the farewells, when a pool ends
 LOSSES = 3  # times that each worker may fail to start or die idle while no call is answered
+PAUSES = (0.0, 1.0, 10.0)  # seconds before the first, the second and each later attempt at an episode
+
+
+def pause_before(attempt: int) -> float:
+  """Return how long an attempt at an episode waits, in seconds. A server that was away is then there again, perhaps."""
+  return PAUSES[min(attempt, len(PAUSES) - 1)]
 
 
 @dataclass(frozen=True)
@@ -89,6 +95,7 @@ class WorkerPool:
     blame: the setting and value that decide which service is built, for messages.
     key: affinity: returns the key of a call. None: any idle worker takes the oldest call.
     farewell: a call that every worker gets before it ends with the pool. None: none.
+    pause: returns the seconds for which a call waits before a worker may get it.
     read: turns an answer, or a Failure, into the result that `poll` returns.
     now: the clock, in seconds.
 
@@ -106,13 +113,16 @@ class WorkerPool:
     blame: str,
     key: Callable[[Any], Hashable] | None = None,
     farewell: Any = None,
+    pause: Callable[[Any], float] = lambda call: 0.0,
     read: Callable[[Any], Any] = lambda answer: answer,
     now: Callable[[], float] = time.monotonic,
   ):
     self._start, self._size, self._limit, self._limit_setting, self._blame = start, size, limit, limit_setting, blame
-    self._key, self._farewell, self._read, self._now = key, farewell, read, now
+    self._key, self._farewell, self._pause, self._read, self._now = key, farewell, pause, read, now
     self._slots: list[_Slot] = []
     self._homes: dict[Hashable, _Slot] = {}  # by key
+    self._pausing: dict[int, tuple[float, Any]] = {}  # (end of the pause, call) by ticket
+    self._alarm: Future = Future()  # never done: the pauses wait for their time only
     self._waiting: dict[int, Any] = {}  # calls without affinity by ticket, in order
     self._results: dict[int, Any] = {}
     self._last: set[int] = set()  # tickets of the last calls of released keys
@@ -148,13 +158,14 @@ class WorkerPool:
   def submit(self, call: Any) -> int:
     """Queue a call. Returns the ticket of its result."""
     ticket = next(self._tickets)
-    (self._waiting if self._key is None else self._home(self._key(call)).waiting)[ticket] = call
+    self._pausing[ticket] = self._now() + self._pause(call), call
     self._hand_out()
     return ticket
 
   def cancel(self, ticket: int) -> None:
     """Drop a call that waits, or its result. A call under way continues up to its limit, and its result is ignored."""
     self._results.pop(ticket, None)
+    self._pausing.pop(ticket, None)
     self._waiting.pop(ticket, None)
     for slot in self._slots:
       slot.waiting.pop(ticket, None)
@@ -172,9 +183,11 @@ class WorkerPool:
 
   @property
   def pending(self) -> list[tuple[Future, float]]:
-    """The starts and calls under way, each with the seconds until its limit."""
+    """The starts and calls under way, each with the seconds until its limit, and the pauses, each until its end."""
     now = self._now()
-    return [(slot.future, max(0.0, slot.deadline - now)) for slot in self._slots if slot.future is not None]
+    times = [(slot.future, slot.deadline) for slot in self._slots if slot.future is not None]
+    times += [(self._alarm, end) for end, _ in self._pausing.values()]
+    return [(future, max(0.0, end - now)) for future, end in times]
 
   # --- affinity ----------------------------------------------------------------------------------------------------------
 
@@ -182,6 +195,7 @@ class WorkerPool:
     """Make a last call for its key, ignore the result, and remove the key. Drops the calls of the key that wait."""
     assert self._key is not None, 'the pool has no affinity'
     key = self._key(last)
+    self._pausing = {ticket: each for ticket, each in self._pausing.items() if self._key(each[1]) != key}
     if (slot := self._homes.pop(key, None)) is None:
       return
     slot.keys.discard(key)
@@ -208,7 +222,11 @@ class WorkerPool:
   # --- calls to workers and back -------------------------------------------------------------------------------------------
 
   def _hand_out(self) -> None:
-    """Give each idle worker the oldest call that waits for it."""
+    """End the pauses that are over, and give each idle worker the oldest call that waits for it."""
+    for ticket, (end, call) in list(self._pausing.items()):
+      if self._now() >= end:
+        del self._pausing[ticket]
+        (self._waiting if self._key is None else self._home(self._key(call)).waiting)[ticket] = call
     for slot in self._slots:
       queue = slot.waiting or self._waiting
       if slot.future is not None or not queue:

@@ -176,6 +176,7 @@ def test_an_agent_may_go_on_after_a_refusal_and_then_has_its_time_again(tmp_path
     assert results(pool, ended) == [Ended(0.0, {}, cut=True)]
 
 
+@pytest.mark.usefixtures('no_pauses')
 @pytest.mark.parametrize(
   ('how', 'why'), [('die', 'SIGKILL'), ('raise', 'ValueError: no'), ('exit', 'it exited'), ('mute', 'no answer')]
 )
@@ -192,6 +193,7 @@ def test_an_agent_that_fails_costs_its_own_group_only(tmp_path, caplog, how, why
   assert why in caplog.text
 
 
+@pytest.mark.usefixtures('no_pauses')
 def test_an_agent_that_hangs_is_ended_after_the_time_limit(tmp_path):
   start = time.monotonic()
   with running(tmp_path, 'odd', groups=2, time_limit=1.0, how='hang') as (scheduler, _, engine):
@@ -235,6 +237,18 @@ def test_agents_draw_with_the_temperature_of_their_split(tmp_path):
   with AgentPool(program, *(Sampling(temperature=each) for each in given.values()), 'tiny', 30.0) as pool:
     tickets = [pool.submit(Call((uid, 0), 'run', {'split': split})) for uid, split in enumerate(given)]
     assert [type(result) for result in results(pool, *tickets)] == [Asked, Asked]
+
+
+def test_another_attempt_at_an_agent_begins_after_a_pause(tmp_path):
+  clock = ManualClock()
+  with AgentPool(Program(f'{PROGRAMS}:talk', {}), Sampling(), Sampling(), 'tiny', 30.0, now=clock) as pool:
+    first, again = (pool.submit(Call((0, attempt), 'run', {'seed': 0})) for attempt in (0, 1))
+    assert isinstance(results(pool, first)[0], Asked)
+    clock.time = 0.99
+    assert pool.poll({again}) == {}
+    assert not pool._episodes[0, 1].started
+    clock.time = 1.0
+    assert isinstance(results(pool, again)[0], Asked)
 
 
 def test_agents_of_training_that_ask_or_hang_do_not_end_the_waits_of_an_evaluation(tmp_path):

@@ -53,6 +53,7 @@ def check(trajectories, engine):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures('no_pauses')
 def test_64_agents_of_which_many_die_or_hang_up(tmp_path):
   pytest.importorskip('openai')
 
@@ -70,6 +71,7 @@ def test_64_agents_of_which_many_die_or_hang_up(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.skipif('SPRL_AGENTS_PYTHON' not in os.environ, reason='needs SPRL_AGENTS_PYTHON, an interpreter with verifiers 0.4')
+@pytest.mark.usefixtures('no_pauses')
 def test_64_episodes_of_an_environment_of_verifiers(tmp_path):
   args = {'taskset': 'letters', 'path': str(HERE)}
   program = Program(str(HERE.parents[1] / 'sprl/agents/from_verifiers.py') + ':agent', args, os.environ['SPRL_AGENTS_PYTHON'])

@@ -452,6 +452,7 @@ class Unreliable:
     return self.env.step(action)
 
 
+@pytest.mark.usefixtures('no_pauses')
 def test_conversations_with_faults_and_hangs_are_complete(tokens, caplog):
   """The scheduler retries or drops members that fail. All trajectories that it returns are complete."""
   gate = threading.Event()

@@ -187,12 +187,31 @@ def test_a_hang_costs_the_environments_of_its_worker(gate):
     assert call(pool, B, 'step', 'x').observation == 'x 2.1'
     for key in (A, C):
       pool.release(Call(key, 'close'))  # their episodes release them, although the environments are gone
-    assert call(pool, (3, 1), 'reset', 9)[0] == 'reset 9'
-    assert call(pool, (3, 1), 'step', 'x').observation == 'x 9.1'
+    assert call(pool, (4, 0), 'reset', 9)[0] == 'reset 9'
+    assert call(pool, (4, 0), 'step', 'x').observation == 'x 9.1'
     gate.set()  # the call returns: its result is dropped, and its worker closes its environments
     until(lambda: {(1, 'close'), (3, 'close')} <= {entry[:2] for entry in log}, log)
     assert pool.poll([hung, waits]) == {}
   assert 'never' not in {what for _, what, _ in log}
+
+
+def test_an_attempt_after_a_failure_begins_after_a_pause():
+  now = ManualClock()
+  pool, log = recording_pool(4, now=now)
+  with pool:
+    tickets = [pool.submit(Call((1, attempt), 'reset', attempt)) for attempt in range(4)]
+    assert results(pool, tickets[0])[0][0] == 'reset 0'
+    now.time = 0.99
+    assert pool.poll(tickets) == {}
+    now.time = 1.0
+    assert results(pool, tickets[1])[0][0] == 'reset 1'
+    now.time = 9.99
+    assert pool.poll(tickets) == {}
+    pool.cancel(tickets[2])
+    now.time = 10.0
+    assert results(pool, tickets[3])[0][0] == 'reset 3'
+    assert call(pool, (1, 3), 'step', 'x').observation == 'x 3.1'  # at once
+  assert 2 not in {seed for seed, _, _ in log}
 
 
 def test_a_process_that_ends_or_hangs_costs_its_environments():

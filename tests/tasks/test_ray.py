@@ -49,11 +49,11 @@ def test_environments_live_in_actors_that_are_replaced():
     assert 'step raised ValueError: no such door (' in failure.reason
     assert int(call(key, 'step', 'pid').observation) != os.getpid()
     assert call(key, 'step', 'die').kind == 'crash'
-    assert call((1, 1), 'reset', 5)[0] == 'reset 5'
-    hung = pool.submit(Call((1, 1), 'step', 'hang'))
+    assert call((2, 0), 'reset', 5)[0] == 'reset 5'
+    hung = pool.submit(Call((2, 0), 'step', 'hang'))
     now.time = 30.0
     assert results(pool, hung)[0].kind == 'timeout'
-    assert call((1, 2), 'reset', 6)[0] == 'reset 6'
+    assert call((3, 0), 'reset', 6)[0] == 'reset 6'
   assert cpus('ray') >= 1
 
 

@@ -186,6 +186,15 @@ def test_wait_returns_after_a_result_a_limit_or_the_seconds(gated):
     assert pool.poll([held]) == {held: Failure('timeout', 'no answer in 100 s (config.limit)')}
 
 
+def test_a_wait_ends_with_the_pause_of_a_call_and_others_go_first(gated):
+  service = gated()
+  with threads(service, 1, pause=lambda call: 0.2 * (call == 'later')) as pool:
+    start = time.monotonic()
+    assert answers(pool, 'later', 'now') == ['later', 'now']
+    assert 0.2 <= time.monotonic() - start < PATIENCE
+  assert [call for call, _ in service.calls] == ['now', 'later']
+
+
 def test_the_limit_counts_from_the_beginning_of_a_call():
   now, gates = ManualClock(), {'a': threading.Event(), 'b': threading.Event()}
   with threads(lambda call: gates[call].wait(PATIENCE), 1, limit=5.0, now=now) as pool:
