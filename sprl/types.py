@@ -134,8 +134,9 @@ class Trajectory:
   start_version: int = 0  # finished steps when its group started; staleness counts from here
   status: str = 'ok'  # how it was graded (a Grade's status)
   reason: str = ''  # why the status is not ok
+  reward_known: bool = True  # whether all rewards with a weight were graded; if not, it enters no advantage and does not train
   parts: Mapping[str, float] = dataclasses.field(default_factory=dict)  # score by each of several named rewards, without weights
-  failed: tuple[str, ...] = ()  # the named rewards whose graders failed; they count 0
+  failed: tuple[str, ...] = ()  # the named rewards whose graders failed; their scores are 0
   costs: Mapping[str, float] = dataclasses.field(default_factory=dict)  # what its grading used, such as judge/tokens
   rewards: tuple[float, ...] = ()  # of the turns of a conversation; `reward` is their sum
   metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)  # reported by its environment

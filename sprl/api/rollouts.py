@@ -167,7 +167,7 @@ class Rollouts(Sequence[Sample]):
     Args:
       reward: a function, the name of a grader, or several, as `sprl.fit` takes them. None: the grader of the settings.
 
-    If the grading of a sample fails, its reward is 0 and `trajectory.status` names the kind of failure, as in training. The
+    If the grading of a sample fails, it does not train, and `trajectory.status` names the kind of failure, as in training. The
     reason of each failure is logged.
 
     Raises SettingsError for an unknown grader, or a function that needs an argument that does not exist.

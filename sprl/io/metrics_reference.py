@@ -69,14 +69,16 @@ _REJECT = 'rollout_corr/rollout_rs'
 
 METRICS: dict[str, str] = {
   # --- rollouts ---------------------------------------------------------------------------------------------------------
-  'reward/mean': 'Mean reward.',
-  'reward/std': 'Standard deviation of the reward over the batch.',
+  'reward/mean': 'Mean reward of the samples that could be graded.',
+  'reward/std': 'Standard deviation of the reward over the same samples.',
   'reward/overlong_penalty': 'Mean penalty for long completions in the advantage. Present with `advantage.overlong`.',
   'reward/groups_equal': (
     'Share of the groups in which all rewards are equal. Group-relative advantages are 0 there, unless `advantage.overlong` '
     'penalises some of the answers.'
   ),
-  'reward/{name}': 'Mean score by one of several rewards (`task.rewards`), without its weight.',
+  'reward/{name}': (
+    'Mean score by one of several rewards (`task.rewards`), without its weight, of the samples that it could grade.'
+  ),
   'completion/length_mean': 'Mean number of tokens that the model wrote.',
   'completion/length_max': 'Largest number of tokens that the model wrote.',
   'completion/turns': 'Mean number of turns. 1 for single answers.',
@@ -86,7 +88,7 @@ METRICS: dict[str, str] = {
     'Samples with this outcome: `ok`, `timeout` (time limit), `crash` (the process ended or met its memory limit), `error` (the '
     'grader raised) or `invalid` (no finite number).'
   ),
-  'grading/failed/{name}': 'Samples that this one of several rewards could not grade. They count 0 there.',
+  'grading/failed/{name}': 'Samples that this one of several rewards could not grade. They do not train, unless its weight is 0.',
   'judge/requests': 'Requests to the judge for the samples of the step, repeated ones included.',
   'judge/retries': 'Requests that were repeated, because the endpoint was busy, failed or could not be reached.',
   'judge/tokens': 'Tokens that the judge read and wrote, as the endpoint counts them.',

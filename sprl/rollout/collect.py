@@ -75,6 +75,8 @@ def sample_rows(
 def metrics(trajectories: Sequence[Trajectory], layout: CacheLayout, rows: int) -> dict[str, float]:
   """Return metrics of a batch of rollouts: rewards, lengths, and the cache.
 
+  reward/mean and std are over the samples whose reward is known. In a group without one, all rewards count as equal.
+
   sparse/accounting_saving   share of the tokens in a dense cache that this cache did not attend to
   sparse/cache_bytes         bytes of the cache of `rows` rows
   sparse/bytes_saving        share of the bytes of a dense, unquantised cache that this one saves
@@ -88,11 +90,12 @@ def metrics(trajectories: Sequence[Trajectory], layout: CacheLayout, rows: int) 
   fp8/kv_saturation          share of the elements of keys and values that FP8 clamped
   fp8/query_saturation       share of the elements of queries that FP8 clamped, where queries are FP8
   """
-  reward = np.array([t.reward for t in trajectories])
+  reward = np.array([t.reward for t in trajectories if t.reward_known])
   length = np.array([sum(s.mask.sum() for s in sequences(t)) for t in trajectories])
   turns = [t.metrics.get('agent/turns', max(len(t.rewards), 1)) for t in trajectories]
-  group = np.array([t.group for t in trajectories])
-  equal = [np.ptp(reward[group == g]) == 0 for g in np.unique(group)]
+  of_group: dict[int, set[float]] = {t.group: set() for t in trajectories}
+  for t in trajectories:
+    of_group[t.group] |= {t.reward} if t.reward_known else set()
   attended = np.concatenate([t.attended[t.mask] for t in trajectories])
   full = np.concatenate([np.flatnonzero(t.mask) for t in trajectories])  # a dense cache holds all tokens before the drawn one
   size = KVCache.bytes(layout, rows)
@@ -105,9 +108,9 @@ def metrics(trajectories: Sequence[Trajectory], layout: CacheLayout, rows: int) 
   reported = {name for t in trajectories for name in t.metrics}
   parts = dict.fromkeys(name for t in trajectories for name in t.parts)
   return {
-    'reward/mean': float(reward.mean()),
-    'reward/std': float(reward.std()),
-    'reward/groups_equal': float(np.mean(equal)),
+    'reward/mean': float(reward.mean()) if len(reward) else 0.0,
+    'reward/std': float(reward.std()) if len(reward) else 0.0,
+    'reward/groups_equal': float(np.mean([len(rewards) < 2 for rewards in of_group.values()])),
     'completion/length_mean': float(length.mean()),
     'completion/length_max': float(length.max()),
     'completion/turns': float(np.mean(turns)),
@@ -134,9 +137,13 @@ def metrics(trajectories: Sequence[Trajectory], layout: CacheLayout, rows: int) 
 
 
 def reward_parts(trajectories: Sequence[Trajectory], prefix: str) -> dict[str, float]:
-  """Return the mean score by each of several rewards, without its weight, as PREFIX/NAME; {} with one reward."""
+  """Return the mean score by each of several rewards, without its weight, as PREFIX/NAME; {} with one reward.
+
+  Samples that a reward could not grade are left out of its mean. A mean over no sample is 0.
+  """
   names = dict.fromkeys(name for t in trajectories for name in t.parts)
-  return {f'{prefix}/{name}': float(np.mean([t.parts[name] for t in trajectories if name in t.parts])) for name in names}
+  scores = {name: [t.parts[name] for t in trajectories if name in t.parts and name not in t.failed] for name in names}
+  return {f'{prefix}/{name}': float(np.mean(of_name)) if of_name else 0.0 for name, of_name in scores.items()}
 
 
 def grading_costs(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -151,13 +158,13 @@ def by_source(
   """Return metrics of a batch by the source of its problems: `source(group)` of the names `sources`.
 
   data/NAME/share    share of the trajectories
-  data/NAME/reward   their mean reward; absent if there are none
+  data/NAME/reward   the mean of their known rewards; absent if there are none
   """
   names = {t.group: source(t.group) for t in trajectories} if sources else {}
   found: dict[str, float] = {}
   for name in sources:
-    rewards = [t.reward for t in trajectories if names[t.group] == name]
-    found[f'data/{name}/share'] = len(rewards) / len(trajectories)
-    if rewards:
+    of_name = [t for t in trajectories if names[t.group] == name]
+    found[f'data/{name}/share'] = len(of_name) / len(trajectories)
+    if rewards := [t.reward for t in of_name if t.reward_known]:
       found[f'data/{name}/reward'] = float(np.mean(rewards))
   return found

@@ -76,7 +76,7 @@ def compared(trajectories: Sequence[Trajectory], call: Any, names: Sequence[str]
 def graded(grade: Grade, before: Trajectory | None = None, names: Sequence[str] = ()) -> dict[str, Any]:
   """Return the fields of a trajectory that a Grade changes. An earlier grade of the trajectory `before` is added to it."""
   if before is None:
-    fields = {'parts': grade.parts, 'failed': grade.failed, 'costs': grade.costs}
+    fields = {'parts': grade.parts, 'failed': grade.failed, 'costs': grade.costs, 'reward_known': grade.reward_known}
     return {'reward': float(grade.score), 'status': grade.status, 'reason': grade.reason, **fields}
   parts = {**before.parts, **grade.parts}
   return {
@@ -86,6 +86,7 @@ def graded(grade: Grade, before: Trajectory | None = None, names: Sequence[str] 
     'parts': {name: parts[name] for name in names if name in parts},
     'failed': (*before.failed, *grade.failed),
     'costs': Counter(before.costs) + Counter(grade.costs),
+    'reward_known': before.reward_known and grade.reward_known,
   }
 
 

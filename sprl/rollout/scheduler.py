@@ -334,7 +334,7 @@ class Scheduler:
 
   def _settle(self, group: LiveGroup) -> None:
     """Count a graded group, or drop it if the filter rejects its rewards."""
-    if self._filtered([t.reward for t in group.results]):
+    if self._filtered([t.reward for t in group.results if t.reward_known]):
       self._drop(group.number, 'filtered')
       self._fruitless += 1
       self._why_fruitless = "replaced, because their rewards are equal (config.rollout.equal_groups = 'replace')"
@@ -350,8 +350,8 @@ class Scheduler:
     return len(group.results) >= self.settings.group
 
   def _filtered(self, rewards: Sequence[float]) -> bool:
-    """Whether a group is replaced because its rewards are equal (docs/methods/async.md, Filters and failures)."""
-    return self.settings.equal_groups == 'replace' and max(rewards) == min(rewards)
+    """Whether a group with these known rewards is replaced (docs/methods/async.md, Filters and failures)."""
+    return self.settings.equal_groups == 'replace' and len({*rewards}) < 2
 
   def _failed(self, member: Member, failure: Failure) -> None:
     """Start another attempt with other random numbers.

@@ -64,7 +64,8 @@ class Tally:
     for member in members:
       fate = 'dropped' if member.uid not in withheld else 'withheld' if withheld[member.uid] else 'trained'
       first = member.rank < kept if chosen and member.rank is not None else None
-      self.recent.samples.append(Sample(member.drawn, None if member.result is None else member.result.reward, fate, first))
+      reward = None if member.result is None or not member.result.reward_known else member.result.reward
+      self.recent.samples.append(Sample(member.drawn, reward, fate, first))
 
   def metrics(self, live: int) -> tuple[dict[str, float], dict[str, float]]:
     """Return metrics and times (seconds) since the last call. `live` is the number of groups in the window now."""
@@ -113,7 +114,8 @@ def selection(samples: Sequence[Sample]) -> dict[str, float]:
   if finished := [s for s in samples if s.first is not None]:
     first = [s for s in finished if s.first]
     metrics['first_length_bias'] = _mean([s.tokens for s in first]) / max(_mean([s.tokens for s in finished]), 1.0) - 1
-    metrics['first_reward_bias'] = _mean([s.reward or 0.0 for s in first]) - _mean([s.reward or 0.0 for s in finished])
+    first_reward = _mean([s.reward for s in first if s.reward is not None])
+    metrics['first_reward_bias'] = first_reward - _mean([s.reward for s in finished if s.reward is not None])
   return {f'async/{name}': value for name, value in metrics.items()}
 
 

@@ -1,8 +1,8 @@
-"""Graders in pools of workers. An answer that breaks a reward costs only its own score of that reward.
+"""Graders in pools of workers. An answer that breaks a reward costs only its own grade.
 
-A reward counts 0, with a status that is counted, if its grader takes too long (`timeout`), ends its process or reaches its memory
-limit (`crash`), raises (`error`), or returns anything but a finite number of float32 (`invalid`). The pool kills graders from
-outside, because an alarm inside the worker does not interrupt C code that hangs.
+The reward of a sample is not known, and its status is counted, if a grader takes too long (`timeout`), ends its process or
+reaches its memory limit (`crash`), raises (`error`), or returns anything but a finite number of float32 (`invalid`). The pool
+kills graders from outside, because an alarm inside the worker does not interrupt C code that hangs.
 
 Each reward of a sample is a separate call of a worker. Rewards in files run in processes (or on Ray), Python callables in threads
 of this process. Async rewards run many at a time on one event loop, which is in a process or, for Python callables, in a thread.
@@ -48,6 +48,7 @@ class Grade:
   parts: Mapping[str, float] = field(default_factory=dict)  # the score of each named reward, without its weight
   failed: tuple[str, ...] = ()  # the named rewards that failed; their scores are 0
   costs: Mapping[str, float] = field(default_factory=dict)  # what grading used, such as judge/tokens
+  reward_known: bool = True  # whether no reward with a weight failed
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,7 @@ class GraderPool:
     if grade.status != 'ok' and kind_of(grade.reason) not in self._reported and len(self._reported) < REPORTED:
       self._reported.add(kind_of(grade.reason))
       only = f'{reward_name(self._rewards[0].grader.label)}: ' if len(self._rewards) == 1 else ''  # else the reason names it
-      log.warning('grading failed (%s), this reward is 0: %s%s (logged once)', grade.status, only, grade.reason)
+      log.warning('grading failed (%s): %s%s (logged once)', grade.status, only, grade.reason)
 
   def _grade(self, scores: Mapping[int, Score]) -> Grade:
     """The grade of a sample from its scores by the index of their rewards."""
@@ -158,9 +159,11 @@ class GraderPool:
     failures = [(status, reward.name, why) for reward, _, status, why, _ in found if status != 'ok']
     status, name, why = failures[0] if failures else ('ok', '', '')
     used = sorted({name for *_, costs in found for name in costs})
+    known = all(status == 'ok' or not reward.weight for reward, _, status, *_ in found)
     total = sum((reward.weight * score for reward, score, *_ in found), start=0.0)
     if abs(total) > LARGEST_REWARD:
-      total, status, name, why = 0.0, 'invalid', '', f'the weighted rewards add up to {total:g}, which float32 cannot hold'
+      known, total, status, name = False, 0.0, 'invalid', ''
+      why = f'the weighted rewards add up to {total:g}, which float32 cannot hold'
     return Grade(
       total,
       status,  # pyright: ignore[reportArgumentType]
@@ -168,6 +171,7 @@ class GraderPool:
       {reward.name: score for reward, score, *_ in found if reward.name},
       tuple(reward.name for reward, _, status, *_ in found if reward.name and status != 'ok'),
       {name: sum(costs.get(name, 0.0) for *_, costs in found) for name in used},
+      known,
     )
 
 

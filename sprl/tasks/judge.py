@@ -1,8 +1,8 @@
 """The grader `judge`: a language model behind an OpenAI-compatible endpoint reads the completion and gives it a score.
 
 A request is one chat completion. It is tried again, after a growing pause, if the endpoint is busy (429), fails (5xx), is too
-slow, or cannot be reached. If all attempts fail, the sample scores 0 with the status `error`. If the reply has no score, the
-sample scores 0 with the status `invalid`.
+slow, or cannot be reached. If all attempts fail, the sample has no score and the status `error`. If the reply has no score, the
+status is `invalid`.
 
 The completion is part of the judge's prompt, so a completion can try to persuade the judge to give a high score. Compare the
 judge with other rewards, and read samples.

@@ -131,6 +131,20 @@ def test_filtered_groups_have_advantage_nan():
   np.testing.assert_array_equal(batch_advantages(rollouts(REWARDS), unfiltered)[2:4], 0)
 
 
+def test_a_sample_whose_grader_failed_enters_no_mean_and_does_not_train():
+  made = small.rollouts([(2, 4, 3)] * 4, [3] * 4)
+  rewards = (-3.0, 0.0, -1.0, -2.0, 0.0, -2.0, -1.0, -1.0, -1.0, -1.0, -3.0, -2.0)
+  unknown = {1, 4}  # their rewards of 0 would be the best of their groups
+  graded = [dataclasses.replace(t, reward=r, reward_known=i not in unknown) for i, (t, r) in enumerate(zip(made, rewards))]
+  run = dataclasses.replace(RUN, rollout=Rollout(prompts=4, group=3))
+  found = batch_advantages(graded, run)
+  np.testing.assert_array_equal(found, [-1, np.nan, 1, 0, np.nan, 0, 0, 0, 0, 1, -1, 0])
+  skipped = batch_advantages(graded, dataclasses.replace(run, rollout=dataclasses.replace(run.rollout, equal_groups='skip')))
+  np.testing.assert_array_equal(skipped, [-1, np.nan, 1, *[np.nan] * 6, 1, -1, 0])
+  batches, _ = learner(run=run).pack(graded)
+  assert [batch.mask.any(axis=1).tolist() for batch in batches] == [[True, False, True, True, False, True], [True] * 6]
+
+
 def test_nan_of_an_estimator_leaves_no_sequence_out(monkeypatch):
   monkeypatch.setitem(ESTIMATORS, 'grpo', lambda reward, group, valid: 0 * reward / 0)
   run = dataclasses.replace(RUN, advantage=Advantage('grpo'))

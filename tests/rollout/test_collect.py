@@ -67,18 +67,20 @@ def several_rewards():
   first, second = small.rollouts([(3, 2)], (6,))
   used = {'judge/tokens': 110.0, 'judge/cost': 0.25}
   first = dataclasses.replace(first, reward=1.5, parts={'exact': 1.0, 'brief': 5.0}, costs=used)
-  second = dataclasses.replace(second, reward=0.0, parts={'exact': 0.0, 'brief': 0.0}, failed=('brief',), status='timeout')
+  failed = {'failed': ('brief',), 'status': 'timeout', 'reward_known': False}
+  second = dataclasses.replace(second, reward=0.25, parts={'exact': 0.25, 'brief': 0.0}, **failed)
   return first, dataclasses.replace(second, costs={'judge/tokens': 100.0})
 
 
 def test_each_of_several_rewards_is_logged_with_its_failures():
   found = collect.metrics(several_rewards(), layout(), 3)
-  assert (found['reward/mean'], found['reward/exact'], found['reward/brief']) == (0.75, 0.5, 2.5)
+  assert (found['reward/mean'], found['reward/exact'], found['reward/brief']) == (1.5, 0.625, 5.0)  # without the failed grade
+  assert (found['reward/std'], found['reward/groups_equal']) == (0.0, 1.0)
   assert (found['grading/failed/exact'], found['grading/failed/brief'], found['grading/timeout']) == (0, 1, 1)
   assert (found['judge/tokens'], found['judge/cost']) == (210.0, 0.25)
   alone = collect.metrics(small.rollouts([(3, 2)], (6,)), layout(), 3)
   assert not [name for name in alone if name.startswith(('judge/', 'grading/failed/'))]
-  assert [t.score for t in several_rewards()] == [1.0, 0.0]  # the first reward; with one, the reward
+  assert [t.score for t in several_rewards()] == [1.0, 0.25]  # the first reward; with one, the reward
   assert dataclasses.replace(several_rewards()[0], parts={}).score == 1.5
 
 

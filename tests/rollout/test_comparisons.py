@@ -154,11 +154,11 @@ def test_a_groupwise_function_ranks_the_answers_to_one_problem(tmp_path):
 
 
 def test_grades_of_a_comparison_are_added():
-  grades = [Grade(2.0, 'ok', parts={'b': 1.0}), Grade(0.0, 'timeout', parts={'b': 0.0}, failed=('b',))]
+  grades = [Grade(2.0, 'ok', parts={'b': 1.0}), Grade(0.0, 'timeout', parts={'b': 0.0}, failed=('b',), reward_known=False)]
   world = World(Rollout(prompts=1, group=2), steps=1)
   ((group,),) = [world.step()]
   before = [replace(t, reward=0.5, parts={'c': 0.5}, status='ok', failed=()) for t in group.trajectories]
-  before[0] = replace(before[0], status='error', failed=('c',))
+  before[0] = replace(before[0], status='error', failed=('c',))  # a reward without a weight: the sample trains
   comparison = compared(before, 'the call', ['a', 'b', 'c'])
   assert comparison.send(None).call == 'the call'
   with pytest.raises(StopIteration) as end:
@@ -166,4 +166,5 @@ def test_grades_of_a_comparison_are_added():
   first, second = end.value.value
   assert (first.reward, list(first.parts.items()), first.status, first.failed) == (2.5, [('b', 1.0), ('c', 0.5)], 'error', ('c',))
   assert (second.reward, second.status, second.failed) == (0.5, 'timeout', ('b',))
+  assert (first.reward_known, second.reward_known) == (True, False)
   np.testing.assert_array_equal(first.tokens, before[0].tokens)

@@ -29,6 +29,16 @@ def test_equal_rewards_are_filtered_despite_rounding():
   world = World(Rollout(prompts=1, group=6, equal_groups='replace'))
   assert world.scheduler._filtered([0.1] * 6)
   assert not world.scheduler._filtered([0.1] * 5 + [0.2])
+  assert world.scheduler._filtered([])  # no reward is known
+
+
+def test_a_grade_that_failed_makes_no_rewards_differ():
+  world = World(Rollout(prompts=1, group=3, equal_groups='replace'), capacity=16)
+  failed = Grade(0.0, 'timeout', 'too slow', reward_known=False)
+  world.workers._result = lambda call: failed if call[0] % 3 == 0 else Grade(1.0 + (call[0] > 3) * (call[0] % 3), 'ok')
+  (group,) = world.step()
+  assert group.number == 1  # group 0 has the known rewards 1, 1
+  assert [(t.reward, t.reward_known) for t in group.trajectories] == [(0.0, False), (2.0, True), (3.0, True)]
 
 
 def test_a_filter_that_passes_nothing_ends_the_run():

@@ -171,7 +171,7 @@ def test_a_failure_is_logged_once_whatever_its_numbers(tmp_path, caplog):
     grades(pool, *(f'raise {letter}' for letter in 'abcdefghijklmnopqrst'))
   said = [record.getMessage() for record in caplog.records if 'grading failed' in record.getMessage()]
   place = f'({tmp_path}/mine.py:{1 + WILD[: WILD.index("raise ValueError(value)")].count("\n")}, in grade)'
-  text = 'grading failed (error), this reward is 0: grade: ValueError: '
+  text = 'grading failed (error): grade: ValueError: '
   assert said[:3] == [f'{text}{what} {place} (logged once)' for what in ('one', 'two', 'row 17')]
   assert not any('row' in line for line in said[3:])
   assert len(said) == REPORTED
@@ -190,7 +190,7 @@ def test_a_grader_that_hangs_is_killed_with_its_children(pool, tmp_path, what):
   until(lambda: pool.wait(0.01) or begun.exists())
   assert grades(pool, 'score 0.25', 'score 0.5') == [Grade(0.25, 'ok'), Grade(0.5, 'ok')]  # by the other worker
   NOW.time += LIMIT
-  assert results(pool, ticket) == [Grade(0.0, 'timeout', LATE)]
+  assert results(pool, ticket) == [Grade(0.0, 'timeout', LATE, reward_known=False)]
   until(lambda: not processes('sleep\x004242'), 'a child of the grader lives on')
 
 

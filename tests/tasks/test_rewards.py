@@ -160,15 +160,24 @@ def test_the_score_is_the_weighted_sum_and_the_parts_are_unweighted(tmp_path):
     assert group == [Grade(10.0, 'ok', parts={'rank': 1.0}), Grade(0.0, 'ok', parts={'rank': 0.0})]
 
 
-def test_a_reward_that_fails_counts_0_and_the_others_count(tmp_path):
+def test_a_reward_that_fails_is_named_and_the_others_are_graded(tmp_path):
   rewards = graders.rewards(styled(tmp_path, '{}:brief=0.5', '{}:calm=3'))
   with grader_pool(rewards, 2, 1.0, 4.0) as pool:
     found = answers(pool, *(Sample('p', text, '') for text in ('hang', 'die', 'raise', 'fine')))
   assert [(g.score, g.status, g.failed) for g in found] == [
     (3.0, 'timeout', ('brief',)), (3.0, 'crash', ('brief',)), (2.5, 'error', ('calm',)), (5.0, 'ok', ())
   ]  # fmt: skip
+  assert [g.reward_known for g in found] == [False, False, False, True]
   assert found[1].parts == {'brief': 0.0, 'calm': 1.0}
   assert found[2].reason.startswith('calm: ValueError: no (')
+
+
+def test_a_metric_that_fails_leaves_the_reward_known(tmp_path):
+  rewards = graders.rewards(styled(tmp_path, 'exact', '{}:brief=0'))
+  with grader_pool(rewards, 2, 1.0, 4.0) as pool:
+    failed, fine = answers(pool, Sample('p', 'hang', 'hang'), Sample('p', 'seven', 'seven'))
+  assert (failed.score, failed.reward_known, failed.failed) == (1.0, True, ('brief',))
+  assert fine == Grade(1.0, 'ok', parts={'exact': 1.0, 'brief': 5.0})
 
 
 def test_a_sample_without_a_reward_of_its_own_is_graded_at_once():
