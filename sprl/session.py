@@ -342,11 +342,13 @@ def check_graded(run: Run, result: Mapping[str, Any]) -> None:
   """Raise SettingsError if the rewards of a held-out set refuse every answer. It names the setting and the first failure."""
   task = run.task
   own = f'rewards = {task.rewards!r}' if task.rewards else 'mixture' if task.kind == 'mixture' else f'grader = {task.grader!r}'
+  alone = ', and for a group of one answer (config.eval.samples = 1)' if run.eval.samples == 1 else ''
   for name, found in {'': result, **result.get('sets', {})}.items():
     if found.get('failure'):
       raise SettingsError(
         f'config.{f"eval.sets.{name}" if name else f"task.{own}"}: no answer of the first evaluation could be graded; expected '
-        f'a grader that returns 0 for an answer that it cannot read. The first failure: {found["failure"]}'
+        f'a grader that returns a number for each answer, also for one that it cannot read{alone}. The first failure: '
+        f'{found["failure"]}'
       )
 
 

@@ -169,7 +169,7 @@ def setup(
     for name in sorted(name for name in sources if known.get(name, sources[name]) != sources[name]):
       log.warning('%s has changed since the last start of this run: its steps have rewards of both', name)
     facts = {'step': done, 'command': start.command, **versions(), **provenance(), 'folder': str(Path.cwd())}
-    add_start(workdir, origin, first_start, facts | {'graders': sources})
+    add_start(workdir, origin, first_start, facts | {'graders': sources, 'rows': rollouts.state().get('rows')})
   stack.callback(checkpoints.close)
 
   # --- learner: from a checkpoint, or from the pretrained weights ----------------------------------------------------

@@ -127,6 +127,7 @@ def _choose(layout, keys, values, layer, occupied, newest):
     kernels=layout.kernels,
   )
   score, carried = _checked(METHODS[settings.method].score(view, settings), layout, (K, S))
+  score = jnp.where(jnp.isnan(score), -jnp.inf, score)  # NaN would be the largest
   if settings.scope != 'head':
     score = jnp.broadcast_to(psum(jnp.sum(jnp.where(view.position >= 0, score, 0), axis=0), 'kv_heads'), score.shape)
   score = jnp.where(jnp.arange(S) < occupied - a, score, -jnp.inf)

@@ -1,13 +1,17 @@
-"""The comparison of several runs as one HTML file: scores with paired intervals, settings that differ, and curves.
+"""The comparison of several runs: scores with paired intervals, settings that differ, and curves, as one HTML file.
 
-Runs whose settings differ only in the seed form an arm. An arm is compared with the first one, seed by seed and problem by
-problem, so that what both share cancels. A score is that of the newest evaluation that all runs of the arm have.
+Runs that differ only in the seed form an arm: they have the same settings, rewards and rows. An arm is compared with the first
+one, seed by seed and problem by problem, so that what both share cancels. A score is that of the newest evaluation that all runs
+of the arm have.
 """
 
+import json
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from glob import escape, glob
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +20,7 @@ import numpy as np
 from jaxtyping import Float
 
 from sprl.config import PLACES, Run, SettingsError, to_dict, within
-from sprl.config_checks import GRADING_COSTS, names_of_problems
+from sprl.config_checks import GRADING_COSTS, REWARD_METRICS, names_of_problems, weighted
 from sprl.io import files
 from sprl.io.checkpoint import CheckpointError, read_record
 from sprl.io.config_file import read_located
@@ -25,6 +29,7 @@ from sprl.io.metrics import held_out_sets, read_metrics, series
 from sprl.io.paired import interval_of_one_run, paired_interval
 from sprl.io.plots import running_mean
 from sprl.io.report_charts import PARTS, Chart, Records, curve
+from sprl.io.starts import read_starts
 from sprl.io.trackers import flat
 
 # Settings that do not change what a run learns, apart from the rounding of its numbers.
@@ -63,6 +68,7 @@ CURVES = (
   Compared('Update', 'seconds', 'time/learn'),
   Compared('KV cache', 'bytes', 'sparse/cache_bytes'),
 )
+OWN = ('reward/', 'eval/reward/', 'env/', 'agent/')  # beginnings of the names of metrics that a user's functions report
 
 
 @dataclass(frozen=True)
@@ -72,6 +78,7 @@ class Recorded:
   workdir: Path
   name: str  # the shortest end of its path that no other compared run has
   settings: dict[str, Any]  # with dotted names
+  inputs: dict[str, str]  # checksums of the rewards by name, and of the rows that Python gave
   records: Records
 
   @property
@@ -102,10 +109,20 @@ class Recorded:
 
 
 class Arm(NamedTuple):
-  """Runs whose settings differ only in the seed."""
+  """Runs that differ only in the seed."""
 
   name: str
   runs: list[Recorded]
+
+
+class Score(NamedTuple):
+  """How an arm scores. The last four are NaN if no evaluation is in all its runs; an interval is NaN too if it is not known."""
+
+  step: int  # of the newest evaluation that all runs have; without one, the fewest finished steps
+  before: float = np.nan  # mean score of the first evaluation that all have
+  mean: float = np.nan  # and of the newest one
+  low: float = np.nan
+  high: float = np.nan
 
 
 class Difference(NamedTuple):
@@ -117,31 +134,49 @@ class Difference(NamedTuple):
   of: str  # what the interval covers
 
 
-def write_comparison(workdirs: Sequence[Path], out: Path) -> tuple[Path, list[list[str]]]:
-  """Write the comparison of these runs to `out`. Return the path and the rows of its table of scores, the first of which names
-  the columns.
+def write_comparison(arms: Sequence[Arm], out: Path) -> Path:
+  """Write the page that compares these arms to `out`. Return the path."""
+  files.write_text(out, comparison_html(arms))
+  return out
+
+
+def matching(setting: str, name: str) -> list[Path]:
+  """Return the folder of this name, or those that a name with `*` matches and that hold a run.
+
+  Raises SettingsError, which begins with `setting`, if it matches none.
+  """
+  if '*' not in name:
+    return [files.local_folder(setting, name)]
+  pattern = escape(name).replace('[*]', '*')  # only `*` has a meaning
+  found = [Path(path) for path in sorted(glob(pattern)) if (Path(path) / 'config.json').exists()]
+  if not found:
+    raise SettingsError(f'{setting} = {name!r}: expected a name that matches the folder of a run; it matches none')
+  return found
+
+
+def read_runs(workdirs: Sequence[Path]) -> list[Recorded]:
+  """Return the runs in these work directories, in order.
 
   Raises FileNotFoundError for a folder without a run. Raises SettingsError for fewer than two runs, and for a run that has logged
   nothing.
   """
-  arms = arms_of(read_runs(workdirs))
-  scores = score_table(arms)
-  files.write_text(out, comparison_html(arms, scores))
-  return out, scores
-
-
-def read_runs(workdirs: Sequence[Path]) -> list[Recorded]:
-  """Return the runs in these work directories, in order. Raises as `write_comparison` does."""
   folders = list(dict.fromkeys(workdir.resolve() for workdir in workdirs))
   if len(folders) < 2:
-    raise SettingsError(f'--workdir = {", ".join(map(str, workdirs))}: expected at least two different runs to compare')
+    raise SettingsError(f'{", ".join(map(str, workdirs))}: expected at least two different runs to compare')
   found = []
   for folder, name in zip(folders, short_names(folders)):
     settings, records = flat(read_located(folder)), read_metrics(folder)
     if not records:
       raise SettingsError(f'{folder}: expected a run that has logged an evaluation or a step; metrics.jsonl is empty')
-    found.append(Recorded(folder, name, {**flat(to_dict(Run())), **settings}, records))
+    found.append(Recorded(folder, name, {**flat(to_dict(Run())), **settings}, inputs_of(folder), records))
   return found
+
+
+def inputs_of(workdir: Path) -> dict[str, str]:
+  """Return the checksums that the last start of a run recorded: of its rewards, and of rows that are in no file."""
+  last = (read_starts(workdir)['starts'] or [{}])[-1]
+  rows = {'rows': last['rows']} if last.get('rows') else {}
+  return {f'reward {name}': f'checksum {found}' for name, found in last.get('graders', {}).items()} | rows
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
@@ -173,8 +208,8 @@ def _common_start(names: Sequence[str]) -> str:
 
 
 def _learned(run: Recorded) -> dict[str, Any]:
-  """Return the settings that two runs of an arm share: all but NOT_LEARNED, which has the seed."""
-  return {name: value for name, value in run.settings.items() if not within(name, NOT_LEARNED)}
+  """Return what two runs of an arm share: their inputs, and all settings but NOT_LEARNED, which has the seed."""
+  return run.inputs | {f'config.{name}': value for name, value in run.settings.items() if not within(name, NOT_LEARNED)}
 
 
 # --- scores -----------------------------------------------------------------------------------------------------------
@@ -185,34 +220,63 @@ def score_table(arms: Sequence[Arm]) -> list[list[str]]:
   costs = {name: cost for name, cost in COSTS.items() if any(_measured(arm, name) is not None for arm in arms)}
   rows = [[*HEADS, 'time of steps', *(head for head, _ in costs.values())]]
   for arm in arms:
-    differs = None if arm is arms[0] else difference(arm, arms[0])
+    scored, differs = score(arm), None if arm is arms[0] else difference(arm, arms[0])
+    means = [f'{mean:.3f}' if np.isfinite(mean) else '' for mean in (scored.before, scored.mean)]
+    of_score = [str(scored.step), *means, bounds(scored.low, scored.high) if means[1] else '']
     of_difference = ['', '', ''] if differs is None else [f'{differs.mean:+.3f}', bounds(differs.low, differs.high), differs.of]
-    seconds = [60 * max(run.minutes.values()) for run in arm.runs]
     measured = [_measured(arm, name) for name in costs]
     rows.append([
-      arm.name, str(len(arm.runs)), *score(arm), *of_difference, duration(float(np.mean(seconds))),
+      arm.name, str(len(arm.runs)), *of_score, *of_difference, duration(seconds_of_steps(arm)),
       *('' if value is None else form.format(value) for value, (_, form) in zip(measured, costs.values())),
     ])  # fmt: skip
   return rows
 
 
-def score(arm: Arm) -> tuple[str, str, str, str]:
-  """Return as texts the step of the newest evaluation that all runs have, the score before training, that score, its interval.
+def score_text(arms: Sequence[Arm]) -> str:
+  """Return the table of scores as aligned text."""
+  rows = score_table(arms)
+  widths = [max(map(len, column)) for column in zip(*rows)]
+  return '\n'.join('  '.join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows)
 
-  With one seed the interval is that of the run, over problems. With several it is over seeds.
+
+def score_rows(arms: Sequence[Arm]) -> list[dict[str, Any]]:
+  """Return the numbers of the table of scores as one dictionary for each arm, for a data frame. What is not known is NaN."""
+  rows = []
+  for arm in arms:
+    scored, differs = score(arm), None if arm is arms[0] else difference(arm, arms[0])
+    mean, low, high, covers = differs or (np.nan, np.nan, np.nan, '')
+    costs = {name: _measured(arm, name) for name in COSTS}
+    rows.append({
+      'arm': arm.name, 'runs': len(arm.runs), 'seeds': len(_by_seed(arm)),
+      'step': scored.step, 'before': scored.before, 'score': scored.mean, 'low': scored.low, 'high': scored.high,
+      'difference': mean, 'difference_low': low, 'difference_high': high, 'covers': covers,
+      'seconds': seconds_of_steps(arm), **{name: np.nan if value is None else value for name, value in costs.items()},
+    })  # fmt: skip
+  return rows
+
+
+def seconds_of_steps(arm: Arm) -> float:
+  """Return the seconds that the steps of a run took, without evaluations, as the mean over the runs."""
+  return float(np.mean([60 * max(run.minutes.values()) for run in arm.runs]))
+
+
+def score(arm: Arm) -> Score:
+  """Return how an arm scores, with a 95 % interval: over seeds, or with one run over its problems.
+
+  The interval of several runs with one seed is not known.
   """
   steps = set.intersection(*(set(run.evaluations) for run in arm.runs))
   if not steps:
-    return str(min(run.steps for run in arm.runs)), '', '', ''
+    return Score(min(run.steps for run in arm.runs))
   found = [run.evaluations for run in arm.runs]
-  before, after = (f'{np.mean([each[step]["eval/avg@k"] for each in found]):.3f}' for step in (min(steps), max(steps)))
+  before, after = (float(np.mean([each[step]['eval/avg@k'] for each in found])) for step in (min(steps), max(steps)))
   of_seeds = [np.mean([run.evaluations[max(steps)]['eval/avg@k'] for run in runs]) for runs in _by_seed(arm).values()]
-  if len(of_seeds) == 1:
-    last = found[0][max(steps)]
-    low, high = last.get('eval/low', np.nan), last.get('eval/high', np.nan)
-  else:
+  last, low, high = found[0][max(steps)], np.nan, np.nan
+  if len(of_seeds) > 1:
     _, low, high = paired_interval(np.array(of_seeds)[:, None])
-  return str(max(steps)), before, after, bounds(low, high)
+  elif len(arm.runs) == 1:
+    low, high = last.get('eval/low', np.nan), last.get('eval/high', np.nan)
+  return Score(max(steps), before, after, low, high)
 
 
 def difference(arm: Arm, other: Arm) -> Difference | None:
@@ -249,9 +313,20 @@ def comparable(run: Recorded, other: Recorded) -> Float[np.ndarray, ' P'] | None
 
 
 def _asked(run: Recorded) -> dict[str, Any]:
-  """Return the settings that decide which problems an evaluation asks, how answers are drawn and what grades them."""
+  """Return what decides which problems an evaluation asks, how answers are drawn and what grades them.
+
+  Of several rewards only the first counts in a score, without its weight.
+  """
   keys = ('eval', *(f'task.{name}' for name in names_of_problems('rows')))
-  return {name: value for name, value in run.settings.items() if within(name, keys) and name != 'eval.every'}
+  apart = ('eval.every', 'task.grader', 'task.rewards')
+  settings = {name: value for name, value in run.settings.items() if within(name, keys) and name not in apart}
+  rewards = json.loads(run.settings['task.rewards'])
+  first = weighted(rewards[0])[0] if rewards else run.settings['task.grader']
+  name = first.rpartition('/')[2]  # a start may have recorded a relative path
+  return settings | {
+    'grader': name,
+    'source': [found for label, found in run.inputs.items() if re.split('[/ ]', label)[-1] == name],
+  }
 
 
 def _problem(row: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -296,8 +371,14 @@ def score_charts(arms: Sequence[Arm]) -> list[Chart]:
 
 
 def curve_charts(arms: Sequence[Arm], window: int) -> list[Chart]:
-  """Return the charts of CURVES, without those that are 0 in all runs. A point is the mean over `window` steps."""
-  made = [(each, of_arms(arms, each.metric, window)) for each in CURVES]
+  """Return the charts of CURVES and of the users' own metrics, without those that are 0 in all runs.
+
+  A point is the mean over `window` steps.
+  """
+  known = {f'reward/{name}' for name in REWARD_METRICS}
+  logged = {name for arm in arms for run in arm.runs for record in run.records for name in record}
+  own = [Compared(name, 'mean', name) for name in sorted(logged - known) if name.startswith(OWN)]
+  made = [(each, of_arms(arms, each.metric, 1 if each.metric.startswith('eval/') else window)) for each in (*CURVES, *own)]
   return [
     {'title': each.title, 'unit': each.unit, 'series': curves, 'log': each.log}
     for each, curves in made
@@ -339,10 +420,10 @@ def by_minutes(arm: Arm, metric: str, color: int) -> Chart:
 # --- the page ---------------------------------------------------------------------------------------------------------
 
 
-def comparison_html(arms: Sequence[Arm], scores: Sequence[Sequence[str]]) -> str:
-  """Return the page. `scores` is the table of `score_table`."""
+def comparison_html(arms: Sequence[Arm]) -> str:
+  """Return the page."""
   runs = [run for arm in arms for run in arm.runs]
-  heads, *rows = scores
+  heads, *rows = score_table(arms)
   found: dict[str, Any] = {}  # id -> what report.js draws there
   window = max(1, max(run.steps for run in runs) // POINTS)
   of_scores = note(
@@ -368,10 +449,10 @@ def comparison_html(arms: Sequence[Arm], scores: Sequence[Sequence[str]]) -> str
 
 
 def differing_settings(arms: Sequence[Arm]) -> str:
-  """Return a table of the settings in which arms differ."""
+  """Return a table of the settings and inputs in which arms differ."""
   of_arms_ = [_learned(arm.runs[0]) for arm in arms]
   names = sorted({name for settings in of_arms_ for name in settings})
-  rows = [[f'config.{name}', *(str(settings.get(name, 'not set')) for settings in of_arms_)] for name in names]
+  rows = [[name, *(str(settings.get(name, 'not set')) for settings in of_arms_)] for name in names]
   different = [row for row in rows if len(set(row[1:])) > 1]
   if not different:
     return note('The arms have equal settings, except for the seed.')

@@ -23,7 +23,7 @@ from sprl.guards.stop import Streaks, sentinels
 from sprl.io import files
 from sprl.io.config_file import read_config
 from sprl.io.html_page import absent, date, duration, headline, note, page, section_of_charts, table
-from sprl.io.metrics import held_out_sets, read_metrics, read_samples, sample_steps, series
+from sprl.io.metrics import SHOWN, held_out_sets, read_metrics, read_samples, sample_steps, series
 from sprl.io.metrics_reference import GROUPS, METRICS, documented
 from sprl.io.report_charts import (
   CURVES,
@@ -207,7 +207,7 @@ def _samples(workdir: Path) -> str:
     blocks.append(note(f'{MOST_TABLES} of {len(steps)} tables are shown; samples/ holds all.'))
     steps = [steps[i] for i in picked]
   for step in reversed(steps):
-    rows = read_samples(workdir, step)
+    rows = read_samples(workdir, step)[:SHOWN]
     rewards = ' '.join(_badge(row.get('reward')) for row in rows)
     cards = ''.join(f'<article>{_prompt(row)}{_completion(row)}</article>' for row in rows)
     blocks.append(f'<details class="step"><summary>Step {step} {rewards}</summary>{cards}</details>')

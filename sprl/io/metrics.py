@@ -33,6 +33,7 @@ _log = logging.getLogger(__name__)
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 _METRICS, _SAMPLES = 'metrics.jsonl', 'samples'
+SHOWN = 16  # rows of a table of samples that people see; the file for programs has all
 _STATISTICS = ('mean', 'abs', 'p99')  # of an entry of the ledger
 _NOT_FINITE = {'NaN': math.nan, 'Infinity': math.inf, '-Infinity': -math.inf}
 
@@ -112,12 +113,15 @@ class RunLog:
     self._track(lambda tracker: tracker.table(step, 'ledger', rows))
 
   def samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write a table of completions. A row has a prompt, a completion, and other facts such as answer, reward and finish."""
+    """Write a table of completions. A row has a prompt, a completion, and other facts such as answer, reward and finish.
+
+    The Markdown file and the trackers have the first SHOWN rows.
+    """
     stem = self._workdir / _SAMPLES / files.step_name(step)
     plain = [_plain(row) for row in rows]
     files.write_text(stem.with_suffix('.jsonl'), ''.join(json.dumps(row) + '\n' for row in plain))
-    files.write_text(stem.with_suffix('.md'), f'# Samples of step {step}\n\n{samples_markdown(plain)}')
-    self._track(lambda tracker: tracker.table(step, 'samples', plain))
+    files.write_text(stem.with_suffix('.md'), f'# Samples of step {step}\n\n{samples_markdown(plain[:SHOWN])}')
+    self._track(lambda tracker: tracker.table(step, 'samples', plain[:SHOWN]))
 
   def close(self) -> None:
     """Close the files and the trackers."""

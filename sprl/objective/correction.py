@@ -110,8 +110,8 @@ def catastrophic(log_rho: Float[Array, 'B T'], mask: Bool[Array, 'B T'], veto: f
 def pooled(log_ratio: Float[Array, 'B T'], mask: Bool[Array, 'B T'], level: str | None) -> Float[Array, 'B T']:
   """Pool a log ratio at a level (eq. 11).
 
-  `segment` is the mean of the contiguous run, `geometric` the mean of the sequence, `sequence` its sum; other levels leave the
-  ratio of the token.
+  `segment` is the mean of the contiguous run, `geometric` the mean of the sequence, `sequence` its sum; `token` and None leave
+  the ratio of the token.
   """
   match level:
     case 'segment':
@@ -120,8 +120,10 @@ def pooled(log_ratio: Float[Array, 'B T'], mask: Bool[Array, 'B T'], level: str 
       row = masked.mean(log_ratio, mask, axis=1)
     case 'sequence':
       row = masked.total(log_ratio, mask, axis=1)
-    case _:
+    case 'token' | None:
       return log_ratio
+    case _:
+      raise ValueError(f'level = {level!r}: expected token, segment, sequence, geometric or None')
   return jnp.broadcast_to(row[:, None], mask.shape)
 
 
@@ -132,7 +134,7 @@ def _limited(w, settings):
       return jnp.minimum(w, settings.cap)
     case 'clip':
       return jnp.where(w > 0, jnp.clip(w, settings.floor, settings.cap), 0)  # 0 is a masked position, never a ratio
-    case _:  # icepop
+    case 'icepop':
       return jnp.where((settings.floor <= w) & (w <= settings.cap), w, 0)
 
 

@@ -49,26 +49,32 @@ def check_lengths(lengths: Iterable[Length], max_prompt: int) -> None:
 
 
 def sample_rows(
-  trajectories: Sequence[Trajectory], answer: Callable[[int], str], tokenizer: Tokenizer, count: int
+  trajectories: Sequence[Trajectory], answer: Callable[[int], str], tokenizer: Tokenizer, count: int | None
 ) -> list[dict[str, Any]]:
-  """Return the rows of a sample table: the first trajectory of each of the first `count` groups.
+  """Return the rows of a sample table: the first trajectory of each of the first `count` groups; None: all trajectories.
 
-  `answer(number)` is the right answer of a group. Named rewards have columns `reward/NAME`.
+  `answer(number)` is the right answer of a group. Named rewards have columns `reward/NAME`. If all trajectories are shown, the
+  column `group` tells which belong together.
   """
-  first: dict[int, Trajectory] = {}
-  for t in trajectories:
-    first.setdefault(t.group, t)
+  shown: Sequence[Trajectory] = trajectories
+  if count is not None:
+    first: dict[int, Trajectory] = {}
+    for t in trajectories:
+      first.setdefault(t.group, t)
+    shown = list(first.values())[:count]
+  answers = {number: answer(number) for number in dict.fromkeys(t.group for t in shown)}
   return [
     {
+      **({'group': t.group} if count is None else {}),
       'prompt': tokenizer.decode(t.tokens[: t.prompt_length].tolist()),
       'completion': tokenizer.decode(t.completion.tolist()),
-      'answer': answer(t.group),
+      'answer': answers[t.group],
       'reward': t.reward,
       **{f'reward/{name}': score for name, score in t.parts.items()},
       'finish': t.finish,
       'tokens': int(t.mask.sum()),
     }
-    for t in list(first.values())[:count]
+    for t in shown
   ]
 
 

@@ -20,11 +20,12 @@ import ast
 import hashlib
 import inspect
 import re
+import types
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from decimal import Decimal
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -141,19 +142,57 @@ def from_function(function: Callable[..., Any], label: str = '') -> GraderSpec:
 
 
 def checksums(rewards: Sequence[Reward]) -> dict[str, str]:
-  """Return a checksum of each user's grader by its name: of its file, or of the source of its function, if Python finds that."""
+  """Return a checksum of each user's grader by its name: of its file, or of the function and the simple values that it holds."""
   found = {}
   for spec in (reward.grader for reward in rewards):
     if spec.kind == 'file':
       found[spec.label] = _checksum(Path(spec.path).read_bytes())
     elif spec.function is not None:
-      with suppress(OSError, TypeError):  # a callable object, or a function that was typed in
-        found[spec.label] = _checksum(inspect.getsource(spec.function).encode())
+      found[spec.label] = _checksum(repr(_content(spec.function)).encode())
   return found
 
 
 def _checksum(source: bytes) -> str:
   return hashlib.sha256(source).hexdigest()[:16]
+
+
+def _content(of: Any) -> Any:
+  """Return what tells a callable from others: its source, and the simple values that it holds.
+
+  These are defaults, values of a closure, arguments of a partial, and public attributes of an object.
+  """
+  match of:
+    case partial():
+      return [_content(each) for each in (of.func, *of.args, *chain(*sorted(of.keywords.items())))]
+    case types.MethodType():
+      return _content(of.__func__), _attributes(of.__self__)
+    case types.FunctionType():
+      return _source(of), _simple([cell.cell_contents for cell in of.__closure__ or ()]), _simple(of.__defaults__)
+  return (_source(type(of)), _attributes(of)) if callable(of) else _simple(of)
+
+
+def _attributes(of: Any) -> Any:
+  return _simple({name: value for name, value in getattr(of, '__dict__', {}).items() if not name.startswith('_')})
+
+
+def _simple(value: Any) -> Any:
+  """Return a number, a text, or lists and mappings of these. Of anything else the type, as its text may differ between starts."""
+  match value:
+    case None | bool() | int() | float() | str() | bytes():
+      return value
+    case list() | tuple():
+      return [_simple(each) for each in value]
+    case Mapping():
+      return {str(name): _simple(each) for name, each in value.items()}
+  return type(value).__qualname__
+
+
+def _source(of: Any) -> str:
+  """Return the source of a function or class, or its name if Python does not find that."""
+  try:
+    return inspect.getsource(of)
+  except (OSError, TypeError):
+    return getattr(of, '__qualname__', '')
 
 
 def _names(module: ast.Module) -> set[str]:

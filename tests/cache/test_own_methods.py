@@ -16,10 +16,10 @@ from sprl.models.config import tiny
 B, T, H, K, D, BUDGET = 3, 9, 4, 2, 4, 6
 
 
-def compressed(quant, monkeypatch, method):
+def compressed(quant, monkeypatch, method, **others):
   """Return the cache of prompts of 9 tokens after `method`, in place of keydiff, has kept 6 of them; the newest 2 always."""
   monkeypatch.setitem(METHODS, 'keydiff', method)
-  settings = Cache(method='keydiff', budget=BUDGET, interval=2, window=2)
+  settings = Cache(method='keydiff', budget=BUDGET, interval=2, window=2, **others)
   layout = cache_layout(tiny('llama', num_hidden_layers=1, head_dim=D), settings, quant, T, 4, 'float32')
   scales = Scales(*(jnp.array([scale]) for scale in (0.013, 0.017, 0.019)))
   rng = np.random.default_rng(0)
@@ -72,3 +72,14 @@ def test_a_method_cannot_read_what_it_does_not_ask_for(monkeypatch, read):
 def test_scores_of_another_shape_are_refused(monkeypatch, score, carries, found):
   with pytest.raises(SettingsError, match=rf"config\.cache\.method = 'keydiff'.*{found}"):
     compressed(Quant(), monkeypatch, Method(lambda view, cache: score(view), carries=carries))
+
+
+@pytest.mark.parametrize('scope', ['head', 'layer'])
+def test_nan_is_the_lowest_score(monkeypatch, scope):
+  def score(view, cache):
+    slots = jnp.arange(view.k.shape[1], dtype=jnp.float32)
+    return Scored(jnp.broadcast_to(jnp.where(slots % 2 == 0, jnp.nan, -slots), view.k.shape[:2]), None)
+
+  cache = compressed(Quant(), monkeypatch, Method(score), scope=scope)
+  # Of the tokens 0 to 6 outside the window the scores of 1, 3 and 5 are known; the newest two stay.
+  assert {1, 3, 5, 7, 8} < set(np.asarray(cache.layers[0].position)[0, 0, :BUDGET].tolist())

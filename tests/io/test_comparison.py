@@ -10,25 +10,60 @@ import numpy as np
 import pytest
 from scipy import stats
 
+import sprl
 from sprl.config import Run, SettingsError, to_dict
-from sprl.io.comparison import arms_of, comparison_html, difference, read_runs, score_table, short_names, write_comparison
+from sprl.io.comparison import (
+  arms_of,
+  comparison_html,
+  difference,
+  matching,
+  read_runs,
+  score,
+  score_rows,
+  score_table,
+  score_text,
+  short_names,
+  write_comparison,
+)
 from sprl.io.config_file import write_config
 from sprl.io.metrics import RunLog
 from sprl.io.paired import interval_of_one_run, paired_interval
-from sprl.report import matching
+from sprl.io.starts import add_start
 
 ATTACK = '</script><img src=x onerror="document.title = 1">'
 
 
-def write_run(workdir, scores, seed=0, budget=None, steps=2, answers=('4', '6'), reward=0.5, seconds=30.0, asked='', remat=None):
+def write_run(
+  workdir,
+  scores,
+  seed=0,
+  budget=None,
+  steps=2,
+  answers=('4', '6'),
+  reward=0.5,
+  seconds=30.0,
+  asked='',
+  remat=None,
+  rewards=(),
+  graders=(),
+  rows=None,
+):
   """Write the folder of a run that ended with these scores of its held-out problems."""
   settings = to_dict(Run())
-  changes = {'cache': {'budget': budget}, 'eval': {'temperature': 1.0 if asked else 0.0}, 'model': {'remat': remat or 'none'}}
+  changes = {
+    'cache': {'budget': budget}, 'eval': {'temperature': 1.0 if asked else 0.0}, 'model': {'remat': remat or 'none'},
+    'task': {'rewards': rewards},
+  }  # fmt: skip
   write_config(workdir, settings | {'seed': seed} | {name: settings[name] | changes[name] for name in changes})
+  add_start(workdir, None, '2026-01-01T00:00:00', {'graders': dict(graders), 'rows': rows})
   log = RunLog(workdir, None)
   log.evaluation(0, {'eval/avg@k': 0.25, 'eval/low': 0.2, 'eval/high': 0.3})
   for step in range(1, steps + 1):
-    log.write(step, {'reward/mean': reward * step, 'rollout_corr/k3_kl': 0.5}, {'rollout': seconds, 'learn': seconds})
+    log.write(
+      step,
+      {'reward/mean': reward * step, 'reward/std': 0.1, 'reward/brief': 3.0, 'rollout_corr/k3_kl': 0.5},
+      {'rollout': seconds, 'learn': seconds},
+    )
   mean = float(np.mean(scores))
   log.evaluation(steps, {'eval/avg@k': mean, 'eval/low': mean - 0.1, 'eval/high': mean + 0.1})
   log.close()
@@ -46,8 +81,7 @@ def compared(*workdirs):
 
 
 def page_of(workdirs):
-  arms = compared(*workdirs)
-  return comparison_html(arms, score_table(arms))
+  return comparison_html(compared(*workdirs))
 
 
 def rows_of(arms):
@@ -104,6 +138,17 @@ def test_runs_that_differ_only_in_the_seed_form_an_arm(tmp_path):
     ('dense', ['dense-0', 'dense-1']),
     ('sparse', ['sparse-0', 'sparse-1']),
   ]
+
+
+def test_runs_with_other_rewards_or_rows_are_other_arms(tmp_path):
+  one, other = {'python:r': '1'}, {'python:r': '2'}
+  given = {'a-0': (one, 'x'), 'a-1': (one, 'x'), 'b': (other, 'x'), 'c': (one, 'y')}
+  runs = [write_run(tmp_path / name, [0.0], seed, graders=g, rows=r) for seed, (name, (g, r)) in enumerate(given.items())]
+  arms = compared(*runs)
+  assert [arm.name for arm in arms] == ['a', 'b', 'c']
+  settings = comparison_html(arms).partition('id="settings"')[2].partition('</section>')[0]
+  found = re.findall(r'<td>(.*?)</td>', settings)
+  assert found == ['reward python:r', 'checksum 1', 'checksum 2', 'checksum 1', 'rows', 'x', 'x', 'y']
 
 
 def test_arms_whose_runs_share_no_name_have_that_of_their_first_run(tmp_path):
@@ -205,6 +250,32 @@ def test_runs_that_cannot_be_paired_have_no_difference(tmp_path, other):
   assert rows_of([first, second])['b']['it covers'] == ''
 
 
+@pytest.mark.parametrize(('right', 'paired'), [('1', True), ('2', False)])
+def test_the_first_reward_decides_whether_scores_can_be_paired(tmp_path, right, paired):
+  rewards = [('/x/r.py:right', '/x/r.py:brief=0.1'), ('/x/r.py:right=2', '/x/r.py:brief')]
+  graders = [{'r.py:right': '1', 'r.py:brief': '1'}, {'/x/r.py:right': right, '/x/r.py:brief': '2'}]
+  runs = [write_run(tmp_path / n, [0.0, i], rewards=r, graders=g) for i, (n, r, g) in enumerate(zip('ab', rewards, graders))]
+  first, other = compared(*runs)
+  assert (difference(other, first) is not None) == paired
+
+
+def test_the_interval_of_several_runs_with_one_seed_is_not_known(tmp_path):
+  (arm,) = compared(write_run(tmp_path / 'a-0', [1.0, 0.0]), write_run(tmp_path / 'a-1', [1.0, 1.0]))
+  assert score(arm)[:3] == (2, 0.25, 0.75)
+  assert np.isnan(score(arm)[3:]).all()
+
+
+def test_the_rows_have_the_numbers_of_the_table(tmp_path):
+  runs = [write_run(tmp_path / 'a', [1.0, 0.0, 0.5]), write_run(tmp_path / 'b', [1.0, 1.0, 1.0], budget=8)]
+  first, second = score_rows(compared(*runs))
+  low, high = stats.ttest_1samp([0.0, 1.0, 0.5], 0.0).confidence_interval(0.95)
+  assert (second['difference'], second['difference_low'], second['difference_high']) == pytest.approx((0.5, low, high))
+  assert (first['arm'], first['runs'], first['seeds'], first['step'], first['before']) == ('a', 1, 1, 2, 0.25)
+  assert (first['score'], first['low'], first['high']) == pytest.approx((0.5, 0.4, 0.6))
+  assert (first['seconds'], first['rollout_corr/k3_kl'], second['covers']) == (120.0, 0.5, '3 problems')
+  assert np.isnan([first['difference'], first['sparse/bytes_saving']]).all()
+
+
 def test_the_table_has_scores_and_costs_of_each_arm(tmp_path):
   runs = [write_run(tmp_path / f'dense-{seed}', [0.0, seed], seed) for seed in (0, 1)]
   rows = rows_of(compared(*runs, write_run(tmp_path / 'sparse', [1.0, 1.0], 0, 64, steps=4)))
@@ -232,6 +303,8 @@ def test_the_page_draws_a_curve_for_each_arm_over_steps_and_over_time(tmp_path):
   assert [curve['x'] for curve in charts['Held out, by time']['series']] == [[0.0, 2.0], [0.0, 4.0]]
   assert charts['Held out, by time']['across'] == 'minutes'
   assert 'Entropy' not in charts
+  assert charts['reward/brief']['series'][0]['y'] == [3.0, 3.0]  # a reward of the user
+  assert 'reward/std' not in charts
 
 
 def test_the_page_names_the_settings_that_differ_and_no_others(tmp_path):
@@ -247,11 +320,24 @@ def test_names_of_folders_stay_text(tmp_path):
   assert 'a&lt;img src=x&gt;' in page
 
 
-def test_a_comparison_is_written_and_its_scores_are_returned(tmp_path):
-  runs = [write_run(tmp_path / 'a', [0.0, 1.0]), write_run(tmp_path / 'b', [1.0, 1.0], 0, 64)]
-  path, rows = write_comparison(runs, tmp_path / 'comparison.html')
-  assert path.read_text().startswith('<!DOCTYPE html>')
-  assert [row[0] for row in rows] == ['arm', 'a', 'b']
+def test_a_comparison_is_written(tmp_path):
+  arms = compared(write_run(tmp_path / 'a', [0.0, 1.0]), write_run(tmp_path / 'b', [1.0, 1.0], 0, 64))
+  assert write_comparison(arms, tmp_path / 'comparison.html').read_text().startswith('<!DOCTYPE html>')
+  assert [line.split()[0] for line in score_text(arms).splitlines()] == ['arm', 'a', 'b']
+
+
+def test_runs_are_compared_in_python(tmp_path):
+  runs = [write_run(tmp_path / f'dense-{seed}', [1.0, 0.0], seed) for seed in (0, 1)]
+  write_run(tmp_path / 'sparse', [1.0, 1.0], budget=8)
+  found = sprl.compare([f'{tmp_path}/dense-*', tmp_path / 'sparse'])
+  assert [row['arm'] for row in found.rows] == ['dense', 'sparse']
+  assert [row['runs'] for row in found.rows] == [2, 1]
+  assert repr(found) == score_text(compared(*runs, tmp_path / 'sparse'))
+  assert found.save(tmp_path / 'page.html').read_text().startswith('<!DOCTYPE html>')
+  with pytest.raises(SettingsError, match=r'runs = .*expected a list of work directories'):
+    sprl.compare(f'{tmp_path}/dense-*')
+  with pytest.raises(SettingsError, match=r"runs = '.*/none-\*'.*matches none"):
+    sprl.compare([f'{tmp_path}/none-*'])
 
 
 def test_what_cannot_be_compared_is_named(tmp_path):
@@ -268,9 +354,9 @@ def test_what_cannot_be_compared_is_named(tmp_path):
 def test_a_star_stands_for_folders_of_runs_only(tmp_path):
   run = write_run(tmp_path / 'arm-0', [0.0])
   (tmp_path / 'arm-1').mkdir()
-  assert matching(f'{tmp_path}/arm-*') == [run]
-  assert matching('plain') == [Path('plain')]
+  assert matching('--workdir', f'{tmp_path}/arm-*') == [run]
+  assert matching('--workdir', 'plain') == [Path('plain')]
   odd = write_run(tmp_path / 'g[1]' / 'a', [0.0])
-  assert matching(f'{tmp_path}/g[1]/*') == [odd]
-  with pytest.raises(SettingsError, match=r'none/\*.*matches none'):
-    matching('none/*')
+  assert matching('--workdir', f'{tmp_path}/g[1]/*') == [odd]
+  with pytest.raises(SettingsError, match=r'--workdir = .none/\*.*matches none'):
+    matching('--workdir', 'none/*')

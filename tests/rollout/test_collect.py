@@ -90,6 +90,16 @@ def test_tables_of_samples_show_each_reward(tmp_path):
   assert [(key, row[key]) for key in row if 'reward' in key] == [('reward', 1.5), ('reward/exact', 1.0), ('reward/brief', 5.0)]
 
 
+def test_a_table_of_all_samples_names_their_groups(tmp_path):
+  write_tiny(tmp_path)
+  made, asked = small.rollouts([(3, 2, 4)] * 2, (6, 5)), []
+  rows = collect.sample_rows(made, lambda number: asked.append(number) or str(number), Tokenizer.load(tmp_path), None)
+  assert [(row['group'], row['answer'], row['tokens']) for row in rows] == [(g, str(g), n) for g in (0, 1) for n in (3, 2, 4)]
+  assert asked == [0, 1]  # once for a group, also where another process holds the problem
+  some = collect.sample_rows(made, str, Tokenizer.load(tmp_path), 1)
+  assert [('group' in row, row['answer'], row['tokens']) for row in some] == [(False, '0', 3)]
+
+
 def test_prompts_that_are_too_long_or_empty_are_named():
   lengths = [Length(place, tokens, f'p{place}') for place, tokens in ((2, 9), (0, 3), (1, 9), (3, 5))]
   check_lengths([], 4)  # no prompts are no error

@@ -3,6 +3,7 @@
 import math
 import pickle
 from decimal import Decimal
+from functools import partial
 
 import pytest
 from hypothesis import given
@@ -305,8 +306,36 @@ def test_the_checksum_of_a_users_grader_follows_its_source(tmp_path):
   own = graders.rewards(Task(grader='python:own'), {'own': lambda completion: 1.0})
   assert list(graders.checksums(own)) == ['python:own']
 
-  class Own:
-    def __call__(self, completion):
-      return 1.0
 
-  assert graders.checksums(graders.rewards(Task(grader='python:own'), {'own': Own()})) == {}  # its source is not looked for
+def test_callables_that_hold_other_values_have_other_checksums():
+  def scaled(completion, by=1.0):
+    return by * len(completion)
+
+  def made(by):
+    return lambda completion: by * len(completion)
+
+  class Judge:
+    def __init__(self, by):
+      self.by, self._asked, self.client = by, by, object()
+
+    def __call__(self, completion):
+      return self.by
+
+    def score(self, completion):
+      return self.by
+
+  def checksum(function):
+    return graders.checksums(graders.rewards(Task(grader='python:own'), {'own': function}))['python:own']
+
+  for make in (
+    made,
+    Judge,
+    lambda by: Judge(by).score,
+    lambda by: partial(scaled, by=by),
+    lambda by: partial(partial(scaled), by=by),
+  ):
+    assert checksum(make(1.0)) == checksum(make(1.0)) != checksum(make(2.0))
+  assert checksum(scaled) != checksum(partial(scaled, by=1.0))
+  asked = Judge(1.0)
+  asked._asked = 5
+  assert checksum(asked) == checksum(Judge(1.0))  # private attributes may count calls
