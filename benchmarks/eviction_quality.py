@@ -30,7 +30,6 @@ import re
 import sys
 from functools import partial
 from importlib.util import find_spec
-from itertools import cycle
 from pathlib import Path
 
 import jax
@@ -39,7 +38,7 @@ import numpy as np
 from common import report
 from pictures import BLUE, GREEN, GREY, MODELS, OLIVE, ORANGE, PURPLE, RED, TEAL, load, new_figure, save, style
 
-from sprl.cache.eviction import METHODS
+from sprl.cache.eviction import METHODS, method
 from sprl.cache.layout import cache_layout
 from sprl.config import DENSE, UNQUANTISED, Cache, ModelSettings, Quant, Run, Sampling
 from sprl.model import Model
@@ -54,8 +53,7 @@ from sprl.types import Request
 
 VETO = 1e-4
 BLOCK = 128  # tokens whose distributions are in memory together
-COLOURS = dict(zip(METHODS, cycle((BLUE, ORANGE, GREEN, PURPLE, RED, OLIVE, TEAL))))
-MARKERS = dict(zip(METHODS, cycle('osD^vPX')))
+LOOKS = tuple(zip((BLUE, ORANGE, GREEN, PURPLE, RED, OLIVE, TEAL), 'osD^vPX'))  # colour and marker of a method
 TEXTS = {'gsm8k': 'GSM8K problems'}
 
 
@@ -82,8 +80,8 @@ def main():
     limit = args.prompt + args.interval
     parser.error(f'--budgets={args.budgets}: must be below --prompt + --interval = {limit}, so that every cache evicts')
   methods = args.methods.split(',')
-  if unknown := set(methods) - set(METHODS):
-    parser.error(f'--methods={args.methods}: unknown: {", ".join(sorted(unknown))}; accepted: {", ".join(METHODS)}')
+  for name in methods:
+    method(name)  # raises for an unknown one
   self_check()
 
   model = Model.open(Run(model=ModelSettings(path=args.model, dtype=args.dtype)))
@@ -130,9 +128,9 @@ def main():
     row('dense, FP8 linears (w8a8)', None, *run_with(model, quant=Quant(sampler='w8a8'))),
   ]
   assert rows[0]['KL'] == 0, 'a cache with room for all tokens does not give the distributions of the dense cache'
-  for method in methods:
+  for name in methods:
     for budget in budgets:
-      rows.append(row(method, budget, *run_with(model, Cache(budget=budget, interval=args.interval, method=method))))
+      rows.append(row(name, budget, *run_with(model, Cache(budget=budget, interval=args.interval, method=name))))
   rows = [line | above_best(line, divergences, owner) for line in rows]
   result = {
     'model': model.folder.name, 'dtype': model.dtype.name, 'text': 'In the Year 2889' if args.text is None else args.text.name,
@@ -261,9 +259,9 @@ def self_check():
     return states(transformer.graph(config), layout, weights, prompts, written, jnp.full(3, C))[0]
 
   dense = hidden_states(DENSE)
-  for method in METHODS:
-    found = hidden_states(dataclasses.replace(Cache(budget=P + C - 1, interval=4), method=method))
-    assert jnp.array_equal(dense, found), f'{method} with room for all tokens differs from the dense cache'
+  for name in METHODS:
+    found = hidden_states(dataclasses.replace(Cache(budget=P + C - 1, interval=4), method=name))
+    assert jnp.array_equal(dense, found), f'{name} with room for all tokens differs from the dense cache'
 
 
 # --- plot ------------------------------------------------------------------------------------------------------------
@@ -286,11 +284,13 @@ def draw():
   axes = figure.add_subplot()
   title = 'KL(dense || sparse); bars: standard error between continuations'
   style(axes, title, 'budget: tokens kept', 'nats per token (log scale)')
-  for i, (method, points) in enumerate(sorted(lines.items(), key=lambda line: -line[1][0]['KL'])):  # the legend: same order
+  order = list(dict.fromkeys([*METHODS, *lines]))
+  for i, (name, points) in enumerate(sorted(lines.items(), key=lambda line: -line[1][0]['KL'])):  # the legend: same order
     x = [point['budget'] + 1.6 * (i - (len(lines) - 1) / 2) for point in points]  # side by side, so that bars do not overlap
     y, error = ([point[key] for point in points] for key in ('KL', '+-'))
-    look = {'color': COLOURS[method], 'marker': MARKERS[method], 'markersize': 5.5, 'linewidth': 1.1, 'capsize': 2.5}
-    axes.errorbar(x, y, error, label=method, **look)
+    colour, marker = LOOKS[order.index(name) % len(LOOKS)]
+    look = {'color': colour, 'marker': marker, 'markersize': 5.5, 'linewidth': 1.1, 'capsize': 2.5}
+    axes.errorbar(x, y, error, label=name, **look)
   savings = {row['budget']: row['saving'] for row in rows if row['budget']}
   for row in rows:
     if not row['budget'] and row['KL'] > 0:

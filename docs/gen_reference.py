@@ -126,7 +126,9 @@ def _type(annotation: ast.AST, constants: dict[str, ast.expr]) -> str:
     return f'{_type(annotation.left, constants)} or {_type(annotation.right, constants)}'
   text = ast.unparse(annotation)
   if text.startswith('Annotated[') and isinstance(annotation, ast.Subscript) and isinstance(annotation.slice, ast.Tuple):
-    return _type(annotation.slice.elts[0], constants)
+    meaning = annotation.slice.elts[1]
+    shown = isinstance(meaning, ast.Constant) and isinstance(meaning.value, str)
+    return f'`{meaning.value}`' if shown else _type(annotation.slice.elts[0], constants)
   if text.startswith('Literal[') and isinstance(annotation, ast.Subscript):
     values = annotation.slice.elts if isinstance(annotation.slice, ast.Tuple) else [annotation.slice]
     return ', '.join(f'`{ast.unparse(value)}`' for value in values)

@@ -13,7 +13,7 @@ import types
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 if TYPE_CHECKING:
   from ml_collections import ConfigDict
@@ -24,6 +24,10 @@ RematSetting = Literal['auto', 'none', 'dots', 'layer']
 TrackerName = Literal['tensorboard', 'wandb', 'mlflow']
 RouterReplay = Literal['none', 'R2', 'R3']
 TaskKind = Literal['gsm8k', 'dataset', 'jsonl', 'reasoning_gym', 'mixture', 'environment', 'agent', 'rows']
+Eviction = Literal['rkv', 'snapkv', 'h2o', 'streaming', 'keydiff', 'gkv', 'tova_like']
+Estimator = Literal['grpo', 'dr_grpo', 'rloo', 'reinforce_baseline', 'reinforce']
+LossVariant = Literal['ppo', 'gspo', 'segment', 'reinforce', 'tis', 'topr', 'cispo', 'kimi15', 'dppo_kl']
+UserObject = Annotated[str, 'file.py:NAME']  # what a user's file defines under NAME (docs/extending.md)
 Aggregate = Literal[
   'seq-mean-token-mean', 'token-mean', 'prompt-mean-token-mean', 'seq-mean-token-sum', 'seq-mean-token-sum-norm'
 ]  # fmt: skip
@@ -184,7 +188,7 @@ class Cache:
 
   budget: int | None = None  # tokens kept by a compression; None: dense rollouts, nothing is evicted
   interval: int = 128  # decode steps between compressions
-  method: Literal['rkv', 'snapkv', 'h2o', 'streaming', 'keydiff', 'gkv', 'tova_like'] = 'rkv'  # scores tokens
+  method: Eviction | UserObject = 'rkv'  # scores tokens
   window: int | None = None  # newest tokens, always kept; None: the method's own (8; gkv 16, h2o half the budget, tova_like 1)
   scope: Literal['head', 'layer', 'global'] = 'head'  # who chooses: each kv head, each layer, or the first layer for all
   rkv: Rkv = field(default_factory=Rkv)
@@ -247,7 +251,7 @@ class Devices:
 class Advantage:
   """How a reward becomes an advantage (docs/methods/losses.md, Advantages)."""
 
-  estimator: Literal['grpo', 'dr_grpo', 'rloo', 'reinforce_baseline', 'reinforce'] = 'grpo'  # formulas in objective/advantages.py
+  estimator: Estimator | UserObject = 'grpo'  # formulas in objective/advantages.py
   overlong: float | None = None  # last share of max_tokens, over which the reward falls by up to 0.5 (DAPO); None: no penalty
 
   @property
@@ -308,7 +312,7 @@ class Dppo:
 class Loss:
   """The policy objective (docs/methods/losses.md, eq. 21 to 34)."""
 
-  variant: Literal['ppo', 'gspo', 'segment', 'reinforce', 'tis', 'topr', 'cispo', 'kimi15', 'dppo_kl'] = 'ppo'  # token loss
+  variant: LossVariant | UserObject = 'ppo'  # token loss: formulas in objective/losses.py
   clip_low: float | None = None  # ratios are clipped to [1 - clip_low, 1 + clip_high]; None: 0.2, gspo 3e-4, cispo no lower bound
   clip_high: float | None = None  # upper clip width; None: 0.2, gspo 4e-4
   dual_clip: float | None = None  # c: bounds the ppo loss at c * |A| for negative advantages

@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Any
 
 from sprl.config import EPISODES, LINEARS, Correction, Loss, Mesh, Run, SettingsError, Source
+from sprl.foreign import split_reference
 
 MOST_SECONDS = (2**31 - 1) // 1000  # poll(2) counts milliseconds in 32 bits
 MOST_DEVICES = 1_000_000  # a larger device number is a typing error
@@ -160,12 +161,6 @@ def names_of_problems(kind: str) -> tuple[str, ...]:
   return (*_PROBLEMS, *(key.removeprefix('task.') for key in GRADING_COSTS if kind in EPISODES))
 
 
-def grader_file(grader: str) -> tuple[str, str] | None:
-  """(file, function) of a grader given as `file.py:function`; None for any other text."""
-  file, _, function = grader.rpartition(':')
-  return (file, function) if file.endswith('.py') and function.isidentifier() else None
-
-
 def python_name(grader: str) -> str | None:
   """NAME of a grader given as `python:NAME`, a function that a Python program gives to sprl; None for any other text."""
   name = grader.removeprefix('python:')
@@ -174,7 +169,7 @@ def python_name(grader: str) -> str | None:
 
 def is_grader(text: str) -> bool:
   """Return whether a text has the form of a grader."""
-  return text in GRADERS or grader_file(text) is not None or python_name(text) is not None
+  return text in GRADERS or split_reference(text) is not None or python_name(text) is not None
 
 
 def weighted(reward: str) -> tuple[str, float]:
@@ -245,7 +240,7 @@ def validate_task(run: Run) -> None:
     require(run, 'task.name', bool(task.name), f"an environment, such as 'frozen_lake',{with_kind}")
     require(run, 'task.kind', not run.masked_learner, f'another kind with config.arm = {run.arm!r}: {_ANOTHER_ROW}')
   elif task.kind == 'agent':
-    known = task.name == 'verifiers' or grader_file(task.name or '') is not None
+    known = task.name == 'verifiers' or split_reference(task.name or '') is not None
     require(run, 'task.name', known, f"'verifiers', or `file.py:function` with def function(base_url, row){with_kind}")
     require(run, 'task.kind', not run.masked_learner, f'another kind with config.arm = {run.arm!r}: {_ANOTHER_ROW}')
     require(run, 'task.chat', task.chat, f'True{with_kind}, which sends chat messages')

@@ -9,6 +9,7 @@ import numpy as np
 
 from sprl.config import UNIONS, Run, SettingsError, unless_none
 from sprl.config_checks import validate
+from sprl.foreign import split_reference
 from sprl.presets import with_arm, with_preset, with_task
 
 if TYPE_CHECKING:
@@ -56,6 +57,11 @@ def coerce(hint: Any, value: Any, where: str) -> Any:
   if inner is not hint:
     return None if value in (None, 'None') else coerce(inner, value, where)
   origin, args = typing.get_origin(hint), typing.get_args(hint)
+  if origin in UNIONS and str in args:  # a name, or what a user's file defines
+    (names,) = (typing.get_args(each) for each in args if each is not str)
+    if value in names or (isinstance(value, str) and split_reference(value)):
+      return value
+    raise SettingsError(f'{where} = {value!r}: expected one of {", ".join(map(repr, names))}, or `file.py:NAME`')
   if origin in UNIONS:  # of a value and a dictionary
     return coerce(next(h for h in args if (typing.get_origin(h) is Mapping) == isinstance(value, Mapping)), value, where)
   if dataclasses.is_dataclass(hint):

@@ -52,6 +52,7 @@ from sprl.learner.state import TrainState, abstract_state
 from sprl.learner.update import UpdateConfig, make_update
 from sprl.model import Model, abstract_params
 from sprl.models.lora import Base, network
+from sprl.own_functions import check_own_functions, checksums
 from sprl.planning.remat import as_stored, decided
 from sprl.planning.room import check_caches_fit, check_evaluation_fits
 from sprl.remarks import remarks
@@ -133,6 +134,7 @@ def setup(
   local_folder('--workdir', workdir)
   check_processes(run, team)
   check_installed(run.log.trackers)
+  check_own_functions(run)
   model = Model.open(run)
   record_format(run.sampling, model.config.vocab_size)  # raises if the filters of the rollouts cannot be recorded
   layout = model.cache_layout(run.sampling, run.cache, run.quant, run.masked_learner, run.model.router_replay == 'R3')
@@ -164,10 +166,10 @@ def setup(
     may_change = MAY_CHANGE if saved else None  # a run without a checkpoint begins again
     for difference in write_config(workdir, settings.to_dict(run), may_change, settings.to_dict(Run())):
       log.warning('settings changed since this run began: %s', difference)
-    sources, starts = graders.checksums(rollouts.rewards), read_starts(workdir)['starts']
+    sources, starts = graders.checksums(rollouts.rewards) | checksums(run), read_starts(workdir)['starts']
     known = next((start.get('graders', {}) for start in reversed(starts) if start.get('step', done) < max(done, 1)), {})
     for name in sorted(name for name in sources if known.get(name, sources[name]) != sources[name]):
-      log.warning('%s has changed since the last start of this run: its steps have rewards of both', name)
+      log.warning('%s has changed since the last start of this run: its steps are of both', name)
     facts = {'step': done, 'command': start.command, **versions(), **provenance(), 'folder': str(Path.cwd())}
     add_start(workdir, origin, first_start, facts | {'graders': sources, 'rows': rollouts.state().get('rows')})
   stack.callback(checkpoints.close)

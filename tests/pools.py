@@ -4,7 +4,7 @@ import os
 import time
 from concurrent.futures import Future
 
-from sprl.tasks.foreign import attempt
+from sprl.foreign import attempt
 
 PATIENCE = 120.0  # seconds until a test of a broken pool fails; on a busy machine a Ray actor starts in 40
 

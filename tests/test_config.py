@@ -17,8 +17,9 @@ from ml_collections import config_flags
 from sprl import config as settings
 from sprl.command_line import FREE
 from sprl.config import Arm, Run, Sampling, SettingsError, as_config, default_config, to_dict
-from sprl.config_checks import RANGES, device_numbers, grader_file, within
+from sprl.config_checks import RANGES, device_numbers, within
 from sprl.config_reader import resolve
+from sprl.foreign import split_reference
 from sprl.presets import ARMS
 from sprl.rollout.setup import problem_sources
 from sprl.tasks import graders
@@ -462,9 +463,9 @@ def test_settings_that_go_together_are_accepted(changes):
   accepts(**changes)
 
 
-def test_grader_file_splits_at_the_last_colon():
-  assert grader_file('a:b/mine.py:grade') == ('a:b/mine.py', 'grade')
-  assert grader_file('math') is None
+def test_a_reference_splits_at_the_last_colon():
+  assert split_reference('a:b/mine.py:grade') == ('a:b/mine.py', 'grade')
+  assert split_reference('math') is None
 
 
 def test_device_numbers_are_read_from_text():

@@ -8,6 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 LEVELS = (  # the lowest first; packages and modules of sprl/
   ('config', 'types'),
+  ('foreign',),
   ('config_checks', 'presets'),
   ('config_reader',),
   ('sharding', 'distributed'),
@@ -16,7 +17,7 @@ LEVELS = (  # the lowest first; packages and modules of sprl/
   ('models', 'objective'),
   ('cache', 'guards'),
   ('sampler', 'tasks', 'io'),
-  ('model',),
+  ('model', 'own_functions'),
   ('agents',),
   ('rollout', 'learner'),
   ('ledger', 'planning', 'command_line', 'other_data', 'remarks'),

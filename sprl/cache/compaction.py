@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from sprl.cache.eviction import METHODS, View
+from sprl.cache.eviction import View, method
 from sprl.cache.layer import LayerCache
 from sprl.cache.layout import CacheLayout
 from sprl.cache.row_blocks import for_row_blocks, put_rows, take_rows
@@ -126,7 +126,7 @@ def _choose(layout, keys, values, layer, occupied, newest):
     v=values(layer),
     kernels=layout.kernels,
   )
-  score, carried = _checked(METHODS[settings.method].score(view, settings), layout, (K, S))
+  score, carried = _checked(method(settings.method).score(view, settings), layout, (K, S))
   score = jnp.where(jnp.isnan(score), -jnp.inf, score)  # NaN would be the largest
   if settings.scope != 'head':
     score = jnp.broadcast_to(psum(jnp.sum(jnp.where(view.position >= 0, score, 0), axis=0), 'kv_heads'), score.shape)

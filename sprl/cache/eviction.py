@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from sprl.config import Cache, Kernels
+from sprl.foreign import own_function, referenced
 from sprl.kernels.eviction import similarity
 
 POOL = 7  # slots under the max-pool of importances
@@ -68,12 +69,23 @@ class Method(NamedTuple):
   accumulates: bool = False  # stores a number, at first 0, to which the sampler adds each step's attention probabilities
 
 
+def method(name: str) -> Method:
+  """Return the method of this name in METHODS, or that of a user's file, `file.py:NAME`: a Method, or its score function.
+
+  Raises SettingsError for another name, and for a file without it.
+  """
+  if name in METHODS:
+    return METHODS[name]
+  found = referenced('config.cache.method', name, METHODS)
+  return found if isinstance(found, Method) else Method(own_function('config.cache.method', name, METHODS))
+
+
 def window(cache: Cache) -> int:
   """Return the number of newest tokens that a compression always keeps."""
   if cache.window is not None:
     return cache.window
   assert cache.budget is not None, 'a dense cache has no window'
-  return METHODS[cache.method].window(cache.budget)
+  return method(cache.method).window(cache.budget)
 
 
 # --- methods ---------------------------------------------------------------------------------------------------------

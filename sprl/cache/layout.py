@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from sprl.cache.eviction import METHODS, window
+from sprl.cache.eviction import method, window
 from sprl.config import Cache, Kernels, Quant, SettingsError
 from sprl.kernels.rope import Rope
 from sprl.models.config import ModelConfig
@@ -93,17 +93,17 @@ class CacheLayout:
   @property
   def queries(self) -> int:
     """The number of newest queries that are stored for the eviction method."""
-    return self.window if self.sparse and METHODS[self.settings.method].queries else 0
+    return self.window if self.sparse and method(self.settings.method).queries else 0
 
   @property
   def carries(self) -> bool:
     """Whether the eviction method stores a number for each slot."""
-    return self.sparse and (METHODS[self.settings.method].carries or self.accumulates)
+    return self.sparse and (method(self.settings.method).carries or self.accumulates)
 
   @property
   def accumulates(self) -> bool:
     """Whether the stored number grows by each step's attention probabilities."""
-    return self.sparse and METHODS[self.settings.method].accumulates
+    return self.sparse and method(self.settings.method).accumulates
 
   @property
   def initial_carried(self) -> float:

@@ -78,7 +78,7 @@ class Recorded:
   workdir: Path
   name: str  # the shortest end of its path that no other compared run has
   settings: dict[str, Any]  # with dotted names
-  inputs: dict[str, str]  # checksums of the rewards by name, and of the rows that Python gave
+  inputs: dict[str, str]  # checksums of a user's functions by name, and of the rows that Python gave
   records: Records
 
   @property
@@ -173,10 +173,10 @@ def read_runs(workdirs: Sequence[Path]) -> list[Recorded]:
 
 
 def inputs_of(workdir: Path) -> dict[str, str]:
-  """Return the checksums that the last start of a run recorded: of its rewards, and of rows that are in no file."""
+  """Return the checksums that the last start of a run recorded: of a user's functions, and of rows that are in no file."""
   last = (read_starts(workdir)['starts'] or [{}])[-1]
   rows = {'rows': last['rows']} if last.get('rows') else {}
-  return {f'reward {name}': f'checksum {found}' for name, found in last.get('graders', {}).items()} | rows
+  return {f'source of {name}': f'checksum {found}' for name, found in last.get('graders', {}).items()} | rows
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:

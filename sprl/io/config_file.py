@@ -81,7 +81,7 @@ def located(config: Mapping[str, Any], folder: str = '') -> dict[str, Any]:
       return {name: place(name, each) for name, each in value.items()}
     if key == 'rewards':
       return [place('grader', each) for each in value]
-    if key not in ('path', 'grader', 'name') or not isinstance(value, str):
+    if key not in ('path', 'grader', 'name', 'method', 'variant', 'estimator') or not isinstance(value, str):
       return value
     name, mark, function = (value, '', '') if key == 'path' else value.rpartition('.py:')
     file = Path(name + mark.rstrip(':')).expanduser()

@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from sprl.config import Advantage, SettingsError
+from sprl.foreign import own_function
 
 EPSILON = 1e-6  # added to the standard deviation of a group
 OVERLONG = 0.5  # largest penalty of a long answer. DAPO's is 1, for rewards of -1 and 1; here graders give 0 and 1
@@ -60,11 +61,13 @@ def advantages(
 
 
 def estimator(settings: Advantage) -> Callable:
-  """Return the function of the estimator. Raises SettingsError if it has none."""
-  if settings.estimator not in ESTIMATORS:
-    known = ', '.join(ESTIMATORS)
-    raise SettingsError(f'config.advantage.estimator = {settings.estimator!r}: expected a name in ESTIMATORS: {known}')
-  return ESTIMATORS[settings.estimator]
+  """Return the function of the estimator, or that of a user's file, `file.py:NAME`.
+
+  Raises SettingsError for another name, a file without it, and for something that is no function.
+  """
+  if settings.estimator in ESTIMATORS:
+    return ESTIMATORS[settings.estimator]
+  return own_function('config.advantage.estimator', settings.estimator, ESTIMATORS)
 
 
 def equal_groups(

@@ -136,6 +136,8 @@ def _limited(w, settings):
       return jnp.where(w > 0, jnp.clip(w, settings.floor, settings.cap), 0)  # 0 is a masked position, never a ratio
     case 'icepop':
       return jnp.where((settings.floor <= w) & (w <= settings.cap), w, 0)
+    case _:
+      raise ValueError(f'config.correction.weight = {settings.weight!r}: it has no function')
 
 
 def _mean_weight(applied, mask, settings, micro):

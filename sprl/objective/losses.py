@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from sprl.config import Loss, SettingsError
+from sprl.foreign import own_function
 from sprl.objective.correction import pooled
 from sprl.objective.masked import bounded_exp, k3
 from sprl.types import LogProbs
@@ -150,6 +151,16 @@ VARIANTS: dict[str, Callable] = {
 }
 
 
+def function_of(settings: Loss) -> Callable:
+  """Return the function of a variant, or that of a user's file, `file.py:NAME`.
+
+  Raises SettingsError for another name, a file without it, and for something that is no function.
+  """
+  if settings.variant in VARIANTS:
+    return VARIANTS[settings.variant]
+  return own_function('config.loss.variant', settings.variant, VARIANTS)
+
+
 def token_loss(
   logprobs: LogProbs,
   settings: Loss,
@@ -176,7 +187,7 @@ def token_loss(
   logp, denominator, A, w = (jnp.where(mask, x, 0) for x in (logprobs.current, denominator, advantage, weight))
   w = w if settings.weighted(mode) else mask.astype(w.dtype)
   tokens = TokenTerms(logp=logp, denominator=sg(denominator), A=sg(A), reward=sg(reward)[:, None], mask=mask)
-  loss, log_ratio, clipped = _checked(VARIANTS[settings.variant](tokens, settings), mask.shape, settings.variant)
+  loss, log_ratio, clipped = _checked(function_of(settings)(tokens, settings), mask.shape, settings.variant)
   return jnp.where(mask, sg(w) * loss, 0), TokenRatios(log_ratio=sg(log_ratio), clipped=sg(clipped & mask))
 
 

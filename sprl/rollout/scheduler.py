@@ -21,6 +21,7 @@ from dataclasses import replace
 from typing import Any
 
 from sprl.config import Rollout
+from sprl.foreign import kind_of
 from sprl.io.tokenizer import TokenizerError
 from sprl.rollout.dispatcher import Dispatcher
 from sprl.rollout.episodes import EpisodeError, Generate, Work
@@ -29,7 +30,6 @@ from sprl.rollout.interfaces import EngineLike, EpisodeSource, WorkersLike
 from sprl.rollout.tally import Tally
 from sprl.rollout.timeline import Timeline
 from sprl.rollout.window import Window
-from sprl.tasks.foreign import kind_of
 from sprl.tasks.worker_pool import Failure
 from sprl.types import Completion, Request, Trajectory
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 from sprl.cache.layout import CacheLayout
 from sprl.config import EPISODES, Run, SettingsError, Task
 from sprl.distributed.team import ALONE, Team
+from sprl.foreign import attempt
 from sprl.io.metrics import mean_of
 from sprl.io.tokenizer import Tokenizer, TokenizerError
 from sprl.model import Model
@@ -33,7 +34,6 @@ from sprl.sharding.rules import shardings
 from sprl.tasks import graders, in_memory, problems
 from sprl.tasks.environment_pool import Kind, close, environment_pool, make_environment, rows_of, takes_split
 from sprl.tasks.environments.protocol import EnvironmentFault
-from sprl.tasks.foreign import attempt
 from sprl.tasks.grader_pool import GraderPool, grader_pool
 from sprl.tasks.graders import Reward
 from sprl.tasks.in_memory import Row

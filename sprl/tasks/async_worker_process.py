@@ -10,8 +10,8 @@ import threading
 from multiprocessing.connection import Connection
 from typing import Any
 
+from sprl.foreign import attempt
 from sprl.tasks.async_workers import Service, attempt_async
-from sprl.tasks.foreign import attempt
 from sprl.tasks.lifeline import hold
 from sprl.tasks.worker_process import loaded, send
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
-from sprl.tasks.foreign import attempt, reason
+from sprl.foreign import attempt, reason
 from sprl.tasks.worker_pool import WorkerDied
 from sprl.tasks.workers import Child, DaemonThread
 

@@ -12,9 +12,9 @@ from functools import partial
 from typing import Any
 
 from sprl.config import Task
+from sprl.foreign import attempt
 from sprl.tasks.environments import registry, user_file
 from sprl.tasks.environments.protocol import INFO_KEYS, Environment, Info, Outcome, checked_reset, checked_step
-from sprl.tasks.foreign import attempt
 from sprl.tasks.worker_pool import Failure, WorkerPool, pause_before
 from sprl.tasks.workers import starter
 

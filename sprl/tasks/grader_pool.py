@@ -20,9 +20,9 @@ from functools import partial
 from typing import Any, Literal
 
 from sprl.config_checks import reward_name
+from sprl.foreign import LARGEST_REWARD, kind_of, reason
 from sprl.tasks import graders
 from sprl.tasks.async_workers import Lanes, async_starter
-from sprl.tasks.foreign import LARGEST_REWARD, kind_of, reason
 from sprl.tasks.graders import GraderSpec, Reward
 from sprl.tasks.judge import COSTS, Judgement
 from sprl.tasks.rewards import Sample

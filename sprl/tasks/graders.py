@@ -30,9 +30,9 @@ from pathlib import Path
 from typing import Any
 
 from sprl.config import SettingsError, Task
-from sprl.config_checks import GRADERS, grader_file, python_name, reward_name, weighted
+from sprl.config_checks import GRADERS, python_name, reward_name, weighted
+from sprl.foreign import imported, split_reference
 from sprl.tasks import code_grader, judge
-from sprl.tasks.foreign import imported
 from sprl.tasks.rewards import Grader, for_groups, for_samples, is_async, is_groupwise
 
 SECONDS, ASYNC_SECONDS = 10.0, 60.0  # for grading a sample, unless task.time_limit is set; the second: by an async grader
@@ -117,7 +117,7 @@ def resolve(task: Task, functions: Mapping[str, Callable[..., Any]] | None = Non
       known = ', '.join(f'python:{each}' for each in functions or {}) or 'none'
       raise SettingsError(f'{where}: no such function was given to sprl; expected one of these: {known}')
     return from_function((functions or {})[name], task.grader)
-  if (found := grader_file(task.grader)) is None:
+  if (found := split_reference(task.grader)) is None:
     raise SettingsError(f'{where}: expected one of {", ".join(GRADERS)}, or `file.py:function`')
   path, function = Path(found[0]).expanduser().absolute(), found[1]
   if not path.is_file():

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from sprl.config import SettingsError
-from sprl.tasks.foreign import reason
+from sprl.foreign import reason
 
 START_SECONDS = 120.0  # time for a worker to import and build its service
 LAST_SECONDS = 60.0  # most time for the last call of a key, if its worker holds no other key

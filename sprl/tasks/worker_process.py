@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from sprl.tasks.foreign import attempt, reason
+from sprl.foreign import attempt, reason
 from sprl.tasks.lifeline import hold
 
 # Exit status of a process that reached its memory limit. Its service may have leaked memory, so the pool starts a new process.

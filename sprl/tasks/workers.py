@@ -25,8 +25,8 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from sprl.config import SettingsError
+from sprl.foreign import attempt
 from sprl.tasks import lifeline
-from sprl.tasks.foreign import attempt
 from sprl.tasks.worker_pool import Worker, WorkerDied
 from sprl.tasks.worker_process import OUT_OF_MEMORY
 

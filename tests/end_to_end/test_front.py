@@ -266,7 +266,7 @@ def test_a_changed_reward_and_a_run_without_steps_left_are_said_at_a_resume(fold
   nothing = f'no step is left: the run of {tmp_path}/run has its 0 steps (config.steps)'
   assert fit_with(graded(True)) == []
   assert fit_with(graded(True)) == [nothing]
-  changed = 'python:own has changed since the last start of this run: its steps have rewards of both'
+  changed = 'python:own has changed since the last start of this run: its steps are of both'
   assert fit_with(graded(False)) == [changed, nothing]
 
 

@@ -148,7 +148,7 @@ def test_runs_with_other_rewards_or_rows_are_other_arms(tmp_path):
   assert [arm.name for arm in arms] == ['a', 'b', 'c']
   settings = comparison_html(arms).partition('id="settings"')[2].partition('</section>')[0]
   found = re.findall(r'<td>(.*?)</td>', settings)
-  assert found == ['reward python:r', 'checksum 1', 'checksum 2', 'checksum 1', 'rows', 'x', 'x', 'y']
+  assert found == ['rows', 'x', 'x', 'y', 'source of python:r', 'checksum 1', 'checksum 2', 'checksum 1']
 
 
 def test_arms_whose_runs_share_no_name_have_that_of_their_first_run(tmp_path):

@@ -8,8 +8,8 @@ import pytest
 from pools import ManualClock, answers, processes, results, until
 
 from sprl.config import SettingsError, Task
+from sprl.foreign import kind_of
 from sprl.tasks import graders
-from sprl.tasks.foreign import kind_of
 from sprl.tasks.grader_pool import REPORTED, Grade, _scores, grader_pool
 from sprl.tasks.rewards import Sample
 

@@ -68,8 +68,8 @@ def test_a_users_class_is_made_with_its_arguments(own):
   ('name', 'args', 'complaint'),
   [
     ('none.py:Own', {}, r'task\.name = .*none\.py: no such file'),
-    ('own.py:Other', {}, r'own\.py has no class Other; it has Failing, Half, Leaving, Mute, Own'),
-    ('own.py:number', {}, r'own\.py has no class number'),
+    ('own.py:Other', {}, r'own\.py has no Other; it has Failing, Half, Leaving, Mute, Own'),
+    ('own.py:number', {}, r'own\.py:number.: expected a class; got int'),
     ('own.py:Half', {}, r'Half has no method step; expected reset, step'),
     ('own.py:Mute', {}, r'Mute has no method step'),
     ('broken.py:Own', {}, r'broken\.py fails to import \(ModuleNotFoundError: .*no_such_module_at_all'),

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from sprl.config import SettingsError
+from sprl.foreign import split_reference
 from sprl.tasks import tables
 from sprl.tasks.environments import user_file
 from sprl.tasks.environments.turns import Turns
@@ -86,7 +87,7 @@ def chat(
   """
   rows = _rows(prompts, split)
   where = 'config.task.args.environment'
-  if user_file.split_reference(environment):
+  if split_reference(environment):
     make = user_file.load_class(environment, ('init', 'step'), where)
   else:
     make = _registered(environment, where)

@@ -21,7 +21,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from sprl.tasks.foreign import LARGEST_REWARD, reason
+from sprl.foreign import LARGEST_REWARD, reason
 
 Info = dict[str, Any]
 Message = dict[str, str]  # {role, content}

@@ -7,6 +7,7 @@ from typing import Any
 
 from sprl.config import SettingsError
 from sprl.config_reader import coerce
+from sprl.foreign import split_reference
 from sprl.tasks.environments import user_file
 from sprl.tasks.environments.calculator import gsm8k
 from sprl.tasks.environments.chat import chat
@@ -34,7 +35,7 @@ def make(name: str, args: Mapping[str, Any]) -> Environment:
 
   Raises SettingsError for an unknown name or argument, a refused value, a missing package, and an unusable file or class.
   """
-  if user_file.split_reference(name):
+  if split_reference(name):
     kind = user_file.load_class(name, ('reset', 'step'), 'config.task.name')
     return user_file.construct(kind, args, 'config.task.args')
   if name not in _BUILDERS:
@@ -62,7 +63,7 @@ def takes(name: str, argument: str) -> bool:
 
   Raises SettingsError if the environment is a class in a file that cannot be used.
   """
-  if user_file.split_reference(name):
+  if split_reference(name):
     kind = user_file.load_class(name, ('reset', 'step'), 'config.task.name')
     return argument in inspect.signature(kind).parameters
   return name in _BUILDERS and argument in inspect.signature(_BUILDERS[name]).parameters

@@ -2,17 +2,10 @@
 
 import inspect
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from sprl.config import SettingsError
-from sprl.tasks.foreign import imported, reason
-
-
-def split_reference(text: str) -> tuple[str, str] | None:
-  """Split `file.py:Class` into (file, class). Return None if the text has another form."""
-  file, _, name = text.rpartition(':')
-  return (file, name) if file.endswith('.py') and name.isidentifier() else None
+from sprl.foreign import reason, referenced
 
 
 def load_class(reference: str, methods: tuple[str, ...], where: str) -> type:
@@ -20,25 +13,11 @@ def load_class(reference: str, methods: tuple[str, ...], where: str) -> type:
 
   Raises SettingsError, which begins with the setting `where`, for a missing or failing file, a missing class or a missing method.
   """
-  found = split_reference(reference)
-  said = f'{where} = {reference!r}'
-  if found is None:
-    raise SettingsError(f'{said}: expected `file.py:Class`')
-  path, name = Path(found[0]).expanduser().absolute(), found[1]
-  if not path.is_file():
-    raise SettingsError(f'{said}: {path}: no such file')
-  try:
-    module = imported(path)
-  except KeyboardInterrupt:
-    raise
-  except BaseException as error:
-    raise SettingsError(f'{said}: {path} fails to import ({reason(error)})') from error
-  kind = getattr(module, name, None)
+  said, kind = f'{where} = {reference!r}', referenced(where, reference)
   if not isinstance(kind, type):
-    classes = sorted(key for key, value in vars(module).items() if isinstance(value, type))
-    raise SettingsError(f'{said}: {path} has no class {name}; it has {", ".join(classes) or "none"}')
+    raise SettingsError(f'{said}: expected a class; got {type(kind).__name__}')
   if missing := [method for method in methods if not callable(getattr(kind, method, None))]:
-    raise SettingsError(f'{said}: {name} has no method {missing[0]}; expected {", ".join(methods)}')
+    raise SettingsError(f'{said}: {kind.__name__} has no method {missing[0]}; expected {", ".join(methods)}')
   return kind
 
 

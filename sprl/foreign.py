@@ -1,4 +1,4 @@
-"""Calls and files of code that is not ours. Graders and environments may raise anything, also what is no Exception.
+"""Calls and files of code that is not ours. It may raise anything, also what is no Exception.
 
 Such calls run in threads and in processes that get no Ctrl-C: a KeyboardInterrupt there comes from the code.
 """
@@ -11,13 +11,15 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from sprl.config import SettingsError
+
 LARGEST_REWARD = 3.4e38  # the learner reads rewards in float32
-_FOLDERS = (Path(__file__).parents[1], *(Path(sysconfig.get_path(name)) for name in ('stdlib', 'purelib', 'platlib')))
+_FOLDERS = (Path(__file__).parent, *(Path(sysconfig.get_path(name)) for name in ('stdlib', 'purelib', 'platlib')))
 _LIBRARIES = ('<frozen ', *(f'{folder}{os.sep}' for folder in _FOLDERS))  # how the names of their files begin
 
 
@@ -52,6 +54,44 @@ def _place(error: BaseException) -> str:
   frames = [(frame.f_code, line) for frame, line in traceback.walk_tb(error.__traceback__)]
   users = [(code, line) for code, line in frames if not code.co_filename.startswith(_LIBRARIES)]
   return ''.join(f' ({code.co_filename[-200:]}:{line}, in {code.co_name[-100:]})' for code, line in users[-1:])
+
+
+def split_reference(text: str) -> tuple[str, str] | None:
+  """Split `file.py:NAME` into (file, NAME). Return None if the text has another form."""
+  file, _, name = text.rpartition(':')
+  return (file, name) if file.endswith('.py') and name.isidentifier() else None
+
+
+def referenced(setting: str, reference: str, known: Iterable[str] = ()) -> Any:
+  """Return what a user's file defines under a name, given as `file.py:NAME`. `known` are other accepted texts, for the message.
+
+  Raises SettingsError, which begins with the setting, for another form, a missing or failing file, and a missing name.
+  """
+  said = f'{setting} = {reference!r}'
+  found = split_reference(reference)
+  if found is None:
+    raise SettingsError(f'{said}: expected {", ".join([*known, ""])}`file.py:NAME`')
+  path, name = Path(found[0]).expanduser().absolute(), found[1]
+  if not path.is_file():
+    raise SettingsError(f'{said}: {path}: no such file')
+  try:
+    module = imported(path)
+  except KeyboardInterrupt:
+    raise
+  except BaseException as error:
+    raise SettingsError(f'{said}: {path} fails to import ({reason(error)})') from error
+  if not hasattr(module, name):
+    own = sorted(key for key, value in vars(module).items() if getattr(value, '__module__', '') == module.__name__)
+    raise SettingsError(f'{said}: {path} has no {name}; it has {", ".join(own) or "no function and no class"}')
+  return getattr(module, name)
+
+
+def own_function(setting: str, reference: str, known: Iterable[str]) -> Callable[..., Any]:
+  """Return the function that a user's file defines. Raises SettingsError as `referenced`, and if it is no function."""
+  found = referenced(setting, reference, known)
+  if not callable(found):
+    raise SettingsError(f'{setting} = {reference!r}: expected a function; got {type(found).__name__}')
+  return found
 
 
 def imported(path: Path) -> ModuleType:
